@@ -1,0 +1,47 @@
+"""The cache of tuned kernels: keys, records, the store, layers, packs, the lookup and the wanted list.
+
+Needs the standard library and platformdirs alone, so that a cache can be read where neither torch nor a compiler is.
+"""
+
+from tilekern.cache.errors import CacheError, Corrupt, Missing, MissingRecord, UnknownSchema
+from tilekern.cache.keys import Address, parse_problem_key, problem_key
+from tilekern.cache.layers import FolderLayer, Layer
+from tilekern.cache.lookup import Hit, lookup, skipped
+from tilekern.cache.packs import PACK_SUFFIX, PackLayer, install_pack, write_pack
+from tilekern.cache.places import default_layers, user_root
+from tilekern.cache.records import PROVENANCES, SCHEMA, Artifact, Record
+from tilekern.cache.store import BlobFile, Entry, Garbage, Store
+from tilekern.cache.wanted import clear_wanted, note_wanted, read_wanted
+
+__all__ = [
+    "PACK_SUFFIX",
+    "PROVENANCES",
+    "SCHEMA",
+    "Address",
+    "Artifact",
+    "BlobFile",
+    "CacheError",
+    "Corrupt",
+    "Entry",
+    "FolderLayer",
+    "Garbage",
+    "Hit",
+    "Layer",
+    "Missing",
+    "MissingRecord",
+    "PackLayer",
+    "Record",
+    "Store",
+    "UnknownSchema",
+    "clear_wanted",
+    "default_layers",
+    "install_pack",
+    "lookup",
+    "note_wanted",
+    "parse_problem_key",
+    "problem_key",
+    "read_wanted",
+    "skipped",
+    "user_root",
+    "write_pack",
+]

@@ -1,0 +1,85 @@
+"""Reading and writing whole files, so that no reader ever sees half of one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from pathlib import Path
+
+from tilekern.cache.errors import CacheError, Missing
+
+TEMPORARY_SUFFIX = ".tmp"
+BAD_SUFFIX = ".bad"
+_reported: set[str] = set()
+
+
+def read_whole(path: Path, largest: int) -> tuple[bytes, os.stat_result]:
+    """The bytes of a file, cut off after ``largest`` of them, and what the file system says of it.
+
+    Raises:
+        Missing: there is no such file.
+        CacheError: it cannot be read.
+    """
+    try:
+        with open(path, "rb") as file:
+            return file.read(largest), os.fstat(file.fileno())
+    except (FileNotFoundError, NotADirectoryError):
+        raise Missing(f"there is no {path}") from None
+    except OSError as error:
+        raise CacheError(f"cannot read {path}: {error.strerror}") from None
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Put ``data`` at ``path`` in one step: a reader sees the old file or the new one; a failure leaves the old one.
+
+    Raises:
+        OSError: the folder cannot be made or written, or the disk is full.
+    """
+    temporary = path.parent / f".{os.urandom(12).hex()}{TEMPORARY_SUFFIX}"
+    descriptor = _create(temporary)
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
+def _create(path: Path, attempts: int = 5) -> int:
+    """A new file for writing; its folder may be pruned by a `clear` between being made and being used."""
+    try:
+        os.makedirs(path.parent, exist_ok=True)
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    except FileNotFoundError:
+        if attempts == 1:
+            raise
+        return _create(path, attempts - 1)
+
+
+def set_aside(path: Path, seen: os.stat_result) -> bool:
+    """Rename a bad file to ``<name>.bad`` so that it is not read again; True where that was done.
+
+    ``seen`` is what was read. Where a writer has put another file there since, that one is put back.
+    """
+    aside = path.with_name(path.name + BAD_SUFFIX)
+    try:
+        os.replace(path, aside)
+        now = os.stat(aside)
+        if (now.st_ino, now.st_mtime_ns, now.st_size) != (seen.st_ino, seen.st_mtime_ns, seen.st_size):
+            os.replace(aside, path)
+            return False
+    except OSError:
+        return False
+    return True
+
+
+def report_once(path: Path, message: str) -> None:
+    """Warn about a file, once in this process."""
+    if str(path) not in _reported:
+        _reported.add(str(path))
+        warnings.warn(message, RuntimeWarning, stacklevel=3)

@@ -1,0 +1,145 @@
+"""The names that make up a cache's paths: problems as text, and what is safe as the name of a file or folder."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import PurePosixPath
+from typing import NamedTuple
+
+from tilekern.cache.errors import CacheError
+
+Value = int | str | bool | None
+
+LAYOUT = "v1"
+BLOBS = "blobs"
+WANTED = "wanted"
+LONGEST_NAME = 100
+DIGITS = 18
+# A file system takes 255 bytes for a name; a record that is set aside adds ".json.bad".
+LONGEST_PROBLEM_KEY = 240
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
+_DIMENSION = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_TEXT = re.compile(r"[A-Za-z0-9_.+-]+")
+_WHOLE_NUMBER = re.compile(rf"0|-?[1-9][0-9]{{0,{DIGITS - 1}}}")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_WORDS: dict[str, Value] = {"True": True, "False": False, "None": None}
+
+
+class Address(NamedTuple):
+    """Where a record stands in a cache or pack: the four names of its path."""
+
+    target_key: str
+    toolkit_key: str
+    kernel: str
+    problem_key: str
+
+    @property
+    def path(self) -> PurePosixPath:
+        """The record's path below the cache's root."""
+        return PurePosixPath(LAYOUT, self.target_key, self.toolkit_key, self.kernel, f"{self.problem_key}.json")
+
+
+def parse_path(parts: Sequence[str]) -> Address:
+    """The address of the record at a path below the cache's root, given as its parts.
+
+    Raises:
+        CacheError: no record may stand there.
+    """
+    if len(parts) != 5 or parts[0] != LAYOUT or not parts[4].endswith(".json"):
+        raise CacheError(f"{'/'.join(parts)} is no path of a record")
+    address = Address(parts[1], parts[2], parts[3], parts[4].removesuffix(".json"))
+    for what, name in zip(("a target's key", "a toolkit's key", "a kernel"), address[:3], strict=True):
+        check_name(what, name)
+    parse_problem_key(address.problem_key)
+    return address
+
+
+def blob_path(sha256: str) -> PurePosixPath:
+    """A blob's path below the cache's root.
+
+    Raises:
+        CacheError: ``sha256`` is no digest.
+    """
+    check_digest("a blob", sha256)
+    return PurePosixPath(LAYOUT, BLOBS, sha256[:2], sha256)
+
+
+def check_name(what: str, name: object) -> str:
+    """``name`` where it is safe as the name of a file or folder; ``what`` is said in the error.
+
+    Raises:
+        CacheError: it is not text, is empty or too long, has other characters than letters, digits and ``_.+-``,
+            does not start with a letter or digit, or is taken by the cache's own folders.
+    """
+    if not isinstance(name, str) or not _NAME.fullmatch(name) or len(name) > LONGEST_NAME or name in (BLOBS, WANTED):
+        raise CacheError(f"{what} must be letters, digits and _.+- (at most {LONGEST_NAME}), got {name!r}")
+    return name
+
+
+def check_digest(what: str, digest: object) -> str:
+    """``digest`` where it is a sha256 in lower-case hexadecimal; ``what`` is said in the error.
+
+    Raises:
+        CacheError: it is anything else.
+    """
+    if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
+        raise CacheError(f"{what} must be 64 lower-case hexadecimal digits, got {digest!r}")
+    return digest
+
+
+def problem_key(problem: Mapping[str, Value]) -> str:
+    """The problem as one line that names its file, in the order of the mapping: ``rows=8192,dtype=bfloat16``.
+
+    Raises:
+        CacheError: the problem is empty, its key is too long, or a name or value cannot be part of a file's name
+            or would not read back as it was (the text ``"12"``, for example, would read back as a number).
+    """
+    if not problem:
+        raise CacheError("a problem must have at least one dimension, got none")
+    key = ",".join(f"{_dimension(name)}={_text(name, value)}" for name, value in problem.items())
+    if len(key) > LONGEST_PROBLEM_KEY:
+        raise CacheError(f"a problem's key may have {LONGEST_PROBLEM_KEY} characters, got {len(key)}: {key[:60]}...")
+    return key
+
+
+def parse_problem_key(text: str) -> dict[str, Value]:
+    """The problem that a key names: whole numbers, True, False, None and text; inverse of :func:`problem_key`.
+
+    Raises:
+        CacheError: ``text`` is no problem key.
+    """
+    if len(text) > LONGEST_PROBLEM_KEY:
+        raise CacheError(f"a problem's key may have {LONGEST_PROBLEM_KEY} characters, got {len(text)}")
+    problem: dict[str, Value] = {}
+    for part in text.split(","):
+        name, equals, value = part.partition("=")
+        if not equals or name in problem or not _DIMENSION.fullmatch(name) or not _TEXT.fullmatch(value):
+            raise CacheError(f"{text!r} is no problem key; one looks like rows=8192,columns=4096,dtype=bfloat16")
+        problem[name] = _value(value)
+    return problem
+
+
+def _dimension(name: object) -> str:
+    if not isinstance(name, str) or not _DIMENSION.fullmatch(name):
+        raise CacheError(f"the name of a problem's dimension must be letters, digits and _, got {name!r}")
+    return name
+
+
+def _text(name: str, value: object) -> str:
+    known = isinstance(value, str | None) or (isinstance(value, int) and abs(value) < 10**DIGITS)
+    text = str(value) if known else ""
+    if not _TEXT.fullmatch(text) or _value(text) != value:
+        got = repr(value[:60]) if isinstance(value, str) else f"a value of type {type(value).__name__}"
+        raise CacheError(
+            f"{name} must be a whole number of at most {DIGITS} digits, True, False, None, "
+            f"or text of letters, digits and _.+- that reads as none of these, got {got}"
+        )
+    return text
+
+
+def _value(text: str) -> Value:
+    if text in _WORDS:
+        return _WORDS[text]
+    return int(text) if _WHOLE_NUMBER.fullmatch(text) else text

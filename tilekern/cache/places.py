@@ -1,0 +1,83 @@
+"""Where caches are: the user's folder, and the layers that a lookup reads by default."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import os
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import platformdirs
+
+from tilekern.cache.layers import FolderLayer, Layer
+from tilekern.cache.packs import PACK_SUFFIX, PackLayer
+
+ENTRY_POINTS = "tilekern.prebuilt"
+_missing_said: set[str] = set()
+
+
+def user_root() -> Path:
+    """The user's cache folder: ``TILEKERN_CACHE_DIR``, else the platform's folder for caches."""
+    chosen = os.environ.get("TILEKERN_CACHE_DIR")
+    return Path(chosen).expanduser() if chosen else platformdirs.user_cache_path("tilekern")
+
+
+def default_layers() -> list[Layer]:
+    """The layers of a lookup, first to last: the user's cache, ``TILEKERN_CACHE_PATH``, packages' packs, the wheel's.
+
+    A folder or pack of ``TILEKERN_CACHE_PATH`` that is not there is warned about once and left out.
+    """
+    user: list[Layer] = [FolderLayer(user_root(), "user", writable=True)]
+    return [*user, *_path_layers(), *_package_layers(), *_packs_of(Path(__file__).parents[1] / "prebuilt", "prebuilt")]
+
+
+def _path_layers() -> Iterator[Layer]:
+    for item in os.environ.get("TILEKERN_CACHE_PATH", "").split(os.pathsep):
+        path = Path(item).expanduser()
+        if not item:
+            continue
+        if path.is_dir():
+            yield FolderLayer(path, str(path))
+        elif path.is_file():
+            yield PackLayer(path)
+        elif item not in _missing_said:
+            _missing_said.add(item)
+            warnings.warn(
+                f"TILEKERN_CACHE_PATH names {item}, which is neither a folder nor a pack; it is left out",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+
+def _package_layers() -> Iterator[Layer]:
+    """The packs of installed packages; a package is found, not imported (its parents are, where it has any)."""
+    import importlib.metadata  # slow to import, and looking at a cache needs none of it
+
+    for entry in importlib.metadata.entry_points(group=ENTRY_POINTS):
+        try:
+            spec = importlib.util.find_spec(entry.module)
+        except (ImportError, ValueError, AttributeError):
+            spec = None
+        folders = _folders(spec) if spec else []
+        if not folders:
+            warnings.warn(
+                f"entry point {entry.name} of group {ENTRY_POINTS} names {entry.module}, which cannot be found",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+            continue
+        for folder in folders:
+            yield from _packs_of(folder, entry.name)
+
+
+def _folders(spec: importlib.machinery.ModuleSpec) -> list[Path]:
+    if spec.submodule_search_locations is not None:
+        return [Path(folder) for folder in spec.submodule_search_locations]
+    return [Path(spec.origin).parent] if spec.origin else []
+
+
+def _packs_of(folder: Path, owner: str) -> Iterator[Layer]:
+    for path in sorted(folder.glob(f"*{PACK_SUFFIX}")):
+        yield PackLayer(path, f"{owner}:{path.stem}")

@@ -1,0 +1,294 @@
+"""The record of one problem on one target and toolkit, as JSON and back, with every field checked."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from datetime import datetime, timedelta
+from typing import Any, Literal, NoReturn
+
+from tilekern.cache.errors import CacheError, Corrupt, UnknownSchema
+from tilekern.cache.keys import Address, Value, check_digest, check_name, problem_key
+
+SCHEMA = 1
+PROVENANCES = ("measured", "predicted", "default")
+LARGEST_RECORD = 16 * 2**20
+LARGEST_BLOB = 256 * 2**20
+
+_MODULE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*")
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """What a candidate compiled to; the bytes themselves are the blob of the name ``sha256``.
+
+    Attributes:
+        sha256: digest of the bytes, in hexadecimal.
+        size: length in bytes.
+        symbol: the entry point's name inside the artifact.
+        config: the config that it was compiled for; not looked at by the cache.
+        assumptions: what its arguments must satisfy; not looked at by the cache.
+        resources: registers, spill_bytes, shared_bytes, threads and the like; not looked at by the cache.
+    """
+
+    sha256: str
+    size: int
+    symbol: str
+    config: dict[str, Any]
+    assumptions: list[Any]
+    resources: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Record:
+    """The cache's entry for one problem on one target and toolkit.
+
+    Attributes:
+        kernel: the spec's name.
+        module: dotted name of the module that holds the kernel's device code.
+        problem: the problem with bucketed sizes, in the order of its key.
+        target: the GPU: ``key``, ``name``, ``arch`` (text) and whatever else describes it.
+        toolkit: the compiler: ``key`` (text) and the versions of its parts.
+        source_digest: sha256 of the kernel's source, in hexadecimal.
+        provenance: ``measured``, ``predicted`` or ``default``.
+        config: the winner.
+        artifacts: by the variant's name, for example ``aligned`` and ``generic``.
+        measurement: None, or what was timed: ``median_us``, ``default_us`` (the default config in the same run) and
+            its spread; needed where the provenance is ``measured``.
+        prediction: None, or what was predicted: ``time_us`` and what it was derived from.
+        check: None, or how far the winner was from the reference.
+        runners_up: the next best candidates.
+        candidates: how many were tried.
+        failed: how many of them failed.
+        created: time in UTC, ISO 8601.
+        created_by: the program and version that wrote it.
+    """
+
+    kernel: str
+    module: str
+    problem: dict[str, Value]
+    target: dict[str, Any]
+    toolkit: dict[str, Any]
+    source_digest: str
+    provenance: Literal["measured", "predicted", "default"]
+    config: dict[str, Any]
+    artifacts: dict[str, Artifact]
+    measurement: dict[str, Any] | None
+    prediction: dict[str, Any] | None
+    check: dict[str, Any] | None
+    runners_up: list[Any]
+    candidates: int
+    failed: int
+    created: str
+    created_by: str
+
+    @property
+    def address(self) -> Address:
+        """Where the record belongs in a cache."""
+        return Address(self.target["key"], self.toolkit["key"], self.kernel, problem_key(self.problem))
+
+    @property
+    def digests(self) -> frozenset[str]:
+        """The sha256 of every blob that the record refers to."""
+        return frozenset(artifact.sha256 for artifact in self.artifacts.values())
+
+    def to_json(self) -> str:
+        """The record as JSON; equal records give equal text.
+
+        Raises:
+            CacheError: a field holds something that JSON cannot.
+        """
+        try:
+            return json.dumps({"schema": SCHEMA, **asdict(self)}, allow_nan=False, indent=1) + "\n"
+        except (TypeError, ValueError, RecursionError) as error:
+            raise CacheError(f"the record of {self.kernel} must hold plain JSON data: {error}") from None
+
+    @classmethod
+    def from_json(cls, text: str) -> Record:
+        """The record that ``text`` holds, with every field's type and form checked.
+
+        Raises:
+            UnknownSchema: it was written under another schema.
+            Corrupt: it is no JSON, or a field is missing, unknown, or not what it must be.
+        """
+        document = parse_object(text)
+        schema = document.pop("schema", None)
+        if type(schema) is not int or schema < 1:
+            raise Corrupt(f"schema must be {SCHEMA}, got {schema!r}")
+        if schema != SCHEMA:
+            raise UnknownSchema(f"schema {schema} was written by another version of tilekern; this one reads {SCHEMA}")
+        try:
+            _check("record", document, _RECORD_FIELDS)
+            document["artifacts"] = {name: _artifact(name, value) for name, value in document["artifacts"].items()}
+            record = cls(**document)
+            _check_sense(record)
+        except (UnknownSchema, Corrupt):
+            raise
+        except CacheError as error:
+            raise Corrupt(str(error)) from None
+        return record
+
+
+def decode_record(data: bytes, address: Address) -> Record:
+    """The record in the bytes of the file at ``address``.
+
+    Raises:
+        UnknownSchema: it was written under another schema.
+        Corrupt: it is no whole record, or it belongs at another address.
+    """
+    try:
+        record = Record.from_json(data.decode())
+    except UnicodeDecodeError:
+        raise Corrupt("not valid JSON: it is not UTF-8") from None
+    if record.address != address:
+        raise Corrupt(f"its contents belong at {record.address.path}")
+    return record
+
+
+def check_blob(data: bytes, sha256: str) -> bytes:
+    """``data`` where its digest is ``sha256``.
+
+    Raises:
+        Corrupt: its digest is another.
+    """
+    digest = hashlib.sha256(data).hexdigest()
+    if digest != sha256:
+        raise Corrupt(f"blob {sha256} holds {len(data)} bytes whose sha256 is {digest}")
+    return data
+
+
+def parse_object(text: str) -> dict[str, Any]:
+    """The JSON object in ``text``; NaN, infinities, doubled names and lone surrogates are refused.
+
+    Raises:
+        Corrupt: it is anything else.
+    """
+    try:
+        document = json.loads(text, parse_constant=_no_constant, object_pairs_hook=_no_doubles)
+        if "\\ud" in text.lower():
+            json.dumps(document, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
+        raise Corrupt(f"not valid JSON: {' '.join(str(error).split())[:200]}") from None
+    if not isinstance(document, dict):
+        raise Corrupt(f"expected a JSON object, got {type(document).__name__}")
+    return document
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number")
+
+
+def _no_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    document = dict(pairs)
+    if len(document) != len(pairs):
+        raise ValueError("a name stands twice in one object")
+    return document
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _is_object(value: object) -> bool:
+    return isinstance(value, dict)
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, list)
+
+
+def _is_object_or_null(value: object) -> bool:
+    return value is None or isinstance(value, dict)
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and value >= 0
+
+
+_FORMS: dict[str, tuple[str, Callable[[object], bool]]] = {
+    "text": ("text", _is_text),
+    "object": ("an object", _is_object),
+    "list": ("a list", _is_list),
+    "object_or_null": ("an object or null", _is_object_or_null),
+    "count": ("a whole number of at least 0", _is_count),
+}
+_ARTIFACT_FIELDS = {
+    "sha256": "text",
+    "size": "count",
+    "symbol": "text",
+    "config": "object",
+    "assumptions": "list",
+    "resources": "object",
+}
+_RECORD_FIELDS = {
+    "kernel": "text",
+    "module": "text",
+    "problem": "object",
+    "target": "object",
+    "toolkit": "object",
+    "source_digest": "text",
+    "provenance": "text",
+    "config": "object",
+    "artifacts": "object",
+    "measurement": "object_or_null",
+    "prediction": "object_or_null",
+    "check": "object_or_null",
+    "runners_up": "list",
+    "candidates": "count",
+    "failed": "count",
+    "created": "text",
+    "created_by": "text",
+}
+
+
+def _check(where: str, document: Mapping[str, Any], forms: Mapping[str, str]) -> None:
+    if document.keys() != forms.keys():
+        missing = sorted(forms.keys() - document.keys())
+        problem = f"lacks {missing[0]}" if missing else f"has an unknown field {min(document.keys() - forms.keys())!r}"
+        raise Corrupt(f"{where} {problem}")
+    for name, form in forms.items():
+        described, holds = _FORMS[form]
+        if not holds(document[name]):
+            raise Corrupt(f"{where}: {name} must be {described}, got {document[name]!r:.60}")
+
+
+def _artifact(name: str, document: Any) -> Artifact:
+    check_name("a variant", name)
+    if not isinstance(document, dict):
+        raise Corrupt(f"artifact {name} must be an object, got {type(document).__name__}")
+    _check(f"artifact {name}", document, _ARTIFACT_FIELDS)
+    check_digest(f"artifact {name}: sha256", document["sha256"])
+    if document["size"] > LARGEST_BLOB:
+        raise Corrupt(f"artifact {name}: size must be at most {LARGEST_BLOB} bytes, got {document['size']}")
+    return Artifact(**document)
+
+
+def _check_sense(record: Record) -> None:
+    """What the types alone do not say."""
+    check_name("kernel", record.kernel)
+    if not _MODULE.fullmatch(record.module):
+        raise Corrupt(f"module must be the dotted name of a module, got {record.module!r}")
+    problem_key(record.problem)
+    check_name("the target's key", record.target.get("key"))
+    check_name("the toolkit's key", record.toolkit.get("key"))
+    for name in ("name", "arch"):
+        if not isinstance(record.target.get(name), str):
+            raise Corrupt(f"the target's {name} must be text, got {record.target.get(name)!r:.60}")
+    check_digest("source_digest", record.source_digest)
+    if record.provenance not in PROVENANCES:
+        raise Corrupt(f"provenance must be one of {', '.join(PROVENANCES)}, got {record.provenance!r:.60}")
+    if record.provenance == "measured" and not record.measurement:
+        raise Corrupt("a measured record must have a measurement")
+    _check_created(record.created)
+
+
+def _check_created(created: str) -> None:
+    try:
+        in_utc = datetime.fromisoformat(created).utcoffset() == timedelta(0)
+    except ValueError:
+        in_utc = False
+    if not in_utc:
+        raise Corrupt(f"created must be a time in UTC such as 2026-01-31T12:00:00+00:00, got {created!r:.60}")

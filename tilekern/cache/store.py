@@ -1,0 +1,281 @@
+"""The folder that a cache is written to: records and blobs put there whole, listed, removed, and garbage-collected."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import time
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tilekern.cache.errors import CacheError, Missing, UnknownSchema
+from tilekern.cache.files import BAD_SUFFIX, TEMPORARY_SUFFIX, read_whole, write_whole
+from tilekern.cache.keys import BLOBS, LAYOUT, WANTED, Address, blob_path, check_digest, parse_path
+from tilekern.cache.records import LARGEST_BLOB, LARGEST_RECORD, Record, check_blob, decode_record
+
+# A writer puts blobs first and their record a moment later; a blob this young may be waiting for its record.
+GRACE_S = 300.0
+_DIGESTS = re.compile(rb"(?<![0-9a-f])[0-9a-f]{64}(?![0-9a-f])")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One record file of a store.
+
+    Attributes:
+        path: the file.
+        address: what its path says it is a record of; None where the path is none of a record.
+        record: its contents, or None where it is unreadable.
+        problem: why it is unreadable, or None.
+        unknown_schema: True where another version of tilekern wrote it.
+        size_bytes: the record and its blobs.
+        modified: when the file was written, in seconds since 1970.
+    """
+
+    path: Path
+    address: Address | None
+    record: Record | None
+    problem: str | None
+    unknown_schema: bool
+    size_bytes: int
+    modified: float
+
+
+@dataclass(frozen=True)
+class BlobFile:
+    """One blob file of a store: its digest by name, size in bytes, time of its last use by a writer (since 1970)."""
+
+    path: Path
+    sha256: str
+    size_bytes: int
+    modified: float
+
+
+@dataclass(frozen=True)
+class Garbage:
+    """What a garbage collection removed."""
+
+    blobs: int
+    size_bytes: int
+
+
+class Store:
+    """A cache folder that may be written; it need not exist yet."""
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        self.root = Path(root)
+
+    def __repr__(self) -> str:
+        return f"Store({str(self.root)!r})"
+
+    def write(self, record: Record, blobs: Mapping[str, bytes]) -> Path:
+        """Put a record and its blobs into the cache, blobs first, each file whole or not at all.
+
+        Where another process writes the same record, the last one stands. A blob that is there and intact is kept.
+
+        Args:
+            record: what to write; its path follows from it.
+            blobs: bytes by sha256; a blob that the store has already may be left out.
+
+        Returns:
+            The record's file.
+
+        Raises:
+            UnknownSchema: a record of another version of tilekern stands there; it is left alone.
+            CacheError: the record or a blob is not valid, a blob is missing, or the folder cannot be written.
+        """
+        data = record.to_json().encode()
+        path = self.root / record.address.path
+        decode_record(data, record.address)
+        self._check_blobs(record, blobs)
+        self._check_replaceable(path)
+        try:
+            for digest in record.digests:
+                self._put_blob(digest, blobs.get(digest))
+            write_whole(path, data)
+            for digest in record.digests & blobs.keys():
+                # A garbage collection may have run between the two.
+                if not (self.root / blob_path(digest)).exists():
+                    self._put_blob(digest, blobs[digest])
+        except OSError as error:
+            raise CacheError(f"cannot write to the cache folder {self.root}: {error.strerror or error}") from None
+        return path
+
+    def entries(self) -> Iterator[Entry]:
+        """Every record file, in the order of its path; a bad one is an entry that says so."""
+        for path in self._record_files():
+            with contextlib.suppress(FileNotFoundError):
+                yield self._entry(path)
+
+    def blobs(self) -> Iterator[BlobFile]:
+        """Every blob file, referred to or not."""
+        for path in _files(self._layout / BLOBS):
+            with contextlib.suppress(CacheError, OSError):
+                digest = check_digest("a blob", path.name)
+                status = path.stat()
+                yield BlobFile(path, digest, status.st_size, status.st_mtime)
+
+    def leftovers(self) -> Iterator[Path]:
+        """Files that were set aside as bad, and temporary files of writers that were killed or are still at it."""
+        return (path for path in _files(self._layout) if path.name.endswith((BAD_SUFFIX, TEMPORARY_SUFFIX)))
+
+    def read_blob(self, sha256: str) -> bytes:
+        """A blob's bytes, checked.
+
+        Raises:
+            Missing: it is not there.
+            Corrupt: its contents are wrong.
+            CacheError: it cannot be read.
+        """
+        return check_blob(read_whole(self.root / blob_path(sha256), LARGEST_BLOB)[0], sha256)
+
+    def remove(self, entries: Iterable[Entry]) -> frozenset[str]:
+        """Delete records, and folders that this leaves empty; blobs stay until :meth:`collect_garbage`.
+
+        Returns:
+            The sha256 of every blob that the deleted records referred to.
+
+        Raises:
+            CacheError: a file cannot be deleted.
+        """
+        released: set[str] = set()
+        for entry in entries:
+            _unlink(entry.path)
+            if entry.record:
+                released |= entry.record.digests
+            _prune(entry.path.parent, self._layout)
+        return frozenset(released)
+
+    def collect_garbage(self, released: Collection[str] = (), grace_s: float = GRACE_S) -> Garbage:
+        """Delete blobs that no record refers to, and leftovers, both only where they are older than ``grace_s``.
+
+        Records of an unknown schema count: every digest in their text is taken for a reference.
+
+        Args:
+            released: digests that :meth:`remove` returned; for these no time is left to a writer.
+            grace_s: how old a file must be, in seconds.
+
+        Returns:
+            The number of blobs deleted, and their bytes.
+
+        Raises:
+            CacheError: what refers to blobs cannot be listed or read, or a file cannot be deleted.
+        """
+        now = time.time()
+        referred = self._references()
+        removed = []
+        for blob in self.blobs():
+            if blob.sha256 not in referred and (blob.sha256 in released or blob.modified < now - grace_s):
+                _unlink(blob.path)
+                _prune(blob.path.parent, self._layout)
+                removed.append(blob.size_bytes)
+        for path in self.leftovers():
+            with contextlib.suppress(FileNotFoundError):
+                if path.stat().st_mtime < now - grace_s:
+                    _unlink(path)
+        return Garbage(len(removed), sum(removed))
+
+    @property
+    def _layout(self) -> Path:
+        return self.root / LAYOUT
+
+    def _record_files(self, strict: bool = False) -> Iterator[Path]:
+        return (path for path in _files(self._layout, skip=(BLOBS, WANTED), strict=strict) if path.suffix == ".json")
+
+    def _entry(self, path: Path) -> Entry:
+        status = path.stat()
+        address, record, problem, unknown_schema = None, None, None, False
+        try:
+            address = parse_path(path.relative_to(self.root).parts)
+            record = decode_record(read_whole(path, LARGEST_RECORD)[0], address)
+        except CacheError as error:
+            problem, unknown_schema = str(error), isinstance(error, UnknownSchema)
+        size_bytes = status.st_size + sum(self._size_of_blob(digest) for digest in (record.digests if record else ()))
+        return Entry(path, address, record, problem, unknown_schema, size_bytes, status.st_mtime)
+
+    def _size_of_blob(self, digest: str) -> int:
+        try:
+            return os.stat(self.root / blob_path(digest)).st_size
+        except OSError:
+            return 0
+
+    def _check_blobs(self, record: Record, blobs: Mapping[str, bytes]) -> None:
+        if unclaimed := blobs.keys() - record.digests:
+            raise CacheError(f"blob {min(unclaimed)} was given, and the record does not refer to it")
+        for name, artifact in record.artifacts.items():
+            given = blobs.get(artifact.sha256)
+            data = self.read_blob(artifact.sha256) if given is None else check_blob(given, artifact.sha256)
+            if len(data) != artifact.size:
+                raise CacheError(f"artifact {name} has {len(data)} bytes, and the record says {artifact.size}")
+
+    def _check_replaceable(self, path: Path) -> None:
+        try:
+            Record.from_json(read_whole(path, LARGEST_RECORD)[0].decode(errors="replace"))
+        except UnknownSchema as error:
+            raise UnknownSchema(f"{path} is left alone: {error}") from None
+        except CacheError:
+            return
+
+    def _put_blob(self, digest: str, data: bytes | None) -> None:
+        """Write a blob, or mark one that is there and intact as just used, which keeps it from garbage collection."""
+        path = self.root / blob_path(digest)
+        try:
+            self.read_blob(digest)
+        except CacheError:
+            if data is None:
+                raise
+            write_whole(path, data)
+        else:
+            with contextlib.suppress(OSError):
+                os.utime(path)
+
+    def _references(self) -> set[str]:
+        """The digests that any record refers to, readable or not."""
+        referred: set[str] = set()
+        for path in self._record_files(strict=True):
+            with contextlib.suppress(Missing):
+                data = read_whole(path, LARGEST_RECORD)[0]
+                digests = {digest.decode() for digest in _DIGESTS.findall(data)}
+                if not digests and _has_unknown_schema(data):
+                    raise CacheError(f"{path} has an unknown schema and may refer to any blob: none was removed")
+                referred |= digests
+        return referred
+
+
+def _has_unknown_schema(data: bytes) -> bool:
+    try:
+        Record.from_json(data.decode(errors="replace"))
+    except CacheError as error:
+        return isinstance(error, UnknownSchema)
+    return False
+
+
+def _files(folder: Path, skip: Collection[str] = (), strict: bool = False) -> Iterator[Path]:
+    """All files below a folder, sorted, but for those below ``skip``; ``strict``: raises where a folder is unlistable."""
+
+    def fail(error: OSError) -> None:
+        if strict and not isinstance(error, FileNotFoundError):
+            raise CacheError(f"cannot list {error.filename}: {error.strerror}")
+
+    for place, folders, names in os.walk(folder, onerror=fail):
+        folders[:] = sorted(set(folders) - set(skip)) if place == str(folder) else sorted(folders)
+        parent = Path(place)
+        for name in sorted(names):
+            yield parent / name
+
+
+def _unlink(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise CacheError(f"cannot delete {path}: {error.strerror}") from None
+
+
+def _prune(folder: Path, stop: Path) -> None:
+    """Delete ``folder`` and those above it while they are empty, up to ``stop``."""
+    with contextlib.suppress(OSError):
+        while folder != stop:
+            folder.rmdir()
+            folder = folder.parent

@@ -1,0 +1,108 @@
+"""Facts of a cubin: registers, spills, shared memory and threads of a kernel, read from its ELF sections."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+# Attribute codes of the .nv.info sections, as `cuobjdump -elf` names them.
+_FORMAT_SIZED_VALUE = 0x04
+_FRAME_SIZE, _MIN_STACK_SIZE, _REGISTER_COUNT = 0x11, 0x12, 0x2F
+_REQUIRED_THREADS, _MAX_THREADS = 0x10, 0x05
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What one kernel of a cubin needs of an SM.
+
+    Attributes:
+        registers: 32-bit registers of a thread.
+        stack_bytes: local memory of a thread; more than 0 means spills or indexed register arrays.
+        shared_bytes: static shared memory of a block.
+        threads: threads of a block.
+        code_bytes: machine code.
+    """
+
+    registers: int
+    stack_bytes: int
+    shared_bytes: int
+    threads: int
+    code_bytes: int
+
+    def as_dict(self) -> dict[str, int]:
+        """The facts as a record keeps them."""
+        return dataclasses.asdict(self)
+
+
+def read_resources(cubin: bytes, symbol: str) -> Resources:
+    """The resources of kernel ``symbol`` in ``cubin``.
+
+    Raises:
+        ValueError: the cubin has no such kernel.
+        ImportError: pyelftools (part of ``tilekern[compile]``) is not installed.
+    """
+    from elftools.elf.elffile import ELFFile
+
+    elf = ELFFile(io.BytesIO(cubin))
+    text = elf.get_section_by_name(f".text.{symbol}")
+    if text is None:
+        raise ValueError(f"the cubin holds no kernel {symbol}")
+    index = _symbol_index(elf, symbol)
+    whole = _attributes(elf.get_section_by_name(".nv.info"))
+    own = _attributes(elf.get_section_by_name(f".nv.info.{symbol}"))
+    shared = elf.get_section_by_name(f".nv.shared.{symbol}")
+    return Resources(
+        registers=_of_symbol(whole, _REGISTER_COUNT, index),
+        stack_bytes=max(_of_symbol(whole, _FRAME_SIZE, index), _of_symbol(whole, _MIN_STACK_SIZE, index)),
+        shared_bytes=int(shared["sh_size"]) if shared is not None else 0,
+        threads=_threads(own),
+        code_bytes=int(text["sh_size"]),
+    )
+
+
+def code_of(cubin: bytes, symbol: str) -> bytes:
+    """The machine code of kernel ``symbol``: equal code means an equal candidate."""
+    from elftools.elf.elffile import ELFFile
+
+    return bytes(ELFFile(io.BytesIO(cubin)).get_section_by_name(f".text.{symbol}").data())
+
+
+def _symbol_index(elf: Any, symbol: str) -> int:
+    for index, entry in enumerate(elf.get_section_by_name(".symtab").iter_symbols()):
+        if entry.name == symbol and entry["st_info"]["type"] == "STT_FUNC":
+            return index
+    raise ValueError(f"the cubin's symbol table lacks {symbol}")
+
+
+def _attributes(section: Any) -> list[tuple[int, bytes]]:
+    """(code, value) of each attribute with a sized value; the other formats hold nothing that is asked for."""
+    data = section.data() if section is not None else b""
+    found, at = [], 0
+    while at + 4 <= len(data):
+        form, code, size = struct.unpack_from("<BBH", data, at)
+        at += 4
+        if form == _FORMAT_SIZED_VALUE:
+            found.append((code, data[at : at + size]))
+            at += size
+    return found
+
+
+def _of_symbol(attributes: list[tuple[int, bytes]], code: int, index: int) -> int:
+    for found, value in attributes:
+        if found == code:
+            symbol, number = struct.unpack("<II", value[:8])
+            if symbol == index:
+                return int(number)
+    return 0
+
+
+def _threads(attributes: list[tuple[int, bytes]]) -> int:
+    values = dict(attributes)
+    value = values.get(_REQUIRED_THREADS, values.get(_MAX_THREADS))
+    if value is None:
+        return 128
+    x, y, z = struct.unpack("<III", value[:12])
+    return int(x * y * z)

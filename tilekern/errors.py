@@ -1,0 +1,21 @@
+"""The errors that tilekern raises on purpose; each message is one line that says what would be right."""
+
+
+class TilekernError(Exception):
+    """Base of every error of tilekern's own."""
+
+
+class InputError(TilekernError):
+    """Something that the caller named or gave is wrong: command lines exit with 2."""
+
+
+class ToolchainMissing(TilekernError):  # noqa: N818 (the name says the state)
+    """The tile compiler is needed and is not installed: command lines exit with 4."""
+
+
+class CompileFailed(TilekernError):  # noqa: N818
+    """The compiler rejected a candidate, crashed, or exceeded its time."""
+
+
+class CacheMiss(TilekernError):  # noqa: N818
+    """Raised under the miss policy ``error`` for a problem that no cache holds."""

@@ -1,0 +1,248 @@
+"""SwiGLU's elementwise part (Shazeer 2020, arXiv:2002.05202): ``y = silu(gate) * up``, forward and backward.
+
+With s = sigmoid(gate): ``y = gate * s * up``; ``dgate = dy * up * s * (1 + gate * (1 - s))``; ``dup = dy * gate * s``.
+All in float32 registers, rounded once. The backward computes s again, so that no activation is kept.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cuda.tile as ct
+
+from tilekern.kernels.tiles import (
+    TMA_NEEDS_HOPPER,
+    ConstBool,
+    ConstInt,
+    grid_of,
+    hints,
+    is_bounded,
+    load,
+    power_of_two,
+)
+from tilekern.spec import (
+    ITEM_BYTES,
+    ArrayParameter,
+    Config,
+    Constraint,
+    Dimension,
+    Implementation,
+    KernelSpec,
+    Problem,
+    Space,
+    Value,
+    cdiv,
+)
+from tilekern.targets import Target
+
+
+def _sigmoid(x):  # type: ignore[no-untyped-def]
+    return 1.0 / (1.0 + ct.exp(-x))
+
+
+def _forward_tile(gate, up, y, item, columns, tile_m, tile_n, bounded, latency, tma):  # type: ignore[no-untyped-def]
+    across = ct.cdiv(columns, tile_n)
+    index = (item // across, item % across)
+    g = load(gate, index, (tile_m, tile_n), bounded, latency, tma).astype(ct.float32)
+    u = load(up, index, (tile_m, tile_n), bounded, latency, tma).astype(ct.float32)
+    ct.store(y, index, (g * _sigmoid(g) * u).astype(y.dtype), check_bounds=bounded, allow_tma=tma)
+
+
+def _backward_tile(dy, gate, up, dgate, dup, item, columns, tile_m, tile_n, bounded, latency, tma):  # type: ignore[no-untyped-def]
+    across = ct.cdiv(columns, tile_n)
+    index = (item // across, item % across)
+    d = load(dy, index, (tile_m, tile_n), bounded, latency, tma).astype(ct.float32)
+    g = load(gate, index, (tile_m, tile_n), bounded, latency, tma).astype(ct.float32)
+    u = load(up, index, (tile_m, tile_n), bounded, latency, tma).astype(ct.float32)
+    s = _sigmoid(g)
+    slope = d * u * s * (1.0 + g * (1.0 - s))
+    ct.store(dgate, index, slope.astype(dgate.dtype), check_bounds=bounded, allow_tma=tma)
+    ct.store(dup, index, (d * g * s).astype(dup.dtype), check_bounds=bounded, allow_tma=tma)
+
+
+@ct.kernel
+def swiglu_forward_block(  # type: ignore[no-untyped-def]
+    gate, up, y, columns: ConstInt, tile_m: ConstInt, tile_n: ConstInt, bounded: ConstBool, latency: ConstInt,
+    tma: ConstBool,
+):  # fmt: skip
+    """One tile a block."""
+    _forward_tile(gate, up, y, ct.bid(0), columns, tile_m, tile_n, bounded, latency, tma)
+
+
+@ct.kernel
+def swiglu_forward_persistent(  # type: ignore[no-untyped-def]
+    gate, up, y, columns: ConstInt, tile_m: ConstInt, tile_n: ConstInt, bounded: ConstBool, latency: ConstInt,
+    tma: ConstBool,
+):  # fmt: skip
+    """Resident blocks that loop over tiles."""
+    tiles = ct.cdiv(gate.shape[0], tile_m) * ct.cdiv(columns, tile_n)
+    for item in range(ct.bid(0), tiles, ct.num_blocks(0)):
+        _forward_tile(gate, up, y, item, columns, tile_m, tile_n, bounded, latency, tma)
+
+
+@ct.kernel
+def swiglu_backward_block(  # type: ignore[no-untyped-def]
+    dy, gate, up, dgate, dup, columns: ConstInt, tile_m: ConstInt, tile_n: ConstInt, bounded: ConstBool,
+    latency: ConstInt, tma: ConstBool,
+):  # fmt: skip
+    """One tile a block."""
+    _backward_tile(dy, gate, up, dgate, dup, ct.bid(0), columns, tile_m, tile_n, bounded, latency, tma)
+
+
+@ct.kernel
+def swiglu_backward_persistent(  # type: ignore[no-untyped-def]
+    dy, gate, up, dgate, dup, columns: ConstInt, tile_m: ConstInt, tile_n: ConstInt, bounded: ConstBool,
+    latency: ConstInt, tma: ConstBool,
+):  # fmt: skip
+    """Resident blocks that loop over tiles."""
+    tiles = ct.cdiv(gate.shape[0], tile_m) * ct.cdiv(columns, tile_n)
+    for item in range(ct.bid(0), tiles, ct.num_blocks(0)):
+        _backward_tile(dy, gate, up, dgate, dup, item, columns, tile_m, tile_n, bounded, latency, tma)
+
+
+DIMENSIONS = (Dimension("rows", "bucketed"), Dimension("columns", "exact"), Dimension("dtype", "dtype"))
+
+
+def _axes(problem: Problem) -> dict[str, list[Value]]:
+    width = power_of_two(problem["columns"])
+    return {
+        "schedule": ["persistent", "block"],
+        "tile_m": [1, 2, 4, 8] if width >= 256 else [16, 32, 64],
+        "tile_n": sorted({min(width, n) for n in (256, 512, 1024, 2048, 4096)}),
+        "occupancy": [2, 4, 8],
+        "num_worker_warps": [0],
+        "tma": [True, False],
+        "latency": [0],
+    }
+
+
+def _sized(least: int, most: int) -> Constraint:
+    return Constraint(
+        f"a tile of fewer than {least} or more than {most} elements starves the memory system or spills",
+        lambda problem, config, target: least
+        <= config["tile_m"] * config["tile_n"]
+        <= max(most, power_of_two(problem["columns"]) if config["tile_m"] == 1 and most < 256 else most)
+        or config["tile_m"] * power_of_two(problem["columns"]) <= least,
+    )
+
+
+_LITTLE_WASTE = Constraint(
+    "more than a third of the tile's columns would lie beyond the row's end",
+    lambda problem, config, target: cdiv(problem["columns"], config["tile_n"]) * config["tile_n"]
+    <= 1.5 * problem["columns"]
+    or config["tile_n"] <= 256,
+)
+
+
+def _implementation(problem: Problem, config: Config, function: Any, arrays: tuple[ArrayParameter, ...]) -> Implementation:
+    columns, tile_m, tile_n = problem["columns"], config["tile_m"], config["tile_n"]
+    constants = (
+        ("columns", columns),
+        ("tile_m", tile_m),
+        ("tile_n", tile_n),
+        ("bounded", is_bounded(tile_m, columns, tile_n)),
+        ("latency", config["latency"]),
+        ("tma", config["tma"]),
+    )
+    across = cdiv(columns, tile_n)
+    return Implementation(
+        function=function,
+        parameters=arrays,
+        constants=constants,
+        grid=lambda sizes, sm_count: grid_of(cdiv(sizes["rows"], tile_m) * across, config, sm_count),
+        hints=hints(config),
+    )
+
+
+def _arrays(problem: Problem, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> tuple[ArrayParameter, ...]:
+    read = tuple(ArrayParameter(name, problem["dtype"], 2) for name in inputs)
+    return read + tuple(ArrayParameter(name, problem["dtype"], 2, "output") for name in outputs)
+
+
+def _implement_forward(problem: Problem, config: Config) -> Implementation:
+    function = swiglu_forward_block if config["schedule"] == "block" else swiglu_forward_persistent
+    return _implementation(problem, config, function, _arrays(problem, ("gate", "up"), ("y",)))
+
+
+def _implement_backward(problem: Problem, config: Config) -> Implementation:
+    function = swiglu_backward_block if config["schedule"] == "block" else swiglu_backward_persistent
+    return _implementation(problem, config, function, _arrays(problem, ("dy", "gate", "up"), ("dgate", "dup")))
+
+
+def _default(problem: Problem, target: Target) -> Config:
+    width = min(1024, power_of_two(problem["columns"]))
+    return Config(
+        schedule="block", tile_m=max(1, 1024 // width), tile_n=width, occupancy=8 if width == 1024 else 4,
+        num_worker_warps=0, tma=False, latency=0,
+    )  # fmt: skip
+
+
+def _generic(problem: Problem) -> Config:
+    width = min(256, power_of_two(problem["columns"]))
+    return Config(
+        schedule="persistent", tile_m=max(1, 256 // width), tile_n=width, occupancy=1, num_worker_warps=0, tma=False,
+        latency=0,
+    )  # fmt: skip
+
+
+def _random(names: tuple[str, ...], problem: Problem, generator: Any, device: str) -> dict[str, Any]:
+    import torch
+
+    shape, dtype = (problem["rows"], problem["columns"]), getattr(torch, problem["dtype"])
+    return {name: torch.randn(shape, generator=generator, device=device).to(dtype) for name in names}
+
+
+def reference_forward(gate: Any, up: Any) -> dict[str, Any]:
+    """The formula in float64."""
+    wide = gate.double()
+    return {"y": wide * wide.sigmoid() * up.double()}
+
+
+def reference_backward(dy: Any, gate: Any, up: Any) -> dict[str, Any]:
+    """The gradients of :func:`reference_forward` in float64."""
+    d, g, u = dy.double(), gate.double(), up.double()
+    s = g.sigmoid()
+    return {"dgate": d * u * s * (1 + g * (1 - s)), "dup": d * g * s}
+
+
+def _matrix_bytes(problem: Problem) -> int:
+    return int(problem["rows"] * problem["columns"] * ITEM_BYTES[problem["dtype"]])
+
+
+FORWARD = KernelSpec(
+    name="swiglu_forward",
+    summary="y = silu(gate) * up",
+    module=__name__,
+    dimensions=DIMENSIONS,
+    space=Space(_axes, (_sized(1024, 8192), _LITTLE_WASTE, TMA_NEEDS_HOPPER)),
+    implement=_implement_forward,
+    default=_default,
+    generic=_generic,
+    inputs=lambda problem, generator, device: _random(("gate", "up"), problem, generator, device),
+    outputs=lambda problem, blocks: {"y": ((problem["rows"], problem["columns"]), problem["dtype"])},
+    reference=reference_forward,
+    bytes_moved=lambda problem: 3 * _matrix_bytes(problem),
+    flops=lambda problem: 5 * problem["rows"] * problem["columns"],
+    result_dtype=lambda problem: problem["dtype"],
+)
+
+BACKWARD = KernelSpec(
+    name="swiglu_backward",
+    summary="gradients of swiglu with respect to gate and up",
+    module=__name__,
+    dimensions=DIMENSIONS,
+    space=Space(_axes, (_sized(1024, 4096), _LITTLE_WASTE, TMA_NEEDS_HOPPER)),
+    implement=_implement_backward,
+    default=_default,
+    generic=_generic,
+    inputs=lambda problem, generator, device: _random(("dy", "gate", "up"), problem, generator, device),
+    outputs=lambda problem, blocks: {
+        name: ((problem["rows"], problem["columns"]), problem["dtype"]) for name in ("dgate", "dup")
+    },
+    reference=reference_backward,
+    bytes_moved=lambda problem: 5 * _matrix_bytes(problem),
+    flops=lambda problem: 12 * problem["rows"] * problem["columns"],
+    result_dtype=lambda problem: problem["dtype"],
+)
+
+SPECS = (FORWARD, BACKWARD)

@@ -1,0 +1,77 @@
+"""What kernels share: loads with their hints, the shape of a tile, and the axes that most spaces have."""
+
+from __future__ import annotations
+
+import cuda.tile as ct
+
+from tilekern.spec import Config, Constraint, Problem, Value, cdiv
+from tilekern.targets import Target
+
+ConstBool = ct.Constant[bool]
+ConstInt = ct.Constant[int]
+
+
+def load(array, index, shape, bounded, latency, tma):  # type: ignore[no-untyped-def]
+    """A tile of ``array``; beyond its edge zeros, or, where ``bounded`` is false, promised to be inside.
+
+    ``latency`` 0 leaves the estimate of memory latency to the compiler.
+    """
+    padding = ct.static_eval(ct.PaddingMode.ZERO if bounded else ct.PaddingMode.UNDETERMINED)
+    hint = ct.static_eval(latency if latency > 0 else None)
+    return ct.load(array, index, shape, padding_mode=padding, check_bounds=bounded, latency=hint, allow_tma=tma)
+
+
+def power_of_two(size: int) -> int:
+    """The least power of two that is not below ``size``."""
+    return 1 << max(0, size - 1).bit_length()
+
+
+def promoted(one: str, other: str) -> str:
+    """The dtype of a product of two floating dtypes, as torch promotes them."""
+    return one if one == other else "float32"
+
+
+def row_tiles(columns: int, least: int, most: int) -> list[Value]:
+    """Rows per step such that a step holds ``least`` to ``most`` elements of rows padded to a power of two."""
+    width = power_of_two(columns)
+    tiles = [rows for rows in (1, 2, 4, 8, 16, 32, 64, 128) if least <= rows * width <= most]
+    return list(tiles or [1])
+
+
+def is_bounded(rows_per_step: int, columns: int, tile_n: int) -> bool:
+    """Whether a tile can reach over an edge of the array, so that its bounds must be checked."""
+    return rows_per_step > 1 or columns % tile_n != 0
+
+
+def hints(config: Config) -> dict[str, int | None]:
+    """The compiler hints of a config; 0 leaves a hint to the compiler."""
+    return {name: config.get(name) or None for name in ("occupancy", "num_worker_warps")}  # type: ignore[misc]
+
+
+def grid_of(steps: int, config: Config, sm_count: int) -> int:
+    """Blocks to launch: one a step, or as many as stay resident where the schedule is persistent."""
+    if config["schedule"] == "persistent":
+        return max(1, min(steps, sm_count * (config["occupancy"] or 1)))
+    return max(1, steps)
+
+
+def _fits_registers(problem: Problem, config: Config, target: Target, live: int) -> bool:
+    elements = config["tile_m"] * config["tile_n"] * cdiv(problem["columns"], config["tile_n"])
+    return elements * live * max(1, config["occupancy"]) <= 1.25 * target.registers
+
+
+def fits_registers(live: int) -> Constraint:
+    """Keeps out configs whose resident blocks cannot hold ``live`` float32 values for each element of their rows."""
+    return Constraint(
+        f"{live} live values for each element of a step exceed the SM's registers at this occupancy",
+        lambda problem, config, target: _fits_registers(problem, config, target, live),
+    )
+
+
+WARPS_NEED_TMA = Constraint(
+    "num_worker_warps only matters to warp-specialised kernels, which load through TMA (sm_90 and newer)",
+    lambda problem, config, target: not config["num_worker_warps"] or (config["tma"] and target.capability >= 90),
+)
+TMA_NEEDS_HOPPER = Constraint(
+    "TMA exists on sm_90 and newer", lambda problem, config, target: not config["tma"] or target.capability >= 90
+)

@@ -1,0 +1,71 @@
+"""The digest of a kernel module's source: an artifact whose digest differs from today's is stale.
+
+Docstrings, comments on lines of their own, blank lines and trailing space are left out, so that better words
+about a kernel do not throw away what was measured with it. Sibling kernel modules that it imports count in.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import importlib.util
+from pathlib import Path
+
+
+@functools.cache
+def digest_of_module(name: str) -> str:
+    """The sha256 of a module's code and of the kernel modules that it imports, without importing any of them.
+
+    Args:
+        name: dotted module name, for example ``tilekern.kernels.rms_norm``.
+
+    Raises:
+        ModuleNotFoundError: there is no such module, or its source is not at hand.
+    """
+    digest = hashlib.sha256()
+    for path in _closure(name):
+        digest.update(_bare(path.read_text(encoding="utf-8")).encode())
+    return digest.hexdigest()
+
+
+def _closure(name: str) -> list[Path]:
+    """The module's file, then the files of siblings that it imports, in the order of their names."""
+    package = name.rpartition(".")[0]
+    found: dict[str, Path] = {}
+    waiting = [name]
+    while waiting:
+        module = waiting.pop()
+        if module in found:
+            continue
+        found[module] = _path(module)
+        tree = ast.parse(found[module].read_text(encoding="utf-8"))
+        waiting += [target for target in _imports(tree) if target.startswith(package + ".")]
+    return [found[module] for module in sorted(found)]
+
+
+def _path(module: str) -> Path:
+    spec = importlib.util.find_spec(module)
+    if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
+        raise ModuleNotFoundError(f"the source of {module} is not at hand", name=module)
+    return Path(spec.origin)
+
+
+def _imports(tree: ast.Module) -> list[str]:
+    names = []
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names.append(node.module)
+        elif isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+    return names
+
+
+def _bare(text: str) -> str:
+    """The lines of code that count."""
+    dropped: set[int] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            dropped.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    lines = (line.rstrip() for number, line in enumerate(text.splitlines(), 1) if number not in dropped)
+    return "\n".join(line for line in lines if line and not line.lstrip().startswith("#"))

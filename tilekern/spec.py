@@ -1,0 +1,259 @@
+"""Kernels declared as data: what the tuner, the compiler, dispatch, the interpreter and the benchmarks all read.
+
+A :class:`KernelSpec` names a kernel's problem dimensions, its search space, how a (problem, config) pair is
+launched, what it must equal and what it must move. Nothing here imports torch or touches a GPU.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from tilekern.targets import Target
+
+Value = int | str | bool | None
+DTYPES = ("bfloat16", "float16", "float32")
+ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+ALIGNED, GENERIC = "aligned", "generic"
+
+
+class _Point(Mapping[str, Value]):
+    """An immutable, hashable, ordered mapping; base of :class:`Problem` and :class:`Config`."""
+
+    __slots__ = ("_hash", "_values")
+
+    def __init__(self, values: Mapping[str, Value] | None = None, **more: Value) -> None:
+        self._values: dict[str, Value] = {**(values or {}), **more}
+        self._hash = hash(tuple(self._values.items()))
+
+    def __getitem__(self, name: str) -> Any:
+        return self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and self._values == other._values  # type: ignore[attr-defined]
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.key})"
+
+    def __reduce__(self) -> tuple[type, tuple[dict[str, Value]]]:
+        return type(self), (self._values,)
+
+    @property
+    def key(self) -> str:
+        """One line of text that names the point: ``rows=8192,columns=4096,dtype=bfloat16``."""
+        return ",".join(f"{name}={value}" for name, value in self._values.items())
+
+    def but(self, **changes: Value) -> Any:
+        """The same point with some values changed."""
+        return type(self)({**self._values, **changes})
+
+
+class Problem(_Point):
+    """The values that a spec is specialised for, in the order of the spec's dimensions."""
+
+    __slots__ = ()
+
+
+class Config(_Point):
+    """One point of a search space: occupancy, tile shape, schedule and the like."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True)
+class Dimension:
+    """One dimension of a problem.
+
+    ``exact`` values are part of the key as they are; ``bucketed`` ones are rounded up to a power of two;
+    ``dtype`` is one of :data:`DTYPES`; ``flag`` is a bool.
+    """
+
+    name: str
+    kind: Literal["exact", "bucketed", "dtype", "flag"]
+
+
+def bucket(size: int) -> int:
+    """The bucket of a bucketed dimension: the least power of two that is not below ``size`` (1 for 0)."""
+    return 1 << max(0, size - 1).bit_length()
+
+
+def cdiv(numerator: int, denominator: int) -> int:
+    """Division rounded up."""
+    return -(-numerator // denominator)
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """A condition that every candidate must meet, with the reason that a person reads when it does not."""
+
+    reason: str
+    holds: Callable[[Problem, Config, Target], bool]
+
+
+# Seen on real GPUs with cuTile kernels, whatever the kernel.
+DANGEROUS = (
+    Constraint(
+        "num_ctas=2 with occupancy=2 or more destroys the CUDA context on GPUs of 148 SMs and more",
+        lambda problem, config, target: not ((config.get("num_ctas") or 1) > 1 and (config.get("occupancy") or 1) > 1),
+    ),
+    Constraint("occupancy 16 and more was seen to hang", lambda problem, config, target: (config.get("occupancy") or 1) < 16),
+    Constraint(
+        "thread block clusters need sm_90 or newer",
+        lambda problem, config, target: (config.get("num_ctas") or 1) == 1 or target.capability >= 90,
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Space:
+    """A search space: axes that may depend on the problem, and constraints with reasons."""
+
+    axes: Callable[[Problem], Mapping[str, Sequence[Value]]]
+    constraints: tuple[Constraint, ...] = ()
+
+    def violated(self, problem: Problem, config: Config, target: Target) -> str | None:
+        """The reason why ``config`` is not allowed, or None where it is."""
+        for constraint in (*DANGEROUS, *self.constraints):
+            if not constraint.holds(problem, config, target):
+                return constraint.reason
+        return None
+
+    def candidates(self, problem: Problem, target: Target) -> Iterator[Config]:
+        """All allowed configs, in a fixed order."""
+        axes = self.axes(problem)
+        for values in itertools.product(*axes.values()):
+            config = Config(dict(zip(axes, values, strict=True)))
+            if self.violated(problem, config, target) is None:
+                yield config
+
+
+@dataclass(frozen=True)
+class ArrayParameter:
+    """An array that a device function takes: its name, dtype, rank, and whether it is read or written."""
+
+    name: str
+    dtype: str
+    ndim: int
+    role: Literal["input", "output"] = "input"
+
+
+@dataclass(frozen=True)
+class ScalarParameter:
+    """A scalar given at launch time; ``dtype`` is ``float32`` or ``int32``."""
+
+    name: str
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """How one config of a spec runs: the device function, its parameters, its constants and compiler hints.
+
+    ``parameters`` are the arrays and scalars in the order of the device function; its compile-time constants come
+    after them, in the order of ``constants``. ``grid`` gives the number of blocks for real sizes and a number of SMs.
+    Every implementation must be right on any one-dimensional grid (a loop over its work in steps of the grid), so
+    that the generic variant of an artifact can be launched on the aligned one's grid.
+    """
+
+    function: Any
+    parameters: tuple[ArrayParameter | ScalarParameter, ...]
+    constants: tuple[tuple[str, int | float | bool], ...]
+    grid: Callable[[Problem, int], int]
+    hints: Mapping[str, int | None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Allowed error: ``relative`` of the norm of the whole output, ``absolute`` and ``elementwise`` of each element."""
+
+    relative: float
+    elementwise: float
+
+
+# Bounds on ||out - ref|| / ||ref|| and on max|out - ref| / (max|ref| + tiny): a few units in the last place of the dtype
+# that is stored; float32 allows for the order of a sum over some ten thousand terms.
+TOLERANCES = {
+    "bfloat16": Tolerance(relative=4e-3, elementwise=1.6e-2),
+    "float16": Tolerance(relative=6e-4, elementwise=2e-3),
+    "float32": Tolerance(relative=2e-6, elementwise=1e-5),
+}
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """A kernel as the whole of tilekern knows it.
+
+    Attributes:
+        name: unique name, part of the cache's paths.
+        summary: one line for people.
+        module: dotted name of the module that holds the device code; its source is digested.
+        dimensions: the problem's dimensions, in the order of its key.
+        space: the search space.
+        implement: (problem, config) -> :class:`Implementation`; the problem may hold real or bucketed sizes.
+        default: (problem, target) -> the heuristic config, always inside the space's constraints.
+        generic: problem -> the config of the generic variant, chosen to compile fast and run anywhere.
+        inputs: (problem, torch generator, device) -> arguments by name for every input array and scalar; imports torch.
+        outputs: (problem, number of blocks) -> (shape, dtype) by name for every output array.
+        reference: arguments by name -> expected results by name in float64; imports torch.
+        results: outputs by name -> results comparable with the reference (identity unless partial sums are stored).
+        bytes_moved: problem -> bytes that must move through device memory (each input read and output written once).
+        flops: problem -> floating-point operations.
+        result_dtype: problem -> dtype that sets the tolerance.
+    """
+
+    name: str
+    summary: str
+    module: str
+    dimensions: tuple[Dimension, ...]
+    space: Space
+    implement: Callable[[Problem, Config], Implementation]
+    default: Callable[[Problem, Target], Config]
+    generic: Callable[[Problem], Config]
+    inputs: Callable[[Problem, Any, str], dict[str, Any]]
+    outputs: Callable[[Problem, int], dict[str, tuple[tuple[int, ...], str]]]
+    reference: Callable[..., dict[str, Any]]
+    bytes_moved: Callable[[Problem], int]
+    flops: Callable[[Problem], int]
+    result_dtype: Callable[[Problem], str]
+    results: Callable[[dict[str, Any]], dict[str, Any]] = dict
+
+    def problem(self, **values: Value) -> Problem:
+        """A problem with real sizes, checked against the dimensions.
+
+        Raises:
+            ValueError: a dimension is missing, unknown, or has a value that its kind does not allow.
+        """
+        names = [dimension.name for dimension in self.dimensions]
+        if set(values) != set(names):
+            raise ValueError(f"{self.name}: expected the dimensions {', '.join(names)}, got {', '.join(values)}")
+        for dimension in self.dimensions:
+            _check(self.name, dimension, values[dimension.name])
+        return Problem({name: values[name] for name in names})
+
+    def bucketed(self, problem: Problem) -> Problem:
+        """The problem whose record serves ``problem``: bucketed dimensions rounded to their bucket."""
+        changes = {d.name: bucket(problem[d.name]) for d in self.dimensions if d.kind == "bucketed"}
+        return problem.but(**changes)
+
+
+def _check(kernel: str, dimension: Dimension, value: Value) -> None:
+    if dimension.kind == "dtype":
+        if value not in DTYPES:
+            raise ValueError(f"{kernel}: {dimension.name} must be one of {', '.join(DTYPES)}, got {value!r}")
+    elif dimension.kind == "flag":
+        if not isinstance(value, bool):
+            raise ValueError(f"{kernel}: {dimension.name} must be True or False, got {value!r}")
+    elif isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{kernel}: {dimension.name} must be a whole number of at least 1, got {value!r}")

@@ -1,0 +1,234 @@
+"""The only file that compiles: spec, config and target become an artifact.
+
+cuda-tile's Python front end lowers the device function to Tile IR bytecode (its public ``export_kernel``); the
+``tileiras`` compiler turns that into a cubin for any GPU that it knows, with no GPU at hand. tilekern runs
+``tileiras`` itself, so that it owns the time limit, and asks for no line tables: they triple a cubin's size and
+hold the paths of the machine that compiled it.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tilekern import spec as specs
+from tilekern.errors import CompileFailed, ToolchainMissing
+from tilekern.spec import ArrayParameter, Config, Implementation, KernelSpec, Problem
+from tilekern.targets import Target
+
+_MISSING = "the tile compiler (tileiras) is not installed; install it with: pip install 'tilekern[compile]'"
+# Divisibility that the aligned variant assumes; base addresses and row strides that TMA can use.
+ALIGNMENT_BYTES = 16
+
+
+@dataclass(frozen=True)
+class Toolkit:
+    """A tile compiler: where it is, and the versions that an artifact depends on."""
+
+    path: Path
+    tileiras: str
+    cuda_tile: str
+
+    @property
+    def key(self) -> str:
+        """The toolkit's folder in a cache."""
+        return f"tileiras-{self.tileiras}-cuda_tile-{self.cuda_tile}"
+
+    def describe(self) -> dict[str, str]:
+        """The toolkit as a record keeps it."""
+        return {"key": self.key, "tileiras": self.tileiras, "cuda_tile": self.cuda_tile}
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A cubin with its entry symbol, what it assumes of its arguments, and what making it took.
+
+    ``frontend_s`` and ``tileiras_s`` are wall seconds in Python and in the compiler.
+    """
+
+    cubin: bytes
+    symbol: str
+    assumptions: list[dict[str, Any]]
+    frontend_s: float
+    tileiras_s: float
+
+
+@functools.cache
+def toolkit() -> Toolkit | None:
+    """The tile compiler of this machine: the pip package's first, then the one on PATH; None where there is none."""
+    from importlib import metadata
+
+    path = _tileiras()
+    if path is None:
+        return None
+    try:
+        said = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+    found = re.search(r"V(\d+(?:\.\d+)+)", said) or re.search(r"(\d+\.\d+(?:\.\d+)*)", said)
+    return Toolkit(path, found.group(1) if found else "unknown", metadata.version("cuda-tile"))
+
+
+def require_toolkit() -> Toolkit:
+    """The tile compiler of this machine.
+
+    Raises:
+        ToolchainMissing: there is none.
+    """
+    found = toolkit()
+    if found is None:
+        raise ToolchainMissing(_MISSING)
+    return found
+
+
+def _tileiras() -> Path | None:
+    import importlib.util
+
+    package = importlib.util.find_spec("nvidia")
+    for root in package.submodule_search_locations or () if package else ():
+        for path in sorted(Path(root).glob("cu*/bin/tileiras"), reverse=True):
+            if os.access(path, os.X_OK):
+                return path
+    on_path = shutil.which("tileiras")
+    return Path(on_path) if on_path else None
+
+
+def compile_candidate(
+    spec: KernelSpec, problem: Problem, config: Config, target: Target, variant: str, *, timeout_s: float = 120
+) -> Compiled:
+    """Compile one candidate for one target.
+
+    Args:
+        variant: ``aligned`` (16-byte base addresses and row strides, last stride 1) or ``generic`` (only dtypes and
+            ranks are assumed).
+        timeout_s: wall seconds that the compiler may take.
+
+    Raises:
+        ToolchainMissing: no compiler is installed.
+        CompileFailed: the front end or the compiler rejected the candidate, crashed, or took too long.
+    """
+    tools = require_toolkit()
+    implementation = spec.implement(problem, config)
+    assumed = assumptions(implementation, variant)
+    started = time.perf_counter()
+    bytecode, symbol = _lower(implementation, assumed, target, tools)
+    lowered = time.perf_counter()
+    cubin = _assemble(bytecode, target, tools, timeout_s)
+    return Compiled(cubin, symbol, assumed, lowered - started, time.perf_counter() - lowered)
+
+
+def assumptions(implementation: Implementation, variant: str) -> list[dict[str, Any]]:
+    """What a variant takes for granted of each argument, as plain data for a record."""
+    found: list[dict[str, Any]] = []
+    for parameter in implementation.parameters:
+        if isinstance(parameter, ArrayParameter):
+            found.append(_array_assumptions(parameter, aligned=variant == specs.ALIGNED))
+        else:
+            found.append({"kind": "scalar", "dtype": parameter.dtype})
+    return found + [{"kind": "constant", "value": value} for _, value in implementation.constants]
+
+
+def _array_assumptions(parameter: ArrayParameter, *, aligned: bool) -> dict[str, Any]:
+    plain = {"kind": "array", "dtype": parameter.dtype, "ndim": parameter.ndim}
+    if not aligned:
+        return plain | {"base_bytes": 1, "stride_elements": 1, "last_stride_one": False}
+    elements = ALIGNMENT_BYTES // specs.ITEM_BYTES[parameter.dtype]
+    return plain | {"base_bytes": ALIGNMENT_BYTES, "stride_elements": elements, "last_stride_one": True}
+
+
+def _lower(
+    implementation: Implementation, assumed: list[dict[str, Any]], target: Target, tools: Toolkit
+) -> tuple[bytes, str]:
+    """Tile IR bytecode and the entry symbol."""
+    import cuda.tile as ct
+    from cuda.tile.compilation import CallingConvention, KernelSignature, export_kernel
+
+    kernel = ct.kernel(implementation.function._pyfunc, **implementation.hints)
+    convention = CallingConvention.cutile_python_v1()
+    signature = KernelSignature([constraint(a) for a in assumed], convention)
+    signature = signature.with_mangled_symbol(kernel._pyfunc.__name__)
+    buffer = io.BytesIO()
+    try:
+        export_kernel(
+            kernel,
+            [signature],
+            buffer,
+            gpu_code=target.arch,
+            output_format="tileir_bytecode",
+            bytecode_version=_bytecode_version(tools),
+        )
+    except Exception as error:  # the front end raises many kinds; all mean that this candidate cannot be lowered
+        raise CompileFailed(f"{type(error).__name__}: {_first_line(str(error))}") from error
+    assert signature.symbol is not None
+    return buffer.getvalue(), signature.symbol
+
+
+def constraint(assumed: Mapping[str, Any]) -> Any:
+    """One parameter's assumptions as cuda-tile's own constraint object."""
+    import cuda.tile as ct
+    from cuda.tile.compilation import ArrayConstraint, ConstantConstraint, ScalarConstraint
+
+    if assumed["kind"] == "constant":
+        return ConstantConstraint(assumed["value"])
+    dtype = getattr(ct, assumed["dtype"])
+    if assumed["kind"] == "scalar":
+        return ScalarConstraint(dtype)
+    ndim, unit = assumed["ndim"], assumed["last_stride_one"]
+    leading = [assumed["stride_elements"]] * (ndim - 1)
+    return ArrayConstraint(
+        dtype,
+        ndim,
+        index_dtype=ct.int32,
+        stride_lower_bound_incl=0,
+        alias_groups=(),
+        may_alias_internally=False,
+        stride_constant=[None] * (ndim - 1) + [1] if unit else None,
+        stride_divisible_by=[*leading, 1] if unit else 1,
+        base_addr_divisible_by=assumed["base_bytes"],
+    )
+
+
+def _bytecode_version(tools: Toolkit) -> str | None:
+    """The toolkit's own bytecode version; None lets cuda-tile probe a compiler whose version it does not know."""
+    from cuda.tile._compile import parse_bytecode_version
+
+    version = ".".join(tools.tileiras.split(".")[:2])
+    try:
+        parse_bytecode_version(version)
+    except ValueError:
+        return None
+    return version
+
+
+def _assemble(bytecode: bytes, target: Target, tools: Toolkit, timeout_s: float) -> bytes:
+    # A CUDA toolkit found through these variables would be taken instead of the compiler's own parts.
+    environment = {k: v for k, v in os.environ.items() if k not in ("CUDA_HOME", "CUDA_PATH", "CUDA_ROOT")}
+    with tempfile.TemporaryDirectory(prefix="tilekern-") as folder:
+        source, out = Path(folder, "kernel.tileirbc"), Path(folder, "kernel.cubin")
+        source.write_bytes(bytecode)
+        command = [tools.path, source, "-o", out, "--gpu-name", target.arch, "-O3"]
+        try:
+            ran = subprocess.run(
+                command, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False
+            )
+        except subprocess.TimeoutExpired:
+            raise CompileFailed(f"tileiras exceeded {timeout_s:g} s") from None
+        if ran.returncode != 0 or not out.exists():
+            how = f"signal {-ran.returncode}" if ran.returncode < 0 else f"exit code {ran.returncode}"
+            raise CompileFailed(f"tileiras ended with {how}: {_first_line(ran.stderr)}")
+        return out.read_bytes()
+
+
+def _first_line(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[0][:300] if lines else "no message"
