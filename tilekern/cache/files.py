@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import warnings
 from pathlib import Path
@@ -14,7 +15,7 @@ BAD_SUFFIX = ".bad"
 _reported: set[str] = set()
 
 
-def read_whole(path: Path, largest: int) -> tuple[bytes, os.stat_result]:
+def read_whole(path: str | os.PathLike[str], largest: int) -> tuple[bytes, os.stat_result]:
     """The bytes of a file, cut off after ``largest`` of them, and what the file system says of it.
 
     Raises:
@@ -22,8 +23,10 @@ def read_whole(path: Path, largest: int) -> tuple[bytes, os.stat_result]:
         CacheError: it cannot be read.
     """
     try:
-        with open(path, "rb") as file:
-            return file.read(largest), os.fstat(file.fileno())
+        # Unbuffered: half the time of a small file.
+        with open(path, "rb", buffering=0) as file:
+            status = os.fstat(file.fileno())
+            return (file.readall() if status.st_size <= largest else file.read(largest)), status
     except (FileNotFoundError, NotADirectoryError):
         raise Missing(f"there is no {path}") from None
     except OSError as error:
@@ -53,12 +56,19 @@ def write_whole(path: Path, data: bytes) -> None:
 def _create(path: Path, attempts: int = 5) -> int:
     """A new file for writing; its folder may be pruned by a `clear` between being made and being used."""
     try:
-        os.makedirs(path.parent, exist_ok=True)
+        _make_folder(path.parent)
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     except FileNotFoundError:
         if attempts == 1:
             raise
         return _create(path, attempts - 1)
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except FileExistsError:
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder)) from None
 
 
 def set_aside(path: Path, seen: os.stat_result) -> bool:

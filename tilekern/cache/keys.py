@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
@@ -73,7 +74,7 @@ def check_name(what: str, name: object) -> str:
         CacheError: it is not text, is empty or too long, has other characters than letters, digits and ``_.+-``,
             does not start with a letter or digit, or is taken by the cache's own folders.
     """
-    if not isinstance(name, str) or not _NAME.fullmatch(name) or len(name) > LONGEST_NAME or name in (BLOBS, WANTED):
+    if not isinstance(name, str) or not _is_name(name):
         raise CacheError(f"{what} must be letters, digits and _.+- (at most {LONGEST_NAME}), got {name!r}")
     return name
 
@@ -119,6 +120,11 @@ def parse_problem_key(text: str) -> dict[str, Value]:
             raise CacheError(f"{text!r} is no problem key; one looks like rows=8192,columns=4096,dtype=bfloat16")
         problem[name] = _value(value)
     return problem
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_name(name: str) -> bool:
+    return bool(_NAME.fullmatch(name)) and len(name) <= LONGEST_NAME and name not in (BLOBS, WANTED)
 
 
 def _dimension(name: object) -> str:

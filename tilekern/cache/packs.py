@@ -256,14 +256,15 @@ def write_pack(
     contents: dict[str, bytes] = {}
     records = []
     for record, blobs in records_with_blobs:
-        name = str(record.address.path)
+        text = record.to_json()
+        name = str(Record.from_json(text).address.path)
         if name in contents:
             raise CacheError(f"a pack can hold one record of {name}, got two")
         for digest in record.digests:
             if digest not in blobs:
                 raise CacheError(f"{name} refers to blob {digest}, which was not given")
             contents[str(blob_path(digest))] = check_blob(blobs[digest], digest)
-        contents[name] = record.to_json().encode()
+        contents[name] = text.encode()
         records.append(record)
     try:
         write_whole(Path(path), _zip(contents))

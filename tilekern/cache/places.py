@@ -9,8 +9,6 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-import platformdirs
-
 from tilekern.cache.layers import FolderLayer, Layer
 from tilekern.cache.packs import PACK_SUFFIX, PackLayer
 
@@ -21,7 +19,11 @@ _missing_said: set[str] = set()
 def user_root() -> Path:
     """The user's cache folder: ``TILEKERN_CACHE_DIR``, else the platform's folder for caches."""
     chosen = os.environ.get("TILEKERN_CACHE_DIR")
-    return Path(chosen).expanduser() if chosen else platformdirs.user_cache_path("tilekern")
+    if chosen:
+        return Path(chosen).expanduser()
+    import platformdirs  # slow to import, and not needed where the folder was chosen
+
+    return platformdirs.user_cache_path("tilekern")
 
 
 def default_layers() -> list[Layer]:

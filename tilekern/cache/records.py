@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta
+from functools import cached_property
 from typing import Any, Literal, NoReturn
 
 from tilekern.cache.errors import CacheError, Corrupt, UnknownSchema
@@ -85,7 +86,7 @@ class Record:
     created: str
     created_by: str
 
-    @property
+    @cached_property
     def address(self) -> Address:
         """Where the record belongs in a cache."""
         return Address(self.target["key"], self.toolkit["key"], self.kernel, problem_key(self.problem))
@@ -132,8 +133,8 @@ class Record:
         return record
 
 
-def decode_record(data: bytes, address: Address) -> Record:
-    """The record in the bytes of the file at ``address``.
+def decode_record(data: bytes, address: Address | None) -> Record:
+    """The record in the bytes of the file at ``address``, which is None where no record may stand.
 
     Raises:
         UnknownSchema: it was written under another schema.
@@ -161,13 +162,13 @@ def check_blob(data: bytes, sha256: str) -> bytes:
 
 
 def parse_object(text: str) -> dict[str, Any]:
-    """The JSON object in ``text``; NaN, infinities, doubled names and lone surrogates are refused.
+    """The JSON object in ``text``; NaN, infinities and lone surrogates are refused.
 
     Raises:
         Corrupt: it is anything else.
     """
     try:
-        document = json.loads(text, parse_constant=_no_constant, object_pairs_hook=_no_doubles)
+        document = _DECODER.decode(text)
         if "\\ud" in text.lower():
             json.dumps(document, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
@@ -181,78 +182,50 @@ def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no number")
 
 
-def _no_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    document = dict(pairs)
-    if len(document) != len(pairs):
-        raise ValueError("a name stands twice in one object")
-    return document
+_DECODER = json.JSONDecoder(parse_constant=_no_constant)
 
 
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
-
-
-def _is_object(value: object) -> bool:
-    return isinstance(value, dict)
-
-
-def _is_list(value: object) -> bool:
-    return isinstance(value, list)
-
-
-def _is_object_or_null(value: object) -> bool:
-    return value is None or isinstance(value, dict)
-
-
-def _is_count(value: object) -> bool:
-    return type(value) is int and value >= 0
-
-
-_FORMS: dict[str, tuple[str, Callable[[object], bool]]] = {
-    "text": ("text", _is_text),
-    "object": ("an object", _is_object),
-    "list": ("a list", _is_list),
-    "object_or_null": ("an object or null", _is_object_or_null),
-    "count": ("a whole number of at least 0", _is_count),
+_NULL = type(None)
+_NAMES = {str: "text", dict: "an object", list: "a list", int: "a whole number", _NULL: "null"}
+_ARTIFACT_FIELDS: dict[str, tuple[type, ...]] = {
+    "sha256": (str,),
+    "size": (int,),
+    "symbol": (str,),
+    "config": (dict,),
+    "assumptions": (list,),
+    "resources": (dict,),
 }
-_ARTIFACT_FIELDS = {
-    "sha256": "text",
-    "size": "count",
-    "symbol": "text",
-    "config": "object",
-    "assumptions": "list",
-    "resources": "object",
-}
-_RECORD_FIELDS = {
-    "kernel": "text",
-    "module": "text",
-    "problem": "object",
-    "target": "object",
-    "toolkit": "object",
-    "source_digest": "text",
-    "provenance": "text",
-    "config": "object",
-    "artifacts": "object",
-    "measurement": "object_or_null",
-    "prediction": "object_or_null",
-    "check": "object_or_null",
-    "runners_up": "list",
-    "candidates": "count",
-    "failed": "count",
-    "created": "text",
-    "created_by": "text",
+_RECORD_FIELDS: dict[str, tuple[type, ...]] = {
+    "kernel": (str,),
+    "module": (str,),
+    "problem": (dict,),
+    "target": (dict,),
+    "toolkit": (dict,),
+    "source_digest": (str,),
+    "provenance": (str,),
+    "config": (dict,),
+    "artifacts": (dict,),
+    "measurement": (dict, _NULL),
+    "prediction": (dict, _NULL),
+    "check": (dict, _NULL),
+    "runners_up": (list,),
+    "candidates": (int,),
+    "failed": (int,),
+    "created": (str,),
+    "created_by": (str,),
 }
 
 
-def _check(where: str, document: Mapping[str, Any], forms: Mapping[str, str]) -> None:
+def _check(where: str, document: Mapping[str, Any], forms: Mapping[str, tuple[type, ...]]) -> None:
+    """Compare a JSON object's fields and their types with what they must be; a bool is no whole number."""
     if document.keys() != forms.keys():
         missing = sorted(forms.keys() - document.keys())
         problem = f"lacks {missing[0]}" if missing else f"has an unknown field {min(document.keys() - forms.keys())!r}"
         raise Corrupt(f"{where} {problem}")
-    for name, form in forms.items():
-        described, holds = _FORMS[form]
-        if not holds(document[name]):
-            raise Corrupt(f"{where}: {name} must be {described}, got {document[name]!r:.60}")
+    for name, types in forms.items():
+        if type(document[name]) not in types:
+            expected = " or ".join(_NAMES[one] for one in types)
+            raise Corrupt(f"{where}: {name} must be {expected}, got {document[name]!r:.60}")
 
 
 def _artifact(name: str, document: Any) -> Artifact:
@@ -261,8 +234,8 @@ def _artifact(name: str, document: Any) -> Artifact:
         raise Corrupt(f"artifact {name} must be an object, got {type(document).__name__}")
     _check(f"artifact {name}", document, _ARTIFACT_FIELDS)
     check_digest(f"artifact {name}: sha256", document["sha256"])
-    if document["size"] > LARGEST_BLOB:
-        raise Corrupt(f"artifact {name}: size must be at most {LARGEST_BLOB} bytes, got {document['size']}")
+    if not 0 <= document["size"] <= LARGEST_BLOB:
+        raise Corrupt(f"artifact {name}: size must be 0 to {LARGEST_BLOB} bytes, got {document['size']}")
     return Artifact(**document)
 
 
@@ -271,12 +244,14 @@ def _check_sense(record: Record) -> None:
     check_name("kernel", record.kernel)
     if not _MODULE.fullmatch(record.module):
         raise Corrupt(f"module must be the dotted name of a module, got {record.module!r}")
-    problem_key(record.problem)
     check_name("the target's key", record.target.get("key"))
     check_name("the toolkit's key", record.toolkit.get("key"))
     for name in ("name", "arch"):
         if not isinstance(record.target.get(name), str):
             raise Corrupt(f"the target's {name} must be text, got {record.target.get(name)!r:.60}")
+    _ = record.address  # raises where the problem can have no key
+    if min(record.candidates, record.failed) < 0:
+        raise Corrupt(f"candidates and failed must be at least 0, got {record.candidates} and {record.failed}")
     check_digest("source_digest", record.source_digest)
     if record.provenance not in PROVENANCES:
         raise Corrupt(f"provenance must be one of {', '.join(PROVENANCES)}, got {record.provenance!r:.60}")

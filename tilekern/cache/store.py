@@ -30,7 +30,7 @@ class Entry:
         record: its contents, or None where it is unreadable.
         problem: why it is unreadable, or None.
         unknown_schema: True where another version of tilekern wrote it.
-        size_bytes: the record and its blobs.
+        size_bytes: the record's file, and its blobs by what the record says of them.
         modified: when the file was written, in seconds since 1970.
     """
 
@@ -55,10 +55,11 @@ class BlobFile:
 
 @dataclass(frozen=True)
 class Garbage:
-    """What a garbage collection removed."""
+    """What a garbage collection removed; ``kept`` says why it removed no blob at all where it could not tell."""
 
     blobs: int
     size_bytes: int
+    kept: str | None = None
 
 
 class Store:
@@ -86,15 +87,14 @@ class Store:
             UnknownSchema: a record of another version of tilekern stands there; it is left alone.
             CacheError: the record or a blob is not valid, a blob is missing, or the folder cannot be written.
         """
-        data = record.to_json().encode()
-        path = self.root / record.address.path
-        decode_record(data, record.address)
+        text = record.to_json()
+        path = self.root / Record.from_json(text).address.path
         self._check_blobs(record, blobs)
         self._check_replaceable(path)
         try:
             for digest in record.digests:
                 self._put_blob(digest, blobs.get(digest))
-            write_whole(path, data)
+            write_whole(path, text.encode())
             for digest in record.digests & blobs.keys():
                 # A garbage collection may have run between the two.
                 if not (self.root / blob_path(digest)).exists():
@@ -111,7 +111,7 @@ class Store:
 
     def blobs(self) -> Iterator[BlobFile]:
         """Every blob file, referred to or not."""
-        for path in _files(self._layout / BLOBS):
+        for path in map(Path, _files(self._layout / BLOBS)):
             with contextlib.suppress(CacheError, OSError):
                 digest = check_digest("a blob", path.name)
                 status = path.stat()
@@ -119,7 +119,7 @@ class Store:
 
     def leftovers(self) -> Iterator[Path]:
         """Files that were set aside as bad, and temporary files of writers that were killed or are still at it."""
-        return (path for path in _files(self._layout) if path.name.endswith((BAD_SUFFIX, TEMPORARY_SUFFIX)))
+        return (Path(path) for path in _files(self._layout) if path.endswith((BAD_SUFFIX, TEMPORARY_SUFFIX)))
 
     def read_blob(self, sha256: str) -> bytes:
         """A blob's bytes, checked.
@@ -149,7 +149,7 @@ class Store:
         return frozenset(released)
 
     def collect_garbage(self, released: Collection[str] = (), grace_s: float = GRACE_S) -> Garbage:
-        """Delete blobs that no record refers to, and leftovers, both only where they are older than ``grace_s``.
+        """Delete blobs that no record refers to and leftovers; what a writer may still need stays for ``grace_s``.
 
         Records of an unknown schema count: every digest in their text is taken for a reference.
 
@@ -158,13 +158,16 @@ class Store:
             grace_s: how old a file must be, in seconds.
 
         Returns:
-            The number of blobs deleted, and their bytes.
+            The number of blobs deleted, and their bytes; none where some record cannot be read for references.
 
         Raises:
-            CacheError: what refers to blobs cannot be listed or read, or a file cannot be deleted.
+            CacheError: a file cannot be deleted.
         """
         now = time.time()
-        referred = self._references()
+        try:
+            referred = self._references()
+        except CacheError as error:
+            return Garbage(0, 0, f"no blob was removed: {error}")
         removed = []
         for blob in self.blobs():
             if blob.sha256 not in referred and (blob.sha256 in released or blob.modified < now - grace_s):
@@ -173,7 +176,7 @@ class Store:
                 removed.append(blob.size_bytes)
         for path in self.leftovers():
             with contextlib.suppress(FileNotFoundError):
-                if path.stat().st_mtime < now - grace_s:
+                if path.name.endswith(BAD_SUFFIX) or path.stat().st_mtime < now - grace_s:
                     _unlink(path)
         return Garbage(len(removed), sum(removed))
 
@@ -181,25 +184,27 @@ class Store:
     def _layout(self) -> Path:
         return self.root / LAYOUT
 
-    def _record_files(self, strict: bool = False) -> Iterator[Path]:
-        return (path for path in _files(self._layout, skip=(BLOBS, WANTED), strict=strict) if path.suffix == ".json")
+    def _record_files(self, strict: bool = False) -> Iterator[str]:
+        files = _files(self._layout, skip=(BLOBS, WANTED), strict=strict)
+        return (path for path in files if path.endswith(".json"))
 
-    def _entry(self, path: Path) -> Entry:
-        status = path.stat()
-        address, record, problem, unknown_schema = None, None, None, False
+    def _entry(self, path: str) -> Entry:
+        parts = path.removeprefix(f"{self.root}{os.sep}").removesuffix(".json").split(os.sep)
         try:
-            address = parse_path(path.relative_to(self.root).parts)
-            record = decode_record(read_whole(path, LARGEST_RECORD)[0], address)
+            data, status = read_whole(path, LARGEST_RECORD)
+            record = decode_record(data, Address(*parts[1:]) if len(parts) == 5 else None)
         except CacheError as error:
-            problem, unknown_schema = str(error), isinstance(error, UnknownSchema)
-        size_bytes = status.st_size + sum(self._size_of_blob(digest) for digest in (record.digests if record else ()))
-        return Entry(path, address, record, problem, unknown_schema, size_bytes, status.st_mtime)
+            return self._unreadable(path, error)
+        sizes = {artifact.sha256: artifact.size for artifact in record.artifacts.values()}
+        size_bytes = status.st_size + sum(sizes.values())
+        return Entry(Path(path), record.address, record, None, False, size_bytes, status.st_mtime)
 
-    def _size_of_blob(self, digest: str) -> int:
-        try:
-            return os.stat(self.root / blob_path(digest)).st_size
-        except OSError:
-            return 0
+    def _unreadable(self, path: str, error: CacheError) -> Entry:
+        address, status = None, os.stat(path)
+        with contextlib.suppress(CacheError):
+            address = parse_path(Path(path).relative_to(self.root).parts)
+        unknown_schema = isinstance(error, UnknownSchema)
+        return Entry(Path(path), address, None, str(error), unknown_schema, status.st_size, status.st_mtime)
 
     def _check_blobs(self, record: Record, blobs: Mapping[str, bytes]) -> None:
         if unclaimed := blobs.keys() - record.digests:
@@ -239,7 +244,7 @@ class Store:
                 data = read_whole(path, LARGEST_RECORD)[0]
                 digests = {digest.decode() for digest in _DIGESTS.findall(data)}
                 if not digests and _has_unknown_schema(data):
-                    raise CacheError(f"{path} has an unknown schema and may refer to any blob: none was removed")
+                    raise CacheError(f"{path} has an unknown schema and may refer to any blob")
                 referred |= digests
         return referred
 
@@ -252,8 +257,8 @@ def _has_unknown_schema(data: bytes) -> bool:
     return False
 
 
-def _files(folder: Path, skip: Collection[str] = (), strict: bool = False) -> Iterator[Path]:
-    """All files below a folder, sorted, but for those below ``skip``; ``strict``: raises where a folder is unlistable."""
+def _files(folder: Path, skip: Collection[str] = (), strict: bool = False) -> Iterator[str]:
+    """All files below a folder, sorted, but for those below ``skip``; ``strict``: what cannot be listed raises."""
 
     def fail(error: OSError) -> None:
         if strict and not isinstance(error, FileNotFoundError):
@@ -261,9 +266,8 @@ def _files(folder: Path, skip: Collection[str] = (), strict: bool = False) -> It
 
     for place, folders, names in os.walk(folder, onerror=fail):
         folders[:] = sorted(set(folders) - set(skip)) if place == str(folder) else sorted(folders)
-        parent = Path(place)
         for name in sorted(names):
-            yield parent / name
+            yield os.path.join(place, name)
 
 
 def _unlink(path: Path) -> None:

@@ -6,6 +6,7 @@ and rounds once, which is what the hardware's own half operation gives.
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections.abc import Callable
@@ -19,8 +20,11 @@ from tilekern.interpreter.dtypes import (
     FLOATS,
     INTEGERS,
     RESTRICTED_FLOATS,
+    UNSIGNED,
+    carrier_of,
     cast,
     filled,
+    first_line,
     promoted,
     promoted_with_scalar,
     refuse_large_uint64,
@@ -42,6 +46,9 @@ ROUNDINGS: dict[str, tuple[Any, ...]] = {
 }
 
 
+_remembered = functools.lru_cache(maxsize=4096, typed=True)(filled)
+
+
 def meet(left: Any, right: Any, force_float: bool = False) -> tuple[Any, torch.Tensor, torch.Tensor]:
     """The dtype in which two operands meet, and both in it; one of them at least is a tile."""
     if isinstance(left, Tile) and isinstance(right, Tile):
@@ -51,7 +58,9 @@ def meet(left: Any, right: Any, force_float: bool = False) -> tuple[Any, torch.T
     if not is_scalar(scalar):
         raise InterpreterError(f"expected a tile or a scalar, got {type(scalar).__name__}")
     dtype = promoted_with_scalar(tile.dtype, scalar, force_float)
-    tile_data, scalar_data = cast(tile.data, tile.dtype, dtype), filled(scalar, dtype)
+    # Zeros are not remembered: 0.0 and -0.0 are the same key.
+    scalar_data = _remembered(scalar, dtype) if scalar else filled(scalar, dtype)
+    tile_data = cast(tile.data, tile.dtype, dtype)
     return (dtype, tile_data, scalar_data) if tile is left else (dtype, scalar_data, tile_data)
 
 
@@ -207,7 +216,7 @@ def unary(name: str, value: Any, rounding_mode: Any = None, flush_to_zero: bool 
         tile = tile.astype(ct.int32)
     if rounding_mode is not None or flush_to_zero:
         check_rounding(name, tile.dtype, rounding_mode, flush_to_zero)
-    if name == "abs" and tile.dtype in INTEGERS[4:]:
+    if name == "abs" and tile.dtype in UNSIGNED:
         return tile
     dtype = ct.bool_ if name == "isnan" else tile.dtype
     return Tile(wrapped(compute(tile.data), dtype), dtype)
@@ -232,14 +241,15 @@ def matmul(x: Tile, y: Tile, /) -> Tile:
         raise InterpreterError("matmul takes tiles with at least one axis")
     dtype = promoted(x.dtype, y.dtype)
     accumulator = _check_mma_dtypes(dtype, dtype, None)
-    return Tile(_product(x.astype(dtype), y.astype(dtype)), accumulator).astype(dtype)
+    product = _product(x.astype(dtype), y.astype(dtype)).to(carrier_of(accumulator))
+    return Tile(product, accumulator).astype(dtype)
 
 
 def _check_mma_dtypes(x: Any, y: Any, acc: Any) -> Any:
     try:
         return _resolve_mma_supported_dtype(x, y, acc)
     except ct.TileError as error:
-        raise InterpreterError(str(error)) from None
+        raise InterpreterError(first_line(error)) from None
 
 
 def _product(x: Tile, y: Tile) -> torch.Tensor:
@@ -250,7 +260,7 @@ def _product(x: Tile, y: Tile) -> torch.Tensor:
         raise InterpreterError(f"matmul: shapes {x.shape} and {y.shape} do not fit") from None
 
 
-def quotient_and_remainder(left: Any, right: Any) -> tuple[Any, Any]:
+def quotient_and_remainder(left: Any, right: Any, /) -> tuple[Any, Any]:
     """What ``divmod`` gives; as in cuTile, not for floats."""
     quotient, remainder = arithmetic("floordiv", left, right), arithmetic("mod", left, right)
     if isinstance(quotient, Tile) and is_float(quotient.dtype):
@@ -273,7 +283,6 @@ def _install_operators() -> None:
         setattr(Tile, f"__{name}__", lambda self, other, name=name: compare(name, self, other))
     for method, name in (("neg", "neg"), ("abs", "abs"), ("invert", "bitwise_not")):
         setattr(Tile, f"__{method}__", lambda self, name=name: unary(name, self))
-    Tile.__pos__ = lambda self: self.astype(ct.int32) if self.dtype == ct.bool_ else self
 
 
 _install_operators()

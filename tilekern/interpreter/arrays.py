@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import cuda.tile as ct
 import torch
 
-from tilekern.interpreter.dtypes import IN_MEMORY, dtype_of, from_memory, normal_axis, shape_of, to_memory
+from tilekern.interpreter.dtypes import dtype_of, from_memory, normal_axis, shape_of, to_memory
 from tilekern.interpreter.errors import InterpreterError, OutOfBounds
 from tilekern.interpreter.tiles import Tile, is_float
 
@@ -228,14 +228,15 @@ def read_tile(
             _refuse_partial(operation, array, index, box, shape, "and check_bounds is False")
         if padding_mode is ct.PaddingMode.UNDETERMINED:
             _refuse_partial(operation, array, index, box, shape, "and padding_mode is UNDETERMINED")
-        data = torch.full(full_rank(shape, array.ndim), _padding(array.dtype, padding_mode), dtype=inside.dtype)
+        data = torch.full(full_rank(shape, array.ndim), padding_of(array.dtype, padding_mode), dtype=inside.dtype)
         data[tuple(slice(size) for size in box.shape)] = inside
     return Tile(from_memory(data.reshape(shape) if not shape else data, array.dtype), array.dtype)
 
 
-def _padding(dtype: Any, mode: Any) -> float:
+def padding_of(dtype: Any, mode: Any) -> float:
+    """The value with which a padding mode fills a dtype."""
     value = _PADDING[mode]
-    if not is_float(dtype) and not (mode is ct.PaddingMode.ZERO):
+    if not is_float(dtype) and mode is not ct.PaddingMode.ZERO:
         raise InterpreterError(f"padding mode {mode.value} is for floats, the array has {dtype}")
     return value if is_float(dtype) else 0
 
@@ -263,8 +264,3 @@ def write_tile(
     elif not whole:
         data = data[tuple(slice(size) for size in box.shape)]
     box.of(array.memory).copy_(data)
-
-
-def storable(array: Array) -> torch.dtype:
-    """The torch dtype of an array's elements."""
-    return IN_MEMORY[array.dtype]

@@ -40,7 +40,8 @@ HALVES = (ct.float16, ct.bfloat16)
 FLOATS = (ct.float16, ct.bfloat16, ct.float32, ct.float64)
 RESTRICTED_FLOATS = (ct.tfloat32, ct.float8_e4m3fn, ct.float8_e5m2)
 SIGNED = (ct.int8, ct.int16, ct.int32, ct.int64)
-INTEGERS = (*SIGNED, ct.uint8, *WIDE_UNSIGNED)
+UNSIGNED = (ct.uint8, *WIDE_UNSIGNED)
+INTEGERS = (*SIGNED, *UNSIGNED)
 
 
 def dtype_of(tensor: torch.Tensor) -> Any:
@@ -107,13 +108,13 @@ def _to_tfloat32(data: torch.Tensor) -> torch.Tensor:
     return torch.where(data.isfinite(), rounded.view(torch.float32), data)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def promoted(left: Any, right: Any, force_float: bool = False) -> Any:
     """The dtype in which two tiles meet: the compiler's own rule."""
     try:
         return promote_dtypes(left, right, force_float)
     except ct.TileError as error:
-        raise InterpreterError(str(error)) from None
+        raise InterpreterError(first_line(error)) from None
 
 
 @functools.lru_cache(maxsize=4096, typed=True)
@@ -122,7 +123,12 @@ def promoted_with_scalar(dtype: Any, value: Scalar, force_float: bool = False) -
     try:
         return promote_dtypes(dtype, LooselyTypedScalar(value), force_float)
     except ct.TileError as error:
-        raise InterpreterError(str(error)) from None
+        raise InterpreterError(first_line(error)) from None
+
+
+def first_line(error: Exception) -> str:
+    """What a compiler's error says, without its lines on a place in the source, which is not known here."""
+    return str(error).partition("\n")[0]
 
 
 def check_stored(dtype: Any, target: Any, what: str) -> None:
@@ -140,7 +146,7 @@ def _check_cast(source: Any, target: Any, what: str) -> None:
     try:
         check_implicit_cast(source, target)
     except ct.TileError as error:
-        raise InterpreterError(f"{what}: {error}") from None
+        raise InterpreterError(f"{what}: {first_line(error)}") from None
 
 
 def filled(value: Scalar, dtype: Any, shape: tuple[int, ...] = ()) -> torch.Tensor:

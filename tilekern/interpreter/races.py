@@ -46,7 +46,7 @@ class Launch:
     kernel: str
     grid: tuple[int, ...]
     check_races: bool
-    order: list[int]
+    order: tuple[int, ...]
     number: int = 0
     block: tuple[int, int, int] = (0, 0, 0)
     acquired: bool = False
@@ -88,7 +88,7 @@ class Launch:
 
     def stored(self, operation: str, array: Array, access: Access) -> None:
         """Make the running block the owner of what it stores, unless another one is."""
-        if not self.check_races:
+        if not self.check_races or self.acquired:
             return
         scale = array.memory.element_size() // self.granules[array.key]
         owners = self.owners.get(array.key)
@@ -96,7 +96,7 @@ class Launch:
             items = array.memory.numel() * scale
             owners = self.owners[array.key] = torch.full((items,), FREE, dtype=torch.int32)
         found = access.of(owners, scale)
-        if found.numel() and not self.acquired and int(found.amin()) < self.number:
+        if found.numel() and int(found.amin()) < self.number:
             position, other = _first(found < self.number, found, scale)
             raise InterpreterError(
                 f"kernel {self.kernel}: blocks {self.where(other)} and {self.where()} both store element "

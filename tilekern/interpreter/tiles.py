@@ -131,6 +131,9 @@ class Tile:
     def __bool__(self) -> bool:
         return bool(self._scalar())
 
+    def __pos__(self) -> Tile:
+        return self.astype(ct.int32) if self.dtype == ct.bool_ else self
+
     def __repr__(self) -> str:
         return f"<tile[{self.dtype}, {self.shape}]>"
 

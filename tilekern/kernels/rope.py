@@ -5,7 +5,7 @@ s are the cosine and sine of the position's angles; Hugging Face stores them twi
 ([.., h]). The backward is the transpose, the inverse rotation: ``dx1 = dy1 * c1 + dy2 * s2``, ``dx2 = dy2 * c2 -
 dy1 * s1``. One launch turns q and k: a block takes some tokens, loads their angles once, and goes through the heads.
 Arrays: q [batch, heads, tokens, 2h], k [batch, kv_heads, tokens, 2h], cos and sin [1 or batch, tokens, 2h or h], all
-with any strides.
+with any strides; the angles of a single batch entry are shared by all.
 """
 
 from __future__ import annotations
@@ -50,22 +50,26 @@ def _halves(array, axis, half, whole):  # type: ignore[no-untyped-def]
     return array.slice(axis, 0, half), array.slice(axis, half, 2 * half), 0, 0
 
 
-def _turn(x, y, b, t, c1, s1, c2, s2, heads, half, tile_h, tile_t, width, whole, inverse, bounded, latency, tma):  # type: ignore[no-untyped-def]
-    """Rotate one step of tokens of all heads of ``x`` into ``y``."""
+def _read(x, b, h, t, half, tile_h, tile_t, width, whole, bounded, latency, tma):  # type: ignore[no-untyped-def]
+    """Both halves of one step of heads and tokens."""
     xa, xb, ia, ib = _halves(x, 3, half, whole)
-    ya, yb, _, _ = _halves(y, 3, half, whole)
     shape = (1, tile_h, tile_t, width)
-    for h in range(ct.cdiv(heads, tile_h)):
-        x1 = load(xa, (b, h, t, ia), shape, bounded, latency, tma).astype(ct.float32)
-        x2 = load(xb, (b, h, t, ib), shape, bounded, latency, tma).astype(ct.float32)
-        if ct.static_eval(inverse):
-            y1 = x1 * c1 + x2 * s2
-            y2 = x2 * c2 - x1 * s1
-        else:
-            y1 = x1 * c1 - x2 * s1
-            y2 = x2 * c2 + x1 * s2
-        ct.store(ya, (b, h, t, ia), y1.astype(y.dtype), check_bounds=bounded, allow_tma=tma)
-        ct.store(yb, (b, h, t, ib), y2.astype(y.dtype), check_bounds=bounded, allow_tma=tma)
+    one = load(xa, (b, h, t, ia), shape, bounded, latency, tma)
+    return one, load(xb, (b, h, t, ib), shape, bounded, latency, tma)
+
+
+def _write(y, tiles, b, h, t, c1, s1, c2, s2, half, whole, inverse, bounded, tma):  # type: ignore[no-untyped-def]
+    """Rotate both halves and store them."""
+    ya, yb, ia, ib = _halves(y, 3, half, whole)
+    x1, x2 = tiles[0].astype(ct.float32), tiles[1].astype(ct.float32)
+    if ct.static_eval(inverse):
+        y1 = x1 * c1 + x2 * s2
+        y2 = x2 * c2 - x1 * s1
+    else:
+        y1 = x1 * c1 - x2 * s1
+        y2 = x2 * c2 + x1 * s2
+    ct.store(ya, (b, h, t, ia), y1.astype(y.dtype), check_bounds=bounded, allow_tma=tma)
+    ct.store(yb, (b, h, t, ib), y2.astype(y.dtype), check_bounds=bounded, allow_tma=tma)
 
 
 def _angles(array, b, t, half, tile_t, width, whole, full, bounded, latency, tma):  # type: ignore[no-untyped-def]
@@ -81,20 +85,53 @@ def _angles(array, b, t, half, tile_t, width, whole, full, bounded, latency, tma
 
 
 @ct.kernel
-def rope(  # type: ignore[no-untyped-def]
+def rope_tokens(  # type: ignore[no-untyped-def]
     q, k, cos, sin, q_out, k_out, heads: ConstInt, kv_heads: ConstInt, half: ConstInt, tile_h: ConstInt,
-    tile_hk: ConstInt, tile_t: ConstInt, width: ConstInt, whole: ConstBool, full: ConstBool, shared: ConstBool,
+    tile_hk: ConstInt, tile_t: ConstInt, width: ConstInt, whole: ConstBool, full: ConstBool,
     inverse: ConstBool, bounded: ConstBool, latency: ConstInt, tma: ConstBool,
 ):  # fmt: skip
-    """Blocks that take steps of tokens of one batch entry and go through all heads."""
+    """Blocks that take steps of tokens of one batch entry; every load of a step is issued before its first use."""
     across = ct.cdiv(q.shape[2], tile_t)
     for item in range(ct.bid(0), q.shape[0] * across, ct.num_blocks(0)):
         b, t = item // across, item % across
-        at = ct.static_eval(0) if ct.static_eval(shared) else b
+        at = ct.minimum(b, cos.shape[0] - 1)
+        q_tiles = ()
+        for h in ct.static_iter(range(ct.cdiv(heads, tile_h))):
+            q_tiles = q_tiles + (_read(q, b, h, t, half, tile_h, tile_t, width, whole, bounded, latency, tma),)
+        k_tiles = ()
+        for h in ct.static_iter(range(ct.cdiv(kv_heads, tile_hk))):
+            k_tiles = k_tiles + (_read(k, b, h, t, half, tile_hk, tile_t, width, whole, bounded, latency, tma),)
         c1, c2 = _angles(cos, at, t, half, tile_t, width, whole, full, bounded, latency, tma)
         s1, s2 = _angles(sin, at, t, half, tile_t, width, whole, full, bounded, latency, tma)
-        _turn(q, q_out, b, t, c1, s1, c2, s2, heads, half, tile_h, tile_t, width, whole, inverse, bounded, latency, tma)
-        _turn(k, k_out, b, t, c1, s1, c2, s2, kv_heads, half, tile_hk, tile_t, width, whole, inverse, bounded, latency, tma)
+        for h in ct.static_iter(range(ct.cdiv(heads, tile_h))):
+            _write(q_out, q_tiles[h], b, h, t, c1, s1, c2, s2, half, whole, inverse, bounded, tma)
+        for h in ct.static_iter(range(ct.cdiv(kv_heads, tile_hk))):
+            _write(k_out, k_tiles[h], b, h, t, c1, s1, c2, s2, half, whole, inverse, bounded, tma)
+
+
+@ct.kernel
+def rope_heads(  # type: ignore[no-untyped-def]
+    q, k, cos, sin, q_out, k_out, heads: ConstInt, kv_heads: ConstInt, half: ConstInt, tile_h: ConstInt,
+    tile_hk: ConstInt, tile_t: ConstInt, width: ConstInt, whole: ConstBool, full: ConstBool,
+    inverse: ConstBool, bounded: ConstBool, latency: ConstInt, tma: ConstBool,
+):  # fmt: skip
+    """Blocks that take one step of tokens and heads, of q or of k."""
+    across = ct.cdiv(q.shape[2], tile_t)
+    q_groups, k_groups = ct.cdiv(heads, tile_h), ct.cdiv(kv_heads, tile_hk)
+    groups = q_groups + k_groups
+    for item in range(ct.bid(0), q.shape[0] * across * groups, ct.num_blocks(0)):
+        h, rest = item % groups, item // groups
+        b, t = rest // across, rest % across
+        at = ct.minimum(b, cos.shape[0] - 1)
+        c1, c2 = _angles(cos, at, t, half, tile_t, width, whole, full, bounded, latency, tma)
+        s1, s2 = _angles(sin, at, t, half, tile_t, width, whole, full, bounded, latency, tma)
+        if h < q_groups:
+            tiles = _read(q, b, h, t, half, tile_h, tile_t, width, whole, bounded, latency, tma)
+            _write(q_out, tiles, b, h, t, c1, s1, c2, s2, half, whole, inverse, bounded, tma)
+        else:
+            g = h - q_groups
+            tiles = _read(k, b, g, t, half, tile_hk, tile_t, width, whole, bounded, latency, tma)
+            _write(k_out, tiles, b, g, t, c1, s1, c2, s2, half, whole, inverse, bounded, tma)
 
 
 DIMENSIONS = (
@@ -104,7 +141,6 @@ DIMENSIONS = (
     Dimension("kv_heads", "exact"),
     Dimension("head_dim", "exact"),
     Dimension("full", "flag"),
-    Dimension("shared", "flag"),
     Dimension("inverse", "flag"),
     Dimension("dtype", "dtype"),
     Dimension("angle_dtype", "dtype"),
@@ -114,24 +150,41 @@ DIMENSIONS = (
 def _axes(problem: Problem) -> dict[str, list[Value]]:
     most = power_of_two(problem["heads"])
     return {
-        "schedule": ["persistent", "block"],
-        "tile_h": sorted({min(most, n) for n in (1, 2, 4, 8, 16, 32)}),
+        "schedule": ["block", "persistent"],
+        "split": ["tokens", "heads"],
+        "tile_h": sorted({min(most, n) for n in (2, 4, 8, 16, 32, 64)}),
         "tile_t": [1, 2, 4, 8, 16],
         "occupancy": [2, 4, 8],
         "num_worker_warps": [0],
-        "tma": [True, False],
+        "tma": [False],
         "latency": [0],
     }
 
 
+def _step(problem: Problem, config: Config) -> int:
+    """Elements of each half that a block holds in one tile."""
+    return int(config["tile_h"] * config["tile_t"] * power_of_two(problem["head_dim"] // 2))
+
+
+def _held(problem: Problem, config: Config) -> int:
+    """Elements of both halves of q and k that a block holds at once."""
+    if config["split"] == "heads":
+        return 2 * _step(problem, config)
+    tile_hk = min(config["tile_h"], power_of_two(problem["kv_heads"]))
+    heads = cdiv(problem["heads"], config["tile_h"]) * config["tile_h"] + cdiv(problem["kv_heads"], tile_hk) * tile_hk
+    return int(2 * heads * config["tile_t"] * power_of_two(problem["head_dim"] // 2))
+
+
 _SIZED = Constraint(
-    "a step of fewer than 512 or more than 4096 elements of each half starves the memory system or spills",
-    lambda problem, config, target: 512
-    <= config["tile_h"] * config["tile_t"] * power_of_two(problem["head_dim"] // 2)
-    <= 4096
-    or config["tile_h"] == power_of_two(problem["heads"])
-    and config["tile_t"] == 16
-    and config["tile_h"] * config["tile_t"] * power_of_two(problem["head_dim"] // 2) < 512,
+    "a step of fewer than 512 elements of each half starves the memory system, more than 2048 take minutes to compile; "
+    "steps of several tokens gather short pieces of memory",
+    lambda problem, config, target: _step(problem, config) <= 2048
+    and config["tile_t"] <= max(2, 256 // power_of_two(problem["head_dim"] // 2) // config["tile_h"])
+    and (_step(problem, config) >= 512 or config["tile_h"] == power_of_two(problem["heads"])),
+)
+_HELD = Constraint(
+    "a block that takes all heads of its tokens at once holds at most 16384 elements",
+    lambda problem, config, target: _held(problem, config) <= 16384,
 )
 
 
@@ -150,12 +203,13 @@ def _implement(problem: Problem, config: Config) -> Implementation:
         ("width", width),
         ("whole", width == half),
         ("full", problem["full"]),
-        ("shared", problem["shared"]),
         ("inverse", problem["inverse"]),
         ("bounded", bounded),
         ("latency", config["latency"]),
         ("tma", config["tma"]),
     )
+    by_heads = cdiv(problem["heads"], tile_h) + cdiv(problem["kv_heads"], tile_hk)
+    groups = by_heads if config["split"] == "heads" else 1
     out = promoted(problem["dtype"], problem["angle_dtype"])
     given, made = (out, problem["dtype"]) if problem["inverse"] else (problem["dtype"], out)
     arrays = (
@@ -167,10 +221,12 @@ def _implement(problem: Problem, config: Config) -> Implementation:
         ArrayParameter("k_out", made, 4, "output"),
     )
     return Implementation(
-        function=rope,
+        function=rope_tokens if config["split"] == "tokens" else rope_heads,
         parameters=arrays,
         constants=constants,
-        grid=lambda sizes, sm_count: grid_of(sizes["batch"] * cdiv(sizes["tokens"], tile_t), config, sm_count),
+        grid=lambda sizes, sm_count: grid_of(
+            sizes["batch"] * cdiv(sizes["tokens"], tile_t) * groups, config, sm_count
+        ),
         hints=hints(config),
     )
 
@@ -180,7 +236,7 @@ def _default(problem: Problem, target: Target) -> Config:
     tile_h = min(power_of_two(problem["heads"]), max(1, 1024 // width))
     tile_t = max(1, min(16, 1024 // (width * tile_h)))
     return Config(
-        schedule="block", tile_h=tile_h, tile_t=tile_t, occupancy=4, num_worker_warps=0, tma=False, latency=0
+        schedule="block", split="heads", tile_h=tile_h, tile_t=tile_t, occupancy=4, num_worker_warps=0, tma=False, latency=0
     )
 
 
@@ -188,7 +244,7 @@ def _generic(problem: Problem) -> Config:
     width = power_of_two(problem["head_dim"] // 2)
     tile_h = min(power_of_two(problem["heads"]), max(1, 128 // width))
     return Config(
-        schedule="block", tile_h=tile_h, tile_t=1, occupancy=1, num_worker_warps=0, tma=False, latency=0
+        schedule="block", split="heads", tile_h=tile_h, tile_t=1, occupancy=1, num_worker_warps=0, tma=False, latency=0
     )
 
 
@@ -203,7 +259,7 @@ def _inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
         return torch.randn(shape, generator=generator, device=device).to(getattr(torch, given))
 
     angles = torch.rand(
-        (1 if problem["shared"] else batch, tokens, size if problem["full"] else size // 2),
+        (batch, tokens, size if problem["full"] else size // 2),
         generator=generator, device=device,
     )  # fmt: skip
     angle_dtype = getattr(torch, problem["angle_dtype"])
@@ -250,7 +306,7 @@ def _bytes(problem: Problem) -> int:
     heads = problem["heads"] + problem["kv_heads"]
     turned = problem["batch"] * problem["tokens"] * heads * problem["head_dim"] * width
     angles = 2 * problem["tokens"] * problem["head_dim"] * ITEM_BYTES[problem["angle_dtype"]]
-    return int(turned + angles * (1 if problem["shared"] else problem["batch"]) // (1 if problem["full"] else 2))
+    return int(turned + angles // (1 if problem["full"] else 2))
 
 
 SPEC = KernelSpec(
@@ -258,7 +314,7 @@ SPEC = KernelSpec(
     summary="rotary embedding of q and k, or its inverse",
     module=__name__,
     dimensions=DIMENSIONS,
-    space=Space(_axes, (_SIZED, TMA_NEEDS_HOPPER)),
+    space=Space(_axes, (_SIZED, _HELD, TMA_NEEDS_HOPPER)),
     implement=_implement,
     default=_default,
     generic=_generic,

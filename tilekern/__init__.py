@@ -1,0 +1,46 @@
+"""tilekern: GPU kernels for Hugging Face models, tuned and compiled ahead of time, kept in a cache that can be shipped.
+
+Importing this package loads neither torch nor cuda.tile; each name below is loaded when it is first used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_WHERE = {
+    "apply": "tilekern.patch",
+    "apply_to_model": "tilekern.patch",
+    "reset": "tilekern.patch",
+    "get_patched_ops": "tilekern.patch",
+    "list_patches": "tilekern.patch",
+    "register_patch": "tilekern.patch",
+    "warmup_all_kernels": "tilekern.warmup",
+    "clear_autotune_cache": "tilekern.warmup",
+    "stats": "tilekern.dispatch",
+}
+__all__ = ["__version__", *_WHERE]  # noqa: PLE0604
+
+if TYPE_CHECKING:
+    from tilekern.dispatch import stats as stats
+    from tilekern.patch import apply as apply
+    from tilekern.patch import apply_to_model as apply_to_model
+    from tilekern.patch import get_patched_ops as get_patched_ops
+    from tilekern.patch import list_patches as list_patches
+    from tilekern.patch import register_patch as register_patch
+    from tilekern.patch import reset as reset
+    from tilekern.warmup import clear_autotune_cache as clear_autotune_cache
+    from tilekern.warmup import warmup_all_kernels as warmup_all_kernels
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module 'tilekern' has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_WHERE[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,316 @@
+"""Call time: (spec, problem) -> plan, in microseconds; what happens on a miss; and the counters.
+
+A plan is looked up once for each combination of real sizes, then found in a dictionary. What a lookup costs the
+first time is a few file reads; what it never needs is a compiler, unless the miss policy ``compile`` has to fill in.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from tilekern.errors import CacheMiss, CompileFailed, InputError, TilekernError
+from tilekern.spec import ALIGNED, GENERIC, Config, Implementation, KernelSpec, Problem
+from tilekern.targets import INTERPRETED, Target, here
+
+if TYPE_CHECKING:
+    from tilekern.cache import Hit, Layer
+
+MissPolicy = Literal["compile", "fallback", "error"]
+# Real sizes that are remembered; a job with more distinct ones looks up again, at some tens of microseconds each.
+MOST_PLANS = 65536
+
+
+@dataclass
+class Counters:
+    """What happened to one kernel in this process.
+
+    ``nearest`` counts those hits that another bucket's record served, ``fallbacks`` calls that ran the model's own
+    op, ``launches`` launches of the kernel.
+    """
+
+    hits: int = 0
+    nearest: int = 0
+    misses: int = 0
+    fallbacks: int = 0
+    compiled: int = 0
+    plans: list[Plan] = field(default_factory=list, repr=False)
+    forgotten_launches: int = 0
+
+    @property
+    def launches(self) -> int:
+        """Launches of the kernel so far."""
+        return self.forgotten_launches + sum(plan.launches for plan in self.plans)
+
+
+class Plan:
+    """How one problem runs: the kernel object, its grid and constants. ``blocks`` is the grid's size."""
+
+    __slots__ = ("_kernel", "_tail", "blocks", "config", "grid", "launches")
+
+    def __init__(self, kernel: Any, implementation: Implementation, config: Config, blocks: int) -> None:
+        self._kernel = kernel
+        self._tail = tuple(value for _, value in implementation.constants)
+        self.config, self.blocks, self.grid = config, blocks, (blocks,)
+        self.launches = 0
+
+    def launch(self, device: int, *arguments: Any) -> None:
+        """Queue the kernel on the current stream of CUDA device number ``device``."""
+        self.launches += 1
+        _ct_launch(_raw_stream(device), self.grid, self._kernel, arguments + self._tail)
+
+
+class InterpretedPlan(Plan):
+    """A plan whose kernel runs on the CPU, block by block."""
+
+    __slots__ = ()
+
+    def launch(self, device: int, *arguments: Any) -> None:  # noqa: ARG002
+        """Run the kernel at once."""
+        from tilekern import interpreter
+
+        self.launches += 1
+        interpreter.launch(self._kernel, self.grid, arguments + self._tail)
+
+
+def _ct_launch(*arguments: Any) -> None:
+    """Replaces itself by cuda.tile's launch when first called, so that importing this file loads neither."""
+    global _ct_launch, _raw_stream  # noqa: PLW0603
+    import torch
+    from cuda.tile import launch
+
+    _ct_launch, _raw_stream = launch, torch._C._cuda_getCurrentRawStream
+    launch(*arguments)
+
+
+def _raw_stream(device: int) -> int:
+    import torch
+
+    return int(torch._C._cuda_getCurrentRawStream(device))
+
+
+_lock = threading.RLock()
+_counters: dict[str, Counters] = {}
+_plans: dict[tuple[Any, ...], Plan | None] = {}
+_kernels: dict[tuple[Any, ...], Any] = {}
+_layers: list[Layer] | None = None
+_policy: MissPolicy | None = None
+_said: set[str] = set()
+
+
+def interpreting() -> bool:
+    """Whether kernels run on the CPU (``TILEKERN_INTERPRET=1``)."""
+    return os.environ.get("TILEKERN_INTERPRET", "0") not in ("", "0")
+
+
+def set_miss_policy(policy: str | None) -> None:
+    """What a lookup that finds nothing does; None goes by ``TILEKERN_ON_MISS``, else ``compile``.
+
+    Raises:
+        InputError: no such policy.
+    """
+    global _policy  # noqa: PLW0603
+    _policy = None if policy is None else _checked_policy(policy, "on_miss")
+
+
+def miss_policy() -> MissPolicy:
+    """The policy in force."""
+    return _policy or _checked_policy(os.environ.get("TILEKERN_ON_MISS", "compile"), "TILEKERN_ON_MISS")
+
+
+def _checked_policy(policy: str, where: str) -> MissPolicy:
+    if policy not in get_args(MissPolicy):
+        raise InputError(f"{where}: unknown miss policy {policy!r}; known: {', '.join(get_args(MissPolicy))}")
+    return policy  # type: ignore[return-value]
+
+
+def counters(kernel: str) -> Counters:
+    """The counters of one kernel."""
+    return _counters.setdefault(kernel, Counters())
+
+
+def stats() -> dict[str, dict[str, int]]:
+    """Counters of every kernel that was asked for: hits, nearest, misses, fallbacks, compiled, launches."""
+    names = ("hits", "nearest", "misses", "fallbacks", "compiled", "launches")
+    return {kernel: {name: getattr(found, name) for name in names} for kernel, found in sorted(_counters.items())}
+
+
+def forget() -> None:
+    """Drop all plans and kernels of this process: the next calls look the cache up again. Counters stay."""
+    global _layers  # noqa: PLW0603
+    with _lock:
+        for found in _counters.values():
+            found.forgotten_launches = found.launches
+            found.plans.clear()
+        _plans.clear()
+        _kernels.clear()
+        _layers = None
+
+
+def plan_for(spec: KernelSpec, device: Any, *sizes: Any) -> Plan | None:
+    """The plan of a problem, or None where the model's own op must run.
+
+    Args:
+        device: the tensors' torch device.
+        sizes: values of the spec's dimensions in their order: numbers, bools and torch dtypes.
+
+    Raises:
+        CacheMiss: nothing serves the problem and the miss policy is ``error``.
+    """
+    key = (spec.name, device.index, *sizes)
+    try:
+        return _plans[key]
+    except KeyError:
+        with _lock:
+            plan = _resolve(spec, device, sizes)
+            if len(_plans) >= MOST_PLANS:
+                _plans.clear()
+            _plans[key] = plan
+            return plan
+
+
+def count_fallback(spec: KernelSpec) -> None:
+    """Note that a call ran the model's own op."""
+    counters(spec.name).fallbacks += 1
+
+
+def say_once(message: str) -> None:
+    """Warn, but only the first time in this process."""
+    if message not in _said:
+        _said.add(message)
+        warnings.warn(message, stacklevel=3)
+
+
+def _resolve(spec: KernelSpec, device: Any, sizes: Sequence[Any]) -> Plan | None:
+    names = [d.name for d in spec.dimensions]
+    values = [str(v).removeprefix("torch.") if d.kind == "dtype" else v for d, v in zip(spec.dimensions, sizes, strict=True)]
+    try:
+        problem = spec.problem(**dict(zip(names, values, strict=True)))
+    except ValueError as error:
+        say_once(f"tilekern: {error}; the model's own op runs instead")
+        return None
+    if interpreting():
+        config = spec.default(problem, INTERPRETED)
+        return _keep(spec, _planned(InterpretedPlan, spec, problem, config, INTERPRETED, None))
+    if device.type != "cuda":
+        say_once(
+            f"tilekern: {spec.name} was called on {device.type}; kernels run on CUDA devices (or anywhere under "
+            "TILEKERN_INTERPRET=1), so the model's own op runs instead"
+        )
+        return None
+    target = here(device.index)
+    assert target is not None
+    return _keep(spec, _cached(spec, problem, target, device.index))
+
+
+def _keep(spec: KernelSpec, plan: Plan | None) -> Plan | None:
+    if plan is not None:
+        counters(spec.name).plans.append(plan)
+    return plan
+
+
+def _planned(kind: type[Plan], spec: KernelSpec, problem: Problem, config: Config, target: Target, kernel: Any) -> Plan:
+    implementation = spec.implement(problem, config)
+    blocks = implementation.grid(problem, target.sm_count)
+    return kind(kernel or implementation.function, implementation, config, blocks)
+
+
+def _cached(spec: KernelSpec, problem: Problem, target: Target, device: int) -> Plan | None:
+    wanted = spec.bucketed(problem)
+    found = find(spec, wanted, target)
+    count = counters(spec.name)
+    if found is None:
+        count.misses += 1
+        found = _on_miss(spec, wanted, target)
+        if found is None:
+            return None
+    else:
+        count.hits += 1
+        count.nearest += not found.exact_bucket
+    config = Config(found.record.artifacts[ALIGNED].config)
+    key = (device, spec.name, found.record.artifacts[ALIGNED].sha256, found.record.artifacts[GENERIC].sha256)
+    if key not in _kernels:
+        _kernels[key] = _launchable(spec, problem, config, found)
+    return _planned(Plan, spec, problem, config, target, _kernels[key])
+
+
+def find(spec: KernelSpec, bucketed: Problem, target: Target) -> Hit | None:
+    """The cache's record for a problem at its buckets, with artifacts that were checked, or None."""
+    from tilekern import cache
+    from tilekern.source import digest_of_module
+    from tilekern.toolchain import toolkit
+
+    global _layers  # noqa: PLW0603
+    if _layers is None:
+        _layers = cache.default_layers()
+    tools = toolkit()
+    return cache.lookup(
+        spec.name,
+        dict(bucketed),
+        bucketed=[d.name for d in spec.dimensions if d.kind == "bucketed"],
+        target_key=target.key,
+        arch=target.arch,
+        toolkit_key=tools.key if tools else None,
+        source_digest=digest_of_module(spec.module),
+        layers=_layers,
+    )
+
+
+def _launchable(spec: KernelSpec, problem: Problem, config: Config, found: Hit) -> Any:
+    from tilekern.launcher import PrebuiltKernel, Variant
+
+    variants = []
+    for name in (ALIGNED, GENERIC):
+        artifact = found.record.artifacts[name]
+        content = found.load(name)
+        variants.append(Variant(name, artifact.symbol, artifact.assumptions, lambda content=content: content))
+    return PrebuiltKernel(spec.implement(problem, config).function, variants)
+
+
+def _on_miss(spec: KernelSpec, wanted: Problem, target: Target) -> Hit | None:
+    from tilekern import cache
+
+    policy = miss_policy()
+    cache.note_wanted(cache.user_root(), spec.name, dict(wanted), target.describe(), f"not in any cache; policy {policy}")
+    tune = f"tune it with: python -m tilekern.tune MODEL --gpu {target.name}"
+    if policy == "error":
+        raise CacheMiss(f"no cache holds {spec.name} for {wanted.key} on {target.name}; {tune}")
+    if policy == "compile":
+        try:
+            compile_default(spec, wanted, target)
+            counters(spec.name).compiled += 1
+            return find(spec, wanted, target)
+        except (TilekernError, cache.CacheError) as error:
+            if isinstance(error, CompileFailed):
+                say_once(f"tilekern: the default config of {spec.name} for {wanted.key} does not compile: {error}")
+            else:
+                say_once(f"tilekern: {error}")
+    say_once(f"tilekern: no cache holds {spec.name} for this model on {target.name}; the model's own op runs; {tune}")
+    return None
+
+
+def compile_default(spec: KernelSpec, problem: Problem, target: Target) -> None:
+    """Compile the default config of a problem, both variants, and keep it in the user's cache.
+
+    Raises:
+        ToolchainMissing: no compiler is installed.
+        CompileFailed: the compiler rejected it.
+        tilekern.cache.CacheError: the user's cache cannot be written.
+    """
+    from tilekern import cache
+    from tilekern.records import artifact_of, record_of
+    from tilekern.toolchain import compile_candidate, require_toolkit
+
+    tools = require_toolkit()
+    config = spec.default(problem, target)
+    artifacts, blobs = {}, {}
+    for variant, chosen in ((ALIGNED, config), (GENERIC, spec.generic(problem))):
+        made = compile_candidate(spec, problem, chosen, target, variant)
+        artifacts[variant] = artifact_of(made, chosen)
+        blobs[artifacts[variant].sha256] = made.cubin
+    record = record_of(spec, problem, config, target, tools.describe(), artifacts, "default")
+    cache.Store(cache.user_root()).write(record, blobs)

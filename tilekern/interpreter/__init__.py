@@ -1,0 +1,82 @@
+"""Runs cuTile kernels on CPU tensors, block by block, with no GPU and no compiler, and checks their memory accesses.
+
+The very Python function of a kernel is executed with ``ct`` bound to this package, where a tile is a torch tensor. An
+access outside an array that the kernel neither masks nor pads raises :class:`OutOfBounds`. Blocks run in a shuffled
+order, the same at every launch, and two blocks that touch the same element raise :class:`InterpreterError` when one of
+them stores it: a kernel that needs an order of its blocks is wrong.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import random
+import typing
+from types import FunctionType
+from typing import Any
+
+import cuda.tile as ct
+import torch
+
+from tilekern.interpreter.arrays import Array
+from tilekern.interpreter.errors import InterpreterError, OutOfBounds
+from tilekern.interpreter.races import Launch
+from tilekern.interpreter.rebind import Namespace, Rebinder
+from tilekern.interpreter.tiles import as_tile
+
+__all__ = ["InterpreterError", "OutOfBounds", "launch"]
+
+
+def launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], *, check_races: bool = True) -> None:
+    """Run a kernel (``ct.kernel`` or plain function) over a grid of one to three axes; tensors are written in place.
+
+    Arguments stand in the kernel's order: CPU tensors of any strides, Python scalars and constants. A float that is
+    not annotated as ``ct.Constant`` is a float32 scalar tile in the kernel, as it is on the GPU.
+    """
+    function: FunctionType = getattr(kernel, "_pyfunc", kernel)
+    if not 1 <= len(grid) <= 3 or any(size < 1 for size in grid):
+        raise InterpreterError(f"a grid has one to three positive sizes, got {grid}")
+    parameters = _parameters(function)
+    if len(arguments) != len(parameters):
+        raise InterpreterError(f"kernel {function.__name__} takes {len(parameters)} arguments, got {len(arguments)}")
+    running = Launch(function.__name__, tuple(grid), check_races, _shuffled(math.prod(grid)))
+    values = [
+        _argument(running, name, constant, value) for (name, constant), value in zip(parameters, arguments, strict=True)
+    ]
+    body = Rebinder(Namespace(running)).function(function)
+    with torch.no_grad():
+        for number in range(len(running.order)):
+            running.enter(number)
+            try:
+                body(*values)
+            except Exception as error:
+                error.add_note(f"in kernel {running.kernel}, block {running.where()} of grid {running.grid}")
+                raise
+        running.finish()
+
+
+@functools.lru_cache(maxsize=512)
+def _parameters(function: FunctionType) -> tuple[tuple[str, bool], ...]:
+    hints = typing.get_type_hints(function, include_extras=True)
+    return tuple(
+        (name, any(isinstance(extra, ct.ConstantAnnotation) for extra in typing.get_args(hints.get(name))[1:]))
+        for name in inspect.signature(function).parameters
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _shuffled(blocks: int) -> tuple[int, ...]:
+    order = list(range(blocks))
+    random.Random(blocks).shuffle(order)
+    return tuple(order[::-1] if order == sorted(order) else order)
+
+
+def _argument(running: Launch, name: str, constant: bool, value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return Array(running, name, value)
+    if type(value) in (list, tuple):
+        return type(value)(_argument(running, f"{name}[{i}]", constant, item) for i, item in enumerate(value))
+    if isinstance(value, float) and not constant:
+        return as_tile(value, ct.float32)
+    return value

@@ -1,0 +1,143 @@
+"""Kernels' own Python functions, with ``ct`` and everything made from it bound to the interpreter.
+
+A kernel's function is copied with new globals. The names that its code uses are looked up in its real globals: the
+module ``cuda.tile`` becomes the interpreter's namespace, a function of ``cuda.tile`` the interpreter's function of
+that name, and another plain function (a helper, from whichever module) is copied in the same way, closures included.
+"""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import operator
+import sys
+from collections.abc import Callable, Iterator
+from types import CellType, CodeType, FunctionType, ModuleType
+from typing import Any
+
+import cuda.tile as ct
+
+from tilekern.interpreter import functions, memory, reductions
+from tilekern.interpreter.arithmetic import arithmetic
+from tilekern.interpreter.arrays import Array
+from tilekern.interpreter.dtypes import CARRIERS
+from tilekern.interpreter.errors import InterpreterError
+from tilekern.interpreter.races import Launch
+from tilekern.interpreter.tiles import Tile
+from tilekern.interpreter.views import TiledView
+
+_AS_THEY_ARE = (
+    *(dtype.name for dtype in CARRIERS),
+    *("ArrayAnnotation", "ByTarget", "Constant", "ConstantAnnotation", "DType", "IndexedWithInt64", "ListAnnotation"),
+    *("MemoryOrder", "MemoryScope", "PaddingMode", "RoundingMode", "Scalar", "ScalarInt64", "function", "kernel"),
+)
+OFFERED: dict[str, Any] = {
+    **{name: getattr(ct, name) for name in _AS_THEY_ARE},
+    **functions.FUNCTIONS,
+    **reductions.FUNCTIONS,
+    **memory.FUNCTIONS,
+    "Array": Array,
+    "Tile": Tile,
+    "TiledView": TiledView,
+}
+LAUNCH_FUNCTIONS = ("bid", "num_blocks")
+_STUBS = {id(getattr(ct, name)): name for name in ct.__all__ if isinstance(getattr(ct, name), FunctionType)}
+
+
+class Namespace:
+    """What stands for the module ``cuda.tile`` while a launch runs."""
+
+    def __init__(self, launch: Launch) -> None:
+        self.__dict__.update(OFFERED)
+        self.__dict__["bid"] = lambda axis: launch.block[axis]
+        self.__dict__["num_blocks"] = lambda axis: launch.sizes[axis]
+
+    def __getattr__(self, name: str) -> Any:
+        raise InterpreterError(f"the interpreter does not know ct.{name}")
+
+
+def _elementwise(name: str, python: Callable[..., Any]) -> Callable[..., Any]:
+    def choose(*values: Any, **options: Any) -> Any:
+        if any(isinstance(value, Tile) for value in values):
+            return functools.reduce(functools.partial(arithmetic, name), values)
+        return python(*values, **options)
+
+    return choose
+
+
+# In kernels, the built-in min and max of tiles are elementwise; the other built-ins reach tiles by their operators.
+_BUILTINS = {**vars(builtins), "min": _elementwise("minimum", min), "max": _elementwise("maximum", max)}
+
+
+class _Module:
+    """A module of helpers that a kernel uses by attribute."""
+
+    def __init__(self, module: ModuleType, rebinder: Rebinder) -> None:
+        self._module, self._rebinder = module, rebinder
+
+    def __getattr__(self, name: str) -> Any:
+        return self._rebinder.value(getattr(self._module, name))
+
+
+class Rebinder:
+    """Copies functions for one launch; each function once, so that helpers may be recursive."""
+
+    def __init__(self, namespace: Namespace) -> None:
+        self._namespace = namespace
+        self._copies: dict[int, FunctionType] = {}
+
+    def function(self, original: FunctionType) -> FunctionType:
+        """The copy of a function."""
+        if id(original) in self._copies:
+            return self._copies[id(original)]
+        names: dict[str, Any] = {"__builtins__": _BUILTINS, "__name__": original.__module__}
+        cells = tuple(CellType() for _ in original.__closure__ or ())
+        copy = FunctionType(original.__code__, names, original.__name__, original.__defaults__, cells)
+        copy.__kwdefaults__ = original.__kwdefaults__
+        self._copies[id(original)] = copy
+        real = original.__globals__
+        names.update({name: self.value(real[name]) for name in set(_names(original.__code__)) if name in real})
+        for cell, known in zip(cells, original.__closure__ or (), strict=True):
+            try:
+                cell.cell_contents = self.value(known.cell_contents)
+            except ValueError:
+                continue  # an empty cell: a name that the enclosing function has not bound yet
+        return copy
+
+    def value(self, value: Any) -> Any:
+        """What stands for a global's, closure's or module's value."""
+        if isinstance(value, FunctionType):
+            return self._function_value(value)
+        if isinstance(value, ModuleType):
+            return self._module_value(value)
+        # A container stays the very same one, which code may fill, unless something in it is rebound.
+        if type(value) in (tuple, list):
+            items = [self.value(item) for item in value]
+            return type(value)(items) if any(map(operator.is_not, items, value)) else value
+        if type(value) is dict:
+            entries = {key: self.value(item) for key, item in value.items()}
+            return entries if any(map(operator.is_not, entries.values(), value.values())) else value
+        return value
+
+    def _function_value(self, value: FunctionType) -> Any:
+        if id(value) in _STUBS:
+            return getattr(self._namespace, _STUBS[id(value)])
+        if getattr(value, "_cutile_function_wrapper", False):
+            return self.function(value.__wrapped__)  # type: ignore[attr-defined]
+        return value if _is_stdlib(value.__module__) else self.function(value)
+
+    def _module_value(self, value: ModuleType) -> Any:
+        if value is ct:
+            return self._namespace
+        return value if _is_stdlib(value.__name__) else _Module(value, self)
+
+
+def _is_stdlib(module: str | None) -> bool:
+    return module is None or module.partition(".")[0] in sys.stdlib_module_names
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)

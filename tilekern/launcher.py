@@ -1,0 +1,96 @@
+"""The only file that knows cuda.tile's launcher hook: artifacts become something that ``ct.launch`` takes.
+
+``ct.launch`` asks its kernel object for a cubin whenever it meets a signature that it has not seen (the method
+``_compile``, private to cuda-tile 1.7 and guarded by a contract test). :class:`PrebuiltKernel` answers with the
+strongest stored variant whose assumptions the signature implies, so that the choice is checked for every kind of
+tensor and costs nothing once it is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import cuda.tile as ct
+
+from tilekern.errors import TilekernError
+
+
+class NoVariant(TilekernError):  # noqa: N818 (the name says the state)
+    """No stored variant of a kernel allows the arguments that it was launched with."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A cubin that can be launched: its bytes, entry symbol and assumptions, the strongest variant first in a list."""
+
+    name: str
+    symbol: str
+    assumptions: Sequence[Mapping[str, Any]]
+    load: Callable[[], bytes]
+
+
+class PrebuiltKernel(ct.kernel):
+    """A kernel that is never compiled: it hands ``ct.launch`` stored cubins.
+
+    The generic variant may have been compiled for other constants than the launch passes: constants are part of the
+    cubin, not of its parameters, and every implementation is right on any grid.
+    """
+
+    def __new__(cls, function: Any, variants: Sequence[Variant]) -> PrebuiltKernel:  # noqa: ARG004
+        """Make the launcher's object for the device function."""
+        return super().__new__(cls, function._pyfunc)
+
+    def __init__(self, function: Any, variants: Sequence[Variant]) -> None:
+        super().__init__(function._pyfunc)
+        self._variants = tuple(variants)
+
+    def _compile(self, signature: Any, context: Any, compute_capability: Any = None) -> tuple[bytes, str, None, tuple[()]]:
+        for variant in self._variants:
+            if implies(signature.parameters, variant.assumptions):
+                return variant.load(), variant.symbol, None, ()
+        raise NoVariant(
+            f"{self._pyfunc.__name__}: none of the variants {', '.join(v.name for v in self._variants)} "
+            f"allows the arguments {signature.parameters}"
+        )
+
+
+def implies(parameters: Sequence[Any], assumptions: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether what the launcher knows of the arguments implies what a variant assumes of them."""
+    return len(parameters) == len(assumptions) and all(map(_allows, parameters, assumptions))
+
+
+def _allows(parameter: Any, assumed: Mapping[str, Any]) -> bool:
+    kind = type(parameter).__name__.removesuffix("Constraint").lower()
+    if kind != assumed["kind"]:
+        return False
+    if kind == "constant":
+        return True
+    if parameter.dtype.name != assumed["dtype"]:
+        return False
+    return kind == "scalar" or _allows_array(parameter, assumed)
+
+
+def _allows_array(parameter: Any, assumed: Mapping[str, Any]) -> bool:
+    ndim = assumed["ndim"]
+    if parameter.ndim != ndim or parameter.index_dtype != ct.int32 or parameter.may_alias_internally:
+        return False
+    if any(bound is not None and bound < 0 for bound in parameter.stride_lower_bound_incl):
+        return False
+    if parameter.base_addr_divisible_by % assumed["base_bytes"]:
+        return False
+    if assumed["last_stride_one"] and parameter.stride_constant[-1] != 1:
+        return False
+    return all(_stride_divides(parameter, axis, assumed["stride_elements"]) for axis in range(ndim - 1))
+
+
+def _stride_divides(parameter: Any, axis: int, by: int) -> bool:
+    constant = parameter.stride_constant[axis]
+    known = parameter.stride_divisible_by[axis] if constant is None else constant
+    return known % by == 0
+
+
+def launch(stream: int, grid: tuple[int, ...], kernel: Any, arguments: tuple[Any, ...]) -> None:
+    """Queue a kernel on a raw CUDA stream of the current device."""
+    ct.launch(stream, grid, kernel, arguments)

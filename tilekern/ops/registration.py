@@ -1,0 +1,50 @@
+"""One way to register an op with torch: opaque to torch.compile, with its fake and its gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+# Kept alive for as long as the process: torch drops a library's registrations with the object.
+_LIBRARY = torch.library.Library("tilekern", "DEF")
+
+
+def register(signature: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    """Define ``tilekern::<signature>`` and return the callable op.
+
+    Args:
+        signature: torch's schema language, for example ``rms_norm(Tensor x, Tensor weight, float eps) -> Tensor``.
+        run: the op on real tensors of any device.
+        fake: shapes and dtypes of the results, for tracing.
+    """
+    name = signature.partition("(")[0]
+    _LIBRARY.define(signature, tags=(torch.Tag.needs_fixed_stride_order, torch.Tag.pt2_compliant_tag))
+    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"tilekern::{name}", fake, lib=_LIBRARY)
+    return getattr(torch.ops.tilekern, name).default
+
+
+def register_gradient(op: Any, backward: Callable[..., Any], save: Callable[..., Any]) -> None:
+    """Give an op its gradient: ``save(ctx, inputs, output)`` in the forward, ``backward(ctx, *gradients)``."""
+    torch.library.register_autograd(op, backward, setup_context=save, lib=_LIBRARY)
+
+
+def needs_gradient(*tensors: torch.Tensor) -> bool:
+    """Whether autograd has to know of an op on these tensors."""
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+def as_rows(x: torch.Tensor) -> torch.Tensor:
+    """``x`` [..., columns] as [rows, columns] with neighbouring columns and rows that do not overlap.
+
+    A view where the strides allow it, else a contiguous copy, which costs less than narrow loads would.
+    """
+    columns = x.shape[-1]
+    if x.dim() != 2:
+        x = x.reshape(-1, columns)
+    stride, step = x.stride()
+    if (step != 1 and columns != 1) or (stride < columns and x.shape[0] > 1):
+        return x.contiguous()
+    return x

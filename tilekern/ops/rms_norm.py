@@ -1,0 +1,161 @@
+"""rms_norm: root mean square normalisation of the last dimension, Hugging Face's order of casts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from tilekern.dispatch import Plan, count_fallback, plan_for
+from tilekern.kernels import column_sum, rms_norm as kernels
+from tilekern.ops.registration import as_rows, needs_gradient, register, register_gradient
+
+_FORWARD, _BACKWARD, _SUM = kernels.FORWARD, kernels.BACKWARD, column_sum.SPEC
+Plans = tuple[Plan, Plan | None, Plan | None]
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
+    """``weight * cast(x / sqrt(mean(x^2) + eps))`` over the last dimension; the cast goes to the dtype of ``x``.
+
+    Args:
+        x: [..., columns]; bfloat16, float16 or float32, any strides.
+        weight: [columns], of the dtype of ``x`` or another of the three.
+        eps: added to the mean square.
+
+    Returns:
+        [..., columns] in the dtype that torch promotes ``x`` and ``weight`` to, contiguous.
+
+    Raises:
+        ValueError: ``weight`` does not have one value for each column.
+    """
+    if weight.dim() != 1 or weight.shape[0] != x.shape[-1]:
+        raise ValueError(f"rms_norm: weight must have the shape [{x.shape[-1]}], got {list(weight.shape)}")
+    if torch.compiler.is_compiling():
+        return _op(x, weight, eps)  # type: ignore[no-any-return]
+    if needs_gradient(x, weight):
+        plans = _plans(x, weight, backward=True)
+        if plans is None:
+            return fallback(x, weight, eps)
+        return _RmsNorm.apply(x, weight, eps, plans)  # type: ignore[no-any-return]
+    return _run(x, weight, eps)
+
+
+def fallback(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """The op in torch's own operations, as Hugging Face writes it; counted."""
+    count_fallback(_FORWARD)
+    wide = x.to(torch.float32)
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * wide.to(x.dtype)
+
+
+def _plans(x: torch.Tensor, weight: torch.Tensor, *, backward: bool) -> Plans | None:
+    """Plans of the forward and, where asked for, of the backward and its sum; None where one is lacking."""
+    columns = weight.shape[0]
+    sizes = (max(1, x.numel() // max(1, columns)), columns, x.dtype, weight.dtype)
+    device = x.device
+    forward = plan_for(_FORWARD, device, *sizes)
+    if forward is None:
+        return None
+    if not backward:
+        return forward, None, None
+    gradient = plan_for(_BACKWARD, device, *sizes)
+    if gradient is None:
+        return None
+    total = plan_for(_SUM, device, gradient.blocks, columns, weight.dtype)
+    return None if total is None else (forward, gradient, total)
+
+
+def _launch_forward(plan: Plan, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    rows = as_rows(x)
+    if x.dtype == weight.dtype:
+        y = torch.empty_like(rows, memory_format=torch.contiguous_format)
+    else:
+        y = torch.empty(rows.shape, dtype=torch.promote_types(x.dtype, weight.dtype), device=x.device)
+    if rows.shape[0]:
+        plan.launch(x.device.index, rows, weight.contiguous(), y, eps)
+    return y if y.dim() == x.dim() else y.view(x.shape)
+
+
+def _launch_backward(
+    plans: Plans, dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float, *, with_weight: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    _, gradient, total = plans
+    assert gradient is not None
+    assert total is not None
+    rows, slopes = as_rows(x), as_rows(dy)
+    device = x.device.index
+    dx = torch.empty_like(rows, memory_format=torch.contiguous_format)
+    if not rows.shape[0]:
+        return dx.view(x.shape), torch.zeros_like(weight)
+    partial = torch.empty((gradient.blocks, weight.shape[0]), dtype=torch.float32, device=x.device)
+    gradient.launch(device, slopes, rows, weight.contiguous(), dx, partial, eps)
+    if not with_weight:
+        return dx.view(x.shape), None
+    dweight = torch.empty_like(weight, memory_format=torch.contiguous_format)
+    total.launch(device, partial, dweight)
+    return dx.view(x.shape), dweight
+
+
+class _RmsNorm(torch.autograd.Function):
+    """The eager path: cheaper for the host than a registered op."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, plans: Plans) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.eps, ctx.plans = eps, plans
+        return _launch_forward(plans[0], x, weight, eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        dx, dweight = _launch_backward(ctx.plans, dy, x, weight, ctx.eps, with_weight=ctx.needs_input_grad[1])
+        return dx, dweight, None, None
+
+
+def _run(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    plans = _plans(x, weight, backward=False)
+    return fallback(x, weight, eps) if plans is None else _launch_forward(plans[0], x, weight, eps)
+
+
+def _run_backward(
+    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    plans = _plans(x, weight, backward=True)
+    if plans is not None:
+        dx, dweight = _launch_backward(plans, dy, x, weight, eps, with_weight=True)
+        assert dweight is not None
+        return dx, dweight
+    with torch.enable_grad():
+        x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
+        dx, dweight = torch.autograd.grad(fallback(x, weight, eps), (x, weight), dy)
+    return dx.contiguous(), dweight
+
+
+def _fake(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:  # noqa: ARG001
+    return x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, weight.dtype))
+
+
+def _fake_backward(
+    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float  # noqa: ARG001
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.new_empty(x.shape), weight.new_empty(weight.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:  # noqa: ARG001
+    x, weight, ctx.eps = inputs
+    ctx.save_for_backward(x, weight)
+
+
+def _backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+    return (*_op_backward(dy, *ctx.saved_tensors, ctx.eps), None)
+
+
+_op = register("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor", _run, _fake)
+_op_backward = register(
+    "rms_norm_backward(Tensor dy, Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)",
+    _run_backward,
+    _fake_backward,
+)
+register_gradient(_op, _backward, _save)

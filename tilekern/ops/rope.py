@@ -1,0 +1,156 @@
+"""rope: rotary position embedding of q and k in one launch, out of place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from tilekern.dispatch import Plan, count_fallback, plan_for
+from tilekern.kernels import rope as kernels
+from tilekern.ops.registration import needs_gradient, register, register_gradient
+
+_SPEC = kernels.SPEC
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Pair:
+    """Rotate the halves of every head of ``q`` and ``k`` by their positions' angles.
+
+    Args:
+        q: [batch, heads, tokens, head_dim]; bfloat16, float16 or float32, any strides.
+        k: [batch, kv_heads, tokens, head_dim], of the dtype of ``q``.
+        cos, sin: [1 or batch, tokens, head_dim or head_dim / 2] (or without the first dimension); no gradient flows
+            to them.
+
+    Returns:
+        The rotated q and k in the layout of their inputs, in the dtype that torch promotes q and cos to.
+
+    Raises:
+        ValueError: the shapes do not go together.
+    """
+    if cos.dim() == 2:
+        cos, sin = cos.unsqueeze(0), sin.unsqueeze(0)
+    _check(q, k, cos, sin)
+    if torch.compiler.is_compiling():
+        return _op(q, k, cos, sin)  # type: ignore[no-any-return]
+    if cos.requires_grad or sin.requires_grad:
+        return fallback(q, k, cos, sin)
+    if needs_gradient(q, k):
+        plans = _plan(q, k, cos, inverse=False), _plan(q, k, cos, inverse=True)
+        if plans[0] is None or plans[1] is None:
+            return fallback(q, k, cos, sin)
+        return _Rope.apply(q, k, cos, sin, plans)  # type: ignore[no-any-return]
+    return _run(q, k, cos, sin)
+
+
+def _check(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    batch, _, tokens, size = q.shape
+    if k.shape[0] != batch or k.shape[2:] != q.shape[2:] or k.dtype != q.dtype:
+        raise ValueError(f"rope: q {list(q.shape)} {q.dtype} and k {list(k.shape)} {k.dtype} may differ in heads only")
+    fits = cos.shape[0] in (1, batch) and cos.shape[1] == tokens and cos.shape[2] in (size, size // 2)
+    if size % 2 or not fits or cos.shape != sin.shape or cos.dtype != sin.dtype:
+        raise ValueError(
+            f"rope: cos {list(cos.shape)} and sin {list(sin.shape)} must have one shape and dtype, "
+            f"[1 or {batch}, {tokens}, {size} or {size // 2}] with an even head size"
+        )
+
+
+def fallback(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Pair:
+    """The op in torch's own operations, as Hugging Face writes it; counted."""
+    count_fallback(_SPEC)
+    half = q.shape[-1] // 2
+    if cos.shape[-1] == half:
+        cos, sin = torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+
+    def turned(x: torch.Tensor) -> torch.Tensor:
+        return torch.cat((-x[..., half:], x[..., :half]), -1)
+
+    return q * cos + turned(q) * sin, k * cos + turned(k) * sin
+
+
+def _plan(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, *, inverse: bool) -> Plan | None:
+    batch, heads, tokens, size = q.shape
+    full = cos.shape[2] == size
+    return plan_for(
+        _SPEC, q.device, max(1, tokens), max(1, batch), heads, k.shape[1], size, full, inverse, q.dtype, cos.dtype
+    )
+
+
+def _readable(x: torch.Tensor) -> torch.Tensor:
+    """``x`` itself unless its last dimension is spread out or some elements share memory."""
+    strides = x.stride()
+    return x if strides[-1] == 1 and 0 not in strides else x.contiguous()
+
+
+def _launch(plan: Plan, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, dtype: torch.dtype) -> Pair:
+    q, k = _readable(q), _readable(k)
+    q_out, k_out = torch.empty_like(q, dtype=dtype), torch.empty_like(k, dtype=dtype)
+    if q.numel():
+        plan.launch(q.device.index, q, k, _readable(cos), _readable(sin), q_out, k_out)
+    return q_out, k_out
+
+
+class _Rope(torch.autograd.Function):
+    """The eager path: cheaper for the host than a registered op."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, plans: tuple[Plan, Plan]
+    ) -> Pair:
+        ctx.save_for_backward(cos, sin)
+        ctx.plan, ctx.dtype = plans[1], q.dtype
+        return _launch(plans[0], q, k, cos, sin, torch.promote_types(q.dtype, cos.dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dq: torch.Tensor, dk: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return (*_launch(ctx.plan, dq, dk, *ctx.saved_tensors, ctx.dtype), None, None, None)
+
+
+def _run(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Pair:
+    plan = _plan(q, k, cos, inverse=False)
+    if plan is None:
+        return fallback(q, k, cos, sin)
+    return _launch(plan, q, k, cos, sin, torch.promote_types(q.dtype, cos.dtype))
+
+
+def _run_backward(dq: torch.Tensor, dk: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, like: torch.Tensor) -> Pair:
+    plan = _plan(dq.to(like.dtype) if dq.dtype != like.dtype else dq, dk, cos, inverse=True)
+    if plan is not None:
+        return _launch(plan, dq, dk, cos, sin, like.dtype)
+    half = dq.shape[-1] // 2
+    # The transpose of the rotation: each half's sine goes with the other half's gradient, with the signs changed.
+    first, second = sin[..., :half], sin[..., -half:]
+    turned = fallback(dq, dk, cos, torch.cat((-second, -first), -1) if cos.shape[-1] != half else -sin)
+    return turned[0].to(like.dtype), turned[1].to(like.dtype)
+
+
+def _fake(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Pair:  # noqa: ARG001
+    dtype = torch.promote_types(q.dtype, cos.dtype)
+    return torch.empty_like(q, dtype=dtype), torch.empty_like(k, dtype=dtype)
+
+
+def _fake_backward(dq: torch.Tensor, dk: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, like: torch.Tensor) -> Pair:  # noqa: ARG001
+    return torch.empty_like(dq, dtype=like.dtype), torch.empty_like(dk, dtype=like.dtype)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Pair) -> None:  # noqa: ARG001
+    q, _, cos, sin = inputs
+    ctx.save_for_backward(cos, sin)
+    ctx.like = q.new_empty(0)
+
+
+def _backward(ctx: Any, dq: torch.Tensor, dk: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
+    return (*_op_backward(dq, dk, *ctx.saved_tensors, ctx.like), None, None)
+
+
+_op = register("rope(Tensor q, Tensor k, Tensor cos, Tensor sin) -> (Tensor, Tensor)", _run, _fake)
+_op_backward = register(
+    "rope_backward(Tensor dq, Tensor dk, Tensor cos, Tensor sin, Tensor like) -> (Tensor, Tensor)",
+    _run_backward,
+    _fake_backward,
+)
+register_gradient(_op, _backward, _save)

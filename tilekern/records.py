@@ -1,0 +1,56 @@
+"""From a compiled candidate to a record of the cache, and back from a record to something that can be launched."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+from tilekern import __version__
+from tilekern.cache import Artifact, Record
+from tilekern.cubin import read_resources
+from tilekern.source import digest_of_module
+from tilekern.spec import Config, KernelSpec, Problem
+from tilekern.targets import Target
+from tilekern.toolchain import Compiled
+
+
+def artifact_of(made: Compiled, config: Config) -> Artifact:
+    """What a record says of a compiled candidate."""
+    return Artifact(
+        sha256=hashlib.sha256(made.cubin).hexdigest(),
+        size=len(made.cubin),
+        symbol=made.symbol,
+        config=dict(config),
+        assumptions=made.assumptions,
+        resources=read_resources(made.cubin, made.symbol).as_dict(),
+    )
+
+
+def record_of(
+    spec: KernelSpec, problem: Problem, config: Config, target: Target, toolkit: Mapping[str, str],
+    artifacts: Mapping[str, Artifact], provenance: str, *, measurement: dict[str, Any] | None = None,
+    prediction: dict[str, Any] | None = None, check: dict[str, Any] | None = None,
+    runners_up: list[Any] | None = None, candidates: int = 1, failed: int = 0,
+) -> Record:  # fmt: skip
+    """The record of a problem's winner, stamped with today's source digest and the time."""
+    return Record(
+        kernel=spec.name,
+        module=spec.module,
+        problem=dict(problem),
+        target=target.describe(),
+        toolkit=dict(toolkit),
+        source_digest=digest_of_module(spec.module),
+        provenance=provenance,  # type: ignore[arg-type]
+        config=dict(config),
+        artifacts=dict(artifacts),
+        measurement=measurement,
+        prediction=prediction,
+        check=check,
+        runners_up=runners_up or [],
+        candidates=candidates,
+        failed=failed,
+        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        created_by=f"tilekern {__version__}",
+    )

@@ -1,0 +1,135 @@
+"""The compile stage: every distinct artifact of a sweep, over all cores, in disposable processes."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import resource
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from multiprocessing import get_context
+from typing import Any
+
+from tilekern.cubin import code_of, read_resources
+from tilekern.errors import CompileFailed
+from tilekern.kernels import all_specs
+from tilekern.targets import Target
+from tilekern.toolchain import compile_candidate, require_toolkit
+from tuning.sweep import Candidate, Sweep, candidates
+
+TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True)
+class CompileSummary:
+    """What the compile stage did.
+
+    ``tileiras_share`` is the compiler's part of the time that the cores were held, 0 to 1.
+    """
+
+    distinct: int
+    compiled: int
+    failed: int
+    seconds: float
+    tileiras_share: float
+
+
+def wanted(sweep: Sweep) -> dict[str, Candidate]:
+    """One candidate for each distinct artifact of the sweep that has not been compiled yet."""
+    done = sweep.compiled()
+    found: dict[str, Candidate] = {}
+    target = sweep.target
+    for kernel, problem in sweep.problems():
+        for item in candidates(kernel, problem, target):
+            if item.artifact not in done:
+                found.setdefault(item.artifact, item)
+    return found
+
+
+def compile_all(sweep: Sweep, jobs: int, timeout_s: float = TIMEOUT_S, progress: Callable[[int, int], None] | None = None) -> CompileSummary:
+    """Compile what the sweep lacks; each result is journalled as it comes.
+
+    Raises:
+        ToolchainMissing: artifacts are lacking and no compiler is installed.
+    """
+    todo = list(wanted(sweep).values())
+    started = time.perf_counter()
+    compiler_s = failed = 0.0
+    if todo:
+        require_toolkit()
+        for finished, (line, cubin) in enumerate(_results(todo, sweep.target, jobs, timeout_s), 1):
+            if cubin is not None:
+                line["sha256"] = sweep.store(cubin)
+            failed += line["status"] == "failed"
+            compiler_s += line.get("tileiras_s", 0.0)
+            sweep.note("compiled", line)
+            if progress:
+                progress(finished, len(todo))
+    seconds = time.perf_counter() - started
+    share = compiler_s / (seconds * min(jobs, max(1, len(todo)))) if todo else 0.0
+    return CompileSummary(len(sweep.compiled()), len(todo), int(failed), seconds, share)
+
+
+def _results(todo: list[Candidate], target: Target, jobs: int, timeout_s: float) -> Iterator[tuple[dict[str, Any], bytes | None]]:
+    """Results as they finish. A worker that dies takes its pool along: what was in flight is tried once more, alone."""
+    waiting, suspects = list(reversed(todo)), []
+    while waiting:
+        with _pool(jobs) as pool:
+            running: dict[Future[Any], Candidate] = {}
+            try:
+                while waiting or running:
+                    while waiting and len(running) < 2 * jobs:
+                        item = waiting.pop()
+                        running[pool.submit(_compile, item, target, timeout_s)] = item
+                    for future in wait(running, return_when=FIRST_COMPLETED).done:
+                        result = future.result()
+                        del running[future]
+                        yield result
+            except BrokenProcessPool:
+                suspects += list(running.values())
+    for item in suspects:
+        with _pool(1) as pool:
+            try:
+                yield pool.submit(_compile, item, target, timeout_s).result()
+            except BrokenProcessPool:
+                yield {"key": item.artifact, "status": "failed", "reason": "the compile worker died"}, None
+
+
+def _pool(jobs: int) -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_start_worker)
+
+
+def _start_worker() -> None:
+    # Leaving Ctrl-C to the parent keeps the workers' tracebacks off the terminal.
+    import signal
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    all_specs()
+
+
+def _compile(item: Candidate, target: Target, timeout_s: float) -> tuple[dict[str, Any], bytes | None]:
+    line: dict[str, Any] = {"key": item.artifact, "kernel": item.kernel, "variant": item.variant}
+    line["config"] = dict(item.config)
+    try:
+        made = compile_candidate(item.spec, item.problem, item.config, target, item.variant, timeout_s=timeout_s)
+    except CompileFailed as error:
+        return {**line, "status": "failed", "reason": str(error)}, None
+    line |= {
+        "status": "ok",
+        "symbol": made.symbol,
+        "assumptions": made.assumptions,
+        "resources": read_resources(made.cubin, made.symbol).as_dict(),
+        "code_sha256": hashlib.sha256(code_of(made.cubin, made.symbol)).hexdigest(),
+        "frontend_s": made.frontend_s,
+        "tileiras_s": made.tileiras_s,
+    }
+    return line, made.cubin
+
+
+def default_jobs() -> int:
+    """One worker for each core that this process may use."""
+    return len(os.sched_getaffinity(0))
