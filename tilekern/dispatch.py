@@ -64,6 +64,19 @@ class Plan:
         _ct_launch(_raw_stream(device), self.grid, self._kernel, arguments + self._tail)
 
 
+class DependentPlan(Plan):
+    """A plan whose kernel waits for its predecessor by itself, so that its launch overlaps that one's end."""
+
+    __slots__ = ()
+
+    def launch(self, device: int, *arguments: Any) -> None:
+        """Queue the kernel."""
+        self.launches += 1
+        _ct_launch(
+            _raw_stream(device), self.grid, self._kernel, arguments + self._tail, programmatic_dependent_launch=True
+        )
+
+
 class InterpretedPlan(Plan):
     """A plan whose kernel runs on the CPU, block by block."""
 
@@ -77,14 +90,14 @@ class InterpretedPlan(Plan):
         interpreter.launch(self._kernel, self.grid, arguments + self._tail)
 
 
-def _ct_launch(*arguments: Any) -> None:
+def _ct_launch(*arguments: Any, **options: Any) -> None:
     """Replaces itself by cuda.tile's launch when first called, so that importing this file loads neither."""
     global _ct_launch, _raw_stream  # noqa: PLW0603
     import torch
     from cuda.tile import launch
 
     _ct_launch, _raw_stream = launch, torch._C._cuda_getCurrentRawStream
-    launch(*arguments)
+    launch(*arguments, **options)
 
 
 def _raw_stream(device: int) -> int:
@@ -235,7 +248,10 @@ def _cached(spec: KernelSpec, problem: Problem, target: Target, device: int) -> 
     key = (device, spec.name, found.record.artifacts[ALIGNED].sha256, found.record.artifacts[GENERIC].sha256)
     if key not in _kernels:
         _kernels[key] = _launchable(spec, problem, config, found)
-    return _planned(Plan, spec, problem, config, target, _kernels[key])
+    from tilekern.launcher import may_depend
+
+    kind = DependentPlan if may_depend(spec.implement(problem, config), target) else Plan
+    return _planned(kind, spec, problem, config, target, _kernels[key])
 
 
 def find(spec: KernelSpec, bucketed: Problem, target: Target) -> Hit | None:

@@ -15,6 +15,11 @@ from typing import Any
 import cuda.tile as ct
 
 from tilekern.errors import TilekernError
+from tilekern.spec import Implementation
+from tilekern.targets import Target
+
+# The compute capability from which programmatic dependent launch exists.
+_DEPENDENT_LAUNCH = 90
 
 
 class NoVariant(TilekernError):  # noqa: N818 (the name says the state)
@@ -82,6 +87,8 @@ def _allows_array(parameter: Any, assumed: Mapping[str, Any]) -> bool:
         return False
     if assumed["last_stride_one"] and parameter.stride_constant[-1] != 1:
         return False
+    if parameter.shape_divisible_by[-1] % assumed["extent_elements"]:
+        return False
     return all(_stride_divides(parameter, axis, assumed["stride_elements"]) for axis in range(ndim - 1))
 
 
@@ -91,6 +98,14 @@ def _stride_divides(parameter: Any, axis: int, by: int) -> bool:
     return known % by == 0
 
 
-def launch(stream: int, grid: tuple[int, ...], kernel: Any, arguments: tuple[Any, ...]) -> None:
-    """Queue a kernel on a raw CUDA stream of the current device."""
-    ct.launch(stream, grid, kernel, arguments)
+def launch(stream: int, grid: tuple[int, ...], kernel: Any, arguments: tuple[Any, ...], *, dependent: bool = False) -> None:
+    """Queue a kernel on a raw CUDA stream; ``dependent`` lets it start before its predecessor has ended."""
+    if dependent:
+        ct.launch(stream, grid, kernel, arguments, programmatic_dependent_launch=True)
+    else:
+        ct.launch(stream, grid, kernel, arguments)
+
+
+def may_depend(implementation: Implementation, target: Target) -> bool:
+    """Whether an implementation is launched before its predecessor has ended on this target."""
+    return implementation.dependent and target.capability >= _DEPENDENT_LAUNCH

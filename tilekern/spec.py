@@ -141,11 +141,16 @@ class Space:
 
 @dataclass(frozen=True)
 class ArrayParameter:
-    """An array that a device function takes: its name, dtype, rank, and whether it is read or written."""
+    """An array that a device function takes: its name, dtype, rank, and whether it is read or written.
+
+    ``extent`` is the size of the last axis where the problem fixes it: the compiler makes wide loads only where it
+    knows that no vector reaches over the end of a row.
+    """
 
     name: str
     dtype: str
     ndim: int
+    extent: int | None = None
     role: Literal["input", "output"] = "input"
 
 
@@ -164,7 +169,9 @@ class Implementation:
     ``parameters`` are the arrays and scalars in the order of the device function; its compile-time constants come
     after them, in the order of ``constants``. ``grid`` gives the number of blocks for real sizes and a number of SMs.
     Every implementation must be right on any one-dimensional grid (a loop over its work in steps of the grid), so
-    that the generic variant of an artifact can be launched on the aligned one's grid.
+    that the generic variant of an artifact can be launched on the aligned one's grid. ``dependent`` says that the
+    device function waits for its predecessor by itself (``grid_dependency_control_wait``), so that it may be launched
+    before that has ended (programmatic dependent launch, sm_90 and newer).
     """
 
     function: Any
@@ -172,6 +179,7 @@ class Implementation:
     constants: tuple[tuple[str, int | float | bool], ...]
     grid: Callable[[Problem, int], int]
     hints: Mapping[str, int | None] = field(default_factory=dict)
+    dependent: bool = False
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,10 @@ from tilekern.spec import ArrayParameter, Config, Implementation, KernelSpec, Pr
 from tilekern.targets import Target
 
 _MISSING = "the tile compiler (tileiras) is not installed; install it with: pip install 'tilekern[compile]'"
-# Divisibility that the aligned variant assumes; base addresses and row strides that TMA can use.
+# Divisibility that the aligned variant assumes of base addresses and row strides: what TMA and 16-byte loads need.
 ALIGNMENT_BYTES = 16
+# The only divisibility of an extent that cuda.tile's launcher states.
+EXTENT_ELEMENTS = 16
 
 
 @dataclass(frozen=True)
@@ -141,9 +143,15 @@ def assumptions(implementation: Implementation, variant: str) -> list[dict[str, 
 def _array_assumptions(parameter: ArrayParameter, *, aligned: bool) -> dict[str, Any]:
     plain = {"kind": "array", "dtype": parameter.dtype, "ndim": parameter.ndim}
     if not aligned:
-        return plain | {"base_bytes": 1, "stride_elements": 1, "last_stride_one": False}
+        return plain | {"base_bytes": 1, "stride_elements": 1, "last_stride_one": False, "extent_elements": 1}
     elements = ALIGNMENT_BYTES // specs.ITEM_BYTES[parameter.dtype]
-    return plain | {"base_bytes": ALIGNMENT_BYTES, "stride_elements": elements, "last_stride_one": True}
+    even = parameter.extent is not None and parameter.extent % EXTENT_ELEMENTS == 0
+    return plain | {
+        "base_bytes": ALIGNMENT_BYTES,
+        "stride_elements": elements,
+        "last_stride_one": True,
+        "extent_elements": EXTENT_ELEMENTS if even else 1,
+    }
 
 
 def _lower(
@@ -194,6 +202,7 @@ def constraint(assumed: Mapping[str, Any]) -> Any:
         may_alias_internally=False,
         stride_constant=[None] * (ndim - 1) + [1] if unit else None,
         stride_divisible_by=[*leading, 1] if unit else 1,
+        shape_divisible_by=[1] * (ndim - 1) + [assumed["extent_elements"]],
         base_addr_divisible_by=assumed["base_bytes"],
     )
 

@@ -42,7 +42,7 @@ def _rope(shape: ModelShape, tokens: int, dtype: str, target: Target) -> Iterato
                 heads=shape.heads,
                 kv_heads=shape.kv_heads,
                 head_dim=shape.head_dim,
-                full=True,
+                full=False,
                 inverse=inverse,
                 dtype=dtype,
                 angle_dtype=dtype,

@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from tilekern.launcher import PrebuiltKernel, Variant, launch
+from tilekern.launcher import PrebuiltKernel, Variant, launch, may_depend
 from tilekern.spec import Problem
 from tilekern.targets import Target
 from tuning.sweep import Candidate, Sweep
@@ -69,7 +69,8 @@ class Bench:
         implementation = self._spec.implement(problem, entrant.candidate.config)
         blocks = implementation.grid(problem, self._target.sm_count)
         outputs = make_outputs(self._spec, problem, blocks, "cuda")
-        launch(_stream(), (blocks,), kernel, launch_arguments(implementation, inputs, outputs))
+        arguments = launch_arguments(implementation, inputs, outputs)
+        launch(_stream(), (blocks,), kernel, arguments, dependent=may_depend(implementation, self._target))
         self._torch.cuda.synchronize()
         return outputs, blocks
 
@@ -82,7 +83,8 @@ class Bench:
         blocks = implementation.grid(self._problem, self._target.sm_count)
         outputs = make_outputs(self._spec, self._problem, blocks, "cuda")
         arguments = launch_arguments(implementation, self._inputs, outputs)
-        return lambda: launch(_stream(), (blocks,), kernel, arguments)
+        dependent = may_depend(implementation, self._target)
+        return lambda: launch(_stream(), (blocks,), kernel, arguments, dependent=dependent)
 
     def copy(self) -> Any:
         """A function that copies as many bytes as the problem must move, half read and half written."""

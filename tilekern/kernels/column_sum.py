@@ -27,6 +27,8 @@ def column_sum(  # type: ignore[no-untyped-def]
     x, y, columns: ConstInt, tile_m: ConstInt, tile_n: ConstInt, latency: ConstInt, tma: ConstBool
 ):
     """Each block adds up ``tile_n`` columns, ``tile_m`` rows at a time."""
+    # Its launch overlaps the end of the kernel that writes x.
+    ct.grid_dependency_control_wait()
     for c in range(ct.bid(0), ct.cdiv(columns, tile_n), ct.num_blocks(0)):
         total = ct.zeros((tile_m, tile_n), ct.float32)
         for r in range(ct.cdiv(x.shape[0], tile_m)):
@@ -37,7 +39,10 @@ def column_sum(  # type: ignore[no-untyped-def]
 def _implement(problem: Problem, config: Config) -> Implementation:
     return Implementation(
         function=column_sum,
-        parameters=(ArrayParameter("x", "float32", 2), ArrayParameter("y", problem["dtype"], 1, "output")),
+        parameters=(
+            ArrayParameter("x", "float32", 2, problem["columns"]),
+            ArrayParameter("y", problem["dtype"], 1, problem["columns"], "output"),
+        ),
         constants=(
             ("columns", problem["columns"]),
             ("tile_m", config["tile_m"]),
@@ -47,6 +52,7 @@ def _implement(problem: Problem, config: Config) -> Implementation:
         ),
         grid=lambda sizes, sm_count: grid_of(cdiv(sizes["columns"], config["tile_n"]), config, sm_count),
         hints=hints(config),
+        dependent=True,
     )
 
 

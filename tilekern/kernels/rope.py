@@ -1,8 +1,8 @@
 """Rotary position embedding of q and k (Su et al. 2021, arXiv:2104.09864), out of place, in Hugging Face's layout.
 
 A head of size 2h is split into halves (x1, x2): ``y1 = x1 * c1 - x2 * s1`` and ``y2 = x2 * c2 + x1 * s2``, where c and
-s are the cosine and sine of the position's angles; Hugging Face stores them twice ([.., 2h]: c1, c2), others once
-([.., h]). The backward is the transpose, the inverse rotation: ``dx1 = dy1 * c1 + dy2 * s2``, ``dx2 = dy2 * c2 -
+s are the cosine and sine of the position's angles. Where ``full`` each half has its own ([.., 2h]: c1, c2); else the
+first half's serve both, whether they are stored once ([.., h]) or, as Hugging Face does, twice. The backward is the transpose, the inverse rotation: ``dx1 = dy1 * c1 + dy2 * s2``, ``dx2 = dy2 * c2 -
 dy1 * s1``. One launch turns q and k: a block takes some tokens, loads their angles once, and goes through the heads.
 Arrays: q [batch, heads, tokens, 2h], k [batch, kv_heads, tokens, 2h], cos and sin [1 or batch, tokens, 2h or h], all
 with any strides; the angles of a single batch entry are shared by all.
@@ -85,7 +85,7 @@ def _angles(array, b, t, half, tile_t, width, whole, full, bounded, latency, tma
 
 
 @ct.kernel
-def rope_tokens(  # type: ignore[no-untyped-def]
+def rope(  # type: ignore[no-untyped-def]
     q, k, cos, sin, q_out, k_out, heads: ConstInt, kv_heads: ConstInt, half: ConstInt, tile_h: ConstInt,
     tile_hk: ConstInt, tile_t: ConstInt, width: ConstInt, whole: ConstBool, full: ConstBool,
     inverse: ConstBool, bounded: ConstBool, latency: ConstInt, tma: ConstBool,
@@ -109,31 +109,6 @@ def rope_tokens(  # type: ignore[no-untyped-def]
             _write(k_out, k_tiles[h], b, h, t, c1, s1, c2, s2, half, whole, inverse, bounded, tma)
 
 
-@ct.kernel
-def rope_heads(  # type: ignore[no-untyped-def]
-    q, k, cos, sin, q_out, k_out, heads: ConstInt, kv_heads: ConstInt, half: ConstInt, tile_h: ConstInt,
-    tile_hk: ConstInt, tile_t: ConstInt, width: ConstInt, whole: ConstBool, full: ConstBool,
-    inverse: ConstBool, bounded: ConstBool, latency: ConstInt, tma: ConstBool,
-):  # fmt: skip
-    """Blocks that take one step of tokens and heads, of q or of k."""
-    across = ct.cdiv(q.shape[2], tile_t)
-    q_groups, k_groups = ct.cdiv(heads, tile_h), ct.cdiv(kv_heads, tile_hk)
-    groups = q_groups + k_groups
-    for item in range(ct.bid(0), q.shape[0] * across * groups, ct.num_blocks(0)):
-        h, rest = item % groups, item // groups
-        b, t = rest // across, rest % across
-        at = ct.minimum(b, cos.shape[0] - 1)
-        c1, c2 = _angles(cos, at, t, half, tile_t, width, whole, full, bounded, latency, tma)
-        s1, s2 = _angles(sin, at, t, half, tile_t, width, whole, full, bounded, latency, tma)
-        if h < q_groups:
-            tiles = _read(q, b, h, t, half, tile_h, tile_t, width, whole, bounded, latency, tma)
-            _write(q_out, tiles, b, h, t, c1, s1, c2, s2, half, whole, inverse, bounded, tma)
-        else:
-            g = h - q_groups
-            tiles = _read(k, b, g, t, half, tile_hk, tile_t, width, whole, bounded, latency, tma)
-            _write(k_out, tiles, b, g, t, c1, s1, c2, s2, half, whole, inverse, bounded, tma)
-
-
 DIMENSIONS = (
     Dimension("tokens", "bucketed"),
     Dimension("batch", "bucketed"),
@@ -151,11 +126,10 @@ def _axes(problem: Problem) -> dict[str, list[Value]]:
     most = power_of_two(problem["heads"])
     return {
         "schedule": ["block", "persistent"],
-        "split": ["tokens", "heads"],
         "tile_h": sorted({min(most, n) for n in (2, 4, 8, 16, 32, 64)}),
-        "tile_t": [1, 2, 4, 8, 16],
+        "tile_t": [1, 2],
         "occupancy": [2, 4, 8],
-        "num_worker_warps": [0],
+        "num_worker_warps": [0, 8],
         "tma": [False],
         "latency": [0],
     }
@@ -168,8 +142,6 @@ def _step(problem: Problem, config: Config) -> int:
 
 def _held(problem: Problem, config: Config) -> int:
     """Elements of both halves of q and k that a block holds at once."""
-    if config["split"] == "heads":
-        return 2 * _step(problem, config)
     tile_hk = min(config["tile_h"], power_of_two(problem["kv_heads"]))
     heads = cdiv(problem["heads"], config["tile_h"]) * config["tile_h"] + cdiv(problem["kv_heads"], tile_hk) * tile_hk
     return int(2 * heads * config["tile_t"] * power_of_two(problem["head_dim"] // 2))
@@ -208,25 +180,22 @@ def _implement(problem: Problem, config: Config) -> Implementation:
         ("latency", config["latency"]),
         ("tma", config["tma"]),
     )
-    by_heads = cdiv(problem["heads"], tile_h) + cdiv(problem["kv_heads"], tile_hk)
-    groups = by_heads if config["split"] == "heads" else 1
+    size, angles = problem["head_dim"], half
     out = promoted(problem["dtype"], problem["angle_dtype"])
     given, made = (out, problem["dtype"]) if problem["inverse"] else (problem["dtype"], out)
     arrays = (
-        ArrayParameter("q", given, 4),
-        ArrayParameter("k", given, 4),
-        ArrayParameter("cos", problem["angle_dtype"], 3),
-        ArrayParameter("sin", problem["angle_dtype"], 3),
-        ArrayParameter("q_out", made, 4, "output"),
-        ArrayParameter("k_out", made, 4, "output"),
+        ArrayParameter("q", given, 4, size),
+        ArrayParameter("k", given, 4, size),
+        ArrayParameter("cos", problem["angle_dtype"], 3, angles),
+        ArrayParameter("sin", problem["angle_dtype"], 3, angles),
+        ArrayParameter("q_out", made, 4, size, "output"),
+        ArrayParameter("k_out", made, 4, size, "output"),
     )
     return Implementation(
-        function=rope_tokens if config["split"] == "tokens" else rope_heads,
+        function=rope,
         parameters=arrays,
         constants=constants,
-        grid=lambda sizes, sm_count: grid_of(
-            sizes["batch"] * cdiv(sizes["tokens"], tile_t) * groups, config, sm_count
-        ),
+        grid=lambda sizes, sm_count: grid_of(sizes["batch"] * cdiv(sizes["tokens"], tile_t), config, sm_count),
         hints=hints(config),
     )
 
@@ -236,7 +205,7 @@ def _default(problem: Problem, target: Target) -> Config:
     tile_h = min(power_of_two(problem["heads"]), max(1, 1024 // width))
     tile_t = max(1, min(16, 1024 // (width * tile_h)))
     return Config(
-        schedule="block", split="heads", tile_h=tile_h, tile_t=tile_t, occupancy=4, num_worker_warps=0, tma=False, latency=0
+        schedule="block", tile_h=tile_h, tile_t=tile_t, occupancy=4, num_worker_warps=0, tma=False, latency=0
     )
 
 
@@ -244,7 +213,7 @@ def _generic(problem: Problem) -> Config:
     width = power_of_two(problem["head_dim"] // 2)
     tile_h = min(power_of_two(problem["heads"]), max(1, 128 // width))
     return Config(
-        schedule="block", split="heads", tile_h=tile_h, tile_t=1, occupancy=1, num_worker_warps=0, tma=False, latency=0
+        schedule="block", tile_h=tile_h, tile_t=1, occupancy=1, num_worker_warps=0, tma=False, latency=0
     )
 
 

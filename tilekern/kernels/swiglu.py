@@ -36,8 +36,13 @@ from tilekern.spec import (
 from tilekern.targets import Target
 
 
+_LOG2_E = 1.4426950408889634
+
+
 def _sigmoid(x):  # type: ignore[no-untyped-def]
-    return 1.0 / (1.0 + ct.exp(-x))
+    """1 / (1 + exp(-x)) by the hardware's exponential and reciprocal: 2 ulp, where exact division costs 20 % of time."""
+    grown = 1.0 + ct.exp2(x * -_LOG2_E, flush_to_zero=True)
+    return ct.truediv(1.0, grown, rounding_mode=ct.RoundingMode.APPROX, flush_to_zero=True)
 
 
 def _forward_tile(gate, up, y, item, columns, tile_m, tile_n, bounded, latency, tma):  # type: ignore[no-untyped-def]
@@ -110,9 +115,9 @@ def _axes(problem: Problem) -> dict[str, list[Value]]:
         "tile_m": [1, 2] if width >= 256 else [16, 32, 64],
         "tile_n": sorted({min(width, n) for n in (512, 1024, 2048, 4096)}),
         "occupancy": [2, 4, 8],
-        "num_worker_warps": [0],
+        "num_worker_warps": [0, 8],
         "tma": [False],
-        "latency": [0, 8],
+        "latency": [0],
     }
 
 
@@ -155,8 +160,8 @@ def _implementation(problem: Problem, config: Config, function: Any, arrays: tup
 
 
 def _arrays(problem: Problem, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> tuple[ArrayParameter, ...]:
-    read = tuple(ArrayParameter(name, problem["dtype"], 2) for name in inputs)
-    return read + tuple(ArrayParameter(name, problem["dtype"], 2, "output") for name in outputs)
+    read = tuple(ArrayParameter(name, problem["dtype"], 2, problem["columns"]) for name in inputs)
+    return read + tuple(ArrayParameter(name, problem["dtype"], 2, problem["columns"], "output") for name in outputs)
 
 
 def _implement_forward(problem: Problem, config: Config) -> Implementation:

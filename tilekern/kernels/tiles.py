@@ -68,10 +68,6 @@ def fits_registers(live: int) -> Constraint:
     )
 
 
-WARPS_NEED_TMA = Constraint(
-    "num_worker_warps only matters to warp-specialised kernels, which load through TMA (sm_90 and newer)",
-    lambda problem, config, target: not config["num_worker_warps"] or (config["tma"] and target.capability >= 90),
-)
 TMA_NEEDS_HOPPER = Constraint(
     "TMA exists on sm_90 and newer", lambda problem, config, target: not config["tma"] or target.capability >= 90
 )

@@ -15,7 +15,9 @@ _SPEC = kernels.SPEC
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-def rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Pair:
+def rope(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, twice: bool = False
+) -> Pair:
     """Rotate the halves of every head of ``q`` and ``k`` by their positions' angles.
 
     Args:
@@ -23,6 +25,8 @@ def rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor)
         k: [batch, kv_heads, tokens, head_dim], of the dtype of ``q``.
         cos, sin: [1 or batch, tokens, head_dim or head_dim / 2] (or without the first dimension); no gradient flows
             to them.
+        twice: promises that the last dimension of cos and sin holds the same angles twice, as Hugging Face stores
+            them; then only the first half is read.
 
     Returns:
         The rotated q and k in the layout of their inputs, in the dtype that torch promotes q and cos to.
@@ -33,16 +37,17 @@ def rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor)
     if cos.dim() == 2:
         cos, sin = cos.unsqueeze(0), sin.unsqueeze(0)
     _check(q, k, cos, sin)
+    full = cos.shape[2] == q.shape[3] and not twice
     if torch.compiler.is_compiling():
-        return _op(q, k, cos, sin)  # type: ignore[no-any-return]
+        return _op(q, k, cos, sin, full)  # type: ignore[no-any-return]
     if cos.requires_grad or sin.requires_grad:
         return fallback(q, k, cos, sin)
     if needs_gradient(q, k):
-        plans = _plan(q, k, cos, inverse=False), _plan(q, k, cos, inverse=True)
+        plans = _plan(q, k, cos, full, inverse=False), _plan(q, k, cos, full, inverse=True)
         if plans[0] is None or plans[1] is None:
             return fallback(q, k, cos, sin)
         return _Rope.apply(q, k, cos, sin, plans)  # type: ignore[no-any-return]
-    return _run(q, k, cos, sin)
+    return _run(q, k, cos, sin, full)
 
 
 def _check(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
@@ -71,11 +76,10 @@ def fallback(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Ten
     return q * cos + turned(q) * sin, k * cos + turned(k) * sin
 
 
-def _plan(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, *, inverse: bool) -> Plan | None:
+def _plan(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, full: bool, *, inverse: bool, dtype: torch.dtype | None = None) -> Plan | None:
     batch, heads, tokens, size = q.shape
-    full = cos.shape[2] == size
     return plan_for(
-        _SPEC, q.device, max(1, tokens), max(1, batch), heads, k.shape[1], size, full, inverse, q.dtype, cos.dtype
+        _SPEC, q.device, max(1, tokens), max(1, batch), heads, k.shape[1], size, full, inverse, dtype or q.dtype, cos.dtype
     )
 
 
@@ -110,15 +114,17 @@ class _Rope(torch.autograd.Function):
         return (*_launch(ctx.plan, dq, dk, *ctx.saved_tensors, ctx.dtype), None, None, None)
 
 
-def _run(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Pair:
-    plan = _plan(q, k, cos, inverse=False)
+def _run(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, full: bool) -> Pair:
+    plan = _plan(q, k, cos, full, inverse=False)
     if plan is None:
         return fallback(q, k, cos, sin)
     return _launch(plan, q, k, cos, sin, torch.promote_types(q.dtype, cos.dtype))
 
 
-def _run_backward(dq: torch.Tensor, dk: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, like: torch.Tensor) -> Pair:
-    plan = _plan(dq.to(like.dtype) if dq.dtype != like.dtype else dq, dk, cos, inverse=True)
+def _run_backward(
+    dq: torch.Tensor, dk: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, full: bool, like: torch.Tensor
+) -> Pair:
+    plan = _plan(dq, dk, cos, full, inverse=True, dtype=like.dtype)
     if plan is not None:
         return _launch(plan, dq, dk, cos, sin, like.dtype)
     half = dq.shape[-1] // 2
@@ -128,28 +134,30 @@ def _run_backward(dq: torch.Tensor, dk: torch.Tensor, cos: torch.Tensor, sin: to
     return turned[0].to(like.dtype), turned[1].to(like.dtype)
 
 
-def _fake(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Pair:  # noqa: ARG001
+def _fake(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, full: bool) -> Pair:  # noqa: ARG001
     dtype = torch.promote_types(q.dtype, cos.dtype)
     return torch.empty_like(q, dtype=dtype), torch.empty_like(k, dtype=dtype)
 
 
-def _fake_backward(dq: torch.Tensor, dk: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, like: torch.Tensor) -> Pair:  # noqa: ARG001
+def _fake_backward(
+    dq: torch.Tensor, dk: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, full: bool, like: torch.Tensor  # noqa: ARG001
+) -> Pair:
     return torch.empty_like(dq, dtype=like.dtype), torch.empty_like(dk, dtype=like.dtype)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Pair) -> None:  # noqa: ARG001
-    q, _, cos, sin = inputs
+    q, _, cos, sin, ctx.full = inputs
     ctx.save_for_backward(cos, sin)
     ctx.like = q.new_empty(0)
 
 
-def _backward(ctx: Any, dq: torch.Tensor, dk: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
-    return (*_op_backward(dq, dk, *ctx.saved_tensors, ctx.like), None, None)
+def _backward(ctx: Any, dq: torch.Tensor, dk: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    return (*_op_backward(dq, dk, *ctx.saved_tensors, ctx.full, ctx.like), None, None, None)
 
 
-_op = register("rope(Tensor q, Tensor k, Tensor cos, Tensor sin) -> (Tensor, Tensor)", _run, _fake)
+_op = register("rope(Tensor q, Tensor k, Tensor cos, Tensor sin, bool full) -> (Tensor, Tensor)", _run, _fake)
 _op_backward = register(
-    "rope_backward(Tensor dq, Tensor dk, Tensor cos, Tensor sin, Tensor like) -> (Tensor, Tensor)",
+    "rope_backward(Tensor dq, Tensor dk, Tensor cos, Tensor sin, bool full, Tensor like) -> (Tensor, Tensor)",
     _run_backward,
     _fake_backward,
 )
