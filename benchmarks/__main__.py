@@ -1,0 +1,36 @@
+"""The door of ``python -m benchmarks``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import typer
+
+from benchmarks.cli import app
+from tilekern.errors import InputError, ToolchainMissing
+
+# The base of bad usage in click, or in the copy of click that newer releases of typer bring along.
+_UsageError: Any = typer.BadParameter.__base__
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; the exit code is 0, 2 for bad input, 4 where the compiler is missing."""
+    try:
+        return app(args=arguments, prog_name="benchmarks", standalone_mode=False) or 0
+    except ToolchainMissing as error:
+        return _fail(str(error), 4)
+    except InputError as error:
+        return _fail(str(error), 2)
+    except _UsageError as error:
+        return _fail(error.format_message(), 2)
+
+
+def _fail(message: str, code: int) -> int:
+    print(f"error: {message}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

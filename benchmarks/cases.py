@@ -1,0 +1,147 @@
+"""What is measured: an op at a size, its tensors, what it must equal and what it must move. Sizes and references come
+from the specs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from tilekern.kernels import rms_norm as rms_norm_kernels
+from tilekern.kernels import rope as rope_kernels
+from tilekern.kernels import swiglu as swiglu_kernels
+from tilekern.spec import KernelSpec, Problem
+
+METRICS = ("forward", "backward", "forward_backward")
+SEED = 20251
+EPS = 1e-6
+Part = tuple[KernelSpec, Problem]
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """An op's arguments: ``inputs`` have gradients, ``constants`` come after them, ``slopes`` are of its outputs."""
+
+    inputs: tuple[Any, ...]
+    constants: tuple[Any, ...]
+    slopes: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Case:
+    """An op at one size.
+
+    Attributes:
+        op: name of the op; providers have a call of that name.
+        label: op and size, as results name it.
+        dtype: what the op works in; sets the tolerance.
+        tensors: device -> random arguments.
+        expected: arguments -> outputs and then gradients of the inputs, in float64.
+        forward: spec and problem of the forward.
+        backward: spec and problem of the backward.
+    """
+
+    op: str
+    label: str
+    dtype: str
+    tensors: Callable[[str], Tensors]
+    expected: Callable[[Tensors], tuple[Any, ...]]
+    forward: Part
+    backward: Part
+
+    def bytes_of(self, metric: str) -> int:
+        """Bytes that must move for one of :data:`METRICS`."""
+        parts = {"forward": [self.forward], "backward": [self.backward]}.get(metric, [self.forward, self.backward])
+        return sum(spec.bytes_moved(problem) for spec, problem in parts)
+
+
+def _generator(device: str) -> Any:
+    import torch
+
+    return torch.Generator(device=device).manual_seed(SEED)
+
+
+def rms_norm_case(rows: int, columns: int, dtype: str = "bfloat16") -> Case:
+    """RMSNorm of ``rows`` rows, weight in the dtype of x."""
+    forward, backward = rms_norm_kernels.FORWARD, rms_norm_kernels.BACKWARD
+    problem = backward.problem(rows=rows, columns=columns, dtype=dtype, weight_dtype=dtype)
+
+    def tensors(device: str) -> Tensors:
+        given = backward.inputs(problem, _generator(device), device)
+        return Tensors((given["x"], given["weight"]), (EPS,), (given["dy"],))
+
+    def expected(t: Tensors) -> tuple[Any, ...]:
+        gradients = backward.reference(t.slopes[0], *t.inputs, EPS)
+        return forward.reference(*t.inputs, EPS)["y"], gradients["dx"], gradients["dweight"]
+
+    label = f"rms_norm {rows}x{columns}"
+    return Case("rms_norm", label, dtype, tensors, expected, (forward, problem), (backward, problem))
+
+
+def swiglu_case(rows: int, columns: int, dtype: str = "bfloat16") -> Case:
+    """SwiGLU's elementwise part over ``rows`` rows."""
+    forward, backward = swiglu_kernels.FORWARD, swiglu_kernels.BACKWARD
+    problem = backward.problem(rows=rows, columns=columns, dtype=dtype)
+
+    def tensors(device: str) -> Tensors:
+        given = backward.inputs(problem, _generator(device), device)
+        return Tensors((given["gate"], given["up"]), (), (given["dy"],))
+
+    def expected(t: Tensors) -> tuple[Any, ...]:
+        gradients = backward.reference(t.slopes[0], *t.inputs)
+        return forward.reference(*t.inputs)["y"], gradients["dgate"], gradients["dup"]
+
+    label = f"swiglu {rows}x{columns}"
+    return Case("swiglu", label, dtype, tensors, expected, (forward, problem), (backward, problem))
+
+
+def rope_case(
+    batch: int, tokens: int, heads: int = 32, kv_heads: int = 8, head_dim: int = 128, dtype: str = "bfloat16"
+) -> Case:
+    """Rotary embedding of q and k as projections leave them, with positions that all sequences share."""
+    spec = rope_kernels.SPEC
+    sizes: dict[str, Any] = {"tokens": tokens, "batch": batch, "heads": heads, "kv_heads": kv_heads}
+    sizes |= {"head_dim": head_dim, "full": True, "dtype": dtype, "angle_dtype": dtype}
+    forward, backward = spec.problem(**sizes, inverse=False), spec.problem(**sizes, inverse=True)
+
+    def tensors(device: str) -> Tensors:
+        generator = _generator(device)
+        given, slopes = spec.inputs(forward, generator, device), spec.inputs(backward, generator, device)
+        cos, sin = _angles(tokens, head_dim, device, given["q"].dtype)
+        return Tensors((given["q"], given["k"]), (cos, sin), (slopes["q"], slopes["k"]))
+
+    def expected(t: Tensors) -> tuple[Any, ...]:
+        turned = spec.reference(*t.inputs, *t.constants, inverse=False)
+        back = spec.reference(*t.slopes, *t.constants, inverse=True)
+        return turned["q_out"], turned["k_out"], back["q_out"], back["k_out"]
+
+    label = f"rope {batch}x{tokens} {heads}+{kv_heads}x{head_dim}"
+    return Case("rope", label, dtype, tensors, expected, (spec, forward), (spec, backward))
+
+
+def _angles(tokens: int, head_dim: int, device: str, dtype: Any) -> tuple[Any, Any]:
+    """cos and sin as Qwen3's rotary embedding makes them: both halves alike, [1, tokens, head_dim]."""
+    import torch
+
+    half = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
+    angles = torch.arange(tokens, device=device, dtype=torch.float32)[:, None] * (1.0e6**-half)
+    angles = torch.cat((angles, angles), -1)[None]
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def training_cases() -> list[Case]:
+    """The sizes of Qwen3-8B's and Llama-3-8B's layers at 8192 tokens and more."""
+    return [
+        rms_norm_case(8192, 4096),
+        rms_norm_case(32768, 4096),
+        rms_norm_case(262144, 128),
+        swiglu_case(8192, 12288),
+        swiglu_case(8192, 14336),
+        rope_case(1, 8192),
+        rope_case(2, 4096),
+    ]
+
+
+def small_cases() -> list[Case]:
+    """Sizes at which the GPU is done before the host: for host time."""
+    return [rms_norm_case(16, 4096), swiglu_case(16, 12288), rope_case(1, 16)]

@@ -1,0 +1,89 @@
+"""Host time of op calls: what Python, autograd and dispatch cost, with tensors so small that the GPU always waits."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from benchmarks.cases import Case, Part, Tensors, small_cases
+from benchmarks.environment import facts, require_gpu, version_of
+from benchmarks.kernels import backward, clone, forward, right_ones
+from benchmarks.prebuilt import launcher_of, sizes_of
+from benchmarks.providers import OURS, Provider, load
+from benchmarks.results import Results, Row
+from tilekern.targets import Target
+from tuning.timing import Timing
+
+NAMES = (OURS, "liger-triton", "torch")
+CALLS, BATCHES = 1000, 11
+
+
+def measure(calls: int = CALLS, batches: int = BATCHES) -> Results:
+    """Time a bare launch, the lookup, and each provider's forward and backward, per call.
+
+    Raises:
+        InputError: there is no GPU, or the cache lacks a kernel.
+    """
+    target = require_gpu()
+    results = Results(facts())
+    providers = load(NAMES, results.run["notes"])
+    for case in small_cases():
+        tensors = case.tensors("cuda")
+        todo = _ours_alone(case.forward, target)
+        for provider in right_ones(case, tensors, providers, results.run["notes"]):
+            todo |= _calls(case, tensors, provider)
+        for (name, metric), timing in host_times(todo, calls, batches).items():
+            time_us, spread_us = round(timing.median_us, 3), round(timing.spread_us, 3)
+            results.rows.append(Row("host", case.label, name, metric, time_us, "us", spread_us))
+    return results
+
+
+def host_times(todo: Mapping[Any, Callable[[], Any]], calls: int, batches: int) -> dict[Any, Timing]:
+    """Host time of one call of each: the mean over a batch of calls, its median and spread over batches, in turns."""
+    import torch
+
+    means: dict[Any, list[float]] = {name: [] for name in todo}
+    for batch in range(batches + 1):
+        for name, call in todo.items():
+            torch.cuda.synchronize()
+            started = time.perf_counter_ns()
+            for _ in range(calls):
+                call()
+            mean_us = (time.perf_counter_ns() - started) / calls / 1000
+            if batch:  # the first one warms up
+                means[name].append(mean_us)
+    torch.cuda.synchronize()
+    return {name: Timing.of(times) for name, times in means.items()}
+
+
+def _ours_alone(part: Part, target: Target) -> dict[tuple[str, str], Callable[[], Any]]:
+    """The bare launch of the forward's kernel, and the lookup of its plan."""
+    import torch
+
+    from tilekern.dispatch import plan_for
+
+    spec, problem = part
+    device, sizes = torch.device("cuda", torch.cuda.current_device()), sizes_of(spec, problem)
+    return {
+        (f"ct.launch {version_of('cuda-tile')}", "launch"): launcher_of(spec, problem, target),
+        (OURS, "lookup"): lambda: plan_for(spec, device, *sizes),
+    }
+
+
+def _calls(case: Case, tensors: Tensors, provider: Provider) -> dict[tuple[str, str], Callable[[], Any]]:
+    import torch
+
+    plain, tracked = clone(tensors), clone(tensors)
+    for x in plain.inputs:
+        x.requires_grad_(False)
+
+    @torch.no_grad()
+    def without() -> Any:
+        return forward(case, plain, provider)
+
+    return {
+        (provider.name, "forward_no_grad"): without,
+        (provider.name, "forward"): lambda: forward(case, tracked, provider),
+        (provider.name, "forward_backward"): lambda: backward(tracked, forward(case, tracked, provider)),
+    }

@@ -1,0 +1,68 @@
+"""RESULTS.md: a pure function of the JSON files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from benchmarks.goals import GOALS, Goal, Verdict
+from benchmarks.results import RUN_FIELDS, Results, Row, shown
+
+_HEAD = """# Results
+
+Made by `python -m benchmarks report` from the JSON files in `benchmarks/results/`; edit nothing here.
+GPU times are medians with half the distance between the quartiles; tilekern and its peers took turns in one run.
+"A copy" is a device-to-device copy of the bytes that the op must move (each input read once, each output written once).
+"""
+
+
+def render(everything: Sequence[Results]) -> str:
+    """The report on these results."""
+    parts = [_HEAD]
+    for gpu in dict.fromkeys(results.run["gpu"] for results in everything):
+        mine = [results for results in everything if results.run["gpu"] == gpu]
+        parts += [f"## {gpu}\n", *_targets(mine), "### All figures\n", *(_figures(results) for results in mine)]
+    parts += ["## Runs\n", _runs(everything)]
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def _targets(mine: Sequence[Results]) -> Iterator[str]:
+    judged = [(goal, verdict) for goal in GOALS for results in _of(mine, goal) for verdict in goal.judge(results)]
+    met = sum(verdict.met for _, verdict in judged)
+    yield f"### Targets: {met} of {len(judged)} figures meet theirs\n"
+    if judged:
+        lines = [_line(verdict) for _, verdict in judged]
+        yield _table(("what", "on", "target", "tilekern", "met", "peers"), lines)
+    missing = [goal.title for goal in GOALS if goal not in [one for one, _ in judged]]
+    if missing:
+        yield f"Not measured here: {'; '.join(missing)}.\n"
+
+
+def _of(mine: Sequence[Results], goal: Goal) -> list[Results]:
+    return [results for results in mine if results.benchmark == goal.benchmark]
+
+
+def _line(verdict: Verdict) -> tuple[str, ...]:
+    met = "yes" if verdict.met else "**no**"
+    return verdict.what, verdict.case, verdict.target, verdict.figure, met, verdict.peers
+
+
+def _figures(results: Results) -> str:
+    """All rows of a run: a line for each case and metric, a column for each provider."""
+    providers = list(dict.fromkeys(row.provider for row in results.rows))
+    lines: dict[tuple[str, str, str], dict[str, Row]] = {}
+    for row in results.rows:
+        lines.setdefault((row.case, row.metric, row.unit), {})[row.provider] = row
+    body = [(*key, *(shown(found.get(provider)) for provider in providers)) for key, found in lines.items()]
+    notes = "".join(f"- {note}\n" for note in results.run.get("notes", []))
+    title = f"#### {results.benchmark} ({results.run['date']})\n"
+    return "\n".join([title, _table(("case", "metric", "unit", *providers), body), *([notes] if notes else [])])
+
+
+def _runs(everything: Sequence[Results]) -> str:
+    lines = [(results.benchmark, *(results.run[name] for name in RUN_FIELDS)) for results in everything]
+    return _table(("benchmark", *RUN_FIELDS), lines)
+
+
+def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    rows = [head, ["---"] * len(head), *lines]
+    return "".join(f"| {' | '.join(cell.replace('|', '/') for cell in row)} |\n" for row in rows)

@@ -1,0 +1,141 @@
+"""Results in their one form: ``{"run": {date, gpu, driver, toolkit, torch, commit, ...}, "rows": [...]}``."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from tilekern.errors import InputError
+
+RUN_FIELDS = ("date", "gpu", "driver", "toolkit", "torch", "commit")
+_TEXTS = ("benchmark", "case", "provider", "metric", "unit")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure. ``spread`` is half the distance between the quartiles, in ``unit``; 0 where there is one sample."""
+
+    benchmark: str
+    case: str
+    provider: str
+    metric: str
+    value: float
+    unit: str
+    spread: float = 0.0
+
+
+@dataclass(frozen=True)
+class Results:
+    """The rows of one run, and what it ran on; ``run["notes"]`` says what was left out and why."""
+
+    run: dict[str, Any]
+    rows: list[Row] = field(default_factory=list)
+
+    @property
+    def benchmark(self) -> str:
+        """The benchmark that the rows belong to."""
+        return self.rows[0].benchmark if self.rows else "none"
+
+    def row(self, case: str, provider: str, metric: str) -> Row | None:
+        """The row of a case, provider and metric; a provider is named with or without its version."""
+        for row in self.rows:
+            if (row.case, row.metric) == (case, metric) and provider in (row.provider, row.provider.split(" ")[0]):
+                return row
+        return None
+
+    def cases(self) -> list[str]:
+        """The cases in the order of the rows."""
+        return list(dict.fromkeys(row.case for row in self.rows))
+
+
+def write_results(path: Path, results: Results) -> None:
+    """Check results and write them; the folder is made.
+
+    Raises:
+        InputError: they are not in the form, or the file cannot be written.
+    """
+    document = {"run": results.run, "rows": [asdict(row) for row in results.rows]}
+    _check(document, str(path))
+    lines = ",\n".join("  " + json.dumps(row) for row in document["rows"])
+    run = json.dumps(results.run, indent=1).replace("\n", "\n ")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f'{{\n "run": {run},\n "rows": [\n{lines}\n ]\n}}\n', encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror}") from None
+
+
+def read_results(path: Path) -> Results:
+    """Read a results file.
+
+    Raises:
+        InputError: it cannot be read or is not in the form.
+    """
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} cannot be read as results: {error}") from None
+    _check(document, str(path))
+    return Results(document["run"], [Row(**row) for row in document["rows"]])
+
+
+def read_folder(folder: Path) -> list[Results]:
+    """All results below a folder, in the order of their paths."""
+    return [read_results(path) for path in sorted(folder.rglob("*.json"))]
+
+
+def _check(document: Any, where: str) -> None:
+    if not isinstance(document, dict) or set(document) != {"run", "rows"}:
+        raise InputError(f"{where}: results are an object of run and rows")
+    run, rows = document["run"], document["rows"]
+    if not isinstance(run, dict) or not isinstance(rows, list):
+        raise InputError(f"{where}: run must be an object and rows a list")
+    for name in RUN_FIELDS:
+        if not isinstance(run.get(name), str) or not run[name]:
+            raise InputError(f"{where}: run must say its {name} as text, got {run.get(name)!r}")
+    for number, row in enumerate(rows):
+        _check_row(row, f"{where}: row {number}")
+
+
+def _check_row(row: Any, where: str) -> None:
+    names = [one.name for one in fields(Row)]
+    if not isinstance(row, dict) or set(row) != set(names):
+        raise InputError(f"{where} must have exactly {', '.join(names)}, got {row!r:.200}")
+    for name in _TEXTS:
+        if not isinstance(row[name], str) or not row[name]:
+            raise InputError(f"{where}: {name} must be text, got {row[name]!r}")
+    for name in ("value", "spread"):
+        number = row[name]
+        if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
+            raise InputError(f"{where}: {name} must be a finite number, got {number!r}")
+
+
+def print_table(title: str, rows: Iterable[Row]) -> None:
+    """Show rows to people: one line for each case and metric, one column for each provider."""
+    from rich.console import Console
+    from rich.table import Table
+
+    rows = list(rows)
+    providers = list(dict.fromkeys(row.provider for row in rows))
+    table = Table("case", "metric", "unit", *providers, title=title)
+    for (case, metric, unit), found in _by_line(rows).items():
+        table.add_row(case, metric, unit, *(shown(found.get(provider)) for provider in providers))
+    Console(width=max(120, 44 + 22 * len(providers))).print(table)
+
+
+def _by_line(rows: Sequence[Row]) -> dict[tuple[str, str, str], dict[str, Row]]:
+    lines: dict[tuple[str, str, str], dict[str, Row]] = {}
+    for row in rows:
+        lines.setdefault((row.case, row.metric, row.unit), {})[row.provider] = row
+    return lines
+
+
+def shown(row: Row | None) -> str:
+    """A figure as people read it: four digits, and its spread."""
+    if row is None:
+        return "-"
+    return f"{row.value:.4g}" + (f" ± {row.spread:.2g}" if row.spread else "")

@@ -1,0 +1,69 @@
+"""One fresh process: forward and backward of Qwen3-8B with few layers, again and again; the times go out as JSON.
+
+python -m benchmarks.step PROVIDER LAYERS TOKENS
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from typing import Any
+
+from tuning.models import PRESETS
+
+STEPS = 4
+
+
+def patch(provider: str) -> None:
+    """Patch Qwen3 as a user of the provider does, before the model is made; ``transformers`` is left as it is."""
+    if provider == "tilekern":
+        import tilekern
+
+        tilekern.apply()
+    elif provider == "liger-triton":
+        from liger_kernel.transformers import apply_liger_kernel_to_qwen3
+
+        apply_liger_kernel_to_qwen3()
+    elif provider != "transformers":
+        raise SystemExit(f"unknown provider {provider}")
+
+
+def make_model(layers: int) -> Any:
+    """Qwen3-8B with fewer layers and random bf16 weights, on the GPU."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    shape = PRESETS["qwen3-8b"]
+    config = Qwen3Config(
+        vocab_size=shape.vocabulary, hidden_size=shape.hidden, intermediate_size=shape.intermediate,
+        num_hidden_layers=layers, num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim, attn_implementation="sdpa",
+    )  # fmt: skip
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device("cuda"):
+        return Qwen3ForCausalLM(config).train()
+
+
+def main(provider: str, layers: int, tokens: int) -> dict[str, Any]:
+    """Seconds of each step, with the GPU waited for, and the loss."""
+    import torch
+
+    patch(provider)
+    model = make_model(layers)
+    ids = torch.randint(0, model.config.vocab_size, (1, tokens), device="cuda")
+    steps_s = []
+    for _ in range(STEPS):
+        model.zero_grad(set_to_none=True)
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        torch.cuda.synchronize()
+        steps_s.append(time.perf_counter() - started)
+    return {"steps_s": steps_s, "loss": float(loss)}
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))))

@@ -1,0 +1,1 @@
+"""Looking after a cache from the command line: list, show, verify, clear, pack, unpack."""

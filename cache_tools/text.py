@@ -1,0 +1,52 @@
+"""Plain tables and numbers with units, for people.
+
+Tables are laid out here and not by rich: rich takes most of a second for a thousand rows.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+
+def print_table(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str] = ()) -> None:
+    """Print rows under a header, in columns two spaces apart; those named in ``right`` are flushed right."""
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    form = "  ".join(f"{{:{'>' if name in right else '<'}{width}}}" for name, width in zip(header, widths, strict=True))
+    click.echo("\n".join(form.format(*row).rstrip() for row in (header, *rows)))
+
+
+def print_json(document: Any) -> None:
+    """Print one JSON document."""
+    click.echo(json.dumps(document, indent=1))
+
+
+def size(size_bytes: float) -> str:
+    """Bytes for people: ``512 B``, ``34.5 KiB``."""
+    for unit in ("B", "KiB", "MiB"):
+        if size_bytes < 1024:
+            return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.1f} {unit}"
+        size_bytes /= 1024
+    return f"{size_bytes:.1f} GiB"
+
+
+def age(seconds: float) -> str:
+    """An age for people: ``45s``, ``12m``, ``5h``, ``30d``."""
+    for unit, length in (("d", 86400), ("h", 3600), ("m", 60)):
+        if seconds >= length:
+            return f"{seconds // length:.0f}{unit}"
+    return f"{seconds:.0f}s"
+
+
+def count(number: int, thing: str) -> str:
+    """A number with its noun: ``1 record``, ``2 records``."""
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"
+
+
+def number(document: dict[str, Any] | None, name: str) -> float | None:
+    """The number that ``document`` has under ``name``, or None."""
+    value = (document or {}).get(name)
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None

@@ -1,0 +1,74 @@
+"""The command line, and what of the benchmarks runs without a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks.__main__ import main
+from benchmarks.clock import LONGEST_SLEEP, Entrant
+from benchmarks.environment import facts
+from benchmarks.records import fill
+from benchmarks.results import RUN_FIELDS, read_results
+from tilekern.cache import Store
+
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
+
+
+@no_gpu
+@pytest.mark.parametrize("command", ["kernels", "host", "startup"])
+def test_without_a_gpu_one_line_says_so(command, tmp_path, capsys):
+    assert main([command, "--out", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "needs a CUDA GPU" in said
+
+
+def test_bad_input_is_one_line(tmp_path, capsys):
+    assert main(["nothing"]) == 2
+    assert main(["compile", "--gpu", "H9000", "--out", str(tmp_path)]) == 2
+    (tmp_path / "bad.json").write_text("{")
+    assert main(["report", "--results", str(tmp_path), "--out", str(tmp_path / "RESULTS.md")]) == 2
+    assert not (tmp_path / "RESULTS.md").exists()
+    assert capsys.readouterr().err.count("error: ") == 3
+
+
+def test_a_report_of_nothing_is_written(tmp_path):
+    assert main(["report", "--results", str(tmp_path), "--out", str(tmp_path / "RESULTS.md")]) == 0
+    assert (tmp_path / "RESULTS.md").read_text().startswith("# Results")
+
+
+def test_facts_are_complete_and_take_the_commit_from_the_environment(monkeypatch):
+    monkeypatch.setenv("TILEKERN_COMMIT", "feedface")
+    found = facts(gpu="B200")
+    assert all(isinstance(found[name], str) and found[name] for name in RUN_FIELDS)
+    assert (found["commit"], found["gpu"], found["notes"]) == ("feedface", "B200", [])
+
+
+def test_a_made_up_cache_holds_as_many_records_as_asked_for(tmp_path):
+    fill(tmp_path, 3)
+    assert len(list(Store(tmp_path).entries())) == 3
+
+
+def test_a_late_host_gets_more_time_but_not_for_ever():
+    entrant = Entrant(lambda: None)
+    for _ in range(20):
+        entrant.late()
+    assert entrant.sleep == LONGEST_SLEEP
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_kernels_are_measured_on_the_gpu(tmp_path):
+    arguments = ["kernels", "--out", str(tmp_path), "--ops", "swiglu", "--providers", "torch", "--samples", "5"]
+    assert main(arguments) == 0
+    results = read_results(tmp_path / "kernels.json")
+    assert {row.provider.split(" ")[0] for row in results.rows} == {"torch", "copy"}
+
+
+@pytest.mark.slow
+def test_the_commands_that_are_timed_run():
+    from benchmarks.startup import command_rows
+
+    rows = command_rows(repeats=2)
+    assert {row.metric for row in rows} == {"import", "process"}

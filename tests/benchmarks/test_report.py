@@ -1,0 +1,128 @@
+"""The report is a pure function of results: targets met and missed, peers beside them, and what each run ran on."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from benchmarks.goals import GOALS
+from benchmarks.report import render
+from benchmarks.results import Results, Row
+
+RUN = {
+    "date": "2026-08-01T12:00:00+00:00",
+    "gpu": "H200",
+    "driver": "580.1",
+    "toolkit": "none (cuda-tile 1.7.0)",
+    "torch": "2.11.0",
+    "commit": "abc123",
+    "notes": ["quack left out: ImportError: no"],
+}
+
+
+def kernels(ours_us, share, peer_us, case="rms_norm 8192x4096", metric="forward"):
+    return Results(
+        RUN,
+        [
+            Row("kernels", case, "tilekern", metric, ours_us, "us", 0.2),
+            Row("kernels", case, "tilekern", f"{metric}_share_of_copy", share, "1"),
+            Row("kernels", case, "liger-triton 0.8.5", metric, peer_us, "us", 0.1),
+            Row("kernels", case, "copy", metric, ours_us * share, "us", 0.1),
+        ],
+    )
+
+
+def line_of(text, start):
+    return next(line for line in text.splitlines() if line.startswith(f"| {start}"))
+
+
+def test_a_target_is_met_by_share_and_by_peer():
+    assert "| yes | liger-triton 0.8.5 44 ± 0.1 us |" in line_of(render([kernels(40, 0.93, 44)]), "rms_norm forward")
+    assert "| **no** |" in line_of(render([kernels(40, 0.89, 44)]), "rms_norm forward")
+    assert "| **no** |" in line_of(render([kernels(40, 0.93, 38)]), "rms_norm forward")
+
+
+def test_a_difference_within_the_spreads_is_no_slower():
+    assert "| yes |" in line_of(render([kernels(40, 0.93, 39.8)]), "rms_norm forward")
+
+
+def test_other_figures_have_no_target_but_are_shown():
+    text = render([kernels(40, 0.5, 38, case="rms_norm 262144x128")])
+    assert "0 of 0" in text
+    assert "| rms_norm 262144x128 | forward | us | 40 ± 0.2 | 38 ± 0.1 | 20 ± 0.1 |" in text
+
+
+def host(no_grad, bare, ours, liger):
+    case = "rms_norm 16x4096"
+    return Results(
+        RUN,
+        [
+            Row("host", case, "ct.launch 1.7.0", "launch", bare, "us"),
+            Row("host", case, "tilekern", "lookup", 1.1, "us"),
+            Row("host", case, "tilekern", "forward_no_grad", no_grad, "us"),
+            Row("host", case, "tilekern", "forward", ours, "us"),
+            Row("host", case, "liger-triton 0.8.5", "forward", liger, "us"),
+        ],
+    )
+
+
+def test_host_time_is_judged_against_the_launch_and_against_liger():
+    text = render([host(10, 5, 20, 50)])
+    assert "2.00 x 5 us | yes |" in line_of(text, "forward under no_grad")
+    assert "0.40 of Liger's | yes |" in line_of(text, "forward with autograd")
+    assert "| 1.1 us | yes |" in line_of(text, "lookup of a known problem")
+    text = render([host(15, 5, 30, 50)])
+    assert "| **no** |" in line_of(text, "forward under no_grad")
+    assert "| **no** |" in line_of(text, "forward with autograd")
+
+
+def rows(benchmark, *found):
+    return Results(
+        RUN, [Row(benchmark, case, provider, metric, value, unit) for case, provider, metric, value, unit in found]
+    )
+
+
+def test_the_other_targets():
+    text = render(
+        [
+            rows(
+                "startup",
+                ("qwen3-8b", "tilekern", "first_step_lag", 0.2, "s"),
+                ("qwen3-8b", "liger-triton 0.8.5", "first_step_lag", 5.2, "s"),
+                ("import tilekern", "tilekern", "import", 61, "ms"),
+                ("cache_tools ls, 1000 records", "tilekern", "process", 0.3, "s"),
+                ("python -c pass", "tilekern", "process", 0.9, "s"),
+                ("kernels not loaded yet", "tilekern", "first_launch", 0.8, "ms"),
+            ),
+            rows("regret", ("all problems", "tilekern", "median_regret", 1.2, "1")),
+            rows(
+                "compile",
+                ("m", "tilekern", "tileiras_share", 0.85, "1"),
+                ("m", "tilekern", "distinct_candidates", 150, "1"),
+            ),
+        ]
+    )
+    assert "≤ 0.3 s over the second | 0.2 s | yes | liger-triton 0.8.5 5.2 s |" in line_of(text, "first step over")
+    assert "| ≤ 50 ms | 61 ms | **no** |" in line_of(text, "import tilekern, without torch")
+    assert "| ≤ 0.4 s | 0.3 s | yes |" in line_of(text, "python -m cache_tools ls")
+    assert "| ≤ 1.15 | 1.2 | **no** |" in line_of(text, "predicted winner's regret")
+    assert "5 of 7 figures meet theirs" in text
+    assert "Not measured here: rms_norm: forward;" in text
+
+
+def test_every_run_says_what_it_ran_on_and_what_was_left_out():
+    other = dataclasses.replace(kernels(1, 1, 1), run=RUN | {"gpu": "B200", "commit": "def456"})
+    text = render([kernels(40, 0.93, 44), other])
+    assert "- quack left out: ImportError: no" in text
+    for gpu, commit in (("H200", "abc123"), ("B200", "def456")):
+        assert f"## {gpu}\n" in text
+        assert (
+            f"| kernels | 2026-08-01T12:00:00+00:00 | {gpu} | 580.1 | none (cuda-tile 1.7.0) | 2.11.0 | {commit} |"
+            in text
+        )
+    assert render([kernels(40, 0.93, 44), other]) == text
+
+
+def test_nothing_is_no_error():
+    text = render([])
+    assert text.startswith("# Results")
+    assert len({goal.title for goal in GOALS}) == len(GOALS)

@@ -1,0 +1,114 @@
+"""Records and caches for the tests of the cache and of its command line."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tilekern.cache import Artifact, CacheError, Record, Store, lookup
+
+SOURCE = hashlib.sha256(b"source").hexdigest()
+H200 = {"key": "sm_90-h200-132", "name": "H200", "arch": "sm_90", "sm_count": 132}
+H100 = {"key": "sm_90-h100-132", "name": "H100", "arch": "sm_90", "sm_count": 132}
+B200 = {"key": "sm_100-b200-148", "name": "B200", "arch": "sm_100", "sm_count": 148}
+PROBLEM = {"rows": 8192, "columns": 4096, "dtype": "bfloat16"}
+PLACE = ("sm_90-h200-132", "tileiras-13.4.92")
+
+
+def toolkit(version: str = "13.4.92") -> dict[str, Any]:
+    return {"key": f"tileiras-{version}", "tileiras": version, "cuda_tile": "1.7.0"}
+
+
+def artifact(data: bytes) -> Artifact:
+    return Artifact(
+        sha256=hashlib.sha256(data).hexdigest(),
+        size=len(data),
+        symbol="rms_norm_kernel",
+        config={"occupancy": 4},
+        assumptions=[{"base_divisible_by": 16}],
+        resources={"registers": 64, "spill_bytes": 0, "shared_bytes": 1024, "threads": 128},
+    )
+
+
+def make(*contents: bytes, **changes: Any) -> tuple[Record, dict[str, bytes]]:
+    """A record with one artifact for each of ``contents``, and its blobs."""
+    contents = contents or (b"aligned" * 500, b"generic" * 500)
+    artifacts = {name: artifact(data) for name, data in zip(("aligned", "generic"), contents, strict=False)}
+    record = Record(
+        kernel="rms_norm",
+        module="tilekern.kernels.rms_norm",
+        problem=dict(PROBLEM),
+        target=H200,
+        toolkit=toolkit(),
+        source_digest=SOURCE,
+        provenance="measured",
+        config={"occupancy": 4, "persistent": True},
+        artifacts=artifacts,
+        measurement={"median_us": 37.8, "default_us": 124.0, "spread_us": 0.4},
+        prediction={"time_us": 40.0},
+        check={"relative": 0.001},
+        runners_up=[{"config": {"occupancy": 2}, "median_us": 38.1}],
+        candidates=24,
+        failed=1,
+        created="2026-08-01T12:00:00+00:00",
+        created_by="tilekern 0.1.0",
+    )
+    blobs = {artifact.sha256: data for artifact, data in zip(artifacts.values(), contents, strict=False)}
+    return replace(record, **changes), blobs
+
+
+def put(root: Path, *contents: bytes, **changes: Any) -> Path:
+    """Write a record to a cache and return its file."""
+    return Store(root).write(*make(*contents, **changes))
+
+
+def blob_file(root: Path, data: bytes) -> Path:
+    digest = hashlib.sha256(data).hexdigest()
+    return root / "v1" / "blobs" / digest[:2] / digest
+
+
+def find(layers: list[Any], problem: dict[str, Any] | None = None, **changes: Any) -> Any:
+    """A lookup on the H200 with the toolkit and the source that records are made with by default."""
+    given = {
+        "bucketed": ["rows"],
+        "target_key": H200["key"],
+        "arch": "sm_90",
+        "toolkit_key": "tileiras-13.4.92",
+        "source_digest": SOURCE,
+    }
+    return lookup("rms_norm", problem or PROBLEM, **{**given, **changes}, layers=layers)
+
+
+def fill(root: Path, records: int) -> None:
+    """A cache of many records with two blobs each, written without the store's fsync."""
+    for number in range(records):
+        record, blobs = make(
+            b"aligned %d" % number + random.Random(number).randbytes(3000),
+            b"generic %d" % number,
+            problem={**PROBLEM, "columns": number + 1},
+            target=(H200, B200)[number % 2],
+            runners_up=[{"config": {"occupancy": o, "tile": 1024}, "median_us": 38.1 + o} for o in range(8)],
+        )
+        for data in blobs.values():
+            blob_file(root, data).parent.mkdir(parents=True, exist_ok=True)
+            blob_file(root, data).write_bytes(data)
+        path = root / record.address.path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(record.to_json())
+
+
+def outcome(call: Callable[[], Any]) -> tuple[Any, str | None]:
+    """What a call returns, or the message of the CacheError that it raises."""
+    try:
+        return call(), None
+    except CacheError as error:
+        return None, str(error)
+
+
+def files_of(root: Path) -> dict[str, tuple[int, int]]:
+    """Every file of a folder with its time and size."""
+    return {str(path): (path.stat().st_mtime_ns, path.stat().st_size) for path in root.rglob("*")}

@@ -1,0 +1,246 @@
+import json
+import os
+import stat
+import warnings
+import zipfile
+
+import pytest
+from cache_samples import B200, H100, PROBLEM, blob_file, files_of, find, make, put, toolkit
+
+from tilekern.cache import FolderLayer, PackLayer, default_layers, skipped, user_root, write_pack
+
+
+def layer(root, name="user", writable=True):
+    return FolderLayer(root, name, writable)
+
+
+def test_nothing_is_found_where_nothing_is(tmp_path):
+    trace = []
+    assert find([layer(tmp_path), layer(tmp_path / "none")], trace=trace) is None
+    assert find([]) is None
+
+
+def test_layers_go_in_order(tmp_path):
+    for name in ("first", "second"):
+        put(tmp_path / name, name.encode())
+    layers = [layer(tmp_path / "first", "first"), layer(tmp_path / "second", "second")]
+    assert find(layers).layer.name == "first"
+    assert find(layers[::-1]).layer.name == "second"
+
+
+def test_the_exact_target_in_a_late_layer_beats_a_relative_in_an_early_one(tmp_path):
+    put(tmp_path / "a", target=H100)
+    layers = [layer(tmp_path / "a", "a"), layer(tmp_path / "b", "b")]
+    assert not find(layers).exact_target
+    put(tmp_path / "b", problem={**PROBLEM, "rows": 1})
+    hit = find(layers)
+    assert (hit.layer.name, hit.exact_target, hit.exact_bucket) == ("b", True, False)
+
+
+def test_another_arch_never_serves(tmp_path):
+    put(tmp_path, target=B200)
+    assert find([layer(tmp_path)]) is None
+    assert find([layer(tmp_path)], target_key="sm_10-x-1", arch="sm_10") is None
+
+
+def test_the_own_bucket_in_a_late_layer_beats_a_near_one_in_an_early_one(tmp_path):
+    put(tmp_path / "a", problem={**PROBLEM, "rows": 4096})
+    put(tmp_path / "b")
+    hit = find([layer(tmp_path / "a", "a"), layer(tmp_path / "b", "b")])
+    assert (hit.layer.name, hit.exact_bucket) == ("b", True)
+
+
+@pytest.mark.parametrize(
+    ("there", "wanted", "found"),
+    [
+        ([1024, 8192], 4096, 8192),
+        ([1024, 8192], 2048, 1024),
+        ([1024, 4096], 2048, 4096),
+        ([64], 65536, 64),
+        ([3, 1000], 900, 1000),
+    ],
+)
+def test_the_nearest_bucket_and_the_larger_of_two(tmp_path, there, wanted, found):
+    for rows in there:
+        put(tmp_path, problem={**PROBLEM, "rows": rows})
+    hit = find([layer(tmp_path)], {**PROBLEM, "rows": wanted})
+    assert (hit.record.problem["rows"], hit.exact_bucket) == (found, False)
+
+
+def test_exact_dimensions_are_never_approximated(tmp_path):
+    put(tmp_path)
+    assert find([layer(tmp_path)], {**PROBLEM, "columns": 4095}) is None
+    assert find([layer(tmp_path)], {**PROBLEM, "dtype": "float16", "rows": 1}) is None
+    assert find([layer(tmp_path)], {"rows": 1, "columns": 4096}) is None
+
+
+def test_the_toolkit_installed_here_and_else_the_newest_by_number(tmp_path):
+    for version in ("13.9.1", "13.10.0", "13.4.92"):
+        put(tmp_path, version.encode(), toolkit=toolkit(version))
+    assert find([layer(tmp_path)]).load("aligned") == b"13.4.92"
+    assert find([layer(tmp_path)], toolkit_key=None).load("aligned") == b"13.10.0"
+    assert find([layer(tmp_path)], toolkit_key="tileiras-99").load("aligned") == b"13.10.0"
+
+
+def test_stale_records_are_passed_over_and_counted(tmp_path):
+    put(tmp_path / "a", source_digest="0" * 64)
+    before, trace = skipped()["stale"], []
+    assert find([layer(tmp_path / "a")], trace=trace) is None
+    assert skipped()["stale"] == before + 1
+    assert "stale" in trace[0]
+    put(tmp_path / "b")
+    assert find([layer(tmp_path / "a"), layer(tmp_path / "b", "b")]).layer.name == "b"
+
+
+def test_another_schema_is_passed_over_in_silence_and_left_alone(tmp_path):
+    path = put(tmp_path)
+    path.write_text('{"schema": 2}')
+    before = skipped()["unknown_schema"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert find([layer(tmp_path)]) is None
+    assert path.read_text() == '{"schema": 2}'
+    assert skipped()["unknown_schema"] == before + 1
+
+
+@pytest.mark.parametrize("damage", ["truncate", "garbage", "empty", "fields", "misplaced"])
+def test_a_bad_record_is_set_aside_reported_once_and_a_miss(tmp_path, damage):
+    path = put(tmp_path / "a")
+    text = path.read_text()
+    other = json.dumps({**json.loads(text), "kernel": "swiglu"})
+    path.write_text(
+        {"truncate": text[:500], "garbage": "\0" * 50, "empty": "", "fields": "{}", "misplaced": other}[damage]
+    )
+    put(tmp_path / "b")
+    layers = [layer(tmp_path / "a", "a"), layer(tmp_path / "b", "b")]
+    trace = []
+    with pytest.warns(RuntimeWarning, match="is bad and was set aside") as caught:
+        hits = [find(layers, trace=trace), find(layers)]
+    assert [hit.layer.name for hit in hits] == ["b", "b"]
+    assert len(caught) == 1
+    assert "passed over" in trace[0]
+    assert not path.exists()
+    assert path.with_name(path.name + ".bad").exists()
+
+
+@pytest.mark.parametrize("content", [b"aligne", b"Aligned", b"", b"aligned and more"])
+def test_a_bad_blob_is_set_aside_reported_once_and_a_miss(tmp_path, content):
+    put(tmp_path / "a", b"aligned")
+    blob = blob_file(tmp_path / "a", b"aligned")
+    blob.write_bytes(content)
+    with pytest.warns(RuntimeWarning, match="is bad and was set aside") as caught:
+        hits = [find([layer(tmp_path / "a")]) for _ in range(2)]
+    assert hits == [None, None]
+    assert len(caught) == 1
+    assert not blob.exists()
+    put(tmp_path / "a", b"aligned")
+    assert find([layer(tmp_path / "a")]).load("aligned") == b"aligned"
+
+
+def test_a_missing_blob_is_a_miss_with_a_reason(tmp_path):
+    put(tmp_path, b"one", b"two")
+    blob_file(tmp_path, b"two").unlink()
+    trace = []
+    assert find([layer(tmp_path)], trace=trace) is None
+    assert blob_file(tmp_path, b"two").name in trace[0]
+
+
+def test_a_layer_that_is_not_writable_is_left_as_it_is(tmp_path):
+    path = put(tmp_path)
+    path.write_text("{")
+    with pytest.warns(RuntimeWarning, match="is bad: "):
+        assert find([layer(tmp_path, writable=False)]) is None
+    assert path.read_text() == "{"
+
+
+def test_a_hit_writes_nothing(tmp_path):
+    put(tmp_path)
+    before = files_of(tmp_path)
+    assert find([layer(tmp_path)])
+    assert find([layer(tmp_path)], {**PROBLEM, "rows": 1})
+    assert files_of(tmp_path) == before
+
+
+def test_the_default_layers_in_their_order(tmp_path, monkeypatch):
+    pack = tmp_path / "some.pack"
+    write_pack(pack, [make()])
+    site = tmp_path / "site"
+    for folder in ("prebuilt_kernels", "prebuilt_kernels-1.dist-info"):
+        (site / folder).mkdir(parents=True)
+    (site / "prebuilt_kernels/__init__.py").write_text("raise RuntimeError('must not be imported')")
+    write_pack(site / "prebuilt_kernels/h200.pack", [make()])
+    (site / "prebuilt_kernels-1.dist-info/METADATA").write_text(
+        "Metadata-Version: 2.1\nName: prebuilt-kernels\nVersion: 1\n"
+    )
+    entries = "[tilekern.prebuilt]\nours = prebuilt_kernels\nlost = no_such_package\n"
+    (site / "prebuilt_kernels-1.dist-info/entry_points.txt").write_text(entries)
+    (tmp_path / "shared").mkdir()
+    monkeypatch.syspath_prepend(str(site))
+    monkeypatch.setenv("TILEKERN_CACHE_DIR", str(tmp_path / "user"))
+    items = [str(tmp_path / "shared"), str(tmp_path / "gone"), "", str(pack)]
+    monkeypatch.setenv("TILEKERN_CACHE_PATH", os.pathsep.join(items))
+    with pytest.warns(RuntimeWarning) as caught:
+        layers = default_layers()
+    assert sorted(word for c in caught for word in ("gone", "no_such_package") if word in str(c.message)) == [
+        "gone",
+        "no_such_package",
+    ]
+    assert [one.name for one in layers][:4] == ["user", str(tmp_path / "shared"), "some.pack", "ours:h200"]
+    assert find([layers[3]]).load("aligned")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*gone.*")
+        warnings.filterwarnings("ignore", message=".*no_such_package.*")
+        default_layers()
+
+
+def test_the_user_cache_is_the_platforms_unless_chosen(tmp_path, monkeypatch):
+    monkeypatch.setenv("TILEKERN_CACHE_DIR", str(tmp_path))
+    assert user_root() == tmp_path
+    monkeypatch.delenv("TILEKERN_CACHE_DIR")
+    assert user_root().name == "tilekern"
+
+
+def test_a_pack_is_a_layer(tmp_path):
+    record, blobs = make()
+    write_pack(tmp_path / "a.pack", [(record, blobs), make(problem={**PROBLEM, "rows": 2}, target=H100)])
+    pack = PackLayer(tmp_path / "a.pack")
+    assert pack.targets() == ["sm_90-h100-132", "sm_90-h200-132"]
+    assert pack.toolkits("sm_90-h200-132") == ["tileiras-13.4.92"]
+    assert pack.problems("sm_90-h200-132", "tileiras-13.4.92", "rms_norm") == [PROBLEM]
+    hit = find([layer(tmp_path / "empty"), pack])
+    assert hit.load("generic") == blobs[record.artifacts["generic"].sha256]
+
+
+def test_a_forked_child_reads_the_pack_for_itself(tmp_path):
+    write_pack(tmp_path / "a.pack", [make()])
+    pack = PackLayer(tmp_path / "a.pack")
+    assert find([pack])
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if all(find([pack]) for _ in range(50)) else 1)
+    assert all(find([pack]) for _ in range(50))
+    assert os.waitpid(child, 0)[1] == 0
+
+
+@pytest.mark.parametrize("content", [b"", b"PK", b"no zip" * 100])
+def test_a_bad_pack_is_reported_once_and_empty(tmp_path, content):
+    path = tmp_path / "bad.pack"
+    path.write_bytes(content)
+    with pytest.warns(RuntimeWarning, match=r"bad\.pack") as caught:
+        hits = [find([PackLayer(path)]) for _ in range(2)]
+    assert hits == [None, None]
+    assert len(caught) == 1
+
+
+def test_a_pack_changed_inside_is_a_miss(tmp_path):
+    path = tmp_path / "changed.pack"
+    record, blobs = make(b"one")
+    write_pack(path, [(record, blobs)])
+    with zipfile.ZipFile(path) as archive:
+        info = archive.getinfo(f"v1/blobs/{next(iter(blobs))[:2]}/{next(iter(blobs))}")
+    data = bytearray(path.read_bytes())
+    data[info.header_offset + 30 + len(info.filename) + 1] ^= 0xFF
+    path.write_bytes(data)
+    with pytest.warns(RuntimeWarning, match=r"changed\.pack"):
+        assert find([PackLayer(path)]) is None
+    assert stat.S_ISREG(path.stat().st_mode)

@@ -1,0 +1,265 @@
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from cache_samples import PROBLEM, blob_file, find, make, put
+
+from tilekern.cache import CacheError, FolderLayer, Missing, Store, UnknownSchema
+from tilekern.cache.files import read_whole, set_aside, write_whole
+
+HERE = Path(__file__).parent
+WORKER = HERE / "cache_worker.py"
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join((str(HERE), str(HERE.parents[1])))}
+
+
+def files(root):
+    return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
+
+
+def age(path, seconds):
+    os.utime(path, (time.time() - seconds,) * 2)
+
+
+def worker(root, name, rounds):
+    return subprocess.Popen(
+        [sys.executable, str(WORKER), str(root), name, str(rounds)], env=ENVIRONMENT, stdout=subprocess.PIPE, text=True
+    )
+
+
+def test_round_trip(tmp_path):
+    record, blobs = make()
+    path = Store(tmp_path).write(record, blobs)
+    key = "rows=8192,columns=4096,dtype=bfloat16"
+    assert path == tmp_path / "v1/sm_90-h200-132/tileiras-13.4.92/rms_norm" / f"{key}.json"
+    assert files(tmp_path) == sorted(
+        [str(path.relative_to(tmp_path)), *(f"v1/blobs/{digest[:2]}/{digest}" for digest in blobs)]
+    )
+    (entry,) = Store(tmp_path).entries()
+    assert (entry.record, entry.problem, entry.unknown_schema, entry.path) == (record, None, False, path)
+    assert entry.size_bytes == path.stat().st_size + sum(map(len, blobs.values()))
+    hit = find([FolderLayer(tmp_path, "user")])
+    assert hit.record == record
+    assert hit.load("aligned") == blobs[record.artifacts["aligned"].sha256]
+    with pytest.raises(CacheError, match="'odd'"):
+        hit.load("odd")
+
+
+def test_an_intact_blob_is_kept_and_a_bad_one_replaced(tmp_path):
+    put(tmp_path, b"one")
+    blob = blob_file(tmp_path, b"one")
+    before = blob.stat().st_ino
+    put(tmp_path, b"one")
+    assert blob.stat().st_ino == before
+    blob.write_bytes(b"bad")
+    put(tmp_path, b"one")
+    assert blob.read_bytes() == b"one"
+
+
+def test_blobs_that_are_there_need_not_be_given(tmp_path):
+    record, blobs = make()
+    store = Store(tmp_path)
+    with pytest.raises(Missing):
+        store.write(record, {})
+    assert files(tmp_path) == []
+    store.write(record, blobs)
+    store.write(replace(record, candidates=99), {})
+    assert next(store.entries()).record.candidates == 99
+
+
+@pytest.mark.parametrize("damage", ["digest", "size", "unclaimed", "field"])
+def test_what_does_not_fit_together_is_not_written(tmp_path, damage):
+    record, blobs = make(b"one")
+    artifact = record.artifacts["aligned"]
+    if damage == "digest":
+        blobs = {artifact.sha256: b"two"}
+    elif damage == "size":
+        record = replace(record, artifacts={"aligned": replace(artifact, size=4)})
+    elif damage == "unclaimed":
+        blobs["0" * 64] = b"stray"
+    else:
+        record = replace(record, target={})
+    with pytest.raises(CacheError):
+        Store(tmp_path).write(record, blobs)
+    assert files(tmp_path) == []
+
+
+def test_a_root_that_cannot_be_written_is_one_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    root = tmp_path / "file" / "cache"
+    with pytest.raises(CacheError, match=r"cannot write to the cache folder .*file/cache: Not a directory"):
+        put(root)
+    assert list(Store(root).entries()) == []
+    assert find([FolderLayer(root, "user", writable=True)]) is None
+
+
+FULL_DISK = """
+import subprocess, sys
+from pathlib import Path
+from cache_samples import find, make, outcome, put
+from tilekern.cache import FolderLayer, Store
+root = Path(sys.argv[1])
+subprocess.run(["mount", "-t", "tmpfs", "-o", "size=128k", "tmpfs", str(root)], check=True)
+put(root, b"old")
+_, error = outcome(lambda: put(root, b"new" * 100_000))
+assert error == f"cannot write to the cache folder {root}: No space left on device", error
+assert not list(Store(root).leftovers())
+assert find([FolderLayer(root, "user")]).load("aligned") == b"old"
+"""
+
+
+def may_mount():
+    if not shutil.which("unshare"):
+        return False
+    return subprocess.run(["unshare", "--mount", "true"], capture_output=True, check=False).returncode == 0
+
+
+@pytest.mark.skipif(
+    not may_mount(),
+    reason="a small disk takes the right to mount one",
+)
+def test_a_full_disk_leaves_what_was_there(tmp_path):
+    command = ["unshare", "--mount", sys.executable, "-c", FULL_DISK, str(tmp_path)]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_write_that_fails_half_way_leaves_what_was_there(tmp_path):
+    put(tmp_path, b"old")
+    before = files(tmp_path)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+    try:
+        with pytest.raises(CacheError, match=r"cannot write to the cache folder .*: File too large"):
+            put(tmp_path, b"new" * 10_000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert files(tmp_path) == before
+    assert find([FolderLayer(tmp_path, "user")]).load("aligned") == b"old"
+
+
+def test_a_record_of_another_schema_is_left_alone(tmp_path):
+    path = put(tmp_path)
+    path.write_text(text := json.dumps({"schema": 2, "blob": "f" * 64}))
+    with pytest.raises(UnknownSchema, match="left alone"):
+        put(tmp_path)
+    assert path.read_text() == text
+    (entry,) = Store(tmp_path).entries()
+    assert entry.unknown_schema
+    assert entry.address.kernel == "rms_norm"
+
+
+def test_entries_name_what_is_wrong_with_each_file(tmp_path):
+    put(tmp_path)
+    good = put(tmp_path, problem={**PROBLEM, "rows": 1})
+    (good.parent / "rows=2.json").write_text("{")
+    (good.parent / "rows=3.json").write_bytes(good.read_bytes())
+    (good.parent / "rows=4.json").mkdir()
+    (good.parent / "odd name.json").write_bytes(b"\xff")
+    (tmp_path / "v1" / "stray.json").write_bytes(good.read_bytes())
+    problems = {entry.path.name: entry.problem for entry in Store(tmp_path).entries() if entry.problem}
+    assert sorted(problems) == ["odd name.json", "rows=2.json", "rows=3.json", "stray.json"]
+    assert "belong" in problems["rows=3.json"]
+    assert sum(1 for entry in Store(tmp_path).entries() if entry.record) == 2
+
+
+def test_a_good_file_that_was_put_there_meanwhile_is_not_set_aside(tmp_path):
+    path = put(tmp_path)
+    good = path.read_bytes()
+    path.write_text("{")
+    _, seen = read_whole(path, 1000)
+    write_whole(path, good)
+    assert not set_aside(path, seen)
+    assert path.read_bytes() == good
+    assert not list(Store(tmp_path).leftovers())
+
+
+def test_garbage_is_what_no_record_refers_to(tmp_path):
+    store = Store(tmp_path)
+    put(tmp_path, b"shared", b"first")
+    put(tmp_path, b"shared", b"second", problem={**PROBLEM, "rows": 1})
+    first = next(entry for entry in store.entries() if entry.record.problem["rows"] == 8192)
+    released = store.remove([first])
+    assert not first.path.exists()
+    assert store.collect_garbage().blobs == 0
+    garbage = store.collect_garbage(released)
+    assert (garbage.blobs, garbage.size_bytes) == (1, len(b"first"))
+    assert blob_file(tmp_path, b"shared").exists()
+
+
+def test_young_blobs_and_temporary_files_wait_for_their_writer(tmp_path):
+    store = Store(tmp_path)
+    put(tmp_path, b"one")
+    store.remove(store.entries())
+    temporary = blob_file(tmp_path, b"one").with_name(".x.tmp")
+    temporary.write_bytes(b"half")
+    aside = temporary.with_name("y.bad")
+    aside.write_bytes(b"bad")
+    assert store.collect_garbage().blobs == 0
+    assert temporary.exists()
+    assert not aside.exists()
+    age(temporary, 1000)
+    age(blob_file(tmp_path, b"one"), 1000)
+    assert store.collect_garbage().blobs == 1
+    assert files(tmp_path) == []
+
+
+@pytest.mark.parametrize("text", ['{"schema": 2, "blob": "%s"}', '{"schema": 1, "artifacts": {"a": "%s"'])
+def test_blobs_of_records_that_cannot_be_read_are_kept(tmp_path, text):
+    path = put(tmp_path, b"one")
+    blob = blob_file(tmp_path, b"one")
+    age(blob, 1000)
+    path.write_text(text % blob.name)
+    assert Store(tmp_path).collect_garbage().blobs == 0
+    assert blob.exists()
+
+
+def test_an_unknown_schema_that_may_refer_to_anything_keeps_all(tmp_path):
+    path = put(tmp_path, b"one")
+    age(blob_file(tmp_path, b"one"), 1000)
+    path.write_text('{"schema": 2}')
+    garbage = Store(tmp_path).collect_garbage()
+    assert garbage.blobs == 0
+    assert "may refer to any blob" in garbage.kept
+    assert blob_file(tmp_path, b"one").exists()
+
+
+def test_two_writers_of_one_record_and_a_reader(tmp_path):
+    writers = [worker(tmp_path, name, 60) for name in ("one", "two")]
+    layer = FolderLayer(tmp_path, "user", writable=True)
+    hits = 0
+    while any(writer.poll() is None for writer in writers):
+        hit = find([layer])
+        assert hit or not hits
+        if hit:
+            hits += 1
+            expected = f"{hit.record.created_by} {hit.record.candidates}".encode() * 2000
+            assert hit.load("aligned") == expected
+    assert [writer.communicate() and writer.returncode for writer in writers] == [0, 0]
+    assert hits
+    assert find([layer]).record.candidates == 59
+    assert not list(Store(tmp_path).leftovers())
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.02, 0.05])
+def test_a_killed_writer_leaves_only_whole_records(tmp_path, delay_s):
+    put(tmp_path, b"first", candidates=0)
+    writer = worker(tmp_path, "killed", 100_000)
+    writer.stdout.readline()
+    time.sleep(delay_s)
+    writer.kill()
+    writer.communicate()
+    assert all(entry.problem is None for entry in Store(tmp_path).entries())
+    hit = find([FolderLayer(tmp_path, "user")])
+    assert hit.load("aligned")
+    put(tmp_path, b"next")
+    assert find([FolderLayer(tmp_path, "user")]).load("aligned") == b"next"

@@ -1,0 +1,353 @@
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from cache_samples import B200, H100, PROBLEM, blob_file, fill, make, put, toolkit
+
+from cache_tools.__main__ import main
+from tilekern.cache import Store, note_wanted
+from tilekern.source import digest_of_module
+
+KEY = "rows=8192,columns=4096,dtype=bfloat16"
+ROOT = Path(__file__).parents[2]
+HERE_DIGEST = digest_of_module("tilekern.source")
+
+
+@pytest.fixture
+def cache(tmp_path):
+    """Three records: two on the H200 (one of them predicted), one on the B200."""
+    root = tmp_path / "cache"
+    put(root, b"one" * 100)
+    put(root, b"two" * 100, problem={**PROBLEM, "rows": 1024}, provenance="predicted", measurement=None)
+    put(root, b"three" * 100, target=B200, toolkit=toolkit("13.5.0"), kernel="swiglu", created="2020-01-01T00:00:00Z")
+    return root
+
+
+@pytest.fixture
+def cli(cache, capsys):
+    """Run a command on the cache: its exit code, standard output and standard error."""
+
+    def run(*arguments, root=cache):
+        code = main([*arguments, "--cache-dir", str(root)])
+        captured = capsys.readouterr()
+        assert "Traceback" not in captured.err
+        return code, captured.out, captured.err
+
+    return run
+
+
+@pytest.fixture
+def as_json(cli):
+    def run(*arguments, code=0, **options):
+        found, out, err = cli(*arguments, "--json", **options)
+        assert (found, err) == (code, "")
+        return json.loads(out)
+
+    return run
+
+
+def process(*arguments, **options):
+    command = [sys.executable, "-m", "cache_tools", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60, **options)
+
+
+def refused(outcome, *words):
+    code, out, err = outcome
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert all(word in err for word in words)
+
+
+def test_ls_lists_the_records_in_columns(cli):
+    code, out, _ = cli("ls")
+    header, *rows = out.splitlines()
+    assert code == 0
+    assert header.split() == ["KERNEL", "PROBLEM", "TARGET", "TOOLKIT", "PROVENANCE", "TIME", "GAIN", "SIZE", "AGE"]
+    assert len(rows) == 3
+    assert next(row for row in rows if KEY in row and "h200" in row).split()[4:8] == ["measured", "37.8", "us", "3.28x"]
+    assert "~40.0 us" in next(row for row in rows if "predicted" in row)
+
+
+@pytest.mark.parametrize(
+    ("filters", "count"),
+    [
+        ([], 3),
+        (["--kernel", "swiglu"], 1),
+        (["--kernel", "rope"], 0),
+        (["--target", "sm_90-h200-132"], 2),
+        (["--target", "h200"], 2),
+        (["--target", "SM_100"], 1),
+        (["--toolkit", "tileiras-13.5.0"], 1),
+        (["--provenance", "predicted"], 1),
+        (["--provenance", "measured", "--target", "H200"], 1),
+    ],
+)
+def test_ls_filters(as_json, filters, count):
+    assert len(as_json("ls", *filters)["records"]) == count
+
+
+def test_ls_json(as_json, cache):
+    document = as_json("ls", "--kernel", "swiglu")
+    (record,) = document["records"]
+    assert document["cache_dir"] == str(cache)
+    assert record["problem"] == PROBLEM
+    assert (record["time_us"], record["provenance"], record["problem_key"]) == (37.8, "measured", KEY)
+    assert record["gain"] == pytest.approx(124 / 37.8)
+    assert record["age_s"] > 86400
+
+
+def test_a_cache_that_is_not_there_is_empty(cli, as_json, tmp_path):
+    for command in ("ls", "stats"):
+        code, out, _ = cli(command, root=tmp_path / "none")
+        assert (code, "there is no cache at" in out) == (0, True)
+        assert as_json(command, root=tmp_path / "none")["exists"] is False
+    assert as_json("verify", root=tmp_path / "none")["records"] == 0
+    refused(cli("show", "rms_norm", KEY, root=tmp_path / "none"), "there is no cache at", "--cache-dir")
+    assert not (tmp_path / "none").exists()
+
+
+def test_unreadable_records_are_named_beside_the_rest(cli, as_json, cache):
+    path = next(entry.path for entry in Store(cache).entries())
+    path.write_text("{")
+    code, out, err = cli("ls")
+    assert (code, len(out.splitlines())) == (0, 3)
+    assert str(path) in err
+    assert as_json("ls")["unreadable"][0]["path"] == str(path)
+    assert as_json("stats")["unreadable"] == 1
+
+
+def test_show_prints_a_record_in_full(cli):
+    code, out, _ = cli("show", "rms_norm", KEY)
+    assert code == 0
+    for words in ("spread_us: 0.4", "occupancy: 4", "registers: 64", '2. {"config"', "relative: 0.001", "aligned"):
+        assert words in out
+
+
+def test_show_json_has_every_field(as_json):
+    expected = json.loads(make(b"one" * 100)[0].to_json())
+    del expected["schema"]
+    assert as_json("show", "rms_norm", KEY)["record"] == expected
+
+
+def test_show_prints_nothing_that_a_terminal_obeys(cli, cache):
+    put(cache, b"one" * 100, created_by="\x1b[2J evil", config={"\x1b[2J": "\x07"}, runners_up=["\x1b"])
+    assert not set(cli("show", "rms_norm", KEY)[1]) & {"\x1b", "\x07"}
+
+
+def test_show_of_several_names_them(cli, cache):
+    put(cache, target=H100)
+    refused(cli("show", "rms_norm", KEY), "2 records match", "sm_90-h100-132", "sm_90-h200-132", "--target")
+    assert cli("show", "rms_norm", KEY, "--target", "H100")[0] == 0
+
+
+def test_stats(as_json, cli, cache):
+    note_wanted(cache, "rope", PROBLEM, H100, "no record")
+    stray = blob_file(cache, b"stray")
+    stray.parent.mkdir(parents=True, exist_ok=True)
+    stray.write_bytes(b"stray")
+    document = as_json("stats")
+    assert document["records"] == 3
+    assert document["by"]["kernel"]["rms_norm"]["records"] == 2
+    assert {name: total["records"] for name, total in document["by"]["provenance"].items()} == {
+        "measured": 2,
+        "predicted": 1,
+    }
+    assert document["blobs"] == {"count": 4, "bytes": 300 + 300 + 500 + 5}
+    assert document["orphans"] == {"count": 1, "bytes": 5}
+    assert document["wanted"] == 1
+    assert document["bytes"] == sum(
+        path.stat().st_size for path in cache.rglob("*") if path.parent.name != "wanted" and path.is_file()
+    )
+    assert "orphans: 1 (5 B)" in cli("stats")[1]
+
+
+def test_verify_of_a_whole_cache(as_json, cache):
+    put(cache, problem={**PROBLEM, "rows": 1}, module="tilekern.source", source_digest=HERE_DIGEST)
+    put(cache, problem={**PROBLEM, "rows": 2}, module="tilekern.source")
+    put(cache, problem={**PROBLEM, "rows": 4}, module="no_such_module.at_all")
+    document = as_json("verify", "--cache-dir", str(cache))
+    assert document["broken"] == []
+    assert not any("rows=1," in path for path in document["stale"])
+    assert any("rows=2," in path for path in document["stale"])
+    assert any("rows=4," in path for path in document["unknown_source"])
+
+
+@pytest.mark.parametrize("damage", ["record", "blob", "missing", "misplaced"])
+def test_verify_names_what_is_broken(cli, as_json, cache, damage):
+    path = next(entry.path for entry in Store(cache).entries() if entry.record.kernel == "swiglu")
+    blob = blob_file(cache, b"three" * 100)
+    if damage == "record":
+        path.write_text("{")
+    elif damage == "blob":
+        blob.write_bytes(b"bad")
+    elif damage == "missing":
+        blob.unlink()
+    else:
+        path.rename(path.with_name("rows=3.json"))
+    document = as_json("verify", code=1)
+    assert len(document["broken"]) == 1
+    code, out, _ = cli("verify")
+    assert (code, "broken: " in out, "1 broken" in out) == (1, True, True)
+
+
+def test_verify_leaves_another_schema_alone(as_json, cache):
+    path = next(entry.path for entry in Store(cache).entries())
+    path.write_text('{"schema": 2}')
+    assert as_json("verify")["unknown_schema"] == [str(path)]
+    document = as_json("clear", "--all", "--yes")
+    assert (document["removed"], document["left_alone"]) == (2, 1)
+    assert "may refer to any blob" in document["kept"]
+    assert path.read_text() == '{"schema": 2}'
+
+
+@pytest.mark.parametrize(
+    ("filters", "removed"),
+    [
+        (["--all"], 3),
+        (["--kernel", "rms_norm"], 2),
+        (["--target", "B200"], 1),
+        (["--toolkit", "tileiras-13.4.92"], 2),
+        (["--provenance", "predicted"], 1),
+        (["--kernel", "rope"], 0),
+        (["--older-than", "1000d"], 1),
+        (["--older-than", "12h", "--kernel", "swiglu"], 1),
+    ],
+)
+def test_clear_removes_what_was_chosen_and_its_blobs(as_json, cache, filters, removed):
+    before = as_json("stats")
+    document = as_json("clear", *filters, "--yes")
+    after = as_json("stats")
+    assert (document["removed"], document["blobs"], after["records"]) == (removed, removed, 3 - removed)
+    assert document["bytes"] == before["bytes"] - after["bytes"]
+    assert after["orphans"]["count"] == 0
+
+
+def test_clear_stale(as_json, cache):
+    put(cache, problem={**PROBLEM, "rows": 1}, module="tilekern.source", source_digest=HERE_DIGEST)
+    put(cache, problem={**PROBLEM, "rows": 2}, module="tilekern.source")
+    as_json("clear", "--stale", "--yes")
+    left = {row["problem"]["rows"] for row in as_json("ls")["records"]}
+    assert 1 in left
+    assert 2 not in left
+
+
+def test_clear_says_what_it_did(cli):
+    assert cli("clear", "--all", "--yes")[1].startswith("removed 3 records and 3 blobs, ")
+    assert "is empty" in cli("ls")[1]
+
+
+@pytest.mark.parametrize(("answer", "left"), [("y\n", 0), ("n\n", 3), ("", 3)])
+def test_clear_asks_first(cache, answer, left):
+    done = process("clear", "--all", "--cache-dir", str(cache), input=answer)
+    assert "Remove 3 records" in done.stdout
+    assert done.returncode == (2 if left else 0)
+    assert "Traceback" not in done.stderr
+    assert len(list(Store(cache).entries())) == left
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["nonsense"], ["nonsense"]),
+        ([], ["command"]),
+        (["ls", "--nonsense"], ["--nonsense"]),
+        (["ls", "--provenance", "guessed"], ["guessed", "measured, predicted, default"]),
+        (["show", "rms_norm"], ["PROBLEM_KEY"]),
+        (["show", "rms_norm", "nonsense"], ["nonsense", "rows=8192"]),
+        (["show", "rope", KEY], ["rope", "ls"]),
+        (["clear"], ["--all", "--kernel"]),
+        (["clear", "--all", "--kernel", "rope"], ["--all"]),
+        (["clear", "--all", "--json"], ["--yes"]),
+        (["clear", "--older-than", "soon"], ["soon", "30d"]),
+        (["clear", "--older-than", "-3d"], ["-3d", "30d"]),
+        (["pack", "out.zip"], ["out.zip", ".pack"]),
+        (["pack", "out.pack", "--kernel", "rope"], ["no record"]),
+        (["unpack", "nowhere.pack"], ["nowhere.pack"]),
+        (["unpack", "."], ["."]),
+    ],
+)
+def test_bad_input_is_one_line(cache, arguments, words):
+    done = process(*arguments, env={**os.environ, "TILEKERN_CACHE_DIR": str(cache)})
+    refused((done.returncode, done.stdout, done.stderr), *words)
+
+
+def test_a_cache_that_is_a_file_is_one_line(cli, tmp_path):
+    (tmp_path / "file").write_text("")
+    refused(cli("ls", root=tmp_path / "file"), "file", "folder")
+
+
+def test_pack_and_unpack_carry_a_cache(cli, as_json, tmp_path):
+    out = tmp_path / "out.pack"
+    packed = as_json("pack", str(out), "--kernel", "rms_norm")
+    assert (packed["records"], packed["left_out"], packed["bytes"]) == (2, 0, out.stat().st_size)
+    there = tmp_path / "there"
+    assert as_json("unpack", str(out), root=there) == {"pack": str(out), "cache_dir": str(there), "installed": 2}
+    assert as_json("verify", root=there)["broken"] == []
+    assert "unpacked 2 records" in cli("unpack", str(out), root=there)[1]
+
+
+def test_a_pack_with_a_bad_blob_is_refused(cli, cache, tmp_path):
+    blob_file(cache, b"one" * 100).write_bytes(b"bad")
+    refused(cli("pack", str(tmp_path / "out.pack")), "sha256")
+    assert not (tmp_path / "out.pack").exists()
+
+
+def test_a_bad_pack_is_one_line(cli, tmp_path):
+    (tmp_path / "bad.pack").write_bytes(b"PK" * 100)
+    refused(cli("unpack", str(tmp_path / "bad.pack"), root=tmp_path / "there"), "bad.pack")
+    assert not (tmp_path / "there").exists()
+
+
+def test_wanted(cli, as_json, cache):
+    assert "nothing is wanted" in cli("wanted")[1]
+    note_wanted(cache, "rope", PROBLEM, H100, "no record")
+    assert as_json("wanted")["wanted"][0]["kernel"] == "rope"
+    assert "sm_90-h100-132" in cli("wanted")[1]
+    assert as_json("wanted", "--clear")["cleared"] == 1
+    assert as_json("wanted")["wanted"] == []
+
+
+def test_every_command_has_help():
+    for command in ("ls", "show", "stats", "verify", "clear", "wanted", "pack", "unpack"):
+        assert "JSON" in process(command, "--help").stdout
+
+
+def test_a_reader_that_goes_away_is_no_error(tmp_path):
+    fill(tmp_path, 1000)
+    with subprocess.Popen(
+        [sys.executable, "-m", "cache_tools", "ls", "--cache-dir", str(tmp_path)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as listing:
+        listing.stdout.readline()
+        listing.stdout.close()
+        assert listing.stderr.read() == b""
+
+
+def test_ls_of_a_thousand_records_is_quick(tmp_path):
+    fill(tmp_path, 1000)
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        done = process("ls", "--cache-dir", str(tmp_path))
+        times.append(time.perf_counter() - start)
+        assert len(done.stdout.splitlines()) == 1001
+    assert min(times) < 1.5
+
+
+def test_looking_at_a_cache_loads_neither_torch_nor_a_compiler(cache):
+    code = (
+        "import sys; from cache_tools.__main__ import main; main(['ls', '--cache-dir', sys.argv[1]]); "
+        "heavy = {'torch', 'cuda', 'typer', 'rich', 'transformers', 'numpy'} & set(sys.modules); "
+        "assert not heavy, heavy"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(cache)], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
