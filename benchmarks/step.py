@@ -29,8 +29,8 @@ def patch(provider: str) -> None:
         raise SystemExit(f"unknown provider {provider}")
 
 
-def make_model(layers: int) -> Any:
-    """Qwen3-8B with fewer layers and random bf16 weights, on the GPU."""
+def make_model(layers: int, device: str = "cuda") -> Any:
+    """Qwen3-8B with fewer layers and random bf16 weights."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -42,7 +42,7 @@ def make_model(layers: int) -> Any:
     )  # fmt: skip
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
-    with torch.device("cuda"):
+    with torch.device(device):
         return Qwen3ForCausalLM(config).train()
 
 

@@ -1,15 +1,15 @@
 """The only file that compiles: spec, config and target become an artifact.
 
-cuda-tile's Python front end lowers the device function to Tile IR bytecode (its public ``export_kernel``); the
-``tileiras`` compiler turns that into a cubin for any GPU that it knows, with no GPU at hand. tilekern runs
+cuda-tile's Python front end lowers the device function to Tile IR bytecode (:mod:`tilekern.frontend`); the ``tileiras``
+compiler turns that into a cubin for any GPU that it knows, with no GPU at hand. tilekern runs
 ``tileiras`` itself, so that it owns the time limit, and asks for no line tables: they triple a cubin's size and
 hold the paths of the machine that compiled it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import io
 import os
 import re
 import shutil
@@ -73,6 +73,9 @@ def toolkit() -> Toolkit | None:
     path = _tileiras()
     if path is None:
         return None
+    if "nvidia" in path.parts:  # the pip package knows its version without a process
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            return Toolkit(path, metadata.version("nvidia-cuda-tileiras"), metadata.version("cuda-tile"))
     try:
         said = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60, check=True).stdout
     except (OSError, subprocess.SubprocessError):
@@ -158,27 +161,13 @@ def _lower(
     implementation: Implementation, assumed: list[dict[str, Any]], target: Target, tools: Toolkit
 ) -> tuple[bytes, str]:
     """Tile IR bytecode and the entry symbol."""
-    import cuda.tile as ct
-    from cuda.tile.compilation import CallingConvention, KernelSignature, export_kernel
+    from tilekern.frontend import lower
 
-    kernel = ct.kernel(implementation.function._pyfunc, **implementation.hints)
-    convention = CallingConvention.cutile_python_v1()
-    signature = KernelSignature([constraint(a) for a in assumed], convention)
-    signature = signature.with_mangled_symbol(kernel._pyfunc.__name__)
-    buffer = io.BytesIO()
+    constraints = tuple(constraint(a) for a in assumed)
     try:
-        export_kernel(
-            kernel,
-            [signature],
-            buffer,
-            gpu_code=target.arch,
-            output_format="tileir_bytecode",
-            bytecode_version=_bytecode_version(tools),
-        )
+        return lower(implementation.function, constraints, implementation.hints, target.arch, _bytecode_version(tools))
     except Exception as error:  # the front end raises many kinds; all mean that this candidate cannot be lowered
         raise CompileFailed(f"{type(error).__name__}: {_first_line(str(error))}") from error
-    assert signature.symbol is not None
-    return buffer.getvalue(), signature.symbol
 
 
 def constraint(assumed: Mapping[str, Any]) -> Any:

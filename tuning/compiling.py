@@ -21,6 +21,8 @@ from tilekern.toolchain import compile_candidate, require_toolkit
 from tuning.sweep import Candidate, Sweep, candidates
 
 TIMEOUT_S = 60.0
+# A group is one task of the pool, and what a lost worker costs.
+MOST_IN_GROUP = 8
 
 
 @dataclass(frozen=True)
@@ -59,10 +61,10 @@ def compile_all(sweep: Sweep, jobs: int, timeout_s: float = TIMEOUT_S, progress:
     started = time.perf_counter()
     compiler_s = failed = 0.0
     if todo:
-        require_toolkit()
+        tools = require_toolkit().describe()
         for finished, (line, cubin) in enumerate(_results(todo, sweep.target, jobs, timeout_s), 1):
             if cubin is not None:
-                line["sha256"] = sweep.store(cubin)
+                line |= {"sha256": sweep.store(cubin), "toolkit": tools}
             failed += line["status"] == "failed"
             compiler_s += line.get("tileiras_s", 0.0)
             sweep.note("compiled", line)
@@ -73,23 +75,36 @@ def compile_all(sweep: Sweep, jobs: int, timeout_s: float = TIMEOUT_S, progress:
     return CompileSummary(len(sweep.compiled()), len(todo), int(failed), seconds, share)
 
 
-def _results(todo: list[Candidate], target: Target, jobs: int, timeout_s: float) -> Iterator[tuple[dict[str, Any], bytes | None]]:
-    """Results as they finish. A worker that dies takes its pool along: what was in flight is tried once more, alone."""
-    waiting, suspects = list(reversed(todo)), []
+Result = tuple[dict[str, Any], bytes | None]
+
+
+def _groups(todo: list[Candidate]) -> list[list[Candidate]]:
+    """Candidates that differ in hints alone, together: a worker lowers their device function once."""
+    groups: dict[Any, list[Candidate]] = {}
+    for item in todo:
+        implementation = item.spec.implement(item.problem, item.config)
+        key = (implementation.function, implementation.constants, implementation.parameters, item.variant)
+        groups.setdefault(key, []).append(item)
+    return [group[at : at + MOST_IN_GROUP] for group in groups.values() for at in range(0, len(group), MOST_IN_GROUP)]
+
+
+def _results(todo: list[Candidate], target: Target, jobs: int, timeout_s: float) -> Iterator[Result]:
+    """Results as they finish. A worker that dies takes its pool along: what was in flight is tried again, alone."""
+    waiting, suspects = list(reversed(_groups(todo))), []
     while waiting:
         with _pool(jobs) as pool:
-            running: dict[Future[Any], Candidate] = {}
+            running: dict[Future[list[Result]], list[Candidate]] = {}
             try:
                 while waiting or running:
                     while waiting and len(running) < 2 * jobs:
-                        item = waiting.pop()
-                        running[pool.submit(_compile, item, target, timeout_s)] = item
+                        group = waiting.pop()
+                        running[pool.submit(_compile_group, group, target, timeout_s)] = group
                     for future in wait(running, return_when=FIRST_COMPLETED).done:
-                        result = future.result()
+                        results = future.result()
                         del running[future]
-                        yield result
+                        yield from results
             except BrokenProcessPool:
-                suspects += list(running.values())
+                suspects += [item for group in running.values() for item in group]
     for item in suspects:
         with _pool(1) as pool:
             try:
@@ -111,7 +126,11 @@ def _start_worker() -> None:
     all_specs()
 
 
-def _compile(item: Candidate, target: Target, timeout_s: float) -> tuple[dict[str, Any], bytes | None]:
+def _compile_group(group: list[Candidate], target: Target, timeout_s: float) -> list[Result]:
+    return [_compile(item, target, timeout_s) for item in group]
+
+
+def _compile(item: Candidate, target: Target, timeout_s: float) -> Result:
     line: dict[str, Any] = {"key": item.artifact, "kernel": item.kernel, "variant": item.variant}
     line["config"] = dict(item.config)
     try:

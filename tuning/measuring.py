@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from tilekern.errors import InputError
@@ -78,6 +80,18 @@ def check_gpu(target: Target) -> None:
         raise InputError(f"the sweep is for {target.key}, and the GPU here is {at_hand.key}; measure on the target")
 
 
+def describe_gpu() -> dict[str, str]:
+    """The GPU, its driver and torch, as records keep them beside a measurement."""
+    import torch
+
+    driver = "unknown"
+    version = Path("/proc/driver/nvidia/version")
+    if version.exists():
+        found = re.search(r"\b(\d+\.\d+(?:\.\d+)?)\b", version.read_text(encoding="utf-8"))
+        driver = found.group(1) if found else driver
+    return {"gpu": torch.cuda.get_device_name(), "driver": driver, "torch": torch.__version__}
+
+
 def measure_all(sweep: Sweep, progress: Callable[[int, int], None] | None = None) -> MeasureSummary:
     """Check and time every candidate of the sweep that has not been yet.
 
@@ -86,6 +100,7 @@ def measure_all(sweep: Sweep, progress: Callable[[int, int], None] | None = None
     """
     target = sweep.target
     check_gpu(target)
+    sweep.note("gpu", describe_gpu())
     started = time.perf_counter()
     problems = sweep.problems()
     worker = Worker(str(sweep.folder), target)

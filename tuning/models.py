@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from tilekern.errors import InputError
 
@@ -85,9 +87,15 @@ def _read(path: Path) -> Mapping[str, Any]:
 
 
 def _from_hub(model: str) -> Path:
-    from huggingface_hub import hf_hub_download
+    from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
 
+    kept = try_to_load_from_cache(model, "config.json")
+    if isinstance(kept, str):
+        return Path(kept)
     try:
+        # The client would go on trying for half a minute where there is no hub.
+        endpoint = urlsplit(constants.ENDPOINT)
+        socket.create_connection((endpoint.hostname, endpoint.port or 443), timeout=5).close()
         return Path(hf_hub_download(model, "config.json"))
     except Exception as error:  # the hub client raises many kinds; each means that the config is out of reach
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:120]

@@ -4,6 +4,7 @@
     compiled.jsonl        one line for each artifact that was tried, appended as it is finished
     artifacts/<sha256>    cubins
     measured.jsonl        one line for each candidate that was checked and timed
+    gpu.jsonl             the GPU and driver that measured
     quarantine.jsonl      candidates that crashed or hung, with the reason; not tried again
     results.pack          records and artifacts of the winners, what the cache takes in
 """
@@ -153,8 +154,13 @@ class Sweep:
         """The reason for each candidate that crashed or hung."""
         return {line["candidate"]: line["reason"] for line in _lines(self.folder / "quarantine.jsonl")}
 
+    def gpu(self) -> dict[str, Any]:
+        """The GPU, driver and torch that the last measure stage ran on; empty before one did."""
+        found = list(_lines(self.folder / "gpu.jsonl"))
+        return found[-1] if found else {}
+
     def note(self, journal: str, line: Mapping[str, Any]) -> None:
-        """Append a line to ``compiled``, ``measured`` or ``quarantine``; a torn last line is skipped when read."""
+        """Append a line to ``compiled``, ``measured``, ``quarantine`` or ``gpu``; a torn last line is skipped when read."""
         with (self.folder / f"{journal}.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(line, sort_keys=True) + "\n")
             file.flush()

@@ -75,8 +75,8 @@ SPEC = KernelSpec(
     space=Space(
         lambda problem: {
             "schedule": ["block"],
-            "tile_m": [16, 32, 64, 128],
-            "tile_n": [8, 16, 32, 64],
+            "tile_m": [32, 64, 128],
+            "tile_n": [8, 16, 32],
             "occupancy": [1],
             "num_worker_warps": [0],
             "tma": [True, False],

@@ -211,8 +211,8 @@ def _axes(problem: Problem, direction: str) -> dict[str, list[Value]]:
         "passes": [1 if resident else 2],
         "tile_m": row_tiles(columns, 2048, 8192 if backward else 16384) if resident else [1],
         "tile_n": sorted({width, min(width, 1024)}) if resident else [1024, 2048],
-        "occupancy": [1, 2, 3, 4] if backward else [1, 2, 4, 8],
-        "num_worker_warps": [0, 4, 8],
+        "occupancy": [1, 2, 3, 4] if backward else [2, 4, 8],
+        "num_worker_warps": [0, 8],
         "tma": [True, False],
         "latency": [0],
     }

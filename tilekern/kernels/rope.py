@@ -126,7 +126,7 @@ def _axes(problem: Problem) -> dict[str, list[Value]]:
     most = power_of_two(problem["heads"])
     return {
         "schedule": ["block", "persistent"],
-        "tile_h": sorted({min(most, n) for n in (2, 4, 8, 16, 32, 64)}),
+        "tile_h": sorted({min(most, n) for n in (4, 8, 16, 32, 64)}),
         "tile_t": [1, 2],
         "occupancy": [2, 4, 8],
         "num_worker_warps": [0, 8],

@@ -113,8 +113,8 @@ def _axes(problem: Problem) -> dict[str, list[Value]]:
     return {
         "schedule": ["persistent", "block"],
         "tile_m": [1, 2] if width >= 256 else [16, 32, 64],
-        "tile_n": sorted({min(width, n) for n in (512, 1024, 2048, 4096)}),
-        "occupancy": [2, 4, 8],
+        "tile_n": sorted({min(width, n) for n in (1024, 2048, 4096)}),
+        "occupancy": [2, 8],
         "num_worker_warps": [0, 8],
         "tma": [False],
         "latency": [0],

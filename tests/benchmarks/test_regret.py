@@ -1,0 +1,56 @@
+"""Regret on a made-up sweep: the predicted winner's time over the best, twins sharing one timing."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+
+import pytest
+
+from tilekern.errors import InputError
+from tilekern.kernels import spec_named
+from tilekern.targets import resolve
+from tuning.sweep import Sweep, candidates
+
+H200 = resolve("H200")
+SPEC = spec_named("swiglu_forward")
+PROBLEM = SPEC.problem(rows=8192, columns=4096, dtype="bfloat16")
+
+
+@pytest.fixture
+def regret(monkeypatch):
+    """The benchmark with a predictor that answers the second candidate."""
+    predictor = ModuleType("tuning.predicting")
+    predictor.predict_best = lambda _, kernel, problem, target: candidates(kernel, problem, target)[1]
+    monkeypatch.setitem(sys.modules, "tuning.predicting", predictor)
+    monkeypatch.delitem(sys.modules, "benchmarks.regret", raising=False)
+    from benchmarks import regret
+
+    yield regret
+    sys.modules.pop("benchmarks.regret", None)
+
+
+def sweep_with(folder, times_us, codes):
+    sweep = Sweep(folder)
+    sweep.begin(H200, "made-up", [(SPEC.name, PROBLEM)])
+    for item, time_us, code in zip(candidates(SPEC.name, PROBLEM, H200), times_us, codes, strict=False):
+        sweep.note("compiled", {"key": item.artifact, "status": "ok", "code_sha256": code})
+        if time_us:
+            timing = {"median_us": time_us, "spread_us": 0.1, "samples": 60}
+            sweep.note("measured", {"candidate": item.key, "check": {"passed": True}, "timing": timing})
+
+
+def test_the_predicted_time_over_the_best(tmp_path, regret):
+    sweep_with(tmp_path, [20.0, 11.0, 10.0], "abc")
+    results = regret.measure(tmp_path)
+    case = f"swiglu_forward {PROBLEM.key}"
+    assert results.run["gpu"] == "H200"
+    assert [results.row(case, "tilekern", m).value for m in ("predicted", "best", "default")] == [11.0, 10.0, 20.0]
+    assert results.row(case, "tilekern", "regret").value == 1.1
+    assert results.row(regret.ALL, "tilekern", "median_regret").value == 1.1
+
+
+def test_a_winner_that_was_never_timed_is_noted(tmp_path, regret):
+    sweep_with(tmp_path, [20.0, None, 10.0], "abc")
+    with pytest.raises(InputError, match="holds no measurements"):
+        regret.measure(tmp_path)

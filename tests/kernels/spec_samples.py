@@ -1,0 +1,89 @@
+"""Problems, inputs and runs of any spec, for the tests that go over all of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+
+from tilekern import interpreter
+from tilekern.kernels import all_specs
+from tilekern.spec import DTYPES, Config, KernelSpec, Problem
+from tilekern.targets import INTERPRETED
+from tuning.verifying import Check, compare, expected_results, launch_arguments, make_outputs
+
+SPECS = list(all_specs().values())
+NAMES = [spec.name for spec in SPECS]
+# Small sizes by the name of a dimension, whatever the spec; a size of another name goes up to 40.
+SIZES = {
+    "rows": st.integers(1, 40),
+    "columns": st.one_of(st.integers(1, 300), st.sampled_from([1, 2, 63, 64, 65, 127, 128, 255, 256, 257])),
+    "tokens": st.integers(1, 9),
+    "batch": st.integers(1, 3),
+    "heads": st.integers(1, 9),
+    "kv_heads": st.integers(1, 5),
+    "head_dim": st.integers(1, 24).map(lambda half: 2 * half),
+}
+VIEWS = ("contiguous", "wide_rows", "offset", "reversed")
+# A problem of each spec with sizes that are no powers of two, for what a single case suffices for.
+ODD = {"rows": 13, "columns": 83, "tokens": 7, "batch": 2, "heads": 5, "kv_heads": 3, "head_dim": 10}
+
+
+def problems(spec: KernelSpec) -> st.SearchStrategy[Problem]:
+    """Any small problem of a spec."""
+    kinds = {"dtype": st.sampled_from(DTYPES), "flag": st.booleans()}
+    fallback = st.integers(1, 40)
+    dimensions = {d.name: kinds.get(d.kind, SIZES.get(d.name, fallback)) for d in spec.dimensions}
+    return st.fixed_dictionaries(dimensions).map(lambda values: spec.problem(**values))
+
+
+def sized(spec: KernelSpec, dtype: str = "float32", *, flags: bool = False, **sizes: int) -> Problem:
+    """The problem of a spec with the given sizes, :data:`ODD` ones elsewhere, and one dtype throughout."""
+    values: dict[str, Any] = {"dtype": dtype, "flag": flags}
+    return spec.problem(
+        **{d.name: values[d.kind] if d.kind in values else sizes.get(d.name, ODD.get(d.name, 5)) for d in spec.dimensions}
+    )
+
+
+def configs(spec: KernelSpec, problem: Problem) -> list[Config]:
+    """The default and generic configs, then the whole space."""
+    found = [spec.default(problem, INTERPRETED), spec.generic(problem), *spec.space.candidates(problem, INTERPRETED)]
+    return list(dict.fromkeys(found))
+
+
+def inputs_of(spec: KernelSpec, problem: Problem, seed: int = 0, device: str = "cpu") -> dict[str, Any]:
+    """The spec's inputs; tame ones where rows are so short that a result may be a small difference of large terms.
+
+    Such a result has no relative accuracy in any implementation, torch's own included.
+    """
+    inputs = spec.inputs(problem, torch.Generator(device).manual_seed(seed), device)
+    if problem.get("columns", 16) >= 16:
+        return inputs
+    tame = {name: value.abs() if isinstance(value, torch.Tensor) else 1.0 for name, value in inputs.items()}
+    return tame | {name: tame[name] / 4 for name in ("x",) if "dy" in tame and name in tame}
+
+
+def seen_as(x: torch.Tensor, view: str) -> torch.Tensor:
+    """The values of ``x`` in memory of another layout."""
+    shape = x.shape
+    if view == "wide_rows":
+        out = x.new_zeros((*shape[:-1], shape[-1] + 3))[..., : shape[-1]]
+    elif view == "offset":
+        out = x.new_zeros(x.numel() + 1)[1:].view(shape)
+    elif view == "reversed":
+        out = x.new_zeros(shape[::-1]).permute(*reversed(range(x.dim())))
+    else:
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    return out.copy_(x)
+
+
+def interpret(
+    spec: KernelSpec, problem: Problem, config: Config, inputs: dict[str, Any], blocks: int | None = None
+) -> Check:
+    """Run one config on the CPU, on its own grid or another, into outputs full of NaN, and judge the results."""
+    implementation = spec.implement(problem, config)
+    blocks = blocks or implementation.grid(problem, INTERPRETED.sm_count)
+    outputs = make_outputs(spec, problem, blocks, "cpu")
+    interpreter.launch(implementation.function, (blocks,), launch_arguments(implementation, inputs, outputs))
+    return compare(spec, problem, outputs, expected_results(spec, problem, inputs))

@@ -1,0 +1,153 @@
+"""Every spec's kernels, run on the CPU, against the spec's reference in float64."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from spec_samples import NAMES, SPECS, VIEWS, configs, inputs_of, interpret, problems, seen_as, sized
+
+from tilekern.kernels import all_specs, spec_named
+from tilekern.spec import DTYPES
+
+every_spec = pytest.mark.parametrize("spec", SPECS, ids=NAMES)
+
+
+@every_spec
+@settings(max_examples=60)
+@given(data=st.data())
+def test_any_config_is_right_on_any_problem_and_any_strides(spec, data):
+    problem = data.draw(problems(spec), label="problem")
+    config = data.draw(st.sampled_from(configs(spec, problem)), label="config")
+    inputs = inputs_of(spec, problem, seed=data.draw(st.integers(0, 3), label="seed"))
+    arrays = [name for name, value in inputs.items() if isinstance(value, torch.Tensor)]
+    views = data.draw(st.fixed_dictionaries({name: st.sampled_from(VIEWS) for name in arrays}), label="views")
+    for name, view in views.items():
+        inputs[name] = seen_as(inputs[name], view)
+    check = interpret(spec, problem, config, inputs)
+    assert check.passed, check.reason
+
+
+@every_spec
+@settings(max_examples=25)
+@given(data=st.data())
+def test_the_default_and_the_generic_config_are_right_on_any_problem(spec, data):
+    problem = data.draw(problems(spec), label="problem")
+    inputs = inputs_of(spec, problem)
+    for config in configs(spec, problem)[:2]:
+        check = interpret(spec, problem, config, inputs)
+        assert check.passed, (config, check.reason)
+
+
+@every_spec
+@pytest.mark.parametrize("blocks", [1, 3, 200])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_every_function_is_right_on_any_grid(spec, blocks, dtype):
+    """A generic variant runs on the aligned one's grid, which knows nothing of the generic config.
+
+    That holds for the generic config, and for any config with a persistent schedule.
+    """
+    problem = sized(spec, dtype)
+    inputs = inputs_of(spec, problem)
+    persistent = {}
+    for config in configs(spec, problem):
+        if config["schedule"] == "persistent":
+            persistent.setdefault(spec.implement(problem, config).function, config)
+    for config in {spec.generic(problem), *persistent.values()}:
+        check = interpret(spec, problem, config, inputs, blocks)
+        assert check.passed, (config, check.reason)
+
+
+@every_spec
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_config_of_one_odd_problem_is_right(spec, dtype):
+    problem = sized(spec, dtype, rows=5, columns=83, tokens=3, heads=3, kv_heads=2)
+    inputs = inputs_of(spec, problem)
+    functions = {}
+    for config in configs(spec, problem):
+        implementation = spec.implement(problem, config)
+        functions.setdefault((implementation.function, implementation.constants), config)
+    for config in functions.values():
+        check = interpret(spec, problem, config, inputs)
+        assert check.passed, (config, check.reason)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "rows", "columns"),
+    [
+        ("rms_norm_forward", 1, 4096),
+        ("rms_norm_forward", 3, 5120),
+        ("rms_norm_forward", 3, 20000),
+        ("rms_norm_backward", 1, 4096),
+        ("rms_norm_backward", 3, 5120),
+        ("rms_norm_backward", 4, 20000),
+        ("swiglu_forward", 3, 5121),
+        ("swiglu_backward", 3, 5121),
+        ("column_sum", 300, 1030),
+    ],
+)
+def test_long_rows(kernel, rows, columns):
+    """Rows of several chunks, and rows so long that they are read twice, by the first configs of each function."""
+    spec = spec_named(kernel)
+    problem = sized(spec, "bfloat16", rows=rows, columns=columns)
+    inputs = inputs_of(spec, problem)
+    seen = {}
+    for config in configs(spec, problem):
+        shape = (spec.implement(problem, config).function, config["tile_n"])
+        seen.setdefault(shape, config)
+    for config in seen.values():
+        check = interpret(spec, problem, config, inputs)
+        assert check.passed, (config, check.reason)
+
+
+@pytest.mark.parametrize("inverse", [False, True])
+@pytest.mark.parametrize("full", [False, True])
+def test_rope_shares_the_angles_of_a_single_batch_entry(full, inverse):
+    spec = spec_named("rope")
+    problem = sized(spec, batch=3).but(full=full, inverse=inverse)
+    inputs = inputs_of(spec, problem)
+    shared = {name: inputs[name][:1] for name in ("cos", "sin")}
+    for config in configs(spec, problem)[:6]:
+        assert interpret(spec, problem, config, {**inputs, **shared}).passed
+        expanded = {name: value.expand(3, -1, -1) for name, value in shared.items()}
+        assert interpret(spec, problem, config, {**inputs, **expanded}).passed
+
+
+def test_rope_reads_only_the_first_half_of_angles_that_are_stored_twice():
+    spec = spec_named("rope")
+    problem = sized(spec)
+    inputs = inputs_of(spec, problem)
+    for name in ("cos", "sin"):
+        poison = torch.full_like(inputs[name], torch.nan)
+        twice = torch.cat((inputs[name], poison), -1)
+        inputs[name] = twice[..., : inputs[name].shape[-1]]
+        assert inputs[name].stride(1) == twice.shape[-1]
+    assert interpret(spec, problem, spec.default(problem, None), inputs).passed
+
+
+def test_rope_backward_undoes_the_forward():
+    spec = spec_named("rope")
+    forward = sized(spec).but(full=False, inverse=False)
+    inputs = inputs_of(spec, forward)
+    turned = spec.reference(**inputs, inverse=False)
+    back = spec.reference(q=turned["q_out"], k=turned["k_out"], cos=inputs["cos"], sin=inputs["sin"], inverse=True)
+    torch.testing.assert_close(back["q_out"], inputs["q"].double(), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(back["k_out"], inputs["k"].double(), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_references_of_backward_specs_are_what_autograd_says(name):
+    """The references are written by hand, so they are checked too."""
+    if not name.endswith("_backward"):
+        assert name in all_specs()
+        return
+    forward, backward = spec_named(name.replace("_backward", "_forward")), spec_named(name)
+    problem = sized(backward, "float32")
+    inputs = {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in inputs_of(backward, problem).items()}
+    dy = inputs.pop("dy")
+    leaves = {k: v.requires_grad_() for k, v in inputs.items() if isinstance(v, torch.Tensor)}
+    gradients = torch.autograd.grad(forward.reference(**inputs)["y"], list(leaves.values()), dy)
+    expected = dict(zip((f"d{name}" for name in leaves), gradients, strict=True))
+    got = backward.reference(dy=dy, **{k: v.detach() if k in leaves else v for k, v in inputs.items()})
+    assert got.keys() == expected.keys()
+    for key in expected:
+        torch.testing.assert_close(got[key], expected[key], rtol=1e-10, atol=1e-10)

@@ -1,0 +1,88 @@
+"""Lowers a device function to Tile IR bytecode through cuda-tile's front end, once for all hints.
+
+Candidates that differ in compiler hints alone (occupancy, worker warps) share everything before the bytecode, and
+the front end takes as long as a fast compile. Its public ``export_kernel`` starts over for each, so this file calls
+the two steps behind it (``_IrKeeper`` and ``_get_bytecode``, private to cuda-tile 1.7); a contract test compares the
+bytes with those of the public function.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+# Functions whose lowered form is kept; a worker compiles the candidates of one function after another.
+_KEPT = 4
+
+
+def lower(
+    function: Any, assumed: tuple[Any, ...], hints: Mapping[str, int | None], arch: str, bytecode_version: str | None
+) -> tuple[bytes, str]:
+    """Bytecode and entry symbol of a kernel for one signature.
+
+    Args:
+        function: the ``ct.kernel`` object; its own hints do not count.
+        assumed: cuda-tile's constraint of each parameter; any object that :func:`_lowered` can tell apart by its
+            ``repr``.
+        hints: ``occupancy``, ``num_ctas``, ``num_worker_warps``.
+        arch: GPU code, ``sm_90``.
+        bytecode_version: such as ``13.4``; None has cuda-tile probe the compiler.
+
+    Raises:
+        Exception: whatever the front end raises on code that it rejects.
+    """
+    from cuda.tile._compile import _get_bytecode
+    from cuda.tile._compiler_options import CompilerOptions
+
+    keeper = _lowered(function, _Constraints(assumed), arch, bytecode_version)
+    result = _get_bytecode(keeper, CompilerOptions(**dict(hints)), anonymize_debug_info=False)
+    symbol = keeper.signatures[0].symbol
+    assert symbol is not None
+    return bytes(result.bytecode), symbol
+
+
+class _Constraints:
+    """Constraints as a dictionary's key: some of cuda-tile's cannot be hashed."""
+
+    def __init__(self, parameters: tuple[Any, ...]) -> None:
+        self.parameters = parameters
+        self._text = repr(parameters)
+
+    def __hash__(self) -> int:
+        return hash(self._text)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Constraints) and self._text == other._text
+
+
+@functools.lru_cache(maxsize=_KEPT)
+def _lowered(function: Any, constraints: _Constraints, arch: str, bytecode_version: str | None) -> Any:
+    """The front end's result for one signature, with all its passes run."""
+    from cuda.tile._compile import (
+        _get_max_supported_bytecode_version,
+        _IrKeeper,
+        get_function_hir,
+        parse_bytecode_version,
+    )
+    from cuda.tile._context import init_context_config_from_env
+    from cuda.tile._passes.ast2hir import HirMode
+    from cuda.tile.compilation import CallingConvention, KernelSignature
+
+    if bytecode_version is None:
+        version = _get_max_supported_bytecode_version(init_context_config_from_env().temp_dir)
+    else:
+        version = parse_bytecode_version(bytecode_version)
+    signature = KernelSignature(list(constraints.parameters), CallingConvention.cutile_python_v1())
+    signature = signature.with_mangled_symbol(function._pyfunc.__name__)
+    keeper = _IrKeeper(
+        ann_func=function._annotated_function,
+        func_hir=get_function_hir(function._pyfunc, mode=HirMode.ENTRY_POINT),
+        signatures=[signature],
+        bytecode_version=version,
+        sm_arch=arch,
+        log_cutile_ir=False,
+        keep_all=True,
+    )
+    keeper.get_final_ir(0)
+    return keeper

@@ -1,0 +1,16 @@
+"""The door to tuning: ``python -m tilekern.tune MODEL``. Everything behind it lives in the package ``tuning``."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> int:
+    """Run the tuner's command line; the exit code."""
+    from tuning.cli import main as run
+
+    return run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
