@@ -1,0 +1,101 @@
+"""Digests of functions: what a patch knows of the code that it replaces.
+
+A digest is the sha256 of a function's syntax tree without docstrings, so that comments, blank lines, indentation and
+the version of Python do not matter, while every name, constant, annotation and decorator does.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import inspect
+import textwrap
+from collections.abc import Iterator
+from types import FunctionType
+from typing import Any
+
+_DOCUMENTED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+# What older and newer parsers note beside the code itself.
+_NOTES = ("kind", "type_comment")
+
+
+def digest_of(value: Any) -> str:
+    """The digest of a function, or of the function inside a module that the ``kernels`` package made of one.
+
+    Raises:
+        ValueError: ``value`` is no Python function, its source is not at hand, or something has been wrapped around it.
+    """
+    function = function_of(value)
+    if function is None:
+        raise ValueError("it is not a plain Python function")
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError, SyntaxError):
+        raise ValueError("its source is not at hand") from None
+    definition = tree.body[0]
+    if hasattr(function, "__wrapped__") and not getattr(definition, "decorator_list", None):
+        raise ValueError("something has been wrapped around it")
+    return digest_of_tree(definition)
+
+
+def function_of(value: Any) -> FunctionType | None:
+    """The Python function that ``value`` is or stands for, or None.
+
+    The ``kernels`` package, where it is installed, turns decorated functions into instances of a module class whose
+    ``forward`` calls the function as ``func``; one whose ``forward`` was exchanged stands for no function.
+    """
+    if isinstance(value, FunctionType):
+        return value
+    forward = getattr(type(value), "forward", None)
+    if isinstance(forward, FunctionType) and "forward" not in getattr(value, "__dict__", {}):
+        inner = inspect.getclosurevars(forward).nonlocals.get("func")
+        return inner if isinstance(inner, FunctionType) else None
+    return None
+
+
+def digest_in(text: str, path: str) -> str:
+    """The digest of the function or class at a dotted path in a module's text, which is not executed.
+
+    Raises:
+        ValueError: nothing is defined there.
+    """
+    body: list[ast.stmt] = ast.parse(text).body
+    found: ast.stmt | None = None
+    for name in path.split("."):
+        found = next((node for node in body if isinstance(node, _DOCUMENTED) and node.name == name), None)
+        if found is None:
+            raise ValueError(f"{path} is not defined there")
+        body = found.body  # type: ignore[attr-defined]
+    assert found is not None
+    return digest_of_tree(found)
+
+
+def digest_of_tree(tree: ast.AST) -> str:
+    """The sha256 of a syntax tree."""
+    return hashlib.sha256("".join(_pieces(tree)).encode()).hexdigest()
+
+
+def _pieces(node: Any) -> Iterator[str]:
+    """The tree as text; fields that are empty are left out, since versions of Python differ in which they have."""
+    if isinstance(node, ast.AST):
+        yield f"{type(node).__name__}("
+        for name, value in ast.iter_fields(node):
+            kept = _undocumented(node, value) if name == "body" else value
+            if name not in _NOTES and kept is not None and kept != []:
+                yield f"{name}="
+                yield from _pieces(kept)
+        yield ")"
+    elif isinstance(node, list):
+        yield "["
+        for item in node:
+            yield from _pieces(item)
+            yield ","
+        yield "]"
+    else:
+        yield repr(node)
+
+
+def _undocumented(node: ast.AST, body: Any) -> Any:
+    if not isinstance(node, _DOCUMENTED) or ast.get_docstring(node, clean=False) is None:
+        return body
+    return body[1:]
