@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import resource
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -21,7 +22,7 @@ from tilekern.toolchain import compile_candidate, require_toolkit
 from tuning.sweep import Candidate, Sweep, candidates
 
 TIMEOUT_S = 60.0
-# A group is one task of the pool, and what a lost worker costs.
+# A group is one task of the pool. Large ones lower less often, small ones leave no core idle at the end.
 MOST_IN_GROUP = 8
 
 
@@ -78,19 +79,20 @@ def compile_all(sweep: Sweep, jobs: int, timeout_s: float = TIMEOUT_S, progress:
 Result = tuple[dict[str, Any], bytes | None]
 
 
-def _groups(todo: list[Candidate]) -> list[list[Candidate]]:
+def _groups(todo: list[Candidate], jobs: int) -> list[list[Candidate]]:
     """Candidates that differ in hints alone, together: a worker lowers their device function once."""
+    most = max(1, min(MOST_IN_GROUP, len(todo) // (8 * jobs)))
     groups: dict[Any, list[Candidate]] = {}
     for item in todo:
         implementation = item.spec.implement(item.problem, item.config)
         key = (implementation.function, implementation.constants, implementation.parameters, item.variant)
         groups.setdefault(key, []).append(item)
-    return [group[at : at + MOST_IN_GROUP] for group in groups.values() for at in range(0, len(group), MOST_IN_GROUP)]
+    return [group[at : at + most] for group in groups.values() for at in range(0, len(group), most)]
 
 
 def _results(todo: list[Candidate], target: Target, jobs: int, timeout_s: float) -> Iterator[Result]:
     """Results as they finish. A worker that dies takes its pool along: what was in flight is tried again, alone."""
-    waiting, suspects = list(reversed(_groups(todo))), []
+    waiting, suspects = list(reversed(_groups(todo, jobs))), []
     while waiting:
         with _pool(jobs) as pool:
             running: dict[Future[list[Result]], list[Candidate]] = {}
@@ -123,6 +125,8 @@ def _start_worker() -> None:
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    # The front end imports torch where it can, which takes it seconds, and compiling needs none of it.
+    sys.modules["torch"] = None  # type: ignore[assignment]
     all_specs()
 
 

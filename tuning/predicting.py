@@ -1,15 +1,19 @@
 """Ranks candidates from compile-time facts, with no GPU: the cost model behind ``predicted`` winners.
 
-The kernels here are bound by memory, so a candidate's time is the time of its bytes at the bandwidth that it can
-keep busy, or the time of its instructions where that is longer, plus what launching and the last, partly filled wave
-of blocks cost. What it can keep busy follows from Little's law: bytes in flight on an SM against bandwidth times
-latency. The constants were fitted to one sweep on an H200 (``benchmarks/RESULTS.md`` reports the regret).
+The kernels here are bound by memory, so the model starts from the time of a copy of the bytes that must move and
+multiplies it by what a candidate loses. The loss is log-linear in facts of the artifact and its launch, each of them a
+ratio that carries over to another GPU: bytes in flight on an SM against what Little's law asks for (bandwidth times
+latency), work for each thread, warps, the last and partly filled wave of blocks, time to issue the instructions, and
+whether loads are pipelined. The weights are a least-squares fit to a sweep of Qwen3-8B and Qwen3-0.6B on an H200,
+2,277 candidates of 50 problems; fitted to either model alone they rank the other's candidates as well.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from tilekern.cubin import Resources
@@ -21,10 +25,30 @@ from tuning.sweep import Candidate, Sweep, candidates
 # programming guide, "Technical Specifications per Compute Capability").
 _REGISTER_UNIT, _WARP, _RESERVED_SHARED = 256, 32, 1024
 _LATENCY_S = 0.9e-6
-_LAUNCH_S = 2.2e-6
+_LAUNCH_S = 2.5e-6
 _CLOCK_HZ = 1.75e9
-# Warp instructions that an SM of four schedulers issues in a cycle on average, of four at the most.
-_ISSUE = 2.6
+# Instructions that an SM issues in a cycle once latencies are hidden no better than usual.
+_ISSUE_RATE = 2
+# More static shared memory than reductions need: the buffers of a software pipeline.
+_PIPELINE_BYTES = 16384
+_INTERCEPT = 0.2192
+_WEIGHTS = {
+    "threads_squared": 0.0163,
+    "thread_bytes": 0.0834,
+    "thread_bytes_squared": 0.0074,
+    "persistent": -0.0447,
+    "pipelined": -0.0774,
+    "in_flight": -0.0845,
+    "in_flight_squared": 0.0102,
+    "imbalance": 0.1192,
+    "issue": 0.1699,
+    "issue_squared": -0.0308,
+    "stack": 0.0585,
+    "waits": 0.0144,
+    "few_steps": -0.1308,
+    "warps": 0.0761,
+    "alone": -0.0646,
+}
 
 
 @dataclass(frozen=True)
@@ -52,49 +76,58 @@ def resident_blocks(resources: Resources, target: Target) -> int:
 
 
 def predict(candidate: Candidate, resources: Resources, target: Target) -> Prediction:
-    """The model's time for a candidate on a target."""
-    spec, problem, config = candidate.spec, candidate.problem, candidate.config
-    implementation = spec.implement(problem, config)
-    blocks = implementation.grid(problem, target.sm_count)
+    """The model's time for a candidate on a target; infinite where no block fits on an SM."""
     resident = resident_blocks(resources, target)
+    spills = resources.stack_bytes > 0
     if resident == 0:
-        return Prediction(float("inf"), 0, 0.0, resources.stack_bytes > 0)
+        return Prediction(math.inf, 0, 0.0, spills)
+    floor_s = _LAUNCH_S + candidate.spec.bytes_moved(candidate.problem) / (target.copy_gbs * 1e9)
+    features, in_flight = _features(candidate, resources, target, resident, floor_s)
+    loss = _INTERCEPT + sum(weight * features[name] for name, weight in _WEIGHTS.items())
+    return Prediction(floor_s * math.exp(loss), resident, in_flight, spills)
+
+
+def _features(
+    candidate: Candidate, resources: Resources, target: Target, resident: int, floor_s: float
+) -> tuple[dict[str, float], float]:
+    """The model's features by name, and the bytes in flight on an SM."""
+    spec, problem, config = candidate.spec, candidate.problem, candidate.config
+    blocks = spec.implement(problem, config).grid(problem, target.sm_count)
     steps = spec.implement(problem, config.but(schedule="block")).grid(problem, target.sm_count)
     busy = min(resident, cdiv(blocks, target.sm_count))
+    places = min(blocks, busy * target.sm_count)
     step_bytes = spec.bytes_moved(problem) / steps
-    persistent = config.get("schedule") == "persistent"
-    in_flight = busy * _in_flight(step_bytes, resources, persistent=persistent)
-    needed = target.copy_gbs * 1e9 * _LATENCY_S / target.sm_count
-    share = in_flight / (in_flight + 0.12 * needed)
-    rounds = _rounds(steps, blocks, busy, target, persistent=persistent)
-    memory_s = rounds * busy * target.sm_count * step_bytes / (target.copy_gbs * 1e9 * share)
+    persistent = config["schedule"] == "persistent"
+    pipelined = bool(config["tma"]) and resources.shared_bytes > _PIPELINE_BYTES
+    held = resources.shared_bytes if persistent and pipelined else step_bytes
+    wanted = target.copy_gbs * 1e9 * _LATENCY_S / target.sm_count
     warps = cdiv(resources.threads, _WARP)
-    issued = rounds * busy * resources.code_bytes / 16 * warps * (0.5 if resources.shared_bytes > 16384 else 1.0)
-    issue_s = issued / (_ISSUE * _CLOCK_HZ)
-    # Work that overlaps badly: a persistent block without TMA waits for its loads before it goes on.
-    seconds = _LAUNCH_S + max(memory_s, issue_s) + 0.25 * min(memory_s, issue_s)
-    return Prediction(seconds, resident, in_flight, resources.stack_bytes > 0)
-
-
-def _in_flight(step_bytes: float, resources: Resources, *, persistent: bool) -> float:
-    """Bytes that a block keeps in flight: its step, or with TMA what its pipeline's buffers hold."""
-    if persistent and resources.shared_bytes > 16384:
-        return float(resources.shared_bytes)
-    return step_bytes * (0.6 if persistent else 1.0)
-
-
-def _rounds(steps: int, blocks: int, busy: int, target: Target, *, persistent: bool) -> float:
-    """Steps that the busiest place for a block goes through; blocks that come and go even out, resident ones do not."""
-    places = busy * target.sm_count
-    if persistent:
-        return float(cdiv(steps, min(blocks, places)))
-    return max(1.0, steps / places + 0.5)
+    instructions = steps * resources.code_bytes / 16 * warps
+    issue_s = instructions / (target.sm_count * _ISSUE_RATE * _CLOCK_HZ)
+    threads, thread_bytes = math.log2(busy * resources.threads / 1024), math.log2(step_bytes / resources.threads / 32)
+    in_flight, issue = math.log2(busy * held / wanted), math.log1p(issue_s / floor_s)
+    features = {
+        "threads_squared": threads**2,
+        "thread_bytes": thread_bytes,
+        "thread_bytes_squared": thread_bytes**2,
+        "persistent": float(persistent),
+        "pipelined": float(pipelined),
+        "in_flight": in_flight,
+        "in_flight_squared": in_flight**2,
+        "imbalance": math.log(cdiv(steps, places) * places / steps),
+        "issue": issue,
+        "issue_squared": issue**2,
+        "stack": math.log1p(resources.stack_bytes),
+        "waits": math.log2(steps / places + 1) if persistent and not pipelined else 0.0,
+        "few_steps": math.log1p(places / steps),
+        "warps": math.log2(warps) - 2,
+        "alone": float(busy == 1),
+    }
+    return features, busy * held
 
 
 @functools.lru_cache(maxsize=1)
 def _compiled(sweep_folder: str, size: int) -> dict[str, dict[str, Any]]:  # noqa: ARG001 (the journal's size is the key)
-    from pathlib import Path
-
     return Sweep(Path(sweep_folder)).compiled()
 
 
