@@ -5,14 +5,13 @@ from __future__ import annotations
 import statistics
 from pathlib import Path
 
-from tuning.predicting import predict_best
-
 from benchmarks.environment import facts
 from benchmarks.providers import OURS
 from benchmarks.results import Results, Row
 from tilekern.errors import InputError
 from tilekern.spec import ALIGNED, Problem
 from tuning.measuring import identity
+from tuning.predicting import predict_best
 from tuning.sweep import Candidate, Sweep, candidates
 
 ALL = "all problems"

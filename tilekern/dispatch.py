@@ -6,6 +6,7 @@ first time is a few file reads; what it never needs is a compiler, unless the mi
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import warnings
@@ -92,7 +93,7 @@ class InterpretedPlan(Plan):
 
 def _ct_launch(*arguments: Any, **options: Any) -> None:
     """Replaces itself by cuda.tile's launch when first called, so that importing this file loads neither."""
-    global _ct_launch, _raw_stream  # noqa: PLW0603
+    global _ct_launch, _raw_stream
     import torch
     from cuda.tile import launch
 
@@ -109,6 +110,7 @@ def _raw_stream(device: int) -> int:
 _lock = threading.RLock()
 _counters: dict[str, Counters] = {}
 _plans: dict[tuple[Any, ...], Plan | None] = {}
+_memos: list[dict[Any, Any]] = []
 _kernels: dict[tuple[Any, ...], Any] = {}
 _layers: list[Layer] | None = None
 _policy: MissPolicy | None = None
@@ -161,7 +163,23 @@ def forget() -> None:
             found.plans.clear()
         _plans.clear()
         _kernels.clear()
+        for kept in _memos:
+            kept.clear()
         _layers = None
+
+
+def memo() -> dict[Any, Any]:
+    """A dictionary in which an op may keep what it found for a kind of call; :func:`forget` empties it."""
+    found: dict[Any, Any] = {}
+    _memos.append(found)
+    return found
+
+
+def keep(found: dict[Any, Any], key: Any, value: Any) -> Any:
+    """Put a value into a memo of :func:`memo` unless it is full, and give it back."""
+    if len(found) < MOST_PLANS:
+        found[key] = value
+    return value
 
 
 def plan_for(spec: KernelSpec, device: Any, *sizes: Any) -> Plan | None:
@@ -174,7 +192,8 @@ def plan_for(spec: KernelSpec, device: Any, *sizes: Any) -> Plan | None:
     Raises:
         CacheMiss: nothing serves the problem and the miss policy is ``error``.
     """
-    key = (spec.name, device.index, *sizes)
+    # On the CPU the answer depends on the environment, and a look at it costs nothing there.
+    key = (spec.name, device.index if device.type == "cuda" else interpreting(), *sizes)
     try:
         return _plans[key]
     except KeyError:
@@ -200,7 +219,9 @@ def say_once(message: str) -> None:
 
 def _resolve(spec: KernelSpec, device: Any, sizes: Sequence[Any]) -> Plan | None:
     names = [d.name for d in spec.dimensions]
-    values = [str(v).removeprefix("torch.") if d.kind == "dtype" else v for d, v in zip(spec.dimensions, sizes, strict=True)]
+    values = [
+        str(v).removeprefix("torch.") if d.kind == "dtype" else v for d, v in zip(spec.dimensions, sizes, strict=True)
+    ]
     try:
         problem = spec.problem(**dict(zip(names, values, strict=True)))
     except ValueError as error:
@@ -282,8 +303,8 @@ def _launchable(spec: KernelSpec, problem: Problem, config: Config, found: Hit) 
     variants = []
     for name in (ALIGNED, GENERIC):
         artifact = found.record.artifacts[name]
-        content = found.load(name)
-        variants.append(Variant(name, artifact.symbol, artifact.assumptions, lambda content=content: content))
+        load = functools.partial(found.load, name)
+        variants.append(Variant(name, artifact.symbol, artifact.assumptions, load))
     return PrebuiltKernel(spec.implement(problem, config).function, variants)
 
 
@@ -291,7 +312,9 @@ def _on_miss(spec: KernelSpec, wanted: Problem, target: Target) -> Hit | None:
     from tilekern import cache
 
     policy = miss_policy()
-    cache.note_wanted(cache.user_root(), spec.name, dict(wanted), target.describe(), f"not in any cache; policy {policy}")
+    cache.note_wanted(
+        cache.user_root(), spec.name, dict(wanted), target.describe(), f"not in any cache; policy {policy}"
+    )
     tune = f"tune it with: python -m tilekern.tune MODEL --gpu {target.name}"
     if policy == "error":
         raise CacheMiss(f"no cache holds {spec.name} for {wanted.key} on {target.name}; {tune}")

@@ -51,7 +51,12 @@ class PrebuiltKernel(ct.kernel):
         super().__init__(function._pyfunc)
         self._variants = tuple(variants)
 
-    def _compile(self, signature: Any, context: Any, compute_capability: Any = None) -> tuple[bytes, str, None, tuple[()]]:
+    def _compile(
+        self,
+        signature: Any,
+        context: Any,
+        compute_capability: Any = None,  # noqa: ARG002
+    ) -> tuple[bytes, str, None, tuple[()]]:
         for variant in self._variants:
             if implies(signature.parameters, variant.assumptions):
                 return variant.load(), variant.symbol, None, ()
@@ -98,7 +103,9 @@ def _stride_divides(parameter: Any, axis: int, by: int) -> bool:
     return known % by == 0
 
 
-def launch(stream: int, grid: tuple[int, ...], kernel: Any, arguments: tuple[Any, ...], *, dependent: bool = False) -> None:
+def launch(
+    stream: int, grid: tuple[int, ...], kernel: Any, arguments: tuple[Any, ...], *, dependent: bool = False
+) -> None:
     """Queue a kernel on a raw CUDA stream; ``dependent`` lets it start before its predecessor has ended."""
     if dependent:
         ct.launch(stream, grid, kernel, arguments, programmatic_dependent_launch=True)

@@ -42,7 +42,7 @@ class _Point(Mapping[str, Value]):
         return self._hash
 
     def __eq__(self, other: object) -> bool:
-        return type(self) is type(other) and self._values == other._values  # type: ignore[attr-defined]
+        return type(self) is type(other) and self._values == other._values
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.key})"
@@ -106,12 +106,16 @@ class Constraint:
 DANGEROUS = (
     Constraint(
         "num_ctas=2 with occupancy=2 or more destroys the CUDA context on GPUs of 148 SMs and more",
-        lambda problem, config, target: not ((config.get("num_ctas") or 1) > 1 and (config.get("occupancy") or 1) > 1),
+        lambda problem, config, target: (
+            not (int(config.get("num_ctas") or 1) > 1 and int(config.get("occupancy") or 1) > 1)
+        ),
     ),
-    Constraint("occupancy 16 and more was seen to hang", lambda problem, config, target: (config.get("occupancy") or 1) < 16),
+    Constraint(
+        "occupancy 16 and more was seen to hang", lambda problem, config, target: int(config.get("occupancy") or 1) < 16
+    ),
     Constraint(
         "thread block clusters need sm_90 or newer",
-        lambda problem, config, target: (config.get("num_ctas") or 1) == 1 or target.capability >= 90,
+        lambda problem, config, target: int(config.get("num_ctas") or 1) == 1 or target.capability >= 90,
     ),
 )
 
@@ -190,8 +194,8 @@ class Tolerance:
     elementwise: float
 
 
-# Bounds on ||out - ref|| / ||ref|| and on max|out - ref| / (max|ref| + tiny): a few units in the last place of the dtype
-# that is stored; float32 allows for the order of a sum over some ten thousand terms.
+# Bounds on ||out - ref|| / ||ref|| and on max|out - ref| / (max|ref| + tiny): a few units in the last place of the
+# dtype that is stored; float32 allows for the order of a sum over some ten thousand terms.
 TOLERANCES = {
     "bfloat16": Tolerance(relative=4e-3, elementwise=1.6e-2),
     "float16": Tolerance(relative=6e-4, elementwise=2e-3),

@@ -214,7 +214,7 @@ def _assemble(bytecode: bytes, target: Target, tools: Toolkit, timeout_s: float)
     with tempfile.TemporaryDirectory(prefix="tilekern-") as folder:
         source, out = Path(folder, "kernel.tileirbc"), Path(folder, "kernel.cubin")
         source.write_bytes(bytecode)
-        command = [tools.path, source, "-o", out, "--gpu-name", target.arch, "-O3"]
+        command = [str(part) for part in (tools.path, source, "-o", out, "--gpu-name", target.arch, "-O3")]
         try:
             ran = subprocess.run(
                 command, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False

@@ -100,7 +100,9 @@ def _stages(text: str) -> list[str]:
 @click.argument("model", required=False)
 @click.option("--gpu", default="auto", show_default=True, help="Target: auto, a GPU (B200), an arch (sm_90) or a key.")
 @click.option("--tokens", default="2048,8192", show_default=True, help="Tokens of a step (batch times sequence).")
-@click.option("--dtype", default="bfloat16", show_default=True, help="bfloat16, float16 or float32; several with commas.")
+@click.option(
+    "--dtype", default="bfloat16", show_default=True, help="bfloat16, float16 or float32; several with commas."
+)
 @click.option("--ops", default=",".join(OPS), show_default=True, help="Which ops to tune.")
 @click.option("--jobs", type=click.IntRange(min=1), help="Compile workers; one for each core where not given.")
 @click.option("--stages", default=",".join(STAGES), show_default=True, help="Which stages to run.")

@@ -52,7 +52,9 @@ def wanted(sweep: Sweep) -> dict[str, Candidate]:
     return found
 
 
-def compile_all(sweep: Sweep, jobs: int, timeout_s: float = TIMEOUT_S, progress: Callable[[int, int], None] | None = None) -> CompileSummary:
+def compile_all(
+    sweep: Sweep, jobs: int, timeout_s: float = TIMEOUT_S, progress: Callable[[int, int], None] | None = None
+) -> CompileSummary:
     """Compile what the sweep lacks; each result is journalled as it comes.
 
     Raises:

@@ -147,7 +147,8 @@ def _measure_problem(sweep: Sweep, worker: Worker, kernel: str, problem: Problem
     while True:
         waiting = [e for e in todo if e.candidate.key not in checks]
         ready = [e for e in todo if _may_race(e, checks)]
-        lost = _converse(worker, (kernel, problem, waiting, ready, stay), checks, timings := {})
+        timings: dict[str, Any] = {}
+        lost = _converse(worker, (kernel, problem, waiting, ready, stay), checks, timings)
         if lost is None:
             break
         step, reason = lost

@@ -97,7 +97,7 @@ def _from_hub(model: str) -> Path:
         endpoint = urlsplit(constants.ENDPOINT)
         socket.create_connection((endpoint.hostname, endpoint.port or 443), timeout=5).close()
         return Path(hf_hub_download(model, "config.json"))
-    except Exception as error:  # the hub client raises many kinds; each means that the config is out of reach
+    except Exception as error:  # noqa: BLE001 (the hub client raises many kinds; all mean that it is out of reach)
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
         raise InputError(
             f"cannot fetch {model} from the hub ({reason}); pass the path of its config.json or a preset "

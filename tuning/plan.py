@@ -57,7 +57,9 @@ OPS: dict[str, Callable[[ModelShape, int, str, Target], Iterator[Named]]] = {
 }
 
 
-def plan(shape: ModelShape, tokens: Sequence[int], dtypes: Iterable[str], ops: Iterable[str], target: Target) -> list[Named]:
+def plan(
+    shape: ModelShape, tokens: Sequence[int], dtypes: Iterable[str], ops: Iterable[str], target: Target
+) -> list[Named]:
     """The problems, each once, with bucketed dimensions at their buckets, in the order of ops and tokens.
 
     Raises:

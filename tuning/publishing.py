@@ -52,7 +52,9 @@ def winners(sweep: Sweep, toolkit: dict[str, str]) -> Iterator[tuple[Winner, dic
             GENERIC: _artifact(sweep, found[-1], generic),
         }
         blobs = {artifact.sha256: sweep.cubin(artifact.sha256) for artifact in artifacts.values()}
-        failed = sum(compiled.get(c.artifact, {}).get("status") == "failed" or not _passed(measured.get(c.key)) for c in found)
+        failed = sum(
+            compiled.get(c.artifact, {}).get("status") == "failed" or not _passed(measured.get(c.key)) for c in found
+        )
         made_by = compiled[item.artifact].get("toolkit", toolkit)
         record = record_of(
             item.spec, problem, item.config, target, made_by, artifacts, facts.pop("provenance"),

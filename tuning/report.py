@@ -23,7 +23,10 @@ def print_outcome(outcome: Outcome) -> None:
     for note in outcome.notes:
         console.print(note, highlight=False)
     if outcome.results:
-        console.print(f"{len(outcome.winners)} records in {outcome.cache}; the same as one file: {outcome.results}", highlight=False)
+        console.print(
+            f"{len(outcome.winners)} records in {outcome.cache}; the same as one file: {outcome.results}",
+            highlight=False,
+        )
 
 
 def _table(outcome: Outcome) -> Table:

@@ -1,12 +1,12 @@
 """The sweep folder: a journal of one tuning run that can be resumed, and carried to another machine.
 
-    sweep.json            target, model and problems; written once by the plan stage
-    compiled.jsonl        one line for each artifact that was tried, appended as it is finished
-    artifacts/<sha256>    cubins
-    measured.jsonl        one line for each candidate that was checked and timed
-    gpu.jsonl             the GPU and driver that measured
-    quarantine.jsonl      candidates that crashed or hung, with the reason; not tried again
-    results.pack          records and artifacts of the winners, what the cache takes in
+sweep.json            target, model and problems; written once by the plan stage
+compiled.jsonl        one line for each artifact that was tried, appended as it is finished
+artifacts/<sha256>    cubins
+measured.jsonl        one line for each candidate that was checked and timed
+gpu.jsonl             the GPU and driver that measured
+quarantine.jsonl      candidates that crashed or hung, with the reason; not tried again
+results.pack          records and artifacts of the winners, what the cache takes in
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Sweep:
             before = self._plan()
             if before["target"] != plan["target"]:
                 raise InputError(
-                    f"{self.folder} holds a sweep for {before['target']['name']}, not {target.name}; give another --sweep"
+                    f"{self.folder} holds a sweep for {before['target']['name']}, not {target.name}; give another"
                 )
         try:
             (self.folder / "artifacts").mkdir(parents=True, exist_ok=True)
@@ -112,7 +112,9 @@ class Sweep:
         try:
             plan = json.loads((self.folder / "sweep.json").read_text(encoding="utf-8"))
         except FileNotFoundError:
-            raise InputError(f"{self.folder} is no sweep folder; run --stages plan,compile --sweep {self.folder}") from None
+            raise InputError(
+                f"{self.folder} is no sweep folder; run --stages plan,compile --sweep {self.folder}"
+            ) from None
         except (OSError, ValueError) as error:
             raise InputError(f"{self.folder}/sweep.json cannot be read: {error}") from None
         if plan.get("format") != FORMAT:
@@ -160,7 +162,7 @@ class Sweep:
         return found[-1] if found else {}
 
     def note(self, journal: str, line: Mapping[str, Any]) -> None:
-        """Append a line to ``compiled``, ``measured``, ``quarantine`` or ``gpu``; a torn last line is skipped when read."""
+        """Append a line to ``compiled``, ``measured``, ``quarantine`` or ``gpu``; readers skip a torn last line."""
         with (self.folder / f"{journal}.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(line, sort_keys=True) + "\n")
             file.flush()

@@ -32,9 +32,7 @@ class Check:
 def odd_problem(spec: KernelSpec, problem: Problem, largest: int = 1009) -> Problem:
     """The problem with bucketed sizes that no tile divides: primes, at most ``largest``."""
     primes = [p for p in (1009, 509, 251, 127, 61, 31, 13, 7, 3, 1) if p <= largest]
-    changes = {
-        d.name: next(p for p in primes if p <= problem[d.name]) for d in spec.dimensions if d.kind == "bucketed"
-    }
+    changes = {d.name: next(p for p in primes if p <= problem[d.name]) for d in spec.dimensions if d.kind == "bucketed"}
     if "batch" in changes:
         changes |= {"batch": 2, "tokens": next(p for p in primes if p <= max(1, changes["tokens"] // 2))}
     return problem.but(**changes)
@@ -50,7 +48,9 @@ def make_outputs(spec: KernelSpec, problem: Problem, blocks: int, device: str) -
     }
 
 
-def launch_arguments(implementation: Implementation, inputs: dict[str, Any], outputs: dict[str, Any]) -> tuple[Any, ...]:
+def launch_arguments(
+    implementation: Implementation, inputs: dict[str, Any], outputs: dict[str, Any]
+) -> tuple[Any, ...]:
     """The launch's arguments in the device function's order."""
     named = [
         outputs[p.name] if isinstance(p, ArrayParameter) and p.role == "output" else inputs[p.name]
@@ -74,7 +74,11 @@ def compare(spec: KernelSpec, problem: Problem, outputs: dict[str, Any], expecte
         relative, elementwise = errors(results[name], reference)
         tolerance = TOLERANCES[spec.result_dtype(problem)]
         passed = within(relative, elementwise, tolerance)
-        reason = "" if passed else f"{name}: relative error {relative:.2e}, elementwise {elementwise:.2e}, allowed {tolerance}"
+        reason = (
+            ""
+            if passed
+            else f"{name}: relative error {relative:.2e}, elementwise {elementwise:.2e}, allowed {tolerance}"
+        )
         worst = Check(
             worst.passed and passed,
             max(worst.relative_error, relative),
@@ -90,7 +94,7 @@ def within(relative: float, elementwise: float, tolerance: Tolerance) -> bool:
 
 
 def errors(actual: Any, reference: Any) -> tuple[float, float]:
-    """||actual - reference|| / ||reference|| and max|actual - reference| / max|reference|; infinite where NaN stands."""
+    """||actual - reference|| / ||reference|| and max|actual - reference| / max|reference|; infinite where NaN is."""
     difference = actual.double() - reference.double()
     if difference.numel() == 0:
         return 0.0, 0.0

@@ -56,7 +56,7 @@ class Bench:
         """Run an entrant twice on odd sizes with poisoned outputs: right, and the same bits both times."""
         torch = self._torch
         kernel = self.kernel(entrant)
-        first, blocks = self._run(kernel, entrant, self._odd, self._odd_inputs)
+        first, _ = self._run(kernel, entrant, self._odd, self._odd_inputs)
         check = compare(self._spec, self._odd, first, self._expected)
         if not check.passed:
             return check
@@ -65,7 +65,9 @@ class Bench:
             return Check(False, check.relative_error, check.elementwise_error, "two runs on the same inputs differ")
         return check
 
-    def _run(self, kernel: Any, entrant: Entrant, problem: Problem, inputs: dict[str, Any]) -> tuple[dict[str, Any], int]:
+    def _run(
+        self, kernel: Any, entrant: Entrant, problem: Problem, inputs: dict[str, Any]
+    ) -> tuple[dict[str, Any], int]:
         implementation = self._spec.implement(problem, entrant.candidate.config)
         blocks = implementation.grid(problem, self._target.sm_count)
         outputs = make_outputs(self._spec, problem, blocks, "cuda")
@@ -165,5 +167,5 @@ def _checked(bench: Bench, entrant: Entrant) -> Check:
         return bench.check(entrant)
     except torch.AcceleratorError:
         raise  # the CUDA context is gone: this process must go too
-    except Exception as error:  # what a launch can raise is open; the reason goes into the journal
+    except Exception as error:  # noqa: BLE001 (what a launch can raise is open; the reason goes into the journal)
         return Check(False, float("inf"), float("inf"), f"{type(error).__name__}: {error}".splitlines()[0][:300])

@@ -23,9 +23,7 @@ from tilekern.targets import Target
 
 
 @ct.kernel
-def column_sum(  # type: ignore[no-untyped-def]
-    x, y, columns: ConstInt, tile_m: ConstInt, tile_n: ConstInt, latency: ConstInt, tma: ConstBool
-):
+def column_sum(x, y, columns: ConstInt, tile_m: ConstInt, tile_n: ConstInt, latency: ConstInt, tma: ConstBool):
     """Each block adds up ``tile_n`` columns, ``tile_m`` rows at a time."""
     # Its launch overlaps the end of the kernel that writes x.
     ct.grid_dependency_control_wait()

@@ -44,19 +44,19 @@ from tilekern.spec import (
 from tilekern.targets import Target
 
 
-def _weights(weight, tile_n: ConstInt, chunks: ConstInt, bounded, latency, tma):  # type: ignore[no-untyped-def]
+def _weights(weight, tile_n: ConstInt, chunks: ConstInt, bounded, latency, tma):
     tiles = ()
     for c in ct.static_iter(range(chunks)):
         tiles = tiles + (load(weight, (c,), (tile_n,), bounded, latency, tma),)
     return tiles
 
 
-def _add_pairs(a, b, c, d):  # type: ignore[no-untyped-def]
+def _add_pairs(a, b, c, d):
     """Two sums in one reduction: one barrier among a block's warps in place of two."""
     return a + c, b + d
 
 
-def _normalise(x, weights, y, step, eps, columns, tile_m, tile_n, chunks, bounded, latency, tma):  # type: ignore[no-untyped-def]
+def _normalise(x, weights, y, step, eps, columns, tile_m, tile_n, chunks, bounded, latency, tma):
     """One step of the forward: ``tile_m`` rows, held in registers as ``chunks`` tiles."""
     tiles = ()
     squares = ct.zeros((tile_m, tile_n), ct.float32)
@@ -72,7 +72,7 @@ def _normalise(x, weights, y, step, eps, columns, tile_m, tile_n, chunks, bounde
 
 
 @ct.kernel
-def rms_norm_forward_block(  # type: ignore[no-untyped-def]
+def rms_norm_forward_block(
     x, weight, y, eps, columns: ConstInt, tile_m: ConstInt, tile_n: ConstInt, chunks: ConstInt,
     bounded: ConstBool, latency: ConstInt, tma: ConstBool,
 ):  # fmt: skip
@@ -82,7 +82,7 @@ def rms_norm_forward_block(  # type: ignore[no-untyped-def]
 
 
 @ct.kernel
-def rms_norm_forward_persistent(  # type: ignore[no-untyped-def]
+def rms_norm_forward_persistent(
     x, weight, y, eps, columns: ConstInt, tile_m: ConstInt, tile_n: ConstInt, chunks: ConstInt,
     bounded: ConstBool, latency: ConstInt, tma: ConstBool,
 ):  # fmt: skip
@@ -93,7 +93,7 @@ def rms_norm_forward_persistent(  # type: ignore[no-untyped-def]
 
 
 @ct.kernel
-def rms_norm_forward_two_pass(  # type: ignore[no-untyped-def]
+def rms_norm_forward_two_pass(
     x, weight, y, eps, columns: ConstInt, tile_m: ConstInt, tile_n: ConstInt, chunks: ConstInt,
     bounded: ConstBool, latency: ConstInt, tma: ConstBool,
 ):  # fmt: skip
@@ -112,7 +112,7 @@ def rms_norm_forward_two_pass(  # type: ignore[no-untyped-def]
 
 
 @ct.kernel
-def rms_norm_backward_persistent(  # type: ignore[no-untyped-def]
+def rms_norm_backward_persistent(
     dy, x, weight, dx, partial, eps, columns: ConstInt, tile_m: ConstInt, tile_n: ConstInt, chunks: ConstInt,
     bounded: ConstBool, latency: ConstInt, tma: ConstBool,
 ):  # fmt: skip
@@ -148,7 +148,7 @@ def rms_norm_backward_persistent(  # type: ignore[no-untyped-def]
 
 
 @ct.kernel
-def rms_norm_backward_two_pass(  # type: ignore[no-untyped-def]
+def rms_norm_backward_two_pass(
     dy, x, weight, dx, partial, eps, columns: ConstInt, tile_m: ConstInt, tile_n: ConstInt, chunks: ConstInt,
     bounded: ConstBool, latency: ConstInt, tma: ConstBool,
 ):  # fmt: skip
@@ -192,8 +192,9 @@ DIMENSIONS = (
 _PASSES_MATCH = Constraint(
     "the two-pass implementation is persistent and takes chunks of at most 2048 columns; the resident ones hold rows "
     "of at most 16384 (forward) or 8192 (backward) columns",
-    lambda problem, config, target: config["passes"] == 1
-    or (config["schedule"] == "persistent" and config["tile_n"] <= 2048),
+    lambda problem, config, target: (
+        config["passes"] == 1 or (config["schedule"] == "persistent" and config["tile_n"] <= 2048)
+    ),
 )
 _FEW_CHUNKS = Constraint(
     "more than 16 unrolled chunks take minutes to compile",
@@ -218,7 +219,9 @@ def _axes(problem: Problem, direction: str) -> dict[str, list[Value]]:
     }
 
 
-def _implementation(problem: Problem, config: Config, function: Any, arrays: tuple[ArrayParameter, ...]) -> Implementation:
+def _implementation(
+    problem: Problem, config: Config, function: Any, arrays: tuple[ArrayParameter, ...]
+) -> Implementation:
     columns, tile_m, tile_n = problem["columns"], config["tile_m"], config["tile_n"]
     constants = (
         ("columns", columns),
@@ -341,7 +344,10 @@ def _bytes_forward(problem: Problem) -> int:
 def _bytes_backward(problem: Problem) -> int:
     rows, columns = problem["rows"], problem["columns"]
     gradient = ITEM_BYTES[promoted(problem["dtype"], problem["weight_dtype"])]
-    return rows * columns * (2 * ITEM_BYTES[problem["dtype"]] + gradient) + columns * 2 * ITEM_BYTES[problem["weight_dtype"]]
+    return (
+        rows * columns * (2 * ITEM_BYTES[problem["dtype"]] + gradient)
+        + columns * 2 * ITEM_BYTES[problem["weight_dtype"]]
+    )
 
 
 FORWARD = KernelSpec(
@@ -349,7 +355,9 @@ FORWARD = KernelSpec(
     summary="y = weight * cast(x / sqrt(mean(x^2) + eps)), row by row",
     module=__name__,
     dimensions=DIMENSIONS,
-    space=Space(lambda problem: _axes(problem, "forward"), (fits_registers(2), TMA_NEEDS_HOPPER, _PASSES_MATCH, _FEW_CHUNKS)),
+    space=Space(
+        lambda problem: _axes(problem, "forward"), (fits_registers(2), TMA_NEEDS_HOPPER, _PASSES_MATCH, _FEW_CHUNKS)
+    ),
     implement=_implement_forward,
     default=lambda problem, target: _default(problem, target, "forward"),
     generic=lambda problem: _generic(problem, "forward"),
@@ -368,7 +376,9 @@ BACKWARD = KernelSpec(
     summary="gradients of rms_norm: dx, and dweight as one float32 row for each block",
     module=__name__,
     dimensions=DIMENSIONS,
-    space=Space(lambda problem: _axes(problem, "backward"), (fits_registers(4), TMA_NEEDS_HOPPER, _PASSES_MATCH, _FEW_CHUNKS)),
+    space=Space(
+        lambda problem: _axes(problem, "backward"), (fits_registers(4), TMA_NEEDS_HOPPER, _PASSES_MATCH, _FEW_CHUNKS)
+    ),
     implement=_implement_backward,
     default=lambda problem, target: _default(problem, target, "backward"),
     generic=lambda problem: _generic(problem, "backward"),

@@ -2,8 +2,8 @@
 
 A head of size 2h is split into halves (x1, x2): ``y1 = x1 * c1 - x2 * s1`` and ``y2 = x2 * c2 + x1 * s2``, where c and
 s are the cosine and sine of the position's angles. Where ``full`` each half has its own ([.., 2h]: c1, c2); else the
-first half's serve both, whether they are stored once ([.., h]) or, as Hugging Face does, twice. The backward is the transpose, the inverse rotation: ``dx1 = dy1 * c1 + dy2 * s2``, ``dx2 = dy2 * c2 -
-dy1 * s1``. One launch turns q and k: a block takes some tokens, loads their angles once, and goes through the heads.
+first half's serve both, whether they are stored once ([.., h]) or, as Hugging Face does, twice. The backward is
+the transpose, the inverse rotation: ``dx1 = dy1 * c1 + dy2 * s2``, ``dx2 = dy2 * c2 - dy1 * s1``. One launch turns q and k: a block takes some tokens, loads their angles once, and goes through the heads.
 Arrays: q [batch, heads, tokens, 2h], k [batch, kv_heads, tokens, 2h], cos and sin [1 or batch, tokens, 2h or h], all
 with any strides; the angles of a single batch entry are shared by all.
 """
@@ -40,7 +40,7 @@ from tilekern.spec import (
 from tilekern.targets import Target
 
 
-def _halves(array, axis, half, whole):  # type: ignore[no-untyped-def]
+def _halves(array, axis, half, whole):
     """Views of the two halves of a head and the tile index of each along the last axis.
 
     Where the half is a power of two both are tiles of the array itself, which TMA can load; else they are slices.
@@ -50,7 +50,7 @@ def _halves(array, axis, half, whole):  # type: ignore[no-untyped-def]
     return array.slice(axis, 0, half), array.slice(axis, half, 2 * half), 0, 0
 
 
-def _read(x, b, h, t, half, tile_h, tile_t, width, whole, bounded, latency, tma):  # type: ignore[no-untyped-def]
+def _read(x, b, h, t, half, tile_h, tile_t, width, whole, bounded, latency, tma):
     """Both halves of one step of heads and tokens."""
     xa, xb, ia, ib = _halves(x, 3, half, whole)
     shape = (1, tile_h, tile_t, width)
@@ -58,7 +58,7 @@ def _read(x, b, h, t, half, tile_h, tile_t, width, whole, bounded, latency, tma)
     return one, load(xb, (b, h, t, ib), shape, bounded, latency, tma)
 
 
-def _write(y, tiles, b, h, t, c1, s1, c2, s2, half, whole, inverse, bounded, tma):  # type: ignore[no-untyped-def]
+def _write(y, tiles, b, h, t, c1, s1, c2, s2, half, whole, inverse, bounded, tma):
     """Rotate both halves and store them."""
     ya, yb, ia, ib = _halves(y, 3, half, whole)
     x1, x2 = tiles[0].astype(ct.float32), tiles[1].astype(ct.float32)
@@ -72,7 +72,7 @@ def _write(y, tiles, b, h, t, c1, s1, c2, s2, half, whole, inverse, bounded, tma
     ct.store(yb, (b, h, t, ib), y2.astype(y.dtype), check_bounds=bounded, allow_tma=tma)
 
 
-def _angles(array, b, t, half, tile_t, width, whole, full, bounded, latency, tma):  # type: ignore[no-untyped-def]
+def _angles(array, b, t, half, tile_t, width, whole, full, bounded, latency, tma):
     """The tokens' angles for both halves of a head, shaped to broadcast over heads."""
     shape = (1, tile_t, width)
     if ct.static_eval(full):
@@ -85,7 +85,7 @@ def _angles(array, b, t, half, tile_t, width, whole, full, bounded, latency, tma
 
 
 @ct.kernel
-def rope(  # type: ignore[no-untyped-def]
+def rope(
     q, k, cos, sin, q_out, k_out, heads: ConstInt, kv_heads: ConstInt, half: ConstInt, tile_h: ConstInt,
     tile_hk: ConstInt, tile_t: ConstInt, width: ConstInt, whole: ConstBool, full: ConstBool,
     inverse: ConstBool, bounded: ConstBool, latency: ConstInt, tma: ConstBool,
@@ -150,9 +150,11 @@ def _held(problem: Problem, config: Config) -> int:
 _SIZED = Constraint(
     "a step of fewer than 512 elements of each half starves the memory system, more than 2048 take minutes to compile; "
     "steps of several tokens gather short pieces of memory",
-    lambda problem, config, target: _step(problem, config) <= 2048
-    and config["tile_t"] <= max(2, 256 // power_of_two(problem["head_dim"] // 2) // config["tile_h"])
-    and (_step(problem, config) >= 512 or config["tile_h"] == power_of_two(problem["heads"])),
+    lambda problem, config, target: (
+        _step(problem, config) <= 2048
+        and config["tile_t"] <= max(2, 256 // power_of_two(problem["head_dim"] // 2) // config["tile_h"])
+        and (_step(problem, config) >= 512 or config["tile_h"] == power_of_two(problem["heads"]))
+    ),
 )
 _HELD = Constraint(
     "a block that takes all heads of its tokens at once holds at most 16384 elements",
@@ -204,17 +206,13 @@ def _default(problem: Problem, target: Target) -> Config:
     width = power_of_two(problem["head_dim"] // 2)
     tile_h = min(power_of_two(problem["heads"]), max(1, 1024 // width))
     tile_t = max(1, min(16, 1024 // (width * tile_h)))
-    return Config(
-        schedule="block", tile_h=tile_h, tile_t=tile_t, occupancy=4, num_worker_warps=0, tma=False, latency=0
-    )
+    return Config(schedule="block", tile_h=tile_h, tile_t=tile_t, occupancy=4, num_worker_warps=0, tma=False, latency=0)
 
 
 def _generic(problem: Problem) -> Config:
     width = power_of_two(problem["head_dim"] // 2)
     tile_h = min(power_of_two(problem["heads"]), max(1, 128 // width))
-    return Config(
-        schedule="block", tile_h=tile_h, tile_t=1, occupancy=1, num_worker_warps=0, tma=False, latency=0
-    )
+    return Config(schedule="block", tile_h=tile_h, tile_t=1, occupancy=1, num_worker_warps=0, tma=False, latency=0)
 
 
 def _inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
@@ -291,14 +289,12 @@ SPEC = KernelSpec(
     outputs=_outputs,
     reference=reference,
     bytes_moved=_bytes,
-    flops=lambda problem: 3
-    * problem["batch"]
-    * problem["tokens"]
-    * (problem["heads"] + problem["kv_heads"])
-    * problem["head_dim"],
-    result_dtype=lambda problem: problem["dtype"]
-    if problem["inverse"]
-    else promoted(problem["dtype"], problem["angle_dtype"]),
+    flops=lambda problem: (
+        3 * problem["batch"] * problem["tokens"] * (problem["heads"] + problem["kv_heads"]) * problem["head_dim"]
+    ),
+    result_dtype=lambda problem: (
+        problem["dtype"] if problem["inverse"] else promoted(problem["dtype"], problem["angle_dtype"])
+    ),
 )
 
 SPECS = (SPEC,)

@@ -35,17 +35,16 @@ from tilekern.spec import (
 )
 from tilekern.targets import Target
 
-
 _LOG2_E = 1.4426950408889634
 
 
-def _sigmoid(x):  # type: ignore[no-untyped-def]
-    """1 / (1 + exp(-x)) by the hardware's exponential and reciprocal: 2 ulp, where exact division costs 20 % of time."""
+def _sigmoid(x):
+    """1 / (1 + exp(-x)) by the hardware's exponential and reciprocal: 2 ulp; exact division costs 20 % of time."""
     grown = 1.0 + ct.exp2(x * -_LOG2_E, flush_to_zero=True)
     return ct.truediv(1.0, grown, rounding_mode=ct.RoundingMode.APPROX, flush_to_zero=True)
 
 
-def _forward_tile(gate, up, y, item, columns, tile_m, tile_n, bounded, latency, tma):  # type: ignore[no-untyped-def]
+def _forward_tile(gate, up, y, item, columns, tile_m, tile_n, bounded, latency, tma):
     across = ct.cdiv(columns, tile_n)
     index = (item // across, item % across)
     g = load(gate, index, (tile_m, tile_n), bounded, latency, tma).astype(ct.float32)
@@ -53,7 +52,7 @@ def _forward_tile(gate, up, y, item, columns, tile_m, tile_n, bounded, latency, 
     ct.store(y, index, (g * _sigmoid(g) * u).astype(y.dtype), check_bounds=bounded, allow_tma=tma)
 
 
-def _backward_tile(dy, gate, up, dgate, dup, item, columns, tile_m, tile_n, bounded, latency, tma):  # type: ignore[no-untyped-def]
+def _backward_tile(dy, gate, up, dgate, dup, item, columns, tile_m, tile_n, bounded, latency, tma):
     across = ct.cdiv(columns, tile_n)
     index = (item // across, item % across)
     d = load(dy, index, (tile_m, tile_n), bounded, latency, tma).astype(ct.float32)
@@ -66,7 +65,7 @@ def _backward_tile(dy, gate, up, dgate, dup, item, columns, tile_m, tile_n, boun
 
 
 @ct.kernel
-def swiglu_forward_block(  # type: ignore[no-untyped-def]
+def swiglu_forward_block(
     gate, up, y, columns: ConstInt, tile_m: ConstInt, tile_n: ConstInt, bounded: ConstBool, latency: ConstInt,
     tma: ConstBool,
 ):  # fmt: skip
@@ -75,7 +74,7 @@ def swiglu_forward_block(  # type: ignore[no-untyped-def]
 
 
 @ct.kernel
-def swiglu_forward_persistent(  # type: ignore[no-untyped-def]
+def swiglu_forward_persistent(
     gate, up, y, columns: ConstInt, tile_m: ConstInt, tile_n: ConstInt, bounded: ConstBool, latency: ConstInt,
     tma: ConstBool,
 ):  # fmt: skip
@@ -86,7 +85,7 @@ def swiglu_forward_persistent(  # type: ignore[no-untyped-def]
 
 
 @ct.kernel
-def swiglu_backward_block(  # type: ignore[no-untyped-def]
+def swiglu_backward_block(
     dy, gate, up, dgate, dup, columns: ConstInt, tile_m: ConstInt, tile_n: ConstInt, bounded: ConstBool,
     latency: ConstInt, tma: ConstBool,
 ):  # fmt: skip
@@ -95,7 +94,7 @@ def swiglu_backward_block(  # type: ignore[no-untyped-def]
 
 
 @ct.kernel
-def swiglu_backward_persistent(  # type: ignore[no-untyped-def]
+def swiglu_backward_persistent(
     dy, gate, up, dgate, dup, columns: ConstInt, tile_m: ConstInt, tile_n: ConstInt, bounded: ConstBool,
     latency: ConstInt, tma: ConstBool,
 ):  # fmt: skip
@@ -124,22 +123,27 @@ def _axes(problem: Problem) -> dict[str, list[Value]]:
 def _sized(least: int, most: int) -> Constraint:
     return Constraint(
         f"a tile of fewer than {least} or more than {most} elements starves the memory system or spills",
-        lambda problem, config, target: least
-        <= config["tile_m"] * config["tile_n"]
-        <= max(most, power_of_two(problem["columns"]) if config["tile_m"] == 1 and most < 256 else most)
-        or config["tile_m"] * power_of_two(problem["columns"]) <= least,
+        lambda problem, config, target: (
+            least
+            <= config["tile_m"] * config["tile_n"]
+            <= max(most, power_of_two(problem["columns"]) if config["tile_m"] == 1 and most < 256 else most)
+            or config["tile_m"] * power_of_two(problem["columns"]) <= least
+        ),
     )
 
 
 _LITTLE_WASTE = Constraint(
     "more than a third of the tile's columns would lie beyond the row's end",
-    lambda problem, config, target: cdiv(problem["columns"], config["tile_n"]) * config["tile_n"]
-    <= 1.5 * problem["columns"]
-    or config["tile_n"] <= 256,
+    lambda problem, config, target: (
+        cdiv(problem["columns"], config["tile_n"]) * config["tile_n"] <= 1.5 * problem["columns"]
+        or config["tile_n"] <= 256
+    ),
 )
 
 
-def _implementation(problem: Problem, config: Config, function: Any, arrays: tuple[ArrayParameter, ...]) -> Implementation:
+def _implementation(
+    problem: Problem, config: Config, function: Any, arrays: tuple[ArrayParameter, ...]
+) -> Implementation:
     columns, tile_m, tile_n = problem["columns"], config["tile_m"], config["tile_n"]
     constants = (
         ("columns", columns),
@@ -241,9 +245,9 @@ BACKWARD = KernelSpec(
     default=_default,
     generic=_generic,
     inputs=lambda problem, generator, device: _random(("dy", "gate", "up"), problem, generator, device),
-    outputs=lambda problem, blocks: {
-        name: ((problem["rows"], problem["columns"]), problem["dtype"]) for name in ("dgate", "dup")
-    },
+    outputs=lambda problem, blocks: dict.fromkeys(
+        ("dgate", "dup"), ((problem["rows"], problem["columns"]), problem["dtype"])
+    ),
     reference=reference_backward,
     bytes_moved=lambda problem: 5 * _matrix_bytes(problem),
     flops=lambda problem: 12 * problem["rows"] * problem["columns"],

@@ -11,7 +11,7 @@ ConstBool = ct.Constant[bool]
 ConstInt = ct.Constant[int]
 
 
-def load(array, index, shape, bounded, latency, tma):  # type: ignore[no-untyped-def]
+def load(array, index, shape, bounded, latency, tma):
     """A tile of ``array``; beyond its edge zeros, or, where ``bounded`` is false, promised to be inside.
 
     ``latency`` 0 leaves the estimate of memory latency to the compiler.
@@ -45,7 +45,7 @@ def is_bounded(rows_per_step: int, columns: int, tile_n: int) -> bool:
 
 def hints(config: Config) -> dict[str, int | None]:
     """The compiler hints of a config; 0 leaves a hint to the compiler."""
-    return {name: config.get(name) or None for name in ("occupancy", "num_worker_warps")}  # type: ignore[misc]
+    return {name: config.get(name) or None for name in ("occupancy", "num_worker_warps")}
 
 
 def grid_of(steps: int, config: Config, sm_count: int) -> int:

@@ -41,10 +41,18 @@ def as_rows(x: torch.Tensor) -> torch.Tensor:
 
     A view where the strides allow it, else a contiguous copy, which costs less than narrow loads would.
     """
+    if x.is_contiguous():
+        return x if x.dim() == 2 else x.view(-1, x.shape[-1])
     columns = x.shape[-1]
-    if x.dim() != 2:
-        x = x.reshape(-1, columns)
-    stride, step = x.stride()
-    if (step != 1 and columns != 1) or (stride < columns and x.shape[0] > 1):
-        return x.contiguous()
-    return x
+    rows = x.reshape(-1, columns)
+    stride, step = rows.stride()
+    if (step != 1 and columns != 1) or (stride < columns and rows.shape[0] > 1):
+        return rows.contiguous()
+    return rows
+
+
+def like_rows(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """An uninitialised contiguous tensor of the shape of ``rows``."""
+    if rows.dtype == dtype and rows.is_contiguous():
+        return torch.empty_like(rows)
+    return torch.empty(rows.shape, dtype=dtype, device=rows.device)

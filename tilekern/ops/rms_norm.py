@@ -7,12 +7,14 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from tilekern.dispatch import Plan, count_fallback, plan_for
-from tilekern.kernels import column_sum, rms_norm as kernels
-from tilekern.ops.registration import as_rows, needs_gradient, register, register_gradient
+from tilekern.dispatch import Plan, count_fallback, keep, memo, plan_for
+from tilekern.kernels import column_sum
+from tilekern.kernels import rms_norm as kernels
+from tilekern.ops.registration import as_rows, like_rows, needs_gradient, register, register_gradient
 
 _FORWARD, _BACKWARD, _SUM = kernels.FORWARD, kernels.BACKWARD, column_sum.SPEC
 Plans = tuple[Plan, Plan | None, Plan | None]
+_memo: dict[Any, Plans | None] = memo()
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
@@ -29,16 +31,21 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.
     Raises:
         ValueError: ``weight`` does not have one value for each column.
     """
+    if torch.compiler.is_compiling():
+        _check(x, weight)
+        return _op(x, weight, eps)
+    graded = needs_gradient(x, weight)
+    plans = _plans(x, weight, backward=graded)
+    if plans is None:
+        return fallback(x, weight, eps)
+    if graded:
+        return _RmsNorm.apply(x, weight, eps, plans)
+    return _launch_forward(plans[0], x, weight, eps)
+
+
+def _check(x: torch.Tensor, weight: torch.Tensor) -> None:
     if weight.dim() != 1 or weight.shape[0] != x.shape[-1]:
         raise ValueError(f"rms_norm: weight must have the shape [{x.shape[-1]}], got {list(weight.shape)}")
-    if torch.compiler.is_compiling():
-        return _op(x, weight, eps)  # type: ignore[no-any-return]
-    if needs_gradient(x, weight):
-        plans = _plans(x, weight, backward=True)
-        if plans is None:
-            return fallback(x, weight, eps)
-        return _RmsNorm.apply(x, weight, eps, plans)  # type: ignore[no-any-return]
-    return _run(x, weight, eps)
 
 
 def fallback(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -50,15 +57,26 @@ def fallback(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def _plans(x: torch.Tensor, weight: torch.Tensor, *, backward: bool) -> Plans | None:
-    """Plans of the forward and, where asked for, of the backward and its sum; None where one is lacking."""
+    """Plans of the forward and, where asked for, of the backward and its sum; None where torch must do the work."""
+    if not x.is_cuda:
+        return _find_plans(x, weight, backward=backward)
+    key = (x.shape, weight.shape, x.dtype, weight.dtype, x.device, backward)
+    try:
+        return _memo[key]
+    except KeyError:
+        return keep(_memo, key, _find_plans(x, weight, backward=backward))
+
+
+def _find_plans(x: torch.Tensor, weight: torch.Tensor, *, backward: bool) -> Plans | None:
+    _check(x, weight)
+    if not x.numel():
+        return None
     columns = weight.shape[0]
-    sizes = (max(1, x.numel() // max(1, columns)), columns, x.dtype, weight.dtype)
+    sizes = (x.numel() // columns, columns, x.dtype, weight.dtype)
     device = x.device
     forward = plan_for(_FORWARD, device, *sizes)
-    if forward is None:
-        return None
-    if not backward:
-        return forward, None, None
+    if forward is None or not backward:
+        return None if forward is None else (forward, None, None)
     gradient = plan_for(_BACKWARD, device, *sizes)
     if gradient is None:
         return None
@@ -68,13 +86,9 @@ def _plans(x: torch.Tensor, weight: torch.Tensor, *, backward: bool) -> Plans | 
 
 def _launch_forward(plan: Plan, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     rows = as_rows(x)
-    if x.dtype == weight.dtype:
-        y = torch.empty_like(rows, memory_format=torch.contiguous_format)
-    else:
-        y = torch.empty(rows.shape, dtype=torch.promote_types(x.dtype, weight.dtype), device=x.device)
-    if rows.shape[0]:
-        plan.launch(x.device.index, rows, weight.contiguous(), y, eps)
-    return y if y.dim() == x.dim() else y.view(x.shape)
+    y = like_rows(rows, x.dtype if x.dtype == weight.dtype else torch.promote_types(x.dtype, weight.dtype))
+    plan.launch(x.get_device(), rows, weight if weight.is_contiguous() else weight.contiguous(), y, eps)
+    return y if x.dim() == 2 else y.view(x.shape)
 
 
 def _launch_backward(
@@ -83,18 +97,18 @@ def _launch_backward(
     _, gradient, total = plans
     assert gradient is not None
     assert total is not None
-    rows, slopes = as_rows(x), as_rows(dy)
-    device = x.device.index
-    dx = torch.empty_like(rows, memory_format=torch.contiguous_format)
-    if not rows.shape[0]:
-        return dx.view(x.shape), torch.zeros_like(weight)
+    rows, device = as_rows(x), x.get_device()
+    dx = like_rows(rows, x.dtype)
     partial = torch.empty((gradient.blocks, weight.shape[0]), dtype=torch.float32, device=x.device)
-    gradient.launch(device, slopes, rows, weight.contiguous(), dx, partial, eps)
+    gradient.launch(
+        device, as_rows(dy), rows, weight if weight.is_contiguous() else weight.contiguous(), dx, partial, eps
+    )
+    shaped = dx if x.dim() == 2 else dx.view(x.shape)
     if not with_weight:
-        return dx.view(x.shape), None
-    dweight = torch.empty_like(weight, memory_format=torch.contiguous_format)
+        return shaped, None
+    dweight = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
     total.launch(device, partial, dweight)
-    return dx.view(x.shape), dweight
+    return shaped, dweight
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -133,17 +147,20 @@ def _run_backward(
     return dx.contiguous(), dweight
 
 
-def _fake(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:  # noqa: ARG001
+def _fake(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, weight.dtype))
 
 
 def _fake_backward(
-    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float  # noqa: ARG001
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return x.new_empty(x.shape), weight.new_empty(weight.shape)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:  # noqa: ARG001
+def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     x, weight, ctx.eps = inputs
     ctx.save_for_backward(x, weight)
 

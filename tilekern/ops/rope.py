@@ -7,17 +7,17 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from tilekern.dispatch import Plan, count_fallback, plan_for
+from tilekern.dispatch import Plan, count_fallback, keep, memo, plan_for
 from tilekern.kernels import rope as kernels
 from tilekern.ops.registration import needs_gradient, register, register_gradient
 
 _SPEC = kernels.SPEC
 Pair = tuple[torch.Tensor, torch.Tensor]
+Plans = tuple[Plan, Plan | None]
+_memo: dict[Any, Plans | None] = memo()
 
 
-def rope(
-    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, twice: bool = False
-) -> Pair:
+def rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, twice: bool = False) -> Pair:
     """Rotate the halves of every head of ``q`` and ``k`` by their positions' angles.
 
     Args:
@@ -36,18 +36,16 @@ def rope(
     """
     if cos.dim() == 2:
         cos, sin = cos.unsqueeze(0), sin.unsqueeze(0)
-    _check(q, k, cos, sin)
-    full = cos.shape[2] == q.shape[3] and not twice
     if torch.compiler.is_compiling():
-        return _op(q, k, cos, sin, full)  # type: ignore[no-any-return]
-    if cos.requires_grad or sin.requires_grad:
+        _check(q, k, cos, sin)
+        return _op(q, k, cos, sin, not twice)
+    graded = needs_gradient(q, k)
+    plans = _plans(q, k, cos, sin, not twice, backward=graded)
+    if plans is None or cos.requires_grad or sin.requires_grad:
         return fallback(q, k, cos, sin)
-    if needs_gradient(q, k):
-        plans = _plan(q, k, cos, full, inverse=False), _plan(q, k, cos, full, inverse=True)
-        if plans[0] is None or plans[1] is None:
-            return fallback(q, k, cos, sin)
-        return _Rope.apply(q, k, cos, sin, plans)  # type: ignore[no-any-return]
-    return _run(q, k, cos, sin, full)
+    if graded:
+        return _Rope.apply(q, k, cos, sin, plans)
+    return _launch(plans[0], q, k, cos, sin, _product(q, cos))
 
 
 def _check(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
@@ -76,24 +74,59 @@ def fallback(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Ten
     return q * cos + turned(q) * sin, k * cos + turned(k) * sin
 
 
-def _plan(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, full: bool, *, inverse: bool, dtype: torch.dtype | None = None) -> Plan | None:
+def _plans(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, full: bool, *, backward: bool
+) -> Plans | None:
+    """Plans of the rotation and, where asked for, of its inverse; None where torch must do the work."""
+    if not q.is_cuda:
+        return _find_plans(q, k, cos, sin, full, backward=backward)
+    key = (q.shape, k.shape, cos.shape, sin.shape, q.dtype, k.dtype, cos.dtype, sin.dtype, q.device, full, backward)
+    try:
+        return _memo[key]
+    except KeyError:
+        found = _find_plans(q, k, cos, sin, full, backward=backward)
+        return keep(_memo, key, found)
+
+
+def _find_plans(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, full: bool, *, backward: bool
+) -> Plans | None:
+    _check(q, k, cos, sin)
+    if not q.numel() or not k.numel():
+        return None
+    forward = _plan(q, k, cos, full, q.dtype, inverse=False)
+    if forward is None or not backward:
+        return None if forward is None else (forward, None)
+    gradient = _plan(q, k, cos, full, q.dtype, inverse=True)
+    return None if gradient is None else (forward, gradient)
+
+
+def _plan(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, full: bool, dtype: torch.dtype, *, inverse: bool
+) -> Plan | None:
     batch, heads, tokens, size = q.shape
-    return plan_for(
-        _SPEC, q.device, max(1, tokens), max(1, batch), heads, k.shape[1], size, full, inverse, dtype or q.dtype, cos.dtype
-    )
+    full = full and cos.shape[2] == size
+    return plan_for(_SPEC, q.device, tokens, batch, heads, k.shape[1], size, full, inverse, dtype, cos.dtype)
+
+
+def _product(q: torch.Tensor, cos: torch.Tensor) -> torch.dtype:
+    return q.dtype if q.dtype == cos.dtype else torch.promote_types(q.dtype, cos.dtype)
 
 
 def _readable(x: torch.Tensor) -> torch.Tensor:
     """``x`` itself unless its last dimension is spread out or some elements share memory."""
+    if x.is_contiguous():
+        return x
     strides = x.stride()
     return x if strides[-1] == 1 and 0 not in strides else x.contiguous()
 
 
-def _launch(plan: Plan, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, dtype: torch.dtype) -> Pair:
+def _launch(
+    plan: Plan, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, dtype: torch.dtype
+) -> Pair:
     q, k = _readable(q), _readable(k)
     q_out, k_out = torch.empty_like(q, dtype=dtype), torch.empty_like(k, dtype=dtype)
-    if q.numel():
-        plan.launch(q.device.index, q, k, _readable(cos), _readable(sin), q_out, k_out)
+    plan.launch(q.get_device(), q, k, _readable(cos), _readable(sin), q_out, k_out)
     return q_out, k_out
 
 
@@ -101,30 +134,27 @@ class _Rope(torch.autograd.Function):
     """The eager path: cheaper for the host than a registered op."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, plans: tuple[Plan, Plan]
-    ) -> Pair:
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, plans: Plans) -> Pair:
         ctx.save_for_backward(cos, sin)
         ctx.plan, ctx.dtype = plans[1], q.dtype
-        return _launch(plans[0], q, k, cos, sin, torch.promote_types(q.dtype, cos.dtype))
+        return _launch(plans[0], q, k, cos, sin, _product(q, cos))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dq: torch.Tensor, dk: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return (*_launch(ctx.plan, dq, dk, *ctx.saved_tensors, ctx.dtype), None, None, None)
+        cos, sin = ctx.saved_tensors
+        return (*_launch(ctx.plan, dq, dk, cos, sin, ctx.dtype), None, None, None)
 
 
 def _run(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, full: bool) -> Pair:
-    plan = _plan(q, k, cos, full, inverse=False)
-    if plan is None:
-        return fallback(q, k, cos, sin)
-    return _launch(plan, q, k, cos, sin, torch.promote_types(q.dtype, cos.dtype))
+    plans = _plans(q, k, cos, sin, full, backward=False)
+    return fallback(q, k, cos, sin) if plans is None else _launch(plans[0], q, k, cos, sin, _product(q, cos))
 
 
 def _run_backward(
     dq: torch.Tensor, dk: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, full: bool, like: torch.Tensor
 ) -> Pair:
-    plan = _plan(dq, dk, cos, full, inverse=True, dtype=like.dtype)
+    plan = _plan(dq, dk, cos, full, like.dtype, inverse=True) if dq.numel() and dk.numel() else None
     if plan is not None:
         return _launch(plan, dq, dk, cos, sin, like.dtype)
     half = dq.shape[-1] // 2
@@ -134,18 +164,23 @@ def _run_backward(
     return turned[0].to(like.dtype), turned[1].to(like.dtype)
 
 
-def _fake(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, full: bool) -> Pair:  # noqa: ARG001
+def _fake(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, full: bool) -> Pair:
     dtype = torch.promote_types(q.dtype, cos.dtype)
     return torch.empty_like(q, dtype=dtype), torch.empty_like(k, dtype=dtype)
 
 
 def _fake_backward(
-    dq: torch.Tensor, dk: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, full: bool, like: torch.Tensor  # noqa: ARG001
+    dq: torch.Tensor,
+    dk: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    full: bool,
+    like: torch.Tensor,
 ) -> Pair:
     return torch.empty_like(dq, dtype=like.dtype), torch.empty_like(dk, dtype=like.dtype)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Pair) -> None:  # noqa: ARG001
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Pair) -> None:
     q, _, cos, sin, ctx.full = inputs
     ctx.save_for_backward(cos, sin)
     ctx.like = q.new_empty(0)

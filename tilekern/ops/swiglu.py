@@ -7,11 +7,13 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from tilekern.dispatch import Plan, count_fallback, plan_for
+from tilekern.dispatch import Plan, count_fallback, keep, memo, plan_for
 from tilekern.kernels import swiglu as kernels
-from tilekern.ops.registration import as_rows, needs_gradient, register, register_gradient
+from tilekern.ops.registration import as_rows, like_rows, needs_gradient, register, register_gradient
 
 _FORWARD, _BACKWARD = kernels.FORWARD, kernels.BACKWARD
+Plans = tuple[Plan, Plan | None]
+_memo: dict[Any, Plans | None] = memo()
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -26,16 +28,21 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     Raises:
         ValueError: the shapes differ.
     """
+    if torch.compiler.is_compiling():
+        _check(gate, up)
+        return _op(gate, up)
+    graded = needs_gradient(gate, up)
+    plans = _plans(gate, up, backward=graded)
+    if plans is None:
+        return fallback(gate, up)
+    if graded:
+        return _SwiGlu.apply(gate, up, plans)
+    return _launch_forward(plans[0], gate, up)
+
+
+def _check(gate: torch.Tensor, up: torch.Tensor) -> None:
     if gate.shape != up.shape:
         raise ValueError(f"swiglu: gate and up must have one shape, got {list(gate.shape)} and {list(up.shape)}")
-    if torch.compiler.is_compiling():
-        return _op(gate, up)  # type: ignore[no-any-return]
-    if needs_gradient(gate, up):
-        plans = _plans(gate, up, backward=True)
-        if plans is None:
-            return fallback(gate, up)
-        return _SwiGlu.apply(gate, up, plans)  # type: ignore[no-any-return]
-    return _run(gate, up)
 
 
 def fallback(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -44,11 +51,23 @@ def fallback(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.silu(gate) * up
 
 
-def _plans(gate: torch.Tensor, up: torch.Tensor, *, backward: bool) -> tuple[Plan, Plan | None] | None:
-    if gate.dtype != up.dtype:
+def _plans(gate: torch.Tensor, up: torch.Tensor, *, backward: bool) -> Plans | None:
+    """Plans of the forward and, where asked for, of the backward; None where torch must do the work."""
+    if not gate.is_cuda:
+        return _find_plans(gate, up, backward=backward)
+    key = (gate.shape, up.shape, gate.dtype, up.dtype, gate.device, backward)
+    try:
+        return _memo[key]
+    except KeyError:
+        return keep(_memo, key, _find_plans(gate, up, backward=backward))
+
+
+def _find_plans(gate: torch.Tensor, up: torch.Tensor, *, backward: bool) -> Plans | None:
+    _check(gate, up)
+    if gate.dtype != up.dtype or not gate.numel():
         return None
     columns = gate.shape[-1]
-    sizes = (max(1, gate.numel() // max(1, columns)), columns, gate.dtype)
+    sizes = (gate.numel() // columns, columns, gate.dtype)
     forward = plan_for(_FORWARD, gate.device, *sizes)
     if forward is None or not backward:
         return None if forward is None else (forward, None)
@@ -58,21 +77,18 @@ def _plans(gate: torch.Tensor, up: torch.Tensor, *, backward: bool) -> tuple[Pla
 
 def _launch_forward(plan: Plan, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     rows = as_rows(gate)
-    y = torch.empty_like(rows, memory_format=torch.contiguous_format)
-    if rows.shape[0]:
-        plan.launch(gate.device.index, rows, as_rows(up), y)
-    return y if y.dim() == gate.dim() else y.view(gate.shape)
+    y = like_rows(rows, gate.dtype)
+    plan.launch(gate.get_device(), rows, as_rows(up), y)
+    return y if gate.dim() == 2 else y.view(gate.shape)
 
 
 def _launch_backward(
     plan: Plan, dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     rows = as_rows(gate)
-    dgate = torch.empty_like(rows, memory_format=torch.contiguous_format)
-    dup = torch.empty_like(dgate)
-    if rows.shape[0]:
-        plan.launch(gate.device.index, as_rows(dy), rows, as_rows(up), dgate, dup)
-    return dgate.view(gate.shape), dup.view(gate.shape)
+    dgate, dup = like_rows(rows, gate.dtype), like_rows(rows, gate.dtype)
+    plan.launch(gate.get_device(), as_rows(dy), rows, as_rows(up), dgate, dup)
+    return (dgate, dup) if gate.dim() == 2 else (dgate.view(gate.shape), dup.view(gate.shape))
 
 
 class _SwiGlu(torch.autograd.Function):
@@ -109,16 +125,16 @@ def _fake(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return gate.new_empty(gate.shape, dtype=torch.promote_types(gate.dtype, up.dtype))
 
 
-def _fake_backward(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: ARG001
+def _fake_backward(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return gate.new_empty(gate.shape), up.new_empty(up.shape)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:  # noqa: ARG001
+def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
 def _backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return _op_backward(dy, *ctx.saved_tensors)  # type: ignore[no-any-return]
+    return _op_backward(dy, *ctx.saved_tensors)
 
 
 _op = register("swiglu(Tensor gate, Tensor up) -> Tensor", _run, _fake)

@@ -65,7 +65,7 @@ def digest_in(text: str, path: str) -> str:
         found = next((node for node in body if isinstance(node, _DOCUMENTED) and node.name == name), None)
         if found is None:
             raise ValueError(f"{path} is not defined there")
-        body = found.body  # type: ignore[attr-defined]
+        body = found.body
     assert found is not None
     return digest_of_tree(found)
 

@@ -1,0 +1,279 @@
+"""What apply touches, what reset puts back, and what is refused."""
+
+import functools
+import subprocess
+import sys
+import threading
+import warnings
+
+import pytest
+import torch
+from tiny_qwen3 import launched, launches, make, step
+from transformers.models.qwen3 import modeling_qwen3 as qwen3
+
+import tilekern
+from tilekern import dispatch
+from tilekern.errors import InputError
+from tilekern.patch import Patch, digest_of, registry, replacements
+
+OPS = ["rms_norm", "swiglu", "rope"]
+HOLDERS = (qwen3, *(v for v in vars(qwen3).values() if isinstance(v, type)))
+
+
+def everything():
+    """Every attribute of the modelling file and of its classes, as it is now."""
+    return [dict(vars(holder)) for holder in HOLDERS]
+
+
+def identical(one, other):
+    return all(a.keys() == b.keys() and all(a[k] is b[k] for k in a) for a, b in zip(one, other, strict=True))
+
+
+def warned(function):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = function()
+    return result, [str(w.message) for w in caught]
+
+
+def test_reset_restores_the_very_objects():
+    before = everything()
+    assert tilekern.apply() == OPS
+    assert qwen3.Qwen3RMSNorm.forward is not before[HOLDERS.index(qwen3.Qwen3RMSNorm)]["forward"]
+    assert tilekern.reset() == OPS
+    assert identical(everything(), before)
+    assert tilekern.reset() == []
+
+
+def test_applying_twice_is_harmless():
+    before = everything()
+    assert tilekern.apply() == OPS
+    once = everything()
+    assert tilekern.apply() == OPS
+    assert identical(everything(), once)
+    tilekern.reset()
+    assert identical(everything(), before)
+
+
+@pytest.mark.parametrize("names", ["swiglu", ["swiglu"], ("rope", "swiglu")])
+def test_reset_of_some(names):
+    tilekern.apply()
+    gone = [names] if isinstance(names, str) else names
+    assert set(tilekern.reset(names)) == set(gone)
+    assert list(tilekern.get_patched_ops()) == [op for op in OPS if op not in gone]
+
+
+def test_an_op_that_is_switched_off_is_not_patched():
+    assert tilekern.apply(rope=False) == ["rms_norm", "swiglu"]
+    assert tilekern.apply(rms_norm=False, swiglu=False) == ["rope"]
+    assert list(tilekern.get_patched_ops()) == OPS
+
+
+def test_patched_ops_name_their_places():
+    tilekern.apply()
+    module = "transformers.models.qwen3.modeling_qwen3"
+    assert tilekern.get_patched_ops() == {
+        "rms_norm": [f"{module}.Qwen3RMSNorm.forward"],
+        "swiglu": [f"{module}.Qwen3MLP.forward"],
+        "rope": [f"{module}.apply_rotary_pos_emb"],
+    }
+
+
+def test_the_table_has_a_status():
+    assert [(found.patch.op, found.status) for found in tilekern.list_patches()] == [(op, "available") for op in OPS]
+    tilekern.apply(rope=False)
+    assert [found.status for found in tilekern.list_patches()] == ["applied", "applied", "available"]
+
+
+@pytest.mark.parametrize("call", [tilekern.apply, lambda **more: tilekern.apply_to_model(make(), **more)])
+@pytest.mark.parametrize("given", [True, False])
+def test_unknown_ops_are_named(call, given):
+    with pytest.raises(InputError, match="unknown op 'fused_linear_cross_entropy'; known: rms_norm, swiglu, rope"):
+        call(fused_linear_cross_entropy=given)
+    assert not tilekern.get_patched_ops()
+
+
+@pytest.mark.parametrize("call", [tilekern.apply, lambda **more: tilekern.apply_to_model(make(), **more)])
+def test_unknown_families_and_policies_are_named(call):
+    with pytest.raises(InputError, match="unknown model type 'qwen9'; known: qwen3"):
+        call(model_type="qwen9")
+    with pytest.raises(InputError, match="compile, fallback, error"):
+        call(on_miss="explode")
+    assert not tilekern.get_patched_ops()
+
+
+def test_reset_of_an_unknown_op():
+    with pytest.raises(InputError, match="unknown op 'norm'"):
+        tilekern.reset("norm")
+
+
+def test_a_family_can_be_chosen_and_a_policy_set():
+    assert tilekern.apply(model_type="qwen3", on_miss="error") == OPS
+    assert dispatch.miss_policy() == "error"
+    tilekern.apply()
+    assert dispatch.miss_policy() == "error"
+
+
+def test_a_changed_target_is_left_alone_with_one_warning(monkeypatch):
+    def forward(self, hidden_states):
+        return hidden_states * self.weight
+
+    monkeypatch.setattr(qwen3.Qwen3RMSNorm, "forward", forward)
+    patched, said = warned(tilekern.apply)
+    assert patched == ["swiglu", "rope"]
+    assert qwen3.Qwen3RMSNorm.forward is forward
+    assert len(said) == 1
+    assert "transformers.models.qwen3.modeling_qwen3.Qwen3RMSNorm.forward" in said[0]
+    assert f"transformers {sys.modules['transformers'].__version__}" in said[0]
+    assert "Install a transformers release" in said[0]
+    assert tilekern.list_patches()[0].status == "changed"
+    patched, said = warned(lambda: tilekern.apply_to_model(make()))
+    assert patched == ["swiglu", "rope"]
+    assert len(said) == 1
+
+
+def test_a_wrapped_target_is_left_alone(monkeypatch):
+    original = qwen3.Qwen3MLP.forward
+
+    @functools.wraps(original)
+    def timed(self, x):
+        return original(self, x)
+
+    monkeypatch.setattr(qwen3.Qwen3MLP, "forward", timed)
+    patched, said = warned(tilekern.apply)
+    assert patched == ["rms_norm", "rope"]
+    assert "something has been wrapped around it" in said[0]
+
+
+@pytest.mark.parametrize("name", ["apply_rotary_pos_emb", "rotate_half", "Qwen3RotaryEmbedding", "Qwen3Attention"])
+def test_a_missing_target_or_support_is_left_alone(monkeypatch, name):
+    monkeypatch.delattr(qwen3, name)
+    patched, said = warned(tilekern.apply)
+    assert patched == ["rms_norm", "swiglu"]
+    assert len(said) == 1
+    assert name in said[0]
+
+
+def test_rope_needs_the_angles_to_be_stored_twice(monkeypatch):
+    def forward(self, x, position_ids):
+        angles = position_ids[..., None] * self.inv_freq.repeat_interleave(2)
+        return angles.cos(), angles.sin()
+
+    monkeypatch.setattr(qwen3.Qwen3RotaryEmbedding, "forward", forward)
+    patched, said = warned(tilekern.apply)
+    assert patched == ["rms_norm", "swiglu"]
+    assert "Qwen3RotaryEmbedding.forward" in said[0]
+
+
+def test_what_was_put_over_a_patch_is_taken_away_with_a_warning():
+    original = qwen3.Qwen3MLP.forward
+    tilekern.apply()
+    qwen3.Qwen3MLP.forward = lambda self, x: x
+    patched, said = warned(tilekern.apply)
+    assert patched == ["rms_norm", "rope"]
+    assert "replaced by something else" in said[0]
+    _, said = warned(tilekern.reset)
+    assert qwen3.Qwen3MLP.forward is original
+    assert len(said) == 1
+
+
+def test_models_of_both_kinds_take_each_others_state():
+    plain = make()
+    state = {name: tensor.clone() for name, tensor in plain.state_dict().items()}
+    tilekern.apply()
+    patched = make()
+    assert list(patched.state_dict()) == list(state)
+    patched.load_state_dict(state, strict=True)
+    tilekern.reset()
+    plain.load_state_dict(patched.state_dict(), strict=True)
+    tilekern.apply_to_model(plain)
+    assert list(plain.state_dict()) == list(state)
+    assert all(torch.equal(state[name], tensor) for name, tensor in plain.state_dict().items())
+
+
+def test_threads():
+    before = everything()
+
+    def work():
+        for _ in range(20):
+            tilekern.apply()
+            tilekern.get_patched_ops()
+            tilekern.reset()
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    tilekern.reset()
+    assert identical(everything(), before)
+
+
+def test_importing_the_room_does_not_import_transformers():
+    code = (
+        "import sys, tilekern, tilekern.patch, tilekern.warmup; tilekern.reset(); print('transformers' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+@pytest.fixture
+def llama_norm(monkeypatch):
+    from transformers.models.llama import modeling_llama
+
+    monkeypatch.setattr(registry, "_registered", [])
+    return Patch(
+        op="rms_norm",
+        model_type="llama",
+        module=modeling_llama.__name__,
+        attribute="LlamaRMSNorm.forward",
+        replacement=replacements.rms_norm,
+        digests=(digest_of(modeling_llama.LlamaRMSNorm.forward),),
+    )
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_a_registered_patch_is_applied(llama_norm):
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    original, norm, x = LlamaRMSNorm.forward, LlamaRMSNorm(48), torch.randn(3, 48)
+    wanted = norm(x)
+    tilekern.register_patch(llama_norm)
+    tilekern.register_patch(llama_norm)
+    assert tilekern.apply(model_type="llama") == ["rms_norm"]
+    before = launches()
+    assert torch.allclose(norm(x), wanted, rtol=1e-6)
+    assert launched(before) == {"rms_norm_forward": 1}
+    tilekern.reset()
+    assert LlamaRMSNorm.forward is original
+
+
+def test_a_patch_that_cannot_be_registered(llama_norm):
+    from dataclasses import replace
+
+    tilekern.register_patch(llama_norm)
+    for bad, message in [
+        (replace(llama_norm, op="norm of mine"), "must be a name"),
+        (replace(llama_norm, attribute="LlamaMLP.forward", digests=()), "at least one digest"),
+        (replace(llama_norm, op="other"), "already has a patch"),
+    ]:
+        with pytest.raises(InputError, match=message):
+            tilekern.register_patch(bad)
+
+
+def test_a_function_without_named_callers_is_for_all_models_or_none(monkeypatch):
+    monkeypatch.setattr(registry, "_registered", [])
+    own = Patch("halves", "qwen3", qwen3.__name__, "rotate_half", lambda f: f, (digest_of(qwen3.rotate_half),))
+    tilekern.register_patch(own)
+    patched, said = warned(lambda: tilekern.apply_to_model(make()))
+    assert patched == OPS
+    assert "a plain function that all models share" in said[0]
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_a_model_that_is_older_than_the_patch_is_patched():
+    model = make()
+    before = launches()
+    tilekern.apply()
+    step(model)
+    assert launched(before)

@@ -1,0 +1,185 @@
+"""Patching one model that exists."""
+
+import copy
+import gc
+import io
+import types
+import weakref
+
+import pytest
+import torch
+from test_apply_and_reset import OPS, everything, identical, warned
+from tiny_qwen3 import launched, launches, make, same, step, worst
+
+import tilekern
+from tilekern.errors import InputError
+
+pytestmark = pytest.mark.usefixtures("interpreted")
+
+
+class Wrapper(torch.nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+
+def own_attributes(model):
+    return [dict(vars(module)) for module in model.modules()]
+
+
+def test_other_models_and_the_classes_stay_as_they_are():
+    model, other = make(), make()
+    classes, reference = everything(), step(other)
+    assert tilekern.apply_to_model(model) == OPS
+    assert identical(everything(), classes)
+    before = launches()
+    assert same(step(other), reference)
+    assert not launched(before)
+    step(model)
+    assert launched(before)["rope"] == 4
+
+
+def test_reset_leaves_no_trace():
+    model = make()
+    before = own_attributes(model)
+    tilekern.apply_to_model(model)
+    assert not identical(own_attributes(model), before)
+    assert tilekern.reset() == OPS
+    assert identical(own_attributes(model), before)
+
+
+def test_twice_and_together_with_apply():
+    model = make()
+    reference, before, classes = step(model), own_attributes(model), everything()
+    assert tilekern.apply_to_model(model) == OPS
+    assert tilekern.apply() == OPS
+    assert tilekern.apply_to_model(model) == OPS
+    counted = launches()
+    assert worst(step(model), reference) < 1e-5
+    assert launched(counted)["swiglu_forward"] == 2
+    assert tilekern.reset() == OPS
+    assert identical(
+        own_attributes(model), [{**b, **grads(a)} for a, b in zip(own_attributes(model), before, strict=True)]
+    )
+    assert identical(everything(), classes)
+    assert same(step(model), reference)
+
+
+def grads(_):
+    return {}
+
+
+def test_places_are_counted():
+    tilekern.apply_to_model(make(), rms_norm=False)
+    gc.collect()
+    model = make()
+    tilekern.apply_to_model(model)
+    module = "transformers.models.qwen3.modeling_qwen3"
+    assert tilekern.get_patched_ops() == {
+        "rms_norm": [f"{module}.Qwen3RMSNorm.forward of 9 modules"],
+        "swiglu": [f"{module}.Qwen3MLP.forward of 2 modules"],
+        "rope": [f"{module}.Qwen3Attention.forward of 2 modules"],
+    }
+
+
+@pytest.mark.parametrize("wrap", [Wrapper, lambda m: Wrapper(Wrapper(m)), torch.compile])
+def test_wrappers_are_looked_through(wrap):
+    model = make()
+    assert tilekern.apply_to_model(wrap(model)) == OPS
+    before = launches()
+    step(model)
+    assert launched(before)["rms_norm_forward"] == 9
+
+
+def test_a_part_of_a_model():
+    model = make()
+    assert tilekern.apply_to_model(model.model.layers[0].mlp) == ["swiglu"]
+
+
+def test_a_model_of_no_supported_family():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {
+        "hidden_size": 16,
+        "num_attention_heads": 2,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "vocab_size": 8,
+    }
+    with pytest.raises(InputError, match=r"LlamaForCausalLM \(model type llama\).*supported family \(qwen3\)"):
+        tilekern.apply_to_model(LlamaForCausalLM(LlamaConfig(**sizes)))
+    with pytest.raises(InputError, match="Linear"):
+        tilekern.apply_to_model(torch.nn.Linear(2, 2))
+
+
+def test_patched_models_can_be_freed():
+    model = make()
+    tilekern.apply_to_model(model)
+    step(model)
+    gone = weakref.ref(model.model.layers[0].mlp)
+    del model
+    gc.collect()
+    assert gone() is None
+    assert tilekern.get_patched_ops() == {}
+    assert tilekern.reset() == []
+
+
+def test_a_deep_copy_is_patched_and_a_saved_model_is_not():
+    model = make()
+    tilekern.apply_to_model(model)
+    copied, file = copy.deepcopy(model), io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    reference = step(model)
+    tilekern.reset()
+    before = launches()
+    assert same(step(copied), reference)
+    assert launched(before)["rope"] == 4
+    before = launches()
+    assert worst(step(loaded), reference) < 1e-5
+    assert not launched(before)
+
+
+def test_a_module_with_a_hooks_forward_is_left_alone():
+    model = make()
+    mlp, norm = model.model.layers[0].mlp, model.model.norm
+    hooked = mlp.forward = lambda x: type(mlp).forward(mlp, x)
+    norm.forward = types.MethodType(type(norm).forward, norm)
+    patched, said = warned(lambda: tilekern.apply_to_model(model))
+    assert patched == OPS
+    assert len(said) == 1
+    assert "1 modules have another forward than" in said[0]
+    assert mlp.forward is hooked
+    before = launches()
+    step(model)
+    assert launched(before)["swiglu_forward"] == 1
+    assert launched(before)["rms_norm_forward"] == 9
+    tilekern.reset()
+    assert mlp.forward is hooked
+    assert norm.forward == types.MethodType(type(norm).forward, norm)
+
+
+def test_a_subclass_with_its_own_forward_is_left_alone():
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
+
+    class Twice(Qwen3MLP):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    model = make()
+    model.model.layers[1].mlp.__class__ = Twice
+    tilekern.apply_to_model(model, rms_norm=False, rope=False)
+    before = launches()
+    step(model)
+    assert launched(before)["swiglu_forward"] == 1
+
+
+def test_tracebacks_of_the_patched_attention_point_into_transformers():
+    model = make()
+    attention = model.model.layers[0].self_attn
+    original = type(attention).forward
+    tilekern.apply_to_model(model)
+    code = attention.forward.__func__.__code__
+    assert (code.co_filename, code.co_firstlineno) == (original.__code__.co_filename, original.__code__.co_firstlineno)
+    assert attention.forward.__func__.__globals__ is original.__globals__

@@ -1,0 +1,110 @@
+"""Digests of functions, and the digests of the table."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tilekern.patch.digests import digest_in, digest_of
+from tilekern.patch.registry import patches
+
+PLAIN = """
+class Norm:
+    def forward(self, x, eps=1e-6):
+        return x * (x.pow(2).mean(-1, keepdim=True) + eps).rsqrt()
+"""
+SAME = '''
+# A comment.
+
+class Norm:
+        """A docstring."""
+        def forward(self, x, eps = 1e-6):
+            """Another."""
+
+            return (   # to the right
+                x * (x.pow(2).mean(-1, keepdim=True)
+                     + eps).rsqrt())
+'''
+
+
+def test_words_and_layout_do_not_matter():
+    assert digest_in(PLAIN, "Norm.forward") == digest_in(SAME, "Norm.forward")
+    assert digest_in(PLAIN, "Norm") == digest_in(SAME, "Norm")
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [("1e-6", "1e-5"), ("pow(2)", "pow(3)"), (" + eps", " - eps"), ("keepdim=True", "")]
+)
+def test_code_does(old, new):
+    assert digest_in(PLAIN, "Norm.forward") != digest_in(PLAIN.replace(old, new), "Norm.forward")
+
+
+def test_a_string_that_is_no_docstring_and_a_decorator_do():
+    bare = digest_in("def f():\n    return 1", "f")
+    assert digest_in("def f():\n    'said'\n    return 1", "f") == bare
+    assert digest_in("def f():\n    return 1\n    'said'", "f") != bare
+    assert digest_in("@jit\ndef f():\n    return 1", "f") != bare
+
+
+def test_the_digest_is_the_same_on_every_python():
+    """Computed once with 3.11, 3.12 and 3.13, whose syntax trees differ in their empty fields."""
+    assert digest_in("def f(a, *b, c=None, **d):\n    return f'{a!r:>3}', b, None", "f") == PINNED
+
+
+PINNED = "d49ea07e3e742a74f7e990418f9dd8b3a7bc4c554e0e33138936f4783a5455b4"
+
+
+def test_a_function_and_its_text_agree():
+    assert digest_of(digest_of) == digest_in(Path(digest_of.__code__.co_filename).read_text(), "digest_of")
+
+
+def test_what_is_not_there():
+    with pytest.raises(ValueError, match=r"Norm\.backward is not defined there"):
+        digest_in(PLAIN, "Norm.backward")
+    with pytest.raises(ValueError, match="not a plain Python function"):
+        digest_of(len)
+    made: dict = {}
+    exec("def f():\n    return 1", made)
+    with pytest.raises(ValueError, match="source is not at hand"):
+        digest_of(made["f"])
+
+
+def test_functions_that_the_kernels_package_wraps_are_seen_through():
+    kernels = pytest.importorskip("kernels")
+
+    def rotate(q, k):
+        return k, q
+
+    wrapped = kernels.use_kernel_forward_from_hub("rotary_pos_emb")(rotate)
+    assert wrapped is not rotate
+    assert digest_of(wrapped) == digest_of(rotate)
+    wrapped.forward = lambda q, k: (q, k)
+    with pytest.raises(ValueError, match="not a plain Python function"):
+        digest_of(wrapped)
+
+
+def test_the_table_knows_the_installed_release():
+    for patch in patches():
+        text = Path(importlib.util.find_spec(patch.module).origin).read_text(encoding="utf-8")
+        assert digest_in(text, patch.attribute) in patch.digests
+        for path, digests in patch.relies_on:
+            assert digest_in(text, path) in digests
+
+
+def test_the_command_prints_digests(tmp_path):
+    def run(*arguments):
+        command = [sys.executable, "-m", "tilekern.patch", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    home = Path(importlib.util.find_spec("transformers").origin).parents[1]
+    done = run(str(home))
+    assert done.returncode == 0
+    assert [line.split()[:2] for line in done.stdout.splitlines()[1:]] == [
+        ["known", "rms_norm"],
+        ["known", "swiglu"],
+    ] + [["known", "rope"]] * 3
+    done = run(str(tmp_path))
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1

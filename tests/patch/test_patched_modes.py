@@ -1,0 +1,109 @@
+"""Patched models under autocast, checkpointing, no_grad, torch.compile, and used twice in a graph."""
+
+import functools
+
+import pytest
+import torch
+from tiny_qwen3 import IDS, launched, launches, make, same, step, worst
+
+import tilekern
+
+pytestmark = pytest.mark.usefixtures("interpreted")
+ways = pytest.mark.parametrize("way", [lambda model: tilekern.apply(), tilekern.apply_to_model], ids=["class", "model"])
+
+
+@ways
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_activation_checkpointing(way, reentrant):
+    model = make().train()
+    reference = step(model)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    way(model)
+    before = launches()
+    assert worst(step(model), reference) < 1e-5
+    assert launched(before)["swiglu_forward"] == 4, "each layer's forward runs twice"
+    assert launched(before)["swiglu_backward"] == 2
+
+
+@ways
+def test_autocast(way):
+    model = make()
+    exact = step(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        plain = step(model)
+        way(model)
+        before = launches()
+        patched = step(model)
+    assert launched(before)["rms_norm_backward"] == 9
+    assert all(tensor.dtype == torch.float32 for tensor in patched[1:])
+    for ours, torchs, reference in zip(patched, plain, exact, strict=True):
+        assert worst([ours], [reference]) <= 1.25 * worst([torchs], [reference]) + 4e-3
+
+
+@ways
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients(way, mode):
+    model = make()
+    with mode():
+        wanted = model(input_ids=IDS).logits
+        way(model)
+        before = launches()
+        assert worst([model(input_ids=IDS).logits], [wanted]) < 1e-5
+    assert set(launched(before)) == {"rms_norm_forward", "swiglu_forward", "rope"}
+
+
+@ways
+def test_one_module_twice_in_a_graph(way):
+    model = make()
+    model.model.layers[1] = model.model.layers[0]
+
+    def twice():
+        model.zero_grad()
+        first, second = model(input_ids=IDS, labels=IDS).loss, model(input_ids=IDS[:1, :3], labels=IDS[:1, :3]).loss
+        (first + second).backward()
+        return [first.detach(), second.detach(), *(p.grad.clone() for p in model.parameters())]
+
+    reference = twice()
+    way(model)
+    assert worst(twice(), reference) < 1e-5
+
+
+@ways
+def test_compiled_in_one_graph_before_and_after(way):
+    torch._dynamo.reset()
+    model = make(layers=1)
+    reference = step(model)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    unpatched = step(compiled)
+    before = launches()
+    way(compiled)
+    assert worst(step(compiled), reference) < 1e-5, "the compiled model is compiled again"
+    assert launched(before)["rope"] == 2
+    tilekern.reset()
+    before = launches()
+    assert same(step(compiled), unpatched)
+    assert not launched(before)
+
+
+@pytest.mark.slow
+def test_compiled_by_inductor():
+    torch._dynamo.reset()
+    model = make(layers=1)
+    reference, before = step(model), launches()
+    tilekern.apply()
+    compiled = torch.compile(model, fullgraph=True)
+    assert worst(step(compiled), reference) < 1e-5
+    assert launched(before)["rope"] == 2
+
+
+@ways
+def test_hidden_states_and_attentions_are_still_recorded(way):
+    model = make()
+    run = functools.partial(model, input_ids=IDS, output_hidden_states=True, output_attentions=True)
+    wanted = run()
+    way(model)
+    found = run()
+    assert worst(found.hidden_states, wanted.hidden_states) < 1e-5
+    assert worst(found.attentions, wanted.attentions) < 1e-5
+    tilekern.reset()
+    assert same(run().attentions, wanted.attentions)

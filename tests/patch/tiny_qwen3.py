@@ -1,0 +1,46 @@
+"""A Qwen3 small enough for the interpreter, with sizes that no tile divides, and one training step of it."""
+
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+import tilekern
+
+KERNELS = ("rms_norm_forward", "rms_norm_backward", "column_sum", "swiglu_forward", "swiglu_backward", "rope")
+IDS = torch.randint(0, 331, (2, 7), generator=torch.Generator().manual_seed(1))
+
+
+def make(kv_heads=1, attention="eager", layers=2, **changes):
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        hidden_size=80, num_attention_heads=5, num_key_value_heads=kv_heads, head_dim=16, intermediate_size=208,
+        vocab_size=331, num_hidden_layers=layers, max_position_embeddings=64, attn_implementation=attention, **changes,
+    )  # fmt: skip
+    return Qwen3ForCausalLM(config)
+
+
+def step(model, **more):
+    """The loss and every parameter's gradient, in one list."""
+    model.zero_grad()
+    loss = model(input_ids=IDS, labels=IDS, **more).loss
+    loss.backward()
+    core = getattr(model, "_orig_mod", model)
+    return [loss.detach(), *(p.grad.clone() for p in core.parameters())]
+
+
+def launches():
+    return {kernel: counts["launches"] for kernel, counts in tilekern.stats().items()}
+
+
+def launched(before):
+    """Launches of each kernel since ``before``; kernels with none are left out."""
+    return {kernel: n - before.get(kernel, 0) for kernel, n in launches().items() if n != before.get(kernel, 0)}
+
+
+def worst(results, references):
+    """The largest relative error among tensors."""
+    pairs = zip(results, references, strict=True)
+    return max(float((a.double() - b.double()).norm() / b.double().norm()) for a, b in pairs)
+
+
+def same(results, references):
+    return all(torch.equal(a, b) for a, b in zip(results, references, strict=True))

@@ -1,0 +1,202 @@
+"""Who may import whom, how large a file may be, and what `import tilekern` costs."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tilekern
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("tilekern", "tuning", "cache_tools")
+FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+LONGEST = 400
+# What the files of a room may import of tilekern and its friends; the longest matching prefix counts. Imports run
+# downwards only: patch, ops, kernels and dispatch, cache and launcher and toolchain, spec and targets and errors.
+LEAVES = {"tilekern.spec", "tilekern.targets", "tilekern.errors"}
+MAY_IMPORT = {
+    "tilekern": {"tilekern"},
+    "tilekern.errors": set(),
+    "tilekern.spec": {"tilekern.targets"},
+    "tilekern.targets": {"tilekern.errors"},
+    "tilekern.source": set(),
+    "tilekern.cubin": set(),
+    "tilekern.cache": {"tilekern.cache"},
+    "tilekern.frontend": LEAVES,
+    "tilekern.toolchain": LEAVES | {"tilekern.frontend"},
+    "tilekern.launcher": LEAVES,
+    "tilekern.interpreter": {"tilekern.errors", "tilekern.interpreter"},
+    "tilekern.kernels": LEAVES | {"tilekern.kernels"},
+    "tilekern.records": LEAVES | {"tilekern.cache", "tilekern.cubin", "tilekern.source", "tilekern.toolchain"},
+    "tilekern.dispatch": LEAVES
+    | {"tilekern.cache", "tilekern.interpreter", "tilekern.launcher", "tilekern.records", "tilekern.source"}
+    | {"tilekern.toolchain"},
+    "tilekern.ops": LEAVES | {"tilekern.dispatch", "tilekern.kernels", "tilekern.ops"},
+    "tilekern.tune": {"tilekern", "tuning"},
+    "tuning": {"tilekern", "tuning"},
+    "cache_tools": {"tilekern.cache", "tilekern.source", "tilekern.errors", "cache_tools"},
+}
+# `from tilekern import __version__` and the like are attributes of the package, not files of a room.
+ATTRIBUTES = {"tilekern.__version__"}
+COMPILING = re.compile(r"\bexport_kernel\(|cuda\.tile\._compile|--gpu-name")
+CACHE_NEEDS = {"filelock", "platformdirs", "tilekern"}
+
+
+def module_name(path):
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(path): path for path in FILES}
+
+
+def imports(path, *, everywhere=True):
+    """Dotted names that a file imports; those at the top level alone where not ``everywhere``."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    typing_only = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+        for inner in ast.walk(node)
+    }
+    inside = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        for inner in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        if id(node) in typing_only or (not everywhere and id(node) in inside):
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield from (named(node.module, alias.name) for alias in node.names)
+
+
+def named(module, name):
+    full = f"{module}.{name}"
+    return full if full in MODULES or full in ATTRIBUTES else module
+
+
+def under(name, prefixes):
+    return any(name == prefix or name.startswith(prefix + ".") for prefix in prefixes)
+
+
+def rule_of(name, rules):
+    return max((prefix for prefix in rules if under(name, [prefix])), key=len)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_run_downwards(module):
+    if module == "tilekern" or under(module, ["tilekern.patch", "tilekern.warmup", "tilekern.preflight"]):
+        allowed = {"tilekern"}
+    else:
+        allowed = MAY_IMPORT[rule_of(module, set(MAY_IMPORT) - {"tilekern"})]
+    for name in imports(MODULES[module]):
+        if not under(name, PACKAGES) or name in ATTRIBUTES:
+            continue
+        assert under(name, allowed), f"{module} imports {name}; it may import {sorted(allowed)}"
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if under(name, ["tilekern"])])
+def test_a_training_job_loads_neither_the_tuner_nor_the_cache_tools(module):
+    if module != "tilekern.tune":
+        assert not [name for name in imports(MODULES[module]) if under(name, ["tuning", "cache_tools"])]
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if under(name, ["tuning", "cache_tools"])])
+def test_tools_use_neither_the_ops_nor_the_patches(module):
+    assert not [name for name in imports(MODULES[module]) if under(name, ["tilekern.ops", "tilekern.patch"])]
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if under(name, ["tilekern.cache"])])
+def test_the_cache_needs_the_standard_library_alone(module):
+    for name in imports(MODULES[module]):
+        top = name.partition(".")[0]
+        assert top in sys.stdlib_module_names or top in CACHE_NEEDS, f"{module} imports {name}"
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if under(name, ["tilekern.kernels"])])
+def test_kernels_import_torch_inside_functions_only(module):
+    for name in imports(MODULES[module], everywhere=False):
+        top = name.partition(".")[0]
+        assert top in sys.stdlib_module_names or top in ("cuda", "tilekern"), f"{module} imports {name}"
+    for name in imports(MODULES[module]):
+        top = name.partition(".")[0]
+        assert top in sys.stdlib_module_names or top in ("cuda", "tilekern", "torch"), f"{module} imports {name}"
+
+
+@pytest.mark.parametrize("module", ["tilekern.spec", "tilekern.targets", "tilekern.errors", "tilekern.source"])
+def test_the_lowest_files_need_the_standard_library_alone(module):
+    for name in imports(MODULES[module], everywhere=False):
+        top = name.partition(".")[0]
+        assert top in sys.stdlib_module_names or top == "tilekern", f"{module} imports {name}"
+
+
+def test_one_file_compiles_and_one_knows_the_launcher():
+    for module, path in MODULES.items():
+        text = path.read_text(encoding="utf-8")
+        if module not in ("tilekern.toolchain", "tilekern.frontend"):
+            assert not COMPILING.search(text), f"{module} compiles; tilekern.toolchain does"
+        if module != "tilekern.launcher":
+            assert "def _compile(" not in text, f"{module} hooks into the launcher; tilekern.launcher does"
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_files_stay_small(module):
+    lines = len(MODULES[module].read_text(encoding="utf-8").splitlines())
+    assert lines <= LONGEST, f"{module} has {lines} lines; split it"
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_every_module_says_what_it_is_for(module):
+    assert ast.get_docstring(ast.parse(MODULES[module].read_text(encoding="utf-8")))
+
+
+def run(code, *flags):
+    ran = subprocess.run([sys.executable, *flags, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout.split()
+
+
+@pytest.mark.parametrize("module", ["tilekern", "tilekern.cache", "tilekern.spec", "tilekern.targets", "tilekern.errors"])
+def test_what_only_looks_loads_nothing_heavy(module):
+    loaded = run(f"import sys, {module}; print(*sys.modules)")
+    assert module in loaded
+    for heavy in ("torch", "cuda.tile", "transformers", "numpy", "rich", "click"):
+        assert heavy not in loaded
+
+
+def test_importing_tilekern_takes_less_than_50_ms():
+    code = "import time; started = time.perf_counter(); import tilekern; print(time.perf_counter() - started)"
+    assert min(float(run(code)[0]) for _ in range(5)) < 0.05
+
+
+def test_listing_a_cache_never_loads_torch(tmp_path):
+    code = (
+        "import sys; from cache_tools.__main__ import main\n"
+        "sys.argv = ['cache_tools', 'ls', '--cache-dir', sys.argv[1], '--json']\n"
+        "try: main()\nexcept SystemExit as end: assert not end.code, end.code\n"
+        "print(*(name for name in ('torch', 'cuda.tile', 'transformers') if name in sys.modules), file=sys.stderr)"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", code, tmp_path], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stderr.strip() == ""
+
+
+@pytest.mark.parametrize("name", tilekern.__all__)
+def test_every_public_name_resolves(name):
+    assert getattr(tilekern, name) is not None
+    assert name in dir(tilekern)
+
+
+def test_a_name_that_is_not_there_raises():
+    with pytest.raises(AttributeError, match="module 'tilekern' has no attribute 'aply'"):
+        tilekern.aply  # noqa: B018

@@ -1,0 +1,249 @@
+"""Which stored variant serves which arguments, judged on cuda.tile's own constraint objects."""
+
+import inspect
+from importlib import metadata
+
+import cuda.tile as ct
+import pytest
+from cuda.tile.compilation import ArrayConstraint, ConstantConstraint, ScalarConstraint
+
+from tilekern.errors import TilekernError
+from tilekern.kernels import all_specs, rms_norm, spec_named
+from tilekern.launcher import NoVariant, PrebuiltKernel, Variant, implies, may_depend
+from tilekern.spec import ALIGNED, GENERIC
+from tilekern.targets import KNOWN
+from tilekern.toolchain import assumptions, constraint
+
+SPEC = spec_named("rms_norm_forward")
+PROBLEM = SPEC.problem(rows=64, columns=64, dtype="bfloat16", weight_dtype="bfloat16")
+IMPLEMENTATION = SPEC.implement(PROBLEM, SPEC.generic(PROBLEM))
+STRONG, PLAIN = (assumptions(IMPLEMENTATION, variant) for variant in (ALIGNED, GENERIC))
+
+
+def array(ndim=2, dtype=ct.bfloat16, **changes):
+    """What the launcher states of a contiguous, aligned array with a last axis that 16 divides."""
+    stated = {
+        "index_dtype": ct.int32,
+        "stride_lower_bound_incl": 0,
+        "alias_groups": (),
+        "may_alias_internally": False,
+        "stride_constant": [None] * (ndim - 1) + [1],
+        "stride_divisible_by": [16] * (ndim - 1) + [1],
+        "shape_divisible_by": [1] * (ndim - 1) + [16],
+        "base_addr_divisible_by": 16,
+    }
+    return ArrayConstraint(dtype, ndim, **stated | changes)
+
+
+def arguments(x=None, **others):
+    """The arguments of a launch with ``x`` in the place of the first."""
+    rest = [ConstantConstraint(value) for _, value in IMPLEMENTATION.constants]
+    weight, eps = others.get("weight", array(1)), others.get("eps", ScalarConstraint(ct.float32))
+    return [x or array(), weight, array(), eps, *rest]
+
+
+def kernel(*names):
+    """A kernel with the named variants, whose cubins are their names."""
+    known = {ALIGNED: STRONG, GENERIC: PLAIN}
+    variants = [Variant(name, f"{name}_symbol", known[name], name.encode) for name in names]
+    return PrebuiltKernel(rms_norm.rms_norm_forward_block, variants)
+
+
+class Signature:
+    def __init__(self, parameters):
+        self.parameters = tuple(parameters)
+
+
+def chosen(parameters, *names):
+    return kernel(*names or (ALIGNED, GENERIC))._compile(Signature(parameters), None, (9, 0))
+
+
+@pytest.mark.parametrize("name", all_specs())
+@pytest.mark.parametrize("size", [64, 80, 100])
+def test_aligned_implies_generic_and_never_the_reverse(name, size):
+    spec = all_specs()[name]
+    values = {"dtype": "bfloat16", "flag": False}
+    problem = spec.problem(**{d.name: values.get(d.kind, size) for d in spec.dimensions})
+    implementation = spec.implement(problem, spec.generic(problem))
+    strong, plain = (assumptions(implementation, variant) for variant in (ALIGNED, GENERIC))
+    seen = {ALIGNED: [constraint(a) for a in strong], GENERIC: [constraint(a) for a in plain]}
+    assert implies(seen[ALIGNED], strong)
+    assert implies(seen[ALIGNED], plain)
+    assert implies(seen[GENERIC], plain)
+    assert not implies(seen[GENERIC], strong)
+
+
+def test_the_strongest_variant_that_the_arguments_allow_is_taken():
+    assert chosen(arguments()) == (b"aligned", "aligned_symbol", None, ())
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        array(base_addr_divisible_by=2),
+        array(base_addr_divisible_by=8),
+        array(stride_divisible_by=[1, 1]),
+        array(stride_divisible_by=[4, 1]),
+        array(stride_constant=[100, 1], stride_divisible_by=1),
+        array(stride_constant=[0, 1], stride_divisible_by=1, base_addr_divisible_by=2),
+        array(stride_constant=None, stride_divisible_by=16),
+        array(stride_constant=[1, 64], stride_divisible_by=1),
+        array(stride_constant=[None, 2], stride_divisible_by=[16, 1]),
+        array(shape_divisible_by=1),
+        array(shape_divisible_by=[16, 8]),
+        array(stride_lower_bound_incl=None, base_addr_divisible_by=2),
+    ],
+    ids=[
+        "base by 2", "base by 8", "row stride", "row stride by 4", "row stride 100", "expanded", "last stride unknown",
+        "transposed", "last stride 2", "extent", "extent by 8", "no bound",
+    ],
+)  # fmt: skip
+def test_an_assumption_that_does_not_hold_takes_the_generic_variant(x):
+    for place in range(3):
+        parameters = arguments()
+        if place == 1:
+            continue
+        parameters[place] = x
+        assert chosen(parameters)[0] == b"generic"
+        with pytest.raises(NoVariant):
+            chosen(parameters, ALIGNED)
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        array(base_addr_divisible_by=32),
+        array(base_addr_divisible_by=512),
+        array(stride_divisible_by=[8, 1]),
+        array(stride_constant=[64, 1], stride_divisible_by=1),
+        array(shape_divisible_by=[1, 32]),
+        array(shape_divisible_by=16),
+        array(alias_groups=()),
+        array(stride_lower_bound_incl=1),
+    ],
+    ids=["base by 32", "base by 512", "stride by 8", "stride 64", "extent by 32", "rows by 16", "no alias", "bound 1"],
+)
+def test_an_argument_that_allows_more_takes_the_aligned_variant(x):
+    assert chosen(arguments(x))[0] == b"aligned"
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        array(index_dtype=ct.int64),
+        array(may_alias_internally=True),
+        array(stride_lower_bound_incl=-1),
+        array(stride_lower_bound_incl=[-4, 0], stride_constant=None),
+        array(dtype=ct.float16),
+        array(dtype=ct.float32),
+        array(ndim=1),
+        array(ndim=3),
+        ScalarConstraint(ct.bfloat16),
+        ConstantConstraint(3),
+    ],
+    ids=[
+        "int64 index", "elements share memory", "negative strides", "one negative stride", "float16", "float32",
+        "rank 1", "rank 3", "scalar", "constant",
+    ],
+)  # fmt: skip
+def test_what_no_variant_allows_raises(x):
+    with pytest.raises(NoVariant, match=r"rms_norm_forward_block: none of the variants aligned, generic allows") as caught:
+        chosen(arguments(x))
+    assert isinstance(caught.value, TilekernError)
+
+
+def test_scalars_are_told_apart_by_dtype():
+    with pytest.raises(NoVariant):
+        chosen(arguments(eps=ScalarConstraint(ct.int32)))
+    with pytest.raises(NoVariant):
+        chosen(arguments(eps=ConstantConstraint(1e-6)))
+
+
+@pytest.mark.parametrize("change", [lambda p: p[:-1], lambda p: [*p, ConstantConstraint(1)], lambda p: [], lambda p: p[::-1]])
+def test_a_wrong_number_or_order_of_arguments_raises(change):
+    with pytest.raises(NoVariant):
+        chosen(change(arguments()))
+
+
+def test_constants_of_the_launch_need_not_be_those_of_the_generic_variant():
+    parameters = arguments(array(base_addr_divisible_by=2))
+    parameters[-1] = ConstantConstraint(value=True)
+    assert chosen(parameters)[0] == b"generic"
+
+
+def test_a_cubin_is_loaded_only_when_it_is_chosen():
+    loaded = []
+    variants = [
+        Variant(ALIGNED, "a", STRONG, lambda: loaded.append("aligned") or b"a"),
+        Variant(GENERIC, "g", PLAIN, lambda: loaded.append("generic") or b"g"),
+    ]
+    made = PrebuiltKernel(rms_norm.rms_norm_forward_block, variants)
+    made._compile(Signature(arguments(array(base_addr_divisible_by=2))), None, (9, 0))
+    assert loaded == ["generic"]
+
+
+@pytest.mark.parametrize("name", all_specs())
+def test_a_prebuilt_kernel_of_every_function_can_be_made(name):
+    spec = all_specs()[name]
+    values = {"dtype": "float32", "flag": True}
+    problem = spec.problem(**{d.name: values.get(d.kind, 64) for d in spec.dimensions})
+    function = spec.implement(problem, spec.generic(problem)).function
+    made = PrebuiltKernel(function, [])
+    assert isinstance(made, ct.kernel)
+    assert made._pyfunc is function._pyfunc
+
+
+@pytest.mark.parametrize("target", KNOWN, ids=lambda target: target.key)
+def test_dependent_launch_is_for_kernels_that_wait_on_gpus_that_can(target):
+    spec = spec_named("column_sum")
+    problem = spec.problem(rows=64, columns=64, dtype="float32")
+    waiting = spec.implement(problem, spec.generic(problem))
+    assert may_depend(waiting, target) == (target.capability >= 90)
+    assert not may_depend(IMPLEMENTATION, target)
+
+
+class TestTheContractWithCudaTile:
+    """What tilekern relies on that cuda-tile does not promise. A new version of it must pass these first."""
+
+    def test_the_version_is_one_that_was_looked_at(self):
+        major, minor = map(int, metadata.version("cuda-tile").split(".")[:2])
+        assert (1, 7) <= (major, minor) < (1, 8)
+
+    def test_a_kernel_is_a_dispatcher_that_asks_a_method_for_its_cubin(self):
+        assert "TileDispatcher" in [base.__name__ for base in ct.kernel.__mro__]
+        parameters = inspect.signature(ct.kernel._compile).parameters
+        assert list(parameters) == ["self", "signature", "context", "compute_capability"]
+        assert parameters["compute_capability"].default is None
+        assert list(inspect.signature(PrebuiltKernel._compile).parameters) == list(parameters)
+
+    def test_the_method_returns_cubin_symbol_library_and_providers(self):
+        source = inspect.getsource(ct.kernel._compile)
+        assert "return result.cubin, kernel_sig.symbol, None, tuple(" in source
+        cubin, symbol, library, providers = chosen(arguments())
+        assert isinstance(cubin, bytes)
+        assert isinstance(symbol, str)
+        assert library is None
+        assert providers == ()
+
+    def test_a_kernel_gives_its_python_function(self):
+        assert inspect.isfunction(rms_norm.rms_norm_forward_block._pyfunc)
+
+    def test_launch_can_be_dependent(self):
+        assert "programmatic_dependent_launch" in (ct.launch.__doc__ or "") + str(inspect.signature(ct.launch))
+
+    def test_constraints_have_the_fields_that_are_read(self):
+        for name in ("dtype", "ndim", "index_dtype", "stride_lower_bound_incl", "may_alias_internally"):
+            assert hasattr(array(), name)
+        assert array().shape_divisible_by == (1, 16)
+        assert array().stride_constant == (None, 1)
+        assert array().stride_divisible_by[0] == 16
+        assert array().base_addr_divisible_by == 16
+        assert array().dtype.name == "bfloat16"
+
+    def test_a_signature_of_the_front_end_is_judged_as_one_of_the_launcher(self):
+        from cuda.tile.compilation import CallingConvention, KernelSignature
+
+        signature = KernelSignature([constraint(a) for a in STRONG], CallingConvention.cutile_python_v1())
+        assert kernel(ALIGNED)._compile(signature, None)[1] == "aligned_symbol"
+
+

@@ -1,0 +1,148 @@
+"""The digest of a kernel's source: blind to words, not to code."""
+
+import importlib
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tilekern.kernels import all_specs
+from tilekern.source import digest_of_module
+
+ROOT = Path(__file__).parents[1]
+CODE = '''"""A kernel."""
+
+import math
+
+from sample_kernels.shared import factor
+
+
+def kernel(x):
+    """Double x."""
+    # a reason
+    y = x * factor(2)  # twice
+
+    return math.floor(y)
+'''
+SHARED = "def factor(n):\n    return n\n"
+ALONE = "def alone():\n    return 1\n"
+
+
+@pytest.fixture
+def digest(tmp_path, monkeypatch):
+    """Writes a package of kernels and digests one of its modules."""
+    package = tmp_path / "sample_kernels"
+    package.mkdir()
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def digest(code=CODE, shared=SHARED, alone=ALONE, module="kernel"):
+        for name, text in (("__init__", ""), ("kernel", code), ("shared", shared), ("alone", alone)):
+            (package / f"{name}.py").write_text(text, encoding="utf-8")
+        importlib.invalidate_caches()
+        digest_of_module.cache_clear()
+        return digest_of_module(f"sample_kernels.{module}")
+
+    yield digest
+    digest_of_module.cache_clear()
+    for name in [name for name in sys.modules if name.startswith("sample_kernels")]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"""A kernel."""', '"""A much better\n\ntext."""'),
+        ('    """Double x."""\n', ""),
+        ("    # a reason\n", ""),
+        ("    # a reason\n", "# another\n  # one, of two lines\n"),
+        ("\n\n    return", "\n    return"),
+        ("import math\n", "import math\n\n\n\n"),
+        ("math.floor(y)\n", "math.floor(y)   \n\n"),
+        ("\n", "\r\n"),
+    ],
+    ids=["docstring", "no docstring", "no comment", "comment", "no blank line", "blank lines", "spaces", "line ends"],
+)
+def test_words_and_blanks_do_not_count(digest, old, new):
+    assert old in CODE
+    assert digest(CODE.replace(old, new)) == digest()
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("factor(2)", "factor(3)"),
+        ("def kernel(x):", "def kernel(x, z):"),
+        ("math.floor", "math.ceil"),
+        ("    return", "    y = y\n    return"),
+        ("import math\n", "import math\nimport os\n"),
+    ],
+)
+def test_code_counts(digest, old, new):
+    assert old in CODE
+    assert digest(CODE.replace(old, new)) != digest()
+
+
+def test_text_that_is_a_value_counts(digest):
+    code = 'NAME = "one"\n'
+    assert digest(code) != digest(code.replace("one", "two"))
+    long = 'NAME = """\n# one\n"""\n'
+    assert digest(long) != digest(long.replace("one", "two")), "a line inside a string is no comment"
+
+
+def test_siblings_that_are_imported_count_and_others_do_not(digest):
+    before = digest()
+    assert digest(shared=SHARED.replace("return n", "return n + 0")) != before
+    assert digest(shared="# the same\n" + SHARED) == before
+    assert digest(alone=ALONE.replace("1", "2")) == before
+
+
+def test_siblings_of_siblings_and_cycles_count(digest):
+    shared = "import sample_kernels.alone\nimport sample_kernels.kernel\n" + SHARED
+    before = digest(shared=shared)
+    assert digest(shared=shared, alone=ALONE.replace("1", "2")) != before
+
+
+def test_a_sibling_that_is_imported_from_the_package_counts(digest):
+    code = CODE.replace("from sample_kernels.shared import factor", "from sample_kernels import shared")
+    assert digest(code, shared=SHARED.replace("return n", "return n + 0")) != digest(code)
+
+
+def test_the_module_is_not_run(digest):
+    digest("raise SystemExit('was run')\n")
+    assert "sample_kernels.kernel" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("sample_kernels.nowhere", "nowhere"), ("no_such_package.kernel", "no_such_package"), ("sys", "sys")]
+)
+def test_a_module_without_source_is_named(digest, name, said):
+    digest()
+    with pytest.raises(ModuleNotFoundError, match=said):
+        digest_of_module(name)
+
+
+def interpreter(python):
+    """The path of another Python: on PATH, or one of pyenv's, whose shims need not lead to one."""
+    for path in (*Path.home().glob(f".pyenv/versions/*/bin/{python}"), shutil.which(python)):
+        if path and subprocess.run([path, "-c", ""], capture_output=True, check=False).returncode == 0:
+            return path
+    return None
+
+
+@pytest.mark.parametrize("python", ["python3.11", "python3.12", "python3.13"])
+def test_every_python_finds_the_same_digests(python):
+    """A cache that was filled under one Python serves under another."""
+    modules = sorted({spec.module for spec in all_specs().values()})
+    code = f"from tilekern.source import digest_of_module as d\nfor m in {modules!r}: print(d(m))"
+    # Kernels' package imports cuda.tile, which the other Python may lack: the modules stand in a bare package there.
+    code = "import sys, types\np = types.ModuleType('tilekern.kernels')\np.__path__ = ['tilekern/kernels']\n" + (
+        "sys.modules['tilekern.kernels'] = p\n" + code
+    )
+    path = interpreter(python)
+    if path is None:
+        pytest.skip(f"{python} is not installed")
+    found = subprocess.run([path, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.split() == [digest_of_module(module) for module in modules]

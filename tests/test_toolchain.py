@@ -1,0 +1,153 @@
+"""Finding the tile compiler, what variants assume, and how a compiler's failures read."""
+
+import dataclasses
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tilekern import toolchain
+from tilekern.errors import CompileFailed, ToolchainMissing
+from tilekern.kernels import all_specs, spec_named
+from tilekern.spec import ALIGNED, GENERIC, ArrayParameter
+from tilekern.targets import resolve
+from tilekern.toolchain import assumptions, compile_candidate, require_toolkit, toolkit
+
+H200 = resolve("H200")
+needs_compiler = pytest.mark.skipif(toolkit() is None, reason="no tile compiler is installed")
+
+
+@pytest.fixture
+def fresh():
+    """The toolkit is looked for once in a process; here anew before and after."""
+    toolkit.cache_clear()
+    yield
+    toolkit.cache_clear()
+
+
+def candidate():
+    spec = spec_named("swiglu_forward")
+    problem = spec.problem(rows=64, columns=64, dtype="bfloat16")
+    return spec, problem, spec.generic(problem)
+
+
+def compiler(folder: Path, script: str, monkeypatch) -> Path:
+    """A compiler that is a shell script."""
+    path = folder / "tileiras"
+    path.write_text(f'#!/bin/sh\nif [ "$1" = --version ]; then echo "Cuda compilation tools, V13.4.92"; exit; fi\n{script}\n')
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setattr(toolchain, "_tileiras", lambda: path)
+    return path
+
+
+def test_a_missing_compiler_is_said_with_the_way_to_get_it(fresh, monkeypatch):
+    monkeypatch.setattr(toolchain, "_tileiras", lambda: None)
+    assert toolkit() is None
+    for ask in (require_toolkit, lambda: compile_candidate(*candidate(), H200, GENERIC)):
+        with pytest.raises(ToolchainMissing, match=r"pip install 'tilekern\[compile\]'"):
+            ask()
+
+
+def test_a_machine_without_the_package_and_with_an_empty_path_has_no_compiler(tmp_path):
+    """A `nvidia` package without a compiler stands before the real one."""
+    (tmp_path / "nvidia").mkdir()
+    (tmp_path / "nvidia" / "__init__.py").touch()
+    code = "from tilekern.toolchain import require_toolkit\nrequire_toolkit()"
+    environment = {"PATH": str(tmp_path), "PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[1]}"}
+    ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert ran.returncode == 1
+    assert ran.stderr.strip().splitlines()[-1].startswith("tilekern.errors.ToolchainMissing: the tile compiler")
+
+
+def test_a_compiler_on_the_path_serves_where_the_package_is_missing(fresh, tmp_path, monkeypatch):
+    compiler(tmp_path, "", monkeypatch)
+    monkeypatch.undo()
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert toolkit().path == tmp_path / "tileiras"
+
+
+@pytest.mark.parametrize(
+    ("said", "version"),
+    [
+        ("Cuda compilation tools, release 13.4, V13.4.92", "13.4.92"),
+        ("tileiras 13.5.1", "13.5.1"),
+        ("no number at all", "unknown"),
+    ],
+)
+def test_the_version_is_read_from_what_the_compiler_says(fresh, tmp_path, monkeypatch, said, version):
+    path = compiler(tmp_path, "", monkeypatch)
+    path.write_text(f"#!/bin/sh\necho '{said}'\n")
+    found = toolkit()
+    assert found.tileiras == version
+    assert found.key == f"tileiras-{version}-cuda_tile-{found.cuda_tile}"
+    assert found.describe() == {"key": found.key, "tileiras": version, "cuda_tile": found.cuda_tile}
+
+
+@pytest.mark.parametrize("script", ["exit 1", "kill -9 $$"])
+def test_a_compiler_that_cannot_say_its_version_is_none(fresh, tmp_path, monkeypatch, script):
+    compiler(tmp_path, "", monkeypatch).write_text(f"#!/bin/sh\n{script}\n")
+    assert toolkit() is None
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        ("echo 'error: no such op' >&2; echo more >&2; exit 3", "tileiras ended with exit code 3: error: no such op"),
+        ("kill -SEGV $$", "tileiras ended with signal 11: no message"),
+        ("exit 0", "tileiras ended with exit code 0: no message"),
+        ("exec sleep 20", "tileiras exceeded 0.3 s"),
+    ],
+    ids=["rejects", "crashes", "writes nothing", "hangs"],
+)
+def test_what_a_compiler_does_wrong_is_one_line(fresh, tmp_path, monkeypatch, script, message):
+    compiler(tmp_path, script, monkeypatch)
+    with pytest.raises(CompileFailed) as caught:
+        compile_candidate(*candidate(), H200, GENERIC, timeout_s=0.3)
+    assert str(caught.value) == message
+
+
+def test_the_compiler_does_not_see_another_cuda_toolkit(fresh, tmp_path, monkeypatch):
+    compiler(tmp_path, 'echo "$CUDA_HOME$CUDA_PATH$CUDA_ROOT" > "$3"', monkeypatch)
+    for name in ("CUDA_HOME", "CUDA_PATH", "CUDA_ROOT"):
+        monkeypatch.setenv(name, "/usr/local/cuda")
+    assert compile_candidate(*candidate(), H200, GENERIC).cubin == b"\n"
+
+
+@pytest.mark.parametrize("name", all_specs())
+def test_the_generic_variant_assumes_dtypes_and_ranks_alone(name):
+    spec = all_specs()[name]
+    problem = spec.problem(**{
+        d.name: {"dtype": "bfloat16", "flag": False}.get(d.kind, 64) for d in spec.dimensions
+    })
+    implementation = spec.implement(problem, spec.generic(problem))
+    plain, strong = assumptions(implementation, GENERIC), assumptions(implementation, ALIGNED)
+    assert len(plain) == len(strong) == len(implementation.parameters) + len(implementation.constants)
+    for parameter, generic, aligned in zip(implementation.parameters, plain, strong, strict=False):
+        assert generic["dtype"] == aligned["dtype"] == parameter.dtype
+        if isinstance(parameter, ArrayParameter):
+            assert generic["ndim"] == aligned["ndim"] == parameter.ndim
+            assert (generic["base_bytes"], generic["stride_elements"], generic["extent_elements"]) == (1, 1, 1)
+            assert not generic["last_stride_one"]
+            assert (aligned["base_bytes"], aligned["last_stride_one"]) == (16, True)
+            item = {"bfloat16": 2, "float16": 2, "float32": 4}[parameter.dtype]
+            assert aligned["stride_elements"] * item == 16
+
+
+@pytest.mark.parametrize(("columns", "extent"), [(64, 16), (80, 16), (72, 1), (100, 1), (1, 1)])
+def test_only_an_extent_that_the_launcher_states_is_assumed(columns, extent):
+    spec = spec_named("swiglu_forward")
+    problem = spec.problem(rows=64, columns=columns, dtype="float32")
+    for assumed in assumptions(spec.implement(problem, spec.generic(problem)), ALIGNED)[:3]:
+        assert assumed["extent_elements"] == extent
+
+
+@needs_compiler
+def test_a_toolkit_names_its_versions():
+    found = require_toolkit()
+    assert found.path.is_file()
+    assert found.tileiras[0].isdigit()
+    assert found.cuda_tile.startswith("1.")
+    assert dataclasses.asdict(found)["path"] == found.path

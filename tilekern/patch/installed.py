@@ -1,0 +1,122 @@
+"""A patch held against the installed transformers: may it be applied, and to what exactly."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import inspect
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from tilekern.patch.digests import digest_of, function_of
+from tilekern.patch.ledger import Ledger
+from tilekern.patch.table import Patch
+
+Status = Literal["applied", "available", "changed", "missing"]
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a patch's target is like here.
+
+    Attributes:
+        patch: the row.
+        status: ``applied`` (to the class or module), ``available``, ``changed`` (another source than the patch knows)
+            or ``missing``.
+        reason: one sentence on a target that is changed or missing.
+        digest: the digest of the function that is installed, where it has one.
+        owner: the class or module that holds the function.
+        name: the function's name there.
+        original: the function as transformers has it.
+    """
+
+    patch: Patch
+    status: Status
+    reason: str = ""
+    digest: str | None = None
+    owner: Any = None
+    name: str = ""
+    original: Any = None
+
+    @property
+    def usable(self) -> bool:
+        """Whether the replacement may stand in."""
+        return self.status in ("applied", "available")
+
+
+def examine(patch: Patch, ledger: Ledger) -> Found:
+    """Import the patch's module and compare its functions with what the patch knows."""
+    try:
+        module = importlib.import_module(patch.module)
+        owner, name = holder(module, patch.attribute)
+    except (ImportError, AttributeError) as error:
+        return Found(patch, "missing", f"{patch.target} is not there ({error})")
+    touch = ledger.held(owner, name)
+    if touch is None:
+        return _compared(patch, module, owner, name)
+    digest = _digest(touch.original)[0]
+    if not touch.in_place:
+        reason = f"{patch.target} was replaced by something else after tilekern had patched it"
+        return Found(patch, "changed", reason, digest, owner, name, touch.original)
+    return Found(patch, "applied", "", digest, owner, name, touch.original)
+
+
+def holder(module: Any, path: str) -> tuple[Any, str]:
+    """The class or module that holds the attribute at a path, and the attribute's name.
+
+    Raises:
+        AttributeError: there is none.
+    """
+    *outer, name = path.split(".")
+    owner = module
+    for part in outer:
+        owner = getattr(owner, part)
+    getattr(owner, name)
+    return owner, name
+
+
+def transformers_version() -> str:
+    """The installed transformers' version, without importing it."""
+    try:
+        return importlib.metadata.version("transformers")
+    except importlib.metadata.PackageNotFoundError:
+        return "(not installed)"
+
+
+def _compared(patch: Patch, module: Any, owner: Any, name: str) -> Found:
+    original = getattr(owner, name)
+    digest, reason = _judged(patch.target, original, patch.digests)
+    for path, digests in patch.relies_on:
+        try:
+            reason = reason or _judged(f"{patch.module}.{path}", getattr(*holder(module, path)), digests)[1]
+        except AttributeError as error:
+            return Found(patch, "missing", f"{patch.module}.{path}, on which it relies, is not there ({error})", digest)
+    for path in patch.callers:
+        reason = reason or _uncalled(module, path, patch)
+    return Found(patch, "changed" if reason else "available", reason, digest, owner, name, original)
+
+
+def _judged(target: str, value: Any, digests: tuple[str, ...]) -> tuple[str | None, str]:
+    """The digest of a function, and what is wrong with it."""
+    digest, reason = _digest(value)
+    if digest in digests:
+        return digest, ""
+    return digest, f"{target} is not the code that the patch was made for ({reason or f'digest {digest}'})"
+
+
+def _digest(value: Any) -> tuple[str | None, str]:
+    try:
+        return digest_of(value), ""
+    except ValueError as error:
+        return None, str(error)
+
+
+def _uncalled(module: Any, path: str, patch: Patch) -> str:
+    """What is wrong with a method that ought to call the patched function by its global name."""
+    try:
+        function = function_of(inspect.unwrap(getattr(*holder(module, path))))
+    except AttributeError:
+        function = None
+    if function is not None and patch.attribute in function.__code__.co_names:
+        return ""
+    return f"{patch.module}.{path} does not call {patch.attribute}"

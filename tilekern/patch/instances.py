@@ -1,0 +1,97 @@
+"""Patching one model that exists: its modules get methods of their own, the classes stay as they are."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+import textwrap
+from collections.abc import Iterable
+from types import CodeType, FunctionType, MethodType
+from typing import TYPE_CHECKING, Any
+
+from tilekern.patch.installed import Found, holder
+from tilekern.patch.ledger import Ledger
+
+if TYPE_CHECKING:
+    import torch
+
+
+def patch_modules(found: Found, model: torch.nn.Module, ledger: Ledger) -> tuple[int, str]:
+    """Patch every module of ``model`` that has the function which ``found`` describes.
+
+    Returns:
+        The number of modules that are patched now, and what was left alone with its reason (empty where nothing was).
+    """
+    patch = found.patch
+    if inspect.isclass(found.owner):
+        replacement = patch.replacement(found.original)
+        return _give(found, patch.attribute, replacement, model, ledger)
+    if not patch.callers:
+        return 0, f"{patch.target} is a plain function that all models share; tilekern.apply() patches it for all"
+    total, left = 0, ""
+    module = sys.modules[patch.module]
+    for caller in patch.callers:
+        try:
+            twin = _calling(getattr(*holder(module, caller)), patch.attribute, patch.replacement(found.original))
+        except ValueError as error:
+            return total, f"{patch.module}.{caller} {error}"
+        number, reason = _give(found, caller, twin, model, ledger)
+        total, left = total + number, left or reason
+    return total, left
+
+
+def _give(found: Found, path: str, replacement: Any, model: torch.nn.Module, ledger: Ledger) -> tuple[int, str]:
+    owner, name = holder(sys.modules[found.patch.module], path)
+    where = f"{found.patch.module}.{path}"
+    before = ledger.held(owner, name)
+    methods = [getattr(owner, name), *([before.original] if before else [])]
+    patched = left = 0
+    for instance in _having(model.modules(), owner, name):
+        touch = ledger.held(instance, name)
+        if touch is None and _is_ordinary(instance, name, methods):
+            ledger.put_bound(found.patch.op, where, instance, name, replacement)
+            touch = ledger.held(instance, name)
+        patched += touch is not None and touch.in_place
+        left += touch is None or not touch.in_place
+    return patched, f"{left} modules have another {name} than {where}, a hook's or another patch's" if left else ""
+
+
+def _having(modules: Iterable[Any], owner: type, name: str) -> list[Any]:
+    """The instances of a class that inherit its method."""
+    method = getattr(owner, name)
+    return [m for m in modules if isinstance(m, owner) and getattr(type(m), name) is method]
+
+
+def _is_ordinary(instance: Any, name: str, methods: list[Any]) -> bool:
+    """Whether an instance has its class's method: none of its own, or that one bound (as output capturing leaves)."""
+    own = vars(instance).get(name)
+    if own is None:
+        return True
+    return isinstance(own, MethodType) and own.__self__ is instance and own.__func__ in methods
+
+
+def _calling(function: Any, name: str, stand_in: Any) -> FunctionType:
+    """A twin of ``function`` that calls ``stand_in`` where the function calls the global ``name``.
+
+    Compiled from the function's own source with ``name`` as a variable around it; all other globals are the very same.
+
+    Raises:
+        ValueError: the function has variables around it already, or its source is not at hand.
+    """
+    if not isinstance(function, FunctionType) or function.__code__.co_freevars:
+        raise ValueError("cannot be compiled again on its own")
+    try:
+        lines, first = inspect.getsourcelines(function)
+    except OSError:
+        raise ValueError("has no source at hand") from None
+    definition = ast.parse(textwrap.dedent("".join(lines))).body[0]
+    ast.increment_lineno(definition, first - 1)
+    frame = ast.parse(f"def make({name}):\n    return {function.__name__}")
+    frame.body[0].body.insert(0, definition)  # type: ignore[attr-defined]
+    made: dict[str, Any] = {}
+    code: CodeType = compile(frame, function.__code__.co_filename, "exec", dont_inherit=True)
+    exec(code, function.__globals__, made)
+    twin: FunctionType = made["make"](stand_in)
+    twin.__qualname__ = function.__qualname__
+    return twin

@@ -1,0 +1,89 @@
+"""The list of every attribute that a patch has touched, with what stood there before."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+ABSENT = object()
+
+
+@dataclass(frozen=True)
+class Touch:
+    """One touched attribute.
+
+    ``where`` is its path, for people. ``original`` is what the owner's own dictionary held, or :data:`ABSENT`; methods
+    bound to a single instance are kept as their functions, so that nothing here keeps a model alive.
+    """
+
+    op: str
+    where: str
+    owner: Callable[[], Any]
+    name: str
+    original: Any
+    replacement: Any
+    is_bound: bool
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the replacement still stands where it was put."""
+        found = vars(self.owner()).get(self.name)
+        return (getattr(found, "__func__", None) if self.is_bound else found) is self.replacement
+
+    def undo(self) -> None:
+        """Put back what stood there, or delete the attribute where nothing did."""
+        owner = self.owner()
+        if not self.in_place:
+            warnings.warn(
+                f"tilekern: {self.where} was replaced by something else after it was patched; the original is back",
+                stacklevel=4,
+            )
+        if self.original is not ABSENT:
+            setattr(owner, self.name, MethodType(self.original, owner) if self.is_bound else self.original)
+        elif self.name in vars(owner):
+            delattr(owner, self.name)
+
+
+class Ledger:
+    """Touched attributes by owner and name; instances are held weakly. Callers hold the lock of the patcher."""
+
+    def __init__(self) -> None:
+        self._touches: dict[tuple[int, str], Touch] = {}
+
+    def __iter__(self) -> Iterator[Touch]:
+        """Those whose owners are alive."""
+        self._touches = {key: touch for key, touch in self._touches.items() if touch.owner() is not None}
+        return iter(list(self._touches.values()))
+
+    def held(self, owner: Any, name: str) -> Touch | None:
+        """What is noted of an attribute, or None."""
+        touch = self._touches.get((id(owner), name))
+        return touch if touch is not None and touch.owner() is owner else None
+
+    def put(self, op: str, where: str, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
+        """Set an attribute of a class or module."""
+        original = vars(owner).get(name, ABSENT)
+        self._touches[id(owner), name] = Touch(op, where, lambda: owner, name, original, replacement, False)
+        setattr(owner, name, replacement)
+
+    def put_bound(self, op: str, where: str, instance: Any, name: str, replacement: Callable[..., Any]) -> None:
+        """Give one instance a method of its own; a bound method that stood there must be one of this instance."""
+        original = vars(instance).get(name, ABSENT)
+        if original is not ABSENT:
+            original = original.__func__
+        owner = weakref.ref(instance)
+        self._touches[id(instance), name] = Touch(op, where, owner, name, original, replacement, True)
+        setattr(instance, name, MethodType(replacement, instance))
+
+    def undo(self, ops: Collection[str]) -> set[str]:
+        """Put back every attribute that the ops touched, and say which of the ops had touched any."""
+        undone = {touch.op: touch for touch in self if touch.op in ops}
+        for touch in self:
+            if touch.op in ops:
+                touch.undo()
+                del self._touches[id(touch.owner()), touch.name]
+        return set(undone)

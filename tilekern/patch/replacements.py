@@ -1,0 +1,72 @@
+"""Functions that stand in for those of Hugging Face models; each is made from the one that it replaces.
+
+The original runs wherever the kernel would not compute the same: another activation, a subclass of Tensor (DTensor and
+the like), shapes that only broadcasting makes fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tilekern import ops
+
+Function = Callable[..., Any]
+
+
+def rms_norm(original: Function) -> Function:
+    """For ``forward(self, hidden_states)`` of a norm with ``weight`` [columns] and ``variance_epsilon``."""
+
+    def forward(self: Any, hidden_states: torch.Tensor) -> Any:
+        if type(hidden_states) is not torch.Tensor:
+            return original(self, hidden_states)
+        return ops.rms_norm(hidden_states, self.weight, self.variance_epsilon)
+
+    return forward
+
+
+def swiglu(original: Function) -> Function:
+    """For ``forward(self, x)`` of an MLP with ``gate_proj``, ``up_proj``, ``down_proj`` and ``act_fn``."""
+    from transformers.activations import SiLUActivation
+
+    silu = (SiLUActivation, torch.nn.SiLU)
+
+    def forward(self: Any, x: torch.Tensor) -> Any:
+        if type(self.act_fn) not in silu or type(x) is not torch.Tensor:
+            return original(self, x)
+        return self.down_proj(ops.swiglu(self.gate_proj(x), self.up_proj(x)))
+
+    return forward
+
+
+def rope(original: Function) -> Function:
+    """For ``apply_rotary_pos_emb`` of a family whose cos and sin [batch or 1, tokens, head_dim] hold each angle twice.
+
+    q and k are [batch, heads, tokens, head_dim] with ``unsqueeze_dim`` 1, [batch, tokens, heads, head_dim] with 2.
+    """
+
+    def apply_rotary_pos_emb(
+        q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1
+    ) -> Any:
+        if not _fits(q, k, cos, unsqueeze_dim):
+            return original(q, k, cos, sin, unsqueeze_dim)
+        if unsqueeze_dim == 1:
+            return ops.rope(q, k, cos, sin, twice=True)
+        q, k = ops.rope(q.transpose(1, 2), k.transpose(1, 2), cos, sin, twice=True)
+        return q.transpose(1, 2), k.transpose(1, 2)
+
+    return apply_rotary_pos_emb
+
+
+def _fits(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, unsqueeze_dim: int) -> bool:
+    """Whether the arguments are the ordinary ones: no broadcasting but over heads and the batch of cos and sin."""
+    if type(q) is not torch.Tensor or unsqueeze_dim not in (1, 2) or q.dtype != k.dtype:
+        return False
+    shape, others, angles = q.shape, k.shape, cos.shape
+    if len(shape) != 4 or len(others) != 4 or len(angles) != 3:
+        return False
+    tokens = 3 - unsqueeze_dim
+    same = shape[0] == others[0] and shape[tokens] == others[tokens] and shape[3] == others[3]
+    return same and angles[0] in (1, shape[0]) and angles[1] == shape[tokens] and angles[2] == shape[3]

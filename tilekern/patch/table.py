@@ -1,0 +1,41 @@
+"""What a patch is: one row that says which function of a model family is replaced by what, and when it may be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One function of one model family, and what stands in for it.
+
+    Attributes:
+        op: the name by which people switch it on and off, for example ``rms_norm``.
+        model_type: the family, as a configuration's ``model_type`` names it.
+        module: dotted name of the module that holds the function.
+        attribute: the function's path inside the module: ``Class.method``, or the name of a plain function.
+        replacement: called with the function that is replaced; returns the one that stands in, of the same signature.
+        digests: digests (:func:`tilekern.patch.digest_of`) of every version of the function that the replacement
+            equals; the installed one must be among them.
+        relies_on: paths in the module of further functions that must be as they were, each with its digests.
+        callers: for a plain function, the ``Class.method`` paths that call it by its global name; they are what
+            ``apply_to_model`` exchanges, so that other models keep the function. Empty: all models or none.
+        releases: the transformers releases whose sources were compared, for people.
+    """
+
+    op: str
+    model_type: str
+    module: str
+    attribute: str
+    replacement: Callable[[Callable[..., Any]], Callable[..., Any]]
+    digests: tuple[str, ...]
+    relies_on: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    callers: tuple[str, ...] = ()
+    releases: str = ""
+
+    @property
+    def target(self) -> str:
+        """The full dotted path of what is replaced."""
+        return f"{self.module}.{self.attribute}"

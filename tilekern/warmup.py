@@ -1,0 +1,129 @@
+"""Loading kernels before the first step, and forgetting them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from tilekern import dispatch
+from tilekern.cache import Layer, default_layers
+from tilekern.errors import InputError
+from tilekern.kernels import all_specs
+from tilekern.spec import KernelSpec, Problem
+from tilekern.targets import Target, here
+
+if TYPE_CHECKING:
+    import torch
+
+# Bucketed sizes of the inputs that kernels are loaded with; a multiple of what the aligned variants assume.
+_SMALL = 64
+
+
+def warmup_all_kernels(
+    model: torch.nn.Module | None = None, *, device: torch.device | str | int | None = None
+) -> dict[str, int]:
+    """Launch each kernel that the caches hold for a GPU once, on small inputs, so that no step has to load one.
+
+    Nothing is compiled: a record that is stale or bad is skipped. Without a CUDA GPU this warns, and does nothing;
+    under ``TILEKERN_INTERPRET=1`` there is nothing to load.
+
+    Args:
+        model: only kernels whose exact sizes (hidden size, heads and the like) its configuration names; None: all.
+        device: the CUDA device; None means torch's current one.
+
+    Returns:
+        ``kernels`` that were launched, and records ``skipped``.
+
+    Raises:
+        InputError: ``model`` has no configuration.
+    """
+    sizes = None if model is None else _sizes_of(model)
+    counts = {"kernels": 0, "skipped": 0}
+    if dispatch.interpreting():
+        return counts
+    import torch
+
+    if not torch.cuda.is_available():
+        dispatch.say_once("tilekern: warmup_all_kernels found no CUDA GPU here and did nothing")
+        return counts
+    place = torch.device("cuda", device) if isinstance(device, int) else torch.device(device or "cuda")
+    place = torch.device("cuda", torch.cuda.current_device() if place.index is None else place.index)
+    target = here(place.index)
+    assert target is not None
+    for spec, problem in problems_for(target, default_layers()):
+        if sizes is not None and not _named(spec, problem, sizes):
+            continue
+        found = dispatch.find(spec, problem, target)
+        plan = dispatch.plan_for(spec, place, *_as_torch(spec, problem)) if found is not None else None
+        if plan is not None:
+            launch_small(spec, problem, plan, place, target.sm_count)
+        counts["skipped" if plan is None else "kernels"] += 1
+    torch.cuda.synchronize(place)
+    return counts
+
+
+def clear_autotune_cache() -> None:
+    """Forget the plans and kernels of this process: the next calls look the cache up again. No file is touched."""
+    dispatch.forget()
+
+
+def problems_for(target: Target, layers: Sequence[Layer]) -> Iterator[tuple[KernelSpec, Problem]]:
+    """Each problem, once, that a layer has a record of for this GPU or for another one of its arch."""
+    seen: set[tuple[str, Problem]] = set()
+    places = [(layer, key) for layer in layers for key in layer.targets() if key.startswith(f"{target.arch}-")]
+    for layer, key in places:
+        for toolkit in layer.toolkits(key):
+            for spec in all_specs().values():
+                for values in layer.problems(key, toolkit, spec.name):
+                    problem = _problem(spec, values)
+                    if problem is not None and (spec.name, problem) not in seen:
+                        seen.add((spec.name, problem))
+                        yield spec, problem
+
+
+def launch_small(spec: KernelSpec, problem: Problem, plan: dispatch.Plan, device: torch.device, sm_count: int) -> None:
+    """Launch a plan's kernel on inputs of at most 64 rows or tokens, on the grid that these need; not counted."""
+    import torch
+
+    sizes = {d.name: min(problem[d.name], _SMALL) for d in spec.dimensions if d.kind == "bucketed"}
+    if "batch" in sizes:
+        sizes["batch"] = 1
+    small = problem.but(**sizes)
+    implementation = spec.implement(small, plan.config)
+    own = copy.copy(plan)
+    own.blocks = implementation.grid(small, sm_count)
+    own.grid = (own.blocks,)
+    generator = torch.Generator(device=device).manual_seed(0)
+    arrays = spec.inputs(small, generator, str(device))
+    for name, (shape, dtype) in spec.outputs(small, own.blocks).items():
+        arrays[name] = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+    own.launch(device.index, *(arrays[parameter.name] for parameter in implementation.parameters))
+
+
+def _problem(spec: KernelSpec, values: dict[str, Any]) -> Problem | None:
+    """A record's problem as the spec has it today, or None where its dimensions were others."""
+    try:
+        return spec.problem(**values)
+    except (TypeError, ValueError):
+        return None
+
+
+def _as_torch(spec: KernelSpec, problem: Problem) -> list[Any]:
+    import torch
+
+    return [getattr(torch, problem[d.name]) if d.kind == "dtype" else problem[d.name] for d in spec.dimensions]
+
+
+def _sizes_of(model: torch.nn.Module) -> set[int]:
+    """Every whole number of the configurations in a model, wrapped or not."""
+    configs = [module.config for module in model.modules() if hasattr(getattr(module, "config", None), "to_dict")]
+    if not configs:
+        raise InputError(
+            f"warmup_all_kernels: {type(model).__name__} has no configuration; leave model out for all kernels"
+        )
+    return {value for config in configs for value in config.to_dict().values() if type(value) is int}
+
+
+def _named(spec: KernelSpec, problem: Problem, sizes: set[int]) -> bool:
+    return all(problem[d.name] in sizes for d in spec.dimensions if d.kind == "exact")
