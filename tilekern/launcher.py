@@ -54,7 +54,7 @@ class PrebuiltKernel(ct.kernel):
     def _compile(
         self,
         signature: Any,
-        context: Any,
+        context: Any,  # noqa: ARG002
         compute_capability: Any = None,  # noqa: ARG002
     ) -> tuple[bytes, str, None, tuple[()]]:
         for variant in self._variants:

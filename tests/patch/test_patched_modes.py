@@ -9,7 +9,7 @@ from tiny_qwen3 import IDS, launched, launches, make, same, step, worst
 import tilekern
 
 pytestmark = pytest.mark.usefixtures("interpreted")
-ways = pytest.mark.parametrize("way", [lambda model: tilekern.apply(), tilekern.apply_to_model], ids=["class", "model"])
+ways = pytest.mark.parametrize("way", [lambda _: tilekern.apply(), tilekern.apply_to_model], ids=["class", "model"])
 
 
 @ways

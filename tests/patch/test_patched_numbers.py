@@ -11,16 +11,13 @@ from tilekern import dispatch
 
 # Launches of one step of the two-layer model: 9 norms (4 a layer and the last), 2 MLPs, 2 rotations there and back.
 STEP = {
-    "rms_norm_forward": 9, "rms_norm_backward": 9, "column_sum": 9, "swiglu_forward": 2, "swiglu_backward": 2, "rope": 4,
+    "rms_norm_forward": 9, "rms_norm_backward": 9, "column_sum": 9,
+    "swiglu_forward": 2, "swiglu_backward": 2, "rope": 4,
 }  # fmt: skip
 
 
-def applied_to_class(model):
-    return tilekern.apply()
-
-
 @pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize("way", [applied_to_class, tilekern.apply_to_model])
+@pytest.mark.parametrize("way", [lambda _: tilekern.apply(), tilekern.apply_to_model], ids=["class", "model"])
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("kv_heads", [1, 5])
 def test_loss_and_gradients_agree_and_reset_is_exact(way, attention, kv_heads):
@@ -38,17 +35,14 @@ def test_loss_and_gradients_agree_and_reset_is_exact(way, attention, kv_heads):
 
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("op", ["rms_norm", "swiglu", "rope"])
-@pytest.mark.parametrize("way", [tilekern.apply, lambda **ops: tilekern.apply_to_model(MODEL[0], **ops)])
-def test_one_op_alone(op, way):
-    MODEL[:] = [make()]
-    reference, before = step(MODEL[0]), launches()
+@pytest.mark.parametrize("whole", [True, False], ids=["class", "model"])
+def test_one_op_alone(op, whole):
+    model = make()
+    reference, before = step(model), launches()
     switches = {name: name == op for name in ("rms_norm", "swiglu", "rope")}
-    assert way(**switches) == [op]
-    assert worst(step(MODEL[0]), reference) < 1e-5
+    assert (tilekern.apply(**switches) if whole else tilekern.apply_to_model(model, **switches)) == [op]
+    assert worst(step(model), reference) < 1e-5
     assert {kernel for kernel in launched(before) if kernel != "column_sum"} == {k for k in KERNELS if k.startswith(op)}
-
-
-MODEL = []
 
 
 @pytest.mark.usefixtures("interpreted")

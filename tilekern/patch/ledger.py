@@ -56,8 +56,7 @@ class Ledger:
 
     def __iter__(self) -> Iterator[Touch]:
         """Those whose owners are alive."""
-        self._touches = {key: touch for key, touch in self._touches.items() if touch.owner() is not None}
-        return iter(list(self._touches.values()))
+        return (touch for _, touch in self._alive())
 
     def held(self, owner: Any, name: str) -> Touch | None:
         """What is noted of an attribute, or None."""
@@ -81,9 +80,17 @@ class Ledger:
 
     def undo(self, ops: Collection[str]) -> set[str]:
         """Put back every attribute that the ops touched, and say which of the ops had touched any."""
-        undone = {touch.op: touch for touch in self if touch.op in ops}
-        for touch in self:
+        undone = set()
+        for owner, touch in self._alive():
             if touch.op in ops:
                 touch.undo()
-                del self._touches[id(touch.owner()), touch.name]
-        return set(undone)
+                del self._touches[id(owner), touch.name]
+                undone.add(touch.op)
+        return undone
+
+    def _alive(self) -> list[tuple[Any, Touch]]:
+        """The touches with their owners, which the list keeps alive; those of owners that are gone are dropped."""
+        pairs = [(touch.owner(), touch) for touch in self._touches.values()]
+        alive = [(owner, touch) for owner, touch in pairs if owner is not None]
+        self._touches = {(id(owner), touch.name): touch for owner, touch in alive}
+        return alive
