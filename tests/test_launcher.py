@@ -147,7 +147,7 @@ def test_an_argument_that_allows_more_takes_the_aligned_variant(x):
     ],
 )  # fmt: skip
 def test_what_no_variant_allows_raises(x):
-    with pytest.raises(NoVariant, match=r"rms_norm_forward_block: none of the variants aligned, generic allows") as caught:
+    with pytest.raises(NoVariant, match="rms_norm_forward_block: none of the variants aligned, generic") as caught:
         chosen(arguments(x))
     assert isinstance(caught.value, TilekernError)
 
@@ -159,10 +159,11 @@ def test_scalars_are_told_apart_by_dtype():
         chosen(arguments(eps=ConstantConstraint(1e-6)))
 
 
-@pytest.mark.parametrize("change", [lambda p: p[:-1], lambda p: [*p, ConstantConstraint(1)], lambda p: [], lambda p: p[::-1]])
-def test_a_wrong_number_or_order_of_arguments_raises(change):
-    with pytest.raises(NoVariant):
-        chosen(change(arguments()))
+def test_a_wrong_number_or_order_of_arguments_raises():
+    right = arguments()
+    for wrong in (right[:-1], [*right, ConstantConstraint(1)], [], right[::-1]):
+        with pytest.raises(NoVariant):
+            chosen(wrong)
 
 
 def test_constants_of_the_launch_need_not_be_those_of_the_generic_variant():

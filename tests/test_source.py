@@ -115,7 +115,8 @@ def test_the_module_is_not_run(digest):
 
 
 @pytest.mark.parametrize(
-    ("name", "said"), [("sample_kernels.nowhere", "nowhere"), ("no_such_package.kernel", "no_such_package"), ("sys", "sys")]
+    ("name", "said"),
+    [("sample_kernels.nowhere", "nowhere"), ("no_such_package.kernel", "no_such_package"), ("sys", "sys")],
 )
 def test_a_module_without_source_is_named(digest, name, said):
     digest()

@@ -74,7 +74,7 @@ def test_equal_points_whose_values_stand_in_another_order_hash_alike():
 
 
 def test_candidates_are_the_allowed_part_of_the_product_in_a_fixed_order():
-    odd = Constraint("b must be odd", lambda problem, config, target: config["b"] % 2 == 1)
+    odd = Constraint("b must be odd", lambda _problem, config, _target: config["b"] % 2 == 1)
     space = Space(lambda problem: {"a": [1, problem["n"]], "b": [1, 2, 3]}, (odd,))
     found = [dict(config) for config in space.candidates(Problem(n=7), H200)]
     assert found == [{"a": 1, "b": 1}, {"a": 1, "b": 3}, {"a": 7, "b": 1}, {"a": 7, "b": 3}]
@@ -83,7 +83,7 @@ def test_candidates_are_the_allowed_part_of_the_product_in_a_fixed_order():
 
 
 def test_dangerous_points_are_out_of_every_space():
-    space = Space(lambda problem: {"num_ctas": [None, 1, 2], "occupancy": [None, 1, 2, 15, 16, 32]})
+    space = Space(lambda _problem: {"num_ctas": [None, 1, 2], "occupancy": [None, 1, 2, 15, 16, 32]})
     found = [(config["num_ctas"], config["occupancy"]) for config in space.candidates(Problem(), H200)]
     assert (2, 1) in found
     assert (1, 15) in found

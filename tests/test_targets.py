@@ -64,7 +64,7 @@ def _with_gpu(monkeypatch, name, major, minor, sm_count):
     )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: properties)
 
 
 @every_target

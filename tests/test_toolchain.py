@@ -36,7 +36,8 @@ def candidate():
 def compiler(folder: Path, script: str, monkeypatch) -> Path:
     """A compiler that is a shell script."""
     path = folder / "tileiras"
-    path.write_text(f'#!/bin/sh\nif [ "$1" = --version ]; then echo "Cuda compilation tools, V13.4.92"; exit; fi\n{script}\n')
+    version = 'if [ "$1" = --version ]; then echo "Cuda compilation tools, V13.4.92"; exit; fi'
+    path.write_text(f"#!/bin/sh\n{version}\n{script}\n")
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setattr(toolchain, "_tileiras", lambda: path)
     return path
@@ -64,7 +65,7 @@ def test_a_machine_without_the_package_and_with_an_empty_path_has_no_compiler(tm
 def test_a_compiler_on_the_path_serves_where_the_package_is_missing(fresh, tmp_path, monkeypatch):
     compiler(tmp_path, "", monkeypatch)
     monkeypatch.undo()
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     assert toolkit().path == tmp_path / "tileiras"
 
@@ -151,3 +152,33 @@ def test_a_toolkit_names_its_versions():
     assert found.tileiras[0].isdigit()
     assert found.cuda_tile.startswith("1.")
     assert dataclasses.asdict(found)["path"] == found.path
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", all_specs())
+def test_the_front_end_gives_the_bytecode_of_cuda_tile_s_public_function(name):
+    """The steps behind ``export_kernel`` are private to cuda-tile; lowered code is kept and used for all hints."""
+    import io
+
+    import cuda.tile as ct
+    from cuda.tile.compilation import CallingConvention, KernelSignature, export_kernel
+
+    from tilekern.frontend import lower
+
+    spec = all_specs()[name]
+    values = {"dtype": "bfloat16", "flag": False}
+    problem = spec.problem(**{
+        d.name: values.get(d.kind, 8 if "heads" in d.name else 64) for d in spec.dimensions
+    })
+    implementation = spec.implement(problem, spec.generic(problem))
+    constraints = tuple(toolchain.constraint(assumed) for assumed in assumptions(implementation, ALIGNED))
+    for hints in ({"occupancy": 1}, {"occupancy": 4, "num_worker_warps": 8}, {"occupancy": 1}):
+        kernel = ct.kernel(implementation.function._pyfunc, **hints)
+        signature = KernelSignature(list(constraints), CallingConvention.cutile_python_v1())
+        signature = signature.with_mangled_symbol(kernel._pyfunc.__name__)
+        expected = io.BytesIO()
+        options = {"gpu_code": "sm_100", "output_format": "tileir_bytecode", "bytecode_version": "13.4"}
+        export_kernel(kernel, [signature], expected, **options)
+        bytecode, symbol = lower(implementation.function, constraints, hints, "sm_100", "13.4")
+        assert symbol == signature.symbol
+        assert bytecode == expected.getvalue()

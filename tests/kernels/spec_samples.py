@@ -41,9 +41,9 @@ def problems(spec: KernelSpec) -> st.SearchStrategy[Problem]:
 def sized(spec: KernelSpec, dtype: str = "float32", *, flags: bool = False, **sizes: int) -> Problem:
     """The problem of a spec with the given sizes, :data:`ODD` ones elsewhere, and one dtype throughout."""
     values: dict[str, Any] = {"dtype": dtype, "flag": flags}
-    return spec.problem(
-        **{d.name: values[d.kind] if d.kind in values else sizes.get(d.name, ODD.get(d.name, 5)) for d in spec.dimensions}
-    )
+    for d in spec.dimensions:
+        values[d.name] = values[d.kind] if d.kind in ("dtype", "flag") else sizes.get(d.name, ODD.get(d.name, 5))
+    return spec.problem(**{d.name: values[d.name] for d in spec.dimensions})
 
 
 def configs(spec: KernelSpec, problem: Problem) -> list[Config]:

@@ -149,5 +149,5 @@ def test_references_of_backward_specs_are_what_autograd_says(name):
     expected = dict(zip((f"d{name}" for name in leaves), gradients, strict=True))
     got = backward.reference(dy=dy, **{k: v.detach() if k in leaves else v for k, v in inputs.items()})
     assert got.keys() == expected.keys()
-    for key in expected:
-        torch.testing.assert_close(got[key], expected[key], rtol=1e-10, atol=1e-10)
+    for key, gradient in expected.items():
+        torch.testing.assert_close(got[key], gradient, rtol=1e-10, atol=1e-10)

@@ -87,7 +87,7 @@ def test_the_same_candidate_compiles_to_the_same_bytes():
 def test_a_config_that_cannot_be_lowered_fails_in_one_line():
     spec, target = spec_named("swiglu_forward"), resolve("sm_90")
     problem = sized(spec, "bfloat16", **QWEN3)
-    with pytest.raises(CompileFailed, match="[Pp]ower") as caught:
+    with pytest.raises(CompileFailed, match=r"[Pp]ower") as caught:
         compile_candidate(spec, problem, spec.generic(problem).but(tile_n=1000), target, GENERIC)
     assert "\n" not in str(caught.value)
 

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -248,9 +249,15 @@ def test_a_registered_patch_is_applied(llama_norm):
     assert LlamaRMSNorm.forward is original
 
 
-def test_a_patch_that_cannot_be_registered(llama_norm):
-    from dataclasses import replace
+def test_a_module_that_is_gone_is_a_warning(llama_norm):
+    tilekern.register_patch(replace(llama_norm, module="transformers.models.gone"))
+    patched, said = warned(lambda: tilekern.apply(model_type="llama"))
+    assert patched == []
+    assert len(said) == 1
+    assert "transformers.models.gone, for LlamaRMSNorm.forward, cannot be imported" in said[0]
 
+
+def test_a_patch_that_cannot_be_registered(llama_norm):
     tilekern.register_patch(llama_norm)
     for bad, message in [
         (replace(llama_norm, op="norm of mine"), "must be a name"),

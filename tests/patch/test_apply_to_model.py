@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import inspect
 import io
 import types
 import weakref
@@ -10,6 +11,7 @@ import pytest
 import torch
 from test_apply_and_reset import OPS, everything, identical, warned
 from tiny_qwen3 import launched, launches, make, same, step, worst
+from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 import tilekern
 from tilekern.errors import InputError
@@ -58,15 +60,9 @@ def test_twice_and_together_with_apply():
     assert worst(step(model), reference) < 1e-5
     assert launched(counted)["swiglu_forward"] == 2
     assert tilekern.reset() == OPS
-    assert identical(
-        own_attributes(model), [{**b, **grads(a)} for a, b in zip(own_attributes(model), before, strict=True)]
-    )
+    assert identical(own_attributes(model), before)
     assert identical(everything(), classes)
     assert same(step(model), reference)
-
-
-def grads(_):
-    return {}
 
 
 def test_places_are_counted():
@@ -124,20 +120,27 @@ def test_patched_models_can_be_freed():
     assert tilekern.reset() == []
 
 
-def test_a_deep_copy_is_patched_and_a_saved_model_is_not():
+def test_a_deep_copy_is_patched_and_survives_reset():
     model = make()
     tilekern.apply_to_model(model)
-    copied, file = copy.deepcopy(model), io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=False)
-    reference = step(model)
+    copied, reference = copy.deepcopy(model), step(model)
     tilekern.reset()
     before = launches()
     assert same(step(copied), reference)
     assert launched(before)["rope"] == 4
+
+
+@pytest.mark.skipif(
+    not inspect.isfunction(qwen3.apply_rotary_pos_emb), reason="kernels makes models that do not pickle"
+)
+def test_a_saved_model_is_not_patched():
+    model, file = make(), io.BytesIO()
+    reference = step(model)
+    tilekern.apply_to_model(model)
+    torch.save(model, file)
+    file.seek(0)
     before = launches()
-    assert worst(step(loaded), reference) < 1e-5
+    assert same(step(torch.load(file, weights_only=False)), reference)
     assert not launched(before)
 
 

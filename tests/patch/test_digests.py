@@ -72,12 +72,12 @@ def test_what_is_not_there():
 
 
 def test_functions_that_the_kernels_package_wraps_are_seen_through():
-    kernels = pytest.importorskip("kernels")
+    layers = pytest.importorskip("kernels.layer")
 
     def rotate(q, k):
         return k, q
 
-    wrapped = kernels.use_kernel_forward_from_hub("rotary_pos_emb")(rotate)
+    wrapped = layers.use_kernel_forward_from_hub("rotary_pos_emb")(rotate)
     assert wrapped is not rotate
     assert digest_of(wrapped) == digest_of(rotate)
     wrapped.forward = lambda q, k: (q, k)

@@ -62,14 +62,6 @@ def test_bfloat16_is_as_exact_as_torch(attention):
         assert worst([ours], [reference]) <= 1.25 * worst([torchs], [reference]) + 4e-3
 
 
-@pytest.mark.usefixtures("interpreted")
-def test_without_rows():
-    tilekern.apply()
-    model = make()
-    logits = model(input_ids=IDS[:0]).logits
-    assert logits.shape == (0, 7, 331)
-
-
 def test_on_a_cpu_without_the_interpreter_the_models_own_ops_run(monkeypatch):
     monkeypatch.delenv("TILEKERN_INTERPRET", raising=False)
     monkeypatch.setattr(dispatch, "_said", set())

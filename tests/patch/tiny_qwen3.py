@@ -39,7 +39,7 @@ def launched(before):
 def worst(results, references):
     """The largest relative error among tensors."""
     pairs = zip(results, references, strict=True)
-    return max(float((a.double() - b.double()).norm() / b.double().norm()) for a, b in pairs)
+    return max(float((a.detach().double() - b.detach().double()).norm() / b.detach().double().norm()) for a, b in pairs)
 
 
 def same(results, references):

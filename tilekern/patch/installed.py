@@ -48,8 +48,11 @@ def examine(patch: Patch, ledger: Ledger) -> Found:
     """Import the patch's module and compare its functions with what the patch knows."""
     try:
         module = importlib.import_module(patch.module)
+    except ImportError as error:
+        return Found(patch, "missing", f"{patch.module}, for {patch.attribute}, cannot be imported ({error})")
+    try:
         owner, name = holder(module, patch.attribute)
-    except (ImportError, AttributeError) as error:
+    except AttributeError as error:
         return Found(patch, "missing", f"{patch.target} is not there ({error})")
     touch = ledger.held(owner, name)
     if touch is None:

@@ -1,0 +1,53 @@
+"""Tests that need an NVIDIA GPU: ``python -m pytest -m gpu tests/gpu``.
+
+Kernels come out of the cache (``TILEKERN_CACHE_DIR``); what it lacks is compiled where a compiler is. On a GPU host
+without one, carry a cache that was filled elsewhere: ``python tests/gpu/fill_cache.py --gpu H200 FOLDER``.
+"""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+sys.path += [str(HERE.parent / "kernels"), str(HERE.parent / "ops")]
+
+import gpu_samples  # noqa: E402 (found through the path above)
+
+from tilekern import dispatch, toolchain  # noqa: E402
+from tilekern.errors import CacheMiss  # noqa: E402
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.gpu)
+            item.add_marker(pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU here"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call():
+    try:
+        return (yield)
+    except CacheMiss as error:
+        pytest.skip(f"no compiler is here, and {error}")
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch):
+    """Plans and counters of one test are not those of another; a kernel that is lacking is compiled or skips."""
+    monkeypatch.delenv("TILEKERN_INTERPRET", raising=False)
+    monkeypatch.setattr(dispatch, "_counters", {})
+    dispatch.set_miss_policy("error" if toolchain.toolkit() is None else "compile")
+    dispatch.forget()
+    torch.cuda.empty_cache()
+    yield
+    dispatch.set_miss_policy(None)
+    dispatch.forget()
+
+
+@pytest.fixture
+def variants(monkeypatch):
+    """The names of the variants that the launcher has asked for, in order."""
+    return gpu_samples.watch_variants(monkeypatch)

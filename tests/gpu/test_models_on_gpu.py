@@ -1,0 +1,98 @@
+"""A patched model on the GPU, and caches that serve with no compiler."""
+
+import pytest
+import torch
+
+import tilekern
+from tilekern import cache, dispatch, toolchain
+from tilekern.errors import CacheMiss
+from tilekern.kernels import spec_named
+from tilekern.targets import here
+from tuning.models import PRESETS
+from tuning.plan import OPS, plan
+
+IDS = torch.randint(0, 331, (2, 37), generator=torch.Generator().manual_seed(1))
+
+
+def step(dtype):
+    """The loss and all gradients of a tiny Qwen3 with odd sizes."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        hidden_size=80, num_attention_heads=5, num_key_value_heads=5, head_dim=16, intermediate_size=208,
+        vocab_size=331, num_hidden_layers=2, max_position_embeddings=64, attn_implementation="eager",
+    )  # fmt: skip
+    model = Qwen3ForCausalLM(config).to("cuda", dtype)
+    loss = model(input_ids=IDS.cuda(), labels=IDS.cuda()).loss
+    loss.backward()
+    return [loss.detach().double(), *(p.grad.double() for p in model.parameters())]
+
+
+@pytest.fixture
+def patched():
+    """Runs a step with the patches applied."""
+
+    def run(dtype):
+        tilekern.apply(rms_norm=True, swiglu=True, rope=True, fused_linear_cross_entropy=False, model_type="qwen3")
+        try:
+            return step(dtype)
+        finally:
+            tilekern.reset()
+
+    yield run
+    tilekern.reset()
+
+
+def errors(results, references):
+    return [float((a - b).norm() / (b.norm() + 1e-30)) for a, b in zip(results, references, strict=True)]
+
+
+def launches():
+    return {kernel: counts["launches"] for kernel, counts in tilekern.stats().items()}
+
+
+def test_a_patched_model_is_as_near_to_float32_as_the_model_itself(patched):
+    reference = step(torch.float32)
+    assert not launches()
+    ours, theirs = errors(patched(torch.bfloat16), reference), errors(step(torch.bfloat16), reference)
+    assert set(launches()) >= {"rms_norm_forward", "rms_norm_backward", "swiglu_forward", "swiglu_backward", "rope"}
+    assert all(counts["fallbacks"] == 0 for counts in tilekern.stats().values())
+    for own, other in zip(ours, theirs, strict=True):
+        assert own <= 2 * other + 1e-2, (ours, theirs)
+
+
+def test_a_patched_model_in_float32_gives_the_same_gradients(patched):
+    torch.backends.cuda.matmul.allow_tf32 = False
+    for error in errors(patched(torch.float32), step(torch.float32)):
+        assert error < 1e-4
+
+
+def test_the_prebuilt_packs_serve_qwen3_8b_with_no_compiler_and_an_empty_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("TILEKERN_CACHE_DIR", str(tmp_path / "empty"))
+    monkeypatch.delenv("TILEKERN_CACHE_PATH", raising=False)
+    monkeypatch.setattr(toolchain, "_tileiras", lambda: None)
+    toolchain.toolkit.cache_clear()
+    target = here()
+    try:
+        if not any(target.key in layer.targets() for layer in cache.default_layers()):
+            pytest.skip(f"no prebuilt pack is for {target.key}")
+        dispatch.set_miss_policy("error")
+        device = torch.device("cuda", torch.cuda.current_device())
+        for kernel, problem in plan(PRESETS["qwen3-8b"], [8192], ["bfloat16"], OPS, target):
+            spec = spec_named(kernel)
+            kinds = {d.name: d.kind for d in spec.dimensions}
+            sizes = [getattr(torch, v) if kinds[name] == "dtype" else v for name, v in problem.items()]
+            try:
+                assert dispatch.plan_for(spec, device, *sizes) is not None
+            except CacheMiss as error:
+                pytest.fail(str(error))
+        x, weight = torch.randn(64, 4096, device="cuda").bfloat16(), torch.ones(4096, device="cuda").bfloat16()
+        from tilekern.ops import rms_norm
+
+        y = rms_norm(x, weight)
+        expected = torch.nn.functional.rms_norm(x, (4096,), weight, 1e-6)
+        torch.testing.assert_close(y, expected, rtol=2e-2, atol=2e-2)
+        assert not (tmp_path / "empty").exists()
+    finally:
+        toolchain.toolkit.cache_clear()

@@ -1,0 +1,14 @@
+"""Ops run their kernels on the CPU in these tests."""
+
+import pytest
+
+from tilekern import dispatch
+
+
+@pytest.fixture(scope="module", autouse=True)
+def interpreted():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TILEKERN_INTERPRET", "1")
+        dispatch.forget()
+        yield
+    dispatch.forget()

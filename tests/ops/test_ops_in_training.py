@@ -1,0 +1,279 @@
+"""Ops as training uses them: graphs, checkpoints, autocast, torch.compile, frozen parameters, bad input."""
+
+import pytest
+import torch
+from op_samples import EPS, OPS, assert_near, inputs_of
+from torch.utils.checkpoint import checkpoint
+
+from tilekern import dispatch, interpreter
+from tilekern.ops import rms_norm, rope, swiglu
+
+every_op = pytest.mark.parametrize("op", OPS.values(), ids=OPS)
+SHAPE = (2, 3, 4, 10)
+FLOAT32 = torch.float32
+
+
+def leaves_of(op, dtype=FLOAT32):
+    inputs = inputs_of(op, SHAPE, [dtype], ["contiguous"])
+    return inputs, [x for x in inputs if x.requires_grad]
+
+
+def gradients(op, inputs, leaves):
+    return torch.autograd.grad(sum(y.float().square().sum() for y in op.run(*inputs)), leaves)
+
+
+@every_op
+def test_calls_run_the_kernel_and_count(op):
+    before = dispatch.counters(op.kernel).launches, dispatch.counters(op.kernel).fallbacks
+    inputs, _ = leaves_of(op)
+    with torch.no_grad():
+        op.run(*inputs)
+    assert dispatch.counters(op.kernel).launches == before[0] + 1
+    assert dispatch.counters(op.kernel).fallbacks == before[1]
+    assert dispatch.stats()[op.kernel]["launches"] == before[0] + 1
+
+
+@every_op
+def test_float64_runs_the_model_s_own_op_and_counts(op):
+    before = dispatch.counters(op.kernel)
+    launches, fallbacks = before.launches, before.fallbacks
+    inputs = inputs_of(op, SHAPE, [torch.float64], ["contiguous"])
+    for result, reference in zip(op.run(*inputs), op.reference(*inputs), strict=True):
+        assert result.dtype == torch.float64
+        assert_near(result, reference, 1e-6)
+    assert before.fallbacks == fallbacks + 1
+    assert before.launches == launches
+
+
+@every_op
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_frozen_input_gets_no_gradient(op, place):
+    inputs, leaves = leaves_of(op)
+    full = gradients(op, inputs, leaves)
+    inputs[place] = inputs[place].detach()
+    kept = inputs[1 - place]
+    (own,) = gradients(op, inputs, [kept])
+    assert_near(own, full[1 - place], 1e-6)
+    assert inputs[place].grad is None
+
+
+def test_a_frozen_weight_costs_no_sum(monkeypatch):
+    x, weight = torch.randn(6, 12, requires_grad=True), torch.randn(12)
+    before = dispatch.counters("column_sum").launches
+    rms_norm(x, weight).sum().backward()
+    assert dispatch.counters("column_sum").launches == before
+    rms_norm(x, weight.requires_grad_()).sum().backward()
+    assert dispatch.counters("column_sum").launches == before + 1
+
+
+@every_op
+def test_no_grad_and_inference_mode_keep_nothing(op):
+    inputs, _ = leaves_of(op)
+    expected = [y.detach() for y in op.run(*inputs)]
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            results = op.run(*inputs)
+        assert all(not y.requires_grad for y in results)
+        assert all(torch.equal(y, z) for y, z in zip(results, expected, strict=True))
+
+
+@every_op
+def test_one_op_twice_in_a_graph(op):
+    inputs, leaves = leaves_of(op)
+
+    def twice(call):
+        first = call(*inputs)
+        second = call(first[0], *inputs[1:])
+        return torch.autograd.grad(sum(y.sum() for y in (*first, *second)), leaves)
+
+    for got, reference in zip(twice(op.run), twice(op.reference), strict=True):
+        assert_near(got, reference, 1e-5)
+
+
+@every_op
+def test_a_graph_that_is_kept_gives_the_same_gradients_again(op):
+    inputs, leaves = leaves_of(op)
+    loss = sum(y.square().sum() for y in op.run(*inputs))
+    first = torch.autograd.grad(loss, leaves, retain_graph=True)
+    second = torch.autograd.grad(loss, leaves)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@every_op
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_activation_checkpointing(op, use_reentrant):
+    inputs, leaves = leaves_of(op)
+    expected = gradients(op, inputs, leaves)
+    results = checkpoint(op.run, *inputs, use_reentrant=use_reentrant)
+    got = torch.autograd.grad(sum(y.square().sum() for y in results), leaves) if not use_reentrant else None
+    if use_reentrant:
+        sum(y.square().sum() for y in results).backward()
+        got = [leaf.grad for leaf in leaves]
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+def test_an_input_that_is_changed_before_the_backward_is_noticed():
+    x, weight = torch.randn(4, 8, requires_grad=True), torch.ones(8, requires_grad=True)
+    hidden = x * 1
+    y = rms_norm(hidden, weight)
+    hidden.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_second_derivatives_are_refused_and_not_wrong():
+    for op in OPS.values():
+        inputs, leaves = leaves_of(op)
+        loss = sum(y.square().sum() for y in op.run(*inputs))
+        first = torch.autograd.grad(loss, leaves, create_graph=True)
+        with pytest.raises(RuntimeError, match="differentiate twice"):
+            sum(g.square().sum() for g in first).backward()
+
+
+def test_autocast_as_in_a_model():
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(16, 16, bias=False)
+    weight = torch.ones(16, requires_grad=True)
+    x = torch.randn(5, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        hidden = linear(x)
+        y = swiglu(linear(rms_norm(hidden, weight, EPS)), hidden)
+    assert hidden.dtype == y.dtype == torch.bfloat16
+    y.float().sum().backward()
+    assert weight.grad.dtype == linear.weight.grad.dtype == torch.float32
+    wide = linear.weight.detach().double().requires_grad_()
+    normed = OPS["rms_norm"].reference(x.double() @ wide.T, torch.ones(16).double())[0]
+    OPS["swiglu"].reference(normed @ wide.T, x.double() @ wide.T)[0].sum().backward()
+    assert_near(linear.weight.grad, wide.grad, 2e-2)
+
+
+@every_op
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_torch_compile_without_a_graph_break(op, dynamic):
+    inputs, leaves = leaves_of(op)
+    torch._dynamo.reset()
+    compiled = torch.compile(op.call, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    results = compiled(*inputs)
+    results = results if isinstance(results, tuple) else (results,)
+    for got, reference in zip(results, op.run(*inputs), strict=True):
+        assert torch.equal(got, reference)
+        assert got.stride() == reference.stride()
+    got = torch.autograd.grad(sum(y.square().sum() for y in results), leaves)
+    for one, other in zip(got, gradients(op, inputs, leaves), strict=True):
+        assert_near(one, other, 1e-6)
+
+
+def test_torch_compile_of_strided_inputs():
+    torch._dynamo.reset()
+    q = torch.randn(2, 5, 3, 8).transpose(1, 2).requires_grad_()
+    k, angles = torch.randn(2, 5, 3, 8).transpose(1, 2), torch.rand(1, 5, 8)
+    compiled = torch.compile(rope, fullgraph=True, backend="aot_eager")
+    for got, reference in zip(compiled(q, k, angles, angles), rope(q, k, angles, angles), strict=True):
+        assert torch.equal(got, reference)
+        assert got.stride() == reference.stride()
+
+
+def _arguments():
+    x, weight = torch.randn(3, 5, 12), torch.randn(12)
+    q, k, angles = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 5, 8), torch.rand(1, 5, 8)
+    return {
+        "rms_norm": (x.requires_grad_(), weight.requires_grad_(), EPS),
+        "rms_norm_backward": (x.detach(), x.detach(), weight.detach(), EPS),
+        "swiglu": (torch.randn(3, 12, requires_grad=True), torch.randn(3, 12, requires_grad=True)),
+        "swiglu_backward": (torch.randn(3, 12), torch.randn(3, 12), torch.randn(3, 12)),
+        "rope": (q.requires_grad_(), k.requires_grad_(), angles, angles, True),
+        "rope_backward": (q.detach(), k.detach(), angles, angles, True, torch.empty(0)),
+    }
+
+
+def registered():
+    names = torch._C._dispatch_get_all_op_names()
+    return sorted(name.removeprefix("tilekern::") for name in names if name.startswith("tilekern::"))
+
+
+@pytest.mark.parametrize("name", registered())
+def test_torch_s_own_checks_of_a_registered_op(name):
+    result = torch.library.opcheck(getattr(torch.ops.tilekern, name).default, _arguments()[name])
+    assert set(result.values()) == {"SUCCESS"}
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: rms_norm(torch.ones(2, 8), torch.ones(7)), r"weight must have the shape \[8\], got \[7\]"),
+        (lambda: rms_norm(torch.ones(2, 8), torch.ones(1, 8)), r"weight must have the shape \[8\], got \[1, 8\]"),
+        (lambda: rms_norm(torch.ones(2, 8), torch.ones(())), r"weight must have the shape \[8\], got \[\]"),
+        (lambda: swiglu(torch.ones(2, 8), torch.ones(2, 7)), r"one shape, got \[2, 8\] and \[2, 7\]"),
+        (lambda: swiglu(torch.ones(2, 8), torch.ones(1, 8)), r"one shape, got \[2, 8\] and \[1, 8\]"),
+    ],
+)
+def test_wrong_shapes_are_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"k": (2, 2, 6, 8)}, {"k": (1, 2, 5, 8)}, {"k": (2, 2, 5, 6)}, {"cos": (1, 6, 8)}, {"cos": (3, 5, 8)},
+        {"cos": (1, 5, 6)}, {"sin": (1, 5, 4)}, {"q": (2, 4, 5, 7), "k": (2, 2, 5, 7)},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_rope_refuses_wrong_shapes(changes):
+    sizes = {"q": (2, 4, 5, 8), "k": (2, 2, 5, 8), "cos": (1, 5, 8), "sin": (1, 5, 8)} | changes
+    with pytest.raises(ValueError, match=r"^rope: "):
+        rope(*(torch.ones(size) for size in sizes.values()))
+
+
+def test_rope_refuses_two_dtypes():
+    q, angles = torch.ones(2, 4, 5, 8), torch.ones(1, 5, 8)
+    with pytest.raises(ValueError, match=r"rope: q .*float32 and k .*bfloat16 may differ in heads only"):
+        rope(q, q.bfloat16(), angles, angles)
+    with pytest.raises(ValueError, match="one shape and dtype"):
+        rope(q, q, angles, angles.bfloat16())
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (3, 0, 8), (0,)])
+def test_nothing_to_do(shape):
+    x, other = torch.ones(shape, requires_grad=True), torch.ones(shape, requires_grad=True)
+    swiglu(x, other).sum().backward()
+    assert x.grad.shape == other.grad.shape == x.shape
+    weight = torch.ones(shape[-1:], requires_grad=True)
+    x = torch.ones(shape, requires_grad=True)
+    y = rms_norm(x, weight)
+    y.sum().backward()
+    assert y.shape == x.grad.shape == x.shape
+    assert torch.equal(weight.grad, torch.zeros_like(weight))
+
+
+@pytest.mark.parametrize("shape", [(0, 4, 5, 8), (2, 4, 0, 8), (2, 0, 5, 8)])
+def test_rope_of_nothing(shape):
+    batch, _, tokens, size = shape
+    q, k = torch.ones(shape, requires_grad=True), torch.ones(batch, 2, tokens, size)
+    angles = torch.ones(1, tokens, size)
+    out, other = rope(q, k, angles, angles)
+    assert out.shape == q.shape
+    assert other.shape == k.shape
+    (out.sum() + other.sum()).backward()
+    assert q.grad.shape == q.shape
+
+
+def test_angles_that_need_a_gradient_get_one():
+    q, k = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 5, 8)
+    cos, sin = torch.rand(1, 5, 8, requires_grad=True), torch.rand(1, 5, 8, requires_grad=True)
+    got = torch.autograd.grad(sum(y.sum() for y in rope(q, k, cos, sin)), (cos, sin))
+    expected = torch.autograd.grad(sum(y.sum() for y in OPS["rope"].reference(q, k, cos, sin)), (cos, sin))
+    for one, other in zip(got, expected, strict=True):
+        assert_near(one, other, 1e-6)
+
+
+def test_an_error_of_a_kernel_reaches_the_caller(monkeypatch):
+    def broken(*args, **kwargs):
+        raise interpreter.OutOfBounds("x")
+
+    monkeypatch.setattr(interpreter, "launch", broken)
+    with pytest.raises(interpreter.OutOfBounds):
+        swiglu(torch.ones(2, 8), torch.ones(2, 8))
+
+

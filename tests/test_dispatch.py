@@ -1,0 +1,334 @@
+"""What a call finds in a real cache for a GPU that is not here, and what happens where it finds nothing."""
+
+import json
+import shutil
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from tilekern import cache, dispatch, toolchain
+from tilekern.errors import CacheMiss, InputError
+from tilekern.kernels import spec_named
+from tilekern.launcher import PrebuiltKernel
+from tilekern.source import digest_of_module
+from tilekern.spec import Config
+from tilekern.targets import INTERPRETED, resolve
+
+GPU = torch.device("cuda", 0)
+H200, H100, B200 = resolve("H200"), resolve("H100"), resolve("B200")
+SPEC = spec_named("swiglu_forward")
+# No prebuilt pack serves a model of 48 columns.
+PROBLEM = SPEC.problem(rows=64, columns=48, dtype="bfloat16")
+SIZES = (50, 48, torch.bfloat16)
+
+pytestmark = pytest.mark.skipif(toolchain.toolkit() is None, reason="no tile compiler is installed")
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """A cache with the default of one problem."""
+    root = tmp_path_factory.mktemp("compiled")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TILEKERN_CACHE_DIR", str(root))
+        dispatch.compile_default(SPEC, PROBLEM, H200)
+    return root
+
+
+@pytest.fixture(autouse=True)
+def root(tmp_path, monkeypatch):
+    """An empty cache of the user, an H200 that is not there, and a process that has asked for nothing yet."""
+    for name in ("TILEKERN_CACHE_PATH", "TILEKERN_ON_MISS", "TILEKERN_INTERPRET"):
+        monkeypatch.delenv(name, raising=False)
+    root = tmp_path / "cache"
+    monkeypatch.setenv("TILEKERN_CACHE_DIR", str(root))
+    monkeypatch.setattr(dispatch, "here", lambda _device=None: H200)
+    monkeypatch.setattr(dispatch, "_counters", {})
+    monkeypatch.setattr(dispatch, "_said", set())
+    dispatch.set_miss_policy(None)
+    dispatch.forget()
+    yield root
+    dispatch.set_miss_policy(None)
+    dispatch.forget()
+
+
+@pytest.fixture
+def filled(root, compiled):
+    """The user's cache with one record."""
+    shutil.copytree(compiled, root)
+    return root
+
+
+@pytest.fixture
+def no_compiler(monkeypatch):
+    """A machine with a filled cache needs no compiler."""
+    toolchain.toolkit.cache_clear()
+    monkeypatch.setattr(toolchain, "_tileiras", lambda: None)
+    yield
+    toolchain.toolkit.cache_clear()
+
+
+def numbers(**expected):
+    return dict.fromkeys(("hits", "nearest", "misses", "fallbacks", "compiled", "launches"), 0) | expected
+
+
+def record_of(root):
+    (path,) = [path for path in Path(root).rglob("*.json") if SPEC.name in path.parts]
+    return path
+
+
+def test_a_problem_in_the_cache_becomes_a_plan(filled, no_compiler):
+    plan = dispatch.plan_for(SPEC, GPU, *SIZES)
+    assert isinstance(plan._kernel, PrebuiltKernel)
+    assert plan.config == SPEC.default(PROBLEM, H200)
+    real = SPEC.problem(rows=50, columns=48, dtype="bfloat16")
+    assert plan.blocks == SPEC.implement(real, plan.config).grid(real, H200.sm_count)
+    assert plan.grid == (plan.blocks,)
+    assert dispatch.stats() == {SPEC.name: numbers(hits=1)}
+    assert cache.read_wanted(filled) == []
+
+
+def test_the_plan_s_kernel_holds_both_variants_and_their_bytes(filled):
+    kernel = dispatch.plan_for(SPEC, GPU, *SIZES)._kernel
+    record = json.loads(record_of(filled).read_text())
+    assert [variant.name for variant in kernel._variants] == ["aligned", "generic"]
+    for variant in kernel._variants:
+        assert variant.load()[:4] == b"\x7fELF"
+        assert variant.symbol == record["artifacts"][variant.name]["symbol"]
+
+
+def test_find_gives_the_record_with_its_provenance(filled):
+    hit = dispatch.find(SPEC, SPEC.bucketed(PROBLEM), H200)
+    assert hit.exact_bucket
+    assert hit.exact_target
+    assert hit.record.provenance == "default"
+    assert hit.record.source_digest == digest_of_module(SPEC.module)
+    assert Config(hit.record.artifacts["generic"].config) == SPEC.generic(PROBLEM)
+
+
+def test_all_rows_of_a_bucket_share_a_kernel_and_have_grids_of_their_own(filled):
+    few, many = (dispatch.plan_for(SPEC, GPU, rows, 48, torch.bfloat16) for rows in (33, 64))
+    assert few is not many
+    assert few._kernel is many._kernel
+    assert few.blocks < many.blocks or few.blocks == 1
+
+
+@pytest.mark.parametrize("rows", [1, 65, 5000])
+def test_another_bucket_is_served_by_the_nearest(filled, no_compiler, rows):
+    plan = dispatch.plan_for(SPEC, GPU, rows, 48, torch.bfloat16)
+    assert plan.blocks >= 1
+    assert dispatch.stats()[SPEC.name] == numbers(hits=1, nearest=1)
+
+
+def test_another_gpu_of_the_arch_serves(filled, no_compiler, monkeypatch):
+    monkeypatch.setattr(dispatch, "here", lambda _device=None: H100)
+    assert dispatch.plan_for(SPEC, GPU, *SIZES) is not None
+    assert not dispatch.find(SPEC, SPEC.bucketed(PROBLEM), H100).exact_target
+
+
+def test_another_arch_exact_size_or_dtype_does_not_serve(filled, no_compiler, monkeypatch):
+    dispatch.set_miss_policy("fallback")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert dispatch.plan_for(SPEC, GPU, 50, 49, torch.bfloat16) is None
+        assert dispatch.plan_for(SPEC, GPU, 50, 48, torch.float16) is None
+        monkeypatch.setattr(dispatch, "here", lambda _device=None: B200)
+        dispatch.forget()
+        assert dispatch.plan_for(SPEC, GPU, *SIZES) is None
+    assert dispatch.stats()[SPEC.name] == numbers(misses=3)
+
+
+def test_a_record_of_another_source_is_a_miss(filled, no_compiler):
+    path = record_of(filled)
+    record = json.loads(path.read_text())
+    record["source_digest"] = "0" * 64
+    path.write_text(json.dumps(record))
+    dispatch.set_miss_policy("error")
+    with pytest.raises(CacheMiss):
+        dispatch.plan_for(SPEC, GPU, *SIZES)
+
+
+def test_a_blob_that_was_changed_is_a_miss(filled, no_compiler):
+    for blob in (filled / "v1" / "blobs").rglob("*"):
+        if blob.is_file():
+            blob.write_bytes(blob.read_bytes()[:-1] + b"?")
+    dispatch.set_miss_policy("error")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(CacheMiss):
+            dispatch.plan_for(SPEC, GPU, *SIZES)
+
+
+def test_a_miss_compiles_the_default_and_keeps_it(root):
+    assert dispatch.miss_policy() == "compile"
+    plan = dispatch.plan_for(SPEC, GPU, *SIZES)
+    assert plan.config == SPEC.default(PROBLEM, H200)
+    assert dispatch.stats()[SPEC.name] == numbers(misses=1, compiled=1)
+    dispatch.forget()
+    assert dispatch.plan_for(SPEC, GPU, *SIZES) is not None
+    assert dispatch.stats()[SPEC.name] == numbers(misses=1, compiled=1, hits=1)
+    (wanted,) = cache.read_wanted(root)
+    assert (wanted["kernel"], wanted["problem"]) == (SPEC.name, dict(PROBLEM))
+    assert wanted["target"]["key"] == H200.key
+
+
+def test_a_miss_where_nothing_can_be_compiled_falls_back_and_says_how_to_tune(root, no_compiler):
+    with pytest.warns(UserWarning, match="tilekern.tune MODEL --gpu H200") as said:
+        assert dispatch.plan_for(SPEC, GPU, *SIZES) is None
+    assert any("tilekern[compile]" in str(warning.message) for warning in said)
+    assert dispatch.stats()[SPEC.name] == numbers(misses=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert dispatch.plan_for(SPEC, GPU, *SIZES) is None
+        assert dispatch.plan_for(SPEC, GPU, 5000, 48, torch.bfloat16) is None
+
+
+def test_the_policy_fallback_compiles_nothing(root):
+    dispatch.set_miss_policy("fallback")
+    with pytest.warns(UserWarning, match="the model's own op runs"):
+        assert dispatch.plan_for(SPEC, GPU, *SIZES) is None
+    assert not [path for path in root.rglob("*.json") if SPEC.name in path.parts]
+
+
+def test_the_policy_error_names_kernel_problem_target_and_the_way_out(root):
+    dispatch.set_miss_policy("error")
+    for _ in range(2):
+        with pytest.raises(CacheMiss, match="swiglu_forward for rows=64,columns=48,dtype=bfloat16 on H200; tune it"):
+            dispatch.plan_for(SPEC, GPU, *SIZES)
+
+
+@pytest.mark.parametrize("policy", ["compile", "fallback", "error"])
+def test_the_wanted_list_is_written_once(root, no_compiler, policy):
+    dispatch.set_miss_policy(policy)
+    for _ in range(3):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                dispatch.plan_for(SPEC, GPU, *SIZES)
+            except CacheMiss:
+                assert policy == "error"
+        dispatch.forget()
+    (wanted,) = cache.read_wanted(root)
+    assert f"policy {policy}" in wanted["reason"]
+
+
+def test_the_environment_sets_the_policy_and_the_argument_wins(monkeypatch):
+    monkeypatch.setenv("TILEKERN_ON_MISS", "error")
+    assert dispatch.miss_policy() == "error"
+    dispatch.set_miss_policy("fallback")
+    assert dispatch.miss_policy() == "fallback"
+    dispatch.set_miss_policy(None)
+    assert dispatch.miss_policy() == "error"
+
+
+def test_an_unknown_policy_is_named_with_the_known_ones(monkeypatch):
+    with pytest.raises(InputError, match="on_miss: unknown miss policy 'panic'; known: compile, fallback, error"):
+        dispatch.set_miss_policy("panic")
+    monkeypatch.setenv("TILEKERN_ON_MISS", "Error")
+    with pytest.raises(InputError, match="TILEKERN_ON_MISS: unknown miss policy 'Error'"):
+        dispatch.miss_policy()
+
+
+def test_a_folder_that_cannot_be_written_is_no_error(root, no_compiler):
+    root.parent.mkdir(exist_ok=True)
+    root.write_text("a file where the cache's folder should be")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert dispatch.plan_for(SPEC, GPU, *SIZES) is None
+
+
+def test_a_compiled_default_that_cannot_be_kept_falls_back(root):
+    root.parent.mkdir(exist_ok=True)
+    root.write_text("a file where the cache's folder should be")
+    with pytest.warns(UserWarning, match="the model's own op runs"):
+        assert dispatch.plan_for(SPEC, GPU, *SIZES) is None
+
+
+def test_the_second_call_touches_no_disk(filled, monkeypatch):
+    first = dispatch.plan_for(SPEC, GPU, *SIZES)
+    shutil.rmtree(filled)
+    monkeypatch.setattr(dispatch, "_resolve", None)
+    assert dispatch.plan_for(SPEC, GPU, *SIZES) is first
+    assert dispatch.stats()[SPEC.name] == numbers(hits=1)
+
+
+def test_forget_looks_again_and_keeps_the_counters(filled):
+    first = dispatch.plan_for(SPEC, GPU, *SIZES)
+    first.launches = 7
+    dispatch.forget()
+    assert dispatch.stats()[SPEC.name] == numbers(hits=1, launches=7)
+    second = dispatch.plan_for(SPEC, GPU, *SIZES)
+    assert second is not first
+    second.launches = 2
+    assert dispatch.stats()[SPEC.name] == numbers(hits=2, launches=9)
+
+
+def test_memory_of_plans_is_bounded(filled, monkeypatch):
+    monkeypatch.setattr(dispatch, "MOST_PLANS", 4)
+    for rows in range(1, 20):
+        assert dispatch.plan_for(SPEC, GPU, rows, 48, torch.bfloat16) is not None
+    assert len(dispatch._plans) <= 4
+
+
+def test_launches_are_counted_though_memory_is_bounded(filled, monkeypatch):
+    monkeypatch.setattr(dispatch, "MOST_PLANS", 2)
+    for rows in range(1, 7):
+        dispatch.plan_for(SPEC, GPU, rows, 48, torch.bfloat16).launches += 1
+    assert dispatch.stats()[SPEC.name]["launches"] == 6
+
+
+def test_each_device_has_plans_of_its_own(filled):
+    one, other = (dispatch.plan_for(SPEC, torch.device("cuda", index), *SIZES) for index in (0, 1))
+    assert one is not other
+    assert one._kernel is not other._kernel
+
+
+def test_a_dependent_kernel_gets_a_dependent_plan(root):
+    spec = spec_named("column_sum")
+    plan = dispatch.plan_for(spec, GPU, 132, 48, torch.float32)
+    assert type(plan) is dispatch.DependentPlan
+    assert type(dispatch.plan_for(SPEC, GPU, *SIZES)) is dispatch.Plan
+
+
+def test_a_dtype_that_no_kernel_takes_runs_the_model_s_own_op(root):
+    with pytest.warns(UserWarning, match="dtype must be one of bfloat16, float16, float32, got 'float64'"):
+        assert dispatch.plan_for(SPEC, GPU, 50, 48, torch.float64) is None
+    assert not root.exists()
+
+
+def test_the_cpu_runs_the_model_s_own_op_unless_interpreted(monkeypatch):
+    cpu = torch.device("cpu")
+    with pytest.warns(UserWarning, match="was called on cpu"):
+        assert dispatch.plan_for(SPEC, cpu, *SIZES) is None
+    monkeypatch.setenv("TILEKERN_INTERPRET", "1")
+    plan = dispatch.plan_for(SPEC, cpu, *SIZES)
+    assert type(plan) is dispatch.InterpretedPlan
+    gate, up = torch.randn(2, 50, 48).bfloat16()
+    y = torch.full_like(gate, torch.nan)
+    plan.launch(None, gate, up, y)
+    torch.testing.assert_close(y, torch.nn.functional.silu(gate.float()).mul(up).bfloat16(), rtol=2e-2, atol=2e-2)
+    assert plan.config == SPEC.default(SPEC.problem(rows=50, columns=48, dtype="bfloat16"), INTERPRETED)
+    assert dispatch.stats()[SPEC.name]["launches"] == 1
+
+
+@pytest.mark.parametrize(("value", "expected"), [("1", True), ("yes", True), ("0", False), ("", False)])
+def test_interpreting_goes_by_the_environment(monkeypatch, value, expected):
+    monkeypatch.setenv("TILEKERN_INTERPRET", value)
+    assert dispatch.interpreting() is expected
+
+
+def test_a_further_layer_serves_and_is_not_written_to(root, compiled, no_compiler, monkeypatch):
+    before = sorted((path, path.stat().st_mtime_ns) for path in compiled.rglob("*"))
+    monkeypatch.setenv("TILEKERN_CACHE_PATH", str(compiled))
+    assert dispatch.plan_for(SPEC, GPU, *SIZES) is not None
+    assert sorted((path, path.stat().st_mtime_ns) for path in compiled.rglob("*")) == before
+    assert not root.exists()
+
+
+def test_a_message_is_said_once_in_a_process():
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            dispatch.say_once("mind the step")
+    assert [str(warning.message) for warning in said] == ["mind the step"]
