@@ -101,7 +101,7 @@ def rope_case(
     """Rotary embedding of q and k as projections leave them, with positions that all sequences share."""
     spec = rope_kernels.SPEC
     sizes: dict[str, Any] = {"tokens": tokens, "batch": batch, "heads": heads, "kv_heads": kv_heads}
-    sizes |= {"head_dim": head_dim, "full": True, "dtype": dtype, "angle_dtype": dtype}
+    sizes |= {"head_dim": head_dim, "full": False, "dtype": dtype, "angle_dtype": dtype}
     forward, backward = spec.problem(**sizes, inverse=False), spec.problem(**sizes, inverse=True)
 
     def tensors(device: str) -> Tensors:

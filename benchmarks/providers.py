@@ -11,6 +11,7 @@ gets) or fills a new dx with zeros first; both are measured, the default as ``li
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -42,7 +43,9 @@ class Provider:
 def _tilekern() -> Provider:
     from tilekern import ops
 
-    return Provider(OURS, {"rms_norm": ops.rms_norm, "swiglu": ops.swiglu, "rope": ops.rope})
+    # As the patch for Qwen3 calls it: the model stores the same angles twice.
+    rope = functools.partial(ops.rope, twice=True)
+    return Provider(OURS, {"rms_norm": ops.rms_norm, "swiglu": ops.swiglu, "rope": rope})
 
 
 def _eager() -> Provider:

@@ -40,8 +40,12 @@ def _closure(name: str) -> list[Path]:
             continue
         found[module] = _path(module)
         tree = ast.parse(found[module].read_text(encoding="utf-8"))
-        waiting += [target for target in _imports(tree) if target.startswith(package + ".")]
+        waiting += [target for target in _imports(tree, package) if _is_sibling(target, package)]
     return [found[module] for module in sorted(found)]
+
+
+def _is_sibling(name: str, package: str) -> bool:
+    return name.rpartition(".")[0] == package and importlib.util.find_spec(name) is not None
 
 
 def _path(module: str) -> Path:
@@ -51,11 +55,13 @@ def _path(module: str) -> Path:
     return Path(spec.origin)
 
 
-def _imports(tree: ast.Module) -> list[str]:
+def _imports(tree: ast.Module, package: str) -> list[str]:
     names = []
     for node in tree.body:
         if isinstance(node, ast.ImportFrom) and node.module:
             names.append(node.module)
+            if node.module == package:
+                names += [f"{package}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
     return names
@@ -64,8 +70,16 @@ def _imports(tree: ast.Module) -> list[str]:
 def _bare(text: str) -> str:
     """The lines of code that count."""
     dropped: set[int] = set()
+    inside: set[int] = set()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             dropped.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
-    lines = (line.rstrip() for number, line in enumerate(text.splitlines(), 1) if number not in dropped)
-    return "\n".join(line for line in lines if line and not line.lstrip().startswith("#"))
+        elif isinstance(node, ast.Constant | ast.JoinedStr) and node.end_lineno != node.lineno:
+            inside.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    lines = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if number in inside - dropped:
+            lines.append(line)
+        elif number not in dropped and line.strip() and not line.lstrip().startswith("#"):
+            lines.append(line.rstrip())
+    return "\n".join(lines)

@@ -27,7 +27,7 @@ class _Point(Mapping[str, Value]):
 
     def __init__(self, values: Mapping[str, Value] | None = None, **more: Value) -> None:
         self._values: dict[str, Value] = {**(values or {}), **more}
-        self._hash = hash(tuple(self._values.items()))
+        self._hash = hash(frozenset(self._values.items()))
 
     def __getitem__(self, name: str) -> Any:
         return self._values[name]
@@ -172,8 +172,8 @@ class Implementation:
 
     ``parameters`` are the arrays and scalars in the order of the device function; its compile-time constants come
     after them, in the order of ``constants``. ``grid`` gives the number of blocks for real sizes and a number of SMs.
-    Every implementation must be right on any one-dimensional grid (a loop over its work in steps of the grid), so
-    that the generic variant of an artifact can be launched on the aligned one's grid. ``dependent`` says that the
+    The implementation of a spec's generic config must be right on any one-dimensional grid (a loop over its work in
+    steps of the grid), since it is launched on the aligned one's. ``dependent`` says that the
     device function waits for its predecessor by itself (``grid_dependency_control_wait``), so that it may be launched
     before that has ended (programmatic dependent launch, sm_90 and newer).
     """

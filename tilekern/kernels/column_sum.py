@@ -6,7 +6,7 @@ from typing import Any
 
 import cuda.tile as ct
 
-from tilekern.kernels.tiles import TMA_NEEDS_HOPPER, ConstBool, ConstInt, grid_of, hints, load
+from tilekern.kernels.tiles import TMA_NEEDS_HOPPER, ConstBool, ConstInt, grid_of, hints, load, power_of_two
 from tilekern.spec import (
     ITEM_BYTES,
     ArrayParameter,
@@ -55,7 +55,7 @@ def _implement(problem: Problem, config: Config) -> Implementation:
 
 
 def _default(problem: Problem, target: Target) -> Config:
-    tile_m = min(64, max(8, problem["rows"]))
+    tile_m = min(64, max(16, power_of_two(problem["rows"])))
     return Config(schedule="block", tile_m=tile_m, tile_n=32, occupancy=1, num_worker_warps=0, tma=False, latency=0)
 
 

@@ -368,7 +368,7 @@ FORWARD = KernelSpec(
     reference=reference_forward,
     bytes_moved=_bytes_forward,
     flops=lambda problem: 4 * problem["rows"] * problem["columns"],
-    result_dtype=lambda problem: promoted(problem["dtype"], problem["weight_dtype"]),
+    result_dtype=lambda problem: problem["dtype"],
 )
 
 BACKWARD = KernelSpec(

@@ -158,8 +158,8 @@ _SIZED = Constraint(
     ),
 )
 _HELD = Constraint(
-    "a block that takes all heads of its tokens at once holds at most 16384 elements",
-    lambda problem, config, target: _held(problem, config) <= 16384,
+    "a block that takes all heads of its tokens at once holds at most 32768 elements of one token, 16384 of several",
+    lambda problem, config, target: _held(problem, config) <= (32768 if config["tile_t"] == 1 else 16384),
 )
 
 
@@ -206,7 +206,7 @@ def _implement(problem: Problem, config: Config) -> Implementation:
 def _default(problem: Problem, target: Target) -> Config:
     width = power_of_two(problem["head_dim"] // 2)
     tile_h = min(power_of_two(problem["heads"]), max(1, 1024 // width))
-    tile_t = max(1, min(16, 1024 // (width * tile_h)))
+    tile_t = max(1, min(max(2, 256 // (width * tile_h)), 1024 // (width * tile_h)))
     return Config(schedule="block", tile_h=tile_h, tile_t=tile_t, occupancy=4, num_worker_warps=0, tma=False, latency=0)
 
 

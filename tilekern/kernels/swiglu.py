@@ -107,12 +107,24 @@ def swiglu_backward_persistent(
 DIMENSIONS = (Dimension("rows", "bucketed"), Dimension("columns", "exact"), Dimension("dtype", "dtype"))
 
 
+def _wastes_little(columns: int, tile_n: int) -> bool:
+    """Whether at most a third of the columns of a row's tiles lie beyond the row's end."""
+    return cdiv(columns, tile_n) * tile_n <= 1.5 * columns
+
+
+def _tile_widths(columns: int) -> list[int]:
+    """Wide tiles where they fit the row, else narrower ones, the widest last."""
+    wide = [n for n in (1024, 2048, 4096) if n <= power_of_two(columns) and _wastes_little(columns, n)]
+    narrow = [n for n in (256, 512) if n <= power_of_two(columns) and _wastes_little(columns, n)]
+    return wide or narrow or [min(256, power_of_two(columns))]
+
+
 def _axes(problem: Problem) -> dict[str, list[Value]]:
-    width = power_of_two(problem["columns"])
+    widths = _tile_widths(problem["columns"])
     return {
         "schedule": ["persistent", "block"],
-        "tile_m": [1, 2] if width >= 256 else [16, 32, 64],
-        "tile_n": sorted({min(width, n) for n in (1024, 2048, 4096)}),
+        "tile_m": sorted({max(1, elements // n) for elements in (1024, 2048) for n in widths}),
+        "tile_n": list(widths),
         "occupancy": [2, 8],
         "num_worker_warps": [0, 8],
         "tma": [False],
@@ -120,25 +132,11 @@ def _axes(problem: Problem) -> dict[str, list[Value]]:
     }
 
 
-def _sized(least: int, most: int) -> Constraint:
+def _sized(most: int) -> Constraint:
     return Constraint(
-        f"a tile of fewer than {least} or more than {most} elements starves the memory system or spills",
-        lambda problem, config, target: (
-            least
-            <= config["tile_m"] * config["tile_n"]
-            <= max(most, power_of_two(problem["columns"]) if config["tile_m"] == 1 and most < 256 else most)
-            or config["tile_m"] * power_of_two(problem["columns"]) <= least
-        ),
+        f"a tile of fewer than 1024 or more than {most} elements starves the memory system or spills",
+        lambda problem, config, target: 1024 <= config["tile_m"] * config["tile_n"] <= most,
     )
-
-
-_LITTLE_WASTE = Constraint(
-    "more than a third of the tile's columns would lie beyond the row's end",
-    lambda problem, config, target: (
-        cdiv(problem["columns"], config["tile_n"]) * config["tile_n"] <= 1.5 * problem["columns"]
-        or config["tile_n"] <= 256
-    ),
-)
 
 
 def _implementation(
@@ -179,9 +177,9 @@ def _implement_backward(problem: Problem, config: Config) -> Implementation:
 
 
 def _default(problem: Problem, target: Target) -> Config:
-    width = min(1024, power_of_two(problem["columns"]))
+    width = _tile_widths(problem["columns"])[0]
     return Config(
-        schedule="block", tile_m=max(1, 1024 // width), tile_n=width, occupancy=8 if width == 1024 else 4,
+        schedule="block", tile_m=max(1, 1024 // width), tile_n=width, occupancy=8,
         num_worker_warps=0, tma=False, latency=0,
     )  # fmt: skip
 
@@ -223,7 +221,7 @@ FORWARD = KernelSpec(
     summary="y = silu(gate) * up",
     module=__name__,
     dimensions=DIMENSIONS,
-    space=Space(_axes, (_sized(1024, 8192), _LITTLE_WASTE, TMA_NEEDS_HOPPER)),
+    space=Space(_axes, (_sized(8192), TMA_NEEDS_HOPPER)),
     implement=_implement_forward,
     default=_default,
     generic=_generic,
@@ -240,7 +238,7 @@ BACKWARD = KernelSpec(
     summary="gradients of swiglu with respect to gate and up",
     module=__name__,
     dimensions=DIMENSIONS,
-    space=Space(_axes, (_sized(1024, 4096), _LITTLE_WASTE, TMA_NEEDS_HOPPER)),
+    space=Space(_axes, (_sized(4096), TMA_NEEDS_HOPPER)),
     implement=_implement_backward,
     default=_default,
     generic=_generic,

@@ -56,7 +56,8 @@ def grid_of(steps: int, config: Config, sm_count: int) -> int:
 
 
 def _fits_registers(problem: Problem, config: Config, target: Target, live: int) -> bool:
-    elements = config["tile_m"] * config["tile_n"] * cdiv(problem["columns"], config["tile_n"])
+    chunks = 1 if config["passes"] == 2 else cdiv(problem["columns"], config["tile_n"])
+    elements = config["tile_m"] * config["tile_n"] * chunks
     return elements * live * max(1, config["occupancy"]) <= 1.25 * target.registers
 
 
