@@ -39,17 +39,37 @@ def measure(calls: int = CALLS, batches: int = BATCHES) -> Results:
     return results
 
 
-def host_times(todo: Mapping[Any, Callable[[], Any]], calls: int, batches: int) -> dict[Any, Timing]:
+# Makes a number of calls.
+Batch = Callable[[int], None]
+
+
+def repeat(call: Callable[[], Any]) -> Batch:
+    """A batch of calls."""
+
+    def run(calls: int) -> None:
+        for _ in range(calls):
+            call()
+
+    return run
+
+
+def repeat_without_gradients(call: Callable[[], Any]) -> Batch:
+    """A batch of calls under one ``torch.no_grad``, as an evaluation loop makes them."""
+    import torch
+
+    return torch.no_grad()(repeat(call))
+
+
+def host_times(todo: Mapping[Any, Batch], calls: int, batches: int) -> dict[Any, Timing]:
     """Host time of one call of each: the mean over a batch of calls, its median and spread over batches, in turns."""
     import torch
 
     means: dict[Any, list[float]] = {name: [] for name in todo}
     for batch in range(batches + 1):
-        for name, call in todo.items():
+        for name, run in todo.items():
             torch.cuda.synchronize()
             started = time.perf_counter_ns()
-            for _ in range(calls):
-                call()
+            run(calls)
             mean_us = (time.perf_counter_ns() - started) / calls / 1000
             if batch:  # the first one warms up
                 means[name].append(mean_us)
@@ -57,7 +77,7 @@ def host_times(todo: Mapping[Any, Callable[[], Any]], calls: int, batches: int) 
     return {name: Timing.of(times) for name, times in means.items()}
 
 
-def _ours_alone(part: Part, target: Target) -> dict[tuple[str, str], Callable[[], Any]]:
+def _ours_alone(part: Part, target: Target) -> dict[tuple[str, str], Batch]:
     """The bare launch of the forward's kernel, and the lookup of its plan."""
     import torch
 
@@ -66,24 +86,18 @@ def _ours_alone(part: Part, target: Target) -> dict[tuple[str, str], Callable[[]
     spec, problem = part
     device, sizes = torch.device("cuda", torch.cuda.current_device()), sizes_of(spec, problem)
     return {
-        (f"ct.launch {version_of('cuda-tile')}", "launch"): launcher_of(spec, problem, target),
-        (OURS, "lookup"): lambda: plan_for(spec, device, *sizes),
+        (f"ct.launch {version_of('cuda-tile')}", "launch"): repeat(launcher_of(spec, problem, target)),
+        (OURS, "lookup"): repeat(lambda: plan_for(spec, device, *sizes)),
     }
 
 
-def _calls(case: Case, tensors: Tensors, provider: Provider) -> dict[tuple[str, str], Callable[[], Any]]:
-    import torch
-
+def _calls(case: Case, tensors: Tensors, provider: Provider) -> dict[tuple[str, str], Batch]:
     plain, tracked = clone(tensors), clone(tensors)
     for x in plain.inputs:
         x.requires_grad_(False)
 
-    @torch.no_grad()
-    def without() -> Any:
-        return forward(case, plain, provider)
-
     return {
-        (provider.name, "forward_no_grad"): without,
-        (provider.name, "forward"): lambda: forward(case, tracked, provider),
-        (provider.name, "forward_backward"): lambda: backward(tracked, forward(case, tracked, provider)),
+        (provider.name, "forward_no_grad"): repeat_without_gradients(lambda: forward(case, plain, provider)),
+        (provider.name, "forward"): repeat(lambda: forward(case, tracked, provider)),
+        (provider.name, "forward_backward"): repeat(lambda: backward(tracked, forward(case, tracked, provider))),
     }

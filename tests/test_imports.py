@@ -187,9 +187,7 @@ def test_listing_a_cache_never_loads_torch(tmp_path):
         "try: main()\nexcept SystemExit as end: assert not end.code, end.code\n"
         "print(*(name for name in ('torch', 'cuda.tile', 'transformers') if name in sys.modules), file=sys.stderr)"
     )
-    ran = subprocess.run(
-        [sys.executable, "-c", code, tmp_path], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    ran = subprocess.run([sys.executable, "-c", code, tmp_path], cwd=ROOT, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
     assert ran.stderr.strip() == ""
 

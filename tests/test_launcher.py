@@ -246,5 +246,3 @@ class TestTheContractWithCudaTile:
 
         signature = KernelSignature([constraint(a) for a in STRONG], CallingConvention.cutile_python_v1())
         assert kernel(ALIGNED)._compile(signature, None)[1] == "aligned_symbol"
-
-

@@ -120,9 +120,7 @@ def test_the_compiler_does_not_see_another_cuda_toolkit(fresh, tmp_path, monkeyp
 @pytest.mark.parametrize("name", all_specs())
 def test_the_generic_variant_assumes_dtypes_and_ranks_alone(name):
     spec = all_specs()[name]
-    problem = spec.problem(**{
-        d.name: {"dtype": "bfloat16", "flag": False}.get(d.kind, 64) for d in spec.dimensions
-    })
+    problem = spec.problem(**{d.name: {"dtype": "bfloat16", "flag": False}.get(d.kind, 64) for d in spec.dimensions})
     implementation = spec.implement(problem, spec.generic(problem))
     plain, strong = assumptions(implementation, GENERIC), assumptions(implementation, ALIGNED)
     assert len(plain) == len(strong) == len(implementation.parameters) + len(implementation.constants)
@@ -167,9 +165,7 @@ def test_the_front_end_gives_the_bytecode_of_cuda_tile_s_public_function(name):
 
     spec = all_specs()[name]
     values = {"dtype": "bfloat16", "flag": False}
-    problem = spec.problem(**{
-        d.name: values.get(d.kind, 8 if "heads" in d.name else 64) for d in spec.dimensions
-    })
+    problem = spec.problem(**{d.name: values.get(d.kind, 8 if "heads" in d.name else 64) for d in spec.dimensions})
     implementation = spec.implement(problem, spec.generic(problem))
     constraints = tuple(toolchain.constraint(assumed) for assumed in assumptions(implementation, ALIGNED))
     for hints in ({"occupancy": 1}, {"occupancy": 4, "num_worker_warps": 8}, {"occupancy": 1}):

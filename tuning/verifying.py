@@ -95,6 +95,7 @@ def within(relative: float, elementwise: float, tolerance: Tolerance) -> bool:
 
 def errors(actual: Any, reference: Any) -> tuple[float, float]:
     """||actual - reference|| / ||reference|| and max|actual - reference| / max|reference|; infinite where NaN is."""
+    actual, reference = actual.detach(), reference.detach()
     difference = actual.double() - reference.double()
     if difference.numel() == 0:
         return 0.0, 0.0

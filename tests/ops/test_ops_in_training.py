@@ -275,5 +275,3 @@ def test_an_error_of_a_kernel_reaches_the_caller(monkeypatch):
     monkeypatch.setattr(interpreter, "launch", broken)
     with pytest.raises(interpreter.OutOfBounds):
         swiglu(torch.ones(2, 8), torch.ones(2, 8))
-
-

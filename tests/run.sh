@@ -1,0 +1,81 @@
+#!/usr/bin/env bash
+# Lint, types, all tests that need no GPU, and one whole tuning run with its result checked.
+#
+# Needs Python 3.11 or newer and a package index; no GPU. Works in .venv, or in the environment that TILEKERN_VENV
+# names; one that has everything is used as it is. Writes to the clone and to one temporary folder, nowhere else.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+mkdir "$scratch/tmp" "$scratch/home"
+export TMPDIR="$scratch/tmp" XDG_CACHE_HOME="$scratch/home" HF_HOME="$scratch/home/hub" PIP_CACHE_DIR="$scratch/home/pip"
+export TILEKERN_CACHE_DIR="$scratch/cache" PYTHONPATH="$PWD" PIP_DISABLE_PIP_VERSION_CHECK=1
+unset TILEKERN_CACHE_PATH TILEKERN_ON_MISS TILEKERN_INTERPRET
+
+step() { printf '\n== %s (%d s so far)\n' "$1" "$SECONDS"; }
+
+venv=${TILEKERN_VENV:-.venv}
+python=$venv/bin/python
+
+has_all() {
+    [ -x "$python" ] && "$python" - 2>"$scratch/lacking" <<'PY'
+import tomllib
+from importlib.metadata import version
+from packaging.requirements import Requirement
+
+project = tomllib.load(open("pyproject.toml", "rb"))["project"]
+extras = project["optional-dependencies"]
+needed = map(Requirement, [*project["dependencies"], *extras["compile"], *extras["test"]])
+lacking = [str(need) for need in needed if version(need.name) not in need.specifier]
+if lacking:
+    raise SystemExit(f"lacking: {', '.join(lacking)}")
+version("nvidia-cuda-tileiras")
+PY
+}
+
+step "environment $venv"
+if has_all; then
+    echo "has everything"
+else
+    [ -s "$scratch/lacking" ] && tail -n 1 "$scratch/lacking"
+    [ -x "$python" ] || python3 -m venv "$venv"
+    # This torch has a build without CUDA; a plain `torch` may bring gigabytes of it.
+    "$python" -m pip install -q torch==2.13.0 -e '.[test]'
+fi
+"$python" -V
+
+step "ruff"
+"$python" -m ruff check .
+"$python" -m ruff format --check .
+
+step "mypy"
+"$python" -m mypy
+
+step "a whole tuning run: Qwen3-0.6B for B200"
+"$python" -m tilekern.tune qwen3-0.6b --gpu B200 --cache-dir "$scratch/tuned" --json >"$scratch/tuned.json"
+"$python" - "$scratch/tuned.json" "$scratch"/tuned/sweeps/*/sweep.json <<'PY'
+import json
+import sys
+
+import torch
+
+outcome, plan = (json.load(open(path)) for path in sys.argv[1:])
+named = {(p["kernel"], json.dumps(p["problem"])) for p in outcome["problems"]}
+lacking = [p for p in plan["problems"] if (p["kernel"], json.dumps(p["problem"])) not in named]
+assert not lacking, f"no winner for {lacking}"
+assert len(named) >= 20, f"only {len(named)} problems"
+assert outcome["target"]["name"] == "B200", outcome["target"]
+for p in outcome["problems"]:
+    assert p["config"], p
+    assert p["candidates"] > p["failed"] >= 0, p
+    assert p["provenance"] == "predicted" or torch.cuda.is_available(), p
+tried = sum(p["candidates"] for p in outcome["problems"])
+print(f"{len(named)} problems, each with a winner, out of {tried} candidates; seconds: {outcome['seconds']}")
+PY
+"$python" -m cache_tools verify --cache-dir "$scratch/tuned"
+
+step "pytest"
+"$python" -m pytest -n 2 -m "not gpu"
+
+printf '\n== all passed in %d s\n' "$SECONDS"
