@@ -34,7 +34,7 @@ def patched():
     """Runs a step with the patches applied."""
 
     def run(dtype):
-        tilekern.apply(rms_norm=True, swiglu=True, rope=True, fused_linear_cross_entropy=False, model_type="qwen3")
+        tilekern.apply(rms_norm=True, swiglu=True, rope=True, model_type="qwen3")
         try:
             return step(dtype)
         finally:
