@@ -1,0 +1,280 @@
+"""The command lines as people meet them: bad input is one line and leaves nothing behind; Ctrl-C loses nothing."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tilekern.toolchain import toolkit
+from tuning.sweep import Sweep
+
+ROOT = Path(__file__).parents[1]
+SMALL = ("qwen3-0.6b", "--gpu", "B200", "--ops", "rope", "--tokens", "64")
+CONFIG = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128, "model_type": "qwen3"}
+needs_compiler = pytest.mark.skipif(toolkit() is None, reason="no tile compiler is installed")
+
+
+class CommandLines:
+    """Runs the command lines in a process of their own, with a cache that does not exist yet."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.cache = folder / "cache"
+        self.env = {k: v for k, v in os.environ.items() if not k.startswith("TILEKERN_")}
+        self.env |= {"PYTHONPATH": str(ROOT), "TILEKERN_CACHE_DIR": str(self.cache), "CUDA_VISIBLE_DEVICES": ""}
+
+    def run(self, *command, **env):
+        return subprocess.run(
+            [sys.executable, *map(str, command)],
+            cwd=self.folder, env=self.env | env, capture_output=True, text=True, timeout=120, check=False,
+        )  # fmt: skip
+
+    def tune(self, *arguments, **env):
+        return self.run("-m", "tilekern.tune", *arguments, **env)
+
+    def tools(self, *arguments, **env):
+        return self.run("-m", "cache_tools", *arguments, **env)
+
+    def files(self):
+        return sorted(str(path.relative_to(self.cache)) for path in self.cache.rglob("*") if path.is_file())
+
+
+@pytest.fixture
+def lines(tmp_path):
+    return CommandLines(tmp_path)
+
+
+def said(ran, code):
+    """The one line of an error."""
+    assert ran.returncode == code, ran.stderr
+    assert "Traceback" not in ran.stderr
+    assert ran.stdout == ""
+    text = ran.stderr.removesuffix("\n")
+    assert text.count("\n") == 0, text
+    return text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["qwen9-8b", "--gpu", "B200"], ["unknown model 'qwen9-8b'", "qwen3-8b", "config.json"]),
+        (["two\nlines", "--gpu", "B200"], ["unknown model"]),
+        (["", "--gpu", "B200"], ["config.json"]),
+        (["--gpu", "B200"], ["name a model"]),
+        (["qwen3-8b", "--gpu", "B9000"], ["unknown GPU 'B9000'", "H200", "sm_100"]),
+        (
+            ["qwen3-8b", "--gpu", "B200", "--ops", "rope,attention"],
+            ["unknown op 'attention'", "rms_norm, swiglu, rope"],
+        ),
+        (["qwen3-8b", "--gpu", "B200", "--ops", ","], ["--ops is empty"]),
+        (["qwen3-8b", "--gpu", "B200", "--dtype", "int8"], ["unknown dtype 'int8'", "bfloat16, float16, float32"]),
+        (["qwen3-8b", "--gpu", "B200", "--stages", "plan,cook"], ["unknown stage 'cook'", "plan, compile, measure"]),
+        (["qwen3-8b", "--gpu", "B200", "--tokens", "many"], ["--tokens 'many'", "2048,8192"]),
+        (["qwen3-8b", "--gpu", "B200", "--tokens", "2048,0"], ["--tokens 0", "at least 1"]),
+        (["qwen3-8b", "--gpu", "B200", "--tokens", "-5"], ["--tokens -5", "at least 1"]),
+        (["qwen3-8b", "--gpu", "B200", "--jobs", "0"], ["--jobs", "x>=1"]),
+        (["qwen3-8b", "--gpu", "B200", "--timeout", "soon"], ["--timeout", "soon"]),
+        (["qwen3-8b", "--gpu", "B200", "--colour"], ["--colour"]),
+        (["qwen3-8b", "qwen3-4b", "--gpu", "B200"], ["qwen3-4b"]),
+        (["qwen3-8b", "--gpu", "B200", "--stages", "compile"], ["--sweep"]),
+        (["--stages", "measure", "--sweep", "nowhere"], ["nowhere is no sweep folder", "--stages plan,compile"]),
+        (["missing/config.json", "--gpu", "B200"], ["missing/config.json does not exist"]),
+    ],
+    ids=lambda value: "-".join(value)[:40].replace("\n", "~") if isinstance(value, list) else None,
+)
+def test_what_the_tuner_does_not_know_is_named_with_what_would_be_right(lines, arguments, parts):
+    text = said(lines.tune(*arguments), 2)
+    for part in parts:
+        assert part in text
+    assert not lines.cache.exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_a_machine_with_no_gpu_needs_the_target_s_name(lines):
+    assert "--gpu B200" in said(lines.tune("qwen3-8b"), 2)
+    assert not lines.cache.exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("", "is not a readable JSON file"),
+        ("{", "is not a readable JSON file"),
+        ("[1]", "holds no JSON object"),
+        ('"qwen3"', "holds no JSON object"),
+        ({"hidden_size": None}, "lacks 'hidden_size'"),
+        ({"num_attention_heads": None}, "lacks 'num_attention_heads'"),
+        ({"intermediate_size": None}, "lacks 'intermediate_size'"),
+        ({"num_attention_heads": 3}, "lacks 'head_dim'"),
+        ({"hidden_size": -64}, "hidden_size is -64; expected a whole number"),
+        ({"hidden_size": 64.5}, "hidden_size is 64.5; expected a whole number"),
+        ({"hidden_size": 10**12}, "hidden_size is 1000000000000; expected a whole number"),
+        ({"hidden_size": True}, "hidden_size is True; expected a whole number"),
+        ({"intermediate_size": "big"}, "intermediate_size is 'big'"),
+        ({"num_attention_heads": 0}, "num_attention_heads is 0"),
+        ({"num_key_value_heads": 3}, "no multiple of num_key_value_heads 3"),
+        ({"head_dim": 15}, "head_dim is 15; rotary embedding needs an even one"),
+    ],
+)
+def test_a_bad_config_is_named_with_its_field(lines, text, part):
+    if isinstance(text, dict):
+        text = json.dumps({k: v for k, v in (CONFIG | text).items() if v is not None})
+    path = lines.folder / "config.json"
+    path.write_text(text)
+    found = said(lines.tune(path, "--gpu", "B200"), 2)
+    assert str(path) in found
+    assert part in found
+    assert not lines.cache.exists()
+
+
+def test_a_file_that_is_no_text_is_no_config(lines):
+    path = lines.folder / "config.json"
+    path.write_bytes(b"\xff\xfe\x00")
+    assert f"{path} is not a readable JSON file" in said(lines.tune(lines.folder, "--gpu", "B200"), 2)
+
+
+@pytest.mark.parametrize("place", ["/dev/null/x", "file/x", "file"])
+def test_a_cache_that_cannot_be_written_is_named_before_anything_is_compiled(lines, place):
+    (lines.folder / "file").write_text("a file")
+    started = time.monotonic()
+    assert place in said(lines.tune(*SMALL, "--cache-dir", place), 2)
+    assert time.monotonic() - started < 20
+    assert (lines.folder / "file").read_text() == "a file"
+    assert place in said(lines.tune(*SMALL, TILEKERN_CACHE_DIR=place), 2)
+
+
+def test_a_sweep_folder_that_cannot_be_written_is_named(lines):
+    assert "/dev/null/x" in said(lines.tune(*SMALL, "--sweep", "/dev/null/x"), 2)
+
+
+def test_a_hub_id_with_no_hub_in_reach_fails_fast_and_says_what_to_pass(lines):
+    started = time.monotonic()
+    # The reserved name resolves nowhere, whatever network this machine has.
+    text = said(lines.tune("Qwen/Qwen3-8B", "--gpu", "B200", HF_ENDPOINT="https://hub.invalid", HF_HOME="hub"), 2)
+    assert time.monotonic() - started < 20
+    for part in ("cannot fetch Qwen/Qwen3-8B from the hub", "config.json", "qwen3-8b"):
+        assert part in text
+    assert not lines.cache.exists()
+
+
+def test_a_missing_compiler_has_an_exit_code_of_its_own(lines):
+    code = (
+        "import sys, tilekern.toolchain as toolchain\n"
+        "toolchain.toolkit = lambda: None\n"
+        "sys.modules['elftools'] = None\n"
+        "from tuning.cli import main\n"
+        "sys.exit(main(sys.argv[1:]))"
+    )
+    text = said(lines.run("-c", code, *SMALL, "--json"), 4)
+    assert "pip install 'tilekern[compile]'" in text
+    # The plan is whole and serves the next run; beyond it there is nothing.
+    assert lines.files() == ["sweeps/sm_100-b200-148/sweep.json"]
+    assert Sweep(lines.cache / "sweeps/sm_100-b200-148").problems()
+
+
+def test_a_sweep_folder_of_another_target_is_left_as_it_is(lines):
+    assert lines.tune(*SMALL, "--stages", "plan", "--sweep", "sweep").returncode == 0
+    before = (lines.folder / "sweep" / "sweep.json").read_bytes()
+    text = said(lines.tune("qwen3-0.6b", "--gpu", "H200", "--sweep", "sweep"), 2)
+    assert "sweep holds a sweep for B200, not H200" in text
+    assert (lines.folder / "sweep" / "sweep.json").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("text", "part"), [("{", "cannot be read"), ('{"format": 99}', "was written by another version of tilekern")]
+)
+def test_a_plan_that_cannot_be_read_is_named(lines, text, part):
+    (lines.folder / "sweep").mkdir()
+    (lines.folder / "sweep" / "sweep.json").write_text(text)
+    for arguments in (["--stages", "measure", "--sweep", "sweep"], [*SMALL, "--sweep", "sweep"]):
+        assert part in said(lines.tune(*arguments), 2)
+    assert (lines.folder / "sweep" / "sweep.json").read_text() == text
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_measuring_needs_a_gpu(lines):
+    assert lines.tune(*SMALL, "--stages", "plan", "--sweep", "sweep").returncode == 0
+    text = said(lines.tune("--stages", "measure", "--sweep", "sweep", "--json"), 2)
+    assert "the measure stage needs a GPU" in text
+    assert not (lines.folder / "sweep" / "results.pack").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["list"], "list"),
+        (["ls", "--colour"], "--colour"),
+        (["ls", "--provenance", "guessed"], "measured, predicted, default"),
+        (["ls", "--cache-dir", "/dev/null"], "a cache is a folder"),
+        (["show", "rope", "no-key"], "no problem key"),
+        (["show", "rope", "tokens=64"], "there is no cache"),
+        (["clear", "--older-than", "soon"], "30d or 12h"),
+        (["clear"], "--all"),
+        (["clear", "--all", "--json"], "--yes"),
+        (["pack", "cache.zip"], ".pack"),
+        (["pack", "cache.pack"], "no record"),
+        (["unpack", "none.pack"], "there is no pack none.pack"),
+    ],
+    ids=lambda value: "-".join(value)[:40].replace("/", "~") if isinstance(value, list) else None,
+)
+def test_the_cache_tools_say_what_is_wrong_in_one_line(lines, arguments, part):
+    assert part in said(lines.tools(*arguments), 2)
+    assert not lines.cache.exists()
+    assert not list(lines.folder.iterdir())
+
+
+def test_a_file_that_is_no_pack_puts_nothing_into_the_cache(lines):
+    (lines.folder / "bad.pack").write_bytes(b"PK\x03\x04 not a pack")
+    assert "bad.pack is no pack" in said(lines.tools("unpack", "bad.pack"), 2)
+    assert not lines.cache.exists()
+
+
+def first_line(path, process, timeout_s=120):
+    ends = time.monotonic() + timeout_s
+    while time.monotonic() < ends and process.poll() is None:
+        if path.exists() and path.read_bytes().count(b"\n") >= 1:
+            return
+        time.sleep(0.02)
+    pytest.fail(f"no line in {path}: {process.poll()}")
+
+
+@needs_compiler
+def test_ctrl_c_keeps_what_was_finished_and_the_next_run_does_the_rest(lines):
+    command = [sys.executable, "-m", "tilekern.tune", *SMALL, "--jobs", "1"]
+    process = subprocess.Popen(
+        command, cwd=lines.folder, env=lines.env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    sweep = Sweep(lines.cache / "sweeps" / "sm_100-b200-148")
+    first_line(sweep.folder / "compiled.jsonl", process)
+    # As a terminal does: to the whole group, the compile workers included.
+    os.killpg(process.pid, signal.SIGINT)
+    out, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert "Traceback" not in errors
+    assert "the next run goes on from there" in errors
+    assert out == ""
+    journal = (sweep.folder / "compiled.jsonl").read_text().splitlines()
+    before = [json.loads(line)["key"] for line in journal]
+    assert sweep.compiled().keys() == set(before)
+    for line in sweep.compiled().values():
+        assert sweep.cubin(line["sha256"])
+    assert not (lines.cache / "v1").exists()
+
+    ran = lines.tune(*SMALL, "--json")
+    assert ran.returncode == 0, ran.stderr
+    outcome = json.loads(ran.stdout)
+    assert outcome.keys() >= {"target", "toolkit", "problems", "seconds"}
+    assert outcome["seconds"].keys() == {"plan", "compile"}
+    fields = {"kernel", "problem", "config", "provenance", "candidates", "failed"}
+    assert all(problem.keys() >= fields for problem in outcome["problems"])
+    assert 0 < outcome["compile"]["compiled"] == outcome["compile"]["distinct"] - len(before)
+    assert {problem["kernel"] for problem in outcome["problems"]} == {"rope"}
+    assert all(problem["candidates"] > problem["failed"] for problem in outcome["problems"])
+    assert lines.tools("verify").returncode == 0

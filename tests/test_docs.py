@@ -1,0 +1,297 @@
+"""The documentation runs: README, the worked example, and what the pages say of files, names and messages.
+
+A comment before a block of code says how it is run here; CONTRIBUTING.md lists these markers.
+"""
+
+import ast
+import dataclasses
+import importlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from tilekern.cache import PROVENANCES, Record
+from tilekern.kernels import all_specs
+from tilekern.toolchain import toolkit
+from tuning.models import PRESETS
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("tilekern", "tuning", "cache_tools", "benchmarks")
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+README = ROOT / "README.md"
+ARCHITECTURE = ROOT / "docs" / "architecture.md"
+SMALLER = " --ops rope --tokens 64"
+SET_UP = "python3 -m venv .venv && .venv/bin/pip install -q torch==2.13.0 -e '.[compile]' && "
+MARKERS = ("", "test: smaller", "test: set-up", "test: needs a GPU", "test: has results", "run")
+needs_compiler = pytest.mark.skipif(toolkit() is None, reason="no tile compiler is installed")
+every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page, with the comment that stands before it."""
+
+    marker: str
+    language: str
+    code: str
+
+
+def blocks(page, language=None):
+    found = re.findall(r"^(?:<!-- (.*?) -->\n)?```(\w+)\n(.*?)^```$", page.read_text(), re.M | re.S)
+    return [Block(*parts) for parts in found if language in (None, parts[1])]
+
+
+def environment(**more):
+    """What a user has, and neither pytest's nor anybody's tilekern settings."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("TILEKERN_", "PYTEST_"))}
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return kept | {"PATH": path, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""} | more
+
+
+def bash(code, folder, env):
+    return subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", code], cwd=folder, env=env, capture_output=True, text=True, check=False
+    )
+
+
+def smaller(code):
+    return re.sub(r"^(.*python -m tilekern\.tune .*)$", rf"\1{SMALLER}", code, flags=re.M)
+
+
+@every_page
+def test_every_block_is_of_a_known_kind(page):
+    for block in blocks(page):
+        assert block.language in ("bash", "python", "toml", "text"), block
+        known = block.marker in MARKERS or block.marker.startswith(("test: not here, ", "file: "))
+        assert known, block.marker
+    assert page.read_text().count("```") == 2 * len(blocks(page))
+
+
+@every_page
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
+        unmeasured = target == "benchmarks/RESULTS.md" and not list(ROOT.glob("benchmarks/results/**/*.json"))
+        if not target.startswith("https://") and not unmeasured:
+            assert (page.parent / target).exists(), target
+
+
+@needs_compiler
+def test_the_commands_of_the_readme_run(tmp_path):
+    """All of them in their order, in one folder, with one cache."""
+    env = environment(PYTHONPATH=str(ROOT), TILEKERN_CACHE_DIR=str(tmp_path / "cache"))
+    output = ""
+    for block in blocks(README, "bash"):
+        code, marker = block.code, block.marker
+        if marker.startswith("test: not here"):
+            continue
+        if marker == "test: set-up":
+            assert code.startswith(SET_UP)
+            code = code.removeprefix(SET_UP).replace(".venv/bin/", "").replace(" && ", "\n")
+        if marker in ("test: smaller", "test: set-up"):
+            code = smaller(code)
+        if marker == "test: has results":
+            assert not (tmp_path / "sweep-h200" / "results.pack").exists()
+            stand_in = "python -m tilekern.tune qwen3-8b --gpu H200 --sweep sweep-h200 --cache-dir gpu-host"
+            code = f"{stand_in}{SMALLER}\n{code}"
+        ran = bash(code, tmp_path, env)
+        output += ran.stdout
+        if marker == "test: needs a GPU":
+            assert ran.returncode == 2, ran.stderr
+            assert ran.stderr.count("\n") <= 2
+            assert "GPU" in ran.stderr.splitlines()[-1]
+        else:
+            assert ran.returncode == 0, f"{code}\n{ran.stdout}\n{ran.stderr}"
+    for part in ("qwen3-0.6b on B200", "predicted", "qwen3-8b on H200", "carry sweep-h200", "unpacked 2 records",
+                 "packed 2 records into qwen3-b200.pack", "0 broken, 0 stale", "available swiglu",
+                 "qwen3-b200.pack', '"):  # fmt: skip
+        assert part in output, output
+
+
+PYTHON = """
+import json, sys, torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+blocks, folder = json.load(open(sys.argv[1])), "Qwen/Qwen3-8B"
+config = Qwen3Config(hidden_size=80, num_attention_heads=5, num_key_value_heads=1, head_dim=16, vocab_size=331,
+                     intermediate_size=208, num_hidden_layers=2)
+Qwen3ForCausalLM(config).save_pretrained(folder)
+names, stepped = {}, False
+for code in blocks:
+    exec(compile(code, "README.md", "exec"), names)
+    if "model" in names and not stepped:
+        ids, stepped = torch.arange(12).reshape(2, 6), True
+        names["model"](input_ids=ids, labels=ids).loss.backward()
+        counted = names["tilekern"].stats()
+        assert all(counted[kernel]["launches"] for kernel in ("rms_norm_backward", "swiglu_backward", "rope")), counted
+print("ran", len(blocks))
+"""
+
+
+def test_the_python_of_the_readme_runs(tmp_path):
+    """All of it in one process, by the interpreter, on a tiny model that stands where the hub's would."""
+    code = [block.code for block in blocks(README, "python")]
+    (tmp_path / "blocks.json").write_text(json.dumps(code))
+    (tmp_path / "driver.py").write_text(PYTHON)
+    env = environment(PYTHONPATH=str(ROOT), TILEKERN_INTERPRET="1", TILEKERN_CACHE_DIR=str(tmp_path / "cache"))
+    ran = bash("python -W error::UserWarning:tilekern driver.py blocks.json", tmp_path, env)
+    assert ran.returncode == 0, ran.stderr
+    assert f"ran {len(code)}" in ran.stdout
+    assert "swiglu" in ran.stdout
+
+
+def test_a_package_brings_its_packs_along_as_the_readme_says(tmp_path):
+    (block,) = blocks(README, "toml")
+    ((group, entries),) = tomllib.loads(block.code)["project"]["entry-points"].items()
+    ((name, module),) = entries.items()
+    (tmp_path / module).mkdir()
+    (tmp_path / module / "h200.pack").touch()
+    info = tmp_path / f"{module}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[{group}]\n{name} = {module}\n")
+    code = "from tilekern.cache import default_layers; print([layer.name for layer in default_layers()])"
+    path = f"{tmp_path}{os.pathsep}{ROOT}"
+    ran = bash(f'python -c "{code}"', tmp_path, environment(PYTHONPATH=path, TILEKERN_CACHE_DIR="cache"))
+    assert f"{name}:h200" in ran.stdout, ran.stderr
+
+
+def sources(packages=PACKAGES):
+    return [path for package in packages for path in sorted((ROOT / package).rglob("*.py"))]
+
+
+def messages():
+    """Every text in the code, with … for what is filled in."""
+    for path in sources(PACKAGES[:3]):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                yield "".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+
+
+def test_the_messages_of_the_troubleshooting_table_are_those_of_the_code():
+    section = README.read_text().split("## Troubleshooting")[1].split("\n## ")[0]
+    quoted = [cell for row in re.findall(r"^\| (`.*?) \| ", section, re.M) for cell in re.findall(r"`([^`]+)`", row)]
+    assert len(quoted) >= 20
+    known = list(messages())
+    for line in quoted:
+        parts = [re.escape(part) for part in line.split("…")]
+        pattern = re.compile(".*".join(parts), re.S)
+        assert any(pattern.search(text) for text in known), line
+
+
+def test_the_table_of_variables_is_complete():
+    read = {name for path in sources(PACKAGES[:3]) for name in re.findall(r"TILEKERN_[A-Z_]+", path.read_text())}
+    section = README.read_text().split("## Environment variables")[1].split("\n## ")[0]
+    assert read == set(re.findall(r"^\| `(TILEKERN_[A-Z_]+)`", section, re.M))
+
+
+def test_the_readme_names_every_preset_op_and_command():
+    text = README.read_text()
+    for name in (*PRESETS, "rms_norm", "swiglu", "rope"):
+        assert f"`{name}`" in text
+    from cache_tools.cli import app
+
+    for command in app.commands:
+        assert f"`{command}`" in text or f"cache_tools {command}" in text, command
+
+
+def test_the_two_scripts_fit_the_readme():
+    script, door = ROOT / "tests" / "run.sh", ROOT / ".ci" / "run"
+    assert "torch==2.13.0" in SET_UP
+    assert "torch==2.13.0" in script.read_text()
+    assert os.access(door, os.X_OK)
+    assert "tests/run.sh" in door.read_text()
+    for path in (script, door):
+        assert path.read_text().startswith("#!/usr/bin/env bash\n")
+        assert subprocess.run(["bash", "-n", path], check=False).returncode == 0
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert {"compile", "test"} <= set(extras)
+
+
+def resolves(dotted):
+    """Whether a dotted name is a module, or an attribute of one."""
+    parts = dotted.split(".")
+    for at in range(len(parts), 0, -1):
+        try:
+            found = importlib.import_module(".".join(parts[:at]))
+        except ModuleNotFoundError:
+            continue
+        for name in parts[at:]:
+            if not hasattr(found, name):
+                return False
+            found = getattr(found, name)
+        return True
+    return False
+
+
+@every_page
+def test_names_and_files_that_a_page_mentions_exist(page):
+    quoted = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S))
+    for text in quoted:
+        if re.fullmatch(r"(tilekern|tuning|cache_tools)(\.\w+)+(\(.*\))?", text):
+            name = text.partition("(")[0]
+            assert name == "tilekern.prebuilt" or resolves(name), text
+        elif re.fullmatch(r"(tilekern|tuning|cache_tools|tests|docs|benchmarks)/[\w/.]+", text):
+            later = "scale_add" in text or text.startswith(("benchmarks/results", "benchmarks/RESULTS"))
+            assert later or (ROOT / text).exists() or text == "tilekern/prebuilt/", text
+
+
+def test_architecture_names_every_file_field_and_guard():
+    text = ARCHITECTURE.read_text()
+    for field in dataclasses.fields(Record):
+        assert f"`{field.name}`" in text, field.name
+    for provenance in PROVENANCES:
+        assert f"`{provenance}`" in text
+    for path in [p for p in (ROOT / "tilekern").glob("*.py") if p.name not in ("__init__.py", "errors.py")]:
+        assert f"`tilekern/{path.name}`" in text, path.name
+    tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    for guard in re.findall(r"`(test_\w+|Test\w+)`", text):
+        assert re.search(rf"(def|class) {guard}\b", tests), guard
+
+
+def test_architecture_names_every_file_that_uses_private_parts_of_cuda_tile():
+    text = ARCHITECTURE.read_text().split("## Private parts of cuda-tile")[1]
+    for path in sources(PACKAGES[:3]):
+        if re.search(r"cuda\.tile\._|\._pyfunc|\"_pyfunc\"", path.read_text()):
+            assert f"`{path.relative_to(ROOT)}`" in text, path
+
+
+@needs_compiler
+def test_the_worked_example_works_as_it_is_written(tmp_path):
+    """In a copy of the tree: the files are written, and the commands are run."""
+    page = ROOT / "docs" / "add-a-kernel.md"
+    without = shutil.ignore_patterns("__pycache__", "*.pack")
+    for name in (*PACKAGES, "tests"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=without)
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    files = [block for block in blocks(page) if block.marker.startswith("file: ")]
+    for block in files:
+        path = tmp_path / block.marker.removeprefix("file: ")
+        assert not path.exists()
+        path.write_text(block.code)
+    assert len(files) == 4
+    env = environment(PYTHONPATH=str(tmp_path), TILEKERN_CACHE_DIR=str(tmp_path / "cache"))
+    for block in blocks(page, "bash"):
+        assert block.marker == "run"
+        ran = bash(block.code, tmp_path, env)
+        assert ran.returncode == 0, f"{block.code}\n{ran.stdout}\n{ran.stderr}"
+        if "pytest" in block.code:
+            passed = int(re.search(r"(\d+) passed", ran.stdout)[1])
+            assert passed >= (40 if "test_all_specs" in block.code else 5), ran.stdout
+    assert "scale_add" not in all_specs()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_the_texts_name_no_path_of_a_machine():
+    for page in PAGES:
+        assert not re.search(r"(?<![\w.<])/(home|root|work|tmp|Users)/", page.read_text()), page

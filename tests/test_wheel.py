@@ -1,0 +1,127 @@
+"""The wheel: what is in it, and that both command lines run from it with no checkout in sight."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from email import message_from_string
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("tilekern", "tuning", "cache_tools")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """Built from a copy, so that the build leaves nothing in the tree."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    without = shutil.ignore_patterns("__pycache__", "*.egg-info")
+    for name in (*PACKAGES, "tests", "benchmarks"):
+        shutil.copytree(ROOT / name, source / name, ignore=without)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "--no-cache-dir"]
+    ran = subprocess.run([*command, "-w", folder, source], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    return next(folder.glob("*.whl"))
+
+
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory):
+    """A folder with the wheel's contents, and a function that runs Python with it from elsewhere."""
+    site, elsewhere = tmp_path_factory.mktemp("site"), tmp_path_factory.mktemp("elsewhere")
+    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", site, wheel]
+    subprocess.run(command, check=True, capture_output=True)
+
+    def run(*arguments, path=site):
+        env = {k: v for k, v in os.environ.items() if not k.startswith("TILEKERN_")} | {"PYTHONPATH": str(path)}
+        command = [str(argument) for argument in arguments]
+        return subprocess.run(command, cwd=elsewhere, env=env, capture_output=True, text=True, check=False)
+
+    run.site = site
+    return run
+
+
+def test_it_holds_the_packages_and_their_data_and_nothing_else(wheel):
+    names = zipfile.ZipFile(wheel).namelist()
+    tops = {name.split("/")[0] for name in names}
+    assert {top for top in tops if not top.endswith(".dist-info")} == set(PACKAGES)
+    assert "tilekern/py.typed" in names
+    for package in PACKAGES:
+        for path in (ROOT / package).rglob("*.py"):
+            assert str(path.relative_to(ROOT)) in names
+    packs = {str(path.relative_to(ROOT)) for path in (ROOT / "tilekern" / "prebuilt").glob("*.pack")}
+    assert packs == {name for name in names if name.endswith(".pack")}
+
+
+def test_it_names_what_it_needs(wheel):
+    archive = zipfile.ZipFile(wheel)
+    info = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+    metadata = message_from_string(archive.read(info).decode())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert metadata["Version"] == project["version"]
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert metadata["Requires-Python"] == ">=3.11"
+    plain = [need for need in metadata.get_all("Requires-Dist") if "extra ==" not in need]
+    assert len(plain) == len(project["dependencies"])
+    assert not any("tileiras" in need for need in plain)
+    assert any(name.endswith("licenses/LICENSE") for name in archive.namelist())
+
+
+def test_the_version_stands_in_one_form_everywhere():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    import tilekern
+
+    assert tilekern.__version__ == project["version"]
+    assert f"## [{project['version']}]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_it_is_what_is_imported(installed):
+    ran = installed(sys.executable, "-c", "import tilekern, tuning, cache_tools; print(tilekern.__file__)")
+    assert ran.stdout.strip() == str(installed.site / "tilekern" / "__init__.py")
+
+
+@pytest.mark.parametrize(
+    "arguments", [("-m", "tilekern.tune", "--help"), ("-m", "cache_tools", "ls", "--cache-dir", "empty")]
+)
+def test_both_modules_run(installed, arguments):
+    ran = installed(sys.executable, *arguments)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.strip()
+    assert ran.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "part"),
+    [
+        ("tilekern-tune", ["--help"], "Tune the kernels of MODEL"),
+        ("tilekern-cache", ["ls", "--cache-dir", "empty"], "there is no cache at empty yet"),
+    ],
+)
+def test_both_console_scripts_run(installed, name, arguments, part):
+    ran = installed(sys.executable, installed.site / "bin" / name, *arguments)
+    assert ran.returncode == 0, ran.stderr
+    assert part in ran.stdout
+
+
+def test_bad_input_ends_a_console_script_with_its_exit_code(installed):
+    ran = installed(sys.executable, installed.site / "bin" / "tilekern-tune", "nothing", "--gpu", "B200")
+    assert (ran.returncode, ran.stdout) == (2, "")
+    assert "unknown model 'nothing'" in ran.stderr
+
+
+def test_a_plan_can_be_made_from_it(installed):
+    """Digests of the kernels' sources need the sources, which the wheel brings."""
+    command = ("qwen3-0.6b", "--gpu", "B200", "--stages", "plan", "--cache-dir", "cache", "--json")
+    ran = installed(sys.executable, "-m", "tilekern.tune", *command)
+    assert ran.returncode == 0, ran.stderr
+    code = (
+        "from tilekern.kernels import all_specs; from tilekern.source import digest_of_module as d\n"
+        "print(*[d(spec.module) for spec in all_specs().values()])"
+    )
+    assert installed(sys.executable, "-c", code).stdout == installed(sys.executable, "-c", code, path=ROOT).stdout
