@@ -86,7 +86,9 @@ def _measured_winner(
     timed = [
         (measured[c.key]["timing"]["median_us"], index, c)
         for index, c in enumerate(found)
-        if "timing" in measured.get(c.key, {}) and compiled.get(c.artifact, {}).get("status") == "ok"
+        if "timing" in measured.get(c.key, {})
+        and _passed(measured[c.key])
+        and compiled.get(c.artifact, {}).get("status") == "ok"
     ]
     # Medians of few samples belong to candidates that were out of the race early.
     most = max((measured[c.key]["timing"]["samples"] for _, _, c in timed), default=0)

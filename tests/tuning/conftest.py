@@ -1,0 +1,25 @@
+"""Sweeps that the tests of the tuner share."""
+
+from pathlib import Path
+
+import pytest
+from tuning_samples import SMALL
+
+from tilekern.targets import Target, resolve
+from tuning.compiling import compile_all
+from tuning.sweep import Sweep
+
+
+@pytest.fixture(scope="session")
+def h200() -> Target:
+    return resolve("H200")
+
+
+@pytest.fixture(scope="session")
+def compiled_sweep(tmp_path_factory: pytest.TempPathFactory, h200: Target) -> Sweep:
+    """One small problem, compiled for the H200 by two workers."""
+    sweep = Sweep(Path(tmp_path_factory.mktemp("sweep")))
+    sweep.begin(h200, "test", [SMALL])
+    summary = compile_all(sweep, jobs=2)
+    assert summary.failed == 0
+    return sweep

@@ -1,0 +1,105 @@
+"""From a journal to records: who wins, what the record says, and that dispatch finds it."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from tuning_samples import SMALL
+
+from tilekern.cache import FolderLayer, PackLayer, Store, lookup
+from tilekern.kernels import spec_named
+from tilekern.source import digest_of_module
+from tuning.measuring import copy_key, entrants, identity
+from tuning.publishing import publish, winners
+from tuning.sweep import Sweep, candidates
+
+TOOLKIT = {"key": "tileiras-1-cuda_tile-1", "tileiras": "1", "cuda_tile": "1"}
+RIGHT = {"passed": True, "relative_error": 1e-7, "elementwise_error": 1e-7}
+WRONG = {"passed": False, "relative_error": 0.5, "elementwise_error": 0.9, "reason": "y: relative error"}
+
+
+@pytest.fixture
+def sweep(compiled_sweep: Sweep, tmp_path: Path) -> Sweep:
+    """A copy that a test may add measurements to."""
+    shutil.copytree(compiled_sweep.folder, tmp_path / "sweep")
+    return Sweep(tmp_path / "sweep")
+
+
+def timing(median_us: float, samples: int = 85) -> dict:
+    return {"median_us": median_us, "spread_us": 0.1, "samples": samples}
+
+
+def measure(sweep: Sweep, times: list[tuple[int, dict, dict]]) -> None:
+    items = candidates(*SMALL, sweep.target)
+    for index, check, time in times:
+        sweep.note("measured", {"candidate": items[index].key, "check": check, "timing": time})
+    sweep.note("gpu", {"gpu": "NVIDIA H200", "driver": "580", "torch": "2"})
+
+
+def test_without_measurements_the_winner_is_predicted(sweep: Sweep):
+    [(winner, blobs)] = winners(sweep, TOOLKIT)
+    record = winner.record
+    assert record.provenance == "predicted"
+    assert record.measurement is None
+    assert record.prediction["time_us"] == pytest.approx(winner.time_us)
+    assert set(record.artifacts) == {"aligned", "generic"}
+    assert {artifact.sha256 for artifact in record.artifacts.values()} == set(blobs)
+
+
+def test_the_fastest_right_one_wins_and_the_wrong_one_never(sweep: Sweep):
+    measure(
+        sweep, [(0, RIGHT, timing(10.0)), (1, WRONG, timing(1.0, 5)), (2, RIGHT, timing(5.0)), (3, RIGHT, timing(7.0))]
+    )
+    sweep.note("measured", {"candidate": copy_key(*SMALL), "timing": timing(4.0)})
+    [(winner, _)] = winners(sweep, TOOLKIT)
+    record = winner.record
+    assert record.provenance == "measured"
+    assert record.config == dict(candidates(*SMALL, sweep.target)[2].config)
+    assert (winner.time_us, winner.share, winner.gain) == (5.0, 0.8, 2.0)
+    assert record.measurement["driver"] == "580"
+    assert record.failed == 1
+    assert [r["median_us"] for r in record.runners_up] == [7.0, 10.0]
+
+
+def test_few_samples_do_not_win_over_a_finalist(sweep: Sweep):
+    measure(sweep, [(0, RIGHT, timing(10.0)), (2, RIGHT, timing(9.0, 5))])
+    [(winner, _)] = winners(sweep, TOOLKIT)
+    assert winner.time_us == 10.0
+
+
+def test_a_wrong_generic_variant_leaves_no_record(sweep: Sweep):
+    measure(sweep, [(0, RIGHT, timing(10.0)), (-1, WRONG, timing(1.0))])
+    assert list(winners(sweep, TOOLKIT)) == []
+
+
+def test_a_published_record_is_found_in_the_cache_and_in_the_pack(sweep: Sweep, tmp_path: Path):
+    found = list(winners(sweep, TOOLKIT))
+    publish(found, tmp_path / "results.pack", Store(tmp_path / "cache"))
+    kernel, problem = SMALL
+    target = sweep.target
+    for layer in (FolderLayer(tmp_path / "cache", "cache"), PackLayer(tmp_path / "results.pack")):
+        hit = lookup(
+            kernel,
+            dict(problem),
+            bucketed=["rows"],
+            target_key=target.key,
+            arch=target.arch,
+            toolkit_key=None,
+            source_digest=digest_of_module(spec_named(kernel).module),
+            layers=[layer],
+        )
+        assert hit is not None
+        assert hit.record.config == found[0][0].record.config
+
+
+def test_candidates_that_do_the_same_are_measured_once(compiled_sweep: Sweep, h200):
+    chosen = entrants(compiled_sweep, *SMALL, h200)
+    keys = [identity(e.candidate, e.compiled, h200) for e in chosen]
+    assert len(keys) == len(set(keys))
+    assert chosen[-1].candidate.variant == "generic"
+
+
+def test_what_is_in_quarantine_is_not_measured(sweep: Sweep, h200):
+    first = entrants(sweep, *SMALL, h200)[0].candidate
+    sweep.note("quarantine", {"candidate": first.key, "reason": "the process died"})
+    assert first.key not in [e.candidate.key for e in entrants(sweep, *SMALL, h200)]

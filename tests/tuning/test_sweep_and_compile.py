@@ -1,0 +1,73 @@
+"""The journal on disk, and the compile stage with the real compiler."""
+
+import json
+from pathlib import Path
+
+import pytest
+from tuning_samples import SMALL
+
+from tilekern.errors import InputError
+from tilekern.spec import GENERIC
+from tilekern.targets import Target, resolve
+from tuning.compiling import compile_all, wanted
+from tuning.sweep import Sweep, candidates
+
+
+def test_every_candidate_of_the_problem_is_compiled_with_its_facts(compiled_sweep: Sweep, h200: Target):
+    done = compiled_sweep.compiled()
+    items = candidates(*SMALL, h200)
+    assert {item.artifact for item in items} == set(done)
+    assert items[-1].variant == GENERIC
+    for line in done.values():
+        assert line["status"] == "ok"
+        assert line["resources"]["registers"] > 0
+        assert len(compiled_sweep.cubin(line["sha256"])) > 1000
+        assert line["toolkit"]["tileiras"]
+
+
+def test_a_second_run_compiles_nothing(compiled_sweep: Sweep):
+    assert wanted(compiled_sweep) == {}
+    assert compile_all(compiled_sweep, jobs=2).compiled == 0
+
+
+def test_a_torn_last_line_is_compiled_again(compiled_sweep: Sweep, tmp_path: Path, h200: Target):
+    sweep = Sweep(tmp_path)
+    sweep.begin(h200, "test", [SMALL])
+    lines = (compiled_sweep.folder / "compiled.jsonl").read_text().splitlines()
+    (tmp_path / "compiled.jsonl").write_text("\n".join(lines)[:-40])
+    assert len(sweep.compiled()) == len(lines) - 1
+    assert len(wanted(sweep)) == 1
+
+
+def test_a_candidate_that_takes_too_long_is_recorded_and_the_sweep_goes_on(tmp_path: Path, h200: Target):
+    sweep = Sweep(tmp_path)
+    sweep.begin(h200, "test", [SMALL])
+    summary = compile_all(sweep, jobs=2, timeout_s=0.001)
+    assert summary.failed == summary.compiled == len(sweep.compiled())
+    assert {line["reason"] for line in sweep.compiled().values()} == {"tileiras exceeded 0.001 s"}
+
+
+def test_a_damaged_artifact_is_refused(tmp_path: Path, h200: Target):
+    sweep = Sweep(tmp_path)
+    sweep.begin(h200, "test", [SMALL])
+    name = sweep.store(b"cubin")
+    assert sweep.cubin(name) == b"cubin"
+    (tmp_path / "artifacts" / name).write_bytes(b"cubic")
+    with pytest.raises(InputError, match="missing or damaged"):
+        sweep.cubin(name)
+
+
+def test_a_folder_belongs_to_one_target(tmp_path: Path, h200: Target):
+    sweep = Sweep(tmp_path)
+    sweep.begin(h200, "test", [SMALL])
+    assert sweep.target == h200
+    assert sweep.problems() == [SMALL]
+    with pytest.raises(InputError, match="holds a sweep for H200, not B200"):
+        sweep.begin(resolve("B200"), "test", [SMALL])
+
+
+@pytest.mark.parametrize("content", ["{", json.dumps({"format": 99})])
+def test_a_folder_that_is_no_sweep(tmp_path: Path, content: str):
+    (tmp_path / "sweep.json").write_text(content)
+    with pytest.raises(InputError):
+        Sweep(tmp_path).problems()
