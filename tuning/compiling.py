@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import resource
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -16,7 +15,6 @@ from typing import Any
 
 from tilekern.cubin import code_of, read_resources
 from tilekern.errors import CompileFailed
-from tilekern.kernels import all_specs
 from tilekern.targets import Target
 from tilekern.toolchain import compile_candidate, require_toolkit
 from tuning.sweep import Candidate, Sweep, candidates
@@ -118,7 +116,9 @@ def _results(todo: list[Candidate], target: Target, jobs: int, timeout_s: float)
 
 
 def _pool(jobs: int) -> ProcessPoolExecutor:
-    return ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_start_worker)
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["tuning.forked"])
+    return ProcessPoolExecutor(jobs, mp_context=context, initializer=_start_worker)
 
 
 def _start_worker() -> None:
@@ -127,9 +127,6 @@ def _start_worker() -> None:
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # The front end imports torch where it can, which takes it seconds, and compiling needs none of it.
-    sys.modules["torch"] = None  # type: ignore[assignment]
-    all_specs()
 
 
 def _compile_group(group: list[Candidate], target: Target, timeout_s: float) -> list[Result]:
