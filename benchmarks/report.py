@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from benchmarks.explanations import EXPLAINED, UNEXPLAINED
 from benchmarks.goals import GOALS, Goal, Verdict
 from benchmarks.results import RUN_FIELDS, Results, Row, shown
 
@@ -32,6 +33,10 @@ def _targets(mine: Sequence[Results]) -> Iterator[str]:
     if judged:
         lines = [_line(verdict) for _, verdict in judged]
         yield _table(("what", "on", "target", "tilekern", "met", "peers"), lines)
+    missed = [verdict for _, verdict in judged if not verdict.met]
+    if missed:
+        yield "### Misses, and why\n"
+        yield "".join(f"- **{v.what}, {v.case}**: {EXPLAINED.get((v.what, v.case), UNEXPLAINED)}\n" for v in missed)
     missing = [goal.title for goal in GOALS if goal not in [one for one, _ in judged]]
     if missing:
         yield f"Not measured here: {'; '.join(missing)}.\n"
