@@ -8,13 +8,13 @@ _HOST = (
 )
 EXPLAINED = {
     ("rms_norm backward", "rms_norm 8192x4096"): (
-        "Two launches: dx with one row of partial dweight for each of 264 resident blocks (58 us), then column_sum over "
-        "those rows (3 us once its launch overlaps the first kernel's end; 5 us before programmatic dependent launch). "
-        "The copy of 201 MB takes 51 us. Tried without gain: rows kept in bf16 chunks, deeper TMA pipelines (latency "
-        "3 and 8), one to four blocks an SM, two rows a step, loads without TMA (76 us), rank-3 tiles that need one TMA "
-        "instruction in place of sixteen (65 us), both row sums in one reduction (kept: a barrier less, no time). The "
-        "32 steps of the busiest block against 31.03 on average and the fill and drain of its pipeline make up the "
-        "difference: with 32768 rows the same kernels reach 92 %."
+        "Two launches: dx with one row of partial dweight for each of 264 resident blocks (58 us), then column_sum "
+        "over those rows (3 us once its launch overlaps the first kernel's end; 5 us before programmatic dependent "
+        "launch). The copy of 201 MB takes 51 us. Tried without gain: rows in chunks of 1024 columns, deeper TMA "
+        "pipelines (latency 3 and 8), one to four blocks an SM, two rows a step, loads without TMA (76 us), rank-3 "
+        "tiles that need one TMA instruction in place of sixteen (65 us), both row sums in one reduction (kept: a "
+        "barrier less, no time). What is left looks like the fill and drain of each block's loop of some 31 steps: "
+        "with 32768 rows the same kernels reach 92 %."
     ),
     ("forward_backward with autograd", "swiglu 16x12288"): (
         _HOST + "Liger's Triton launch is what the rest saves; the forward alone takes 0.41 of Liger's."
@@ -26,7 +26,7 @@ EXPLAINED = {
     ("forward_backward with autograd", "rope 1x16 32+8x128"): (_HOST + "See the forward above for the rest."),
     ("first step over the second, fresh process", "qwen3-8b, 2 layers, 2048 tokens"): (
         "0.39 s of it are the unpatched model's own (cuBLAS and the attention library load their kernels in the first "
-        "step); tilekern adds 0.10 s: cuda-tile's first launch in a process, and ten cubins at 0.5 ms."
+        "step); tilekern adds 0.10 s, of which ten cubins at 0.5 ms are little: the rest is likely cuda-tile's first launch."
     ),
 }
 UNEXPLAINED = "not explained yet"
