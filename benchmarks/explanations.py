@@ -26,7 +26,8 @@ EXPLAINED = {
     ("forward_backward with autograd", "rope 1x16 32+8x128"): (_HOST + "See the forward above for the rest."),
     ("first step over the second, fresh process", "qwen3-8b, 2 layers, 2048 tokens"): (
         "0.39 s of it are the unpatched model's own (cuBLAS and the attention library load their kernels in the first "
-        "step); tilekern adds 0.10 s, of which ten cubins at 0.5 ms are little: the rest is likely cuda-tile's first launch."
+        "step); tilekern adds 0.10 s, of which ten cubins at 0.5 ms are little: the rest is likely cuda-tile's first "
+        "launch in a process."
     ),
 }
 UNEXPLAINED = "not explained yet"
