@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from tilekern.errors import CacheMiss, CompileFailed, InputError, TilekernError
+from tilekern.errors import CacheMiss, InputError, TilekernError
 from tilekern.spec import ALIGNED, GENERIC, Config, Implementation, KernelSpec, Problem
 from tilekern.targets import INTERPRETED, Target, here
 
@@ -318,17 +318,17 @@ def _on_miss(spec: KernelSpec, wanted: Problem, target: Target) -> Hit | None:
     tune = f"tune it with: python -m tilekern.tune MODEL --gpu {target.name}"
     if policy == "error":
         raise CacheMiss(f"no cache holds {spec.name} for {wanted.key} on {target.name}; {tune}")
+    why = ""
     if policy == "compile":
         try:
             compile_default(spec, wanted, target)
             counters(spec.name).compiled += 1
             return find(spec, wanted, target)
         except (TilekernError, cache.CacheError) as error:
-            if isinstance(error, CompileFailed):
-                say_once(f"tilekern: the default config of {spec.name} for {wanted.key} does not compile: {error}")
-            else:
-                say_once(f"tilekern: {error}")
-    say_once(f"tilekern: no cache holds {spec.name} for this model on {target.name}; the model's own op runs; {tune}")
+            why = f" and its default config could not be compiled and kept ({error})"
+    say_once(
+        f"tilekern: no cache holds {spec.name} for this model on {target.name}{why}; the model's own op runs; {tune}"
+    )
     return None
 
 
