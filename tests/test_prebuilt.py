@@ -1,0 +1,70 @@
+"""The packs that ship with the wheel: whole, of today's kernels, and honest about what was measured."""
+
+from pathlib import Path
+
+import pytest
+
+import tilekern
+from tilekern.cache import PackLayer, lookup
+from tilekern.cache.packs import Pack, checked_contents
+from tilekern.kernels import spec_named
+from tilekern.source import digest_of_module
+from tilekern.targets import resolve
+from tuning.models import PRESETS
+from tuning.plan import OPS, plan
+
+FOLDER = Path(tilekern.__file__).parent / "prebuilt"
+PACKS = {"qwen3-8b-h200.pack": ("H200", "measured"), "qwen3-8b-b200.pack": ("B200", "predicted")}
+TOKENS = [2048, 4096, 8192, 16384, 32768]
+
+
+def test_these_packs_ship():
+    assert {path.name for path in FOLDER.glob("*.pack")} == set(PACKS)
+
+
+@pytest.mark.parametrize("name", PACKS)
+def test_every_record_is_whole_and_of_todays_source(name: str):
+    gpu, provenance = PACKS[name]
+    records = [record for record, _ in checked_contents(Pack(FOLDER / name))]
+    assert len(records) >= 50
+    for record in records:
+        assert record.source_digest == digest_of_module(record.module), f"{record.kernel} is stale: tune again"
+        assert (record.target["name"], record.provenance) == (gpu, provenance)
+        assert set(record.artifacts) == {"aligned", "generic"}
+        assert record.failed < record.candidates
+
+
+def test_what_is_measured_says_where_and_passed_its_check():
+    for record, _ in checked_contents(Pack(FOLDER / "qwen3-8b-h200.pack")):
+        assert record.check is not None
+        assert record.check["passed"]
+        assert record.measurement is not None
+        assert record.measurement["gpu"] == "NVIDIA H200"
+        assert record.measurement["driver"]
+        assert record.measurement["samples"] >= 50
+        assert record.artifacts["aligned"].resources["stack_bytes"] >= 0
+
+
+@pytest.mark.parametrize("name", PACKS)
+def test_the_models_problems_are_all_there(name: str):
+    target = resolve(PACKS[name][0])
+    layer = PackLayer(FOLDER / name)
+    for kernel, problem in plan(PRESETS["qwen3-8b"], TOKENS, ["bfloat16"], OPS, target):
+        spec = spec_named(kernel)
+        hit = lookup(
+            kernel,
+            dict(problem),
+            bucketed=[d.name for d in spec.dimensions if d.kind == "bucketed"],
+            target_key=target.key,
+            arch=target.arch,
+            toolkit_key=None,
+            source_digest=digest_of_module(spec.module),
+            layers=[layer],
+        )
+        assert hit is not None, f"{kernel} {problem.key}"
+        assert hit.exact_bucket
+
+
+def test_no_predicted_winner_spills():
+    for record, _ in checked_contents(Pack(FOLDER / "qwen3-8b-b200.pack")):
+        assert record.artifacts["aligned"].resources["stack_bytes"] == 0, record.address
