@@ -9,7 +9,7 @@ from benchmarks.environment import facts
 from benchmarks.providers import OURS
 from benchmarks.results import Results, Row
 from tilekern.targets import resolve
-from tuning.compiling import compile_all, default_jobs
+from tuning.compiling import compile_all, default_jobs, start_server
 from tuning.models import resolve_model
 from tuning.plan import plan
 from tuning.sweep import Sweep
@@ -20,6 +20,7 @@ TOKENS = [2048, 8192]
 
 def measure(model: str, gpu: str) -> Results:
     """Compile all candidates of a model for a GPU in an empty sweep folder; needs the compiler and no GPU."""
+    start_server()  # before the plan, as the tuner's command line does
     target, shape = resolve(gpu), resolve_model(model)
     results = Results(facts(gpu=target.name))
     jobs = default_jobs()

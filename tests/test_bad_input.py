@@ -32,7 +32,7 @@ class CommandLines:
     def run(self, *command, **env):
         return subprocess.run(
             [sys.executable, *map(str, command)],
-            cwd=self.folder, env=self.env | env, capture_output=True, text=True, timeout=120, check=False,
+            cwd=self.folder, env=self.env | env, capture_output=True, text=True, timeout=400, check=False,
         )  # fmt: skip
 
     def tune(self, *arguments, **env):
@@ -235,7 +235,7 @@ def test_a_file_that_is_no_pack_puts_nothing_into_the_cache(lines):
     assert not lines.cache.exists()
 
 
-def first_line(path, process, timeout_s=120):
+def first_line(path, process, timeout_s=300):
     ends = time.monotonic() + timeout_s
     while time.monotonic() < ends and process.poll() is None:
         if path.exists() and path.read_bytes().count(b"\n") >= 1:
@@ -255,7 +255,7 @@ def test_ctrl_c_keeps_what_was_finished_and_the_next_run_does_the_rest(lines):
     first_line(sweep.folder / "compiled.jsonl", process)
     # As a terminal does: to the whole group, the compile workers included.
     os.killpg(process.pid, signal.SIGINT)
-    out, errors = process.communicate(timeout=60)
+    out, errors = process.communicate(timeout=200)
     assert process.returncode == 130, errors
     assert "Traceback" not in errors
     assert "the next run goes on from there" in errors

@@ -42,6 +42,11 @@ def lower(
     return bytes(result.bytecode), symbol
 
 
+def preload() -> None:
+    """Import cuda-tile's front end, which the first :func:`lower` of a process would do."""
+    import cuda.tile._compile  # noqa: F401
+
+
 class _Constraints:
     """Constraints as a dictionary's key: some of cuda-tile's cannot be hashed."""
 

@@ -135,9 +135,11 @@ def _run(
     model: str | None, gpu: str, tokens: list[int], dtypes: list[str], ops: list[str], jobs: int | None,
     stages: list[str], folder: Path | None, cache_dir: Path | None, timeout_s: float, *, quiet: bool,
 ) -> Outcome:  # fmt: skip
-    from tuning.compiling import compile_all, default_jobs
+    from tuning.compiling import compile_all, default_jobs, start_server
     from tuning.measuring import measure_all
 
+    if "compile" in stages:
+        start_server()
     seconds: dict[str, float] = {}
     store = Store(cache_dir or user_root())
     if "plan" in stages:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import resource
 import time
@@ -10,7 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from multiprocessing import get_context
+from multiprocessing import forkserver, get_context
 from typing import Any
 
 from tilekern.cubin import code_of, read_resources
@@ -87,7 +88,15 @@ def _groups(todo: list[Candidate], jobs: int) -> list[list[Candidate]]:
         implementation = item.spec.implement(item.problem, item.config)
         key = (implementation.function, implementation.constants, implementation.parameters, item.variant)
         groups.setdefault(key, []).append(item)
-    return [group[at : at + most] for group in groups.values() for at in range(0, len(group), most)]
+    split = [group[at : at + most] for group in groups.values() for at in range(0, len(group), most)]
+    # Long compiles first, so that no core waits for the last one: large tiles unroll into much code.
+    return sorted(split, key=lambda group: -_tile_elements(group[0]))
+
+
+def _tile_elements(item: Candidate) -> int:
+    return math.prod(
+        value for name, value in item.config.items() if name.startswith("tile_") and isinstance(value, int)
+    )
 
 
 def _results(todo: list[Candidate], target: Target, jobs: int, timeout_s: float) -> Iterator[Result]:
@@ -115,10 +124,15 @@ def _results(todo: list[Candidate], target: Target, jobs: int, timeout_s: float)
                 yield {"key": item.artifact, "status": "failed", "reason": "the compile worker died"}, None
 
 
+def start_server() -> None:
+    """Start the process that workers are forked from, unless it runs; it loads its modules while others work."""
+    get_context("forkserver").set_forkserver_preload(["tuning.forked"])
+    forkserver.ensure_running()
+
+
 def _pool(jobs: int) -> ProcessPoolExecutor:
-    context = get_context("forkserver")
-    context.set_forkserver_preload(["tuning.forked"])
-    return ProcessPoolExecutor(jobs, mp_context=context, initializer=_start_worker)
+    start_server()
+    return ProcessPoolExecutor(jobs, mp_context=get_context("forkserver"), initializer=_start_worker)
 
 
 def _start_worker() -> None:

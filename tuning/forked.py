@@ -7,8 +7,8 @@ import sys
 
 sys.modules["torch"] = None  # type: ignore[assignment]
 
-import cuda.tile._compile  # noqa: E402, F401
-
+from tilekern.frontend import preload  # noqa: E402
 from tilekern.kernels import all_specs  # noqa: E402
 
+preload()
 all_specs()
