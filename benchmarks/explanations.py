@@ -29,5 +29,12 @@ EXPLAINED = {
         "step); tilekern adds 0.10 s, of which ten cubins at 0.5 ms are little: the rest is likely cuda-tile's first "
         "launch in a process."
     ),
+    ("cores' time spent in tileiras", "qwen3-8b, 2048, 8192 tokens"): (
+        "Sixteen cores finish in 14 s, of which the first seconds go into loading cuda-tile's front end once for all "
+        "workers, and the last into the longest compiles. With two cores, where these weigh less, the same stage "
+        "spends 85 to 90 % in tileiras (the run with 2 jobs, where its file is here). Tried: the front end's result "
+        "shared by candidates that differ in hints alone (from 65 to 88 % on two cores), torch kept out of the workers "
+        "(3 s each), workers forked from one loaded server, long compiles first."
+    ),
 }
 UNEXPLAINED = "not explained yet"
