@@ -17,5 +17,9 @@ class CompileFailed(TilekernError):  # noqa: N818
     """The compiler rejected a candidate, crashed, or exceeded its time."""
 
 
+class CompileTimeout(CompileFailed):
+    """The compiler exceeded its time: with more it may succeed."""
+
+
 class CacheMiss(TilekernError):  # noqa: N818
     """Raised under the miss policy ``error`` for a problem that no cache holds."""

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from tilekern import spec as specs
-from tilekern.errors import CompileFailed, ToolchainMissing
+from tilekern.errors import CompileFailed, CompileTimeout, ToolchainMissing
 from tilekern.spec import ArrayParameter, Config, Implementation, KernelSpec, Problem
 from tilekern.targets import Target
 
@@ -220,7 +220,7 @@ def _assemble(bytecode: bytes, target: Target, tools: Toolkit, timeout_s: float)
                 command, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False
             )
         except subprocess.TimeoutExpired:
-            raise CompileFailed(f"tileiras exceeded {timeout_s:g} s") from None
+            raise CompileTimeout(f"tileiras exceeded {timeout_s:g} s") from None
         if ran.returncode != 0 or not out.exists():
             how = f"signal {-ran.returncode}" if ran.returncode < 0 else f"exit code {ran.returncode}"
             raise CompileFailed(f"tileiras ended with {how}: {_first_line(ran.stderr)}")

@@ -25,7 +25,6 @@ from tuning.sweep import Sweep
 
 STAGES = ("plan", "compile", "measure")
 EXIT_INPUT, EXIT_TOOLCHAIN, EXIT_INTERRUPTED = 2, 4, 130
-NO_GPU = "no GPU here: the measure stage is left out and the winners are predicted"
 
 
 @dataclass
@@ -108,7 +107,10 @@ def _stages(text: str) -> list[str]:
 @click.option("--stages", default=",".join(STAGES), show_default=True, help="Which stages to run.")
 @click.option("--sweep", type=click.Path(file_okay=False, path_type=Path), help="The sweep folder; it can travel.")
 @click.option("--cache-dir", type=click.Path(file_okay=False, path_type=Path), help="The cache to fill.")
-@click.option("--timeout", "timeout_s", default=60.0, show_default=True, help="Seconds that one compile may take.")
+@click.option(
+    "--timeout", "timeout_s", type=click.FloatRange(min=1), default=60.0, show_default=True,
+    help="Seconds that one compile may take.",
+)  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document in place of tables.")
 def command(
     model: str | None, gpu: str, tokens: str, dtype: str, ops: str, jobs: int | None, stages: str, sweep: Path | None,
@@ -156,8 +158,9 @@ def _run(
             summary = compile_all(sweep, jobs or default_jobs(), timeout_s, progress)
         outcome.compile = dataclasses.asdict(summary)
     if "measure" in stages:
-        if here() is None and "compile" in stages:
-            outcome.notes.append(NO_GPU)
+        absent = _absent(sweep.target) if "compile" in stages else None
+        if absent:
+            outcome.notes.append(absent)
         else:
             with _timed(seconds, "measure"), _bar("measure", quiet) as progress:
                 outcome.measure = dataclasses.asdict(measure_all(sweep, progress))
@@ -169,8 +172,21 @@ def _run(
     return outcome
 
 
+def _absent(target: Target) -> str | None:
+    """Why a whole run cannot measure here, or None where the GPU here is the target."""
+    at_hand = here()
+    if at_hand is not None and at_hand.key == target.key:
+        return None
+    found = "no GPU here" if at_hand is None else f"the GPU here is a {at_hand.name}, not a {target.name}"
+    return f"{found}: the measure stage is left out and the winners are predicted"
+
+
 def _publish(outcome: Outcome, sweep: Sweep, store: Store) -> None:
     found = list(winners(sweep, outcome.toolkit))
+    if not found:
+        raise InputError(
+            f"no candidate compiled and passed its check; the reasons are in {sweep.folder}/compiled.jsonl"
+        )
     outcome.winners = [winner for winner, _ in found]
     pack = sweep.folder / "results.pack"
     publish(found, pack, store)

@@ -15,7 +15,7 @@ from multiprocessing import forkserver, get_context
 from typing import Any
 
 from tilekern.cubin import code_of, read_resources
-from tilekern.errors import CompileFailed
+from tilekern.errors import CompileFailed, CompileTimeout
 from tilekern.targets import Target
 from tilekern.toolchain import compile_candidate, require_toolkit
 from tuning.sweep import Candidate, Sweep, candidates
@@ -39,9 +39,9 @@ class CompileSummary:
     tileiras_share: float
 
 
-def wanted(sweep: Sweep) -> dict[str, Candidate]:
-    """One candidate for each distinct artifact of the sweep that has not been compiled yet."""
-    done = sweep.compiled()
+def wanted(sweep: Sweep, timeout_s: float = TIMEOUT_S) -> dict[str, Candidate]:
+    """One candidate for each distinct artifact that has not been compiled yet, nor given up after as much time."""
+    done = {key for key, line in sweep.compiled().items() if line.get("gave_up_after_s", math.inf) >= timeout_s}
     found: dict[str, Candidate] = {}
     target = sweep.target
     for kernel, problem in sweep.problems():
@@ -59,7 +59,7 @@ def compile_all(
     Raises:
         ToolchainMissing: artifacts are lacking and no compiler is installed.
     """
-    todo = list(wanted(sweep).values())
+    todo = list(wanted(sweep, timeout_s).values())
     started = time.perf_counter()
     compiler_s = failed = 0.0
     if todo:
@@ -152,6 +152,8 @@ def _compile(item: Candidate, target: Target, timeout_s: float) -> Result:
     line["config"] = dict(item.config)
     try:
         made = compile_candidate(item.spec, item.problem, item.config, target, item.variant, timeout_s=timeout_s)
+    except CompileTimeout as error:
+        return {**line, "status": "failed", "reason": str(error), "gave_up_after_s": timeout_s}, None
     except CompileFailed as error:
         return {**line, "status": "failed", "reason": str(error)}, None
     line |= {

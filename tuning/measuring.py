@@ -52,6 +52,7 @@ class Worker:
 
     def lose(self) -> str:
         """Kill the process; how it ended, for people."""
+        self._process.join(2)  # one that died by itself is left to say how
         self._process.kill()
         self._process.join(10)
         code = self._process.exitcode

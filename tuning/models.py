@@ -61,10 +61,12 @@ def resolve_model(model: str) -> ModelShape:
     """
     if model.lower() in PRESETS:
         return PRESETS[model.lower()]
-    path = Path(model)
-    if path.is_dir():
-        path = path / "config.json"
-    if path.suffix == ".json" or path.exists():
+    try:
+        path = Path(model, "config.json") if Path(model).is_dir() else Path(model)
+        named = path.suffix == ".json" or path.exists()
+    except OSError as error:
+        raise InputError(f"cannot read {model}: {error.strerror}") from None
+    if named:
         return shape_of_config(_read(path), str(path))
     if model.count("/") == 1 and not model.startswith((".", "/")):
         return shape_of_config(_read(_from_hub(model)), model)

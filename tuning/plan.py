@@ -11,6 +11,7 @@ from tilekern.targets import Target
 from tuning.models import ModelShape
 
 Named = tuple[str, Problem]
+MOST_TOKENS = 1 << 24
 
 
 def _rms_norm(shape: ModelShape, tokens: int, dtype: str, target: Target) -> Iterator[Named]:
@@ -73,8 +74,8 @@ def plan(
             if dtype not in DTYPES:
                 raise InputError(f"unknown dtype {dtype!r}; known: {', '.join(DTYPES)}")
             for count in tokens:
-                if count < 1:
-                    raise InputError(f"--tokens {count}: a token count is at least 1")
+                if not 1 <= count <= MOST_TOKENS:
+                    raise InputError(f"--tokens {count}: a token count is from 1 to {MOST_TOKENS}")
                 for kernel, problem in OPS[op](shape, count, dtype, target):
                     found[kernel, spec_named(kernel).bucketed(problem)] = None
     return list(found)

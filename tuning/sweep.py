@@ -96,13 +96,13 @@ class Sweep:
             "model": model,
             "problems": [{"kernel": kernel, "problem": dict(problem)} for kernel, problem in problems],
         }
-        if (self.folder / "sweep.json").exists():
-            before = self._plan()
-            if before["target"] != plan["target"]:
-                raise InputError(
-                    f"{self.folder} holds a sweep for {before['target']['name']}, not {target.name}; give another"
-                )
         try:
+            if (self.folder / "sweep.json").exists():
+                before = self._plan()
+                if before["target"] != plan["target"]:
+                    raise InputError(
+                        f"{self.folder} holds a sweep for {before['target']['name']}, not {target.name}; give another"
+                    )
             (self.folder / "artifacts").mkdir(parents=True, exist_ok=True)
             _write(self.folder / "sweep.json", json.dumps(plan, indent=1).encode())
         except OSError as error:
@@ -117,9 +117,11 @@ class Sweep:
             ) from None
         except (OSError, ValueError) as error:
             raise InputError(f"{self.folder}/sweep.json cannot be read: {error}") from None
-        if plan.get("format") != FORMAT:
-            raise InputError(f"{self.folder} was written by another version of tilekern; plan it again")
-        return dict(plan)
+        if not isinstance(plan, dict) or plan.get("format") != FORMAT:
+            raise InputError(f"{self.folder}/sweep.json is no plan of this version of tilekern; plan it again")
+        if not {"target", "model", "problems"} <= set(plan):
+            raise InputError(f"{self.folder}/sweep.json is damaged; remove it and plan again")
+        return plan
 
     @property
     def target(self) -> Target:

@@ -108,7 +108,8 @@ def test_the_plan_holds_each_problem_once_at_its_bucket():
 @pytest.mark.parametrize(
     ("tokens", "dtypes", "ops", "words"),
     [
-        ([0], ["bfloat16"], ["rope"], "at least 1"),
+        ([0], ["bfloat16"], ["rope"], "from 1 to"),
+        ([1 << 40], ["bfloat16"], ["rope"], "from 1 to"),
         ([1], ["int8"], ["rope"], "unknown dtype 'int8'"),
         ([1], ["bfloat16"], ["conv"], "unknown op 'conv'"),
     ],

@@ -66,8 +66,16 @@ def test_a_folder_belongs_to_one_target(tmp_path: Path, h200: Target):
         sweep.begin(resolve("B200"), "test", [SMALL])
 
 
-@pytest.mark.parametrize("content", ["{", json.dumps({"format": 99})])
+@pytest.mark.parametrize("content", ["{", "[]", json.dumps({"format": 99}), json.dumps({"format": 1})])
 def test_a_folder_that_is_no_sweep(tmp_path: Path, content: str):
     (tmp_path / "sweep.json").write_text(content)
     with pytest.raises(InputError):
         Sweep(tmp_path).problems()
+
+
+def test_what_ran_out_of_time_is_tried_again_with_more(tmp_path: Path, h200: Target):
+    sweep = Sweep(tmp_path)
+    sweep.begin(h200, "test", [SMALL])
+    compile_all(sweep, jobs=2, timeout_s=0.001)
+    assert wanted(sweep, timeout_s=0.001) == {}
+    assert len(wanted(sweep, timeout_s=60)) == len(sweep.compiled())
