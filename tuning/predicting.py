@@ -5,7 +5,7 @@ multiplies it by what a candidate loses. The loss is log-linear in facts of the 
 ratio that carries over to another GPU: bytes in flight on an SM against what Little's law asks for (bandwidth times
 latency), work for each thread, warps, the last and partly filled wave of blocks, time to issue the instructions, and
 whether loads are pipelined. The weights are a least-squares fit to a sweep of Qwen3-8B and Qwen3-0.6B on an H200,
-2,277 candidates of 50 problems; fitted to either model alone they rank the other's candidates as well.
+2,227 candidates of 50 problems; fitted to either model alone they rank the other's candidates as well.
 """
 
 from __future__ import annotations
