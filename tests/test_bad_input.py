@@ -244,12 +244,17 @@ def first_line(path, process, timeout_s=300):
     pytest.fail(f"no line in {path}: {process.poll()}")
 
 
+def hear_interrupts():
+    """A process that was started in the background ignores Ctrl-C, and so would its children."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @needs_compiler
 def test_ctrl_c_keeps_what_was_finished_and_the_next_run_does_the_rest(lines):
     command = [sys.executable, "-m", "tilekern.tune", *SMALL, "--jobs", "1"]
     process = subprocess.Popen(
         command, cwd=lines.folder, env=lines.env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        start_new_session=True,
+        start_new_session=True, preexec_fn=hear_interrupts,  # noqa: PLW1509 (one call, no lock)
     )  # fmt: skip
     sweep = Sweep(lines.cache / "sweeps" / "sm_100-b200-148")
     first_line(sweep.folder / "compiled.jsonl", process)
