@@ -164,7 +164,7 @@ def _run(
         else:
             with _timed(seconds, "measure"), _bar("measure", quiet) as progress:
                 outcome.measure = dataclasses.asdict(measure_all(sweep, progress))
-    if "measure" in stages or stages == ["plan", "compile", "measure"]:
+    if "measure" in stages:
         _publish(outcome, sweep, store)
     elif "compile" in stages:
         outcome.winners = [winner for winner, _ in winners(sweep, outcome.toolkit)]

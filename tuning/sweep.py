@@ -47,8 +47,8 @@ class Candidate:
 
     @property
     def key(self) -> str:
-        """One line that names the candidate."""
-        return f"{self.kernel}|{self.problem.key}|{self.config.key}|{self.variant}"
+        """One line that names the candidate and its artifact: after an edit of the kernel it is another one."""
+        return f"{self.kernel}|{self.problem.key}|{self.config.key}|{self.variant}|{self.artifact[:16]}"
 
 
 def artifact_key(implementation: Implementation, variant: str, target: Target, source_digest: str) -> str:

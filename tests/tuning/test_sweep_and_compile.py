@@ -79,3 +79,9 @@ def test_what_ran_out_of_time_is_tried_again_with_more(tmp_path: Path, h200: Tar
     compile_all(sweep, jobs=2, timeout_s=0.001)
     assert wanted(sweep, timeout_s=0.001) == {}
     assert len(wanted(sweep, timeout_s=60)) == len(sweep.compiled())
+
+
+def test_a_measurement_belongs_to_one_source_of_the_kernel(compiled_sweep: Sweep, h200: Target, monkeypatch):
+    before = candidates(*SMALL, h200)[0].key
+    monkeypatch.setattr("tuning.sweep.digest_of_module", lambda _: "0" * 64)
+    assert candidates(*SMALL, h200)[0].key != before
