@@ -30,14 +30,14 @@ def kernel_of(spec: KernelSpec, problem: Problem, target: Target) -> tuple[Prebu
     variants = [
         Variant(name, artifacts[name].symbol, artifacts[name].assumptions, partial(hit.load, name)) for name in VARIANTS
     ]
-    return PrebuiltKernel(spec.implement(problem, config).function, variants), config
+    return PrebuiltKernel(spec.device(problem, config).function, variants), config
 
 
 def arguments_of(spec: KernelSpec, problem: Problem, config: Config, target: Target) -> tuple[int, tuple[Any, ...]]:
     """The number of blocks of a launch, and its arguments."""
     import torch
 
-    implementation = spec.implement(problem, config)
+    implementation = spec.device(problem, config)
     blocks = implementation.grid(problem, target.sm_count)
     inputs = spec.inputs(problem, torch.Generator(device="cuda").manual_seed(0), "cuda")
     return blocks, launch_arguments(implementation, inputs, make_outputs(spec, problem, blocks, "cuda"))

@@ -64,7 +64,7 @@ def test_aligned_implies_generic_and_never_the_reverse(name, size):
     spec = all_specs()[name]
     values = {"dtype": "bfloat16", "flag": False}
     problem = spec.problem(**{d.name: values.get(d.kind, size) for d in spec.dimensions})
-    implementation = spec.implement(problem, spec.generic(problem))
+    implementation = spec.device(problem, spec.generic(problem))
     strong, plain = (assumptions(implementation, variant) for variant in (ALIGNED, GENERIC))
     seen = {ALIGNED: [constraint(a) for a in strong], GENERIC: [constraint(a) for a in plain]}
     assert implies(seen[ALIGNED], strong)
@@ -188,7 +188,7 @@ def test_a_prebuilt_kernel_of_every_function_can_be_made(name):
     spec = all_specs()[name]
     values = {"dtype": "float32", "flag": True}
     problem = spec.problem(**{d.name: values.get(d.kind, 64) for d in spec.dimensions})
-    function = spec.implement(problem, spec.generic(problem)).function
+    function = spec.device(problem, spec.generic(problem)).function
     made = PrebuiltKernel(function, [])
     assert isinstance(made, ct.kernel)
     assert made._pyfunc is function._pyfunc
@@ -198,7 +198,7 @@ def test_a_prebuilt_kernel_of_every_function_can_be_made(name):
 def test_dependent_launch_is_for_kernels_that_wait_on_gpus_that_can(target):
     spec = spec_named("column_sum")
     problem = spec.problem(rows=64, columns=64, dtype="float32")
-    waiting = spec.implement(problem, spec.generic(problem))
+    waiting = spec.device(problem, spec.generic(problem))
     assert may_depend(waiting, target) == (target.capability >= 90)
     assert not may_depend(IMPLEMENTATION, target)
 

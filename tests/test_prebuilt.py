@@ -11,7 +11,7 @@ from tilekern.kernels import spec_named
 from tilekern.source import digest_of_module
 from tilekern.targets import resolve
 from tuning.models import PRESETS
-from tuning.plan import OPS, plan
+from tuning.plan import known_ops, plan
 
 FOLDER = Path(tilekern.__file__).parent / "prebuilt"
 PACKS = {"qwen3-8b-h200.pack": ("H200", "measured"), "qwen3-8b-b200.pack": ("B200", "predicted")}
@@ -49,7 +49,7 @@ def test_what_is_measured_says_where_and_passed_its_check():
 def test_the_models_problems_are_all_there(name: str):
     target = resolve(PACKS[name][0])
     layer = PackLayer(FOLDER / name)
-    for kernel, problem in plan(PRESETS["qwen3-8b"], TOKENS, ["bfloat16"], OPS, target):
+    for kernel, problem in plan(PRESETS["qwen3-8b"], TOKENS, ["bfloat16"], known_ops(), target):
         spec = spec_named(kernel)
         hit = lookup(
             kernel,

@@ -121,7 +121,7 @@ def test_the_compiler_does_not_see_another_cuda_toolkit(fresh, tmp_path, monkeyp
 def test_the_generic_variant_assumes_dtypes_and_ranks_alone(name):
     spec = all_specs()[name]
     problem = spec.problem(**{d.name: {"dtype": "bfloat16", "flag": False}.get(d.kind, 64) for d in spec.dimensions})
-    implementation = spec.implement(problem, spec.generic(problem))
+    implementation = spec.device(problem, spec.generic(problem))
     plain, strong = assumptions(implementation, GENERIC), assumptions(implementation, ALIGNED)
     assert len(plain) == len(strong) == len(implementation.parameters) + len(implementation.constants)
     for parameter, generic, aligned in zip(implementation.parameters, plain, strong, strict=False):
@@ -139,7 +139,7 @@ def test_the_generic_variant_assumes_dtypes_and_ranks_alone(name):
 def test_only_an_extent_that_the_launcher_states_is_assumed(columns, extent):
     spec = spec_named("swiglu_forward")
     problem = spec.problem(rows=64, columns=columns, dtype="float32")
-    for assumed in assumptions(spec.implement(problem, spec.generic(problem)), ALIGNED)[:3]:
+    for assumed in assumptions(spec.device(problem, spec.generic(problem)), ALIGNED)[:3]:
         assert assumed["extent_elements"] == extent
 
 
@@ -166,7 +166,7 @@ def test_the_front_end_gives_the_bytecode_of_cuda_tile_s_public_function(name):
     spec = all_specs()[name]
     values = {"dtype": "bfloat16", "flag": False}
     problem = spec.problem(**{d.name: values.get(d.kind, 8 if "heads" in d.name else 64) for d in spec.dimensions})
-    implementation = spec.implement(problem, spec.generic(problem))
+    implementation = spec.device(problem, spec.generic(problem))
     constraints = tuple(toolchain.constraint(assumed) for assumed in assumptions(implementation, ALIGNED))
     for hints in ({"occupancy": 1}, {"occupancy": 4, "num_worker_warps": 8}, {"occupancy": 1}):
         kernel = ct.kernel(implementation.function._pyfunc, **hints)

@@ -10,12 +10,12 @@ import functools
 import os
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from tilekern.errors import CacheMiss, InputError, TilekernError
-from tilekern.spec import ALIGNED, GENERIC, Config, Implementation, KernelSpec, Problem
+from tilekern.spec import ALIGNED, GENERIC, Config, Implementation, KernelSpec, LibraryCall, Problem
 from tilekern.targets import INTERPRETED, Target, here
 
 if TYPE_CHECKING:
@@ -64,6 +64,12 @@ class Plan:
         self.launches += 1
         _ct_launch(_raw_stream(device), self.grid, self._kernel, arguments + self._tail)
 
+    def run(self, device: int, inputs: tuple[Any, ...], allocate: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
+        """The outputs for ``inputs``: the kernel fills those of ``allocate``, a library gives its own."""
+        outputs = allocate()
+        self.launch(device, *inputs, *outputs)
+        return outputs
+
 
 class DependentPlan(Plan):
     """A plan whose kernel waits for its predecessor by itself, so that its launch overlaps that one's end."""
@@ -89,6 +95,29 @@ class InterpretedPlan(Plan):
 
         self.launches += 1
         interpreter.launch(self._kernel, self.grid, arguments + self._tail)
+
+
+class LibraryPlan(Plan):
+    """A plan that a library runs, on any device that the library serves; there is no kernel to launch."""
+
+    __slots__ = ("_call",)
+
+    def __init__(self, library: LibraryCall, config: Config) -> None:
+        self._call, self.config, self.launches = library.bound(plan_for), config, 0
+        self._kernel, self._tail, self.blocks, self.grid = None, (), 1, (1,)
+
+    def launch(self, device: int, *arguments: Any) -> None:  # noqa: ARG002
+        """Not for a library.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(f"{self.config.key} is a library's call; use run")
+
+    def run(self, device: int, inputs: tuple[Any, ...], allocate: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:  # noqa: ARG002
+        """Call the library on its inputs."""
+        self.launches += 1
+        return self._call(*inputs)
 
 
 def _ct_launch(*arguments: Any, **options: Any) -> None:
@@ -249,6 +278,8 @@ def _keep(spec: KernelSpec, plan: Plan | None) -> Plan | None:
 
 def _planned(kind: type[Plan], spec: KernelSpec, problem: Problem, config: Config, target: Target, kernel: Any) -> Plan:
     implementation = spec.implement(problem, config)
+    if isinstance(implementation, LibraryCall):
+        return LibraryPlan(implementation, config)
     blocks = implementation.grid(problem, target.sm_count)
     return kind(kernel or implementation.function, implementation, config, blocks)
 
@@ -265,13 +296,15 @@ def _cached(spec: KernelSpec, problem: Problem, target: Target, device: int) -> 
     else:
         count.hits += 1
         count.nearest += not found.exact_bucket
-    config = Config(found.record.artifacts[ALIGNED].config)
+    config = Config(found.record.config)
+    if spec.is_library(problem, config):
+        return _planned(LibraryPlan, spec, problem, config, target, None)
     key = (device, spec.name, found.record.artifacts[ALIGNED].sha256, found.record.artifacts[GENERIC].sha256)
     if key not in _kernels:
         _kernels[key] = _launchable(spec, problem, config, found)
     from tilekern.launcher import may_depend
 
-    kind = DependentPlan if may_depend(spec.implement(problem, config), target) else Plan
+    kind = DependentPlan if may_depend(spec.device(problem, config), target) else Plan
     return _planned(kind, spec, problem, config, target, _kernels[key])
 
 
@@ -305,7 +338,7 @@ def _launchable(spec: KernelSpec, problem: Problem, config: Config, found: Hit) 
         artifact = found.record.artifacts[name]
         load = functools.partial(found.load, name)
         variants.append(Variant(name, artifact.symbol, artifact.assumptions, load))
-    return PrebuiltKernel(spec.implement(problem, config).function, variants)
+    return PrebuiltKernel(spec.device(problem, config).function, variants)
 
 
 def _on_miss(spec: KernelSpec, wanted: Problem, target: Target) -> Hit | None:
@@ -347,7 +380,8 @@ def compile_default(spec: KernelSpec, problem: Problem, target: Target) -> None:
     tools = require_toolkit()
     config = spec.default(problem, target)
     artifacts, blobs = {}, {}
-    for variant, chosen in ((ALIGNED, config), (GENERIC, spec.generic(problem))):
+    variants = ((ALIGNED, config), (GENERIC, spec.generic(problem)))
+    for variant, chosen in () if spec.is_library(problem, config) else variants:
         made = compile_candidate(spec, problem, chosen, target, variant)
         artifacts[variant] = artifact_of(made, chosen)
         blobs[artifacts[variant].sha256] = made.cubin

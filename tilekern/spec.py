@@ -6,8 +6,9 @@ launched, what it must equal and what it must move. Nothing here imports torch o
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,8 +17,29 @@ if TYPE_CHECKING:
 
 Value = int | str | bool | None
 DTYPES = ("bfloat16", "float16", "float32")
-ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "int32": 4, "int64": 8}
 ALIGNED, GENERIC = "aligned", "generic"
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes of one decoder, all in elements.
+
+    ``qk_norm`` says that q and k are normalised head by head; ``sliding_window`` is the number of keys that a query
+    of a windowed layer sees, None where no layer is windowed.
+    """
+
+    name: str
+    model_type: str
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    layers: int
+    vocabulary: int
+    qk_norm: bool
+    sliding_window: int | None = None
 
 
 class _Point(Mapping[str, Value]):
@@ -187,11 +209,33 @@ class Implementation:
 
 
 @dataclass(frozen=True)
+class LibraryCall:
+    """One config of a spec that a library runs (cuBLAS, cuDNN, a sequence of such calls); it makes no artifact.
+
+    ``call`` takes the inputs of the names ``inputs``, in their order, and gives a tuple of new tensors in the order of
+    the spec's outputs. A ``composite`` one launches kernels of other specs between the library's: before its inputs
+    it takes a function like :func:`tilekern.dispatch.plan_for`.
+    """
+
+    call: Callable[..., tuple[Any, ...]]
+    inputs: tuple[str, ...]
+    composite: bool = False
+
+    def bound(self, plan_for: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
+        """The function of the inputs alone."""
+        return functools.partial(self.call, plan_for) if self.composite else self.call
+
+
+@dataclass(frozen=True)
 class Tolerance:
-    """Allowed error: ``relative`` of the norm of the whole output, ``absolute`` and ``elementwise`` of each element."""
+    """Allowed error: ``relative`` of the norm of the whole output, ``elementwise`` of each element."""
 
     relative: float
     elementwise: float
+
+    def times(self, factor: float) -> Tolerance:
+        """The tolerance, wider by a factor."""
+        return Tolerance(self.relative * factor, self.elementwise * factor)
 
 
 # Bounds on ||out - ref|| / ||ref|| and on max|out - ref| / (max|ref| + tiny): a few units in the last place of the
@@ -213,7 +257,10 @@ class KernelSpec:
         module: dotted name of the module that holds the device code; its source is digested.
         dimensions: the problem's dimensions, in the order of its key.
         space: the search space.
-        implement: (problem, config) -> :class:`Implementation`; the problem may hold real or bucketed sizes.
+        ops: names of the ops that launch it, as ``--ops`` selects them.
+        workloads: (model, tokens, dtype, target) -> the sizes, by dimension, that training the model on that many
+            tokens needs. What it says is not part of the source's digest, if the function is called ``workloads``.
+        implement: (problem, config) -> how it runs; the problem may hold real or bucketed sizes.
         default: (problem, target) -> the heuristic config, always inside the space's constraints.
         generic: problem -> the config of the generic variant, chosen to compile fast and run anywhere.
         inputs: (problem, torch generator, device) -> arguments by name for every input array and scalar; imports torch.
@@ -223,6 +270,7 @@ class KernelSpec:
         bytes_moved: problem -> bytes that must move through device memory (each input read and output written once).
         flops: problem -> floating-point operations.
         result_dtype: problem -> dtype that sets the tolerance.
+        roundings: how many times values are rounded to that dtype on the way to a result; widens the tolerance.
     """
 
     name: str
@@ -230,7 +278,9 @@ class KernelSpec:
     module: str
     dimensions: tuple[Dimension, ...]
     space: Space
-    implement: Callable[[Problem, Config], Implementation]
+    ops: tuple[str, ...]
+    workloads: Callable[[ModelShape, int, str, Target], Iterable[Mapping[str, Value]]]
+    implement: Callable[[Problem, Config], Implementation | LibraryCall]
     default: Callable[[Problem, Target], Config]
     generic: Callable[[Problem], Config]
     inputs: Callable[[Problem, Any, str], dict[str, Any]]
@@ -240,6 +290,7 @@ class KernelSpec:
     flops: Callable[[Problem], int]
     result_dtype: Callable[[Problem], str]
     results: Callable[[dict[str, Any]], dict[str, Any]] = dict
+    roundings: int = 1
 
     def problem(self, **values: Value) -> Problem:
         """A problem with real sizes, checked against the dimensions.
@@ -253,6 +304,25 @@ class KernelSpec:
         for dimension in self.dimensions:
             _check(self.name, dimension, values[dimension.name])
         return Problem({name: values[name] for name in names})
+
+    def device(self, problem: Problem, config: Config) -> Implementation:
+        """The implementation of a config that runs a device function.
+
+        Raises:
+            TypeError: a library runs the config.
+        """
+        found = self.implement(problem, config)
+        if isinstance(found, LibraryCall):
+            raise TypeError(f"{self.name} {config.key} is a library's call, which has no device function")
+        return found
+
+    def is_library(self, problem: Problem, config: Config) -> bool:
+        """Whether a library runs the config, so that there is nothing to compile."""
+        return isinstance(self.implement(problem, config), LibraryCall)
+
+    def tolerance(self, problem: Problem) -> Tolerance:
+        """The error that a result of the problem may have."""
+        return TOLERANCES[self.result_dtype(problem)].times(self.roundings)
 
     def bucketed(self, problem: Problem) -> Problem:
         """The problem whose record serves ``problem``: bucketed dimensions rounded to their bucket."""

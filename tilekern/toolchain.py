@@ -123,7 +123,7 @@ def compile_candidate(
         CompileFailed: the front end or the compiler rejected the candidate, crashed, or took too long.
     """
     tools = require_toolkit()
-    implementation = spec.implement(problem, config)
+    implementation = spec.device(problem, config)
     assumed = assumptions(implementation, variant)
     started = time.perf_counter()
     bytecode, symbol = _lower(implementation, assumed, target, tools)

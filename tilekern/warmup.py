@@ -83,14 +83,19 @@ def problems_for(target: Target, layers: Sequence[Layer]) -> Iterator[tuple[Kern
 
 
 def launch_small(spec: KernelSpec, problem: Problem, plan: dispatch.Plan, device: torch.device, sm_count: int) -> None:
-    """Launch a plan's kernel on inputs of at most 64 rows or tokens, on the grid that these need; not counted."""
+    """Launch a plan's kernel on inputs of at most 64 rows or tokens, on the grid that these need; not counted.
+
+    A library's call has no kernel of ours to load.
+    """
     import torch
 
+    if spec.is_library(problem, plan.config):
+        return
     sizes = {d.name: min(problem[d.name], _SMALL) for d in spec.dimensions if d.kind == "bucketed"}
     if "batch" in sizes:
         sizes["batch"] = 1
     small = problem.but(**sizes)
-    implementation = spec.implement(small, plan.config)
+    implementation = spec.device(small, plan.config)
     own = copy.copy(plan)
     own.blocks = implementation.grid(small, sm_count)
     own.grid = (own.blocks,)

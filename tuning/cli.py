@@ -19,8 +19,8 @@ from tilekern.cache import CacheError, Store, user_root
 from tilekern.errors import InputError, TilekernError, ToolchainMissing
 from tilekern.targets import Target, here, resolve
 from tuning.models import resolve_model
-from tuning.plan import OPS, plan
-from tuning.publishing import Winner, publish, winners
+from tuning.plan import known_ops, plan
+from tuning.publishing import Winner, keep_winners, publish, winners
 from tuning.sweep import Sweep
 
 STAGES = ("plan", "compile", "measure")
@@ -102,7 +102,7 @@ def _stages(text: str) -> list[str]:
 @click.option(
     "--dtype", default="bfloat16", show_default=True, help="bfloat16, float16 or float32; several with commas."
 )
-@click.option("--ops", default=",".join(OPS), show_default=True, help="Which ops to tune.")
+@click.option("--ops", default=",".join(known_ops()), show_default=True, help="Which ops to tune.")
 @click.option("--jobs", type=click.IntRange(min=1), help="Compile workers; one for each core where not given.")
 @click.option("--stages", default=",".join(STAGES), show_default=True, help="Which stages to run.")
 @click.option("--sweep", type=click.Path(file_okay=False, path_type=Path), help="The sweep folder; it can travel.")
@@ -163,7 +163,7 @@ def _run(
             outcome.notes.append(absent)
         else:
             with _timed(seconds, "measure"), _bar("measure", quiet) as progress:
-                outcome.measure = dataclasses.asdict(measure_all(sweep, progress))
+                outcome.measure = dataclasses.asdict(measure_all(sweep, keep_winners, progress))
     if "measure" in stages:
         _publish(outcome, sweep, store)
     elif "compile" in stages:

@@ -46,7 +46,7 @@ def wanted(sweep: Sweep, timeout_s: float = TIMEOUT_S) -> dict[str, Candidate]:
     target = sweep.target
     for kernel, problem in sweep.problems():
         for item in candidates(kernel, problem, target):
-            if item.artifact not in done:
+            if item.artifact not in done and not item.is_library:
                 found.setdefault(item.artifact, item)
     return found
 
@@ -85,7 +85,7 @@ def _groups(todo: list[Candidate], jobs: int) -> list[list[Candidate]]:
     most = max(1, min(MOST_IN_GROUP, len(todo) // (8 * jobs)))
     groups: dict[Any, list[Candidate]] = {}
     for item in todo:
-        implementation = item.spec.implement(item.problem, item.config)
+        implementation = item.spec.device(item.problem, item.config)
         key = (implementation.function, implementation.constants, implementation.parameters, item.variant)
         groups.setdefault(key, []).append(item)
     split = [group[at : at + most] for group in groups.values() for at in range(0, len(group), most)]

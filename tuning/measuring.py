@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from tilekern.errors import InputError
-from tilekern.spec import ALIGNED, Problem
+from tilekern.kernels import spec_named
+from tilekern.spec import ALIGNED, LibraryCall, Problem
 from tilekern.targets import Target, here
-from tuning.sweep import Candidate, Sweep, candidates
+from tuning.sweep import LIBRARY_LINE, Candidate, Sweep, candidates
 from tuning.worker import Entrant, serve
 
 # The longest that a single announced step may take, in seconds.
@@ -93,8 +94,13 @@ def describe_gpu() -> dict[str, str]:
     return {"gpu": torch.cuda.get_device_name(), "driver": driver, "torch": torch.__version__}
 
 
-def measure_all(sweep: Sweep, progress: Callable[[int, int], None] | None = None) -> MeasureSummary:
+def measure_all(
+    sweep: Sweep, keep_winners: Callable[[Sweep], None], progress: Callable[[int, int], None] | None = None
+) -> MeasureSummary:
     """Check and time every candidate of the sweep that has not been yet.
+
+    ``keep_winners`` is called once all kernels but composites are timed: it puts the winners so far into the cache of
+    the sweep's own, where the composites' parts are looked up.
 
     Raises:
         InputError: the GPU at hand is not the sweep's target.
@@ -103,10 +109,14 @@ def measure_all(sweep: Sweep, progress: Callable[[int, int], None] | None = None
     check_gpu(target)
     sweep.note("gpu", describe_gpu())
     started = time.perf_counter()
-    problems = sweep.problems()
+    problems = sorted(sweep.problems(), key=lambda named: _is_composite(named[0], named[1], target))
     worker = Worker(str(sweep.folder), target)
+    kept = False
     try:
         for done, (kernel, problem) in enumerate(problems):
+            if not kept and _is_composite(kernel, problem, target):
+                keep_winners(sweep)
+                kept = True
             _measure_problem(sweep, worker, kernel, problem, target)
             if progress:
                 progress(done + 1, len(problems))
@@ -121,12 +131,19 @@ def measure_all(sweep: Sweep, progress: Callable[[int, int], None] | None = None
     )
 
 
+def _is_composite(kernel: str, problem: Problem, target: Target) -> bool:
+    """Whether a problem's default config launches kernels of other specs, whose winners must be known first."""
+    spec = spec_named(kernel)
+    found = spec.implement(problem, spec.default(problem, target))
+    return isinstance(found, LibraryCall) and found.composite
+
+
 def entrants(sweep: Sweep, kernel: str, problem: Problem, target: Target) -> list[Entrant]:
     """The candidates to measure: compiled, not in quarantine, and of each identical code and grid only the first."""
     compiled, quarantined = sweep.compiled(), sweep.quarantined()
     found: dict[Any, Entrant] = {}
     for item in candidates(kernel, problem, target):
-        line = compiled.get(item.artifact)
+        line = LIBRARY_LINE if item.is_library else compiled.get(item.artifact)
         if line is not None and line["status"] == "ok" and item.key not in quarantined:
             found.setdefault(identity(item, line, target), Entrant(item, line))
     return list(found.values())
@@ -134,7 +151,9 @@ def entrants(sweep: Sweep, kernel: str, problem: Problem, target: Target) -> lis
 
 def identity(item: Candidate, line: dict[str, Any], target: Target) -> tuple[str, str, int]:
     """Equal for candidates that do the same on the GPU."""
-    blocks = item.spec.implement(item.problem, item.config).grid(item.problem, target.sm_count)
+    if item.is_library:
+        return item.variant, item.config.key, 0
+    blocks = item.spec.device(item.problem, item.config).grid(item.problem, target.sm_count)
     return item.variant, line["code_sha256"], blocks
 
 

@@ -5,28 +5,12 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from tilekern.errors import InputError
-
-
-@dataclass(frozen=True)
-class ModelShape:
-    """Sizes of one decoder: all in elements; ``qk_norm`` says that q and k are normalised head by head."""
-
-    name: str
-    model_type: str
-    hidden: int
-    intermediate: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    layers: int
-    vocabulary: int
-    qk_norm: bool
+from tilekern.spec import ModelShape
 
 
 def _qwen3(size: str, hidden: int, intermediate: int, layers: int, heads: int) -> ModelShape:
@@ -107,6 +91,11 @@ def _from_hub(model: str) -> Path:
         ) from None
 
 
+def _is_windowed(config: Mapping[str, Any]) -> bool:
+    """Whether a config has a sliding window that is in use; some families carry one that is switched off."""
+    return config.get("sliding_window") is not None and config.get("use_sliding_window", True) is True
+
+
 def shape_of_config(config: Mapping[str, Any], name: str) -> ModelShape:
     """The sizes in a Hugging Face config; the text part of a multimodal one.
 
@@ -145,4 +134,5 @@ def shape_of_config(config: Mapping[str, Any], name: str) -> ModelShape:
         layers=size("num_hidden_layers", 1),
         vocabulary=size("vocab_size", 1),
         qk_norm=model_type in _QK_NORM_TYPES,
+        sliding_window=size("sliding_window") if _is_windowed(config) else None,
     )

@@ -31,6 +31,8 @@ _CLOCK_HZ = 1.75e9
 _ISSUE_RATE = 2
 # More static shared memory than reductions need: the buffers of a software pipeline.
 _PIPELINE_BYTES = 16384
+# The side of a tile whose operand traffic costs as much as its arithmetic.
+_TILE_SIDE = 12
 _INTERCEPT = 0.2192
 _WEIGHTS = {
     "threads_squared": 0.0163,
@@ -81,10 +83,42 @@ def predict(candidate: Candidate, resources: Resources, target: Target) -> Predi
     spills = resources.stack_bytes > 0
     if resident == 0:
         return Prediction(math.inf, 0, 0.0, spills)
-    floor_s = _LAUNCH_S + candidate.spec.bytes_moved(candidate.problem) / (target.copy_gbs * 1e9)
+    if is_arithmetic(candidate, target):
+        return _predict_arithmetic(candidate, resources, target, resident)
+    floor_s = _memory_s(candidate, target)
     features, in_flight = _features(candidate, resources, target, resident, floor_s)
     loss = _INTERCEPT + sum(weight * features[name] for name, weight in _WEIGHTS.items())
     return Prediction(floor_s * math.exp(loss), resident, in_flight, spills)
+
+
+def _memory_s(candidate: Candidate, target: Target) -> float:
+    return _LAUNCH_S + candidate.spec.bytes_moved(candidate.problem) / (target.copy_gbs * 1e9)
+
+
+def _arithmetic_s(candidate: Candidate, target: Target) -> float:
+    return candidate.spec.flops(candidate.problem) / (target.matmul_tflops * 1e12)
+
+
+def is_arithmetic(candidate: Candidate, target: Target) -> bool:
+    """Whether the matrix units' rate, and not memory's, bounds a candidate's problem."""
+    return _arithmetic_s(candidate, target) > _memory_s(candidate, target)
+
+
+def predict_library(candidate: Candidate, target: Target) -> Prediction:
+    """The roofline's time: NVIDIA's libraries come near it on every GPU, so nothing is predicted to beat them."""
+    return Prediction(max(_memory_s(candidate, target), _arithmetic_s(candidate, target)), 1, 0.0, spills=False)
+
+
+def _predict_arithmetic(candidate: Candidate, resources: Resources, target: Target, resident: int) -> Prediction:
+    """Coarse: a tile's operands are read again from L2 by each block, and the last wave is not full."""
+    spec, config, problem = candidate.spec, candidate.config, candidate.problem
+    sides = [int(config[name]) for name in ("tile_m", "tile_n") if name in config]
+    traffic = sum(_TILE_SIDE / side for side in sides)
+    blocks = spec.device(problem, config).grid(problem, target.sm_count)
+    places = min(blocks, max(1, resident) * target.sm_count)
+    waves = cdiv(blocks, places) * places / blocks
+    seconds = _arithmetic_s(candidate, target) * (1.05 + traffic) * waves
+    return Prediction(seconds, resident, 0.0, resources.stack_bytes > 0)
 
 
 def _features(
@@ -92,13 +126,13 @@ def _features(
 ) -> tuple[dict[str, float], float]:
     """The model's features by name, and the bytes in flight on an SM."""
     spec, problem, config = candidate.spec, candidate.problem, candidate.config
-    blocks = spec.implement(problem, config).grid(problem, target.sm_count)
-    steps = spec.implement(problem, config.but(schedule="block")).grid(problem, target.sm_count)
+    blocks = spec.device(problem, config).grid(problem, target.sm_count)
+    steps = spec.device(problem, config.but(schedule="block")).grid(problem, target.sm_count)
     busy = min(resident, cdiv(blocks, target.sm_count))
     places = min(blocks, busy * target.sm_count)
     step_bytes = spec.bytes_moved(problem) / steps
     persistent = config["schedule"] == "persistent"
-    pipelined = bool(config["tma"]) and resources.shared_bytes > _PIPELINE_BYTES
+    pipelined = bool(config.get("tma")) and resources.shared_bytes > _PIPELINE_BYTES
     held = resources.shared_bytes if persistent and pipelined else step_bytes
     wanted = target.copy_gbs * 1e9 * _LATENCY_S / target.sm_count
     warps = cdiv(resources.threads, _WARP)
@@ -138,7 +172,9 @@ def ranking(sweep: Sweep, kernel: str, problem: Problem, target: Target) -> list
     found = []
     for item in candidates(kernel, problem, target):
         line = compiled.get(item.artifact)
-        if item.variant == ALIGNED and line is not None and line["status"] == "ok":
+        if item.is_library and item.variant == ALIGNED:
+            found.append((item, predict_library(item, target)))
+        elif item.variant == ALIGNED and line is not None and line["status"] == "ok":
             found.append((item, predict(item, Resources(**line["resources"]), target)))
     return sorted(found, key=lambda pair: pair[1].rank)
 

@@ -40,28 +40,31 @@ def winners(sweep: Sweep, toolkit: dict[str, str]) -> Iterator[tuple[Winner, dic
     target, compiled, measured = sweep.target, sweep.compiled(), sweep.measured()
     for kernel, problem in sweep.problems():
         found = candidates(kernel, problem, target)
-        generic = compiled.get(found[-1].artifact, {})
-        if generic.get("status") != "ok" or not _passed(measured.get(found[-1].key)):
+        generic = found[-1]
+        if not _usable(generic, compiled) or not _passed(measured.get(generic.key)):
             continue
         chosen = _measured_winner(sweep, found, compiled, measured) or _predicted_winner(sweep, kernel, problem, target)
         if chosen is None:
             continue
         item, facts = chosen
-        artifacts = {
-            ALIGNED: _artifact(sweep, item, compiled[item.artifact]),
-            GENERIC: _artifact(sweep, found[-1], generic),
-        }
+        variants = {} if item.is_library else {ALIGNED: item, GENERIC: generic}
+        artifacts = {name: _artifact(sweep, one, compiled[one.artifact]) for name, one in variants.items()}
         blobs = {artifact.sha256: sweep.cubin(artifact.sha256) for artifact in artifacts.values()}
         failed = sum(
             compiled.get(c.artifact, {}).get("status") == "failed" or not _passed(measured.get(c.key)) for c in found
         )
-        made_by = compiled[item.artifact].get("toolkit", toolkit)
+        made_by = compiled.get(item.artifact, {}).get("toolkit", toolkit)
         record = record_of(
             item.spec, problem, item.config, target, made_by, artifacts, facts.pop("provenance"),
             candidates=len(found), failed=failed, measurement=facts.get("measurement"),
             prediction=facts.get("prediction"), check=facts.get("check"), runners_up=facts.get("runners_up", []),
         )  # fmt: skip
         yield _winner(item, record, target), blobs
+
+
+def _usable(item: Candidate, compiled: dict[str, Any]) -> bool:
+    """Whether a candidate compiled, or needs no compiler."""
+    return item.is_library or compiled.get(item.artifact, {}).get("status") == "ok"
 
 
 def _passed(line: dict[str, Any] | None) -> bool:
@@ -86,9 +89,7 @@ def _measured_winner(
     timed = [
         (measured[c.key]["timing"]["median_us"], index, c)
         for index, c in enumerate(found)
-        if "timing" in measured.get(c.key, {})
-        and _passed(measured[c.key])
-        and compiled.get(c.artifact, {}).get("status") == "ok"
+        if "timing" in measured.get(c.key, {}) and _passed(measured[c.key]) and _usable(c, compiled)
     ]
     # Medians of few samples belong to candidates that were out of the race early.
     most = max((measured[c.key]["timing"]["samples"] for _, _, c in timed), default=0)
@@ -145,6 +146,15 @@ def _winner(item: Candidate, record: Record, target: Target) -> Winner:
     return Winner(
         item.kernel, item.problem, record, time_us, copy_us / time_us, facts.get("default_us", time_us) / time_us
     )
+
+
+def keep_winners(sweep: Sweep) -> None:
+    """Put the winners so far into the cache of the sweep's own."""
+    tools = next((line["toolkit"] for line in sweep.compiled().values() if "toolkit" in line), None)
+    if tools is not None:
+        store = Store(sweep.cache)
+        for winner, blobs in winners(sweep, tools):
+            store.write(winner.record, blobs)
 
 
 def publish(found: list[tuple[Winner, dict[str, bytes]]], pack: Path, store: Store | None) -> None:

@@ -23,11 +23,13 @@ from typing import Any
 from tilekern.errors import InputError
 from tilekern.kernels import spec_named
 from tilekern.source import digest_of_module
-from tilekern.spec import ALIGNED, GENERIC, Config, Implementation, KernelSpec, Problem
+from tilekern.spec import ALIGNED, GENERIC, Config, Implementation, KernelSpec, LibraryCall, Problem
 from tilekern.targets import KNOWN, Target
 from tilekern.toolchain import assumptions
 
 FORMAT = 1
+# Stands for the journal's line of an artifact where a library runs a candidate.
+LIBRARY_LINE: dict[str, Any] = {"status": "ok"}
 
 
 @dataclass(frozen=True)
@@ -46,13 +48,23 @@ class Candidate:
         return spec_named(self.kernel)
 
     @property
+    def is_library(self) -> bool:
+        """Whether a library runs it, so that there is nothing to compile."""
+        return self.spec.is_library(self.problem, self.config)
+
+    @property
     def key(self) -> str:
         """One line that names the candidate and its artifact: after an edit of the kernel it is another one."""
         return f"{self.kernel}|{self.problem.key}|{self.config.key}|{self.variant}|{self.artifact[:16]}"
 
 
-def artifact_key(implementation: Implementation, variant: str, target: Target, source_digest: str) -> str:
-    """Names what is compiled: equal keys compile to the same cubin, whatever problem or config asks for it."""
+def artifact_key(implementation: Implementation | LibraryCall, variant: str, target: Target, source_digest: str) -> str:
+    """Names what is compiled: equal keys compile to the same cubin, whatever problem or config asks for it.
+
+    What a library runs is not compiled; its key only tells that the source is still the same.
+    """
+    if isinstance(implementation, LibraryCall):
+        return hashlib.sha256(f"library {source_digest}".encode()).hexdigest()
     parts = {
         "function": implementation.function._pyfunc.__name__,
         "assumptions": assumptions(implementation, variant),
@@ -136,6 +148,11 @@ class Sweep:
         if at_hand is not None and at_hand.key == described["key"]:
             return at_hand
         raise InputError(f"{self.folder}: the target {described['key']} is not known here")
+
+    @property
+    def cache(self) -> Path:
+        """The cache of the sweep's own, which measuring looks kernels up in."""
+        return self.folder / "cache"
 
     @property
     def model(self) -> str:

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from tilekern.spec import TOLERANCES, ArrayParameter, Implementation, KernelSpec, Problem, Tolerance
+from tilekern.spec import ArrayParameter, Implementation, KernelSpec, Problem, Tolerance
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def compare(spec: KernelSpec, problem: Problem, outputs: dict[str, Any], expecte
     worst = Check(True, 0.0, 0.0)
     for name, reference in expected.items():
         relative, elementwise = errors(results[name], reference)
-        tolerance = TOLERANCES[spec.result_dtype(problem)]
+        tolerance = spec.tolerance(problem)
         passed = within(relative, elementwise, tolerance)
         reason = (
             ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tilekern.launcher import PrebuiltKernel, Variant, launch, may_depend
-from tilekern.spec import Problem
+from tilekern.spec import LibraryCall, Problem
 from tilekern.targets import Target
 from tuning.sweep import Candidate, Sweep
 from tuning.timing import Stopwatch, Timing
@@ -46,9 +47,11 @@ class Bench:
         self._inputs: dict[str, Any] | None = None
 
     def kernel(self, entrant: Entrant) -> Any:
-        """The launchable kernel of an entrant."""
+        """The launchable kernel of an entrant; None where a library runs it."""
         item, line = entrant.candidate, entrant.compiled
-        function = self._spec.implement(item.problem, item.config).function
+        if item.is_library:
+            return None
+        function = self._spec.device(item.problem, item.config).function
         variant = Variant(item.variant, line["symbol"], line["assumptions"], lambda: self._sweep.cubin(line["sha256"]))
         return PrebuiltKernel(function, [variant])
 
@@ -56,37 +59,40 @@ class Bench:
         """Run an entrant twice on odd sizes with poisoned outputs: right, and the same bits both times."""
         torch = self._torch
         kernel = self.kernel(entrant)
-        first, _ = self._run(kernel, entrant, self._odd, self._odd_inputs)
+        first = self._run(kernel, entrant, self._odd, self._odd_inputs)
         check = compare(self._spec, self._odd, first, self._expected)
         if not check.passed:
             return check
-        again, _ = self._run(kernel, entrant, self._odd, self._odd_inputs)
+        again = self._run(kernel, entrant, self._odd, self._odd_inputs)
         if any(not torch.equal(first[name], again[name]) for name in first):
             return Check(False, check.relative_error, check.elementwise_error, "two runs on the same inputs differ")
         return check
 
-    def _run(
-        self, kernel: Any, entrant: Entrant, problem: Problem, inputs: dict[str, Any]
-    ) -> tuple[dict[str, Any], int]:
+    def _run(self, kernel: Any, entrant: Entrant, problem: Problem, inputs: dict[str, Any]) -> dict[str, Any]:
+        outputs, run = self._launch(kernel, entrant, problem, inputs)
+        given = run()
+        self._torch.cuda.synchronize()
+        return outputs if given is None else dict(zip(self._spec.outputs(problem, 1), given, strict=True))
+
+    def _launch(self, kernel: Any, entrant: Entrant, problem: Problem, inputs: dict[str, Any]) -> tuple[Any, Any]:
+        """The outputs that a launch fills, and a function that launches; a library's gives its outputs instead."""
         implementation = self._spec.implement(problem, entrant.candidate.config)
+        if isinstance(implementation, LibraryCall):
+            from tilekern.dispatch import plan_for
+
+            call, given = implementation.bound(plan_for), [inputs[name] for name in implementation.inputs]
+            return None, lambda: call(*given)
         blocks = implementation.grid(problem, self._target.sm_count)
         outputs = make_outputs(self._spec, problem, blocks, "cuda")
         arguments = launch_arguments(implementation, inputs, outputs)
-        launch(_stream(), (blocks,), kernel, arguments, dependent=may_depend(implementation, self._target))
-        self._torch.cuda.synchronize()
-        return outputs, blocks
+        dependent = may_depend(implementation, self._target)
+        return outputs, lambda: launch(_stream(), (blocks,), kernel, arguments, dependent=dependent)
 
     def prepare(self, entrant: Entrant) -> Any:
         """A function that launches the entrant at full size."""
         if self._inputs is None:
             self._inputs = self._spec.inputs(self._problem, self._generator, "cuda")
-        kernel = self.kernel(entrant)
-        implementation = self._spec.implement(self._problem, entrant.candidate.config)
-        blocks = implementation.grid(self._problem, self._target.sm_count)
-        outputs = make_outputs(self._spec, self._problem, blocks, "cuda")
-        arguments = launch_arguments(implementation, self._inputs, outputs)
-        dependent = may_depend(implementation, self._target)
-        return lambda: launch(_stream(), (blocks,), kernel, arguments, dependent=dependent)
+        return self._launch(self.kernel(entrant), entrant, self._problem, self._inputs)[1]
 
     def copy(self) -> Any:
         """A function that copies as many bytes as the problem must move, half read and half written."""
@@ -122,6 +128,7 @@ def serve(connection: Connection, folder: str, target: Target) -> None:
     """Answer the parent's tasks until it hangs up; each step is announced before it is taken."""
     watch: Stopwatch | None = None
     sweep = Sweep(Path(folder))
+    os.environ["TILEKERN_CACHE_DIR"] = str(sweep.cache)
     while True:
         try:
             task = connection.recv()

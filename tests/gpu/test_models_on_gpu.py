@@ -9,7 +9,7 @@ from tilekern.errors import CacheMiss
 from tilekern.kernels import spec_named
 from tilekern.targets import here
 from tuning.models import PRESETS
-from tuning.plan import OPS, plan
+from tuning.plan import known_ops, plan
 
 IDS = torch.randint(0, 331, (2, 37), generator=torch.Generator().manual_seed(1))
 
@@ -79,7 +79,7 @@ def test_the_prebuilt_packs_serve_qwen3_8b_with_no_compiler_and_an_empty_cache(t
             pytest.skip(f"no prebuilt pack is for {target.key}")
         dispatch.set_miss_policy("error")
         device = torch.device("cuda", torch.cuda.current_device())
-        for kernel, problem in plan(PRESETS["qwen3-8b"], [8192], ["bfloat16"], OPS, target):
+        for kernel, problem in plan(PRESETS["qwen3-8b"], [8192], ["bfloat16"], known_ops(), target):
             spec = spec_named(kernel)
             kinds = {d.name: d.kind for d in spec.dimensions}
             sizes = [getattr(torch, v) if kinds[name] == "dtype" else v for name, v in problem.items()]

@@ -39,7 +39,7 @@ def test_every_spec_compiles_for_every_target(spec, variant, arch, sizes):
     assert 32 <= resources.threads <= 1024
     assert 0 <= resources.shared_bytes <= target.shared_bytes
     assert resources.code_bytes > 0
-    assert made.symbol.startswith(spec.implement(problem, spec.generic(problem)).function._pyfunc.__name__[:8])
+    assert made.symbol.startswith(spec.device(problem, spec.generic(problem)).function._pyfunc.__name__[:8])
     for folder in (Path(__file__).parents[2], Path.home()):
         assert str(folder).encode() not in made.cubin
     assert spec.module.rpartition(".")[2].encode() + b".py" not in made.cubin

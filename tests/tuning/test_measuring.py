@@ -11,6 +11,7 @@ from tuning_samples import SMALL
 from tilekern.errors import InputError
 from tilekern.targets import here, resolve
 from tuning import measuring
+from tuning.publishing import keep_winners
 from tuning.timing import Timing
 from tuning.verifying import compare, odd_problem
 
@@ -75,7 +76,7 @@ def test_answers_arrive(worker):
 @pytest.mark.skipif(here() is not None, reason="this machine has a GPU")
 def test_measuring_without_a_gpu_is_refused(compiled_sweep):
     with pytest.raises(InputError, match="needs a GPU and this machine has none"):
-        measuring.measure_all(compiled_sweep)
+        measuring.measure_all(compiled_sweep, keep_winners)
 
 
 def test_a_timing_of_samples():

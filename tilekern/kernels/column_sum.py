@@ -15,8 +15,10 @@ from tilekern.spec import (
     Dimension,
     Implementation,
     KernelSpec,
+    ModelShape,
     Problem,
     Space,
+    Value,
     cdiv,
 )
 from tilekern.targets import Target
@@ -65,6 +67,16 @@ def _inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
     return {"x": torch.randn((problem["rows"], problem["columns"]), generator=generator, device=device)}
 
 
+def workloads(shape: ModelShape, tokens: int, dtype: str, target: Target) -> list[dict[str, Value]]:
+    """Sums of weight gradients: a backward stores a row for each resident block, of which it keeps one to four."""
+    widths = [shape.hidden, *([shape.head_dim] if shape.qk_norm else [])]
+    return [
+        {"rows": target.sm_count * blocks, "columns": columns, "dtype": dtype}
+        for columns in widths
+        for blocks in (1, 2, 4)
+    ]
+
+
 SPEC = KernelSpec(
     name="column_sum",
     summary="y = sum of x over its rows, float32 sums in a fixed order",
@@ -88,6 +100,8 @@ SPEC = KernelSpec(
             ),
         ),
     ),
+    ops=("rms_norm", "fused_add_rms_norm", "qk_norm_rope"),
+    workloads=workloads,
     implement=_implement,
     default=_default,
     generic=lambda problem: Config(

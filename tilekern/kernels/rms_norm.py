@@ -35,6 +35,7 @@ from tilekern.spec import (
     Dimension,
     Implementation,
     KernelSpec,
+    ModelShape,
     Problem,
     ScalarParameter,
     Space,
@@ -180,7 +181,7 @@ def rms_norm_backward_two_pass(
             ct.store(partial, (ct.bid(0), c), before + share, allow_tma=False)
 
 
-# Rows of up to this many columns are held in registers by some config; longer ones are read twice.
+# Longer rows are not held in registers by any config but read twice.
 _LONGEST_RESIDENT = {"forward": 16384, "backward": 8192}
 
 DIMENSIONS = (
@@ -204,8 +205,7 @@ _FEW_CHUNKS = Constraint(
 
 def _axes(problem: Problem, direction: str) -> dict[str, list[Value]]:
     columns = problem["columns"]
-    width = power_of_two(columns)
-    resident = columns <= _LONGEST_RESIDENT[direction]
+    width, resident = power_of_two(columns), columns <= _LONGEST_RESIDENT[direction]
     backward = direction == "backward"
     return {
         "schedule": ["persistent"] if backward or not resident else ["persistent", "block"],
@@ -335,19 +335,18 @@ def reference_backward(dy: Any, x: Any, weight: Any, eps: float) -> dict[str, An
     return {"dx": dx, "dweight": dweight}
 
 
-def _bytes_forward(problem: Problem) -> int:
-    rows, columns = problem["rows"], problem["columns"]
-    out = ITEM_BYTES[promoted(problem["dtype"], problem["weight_dtype"])]
-    return rows * columns * (ITEM_BYTES[problem["dtype"]] + out) + columns * ITEM_BYTES[problem["weight_dtype"]]
+def _bytes(problem: Problem, matrices: int, weights: int) -> int:
+    """``matrices`` of x's dtype and one of the product's, and ``weights`` rows of the weight's."""
+    product = ITEM_BYTES[promoted(problem["dtype"], problem["weight_dtype"])]
+    row = problem["rows"] * (matrices * ITEM_BYTES[problem["dtype"]] + product)
+    return int(problem["columns"] * (row + weights * ITEM_BYTES[problem["weight_dtype"]]))
 
 
-def _bytes_backward(problem: Problem) -> int:
-    rows, columns = problem["rows"], problem["columns"]
-    gradient = ITEM_BYTES[promoted(problem["dtype"], problem["weight_dtype"])]
-    return (
-        rows * columns * (2 * ITEM_BYTES[problem["dtype"]] + gradient)
-        + columns * 2 * ITEM_BYTES[problem["weight_dtype"]]
-    )
+def workloads(shape: ModelShape, tokens: int, dtype: str, target: Target) -> list[dict[str, Value]]:
+    """Norms of hidden states, and of each head of q and k where the model has them."""
+    heads = (shape.heads, shape.kv_heads) if shape.qk_norm else ()
+    sizes = [(tokens, shape.hidden), *((tokens * count, shape.head_dim) for count in heads)]
+    return [{"rows": m, "columns": n, "dtype": dtype, "weight_dtype": dtype} for m, n in sizes]
 
 
 FORWARD = KernelSpec(
@@ -358,6 +357,8 @@ FORWARD = KernelSpec(
     space=Space(
         lambda problem: _axes(problem, "forward"), (fits_registers(2), TMA_NEEDS_HOPPER, _PASSES_MATCH, _FEW_CHUNKS)
     ),
+    ops=("rms_norm",),
+    workloads=workloads,
     implement=_implement_forward,
     default=lambda problem, target: _default(problem, target, "forward"),
     generic=lambda problem: _generic(problem, "forward"),
@@ -366,7 +367,7 @@ FORWARD = KernelSpec(
         "y": ((problem["rows"], problem["columns"]), promoted(problem["dtype"], problem["weight_dtype"]))
     },
     reference=reference_forward,
-    bytes_moved=_bytes_forward,
+    bytes_moved=lambda problem: _bytes(problem, 1, 1),
     flops=lambda problem: 4 * problem["rows"] * problem["columns"],
     result_dtype=lambda problem: problem["dtype"],
 )
@@ -379,6 +380,8 @@ BACKWARD = KernelSpec(
     space=Space(
         lambda problem: _axes(problem, "backward"), (fits_registers(4), TMA_NEEDS_HOPPER, _PASSES_MATCH, _FEW_CHUNKS)
     ),
+    ops=("rms_norm",),
+    workloads=workloads,
     implement=_implement_backward,
     default=lambda problem, target: _default(problem, target, "backward"),
     generic=lambda problem: _generic(problem, "backward"),
@@ -388,7 +391,7 @@ BACKWARD = KernelSpec(
         "partial": ((blocks, problem["columns"]), "float32"),
     },
     reference=reference_backward,
-    bytes_moved=_bytes_backward,
+    bytes_moved=lambda problem: _bytes(problem, 2, 2),
     flops=lambda problem: 10 * problem["rows"] * problem["columns"],
     result_dtype=lambda problem: problem["dtype"],
     results=lambda outputs: {"dx": outputs["dx"], "dweight": outputs["partial"].double().sum(0)},

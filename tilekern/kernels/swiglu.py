@@ -28,6 +28,7 @@ from tilekern.spec import (
     Dimension,
     Implementation,
     KernelSpec,
+    ModelShape,
     Problem,
     Space,
     Value,
@@ -216,12 +217,19 @@ def _matrix_bytes(problem: Problem) -> int:
     return int(problem["rows"] * problem["columns"] * ITEM_BYTES[problem["dtype"]])
 
 
+def workloads(shape: ModelShape, tokens: int, dtype: str, target: Target) -> list[dict[str, Value]]:
+    """The gate of every MLP."""
+    return [{"rows": tokens, "columns": shape.intermediate, "dtype": dtype}]
+
+
 FORWARD = KernelSpec(
     name="swiglu_forward",
     summary="y = silu(gate) * up",
     module=__name__,
     dimensions=DIMENSIONS,
     space=Space(_axes, (_sized(8192), TMA_NEEDS_HOPPER)),
+    ops=("swiglu",),
+    workloads=workloads,
     implement=_implement_forward,
     default=_default,
     generic=_generic,
@@ -239,6 +247,8 @@ BACKWARD = KernelSpec(
     module=__name__,
     dimensions=DIMENSIONS,
     space=Space(_axes, (_sized(4096), TMA_NEEDS_HOPPER)),
+    ops=("swiglu",),
+    workloads=workloads,
     implement=_implement_backward,
     default=_default,
     generic=_generic,
