@@ -28,6 +28,18 @@ class Tensors:
 
 
 @dataclass(frozen=True)
+class Work:
+    """What forward and backward must do: bytes moved through device memory, and floating-point operations.
+
+    An op whose ``flops`` are given is bound by arithmetic: its speed is said in TFLOP/s. The others are set against a
+    copy of their bytes.
+    """
+
+    bytes_moved: tuple[int, int] = (0, 0)
+    flops: tuple[int, int] = (0, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Case:
     """An op at one size.
 
@@ -36,9 +48,10 @@ class Case:
         label: op and size, as results name it.
         dtype: what the op works in; sets the tolerance.
         tensors: device -> random arguments.
-        expected: arguments -> outputs and then gradients of the inputs, in float64.
-        forward: spec and problem of the forward.
-        backward: spec and problem of the backward.
+        expected: arguments -> outputs and then gradients of the inputs, wider than the dtype.
+        work: what must move and be computed.
+        roundings: how many times values are rounded to the dtype on the way to a result; widens the tolerance.
+        metrics: which of :data:`METRICS` are timed.
     """
 
     op: str
@@ -46,28 +59,56 @@ class Case:
     dtype: str
     tensors: Callable[[str], Tensors]
     expected: Callable[[Tensors], tuple[Any, ...]]
-    forward: Part
-    backward: Part
+    work: Work
+    roundings: int = 1
+    metrics: tuple[str, ...] = METRICS
 
     def bytes_of(self, metric: str) -> int:
         """Bytes that must move for one of :data:`METRICS`."""
-        parts = {"forward": [self.forward], "backward": [self.backward]}.get(metric, [self.forward, self.backward])
-        return sum(spec.bytes_moved(problem) for spec, problem in parts)
+        return _of(metric, self.work.bytes_moved)
+
+    def flops_of(self, metric: str) -> int:
+        """Floating-point operations of one of :data:`METRICS`; 0 where the op is bound by memory."""
+        return _of(metric, self.work.flops)
 
 
-def _generator(device: str) -> Any:
+@dataclass(frozen=True, kw_only=True)
+class SpecCase(Case):
+    """A case whose forward and backward are one spec's problem each, for those who launch kernels by themselves."""
+
+    forward: Part
+    backward: Part
+
+
+def _of(metric: str, both: tuple[int, int]) -> int:
+    return {"forward": both[0], "backward": both[1]}.get(metric, sum(both))
+
+
+def _spec_case(
+    label: str, dtype: str, tensors: Callable[[str], Tensors], expected: Callable[[Tensors], tuple[Any, ...]],
+    forward: Part, backward: Part,
+) -> SpecCase:  # fmt: skip
+    moved = forward[0].bytes_moved(forward[1]), backward[0].bytes_moved(backward[1])
+    return SpecCase(
+        op=label.split(" ", maxsplit=1)[0], label=label, dtype=dtype, tensors=tensors, expected=expected,
+        work=Work(moved), forward=forward, backward=backward,
+    )  # fmt: skip
+
+
+def seeded(device: str) -> Any:
+    """A generator of random numbers that gives the same at every run."""
     import torch
 
     return torch.Generator(device=device).manual_seed(SEED)
 
 
-def rms_norm_case(rows: int, columns: int, dtype: str = "bfloat16") -> Case:
+def rms_norm_case(rows: int, columns: int, dtype: str = "bfloat16") -> SpecCase:
     """RMSNorm of ``rows`` rows, weight in the dtype of x."""
     forward, backward = rms_norm_kernels.FORWARD, rms_norm_kernels.BACKWARD
     problem = backward.problem(rows=rows, columns=columns, dtype=dtype, weight_dtype=dtype)
 
     def tensors(device: str) -> Tensors:
-        given = backward.inputs(problem, _generator(device), device)
+        given = backward.inputs(problem, seeded(device), device)
         return Tensors((given["x"], given["weight"]), (EPS,), (given["dy"],))
 
     def expected(t: Tensors) -> tuple[Any, ...]:
@@ -75,16 +116,16 @@ def rms_norm_case(rows: int, columns: int, dtype: str = "bfloat16") -> Case:
         return forward.reference(*t.inputs, EPS)["y"], gradients["dx"], gradients["dweight"]
 
     label = f"rms_norm {rows}x{columns}"
-    return Case("rms_norm", label, dtype, tensors, expected, (forward, problem), (backward, problem))
+    return _spec_case(label, dtype, tensors, expected, (forward, problem), (backward, problem))
 
 
-def swiglu_case(rows: int, columns: int, dtype: str = "bfloat16") -> Case:
+def swiglu_case(rows: int, columns: int, dtype: str = "bfloat16") -> SpecCase:
     """SwiGLU's elementwise part over ``rows`` rows."""
     forward, backward = swiglu_kernels.FORWARD, swiglu_kernels.BACKWARD
     problem = backward.problem(rows=rows, columns=columns, dtype=dtype)
 
     def tensors(device: str) -> Tensors:
-        given = backward.inputs(problem, _generator(device), device)
+        given = backward.inputs(problem, seeded(device), device)
         return Tensors((given["gate"], given["up"]), (), (given["dy"],))
 
     def expected(t: Tensors) -> tuple[Any, ...]:
@@ -92,12 +133,12 @@ def swiglu_case(rows: int, columns: int, dtype: str = "bfloat16") -> Case:
         return forward.reference(*t.inputs)["y"], gradients["dgate"], gradients["dup"]
 
     label = f"swiglu {rows}x{columns}"
-    return Case("swiglu", label, dtype, tensors, expected, (forward, problem), (backward, problem))
+    return _spec_case(label, dtype, tensors, expected, (forward, problem), (backward, problem))
 
 
 def rope_case(
     batch: int, tokens: int, heads: int = 32, kv_heads: int = 8, head_dim: int = 128, dtype: str = "bfloat16"
-) -> Case:
+) -> SpecCase:
     """Rotary embedding of q and k as projections leave them, with positions that all sequences share."""
     spec = rope_kernels.SPEC
     sizes: dict[str, Any] = {"tokens": tokens, "batch": batch, "heads": heads, "kv_heads": kv_heads}
@@ -105,9 +146,9 @@ def rope_case(
     forward, backward = spec.problem(**sizes, inverse=False), spec.problem(**sizes, inverse=True)
 
     def tensors(device: str) -> Tensors:
-        generator = _generator(device)
+        generator = seeded(device)
         given, slopes = spec.inputs(forward, generator, device), spec.inputs(backward, generator, device)
-        cos, sin = _angles(tokens, head_dim, device, given["q"].dtype)
+        cos, sin = angles_of(tokens, head_dim, device, given["q"].dtype)
         return Tensors((given["q"], given["k"]), (cos, sin), (slopes["q"], slopes["k"]))
 
     def expected(t: Tensors) -> tuple[Any, ...]:
@@ -116,10 +157,10 @@ def rope_case(
         return turned["q_out"], turned["k_out"], back["q_out"], back["k_out"]
 
     label = f"rope {batch}x{tokens} {heads}+{kv_heads}x{head_dim}"
-    return Case("rope", label, dtype, tensors, expected, (spec, forward), (spec, backward))
+    return _spec_case(label, dtype, tensors, expected, (spec, forward), (spec, backward))
 
 
-def _angles(tokens: int, head_dim: int, device: str, dtype: Any) -> tuple[Any, Any]:
+def angles_of(tokens: int, head_dim: int, device: str, dtype: Any) -> tuple[Any, Any]:
     """cos and sin as Qwen3's rotary embedding makes them: both halves alike, [1, tokens, head_dim]."""
     import torch
 
@@ -129,7 +170,7 @@ def _angles(tokens: int, head_dim: int, device: str, dtype: Any) -> tuple[Any, A
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
-def training_cases() -> list[Case]:
+def training_cases() -> list[SpecCase]:
     """The sizes of Qwen3-8B's and Llama-3-8B's layers at 8192 tokens and more."""
     return [
         rms_norm_case(8192, 4096),
@@ -142,6 +183,6 @@ def training_cases() -> list[Case]:
     ]
 
 
-def small_cases() -> list[Case]:
+def small_cases() -> list[SpecCase]:
     """Sizes at which the GPU is done before the host: for host time."""
     return [rms_norm_case(16, 4096), swiglu_case(16, 12288), rope_case(1, 16)]

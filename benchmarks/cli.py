@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from benchmarks.environment import RESULTS
+from benchmarks import plots
+from benchmarks.environment import RESULTS, require_gpu
+from benchmarks.report import render
 from benchmarks.results import Results, print_table, read_folder, write_results
+from tilekern.errors import InputError
+from tuning.models import resolve_model
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 Out = Annotated[
@@ -17,22 +23,83 @@ Out = Annotated[
 Name = Annotated[str | None, typer.Option("--name", help="Name of the JSON file, without its ending.")]
 
 
+class Sweep(Enum):
+    """What a model's ops are measured over."""
+
+    tokens = "tokens"
+
+
 @app.command()
 def kernels(
     out: Out = None,
     name: Name = None,
     samples: Annotated[int, typer.Option(help="Samples of each figure.")] = 80,
-    ops: Annotated[str, typer.Option(help="Ops to measure, by commas.")] = "rms_norm,swiglu,rope",
+    seconds: Annotated[float, typer.Option(help="Seconds for each figure, after which there are fewer samples.")] = 6,
+    ops: Annotated[str, typer.Option(help="Ops to measure, by commas; default all.")] = "",
     providers: Annotated[str, typer.Option(help="Providers to measure, by commas; default all.")] = "",
+    model: Annotated[str, typer.Option(help="Take the sizes of this model.")] = "",
+    sweep: Annotated[Sweep | None, typer.Option(help="What to measure the model's ops over.")] = None,
+    tokens: Annotated[str, typer.Option(help="Token counts of the sweep, by commas.")] = "1024,2048,4096,8192,16384",
 ) -> None:
-    """GPU time of every op, tilekern and its peers, beside a copy."""
-    from benchmarks.cases import training_cases
-    from benchmarks.kernels import measure
-    from benchmarks.providers import LOADERS
+    """GPU time of every op, tilekern and its peers, beside a copy: at fixed sizes, or a model's over token counts."""
+    from benchmarks import kernels as bench
+    from benchmarks.providers import LOADERS, OPS
+    from benchmarks.suites import fixed_cases
 
-    cases = [case for case in training_cases() if case.op in ops.split(",")]
-    names = providers.split(",") if providers else list(LOADERS)
-    _keep(measure(cases, names, samples, say=lambda line: print(line, flush=True)), out, name or "kernels")
+    chosen, peers = among(ops, OPS, "op"), among(providers, list(LOADERS), "provider")
+    effort = bench.Effort(samples, seconds)
+    if bool(model) != (sweep is not None):
+        raise InputError("--model and --sweep tokens go together")
+    stem = name or (f"kernels-{Path(model).name}" if model else "kernels")
+
+    def keep(case: str, results: Results) -> None:
+        print(case, flush=True)
+        if results.rows:  # so that a run that is cut off leaves something
+            write_results(_path(out, stem), results)
+
+    if model:
+        _keep(bench.sweep(resolve_model(model), counts(tokens), chosen, peers, effort, keep), out, stem)
+    else:
+        cases = [case for case in fixed_cases() if case.op in chosen]
+        _keep(bench.measure(cases, peers, effort, keep), out, stem)
+
+
+@app.command()
+def train(
+    model: Annotated[str, typer.Argument(help="A preset, or the path of a config.json.")],
+    out: Out = None,
+    name: Name = None,
+    tokens: Annotated[str, typer.Option(help="Token counts, by commas.")] = "2048,4096,8192,16384",
+    layers: Annotated[int, typer.Option(min=0, help="Layers of the model; 0 means all.")] = 0,
+    steps: Annotated[int, typer.Option(min=1, help="Timed steps at each length, after two that warm up.")] = 5,
+    providers: Annotated[str, typer.Option(help="Who trains, by commas; default all but the compilers.")] = "",
+    checkpointing: Annotated[bool, typer.Option("--checkpointing", help="Compute activations again.")] = False,
+    profile: Annotated[bool, typer.Option("--profile", help="Say where tilekern's steps spend the GPU.")] = False,
+    device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
+) -> None:
+    """Training steps of a whole model, tilekern and its peers: tokens per second, memory, first steps."""
+    from benchmarks import train as bench
+    from benchmarks.trainers import TRAINERS, USUAL
+
+    if device == "cuda":
+        require_gpu()
+    elif out is None:
+        raise InputError("on the CPU the figures mean nothing; say with --out where they go")
+    lengths = sorted(counts(tokens))
+    timed = bench.timed_steps(lengths, steps)
+    job = bench.Job("", model, layers, tuple(lengths), timed, 2, device, checkpointing, profile)
+    names = among(providers, list(TRAINERS), "provider") if providers else list(USUAL)
+    stem = name or "train"
+
+    def keep(figures: Results, parts: Results) -> None:
+        for results, path in ((figures, stem), (parts, f"{stem}_profile")):
+            if results.rows:
+                write_results(_path(out, path), results)
+
+    figures, parts = bench.measure(job, names, keep, say=lambda line: print(line, flush=True))
+    _keep(figures, out, stem)
+    if parts.rows:
+        _keep(parts, out, f"{stem}_profile")
 
 
 @app.command()
@@ -59,9 +126,9 @@ def regret(
 ) -> None:
     """Predicted winner's time over the best measured one."""
     from benchmarks.regret import measure
-    from tuning.sweep import Sweep
+    from tuning import sweep as sweeps
 
-    _keep(measure(sweep), out or RESULTS / Sweep(sweep).target.key, name or "regret")
+    _keep(measure(sweep), out or RESULTS / sweeps.Sweep(sweep).target.key, name or "regret")
 
 
 @app.command("compile")
@@ -83,19 +150,59 @@ def report(
     results: Annotated[Path, typer.Option(help="Folder with the JSON files.")] = RESULTS,
     out: Annotated[Path, typer.Option("--out", help="The Markdown file.")] = RESULTS.parent / "RESULTS.md",
 ) -> None:
-    """Make RESULTS.md from all JSON files."""
-    from benchmarks.report import render
-
+    """Make RESULTS.md and the plots from all JSON files."""
     out.write_text(render(read_folder(results)), encoding="utf-8")
     print(f"wrote {out}")
+    for path in sorted(results.rglob("*.json")):
+        _plot(path)
+
+
+def counts(text: str) -> list[int]:
+    """Token counts in a list by commas.
+
+    Raises:
+        InputError: one of them is no whole number from 1 on.
+    """
+    found = [part.strip() for part in text.split(",")]
+    for part in found:
+        if not part.isdecimal() or int(part) < 1:
+            raise InputError(f"token counts are whole numbers from 1 on, by commas; got {part!r}")
+    return [int(part) for part in found]
+
+
+def among(text: str, known: Sequence[str], kind: str) -> list[str]:
+    """Names in a list by commas, all that are known where it is empty.
+
+    Raises:
+        InputError: one of them is not known.
+    """
+    found = [part.strip() for part in text.split(",")] if text else list(known)
+    for part in found:
+        if part not in known:
+            raise InputError(f"unknown {kind} {part!r}; known: {', '.join(known)}")
+    return found
+
+
+def _path(out: Path | None, name: str) -> Path:
+    return (out or RESULTS / require_gpu().key) / f"{name}.json"
 
 
 def _keep(results: Results, out: Path | None, name: str) -> None:
-    from benchmarks.environment import require_gpu
-
-    path = (out or RESULTS / require_gpu().key) / f"{name}.json"
+    path = _path(out, name)
     write_results(path, results)
     print_table(name, results.rows)
     for note in results.run["notes"]:
         print(f"note: {note}")
     print(f"wrote {path}")
+    _plot(path)
+
+
+def _plot(path: Path) -> None:
+    """Draw the figure of a results file beside it, where it has one."""
+    try:
+        drawn = plots.draw(path)
+    except ImportError:
+        print("no plot: matplotlib is not installed; pip install 'tilekern[bench]'")
+        return
+    if drawn:
+        print(f"wrote {drawn}")

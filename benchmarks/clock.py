@@ -3,13 +3,15 @@
 Before each call the arguments are restored, a sleep kernel is queued, and then one that flushes the L2 cache. While
 these run, the host queues an event, the call's kernels and another event: the time between the two events is then the
 GPU's alone, gaps between its kernels included. That the host was ahead is proved for each sample: when it has queued
-everything, the first event must not have been reached. A sample for which it had is thrown away and the sleep doubled.
+everything, the first event must not have been reached. A sample for which it had is thrown away and the sleep doubled;
+a call that is late all the same waits for the GPU by itself, and its samples are taken as they are, waits included.
 This holds for whatever can be called, needs no capture into a CUDA graph, and leaves every provider the launch path
 that it has in training. All entrants of a race take turns in every round, so that a drift of clocks meets them alike.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +20,8 @@ from tuning.timing import Stopwatch, Timing
 
 FIRST_SLEEP = 400_000  # GPU cycles, about 0.2 ms
 LONGEST_SLEEP = 40_000_000
-WARM_UP = 8
+WARM_UP = 8  # turns; enough to double the sleep from the first to the longest
+LEAST_SAMPLES = 5
 
 
 @dataclass
@@ -29,29 +32,39 @@ class Entrant:
     prepare: Callable[[], None] = lambda: None
     sleep: int = FIRST_SLEEP
     samples_us: list[float] = field(default_factory=list)
+    waits: bool = False
 
     def late(self) -> None:
-        """Note that the host was not ahead: it needs more time."""
-        self.sleep = min(2 * self.sleep, LONGEST_SLEEP)
+        """Note that the host was not ahead: it needs more time, or the call waits for the GPU whatever it gets."""
+        if self.sleep >= LONGEST_SLEEP:
+            self.waits, self.sleep = True, FIRST_SLEEP
+        elif not self.waits:
+            self.sleep = min(2 * self.sleep, LONGEST_SLEEP)
 
 
 class Race(Stopwatch):
-    """Times entrants in turns; those that wait for the GPU, and so cannot be hidden, get no samples."""
+    """Times entrants in turns."""
 
-    def run(self, entrants: Mapping[str, Entrant], samples: int) -> dict[str, Timing]:
-        """A timing for each entrant that reached ``samples`` within thrice as many rounds; the others are left out."""
+    def run(self, entrants: Mapping[str, Entrant], samples: int, seconds: float) -> dict[str, Timing]:
+        """A timing for each entrant that got its samples within thrice as many turns; the others are left out.
+
+        There are ``samples`` of each, or fewer where so many would take longer than ``seconds``.
+        """
         for _ in range(WARM_UP):
+            started = time.perf_counter()
             self.turn(entrants)
+            turn_s = time.perf_counter() - started
         for entrant in entrants.values():
             entrant.samples_us.clear()
-        for _ in range(3 * samples):
-            if all(len(entrant.samples_us) >= samples for entrant in entrants.values()):
+        wanted = max(LEAST_SAMPLES, min(samples, int(seconds / turn_s)))
+        for _ in range(3 * wanted):
+            if all(len(entrant.samples_us) >= wanted for entrant in entrants.values()):
                 break
             self.turn(entrants)
         return {
             name: Timing.of(entrant.samples_us)
             for name, entrant in entrants.items()
-            if len(entrant.samples_us) >= samples
+            if len(entrant.samples_us) >= wanted
         }
 
     def turn(self, entrants: Mapping[str, Entrant]) -> None:
@@ -59,7 +72,7 @@ class Race(Stopwatch):
         events = {name: self._sample(entrant) for name, entrant in entrants.items()}
         self._torch.cuda.synchronize()
         for name, (start, end, ahead) in events.items():
-            if ahead:
+            if ahead or entrants[name].waits:
                 entrants[name].samples_us.append(1000 * start.elapsed_time(end))
             else:
                 entrants[name].late()

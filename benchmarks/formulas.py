@@ -1,4 +1,7 @@
-"""The ops in torch, exactly as Hugging Face's Qwen3 and Llama write them; torch.compile is given the same functions."""
+"""The ops in torch, exactly as Hugging Face's Qwen3 and Llama write them; torch.compile is given the same functions.
+
+Attention is not here: as Hugging Face's eager formula it needs all scores at once, and nobody trains with that.
+"""
 
 from __future__ import annotations
 
@@ -34,3 +37,35 @@ def _rotate_half(x: Any) -> Any:
 
     half = x.shape[-1] // 2
     return torch.cat((-x[..., half:], x[..., :half]), dim=-1)
+
+
+def add_rms_norm(residual: Any, x: Any, weight: Any, eps: float) -> tuple[Any, Any]:
+    """The end of attention in ``Qwen3DecoderLayer.forward``: the sum, and its norm."""
+    total = residual + x
+    return total, rms_norm(total, weight, eps)
+
+
+def qk_norm_rope(q: Any, k: Any, q_weight: Any, k_weight: Any, cos: Any, sin: Any, eps: float) -> tuple[Any, Any]:
+    """The head of ``Qwen3Attention.forward``; q, k and results are [batch, tokens, heads, head_dim]."""
+    q, k = rms_norm(q, q_weight, eps).transpose(1, 2), rms_norm(k, k_weight, eps).transpose(1, 2)
+    q, k = rope(q, k, cos, sin)
+    return q.transpose(1, 2), k.transpose(1, 2)
+
+
+def cross_entropy(logits: Any, target: Any) -> Any:
+    """``ForCausalLMLoss``, which takes the logits to float32 first."""
+    import torch
+
+    return torch.nn.functional.cross_entropy(logits.float(), target)
+
+
+def linear_cross_entropy(hidden: Any, weight: Any, target: Any) -> Any:
+    """The head and ``ForCausalLMLoss``."""
+    return cross_entropy(linear(hidden, weight), target)
+
+
+def linear(x: Any, weight: Any) -> Any:
+    """``torch.nn.Linear`` without bias: cuBLAS."""
+    import torch
+
+    return torch.nn.functional.linear(x, weight)

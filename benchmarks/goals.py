@@ -107,6 +107,44 @@ def _at_least(benchmark: str, metric: str, limit: float, what: str) -> Goal:
     return Goal(what, benchmark, judge)
 
 
+def _no_worse_than_peers(metric: str, factor: float, what: str, target: str, *, more_is_better: bool) -> Goal:
+    """A goal of training: at least (or at most) ``factor`` times the best peer's figure of the same case."""
+
+    def judge(results: Results) -> Iterator[Verdict]:
+        for case in results.cases():
+            ours, peers = results.row(case, OURS, metric), _peers(results, case, metric)
+            if ours is None:
+                continue
+            if more_is_better:
+                peers.reverse()
+            met = True
+            if peers:
+                wanted = factor * peers[0].value
+                met = ours.value >= wanted if more_is_better else ours.value <= wanted
+            yield Verdict(what, case, target, f"{shown(ours)} {ours.unit}", met, _listed(peers))
+
+    return Goal(what, "train", judge)
+
+
+def _rate(op: str, case: str, metric: str, least: float, than: str = "") -> Goal:
+    """A goal of one op bound by arithmetic: a least rate in TFLOP/s, or ``least`` times a peer's."""
+    what = f"{op} {metric}, TFLOP/s"
+
+    def judge(results: Results) -> Iterator[Verdict]:
+        ours = results.row(case, OURS, f"{metric}_rate")
+        peer = results.row(case, than, f"{metric}_rate") if than else None
+        if ours is None or (than and peer is None):
+            return
+        wanted = least * peer.value if peer else least
+        target = f"≥ {least:g} x {peer.provider}'s" if peer else f"≥ {least:g} TFLOP/s"
+        peers = _listed(_peers(results, case, f"{metric}_rate")[::-1])
+        yield Verdict(what, case, target, f"{shown(ours)} TFLOP/s", ours.value >= wanted, peers)
+
+    return Goal(what, "kernels", judge)
+
+
+_ATTENTION, _LINEAR = "attention 4x4096 32+32x128 causal", "linear 8192x4096x14336"
+_LOSS, _HEAD = "cross_entropy 4096x128256", "linear_cross_entropy 8192x4096x128256"
 _NORMS = ("rms_norm 8192x4096", "rms_norm 32768x4096")
 _BOTH = ("forward", "backward", "forward_backward")
 GOALS = (
@@ -114,6 +152,19 @@ GOALS = (
     _kernel_goal("rms_norm", ("backward", "forward_backward"), 0.85, _NORMS),
     _kernel_goal("swiglu", _BOTH, 0.85),
     _kernel_goal("rope", _BOTH, 0.85),
+    _kernel_goal("add_rms_norm", _BOTH, 0.85),
+    _kernel_goal("qk_norm_rope", _BOTH, 0.85),
+    _at_most("kernels", "forward_backward", 800, "cross_entropy forward_backward", cases=_LOSS),
+    _at_most("kernels", "forward_backward", 36000, "linear_cross_entropy forward_backward", cases=_HEAD),
+    _at_most("kernels", "extra_peak", 700, "linear_cross_entropy, memory above inputs and gradients", cases=_HEAD),
+    _rate("attention", _ATTENTION, "forward", 584),
+    _rate("attention", _ATTENTION, "backward", 1.3, than="sdpa-flash"),
+    _rate("linear", _LINEAR, "forward", 0.95, than="torch"),
+    _no_worse_than_peers(
+        "tokens_per_s", 1.10, "training, tokens a second", "≥ 1.10 x the best peer", more_is_better=True
+    ),
+    _no_worse_than_peers("peak_gib", 1.0, "training, peak memory", "≤ the best peer", more_is_better=False),
+    _at_most("train", "first_step_lag_s", 0.5, "training, first step over the second", target="≤ 0.5 s"),
     Goal("host time of one op call", "host", _host),
     _at_most(
         "startup", "first_step_lag", 0.3, "first step over the second, fresh process", target="≤ 0.3 s over the second"

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from benchmarks.cases import Case, Part, Tensors, small_cases
+from benchmarks.cases import Part, SpecCase, Tensors, small_cases
 from benchmarks.environment import facts, require_gpu, version_of
 from benchmarks.kernels import backward, clone, forward, right_ones
 from benchmarks.prebuilt import launcher_of, sizes_of
@@ -91,7 +91,7 @@ def _ours_alone(part: Part, target: Target) -> dict[tuple[str, str], Batch]:
     }
 
 
-def _calls(case: Case, tensors: Tensors, provider: Provider) -> dict[tuple[str, str], Batch]:
+def _calls(case: SpecCase, tensors: Tensors, provider: Provider) -> dict[tuple[str, str], Batch]:
     plain, tracked = clone(tensors), clone(tensors)
     for x in plain.inputs:
         x.requires_grad_(False)

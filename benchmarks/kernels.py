@@ -1,76 +1,132 @@
-"""GPU time of each op's forward, backward and both, for tilekern and its peers, beside a copy of the same bytes."""
+"""GPU time and memory of each op's forward, backward and both, for tilekern and its peers, beside a copy."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from benchmarks.cases import METRICS, Case, Tensors
+from benchmarks.cases import Case, Tensors
 from benchmarks.clock import Entrant, Race
 from benchmarks.environment import facts, require_gpu
 from benchmarks.providers import OURS, Provider, load, one_line
 from benchmarks.results import Results, Row
-from tilekern.spec import TOLERANCES, Tolerance
+from benchmarks.suites import sweep_cases
+from tilekern.spec import TOLERANCES, ModelShape
 from tuning.timing import Timing
 from tuning.verifying import errors, within
 
 COPY = "copy"
+MIB = 1 << 20
+Keep = Callable[[str, Results], None]
 
 
-def measure(
-    cases: Sequence[Case], names: Sequence[str], samples: int, say: Callable[[str], None] | None = None
-) -> Results:
-    """Time the providers of these names on all cases.
+@dataclass(frozen=True)
+class Effort:
+    """How much is measured: samples of each figure, and seconds after which there are fewer."""
+
+    samples: int = 80
+    seconds: float = 6.0
+
+
+def measure(cases: Sequence[Case], names: Sequence[str], effort: Effort, keep: Keep) -> Results:
+    """Time the providers of these names on all cases; ``keep`` is told each case, with the results before it.
 
     Raises:
         InputError: there is no GPU, or no such provider.
         AssertionError: tilekern is wrong.
     """
+    return _measure([(case.label, case) for case in cases], "kernels", names, effort, keep)
+
+
+def sweep(
+    shape: ModelShape, tokens: Sequence[int], ops: Sequence[str], names: Sequence[str], effort: Effort, keep: Keep
+) -> Results:  # fmt: skip
+    """Time the providers on a model's ops over token counts; a case is named by its op and count.
+
+    Raises:
+        InputError: there is no GPU, or no such provider.
+        AssertionError: tilekern is wrong.
+    """
+    named = [(f"{case.op} {count} tokens", case) for count, case in sweep_cases(shape, tokens, ops)]
+    return _measure(named, "kernels_sweep", names, effort, keep, model=shape.name)
+
+
+def _measure(
+    cases: Sequence[tuple[str, Case]], benchmark: str, names: Sequence[str], effort: Effort, keep: Keep, **more: str
+) -> Results:  # fmt: skip
     target = require_gpu()
-    results = Results(facts())
+    results = Results(facts() | more)
     notes = results.run["notes"]
     providers = load(names, notes)
     race = Race(2 * target.l2_bytes)
     race.warm_clocks()
-    for case in cases:
-        if say:
-            say(case.label)
-        results.rows.extend(_measure_case(race, case, providers, samples, notes))
+    for name, case in cases:
+        keep(name, results)
+        rows = _measure_case(race, case, providers, effort, notes)
+        results.rows.extend(replace(row, benchmark=benchmark, case=name) for row in rows)
     _note_fallbacks(notes)
     return results
 
 
-def _measure_case(race: Race, case: Case, providers: Sequence[Provider], samples: int, notes: list[str]) -> list[Row]:
+def _measure_case(race: Race, case: Case, providers: Sequence[Provider], effort: Effort, notes: list[str]) -> list[Row]:
     import torch
 
     torch._dynamo.reset()  # a function is compiled anew for at most eight sizes, then no more
     tensors = case.tensors("cuda")
     right = right_ones(case, tensors, providers, notes)
+    torch.cuda.empty_cache()  # of the references
     rows: list[Row] = []
-    for metric in METRICS:
+    for metric in case.metrics:
         entrants = {provider.name: entrant(case, tensors, provider, metric) for provider in right}
-        timings = race.run({**entrants, COPY: copy(case.bytes_of(metric))}, samples)
-        notes.extend(
-            f"{case.label} {metric}: {name} left out, it waits for the GPU" for name in entrants if name not in timings
-        )
-        rows.extend(rows_of(case.label, metric, timings))
+        beside = {} if case.flops_of(metric) else {COPY: copy(case.bytes_of(metric))}
+        timings = race.run({**entrants, **beside}, effort.samples, effort.seconds)
+        for name, one in entrants.items():
+            if name not in timings:
+                notes.append(f"{case.label} {metric}: {name} left out, too few samples")
+            elif one.waits:
+                notes.append(f"{case.label} {metric}: {name} waits for the GPU; its time holds the host's work")
+        rows.extend(rows_of(case, metric, timings))
         del entrants
+    rows.extend(_memory_row(case, tensors, provider) for provider in right)
     torch.cuda.empty_cache()
     return rows
 
 
-def rows_of(label: str, metric: str, timings: dict[str, Timing]) -> list[Row]:
-    """Rows of the times, and of each as a share of the copy's speed."""
+def rows_of(case: Case, metric: str, timings: dict[str, Timing]) -> list[Row]:
+    """Rows of the times, and of each as a rate: bytes or operations a second, and a share of the copy's speed."""
     rows = []
-    whole = timings[COPY].median_us
     for name, timing in timings.items():
-        time_us, spread_us = round(timing.median_us, 3), round(timing.spread_us, 3)
-        rows.append(Row("kernels", label, name, metric, time_us, "us", spread_us))
-        if name != COPY:
-            share = whole / timing.median_us
-            spread = share * timing.spread_us / timing.median_us
-            rows.append(Row("kernels", label, name, f"{metric}_share_of_copy", round(share, 4), "1", round(spread, 4)))
+        time_us, spread = timing.median_us, timing.spread_us / timing.median_us
+        rows.append(Row("kernels", case.label, name, metric, round(time_us, 3), "us", round(timing.spread_us, 3)))
+        figures = {}
+        if flops := case.flops_of(metric):
+            figures[f"{metric}_rate", "TFLOP/s"] = flops / time_us / 1e6
+        else:
+            figures[f"{metric}_rate", "TB/s"] = case.bytes_of(metric) / time_us / 1e6
+            if name != COPY:
+                figures[f"{metric}_share_of_copy", "1"] = timings[COPY].median_us / time_us
+        rows.extend(
+            Row("kernels", case.label, name, what, round(value, 4), unit, round(value * spread, 4))
+            for (what, unit), value in figures.items()
+        )
     return rows
+
+
+def _memory_row(case: Case, tensors: Tensors, provider: Provider) -> Row:
+    """The peak of memory in forward and backward above the inputs and the gradients that are given back."""
+    import torch
+
+    mine = clone(tensors)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    gradients = backward(mine, forward(case, mine, provider))
+    torch.cuda.synchronize()
+    own = {x.untyped_storage().data_ptr() for x in (*mine.inputs, *mine.slopes)}  # gradients may be written over them
+    given = sum(x.numel() * x.element_size() for x in gradients if x.untyped_storage().data_ptr() not in own)
+    extra = max(0, torch.cuda.max_memory_allocated() - before - given)
+    return Row("kernels", case.label, provider.name, "extra_peak", round(extra / MIB, 2), "MiB")
 
 
 def right_ones(case: Case, tensors: Tensors, providers: Sequence[Provider], notes: list[str]) -> list[Provider]:
@@ -100,8 +156,7 @@ def check(case: Case, tensors: Tensors, expected: Sequence[Any], provider: Provi
     Raises:
         AssertionError: an output or gradient is wrong.
     """
-    tolerance = TOLERANCES[case.dtype]
-    allowed = Tolerance(tolerance.relative * provider.slack, tolerance.elementwise * provider.slack)
+    allowed = TOLERANCES[case.dtype].times(case.roundings * provider.slack)
     mine = clone(tensors)
     outputs = forward(case, mine, provider)
     found = [output.detach().clone() for output in outputs]  # a backward in place may overwrite them
@@ -148,7 +203,7 @@ def entrant(case: Case, tensors: Tensors, provider: Provider, metric: str) -> En
     def run() -> Any:
         if metric == "forward":
             return forward(case, mine, provider)
-        return backward(mine, kept[0] if kept else forward(case, mine, provider))
+        return backward(mine, kept.pop() if kept else forward(case, mine, provider))
 
     return Entrant(run, prepare)
 

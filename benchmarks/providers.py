@@ -1,18 +1,20 @@
 """Who is measured: tilekern and its peers, each with a call for every op that it has.
 
-All calls take ``rms_norm(x, weight, eps)``, ``swiglu(gate, up)`` and ``rope(q, k, cos, sin)``, and all are what a user
-of the peer calls. Liger's Triton back end is its default; its cuTile and CuTe DSL ones are what
-``LIGER_KERNEL_IMPL=cutile`` and ``=cutedsl`` put in the default's place, imported from their modules so that all three
-fit in one process. Two of Liger's habits overwrite what they are given: swiglu's backward writes gradients over gate
-and up, and rope (Triton and cuTile) turns q, k and their gradients in place. The benchmark restores all arguments
-before each call, outside of the timed region. Liger's RMSNorm backward may write dx over dy (its default, which Qwen3
-gets) or fills a new dx with zeros first; both are measured, the default as ``liger-triton-inplace``.
+Calls take what :mod:`benchmarks.formulas` takes, and ``attention(q, k, v)`` causally with [batch, tokens, heads,
+head_dim]; all are what a user of the peer calls. torch's ``linear`` is cuBLAS. Liger's Triton back end is its default;
+its cuTile and CuTe DSL ones are what ``LIGER_KERNEL_IMPL=cutile`` and ``=cutedsl`` put in the default's place, imported
+from their modules so that all three fit in one process. Three of Liger's habits overwrite what they are given: swiglu's
+backward writes gradients over gate and up, rope (Triton and cuTile) turns q, k and their gradients in place, and cross
+entropy writes the gradient over the logits, as tilekern and quack are then asked to do. The benchmark restores all
+arguments before each call, outside of the timed region. Liger's RMSNorm backward may write dx over dy (its default,
+which Qwen3 gets) or fills a new dx with zeros first; both are measured, the default as ``liger-triton-inplace``.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +25,10 @@ from tilekern.errors import InputError
 
 Call = Callable[..., Any]
 OURS = "tilekern"
+OPS = (
+    "rms_norm", "swiglu", "rope", "add_rms_norm", "qk_norm_rope", "cross_entropy", "linear_cross_entropy", "attention",
+    "linear",
+)  # fmt: skip
 # Peers round more often than tilekern does, as the formulas that they replace do.
 PEER_SLACK = 4.0
 
@@ -41,23 +47,47 @@ class Provider:
 
 
 def _tilekern() -> Provider:
-    from tilekern import ops
+    """All ops that there are, rope and cross entropy as the patches for models call them."""
+    calls = {op: getattr(importlib.import_module(f"tilekern.ops.{op}"), op) for op in OPS if _has(op)}
+    if "rope" in calls:
+        calls["rope"] = functools.partial(calls["rope"], twice=True)
+    if loss := calls.get("cross_entropy"):
+        # A leaf keeps its memory; in a model the logits are none.
+        calls["cross_entropy"] = lambda logits, target: loss(logits.view_as(logits), target, in_place=True)
+    return Provider(OURS, calls)
 
-    # As the patch for Qwen3 calls it: the model stores the same angles twice.
-    rope = functools.partial(ops.rope, twice=True)
-    return Provider(OURS, {"rms_norm": ops.rms_norm, "swiglu": ops.swiglu, "rope": rope})
+
+def _has(op: str) -> bool:
+    return importlib.util.find_spec(f"tilekern.ops.{op}") is not None
+
+
+_FORMULAS: Mapping[str, Call] = {op: getattr(formulas, op) for op in OPS if op != "attention"}
 
 
 def _eager() -> Provider:
-    calls: dict[str, Call] = {"rms_norm": formulas.rms_norm, "swiglu": formulas.swiglu, "rope": formulas.rope}
-    return Provider(f"torch {version_of('torch')}", calls)
+    return Provider(f"torch {version_of('torch')}", _FORMULAS)
 
 
 def _compiled() -> Provider:
     import torch
 
-    calls = {name: torch.compile(call, dynamic=False) for name, call in _eager().calls.items()}
+    calls = {op: torch.compile(call, dynamic=False) for op, call in _FORMULAS.items() if op != "linear"}
     return Provider(f"torch.compile {version_of('torch')}", calls)
+
+
+def _sdpa(name: str, backend: str) -> Provider:
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    def attention(q: Any, k: Any, v: Any) -> Any:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        with sdpa_kernel(getattr(SDPBackend, backend)):
+            out = torch.nn.functional.scaled_dot_product_attention(
+                q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
+            )
+        return out.transpose(1, 2)
+
+    return Provider(f"{name} {version_of('torch')}", {"attention": attention})
 
 
 def _liger_triton() -> Provider:
@@ -78,28 +108,67 @@ def _liger_cutedsl() -> Provider:
 
 
 def _liger(name: str, package: str, *, in_place: bool = False) -> Provider:
+    """One of Liger's back ends, with those of the ops that it has."""
     ops = importlib.import_module(package)
-    norm, silu, rope = ops.LigerRMSNormFunction.apply, ops.LigerSiLUMulFunction.apply, ops.LigerRopeFunction.apply
 
     def rms_norm(x: Any, weight: Any, eps: float) -> Any:
-        return norm(x, weight, eps, 0.0, "llama", in_place)
+        return ops.LigerRMSNormFunction.apply(x, weight, eps, 0.0, "llama", in_place)
 
-    return Provider(f"{name} {version_of('liger-kernel')}", {"rms_norm": rms_norm, "swiglu": silu, "rope": rope})
+    def add_rms_norm(residual: Any, x: Any, weight: Any, eps: float) -> tuple[Any, Any]:
+        y, total = ops.LigerFusedAddRMSNormFunction.apply(x, residual, weight, eps)
+        return total, y
+
+    def cross_entropy(logits: Any, target: Any) -> Any:
+        return ops.LigerCrossEntropyFunction.apply(logits, target, None)[0]
+
+    def linear_cross_entropy(hidden: Any, weight: Any, target: Any) -> Any:
+        return ops.LigerFusedLinearCrossEntropyFunction.apply(hidden, weight, target)[0]
+
+    calls = {
+        "rms_norm": rms_norm,
+        "swiglu": ops.LigerSiLUMulFunction.apply,
+        "rope": ops.LigerRopeFunction.apply,
+        "cross_entropy": cross_entropy,
+        "linear_cross_entropy": linear_cross_entropy,
+    }
+    if hasattr(ops, "LigerFusedAddRMSNormFunction"):  # the CuTe DSL back end has none
+        calls["add_rms_norm"] = add_rms_norm
+    return Provider(f"{name} {version_of('liger-kernel')}", calls)
 
 
 def _quack() -> Provider:
+    from quack.cross_entropy import cross_entropy as loss
     from quack.rmsnorm import rmsnorm
 
     def rms_norm(x: Any, weight: Any, eps: float) -> Any:
         return rmsnorm(x, weight, eps=eps)
 
-    return Provider(f"quack {version_of('quack-kernels')}", {"rms_norm": rms_norm})
+    def add_rms_norm(residual: Any, x: Any, weight: Any, eps: float) -> tuple[Any, Any]:
+        y, total = rmsnorm(x, weight, residual=residual, eps=eps, prenorm=True)
+        return total, y
+
+    def cross_entropy(logits: Any, target: Any) -> Any:
+        return loss(logits, target, inplace_backward=True)
+
+    calls: dict[str, Call] = {"rms_norm": rms_norm, "add_rms_norm": add_rms_norm, "cross_entropy": cross_entropy}
+    return Provider(f"quack {version_of('quack-kernels')}", calls | _quack_linear_cross_entropy())
+
+
+def _quack_linear_cross_entropy() -> dict[str, Call]:
+    """The op where this quack imports with the CuTe DSL that is here; its matmuls run untuned, to spare minutes."""
+    try:
+        from quack.linear_cross_entropy import chunked_linear_cross_entropy
+    except Exception:  # noqa: BLE001 (an import that breaks half-way raises what it likes)
+        return {}
+    return {"linear_cross_entropy": functools.partial(chunked_linear_cross_entropy, tuned=False)}
 
 
 LOADERS: Mapping[str, Callable[[], Provider]] = {
     OURS: _tilekern,
     "torch": _eager,
     "torch.compile": _compiled,
+    "sdpa-flash": functools.partial(_sdpa, "sdpa-flash", "FLASH_ATTENTION"),
+    "sdpa-cudnn": functools.partial(_sdpa, "sdpa-cudnn", "CUDNN_ATTENTION"),
     "liger-triton": _liger_triton,
     "liger-triton-inplace": _liger_triton_inplace,
     "liger-cutile": _liger_cutile,
@@ -119,11 +188,15 @@ def load(names: Sequence[str], notes: list[str]) -> list[Provider]:
         if name not in LOADERS:
             raise InputError(f"unknown provider {name!r}; known: {', '.join(LOADERS)}")
         try:
-            found.append(LOADERS[name]())
+            provider = LOADERS[name]()
         except Exception as error:
             if name == OURS:
                 raise
             notes.append(f"{name} left out: {one_line(error)}")
+            continue
+        found.append(provider)
+        if name == OURS:
+            notes.extend(f"tilekern has no {op}" for op in OPS if op not in provider.calls)
     return found
 
 

@@ -10,6 +10,7 @@ import sys
 import time
 from typing import Any
 
+from benchmarks import models
 from tuning.models import PRESETS
 
 STEPS = 4
@@ -31,19 +32,7 @@ def patch(provider: str) -> None:
 
 def make_model(layers: int, device: str = "cuda") -> Any:
     """Qwen3-8B with fewer layers and random bf16 weights."""
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    shape = PRESETS["qwen3-8b"]
-    config = Qwen3Config(
-        vocab_size=shape.vocabulary, hidden_size=shape.hidden, intermediate_size=shape.intermediate,
-        num_hidden_layers=layers, num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim, attn_implementation="sdpa",
-    )  # fmt: skip
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.bfloat16)
-    with torch.device(device):
-        return Qwen3ForCausalLM(config).train()
+    return models.make_model(PRESETS["qwen3-8b"], layers, device=device)
 
 
 def main(provider: str, layers: int, tokens: int) -> dict[str, Any]:

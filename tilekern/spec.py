@@ -170,7 +170,8 @@ class ArrayParameter:
     """An array that a device function takes: its name, dtype, rank, and whether it is read or written.
 
     ``extent`` is the size of the last axis where the problem fixes it: the compiler makes wide loads only where it
-    knows that no vector reaches over the end of a row.
+    knows that no vector reaches over the end of a row. An array that is not ``aligned`` may have any base and strides,
+    but a last one of 1, in the aligned variant too: one whose rows are as long as an odd sequence, say.
     """
 
     name: str
@@ -178,6 +179,7 @@ class ArrayParameter:
     ndim: int
     extent: int | None = None
     role: Literal["input", "output"] = "input"
+    aligned: bool = True
 
 
 @dataclass(frozen=True)

@@ -147,6 +147,8 @@ def _array_assumptions(parameter: ArrayParameter, *, aligned: bool) -> dict[str,
     plain = {"kind": "array", "dtype": parameter.dtype, "ndim": parameter.ndim}
     if not aligned:
         return plain | {"base_bytes": 1, "stride_elements": 1, "last_stride_one": False, "extent_elements": 1}
+    if not parameter.aligned:
+        return plain | {"base_bytes": 1, "stride_elements": 1, "last_stride_one": True, "extent_elements": 1}
     elements = ALIGNMENT_BYTES // specs.ITEM_BYTES[parameter.dtype]
     even = parameter.extent is not None and parameter.extent % EXTENT_ELEMENTS == 0
     return plain | {

@@ -17,7 +17,7 @@ def _qwen3(size: str, hidden: int, intermediate: int, layers: int, heads: int) -
     return ModelShape(f"qwen3-{size}", "qwen3", hidden, intermediate, heads, 8, 128, layers, 151936, qk_norm=True)
 
 
-# The published config.json of each Qwen/Qwen3-* dense model.
+# The published config.json of each Qwen/Qwen3-* dense model, and of meta-llama/Meta-Llama-3-8B.
 PRESETS = {
     shape.name: shape
     for shape in (
@@ -27,6 +27,7 @@ PRESETS = {
         _qwen3("8b", 4096, 12288, 36, 32),
         _qwen3("14b", 5120, 17408, 40, 40),
         _qwen3("32b", 5120, 25600, 64, 64),
+        ModelShape("llama-3-8b", "llama", 4096, 14336, 32, 8, 128, 32, 128256, qk_norm=False),
     )
 }
 # Model types that normalise q and k head by head before the rotation.

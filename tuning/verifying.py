@@ -33,7 +33,7 @@ def odd_problem(spec: KernelSpec, problem: Problem, largest: int = 1009) -> Prob
     """The problem with bucketed sizes that no tile divides: primes, at most ``largest``."""
     primes = [p for p in (1009, 509, 251, 127, 61, 31, 13, 7, 3, 1) if p <= largest]
     changes = {d.name: next(p for p in primes if p <= problem[d.name]) for d in spec.dimensions if d.kind == "bucketed"}
-    if "batch" in changes:
+    if {"batch", "tokens"} <= set(changes):
         changes |= {"batch": 2, "tokens": next(p for p in primes if p <= max(1, changes["tokens"] // 2))}
     return problem.but(**changes)
 

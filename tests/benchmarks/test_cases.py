@@ -6,11 +6,21 @@ import pytest
 import torch
 
 from benchmarks.cases import METRICS, rms_norm_case, rope_case, small_cases, swiglu_case, training_cases
-from benchmarks.formulas import rms_norm, rope, swiglu
+from benchmarks.formulas import swiglu
+from benchmarks.fused_cases import (
+    add_rms_norm_case,
+    attention_case,
+    cross_entropy_case,
+    linear_case,
+    linear_cross_entropy_case,
+    qk_norm_rope_case,
+)
 from benchmarks.kernels import check, clone, entrant, rows_of
 from benchmarks.kernels import right_ones as right
-from benchmarks.providers import LOADERS, OURS, Provider, load, one_line
+from benchmarks.providers import LOADERS, OPS, OURS, Provider, load, one_line
+from benchmarks.suites import fixed_cases, model_cases, sweep_cases
 from tilekern.errors import InputError
+from tuning.models import PRESETS
 from tuning.timing import Timing
 
 TINY = [
@@ -20,8 +30,28 @@ TINY = [
     swiglu_case(7, 48, "bfloat16"),
     rope_case(2, 5, 3, 1, 16, "float32"),
     rope_case(1, 9, 4, 2, 32, "bfloat16"),
+    add_rms_norm_case(5, 24, "float32"),
+    add_rms_norm_case(9, 64, "bfloat16"),
+    qk_norm_rope_case(2, 5, 3, 1, 16, "float32"),
+    qk_norm_rope_case(1, 9, 4, 2, 32, "bfloat16"),
+    cross_entropy_case(7, 40, "float32"),
+    cross_entropy_case(5, 33, "bfloat16"),
+    linear_cross_entropy_case(7, 16, 40, "float32"),
+    linear_cross_entropy_case(5, 32, 33, "bfloat16"),
+    attention_case(2, 9, 4, 2, 16, "float32"),
+    attention_case(1, 12, 2, 2, 32, "bfloat16"),
+    linear_case(5, 16, 24, "float32"),
+    linear_case(7, 32, 40, "bfloat16"),
 ]
-EAGER = Provider("torch 0", {"rms_norm": rms_norm, "swiglu": swiglu, "rope": rope})
+
+
+def attention(q, k, v):
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return out.transpose(1, 2)
+
+
+EAGER = Provider("torch 0", {**LOADERS["torch"]().calls, "attention": attention})
 
 
 @pytest.mark.parametrize("case", TINY, ids=lambda case: f"{case.label} {case.dtype}")
@@ -32,7 +62,11 @@ def test_torchs_formula_equals_the_specs_reference(case):
 
 @pytest.mark.parametrize("case", TINY, ids=lambda case: f"{case.label} {case.dtype}")
 def test_a_wrong_peer_is_noted_and_left_out(case):
-    broken = {name: lambda *given: EAGER.calls[case.op](given[1], *given[1:]) for name in EAGER.calls}
+    def twice(*given):
+        outputs = EAGER.calls[case.op](*given)
+        return tuple(2 * x for x in outputs) if isinstance(outputs, tuple) else 2 * outputs
+
+    broken = dict.fromkeys(EAGER.calls, twice)
     tensors, notes = case.tensors("cpu"), []
     assert right(case, tensors, [EAGER, Provider("broken 1", broken), Provider("lacks it", {})], notes) == [EAGER]
     assert len(notes) == 1
@@ -44,6 +78,15 @@ def test_tilekern_being_wrong_is_fatal():
     tensors = case.tensors("cpu")
     with pytest.raises(AssertionError, match="tilekern is wrong"):
         right(case, tensors, [Provider(OURS, {"swiglu": lambda gate, up: gate * up})], [])
+
+
+@pytest.mark.filterwarnings("ignore:tilekern")
+@pytest.mark.parametrize("case", [case for case in TINY if case.dtype == "float32"], ids=lambda case: case.label)
+def test_tilekern_takes_the_arguments_of_every_op(case):
+    tensors = case.tensors("cpu")
+    ours = LOADERS[OURS]()
+    assert set(ours.calls) == set(OPS)
+    check(case, tensors, case.expected(tensors), ours)
 
 
 def test_arguments_keep_their_strides_and_start_anew():
@@ -80,13 +123,42 @@ def test_bytes_are_the_specs():
     assert {case.op for case in small_cases()} == {"rms_norm", "swiglu", "rope"}
 
 
-def test_rows_hold_times_and_shares_of_the_copy():
-    rows = rows_of("a", "forward", {"tilekern": Timing(50.0, 1.0, 60), "copy": Timing(45.0, 0.5, 60)})
-    assert [(row.provider, row.metric, row.value) for row in rows] == [
-        ("tilekern", "forward", 50.0),
-        ("tilekern", "forward_share_of_copy", 0.9),
-        ("copy", "forward", 45.0),
+def test_rows_hold_times_rates_and_shares_of_the_copy():
+    case = swiglu_case(1000, 1000)  # moves 6 MB in the forward
+    rows = rows_of(case, "forward", {"tilekern": Timing(50.0, 1.0, 60), "copy": Timing(45.0, 0.5, 60)})
+    assert [(row.provider, row.metric, row.value, row.unit) for row in rows] == [
+        ("tilekern", "forward", 50.0, "us"),
+        ("tilekern", "forward_rate", 0.12, "TB/s"),
+        ("tilekern", "forward_share_of_copy", 0.9, "1"),
+        ("copy", "forward", 45.0, "us"),
+        ("copy", "forward_rate", 0.1333, "TB/s"),
     ]
+
+
+def test_an_op_bound_by_arithmetic_has_operations_a_second_and_no_copy():
+    case = linear_case(1000, 1000, 1000)
+    rows = rows_of(case, "forward_backward", {"tilekern": Timing(60.0, 0.6, 60)})
+    assert [(row.metric, row.value, row.unit) for row in rows] == [
+        ("forward_backward", 60.0, "us"),
+        ("forward_backward_rate", 100.0, "TFLOP/s"),
+    ]
+    assert rows[1].spread == 1.0
+    causal = attention_case(4, 4096, 32, 32)
+    assert causal.flops_of("forward") == 4 * 4 * 32 * 4096 * 4096 * 128 // 2
+    assert causal.flops_of("backward") / causal.flops_of("forward") == 2.5
+
+
+def test_suites_hold_each_op_once_and_the_sizes_of_the_targets():
+    assert {case.op for case in fixed_cases()} == set(OPS)
+    assert len({case.label for case in fixed_cases()}) == len(fixed_cases())
+    qwen, llama = (model_cases(PRESETS[name], 2048) for name in ("qwen3-8b", "llama-3-8b"))
+    assert sorted(case.op for case in qwen) == sorted(OPS)
+    assert {case.op for case in llama} == set(OPS) - {"qk_norm_rope"}
+    assert "cross_entropy 2048x128256" in [case.label for case in llama]
+    swept = sweep_cases(PRESETS["llama-3-8b"], [4096, 1024], ["attention", "linear"])
+    assert [(tokens, case.op) for tokens, case in swept] == [
+        (1024, "attention"), (1024, "linear"), (4096, "attention"), (4096, "linear"),
+    ]  # fmt: skip
 
 
 def test_an_unknown_provider_is_named():

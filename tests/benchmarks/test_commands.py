@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks.__main__ import main
-from benchmarks.clock import LONGEST_SLEEP, Entrant
+from benchmarks.clock import FIRST_SLEEP, LONGEST_SLEEP, WARM_UP, Entrant
 from benchmarks.environment import facts
 from benchmarks.records import fill
 from benchmarks.results import RUN_FIELDS, read_results
@@ -52,9 +52,30 @@ def test_a_made_up_cache_holds_as_many_records_as_asked_for(tmp_path):
 
 def test_a_late_host_gets_more_time_but_not_for_ever():
     entrant = Entrant(lambda: None)
+    for _ in range(WARM_UP - 1):
+        entrant.late()
+    assert (entrant.sleep, entrant.waits) == (LONGEST_SLEEP, False)
     for _ in range(20):
         entrant.late()
-    assert entrant.sleep == LONGEST_SLEEP
+    assert (entrant.sleep, entrant.waits) == (FIRST_SLEEP, True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--ops", "nothing"], "unknown op 'nothing'"),
+        (["--providers", "nobody"], "unknown provider 'nobody'"),
+        (["--model", "llama-3-8b"], "--sweep"),
+        (["--sweep", "tokens"], "--model"),
+        (["--sweep", "heads", "--model", "llama-3-8b"], "heads"),
+        (["--sweep", "tokens", "--model", "llama-3-8b", "--tokens", "many"], "'many'"),
+    ],
+)
+def test_bad_sizes_and_names_of_kernels_are_one_line(arguments, said, capsys):
+    assert main(["kernels", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert said in error
 
 
 @pytest.mark.gpu

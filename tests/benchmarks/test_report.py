@@ -109,6 +109,56 @@ def test_the_other_targets():
     assert "Not measured here: rms_norm: forward;" in text
 
 
+def test_training_is_judged_against_the_best_peer_at_each_length():
+    def results(ours, memory):
+        return rows(
+            "train",
+            ("qwen3-8b 2048 tokens", "tilekern", "tokens_per_s", ours, "tok/s"),
+            ("qwen3-8b 2048 tokens", "hf 5.17.0", "tokens_per_s", 7500.0, "tok/s"),
+            ("qwen3-8b 2048 tokens", "liger 0.8.5", "tokens_per_s", 8000.0, "tok/s"),
+            ("qwen3-8b 2048 tokens", "tilekern", "peak_gib", memory, "GiB"),
+            ("qwen3-8b 2048 tokens", "liger 0.8.5", "peak_gib", 61.0, "GiB"),
+            ("qwen3-8b 2048 tokens", "tilekern", "first_step_lag_s", 0.45, "s"),
+            ("qwen3-8b 32768 tokens", "tilekern", "tokens_per_s", 5000.0, "tok/s"),
+        )
+
+    good, bad = render([results(8800, 60)]), render([results(8790, 62)])
+    assert "8800 tok/s | yes | liger 0.8.5 8000 tok/s; hf 5.17.0 7500 tok/s |" in line_of(good, "training, tokens")
+    assert "| 60 GiB | yes | liger 0.8.5 61 GiB |" in line_of(good, "training, peak")
+    assert "| ≤ 0.5 s | 0.45 s | yes |" in line_of(good, "training, first step")
+    assert (
+        "| training, tokens a second | qwen3-8b 32768 tokens | ≥ 1.10 x the best peer | 5000 tok/s | yes | - |" in good
+    )
+    assert "| **no** |" in line_of(bad, "training, tokens")
+    assert "| **no** |" in line_of(bad, "training, peak")
+
+
+def test_ops_bound_by_arithmetic_are_judged_by_their_rate():
+    causal, linear = "attention 4x4096 32+32x128 causal", "linear 8192x4096x14336"
+    head = "linear_cross_entropy 8192x4096x128256"
+    text = render(
+        [
+            rows(
+                "kernels",
+                (causal, "tilekern", "forward_rate", 590.0, "TFLOP/s"),
+                (causal, "tilekern", "backward_rate", 360.0, "TFLOP/s"),
+                (causal, "sdpa-flash 2.11.0", "backward_rate", 281.0, "TFLOP/s"),
+                (linear, "tilekern", "forward_rate", 750.0, "TFLOP/s"),
+                (linear, "torch 2.11.0", "forward_rate", 787.0, "TFLOP/s"),
+                (head, "tilekern", "forward_backward", 35000.0, "us"),
+                (head, "tilekern", "extra_peak", 720.0, "MiB"),
+                ("cross_entropy 4096x128256", "tilekern", "forward_backward", 790.0, "us"),
+            )
+        ]
+    )
+    assert "| ≥ 584 TFLOP/s | 590 TFLOP/s | yes |" in line_of(text, "attention forward")
+    assert "| ≥ 1.3 x sdpa-flash 2.11.0's | 360 TFLOP/s | **no** |" in line_of(text, "attention backward")
+    assert "| ≥ 0.95 x torch 2.11.0's | 750 TFLOP/s | yes |" in line_of(text, "linear forward")
+    assert "| ≤ 36000 us | 3.5e+04 us | yes |" in line_of(text, "linear_cross_entropy forward_backward")
+    assert "| ≤ 700 MiB | 720 MiB | **no** |" in line_of(text, "linear_cross_entropy, memory")
+    assert "| ≤ 800 us | 790 us | yes |" in line_of(text, "cross_entropy forward_backward")
+
+
 def test_every_run_says_what_it_ran_on_and_what_was_left_out():
     other = dataclasses.replace(kernels(1, 1, 1), run=RUN | {"gpu": "B200", "commit": "def456"})
     text = render([kernels(40, 0.93, 44), other])

@@ -11,7 +11,7 @@ from tuning.models import PRESETS, resolve_model, shape_of_config
 from tuning.plan import plan
 
 # hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, num_key_value_heads, head_dim, vocab_size of
-# the config.json that Qwen publishes with each model.
+# the config.json that Qwen or Meta publishes with each model.
 PUBLISHED = {
     "qwen3-0.6b": (1024, 3072, 28, 16, 8, 128, 151936),
     "qwen3-1.7b": (2048, 6144, 28, 16, 8, 128, 151936),
@@ -19,6 +19,7 @@ PUBLISHED = {
     "qwen3-8b": (4096, 12288, 36, 32, 8, 128, 151936),
     "qwen3-14b": (5120, 17408, 40, 40, 8, 128, 151936),
     "qwen3-32b": (5120, 25600, 64, 64, 8, 128, 151936),
+    "llama-3-8b": (4096, 14336, 32, 32, 8, 128, 128256),
 }
 LLAMA = {
     "model_type": "llama",
@@ -37,7 +38,7 @@ def test_the_presets_are_the_published_models():
         for name, s in PRESETS.items()
     }
     assert found == PUBLISHED
-    assert all(shape.qk_norm for shape in PRESETS.values())
+    assert all(shape.qk_norm == (shape.model_type == "qwen3") for shape in PRESETS.values())
 
 
 def test_a_preset_equals_the_shape_that_transformers_config_gives(tmp_path: Path):
@@ -99,6 +100,7 @@ def test_the_plan_holds_each_problem_once_at_its_bucket():
         "column_sum",
         "swiglu_forward",
         "swiglu_backward",
+        "swiglu_backward_remake",
         "rope",
     }
     norms = [p for kernel, p in found if kernel == "rms_norm_forward"]

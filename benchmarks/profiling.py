@@ -1,0 +1,115 @@
+"""Where the GPU's time of a training step goes, and the floor under it: its matmuls alone, one by one."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tilekern.spec import ModelShape
+
+IDLE = "idle"
+TOTAL = "total"
+OTHER = "elementwise, copies and other"
+# The first pattern that a kernel's name holds says what it is: cuTile's and Triton's are named by their functions.
+CATEGORIES = tuple(
+    (name, re.compile(pattern, re.IGNORECASE))
+    for name, pattern in (
+        (
+            "attention backward",
+            r"attention_(backward|delta|dkdv|dq)|flash_bwd|bprop|dot_do_o|convert_dq|sdpa.*(bwd|backward)|fmha.*bwd",
+        ),
+        ("attention forward", r"attention_forward|flash_fwd|fprop|sdpa|fmha"),
+        ("loss", r"cross_entropy|nll_loss|soft_?max|lse_"),
+        ("optimizer", r"multi_tensor|adam"),
+        ("norm, rope, swiglu", r"rms_?norm|qk_norm|rope|rotary|swiglu|silu|column_sum|_ct_.*norm"),
+        ("matmul", r"gemm|nvjet|cutlass|cublas|matmul|splitk|xmma"),
+    )
+)
+_ON_GPU = {"kernel", "gpu_memcpy", "gpu_memset"}
+SAMPLES = 12
+
+
+def category(kernel: str) -> str:
+    """What a kernel of this name does."""
+    return next((name for name, pattern in CATEGORIES if pattern.search(kernel)), OTHER)
+
+
+def parts_of(events: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """Milliseconds of each category in the events of a trace, of idle gaps between them, and of the whole.
+
+    Where two kernels overlap, the later one counts from the earlier one's end, so that the parts add up to the whole.
+    """
+    work = sorted((e for e in events if e.get("cat") in _ON_GPU), key=lambda event: event["ts"])
+    if not work:
+        return {}
+    parts: dict[str, float] = {}
+    until = work[0]["ts"]
+    for event in work:
+        start, end = event["ts"], event["ts"] + event["dur"]
+        _add(parts, IDLE, start - until)
+        name = category(event["name"]) if event["cat"] == "kernel" else OTHER
+        _add(parts, name, end - max(start, until))
+        until = max(until, end)
+    return {**parts, TOTAL: (until - work[0]["ts"]) / 1000}
+
+
+def _add(parts: dict[str, float], name: str, duration_us: float) -> None:
+    if duration_us > 0:
+        parts[name] = parts.get(name, 0.0) + duration_us / 1000
+
+
+def profile(step: Callable[[], Any]) -> dict[str, float]:
+    """Milliseconds of each category of one step on the GPU."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as torch_profile
+
+    with torch_profile(activities=[ProfilerActivity.CUDA]) as traced:
+        step()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "trace.json")
+        traced.export_chrome_trace(str(path))
+        return parts_of(json.loads(path.read_text(encoding="utf-8"))["traceEvents"])
+
+
+def products(shape: ModelShape, layers: int) -> dict[tuple[int, int], int]:
+    """How many linear layers there are of each (in_features, out_features), the head included."""
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    each = [
+        (shape.hidden, queries), (shape.hidden, keys), (shape.hidden, keys), (queries, shape.hidden),
+        (shape.hidden, shape.intermediate), (shape.hidden, shape.intermediate), (shape.intermediate, shape.hidden),
+    ]  # fmt: skip
+    counts = {(shape.hidden, shape.vocabulary): 1}
+    for sizes in each:
+        counts[sizes] = counts.get(sizes, 0) + layers
+    return counts
+
+
+def matmul_floor_ms(shape: ModelShape, layers: int, tokens: int, device: str) -> float:
+    """Milliseconds of all matmuls of a step, were each as fast as it is alone: forward and both gradients."""
+    from tuning.timing import Stopwatch
+
+    watch = Stopwatch(0)
+    watch.warm_clocks()
+    total_us = 0.0
+    for (columns, rows), count in products(shape, layers).items():
+        for run in _three_products(tokens, columns, rows, device):
+            total_us += count * watch.measure(run, SAMPLES).median_us
+    return total_us / 1000
+
+
+def _three_products(tokens: int, columns: int, rows: int, device: str) -> Iterable[Callable[[], Any]]:
+    """y = x w^T, dx = dy w and dw = dy^T x, made one after the other so that one output lives at a time."""
+    import torch
+
+    def random(*sizes: int) -> Any:
+        return torch.randn(sizes, device=device, dtype=torch.bfloat16)
+
+    x, w, dy = random(tokens, columns), random(rows, columns), random(tokens, rows)
+    for left, right in ((x, w.T), (dy, w), (dy.T, x)):
+        out = torch.empty(left.shape[0], right.shape[1], device=device, dtype=torch.bfloat16)
+        yield functools.partial(torch.mm, left, right, out=out)

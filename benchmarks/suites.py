@@ -1,0 +1,54 @@
+"""Which cases a run takes: the fixed sizes that the targets name, or a model's over a range of token counts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from benchmarks.cases import Case, rms_norm_case, rope_case, swiglu_case, training_cases
+from benchmarks.fused_cases import (
+    add_rms_norm_case,
+    attention_case,
+    cross_entropy_case,
+    linear_case,
+    linear_cross_entropy_case,
+    qk_norm_rope_case,
+)
+from tilekern.spec import ModelShape
+
+
+def fixed_cases() -> list[Case]:
+    """The sizes of the targets: Llama-3-8B's and Qwen3-8B's, mostly at 8192 tokens."""
+    return [
+        *training_cases(),
+        add_rms_norm_case(8192, 4096),
+        qk_norm_rope_case(1, 8192),
+        cross_entropy_case(4096, 128256),
+        linear_cross_entropy_case(8192, 4096, 128256),
+        linear_cross_entropy_case(8192, 4096, 151936),
+        attention_case(4, 4096, 32, 32),
+        attention_case(1, 8192, 32, 8),
+        linear_case(8192, 4096, 14336),
+    ]
+
+
+def model_cases(shape: ModelShape, tokens: int) -> list[Case]:
+    """Every op of a model's layer and head at one token count, batch 1; one case for each op."""
+    heads, kv_heads, head_dim = shape.heads, shape.kv_heads, shape.head_dim
+    cases = [
+        rms_norm_case(tokens, shape.hidden),
+        swiglu_case(tokens, shape.intermediate),
+        rope_case(1, tokens, heads, kv_heads, head_dim),
+        add_rms_norm_case(tokens, shape.hidden),
+        cross_entropy_case(tokens, shape.vocabulary),
+        linear_cross_entropy_case(tokens, shape.hidden, shape.vocabulary),
+        attention_case(1, tokens, heads, kv_heads, head_dim),
+        linear_case(tokens, shape.hidden, shape.intermediate),
+    ]
+    if shape.qk_norm:
+        cases.insert(4, qk_norm_rope_case(1, tokens, heads, kv_heads, head_dim))
+    return cases
+
+
+def sweep_cases(shape: ModelShape, tokens: Sequence[int], ops: Sequence[str]) -> list[tuple[int, Case]]:
+    """A model's cases of these ops over token counts, each with its count."""
+    return [(count, case) for count in sorted(tokens) for case in model_cases(shape, count) if case.op in ops]

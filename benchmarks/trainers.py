@@ -1,0 +1,115 @@
+"""Who trains a whole model: tilekern and its peers, each as its users switch it on before the model is made.
+
+Each runs in processes of its own, since patches and compiler settings hold for a process. Liger chooses its back end
+by ``LIGER_KERNEL_IMPL``. quack is not among them: it has kernels and modules, but no patch for a model of transformers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from benchmarks.environment import version_of
+from benchmarks.providers import OURS
+from tilekern.errors import InputError
+from tilekern.spec import ModelShape
+
+ATTENTION = "sdpa"
+NO_PATCHES = "quack left out: it has no patch for the models of transformers"
+
+
+def _nothing(_: ModelShape) -> str:
+    return ATTENTION
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """A way to train.
+
+    Attributes:
+        distribution: the package whose version is put behind the name; empty for tilekern.
+        patch: model's shape -> the attention implementation to make the model with; called before it is made.
+        backend: the one of torch's SDPA back ends that may run; empty for torch's own choice.
+        compiled: what torch.compile is given: nothing, the whole model, or each layer by itself.
+        environment: variables of the process.
+        limit_s: seconds that one process may take.
+    """
+
+    distribution: str = "transformers"
+    patch: Callable[[ModelShape], str] = _nothing
+    backend: str = ""
+    compiled: Literal["", "model", "layers"] = ""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    limit_s: float = 240.0
+
+    def attention(self) -> contextlib.AbstractContextManager[Any]:
+        """What the steps run in: torch's SDPA is held to one back end where the trainer names it."""
+        if not self.backend:
+            return contextlib.nullcontext()
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        return sdpa_kernel(getattr(SDPBackend, self.backend))
+
+    def compile(self, model: Any) -> None:
+        """Hand the model to torch.compile, which works at its first call."""
+        if self.compiled == "model":
+            model.compile(dynamic=False)
+        elif self.compiled == "layers":
+            for layer in model.model.layers:
+                layer.compile(dynamic=False)
+
+
+def _tilekern(_: ModelShape) -> str:
+    """Everything that tilekern has; its attention where this transformers has taken it in."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    import tilekern
+
+    tilekern.apply()
+    return OURS if OURS in ALL_ATTENTION_FUNCTIONS.valid_keys() else ATTENTION
+
+
+def _liger(shape: ModelShape) -> str:
+    from liger_kernel import transformers
+
+    getattr(transformers, f"apply_liger_kernel_to_{shape.model_type}")()
+    return ATTENTION
+
+
+_FLASH, _CUDNN = "FLASH_ATTENTION", "CUDNN_ATTENTION"
+_LIGER = "liger-kernel"
+TRAINERS: Mapping[str, Trainer] = {
+    OURS: Trainer("", _tilekern),
+    "hf-sdpa-flash": Trainer(backend=_FLASH),
+    "hf-sdpa-cudnn": Trainer(backend=_CUDNN),
+    "liger-triton": Trainer(_LIGER, _liger, _FLASH),
+    "liger-triton-cudnn": Trainer(_LIGER, _liger, _CUDNN),
+    "liger-cutile": Trainer(_LIGER, _liger, _FLASH, environment={"LIGER_KERNEL_IMPL": "cutile"}),
+    "torch.compile-layers": Trainer("torch", compiled="layers", limit_s=150),
+    "torch.compile": Trainer("torch", compiled="model", limit_s=150),
+}
+# Enough for one run of some minutes: the best peers, and the model as it is. The compilers take minutes of their own.
+USUAL = (OURS, "hf-sdpa-flash", "hf-sdpa-cudnn", "liger-triton", "liger-triton-cudnn", "liger-cutile")
+
+
+def trainer_named(name: str) -> Trainer:
+    """The trainer of a name.
+
+    Raises:
+        InputError: there is none.
+    """
+    if name not in TRAINERS:
+        raise InputError(f"unknown provider {name!r}; known: {', '.join(TRAINERS)}")
+    return TRAINERS[name]
+
+
+def full_name(name: str) -> str:
+    """A trainer's name with its version, as results have it.
+
+    Raises:
+        importlib.metadata.PackageNotFoundError: it is not installed.
+    """
+    distribution = trainer_named(name).distribution
+    return f"{name} {version_of(distribution)}" if distribution else name

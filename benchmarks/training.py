@@ -1,0 +1,192 @@
+"""One fresh process that trains a model at one length after another; what it finds goes to a file, a line each.
+
+python -m benchmarks.training JOB LINES
+
+JOB is a :class:`Job` as JSON. Each line of LINES is an object with a ``kind``: ``length`` (the times of a length's
+steps, peak memory, loss), ``begun``, ``profile``, ``floor``, ``note``, or ``out_of_memory``, the last length's.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks import profiling
+from benchmarks.models import make_model
+from benchmarks.trainers import Trainer, trainer_named
+from tuning.models import resolve_model
+
+LEARNING_RATE = 1e-5
+Line = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one process does: ``timed`` is the number of timed steps of each of ``tokens``, after ``warm_up``."""
+
+    provider: str
+    model: str
+    layers: int
+    tokens: tuple[int, ...]
+    timed: tuple[int, ...]
+    warm_up: int = 2
+    device: str = "cuda"
+    checkpointing: bool = False
+    profile: bool = False
+
+    @classmethod
+    def read(cls, text: str) -> Job:
+        """The job of :meth:`written`."""
+        found = json.loads(text)
+        return cls(**{**found, "tokens": tuple(found["tokens"]), "timed": tuple(found["timed"])})
+
+    def written(self) -> str:
+        """The job as text."""
+        return json.dumps(asdict(self))
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A model and its optimizer, and the step that trains them."""
+
+    trainer: Trainer
+    model: Any
+    optimizer: Any
+    device: str
+
+    def step(self, ids: Any) -> Any:
+        """One step on random tokens; its loss."""
+        self.optimizer.zero_grad(set_to_none=True)
+        with self.trainer.attention():
+            loss = self.model(input_ids=ids, labels=ids).loss
+            loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+    def seconds_of_step(self, ids: Any) -> tuple[float, Any]:
+        """Seconds of a step, with the GPU waited for on both sides, and its loss."""
+        self.wait()
+        started = time.perf_counter()
+        loss = self.step(ids)
+        self.wait()
+        return time.perf_counter() - started, loss
+
+    def wait(self) -> None:
+        """Wait for the GPU."""
+        import torch
+
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+
+    def free(self) -> None:
+        """Give back what the last step left, and count memory anew."""
+        import torch
+
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.device == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+
+    def tokens(self, count: int) -> Any:
+        """The same random tokens for every provider, [1, count]."""
+        import torch
+
+        generator = torch.Generator(device=self.device).manual_seed(count)
+        vocabulary = self.model.config.vocab_size
+        return torch.randint(0, vocabulary, (1, count), device=self.device, generator=generator)
+
+
+def run(job: Job) -> Iterator[Line]:
+    """Train at each length in turn; a length that does not fit is the last."""
+    import torch
+
+    loop, attention = begin(job)
+    yield {"kind": "begun", "attention": attention, "patched": _patched()}
+    done = []
+    for tokens, timed in zip(job.tokens, job.timed, strict=True):
+        try:
+            yield train(loop, tokens, job.warm_up, timed)
+            done.append(tokens)
+            if job.profile:
+                yield {"kind": "profile", "tokens": tokens, "parts_ms": _profile(loop, tokens)}
+        except torch.OutOfMemoryError:
+            yield {"kind": "out_of_memory", "tokens": tokens}
+            break
+    loop.free()
+    if job.profile:
+        shape = resolve_model(job.model)
+        for tokens in done:
+            floor = profiling.matmul_floor_ms(shape, job.layers or shape.layers, tokens, job.device)
+            yield {"kind": "floor", "tokens": tokens, "matmuls_ms": floor}
+    yield from _fallbacks()
+
+
+def begin(job: Job) -> tuple[Loop, str]:
+    """Patch, make the model on its device, and its optimizer; the attention implementation is given as well."""
+    import torch
+
+    trainer, shape = trainer_named(job.provider), resolve_model(job.model)
+    attention = trainer.patch(shape)
+    model = make_model(shape, job.layers, attention, job.device)
+    if job.checkpointing:
+        model.gradient_checkpointing_enable()
+    trainer.compile(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+    return Loop(trainer, model, optimizer, job.device), attention
+
+
+def train(loop: Loop, tokens: int, warm_up: int, timed: int) -> Line:
+    """Steps on so many tokens: seconds of each, the peak of memory, the last loss."""
+    loop.free()
+    ids = loop.tokens(tokens)
+    steps = [loop.seconds_of_step(ids) for _ in range(warm_up + timed)]
+    seconds = [taken for taken, _ in steps]
+    line: Line = {"kind": "length", "tokens": tokens, "warm_up": seconds[:warm_up], "timed": seconds[warm_up:]}
+    return line | {"loss": float(steps[-1][1])} | _peaks(loop.device)
+
+
+def _peaks(device: str) -> Line:
+    import torch
+
+    if device != "cuda":
+        return {}
+    allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    return {"peak_bytes": allocated, "reserved_bytes": reserved}
+
+
+def _profile(loop: Loop, tokens: int) -> dict[str, float]:
+    ids = loop.tokens(tokens)
+    loop.step(ids)
+    return profiling.profile(lambda: loop.seconds_of_step(ids))
+
+
+def _patched() -> list[str]:
+    import tilekern
+
+    return list(tilekern.get_patched_ops())
+
+
+def _fallbacks() -> Iterator[Line]:
+    """A fallback to torch must never pass for a kernel of ours."""
+    import tilekern
+
+    for kernel, counts in tilekern.stats().items():
+        if counts["fallbacks"] or counts["compiled"] or counts["nearest"]:
+            yield {"kind": "note", "text": f"{kernel}: {counts}"}
+
+
+def main(job: str, lines: str) -> None:
+    """Do a job and append its lines to a file as they come, so that none is lost with the process."""
+    with Path(lines).open("a", encoding="utf-8") as file:
+        for line in run(Job.read(job)):
+            file.write(json.dumps(line) + "\n")
+            file.flush()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2])

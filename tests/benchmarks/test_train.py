@@ -1,0 +1,154 @@
+"""Training benchmarks: a tiny model on the CPU from the command line to the table, and what becomes of its lines."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from benchmarks import train
+from benchmarks.__main__ import main
+from benchmarks.environment import facts
+from benchmarks.results import Results, Row, read_results
+from benchmarks.trainers import TRAINERS, USUAL, full_name, trainer_named
+from benchmarks.training import Job
+from tilekern.errors import InputError
+
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+JOB = Job("", "qwen3-8b", 0, (2048, 4096, 8192), (5, 5, 3))
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    config = {"model_type": "qwen3", "num_hidden_layers": 2, "vocab_size": 128, **SIZES}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_a_tiny_model_is_trained_on_the_cpu_from_the_command_line(tiny, tmp_path, capsys):
+    arguments = ["--device", "cpu", "--tokens", "12,8", "--steps", "2", "--providers", "tilekern,hf-sdpa-flash"]
+    assert main(["train", str(tiny), "--out", str(tmp_path), *arguments]) == 0
+    results = read_results(tmp_path / "train.json")
+    assert results.cases() == ["tiny 8 tokens", "tiny 12 tokens"]
+    assert results.run["model"] == "tiny"
+    for case in results.cases():
+        ours, peer = (results.row(case, name, "loss") for name in ("tilekern", "hf-sdpa-flash"))
+        assert ours.value == pytest.approx(peer.value, rel=0.01)
+        speed, step = (results.row(case, "tilekern", metric).value for metric in ("tokens_per_s", "step_s"))
+        assert speed * step == pytest.approx(int(case.split(" ")[1]), rel=0.02)
+        assert results.row(case, "tilekern", "peak_gib") is None
+    notes = " ".join(results.run["notes"])
+    assert "tilekern: patched rms_norm" in notes
+    assert "quack left out" in notes
+    assert "not measured" not in notes
+    assert "tokens_per_s" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["no-such-model", "--device", "cpu", "--out", "x"], "unknown model"),
+        (["qwen3-8b", "--device", "cpu"], "--out"),
+        (["qwen3-8b", "--device", "cpu", "--out", "x", "--tokens", "12,-3"], "'-3'"),
+        (["qwen3-8b", "--device", "cpu", "--out", "x", "--providers", "nobody"], "nobody"),
+        (["qwen3-8b", "--device", "cpu", "--out", "x", "--steps", "0"], "--steps"),
+    ],
+)
+def test_bad_input_is_one_line(arguments, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert said in error
+
+
+def test_the_longest_of_several_lengths_gets_fewer_steps():
+    assert train.timed_steps([2048, 4096, 16384], 5) == (5, 5, 3)
+    assert train.timed_steps([8192], 5) == (5,)
+    assert train.timed_steps([1, 2], 2) == (2, 2)
+
+
+def test_a_job_survives_its_way_to_the_process():
+    assert Job.read(JOB.written()) == JOB
+
+
+def length(tokens, seconds=1.0, **more):
+    return {"kind": "length", "tokens": tokens, "warm_up": [3.0, 1.25], "timed": [seconds] * 3, "loss": 12.0} | more
+
+
+def test_rows_of_a_length():
+    line = length(2048, 0.5, peak_bytes=3 << 30, reserved_bytes=4 << 30)
+    found = {row.metric: (row.value, row.unit) for row in train.rows_of(line, "tilekern", JOB)}
+    assert found == {
+        "tokens_per_s": (4096.0, "tok/s"), "step_s": (0.5, "s"), "first_step_s": (3.0, "s"),
+        "first_step_lag_s": (1.75, "s"), "peak_gib": (3.0, "GiB"), "reserved_gib": (4.0, "GiB"), "loss": (12.0, "nat"),
+    }  # fmt: skip
+    job = Job("", "qwen3-8b", 2, (32768,), (5,), checkpointing=True)
+    assert train.label(job, 32768) == "qwen3-8b 32768 tokens, 2 layers, checkpointing"
+
+
+def run_with(monkeypatch, answers):
+    """The lines and notes of a provider whose processes answer with these (trouble, lines), one after the other."""
+    jobs, notes, left = [], [], iter(answers)
+
+    def process(job):
+        jobs.append(job.tokens)
+        return next(left)
+
+    monkeypatch.setattr(train, "_process", process)
+    return list(train._lines(JOB, notes)), jobs, notes
+
+
+def test_a_length_that_does_not_fit_is_tried_once_more_in_a_fresh_process(monkeypatch):
+    full = {"kind": "out_of_memory", "tokens": 8192}
+    answers = [("", [length(2048), length(4096), full]), ("", [length(8192)])]
+    lines, jobs, notes = run_with(monkeypatch, answers)
+    assert [line["tokens"] for line in lines if line["kind"] == "length"] == [2048, 4096, 8192]
+    assert (jobs, notes) == ([(2048, 4096, 8192), (8192,)], [])
+    lines, jobs, notes = run_with(monkeypatch, [answers[0], ("", [full])])
+    assert len(jobs) == 2
+    assert notes == ["qwen3-8b 8192 tokens:  is out of memory, so longer ones were not tried"]
+
+
+def test_a_process_that_ends_early_leaves_its_lines_and_a_note(monkeypatch):
+    lines, jobs, notes = run_with(monkeypatch, [("not done after 150 s", [length(2048)])])
+    assert len(lines) == len(jobs) == 1
+    assert notes == [": not done after 150 s; not measured: 4096, 8192"]
+
+
+def test_a_process_is_ended_with_all_its_children_when_its_time_is_up():
+    assert "not done after 0.5 s" in train._run([sys.executable, "-c", "import time; time.sleep(60)"], {}, 0.5)
+    assert train._run([sys.executable, "-c", "pass"], {}, 60) == ""
+    assert train._run([sys.executable, "-c", "raise ValueError('no such thing')"], {}, 60) == (
+        "ended with ValueError: no such thing"
+    )
+
+
+def test_a_loss_that_only_one_has_is_noted():
+    rows = [Row("train", "a", name, "loss", value, "nat") for name, value in (("x", 12.0), ("y", 12.1), ("z", 3.0))]
+    notes = list(train.odd_losses(Results(facts(), rows)))
+    assert len(notes) == 1
+    assert "z has a loss of 3 where the median is 12" in notes[0]
+
+
+def test_profile_rows_add_the_floor():
+    parts = {"matmul": 600.0, "attention forward": 50.0, "attention backward": 100.0, "optimizer": 30.0, "idle": 20.0}
+    lines = [
+        length(8192),
+        {"kind": "profile", "tokens": 8192, "parts_ms": parts | {"total": 800.0}},
+        {"kind": "floor", "tokens": 8192, "matmuls_ms": 460.0},
+    ]
+    found = {row.metric: row.value for row in train.profile_rows(lines, "tilekern", JOB)}
+    assert (found["matmul ms"], found["matmul share"], found["total ms"]) == (600.0, 0.75, 800.0)
+    assert (found["matmuls alone ms"], found["floor ms"], found["floor tokens_per_s"]) == (460.0, 640.0, 12800.0)
+
+
+def test_trainers_have_names_and_limits():
+    assert set(USUAL) < set(TRAINERS)
+    assert full_name("tilekern") == "tilekern"
+    assert full_name("hf-sdpa-cudnn").startswith("hf-sdpa-cudnn 5.")
+    with pytest.raises(InputError, match="nobody"):
+        trainer_named("nobody")

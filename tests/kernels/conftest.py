@@ -1,0 +1,14 @@
+"""Composite specs look their kernels up; here these run on the CPU."""
+
+import pytest
+
+from tilekern import dispatch
+
+
+@pytest.fixture(scope="module", autouse=True)
+def interpreted():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TILEKERN_INTERPRET", "1")
+        dispatch.forget()
+        yield
+    dispatch.forget()

@@ -1,0 +1,215 @@
+"""The search space of matrix products: which tiles suit which matrix unit and which problem, and the heuristic.
+
+Three kinds of matrix unit differ in where a tile's sums live and who adds them:
+
+    mma       sm_80 to sm_89, sm_120: registers; operands go through registers too
+    wgmma     sm_90: registers of one or two groups of 4 warps; operands in shared memory, by TMA
+    tcgen05   sm_100 to sm_110: tensor memory; operands in shared memory, by TMA
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+from tilekern.kernels.tiles import power_of_two
+from tilekern.spec import ITEM_BYTES, Config, Constraint, Problem, Space, Value, cdiv
+from tilekern.targets import INTERPRETED, Target
+
+Unit = Literal["mma", "wgmma", "tcgen05"]
+# The most sums in a thread that left registers for the rest; beyond it the compiler's code spilled.
+_SUMS_A_THREAD = {"mma": 64, "wgmma": 128}
+_TENSOR_MEMORY = 128 * 512
+_SIDES = (64, 128, 256)
+
+
+def unit_of(target: Target) -> Unit:
+    """The kind of matrix unit that the compiler uses on a target."""
+    if target.capability == 90:
+        return "wgmma"
+    return "tcgen05" if 100 <= target.capability < 120 else "mma"
+
+
+def sizes_of(problem: Problem) -> tuple[int, int, int]:
+    """Rows and columns of the result, and the length of the sums."""
+    rows, inner, columns = problem["rows"], problem["inner"], problem["columns"]
+    return (inner, columns, rows) if problem["a_transposed"] else (rows, columns, inner)
+
+
+def is_tile(config: Config) -> bool:
+    """Whether a device function, and not a library, runs the config."""
+    return bool(config["implementation"] == "tile")
+
+
+def tiles(problem: Problem, config: Config) -> int:
+    """How many tiles the result has."""
+    m, n, _ = sizes_of(problem)
+    return cdiv(m, config["tile_m"]) * cdiv(n, config["tile_n"])
+
+
+def _sides(size: int) -> list[Value]:
+    return [side for side in _SIDES if side <= max(_SIDES[0], power_of_two(size))]
+
+
+def _axes(problem: Problem) -> dict[str, list[Value]]:
+    m, n, _ = sizes_of(problem)
+    return {
+        "implementation": ["tile", "cublas"],
+        "schedule": ["persistent", "block"],
+        "tile_m": _sides(m),
+        "tile_n": _sides(n),
+        "tile_k": [64, 32, 128],
+        "group_m": [8, 1, 16],
+        "occupancy": [1, 2],
+        "num_ctas": [1, 2],
+        "num_worker_warps": [0, 8],
+        "latency": [0, 6],
+    }
+
+
+def _elements(config: Config) -> int:
+    """Sums of a tile on one SM."""
+    return int(config["tile_m"] * config["tile_n"] // config["num_ctas"])
+
+
+def _is_large(problem: Problem, target: Target) -> bool:
+    """Whether tiles of 128 x 128 fill the GPU twice."""
+    m, n, _ = sizes_of(problem)
+    return min(m, n) >= 128 and cdiv(m, 128) * cdiv(n, 128) >= 2 * target.sm_count
+
+
+def _stands_for_library(problem: Problem, config: Config, target: Target) -> bool:
+    first = {name: values[0] for name, values in _axes(problem).items() if name != "implementation"}
+    return is_tile(config) or all(config[name] == first[name] for name in first)
+
+
+def _is_exact(problem: Problem, config: Config, target: Target) -> bool:
+    return problem["dtype"] != "float32" or target == INTERPRETED
+
+
+def _holds_sums(problem: Problem, config: Config, target: Target) -> bool:
+    unit, sums = unit_of(target), _elements(config) * config["occupancy"]
+    if unit == "tcgen05":
+        return bool(sums <= _TENSOR_MEMORY)
+    return bool(sums <= 32 * (config["num_worker_warps"] or 4) * _SUMS_A_THREAD[unit])
+
+
+def _fits_shared(problem: Problem, config: Config, target: Target) -> bool:
+    column = (config["tile_m"] + config["tile_n"]) * ITEM_BYTES[problem["dtype"]] // config["num_ctas"]
+    return bool(2 * column * config["tile_k"] * config["occupancy"] <= target.shared_bytes)
+
+
+def _is_square_enough(problem: Problem, config: Config, target: Target) -> bool:
+    small, large = sorted((config["tile_m"], config["tile_n"]))
+    return bool(large <= 2 * small)
+
+
+def _is_wide_enough(problem: Problem, config: Config, target: Target) -> bool:
+    least = 128 * 64 if unit_of(target) == "mma" else 128 * 128
+    return _elements(config) >= least or not _is_large(problem, target)
+
+
+def _fills_the_gpu(problem: Problem, config: Config, target: Target) -> bool:
+    return _elements(config) <= 128 * 64 or 4 * tiles(problem, config) * config["num_ctas"] >= target.sm_count
+
+
+def _suits_depth(problem: Problem, config: Config, target: Target) -> bool:
+    if config["tile_k"] == 64:
+        return True
+    if unit_of(target) == "mma":
+        return bool(config["tile_k"] == 32)
+    small = config["num_ctas"] == 1 and _elements(config) <= 128 * 128
+    return small and config["tile_k"] == 128 and config["schedule"] == "persistent"
+
+
+def _bands(problem: Problem, config: Config, target: Target) -> bool:
+    down = cdiv(sizes_of(problem)[0], config["tile_m"])
+    if config["group_m"] == 16:
+        return config["tile_m"] <= 128 and down > 8 and config["schedule"] == "persistent"
+    return config["group_m"] == 8 or (1 < down <= 8 and config["schedule"] == "persistent")
+
+
+def _needs_warps(problem: Problem, config: Config, target: Target) -> bool:
+    if not config["num_worker_warps"]:
+        return True
+    if unit_of(target) == "mma":
+        return _elements(config) >= 128 * 128
+    return _elements(config) >= 128 * 256 and (unit_of(target) == "wgmma" or config["schedule"] == "persistent")
+
+
+def _shares_an_sm(problem: Problem, config: Config, target: Target) -> bool:
+    small = not _is_large(problem, target) and _elements(config) <= 128 * 64
+    return config["occupancy"] == 1 or (small and config["schedule"] == "persistent")
+
+
+def _clusters(problem: Problem, config: Config, target: Target) -> bool:
+    large = _is_large(problem, target) and _elements(config) >= 128 * 128
+    return config["num_ctas"] == 1 or (large and config["schedule"] == "persistent" and unit_of(target) != "mma")
+
+
+def _pipelines(problem: Problem, config: Config, target: Target) -> bool:
+    deep = unit_of(target) == "wgmma" and _elements(config) >= 128 * 256
+    return not config["latency"] or deep
+
+
+def _of_tiles(reason: str, holds: Callable[[Problem, Config, Target], bool]) -> Constraint:
+    return Constraint(reason, lambda problem, config, target: not is_tile(config) or holds(problem, config, target))
+
+
+SPACE = Space(
+    _axes,
+    (
+        Constraint("cuBLAS takes no tile: one config stands for it", _stands_for_library),
+        _of_tiles("float32 products run on a GPU's scalar units, since TF32 would round the inputs", _is_exact),
+        _of_tiles("the sums exceed the registers of the warps that add, or tensor memory", _holds_sums),
+        _of_tiles("two stages of operands exceed shared memory", _fits_shared),
+        _of_tiles("a side of more than twice the other reads more operands for the same work", _is_square_enough),
+        _of_tiles("a small tile on a large problem is bound by operand traffic", _is_wide_enough),
+        _of_tiles("a large tile on a small problem leaves three quarters of the SMs idle", _fills_the_gpu),
+        _of_tiles(
+            "64 elements are the 128 bytes that TMA swizzles; 128 are for small tiles in a large shared memory, 32 for "
+            "units that read operands through registers",
+            _suits_depth,
+        ),
+        _of_tiles(
+            "bands of 8 rows of tiles; of 16 where that is up to 2048 rows, of 1 where there are 2 to 8 in all",
+            _bands,
+        ),
+        _of_tiles("8 warps are for tiles whose sums or epilogue are too much for 4", _needs_warps),
+        _of_tiles("a second block on an SM is for small tiles of small problems", _shares_an_sm),
+        _of_tiles("clusters are for large tiles of large problems, and for operands that TMA brings", _clusters),
+        _of_tiles("the latency hint gains a stage for Hopper's largest tiles alone", _pipelines),
+    ),
+)
+
+
+def _config(tile_m: int, tile_n: int, warps: int) -> Config:
+    return Config(
+        implementation="tile", schedule="persistent", tile_m=tile_m, tile_n=tile_n, tile_k=64, group_m=8,
+        occupancy=1, num_ctas=1, num_worker_warps=warps, latency=0,
+    )  # fmt: skip
+
+
+# The best tiles first, with the warps that add. The loop over tiles leaves mma's operands too few registers.
+_TILES: dict[Unit, tuple[tuple[int, int, int], ...]] = {
+    "mma": ((128, 128, 8), (64, 128, 0), (64, 64, 0)),
+    "wgmma": ((128, 256, 8), (128, 128, 0), (64, 128, 0), (64, 64, 0)),
+    "tcgen05": ((128, 256, 0), (128, 128, 0), (64, 128, 0), (64, 64, 0)),
+}
+
+
+def default(problem: Problem, target: Target) -> Config:
+    """cuBLAS for float32; else the first tile of the unit's that gives each SM one, or the smallest."""
+    if problem["dtype"] == "float32" and target != INTERPRETED:
+        return Config({name: values[0] for name, values in _axes(problem).items()}).but(implementation="cublas")
+    m, n, _ = sizes_of(problem)
+    unit = unit_of(target)
+    fitting = [_config(*tile) for tile in _TILES[unit] if tile[0] in _sides(m) and tile[1] in _sides(n)]
+    if unit == "mma":
+        fitting = [config.but(schedule="block", tile_k=32) for config in fitting]
+    return next((config for config in fitting if tiles(problem, config) >= target.sm_count), fitting[-1])
+
+
+def generic(problem: Problem) -> Config:
+    """A small tile that any GPU holds, with loads of single elements."""
+    return _config(64, 64, 0).but(tile_k=32)
