@@ -20,6 +20,7 @@ NAMES = [spec.name for spec in SPECS]
 SIZES = {
     "rows": st.integers(1, 40),
     "columns": st.one_of(st.integers(1, 300), st.sampled_from([1, 2, 63, 64, 65, 127, 128, 255, 256, 257])),
+    "vocabulary": st.one_of(st.integers(1, 300), st.sampled_from([255, 256, 257])),
     "tokens": st.integers(1, 9),
     "batch": st.integers(1, 3),
     "heads": st.integers(1, 9),
@@ -28,7 +29,11 @@ SIZES = {
 }
 VIEWS = ("contiguous", "wide_rows", "offset", "reversed")
 # A problem of each spec with sizes that are no powers of two, for what a single case suffices for.
-ODD = {"rows": 13, "columns": 83, "tokens": 7, "batch": 2, "heads": 5, "kv_heads": 3, "head_dim": 10}
+ODD = {"rows": 13, "columns": 83, "vocabulary": 83, "tokens": 7, "batch": 2, "heads": 5, "kv_heads": 3, "head_dim": 10}
+
+
+# Dimensions that take the size given for another where none is given for them.
+SAME = {"queries": "tokens", "keys": "tokens"}
 
 
 def problems(spec: KernelSpec) -> st.SearchStrategy[Problem]:
@@ -42,6 +47,7 @@ def problems(spec: KernelSpec) -> st.SearchStrategy[Problem]:
 def sized(spec: KernelSpec, dtype: str = "float32", *, flags: bool = False, **sizes: int) -> Problem:
     """The problem of a spec with the given sizes, :data:`ODD` ones elsewhere, and one dtype throughout."""
     values: dict[str, Any] = {"dtype": dtype, "flag": flags}
+    sizes = {name: sizes[other] for name, other in SAME.items() if other in sizes} | sizes
     for d in spec.dimensions:
         values[d.name] = values[d.kind] if d.kind in ("dtype", "flag") else sizes.get(d.name, ODD.get(d.name, 5))
     return spec.problem(**{d.name: values[d.name] for d in spec.dimensions})

@@ -101,6 +101,7 @@ def test_every_config_has_a_grid_for_any_rows(spec):
 
 
 MATRIX = {"rows": 10, "columns": 100}
+LOSS = {"rows": 10, "vocabulary": 100, "dtype": "bfloat16", "smoothed": False, "capped": False}
 
 
 @pytest.mark.parametrize(
@@ -113,6 +114,9 @@ MATRIX = {"rows": 10, "columns": 100}
         ("column_sum", {**MATRIX, "dtype": "bfloat16"}, 4000 + 200, 1000),
         ("swiglu_forward", {**MATRIX, "dtype": "float32"}, 3 * 4000, 5000),
         ("swiglu_backward", {**MATRIX, "dtype": "bfloat16"}, 5 * 2000, 12000),
+        ("cross_entropy_forward", {**LOSS, "weighted": False}, 2000 + 120, 5000),
+        ("cross_entropy_backward", {**LOSS, "weighted": True}, 2 * 2000 + 120 + 404, 6000),
+        ("cross_entropy_fused", {**LOSS, "weighted": False}, 2 * 2000 + 160, 11000),
         (
             "rope",
             {"tokens": 4, "batch": 2, "heads": 3, "kv_heads": 1, "head_dim": 10, "full": True, "inverse": False}

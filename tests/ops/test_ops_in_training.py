@@ -176,6 +176,8 @@ def test_torch_compile_of_strided_inputs():
 def _arguments():
     x, weight = torch.randn(3, 5, 12), torch.randn(12)
     q, k, angles = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 5, 8), torch.rand(1, 5, 8)
+    heads = [torch.randn(2, 5, 4, 8, requires_grad=True), torch.randn(2, 5, 2, 8, requires_grad=True)]
+    norms = [torch.ones(8, requires_grad=True), torch.ones(8, requires_grad=True)]
     return {
         "rms_norm": (x.requires_grad_(), weight.requires_grad_(), EPS),
         "rms_norm_backward": (x.detach(), x.detach(), weight.detach(), EPS),
@@ -183,6 +185,22 @@ def _arguments():
         "swiglu_backward": (torch.randn(3, 12), torch.randn(3, 12), torch.randn(3, 12)),
         "rope": (q.requires_grad_(), k.requires_grad_(), angles, angles, True),
         "rope_backward": (q.detach(), k.detach(), angles, angles, True, torch.empty(0)),
+        "cross_entropy": (x, torch.randint(12, (3, 5)), weight.detach(), 3, 0.1, 2.0, 0.01),
+        "cross_entropy_backward": (
+            torch.rand(3, 5),
+            x.detach(),
+            torch.randint(12, (3, 5)),
+            torch.rand(3, 5),
+            None,
+            3,
+            0.1,
+            None,
+            0.01,
+        ),
+        "add_rms_norm": (x, x.detach(), weight, EPS),
+        "add_rms_norm_backward": (x.detach(), x.detach(), x.detach(), weight.detach(), EPS),
+        "qk_norm_rope": (*heads, *norms, angles, angles, EPS),
+        "qk_norm_rope_backward": (*(x.detach() for x in (*heads, *heads, *norms)), angles, angles, EPS),
     }
 
 

@@ -69,7 +69,7 @@ def _inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
 
 def workloads(shape: ModelShape, tokens: int, dtype: str, target: Target) -> list[dict[str, Value]]:
     """Sums of weight gradients: a backward stores a row for each resident block, of which it keeps one to four."""
-    widths = [shape.hidden, *([shape.head_dim] if shape.qk_norm else [])]
+    widths = [shape.hidden, *((shape.head_dim, 2 * shape.head_dim) if shape.qk_norm else ())]
     return [
         {"rows": target.sm_count * blocks, "columns": columns, "dtype": dtype}
         for columns in widths

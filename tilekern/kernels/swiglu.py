@@ -1,7 +1,8 @@
 """SwiGLU's elementwise part (Shazeer 2020, arXiv:2002.05202): ``y = silu(gate) * up``, forward and backward.
 
 With s = sigmoid(gate): ``y = gate * s * up``; ``dgate = dy * up * s * (1 + gate * (1 - s))``; ``dup = dy * gate * s``.
-All in float32 registers, rounded once. The backward computes s again, so that no activation is kept.
+All in float32 registers, rounded once. The backward computes s again, so that no activation is kept; one form of it
+also makes y again, for a caller that did not keep y either.
 """
 
 from __future__ import annotations
@@ -65,6 +66,19 @@ def _backward_tile(dy, gate, up, dgate, dup, item, columns, tile_m, tile_n, boun
     ct.store(dup, index, (d * g * s).astype(dup.dtype), check_bounds=bounded, allow_tma=tma)
 
 
+def _remake_tile(dy, gate, up, dgate, dup, y, item, columns, tile_m, tile_n, bounded, latency, tma):
+    across = ct.cdiv(columns, tile_n)
+    index = (item // across, item % across)
+    d = load(dy, index, (tile_m, tile_n), bounded, latency, tma).astype(ct.float32)
+    g = load(gate, index, (tile_m, tile_n), bounded, latency, tma).astype(ct.float32)
+    u = load(up, index, (tile_m, tile_n), bounded, latency, tma).astype(ct.float32)
+    s = _sigmoid(g)
+    slope = d * u * s * (1.0 + g * (1.0 - s))
+    ct.store(dgate, index, slope.astype(dgate.dtype), check_bounds=bounded, allow_tma=tma)
+    ct.store(dup, index, (d * g * s).astype(dup.dtype), check_bounds=bounded, allow_tma=tma)
+    ct.store(y, index, (g * s * u).astype(y.dtype), check_bounds=bounded, allow_tma=tma)
+
+
 @ct.kernel
 def swiglu_forward_block(
     gate, up, y, columns: ConstInt, tile_m: ConstInt, tile_n: ConstInt, bounded: ConstBool, latency: ConstInt,
@@ -103,6 +117,26 @@ def swiglu_backward_persistent(
     tiles = ct.cdiv(gate.shape[0], tile_m) * ct.cdiv(columns, tile_n)
     for item in range(ct.bid(0), tiles, ct.num_blocks(0)):
         _backward_tile(dy, gate, up, dgate, dup, item, columns, tile_m, tile_n, bounded, latency, tma)
+
+
+@ct.kernel
+def swiglu_remake_block(
+    dy, gate, up, dgate, dup, y, columns: ConstInt, tile_m: ConstInt, tile_n: ConstInt, bounded: ConstBool,
+    latency: ConstInt, tma: ConstBool,
+):  # fmt: skip
+    """One tile a block."""
+    _remake_tile(dy, gate, up, dgate, dup, y, ct.bid(0), columns, tile_m, tile_n, bounded, latency, tma)
+
+
+@ct.kernel
+def swiglu_remake_persistent(
+    dy, gate, up, dgate, dup, y, columns: ConstInt, tile_m: ConstInt, tile_n: ConstInt, bounded: ConstBool,
+    latency: ConstInt, tma: ConstBool,
+):  # fmt: skip
+    """Resident blocks that loop over tiles."""
+    tiles = ct.cdiv(gate.shape[0], tile_m) * ct.cdiv(columns, tile_n)
+    for item in range(ct.bid(0), tiles, ct.num_blocks(0)):
+        _remake_tile(dy, gate, up, dgate, dup, y, item, columns, tile_m, tile_n, bounded, latency, tma)
 
 
 DIMENSIONS = (Dimension("rows", "bucketed"), Dimension("columns", "exact"), Dimension("dtype", "dtype"))
@@ -177,6 +211,11 @@ def _implement_backward(problem: Problem, config: Config) -> Implementation:
     return _implementation(problem, config, function, _arrays(problem, ("dy", "gate", "up"), ("dgate", "dup")))
 
 
+def _implement_remake(problem: Problem, config: Config) -> Implementation:
+    function = swiglu_remake_block if config["schedule"] == "block" else swiglu_remake_persistent
+    return _implementation(problem, config, function, _arrays(problem, ("dy", "gate", "up"), ("dgate", "dup", "y")))
+
+
 def _default(problem: Problem, target: Target) -> Config:
     width = _tile_widths(problem["columns"])[0]
     return Config(
@@ -211,6 +250,11 @@ def reference_backward(dy: Any, gate: Any, up: Any) -> dict[str, Any]:
     d, g, u = dy.double(), gate.double(), up.double()
     s = g.sigmoid()
     return {"dgate": d * u * s * (1 + g * (1 - s)), "dup": d * g * s}
+
+
+def reference_remake(dy: Any, gate: Any, up: Any) -> dict[str, Any]:
+    """The gradients and y itself in float64."""
+    return {**reference_backward(dy, gate, up), **reference_forward(gate, up)}
 
 
 def _matrix_bytes(problem: Problem) -> int:
@@ -262,4 +306,25 @@ BACKWARD = KernelSpec(
     result_dtype=lambda problem: problem["dtype"],
 )
 
-SPECS = (FORWARD, BACKWARD)
+REMAKE = KernelSpec(
+    name="swiglu_backward_remake",
+    summary="gradients of swiglu, and its result once more",
+    module=__name__,
+    dimensions=DIMENSIONS,
+    space=Space(_axes, (_sized(4096), TMA_NEEDS_HOPPER)),
+    ops=("swiglu",),
+    workloads=workloads,
+    implement=_implement_remake,
+    default=_default,
+    generic=_generic,
+    inputs=lambda problem, generator, device: _random(("dy", "gate", "up"), problem, generator, device),
+    outputs=lambda problem, blocks: dict.fromkeys(
+        ("dgate", "dup", "y"), ((problem["rows"], problem["columns"]), problem["dtype"])
+    ),
+    reference=reference_remake,
+    bytes_moved=lambda problem: 6 * _matrix_bytes(problem),
+    flops=lambda problem: 14 * problem["rows"] * problem["columns"],
+    result_dtype=lambda problem: problem["dtype"],
+)
+
+SPECS = (FORWARD, BACKWARD, REMAKE)

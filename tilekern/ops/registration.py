@@ -36,6 +36,13 @@ def needs_gradient(*tensors: torch.Tensor) -> bool:
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
+def is_eager(*tensors: torch.Tensor) -> bool:
+    """Whether tensors of one dtype are worked on as they are: not traced, and not cast by autocast."""
+    if torch.compiler.is_compiling() or torch.is_autocast_enabled(tensors[0].device.type):
+        return False
+    return len({tensor.dtype for tensor in tensors}) == 1
+
+
 def as_rows(x: torch.Tensor) -> torch.Tensor:
     """``x`` [..., columns] as [rows, columns] with neighbouring columns and rows that do not overlap.
 

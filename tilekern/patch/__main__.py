@@ -20,7 +20,7 @@ def main(folders: list[str]) -> int:
     if not folders:
         sys.stdout.write(f"transformers {transformers_version()}\n")
         for found in list_patches():
-            line = f"{found.status:9} {found.patch.op:9} {found.digest} {found.patch.target} {found.reason}"
+            line = f"{found.status:9} {found.patch.op:{_width()}} {found.digest} {found.patch.target} {found.reason}"
             sys.stdout.write(line.rstrip() + "\n")
     for folder in folders:
         try:
@@ -31,6 +31,10 @@ def main(folders: list[str]) -> int:
     return 0
 
 
+def _width() -> int:
+    return max(len(patch.op) for patch in patches())
+
+
 def _of_release(folder: Path) -> str:
     lines = [f"{folder}\n"]
     for patch in patches():
@@ -38,9 +42,9 @@ def _of_release(folder: Path) -> str:
         for path, known in ((patch.attribute, patch.digests), *patch.relies_on):
             try:
                 digest = digest_in(text, path)
-                lines.append(f"{'known' if digest in known else 'changed':9} {patch.op:9} {digest} {path}\n")
+                lines.append(f"{'known' if digest in known else 'changed':9} {patch.op:{_width()}} {digest} {path}\n")
             except ValueError as error:
-                lines.append(f"{'missing':9} {patch.op:9} {error}\n")
+                lines.append(f"{'missing':9} {patch.op:{_width()}} {error}\n")
     return "".join(lines)
 
 

@@ -56,7 +56,7 @@ def examine(patch: Patch, ledger: Ledger) -> Found:
         return Found(patch, "missing", f"{patch.target} is not there ({error})")
     touch = ledger.held(owner, name)
     if touch is None:
-        return _compared(patch, module, owner, name)
+        return _compared(patch, module, owner, name, ledger)
     digest = _digest(touch.original)[0]
     if not touch.in_place:
         reason = f"{patch.target} was replaced by something else after tilekern had patched it"
@@ -86,16 +86,27 @@ def transformers_version() -> str:
         return "(not installed)"
 
 
-def _compared(patch: Patch, module: Any, owner: Any, name: str) -> Found:
+def original_at(module: Any, path: str, ledger: Ledger) -> Any:
+    """What transformers has at a path, even where another op's patch stands there now.
+
+    Raises:
+        AttributeError: there is nothing.
+    """
+    owner, name = holder(module, path)
+    touch = ledger.held(owner, name)
+    return touch.original if touch is not None and touch.in_place else getattr(owner, name)
+
+
+def _compared(patch: Patch, module: Any, owner: Any, name: str, ledger: Ledger) -> Found:
     original = getattr(owner, name)
     digest, reason = _judged(patch.target, original, patch.digests)
     for path, digests in patch.relies_on:
         try:
-            reason = reason or _judged(f"{patch.module}.{path}", getattr(*holder(module, path)), digests)[1]
+            reason = reason or _judged(f"{patch.module}.{path}", original_at(module, path, ledger), digests)[1]
         except AttributeError as error:
             return Found(patch, "missing", f"{patch.module}.{path}, on which it relies, is not there ({error})", digest)
     for path in patch.callers:
-        reason = reason or _uncalled(module, path, patch)
+        reason = reason or _uncalled(module, path, patch, ledger)
     return Found(patch, "changed" if reason else "available", reason, digest, owner, name, original)
 
 
@@ -114,10 +125,10 @@ def _digest(value: Any) -> tuple[str | None, str]:
         return None, str(error)
 
 
-def _uncalled(module: Any, path: str, patch: Patch) -> str:
+def _uncalled(module: Any, path: str, patch: Patch, ledger: Ledger) -> str:
     """What is wrong with a method that ought to call the patched function by its global name."""
     try:
-        function = function_of(inspect.unwrap(getattr(*holder(module, path))))
+        function = function_of(inspect.unwrap(original_at(module, path, ledger)))
     except AttributeError:
         function = None
     if function is not None and patch.attribute in function.__code__.co_names:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from types import CodeType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
-from tilekern.patch.installed import Found, holder
+from tilekern.patch.installed import Found, holder, original_at
 from tilekern.patch.ledger import Ledger
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def patch_modules(found: Found, model: torch.nn.Module, ledger: Ledger) -> tuple
     module = sys.modules[patch.module]
     for caller in patch.callers:
         try:
-            twin = _calling(getattr(*holder(module, caller)), patch.attribute, patch.replacement(found.original))
+            twin = _calling(original_at(module, caller, ledger), patch.attribute, patch.replacement(found.original))
         except ValueError as error:
             return total, f"{patch.module}.{caller} {error}"
         number, reason = _give(found, caller, twin, model, ledger)
@@ -49,10 +49,13 @@ def _give(found: Found, path: str, replacement: Any, model: torch.nn.Module, led
     patched = left = 0
     for instance in _having(model.modules(), owner, name):
         touch = ledger.held(instance, name)
+        if touch is not None and touch.op in found.patch.covers:
+            ledger.undo_one(touch)
+            touch = None
         if touch is None and _is_ordinary(instance, name, methods):
             ledger.put_bound(found.patch.op, where, instance, name, replacement)
             touch = ledger.held(instance, name)
-        patched += touch is not None and touch.in_place
+        patched += touch is not None and touch.in_place and touch.op == found.patch.op
         left += touch is None or not touch.in_place
     return patched, f"{left} modules have another {name} than {where}, a hook's or another patch's" if left else ""
 

@@ -78,13 +78,18 @@ class Ledger:
         self._touches[id(instance), name] = Touch(op, where, owner, name, original, replacement, True)
         setattr(instance, name, MethodType(replacement, instance))
 
+    def undo_one(self, touch: Touch) -> None:
+        """Put back one attribute, whose owner is alive."""
+        owner = touch.owner()
+        touch.undo()
+        del self._touches[id(owner), touch.name]
+
     def undo(self, ops: Collection[str]) -> set[str]:
         """Put back every attribute that the ops touched, and say which of the ops had touched any."""
         undone = set()
-        for owner, touch in self._alive():
+        for _, touch in self._alive():
             if touch.op in ops:
-                touch.undo()
-                del self._touches[id(owner), touch.name]
+                self.undo_one(touch)
                 undone.add(touch.op)
         return undone
 

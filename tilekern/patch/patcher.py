@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from tilekern import dispatch
 from tilekern.errors import InputError
+from tilekern.patch import attention
 from tilekern.patch.installed import Found, examine, transformers_version
 from tilekern.patch.instances import patch_modules
 from tilekern.patch.ledger import Ledger
@@ -26,19 +27,24 @@ def apply(
     rms_norm: bool = True,
     swiglu: bool = True,
     rope: bool = True,
+    fused_linear_cross_entropy: bool = True,
     *,
+    fused_add_rms_norm: bool = True,
+    qk_norm_rope: bool = True,
     model_type: str | None = None,
     on_miss: str | None = None,
     **ops: bool,
 ) -> list[str]:
     """Patch the supported model families, so that all their models, old and new, run tilekern's kernels.
 
-    Call it before the model is made; it works on models that exist as well, except where a hook (accelerate's, for
-    example) already holds their old methods. Applying twice does no harm. A target that is not the code that its
-    patch was made for is left alone, with a warning.
+    It makes ``attn_implementation="tilekern"`` known to transformers as well; which attention a model runs stays its
+    configuration's choice. Call it before the model is made; it works on models that exist as well, except where a
+    hook (accelerate's, for example) already holds their old methods. Applying twice does no harm. A target that is
+    not the code that its patch was made for is left alone, with a warning.
 
     Args:
-        rms_norm, swiglu, rope: which ops to patch.
+        rms_norm, swiglu, rope, fused_linear_cross_entropy, fused_add_rms_norm, qk_norm_rope: which ops to patch.
+            With the fused loss a model in training gives a loss and no logits.
         model_type: one family only, for example ``qwen3``; None means all.
         on_miss: what a problem that no cache holds does from now on: ``compile``, ``fallback`` or ``error``.
         ops: further ops by name, from :func:`register_patch`; they too are on unless given as False.
@@ -49,9 +55,14 @@ def apply(
     Raises:
         InputError: an op, model type or miss policy that is not known.
     """
-    rows = chosen({"rms_norm": rms_norm, "swiglu": swiglu, "rope": rope, **ops}, model_type)
+    rows = chosen(
+        {"rms_norm": rms_norm, "swiglu": swiglu, "rope": rope, "fused_add_rms_norm": fused_add_rms_norm}
+        | {"qk_norm_rope": qk_norm_rope, "fused_linear_cross_entropy": fused_linear_cross_entropy, **ops},
+        model_type,
+    )
     if on_miss is not None:
         dispatch.set_miss_policy(on_miss)
+    attention.register()
     done = set()
     with _lock:
         for patch in rows:
@@ -70,7 +81,10 @@ def apply_to_model(
     rms_norm: bool = True,
     swiglu: bool = True,
     rope: bool = True,
+    fused_linear_cross_entropy: bool = True,
     *,
+    fused_add_rms_norm: bool = True,
+    qk_norm_rope: bool = True,
     model_type: str | None = None,
     on_miss: str | None = None,
     **ops: bool,
@@ -79,13 +93,17 @@ def apply_to_model(
 
     The model's modules get methods of their own. Wrappers (PEFT, torch.compile, DistributedDataParallel) are looked
     through, since their modules contain the model's. A module that has its own method already, from a hook or from
-    another patch, is left alone with a warning. A deep copy made afterwards is patched too, and :func:`reset` does not
-    know of it.
+    another patch, is left alone with a warning. ``rope`` is left out of models whose attention ``qk_norm_rope``
+    serves. A deep copy made afterwards is patched too, and :func:`reset` does not know of it.
 
     Raises:
         InputError: as :func:`apply`, and where nothing in the model is of a supported family.
     """
-    rows = chosen({"rms_norm": rms_norm, "swiglu": swiglu, "rope": rope, **ops}, model_type)
+    rows = chosen(
+        {"rms_norm": rms_norm, "swiglu": swiglu, "rope": rope, "fused_add_rms_norm": fused_add_rms_norm}
+        | {"qk_norm_rope": qk_norm_rope, "fused_linear_cross_entropy": fused_linear_cross_entropy, **ops},
+        model_type,
+    )
     homes = {type(module).__module__ for module in model.modules()}
     if not any(patch.module in homes for patch in patches() if model_type in (None, patch.model_type)):
         kind = getattr(getattr(model, "config", None), "model_type", None)
@@ -93,6 +111,7 @@ def apply_to_model(
         raise InputError(f"{type(model).__name__} (model type {kind}) has no module of a supported family ({known})")
     if on_miss is not None:
         dispatch.set_miss_policy(on_miss)
+    attention.register()
     done = set()
     with _lock:
         for patch in rows:

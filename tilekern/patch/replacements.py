@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from tilekern import ops
+from tilekern.patch.plain import is_bare_linear
 
 Function = Callable[..., Any]
 
@@ -36,6 +37,9 @@ def swiglu(original: Function) -> Function:
     def forward(self: Any, x: torch.Tensor) -> Any:
         if type(self.act_fn) not in silu or type(x) is not torch.Tensor:
             return original(self, x)
+        layers = (self.gate_proj, self.up_proj, self.down_proj)
+        if all(map(is_bare_linear, layers)):
+            return ops.gated_mlp(x, *(layer.weight for layer in layers))
         return self.down_proj(ops.swiglu(self.gate_proj(x), self.up_proj(x)))
 
     return forward

@@ -1,0 +1,196 @@
+"""What is special to attention: which tiles are visited, in which order, its masks over many tiles, its costs."""
+
+import itertools
+
+import cuda.tile as ct
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from spec_samples import configs, inputs_of, interpret, sized
+
+from tilekern import interpreter
+from tilekern.cubin import read_resources
+from tilekern.kernels import attention_problem, spec_named
+from tilekern.kernels.attention_tiles import head_and_tile, heads_abreast, key_tiles, query_tiles, seen
+from tilekern.spec import ALIGNED
+from tilekern.targets import resolve
+from tilekern.toolchain import compile_candidate, toolkit
+
+SPEC = spec_named("attention_forward")
+FLAGS = ("causal", "windowed", "capped", "sinks", "packed")
+
+
+@ct.kernel
+def ranges(
+    found, by_key: ct.Constant[bool], rows: ct.Constant[int], tile: ct.Constant[int], queries: ct.Constant[int],
+    keys: ct.Constant[int], window: ct.Constant[int], causal: ct.Constant[bool], windowed: ct.Constant[bool],
+):  # fmt: skip
+    """Row b of ``found``: the ranges of tiles for the b-th tile of rows."""
+    b = ct.bid(0)
+    tiles = ct.static_eval(query_tiles if by_key else key_tiles)
+    parts = tiles(b * rows, rows, queries, keys, window, tile, causal, windowed)
+    for i in range(4):
+        ct.store(found, (b, i), ct.full((1, 1), parts[i], ct.int32))
+
+
+@ct.kernel
+def masks(
+    found, size: ct.Constant[int], queries: ct.Constant[int], keys: ct.Constant[int], window: ct.Constant[int],
+    causal: ct.Constant[bool], windowed: ct.Constant[bool],
+):  # fmt: skip
+    """The whole mask as one tile."""
+    query, key = ct.arange(size, dtype=ct.int32)[:, None], ct.arange(size, dtype=ct.int32)[None, :]
+    shown = seen(query, key, queries, keys, window, causal, windowed)
+    ct.store(found, (0, 0), (shown & (query < queries)).astype(ct.int32))
+
+
+@ct.kernel
+def orders(found, tiles: ct.Constant[int], heads: ct.Constant[int], abreast: ct.Constant[int]):
+    """Row b of ``found``: the head and tile of work item b."""
+    head, tile = head_and_tile(ct.bid(0), tiles, heads, abreast, True)
+    ct.store(found, (ct.bid(0), 0), ct.full((1, 1), head, ct.int32))
+    ct.store(found, (ct.bid(0), 1), ct.full((1, 1), tile, ct.int32))
+
+
+sizes = st.integers(1, 40)
+
+
+@settings(max_examples=150)
+@given(queries=sizes, keys=sizes, window=sizes, rows=st.sampled_from([4, 8]), tile=st.sampled_from([4, 16]),
+       by_key=st.booleans(), causal=st.booleans(), windowed=st.booleans())  # fmt: skip
+def test_tiles_that_see_each_other_are_visited_and_only_edges_are_masked(
+    queries, keys, window, rows, tile, by_key, causal, windowed
+):
+    mask = attention_problem.mask(queries, keys, window, causal, windowed, "cpu")
+    mask = mask.T if by_key else mask
+    steps, tiles = -(-mask.shape[0] // rows), -(-mask.shape[1] // tile)
+    found = torch.full((steps, 4), -1, dtype=torch.int32)
+    interpreter.launch(ranges, (steps,), (found, by_key, rows, tile, queries, keys, window, causal, windowed))
+    for step, (first, full, edge, stop) in enumerate(found.tolist()):
+        assert 0 <= first <= full <= edge <= stop <= max(tiles, first)
+        for j in range(tiles):
+            part = mask[step * rows : (step + 1) * rows, j * tile : (j + 1) * tile]
+            whole = bool(part.all()) and part.shape[1] == tile
+            if first <= j < stop:
+                assert (full <= j < edge) == whole
+            else:
+                assert not part.any()
+
+
+@settings(max_examples=100)
+@given(queries=sizes, keys=sizes, window=sizes, causal=st.booleans(), windowed=st.booleans())
+def test_the_mask_of_a_tile_and_the_count_of_operations_are_those_of_the_formula(
+    queries, keys, window, causal, windowed
+):
+    found = torch.full((64, 64), -1, dtype=torch.int32)
+    interpreter.launch(masks, (1,), (found, 64, queries, keys, window, causal, windowed))
+    mask = attention_problem.mask(queries, keys, window, causal, windowed, "cpu")
+    assert torch.equal(found[:queries, :keys].bool(), mask)
+    assert not found[queries:].any()
+    assert not found[:, keys:].any()
+    assert attention_problem.visible(queries, keys, window, causal, windowed) == int(mask.sum())
+
+
+@pytest.mark.parametrize(("tiles", "heads", "abreast"), [(1, 1, 1), (3, 5, 2), (4, 6, 6), (2, 3, 16)])
+def test_the_work_is_done_once_longest_first_within_a_wave(tiles, heads, abreast):
+    found = torch.full((tiles * heads, 2), -1, dtype=torch.int32)
+    interpreter.launch(orders, (tiles * heads,), (found, tiles, heads, abreast))
+    order = [tuple(item) for item in found.tolist()]
+    assert sorted(order) == sorted(itertools.product(range(heads), range(tiles)))
+    for wave, items in itertools.groupby(order, key=lambda item: item[0] // abreast):
+        rows = [tile for _, tile in items]
+        assert rows == sorted(rows, reverse=True), wave
+
+
+@ct.kernel
+def abreasts(found, keys: ct.Constant[int], group: ct.Constant[int]):
+    """How many heads of 128 go abreast with a budget of 2^23 elements."""
+    ct.store(found, (0,), ct.full((1,), heads_abreast(keys, 128, group, 1 << 23), ct.int32))
+
+
+@pytest.mark.parametrize(("keys", "heads"), [(1024, 128), (4096, 32), (1 << 20, 4)])
+def test_heads_that_share_the_cache_are_whole_groups(keys, heads):
+    found = torch.zeros(1, dtype=torch.int32)
+    interpreter.launch(abreasts, (1,), (found, keys, 4))
+    assert found.item() == heads
+
+
+@pytest.mark.parametrize("flags", [*itertools.product([False, True], repeat=2)], ids=str)
+@pytest.mark.parametrize(("queries", "keys"), [(300, 300), (1, 290), (130, 400), (260, 70)])
+def test_many_tiles_by_every_kind_of_config(flags, queries, keys):
+    causal, windowed = flags
+    problem = sized(SPEC, "bfloat16", batch=1, heads=2, kv_heads=1, head_dim=24, queries=queries, keys=keys)
+    problem = problem.but(causal=causal, windowed=windowed)
+    inputs = inputs_of(SPEC, problem)
+    kinds = {}
+    for config in configs(SPEC, problem):
+        if config["implementation"] == "tile":
+            kinds.setdefault((config["tile_m"], config["tile_n"], config.get("ahead")), config)
+    for config in kinds.values():
+        check = interpret(SPEC, problem, config, inputs)
+        assert check.passed, (config, check.reason)
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+@pytest.mark.parametrize("head_dim", [64, 96])
+def test_each_flag_alone(flag, head_dim):
+    problem = sized(SPEC, "float16", batch=3, heads=4, kv_heads=2, head_dim=head_dim, queries=150, keys=150)
+    problem = problem.but(**{flag: True})
+    check = interpret(SPEC, problem, SPEC.generic(problem), inputs_of(SPEC, problem))
+    assert check.passed, check.reason
+
+
+def test_a_window_of_one_gives_each_query_its_own_value():
+    problem = sized(SPEC, "float32", batch=1, queries=70, keys=70, heads=2, kv_heads=2).but(windowed=True)
+    inputs = inputs_of(SPEC, problem) | {"window": 1}
+    assert interpret(SPEC, problem, SPEC.generic(problem), inputs).passed
+    assert torch.allclose(SPEC.reference(**inputs, **dict.fromkeys(FLAGS, False) | {"windowed": True})["out"].float(),
+                          inputs["v"])  # fmt: skip
+
+
+def test_packed_sequences_may_be_empty():
+    problem = sized(SPEC, "float32", batch=4, queries=9, keys=9).but(packed=True, causal=True)
+    inputs = inputs_of(SPEC, problem)
+    tokens = inputs["q"].shape[1]
+    starts = torch.tensor([0, 0, 9, 9, tokens], dtype=torch.int32)
+    inputs |= {"query_starts": starts, "key_starts": starts, "most_queries": tokens - 9}
+    check = interpret(SPEC, problem, SPEC.generic(problem), inputs)
+    assert check.passed, check.reason
+
+
+def test_scores_of_any_size_stay_finite():
+    problem = sized(SPEC, "bfloat16", batch=1, queries=40, keys=40).but(causal=True, sinks=True)
+    for scale in (1e-30, 1e3):
+        inputs = inputs_of(SPEC, problem) | {"scale": scale}
+        check = interpret(SPEC, problem, SPEC.generic(problem), inputs)
+        assert check.passed, check.reason
+    inputs = inputs_of(SPEC, problem)
+    for sink in (-torch.inf, -1e30, 1e4):
+        given_sinks = torch.full_like(inputs["sink_logits"], sink)
+        check = interpret(SPEC, problem, SPEC.generic(problem), inputs | {"sink_logits": given_sinks})
+        assert check.passed, (sink, check.reason)
+
+
+@pytest.mark.skipif(toolkit() is None, reason="no tile compiler is installed")
+@pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
+@pytest.mark.parametrize(
+    "changes",
+    [{"head_dim": 64}, {"head_dim": 128}, {"head_dim": 256}, *({flag: True} for flag in FLAGS)],
+    ids=lambda changes: "-".join(f"{name}={value}" for name, value in changes.items()),
+)
+def test_defaults_of_real_sizes_spill_next_to_nothing(arch, changes):
+    target = resolve(arch)
+    problem = sized(SPEC, "bfloat16", batch=4, queries=4096, keys=4096, heads=32, kv_heads=8, head_dim=128)
+    problem = problem.but(causal=True).but(**changes)
+    made = compile_candidate(SPEC, problem, SPEC.default(problem, target), target, ALIGNED)
+    found = read_resources(made.cubin, made.symbol)
+    # A slot or two beside the loop costs nothing; a spilled accumulator takes hundreds of bytes.
+    assert found.stack_bytes <= 16
+    assert found.shared_bytes <= target.shared_bytes
+
+
+def test_there_are_not_more_candidates_than_a_sweep_takes():
+    for arch, head_dim in itertools.product(("sm_90", "sm_100"), (64, 96, 128, 256)):
+        problem = sized(SPEC, "bfloat16", batch=4, queries=4096, keys=4096, heads=32, kv_heads=8, head_dim=head_dim)
+        assert 4 <= len(list(SPEC.space.candidates(problem, resolve(arch)))) <= 25

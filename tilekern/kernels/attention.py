@@ -1,0 +1,357 @@
+"""Attention's forward: softmax(scale q k^T) v with its log-sum-exp, online over tiles of keys.
+
+The online softmax is Milakov and Gimelshein's (2018, arXiv:1805.02867), its use tile by tile FlashAttention's (Dao et
+al. 2022, arXiv:2205.14135). Scores are kept in base 2, so that one exponential instruction serves; probabilities are
+rounded to the dtype for the second product, as every implementation on matrix units does. The mask's meaning stands
+in :mod:`tilekern.kernels.attention_tiles`, the layout in :mod:`tilekern.kernels.attention_problem`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import cuda.tile as ct
+
+from tilekern.kernels import attention_cudnn
+from tilekern.kernels import attention_problem as shared
+from tilekern.kernels.attention_tiles import (
+    LN_2,
+    LOG2_E,
+    LOWEST,
+    edge_tile,
+    head_and_tile,
+    heads_abreast,
+    key_tiles,
+    kv_head_of,
+    load_rows,
+    product,
+    seen,
+    sequence,
+    soft_tanh,
+    store_row_values,
+    store_rows,
+)
+from tilekern.kernels.tiles import ConstBool, ConstInt, hints
+from tilekern.spec import (
+    ITEM_BYTES,
+    ArrayParameter,
+    Config,
+    Constraint,
+    Implementation,
+    KernelSpec,
+    LibraryCall,
+    Problem,
+    ScalarParameter,
+    Space,
+    Value,
+    cdiv,
+)
+from tilekern.targets import Target
+
+
+def _scores(q_tile, k_tile, slope, capped, precise):
+    """What, times the factor of :func:`_factors`, gives the scores of a tile in base 2."""
+    products = product(q_tile, ct.transpose(k_tile), ct.zeros((q_tile.shape[0], k_tile.shape[0]), ct.float32))
+    if ct.static_eval(capped):
+        products = soft_tanh(products * slope, precise)
+    return products
+
+
+def _factors(scale, softcap, capped):
+    """(slope inside the cap, factor of what :func:`_scores` gives)."""
+    if ct.static_eval(capped):
+        return scale / softcap, softcap * LOG2_E
+    return scale, scale * LOG2_E
+
+
+def _add_keys(biggest, total, summed, products, v_tile, factor):
+    """The running maximum, denominator and weighted sum with one more tile of keys."""
+    most = ct.maximum(biggest, ct.max(products, axis=1, keepdims=True) * factor)
+    shrink = ct.exp2(biggest - most, flush_to_zero=True)
+    weights = ct.exp2(products * factor - most, flush_to_zero=True)
+    total = total * shrink + ct.sum(weights, axis=1, keepdims=True)
+    summed = product(weights.astype(v_tile.dtype), v_tile, summed * shrink)
+    return most, total, summed
+
+
+def _start(sink_logits, head, rows, sinks):
+    """The running maximum and denominator before the first key: a sink is a key whose value is zero."""
+    if ct.static_eval(sinks):
+        logit = ct.load(sink_logits, (head,), ()) * LOG2_E
+        biggest = ct.full((rows, 1), ct.maximum(logit, LOWEST), ct.float32)
+        return biggest, ct.exp2(logit - biggest, flush_to_zero=True)
+    return ct.full((rows, 1), LOWEST, ct.float32), ct.zeros((rows, 1), ct.float32)
+
+
+def _rows(array, where, j):
+    """Key tile ``j`` of k or v."""
+    number, first_key, kv_head, tile_n, depth, packed, latency = where
+    return load_rows(array, number, first_key, j, kv_head, tile_n, depth, packed, latency)
+
+
+def _whole_tiles(state, q_tile, k, v, where, full, edge, slope, factor, capped, precise, ahead):
+    """The state after the key tiles [full, edge), of which every query sees all.
+
+    ``ahead`` issues the product of queries and the next keys before the softmax of this tile.
+    """
+    biggest, total, summed = state
+    if ct.static_eval(ahead):
+        if full < edge:
+            products = _scores(q_tile, _rows(k, where, full), slope, capped, precise)
+            for j in range(full, edge - 1):
+                coming = _scores(q_tile, _rows(k, where, j + 1), slope, capped, precise)
+                biggest, total, summed = _add_keys(biggest, total, summed, products, _rows(v, where, j), factor)
+                products = coming
+            biggest, total, summed = _add_keys(biggest, total, summed, products, _rows(v, where, edge - 1), factor)
+    else:
+        for j in range(full, edge):
+            products = _scores(q_tile, _rows(k, where, j), slope, capped, precise)
+            biggest, total, summed = _add_keys(biggest, total, summed, products, _rows(v, where, j), factor)
+    return biggest, total, summed
+
+
+def _attend(item, q, k, v, sink_logits, query_starts, key_starts, numbers, out, lse, sizes, flags):
+    """One tile of queries of one head of one sequence."""
+    most_queries, scale, softcap, window = numbers
+    heads, kv_heads, depth, tile_m, tile_n, budget, latency = sizes
+    ahead, causal, windowed, capped, sinks, packed, precise = flags
+    batch = ct.static_eval(query_starts.shape[0] - 1 if packed else q.shape[0])
+    abreast = heads_abreast(k.shape[1], depth, ct.static_eval(max(1, heads // kv_heads)), budget)
+    row, tile = head_and_tile(item, ct.cdiv(most_queries, tile_m), batch * heads, abreast, causal)
+    number, head = row // heads, row % heads
+    first_query, queries = sequence(query_starts, number, q.shape[1], packed)
+    first_key, keys = sequence(key_starts, number, k.shape[1], packed)
+    if tile * tile_m < queries:
+        slope, factor = _factors(scale, softcap, capped)
+        q_tile = load_rows(q, number, first_query, tile, head, tile_m, depth, packed, 0)
+        where = (number, first_key, kv_head_of(head, heads, kv_heads), tile_n, depth, packed, latency)
+        first, full, edge, stop = key_tiles(tile * tile_m, tile_m, queries, keys, window, tile_n, causal, windowed)
+        state = _start(sink_logits, head, tile_m, sinks) + (ct.zeros((tile_m, depth), ct.float32),)
+        biggest, total, summed = _whole_tiles(
+            state, q_tile, k, v, where, full, edge, slope, factor, capped, precise, ahead
+        )
+        query = tile * tile_m + ct.arange(tile_m, dtype=ct.int32)[:, None]
+        for n in range(full - first + stop - edge):
+            j = edge_tile(n, first, full, edge)
+            products = _scores(q_tile, _rows(k, where, j), slope, capped, precise)
+            key = j * tile_n + ct.arange(tile_n, dtype=ct.int32)[None, :]
+            products = ct.where(seen(query, key, queries, keys, window, causal, windowed), products, -float("inf"))
+            biggest, total, summed = _add_keys(biggest, total, summed, products, _rows(v, where, j), factor)
+        # A query that sees nothing has total 0: out 0, and lse -inf by itself.
+        values = summed * (1.0 / ct.maximum(total, 1e-30))
+        store_rows(out, number, first_query, queries, tile, head, values.astype(out.dtype), packed)
+        logs = ct.reshape((biggest + ct.log2(total)) * LN_2, (tile_m,))
+        store_row_values(lse, number, first_query, queries, tile, head, logs, packed)
+
+
+@ct.kernel
+def attention_forward_block(
+    q, k, v, sink_logits, query_starts, key_starts, most_queries, scale, softcap, window, out, lse, heads: ConstInt,
+    kv_heads: ConstInt, depth: ConstInt, tile_m: ConstInt, tile_n: ConstInt, budget: ConstInt, latency: ConstInt,
+    ahead: ConstBool, causal: ConstBool, windowed: ConstBool, capped: ConstBool, sinks: ConstBool, packed: ConstBool,
+    precise: ConstBool,
+):  # fmt: skip
+    """One tile of queries a block."""
+    numbers = (most_queries, scale, softcap, window)
+    sizes = (heads, kv_heads, depth, tile_m, tile_n, budget, latency)
+    flags = (ahead, causal, windowed, capped, sinks, packed, precise)
+    _attend(ct.bid(0), q, k, v, sink_logits, query_starts, key_starts, numbers, out, lse, sizes, flags)
+
+
+@ct.kernel
+def attention_forward_persistent(
+    q, k, v, sink_logits, query_starts, key_starts, most_queries, scale, softcap, window, out, lse, heads: ConstInt,
+    kv_heads: ConstInt, depth: ConstInt, tile_m: ConstInt, tile_n: ConstInt, budget: ConstInt, latency: ConstInt,
+    ahead: ConstBool, causal: ConstBool, windowed: ConstBool, capped: ConstBool, sinks: ConstBool, packed: ConstBool,
+    precise: ConstBool,
+):  # fmt: skip
+    """Resident blocks that loop over tiles of queries."""
+    numbers = (most_queries, scale, softcap, window)
+    sizes = (heads, kv_heads, depth, tile_m, tile_n, budget, latency)
+    flags = (ahead, causal, windowed, capped, sinks, packed, precise)
+    batch = ct.static_eval(query_starts.shape[0] - 1 if packed else q.shape[0])
+    for item in range(ct.bid(0), batch * heads * ct.cdiv(most_queries, tile_m), ct.num_blocks(0)):
+        _attend(item, q, k, v, sink_logits, query_starts, key_starts, numbers, out, lse, sizes, flags)
+
+
+# Bytes of keys and values that the blocks at work at one time should read: they stay in any data-centre GPU's L2.
+_WAVE_BYTES = 16 << 20
+
+
+def _implement(problem: Problem, config: Config) -> Implementation | LibraryCall:
+    if config["implementation"] == "cudnn":
+        return attention_cudnn.forward(problem)
+    tile_m, flags = config["tile_m"], ("causal", "windowed", "capped", "sinks", "packed")
+    head_dim, heads, dtype = problem["head_dim"], problem["heads"], problem["dtype"]
+    rows = [ArrayParameter(name, dtype, 4, head_dim) for name in ("q", "k", "v")]
+    scalars = [ScalarParameter(name, "float32") for name in ("scale", "softcap")]
+    return Implementation(
+        function=attention_forward_persistent if config["schedule"] == "persistent" else attention_forward_block,
+        parameters=(
+            *rows,
+            ArrayParameter("sink_logits", "float32", 1),
+            ArrayParameter("query_starts", "int32", 1),
+            ArrayParameter("key_starts", "int32", 1),
+            ScalarParameter("most_queries", "int32"),
+            *scalars,
+            ScalarParameter("window", "int32"),
+            ArrayParameter("out", dtype, 4, head_dim, "output"),
+            ArrayParameter("lse", "float32", 3, None, "output", aligned=False),
+        ),
+        constants=(
+            ("heads", heads),
+            ("kv_heads", problem["kv_heads"]),
+            ("depth", shared.depth_of(problem)),
+            ("tile_m", tile_m),
+            ("tile_n", config["tile_n"]),
+            ("budget", _WAVE_BYTES // ITEM_BYTES[dtype]),
+            ("latency", config["latency"]),
+            ("ahead", config["ahead"]),
+            *((flag, problem[flag]) for flag in flags),
+            ("precise", dtype == "float32"),
+        ),
+        grid=lambda sizes, sm_count: _grid(sizes["batch"] * heads * cdiv(sizes["queries"], tile_m), config, sm_count),
+        hints=hints(config),
+    )
+
+
+def _grid(items: int, config: Config, sm_count: int) -> int:
+    return min(items, sm_count * config["occupancy"]) if config["schedule"] == "persistent" else items
+
+
+def _config(tile_m: int, tile_n: int, occupancy: int, warps: int, schedule: str = "block") -> Config:
+    return Config(
+        implementation="tile", schedule=schedule, tile_m=tile_m, tile_n=tile_n, occupancy=occupancy,
+        num_worker_warps=warps, ahead=False, latency=0,
+    )  # fmt: skip
+
+
+def _is_roomy(problem: Problem) -> bool:
+    """Whether tiles may be large: float32 takes three products each, and heads of 512 fill the registers."""
+    return problem["dtype"] != "float32" and shared.depth_of(problem) <= 256
+
+
+def _has_tensor_memory(target: Target) -> bool:
+    return 100 <= target.capability < 120
+
+
+def _fits(problem: Problem, config: Config, target: Target) -> bool:
+    """Accumulators (scores, those of the next tile where they go ahead, output) in a worker's registers."""
+    if _has_tensor_memory(target) or not _is_roomy(problem):
+        return True
+    columns = config["tile_n"] * (1 + config["ahead"]) + shared.depth_of(problem)
+    held = config["tile_m"] * columns // (32 * config["num_worker_warps"])
+    return bool(held <= (192 if config["occupancy"] == 1 else 160))
+
+
+def _fits_tensor_memory(problem: Problem, config: Config, target: Target) -> bool:
+    if not _has_tensor_memory(target) or not _is_roomy(problem):
+        return True
+    columns = config["tile_m"] // 128 * (config["tile_n"] + shared.depth_of(problem))
+    return config["tile_m"] >= 128 and not config["ahead"] and columns * config["occupancy"] <= 512
+
+
+def _is_plain(problem: Problem, config: Config, target: Target) -> bool:
+    axes = {name: values for name, values in _axes(problem).items() if name != "implementation"}
+    return config["implementation"] == "tile" or all(config[name] == values[0] for name, values in axes.items())
+
+
+def _of_tiles(holds: Callable[[Problem, Config, Target], bool]) -> Callable[[Problem, Config, Target], bool]:
+    """A condition on the tiles, which a library does not have."""
+    return lambda problem, config, target: config["implementation"] != "tile" or holds(problem, config, target)
+
+
+def _takes_stages(problem: Problem, config: Config, target: Target) -> bool:
+    square = config["tile_m"] == config["tile_n"] == 128
+    return target.capability == 90 and square and 64 < shared.depth_of(problem) <= 128
+
+
+_CONSTRAINTS = (
+    attention_cudnn.SERVES,
+    Constraint("a library chooses its tiles itself", _is_plain),
+    Constraint("the accumulators do not fit a thread's registers", _of_tiles(_fits)),
+    Constraint(
+        "tensor memory holds 512 columns of 128 rows, and its products run ahead by themselves",
+        _of_tiles(_fits_tensor_memory),
+    ),
+    Constraint(
+        "on sm_90 a low latency gives tiles of 128 x 128 more stages; it changes nothing good elsewhere",
+        lambda problem, config, target: config["latency"] == 0 or _takes_stages(problem, config, target),
+    ),
+    Constraint(
+        "tiles of 256 rows need tensor memory",
+        lambda problem, config, target: config["tile_m"] <= 128 or _has_tensor_memory(target),
+    ),
+    Constraint(
+        "eight worker warps share 128 rows or more and leave no registers for another block",
+        lambda problem, config, target: (
+            config["num_worker_warps"] < 8 or (config["tile_m"] >= 128 and config["occupancy"] == 1)
+        ),
+    ),
+    Constraint(
+        "a single block of a few small products leaves the matrix units idle",
+        lambda problem, config, target: (
+            config["implementation"] != "tile"
+            or not 64 <= shared.depth_of(problem) <= 256
+            or not _is_roomy(problem)
+            or config["occupancy"] > 1
+            or config["tile_m"] * config["tile_n"] * shared.depth_of(problem) >= 1 << 20
+        ),
+    ),
+)
+
+
+def _axes(problem: Problem) -> dict[str, list[Value]]:
+    wide = _is_roomy(problem)
+    return {
+        "implementation": ["tile", "cudnn"],
+        "schedule": ["block", "persistent"],
+        "tile_m": [64, 128, 256] if wide else [32, 64],
+        "tile_n": [64, 128] if wide else [32],
+        "occupancy": [1, 2],
+        "num_worker_warps": [4, 8] if wide else [4],
+        "ahead": [False, True] if wide else [False],
+        "latency": [0, 1],
+    }
+
+
+def _default(problem: Problem, target: Target) -> Config:
+    if not _is_roomy(problem):
+        return _config(32, 32, 1, 4)
+    if _has_tensor_memory(target) or target.capability == 90:
+        return _config(128, 64 if shared.depth_of(problem) > 128 else 128, 1, 8)
+    return _config(64, 64, 2, 4)
+
+
+@functools.wraps(shared.formula)
+def reference(**given: Any) -> dict[str, Any]:
+    """The formula, so that log-sum-exps of minus infinity can be compared."""
+    return shared.results(shared.formula(**given))
+
+
+SPEC = KernelSpec(
+    name="attention_forward",
+    summary="out = softmax(scale q k^T) v and its log-sum-exp, masked, by tiles of queries and keys",
+    module=__name__,
+    dimensions=shared.DIMENSIONS,
+    space=Space(_axes, _CONSTRAINTS),
+    ops=("attention",),
+    workloads=shared.workloads,
+    implement=_implement,
+    default=_default,
+    generic=lambda problem: _config(32, 32, 1, 0, "persistent"),
+    inputs=shared.inputs,
+    outputs=shared.outputs,
+    reference=reference,
+    results=shared.results,
+    bytes_moved=lambda problem: (
+        2 * (shared.rows_bytes(problem, "queries") + shared.rows_bytes(problem, "keys")) + shared.lse_bytes(problem)
+    ),
+    flops=lambda problem: 4 * shared.pairs(problem) * problem["head_dim"],
+    result_dtype=lambda problem: problem["dtype"],
+    roundings=2,
+)
+
+SPECS = (SPEC,)

@@ -1,0 +1,402 @@
+"""Attention's backward without atomics, so that two runs agree to the bit.
+
+With P = exp(S - lse), S the scaled (and capped) scores, and delta = rowsum(out * dout), the gradients are
+(Dao et al. 2022, arXiv:2205.14135, appendix B.2)
+
+    dv = P^T dout,   dS = P * (dout v^T - delta),   dq = scale dS k,   dk = scale dS^T q,
+
+dS times 1 - tanh^2 where the scores are capped. P is computed anew from q, k and lse: once for dk and dv, by blocks
+that own a tile of keys (:data:`DKDV`), and once for dq, by blocks that own a tile of queries (:data:`DQ`). A gradient
+that lse itself receives is subtracted from delta. The layout stands in :mod:`tilekern.kernels.attention_problem`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cuda.tile as ct
+
+from tilekern.kernels import attention_backward_problem as shared
+from tilekern.kernels.attention_delta import SPEC as DELTA
+from tilekern.kernels.attention_problem import depth_of, pairs, rows_bytes
+from tilekern.kernels.attention_tiles import (
+    LOG2_E,
+    edge_tile,
+    first_head_of,
+    head_and_tile,
+    heads_abreast,
+    key_tiles,
+    kv_head_of,
+    load_row_values,
+    load_rows,
+    query_tiles,
+    seen,
+    sequence,
+    soft_tanh,
+    store_rows,
+)
+from tilekern.kernels.tiles import ConstBool, ConstInt, hints
+from tilekern.spec import ITEM_BYTES, Config, Constraint, Implementation, KernelSpec, Problem, Space, Value, cdiv
+from tilekern.targets import Target
+
+__all__ = ["DELTA", "DKDV", "DQ", "SPECS"]
+
+
+def _factors(scale, softcap, capped):
+    """(slope, factor): exponents of base 2 are factor * tanh(slope * products) where capped, else factor * products."""
+    if ct.static_eval(capped):
+        return scale / softcap, softcap * LOG2_E
+    return scale, scale * LOG2_E
+
+
+def _score_gradients(products, pulled, lse, delta, shown, factors, capped, precise, masked):
+    """P and dS (but for the scale) from the products q k^T and dout v^T, in either orientation."""
+    slope, factor = factors
+    if ct.static_eval(capped):
+        products = soft_tanh(products * slope, precise)
+    weights = ct.exp2(products * factor - lse * LOG2_E, flush_to_zero=True)
+    if ct.static_eval(masked):
+        weights = ct.where(shown, weights, 0.0)
+    gradients = weights * (pulled - delta)
+    if ct.static_eval(capped):
+        gradients = gradients * (1.0 - products * products)
+    return weights, gradients
+
+
+def _add_queries(
+    arrays, place, owned, sums, span, factors, tile_m, depth, latency, causal, windowed, capped, packed, precise, masked
+):
+    """dk and dv of a tile of keys with one more tile of queries."""
+    (q, dout, lse, delta), (number, first, tile, head), (k_tile, v_tile, key) = arrays, place, owned
+    queries, keys, window = span
+    q_tile = load_rows(q, number, first, tile, head, tile_m, depth, packed, latency)
+    dout_tile = load_rows(dout, number, first, tile, head, tile_m, depth, packed, latency)
+    lse_row = load_row_values(lse, number, first, tile, head, tile_m, packed)[None, :]
+    delta_row = load_row_values(delta, number, first, tile, head, tile_m, packed)[None, :]
+    # Keys stand in the rows: P^T and dS^T are left operands of the next products as they lie in registers.
+    nothing = ct.zeros((k_tile.shape[0], tile_m), ct.float32)
+    products = ct.mma(k_tile, ct.transpose(q_tile), nothing)
+    pulled = ct.mma(v_tile, ct.transpose(dout_tile), nothing)
+    shown = None
+    if ct.static_eval(masked):
+        query = tile * tile_m + ct.arange(tile_m, dtype=ct.int32)[None, :]
+        shown = seen(query, key, queries, keys, window, causal, windowed)
+    weights, gradients = _score_gradients(products, pulled, lse_row, delta_row, shown, factors, capped, precise, masked)
+    dk_sum, dv_sum = sums
+    dv_sum = ct.mma(weights.astype(dout.dtype), dout_tile, dv_sum)
+    dk_sum = ct.mma(gradients.astype(q.dtype), q_tile, dk_sum)
+    return dk_sum, dv_sum
+
+
+def _keys_gradients(
+    item, q, k, v, dout, lse, delta, query_starts, key_starts, most_keys, scale, softcap, window, dk, dv, heads,
+    kv_heads, depth, tile_m, tile_n, budget, latency, causal, windowed, capped, packed, precise,
+):  # fmt: skip
+    """One tile of keys of one key head of one sequence, with the queries of all heads that read it."""
+    batch = ct.static_eval(query_starts.shape[0] - 1 if packed else q.shape[0])
+    group = ct.static_eval(max(1, heads // kv_heads))
+    abreast = heads_abreast(q.shape[1], depth * group, 1, budget)
+    row, tile = head_and_tile(item, ct.cdiv(most_keys, tile_n), batch * kv_heads, abreast, False)
+    number, kv_head = row // kv_heads, row % kv_heads
+    first_query, queries = sequence(query_starts, number, q.shape[1], packed)
+    first_key, keys = sequence(key_starts, number, k.shape[1], packed)
+    # A loop of one turn or none: tileiras 13.4 rejects the branch for sm_100.
+    for _ in range(ct.where(tile * tile_n < keys, 1, 0) if ct.static_eval(packed) else 1):
+        arrays, span, factors = (q, dout, lse, delta), (queries, keys, window), _factors(scale, softcap, capped)
+        key = tile * tile_n + ct.arange(tile_n, dtype=ct.int32)[:, None]
+        k_tile = load_rows(k, number, first_key, tile, kv_head, tile_n, depth, packed, 0)
+        v_tile = load_rows(v, number, first_key, tile, kv_head, tile_n, depth, packed, 0)
+        owned = (k_tile, v_tile, key)
+        first, full, edge, stop = query_tiles(tile * tile_n, tile_n, queries, keys, window, tile_m, causal, windowed)
+        head = first_head_of(kv_head, heads, kv_heads)
+        readers = first_head_of(kv_head + 1, heads, kv_heads) - head
+        sums = ct.zeros((tile_n, depth), ct.float32), ct.zeros((tile_n, depth), ct.float32)
+        # One loop over the tiles of all heads keeps loads in flight from one head to the next.
+        count = ct.maximum(1, full - first + stop - edge)
+        for n in range(readers * (full - first + stop - edge)):
+            place = (number, first_query, edge_tile(n % count, first, full, edge), head + n // count)
+            sums = _add_queries(
+                arrays, place, owned, sums, span, factors, tile_m, depth, latency, causal, windowed, capped, packed,
+                precise, True,
+            )  # fmt: skip
+        count = ct.maximum(1, edge - full)
+        for n in range(readers * (edge - full)):
+            place = (number, first_query, full + n % count, head + n // count)
+            sums = _add_queries(
+                arrays, place, owned, sums, span, factors, tile_m, depth, latency, causal, windowed, capped, packed,
+                precise, False,
+            )  # fmt: skip
+        dk_sum, dv_sum = sums
+        store_rows(dk, number, first_key, keys, tile, kv_head, (dk_sum * scale).astype(dk.dtype), packed)
+        store_rows(dv, number, first_key, keys, tile, kv_head, dv_sum.astype(dv.dtype), packed)
+
+
+@ct.kernel
+def attention_dkdv_block(
+    q, k, v, dout, lse, delta, query_starts, key_starts, most_keys, scale, softcap, window, dk, dv, heads: ConstInt,
+    kv_heads: ConstInt, depth: ConstInt, tile_m: ConstInt, tile_n: ConstInt, budget: ConstInt, latency: ConstInt,
+    causal: ConstBool, windowed: ConstBool, capped: ConstBool, packed: ConstBool, precise: ConstBool,
+):  # fmt: skip
+    """One tile of keys a block."""
+    _keys_gradients(
+        ct.bid(0), q, k, v, dout, lse, delta, query_starts, key_starts, most_keys, scale, softcap, window, dk, dv,
+        heads, kv_heads, depth, tile_m, tile_n, budget, latency, causal, windowed, capped, packed, precise,
+    )  # fmt: skip
+
+
+@ct.kernel
+def attention_dkdv_persistent(
+    q, k, v, dout, lse, delta, query_starts, key_starts, most_keys, scale, softcap, window, dk, dv, heads: ConstInt,
+    kv_heads: ConstInt, depth: ConstInt, tile_m: ConstInt, tile_n: ConstInt, budget: ConstInt, latency: ConstInt,
+    causal: ConstBool, windowed: ConstBool, capped: ConstBool, packed: ConstBool, precise: ConstBool,
+):  # fmt: skip
+    """Resident blocks that loop over tiles of keys."""
+    batch = ct.static_eval(query_starts.shape[0] - 1 if packed else q.shape[0])
+    for item in range(ct.bid(0), batch * kv_heads * ct.cdiv(most_keys, tile_n), ct.num_blocks(0)):
+        _keys_gradients(
+            item, q, k, v, dout, lse, delta, query_starts, key_starts, most_keys, scale, softcap, window, dk, dv,
+            heads, kv_heads, depth, tile_m, tile_n, budget, latency, causal, windowed, capped, packed, precise,
+        )  # fmt: skip
+
+
+def _add_keys(
+    arrays,
+    place,
+    owned,
+    dq_sum,
+    span,
+    factors,
+    tile_n,
+    depth,
+    latency,
+    causal,
+    windowed,
+    capped,
+    packed,
+    precise,
+    masked,
+):
+    """dq of a tile of queries with one more tile of keys."""
+    (k, v), (number, first, tile, kv_head), (q_tile, dout_tile, lse, delta, query) = arrays, place, owned
+    queries, keys, window = span
+    k_tile = load_rows(k, number, first, tile, kv_head, tile_n, depth, packed, latency)
+    v_tile = load_rows(v, number, first, tile, kv_head, tile_n, depth, packed, latency)
+    nothing = ct.zeros((q_tile.shape[0], tile_n), ct.float32)
+    products = ct.mma(q_tile, ct.transpose(k_tile), nothing)
+    pulled = ct.mma(dout_tile, ct.transpose(v_tile), nothing)
+    shown = None
+    if ct.static_eval(masked):
+        key = tile * tile_n + ct.arange(tile_n, dtype=ct.int32)[None, :]
+        shown = seen(query, key, queries, keys, window, causal, windowed)
+    _, gradients = _score_gradients(products, pulled, lse, delta, shown, factors, capped, precise, masked)
+    return ct.mma(gradients.astype(k.dtype), k_tile, dq_sum)
+
+
+def _queries_gradients(
+    item, q, k, v, dout, lse, delta, query_starts, key_starts, most_queries, scale, softcap, window, dq, heads,
+    kv_heads, depth, tile_m, tile_n, budget, latency, causal, windowed, capped, packed, precise,
+):  # fmt: skip
+    """One tile of queries of one head of one sequence."""
+    batch = ct.static_eval(query_starts.shape[0] - 1 if packed else q.shape[0])
+    abreast = heads_abreast(k.shape[1], depth, ct.static_eval(max(1, heads // kv_heads)), budget)
+    row, tile = head_and_tile(item, ct.cdiv(most_queries, tile_m), batch * heads, abreast, causal)
+    number, head = row // heads, row % heads
+    kv_head = kv_head_of(head, heads, kv_heads)
+    first_query, queries = sequence(query_starts, number, q.shape[1], packed)
+    first_key, keys = sequence(key_starts, number, k.shape[1], packed)
+    # A loop of one turn or none: tileiras 13.4 rejects the branch for sm_100.
+    for _ in range(ct.where(tile * tile_m < queries, 1, 0) if ct.static_eval(packed) else 1):
+        arrays, span, factors = (k, v), (queries, keys, window), _factors(scale, softcap, capped)
+        query = tile * tile_m + ct.arange(tile_m, dtype=ct.int32)[:, None]
+        q_tile = load_rows(q, number, first_query, tile, head, tile_m, depth, packed, 0)
+        dout_tile = load_rows(dout, number, first_query, tile, head, tile_m, depth, packed, 0)
+        lse_column = load_row_values(lse, number, first_query, tile, head, tile_m, packed)[:, None]
+        delta_column = load_row_values(delta, number, first_query, tile, head, tile_m, packed)[:, None]
+        owned = (q_tile, dout_tile, lse_column, delta_column, query)
+        first, full, edge, stop = key_tiles(tile * tile_m, tile_m, queries, keys, window, tile_n, causal, windowed)
+        dq_sum = ct.zeros((tile_m, depth), ct.float32)
+        for j in range(full, edge):
+            dq_sum = _add_keys(
+                arrays, (number, first_key, j, kv_head), owned, dq_sum, span, factors, tile_n, depth, latency, causal,
+                windowed, capped, packed, precise, False,
+            )  # fmt: skip
+        for n in range(full - first + stop - edge):
+            j = edge_tile(n, first, full, edge)
+            dq_sum = _add_keys(
+                arrays, (number, first_key, j, kv_head), owned, dq_sum, span, factors, tile_n, depth, latency, causal,
+                windowed, capped, packed, precise, True,
+            )  # fmt: skip
+        store_rows(dq, number, first_query, queries, tile, head, (dq_sum * scale).astype(dq.dtype), packed)
+
+
+@ct.kernel
+def attention_dq_block(
+    q, k, v, dout, lse, delta, query_starts, key_starts, most_queries, scale, softcap, window, dq, heads: ConstInt,
+    kv_heads: ConstInt, depth: ConstInt, tile_m: ConstInt, tile_n: ConstInt, budget: ConstInt, latency: ConstInt,
+    causal: ConstBool, windowed: ConstBool, capped: ConstBool, packed: ConstBool, precise: ConstBool,
+):  # fmt: skip
+    """One tile of queries a block."""
+    _queries_gradients(
+        ct.bid(0), q, k, v, dout, lse, delta, query_starts, key_starts, most_queries, scale, softcap, window, dq, heads,
+        kv_heads, depth, tile_m, tile_n, budget, latency, causal, windowed, capped, packed, precise,
+    )  # fmt: skip
+
+
+@ct.kernel
+def attention_dq_persistent(
+    q, k, v, dout, lse, delta, query_starts, key_starts, most_queries, scale, softcap, window, dq, heads: ConstInt,
+    kv_heads: ConstInt, depth: ConstInt, tile_m: ConstInt, tile_n: ConstInt, budget: ConstInt, latency: ConstInt,
+    causal: ConstBool, windowed: ConstBool, capped: ConstBool, packed: ConstBool, precise: ConstBool,
+):  # fmt: skip
+    """Resident blocks that loop over tiles of queries."""
+    batch = ct.static_eval(query_starts.shape[0] - 1 if packed else q.shape[0])
+    for item in range(ct.bid(0), batch * heads * ct.cdiv(most_queries, tile_m), ct.num_blocks(0)):
+        _queries_gradients(
+            item, q, k, v, dout, lse, delta, query_starts, key_starts, most_queries, scale, softcap, window, dq, heads,
+            kv_heads, depth, tile_m, tile_n, budget, latency, causal, windowed, capped, packed, precise,
+        )  # fmt: skip
+
+
+# Bytes that the blocks at work at one time should read again and again: they stay in any data-centre GPU's L2.
+_WAVE_BYTES = 16 << 20
+
+
+def _implementation(
+    problem: Problem, config: Config, functions: dict[str, Any], side: str, outputs: tuple[str, ...]
+) -> Implementation:
+    """A config of either spec, whose blocks own tiles of ``side`` (queries or keys)."""
+    heads = problem["heads" if side == "queries" else "kv_heads"]
+    rows = config["tile_m" if side == "queries" else "tile_n"]
+
+    def grid(sizes: Problem, sm_count: int) -> int:
+        items: int = sizes["batch"] * heads * cdiv(sizes[side], rows)
+        return min(items, sm_count * config["occupancy"]) if config["schedule"] == "persistent" else items
+
+    return Implementation(
+        function=functions[config["schedule"]],
+        parameters=shared.parameters(problem, f"most_{side}", outputs),
+        constants=(
+            *((name, problem[name]) for name in ("heads", "kv_heads")),
+            ("depth", depth_of(problem)),
+            *((name, config[name]) for name in ("tile_m", "tile_n")),
+            ("budget", _WAVE_BYTES // ITEM_BYTES[problem["dtype"]]),
+            ("latency", config["latency"]),
+            *((flag, problem[flag]) for flag in shared.FLAGS),
+            ("precise", problem["dtype"] == "float32"),
+        ),
+        grid=grid,
+        hints=hints(config),
+    )
+
+
+def _config(tile_m: int, tile_n: int, warps: int, schedule: str = "block") -> Config:
+    return Config(
+        implementation="tile", schedule=schedule, tile_m=tile_m, tile_n=tile_n, occupancy=1, num_worker_warps=warps,
+        latency=0,
+    )  # fmt: skip
+
+
+# Configs in the order in which the default tries them, until one fits; the last one fits everywhere.
+_TRIED = {
+    "keys": ((64, 128, 8), (64, 64, 8), (64, 64, 4), (32, 32, 4), (16, 16, 4)),
+    "queries": ((128, 128, 8), (64, 64, 4), (32, 32, 4), (16, 16, 4)),
+}
+_SMALLEST = 16
+
+
+def _axes(problem: Problem) -> dict[str, list[Value]]:
+    # Products of float32 run on the ordinary units: few configs, since none is fast.
+    plain = problem["dtype"] == "float32"
+    tiles: list[Value] = [64, 128] if depth_of(problem) <= 128 else [32, 64]
+    if plain:
+        tiles = [_SMALLEST, 32]
+    return {
+        "implementation": ["tile"],
+        "schedule": ["block"],
+        "tile_m": tiles,
+        "tile_n": tiles,
+        "occupancy": [1] if plain else [1, 2],
+        "num_worker_warps": [4] if plain else [4, 8],
+        "latency": [0],
+    }
+
+
+def _fits_registers(problem: Problem, config: Config, target: Target, side: str) -> bool:
+    rows, columns = (config[name] for name in ("tile_m", "tile_n"))
+    sums = rows if side == "queries" else 2 * columns
+    values = sums * depth_of(problem) + 2 * rows * columns
+    # Blackwell's data-centre GPUs keep accumulators in tensor memory, which dk and dv of long heads do not fit.
+    if 100 <= target.capability < 120:
+        if side == "keys" and depth_of(problem) > 128:
+            return bool(rows == columns == 32)
+        return bool(values <= 256 * 32 * config["num_worker_warps"])
+    return bool(values <= 192 * 32 * config["num_worker_warps"])
+
+
+def _fits_shared(problem: Problem, config: Config, target: Target, side: str) -> bool:
+    own, other = (config[name] for name in (("tile_m", "tile_n") if side == "queries" else ("tile_n", "tile_m")))
+    row = depth_of(problem) * ITEM_BYTES[problem["dtype"]]
+    return bool((2 * own + 4 * other) * row * config["occupancy"] <= target.shared_bytes)
+
+
+def _constraints(side: str) -> tuple[Constraint, ...]:
+    def least(config: Config) -> bool:
+        return bool(config["tile_m"] == config["tile_n"] == _SMALLEST and config["occupancy"] == 1)
+
+    return (
+        Constraint(
+            "a warp's share of the sums, P and dS exceeds its registers",
+            lambda problem, config, target: least(config) or _fits_registers(problem, config, target, side),
+        ),
+        Constraint(
+            "a block's own tiles and two stages of the others exceed its share of the shared memory",
+            lambda problem, config, target: least(config) or _fits_shared(problem, config, target, side),
+        ),
+        Constraint(
+            "two blocks of 8 worker warps leave 80 registers to a thread",
+            lambda problem, config, target: config["occupancy"] == 1 or config["num_worker_warps"] == 4,
+        ),
+    )
+
+
+def _default(problem: Problem, target: Target, space: Space, side: str) -> Config:
+    sizes = _axes(problem)["tile_m"]
+    tried = [_config(m, n, warps) for m, n, warps in _TRIED[side] if {m, n} <= {*sizes, _SMALLEST}]
+    return next(config for config in tried if space.violated(problem, config, target) is None)
+
+
+def _spec(
+    name: str, summary: str, side: str, outputs: tuple[str, ...], functions: dict[str, Any], products: int
+) -> KernelSpec:
+    space = Space(_axes, _constraints(side))
+    return KernelSpec(
+        name=name,
+        summary=summary,
+        module=__name__,
+        dimensions=shared.DIMENSIONS,
+        space=space,
+        ops=("attention",),
+        workloads=shared.workloads,
+        implement=lambda problem, config: _implementation(problem, config, functions, side, outputs),
+        default=lambda problem, target: _default(problem, target, space, side),
+        generic=lambda problem: _config(32, 32, 8, "persistent"),
+        inputs=shared.inputs,
+        outputs=lambda problem, blocks: {output: shared.rows_shape(problem, side) for output in outputs},
+        reference=shared.REFERENCES[side],
+        bytes_moved=lambda problem: shared.read_bytes(problem) + len(outputs) * rows_bytes(problem, side),
+        flops=lambda problem: 2 * products * pairs(problem) * problem["head_dim"],
+        result_dtype=lambda problem: problem["dtype"],
+        roundings=2,
+    )
+
+
+DKDV = _spec(
+    "attention_dkdv", "dk and dv of attention, by tiles of keys", "keys", ("dk", "dv"),
+    {"block": attention_dkdv_block, "persistent": attention_dkdv_persistent}, 4,
+)  # fmt: skip
+DQ = _spec(
+    "attention_dq", "dq of attention, by tiles of queries", "queries", ("dq",),
+    {"block": attention_dq_block, "persistent": attention_dq_persistent}, 3,
+)  # fmt: skip
+
+SPECS = (DELTA, DKDV, DQ)

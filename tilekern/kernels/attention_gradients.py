@@ -1,0 +1,121 @@
+"""Attention's backward as one spec: by the kernels of this package, which repeat bit by bit, or by cuDNN.
+
+Where ``deterministic`` is asked for, three kernels run one after the other: delta, then dk and dv by tiles of keys,
+then dq by tiles of queries. They make the scores twice (seven matrix products against five), and no two blocks add to
+the same element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tilekern.kernels import attention_backward, attention_cudnn, attention_delta, attention_problem
+from tilekern.kernels import attention_backward_problem as shared
+from tilekern.spec import Config, Dimension, KernelSpec, LibraryCall, ModelShape, Problem, Space, Value
+from tilekern.targets import Target
+
+PlanFor = Callable[..., Any]
+DIMENSIONS = (*shared.DIMENSIONS, Dimension("deterministic", "flag"))
+
+
+def _composite(problem: Problem) -> LibraryCall:
+    flags = [problem[name] for name in shared.FLAGS]
+
+    def call(
+        plan_for: PlanFor, q: Any, k: Any, v: Any, out: Any, dout: Any, lse: Any, query_starts: Any, key_starts: Any,
+        most_queries: int, most_keys: int, *factors: Any,
+    ) -> tuple[Any, Any, Any]:  # fmt: skip
+        import torch
+
+        device, number = q.device, q.get_device()
+        heads, head_dim, kv_heads = q.shape[2], q.shape[3], k.shape[2]
+        batch = query_starts.shape[0] - 1 if problem["packed"] else q.shape[0]
+        sizes = (batch, most_queries, most_keys, heads, kv_heads, head_dim, *flags, q.dtype)
+        delta = torch.empty(lse.shape, dtype=torch.float32, device=device)
+        of_delta = plan_for(attention_delta.SPEC, device, q.shape[0], q.shape[1], heads, head_dim, q.dtype)
+        of_delta.launch(number, out, dout, delta)
+        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=device) for x in (q, k, v))
+        given = (q, k, v, dout, lse, delta, query_starts, key_starts)
+        plan_for(attention_backward.DKDV, device, *sizes).launch(number, *given, most_keys, *factors, dk, dv)
+        plan_for(attention_backward.DQ, device, *sizes).launch(number, *given, most_queries, *factors, dq)
+        return dq, dk, dv
+
+    return LibraryCall(call, attention_cudnn.BACKWARD_INPUTS, composite=True)
+
+
+def _implement(problem: Problem, config: Config) -> LibraryCall:
+    return attention_cudnn.backward(problem) if config["implementation"] == "cudnn" else _composite(problem)
+
+
+def _inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
+    """The forward's inputs and results, and a normal dout."""
+    import torch
+
+    plain = problem.but(sinks=False)
+    found = attention_problem.inputs(plain, generator, device)
+    flags = {name: problem[name] for name in shared.FLAGS}
+    if problem["queries"] * problem["keys"] <= _FEW:
+        made = attention_problem.formula(**found, **flags, sinks=False)
+        # Not out itself: where a query sees one key its gradients vanish, of which a rounded result says nothing.
+        noise = torch.randn(found["q"].shape, generator=generator, device=device)
+        out, lse = (made["out"] + noise).to(found["q"].dtype), made["lse"].float()
+    else:  # only timed, never checked
+        out = torch.randn(found["q"].shape, generator=generator, device=device).to(found["q"].dtype)
+        lse = torch.full((out.shape[0], out.shape[2], out.shape[1]), 9.0, device=device)
+    dout = torch.randn(out.shape, generator=generator, device=device).to(out.dtype)
+    del found["sink_logits"]
+    return {**found, "out": out, "dout": dout, "lse": lse}
+
+
+# Pairs of queries and keys up to which the formula is worked out for the inputs.
+_FEW = 1 << 21
+
+
+def reference(
+    out: Any, dout: Any, causal: bool, windowed: bool, capped: bool, packed: bool, **given: Any
+) -> dict[str, Any]:
+    """The formula in float64: dq, dk and dv."""
+    delta = (out.double() * dout.double()).sum(-1).transpose(1, 2)
+    return shared.gradients(
+        **given, dout=dout, delta=delta, causal=causal, windowed=windowed, capped=capped, packed=packed
+    )
+
+
+def workloads(shape: ModelShape, tokens: int, dtype: str, target: Target) -> list[dict[str, Value]]:
+    """Those of the forward, for both promises."""
+    found = shared.workloads(shape, tokens, dtype, target)
+    return [{**sizes, "deterministic": kept} for sizes in found for kept in (True, False)]
+
+
+SPEC = KernelSpec(
+    name="attention_backward",
+    summary="dq, dk and dv of attention, by kernels that repeat bit by bit or by cuDNN",
+    module=__name__,
+    dimensions=DIMENSIONS,
+    space=Space(
+        lambda problem: {"implementation": ["kernels", "cudnn"]}, (attention_cudnn.SERVES, attention_cudnn.REPEATS)
+    ),
+    ops=("attention",),
+    workloads=workloads,
+    implement=_implement,
+    default=lambda problem, target: Config(implementation="kernels"),
+    generic=lambda problem: Config(implementation="kernels"),
+    inputs=_inputs,
+    outputs=lambda problem, blocks: {
+        "dq": shared.rows_shape(problem, "queries"),
+        "dk": shared.rows_shape(problem, "keys"),
+        "dv": shared.rows_shape(problem, "keys"),
+    },
+    reference=reference,
+    bytes_moved=lambda problem: (
+        shared.read_bytes(problem)
+        + 2 * attention_problem.rows_bytes(problem, "queries")
+        + 2 * attention_problem.rows_bytes(problem, "keys")
+    ),
+    flops=lambda problem: 10 * attention_problem.pairs(problem) * problem["head_dim"],
+    result_dtype=lambda problem: problem["dtype"],
+    roundings=3,
+)
+
+SPECS = (SPEC,)

@@ -1,0 +1,173 @@
+"""What attention's forward and backward share on the device: tiles of heads, which of them see each other, masks.
+
+Query q of a sequence of ``queries`` queries and ``keys`` keys stands at position q + keys - queries (the last query
+at the last key, as in FlashAttention 2). ``causal``: it sees the keys up to its position. ``windowed``: it sees the
+keys whose distance from its position is less than ``window``, on both sides unless ``causal`` takes one away.
+
+A loop over tiles takes those that need no mask first and then those that an edge crosses (:func:`edge_tile`); tiles in
+which nothing is seen are not visited.
+"""
+
+from __future__ import annotations
+
+import cuda.tile as ct
+
+LOG2_E = 1.4426950408889634
+LN_2 = 0.6931471805599453
+# Below any score: a running maximum starts here, so that no row computes inf - inf.
+LOWEST = -1e30
+
+
+def kv_head_of(head, heads, kv_heads):
+    """The key head that a query head reads: heads in equal groups, or nearly so where they do not divide."""
+    return head * kv_heads // heads
+
+
+def first_head_of(kv_head, heads, kv_heads):
+    """The first query head that reads a key head; the last one comes before the first of the next key head."""
+    return ct.cdiv(kv_head * heads, kv_heads)
+
+
+def sequence(starts, number, length, packed):
+    """(first row, length) of a sequence: its part of the packed tokens, or a whole batch entry of ``length`` rows."""
+    if ct.static_eval(packed):
+        first = ct.load(starts, (number,), ())
+        return first, ct.load(starts, (number + 1,), ()) - first
+    return 0, length
+
+
+def load_rows(array, number, first, tile, head, rows, depth, packed, latency):
+    """Tile ``tile`` of a sequence's rows for one head of array [batch, tokens, heads, head_dim], as (rows, depth).
+
+    Zeros beyond the array; beyond the end of a packed sequence the rows of the next one.
+    """
+    hint = ct.static_eval(latency if latency > 0 else None)
+    zero = ct.PaddingMode.ZERO
+    if ct.static_eval(packed):
+        view = array.tiled_view((1, rows, 1, depth), padding_mode=zero, traversal_steps=(1, 1, 1, depth))
+        return ct.reshape(view.load((0, first + tile * rows, head, 0), latency=hint), (rows, depth))
+    found = ct.load(array, (number, tile, head, 0), (1, rows, 1, depth), padding_mode=zero, latency=hint)
+    return ct.reshape(found, (rows, depth))
+
+
+def store_rows(array, number, first, length, tile, head, values, packed):
+    """Store what :func:`load_rows` loads, but nothing beyond the end of the sequence."""
+    values = ct.reshape(values, (1, values.shape[0], 1, values.shape[1]))
+    if ct.static_eval(packed):
+        ct.store(array.slice(1, first, first + length), (0, tile, head, 0), values)
+    else:
+        ct.store(array, (number, tile, head, 0), values)
+
+
+def load_row_values(array, number, first, tile, head, rows, packed):
+    """One float32 for each row, of array [batch, heads, tokens] (log-sum-exp, delta), as (rows,)."""
+    zero = ct.PaddingMode.ZERO
+    if ct.static_eval(packed):
+        view = array.tiled_view((1, 1, rows), padding_mode=zero, traversal_steps=(1, 1, 1))
+        return ct.reshape(view.load((0, head, first + tile * rows)), (rows,))
+    return ct.reshape(ct.load(array, (number, head, tile), (1, 1, rows), padding_mode=zero), (rows,))
+
+
+def store_row_values(array, number, first, length, tile, head, values, packed):
+    """Store what :func:`load_row_values` loads, but nothing beyond the end of the sequence."""
+    values = ct.reshape(values, (1, 1, values.shape[0]))
+    if ct.static_eval(packed):
+        ct.store(array.slice(2, first, first + length), (0, head, tile), values)
+    else:
+        ct.store(array, (number, head, tile), values)
+
+
+def _split(lower, upper, full_lower, full_upper, tile):
+    """(first, full, edge, stop) in tiles: some row sees tiles [first, stop), every row all of tiles [full, edge)."""
+    first = ct.maximum(lower, 0) // tile
+    stop = ct.maximum(first, ct.cdiv(ct.maximum(upper, 0), tile))
+    full = ct.minimum(ct.maximum(first, ct.cdiv(ct.maximum(full_lower, 0), tile)), stop)
+    edge = ct.maximum(full, ct.minimum(stop, ct.maximum(full_upper, 0) // tile))
+    return first, full, edge, stop
+
+
+def key_tiles(first_query, rows, queries, keys, window, tile, causal, windowed):
+    """The key tiles that queries [first_query, first_query + rows) see, as :func:`_split` gives them."""
+    low = first_query + keys - queries
+    high = ct.minimum(first_query + rows, queries) - 1 + keys - queries
+    lower, upper, full_lower, full_upper = 0, keys, 0, keys
+    if ct.static_eval(windowed):
+        lower, full_lower = low - window + 1, high - window + 1
+        upper, full_upper = ct.minimum(upper, high + window), ct.minimum(full_upper, low + window)
+    if ct.static_eval(causal):
+        upper, full_upper = ct.minimum(upper, high + 1), ct.minimum(full_upper, low + 1)
+    return _split(lower, upper, full_lower, full_upper, tile)
+
+
+def query_tiles(first_key, rows, queries, keys, window, tile, causal, windowed):
+    """The query tiles that see keys [first_key, first_key + rows), as :func:`_split` gives them."""
+    low = first_key + queries - keys
+    high = ct.minimum(first_key + rows, keys) - 1 + queries - keys
+    lower, upper, full_lower, full_upper = 0, queries, 0, queries
+    if ct.static_eval(windowed):
+        lower, full_lower = low - window + 1, high - window + 1
+        upper, full_upper = ct.minimum(upper, high + window), ct.minimum(full_upper, low + window)
+    if ct.static_eval(causal):
+        lower, full_lower = low, high
+    return _split(lower, upper, full_lower, full_upper, tile)
+
+
+def edge_tile(number, first, full, edge):
+    """The tile of step ``number`` of a loop over the tiles that need a mask: [first, full), then [edge, stop)."""
+    return ct.where(first + number < full, first + number, edge + number - (full - first))
+
+
+def seen(query, key, queries, keys, window, causal, windowed):
+    """Whether each query sees each key, where both exist; int32 indices that broadcast, in either orientation."""
+    position = query + (keys - queries)
+    stop = ct.where(query < queries, keys, 0)
+    if ct.static_eval(windowed):
+        stop = ct.minimum(stop, position + window)
+    if ct.static_eval(causal):
+        stop = ct.minimum(stop, position + 1)
+    found = key < stop
+    if ct.static_eval(windowed):
+        found = found & (key > position - window)
+    return found
+
+
+def product(left, right, total):
+    """``left @ right + total`` by the matrix units: exact products of half types; of float32 to 2^-21 or so.
+
+    A float32 is split into two tfloat32 parts, of which the three larger products count (Ootomo and Yokota 2022,
+    arXiv:2203.03341): the plain units, on which such a product runs else, do a fraction of that.
+    """
+    if ct.static_eval(left.dtype == ct.float32):
+        left_high, right_high = left.astype(ct.tfloat32), right.astype(ct.tfloat32)
+        left_low = (left - left_high.astype(ct.float32)).astype(ct.tfloat32)
+        right_low = (right - right_high.astype(ct.float32)).astype(ct.tfloat32)
+        total = ct.mma(left_high, right_low, ct.mma(left_low, right_high, total))
+        return ct.mma(left_high, right_high, total)
+    return ct.mma(left, right, total)
+
+
+def soft_tanh(x, precise):
+    """tanh of float32 for soft caps; unless ``precise`` by the hardware's exponential, exact to 2e-7 absolute."""
+    if ct.static_eval(precise):
+        return ct.tanh(x)
+    grown = 1.0 + ct.exp2(x * (2.0 * LOG2_E), flush_to_zero=True)
+    return 1.0 - ct.truediv(2.0, grown, rounding_mode=ct.RoundingMode.APPROX, flush_to_zero=True)
+
+
+def head_and_tile(item, tiles, heads, abreast, longest_last):
+    """(head, tile) of a work item: ``abreast`` heads at a time, whose keys the L2 cache holds, the longest rows first.
+
+    ``heads`` counts those of all sequences; ``longest_last`` says that a later tile has more to do.
+    """
+    wave = item // (abreast * tiles)
+    inside = item % (abreast * tiles)
+    width = ct.minimum(abreast, heads - wave * abreast)
+    tile = inside // width
+    if ct.static_eval(longest_last):
+        tile = tiles - 1 - tile
+    return wave * abreast + inside % width, tile
+
+
+def heads_abreast(keys, depth, group, budget):
+    """How many query heads share ``budget`` elements of keys and values: whole groups of ``group``, one at least."""
+    return group * ct.maximum(1, budget // (2 * depth * ct.maximum(1, keys)))

@@ -1,0 +1,218 @@
+"""What the cross-entropy specs share: dimensions, parameters, spaces, inputs, references and counts."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+from tilekern.kernels.tiles import power_of_two
+from tilekern.spec import (
+    ITEM_BYTES,
+    ArrayParameter,
+    Config,
+    Constraint,
+    Dimension,
+    ModelShape,
+    Problem,
+    ScalarParameter,
+    Value,
+)
+from tilekern.targets import Target
+
+DIMENSIONS = (
+    Dimension("rows", "bucketed"),
+    Dimension("vocabulary", "exact"),
+    Dimension("dtype", "dtype"),
+    Dimension("weighted", "flag"),
+    Dimension("smoothed", "flag"),
+    Dimension("capped", "flag"),
+)
+FLAGS = ("weighted", "smoothed", "capped")
+PLAIN: dict[str, Value] = dict.fromkeys(FLAGS, False)
+SCALARS = (
+    ScalarParameter("ignore_index", "int32"),
+    ScalarParameter("smoothing", "float32"),
+    ScalarParameter("z_loss", "float32"),
+    ScalarParameter("softcap", "float32"),
+)
+
+
+def vector(name: str, dtype: str = "float32", role: Any = "input") -> ArrayParameter:
+    """A parameter with one value for each row."""
+    return ArrayParameter(name, dtype, 1, None, role)
+
+
+def matrix(name: str, problem: Problem, role: Any = "input") -> ArrayParameter:
+    """A parameter of the logits' shape and dtype."""
+    return ArrayParameter(name, problem["dtype"], 2, problem["vocabulary"], role)
+
+
+def weights(problem: Problem) -> tuple[ArrayParameter, ArrayParameter]:
+    """The class weights [1, vocabulary] and their sum [1]; the weights are [1, 1], and unread, where there are none."""
+    extent = problem["vocabulary"] if problem["weighted"] else None
+    # The placeholder has rows of one element, whose stride nothing divides.
+    weight = ArrayParameter("weight", "float32", 2, extent, aligned=problem["weighted"])
+    return weight, vector("weight_sum")
+
+
+def flags(problem: Problem) -> tuple[tuple[str, bool], ...]:
+    """The problem's flags as constants."""
+    return tuple((name, problem[name]) for name in FLAGS)
+
+
+@functools.cache
+def _no_weights(device: Any) -> tuple[Any, Any]:
+    import torch
+
+    return torch.ones((1, 1), device=device), torch.ones(1, device=device)
+
+
+def option_arguments(
+    class_weight: Any, ignore_index: int, label_smoothing: float, z_loss: float, softcap: float | None, device: Any
+) -> tuple[Any, ...]:
+    """The arguments of the kernels from ``weight`` to ``softcap``, for float32 class weights [vocabulary] or None."""
+    if class_weight is None:
+        weight, weight_sum = _no_weights(device)
+    else:
+        weight, weight_sum = class_weight.view(1, -1), class_weight.sum().view(1)
+    return weight, weight_sum, ignore_index, float(label_smoothing), float(z_loss), float(softcap or 1.0)
+
+
+def step_shapes(vocabulary: int, warps: int) -> list[tuple[int, int]]:
+    """Pairs of tile_n and unroll for a pass over a row: 8 or 16 neighbours a thread, 32 or 64 elements a step."""
+    threads = 32 * (warps or 4)
+    pairs = ((8, 4), (8, 8), (16, 2), (16, 4))
+    found = [(n * threads, unroll) for n, unroll in pairs if n * threads * unroll <= vocabulary]
+    return found or [(min(8 * threads, power_of_two(vocabulary)), 1)]
+
+
+def step_axes(vocabulary: int) -> dict[str, list[Value]]:
+    """The axes of a pass over a row; :data:`STEPS_MATCH` picks the pairs of them that make sense."""
+    shapes = [shape for warps in (0, 8) for shape in step_shapes(vocabulary, warps)]
+    return {
+        "tile_n": sorted({tile_n for tile_n, _ in shapes}),
+        "unroll": sorted({unroll for _, unroll in shapes}),
+        "num_worker_warps": [0, 8],
+    }
+
+
+STEPS_MATCH = Constraint(
+    "a step over a row gives each thread 32 or 64 elements in 2 to 8 tiles; rows that are shorter take one tile",
+    lambda problem, config, target: (
+        (config["tile_n"], config["unroll"]) in step_shapes(problem["vocabulary"], config["num_worker_warps"])
+    ),
+)
+
+
+def _registers(config: Config, target: Target) -> float:
+    """Registers for each thread if as many blocks as the occupancy says share an SM; TMA adds four warps a block."""
+    threads = 32 * (config["num_worker_warps"] or 4) + 128 * config["tma"]
+    return target.registers / (threads * config["occupancy"])
+
+
+def _live(config: Config) -> float:
+    """Values that a thread of a pass over a row holds: a step's elements, and a maximum and a sum for each lane."""
+    return config["tile_n"] * (config["unroll"] + 2) / (32 * (config["num_worker_warps"] or 4))
+
+
+STEPS_FIT = Constraint(
+    "the registers cannot hold a step's elements, maxima and sums at this occupancy",
+    lambda problem, config, target: _live(config) <= 0.8 * _registers(config, target),
+)
+
+
+def training_flags(shape: ModelShape) -> dict[str, Value]:
+    """The flags that training a model sets: a soft cap for Gemma 2."""
+    return PLAIN | {"capped": shape.model_type == "gemma2"}
+
+
+def logits_and_options(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
+    """Logits with a few large ones a row, so that no softmax is flat; targets, some of them ignored; and options."""
+    import torch
+
+    rows, vocabulary = problem["rows"], problem["vocabulary"]
+    logits = 0.5 + 3 * torch.rand((rows, vocabulary), generator=generator, device=device)
+    logits[:, :: vocabulary // 8 + 1] += math.log(1 + vocabulary / 8)
+    target = torch.randint(vocabulary, (rows,), generator=generator, device=device, dtype=torch.int32)
+    target[3::7] = -100
+    weight = torch.ones((1, 1), device=device)
+    if problem["weighted"]:
+        weight = 0.5 + torch.rand((1, vocabulary), generator=generator, device=device)
+    return {
+        "logits": logits.to(getattr(torch, problem["dtype"])),
+        "target": target,
+        "weight": weight,
+        "weight_sum": weight.sum(1),
+        "ignore_index": -100,
+        "smoothing": 0.125,
+        "z_loss": 0.0625,
+        "softcap": 3.5,
+    }
+
+
+def upstream(problem: Problem, generator: Any, device: str) -> Any:
+    """Upstream gradients of the rows' losses, some of them 0."""
+    import torch
+
+    scale = 0.5 + torch.rand((problem["rows"],), generator=generator, device=device)
+    scale[5::11] = 0
+    return scale
+
+
+def capped_logits(logits: Any, softcap: float, capped: bool) -> Any:
+    """The logits in float64, after the cap if there is one."""
+    wide = logits.double()
+    return softcap * (wide / softcap).tanh() if capped else wide
+
+
+def _share(target: Any, weight: Any, weighted: bool, ignore_index: int) -> Any:
+    """The targets' class weights, 0 where ignored, and the targets as indices of classes."""
+    valid = target != ignore_index
+    classes = target.long().where(valid, 0)
+    return (weight.double()[0, classes] if weighted else 1.0) * valid.double(), classes
+
+
+def reference_rows(
+    logits: Any, target: Any, weight: Any, weight_sum: Any, ignore_index: int, smoothing: float, z_loss: float,
+    softcap: float, weighted: bool, smoothed: bool, capped: bool,
+) -> dict[str, Any]:  # fmt: skip
+    """Loss and lse of every row in float64; targets must be classes or ignored."""
+    x = capped_logits(logits, softcap, capped)
+    share, classes = _share(target, weight, weighted, ignore_index)
+    valid = target != ignore_index
+    lse = x.logsumexp(1) * valid
+    gaps = x.logsumexp(1, keepdim=True) - x
+    loss = share * gaps.gather(1, classes[:, None])[:, 0]
+    if smoothed:
+        even = (gaps * weight.double() if weighted else gaps).mean(1) * valid
+        loss = (1 - smoothing) * loss + smoothing * even
+    return {"loss": loss + z_loss * lse.square(), "lse": lse}
+
+
+def reference_gradient(
+    logits: Any, target: Any, lse: Any, scale: Any, weight: Any, weight_sum: Any, ignore_index: int, smoothing: float,
+    z_loss: float, softcap: float, weighted: bool, smoothed: bool, capped: bool,
+) -> dict[str, Any]:  # fmt: skip
+    """Gradient of ``(scale * loss).sum()`` with respect to the logits in float64, for the given lse."""
+    x, vocabulary = capped_logits(logits, softcap, capped), logits.shape[1]
+    share, classes = _share(target, weight, weighted, ignore_index)
+    lse, kept = lse.double()[:, None], 1 - smoothing * smoothed
+    every = smoothing * smoothed / vocabulary * (weight.double() if weighted else x.new_ones((1, vocabulary)))
+    softmax = (x - lse).exp()
+    gradient = softmax * (kept * share[:, None] + every.sum() + 2 * z_loss * lse) - every
+    gradient.scatter_add_(1, classes[:, None], -kept * share[:, None])
+    if capped:
+        gradient *= 1 - (x / softcap).square()
+    valid = (target != ignore_index).double()
+    return {"dlogits": gradient * (scale.double() * valid)[:, None]}
+
+
+def matrix_bytes(problem: Problem) -> int:
+    """Bytes of the logits."""
+    return int(problem["rows"] * problem["vocabulary"] * ITEM_BYTES[problem["dtype"]])
+
+
+def weight_bytes(problem: Problem) -> int:
+    """Bytes of the class weights and their sum."""
+    return 4 * problem["vocabulary"] + 4 if problem["weighted"] else 0

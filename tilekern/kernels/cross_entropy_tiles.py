@@ -1,0 +1,194 @@
+"""Device code that the cross-entropy kernels share: what one pass over a row of logits finds, and a row's gradient.
+
+With x a row of logits after the optional soft cap ``cap * tanh(x / cap)`` (Gemma 2, arXiv:2408.00118), w the class
+weights (1 without), W their sum, V the number of classes, e the label smoothing (Szegedy et al., arXiv:1512.00567), z
+the weight of the z-loss (PaLM, arXiv:2204.02311), y the target and ``lse = log sum_c exp(x_c)``:
+``loss = (1 - e) w_y (lse - x_y) + e / V (W lse - sum_c w_c x_c) + z lse^2``;
+``dloss / dx_c = a exp(x_c - lse) - (1 - e) w_y [c = y] - e / V w_c`` with ``a = (1 - e) w_y + e / V W + 2 z lse``.
+"""
+
+from __future__ import annotations
+
+import cuda.tile as ct
+
+LOG2_E = 1.4426950408889634
+LN_2 = 0.6931471805599453
+INFINITY = float("inf")
+NAN = float("nan")
+# The first running maximum: finite, so that no difference of two maxima is infinity less infinity.
+_LOWEST = -3.4028234663852886e38
+
+
+def exponential(x):
+    """exp(x) by the hardware's base-2 exponential; x is a difference already, so that large logits stay exact."""
+    return ct.exp2(x * LOG2_E, flush_to_zero=True)
+
+
+def capped_and_slope(x, softcap):
+    """``softcap * tanh(x / softcap)`` and its slope ``1 - tanh^2``, neither with a cancellation where it saturates."""
+    decay = exponential(ct.abs(x) * (-2.0 / softcap))
+    inverse = ct.truediv(1.0, 1.0 + decay, rounding_mode=ct.RoundingMode.APPROX, flush_to_zero=True)
+    size = softcap * (1.0 - decay) * inverse
+    return ct.where(x < 0.0, -size, size), 4.0 * decay * inverse * inverse
+
+
+def columns_of(c, tile_n):
+    """The columns of tile ``c`` of a row."""
+    return c * tile_n + ct.reshape(ct.arange(tile_n, dtype=ct.int32), (1, tile_n))
+
+
+def load_logits(logits, row, c, tile_n, bounded, tma):
+    """Tile ``c`` of a row in float32; beyond the edge minus infinity, which adds nothing to a sum of exponentials."""
+    padding = ct.static_eval(ct.PaddingMode.NEG_INF if bounded else ct.PaddingMode.UNDETERMINED)
+    tile = ct.load(logits, (row, c), (1, tile_n), padding_mode=padding, check_bounds=bounded, allow_tma=tma)
+    return tile.astype(ct.float32)
+
+
+def load_weights(weight, c, tile_n, bounded):
+    """Tile ``c`` of the class weights; zeros beyond the edge."""
+    padding = ct.static_eval(ct.PaddingMode.ZERO if bounded else ct.PaddingMode.UNDETERMINED)
+    return ct.load(weight, (0, c), (1, tile_n), padding_mode=padding, check_bounds=bounded, allow_tma=False)
+
+
+def _scan_step(
+    peak, mass, pull, logits, weight, row, first, softcap, count, partial, columns, tile_n, weighted, smoothed, capped,
+    tma,
+):  # fmt: skip
+    """Add ``count`` tiles, the last of them partial or not, to each lane's running maximum and sums.
+
+    Each lane of a tile keeps a maximum of its own, so that no thread waits for another before the row's end; several
+    tiles at once share the exponential that rescales the lane's sum.
+    """
+    tiles = ()
+    for i in ct.static_iter(range(count)):
+        bounded = ct.static_eval(partial and i == count - 1)
+        tile = load_logits(logits, row, first + i, tile_n, bounded, tma)
+        if capped:
+            tile, _ = capped_and_slope(tile, softcap)
+        if smoothed:
+            share = tile
+            if weighted:
+                share = share * load_weights(weight, first + i, tile_n, bounded)
+            if bounded:
+                share = ct.where(columns_of(first + i, tile_n) < columns, share, 0.0)
+            pull = pull + share
+        if capped and bounded:
+            tile = ct.where(columns_of(first + i, tile_n) < columns, tile, -INFINITY)
+        tiles = tiles + (tile,)
+    top = peak
+    for i in ct.static_iter(range(count)):
+        top = ct.maximum(top, tiles[i])
+    mass = mass * exponential(peak - top)
+    for i in ct.static_iter(range(count)):
+        mass = mass + exponential(tiles[i] - top)
+    return top, mass, pull
+
+
+def scan_row(
+    logits, weight, row, softcap, columns, tile_n, unroll, weighted, smoothed, capped, tma
+):  # fmt: skip
+    """One read of a row: its maximum, the sum of ``exp(x - maximum)``, and the (weighted) sum of x if smoothed.
+
+    All three have the shape (1, 1). Steps of ``unroll`` whole tiles need no check of bounds; the rest is one step.
+    """
+    peak = ct.full((1, tile_n), _LOWEST, ct.float32)
+    mass = ct.zeros((1, tile_n), ct.float32)
+    pull = ct.zeros((1, tile_n), ct.float32)
+    whole = ct.static_eval(columns // (tile_n * unroll))
+    for step in range(whole):
+        peak, mass, pull = _scan_step(
+            peak, mass, pull, logits, weight, row, step * unroll, softcap, unroll, False, columns, tile_n, weighted,
+            smoothed, capped, tma,
+        )  # fmt: skip
+    rest = ct.static_eval(-(-columns // tile_n) - whole * unroll)
+    if rest > 0:
+        peak, mass, pull = _scan_step(
+            peak, mass, pull, logits, weight, row, whole * unroll, softcap, rest, columns % tile_n != 0, columns,
+            tile_n, weighted, smoothed, capped, tma,
+        )  # fmt: skip
+    top = ct.max(peak, axis=1, keepdims=True)
+    total = ct.sum(mass * exponential(peak - top), axis=1, keepdims=True)
+    return top, total, ct.sum(pull, axis=1, keepdims=True)
+
+
+def target_logit(logits, row, label, softcap, capped):
+    """The target's logit after the cap, (1, 1); NaN where the target is no class."""
+    value = ct.gather(logits, (ct.full((1, 1), row, ct.int32), ct.full((1, 1), label, ct.int32)), padding_value=NAN)
+    value = value.astype(ct.float32)
+    if capped:
+        value, _ = capped_and_slope(value, softcap)
+    return value
+
+
+def target_weight(weight, label, weighted):
+    """The target's class weight, (1, 1)."""
+    if weighted:
+        place = ct.full((1, 1), label, ct.int32)
+        return ct.gather(weight, (ct.zeros((1, 1), ct.int32), place))
+    return ct.full((1, 1), 1.0, ct.float32)
+
+
+def store_row(array, row, value):
+    """Store a value of the shape (1, 1) as the element ``row`` of a vector."""
+    ct.store(array, (row,), ct.reshape(value, (1,)))
+
+
+def row_loss(
+    top, total, pull, target_x, share, weight_sum, smoothing, z_loss, columns, weighted, smoothed
+):  # fmt: skip
+    """The row's loss and lse; the loss is made of differences to the maximum, so that it is exact near zero."""
+    log_total = ct.log2(total) * LN_2
+    lse = top + log_total
+    loss = share * (log_total - (target_x - top))
+    if smoothed:
+        classes = ct.full((1, 1), columns, ct.float32)
+        if weighted:
+            classes = ct.reshape(ct.load(weight_sum, (0,), (1,)), (1, 1))
+        even = (classes * lse - pull) / columns
+        loss = (1.0 - smoothing) * loss + smoothing * even
+    return loss + z_loss * lse * lse, lse
+
+
+def gradient_factors(scale, share, lse, weight_sum, smoothing, z_loss, columns, weighted, smoothed):
+    """What a row's gradient takes of the softmax, takes away at the target, and takes away of every class weight."""
+    at_target = share
+    spread = ct.zeros((1, 1), ct.float32)
+    of_softmax = share + 2.0 * z_loss * lse
+    if smoothed:
+        classes = ct.full((1, 1), columns, ct.float32)
+        if weighted:
+            classes = ct.reshape(ct.load(weight_sum, (0,), (1,)), (1, 1))
+        spread = spread + smoothing / columns
+        at_target = (1.0 - smoothing) * share
+        of_softmax = at_target + spread * classes + 2.0 * z_loss * lse
+    return scale * of_softmax, scale * at_target, scale * spread
+
+
+def store_gradient(
+    logits, dlogits, weight, row, c, label, shift, of_softmax, at_target, spread, softcap, tile_n, bounded, weighted,
+    smoothed, capped, tma,
+):  # fmt: skip
+    """Gradient of a tile: ``of_softmax * exp(x - shift)`` less what the target and the smoothing take away.
+
+    It is made of the tile's own elements alone, so ``dlogits`` may be the memory of ``logits``. One wide tile at a
+    time: between two stores to one array the compiler puts a barrier.
+    """
+    tile = load_logits(logits, row, c, tile_n, bounded, tma)
+    slope = ct.full((1, tile_n), 1.0, ct.float32)
+    if capped:
+        tile, slope = capped_and_slope(tile, softcap)
+    gradient = of_softmax * exponential(tile - shift)
+    gradient = ct.where(columns_of(c, tile_n) == label, gradient - at_target, gradient)
+    if smoothed:
+        taken = spread
+        if weighted:
+            taken = spread * load_weights(weight, c, tile_n, bounded)
+        gradient = gradient - taken
+    if capped:
+        gradient = gradient * slope
+    ct.store(dlogits, (row, c), gradient.astype(dlogits.dtype), check_bounds=bounded, allow_tma=tma)
+
+
+def store_zeros(dlogits, row, c, tile_n, bounded):
+    """Zeros as the gradient of a tile."""
+    ct.store(dlogits, (row, c), ct.zeros((1, tile_n), dlogits.dtype), check_bounds=bounded, allow_tma=False)

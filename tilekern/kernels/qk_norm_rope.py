@@ -1,0 +1,331 @@
+"""RMSNorm of every head of q and k and the rotary embedding after it, in one launch, out of place.
+
+For a head x of size n = 2h, with its weight w: ``rstd = 1 / sqrt(mean(x^2) + eps)`` and ``z = w * x * rstd`` (RMSNorm:
+Zhang and Sennrich 2019, arXiv:1910.07467), then with the halves (z1, z2) and the cosines c and sines s of the token's
+angles ``y1 = z1 * c - z2 * s``, ``y2 = z2 * c + z1 * s`` (Su et al. 2021, arXiv:2104.09864). All of it is computed in
+float32 and rounded once, where Hugging Face's Qwen3 rounds the norm, its product with w and each term of the rotation.
+A block takes some tokens, loads their angles once, and goes through the heads of q and k.
+Arrays, all with any strides: q [batch, tokens, heads, 2h] and k [batch, tokens, kv_heads, 2h], as the projections
+leave them; q_weight and k_weight [2h]; cos and sin [1 or batch, tokens, h or 2h], of which the first h are read:
+Hugging Face stores each angle twice. The angles of a single batch entry are shared by all.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cuda.tile as ct
+
+from tilekern.kernels.tiles import ConstBool, ConstInt, grid_of, hints, load, power_of_two, promoted
+from tilekern.spec import (
+    ITEM_BYTES,
+    ArrayParameter,
+    Config,
+    Constraint,
+    Dimension,
+    Implementation,
+    KernelSpec,
+    ModelShape,
+    Problem,
+    ScalarParameter,
+    Space,
+    Value,
+    cdiv,
+)
+from tilekern.targets import Target
+
+
+def halves(array, axis, half, whole):
+    """Views of the two halves of a head and the tile index of each along the last axis.
+
+    Where the half is a power of two both are tiles of the array itself; else they are slices.
+    """
+    if ct.static_eval(whole):
+        return array, array, 0, 1
+    return array.slice(axis, 0, half), array.slice(axis, half, 2 * half), 0, 0
+
+
+def read_heads(x, b, t, h, half, tile_t, tile_h, width, whole, bounded):
+    """Both halves of one step of tokens and heads, in the array's dtype."""
+    xa, xb, ia, ib = halves(x, 3, half, whole)
+    shape = (1, tile_t, tile_h, width)
+    return load(xa, (b, t, h, ia), shape, bounded, 0, False), load(xb, (b, t, h, ib), shape, bounded, 0, False)
+
+
+def write_heads(y, y1, y2, b, t, h, half, whole, bounded):
+    """Store both halves of one step of tokens and heads."""
+    ya, yb, ia, ib = halves(y, 3, half, whole)
+    ct.store(ya, (b, t, h, ia), y1.astype(y.dtype), check_bounds=bounded, allow_tma=False)
+    ct.store(yb, (b, t, h, ib), y2.astype(y.dtype), check_bounds=bounded, allow_tma=False)
+
+
+def read_weight(weight, half, width, whole, bounded):
+    """Both halves of a weight in float32, shaped to broadcast over tokens and heads."""
+    wa, wb, ia, ib = halves(weight, 0, half, whole)
+    one = load(wa, (ia,), (width,), bounded, 0, False).astype(ct.float32)
+    other = load(wb, (ib,), (width,), bounded, 0, False).astype(ct.float32)
+    return ct.reshape(one, (1, 1, 1, width)), ct.reshape(other, (1, 1, 1, width))
+
+
+def read_angles(array, b, t, half, tile_t, width, whole, bounded):
+    """The tokens' cosines or sines in float32, shaped to broadcast over heads."""
+    first = array if ct.static_eval(whole) else array.slice(2, 0, half)
+    tile = load(first, (b, t, 0), (1, tile_t, width), bounded, 0, False).astype(ct.float32)
+    return ct.reshape(tile, (1, tile_t, 1, width))
+
+
+def _turn(y, tiles, weights, c, s, eps, b, t, h, half, whole, bounded):
+    """Normalise and rotate one step of tokens and heads, and store it."""
+    x1, x2 = tiles[0].astype(ct.float32), tiles[1].astype(ct.float32)
+    rstd = ct.rsqrt(ct.sum(x1 * x1 + x2 * x2, axis=3, keepdims=True) / (2 * half) + eps)
+    z1, z2 = x1 * rstd * weights[0], x2 * rstd * weights[1]
+    write_heads(y, z1 * c - z2 * s, z2 * c + z1 * s, b, t, h, half, whole, bounded)
+
+
+@ct.kernel
+def qk_norm_rope_forward(
+    q, k, q_weight, k_weight, cos, sin, eps, q_out, k_out, heads: ConstInt, kv_heads: ConstInt, half: ConstInt,
+    tile_t: ConstInt, tile_h: ConstInt, tile_hk: ConstInt, width: ConstInt, whole: ConstBool, bounded: ConstBool,
+):  # fmt: skip
+    """Blocks that take steps of tokens of one batch entry; every load of a step is issued before its first use."""
+    # Its launch overlaps the end of the kernel that writes k.
+    ct.grid_dependency_control_wait()
+    q_weights = read_weight(q_weight, half, width, whole, bounded)
+    k_weights = read_weight(k_weight, half, width, whole, bounded)
+    across = ct.cdiv(q.shape[1], tile_t)
+    for item in range(ct.bid(0), q.shape[0] * across, ct.num_blocks(0)):
+        b, t = item // across, item % across
+        at = ct.minimum(b, cos.shape[0] - 1)
+        q_tiles = ()
+        for h in ct.static_iter(range(ct.cdiv(heads, tile_h))):
+            q_tiles = q_tiles + (read_heads(q, b, t, h, half, tile_t, tile_h, width, whole, bounded),)
+        k_tiles = ()
+        for h in ct.static_iter(range(ct.cdiv(kv_heads, tile_hk))):
+            k_tiles = k_tiles + (read_heads(k, b, t, h, half, tile_t, tile_hk, width, whole, bounded),)
+        c = read_angles(cos, at, t, half, tile_t, width, whole, bounded)
+        s = read_angles(sin, at, t, half, tile_t, width, whole, bounded)
+        for h in ct.static_iter(range(ct.cdiv(heads, tile_h))):
+            _turn(q_out, q_tiles[h], q_weights, c, s, eps, b, t, h, half, whole, bounded)
+        for h in ct.static_iter(range(ct.cdiv(kv_heads, tile_hk))):
+            _turn(k_out, k_tiles[h], k_weights, c, s, eps, b, t, h, half, whole, bounded)
+
+
+DIMENSIONS = (
+    Dimension("tokens", "bucketed"),
+    Dimension("batch", "bucketed"),
+    Dimension("heads", "exact"),
+    Dimension("kv_heads", "exact"),
+    Dimension("head_dim", "exact"),
+    Dimension("dtype", "dtype"),
+    Dimension("weight_dtype", "dtype"),
+    Dimension("angle_dtype", "dtype"),
+)
+
+
+def out_dtype(problem: Problem) -> str:
+    """The dtype that torch promotes q, its weight and the angles to."""
+    return promoted(promoted(problem["dtype"], problem["weight_dtype"]), problem["angle_dtype"])
+
+
+def step_elements(problem: Problem, config: Config) -> int:
+    """Elements of each half that a block holds in one tile of q."""
+    return int(config["tile_t"] * config["tile_h"] * power_of_two(problem["head_dim"] // 2))
+
+
+def tile_of_kv_heads(problem: Problem, config: Config) -> int:
+    """Heads of k in one tile."""
+    return int(min(config["tile_h"], power_of_two(problem["kv_heads"])))
+
+
+def held_elements(problem: Problem, config: Config) -> int:
+    """Elements of both halves of q and k that a block holds at once."""
+    tile_h, tile_hk = config["tile_h"], tile_of_kv_heads(problem, config)
+    heads = cdiv(problem["heads"], tile_h) * tile_h + cdiv(problem["kv_heads"], tile_hk) * tile_hk
+    return int(2 * heads * config["tile_t"] * power_of_two(problem["head_dim"] // 2))
+
+
+SIZED = Constraint(
+    "a step of fewer than 512 elements of each half starves the memory system, more than 2048 take minutes to compile; "
+    "several tokens are for steps whose heads are all in one tile",
+    lambda problem, config, target: (
+        step_elements(problem, config) <= max(2048, power_of_two(problem["head_dim"] // 2))
+        and (config["tile_t"] == 1 or config["tile_h"] == power_of_two(problem["heads"]))
+        and (step_elements(problem, config) >= 512 or config["tile_t"] == 4)
+    ),
+)
+HELD = Constraint(
+    "a block that takes all heads of its tokens at once holds at most 32768 elements of one token, 16384 of several",
+    lambda problem, config, target: held_elements(problem, config) <= (32768 if config["tile_t"] == 1 else 16384),
+)
+
+
+def tile_axes(problem: Problem) -> dict[str, list[Value]]:
+    """Tokens and heads of a tile of q: some of the heads of one token, or all of them of one to four tokens."""
+    most = power_of_two(problem["heads"])
+    return {"tile_t": [1, 2, 4], "tile_h": sorted({min(most, n) for n in (2, 4, 8, 16, 32, 64)})}
+
+
+def constants(problem: Problem, config: Config) -> tuple[tuple[str, int | bool], ...]:
+    """What both kernels are compiled for."""
+    half, tile_t, tile_h = problem["head_dim"] // 2, config["tile_t"], config["tile_h"]
+    tile_hk, width = tile_of_kv_heads(problem, config), power_of_two(half)
+    bounded = bool(tile_t > 1 or width != half or problem["heads"] % tile_h or problem["kv_heads"] % tile_hk)
+    return (
+        ("heads", problem["heads"]),
+        ("kv_heads", problem["kv_heads"]),
+        ("half", half),
+        ("tile_t", tile_t),
+        ("tile_h", tile_h),
+        ("tile_hk", tile_hk),
+        ("width", width),
+        ("whole", width == half),
+        ("bounded", bounded),
+    )
+
+
+def grid(problem: Problem, config: Config, sm_count: int) -> int:
+    """Blocks for the steps of tokens of all batch entries."""
+    return grid_of(problem["batch"] * cdiv(problem["tokens"], config["tile_t"]), config, sm_count)
+
+
+def given_arrays(problem: Problem) -> tuple[ArrayParameter | ScalarParameter, ...]:
+    """The inputs of the forward, which the backward reads again."""
+    size = problem["head_dim"]
+    return (
+        ArrayParameter("q", problem["dtype"], 4, size),
+        ArrayParameter("k", problem["dtype"], 4, size),
+        ArrayParameter("q_weight", problem["weight_dtype"], 1, size),
+        ArrayParameter("k_weight", problem["weight_dtype"], 1, size),
+        ArrayParameter("cos", problem["angle_dtype"], 3, size // 2),
+        ArrayParameter("sin", problem["angle_dtype"], 3, size // 2),
+        ScalarParameter("eps", "float32"),
+    )
+
+
+def _implement(problem: Problem, config: Config) -> Implementation:
+    made = (ArrayParameter(name, out_dtype(problem), 4, problem["head_dim"], "output") for name in ("q_out", "k_out"))
+    return Implementation(
+        function=qk_norm_rope_forward,
+        parameters=(*given_arrays(problem), *made),
+        constants=constants(problem, config),
+        grid=lambda sizes, sm_count: grid(sizes, config, sm_count),
+        hints=hints(config),
+        dependent=True,
+    )
+
+
+def default_tiles(problem: Problem, elements: int) -> tuple[int, int]:
+    """Tokens and heads of a tile: as many heads, then tokens, as hold ``elements`` elements of each half."""
+    width, most = power_of_two(problem["head_dim"] // 2), power_of_two(problem["heads"])
+    tile_h = max(1, min(most, elements // width))
+    tile_t = max(1, min(4, elements // (width * tile_h))) if tile_h == most else 1
+    return tile_t, tile_h
+
+
+def _default(problem: Problem, target: Target) -> Config:
+    tile_t, tile_h = default_tiles(problem, 1024)
+    return Config(schedule="block", tile_t=tile_t, tile_h=tile_h, occupancy=4, num_worker_warps=0, tma=False)
+
+
+def generic(problem: Problem) -> Config:
+    """One token and few heads a tile, of the one schedule that both directions have."""
+    width = power_of_two(problem["head_dim"] // 2)
+    tile_h = min(power_of_two(problem["heads"]), max(1, 256 // width))
+    return Config(schedule="persistent", tile_t=1, tile_h=tile_h, occupancy=1, num_worker_warps=0, tma=False)
+
+
+def head_shapes(problem: Problem) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The shapes of q and of k."""
+    batch, tokens, size = problem["batch"], problem["tokens"], problem["head_dim"]
+    return (batch, tokens, problem["heads"], size), (batch, tokens, problem["kv_heads"], size)
+
+
+def inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
+    """Random q and k, weights near 1, and angles that are stored twice."""
+    import torch
+
+    def random(shape: tuple[int, ...], dtype: str) -> Any:
+        return torch.randn(shape, generator=generator, device=device).to(getattr(torch, dtype))
+
+    q_shape, k_shape = head_shapes(problem)
+    half = torch.rand((*q_shape[:2], problem["head_dim"] // 2), generator=generator, device=device) * 6.0
+    angles, angle_dtype = torch.cat((half, half), -1), getattr(torch, problem["angle_dtype"])
+    return {
+        "q": random(q_shape, problem["dtype"]),
+        "k": random(k_shape, problem["dtype"]),
+        "q_weight": 1 + random(q_shape[-1:], problem["weight_dtype"]) / 4,
+        "k_weight": 1 + random(k_shape[-1:], problem["weight_dtype"]) / 4,
+        "cos": angles.cos().to(angle_dtype),
+        "sin": angles.sin().to(angle_dtype),
+        "eps": 1e-6,
+    }
+
+
+def reference(q: Any, k: Any, q_weight: Any, k_weight: Any, cos: Any, sin: Any, eps: float) -> dict[str, Any]:
+    """The formula in float64."""
+    import torch
+
+    half = q.shape[-1] // 2
+    c, s = (angles[..., :half].double().unsqueeze(2) for angles in (cos, sin))
+
+    def turned(x: Any, weight: Any) -> Any:
+        wide = x.double()
+        z = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.double()
+        z1, z2 = z[..., :half], z[..., half:]
+        return torch.cat((z1 * c - z2 * s, z2 * c + z1 * s), -1)
+
+    return {"q_out": turned(q, q_weight), "k_out": turned(k, k_weight)}
+
+
+def elements(problem: Problem) -> int:
+    """Elements of q and k together."""
+    heads = problem["heads"] + problem["kv_heads"]
+    return int(problem["batch"] * problem["tokens"] * heads * problem["head_dim"])
+
+
+def small_bytes(problem: Problem) -> int:
+    """Bytes of the angles that are read and of the two weights."""
+    angles = problem["tokens"] * problem["head_dim"] * ITEM_BYTES[problem["angle_dtype"]]
+    return int(angles + 2 * problem["head_dim"] * ITEM_BYTES[problem["weight_dtype"]])
+
+
+def workloads(shape: ModelShape, tokens: int, dtype: str, target: Target) -> list[dict[str, Value]]:
+    """The attention's input of models that normalise q and k."""
+    sizes = {"heads": shape.heads, "kv_heads": shape.kv_heads, "head_dim": shape.head_dim}
+    dtypes = {"dtype": dtype, "weight_dtype": dtype, "angle_dtype": dtype}
+    return [{"tokens": tokens, "batch": 1, **sizes, **dtypes}] if shape.qk_norm else []
+
+
+SPEC = KernelSpec(
+    name="qk_norm_rope_forward",
+    summary="RMSNorm of each head of q and k, then their rotary embedding",
+    module=__name__,
+    dimensions=DIMENSIONS,
+    space=Space(
+        lambda problem: {
+            "schedule": ["block", "persistent"],
+            **tile_axes(problem),
+            "occupancy": [2, 4, 8],
+            "num_worker_warps": [0, 8],
+            "tma": [False],
+        },
+        (SIZED, HELD),
+    ),
+    ops=("qk_norm_rope",),
+    workloads=workloads,
+    implement=_implement,
+    default=_default,
+    generic=generic,
+    inputs=inputs,
+    outputs=lambda problem, blocks: {
+        name: (shape, out_dtype(problem)) for name, shape in zip(("q_out", "k_out"), head_shapes(problem), strict=True)
+    },
+    reference=reference,
+    bytes_moved=lambda problem: (
+        elements(problem) * (ITEM_BYTES[problem["dtype"]] + ITEM_BYTES[out_dtype(problem)]) + small_bytes(problem)
+    ),
+    flops=lambda problem: 7 * elements(problem),
+    result_dtype=out_dtype,
+)
+
+SPECS = (SPEC,)

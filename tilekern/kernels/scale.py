@@ -1,0 +1,104 @@
+"""``x *= factor`` in place, with ``factor`` in device memory: where it is 1, nothing is read or written.
+
+A loss computes its gradients together with itself; what the backward brings is almost always 1, which the host cannot
+know without waiting for the GPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cuda.tile as ct
+
+from tilekern.kernels.tiles import ConstBool, ConstInt, grid_of, hints, load, power_of_two
+from tilekern.spec import (
+    ITEM_BYTES,
+    ArrayParameter,
+    Config,
+    Dimension,
+    Implementation,
+    KernelSpec,
+    ModelShape,
+    Problem,
+    Space,
+    Value,
+    cdiv,
+)
+from tilekern.targets import Target
+
+
+@ct.kernel
+def scale_persistent(x, factor, y, columns: ConstInt, tile_n: ConstInt, bounded: ConstBool):
+    """Resident blocks that loop over tiles, unless there is nothing to do. ``y`` is the memory of ``x``."""
+    by = ct.load(factor, (0,), ())
+    if by != 1.0:
+        across = ct.cdiv(columns, tile_n)
+        for item in range(ct.bid(0), x.shape[0] * across, ct.num_blocks(0)):
+            index = (item // across, item % across)
+            tile = load(x, index, (1, tile_n), bounded, 0, False).astype(ct.float32) * by
+            ct.store(y, index, tile.astype(y.dtype), check_bounds=bounded, allow_tma=False)
+
+
+def _implement(problem: Problem, config: Config) -> Implementation:
+    columns, tile_n = problem["columns"], config["tile_n"]
+    return Implementation(
+        function=scale_persistent,
+        parameters=(
+            ArrayParameter("x", problem["dtype"], 2, columns),
+            ArrayParameter("factor", "float32", 1),
+            ArrayParameter("y", problem["dtype"], 2, columns, "output"),
+        ),
+        constants=(("columns", columns), ("tile_n", tile_n), ("bounded", columns % tile_n != 0)),
+        grid=lambda sizes, sm_count: grid_of(sizes["rows"] * cdiv(columns, tile_n), config, sm_count),
+        hints=hints(config),
+    )
+
+
+def _config(tile_n: int, occupancy: int) -> Config:
+    return Config(schedule="persistent", tile_n=tile_n, occupancy=occupancy, num_worker_warps=0, tma=False)
+
+
+def _axes(problem: Problem) -> dict[str, list[Value]]:
+    width = power_of_two(problem["columns"])
+    return {
+        "schedule": ["persistent"],
+        "tile_n": sorted({min(width, n) for n in (1024, 2048, 4096)}),
+        "occupancy": [4, 8],
+        "num_worker_warps": [0],
+        "tma": [False],
+    }
+
+
+def _inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
+    import torch
+
+    shape, dtype = (problem["rows"], problem["columns"]), getattr(torch, problem["dtype"])
+    x = torch.randn(shape, generator=generator, device=device).to(dtype)
+    return {"x": x, "factor": torch.full((1,), 0.37, device=device)}
+
+
+def workloads(shape: ModelShape, tokens: int, dtype: str, target: Target) -> list[dict[str, Value]]:
+    """The gradients that a fused loss has made: of the hidden states and of the head's weight."""
+    return [{"rows": rows, "columns": shape.hidden, "dtype": dtype} for rows in (tokens, shape.vocabulary)]
+
+
+SPEC = KernelSpec(
+    name="scale",
+    summary="x *= factor in place, nothing where the factor is 1",
+    module=__name__,
+    dimensions=(Dimension("rows", "bucketed"), Dimension("columns", "exact"), Dimension("dtype", "dtype")),
+    space=Space(_axes),
+    ops=("fused_linear_cross_entropy",),
+    workloads=workloads,
+    implement=_implement,
+    default=lambda problem, target: _config(min(1024, power_of_two(problem["columns"])), 8),
+    generic=lambda problem: _config(min(256, power_of_two(problem["columns"])), 4),
+    inputs=_inputs,
+    outputs=lambda problem, blocks: {"y": ((problem["rows"], problem["columns"]), problem["dtype"])},
+    reference=lambda x, factor: {"y": x.double() * factor.double()},
+    bytes_moved=lambda problem: 2 * problem["rows"] * problem["columns"] * ITEM_BYTES[problem["dtype"]],
+    flops=lambda problem: problem["rows"] * problem["columns"],
+    result_dtype=lambda problem: problem["dtype"],
+)
+
+SPECS = (SPEC,)

@@ -1,0 +1,91 @@
+"""gated_mlp: ``down(silu(gate(x)) * up(x))`` as one function of autograd.
+
+It keeps x, gate and up, and makes ``silu(gate) * up`` again in the backward, inside the kernel that makes its
+gradients: of the three matrices [tokens, intermediate] that a layer keeps otherwise, one less.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from tilekern.dispatch import Plan, keep, memo, plan_for
+from tilekern.kernels import swiglu as kernels
+from tilekern.ops.projections import input_gradient
+from tilekern.ops.registration import is_eager, needs_gradient
+from tilekern.ops.swiglu import swiglu
+
+_plans: dict[Any, tuple[Plan, Plan] | None] = memo()
+
+
+def gated_mlp(
+    x: torch.Tensor, gate_weight: torch.Tensor, up_weight: torch.Tensor, down_weight: torch.Tensor
+) -> torch.Tensor:
+    """``(silu(x @ gate_weight.T) * (x @ up_weight.T)) @ down_weight.T``.
+
+    Args:
+        x: [..., hidden].
+        gate_weight, up_weight: [intermediate, hidden], of x's dtype.
+        down_weight: [hidden, intermediate], of x's dtype.
+
+    Returns:
+        [..., hidden].
+    """
+    weights = (gate_weight, up_weight, down_weight)
+    plans = None
+    if is_eager(x, *weights) and needs_gradient(x, *weights):
+        plans = _found(x, gate_weight)
+    if plans is None:
+        gate, up = (torch.nn.functional.linear(x, weight) for weight in weights[:2])
+        return torch.nn.functional.linear(swiglu(gate, up), down_weight)
+    return _GatedMlp.apply(x, *weights, plans)
+
+
+def _found(x: torch.Tensor, weight: torch.Tensor) -> tuple[Plan, Plan] | None:
+    key = (x.shape, weight.shape, x.dtype, x.device)
+    try:
+        return _plans[key]
+    except KeyError:
+        found = _find(x, weight)
+        return keep(_plans, key, found) if x.is_cuda else found
+
+
+def _find(x: torch.Tensor, weight: torch.Tensor) -> tuple[Plan, Plan] | None:
+    if x.dtype != weight.dtype or not x.numel():
+        return None
+    sizes = (x.numel() // x.shape[-1], weight.shape[0], x.dtype)
+    forward, backward = (plan_for(spec, x.device, *sizes) for spec in (kernels.FORWARD, kernels.REMAKE))
+    return None if forward is None or backward is None else (forward, backward)
+
+
+class _GatedMlp(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, gate_weight: torch.Tensor, up_weight: torch.Tensor, down_weight: torch.Tensor,
+        plans: tuple[Plan, Plan],
+    ) -> torch.Tensor:  # fmt: skip
+        rows = x.reshape(-1, x.shape[-1])
+        gate, up = torch.mm(rows, gate_weight.t()), torch.mm(rows, up_weight.t())
+        y = torch.empty_like(gate)
+        plans[0].launch(x.get_device(), gate, up, y)
+        ctx.save_for_backward(x, gate, up, gate_weight, up_weight, down_weight)
+        ctx.plan = plans[1]
+        return torch.mm(y, down_weight.t()).view(*x.shape[:-1], down_weight.shape[0])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, gate, up, gate_weight, up_weight, down_weight = ctx.saved_tensors
+        wants = ctx.needs_input_grad
+        slope, rows = dout.reshape(-1, dout.shape[-1]), x.reshape(-1, x.shape[-1])
+        dy = torch.mm(slope, down_weight)
+        dgate, dup, y = (torch.empty_like(gate) for _ in range(3))
+        ctx.plan.launch(x.get_device(), dy, gate, up, dgate, dup, y)
+        del dy
+        ddown = torch.mm(slope.t(), y) if wants[3] else None
+        del y
+        dx = input_gradient((dgate, dup), (gate_weight, up_weight)).view(x.shape) if wants[0] else None
+        dgate_weight = torch.mm(dgate.t(), rows) if wants[1] else None
+        return dx, dgate_weight, torch.mm(dup.t(), rows) if wants[2] else None, ddown, None

@@ -1,0 +1,55 @@
+"""Linear layers that share their input: the gradient of the input is added up inside the matrix products.
+
+Autograd adds the gradients of a tensor that several layers read in passes of their own, each of which reads two
+matrices and writes one. Here each further product adds to the first one's result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from tilekern.ops.registration import is_eager, needs_gradient
+
+
+def projections(x: torch.Tensor, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """``x @ weight.T`` for each weight.
+
+    Args:
+        x: [..., in_features].
+        weights: [out_features, in_features] each, of x's dtype.
+
+    Returns:
+        [..., out_features] for each weight.
+    """
+    if not is_eager(x, *weights) or not needs_gradient(x, *weights):
+        return tuple(torch.nn.functional.linear(x, weight) for weight in weights)
+    return _Projections.apply(x, *weights)
+
+
+def input_gradient(slopes: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sum of ``slope @ weight``: [rows, out_features] and [out_features, in_features] for each."""
+    dx = torch.mm(slopes[0], weights[0])
+    for slope, weight in zip(slopes[1:], weights[1:], strict=True):
+        dx.addmm_(slope, weight)
+    return dx
+
+
+class _Projections(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.save_for_backward(x, *weights)
+        return tuple(torch.nn.functional.linear(x, weight) for weight in weights)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *given: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        slopes = [slope.reshape(-1, slope.shape[-1]) for slope in given]
+        dx = input_gradient(slopes, weights).view(x.shape) if ctx.needs_input_grad[0] else None
+        rows = x.reshape(-1, x.shape[-1])
+        wanted = ctx.needs_input_grad[1:]
+        return dx, *(torch.mm(s.t(), rows) if want else None for s, want in zip(slopes, wanted, strict=True))

@@ -1,0 +1,98 @@
+"""What stands in for a causal language model's forward: in training, the loss without the logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tilekern.dispatch import say_once
+from tilekern.ops.linear_cross_entropy import linear_cross_entropy
+from tilekern.patch.digests import digest_of
+
+Function = Callable[..., Any]
+# Hugging Face's loss of transformers 5.0 to 5.23, which this computes.
+_LOSS = "ffd01ac8e9fd6e791f2f7933e4b94d1dd65a32d7fcede585281a108b1b919e67"
+_ITS_CROSS_ENTROPY = "c91f2e93eccd4694e06d3b61bb5c6d774f281c3d61ff5c94d817344c472b8009"
+
+
+def fused_linear_cross_entropy(original: Function) -> Function:
+    """For ``forward`` of a ``ForCausalLM`` with ``model``, ``lm_head`` and Hugging Face's own loss.
+
+    While the model trains and labels are given, the output's ``logits`` are None and its loss is Hugging Face's: the
+    labels are shifted by one (or taken from ``shift_labels``), and the sum is divided by ``num_items_in_batch`` or by
+    the number of labels that count. Everything else runs the original.
+    """
+    from transformers.loss.loss_utils import ForCausalLMLoss, fixed_cross_entropy
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+    from transformers.utils.generic import can_return_tuple
+
+    known = digest_of(ForCausalLMLoss) == _LOSS and digest_of(fixed_cross_entropy) == _ITS_CROSS_ENTROPY
+    if not known:
+        say_once("tilekern: transformers' ForCausalLMLoss is another one than tilekern knows, so it runs as it is")
+
+    def serves(model: Any, labels: Any, logits_to_keep: Any) -> bool:
+        head = model.lm_head
+        if not known or labels is None or not model.training:
+            return False
+        plain = _is_linear(head)
+        whole = isinstance(logits_to_keep, int) and logits_to_keep == 0
+        return plain and whole and model.loss_function is ForCausalLMLoss
+
+    @can_return_tuple
+    def forward(
+        self: Any, input_ids: Any = None, attention_mask: Any = None, position_ids: Any = None,
+        past_key_values: Any = None, inputs_embeds: Any = None, labels: Any = None, use_cache: Any = None,
+        logits_to_keep: Any = 0, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        given = {
+            "input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids,
+            "past_key_values": past_key_values, "inputs_embeds": inputs_embeds, "use_cache": use_cache,
+        }  # fmt: skip
+        if not serves(self, labels, logits_to_keep):
+            return original(self, **given, labels=labels, logits_to_keep=logits_to_keep, **kwargs)
+        outputs = self.model(**given, **kwargs)
+        loss = _loss(self.lm_head, outputs.last_hidden_state, labels, **kwargs)
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=None,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+    return forward
+
+
+def _is_linear(head: Any) -> bool:
+    """Whether a head's forward is a linear layer's without bias; hooks around it, such as FSDP's, may be there."""
+    own = getattr(head.forward, "__func__", None)
+    return isinstance(head, torch.nn.Linear) and head.bias is None and own is torch.nn.Linear.forward
+
+
+def _loss(
+    head: Any, hidden: torch.Tensor, labels: torch.Tensor, num_items_in_batch: Any = None, ignore_index: int = -100,
+    shift_labels: torch.Tensor | None = None, **_: Any,
+) -> torch.Tensor:  # fmt: skip
+    """Hugging Face's ``ForCausalLMLoss`` of ``head(hidden)``."""
+    if shift_labels is None:
+        shift_labels = torch.nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    target = shift_labels.reshape(hidden.shape[:-1]).to(hidden.device)
+
+    def compute(hidden: torch.Tensor) -> torch.Tensor:
+        weight, kind = head.weight, hidden.device.type
+        if torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
+            hidden, weight = hidden.to(dtype), weight.to(dtype)
+        with torch.autocast(kind, enabled=False):
+            return linear_cross_entropy(hidden, weight, target, ignore_index=ignore_index, num_items=num_items_in_batch)
+
+    if not (head._forward_pre_hooks or head._forward_hooks):
+        return compute(hidden)
+    # Under FSDP the head's weight is whole only between the hooks around its forward.
+    head.forward = compute
+    try:
+        return head(hidden)
+    finally:
+        del head.forward

@@ -1,0 +1,29 @@
+"""Whether modules and tensors are the ordinary ones, so that a fused op computes what calling them would."""
+
+from __future__ import annotations
+
+import torch
+
+_TENSORS = (torch.Tensor, torch.nn.Parameter)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def is_plain(*tensors: torch.Tensor) -> bool:
+    """Whether no tensor is of a subclass of its own (DTensor and the like)."""
+    return all(type(tensor) in _TENSORS for tensor in tensors)
+
+
+def has_hooks(module: torch.nn.Module) -> bool:
+    """Whether calling a module runs more than its forward."""
+    return any(getattr(module, name, None) for name in _HOOKS)
+
+
+def is_bare_linear(module: torch.nn.Module) -> bool:
+    """Whether calling a module is ``x @ weight.T`` and nothing else: no bias, adapter, hook, or forward of its own."""
+    return (
+        type(module) is torch.nn.Linear
+        and module.bias is None
+        and is_plain(module.weight)
+        and "forward" not in module.__dict__
+        and not has_hooks(module)
+    )
