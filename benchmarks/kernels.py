@@ -222,5 +222,5 @@ def _note_fallbacks(notes: list[str]) -> None:
     import tilekern
 
     for kernel, counts in tilekern.stats().items():
-        if counts["fallbacks"] or counts["compiled"] or counts["nearest"]:
+        if any(counts[name] for name in ("fallbacks", "misses", "compiled", "nearest")):
             notes.append(f"tilekern {kernel}: {counts}")

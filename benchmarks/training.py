@@ -176,7 +176,7 @@ def _fallbacks() -> Iterator[Line]:
     import tilekern
 
     for kernel, counts in tilekern.stats().items():
-        if counts["fallbacks"] or counts["compiled"] or counts["nearest"]:
+        if any(counts[name] for name in ("fallbacks", "misses", "compiled", "nearest")):
             yield {"kind": "note", "text": f"{kernel}: {counts}"}
 
 

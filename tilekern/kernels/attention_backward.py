@@ -307,9 +307,8 @@ _SMALLEST = 16
 def _axes(problem: Problem) -> dict[str, list[Value]]:
     # Products of float32 run on the ordinary units: few configs, since none is fast.
     plain = problem["dtype"] == "float32"
-    tiles: list[Value] = [64, 128] if depth_of(problem) <= 128 else [32, 64]
-    if plain:
-        tiles = [_SMALLEST, 32]
+    small = plain or depth_of(problem) > 256
+    tiles: list[Value] = [_SMALLEST, 32] if small else [64, 128] if depth_of(problem) <= 128 else [32, 64]
     return {
         "implementation": ["tile"],
         "schedule": ["block"],
@@ -327,9 +326,8 @@ def _fits_registers(problem: Problem, config: Config, target: Target, side: str)
     values = sums * depth_of(problem) + 2 * rows * columns
     # Blackwell's data-centre GPUs keep accumulators in tensor memory, which dk and dv of long heads do not fit.
     if 100 <= target.capability < 120:
-        if side == "keys" and depth_of(problem) > 128:
-            return bool(rows == columns == 32)
-        return bool(values <= 256 * 32 * config["num_worker_warps"])
+        long = side == "keys" and depth_of(problem) > 128
+        return bool(rows == columns == 32 if long else values <= 256 * 32 * config["num_worker_warps"])
     return bool(values <= 192 * 32 * config["num_worker_warps"])
 
 
@@ -339,18 +337,19 @@ def _fits_shared(problem: Problem, config: Config, target: Target, side: str) ->
     return bool((2 * own + 4 * other) * row * config["occupancy"] <= target.shared_bytes)
 
 
-def _constraints(side: str) -> tuple[Constraint, ...]:
-    def least(config: Config) -> bool:
-        return bool(config["tile_m"] == config["tile_n"] == _SMALLEST and config["occupancy"] == 1)
+def _least(config: Config) -> bool:
+    return bool(config["tile_m"] == config["tile_n"] == _SMALLEST and config["occupancy"] == 1)
 
+
+def _constraints(side: str) -> tuple[Constraint, ...]:
     return (
         Constraint(
             "a warp's share of the sums, P and dS exceeds its registers",
-            lambda problem, config, target: least(config) or _fits_registers(problem, config, target, side),
+            lambda problem, config, target: _least(config) or _fits_registers(problem, config, target, side),
         ),
         Constraint(
             "a block's own tiles and two stages of the others exceed its share of the shared memory",
-            lambda problem, config, target: least(config) or _fits_shared(problem, config, target, side),
+            lambda problem, config, target: _least(config) or _fits_shared(problem, config, target, side),
         ),
         Constraint(
             "two blocks of 8 worker warps leave 80 registers to a thread",

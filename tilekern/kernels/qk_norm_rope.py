@@ -45,11 +45,11 @@ def halves(array, axis, half, whole):
     return array.slice(axis, 0, half), array.slice(axis, half, 2 * half), 0, 0
 
 
-def read_heads(x, b, t, h, half, tile_t, tile_h, width, whole, bounded):
+def read_heads(x, b, t, h, half, tile_t, tile_h, width, whole, bounded, tma):
     """Both halves of one step of tokens and heads, in the array's dtype."""
     xa, xb, ia, ib = halves(x, 3, half, whole)
     shape = (1, tile_t, tile_h, width)
-    return load(xa, (b, t, h, ia), shape, bounded, 0, False), load(xb, (b, t, h, ib), shape, bounded, 0, False)
+    return load(xa, (b, t, h, ia), shape, bounded, 0, tma), load(xb, (b, t, h, ib), shape, bounded, 0, tma)
 
 
 def write_heads(y, y1, y2, b, t, h, half, whole, bounded):
@@ -86,6 +86,7 @@ def _turn(y, tiles, weights, c, s, eps, b, t, h, half, whole, bounded):
 def qk_norm_rope_forward(
     q, k, q_weight, k_weight, cos, sin, eps, q_out, k_out, heads: ConstInt, kv_heads: ConstInt, half: ConstInt,
     tile_t: ConstInt, tile_h: ConstInt, tile_hk: ConstInt, width: ConstInt, whole: ConstBool, bounded: ConstBool,
+    tma: ConstBool,
 ):  # fmt: skip
     """Blocks that take steps of tokens of one batch entry; every load of a step is issued before its first use."""
     # Its launch overlaps the end of the kernel that writes k.
@@ -98,10 +99,10 @@ def qk_norm_rope_forward(
         at = ct.minimum(b, cos.shape[0] - 1)
         q_tiles = ()
         for h in ct.static_iter(range(ct.cdiv(heads, tile_h))):
-            q_tiles = q_tiles + (read_heads(q, b, t, h, half, tile_t, tile_h, width, whole, bounded),)
+            q_tiles = q_tiles + (read_heads(q, b, t, h, half, tile_t, tile_h, width, whole, bounded, tma),)
         k_tiles = ()
         for h in ct.static_iter(range(ct.cdiv(kv_heads, tile_hk))):
-            k_tiles = k_tiles + (read_heads(k, b, t, h, half, tile_t, tile_hk, width, whole, bounded),)
+            k_tiles = k_tiles + (read_heads(k, b, t, h, half, tile_t, tile_hk, width, whole, bounded, tma),)
         c = read_angles(cos, at, t, half, tile_t, width, whole, bounded)
         s = read_angles(sin, at, t, half, tile_t, width, whole, bounded)
         for h in ct.static_iter(range(ct.cdiv(heads, tile_h))):
@@ -180,6 +181,7 @@ def constants(problem: Problem, config: Config) -> tuple[tuple[str, int | bool],
         ("width", width),
         ("whole", width == half),
         ("bounded", bounded),
+        ("tma", config["tma"]),
     )
 
 

@@ -35,7 +35,7 @@ from tilekern.kernels.qk_norm_rope import (
 )
 from tilekern.kernels.qk_norm_rope import reference as reference_forward
 from tilekern.kernels.qk_norm_rope import workloads as forward_workloads
-from tilekern.kernels.tiles import ConstBool, ConstInt, hints
+from tilekern.kernels.tiles import TMA_NEEDS_HOPPER, ConstBool, ConstInt, hints
 from tilekern.spec import (
     ITEM_BYTES,
     ArrayParameter,
@@ -85,7 +85,7 @@ def _store_sums(partial, sums, offset, half, width, whole):
 def qk_norm_rope_backward(
     dq_out, dk_out, q, k, q_weight, k_weight, cos, sin, eps, dq, dk, partial, heads: ConstInt, kv_heads: ConstInt,
     half: ConstInt, tile_t: ConstInt, tile_h: ConstInt, tile_hk: ConstInt, width: ConstInt, whole: ConstBool,
-    bounded: ConstBool,
+    bounded: ConstBool, tma: ConstBool,
 ):  # fmt: skip
     """Resident blocks that loop over steps of tokens; weights and the sums for their gradients stay in registers."""
     ct.grid_dependency_control_wait()
@@ -100,11 +100,11 @@ def qk_norm_rope_backward(
         at = ct.minimum(b, cos.shape[0] - 1)
         q_tiles, q_slopes, k_tiles, k_slopes = (), (), (), ()
         for h in ct.static_iter(range(ct.cdiv(heads, tile_h))):
-            q_tiles = q_tiles + (read_heads(q, b, t, h, half, tile_t, tile_h, width, whole, bounded),)
-            q_slopes = q_slopes + (read_heads(dq_out, b, t, h, half, tile_t, tile_h, width, whole, bounded),)
+            q_tiles = q_tiles + (read_heads(q, b, t, h, half, tile_t, tile_h, width, whole, bounded, tma),)
+            q_slopes = q_slopes + (read_heads(dq_out, b, t, h, half, tile_t, tile_h, width, whole, bounded, tma),)
         for h in ct.static_iter(range(ct.cdiv(kv_heads, tile_hk))):
-            k_tiles = k_tiles + (read_heads(k, b, t, h, half, tile_t, tile_hk, width, whole, bounded),)
-            k_slopes = k_slopes + (read_heads(dk_out, b, t, h, half, tile_t, tile_hk, width, whole, bounded),)
+            k_tiles = k_tiles + (read_heads(k, b, t, h, half, tile_t, tile_hk, width, whole, bounded, tma),)
+            k_slopes = k_slopes + (read_heads(dk_out, b, t, h, half, tile_t, tile_hk, width, whole, bounded, tma),)
         c = read_angles(cos, at, t, half, tile_t, width, whole, bounded)
         s = read_angles(sin, at, t, half, tile_t, width, whole, bounded)
         for h in ct.static_iter(range(ct.cdiv(heads, tile_h))):
@@ -192,9 +192,9 @@ SPEC = KernelSpec(
             **tile_axes(problem),
             "occupancy": [1, 2, 3, 4],
             "num_worker_warps": [0, 8],
-            "tma": [False],
+            "tma": [False, True],
         },
-        (SIZED, HELD),
+        (SIZED, HELD, TMA_NEEDS_HOPPER),
     ),
     ops=("qk_norm_rope",),
     workloads=workloads,

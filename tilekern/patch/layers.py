@@ -93,8 +93,8 @@ def qk_norm_rope(original: Function) -> Function:
         heads = (*input_shape, -1, self.head_dim)
         cos, sin = position_embeddings
         query, key, value = (x.view(heads) for x in _projected(self, hidden_states))
-        query, key = _turned(self, query, key, cos, sin, names)
         value = value.transpose(1, 2)
+        query, key = _turned(self, query, key, cos, sin, names)
         if past_key_values is not None:
             more = ({"sin": sin, "cos": cos, **position},) if takes_position else ()
             key, value = past_key_values.update(key, value, self.layer_idx, *more)
