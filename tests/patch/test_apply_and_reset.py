@@ -17,7 +17,8 @@ from tilekern import dispatch
 from tilekern.errors import InputError
 from tilekern.patch import Patch, digest_of, registry, replacements
 
-OPS = ["rms_norm", "swiglu", "rope"]
+OPS = registry.known_ops()
+MODULE = qwen3.__name__
 HOLDERS = (qwen3, *(v for v in vars(qwen3).values() if isinstance(v, type)))
 
 
@@ -35,6 +36,10 @@ def warned(function):
         warnings.simplefilter("always")
         result = function()
     return result, [str(w.message) for w in caught]
+
+
+def without(*names):
+    return [op for op in OPS if op not in names]
 
 
 def test_reset_restores_the_very_objects():
@@ -65,32 +70,33 @@ def test_reset_of_some(names):
 
 
 def test_an_op_that_is_switched_off_is_not_patched():
-    assert tilekern.apply(rope=False) == ["rms_norm", "swiglu"]
-    assert tilekern.apply(rms_norm=False, swiglu=False) == ["rope"]
+    assert tilekern.apply(rope=False, fused_add_rms_norm=False) == without("rope", "fused_add_rms_norm")
+    assert tilekern.apply(rms_norm=False, swiglu=False, qk_norm_rope=False) == without(
+        "rms_norm", "swiglu", "qk_norm_rope"
+    )
     assert list(tilekern.get_patched_ops()) == OPS
 
 
 def test_patched_ops_name_their_places():
     tilekern.apply()
-    module = "transformers.models.qwen3.modeling_qwen3"
-    assert tilekern.get_patched_ops() == {
-        "rms_norm": [f"{module}.Qwen3RMSNorm.forward"],
-        "swiglu": [f"{module}.Qwen3MLP.forward"],
-        "rope": [f"{module}.apply_rotary_pos_emb"],
-    }
+    assert tilekern.get_patched_ops() == {patch.op: [patch.target] for patch in registry.patches()}
+    assert tilekern.get_patched_ops()["qk_norm_rope"] == [f"{MODULE}.Qwen3Attention.forward"]
+    assert tilekern.get_patched_ops()["fused_add_rms_norm"] == [f"{MODULE}.Qwen3DecoderLayer.forward"]
 
 
 def test_the_table_has_a_status():
     assert [(found.patch.op, found.status) for found in tilekern.list_patches()] == [(op, "available") for op in OPS]
     tilekern.apply(rope=False)
-    assert [found.status for found in tilekern.list_patches()] == ["applied", "applied", "available"]
+    assert {found.patch.op: found.status for found in tilekern.list_patches()} == {
+        op: "available" if op == "rope" else "applied" for op in OPS
+    }
 
 
 @pytest.mark.parametrize("call", [tilekern.apply, lambda **more: tilekern.apply_to_model(make(), **more)])
 @pytest.mark.parametrize("given", [True, False])
 def test_unknown_ops_are_named(call, given):
-    with pytest.raises(InputError, match="unknown op 'fused_linear_cross_entropy'; known: rms_norm, swiglu, rope"):
-        call(fused_linear_cross_entropy=given)
+    with pytest.raises(InputError, match="unknown op 'layer_norm'; known: rms_norm, swiglu, qk_norm_rope, rope"):
+        call(layer_norm=given)
     assert not tilekern.get_patched_ops()
 
 
@@ -121,16 +127,16 @@ def test_a_changed_target_is_left_alone_with_one_warning(monkeypatch):
 
     monkeypatch.setattr(qwen3.Qwen3RMSNorm, "forward", forward)
     patched, said = warned(tilekern.apply)
-    assert patched == ["swiglu", "rope"]
+    assert patched == without("rms_norm", "qk_norm_rope", "fused_add_rms_norm")
     assert qwen3.Qwen3RMSNorm.forward is forward
-    assert len(said) == 1
+    assert len(said) == 3, "the op's own, and those of the two that compute the norm as well"
     assert "transformers.models.qwen3.modeling_qwen3.Qwen3RMSNorm.forward" in said[0]
     assert f"transformers {sys.modules['transformers'].__version__}" in said[0]
     assert "Install a transformers release" in said[0]
     assert tilekern.list_patches()[0].status == "changed"
     patched, said = warned(lambda: tilekern.apply_to_model(make()))
-    assert patched == ["swiglu", "rope"]
-    assert len(said) == 1
+    assert patched == without("rms_norm", "qk_norm_rope", "fused_add_rms_norm")
+    assert len(said) == 3
 
 
 def test_a_wrapped_target_is_left_alone(monkeypatch):
@@ -142,7 +148,7 @@ def test_a_wrapped_target_is_left_alone(monkeypatch):
 
     monkeypatch.setattr(qwen3.Qwen3MLP, "forward", timed)
     patched, said = warned(tilekern.apply)
-    assert patched == ["rms_norm", "rope"]
+    assert patched == without("swiglu")
     assert "something has been wrapped around it" in said[0]
 
 
@@ -150,9 +156,9 @@ def test_a_wrapped_target_is_left_alone(monkeypatch):
 def test_a_missing_target_or_support_is_left_alone(monkeypatch, name):
     monkeypatch.delattr(qwen3, name)
     patched, said = warned(tilekern.apply)
-    assert patched == ["rms_norm", "swiglu"]
-    assert len(said) == 1
-    assert name in said[0]
+    assert patched == without("rope", "qk_norm_rope")
+    assert len(said) == 2
+    assert all(name in text for text in said)
 
 
 def test_rope_needs_the_angles_to_be_stored_twice(monkeypatch):
@@ -162,8 +168,8 @@ def test_rope_needs_the_angles_to_be_stored_twice(monkeypatch):
 
     monkeypatch.setattr(qwen3.Qwen3RotaryEmbedding, "forward", forward)
     patched, said = warned(tilekern.apply)
-    assert patched == ["rms_norm", "swiglu"]
-    assert "Qwen3RotaryEmbedding.forward" in said[0]
+    assert patched == without("rope", "qk_norm_rope")
+    assert all("Qwen3RotaryEmbedding.forward" in text for text in said)
 
 
 def test_what_was_put_over_a_patch_is_taken_away_with_a_warning():
@@ -171,7 +177,7 @@ def test_what_was_put_over_a_patch_is_taken_away_with_a_warning():
     tilekern.apply()
     qwen3.Qwen3MLP.forward = torch.nn.Identity.forward
     patched, said = warned(tilekern.apply)
-    assert patched == ["rms_norm", "rope"]
+    assert patched == without("swiglu")
     assert "replaced by something else" in said[0]
     _, said = warned(tilekern.reset)
     assert qwen3.Qwen3MLP.forward is original
@@ -273,7 +279,7 @@ def test_a_function_without_named_callers_is_for_all_models_or_none(monkeypatch)
     own = Patch("halves", "qwen3", qwen3.__name__, "rotate_half", lambda f: f, (digest_of(qwen3.rotate_half),))
     tilekern.register_patch(own)
     patched, said = warned(lambda: tilekern.apply_to_model(make()))
-    assert patched == OPS
+    assert patched == without("rope")
     assert "a plain function that all models share" in said[0]
 
 

@@ -9,13 +9,15 @@ import weakref
 
 import pytest
 import torch
-from test_apply_and_reset import OPS, everything, identical, warned
-from tiny_qwen3 import launched, launches, make, same, step, worst
+from test_apply_and_reset import MODULE, everything, identical, warned, without
+from tiny_qwen3 import SINGLE, launched, launches, make, same, step, worst
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 import tilekern
 from tilekern.errors import InputError
 
+# One method of a model serves one op: what qk_norm_rope stands in for needs no rope.
+OPS = without("rope")
 pytestmark = pytest.mark.usefixtures("interpreted")
 
 
@@ -38,7 +40,7 @@ def test_other_models_and_the_classes_stay_as_they_are():
     assert same(step(other), reference)
     assert not launched(before)
     step(model)
-    assert launched(before)["rope"] == 4
+    assert launched(before)["qk_norm_rope_backward"] == 2
 
 
 def test_reset_leaves_no_trace():
@@ -54,12 +56,12 @@ def test_twice_and_together_with_apply():
     model = make()
     reference, before, classes = step(model), own_attributes(model), everything()
     assert tilekern.apply_to_model(model) == OPS
-    assert tilekern.apply() == OPS
+    assert set(tilekern.apply()) == {*OPS, "rope"}
     assert tilekern.apply_to_model(model) == OPS
     counted = launches()
     assert worst(step(model), reference) < 1e-5
     assert launched(counted)["swiglu_forward"] == 2
-    assert tilekern.reset() == OPS
+    assert set(tilekern.reset()) == {*OPS, "rope"}
     assert identical(own_attributes(model), before)
     assert identical(everything(), classes)
     assert same(step(model), reference)
@@ -70,12 +72,28 @@ def test_places_are_counted():
     gc.collect()
     model = make()
     tilekern.apply_to_model(model)
-    module = "transformers.models.qwen3.modeling_qwen3"
-    assert tilekern.get_patched_ops() == {
-        "rms_norm": [f"{module}.Qwen3RMSNorm.forward of 9 modules"],
-        "swiglu": [f"{module}.Qwen3MLP.forward of 2 modules"],
-        "rope": [f"{module}.Qwen3Attention.forward of 2 modules"],
-    }
+    found = tilekern.get_patched_ops()
+    assert list(found) == OPS
+    assert found["rms_norm"] == [f"{MODULE}.Qwen3RMSNorm.forward of 9 modules"]
+    assert found["swiglu"] == [f"{MODULE}.Qwen3MLP.forward of 2 modules"]
+    assert found["qk_norm_rope"] == [f"{MODULE}.Qwen3Attention.forward of 2 modules"]
+    assert found["fused_add_rms_norm"] == [f"{MODULE}.Qwen3DecoderLayer.forward of 2 modules"]
+
+
+def test_what_two_ops_want_goes_to_the_one_that_fuses_more():
+    model = make()
+    reference, before = step(model), own_attributes(model)
+    assert tilekern.apply_to_model(model, **SINGLE) == without(*SINGLE)
+    assert tilekern.apply_to_model(model) == OPS
+    assert "rope" not in tilekern.get_patched_ops()
+    counted = launches()
+    assert worst(step(model), reference) < 1e-5
+    assert launched(counted)["qk_norm_rope_forward"] == 2
+    assert "rope" not in launched(counted)
+    assert tilekern.reset("qk_norm_rope") == ["qk_norm_rope"]
+    assert "rope" in tilekern.apply_to_model(model, qk_norm_rope=False)
+    tilekern.reset()
+    assert identical(own_attributes(model), before)
 
 
 @pytest.mark.parametrize("wrap", [Wrapper, lambda m: Wrapper(Wrapper(m)), torch.compile])
@@ -84,7 +102,7 @@ def test_wrappers_are_looked_through(wrap):
     assert tilekern.apply_to_model(wrap(model)) == OPS
     before = launches()
     step(model)
-    assert launched(before)["rms_norm_forward"] == 9
+    assert launched(before)["add_rms_norm_forward"] == 2
 
 
 def test_a_part_of_a_model():
@@ -127,7 +145,7 @@ def test_a_deep_copy_is_patched_and_survives_reset():
     tilekern.reset()
     before = launches()
     assert same(step(copied), reference)
-    assert launched(before)["rope"] == 4
+    assert launched(before)["qk_norm_rope_forward"] == 2
 
 
 @pytest.mark.skipif(
@@ -149,8 +167,8 @@ def test_a_module_with_a_hooks_forward_is_left_alone():
     mlp, norm = model.model.layers[0].mlp, model.model.norm
     hooked = mlp.forward = lambda x: type(mlp).forward(mlp, x)
     norm.forward = types.MethodType(type(norm).forward, norm)
-    patched, said = warned(lambda: tilekern.apply_to_model(model))
-    assert patched == OPS
+    patched, said = warned(lambda: tilekern.apply_to_model(model, **SINGLE))
+    assert patched == without(*SINGLE)
     assert len(said) == 1
     assert "1 modules have another forward than" in said[0]
     assert mlp.forward is hooked
@@ -182,7 +200,7 @@ def test_tracebacks_of_the_patched_attention_point_into_transformers():
     model = make()
     attention = model.model.layers[0].self_attn
     original = type(attention).forward
-    tilekern.apply_to_model(model)
+    tilekern.apply_to_model(model, **SINGLE)
     code = attention.forward.__func__.__code__
     assert (code.co_filename, code.co_firstlineno) == (original.__code__.co_filename, original.__code__.co_firstlineno)
     assert attention.forward.__func__.__globals__ is original.__globals__

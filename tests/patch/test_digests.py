@@ -1,5 +1,6 @@
 """Digests of functions, and the digests of the table."""
 
+import functools
 import importlib.util
 import subprocess
 import sys
@@ -85,6 +86,21 @@ def test_functions_that_the_kernels_package_wraps_are_seen_through():
         digest_of(wrapped)
 
 
+def test_what_transformers_wraps_around_a_layer_is_seen_through_and_nothing_else():
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
+
+    forward = Qwen3DecoderLayer.forward
+    text = Path(importlib.util.find_spec(Qwen3DecoderLayer.__module__).origin).read_text(encoding="utf-8")
+    assert digest_of(forward) == digest_in(text, "Qwen3DecoderLayer.forward")
+
+    @functools.wraps(forward)
+    def timed(*args, **kwargs):
+        return forward(*args, **kwargs)
+
+    with pytest.raises(ValueError, match="something has been wrapped around it"):
+        digest_of(timed)
+
+
 def test_the_table_knows_the_installed_release():
     for patch in patches():
         text = Path(importlib.util.find_spec(patch.module).origin).read_text(encoding="utf-8")
@@ -101,10 +117,9 @@ def test_the_command_prints_digests(tmp_path):
     home = Path(importlib.util.find_spec("transformers").origin).parents[1]
     done = run(str(home))
     assert done.returncode == 0
-    assert [line.split()[:2] for line in done.stdout.splitlines()[1:]] == [
-        ["known", "rms_norm"],
-        ["known", "swiglu"],
-    ] + [["known", "rope"]] * 3
+    lines = [["known", patch.op] for patch in patches() for _ in (patch.attribute, *patch.relies_on)]
+    assert [line.split()[:2] for line in done.stdout.splitlines()[1:]] == lines
+    assert lines.count(["known", "rope"]) == 3
     done = run(str(tmp_path))
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1

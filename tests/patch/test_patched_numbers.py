@@ -4,45 +4,118 @@ import warnings
 
 import pytest
 import torch
-from tiny_qwen3 import IDS, KERNELS, launched, launches, make, same, step, worst
+from tiny_qwen3 import FORWARD, IDS, KERNELS, SINGLE, launched, launches, make, same, step, worst
 
 import tilekern
 from tilekern import dispatch
+from tilekern.patch import registry
 
-# Launches of one step of the two-layer model: 9 norms (4 a layer and the last), 2 MLPs, 2 rotations there and back.
-STEP = {
-    "rms_norm_forward": 9, "rms_norm_backward": 9, "column_sum": 9,
-    "swiglu_forward": 2, "swiglu_backward": 2, "rope": 4,
+# Launches of one step of the two-layer model: 3 norms by themselves (2 of layers' inputs and the last).
+FUSED = {
+    "rms_norm_forward": 3, "rms_norm_backward": 3, "column_sum": 7, "swiglu_forward": 2, "add_rms_norm_forward": 2,
+    "add_rms_norm_backward": 2, "qk_norm_rope_forward": 2, "qk_norm_rope_backward": 2, "rope": 0,
 }  # fmt: skip
+# The same with nothing fused: 9 norms (4 a layer and the last), 2 MLPs, 2 rotations there and back.
+STEP = {"rms_norm_forward": 9, "rms_norm_backward": 9, "column_sum": 9, "swiglu_forward": 2, "rope": 4}
+ways = pytest.mark.parametrize(
+    "way", [lambda _, **ops: tilekern.apply(**ops), tilekern.apply_to_model], ids=["class", "model"]
+)
 
 
 @pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize("way", [lambda _: tilekern.apply(), tilekern.apply_to_model], ids=["class", "model"])
+@ways
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("kv_heads", [1, 5])
-def test_loss_and_gradients_agree_and_reset_is_exact(way, attention, kv_heads):
+@pytest.mark.parametrize("fused", [True, False])
+def test_loss_and_gradients_agree_and_reset_is_exact(way, attention, kv_heads, fused):
     model = make(kv_heads, attention)
     reference = step(model)
     before = launches()
-    assert way(model) == ["rms_norm", "swiglu", "rope"]
+    patched = way(model, **({} if fused else SINGLE))
     assert worst(step(model), reference) < 1e-5
-    assert launched(before) == STEP
-    assert tilekern.reset() == ["rms_norm", "swiglu", "rope"]
+    counted = launched(before)
+    expected = FUSED if fused else STEP
+    assert {kernel: counted.get(kernel, 0) for kernel in expected} == expected
+    assert tilekern.reset() == patched
     before = launches()
     assert same(step(model), reference)
     assert not launched(before)
 
 
 @pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize("op", ["rms_norm", "swiglu", "rope"])
+@pytest.mark.parametrize("op", KERNELS)
 @pytest.mark.parametrize("whole", [True, False], ids=["class", "model"])
 def test_one_op_alone(op, whole):
     model = make()
     reference, before = step(model), launches()
-    switches = {name: name == op for name in ("rms_norm", "swiglu", "rope")}
+    switches = {name: name == op for name in registry.known_ops()}
     assert (tilekern.apply(**switches) if whole else tilekern.apply_to_model(model, **switches)) == [op]
     assert worst(step(model), reference) < 1e-5
-    assert {kernel for kernel in launched(before) if kernel != "column_sum"} == {k for k in KERNELS if k.startswith(op)}
+    assert {kernel for kernel in launched(before) if kernel != "column_sum"} == KERNELS[op]
+
+
+@pytest.mark.usefixtures("interpreted")
+@ways
+def test_padding_on_the_left_is_masked(way):
+    model = make().eval()
+    given = torch.ones_like(IDS)
+    given[0, :3] = 0
+    settings = {"input_ids": IDS, "attention_mask": given, "labels": IDS.masked_fill(given == 0, -100)}
+
+    def run():
+        model.zero_grad()
+        out = model(**settings)
+        out.loss.backward()
+        return [out.loss.detach(), out.logits[given.bool()].detach(), *(p.grad.clone() for p in model.parameters())]
+
+    reference = run()
+    way(model)
+    before = launches()
+    assert worst(run(), reference) < 1e-5
+    assert launched(before)["qk_norm_rope_backward"] == 2
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_layers_with_a_sliding_window():
+    model = make(use_sliding_window=True, sliding_window=3, max_window_layers=1)
+    assert [layer.self_attn.sliding_window for layer in model.model.layers] == [None, 3]
+    reference = step(model)
+    tilekern.apply()
+    assert worst(step(model), reference) < 1e-5
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("place", ["hook", "class", "forward", "weight"])
+@ways
+def test_norms_that_do_more_than_their_class_are_called(way, place):
+    """The fused ops would pass over them."""
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+    class Doubled(Qwen3RMSNorm):
+        def forward(self, hidden_states):
+            return 2 * super().forward(hidden_states)
+
+    class Marked(torch.nn.Parameter):
+        pass
+
+    model = make()
+    layer = model.model.layers[0]
+    for norm in (layer.self_attn.k_norm, layer.post_attention_layernorm):
+        if place == "hook":
+            norm.register_forward_hook(lambda *given: 2 * given[-1])
+        elif place == "class":
+            norm.__class__ = Doubled
+        elif place == "forward":
+            norm.forward = lambda x, norm=norm: 2 * Qwen3RMSNorm.forward(norm, x)
+        else:
+            norm.weight = Marked(2 * norm.weight.detach())
+    reference = step(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        way(model)
+    before = launches()
+    assert worst(step(model), reference) < 1e-5
+    assert launched(before)["add_rms_norm_forward"] == launched(before)["qk_norm_rope_forward"] == 1
 
 
 @pytest.mark.usefixtures("interpreted")
@@ -67,24 +140,37 @@ def test_on_a_cpu_without_the_interpreter_the_models_own_ops_run(monkeypatch):
     monkeypatch.setattr(dispatch, "_said", set())
     model = make()
     reference = step(model)
-    tilekern.apply()
+    tilekern.apply(**SINGLE)
     before = {kernel: counts["fallbacks"] for kernel, counts in tilekern.stats().items()}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert same(step(model), reference)
         assert same(step(model), reference)
     said = [str(w.message) for w in caught if "tilekern" in str(w.message)]
-    assert len(said) == 3, "one for each op, however often it runs"
+    assert len(said) == len(set(said)) >= 3, "one for each kernel, however often it runs"
     assert all("TILEKERN_INTERPRET=1" in text and "the model's own op runs instead" in text for text in said)
     counted = {k: c["fallbacks"] - before.get(k, 0) for k, c in tilekern.stats().items()}
     assert {k: n for k, n in counted.items() if n} == {"rms_norm_forward": 18, "swiglu_forward": 4, "rope": 4}
+
+
+def test_fused_ops_on_a_cpu_without_the_interpreter_run_the_models_own_formulas(monkeypatch):
+    monkeypatch.delenv("TILEKERN_INTERPRET", raising=False)
+    model = make()
+    reference = step(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        tilekern.apply(**{op: op in ("qk_norm_rope", "fused_add_rms_norm") for op in registry.known_ops()})
+        before = tilekern.stats()
+        assert worst(step(model), reference) < 1e-6
+    for kernel, number in {"add_rms_norm_forward": 2, "qk_norm_rope_forward": 2}.items():
+        assert tilekern.stats()[kernel]["fallbacks"] == before.get(kernel, {}).get("fallbacks", 0) + number
 
 
 @pytest.mark.usefixtures("interpreted")
 def test_an_mlp_with_another_activation_keeps_its_own_forward():
     model = make(hidden_act="gelu")
     reference, before = step(model), launches()
-    tilekern.apply(rms_norm=False, rope=False)
+    tilekern.apply(**{op: op == "swiglu" for op in registry.known_ops()})
     assert same(step(model), reference)
     assert not launched(before)
 
@@ -94,9 +180,9 @@ def test_an_mlp_with_another_activation_keeps_its_own_forward():
 def test_both_names_of_silu_are_known(activation):
     model = make(hidden_act=activation)
     before = launches()
-    tilekern.apply(rms_norm=False, rope=False)
+    tilekern.apply(**{op: op == "swiglu" for op in registry.known_ops()})
     step(model)
-    assert launched(before) == {"swiglu_forward": 2, "swiglu_backward": 2}
+    assert launched(before) == {"swiglu_forward": 2, "swiglu_backward_remake": 2}
 
 
 @pytest.mark.usefixtures("interpreted")
@@ -144,4 +230,4 @@ def test_generation_with_a_cache_gives_the_same_tokens():
     tilekern.apply()
     before = launches()
     assert torch.equal(model.generate(IDS, **settings), wanted)
-    assert set(launched(before)) == {"rms_norm_forward", "swiglu_forward", "rope"}
+    assert set(launched(before)) == FORWARD

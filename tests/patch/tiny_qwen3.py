@@ -4,8 +4,19 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import tilekern
+from tilekern.patch import registry
 
-KERNELS = ("rms_norm_forward", "rms_norm_backward", "column_sum", "swiglu_forward", "swiglu_backward", "rope")
+# The kernels of each op but the sum of its weights' gradients.
+KERNELS = {
+    "rms_norm": {"rms_norm_forward", "rms_norm_backward"},
+    "swiglu": {"swiglu_forward", "swiglu_backward_remake"},
+    "qk_norm_rope": {"qk_norm_rope_forward", "qk_norm_rope_backward"},
+    "rope": {"rope"},
+    "fused_add_rms_norm": {"add_rms_norm_forward", "add_rms_norm_backward"},
+}
+FORWARD = {"rms_norm_forward", "swiglu_forward", "qk_norm_rope_forward", "add_rms_norm_forward"}
+# What switches off the ops that fuse others.
+SINGLE = {op: False for op in registry.known_ops() if op not in ("rms_norm", "swiglu", "rope")}
 IDS = torch.randint(0, 331, (2, 7), generator=torch.Generator().manual_seed(1))
 
 

@@ -100,7 +100,7 @@ def _keys_gradients(
     number, kv_head = row // kv_heads, row % kv_heads
     first_query, queries = sequence(query_starts, number, q.shape[1], packed)
     first_key, keys = sequence(key_starts, number, k.shape[1], packed)
-    # A loop of one turn or none: tileiras 13.4 rejects the branch for sm_100.
+    # One turn, or none beyond the end of a packed sequence: tileiras 13.4 rejects a branch in dq's kernel for sm_100.
     for _ in range(ct.where(tile * tile_n < keys, 1, 0) if ct.static_eval(packed) else 1):
         arrays, span, factors = (q, dout, lse, delta), (queries, keys, window), _factors(scale, softcap, capped)
         key = tile * tile_n + ct.arange(tile_n, dtype=ct.int32)[:, None]
@@ -204,7 +204,6 @@ def _queries_gradients(
     kv_head = kv_head_of(head, heads, kv_heads)
     first_query, queries = sequence(query_starts, number, q.shape[1], packed)
     first_key, keys = sequence(key_starts, number, k.shape[1], packed)
-    # A loop of one turn or none: tileiras 13.4 rejects the branch for sm_100.
     for _ in range(ct.where(tile * tile_m < queries, 1, 0) if ct.static_eval(packed) else 1):
         arrays, span, factors = (k, v), (queries, keys, window), _factors(scale, softcap, capped)
         query = tile * tile_m + ct.arange(tile_m, dtype=ct.int32)[:, None]

@@ -73,9 +73,9 @@ def _config(tile_m: int, tile_h: int, schedule: str = "block", occupancy: int = 
     )  # fmt: skip
 
 
-_HALF = Constraint(
-    "a tile of fewer than 1024 or more than 16384 elements starves or spills",
-    lambda problem, config, target: 1024 <= config["tile_m"] * config["tile_h"] * shared.depth_of(problem) <= 16384,
+_SIZED = Constraint(
+    "a tile of fewer than 1024 or more than 8192 elements starves or spills",
+    lambda problem, config, target: 1024 <= config["tile_m"] * config["tile_h"] * shared.depth_of(problem) <= 8192,
 )
 
 
@@ -119,7 +119,7 @@ SPEC = KernelSpec(
         Dimension("head_dim", "exact"),
         Dimension("dtype", "dtype"),
     ),
-    space=Space(_axes, (TMA_NEEDS_HOPPER, _HALF)),
+    space=Space(_axes, (TMA_NEEDS_HOPPER, _SIZED)),
     ops=("attention",),
     workloads=workloads,
     implement=_implement,

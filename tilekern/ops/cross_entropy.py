@@ -9,7 +9,7 @@ import torch
 
 from tilekern.dispatch import Plan, count_fallback, keep, memo, plan_for
 from tilekern.kernels import cross_entropy as kernels
-from tilekern.ops.registration import as_rows, like_rows, needs_gradient, register, register_gradient
+from tilekern.ops.registration import as_rows, first_order, like_rows, needs_gradient, register, register_gradient
 
 _FORWARD, _BACKWARD = kernels.FORWARD, kernels.BACKWARD
 _INT32 = torch.iinfo(torch.int32)
@@ -230,25 +230,7 @@ class _CrossEntropy(torch.autograd.Function):
         with torch.no_grad():
             scale = _scale(dloss, count, labels.shape[0])
             dlogits = _launch_backward(ctx.plan, scale, logits, labels, lse, ctx.options, in_place=ctx.in_place)
-        if torch.is_grad_enabled():
-            dlogits = _OnceDifferentiable.apply(dlogits, logits)
-        return dlogits, None, None, None, None, None
-
-
-class _OnceDifferentiable(torch.autograd.Function):
-    """Ties a gradient to what it depends on, and refuses its own gradient.
-
-    torch's ``once_differentiable`` would take the gradient for a constant here, since nothing that a loss is given in
-    its backward needs a gradient.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, gradient: torch.Tensor, source: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
-        return gradient.view_as(gradient)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> None:  # noqa: ARG004
-        raise RuntimeError("cross_entropy: trying to differentiate twice; its gradient has no gradient")
+        return *first_order((dlogits,), logits), None, None, None, None, None
 
 
 def _run(

@@ -1,7 +1,9 @@
 """linear_cross_entropy: the loss of a language model's head, ``cross_entropy(hidden @ weight.T, target)``.
 
 The logits [tokens, vocabulary] never exist: both gradients are made chunk by chunk together with the loss, and the
-backward only multiplies them by what it is given, which costs nothing where that is 1.
+backward only multiplies them by what it is given, which costs nothing where that is 1. In float16 they would vanish
+without the factor that a scaler of losses puts in the backward, so there the logits are made once more, as they are
+for the losses of single rows. ``torch.compile`` gets torch's own operations, with logits.
 """
 
 from __future__ import annotations
@@ -9,7 +11,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from tilekern.dispatch import Plan, count_fallback, plan_for
 from tilekern.kernels import cross_entropy, cross_entropy_fused
@@ -17,9 +18,10 @@ from tilekern.kernels import linear_cross_entropy as kernels
 from tilekern.kernels import scale as scaling
 from tilekern.kernels.linear_cross_entropy import LossOptions
 from tilekern.ops.cross_entropy import composed
-from tilekern.ops.registration import needs_gradient
+from tilekern.ops.registration import first_order, needs_gradient
 
 _SPEC = kernels.SPEC
+_INT32 = torch.iinfo(torch.int32)
 
 
 def linear_cross_entropy(
@@ -29,12 +31,14 @@ def linear_cross_entropy(
 ) -> torch.Tensor:  # fmt: skip
     """Cross entropy of ``hidden @ weight.T`` against ``target``; the arguments that torch has too mean the same.
 
+    Under autocast ``hidden`` and ``weight`` are cast as a linear layer's are.
+
     Args:
         hidden: [..., hidden].
         weight: [vocabulary, hidden], of the same dtype as ``hidden``.
         target: [...], of a whole-number dtype; ``ignore_index`` leaves a row out, any other number that is no class
             makes the loss NaN.
-        class_weight: [vocabulary] or None.
+        class_weight: [vocabulary] or None; it gets no gradient.
         ignore_index: the target of rows that do not count.
         reduction: ``mean``, ``sum`` or ``none``. ``none`` makes the logits twice, once for each direction.
         label_smoothing: the share of the target that is spread evenly over the vocabulary.
@@ -45,73 +49,117 @@ def linear_cross_entropy(
         wide_sums: add the gradient of ``weight`` up over the chunks in float32.
 
     Returns:
-        float32: a scalar, or [...] where the reduction is ``none``.
+        float32 (float64 for float64): a scalar, or [...] where the reduction is ``none``.
 
     Raises:
-        ValueError: shapes that do not fit, an unknown reduction, or ``num_items`` without ``mean``.
+        ValueError: shapes or devices that do not fit, a target of another dtype, an option that has a value that it
+            cannot have, or ``num_items`` without ``mean``.
     """
-    _check(hidden, weight, target, reduction, num_items)
+    _check(hidden, weight, target, class_weight)
+    _check_options(reduction, num_items, label_smoothing, softcap)
+    kind = hidden.device.type
+    if torch.is_autocast_enabled(kind) and torch.float64 not in (hidden.dtype, weight.dtype):
+        dtype = torch.get_autocast_dtype(kind)
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
     options = LossOptions(
-        None if class_weight is None else class_weight.float(), ignore_index, label_smoothing, softcap, z_loss,
-        hidden.requires_grad, weight.requires_grad, wide_sums,
+        None if class_weight is None else class_weight.float().contiguous(), ignore_index, label_smoothing, softcap,
+        z_loss, hidden.requires_grad, weight.requires_grad, wide_sums,
     )  # fmt: skip
-    rows, wanted = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1).to(torch.int32)
-    graded = needs_gradient(hidden, weight)
-    plan = _plan(rows, weight, options, loss=not graded or reduction == "none", gradient=graded)
-    if plan is None:
-        count_fallback(_SPEC)
-        loss = composed(rows @ weight.t(), wanted, options)
-    elif not graded:
-        loss = _losses(plan, rows, weight, wanted, options)
-    elif reduction == "none":
-        loss = _Rows.apply(rows, weight, wanted, options, plan)
-    else:
-        scale = _scale(wanted, options, reduction, num_items)
-        return _Total.apply(rows, weight, wanted, scale, options, plan)
-    if reduction == "none":
-        return loss.view(target.shape)
-    return (loss * _scale(wanted, options, reduction, num_items)).sum()
+    rows, labels = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1)
+    factor = _factor(labels, options, reduction, num_items)
+    with torch.autocast(kind, enabled=False):
+        loss = _loss(rows, weight, labels, factor, options)
+    if loss.dim():
+        return loss.view(target.shape) if factor is None else loss.sum() * factor
+    return loss
 
 
-def _check(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, reduction: str, num_items: Any) -> None:
-    if weight.dim() != 2 or hidden.shape[-1] != weight.shape[1]:
+def _check(
+    hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, class_weight: torch.Tensor | None
+) -> None:
+    if not hidden.dim() or weight.dim() != 2 or hidden.shape[-1] != weight.shape[1]:
         raise ValueError(
-            f"linear_cross_entropy: weight must be [vocabulary, {hidden.shape[-1]}], got {list(weight.shape)}"
+            "linear_cross_entropy: hidden must be [..., hidden] and weight [vocabulary, hidden], "
+            f"got {list(hidden.shape)} and {list(weight.shape)}"
         )
     if target.shape != hidden.shape[:-1]:
         raise ValueError(
             f"linear_cross_entropy: target must be {list(hidden.shape[:-1])} like hidden, got {list(target.shape)}"
         )
+    if target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
+        raise ValueError(
+            f"linear_cross_entropy: target must hold class indices of an integer dtype, got {target.dtype}"
+        )
+    if class_weight is not None and class_weight.shape != weight.shape[:1]:
+        raise ValueError(
+            f"linear_cross_entropy: class_weight must be [{weight.shape[0]}], got {list(class_weight.shape)}"
+        )
+    if class_weight is not None and class_weight.requires_grad:
+        raise ValueError("linear_cross_entropy: class_weight gets no gradient; detach it")
+    if any(x is not None and x.device != hidden.device for x in (weight, target, class_weight)):
+        raise ValueError(
+            f"linear_cross_entropy: weight, target and class_weight must be on hidden's device {hidden.device}"
+        )
+
+
+def _check_options(reduction: str, num_items: Any, label_smoothing: float, softcap: float | None) -> None:
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"linear_cross_entropy: reduction must be mean, sum or none, got {reduction!r}")
     if num_items is not None and reduction != "mean":
         raise ValueError(f"linear_cross_entropy: num_items goes with the reduction mean, not {reduction}")
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(f"linear_cross_entropy: label_smoothing must be from 0 to 1, got {label_smoothing}")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"linear_cross_entropy: softcap must be positive, got {softcap}")
+
+
+def _factor(labels: torch.Tensor, options: LossOptions, reduction: str, num_items: Any) -> torch.Tensor | None:
+    """What the sum of all losses is multiplied by, a float32 scalar; None where the rows are not added up."""
+    if reduction == "none":
+        return None
+    if reduction == "sum":
+        return torch.ones((), device=labels.device)
+    if num_items is None:
+        counted = (labels != options.ignore_index).float()
+        if options.class_weight is not None:
+            counted = counted * options.class_weight[labels.clamp(0, len(options.class_weight) - 1).long()]
+        num_items = counted.sum()
+    return torch.as_tensor(num_items, dtype=torch.float32, device=labels.device).reciprocal().reshape(())
+
+
+def _loss(
+    rows: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, factor: torch.Tensor | None, options: LossOptions
+) -> torch.Tensor:
+    """The total where its gradients are made with it, else the loss of each row."""
+    if torch.compiler.is_compiling():
+        return composed(rows @ weight.t(), labels, options)
+    graded = needs_gradient(rows, weight)
+    at_once = factor is not None and rows.dtype != torch.float16
+    plan = _plan(rows, weight, options, loss=not (graded and at_once), gradient=graded)
+    if plan is None:
+        count_fallback(_SPEC)
+        return composed(rows @ weight.t(), labels, options)
+    target = labels.to(torch.int32)
+    if not graded:
+        return _losses(plan, rows, weight, target, options)
+    if factor is None or not at_once:
+        return _Rows.apply(rows, weight, target, options, plan)
+    return _Total.apply(rows, weight, target, factor.expand(target.shape).contiguous(), options, plan)
 
 
 def _plan(rows: torch.Tensor, weight: torch.Tensor, options: LossOptions, *, loss: bool, gradient: bool) -> Plan | None:
     """The plan of the problem, of the loss alone or with its gradient; None where torch must do the work."""
     if rows.dtype != weight.dtype or not rows.numel() or not weight.numel():
         return None
+    if not _INT32.min <= options.ignore_index <= _INT32.max:
+        return None
     plan = plan_for(_SPEC, rows.device, *rows.shape, weight.shape[0], rows.dtype)
-    specs = [cross_entropy.FORWARD] * loss + [cross_entropy_fused.FUSED] * gradient
     if plan is None:
         return None
+    specs = [cross_entropy.FORWARD] * loss + [cross_entropy_fused.FUSED] * gradient
     chunk, vocabulary = plan.config["chunk"], weight.shape[0]
     found = [kernels.chunk_plans(plan_for, spec, chunk, rows, vocabulary, options) for spec in specs]
     return None if None in found else plan
-
-
-def _scale(target: torch.Tensor, options: LossOptions, reduction: str, num_items: Any) -> torch.Tensor:
-    """What each row's loss is multiplied by, float32 [rows]."""
-    if reduction == "sum":
-        return torch.ones(target.shape, dtype=torch.float32, device=target.device)
-    if num_items is None:
-        counted = (target != options.ignore_index).float()
-        if options.class_weight is not None:
-            counted = counted * options.class_weight[target.clamp(0, len(options.class_weight) - 1).long()]
-        num_items = counted.sum()
-    divisor = torch.as_tensor(num_items, dtype=torch.float32, device=target.device)
-    return divisor.reciprocal().expand(target.shape).contiguous()
 
 
 def _losses(
@@ -138,11 +186,12 @@ class _Rows(torch.autograd.Function):
         return _losses(plan, rows, weight, target, options)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dloss: torch.Tensor) -> tuple[Any, ...]:
         rows, weight, target = ctx.saved_tensors
-        _, drows, dweight = _gradients(ctx.plan, rows, weight, target, dloss.float().contiguous(), ctx.options)
-        return drows, _narrow(dweight, weight), None, None, None
+        with torch.no_grad():
+            _, drows, dweight = _gradients(ctx.plan, rows, weight, target, dloss.float().contiguous(), ctx.options)
+            made = drows, _narrow(dweight, weight)
+        return *first_order(made, rows, weight), None, None, None
 
 
 class _Total(torch.autograd.Function):
@@ -159,16 +208,17 @@ class _Total(torch.autograd.Function):
         return (loss * scale).sum()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dloss: torch.Tensor) -> tuple[Any, ...]:
         rows, weight, target, scale = ctx.saved_tensors
         # Whoever asks a second time (retain_graph) gets gradients of its own: the first ones belong to their taker.
         made, ctx.made = ctx.made, None
-        if made is None:
-            _, drows, dweight = _gradients(ctx.plan, rows, weight, target, scale, ctx.options)
-            made = drows, _narrow(dweight, weight)
-        factor = dloss.float().reshape(1)
-        return (*(None if x is None else _scaled(x, factor) for x in made), None, None, None, None)
+        with torch.no_grad():
+            if made is None:
+                _, drows, dweight = _gradients(ctx.plan, rows, weight, target, scale, ctx.options)
+                made = drows, _narrow(dweight, weight)
+            factor = dloss.float().reshape(1)
+            made = tuple(None if x is None else _scaled(x, factor) for x in made)
+        return *first_order(made, rows, weight), None, None, None, None
 
 
 def _narrow(dweight: torch.Tensor | None, weight: torch.Tensor) -> torch.Tensor | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -41,6 +41,29 @@ def is_eager(*tensors: torch.Tensor) -> bool:
     if torch.compiler.is_compiling() or torch.is_autocast_enabled(tensors[0].device.type):
         return False
     return len({tensor.dtype for tensor in tensors}) == 1
+
+
+def first_order(
+    gradients: Sequence[torch.Tensor | None], *sources: torch.Tensor
+) -> tuple[torch.Tensor | None, ...]:
+    """A backward's results, made under ``no_grad``, which refuse to be differentiated with respect to ``sources``.
+
+    torch's ``once_differentiable`` would take them for constants where nothing that the backward is given needs a
+    gradient, as is so for a loss.
+    """
+    if not torch.is_grad_enabled():
+        return tuple(gradients)
+    return tuple(None if x is None else _FirstOrder.apply(x, *sources) for x in gradients)
+
+
+class _FirstOrder(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gradient: torch.Tensor, *sources: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> None:  # noqa: ARG004
+        raise RuntimeError("tilekern: trying to differentiate twice; the gradient of this op has no gradient")
 
 
 def as_rows(x: torch.Tensor) -> torch.Tensor:
