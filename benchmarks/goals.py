@@ -58,7 +58,8 @@ def _kernel_verdict(results: Results, case: str, metric: str, least_share: float
 
 def _peers(results: Results, case: str, metric: str) -> list[Row]:
     found = [row for row in results.rows if (row.case, row.metric) == (case, metric)]
-    return sorted((row for row in found if row.provider not in (OURS, COPY)), key=lambda row: row.value)
+    peers = [row for row in found if row.provider != COPY and not row.provider.startswith(OURS)]
+    return sorted(peers, key=lambda row: row.value)
 
 
 def _listed(rows: Sequence[Row]) -> str:

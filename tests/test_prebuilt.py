@@ -9,6 +9,7 @@ from tilekern.cache import PackLayer, lookup
 from tilekern.cache.packs import Pack, checked_contents
 from tilekern.kernels import spec_named
 from tilekern.source import digest_of_module
+from tilekern.spec import Config, Problem
 from tilekern.targets import resolve
 from tuning.models import PRESETS
 from tuning.plan import known_ops, plan
@@ -30,7 +31,8 @@ def test_every_record_is_whole_and_of_todays_source(name: str):
     for record in records:
         assert record.source_digest == digest_of_module(record.module), f"{record.kernel} is stale: tune again"
         assert (record.target["name"], record.provenance) == (gpu, provenance)
-        assert set(record.artifacts) == {"aligned", "generic"}
+        library = spec_named(record.kernel).is_library(Problem(record.problem), Config(record.config))
+        assert set(record.artifacts) == (set() if library else {"aligned", "generic"})
         assert record.failed < record.candidates
 
 
@@ -41,8 +43,10 @@ def test_what_is_measured_says_where_and_passed_its_check():
         assert record.measurement is not None
         assert record.measurement["gpu"] == "NVIDIA H200"
         assert record.measurement["driver"]
-        assert record.measurement["samples"] >= 50
-        assert record.artifacts["aligned"].resources["stack_bytes"] >= 0
+        # A race has a time limit, which long launches reach before they have many samples.
+        assert (
+            record.measurement["samples"] >= 50 or record.measurement["samples"] * record.measurement["median_us"] > 5e5
+        )
 
 
 @pytest.mark.parametrize("name", PACKS)
@@ -67,4 +71,6 @@ def test_the_models_problems_are_all_there(name: str):
 
 def test_no_predicted_winner_spills():
     for record, _ in checked_contents(Pack(FOLDER / "qwen3-8b-b200.pack")):
-        assert record.artifacts["aligned"].resources["stack_bytes"] == 0, record.address
+        assert all(artifact.resources["stack_bytes"] == 0 for artifact in list(record.artifacts.values())[:1]), (
+            record.address
+        )

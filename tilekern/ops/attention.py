@@ -143,18 +143,22 @@ def fallback(
 
 
 def _shown(q: torch.Tensor, k: torch.Tensor, cu_seqlens: torch.Tensor | None, call: Call) -> torch.Tensor:
-    """Which keys each query sees, [queries, keys] bool."""
-    key = torch.arange(k.shape[1], device=q.device)
-    position = (torch.arange(q.shape[1], device=q.device) + k.shape[1] - q.shape[1])[:, None]
-    shown = torch.ones((q.shape[1], k.shape[1]), dtype=torch.bool, device=q.device)
-    if call.causal:
-        shown = key <= position
-    if call.window is not None:
-        shown = shown & ((key - position).abs() < call.window)
+    return shown(q.shape[1], k.shape[1], q.device, call.causal, call.window, cu_seqlens)
+
+
+def shown(
+    queries: int, keys: int, device: torch.device, causal: bool, window: int | None, cu_seqlens: torch.Tensor | None
+) -> torch.Tensor:
+    """Which keys each query sees, [queries, keys] bool; arguments as those of :func:`attention`."""
+    key = torch.arange(keys, device=device)
+    position = (torch.arange(queries, device=device) + keys - queries)[:, None]
+    seen = key <= position if causal else torch.ones((queries, keys), dtype=torch.bool, device=device)
+    if window is not None:
+        seen = seen & ((key - position).abs() < window)
     if cu_seqlens is not None:
         number = torch.searchsorted(cu_seqlens.to(torch.int64), key, right=True)
-        shown = shown & (number[:, None] == number)
-    return shown
+        seen = seen & (number[:, None] == number)
+    return seen
 
 
 def _formula(

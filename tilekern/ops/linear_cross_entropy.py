@@ -74,9 +74,7 @@ def linear_cross_entropy(
     return loss
 
 
-def _check(
-    hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, class_weight: torch.Tensor | None
-) -> None:
+def _check(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, class_weight: torch.Tensor | None) -> None:
     if not hidden.dim() or weight.dim() != 2 or hidden.shape[-1] != weight.shape[1]:
         raise ValueError(
             "linear_cross_entropy: hidden must be [..., hidden] and weight [vocabulary, hidden], "

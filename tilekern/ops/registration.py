@@ -43,9 +43,7 @@ def is_eager(*tensors: torch.Tensor) -> bool:
     return len({tensor.dtype for tensor in tensors}) == 1
 
 
-def first_order(
-    gradients: Sequence[torch.Tensor | None], *sources: torch.Tensor
-) -> tuple[torch.Tensor | None, ...]:
+def first_order(gradients: Sequence[torch.Tensor | None], *sources: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     """A backward's results, made under ``no_grad``, which refuse to be differentiated with respect to ``sources``.
 
     torch's ``once_differentiable`` would take them for constants where nothing that the backward is given needs a

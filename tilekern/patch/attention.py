@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from tilekern.errors import InputError
-from tilekern.ops.attention import attention
+from tilekern.ops.attention import attention, shown
 
 NAMES = {"tilekern": True, "tilekern_nondeterministic": False}
 
@@ -28,7 +28,7 @@ def attend(
     Args:
         deterministic: whether gradients must be the same, bit for bit, in every run.
         module: the attention layer; its ``is_causal`` holds where the argument is None.
-        query: [batch, heads, queries, head_dim].
+        query: [batch, heads, queries, head_dim]. Under autocast query, key and value are cast as SDPA's are.
         key, value: [batch, kv_heads, keys, head_dim].
         attention_mask: None, or what :func:`mask` made.
         dropout: of the probabilities.
@@ -43,28 +43,47 @@ def attend(
         [batch, queries, heads, head_dim], and None for the probabilities.
 
     Raises:
-        InputError: a mask or dropout comes together with a soft cap or sinks, which SDPA cannot compute.
+        InputError: a mask or dropout comes together with a soft cap or sinks, which SDPA cannot compute; packed
+            sequences in a batch of several or with a cache.
     """
     starts = kwargs.get("cu_seq_lens_q")
     packed = starts is not None and query.shape[0] == 1 and query.shape[2] == key.shape[2]
+    if starts is not None and not packed and attention_mask is None:
+        raise InputError('attn_implementation="tilekern" takes cu_seq_lens_q for a batch of one without a cache only')
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if causal and attention_mask is None and 1 < query.shape[2] < key.shape[2]:
+        # transformers leaves the mask out only where the queries stand at the first keys: the rest is room of a cache.
+        key, value = (x[:, :, : query.shape[2]] for x in (key, value))
+    masked = attention_mask is not None and not packed
     decoding = not torch.is_grad_enabled() and query.shape[2] != key.shape[2]
     special = softcap is not None or s_aux is not None
-    if dropout or (attention_mask is not None and not packed) or _is_foreign(query) or (decoding and not special):
+    if dropout or masked or _is_foreign(query) or (decoding and not special):
         if special:
             raise InputError(
                 'attn_implementation="tilekern" computes a soft cap and sinks without a mask and dropout only; '
                 'use "eager" for batches with padding'
             )
+        if not masked and (packed or sliding_window is not None):
+            # What None leaves to the kernels, SDPA has to be told.
+            attention_mask = shown(query.shape[2], key.shape[2], query.device, causal, sliding_window, starts)
         return _sdpa()(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=causal, **kwargs
         )
+    query, key, value = _autocast(query, key, value)
     out = attention(
         query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), causal=causal, scale=scaling,
         window=sliding_window, softcap=softcap, sinks=s_aux, cu_seqlens=starts if packed else None,
         max_seqlen=kwargs.get("max_length_q") if packed else None, deterministic=deterministic,
     )  # fmt: skip
     return out, None
+
+
+def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Tensors as autocast hands them to SDPA: norms in float32 leave queries wider than values."""
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind) or any(x.dtype == torch.float64 for x in tensors):
+        return tensors
+    return tuple(x.to(torch.get_autocast_dtype(kind)) for x in tensors)
 
 
 def _is_foreign(query: torch.Tensor) -> bool:
@@ -81,13 +100,30 @@ def _sdpa() -> Callable[..., Any]:
 def mask(*, local_size: int | None = None, config: Any = None, **given: Any) -> Any:
     """A mask as transformers asks for it: None wherever the kernels' own causality and window say all of it.
 
+    As with flash attention, a layer must hand its window to its attention function; Qwen2-MoE's and Phi-MoE's do not.
+
     Padding, sequences packed without ``cu_seq_lens``, blocks of images and the like give SDPA's boolean mask.
     """
     from transformers.masking_utils import sdpa_mask
 
-    window = getattr(config, "sliding_window", None)
-    own = local_size == window and getattr(config, "attention_chunk_size", None) is None
-    return sdpa_mask(**given, local_size=None if own else local_size, config=config)
+    if local_size is not None and _is_own(local_size, config, **given):
+        local_size = None
+    return sdpa_mask(**given, local_size=local_size, config=config)
+
+
+def _is_own(
+    local_size: int, config: Any, kv_length: int, q_length: int | None = None, cache_position: Any = None,
+    allow_is_causal_skip: bool = True, **_: Any,
+) -> bool:  # fmt: skip
+    """Whether a local mask is the window that layers hand to :func:`attend`: causal, of all tokens, in no chunks.
+
+    A cache may hold keys that have left the window, and masks in both directions count it in another way.
+    """
+    # Until 5.3 the queries were told by their positions.
+    queries = len(cache_position) if q_length is None else q_length
+    chunked = getattr(config, "attention_chunk_size", None) is not None
+    same = local_size == getattr(config, "sliding_window", None)
+    return same and not chunked and allow_is_causal_skip and queries == kv_length
 
 
 def register() -> None:

@@ -10,6 +10,7 @@ import torch
 from tilekern.dispatch import say_once
 from tilekern.ops.linear_cross_entropy import linear_cross_entropy
 from tilekern.patch.digests import digest_of
+from tilekern.patch.plain import is_plain
 
 Function = Callable[..., Any]
 # Hugging Face's loss of transformers 5.0 to 5.23, which this computes.
@@ -22,7 +23,8 @@ def fused_linear_cross_entropy(original: Function) -> Function:
 
     While the model trains and labels are given, the output's ``logits`` are None and its loss is Hugging Face's: the
     labels are shifted by one (or taken from ``shift_labels``), and the sum is divided by ``num_items_in_batch`` or by
-    the number of labels that count. Everything else runs the original.
+    the number of labels that count. Everything else runs the original: a head with a bias, an adapter, or hooks that
+    expect its logits, and a forward that ``torch.compile`` traces.
     """
     from transformers.loss.loss_utils import ForCausalLMLoss, fixed_cross_entropy
     from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -33,12 +35,10 @@ def fused_linear_cross_entropy(original: Function) -> Function:
         say_once("tilekern: transformers' ForCausalLMLoss is another one than tilekern knows, so it runs as it is")
 
     def serves(model: Any, labels: Any, logits_to_keep: Any) -> bool:
-        head = model.lm_head
-        if not known or labels is None or not model.training:
+        if not known or labels is None or not model.training or torch.compiler.is_compiling():
             return False
-        plain = _is_linear(head)
         whole = isinstance(logits_to_keep, int) and logits_to_keep == 0
-        return plain and whole and model.loss_function is ForCausalLMLoss
+        return whole and model.loss_function is ForCausalLMLoss and _is_linear(model.lm_head)
 
     @can_return_tuple
     def forward(
@@ -66,9 +66,18 @@ def fused_linear_cross_entropy(original: Function) -> Function:
 
 
 def _is_linear(head: Any) -> bool:
-    """Whether a head's forward is a linear layer's without bias; hooks around it, such as FSDP's, may be there."""
+    """Whether calling a head is a linear layer without bias, around which only FSDP's hooks may run."""
     own = getattr(head.forward, "__func__", None)
-    return isinstance(head, torch.nn.Linear) and head.bias is None and own is torch.nn.Linear.forward
+    if not isinstance(head, torch.nn.Linear) or head.bias is not None or own is not torch.nn.Linear.forward:
+        return False
+    hooks = (*head._forward_pre_hooks.values(), *head._forward_hooks.values())
+    if head._backward_hooks or head._backward_pre_hooks or not all(map(_is_sharding, hooks)):
+        return False
+    return bool(hooks) or is_plain(head.weight)
+
+
+def _is_sharding(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp.")
 
 
 def _loss(
@@ -81,14 +90,11 @@ def _loss(
     target = shift_labels.reshape(hidden.shape[:-1]).to(hidden.device)
 
     def compute(hidden: torch.Tensor) -> torch.Tensor:
-        weight, kind = head.weight, hidden.device.type
-        if torch.is_autocast_enabled(kind):
-            dtype = torch.get_autocast_dtype(kind)
-            hidden, weight = hidden.to(dtype), weight.to(dtype)
-        with torch.autocast(kind, enabled=False):
-            return linear_cross_entropy(hidden, weight, target, ignore_index=ignore_index, num_items=num_items_in_batch)
+        return linear_cross_entropy(
+            hidden, head.weight, target, ignore_index=ignore_index, num_items=num_items_in_batch
+        )
 
-    if not (head._forward_pre_hooks or head._forward_hooks):
+    if not head._forward_pre_hooks:
         return compute(hidden)
     # Under FSDP the head's weight is whole only between the hooks around its forward.
     head.forward = compute
