@@ -43,10 +43,8 @@ def test_what_is_measured_says_where_and_passed_its_check():
         assert record.measurement is not None
         assert record.measurement["gpu"] == "NVIDIA H200"
         assert record.measurement["driver"]
-        # A race has a time limit, which long launches reach before they have many samples.
-        assert (
-            record.measurement["samples"] >= 50 or record.measurement["samples"] * record.measurement["median_us"] > 5e5
-        )
+        # A race has a time limit, which long launches reach before they have as many samples as short ones.
+        assert record.measurement["samples"] >= (15 if record.measurement["median_us"] > 2000 else 50)
 
 
 @pytest.mark.parametrize("name", PACKS)
