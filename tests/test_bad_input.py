@@ -69,8 +69,8 @@ def said(ran, code):
         (["--gpu", "B200"], ["name a model"]),
         (["qwen3-8b", "--gpu", "B9000"], ["unknown GPU 'B9000'", "H200", "sm_100"]),
         (
-            ["qwen3-8b", "--gpu", "B200", "--ops", "rope,attention"],
-            ["unknown op 'attention'", "rms_norm, swiglu, rope"],
+            ["qwen3-8b", "--gpu", "B200", "--ops", "rope,conv"],
+            ["unknown op 'conv'", "rope, swiglu"],
         ),
         (["qwen3-8b", "--gpu", "B200", "--ops", ","], ["--ops is empty"]),
         (["qwen3-8b", "--gpu", "B200", "--dtype", "int8"], ["unknown dtype 'int8'", "bfloat16, float16, float32"]),

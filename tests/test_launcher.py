@@ -6,9 +6,10 @@ from importlib import metadata
 import cuda.tile as ct
 import pytest
 from cuda.tile.compilation import ArrayConstraint, ConstantConstraint, ScalarConstraint
+from spec_samples import compiled
 
 from tilekern.errors import TilekernError
-from tilekern.kernels import all_specs, rms_norm, spec_named
+from tilekern.kernels import rms_norm, spec_named
 from tilekern.launcher import NoVariant, PrebuiltKernel, Variant, implies, may_depend
 from tilekern.spec import ALIGNED, GENERIC
 from tilekern.targets import KNOWN
@@ -58,10 +59,9 @@ def chosen(parameters, *names):
     return kernel(*names or (ALIGNED, GENERIC))._compile(Signature(parameters), None, (9, 0))
 
 
-@pytest.mark.parametrize("name", all_specs())
+@pytest.mark.parametrize("spec", compiled(), ids=lambda spec: spec.name)
 @pytest.mark.parametrize("size", [64, 80, 100])
-def test_aligned_implies_generic_and_never_the_reverse(name, size):
-    spec = all_specs()[name]
+def test_aligned_implies_generic_and_never_the_reverse(spec, size):
     values = {"dtype": "bfloat16", "flag": False}
     problem = spec.problem(**{d.name: values.get(d.kind, size) for d in spec.dimensions})
     implementation = spec.device(problem, spec.generic(problem))
@@ -183,9 +183,8 @@ def test_a_cubin_is_loaded_only_when_it_is_chosen():
     assert loaded == ["generic"]
 
 
-@pytest.mark.parametrize("name", all_specs())
-def test_a_prebuilt_kernel_of_every_function_can_be_made(name):
-    spec = all_specs()[name]
+@pytest.mark.parametrize("spec", compiled(), ids=lambda spec: spec.name)
+def test_a_prebuilt_kernel_of_every_function_can_be_made(spec):
     values = {"dtype": "float32", "flag": True}
     problem = spec.problem(**{d.name: values.get(d.kind, 64) for d in spec.dimensions})
     function = spec.device(problem, spec.generic(problem)).function

@@ -44,7 +44,7 @@ def test_what_is_measured_says_where_and_passed_its_check():
         assert record.measurement["gpu"] == "NVIDIA H200"
         assert record.measurement["driver"]
         # A race has a time limit, which long launches reach before they have as many samples as short ones.
-        assert record.measurement["samples"] >= (15 if record.measurement["median_us"] > 2000 else 50)
+        assert record.measurement["samples"] >= (10 if record.measurement["median_us"] > 2000 else 50)
 
 
 @pytest.mark.parametrize("name", PACKS)

@@ -7,11 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from spec_samples import compiled
 
 from tilekern import toolchain
 from tilekern.errors import CompileFailed, ToolchainMissing
-from tilekern.kernels import all_specs, spec_named
-from tilekern.spec import ALIGNED, GENERIC, ArrayParameter
+from tilekern.kernels import spec_named
+from tilekern.spec import ALIGNED, GENERIC, ITEM_BYTES, ArrayParameter
 from tilekern.targets import resolve
 from tilekern.toolchain import assumptions, compile_candidate, require_toolkit, toolkit
 
@@ -117,9 +118,8 @@ def test_the_compiler_does_not_see_another_cuda_toolkit(fresh, tmp_path, monkeyp
     assert compile_candidate(*candidate(), H200, GENERIC).cubin == b"\n"
 
 
-@pytest.mark.parametrize("name", all_specs())
-def test_the_generic_variant_assumes_dtypes_and_ranks_alone(name):
-    spec = all_specs()[name]
+@pytest.mark.parametrize("spec", compiled(), ids=lambda spec: spec.name)
+def test_the_generic_variant_assumes_dtypes_and_ranks_alone(spec):
     problem = spec.problem(**{d.name: {"dtype": "bfloat16", "flag": False}.get(d.kind, 64) for d in spec.dimensions})
     implementation = spec.device(problem, spec.generic(problem))
     plain, strong = assumptions(implementation, GENERIC), assumptions(implementation, ALIGNED)
@@ -130,9 +130,10 @@ def test_the_generic_variant_assumes_dtypes_and_ranks_alone(name):
             assert generic["ndim"] == aligned["ndim"] == parameter.ndim
             assert (generic["base_bytes"], generic["stride_elements"], generic["extent_elements"]) == (1, 1, 1)
             assert not generic["last_stride_one"]
-            assert (aligned["base_bytes"], aligned["last_stride_one"]) == (16, True)
-            item = {"bfloat16": 2, "float16": 2, "float32": 4}[parameter.dtype]
-            assert aligned["stride_elements"] * item == 16
+            assert aligned["last_stride_one"]
+            stride_bytes = aligned["stride_elements"] * ITEM_BYTES[parameter.dtype]
+            known = (aligned["base_bytes"], stride_bytes)
+            assert known == ((16, 16) if parameter.aligned else (1, ITEM_BYTES[parameter.dtype]))
 
 
 @pytest.mark.parametrize(("columns", "extent"), [(64, 16), (80, 16), (72, 1), (100, 1), (1, 1)])
@@ -153,8 +154,8 @@ def test_a_toolkit_names_its_versions():
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", all_specs())
-def test_the_front_end_gives_the_bytecode_of_cuda_tile_s_public_function(name):
+@pytest.mark.parametrize("spec", compiled(), ids=lambda spec: spec.name)
+def test_the_front_end_gives_the_bytecode_of_cuda_tile_s_public_function(spec):
     """The steps behind ``export_kernel`` are private to cuda-tile; lowered code is kept and used for all hints."""
     import io
 
@@ -163,7 +164,6 @@ def test_the_front_end_gives_the_bytecode_of_cuda_tile_s_public_function(name):
 
     from tilekern.frontend import lower
 
-    spec = all_specs()[name]
     values = {"dtype": "bfloat16", "flag": False}
     problem = spec.problem(**{d.name: values.get(d.kind, 8 if "heads" in d.name else 64) for d in spec.dimensions})
     implementation = spec.device(problem, spec.generic(problem))

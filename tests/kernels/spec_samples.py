@@ -36,6 +36,11 @@ ODD = {"rows": 13, "columns": 83, "vocabulary": 83, "tokens": 7, "batch": 2, "he
 SAME = {"queries": "tokens", "keys": "tokens"}
 
 
+def compiled() -> list[KernelSpec]:
+    """The specs that make artifacts; the others are composites of them and of library calls."""
+    return [spec for spec in SPECS if not spec.is_library(sized(spec), spec.generic(sized(spec)))]
+
+
 def problems(spec: KernelSpec) -> st.SearchStrategy[Problem]:
     """Any small problem of a spec."""
     kinds = {"dtype": st.sampled_from(DTYPES), "flag": st.booleans()}

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from spec_samples import SPECS, sized
+from spec_samples import compiled, sized
 
 from tilekern.cubin import read_resources
 from tilekern.errors import CompileFailed
@@ -13,7 +13,7 @@ from tilekern.targets import resolve
 from tilekern.toolchain import compile_candidate, toolkit
 
 pytestmark = pytest.mark.skipif(toolkit() is None, reason="no tile compiler is installed")
-COMPILED = [spec for spec in SPECS if not spec.is_library(sized(spec), spec.generic(sized(spec)))]
+COMPILED = compiled()
 every_spec = pytest.mark.parametrize("spec", COMPILED, ids=[spec.name for spec in COMPILED])
 ARCHES = ("sm_80", "sm_90", "sm_100", "sm_103", "sm_120")
 QWEN3 = {

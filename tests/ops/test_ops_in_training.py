@@ -177,6 +177,8 @@ def _arguments():
     x, weight = torch.randn(3, 5, 12), torch.randn(12)
     q, k, angles = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 5, 8), torch.rand(1, 5, 8)
     heads = [torch.randn(2, 5, 4, 8, requires_grad=True), torch.randn(2, 5, 2, 8, requires_grad=True)]
+    attended = [*heads, torch.randn(2, 5, 2, 8, requires_grad=True)]
+    numbers = (True, 8**-0.5, None, None, 5, True)
     norms = [torch.ones(8, requires_grad=True), torch.ones(8, requires_grad=True)]
     return {
         "rms_norm": (x.requires_grad_(), weight.requires_grad_(), EPS),
@@ -199,6 +201,18 @@ def _arguments():
         ),
         "add_rms_norm": (x, x.detach(), weight, EPS),
         "add_rms_norm_backward": (x.detach(), x.detach(), x.detach(), weight.detach(), EPS),
+        "attention": (*attended, None, None, *numbers),
+        "attention_backward": (
+            torch.randn(2, 5, 4, 8),
+            *(x.detach() for x in attended),
+            torch.randn(2, 5, 4, 8),
+            torch.rand(2, 4, 5),
+            None,
+            None,
+            *numbers,
+        ),
+        "linear": (torch.randn(5, 12, requires_grad=True), torch.randn(6, 12, requires_grad=True), None, None),
+        "linear_backward": (torch.randn(5, 6), torch.randn(5, 12), torch.randn(6, 12)),
         "qk_norm_rope": (*heads, *norms, angles, angles, EPS),
         "qk_norm_rope_backward": (*(x.detach() for x in (*heads, *heads, *norms)), angles, angles, EPS),
     }

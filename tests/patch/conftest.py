@@ -8,7 +8,7 @@ from tilekern import dispatch
 @pytest.fixture(autouse=True)
 def unpatched():
     """Every test starts and ends with nothing patched and no plan remembered."""
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
     tilekern.reset()
     dispatch.forget()
     yield

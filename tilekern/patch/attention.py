@@ -65,7 +65,8 @@ def attend(
             )
         if not masked and (packed or sliding_window is not None):
             # What None leaves to the kernels, SDPA has to be told.
-            attention_mask = shown(query.shape[2], key.shape[2], query.device, causal, sliding_window, starts)
+            seen = shown(query.shape[2], key.shape[2], query.device, causal, sliding_window, starts)
+            attention_mask = seen[None, None]
         return _sdpa()(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=causal, **kwargs
         )
@@ -111,19 +112,13 @@ def mask(*, local_size: int | None = None, config: Any = None, **given: Any) -> 
     return sdpa_mask(**given, local_size=local_size, config=config)
 
 
-def _is_own(
-    local_size: int, config: Any, kv_length: int, q_length: int | None = None, cache_position: Any = None,
-    allow_is_causal_skip: bool = True, **_: Any,
-) -> bool:  # fmt: skip
-    """Whether a local mask is the window that layers hand to :func:`attend`: causal, of all tokens, in no chunks.
+def _is_own(local_size: int, config: Any, allow_is_causal_skip: bool = True, **_: Any) -> bool:
+    """Whether a local mask is the window that layers hand to :func:`attend`: causal, and no chunks.
 
-    A cache may hold keys that have left the window, and masks in both directions count it in another way.
+    Masks in both directions count a window in another way.
     """
-    # Until 5.3 the queries were told by their positions.
-    queries = len(cache_position) if q_length is None else q_length
     chunked = getattr(config, "attention_chunk_size", None) is not None
-    same = local_size == getattr(config, "sliding_window", None)
-    return same and not chunked and allow_is_causal_skip and queries == kv_length
+    return local_size == getattr(config, "sliding_window", None) and not chunked and allow_is_causal_skip
 
 
 def register() -> None:

@@ -1,0 +1,347 @@
+"""linear_cross_entropy as users call it: every option, alone and together, against float64; chunks, graphs, errors."""
+
+import importlib
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from op_samples import DTYPES, TOLERANCE, assert_near
+
+from tilekern import dispatch
+from tilekern.dispatch import counters
+from tilekern.kernels import linear_cross_entropy as kernels
+from tilekern.ops.linear_cross_entropy import linear_cross_entropy
+
+NAME = "linear_cross_entropy"
+CHUNK = 4
+module = importlib.import_module("tilekern.ops.linear_cross_entropy")
+
+
+@pytest.fixture
+def chunked(monkeypatch):
+    """Chunks of a few rows, so that a small problem has several and a tail."""
+
+    def small(plan_for, spec, chunk, *rest):
+        return chunk_plans(plan_for, spec, CHUNK, *rest)
+
+    chunk_plans = kernels.chunk_plans
+    monkeypatch.setattr(kernels, "chunk_plans", small)
+
+
+def sample(rows=7, width=16, vocabulary=83, dtype=torch.float32, ignored=2, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(rows, width, generator=generator).to(dtype).requires_grad_()
+    weight = (torch.randn(vocabulary, width, generator=generator) / 3).to(dtype).requires_grad_()
+    target = torch.randint(vocabulary, (rows,), generator=generator)
+    target[1 : 1 + ignored] = -100
+    return hidden, weight, target
+
+
+def expected(hidden, weight, target, *, class_weight=None, ignore_index=-100, reduction="mean", label_smoothing=0.0,
+             softcap=None, z_loss=0.0, num_items=None, wide_sums=False):  # fmt: skip
+    """The formula in float64, by torch's own cross entropy for what torch has."""
+    x = (hidden.double() @ weight.double().t()).reshape(-1, weight.shape[0])
+    if softcap is not None:
+        x = softcap * torch.tanh(x / softcap)
+    labels = target.reshape(-1).long()
+    share = None if class_weight is None else class_weight.double()
+    loss = torch.nn.functional.cross_entropy(
+        x, labels, share, ignore_index=ignore_index, reduction="none", label_smoothing=label_smoothing
+    )
+    valid = (labels != ignore_index).double()
+    loss = loss + z_loss * x.logsumexp(-1).square() * valid
+    if reduction == "none":
+        return loss.view(target.shape)
+    counted = valid if share is None else share[labels.clamp(0, len(share) - 1)] * valid
+    divisor = 1 if reduction == "sum" else counted.sum() if num_items is None else num_items
+    return loss.sum() / divisor
+
+
+def check(hidden, weight, target, slope=None, tolerance=None, **options):
+    """Loss and gradients against :func:`expected`."""
+    leaves = [x for x in (hidden, weight) if x.requires_grad]
+    wide = [x.detach().double().requires_grad_(x.requires_grad) for x in (hidden, weight)]
+    reference = expected(*wide, target, **options)
+    loss = linear_cross_entropy(hidden, weight, target, **options)
+    assert loss.dtype == torch.float32
+    tolerance = tolerance or 2 * TOLERANCE[hidden.dtype]
+    assert_near(loss, reference, tolerance)
+    slope = torch.ones_like(loss) if slope is None else slope
+    got = torch.autograd.grad(loss, leaves, slope)
+    wanted = torch.autograd.grad(reference, [x for x in wide if x.requires_grad], slope.double())
+    for leaf, gradient, other in zip(leaves, got, wanted, strict=True):
+        assert gradient.dtype == leaf.dtype
+        assert gradient.shape == leaf.shape
+        assert_near(gradient, other, tolerance)
+
+
+def counted():
+    return counters(NAME).launches, counters(NAME).fallbacks
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+def test_any_options_shape_and_dtype(data):
+    leading = tuple(data.draw(st.lists(st.integers(1, 4), max_size=2), label="leading"))
+    vocabulary = data.draw(st.one_of(st.integers(2, 40), st.sampled_from([63, 64, 65, 255])), label="vocabulary")
+    dtype = data.draw(st.sampled_from(DTYPES), label="dtype")
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 5), label="seed"))
+    reduction = data.draw(st.sampled_from(["mean", "sum", "none"]), label="reduction")
+    ignore_index = data.draw(st.sampled_from([-100, -1, 0, 1]), label="ignore_index")
+    options = {
+        "reduction": reduction,
+        "ignore_index": ignore_index,
+        "label_smoothing": data.draw(st.sampled_from([0.0, 0.1, 1.0]), label="smoothing"),
+        "softcap": data.draw(st.sampled_from([None, 2.0, 30.0]), label="softcap"),
+        "z_loss": data.draw(st.sampled_from([0.0, 1e-2, 0.5]), label="z_loss"),
+        "wide_sums": data.draw(st.booleans(), label="wide_sums"),
+    }
+    if data.draw(st.booleans(), label="weighted"):
+        options["class_weight"] = torch.rand(vocabulary, generator=generator) + 0.1
+    if reduction == "mean" and data.draw(st.booleans(), label="num_items"):
+        options["num_items"] = data.draw(st.sampled_from([3, 2.5, torch.tensor(5), torch.tensor([4.0])]))
+    hidden = torch.rand(*leading, 24, generator=generator).to(dtype).requires_grad_()
+    weight = torch.rand(vocabulary, 24, generator=generator).to(dtype).requires_grad_()
+    target = torch.randint(vocabulary, leading, generator=generator)
+    if target.numel() > 1:
+        target.view(-1)[1] = ignore_index
+    if ignore_index >= 0 and not bool((target != ignore_index).any()):
+        target.fill_(vocabulary - 1 if ignore_index != vocabulary - 1 else 0)
+    slope = torch.rand(leading if reduction == "none" else (), generator=generator) + 0.5
+    check(hidden, weight, target, slope, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"reduction": "sum"}, {"reduction": "none"}, {"wide_sums": True}], ids=str)
+@pytest.mark.parametrize("rows", [1, 3, 4, 9, 12])
+@pytest.mark.usefixtures("chunked")
+def test_several_chunks_with_a_tail(rows, options):
+    before = counters("cross_entropy_fused").launches
+    check(*sample(rows, ignored=rows // 3), **options)
+    assert counters("cross_entropy_fused").launches == before + -(-rows // CHUNK)
+
+
+@pytest.mark.usefixtures("chunked")
+def test_chunks_in_which_no_row_counts():
+    hidden, weight, target = sample(11)
+    target[:] = -100
+    target[5] = 3
+    check(hidden, weight, target)
+
+
+@pytest.mark.parametrize("wide_sums", [False, True])
+@pytest.mark.usefixtures("chunked")
+def test_wide_sums_lose_less_over_many_chunks(wide_sums):
+    check(*sample(400, dtype=torch.bfloat16), wide_sums=wide_sums, tolerance=8e-3 if wide_sums else 4e-2)
+
+
+def test_more_rows_than_the_default_chunk_holds():
+    hidden, weight, target = sample(700, 8, 19)
+    before = counters("cross_entropy_fused").launches
+    check(hidden, weight, target)
+    assert counters("cross_entropy_fused").launches > before
+
+
+@pytest.mark.parametrize("vocabulary", [2, 17, 1000, 4097])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_vocabularies_that_no_tile_divides(vocabulary, dtype):
+    check(*sample(5, 24, vocabulary, dtype))
+
+
+def test_one_token_and_no_leading_dimension():
+    check(*sample(1, ignored=0))
+    hidden, weight, _ = sample(1)
+    check(hidden[0].detach().requires_grad_(), weight, torch.tensor(5))
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_frozen_input_gets_no_gradient(frozen, reduction):
+    inputs = sample()
+    inputs[frozen].requires_grad_(False)
+    check(*inputs, reduction=reduction)
+    assert inputs[frozen].grad is None
+
+
+@pytest.mark.parametrize("options", [{}, {"reduction": "none"}, {"num_items": 3}], ids=str)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_evaluation_makes_no_gradient(options, mode):
+    inputs, before = sample(), counters("cross_entropy_fused").launches
+    with mode():
+        loss = linear_cross_entropy(*inputs, **options)
+    assert_near(loss, expected(*inputs, **options), 1e-5)
+    assert not loss.requires_grad
+    assert counters("cross_entropy_fused").launches == before
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_a_kept_graph_gives_the_same_gradients_again_with_another_slope(reduction):
+    inputs = sample()
+    loss = linear_cross_entropy(*inputs, reduction=reduction)
+    first = torch.autograd.grad(loss, inputs[:2], torch.full_like(loss, 0.37), retain_graph=True)
+    kept = [x.clone() for x in first]
+    second = torch.autograd.grad(loss, inputs[:2], torch.full_like(loss, 2.0), retain_graph=True)
+    third = torch.autograd.grad(loss, inputs[:2], torch.full_like(loss, 0.37))
+    assert all(torch.equal(a, b) for a, b in zip(first, kept, strict=True)), "the first gradients were overwritten"
+    for a, b, c in zip(first, second, third, strict=True):
+        assert torch.equal(a, c)
+        torch.testing.assert_close(b, a * (2 / 0.37), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("options", [{}, {"reduction": "none"}], ids=str)
+@pytest.mark.parametrize("power", [1, 2])
+def test_second_derivatives_are_refused_and_not_wrong(options, power):
+    hidden, weight, target = sample()
+    loss = (linear_cross_entropy(hidden, weight, target, **options) ** power).sum()
+    gradients = torch.autograd.grad(loss, (hidden, weight), create_graph=True)
+    for gradient in gradients:
+        with pytest.raises(RuntimeError, match="differentiate twice"):
+            gradient.square().sum().backward(retain_graph=True)
+
+
+def test_float16_under_a_loss_scale_keeps_gradients_that_would_vanish_without():
+    """A mean over many tokens makes gradients below float16's smallest number; a scaler lifts them in the backward."""
+    hidden, weight, target = sample(6, 16, 500, torch.float16)
+    check(hidden, weight, target, slope=torch.tensor(2.0**14), num_items=2**20)
+
+
+def test_a_scaled_total_inside_a_larger_graph():
+    hidden, weight, target = sample()
+    tied = weight[:16, :16]
+
+    def total(loss):
+        return loss(hidden @ tied.to(hidden.dtype), weight, target) * 0.37 + weight.square().sum()
+
+    got = torch.autograd.grad(total(linear_cross_entropy), (hidden, weight))
+    for a, b in zip(got, torch.autograd.grad(total(expected).float(), (hidden, weight)), strict=True):
+        assert_near(a, b, 1e-5)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_where_no_row_counts_the_mean_is_nan_and_gradients_are_zero_like_torch_s(reduction):
+    hidden, weight, target = sample()
+    target[:] = -100
+    loss = linear_cross_entropy(hidden, weight, target, reduction=reduction)
+    assert bool(loss.isnan()) == (reduction == "mean")
+    for gradient in torch.autograd.grad(loss, (hidden, weight)):
+        assert not gradient.any()
+
+
+@pytest.mark.parametrize("bad", [83, 1000, -1, -101])
+def test_targets_that_are_no_class_give_nan(bad):
+    hidden, weight, target = sample()
+    target[4] = bad
+    assert linear_cross_entropy(hidden, weight, target).isnan()
+    rows = linear_cross_entropy(hidden, weight, target, reduction="none")
+    assert rows.isnan().nonzero().tolist() == [[4]]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.uint8])
+def test_targets_of_any_integer_dtype(dtype):
+    hidden, weight, target = sample(ignored=0)
+    same = linear_cross_entropy(hidden, weight, target)
+    assert torch.equal(linear_cross_entropy(hidden, weight, target.to(dtype)), same)
+
+
+def test_strided_inputs():
+    hidden, weight, target = sample(8, 16, 40)
+    check(
+        hidden.detach().t().contiguous().t().view(2, 4, 16).requires_grad_(),
+        weight.detach().repeat_interleave(2, 1)[:, ::2].requires_grad_(),
+        target.repeat_interleave(2)[::2].view(2, 4),
+    )
+
+
+def test_autocast_casts_as_a_linear_layer_does():
+    hidden, weight, target = sample()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = linear_cross_entropy(hidden, weight, target)
+        logits = torch.nn.functional.linear(hidden, weight)
+    got = torch.autograd.grad(loss, (hidden, weight))
+    assert all(gradient.dtype == torch.float32 for gradient in got)
+    assert_near(loss, torch.nn.functional.cross_entropy(logits.float(), target), 1e-3)
+    wanted = torch.autograd.grad(expected(hidden, weight, target), (hidden, weight))
+    for a, b in zip(got, wanted, strict=True):
+        assert_near(a, b, 3e-2)
+
+
+def test_checkpointing_gives_the_same():
+    from torch.utils.checkpoint import checkpoint
+
+    inputs = sample()
+    wanted = torch.autograd.grad(linear_cross_entropy(*inputs), inputs[:2])
+    got = torch.autograd.grad(checkpoint(linear_cross_entropy, *inputs, use_reentrant=False), inputs[:2])
+    assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_torch_compile_traces_torch_s_own_operations(reduction):
+    torch._dynamo.reset()
+    inputs = sample()
+    options = {"label_smoothing": 0.1, "softcap": 4.0, "z_loss": 0.1, "reduction": reduction}
+    compiled = torch.compile(
+        lambda *given: linear_cross_entropy(*given, **options), fullgraph=True, backend="aot_eager"
+    )
+    loss, eager = compiled(*inputs), linear_cross_entropy(*inputs, **options)
+    torch.testing.assert_close(loss, eager)
+    slope = torch.rand_like(loss)
+    got = torch.autograd.grad(loss, inputs[:2], slope)
+    for a, b in zip(got, torch.autograd.grad(eager, inputs[:2], slope), strict=True):
+        assert_near(a, b, 1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:tilekern")
+def test_what_no_kernel_serves_runs_torch_s_own_operations_and_counts(monkeypatch):
+    hidden, weight, target = sample()
+    same = linear_cross_entropy(hidden, weight, target)
+    launches, fallbacks = counted()
+    wide = linear_cross_entropy(hidden.double(), weight.double(), target)
+    assert wide.dtype == torch.float64
+    assert_near(wide, same, 1e-6)
+    far = target.where(target >= 0, 2**40)
+    assert_near(linear_cross_entropy(hidden, weight, far, ignore_index=2**40), same, 1e-6)
+    empty = hidden[:0].detach().requires_grad_()
+    assert linear_cross_entropy(empty, weight, target[:0]).isnan()
+    linear_cross_entropy(empty, weight, target[:0], reduction="sum").backward()
+    assert counted() == (launches, fallbacks + 4)
+    monkeypatch.setattr(module, "plan_for", lambda *_: None)
+    check(hidden, weight, target, label_smoothing=0.1, softcap=3.0, z_loss=0.1, class_weight=torch.rand(83) + 0.1)
+    assert counted() == (launches, fallbacks + 5)
+
+
+def test_a_gradient_kernel_without_a_plan_falls_back_as_a_whole(monkeypatch):
+    inputs = sample()
+    launches, fallbacks = counted()
+    monkeypatch.setattr(
+        module,
+        "plan_for",
+        lambda spec, *sizes: None if spec.name == "cross_entropy_fused" else dispatch.plan_for(spec, *sizes),
+    )
+    check(*inputs)
+    assert counted() == (launches, fallbacks + 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden": torch.zeros(())}, "hidden must be"),
+        ({"weight": torch.zeros(8)}, "hidden must be"),
+        ({"weight": torch.zeros(5, 7)}, r"got \[3, 8\] and \[5, 7\]"),
+        ({"target": torch.zeros(4, dtype=torch.long)}, r"target must be \[3\] like hidden, got \[4\]"),
+        ({"target": torch.zeros(3)}, "integer dtype, got torch.float32"),
+        ({"target": torch.zeros(3, dtype=torch.bool)}, "integer dtype, got torch.bool"),
+        ({"target": torch.zeros(3, dtype=torch.long, device="meta")}, "must be on hidden's device cpu"),
+        ({"class_weight": torch.ones(6)}, r"class_weight must be \[5\], got \[6\]"),
+        ({"class_weight": torch.ones(5, requires_grad=True)}, "class_weight gets no gradient"),
+        ({"reduction": "max"}, "reduction must be mean, sum or none, got 'max'"),
+        ({"reduction": "sum", "num_items": 3}, "num_items goes with the reduction mean, not sum"),
+        ({"label_smoothing": 1.5}, "label_smoothing must be from 0 to 1, got 1.5"),
+        ({"label_smoothing": math.nan}, "label_smoothing must be from 0 to 1"),
+        ({"softcap": 0.0}, "softcap must be positive, got 0.0"),
+    ],
+)
+def test_bad_input_is_refused(changes, message):
+    given = {"hidden": torch.zeros(3, 8), "weight": torch.zeros(5, 8), "target": torch.zeros(3, dtype=torch.long)}
+    with pytest.raises(ValueError, match=rf"^linear_cross_entropy: .*{message}|^linear_cross_entropy: {message}"):
+        linear_cross_entropy(**given | changes)

@@ -1,0 +1,322 @@
+"""``attn_implementation="tilekern"`` in a Qwen3, against SDPA's and the eager one: masks, windows, caches, packing."""
+
+import functools
+import itertools
+import warnings
+
+import pytest
+import torch
+from tiny_qwen3 import IDS, launches, make, same, step, worst
+from transformers import DynamicCache, StaticCache
+
+import tilekern
+from tilekern.patch import attention as implementation
+from tilekern.patch import registry
+
+pytestmark = pytest.mark.usefixtures("interpreted")
+NONE = dict.fromkeys(registry.known_ops(), False)
+WINDOW = {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1}
+GENERATE = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+PACKED = torch.tensor([0, 3, 4, 7], dtype=torch.int32)
+
+
+@pytest.fixture(autouse=True)
+def known():
+    tilekern.apply(**NONE)
+
+
+def pair(other="eager", name="tilekern", **changes):
+    """Two models that differ in their attention alone."""
+    return make(attention=name, **changes).train(), make(attention=other, **changes).train()
+
+
+def forwards():
+    return launches().get("attention_forward", 0)
+
+
+def check(run, ours, theirs, number):
+    """``run`` of both models agrees, and the first launched the forward kernel ``number`` times."""
+    reference, before = run(theirs), forwards()
+    assert worst(run(ours), reference) < 1e-5
+    assert forwards() - before == number
+
+
+def logits(model, **given):
+    return [model(**given).logits]
+
+
+@pytest.mark.parametrize("other", ["sdpa", "eager"])
+@pytest.mark.parametrize("kv_heads", [1, 5])
+@pytest.mark.parametrize("name", implementation.NAMES)
+def test_loss_and_gradients_agree(name, kv_heads, other):
+    check(step, *pair(other, name, kv_heads=kv_heads), 2)
+
+
+def test_together_with_every_patch():
+    ours, theirs = pair()
+    reference, before = step(theirs), forwards()
+    tilekern.apply()
+    assert worst(step(ours), reference) < 1e-5
+    assert forwards() == before + 2
+
+
+def test_backward_runs_the_kernels_and_repeats_bit_by_bit():
+    ours, _ = pair()
+    before = launches().get("attention_backward", 0)
+    first = step(ours)
+    assert launches()["attention_backward"] == before + 2
+    assert same(step(ours), first)
+
+
+@pytest.mark.parametrize("other", ["sdpa", "eager"])
+@pytest.mark.parametrize("padded", [slice(0, 3), slice(5, 7)], ids=["left", "right"])
+@pytest.mark.parametrize("windowed", [False, True])
+def test_batches_with_padding_go_to_sdpa(other, padded, windowed):
+    given = torch.ones_like(IDS)
+    given[0, padded] = 0
+    # Nor does the last token of padding predict anything: what a query that sees no key makes is nobody's promise.
+    labels = IDS.masked_fill((given & given.roll(1, 1).index_fill(1, torch.tensor([0]), 1)) == 0, -100)
+
+    def run(model):
+        model.zero_grad()
+        out = model(input_ids=IDS, attention_mask=given, labels=labels)
+        out.loss.backward()
+        return [out.loss, out.logits[given.bool()], *(p.grad.clone() for p in model.parameters())]
+
+    check(run, *pair(other, **(WINDOW if windowed else {})), 0)
+
+
+def test_a_mask_of_ones_is_none():
+    check(functools.partial(logits, input_ids=IDS, attention_mask=torch.ones_like(IDS)), *pair(), 2)
+
+
+def test_a_mask_of_four_dimensions_is_taken_as_it_is():
+    shown = torch.ones(2, 1, 7, 7, dtype=torch.bool).tril()
+    shown[:, :, :, 2] = False
+    shown[:, :, 2, 2] = True
+    additive = torch.zeros(2, 1, 7, 7).masked_fill(~shown, torch.finfo(torch.float32).min)
+    for mask in (additive, shown):
+        ours, _ = pair()
+        before = forwards()
+        with torch.no_grad():
+            found = ours(input_ids=IDS, attention_mask=mask).logits
+            wanted = pair("sdpa")[1](input_ids=IDS, attention_mask=mask).logits
+        assert worst([found], [wanted]) < 1e-5
+        assert forwards() == before
+
+
+@pytest.mark.parametrize("window", [2, 3, 6, 7, 50])
+def test_layers_with_a_sliding_window(window):
+    ours, theirs = pair(**WINDOW | {"sliding_window": window})
+    assert [layer.self_attn.sliding_window for layer in ours.model.layers] == [None, window]
+    check(step, ours, theirs, 2)
+
+
+@pytest.mark.parametrize("windowed", [False, True])
+@pytest.mark.parametrize("cache", ["default", "dynamic", "static", None])
+def test_generation_gives_the_same_tokens(cache, windowed):
+    ours, theirs = pair(**(WINDOW if windowed else {}))
+
+    def run(model):
+        made = {
+            "dynamic": DynamicCache,  # of full length in every layer, whatever the window
+            "static": lambda: StaticCache(config=model.config, max_cache_len=20),
+        }.get(cache)
+        more = {} if made is None else {"past_key_values": made()}
+        if cache is None:
+            more["use_cache"] = False
+        with torch.no_grad():
+            return model.eval().generate(
+                IDS, **GENERATE, **more, disable_compile=True, output_logits=True, return_dict_in_generate=True
+            )
+
+    wanted, before = run(theirs), forwards()
+    found = run(ours)
+    assert torch.equal(found.sequences, wanted.sequences)
+    assert worst(found.logits, wanted.logits) < 1e-5
+    assert forwards() > before
+
+
+@pytest.mark.parametrize("windowed", [False, True])
+def test_generation_with_padding_on_the_left(windowed):
+    ours, theirs = pair(**(WINDOW if windowed else {}))
+    given = torch.ones_like(IDS)
+    given[1, :4] = 0
+    found, wanted = (model.eval().generate(IDS, attention_mask=given, **GENERATE) for model in (ours, theirs))
+    assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("windowed", [False, True])
+@pytest.mark.parametrize("parts", [(4, 3), (6, 1), (1, 6), (1, 1, 5)], ids=str)
+@pytest.mark.parametrize("own", [False, True], ids=["full cache", "model's cache"])
+def test_a_prompt_in_parts_with_and_without_gradients(parts, windowed, grad, own):
+    def run(model):
+        cache = DynamicCache(config=model.config) if own else DynamicCache()
+        with torch.set_grad_enabled(grad):
+            pieces = IDS.split(list(parts), 1)
+            return [model(input_ids=ids, past_key_values=cache, use_cache=True).logits for ids in pieces]
+
+    ours, theirs = pair(**(WINDOW if windowed else {}))
+    assert worst(run(ours), run(theirs)) < 1e-5
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("windowed", [False, True])
+def test_a_static_cache_that_is_longer_than_the_prompt(windowed, grad):
+    def run(model):
+        cache = StaticCache(config=model.config, max_cache_len=16)
+        with torch.set_grad_enabled(grad):
+            return [model(input_ids=IDS, past_key_values=cache, use_cache=True).logits]
+
+    ours, theirs = pair(**(WINDOW if windowed else {}))
+    assert worst(run(ours), run(theirs)) < 1e-5
+
+
+def separate(model, ids=IDS[:1], starts=PACKED):
+    """The logits of each sequence by itself, joined."""
+    bounds = starts.tolist()
+    parts = [model(input_ids=ids[:, a:b], use_cache=False).logits for a, b in itertools.pairwise(bounds)]
+    return torch.cat(parts, 1)
+
+
+def positions(starts=PACKED):
+    return torch.cat([torch.arange(n) for n in starts.diff().tolist()])[None]
+
+
+def packed(model, **more):
+    settings = {"cu_seq_lens_q": PACKED, "cu_seq_lens_k": PACKED, "max_length_q": 3, "max_length_k": 3} | more
+    return model(input_ids=IDS[:1], position_ids=positions(), **settings).logits
+
+
+@pytest.mark.parametrize("windowed", [False, True])
+@pytest.mark.parametrize("use_cache", [False, True])
+@pytest.mark.parametrize("longest", [3, None])
+def test_packed_sequences_are_the_same_as_separate_ones(windowed, use_cache, longest):
+    ours, theirs = pair(**(WINDOW | {"sliding_window": 2} if windowed else {}))
+    slope = torch.randn(1, 7, 331)
+
+    def run(model, call):
+        model.zero_grad()
+        out = call(model)
+        out.backward(slope)
+        return [out.detach(), *(p.grad.clone() for p in model.parameters())]
+
+    before = forwards()
+    found = run(ours, functools.partial(packed, use_cache=use_cache, max_length_q=longest))
+    assert forwards() == before + 2
+    assert worst(found, run(theirs, separate)) < 1e-5
+
+
+def test_sequences_packed_by_their_positions_alone_get_a_mask():
+    ours, theirs = pair()
+    before = forwards()
+    found = ours(input_ids=IDS[:1], position_ids=positions(), use_cache=False).logits
+    assert worst([found], [separate(theirs)]) < 1e-5
+    assert forwards() == before, "a mask is SDPA's"
+
+
+@pytest.mark.parametrize("windowed", [False, True])
+@pytest.mark.parametrize("packing", [False, True])
+def test_dropout_goes_to_sdpa_with_the_mask_that_the_kernels_need_not(packing, windowed, monkeypatch):
+    changes = WINDOW | {"sliding_window": 2} if windowed else {}
+    ours, theirs = pair(attention_dropout=0.5, **changes)
+    real, dropped = torch.nn.functional.scaled_dot_product_attention, []
+
+    def kept(*given, dropout_p=0.0, **more):
+        """Notes the dropout and leaves it out, so that results can be compared."""
+        dropped.append(dropout_p)
+        return real(*given, **more)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", kept)
+    before = forwards()
+    found = packed(ours) if packing else ours(input_ids=IDS[:1]).logits
+    assert dropped == [0.5, 0.5]
+    assert forwards() == before
+    wanted = separate(theirs.eval()) if packing else theirs.eval()(input_ids=IDS[:1]).logits
+    assert worst([found], [wanted]) < 1e-5
+
+
+def test_evaluation_of_a_model_with_dropout_runs_the_kernels():
+    ours, theirs = pair(attention_dropout=0.5)
+    check(functools.partial(logits, input_ids=IDS), ours.eval(), theirs.eval(), 2)
+
+
+def test_set_attn_implementation_on_a_model_that_exists():
+    model = make(attention="sdpa").train()
+    reference, before = step(model), forwards()
+    model.set_attn_implementation("tilekern")
+    assert worst(step(model), reference) < 1e-5
+    assert forwards() == before + 2
+    model.set_attn_implementation("sdpa")
+    assert same(step(model), reference)
+    assert forwards() == before + 2
+
+
+def test_apply_to_model_makes_the_names_known_too():
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    for interface in (AttentionInterface, AttentionMaskInterface):
+        for name in implementation.NAMES:
+            del interface._global_mapping[name]
+    model = make(attention="sdpa").train()
+    tilekern.apply_to_model(model, **NONE | {"rms_norm": True})
+    reference, before = step(model), forwards()
+    model.set_attn_implementation("tilekern_nondeterministic")
+    assert worst(step(model), reference) < 1e-5
+    assert forwards() == before + 2
+
+
+def test_the_names_promise_what_they_say(monkeypatch):
+    promised = []
+    monkeypatch.setattr(
+        implementation, "attention", lambda q, *_, deterministic, **__: promised.append(deterministic) or q
+    )
+    for name in implementation.NAMES:
+        make(attention=name, layers=1)(input_ids=IDS)
+    assert promised == [True, False]
+
+
+@pytest.mark.parametrize("windowed", [False, True])
+def test_autocast_runs_the_kernels_in_the_dtype_of_sdpa(windowed):
+    ours, theirs = pair("sdpa", **(WINDOW if windowed else {}))
+    exact = step(theirs)
+    with torch.autocast("cpu", torch.bfloat16):
+        plain, before = step(theirs), forwards()
+        found = step(ours)
+    assert forwards() == before + 2
+    for mine, torchs, reference in zip(found, plain, exact, strict=True):
+        assert worst([mine], [reference]) <= 1.25 * worst([torchs], [reference]) + 4e-3
+
+
+def test_bfloat16_is_as_exact_as_sdpa():
+    exact = step(make(attention="sdpa"))
+    plain = step(make(attention="sdpa").bfloat16())
+    before = forwards()
+    found = step(make(attention="tilekern").bfloat16())
+    assert forwards() == before + 2
+    for mine, torchs, reference in zip(found, plain, exact, strict=True):
+        assert worst([mine], [reference]) <= 1.25 * worst([torchs], [reference]) + 4e-3
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
+def test_gradient_checkpointing(reentrant):
+    ours, theirs = pair()
+    ours.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    check(step, ours, theirs, 4)
+
+
+def test_compiled_in_one_graph():
+    torch._dynamo.reset()
+    ours, theirs = pair(layers=1)
+    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    check(step, compiled, theirs, 1)
+
+
+def test_on_a_cpu_without_the_interpreter_torch_s_operations_run(monkeypatch):
+    monkeypatch.delenv("TILEKERN_INTERPRET", raising=False)
+    ours, theirs = pair()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        check(step, ours, theirs, 0)
