@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from gpu_training import SHAPE, TOKENS
 from spec_samples import inputs_of
 
 from tilekern import dispatch
-from tilekern.kernels import spec_named
+from tilekern.kernels import all_specs, spec_named
 from tilekern.launcher import PrebuiltKernel
 from tilekern.spec import ArrayParameter, KernelSpec, LibraryCall, Problem
+from tilekern.targets import resolve
 from tuning.verifying import Check, compare, expected_results, make_outputs
 
 ROWS = (1, 13, 1009)
@@ -32,31 +35,115 @@ ROPES = (
 )  # fmt: skip
 
 
-def cases() -> list[tuple[str, dict[str, Any]]]:
-    """(kernel, values of its dimensions but the bucketed ones)."""
-    found: list[tuple[str, dict[str, Any]]] = []
+# heads, kv_heads, head_dim, flags, dtype: grouped heads, sizes of heads that are no powers of two, every flag.
+ATTENTIONS = (
+    (8, 2, 128, ("causal",), BF16), (6, 3, 64, (), BF16), (5, 5, 80, ("causal", "windowed"), BF16),
+    (4, 1, 256, ("causal", "windowed", "capped"), BF16), (8, 8, 64, ("causal", "windowed", "sinks"), BF16),
+    (4, 2, 128, ("causal", "packed"), BF16), (4, 2, 64, ("windowed", "capped", "packed"), FP16),
+    (5, 3, 10, ("causal",), BF16), (3, 1, 40, ("causal",), FP32),
+)  # fmt: skip
+# vocabulary, flags, dtype
+VOCABULARIES = (
+    (50304, (), BF16), (50257, ("weighted", "smoothed"), BF16), (4099, ("capped",), FP16), (331, (), FP32),
+    (1, (), BF16), (83, ("weighted", "smoothed", "capped"), BF16),
+)  # fmt: skip
+# inner, columns, flags, dtype
+PRODUCTS = (
+    (512, 1536, ("b_transposed",), BF16), (250, 83, ("b_transposed", "biased", "gelu_tanh"), BF16),
+    (83, 250, ("silu",), FP16), (264, 520, ("a_transposed",), BF16), (131, 67, ("a_transposed", "b_transposed"), BF16),
+    (1, 1, ("biased",), BF16), (250, 83, ("b_transposed",), FP32),
+)  # fmt: skip
+# heads, kv_heads, head_dim, dtype, weight_dtype, angle_dtype
+TURNS = (
+    (32, 8, 128, BF16, BF16, BF16), (5, 3, 80, BF16, BF16, BF16), (5, 5, 16, FP32, FP32, FP32),
+    (16, 1, 64, BF16, FP32, FP32), (4, 2, 10, FP16, FP16, FP16),
+)  # fmt: skip
+# rows' sizes of the head's input and its vocabulary
+HEADS = ((512, 331), (83, 4099))
+
+Case = tuple[str, dict[str, Any]]
+
+
+def _flags(spec: KernelSpec, chosen: tuple[str, ...]) -> dict[str, bool]:
+    return {d.name: d.name in chosen for d in spec.dimensions if d.kind == "flag"}
+
+
+def _row_cases() -> Iterator[Case]:
     for columns, dtype, weight in NORMS:
         sizes = {"columns": columns, "dtype": dtype, "weight_dtype": weight}
-        found += [("rms_norm_forward", sizes), ("rms_norm_backward", sizes)]
-        found.append(("column_sum", {"columns": columns, "dtype": weight}))
+        # The sum's generic variant takes a minute to compile for longer rows.
+        for name in ("rms_norm", "add_rms_norm") if columns <= 8192 else ("rms_norm",):
+            yield from ((f"{name}_{direction}", sizes) for direction in ("forward", "backward"))
+        yield "column_sum", {"columns": columns, "dtype": weight}
     for columns, dtype in GATES:
-        found += [(name, {"columns": columns, "dtype": dtype}) for name in ("swiglu_forward", "swiglu_backward")]
+        for name in ("swiglu_forward", "swiglu_backward", "swiglu_backward_remake", "scale"):
+            yield name, {"columns": columns, "dtype": dtype}
+
+
+def _rotation_cases() -> Iterator[Case]:
     for heads, kv_heads, head_dim, full, dtype, angle_dtype in ROPES:
+        sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "full": full}
         for inverse in (False, True):
-            sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "full": full, "inverse": inverse}
-            found.append(("rope", sizes | {"dtype": dtype, "angle_dtype": angle_dtype}))
+            yield "rope", sizes | {"inverse": inverse, "dtype": dtype, "angle_dtype": angle_dtype}
+    for heads, kv_heads, head_dim, dtype, weight_dtype, angle_dtype in TURNS:
+        sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
+        dtypes = {"dtype": dtype, "weight_dtype": weight_dtype, "angle_dtype": angle_dtype}
+        yield from ((f"qk_norm_rope_{direction}", sizes | dtypes) for direction in ("forward", "backward"))
+
+
+def _attention_cases() -> Iterator[Case]:
+    for heads, kv_heads, head_dim, chosen, dtype in ATTENTIONS:
+        sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "dtype": dtype}
+        # The backward launches the three before it.
+        for name in ("forward", "delta", "dkdv", "dq", "backward"):
+            spec = spec_named(f"attention_{name}")
+            names = {d.name for d in spec.dimensions}
+            given = {key: value for key, value in sizes.items() if key in names}
+            yield spec.name, given | _flags(spec, (*chosen, "deterministic"))
+
+
+def _product_cases() -> Iterator[Case]:
+    for vocabulary, chosen, dtype in VOCABULARIES:
+        for name in ("forward", "backward", "fused"):
+            spec = spec_named(f"cross_entropy_{name}")
+            yield spec.name, {"vocabulary": vocabulary, "dtype": dtype, **_flags(spec, chosen)}
+    for inner, columns, chosen, dtype in PRODUCTS:
+        flags = _flags(spec_named("matmul"), chosen)
+        yield "matmul", {"inner": inner, "columns": columns, "dtype": dtype, **flags}
+    fused = spec_named("cross_entropy_fused")
+    for hidden, vocabulary in HEADS:
+        # It launches the one after it.
+        yield "linear_cross_entropy", {"hidden": hidden, "vocabulary": vocabulary, "dtype": BF16}
+        yield fused.name, {"vocabulary": vocabulary, "dtype": BF16, **_flags(fused, ())}
+
+
+def _model_cases() -> Iterator[Case]:
+    """What the training of the small model needs, of every spec that there is."""
+    target = resolve("H200")
+    for spec in all_specs().values():
+        kept = [d.name for d in spec.dimensions if d.kind != "bucketed"]
+        for sizes in spec.workloads(SHAPE, TOKENS, BF16, target):
+            yield spec.name, {name: sizes[name] for name in kept}
+
+
+def cases() -> list[Case]:
+    """(kernel, values of its dimensions but the bucketed ones), in the order of those dimensions."""
+    found: list[Case] = []
+    for name, values in (*_row_cases(), *_rotation_cases(), *_attention_cases(), *_product_cases(), *_model_cases()):
+        order = [d.name for d in spec_named(name).dimensions]
+        found.append((name, dict(sorted(values.items(), key=lambda item: order.index(item[0])))))
     return [case for number, case in enumerate(found) if case not in found[:number]]
 
 
-def name_of(case: tuple[str, dict[str, Any]]) -> str:
+def name_of(case: Case) -> str:
     """The case for pytest's list."""
     return "-".join([case[0], *(str(value) for value in case[1].values())])
 
 
-def problem_of(case: tuple[str, dict[str, Any]], rows: int) -> tuple[KernelSpec, Problem]:
+def problem_of(case: Case, rows: int) -> tuple[KernelSpec, Problem]:
     """The spec and the problem of ``rows`` rows, or of two batch entries with as many tokens."""
     spec = spec_named(case[0])
-    bucketed = {"rows": rows, "tokens": rows, "batch": 2}
+    bucketed = {"rows": rows, "tokens": rows, "queries": rows, "keys": rows, "batch": 2}
     return spec, spec.problem(**{d.name: case[1].get(d.name, bucketed.get(d.name)) for d in spec.dimensions})
 
 
@@ -75,8 +162,7 @@ def run(spec: KernelSpec, problem: Problem, inputs: dict[str, Any]) -> Check:
     found = spec.implement(problem, plan.config)
     if isinstance(found, LibraryCall):
         given = plan.run(torch.cuda.current_device(), tuple(inputs[name] for name in found.inputs), tuple)
-        outputs = dict(zip(spec.outputs(problem, 1), given, strict=True))
-        return compare(spec, problem, outputs, expected_results(spec, problem, inputs))
+        return _judged(spec, problem, given, inputs)
     outputs = make_outputs(spec, problem, plan.blocks, "cuda")
     arguments = [
         outputs[p.name] if isinstance(p, ArrayParameter) and p.role == "output" else inputs[p.name]
@@ -84,6 +170,17 @@ def run(spec: KernelSpec, problem: Problem, inputs: dict[str, Any]) -> Check:
     ]
     plan.launch(torch.cuda.current_device(), *arguments)
     torch.cuda.synchronize()
+    return compare(spec, problem, outputs, expected_results(spec, problem, inputs))
+
+
+def run_library(spec: KernelSpec, problem: Problem, library: LibraryCall, inputs: dict[str, Any]) -> Check:
+    """Call a library that no plan chose, and judge the results."""
+    given = library.bound(dispatch.plan_for)(*(inputs[name] for name in library.inputs))
+    return _judged(spec, problem, given, inputs)
+
+
+def _judged(spec: KernelSpec, problem: Problem, given: tuple[Any, ...], inputs: dict[str, Any]) -> Check:
+    outputs = dict(zip(spec.outputs(problem, 1), given, strict=True))
     return compare(spec, problem, outputs, expected_results(spec, problem, inputs))
 
 

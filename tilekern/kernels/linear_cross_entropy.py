@@ -31,6 +31,7 @@ from tilekern.targets import Target
 
 _MOST_CHUNK_BYTES = 700 << 20
 _PITCH = 16
+_CHUNKS = (256, 512, 1024, 1536, 2048, 3072, 4096, 8192)
 
 
 @dataclass(frozen=True)
@@ -218,22 +219,24 @@ def workloads(shape: ModelShape, tokens: int, dtype: str, target: Target) -> lis
     return [{"rows": tokens, "hidden": shape.hidden, "vocabulary": shape.vocabulary, "dtype": dtype}]
 
 
+def _fits(problem: Problem, chunk: int) -> bool:
+    return bool(chunk * problem["vocabulary"] * ITEM_BYTES[problem["dtype"]] <= _MOST_CHUNK_BYTES)
+
+
 _SMALL_CHUNK = Constraint(
     "a chunk of logits takes more than 700 MiB",
-    lambda problem, config, target: (
-        config["chunk"] == 256
-        or config["chunk"] * problem["vocabulary"] * ITEM_BYTES[problem["dtype"]] <= _MOST_CHUNK_BYTES
-    ),
+    lambda problem, config, target: config["chunk"] == _CHUNKS[0] or _fits(problem, config["chunk"]),
 )
-_NOT_BEYOND = Constraint(
-    "a chunk larger than all rows is the same as one of all rows",
-    lambda problem, config, target: config["chunk"] == 256 or config["chunk"] < 2 * problem["rows"],
-)
+
+
+def _chunks(problem: Problem) -> list[Value]:
+    """Chunks up to all rows: a larger one is the same as one of all rows."""
+    return [chunk for chunk in _CHUNKS if chunk == _CHUNKS[0] or chunk < 2 * problem["rows"]]
 
 
 def _default(problem: Problem, target: Target) -> Config:
-    found = [Config(chunk=chunk) for chunk in (2048, 1024, 512, 256)]
-    return next(config for config in found if SPEC.space.violated(problem, config, target) is None)
+    """The largest chunk: each one more rounds the weight's gradient once more."""
+    return Config(chunk=max((chunk for chunk in _CHUNKS if _fits(problem, chunk)), default=_CHUNKS[0]))
 
 
 SPEC = KernelSpec(
@@ -246,12 +249,12 @@ SPEC = KernelSpec(
         Dimension("vocabulary", "exact"),
         Dimension("dtype", "dtype"),
     ),
-    space=Space(lambda problem: {"chunk": [256, 512, 1024, 1536, 2048, 3072, 4096]}, (_SMALL_CHUNK, _NOT_BEYOND)),
+    space=Space(lambda problem: {"chunk": _chunks(problem)}, (_SMALL_CHUNK,)),
     ops=("fused_linear_cross_entropy",),
     workloads=workloads,
     implement=_implement,
     default=_default,
-    generic=lambda problem: Config(chunk=256),
+    generic=lambda problem: Config(chunk=_CHUNKS[0]),
     inputs=_inputs,
     outputs=_outputs,
     reference=reference,

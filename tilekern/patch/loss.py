@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -80,6 +81,11 @@ def _is_sharding(hook: Any) -> bool:
     return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp.")
 
 
+def _wide() -> bool:
+    """Whether the gradient of the head's weight is added up in float32 (``TILEKERN_WIDE_SUMS=1``)."""
+    return os.environ.get("TILEKERN_WIDE_SUMS", "0") not in ("", "0")
+
+
 def _loss(
     head: Any, hidden: torch.Tensor, labels: torch.Tensor, num_items_in_batch: Any = None, ignore_index: int = -100,
     shift_labels: torch.Tensor | None = None, **_: Any,
@@ -91,7 +97,7 @@ def _loss(
 
     def compute(hidden: torch.Tensor) -> torch.Tensor:
         return linear_cross_entropy(
-            hidden, head.weight, target, ignore_index=ignore_index, num_items=num_items_in_batch
+            hidden, head.weight, target, ignore_index=ignore_index, num_items=num_items_in_batch, wide_sums=_wide()
         )
 
     if not head._forward_pre_hooks:

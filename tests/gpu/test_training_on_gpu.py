@@ -1,0 +1,133 @@
+"""Training with patches is training without them: the same losses, and gradients that are as exact."""
+
+import math
+import os
+
+import pytest
+import torch
+from gpu_training import ORDERS, ROWS, SHAPE, TOKENS, batches, curve, gradients, patched
+
+import tilekern
+from tilekern import cache, dispatch
+from tilekern.kernels import spec_named
+from tilekern.records import record_of
+from tilekern.spec import Config
+from tilekern.targets import here
+from tilekern.toolchain import toolkit
+
+STEPS, WINDOW = 200, 10
+BATCHES = 8
+# Launches of each kernel in a step; those of the norms and of the sums of weights' gradients belong to several ops.
+LAYERS = SHAPE.layers
+COMMON = {
+    "rms_norm_forward": LAYERS + 1, "rms_norm_backward": LAYERS + 1, "add_rms_norm_forward": LAYERS,
+    "add_rms_norm_backward": LAYERS, "qk_norm_rope_forward": LAYERS, "qk_norm_rope_backward": LAYERS,
+    "column_sum": 3 * LAYERS + 1, "swiglu_forward": LAYERS, "swiglu_backward_remake": LAYERS,
+    "attention_forward": LAYERS, "attention_backward": LAYERS, "linear_cross_entropy": 1, "scale": 2,
+}  # fmt: skip
+KERNELS = COMMON | dict.fromkeys(("attention_delta", "attention_dkdv", "attention_dq"), LAYERS)
+
+
+@pytest.fixture(scope="module")
+def unpatched():
+    """The losses of three trainings that differ in the order of sums alone, [3, STEPS]."""
+    return torch.stack([curve("sdpa", STEPS, order) for order in ORDERS])
+
+
+@pytest.fixture
+def own_cache(tmp_path, monkeypatch):
+    """What is compiled or written goes to a cache of the test's own; what the shared one has is read."""
+    known = [str(cache.user_root()), *os.environ.get("TILEKERN_CACHE_PATH", "").split(os.pathsep)]
+    monkeypatch.setenv("TILEKERN_CACHE_PATH", os.pathsep.join(path for path in known if os.path.exists(path)))
+    monkeypatch.setenv("TILEKERN_CACHE_DIR", str(tmp_path))
+    dispatch.forget()
+
+
+def choose_cudnn():
+    """Put a record into the cache by which cuDNN runs the attention's backward, as a tuned cache may hold it."""
+    spec, target, tools = spec_named("attention_backward"), here(), toolkit()
+    if tools is None:
+        pytest.skip("no compiler is here whose key a record could bear")
+    *_, sizes = spec.workloads(SHAPE, TOKENS, "bfloat16", target)
+    problem = spec.bucketed(spec.problem(**sizes).but(batch=ROWS, deterministic=False))
+    record = record_of(spec, problem, Config(implementation="cudnn"), target, tools.describe(), {}, "default")
+    cache.Store(cache.user_root()).write(record, {})
+    dispatch.forget()
+
+
+def distances(one, other):
+    """The largest and the mean distance of two curves, both smoothed over windows."""
+    gaps = (one - other).view(-1, WINDOW).mean(1).abs()
+    return float(gaps.max()), float(gaps.mean())
+
+
+def assert_all_ran(kernels, steps):
+    counts = tilekern.stats()
+    assert {name: count["fallbacks"] for name, count in counts.items() if count["fallbacks"]} == {}
+    launched = {name: count["launches"] for name, count in counts.items() if count["launches"]}
+    # The loss is made chunk by chunk, in as many as the cache's config says.
+    assert launched.pop("cross_entropy_fused") % steps == 0
+    assert launched == {name: steps * number for name, number in kernels.items()}
+
+
+def assert_within_the_spread(losses, unpatched):
+    """No farther from the mean of the unpatched curves than 1.5 times what the farthest two of them are apart.
+
+    2e-3 more, an eighth of what bfloat16 rounds off a logit near 4: where the library takes the same sums in all three
+    runs, they agree to the bit and say nothing of what rounding does.
+    """
+    pairs = [distances(unpatched[a], unpatched[b]) for a, b in ((0, 1), (0, 2), (1, 2))]
+    for kind, found, *apart in zip(("max", "mean"), distances(losses, unpatched.mean(0)), *pairs, strict=True):
+        assert found <= 1.5 * max(apart) + 2e-3, (kind, found, apart)
+
+
+@pytest.mark.usefixtures("own_cache")
+@pytest.mark.parametrize("attention", ["tilekern", "tilekern_nondeterministic"])
+def test_the_losses_are_those_of_an_unpatched_training(attention, unpatched):
+    if attention == "tilekern_nondeterministic":
+        choose_cudnn()
+    with patched():
+        losses = curve(attention, STEPS)
+    assert_all_ran(KERNELS if attention == "tilekern" else COMMON, STEPS)
+    for run in (losses, *unpatched):
+        assert float(run[-WINDOW:].mean()) < 0.6 * float(run[0]), "it learns"
+    assert_within_the_spread(losses, unpatched)
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_a_patched_training_gives_the_same_bits_each_time():
+    with patched():
+        first, second = (curve("tilekern", 20) for _ in range(2))
+    assert torch.equal(first, second)
+
+
+def relative_error(found, references, names):
+    """||found - reference|| / ||reference|| over the named parameters of all batches."""
+    pairs = [(own[name], exact[name]) for own, exact in zip(found, references, strict=True) for name in names]
+    wrong = sum(float((own - exact).square().sum()) for own, exact in pairs)
+    return math.sqrt(wrong / sum(float(exact.square().sum()) for _, exact in pairs))
+
+
+def bound(count):
+    """By how much the error over ``count`` values may exceed the other's: a tenth, and twice what chance does.
+
+    A norm of n independent errors has a relative standard deviation of 1 / sqrt(2 n), and the ratio of two such norms
+    one of 1 / sqrt(n): nothing for a matrix, 3 % for the 1024 values of a head's norm in all batches.
+    """
+    return 1.1 * (1 + 2 / math.sqrt(count))
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_gradients_of_every_parameter_are_as_exact_as_hugging_faces():
+    ids = batches(BATCHES)
+    references = gradients("eager", ids, exact=True)
+    theirs = gradients("sdpa", ids)
+    with patched():
+        ours = gradients("tilekern", ids)
+    assert_all_ran(KERNELS, BATCHES)
+    names, wrong = list(references[0]), {}
+    for some in (names, *([name] for name in names)):
+        own, other = (relative_error(found, references, some) for found in (ours, theirs))
+        if not own <= bound(BATCHES * sum(references[0][name].numel() for name in some)) * other:
+            wrong[" ".join(some)] = (own, other)
+    assert not wrong
