@@ -74,6 +74,8 @@ ORDERS = (
     USUAL,
     Order(SDPBackend.CUDNN_ATTENTION, (3, 2, 1, 0)),
     Order(SDPBackend.FLASH_ATTENTION, (2, 0, 3, 1), split=False),
+    Order(SDPBackend.EFFICIENT_ATTENTION, (1, 3, 0, 2)),
+    Order(SDPBackend.MATH, (0, 2, 1, 3)),
 )
 
 
