@@ -114,14 +114,12 @@ def _no_worse_than_peers(metric: str, factor: float, what: str, target: str, *, 
     def judge(results: Results) -> Iterator[Verdict]:
         for case in results.cases():
             ours, peers = results.row(case, OURS, metric), _peers(results, case, metric)
-            if ours is None:
+            if ours is None or not peers:
                 continue
             if more_is_better:
                 peers.reverse()
-            met = True
-            if peers:
-                wanted = factor * peers[0].value
-                met = ours.value >= wanted if more_is_better else ours.value <= wanted
+            wanted = factor * peers[0].value
+            met = ours.value >= wanted if more_is_better else ours.value <= wanted
             yield Verdict(what, case, target, f"{shown(ours)} {ours.unit}", met, _listed(peers))
 
     return Goal(what, "train", judge)

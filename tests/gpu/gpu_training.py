@@ -94,9 +94,9 @@ def loss_of(model: Any, ids: torch.Tensor) -> torch.Tensor:
     return model(input_ids=ids, labels=ids).loss
 
 
-def curve(attention: str, steps: int, order: Order = USUAL) -> torch.Tensor:
-    """The losses of all steps of a training, float64 [steps] on the CPU."""
-    model = make(attention)
+def curve(attention: str, steps: int, order: Order = USUAL, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """The losses of all steps of a training in ``dtype``, float64 [steps] on the CPU."""
+    model = make(attention).to(dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.1, fused=True)
     losses = []
     with order.chosen():

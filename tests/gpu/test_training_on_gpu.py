@@ -1,6 +1,5 @@
 """Training with patches is training without them: the same losses, and gradients that are as exact."""
 
-import itertools
 import math
 import os
 
@@ -33,6 +32,12 @@ KERNELS = COMMON | dict.fromkeys(("attention_delta", "attention_dkdv", "attentio
 def unpatched():
     """The losses of trainings that differ in the order of sums alone, [orders, STEPS]."""
     return torch.stack([curve("sdpa", STEPS, order) for order in ORDERS])
+
+
+@pytest.fixture(scope="module")
+def exact():
+    """The losses of the unpatched training in float32, [STEPS]."""
+    return curve("sdpa", STEPS, dtype=torch.float32)
 
 
 @pytest.fixture
@@ -71,20 +76,24 @@ def assert_all_ran(kernels, steps):
     assert launched == {name: steps * number for name, number in kernels.items()}
 
 
-def assert_within_the_spread(losses, unpatched):
-    """No farther from the mean of the unpatched curves than 1.5 times what the farthest two of them are apart.
+def assert_between(losses, unpatched, exact):
+    """Among the unpatched curves, or on their float32 side: the patches round less often than the model does.
 
-    2e-3 more, an eighth of what bfloat16 rounds off a logit near 4: where the library takes the same sums in all the
-    runs, they agree to the bit and say nothing of what rounding does.
+    The model's own bfloat16 curves lie above the float32 one, by 0.022 to 0.036 in the mean on an H200, and 0.01 apart
+    among themselves; patched ones lie 0.016 to 0.024 above it. 2e-3 more, an eighth of what bfloat16 rounds off a logit
+    near 4, for what no other order of sums shows.
     """
-    pairs = [distances(one, other) for one, other in itertools.combinations(unpatched, 2)]
-    for kind, found, *apart in zip(("max", "mean"), distances(losses, unpatched.mean(0)), *pairs, strict=True):
-        assert found <= 1.5 * max(apart) + 2e-3, (kind, found, apart)
+    middle = unpatched.mean(0)
+    for kind, found, limit in zip(("max", "mean"), distances(losses, middle), distances(exact, middle), strict=True):
+        assert found <= limit + 2e-3, (kind, found, limit)
+    worst = [max(values) for values in zip(*(distances(one, exact) for one in unpatched), strict=True)]
+    for kind, found, limit in zip(("max", "mean"), distances(losses, exact), worst, strict=True):
+        assert found <= limit + 2e-3, (kind, found, limit)
 
 
 @pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize("attention", ["tilekern", "tilekern_nondeterministic"])
-def test_the_losses_are_those_of_an_unpatched_training(attention, unpatched):
+def test_the_losses_are_those_of_an_unpatched_training(attention, unpatched, exact):
     if attention == "tilekern_nondeterministic":
         choose_cudnn()
     with patched():
@@ -92,7 +101,7 @@ def test_the_losses_are_those_of_an_unpatched_training(attention, unpatched):
     assert_all_ran(KERNELS if attention == "tilekern" else COMMON, STEPS)
     for run in (losses, *unpatched):
         assert float(run[-WINDOW:].mean()) < 0.6 * float(run[0]), "it learns"
-    assert_within_the_spread(losses, unpatched)
+    assert_between(losses, unpatched, exact)
 
 
 @pytest.mark.usefixtures("own_cache")
