@@ -29,6 +29,10 @@ EXPLAINED = {
         "the weight's gradient; one chunk of all rows would save that and needs 2 GiB, which is what the peers that "
         "are as fast take. Tried: chunks of 256 to 4096 rows; 2048 is the largest below the memory's target."
     ),
+    ("training, first step over the second", "qwen3-8b 4096 tokens"): (
+        "The first process on a machine that had just started: CUDA's libraries come off the disk. In the other files "
+        "it is 0.41 (`train-no-toolkit`, prebuilt packs alone) and 0.47 s (`train`, 2048 tokens)."
+    ),
     ("training, tokens a second", "qwen3-8b 4096 tokens"): (
         _POWER + "The floor is half a percent above 1.10 x the best peer. torch's fused AdamW alone takes 45 ms."
     ),
