@@ -7,9 +7,10 @@ _HOST = (
     "own swiglu, which has no Python in it, takes 141 us. "
 )
 _POWER = (
-    "The GPU draws its 700 W in every step of this length, so the clocks fall, and time that a kernel saves comes back "
-    "in part as slower matrix products. `train_profile.json` gives the parts of a step and the floor from each matrix "
-    "product's, the attention's and the optimizer's own time, measured alone: the step is within 1 to 4 % of it. "
+    "The matrix products run the slower the longer the GPU is busy, which looks like its power limit (the draw was not "
+    "recorded), so that time that a kernel saves comes back in part as slower products. `train_profile.json` gives the "
+    "parts of a step and the floor from each matrix product's, the attention's and the optimizer's own time, measured "
+    "alone: the step is within 1 to 4 % of it. "
 )
 _FLOOR = "The floor itself is below 1.10 x the best peer. "
 _DETERMINISTIC = (
@@ -18,14 +19,14 @@ _DETERMINISTIC = (
 )
 EXPLAINED = {
     ("qk_norm_rope backward", "qk_norm_rope 1x8192 32+8x128"): (
-        "Against a copy of the six arrays that must move. In the tuner, which calls the kernel alone, it reaches 86 %; "
-        "here the launch of column_sum, which adds the partial gradients of both weights up, is in the time. Tried: "
-        "loads without TMA (85 us against 77), 8 to 32 heads a step, one to four blocks an SM (three and more spill)."
+        "Against a copy of the six arrays that must move. The launch of column_sum, which adds the partial gradients "
+        "of both weights up, is in the time. Tried without gain: loads without TMA, 8 and 32 heads a step, one, three "
+        "and four blocks an SM."
     ),
     ("qk_norm_rope forward_backward", "qk_norm_rope 1x8192 32+8x128"): "See the backward.",
     ("linear_cross_entropy forward_backward", "linear_cross_entropy 8192x4096x128256"): (
-        "25.8 TFLOP at 657 TFLOP/s. cuBLAS runs nearly all of it, and in launches of this length the GPU's 700 W set "
-        "its rate, below that of the short ones of `linear`. Each chunk but the first reads and writes the 1 GiB of "
+        "25.8 TFLOP at 657 TFLOP/s. cuBLAS runs nearly all of it, at a rate below that of the shorter ones of "
+        "`linear`, which looks like the GPU's power limit. Each chunk but the first reads and writes the 1 GiB of "
         "the weight's gradient; one chunk of all rows would save that and needs 2 GiB, which is what the peers that "
         "are as fast take. Tried: chunks of 256 to 4096 rows; 2048 is the largest below the memory's target."
     ),
