@@ -257,8 +257,7 @@ def _resolve(spec: KernelSpec, device: Any, sizes: Sequence[Any]) -> Plan | None
         say_once(f"tilekern: {error}; the model's own op runs instead")
         return None
     if interpreting():
-        config = spec.default(problem, INTERPRETED)
-        return _keep(spec, _planned(InterpretedPlan, spec, problem, config, INTERPRETED, None))
+        return _keep(spec, _interpreted(spec, problem))
     if device.type != "cuda":
         say_once(
             f"tilekern: {spec.name} was called on {device.type}; kernels run on CUDA devices (or anywhere under "
@@ -276,12 +275,13 @@ def _keep(spec: KernelSpec, plan: Plan | None) -> Plan | None:
     return plan
 
 
-def _planned(kind: type[Plan], spec: KernelSpec, problem: Problem, config: Config, target: Target, kernel: Any) -> Plan:
+def _interpreted(spec: KernelSpec, problem: Problem) -> Plan:
+    config = spec.default(problem, INTERPRETED)
     implementation = spec.implement(problem, config)
     if isinstance(implementation, LibraryCall):
         return LibraryPlan(implementation, config)
-    blocks = implementation.grid(problem, target.sm_count)
-    return kind(kernel or implementation.function, implementation, config, blocks)
+    blocks = implementation.grid(problem, INTERPRETED.sm_count)
+    return InterpretedPlan(implementation.function, implementation, config, blocks)
 
 
 def _cached(spec: KernelSpec, problem: Problem, target: Target, device: int) -> Plan | None:
@@ -297,15 +297,16 @@ def _cached(spec: KernelSpec, problem: Problem, target: Target, device: int) -> 
         count.hits += 1
         count.nearest += not found.exact_bucket
     config = Config(found.record.config)
-    if spec.is_library(problem, config):
-        return _planned(LibraryPlan, spec, problem, config, target, None)
+    implementation = spec.implement(problem, config)
+    if isinstance(implementation, LibraryCall):
+        return LibraryPlan(implementation, config)
     key = (device, spec.name, found.record.artifacts[ALIGNED].sha256, found.record.artifacts[GENERIC].sha256)
     if key not in _kernels:
-        _kernels[key] = _launchable(spec, problem, config, found)
+        _kernels[key] = _launchable(implementation, found)
     from tilekern.launcher import may_depend
 
-    kind = DependentPlan if may_depend(spec.device(problem, config), target) else Plan
-    return _planned(kind, spec, problem, config, target, _kernels[key])
+    kind = DependentPlan if may_depend(implementation, target) else Plan
+    return kind(_kernels[key], implementation, config, implementation.grid(problem, target.sm_count))
 
 
 def find(spec: KernelSpec, bucketed: Problem, target: Target) -> Hit | None:
@@ -330,7 +331,7 @@ def find(spec: KernelSpec, bucketed: Problem, target: Target) -> Hit | None:
     )
 
 
-def _launchable(spec: KernelSpec, problem: Problem, config: Config, found: Hit) -> Any:
+def _launchable(implementation: Implementation, found: Hit) -> Any:
     from tilekern.launcher import PrebuiltKernel, Variant
 
     variants = []
@@ -338,7 +339,7 @@ def _launchable(spec: KernelSpec, problem: Problem, config: Config, found: Hit) 
         artifact = found.record.artifacts[name]
         load = functools.partial(found.load, name)
         variants.append(Variant(name, artifact.symbol, artifact.assumptions, load))
-    return PrebuiltKernel(spec.device(problem, config).function, variants)
+    return PrebuiltKernel(implementation.function, variants)
 
 
 def _on_miss(spec: KernelSpec, wanted: Problem, target: Target) -> Hit | None:
