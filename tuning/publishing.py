@@ -11,9 +11,9 @@ from tilekern.cache import Artifact, Record, Store, install_pack, write_pack
 from tilekern.records import record_of
 from tilekern.spec import ALIGNED, GENERIC, Problem
 from tilekern.targets import Target
-from tuning.measuring import copy_key
 from tuning.predicting import Prediction, ranking
 from tuning.sweep import Candidate, Sweep, candidates
+from tuning.tasks import copy_key
 
 MOST_RUNNERS_UP = 3
 

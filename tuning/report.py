@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from tuning.cli import Outcome
+    from tuning.commands.tune import Outcome
     from tuning.publishing import Winner
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from tilekern.targets import resolve
 from tuning import cli
+from tuning.commands import tune
 from tuning.compiling import compile_all
 from tuning.sweep import Sweep
 
@@ -16,8 +17,8 @@ from tuning.sweep import Sweep
     [(None, "no GPU here"), ("H200", "the GPU here is a H200, not a B200"), ("B200", None)],
 )
 def test_a_whole_run_measures_on_the_target_alone(monkeypatch, at_hand, words):
-    monkeypatch.setattr(cli, "here", lambda: at_hand and resolve(at_hand))
-    absent = cli._absent(resolve("B200"))
+    monkeypatch.setattr(tune, "here", lambda: at_hand and resolve(at_hand))
+    absent = tune._absent(resolve("B200"))
     assert (absent is None) == (words is None)
     if words:
         assert absent.startswith(words)
@@ -25,7 +26,7 @@ def test_a_whole_run_measures_on_the_target_alone(monkeypatch, at_hand, words):
 
 
 def test_a_run_on_another_gpu_predicts(compiled_sweep: Sweep, monkeypatch, tmp_path: Path, capsys):
-    monkeypatch.setattr(cli, "here", lambda: resolve("B200"))
+    monkeypatch.setattr(tune, "here", lambda: resolve("B200"))
     code = cli.main(
         ["--stages", "compile,measure", "--sweep", str(compiled_sweep.folder), "--cache-dir", str(tmp_path), "--json"]
     )

@@ -9,9 +9,10 @@ from tuning_samples import SMALL
 from tilekern.cache import FolderLayer, PackLayer, Store, lookup
 from tilekern.kernels import spec_named
 from tilekern.source import digest_of_module
-from tuning.measuring import copy_key, entrants, identity
+from tuning.measuring import entrants, identity
 from tuning.publishing import publish, winners
 from tuning.sweep import Sweep, candidates
+from tuning.tasks import copy_key
 
 TOOLKIT = {"key": "tileiras-1-cuda_tile-1", "tileiras": "1", "cuda_tile": "1"}
 RIGHT = {"passed": True, "relative_error": 1e-7, "elementwise_error": 1e-7}
@@ -93,13 +94,13 @@ def test_a_published_record_is_found_in_the_cache_and_in_the_pack(sweep: Sweep, 
 
 
 def test_candidates_that_do_the_same_are_measured_once(compiled_sweep: Sweep, h200):
-    chosen = entrants(compiled_sweep, *SMALL, h200)
+    chosen = entrants(*SMALL, h200, compiled_sweep.compiled(), ())
     keys = [identity(e.candidate, e.compiled, h200) for e in chosen]
     assert len(keys) == len(set(keys))
     assert chosen[-1].candidate.variant == "generic"
 
 
 def test_what_is_in_quarantine_is_not_measured(sweep: Sweep, h200):
-    first = entrants(sweep, *SMALL, h200)[0].candidate
+    first = entrants(*SMALL, h200, sweep.compiled(), sweep.quarantined())[0].candidate
     sweep.note("quarantine", {"candidate": first.key, "reason": "the process died"})
-    assert first.key not in [e.candidate.key for e in entrants(sweep, *SMALL, h200)]
+    assert first.key not in [e.key for e in entrants(*SMALL, h200, sweep.compiled(), sweep.quarantined())]

@@ -1,0 +1,27 @@
+"""Who runs the tasks of the measure stage: this host's GPUs, or a cluster's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+from tilekern.targets import Target
+from tuning.process import Noted
+from tuning.tasks import Task
+
+# Stands in place of a journal's name when a task has come to its end.
+FINISHED = "finished"
+
+
+class Executor(Protocol):
+    """Measures tasks on GPUs of one kind."""
+
+    def describe_gpu(self, target: Target) -> dict[str, str]:
+        """The GPU, its driver and torch, as records keep them.
+
+        Raises:
+            InputError: there is no GPU to be had that is the target.
+        """
+
+    def run(self, tasks: Sequence[Task]) -> Iterator[Noted]:
+        """Measure the tasks, in any order; lines for the journals as they come, and ``FINISHED`` after each task."""

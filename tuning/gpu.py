@@ -1,0 +1,45 @@
+"""The GPU that a measurement is of: it must be the sweep's target, and records name it with its driver."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from tilekern.errors import InputError
+from tilekern.targets import Target, here
+
+
+def check_gpu(target: Target) -> None:
+    """Make sure that the GPU at hand is the sweep's target: ``measured`` is written for no other.
+
+    Raises:
+        InputError: there is no GPU, or another one.
+    """
+    at_hand = here()
+    if at_hand is None:
+        raise InputError("the measure stage needs a GPU and this machine has none; run it with --stages plan,compile")
+    if at_hand.key != target.key:
+        raise InputError(f"the sweep is for {target.key}, and the GPU here is {at_hand.key}; measure on the target")
+
+
+def describe_gpu() -> dict[str, str]:
+    """The GPU, its driver and torch, as records keep them beside a measurement."""
+    import torch
+
+    driver = "unknown"
+    version = Path("/proc/driver/nvidia/version")
+    if version.exists():
+        found = re.search(r"\b(\d+\.\d+(?:\.\d+)?)\b", version.read_text(encoding="utf-8"))
+        driver = found.group(1) if found else driver
+    return {"gpu": torch.cuda.get_device_name(), "driver": driver, "torch": torch.__version__}
+
+
+def devices() -> list[str]:
+    """This host's GPUs that are like the first, as ``CUDA_VISIBLE_DEVICES`` names them to a process of its own."""
+    import torch
+
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    given = visible if visible != [""] else [str(index) for index in range(len(names))]
+    return [given[index].strip() for index, name in enumerate(names) if name == names[0]]

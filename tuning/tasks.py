@@ -1,0 +1,66 @@
+"""What a measuring process is handed and what it answers: plain data that travels between processes and machines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tilekern.spec import ALIGNED, Problem
+from tilekern.targets import Target
+from tuning.sweep import Candidate
+from tuning.verifying import Check
+
+# The race's name for the copy of as many bytes as the problem must move.
+COPY = "copy"
+
+
+def copy_key(kernel: str, problem: Problem) -> str:
+    """The journal's name for the copy of as many bytes as a problem must move."""
+    return f"{COPY}|{kernel}|{problem.key}"
+
+
+@dataclass(frozen=True)
+class Entrant:
+    """A candidate with its compiled artifact's journal line."""
+
+    candidate: Candidate
+    compiled: dict[str, Any]
+
+    @property
+    def key(self) -> str:
+        """The candidate's key."""
+        return self.candidate.key
+
+    @property
+    def is_aligned(self) -> bool:
+        """Whether it can win; the generic variant is only checked."""
+        return self.candidate.variant == ALIGNED
+
+
+@dataclass(frozen=True)
+class Task:
+    """One problem to measure, with all that it takes.
+
+    ``entrants`` are checked unless ``checks`` knows them already; those that pass are timed by ``strategy``. The
+    entrant of key ``stay`` is timed to the end, as the default that gains are told against. ``cubins`` holds the
+    artifacts by sha256.
+    """
+
+    kernel: str
+    problem: Problem
+    target: Target
+    entrants: tuple[Entrant, ...]
+    cubins: Mapping[str, bytes]
+    stay: str
+    checks: Mapping[str, Check] = field(default_factory=dict)
+    strategy: str = "race"
+
+    def without(self, key: str, checks: Mapping[str, Check]) -> Task:
+        """The task that is left after an entrant was lost, with what is known by then."""
+        left = tuple(entrant for entrant in self.entrants if entrant.key != key)
+        return Task(self.kernel, self.problem, self.target, left, self.cubins, self.stay, checks, self.strategy)
+
+    def entrant(self, key: str) -> Entrant | None:
+        """The entrant of a key; None where it has none of this key."""
+        return next((entrant for entrant in self.entrants if entrant.key == key), None)
