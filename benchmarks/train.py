@@ -108,6 +108,10 @@ def rows_of(line: Line, name: str, job: Job) -> list[Row]:
         if key in line:
             values.append((metric, line[key] / GIB, "GiB", 0.0))
     values.append(("loss", line["loss"], "nat", 0.0))
+    if "draw" in line:
+        draw = line["draw"]
+        values += [("power_w", draw["watts"], "W", 0.0), ("power_limit_w", draw["limit_watts"], "W", 0.0)]
+        values.append(("sm_clock_mhz", draw["sm_mhz"], "MHz", 0.0))
     return [
         Row("train", case, name, metric, round(value, 5), unit, round(spread, 5))
         for metric, value, unit, spread in values

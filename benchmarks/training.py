@@ -3,7 +3,8 @@
 python -m benchmarks.training JOB LINES
 
 JOB is a :class:`Job` as JSON. Each line of LINES is an object with a ``kind``: ``length`` (the times of a length's
-steps, peak memory, loss), ``begun``, ``profile``, ``floor``, ``note``, or ``out_of_memory``, the last length's.
+steps, peak memory, loss, power and clock), ``begun``, ``profile``, ``floor``, ``note``, or ``out_of_memory``, the last
+length's.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 
 from benchmarks import profiling
 from benchmarks.models import make_model
+from benchmarks.power import PowerMeter
 from benchmarks.trainers import Trainer, trainer_named
 from tuning.models import resolve_model
 
@@ -144,10 +146,15 @@ def train(loop: Loop, tokens: int, warm_up: int, timed: int) -> Line:
     """Steps on so many tokens: seconds of each, the peak of memory, the last loss."""
     loop.free()
     ids = loop.tokens(tokens)
-    steps = [loop.seconds_of_step(ids) for _ in range(warm_up + timed)]
+    with PowerMeter() as meter:
+        steps = [loop.seconds_of_step(ids) for _ in range(warm_up)]
+        started = time.perf_counter()
+        steps += [loop.seconds_of_step(ids) for _ in range(timed)]
+        draw = meter.between(started, time.perf_counter())
     seconds = [taken for taken, _ in steps]
     line: Line = {"kind": "length", "tokens": tokens, "warm_up": seconds[:warm_up], "timed": seconds[warm_up:]}
-    return line | {"loss": float(steps[-1][1])} | _peaks(loop.device)
+    line |= {"loss": float(steps[-1][1])} | _peaks(loop.device)
+    return line | ({"draw": asdict(draw)} if draw else {})
 
 
 def _peaks(device: str) -> Line:
