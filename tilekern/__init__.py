@@ -19,11 +19,13 @@ _WHERE = {
     "warmup_all_kernels": "tilekern.warmup",
     "clear_autotune_cache": "tilekern.warmup",
     "stats": "tilekern.dispatch",
+    "AdamW": "tilekern.ops.adamw",
 }
 __all__ = ["__version__", *_WHERE]  # noqa: PLE0604
 
 if TYPE_CHECKING:
     from tilekern.dispatch import stats as stats
+    from tilekern.ops.adamw import AdamW as AdamW
     from tilekern.patch import apply as apply
     from tilekern.patch import apply_to_model as apply_to_model
     from tilekern.patch import get_patched_ops as get_patched_ops

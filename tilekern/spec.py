@@ -216,16 +216,22 @@ class LibraryCall:
 
     ``call`` takes the inputs of the names ``inputs``, in their order, and gives a tuple of new tensors in the order of
     the spec's outputs. A ``composite`` one launches kernels of other specs between the library's: before its inputs
-    it takes a function like :func:`tilekern.dispatch.plan_for`.
+    it takes a function like :func:`tilekern.dispatch.plan_for`. One that ``updates`` an input puts its result there
+    and gives that back.
     """
 
     call: Callable[..., tuple[Any, ...]]
     inputs: tuple[str, ...]
     composite: bool = False
+    updates: str | None = None
 
-    def bound(self, plan_for: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
-        """The function of the inputs alone."""
-        return functools.partial(self.call, plan_for) if self.composite else self.call
+    def bound(self, plan_for: Callable[..., Any], *, in_place: bool = False) -> Callable[..., tuple[Any, ...]]:
+        """The function of the inputs alone; unless ``in_place``, it leaves them as they are."""
+        call = functools.partial(self.call, plan_for) if self.composite else self.call
+        if in_place or self.updates is None:
+            return call
+        place = self.inputs.index(self.updates)
+        return lambda *given: call(*given[:place], given[place].clone(), *given[place + 1 :])
 
 
 @dataclass(frozen=True)
@@ -273,6 +279,7 @@ class KernelSpec:
         flops: problem -> floating-point operations.
         result_dtype: problem -> dtype that sets the tolerance.
         roundings: how many times values are rounded to that dtype on the way to a result; widens the tolerance.
+        inputs_in_l2: whether it runs right after the kernel that wrote its inputs, and is timed with them in L2.
     """
 
     name: str
@@ -293,6 +300,7 @@ class KernelSpec:
     result_dtype: Callable[[Problem], str]
     results: Callable[[dict[str, Any]], dict[str, Any]] = dict
     roundings: int = 1
+    inputs_in_l2: bool = False
 
     def problem(self, **values: Value) -> Problem:
         """A problem with real sizes, checked against the dimensions.

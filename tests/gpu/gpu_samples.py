@@ -27,6 +27,8 @@ NORMS = (
 GATES = (
     (12288, BF16), (1000, FP16), (83, FP32), (208, BF16), (208, FP32), (8192, BF16), (4097, BF16), (1, BF16),
 )  # fmt: skip
+# Columns: all widths of rows that the optimizer sees memory as.
+STEPS = tuple((columns, dtype) for dtype in (BF16, FP32) for columns in (4096, 256, 16, 1))
 # heads, kv_heads, head_dim, full, dtype, angle_dtype
 ROPES = (
     (32, 8, 128, False, BF16, BF16), (32, 8, 128, True, BF16, BF16), (5, 3, 80, True, FP32, FP32),
@@ -50,7 +52,7 @@ VOCABULARIES = (
 # inner, columns, flags, dtype
 PRODUCTS = (
     (512, 1536, ("b_transposed",), BF16), (250, 83, ("b_transposed", "biased", "gelu_tanh"), BF16),
-    (83, 250, ("silu",), FP16), (264, 520, ("a_transposed",), BF16), (131, 67, ("a_transposed", "b_transposed"), BF16),
+    (83, 250, ("silu",), FP16), (264, 520, ("a_transposed",), BF16), (264, 520, ("a_transposed", "accumulated"), BF16), (131, 67, ("a_transposed", "b_transposed"), BF16),
     (1, 1, ("biased",), BF16), (250, 83, ("b_transposed",), FP32),
 )  # fmt: skip
 # heads, kv_heads, head_dim, dtype, weight_dtype, angle_dtype
@@ -78,6 +80,8 @@ def _row_cases() -> Iterator[Case]:
     for columns, dtype in GATES:
         for name in ("swiglu_forward", "swiglu_backward", "swiglu_backward_remake", "scale"):
             yield name, {"columns": columns, "dtype": dtype}
+    for columns, dtype in STEPS:
+        yield "adamw", {"columns": columns, "dtype": dtype}
 
 
 def _rotation_cases() -> Iterator[Case]:

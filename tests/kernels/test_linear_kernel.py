@@ -1,33 +1,43 @@
 """Matrix products: what is special to them beside the tests of all specs."""
 
+import itertools
+
 import pytest
 import torch
-from spec_samples import configs, inputs_of, interpret
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from spec_samples import VIEWS, configs, inputs_of, interpret, seen_as
 
+from tilekern import interpreter
 from tilekern.cubin import read_resources
+from tilekern.dispatch import counters, plan_for
 from tilekern.kernels import spec_named
+from tilekern.kernels.linear import by_cublas, by_winner, sizes
 from tilekern.kernels.linear_space import generic, is_tile, tiles, unit_of
-from tilekern.spec import ALIGNED, GENERIC
+from tilekern.spec import ALIGNED, DTYPES, GENERIC
 from tilekern.targets import INTERPRETED, KNOWN, resolve
 from tilekern.toolchain import compile_candidate, toolkit
+from tuning.models import PRESETS
+from tuning.verifying import compare, expected_results, launch_arguments
 
 SPEC = spec_named("matmul")
-FLAGS = ("a_transposed", "b_transposed", "biased", "gelu_tanh", "silu")
+FLAGS = tuple(d.name for d in SPEC.dimensions if d.kind == "flag")
 FORWARD, TO_X, TO_WEIGHT = ("b_transposed",), (), ("a_transposed",)
+PRODUCTS = (FORWARD, TO_X, TO_WEIGHT, (*FORWARD, *TO_WEIGHT))
 
 
 def problem_of(rows, inner, columns, *on, dtype="bfloat16"):
-    return SPEC.problem(rows=rows, inner=inner, columns=columns, dtype=dtype, **{flag: flag in on for flag in FLAGS})
+    return SPEC.problem(**sizes(rows, inner, columns, dtype, on))
 
 
 LARGE = problem_of(8192, 4096, 14336, *FORWARD)
 
 
-@pytest.mark.parametrize("biased", [(), ("biased",)])
+@pytest.mark.parametrize("added", [(), ("biased",), ("accumulated",), ("biased", "accumulated")])
 @pytest.mark.parametrize("activation", [(), ("gelu_tanh",), ("silu",), ("gelu_tanh", "silu")])
-@pytest.mark.parametrize("product", [FORWARD, TO_X, TO_WEIGHT, (*FORWARD, *TO_WEIGHT)])
-def test_every_product_and_epilogue_with_tails_on_all_sides(product, activation, biased):
-    problem = problem_of(137, 150, 131, *product, *activation, *biased, dtype="float32")
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_every_product_and_epilogue_with_tails_on_all_sides(product, activation, added):
+    problem = problem_of(137, 150, 131, *product, *activation, *added, dtype="float32")
     inputs = inputs_of(SPEC, problem)
     for config in (SPEC.default(problem, INTERPRETED), SPEC.generic(problem)):
         check = interpret(SPEC, problem, config, inputs)
@@ -46,7 +56,7 @@ def test_the_three_products_are_those_of_a_linear_layer():
     )
     for (problem, a, b), result in zip(given, wanted, strict=True):
         assert SPEC.outputs(problem, 1)["c"][0] == result.shape
-        flags = {name: problem[name] for name in FLAGS if name != "biased"}
+        flags = {name: problem[name] for name in FLAGS if name not in ("biased", "accumulated")}
         torch.testing.assert_close(SPEC.reference(a.detach(), b.detach(), **flags)["c"].float(), result.detach())
 
 
@@ -54,6 +64,121 @@ def test_one_record_serves_nearby_numbers_of_tokens_in_every_product():
     for product in (FORWARD, TO_X, TO_WEIGHT):
         one, other = problem_of(3000, 80, 96, *product), problem_of(4096, 80, 96, *product)
         assert SPEC.bucketed(one) == SPEC.bucketed(other)
+
+
+def in_place(problem, config, inputs):
+    """The result of a kernel that is given one array for the addend and the result; the array of before is kept."""
+    made = SPEC.device(problem, config)
+    c = inputs["addend"].clone()
+    given = launch_arguments(made, inputs | {"addend": c}, {"c": c})
+    interpreter.launch(made.function, (made.grid(problem, INTERPRETED.sm_count),), given)
+    return c
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+def test_a_product_is_added_in_place_to_what_is_there(data):
+    product = data.draw(st.sampled_from(PRODUCTS))
+    more = data.draw(st.sets(st.sampled_from(("biased", "gelu_tanh", "silu"))))
+    extents = [data.draw(st.integers(2, 150)) for _ in range(3)]
+    problem = problem_of(*extents, *product, *more, "accumulated", dtype=data.draw(st.sampled_from(DTYPES)))
+    config = data.draw(st.sampled_from([c for c in configs(SPEC, problem) if is_tile(c)]))
+    inputs = inputs_of(SPEC, problem, seed=data.draw(st.integers(0, 3)))
+    check = compare(SPEC, problem, {"c": in_place(problem, config, inputs)}, expected_results(SPEC, problem, inputs))
+    assert check.passed, check.reason
+
+
+@pytest.mark.parametrize("begin", ["zero", "addend"])
+def test_what_is_added_and_the_sums_are_rounded_once(begin):
+    """The product rounds up to 1 + 2^-7, which would leave 2^-7."""
+    problem = problem_of(1, 3, 1, "accumulated")
+    inputs = {
+        "a": torch.tensor([[1, 2**-8, 2**-10]]).bfloat16(),
+        "b": torch.ones(3, 1).bfloat16(),
+        "addend": torch.tensor([[-1.0]]).bfloat16(),
+    }
+    c = in_place(problem, SPEC.default(problem, INTERPRETED).but(sums_begin=begin), inputs)
+    assert c.item() == 2**-8 + 2**-10
+
+
+def test_sums_begin_at_the_addend_where_no_activation_is_between():
+    def begins(*on):
+        return {c["sums_begin"] for c in configs(SPEC, problem_of(64, 64, 64, *on)) if is_tile(c)}
+
+    assert begins("accumulated") == begins("accumulated", "biased") == {"zero", "addend"}
+    assert begins() == begins("biased", "silu") == begins("accumulated", "silu") == {"zero"}
+
+
+@pytest.mark.parametrize("more", [(), ("biased",), ("silu",)])
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_the_library_updates_its_addend_where_asked_and_leaves_it_alone_elsewhere(product, more):
+    problem = problem_of(9, 24, 17, *product, *more, "accumulated", dtype="float32")
+    (config,) = [c for c in SPEC.space.candidates(problem, INTERPRETED) if not is_tile(c)]
+    library, inputs = SPEC.implement(problem, config), inputs_of(SPEC, problem)
+    expected = expected_results(SPEC, problem, inputs)
+    given, before = [inputs[name] for name in library.inputs], inputs["addend"].clone()
+    (c,) = library.bound(plan_for)(*given)
+    assert torch.equal(inputs["addend"], before)
+    assert compare(SPEC, problem, {"c": c}, expected).passed
+    (same,) = library.bound(plan_for, in_place=True)(*given)
+    assert same is inputs["addend"]
+    assert torch.equal(same, c)
+
+
+@settings(max_examples=40)
+@given(data=st.data())
+def test_cublas_and_the_winner_write_where_they_are_told(data):
+    """The winner that the interpreter has is the kernel; arrays that it reads one by one go to the library."""
+    on = (*data.draw(st.sampled_from(PRODUCTS)), *data.draw(st.sampled_from([(), ("accumulated",)])))
+    rows, inner, columns = (data.draw(st.integers(1, 70)) for _ in range(3))
+    problem = problem_of(rows, inner, columns, *on, dtype=data.draw(st.sampled_from(DTYPES)))
+    inputs = inputs_of(SPEC, problem)
+    a, b = (seen_as(inputs[name], data.draw(st.sampled_from(VIEWS), label=name)) for name in "ab")
+    (shape, _), *_ = SPEC.outputs(problem, 1).values()
+    old = inputs.get("addend", torch.full(shape, torch.nan, dtype=a.dtype))
+    expected = expected_results(SPEC, problem, inputs)
+    for multiply in (by_cublas, lambda *given: by_winner(plan_for, *given)):
+        out = seen_as(old, data.draw(st.sampled_from(VIEWS), label="out"))
+        assert multiply(a, b, out, on) is out
+        check = compare(SPEC, problem, {"c": out}, expected)
+        assert check.passed, check.reason
+
+
+@pytest.mark.parametrize("product", [FORWARD, TO_X, TO_WEIGHT, ("a_transposed", "accumulated")])
+def test_the_winner_runs_where_arrays_are_read_in_wide_loads(product):
+    def launched(a, b):
+        before = counters("matmul").launches
+        by_winner(plan_for, a, b, torch.zeros(shape), product)
+        return counters("matmul").launches - before
+
+    problem = problem_of(16, 24, 40, *product, dtype="float32")
+    inputs = inputs_of(SPEC, problem)
+    ((shape, _),) = SPEC.outputs(problem, 1).values()
+    assert launched(inputs["a"], inputs["b"]) == 1
+    for view in ("wide_rows", "offset", "reversed"):
+        assert launched(seen_as(inputs["a"], view), inputs["b"]) == 0
+        assert launched(inputs["a"], seen_as(inputs["b"], view)) == 0
+
+
+def test_no_winner_leaves_the_product_to_the_library():
+    a, b = torch.randn(16, 24), torch.randn(40, 24)
+    out = by_winner(lambda *_: None, a, b, torch.empty(16, 40), FORWARD)
+    torch.testing.assert_close(out, a @ b.t())
+
+
+@pytest.mark.parametrize("model", PRESETS)
+def test_workloads_are_those_of_mlps_and_of_the_chunks_of_a_head(model):
+    shape, target = PRESETS[model], resolve("H200")
+    found = [SPEC.problem(**one) for one in SPEC.workloads(shape, 8192, "bfloat16", target)]
+    assert len(found) == len(set(found)) <= 10
+    heads = [problem for problem in found if shape.vocabulary in (problem["inner"], problem["columns"])]
+    assert {problem["rows"] for problem in found if problem not in heads} == {8192}
+    on = {tuple(flag for flag in FLAGS if problem[flag]) for problem in heads}
+    assert on == {FORWARD, TO_X, TO_WEIGHT, (*TO_WEIGHT, "accumulated")}
+    assert {SPEC.bucketed(problem) for problem in heads} == set(heads)
+    for flags, rows in itertools.product(on, {problem["rows"] for problem in heads}):
+        inner, columns = (shape.hidden, shape.vocabulary) if flags == FORWARD else (shape.vocabulary, shape.hidden)
+        assert problem_of(rows, inner, columns, *flags) in heads
 
 
 @pytest.mark.parametrize("group", [1, 8, 16])
@@ -67,7 +192,7 @@ def test_each_tile_is_computed_once_whatever_the_bands(group, blocks):
 
 
 @pytest.mark.parametrize("target", KNOWN, ids=lambda target: target.key)
-@pytest.mark.parametrize("product", [FORWARD, TO_X, TO_WEIGHT])
+@pytest.mark.parametrize("product", [FORWARD, TO_X, TO_WEIGHT, (*TO_WEIGHT, "accumulated")])
 def test_spaces_are_small_and_hold_the_library_once(target, product):
     for rows, inner, columns in ((8192, 4096, 14336), (2048, 12288, 4096), (512, 4096, 4096), (1, 4096, 151936)):
         found = list(SPEC.space.candidates(problem_of(rows, inner, columns, *product), target))
@@ -100,7 +225,11 @@ def test_persistent_blocks_take_as_many_sms_as_their_cluster():
 
 @pytest.mark.parametrize(
     ("on", "moved"),
-    [(FORWARD, 2 * (30 + 15 + 50)), ((*TO_WEIGHT, "biased"), 2 * (30 + 50 + 15 + 5))],
+    [
+        (FORWARD, 2 * (30 + 15 + 50)),
+        ((*TO_WEIGHT, "biased"), 2 * (30 + 50 + 15 + 5)),
+        ((*TO_WEIGHT, "accumulated"), 2 * (30 + 50 + 15 + 15)),
+    ],
 )
 def test_bytes_and_operations_counted_by_hand(on, moved):
     problem = problem_of(10, 3, 5, *on)
@@ -110,14 +239,16 @@ def test_bytes_and_operations_counted_by_hand(on, moved):
 
 @pytest.mark.skipif(toolkit() is None, reason="no tile compiler is installed")
 @pytest.mark.parametrize("product", [FORWARD, TO_X, TO_WEIGHT])
-@pytest.mark.parametrize("epilogue", [(), ("biased", "gelu_tanh", "silu")])
+@pytest.mark.parametrize("epilogue", [(), ("biased", "gelu_tanh", "silu"), ("accumulated",)])
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "sm_120"])
 def test_defaults_of_a_large_problem_spill_nothing(arch, epilogue, product):
     target, problem = resolve(arch), problem_of(8192, 4096, 12288, *product, *epilogue)
-    made = compile_candidate(SPEC, problem, SPEC.default(problem, target), target, ALIGNED)
-    resources = read_resources(made.cubin, made.symbol)
-    assert resources.stack_bytes == 0
-    assert resources.shared_bytes <= target.shared_bytes
+    default = SPEC.default(problem, target)
+    for begin in ("zero", "addend") if problem["accumulated"] else ("zero",):
+        made = compile_candidate(SPEC, problem, default.but(sums_begin=begin), target, ALIGNED)
+        resources = read_resources(made.cubin, made.symbol)
+        assert resources.stack_bytes == 0
+        assert resources.shared_bytes <= target.shared_bytes
 
 
 @pytest.mark.skipif(toolkit() is None, reason="no tile compiler is installed")

@@ -1,5 +1,6 @@
 """linear_cross_entropy as users call it: every option, alone and together, against float64; chunks, graphs, errors."""
 
+import dataclasses
 import importlib
 import math
 
@@ -17,6 +18,20 @@ from tilekern.ops.linear_cross_entropy import linear_cross_entropy
 NAME = "linear_cross_entropy"
 CHUNK = 4
 module = importlib.import_module("tilekern.ops.linear_cross_entropy")
+
+
+@pytest.fixture(scope="module", autouse=True, params=["cublas", "tuned"])
+def products(request, interpreted):
+    """Who multiplies; every test of this file runs with each."""
+
+    def default(problem, target):
+        return kernels.SPEC.default(problem, target).but(products=request.param)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_SPEC", dataclasses.replace(kernels.SPEC, default=default))
+        dispatch.forget()
+        yield request.param
+    dispatch.forget()
 
 
 @pytest.fixture
@@ -56,7 +71,7 @@ def expected(hidden, weight, target, *, class_weight=None, ignore_index=-100, re
         return loss.view(target.shape)
     counted = valid if share is None else share[labels.clamp(0, len(share) - 1)] * valid
     divisor = 1 if reduction == "sum" else counted.sum() if num_items is None else num_items
-    return loss.sum() / divisor
+    return (loss.sum() / divisor).reshape(())
 
 
 def check(hidden, weight, target, slope=None, tolerance=None, **options):
@@ -116,10 +131,48 @@ def test_any_options_shape_and_dtype(data):
 @pytest.mark.parametrize("options", [{}, {"reduction": "sum"}, {"reduction": "none"}, {"wide_sums": True}], ids=str)
 @pytest.mark.parametrize("rows", [1, 3, 4, 9, 12])
 @pytest.mark.usefixtures("chunked")
-def test_several_chunks_with_a_tail(rows, options):
-    before = counters("cross_entropy_fused").launches
+def test_several_chunks_with_a_tail(rows, options, products):
+    before, multiplied = counters("cross_entropy_fused").launches, counters("matmul").launches
     check(*sample(rows, ignored=rows // 3), **options)
-    assert counters("cross_entropy_fused").launches == before + -(-rows // CHUNK)
+    chunks = -(-rows // CHUNK)
+    assert counters("cross_entropy_fused").launches == before + chunks
+    # Without a reduction the logits are made twice.
+    each = 3 + (options.get("reduction") == "none")
+    assert counters("matmul").launches == multiplied + (each * chunks if products == "tuned" else 0)
+
+
+@settings(max_examples=40)
+@given(data=st.data())
+def test_any_shape_over_any_chunks_with_any_upstream(data):
+    """Gradients of leaves that are wanted, added up over chunks, times what the backward is given."""
+    rows, chunk = data.draw(st.integers(1, 30), label="rows"), data.draw(st.integers(1, 12), label="chunk")
+    width, vocabulary = (
+        data.draw(st.integers(16, 80), label="width"),
+        data.draw(st.integers(2, 150), label="vocabulary"),
+    )
+    inputs = sample(rows, width, vocabulary, ignored=data.draw(st.integers(0, rows - 1), label="ignored"))
+    frozen = data.draw(st.sampled_from([None, 0, 1]), label="frozen")
+    if frozen is not None:
+        inputs[frozen].requires_grad_(False)
+    chunk_plans = kernels.chunk_plans
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "chunk_plans", lambda lookup, spec, _, *rest: chunk_plans(lookup, spec, chunk, *rest))
+        check(*inputs, slope=torch.tensor(data.draw(st.sampled_from([1.0, 0.37, -2.5]), label="upstream")))
+
+
+@pytest.mark.usefixtures("chunked")
+def test_a_weight_that_is_the_embedding_too_gets_both_gradients():
+    _, weight, target = sample(11, 24, 40)
+    wide = weight.detach().double().requires_grad_()
+
+    def total(table, loss):
+        return 1.7 * loss(torch.tanh(table[target.clamp(0)]), table, target)
+
+    loss = total(weight, linear_cross_entropy)
+    reference = total(wide, expected)
+    assert_near(loss, reference, 1e-5)
+    (got,), (wanted,) = torch.autograd.grad(loss, weight), torch.autograd.grad(reference, wide)
+    assert_near(got, wanted, 1e-5)
 
 
 @pytest.mark.usefixtures("chunked")

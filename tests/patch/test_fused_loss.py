@@ -1,6 +1,8 @@
 """The fused loss in a patched Qwen3: what an unpatched one computes, and where the model's own forward runs."""
 
+import dataclasses
 import functools
+import importlib
 import os
 import subprocess
 import sys
@@ -26,6 +28,19 @@ pytestmark = pytest.mark.usefixtures("interpreted")
 ways = pytest.mark.parametrize(
     "way", [lambda _: tilekern.apply(**ALONE), lambda m: tilekern.apply_to_model(m, **ALONE)], ids=["class", "model"]
 )
+
+
+@pytest.fixture(params=["cublas", "tuned"])
+def products(request, monkeypatch):
+    """Who multiplies in the fused loss."""
+    module = importlib.import_module("tilekern.ops.linear_cross_entropy")
+    spec = module._SPEC
+
+    def default(problem, target):
+        return spec.default(problem, target).but(products=request.param)
+
+    monkeypatch.setattr(module, "_SPEC", dataclasses.replace(spec, default=default))
+    return request.param
 
 
 def step(model, factor=1.0, labels=IDS, **more):
@@ -81,8 +96,10 @@ def test_together_with_every_other_patch():
     check(make(attention="sdpa").train(), lambda _: tilekern.apply())
 
 
-def test_more_tokens_than_a_chunk_and_float32_exactly():
-    model = make().train()
+def test_more_tokens_than_a_chunk_and_float32_exactly(products, monkeypatch):
+    model, multiplied = make().train(), counters("matmul").launches
+    kernels = importlib.import_module("tilekern.kernels.linear_cross_entropy")
+    monkeypatch.setattr(kernels, "_MOST_CHUNK_BYTES", 128 * 331 * 4)
     ids = torch.randint(0, 331, (3, 100), generator=torch.Generator().manual_seed(2))
 
     def run(model):
@@ -92,8 +109,10 @@ def test_more_tokens_than_a_chunk_and_float32_exactly():
         return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
 
     check(model, run=run)
+    assert counters("matmul").launches == multiplied + (3 * 3 if products == "tuned" else 0)
 
 
+@pytest.mark.usefixtures("products")
 @pytest.mark.parametrize("frozen", ["head", "body"])
 def test_frozen_parameters(frozen):
     model = make().train()
@@ -103,6 +122,7 @@ def test_frozen_parameters(frozen):
     assert (model.lm_head.weight.grad is None) == (frozen == "head")
 
 
+@pytest.mark.usefixtures("products")
 def test_tied_embeddings_get_both_gradients():
     model = make(tie_word_embeddings=True).train()
     assert model.lm_head.weight is model.model.embed_tokens.weight
@@ -120,6 +140,7 @@ def test_labels_that_are_all_left_out():
 
 
 @ways
+@pytest.mark.usefixtures("products")
 def test_gradient_accumulation_adds_up(way):
     model = make().train()
 

@@ -1,4 +1,4 @@
-"""Matrix products: ``c = epilogue(op(a) @ op(b) + bias)``, summed in float32 and rounded once.
+"""Matrix products: ``c = addend + epilogue(op(a) @ op(b) + bias)``, summed in float32 and rounded once.
 
 One spec serves a linear layer's three products. With x [tokens, in], weight [out, in] and dy [tokens, out]:
 
@@ -9,10 +9,14 @@ One spec serves a linear layer's three products. With x [tokens, in], weight [ou
 ``a`` is stored [rows, inner] in all of them, so that ``rows`` is the number of tokens whichever side it is of the
 product, and one bucketed dimension lets a record serve nearby token counts. Epilogues: gelu in the form with tanh
 (Hendrycks and Gimpel 2016, arXiv:1606.08415; cuTile has no erf) and silu; with both, silu follows gelu.
+
+Where a problem is ``accumulated``, ``c`` may be the memory of ``addend``, so that the product adds to what is there: a
+tile of ``c`` is stored by the block that read the same tile of ``addend``, after it did, and no other reads it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from typing import Any
 
 import cuda.tile as ct
@@ -36,6 +40,10 @@ from tilekern.targets import Target
 _LOG2_E = 1.4426950408889634
 # sqrt(8 / pi), and the same times 0.044715: gelu's tanh as a sigmoid of a polynomial.
 _GELU_LINEAR, _GELU_CUBIC = 1.5957691216057308, 0.07135481627260025
+# Kernels index with 32 bits.
+MOST_ELEMENTS = (1 << 31) - 1
+# Where the rows of an array begin for loads of full width.
+_ALIGNMENT_BYTES = 16
 
 
 def _sigmoid(x):
@@ -70,76 +78,107 @@ def _finish(z, bias, column, tile_n, gelu_tanh, silu):
     return z
 
 
-def _product(
-    a, b, bias, c, item, tile_m, tile_n, tile_k, group_m, latency, a_transposed, b_transposed, gelu_tanh, silu
-):
-    """Tile number ``item`` of the result."""
+def _tile(
+    a, b, bias, addend, c, item, tile_m, tile_n, tile_k, group_m, latency, from_addend, a_transposed, b_transposed,
+    gelu_tanh, silu,
+):  # fmt: skip
+    """Tile number ``item`` of the result; its sums begin at the addend, or at zero."""
     i, j = _place(item, ct.cdiv(c.shape[0], tile_m), ct.cdiv(c.shape[1], tile_n), group_m)
     depth = ct.static_eval(0 if a_transposed else 1)
-    total = ct.zeros((tile_m, tile_n), ct.float32)
+    if ct.static_eval(from_addend):
+        total = load(addend, (i, j), (tile_m, tile_n), True, 0, True).astype(ct.float32)
+    else:
+        total = ct.zeros((tile_m, tile_n), ct.float32)
     for step in range(ct.cdiv(a.shape[depth], tile_k)):
         left = _operand(a, i, step, tile_m, tile_k, a_transposed, latency)
         right = _operand(b, j, step, tile_n, tile_k, not b_transposed, latency)
         total = ct.mma(left, right.transpose(), total)
     z = _finish(total, bias, j, tile_n, gelu_tanh, silu)
+    if ct.static_eval(addend is not None and not from_addend):
+        z = z + load(addend, (i, j), (tile_m, tile_n), True, 0, True).astype(ct.float32)
     ct.store(c, (i, j), z.astype(c.dtype))
 
 
-@ct.kernel
-def matrix_product_block(
-    a, b, c, tile_m: ConstInt, tile_n: ConstInt, tile_k: ConstInt, group_m: ConstInt, latency: ConstInt,
-    a_transposed: ConstBool, b_transposed: ConstBool, gelu_tanh: ConstBool, silu: ConstBool,
+def _product(
+    a, b, bias, addend, c, persistent, tile_m, tile_n, tile_k, group_m, latency, from_addend, a_transposed,
+    b_transposed, gelu_tanh, silu,
 ):  # fmt: skip
-    """One tile a block."""
+    """One tile a block, or resident blocks that loop, so that a tile's loads overlap the epilogue before it."""
+    if ct.static_eval(persistent):
+        tiles = ct.cdiv(c.shape[0], tile_m) * ct.cdiv(c.shape[1], tile_n)
+        for item in range(ct.bid(0), tiles, ct.num_blocks(0)):
+            _tile(
+                a, b, bias, addend, c, item, tile_m, tile_n, tile_k, group_m, latency, from_addend, a_transposed,
+                b_transposed, gelu_tanh, silu,
+            )  # fmt: skip
+    else:
+        _tile(
+            a, b, bias, addend, c, ct.bid(0), tile_m, tile_n, tile_k, group_m, latency, from_addend, a_transposed,
+            b_transposed, gelu_tanh, silu,
+        )  # fmt: skip
+
+
+@ct.kernel
+def matmul_plain(
+    a, b, c, persistent: ConstBool, tile_m: ConstInt, tile_n: ConstInt, tile_k: ConstInt, group_m: ConstInt,
+    latency: ConstInt, from_addend: ConstBool, a_transposed: ConstBool, b_transposed: ConstBool,
+    gelu_tanh: ConstBool, silu: ConstBool,
+):  # fmt: skip
+    """The product and its activations."""
     _product(
-        a, b, None, c, ct.bid(0), tile_m, tile_n, tile_k, group_m, latency, a_transposed, b_transposed, gelu_tanh, silu
-    )
+        a, b, None, None, c, persistent, tile_m, tile_n, tile_k, group_m, latency, from_addend, a_transposed,
+        b_transposed, gelu_tanh, silu,
+    )  # fmt: skip
 
 
 @ct.kernel
-def matrix_product_persistent(
-    a, b, c, tile_m: ConstInt, tile_n: ConstInt, tile_k: ConstInt, group_m: ConstInt, latency: ConstInt,
-    a_transposed: ConstBool, b_transposed: ConstBool, gelu_tanh: ConstBool, silu: ConstBool,
+def matmul_biased(
+    a, b, bias, c, persistent: ConstBool, tile_m: ConstInt, tile_n: ConstInt, tile_k: ConstInt, group_m: ConstInt,
+    latency: ConstInt, from_addend: ConstBool, a_transposed: ConstBool, b_transposed: ConstBool,
+    gelu_tanh: ConstBool, silu: ConstBool,
 ):  # fmt: skip
-    """Resident blocks that loop over tiles, so that the next tile's loads overlap this one's epilogue."""
-    tiles = ct.cdiv(c.shape[0], tile_m) * ct.cdiv(c.shape[1], tile_n)
-    for item in range(ct.bid(0), tiles, ct.num_blocks(0)):
-        _product(
-            a, b, None, c, item, tile_m, tile_n, tile_k, group_m, latency, a_transposed, b_transposed, gelu_tanh, silu
-        )
-
-
-@ct.kernel
-def matrix_product_bias_block(
-    a, b, bias, c, tile_m: ConstInt, tile_n: ConstInt, tile_k: ConstInt, group_m: ConstInt, latency: ConstInt,
-    a_transposed: ConstBool, b_transposed: ConstBool, gelu_tanh: ConstBool, silu: ConstBool,
-):  # fmt: skip
-    """One tile a block, with a bias."""
+    """With a bias."""
     _product(
-        a, b, bias, c, ct.bid(0), tile_m, tile_n, tile_k, group_m, latency, a_transposed, b_transposed, gelu_tanh, silu
-    )
+        a, b, bias, None, c, persistent, tile_m, tile_n, tile_k, group_m, latency, from_addend, a_transposed,
+        b_transposed, gelu_tanh, silu,
+    )  # fmt: skip
 
 
 @ct.kernel
-def matrix_product_bias_persistent(
-    a, b, bias, c, tile_m: ConstInt, tile_n: ConstInt, tile_k: ConstInt, group_m: ConstInt, latency: ConstInt,
-    a_transposed: ConstBool, b_transposed: ConstBool, gelu_tanh: ConstBool, silu: ConstBool,
+def matmul_accumulated(
+    a, b, addend, c, persistent: ConstBool, tile_m: ConstInt, tile_n: ConstInt, tile_k: ConstInt, group_m: ConstInt,
+    latency: ConstInt, from_addend: ConstBool, a_transposed: ConstBool, b_transposed: ConstBool,
+    gelu_tanh: ConstBool, silu: ConstBool,
 ):  # fmt: skip
-    """Resident blocks that loop over tiles, with a bias."""
-    tiles = ct.cdiv(c.shape[0], tile_m) * ct.cdiv(c.shape[1], tile_n)
-    for item in range(ct.bid(0), tiles, ct.num_blocks(0)):
-        _product(
-            a, b, bias, c, item, tile_m, tile_n, tile_k, group_m, latency, a_transposed, b_transposed, gelu_tanh, silu
-        )
+    """Added to what there is."""
+    _product(
+        a, b, None, addend, c, persistent, tile_m, tile_n, tile_k, group_m, latency, from_addend, a_transposed,
+        b_transposed, gelu_tanh, silu,
+    )  # fmt: skip
 
 
+@ct.kernel
+def matmul_biased_accumulated(
+    a, b, bias, addend, c, persistent: ConstBool, tile_m: ConstInt, tile_n: ConstInt, tile_k: ConstInt,
+    group_m: ConstInt, latency: ConstInt, from_addend: ConstBool, a_transposed: ConstBool, b_transposed: ConstBool,
+    gelu_tanh: ConstBool, silu: ConstBool,
+):  # fmt: skip
+    """With a bias, added to what there is."""
+    _product(
+        a, b, bias, addend, c, persistent, tile_m, tile_n, tile_k, group_m, latency, from_addend, a_transposed,
+        b_transposed, gelu_tanh, silu,
+    )  # fmt: skip
+
+
+# By whether there is a bias, and whether there is an addend.
 _FUNCTIONS = {
-    ("block", False): matrix_product_block,
-    ("block", True): matrix_product_bias_block,
-    ("persistent", False): matrix_product_persistent,
-    ("persistent", True): matrix_product_bias_persistent,
+    (False, False): matmul_plain,
+    (True, False): matmul_biased,
+    (False, True): matmul_accumulated,
+    (True, True): matmul_biased_accumulated,
 }
-_FLAGS = ("a_transposed", "b_transposed", "gelu_tanh", "silu")
+_LAYOUT = ("a_transposed", "b_transposed")
+_ACTIVATIONS = ("gelu_tanh", "silu")
 
 DIMENSIONS = (
     Dimension("rows", "bucketed"),
@@ -150,22 +189,67 @@ DIMENSIONS = (
     Dimension("biased", "flag"),
     Dimension("gelu_tanh", "flag"),
     Dimension("silu", "flag"),
+    Dimension("accumulated", "flag"),
     Dimension("dtype", "dtype"),
 )
 
 
+def sizes(rows: int, inner: int, columns: int, dtype: Any, on: Collection[str]) -> dict[str, Any]:
+    """The values of the dimensions in their order, with the flags that ``on`` names set."""
+    flags = {d.name: d.name in on for d in DIMENSIONS if d.kind == "flag"}
+    return {"rows": rows, "inner": inner, "columns": columns, **flags, "dtype": dtype}
+
+
+def by_cublas(a: Any, b: Any, out: Any, on: Collection[str]) -> Any:
+    """``out = op(a) @ op(b)``, or ``out += op(a) @ op(b)`` where ``accumulated``; ``on`` names the flags that are set.
+
+    The arrays lie as in the problem of these flags; ``out`` is given back.
+    """
+    import torch
+
+    left, right = (x.t() if name in on else x for x, name in zip((a, b), _LAYOUT, strict=True))
+    return out.addmm_(left, right) if "accumulated" in on else torch.mm(left, right, out=out)
+
+
+def by_winner(plan_for: Callable[..., Any], a: Any, b: Any, out: Any, on: Collection[str]) -> Any:
+    """As :func:`by_cublas`, by what was found fastest for the problem: a kernel of this module or cuBLAS.
+
+    cuBLAS too where ``plan_for`` gives nothing, and for arrays that no kernel reads in wide loads.
+    """
+    (rows, inner), plan = a.shape, None
+    if all(_is_wide(x) for x in (a, b, out)):
+        plan = plan_for(SPEC, a.device, *sizes(rows, inner, out.shape[1], a.dtype, on).values())
+    if plan is None or not is_tile(plan.config):
+        return by_cublas(a, b, out, on)
+    plan.launch(a.get_device(), a, b, *([out] if "accumulated" in on else []), out)
+    return out
+
+
+def _is_wide(x: Any) -> bool:
+    """Whether a matrix meets what the aligned variant assumes, and has no more elements than kernels can count."""
+    reach, step = x.stride()
+    starts = x.data_ptr() % _ALIGNMENT_BYTES == 0 and reach * x.element_size() % _ALIGNMENT_BYTES == 0
+    return bool(starts and step == 1 and x.shape[0] * reach <= MOST_ELEMENTS)
+
+
 def _library(problem: Problem) -> LibraryCall:
-    def call(a: Any, b: Any, bias: Any = None) -> tuple[Any]:
+    on = [d.name for d in DIMENSIONS if d.kind == "flag" and problem[d.name]]
+    plain = not problem["biased"] and not any(problem[name] for name in _ACTIVATIONS)
+
+    def call(a: Any, b: Any, *more: Any) -> tuple[Any]:
         import torch
 
-        left = a.t() if problem["a_transposed"] else a
-        right = b.t() if problem["b_transposed"] else b
-        c = torch.mm(left, right) if bias is None else torch.addmm(bias, left, right)
+        if problem["accumulated"] and plain:
+            return (by_cublas(a, b, more[0], on),)
+        left, right = (x.t() if name in on else x for x, name in zip((a, b), _LAYOUT, strict=True))
+        c = torch.addmm(more[0], left, right) if problem["biased"] else torch.mm(left, right)
         if problem["gelu_tanh"]:
             c = torch.nn.functional.gelu(c, approximate="tanh")
-        return (torch.nn.functional.silu(c) if problem["silu"] else c,)
+        if problem["silu"]:
+            c = torch.nn.functional.silu(c)
+        return (more[-1].add_(c) if problem["accumulated"] else c,)
 
-    return LibraryCall(call, ("a", "b", "bias") if problem["biased"] else ("a", "b"))
+    return LibraryCall(call, tuple(_operand_shapes(problem)), updates="addend" if problem["accumulated"] else None)
 
 
 def _grid(problem: Problem, config: Config, sm_count: int) -> int:
@@ -184,42 +268,57 @@ def _implement(problem: Problem, config: Config) -> Implementation | LibraryCall
         ArrayParameter("a", dtype, 2, inner),
         ArrayParameter("b", dtype, 2, None if tokens_last else inner if problem["b_transposed"] else columns),
         *([ArrayParameter("bias", dtype, 1, columns)] if problem["biased"] else []),
+        *([ArrayParameter("addend", dtype, 2, columns)] if problem["accumulated"] else []),
         ArrayParameter("c", dtype, 2, columns, "output"),
     ]
-    tuned = ("tile_m", "tile_n", "tile_k", "group_m", "latency")
     return Implementation(
-        function=_FUNCTIONS[config["schedule"], problem["biased"]],
+        function=_FUNCTIONS[problem["biased"], problem["accumulated"]],
         parameters=tuple(arrays),
-        constants=(*((name, config[name]) for name in tuned), *((name, problem[name]) for name in _FLAGS)),
+        constants=(
+            ("persistent", config["schedule"] == "persistent"),
+            *((name, config[name]) for name in ("tile_m", "tile_n", "tile_k", "group_m", "latency")),
+            ("from_addend", config["sums_begin"] == "addend"),
+            *((name, problem[name]) for name in (*_LAYOUT, *_ACTIVATIONS)),
+        ),
         grid=lambda sizes, sm_count: _grid(sizes, config, sm_count),
         hints={name: config[name] or None for name in ("occupancy", "num_ctas", "num_worker_warps")},
     )
 
 
 def _operand_shapes(problem: Problem) -> dict[str, tuple[int, ...]]:
-    _, n, k = sizes_of(problem)
+    m, n, k = sizes_of(problem)
     shapes: dict[str, tuple[int, ...]] = {
         "a": (problem["rows"], problem["inner"]),
         "b": (n, k) if problem["b_transposed"] else (k, n),
     }
-    return shapes | ({"bias": (n,)} if problem["biased"] else {})
+    if problem["biased"]:
+        shapes["bias"] = (n,)
+    return shapes | ({"addend": (m, n)} if problem["accumulated"] else {})
 
 
 def _inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
     import torch
 
     # Weights of the size that keeps the variance of a row: an epilogue then sees values near 0.
-    scale = {"a": 1.0, "b": sizes_of(problem)[2] ** -0.5, "bias": 1.0}
+    scales = {"b": sizes_of(problem)[2] ** -0.5}
+    # In the problem's dtype from the start: the head of a language model is a GiB without a float32 copy.
+    dtype = getattr(torch, problem["dtype"])
     return {
-        name: (torch.randn(shape, generator=generator, device=device) * scale[name]).to(
-            getattr(torch, problem["dtype"])
-        )
+        name: torch.randn(shape, generator=generator, device=device, dtype=dtype).mul_(scales.get(name, 1.0))
         for name, shape in _operand_shapes(problem).items()
     }
 
 
 def reference(
-    a: Any, b: Any, bias: Any = None, *, a_transposed: bool, b_transposed: bool, gelu_tanh: bool, silu: bool
+    a: Any,
+    b: Any,
+    bias: Any = None,
+    addend: Any = None,
+    *,
+    a_transposed: bool,
+    b_transposed: bool,
+    gelu_tanh: bool,
+    silu: bool,
 ) -> dict[str, Any]:
     """The formula in float64."""
     import torch
@@ -230,12 +329,14 @@ def reference(
         c = c + bias.double()
     if gelu_tanh:
         c = torch.nn.functional.gelu(c, approximate="tanh")
-    return {"c": torch.nn.functional.silu(c) if silu else c}
+    if silu:
+        c = torch.nn.functional.silu(c)
+    return {"c": c if addend is None else c + addend.double()}
 
 
 def _bytes(problem: Problem) -> int:
     m, n, k = sizes_of(problem)
-    elements = m * k + k * n + m * n + (n if problem["biased"] else 0)
+    elements = m * k + k * n + m * n * (1 + problem["accumulated"]) + n * problem["biased"]
     return int(elements * ITEM_BYTES[problem["dtype"]])
 
 
@@ -245,19 +346,20 @@ def _flops(problem: Problem) -> int:
 
 
 def workloads(shape: ModelShape, tokens: int, dtype: str, target: Target) -> list[dict[str, Value]]:
-    """The forward products of every MLP, into it and out of it."""
-    flags = dict.fromkeys(("a_transposed", "biased", "gelu_tanh", "silu"), False) | {"b_transposed": True}
-    sizes = ((shape.hidden, shape.intermediate), (shape.intermediate, shape.hidden))
-    return [{"rows": tokens, "inner": k, "columns": n, "dtype": dtype, **flags} for k, n in sizes]
+    """The forward products of every MLP, into it and out of it, and those of the head's fused loss."""
+    from tilekern.kernels.linear_cross_entropy import products
+
+    ends = ((shape.hidden, shape.intermediate), (shape.intermediate, shape.hidden))
+    return [*(sizes(tokens, k, n, dtype, ("b_transposed",)) for k, n in ends), *products(shape, tokens, dtype)]
 
 
 SPEC = KernelSpec(
     name="matmul",
-    summary="c = epilogue(op(a) @ op(b) + bias), summed in float32",
+    summary="c = addend + epilogue(op(a) @ op(b) + bias), summed in float32",
     module=__name__,
     dimensions=DIMENSIONS,
     space=SPACE,
-    ops=("linear",),
+    ops=("linear", "fused_linear_cross_entropy"),
     workloads=workloads,
     implement=_implement,
     default=default,

@@ -4,17 +4,17 @@ For each chunk of rows: logits by a matrix product, loss and the gradient in the
 (:mod:`tilekern.kernels.cross_entropy_fused`), then ``dhidden = dlogits @ weight`` and
 ``dweight += dlogits.T @ hidden``. The memory above inputs and gradients is one chunk of logits. Small chunks make
 ``dweight`` be read and written more often, large ones need more memory, so the number of rows in a chunk is for the
-tuner to choose.
+tuner to choose; so is whether cuBLAS runs the products or what won each of them (:mod:`tilekern.kernels.linear`).
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from tilekern.kernels import cross_entropy, cross_entropy_fused
+from tilekern.kernels import cross_entropy, cross_entropy_fused, linear
 from tilekern.spec import (
     ITEM_BYTES,
     Config,
@@ -26,12 +26,16 @@ from tilekern.spec import (
     Problem,
     Space,
     Value,
+    bucket,
+    cdiv,
 )
 from tilekern.targets import Target
 
 _MOST_CHUNK_BYTES = 700 << 20
 _PITCH = 16
-_CHUNKS = (256, 512, 1024, 1536, 2048, 3072, 4096, 8192)
+# Chunks are whole tiles of the products.
+_STEP = 128
+_GENERIC_CHUNK = 256
 
 
 @dataclass(frozen=True)
@@ -64,16 +68,34 @@ class LossOptions:
 
 
 PlanFor = Callable[..., Any]
+# (a, b, out, names of the flags that are set) -> out
+Product = Callable[[Any, Any, Any, tuple[str, ...]], Any]
+# The three products, as the flags of the spec ``matmul``.
+_LOGITS, _DHIDDEN, _DWEIGHT, _MORE_DWEIGHT = ("b_transposed",), (), ("a_transposed",), ("a_transposed", "accumulated")
+
+
+def split(rows: int, chunk: int) -> list[slice]:
+    """As few parts of at most ``chunk`` rows as there can be, of the same size but for the last."""
+    size = min(chunk, _whole(cdiv(rows, cdiv(rows, chunk))))
+    return [slice(first, min(rows, first + size)) for first in range(0, rows, size)]
+
+
+def _whole(rows: int) -> int:
+    return cdiv(rows, _STEP) * _STEP
 
 
 def chunk_plans(
     plan_for: PlanFor, spec: KernelSpec, chunk: int, hidden: Any, vocabulary: int, options: LossOptions
 ) -> list[tuple[slice, Any]] | None:
     """The rows of each chunk with the plan of its kernel; None where one has none."""
-    parts = [slice(first, min(hidden.shape[0], first + chunk)) for first in range(0, hidden.shape[0], chunk)]
+    parts = split(hidden.shape[0], chunk)
     sizes = [(part.stop - part.start, vocabulary, hidden.dtype, *options.flags) for part in parts]
     plans = [plan_for(spec, hidden.device, *size) for size in sizes]
     return None if None in plans else list(zip(parts, plans, strict=True))
+
+
+def _product(plan_for: PlanFor, config: Config) -> Product:
+    return functools.partial(linear.by_winner, plan_for) if config["products"] == "tuned" else linear.by_cublas
 
 
 def _held(rows: int, vocabulary: int, like: Any) -> Any:
@@ -88,7 +110,7 @@ def _room(held: Any, part: slice) -> Any:
     return held[: part.stop - part.start]
 
 
-def losses(plan_for: PlanFor, chunk: int, hidden: Any, weight: Any, target: Any, options: LossOptions) -> Any:
+def losses(plan_for: PlanFor, config: Config, hidden: Any, weight: Any, target: Any, options: LossOptions) -> Any:
     """The loss of each row alone, float32 [rows]; None where no kernel serves the problem."""
     import torch
 
@@ -97,24 +119,24 @@ def losses(plan_for: PlanFor, chunk: int, hidden: Any, weight: Any, target: Any,
     loss = torch.empty(rows, dtype=torch.float32, device=device)
     lse = torch.empty_like(loss)
     arguments = options.arguments(device)
-    held = _held(min(chunk, rows), vocabulary, hidden)
-    plans = chunk_plans(plan_for, cross_entropy.FORWARD, chunk, hidden, vocabulary, options)
+    plans = chunk_plans(plan_for, cross_entropy.FORWARD, config["chunk"], hidden, vocabulary, options)
     if plans is None:
         return None
+    held, product = _held(plans[0][0].stop, vocabulary, hidden), _product(plan_for, config)
     for part, plan in plans:
-        logits = torch.mm(hidden[part], weight.t(), out=_room(held, part))
+        logits = product(hidden[part], weight, _room(held, part), _LOGITS)
         plan.launch(number, logits, target[part], *arguments, loss[part], lse[part])
     return loss
 
 
 def gradients(
-    plan_for: PlanFor, chunk: int, hidden: Any, weight: Any, target: Any, scale: Any, options: LossOptions
+    plan_for: PlanFor, config: Config, hidden: Any, weight: Any, target: Any, scale: Any, options: LossOptions
 ) -> tuple[Any, Any, Any] | None:
     """Loss of each row and the gradients of ``sum(scale * loss)``.
 
     Args:
-        plan_for: gives the plan of the cross-entropy kernel.
-        chunk: rows whose logits exist at a time.
+        plan_for: gives the plan of the cross-entropy kernel and of the products.
+        config: ``chunk`` rows have their logits at a time; ``products`` says who multiplies.
         hidden: [rows, hidden].
         weight: [vocabulary, hidden], of the same dtype.
         target: int32 [rows].
@@ -129,7 +151,7 @@ def gradients(
 
     rows, vocabulary = hidden.shape[0], weight.shape[0]
     device, number = hidden.device, hidden.get_device()
-    plans = chunk_plans(plan_for, cross_entropy_fused.FUSED, chunk, hidden, vocabulary, options)
+    plans = chunk_plans(plan_for, cross_entropy_fused.FUSED, config["chunk"], hidden, vocabulary, options)
     if plans is None:
         return None
     loss = torch.empty(rows, dtype=torch.float32, device=device)
@@ -137,24 +159,26 @@ def gradients(
     dhidden = torch.empty(hidden.shape, dtype=hidden.dtype, device=device) if options.hidden_gradient else None
     dweight = None
     arguments = options.arguments(device)
-    held = _held(min(chunk, rows), vocabulary, hidden)
+    held, product = _held(plans[0][0].stop, vocabulary, hidden), _product(plan_for, config)
     for part, plan in plans:
         x = hidden[part]
-        logits = torch.mm(x, weight.t(), out=_room(held, part))
+        logits = product(x, weight, _room(held, part), _LOGITS)
         plan.launch(number, logits, target[part], scale[part], *arguments, loss[part], lse[part], logits)
         if dhidden is not None:
-            torch.mm(logits, weight, out=dhidden[part])
-        if options.weight_gradient:
-            dweight = _added(dweight, logits, x, wide=options.wide_sums)
+            product(logits, weight, dhidden[part], _DHIDDEN)
+        if options.weight_gradient and options.wide_sums and x.dtype != torch.float32:
+            dweight = _added_wide(dweight, logits, x)
+        elif options.weight_gradient:
+            first = dweight is None
+            dweight = torch.empty(weight.shape, dtype=x.dtype, device=device) if first else dweight
+            product(logits, x, dweight, _DWEIGHT if first else _MORE_DWEIGHT)
     return loss, dhidden, dweight
 
 
-def _added(dweight: Any, dlogits: Any, x: Any, *, wide: bool) -> Any:
-    """``dweight + dlogits.T @ x``, in place; a new tensor for the first chunk."""
+def _added_wide(dweight: Any, dlogits: Any, x: Any) -> Any:
+    """``dweight + dlogits.T @ x`` in float32; a new tensor for the first chunk."""
     import torch
 
-    if not wide or x.dtype == torch.float32:
-        return torch.mm(dlogits.t(), x) if dweight is None else dweight.addmm_(dlogits.t(), x)
     if not x.is_cuda:
         product = torch.mm(dlogits.t().float(), x.float())
         return product if dweight is None else dweight.add_(product)
@@ -168,7 +192,7 @@ _INPUTS = ("hidden", "weight", "target", "scale", "options")
 
 def _implement(problem: Problem, config: Config) -> LibraryCall:
     def call(plan_for: PlanFor, *inputs: Any) -> Any:
-        return gradients(plan_for, config["chunk"], *inputs)
+        return gradients(plan_for, config, *inputs)
 
     return LibraryCall(call, _INPUTS, composite=True)
 
@@ -219,24 +243,60 @@ def workloads(shape: ModelShape, tokens: int, dtype: str, target: Target) -> lis
     return [{"rows": tokens, "hidden": shape.hidden, "vocabulary": shape.vocabulary, "dtype": dtype}]
 
 
+def products(shape: ModelShape, tokens: int, dtype: str) -> Iterator[dict[str, Value]]:
+    """The matrix products of every chunk that a config may take, as sizes of the spec ``matmul``."""
+    problem = SPEC.bucketed(SPEC.problem(rows=tokens, hidden=shape.hidden, vocabulary=shape.vocabulary, dtype=dtype))
+    chunks = [chunk for chunk in _chunks(problem) if _fits(problem, chunk) and not _is_small(problem, chunk)]
+    parts = [split(problem["rows"], chunk) for chunk in chunks]
+    for rows in dict.fromkeys(bucket(part[0].stop) for part in parts):
+        several = any(len(part) > 1 for part in parts if bucket(part[0].stop) == rows)
+        yield linear.sizes(rows, shape.hidden, shape.vocabulary, dtype, _LOGITS)
+        for on in (_DHIDDEN, _DWEIGHT, *([_MORE_DWEIGHT] if several else [])):
+            yield linear.sizes(rows, shape.vocabulary, shape.hidden, dtype, on)
+
+
+def _most_rows(problem: Problem) -> int:
+    """Rows whose logits take no more than a chunk's may, in whole tiles; one tile where not even that fits."""
+    row_bytes = problem["vocabulary"] * ITEM_BYTES[problem["dtype"]]
+    return int(max(_MOST_CHUNK_BYTES // row_bytes // _STEP, 1) * _STEP)
+
+
+def _chunks(problem: Problem) -> list[int]:
+    """All rows, or a part of them: the fewest parts that fit, and parts by powers of two and three times those."""
+    rows = problem["rows"]
+    halvings = [1 << n for n in range(rows.bit_length())]
+    parts = {cdiv(rows, _most_rows(problem)), *halvings, *(3 * n for n in halvings)}
+    return sorted({_whole(cdiv(rows, n)) for n in parts}, reverse=True)
+
+
 def _fits(problem: Problem, chunk: int) -> bool:
-    return bool(chunk * problem["vocabulary"] * ITEM_BYTES[problem["dtype"]] <= _MOST_CHUNK_BYTES)
+    return chunk <= _most_rows(problem)
 
 
-_SMALL_CHUNK = Constraint(
-    "a chunk of logits takes more than 700 MiB",
-    lambda problem, config, target: config["chunk"] == _CHUNKS[0] or _fits(problem, config["chunk"]),
+def _largest(problem: Problem) -> int:
+    return next(chunk for chunk in _chunks(problem) if _fits(problem, chunk))
+
+
+def _is_small(problem: Problem, chunk: int) -> bool:
+    return 2 * chunk <= _largest(problem)
+
+
+_FEW_BYTES = Constraint(
+    "a chunk of logits takes more than 700 MiB", lambda problem, config, target: _fits(problem, config["chunk"])
+)
+_FEW_CHUNKS = Constraint(
+    "with half the rows that fit, the weight's gradient is read and written twice as often: 1 to 4 % more time on H200",
+    lambda problem, config, target: not _is_small(problem, config["chunk"]),
 )
 
 
-def _chunks(problem: Problem) -> list[Value]:
-    """Chunks up to all rows: a larger one is the same as one of all rows."""
-    return [chunk for chunk in _CHUNKS if chunk == _CHUNKS[0] or chunk < 2 * problem["rows"]]
+def _axes(problem: Problem) -> dict[str, list[Value]]:
+    return {"chunk": [*_chunks(problem)], "products": ["cublas", "tuned"]}
 
 
 def _default(problem: Problem, target: Target) -> Config:
-    """The largest chunk: each one more rounds the weight's gradient once more."""
-    return Config(chunk=max((chunk for chunk in _CHUNKS if _fits(problem, chunk)), default=_CHUNKS[0]))
+    """The largest chunk, since each one more rounds the weight's gradient once more; cuBLAS needs no record."""
+    return Config(chunk=_largest(problem), products="cublas")
 
 
 SPEC = KernelSpec(
@@ -249,12 +309,12 @@ SPEC = KernelSpec(
         Dimension("vocabulary", "exact"),
         Dimension("dtype", "dtype"),
     ),
-    space=Space(lambda problem: {"chunk": _chunks(problem)}, (_SMALL_CHUNK,)),
+    space=Space(_axes, (_FEW_BYTES, _FEW_CHUNKS)),
     ops=("fused_linear_cross_entropy",),
     workloads=workloads,
     implement=_implement,
     default=_default,
-    generic=lambda problem: Config(chunk=_CHUNKS[0]),
+    generic=lambda problem: Config(chunk=_GENERIC_CHUNK, products="cublas"),
     inputs=_inputs,
     outputs=_outputs,
     reference=reference,

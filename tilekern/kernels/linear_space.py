@@ -64,7 +64,13 @@ def _axes(problem: Problem) -> dict[str, list[Value]]:
         "num_ctas": [1, 2],
         "num_worker_warps": [0, 8],
         "latency": [0, 6],
+        "sums_begin": ["zero", "addend"] if _may_begin_at_addend(problem) else ["zero"],
     }
+
+
+def _may_begin_at_addend(problem: Problem) -> bool:
+    """Whether the addend may go into the sums before the products: what is added last need not meet an epilogue."""
+    return bool(problem["accumulated"] and not problem["gelu_tanh"] and not problem["silu"])
 
 
 def _elements(config: Config) -> int:
@@ -186,7 +192,7 @@ SPACE = Space(
 def _config(tile_m: int, tile_n: int, warps: int) -> Config:
     return Config(
         implementation="tile", schedule="persistent", tile_m=tile_m, tile_n=tile_n, tile_k=64, group_m=8,
-        occupancy=1, num_ctas=1, num_worker_warps=warps, latency=0,
+        occupancy=1, num_ctas=1, num_worker_warps=warps, latency=0, sums_begin="zero",
     )  # fmt: skip
 
 

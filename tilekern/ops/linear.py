@@ -8,7 +8,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from tilekern.dispatch import Plan, count_fallback, keep, memo, plan_for
-from tilekern.kernels.linear import SPEC
+from tilekern.kernels.linear import MOST_ELEMENTS, SPEC, sizes
 from tilekern.ops.registration import as_rows, needs_gradient, register, register_gradient
 
 # The forward's plan, and those of the gradients of x and of the weight where they are asked for.
@@ -17,8 +17,6 @@ _memo: dict[Any, Plans | None] = memo()
 _ACTIVATIONS = (None, "gelu", "gelu_tanh", "silu")
 # Those that the kernel can apply before it rounds; gelu with erf is torch's own operation.
 _FUSED = ("gelu_tanh", "silu")
-# Kernels index with 32 bits.
-_MOST_ELEMENTS = (1 << 31) - 1
 
 
 def linear(
@@ -119,28 +117,20 @@ def _find_plans(
     if not x.numel() or not out:
         return None
     rows = x.numel() // features
-    if max(x.numel(), weight.numel(), rows * out) > _MOST_ELEMENTS:
+    if max(x.numel(), weight.numel(), rows * out) > MOST_ELEMENTS:
         return None
-    forward = _plan(x, rows, features, out, False, True, bias is not None, inside)
-    to_x = _plan(x, rows, out, features, False, False) if wanted[0] else None
-    to_weight = _plan(x, rows, out, features, True, False) if wanted[1] else None
+    around = [name for name in ("biased" if bias is not None else None, inside) if name]
+    forward = _plan(x, rows, features, out, "b_transposed", *around)
+    to_x = _plan(x, rows, out, features) if wanted[0] else None
+    to_weight = _plan(x, rows, out, features, "a_transposed") if wanted[1] else None
     if forward is None or (wanted[0] and to_x is None) or (wanted[1] and to_weight is None):
         return None
     return forward, to_x, to_weight
 
 
-def _plan(
-    x: torch.Tensor,
-    rows: int,
-    inner: int,
-    columns: int,
-    a_transposed: bool,
-    b_transposed: bool,
-    biased: bool = False,
-    inside: str | None = None,
-) -> Plan | None:
-    flags = (a_transposed, b_transposed, biased, inside == "gelu_tanh", inside == "silu")
-    return plan_for(SPEC, x.device, rows, inner, columns, *flags, x.dtype)
+def _plan(x: torch.Tensor, rows: int, inner: int, columns: int, *on: str) -> Plan | None:
+    """The plan of a product with the flags that ``on`` names set."""
+    return plan_for(SPEC, x.device, *sizes(rows, inner, columns, x.dtype, on).values())
 
 
 def _product(plan: Plan, shape: tuple[int, int], *inputs: torch.Tensor) -> torch.Tensor:

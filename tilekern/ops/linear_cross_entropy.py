@@ -163,7 +163,7 @@ def _plan(rows: torch.Tensor, weight: torch.Tensor, options: LossOptions, *, los
 def _losses(
     plan: Plan, rows: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, options: LossOptions
 ) -> torch.Tensor:
-    loss = kernels.losses(plan_for, plan.config["chunk"], rows, weight, target, options)
+    loss = kernels.losses(plan_for, plan.config, rows, weight, target, options)
     plan.launches += 1
     return loss
 

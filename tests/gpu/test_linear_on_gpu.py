@@ -1,0 +1,37 @@
+"""Products that add in place: the addend's memory is the result's, which the cubins were not told."""
+
+import pytest
+import torch
+
+from tilekern.kernels import spec_named
+from tilekern.kernels.linear import sizes
+from tilekern.kernels.linear_space import is_tile
+from tilekern.launcher import PrebuiltKernel, Variant, launch
+from tilekern.spec import ALIGNED
+from tilekern.targets import here
+from tilekern.toolchain import compile_candidate, toolkit
+from tuning.verifying import launch_arguments
+
+SPEC = spec_named("matmul")
+
+
+@pytest.mark.skipif(toolkit() is None, reason="no tile compiler is installed")
+@pytest.mark.parametrize("rows", [1009, 2048])
+@pytest.mark.parametrize("on", [("a_transposed", "accumulated"), ("accumulated",), ("b_transposed", "accumulated")])
+def test_every_tile_adds_in_place_what_it_adds_elsewhere(on, rows):
+    """The bits of a result in memory of its own, ten times over."""
+    target = here()
+    problem = SPEC.problem(**sizes(rows, 8192, 4096, "bfloat16", on))
+    inputs = SPEC.inputs(problem, torch.Generator("cuda").manual_seed(0), "cuda")
+    stream = torch.cuda.current_stream().cuda_stream
+    for config in filter(is_tile, SPEC.space.candidates(SPEC.bucketed(problem), target)):
+        made, implementation = compile_candidate(SPEC, problem, config, target, ALIGNED), SPEC.device(problem, config)
+        variant = Variant(ALIGNED, made.symbol, made.assumptions, lambda made=made: made.cubin)
+        kernel = PrebuiltKernel(implementation.function, [variant])
+        grid = (implementation.grid(problem, target.sm_count),)
+        c = torch.full_like(inputs["addend"], torch.nan)
+        launch(stream, grid, kernel, launch_arguments(implementation, inputs, {"c": c}))
+        for _ in range(10):
+            same = inputs["addend"].clone()
+            launch(stream, grid, kernel, launch_arguments(implementation, inputs | {"addend": same}, {"c": same}))
+            assert torch.equal(same, c), config

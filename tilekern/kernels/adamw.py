@@ -1,0 +1,242 @@
+"""AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101): one step of a parameter and its two moments, in place.
+
+With the gradient g (its sign turned where the objective is maximised) at step t:
+``m = m + (1 - beta1) * (g - m)``; ``v = beta2 * v + (1 - beta2) * g^2``;
+``p = (1 - lr * weight_decay) * p - lr / (1 - beta1^t) * m / (sqrt(v / (1 - beta2^t)) + eps)``.
+The last fraction is taken times ``sqrt(1 - beta2^t)`` above and below, so that all that changes from step to step stays
+on the host: the kernel gets ``decay``, ``step_size`` and the scaled ``eps`` as scalars, and one artifact serves every
+learning rate. All in float32 registers, each result rounded once.
+
+The order of the elements means nothing here, so a parameter's memory is seen as rows of a few widths only
+(:func:`flat_shape`), whatever its shape: few problems, and rows that start at aligned addresses.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import cuda.tile as ct
+
+from tilekern.kernels.tiles import (
+    ConstBool,
+    ConstInt,
+    grid_of,
+    hints,
+    is_bounded,
+    load,
+    power_of_two,
+)
+from tilekern.spec import (
+    ITEM_BYTES,
+    ArrayParameter,
+    Config,
+    Constraint,
+    Dimension,
+    Implementation,
+    KernelSpec,
+    ModelShape,
+    Problem,
+    ScalarParameter,
+    Space,
+    Value,
+    cdiv,
+)
+from tilekern.targets import Target
+
+
+def _step_tile(
+    param, grad, exp_avg, exp_avg_sq, sign, decay, weight1, beta2, weight2, step_size, eps, new_param, new_exp_avg,
+    new_exp_avg_sq, item, columns, tile_m, tile_n, bounded,
+):  # fmt: skip
+    across = ct.cdiv(columns, tile_n)
+    index, shape = (item // across, item % across), (tile_m, tile_n)
+    p = load(param, index, shape, bounded, 0, False).astype(ct.float32)
+    g = load(grad, index, shape, bounded, 0, False).astype(ct.float32) * sign
+    m = load(exp_avg, index, shape, bounded, 0, False).astype(ct.float32)
+    v = load(exp_avg_sq, index, shape, bounded, 0, False).astype(ct.float32)
+    m = m + weight1 * (g - m)
+    v = beta2 * v + weight2 * g * g
+    # The hardware's own root and quotient are within 2 ulp in float32; exact ones cost a slow path for every element.
+    root = ct.sqrt(v, rounding_mode=ct.RoundingMode.APPROX)
+    step = ct.truediv(m, root + eps, rounding_mode=ct.RoundingMode.APPROX)
+    p = decay * p - step_size * step
+    ct.store(new_param, index, p.astype(new_param.dtype), check_bounds=bounded, allow_tma=False)
+    ct.store(new_exp_avg, index, m.astype(new_exp_avg.dtype), check_bounds=bounded, allow_tma=False)
+    ct.store(new_exp_avg_sq, index, v.astype(new_exp_avg_sq.dtype), check_bounds=bounded, allow_tma=False)
+
+
+@ct.kernel
+def adamw_step_block(
+    param, grad, exp_avg, exp_avg_sq, sign, decay, weight1, beta2, weight2, step_size, eps, new_param, new_exp_avg,
+    new_exp_avg_sq, columns: ConstInt, tile_m: ConstInt, tile_n: ConstInt, bounded: ConstBool,
+):  # fmt: skip
+    """One tile a block. Each ``new_`` array is the memory of the one that it follows."""
+    # Its launch overlaps the end of the kernel before it, mostly the same one for another parameter.
+    ct.grid_dependency_control_wait()
+    _step_tile(
+        param, grad, exp_avg, exp_avg_sq, sign, decay, weight1, beta2, weight2, step_size, eps, new_param, new_exp_avg,
+        new_exp_avg_sq, ct.bid(0), columns, tile_m, tile_n, bounded,
+    )  # fmt: skip
+
+
+@ct.kernel
+def adamw_step_persistent(
+    param, grad, exp_avg, exp_avg_sq, sign, decay, weight1, beta2, weight2, step_size, eps, new_param, new_exp_avg,
+    new_exp_avg_sq, columns: ConstInt, tile_m: ConstInt, tile_n: ConstInt, bounded: ConstBool,
+):  # fmt: skip
+    """Resident blocks that loop over tiles."""
+    ct.grid_dependency_control_wait()
+    tiles = ct.cdiv(param.shape[0], tile_m) * ct.cdiv(columns, tile_n)
+    for item in range(ct.bid(0), tiles, ct.num_blocks(0)):
+        _step_tile(
+            param, grad, exp_avg, exp_avg_sq, sign, decay, weight1, beta2, weight2, step_size, eps, new_param,
+            new_exp_avg, new_exp_avg_sq, item, columns, tile_m, tile_n, bounded,
+        )  # fmt: skip
+
+
+# Rows as wide as the widest tile; a norm's weight of 128 elements; whatever is left, one element a row and unaligned.
+WIDTHS = (4096, 256, 16, 1)
+
+
+@functools.lru_cache(maxsize=4096)
+def flat_shape(elements: int) -> tuple[int, int]:
+    """Rows and columns of contiguous memory: columns are the largest of :data:`WIDTHS` that divides it."""
+    columns = next(width for width in WIDTHS if elements % width == 0)
+    return elements // columns, columns
+
+
+def _axes(problem: Problem) -> dict[str, list[Value]]:
+    width = power_of_two(problem["columns"])
+    widths = sorted({min(width, n) for n in (1024, 2048, 4096)})
+    return {
+        "schedule": ["persistent", "block"],
+        "tile_m": sorted({max(1, elements // n) for elements in (1024, 2048, 4096) for n in widths}),
+        "tile_n": list(widths),
+        "occupancy": [2, 4, 8],
+        "num_worker_warps": [0, 8],
+        "tma": [False],
+    }
+
+
+def _elements(config: Config) -> int:
+    return int(config["tile_m"] * config["tile_n"])
+
+
+_SIZED = Constraint(
+    "a tile of fewer than 1024 or more than 4096 elements starves the memory system or spills",
+    lambda problem, config, target: 1024 <= _elements(config) <= 4096,
+)
+_IN_ONE_PIECE = Constraint(
+    "a tile of several rows takes whole ones, so that it is one piece of memory",
+    lambda problem, config, target: config["tile_m"] == 1 or config["tile_n"] >= problem["columns"],
+)
+_IN_FLIGHT = Constraint(
+    "blocks of fewer than 4096 elements together leave an SM's memory requests too few",
+    lambda problem, config, target: _elements(config) * config["occupancy"] >= 4096,
+)
+_FITS_REGISTERS = Constraint(
+    "five live values for each element of a tile exceed the SM's registers at this occupancy",
+    lambda problem, config, target: _elements(config) * 5 * config["occupancy"] <= 1.25 * target.registers,
+)
+_SCALARS = ("sign", "decay", "weight1", "beta2", "weight2", "step_size", "eps")
+_READ, _WRITTEN = ("param", "grad", "exp_avg", "exp_avg_sq"), ("new_param", "new_exp_avg", "new_exp_avg_sq")
+
+
+def _implement(problem: Problem, config: Config) -> Implementation:
+    columns, dtype, tile_m, tile_n = problem["columns"], problem["dtype"], config["tile_m"], config["tile_n"]
+    across = cdiv(columns, tile_n)
+    return Implementation(
+        function=adamw_step_block if config["schedule"] == "block" else adamw_step_persistent,
+        parameters=(
+            *(ArrayParameter(name, dtype, 2, columns) for name in _READ),
+            *(ScalarParameter(name, "float32") for name in _SCALARS),
+            *(ArrayParameter(name, dtype, 2, columns, "output") for name in _WRITTEN),
+        ),
+        constants=(
+            ("columns", columns),
+            ("tile_m", tile_m),
+            ("tile_n", tile_n),
+            ("bounded", is_bounded(tile_m, columns, tile_n)),
+        ),
+        grid=lambda sizes, sm_count: grid_of(cdiv(sizes["rows"], tile_m) * across, config, sm_count),
+        hints=hints(config),
+        dependent=True,
+    )
+
+
+def _config(problem: Problem, schedule: str, elements: int, occupancy: int) -> Config:
+    width = min(elements, power_of_two(problem["columns"]))
+    return Config(
+        schedule=schedule, tile_m=elements // width, tile_n=width, occupancy=occupancy, num_worker_warps=0, tma=False
+    )
+
+
+def _inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
+    """Parameters that a step does not bring near zero, where they had no relative accuracy, but moves by many ulps."""
+    import torch
+
+    shape, dtype = (problem["rows"], problem["columns"]), getattr(torch, problem["dtype"])
+
+    def drawn(least: float = 0.0) -> Any:
+        x = torch.randn(shape, generator=generator, device=device)
+        return x.add_(x.sign(), alpha=least)
+
+    return {
+        "param": drawn(2.0).to(dtype),
+        "grad": drawn(0.5).to(dtype),
+        "exp_avg": drawn(0.5).to(dtype),
+        "exp_avg_sq": drawn(0.5).square_().to(dtype),
+        "sign": -1.0,
+        "decay": 0.95,
+        "weight1": 0.1,
+        "beta2": 0.98,
+        "weight2": 0.02,
+        "step_size": 0.1,
+        "eps": 1e-3,
+    }
+
+
+def reference(
+    param: Any, grad: Any, exp_avg: Any, exp_avg_sq: Any, sign: float, decay: float, weight1: float, beta2: float,
+    weight2: float, step_size: float, eps: float,
+) -> dict[str, Any]:  # fmt: skip
+    """The formula in float64."""
+    g = sign * grad.double()
+    m = exp_avg.double() + weight1 * (g - exp_avg.double())
+    v = beta2 * exp_avg_sq.double() + weight2 * g.square()
+    p = decay * param.double() - step_size * m / (v.sqrt() + eps)
+    return {"new_param": p, "new_exp_avg": m, "new_exp_avg_sq": v}
+
+
+def workloads(shape: ModelShape, tokens: int, dtype: str, target: Target) -> list[dict[str, Value]]:
+    """The model's parameters, whatever the number of tokens: a step works on each of them alike."""
+    heads, kv_heads = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    wide = (shape.vocabulary, heads, kv_heads, shape.intermediate)
+    norms = (shape.hidden, *([shape.head_dim] if shape.qk_norm else []))
+    found = dict.fromkeys(flat_shape(elements) for elements in (*(n * shape.hidden for n in wide), *norms))
+    return [{"rows": rows, "columns": columns, "dtype": dtype} for rows, columns in found]
+
+
+SPEC = KernelSpec(
+    name="adamw",
+    summary="a step of AdamW: a parameter and its two moments, in place",
+    module=__name__,
+    dimensions=(Dimension("rows", "bucketed"), Dimension("columns", "exact"), Dimension("dtype", "dtype")),
+    space=Space(_axes, (_SIZED, _IN_ONE_PIECE, _IN_FLIGHT, _FITS_REGISTERS)),
+    ops=("adamw",),
+    workloads=workloads,
+    implement=_implement,
+    default=lambda problem, target: _config(problem, "block", 1024, 8),
+    generic=lambda problem: _config(problem, "persistent", 512, 1),
+    inputs=_inputs,
+    outputs=lambda problem, blocks: dict.fromkeys(_WRITTEN, ((problem["rows"], problem["columns"]), problem["dtype"])),
+    reference=reference,
+    bytes_moved=lambda problem: (
+        (len(_READ) + len(_WRITTEN)) * problem["rows"] * problem["columns"] * ITEM_BYTES[problem["dtype"]]
+    ),
+    flops=lambda problem: 15 * problem["rows"] * problem["columns"],
+    result_dtype=lambda problem: problem["dtype"],
+)
+
+SPECS = (SPEC,)

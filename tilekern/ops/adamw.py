@@ -1,0 +1,283 @@
+"""AdamW: torch's optimizer, each parameter's step by one launch of the kernel ``adamw``, in place.
+
+The kernel knows nothing of shapes: memory that has no gaps is seen as rows of it, in whatever order the dimensions lie
+(channels last, transposed), if the gradient and the moments lie as their parameter does. What lies otherwise is copied
+into the parameter's order for the step, and what the step writes is copied back; so is a parameter with gaps. A DTensor
+(FSDP2, tensor parallelism) is worked on shard by shard. What no kernel serves (the CPU, other dtypes than bfloat16,
+float16 and float32, a cache's miss) goes through torch's own AdamW, counted as a fallback.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.graph import increment_version
+from torch.optim.adamw import adamw
+
+from tilekern.dispatch import Plan, count_fallback, plan_for
+from tilekern.kernels.adamw import SPEC, flat_shape
+
+Tensors = tuple[torch.Tensor, ...]
+# Extents are int32 in the kernel; only an odd number of elements comes near.
+_MOST_ROWS = (1 << 31) - 1
+_PLAIN = {torch.Tensor, torch.nn.Parameter}
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_OWN_WAY = "this optimizer has an implementation of its own; leave it out"
+_REFUSED = {
+    "amsgrad": "the kernel has no such variant; use torch.optim.AdamW",
+    "capturable": "the host computes the bias corrections; leave it out, or use torch.optim.AdamW in CUDA graphs",
+    "differentiable": "a kernel's step has no gradient; use torch.optim.AdamW",
+    "foreach": _OWN_WAY,
+    "fused": _OWN_WAY,
+}
+# How a step is done, which a state dict of torch's optimizer says too, and which is not what it computes.
+_IMPLEMENTATION = {"foreach": None, "capturable": False, "differentiable": False, "fused": None}
+
+
+class AdamW(torch.optim.AdamW):
+    """A drop-in for ``torch.optim.AdamW``: the same arguments and state dict, a step near the speed of a copy.
+
+    Each step computes in float32 and rounds the parameter and its moments once, to their dtypes: what torch's fused
+    implementation computes. State dicts go both ways, fused ones included; ``step`` is a float32 tensor on the CPU.
+
+    Args:
+        params, lr, betas, eps, weight_decay, maximize: as torch has them; tensors for ``lr`` and ``betas`` are on the
+            CPU.
+        amsgrad, foreach, capturable, differentiable, fused: for the signature's sake; none may be True.
+
+    Raises:
+        ValueError: an option that is not served, a value that torch refuses, or a tensor on a GPU for ``lr`` or
+            ``betas``, which the host would wait for at every step.
+    """
+
+    # A GradScaler divides gradients by its scale itself, and leaves out the steps of infinite ones.
+    _step_supports_amp_scaling = False
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float | torch.Tensor, float | torch.Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+    ) -> None:
+        _check({"lr": lr, "betas": betas, "amsgrad": amsgrad, "foreach": foreach, "fused": fused})
+        _check({"capturable": capturable, "differentiable": differentiable})
+        super().__init__(
+            params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, foreach=foreach, capturable=capturable,
+            differentiable=differentiable, fused=fused,
+        )  # fmt: skip
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's.
+
+        Raises:
+            ValueError: as the constructor.
+        """
+        if isinstance(param_group, dict):
+            _check(param_group)
+        super().add_param_group(param_group)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for group in state["param_groups"]:
+            _check({"amsgrad": group.get("amsgrad")})
+        super().__setstate__(state)
+        for group in self.param_groups:
+            group.update(_IMPLEMENTATION)
+            group["lr"] = _on_host(group["lr"])
+            group["betas"] = tuple(map(_on_host, group["betas"]))
+            for param in group["params"]:
+                if "step" in self.state.get(param, ()):
+                    self.state[param]["step"] = _on_host(self.state[param]["step"])
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step for every parameter that has a gradient.
+
+        Args:
+            closure: computes the loss and the gradients once more.
+
+        Returns:
+            What ``closure`` does, or None.
+
+        Raises:
+            RuntimeError: a gradient is sparse, a CUDA graph is being captured, or somebody has set ``grad_scale`` or
+                ``found_inf``, which only torch's fused implementation reads.
+        """
+        self._check_step()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            self._step_group(group)
+        return loss
+
+    def _check_step(self) -> None:
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "AdamW.step cannot be captured in a CUDA graph, since the host computes its bias corrections; call it "
+                "after the graph's replay, or use torch.optim.AdamW(..., capturable=True)"
+            )
+        if getattr(self, "grad_scale", None) is not None or getattr(self, "found_inf", None) is not None:
+            raise RuntimeError("AdamW takes gradients that are unscaled: leave grad_scale and found_inf to GradScaler")
+
+    @torch._disable_dynamo
+    def _step_group(self, group: dict[str, Any]) -> None:
+        work: list[tuple[Plan | None, Tensors]] = []
+        steps: list[torch.Tensor] = []
+        written: list[torch.Tensor] = []
+        rest: list[Tensors] = []
+        for param, state in self._graded(group):
+            tensors = (param, param.grad, state["exp_avg"], state["exp_avg_sq"])
+            parts = tensors if _PLAIN.issuperset(map(type, tensors)) else _shards(tensors)
+            plan = _plan_of(*parts) if parts is not None else None
+            if parts is None or (plan is None and parts[0].numel()):
+                rest.append((*tensors, state["step"]))
+                continue
+            work.append((plan, parts))
+            steps.append(state["step"])
+            written += tensors[0], tensors[2], tensors[3]
+            if parts is not tensors:
+                written += parts[0], parts[2], parts[3]
+        if rest:
+            _fall_back(group, rest)
+        if work:
+            counts = [step.item() + 1 for step in steps]
+            scalars = {count: scalars_of(group, count) for count in set(counts)}
+            for (plan, parts), count in zip(work, counts, strict=True):
+                if plan is not None:
+                    _launch(plan, scalars[count], *parts)
+            # A third of what adding 1 to each would cost the host.
+            numbers = {count: torch.tensor(count, device="cpu") for count in scalars}
+            torch._foreach_copy_(steps, [numbers[count] for count in counts])
+            # Autograd knows nothing of a kernel, and must refuse a backward through what it has changed.
+            increment_version(written)
+
+    def _graded(self, group: dict[str, Any]) -> list[tuple[torch.Tensor, dict[str, Any]]]:
+        """The parameters that have a gradient, with their states, which begin here."""
+        found = []
+        for param in group["params"]:
+            grad = param.grad
+            if grad is None:
+                continue
+            if grad.layout is not torch.strided:
+                raise RuntimeError("AdamW takes no sparse gradients; use torch.optim.SparseAdam for such parameters")
+            state = self.state[param]
+            if not state:
+                state["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
+                for name in _MOMENTS:
+                    state[name] = torch.zeros_like(param, memory_format=torch.preserve_format)
+            found.append((param, state))
+        return found
+
+
+def _check(options: dict[str, Any]) -> None:
+    for name, why in _REFUSED.items():
+        if options.get(name):
+            raise ValueError(f"AdamW: {name}=True is not served: {why}")
+    for name, values in (("lr", (options.get("lr"),)), ("betas", options.get("betas", ()))):
+        for value in values:
+            if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+                raise ValueError(
+                    f"AdamW: {name} is a tensor on {value.device}, which the host would wait for at every step; "
+                    "give a float or a tensor on the CPU"
+                )
+
+
+def _on_host(value: Any) -> Any:
+    return value.cpu() if isinstance(value, torch.Tensor) else value
+
+
+def _shards(tensors: Tensors) -> Tensors | None:
+    """This process's shards of DTensors that are sharded alike; None for anything else."""
+    if not all(hasattr(x, "to_local") for x in tensors):
+        return None
+    first = tensors[0]
+    if any(x.placements != first.placements or x.device_mesh != first.device_mesh for x in tensors):
+        return None
+    parts = tuple(x.to_local() for x in tensors)
+    return parts if _PLAIN.issuperset(map(type, parts)) else None
+
+
+def _plan_of(param: torch.Tensor, grad: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor) -> Plan | None:
+    """The plan of a parameter; None where torch must do the work, or where there is nothing to do."""
+    # Where these differ from the parameter's, torch says what is wrong.
+    alike = (
+        param.dtype == grad.dtype == exp_avg.dtype == exp_avg_sq.dtype
+        and param.get_device() == grad.get_device() == exp_avg.get_device() == exp_avg_sq.get_device()
+        and param.shape == grad.shape == exp_avg.shape == exp_avg_sq.shape
+    )
+    elements = param.numel()
+    if not alike or not elements or (not param.is_contiguous() and 0 in param.stride()):
+        return None
+    rows, columns = flat_shape(elements)
+    return plan_for(SPEC, param.device, rows, columns, param.dtype) if rows <= _MOST_ROWS else None
+
+
+def _launch(
+    plan: Plan, scalars: tuple[float, ...], param: torch.Tensor, grad: torch.Tensor, exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+) -> None:  # fmt: skip
+    shape, device = flat_shape(param.numel()), param.get_device()
+    copies: Sequence[Tensors] = ()
+    if not (param.is_contiguous() and grad.is_contiguous() and exp_avg.is_contiguous() and exp_avg_sq.is_contiguous()):
+        (param, grad, exp_avg, exp_avg_sq), copies = _in_order(shape, param, grad, exp_avg, exp_avg_sq)
+    elif param.shape != shape:
+        param, grad, exp_avg, exp_avg_sq = (
+            param.view(shape), grad.view(shape), exp_avg.view(shape), exp_avg_sq.view(shape)
+        )  # fmt: skip
+    plan.launch(device, param, grad, exp_avg, exp_avg_sq, *scalars, param, exp_avg, exp_avg_sq)
+    for copy, original in copies:
+        original.copy_(copy)
+
+
+def _in_order(shape: tuple[int, int], *tensors: torch.Tensor) -> tuple[Tensors, Sequence[Tensors]]:
+    """Tensors as rows, in the order in which the first one's dimensions lie in memory: views, or copies.
+
+    With them the pairs (copy, original) of what has to be copied back; that is never the gradient, the second one.
+    """
+    strides = tensors[0].stride()
+    order = sorted(range(len(strides)), key=strides.__getitem__, reverse=True)
+    ordered = tuple(x.permute(order) for x in tensors)
+    rows = tuple(x.reshape(shape) for x in ordered)
+    copied = [n for n in (0, 2, 3) if rows[n].data_ptr() != tensors[n].data_ptr()]
+    return rows, [(rows[n].view(ordered[n].shape), ordered[n]) for n in copied]
+
+
+def scalars_of(group: dict[str, Any], step: float) -> tuple[float, ...]:
+    """The kernel's scalars for a parameter group's options at step number ``step``, the first one being 1."""
+    lr, beta1, beta2 = float(group["lr"]), *map(float, group["betas"])
+    root = math.sqrt(1 - beta2**step)
+    return (
+        -1.0 if group["maximize"] else 1.0,
+        1 - lr * group["weight_decay"],
+        1 - beta1,
+        beta2,
+        1 - beta2,
+        lr / (1 - beta1**step) * root,
+        group["eps"] * root,
+    )
+
+
+def _fall_back(group: dict[str, Any], rest: Sequence[tuple[torch.Tensor, ...]]) -> None:
+    """Torch's own step for (parameter, gradient, moments, step) each; it counts the steps itself."""
+    for _ in rest:
+        count_fallback(SPEC)
+    params, grads, exp_avgs, exp_avg_sqs, steps = map(list, zip(*rest, strict=True))
+    beta1, beta2 = group["betas"]
+    adamw(
+        params, grads, exp_avgs, exp_avg_sqs, [], steps, foreach=group["foreach"], fused=group["fused"],
+        has_complex=any(map(torch.is_complex, params)), amsgrad=False, beta1=beta1, beta2=beta2, lr=group["lr"],
+        weight_decay=group["weight_decay"], eps=group["eps"], maximize=group["maximize"],
+    )  # fmt: skip
