@@ -119,6 +119,15 @@ def startup(out: Out = None, name: Name = None) -> None:
 
 
 @app.command()
+def sustained(out: Out = None, name: Name = None) -> None:
+    """Rates held for seconds, with the power drawn and the clock."""
+    from benchmarks.sustained import measure
+
+    require_gpu()
+    _keep(measure(), out, name or "sustained")
+
+
+@app.command()
 def regret(
     sweep: Annotated[Path, typer.Option("--sweep", help="A sweep folder with measurements.")],
     out: Out = None,

@@ -35,6 +35,7 @@ class Trainer:
         compiled: what torch.compile is given: nothing, the whole model, or each layer by itself.
         environment: variables of the process.
         limit_s: seconds that one process may take.
+        own_optimizer: whether ``tilekern.AdamW`` takes the steps, and not torch's fused AdamW.
     """
 
     distribution: str = "transformers"
@@ -43,6 +44,7 @@ class Trainer:
     compiled: Literal["", "model", "layers"] = ""
     environment: Mapping[str, str] = field(default_factory=dict)
     limit_s: float = 240.0
+    own_optimizer: bool = False
 
     def attention(self) -> contextlib.AbstractContextManager[Any]:
         """What the steps run in: torch's SDPA is held to one back end where the trainer names it."""
@@ -51,6 +53,16 @@ class Trainer:
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
         return sdpa_kernel(getattr(SDPBackend, self.backend))
+
+    def optimizer(self, model: Any, learning_rate: float) -> Any:
+        """AdamW over all parameters of a model, in one pass over memory whoever takes it."""
+        import torch
+
+        if self.own_optimizer:
+            import tilekern
+
+            return tilekern.AdamW(model.parameters(), lr=learning_rate)
+        return torch.optim.AdamW(model.parameters(), lr=learning_rate, fused=True)
 
     def compile(self, model: Any) -> None:
         """Hand the model to torch.compile, which works at its first call."""
@@ -62,7 +74,7 @@ class Trainer:
 
 
 def _tilekern(_: ModelShape) -> str:
-    """Everything that tilekern has, as it is by default: gradients repeat bit by bit."""
+    """All patches, as they are by default: gradients repeat bit by bit."""
     import tilekern
 
     tilekern.apply()
@@ -84,8 +96,9 @@ def _liger(shape: ModelShape) -> str:
 _FLASH, _CUDNN = "FLASH_ATTENTION", "CUDNN_ATTENTION"
 _LIGER = "liger-kernel"
 TRAINERS: Mapping[str, Trainer] = {
-    OURS: Trainer("", _tilekern),
-    f"{OURS}-nondeterministic": Trainer("", _tilekern_nondeterministic),
+    OURS: Trainer("", _tilekern, own_optimizer=True),
+    f"{OURS}-nondeterministic": Trainer("", _tilekern_nondeterministic, own_optimizer=True),
+    f"{OURS}-torch-adamw": Trainer("", _tilekern),
     "hf-sdpa-flash": Trainer(backend=_FLASH),
     "hf-sdpa-cudnn": Trainer(backend=_CUDNN),
     "liger-triton": Trainer(_LIGER, _liger, _FLASH),
@@ -96,7 +109,7 @@ TRAINERS: Mapping[str, Trainer] = {
 }
 # Enough for one run of some minutes: the best peers, and the model as it is. The compilers take minutes of their own.
 PEERS = ("hf-sdpa-flash", "hf-sdpa-cudnn", "liger-triton", "liger-triton-cudnn", "liger-cutile")
-USUAL = (OURS, f"{OURS}-nondeterministic", *PEERS)
+USUAL = (OURS, f"{OURS}-nondeterministic", f"{OURS}-torch-adamw", *PEERS)
 
 
 def trainer_named(name: str) -> Trainer:

@@ -130,7 +130,6 @@ def run(job: Job) -> Iterator[Line]:
 
 def begin(job: Job) -> tuple[Loop, str]:
     """Patch, make the model on its device, and its optimizer; the attention implementation is given as well."""
-    import torch
 
     trainer, shape = trainer_named(job.provider), resolve_model(job.model)
     attention = trainer.patch(shape)
@@ -138,7 +137,7 @@ def begin(job: Job) -> tuple[Loop, str]:
     if job.checkpointing:
         model.gradient_checkpointing_enable()
     trainer.compile(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+    optimizer = trainer.optimizer(model, LEARNING_RATE)
     return Loop(trainer, model, optimizer, job.device), attention
 
 
