@@ -140,6 +140,28 @@ def regret(
     _keep(measure(sweep), out or RESULTS / sweeps.Sweep(sweep).target.key, name or "regret")
 
 
+@app.command()
+def races(
+    sweep: Annotated[Path, typer.Option("--sweep", help="A sweep folder that was measured on the GPU here.")],
+    out: Out = None,
+    name: Name = None,
+    kernels: Annotated[str, typer.Option(help="Kernels to race, by commas; default all of the sweep.")] = "",
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of the exhaustive sweep that judges.")] = 250,
+    seconds: Annotated[float, typer.Option(help="GPU seconds of it for a problem; then there are fewer rounds.")] = 4,
+) -> None:
+    """The tuner's race beside an exhaustive sweep and cuda.tile's own search: what they choose, and GPU time."""
+    from benchmarks.races import Effort, measure
+    from tilekern.kernels import all_specs
+
+    chosen = among(kernels, list(all_specs()), "kernel") if kernels else []
+
+    def keep(case: str, results: Results) -> None:
+        print(case, flush=True)
+        write_results(_path(out, name or "races"), results)
+
+    _keep(measure(sweep, chosen, Effort(rounds, seconds), keep), out, name or "races")
+
+
 @app.command("compile")
 def compile_stage(
     model: Annotated[str, typer.Option(help="Model to compile for.")] = "qwen3-8b",

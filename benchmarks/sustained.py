@@ -6,6 +6,7 @@ its power limit and lowers the clock, so the floor of a training step is set by 
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -72,7 +73,7 @@ def _works() -> Iterator[Work]:
         x, weight = torch.randn(rows, inner, **options), torch.randn(columns, inner, **options)
         out, flops = torch.empty(rows, columns, **options), 2.0 * rows * inner * columns
         case = f"matmul {rows}x{inner}x{columns}"
-        yield case, "torch", lambda x=x, w=weight, out=out: torch.mm(x, w.t(), out=out), flops, "TFLOP/s"
+        yield case, "torch", functools.partial(torch.mm, x, weight.t(), out=out), flops, "TFLOP/s"
     x.zero_()
     yield f"{case} of zeros", "torch", lambda: torch.mm(x, weight.t(), out=out), flops, "TFLOP/s"
     source = torch.randint(0, 255, (COPY_BYTES,), device="cuda", dtype=torch.uint8)

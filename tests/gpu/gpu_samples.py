@@ -52,7 +52,8 @@ VOCABULARIES = (
 # inner, columns, flags, dtype
 PRODUCTS = (
     (512, 1536, ("b_transposed",), BF16), (250, 83, ("b_transposed", "biased", "gelu_tanh"), BF16),
-    (83, 250, ("silu",), FP16), (264, 520, ("a_transposed",), BF16), (264, 520, ("a_transposed", "accumulated"), BF16), (131, 67, ("a_transposed", "b_transposed"), BF16),
+    (83, 250, ("silu",), FP16), (264, 520, ("a_transposed",), BF16),
+    (264, 520, ("a_transposed", "accumulated"), BF16), (131, 67, ("a_transposed", "b_transposed"), BF16),
     (1, 1, ("biased",), BF16), (250, 83, ("b_transposed",), FP32),
 )  # fmt: skip
 # heads, kv_heads, head_dim, dtype, weight_dtype, angle_dtype

@@ -1,0 +1,59 @@
+"""What the benchmark of races makes of recorded measurements; the GPU's part runs on a GPU."""
+
+import itertools
+
+import pytest
+import torch
+
+from benchmarks.__main__ import main
+from benchmarks.races import ALL, Effort, judged, summary
+from benchmarks.results import Row
+from tuning.strategies import Lineup
+from tuning.strategies.replay import ReplayRunner
+
+MEDIANS = {"a": 120.0, "b": 100.0, "c": 100.5, "d": 300.0}
+
+
+def rows_of(rounds=60):
+    seeds = itertools.count()
+    lineup = Lineup(tuple(MEDIANS), "a")
+    return judged("x rows=1", lambda: ReplayRunner(MEDIANS, 0.003, next(seeds)), lineup, Effort(rounds, 10))
+
+
+def test_two_races_are_judged_by_the_sweep():
+    times_us, rows = rows_of()
+    assert times_us == pytest.approx(MEDIANS, rel=0.005)
+    figures = {row.metric: row.value for row in rows}
+    assert 1 <= figures["quality"] <= 1.01
+    assert 1 <= figures["repeated"] <= 1.01
+    assert 1 <= figures["within"] <= 1.01
+    assert figures["rounds"] == 60
+
+
+def test_the_summary_counts_what_is_near_and_divides_the_times():
+    def row(case, provider, metric, value):
+        return Row("races", case, provider, metric, value, "1")
+
+    rows = [row("x", "tilekern", "quality", 1.0), row("x", "tilekern", "quality_again", 1.02),
+            row("x", "tilekern", "repeated", 1.02), row("y", "tilekern", "quality", 1.009),
+            row("y", "tilekern", "quality_again", 1.0), row("y", "tilekern", "repeated", 1.0),
+            row("x", "tilekern", "gpu", 3.0), row("y", "tilekern", "gpu", 1.0),
+            row("x", "cuda.tile 1.7", "gpu", 30.0), row("y", "cuda.tile 1.7", "gpu", 10.0),
+            row("x", "cuda.tile 1.7", "quality", 1.5)]  # fmt: skip
+    found = {(one.provider, one.metric): one.value for one in summary(rows)}
+    assert found == {
+        ("tilekern", "share_near_best"): 0.75, ("tilekern", "share_repeated"): 0.5,
+        ("tilekern", "gpu_share_of_search"): 0.1, ("cuda.tile 1.7", "share_near_best"): 0.0,
+    }  # fmt: skip
+    assert {one.case for one in summary(rows)} == {ALL}
+
+
+def test_without_a_library_s_rival_there_is_a_summary_all_the_same():
+    _, rows = rows_of()
+    assert {row.metric for row in summary(rows)} == {"share_near_best", "share_repeated"}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
+def test_without_a_gpu_one_line_says_so(tmp_path, capsys):
+    assert main(["races", "--sweep", str(tmp_path), "--out", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
