@@ -21,6 +21,12 @@ _DETERMINISTIC = (
     "The default's attention repeats bit by bit and pays for it with seven products in place of five; the same run "
     "holds `tilekern-nondeterministic`, which may add dq up in any order, as every peer here does."
 )
+_COLD = (
+    "The lag depends on what the machine has read from its disk before: in the first process on a machine that had "
+    "just started it is 1.50 s (`train-no-toolkit-cold`), in the third process of a run 0.55 s (`train`, "
+    "tilekern-torch-adamw), on a machine in use 0.41 s (`train-no-toolkit`, prebuilt packs alone, an earlier commit). "
+    "The peers of one run take 0.46 to 5.5 s, and torch.compile 11 s."
+)
 EXPLAINED = {
     ("qk_norm_rope backward", "qk_norm_rope 1x8192 32+8x128"): (
         "Against a copy of the six arrays that must move. The launch of column_sum, which adds the partial gradients "
@@ -29,14 +35,17 @@ EXPLAINED = {
     ),
     ("qk_norm_rope forward_backward", "qk_norm_rope 1x8192 32+8x128"): "See the backward.",
     ("linear_cross_entropy forward_backward", "linear_cross_entropy 8192x4096x128256"): (
-        "25.8 TFLOP at 657 TFLOP/s. cuBLAS runs nearly all of it, at a rate below that of the shorter ones of "
-        "`linear`, which looks like the GPU's power limit. Each chunk but the first reads and writes the 1 GiB of "
-        "the weight's gradient; one chunk of all rows would save that and needs 2 GiB, which is what the peers that "
-        "are as fast take. Tried: chunks of 256 to 4096 rows; 2048 is the largest below the memory's target."
+        "25.8 TFLOP at 661 TFLOP/s; 36 ms are 717, and cuBLAS alone holds 671 to 691 at the power limit "
+        "(`sustained.json`). The peer that is as fast keeps 2 GiB of logits, where this takes chunks of 2816 rows, the "
+        "fewest below the memory's target. Tried: chunks of 256 to 4096 rows, and the products by cuTile, which the "
+        "tuner takes where they are faster: up to 4096 tokens of Qwen3-8B."
     ),
-    ("training, first step over the second", "qwen3-8b 4096 tokens"): (
-        "The first process on a machine that had just started: CUDA's libraries come off the disk. In the other files "
-        "it is 0.41 (`train-no-toolkit`, prebuilt packs alone) and 0.47 s (`train`, 2048 tokens)."
+    ("training, first step over the second", "qwen3-8b 2048 tokens"): _COLD,
+    ("training, first step over the second", "qwen3-8b 4096 tokens"): _COLD,
+    ("training, first step over the second", "qwen3-8b 32768 tokens, checkpointing"): _COLD,
+    ("training, tokens a second", "qwen3-8b 4096 tokens"): (
+        "Reached against every peer but torch.compile layer by layer, which takes 71.8 GiB for it: 1.06 of that, 1.07 "
+        "by `tilekern-nondeterministic` (`train-compile.json`). " + _POWER + "That floor is 11600 tokens a second."
     ),
     ("training, tokens a second", "qwen3-8b 8192 tokens"): _POWER + _FLOOR + _DETERMINISTIC,
     ("training, tokens a second", "qwen3-8b 16384 tokens"): _POWER + _FLOOR + _DETERMINISTIC,
