@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import socket
 from collections.abc import Mapping
@@ -11,6 +12,7 @@ from urllib.parse import urlsplit
 
 from tilekern.errors import InputError
 from tilekern.spec import ModelShape
+from tuning.families import Layers, Model, model_of_config
 
 
 def _qwen3(size: str, hidden: int, intermediate: int, layers: int, heads: int) -> ModelShape:
@@ -30,13 +32,15 @@ PRESETS = {
         ModelShape("llama-3-8b", "llama", 4096, 14336, 32, 8, 128, 32, 128256, qk_norm=False),
     )
 }
-# Model types that normalise q and k head by head before the rotation.
-_QK_NORM_TYPES = frozenset({"qwen3", "qwen3_moe", "gemma3_text", "olmo2"})
-_LARGEST = 1 << 24
 
 
 def resolve_model(model: str) -> ModelShape:
-    """The model that a person names.
+    """The sizes of the commonest layers of the model that a person names; raises as ``find_model``."""
+    return find_model(model).shape
+
+
+def find_model(model: str) -> Model:
+    """The model that a person names, with all its kinds of layers.
 
     Args:
         model: a preset (``qwen3-8b``), the path of a config.json or of a folder with one, or a hub id.
@@ -45,20 +49,25 @@ def resolve_model(model: str) -> ModelShape:
         InputError: no such model, or its config lacks a field or has a value that no model can have.
     """
     if model.lower() in PRESETS:
-        return PRESETS[model.lower()]
+        return of_shape(PRESETS[model.lower()])
     try:
         path = Path(model, "config.json") if Path(model).is_dir() else Path(model)
         named = path.suffix == ".json" or path.exists()
     except OSError as error:
         raise InputError(f"cannot read {model}: {error.strerror}") from None
     if named:
-        return shape_of_config(_read(path), str(path))
+        return model_of_config(_read(path), str(path))
     if model.count("/") == 1 and not model.startswith((".", "/")):
-        return shape_of_config(_read(_from_hub(model)), model)
+        return model_of_config(_read(_from_hub(model)), model)
     raise InputError(
         f"unknown model {model!r}: give a preset ({', '.join(PRESETS)}), the path of a config.json or of a folder "
         "with one, or a hub id such as Qwen/Qwen3-8B"
     )
+
+
+def of_shape(shape: ModelShape) -> Model:
+    """A model whose layers are all alike."""
+    return Model(shape.name, (Layers(shape),))
 
 
 def _read(path: Path) -> Mapping[str, Any]:
@@ -92,48 +101,61 @@ def _from_hub(model: str) -> Path:
         ) from None
 
 
-def _is_windowed(config: Mapping[str, Any]) -> bool:
-    """Whether a config has a sliding window that is in use; some families carry one that is switched off."""
-    return config.get("sliding_window") is not None and config.get("use_sliding_window", True) is True
-
-
 def shape_of_config(config: Mapping[str, Any], name: str) -> ModelShape:
-    """The sizes in a Hugging Face config; the text part of a multimodal one.
+    """The sizes of the commonest layers in a Hugging Face config; the text part of a multimodal one.
 
     Raises:
         InputError: a field is missing or has a value that no model can have; the message names it.
     """
-    if isinstance(config.get("text_config"), dict):
-        config = config["text_config"]
+    return model_of_config(config, name).shape
 
-    def size(field: str, fallback: int | None = None) -> int:
-        value = config.get(field, fallback)
-        if value is None:
-            value = fallback
-        if value is None:
-            raise InputError(f"{name}: the config lacks {field!r}; a decoder's config.json has it")
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _LARGEST:
-            raise InputError(f"{name}: {field} is {value!r}; expected a whole number from 1 to {_LARGEST}")
-        return value
 
-    hidden, heads = size("hidden_size"), size("num_attention_heads")
-    kv_heads = size("num_key_value_heads", heads)
-    head_dim = size("head_dim", hidden // heads if hidden % heads == 0 else None)
-    if heads % kv_heads:
-        raise InputError(f"{name}: num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
-    if head_dim % 2:
-        raise InputError(f"{name}: head_dim is {head_dim}; rotary embedding needs an even one")
-    model_type = config.get("model_type", "unknown")
-    return ModelShape(
-        name=name,
-        model_type=str(model_type),
-        hidden=hidden,
-        intermediate=size("intermediate_size"),
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        layers=size("num_hidden_layers", 1),
-        vocabulary=size("vocab_size", 1),
-        qk_norm=model_type in _QK_NORM_TYPES,
-        sliding_window=size("sliding_window") if _is_windowed(config) else None,
+def sharded(shape: ModelShape, tp: int) -> ModelShape:
+    """What one of ``tp`` ranks has of a model, split as by the tensor-parallel plans of transformers and of Megatron.
+
+    Heads, the MLP's columns and the vocabulary are divided; hidden states are whole on each rank. Where there are
+    fewer key-value heads than ranks, several ranks hold the same one.
+
+    Raises:
+        InputError: the ranks cannot divide one of these evenly; the message names it.
+    """
+    if tp == 1:
+        return shape
+    if shape.kv_heads % tp and tp % shape.kv_heads:
+        raise _undivided(shape, "key-value heads", shape.kv_heads, tp)
+    return dataclasses.replace(
+        shape,
+        name=f"{shape.name}-tp{tp}",
+        heads=_share(shape, "heads", shape.heads, tp),
+        kv_heads=max(1, shape.kv_heads // tp),
+        intermediate=_share(shape, "columns of the MLP", shape.intermediate, tp),
+        vocabulary=_share(shape, "tokens in the vocabulary", shape.vocabulary, tp),
     )
+
+
+def sharded_model(model: Model, tp: int) -> Model:
+    """What one of ``tp`` ranks has of each kind of layers.
+
+    transformers gathers the logits before a loss of its own, Megatron takes the loss of a rank's share: both are there.
+
+    Raises:
+        InputError: ``tp`` is no number of ranks, or does not divide the model.
+    """
+    if tp < 1:
+        raise InputError(f"--tp {tp}: the tensor-parallel degree is a whole number from 1 on")
+    if tp == 1:
+        return model
+    layers = [dataclasses.replace(kind, shape=sharded(kind.shape, tp)) for kind in model.layers]
+    whole = dataclasses.replace(layers[0].shape, vocabulary=model.shape.vocabulary)
+    layers.append(Layers(whole, only=frozenset({"cross_entropy"})))
+    return Model(f"{model.name}-tp{tp}", tuple(layers), model.left_out)
+
+
+def _share(shape: ModelShape, what: str, count: int, tp: int) -> int:
+    if count % tp:
+        raise _undivided(shape, what, count, tp)
+    return count // tp
+
+
+def _undivided(shape: ModelShape, what: str, count: int, tp: int) -> InputError:
+    return InputError(f"--tp {tp}: {shape.name} has {count} {what}, which {tp} ranks cannot share evenly")

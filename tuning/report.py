@@ -1,4 +1,4 @@
-"""What a tuning run prints for people."""
+"""What a tuning run and a dry run print for people."""
 
 from __future__ import annotations
 
@@ -7,16 +7,24 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
+from tuning.outcome import Outcome
+
 if TYPE_CHECKING:
-    from tuning.commands.tune import Outcome
+    from tuning.estimating import Count, PlanReport
     from tuning.publishing import Winner
 
 
-def print_outcome(outcome: Outcome) -> None:
+def print_report(done: Outcome | PlanReport) -> None:
+    """What a run did, or what a dry run found."""
+    if isinstance(done, Outcome):
+        _print_outcome(done)
+    else:
+        _print_plan(done)
+
+
+def _print_outcome(outcome: Outcome) -> None:
     """The table of winners, then one line for each stage and where the results lie."""
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=160)
+    console = _console()
     console.print(_table(outcome))
     for stage, seconds in outcome.seconds.items():
         console.print(f"{stage}: {seconds:.1f} s{_details(outcome, stage)}", highlight=False)
@@ -27,6 +35,60 @@ def print_outcome(outcome: Outcome) -> None:
             f"{len(outcome.winners)} records in {outcome.cache}; the same as one file: {outcome.results}",
             highlight=False,
         )
+
+
+def _print_plan(report: PlanReport) -> None:
+    """The table of problems, then what rules points out, then one line for each stage's time."""
+    console = _console()
+    console.print(_plan_table(report))
+    if report.ruled_out():
+        console.print(_reasons(report))
+    for stage, found in (("compile", report.compile), ("measure", report.measure)):
+        console.print(f"{stage}: about {_duration(found.seconds)} ({found.basis})", highlight=False)
+    for note in report.notes:
+        console.print(note, highlight=False)
+    console.print("a dry run: nothing was written", highlight=False)
+
+
+def _console() -> Console:
+    console = Console()
+    return console if console.is_terminal else Console(width=160)
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.1f} minutes"
+
+
+_COUNTS = ("space", "ruled out", "candidates", "artifacts", "compiled", "to measure", "measured")
+
+
+def _plan_table(report: PlanReport) -> Table:
+    totals = report.totals()
+    table = Table(title=f"the plan of {report.model} on {report.target.name} ({report.target.arch})", show_footer=True)
+    table.add_column("kernel", "all", no_wrap=True)
+    table.add_column("problem", f"{totals['problems']} problems", overflow="fold")
+    sums = ("space", "ruled_out", "candidates", "artifacts", "compiled", "to_measure", "settled")
+    for name, field in zip(_COUNTS, sums, strict=True):
+        table.add_column(name, str(totals[field]), justify="right", no_wrap=True)
+    for item in report.counts:
+        table.add_row(*_plan_row(item))
+    return table
+
+
+def _plan_row(item: Count) -> list[str]:
+    ruled_out = sum(item.ruled_out.values())
+    numbers = (item.space, ruled_out, item.candidates, item.artifacts, item.compiled, item.to_measure, item.settled)
+    return [item.kernel, " ".join(map(str, item.problem.values())), *map(str, numbers)]
+
+
+def _reasons(report: PlanReport) -> Table:
+    table = Table(title="ruled out")
+    table.add_column("kernel", no_wrap=True)
+    table.add_column("points", justify="right")
+    table.add_column("because", overflow="fold")
+    for (kernel, reason), number in report.ruled_out().items():
+        table.add_row(kernel, str(number), reason)
+    return table
 
 
 def _table(outcome: Outcome) -> Table:

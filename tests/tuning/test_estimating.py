@@ -1,0 +1,182 @@
+"""Dry runs: the counts against the sweep that follows, and the times against what it took."""
+
+import json
+from pathlib import Path
+
+import pytest
+from tuning_samples import SMALL
+
+from tilekern.kernels import all_specs, spec_named
+from tilekern.spec import Problem
+from tilekern.targets import Target
+from tuning import cli
+from tuning.commands import tune
+from tuning.compiling import compile_all, default_jobs, wanted
+from tuning.estimating import (
+    CANDIDATE_S,
+    COMPILE_S,
+    COMPILE_START_S,
+    MEASURE_START_S,
+    PROBLEM_S,
+    count,
+    earlier_sweeps,
+    estimate_compile,
+    estimate_measure,
+)
+from tuning.models import PRESETS
+from tuning.plan import known_ops, plan
+from tuning.sweep import Sweep, candidates
+
+
+def sums(columns: int) -> tuple[str, Problem]:
+    return "column_sum", spec_named("column_sum").problem(rows=256, columns=columns, dtype="bfloat16")
+
+
+def files(folder: Path) -> set[Path]:
+    return {path.relative_to(folder) for path in folder.rglob("*")}
+
+
+def test_the_counts_of_a_plan_are_those_of_the_sweep(tmp_path: Path, h200: Target):
+    problems = plan(PRESETS["qwen3-0.6b"], [2048], ["bfloat16"], known_ops(), h200)
+    sweep = Sweep(tmp_path / "sweep")
+    counts = count(problems, h200, sweep, "race")
+    assert not sweep.folder.exists()
+    for (kernel, problem), found in zip(problems, counts, strict=True):
+        spec, items = spec_named(kernel), candidates(kernel, problem, h200)
+        assert found.candidates == len(items)
+        assert found.space - sum(found.ruled_out.values()) == len(list(spec.space.candidates(problem, h200)))
+        assert 0 < found.to_measure <= found.candidates
+        assert found.settled == found.compiled == 0
+    reasons = {reason for found in counts for reason in found.ruled_out}
+    assert reasons
+    assert "" not in reasons
+    sweep.begin(h200, "test", problems)
+    assert sum(found.artifacts for found in counts) == len(wanted(sweep))
+
+
+def test_what_is_compiled_and_measured_is_not_counted_again(compiled_sweep: Sweep, tmp_path: Path, h200: Target):
+    (found,) = count([SMALL], h200, compiled_sweep, "race")
+    assert found.compiled == found.artifacts > 0
+    assert estimate_compile([found], 2, [compiled_sweep]).seconds == 0
+    lines = (compiled_sweep.folder / "compiled.jsonl").read_text().splitlines()
+    half = Sweep(tmp_path)
+    (tmp_path / "compiled.jsonl").write_text("\n".join(lines[: len(lines) // 2]) + "\n")
+    (tmp_path / "artifacts").symlink_to(compiled_sweep.folder / "artifacts")
+    (left,) = count([SMALL], h200, half, "race")
+    assert left.compiled == len(lines) // 2
+    assert left.artifacts == len(lines)
+    measured = next(item for item in candidates(*SMALL, h200) if item.artifact in half.compiled())
+    check = {"passed": False, "relative_error": 1.0, "elementwise_error": 1.0, "reason": "wrong"}
+    half.note("measured", {"candidate": measured.key, "check": check})
+    (after,) = count([SMALL], h200, half, "race")
+    assert (after.settled, after.to_measure) == (left.settled + 1, left.to_measure - 1)
+
+
+def test_a_lost_artifact_is_counted_as_one_to_compile(compiled_sweep: Sweep, tmp_path: Path, h200: Target):
+    lines = (compiled_sweep.folder / "compiled.jsonl").read_text()
+    (tmp_path / "compiled.jsonl").write_text(lines)
+    (found,) = count([SMALL], h200, Sweep(tmp_path), "race")
+    assert found.compiled == 0
+
+
+@pytest.mark.slow
+def test_the_compile_estimate_is_within_a_factor_of_two_of_a_real_run(tmp_path: Path, h200: Target):
+    """From the journals of a run just before and one just after it, so that a busy machine was as busy for all."""
+    jobs = default_jobs()
+    runs = {columns: Sweep(tmp_path / str(columns)) for columns in (128, 512, 1024)}
+    counts = count([sums(512)], h200, runs[512], "race")
+    seconds = {}
+    for columns, sweep in runs.items():
+        sweep.begin(h200, "test", [sums(columns)])
+        seconds[columns] = compile_all(sweep, jobs).seconds
+    estimate = estimate_compile(counts, jobs, [runs[128], runs[1024]])
+    assert 0.5 < estimate.seconds / seconds[512] < 2, (estimate, seconds)
+    assert "the means of" in estimate.basis
+
+
+def test_without_a_journal_the_shipped_means_and_the_load_say_how_long(monkeypatch, tmp_path: Path, h200: Target):
+    counts = count([sums(128)], h200, Sweep(tmp_path), "race")
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(4)))
+    core_s = counts[0].artifacts * COMPILE_S["column_sum"]
+    for load, slower in ((0.0, 1), (3.0, 1), (7.0, 2)):
+        monkeypatch.setattr("os.getloadavg", lambda load=load: (load, load, load))
+        one = estimate_compile(counts, 1, [])
+        assert one.seconds == pytest.approx(COMPILE_START_S + slower * core_s)
+        assert "shipped means" in one.basis
+        assert ("this machine's load of 7.0" in one.basis) == (slower == 2)
+    assert set(COMPILE_S) <= set(all_specs())
+
+
+def test_measuring_is_estimated_from_the_shipped_sweep_and_then_from_the_sweeps_here(
+    compiled_sweep: Sweep, tmp_path: Path, h200: Target
+):
+    counts = count([SMALL], h200, compiled_sweep, "race")
+    todo = counts[0].to_measure
+    shipped = estimate_measure(counts, h200, 1, [])
+    assert shipped.seconds == pytest.approx(MEASURE_START_S + PROBLEM_S + CANDIDATE_S * todo)
+    assert "one sweep of an H200" in shipped.basis
+    assert estimate_measure(counts, h200, 2, []).seconds == pytest.approx((shipped.seconds + MEASURE_START_S) / 2)
+    # A sweep of the same problem that took twice as long as the shipped one would have.
+    earlier = Sweep(tmp_path / "sweeps" / "earlier")
+    earlier.begin(h200, "test", [SMALL])
+    check = {"passed": True, "relative_error": 0.0, "elementwise_error": 0.0, "reason": None}
+    earlier.note("measured", *({"candidate": item.key, "check": check} for item in candidates(*SMALL, h200)[:todo]))
+    run = {"run": "1", "stage": "measure", "seconds": 2 * shipped.seconds, "started": "", "ended": True}
+    (earlier.folder / "runs.jsonl").write_text(json.dumps(run) + "\n")
+    found = estimate_measure(counts, h200, 1, earlier_sweeps(tmp_path, compiled_sweep))
+    assert found.seconds == pytest.approx(2 * shipped.seconds, rel=0.1)
+    assert "sweeps of a H200 took here" in found.basis
+
+
+def test_a_whole_sweep_of_an_h200_is_estimated_as_it_was():
+    """143 problems, 4,833 candidates, 214 s: where the shipped figures come from."""
+    seconds = MEASURE_START_S + 143 * PROBLEM_S + 4833 * CANDIDATE_S
+    assert seconds == pytest.approx(214, rel=0.01)
+
+
+def dry_run(capsys, *arguments: str) -> str:
+    assert cli.main([*arguments, "--dry-run"]) == 0
+    return capsys.readouterr().out
+
+
+def test_a_dry_run_prints_the_plan_and_writes_nothing(tmp_path: Path, capsys):
+    small = ("qwen3-0.6b", "--gpu", "B200", "--ops", "swiglu", "--tokens", "64", "--cache-dir", str(tmp_path / "cache"))
+    said = dry_run(capsys, *small)
+    for part in ("swiglu_forward", "64 3072 bfloat16", "starves the memory system or spills", "compile: about",
+                 "measure: about", "a dry run: nothing was written"):  # fmt: skip
+        assert part in said
+    found = json.loads(dry_run(capsys, *small, "--json"))
+    assert {item["kernel"] for item in found["problems"]} >= {"swiglu_forward", "swiglu_backward"}
+    totals = found["totals"]
+    assert totals["problems"] == len(found["problems"])
+    assert totals["space"] - totals["ruled_out"] <= totals["candidates"]
+    assert found["estimate"]["compile"]["seconds"] > 0 < found["estimate"]["measure"]["seconds"]
+    assert f"{totals['artifacts']} artifacts" in found["estimate"]["compile"]["basis"]
+    assert not files(tmp_path)
+
+
+def test_a_dry_run_of_a_planned_sweep_counts_what_it_holds(compiled_sweep: Sweep, tmp_path: Path, capsys):
+    before = files(compiled_sweep.folder)
+    found = json.loads(
+        dry_run(capsys, "--stages", "measure", "--sweep", str(compiled_sweep.folder), "--cache-dir", str(tmp_path),
+                "--json")
+    )  # fmt: skip
+    assert found["totals"]["compiled"] == found["totals"]["artifacts"] > 0
+    assert found["estimate"]["compile"]["seconds"] == 0
+    assert found["model"] == "test"
+    assert files(compiled_sweep.folder) == before
+
+
+def test_a_dry_run_refuses_what_the_run_would(compiled_sweep: Sweep, capsys):
+    command = ["qwen3-0.6b", "--gpu", "B200", "--sweep", str(compiled_sweep.folder), "--dry-run"]
+    assert cli.main(command) == 2
+    assert "holds a sweep for H200, not B200" in capsys.readouterr().err
+
+
+def test_a_dry_run_counts_on_the_gpus_of_this_host_where_they_are_the_target(monkeypatch, tmp_path: Path, capsys, h200):
+    monkeypatch.setattr(tune, "here", lambda: h200)
+    monkeypatch.setattr("tuning.gpu.devices", lambda: ["0", "1", "2"])
+    small = ("qwen3-0.6b", "--gpu", "H200", "--ops", "swiglu", "--cache-dir", str(tmp_path))
+    assert "over 3 GPUs" in dry_run(capsys, *small)
+    assert "over 2 GPUs" in dry_run(capsys, *small, "--gpus", "2")
+    assert "the measure stage is left out" not in dry_run(capsys, *small)

@@ -1,0 +1,279 @@
+"""What a plan will cost before it is paid for: its candidates counted, and the time of each stage estimated.
+
+Nothing here compiles, measures or writes. The counts are exact, but for one thing: candidates whose machine code turns
+out the same are timed once, and that is known of compiled ones alone. The times are means of what earlier sweeps took.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tilekern.errors import InputError
+from tilekern.kernels import spec_named
+from tilekern.spec import Config, KernelSpec, Problem
+from tilekern.targets import Target
+from tuning.measuring import Settled, entrants
+from tuning.sweep import Candidate, Sweep, candidates
+from tuning.tasks import COPY
+
+# Core-seconds an artifact: means over samples of Qwen3-8B's artifacts for the H200 and the B200, tileiras 13.4, on one
+# core of an AMD EPYC. ``OTHER_S`` is their mean, for kernels that are not among them.
+COMPILE_S = {
+    "add_rms_norm_backward": 0.49,
+    "add_rms_norm_forward": 0.41,
+    "attention_delta": 0.29,
+    "attention_dkdv": 2.02,
+    "attention_dq": 1.30,
+    "attention_forward": 3.34,
+    "column_sum": 0.24,
+    "cross_entropy_backward": 0.24,
+    "cross_entropy_forward": 0.37,
+    "cross_entropy_fused": 0.65,
+    "matmul": 0.60,
+    "qk_norm_rope_backward": 0.90,
+    "qk_norm_rope_forward": 0.47,
+    "rms_norm_backward": 0.37,
+    "rms_norm_forward": 0.23,
+    "rope": 0.55,
+    "scale": 0.12,
+    "swiglu_backward": 0.16,
+    "swiglu_backward_remake": 0.17,
+    "swiglu_forward": 0.13,
+}
+OTHER_S = 0.65
+# The front end's imports and the first call of tileiras in each worker.
+COMPILE_START_S = 2.0
+# A whole sweep of an H200 checked and timed 4,833 candidates of 143 problems in 214 s: a worker's start and its clocks'
+# rise, then inputs and the reference of each problem, then the checks and the races.
+MEASURE_START_S, PROBLEM_S, CANDIDATE_S = 10.0, 0.35, 0.032
+# Fewer artifacts of a kernel than this say less than the table.
+_ENOUGH = 5
+
+
+@dataclass(frozen=True)
+class Count:
+    """One problem of a plan in numbers.
+
+    ``space`` are all points of its axes and ``ruled_out`` those that a constraint forbids, by reason; ``candidates``
+    are what is left, with the spec's default config and the generic variant. ``artifacts`` are those that no problem
+    before it has, ``compiled`` the ones of them that the sweep folder knows, ``settled`` the candidates that it needs
+    to measure no more, and ``to_measure`` those that it does.
+    """
+
+    kernel: str
+    problem: Problem
+    space: int
+    ruled_out: Mapping[str, int]
+    candidates: int
+    artifacts: int
+    compiled: int
+    settled: int
+    to_measure: int
+
+    def as_json(self) -> dict[str, Any]:
+        """The count as ``--json`` prints it."""
+        return {**vars(self), "problem": dict(self.problem), "ruled_out": dict(self.ruled_out)}
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Seconds that a stage will take, and in words what that rests on."""
+
+    seconds: float
+    basis: str
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """What a dry run says: the plan in numbers, and what each stage will take."""
+
+    model: str
+    target: Target
+    folder: Path
+    counts: Sequence[Count]
+    compile: Estimate
+    measure: Estimate
+    notes: Sequence[str] = ()
+
+    def totals(self) -> dict[str, int]:
+        """The sums over all problems."""
+        fields = ("space", "candidates", "artifacts", "compiled", "settled", "to_measure")
+        sums = {name: sum(getattr(item, name) for item in self.counts) for name in fields}
+        return {"problems": len(self.counts), **sums, "ruled_out": sum(self.ruled_out().values())}
+
+    def ruled_out(self) -> Counter[tuple[str, str]]:
+        """How many points are forbidden, by kernel and reason."""
+        found = Counter[tuple[str, str]]()
+        for item in self.counts:
+            found.update({(item.kernel, reason): number for reason, number in item.ruled_out.items()})
+        return found
+
+    def as_json(self) -> dict[str, Any]:
+        """The document that ``--json`` prints."""
+        return {
+            "model": self.model,
+            "target": self.target.describe(),
+            "sweep": str(self.folder),
+            "problems": [item.as_json() for item in self.counts],
+            "totals": self.totals(),
+            "estimate": {
+                stage: {"seconds": round(found.seconds, 1), "basis": found.basis}
+                for stage, found in (("compile", self.compile), ("measure", self.measure))
+            },
+            "notes": list(self.notes),
+        }
+
+
+def report_on(
+    model: str, target: Target, problems: Sequence[tuple[str, Problem]], sweep: Sweep, *, jobs: int, gpus: int,
+    strategy: str, root: Path, notes: Sequence[str] = (),
+) -> PlanReport:  # fmt: skip
+    """Count a plan and estimate its time.
+
+    Args:
+        model: the model's name, for people.
+        target: the GPU to tune for.
+        problems: the planned problems.
+        sweep: the sweep whose journals say what is done already; its folder need not exist.
+        jobs: compile workers.
+        gpus: GPUs to measure on.
+        strategy: how candidates are to be timed.
+        root: the cache whose earlier sweeps say how long things take here.
+        notes: what else a person should know.
+    """
+    counts = count(problems, target, sweep, strategy)
+    sweeps = earlier_sweeps(root, sweep)
+    return PlanReport(
+        model, target, sweep.folder, counts, estimate_compile(counts, jobs, sweeps),
+        estimate_measure(counts, target, gpus, sweeps), notes,
+    )  # fmt: skip
+
+
+def count(problems: Iterable[tuple[str, Problem]], target: Target, sweep: Sweep, strategy: str) -> list[Count]:
+    """Each problem of a plan in numbers; the sweep folder need not exist."""
+    compiled, settled, quarantined = sweep.compiled(), Settled(sweep, strategy), sweep.quarantined()
+    done = compiled.keys() - sweep.lost()
+    seen: set[str] = set()
+    found = []
+    for kernel, problem in problems:
+        spec, items = spec_named(kernel), candidates(kernel, problem, target)
+        artifacts = {item.artifact for item in items if not item.is_library} - seen
+        seen |= artifacts
+        running = entrants(kernel, problem, target, compiled, quarantined, items)
+        open_keys = settled.unsettled(running)
+        unknown = {_launch(item, target) for item in items if not item.is_library and item.artifact not in compiled}
+        ruled_out = _ruled_out(spec, problem, target)
+        found.append(
+            Count(
+                kernel=kernel,
+                problem=problem,
+                space=ruled_out.total(),
+                ruled_out={reason: ruled_out[reason] for reason in ruled_out if reason},
+                candidates=len(items),
+                artifacts=len(artifacts),
+                compiled=len(artifacts & done),
+                settled=len(running) - len(open_keys),
+                to_measure=len(open_keys) + len(unknown),
+            )
+        )
+    return found
+
+
+def _ruled_out(spec: KernelSpec, problem: Problem, target: Target) -> Counter[str]:
+    """How many points of a space each reason forbids; under the empty reason, how many are allowed."""
+    axes = spec.space.axes(problem)
+    points = (Config(dict(zip(axes, values, strict=True))) for values in itertools.product(*axes.values()))
+    return Counter(spec.space.violated(problem, config, target) or "" for config in points)
+
+
+def _launch(item: Candidate, target: Target) -> tuple[str, int]:
+    """Equal for candidates that are known before the compiler runs to do the same."""
+    return item.artifact, item.spec.device(item.problem, item.config).grid(item.problem, target.sm_count)
+
+
+def estimate_compile(counts: Sequence[Count], jobs: int, sweeps: Sequence[Sweep]) -> Estimate:
+    """The compile stage's time over ``jobs`` workers, from what the artifacts of earlier sweeps took."""
+    rates = _compile_rates(sweeps)
+    todo = Counter[str]()
+    for item in counts:
+        todo[item.kernel] += item.artifacts - item.compiled
+    artifacts = todo.total()
+    if not artifacts:
+        return Estimate(0.0, "nothing is left to compile")
+    known = {kernel for kernel in todo if rates.get(kernel, (0.0, 0))[1] >= _ENOUGH}
+    cores = len(os.sched_getaffinity(0))
+    workers = min(jobs, cores, artifacts)
+    # Journals are of this machine as busy as it was; the shipped means are of a core of its own.
+    load = os.getloadavg()[0]
+    slower = max(1.0, (load + workers) / cores)
+    core_s = sum(todo[kernel] * rates[kernel][0] for kernel in known)
+    core_s += slower * sum(todo[kernel] * COMPILE_S.get(kernel, OTHER_S) for kernel in todo.keys() - known)
+    said = []
+    if known:
+        samples = sum(rates[kernel][1] for kernel in known)
+        said.append(f"for {sum(todo[kernel] for kernel in known)} the means of {samples} that sweeps here compiled")
+    if unknown := sum(todo[kernel] for kernel in todo.keys() - known):
+        busy = f", times {slower:.1f} for this machine's load of {load:.1f}" if slower > 1.1 else ""
+        said.append(f"for {unknown} shipped means, of a core of an AMD EPYC{busy}")
+    over = f"{workers} core{'s' if workers > 1 else ''}"
+    basis = f"{artifacts} artifacts at {core_s / artifacts:.2f} s each over {over}; {', '.join(said)}"
+    return Estimate(COMPILE_START_S + core_s / workers, basis)
+
+
+def _compile_rates(sweeps: Sequence[Sweep]) -> dict[str, tuple[float, int]]:
+    """Mean seconds of an artifact and how many it is of, by kernel."""
+    seconds: dict[str, list[float]] = {}
+    for line in (line for sweep in sweeps for line in sweep.compiled().values()):
+        if "tileiras_s" in line:
+            seconds.setdefault(line["kernel"], []).append(line.get("frontend_s", 0.0) + line["tileiras_s"])
+    return {kernel: (sum(found) / len(found), len(found)) for kernel, found in seconds.items()}
+
+
+def estimate_measure(counts: Sequence[Count], target: Target, gpus: int, sweeps: Sequence[Sweep]) -> Estimate:
+    """The measure stage's time, from what earlier sweeps of the same GPU took, else from one of an H200."""
+    problems = sum(item.to_measure > 0 for item in counts)
+    todo = sum(item.to_measure for item in counts)
+    if not todo:
+        return Estimate(0.0, "nothing is left to measure")
+    said = f"{todo} candidates of {problems} problems"
+    took, work = _measured_before(target, sweeps)
+    if work:
+        return Estimate(
+            _measure_s(problems, todo) * took / work, f"{said}; as long for each as sweeps of a {target.name} took here"
+        )
+    seconds = MEASURE_START_S + (_measure_s(problems, todo) - MEASURE_START_S) / gpus
+    over = f"{gpus} GPUs" if gpus > 1 else "one GPU"
+    return Estimate(seconds, f"{said} over {over}; as long for each as one sweep of an H200 took")
+
+
+def _measure_s(problems: int, candidates: int) -> float:
+    return MEASURE_START_S + PROBLEM_S * problems + CANDIDATE_S * candidates
+
+
+def _measured_before(target: Target, sweeps: Sequence[Sweep]) -> tuple[float, float]:
+    """Seconds that the measure stages of a target's sweeps took, and the shipped estimate of the same work."""
+    took = work = 0.0
+    for sweep in sweeps:
+        try:
+            if sweep.target.key != target.key:
+                continue
+        except InputError:  # no plan, or one of another version: its times are of nobody knows what
+            continue
+        seconds = sum(run["seconds"] for run in sweep.runs() if run["stage"] == "measure")
+        keys = [key for key in sweep.measured() if not key.startswith(f"{COPY}|")]
+        if seconds and keys:
+            took += seconds
+            work += _measure_s(len({key.rsplit("|", 3)[0] for key in keys}), len(keys))
+    return took, work
+
+
+def earlier_sweeps(root: Path, own: Sweep) -> list[Sweep]:
+    """The sweep of this run and the others that the cache's root keeps."""
+    folders = sorted(path for path in (root / "sweeps").glob("*") if path.is_dir())
+    return [own, *(Sweep(folder) for folder in folders if folder.resolve() != own.folder.resolve())]

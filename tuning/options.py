@@ -1,0 +1,95 @@
+"""The options of ``python -m tilekern.tune MODEL``: how they are read, and how ``--help`` groups them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from tilekern.errors import InputError
+from tuning.plan import known_ops
+
+STAGES = ("plan", "compile", "measure")
+LOCAL, RAY = "local", "ray"
+
+
+@dataclass(frozen=True)
+class Request:
+    """A run as it was asked for; the fields are the options, lists taken apart."""
+
+    model: str | None
+    gpu: str
+    tokens: Sequence[int]
+    sequence: Sequence[int]
+    dtype: Sequence[str]
+    tp: int
+    ops: Sequence[str]
+    stages: Sequence[str]
+    jobs: int | None
+    timeout_s: float
+    strategy: str
+    executor: str
+    gpus: int | None
+    sweep: Path | None
+    cache_dir: Path | None
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Request:
+        """From the options as click gives them.
+
+        Raises:
+            InputError: a list is empty or holds what its option does not know.
+        """
+        stages = _words(given["stages"], "--stages")
+        for stage in stages:
+            if stage not in STAGES:
+                raise InputError(f"unknown stage {stage!r}; known: {', '.join(STAGES)}")
+        executor = given["executor"]
+        if executor not in (LOCAL, RAY) and not executor.startswith("ray://"):
+            raise InputError(f"unknown executor {executor!r}; known: local, ray, ray://HOST:PORT")
+        changed = {
+            "tokens": _counts(given["tokens"], "--tokens", "2048,8192"),
+            "sequence": _counts(given["sequence"], "--sequence", "2048,4096") if given["sequence"] is not None else [],
+            "dtype": _words(given["dtype"], "--dtype"),
+            "ops": _words(given["ops"], "--ops") if given["ops"] is not None else known_ops(),
+            "stages": stages,
+        }
+        return cls(**{**given, **changed})
+
+
+def _words(text: str, option: str) -> list[str]:
+    found = [part.strip() for part in text.split(",") if part.strip()]
+    if not found:
+        raise InputError(f"{option} is empty; give a list with commas between")
+    return found
+
+
+def _counts(text: str, option: str, such_as: str) -> list[int]:
+    try:
+        return [int(part) for part in _words(text, option)]
+    except ValueError:
+        raise InputError(f"{option} {text!r}: expected whole numbers with commas between, such as {such_as}") from None
+
+
+class GroupedCommand(click.Command):
+    """A command whose help lists the options under headings.
+
+    Args:
+        groups: the names of parameters by heading; those of no group join the last.
+    """
+
+    def __init__(self, *args: Any, groups: Mapping[str, Sequence[str]], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._groups = groups
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options, group by group."""
+        options = {option.name or "": option for option in self.get_params(ctx) if isinstance(option, click.Option)}
+        grouped = {name for names in self._groups.values() for name in names}
+        *first, (last, names) = self._groups.items()
+        for heading, group in (*first, (last, [*names, *(name for name in options if name not in grouped)])):
+            with formatter.section(heading):
+                formatter.write_dl([record for name in group if (record := options[name].get_help_record(ctx))])

@@ -1,0 +1,56 @@
+"""What a tuning run did, for people and programs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tilekern.targets import Target
+    from tuning.publishing import Winner
+
+
+@dataclass
+class Outcome:
+    """What a run did, in the form of ``--json``."""
+
+    model: str
+    target: Target
+    toolkit: dict[str, str]
+    seconds: dict[str, float] = field(default_factory=dict)
+    winners: list[Winner] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    compile: dict[str, Any] = field(default_factory=dict)
+    measure: dict[str, Any] = field(default_factory=dict)
+    results: str | None = None
+    cache: str | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """The document that ``--json`` prints."""
+        return {
+            "model": self.model,
+            "target": self.target.describe(),
+            "toolkit": self.toolkit,
+            "seconds": {stage: round(seconds, 3) for stage, seconds in self.seconds.items()},
+            "compile": self.compile,
+            "measure": self.measure,
+            "problems": [_problem_json(winner) for winner in self.winners],
+            "results": self.results,
+            "cache": self.cache,
+            "notes": self.notes,
+        }
+
+
+def _problem_json(winner: Winner) -> dict[str, Any]:
+    record = winner.record
+    return {
+        "kernel": winner.kernel,
+        "problem": record.problem,
+        "config": record.config,
+        "provenance": record.provenance,
+        "candidates": record.candidates,
+        "failed": record.failed,
+        "time_us": round(winner.time_us, 3),
+        "share_of_roofline": round(winner.share, 4),
+        "gain_over_default": round(winner.gain, 4),
+    }
