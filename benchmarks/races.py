@@ -1,0 +1,219 @@
+"""The tuner's race beside an exhaustive sweep and beside cuda.tile's own search, over what a sweep found right.
+
+Each problem is raced twice, then swept in many rounds, whose medians judge what the races and the search chose. The
+search and a race of the very same candidates, with nothing beside them, give the GPU time that each takes: launches and
+flushes of the L2 cache. The search's warm-up runs count, its flushes count as ours were measured, and its gaps between
+launches do not; the wall clock's time, gaps and the host's work included, stands beside it.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.environment import facts, require_gpu, version_of
+from benchmarks.providers import OURS
+from benchmarks.results import Results, Row
+from tilekern.errors import InputError
+from tilekern.kernels import spec_named
+from tilekern.spec import Problem
+from tuning.bench import Bench
+from tuning.gpu import check_gpu
+from tuning.measuring import entrants
+from tuning.predicting import ranking
+from tuning.strategies import WON, Lineup, Runner, exhaustive, race
+from tuning.strategies.runner import GpuRunner
+from tuning.sweep import Sweep
+from tuning.tasks import COPY, Entrant, Task
+from tuning.timing import Stopwatch, Timing
+from tuning.verifying import launch_arguments
+
+BENCHMARK, ALL = "races", "all problems"
+NEAR = 1.01
+# cuda.tile's search runs each candidate so often before it takes a sample.
+WARM_UP_RUNS = 3
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How thorough the sweep is that judges: rounds, and the GPU seconds after which there are fewer of them."""
+
+    rounds: int
+    seconds: float
+
+
+def measure(
+    folder: Path, kernels: Collection[str], effort: Effort, keep: Callable[[str, Results], None] = lambda *_: None
+) -> Results:
+    """Race the problems of a measured sweep.
+
+    Args:
+        folder: the sweep folder, measured on the GPU at hand.
+        kernels: names of the kernels whose problems are raced; all where empty.
+        effort: how thorough the sweep is that judges.
+        keep: called after each problem with its name and the results so far.
+
+    Raises:
+        InputError: there is no GPU, or another one, or the folder holds nothing that was measured.
+    """
+    require_gpu()
+    sweep = Sweep(folder)
+    check_gpu(sweep.target)
+    os.environ["TILEKERN_CACHE_DIR"] = str(sweep.cache)  # where composites find their parts
+    watch = Stopwatch(sweep.target.l2_bytes)
+    watch.warm_clocks()
+    results, rows = Results(facts()), list[Row]()
+    for kernel, problem in sweep.problems():
+        found = _right(sweep, kernel, problem) if not kernels or kernel in kernels else []
+        if found:
+            rows += _Field(sweep, watch, kernel, problem, found).rows(effort)
+            results = Results(results.run, [*rows, *summary(rows)])
+            keep(f"{kernel} {problem.key}", results)
+    if not rows:
+        raise InputError(f"{folder} holds nothing that was measured and right; run --stages measure --sweep {folder}")
+    return results
+
+
+def _right(sweep: Sweep, kernel: str, problem: Problem) -> list[Entrant]:
+    """The candidates that passed their checks, the best predicted first."""
+    measured = sweep.measured()
+    order = {item.key: place for place, (item, _) in enumerate(ranking(sweep, kernel, problem, sweep.target))}
+    running = entrants(kernel, problem, sweep.target, sweep.compiled(), sweep.quarantined())
+    right = [e for e in running if e.is_aligned and measured.get(e.key, {}).get("check", {}).get("passed")]
+    return sorted(right, key=lambda entrant: order.get(entrant.key, len(order)))
+
+
+class _Field:
+    """The candidates of one problem, ready to run."""
+
+    def __init__(self, sweep: Sweep, watch: Stopwatch, kernel: str, problem: Problem, found: list[Entrant]) -> None:
+        hashes = {entrant.compiled["sha256"] for entrant in found if "sha256" in entrant.compiled}
+        cubins = {name: sweep.cubin(name) for name in hashes}
+        self._task = Task(kernel, problem, sweep.target, tuple(found), cubins, stay=found[0].key)
+        self._bench, self._watch, self._case = Bench(self._task), watch, f"{kernel} {problem.key}"
+        self._launches = {entrant.key: self._bench.prepare(entrant) for entrant in found} | {COPY: self._bench.copy()}
+        spec = spec_named(kernel)
+        default = next((e.key for e in found if e.candidate.config == spec.default(problem, sweep.target)), None)
+        self._lineup = Lineup(tuple(entrant.key for entrant in found), default, (COPY,))
+
+    def _runner(self) -> GpuRunner:
+        return GpuRunner(self._watch, self._launches, self._bench.refresh())
+
+    def rows(self, effort: Effort) -> list[Row]:
+        """What the races and the search came to."""
+        times_us, rows = judged(self._case, self._runner, self._lineup, effort)
+        with_code = [entrant for entrant in self._task.entrants if not entrant.candidate.is_library]
+        return [*rows, *self._beside_search(with_code, times_us)] if with_code else rows
+
+    def _beside_search(self, found: list[Entrant], times_us: Mapping[str, float]) -> list[Row]:
+        """The GPU time of a race and of cuda.tile's search over the same candidates, and what the search chose."""
+        runner, started = self._runner(), time.perf_counter()
+        race.run(runner, Lineup(tuple(entrant.key for entrant in found)))
+        ours_s = time.perf_counter() - started
+        flush_us = self._flush_us()
+        started = time.perf_counter()
+        search = self._search(found)
+        theirs_s = time.perf_counter() - started
+        busy_us = sum((one.num_samples + WARM_UP_RUNS) * (one.mean_us + flush_us) for one in search.successes)
+        best_us = min(times_us[entrant.key] for entrant in found)
+        theirs = f"cuda.tile {version_of('cuda-tile')}"
+        return [
+            Row(BENCHMARK, self._case, OURS, "gpu", round(runner.spent_us / 1000, 4), "ms"),
+            Row(BENCHMARK, self._case, OURS, "wall", round(1000 * ours_s, 4), "ms"),
+            Row(BENCHMARK, self._case, theirs, "gpu", round(busy_us / 1000, 4), "ms"),
+            Row(BENCHMARK, self._case, theirs, "wall", round(1000 * theirs_s, 4), "ms"),
+            Row(BENCHMARK, self._case, theirs, "quality", round(times_us[search.best.config] / best_us, 5), "1"),
+        ]
+
+    def _flush_us(self) -> float:
+        queued = [self._watch.queue(lambda: None) for _ in range(20)]
+        queued[-1].end.synchronize()
+        return statistics.median(events.spent_us - events.time_us for events in queued)
+
+    def _search(self, found: list[Entrant]) -> Any:
+        import torch
+        from cuda.tile.tune import exhaustive_search
+
+        spec, problem, sms = spec_named(self._task.kernel), self._task.problem, self._task.target.sm_count
+        devices = {entrant.key: spec.device(problem, entrant.candidate.config) for entrant in found}
+        grids = {key: (device.grid(problem, sms),) for key, device in devices.items()}
+        inputs, arguments = self._bench.load(), {}
+        for key, device in devices.items():
+            kinds = spec.outputs(problem, grids[key][0])
+            outputs = {
+                name: torch.empty(shape, dtype=getattr(torch, dtype), device="cuda")
+                for name, (shape, dtype) in kinds.items()
+            }
+            arguments[key] = launch_arguments(device, inputs, outputs)
+        launched = {entrant.key: _Kept(self._bench.kernel(entrant)) for entrant in found}
+        stream = torch.cuda.current_stream()
+        return exhaustive_search(list(devices), stream, grids.get, launched.get, arguments.get, quiet=True)
+
+
+class _Kept:
+    """A prebuilt kernel that cuda.tile's search takes as it is: other hints would make another kernel of it."""
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+
+    def replace_hints(self) -> Any:
+        """The kernel itself."""
+        return self._kernel
+
+
+def judged(
+    case: str, fresh: Callable[[], Runner], lineup: Lineup, effort: Effort
+) -> tuple[dict[str, float], list[Row]]:
+    """Two races judged by an exhaustive sweep: the sweep's medians in microseconds by key, and the rows.
+
+    Args:
+        case: the problem's name.
+        fresh: makes a runner that knows nothing yet.
+        lineup: who runs.
+        effort: how thorough the sweep is.
+    """
+    outcomes = [race.run(fresh(), lineup) for _ in range(2)]
+    sweep = exhaustive.run(fresh(), lineup, effort.rounds, 1e6 * effort.seconds)
+    times_us = {key: sweep[key].median_us for key in lineup.keys}
+    chosen = [_winner(timings) for timings in outcomes]
+    best_us = min(times_us.values())
+    first_us, second_us = (times_us[key] for key in chosen)
+    figures = {
+        "quality": first_us / best_us,
+        "quality_again": second_us / best_us,
+        "repeated": max(first_us, second_us) / min(first_us, second_us),
+        "within": 1 + (outcomes[0][chosen[0]].within or 0.0),
+        "rounds": float(sweep[lineup.keys[0]].samples),
+    }
+    return times_us, [Row(BENCHMARK, case, OURS, name, round(value, 5), "1") for name, value in figures.items()]
+
+
+def _winner(timings: Mapping[str, Timing]) -> str:
+    return next(key for key, timing in timings.items() if timing.left == WON)
+
+
+def summary(rows: list[Row]) -> list[Row]:
+    """The rows over all problems: shares that were near the best and that were repeated, and of the search's time."""
+    found: dict[tuple[bool, str], list[float]] = {}
+    for row in rows:
+        found.setdefault((row.provider == OURS, row.metric), []).append(row.value)
+    ours = found[True, "quality"] + found[True, "quality_again"]
+    shares = {"share_near_best": _share_near(ours), "share_repeated": _share_near(found[True, "repeated"])}
+    total = [Row(BENCHMARK, ALL, OURS, name, round(value, 4), "1") for name, value in shares.items()]
+    for name in ("gpu", "wall"):
+        if theirs := found.get((False, name)):
+            value = sum(found[True, name]) / sum(theirs)
+            total.append(Row(BENCHMARK, ALL, OURS, f"{name}_share_of_search", round(value, 4), "1"))
+    if theirs := found.get((False, "quality")):
+        peer = next(row.provider for row in rows if row.provider != OURS)
+        total.append(Row(BENCHMARK, ALL, peer, "share_near_best", round(_share_near(theirs), 4), "1"))
+    return total
+
+
+def _share_near(ratios: list[float]) -> float:
+    return sum(ratio <= NEAR for ratio in ratios) / len(ratios)

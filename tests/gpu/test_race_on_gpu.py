@@ -1,0 +1,104 @@
+"""The stopwatch and the runner of races on a GPU."""
+
+import statistics
+import time
+
+import pytest
+import torch
+
+from tilekern.targets import here
+from tuning.strategies import WON, Lineup, strategy_named
+from tuning.strategies.runner import LOADING_US, GpuRunner
+from tuning.tasks import COPY
+from tuning.timing import Stopwatch, rewriting
+
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def watch():
+    found = Stopwatch(here().l2_bytes)
+    found.warm_clocks()
+    return found
+
+
+def copying(mib):
+    source = torch.zeros(mib * MIB, dtype=torch.uint8, device="cuda")
+    sink = torch.empty_like(source)
+    return lambda: sink.copy_(source)
+
+
+def resting(microseconds):
+    """A launch that only waits, by a clock that goes no faster than 2 GHz."""
+    return lambda: torch.cuda._sleep(2000 * microseconds)
+
+
+def loaded_late(launch, host_s):
+    """A launch whose first call keeps the host for so long, as the loading of a kernel's code does."""
+    left = [host_s]
+
+    def run():
+        if left:
+            time.sleep(left.pop())
+        launch()
+
+    return run
+
+
+def median_us(watch, launch, before=None, samples=40):
+    queued = [watch.queue(launch, before) for _ in range(samples)]
+    torch.cuda.synchronize()
+    return statistics.median(events.time_us for events in queued)
+
+
+def test_a_sample_is_the_launch_and_what_is_spent_has_the_flush(watch):
+    events = watch.queue(resting(300))
+    torch.cuda.synchronize()
+    assert 300 <= events.time_us < 1000
+    assert events.spent_us > events.time_us + 5
+
+
+def test_a_flush_of_the_cache_s_size_leaves_nothing_of_the_inputs(watch):
+    """Twice as large a flush makes a launch no slower, none makes it much faster."""
+    launch = copying(max(1, here().l2_bytes // MIB // 4))
+    twice = Stopwatch(2 * here().l2_bytes)
+    once_us, twice_us = median_us(watch, launch), median_us(twice, launch)
+    assert once_us == pytest.approx(twice_us, rel=0.04)
+
+
+def test_inputs_that_are_refreshed_are_read_faster(watch):
+    source = torch.zeros(max(1, here().l2_bytes // 4), dtype=torch.uint8, device="cuda")
+    launch = lambda: source.view(torch.int32).sum(dtype=torch.int64)  # noqa: E731
+    assert median_us(watch, launch, rewriting([source])) < 0.9 * median_us(watch, launch)
+
+
+@pytest.mark.parametrize("before", [None, 3_000], ids=["short", "long"])
+def test_the_loading_of_code_is_in_no_sample(watch, before):
+    """In a race of short kernels the first launch is not timed, in one of long kernels the GPU waits for it."""
+    time_us = before or 20
+    launches = {"first": resting(time_us), "second": loaded_late(resting(time_us), LOADING_US / 2e6)}
+    runner = GpuRunner(watch, launches)
+    first, second = runner.round(["first", "second"])
+    assert second == pytest.approx(first, rel=0.1, abs=20)
+    assert runner.spent_us >= first + second
+
+
+def test_the_smaller_copy_wins_and_each_was_announced(watch):
+    announced = []
+    sizes = {"large": 64, "middle": 48, "small": 32, COPY: 16}
+    runner = GpuRunner(watch, {key: copying(mib) for key, mib in sizes.items()}, announce=announced.append)
+    timings = strategy_named("race")(runner, Lineup(("large", "middle", "small"), "large", (COPY,)))
+    assert [key for key, timing in timings.items() if timing.left == WON] == ["small"]
+    assert timings["small"].within < 0.01
+    assert set(announced) == set(sizes)
+    assert timings["middle"].samples < 10
+
+
+def test_two_races_of_close_candidates_choose_within_a_percent(watch):
+    launches = {str(mib): copying(mib) for mib in (100, 101, 102, 104, 108)}
+    exhaustive = strategy_named("exhaustive")(GpuRunner(watch, launches), Lineup(tuple(launches)))
+    for _ in range(2):
+        timings = strategy_named("race")(GpuRunner(watch, launches), Lineup(tuple(launches)))
+        [key] = [key for key, timing in timings.items() if timing.left == WON]
+        best_us = min(timing.median_us for timing in exhaustive.values())
+        assert exhaustive[key].median_us <= 1.01 * best_us

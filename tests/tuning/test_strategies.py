@@ -1,0 +1,213 @@
+"""Strategies on recorded measurements: who wins, who leaves when, and what it costs."""
+
+import itertools
+import math
+import sys
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from race_samples import DEFAULT, cutile_search, races, winner
+
+from tilekern.errors import InputError
+from tuning.strategies import BESIDE, HOPELESS, SLOWER, STRATEGIES, TIED, WON, Lineup, exhaustive, race, strategy_named
+from tuning.strategies.replay import Noise, ReplayRunner
+from tuning.tasks import COPY
+
+CALM = Noise(outliers=0.0)
+
+
+class Clocked:
+    """A runner without noise whose clock is another one in every round."""
+
+    def __init__(self, medians_us, factors):
+        self.medians_us, self.factors, self.rounds = medians_us, itertools.cycle(factors), []
+        self.spent_us = 0.0
+
+    def round(self, keys):
+        factor = next(self.factors)
+        self.rounds.append(list(keys))
+        times = [factor * self.medians_us[key] for key in keys]
+        self.spent_us += sum(times)
+        return times
+
+
+def family(*medians_us, spread=0.005, seed=0, noise=CALM):
+    medians = {str(place): time_us for place, time_us in enumerate(medians_us)}
+    return ReplayRunner(medians, spread, seed, noise), Lineup(tuple(medians), "0")
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_every_strategy_finds_a_clear_winner(name):
+    runner, lineup = family(140.0, 100.0, 130.0, 150.0)
+    timings = strategy_named(name)(runner, lineup)
+    assert winner(timings) == "1"
+    assert set(timings) == set(lineup.keys)
+    assert timings["1"].median_us == pytest.approx(100, rel=0.02)
+    assert timings["0"].behind == pytest.approx(0.4, abs=0.03)
+
+
+def test_an_unknown_strategy_is_refused_with_the_known_ones():
+    with pytest.raises(InputError, match="unknown strategy 'fastest'; known: race, exhaustive, tpe"):
+        strategy_named("fastest")
+
+
+def test_a_strategy_whose_library_is_not_installed_says_what_to_install(monkeypatch):
+    monkeypatch.delitem(sys.modules, "tuning.strategies.tpe", raising=False)
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    with pytest.raises(InputError, match=r"strategy tpe needs the package optuna: pip install 'tilekern\[search\]'"):
+        strategy_named("tpe")
+
+
+def test_what_is_hopeless_runs_once_and_what_is_slower_soon_leaves():
+    runner, lineup = family(100.0, 200.0, 300.0, 110.0)
+    timings = race.run(runner, lineup)
+    assert [timings[key].left for key in lineup.keys] == [WON, HOPELESS, HOPELESS, SLOWER]
+    assert [timings[key].samples for key in "12"] == [1, 1]
+    assert timings["3"].samples <= 3
+    assert timings["0"].within < 0.01
+
+
+def test_the_first_round_runs_all_in_the_predicted_order():
+    runner = Clocked({"c": 30.0, "a": 10.0, "b": 20.0, COPY: 5.0}, [1.0])
+    race.run(runner, Lineup(("c", "a", "b"), "c", (COPY,)))
+    assert runner.rounds[0] == ["c", "a", "b", COPY]
+    assert all("b" not in keys for keys in runner.rounds[1:])
+
+
+@pytest.mark.parametrize("name", ["race", "exhaustive"])
+def test_a_clock_that_changes_between_rounds_judges_all_alike(name):
+    """By their plain medians the slowest would win: it has no sample but those of the fastest rounds."""
+    medians = {"a": 101.5, "b": 100.0, "c": 103.0}
+    timings = strategy_named(name)(Clocked(medians, [1.0, 1.4, 1.2, 1.6]), Lineup(("a", "b", "c")))
+    assert winner(timings) == "b"
+    assert timings["a"].behind == pytest.approx(0.015, abs=1e-4)
+    assert timings["c"].behind == pytest.approx(0.03, abs=1e-4)
+
+
+def test_among_equals_the_default_wins_else_the_best_predicted():
+    same = {"a": 100.0, "b": 100.0, "c": 100.1}
+    for default, expected in (("c", "c"), ("b", "b"), (None, "a")):
+        timings = race.run(Clocked(same, [1.0]), Lineup(("a", "b", "c"), default))
+        assert winner(timings) == expected
+        assert {timings[key].left for key in same if key != expected} <= {TIED, SLOWER}
+
+
+def test_one_outlier_does_not_cost_the_victory():
+    class Hiccup(Clocked):
+        def round(self, keys):
+            times = super().round(keys)
+            return [time + 20 * (key == "b" and len(self.rounds) == 1) for key, time in zip(keys, times, strict=True)]
+
+    timings = race.run(Hiccup({"a": 103.0, "b": 100.0}, [1.0]), Lineup(("a", "b")))
+    assert winner(timings) == "b"
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_times_below_the_clock_s_resolution_are_compared_all_the_same(name):
+    timings = strategy_named(name)(Clocked({"a": 0.0, "b": 9.0}, [1.0]), Lineup(("a", "b")))
+    assert winner(timings) == "a"
+
+
+def test_yardsticks_get_a_figure_and_the_copy_never_wins():
+    runner = ReplayRunner({"a": 50.0, DEFAULT: 180.0, COPY: 20.0}, 0.01, 1, CALM)
+    timings = race.run(runner, Lineup(("a", DEFAULT), DEFAULT, (COPY,)))
+    assert (timings["a"].left, timings[COPY].left) == (WON, BESIDE)
+    assert timings[COPY].behind is None
+    assert min(timing.samples for timing in timings.values()) >= race.LEAST_SAMPLES
+
+
+def test_one_candidate_alone_wins():
+    runner, lineup = family(100.0)
+    timings = race.run(runner, lineup)
+    assert (timings["0"].left, timings["0"].within) == (WON, 0.0)
+    assert race.LEAST_SAMPLES <= timings["0"].samples <= race.FIGURE_SAMPLES
+
+
+def test_a_race_of_long_kernels_that_no_sample_tells_apart_ends_in_time():
+    runner, lineup = family(*[200_000.0] * 6, spread=0.05)
+    timings = race.run(runner, lineup)
+    spent_us = race.LONGEST_US + 6 * 250_000
+    assert runner.spent_us < spent_us
+    assert timings[winner(timings)].within > 0.01
+
+
+def test_a_race_that_does_not_come_to_a_decision_ends_after_so_many_samples(monkeypatch):
+    monkeypatch.setattr(race, "CHEAP_US", math.inf)
+    monkeypatch.setattr(race, "MOST_SAMPLES", 40)
+    runner, lineup = family(5.0, 5.0, 5.0, spread=0.2)
+    timings = race.run(runner, lineup)
+    assert max(timing.samples for timing in timings.values()) <= 40 * 1.25
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    medians=st.lists(st.floats(1.0, 1e5), min_size=1, max_size=12),
+    spread=st.floats(0.0, 0.3),
+    seed=st.integers(0, 10),
+    default=st.booleans(),
+)
+def test_whatever_the_times_exactly_one_candidate_wins(medians, spread, seed, default):
+    named = {str(place): time_us for place, time_us in enumerate(medians)} | {COPY: 1.0}
+    runner = ReplayRunner(named, spread, seed)
+    timings = race.run(runner, Lineup(tuple(named)[:-1], "0" if default else None, (COPY,)))
+    assert set(timings) == set(named)
+    assert winner(timings) != COPY
+    assert runner.launches == sum(timing.samples for timing in timings.values())
+
+
+def test_exhaustive_times_all_equally_often():
+    runner, lineup = family(100.0, 500.0, 120.0)
+    timings = exhaustive.run(runner, lineup)
+    assert {timing.samples for timing in timings.values()} == {exhaustive.ROUNDS}
+    assert winner(timings) == "0"
+
+
+def test_exhaustive_gives_long_kernels_fewer_rounds():
+    runner, lineup = family(300_000.0, 400_000.0)
+    timings = exhaustive.run(runner, lineup)
+    assert exhaustive.LEAST_ROUNDS <= timings["0"].samples < exhaustive.ROUNDS
+
+
+def outcomes(run, noise, seeds):
+    """For each race the choices of so many tunes, and the GPU seconds that one took."""
+    found, spent_us = [], 0.0
+    for number, one in enumerate(races()):
+        choices = []
+        for seed in seeds:
+            runner = one.runner(1000 * seed + number, noise)
+            choices.append(run(one, runner))
+            spent_us += runner.spent_us / len(seeds)
+        found.append((one, choices))
+    return found, spent_us / 1e6
+
+
+def share(flags):
+    counts = Counter(flags)
+    return counts[True] / counts.total()
+
+
+@pytest.mark.parametrize(
+    "noise", [Noise(), Noise(drift_share=0.0), Noise(drift_share=0.7, drift_us=500.0, outliers=0.03)],
+    ids=["drift", "no-drift", "rough"],
+)  # fmt: skip
+def test_all_problems_of_a_model(monkeypatch, noise):
+    """The figures that the tuner promises, on what an H200 measured of Qwen3-8B."""
+    ours, ours_s = outcomes(lambda one, runner: winner(race.run(runner, one.lineup)), noise, (1, 2))
+    theirs, theirs_s = outcomes(lambda one, runner: cutile_search(monkeypatch, one, runner), noise, (1,))
+    quality = share(one.loss(choice) <= 1.01 for one, choices in ours for choice in choices)
+    repeatable = share(abs(math.log(one.loss(a) / one.loss(b))) <= math.log(1.01) for one, (a, b) in ours)
+    assert quality >= 0.95
+    assert quality >= share(one.loss(choice) <= 1.01 for one, [choice] in theirs)
+    assert repeatable >= 0.95
+    assert ours_s <= theirs_s / 5
+
+
+def test_the_winner_is_as_near_to_the_best_as_it_says():
+    held = []
+    for number, one in enumerate(races()):
+        timings = race.run(one.runner(number), one.lineup)
+        key = winner(timings)
+        held.append(one.loss(key) <= 1.0001 + timings[key].within)
+    assert share(held) >= 0.95

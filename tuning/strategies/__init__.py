@@ -1,0 +1,79 @@
+"""How the candidates of a problem are timed until the fastest is known: strategies over a runner.
+
+A strategy decides who runs and when to stop, and touches no device. A runner takes the times: on a GPU
+(:mod:`tuning.strategies.runner`), or from recorded measurements (:mod:`tuning.strategies.replay`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Protocol
+
+from tilekern.errors import InputError
+from tilekern.spec import Value
+from tuning.timing import Timing
+
+# How a timing ended (``Timing.left``): it won; it cannot be told from the winner; it is slower; it is slower by so
+# much that one sample was enough; or it was only timed for comparison.
+WON, TIED, SLOWER, HOPELESS, BESIDE = "won", "tied", "slower", "hopeless", "beside"
+
+# By name, what a strategy does and the module whose ``run`` it is; each is imported when it is wanted.
+STRATEGIES = {
+    "race": ("drops what cannot win and stops when the leader is certain to within 1 %", "tuning.strategies.race"),
+    "exhaustive": ("times every candidate equally often", "tuning.strategies.exhaustive"),
+    "tpe": ("searches big spaces with Optuna's tree-structured Parzen estimator", "tuning.strategies.tpe"),
+}
+
+
+class Runner(Protocol):
+    """Takes times."""
+
+    @property
+    def spent_us(self) -> float:
+        """GPU time so far, with all that timing costs beside the launches."""
+
+    def round(self, keys: Sequence[str]) -> list[float]:
+        """One sample of each key in microseconds, one after the other in this order."""
+
+
+@dataclass(frozen=True)
+class Lineup:
+    """Who runs.
+
+    Attributes:
+        keys: the candidates, the best predicted first.
+        default: the candidate that gains are told against; preferred among equals. None where it does not run.
+        beside: what is timed with them for comparison and cannot win.
+        configs: the candidates' configs by key.
+    """
+
+    keys: tuple[str, ...]
+    default: str | None = None
+    beside: tuple[str, ...] = ()
+    configs: Mapping[str, Mapping[str, Value]] = field(default_factory=dict)
+
+    @property
+    def yardsticks(self) -> tuple[str, ...]:
+        """What needs a figure whether it is fast or slow."""
+        return (*(() if self.default is None else (self.default,)), *self.beside)
+
+
+# Times a lineup; a timing for each that ran, by key. Exactly one of the candidates has won.
+Strategy = Callable[[Runner, Lineup], dict[str, Timing]]
+
+
+def strategy_named(name: str) -> Strategy:
+    """The strategy of a name.
+
+    Raises:
+        InputError: there is none of this name, or it needs a package that is not installed.
+    """
+    if name not in STRATEGIES:
+        raise InputError(f"unknown strategy {name!r}; known: {', '.join(STRATEGIES)}")
+    try:
+        found: Strategy = import_module(STRATEGIES[name][1]).run
+    except ModuleNotFoundError as error:
+        raise InputError(f"strategy {name} needs the package {error.name}: pip install 'tilekern[search]'") from None
+    return found

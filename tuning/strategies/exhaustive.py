@@ -1,0 +1,22 @@
+"""Every candidate equally often, in interleaved rounds: what other strategies are judged by."""
+
+from __future__ import annotations
+
+from tuning.strategies import Lineup, Runner
+from tuning.strategies.board import Board
+from tuning.timing import Timing
+
+ROUNDS, LEAST_ROUNDS = 50, 15
+# No round after the first ones begins when so much GPU time is spent.
+LONGEST_US = 20e6
+
+
+def run(runner: Runner, lineup: Lineup, rounds: int = ROUNDS, longest_us: float = LONGEST_US) -> dict[str, Timing]:
+    """Time the lineup ``rounds`` times; see :data:`tuning.strategies.Strategy`."""
+    board = Board(runner, lineup)
+    started = runner.spent_us
+    for done in range(rounds):
+        if done >= LEAST_ROUNDS and runner.spent_us - started > longest_us:
+            break
+        board.run([*lineup.keys, *lineup.beside])
+    return board.verdict()
