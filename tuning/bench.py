@@ -1,32 +1,44 @@
-"""Runs the candidates of one problem on the GPU at hand: once to check them, as often as wanted to time them."""
+"""Runs the candidates of one problem on the GPU at hand: to check them, and as often as wanted to time them."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tilekern.kernels import spec_named
 from tilekern.launcher import PrebuiltKernel, Variant, launch, may_depend
 from tilekern.spec import LibraryCall, Problem
+from tuning.strategies.selection import ranked
 from tuning.tasks import Entrant, Task
-from tuning.verifying import Check, compare, expected_results, launch_arguments, make_outputs, odd_problem
+from tuning.timing import Launch, Timing, rewriting
+from tuning.verifying import Check, launch_arguments
 
-SEED = 20251
+# Launches of other candidates between two runs that must give the same bits.
+_MOST_BETWEEN = 3
 
 
 class Bench:
-    """Runs the candidates of one problem on the GPU at hand."""
+    """Runs the candidates of one problem on the GPU at hand.
 
-    def __init__(self, task: Task) -> None:
+    Args:
+        task: the problem and its candidates.
+        announce: called with an entrant's key before it is launched to be checked, and with None when that is over:
+            who is to blame for what happens to the GPU between the two.
+    """
+
+    def __init__(self, task: Task, announce: Callable[[str | None], None] = lambda _: None) -> None:
         import torch
 
+        # Here, since the parent of a measuring process imports this module too and has no use for torch.
+        from tuning.battery import Battery
+
         self._torch, self._task, self._target, self._problem = torch, task, task.target, task.problem
-        self._spec, problem = spec_named(task.kernel), task.problem
-        self._odd = odd_problem(self._spec, problem)
-        self._generator = torch.Generator(device="cuda").manual_seed(SEED)
-        self._odd_inputs = self._spec.inputs(self._odd, self._generator, "cuda")
-        self._expected = expected_results(self._spec, self._odd, self._odd_inputs)
+        self._spec, self._announce = spec_named(task.kernel), announce
+        self._battery = Battery(self._spec, task.problem, task.target.sm_count)
         self._inputs: dict[str, Any] | None = None
         self._outputs: dict[Any, Any] = {}
+        self._prepared: dict[str, Launch] = {}
 
     def kernel(self, entrant: Entrant) -> Any:
         """The launchable kernel of an entrant; None where a library runs it."""
@@ -38,22 +50,65 @@ class Bench:
         return PrebuiltKernel(function, [variant])
 
     def check(self, entrant: Entrant) -> Check:
-        """Run an entrant twice on odd sizes with poisoned outputs: right, and the same bits both times.
+        """Screen an entrant, which it must pass to be timed."""
+        return self._battery.screen(entrant.candidate.config, self._runner(entrant))
 
-        A problem with a flag ``deterministic`` that is off asks for no such promise.
-        """
+    def confirm(self, entrant: Entrant) -> Check:
+        """Have an entrant stand the whole battery, which it must pass to win."""
+        others = [(key, run) for key, run in self._prepared.items() if key != entrant.key][:_MOST_BETWEEN]
+
+        def between() -> None:
+            for key, run in others:
+                self._watched(key, run)
+
+        return self._battery.confirm(entrant.candidate.config, self._runner(entrant), between)
+
+    def load(self) -> dict[str, Any]:
+        """The inputs at full size, which all entrants share; they are made at the first call."""
+        if self._inputs is None:
+            generator = self._torch.Generator(device="cuda").manual_seed(0)
+            self._inputs = self._spec.inputs(self._problem, generator, "cuda")
+        return self._inputs
+
+    def prepare(self, entrant: Entrant) -> Launch:
+        """A function that launches the entrant at full size."""
+        inputs, blocks = self.load(), self._blocks(entrant)
+        outputs = self._shared_outputs(blocks) if blocks else {}
+        found = self._launch(self.kernel(entrant), entrant, self._problem, inputs, outputs, in_place=True)
+        self._prepared[entrant.key] = found
+        return found
+
+    def copy(self) -> Launch:
+        """A function that copies as many bytes as the problem must move, half read and half written."""
         torch = self._torch
+        size = max(1, self._spec.bytes_moved(self._problem) // 2)
+        source = torch.randint(0, 255, (size,), dtype=torch.uint8, device="cuda")
+        sink = torch.empty_like(source)
+        return lambda: sink.copy_(source)
+
+    def refresh(self) -> Launch | None:
+        """What puts the inputs into L2 before a launch that finds them there in use; None for one that does not."""
+        if not self._spec.inputs_in_l2:
+            return None
+        inputs = (self._inputs or {}).values()
+        return rewriting(value for value in inputs if isinstance(value, self._torch.Tensor))
+
+    def _runner(self, entrant: Entrant) -> Any:
+        """What the battery runs an entrant with."""
         kernel = self.kernel(entrant)
-        first = self._run(kernel, entrant, self._odd, self._odd_inputs)
-        check = compare(self._spec, self._odd, first, self._expected)
-        if not check.passed:
-            return check
-        if not self._problem.get("deterministic", True):
-            return check
-        again = self._run(kernel, entrant, self._odd, self._odd_inputs)
-        if any(not torch.equal(first[name], again[name]) for name in first):
-            return Check(False, check.relative_error, check.elementwise_error, "two runs on the same inputs differ")
-        return check
+
+        def run(problem: Problem, inputs: dict[str, Any], outputs: dict[str, Any]) -> Any:
+            return self._watched(entrant.key, self._launch(kernel, entrant, problem, inputs, outputs))
+
+        return run
+
+    def _watched(self, key: str, launch: Launch) -> Any:
+        """Launch and wait, so that a fault shows while its culprit is announced."""
+        self._announce(key)
+        found = launch()
+        self._torch.cuda.synchronize()
+        self._announce(None)
+        return found
 
     def _shared_outputs(self, blocks: int) -> dict[str, Any]:
         """Outputs of the full size, the same for all entrants: each writes all of them."""
@@ -65,50 +120,46 @@ class Bench:
             found[name] = self._outputs[name, kind]
         return found
 
-    def _run(self, kernel: Any, entrant: Entrant, problem: Problem, inputs: dict[str, Any]) -> dict[str, Any]:
-        blocks = self._blocks(entrant, problem)
-        outputs = make_outputs(self._spec, problem, blocks, "cuda") if blocks else {}
-        run = self._launch(kernel, entrant, problem, inputs, outputs)
-        given = run()
-        self._torch.cuda.synchronize()
-        return outputs if given is None else dict(zip(self._spec.outputs(problem, 1), given, strict=True))
-
-    def _blocks(self, entrant: Entrant, problem: Problem) -> int:
-        """The grid of an entrant; 0 where a library runs it."""
+    def _blocks(self, entrant: Entrant) -> int:
+        """The grid of an entrant at full size; 0 where a library runs it."""
         if entrant.candidate.is_library:
             return 0
-        return self._spec.device(problem, entrant.candidate.config).grid(problem, self._target.sm_count)
+        return self._spec.device(self._problem, entrant.candidate.config).grid(self._problem, self._target.sm_count)
 
     def _launch(
-        self, kernel: Any, entrant: Entrant, problem: Problem, inputs: dict[str, Any], outputs: dict[str, Any]
-    ) -> Any:
-        """A function that launches and fills the outputs; a library's gives outputs of its own."""
+        self, kernel: Any, entrant: Entrant, problem: Problem, inputs: dict[str, Any], outputs: dict[str, Any],
+        *, in_place: bool = False,
+    ) -> Any:  # fmt: skip
+        """A function that launches and fills the outputs; a library's gives outputs of its own.
+
+        ``in_place`` lets a library that updates an input do so, as its op has it; a check needs the inputs again.
+        """
         implementation = self._spec.implement(problem, entrant.candidate.config)
         if isinstance(implementation, LibraryCall):
             from tilekern.dispatch import plan_for
 
-            call, given = implementation.bound(plan_for), [inputs[name] for name in implementation.inputs]
-            return lambda: call(*given)
+            call = implementation.bound(plan_for, in_place=in_place)
+            return functools.partial(call, *(inputs[name] for name in implementation.inputs))
         blocks = implementation.grid(problem, self._target.sm_count)
         arguments = launch_arguments(implementation, inputs, outputs)
         dependent = may_depend(implementation, self._target)
         return lambda: launch(_stream(), (blocks,), kernel, arguments, dependent=dependent)
 
-    def prepare(self, entrant: Entrant) -> Any:
-        """A function that launches the entrant at full size."""
-        if self._inputs is None:
-            self._inputs = self._spec.inputs(self._problem, self._generator, "cuda")
-        blocks = self._blocks(entrant, self._problem)
-        outputs = self._shared_outputs(blocks) if blocks else {}
-        return self._launch(self.kernel(entrant), entrant, self._problem, self._inputs, outputs)
 
-    def copy(self) -> Any:
-        """A function that copies as many bytes as the problem must move, half read and half written."""
-        torch = self._torch
-        size = max(1, self._spec.bytes_moved(self._problem) // 2)
-        source = torch.randint(0, 255, (size,), dtype=torch.uint8, device="cuda")
-        sink = torch.empty_like(source)
-        return lambda: sink.copy_(source)
+def to_confirm(
+    entrants: Sequence[Entrant], timings: Mapping[str, Timing], checks: Mapping[str, Check]
+) -> Iterator[Entrant]:
+    """Who has to stand the whole battery after a race.
+
+    First the generic variant, which every record carries; then those that raced from the one that would win on, until
+    one has passed: ``checks`` is looked at after each, so the outcome must be in it by then.
+    """
+    yield from (entrant for entrant in entrants if not entrant.is_aligned and checks[entrant.key].passed)
+    raced = {entrant.key: entrant for entrant in entrants if entrant.key in timings}
+    for key in ranked({key: timings[key].as_dict() for key in raced}):
+        yield raced[key]
+        if checks[key].passed:
+            return
 
 
 def _stream() -> int:

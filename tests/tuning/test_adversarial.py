@@ -1,0 +1,105 @@
+"""Adversarial inputs: what is drawn is changed, what is derived follows, whatever the spec."""
+
+import math
+
+import pytest
+import torch
+from spec_samples import NAMES, SPECS, sized
+
+from tilekern.kernels import spec_named
+from tuning import adversarial
+from tuning.adversarial import changed_names, drawn, drawn_and_counted, placed, results_in, scaled, untouched
+from tuning.verifying import expected_results
+
+every_spec = pytest.mark.parametrize("spec", SPECS, ids=NAMES)
+
+
+def arrays(inputs):
+    return {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
+
+
+@every_spec
+def test_every_spec_draws_its_inputs_where_they_can_be_changed(spec):
+    problem = sized(spec, "bfloat16")
+    plain, zeros = (drawn(spec, problem, "cpu", change) for change in (None, lambda _, values: values * 0))
+    assert drawn_and_counted(spec, problem, "cpu")[1] > 0
+    moved = {name for name, value in arrays(plain).items() if not torch.equal(value, zeros[name])}
+    largest = max(arrays(plain).values(), key=torch.numel)
+    assert any(plain[name].shape == largest.shape for name in moved)
+    assert all(torch.equal(value, drawn(spec, problem, "cpu")[name]) for name, value in arrays(plain).items())
+
+
+def test_what_is_derived_follows_the_draws():
+    spec = spec_named("cross_entropy_backward")
+    problem = sized(spec)
+    large = drawn(spec, problem, "cpu", scaled(6))
+    assert large["logits"].max() > 100
+    torch.testing.assert_close(large["lse"], large["logits"].logsumexp(1))
+
+
+def test_zeros_come_in_all_combinations_of_rows():
+    x, y, z = (adversarial.zeros(number, torch.ones(8, 3)) for number in range(3))
+    combinations = torch.stack([x, y, z])[..., 0]
+    assert {tuple(column) for column in combinations.t().tolist()} == {
+        (a, b, c) for a in (0.0, 1.0) for b in (0.0, 1.0) for c in (0.0, 1.0)
+    }
+
+
+@pytest.mark.parametrize("shape", [(5, 83), (2, 3, 4, 10), (7,), (3, 1)])
+def test_one_hot_rows_have_one_element_each_and_a_mean_square_of_1(shape):
+    rows = adversarial.one_hot_rows(1, torch.randn(shape)).reshape(-1, shape[-1])
+    assert (rows.count_nonzero(1) == 1).all()
+    torch.testing.assert_close(rows.square().mean(1), torch.ones(len(rows)))
+
+
+def test_a_mark_is_placed_in_one_draw_alone():
+    change = placed(1, math.inf)
+    given = torch.zeros(3, 4)
+    assert torch.equal(change(0, given), given)
+    assert change(1, given).view(-1).tolist() == [0, 0, 0, 0, 0, 0, 0, 0, math.inf, 0, 0, 0]
+    assert not given.any()
+
+
+def test_a_nan_reaches_the_inputs_that_are_made_of_it():
+    spec = spec_named("attention_dq")
+    problem = sized(spec).but(causal=True)
+    plain = drawn(spec, problem, "cpu")
+    poisoned = drawn(spec, problem, "cpu", placed(0, math.nan))
+    assert changed_names(plain, poisoned) == ["q", "lse", "delta"]
+    assert poisoned["lse"].isnan().sum() == 1
+
+
+@every_spec
+def test_every_reference_can_be_computed_in_float32(spec):
+    problem = sized(spec, "float32")
+    inputs = drawn(spec, problem, "cpu")
+    wide, narrow = expected_results(spec, problem, inputs), results_in(torch.float32, spec, problem, inputs)
+    for name, reference in wide.items():
+        assert reference.dtype == torch.float64
+        assert narrow[name].dtype == torch.float32
+        error = (narrow[name].double() - reference).norm() / (reference.norm() + 1e-30)
+        assert error < 1e-5
+    assert any(not torch.equal(narrow[name].double(), reference) for name, reference in wide.items())
+
+
+def test_no_value_is_rounded_on_the_way_to_a_result_in_another_dtype():
+    spec = spec_named("rms_norm_forward")
+    problem = sized(spec, "bfloat16")
+    inputs = drawn(spec, problem, "cpu")
+    x = inputs["x"].double()
+    unrounded = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * inputs["weight"].double()
+    torch.testing.assert_close(results_in(torch.float64, spec, problem, inputs)["y"], unrounded, rtol=1e-14, atol=0)
+    assert not torch.equal(expected_results(spec, problem, inputs)["y"], unrounded)
+
+
+def test_what_depends_on_a_draw_is_told_from_what_does_not():
+    spec = spec_named("rms_norm_forward")
+    problem = sized(spec, "bfloat16")
+    plain, other = (drawn(spec, problem, "cpu", change) for change in (None, placed(0, adversarial.PROBE)))
+    right = expected_results(spec, problem, plain)
+    smooth = [results_in(torch.float64, spec, problem, inputs) for inputs in (plain, other)]
+    same = untouched(right, *smooth)["y"]
+    touched = (plain["x"] != other["x"]).any(1)
+    assert touched.sum() == 1
+    assert same[touched].isnan().all()
+    assert torch.equal(same[~touched], right["y"][~touched])

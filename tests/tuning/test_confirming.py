@@ -1,0 +1,89 @@
+"""Who has to stand the whole battery after a race, and that who fails it does not win."""
+
+import shutil
+
+import pytest
+from tuning_samples import SMALL
+
+from tuning.bench import to_confirm
+from tuning.measuring import entrants
+from tuning.publishing import winners
+from tuning.strategies import SLOWER, TIED, WON
+from tuning.sweep import Sweep
+from tuning.timing import Timing
+from tuning.verifying import Check
+
+RIGHT = Check(passed=True, relative_error=1e-3, elementwise_error=2e-3)
+CASE = {"case": "random", "sizes": "rows=251", "passed": True, "relative_error": 1e-3, "elementwise_error": 2e-3}
+CONFIRMED = Check(True, 1e-3, 2e-3, cases=[CASE])
+WRONG = Check(False, float("inf"), float("inf"), "nan in x: y: 1 elements are finite where the reference is not",
+              cases=[CASE, {**CASE, "case": "nan in x", "passed": False}])  # fmt: skip
+
+
+@pytest.fixture
+def sweep(compiled_sweep, tmp_path):
+    """A copy that a test may add measurements to."""
+    shutil.copytree(compiled_sweep.folder, tmp_path / "sweep")
+    return Sweep(tmp_path / "sweep")
+
+
+@pytest.fixture
+def field(sweep, h200):
+    """Three that raced, and the generic variant."""
+    found = entrants(*SMALL, h200, sweep.compiled(), ())
+    return [*[entrant for entrant in found if entrant.is_aligned][:3], found[-1]]
+
+
+def timings(field):
+    """The second has won, the third is tied with it, the first is slower."""
+    figures = [(12.0, SLOWER, 0.2), (10.0, WON, 0.0), (10.05, TIED, 0.004)]
+    return {
+        entrant.key: Timing(median, 0.1, 30, left, behind)
+        for entrant, (median, left, behind) in zip(field, figures, strict=False)
+    }
+
+
+def confirm(field, outcomes):
+    """Whom a process asks to stand the battery, where ``outcomes`` says what becomes of them, by their place."""
+    checks, asked = dict.fromkeys([entrant.key for entrant in field], RIGHT), []
+    for entrant in to_confirm(field, timings(field), checks):
+        place = [one.key for one in field].index(entrant.key)
+        asked.append(place)
+        checks[entrant.key] = outcomes.get(place, CONFIRMED)
+    return asked, checks
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "asked"),
+    [
+        ({}, [3, 1]),
+        ({1: WRONG}, [3, 1, 2]),
+        ({1: WRONG, 2: WRONG}, [3, 1, 2, 0]),
+        ({0: WRONG, 1: WRONG, 2: WRONG}, [3, 1, 2, 0]),
+        ({3: WRONG}, [3, 1]),
+    ],
+)
+def test_from_the_winner_on_until_one_has_passed(field, outcomes, asked):
+    assert confirm(field, outcomes)[0] == asked
+
+
+def test_a_generic_variant_that_was_found_wrong_before_is_not_asked(field):
+    checks = dict.fromkeys([entrant.key for entrant in field], RIGHT) | {field[3].key: WRONG}
+    assert next(to_confirm(field, timings(field), checks)).key == field[1].key
+
+
+@pytest.mark.parametrize(("outcomes", "winner"), [({}, 1), ({1: WRONG}, 2), ({1: WRONG, 2: WRONG}, 0)])
+def test_who_fails_is_in_the_journal_with_the_figures_and_the_next_one_wins(sweep, field, outcomes, winner):
+    _, checks = confirm(field, outcomes)
+    for entrant in field:
+        line = {"candidate": entrant.key, "check": checks[entrant.key].as_dict()}
+        timing = timings(field).get(entrant.key)
+        sweep.note("measured", line | ({"timing": timing.as_dict()} if timing else {}))
+    sweep.note("gpu", {"gpu": "NVIDIA H200", "driver": "580", "torch": "2"})
+    [(found, _)] = winners(sweep, {"key": "tileiras-1-cuda_tile-1", "tileiras": "1", "cuda_tile": "1"})
+    assert found.record.config == dict(field[winner].candidate.config)
+    assert found.record.check == CONFIRMED.as_dict()
+    assert found.record.failed == len(outcomes)
+    measured = sweep.measured()
+    for place, check in outcomes.items():
+        assert measured[field[place].key]["check"] == check.as_dict()

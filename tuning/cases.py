@@ -1,0 +1,224 @@
+"""The cases of one problem: inputs of one kind at one size each, and what is right for them."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tilekern.spec import TOLERANCES, KernelSpec, Problem, Tolerance, bucket
+from tuning import adversarial
+from tuning.adversarial import Change, drawn, placed
+from tuning.verifying import Leeway, expected_results, judge, odd_problem
+
+# How much of torch's own float32 error a candidate may have beside the tolerance: it sums in another order, its
+# exponentials and quotients are the hardware's, and three products of tf32, which make one of float32, keep 2^-21.
+FLOAT32_SLACK = 16.0
+# Large draws are as large as keeps torch's float32 within so many times the tolerance of float32 results: a softmax of
+# larger scores is decided by their last bits, on which no two implementations agree.
+_FLOAT32_TOLERANCES = 4.0
+# And results of theirs stay below the largest number of their dtype by this factor, for sums in another order.
+_HEADROOM = 4.0
+# The most rows of the cases that are about values, not sizes, in the order in which they are tried: of the first, a
+# sequence of a batch is nearly two tiles of 128. Such a case may cost a part of what the edges of a bucket may.
+_SMALL, _SMALL_PART = (509, 251, 127, 61, 31, 13, 7, 3, 1), 20
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a reference may cost: bytes that torch's operations write, and floating-point operations."""
+
+    bytes: int
+    flops: int
+
+    @classmethod
+    def of(cls, device: str) -> Room:
+        """A third of a GPU's memory, and as many operations as a data-centre one does in about a tenth of a second."""
+        if torch.device(device).type != "cuda":
+            return cls(1 << 28, 1 << 30)
+        return cls(torch.cuda.get_device_properties(device).total_memory // 3, 4 * 10**12)
+
+
+@dataclass
+class Case:
+    """Inputs of one kind at one size, and what is right for them.
+
+    ``leeway`` is what :func:`tuning.verifying.judge` allows by result. ``padded`` asks for gaps between rows.
+    """
+
+    name: str
+    problem: Problem
+    inputs: dict[str, Any]
+    expected: dict[str, Any]
+    leeway: Mapping[str, Leeway] = field(default_factory=dict)
+    padded: bool = False
+    note: str = ""
+
+
+class _BytesWritten(TorchDispatchMode):
+    """Counts the bytes of all tensors that torch's operations make inside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if not any(result.alias_info for result in func._schema.returns):  # neither a view nor in place
+            made = found if isinstance(found, tuple | list) else (found,)
+            self.total += sum(x.numel() * x.element_size() for x in made if isinstance(x, torch.Tensor))
+        return found
+
+
+class Cases:
+    """Makes the cases of one problem.
+
+    Args:
+        spec: the spec.
+        problem: the problem, of the sizes that are timed.
+        device: where its inputs are, as torch names it.
+        room: what a reference may cost; as the device allows where None.
+    """
+
+    def __init__(self, spec: KernelSpec, problem: Problem, device: str, room: Room | None = None) -> None:
+        self._spec, self._problem, self._device, self._room = spec, problem, device, room or Room.of(device)
+        self._bucketed = [d.name for d in spec.dimensions if d.kind == "bucketed"]
+        self._odd = odd_problem(spec, problem)
+        inputs, self._draws = adversarial.drawn_and_counted(spec, self._odd, device)
+        with _BytesWritten() as written:
+            expected = expected_results(spec, self._odd, inputs)
+        self._odd_bytes = written.total
+        self.random = Case("random", self._odd, inputs, expected)
+        tried = [odd_problem(spec, problem, most) for most in _SMALL]
+        self._small = next((one for one in tried if self._fits(one, _SMALL_PART)), tried[-1])
+        self._made: list[list[Case]] = [[self.random]]
+
+    def all(self) -> Iterator[Case]:
+        """Every case; each is made when it is first asked for, and kept."""
+        makers: list[Callable[[], list[Case]]] = [
+            self._edges,
+            self._tails,
+            self._large,
+            lambda: [self._changed("zeros", adversarial.zeros)],
+            lambda: [self._changed("one-hot rows", adversarial.one_hot_rows)],
+            *(functools.partial(self._poisoned, draw) for draw in range(self._draws)),
+        ]
+        yield from self._made[0]
+        for place, make in enumerate(makers, 1):
+            if place == len(self._made):
+                self._made.append(make())
+            yield from self._made[place]
+
+    def full_inputs(self) -> dict[str, Any]:
+        """Inputs of the sizes that are timed."""
+        return drawn(self._spec, self._problem, self._device)
+
+    def _fits(self, problem: Problem, part: int = 1) -> bool:
+        """Whether the reference of a problem costs no more than a part of the room.
+
+        What it writes is taken to grow as the product of the bucketed sizes, as attention's scores do.
+        """
+        growth = math.prod(problem[name] / self._odd[name] for name in self._bucketed)
+        bytes_written, flops = self._odd_bytes * growth, self._spec.flops(problem)
+        return bytes_written * part <= self._room.bytes and flops * part <= self._room.flops
+
+    def _plain(self, name: str, problem: Problem, **more: Any) -> Case:
+        inputs = drawn(self._spec, problem, self._device)
+        return Case(name, problem, inputs, expected_results(self._spec, problem, inputs), **more)
+
+    def _edges(self) -> list[Case]:
+        """The largest and the smallest sizes that the bucket serves; of a smaller bucket where those cost too much."""
+        largest = self._problem
+        while not self._fits(largest) and any(largest[name] > 1 for name in self._bucketed):
+            largest = largest.but(**{name: max(1, largest[name] // 2) for name in self._bucketed})
+        note = "" if largest == self._problem else "the reference costs too much at full size"
+        smallest = largest.but(**{name: bucket(largest[name]) // 2 + 1 for name in self._bucketed})
+        ends = {"bucket": largest, "smallest of the bucket": smallest}
+        if smallest == largest:
+            del ends["smallest of the bucket"]
+        return [self._plain(name, problem, note=note) for name, problem in ends.items()]
+
+    def _tails(self) -> list[Case]:
+        """One row less than whole tiles have, and gaps between rows."""
+        sizes = {name: max(1, bucket(self._small[name]) - 1) for name in self._bucketed}
+        return [self._plain("tails", self._small.but(**sizes), padded=True)]
+
+    def _large(self) -> list[Case]:
+        """The largest draws that float32 carries: nothing overflows, and torch's own float32 is exact enough."""
+
+        def case(power: int) -> Case:
+            return self._changed("large magnitudes", adversarial.scaled(power), f"draws times 2^{power}")
+
+        largest = case(0)
+        for power in adversarial.POWERS:
+            tried = case(power)
+            if not self._is_carried(tried):
+                break
+            largest = tried
+        return [largest]
+
+    def _is_carried(self, case: Case) -> bool:
+        """Whether inputs and results are finite in their dtypes, and float32 tells the results."""
+        spec, problem = self._spec, case.problem
+        dtypes = {name: getattr(torch, dtype) for name, (_, dtype) in spec.outputs(problem, 1).items()}
+        held = [x for x in case.inputs.values() if isinstance(x, torch.Tensor)]
+        held += [(_HEADROOM * x).to(dtypes.get(name, torch.float32)) for name, x in case.expected.items()]
+        if case.leeway.keys() != case.expected.keys() or not all(bool(x.isfinite().all()) for x in held):
+            return False
+        exact = TOLERANCES["float32"].times(spec.roundings * _FLOAT32_TOLERANCES * FLOAT32_SLACK)
+        if not all(_is_small(case.leeway[name], exact, x) for name, x in case.expected.items()):
+            return False
+        if not spec.is_library(problem, spec.generic(problem)):
+            return True
+        # A sequence of libraries and kernels holds what they hand on in the problem's dtype.
+        half = adversarial.results_in(getattr(torch, problem["dtype"]), spec, problem, case.inputs)
+        return judge(half, case.expected, spec.tolerance(problem)).passed
+
+    def _changed(self, name: str, change: Change, note: str = "") -> Case:
+        """Changed draws, with what torch's own float32 loses of them as leeway, where that is finite."""
+        spec, problem = self._spec, self._small
+        inputs = drawn(spec, problem, self._device, change)
+        wide, narrow = (
+            adversarial.results_in(dtype, spec, problem, inputs) for dtype in (torch.float64, torch.float32)
+        )
+        lost = {result: (narrow[result].double() - right).abs() for result, right in wide.items()}
+        leeway = {
+            result: Leeway(FLOAT32_SLACK * float(error.norm()), FLOAT32_SLACK * float(error.max()))
+            for result, error in lost.items()
+            if bool(error.isfinite().all())
+        }
+        return Case(name, problem, inputs, expected_results(spec, problem, inputs), leeway, note=note)
+
+    @functools.cached_property
+    def _unpoisoned(self) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+        """Inputs, results, and results without roundings on the way."""
+        inputs = drawn(self._spec, self._small, self._device)
+        smooth = adversarial.results_in(torch.float64, self._spec, self._small, inputs)
+        return inputs, expected_results(self._spec, self._small, inputs), smooth
+
+    def _poisoned(self, draw: int) -> list[Case]:
+        """NaN, then infinity, in a draw: it must come through where the reference has it, and nowhere else."""
+        spec, problem, found = self._spec, self._small, []
+        plain, right, smooth = self._unpoisoned
+        probed = drawn(spec, problem, self._device, placed(draw, adversarial.PROBE))
+        same = adversarial.untouched(right, smooth, adversarial.results_in(torch.float64, spec, problem, probed))
+        leeway = {name: Leeway(untouched=x) for name, x in same.items()}
+        for what, mark in (("nan", math.nan), ("infinity", math.inf if draw % 2 else -math.inf)):
+            inputs = drawn(spec, problem, self._device, placed(draw, mark))
+            if names := adversarial.changed_names(plain, inputs):
+                expected = expected_results(spec, problem, inputs)
+                found.append(Case(f"{what} in {', '.join(names)}", problem, inputs, expected, leeway))
+                # What NaN reaches, infinity in its place may too.
+                leeway = {name: replace(extra, tainted=expected[name].isnan()) for name, extra in leeway.items()}
+        return found
+
+
+def _is_small(leeway: Leeway, tolerance: Tolerance, reference: Any) -> bool:
+    """Whether a leeway is inside a tolerance."""
+    norm, peak = float(reference.norm()), float(reference.abs().max())
+    return leeway.norm <= tolerance.relative * norm and leeway.peak <= tolerance.elementwise * peak
