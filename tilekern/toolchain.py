@@ -13,6 +13,7 @@ import functools
 import os
 import re
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
@@ -211,22 +212,36 @@ def _bytecode_version(tools: Toolkit) -> str | None:
 
 
 def _assemble(bytecode: bytes, target: Target, tools: Toolkit, timeout_s: float) -> bytes:
-    # A CUDA toolkit found through these variables would be taken instead of the compiler's own parts.
-    environment = {k: v for k, v in os.environ.items() if k not in ("CUDA_HOME", "CUDA_PATH", "CUDA_ROOT")}
     with tempfile.TemporaryDirectory(prefix="tilekern-") as folder:
         source, out = Path(folder, "kernel.tileirbc"), Path(folder, "kernel.cubin")
         source.write_bytes(bytecode)
+        # A CUDA toolkit found through these variables would be taken instead of the compiler's own parts.
+        environment = {k: v for k, v in os.environ.items() if k not in ("CUDA_HOME", "CUDA_PATH", "CUDA_ROOT")}
+        # The compiler's own temporary files go with the folder, also those of one that was killed.
+        environment["TMPDIR"] = folder
         command = [str(part) for part in (tools.path, source, "-o", out, "--gpu-name", target.arch, "-O3")]
-        try:
-            ran = subprocess.run(
-                command, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False
-            )
-        except subprocess.TimeoutExpired:
-            raise CompileTimeout(f"tileiras exceeded {timeout_s:g} s") from None
-        if ran.returncode != 0 or not out.exists():
-            how = f"signal {-ran.returncode}" if ran.returncode < 0 else f"exit code {ran.returncode}"
-            raise CompileFailed(f"tileiras ended with {how}: {_first_line(ran.stderr)}")
+        code, said = _run(command, environment, timeout_s)
+        if code != 0 or not out.exists():
+            how = f"signal {-code}" if code < 0 else f"exit code {code}"
+            raise CompileFailed(f"tileiras ended with {how}: {_first_line(said)}")
         return out.read_bytes()
+
+
+def _run(command: list[str], environment: dict[str, str], timeout_s: float) -> tuple[int, str]:
+    """Run the compiler; its exit code and what it said. It runs ptxas, which is killed with it."""
+    with subprocess.Popen(
+        command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+        text=True, errors="replace", process_group=0,
+    ) as process:  # fmt: skip
+        try:
+            _, said = process.communicate(timeout=timeout_s)
+        except BaseException as error:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            if isinstance(error, subprocess.TimeoutExpired):
+                raise CompileTimeout(f"tileiras exceeded {timeout_s:g} s") from None
+            raise
+    return process.returncode, said
 
 
 def _first_line(text: str) -> str:

@@ -2,34 +2,46 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 import os
+import re
 import resource
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from multiprocessing import forkserver, get_context
 from typing import Any
 
 from tilekern.cubin import code_of, read_resources
 from tilekern.errors import CompileFailed, CompileTimeout
 from tilekern.targets import Target
-from tilekern.toolchain import compile_candidate, require_toolkit
-from tuning.sweep import Candidate, Sweep, candidates
+from tilekern.toolchain import Compiled, compile_candidate, require_toolkit, toolkit
+from tuning.compile_order import Order
+from tuning.compile_pool import Answer, Compile, Lost, compile_in_order, start_server
+from tuning.sweep import Candidate, Sweep, during
+
+__all__ = ["CompileSummary", "compile_all", "default_jobs", "start_server", "wanted"]
 
 TIMEOUT_S = 60.0
-# A group is one task of the pool. Large ones lower less often, small ones leave no core idle at the end.
-MOST_IN_GROUP = 8
+# What Python may take for a candidate on top of the compiler's time.
+FRONTEND_TIMEOUT_S = 30.0
+# Address space of one compiler; a usual compile takes 0.2 GiB.
+MEMORY_BYTES = min(16 << 30, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2)
+# A compiler that came so near to its limit and failed has failed for memory.
+_NEAR = 0.75
+_SAYS_MEMORY = re.compile(r"out of memory|bad_alloc|MemoryError|cannot allocate memory", re.IGNORECASE)
+_KILLED = re.compile(r"\bsignal 9\b")
+# Has candidates compiled, as :func:`tuning.compile_pool.compile_in_order` does.
+Pool = Callable[[Order, Compile, int, float, int], Iterator[Answer | Lost]]
 
 
 @dataclass(frozen=True)
 class CompileSummary:
     """What the compile stage did.
 
-    ``tileiras_share`` is the compiler's part of the time that the cores were held, 0 to 1.
+    ``tileiras_share`` is the compiler's part of the time that the cores were held, 0 to 1; ``work_share`` that of the
+    front end and the compiler together, which is what one core alone would have to do as well.
     """
 
     distinct: int
@@ -37,127 +49,103 @@ class CompileSummary:
     failed: int
     seconds: float
     tileiras_share: float
+    work_share: float
 
 
 def wanted(sweep: Sweep, timeout_s: float = TIMEOUT_S) -> dict[str, Candidate]:
-    """One candidate for each distinct artifact that has not been compiled yet, nor given up after as much time."""
-    done = {key for key, line in sweep.compiled().items() if line.get("gave_up_after_s", math.inf) >= timeout_s}
+    """One candidate for each distinct artifact that is still to be compiled.
+
+    What failed is tried again by another toolkit, and what ran out of time also where it is given more.
+    """
+    tools = toolkit()
+    done = {
+        key
+        for key, line in sweep.compiled().items()
+        if line["status"] == "ok"
+        or (line.get("gave_up_after_s", math.inf) >= timeout_s and (tools is None or _made_by(line, tools.key)))
+    } - sweep.lost()
     found: dict[str, Candidate] = {}
-    target = sweep.target
     for kernel, problem in sweep.problems():
-        for item in candidates(kernel, problem, target):
+        for item in sweep.candidates(kernel, problem):
             if item.artifact not in done and not item.is_library:
                 found.setdefault(item.artifact, item)
     return found
 
 
+def _made_by(line: dict[str, Any], toolkit_key: str) -> bool:
+    return bool(line.get("toolkit", {}).get("key") == toolkit_key)
+
+
+@during("compile")
 def compile_all(
-    sweep: Sweep, jobs: int, timeout_s: float = TIMEOUT_S, progress: Callable[[int, int], None] | None = None
-) -> CompileSummary:
+    sweep: Sweep, jobs: int, timeout_s: float = TIMEOUT_S, progress: Callable[[int, int], None] | None = None,
+    memory_bytes: int = MEMORY_BYTES, pool: Pool = compile_in_order,
+) -> CompileSummary:  # fmt: skip
     """Compile what the sweep lacks; each result is journalled as it comes.
+
+    Args:
+        sweep: the sweep.
+        jobs: how many candidates to compile at once.
+        timeout_s: wall seconds that the compiler may take for one.
+        progress: called with the number of finished ones and of all.
+        memory_bytes: address space that the compiler may have for one.
+        pool: where they are compiled: on this host, or by an executor's pool elsewhere.
 
     Raises:
         ToolchainMissing: artifacts are lacking and no compiler is installed.
     """
     todo = list(wanted(sweep, timeout_s).values())
+    jobs = max(1, min(jobs, len(todo)))
     started = time.perf_counter()
-    compiler_s = failed = 0.0
+    frontend_s = tileiras_s = 0.0
+    failed = 0
     if todo:
         tools = require_toolkit().describe()
-        for finished, (line, cubin) in enumerate(_results(todo, sweep.target, jobs, timeout_s), 1):
-            if cubin is not None:
-                line |= {"sha256": sweep.store(cubin), "toolkit": tools}
+        compile_one = functools.partial(_compile, target=sweep.target, timeout_s=timeout_s, memory_bytes=memory_bytes)
+        answers = pool(Order(todo), compile_one, jobs, timeout_s + FRONTEND_TIMEOUT_S, memory_bytes)
+        for finished, answer in enumerate(answers, 1):
+            line = _lost_line(answer, timeout_s) if isinstance(answer, Lost) else answer.line
+            if isinstance(answer, Answer) and answer.cubin is not None:
+                line |= {"sha256": sweep.store(answer.cubin)}
             failed += line["status"] == "failed"
-            compiler_s += line.get("tileiras_s", 0.0)
-            sweep.note("compiled", line)
+            frontend_s += line.get("frontend_s", 0.0)
+            tileiras_s += line.get("tileiras_s", 0.0)
+            sweep.note("compiled", line | {"toolkit": tools})
             if progress:
                 progress(finished, len(todo))
     seconds = time.perf_counter() - started
-    share = compiler_s / (seconds * min(jobs, max(1, len(todo)))) if todo else 0.0
-    return CompileSummary(len(sweep.compiled()), len(todo), int(failed), seconds, share)
+    held = seconds * jobs if todo else math.inf
+    shares = tileiras_s / held, (frontend_s + tileiras_s) / held
+    return CompileSummary(len(sweep.compiled()), len(todo), failed, seconds, *shares)
 
 
-Result = tuple[dict[str, Any], bytes | None]
+def _line(item: Candidate) -> dict[str, Any]:
+    return {"key": item.artifact, "kernel": item.kernel, "variant": item.variant, "config": dict(item.config)}
 
 
-def _groups(todo: list[Candidate], jobs: int) -> list[list[Candidate]]:
-    """Candidates that differ in hints alone, together: a worker lowers their device function once."""
-    most = max(1, min(MOST_IN_GROUP, len(todo) // (8 * jobs)))
-    groups: dict[Any, list[Candidate]] = {}
-    for item in todo:
-        implementation = item.spec.device(item.problem, item.config)
-        key = (implementation.function, implementation.constants, implementation.parameters, item.variant)
-        groups.setdefault(key, []).append(item)
-    split = [group[at : at + most] for group in groups.values() for at in range(0, len(group), most)]
-    # Long compiles first, so that no core waits for the last one: large tiles unroll into much code.
-    return sorted(split, key=lambda group: -_tile_elements(group[0]))
+def _lost_line(lost: Lost, timeout_s: float) -> dict[str, Any]:
+    gave_up = {"gave_up_after_s": timeout_s} if lost.timed_out else {}
+    return {**_line(lost.item), "status": "failed", "reason": lost.reason, **gave_up}
 
 
-def _tile_elements(item: Candidate) -> int:
-    return math.prod(
-        value for name, value in item.config.items() if name.startswith("tile_") and isinstance(value, int)
-    )
-
-
-def _results(todo: list[Candidate], target: Target, jobs: int, timeout_s: float) -> Iterator[Result]:
-    """Results as they finish. A worker that dies takes its pool along: what was in flight is tried again, alone."""
-    waiting, suspects = list(reversed(_groups(todo, jobs))), []
-    while waiting:
-        with _pool(jobs) as pool:
-            running: dict[Future[list[Result]], list[Candidate]] = {}
-            try:
-                while waiting or running:
-                    while waiting and len(running) < 2 * jobs:
-                        group = waiting.pop()
-                        running[pool.submit(_compile_group, group, target, timeout_s)] = group
-                    for future in wait(running, return_when=FIRST_COMPLETED).done:
-                        results = future.result()
-                        del running[future]
-                        yield from results
-            except BrokenProcessPool:
-                suspects += [item for group in running.values() for item in group]
-    for item in suspects:
-        with _pool(1) as pool:
-            try:
-                yield pool.submit(_compile, item, target, timeout_s).result()
-            except BrokenProcessPool:
-                yield {"key": item.artifact, "status": "failed", "reason": "the compile worker died"}, None
-
-
-def start_server() -> None:
-    """Start the process that workers are forked from, unless it runs; it loads its modules while others work."""
-    get_context("forkserver").set_forkserver_preload(["tuning.forked"])
-    forkserver.ensure_running()
-
-
-def _pool(jobs: int) -> ProcessPoolExecutor:
-    start_server()
-    return ProcessPoolExecutor(jobs, mp_context=get_context("forkserver"), initializer=_start_worker)
-
-
-def _start_worker() -> None:
-    # Leaving Ctrl-C to the parent keeps the workers' tracebacks off the terminal.
-    import signal
-
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-
-
-def _compile_group(group: list[Candidate], target: Target, timeout_s: float) -> list[Result]:
-    return [_compile(item, target, timeout_s) for item in group]
-
-
-def _compile(item: Candidate, target: Target, timeout_s: float) -> Result:
-    line: dict[str, Any] = {"key": item.artifact, "kernel": item.kernel, "variant": item.variant}
-    line["config"] = dict(item.config)
+def _compile(item: Candidate, target: Target, timeout_s: float, memory_bytes: int) -> Answer:
+    """Compile a candidate, in a worker: whatever it raises is what became of this candidate."""
+    failed = {**_line(item), "status": "failed"}
     try:
         made = compile_candidate(item.spec, item.problem, item.config, target, item.variant, timeout_s=timeout_s)
+        return Answer({**_line(item), "status": "ok", **_facts(made)}, made.cubin)
     except CompileTimeout as error:
-        return {**line, "status": "failed", "reason": str(error), "gave_up_after_s": timeout_s}, None
-    except CompileFailed as error:
-        return {**line, "status": "failed", "reason": str(error)}, None
-    line |= {
-        "status": "ok",
+        return Answer({**failed, "reason": str(error), "gave_up_after_s": timeout_s})
+    except Exception as error:  # noqa: BLE001 (a bad cubin or a bug of the front end costs this candidate alone)
+        reason = str(error) if isinstance(error, CompileFailed) else f"{type(error).__name__}: {error}"[:300]
+        if _SAYS_MEMORY.search(reason) or _peak_bytes() > _NEAR * memory_bytes:
+            # What the worker's children took at most is known for its whole life, so this one is of no more use.
+            return Answer({**failed, "reason": f"took {memory_bytes / 2**30:.3g} GiB of memory: {reason}"}, worn=True)
+        return Answer({**failed, "reason": reason}, doubtful=bool(_KILLED.search(reason)))
+
+
+def _facts(made: Compiled) -> dict[str, Any]:
+    return {
         "symbol": made.symbol,
         "assumptions": made.assumptions,
         "resources": read_resources(made.cubin, made.symbol).as_dict(),
@@ -165,7 +153,11 @@ def _compile(item: Candidate, target: Target, timeout_s: float) -> Result:
         "frontend_s": made.frontend_s,
         "tileiras_s": made.tileiras_s,
     }
-    return line, made.cubin
+
+
+def _peak_bytes() -> int:
+    """The most memory that any process took that this one has waited for."""
+    return 1024 * resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
 
 
 def default_jobs() -> int:

@@ -9,6 +9,7 @@ sys.modules["torch"] = None  # type: ignore[assignment]
 
 from tilekern.frontend import preload  # noqa: E402
 from tilekern.kernels import all_specs  # noqa: E402
+from tuning import compiling  # noqa: E402, F401 (holds what a worker runs)
 
 preload()
 all_specs()

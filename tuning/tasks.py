@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tilekern.spec import ALIGNED, Problem
@@ -43,8 +43,8 @@ class Task:
     """One problem to measure, with all that it takes.
 
     ``entrants`` are checked unless ``checks`` knows them already; those that pass are timed by ``strategy``. The
-    entrant of key ``stay`` is timed to the end, as the default that gains are told against. ``cubins`` holds the
-    artifacts by sha256.
+    entrant of key ``stay`` gets a figure however slow it is, as the default that gains are told against. ``cubins``
+    holds the artifacts by sha256. ``careful`` asks for one launch at a time, so that it is known which one faults.
     """
 
     kernel: str
@@ -55,11 +55,11 @@ class Task:
     stay: str
     checks: Mapping[str, Check] = field(default_factory=dict)
     strategy: str = "race"
+    careful: bool = False
 
-    def without(self, key: str, checks: Mapping[str, Check]) -> Task:
-        """The task that is left after an entrant was lost, with what is known by then."""
-        left = tuple(entrant for entrant in self.entrants if entrant.key != key)
-        return Task(self.kernel, self.problem, self.target, left, self.cubins, self.stay, checks, self.strategy)
+    def without(self, key: str) -> Task:
+        """The task that is left when an entrant is taken out."""
+        return replace(self, entrants=tuple(entrant for entrant in self.entrants if entrant.key != key))
 
     def entrant(self, key: str) -> Entrant | None:
         """The entrant of a key; None where it has none of this key."""

@@ -1,95 +1,15 @@
-"""The conversation with a measuring process that may die or fall silent, and what needs a GPU."""
-
-import os
-import time
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
+"""What stands around the measuring processes: who is measured where, and what timings and checks are."""
 
 import pytest
 from tuning_samples import SMALL
 
 from tilekern.errors import InputError
 from tilekern.targets import here
-from tuning import measuring, process
+from tuning import measuring
 from tuning.executors.local import LocalExecutor
-from tuning.measuring import entrants
 from tuning.publishing import keep_winners
-from tuning.tasks import Task
 from tuning.timing import Timing
-from tuning.verifying import Check, compare, odd_problem
-
-RIGHT = Check(passed=True, relative_error=0.0, elementwise_error=0.0)
-TIMING = Timing(5.0, 0.1, 20)
-
-
-def take(connection: Connection) -> list[str]:
-    """The keys of a task's entrants, after the first of them was announced and checked."""
-    task = connection.recv()
-    keys = [entrant.key for entrant in task.entrants]
-    connection.send(("begin", keys[0]))
-    connection.send(("checked", (keys[0], RIGHT)))
-    return keys
-
-
-def crash_at_the_second(connection: Connection, *_: object) -> None:
-    keys = take(connection)
-    if len(keys) == 3:
-        connection.send(("begin", keys[1]))
-        connection.close()
-        os._exit(7)
-    connection.send(("timed", dict.fromkeys(keys[:1], TIMING)))
-    connection.send(("done", None))
-
-
-def hang_at_the_second(connection: Connection, *_: object) -> None:
-    keys = take(connection)
-    if len(keys) == 3:
-        connection.send(("begin", keys[1]))
-        time.sleep(600)
-    connection.send(("done", None))
-
-
-def die_early(connection: Connection, *_: object) -> None:
-    connection.recv()
-    connection.send(("begin", "inputs"))
-    os._exit(9)
-
-
-@pytest.fixture
-def measure(monkeypatch, compiled_sweep, h200, tmp_path):
-    """Has a task of three entrants measured by a process that runs another function than the one that needs a GPU."""
-
-    def run(function):
-        monkeypatch.setattr(process, "serve", function)
-        monkeypatch.setattr(process, "get_context", lambda _: get_context("fork"))
-        found = entrants(*SMALL, h200, compiled_sweep.compiled(), ())[:3]
-        task = Task(*SMALL, h200, tuple(found), {}, found[0].key)
-        return [entrant.key for entrant in found], list(process.measure_task(process.Worker(tmp_path), task))
-
-    return run
-
-
-def test_a_crash_costs_the_candidate_in_flight(measure):
-    keys, lines = measure(crash_at_the_second)
-    assert [line for journal, line in lines if journal == "quarantine"] == [
-        {"candidate": keys[1], "reason": "the process died (exit code 7)"}
-    ]
-    assert lines[-1] == (
-        "measured", {"candidate": keys[0], "check": RIGHT.as_dict(), "timing": TIMING.as_dict()}
-    )  # fmt: skip
-
-
-def test_a_hang_is_killed_after_the_steps_time(measure, monkeypatch):
-    monkeypatch.setattr(process, "STEP_TIMEOUT_S", 0.5)
-    started = time.perf_counter()
-    keys, lines = measure(hang_at_the_second)
-    assert ("quarantine", {"candidate": keys[1], "reason": "no answer within 0.5 s"}) in lines
-    assert time.perf_counter() - started < 30
-
-
-def test_a_process_that_dies_before_any_candidate_ends_the_stage(measure):
-    with pytest.raises(InputError, match="failed at inputs"):
-        measure(die_early)
+from tuning.verifying import compare, odd_problem
 
 
 @pytest.mark.skipif(here() is not None, reason="this machine has a GPU")

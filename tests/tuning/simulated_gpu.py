@@ -1,0 +1,75 @@
+"""A measuring process whose GPU is this machine's CPU: all of the worker's own code runs, kernels by the interpreter.
+
+What stands for CUDA is as little as will do: tensors asked for on ``cuda`` lie on the CPU, a launch runs the kernel at
+once, and events read the host's clock. Times mean nothing; what is checked, timed and told is real.
+"""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from tilekern import interpreter
+from tuning import bench, worker
+
+
+class Event:
+    """A CUDA event that reads the host's clock."""
+
+    def __init__(self, **_: Any) -> None:
+        self._at = 0.0
+
+    def record(self) -> None:
+        self._at = time.perf_counter()
+
+    def synchronize(self) -> None:
+        """Nothing is queued."""
+
+    def elapsed_time(self, end: Event) -> float:
+        """Milliseconds."""
+        return 1000 * (end._at - self._at)
+
+
+class OnTheCpu(TorchFunctionMode):
+    """Makes tensors on the CPU wherever ``cuda`` is asked for."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = {name: "cpu" if name == "device" else value for name, value in (kwargs or {}).items()}
+        return function(*("cpu" if isinstance(value, str) and value == "cuda" else value for value in args), **options)
+
+
+class Generator(torch.Generator):
+    """A generator on the CPU, whatever device is asked for."""
+
+    def __new__(cls, *_: object, **__: object) -> Generator:
+        return super().__new__(cls, "cpu")
+
+
+def _launch(stream: int, grid: tuple[int, ...], kernel: Any, arguments: tuple[Any, ...], *, dependent: bool) -> None:
+    interpreter.launch(kernel, grid, arguments, check_races=False)
+
+
+def serve(*arguments: Any) -> None:
+    """The worker's :func:`tuning.worker.serve` on the simulated GPU; for a process of its own, which it changes."""
+    torch.Generator = Generator  # type: ignore[misc]
+    cuda = {
+        "Event": Event,
+        "synchronize": lambda: None,
+        "current_stream": lambda: SimpleNamespace(cuda_stream=0),
+        "empty_cache": lambda: None,
+        "mem_get_info": lambda: (8 << 30, 16 << 30),
+        "memory_reserved": lambda: 0,
+        "memory_allocated": lambda: 0,
+        "_sleep": lambda _: None,
+    }
+    for name, stands_in in cuda.items():
+        setattr(torch.cuda, name, stands_in)
+    bench.launch = _launch  # type: ignore[assignment]
+    bench.PrebuiltKernel = lambda function, _: function  # type: ignore[assignment, misc]
+    worker.Stopwatch.warm_clocks = lambda _: None  # type: ignore[method-assign, assignment]
+    with OnTheCpu():
+        worker.serve(*arguments)

@@ -1,0 +1,239 @@
+"""What a compile does to its compiler costs one candidate; and no core waits for another at the end."""
+
+import functools
+import gzip
+import heapq
+import json
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from isolation_samples import compiler, die_at, hang_at, is_alive
+from tuning_samples import SMALL
+
+from tilekern.spec import Config, Problem
+from tilekern.targets import resolve
+from tilekern.toolchain import Toolkit, toolkit
+from tuning import compiling
+from tuning.compile_order import Order
+from tuning.compile_pool import Answer, Lost, compile_in_order
+from tuning.compiling import compile_all, wanted
+from tuning.sweep import Sweep, candidate, candidates
+
+ROOT = Path(__file__).parents[2]
+# Compiles a sweep with the compiler that its environment leads to.
+STAGE = """
+import json, sys, time
+from pathlib import Path
+from tuning.compiling import compile_all
+from tuning.sweep import Sweep
+
+if __name__ == "__main__":
+    folder, timeout_s, memory_bytes = json.loads(sys.argv[1])
+    summary = compile_all(Sweep(Path(folder)), 2, timeout_s, memory_bytes=memory_bytes)
+    print(json.dumps([summary.compiled, summary.failed, summary.seconds]))
+"""
+
+
+@pytest.fixture
+def sweep(tmp_path, h200):
+    """A sweep of a few candidates."""
+    found = Sweep(tmp_path / "sweep")
+    found.begin(h200, "test", [SMALL], {SMALL: [item.config for item in candidates(*SMALL, h200)[:5]]})
+    return found
+
+
+@pytest.fixture
+def stage(tmp_path, sweep):
+    """Runs the compile stage with a compiler that fails for one candidate; that one's line."""
+    (tmp_path / "stage.py").write_text(STAGE)
+
+    def run(fault, timeout_s=60.0, memory_bytes=1 << 32, again=False):
+        first = compiler(tmp_path / "compiler", fault, again=again)
+        path = os.pathsep.join([first, str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment = os.environ | {"PYTHONPATH": path}
+        settings = json.dumps([str(sweep.folder), timeout_s, memory_bytes])
+        ran = subprocess.run(
+            [sys.executable, tmp_path / "stage.py", settings],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert ran.returncode == 0, ran.stderr
+        lines = Sweep(sweep.folder).compiled()
+        assert set(lines) == {item.artifact for item in sweep.candidates(*SMALL)}
+        failed = [line for line in lines.values() if line["status"] == "failed"]
+        assert json.loads(ran.stdout)[:2] == [len(lines), len(failed)]
+        return failed, ran
+
+    return run
+
+
+def test_a_compiler_that_crashes_costs_one_candidate(stage):
+    (line,), _ = stage("kill -SEGV $$")
+    assert line["reason"] == "tileiras ended with signal 11: no message"
+    assert line["toolkit"]["key"] == toolkit().key
+
+
+def test_a_compiler_that_hangs_is_killed_with_what_it_runs(stage, tmp_path):
+    """tileiras runs ptxas, in which a large tile's time is spent."""
+    pid_file = tmp_path / "pid"
+    started = time.perf_counter()
+    (line,), _ = stage(f"sleep 600 & echo $! > {pid_file}; wait", timeout_s=4.0)
+    assert time.perf_counter() - started < 60
+    assert (line["reason"], line["gave_up_after_s"]) == ("tileiras exceeded 4 s", 4.0)
+    assert not is_alive(int(pid_file.read_text()))
+
+
+def test_a_compiler_that_eats_memory_is_stopped_at_its_limit(stage):
+    eater = f"""exec {sys.executable} -c 'x = []
+while True: x.append(b"x" * (1 << 25))'"""
+    (line,), _ = stage(eater, memory_bytes=3 << 29)
+    assert line["reason"].startswith("took 1.5 GiB of memory: tileiras ended with exit code 1")
+
+
+def test_a_compiler_that_is_killed_from_outside_is_run_once_more(stage):
+    assert stage("kill -KILL $$")[0] == []
+
+
+def test_a_compiler_that_is_killed_twice_has_failed(stage):
+    (line,), _ = stage("kill -KILL $$", again=True)
+    assert line["reason"] == "tileiras ended with signal 9: no message"
+
+
+def test_a_worker_that_is_killed_is_replaced(stage):
+    assert stage("kill -KILL $PPID")[0] == []
+
+
+def test_a_candidate_that_kills_each_worker_has_failed(stage):
+    (line,), _ = stage("kill -KILL $PPID; sleep 5", again=True)
+    assert line["reason"] == "the compile worker died (SIGKILL)"
+
+
+def test_a_compiler_leaves_no_files_behind(stage, tmp_path, monkeypatch):
+    """Not even one that is killed; ``TMPDIR`` is where it would."""
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    stage("touch $TMPDIR/left; sleep 600", timeout_s=4.0)
+    assert list((tmp_path / "tmp").glob("**/*left*")) == []
+
+
+@pytest.mark.parametrize(
+    ("act", "reason", "timed_out"),
+    [
+        (hang_at, "the compile worker gave no answer within 3 s", True),
+        (die_at, "the compile worker died (exit code 11)", False),
+    ],
+)
+def test_a_front_end_that_fails_costs_one_candidate(h200, act, reason, timed_out):
+    items = candidates(*SMALL, h200)[:8]
+    found = compile_in_order(Order(items), functools.partial(act, items[3].artifact), 2, 3.0, 4 << 30)
+    lost, answers = [], []
+    for answer in found:
+        (lost if isinstance(answer, Lost) else answers).append(answer)
+    assert lost == [Lost(items[3], reason, timed_out)]
+    assert all(isinstance(answer, Answer) for answer in answers)
+    assert {answer.line["key"] for answer in answers} == {item.artifact for item in items} - {items[3].artifact}
+
+
+def test_workers_that_cannot_start_are_no_candidates_fault(stage, sweep, tmp_path):
+    """Workers import the main program anew, and do so without torch."""
+    script = tmp_path / "stage.py"
+    script.write_text(f"import torch\n{script.read_text()}")
+    with pytest.raises(AssertionError, match=r"InputError: compile workers die before they can take a candidate"):
+        stage("exit 1")
+    assert Sweep(sweep.folder).compiled() == {}
+
+
+def test_what_failed_is_tried_again_by_another_toolkit_only(sweep, monkeypatch):
+    item, other = sweep.candidates(*SMALL)[:2]
+    tools = toolkit()
+    for key, status in ((item.artifact, "failed"), (other.artifact, "ok")):
+        sweep.note("compiled", {"key": key, "status": status, "reason": "a crash", "toolkit": tools.describe()})
+    assert item.artifact not in wanted(sweep)
+    newer = Toolkit(tools.path, "99.9.1", tools.cuda_tile)
+    monkeypatch.setattr(compiling, "toolkit", lambda: newer)
+    assert item.artifact in wanted(sweep)
+    assert other.artifact not in wanted(sweep)
+
+
+def test_a_toolkit_that_failed_before_is_told_from_one_that_is_not_there(sweep, monkeypatch):
+    item = sweep.candidates(*SMALL)[0]
+    sweep.note("compiled", {"key": item.artifact, "status": "failed", "reason": "x", "toolkit": {"key": "old"}})
+    assert item.artifact in wanted(sweep)
+    monkeypatch.setattr(compiling, "toolkit", lambda: None)
+    assert item.artifact not in wanted(sweep)
+
+
+def test_the_line_of_a_failure_names_its_toolkit(sweep):
+    compile_all(sweep, jobs=2, timeout_s=0.001)
+    assert {line["toolkit"]["key"] for line in sweep.compiled().values()} == {toolkit().key}
+
+
+@functools.cache
+def recorded():
+    """Candidates with the seconds that the front end and the compiler once took for them."""
+    data = Path(__file__).with_name("data") / "compile-seconds.json.gz"
+    found = {}
+    for row in json.loads(gzip.decompress(data.read_bytes()))["rows"]:
+        item = candidate(row["kernel"], Problem(row["problem"]), Config(row["config"]), row["variant"], resolve("H200"))
+        found[item] = (row["frontend_s"], row["tileiras_s"])
+    return found
+
+
+@functools.cache
+def batch(item):
+    made = item.spec.device(item.problem, item.config)
+    return made.function, made.parameters, made.constants, item.variant
+
+
+def busy(order, jobs):
+    """How much of the time of ``jobs`` workers that take candidates in an order is work, 0 to 1."""
+    times, lowering = recorded(), {}
+    for item, (frontend_s, _) in times.items():
+        lowering[batch(item)] = max(frontend_s, lowering.get(batch(item), 0.0))
+    free = [(0.0, place, None, 0.0) for place in range(jobs)]
+    end, done = 0.0, []
+    while free:
+        now, place, item, since = heapq.heappop(free)
+        if item is not None:
+            order.learn(item, now - since)
+            done.append(item)
+            end = now
+        following = order.take(item)
+        if following is not None:
+            again = item is None or batch(item) != batch(following)
+            takes = times[following][1] + (lowering[batch(following)] if again else 0.0)
+            heapq.heappush(free, (now + takes, place, following, now))
+    assert Counter(done) == Counter(times.keys())
+    return (sum(tileiras_s for _, tileiras_s in times.values()) + sum(lowering.values())) / (jobs * end)
+
+
+@pytest.mark.parametrize(("jobs", "least"), [(1, 0.999), (2, 0.97), (8, 0.96), (16, 0.93)])
+def test_workers_have_work_to_the_end(jobs, least):
+    """Replayed from a recorded stage of two seconds for the longest and 0.3 s for the average candidate."""
+    assert busy(Order(recorded()), jobs) > least
+
+
+def test_what_workers_learn_on_the_way_is_what_keeps_them_at_work():
+    class Unlearning(Order):
+        def learn(self, item, seconds):
+            """Keep to the first guess."""
+
+    assert busy(Order(recorded()), 16) > busy(Unlearning(recorded()), 16) + 0.02
+
+
+def test_what_is_put_back_comes_again_and_every_candidate_once(h200):
+    items = candidates(*SMALL, h200)
+    order, taken, before = Order(items), [], None
+    while (item := order.take(before)) is not None:
+        if item.artifact == items[4].artifact and item not in taken:
+            order.put_back(item)
+        taken.append(item)
+        before = item
+    assert sorted(item.artifact for item in taken) == sorted([*(item.artifact for item in items), items[4].artifact])

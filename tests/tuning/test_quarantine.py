@@ -1,0 +1,107 @@
+"""What one sweep found out about a candidate spares the next one the loss."""
+
+import json
+
+import pytest
+from tuning_samples import SMALL
+
+from tuning.quarantine import shared
+from tuning.sweep import Sweep
+
+REASON = "AcceleratorError: CUDA error: an illegal memory access was encountered"
+
+
+@pytest.fixture
+def sweeps(tmp_path, h200):
+    """Two sweeps of the same problem in folders of their own."""
+    found = [Sweep(tmp_path / name) for name in ("first", "second")]
+    for sweep in found:
+        sweep.begin(h200, "test", [SMALL])
+    return found
+
+
+@pytest.fixture
+def root(tmp_path):
+    return tmp_path / "root"
+
+
+def line(sweep, at=3, **more):
+    key = sweep.candidates(*SMALL)[at].key
+    return {"candidate": key, "reason": REASON, "toolkit": {"key": "tileiras-13"}, "driver": "580.1"} | more
+
+
+def test_a_candidate_that_was_lost_in_one_sweep_is_not_tried_in_another(sweeps, root):
+    first, second = sweeps
+    with shared(first, root):
+        first.note("quarantine", line(first))
+    with shared(second, root):
+        assert second.quarantined() == {line(first)["candidate"]: REASON}
+
+
+def test_it_is_known_even_where_the_stage_ended_in_an_error(sweeps, root):
+    first, second = sweeps
+
+    def stage():
+        with shared(first, root):
+            first.note("quarantine", line(first))
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        stage()
+    with shared(second, root):
+        assert len(second.quarantined()) == 1
+
+
+def test_another_toolkit_or_driver_tries_it_again(sweeps, root):
+    first, second = sweeps
+    with shared(first, root):
+        first.note("quarantine", line(first, 3), line(first, 4))
+    item = second.candidates(*SMALL)[3]
+    second.note("compiled", {"key": item.artifact, "status": "ok", "toolkit": {"key": "tileiras-14"}})
+    with shared(second, root):
+        assert list(second.quarantined()) == [line(first, 4)["candidate"]]
+        second.note("gpu", {"gpu": "NVIDIA H200", "driver": "590.2"})
+        assert second.quarantined() == {}
+
+
+def test_what_a_sweep_knows_itself_stands(sweeps, root):
+    first, second = sweeps
+    with shared(first, root):
+        first.note("quarantine", line(first))
+    second.note("quarantine", line(second, reason="no answer within 10 s"))
+    with shared(second, root):
+        assert list(second.quarantined().values()) == ["no answer within 10 s"]
+
+
+def test_an_old_finding_does_not_take_the_place_of_a_newer_one(sweeps, root, tmp_path, h200):
+    first, second = sweeps
+    second.note("quarantine", line(second, driver="570.1"))
+    with shared(first, root):
+        first.note("quarantine", line(first, driver="580.1"))
+    with shared(second, root):
+        pass
+    third = Sweep(tmp_path / "third")
+    third.begin(h200, "test", [SMALL])
+    third.note("gpu", {"gpu": "NVIDIA H200", "driver": "580.1"})
+    with shared(third, root):
+        assert list(third.quarantined()) == [line(first)["candidate"]]
+
+
+def test_candidates_of_other_problems_and_torn_files_are_left_out(sweeps, root, h200):
+    first, second = sweeps
+    with shared(first, root):
+        first.note("quarantine", line(first))
+        first.note("quarantine", line(first) | {"candidate": "swiglu_forward|rows=1|x|aligned|0"})
+    folder = root / "quarantine" / h200.key
+    assert len(list(folder.glob("*.json"))) == 2
+    (folder / "torn.json").write_text('{"candidate": ')
+    (folder / "other.json").write_text(json.dumps([1]))
+    with shared(second, root):
+        assert list(second.quarantined()) == [line(first)["candidate"]]
+
+
+def test_a_root_that_cannot_be_written_costs_nothing(sweeps, tmp_path):
+    (tmp_path / "file").touch()
+    with shared(sweeps[0], tmp_path / "file"):
+        sweeps[0].note("quarantine", line(sweeps[0]))
+    assert len(sweeps[0].quarantined()) == 1

@@ -1,0 +1,59 @@
+"""The measure stage from plan to winners with its real worker, on a GPU that is simulated by the CPU."""
+
+from multiprocessing import get_context
+
+import pytest
+import simulated_gpu
+
+from tilekern.kernels import spec_named
+from tuning import process
+from tuning.compiling import compile_all
+from tuning.executors.local import LocalExecutor
+from tuning.measuring import measure_all
+from tuning.publishing import keep_winners, winners
+from tuning.sweep import Sweep
+
+NO_FLAGS = {d.name: False for d in spec_named("matmul").dimensions if d.kind == "flag"}
+PROBLEMS = [
+    ("column_sum", {"rows": 64, "columns": 128, "dtype": "bfloat16"}),
+    ("scale", {"rows": 64, "columns": 32, "dtype": "bfloat16"}),
+    ("adamw", {"rows": 4, "columns": 16, "dtype": "float32"}),
+    ("matmul", {"rows": 64, "inner": 32, "columns": 64, "dtype": "float32", **NO_FLAGS}),
+]
+
+
+class SimulatedExecutor(LocalExecutor):
+    """The host's executor on the simulated GPU."""
+
+    def describe_gpu(self, _):
+        return {"gpu": "a simulated one", "driver": "0", "torch": "0"}
+
+
+@pytest.fixture
+def simulated(monkeypatch):
+    monkeypatch.setattr(process, "serve", simulated_gpu.serve)
+    monkeypatch.setattr(process, "get_context", lambda _: get_context("fork"))
+    monkeypatch.setattr("tuning.executors.local.devices", lambda: ["0"])
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory, h200):
+    sweep = Sweep(tmp_path_factory.mktemp("simulated"))
+    sweep.begin(h200, "test", [(name, spec_named(name).problem(**sizes)) for name, sizes in PROBLEMS])
+    assert compile_all(sweep, jobs=2).failed == 0
+    return sweep
+
+
+def test_every_problem_has_a_confirmed_winner(simulated, compiled):
+    summary = measure_all(compiled, SimulatedExecutor(compiled.cache), keep_winners)
+    assert (summary.wrong, summary.quarantined) == (0, 0)
+    assert not compiled.skipped()
+    found = [winner for winner, _ in winners(compiled, {"key": "none"})]
+    assert [winner.kernel for winner in found] == [name for name, _ in PROBLEMS]
+    for winner in found:
+        record = winner.record
+        assert record.provenance == "measured"
+        assert record.measurement["median_us"] > 0
+        assert record.check["passed"]
+        assert len(record.check["cases"]) > 3
+    assert found[-1].record.config["implementation"] == "cublas"
