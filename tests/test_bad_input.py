@@ -174,7 +174,7 @@ def test_a_missing_compiler_has_an_exit_code_of_its_own(lines):
     text = said(lines.run("-c", code, *SMALL, "--json"), 4)
     assert "pip install 'tilekern[compile]'" in text
     # The plan is whole and serves the next run; beyond it there is nothing.
-    assert lines.files() == ["sweeps/sm_100-b200-148/sweep.json"]
+    assert lines.files() == [f"sweeps/sm_100-b200-148/{name}" for name in ("run.lock", "runs.jsonl", "sweep.json")]
     assert Sweep(lines.cache / "sweeps/sm_100-b200-148").problems()
 
 

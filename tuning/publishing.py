@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,11 @@ from tilekern.cache import Artifact, Record, Store, install_pack, write_pack
 from tilekern.records import record_of
 from tilekern.spec import ALIGNED, GENERIC, Problem
 from tilekern.targets import Target
+from tuning.journal import Line
+from tuning.measuring import identity
 from tuning.predicting import Prediction, ranking
-from tuning.sweep import Candidate, Sweep, candidates
+from tuning.strategies.selection import ranked
+from tuning.sweep import LIBRARY_LINE, Candidate, Sweep, candidate
 from tuning.tasks import copy_key
 
 MOST_RUNNERS_UP = 3
@@ -36,40 +39,88 @@ class Winner:
 
 
 def winners(sweep: Sweep, toolkit: dict[str, str]) -> Iterator[tuple[Winner, dict[str, bytes]]]:
-    """The winner of each problem for which anything compiled and passed, with the bytes of its artifacts."""
-    target, compiled, measured = sweep.target, sweep.compiled(), sweep.measured()
+    """The winner of each problem for which anything compiled and passed, with the bytes of its artifacts.
+
+    Args:
+        sweep: the sweep; its journals are read once.
+        toolkit: what to name as the toolkit where no artifact was compiled.
+    """
+    target, known = sweep.target, Known.of(sweep)
     for kernel, problem in sweep.problems():
-        found = candidates(kernel, problem, target)
+        found = sweep.candidates(kernel, problem)
         generic = found[-1]
-        if not _usable(generic, compiled) or not _passed(measured.get(generic.key)):
+        if not known.may_win(generic):
             continue
-        chosen = _measured_winner(sweep, found, compiled, measured) or _predicted_winner(sweep, kernel, problem, target)
+        chosen = _measured_winner(known, found, target) or _predicted_winner(sweep, known, kernel, problem, target)
         if chosen is None:
             continue
         item, facts = chosen
         variants = {} if item.is_library else {ALIGNED: item, GENERIC: generic}
-        artifacts = {name: _artifact(sweep, one, compiled[one.artifact]) for name, one in variants.items()}
+        artifacts = {name: _artifact(sweep, one, known.compiled[one.artifact]) for name, one in variants.items()}
         blobs = {artifact.sha256: sweep.cubin(artifact.sha256) for artifact in artifacts.values()}
-        failed = sum(
-            compiled.get(c.artifact, {}).get("status") == "failed" or not _passed(measured.get(c.key)) for c in found
-        )
-        made_by = compiled.get(item.artifact, {}).get("toolkit", toolkit)
+        # What a library runs belongs to the toolkit of its rivals.
+        made_by = (known.line(item) or known.line(generic)).get("toolkit", toolkit)
         record = record_of(
             item.spec, problem, item.config, target, made_by, artifacts, facts.pop("provenance"),
-            candidates=len(found), failed=failed, measurement=facts.get("measurement"),
-            prediction=facts.get("prediction"), check=facts.get("check"), runners_up=facts.get("runners_up", []),
+            candidates=len(found), failed=sum(known.has_failed(c) for c in found), **facts,
         )  # fmt: skip
         yield _winner(item, record, target), blobs
 
 
-def _usable(item: Candidate, compiled: dict[str, Any]) -> bool:
-    """Whether a candidate compiled, or needs no compiler."""
-    return item.is_library or compiled.get(item.artifact, {}).get("status") == "ok"
+@dataclass(frozen=True)
+class Known:
+    """What the journals say, read once."""
 
+    compiled: dict[str, Line]
+    measured: dict[str, Line]
+    quarantined: dict[str, str]
+    races: dict[tuple[str, str], Line]
+    gpu: dict[str, Any]
 
-def _passed(line: dict[str, Any] | None) -> bool:
-    """Whether nothing speaks against a candidate: not checked, or checked and right."""
-    return line is None or line.get("check", {}).get("passed", True)
+    @classmethod
+    def of(cls, sweep: Sweep) -> Known:
+        """All that a sweep knows; of a problem's races the newest counts."""
+        races = {(race["kernel"], race["problem"]): race for race in sweep.races().values()}
+        return cls(sweep.compiled(), sweep.measured(), sweep.quarantined(), races, sweep.gpu())
+
+    def line(self, item: Candidate) -> Line:
+        """The journal's line of a candidate's artifact; empty where there is none."""
+        return {} if item.is_library else self.compiled.get(item.artifact, {})
+
+    def is_usable(self, item: Candidate) -> bool:
+        """Whether a candidate compiled, or needs no compiler."""
+        return item.is_library or self.line(item).get("status") == "ok"
+
+    def is_wrong(self, item: Candidate) -> bool:
+        """Whether a candidate failed its check."""
+        return not self.measured.get(item.key, {}).get("check", {}).get("passed", True)
+
+    def is_confirmed(self, item: Candidate) -> bool:
+        """Whether a candidate has stood the whole battery of checks, which of each problem its winner must."""
+        return bool(self.measured[item.key]["check"].get("cases"))
+
+    def may_win(self, item: Candidate) -> bool:
+        """Whether nothing speaks against a candidate: it is right, or not checked yet."""
+        return self.is_usable(item) and not self.is_wrong(item) and item.key not in self.quarantined
+
+    def has_failed(self, item: Candidate) -> bool:
+        """Whether a candidate was tried and did not compile, crashed, hung or was wrong."""
+        failed = self.line(item).get("status") == "failed"
+        return failed or self.is_wrong(item) or item.key in self.quarantined
+
+    def why_untimed(self, item: Candidate) -> str:
+        """Why a candidate has no timing, for people."""
+        if item.key in self.quarantined:
+            return self.quarantined[item.key]
+        if self.is_wrong(item):
+            return str(self.measured[item.key]["check"].get("reason", "it failed its check"))
+        return str(self.line(item).get("reason", "it was not timed"))
+
+    def timings(self, found: list[Candidate]) -> dict[Candidate, dict[str, Any]]:
+        """The timings of a problem's candidates that the newest race took: only what raced together compares."""
+        race = self.races.get((found[0].kernel, found[0].problem.key), {}).get("race")
+        lines = {item: self.measured.get(item.key, {}) for item in found if self.may_win(item)}
+        return {item: line["timing"] for item, line in lines.items() if "timing" in line and line.get("race") == race}
 
 
 def _artifact(sweep: Sweep, item: Candidate, line: dict[str, Any]) -> Artifact:
@@ -83,41 +134,47 @@ def _artifact(sweep: Sweep, item: Candidate, line: dict[str, Any]) -> Artifact:
     )
 
 
-def _measured_winner(
-    sweep: Sweep, found: list[Candidate], compiled: dict[str, Any], measured: dict[str, Any]
-) -> tuple[Candidate, dict[str, Any]] | None:
-    timed = [
-        (measured[c.key]["timing"]["median_us"], index, c)
-        for index, c in enumerate(found)
-        if "timing" in measured.get(c.key, {}) and _passed(measured[c.key]) and _usable(c, compiled)
-    ]
-    # Medians of few samples belong to candidates that were out of the race early.
-    most = max((measured[c.key]["timing"]["samples"] for _, _, c in timed), default=0)
-    finalists = sorted(t for t in timed if measured[t[2].key]["timing"]["samples"] == most)
-    if not finalists:
+def _measured_winner(known: Known, found: list[Candidate], target: Target) -> tuple[Candidate, dict[str, Any]] | None:
+    timings = known.timings(found)
+    if not timings:
         return None
-    _, _, best = finalists[0]
-    line = measured[best.key]
-    measurement = dict(line["timing"]) | dict(sweep.gpu()) | {"samples": line["timing"]["samples"]}
-    default = measured.get(found[0].key, {}).get("timing")
-    copied = measured.get(copy_key(best.kernel, best.problem), {}).get("timing")
-    if default:
+    order = ranked(timings)
+    best = next((item for item in order if known.is_confirmed(item)), order[0])
+    others = [item for item in order if item is not best]
+    race = known.races.get((best.kernel, best.problem.key), {})
+    measurement = timings[best] | race.get("gpu", known.gpu)
+    if default := timing_of_default(timings, known.compiled, target):
         measurement["default_us"] = default["median_us"]
-    if copied:
+    if copied := known.measured.get(copy_key(best.kernel, best.problem), {}).get("timing"):
         measurement["copy_us"] = copied["median_us"]
-    others = sorted(timed)[: MOST_RUNNERS_UP + 1]
     return best, {
         "provenance": "measured",
         "measurement": measurement,
-        "check": line["check"],
-        "runners_up": [{"config": dict(c.config), "median_us": us} for us, _, c in others if c is not best],
+        "check": known.measured[best.key]["check"],
+        "runners_up": [
+            {"config": dict(item.config), "median_us": timings[item]["median_us"]} for item in others[:MOST_RUNNERS_UP]
+        ],
     }
 
 
+def timing_of_default(
+    timings: Mapping[Candidate, Mapping[str, Any]], compiled: Mapping[str, Line], target: Target
+) -> Mapping[str, Any] | None:
+    """The timing of the default config, or of the candidate that was timed in its place since it does the same."""
+    first = next(iter(timings))
+    default = candidate(first.kernel, first.problem, first.spec.default(first.problem, target), ALIGNED, target)
+    line = LIBRARY_LINE if default.is_library else compiled.get(default.artifact, {})
+    if line.get("status") != "ok":
+        return None
+    does = identity(default, line, target)
+    same = (item for item in timings if identity(item, compiled.get(item.artifact, LIBRARY_LINE), target) == does)
+    return next((timings[item] for item in same), None)
+
+
 def _predicted_winner(
-    sweep: Sweep, kernel: str, problem: Problem, target: Target
+    sweep: Sweep, known: Known, kernel: str, problem: Problem, target: Target
 ) -> tuple[Candidate, dict[str, Any]] | None:
-    ranked = ranking(sweep, kernel, problem, target)
+    ranked = [(item, said) for item, said in ranking(sweep, kernel, problem, target) if known.may_win(item)]
     if not ranked:
         return None
     best, prediction = ranked[0]

@@ -3,22 +3,31 @@
 sweep.json            target, model and problems; written once by the plan stage
 compiled.jsonl        one line for each artifact that was tried, appended as it is finished
 artifacts/<sha256>    cubins
-measured.jsonl        one line for each candidate that was checked and timed
-gpu.jsonl             the GPU and driver that measured
-quarantine.jsonl      candidates that crashed or hung, with the reason; not tried again
+measured.jsonl        one line for each candidate that was checked, and one more when it was timed
+races.jsonl           one line for each problem whose timings are complete, with the GPU and driver
+gpu.jsonl             the GPUs and drivers that measured
+skipped.jsonl         problems that could not be measured at all, with the reason; tried again by the next run
+quarantine.jsonl      candidates that crashed or hung, with the reason; not tried again with that toolkit and driver
+runs.jsonl            who worked on the folder, on which stage and for how long
+run.lock              held by the run at work
 results.pack          records and artifacts of the winners, what the cache takes in
+
+Nothing in it names a path outside of it. The journals of two machines that worked on copies of one folder become one
+folder's when they are appended to each other and the artifacts put together (:mod:`tuning.journal`).
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
 import json
 import os
-import tempfile
-from collections.abc import Iterator, Mapping
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from tilekern.errors import InputError
 from tilekern.kernels import spec_named
@@ -26,10 +35,27 @@ from tilekern.source import digest_of_module
 from tilekern.spec import ALIGNED, GENERIC, Config, Implementation, KernelSpec, LibraryCall, Problem
 from tilekern.targets import KNOWN, Target
 from tilekern.toolchain import assumptions
+from tuning.holding import Holder
+from tuning.journal import Journal, Line
+from tuning.planned import Limits, Named, PlanFile
 
-FORMAT = 1
 # Stands for the journal's line of an artifact where a library runs a candidate.
 LIBRARY_LINE: dict[str, Any] = {"status": "ok"}
+# How much of the artifact's key a candidate's key ends with.
+_ARTIFACT_DIGITS = 16
+# The field of a line that says what it is about.
+_KEYS = {
+    "compiled": "key",
+    "measured": "candidate",
+    "quarantine": "candidate",
+    "gpu": "gpu",
+    "races": "race",
+    "skipped": "skipped",
+}
+# Files with such names are what a killed run was writing.
+_UNFINISHED = ".new-"
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 @dataclass(frozen=True)
@@ -55,7 +81,7 @@ class Candidate:
     @property
     def key(self) -> str:
         """One line that names the candidate and its artifact: after an edit of the kernel it is another one."""
-        return f"{self.kernel}|{self.problem.key}|{self.config.key}|{self.variant}|{self.artifact[:16]}"
+        return f"{self.kernel}|{self.problem.key}|{self.config.key}|{self.variant}|{self.artifact[:_ARTIFACT_DIGITS]}"
 
 
 def artifact_key(implementation: Implementation | LibraryCall, variant: str, target: Target, source_digest: str) -> str:
@@ -82,11 +108,14 @@ def candidate(kernel: str, problem: Problem, config: Config, variant: str, targe
     return Candidate(kernel, problem, config, variant, key)
 
 
-def candidates(kernel: str, problem: Problem, target: Target) -> list[Candidate]:
-    """The space of a problem, the default config first, and last the generic variant that every record carries."""
+def candidates(kernel: str, problem: Problem, target: Target, limit: Sequence[Config] | None = None) -> list[Candidate]:
+    """The candidates of a problem, and last the generic variant that every record carries.
+
+    They are the space, the default config first, or those of ``limit`` in its order where that is given.
+    """
     spec = spec_named(kernel)
-    configs = dict.fromkeys([spec.default(problem, target), *spec.space.candidates(problem, target)])
-    found = [candidate(kernel, problem, config, ALIGNED, target) for config in configs]
+    space = [spec.default(problem, target), *spec.space.candidates(problem, target)] if limit is None else limit
+    found = [candidate(kernel, problem, config, ALIGNED, target) for config in dict.fromkeys(space)]
     return [*found, candidate(kernel, problem, spec.generic(problem), GENERIC, target)]
 
 
@@ -95,59 +124,46 @@ class Sweep:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._journals = {name: Journal(folder / f"{name}.jsonl", key) for name, key in _KEYS.items()}
+        self._journals["measured"] = Journal(folder / "measured.jsonl", "candidate", _with_time)
+        self._runs = Journal(folder / "runs.jsonl", "run")
+        self.holder = Holder(folder, self._runs)
+        self._plan = PlanFile(folder)
 
-    def begin(self, target: Target, model: str, problems: list[tuple[str, Problem]]) -> None:
-        """Write the plan; a folder that holds the same target's plan already takes the new problems in.
+    def begin(self, target: Target, model: str, problems: Sequence[Named], limits: Limits | None = None) -> None:
+        """Write the plan, in place of one for the same target; what its journals know stays known.
+
+        Args:
+            target: the GPU to tune for.
+            model: what the problems are of, for people.
+            problems: the problems by kernel.
+            limits: the configs to try of a problem; the whole space of one that is not named.
 
         Raises:
-            InputError: the folder holds another target's sweep, or cannot be written.
+            InputError: the folder holds another target's sweep, is held by another run, or cannot be written.
         """
-        plan = {
-            "format": FORMAT,
-            "target": target.describe(),
-            "model": model,
-            "problems": [{"kernel": kernel, "problem": dict(problem)} for kernel, problem in problems],
-        }
         try:
-            if (self.folder / "sweep.json").exists():
-                before = self._plan()
-                if before["target"] != plan["target"]:
-                    raise InputError(
-                        f"{self.folder} holds a sweep for {before['target']['name']}, not {target.name}; give another"
-                    )
+            if self._plan.exists() and (before := self._plan.read().target)["key"] != target.key:
+                raise InputError(f"{self.folder} holds a sweep for {before['name']}, not {target.name}; give another")
             (self.folder / "artifacts").mkdir(parents=True, exist_ok=True)
-            _write(self.folder / "sweep.json", json.dumps(plan, indent=1).encode())
+            with self.holder.locked():
+                self._plan.write(target, model, problems, limits or {})
         except OSError as error:
             raise InputError(f"cannot write the sweep folder {self.folder}: {error.strerror}") from None
-
-    def _plan(self) -> dict[str, Any]:
-        try:
-            plan = json.loads((self.folder / "sweep.json").read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise InputError(
-                f"{self.folder} is no sweep folder; run --stages plan,compile --sweep {self.folder}"
-            ) from None
-        except (OSError, ValueError) as error:
-            raise InputError(f"{self.folder}/sweep.json cannot be read: {error}") from None
-        if not isinstance(plan, dict) or plan.get("format") != FORMAT:
-            raise InputError(f"{self.folder}/sweep.json is no plan of this version of tilekern; plan it again")
-        if not {"target", "model", "problems"} <= set(plan):
-            raise InputError(f"{self.folder}/sweep.json is damaged; remove it and plan again")
-        return plan
 
     @property
     def target(self) -> Target:
         """The target that the sweep is for."""
-        described = self._plan()["target"]
+        key = self._plan.read().target["key"]
         for target in KNOWN:
-            if target.key == described["key"]:
+            if target.key == key:
                 return target
         from tilekern.targets import here
 
         at_hand = here()
-        if at_hand is not None and at_hand.key == described["key"]:
+        if at_hand is not None and at_hand.key == key:
             return at_hand
-        raise InputError(f"{self.folder}: the target {described['key']} is not known here")
+        raise InputError(f"{self.folder}: the target {key} is not known here")
 
     @property
     def cache(self) -> Path:
@@ -157,34 +173,107 @@ class Sweep:
     @property
     def model(self) -> str:
         """The model that the sweep was planned for."""
-        return str(self._plan()["model"])
+        return self._plan.read().model
 
     def problems(self) -> list[tuple[str, Problem]]:
         """The planned problems."""
-        return [(item["kernel"], Problem(item["problem"])) for item in self._plan()["problems"]]
+        return list(self._plan.read().problems)
 
-    def compiled(self) -> dict[str, dict[str, Any]]:
+    @property
+    def limited(self) -> bool:
+        """Whether the plan limits problems to some configs."""
+        return bool(self._plan.read().limits)
+
+    def candidates(self, kernel: str, problem: Problem) -> list[Candidate]:
+        """The candidates of a problem, as the plan limits them (:func:`candidates`)."""
+        return candidates(kernel, problem, self.target, self._plan.read().limits.get((kernel, problem)))
+
+    def compiled(self) -> dict[str, Line]:
         """What is known of each artifact key: status ``ok`` or ``failed``, and facts or the reason."""
-        return {line["key"]: line for line in _lines(self.folder / "compiled.jsonl")}
+        return self._journals["compiled"].latest()
 
-    def measured(self) -> dict[str, dict[str, Any]]:
-        """What is known of each candidate's check and time."""
-        return {line["candidate"]: line for line in _lines(self.folder / "measured.jsonl")}
+    def lost(self) -> set[str]:
+        """The keys of artifacts that were compiled and whose files are not there any more."""
+        folder = self.folder / "artifacts"
+        there = set(os.listdir(folder)) if folder.exists() else set()
+        return {key for key, line in self.compiled().items() if "sha256" in line and line["sha256"] not in there}
+
+    def races(self) -> dict[str, Line]:
+        """Each race that came to its end, the newest last."""
+        return self._journals["races"].latest()
+
+    def measured(self) -> dict[str, Line]:
+        """What is known of each candidate's check and time.
+
+        A line about other machine code than the artifact's of today is left out, and so is the timing of a race that
+        did not come to its end: what it left out would be judged by another race's clock.
+        """
+        races = self.races()
+        codes = {key[:_ARTIFACT_DIGITS]: line.get("code_sha256") for key, line in self.compiled().items()}
+        found = {}
+        for key, line in self._journals["measured"].latest().items():
+            code = line.get("code_sha256")
+            if code is not None and codes.get(_artifact_of(key), code) != code:
+                continue
+            ended = line.get("race") is None or line["race"] in races
+            found[key] = line if ended else {name: line[name] for name in line if name not in ("race", "timing")}
+        return found
 
     def quarantined(self) -> dict[str, str]:
-        """The reason for each candidate that crashed or hung."""
-        return {line["candidate"]: line["reason"] for line in _lines(self.folder / "quarantine.jsonl")}
+        """The reason for each candidate that crashed or hung with the toolkit and driver of today, or unknown ones.
+
+        The toolkit is that of the candidate's artifact, the driver that of the GPU that measured last.
+        """
+        toolkits = {key[:_ARTIFACT_DIGITS]: _toolkit_key(line) for key, line in self.compiled().items()}
+        driver = self.gpu().get("driver")
+        found = {}
+        for key, line in self._journals["quarantine"].latest().items():
+            made_by = toolkits.get(_artifact_of(key))
+            if _agree(_toolkit_key(line), made_by) and _agree(line.get("driver"), driver):
+                found[key] = line["reason"]
+        return found
+
+    def skipped(self) -> dict[str, str]:
+        """The reason for each problem that could not be measured and was not since; keys are ``kernel|problem``."""
+        raced = {f"{race['kernel']}|{race['problem']}" for race in self.races().values()}
+        lines = self._journals["skipped"].latest()
+        return {key: line["reason"] for key, line in lines.items() if key not in raced}
 
     def gpu(self) -> dict[str, Any]:
         """The GPU, driver and torch that the last measure stage ran on; empty before one did."""
-        found = list(_lines(self.folder / "gpu.jsonl"))
-        return found[-1] if found else {}
+        return next(reversed(self._journals["gpu"].latest().values()), {})
 
-    def note(self, journal: str, line: Mapping[str, Any]) -> None:
-        """Append a line to ``compiled``, ``measured``, ``quarantine`` or ``gpu``; readers skip a torn last line."""
-        with (self.folder / f"{journal}.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line, sort_keys=True) + "\n")
-            file.flush()
+    def runs(self) -> list[Line]:
+        """The runs that worked on the folder, each with its ``stage`` and ``seconds``."""
+        return list(self._runs.latest().values())
+
+    def note(self, journal: str, *lines: Mapping[str, Any]) -> None:
+        """Append lines to a journal, named as its file is, in one write.
+
+        Raises:
+            InputError: the folder cannot be written.
+        """
+        try:
+            self._journals[journal].append(*lines)
+            self.holder.beat()
+        except OSError as error:
+            raise InputError(f"cannot write the sweep folder {self.folder}: {error.strerror}") from None
+
+    @contextlib.contextmanager
+    def running(self, stage: str) -> Iterator[None]:
+        """Work on a stage: other runs are kept out, its time is kept, and its lines are on disk when it is over.
+
+        Raises:
+            InputError: another run holds the folder, or it cannot be written.
+        """
+        with self.holder.running(stage):
+            for path in (self.folder / "artifacts").glob(f"{_UNFINISHED}*"):
+                path.unlink(missing_ok=True)
+            try:
+                yield
+            finally:
+                for journal in self._journals.values():
+                    journal.sync()
 
     def store(self, cubin: bytes) -> str:
         """Keep a cubin; its sha256."""
@@ -195,7 +284,7 @@ class Sweep:
         return name
 
     def cubin(self, sha256: str) -> bytes:
-        """The bytes of an artifact.
+        """The bytes of an artifact; a damaged one is removed, so that the compile stage makes it again.
 
         Raises:
             InputError: it is missing or damaged.
@@ -206,28 +295,52 @@ class Sweep:
         except OSError:
             found = b""
         if hashlib.sha256(found).hexdigest() != sha256:
+            with contextlib.suppress(OSError):
+                path.unlink()
             raise InputError(f"{path} is missing or damaged; run the compile stage again")
         return found
 
 
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    if not path.exists():
-        return
-    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            line = json.loads(text)
-        except ValueError:  # the run was killed in the middle of this line
-            continue
-        if isinstance(line, dict):
-            yield line
+def during(stage: str) -> Callable[[Callable[Concatenate[Sweep, _P], _R]], Callable[Concatenate[Sweep, _P], _R]]:
+    """Have a function whose first argument is a sweep run under :meth:`Sweep.running`."""
+
+    def wrap(function: Callable[Concatenate[Sweep, _P], _R]) -> Callable[Concatenate[Sweep, _P], _R]:
+        @functools.wraps(function)
+        def run(sweep: Sweep, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+            with sweep.running(stage):
+                return function(sweep, *args, **kwargs)
+
+        return run
+
+    return wrap
+
+
+def _with_time(before: Line, line: Line) -> Line:
+    """A check that is noted again takes nothing from the time that is known of the same code."""
+    same = before.get("code_sha256") == line.get("code_sha256")
+    return before | line if same else line
+
+
+def _artifact_of(candidate_key: str) -> str:
+    return candidate_key.rpartition("|")[2]
+
+
+def _toolkit_key(line: Line) -> Any:
+    """The key of the toolkit that a line names, in whichever form."""
+    found = line.get("toolkit")
+    return found.get("key") if isinstance(found, dict) else found
+
+
+def _agree(one: Any, other: Any) -> bool:
+    return one is None or other is None or one == other
 
 
 def _write(path: Path, content: bytes) -> None:
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".new-")
+    """Put a file in place in one step; not synced, as what a crash of the machine takes is compiled again."""
+    temporary = path.with_name(f"{_UNFINISHED}{secrets.token_hex(8)}")
     try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-        os.replace(name, path)
+        temporary.write_bytes(content)
+        os.replace(temporary, path)
     except BaseException:
-        Path(name).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise

@@ -9,7 +9,22 @@ from tilekern.targets import resolve
 from tuning import cli
 from tuning.commands import tune
 from tuning.compiling import compile_all
+from tuning.measuring import MeasureSummary
 from tuning.sweep import Sweep
+
+# The head sizes of DeepSeek-V3.
+LATENT = {
+    "model_type": "deepseek_v3",
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "num_attention_heads": 128,
+    "num_hidden_layers": 61,
+    "vocab_size": 129280,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
 
 
 @pytest.mark.parametrize(
@@ -52,3 +67,67 @@ def test_a_sweep_in_which_nothing_compiled_is_an_error(monkeypatch, tmp_path: Pa
 def test_a_timeout_below_a_second_is_refused(timeout: str, capsys):
     assert cli.main(["qwen3-8b", "--gpu", "B200", "--timeout", timeout]) == 2
     assert "--timeout" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--tp", "3"], "--tp 3: qwen3-8b has 8 key-value heads, which 3 ranks cannot share evenly"),
+        (["--tp", "0"], "x>=1"),
+        (["--sequence", "3000"], "--tokens 2048: no step of --tokens 2048,8192 is made of whole sequences"),
+        (["--sequence", "long"], "--sequence 'long': expected whole numbers with commas between, such as 2048,4096"),
+        (["--sequence", ""], "--sequence is empty"),
+        (["--strategy", "luck"], "unknown strategy 'luck'; known: race, exhaustive"),
+        (["--executor", "slurm"], "unknown executor 'slurm'; known: local, ray, ray://HOST:PORT"),
+        (["--gpus", "0"], "x>=1"),
+    ],
+)
+def test_an_option_that_cannot_be_is_named(arguments, words, tmp_path: Path, capsys):
+    assert cli.main(["qwen3-8b", "--gpu", "B200", "--cache-dir", str(tmp_path / "cache"), *arguments]) == 2
+    assert words in capsys.readouterr().err
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_model_in_which_an_op_has_nothing_to_tune(tmp_path: Path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(LATENT))
+    arguments = [str(tmp_path), "--gpu", "B200", "--ops", "attention", "--sweep", str(tmp_path / "sweep")]
+    assert cli.main(arguments) == 2
+    assert "nothing to tune for --ops attention; attention is left out: its heads have 192 channels" in (
+        capsys.readouterr().err
+    )
+    assert not (tmp_path / "sweep").exists()
+
+
+def test_ray_that_is_not_installed_is_named_with_its_extra(compiled_sweep: Sweep, monkeypatch, tmp_path: Path, capsys):
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    arguments = ["--stages", "measure", "--sweep", str(compiled_sweep.folder), "--cache-dir", str(tmp_path)]
+    for executor in ("ray", "ray://head:10001"):
+        assert cli.main([*arguments, "--executor", executor]) == 2
+        assert f"--executor {executor} needs Ray: pip install 'tilekern[cluster]'" in capsys.readouterr().err
+
+
+def test_the_measure_stage_is_given_the_strategy_and_the_gpus(compiled_sweep: Sweep, monkeypatch, tmp_path, capsys):
+    asked = {}
+
+    class Executor:
+        def __init__(self, cache: Path, most: int | None = None) -> None:
+            asked.update(cache=cache, most=most)
+
+    def measure_all(sweep, executor, keep_winners, strategy, progress):
+        asked.update(strategy=strategy)
+        return MeasureSummary(0, 0, 0, 0.0)
+
+    monkeypatch.setattr("tuning.executors.local.LocalExecutor", Executor)
+    monkeypatch.setattr("tuning.measuring.measure_all", measure_all)
+    arguments = ["--stages", "measure", "--sweep", str(compiled_sweep.folder), "--cache-dir", str(tmp_path), "--json"]
+    assert cli.main([*arguments, "--strategy", "exhaustive", "--gpus", "3"]) == 0
+    assert asked == {"cache": compiled_sweep.cache, "most": 3, "strategy": "exhaustive"}
+
+
+def test_the_help_groups_all_options(capsys):
+    assert cli.main(["--help"]) == 0
+    said = capsys.readouterr().out
+    places = [said.index(heading) for heading in ("What to tune:", "How:", "Where, and what is printed:")]
+    assert places == sorted(places)
+    for parameter in tune.command.params:
+        assert all(option in said for option in parameter.opts if option.startswith("-"))

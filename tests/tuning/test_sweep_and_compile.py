@@ -1,6 +1,7 @@
 """The journal on disk, and the compile stage with the real compiler."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -30,13 +31,32 @@ def test_a_second_run_compiles_nothing(compiled_sweep: Sweep):
     assert compile_all(compiled_sweep, jobs=2).compiled == 0
 
 
-def test_a_torn_last_line_is_compiled_again(compiled_sweep: Sweep, tmp_path: Path, h200: Target):
-    sweep = Sweep(tmp_path)
-    sweep.begin(h200, "test", [SMALL])
-    lines = (compiled_sweep.folder / "compiled.jsonl").read_text().splitlines()
-    (tmp_path / "compiled.jsonl").write_text("\n".join(lines)[:-40])
-    assert len(sweep.compiled()) == len(lines) - 1
-    assert len(wanted(sweep)) == 1
+@pytest.fixture
+def copy_of_sweep(compiled_sweep: Sweep, tmp_path: Path) -> Sweep:
+    """One that a test may change."""
+    return Sweep(Path(shutil.copytree(compiled_sweep.folder, tmp_path / "copy")))
+
+
+def test_a_torn_last_line_is_compiled_again(copy_of_sweep: Sweep):
+    journal = copy_of_sweep.folder / "compiled.jsonl"
+    before = copy_of_sweep.compiled()
+    journal.write_bytes(journal.read_bytes()[:-40])
+    assert len(copy_of_sweep.compiled()) == len(before) - 1
+    assert len(wanted(copy_of_sweep)) == 1
+    assert compile_all(copy_of_sweep, jobs=1).compiled == 1
+    assert copy_of_sweep.compiled().keys() == before.keys()
+
+
+def test_an_artifact_that_is_lost_or_damaged_is_compiled_again(copy_of_sweep: Sweep):
+    lost, damaged = sorted({line["sha256"] for line in copy_of_sweep.compiled().values()})[:2]
+    (copy_of_sweep.folder / "artifacts" / lost).unlink()
+    (copy_of_sweep.folder / "artifacts" / damaged).write_bytes(b"cubic")
+    with pytest.raises(InputError, match="run the compile stage again"):
+        copy_of_sweep.cubin(damaged)
+    assert {item.artifact for item in wanted(copy_of_sweep).values()} == copy_of_sweep.lost()
+    compile_all(copy_of_sweep, jobs=1)
+    assert len(copy_of_sweep.cubin(lost)) > 1000
+    assert len(copy_of_sweep.cubin(damaged)) > 1000
 
 
 def test_a_candidate_that_takes_too_long_is_recorded_and_the_sweep_goes_on(tmp_path: Path, h200: Target):

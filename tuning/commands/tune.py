@@ -4,173 +4,151 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.util
 import json
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from tilekern.cache import Store, user_root
 from tilekern.errors import InputError
 from tilekern.targets import Target, here, resolve
-from tuning.models import resolve_model
-from tuning.plan import known_ops, plan
-from tuning.publishing import Winner, keep_winners, publish, winners
+from tuning.families import Model
+from tuning.models import find_model, sharded_model
+from tuning.options import LOCAL, RAY, STAGES, GroupedCommand, Request
+from tuning.outcome import Outcome
+from tuning.plan import Named, plan
+from tuning.progress import progress_bar
+from tuning.publishing import keep_winners, publish, winners
+from tuning.strategies import STRATEGIES, strategy_named
 from tuning.sweep import Sweep
 
-STAGES = ("plan", "compile", "measure")
+if TYPE_CHECKING:
+    from tuning.estimating import PlanReport
+    from tuning.compiling import Pool
+    from tuning.executors import Executor
+    from tuning.executors.cluster import ClusterExecutor
+
+_GROUPS = {
+    "What to tune": ("gpu", "tokens", "sequence", "dtype", "tp", "ops"),
+    "How": ("stages", "dry_run", "jobs", "timeout_s", "strategy", "executor", "gpus"),
+    "Where, and what is printed": ("sweep", "cache_dir", "as_json"),
+}
+_FOLDER = click.Path(file_okay=False, path_type=Path)
 
 
-@dataclass
-class Outcome:
-    """What a run did, in the form of ``--json``."""
-
-    model: str
-    target: Target
-    toolkit: dict[str, str]
-    seconds: dict[str, float] = field(default_factory=dict)
-    winners: list[Winner] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    compile: dict[str, Any] = field(default_factory=dict)
-    measure: dict[str, Any] = field(default_factory=dict)
-    results: str | None = None
-    cache: str | None = None
-
-    def as_json(self) -> dict[str, Any]:
-        """The document that ``--json`` prints."""
-        return {
-            "model": self.model,
-            "target": self.target.describe(),
-            "toolkit": self.toolkit,
-            "seconds": {stage: round(seconds, 3) for stage, seconds in self.seconds.items()},
-            "compile": self.compile,
-            "measure": self.measure,
-            "problems": [_problem_json(winner) for winner in self.winners],
-            "results": self.results,
-            "cache": self.cache,
-            "notes": self.notes,
-        }
-
-
-def _problem_json(winner: Winner) -> dict[str, Any]:
-    record = winner.record
-    return {
-        "kernel": winner.kernel,
-        "problem": record.problem,
-        "config": record.config,
-        "provenance": record.provenance,
-        "candidates": record.candidates,
-        "failed": record.failed,
-        "time_us": round(winner.time_us, 3),
-        "share_of_roofline": round(winner.share, 4),
-        "gain_over_default": round(winner.gain, 4),
-    }
-
-
-def _listed(text: str, what: str) -> list[str]:
-    found = [part.strip() for part in text.split(",") if part.strip()]
-    if not found:
-        raise InputError(f"{what} is empty; give a list with commas between")
-    return found
-
-
-def _tokens(text: str) -> list[int]:
-    try:
-        return [int(part) for part in _listed(text, "--tokens")]
-    except ValueError:
-        raise InputError(f"--tokens {text!r}: expected whole numbers with commas between, such as 2048,8192") from None
-
-
-def _stages(text: str) -> list[str]:
-    found = _listed(text, "--stages")
-    for stage in found:
-        if stage not in STAGES:
-            raise InputError(f"unknown stage {stage!r}; known: {', '.join(STAGES)}")
-    return found
-
-
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(cls=GroupedCommand, groups=_GROUPS, context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("model", required=False)
 @click.option("--gpu", default="auto", show_default=True, help="Target: auto, a GPU (B200), an arch (sm_90) or a key.")
 @click.option("--tokens", default="2048,8192", show_default=True, help="Tokens of a step (batch times sequence).")
+@click.option("--sequence", metavar="TEXT", help="Tokens of a sequence; a step is one sequence where not given.")
+@click.option("--dtype", default="bfloat16", show_default=True, help="bfloat16, float16, float32.")
 @click.option(
-    "--dtype", default="bfloat16", show_default=True, help="bfloat16, float16 or float32; several with commas."
+    "--tp", type=click.IntRange(min=1), default=1, show_default=True, help="Tensor-parallel degree: ranks of a model."
 )
-@click.option("--ops", default=",".join(known_ops()), show_default=True, help="Which ops to tune.")
-@click.option("--jobs", type=click.IntRange(min=1), help="Compile workers; one for each core where not given.")
+@click.option("--ops", help="Which ops to tune; all where not given.")
 @click.option("--stages", default=",".join(STAGES), show_default=True, help="Which stages to run.")
-@click.option("--sweep", type=click.Path(file_okay=False, path_type=Path), help="The sweep folder; it can travel.")
-@click.option("--cache-dir", type=click.Path(file_okay=False, path_type=Path), help="The cache to fill.")
+@click.option("--dry-run", is_flag=True, help="Print the plan, its counts and how long it would take; write nothing.")
+@click.option("--jobs", type=click.IntRange(min=1), help="Compile workers; one for each core where not given.")
 @click.option(
     "--timeout", "timeout_s", type=click.FloatRange(min=1), default=60.0, show_default=True,
     help="Seconds that one compile may take.",
 )  # fmt: skip
+@click.option("--strategy", default="race", show_default=True, help=f"How to measure: {', '.join(STRATEGIES)}.")
+@click.option("--executor", default=LOCAL, show_default=True, help="Where to compile and measure: local, ray, ray://HOST:PORT.")
+@click.option("--gpus", type=click.IntRange(min=1), help="How many GPUs to measure on at most.")
+@click.option("--sweep", type=_FOLDER, help="The sweep folder; it can travel.")
+@click.option("--cache-dir", type=_FOLDER, help="The cache to fill.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document in place of tables.")
-def command(
-    model: str | None, gpu: str, tokens: str, dtype: str, ops: str, jobs: int | None, stages: str, sweep: Path | None,
-    cache_dir: Path | None, timeout_s: float, as_json: bool,
-) -> None:  # fmt: skip
+def command(*, dry_run: bool, as_json: bool, **given: Any) -> None:
     """Tune the kernels of MODEL for a GPU and fill the cache.
 
     MODEL is a preset (qwen3-8b), the path of a config.json or of a folder with one, or a hub id. With --stages
     measure alone it is taken from the sweep folder. Without a GPU the measure stage is left out and the winners are
-    predicted. A run that was stopped goes on where it was.
+    predicted. A run that was stopped goes on where it was. Lists have commas between.
     """
-    wanted = _stages(stages)
-    outcome = _run(model, gpu, _tokens(tokens), _listed(dtype, "--dtype"), _listed(ops, "--ops"), jobs, wanted, sweep,
-                   cache_dir, timeout_s, quiet=as_json)  # fmt: skip
+    request = Request.of(given)
+    strategy_named(request.strategy)
+    done = _dry_run(request) if dry_run else _run(request, quiet=as_json)
     if as_json:
-        click.echo(json.dumps(outcome.as_json(), indent=1))
+        click.echo(json.dumps(done.as_json(), indent=1))
     else:
-        from tuning.report import print_outcome
+        from tuning.report import print_report
 
-        print_outcome(outcome)
+        print_report(done)
 
 
-def _run(
-    model: str | None, gpu: str, tokens: list[int], dtypes: list[str], ops: list[str], jobs: int | None,
-    stages: list[str], folder: Path | None, cache_dir: Path | None, timeout_s: float, *, quiet: bool,
-) -> Outcome:  # fmt: skip
-    from tuning.compiling import compile_all, default_jobs, start_server
-    from tuning.executors.local import LocalExecutor
+def _run(request: Request, *, quiet: bool) -> Outcome:
+    from tuning.compiling import compile_all, start_server
     from tuning.measuring import measure_all
+    from tuning.quarantine import shared
 
-    if "compile" in stages:
+    if "compile" in request.stages and request.executor == LOCAL:
         start_server()
     seconds: dict[str, float] = {}
-    store = Store(cache_dir or user_root())
-    if "plan" in stages:
+    store = _store(request)
+    if "plan" in request.stages:
         with _timed(seconds, "plan"):
-            sweep = _planned(model, gpu, tokens, dtypes, ops, folder, store)
+            sweep, notes = _planned(request, store)
     else:
-        if folder is None:
-            raise InputError("stages after plan need the folder of a planned sweep: give --sweep DIR")
-        sweep = Sweep(folder)
-    outcome = Outcome(sweep.model, sweep.target, _toolkit(), seconds)
+        sweep, notes = _given(request), []
+    outcome = Outcome(sweep.model, sweep.target, _toolkit(), seconds, notes=notes)
     _check_writable(store, sweep)
-    if "compile" in stages:
-        with _timed(seconds, "compile"), _bar("compile", quiet) as progress:
-            summary = compile_all(sweep, jobs or default_jobs(), timeout_s, progress)
+    if "compile" in request.stages:
+        jobs, pool = _compilers(request, sweep)
+        with _timed(seconds, "compile"), progress_bar("compile", quiet=quiet) as progress:
+            summary = compile_all(sweep, jobs, request.timeout_s, progress, pool=pool)
         outcome.compile = dataclasses.asdict(summary)
-    if "measure" in stages:
-        absent = _absent(sweep.target) if "compile" in stages else None
+    if "measure" in request.stages:
+        absent = _absent(sweep.target) if "compile" in request.stages and request.executor == LOCAL else None
         if absent:
             outcome.notes.append(absent)
         else:
-            with _timed(seconds, "measure"), _bar("measure", quiet) as progress:
-                outcome.measure = dataclasses.asdict(
-                    measure_all(sweep, LocalExecutor(sweep.cache), keep_winners, progress=progress)
-                )
-    if "measure" in stages:
+            bar = progress_bar("measure", quiet=quiet)
+            with _timed(seconds, "measure"), shared(sweep, store.root), bar as progress:
+                done = measure_all(sweep, _executor(request, sweep), keep_winners, request.strategy, progress)
+            outcome.measure = dataclasses.asdict(done)
+    if "measure" in request.stages:
         _publish(outcome, sweep, store)
-    elif "compile" in stages:
+    elif "compile" in request.stages:
         outcome.winners = [winner for winner, _ in winners(sweep, outcome.toolkit)]
         outcome.notes.append(f"carry {sweep.folder} to the target and run --stages measure --sweep {sweep.folder}")
     return outcome
+
+
+def _dry_run(request: Request) -> PlanReport:
+    """The plan and what it will cost; nothing is written, compiled or measured."""
+    from tuning.compiling import default_jobs
+    from tuning.estimating import report_on
+
+    store = _store(request)
+    if "plan" in request.stages:
+        model, target, problems, notes = _problems(request)
+        sweep = _sweep(request, store, target)
+        if sweep.folder.joinpath("sweep.json").exists() and sweep.target.key != target.key:
+            raise InputError(f"{sweep.folder} holds a sweep for {sweep.target.name}, not {target.name}; give another")
+        name = model.name
+    else:
+        sweep, notes = _given(request), []
+        name, target, problems = sweep.model, sweep.target, sweep.problems()
+    absent = _absent(target) if request.executor == LOCAL else None
+    return report_on(
+        name, target, problems, sweep, jobs=request.jobs or default_jobs(), gpus=_gpus(request, absent is None),
+        strategy=request.strategy, root=Path(store.root), notes=[*notes, *([absent] if absent else [])],
+    )  # fmt: skip
+
+
+def _gpus(request: Request, at_hand: bool) -> int:
+    """How many GPUs a dry run counts on: those of this host that the run would use, else the number that was given."""
+    if request.executor != LOCAL or not at_hand:
+        return request.gpus or 1
+    from tuning.gpu import devices
+
+    return len(devices()[: request.gpus])
 
 
 def _absent(target: Target) -> str | None:
@@ -180,6 +158,32 @@ def _absent(target: Target) -> str | None:
         return None
     found = "no GPU here" if at_hand is None else f"the GPU here is a {at_hand.name}, not a {target.name}"
     return f"{found}: the measure stage is left out and the winners are predicted"
+
+
+def _executor(request: Request, sweep: Sweep) -> Executor:
+    if request.executor != LOCAL:
+        return _cluster(request, sweep)
+    from tuning.executors.local import LocalExecutor
+
+    return LocalExecutor(sweep.cache, request.gpus)
+
+
+def _compilers(request: Request, sweep: Sweep) -> tuple[int, Pool]:
+    """How many candidates to compile at once, and where: on the CPUs of the cluster that measures, or else here."""
+    from tuning.compiling import compile_in_order, default_jobs
+
+    if request.executor == LOCAL:
+        return request.jobs or default_jobs(), compile_in_order
+    cluster = _cluster(request, sweep)
+    return request.jobs or cluster.cores, cluster.compile_in_order
+
+
+def _cluster(request: Request, sweep: Sweep) -> ClusterExecutor:
+    if importlib.util.find_spec("ray") is None:
+        raise InputError(f"--executor {request.executor} needs Ray: pip install 'tilekern[cluster]'")
+    from tuning.executors.cluster import ClusterExecutor
+
+    return ClusterExecutor(None if request.executor == RAY else request.executor, sweep.cache, request.gpus)
 
 
 def _publish(outcome: Outcome, sweep: Sweep, store: Store) -> None:
@@ -194,18 +198,40 @@ def _publish(outcome: Outcome, sweep: Sweep, store: Store) -> None:
     outcome.results, outcome.cache = str(pack), str(store.root)
 
 
-def _planned(
-    model: str | None, gpu: str, tokens: list[int], dtypes: list[str], ops: list[str], folder: Path | None, store: Store
-) -> Sweep:
-    if model is None:
+def _store(request: Request) -> Store:
+    return Store(request.cache_dir or user_root())
+
+
+def _given(request: Request) -> Sweep:
+    """The sweep that an earlier run planned."""
+    if request.sweep is None:
+        raise InputError("stages after plan need the folder of a planned sweep: give --sweep DIR")
+    return Sweep(request.sweep)
+
+
+def _sweep(request: Request, store: Store, target: Target) -> Sweep:
+    """The run's sweep: in the cache's root a folder for each target, so that a run that was stopped is found again."""
+    return Sweep(request.sweep or store.root / "sweeps" / target.key)
+
+
+def _planned(request: Request, store: Store) -> tuple[Sweep, list[str]]:
+    model, target, problems, notes = _problems(request)
+    sweep = _sweep(request, store, target)
+    sweep.begin(target, model.name, problems)
+    return sweep, notes
+
+
+def _problems(request: Request) -> tuple[Model, Target, list[Named], list[str]]:
+    """The model on one rank, the target, the problems, and what is left out of them."""
+    if request.model is None:
         raise InputError("name a model: a preset such as qwen3-8b, the path of a config.json, or a hub id")
-    shape = resolve_model(model)
-    target = resolve(gpu)
-    problems = plan(shape, tokens, dtypes, ops, target)
-    # A folder of its own for each target in the cache's root, so that a stopped run is found again.
-    sweep = Sweep(folder or store.root / "sweeps" / target.key)
-    sweep.begin(target, shape.name, problems)
-    return sweep
+    model = sharded_model(find_model(request.model), request.tp)
+    target = resolve(request.gpu)
+    problems = plan(model, request.tokens, request.dtype, request.ops, target, request.sequence)
+    notes = [f"{op} is left out: {reason}" for op, reason in model.left_out if op in request.ops]
+    if not problems:
+        raise InputError("; ".join([f"{model.name} has nothing to tune for --ops {','.join(request.ops)}", *notes]))
+    return model, target, problems, notes
 
 
 def _toolkit() -> dict[str, str]:
@@ -232,18 +258,3 @@ def _timed(seconds: dict[str, float], stage: str) -> Iterator[None]:
         yield
     finally:
         seconds[stage] = time.perf_counter() - started
-
-
-@contextlib.contextmanager
-def _bar(stage: str, quiet: bool) -> Iterator[Any]:
-    """A progress bar on the terminal's error stream; nothing where ``--json`` asked for quiet."""
-    if quiet:
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn(f"{stage:8}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task(stage, total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)

@@ -1,0 +1,117 @@
+"""``tune status`` says where a sweep stands, disturbs nobody, and needs no right to write."""
+
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+from recorded import GPU, RecordedExecutor
+from tuning_samples import SMALL
+
+from tuning import cli
+from tuning.measuring import measure_all
+from tuning.publishing import keep_winners
+from tuning.sweep import Sweep, candidates
+
+THREE = [("column_sum", SMALL[1].but(rows=rows)) for rows in (256, 512, 1024)]
+
+
+@pytest.fixture
+def sweep(compiled_sweep: Sweep, tmp_path: Path) -> Sweep:
+    sweep = Sweep(Path(shutil.copytree(compiled_sweep.folder, tmp_path / "sweep")))
+    sweep.begin(sweep.target, "a model", THREE)
+    return sweep
+
+
+@pytest.fixture
+def status(sweep, capsys):
+    def run(*arguments: str):
+        assert cli.main(["status", str(sweep.folder), *arguments]) == 0
+        text = capsys.readouterr().out
+        return json.loads(text) if "--json" in arguments else text
+
+    return run
+
+
+def test_a_planned_sweep_has_all_before_it(tmp_path, h200, capsys):
+    Sweep(tmp_path).begin(h200, "a model", THREE)
+    assert cli.main(["status", str(tmp_path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    artifacts = {item.artifact for named in THREE for item in candidates(*named, h200)}
+    assert (found["model"], found["target"]["name"]) == ("a model", "H200")
+    assert (found["compile"]["artifacts"], found["compile"]["done"], found["compile"]["left"]) == (
+        len(artifacts), 0, len(artifacts)
+    )  # fmt: skip
+    assert (found["measure"]["problems"], found["measure"]["done"], found["measure"]["left"]) == (3, 0, 3)
+    assert found["compile"]["left_s"] > 0
+    assert found["measure"]["left_s"] > 0
+    assert (found["gpu"], found["held"], found["last_line_s"]) == (None, False, None)
+
+
+def test_what_failed_is_wrong_or_is_in_quarantine_is_named_with_its_reason(sweep: Sweep, status):
+    kernel, problem = THREE[0]
+    items = candidates(kernel, problem, sweep.target)
+    wrong, crashing = items[1], items[3]
+    failed = items[5].artifact
+    sweep.note("compiled", {"key": failed, "status": "failed", "reason": "tileiras exceeded 60 s"})
+    executor = RecordedExecutor(wrong=[wrong.config.key], crashing=[crashing.config.key])
+    measure_all(sweep, executor, keep_winners)
+    found = status("--json")
+    assert (found["compile"]["failed"], found["compile"]["reasons"]) == (1, ["tileiras exceeded 60 s"])
+    assert found["measure"]["done"] == 3
+    assert found["measure"]["wrong"][wrong.key] == "y: relative error"
+    assert found["measure"]["quarantined"][crashing.key] == "the process died (exit code 7)"
+    assert len(found["measure"]["wrong"]) == len(found["measure"]["quarantined"]) == 3
+    assert found["gpu"] == GPU
+    assert found["measure"]["left_s"] == found["compile"]["left_s"] == 0
+    text = status()
+    for part in ("a model for H200 (sm_90)", "measure: 3 of 3 problems, 3 wrong, 3 in quarantine", "driver 580.159.03",
+                 f"wrong: {wrong.key}: y: relative error", "failed: tileiras exceeded 60 s", "no run is at work",
+                 f"quarantined: {crashing.key}: the process died (exit code 7)"):  # fmt: skip
+        assert part in text
+
+
+def test_a_run_at_work_is_named_with_what_it_has_done(sweep: Sweep, status):
+    context = multiprocessing.get_context("fork")
+    arguments = (Sweep(sweep.folder), RecordedExecutor(pause_s=0.05), keep_winners)
+    run = context.Process(target=measure_all, args=arguments)
+    run.start()
+    try:
+        while not sweep.races():
+            assert run.is_alive()
+        found = status("--json")
+    finally:
+        os.kill(run.pid, signal.SIGKILL)
+        run.join()
+    assert found["held"]
+    assert (found["holder"]["stage"], found["holder"]["process"]) == ("measure", run.pid)
+    assert 1 <= found["measure"]["done"] <= 2
+    assert found["last_line_s"] < 20
+    assert status("--json")["held"] is False
+    assert "no run is at work" in status()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_that_may_only_be_read_has_a_status(sweep: Sweep, status):
+    with sweep.running("measure"):
+        pass
+    for path in (sweep.folder, *sweep.folder.rglob("*")):
+        path.chmod(path.stat().st_mode & ~0o222)
+    assert status("--json")["measure"]["problems"] == 3
+
+
+def test_the_status_changes_nothing(sweep: Sweep, status):
+    measure_all(sweep, RecordedExecutor(), keep_winners)
+    before = {path: path.read_bytes() for path in sweep.folder.rglob("*") if path.is_file()}
+    status()
+    assert {path: path.read_bytes() for path in sweep.folder.rglob("*") if path.is_file()} == before
+
+
+def test_a_folder_that_is_no_sweep_is_said_in_one_line(tmp_path, capsys):
+    assert cli.main(["status", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith(f"tilekern.tune: {tmp_path} is no sweep folder")
+    assert cli.main(["status", str(tmp_path / "nowhere")]) == 2
+    assert list(tmp_path.iterdir()) == []

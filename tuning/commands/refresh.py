@@ -1,0 +1,194 @@
+"""``python -m tilekern.tune refresh``: time old winners again after an upgrade, and say what changed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from tilekern.cache import FolderLayer, Layer, PackLayer, Store, user_root
+from tilekern.cache.packs import Pack
+from tilekern.errors import InputError
+from tilekern.targets import Target, here, resolve
+from tilekern.toolchain import toolkit
+from tuning.compiling import TIMEOUT_S, compile_all, default_jobs, wanted
+from tuning.executors.local import LocalExecutor
+from tuning.gpu import describe_gpu
+from tuning.measuring import measure_all
+from tuning.progress import progress_bar
+from tuning.publishing import keep_winners
+from tuning.quarantine import shared
+from tuning.refreshing import Change, Refresh, Survey, stale_json, survey
+
+_FOLDER = click.Path(file_okay=False, path_type=Path)
+NO_TOOLKIT = {"key": "none", "tileiras": "none", "cuda_tile": "none"}
+
+
+@dataclass
+class Outcome:
+    """What a refresh did, in the form of ``--json``."""
+
+    target: Target
+    toolkit: str | None
+    driver: str | None
+    changes: list[Change] = field(default_factory=list)
+    stale: list[dict[str, Any]] = field(default_factory=list)
+    current: int = 0
+    compile: dict[str, Any] = field(default_factory=dict)
+    measure: dict[str, Any] = field(default_factory=dict)
+    sweep: str | None = None
+    cache: str | None = None
+    notes: list[str] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        """The document that ``--json`` prints."""
+        plain = {name: value for name, value in vars(self).items() if name not in ("target", "changes")}
+        return {"target": self.target.describe(), **plain, "changes": [change.as_json() for change in self.changes]}
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--gpu", default="auto", show_default=True, help="Target: auto, a GPU (B200), an arch (sm_90) or a key.")
+@click.option("--cache-dir", type=_FOLDER, help="The cache whose records to time again, and to fill.")
+@click.option(
+    "--pack", "packs", multiple=True, type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="A pack whose records to time again, too; may be given more than once.",
+)  # fmt: skip
+@click.option("--top", type=click.IntRange(min=0), default=3, show_default=True, help="Runners-up of each record.")
+@click.option("--sweep", type=_FOLDER, help="The folder of the refresh; it can travel.")
+@click.option("--jobs", type=click.IntRange(min=1), help="Compile workers; one for each core where not given.")
+@click.option("--all", "everything", is_flag=True, help="Time records of today's toolkit and driver again, too.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document in place of tables.")
+def command(
+    *, gpu: str, cache_dir: Path | None, packs: Sequence[Path], top: int, sweep: Path | None, jobs: int | None,
+    everything: bool, as_json: bool,
+) -> None:  # fmt: skip
+    """Time measured records again that another toolkit or driver made: the old winner, its runners-up, the default.
+
+    What is compiled here is measured where the GPU is; elsewhere the folder of the refresh can be carried to it and
+    gone on with by --sweep. A refresh that was stopped goes on where it was. Records of another toolkit stay; a record
+    of a kernel that was edited since needs a whole tune and is listed.
+    """
+    store = Store(cache_dir or user_root())
+    refresh, outcome = _planned(gpu, store, packs, top, sweep, everything=everything)
+    if refresh is not None:
+        _run(refresh, outcome, store, jobs, quiet=as_json)
+    if as_json:
+        click.echo(json.dumps(outcome.as_json(), indent=1))
+    else:
+        _print(outcome)
+
+
+def _planned(
+    gpu: str, store: Store, packs: Sequence[Path], top: int, folder: Path | None, *, everything: bool
+) -> tuple[Refresh | None, Outcome]:
+    """The refresh to work on, None where no record asks for one, and what is known of it."""
+    at_hand, tools = here(), toolkit()
+    begun = Refresh(folder) if folder else None
+    target = begun.sweep.target if begun is not None and begun.unfinished else resolve(gpu)
+    is_here = at_hand is not None and at_hand.key == target.key
+    driver = describe_gpu()["driver"] if is_here else None
+    refresh = begun or Refresh(store.root / "sweeps" / f"refresh-{target.key}")
+    outcome = Outcome(target, tools.key if tools else None, driver, sweep=str(refresh.sweep.folder))
+    # A folder of its own that an older toolkit began is begun anew; one that was named may have been carried here.
+    if refresh.unfinished and (begun is not None or refresh.toolkit_key == outcome.toolkit):
+        outcome.stale, outcome.current = refresh.stale, refresh.current
+        return refresh, outcome
+    for path in packs:
+        Pack(path)  # one that is bad is an error here, where a lookup would leave it out
+    layers: list[Layer] = [FolderLayer(store.root, str(store.root)), *map(PackLayer, packs)]
+    found = survey(layers, target, outcome.toolkit, driver, top=top, everything=everything)
+    outcome.stale, outcome.current = [stale_json(stale) for stale in found.stale], len(found.current)
+    if not found.outdated:
+        outcome.sweep = None
+        outcome.notes.append(_nothing(found, outcome))
+        return None, outcome
+    refresh.begin(found, target, outcome.toolkit)
+    return refresh, outcome
+
+
+def _nothing(found: Survey, outcome: Outcome) -> str:
+    told = {"toolkit": outcome.toolkit, "driver": outcome.driver}
+    others = " or ".join(f"another {name} than {value}" for name, value in told.items() if value)
+    of = f"{len(found.current)} measured records, none of {others or 'anything that can be told from here'}"
+    return f"nothing to refresh for {outcome.target.name}: {of}; --all takes all"
+
+
+def _run(refresh: Refresh, outcome: Outcome, store: Store, jobs: int | None, *, quiet: bool) -> None:
+    """Compile, and where the target is here, measure and publish."""
+    sweep = refresh.sweep
+    if outcome.toolkit != refresh.toolkit_key and outcome.toolkit is not None and wanted(sweep):
+        raise InputError(
+            f"{sweep.folder} was begun with {refresh.toolkit_key}, and {outcome.toolkit} is installed here; "
+            "give another folder"
+        )
+    with progress_bar("compile", quiet=quiet) as progress:
+        outcome.compile = dataclasses.asdict(compile_all(sweep, jobs or default_jobs(), TIMEOUT_S, progress))
+    if outcome.driver is None:
+        outcome.notes.append(
+            f"no {outcome.target.name} here: carry {sweep.folder} to one "
+            f"and run python -m tilekern.tune refresh --sweep {sweep.folder.name}"
+        )
+        return
+    with progress_bar("measure", quiet=quiet) as progress, shared(sweep, store.root):
+        measured = measure_all(sweep, LocalExecutor(sweep.cache), keep_winners, progress=progress)
+        outcome.measure = dataclasses.asdict(measured)
+    tools = toolkit()
+    outcome.changes = refresh.publish(store, tools.describe() if tools else NO_TOOLKIT)
+    outcome.cache = str(store.root)
+
+
+def _print(outcome: Outcome) -> None:
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=160)
+    if outcome.changes:
+        console.print(_table(outcome))
+        kept = sum(change.unchanged for change in outcome.changes)
+        lost = sum(change.after is None for change in outcome.changes)
+        console.print(
+            f"{len(outcome.changes)} records timed again: {kept} keep their winner, "
+            f"{len(outcome.changes) - kept - lost} have another, {lost} have none; {outcome.current} were of today",
+            highlight=False,
+        )
+    for note in outcome.notes:
+        console.print(note, highlight=False)
+    for stale in outcome.stale:
+        named = " ".join(str(value) for value in stale["problem"].values())
+        console.print(f"needs a whole tune: {stale['kernel']} {named}: {stale['reason']}", highlight=False)
+
+
+def _table(outcome: Outcome) -> Table:
+    table = Table(title=f"{outcome.target.name}, {outcome.toolkit or 'no toolkit here'}, driver {outcome.driver}")
+    for name in ("kernel", "problem", "old winner", "new winner"):
+        table.add_column(name, overflow="fold")
+    for name in ("then, us", "it now, us", "new, us", "change"):
+        table.add_column(name, justify="right")
+    for change in outcome.changes:
+        table.add_row(*_row(change))
+    return table
+
+
+def _row(change: Change) -> list[str]:
+    after_us = change.after_us
+    winner = _short(change.after.config) if change.after else "none"
+    return [
+        change.before.kernel,
+        " ".join(str(value) for value in change.before.problem.values()),
+        _short(change.before.config),
+        "the same" if change.unchanged else winner,
+        f"{change.before_us:.1f}",
+        change.reason if change.same_us is None else f"{change.same_us:.1f}",
+        "" if after_us is None else f"{after_us:.1f}",
+        "" if after_us is None else f"{100 * (after_us / change.before_us - 1):+.1f} %",
+    ]
+
+
+def _short(config: dict[str, Any]) -> str:
+    return " ".join(f"{name}={value}" for name, value in config.items() if value not in (0, False))

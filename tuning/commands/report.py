@@ -1,0 +1,35 @@
+"""``python -m tilekern.tune report DIR``: what a sweep found, as a page, as CSV and as JSON."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from tuning.sweep import Sweep
+
+_FILE = click.Path(dir_okay=False, path_type=Path)
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("folder", metavar="DIR", type=click.Path(file_okay=False, path_type=Path))
+@click.option("--html", "html_file", type=_FILE, help="The page; needs the extra tilekern[report].")
+@click.option("--csv", "csv_file", type=_FILE, help="One line for each candidate.")
+@click.option("--json", "json_file", type=_FILE, help="The same with what the sweep is of.")
+def command(folder: Path, html_file: Path | None, csv_file: Path | None, json_file: Path | None) -> None:
+    """Write the report on the sweep in DIR, whatever stage it is in.
+
+    The page is one file that opens from disk with no network. Without options DIR/report.html, report.csv and
+    report.json are written; with some, those files alone.
+    """
+    from tuning.html_report import as_csv, as_html, as_json, report_of, write_report, write_text
+
+    sweep = Sweep(folder)
+    if not (html_file or csv_file or json_file):
+        written = write_report(sweep, folder)
+    else:
+        report = report_of(sweep)
+        asked = ((csv_file, as_csv), (json_file, as_json), (html_file, as_html))
+        written = [write_text(path, form(report)) for path, form in asked if path]
+    for path in written:
+        click.echo(path)

@@ -1,0 +1,143 @@
+"""``python -m tilekern.tune status DIR``: where a sweep stands, from its journals alone; nothing is written."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+
+from tuning.compiling import default_jobs
+from tuning.estimating import count, estimate_compile, estimate_measure
+from tuning.measuring import Settled
+from tuning.sweep import Sweep
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document in place of lines.")
+def command(folder: Path, as_json: bool) -> None:
+    """Say where the sweep in FOLDER stands: what is compiled and measured, what failed, what is left, who works on it.
+
+    Needs no GPU and no lock; a run that is at work is not disturbed.
+    """
+    found = standing(Sweep(folder))
+    click.echo(json.dumps(found, indent=1) if as_json else "\n".join(_lines(found)))
+
+
+def standing(sweep: Sweep) -> dict[str, Any]:
+    """Where a sweep stands, as ``--json`` prints it; ages and times in seconds.
+
+    ``left_s`` is an estimate of what a stage still takes, on this machine's cores and on one GPU; None where a plan of
+    some configs alone is too small to tell.
+
+    Raises:
+        InputError: the folder is no sweep.
+    """
+    target = sweep.target
+    stages = {"compile": _compile(sweep), "measure": _measure(sweep)}
+    for name, stage in stages.items():
+        stage["seconds"] = round(sum(run["seconds"] for run in sweep.runs() if run["stage"] == name), 1)
+    _estimate(sweep, stages)
+    newest = max((path.stat().st_mtime for path in sweep.folder.glob("*.jsonl")), default=None)
+    held = sweep.holder.is_held()
+    return {
+        "folder": str(sweep.folder),
+        "model": sweep.model,
+        "target": target.describe(),
+        **stages,
+        "gpu": sweep.gpu() or None,
+        "held": held,
+        "holder": sweep.holder.holder() if held else None,
+        "last_line_s": None if newest is None else round(max(0.0, time.time() - newest), 1),
+    }
+
+
+def _estimate(sweep: Sweep, stages: dict[str, dict[str, Any]]) -> None:
+    """Put ``left_s`` into the stages."""
+    counts = []
+    if not sweep.limited and any(stage["left"] for stage in stages.values()):
+        counts = count(sweep.problems(), sweep.target, sweep, stages["measure"]["strategy"])
+    estimates = {
+        "compile": estimate_compile(counts, default_jobs(), [sweep]),
+        "measure": estimate_measure(counts, sweep.target, 1, [sweep]),
+    }
+    for name, stage in stages.items():
+        known = None if sweep.limited else round(estimates[name].seconds, 1)
+        stage["left_s"] = known if stage["left"] else 0.0
+
+
+def _compile(sweep: Sweep) -> dict[str, Any]:
+    """Artifacts by what became of them; ``done`` are those that were tried."""
+    compiled, lost = sweep.compiled(), sweep.lost()
+    wanted = {item.artifact for named in sweep.problems() for item in sweep.candidates(*named) if not item.is_library}
+    tried = [compiled[key] for key in wanted if key in compiled and key not in lost]
+    failed = [line for line in tried if line["status"] == "failed"]
+    return {
+        "artifacts": len(wanted),
+        "done": len(tried),
+        "failed": len(failed),
+        "left": len(wanted) - len(tried),
+        "reasons": sorted({line["reason"] for line in failed}),
+    }
+
+
+def _measure(sweep: Sweep) -> dict[str, Any]:
+    """Problems by what is known of their candidates; ``done`` are those of which nothing is left to learn."""
+    races = sweep.races()
+    strategy = next(reversed(races.values()))["strategy"] if races else "race"
+    settled, problems = Settled(sweep, strategy), sweep.problems()
+    running = [settled.entrants(*named) for named in problems]
+    done = sum(bool(items) and not settled.unsettled(items) for items in running)
+    return {
+        "problems": len(problems),
+        "done": done,
+        "left": len(problems) - done,
+        "strategy": strategy,
+        "wrong": {
+            key: line["check"].get("reason", "")
+            for key, line in settled.measured.items()
+            if not line.get("check", {}).get("passed", True)
+        },
+        "quarantined": sweep.quarantined(),
+        "skipped": sweep.skipped(),
+    }
+
+
+def _lines(found: dict[str, Any]) -> Iterator[str]:
+    compiled, measured = found["compile"], found["measure"]
+    yield f"{found['model']} for {found['target']['name']} ({found['target']['arch']}) in {found['folder']}"
+    tried = f"{compiled['done']} of {compiled['artifacts']} artifacts, {compiled['failed']} failed"
+    known = f"{len(measured['wrong'])} wrong, {len(measured['quarantined'])} in quarantine"
+    yield f"compile: {tried}{_time(compiled)}"
+    yield f"measure: {measured['done']} of {measured['problems']} problems, {known}{_time(measured)}"
+    if found["gpu"]:
+        yield f"measured on {found['gpu']['gpu']}, driver {found['gpu']['driver']}"
+    if found["holder"]:
+        run = found["holder"]
+        yield f"at work: {run['stage']} on {run['host']}, process {run['process']}, since {run['started']}"
+    elif found["held"] is False:
+        yield "no run is at work"
+    if found["last_line_s"] is not None:
+        yield f"the last line is {_span(found['last_line_s'])} old"
+    for reason in compiled["reasons"]:
+        yield f"failed: {reason}"
+    for word in ("wrong", "quarantined", "skipped"):
+        for key, reason in measured[word].items():
+            yield f"{word}: {key}: {reason}"
+
+
+def _time(stage: dict[str, Any]) -> str:
+    left = f", about {_span(stage['left_s'])} left" if stage["left_s"] else ""
+    return f"; {_span(stage['seconds'])} so far{left}"
+
+
+def _span(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    if seconds < 7200:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h" if seconds < 172_800 else f"{seconds / 86_400:.0f} days"

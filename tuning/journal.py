@@ -1,0 +1,113 @@
+"""Journals of JSON lines: appended line by line, read in steps, whole after a kill at any moment.
+
+- An append is one write with ``O_APPEND``, so lines of two processes never mix.
+- A writer that finds a torn last line, left by a kill in the middle of a write, begins on a fresh one. Readers skip it.
+- What was written outlives the process at once. It outlives a crash of the machine once it is synced, which is at most
+  every second and at the end of a stage: a sync for each of some ten thousand lines would cost more than the seconds
+  of work that it saves.
+- The last line of a key stands, and keys name what a line is about, not who wrote it. Two machines' journals become
+  one by appending the one to the other.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+Line = dict[str, Any]
+SYNC_EVERY_S = 1.0
+
+
+def _newest(_before: Line, line: Line) -> Line:
+    return line
+
+
+class Journal:
+    """A file of JSON objects, one a line, each about the thing that its field ``key`` names.
+
+    Args:
+        path: the file; it need not exist.
+        key: the field that says what a line is about; lines without it are skipped.
+        merge: what stands where a key has a line and another one follows: the newer one unless given.
+    """
+
+    def __init__(self, path: Path, key: str, merge: Callable[[Line, Line], Line] = _newest) -> None:
+        self.path, self._key, self._merge = path, key, merge
+        self._latest: dict[str, Line] = {}
+        # How far it was read, and the line before that place, by which it is known again.
+        self._offset, self._last = 0, b""
+        self._synced_at = 0.0
+        self._dirty = False
+
+    def append(self, *lines: Mapping[str, Any]) -> None:
+        """Append lines in one write.
+
+        Raises:
+            OSError: they cannot be written, or only in part, as on a full disk.
+        """
+        text = "".join(json.dumps(line, sort_keys=True) + "\n" for line in lines).encode()
+        descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            size = os.fstat(descriptor).st_size
+            if size and os.pread(descriptor, 1, size - 1) != b"\n":
+                text = b"\n" + text
+            if os.write(descriptor, text) != len(text):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self._dirty = True
+            if time.monotonic() - self._synced_at > SYNC_EVERY_S:
+                self._sync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def sync(self) -> None:
+        """Make what this object appended outlive a crash of the machine."""
+        if self._dirty:
+            descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                self._sync(descriptor)
+            finally:
+                os.close(descriptor)
+
+    def _sync(self, descriptor: int) -> None:
+        os.fsync(descriptor)
+        self._synced_at, self._dirty = time.monotonic(), False
+
+    def latest(self) -> dict[str, Line]:
+        """The line that stands for each key, in the order in which they came to stand; only what is new is read.
+
+        A file that is not the one that was read before, with more at its end, is read from its start.
+        """
+        try:
+            file = self.path.open("rb")
+        except FileNotFoundError:
+            self._forget()
+            return {}
+        with file:
+            file.seek(self._offset - len(self._last))
+            if file.read(len(self._last)) != self._last:
+                self._forget()
+                file.seek(0)
+            *whole, rest = file.read().split(b"\n")
+        for text in whole:
+            self._offset, self._last = self._offset + len(text) + 1, text + b"\n"
+            self._take(text)
+        # A line that lacks its end is taken if it is whole but for that, and read again with what follows it.
+        self._take(rest)
+        return dict(self._latest)
+
+    def _forget(self) -> None:
+        self._latest, self._offset, self._last = {}, 0, b""
+
+    def _take(self, text: bytes) -> None:
+        try:
+            line = json.loads(text) if text else None
+        except ValueError:  # torn by a kill
+            return
+        if isinstance(line, dict) and isinstance(line.get(self._key), str):
+            before = self._latest.pop(line[self._key], None)
+            self._latest[line[self._key]] = line if before is None else self._merge(before, line)

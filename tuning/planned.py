@@ -1,0 +1,93 @@
+"""The plan of a sweep, ``sweep.json``: the target, the model, the problems, and the configs that limit them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tilekern.cache.files import write_whole
+from tilekern.errors import InputError
+from tilekern.spec import Config, Problem
+from tilekern.targets import Target
+
+FORMAT = 1
+Named = tuple[str, Problem]
+# The configs to try of a problem; the whole space of a problem that is not named.
+Limits = Mapping[Named, Sequence[Config]]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be tuned; ``target`` has a ``key`` and a ``name``, ``problems`` are named by their kernels."""
+
+    target: Mapping[str, Any]
+    model: str
+    problems: tuple[Named, ...]
+    limits: Limits
+
+
+class PlanFile:
+    """The plan's file in a sweep folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._path = folder, folder / "sweep.json"
+        self._read: tuple[tuple[int, int], Plan] | None = None
+
+    def exists(self) -> bool:
+        """Whether the folder has a plan."""
+        return self._path.exists()
+
+    def write(self, target: Target, model: str, problems: Sequence[Named], limits: Limits) -> None:
+        """Put the plan in place in one step.
+
+        Raises:
+            OSError: the folder cannot be written.
+        """
+        plan = {
+            "format": FORMAT,
+            "target": target.describe(),
+            "model": model,
+            "problems": [_item(*named, limits.get(named)) for named in problems],
+        }
+        write_whole(self._path, json.dumps(plan, indent=1).encode())
+
+    def read(self) -> Plan:
+        """The plan; the file is parsed again only where it is another one than the last time.
+
+        Raises:
+            InputError: there is none, or it is not a plan of this version of tilekern.
+        """
+        try:
+            status = self._path.stat()
+            version = (status.st_ino, status.st_mtime_ns)
+            if self._read is None or self._read[0] != version:
+                self._read = version, self._parse(json.loads(self._path.read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            raise InputError(
+                f"{self._folder} is no sweep folder; run --stages plan,compile --sweep {self._folder}"
+            ) from None
+        except (OSError, ValueError) as error:
+            raise InputError(f"{self._path} cannot be read: {error}") from None
+        return self._read[1]
+
+    def _parse(self, plan: Any) -> Plan:
+        if not isinstance(plan, dict) or plan.get("format") != FORMAT:
+            raise InputError(f"{self._path} is no plan of this version of tilekern; plan it again")
+        try:
+            items = [(item["kernel"], Problem(item["problem"]), item.get("configs")) for item in plan["problems"]]
+            return Plan(
+                {"key": plan["target"]["key"], "name": plan["target"]["name"]},
+                str(plan["model"]),
+                tuple((kernel, problem) for kernel, problem, _ in items),
+                {(k, p): tuple(Config(config) for config in configs) for k, p, configs in items if configs is not None},
+            )
+        except (KeyError, TypeError, AttributeError):
+            raise InputError(f"{self._path} is damaged; remove it and plan again") from None
+
+
+def _item(kernel: str, problem: Problem, limit: Sequence[Config] | None) -> dict[str, Any]:
+    limited = {} if limit is None else {"configs": [dict(config) for config in limit]}
+    return {"kernel": kernel, "problem": dict(problem), **limited}

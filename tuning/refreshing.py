@@ -1,0 +1,297 @@
+"""Timing again what another toolkit or driver won: old winners and those that came next, not the whole space.
+
+A refresh is a sweep whose plan limits each problem to a few configs. Beside the plan lies ``refresh.json``: the records
+as they were, and what else was found, so that the folder can be carried to the GPU like any other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tilekern.cache import CacheError, Layer, Record, Store
+from tilekern.cache.files import write_whole
+from tilekern.errors import InputError
+from tilekern.kernels import all_specs
+from tilekern.source import digest_of_module
+from tilekern.spec import Config, KernelSpec, Problem
+from tilekern.targets import Target
+from tuning.measuring import is_composite
+from tuning.publishing import Known, Winner, publish, winners
+from tuning.sweep import Sweep
+
+MODEL = "refresh"
+
+
+@dataclass(frozen=True)
+class Stale:
+    """A measured record of which nothing can be timed again, and why: its problem needs a whole tune."""
+
+    record: Record
+    reason: str
+
+
+@dataclass
+class Survey:
+    """The measured records of a target: ``outdated`` ones with the configs to time again, the old winner first."""
+
+    outdated: list[tuple[Record, list[Config]]] = field(default_factory=list)
+    current: list[tuple[Record, Layer]] = field(default_factory=list)
+    stale: list[Stale] = field(default_factory=list)
+
+
+def survey(
+    layers: Sequence[Layer], target: Target, toolkit_key: str | None, driver: str | None, *, top: int, everything: bool
+) -> Survey:
+    """Sort the measured records of a target by whether they were made by the toolkit and driver of today.
+
+    Args:
+        layers: where to look for records.
+        target: the GPU.
+        toolkit_key: the toolkit of today; None where there is none here, which makes no record outdated.
+        driver: the driver of today; None where there is none here, which makes no record outdated.
+        top: how many of a record's runners-up to time again.
+        everything: take records of today's toolkit and driver for outdated, too.
+    """
+    found = Survey()
+    for kernel, spec in all_specs().items():
+        by_problem = _measured(layers, target, kernel)
+        for problem in sorted(by_problem, key=_by_size):
+            records = by_problem[problem]
+            valid = [pair for pair in records if _stale(pair[0], spec) is None]
+            if not valid:
+                newest = _newest(records)[0]
+                found.stale.append(Stale(newest, _stale(newest, spec) or ""))
+                continue
+            current = [pair for pair in valid if _is_current(pair[0], toolkit_key, driver)]
+            if current and not everything:
+                found.current.append(_newest(current))
+                continue
+            record = _newest(current or valid)[0]
+            if configs := _configs(record, spec, target, top):
+                found.outdated.append((record, configs))
+            else:
+                found.stale.append(Stale(record, "none of its configs is in the search space any more"))
+    return found
+
+
+def _by_size(problem: Problem) -> list[tuple[int, str]]:
+    return [(value, "") if isinstance(value, int) else (0, str(value)) for value in problem.values()]
+
+
+def _measured(layers: Sequence[Layer], target: Target, kernel: str) -> dict[Any, list[tuple[Record, Layer]]]:
+    """The measured records of a kernel with their layers, by problem. Layers report the bad ones themselves."""
+    found: dict[Any, list[tuple[Record, Layer]]] = {}
+    for layer in layers:
+        for toolkit_key in layer.toolkits(target.key):
+            for problem in layer.problems(target.key, toolkit_key, kernel):
+                with contextlib.suppress(CacheError):
+                    record = layer.read_record(target.key, toolkit_key, kernel, problem)
+                    if record.measurement:
+                        found.setdefault(Problem(problem), []).append((record, layer))
+    return found
+
+
+def _stale(record: Record, spec: KernelSpec) -> str | None:
+    """Why a record says nothing about today's kernel, or None where it does."""
+    if record.source_digest != digest_of_module(spec.module):
+        return "it was made from another version of the kernel's source"
+    try:
+        spec.problem(**record.problem)
+    except (TypeError, ValueError) as error:
+        return f"its problem is none of today's: {error}"
+    return None
+
+
+def _is_current(record: Record, toolkit_key: str | None, driver: str | None) -> bool:
+    same_toolkit = toolkit_key in (None, record.toolkit["key"])
+    return same_toolkit and driver in (None, (record.measurement or {}).get("driver"))
+
+
+def _newest(records: Iterable[tuple[Record, Layer]]) -> tuple[Record, Layer]:
+    return max(records, key=lambda pair: pair[0].created)
+
+
+def _configs(record: Record, spec: KernelSpec, target: Target, top: int) -> list[Config]:
+    """Of the winner, the first runners-up and the default, those that are in today's space; none without the others."""
+    problem = spec.problem(**record.problem)
+    default = spec.default(problem, target)
+    known = {config: config for config in [default, *spec.space.candidates(problem, target)]}
+    offered = [record.config, *(one.get("config") for one in record.runners_up[:top] if isinstance(one, dict))]
+    found = []
+    for values in offered:
+        with contextlib.suppress(TypeError):  # values that no config can have
+            found.append(known.get(Config(values)))
+    kept = [config for config in found if config is not None]
+    return list(dict.fromkeys([*kept, default])) if kept else []
+
+
+@dataclass(frozen=True)
+class Change:
+    """What became of one record.
+
+    ``same_us`` is the time of the old config as it is now, None where it has none, for which ``reason`` says why;
+    ``after`` is the new record, None where nothing could be timed. Times are medians in microseconds.
+    """
+
+    before: Record
+    after: Record | None
+    same_us: float | None
+    reason: str
+
+    @property
+    def before_us(self) -> float:
+        """The old winner's time, as it was."""
+        return float((self.before.measurement or {})["median_us"])
+
+    @property
+    def after_us(self) -> float | None:
+        """The new winner's time."""
+        return float((self.after.measurement or {})["median_us"]) if self.after else None
+
+    @property
+    def unchanged(self) -> bool:
+        """Whether the old config has won again."""
+        return self.after is not None and Config(self.after.config) == Config(self.before.config)
+
+    def as_json(self) -> dict[str, Any]:
+        """The change as ``--json`` prints it; ``change`` is the new winner's time over the old one's, minus 1."""
+        after = self.after
+        return {
+            "kernel": self.before.kernel,
+            "problem": self.before.problem,
+            "before": _told(self.before),
+            "same_config_us": self.same_us,
+            "same_config_reason": self.reason or None,
+            "after": _told(after) if after else None,
+            "change": round(self.after_us / self.before_us - 1, 4) if self.after_us else None,
+            "unchanged": self.unchanged,
+        }
+
+
+def _told(record: Record) -> dict[str, Any]:
+    measurement = record.measurement or {}
+    return {
+        "config": record.config,
+        "median_us": measurement["median_us"],
+        "toolkit": record.toolkit["key"],
+        "driver": measurement.get("driver"),
+    }
+
+
+class Refresh:
+    """A sweep folder that is a refresh."""
+
+    def __init__(self, folder: Path) -> None:
+        self.sweep = Sweep(folder)
+        self._path = folder / "refresh.json"
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether the folder holds a refresh whose records were not published yet."""
+        return (self.sweep.folder / "sweep.json").exists() and self._path.exists() and not self._read()["finished"]
+
+    @property
+    def toolkit_key(self) -> str | None:
+        """The toolkit that it was begun with."""
+        found = self._read()["toolkit"]
+        return None if found is None else str(found)
+
+    @property
+    def stale(self) -> list[dict[str, Any]]:
+        """The records that need a whole tune: ``kernel``, ``problem`` and ``reason``."""
+        return list(self._read()["stale"])
+
+    @property
+    def current(self) -> int:
+        """How many records were of today's toolkit and driver."""
+        return int(self._read()["current"])
+
+    def begin(self, found: Survey, target: Target, toolkit_key: str | None) -> None:
+        """Plan the refresh of what a survey found, in place of an older refresh in the folder.
+
+        Winners of today that composites may launch go into the sweep's own cache.
+
+        Raises:
+            InputError: the folder holds a sweep that is no refresh, is held by another run, or cannot be written.
+        """
+        folder = self.sweep.folder
+        if (folder / "sweep.json").exists() and not self._path.exists():
+            raise InputError(f"{folder} holds a sweep that is no refresh; give another")
+        if folder.exists():
+            with self.sweep.holder.locked():
+                _clear(folder)
+        limits = {(r.kernel, Problem(r.problem)): configs for r, configs in found.outdated}
+        self.sweep.begin(target, MODEL, list(limits), limits)
+        if any(is_composite(kernel, problem, target) for kernel, problem in limits):
+            store = Store(self.sweep.cache)
+            for record, layer in found.current:
+                with contextlib.suppress(CacheError):  # the layer reports a bad one; its composite runs another
+                    store.write(record, {digest: layer.read_blob(digest) for digest in record.digests})
+        self._write({
+            "finished": False,
+            "toolkit": toolkit_key,
+            "before": [json.loads(record.to_json()) for record, _ in found.outdated],
+            "stale": [stale_json(stale) for stale in found.stale],
+            "current": len(found.current),
+        })  # fmt: skip
+
+    def publish(self, store: Store, toolkit: dict[str, str]) -> list[Change]:
+        """Put the measured winners into a cache and into ``results.pack``; what changed, in the plan's order.
+
+        Records of another toolkit stay beside the new ones; those of the same toolkit and another driver make room.
+
+        Raises:
+            tilekern.cache.CacheError: the pack or the cache cannot be written.
+        """
+        found = [pair for pair in winners(self.sweep, toolkit) if pair[0].record.provenance == "measured"]
+        publish(found, self.sweep.folder / "results.pack", store)
+        changes = list(self._changes(winner for winner, _ in found))
+        self._write(self._read() | {"finished": True, "changes": [change.as_json() for change in changes]})
+        return changes
+
+    def _changes(self, found: Iterable[Winner]) -> Iterator[Change]:
+        after = {(winner.kernel, winner.problem): winner.record for winner in found}
+        known = Known.of(self.sweep)
+        for document in self._read()["before"]:
+            before = Record.from_json(json.dumps(document))
+            items = self.sweep.candidates(before.kernel, Problem(before.problem))
+            old = next((item for item in items[:-1] if item.config == Config(before.config)), None)
+            timing = known.timings(items).get(old) if old else None
+            reason = "it is not in the search space any more" if old is None else known.why_untimed(old)
+            new = after.get((before.kernel, Problem(before.problem)))
+            yield Change(before, new, timing["median_us"] if timing else None, "" if timing else reason)
+
+    def _read(self) -> dict[str, Any]:
+        try:
+            found = json.loads(self._path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise InputError(f"{self._path} cannot be read: {error}") from None
+        if not isinstance(found, dict) or not {"finished", "toolkit", "before", "stale", "current"} <= found.keys():
+            raise InputError(f"{self._path} is damaged; remove the folder and refresh again")
+        return found
+
+    def _write(self, content: Mapping[str, Any]) -> None:
+        try:
+            write_whole(self._path, json.dumps(content, indent=1).encode())
+        except OSError as error:
+            raise InputError(f"cannot write the sweep folder {self.sweep.folder}: {error.strerror}") from None
+
+
+def stale_json(stale: Stale) -> dict[str, Any]:
+    """A stale record as ``--json`` prints it."""
+    return {"kernel": stale.record.kernel, "problem": stale.record.problem, "reason": stale.reason}
+
+
+def _clear(folder: Path) -> None:
+    """Remove what an older refresh left, but for the lock."""
+    for path in folder.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.name != "run.lock":
+            path.unlink()
