@@ -1,0 +1,54 @@
+"""The report on a sweep: a page to look at, and the same rows as CSV and JSON."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tilekern.errors import InputError
+from tuning.html_report.dumps import as_csv, as_json
+from tuning.html_report.rows import Report, Row, report_of
+from tuning.sweep import Sweep
+
+__all__ = ["Report", "Row", "as_csv", "as_html", "as_json", "report_of", "write_report", "write_text"]
+
+
+def as_html(report: Report) -> str:
+    """The page that holds all it needs.
+
+    Raises:
+        InputError: Bokeh, the extra ``report``, is not installed.
+    """
+    try:
+        import bokeh  # noqa: F401
+    except ImportError:
+        raise InputError(
+            "the HTML report needs Bokeh, which is not installed; install it with: pip install 'tilekern[report]' "
+            "(CSV and JSON work without it)"
+        ) from None
+    from tuning.html_report.page import as_html as drawn
+
+    return drawn(report)
+
+
+def write_report(sweep: Sweep, folder: Path) -> list[Path]:
+    """Write ``report.csv``, ``report.json`` and ``report.html`` into a folder; their paths.
+
+    Raises:
+        InputError: the sweep or the folder is not usable, or Bokeh is not installed; CSV and JSON are written then.
+    """
+    report = report_of(sweep)
+    forms = {"report.csv": as_csv, "report.json": as_json, "report.html": as_html}
+    return [write_text(folder / name, form(report)) for name, form in forms.items()]
+
+
+def write_text(path: Path, text: str) -> Path:
+    """Write a file of the report; its path.
+
+    Raises:
+        InputError: it cannot be written.
+    """
+    try:
+        path.write_text(text, encoding="utf-8", newline="")
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror}") from None
+    return path
