@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 from benchmarks.environment import facts
 from benchmarks.providers import OURS
@@ -12,13 +14,13 @@ from tilekern.errors import InputError
 from tilekern.spec import ALIGNED, Problem
 from tuning.measuring import identity
 from tuning.predicting import predict_best
-from tuning.sweep import Candidate, Sweep, candidates
+from tuning.sweep import LIBRARY_LINE, Candidate, Sweep
 
 ALL = "all problems"
 
 
 def measure(folder: Path) -> Results:
-    """Regret of each problem of a measured sweep, and their median and worst.
+    """Regret of each problem of a measured sweep, and their median, 90th percentile and worst.
 
     Raises:
         InputError: the folder holds no sweep, or none of its problems was measured.
@@ -32,30 +34,53 @@ def measure(folder: Path) -> Results:
         regrets += [row.value for row in rows if row.metric == "regret"]
     if not regrets:
         raise InputError(f"{folder} holds no measurements; run --stages measure --sweep {folder} on its GPU first")
-    results.rows.append(Row("regret", ALL, OURS, "median_regret", round(statistics.median(regrets), 4), "1"))
-    results.rows.append(Row("regret", ALL, OURS, "worst_regret", round(max(regrets), 4), "1"))
+    figures = {"median": statistics.median(regrets), "p90": percentile(regrets, 90), "worst": max(regrets)}
+    for name, value in figures.items():
+        results.rows.append(Row("regret", ALL, OURS, f"{name}_regret", round(value, 4), "1"))
     return results
 
 
+def percentile(values: Collection[float], percent: int) -> float:
+    """The least value that ``percent`` of the values do not exceed."""
+    ordered = sorted(values)
+    return ordered[-(-len(ordered) * percent // 100) - 1]
+
+
+def timed_candidates(sweep: Sweep, kernel: str, problem: Problem) -> dict[Any, tuple[Candidate, Mapping[str, Any]]]:
+    """A problem's timings by what a candidate does (:func:`does`), each with the first candidate that does it.
+
+    Of candidates whose code and grid are the same only one was timed: its time is that of all.
+    """
+    compiled, measured = sweep.compiled(), sweep.measured()
+    found: dict[Any, tuple[Candidate, Mapping[str, Any]]] = {}
+    first: dict[Any, Candidate] = {}
+    for item in sweep.candidates(kernel, problem):
+        key = does(sweep, item, compiled)
+        if item.variant == ALIGNED and key is not None:
+            # The default comes first, and stands for its twins.
+            first.setdefault(key, item)
+            if "timing" in measured.get(item.key, {}):
+                found[key] = (first[key], measured[item.key]["timing"])
+    return found
+
+
+def does(sweep: Sweep, item: Candidate, compiled: Mapping[str, Any]) -> tuple[str, str, int] | None:
+    """Equal for candidates that do the same on the GPU; None where one was not compiled."""
+    line = LIBRARY_LINE if item.is_library else compiled.get(item.artifact, {})
+    return identity(item, line, sweep.target) if line.get("status") == "ok" else None
+
+
 def _problem_rows(sweep: Sweep, kernel: str, problem: Problem, notes: list[str]) -> list[Row]:
-    compiled, target = sweep.compiled(), sweep.target
-
-    def twins(item: Candidate) -> tuple[str, str, int] | None:
-        line = compiled.get(item.artifact, {})
-        return identity(item, line, target) if line.get("status") == "ok" else None
-
-    # Of candidates whose code and grid are the same only one was timed: its time is that of all.
-    measured = sweep.measured()
-    items = [item for item in candidates(kernel, problem, target) if item.variant == ALIGNED]
-    timed = {twins(item): measured[item.key]["timing"] for item in items if "timing" in measured.get(item.key, {})}
-    predicted = predict_best(sweep, kernel, problem, target)
-    found = timed.get(twins(predicted)) if predicted else None
+    compiled = sweep.compiled()
+    timed = {key: timing for key, (_, timing) in timed_candidates(sweep, kernel, problem).items()}
+    predicted = predict_best(sweep, kernel, problem, sweep.target)
+    found = timed.get(does(sweep, predicted, compiled)) if predicted else None
     case = f"{kernel} {problem.key}"
     if found is None:
         notes.append(f"{case}: the predicted winner was not timed ({predicted.config.key if predicted else 'none'})")
         return []
     times = {"predicted": found, "best": min(timed.values(), key=lambda timing: timing["median_us"])}
-    if default := timed.get(twins(items[0])):
+    if default := timed.get(does(sweep, sweep.candidates(kernel, problem)[0], compiled)):
         times["default"] = default
     rows = [Row("regret", case, OURS, name, one["median_us"], "us", one["spread_us"]) for name, one in times.items()]
     regret = found["median_us"] / times["best"]["median_us"]

@@ -19,6 +19,7 @@ from tilekern.targets import Target
 from tilekern.toolchain import Compiled, compile_candidate, require_toolkit, toolkit
 from tuning.compile_order import Order
 from tuning.compile_pool import Answer, Compile, Lost, compile_in_order, start_server
+from tuning.machine_code import read_machine_code
 from tuning.sweep import Candidate, Sweep, during
 
 __all__ = ["CompileSummary", "compile_all", "default_jobs", "start_server", "wanted"]
@@ -133,7 +134,7 @@ def _compile(item: Candidate, target: Target, timeout_s: float, memory_bytes: in
     failed = {**_line(item), "status": "failed"}
     try:
         made = compile_candidate(item.spec, item.problem, item.config, target, item.variant, timeout_s=timeout_s)
-        return Answer({**_line(item), "status": "ok", **_facts(made)}, made.cubin)
+        return Answer({**_line(item), "status": "ok", **_facts(made, target)}, made.cubin)
     except CompileTimeout as error:
         return Answer({**failed, "reason": str(error), "gave_up_after_s": timeout_s})
     except Exception as error:  # noqa: BLE001 (a bad cubin or a bug of the front end costs this candidate alone)
@@ -144,12 +145,14 @@ def _compile(item: Candidate, target: Target, timeout_s: float, memory_bytes: in
         return Answer({**failed, "reason": reason}, doubtful=bool(_KILLED.search(reason)))
 
 
-def _facts(made: Compiled) -> dict[str, Any]:
+def _facts(made: Compiled, target: Target) -> dict[str, Any]:
+    code = code_of(made.cubin, made.symbol)
     return {
         "symbol": made.symbol,
         "assumptions": made.assumptions,
         "resources": read_resources(made.cubin, made.symbol).as_dict(),
-        "code_sha256": hashlib.sha256(code_of(made.cubin, made.symbol)).hexdigest(),
+        "code_sha256": hashlib.sha256(code).hexdigest(),
+        "machine_code": read_machine_code(code, target.capability).as_dict(),
         "frontend_s": made.frontend_s,
         "tileiras_s": made.tileiras_s,
     }

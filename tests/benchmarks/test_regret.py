@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from types import ModuleType
-
 import pytest
 
+from benchmarks import regret as benchmark
 from tilekern.errors import InputError
 from tilekern.kernels import spec_named
 from tilekern.targets import resolve
@@ -20,14 +18,10 @@ PROBLEM = SPEC.problem(rows=8192, columns=4096, dtype="bfloat16")
 @pytest.fixture
 def regret(monkeypatch):
     """The benchmark with a predictor that answers the second candidate."""
-    predictor = ModuleType("tuning.predicting")
-    predictor.predict_best = lambda _, kernel, problem, target: candidates(kernel, problem, target)[1]
-    monkeypatch.setitem(sys.modules, "tuning.predicting", predictor)
-    monkeypatch.delitem(sys.modules, "benchmarks.regret", raising=False)
-    from benchmarks import regret
-
-    yield regret
-    sys.modules.pop("benchmarks.regret", None)
+    monkeypatch.setattr(
+        benchmark, "predict_best", lambda _, kernel, problem, target: candidates(kernel, problem, target)[1]
+    )
+    return benchmark
 
 
 def sweep_with(folder, times_us, codes):
@@ -47,7 +41,21 @@ def test_the_predicted_time_over_the_best(tmp_path, regret):
     assert results.run["gpu"] == "H200"
     assert [results.row(case, "tilekern", m).value for m in ("predicted", "best", "default")] == [11.0, 10.0, 20.0]
     assert results.row(case, "tilekern", "regret").value == 1.1
-    assert results.row(regret.ALL, "tilekern", "median_regret").value == 1.1
+    for name in ("median_regret", "p90_regret", "worst_regret"):
+        assert results.row(regret.ALL, "tilekern", name).value == 1.1
+
+
+def test_a_twin_of_the_predicted_winner_gives_it_its_time(tmp_path, regret):
+    sweep_with(tmp_path, [20.0, None, 10.0], "aac")
+    found = regret.timed_candidates(Sweep(tmp_path), SPEC.name, PROBLEM)
+    assert sorted(timing["median_us"] for _, timing in found.values()) == [10.0, 20.0]
+
+
+@pytest.mark.parametrize(
+    ("values", "percent", "expected"), [([3, 1, 2], 50, 2), ([1, 2], 90, 2), (range(1, 101), 90, 90), ([5], 10, 5)]
+)
+def test_percentiles(regret, values, percent, expected):
+    assert regret.percentile(values, percent) == expected
 
 
 def test_a_winner_that_was_never_timed_is_noted(tmp_path, regret):
