@@ -31,9 +31,11 @@ MAY_IMPORT = {
     "tilekern.interpreter": {"tilekern.errors", "tilekern.interpreter"},
     "tilekern.kernels": LEAVES | {"tilekern.kernels"},
     "tilekern.records": LEAVES | {"tilekern.cache", "tilekern.cubin", "tilekern.source", "tilekern.toolchain"},
+    "tilekern.plans": LEAVES | {"tilekern.interpreter"},
+    "tilekern.provisional": LEAVES | {"tilekern.cache", "tilekern.plans"},
     "tilekern.dispatch": LEAVES
     | {"tilekern.cache", "tilekern.interpreter", "tilekern.launcher", "tilekern.records", "tilekern.source"}
-    | {"tilekern.toolchain"},
+    | {"tilekern.plans", "tilekern.provisional", "tilekern.toolchain"},
     "tilekern.ops": LEAVES | {"tilekern.dispatch", "tilekern.kernels", "tilekern.ops"},
     "tilekern.tune": {"tilekern", "tuning"},
     "tuning": {"tilekern", "tuning"},

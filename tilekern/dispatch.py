@@ -2,6 +2,7 @@
 
 A plan is looked up once for each combination of real sizes, then found in a dictionary. What a lookup costs the
 first time is a few file reads; what it never needs is a compiler, unless the miss policy ``compile`` has to fill in.
+What a miss led to is looked up again now and then, off the calls' path (:mod:`tilekern.provisional`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from tilekern.errors import CacheMiss, InputError, TilekernError
+from tilekern.plans import DependentPlan, InterpretedPlan, Plan
+from tilekern.provisional import Watch, is_settled
 from tilekern.spec import ALIGNED, GENERIC, Config, Implementation, KernelSpec, LibraryCall, Problem
 from tilekern.targets import INTERPRETED, Target, here
 
@@ -48,55 +51,6 @@ class Counters:
         return self.forgotten_launches + sum(plan.launches for plan in self.plans)
 
 
-class Plan:
-    """How one problem runs: the kernel object, its grid and constants. ``blocks`` is the grid's size."""
-
-    __slots__ = ("_kernel", "_tail", "blocks", "config", "grid", "launches")
-
-    def __init__(self, kernel: Any, implementation: Implementation, config: Config, blocks: int) -> None:
-        self._kernel = kernel
-        self._tail = tuple(value for _, value in implementation.constants)
-        self.config, self.blocks, self.grid = config, blocks, (blocks,)
-        self.launches = 0
-
-    def launch(self, device: int, *arguments: Any) -> None:
-        """Queue the kernel on the current stream of CUDA device number ``device``."""
-        self.launches += 1
-        _ct_launch(_raw_stream(device), self.grid, self._kernel, arguments + self._tail)
-
-    def run(self, device: int, inputs: tuple[Any, ...], allocate: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
-        """The outputs for ``inputs``: the kernel fills those of ``allocate``, a library gives its own."""
-        outputs = allocate()
-        self.launch(device, *inputs, *outputs)
-        return outputs
-
-
-class DependentPlan(Plan):
-    """A plan whose kernel waits for its predecessor by itself, so that its launch overlaps that one's end."""
-
-    __slots__ = ()
-
-    def launch(self, device: int, *arguments: Any) -> None:
-        """Queue the kernel."""
-        self.launches += 1
-        _ct_launch(
-            _raw_stream(device), self.grid, self._kernel, arguments + self._tail, programmatic_dependent_launch=True
-        )
-
-
-class InterpretedPlan(Plan):
-    """A plan whose kernel runs on the CPU, block by block."""
-
-    __slots__ = ()
-
-    def launch(self, device: int, *arguments: Any) -> None:  # noqa: ARG002
-        """Run the kernel at once."""
-        from tilekern import interpreter
-
-        self.launches += 1
-        interpreter.launch(self._kernel, self.grid, arguments + self._tail)
-
-
 class LibraryPlan(Plan):
     """A plan that a library runs, on any device that the library serves; there is no kernel to launch."""
 
@@ -118,22 +72,6 @@ class LibraryPlan(Plan):
         """Call the library on its inputs."""
         self.launches += 1
         return self._call(*inputs)
-
-
-def _ct_launch(*arguments: Any, **options: Any) -> None:
-    """Replaces itself by cuda.tile's launch when first called, so that importing this file loads neither."""
-    global _ct_launch, _raw_stream
-    import torch
-    from cuda.tile import launch
-
-    _ct_launch, _raw_stream = launch, torch._C._cuda_getCurrentRawStream
-    launch(*arguments, **options)
-
-
-def _raw_stream(device: int) -> int:
-    import torch
-
-    return int(torch._C._cuda_getCurrentRawStream(device))
 
 
 _lock = threading.RLock()
@@ -192,9 +130,27 @@ def forget() -> None:
             found.plans.clear()
         _plans.clear()
         _kernels.clear()
-        for kept in _memos:
-            kept.clear()
+        _watch.forget()
+        _empty_memos()
         _layers = None
+
+
+def look_again() -> int:
+    """Look up at once what is provisional, and run what was found from the next call on; how many plans changed.
+
+    A thread does so by itself (:mod:`tilekern.provisional`). This is for a job that has no optimizer of torch's, and
+    for one whose ranks agree on the moment: call it between two steps, never between a forward and its backward.
+    """
+    _watch.look()
+    return _watch.take()
+
+
+def _empty_memos() -> None:
+    for kept in _memos:
+        kept.clear()
+
+
+_watch = Watch(lambda kernel: counters(kernel).fallbacks, _empty_memos)
 
 
 def memo() -> dict[Any, Any]:
@@ -227,7 +183,7 @@ def plan_for(spec: KernelSpec, device: Any, *sizes: Any) -> Plan | None:
         return _plans[key]
     except KeyError:
         with _lock:
-            plan = _resolve(spec, device, sizes)
+            plan = _resolve(spec, device, sizes, key)
             if len(_plans) >= MOST_PLANS:
                 _plans.clear()
             _plans[key] = plan
@@ -246,7 +202,7 @@ def say_once(message: str) -> None:
         warnings.warn(message, stacklevel=3)
 
 
-def _resolve(spec: KernelSpec, device: Any, sizes: Sequence[Any]) -> Plan | None:
+def _resolve(spec: KernelSpec, device: Any, sizes: Sequence[Any], key: tuple[Any, ...]) -> Plan | None:
     names = [d.name for d in spec.dimensions]
     values = [
         str(v).removeprefix("torch.") if d.kind == "dtype" else v for d, v in zip(spec.dimensions, sizes, strict=True)
@@ -266,7 +222,7 @@ def _resolve(spec: KernelSpec, device: Any, sizes: Sequence[Any]) -> Plan | None
         return None
     target = here(device.index)
     assert target is not None
-    return _keep(spec, _cached(spec, problem, target, device.index))
+    return _keep(spec, _cached(spec, problem, target, key))
 
 
 def _keep(spec: KernelSpec, plan: Plan | None) -> Plan | None:
@@ -284,18 +240,24 @@ def _interpreted(spec: KernelSpec, problem: Problem) -> Plan:
     return InterpretedPlan(implementation.function, implementation, config, blocks)
 
 
-def _cached(spec: KernelSpec, problem: Problem, target: Target, device: int) -> Plan | None:
+def _cached(spec: KernelSpec, problem: Problem, target: Target, key: tuple[Any, ...]) -> Plan | None:
     wanted = spec.bucketed(problem)
     found = find(spec, wanted, target)
     count = counters(spec.name)
     if found is None:
         count.misses += 1
         found = _on_miss(spec, wanted, target)
-        if found is None:
-            return None
     else:
         count.hits += 1
         count.nearest += not found.exact_bucket
+    plan = None if found is None else _made(spec, problem, target, key[1], found)
+    if not is_settled(found):
+        look, take = functools.partial(find, spec, wanted, target), functools.partial(_take, spec, problem, target, key)
+        _watch.add(spec.name, wanted, target, look, found, plan, key, take)
+    return plan
+
+
+def _made(spec: KernelSpec, problem: Problem, target: Target, device: int, found: Hit) -> Plan:
     config = Config(found.record.config)
     implementation = spec.implement(problem, config)
     if isinstance(implementation, LibraryCall):
@@ -307,6 +269,16 @@ def _cached(spec: KernelSpec, problem: Problem, target: Target, device: int) -> 
 
     kind = DependentPlan if may_depend(implementation, target) else Plan
     return kind(_kernels[key], implementation, config, implementation.grid(problem, target.sm_count))
+
+
+def _take(spec: KernelSpec, problem: Problem, target: Target, key: tuple[Any, ...], found: Hit) -> Plan | None:
+    """Put what was found later in the place of a plan, unless that was dropped since."""
+    with _lock:
+        if key not in _plans:
+            return None
+        plan = _plans[key] = _keep(spec, _made(spec, problem, target, key[1], found))
+        counters(spec.name).hits += 1
+        return plan
 
 
 def find(spec: KernelSpec, bucketed: Problem, target: Target) -> Hit | None:

@@ -271,7 +271,8 @@ class KernelSpec:
         implement: (problem, config) -> how it runs; the problem may hold real or bucketed sizes.
         default: (problem, target) -> the heuristic config, always inside the space's constraints.
         generic: problem -> the config of the generic variant, chosen to compile fast and run anywhere.
-        inputs: (problem, torch generator, device) -> arguments by name for every input array and scalar; imports torch.
+        inputs: (problem, torch generator, device) -> arguments by name for every input array and scalar; imports torch,
+            and draws by ``torch.randn`` and ``torch.rand`` alone, which the tuner's checks change.
         outputs: (problem, number of blocks) -> (shape, dtype) by name for every output array.
         reference: arguments by name -> expected results by name in float64; imports torch.
         results: outputs by name -> results comparable with the reference (identity unless partial sums are stored).

@@ -11,7 +11,15 @@ from tilekern.cache.packs import PACK_SUFFIX, PackLayer, install_pack, write_pac
 from tilekern.cache.places import default_layers, user_root
 from tilekern.cache.records import PROVENANCES, SCHEMA, Artifact, Record
 from tilekern.cache.store import BlobFile, Entry, Garbage, Store
-from tilekern.cache.wanted import clear_wanted, note_wanted, read_wanted
+from tilekern.cache.wanted import (
+    clear_wanted,
+    note_misses,
+    note_wanted,
+    read_misses,
+    read_wanted,
+    remove_wanted,
+    wanted_name,
+)
 
 __all__ = [
     "PACK_SUFFIX",
@@ -37,11 +45,15 @@ __all__ = [
     "default_layers",
     "install_pack",
     "lookup",
+    "note_misses",
     "note_wanted",
     "parse_problem_key",
     "problem_key",
+    "read_misses",
     "read_wanted",
+    "remove_wanted",
     "skipped",
     "user_root",
+    "wanted_name",
     "write_pack",
 ]

@@ -1,18 +1,27 @@
-"""The wanted list: problems that were asked for at run time and were not in the cache, one file each."""
+"""The wanted list: problems that were asked for at run time and were not in the cache, one file each.
+
+``<item>.json`` is a problem, written once; its name is the digest of kernel, problem and target. ``<process>.misses``
+is how often one process ran the problems that it missed, written anew as they grow, by that process alone.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+import re
+from collections import Counter
+from collections.abc import Collection, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from tilekern.cache.errors import CacheError
 from tilekern.cache.files import read_whole, write_whole
-from tilekern.cache.keys import LAYOUT, WANTED, Value, check_name, problem_key
+from tilekern.cache.keys import LAYOUT, WANTED, Value, check_digest, check_name, problem_key
 from tilekern.cache.records import LARGEST_RECORD, SCHEMA, parse_object
+
+_MISSES = ".misses"
+_PROCESS = re.compile(r"[0-9a-f]{8,64}")
 
 
 def note_wanted(root: Path, kernel: str, problem: Mapping[str, Value], target: Mapping[str, Any], reason: str) -> bool:
@@ -24,14 +33,8 @@ def note_wanted(root: Path, kernel: str, problem: Mapping[str, Value], target: M
     Raises:
         CacheError: the kernel or the problem cannot be the name of a record, or the target is no JSON data.
     """
-    check_name("kernel", kernel)
-    problem_key(problem)
-    wanted = {"schema": SCHEMA, "kernel": kernel, "problem": dict(problem), "target": dict(target)}
-    try:
-        canonical = json.dumps(wanted, allow_nan=False, sort_keys=True, separators=(",", ":"))
-    except (TypeError, ValueError) as error:
-        raise CacheError(f"the target of a wanted problem must be plain JSON data: {error}") from None
-    path = _folder(root) / f"{hashlib.sha256(canonical.encode()).hexdigest()}.json"
+    wanted = _wanted(kernel, problem, target)
+    path = _folder(root) / f"{_digest(wanted)}.json"
     created = datetime.now(UTC).isoformat(timespec="seconds")
     try:
         if path.exists():
@@ -40,6 +43,25 @@ def note_wanted(root: Path, kernel: str, problem: Mapping[str, Value], target: M
     except OSError:
         return False
     return True
+
+
+def wanted_name(kernel: str, problem: Mapping[str, Value], target: Mapping[str, Any]) -> str:
+    """What the list calls a problem: 64 hexadecimal digits; raises as :func:`note_wanted` does."""
+    return _digest(_wanted(kernel, problem, target))
+
+
+def _wanted(kernel: str, problem: Mapping[str, Value], target: Mapping[str, Any]) -> dict[str, Any]:
+    check_name("kernel", kernel)
+    problem_key(problem)
+    return {"schema": SCHEMA, "kernel": kernel, "problem": dict(problem), "target": dict(target)}
+
+
+def _digest(wanted: Mapping[str, Any]) -> str:
+    try:
+        canonical = json.dumps(wanted, allow_nan=False, sort_keys=True, separators=(",", ":"))
+    except (TypeError, ValueError) as error:
+        raise CacheError(f"the target of a wanted problem must be plain JSON data: {error}") from None
+    return hashlib.sha256(canonical.encode()).hexdigest()
 
 
 def read_wanted(root: Path) -> list[dict[str, Any]]:
@@ -58,22 +80,89 @@ def read_wanted(root: Path) -> list[dict[str, Any]]:
     return sorted(wanted, key=lambda item: (item["created"], item["kernel"], problem_key(item["problem"])))
 
 
+def note_misses(root: Path, process: str, misses: Mapping[str, int]) -> bool:
+    """Write down how often a process ran problems of the list so far, in place of what it wrote before.
+
+    Args:
+        root: the cache's root.
+        process: names the process among all that share the cache: hexadecimal digits.
+        misses: runs by the problem's name (:func:`wanted_name`).
+
+    Returns:
+        False where there is no list, or the folder cannot be written.
+
+    Raises:
+        CacheError: a name is none of a process or problem.
+    """
+    if not _PROCESS.fullmatch(process):
+        raise CacheError(f"a process is named by 8 to 64 hexadecimal digits, got {process!r}")
+    text = json.dumps({"schema": SCHEMA, "misses": {check_digest("a problem", k): n for k, n in misses.items()}})
+    try:
+        if not _folder(root).is_dir():
+            return False
+        write_whole(_folder(root) / f"{process}{_MISSES}", text.encode())
+    except OSError:
+        return False
+    return True
+
+
+def read_misses(root: Path) -> dict[str, int]:
+    """How often the problems of the list were run in place of a tuned kernel, by name, over all processes.
+
+    What cannot be read counts for nothing.
+    """
+    found: Counter[str] = Counter()
+    for path in _files(root, _MISSES):
+        found.update(_misses_of(path))
+    return dict(found)
+
+
+def remove_wanted(root: Path, names: Collection[str]) -> int:
+    """Take problems off the list, and counts that speak of none that is left; how many problems stood there.
+
+    Raises:
+        CacheError: a name is none of a problem, or a file cannot be deleted.
+    """
+    removed = sum(_unlink(_folder(root) / f"{check_digest('a problem', name)}.json") for name in names)
+    left = {path.stem for path in _files(root)}
+    for path in _files(root, _MISSES):
+        if left.isdisjoint(_misses_of(path)):
+            _unlink(path)
+    return removed
+
+
 def clear_wanted(root: Path) -> int:
     """Empty the list; the number of problems that stood there.
 
     Raises:
         CacheError: a file cannot be deleted.
     """
-    removed = 0
-    for path in _files(root):
-        try:
-            path.unlink()
-        except FileNotFoundError:
-            continue
-        except OSError as error:
-            raise CacheError(f"cannot delete {path}: {error.strerror}") from None
-        removed += 1
+    removed = sum(map(_unlink, _files(root)))
+    for path in _files(root, _MISSES):
+        _unlink(path)
     return removed
+
+
+def _unlink(path: Path) -> bool:
+    """Delete a file; False where it was not there."""
+    try:
+        path.unlink()
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        raise CacheError(f"cannot delete {path}: {error.strerror}") from None
+    return True
+
+
+def _misses_of(path: Path) -> dict[str, int]:
+    try:
+        item = parse_object(read_whole(path, LARGEST_RECORD)[0].decode())
+    except (CacheError, UnicodeDecodeError):
+        return {}
+    misses = item.get("misses")
+    if item.get("schema") != SCHEMA or not isinstance(misses, dict):
+        return {}
+    return {name: n for name, n in misses.items() if type(n) is int and n > 0}
 
 
 def _is_whole(item: Mapping[str, Any]) -> bool:
@@ -91,8 +180,8 @@ def _folder(root: Path) -> Path:
     return Path(root) / LAYOUT / WANTED
 
 
-def _files(root: Path) -> list[Path]:
+def _files(root: Path, suffix: str = ".json") -> list[Path]:
     try:
-        return sorted(_folder(root).glob("*.json"))
+        return sorted(_folder(root).glob(f"*{suffix}"))
     except OSError:
         return []

@@ -120,7 +120,7 @@ def _end(service: Service, stopped: Stopped | None, *, once: bool, as_json: bool
         "trouble": list(service.troubled.values()),
     }  # fmt: skip
     click.echo(json.dumps(summary, indent=1) if as_json else _told(summary))
-    if left or service.troubled:
+    if left or service.troubled or any(line["passing"] for line in service.failed):
         raise SystemExit(1)
 
 

@@ -1,0 +1,421 @@
+"""The service: from a wanted list to records in the cache, in real processes, killed and told to stop."""
+
+import json
+import os
+import signal
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from service_samples import OTHER, REASON, Running, status, until, want
+from tuning_samples import SMALL
+
+from tilekern import dispatch
+from tilekern.cache import FolderLayer, Store, note_misses, note_wanted, read_wanted, wanted_name
+from tilekern.kernels import spec_named
+from tilekern.targets import resolve
+from tilekern.toolchain import compile_candidate, toolkit
+from tuning import cli
+from tuning.planned import Named
+from tuning.service import history, loop
+from tuning.service.board import Board
+from tuning.service.cost import OWN_OP, lost, roofline_s
+from tuning.service.history import Failures, History
+from tuning.service.loop import Service
+from tuning.service.tuner import How, tune
+from tuning.service.watched import PREDICTED, WatchedCache
+from tuning.sweep import Sweep
+
+H200 = resolve("H200")
+needs_compiler = pytest.mark.skipif(toolkit() is None, reason="no tile compiler is installed")
+pytestmark = needs_compiler
+
+
+@pytest.fixture(autouse=True)
+def settings(monkeypatch):
+    for name in [name for name in os.environ if name.startswith("TILEKERN_")]:
+        monkeypatch.delenv(name)
+
+
+def cache_at(root: Path) -> WatchedCache:
+    return WatchedCache(root, H200, toolkit().key, PREDICTED)
+
+
+def service_on(*caches: WatchedCache, how: How | None = None, batch: int = 8) -> Service:
+    board = Board(H200, toolkit().describe(), PREDICTED, 1.0)
+    return Service(caches, how or How(jobs=2), batch, board, lambda _: None)
+
+
+def name_of(named: Named, gpu: str = "H200") -> str:
+    kernel, problem = named
+    return wanted_name(kernel, dict(problem), resolve(gpu).describe())
+
+
+def provenances(root: Path) -> dict[str, str]:
+    return {entry.record.kernel: entry.record.provenance for entry in Store(root).entries()}
+
+
+def test_a_miss_is_tuned_published_and_found(tmp_path: Path, monkeypatch, capsys):
+    """A job's dispatch misses; one pass of the service; the next job's dispatch has the predicted winner."""
+    import torch
+
+    spec, sizes = spec_named(OTHER[0]), (50, 48, torch.bfloat16)
+    monkeypatch.setenv("TILEKERN_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(dispatch, "here", lambda _device=None: H200)
+    monkeypatch.setenv("TILEKERN_ON_MISS", "fallback")
+    dispatch.forget()
+    monkeypatch.setattr(dispatch, "_said", set())
+    with pytest.warns(UserWarning, match="the model's own op runs"):
+        assert dispatch.plan_for(spec, torch.device("cuda", 0), *sizes) is None
+    assert len(read_wanted(tmp_path)) == 1
+    assert cli.main(["serve", "--once", "--gpu", "H200", "--json"]) == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert read_wanted(tmp_path) == []
+    dispatch.forget()
+    found = dispatch.plan_for(spec, torch.device("cuda", 0), *sizes)
+    dispatch.forget()
+    [published] = summary["published"]
+    assert published["provenance"] == "predicted"
+    assert dict(found.config) == published["config"]
+    assert summary == {"published": [published], "failed": [], "left": [], "not_tuned_here": [], "trouble": []}
+    [line] = History(tmp_path / "service" / "history.jsonl").last(10)
+    assert (line["event"], line["kernel"], line["problem"]) == ("published", OTHER[0], dict(OTHER[1]))
+
+
+def test_what_costs_more_comes_first(tmp_path: Path):
+    for named in (SMALL, OTHER):
+        want(tmp_path, named)
+    cache = cache_at(tmp_path)
+    assert all(item.misses == 1 for item in cache.queue())
+    for first, second in ((SMALL, OTHER), (OTHER, SMALL)):
+        assert note_misses(tmp_path, "00000001", {name_of(first): 7000, name_of(second): 3})
+        assert note_misses(tmp_path, "00000002", {name_of(first): 1})
+        found = cache.queue()
+        assert [(item.kernel, item.misses) for item in found] == [(first[0], 7001), (second[0], 3)]
+        assert found[0].cost_s == pytest.approx(7001 * found[0].lost.seconds)
+        assert found[0].lost.seconds > 0
+
+
+def test_a_launch_loses_what_is_predicted_of_the_default_and_of_the_best(compiled_sweep: Sweep):
+    from tuning.predicting import ranking
+
+    kernel, problem = SMALL
+    known = ranking(compiled_sweep, kernel, problem, H200)
+    best = known[0][1].seconds
+    own = lost(kernel, problem, H200, compiled_sweep, None, {}.__getitem__)
+    assert own.seconds == pytest.approx(OWN_OP * roofline_s(kernel, problem, H200) - best)
+    default = spec_named(kernel).default(problem, H200)
+    [now] = [said.seconds for item, said in known if item.config == default]
+    record, blobs = record_of_default(kernel, problem)
+    found = lost(kernel, problem, H200, compiled_sweep, record, blobs.__getitem__)
+    assert (found.seconds, found.basis) == (pytest.approx(now - best), "predicted")
+    nothing = Sweep(compiled_sweep.folder / "nowhere")
+    alone = lost(kernel, problem, H200, nothing, record, blobs.__getitem__)
+    assert alone.basis == "roofline"
+    assert alone.seconds == pytest.approx(now - roofline_s(kernel, problem, H200))
+
+
+def record_of_default(kernel, problem):
+    from tilekern.records import artifact_of, record_of
+
+    spec = spec_named(kernel)
+    config = spec.default(problem, H200)
+    made = compile_candidate(spec, problem, config, H200, "aligned")
+    artifacts = {name: artifact_of(made, config) for name in ("aligned", "generic")}
+    record = record_of(spec, problem, config, H200, toolkit().describe(), artifacts, "default")
+    return record, {artifacts["aligned"].sha256: made.cubin}
+
+
+def test_what_cannot_be_tuned_here_is_listed_and_left(tmp_path: Path):
+    kernel, problem = SMALL
+    describe = H200.describe()
+    want(tmp_path, SMALL, "B200")
+    note_wanted(tmp_path, "of_tomorrow", dict(problem), describe, REASON)
+    note_wanted(tmp_path, kernel, {**problem, "rows": 0}, describe, REASON)
+    note_wanted(tmp_path, kernel, {"rows": 256}, describe, REASON)
+    cache = cache_at(tmp_path)
+    said = {item.why.partition(":")[0]: item.state for item in cache.queue()}
+    assert said == {
+        "not for this GPU": "elsewhere",
+        "this version of tilekern has no kernel of_tomorrow": "unknown",
+        "no problem of this version of tilekern": "unknown",
+    }
+    service = service_on(cache)
+    service.work_off()
+    assert len(service.left) == len(read_wanted(tmp_path)) == 4
+    assert service.published == service.failed == []
+
+
+def test_each_cache_gets_what_it_wants_and_no_more(tmp_path: Path):
+    one, other = tmp_path / "one", tmp_path / "other"
+    want(one, SMALL)
+    want(other, OTHER)
+    code = cli.main(["serve", "--once", "--gpu", "H200", "--cache-dir", str(one), "--cache-dir", str(other)])
+    assert code == 0
+    assert provenances(one) == {SMALL[0]: "predicted"}
+    assert provenances(other) == {OTHER[0]: "predicted"}
+    assert read_wanted(one) == read_wanted(other) == []
+
+
+def test_what_fails_stays_wanted_with_its_reason_until_it_is_asked_for_again(tmp_path: Path):
+    want(tmp_path)
+    cache = cache_at(tmp_path)
+    hasty = service_on(cache, how=How(jobs=2, timeout_s=0.001))
+    hasty.work_off()
+    [failed] = hasty.failed
+    assert "did not compile" in failed["reason"]
+    [item] = cache.queue()
+    assert (item.state, item.why) == ("failed", failed["reason"])
+    patient = service_on(cache)
+    patient.work_off()
+    assert patient.published == patient.failed == []
+    assert len(read_wanted(tmp_path)) == 1
+    assert cli.main(["serve", "--once", "--gpu", "H200", "--cache-dir", str(tmp_path)]) == 0
+    assert len(read_wanted(tmp_path)) == 1
+    assert cli.main(["serve", "--once", "--gpu", "H200", "--cache-dir", str(tmp_path), "--retry"]) == 0
+    assert read_wanted(tmp_path) == []
+
+
+def test_a_failure_stands_for_its_source_toolkit_and_goal(tmp_path: Path):
+    want(tmp_path)
+    cache = cache_at(tmp_path)
+    [item] = cache.queue()
+    cache.fail(item, "it crashed", passing=False)
+    assert cache.queue()[0].state == "failed"
+    assert WatchedCache(tmp_path, H200, "another-toolkit", PREDICTED).queue()[0].state == "waiting"
+    assert WatchedCache(tmp_path, H200, toolkit().key, "measured").queue()[0].state == "waiting"
+    assert Failures(tmp_path / "service" / "failed.jsonl").why(item.name, {"source": "edited"}) is None
+
+
+def test_a_passing_failure_is_tried_again_later_and_later(tmp_path: Path, monkeypatch):
+    clock = 1000.0
+    monkeypatch.setattr(history.time, "time", lambda: clock)
+    failures, state = Failures(tmp_path / "failed.jsonl"), {"source": "a"}
+    for pause_s in (60, 120, 240):
+        failures.note("item", "the disk is full", state, passing=True)
+        clock += pause_s - 1
+        assert failures.why("item", state) == "the disk is full"
+        clock += 2
+        assert failures.why("item", state) is None
+    for _ in range(20):
+        failures.note("item", "the disk is full", state, passing=True)
+    clock += 86401
+    assert failures.why("item", state) is None
+
+
+def test_an_item_that_breaks_the_tuner_stops_no_other(tmp_path: Path, monkeypatch):
+    """The fault is put in: no problem is known that has the tuner itself raise."""
+
+    def breaks(cache, named, how, tell):
+        if SMALL in named:
+            raise RuntimeError("a bug of a spec")
+        return tune(cache, named, how, tell)
+
+    monkeypatch.setattr(loop, "tune", breaks)
+    for named in (SMALL, OTHER):
+        want(tmp_path, named)
+    service = service_on(cache_at(tmp_path))
+    service.work_off()
+    assert [line["kernel"] for line in service.published] == [OTHER[0]]
+    assert [line["reason"] for line in service.failed] == ["RuntimeError: a bug of a spec"]
+    assert [item.state for item in service.left] == ["failed"]
+
+
+def test_a_cache_that_cannot_be_written_is_said_and_left_alone(tmp_path: Path):
+    bad, good = tmp_path / "bad", tmp_path / "good"
+    for root in (bad, good):
+        want(root)
+    (bad / "sweeps").write_text("a file where the sweeps' folder should be")
+    service = service_on(cache_at(bad), cache_at(good))
+    service.work_off()
+    assert provenances(good) == {SMALL[0]: "predicted"}
+    [failed] = service.failed
+    assert (failed["cache"], failed["passing"]) == (str(bad), True)
+    assert "cannot write the sweep folder" in failed["reason"]
+    assert [(item.root, item.state) for item in service.left] == [(bad, "failed")]
+
+
+def test_a_problem_that_the_cache_holds_by_now_is_taken_off_the_list(tmp_path: Path):
+    want(tmp_path)
+    service_on(cache_at(tmp_path)).work_off()
+    want(tmp_path)
+    service = service_on(cache_at(tmp_path))
+    service.work_off()
+    assert service.published == []
+    assert read_wanted(tmp_path) == []
+
+
+def test_a_default_that_a_job_compiled_is_no_reason_to_leave_it(tmp_path: Path):
+    kernel, problem = SMALL
+    want(tmp_path)
+    os.environ["TILEKERN_CACHE_DIR"] = str(tmp_path)
+    try:
+        dispatch.compile_default(spec_named(kernel), problem, H200)
+    finally:
+        del os.environ["TILEKERN_CACHE_DIR"]
+    assert provenances(tmp_path) == {kernel: "default"}
+    cache = cache_at(tmp_path)
+    assert cache.settle() == []
+    service_on(cache).work_off()
+    assert provenances(tmp_path) == {kernel: "predicted"}
+
+
+def test_a_file_of_another_name_is_tuned_once_and_not_for_ever(tmp_path: Path):
+    """Such as a list that was copied by hand: the service cannot know which file to delete."""
+    want(tmp_path)
+    [path] = (tmp_path / "v1" / "wanted").iterdir()
+    path.rename(path.with_name("copied.json"))
+    service = service_on(cache_at(tmp_path))
+    service.work_off()
+    assert len(service.published) == 1
+    assert [item.why for item in service.left] == ["the cache holds it; its file could not be taken off the list"]
+
+
+def test_the_history_is_bounded(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(history, "MOST_LINES", 10)
+    kept = History(tmp_path / "history.jsonl")
+    for number in range(100):
+        kept.note("published", f"item {number}", *SMALL)
+        assert len((tmp_path / "history.jsonl").read_bytes().splitlines()) <= 20
+    assert [line["item"] for line in kept.last(3)] == ["item 99", "item 98", "item 97"]
+    (tmp_path / "history.jsonl").open("ab").write(b'{"torn')
+    kept.note("failed", "after a kill", *SMALL, reason="why")
+    [line] = kept.last(1)
+    assert (line["item"], line["reason"]) == ("after a kill", "why")
+    assert list(line["problem"].items()) == list(SMALL[1].items())
+
+
+def test_old_artifacts_make_room(tmp_path: Path, monkeypatch):
+    from tuning.service import tuner
+
+    want(tmp_path)
+    cache = cache_at(tmp_path)
+    monkeypatch.setattr(tuner, "MOST_ARTIFACT_BYTES", 300_000)
+    service_on(cache).work_off()
+    held = sum(path.stat().st_size for path in (cache.sweep.folder / "artifacts").iterdir())
+    assert 0 < held <= 300_000
+    assert provenances(tmp_path) == {SMALL[0]: "predicted"}
+
+
+def test_a_second_service_on_a_cache_is_refused(tmp_path: Path):
+    with Running("--gpu", "H200", "--cache-dir", tmp_path, "--listen", "none") as first:
+        assert first.line().startswith("watching")
+        with Running("--gpu", "H200", "--cache-dir", tmp_path, "--once") as second:
+            code, _, errors = second.end()
+        assert code == 2
+        assert errors.count("\n") == 1
+        assert f"is held by another run: serve on {os.uname().nodename}, process {first.process.pid}" in errors
+    with Running("--gpu", "H200", "--cache-dir", tmp_path, "--once") as third:
+        assert third.end()[0] == 0
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_a_signal_ends_it_with_what_was_finished_kept(tmp_path: Path, number, code):
+    want(tmp_path)
+    journal = cache_at(tmp_path).sweep.folder / "compiled.jsonl"
+    with Running("--gpu", "H200", "--cache-dir", tmp_path, "--jobs", 1, "--listen", "none") as running:
+        until(lambda: journal.exists() and journal.read_bytes().count(b"\n") > 2)
+        running.send(number)
+        ended, output, errors = running.end()
+    assert ended == code, errors
+    assert "stopped; what was finished is kept" in output + errors
+    assert "Traceback" not in errors
+    assert len(read_wanted(tmp_path)) == 1
+    for line in journal.read_text().splitlines():
+        assert json.loads(line)["status"] == "ok"
+
+
+def test_a_service_that_is_killed_goes_on_at_the_next_start(tmp_path: Path):
+    want(tmp_path)
+    journal = cache_at(tmp_path).sweep.folder / "compiled.jsonl"
+    for lines in (1, 4, 8):
+        with Running("--gpu", "H200", "--cache-dir", tmp_path, "--jobs", 2, "--listen", "none") as running:
+            until(lambda n=lines: journal.exists() and journal.read_bytes().count(b"\n") >= n)
+            running.kill()
+        assert running.process.returncode == -signal.SIGKILL
+    assert len(read_wanted(tmp_path)) == 1
+    with Running("--once", "--gpu", "H200", "--cache-dir", tmp_path) as last:
+        assert last.end()[0] == 0
+    assert read_wanted(tmp_path) == []
+    assert provenances(tmp_path) == {SMALL[0]: "predicted"}
+    keys = Counter(json.loads(line)["key"] for line in journal.read_text().splitlines() if line.endswith("}"))
+    assert max(keys.values()) == 1, "compiled twice"
+    layer = FolderLayer(tmp_path, "cache")
+    [tools] = layer.toolkits(H200.key)
+    record = layer.read_record(H200.key, tools, *[SMALL[0], dict(SMALL[1])])
+    assert {len(layer.read_blob(digest)) > 0 for digest in record.digests} == {True}
+
+
+def test_a_service_takes_what_is_wanted_while_it_runs(tmp_path: Path):
+    with Running("--gpu", "H200", "--cache-dir", tmp_path, "--poll", 0.2, "--listen", "127.0.0.1:0") as running:
+        url = running.url()
+        until(lambda: status(url)["state"] == "idle")
+        assert status(url)["queue"] == []
+        want(tmp_path)
+        until(lambda: (status(url)["batch"] or {}).get("of"))
+        known = status(url)
+        assert known["state"] == "tuning"
+        assert [(item["kernel"], item["state"]) for item in known["queue"]] == [(SMALL[0], "waiting")]
+        until(lambda: status(url)["totals"]["published"] == 1 and status(url)["state"] == "idle")
+        known = status(url)
+        assert (known["queue"], known["batch"], known["error"]) == ([], None, None)
+        [line] = known["history"]
+        assert (line["event"], line["kernel"], line["provenance"]) == ("published", SMALL[0], "predicted")
+        running.send(signal.SIGTERM)
+        assert running.end()[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "no CUDA GPU to tune on; to publish predicted winners, name one: --gpu B200"),
+        (["--gpu", "H2000"], "unknown GPU 'H2000'"),
+        (["--gpu", "H200", "--json"], "--json goes with --once"),
+        (["--gpu", "H200", "--listen", "here"], "expected HOST:PORT"),
+        (["--gpu", "H200", "--listen", "127.0.0.1:99999"], "expected HOST:PORT"),
+        (["--gpu", "H200", "--listen", "0.0.0.0:0"], "can be reached from other machines: set TILEKERN_SERVE_TOKEN"),
+        (["--gpu", "H200", "--listen", ":0"], "can be reached from other machines"),
+        (["--gpu", "H200", "--listen", "no.such.host.invalid:1"], "is no host"),
+        (["--gpu", "H200", "--token-file", "/nowhere/token"], "the token file /nowhere/token cannot be read"),
+        (["--gpu", "H200", "--cache-dir", "/dev/null/cache"], "cannot write the cache /dev/null/cache"),
+    ],
+)
+def test_bad_input_is_one_line(tmp_path: Path, monkeypatch, capsys, arguments, says):
+    monkeypatch.setenv("TILEKERN_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert cli.main(["serve", *arguments]) == 2
+    errors = capsys.readouterr().err
+    assert says in errors
+    assert errors.count("\n") == 1
+
+
+def test_a_port_that_is_taken_is_said(tmp_path: Path, capsys):
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        assert cli.main(["serve", "--gpu", "H200", "--cache-dir", str(tmp_path), "--listen", address]) == 2
+    assert f"cannot listen on {address}" in capsys.readouterr().err
+
+
+def test_a_pass_that_leaves_something_ends_with_1(tmp_path: Path, capsys):
+    want(tmp_path)
+    (tmp_path / "sweeps").write_text("a file where the sweeps' folder should be")
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["serve", "--once", "--gpu", "H200", "--cache-dir", str(tmp_path), "--json"])
+    assert ended.value.code == 1
+    summary = json.loads(capsys.readouterr().out)
+    [failed] = summary["failed"]
+    assert failed["passing"]
+    assert "cannot write the sweep folder" in failed["reason"]
+    assert len(read_wanted(tmp_path)) == 1
+
+
+def test_an_item_shows_at_its_bucket(tmp_path: Path):
+    """A list that another program wrote may have sizes that are no bucket's."""
+    kernel, problem = SMALL
+    want(tmp_path, (kernel, problem.but(rows=200)))
+    [item] = cache_at(tmp_path).queue()
+    assert item.named == SMALL
+    assert replace(item, misses=3).cost_s == pytest.approx(3 * item.lost.seconds)

@@ -1,0 +1,73 @@
+"""What a lookup leads to: a kernel object with its grid and constants, ready to be launched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tilekern.spec import Config, Implementation
+
+
+class Plan:
+    """How one problem runs: the kernel object, its grid and constants. ``blocks`` is the grid's size."""
+
+    __slots__ = ("_kernel", "_tail", "blocks", "config", "grid", "launches")
+
+    def __init__(self, kernel: Any, implementation: Implementation, config: Config, blocks: int) -> None:
+        self._kernel = kernel
+        self._tail = tuple(value for _, value in implementation.constants)
+        self.config, self.blocks, self.grid = config, blocks, (blocks,)
+        self.launches = 0
+
+    def launch(self, device: int, *arguments: Any) -> None:
+        """Queue the kernel on the current stream of CUDA device number ``device``."""
+        self.launches += 1
+        _ct_launch(_raw_stream(device), self.grid, self._kernel, arguments + self._tail)
+
+    def run(self, device: int, inputs: tuple[Any, ...], allocate: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
+        """The outputs for ``inputs``: the kernel fills those of ``allocate``, a library gives its own."""
+        outputs = allocate()
+        self.launch(device, *inputs, *outputs)
+        return outputs
+
+
+class DependentPlan(Plan):
+    """A plan whose kernel waits for its predecessor by itself, so that its launch overlaps that one's end."""
+
+    __slots__ = ()
+
+    def launch(self, device: int, *arguments: Any) -> None:
+        """Queue the kernel."""
+        self.launches += 1
+        _ct_launch(
+            _raw_stream(device), self.grid, self._kernel, arguments + self._tail, programmatic_dependent_launch=True
+        )
+
+
+class InterpretedPlan(Plan):
+    """A plan whose kernel runs on the CPU, block by block."""
+
+    __slots__ = ()
+
+    def launch(self, device: int, *arguments: Any) -> None:  # noqa: ARG002
+        """Run the kernel at once."""
+        from tilekern import interpreter
+
+        self.launches += 1
+        interpreter.launch(self._kernel, self.grid, arguments + self._tail)
+
+
+def _ct_launch(*arguments: Any, **options: Any) -> None:
+    """Replaces itself by cuda.tile's launch when first called, so that importing this file loads neither."""
+    global _ct_launch, _raw_stream
+    import torch
+    from cuda.tile import launch
+
+    _ct_launch, _raw_stream = launch, torch._C._cuda_getCurrentRawStream
+    launch(*arguments, **options)
+
+
+def _raw_stream(device: int) -> int:
+    import torch
+
+    return int(torch._C._cuda_getCurrentRawStream(device))
