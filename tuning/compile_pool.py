@@ -6,11 +6,13 @@ Workers are forked from a server that has the front end loaded (:mod:`tuning.for
 from __future__ import annotations
 
 import contextlib
+import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing import connection as connections
-from multiprocessing import forkserver, get_context
+from multiprocessing import forkserver, get_context, util
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -50,6 +52,8 @@ class Lost:
 _PATIENCE_S = 1.0
 # How often a place of the pool may get a worker that dies at its start.
 _MOST_STILLBORN = 3
+# What multiprocessing puts behind a temporary folder's path takes 35 bytes.
+_MOST_FOLDER_BYTES = 70
 # What workers run; they find it by its name.
 Compile = Callable[[Candidate], Answer]
 
@@ -57,7 +61,22 @@ Compile = Callable[[Candidate], Answer]
 def start_server() -> None:
     """Start the process that workers are forked from, unless it runs; it loads its modules while others work."""
     get_context("forkserver").set_forkserver_preload(["tuning.forked"])
+    _settle_where_a_socket_fits()
     forkserver.ensure_running()
+
+
+def _settle_where_a_socket_fits() -> None:
+    """Have multiprocessing choose its temporary folder, where the server listens, not too deep down.
+
+    The path of a socket is cut off at 107 bytes, and ``TMPDIR`` may be longer than that.
+    """
+    usual = tempfile.tempdir
+    if len(os.fsencode(tempfile.gettempdir())) > _MOST_FOLDER_BYTES and os.access("/tmp", os.W_OK):
+        tempfile.tempdir = "/tmp"
+    try:
+        util.get_temp_dir()
+    finally:
+        tempfile.tempdir = usual
 
 
 def compile_in_order(

@@ -237,3 +237,11 @@ def test_what_is_put_back_comes_again_and_every_candidate_once(h200):
         taken.append(item)
         before = item
     assert sorted(item.artifact for item in taken) == sorted([*(item.artifact for item in items), items[4].artifact])
+
+
+def test_a_long_temporary_folder_is_no_hindrance(stage, tmp_path, monkeypatch):
+    """The path of the socket that workers are asked for through has at most 107 bytes."""
+    long = tmp_path / ("a" * 60) / ("b" * 60)
+    long.mkdir(parents=True)
+    monkeypatch.setenv("TMPDIR", str(long))
+    assert stage("exit 1")
