@@ -78,6 +78,6 @@ PY
 "$python" -m cache_tools verify --cache-dir "$scratch/tuned"
 
 step "pytest"
-"$python" -m pytest -n 2 -m "not gpu"
+"$python" -m pytest -n 2 --dist loadgroup -m "not gpu"
 
 printf '\n== all passed in %d s\n' "$SECONDS"

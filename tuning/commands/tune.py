@@ -28,8 +28,8 @@ from tuning.strategies import STRATEGIES, strategy_named
 from tuning.sweep import Sweep
 
 if TYPE_CHECKING:
-    from tuning.estimating import PlanReport
     from tuning.compiling import Pool
+    from tuning.estimating import PlanReport
     from tuning.executors import Executor
     from tuning.executors.cluster import ClusterExecutor
 
@@ -59,7 +59,9 @@ _FOLDER = click.Path(file_okay=False, path_type=Path)
     help="Seconds that one compile may take.",
 )  # fmt: skip
 @click.option("--strategy", default="race", show_default=True, help=f"How to measure: {', '.join(STRATEGIES)}.")
-@click.option("--executor", default=LOCAL, show_default=True, help="Where to compile and measure: local, ray, ray://HOST:PORT.")
+@click.option(
+    "--executor", default=LOCAL, show_default=True, help="Where to compile and measure: local, ray, ray://HOST:PORT."
+)
 @click.option("--gpus", type=click.IntRange(min=1), help="How many GPUs to measure on at most.")
 @click.option("--sweep", type=_FOLDER, help="The sweep folder; it can travel.")
 @click.option("--cache-dir", type=_FOLDER, help="The cache to fill.")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from tilekern.targets import Target
-from tuning.process import Noted
-from tuning.tasks import Task
+if TYPE_CHECKING:  # a node of a cluster that lacks what these need must come as far as to say so
+    from tilekern.targets import Target
+    from tuning.process import Noted
+    from tuning.tasks import Task
 
 # Stands in place of a journal's name when a task has come to its end.
 FINISHED = "finished"
@@ -24,4 +25,8 @@ class Executor(Protocol):
         """
 
     def run(self, tasks: Sequence[Task]) -> Iterator[Noted]:
-        """Measure the tasks, in any order; lines for the journals as they come, and ``FINISHED`` after each task."""
+        """Measure the tasks, in any order; lines for the journals as they come, and ``FINISHED`` after each task.
+
+        Raises:
+            InputError: some tasks could not be measured; the lines of all others have come before.
+        """

@@ -7,10 +7,11 @@ import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from tilekern.errors import InputError
 from tilekern.targets import Target
-from tuning.executors import FINISHED
+from tuning.executors.work import finished, longest_first
 from tuning.gpu import check_gpu, describe_gpu, devices
-from tuning.process import Noted, Worker, measure_task
+from tuning.process import LAUNCH_TIMEOUT_S, Noted, Worker, measure_task
 from tuning.tasks import Task
 
 
@@ -20,10 +21,11 @@ class LocalExecutor:
     Args:
         cache: the folder of the cache that composites look kernels up in.
         most: how many of the host's GPUs to use at most; all that are like the first where None.
+        launch_timeout_s: the least time that a candidate is given for what it launches.
     """
 
-    def __init__(self, cache: Path, most: int | None = None) -> None:
-        self._cache, self._most = cache, most
+    def __init__(self, cache: Path, most: int | None = None, launch_timeout_s: float = LAUNCH_TIMEOUT_S) -> None:
+        self._cache, self._most, self._launch_timeout_s = cache, most, launch_timeout_s
 
     def describe_gpu(self, target: Target) -> dict[str, str]:
         """The first GPU, its driver and torch.
@@ -35,40 +37,78 @@ class LocalExecutor:
         return describe_gpu()
 
     def run(self, tasks: Sequence[Task]) -> Iterator[Noted]:
-        """Measure the tasks; what one GPU fails at does not stop the others' lines from arriving first."""
-        waiting: queue.SimpleQueue[Task] = queue.SimpleQueue()
-        for task in tasks:
-            waiting.put(task)
-        found: queue.SimpleQueue[Noted | BaseException | None] = queue.SimpleQueue()
-        names = devices()[: self._most][: max(1, len(tasks))]
-        threads = [threading.Thread(target=self._work, args=(name, waiting, found), daemon=True) for name in names]
+        """Measure the tasks, the longest first; a GPU that fails leaves the rest to the others.
+
+        Raises:
+            InputError: a GPU could not be used; the others have measured all but the task that it was at.
+        """
+        if not tasks:
+            return
+        names = devices()[: self._most][: len(tasks)]
+        if not names:
+            raise InputError("there is no GPU here to measure on")
+        work = _Work(tasks, names)
+        threads = [threading.Thread(target=self._serve, args=(name, work), daemon=True) for name in names]
         for thread in threads:
             thread.start()
-        left = len(threads)
-        while left:
-            item = found.get()
-            if item is None:
-                left -= 1
-            elif isinstance(item, BaseException):
-                raise item
-            else:
-                yield item
-
-    def _work(
-        self, device: str, waiting: queue.SimpleQueue[Task], found: queue.SimpleQueue[Noted | BaseException | None]
-    ) -> None:
-        worker = Worker(self._cache, device)
         try:
-            while True:
-                try:
-                    task = waiting.get_nowait()
-                except queue.Empty:
-                    break
+            yield from work.lines()
+        finally:
+            work.is_over.set()
+
+    def _serve(self, device: str, work: _Work) -> None:
+        """Have one GPU's worker take tasks until there are none, or nobody takes its lines any more."""
+        worker = Worker(self._cache, device, self._launch_timeout_s)
+        try:
+            for task in work:
                 for noted in measure_task(worker, task):
-                    found.put(noted)
-                found.put((FINISHED, {"kernel": task.kernel, "problem": task.problem.key}))
+                    work.found.put(noted)
+                    if work.is_over.is_set():
+                        return
+                work.found.put(finished(task))
         except BaseException as error:  # noqa: BLE001 (raised again where the lines are taken)
-            found.put(error)
+            work.found.put(error)
         finally:
             worker.close()
-            found.put(None)
+            work.found.put(None)
+
+
+class _Work:
+    """What the threads of some GPUs share: the tasks that are left, and what was found.
+
+    Args:
+        tasks: the tasks.
+        names: of the GPUs, each with one thread.
+    """
+
+    def __init__(self, tasks: Sequence[Task], names: Sequence[str]) -> None:
+        self._left: queue.SimpleQueue[Task] = queue.SimpleQueue()
+        for task in longest_first(tasks):
+            self._left.put(task)
+        self._threads = len(names)
+        # Lines, errors, and None at the end of each thread.
+        self.found: queue.SimpleQueue[Noted | BaseException | None] = queue.SimpleQueue()
+        self.is_over = threading.Event()
+
+    def __iter__(self) -> Iterator[Task]:
+        """The tasks, each to one of the threads."""
+        while not self.is_over.is_set():
+            try:
+                yield self._left.get_nowait()
+            except queue.Empty:
+                return
+
+    def lines(self) -> Iterator[Noted]:
+        """What all threads find, as it comes; then the first of their errors is raised, if there is one."""
+        errors: list[BaseException] = []
+        at_work = self._threads
+        while at_work:
+            item = self.found.get()
+            if item is None:
+                at_work -= 1
+            elif isinstance(item, BaseException):
+                errors.append(item)
+            else:
+                yield item
+        if errors:
+            raise errors[0]

@@ -1,0 +1,313 @@
+"""A sweep on a real Ray cluster, of a head and two nodes on this host that say to have an H200 each."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter, defaultdict
+from pathlib import Path
+
+import pytest
+from cluster_samples import LackingNode, RecordedNode, broken, dying, noting, of_two_drivers, waiting
+from recorded import COPY_US, GPU, RecordedExecutor
+from tuning_samples import SMALL
+
+from tilekern.errors import InputError
+from tilekern.spec import ALIGNED
+from tilekern.targets import here, resolve
+from tilekern.toolchain import Toolkit, toolkit
+from tuning.compiling import compile_all
+from tuning.executors import FINISHED
+from tuning.measuring import measure_all, tasks
+from tuning.publishing import keep_winners, winners
+from tuning.sweep import Sweep
+
+ray = pytest.importorskip("ray")
+
+from ray.cluster_utils import Cluster  # noqa: E402
+
+from tuning.executors import cluster, node, ray_compiling, ray_measuring, ray_nodes  # noqa: E402
+from tuning.executors.cluster import ClusterExecutor  # noqa: E402
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("cluster")]
+ROOT = Path(__file__).parents[2]
+STORE_BYTES = 100 << 20
+H200 = {"num_cpus": 1, "num_gpus": 1, "resources": {"accelerator_type:H200": 1}, "object_store_memory": STORE_BYTES}
+NOTICES_DEATH_SOON = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 1000}
+NOTICES_DEATH_SOON |= {"health_check_failure_threshold": 3}
+TOOLKIT = {"key": "none", "tileiras": "none", "cuda_tile": "none"}
+THREE = [("column_sum", SMALL[1].but(rows=rows)) for rows in (256, 512, 1024)]
+
+
+def processes_of(folder):
+    """The command lines of living processes that name a folder."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            command = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if str(folder) in command:
+            found.append(command)
+    return found
+
+
+@pytest.fixture(scope="module")
+def nodes():
+    """The cluster; the port of its head's door for clients is its ``door``."""
+    # Short, as sockets lie under it.
+    folder = Path(tempfile.mkdtemp(prefix="r"))
+    (folder / "ray").mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_TMPDIR", str(folder))
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        # The samples are the nodes' own, what is tested comes along with the job.
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent))
+        door = free_port()
+        head = {"num_cpus": 0, "num_gpus": 0, "include_dashboard": False, "ray_client_server_port": door}
+        found = Cluster(initialize_head=True, head_node_args=head | {"object_store_memory": STORE_BYTES})
+        found.door = door
+        try:
+            for _ in range(2):
+                found.add_node(**H200)
+            patch.setenv("RAY_ADDRESS", found.address)
+            yield found
+        finally:
+            ray.shutdown()
+            found.shutdown()
+    deadline = time.monotonic() + 30
+    while processes_of(folder) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    left = processes_of(folder)
+    shutil.rmtree(folder, ignore_errors=True)
+    assert left == []
+
+
+def free_port():
+    import socket
+
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+@pytest.fixture
+def executor(nodes, tmp_path):
+    """Makes an executor on the cluster whose GPUs are nodes of a class."""
+
+    def made(of=RecordedNode, **options):
+        return ClusterExecutor(None, tmp_path / "sweep" / "cache", node=of, **options)
+
+    return made
+
+
+@pytest.fixture
+def sweep(compiled_sweep, tmp_path):
+    found = Sweep(Path(shutil.copytree(compiled_sweep.folder, tmp_path / "sweep")))
+    found.begin(found.target, "test", THREE)
+    return found
+
+
+@pytest.fixture
+def three(sweep):
+    return list(tasks(sweep, THREE, "race"))
+
+
+def keys(lines):
+    return sorted(line["problem"] for journal, line in lines if journal == FINISHED)
+
+
+def handed(folder):
+    """Who was handed which problem with how many known checks, in order."""
+    return [(name, int(rows), int(checks)) for name, rows, checks in map(str.split, open(folder / "handed"))]
+
+
+ALL = sorted(problem.key for _, problem in THREE)
+
+
+def test_a_sweep_is_compiled_and_measured_as_on_one_host(executor, compiled_sweep, tmp_path, h200):
+    sweep, on_cluster = Sweep(tmp_path / "sweep"), executor(noting(tmp_path))
+    sweep.begin(h200, "test", THREE)
+    assert on_cluster.cores == 2
+    summary = compile_all(sweep, on_cluster.cores, pool=on_cluster.compile_in_order)
+    compiled, expected = sweep.compiled(), compiled_sweep.compiled()
+    assert summary.compiled == len(expected)
+    assert summary.failed == 0
+    took = ("frontend_s", "tileiras_s")
+    for key, line in expected.items():
+        assert {n: v for n, v in compiled[key].items() if n not in took} == {
+            n: v for n, v in line.items() if n not in took
+        }
+        assert sweep.cubin(line["sha256"]) == compiled_sweep.cubin(line["sha256"])
+    measure_all(sweep, on_cluster, keep_winners)
+    alone = Sweep(Path(shutil.copytree(compiled_sweep.folder, tmp_path / "alone")))
+    alone.begin(h200, "test", THREE)
+    measure_all(alone, RecordedExecutor(), keep_winners)
+    configs = [[winner.record.config for winner, _ in winners(one, TOOLKIT)] for one in (sweep, alone)]
+    assert configs[0] == configs[1]
+    assert sweep.gpu() == GPU
+    # Both nodes had work, and the largest problem went first.
+    assert len({name for name, _, _ in handed(tmp_path)}) == 2
+    assert handed(tmp_path)[0][1] == 1024
+
+
+def test_lines_come_in_the_order_of_their_task_and_composites_find_the_winners(executor, sweep, three):
+    measure_all(sweep, RecordedExecutor(), keep_winners)
+    keep_winners(sweep)
+    lines = list(executor().run(three))
+    assert keys(lines) == ALL
+    of = defaultdict(list)
+    owners = {entrant.key: task.problem.key for task in three for entrant in task.entrants}
+    for journal, line in lines:
+        name = line.get("candidate", "")
+        of[line.get("problem") or owners.get(name) or name.rpartition("|")[2]].append((journal, line))
+    for task in three:
+        *checked, end = of[task.problem.key]
+        assert end[0] == FINISHED
+        said = ["timing" in line for _, line in checked]
+        assert said == sorted(said), "checks come before timings"
+        assert [line["candidate"] for _, line in checked if "timing" not in line] == [e.key for e in task.entrants]
+        timed = {line["candidate"]: line["timing"]["median_us"] for _, line in checked if "timing" in line}
+        assert timed.keys() >= {e.key for e in task.entrants if e.candidate.variant == ALIGNED}
+        assert timed[f"copy|{task.kernel}|{task.problem.key}"] == COPY_US + len(THREE)
+
+
+def test_a_worker_that_dies_costs_the_candidate_in_flight(executor, three, tmp_path):
+    lines = list(executor(dying(tmp_path, times=1)).run(three))
+    assert keys(lines) == ALL
+    assert not [line for journal, line in lines if journal == "skipped"]
+    counts = Counter(rows for _, rows, _ in handed(tmp_path))
+    [(lost, _)] = [item for item in counts.items() if item[1] == 2]
+    (first, _, none), (second, _, known) = [line for line in handed(tmp_path) if line[1] == lost]
+    assert (none, known) == (0, 1), "what was checked is not checked again"
+    assert first != second, "it goes to another node"
+    checked = Counter(line["candidate"] for _, line in lines if "check" in line and "timing" not in line)
+    assert set(checked.values()) == {1}
+
+
+def test_a_problem_that_nodes_die_of_is_given_up(executor, three, tmp_path):
+    lines = list(executor(dying(tmp_path, times=2)).run(three[:1]))
+    [skipped] = [line for journal, line in lines if journal == "skipped"]
+    assert skipped["problem"] == three[0].problem.key
+    assert "two nodes were lost while it was measured" in skipped["reason"]
+    assert keys(lines) == [three[0].problem.key]
+
+
+def test_a_node_with_another_driver_is_left_out(executor, three, tmp_path):
+    with pytest.warns(UserWarning, match=r"left out: it is .*driver 590\.1.* and the others are .*driver 580\.159"):
+        lines = list(executor(of_two_drivers(tmp_path)).run(three))
+    assert keys(lines) == ALL
+    assert len({name for name, _, _ in handed(tmp_path)}) == 1
+
+
+def test_a_gpu_that_cannot_be_used_leaves_its_task_to_the_others(executor, three, tmp_path):
+    with pytest.warns(UserWarning, match="left out: the measuring process failed at its start of CUDA"):
+        lines = list(executor(broken(tmp_path, all_of_them=False)).run(three))
+    assert keys(lines) == ALL
+    assert len({name for name, _, _ in handed(tmp_path)}) == 2
+
+
+def test_where_no_gpu_can_be_used_it_is_said(executor, three, tmp_path):
+    with pytest.raises(InputError, match="the measuring process failed at its start of CUDA"):
+        list(executor(broken(tmp_path, all_of_them=True), most=1).run(three[:1]))
+
+
+def test_a_cluster_without_the_gpu_says_what_it_has(executor):
+    with pytest.raises(InputError, match=r"no node of the cluster has a B200; its GPUs by type: H200 \(2\)"):
+        executor().describe_gpu(resolve("B200"))
+
+
+def test_a_node_that_lacks_something_says_so(executor, h200):
+    with pytest.raises(InputError, match="lacks torch_of_tomorrow; install"):
+        executor(LackingNode).describe_gpu(h200)
+
+
+@pytest.mark.skipif(here() is not None, reason="this machine has a GPU")
+def test_a_node_without_a_gpu_that_is_said_to_have_one_says_so(executor, h200):
+    with pytest.raises(InputError, match=r"the node .*: the measure stage needs a GPU"):
+        executor(node.GpuNode).describe_gpu(h200)
+
+
+def test_a_node_that_runs_other_code_says_so(executor, h200, monkeypatch):
+    monkeypatch.setattr(cluster, "code_digest", lambda: "0" * 64)
+    with pytest.raises(InputError, match=r"runs another tilekern, from .*runtime_resources.*tilekern; take it off"):
+        executor().describe_gpu(h200)
+
+
+def test_a_node_with_another_compiler_says_so(executor, tmp_path, h200, monkeypatch):
+    other = Toolkit(Path("tileiras"), "99.1", "9.9")
+    monkeypatch.setattr(ray_compiling, "require_toolkit", lambda: other)
+    sweep = Sweep(tmp_path / "other")
+    sweep.begin(h200, "test", [SMALL])
+    with pytest.raises(InputError, match=f"has {toolkit().key}, and the sweep is compiled by {other.key}"):
+        compile_all(sweep, 2, pool=executor().compile_in_order)
+    assert sweep.compiled() == {}
+
+
+def test_gpus_that_never_become_free_are_not_waited_for_without_end(executor, h200, three, monkeypatch):
+    on_cluster = executor()
+    on_cluster.describe_gpu(h200)
+    monkeypatch.setattr(cluster, "FREE_WITHIN_S", 1.0)
+    monkeypatch.setattr(ray_measuring, "FREE_WITHIN_S", 1.0)
+    monkeypatch.setattr(ray_measuring, "_PATIENCE_S", 0.5)
+    held = [ray_nodes.start_actor(RecordedNode, h200, 1.0) for _ in range(2)]
+    ray.get([actor.more.remote() for actor in held])
+    for call in (lambda: on_cluster.describe_gpu(h200), lambda: list(on_cluster.run(three))):
+        with pytest.raises(InputError, match=r"no H200 .*became free within 1 s"):
+            call()
+    for actor in held:
+        ray.kill(actor)
+
+
+def test_through_the_door_for_clients(nodes, compiled_sweep, tmp_path):
+    """As from a host that is not of the cluster: the command line, and measuring on recorded GPUs."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("TILEKERN_", "RAY_ADDRESS"))}
+    env |= {"PYTHONPATH": os.pathsep.join([str(ROOT), str(Path(__file__).parent)])}
+    sweep = Sweep(Path(shutil.copytree(compiled_sweep.folder, tmp_path / "sweep")))
+    door = f"ray://127.0.0.1:{nodes.door}"
+    lacking = sorted({line["sha256"] for line in sweep.compiled().values()})[:3]
+    for name in lacking:
+        (sweep.folder / "artifacts" / name).unlink()
+    command = ["-m", "tilekern.tune", "--stages", "compile", "--executor", door, "--sweep", str(sweep.folder), "--json"]
+    script = [str(Path(__file__).with_name("cluster_client.py")), door, str(sweep.folder)]
+    runs = [
+        subprocess.run(
+            [sys.executable, *rest], env=env, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=200
+        )
+        for rest in (command, script)
+    ]
+    assert [run.returncode for run in runs] == [0, 0], [run.stderr[-2000:] for run in runs]
+    assert json.loads(runs[0].stdout)["compile"]["compiled"] == 3
+    assert sweep.lost() == set()
+    lines, came_from = json.loads(runs[1].stdout)
+    assert "runtime_resources" in came_from, "the code comes along with the job"
+    assert keys(lines) == [SMALL[1].key]
+    [task] = tasks(sweep, [SMALL], "race")
+    assert {line["candidate"] for _, line in lines if "timing" in line} > {e.key for e in task.entrants if e.is_aligned}
+
+
+def test_a_node_that_is_lost_costs_the_candidate_in_flight(nodes, executor, three, tmp_path):
+    """The last test: the cluster is another one after it."""
+    lines = []
+    on_cluster = executor(waiting(tmp_path))
+    running = threading.Thread(target=lambda: lines.extend(on_cluster.run(three)), daemon=True)
+    running.start()
+    # Each node has given one line.
+    deadline = time.monotonic() + 60
+    while len(lines) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    lost = handed(tmp_path)[0]
+    [victim] = [one for one in nodes.worker_nodes if one.node_id == lost[0]]
+    nodes.remove_node(victim, allow_graceful=False)
+    (tmp_path / f"not-{lost[0]}").touch()
+    running.join(60)
+    assert not running.is_alive()
+    assert keys(lines) == ALL
+    again = [line for line in handed(tmp_path)[1:] if line[1] == lost[1]]
+    assert [(name != lost[0], checks) for name, _, checks in again] == [(True, 1)]

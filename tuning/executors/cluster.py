@@ -1,0 +1,111 @@
+"""Measures and compiles on a Ray cluster; Ray decides what runs where.
+
+The code goes along with the job: nodes need its dependencies, tilekern itself they are given. Lines come back by calls
+that each wait for the next few, since Ray's streaming generators are not to be had through ``ray://``.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import ray
+
+from tilekern.cache import Store, write_pack
+from tilekern.errors import InputError
+from tilekern.targets import Target
+from tuning.compile_order import Order
+from tuning.compile_pool import Answer, Compile, Lost
+from tuning.executors.node import GpuNode, code_digest
+from tuning.executors.ray_compiling import compile_on_cluster
+from tuning.executors.ray_measuring import Measuring
+from tuning.executors.ray_nodes import FREE_WITHIN_S, connect, gpus_like, reason_of, start_actor
+from tuning.process import LAUNCH_TIMEOUT_S, Noted
+from tuning.tasks import Task
+
+
+class ClusterExecutor:
+    """Measures on a cluster's GPUs that are the target, each in an actor of its own, and compiles on its CPUs.
+
+    Args:
+        address: ``ray://HOST:PORT``; None for the cluster that this host belongs to, or else a new one on this host.
+        cache: the folder of the cache that composites look kernels up in.
+        most: how many GPUs to use at most; all where None.
+        launch_timeout_s: the least time that a candidate is given for what it launches.
+        node: what runs on each GPU.
+
+    Raises:
+        InputError: the cluster cannot be reached, or has another Ray or Python.
+    """
+
+    def __init__(
+        self, address: str | None, cache: Path, most: int | None = None, launch_timeout_s: float = LAUNCH_TIMEOUT_S,
+        node: type[GpuNode] = GpuNode,
+    ) -> None:  # fmt: skip
+        self._cache, self._most, self._launch_timeout_s, self._node = cache, most, launch_timeout_s, node
+        self._described: dict[str, dict[str, str]] = {}
+        connect(address)
+
+    @property
+    def cores(self) -> int:
+        """How many CPUs the cluster has, busy or not."""
+        return max(1, int(ray.cluster_resources().get("CPU", 1)))
+
+    def describe_gpu(self, target: Target) -> dict[str, str]:
+        """One GPU of the target's type, its driver and torch; :meth:`run` leaves out those that have others.
+
+        Raises:
+            InputError: no node has such a GPU, none becomes free in ten minutes, or the node cannot measure.
+        """
+        actor = start_actor(self._node, target, self._launch_timeout_s)
+        try:
+            asked = actor.describe.remote(code_digest(), target)
+            if not ray.wait([asked], timeout=FREE_WITHIN_S)[0]:
+                raise InputError(f"no {target.name} of the cluster became free within {FREE_WITHIN_S:g} s")
+            self._described[target.key] = ray.get(asked)
+            return dict(self._described[target.key])
+        except ray.exceptions.RayError as error:
+            raise InputError(reason_of(error)) from None
+        finally:
+            ray.kill(actor)
+
+    def run(self, tasks: Sequence[Task]) -> Iterator[Noted]:
+        """Measure the tasks, the longest first.
+
+        A node that is lost costs the candidate in flight: what is left of its task is done on another node, once.
+
+        Raises:
+            InputError: no GPU is left that could measure.
+        """
+        if not tasks:
+            return
+        target = tasks[0].target
+        _, count = gpus_like(target)
+        gpu = self._described.get(target.key) or self.describe_gpu(target)
+        measuring = Measuring(
+            tasks, gpu, self._pack(), lambda: start_actor(self._node, target, self._launch_timeout_s)
+        )  # fmt: skip
+        yield from measuring.lines(min(len(tasks), self._most or count, count))
+
+    def compile_in_order(
+        self, order: Order, compile_one: Compile, jobs: int, limit_s: float, memory_bytes: int
+    ) -> Iterator[Answer | Lost]:
+        """Have candidates compiled, as :func:`tuning.compile_pool.compile_in_order` does on this host.
+
+        Raises:
+            InputError: a node has another compiler or none, or some candidates were lost with their nodes.
+            ToolchainMissing: this host has no compiler to compare the nodes' with.
+        """
+        return compile_on_cluster(order, compile_one, jobs, limit_s, memory_bytes)
+
+    def _pack(self) -> bytes:
+        """What the cache holds, in one piece; empty where it holds nothing."""
+        store = Store(self._cache)
+        found = [entry.record for entry in store.entries() if entry.record]
+        if not found:
+            return b""
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "winners.pack"
+            write_pack(path, [(record, {name: store.read_blob(name) for name in record.digests}) for record in found])
+            return path.read_bytes()

@@ -1,0 +1,218 @@
+"""What runs on the nodes of a cluster.
+
+What a node needs is imported when the node is known to have it, so that one which lacks something can say so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import importlib
+import importlib.util
+import pickle
+import platform
+import queue
+import shutil
+import tempfile
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tilekern.errors import InputError
+
+if TYPE_CHECKING:
+    from tilekern.targets import Target
+    from tuning.compile_pool import Answer, Compile, Lost
+    from tuning.process import Noted, Worker
+    from tuning.sweep import Candidate
+    from tuning.tasks import Task
+
+# What is carried to the nodes; they install the rest.
+PACKAGES = ("tilekern", "tuning")
+# How long to wait for a line before saying that there is none yet, in seconds.
+_PATIENCE_S = 5.0
+
+
+@functools.cache
+def code_digest() -> str:
+    """The sha256 of all the code that tunes, wherever it lies."""
+    digest = hashlib.sha256()
+    for package in PACKAGES:
+        root = package_folder(package)
+        for path in sorted(root.rglob("*.py")):
+            digest.update(f"{package}/{path.relative_to(root).as_posix()}\0".encode() + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def package_folder(package: str) -> Path:
+    """Where a package was imported from."""
+    return Path(importlib.import_module(package).__path__[0])
+
+
+def check_node(code: str, *needs: str) -> None:
+    """Make sure that this node runs the driver's code and has what a task needs.
+
+    Args:
+        code: the driver's :func:`code_digest`.
+        needs: names of modules.
+
+    Raises:
+        InputError: it does not.
+    """
+    if code_digest() != code:
+        raise InputError(
+            f"the node {platform.node()} runs another tilekern, from {package_folder('tilekern')}; "
+            "take it off the node's PYTHONPATH, or install the same one there"
+        )
+    if lacking := [name for name in needs if not _is_there(name)]:
+        raise InputError(
+            f"the node {platform.node()} lacks {', '.join(lacking)}; install tilekern's dependencies there"
+        )
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of a parent
+        return False
+
+
+@dataclass(frozen=True)
+class CompileWork:
+    """Candidates to compile on a node; those of one device function stand together.
+
+    ``pickled`` holds the candidates and what to run for each: a node without cuda-tile could not read them.
+    """
+
+    code: str
+    toolkit_key: str
+    pickled: bytes
+    limit_s: float
+    memory_bytes: int
+
+    @classmethod
+    def of(
+        cls, toolkit_key: str, items: Sequence[Candidate], compile_one: Compile, limit_s: float, memory_bytes: int
+    ) -> CompileWork:
+        """The driver's side."""
+        return cls(code_digest(), toolkit_key, pickle.dumps((list(items), compile_one)), limit_s, memory_bytes)
+
+
+def compile_on_node(work: CompileWork) -> list[Answer | Lost]:
+    """Compile candidates in a disposable process of this node.
+
+    Raises:
+        InputError: the node has another compiler than the driver, none, or other code.
+    """
+    check_node(work.code, "cuda.tile", "elftools")
+    from tilekern.toolchain import toolkit
+    from tuning.compile_order import Order
+    from tuning.compile_pool import compile_in_order
+
+    tools = toolkit()
+    if tools is None or tools.key != work.toolkit_key:
+        found = tools.key if tools else "no tile compiler"
+        raise InputError(f"the node {platform.node()} has {found}, and the sweep is compiled by {work.toolkit_key}")
+    items, compile_one = pickle.loads(work.pickled)
+    return list(compile_in_order(Order(items), compile_one, 1, work.limit_s, work.memory_bytes))
+
+
+class GpuNode:
+    """Measures on one GPU of a node, in disposable processes.
+
+    Args:
+        launch_timeout_s: the least time that a candidate is given for what it launches.
+    """
+
+    def __init__(self, launch_timeout_s: float) -> None:
+        self._launch_timeout_s = launch_timeout_s
+        self._folder = Path(tempfile.mkdtemp(prefix="tilekern-"))
+        self._worker: Worker | None = None
+        self._found: queue.SimpleQueue[Noted | BaseException] = queue.SimpleQueue()
+        self._error: BaseException | None = None
+
+    def describe(self, code: str, target: Target) -> dict[str, str]:
+        """The GPU, its driver and torch.
+
+        Raises:
+            InputError: the node cannot measure, or its GPU is not the target.
+        """
+        check_node(code, "torch", "cuda.tile")
+        from tuning.gpu import check_gpu, describe_gpu
+
+        try:
+            check_gpu(target)
+        except InputError as error:
+            raise InputError(f"the node {platform.node()}: {error}") from None
+        return describe_gpu()
+
+    def begin(self, code: str, target: Target, pack: bytes) -> tuple[str, dict[str, str]]:
+        """Be ready for tasks; the node's name in the cluster, and what :meth:`describe` says.
+
+        Args:
+            code: the driver's :func:`code_digest`.
+            target: the GPU that this one must be.
+            pack: what composites look kernels up in; empty for nothing.
+
+        Raises:
+            InputError: the node cannot measure, or its GPU is not the target.
+        """
+        found = self.describe(code, target)
+        import ray
+
+        from tilekern.cache import Store, install_pack
+        from tuning.process import Worker
+
+        cache = self._folder / "cache"
+        if pack:
+            path = self._folder / "winners.pack"
+            path.write_bytes(pack)
+            install_pack(path, Store(cache))
+        self._worker = Worker(cache, None, self._launch_timeout_s)
+        self._worker.process()  # it loads its modules while the first task is on its way
+        return ray.get_runtime_context().get_node_id(), found
+
+    def measure(self, task: Task) -> list[Noted]:
+        """Begin with a task, when the one before is over, and give its first lines (:meth:`more`)."""
+        # A thread takes in what the process says when it says it: what a slow network does is no candidate's doing.
+        threading.Thread(target=self._measure, args=(task,), daemon=True).start()
+        return self.more()
+
+    def _measure(self, task: Task) -> None:
+        from tuning.executors.work import finished
+        from tuning.process import measure_task
+
+        assert self._worker is not None
+        try:
+            for noted in measure_task(self._worker, task):
+                self._found.put(noted)
+            self._found.put(finished(task))
+        except BaseException as error:  # noqa: BLE001 (raised again where the lines are taken)
+            self._found.put(error)
+
+    def more(self) -> list[Noted]:
+        """The lines that were found since the last call, in their order; after a while without any, none.
+
+        Raises:
+            InputError: the GPU cannot be used.
+        """
+        found: list[Noted] = []
+        with contextlib.suppress(queue.Empty):
+            while self._error is None:
+                item = self._found.get_nowait() if found else self._found.get(timeout=_PATIENCE_S)
+                if isinstance(item, BaseException):
+                    self._error = item
+                else:
+                    found.append(item)
+        if self._error is not None and not found:
+            raise self._error
+        return found
+
+    def close(self) -> None:
+        """End all processes and leave no file behind."""
+        if self._worker is not None:
+            self._worker.close()
+        shutil.rmtree(self._folder, ignore_errors=True)

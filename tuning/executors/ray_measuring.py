@@ -1,0 +1,188 @@
+"""The measure stage on a Ray cluster: actors, each with one GPU, are handed one task after another.
+
+What is lost with a node is done again: the task that an actor was at goes back, with the checks that are known, and is
+begun once more, on another node where there is one. The second time its problem is given up with the reason.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+
+from tilekern.errors import InputError
+from tuning.disposable import GONE_WITHIN_S
+from tuning.executors import FINISHED
+from tuning.executors.node import code_digest
+from tuning.executors.ray_nodes import FREE_WITHIN_S, gpus_like, reason_of
+from tuning.executors.work import finished, left_of, longest_first
+from tuning.process import Noted
+from tuning.tasks import Task
+
+# How long to wait for any answer before looking whether there is still hope for one, in seconds.
+_PATIENCE_S = 5.0
+
+
+@dataclass(eq=False)
+class _Gpu:
+    """An actor with a GPU, and the task that it is at."""
+
+    actor: Any
+    node: str = ""
+    task: Task | None = None
+    lines: list[Noted] = field(default_factory=list)
+
+
+class Measuring:
+    """One run over tasks.
+
+    Args:
+        tasks: the tasks; at least one.
+        gpu: what the GPUs must be, as records keep it; one with another driver is left out.
+        pack: what composites look kernels up in; empty for nothing.
+        start: starts an actor on a GPU, or raises InputError where the cluster has none any more.
+    """
+
+    def __init__(self, tasks: Sequence[Task], gpu: Mapping[str, str], pack: bytes, start: Callable[[], Any]) -> None:
+        self._waiting = longest_first(tasks)
+        self._target = tasks[0].target
+        self._gpu, self._pack, self._start = dict(gpu), ray.put(pack), start
+        self._actors: list[Any] = []
+        # Who is to answer a call, and who is ready and has nothing to do.
+        self._calls: dict[Any, _Gpu] = {}
+        self._idle: list[_Gpu] = []
+        # The node that a problem's task was lost on.
+        self._lost_on: dict[tuple[str, str], str] = {}
+        self._left_out: list[str] = []
+
+    def lines(self, count: int) -> Iterator[Noted]:
+        """Measure on so many GPUs; lines as they come, and ``FINISHED`` after each task.
+
+        Raises:
+            InputError: no GPU is left that could measure.
+        """
+        try:
+            for _ in range(count):
+                self._add()
+            while self._waiting or self._is_at_work():
+                call = self._answered()
+                yield from self._take(call, self._calls.pop(call))
+                self._hand_out()
+        finally:
+            self._end()
+        for reason in dict.fromkeys(self._left_out):
+            warnings.warn(f"a GPU was left out: {reason}", stacklevel=2)
+
+    def _add(self) -> None:
+        """Have one more GPU, when it becomes free."""
+        try:
+            actor = self._start()
+        except InputError as error:
+            self._left_out.append(str(error))
+            return
+        self._actors.append(actor)
+        self._calls[actor.begin.remote(code_digest(), self._target, self._pack)] = _Gpu(actor)
+
+    def _is_at_work(self) -> bool:
+        return any(gpu.task for gpu in self._calls.values())
+
+    def _answered(self) -> Any:
+        """A call that was answered.
+
+        Raises:
+            InputError: none will be.
+        """
+        deadline = time.monotonic() + FREE_WITHIN_S
+        while self._calls:
+            done, _ = ray.wait(list(self._calls), timeout=_PATIENCE_S)
+            if done:
+                return done[0]
+            if not self._is_at_work():
+                gpus_like(self._target)
+                if time.monotonic() > deadline:
+                    self._left_out.append(f"no {self._target.name} became free within {FREE_WITHIN_S:g} s")
+                    break
+        raise InputError("; ".join(dict.fromkeys(self._left_out)))
+
+    def _take(self, call: Any, gpu: _Gpu) -> Iterator[Noted]:
+        """What an answer says."""
+        try:
+            answer = ray.get(call)
+        except ray.exceptions.RayTaskError as error:
+            self._leave_out(gpu, reason_of(error))
+        except ray.exceptions.RayError as error:
+            if gpu.task:
+                yield from self._lose(gpu, gpu.task, reason_of(error))
+            else:
+                self._leave_out(gpu, reason_of(error))
+        else:
+            if gpu.task is None:
+                self._welcome(gpu, *answer)
+                return
+            gpu.lines += answer
+            yield from answer
+            if answer and answer[-1][0] == FINISHED:
+                gpu.task = None
+                self._idle.append(gpu)
+            else:
+                self._calls[gpu.actor.more.remote()] = gpu
+
+    def _welcome(self, gpu: _Gpu, node: str, found: Mapping[str, str]) -> None:
+        if found == self._gpu:
+            gpu.node = node
+            self._idle.append(gpu)
+        else:
+            self._leave_out(gpu, f"it is {_named(found)}, and the others are {_named(self._gpu)}")
+
+    def _leave_out(self, gpu: _Gpu, reason: str) -> None:
+        """Go on without a GPU that cannot be used."""
+        self._left_out.append(reason)
+        if gpu.task:
+            self._waiting.insert(0, left_of(gpu.task, gpu.lines))
+
+    def _lose(self, gpu: _Gpu, task: Task, reason: str) -> Iterator[Noted]:
+        """Have the task of an actor that is gone begun once more, and another actor in its place."""
+        key = (task.kernel, task.problem.key)
+        if key in self._lost_on:
+            said = f"two nodes were lost while it was measured: {reason}"
+            yield "skipped", {"kernel": task.kernel, "problem": task.problem.key, "reason": said}
+            yield finished(task)
+        else:
+            self._lost_on[key] = gpu.node
+            self._waiting.insert(0, left_of(task, gpu.lines))
+        if self._waiting:
+            self._add()
+
+    def _hand_out(self) -> None:
+        """Give those that have nothing to do a task each."""
+        for gpu in list(self._idle):
+            if task := self._next(gpu):
+                gpu.task, gpu.lines = task, []
+                self._idle.remove(gpu)
+                self._calls[gpu.actor.measure.remote(task)] = gpu
+
+    def _next(self, gpu: _Gpu) -> Task | None:
+        """The next task for a GPU; none that was lost on its node while there are others."""
+        elsewhere = {other.node for other in (*self._calls.values(), *self._idle) if other.node} - {gpu.node}
+        for place, task in enumerate(self._waiting):
+            if not elsewhere or self._lost_on.get((task.kernel, task.problem.key)) != gpu.node:
+                return self._waiting.pop(place)
+        return None
+
+    def _end(self) -> None:
+        """Free all GPUs."""
+        ready = [gpu.actor for gpu in (*self._calls.values(), *self._idle) if gpu.node]
+        with contextlib.suppress(ray.exceptions.RayError):
+            if closed := [actor.close.remote() for actor in ready]:
+                ray.wait(closed, num_returns=len(closed), timeout=GONE_WITHIN_S)
+        for actor in self._actors:
+            ray.kill(actor)
+
+
+def _named(gpu: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in gpu.items())

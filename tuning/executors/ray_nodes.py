@@ -1,0 +1,102 @@
+"""A Ray cluster as executors see it: how to reach it, which GPUs its nodes have, and what its errors say."""
+
+from __future__ import annotations
+
+import logging
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from tilekern.errors import InputError
+from tilekern.targets import Target
+from tuning.executors.node import PACKAGES, GpuNode, code_digest, package_folder
+
+# How long a GPU may take to become free, in seconds: other jobs hold them for a while.
+FREE_WITHIN_S = 600.0
+# Ray's name for what a node with GPUs of a type has, one of it whatever their number.
+_TYPE = "accelerator_type:"
+_LONGEST = 300
+
+
+def connect(address: str | None) -> None:
+    """Be connected, with the code that the job takes along; a connection that there is already is used as it is.
+
+    Args:
+        address: ``ray://HOST:PORT``; None for the cluster that this host belongs to, or else a new one on this host.
+
+    Raises:
+        InputError: the cluster cannot be reached, or has another Ray or Python.
+    """
+    if ray.is_initialized():
+        return
+    modules = [str(package_folder(package)) for package in PACKAGES]
+    with tempfile.TemporaryDirectory() as folder:
+        # A job with a working directory does not look for modules in the driver's, where another version may lie.
+        Path(folder, "code").write_text(code_digest(), encoding="ascii")
+        try:
+            ray.init(
+                address,
+                runtime_env={"working_dir": folder, "py_modules": modules, "excludes": ["**/__pycache__/**"]},
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+            )
+        except (OSError, RuntimeError, ray.exceptions.RayError) as error:
+            raise InputError(f"cannot use the Ray cluster {address or 'of this host'}: {reason_of(error)}") from None
+
+
+def start_actor(node: type[GpuNode], target: Target, launch_timeout_s: float) -> Any:
+    """An actor that gets a GPU of the target's type, now or when one becomes free.
+
+    Raises:
+        InputError: no node has such a GPU.
+    """
+    kind, _ = gpus_like(target)
+    options = {"num_gpus": 1, "num_cpus": 1, "resources": {f"{_TYPE}{kind}": 0.001}, "max_restarts": 0}
+    return ray.remote(node).options(**options).remote(launch_timeout_s)
+
+
+def gpus_like(target: Target) -> tuple[str, int]:
+    """Ray's name for the type of a target, and how many GPUs of it the cluster has.
+
+    Raises:
+        InputError: it has none.
+    """
+    found = _gpus_by_type()
+    fitting = {kind: count for kind, count in found.items() if is_of_type(target, kind)}
+    if not fitting:
+        known = ", ".join(f"{kind} ({count})" for kind, count in sorted(found.items())) or "none"
+        raise InputError(f"no node of the cluster has a {target.name}; its GPUs by type: {known}")
+    # The longest name says most.
+    return max(fitting.items(), key=lambda item: len(item[0]))
+
+
+def _gpus_by_type() -> dict[str, int]:
+    """How many GPUs the living nodes of the cluster have, by Ray's name for the type."""
+    found: dict[str, int] = {}
+    for node in ray.nodes():
+        if node["Alive"]:
+            for name in node["Resources"]:
+                if name.startswith(_TYPE):
+                    kind = name.removeprefix(_TYPE)
+                    found[kind] = found.get(kind, 0) + int(node["Resources"].get("GPU", 0))
+    return {kind: count for kind, count in found.items() if count}
+
+
+def is_of_type(target: Target, kind: str) -> bool:
+    """Whether Ray's name for a GPU's type may be a target's: it is the beginning of the vendor's name."""
+    words, names = (re.findall("[a-z0-9]+", text.lower()) for text in (kind, target.name))
+    return bool(words) and names[: len(words)] == words
+
+
+def reason_of(error: BaseException) -> str:
+    """An error of Ray, or of what ran there, in one line."""
+    cause = getattr(error, "cause", None)
+    if isinstance(error, ray.exceptions.RayTaskError) and isinstance(cause, BaseException):
+        error = cause
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    # What a traceback is about is its last line.
+    said = lines[-1] if any(line.startswith("Traceback") for line in lines) else " ".join(lines)
+    return said[:_LONGEST] or type(error).__name__
