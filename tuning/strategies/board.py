@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Sequence
 
 from tuning.strategies import BESIDE, HOPELESS, SLOWER, TIED, WON, Lineup, Runner
@@ -27,9 +28,13 @@ class Board:
     def run(self, keys: Sequence[str]) -> dict[str, float]:
         """Run one round over some keys; their samples in microseconds.
 
-        Every other round runs backwards, so that a drift within a round favours none.
+        The first runs in the order given, each later one in another order: a drift within a round then favours none,
+        nor does the neighbour before, whose power a GPU at its limit makes the next one pay for. On an H200 matrix
+        products that are within 3 % when each runs alone came out 9 % apart where the order was always the same.
         """
-        order = list(dict.fromkeys(keys))[:: -1 if len(self._rounds) % 2 else 1]
+        order = list(dict.fromkeys(keys))
+        if self._rounds:
+            random.Random(len(self._rounds)).shuffle(order)
         times_us = [max(time_us, TICK_US) for time_us in self.runner.round(order)]
         self._rounds.append(dict(zip(order, times_us, strict=True)))
         self._standing = None
