@@ -2,11 +2,11 @@
 
 import dataclasses
 import json
-import shutil
 import time
 from pathlib import Path
 
 import pytest
+from real_browser import NEEDS_BROWSER, opened
 from report_samples import LARGE, measured, planned
 from selenium import webdriver
 from selenium.webdriver.common.action_chains import ActionChains
@@ -18,14 +18,8 @@ from tuning.html_report import Report, as_html, report_of
 from tuning.html_report.columns import problems_of
 from tuning.sweep import Sweep
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-DRIVER = shutil.which("chromedriver")
-pytestmark = pytest.mark.skipif(
-    not (CHROMIUM and DRIVER), reason="needs Chromium and its driver (Debian: chromium, chromium-driver)"
-)
+pytestmark = NEEDS_BROWSER
 FLAGS = (
-    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
-    "--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage",
     "--window-size=1500,2600",
     # Nothing but files can be reached: every name is unknown, and addresses go through a proxy that is not there.
     "--host-resolver-rules=MAP * ~NOTFOUND", "--proxy-server=127.0.0.1:9",
@@ -140,14 +134,8 @@ class Page:
 
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory):
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
-    for flag in (*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('browser')}"):
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    found = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
-    yield found
-    found.quit()
+    with opened(tmp_path_factory.mktemp("browser"), *FLAGS) as found:
+        yield found
 
 
 @pytest.fixture(scope="module")

@@ -1,13 +1,12 @@
 """The service's page in a real browser, on a real service."""
 
 import json
-import shutil
 import signal
 import time
 from pathlib import Path
 
 import pytest
-from selenium import webdriver
+from real_browser import NEEDS_BROWSER, opened
 from service_samples import Running, status, until, want
 from tuning_samples import SMALL
 
@@ -15,18 +14,9 @@ from tilekern.cache import note_wanted
 from tilekern.targets import resolve
 from tilekern.toolchain import toolkit
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-DRIVER = shutil.which("chromedriver")
-pytestmark = [
-    pytest.mark.skipif(
-        not (CHROMIUM and DRIVER), reason="needs Chromium and its driver (Debian: chromium, chromium-driver)"
-    ),
-    pytest.mark.skipif(toolkit() is None, reason="no tile compiler is installed"),
-]
+pytestmark = [NEEDS_BROWSER, pytest.mark.skipif(toolkit() is None, reason="no tile compiler is installed")]
 FLAGS = (
-    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
-    "--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage", "--no-proxy-server",
-    "--window-size=1300,1000", "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
+    "--no-proxy-server", "--window-size=1300,1000", "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
 )  # fmt: skip
 TOKEN = "correct-horse-battery-staple"
 PORTRAYED = '</script><script>document.title = "owned"</script><img src=x onerror="document.title = 1">'
@@ -42,14 +32,8 @@ def driver(browser):
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory):
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
-    for flag in (*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('browser')}"):
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    found = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
-    yield found
-    found.quit()
+    with opened(tmp_path_factory.mktemp("browser"), *FLAGS) as found:
+        yield found
 
 
 def text(driver, name: str) -> str:
