@@ -14,8 +14,8 @@ _POWER = (
     "from each matrix product's, the attention's and the optimizer's own time, measured alone. "
 )
 _FLOOR = (
-    "The floor itself is below 1.10 x the best peer. Tried: cuTile products in place of cuBLAS's, which at the power "
-    "limit are 0 to 3 % slower, since they draw more for the same work. "
+    "The floor itself is below 1.10 x the best peer. Tried without gain: cuTile products in place of cuBLAS's, back to "
+    "back at the power limit (no results file holds that). "
 )
 _DETERMINISTIC = (
     "The default's attention repeats bit by bit and pays for it with seven products in place of five; the same run "
