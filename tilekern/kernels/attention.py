@@ -20,6 +20,7 @@ from tilekern.kernels.attention_tiles import (
     LN_2,
     LOG2_E,
     LOWEST,
+    cut,
     edge_tile,
     head_and_tile,
     heads_abreast,
@@ -138,9 +139,10 @@ def _attend(item, q, k, v, sink_logits, query_starts, key_starts, numbers, out, 
             products = _scores(q_tile, _rows(k, where, j), slope, capped, precise)
             key = j * tile_n + ct.arange(tile_n, dtype=ct.int32)[None, :]
             products = ct.where(seen(query, key, queries, keys, window, causal, windowed), products, -float("inf"))
-            biggest, total, summed = _add_keys(biggest, total, summed, products, _rows(v, where, j), factor)
+            v_tile = cut(_rows(v, where, j), key, keys, packed)
+            biggest, total, summed = _add_keys(biggest, total, summed, products, v_tile, factor)
         # A query that sees nothing has total 0: out 0, and lse -inf by itself.
-        values = summed * (1.0 / ct.maximum(total, 1e-30))
+        values = summed * (1.0 / ct.where(total == 0.0, 1.0, total))
         store_rows(out, number, first_query, queries, tile, head, values.astype(out.dtype), packed)
         logs = ct.reshape((biggest + ct.log2(total)) * LN_2, (tile_m,))
         store_row_values(lse, number, first_query, queries, tile, head, logs, packed)

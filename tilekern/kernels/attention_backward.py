@@ -21,6 +21,7 @@ from tilekern.kernels.attention_delta import SPEC as DELTA
 from tilekern.kernels.attention_problem import depth_of, pairs, rows_bytes
 from tilekern.kernels.attention_tiles import (
     LOG2_E,
+    cut,
     edge_tile,
     first_head_of,
     head_and_tile,
@@ -73,13 +74,17 @@ def _add_queries(
     dout_tile = load_rows(dout, number, first, tile, head, tile_m, depth, packed, latency)
     lse_row = load_row_values(lse, number, first, tile, head, tile_m, packed)[None, :]
     delta_row = load_row_values(delta, number, first, tile, head, tile_m, packed)[None, :]
+    query = tile * tile_m + ct.arange(tile_m, dtype=ct.int32)[None, :]
+    if ct.static_eval(masked):
+        q_tile, dout_tile = cut(q_tile, query, queries, packed), cut(dout_tile, query, queries, packed)
+        if ct.static_eval(packed):
+            delta_row = ct.where(query < queries, delta_row, 0.0)
     # Keys stand in the rows: P^T and dS^T are left operands of the next products as they lie in registers.
     nothing = ct.zeros((k_tile.shape[0], tile_m), ct.float32)
     products = ct.mma(k_tile, ct.transpose(q_tile), nothing)
     pulled = ct.mma(v_tile, ct.transpose(dout_tile), nothing)
     shown = None
     if ct.static_eval(masked):
-        query = tile * tile_m + ct.arange(tile_m, dtype=ct.int32)[None, :]
         shown = seen(query, key, queries, keys, window, causal, windowed)
     weights, gradients = _score_gradients(products, pulled, lse_row, delta_row, shown, factors, capped, precise, masked)
     dk_sum, dv_sum = sums
@@ -181,12 +186,14 @@ def _add_keys(
     queries, keys, window = span
     k_tile = load_rows(k, number, first, tile, kv_head, tile_n, depth, packed, latency)
     v_tile = load_rows(v, number, first, tile, kv_head, tile_n, depth, packed, latency)
+    key = tile * tile_n + ct.arange(tile_n, dtype=ct.int32)[None, :]
+    if ct.static_eval(masked):
+        k_tile, v_tile = cut(k_tile, key, keys, packed), cut(v_tile, key, keys, packed)
     nothing = ct.zeros((q_tile.shape[0], tile_n), ct.float32)
     products = ct.mma(q_tile, ct.transpose(k_tile), nothing)
     pulled = ct.mma(dout_tile, ct.transpose(v_tile), nothing)
     shown = None
     if ct.static_eval(masked):
-        key = tile * tile_n + ct.arange(tile_n, dtype=ct.int32)[None, :]
         shown = seen(query, key, queries, keys, window, causal, windowed)
     _, gradients = _score_gradients(products, pulled, lse, delta, shown, factors, capped, precise, masked)
     return ct.mma(gradients.astype(k.dtype), k_tile, dq_sum)

@@ -59,6 +59,16 @@ def store_rows(array, number, first, length, tile, head, values, packed):
         ct.store(array, (number, tile, head, 0), values)
 
 
+def cut(rows, index, length, packed):
+    """Rows with zeros from ``length`` on: behind a packed sequence stands the next one, whose NaN no weight of 0 stops.
+
+    ``index`` (int32, of one axis that is not 1) says which row of the sequence each is.
+    """
+    if ct.static_eval(packed):
+        return ct.where(ct.reshape(index, (rows.shape[0], 1)) < length, rows, 0.0)
+    return rows
+
+
 def load_row_values(array, number, first, tile, head, rows, packed):
     """One float32 for each row, of array [batch, heads, tokens] (log-sum-exp, delta), as (rows,)."""
     zero = ct.PaddingMode.ZERO

@@ -113,6 +113,7 @@ SPEC = KernelSpec(
     bytes_moved=lambda problem: problem["columns"] * (problem["rows"] * 4 + ITEM_BYTES[problem["dtype"]]),
     flops=lambda problem: problem["rows"] * problem["columns"],
     result_dtype=lambda problem: problem["dtype"],
+    inputs_in_l2=True,
 )
 
 SPECS = (SPEC,)
