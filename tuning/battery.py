@@ -8,7 +8,6 @@ against its own reference in float64: that is how forward and backward are cover
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 
 from tilekern.spec import Config, KernelSpec, LibraryCall, Problem
 from tuning.canaries import Guarded, GuardedInputs, bits, guarded
-from tuning.cases import Case, Cases, Room
+from tuning.cases import Case, Cases, Kept, Room
 from tuning.verifying import Check, judge
 
 # Runs a candidate on a problem with inputs and outputs by name; gives what a library made, None where a kernel wrote.
@@ -32,15 +31,15 @@ class Battery:
         sm_count: the GPU's number of SMs, on which a grid depends.
         device: where to run, as torch names it.
         room: what a reference may cost; as the device allows where None.
+        kept: what it shares with the batteries of other problems; nothing where None.
     """
 
     def __init__(
-        self, spec: KernelSpec, problem: Problem, sm_count: int, device: str = "cuda", room: Room | None = None
-    ) -> None:
+        self, spec: KernelSpec, problem: Problem, sm_count: int, device: str = "cuda", room: Room | None = None,
+        kept: Kept | None = None,
+    ) -> None:  # fmt: skip
         self._spec, self._problem, self._sm_count, self._device = spec, problem, sm_count, device
-        self._cases = Cases(spec, problem, device, room)
-        # By the case's name and whether rows are padded; a library takes them as they are.
-        self._inputs: dict[tuple[str, bool], GuardedInputs] = {}
+        self._cases = Cases(spec, problem, device, room, kept)
 
     def screen(self, config: Config, run: Run) -> Check:
         """Odd sizes with ordinary inputs, twice, with the same bits.
@@ -83,10 +82,10 @@ class Battery:
         spec, problem = self._spec, case.problem
         implementation = spec.implement(problem, config)
         if isinstance(implementation, LibraryCall):
-            inputs = self._guarded_inputs(case, padded=False)
+            inputs = case.guarded(padded=False)
             outputs = dict(zip(spec.outputs(problem, 1), run(problem, inputs.values, {}), strict=True))
             return outputs, self._damage(case, inputs, {})
-        inputs = self._guarded_inputs(case, case.padded)
+        inputs = case.guarded(padded=case.padded)
         made = {
             name: guarded(shape, getattr(torch, dtype), self._device, padded=case.padded)
             for name, (shape, dtype) in spec.outputs(problem, implementation.grid(problem, self._sm_count)).items()
@@ -94,12 +93,6 @@ class Battery:
         outputs = {name: found.array for name, found in made.items()}
         run(problem, inputs.values, outputs)
         return outputs, self._damage(case, inputs, made)
-
-    def _guarded_inputs(self, case: Case, padded: bool) -> GuardedInputs:
-        """The case's inputs, the same for all candidates: each is held to leaving them as they are."""
-        if (case.name, padded) not in self._inputs:
-            self._inputs[case.name, padded] = GuardedInputs(case.inputs, padded=padded)
-        return self._inputs[case.name, padded]
 
     def _damage(self, case: Case, inputs: GuardedInputs, outputs: dict[str, Guarded]) -> str:
         """What a run did to its inputs and around its outputs, and what it did not write."""
@@ -113,7 +106,7 @@ class Battery:
             if count
         ]
         if said:
-            self._inputs = {key: kept for key, kept in self._inputs.items() if key[0] != case.name}
+            case.restore()
         return "; ".join(said)
 
     def _difference(self, first: dict[str, Any], again: Callable[[], tuple[dict[str, Any], str]]) -> str:
@@ -127,16 +120,12 @@ class Battery:
 
     def _repeat(self, config: Config, run: Run, between: Callable[[], None]) -> str:
         """What is wrong with two runs at full size, with other launches between them."""
-        outputs, damage = self._launched(self._full, config, run)
+        full = self._cases.full
+        outputs, damage = self._launched(full, config, run)
         if damage:
             return damage
         between()
-        return self._difference(outputs, lambda: self._launched(self._full, config, run))
-
-    @functools.cached_property
-    def _full(self) -> Case:
-        """The sizes that are timed, where only canaries and the bits of two runs are looked at."""
-        return Case("repeat", self._problem, self._cases.full_inputs(), {})
+        return self._difference(outputs, lambda: self._launched(full, config, run))
 
     def _sizes(self, problem: Problem) -> str:
         return ",".join(f"{d.name}={problem[d.name]}" for d in self._spec.dimensions if d.kind == "bucketed")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tilekern.kernels import spec_named
 from tilekern.launcher import PrebuiltKernel, Variant, launch, may_depend
@@ -12,7 +12,10 @@ from tilekern.spec import LibraryCall, Problem
 from tuning.strategies.selection import ranked
 from tuning.tasks import Entrant, Task
 from tuning.timing import Launch, Timing, rewriting
-from tuning.verifying import Check, launch_arguments
+from tuning.verifying import Check, launch_arguments, odd_problem
+
+if TYPE_CHECKING:
+    from tuning.cases import Kept
 
 # Launches of other candidates between two runs that must give the same bits.
 _MOST_BETWEEN = 3
@@ -25,23 +28,33 @@ class Bench:
         task: the problem and its candidates.
         announce: called with an entrant's key before it is launched to be checked, and with None when that is over:
             who is to blame for what happens to the GPU between the two.
+        kept: what the problems of this process share; nothing where None.
     """
 
-    def __init__(self, task: Task, announce: Callable[[str | None], None] = lambda _: None) -> None:
+    def __init__(
+        self, task: Task, announce: Callable[[str | None], None] = lambda _: None, kept: Kept | None = None
+    ) -> None:
         import torch
 
         # Here, since the parent of a measuring process imports this module too and has no use for torch.
         from tuning.battery import Battery
+        from tuning.cases import Kept
 
         self._torch, self._task, self._target, self._problem = torch, task, task.target, task.problem
-        self._spec, self._announce = spec_named(task.kernel), announce
-        self._battery = Battery(self._spec, task.problem, task.target.sm_count)
+        self._spec, self._announce, self._kept = spec_named(task.kernel), announce, kept or Kept()
+        self._battery = Battery(self._spec, task.problem, task.target.sm_count, kept=self._kept)
+        self._kernels: dict[str, PrebuiltKernel | None] = {}
         self._inputs: dict[str, Any] | None = None
         self._outputs: dict[Any, Any] = {}
         self._prepared: dict[str, Launch] = {}
 
-    def kernel(self, entrant: Entrant) -> Any:
-        """The launchable kernel of an entrant; None where a library runs it."""
+    def kernel(self, entrant: Entrant) -> PrebuiltKernel | None:
+        """The launchable kernel of an entrant, whose code is loaded once; None where a library runs it."""
+        if entrant.key not in self._kernels:
+            self._kernels[entrant.key] = self._prebuilt(entrant)
+        return self._kernels[entrant.key]
+
+    def _prebuilt(self, entrant: Entrant) -> PrebuiltKernel | None:
         item, line = entrant.candidate, entrant.compiled
         if item.is_library:
             return None
@@ -50,7 +63,19 @@ class Bench:
         return PrebuiltKernel(function, [variant])
 
     def check(self, entrant: Entrant) -> Check:
-        """Screen an entrant, which it must pass to be timed."""
+        """Screen an entrant, which it must pass to be timed.
+
+        A kernel's sizes there do not grow with the problem's: of the same code the outcome is known.
+        """
+        if entrant.candidate.is_library:
+            return self._screen(entrant)
+        item, odd = entrant.candidate, odd_problem(self._spec, self._problem)
+        does = (item.kernel, odd.key, item.config.key, item.variant, entrant.compiled["sha256"])
+        if does not in self._kept.checks:
+            self._kept.checks[does] = self._screen(entrant)
+        return self._kept.checks[does]
+
+    def _screen(self, entrant: Entrant) -> Check:
         return self._battery.screen(entrant.candidate.config, self._runner(entrant))
 
     def confirm(self, entrant: Entrant) -> Check:

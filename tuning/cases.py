@@ -1,10 +1,14 @@
-"""The cases of one problem: inputs of one kind at one size each, and what is right for them."""
+"""The cases of one problem: inputs of one kind at one size each, and what is right for them.
+
+Most are about values, at sizes that are the same for all buckets, so that problems share them (:class:`Kept`).
+"""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,7 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tilekern.spec import TOLERANCES, KernelSpec, Problem, Tolerance, bucket
 from tuning import adversarial
 from tuning.adversarial import Change, drawn, placed
-from tuning.verifying import Leeway, expected_results, judge, odd_problem
+from tuning.canaries import GuardedInputs
+from tuning.verifying import Check, Leeway, expected_results, judge, odd_problem
 
 # How much of torch's own float32 error a candidate may have beside the tolerance: it sums in another order, its
 # exponentials and quotients are the hardware's, and three products of tf32, which make one of float32, keep 2^-21.
@@ -27,6 +32,8 @@ _HEADROOM = 4.0
 # The most rows of the cases that are about values, not sizes, in the order in which they are tried: of the first, a
 # sequence of a batch is nearly two tiles of 128. Such a case may cost a part of what the edges of a bucket may.
 _SMALL, _SMALL_PART = (509, 251, 127, 61, 31, 13, 7, 3, 1), 20
+# Cases that no problem at work uses may hold the room of a reference divided by this.
+_KEPT_ROOM = 4
 
 
 @dataclass(frozen=True)
@@ -58,6 +65,31 @@ class Case:
     leeway: Mapping[str, Leeway] = field(default_factory=dict)
     padded: bool = False
     note: str = ""
+    # By whether rows are padded; a library takes them as they are.
+    _guarded: dict[bool, GuardedInputs] = field(default_factory=dict)
+
+    def guarded(self, *, padded: bool) -> GuardedInputs:
+        """The inputs between canaries, the same for all candidates: each is held to leaving them as they are."""
+        if padded not in self._guarded:
+            self._guarded[padded] = GuardedInputs(self.inputs, padded=padded)
+        return self._guarded[padded]
+
+    def restore(self) -> None:
+        """Make the guarded inputs anew, after somebody wrote to them."""
+        self._guarded.clear()
+
+    @property
+    def bytes(self) -> int:
+        """What its arrays take."""
+        guarded = (value for found in self._guarded.values() for value in found.values.values())
+        extra = (value for found in self.leeway.values() for value in (found.untouched, found.tainted))
+        return _bytes_of([*self.inputs.values(), *self.expected.values(), *guarded, *extra])
+
+
+def _bytes_of(values: Iterable[Any]) -> int:
+    """Of distinct tensors among values."""
+    found = {id(x): x.numel() * x.element_size() for x in values if isinstance(x, torch.Tensor)}
+    return sum(found.values())
 
 
 class _BytesWritten(TorchDispatchMode):
@@ -75,18 +107,18 @@ class _BytesWritten(TorchDispatchMode):
         return found
 
 
-class Cases:
-    """Makes the cases of one problem.
+class ValueCases:
+    """The cases that are about values, at odd sizes that do not grow with the problem's.
 
     Args:
         spec: the spec.
-        problem: the problem, of the sizes that are timed.
+        problem: a problem; all whose :func:`tuning.verifying.odd_problem` is the same have the same cases.
         device: where its inputs are, as torch names it.
-        room: what a reference may cost; as the device allows where None.
+        room: what a reference may cost.
     """
 
-    def __init__(self, spec: KernelSpec, problem: Problem, device: str, room: Room | None = None) -> None:
-        self._spec, self._problem, self._device, self._room = spec, problem, device, room or Room.of(device)
+    def __init__(self, spec: KernelSpec, problem: Problem, device: str, room: Room) -> None:
+        self._spec, self._device, self._room = spec, device, room
         self._bucketed = [d.name for d in spec.dimensions if d.kind == "bucketed"]
         self._odd = odd_problem(spec, problem)
         inputs, self._draws = adversarial.drawn_and_counted(spec, self._odd, device)
@@ -95,30 +127,29 @@ class Cases:
         self._odd_bytes = written.total
         self.random = Case("random", self._odd, inputs, expected)
         tried = [odd_problem(spec, problem, most) for most in _SMALL]
-        self._small = next((one for one in tried if self._fits(one, _SMALL_PART)), tried[-1])
-        self._made: list[list[Case]] = [[self.random]]
+        self._small = next((one for one in tried if self.fits(one, _SMALL_PART)), tried[-1])
+        self._made: list[list[Case]] = []
 
-    def all(self) -> Iterator[Case]:
-        """Every case; each is made when it is first asked for, and kept."""
+    @property
+    def bytes(self) -> int:
+        """What the arrays of all cases that were made take."""
+        return sum(case.bytes for made in ([self.random], *self._made) for case in made)
+
+    def rest(self) -> Iterator[Case]:
+        """Every case but the random one; each is made when it is first asked for, and kept."""
         makers: list[Callable[[], list[Case]]] = [
-            self._edges,
             self._tails,
             self._large,
             lambda: [self._changed("zeros", adversarial.zeros)],
             lambda: [self._changed("one-hot rows", adversarial.one_hot_rows)],
             *(functools.partial(self._poisoned, draw) for draw in range(self._draws)),
         ]
-        yield from self._made[0]
-        for place, make in enumerate(makers, 1):
+        for place, make in enumerate(makers):
             if place == len(self._made):
                 self._made.append(make())
             yield from self._made[place]
 
-    def full_inputs(self) -> dict[str, Any]:
-        """Inputs of the sizes that are timed."""
-        return drawn(self._spec, self._problem, self._device)
-
-    def _fits(self, problem: Problem, part: int = 1) -> bool:
+    def fits(self, problem: Problem, part: int = 1) -> bool:
         """Whether the reference of a problem costs no more than a part of the room.
 
         What it writes is taken to grow as the product of the bucketed sizes, as attention's scores do.
@@ -127,26 +158,15 @@ class Cases:
         bytes_written, flops = self._odd_bytes * growth, self._spec.flops(problem)
         return bytes_written * part <= self._room.bytes and flops * part <= self._room.flops
 
-    def _plain(self, name: str, problem: Problem, **more: Any) -> Case:
+    def plain(self, name: str, problem: Problem, **more: Any) -> Case:
+        """A case of ordinary inputs."""
         inputs = drawn(self._spec, problem, self._device)
         return Case(name, problem, inputs, expected_results(self._spec, problem, inputs), **more)
-
-    def _edges(self) -> list[Case]:
-        """The largest and the smallest sizes that the bucket serves; of a smaller bucket where those cost too much."""
-        largest = self._problem
-        while not self._fits(largest) and any(largest[name] > 1 for name in self._bucketed):
-            largest = largest.but(**{name: max(1, largest[name] // 2) for name in self._bucketed})
-        note = "" if largest == self._problem else "the reference costs too much at full size"
-        smallest = largest.but(**{name: bucket(largest[name]) // 2 + 1 for name in self._bucketed})
-        ends = {"bucket": largest, "smallest of the bucket": smallest}
-        if smallest == largest:
-            del ends["smallest of the bucket"]
-        return [self._plain(name, problem, note=note) for name, problem in ends.items()]
 
     def _tails(self) -> list[Case]:
         """One row less than whole tiles have, and gaps between rows."""
         sizes = {name: max(1, bucket(self._small[name]) - 1) for name in self._bucketed}
-        return [self._plain("tails", self._small.but(**sizes), padded=True)]
+        return [self.plain("tails", self._small.but(**sizes), padded=True)]
 
     def _large(self) -> list[Case]:
         """The largest draws that float32 carries: nothing overflows, and torch's own float32 is exact enough."""
@@ -216,6 +236,79 @@ class Cases:
                 # What NaN reaches, infinity in its place may too.
                 leeway = {name: replace(extra, tainted=expected[name].isnan()) for name, extra in leeway.items()}
         return found
+
+
+class Kept:
+    """What the problems that one process checks share, so that it is worked out once.
+
+    Attributes:
+        checks: outcomes of screening, by all that they depend on.
+
+    Args:
+        most_bytes: what cases may hold which no problem at work uses; a part of the room where None.
+    """
+
+    def __init__(self, most_bytes: int | None = None) -> None:
+        self.checks: dict[Hashable, Check] = {}
+        self._values: OrderedDict[Hashable, ValueCases] = OrderedDict()
+        self._most_bytes = most_bytes
+
+    def values(self, spec: KernelSpec, problem: Problem, device: str, room: Room) -> ValueCases:
+        """The cases about values for a problem; those asked for the longest time ago make room."""
+        key = (spec.name, odd_problem(spec, problem).key, device, room)
+        if key not in self._values:
+            self._trim(room.bytes // _KEPT_ROOM if self._most_bytes is None else self._most_bytes)
+            self._values[key] = ValueCases(spec, problem, device, room)
+        self._values.move_to_end(key)
+        return self._values[key]
+
+    def _trim(self, most_bytes: int) -> None:
+        while self._values and sum(values.bytes for values in self._values.values()) > most_bytes:
+            self._values.popitem(last=False)
+
+
+class Cases:
+    """Makes the cases of one problem.
+
+    Args:
+        spec: the spec.
+        problem: the problem, of the sizes that are timed.
+        device: where its inputs are, as torch names it.
+        room: what a reference may cost; as the device allows where None.
+        kept: what it shares with other problems; nothing where None.
+    """
+
+    def __init__(
+        self, spec: KernelSpec, problem: Problem, device: str, room: Room | None = None, kept: Kept | None = None
+    ) -> None:
+        self._spec, self._problem, self._device = spec, problem, device
+        self._bucketed = [d.name for d in spec.dimensions if d.kind == "bucketed"]
+        self._values = (kept or Kept()).values(spec, problem, device, room or Room.of(device))
+        self.random = self._values.random
+
+    def all(self) -> Iterator[Case]:
+        """Every case; each is made when it is first asked for, and kept."""
+        yield self.random
+        yield from self._edges
+        yield from self._values.rest()
+
+    @functools.cached_property
+    def full(self) -> Case:
+        """Inputs of the sizes that are timed, and no results."""
+        return Case("repeat", self._problem, drawn(self._spec, self._problem, self._device), {})
+
+    @functools.cached_property
+    def _edges(self) -> list[Case]:
+        """The largest and the smallest sizes that the bucket serves; of a smaller bucket where those cost too much."""
+        largest = self._problem
+        while not self._values.fits(largest) and any(largest[name] > 1 for name in self._bucketed):
+            largest = largest.but(**{name: max(1, largest[name] // 2) for name in self._bucketed})
+        note = "" if largest == self._problem else "the reference costs too much at full size"
+        smallest = largest.but(**{name: bucket(largest[name]) // 2 + 1 for name in self._bucketed})
+        ends = {"bucket": largest, "smallest of the bucket": smallest}
+        if smallest == largest:
+            del ends["smallest of the bucket"]
+        return [self._values.plain(name, problem, note=note) for name, problem in ends.items()]
 
 
 def _is_small(leeway: Leeway, tolerance: Tolerance, reference: Any) -> bool:

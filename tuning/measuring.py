@@ -14,6 +14,7 @@ from tilekern.targets import Target
 from tuning.executors import FINISHED, Executor
 from tuning.journal import Line
 from tuning.predicting import ranking
+from tuning.process import TOOK
 from tuning.strategies.selection import ranked
 from tuning.sweep import LIBRARY_LINE, Candidate, Sweep, candidates
 from tuning.tasks import COPY, Entrant, Task, copy_key
@@ -79,6 +80,8 @@ def _measured(sweep: Sweep, executor: Executor, todo: Sequence[Task], gpu: Mappi
             entry = entries[line["kernel"], line["problem"]]
             entry.finish(sweep)
             yield entry.task
+        elif journal == TOOK:
+            entries[line["kernel"], line["problem"]].seconds = line["seconds"]
         elif journal == "skipped":
             sweep.note(journal, line | {"skipped": f"{line['kernel']}|{line['problem']}"})
         else:
@@ -90,6 +93,8 @@ class _Entry:
 
     def __init__(self, task: Task, gpu: Mapping[str, str]) -> None:
         self.task, self._gpu = task, gpu
+        # What the measuring process took, by part of the way.
+        self.seconds: Mapping[str, float] = {}
         # The compiled line of whatever may be measured; the copy has none.
         self.compiled = {entrant.key: entrant.compiled for entrant in task.entrants}
         self.compiled[copy_key(task.kernel, task.problem)] = {}
@@ -124,7 +129,7 @@ class _Entry:
         aligned = {entrant.key for entrant in self.task.entrants if entrant.is_aligned}
         untimed = sorted(aligned - self._timed.keys() - self._out)
         race["untimed"] = {key: self.compiled[key].get("code_sha256") for key in untimed}
-        sweep.note("races", race | {"strategy": self.task.strategy})
+        sweep.note("races", race | {"strategy": self.task.strategy, "seconds": dict(self.seconds)})
 
 
 def is_composite(kernel: str, problem: Problem, target: Target) -> bool:

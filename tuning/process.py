@@ -41,7 +41,8 @@ TRIES = 2
 _POLL_S = 0.05
 # A process that fell silent because it died is left this long to say how.
 _PATIENCE_S = 5.0
-# A line for one of the sweep's journals, with the journal's name.
+# A line for one of the sweep's journals, with the journal's name, or with this word.
+TOOK = "took"
 Noted = tuple[str, dict[str, Any]]
 
 
@@ -137,7 +138,8 @@ def measure_task(worker: Worker, task: Task) -> Iterator[Noted]:
     """Have a task measured; the lines for the journals, as they come to be known.
 
     They are of the journals ``measured``, ``quarantine`` (a candidate that killed or stalled its process; the others
-    go on without it) and ``skipped`` (a problem that cannot be measured at all, as when its inputs do not fit).
+    go on without it) and ``skipped`` (a problem that cannot be measured at all, as when its inputs do not fit). One of
+    :data:`TOOK` says how long each part of the way took; it is no journal's.
 
     Raises:
         InputError: the GPU cannot be used.
@@ -201,6 +203,7 @@ def _attempt(worker: Worker, task: Task, checks: dict[str, Check]) -> Generator[
                 worker.lose()
                 return _Loss(steps.name, value, kind == DOUBT, racing)
             elif kind == DONE:
+                yield TOOK, {"kernel": task.kernel, "problem": task.problem.key, "seconds": value}
                 return None
         if steps.begun != begun:
             begun, since = steps.begun, time.monotonic()

@@ -52,8 +52,8 @@ class Leeway:
         untouched: where the inputs hold NaN or infinity, the values of the elements that do not depend on that, in
             float64, which are right whatever the reference says (it gives NaN for zero times a masked NaN); NaN where
             an element does depend on it.
-        tainted: where the inputs hold infinity, which elements may be NaN whatever the reference says: those that it
-            makes NaN where NaN stands in place of infinity.
+        tainted: where the inputs hold infinity, which elements may be NaN whatever the reference says, or infinite
+            where it says NaN: those that it makes NaN where NaN stands in place of infinity.
     """
 
     norm: float = 0.0
@@ -173,7 +173,7 @@ def _judged(actual: Any, reference: Any, extra: Leeway) -> tuple[float, float, s
         better = actual.isfinite() & extra.untouched.isfinite() & ~reference.isfinite()
         reference = extra.untouched.where(better, reference)
     if extra.tainted is not None:
-        reference = reference.masked_fill(extra.tainted & actual.isnan(), math.nan)
+        reference = actual.where(extra.tainted & (actual.isnan() | actual.isinf() & reference.isnan()), reference)
     mistakes = {
         "are not finite where the reference is": ~actual.isfinite() & reference.isfinite(),
         "are finite where the reference is not": actual.isfinite() & ~reference.isfinite(),

@@ -10,9 +10,10 @@ import contextlib
 import gc
 import math
 import os
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from tuning import disposable
 from tuning.bench import Bench, to_confirm
@@ -23,10 +24,13 @@ from tuning.tasks import COPY, Entrant, Task
 from tuning.timing import Launch, Stopwatch
 from tuning.verifying import Check
 
+if TYPE_CHECKING:
+    from tuning.cases import Kept
+
 # Kinds of what a process says. READY: it has loaded all that it needs. CHECKED: an entrant's key and its check.
 # RACING: from here on launches are queued behind others. TIMED: timings by key. DOUBT: an error that may be due to what
 # an earlier candidate left behind. FAULT: any other error; both with a reason, and the last that is said. DONE: the
-# end of a task.
+# end of a task, with the seconds that each part of it took.
 READY, CHECKED, RACING, TIMED, DOUBT, FAULT, DONE = "ready", "checked", "racing", "timed", "doubt", "fault", "done"
 # A candidate's error for memory is its own if the GPU has at least this part of what was free before.
 _BACK = 0.9
@@ -46,13 +50,19 @@ def serve(connection: Connection, steps: Steps, cache: str, device: str | None) 
     os.environ["TILEKERN_CACHE_DIR"] = cache
     if device is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = device
+    # Problems of all sizes follow each other: memory that one leaves in pieces serves the next.
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     import torch
 
     from tilekern.kernels import all_specs
+    from tuning.cases import Kept
 
     all_specs()
+    # What is there by now stays: the collector need not look at it after each task.
+    gc.freeze()
     connection.send((READY, None))
     watch: Stopwatch | None = None
+    kept = Kept()
     while True:
         try:
             task = connection.recv()
@@ -64,36 +74,50 @@ def serve(connection: Connection, steps: Steps, cache: str, device: str | None) 
                 steps.begin(CUDA)
                 watch = Stopwatch(task.target.l2_bytes)
                 watch.warm_clocks()
-            _Measuring(connection, steps, task).run(watch)
-            connection.send((DONE, None))
+            measuring = _Measuring(connection, steps, task, kept)
+            measuring.run(watch)
+            connection.send((DONE, measuring.seconds))
         except torch.OutOfMemoryError as error:
             connection.send((DOUBT, _reason(error)))
             return
         except Exception as error:  # noqa: BLE001 (whatever it is, it ends this process and nothing else)
             connection.send((FAULT, _reason(error)))
             return
+        # Launches and what announces them hold each other, and with them the arrays of a problem that is done with.
+        del task, measuring
+        gc.collect()
 
 
 class _Measuring:
     """The way of one task through this process."""
 
-    def __init__(self, connection: Connection, steps: Steps, task: Task) -> None:
+    def __init__(self, connection: Connection, steps: Steps, task: Task, kept: Kept) -> None:
         import torch
 
         self._torch, self._connection, self._steps, self._task = torch, connection, steps, task
-        steps.begin(INPUTS)
-        self._bench = Bench(task, self._announce)
+        # By part of the way, in its order.
+        self.seconds: dict[str, float] = {}
+        with self._part("references"):
+            steps.begin(INPUTS)
+            self._bench = Bench(task, self._announce, kept)
         self._checks = dict(task.checks)
         self._free = self._free_bytes()
 
     def run(self, watch: Stopwatch) -> None:
         """Check all, time those that are right, and have those that could win stand the whole battery."""
-        for entrant in self._task.entrants:
-            if entrant.key not in self._checks:
-                self._check(entrant, self._bench.check)
+        with self._part("screening"):
+            for entrant in self._task.entrants:
+                if entrant.key not in self._checks:
+                    self._check(entrant, self._bench.check)
         racing = [entrant for entrant in self._task.entrants if entrant.is_aligned and self._passed(entrant)]
         if racing:
             self._time(racing, watch)
+
+    @contextlib.contextmanager
+    def _part(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self.seconds[name] = round(time.perf_counter() - started, 4)
 
     def _passed(self, entrant: Entrant) -> bool:
         return self._checks[entrant.key].passed
@@ -137,7 +161,8 @@ class _Measuring:
 
     def _time(self, racing: Sequence[Entrant], watch: Stopwatch) -> None:
         task, bench, steps = self._task, self._bench, self._steps
-        launches = self._launches(racing)
+        with self._part("inputs"):
+            launches = self._launches(racing)
         configs = {entrant.key: entrant.candidate.config for entrant in racing if entrant.key in launches}
         if not configs:
             return
@@ -146,10 +171,12 @@ class _Measuring:
         steps.begin(STRATEGY)
         self._connection.send((RACING, True))
         runner: Runner = GpuRunner(watch, launches, bench.refresh(), steps.begin)
-        timings = strategy_named(task.strategy)(_Rounds(runner, steps, careful=task.careful), lineup)
+        with self._part("race"):
+            timings = strategy_named(task.strategy)(_Rounds(runner, steps, careful=task.careful), lineup)
         self._connection.send((RACING, False))
-        for entrant in to_confirm(task.entrants, timings, self._checks):
-            self._check(entrant, bench.confirm)
+        with self._part("battery"):
+            for entrant in to_confirm(task.entrants, timings, self._checks):
+                self._check(entrant, bench.confirm)
         self._connection.send((TIMED, timings))
 
     def _launches(self, racing: Sequence[Entrant]) -> dict[str, Launch]:

@@ -17,7 +17,7 @@ from tilekern.kernels.tiles import ConstInt
 from tilekern.spec import DTYPES, Config, KernelSpec, LibraryCall, Problem
 from tilekern.targets import INTERPRETED
 from tuning.battery import Battery
-from tuning.cases import Cases, Room
+from tuning.cases import Cases, Room, ValueCases
 from tuning.verifying import launch_arguments
 
 
@@ -311,7 +311,7 @@ def test_what_follows_one_that_failed_stands_every_case(monkeypatch):
     problem, config = PROBLEMS[SWIGLU], SWIGLU.generic(PROBLEMS[SWIGLU])
     battery, run = battery_of(SWIGLU, problem), functools.partial(interpret, SWIGLU, config)
     with monkeypatch.context() as patch:
-        patch.setattr(Cases, "_tails", lambda _: 1 // 0)
+        patch.setattr(ValueCases, "_tails", lambda _: 1 // 0)
         with pytest.raises(ZeroDivisionError):
             battery.confirm(config, run)
     assert not battery.confirm(config, drops_nan).passed

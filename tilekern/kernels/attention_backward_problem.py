@@ -93,11 +93,10 @@ def _sequence_gradients(
     pulled = torch.einsum("qhd,khd->hqk", dout, v_heads)
     gradients = scale * slope * weights * (pulled - delta.double()[..., None])
     dq = torch.einsum("hqk,khd->qhd", gradients, k_heads)
-    grouped = [
-        torch.zeros_like(k, dtype=torch.float64).index_add_(1, of_head, torch.einsum("hqk,qhd->khd", left, right))
-        for left, right in ((gradients, q), (weights, dout))
-    ]
-    return dq, grouped[0], grouped[1]
+    by_head = (torch.einsum("hqk,qhd->khd", left, right) for left, right in ((gradients, q), (weights, dout)))
+    # Group by group, since an index_add_ on a GPU adds heads up in another order each time.
+    dk, dv = (torch.stack([found[:, of_head == kv_head].sum(1) for kv_head in range(kv_heads)], 1) for found in by_head)
+    return dq, dk, dv
 
 
 def gradients(

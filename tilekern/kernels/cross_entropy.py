@@ -274,9 +274,16 @@ def _backward_config(problem: Problem, schedule: str, widest: int, occupancy: in
     return Config(schedule=schedule, tile_n=tile_n, num_worker_warps=0, occupancy=occupancy, tma=False)
 
 
+_PART_ROWS = 2048
+
+
 def _backward_inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
+    import torch
+
     inputs = logits_and_options(problem, generator, device)
-    lse = capped_logits(inputs["logits"], inputs["softcap"], problem["capped"]).logsumexp(1).float()
+    # In parts, since in float64 all logits at once may not fit.
+    parts = (capped_logits(x, inputs["softcap"], problem["capped"]) for x in inputs["logits"].split(_PART_ROWS))
+    lse = torch.cat([part.logsumexp(1) for part in parts]).float()
     return {**inputs, "lse": lse, "scale": upstream(problem, generator, device)}
 
 

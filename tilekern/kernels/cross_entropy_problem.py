@@ -197,14 +197,15 @@ def reference_gradient(
     """Gradient of ``(scale * loss).sum()`` with respect to the logits in float64, for the given lse."""
     x, vocabulary = capped_logits(logits, softcap, capped), logits.shape[1]
     share, classes = _share(target, weight, weighted, ignore_index)
+    valid = target != ignore_index
     lse, kept = lse.double()[:, None], 1 - smoothing * smoothed
     every = smoothing * smoothed / vocabulary * (weight.double() if weighted else x.new_ones((1, vocabulary)))
-    softmax = (x - lse).exp()
+    # The lse of an ignored row may be 0, with which large logits overflow; its gradient is 0 all the same.
+    softmax = (x - lse).exp().masked_fill(~valid[:, None], 0)
     gradient = softmax * (kept * share[:, None] + every.sum() + 2 * z_loss * lse) - every
     gradient.scatter_add_(1, classes[:, None], -kept * share[:, None])
     if capped:
         gradient *= 1 - (x / softcap).square()
-    valid = (target != ignore_index).double()
     return {"dlogits": gradient * (scale.double() * valid)[:, None]}
 
 
