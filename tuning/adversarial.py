@@ -122,18 +122,14 @@ def results_in(dtype: Any, spec: KernelSpec, problem: Problem, inputs: Mapping[s
         return expected_results(spec, problem, dict(inputs))
 
 
-def untouched(expected: Mapping[str, Any], one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """The results that do not depend on what differs between two inputs, NaN elsewhere.
-
-    The reference may give NaN there all the same (zero weights times a masked NaN), and a kernel that never reads
-    what is masked does better.
+def reached(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """Which elements of the results depend on what differs between two inputs.
 
     Args:
-        expected: the results.
-        one: the same without roundings on the way, which hide what depends a little.
-        other: those of the other inputs.
+        one: the results of one, without roundings on the way, which hide what depends a little.
+        other: those of the other.
     """
-    return {name: value.masked_fill(one[name] != other[name], math.nan) for name, value in expected.items()}
+    return {name: value != other[name] for name, value in one.items()}
 
 
 def changed_names(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:

@@ -6,6 +6,7 @@ Most are about values, at sizes that are the same for all buckets, so that probl
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
@@ -80,9 +81,9 @@ class Case:
 
     @property
     def bytes(self) -> int:
-        """What its arrays take."""
+        """What its arrays take, but for those that it shares with other cases."""
         guarded = (value for found in self._guarded.values() for value in found.values.values())
-        extra = (value for found in self.leeway.values() for value in (found.untouched, found.tainted))
+        extra = (value for found in self.leeway.values() for value in (found.reached, found.tainted))
         return _bytes_of([*self.inputs.values(), *self.expected.values(), *guarded, *extra])
 
 
@@ -107,6 +108,12 @@ class _BytesWritten(TorchDispatchMode):
         return found
 
 
+def rehearse() -> None:
+    """Have torch load what the counting of bytes takes."""
+    with _BytesWritten():
+        torch.zeros(1).double()
+
+
 class ValueCases:
     """The cases that are about values, at odd sizes that do not grow with the problem's.
 
@@ -128,15 +135,18 @@ class ValueCases:
         self.random = Case("random", self._odd, inputs, expected)
         tried = [odd_problem(spec, problem, most) for most in _SMALL]
         self._small = next((one for one in tried if self.fits(one, _SMALL_PART)), tried[-1])
-        self._made: list[list[Case]] = []
+        # By their place among the makers.
+        self._made: dict[int, list[Case]] = {}
 
     @property
     def bytes(self) -> int:
-        """What the arrays of all cases that were made take."""
-        return sum(case.bytes for made in ([self.random], *self._made) for case in made)
+        """What the arrays of all cases that are kept take."""
+        shared = (value for found in self.__dict__.get("_unpoisoned", ()) for value in found.values())
+        kept = [self.random, *(case for made in self._made.values() for case in made)]
+        return sum(case.bytes for case in kept) + _bytes_of(shared)
 
     def rest(self) -> Iterator[Case]:
-        """Every case but the random one; each is made when it is first asked for, and kept."""
+        """Every case but the random one; each is made when it is first asked for, and kept where there is room."""
         makers: list[Callable[[], list[Case]]] = [
             self._tails,
             self._large,
@@ -145,9 +155,10 @@ class ValueCases:
             *(functools.partial(self._poisoned, draw) for draw in range(self._draws)),
         ]
         for place, make in enumerate(makers):
-            if place == len(self._made):
-                self._made.append(make())
-            yield from self._made[place]
+            cases = self._made[place] if place in self._made else make()
+            yield from cases
+            if self.bytes + sum(case.bytes for case in cases) <= self._room.bytes:
+                self._made[place] = cases
 
     def fits(self, problem: Problem, part: int = 1) -> bool:
         """Whether the reference of a problem costs no more than a part of the room.
@@ -170,17 +181,15 @@ class ValueCases:
 
     def _large(self) -> list[Case]:
         """The largest draws that float32 carries: nothing overflows, and torch's own float32 is exact enough."""
+        return [self._scaled(self._power)]
 
-        def case(power: int) -> Case:
-            return self._changed("large magnitudes", adversarial.scaled(power), f"draws times 2^{power}")
+    @functools.cached_property
+    def _power(self) -> int:
+        carried = itertools.takewhile(lambda power: self._is_carried(self._scaled(power)), adversarial.POWERS)
+        return max(carried, default=0)
 
-        largest = case(0)
-        for power in adversarial.POWERS:
-            tried = case(power)
-            if not self._is_carried(tried):
-                break
-            largest = tried
-        return [largest]
+    def _scaled(self, power: int) -> Case:
+        return self._changed("large magnitudes", adversarial.scaled(power), f"draws times 2^{power}")
 
     def _is_carried(self, case: Case) -> bool:
         """Whether inputs and results are finite in their dtypes, and float32 tells the results."""
@@ -226,8 +235,8 @@ class ValueCases:
         spec, problem, found = self._spec, self._small, []
         plain, right, smooth = self._unpoisoned
         probed = drawn(spec, problem, self._device, placed(draw, adversarial.PROBE))
-        same = adversarial.untouched(right, smooth, adversarial.results_in(torch.float64, spec, problem, probed))
-        leeway = {name: Leeway(untouched=x) for name, x in same.items()}
+        reached = adversarial.reached(smooth, adversarial.results_in(torch.float64, spec, problem, probed))
+        leeway = {name: Leeway(plain=right[name], reached=x) for name, x in reached.items()}
         for what, mark in (("nan", math.nan), ("infinity", math.inf if draw % 2 else -math.inf)):
             inputs = drawn(spec, problem, self._device, placed(draw, mark))
             if names := adversarial.changed_names(plain, inputs):

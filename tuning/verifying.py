@@ -49,16 +49,17 @@ class Leeway:
     Attributes:
         norm: an error of the norm, on top; and
         peak: of each element: what float32 loses in torch too.
-        untouched: where the inputs hold NaN or infinity, the values of the elements that do not depend on that, in
-            float64, which are right whatever the reference says (it gives NaN for zero times a masked NaN); NaN where
-            an element does depend on it.
+        plain: where the inputs hold NaN or infinity, the result without, in float64; and
+        reached: which elements depend on it. Those that do not are right if they are as without, whatever the reference
+            says: it gives NaN for zero times a masked NaN, and a kernel that never reads what is masked does better.
         tainted: where the inputs hold infinity, which elements may be NaN whatever the reference says, or infinite
             where it says NaN: those that it makes NaN where NaN stands in place of infinity.
     """
 
     norm: float = 0.0
     peak: float = 0.0
-    untouched: Any = None
+    plain: Any = None
+    reached: Any = None
     tainted: Any = None
 
 
@@ -169,9 +170,9 @@ def _judged(actual: Any, reference: Any, extra: Leeway) -> tuple[float, float, s
         return relative, elementwise, ""
     # Something is not finite, which is right where the reference, once rounded, is not either.
     actual, reference = actual.detach().double(), _rounded(actual, reference.detach().double())
-    if extra.untouched is not None:
-        better = actual.isfinite() & extra.untouched.isfinite() & ~reference.isfinite()
-        reference = extra.untouched.where(better, reference)
+    if extra.reached is not None:
+        better = actual.isfinite() & extra.plain.isfinite() & ~extra.reached & ~reference.isfinite()
+        reference = extra.plain.where(better, reference)
     if extra.tainted is not None:
         reference = actual.where(extra.tainted & (actual.isnan() | actual.isinf() & reference.isnan()), reference)
     mistakes = {

@@ -55,9 +55,11 @@ def serve(connection: Connection, steps: Steps, cache: str, device: str | None) 
     import torch
 
     from tilekern.kernels import all_specs
-    from tuning.cases import Kept
+    from tuning.cases import Kept, rehearse
 
     all_specs()
+    # The first use of what counts in references loads more of torch, which takes seconds.
+    rehearse()
     # What is there by now stays: the collector need not look at it after each task.
     gc.freeze()
     connection.send((READY, None))
@@ -66,7 +68,7 @@ def serve(connection: Connection, steps: Steps, cache: str, device: str | None) 
     while True:
         try:
             task = connection.recv()
-        except EOFError:
+        except (EOFError, OSError):  # the parent has hung up, or is gone
             return
         steps.follow(task)
         try:

@@ -41,7 +41,7 @@ def serve(connection, steps, cache, _device):
         # The time of a copy tells how many records the cache has.
         held = len(list(Store(Path(cache)).entries()))
         connection.send((TIMED, timings | {COPY: Timing(COPY_US + held, 0.1, 20)}))
-        connection.send((DONE, None))
+        connection.send((DONE, {"race": 1.0}))
 
 
 def no_cuda(connection, steps, _cache, _device):

@@ -23,6 +23,7 @@ from tilekern.toolchain import Toolkit, toolkit
 from tuning.compiling import compile_all
 from tuning.executors import FINISHED
 from tuning.measuring import measure_all, tasks
+from tuning.process import TOOK
 from tuning.publishing import keep_winners, winners
 from tuning.sweep import Sweep
 
@@ -167,8 +168,8 @@ def test_lines_come_in_the_order_of_their_task_and_composites_find_the_winners(e
         name = line.get("candidate", "")
         of[line.get("problem") or owners.get(name) or name.rpartition("|")[2]].append((journal, line))
     for task in three:
-        *checked, end = of[task.problem.key]
-        assert end[0] == FINISHED
+        *checked, took, end = of[task.problem.key]
+        assert (took[0], end[0]) == (TOOK, FINISHED)
         said = ["timing" in line for _, line in checked]
         assert said == sorted(said), "checks come before timings"
         assert [line["candidate"] for _, line in checked if "timing" not in line] == [e.key for e in task.entrants]

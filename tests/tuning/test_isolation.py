@@ -30,7 +30,7 @@ from tilekern.errors import InputError
 from tilekern.kernels import spec_named
 from tuning import disposable, process
 from tuning.measuring import entrants
-from tuning.process import Worker, measure_task
+from tuning.process import TOOK, Worker, measure_task
 from tuning.steps import CUDA, INPUTS, QUEUE
 from tuning.tasks import Task
 
@@ -75,12 +75,13 @@ def timed(lines):
     return [line["candidate"] for journal, line in lines if journal == "measured" and "timing" in line]
 
 
-def test_where_nothing_happens_one_process_does_all(measure, keys):
+def test_where_nothing_happens_one_process_does_all(measure, task, keys):
     lines, started = measure()
     assert quarantined(lines) == {}
     assert timed(lines) == keys
     assert lines[0] == ("measured", {"candidate": keys[0], "check": RIGHT.as_dict()})
-    assert lines[-1][1]["timing"] == TIMING.as_dict()
+    assert lines[-2][1]["timing"] == TIMING.as_dict()
+    assert lines[-1] == (TOOK, {"kernel": task.kernel, "problem": task.problem.key, "seconds": {"race": 1.0}})
     assert started == ["queued"]
 
 

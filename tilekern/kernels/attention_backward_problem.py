@@ -55,17 +55,21 @@ def inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
     return {**found, "lse": lse.float(), "delta": delta.float() - dlse}
 
 
+# Scores of one sequence that are worked out at a time.
+_SCORES = 1 << 28
+
+
 def _by_head(problem: Problem, found: dict[str, Any]) -> tuple[Any, Any]:
-    """lse and delta in float64, head by head: the scores of all heads at once need not fit in memory."""
+    """lse and delta in float64, some heads at a time: the scores of all heads at once need not fit in memory."""
     import torch
 
     flags = {flag: problem[flag] for flag in FLAGS} | {"sinks": False}
     given = {name: value for name, value in found.items() if name not in ("q", "k", "v", "dout")}
-    parts = []
-    for head in range(problem["heads"]):
-        kv_head = head * problem["kv_heads"] // problem["heads"]
-        q, dout = (found[name][:, :, head : head + 1] for name in ("q", "dout"))
-        k, v = (found[name][:, :, kv_head : kv_head + 1] for name in ("k", "v"))
+    heads, parts = problem["heads"], []
+    at_once = max(1, _SCORES // (problem["queries"] * problem["keys"]))
+    for some in torch.arange(heads, device=found["q"].device).split(at_once):
+        q, dout = (found[name][:, :, some] for name in ("q", "dout"))
+        k, v = (found[name][:, :, some * problem["kv_heads"] // heads] for name in ("k", "v"))
         forward = shared.formula(q=q, k=k, v=v, **given, **flags)
         out = forward["out"].to(q.dtype).double()
         parts.append((forward["lse"], (out * dout.double()).sum(-1).transpose(1, 2)))
