@@ -131,7 +131,7 @@ class _Field:
         ]
 
     def _flush_us(self) -> float:
-        queued = [self._watch.queue(lambda: None) for _ in range(20)]
+        queued = self._watch.queue([lambda: None] * 20).events
         queued[-1].end.synchronize()
         return statistics.median(events.spent_us - events.time_us for events in queued)
 

@@ -86,10 +86,16 @@ class Worker:
     def process(self) -> _Process:
         """The process at work."""
         if self._process is None:
-            self._process = self._spare or _Process(self._cache, self._device)
-            # It loads its modules, which takes seconds, and leaves the GPU alone.
-            self._spare = _Process(self._cache, self._device)
+            self._process, self._spare = self._spare or _Process(self._cache, self._device), None
         return self._process
+
+    def prepare(self) -> None:
+        """Start the next process, now that the one at work has loaded its modules, which takes seconds of a core.
+
+        It loads its own, and leaves the GPU alone.
+        """
+        if self._spare is None:
+            self._spare = _Process(self._cache, self._device)
 
     def lose(self, patience_s: float = 0.0) -> str:
         """End the process at work; how it ended, for people."""
@@ -181,6 +187,7 @@ def _attempt(worker: Worker, task: Task, checks: dict[str, Check]) -> Generator[
     steps.begin(START)
     begun, since = steps.begun, time.monotonic()
     if process.is_ready:
+        worker.prepare()
         _send(process.connection, task)
     while True:
         if process.connection.poll(_POLL_S):
@@ -191,6 +198,7 @@ def _attempt(worker: Worker, task: Task, checks: dict[str, Check]) -> Generator[
                 return _Loss(steps.name, f"the process died ({how})", how.startswith(disposable.KILLED), racing)
             if kind == READY:
                 process.is_ready = True
+                worker.prepare()
                 _send(process.connection, task)
             elif kind == CHECKED:
                 key, checks[key] = value

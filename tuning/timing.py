@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,9 @@ from typing import Any
 Launch = Callable[[], Any]
 # As fast as the clock of any GPU here goes.
 CYCLES_PER_US = 2_000
+# The host's time to queue one launch: what it is taken for before the first, and at most, since the loading of code is
+# none of it. The GPU waits longer than the last launches would have asked for, by this factor.
+FIRST_HOST_US, MOST_HOST_US, SAFETY = 50.0, 300.0, 1.5
 
 
 @dataclass(frozen=True)
@@ -87,18 +91,37 @@ class Events:
         return 1000 * float(self.flush.elapsed_time(self.end))
 
 
+@dataclass(frozen=True)
+class Queue:
+    """Launches that were queued, and for how long the GPU was made to wait before them, in microseconds."""
+
+    events: list[Events]
+    lead_us: float
+
+    @property
+    def spent_us(self) -> float:
+        """What the GPU was kept busy with, waits and flushes included, once all is over."""
+        return self.lead_us + sum(events.spent_us for events in self.events)
+
+
 class Stopwatch:
-    """Times launches on the current stream of the current device."""
+    """Times launches on the current stream of the current device.
+
+    Launches are queued while the GPU waits, so that it never waits for the host between an event and what it times.
+    """
 
     def __init__(self, flush_bytes: int) -> None:
         import torch
 
         self._torch = torch
         self._flush = torch.empty(max(flush_bytes, 1 << 26), dtype=torch.int8, device="cuda")
+        # Of the last launches: the host's time for one on average and at most, and the GPU's least.
+        self._host_us, self._slowest_host_us, self._gpu_us = FIRST_HOST_US, FIRST_HOST_US, 0.0
 
     def warm_clocks(self, seconds: float = 0.4) -> None:
         """Keep the GPU busy until its clocks have risen."""
         torch = self._torch
+        self.wait(1)  # loads the code of the wait
         a = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
         end = torch.cuda.Event(enable_timing=True)
         start = torch.cuda.Event(enable_timing=True)
@@ -111,13 +134,28 @@ class Stopwatch:
             if start.elapsed_time(end) > 1000 * seconds:
                 return
 
-    def queue(self, launch: Launch, before: Launch | None = None) -> Events:
-        """Queue a launch with the L2 cache flushed before it, which outlasts the host's work for the launch.
+    def queue(self, launches: Sequence[Launch], before: Launch | None = None) -> Queue:
+        """Queue launches, with the L2 cache flushed before each.
 
         Args:
-            launch: what is timed.
-            before: what is queued after the flush and not timed.
+            launches: what is timed.
+            before: what is queued after each flush and not timed.
         """
+        self.wait(lead_us := self._lead_us(len(launches)))
+        took_us, queued = [], []
+        for launch in launches:
+            began = time.perf_counter()
+            queued.append(self._queue(launch, before))
+            took_us.append(min(1e6 * (time.perf_counter() - began), MOST_HOST_US))
+        self._host_us, self._slowest_host_us = statistics.fmean(took_us), max(took_us)
+        return Queue(queued, lead_us)
+
+    def _lead_us(self, launches: int) -> float:
+        """How long the GPU has to wait so that the host, at its last pace, stays ahead of it."""
+        falls_behind_us = max(0.0, self._host_us - self._gpu_us)
+        return SAFETY * (self._slowest_host_us + (launches - 1) * falls_behind_us)
+
+    def _queue(self, launch: Launch, before: Launch | None) -> Events:
         event = self._torch.cuda.Event
         events = Events(*(event(enable_timing=True) for _ in range(3)))
         events.flush.record()
@@ -129,15 +167,20 @@ class Stopwatch:
         events.end.record()
         return events
 
+    def read(self, queued: Queue) -> list[float]:
+        """The times of launches that are over, in microseconds."""
+        self._gpu_us = min(events.spent_us for events in queued.events)
+        return [events.time_us for events in queued.events]
+
     def wait(self, time_us: float) -> None:
         """Keep the GPU waiting for about this long, or some more."""
         self._torch.cuda._sleep(int(time_us * CYCLES_PER_US))
 
-    def round(self, launches: Sequence[Launch]) -> list[float]:
+    def round(self, launches: Sequence[Launch], before: Launch | None = None) -> list[float]:
         """Time each launch once, in microseconds."""
-        queued = [self.queue(launch) for launch in launches]
+        queued = self.queue(launches, before)
         self._torch.cuda.synchronize()
-        return [events.time_us for events in queued]
+        return self.read(queued)
 
     def measure(self, launch: Launch, samples: int = 50) -> Timing:
         """Time one launch many times, after warm-up."""

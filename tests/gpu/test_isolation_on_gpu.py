@@ -4,7 +4,6 @@ The faulty kernel goes into a copy of the package, which a process of its own sw
 """
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -12,11 +11,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from tuner_process import ROOT, clean_environment
 
 from tilekern.toolchain import toolkit
 
 HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
 # A launch of the faulty kernel takes microseconds.
 LIMIT_S = 4.0
 pytestmark = pytest.mark.skipif(toolkit() is None, reason="no tile compiler is installed")
@@ -29,11 +28,9 @@ def found(tmp_path_factory):
     for package in ("tilekern", "tuning"):
         shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__", "*.pack"))
     shutil.copy(HERE / "faulty_kernel.py", folder / "tilekern" / "kernels" / "faulty.py")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("TILEKERN_")}
-    path = os.pathsep.join([str(folder), *filter(None, [kept.get("PYTHONPATH")])])
     ran = subprocess.run(
         [sys.executable, HERE / "faulty_sweep.py", folder / "sweeps", str(LIMIT_S)],
-        env=kept | {"PYTHONPATH": path}, cwd=folder, capture_output=True, text=True, check=False, timeout=300,
+        env=clean_environment(folder), cwd=folder, capture_output=True, text=True, check=False, timeout=300,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
     told = json.loads(ran.stdout.splitlines()[-1])

@@ -46,14 +46,11 @@ def loaded_late(launch, host_s):
 
 
 def median_us(watch, launch, before=None, samples=40):
-    queued = [watch.queue(launch, before) for _ in range(samples)]
-    torch.cuda.synchronize()
-    return statistics.median(events.time_us for events in queued)
+    return statistics.median(watch.round([launch] * samples, before))
 
 
 def test_a_sample_is_the_launch_and_what_is_spent_has_the_flush(watch):
-    watch.wait(1)  # loads the code of the wait
-    events = watch.queue(resting(300))
+    [events] = watch.queue([resting(300)]).events
     torch.cuda.synchronize()
     assert 300 <= events.time_us < 1000
     assert events.spent_us > events.time_us + 5

@@ -12,12 +12,12 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from tuner_process import clean_environment
 
 from tilekern.cache import Store
 from tilekern.toolchain import toolkit
 from tuning.sweep import Sweep
 
-ROOT = Path(__file__).parents[2]
 KILLS = 5
 OLD = {"key": "tileiras-13.1.1-cuda_tile-1.5.0", "tileiras": "13.1.1", "cuda_tile": "1.5.0"}
 pytestmark = pytest.mark.skipif(toolkit() is None, reason="no tile compiler is installed")
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(toolkit() is None, reason="no tile compiler is i
 
 def start(folder: Path, *arguments: str) -> subprocess.Popen:
     """The tuner in a process group of its own, with the folder's cache."""
-    env = {k: v for k, v in os.environ.items() if not k.startswith("TILEKERN_")} | {"PYTHONPATH": str(ROOT)}
+    env = clean_environment()
     command = [sys.executable, "-m", "tilekern.tune", *arguments, "--cache-dir", str(folder / "cache"), "--json"]
     return subprocess.Popen(
         command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True

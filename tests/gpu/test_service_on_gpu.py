@@ -1,7 +1,6 @@
 """On the GPU: the service measures what a running job missed, and the job takes it with no restart."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -9,11 +8,11 @@ import time
 from pathlib import Path
 
 import pytest
+from tuner_process import clean_environment
 
 from tilekern.cache import Store, read_wanted
 from tilekern.toolchain import toolkit
 
-ROOT = Path(__file__).parents[2]
 PATIENCE_S = 300
 pytestmark = pytest.mark.skipif(toolkit() is None, reason="no tile compiler is installed")
 
@@ -45,9 +44,8 @@ print(launches > 0, counted["swiglu_forward"]["fallbacks"] > 0, flush=True)
 
 
 def environment(root: Path) -> dict[str, str]:
-    kept = {k: v for k, v in os.environ.items() if not k.startswith("TILEKERN_")}
     settings = {"TILEKERN_CACHE_DIR": str(root), "TILEKERN_ON_MISS": "fallback", "TILEKERN_LOOKUP_AGAIN_S": "0.2"}
-    return kept | {"PYTHONPATH": str(ROOT)} | settings
+    return clean_environment() | settings
 
 
 def until(holds):

@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from tuning.strategies.runner import LOADING_US, GpuRunner
-from tuning.timing import rewriting
+from tuning.timing import MOST_HOST_US, SAFETY, Queue, Stopwatch, rewriting
+
+LEAD_US = 3.0
 
 
 class End:
@@ -26,10 +28,16 @@ class Watch:
     def __init__(self, log):
         self.log = log
 
-    def queue(self, launch, before):
-        if before:
-            before()
-        return Queued(self.log, launch())
+    def queue(self, launches, before):
+        queued = []
+        for launch in launches:
+            if before:
+                before()
+            queued.append(Queued(self.log, launch()))
+        return Queue(queued, LEAD_US)
+
+    def read(self, queued):
+        return [events.time_us for events in queued.events]
 
     def wait(self, time_us):
         self.log.append(f"GPU waits {time_us:g}")
@@ -58,7 +66,7 @@ def test_each_key_s_first_launch_is_announced_and_its_loading_is_not_timed(runne
         one = [f"announced {key}", key, key, f"announced {key}", "waited"]
         assert log[:5] == one
         del log[:5]
-    assert runner.spent_us == 2 * 5 + 10 + 2 * 8 + 10
+    assert runner.spent_us == 2 * 5 + 10 + 2 * 8 + 10 + 2 * LEAD_US
 
 
 def test_later_rounds_are_queued_whole_and_each_wait_is_announced(runner, log):
@@ -75,7 +83,7 @@ def test_the_loading_of_long_kernels_hides_behind_a_wait(runner, log):
     spent_us = runner.spent_us
     runner.round(["longer"])
     assert log == ["announced longer", f"GPU waits {LOADING_US:g}", "longer", "announced longer", "waited"]
-    assert runner.spent_us - spent_us == LOADING_US + 9510
+    assert runner.spent_us - spent_us == LOADING_US + 9510 + LEAD_US
 
 
 def test_a_round_with_a_new_key_among_known_ones_gives_them_in_order(runner):
@@ -100,3 +108,70 @@ def test_rewriting_keeps_every_bit(dtype):
     view = array[1:5, ::2]
     rewriting([array, view])()
     assert torch.equal(array.view(torch.uint8), bits)
+
+
+class Simulated:
+    """A GPU whose clock stands, on which work takes the time that it is queued with; the host's clock runs with it."""
+
+    def __init__(self, monkeypatch):
+        self.host_us = self.free_at_us = 0.0
+        self.busy_us = {}
+        monkeypatch.setattr("tuning.timing.time.perf_counter", lambda: self.host_us / 1e6)
+        gpu = self
+
+        class Event:
+            def __init__(self, **_):
+                self.at_us = 0.0
+
+            def record(self):
+                gpu.put(0.0)
+                self.at_us = gpu.free_at_us
+
+            def elapsed_time(self, end):
+                return (end.at_us - self.at_us) / 1000
+
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: self.put(cycles / 2000))
+        monkeypatch.setattr(torch.cuda, "synchronize", self.wait)
+        self.watch = Stopwatch.__new__(Stopwatch)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "empty", lambda *_, **__: self)
+            self.watch.__init__(1)
+
+    def zero_(self):
+        self.put(20.0)
+
+    def put(self, time_us, host_us=0.0):
+        """Work that the host takes so long to queue."""
+        self.host_us += host_us
+        self.free_at_us = max(self.free_at_us, self.host_us) + time_us
+
+    def wait(self):
+        self.host_us = max(self.host_us, self.free_at_us)
+
+    def launch(self, time_us, host_us):
+        return lambda: self.put(time_us, host_us)
+
+
+@pytest.mark.parametrize("host_us", [5.0, 45.0, 150.0])
+@pytest.mark.parametrize("time_us", [2.0, 400.0])
+@pytest.mark.parametrize("launches", [1, 2, 90])
+def test_no_sample_holds_the_host_s_time_once_its_pace_is_known(monkeypatch, host_us, time_us, launches):
+    gpu = Simulated(monkeypatch)
+    queue = [gpu.launch(time_us, host_us)] * launches
+    gpu.watch.round(queue)
+    for _ in range(3):
+        queued = gpu.watch.queue(queue)
+        gpu.wait()
+        assert gpu.watch.read(queued) == pytest.approx([time_us] * launches)
+    needed_us = host_us + (launches - 1) * max(0.0, host_us - 20 - time_us)
+    assert queued.lead_us <= SAFETY * needed_us + 1e-6
+
+
+def test_one_slow_launch_among_fast_ones_is_waited_for_and_the_loading_of_code_is_not(monkeypatch):
+    gpu = Simulated(monkeypatch)
+    mixed = [gpu.launch(10.0, 8.0), gpu.launch(10.0, 120.0), gpu.launch(10.0, 8.0)]
+    gpu.watch.round(mixed)
+    assert gpu.watch.round(mixed) == pytest.approx([10.0] * 3)
+    gpu.watch.round([gpu.launch(10.0, 1e6)])
+    assert gpu.watch.queue(mixed).lead_us <= SAFETY * 3 * MOST_HOST_US

@@ -6,7 +6,8 @@ from tuning.strategies import Lineup, Runner
 from tuning.strategies.board import Board
 from tuning.timing import Timing
 
-ROUNDS, LEAST_ROUNDS = 50, 15
+# The least is five times what cuda.tile's own search takes.
+ROUNDS, LEAST_ROUNDS = 50, 25
 # No round after the first ones begins when so much GPU time is spent.
 LONGEST_US = 20e6
 

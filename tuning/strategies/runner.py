@@ -41,12 +41,12 @@ class GpuRunner:
         return [self._batch([key])[0] if key in self._loaded else self._first(key) for key in keys]
 
     def _batch(self, keys: Sequence[str]) -> list[float]:
-        queued = [self._watch.queue(self._launches[key], self._refresh) for key in keys]
-        for key, events in zip(keys, queued, strict=True):
+        queued = self._watch.queue([self._launches[key] for key in keys], self._refresh)
+        for key, events in zip(keys, queued.events, strict=True):
             self._announce(key)
             events.end.synchronize()
-        self.spent_us += sum(events.spent_us for events in queued)
-        samples = [events.time_us for events in queued]
+        samples = self._watch.read(queued)
+        self.spent_us += queued.spent_us
         self._fastest_us = min(self._fastest_us, *samples)
         return samples
 
