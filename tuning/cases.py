@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 
 from tilekern.spec import TOLERANCES, KernelSpec, Problem, Tolerance, bucket
 from tuning import adversarial
@@ -39,17 +39,17 @@ _KEPT_ROOM = 4
 
 @dataclass(frozen=True)
 class Room:
-    """What a reference may cost: bytes that torch's operations write, and floating-point operations."""
+    """What a reference may cost: bytes that calls of torch's functions write, and floating-point operations."""
 
     bytes: int
     flops: int
 
     @classmethod
     def of(cls, device: str) -> Room:
-        """A third of a GPU's memory, and as many operations as a data-centre one does in about a tenth of a second."""
+        """A quarter of a GPU's memory, and what operations a data-centre one does in about a tenth of a second."""
         if torch.device(device).type != "cuda":
             return cls(1 << 28, 1 << 30)
-        return cls(torch.cuda.get_device_properties(device).total_memory // 3, 4 * 10**12)
+        return cls(torch.cuda.get_device_properties(device).total_memory // 4, 4 * 10**12)
 
 
 @dataclass
@@ -93,25 +93,24 @@ def _bytes_of(values: Iterable[Any]) -> int:
     return sum(found.values())
 
 
-class _BytesWritten(TorchDispatchMode):
-    """Counts the bytes of all tensors that torch's operations make inside it."""
+class _BytesWritten(TorchFunctionMode):
+    """Counts the bytes of all tensors that calls of torch's functions give; what they make on the way is not seen.
+
+    One of torch's dispatch modes would see that too, and takes a second to load.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.total = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
-        if not any(result.alias_info for result in func._schema.returns):  # neither a view nor in place
-            made = found if isinstance(found, tuple | list) else (found,)
-            self.total += sum(x.numel() * x.element_size() for x in made if isinstance(x, torch.Tensor))
+        made = found if isinstance(found, tuple | list) else (found,)
+        given = {id(value) for value in args}
+        self.total += _bytes_of(
+            x for x in made if isinstance(x, torch.Tensor) and id(x) not in given and not x._is_view()
+        )
         return found
-
-
-def rehearse() -> None:
-    """Have torch load what the counting of bytes takes."""
-    with _BytesWritten():
-        torch.zeros(1).double()
 
 
 class ValueCases:

@@ -55,11 +55,9 @@ def serve(connection: Connection, steps: Steps, cache: str, device: str | None) 
     import torch
 
     from tilekern.kernels import all_specs
-    from tuning.cases import Kept, rehearse
+    from tuning.cases import Kept
 
     all_specs()
-    # The first use of what counts in references loads more of torch, which takes seconds.
-    rehearse()
     # What is there by now stays: the collector need not look at it after each task.
     gc.freeze()
     connection.send((READY, None))

@@ -60,8 +60,8 @@ def planned(folder, problems):
 
 def measured(sweep, root, launch_timeout_s):
     """Measure a sweep; what is known of each config after it."""
-    executor = Watched(LocalExecutor(sweep.cache, 1, launch_timeout_s))
-    with shared(sweep, root):
+    with LocalExecutor(sweep.cache, 1, launch_timeout_s) as local, shared(sweep, root):
+        executor = Watched(local)
         summary = measure_all(sweep, executor, keep_winners, STRATEGY)
     lines = {key: line for key, line in sweep.measured().items() if not key.startswith(f"{COPY}|")}
     return {

@@ -44,6 +44,12 @@ class RecordedExecutor:
         self.tasks: list[Task] = []
         self.checked: list[str] = []
 
+    def __enter__(self) -> "RecordedExecutor":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing was started."""
+
     def describe_gpu(self, target: Target) -> dict[str, str]:  # noqa: ARG002
         return dict(self._gpu)
 

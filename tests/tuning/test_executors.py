@@ -37,14 +37,18 @@ class Workers:
     def __init__(self, pause_s=0.0, broken=()):
         self._pause_s, self._broken = pause_s, broken
         self.taken, self.closed = [], []
+        # Device, rows and columns of each problem; devices whose worker was made, and whose process was.
+        self.problems, self.started, self.begun = [], [], []
         self.at_task = threading.Event()
 
     def start(self, _cache, device, launch_timeout_s):
         assert launch_timeout_s == LAUNCH_TIMEOUT_S
+        self.started.append(device)
         return Worker(self, device)
 
     def measure(self, worker, task):
         self.taken.append((worker.device, task.problem["rows"]))
+        self.problems.append((worker.device, task.problem["rows"], task.problem["columns"]))
         yield "measured", {"candidate": f"{worker.device} {task.problem['rows']}"}
         self.at_task.set()
         time.sleep(self._pause_s)
@@ -56,6 +60,9 @@ class Workers:
 class Worker:
     def __init__(self, workers, device):
         self.device, self._workers = device, workers
+
+    def process(self):
+        self._workers.begun.append(self.device)
 
     def close(self):
         self._workers.closed.append(self.device)
@@ -96,6 +103,59 @@ def test_the_longest_goes_first(use, tasks, tmp_path):
 def test_many_candidates_take_longer_than_few(tasks):
     few = replace(tasks[0], entrants=tasks[0].entrants[:1])
     assert work.longest_first([few, tasks[0]]) == [tasks[0], few]
+
+
+def of_families(task, *named):
+    """Tasks whose families differ as these letters do; the rows are those of the letters' capitals where they are."""
+    columns = {letter: 1024 * (place + 1) for place, letter in enumerate(sorted({name.lower() for name in named}))}
+    rows = {True: 1 << 16, False: 1 << 14}
+    problems = [SMALL[1].but(rows=rows[name.isupper()], columns=columns[name.lower()]) for name in named]
+    return [replace(task, problem=problem) for problem in problems]
+
+
+def test_problems_of_one_family_stand_together_the_longest_family_first(tasks):
+    a, big_a, b, c, big_c = of_families(tasks[0], "a", "A", "b", "c", "C")
+    assert work.family(a) == work.family(big_a) != work.family(b)
+    assert work.longest_first([a, b, big_a, c, big_c]) == [big_c, c, big_a, a, b]
+
+
+def test_a_gpu_stays_with_its_family_then_takes_one_that_nobody_is_at_then_the_longest(tasks):
+    a, b, c = of_families(tasks[0], "a", "b", "c")
+    families = [work.family(task) for task in (a, b, c)]
+    assert work.place_of_next([a, b, c], families[1], families) == 1
+    assert work.place_of_next([a, b, c], None, families[:1]) == 1
+    assert work.place_of_next([a, b], families[2], families[:2]) == 0
+
+
+def test_each_family_is_measured_on_one_gpu_until_there_is_nothing_else(use, tasks, tmp_path):
+    workers = use(Workers(pause_s=0.02), ["0", "1"])
+    todo = of_families(tasks[0], *"aAbBcCdD")
+    list(LocalExecutor(tmp_path).run(todo))
+    assert len(workers.taken) == len(todo)
+    seen = {}
+    for device, _, columns in workers.problems:
+        seen.setdefault(columns, set()).add(device)
+    # The last family to be begun may be shared at the end.
+    assert sum(len(found) > 1 for found in seen.values()) <= 1
+
+
+def test_inside_a_context_workers_stay_from_one_run_to_the_next(use, tasks, tmp_path):
+    workers = use(Workers(pause_s=0.01), ["0", "1"])
+    with LocalExecutor(tmp_path) as executor:
+        assert sorted(workers.started) == sorted(workers.begun) == ["0", "1"]
+        for _ in range(2):
+            assert len(rows_done(executor.run(tasks))) == len(tasks)
+        assert workers.closed == []
+    assert sorted(workers.started) == sorted(workers.closed) == ["0", "1"]
+
+
+def test_a_worker_that_failed_does_not_stay(use, tasks, tmp_path):
+    workers = use(Workers(broken=["0"]), ["0"])
+    with LocalExecutor(tmp_path) as executor:
+        with pytest.raises(InputError, match="GPU 0 does not start"):
+            list(executor.run(tasks))
+        assert workers.closed == ["0"]
+    assert workers.closed == ["0"]
 
 
 def test_a_task_s_lines_come_in_their_order(use, tasks, tmp_path):

@@ -137,7 +137,8 @@ def _run(refresh: Refresh, outcome: Outcome, store: Store, jobs: int | None, *, 
         )
         return
     with progress_bar("measure", quiet=quiet) as progress, shared(sweep, store.root):
-        measured = measure_all(sweep, LocalExecutor(sweep.cache), keep_winners, progress=progress)
+        with LocalExecutor(sweep.cache) as executor:
+            measured = measure_all(sweep, executor, keep_winners, progress=progress)
         outcome.measure = dataclasses.asdict(measured)
     tools = toolkit()
     outcome.changes = refresh.publish(store, tools.describe() if tools else NO_TOOLKIT)

@@ -100,19 +100,16 @@ def _run(request: Request, *, quiet: bool) -> Outcome:
         sweep, notes = _given(request), []
     outcome = Outcome(sweep.model, sweep.target, _toolkit(), seconds, notes=notes)
     _check_writable(store, sweep)
-    if "compile" in request.stages:
-        jobs, pool = _compilers(request, sweep)
-        with _timed(seconds, "compile"), progress_bar("compile", quiet=quiet) as progress:
-            summary = compile_all(sweep, jobs, request.timeout_s, progress, pool=pool)
-        outcome.compile = dataclasses.asdict(summary)
-    if "measure" in request.stages:
-        absent = _absent(sweep.target) if "compile" in request.stages and request.executor == LOCAL else None
-        if absent:
-            outcome.notes.append(absent)
-        else:
+    with _ready(request, sweep, outcome) as executor:
+        if "compile" in request.stages:
+            jobs, pool = _compilers(request, sweep)
+            with _timed(seconds, "compile"), progress_bar("compile", quiet=quiet) as progress:
+                summary = compile_all(sweep, jobs, request.timeout_s, progress, pool=pool)
+            outcome.compile = dataclasses.asdict(summary)
+        if executor:
             bar = progress_bar("measure", quiet=quiet)
             with _timed(seconds, "measure"), shared(sweep, store.root), bar as progress:
-                done = measure_all(sweep, _executor(request, sweep), keep_winners, request.strategy, progress)
+                done = measure_all(sweep, executor, keep_winners, request.strategy, progress)
             outcome.measure = dataclasses.asdict(done)
     if "measure" in request.stages:
         _publish(outcome, sweep, store)
@@ -162,12 +159,21 @@ def _absent(target: Target) -> str | None:
     return f"{found}: the measure stage is left out and the winners are predicted"
 
 
-def _executor(request: Request, sweep: Sweep) -> Executor:
-    if request.executor != LOCAL:
-        return _cluster(request, sweep)
-    from tuning.executors.local import LocalExecutor
+@contextlib.contextmanager
+def _ready(request: Request, sweep: Sweep, outcome: Outcome) -> Iterator[Executor | None]:
+    """Who measures, or None; on this host its processes load their modules while others compile."""
+    if "measure" not in request.stages:
+        yield None
+    elif request.executor != LOCAL:
+        yield _cluster(request, sweep)
+    elif "compile" in request.stages and (absent := _absent(sweep.target)):
+        outcome.notes.append(absent)
+        yield None
+    else:
+        from tuning.executors.local import LocalExecutor
 
-    return LocalExecutor(sweep.cache, request.gpus)
+        with LocalExecutor(sweep.cache, request.gpus) as executor:
+            yield executor
 
 
 def _compilers(request: Request, sweep: Sweep) -> tuple[int, Pool]:

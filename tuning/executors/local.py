@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tilekern.errors import InputError
 from tilekern.targets import Target
-from tuning.executors.work import finished, longest_first
+from tuning.executors.work import Family, family, finished, longest_first, place_of_next
 from tuning.gpu import check_gpu, describe_gpu, devices
 from tuning.process import LAUNCH_TIMEOUT_S, Noted, Worker, measure_task
 from tuning.tasks import Task
@@ -17,6 +17,9 @@ from tuning.tasks import Task
 
 class LocalExecutor:
     """One worker a GPU.
+
+    Used as a context, it starts them at once, and they stay from one run to the next: their modules take seconds to
+    load. Otherwise each run starts and ends its own.
 
     Args:
         cache: the folder of the cache that composites look kernels up in.
@@ -26,6 +29,22 @@ class LocalExecutor:
 
     def __init__(self, cache: Path, most: int | None = None, launch_timeout_s: float = LAUNCH_TIMEOUT_S) -> None:
         self._cache, self._most, self._launch_timeout_s = cache, most, launch_timeout_s
+        # Workers that are not at work, by their GPU; None where none is to stay.
+        self._ready: dict[str, Worker] | None = None
+
+    def __enter__(self) -> LocalExecutor:
+        self._ready = {name: self._worker(name) for name in devices()[: self._most]}
+        for worker in self._ready.values():
+            worker.process()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        ready, self._ready = self._ready or {}, None
+        for worker in ready.values():
+            worker.close()
+
+    def _worker(self, device: str) -> Worker:
+        return Worker(self._cache, device, self._launch_timeout_s)
 
     def describe_gpu(self, target: Target) -> dict[str, str]:
         """The first GPU, its driver and torch.
@@ -58,18 +77,23 @@ class LocalExecutor:
 
     def _serve(self, device: str, work: _Work) -> None:
         """Have one GPU's worker take tasks until there are none, or nobody takes its lines any more."""
-        worker = Worker(self._cache, device, self._launch_timeout_s)
+        worker = (self._ready or {}).pop(device, None) or self._worker(device)
+        stays = False
         try:
-            for task in work:
+            for task in work.of(device):
                 for noted in measure_task(worker, task):
                     work.found.put(noted)
                     if work.is_over.is_set():
                         return
                 work.found.put(finished(task))
+            stays = True
         except BaseException as error:  # noqa: BLE001 (raised again where the lines are taken)
             work.found.put(error)
         finally:
-            worker.close()
+            if stays and self._ready is not None:
+                self._ready[device] = worker
+            else:
+                worker.close()
             work.found.put(None)
 
 
@@ -82,21 +106,24 @@ class _Work:
     """
 
     def __init__(self, tasks: Sequence[Task], names: Sequence[str]) -> None:
-        self._left: queue.SimpleQueue[Task] = queue.SimpleQueue()
-        for task in longest_first(tasks):
-            self._left.put(task)
+        self._left = longest_first(tasks)
+        self._at: dict[str, Family] = {}
+        self._lock = threading.Lock()
         self._threads = len(names)
         # Lines, errors, and None at the end of each thread.
         self.found: queue.SimpleQueue[Noted | BaseException | None] = queue.SimpleQueue()
         self.is_over = threading.Event()
 
-    def __iter__(self) -> Iterator[Task]:
-        """The tasks, each to one of the threads."""
+    def of(self, device: str) -> Iterator[Task]:
+        """The tasks for one of the GPUs."""
         while not self.is_over.is_set():
-            try:
-                yield self._left.get_nowait()
-            except queue.Empty:
-                return
+            with self._lock:
+                if not self._left:
+                    return
+                mine = self._at.pop(device, None)
+                task = self._left.pop(place_of_next(self._left, mine, self._at.values()))
+                self._at[device] = family(task)
+            yield task
 
     def lines(self) -> Iterator[Noted]:
         """What all threads find, as it comes; then the first of their errors is raised, if there is one."""

@@ -20,7 +20,7 @@ from tuning.disposable import GONE_WITHIN_S
 from tuning.executors import FINISHED
 from tuning.executors.node import code_digest
 from tuning.executors.ray_nodes import FREE_WITHIN_S, gpus_like, reason_of
-from tuning.executors.work import finished, left_of, longest_first
+from tuning.executors.work import Family, family, finished, left_of, longest_first, place_of_next
 from tuning.process import Noted
 from tuning.tasks import Task
 
@@ -30,11 +30,12 @@ _PATIENCE_S = 5.0
 
 @dataclass(eq=False)
 class _Gpu:
-    """An actor with a GPU, and the task that it is at."""
+    """An actor with a GPU, the task that it is at, and the family of that or of the last one."""
 
     actor: Any
     node: str = ""
     task: Task | None = None
+    at: Family | None = None
     lines: list[Noted] = field(default_factory=list)
 
 
@@ -162,17 +163,24 @@ class Measuring:
         """Give those that have nothing to do a task each."""
         for gpu in list(self._idle):
             if task := self._next(gpu):
-                gpu.task, gpu.lines = task, []
+                gpu.task, gpu.at, gpu.lines = task, family(task), []
                 self._idle.remove(gpu)
                 self._calls[gpu.actor.measure.remote(task)] = gpu
 
     def _next(self, gpu: _Gpu) -> Task | None:
         """The next task for a GPU; none that was lost on its node while there are others."""
-        elsewhere = {other.node for other in (*self._calls.values(), *self._idle) if other.node} - {gpu.node}
-        for place, task in enumerate(self._waiting):
-            if not elsewhere or self._lost_on.get((task.kernel, task.problem.key)) != gpu.node:
-                return self._waiting.pop(place)
-        return None
+        others = [other for other in (*self._calls.values(), *self._idle) if other is not gpu]
+        elsewhere = {other.node for other in others if other.node} - {gpu.node}
+        allowed = [
+            task
+            for task in self._waiting
+            if not elsewhere or self._lost_on.get((task.kernel, task.problem.key)) != gpu.node
+        ]
+        if not allowed:
+            return None
+        task = allowed[place_of_next(allowed, gpu.at, {other.at for other in others if other.task})]
+        self._waiting.remove(task)
+        return task
 
     def _end(self) -> None:
         """Free all GPUs."""

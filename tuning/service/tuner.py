@@ -48,8 +48,7 @@ def tune(cache: WatchedCache, named: Sequence[Named], how: How, tell: Tell) -> d
     compile_all(sweep, how.jobs, how.timeout_s, lambda done, of: tell("compile", done, of))
     if cache.goal == MEASURED:
         tell("measure", 0, len(named))
-        with shared(sweep, cache.root):
-            executor = LocalExecutor(sweep.cache, how.gpus)
+        with shared(sweep, cache.root), LocalExecutor(sweep.cache, how.gpus) as executor:
             measure_all(sweep, executor, keep_winners, progress=lambda done, of: tell("measure", done, of))
         # What composites of a later batch launch.
         keep_winners(sweep)
