@@ -8,6 +8,7 @@ launches do not; the wall clock's time, gaps and the host's work included, stand
 
 from __future__ import annotations
 
+import gc
 import os
 import statistics
 import time
@@ -31,7 +32,6 @@ from tuning.strategies.runner import GpuRunner
 from tuning.sweep import Sweep
 from tuning.tasks import COPY, Entrant, Task
 from tuning.timing import Stopwatch, Timing
-from tuning.verifying import launch_arguments
 
 BENCHMARK, ALL = "races", "all problems"
 NEAR = 1.01
@@ -65,6 +65,7 @@ def measure(
     sweep = Sweep(folder)
     check_gpu(sweep.target)
     os.environ["TILEKERN_CACHE_DIR"] = str(sweep.cache)  # where composites find their parts
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # as a measuring process has it
     watch = Stopwatch(sweep.target.l2_bytes)
     watch.warm_clocks()
     results, rows = Results(facts()), list[Row]()
@@ -72,6 +73,7 @@ def measure(
         found = _right(sweep, kernel, problem) if not kernels or kernel in kernels else []
         if found:
             rows += _Field(sweep, watch, kernel, problem, found).rows(effort)
+            gc.collect()  # the arrays of a problem hang on launches that hold each other
             results = Results(results.run, [*rows, *summary(rows)])
             keep(f"{kernel} {problem.key}", results)
     if not rows:
@@ -99,7 +101,9 @@ class _Field:
         self._launches = {entrant.key: self._bench.prepare(entrant) for entrant in found} | {COPY: self._bench.copy()}
         spec = spec_named(kernel)
         default = next((e.key for e in found if e.candidate.config == spec.default(problem, sweep.target)), None)
-        self._lineup = Lineup(tuple(entrant.key for entrant in found), default, (COPY,))
+        self._predicted = {item.key: said.seconds for item, said in ranking(sweep, kernel, problem, sweep.target)}
+        keys = tuple(entrant.key for entrant in found)
+        self._lineup = Lineup(keys, default, (COPY,), predicted=self._predicted)
 
     def _runner(self) -> GpuRunner:
         return GpuRunner(self._watch, self._launches, self._bench.refresh())
@@ -113,7 +117,7 @@ class _Field:
     def _beside_search(self, found: list[Entrant], times_us: Mapping[str, float]) -> list[Row]:
         """The GPU time of a race and of cuda.tile's search over the same candidates, and what the search chose."""
         runner, started = self._runner(), time.perf_counter()
-        race.run(runner, Lineup(tuple(entrant.key for entrant in found)))
+        race.run(runner, Lineup(tuple(entrant.key for entrant in found), predicted=self._predicted))
         ours_s = time.perf_counter() - started
         flush_us = self._flush_us()
         started = time.perf_counter()
@@ -142,14 +146,7 @@ class _Field:
         spec, problem, sms = spec_named(self._task.kernel), self._task.problem, self._task.target.sm_count
         devices = {entrant.key: spec.device(problem, entrant.candidate.config) for entrant in found}
         grids = {key: (device.grid(problem, sms),) for key, device in devices.items()}
-        inputs, arguments = self._bench.load(), {}
-        for key, device in devices.items():
-            kinds = spec.outputs(problem, grids[key][0])
-            outputs = {
-                name: torch.empty(shape, dtype=getattr(torch, dtype), device="cuda")
-                for name, (shape, dtype) in kinds.items()
-            }
-            arguments[key] = launch_arguments(device, inputs, outputs)
+        arguments = {entrant.key: self._bench.arguments(entrant) for entrant in found}
         launched = {entrant.key: _Kept(self._bench.kernel(entrant)) for entrant in found}
         stream = torch.cuda.current_stream()
         return exhaustive_search(list(devices), stream, grids.get, launched.get, arguments.get, quiet=True)

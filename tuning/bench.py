@@ -103,6 +103,11 @@ class Bench:
         self._prepared[entrant.key] = found
         return found
 
+    def arguments(self, entrant: Entrant) -> tuple[Any, ...]:
+        """The arguments of a kernel's launch at full size; all entrants share the arrays."""
+        implementation = self._spec.device(self._problem, entrant.candidate.config)
+        return launch_arguments(implementation, self.load(), self._shared_outputs(self._blocks(entrant)))
+
     def copy(self) -> Launch:
         """A function that copies as many bytes as the problem must move, half read and half written."""
         torch = self._torch
