@@ -24,7 +24,7 @@ import hashlib
 import json
 import os
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -129,6 +129,8 @@ class Sweep:
         self._runs = Journal(folder / "runs.jsonl", "run")
         self.holder = Holder(folder, self._runs)
         self._plan = PlanFile(folder)
+        # By all that they depend on: a space takes up to 0.1 s to enumerate.
+        self._candidates: dict[Hashable, list[Candidate]] = {}
 
     def begin(self, target: Target, model: str, problems: Sequence[Named], limits: Limits | None = None) -> None:
         """Write the plan, in place of one for the same target; what its journals know stays known.
@@ -185,8 +187,13 @@ class Sweep:
         return bool(self._plan.read().limits)
 
     def candidates(self, kernel: str, problem: Problem) -> list[Candidate]:
-        """The candidates of a problem, as the plan limits them (:func:`candidates`)."""
-        return candidates(kernel, problem, self.target, self._plan.read().limits.get((kernel, problem)))
+        """The candidates of a problem, as the plan limits them (:func:`candidates`); each stage asks for them anew."""
+        plan = self._plan.read()
+        limit = plan.limits.get((kernel, problem))
+        asked = (kernel, problem, plan.target["key"], None if limit is None else tuple(limit))
+        if asked not in self._candidates:
+            self._candidates[asked] = candidates(kernel, problem, self.target, limit)
+        return list(self._candidates[asked])
 
     def compiled(self) -> dict[str, Line]:
         """What is known of each artifact key: status ``ok`` or ``failed``, and facts or the reason."""

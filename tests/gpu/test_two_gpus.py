@@ -15,7 +15,7 @@ from tuning.gpu import devices
 from tuning.sweep import Sweep
 
 # Large enough that the start of the workers, which two GPUs do not halve, is a small part of one GPU's time.
-OPS = "rms_norm,fused_add_rms_norm,qk_norm_rope,swiglu,rope,cross_entropy,attention"
+OPS = "rms_norm,fused_add_rms_norm,qk_norm_rope,swiglu,rope,cross_entropy,attention,linear"
 TOKENS = "2048,4096,8192,16384,32768"
 MOST = 0.6
 pytestmark = [
