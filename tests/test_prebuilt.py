@@ -13,6 +13,7 @@ from tilekern.spec import Config, Problem
 from tilekern.targets import resolve
 from tuning.models import PRESETS
 from tuning.plan import known_ops, plan
+from tuning.strategies.race import LEAST_SAMPLES
 
 FOLDER = Path(tilekern.__file__).parent / "prebuilt"
 PACKS = {"qwen3-8b-h200.pack": ("H200", "measured"), "qwen3-8b-b200.pack": ("B200", "predicted")}
@@ -43,8 +44,9 @@ def test_what_is_measured_says_where_and_passed_its_check():
         assert record.measurement is not None
         assert record.measurement["gpu"] == "NVIDIA H200"
         assert record.measurement["driver"]
-        # A race has a time limit, which long launches reach before they have as many samples as short ones.
-        assert record.measurement["samples"] >= (10 if record.measurement["median_us"] > 2000 else 50)
+        # A race ends when the leader is certain.
+        assert record.measurement["samples"] >= LEAST_SAMPLES
+        assert {"random", "bucket", "zeros", "repeat"} <= {case["case"] for case in record.check["cases"]}
 
 
 @pytest.mark.parametrize("name", PACKS)
