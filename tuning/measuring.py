@@ -156,11 +156,13 @@ def tasks(sweep: Sweep, named: Sequence[tuple[str, Problem]], strategy: str) -> 
             continue
         checks = {e.key: Check(**settled.measured[e.key]["check"]) for e in racing if e.key in settled.measured}
         hashes = {e.compiled["sha256"] for e in racing if "sha256" in e.compiled}
-        order = {item.key: place for place, (item, _) in enumerate(ranking(sweep, kernel, problem, target))}
+        ranked_items = ranking(sweep, kernel, problem, target)
+        order = {item.key: place for place, (item, _) in enumerate(ranked_items)}
+        predicted = {item.key: prediction.seconds for item, prediction in ranked_items}
         stay = racing[0].key
         racing.sort(key=lambda entrant: order.get(entrant.key, len(order)))
         yield Task(kernel, problem, target, tuple(racing), {name: sweep.cubin(name) for name in hashes}, stay, checks,
-                   strategy)  # fmt: skip
+                   strategy, predicted)  # fmt: skip
 
 
 class Settled:

@@ -44,7 +44,8 @@ class Task:
 
     ``entrants`` are checked unless ``checks`` knows them already; those that pass are timed by ``strategy``. The
     entrant of key ``stay`` gets a figure however slow it is, as the default that gains are told against. ``cubins``
-    holds the artifacts by sha256. ``careful`` asks for one launch at a time, so that it is known which one faults.
+    holds the artifacts by sha256. ``predicted`` holds times in seconds by the entrants' keys. ``careful`` asks for one
+    launch at a time, so that it is known which one faults.
     """
 
     kernel: str
@@ -55,6 +56,7 @@ class Task:
     stay: str
     checks: Mapping[str, Check] = field(default_factory=dict)
     strategy: str = "race"
+    predicted: Mapping[str, float] = field(default_factory=dict)
     careful: bool = False
 
     def without(self, key: str) -> Task:

@@ -167,7 +167,8 @@ class _Measuring:
         if not configs:
             return
         beside = (COPY,) if COPY in launches else ()
-        lineup = Lineup(tuple(configs), task.stay if task.stay in configs else None, beside, configs)
+        stay = task.stay if task.stay in configs else None
+        lineup = Lineup(tuple(configs), stay, beside, configs, task.predicted)
         steps.begin(STRATEGY)
         self._connection.send((RACING, True))
         runner: Runner = GpuRunner(watch, launches, bench.refresh(), steps.begin)

@@ -57,11 +57,11 @@ def test_a_sample_is_the_launch_and_what_is_spent_has_the_flush(watch):
 
 
 def test_a_flush_of_the_cache_s_size_leaves_nothing_of_the_inputs(watch):
-    """Twice as large a flush makes a launch no slower, none makes it much faster."""
+    """Twice as large a flush makes a launch no slower."""
     launch = copying(max(1, here().l2_bytes // MIB // 4))
     twice = Stopwatch(2 * here().l2_bytes)
-    once_us, twice_us = median_us(watch, launch), median_us(twice, launch)
-    assert once_us == pytest.approx(twice_us, rel=0.04)
+    once_us, twice_us = median_us(watch, launch, samples=200), median_us(twice, launch, samples=200)
+    assert once_us == pytest.approx(twice_us, rel=0.05)
 
 
 def test_inputs_that_are_refreshed_are_read_faster(watch):
@@ -93,7 +93,7 @@ def test_the_smaller_copy_wins_and_each_was_announced(watch):
 
 
 def test_two_races_of_close_candidates_choose_within_a_percent(watch):
-    launches = {str(mib): copying(mib) for mib in (100, 101, 102, 104, 108)}
+    launches = {str(mib): copying(mib) for mib in (200, 201, 202, 206, 212)}
     exhaustive = strategy_named("exhaustive")(GpuRunner(watch, launches), Lineup(tuple(launches)))
     for _ in range(2):
         timings = strategy_named("race")(GpuRunner(watch, launches), Lineup(tuple(launches)))

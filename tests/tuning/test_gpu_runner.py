@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tuning.strategies.runner import LOADING_US, GpuRunner
+from tuning.strategies.runner import LOADING_US, WAKING_US, GpuRunner
 from tuning.timing import MOST_HOST_US, SAFETY, Queue, Stopwatch, rewriting
 
 LEAD_US = 3.0
@@ -19,11 +19,12 @@ class End:
 
 class Queued:
     def __init__(self, log, time_us):
-        self.end, self.time_us, self.spent_us = End(log), time_us, time_us + 10
+        self.end, self.time_us, self.spent_us = End(log), abs(time_us), abs(time_us) + 10
+        self.late = time_us < 0
 
 
 class Watch:
-    """A stopwatch whose launches take the time that they return."""
+    """A stopwatch whose launches take the time that they return; the GPU waited for those that return less than 0."""
 
     def __init__(self, log):
         self.log = log
@@ -62,11 +63,12 @@ def runner(log):
 
 def test_each_key_s_first_launch_is_announced_and_its_loading_is_not_timed(runner, log):
     assert runner.round(["a", "b"]) == [5.0, 8.0]
+    assert log.pop(0) == f"GPU waits {WAKING_US:g}"
     for key in "ab":
         one = [f"announced {key}", key, key, f"announced {key}", "waited"]
         assert log[:5] == one
         del log[:5]
-    assert runner.spent_us == 2 * 5 + 10 + 2 * 8 + 10 + 2 * LEAD_US
+    assert runner.spent_us == WAKING_US + 2 * 5 + 10 + 2 * 8 + 10 + 2 * LEAD_US
 
 
 def test_later_rounds_are_queued_whole_and_each_wait_is_announced(runner, log):
@@ -99,6 +101,21 @@ def test_what_a_launch_finds_in_l2_is_put_there_before_it(log):
     assert log[:4] == ["refreshed", "a", "refreshed", "a"]
 
 
+def test_a_launch_that_the_gpu_waited_for_is_timed_again(log):
+    times_us = {"a": [5.0, 6.0], "b": [9.0, -70.0, -60.0, 9.5], "c": [4.0, 4.5]}
+    runner = GpuRunner(Watch(log), {key: lambda left=left: left.pop(0) for key, left in times_us.items()})
+    runner._loaded.update(times_us)
+    for left in times_us.values():
+        left.pop(0)
+    assert runner.round(["a", "b", "c"]) == [6.0, 9.5, 4.5]
+    assert runner.spent_us == 3 * LEAD_US + 16 + 80 + 14.5 + 70 + 19.5
+
+
+def test_one_that_the_gpu_always_waits_for_gets_a_figure_all_the_same(log):
+    runner = GpuRunner(Watch(log), {"a": lambda: -30.0})
+    assert runner.round(["a"]) == [30.0]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.int64, torch.bool, torch.uint8])
 def test_rewriting_keeps_every_bit(dtype):
     bits = torch.randint(0, 256, (6, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
@@ -126,6 +143,9 @@ class Simulated:
             def record(self):
                 gpu.put(0.0)
                 self.at_us = gpu.free_at_us
+
+            def query(self):
+                return gpu.host_us >= self.at_us
 
             def elapsed_time(self, end):
                 return (end.at_us - self.at_us) / 1000
@@ -166,6 +186,25 @@ def test_no_sample_holds_the_host_s_time_once_its_pace_is_known(monkeypatch, hos
         assert gpu.watch.read(queued) == pytest.approx([time_us] * launches)
     needed_us = host_us + (launches - 1) * max(0.0, host_us - 20 - time_us)
     assert queued.lead_us <= SAFETY * needed_us + 1e-6
+
+
+def test_what_was_late_is_known_and_timed_again(monkeypatch):
+    gpu = Simulated(monkeypatch)
+    gpu.watch.round([gpu.launch(10.0, 5.0)])
+    held_up = [1000.0]
+    stalls = gpu.launch(10.0, 5.0)
+
+    def stalling():
+        gpu.host_us += held_up.pop() if held_up else 0.0
+        stalls()
+
+    queued = gpu.watch.queue([stalling, gpu.launch(10.0, 5.0)])
+    gpu.wait()
+    assert [events.late for events in queued.events] == [True, False]
+    assert gpu.watch.read(queued)[0] > 900
+    held_up.append(1000.0)
+    assert gpu.watch.round([stalling, gpu.launch(10.0, 5.0)]) == pytest.approx([10.0, 10.0])
+    assert not held_up
 
 
 def test_one_slow_launch_among_fast_ones_is_waited_for_and_the_loading_of_code_is_not(monkeypatch):

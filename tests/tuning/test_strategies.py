@@ -1,5 +1,6 @@
 """Strategies on recorded measurements: who wins, who leaves when, and what it costs."""
 
+import dataclasses
 import itertools
 import math
 import sys
@@ -118,6 +119,36 @@ def test_yardsticks_get_a_figure_and_the_copy_never_wins():
     assert min(timing.samples for timing in timings.values()) >= race.LEAST_SAMPLES
 
 
+def test_who_is_predicted_far_from_winning_does_not_run():
+    times_us = [100.0 + place for place in range(12)]
+    runner, lineup = family(*times_us)
+    predicted = dict.fromkeys(lineup.keys, 0.0001) | {"2": 1e-3, "9": 2.4e-4, "10": 2.6e-4, "11": math.inf}
+    lineup = dataclasses.replace(lineup, default="11", predicted=predicted)
+    timings = race.run(runner, lineup)
+    # The first ones run whatever is predicted, the default too; and so does who is only somewhat slower.
+    assert lineup.keys[race.LEAST_CANDIDATES - 1] == "5"
+    assert set(lineup.keys) - timings.keys() == {"10"}
+    assert len(exhaustive.run(runner, lineup)) == len(times_us)
+
+
+def test_a_short_kernel_is_not_hopeless_for_some_microseconds():
+    runner, lineup = family(8.0, 12.0, 40.0, spread=0.05)
+    timings = race.run(runner, lineup)
+    assert timings["1"].samples > 1
+    assert timings["2"].left == HOPELESS
+    assert timings["2"].samples == 1
+
+
+@pytest.mark.parametrize(("time_us", "second"), [(200.0, 8), (20_000.0, 4)], ids=["cheap", "dear"])
+def test_of_many_equals_the_better_half_runs_on_as_far_as_it_may_cost(time_us, second):
+    named = {str(place): time_us * (1 + place / 10_000) for place in range(16)}
+    runner = Clocked(named | {COPY: time_us / 2}, [1.0, 1.02, 0.98])
+    race.run(runner, Lineup(tuple(named), "0", (COPY,)))
+    rivals = [len({*keys} - {COPY}) - 1 for keys in runner.rounds]
+    assert rivals[:2] == [15, second]
+    assert all(count <= 4 for count in rivals[2:])
+
+
 def test_one_candidate_alone_wins():
     runner, lineup = family(100.0)
     timings = race.run(runner, lineup)
@@ -199,7 +230,8 @@ def test_all_problems_of_a_model(monkeypatch, noise):
     quality = share(one.loss(choice) <= 1.01 for one, choices in ours for choice in choices)
     repeatable = share(abs(math.log(one.loss(a) / one.loss(b))) <= math.log(1.01) for one, (a, b) in ours)
     assert quality >= 0.95
-    assert quality >= share(one.loss(choice) <= 1.01 for one, [choice] in theirs)
+    # In a fifth of its time, and as good but for chance.
+    assert quality >= share(one.loss(choice) <= 1.01 for one, [choice] in theirs) - 0.01
     assert repeatable >= 0.95
     assert ours_s <= theirs_s / 5
 

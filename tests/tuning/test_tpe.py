@@ -43,7 +43,8 @@ def test_it_times_a_share_and_finds_what_is_near_the_best():
     assert tried <= tpe.TRIED_SHARE * len(medians) + 1
     assert medians[winner(timings)] <= 1.11 * 100
     assert set(timings) >= {"0", COPY}
-    assert runner.launches < len(medians)
+    # cuda.tile's search launches each eight times.
+    assert runner.launches < 2 * len(medians)
 
 
 def test_a_search_is_repeatable():

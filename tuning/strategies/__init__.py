@@ -47,12 +47,14 @@ class Lineup:
         default: the candidate that gains are told against; preferred among equals. None where it does not run.
         beside: what is timed with them for comparison and cannot win.
         configs: the candidates' configs by key.
+        predicted: their predicted times in seconds by key, as far as there are any.
     """
 
     keys: tuple[str, ...]
     default: str | None = None
     beside: tuple[str, ...] = ()
     configs: Mapping[str, Mapping[str, Value]] = field(default_factory=dict)
+    predicted: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def yardsticks(self) -> tuple[str, ...]:

@@ -57,14 +57,19 @@ class Board:
         """The candidate that is the fastest by now."""
         return min(self.candidates, key=lambda key: self.standing.typical[key])
 
+    def typical_us(self, key: str) -> float:
+        """The time of a candidate that has run, in microseconds."""
+        return math.exp(self.standing.typical[key])
+
     def doubt(self, key: str, leader: str) -> float:
         """By how much a candidate may be faster than the leader at most, as a logarithm."""
         return self.standing.doubt(key, leader, len(self.lineup.keys) - 1)
 
     def contenders(self) -> list[str]:
-        """Who may still be faster than the leader by more than what it is to be certain to."""
+        """Who may still be faster than the leader by more than what it is to be certain to, the fastest first."""
         leader = self.leader
-        return [key for key in self.candidates if key != leader and self.doubt(key, leader) > CERTAIN]
+        found = [key for key in self.candidates if key != leader and self.doubt(key, leader) > CERTAIN]
+        return sorted(found, key=lambda key: self.standing.typical[key])
 
     def short_of(self, keys: Sequence[str], samples: int) -> list[str]:
         """Those keys that have fewer samples than this."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from tuning.timing import Launch, Stopwatch
+from tuning.timing import TRIES, Launch, Stopwatch
 
 # The first launch of a kernel loads its code, about 1 ms of the host's time on an H200's host.
 LOADING_US = 1_500.0
+# Before a race the GPU may have had nothing to do while inputs were made; this brings it back to its clocks.
+WAKING_US = 2_000.0
 
 
 class GpuRunner:
@@ -36,17 +38,26 @@ class GpuRunner:
 
     def round(self, keys: Sequence[str]) -> list[float]:
         """One sample of each key in microseconds."""
+        if not self._loaded:
+            self._watch.wait(WAKING_US)
+            self.spent_us += WAKING_US
         if self._loaded.issuperset(keys):
             return self._batch(keys)
         return [self._batch([key])[0] if key in self._loaded else self._first(key) for key in keys]
 
     def _batch(self, keys: Sequence[str]) -> list[float]:
-        queued = self._watch.queue([self._launches[key] for key in keys], self._refresh)
-        for key, events in zip(keys, queued.events, strict=True):
-            self._announce(key)
-            events.end.synchronize()
-        samples = self._watch.read(queued)
-        self.spent_us += queued.spent_us
+        samples, places = [0.0] * len(keys), list(range(len(keys)))
+        for _ in range(TRIES):
+            queued = self._watch.queue([self._launches[keys[place]] for place in places], self._refresh)
+            for place, events in zip(places, queued.events, strict=True):
+                self._announce(keys[place])
+                events.end.synchronize()
+            for place, time_us in zip(places, self._watch.read(queued), strict=True):
+                samples[place] = time_us
+            self.spent_us += queued.spent_us
+            places = [place for place, events in zip(places, queued.events, strict=True) if events.late]
+            if not places:
+                break
         self._fastest_us = min(self._fastest_us, *samples)
         return samples
 

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 USUAL_US, USUAL_SHARE, USUAL_WEIGHT = 0.6, 0.01, 4
 # The resolution of CUDA events there.
 TICK_US = 0.032
-# One sample is taken for an outlier unless it is behind by this factor, and then it is enough.
-HOPELESS_FACTOR = 1.25
+# One sample is taken for an outlier unless it is behind by this factor and so many microseconds, and then it is enough.
+HOPELESS_FACTOR, HOPELESS_US = 1.25, 5.0
 # The standard error of a trimmed mean of n values is that of a mean times this, for normal noise.
 TRIMMED = 1.1
 # How often effects and typical times are fitted in turn.
@@ -55,7 +55,7 @@ class Standing:
         """
         gap = self.typical[key] - self.typical[leader]
         if self.samples[key] == 1:
-            return math.log(HOPELESS_FACTOR) - gap
+            return math.log(HOPELESS_FACTOR + HOPELESS_US / math.exp(self.typical[leader])) - gap
         error = math.sqrt(1 / self.samples[key] + 1 / self.samples[leader]) * TRIMMED * self.noise
         return student_quantile(1 - ERROR / max(1, rivals), self.freedom) * error - gap
 
