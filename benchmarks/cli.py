@@ -168,12 +168,27 @@ def compile_stage(
     gpu: Annotated[str, typer.Option(help="GPU to compile for.")] = "auto",
     out: Out = None,
     name: Name = None,
+    alone: Annotated[bool, typer.Option("--alone", help="Compile all once more on one core, to compare.")] = False,
 ) -> None:
     """The compile stage's use of the cores."""
     from benchmarks.compiling import measure
     from tilekern.targets import resolve
 
-    _keep(measure(model, gpu), out or RESULTS / resolve(gpu).key, name or "compile")
+    _keep(measure(model, gpu, alone=alone), out or RESULTS / resolve(gpu).key, name or "compile")
+
+
+@app.command()
+def tune(
+    model: Annotated[str, typer.Option(help="Model to tune.")] = "qwen3-8b",
+    tokens: Annotated[str, typer.Option(help="Tokens of a step, by commas.")] = "2048,4096,8192,16384,32768",
+    out: Out = None,
+    name: Name = None,
+) -> None:
+    """A whole tune in empty folders: the seconds of each stage, and what was timed, wrong and quarantined."""
+    from benchmarks.whole_tune import measure
+
+    require_gpu()
+    _keep(measure(model, tokens), out, name or "tune")
 
 
 @app.command()

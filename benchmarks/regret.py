@@ -9,14 +9,12 @@ from typing import Any
 
 from benchmarks.environment import facts
 from benchmarks.providers import OURS
-from benchmarks.results import Results, Row
+from benchmarks.results import ALL, Results, Row
 from tilekern.errors import InputError
 from tilekern.spec import ALIGNED, Problem
 from tuning.measuring import identity
 from tuning.predicting import predict_best
 from tuning.sweep import LIBRARY_LINE, Candidate, Sweep
-
-ALL = "all problems"
 
 
 def measure(folder: Path) -> Results:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from benchmarks.explanations import EXPLAINED, UNEXPLAINED
 from benchmarks.goals import GOALS, Goal, Verdict
-from benchmarks.results import RUN_FIELDS, Results, Row, shown
+from benchmarks.results import ALL, RUN_FIELDS, Results, Row, shown
 
 _HEAD = """# Results
 
@@ -52,13 +52,16 @@ def _line(verdict: Verdict) -> tuple[str, ...]:
 
 
 def _figures(results: Results) -> str:
-    """All rows of a run: a line for each case and metric, a column for each provider."""
-    providers = list(dict.fromkeys(row.provider for row in results.rows))
+    """The rows of a run: a line for each case and metric, a column for each provider; of many problems the sum alone."""
+    chosen = [row for row in results.rows if row.case == ALL] or results.rows
+    more = len(results.cases()) - 1 if chosen is not results.rows else 0
+    providers = list(dict.fromkeys(row.provider for row in chosen))
     lines: dict[tuple[str, str, str], dict[str, Row]] = {}
-    for row in results.rows:
+    for row in chosen:
         lines.setdefault((row.case, row.metric, row.unit), {})[row.provider] = row
     body = [(*key, *(shown(found.get(provider)) for provider in providers)) for key, found in lines.items()]
-    notes = "".join(f"- {note}\n" for note in results.run.get("notes", []))
+    said = [*results.run.get("notes", []), *([f"{more} problems are in the JSON file, each by itself"] if more else [])]
+    notes = "".join(f"- {note}\n" for note in said)
     title = f"#### {results.benchmark} ({results.run['date']})\n"
     return "\n".join([title, _table(("case", "metric", "unit", *providers), body), *([notes] if notes else [])])
 

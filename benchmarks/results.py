@@ -11,6 +11,8 @@ from typing import Any
 
 from tilekern.errors import InputError
 
+# The case of figures over all cases of a run.
+ALL = "all problems"
 RUN_FIELDS = ("date", "gpu", "driver", "toolkit", "torch", "commit")
 _TEXTS = ("benchmark", "case", "provider", "metric", "unit")
 

@@ -1,0 +1,48 @@
+"""A whole tune as a user runs it: how long each stage takes, and what became of the candidates."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.environment import facts
+from benchmarks.providers import OURS
+from benchmarks.results import Results, Row
+from tilekern.errors import TilekernError
+
+BENCHMARK = "tune"
+
+
+def measure(model: str, tokens: str) -> Results:
+    """Tune a model for the GPU at hand, in a sweep folder and a cache that are empty.
+
+    Args:
+        model: as the tuner takes it.
+        tokens: tokens of a step, with commas between.
+
+    Raises:
+        TilekernError: the tuner failed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        places = ["--sweep", str(Path(folder, "sweep")), "--cache-dir", str(Path(folder, "cache"))]
+        command = [sys.executable, "-m", "tilekern.tune", model, "--tokens", tokens, "--json", *places]
+        ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    if ran.returncode:
+        raise TilekernError(f"the tuner failed: {ran.stderr.strip()}")
+    return Results(facts(), rows(f"{model}, {tokens.replace(',', ', ')} tokens", json.loads(ran.stdout)))
+
+
+def rows(case: str, outcome: Mapping[str, Any]) -> list[Row]:
+    """The figures of what the tuner printed with ``--json``."""
+    seconds = outcome["seconds"]
+    figures = {f"{stage}_s": (took, "s") for stage, took in {**seconds, "whole": sum(seconds.values())}.items()}
+    counts = {"problems": len(outcome["problems"]), "artifacts": outcome["compile"]["distinct"]}
+    counts |= {name: outcome["measure"][name] for name in ("timed", "wrong", "quarantined")}
+    figures |= {name: (count, "1") for name, count in counts.items()}
+    figures["work_share"] = (round(outcome["compile"]["work_share"], 4), "1")
+    return [Row(BENCHMARK, case, OURS, name, round(value, 4), unit) for name, (value, unit) in figures.items()]
