@@ -52,7 +52,7 @@ def _line(verdict: Verdict) -> tuple[str, ...]:
 
 
 def _figures(results: Results) -> str:
-    """The rows of a run: a line for each case and metric, a column for each provider; of many problems the sum alone."""
+    """The rows of a run, a line for each case and metric, a column for each provider; of many problems their sums."""
     chosen = [row for row in results.rows if row.case == ALL] or results.rows
     more = len(results.cases()) - 1 if chosen is not results.rows else 0
     providers = list(dict.fromkeys(row.provider for row in chosen))
