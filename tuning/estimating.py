@@ -49,8 +49,8 @@ COMPILE_S = {
 OTHER_S = 0.65
 # The front end's imports and the first call of tileiras in each worker.
 COMPILE_START_S = 2.0
-# A whole tune on an H200 measured 5,403 candidates of 157 problems in 123 s: a worker's start and its clocks' rise, then
-# the inputs, references and battery of each problem, then the screening and the race of each candidate.
+# A whole tune on an H200 measured 5,403 candidates of 157 problems in 123 s: a worker's start and its clocks' rise,
+# then the inputs, references and battery of each problem, then the screening and the race of each candidate.
 MEASURE_START_S, PROBLEM_S, CANDIDATE_S = 8.0, 0.6, 0.004
 # Fewer artifacts of a kernel than this say less than the table.
 _ENOUGH = 5

@@ -90,7 +90,8 @@ def test_the_compile_estimate_is_within_a_factor_of_two_of_a_real_run(tmp_path: 
         sweep.begin(h200, "test", [sums(columns)])
         seconds[columns] = compile_all(sweep, jobs).seconds
     estimate = estimate_compile(counts, jobs, [runs[128], runs[1024]])
-    assert 0.5 < estimate.seconds / seconds[512] < 2, (estimate, seconds)
+    # The server that has loaded the front end may be there from a test before.
+    assert seconds[512] / 2 < estimate.seconds < 2 * seconds[512] + COMPILE_START_S, (estimate, seconds)
     assert "the means of" in estimate.basis
 
 
