@@ -56,6 +56,19 @@ def test_a_sample_is_the_launch_and_what_is_spent_has_the_flush(watch):
     assert events.spent_us > events.time_us + 5
 
 
+def test_the_host_s_time_for_a_launch_is_in_no_sample(watch):
+    rest = resting(100)
+
+    def held_up():
+        time.sleep(2e-4)
+        rest()
+
+    alone_us = median_us(watch, rest)
+    assert median_us(watch, held_up) == pytest.approx(alone_us, rel=0.05)
+    # Nor where it comes as a surprise.
+    assert watch.round([rest, held_up, rest])[1] == pytest.approx(alone_us, rel=0.05)
+
+
 def test_a_flush_of_the_cache_s_size_leaves_nothing_of_the_inputs(watch):
     """Twice as large a flush makes a launch no slower."""
     launch = copying(max(1, here().l2_bytes // MIB // 4))

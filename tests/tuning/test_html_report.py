@@ -19,7 +19,7 @@ from tilekern.spec import Config
 from tuning import cli
 from tuning.html_report import Report, Row, as_csv, as_html, as_json, report_of, write_report
 from tuning.html_report.columns import frontier, problems_of
-from tuning.html_report.rows import STATUSES
+from tuning.html_report.rows import LEFT_OUT, STATUSES
 from tuning.publishing import winners
 from tuning.sweep import Sweep
 
@@ -61,6 +61,15 @@ def test_every_candidate_has_a_row_with_its_state(report: Report, sweep: Sweep):
     assert (rows[2].relative_error, rows[2].elementwise_error) == (float("inf"), 0.9)
     assert rows[-1].variant == "generic"
     assert {row.problem for row in report.rows} == {SMALL[1], LARGE[1]}
+
+
+def test_who_was_left_out_of_a_race_says_so(sweep: Sweep):
+    item = sweep.candidates(*SMALL)[6]
+    race = {"race": "2", "kernel": SMALL[0], "problem": SMALL[1].key, "gpu": {}, "strategy": "race"}
+    sweep.note("races", race | {"untimed": {item.key: None}})
+    rows = of_small(report_of(sweep))
+    assert (rows[6].status, rows[6].reason) == ("checked", LEFT_OUT)
+    assert rows[5].reason is None
 
 
 def test_times_and_what_they_are_worth(report: Report):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +105,16 @@ def _measure(sweep: Sweep) -> dict[str, Any]:
         },
         "quarantined": sweep.quarantined(),
         "skipped": sweep.skipped(),
+        "parts_s": _parts(races.values()),
     }
+
+
+def _parts(races: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """What the measuring processes took over all races, by part of the way, the longest first."""
+    total: Counter[str] = Counter()
+    for race in races:
+        total.update(race.get("seconds", {}))
+    return {part: round(seconds, 1) for part, seconds in total.most_common()}
 
 
 def _lines(found: dict[str, Any]) -> Iterator[str]:
@@ -114,6 +124,8 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
     known = f"{len(measured['wrong'])} wrong, {len(measured['quarantined'])} in quarantine"
     yield f"compile: {tried}{_time(compiled)}"
     yield f"measure: {measured['done']} of {measured['problems']} problems, {known}{_time(measured)}"
+    if measured["parts_s"]:
+        yield f"of which {', '.join(f'{part} {_span(seconds)}' for part, seconds in measured['parts_s'].items())}"
     if found["gpu"]:
         yield f"measured on {found['gpu']['gpu']}, driver {found['gpu']['driver']}"
     if found["holder"]:

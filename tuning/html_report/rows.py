@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from tuning.predicting import Prediction, is_arithmetic, ranking, resident_block
 from tuning.publishing import Winner, winners
 from tuning.sweep import LIBRARY_LINE, Candidate, Sweep
 
+LEFT_OUT = "its race left it out: it is predicted far slower, or the search did not come to it"
 # The states of a candidate, from the one that is worth most to those that went wrong.
 STATUSES = ("timed", "checked", "compiled", "duplicate", "planned", "wrong", "quarantined", "failed")
 
@@ -38,7 +39,7 @@ class Row:
             ``compiled``: compiled (or a library's), not run yet. ``duplicate``: the same machine code and grid as
             candidate ``same_as``, so it is not run. ``wrong``: it did not pass its check. ``quarantined``: it crashed
             or hung. ``checked``: right, not timed. ``timed``: right, and measured on the GPU.
-        reason: why it is ``failed``, ``wrong`` or ``quarantined``.
+        reason: why it is ``failed``, ``wrong`` or ``quarantined``, or ``checked`` where its race was run without it.
         same_as: ``number`` of the candidate that stands for a ``duplicate``.
         provenance: ``measured`` or ``predicted``: what ``time_us`` is. Predicted ones are given in problems of which
             nothing was timed, and in no other.
@@ -150,12 +151,15 @@ class _Journals:
     measured: Mapping[str, dict[str, Any]]
     quarantined: Mapping[str, str]
     races: Mapping[tuple[str, str], str]
+    untimed: Container[str]
 
     @classmethod
     def of(cls, sweep: Sweep) -> _Journals:
         """What a sweep's journals say; of a problem's races the name of the last."""
-        races = {(line["kernel"], line["problem"]): line["race"] for line in sweep.races().values()}
-        return cls(sweep.target, sweep.compiled(), sweep.measured(), sweep.quarantined(), races)
+        found = sweep.races().values()
+        races = {(line["kernel"], line["problem"]): line["race"] for line in found}
+        untimed = {key for line in found for key in line["untimed"]}
+        return cls(sweep.target, sweep.compiled(), sweep.measured(), sweep.quarantined(), races, untimed)
 
     def line(self, item: Candidate) -> Mapping[str, Any]:
         """What the compile stage says of a candidate."""
@@ -225,7 +229,8 @@ def _state(item: Candidate, number: int, journals: _Journals, first: dict[Any, i
     same_as = first.setdefault(identity(item, dict(line), journals.target), number)
     if check:
         right = "timed" if journals.timing(item) else "checked"
-        return {"status": right if check["passed"] else "wrong", "reason": check.get("reason")}
+        left_out = LEFT_OUT if right == "checked" and item.key in journals.untimed else None
+        return {"status": right if check["passed"] else "wrong", "reason": check.get("reason", left_out)}
     return {"status": "compiled"} if same_as == number else {"status": "duplicate", "same_as": same_as}
 
 
