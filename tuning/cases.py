@@ -130,10 +130,15 @@ class ValueCases:
         inputs, self._draws = adversarial.drawn_and_counted(spec, self._odd, device)
         with _BytesWritten() as written:
             expected = expected_results(spec, self._odd, inputs)
-        self._odd_bytes = written.total
         self.random = Case("random", self._odd, inputs, expected)
         tried = [odd_problem(spec, problem, most) for most in _SMALL]
-        self._small = next((one for one in tried if self.fits(one, _SMALL_PART)), tried[-1])
+        # What the reference writes whatever the bucketed sizes, as weights' gradients are, and what grows with them.
+        least_inputs = drawn(spec, tried[-1], device)
+        with _BytesWritten() as least:
+            expected_results(spec, tried[-1], least_inputs)
+        self._fixed_bytes, self._growing_bytes = least.total, max(0, written.total - least.total)
+        part = Room(max(room.bytes // _SMALL_PART, 2 * self._fixed_bytes), room.flops // _SMALL_PART)
+        self._small = next((one for one in tried if self.fits(one, part)), tried[-1])
         # By their place among the makers.
         self._made: dict[int, list[Case]] = {}
 
@@ -159,14 +164,15 @@ class ValueCases:
             if self.bytes + sum(case.bytes for case in cases) <= self._room.bytes:
                 self._made[place] = cases
 
-    def fits(self, problem: Problem, part: int = 1) -> bool:
-        """Whether the reference of a problem costs no more than a part of the room.
+    def fits(self, problem: Problem, room: Room | None = None) -> bool:
+        """Whether the reference of a problem costs no more than there is room, or some other room.
 
         What it writes is taken to grow as the product of the bucketed sizes, as attention's scores do.
         """
+        room = room or self._room
         growth = math.prod(problem[name] / self._odd[name] for name in self._bucketed)
-        bytes_written, flops = self._odd_bytes * growth, self._spec.flops(problem)
-        return bytes_written * part <= self._room.bytes and flops * part <= self._room.flops
+        bytes_written = self._fixed_bytes + self._growing_bytes * growth
+        return bytes_written <= room.bytes and self._spec.flops(problem) <= room.flops
 
     def plain(self, name: str, problem: Problem, **more: Any) -> Case:
         """A case of ordinary inputs."""

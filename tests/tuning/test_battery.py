@@ -366,6 +366,14 @@ def test_what_costs_too_much_at_full_size_is_checked_at_a_smaller_one_and_says_s
     assert cheaper["bucket"].problem["queries"] == 128
 
 
+def test_what_costs_much_however_few_rows_there_are_is_checked_with_many():
+    """A vocabulary's weights' gradient is as large for one row."""
+    spec = spec_named("linear_cross_entropy")
+    problem = spec.problem(rows=512, hidden=64, vocabulary=4096, dtype="bfloat16")
+    values = Cases(spec, problem, "cpu", Room(1 << 24, 1 << 40)).all()
+    assert next(case for case in values if case.name == "zeros").problem["rows"] >= 61
+
+
 def test_large_draws_are_no_larger_than_float32_and_the_dtype_carry():
     found = {}
     for dtype in ("bfloat16", "float16"):
