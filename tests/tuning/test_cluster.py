@@ -266,6 +266,43 @@ def test_gpus_that_never_become_free_are_not_waited_for_without_end(executor, h2
 
 
 # What Ray says when a process of its own, one for each client, ended before it was there.
+class Door:
+    """Stands where Ray connects: it fails with these errors, one after the other, then it is open."""
+
+    def __init__(self, monkeypatch, *errors):
+        self._errors, self.asked, self.shut = list(errors), 0, 0
+        monkeypatch.setattr(ray_nodes, "PAUSE_S", 0.0)
+        monkeypatch.setattr(ray_nodes.ray, "is_initialized", lambda: False)
+        monkeypatch.setattr(ray_nodes.ray, "init", self._init)
+        monkeypatch.setattr(ray_nodes.ray, "shutdown", self._shutdown)
+
+    def _init(self, *_, **__):
+        self.asked += 1
+        if self._errors:
+            raise self._errors.pop(0)
+
+    def _shutdown(self):
+        self.shut += 1
+
+
+def test_a_cluster_that_answers_with_an_error_is_asked_again(monkeypatch):
+    door = Door(monkeypatch, ConnectionAbortedError("Starting Ray client server failed"), RuntimeError("PID 7"))
+    ray_nodes.connect("ray://127.0.0.1:1")
+    assert (door.asked, door.shut) == (3, 2)
+
+
+@pytest.mark.parametrize(
+    ("errors", "asked"),
+    [([ConnectionAbortedError("no")] * 9, 3), ([ConnectionError("no")] * 9, 1)],
+    ids=["error", "nobody"],
+)
+def test_a_cluster_that_cannot_be_used_is_named_with_the_reason(monkeypatch, errors, asked):
+    door = Door(monkeypatch, *errors)
+    with pytest.raises(InputError, match=r"^cannot use the Ray cluster ray://127.0.0.1:1: no$"):
+        ray_nodes.connect("ray://127.0.0.1:1")
+    assert door.asked == asked
+
+
 NO_DOOR = "Starting Ray client server failed"
 
 

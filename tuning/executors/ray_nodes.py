@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from tuning.executors.node import PACKAGES, GpuNode, code_digest, package_folder
 
 # How long a GPU may take to become free, in seconds: other jobs hold them for a while.
 FREE_WITHIN_S = 600.0
+# How often a cluster is asked that answers with an error, and how long to wait before the next time, in seconds.
+TRIES, PAUSE_S = 3, 2.0
 # Ray's name for what a node with GPUs of a type has, one of it whatever their number.
 _TYPE = "accelerator_type:"
 _LONGEST = 300
@@ -36,15 +39,19 @@ def connect(address: str | None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         # A job with a working directory does not look for modules in the driver's, where another version may lie.
         Path(folder, "code").write_text(code_digest(), encoding="ascii")
-        try:
-            ray.init(
-                address,
-                runtime_env={"working_dir": folder, "py_modules": modules, "excludes": ["**/__pycache__/**"]},
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-            )
-        except (OSError, RuntimeError, ray.exceptions.RayError) as error:
-            raise InputError(f"cannot use the Ray cluster {address or 'of this host'}: {reason_of(error)}") from None
+        environment = {"working_dir": folder, "py_modules": modules, "excludes": ["**/__pycache__/**"]}
+        for left in reversed(range(TRIES)):
+            try:
+                ray.init(address, runtime_env=environment, log_to_driver=False, logging_level=logging.ERROR)
+                return
+            except (OSError, RuntimeError, ray.exceptions.RayError) as error:
+                # A server that Ray starts for each client, and that died then, aborts; otherwise nobody is there.
+                is_there = not isinstance(error, OSError) or isinstance(error, ConnectionAbortedError)
+                if not (is_there and left):
+                    reason = reason_of(error)
+                    raise InputError(f"cannot use the Ray cluster {address or 'of this host'}: {reason}") from None
+            ray.shutdown()
+            time.sleep(PAUSE_S)
 
 
 def start_actor(node: type[GpuNode], target: Target, launch_timeout_s: float) -> Any:
