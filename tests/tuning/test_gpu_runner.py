@@ -3,8 +3,10 @@
 import pytest
 import torch
 
+from tuning.steps import QUEUE
 from tuning.strategies.runner import LOADING_US, WAKING_US, GpuRunner
 from tuning.timing import MOST_HOST_US, SAFETY, Queue, Stopwatch, rewriting
+from tuning.worker import _Rounds
 
 LEAD_US = 3.0
 
@@ -114,6 +116,22 @@ def test_a_launch_that_the_gpu_waited_for_is_timed_again(log):
 def test_one_that_the_gpu_always_waits_for_gets_a_figure_all_the_same(log):
     runner = GpuRunner(Watch(log), {"a": lambda: -30.0})
     assert runner.round(["a"]) == [30.0]
+
+
+@pytest.mark.parametrize("careful", [False, True])
+def test_who_is_queued_alone_is_announced_before_it(runner, log, careful):
+    """So that a fault that shows while it is queued has its name."""
+
+    class Steps:
+        def begin(self, name):
+            log.append(f"step {name}")
+
+    runner.round(["a", "b"])
+    log.clear()
+    assert _Rounds(runner, Steps(), careful=careful).round(["b", "a"]) == [8.0, 5.0]
+    steps = [line for line in log if line.startswith("step")]
+    assert steps == (["step b", "step a"] if careful else [f"step {QUEUE}"])
+    assert log[0] == steps[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.int64, torch.bool, torch.uint8])
