@@ -115,12 +115,15 @@ class Stopwatch:
 
     Launches are queued while the GPU waits, so that it does not wait for the host between an event and what it times;
     where it may have done so all the same, since the host was held up, the launch is timed again.
+
+    Attributes:
+        spent_us: GPU time of all rounds, waits and flushes included.
     """
 
     def __init__(self, flush_bytes: int) -> None:
         import torch
 
-        self._torch = torch
+        self._torch, self.spent_us = torch, 0.0
         self._flush = torch.empty(max(flush_bytes, 1 << 26), dtype=torch.int8, device="cuda")
         # Of the last launches: the host's time for one on average and at most, and the GPU's least.
         self._host_us, self._slowest_host_us, self._gpu_us = FIRST_HOST_US, FIRST_HOST_US, 0.0
@@ -184,15 +187,26 @@ class Stopwatch:
         """Keep the GPU waiting for about this long, or some more."""
         self._torch.cuda._sleep(int(time_us * CYCLES_PER_US))
 
-    def round(self, launches: Sequence[Launch], before: Launch | None = None) -> list[float]:
-        """Time each launch once, in microseconds."""
+    def round(
+        self, launches: Sequence[Launch], before: Launch | None = None, waiting: Callable[[int], None] = lambda _: None
+    ) -> list[float]:
+        """Time each launch once, in microseconds.
+
+        Args:
+            launches: what is timed.
+            before: what is queued after each flush and not timed.
+            waiting: called with a launch's place when it is the one that is waited for.
+        """
         found = [0.0] * len(launches)
         places = list(range(len(launches)))
         for _ in range(TRIES):
             queued = self.queue([launches[place] for place in places], before)
-            self._torch.cuda.synchronize()
+            for place, events in zip(places, queued.events, strict=True):
+                waiting(place)
+                events.end.synchronize()
             for place, time_us in zip(places, self.read(queued), strict=True):
                 found[place] = time_us
+            self.spent_us += queued.spent_us
             places = [place for place, events in zip(places, queued.events, strict=True) if events.late]
             if not places:
                 break

@@ -25,11 +25,11 @@ class Queued:
         self.late = time_us < 0
 
 
-class Watch:
+class Watch(Stopwatch):
     """A stopwatch whose launches take the time that they return; the GPU waited for those that return less than 0."""
 
     def __init__(self, log):
-        self.log = log
+        self.log, self.spent_us = log, 0.0
 
     def queue(self, launches, before):
         queued = []
@@ -161,6 +161,9 @@ class Simulated:
             def record(self):
                 gpu.put(0.0)
                 self.at_us = gpu.free_at_us
+
+            def synchronize(self):
+                gpu.wait()
 
             def query(self):
                 return gpu.host_us >= self.at_us

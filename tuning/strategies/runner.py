@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from tuning.timing import TRIES, Launch, Stopwatch
+from tuning.timing import Launch, Stopwatch
 
 # The first launch of a kernel loads its code, about 1 ms of the host's time on an H200's host.
 LOADING_US = 1_500.0
@@ -46,18 +46,10 @@ class GpuRunner:
         return [self._batch([key])[0] if key in self._loaded else self._first(key) for key in keys]
 
     def _batch(self, keys: Sequence[str]) -> list[float]:
-        samples, places = [0.0] * len(keys), list(range(len(keys)))
-        for _ in range(TRIES):
-            queued = self._watch.queue([self._launches[keys[place]] for place in places], self._refresh)
-            for place, events in zip(places, queued.events, strict=True):
-                self._announce(keys[place])
-                events.end.synchronize()
-            for place, time_us in zip(places, self._watch.read(queued), strict=True):
-                samples[place] = time_us
-            self.spent_us += queued.spent_us
-            places = [place for place, events in zip(places, queued.events, strict=True) if events.late]
-            if not places:
-                break
+        before_us = self._watch.spent_us
+        launches = [self._launches[key] for key in keys]
+        samples = self._watch.round(launches, self._refresh, lambda place: self._announce(keys[place]))
+        self.spent_us += self._watch.spent_us - before_us
         self._fastest_us = min(self._fastest_us, *samples)
         return samples
 
