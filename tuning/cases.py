@@ -159,7 +159,10 @@ class ValueCases:
             *(functools.partial(self._poisoned, draw) for draw in range(self._draws)),
         ]
         for place, make in enumerate(makers):
-            cases = self._made[place] if place in self._made else make()
+            if place in self._made:
+                yield from self._made[place]
+                continue
+            cases = make()
             yield from cases
             if self.bytes + sum(case.bytes for case in cases) <= self._room.bytes:
                 self._made[place] = cases
@@ -257,21 +260,17 @@ class Kept:
 
     Attributes:
         checks: outcomes of screening, by all that they depend on.
-
-    Args:
-        most_bytes: what cases may hold which no problem at work uses; a part of the room where None.
     """
 
-    def __init__(self, most_bytes: int | None = None) -> None:
+    def __init__(self) -> None:
         self.checks: dict[Hashable, Check] = {}
         self._values: OrderedDict[Hashable, ValueCases] = OrderedDict()
-        self._most_bytes = most_bytes
 
     def values(self, spec: KernelSpec, problem: Problem, device: str, room: Room) -> ValueCases:
         """The cases about values for a problem; those asked for the longest time ago make room."""
         key = (spec.name, odd_problem(spec, problem).key, device, room)
         if key not in self._values:
-            self._trim(room.bytes // _KEPT_ROOM if self._most_bytes is None else self._most_bytes)
+            self._trim(room.bytes // _KEPT_ROOM)
             self._values[key] = ValueCases(spec, problem, device, room)
         self._values.move_to_end(key)
         return self._values[key]

@@ -136,9 +136,9 @@ def _run(refresh: Refresh, outcome: Outcome, store: Store, jobs: int | None, *, 
             f"and run python -m tilekern.tune refresh --sweep {sweep.folder.name}"
         )
         return
-    with progress_bar("measure", quiet=quiet) as progress, shared(sweep, store.root):
-        with LocalExecutor(sweep.cache) as executor:
-            measured = measure_all(sweep, executor, keep_winners, progress=progress)
+    bar, local = progress_bar("measure", quiet=quiet), LocalExecutor(sweep.cache)
+    with bar as progress, shared(sweep, store.root), local as executor:
+        measured = measure_all(sweep, executor, keep_winners, progress=progress)
         outcome.measure = dataclasses.asdict(measured)
     tools = toolkit()
     outcome.changes = refresh.publish(store, tools.describe() if tools else NO_TOOLKIT)
