@@ -2,6 +2,7 @@
 
 import os
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 # `default` draws the same examples at every run; `HYPOTHESIS_PROFILE=thorough` draws new ones, and more of them.
@@ -10,3 +11,17 @@ settings.register_profile(
 )
 settings.register_profile("thorough", settings.get_profile("default"), derandomize=False, max_examples=400)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """A cache with the default of the one problem of ``one_record.py``."""
+    from one_record import H200, PROBLEM, SPEC
+
+    from tilekern import dispatch
+
+    root = tmp_path_factory.mktemp("compiled")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TILEKERN_CACHE_DIR", str(root))
+        dispatch.compile_default(SPEC, PROBLEM, H200)
+    return root

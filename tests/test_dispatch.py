@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from one_record import GPU, H200, PROBLEM, SIZES, SPEC
 
 from tilekern import cache, dispatch, toolchain
 from tilekern.errors import CacheMiss, InputError
@@ -16,24 +17,9 @@ from tilekern.source import digest_of_module
 from tilekern.spec import Config
 from tilekern.targets import INTERPRETED, resolve
 
-GPU = torch.device("cuda", 0)
-H200, H100, B200 = resolve("H200"), resolve("H100"), resolve("B200")
-SPEC = spec_named("swiglu_forward")
-# No prebuilt pack serves a model of 48 columns.
-PROBLEM = SPEC.problem(rows=64, columns=48, dtype="bfloat16")
-SIZES = (50, 48, torch.bfloat16)
+H100, B200 = resolve("H100"), resolve("B200")
 
 pytestmark = pytest.mark.skipif(toolchain.toolkit() is None, reason="no tile compiler is installed")
-
-
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory):
-    """A cache with the default of one problem."""
-    root = tmp_path_factory.mktemp("compiled")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TILEKERN_CACHE_DIR", str(root))
-        dispatch.compile_default(SPEC, PROBLEM, H200)
-    return root
 
 
 @pytest.fixture(autouse=True)

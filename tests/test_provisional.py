@@ -13,33 +13,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from one_record import GPU, H200, PROBLEM, SIZES, SPEC
 
 from tilekern import cache, dispatch, provisional, toolchain
 from tilekern.errors import InputError
-from tilekern.kernels import spec_named
-from tilekern.targets import resolve
 
 ROOT = Path(__file__).parents[1]
-GPU = torch.device("cuda", 0)
-H200 = resolve("H200")
-SPEC = spec_named("swiglu_forward")
-# No prebuilt pack serves a model of 48 columns.
-PROBLEM = SPEC.problem(rows=64, columns=48, dtype="bfloat16")
-SIZES = (50, 48, torch.bfloat16)
 EVERY_S = "0.05"
 PATIENCE_S = 60
 
 pytestmark = pytest.mark.skipif(toolchain.toolkit() is None, reason="no tile compiler is installed")
-
-
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory):
-    """A cache with the default of one problem."""
-    root = tmp_path_factory.mktemp("compiled")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TILEKERN_CACHE_DIR", str(root))
-        dispatch.compile_default(SPEC, PROBLEM, H200)
-    return root
 
 
 @pytest.fixture(autouse=True)
