@@ -187,8 +187,7 @@ def _attempt(worker: Worker, task: Task, checks: dict[str, Check]) -> Generator[
     steps.begin(START)
     begun, since = steps.begun, time.monotonic()
     if process.is_ready:
-        worker.prepare()
-        _send(process.connection, task)
+        _hand(worker, process, task)
     while True:
         if process.connection.poll(_POLL_S):
             try:
@@ -198,8 +197,7 @@ def _attempt(worker: Worker, task: Task, checks: dict[str, Check]) -> Generator[
                 return _Loss(steps.name, f"the process died ({how})", how.startswith(disposable.KILLED), racing)
             if kind == READY:
                 process.is_ready = True
-                worker.prepare()
-                _send(process.connection, task)
+                _hand(worker, process, task)
             elif kind == CHECKED:
                 key, checks[key] = value
                 yield "measured", {"candidate": key, "check": checks[key].as_dict()}
@@ -221,9 +219,11 @@ def _attempt(worker: Worker, task: Task, checks: dict[str, Check]) -> Generator[
             return _Loss(step, f"no answer within {limit:.3g} s", queued=step == QUEUE)
 
 
-def _send(connection: Connection, task: Task) -> None:
+def _hand(worker: Worker, process: _Process, task: Task) -> None:
+    """Hand a task to a process that is ready, and have its successor started."""
+    worker.prepare()
     with contextlib.suppress(OSError):  # one that is dead shows when it is waited for
-        connection.send(task)
+        process.connection.send(task)
 
 
 def _timed(task: Task, timings: dict[str, Any], checks: dict[str, Check]) -> Iterator[Noted]:
