@@ -17,7 +17,7 @@ from tilekern.kernels.tiles import ConstInt
 from tilekern.spec import DTYPES, Config, KernelSpec, LibraryCall, Problem
 from tilekern.targets import INTERPRETED
 from tuning.battery import Battery
-from tuning.cases import Cases, Room, ValueCases
+from tuning.cases import Cases, Kept, Room, ValueCases
 from tuning.verifying import launch_arguments
 
 
@@ -304,6 +304,21 @@ def test_references_are_computed_once_for_all_candidates(monkeypatch):
     assert count > 10
     assert battery.confirm(config, run) == first
     assert len(computed) == count
+
+
+def test_problems_of_a_family_share_their_cases_until_there_is_no_room():
+    small, large = (
+        NORM.problem(rows=rows, columns=83, dtype="float16", weight_dtype="float16") for rows in (1024, 4096)
+    )
+    other = SWIGLU.problem(rows=1024, columns=83, dtype="bfloat16")
+    kept, room = Kept(), Room(1 << 26, 1 << 40)
+    first = kept.values(NORM, small, "cpu", room)
+    assert kept.values(NORM, large, "cpu", room) is first
+    # What the first one holds is more than a quarter of another room.
+    tight = Room(first.bytes, 1 << 40)
+    crowded = kept.values(SWIGLU, other, "cpu", tight)
+    assert kept.values(SWIGLU, other, "cpu", tight) is crowded
+    assert kept.values(NORM, small, "cpu", room) is not first
 
 
 def test_what_follows_one_that_failed_stands_every_case(monkeypatch):
