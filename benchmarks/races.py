@@ -24,7 +24,7 @@ from tilekern.errors import InputError
 from tilekern.kernels import spec_named
 from tilekern.spec import Problem
 from tuning.bench import Bench
-from tuning.gpu import check_gpu
+from tuning.gpu import check_gpu, serve_any_size
 from tuning.measuring import entrants
 from tuning.predicting import ranking
 from tuning.strategies import WON, Lineup, Runner, exhaustive, race
@@ -65,7 +65,7 @@ def measure(
     sweep = Sweep(folder)
     check_gpu(sweep.target)
     os.environ["TILEKERN_CACHE_DIR"] = str(sweep.cache)  # where composites find their parts
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # as a measuring process has it
+    serve_any_size()
     watch = Stopwatch(sweep.target.l2_bytes)
     watch.warm_clocks()
     results, rows = Results(facts()), list[Row]()

@@ -35,6 +35,14 @@ def describe_gpu() -> dict[str, str]:
     return {"gpu": torch.cuda.get_device_name(), "driver": driver, "torch": torch.__version__}
 
 
+def serve_any_size() -> None:
+    """Have torch take a GPU's memory such that what one problem leaves in pieces serves the next, of another size.
+
+    To be called before torch first allocates there.
+    """
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+
+
 def devices() -> list[str]:
     """This host's GPUs that are like the first, as ``CUDA_VISIBLE_DEVICES`` names them to a process of its own."""
     import torch

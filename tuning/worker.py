@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from tuning import disposable
 from tuning.bench import Bench, to_confirm
+from tuning.gpu import serve_any_size
 from tuning.steps import CUDA, INPUTS, QUEUE, STRATEGY, Steps
 from tuning.strategies import Lineup, Runner, strategy_named
 from tuning.strategies.runner import GpuRunner
@@ -50,8 +51,7 @@ def serve(connection: Connection, steps: Steps, cache: str, device: str | None) 
     os.environ["TILEKERN_CACHE_DIR"] = cache
     if device is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = device
-    # Problems of all sizes follow each other: memory that one leaves in pieces serves the next.
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    serve_any_size()
     import torch
 
     from tilekern.kernels import all_specs
