@@ -146,8 +146,8 @@ def races(
     out: Out = None,
     name: Name = None,
     kernels: Annotated[str, typer.Option(help="Kernels to race, by commas; default all of the sweep.")] = "",
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds of the exhaustive sweep that judges.")] = 250,
-    seconds: Annotated[float, typer.Option(help="GPU seconds of it for a problem; then there are fewer rounds.")] = 4,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of the candidates that come close to the best.")] = 250,
+    seconds: Annotated[float, typer.Option(help="GPU seconds of them for a problem; then there are fewer.")] = 4,
 ) -> None:
     """The tuner's race beside an exhaustive sweep and cuda.tile's own search: what they choose, and GPU time."""
     from benchmarks.races import Effort, measure
@@ -181,6 +181,7 @@ def compile_stage(
 def tune(
     model: Annotated[str, typer.Option(help="Model to tune.")] = "qwen3-8b",
     tokens: Annotated[str, typer.Option(help="Tokens of a step, by commas.")] = "2048,4096,8192,16384,32768",
+    sweep: Annotated[Path | None, typer.Option(help="Where to leave the sweep folder; default nowhere.")] = None,
     out: Out = None,
     name: Name = None,
 ) -> None:
@@ -188,7 +189,7 @@ def tune(
     from benchmarks.whole_tune import measure
 
     require_gpu()
-    _keep(measure(model, tokens), out, name or "tune")
+    _keep(measure(model, tokens, sweep), out, name or "tune")
 
 
 @app.command()

@@ -13,23 +13,27 @@ from typing import Any
 from benchmarks.environment import facts
 from benchmarks.providers import OURS
 from benchmarks.results import Results, Row
-from tilekern.errors import TilekernError
+from tilekern.errors import InputError, TilekernError
 
 BENCHMARK = "tune"
 
 
-def measure(model: str, tokens: str) -> Results:
+def measure(model: str, tokens: str, sweep: Path | None = None) -> Results:
     """Tune a model for the GPU at hand, in a sweep folder and a cache that are empty.
 
     Args:
         model: as the tuner takes it.
         tokens: tokens of a step, with commas between.
+        sweep: where the sweep folder is made and left; None leaves nothing.
 
     Raises:
+        InputError: the sweep folder is there already.
         TilekernError: the tuner failed.
     """
+    if sweep is not None and sweep.exists():
+        raise InputError(f"{sweep} is there already; a whole tune is timed in a sweep folder that it makes")
     with tempfile.TemporaryDirectory() as folder:
-        places = ["--sweep", str(Path(folder, "sweep")), "--cache-dir", str(Path(folder, "cache"))]
+        places = ["--sweep", str(sweep or Path(folder, "sweep")), "--cache-dir", str(Path(folder, "cache"))]
         command = [sys.executable, "-m", "tilekern.tune", model, "--tokens", tokens, "--json", *places]
         ran = subprocess.run(command, capture_output=True, text=True, check=False)
     if ran.returncode:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
+from benchmarks import whole_tune
 from benchmarks.__main__ import main
 from benchmarks.clock import FIRST_SLEEP, LONGEST_SLEEP, WARM_UP, Entrant
 from benchmarks.environment import facts
 from benchmarks.records import fill
 from benchmarks.results import RUN_FIELDS, read_results
 from tilekern.cache import Store
+from tilekern.errors import InputError
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
 
@@ -31,6 +33,11 @@ def test_bad_input_is_one_line(tmp_path, capsys):
     assert main(["report", "--results", str(tmp_path), "--out", str(tmp_path / "RESULTS.md")]) == 2
     assert not (tmp_path / "RESULTS.md").exists()
     assert capsys.readouterr().err.count("error: ") == 3
+
+
+def test_a_whole_tune_takes_no_sweep_that_is_there(tmp_path):
+    with pytest.raises(InputError, match="is there already"):
+        whole_tune.measure("qwen3-8b", "2048", tmp_path)
 
 
 def test_a_report_of_nothing_is_written(tmp_path):

@@ -9,6 +9,7 @@ from benchmarks.__main__ import main
 from benchmarks.races import ALL, Effort, judged, summary
 from benchmarks.results import Row
 from tuning.strategies import Lineup
+from tuning.strategies.exhaustive import LEAST_ROUNDS
 from tuning.strategies.replay import ReplayRunner
 
 MEDIANS = {"a": 120.0, "b": 100.0, "c": 100.5, "d": 300.0}
@@ -28,6 +29,19 @@ def test_two_races_are_judged_by_the_sweep():
     assert 1 <= figures["repeated"] <= 1.01
     assert 1 <= figures["within"] <= 1.01
     assert figures["rounds"] == 60
+
+
+def test_who_comes_close_or_was_chosen_decides_in_more_rounds():
+    asked = []
+
+    class Counting(ReplayRunner):
+        def round(self, keys):
+            asked.append(set(keys))
+            return super().round(keys)
+
+    judged("x rows=1", lambda: Counting(MEDIANS, 0.003, 1), Lineup(tuple(MEDIANS), "a"), Effort(60, 10), ["d"])
+    assert asked.count(set(MEDIANS)) >= LEAST_ROUNDS
+    assert asked[-60:] == [{"b", "c", "d"}] * 60
 
 
 def test_the_summary_counts_what_is_near_and_divides_the_times():
