@@ -111,7 +111,7 @@ class _Field:
         self._lineup = Lineup(keys, default, (COPY,), predicted=self._predicted)
 
     def _runner(self) -> GpuRunner:
-        return GpuRunner(self._watch, self._launches, self._bench.refresh())
+        return GpuRunner(self._watch, self._launches, self._bench.load_code, self._bench.refresh())
 
     def rows(self, effort: Effort) -> list[Row]:
         """What the races and the search came to."""

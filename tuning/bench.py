@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tilekern.kernels import spec_named
 from tilekern.launcher import PrebuiltKernel, Variant, launch, may_depend
 from tilekern.spec import LibraryCall, Problem
+from tuning.gpu import load_code
 from tuning.strategies.selection import ranked
 from tuning.tasks import Entrant, Task
 from tuning.timing import Launch, Timing, rewriting
@@ -102,6 +103,13 @@ class Bench:
         found = self._launch(self.kernel(entrant), entrant, self._problem, inputs, outputs, in_place=True)
         self._prepared[entrant.key] = found
         return found
+
+    def load_code(self, key: str) -> bool:
+        """Load the code of a prepared entrant without running it; False where a library runs, which loads its own."""
+        if self._kernels.get(key) is None:
+            return False
+        load_code(self._prepared[key])
+        return True
 
     def arguments(self, entrant: Entrant) -> tuple[Any, ...]:
         """The arguments of a kernel's launch at full size; all entrants share the arrays."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 from tilekern.errors import InputError
@@ -51,3 +52,20 @@ def devices() -> list[str]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     given = visible if visible != [""] else [str(index) for index in range(len(names))]
     return [given[index].strip() for index, name in enumerate(names) if name == names[0]]
+
+
+def load_code(launch: Callable[[], object]) -> None:
+    """Load the code of a launch on the current stream without running it, which goes into a graph that is dropped.
+
+    The loading of code may wait until the GPU has nothing left to do, so that it cannot hide behind other work.
+    """
+    import torch
+
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        # The driver refuses to load code while another mode captures.
+        graph.capture_begin(capture_error_mode="relaxed")
+        try:
+            launch()
+        finally:
+            graph.capture_end()

@@ -171,7 +171,7 @@ class _Measuring:
         lineup = Lineup(tuple(configs), stay, beside, configs, task.predicted)
         steps.begin(STRATEGY)
         self._connection.send((RACING, True))
-        runner: Runner = GpuRunner(watch, launches, bench.refresh(), steps.begin)
+        runner: Runner = GpuRunner(watch, launches, bench.load_code, bench.refresh(), steps.begin)
         with self._part("race"):
             timings = strategy_named(task.strategy)(_Rounds(runner, steps, careful=task.careful), lineup)
         self._connection.send((RACING, False))

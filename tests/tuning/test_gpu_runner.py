@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tuning.steps import QUEUE
-from tuning.strategies.runner import LOADING_US, WAKING_US, GpuRunner
+from tuning.strategies.runner import WAKING_US, GpuRunner
 from tuning.timing import MOST_HOST_US, SAFETY, Queue, Stopwatch, rewriting
 from tuning.worker import _Rounds
 
@@ -80,14 +80,20 @@ def test_later_rounds_are_queued_whole_and_each_wait_is_announced(runner, log):
     assert log == ["b", "a", "announced b", "waited", "announced a", "waited"]
 
 
-def test_the_loading_of_long_kernels_hides_behind_a_wait(runner, log):
-    runner.round(["long"])
-    assert log.count("long") == 2
+def test_code_that_loads_without_a_launch_costs_the_gpu_nothing(log):
+    def load_code(key):
+        log.append(f"loads {key}")
+        return key == "ours"
+
+    launches = {key: lambda key=key: log.append(key) or 5.0 for key in ("ours", "library")}
+    runner = GpuRunner(Watch(log), launches, load_code, announce=lambda key: log.append(f"announced {key}"))
+    assert runner.round(["ours", "library"]) == [5.0, 5.0]
+    assert log[1:4] == ["announced ours", "loads ours", "ours"]
+    assert log[6:10] == ["announced library", "loads library", "library", "library"]
+    assert runner.spent_us == WAKING_US + 15 + 5 + 15 + 2 * LEAD_US
     log.clear()
-    spent_us = runner.spent_us
-    runner.round(["longer"])
-    assert log == ["announced longer", f"GPU waits {LOADING_US:g}", "longer", "announced longer", "waited"]
-    assert runner.spent_us - spent_us == LOADING_US + 9510 + LEAD_US
+    runner.round(["ours"])
+    assert "loads ours" not in log
 
 
 def test_a_round_with_a_new_key_among_known_ones_gives_them_in_order(runner):
@@ -96,7 +102,7 @@ def test_a_round_with_a_new_key_among_known_ones_gives_them_in_order(runner):
 
 
 def test_what_a_launch_finds_in_l2_is_put_there_before_it(log):
-    runner = GpuRunner(Watch(log), {"a": lambda: log.append("a") or 1.0}, lambda: log.append("refreshed"))
+    runner = GpuRunner(Watch(log), {"a": lambda: log.append("a") or 1.0}, refresh=lambda: log.append("refreshed"))
     runner.round(["a"])
     log.clear()
     runner.round(["a", "a"])

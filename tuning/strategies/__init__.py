@@ -35,7 +35,7 @@ class Runner(Protocol):
         """GPU time so far, with all that timing costs beside the launches."""
 
     def round(self, keys: Sequence[str]) -> list[float]:
-        """One sample of each key in microseconds, one after the other in this order."""
+        """A sample of each key in microseconds, one after the other in this order; a key may come more than once."""
 
 
 @dataclass(frozen=True)

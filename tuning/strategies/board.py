@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from tuning.strategies import BESIDE, HOPELESS, SLOWER, TIED, WON, Lineup, Runner
 from tuning.strategies.standing import TICK_US, Standing, standing
@@ -25,18 +25,17 @@ class Board:
         self._rounds: list[dict[str, float]] = []
         self._standing: Standing | None = None
 
-    def run(self, keys: Sequence[str]) -> dict[str, float]:
-        """Run one round over some keys; their samples in microseconds.
+    def run(self, keys: Sequence[str], rounds: int = 1) -> dict[str, float]:
+        """Run rounds over some keys, between which nobody looks; the last samples in microseconds.
 
         The first runs in the order given, each later one in another order: a drift within a round then favours none,
         nor does the neighbour before, whose power a GPU at its limit makes the next one pay for. On an H200 matrix
         products that are within 3 % when each runs alone came out 9 % apart where the order was always the same.
         """
-        order = list(dict.fromkeys(keys))
-        if self._rounds:
-            random.Random(len(self._rounds)).shuffle(order)
-        times_us = [max(time_us, TICK_US) for time_us in self.runner.round(order)]
-        self._rounds.append(dict(zip(order, times_us, strict=True)))
+        first = len(self._rounds)
+        orders = [_shuffled(dict.fromkeys(keys), number) for number in range(first, first + rounds)]
+        samples = iter(self.runner.round([key for order in orders for key in order]))
+        self._rounds += [{key: max(next(samples), TICK_US) for key in order} for order in orders]
         self._standing = None
         return self._rounds[-1]
 
@@ -108,3 +107,11 @@ class Board:
             else:
                 timings[key] = Timing.of(times_us, SLOWER if len(times_us) > 1 else HOPELESS, behind)
         return timings
+
+
+def _shuffled(keys: Iterable[str], number: int) -> list[str]:
+    """The order of a round; that of the first is as given."""
+    order = list(keys)
+    if number:
+        random.Random(number).shuffle(order)
+    return order

@@ -66,8 +66,7 @@ def finish(board: Board, until_us: float) -> dict[str, Timing]:
         taken = len(board.samples_us(leader))
         if taken >= (MOST_SAMPLES if rivals else LEAST_SAMPLES):
             break
-        for _ in range(max(1, taken // 4)):
-            board.run([leader, *rivals, *board.short_of(yardsticks, LEAST_SAMPLES)])
+        board.run([leader, *rivals, *board.short_of(yardsticks, LEAST_SAMPLES)], max(1, taken // 4))
     while True:
         figures = [board.choice(), *yardsticks]
         wanted = FIGURE_SAMPLES if runner.spent_us < min(until_us, CHEAP_US) else LEAST_SAMPLES
