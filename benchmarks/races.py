@@ -1,8 +1,9 @@
 """The tuner's race beside an exhaustive sweep and beside cuda.tile's own search, over what a sweep found right.
 
-Each problem is raced twice, and cuda.tile's search runs once. Then all candidates are swept in five times as many
-rounds as that search takes, and those that come close to the best in many more, so that chance does not choose the best
-among them; these medians judge what was chosen. The search and a race of the very same candidates, with nothing beside
+Each problem is raced twice, and cuda.tile's search runs once. Then all candidates but those that are soon seen to be
+far behind are swept in five times as many rounds as that search takes, and those that come close to the best in many
+more, so that chance does not choose the best among them; their times there, freed from the clocks' drift, judge what
+was chosen. The search and a race of the very same candidates, with nothing beside
 them, give the GPU time that each takes: launches and flushes of the L2 cache. The search's warm-up runs count, its
 flushes count as ours were measured, and its gaps between launches do not; the wall clock's time, gaps and the host's
 work included, stands beside it.
@@ -11,10 +12,11 @@ work included, stands beside it.
 from __future__ import annotations
 
 import gc
+import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +40,8 @@ from tuning.timing import Stopwatch, Timing
 BENCHMARK = "races"
 SEARCH = f"cuda.tile {version_of('cuda-tile')}"
 NEAR = 1.01
+# Who is behind the best by more than this factor after so many rounds leaves the sweep, as no chance brings it back.
+FAR, GLANCE_ROUNDS = 1.3, 5
 # Who is within this of the best after the sweep, or was chosen, runs in the rounds that decide.
 CLOSE = 1.05
 # cuda.tile's search runs each candidate so often before it takes a sample.
@@ -117,12 +121,12 @@ class _Field:
         """What the races and the search came to."""
         with_code = [entrant for entrant in self._task.entrants if not entrant.candidate.is_library]
         searched, rows = self._beside_search(with_code) if with_code else (None, [])
-        times_us, figures = judged(self._case, self._runner, self._lineup, effort, [searched] if searched else [])
+        fields = [self._lineup.keys, [entrant.key for entrant in with_code]]
+        times, figures = judged(self._case, self._runner, self._lineup, effort, fields, [searched] if searched else [])
         if searched is None:
             return figures
-        best_us = min(times_us[entrant.key] for entrant in with_code)
-        quality = Row(BENCHMARK, self._case, SEARCH, "quality", round(times_us[searched] / best_us, 5), "1")
-        return [*figures, *rows, quality]
+        best = min(times[key] for key in fields[1] if key in times)
+        return [*figures, *rows, Row(BENCHMARK, self._case, SEARCH, "quality", round(times[searched] / best, 5), "1")]
 
     def _beside_search(self, found: list[Entrant]) -> tuple[str, list[Row]]:
         """What cuda.tile's search chooses, and the GPU time of it and of a race over the same candidates."""
@@ -171,43 +175,47 @@ class _Kept:
 
 
 def judged(
-    case: str, fresh: Callable[[], Runner], lineup: Lineup, effort: Effort, others: Collection[str] = ()
-) -> tuple[dict[str, float], list[Row]]:
-    """Two races judged by an exhaustive sweep: the sweep's medians in microseconds by key, and the rows.
+    case: str, fresh: Callable[[], Runner], lineup: Lineup, effort: Effort,
+    fields: Sequence[Sequence[str]] = (), others: Collection[str] = (),
+) -> tuple[dict[str, float], list[Row]]:  # fmt: skip
+    """Two races judged by an exhaustive sweep: times over the winner's by key of who came close, and the rows.
 
     Args:
         case: the problem's name.
         fresh: makes a runner that knows nothing yet.
         lineup: who runs.
         effort: how often those run that come close to the best.
+        fields: keys among which there is a best; all where none is given.
         others: keys that something else chose, to be judged too.
     """
     outcomes = [race.run(fresh(), lineup) for _ in range(2)]
     chosen = [_winner(timings) for timings in outcomes]
-    times_us, rounds = _swept(fresh, lineup, effort, {*chosen, *others})
-    best_us = min(times_us.values())
-    first_us, second_us = (times_us[key] for key in chosen)
-    figures = {
-        "quality": first_us / best_us,
-        "quality_again": second_us / best_us,
-        "repeated": max(first_us, second_us) / min(first_us, second_us),
-        "within": 1 + (outcomes[0][chosen[0]].within or 0.0),
-        "rounds": rounds,
-    }
-    return times_us, [Row(BENCHMARK, case, OURS, name, round(value, 5), "1") for name, value in figures.items()]
-
-
-def _swept(
-    fresh: Callable[[], Runner], lineup: Lineup, effort: Effort, chosen: Collection[str]
-) -> tuple[dict[str, float], float]:
-    """Medians in microseconds of all candidates, and the rounds that those have behind them which come close."""
-    sweep = exhaustive.run(fresh(), Lineup(lineup.keys), exhaustive.LEAST_ROUNDS)
-    times_us = {key: timing.median_us for key, timing in sweep.items()}
-    best_us = min(times_us.values())
-    close = tuple(key for key in lineup.keys if times_us[key] <= CLOSE * best_us or key in chosen)
+    close = _close(fresh, lineup.keys, fields or [lineup.keys], {*chosen, *others})
     decided = exhaustive.run(fresh(), Lineup(close), effort.rounds, 1e6 * effort.seconds)
-    times_us |= {key: timing.median_us for key, timing in decided.items()}
-    return times_us, float(decided[close[0]].samples)
+    times = {key: 1 + (timing.behind or 0.0) for key, timing in decided.items()}
+    best = min(times.values())
+    first, second = (times[key] for key in chosen)
+    figures = {
+        "quality": first / best,
+        "quality_again": second / best,
+        "repeated": max(first, second) / min(first, second),
+        "within": 1 + (outcomes[0][chosen[0]].within or 0.0),
+        "rounds": float(decided[close[0]].samples),
+    }
+    return times, [Row(BENCHMARK, case, OURS, name, round(value, 5), "1") for name, value in figures.items()]
+
+
+def _close(
+    fresh: Callable[[], Runner], keys: Sequence[str], fields: Sequence[Sequence[str]], chosen: Collection[str]
+) -> tuple[str, ...]:
+    """Who was chosen or may be the best of a field, by sweeps whose second leaves out who is far behind."""
+    for rounds, most in ((GLANCE_ROUNDS, FAR), (exhaustive.LEAST_ROUNDS, CLOSE)):
+        swept = exhaustive.run(fresh(), Lineup(tuple(keys)), rounds)
+        times = {key: 1 + (timing.behind or 0.0) for key, timing in swept.items()}
+        bests = [(min(times[key] for key in field if key in times), field) for field in fields]
+        near = {key for best, field in bests for key in field if times.get(key, math.inf) <= most * best}
+        keys = [key for key in keys if key in near or key in chosen]
+    return tuple(keys)
 
 
 def _winner(timings: Mapping[str, Timing]) -> str:

@@ -1,10 +1,12 @@
 """The statistics of a race, the replay of recorded measurements, and who wins by a journal."""
 
 import math
+import random
 import statistics
 
 import pytest
 
+from tuning.strategies.drift import between_neighbours
 from tuning.strategies.replay import Noise, ReplayRunner
 from tuning.strategies.selection import ranked
 from tuning.strategies.standing import standing, student_quantile, trimmed_mean
@@ -62,6 +64,53 @@ def test_the_noise_is_found_and_few_samples_are_shrunk_to_the_usual():
     one = standing([dict.fromkeys("abcdef", 10_000.0)])
     assert one.noise == pytest.approx(0.01, rel=0.02)
     assert many.freedom > one.freedom
+
+
+def drifting(medians, rounds, seed=0, outliers=0.0):
+    """Rounds of samples whose clock swings by 6 % within a fifth of a second, as one at its power limit does."""
+    chance, at_us, found = random.Random(seed), 0.0, []
+    start = chance.random()
+    for _ in range(rounds):
+        times = {}
+        for key in chance.sample(list(medians), len(medians)):
+            swing = 0.06 * math.sin(2 * math.pi * (start + at_us / 200_000))
+            times[key] = medians[key] * math.exp(swing + chance.gauss(0, 0.002) + 0.2 * (chance.random() < outliers))
+            at_us += times[key]
+        found.append(times)
+    return found
+
+
+def off(typical, medians):
+    """How far the distances between typical times are from those of the medians, on average."""
+    left = [typical[key] - math.log(medians[key]) for key in medians]
+    return statistics.fmean(abs(value - statistics.fmean(left)) for value in left)
+
+
+@pytest.mark.parametrize("outliers", [0.0, 0.05])
+def test_neighbours_in_time_are_compared_where_the_clock_drifts_within_a_round(outliers):
+    medians = {key: 5_000.0 * (1 + 0.01 * place) for place, key in enumerate("abcdefghij")}
+    found, plain = [], []
+    for seed in range(10):
+        rounds = drifting(medians, 6, seed, outliers)
+        found.append(off(standing(rounds).typical, medians))
+        plain.append(
+            off({key: statistics.median(math.log(times[key]) for times in rounds) for key in medians}, medians)
+        )
+    assert statistics.fmean(found) < 0.006
+    assert statistics.fmean(found) < statistics.fmean(plain) / 3
+
+
+def test_the_noise_between_neighbours_is_what_doubt_goes_by():
+    rounds = drifting(dict.fromkeys("abcdefghij", 5_000.0), 20)
+    assert between_neighbours(rounds).noise < 0.01
+    assert between_neighbours(rounds).noise <= standing(rounds).noise < 0.011
+    # In one order only, the swing looks as if it were the candidates'.
+    assert standing([dict.fromkeys("abcdefghij", 5_000.0)]).noise == pytest.approx(0.01, rel=0.02)
+
+
+def test_differences_that_do_not_tie_all_keys_together_say_nothing():
+    assert between_neighbours([{"a": 1.0, "b": 2.0}, {"a": 1.0, "b": 2.0}, {"c": 1.0, "d": 2.0}]) is None
+    assert between_neighbours([{"a": 1.0, "b": 2.0, "c": 3.0}]) is None
 
 
 def test_doubt_shrinks_with_samples_and_one_sample_is_not_believed():

@@ -139,8 +139,8 @@ def test_a_short_kernel_is_not_hopeless_for_some_microseconds():
     assert timings["2"].samples == 1
 
 
-@pytest.mark.parametrize(("time_us", "second"), [(200.0, 8), (20_000.0, 4)], ids=["cheap", "dear"])
-def test_of_many_equals_the_better_half_runs_on_as_far_as_it_may_cost(time_us, second):
+@pytest.mark.parametrize(("time_us", "second"), [(200.0, 6), (200_000.0, 2)], ids=["cheap", "dear"])
+def test_of_many_equals_the_best_third_runs_on_as_far_as_it_may_cost(time_us, second):
     named = {str(place): time_us * (1 + place / 10_000) for place in range(16)}
     runner = Clocked(named | {COPY: time_us / 2}, [1.0, 1.02, 0.98])
     race.run(runner, Lineup(tuple(named), "0", (COPY,)))

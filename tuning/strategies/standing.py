@@ -2,8 +2,9 @@
 
 The logarithm of a sample is modelled as a candidate's typical time, plus an effect of its round that is common to all
 who ran in it (the clocks), plus noise. The first two are fitted by medians and trimmed means in turn (after Tukey's
-median polish), so that the heavy right tail of timings moves neither. The noise is pooled over the candidates of a
-problem, as few samples of each say little of it, and shrunk towards what is usual (as in Smyth's moderated t, 2004,
+median polish), so that the heavy right tail of timings moves neither. Where the clocks drift within a round, typical
+times come from neighbours in time instead (:mod:`tuning.strategies.drift`). The noise is pooled over the candidates of
+a problem, as few samples of each say little of it, and shrunk towards what is usual (as in Smyth's moderated t, 2004,
 doi:10.2202/1544-6115.1027); quantiles are Student's.
 """
 
@@ -14,6 +15,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from tuning.strategies.drift import DEVIATION, between_neighbours
+
 # The usual noise of a sample on an H200, with the L2 cache flushed: of the records of Qwen3-8B the quartiles lie 0.2
 # to 0.8 us from the median whatever the time, and 0.1 to 3 % where that is more. It weighs as so many samples.
 USUAL_US, USUAL_SHARE, USUAL_WEIGHT = 0.6, 0.01, 4
@@ -23,6 +26,9 @@ TICK_US = 0.032
 HOPELESS_FACTOR, HOPELESS_US = 1.25, 5.0
 # The standard error of a trimmed mean of n values is that of a mean times this, for normal noise.
 TRIMMED = 1.1
+# The clocks drift within rounds where neighbours leave this much less noise; that is looked into where there is more
+# noise than so many times the usual.
+CALMER, NOISY = 0.9, 1.2
 # How often effects and typical times are fitted in turn.
 SWEEPS = 3
 # The probability that any of a problem's candidates is misjudged.
@@ -61,7 +67,10 @@ class Standing:
 
 
 def standing(rounds: Sequence[Mapping[str, float]]) -> Standing:
-    """Fit the model to rounds of samples in microseconds by key; a round of one says nothing beside larger ones."""
+    """Fit the model to rounds of samples in microseconds by key, each in the order of time.
+
+    A round of one says nothing beside larger ones.
+    """
     rounds = [times for times in rounds if len(times) > 1] or rounds
     values: dict[str, list[tuple[int, float]]] = {}
     for number, times in enumerate(rounds):
@@ -82,8 +91,14 @@ def standing(rounds: Sequence[Mapping[str, float]]) -> Standing:
     ]
     samples = {key: len(found) for key, found in values.items()}
     fitted = sum(n > 1 for n in samples.values()) + len(rounds) - 1
-    noise, freedom = _noise(residuals, fitted, min(typical.values()))
-    return Standing(typical, samples, noise, freedom)
+    freedom = max(1, len(residuals) - fitted) if residuals else 0
+    seen = DEVIATION * statistics.median(residuals) * math.sqrt(len(residuals) / freedom) if residuals else 0.0
+    fastest = min(typical.values())
+    if seen > NOISY * _usual(fastest) and (near := between_neighbours(rounds)) and near.noise < CALMER * seen:
+        level = statistics.median(typical[key] - near.typical[key] for key in typical)
+        typical = {key: level + near.typical[key] for key in typical}
+        seen, freedom = near.noise, near.freedom
+    return Standing(typical, samples, _shrunk(seen, freedom, fastest), USUAL_WEIGHT + freedom)
 
 
 def _effects(
@@ -97,15 +112,15 @@ def _effects(
     return [statistics.median(common) if len(common) > 1 else 0.0 for common in left]
 
 
-def _noise(residuals: Sequence[float], fitted: int, fastest: float) -> tuple[float, float]:
-    """The standard deviation of a sample and its degrees of freedom: that of the residuals, shrunk to the usual."""
-    usual = math.hypot(USUAL_SHARE, USUAL_US / math.exp(fastest))
-    freedom = max(1, len(residuals) - fitted) if residuals else 0
-    # 1.4826 times the median of the absolute residuals is a standard deviation, where noise is normal.
-    seen = 1.4826 * statistics.median(residuals) * math.sqrt(len(residuals) / freedom) if residuals else 0.0
-    shrunk = (USUAL_WEIGHT * usual**2 + freedom * seen**2) / (USUAL_WEIGHT + freedom)
-    rounding = TICK_US / math.sqrt(12) / math.exp(fastest)
-    return math.hypot(math.sqrt(shrunk), rounding), USUAL_WEIGHT + freedom
+def _usual(fastest: float) -> float:
+    """The usual noise of a sample, where the fastest takes so long (a logarithm of microseconds)."""
+    return math.hypot(USUAL_SHARE, USUAL_US / math.exp(fastest))
+
+
+def _shrunk(seen: float, freedom: float, fastest: float) -> float:
+    """The standard deviation of a sample: what was seen, shrunk to the usual, and the clock's resolution."""
+    shrunk = (USUAL_WEIGHT * _usual(fastest) ** 2 + freedom * seen**2) / (USUAL_WEIGHT + freedom)
+    return math.hypot(math.sqrt(shrunk), TICK_US / math.sqrt(12) / math.exp(fastest))
 
 
 def trimmed_mean(values: Sequence[float]) -> float:
