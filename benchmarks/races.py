@@ -185,12 +185,12 @@ def judged(
         fresh: makes a runner that knows nothing yet.
         lineup: who runs.
         effort: how often those run that come close to the best.
-        fields: keys among which there is a best; all where none is given.
+        fields: keys among which there is a best; all where none is given. An empty one has none.
         others: keys that something else chose, to be judged too.
     """
     outcomes = [race.run(fresh(), lineup) for _ in range(2)]
     chosen = [_winner(timings) for timings in outcomes]
-    close = _close(fresh, lineup.keys, fields or [lineup.keys], {*chosen, *others})
+    close = _close(fresh, lineup.keys, [field for field in fields if field] or [lineup.keys], {*chosen, *others})
     decided = exhaustive.run(fresh(), Lineup(close), effort.rounds, 1e6 * effort.seconds)
     times = {key: 1 + (timing.behind or 0.0) for key, timing in decided.items()}
     best = min(times.values())

@@ -51,6 +51,12 @@ def test_the_best_of_each_field_is_among_the_judged():
     assert set(times) == {"a", "b", "c"}
 
 
+def test_a_field_of_libraries_alone_has_no_best_with_code():
+    times, _ = judged("x rows=1", lambda: ReplayRunner(MEDIANS, 0.003, 1), Lineup(tuple(MEDIANS)), Effort(60, 10),
+                      [tuple(MEDIANS), ()])  # fmt: skip
+    assert set(times) == {"b", "c"}
+
+
 def test_the_summary_counts_what_is_near_and_divides_the_times():
     def row(case, provider, metric, value):
         return Row("races", case, provider, metric, value, "1")

@@ -102,11 +102,31 @@ def test_a_round_with_a_new_key_among_known_ones_gives_them_in_order(runner):
 
 
 def test_what_a_launch_finds_in_l2_is_put_there_before_it(log):
-    runner = GpuRunner(Watch(log), {"a": lambda: log.append("a") or 1.0}, refresh=lambda: log.append("refreshed"))
+    runner = GpuRunner(Watch(log), {"a": lambda: log.append("a") or 90.0}, refresh=lambda: log.append("refreshed"))
     runner.round(["a"])
     log.clear()
     runner.round(["a", "a"])
     assert log[:4] == ["refreshed", "a", "refreshed", "a"]
+
+
+def test_short_launches_that_find_their_inputs_in_l2_are_timed_in_a_row(log):
+    class InARow(Watch):
+        """Its launches take 10 us, and the overhead of a sample is 2 us."""
+
+        def queue(self, launches, before):
+            queued = []
+            for launch in launches:
+                first = len(self.log)
+                before()
+                launch()
+                queued.append(Queued(self.log, 2 + 10 * self.log[first:].count("launched")))
+            return Queue(queued, LEAD_US)
+
+    launches = {key: lambda: log.append("launched") for key in "ab"}
+    runner = GpuRunner(InARow(log), launches, lambda _: True, refresh=lambda: log.append("refreshed"))
+    # 12 us alone, so four in a row.
+    assert runner.round(["a", "b"]) == [10.5, 10.5]
+    assert (log.count("refreshed"), log.count("launched")) == (3, 1 + 2 * 4)
 
 
 def test_a_launch_that_the_gpu_waited_for_is_timed_again(log):
