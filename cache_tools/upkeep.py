@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import click
 from cache_tools.selection import Selection
 from cache_tools.text import count, print_json, size
 from tilekern.cache import PACK_SUFFIX, CacheError, Entry, Record, Store, install_pack, write_pack
+from tilekern.cache.trust import read_signatures
 
 
 def clear(store: Store, selection: Selection, everything: bool, confirmed: bool, as_json: bool) -> None:
@@ -58,7 +60,7 @@ def pack(store: Store, path: Path, selection: Selection, as_json: bool) -> None:
         raise CacheError(
             f"no record in {store.root} matches, and a pack must hold at least one; `ls` lists what is there"
         )
-    written = write_pack(path, _with_blobs(store, matching))
+    written = write_pack(path, _with_blobs(store, matching), _signatures(store, matching))
     left_out = len(matching) - len(written)
     size_bytes = path.stat().st_size
     if as_json:
@@ -85,6 +87,12 @@ def _with_blobs(store: Store, entries: list[Entry]) -> Iterator[tuple[Record, di
     for entry in entries:
         if entry.record:
             yield entry.record, {digest: store.read_blob(digest) for digest in entry.record.digests}
+
+
+def _signatures(store: Store, entries: list[Entry]) -> dict[str, dict[str, bytes]]:
+    records = [entry.record.to_json().encode() for entry in entries if entry.record]
+    digests = [hashlib.sha256(data).hexdigest() for data in records]
+    return {digest: read_signatures(store.root, digest) for digest in digests}
 
 
 def _ask(question: str) -> None:
