@@ -90,7 +90,7 @@ def test_a_pack_of_each_version_is_written_as_it_was(tmp_path, name):
     assert (tmp_path / name).read_bytes() == (GOLDEN / name).read_bytes()
 
 
-@pytest.mark.parametrize(("name", "version"), zip(PACKS, (1, 2), strict=True))
+@pytest.mark.parametrize(("name", "version"), [(PACKS[0], 1), (PACKS[1], 2)])
 def test_the_members_of_a_pack_are_as_they_were(tmp_path, name, version):
     """What holds with any deflate."""
     golden = Pack(GOLDEN / name)

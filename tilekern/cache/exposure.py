@@ -25,8 +25,6 @@ def require_unshared(path: Path, status: os.stat_result) -> None:
     Raises:
         Untrusted: its group or everybody may write it, or it belongs to another user who is not root.
     """
-    if others_may_write():
-        return
     remedy = f"or set {SHARED}=1 where all who can write there may run code as you"
     if status.st_uid not in (0, os.geteuid()):
         raise Untrusted(f"{path} belongs to another user (uid {status.st_uid}); use a copy of your own, {remedy}")

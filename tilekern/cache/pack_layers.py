@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from tilekern.cache.errors import CacheError, Corrupt, Missing, MissingRecord
-from tilekern.cache.exposure import require_unshared
+from tilekern.cache.exposure import others_may_write, require_unshared
 from tilekern.cache.files import report_once
 from tilekern.cache.keys import Address, Value, problem_key
 from tilekern.cache.layers import problems_of
@@ -95,6 +95,6 @@ class PackLayer:
 
     def _open(self) -> Pack:
         pack = Pack(self.path)
-        if self.origin == "file":
+        if self.origin == "file" and not others_may_write():
             require_unshared(self.path, pack.status)
         return pack
