@@ -173,14 +173,18 @@ def wanted(store: Store, empty: bool, as_json: bool) -> None:
 @click.argument("out", metavar="OUT.pack", type=click.Path(path_type=Path))
 @with_filters
 @with_age_filters
+@click.option("--model", help="Only what this model needs: a preset, the path of a config.json, or a hub id.")
+@click.option("--tp", type=click.IntRange(min=1), default=1, help="Tensor-parallel degree: ranks of the model.")
 @cache_dir
 @as_json
-def pack(out: Path, store: Store, as_json: bool, **filters: Any) -> None:
-    """Write records and their artifacts into one file.
+def pack(out: Path, model: str | None, tp: int, store: Store, as_json: bool, **filters: Any) -> None:
+    """Write records, their artifacts and signatures into one file; the same records give the same bytes.
+
+    A model's records are those of its sizes, in any dtype and for steps of any length.
 
     JSON: pack, records, bytes, left_out.
     """
-    upkeep.pack(store, out, Selection(**filters), as_json)
+    upkeep.pack(store, out, Selection(**filters), as_json, model, tp)
 
 
 @app.command()
