@@ -1,25 +1,32 @@
-"""Whether a cache is whole: the command verify."""
+"""Whether a cache or a pack is whole, and who signed it: the command verify."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import click
 
 from cache_tools.staleness import is_stale
 from cache_tools.text import count, print_json
-from tilekern.cache import CacheError, Entry, Store
+from cache_tools.trusting import print_survey, records_of_pack, records_of_store, survey
+from tilekern.cache import CacheError, Corrupt, Entry, Pack, Store, UnknownSchema, checked_contents
+from tilekern.cache.trust import must_be_signed
 
 
-def verify(store: Store, as_json: bool) -> bool:
-    """Check every record and blob, and print what was found; False where something is broken."""
+def verify(store: Store, as_json: bool, signed: bool = False) -> bool:
+    """Check every record, blob and signature of a cache, and print what was found; False where something is broken.
+
+    ``signed``, or the policy of that name: a record that no trust root signed is a fault as well.
+    """
     entries = list(store.entries())
     records = [(entry, entry.record) for entry in entries if entry.record]
     blobs = {blob.sha256: blob for blob in store.blobs()}
     referred = frozenset().union(*(record.digests for _, record in records))
     bad_blobs = {digest: problem for digest in sorted(referred | blobs.keys()) if (problem := _problem(store, digest))}
     staleness = [(entry, is_stale(record)) for entry, record in records]
+    signatures = survey(records_of_store(store, [entry.path for entry, _ in records]))
     document: dict[str, Any] = {
         "cache_dir": str(store.root),
         "records": len(records),
@@ -32,18 +39,60 @@ def verify(store: Store, as_json: bool) -> bool:
                 for digest in sorted(record.digests & bad_blobs.keys())
             ),
             *({"path": str(blobs[d].path), "problem": bad_blobs[d]} for d in sorted(bad_blobs.keys() - referred)),
+            *signatures["bad"],
         ],
         "stale": _paths(entry for entry, stale in staleness if stale),
         "unknown_source": _paths(entry for entry, stale in staleness if stale is None),
         "unknown_schema": _paths(entry for entry in entries if entry.unknown_schema),
         "orphans": len(blobs.keys() - referred),
         "leftovers": [str(path) for path in store.leftovers()],
+        "signatures": signatures,
     }
     if as_json:
         print_json(document)
     else:
         _print(document)
-    return not document["broken"]
+    return _is_sound(document, signed)
+
+
+def verify_pack(path: Path, as_json: bool, signed: bool = False) -> bool:
+    """The same of a pack: its form, every hash, every record and signature.
+
+    Raises:
+        Missing: there is no such file.
+        UnknownSchema: another version of tilekern wrote it.
+        CacheError: it cannot be read.
+    """
+    document: dict[str, Any] = {"pack": str(path), "records": 0, "blobs": 0, "broken": []}
+    signatures = survey(())
+    try:
+        pack = Pack(path)
+        records = [record for record, _ in checked_contents(pack)]
+        signatures = survey(records_of_pack(pack))
+        staleness = [(str(record.address.path), is_stale(record)) for record in records]
+        document |= {
+            "records": len(records),
+            "blobs": len(frozenset().union(*(record.digests for record in records))),
+            "broken": signatures["bad"],
+            "stale": [name for name, stale in staleness if stale],
+            "unknown_source": [name for name, stale in staleness if stale is None],
+        }
+    except UnknownSchema:
+        raise
+    except Corrupt as error:
+        document["broken"] = [{"path": str(path), "problem": str(error)}]
+    document = {"stale": [], "unknown_source": [], **document, "signatures": signatures}
+    if as_json:
+        print_json(document)
+    else:
+        _print({"cache_dir": str(path), "unknown_schema": [], "leftovers": [], "orphans": 0, **document})
+    return _is_sound(document, signed)
+
+
+def _is_sound(document: dict[str, Any], signed: bool) -> bool:
+    signatures = document["signatures"]
+    untrusted = document["records"] - signatures["trusted"]
+    return not document["broken"] and not (untrusted and (signed or must_be_signed()))
 
 
 def _problem(store: Store, digest: str) -> str | None:
@@ -74,3 +123,4 @@ def _print(document: dict[str, Any]) -> None:
         f"{document['cache_dir']}: {count(document['records'], 'record')}, {count(document['blobs'], 'blob')}, "
         f"{document['orphans']} without a record; {len(document['broken'])} broken, {len(document['stale'])} stale"
     )
+    print_survey(document["signatures"])

@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from cache_tools import checking, listing, upkeep
+from cache_tools import checking, listing, trusting, upkeep
 from cache_tools.selection import Selection, parse_duration
 from tilekern.cache import CacheError, Store, user_root
 
@@ -118,18 +118,27 @@ def stats(store: Store, as_json: bool) -> None:
 
 
 @app.command()
+@click.argument("path", metavar="[PACK|CACHE]", required=False, type=click.Path(path_type=Path))
+@click.option("--signed", is_flag=True, help="A record that no trust root signed is a fault, too.")
 @cache_dir
 @as_json
 @click.pass_context
-def verify(context: click.Context, store: Store, as_json: bool) -> None:
-    """Check every record and blob; exit code 1 where one is broken.
+def verify(context: click.Context, path: Path | None, signed: bool, store: Store, as_json: bool) -> None:
+    """Check every record, artifact and signature of a pack or a cache; exit code 1 where one is broken.
 
     Stale records are reported, and are no fault.
 
-    JSON: cache_dir, records, blobs, broken[] {path, problem}, stale[], unknown_source[], unknown_schema[], orphans,
-    leftovers[].
+    JSON: cache_dir or pack, records, blobs, broken[] {path, problem}, stale[], unknown_source[], signatures {trusted,
+    other_key, unsigned, by {name: records}, bad[] {path, problem}, unchecked}, and of a cache unknown_schema[],
+    orphans, leftovers[].
     """
-    if not checking.verify(store, as_json):
+    is_pack = path is not None and not path.is_dir()
+    sound = (
+        checking.verify_pack(path, as_json, signed)
+        if path is not None and is_pack
+        else checking.verify(Store(path) if path else store, as_json, signed)
+    )
+    if not sound:
         context.exit(1)
 
 
@@ -164,14 +173,18 @@ def wanted(store: Store, empty: bool, as_json: bool) -> None:
 @click.argument("out", metavar="OUT.pack", type=click.Path(path_type=Path))
 @with_filters
 @with_age_filters
+@click.option("--model", help="Only what this model needs: a preset, the path of a config.json, or a hub id.")
+@click.option("--tp", type=click.IntRange(min=1), default=1, help="Tensor-parallel degree: ranks of the model.")
 @cache_dir
 @as_json
-def pack(out: Path, store: Store, as_json: bool, **filters: Any) -> None:
-    """Write records and their artifacts into one file.
+def pack(out: Path, model: str | None, tp: int, store: Store, as_json: bool, **filters: Any) -> None:
+    """Write records, their artifacts and signatures into one file; the same records give the same bytes.
+
+    A model's records are those of its sizes, in any dtype and for steps of any length.
 
     JSON: pack, records, bytes, left_out.
     """
-    upkeep.pack(store, out, Selection(**filters), as_json)
+    upkeep.pack(store, out, Selection(**filters), as_json, model, tp)
 
 
 @app.command()
@@ -184,3 +197,8 @@ def unpack(file: Path, store: Store, as_json: bool) -> None:
     JSON: pack, cache_dir, installed.
     """
     upkeep.unpack(store, file, as_json)
+
+
+app.add_command(unpack, "add")
+app.add_command(trusting.keygen)
+app.add_command(trusting.sign)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 
 import click
 
+from cache_tools.planning import is_needed, needed_by
 from cache_tools.selection import Selection
 from cache_tools.text import count, print_json, size
 from tilekern.cache import PACK_SUFFIX, CacheError, Entry, Record, Store, install_pack, write_pack
+from tilekern.cache.trust import read_signatures
 
 
 def clear(store: Store, selection: Selection, everything: bool, confirmed: bool, as_json: bool) -> None:
@@ -45,8 +48,8 @@ def clear(store: Store, selection: Selection, everything: bool, confirmed: bool,
         click.echo(garbage.kept)
 
 
-def pack(store: Store, path: Path, selection: Selection, as_json: bool) -> None:
-    """Write the selected records and their blobs into one file.
+def pack(store: Store, path: Path, selection: Selection, as_json: bool, model: str | None = None, tp: int = 1) -> None:
+    """Write the selected records, with their blobs and signatures, into one file; of a model's, if one is given.
 
     Raises:
         CacheError: the file's name is wrong, no record is selected, a blob is bad, or the file cannot be written.
@@ -54,11 +57,14 @@ def pack(store: Store, path: Path, selection: Selection, as_json: bool) -> None:
     if path.suffix != PACK_SUFFIX:
         raise CacheError(f"a pack's name must end in {PACK_SUFFIX}, got {path.name!r}")
     matching = [entry for entry in store.entries() if selection.matches(entry)]
+    if model:
+        needed = needed_by(model, {entry.address.target_key for entry in matching if entry.address}, tp)
+        matching = [entry for entry in matching if is_needed(entry, needed)]
     if not any(entry.record for entry in matching):
         raise CacheError(
             f"no record in {store.root} matches, and a pack must hold at least one; `ls` lists what is there"
         )
-    written = write_pack(path, _with_blobs(store, matching))
+    written = write_pack(path, _with_blobs(store, matching), _signatures(store, matching))
     left_out = len(matching) - len(written)
     size_bytes = path.stat().st_size
     if as_json:
@@ -85,6 +91,12 @@ def _with_blobs(store: Store, entries: list[Entry]) -> Iterator[tuple[Record, di
     for entry in entries:
         if entry.record:
             yield entry.record, {digest: store.read_blob(digest) for digest in entry.record.digests}
+
+
+def _signatures(store: Store, entries: list[Entry]) -> dict[str, dict[str, bytes]]:
+    records = [entry.record.to_json().encode() for entry in entries if entry.record]
+    digests = [hashlib.sha256(data).hexdigest() for data in records]
+    return {digest: read_signatures(store.root, digest) for digest in digests}
 
 
 def _ask(question: str) -> None:

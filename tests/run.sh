@@ -9,9 +9,10 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 mkdir "$scratch/tmp" "$scratch/home"
-export TMPDIR="$scratch/tmp" XDG_CACHE_HOME="$scratch/home" HF_HOME="$scratch/home/hub" PIP_CACHE_DIR="$scratch/home/pip"
+export TMPDIR="$scratch/tmp" XDG_CACHE_HOME="$scratch/home" XDG_CONFIG_HOME="$scratch/home/settings" HF_HOME="$scratch/home/hub" PIP_CACHE_DIR="$scratch/home/pip"
 export TILEKERN_CACHE_DIR="$scratch/cache" PYTHONPATH="$PWD" PIP_DISABLE_PIP_VERSION_CHECK=1
 unset TILEKERN_CACHE_PATH TILEKERN_ON_MISS TILEKERN_INTERPRET
+unset TILEKERN_TRUST TILEKERN_TRUST_ROOTS TILEKERN_TRUST_SHARED
 
 step() { printf '\n== %s (%d s so far)\n' "$1" "$SECONDS"; }
 

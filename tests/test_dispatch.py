@@ -64,6 +64,27 @@ def record_of(root):
     return path
 
 
+@pytest.fixture
+def signed(monkeypatch, tmp_path):
+    """The policy ``signed``, settings of this test's own, and a process that has warned of nothing yet."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "settings"))
+    monkeypatch.setenv("TILEKERN_TRUST", "signed")
+    monkeypatch.setattr("tilekern.cache.files._reported", set())
+
+
+def test_what_nobody_signed_is_not_launched_and_said_once(filled, no_compiler, signed):
+    with pytest.warns(RuntimeWarning, match="no such record of user is loaded: no trust root signed it") as caught:
+        for rows in (50, 51, 52):
+            assert dispatch.plan_for(SPEC, GPU, rows, *SIZES[1:]) is None
+    assert len([one for one in caught if "trust" in str(one.message)]) == 1
+    assert dispatch.stats()[SPEC.name]["misses"] == 3
+
+
+def test_what_this_user_compiled_is_launched_where_all_must_be_signed(root, signed):
+    dispatch.compile_default(SPEC, PROBLEM, H200)
+    assert isinstance(dispatch.plan_for(SPEC, GPU, *SIZES)._kernel, PrebuiltKernel)
+
+
 def test_a_problem_in_the_cache_becomes_a_plan(filled, no_compiler):
     plan = dispatch.plan_for(SPEC, GPU, *SIZES)
     assert isinstance(plan._kernel, PrebuiltKernel)

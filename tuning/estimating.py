@@ -60,14 +60,16 @@ _ENOUGH = 5
 class Count:
     """One problem of a plan in numbers.
 
-    ``space`` are all points of its axes and ``ruled_out`` those that a constraint forbids, by reason; ``candidates``
-    are what is left, with the spec's default config and the generic variant. ``artifacts`` are those that no problem
-    before it has, ``compiled`` the ones of them that the sweep folder knows, ``settled`` the candidates that it needs
-    to measure no more, and ``to_measure`` those that it does.
+    ``bucketed`` are the dimensions of which another size may serve. ``space`` are all points of its axes and
+    ``ruled_out`` those that a constraint forbids, by reason; ``candidates`` are what is left, with the spec's default
+    config and the generic variant. ``artifacts`` are those that no problem before it has, ``compiled`` the ones of them
+    that the sweep folder knows, ``settled`` the candidates that it needs to measure no more, and ``to_measure`` those
+    that it does.
     """
 
     kernel: str
     problem: Problem
+    bucketed: tuple[str, ...]
     space: int
     ruled_out: Mapping[str, int]
     candidates: int
@@ -173,6 +175,7 @@ def count(problems: Iterable[tuple[str, Problem]], target: Target, sweep: Sweep,
             Count(
                 kernel=kernel,
                 problem=problem,
+                bucketed=tuple(d.name for d in spec.dimensions if d.kind == "bucketed"),
                 space=ruled_out.total(),
                 ruled_out={reason: ruled_out[reason] for reason in ruled_out if reason},
                 candidates=len(items),

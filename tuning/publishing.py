@@ -222,4 +222,4 @@ def publish(found: list[tuple[Winner, dict[str, bytes]]], pack: Path, store: Sto
     """
     write_pack(pack, [(winner.record, blobs) for winner, blobs in found])
     if store is not None:
-        install_pack(pack, store)
+        install_pack(pack, store, own=True)

@@ -156,7 +156,7 @@ def test_a_size_that_is_not_bounded_is_refused(path, tmp_path):
 
 def test_another_schema_is_named(path, tmp_path):
     with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("manifest.json", '{"format": "tilekern-pack", "schema": 2}')
+        archive.writestr("manifest.json", '{"format": "tilekern-pack", "schema": 3}')
     refused(path, tmp_path / "there", UnknownSchema)
 
 

@@ -291,6 +291,18 @@ def test_pack_and_unpack_carry_a_cache(cli, as_json, tmp_path):
     assert "unpacked 2 records" in cli("unpack", str(out), root=there)[1]
 
 
+def test_pack_of_a_model_takes_what_it_needs_and_nothing_else(as_json, cli, cache, tmp_path):
+    """The records that ship with the wheel are those of one model; the fixture's have sizes of none."""
+    for pack in sorted((ROOT / "tilekern" / "prebuilt").glob("*.pack")):
+        as_json("unpack", str(pack))
+    shipped = as_json("verify", str(ROOT / "tilekern" / "prebuilt" / "qwen3-8b-h200.pack"))["records"]
+    whole, other = tmp_path / "whole.pack", tmp_path / "other.pack"
+    assert as_json("pack", str(whole), "--model", "qwen3-8b", "--target", "H200")["records"] == shipped
+    assert whole.read_bytes() == (ROOT / "tilekern" / "prebuilt" / "qwen3-8b-h200.pack").read_bytes()
+    assert 0 < as_json("pack", str(other), "--model", "qwen3-0.6b", "--target", "H200")["records"] < shipped
+    refused(cli("pack", str(other), "--model", "no/such", "--target", "H200"), "--model no/such", "no/such")
+
+
 def test_a_pack_with_a_bad_blob_is_refused(cli, cache, tmp_path):
     blob_file(cache, b"one" * 100).write_bytes(b"bad")
     refused(cli("pack", str(tmp_path / "out.pack")), "sha256")
@@ -313,7 +325,7 @@ def test_wanted(cli, as_json, cache):
 
 
 def test_every_command_has_help():
-    for command in ("ls", "show", "stats", "verify", "clear", "wanted", "pack", "unpack"):
+    for command in ("ls", "show", "stats", "verify", "clear", "wanted", "pack", "unpack", "add", "keygen", "sign"):
         assert "JSON" in process(command, "--help").stdout
 
 

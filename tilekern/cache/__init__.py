@@ -3,11 +3,13 @@
 Needs the standard library and platformdirs alone, so that a cache can be read where neither torch nor a compiler is.
 """
 
-from tilekern.cache.errors import CacheError, Corrupt, Missing, MissingRecord, UnknownSchema
+from tilekern.cache.errors import CacheError, Corrupt, Missing, MissingRecord, UnknownSchema, Untrusted
+from tilekern.cache.installing import install_pack
 from tilekern.cache.keys import Address, parse_problem_key, problem_key
 from tilekern.cache.layers import FolderLayer, Layer
 from tilekern.cache.lookup import Hit, lookup, skipped
-from tilekern.cache.packs import PACK_SUFFIX, PackLayer, install_pack, write_pack
+from tilekern.cache.pack_layers import PackLayer
+from tilekern.cache.packs import PACK_SUFFIX, Pack, checked_contents, write_pack
 from tilekern.cache.places import default_layers, user_root
 from tilekern.cache.records import PROVENANCES, SCHEMA, Artifact, Record
 from tilekern.cache.store import BlobFile, Entry, Garbage, Store
@@ -37,10 +39,13 @@ __all__ = [
     "Layer",
     "Missing",
     "MissingRecord",
+    "Pack",
     "PackLayer",
     "Record",
     "Store",
     "UnknownSchema",
+    "Untrusted",
+    "checked_contents",
     "clear_wanted",
     "default_layers",
     "install_pack",

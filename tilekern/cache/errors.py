@@ -19,3 +19,7 @@ class Corrupt(CacheError):  # noqa: N818
 
 class UnknownSchema(CacheError):  # noqa: N818
     """A record or pack was written by a version of tilekern whose schema this one does not know."""
+
+
+class Untrusted(CacheError):  # noqa: N818
+    """A record is there and whole, and may not be loaded: nobody who is trusted signed it, or others can change it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import stat
 import warnings
 from pathlib import Path
 
@@ -33,14 +34,17 @@ def read_whole(path: str | os.PathLike[str], largest: int) -> tuple[bytes, os.st
         raise CacheError(f"cannot read {path}: {error.strerror}") from None
 
 
-def write_whole(path: Path, data: bytes) -> None:
+def write_whole(path: Path, data: bytes, mode: int = 0o644) -> None:
     """Put ``data`` at ``path`` in one step: a reader sees the old file or the new one; a failure leaves the old one.
+
+    Nobody but its owner may write the file, whatever the umask says: others could change what jobs load. ``mode`` is
+    that of the new file, less the umask.
 
     Raises:
         OSError: the folder cannot be made or written, or the disk is full.
     """
     temporary = path.parent / f".{os.urandom(12).hex()}{TEMPORARY_SUFFIX}"
-    descriptor = _create(temporary)
+    descriptor = _create(temporary, mode)
     try:
         with open(descriptor, "wb") as file:
             file.write(data)
@@ -53,22 +57,34 @@ def write_whole(path: Path, data: bytes) -> None:
         raise
 
 
-def _create(path: Path, attempts: int = 5) -> int:
+def _create(path: Path, mode: int, attempts: int = 5) -> int:
     """A new file for writing; its folder may be pruned by a `clear` between being made and being used."""
     try:
-        _make_folder(path.parent)
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        make_folder(path.parent)
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     except FileNotFoundError:
         if attempts == 1:
             raise
-        return _create(path, attempts - 1)
+        return _create(path, mode, attempts - 1)
 
 
-def _make_folder(folder: Path) -> None:
+def make_folder(folder: Path) -> None:
+    """Make a folder and those above it; others than its owner may write it only where they may write the one above.
+
+    Raises:
+        OSError: it cannot be made, or a file stands there.
+    """
+    if folder.is_dir():
+        return
+    make_folder(folder.parent)
+    above = os.stat(folder.parent).st_mode
+    # A folder that all may write and clean up after themselves (/tmp) hands that on to nobody.
+    inherited = 0 if above & stat.S_ISVTX else above & 0o022
     try:
-        os.makedirs(folder, exist_ok=True)
+        os.mkdir(folder, 0o755 | inherited)
     except FileExistsError:
-        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder)) from None
+        if not folder.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder)) from None
 
 
 def set_aside(path: Path, seen: os.stat_result) -> bool:
@@ -88,8 +104,8 @@ def set_aside(path: Path, seen: os.stat_result) -> bool:
     return True
 
 
-def report_once(path: Path, message: str) -> None:
-    """Warn about a file, once in this process."""
-    if str(path) not in _reported:
-        _reported.add(str(path))
+def report_once(about: str | Path, message: str) -> None:
+    """Warn about a file, or something else that has a name, once in this process."""
+    if str(about) not in _reported:
+        _reported.add(str(about))
         warnings.warn(message, RuntimeWarning, stacklevel=3)

@@ -15,6 +15,11 @@ Value = int | str | bool | None
 LAYOUT = "v1"
 BLOBS = "blobs"
 WANTED = "wanted"
+SIGNATURES = "signatures"
+INCOMING = "incoming"
+# The folders of a cache that hold no target's records.
+OWN_FOLDERS = frozenset((BLOBS, WANTED, SIGNATURES, INCOMING))
+SIGNATURE_SUFFIX = ".sig"
 LONGEST_NAME = 100
 DIGITS = 18
 # A file system takes 255 bytes for a name; a record that is set aside adds ".json.bad".
@@ -25,6 +30,9 @@ _DIMENSION = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _TEXT = re.compile(r"[A-Za-z0-9_.+-]+")
 _WHOLE_NUMBER = re.compile(rf"0|-?[1-9][0-9]{{0,{DIGITS - 1}}}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
+_SIGNATURE = re.compile(rf"([0-9a-f]{{64}})\.([0-9a-f]{{64}})\{SIGNATURE_SUFFIX}")
+# What Windows takes for a device, with any suffix and in upper or lower case.
+_DEVICE = re.compile(r"(con|prn|aux|nul|com[0-9]|lpt[0-9])(\..*)?", re.IGNORECASE)
 _WORDS: dict[str, Value] = {"True": True, "False": False, "None": None}
 
 
@@ -67,15 +75,47 @@ def blob_path(sha256: str) -> PurePosixPath:
     return PurePosixPath(LAYOUT, BLOBS, sha256[:2], sha256)
 
 
+def signature_path(record_sha256: str, public_key: str) -> PurePosixPath:
+    """The path, below the cache's root, of the signature that one key gave to a record.
+
+    Args:
+        record_sha256: the digest of the record's bytes.
+        public_key: 32 bytes in hexadecimal.
+
+    Raises:
+        CacheError: either is not 64 hexadecimal digits.
+    """
+    check_digest("a record's sha256", record_sha256)
+    check_digest("a public key", public_key)
+    name = f"{record_sha256}.{public_key}{SIGNATURE_SUFFIX}"
+    return PurePosixPath(LAYOUT, SIGNATURES, record_sha256[:2], name)
+
+
+def parse_signature_path(parts: Sequence[str]) -> tuple[str, str]:
+    """The record's sha256 and the public key of the signature at a path; inverse of :func:`signature_path`.
+
+    Raises:
+        CacheError: no signature may stand there.
+    """
+    found = _SIGNATURE.fullmatch(parts[-1])
+    if found is None or tuple(parts) != signature_path(found[1], found[2]).parts:
+        raise CacheError(f"{'/'.join(parts)!r:.300} is no path of a signature")
+    return found[1], found[2]
+
+
 def check_name(what: str, name: object) -> str:
     """``name`` where it is safe as the name of a file or folder; ``what`` is said in the error.
 
     Raises:
         CacheError: it is not text, is empty or too long, has other characters than letters, digits and ``_.+-``,
-            does not start with a letter or digit, or is taken by the cache's own folders.
+            does not start with a letter or digit, ends with a dot, is a device on Windows, or is taken by the
+            cache's own folders.
     """
     if not isinstance(name, str) or not _is_name(name):
-        raise CacheError(f"{what} must be letters, digits and _.+- (at most {LONGEST_NAME}), got {name!r}")
+        raise CacheError(
+            f"{what} must be letters, digits and _.+- (at most {LONGEST_NAME}), neither a device's name nor one that "
+            f"ends with a dot, got {name!r:.150}"
+        )
     return name
 
 
@@ -124,7 +164,9 @@ def parse_problem_key(text: str) -> dict[str, Value]:
 
 @functools.lru_cache(maxsize=1024)
 def _is_name(name: str) -> bool:
-    return bool(_NAME.fullmatch(name)) and len(name) <= LONGEST_NAME and name not in (BLOBS, WANTED)
+    if not _NAME.fullmatch(name) or len(name) > LONGEST_NAME or name in OWN_FOLDERS:
+        return False
+    return not name.endswith(".") and not _DEVICE.fullmatch(name)
 
 
 def _dimension(name: object) -> str:

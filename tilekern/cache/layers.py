@@ -9,9 +9,13 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from tilekern.cache.errors import CacheError, Corrupt, Missing, MissingRecord
+from tilekern.cache.exposure import others_may_write, require_unshared, require_unshared_folders
 from tilekern.cache.files import read_whole, report_once, set_aside
-from tilekern.cache.keys import BLOBS, LAYOUT, WANTED, Address, Value, blob_path, parse_problem_key, problem_key
+from tilekern.cache.incoming import finish_incoming
+from tilekern.cache.keys import LAYOUT, OWN_FOLDERS, Address, Value, blob_path, parse_problem_key, problem_key
 from tilekern.cache.records import LARGEST_BLOB, LARGEST_RECORD, Record, check_blob, decode_record
+from tilekern.cache.signing import SIGNATURE_BYTES
+from tilekern.cache.trust import must_be_signed, require_trusted
 
 Contents = TypeVar("Contents")
 
@@ -43,6 +47,7 @@ class Layer(Protocol):
             MissingRecord: it is not there.
             Corrupt: it is bad; it has been reported, and set aside where the layer may be written.
             UnknownSchema: another version of tilekern wrote it; it is left alone.
+            Untrusted: others can change it, or the policy is ``signed`` and nobody who is trusted signed it.
             CacheError: it cannot be read.
         """
         ...
@@ -59,34 +64,40 @@ class Layer(Protocol):
 
 
 class FolderLayer:
-    """A cache in a folder. Reading takes no lock and writes nothing; a writable one sets bad files aside."""
+    """A cache in a folder. Reading takes no lock and writes nothing; a writable one sets bad files aside.
+
+    A writable one also moves a pack's files to their places where an unpack was killed while it did that.
+    """
 
     def __init__(self, root: str | os.PathLike[str], name: str, writable: bool = False) -> None:
         self.root = Path(root)
         self.name = name
         self.writable = writable
+        self._unshared: set[Path] = set()
+        self._finished = not writable
 
     def __repr__(self) -> str:
         return f"FolderLayer({str(self.root)!r}, {self.name!r})"
 
     def targets(self) -> list[str]:
         """The target keys that it has, sorted."""
-        return sorted(set(_names(self.root / LAYOUT)) - {BLOBS, WANTED})
+        return sorted(set(self._names()) - OWN_FOLDERS)
 
     def toolkits(self, target_key: str) -> list[str]:
         """The toolkit keys that it has for a target, sorted."""
-        return sorted(_names(self.root / LAYOUT / target_key))
+        return sorted(self._names(target_key))
 
     def problems(self, target_key: str, toolkit_key: str, kernel: str) -> list[dict[str, Value]]:
         """The problems that it has a record of; no file is opened."""
-        folder = self.root / LAYOUT / target_key / toolkit_key / kernel
-        return problems_of(name.removesuffix(".json") for name in _names(folder) if name.endswith(".json"))
+        names = self._names(target_key, toolkit_key, kernel)
+        return problems_of(name.removesuffix(".json") for name in names if name.endswith(".json"))
 
     def read_record(self, target_key: str, toolkit_key: str, kernel: str, problem: dict[str, Value]) -> Record:
         """One record, checked; raises as :meth:`Layer.read_record` says."""
         address = Address(target_key, toolkit_key, kernel, problem_key(problem))
+        self._finish()
         try:
-            return self._read(self.root / address.path, LARGEST_RECORD, lambda data: decode_record(data, address))
+            return self._read(self.root / address.path, LARGEST_RECORD, lambda data: self._trusted(data, address), True)
         except Missing as error:
             raise MissingRecord(str(error)) from None
 
@@ -94,14 +105,49 @@ class FolderLayer:
         """One blob, its digest checked; raises as :meth:`Layer.read_record` says."""
         return self._read(self.root / blob_path(sha256), LARGEST_BLOB, lambda data: check_blob(data, sha256))
 
-    def _read(self, path: Path, largest: int, decode: Callable[[bytes], Contents]) -> Contents:
+    def _read(
+        self, path: Path, largest: int, decode: Callable[[bytes], Contents], checks_writers: bool = False
+    ) -> Contents:
         data, status = read_whole(path, largest)
+        if checks_writers:
+            self._require_unshared(path, status)
         try:
             return decode(data)
         except Corrupt as error:
             moved = self.writable and set_aside(path, status)
             report_once(path, f"{path} is bad{' and was set aside' if moved else ''}: {error}")
             raise
+
+    def _trusted(self, data: bytes, address: Address) -> Record:
+        record = decode_record(data, address)
+        if must_be_signed():
+            require_trusted(data, lambda path: read_whole(self.root / path, SIGNATURE_BYTES + 1)[0])
+        return record
+
+    def _require_unshared(self, path: Path, status: os.stat_result) -> None:
+        """Blobs are not looked at: the record names their sha256."""
+        if others_may_write():
+            return
+        require_unshared(path, status)
+        if path.parent in self._unshared:
+            return
+        try:
+            require_unshared_folders(self.root, path.parent)
+            self._unshared.add(path.parent)
+        except OSError as error:
+            raise CacheError(f"cannot tell who can write {path.parent}: {error.strerror}") from None
+
+    def _names(self, *place: str) -> list[str]:
+        self._finish()
+        try:
+            return os.listdir(self.root.joinpath(LAYOUT, *place))
+        except OSError:
+            return []
+
+    def _finish(self) -> None:
+        if not self._finished:
+            self._finished = True
+            finish_incoming(self.root)
 
 
 def problems_of(keys: Iterable[str]) -> list[dict[str, Value]]:
@@ -111,10 +157,3 @@ def problems_of(keys: Iterable[str]) -> list[dict[str, Value]]:
         with contextlib.suppress(CacheError):
             problems.append(parse_problem_key(key))
     return problems
-
-
-def _names(folder: Path) -> list[str]:
-    try:
-        return os.listdir(folder)
-    except OSError:
-        return []

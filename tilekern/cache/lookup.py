@@ -13,10 +13,12 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tilekern.cache.errors import CacheError, MissingRecord, UnknownSchema
+from tilekern.cache.errors import CacheError, MissingRecord, UnknownSchema, Untrusted
+from tilekern.cache.files import report_once
 from tilekern.cache.keys import Value, problem_key
 from tilekern.cache.layers import Layer
 from tilekern.cache.records import Record
+from tilekern.cache.trust import must_be_signed
 
 _skipped: Counter[str] = Counter()
 
@@ -86,9 +88,10 @@ def lookup(
         trace: where given, takes one line for each record that was passed over, and one for the hit.
 
     Raises:
-        CacheError: ``problem`` has no key.
+        CacheError: ``problem`` has no key, or ``TILEKERN_TRUST`` is no policy.
     """
     problem_key(problem)
+    must_be_signed()
     notes: list[str] = [] if trace is None else trace
     for target in itertools.chain([target_key], _relatives(target_key, arch, layers)):
         for candidate, is_exact in _candidates(kernel, dict(problem), bucketed, target, toolkit_key, layers):
@@ -100,8 +103,8 @@ def lookup(
 
 
 def skipped() -> dict[str, int]:
-    """How many records lookups of this process passed over: ``stale``, ``unknown_schema``, ``bad``."""
-    return {reason: _skipped[reason] for reason in ("stale", "unknown_schema", "bad")}
+    """How many records lookups of this process passed over: ``stale``, ``unknown_schema``, ``bad``, ``untrusted``."""
+    return {reason: _skipped[reason] for reason in ("stale", "unknown_schema", "bad", "untrusted")}
 
 
 def _relatives(target_key: str, arch: str, layers: Sequence[Layer]) -> Iterator[str]:
@@ -180,6 +183,9 @@ def _read(
         reason, kind = "stale: made from another version of the kernel's source", "stale"
     except UnknownSchema as error:
         reason, kind = str(error), "unknown_schema"
+    except Untrusted as error:
+        reason, kind = str(error), "untrusted"
+        report_once(f"untrusted {layer.name}", f"tilekern: no such record of {layer.name} is loaded: {reason}")
     except MissingRecord:
         reason, kind = "not there", None
     except CacheError as error:

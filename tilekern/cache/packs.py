@@ -1,7 +1,8 @@
 """A pack is one file that carries records and blobs to another machine: a zip file, read in place.
 
-Its members are ``manifest.json``, then records and blobs under the very paths that they have in a cache. The manifest
-gives the sha256 and size of each; a member that the manifest or the layout does not allow makes the pack bad.
+Its members are ``manifest.json``, then records, blobs and signatures under the very paths that they have in a cache.
+The manifest gives the sha256 and size of each; a member that the manifest or the layout does not allow makes the pack
+bad. docs/cache-format.md has the whole form.
 """
 
 from __future__ import annotations
@@ -12,32 +13,32 @@ import json
 import os
 import stat
 import struct
-import threading
 import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
-from tilekern.cache.errors import CacheError, Corrupt, Missing, MissingRecord, UnknownSchema
-from tilekern.cache.files import report_once, write_whole
-from tilekern.cache.keys import Address, Value, blob_path, check_digest, parse_path, problem_key
-from tilekern.cache.layers import problems_of
-from tilekern.cache.records import (
-    LARGEST_BLOB,
-    LARGEST_RECORD,
-    PROVENANCES,
-    SCHEMA,
-    Record,
-    check_blob,
-    decode_record,
-    parse_object,
+from tilekern.cache.archives import MOST_MEMBERS, check_clashes, check_directory, check_entries, check_ratio
+from tilekern.cache.errors import CacheError, Corrupt, Missing, UnknownSchema
+from tilekern.cache.files import write_whole
+from tilekern.cache.keys import (
+    SIGNATURE_SUFFIX,
+    Address,
+    blob_path,
+    check_digest,
+    parse_path,
+    parse_signature_path,
+    signature_path,
 )
-from tilekern.cache.store import Store
+from tilekern.cache.records import LARGEST_BLOB, LARGEST_RECORD, Record, check_blob, decode_record, parse_object
+from tilekern.cache.signing import SIGNATURE_BYTES, check_signature
 
 PACK_SUFFIX = ".pack"
 MANIFEST = "manifest.json"
 LARGEST_MANIFEST = 64 * 2**20
+# Version 2 has signatures; a pack without any is written as version 1, which every tilekern reads.
+UNSIGNED, SIGNED = 1, 2
 _FORMAT = "tilekern-pack"
 _EPOCH = (1980, 1, 1, 0, 0, 0)
 # All that zipfile raises on bytes that are no sound zip file.
@@ -74,18 +75,12 @@ class Pack:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        try:
-            self._zip = zipfile.ZipFile(path)
-        except (FileNotFoundError, NotADirectoryError):
-            raise Missing(f"there is no pack {path}") from None
-        except OSError as error:
-            raise CacheError(f"cannot read {path}: {error.strerror or error}") from None
-        except _UNSOUND as error:
-            raise Corrupt(f"{path} is no pack: {error}") from None
+        self._file = _open(path)
+        self.status = os.fstat(self._file.fileno())
         try:
             self.members = self._check_members()
         except CacheError:
-            self._zip.close()
+            self._file.close()
             raise
         self.records = {parse_path(name.split("/")): name for name in self.members if _is_record(name)}
 
@@ -112,6 +107,14 @@ class Pack:
         """A blob; raises as :meth:`read` does."""
         return check_blob(self.read(str(blob_path(sha256))), sha256)
 
+    def signatures(self) -> dict[str, dict[str, bytes]]:
+        """All signatures: the sha256 of a record's bytes, the public key, the signature; raises as :meth:`read`."""
+        found: dict[str, dict[str, bytes]] = {}
+        for name in filter(_is_signature, self.members):
+            digest, public_key = parse_signature_path(name.split("/"))
+            found.setdefault(digest, {})[public_key] = check_signature(self.read(name))
+        return found
+
     def _inflate(self, name: str, size: int) -> bytes:
         try:
             with self._zip.open(name) as file:
@@ -120,14 +123,20 @@ class Pack:
             raise Corrupt(f"{self.path}: {name} cannot be read: {error}") from None
 
     def _check_members(self) -> dict[str, Member]:
-        infos = self._zip.infolist()
+        try:
+            check_directory(self._file)
+            self._zip = zipfile.ZipFile(self._file)
+            infos = self._zip.infolist()
+            check_entries(infos, self.status.st_size)
+        except (CacheError, *_UNSOUND) as error:
+            raise Corrupt(f"{self.path} is no pack: {error}") from None
         names = [info.filename for info in infos]
         if MANIFEST not in names or len(set(names)) != len(names):
             raise Corrupt(f"{self.path} is no pack: it needs one {MANIFEST} and no member twice")
         members = self._read_manifest()
         if set(names) != {MANIFEST, *members}:
             odd = min(set(names) ^ {MANIFEST, *members})
-            raise Corrupt(f"{self.path}: {odd!r} stands in the manifest or among the members, but not in both")
+            raise Corrupt(f"{self.path}: {odd!r:.300} stands in the manifest or among the members, but not in both")
         for info in infos:
             kind = stat.S_IFMT(info.external_attr >> 16)
             if kind not in (0, stat.S_IFREG) or info.orig_filename != info.filename:
@@ -144,19 +153,48 @@ class Pack:
             raise Corrupt(f"{self.path} has a bad {MANIFEST}: {error}") from None
         if manifest.get("format") != _FORMAT:
             raise Corrupt(f"{self.path} is no pack: the format must be {_FORMAT}, got {manifest.get('format')!r:.60}")
-        if manifest.get("schema") != SCHEMA:
-            raise UnknownSchema(f"{self.path} has schema {manifest.get('schema')!r:.60}; this tilekern reads {SCHEMA}")
+        schema = manifest.get("schema")
+        if type(schema) is not int or schema not in (UNSIGNED, SIGNED):
+            raise UnknownSchema(f"{self.path} has schema {schema!r:.60}; this tilekern reads {UNSIGNED} and {SIGNED}")
         members = manifest.get("members")
         if not isinstance(members, dict):
             raise Corrupt(f"{self.path} has a bad {MANIFEST}: members must be an object")
         try:
-            return {name: _member(name, value) for name, value in members.items()}
+            check_clashes(members)
+            found = {name: _member(name, value) for name, value in members.items()}
+            _check_signatures(found, schema)
         except CacheError as error:
             raise Corrupt(f"{self.path}: {error}") from None
+        return found
+
+
+def _open(path: Path) -> BinaryIO:
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise CacheError(f"{path} is no pack: a pack is a file")
+        return open(path, "rb")
+    except (FileNotFoundError, NotADirectoryError):
+        raise Missing(f"there is no pack {path}") from None
+    except (OSError, ValueError) as error:
+        raise CacheError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
 
 
 def _is_record(name: str) -> bool:
     return name.endswith(".json")
+
+
+def _is_signature(name: str) -> bool:
+    return name.endswith(SIGNATURE_SUFFIX)
+
+
+def _check_signatures(members: Mapping[str, Member], schema: int) -> None:
+    """Signatures belong to records of the pack, and to a version that has them."""
+    records = {member.sha256 for name, member in members.items() if _is_record(name)}
+    for name in filter(_is_signature, members):
+        if schema == UNSIGNED:
+            raise Corrupt(f"a pack of schema {UNSIGNED} has no signatures, got {name}")
+        if parse_signature_path(name.split("/"))[0] not in records:
+            raise Corrupt(f"{name} is the signature of no record in the pack")
 
 
 def _member(name: str, value: Any) -> Member:
@@ -166,92 +204,37 @@ def _member(name: str, value: Any) -> Member:
     digest, size = check_digest(f"{name!r:.300}: sha256", value["sha256"]), value["size"]
     if _is_record(name):
         parse_path(name.split("/"))
-    elif name != str(blob_path(digest)):
-        raise Corrupt(f"{name!r:.300} is neither the path of a record nor that of its blob")
-    largest = LARGEST_RECORD if _is_record(name) else LARGEST_BLOB
+        largest = LARGEST_RECORD
+    elif _is_signature(name):
+        parse_signature_path(name.split("/"))
+        largest = SIGNATURE_BYTES
+    elif name == str(blob_path(digest)):
+        largest = LARGEST_BLOB
+    else:
+        raise Corrupt(f"{name!r:.300} is neither the path of a record nor that of its blob or signature")
     if type(size) is not int or not 0 <= size <= largest:
         raise Corrupt(f"{name}: the size must be a number of bytes up to {largest}, got {size!r:.60}")
     return Member(digest, size)
 
 
-class PackLayer:
-    """A pack read in place, opened when it is first asked for something. A bad pack is reported once and is empty."""
-
-    def __init__(self, path: str | os.PathLike[str], name: str | None = None) -> None:
-        self.path = Path(path)
-        self.name = name or self.path.name
-        self._lock = threading.Lock()
-        self._opened: tuple[int, Pack | None] | None = None
-
-    def __repr__(self) -> str:
-        return f"PackLayer({str(self.path)!r})"
-
-    def targets(self) -> list[str]:
-        """The target keys that it has, sorted."""
-        return sorted({address.target_key for address in self._addresses()})
-
-    def toolkits(self, target_key: str) -> list[str]:
-        """The toolkit keys that it has for a target, sorted."""
-        return sorted({address.toolkit_key for address in self._addresses() if address.target_key == target_key})
-
-    def problems(self, target_key: str, toolkit_key: str, kernel: str) -> list[dict[str, Value]]:
-        """The problems that it has a record of."""
-        place = (target_key, toolkit_key, kernel)
-        return problems_of(address.problem_key for address in self._addresses() if address[:3] == place)
-
-    def read_record(self, target_key: str, toolkit_key: str, kernel: str, problem: dict[str, Value]) -> Record:
-        """One record, checked; raises as :meth:`tilekern.cache.layers.Layer.read_record` says."""
-        address = Address(target_key, toolkit_key, kernel, problem_key(problem))
-        pack = self._pack()
-        if pack is None or address not in pack.records:
-            raise MissingRecord(f"{self.path} has no {address.path}")
-        try:
-            return pack.read_record(address)
-        except Corrupt as error:
-            report_once(self.path / address.path, f"{self.path}: {address.path} is bad: {error}")
-            raise
-
-    def read_blob(self, sha256: str) -> bytes:
-        """One blob, its digest checked; raises as :meth:`tilekern.cache.layers.Layer.read_record` says."""
-        pack = self._pack()
-        if pack is None:
-            raise Missing(f"{self.path} has no blob {sha256}")
-        try:
-            return pack.read_blob(sha256)
-        except Corrupt as error:
-            report_once(self.path / sha256, str(error))
-            raise
-
-    def _addresses(self) -> Iterable[Address]:
-        pack = self._pack()
-        return pack.records if pack else ()
-
-    def _pack(self) -> Pack | None:
-        """The open pack; each process opens its own, since a forked child shares its parent's place in the file."""
-        with self._lock:
-            if self._opened is None or self._opened[0] != os.getpid():
-                try:
-                    self._opened = (os.getpid(), Pack(self.path))
-                except CacheError as error:
-                    self._opened = (os.getpid(), None)
-                    report_once(self.path, f"{error}; it is left out")
-            return self._opened[1]
-
-
 def write_pack(
-    path: str | os.PathLike[str], records_with_blobs: Iterable[tuple[Record, Mapping[str, bytes]]]
+    path: str | os.PathLike[str],
+    records_with_blobs: Iterable[tuple[Record, Mapping[str, bytes]]],
+    signatures: Mapping[str, Mapping[str, bytes]] | None = None,
 ) -> list[Record]:
-    """Write a pack; the same records and blobs give the same bytes in whatever order they come.
+    """Write a pack; the same records, blobs and signatures give the same bytes in whatever order they come.
 
     Args:
         path: the file to write, put there in one step when it is whole.
         records_with_blobs: each record with its blobs by sha256.
+        signatures: of records, as :meth:`Pack.signatures` gives them; those of other records are left out.
 
     Returns:
         The records that went in.
 
     Raises:
-        CacheError: a record stands twice, a blob is missing or has the wrong digest, or the file cannot be written.
+        CacheError: a record stands twice, two differ in upper and lower case alone, a blob is missing or has the
+            wrong digest, there is more than a pack may hold, or the file cannot be written.
     """
     contents: dict[str, bytes] = {}
     records = []
@@ -265,7 +248,11 @@ def write_pack(
                 raise CacheError(f"{name} refers to blob {digest}, which was not given")
             contents[str(blob_path(digest))] = check_blob(blobs[digest], digest)
         contents[name] = text.encode()
+        digest = hashlib.sha256(contents[name]).hexdigest()
+        for public_key, signature in (signatures or {}).get(digest, {}).items():
+            contents[str(signature_path(digest, public_key))] = check_signature(signature)
         records.append(record)
+    check_clashes(contents)
     try:
         write_whole(Path(path), _zip(contents))
     except OSError as error:
@@ -276,20 +263,24 @@ def write_pack(
 def _zip(contents: Mapping[str, bytes]) -> bytes:
     manifest = {
         "format": _FORMAT,
-        "schema": SCHEMA,
+        "schema": SIGNED if any(map(_is_signature, contents)) else UNSIGNED,
         "members": {
             name: {"sha256": hashlib.sha256(contents[name]).hexdigest(), "size": len(contents[name])}
             for name in sorted(contents)
         },
     }
+    text = json.dumps(manifest, indent=1).encode()
+    if len(contents) >= MOST_MEMBERS or len(text) > LARGEST_MANIFEST:
+        raise CacheError(f"a pack may hold {MOST_MEMBERS} records, artifacts and signatures; select fewer records")
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w") as archive:
-        for name, data in [(MANIFEST, json.dumps(manifest, indent=1).encode()), *sorted(contents.items())]:
+        for name, data in [(MANIFEST, text), *sorted(contents.items())]:
             info = zipfile.ZipInfo(name, _EPOCH)
             info.compress_type = zipfile.ZIP_DEFLATED
             info.create_system = 3
             info.external_attr = (stat.S_IFREG | 0o644) << 16
             archive.writestr(info, data, compresslevel=9)
+    check_ratio(len(text) + sum(map(len, contents.values())), file.tell())
     return file.getvalue()
 
 
@@ -297,51 +288,23 @@ def checked_contents(pack: Pack) -> Iterator[tuple[Record, dict[str, bytes]]]:
     """Every record of a pack with its blobs, each checked as it is read.
 
     Raises:
-        Corrupt: a member is not what the manifest says, a record is bad, or a blob is missing or is nobody's.
+        Corrupt: a member is not what the manifest says, a record is bad, or a blob is missing, is nobody's, or does
+            not have the size that its record says.
         UnknownSchema: another version of tilekern wrote a record.
     """
-    unclaimed = {name for name in pack.members if not _is_record(name)}
+    unclaimed = {name for name in pack.members if not _is_record(name) and not _is_signature(name)}
     for address in pack.records:
         record = pack.read_record(address)
         blobs = {}
-        for digest in sorted(record.digests):
+        for artifact in sorted(record.artifacts.values(), key=lambda artifact: artifact.sha256):
+            digest = artifact.sha256
             try:
                 blobs[digest] = pack.read_blob(digest)
             except Missing:
                 raise Corrupt(f"{pack.path}: {address.path} refers to blob {digest}, which is not there") from None
+            if len(blobs[digest]) != artifact.size:
+                raise Corrupt(f"{pack.path}: {address.path} says another size of blob {digest} than it has")
             unclaimed.discard(str(blob_path(digest)))
         yield record, blobs
     if unclaimed:
         raise Corrupt(f"{pack.path}: no record refers to {min(unclaimed)}")
-
-
-def install_pack(path: str | os.PathLike[str], store: Store) -> int:
-    """Put a pack's records and blobs into a store, after all of them have been checked.
-
-    A record that the store has from a better source stays: measured beats predicted, and predicted beats default,
-    where both are of the same source of the kernel.
-
-    Returns:
-        The number of records written.
-
-    Raises:
-        Corrupt: anything in the pack is wrong; nothing was written.
-        UnknownSchema: another version of tilekern wrote the pack; nothing was written.
-        CacheError: the pack cannot be read, or the store cannot be written.
-    """
-    pack = Pack(Path(path))
-    for _ in checked_contents(pack):
-        pass
-    present = {entry.address: entry.record for entry in store.entries() if entry.record}
-    written = 0
-    for record, blobs in checked_contents(pack):
-        if not _is_better(present.get(record.address), record):
-            store.write(record, blobs)
-            written += 1
-    return written
-
-
-def _is_better(present: Record | None, offered: Record) -> bool:
-    if present is None or present.source_digest != offered.source_digest:
-        return False
-    return PROVENANCES.index(present.provenance) < PROVENANCES.index(offered.provenance)

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tilekern.cache.layers import FolderLayer, Layer
-from tilekern.cache.packs import PACK_SUFFIX, PackLayer
+from tilekern.cache.pack_layers import Origin, PackLayer
+from tilekern.cache.packs import PACK_SUFFIX
 
 ENTRY_POINTS = "tilekern.prebuilt"
 _missing_said: set[str] = set()
@@ -32,7 +33,8 @@ def default_layers() -> list[Layer]:
     A folder or pack of ``TILEKERN_CACHE_PATH`` that is not there is warned about once and left out.
     """
     user: list[Layer] = [FolderLayer(user_root(), "user", writable=True)]
-    return [*user, *_path_layers(), *_package_layers(), *_packs_of(Path(__file__).parents[1] / "prebuilt", "prebuilt")]
+    wheel = _packs_of(Path(__file__).parents[1] / "prebuilt", "prebuilt", "wheel")
+    return [*user, *_path_layers(), *_package_layers(), *wheel]
 
 
 def _path_layers() -> Iterator[Layer]:
@@ -71,7 +73,7 @@ def _package_layers() -> Iterator[Layer]:
             )
             continue
         for folder in folders:
-            yield from _packs_of(folder, entry.name)
+            yield from _packs_of(folder, entry.name, "package")
 
 
 def _folders(spec: importlib.machinery.ModuleSpec) -> list[Path]:
@@ -80,6 +82,6 @@ def _folders(spec: importlib.machinery.ModuleSpec) -> list[Path]:
     return [Path(spec.origin).parent] if spec.origin else []
 
 
-def _packs_of(folder: Path, owner: str) -> Iterator[Layer]:
+def _packs_of(folder: Path, owner: str, origin: Origin) -> Iterator[Layer]:
     for path in sorted(folder.glob(f"*{PACK_SUFFIX}")):
-        yield PackLayer(path, f"{owner}:{path.stem}")
+        yield PackLayer(path, f"{owner}:{path.stem}", origin)

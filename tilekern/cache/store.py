@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import re
 import time
@@ -12,8 +13,10 @@ from pathlib import Path
 
 from tilekern.cache.errors import CacheError, Missing, UnknownSchema
 from tilekern.cache.files import BAD_SUFFIX, TEMPORARY_SUFFIX, read_whole, write_whole
-from tilekern.cache.keys import BLOBS, LAYOUT, WANTED, Address, blob_path, check_digest, parse_path
+from tilekern.cache.incoming import abandoned_incoming, finish_incoming, remove_abandoned
+from tilekern.cache.keys import BLOBS, INCOMING, LAYOUT, OWN_FOLDERS, Address, blob_path, check_digest, parse_path
 from tilekern.cache.records import LARGEST_BLOB, LARGEST_RECORD, Record, check_blob, decode_record
+from tilekern.cache.trust import must_be_signed, remove_signatures, seal_of
 
 # A writer puts blobs first and their record a moment later; a blob this young may be waiting for its record.
 GRACE_S = 300.0
@@ -75,6 +78,7 @@ class Store:
         """Put a record and its blobs into the cache, blobs first, each file whole or not at all.
 
         Where another process writes the same record, the last one stands. A blob that is there and intact is kept.
+        Under the policy ``signed`` the record is sealed as this user's own.
 
         Args:
             record: what to write; its path follows from it.
@@ -91,9 +95,13 @@ class Store:
         path = self.root / Record.from_json(text).address.path
         self._check_blobs(record, blobs)
         self._check_replaceable(path)
+        finish_incoming(self.root)
         try:
             for digest in record.digests:
                 self._put_blob(digest, blobs.get(digest))
+            if must_be_signed():
+                seal, contents = seal_of(text.encode())
+                write_whole(self.root / seal, contents)
             write_whole(path, text.encode())
             for digest in record.digests & blobs.keys():
                 # A garbage collection may have run between the two.
@@ -105,6 +113,7 @@ class Store:
 
     def entries(self) -> Iterator[Entry]:
         """Every record file, in the order of its path; a bad one is an entry that says so."""
+        finish_incoming(self.root)
         for path in self._record_files():
             with contextlib.suppress(FileNotFoundError):
                 yield self._entry(path)
@@ -119,7 +128,8 @@ class Store:
 
     def leftovers(self) -> Iterator[Path]:
         """Files that were set aside as bad, and temporary files of writers that were killed or are still at it."""
-        return (Path(path) for path in _files(self._layout) if path.endswith((BAD_SUFFIX, TEMPORARY_SUFFIX)))
+        yield from abandoned_incoming(self.root, time.time())
+        yield from self._stray_files()
 
     def read_blob(self, sha256: str) -> bytes:
         """A blob's bytes, checked.
@@ -130,6 +140,16 @@ class Store:
             CacheError: it cannot be read.
         """
         return check_blob(read_whole(self.root / blob_path(sha256), LARGEST_BLOB)[0], sha256)
+
+    def keep_blob(self, sha256: str) -> bool:
+        """Mark a blob that is there and intact as just used, which keeps it from garbage collection; else False."""
+        try:
+            self.read_blob(sha256)
+        except CacheError:
+            return False
+        with contextlib.suppress(OSError):
+            os.utime(self.root / blob_path(sha256))
+        return True
 
     def remove(self, entries: Iterable[Entry]) -> frozenset[str]:
         """Delete records, and folders that this leaves empty; blobs stay until :meth:`collect_garbage`.
@@ -164,8 +184,9 @@ class Store:
             CacheError: a file cannot be deleted.
         """
         now = time.time()
+        remove_abandoned(self.root, now - grace_s)
         try:
-            referred = self._references()
+            referred, records = self._references()
         except CacheError as error:
             return Garbage(0, 0, f"no blob was removed: {error}")
         removed = []
@@ -174,7 +195,8 @@ class Store:
                 _unlink(blob.path)
                 _prune(blob.path.parent, self._layout)
                 removed.append(blob.size_bytes)
-        for path in self.leftovers():
+        remove_signatures(self.root, records, now - grace_s)
+        for path in self._stray_files():
             with contextlib.suppress(FileNotFoundError):
                 if path.name.endswith(BAD_SUFFIX) or path.stat().st_mtime < now - grace_s:
                     _unlink(path)
@@ -184,8 +206,13 @@ class Store:
     def _layout(self) -> Path:
         return self.root / LAYOUT
 
+    def _stray_files(self) -> Iterator[Path]:
+        files = _files(self._layout, skip=(INCOMING,))
+        return (Path(path) for path in files if path.endswith((BAD_SUFFIX, TEMPORARY_SUFFIX)))
+
     def _record_files(self, strict: bool = False) -> Iterator[str]:
-        files = _files(self._layout, skip=(BLOBS, WANTED), strict=strict)
+        # What is on its way counts as a reference, and is no record yet.
+        files = _files(self._layout, skip=OWN_FOLDERS - {INCOMING} if strict else OWN_FOLDERS, strict=strict)
         return (path for path in files if path.endswith(".json"))
 
     def _entry(self, path: str) -> Entry:
@@ -224,21 +251,14 @@ class Store:
             return
 
     def _put_blob(self, digest: str, data: bytes | None) -> None:
-        """Write a blob, or mark one that is there and intact as just used, which keeps it from garbage collection."""
-        path = self.root / blob_path(digest)
-        try:
-            self.read_blob(digest)
-        except CacheError:
-            if data is None:
-                raise
-            write_whole(path, data)
-        else:
-            with contextlib.suppress(OSError):
-                os.utime(path)
+        """Write a blob, or keep one that is there and intact."""
+        if not self.keep_blob(digest):
+            write_whole(self.root / blob_path(digest), self.read_blob(digest) if data is None else data)
 
-    def _references(self) -> set[str]:
-        """The digests that any record refers to, readable or not."""
+    def _references(self) -> tuple[set[str], set[str]]:
+        """The digests that any record refers to, readable or not, and those of the records themselves."""
         referred: set[str] = set()
+        records: set[str] = set()
         for path in self._record_files(strict=True):
             with contextlib.suppress(Missing):
                 data = read_whole(path, LARGEST_RECORD)[0]
@@ -246,7 +266,8 @@ class Store:
                 if not digests and _has_unknown_schema(data):
                     raise CacheError(f"{path} has an unknown schema and may refer to any blob")
                 referred |= digests
-        return referred
+                records.add(hashlib.sha256(data).hexdigest())
+        return referred, records
 
 
 def _has_unknown_schema(data: bytes) -> bool:

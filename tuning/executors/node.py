@@ -170,7 +170,8 @@ class GpuNode:
         if pack:
             path = self._folder / "winners.pack"
             path.write_bytes(pack)
-            install_pack(path, Store(cache))
+            # The driver made it, whose code this process runs.
+            install_pack(path, Store(cache), own=True)
         self._worker = Worker(cache, None, self._launch_timeout_s)
         self._worker.process()  # it loads its modules while the first task is on its way
         return ray.get_runtime_context().get_node_id(), found

@@ -1,0 +1,436 @@
+"""What is loaded, and what is not: the policy, trust roots, signatures and seals."""
+
+import hashlib
+import os
+import random
+import subprocess
+import sys
+import time
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from cache_samples import PROBLEM, blob_file, files_of, find, make, put
+
+from tilekern.cache import (
+    CacheError,
+    FolderLayer,
+    Pack,
+    PackLayer,
+    Store,
+    Untrusted,
+    checked_contents,
+    default_layers,
+    install_pack,
+    skipped,
+    write_pack,
+)
+from tilekern.cache.keys import signature_path
+from tilekern.cache.signing import SigningKey, generate_key, is_signed
+from tilekern.cache.trust import read_signatures, trust_roots
+
+
+@pytest.fixture(autouse=True)
+def settings(tmp_path, monkeypatch):
+    """Settings of this test's own."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "settings"))
+    for name in ("TILEKERN_TRUST", "TILEKERN_TRUST_ROOTS", "TILEKERN_TRUST_SHARED"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path / "settings" / "tilekern"
+
+
+@pytest.fixture
+def key(tmp_path):
+    generate_key(tmp_path / "key")
+    return SigningKey(tmp_path / "key")
+
+
+@pytest.fixture
+def roots(tmp_path, key, monkeypatch):
+    """The policy ``signed``, with one trust root."""
+    (tmp_path / "roots").write_text(f"# ours\n\ned25519 {key.public_key} build team\n")
+    monkeypatch.setenv("TILEKERN_TRUST_ROOTS", str(tmp_path / "roots"))
+    monkeypatch.setenv("TILEKERN_TRUST", "signed")
+    return tmp_path / "roots"
+
+
+def signed_pack(path, *keys, records=None):
+    records = records or [make()]
+    signatures = {}
+    for record, _ in records:
+        data = record.to_json().encode()
+        signatures[hashlib.sha256(data).hexdigest()] = {key.public_key: key.sign(data) for key in keys}
+    write_pack(path, records, signatures)
+    return path
+
+
+def another_key(path):
+    generate_key(path)
+    return SigningKey(path)
+
+
+def quietly(layers):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return find(layers)
+
+
+def test_any_loads_what_is_unsigned_and_makes_no_secret(tmp_path, monkeypatch, settings):
+    for policy in ("", "any"):
+        monkeypatch.setenv("TILEKERN_TRUST", policy)
+        put(tmp_path / "cache")
+        assert find([FolderLayer(tmp_path / "cache", "user")])
+    assert not settings.exists()
+    assert not (tmp_path / "cache" / "v1" / "signatures").exists()
+
+
+@pytest.mark.parametrize("policy", ["sigend", "SIGNED", "1"])
+def test_a_policy_that_is_none_stops_every_lookup(tmp_path, monkeypatch, policy):
+    put(tmp_path)
+    monkeypatch.setenv("TILEKERN_TRUST", policy)
+    with pytest.raises(CacheError, match="TILEKERN_TRUST must be one of any, signed"):
+        find([FolderLayer(tmp_path, "user")])
+
+
+def test_signed_loads_a_signed_pack_in_place_and_unpacked(tmp_path, key, roots):
+    pack = signed_pack(tmp_path / "a.pack", key)
+    assert find([PackLayer(pack)]).load("aligned") == b"aligned" * 500
+    assert install_pack(pack, Store(tmp_path / "cache")) == 1
+    assert find([FolderLayer(tmp_path / "cache", "user")]).load("aligned") == b"aligned" * 500
+
+
+def test_signed_never_loads_what_is_unsigned_and_says_so_once_for_each_layer(tmp_path, roots, monkeypatch):
+    write_pack(tmp_path / "unsigned.pack", [make()])
+    with monkeypatch.context() as other:
+        other.delenv("TILEKERN_TRUST")
+        put(tmp_path / "cache")
+    layers = [FolderLayer(tmp_path / "cache", "once-a"), PackLayer(tmp_path / "unsigned.pack", "once-b")]
+    before, trace = skipped()["untrusted"], []
+    with pytest.warns(RuntimeWarning, match="TILEKERN_TRUST is signed") as caught:
+        assert [find(layers, trace=trace) for _ in range(3)] == [None] * 3
+    assert [name for c in caught for name in ("once-a", "once-b") if name in str(c.message)] == ["once-a", "once-b"]
+    assert len(caught) == 2
+    assert skipped()["untrusted"] == before + 6
+    assert "no trust root signed it" in trace[0]
+
+
+def test_the_record_of_a_later_layer_serves_where_the_first_is_not_trusted(tmp_path, key, roots):
+    write_pack(tmp_path / "unsigned.pack", [make()])
+    layers = [PackLayer(tmp_path / "unsigned.pack"), PackLayer(signed_pack(tmp_path / "signed.pack", key))]
+    assert quietly(layers).layer.name == "signed.pack"
+
+
+def test_a_key_that_is_no_trust_root_is_not_enough(tmp_path, key, roots):
+    other = another_key(tmp_path / "other")
+    pack = signed_pack(tmp_path / "a.pack", other)
+    assert quietly([PackLayer(pack)]) is None
+    with pytest.raises(Untrusted, match=r"a\.pack: v1/.*no trust root signed it.*nothing was unpacked"):
+        install_pack(pack, Store(tmp_path / "cache"))
+    assert not (tmp_path / "cache").exists()
+    both = signed_pack(tmp_path / "both.pack", other, key)
+    assert quietly([PackLayer(both)])
+
+
+def test_one_unsigned_record_keeps_a_pack_out(tmp_path, key, roots):
+    signed, unsigned = make(), make(b"x", problem={**PROBLEM, "rows": 1})
+    data = signed[0].to_json().encode()
+    mark = {hashlib.sha256(data).hexdigest(): {key.public_key: key.sign(data)}}
+    write_pack(tmp_path / "a.pack", [signed, unsigned], mark)
+    with pytest.raises(Untrusted, match="rows=1,"):
+        install_pack(tmp_path / "a.pack", Store(tmp_path / "cache"))
+    assert not (tmp_path / "cache").exists()
+    layer = PackLayer(tmp_path / "a.pack", "partly-signed")
+    assert find([layer]).exact_bucket
+    with pytest.warns(RuntimeWarning, match="TILEKERN_TRUST"):
+        assert find([layer], {**PROBLEM, "rows": 1}).record.problem["rows"] == 8192
+
+
+def test_what_was_unpacked_unsigned_under_any_is_not_trusted_under_signed(tmp_path, monkeypatch):
+    write_pack(tmp_path / "a.pack", [make()])
+    monkeypatch.setenv("TILEKERN_CACHE_DIR", str(tmp_path / "cache"))
+    install_pack(tmp_path / "a.pack", Store(tmp_path / "cache"))
+    user = default_layers()[0]
+    assert find([user])
+    monkeypatch.setenv("TILEKERN_TRUST", "signed")
+    assert quietly([user]) is None
+    assert quietly([default_layers()[0]]) is None
+
+
+def test_what_is_made_here_under_signed_is_sealed_and_loaded(tmp_path, roots, settings):
+    put(tmp_path / "cache")
+    assert find([FolderLayer(tmp_path / "cache", "user")])
+    assert (settings / "seal.key").stat().st_mode & 0o777 == 0o600
+    put(tmp_path / "cache", b"again", created_by="again")
+    assert find([FolderLayer(tmp_path / "cache", "user")]).load("aligned") == b"again"
+
+
+def test_what_the_tuner_publishes_under_signed_is_its_own(tmp_path, roots):
+    write_pack(tmp_path / "results.pack", [make()])
+    assert install_pack(tmp_path / "results.pack", Store(tmp_path / "cache"), own=True) == 1
+    assert find([FolderLayer(tmp_path / "cache", "user")])
+    assert quietly([PackLayer(tmp_path / "results.pack")]) is None
+
+
+def test_a_seal_is_worth_nothing_to_another_user_or_for_another_record(tmp_path, roots, settings):
+    put(tmp_path / "cache")
+    layer = FolderLayer(tmp_path / "cache", "user")
+    [seal] = (tmp_path / "cache/v1/signatures").rglob("*.seal")
+    (settings / "seal.key").rename(settings / "kept")
+    assert quietly([layer]) is None
+    put(tmp_path / "elsewhere")
+    assert (settings / "seal.key").read_bytes() != (settings / "kept").read_bytes()
+    assert quietly([layer]) is None
+    (settings / "kept").replace(settings / "seal.key")
+    assert find([layer])
+    other = replace(make()[0], created_by="forged").to_json().encode()
+    (tmp_path / "cache" / make()[0].address.path).write_bytes(other)
+    digest = hashlib.sha256(other).hexdigest()
+    forged = seal.parent.parent / digest[:2] / seal.name.replace(seal.name[:64], digest)
+    forged.parent.mkdir(exist_ok=True)
+    forged.write_bytes(seal.read_bytes())
+    assert quietly([layer]) is None
+
+
+def test_a_secret_that_others_can_read_is_not_used(tmp_path, roots, settings):
+    put(tmp_path / "cache")
+    (settings / "seal.key").chmod(0o640)
+    with pytest.warns(RuntimeWarning, match=r"seal\.key must be yours and readable by you alone"):
+        assert find([FolderLayer(tmp_path / "cache", "others-can-read")]) is None
+    with pytest.raises(CacheError, match=r"seal\.key"):
+        put(tmp_path / "cache", created_by="next")
+
+
+def test_one_secret_is_made_where_many_write_at_once(tmp_path, roots, settings):
+    children = []
+    for number in range(8):
+        child = os.fork()
+        if child == 0:
+            put(tmp_path / "cache", problem={**PROBLEM, "rows": 2**number})
+            os._exit(0)
+        children.append(child)
+    assert [os.waitpid(child, 0)[1] for child in children] == [0] * 8
+    layer = FolderLayer(tmp_path / "cache", "user")
+    assert all(find([layer], {**PROBLEM, "rows": 2**n}).exact_bucket for n in range(8))
+    assert [path.name for path in settings.iterdir()] == ["seal.key"]
+
+
+@pytest.mark.parametrize("place", ["record", "blob", "signature"])
+@pytest.mark.parametrize("where", ["cache", "pack"])
+def test_a_change_of_one_byte_is_never_loaded(tmp_path, key, roots, monkeypatch, place, where):
+    """Also where every hash is made to fit again: that is what a signature is for."""
+    record, blobs = make(b"one" * 99)
+    data = record.to_json().encode()
+    signature = key.sign(data)
+    if place == "record":
+        record = replace(record, config={"occupancy": 1})
+    elif place == "blob":
+        changed = b"two" * 99
+        artifact = replace(record.artifacts["aligned"], sha256=hashlib.sha256(changed).hexdigest())
+        record, blobs = replace(record, artifacts={"aligned": artifact}), {artifact.sha256: changed}
+    else:
+        signature = (b"1" if signature[:1] == b"0" else b"0") + signature[1:]
+    digest = hashlib.sha256(record.to_json().encode()).hexdigest()
+    write_pack(tmp_path / "a.pack", [(record, blobs)], {digest: {key.public_key: signature}})
+    if where == "pack":
+        assert quietly([PackLayer(tmp_path / "a.pack")]) is None
+        with pytest.raises(Untrusted):
+            install_pack(tmp_path / "a.pack", Store(tmp_path / "cache"))
+        return
+    layer = FolderLayer(tmp_path / "cache", "user")
+    put(tmp_path / "sealed")  # makes a secret, so that seals are looked for, too
+    monkeypatch.setenv("TILEKERN_TRUST", "any")
+    install_pack(tmp_path / "a.pack", Store(tmp_path / "cache"))
+    assert find([layer])
+    monkeypatch.setenv("TILEKERN_TRUST", "signed")
+    assert quietly([layer]) is None
+
+
+def test_a_signature_moves_from_pack_to_cache_to_pack(tmp_path, key, roots):
+    first = signed_pack(tmp_path / "first.pack", key, records=[make(), make(b"x", problem={**PROBLEM, "rows": 1})])
+    store = Store(tmp_path / "cache")
+    install_pack(first, store)
+    found = [(entry.record, {d: store.read_blob(d) for d in entry.record.digests}) for entry in store.entries()]
+    digests = [hashlib.sha256(record.to_json().encode()).hexdigest() for record, _ in found]
+    write_pack(tmp_path / "second.pack", found, {d: read_signatures(store.root, d) for d in digests})
+    assert (tmp_path / "second.pack").read_bytes() == first.read_bytes()
+
+
+def test_seals_stay_at_home(tmp_path, roots):
+    put(tmp_path / "cache")
+    store = Store(tmp_path / "cache")
+    [entry] = store.entries()
+    digest = hashlib.sha256(entry.path.read_bytes()).hexdigest()
+    assert read_signatures(store.root, digest) == {}
+
+
+def test_the_wheels_own_packs_are_as_trusted_as_its_code_and_those_of_other_packages_are_not(tmp_path, roots):
+    write_pack(tmp_path / "a.pack", [make()])
+    (tmp_path / "a.pack").chmod(0o666)
+    assert find([PackLayer(tmp_path / "a.pack", "wheel", "wheel")])
+    assert quietly([PackLayer(tmp_path / "a.pack", "package", "package")]) is None
+    origins = {layer.origin for layer in default_layers() if isinstance(layer, PackLayer) and "prebuilt:" in layer.name}
+    assert origins == {"wheel"}
+
+
+def test_removed_records_take_their_signatures_along(tmp_path, key, roots):
+    install_pack(signed_pack(tmp_path / "a.pack", key), Store(tmp_path / "cache"))
+    put(tmp_path / "cache", b"own", problem={**PROBLEM, "rows": 1})
+    store = Store(tmp_path / "cache")
+    folder = tmp_path / "cache/v1/signatures"
+    assert sorted(path.suffix for path in folder.rglob("*.s*")) == [".seal", ".sig"]
+    store.remove([entry for entry in store.entries() if entry.record.problem["rows"] == 1])
+    store.collect_garbage(grace_s=-1)
+    assert [path.suffix for path in folder.rglob("*.s*")] == [".sig"]
+    assert find([FolderLayer(tmp_path / "cache", "user")])
+
+
+def test_without_cryptography_nothing_signed_is_loaded_and_the_extra_is_named(tmp_path, key, roots, monkeypatch):
+    pack = signed_pack(tmp_path / "a.pack", key)
+    monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.asymmetric", None)
+    with pytest.warns(RuntimeWarning, match=r"pip install 'tilekern\[trust\]'"):
+        assert find([PackLayer(pack, "no-cryptography")]) is None
+    with pytest.raises(Untrusted, match=r"tilekern\[trust\]"):
+        install_pack(pack, Store(tmp_path / "cache"))
+    put(tmp_path / "cache")
+    assert find([FolderLayer(tmp_path / "cache", "user")]), "a seal needs the standard library alone"
+
+
+def test_the_users_roots_count_where_the_environment_names_none(tmp_path, key, roots, settings, monkeypatch):
+    pack = signed_pack(tmp_path / "a.pack", key)
+    monkeypatch.delenv("TILEKERN_TRUST_ROOTS")
+    assert trust_roots() == ()
+    assert quietly([PackLayer(pack)]) is None
+    settings.mkdir(parents=True)
+    (settings / "trust-roots").write_text(roots.read_text())
+    assert find([PackLayer(pack)])
+    monkeypatch.setenv("TILEKERN_TRUST_ROOTS", str(tmp_path / "none"))
+    assert quietly([PackLayer(pack)]) is None, "the environment's files stand in place of the user's"
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "words"),
+    [
+        ("ed25519 abc name", 0o644, "line 1"),
+        ("# fine\nrsa 00", 0o644, "line 2"),
+        ("\0", 0o644, "line 1"),
+        ("", 0o664, "others can write"),
+        ("", 0o646, "others can write"),
+    ],
+)
+def test_trust_roots_that_are_none_trust_nobody(tmp_path, key, roots, text, mode, words):
+    pack = signed_pack(tmp_path / "a.pack", key)
+    roots.write_text(f"{text}\n{roots.read_text()}" if text else roots.read_text())
+    roots.chmod(mode)
+    with pytest.raises(CacheError, match=words) as caught:
+        trust_roots()
+    assert "\n" not in str(caught.value)
+    with pytest.warns(RuntimeWarning, match=words):
+        assert find([PackLayer(pack, f"bad-roots-{words}-{mode}-{len(text)}")]) is None
+
+
+def test_a_key_is_for_its_owner_alone_and_never_overwritten(tmp_path, key):
+    assert (tmp_path / "key").stat().st_mode & 0o777 == 0o600
+    with pytest.raises(CacheError, match="never overwritten"):
+        generate_key(tmp_path / "key")
+    (tmp_path / "key").chmod(0o644)
+    with pytest.raises(CacheError, match="chmod 600"):
+        SigningKey(tmp_path / "key")
+    (tmp_path / "none").write_bytes(b"-----BEGIN PRIVATE KEY-----\n")
+    (tmp_path / "none").chmod(0o600)
+    with pytest.raises(CacheError, match="holds no Ed25519 private key"):
+        SigningKey(tmp_path / "none")
+
+
+def test_a_signature_is_of_the_purpose_too(key):
+    """A signature of other bytes by the same key, made for something else, is none of a record."""
+    assert is_signed(key.public_key, b"record", key.sign(b"record"))
+    bare = key._key.sign(b"record").hex().encode() + b"\n"
+    assert not is_signed(key.public_key, b"record", bare)
+    for wrong in (b"", b"0" * 129, key.sign(b"record")[:-1], key.sign(b"record") + b"\n", key.sign(b"record").upper()):
+        assert not is_signed(key.public_key, b"record", wrong)
+    assert not is_signed("00" * 32, b"record", key.sign(b"record"))
+
+
+def test_hashes_are_checked_at_each_load_and_not_only_at_import(tmp_path):
+    """What has been found good once is found bad once it has changed, in a folder and in a pack that is open."""
+    good = random.Random(0).randbytes(100_000)
+    write_pack(tmp_path / "open.pack", [make(good)])
+    install_pack(tmp_path / "open.pack", Store(tmp_path / "cache"))
+    folder, pack = FolderLayer(tmp_path / "cache", "user"), PackLayer(tmp_path / "open.pack")
+    hits = [find([folder]), find([pack])]
+    blob_file(tmp_path / "cache", good).write_bytes(good[:-1] + b"!")
+    with open(tmp_path / "open.pack", "r+b") as file:
+        file.seek(50_000)
+        file.write(b"changed")
+    with pytest.warns(RuntimeWarning) as caught:
+        assert (find([folder]), find([pack])) == (None, None)
+    assert len(caught) == 2
+    assert [hit.load("aligned") for hit in hits] == [good] * 2, "a hit holds the bytes that were checked"
+
+
+def test_a_shared_folder_with_signatures_beside_is_safe_to_allow(tmp_path, key, roots, monkeypatch):
+    """What a colleague may write is loaded where a trust root signed it, and else never."""
+    install_pack(signed_pack(tmp_path / "a.pack", key), Store(tmp_path / "team"))
+    for path in ((tmp_path / "team"), *(tmp_path / "team").rglob("*")):
+        path.chmod(0o777)
+    monkeypatch.setenv("TILEKERN_TRUST_SHARED", "1")
+    layer = FolderLayer(tmp_path / "team", "team")
+    assert find([layer])
+    path = tmp_path / "team" / make()[0].address.path
+    path.write_text(make(created_by="a colleague")[0].to_json())
+    assert quietly([layer]) is None
+
+
+def test_a_lookup_writes_nothing_under_either_policy(tmp_path, key, roots):
+    install_pack(signed_pack(tmp_path / "a.pack", key), Store(tmp_path / "cache"))
+    before = files_of(tmp_path)
+    assert find([FolderLayer(tmp_path / "cache", "user", writable=True)])
+    assert find([PackLayer(tmp_path / "a.pack")])
+    assert files_of(tmp_path) == before
+
+
+def test_the_policy_costs_nothing_under_any_and_little_under_signed(tmp_path, key, roots, monkeypatch):
+    install_pack(signed_pack(tmp_path / "a.pack", key), Store(tmp_path / "cache"))
+    layer = FolderLayer(tmp_path / "cache", "user")
+    find([layer])
+
+    def best_us():
+        times = []
+        for _ in range(300):
+            start = time.perf_counter()
+            find([layer])
+            times.append(time.perf_counter() - start)
+        return min(times) * 1e6
+
+    signed = best_us()
+    monkeypatch.setenv("TILEKERN_TRUST", "any")
+    assert signed - best_us() < 2000
+
+
+def test_any_loads_no_cryptography(tmp_path):
+    put(tmp_path)
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[2]); from cache_samples import find; "
+        "from tilekern.cache import FolderLayer; assert find([FolderLayer(sys.argv[1], 'user')]); "
+        "assert not {'cryptography', 'platformdirs'} & set(sys.modules)"
+    )
+    here = Path(__file__).parent
+    subprocess.run([sys.executable, "-c", code, str(tmp_path), str(here)], cwd=here.parents[1], check=True)
+
+
+def test_signatures_in_a_cache_that_are_none_are_left_out(tmp_path, key):
+    digest = "ab" * 32
+    good, bad = (tmp_path / signature_path(digest, public) for public in (key.public_key, "cd" * 32))
+    good.parent.mkdir(parents=True)
+    good.write_bytes(key.sign(b"record"))
+    bad.write_bytes(b"nonsense")
+    (good.parent / f"{digest}.short.sig").write_bytes(b"")
+    assert list(read_signatures(tmp_path, digest)) == [key.public_key]
+
+
+def test_the_signatures_of_a_pack_are_listed_by_record(tmp_path, key):
+    pack = Pack(signed_pack(tmp_path / "a.pack", key))
+    [(record, _)] = checked_contents(pack)
+    data = record.to_json().encode()
+    assert pack.signatures() == {hashlib.sha256(data).hexdigest(): {key.public_key: key.sign(data)}}

@@ -1,0 +1,281 @@
+"""An unpack is all or nothing: killed at any step, on a disk that is full at any step, and beside other processes."""
+
+import errno
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from cache_samples import PROBLEM, blob_file, find, make, put
+
+from tilekern.cache import CacheError, FolderLayer, Missing, Store, UnknownSchema, install_pack, write_pack
+from tilekern.cache.incoming import Incoming
+
+ROWS = (1, 64, 8192)
+WRITING = ("os.mkdir", "os.rename", "os.link", "os.utime")
+CHANGING = (*WRITING, "os.remove", "os.rmdir")
+
+
+def changes(event, arguments):
+    """Whether an audit event is one of a call that changes the file system."""
+    return event in CHANGING or (event == "open" and bool(arguments[2] & (os.O_CREAT | os.O_WRONLY | os.O_RDWR)))
+
+
+def needs_room(event, arguments):
+    return event in WRITING or (event == "open" and bool(arguments[2] & os.O_CREAT))
+
+
+@pytest.fixture
+def pack(tmp_path):
+    """Three records that share a blob, the last of which the cache has in an older form."""
+    records = [make(b"new %d" % r * 50, b"shared", problem={**PROBLEM, "rows": r}, created_by="new") for r in ROWS]
+    write_pack(tmp_path / "new.pack", records)
+    return tmp_path / "new.pack"
+
+
+@pytest.fixture
+def cache(tmp_path):
+    put(tmp_path / "cache", b"old", b"shared", created_by="old")
+    put(tmp_path / "cache", b"other", kernel="swiglu")
+    return tmp_path / "cache"
+
+
+OLD, NEW = {8192: "old"}, dict.fromkeys(ROWS, "new")
+
+
+def seen_by_tools(root):
+    return {
+        e.record.problem["rows"]: e.record.created_by for e in Store(root).entries() if e.record.kernel == "rms_norm"
+    }
+
+
+def seen_by_jobs(root):
+    """What lookups of a new process find, with the artifacts that belong to it."""
+    layer, seen = FolderLayer(root, "user", writable=True), {}
+    for rows in ROWS:
+        hit = find([layer], {**PROBLEM, "rows": rows})
+        if hit and hit.exact_bucket:
+            seen[rows] = hit.record.created_by
+            assert hit.load("aligned") == (b"old" if seen[rows] == "old" else b"new %d" % rows * 50)
+    return seen
+
+
+def files(root):
+    return sorted(str(path.relative_to(root)) for path in root.rglob("*"))
+
+
+def interrupted(root, pack, step, act):
+    """Run an unpack in a process whose ``step``-th change of the file system is met by ``act``; status and message."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        left = [step]
+
+        def hook(event, arguments):
+            if changes(event, arguments):
+                left[0] -= 1
+                if left[0] < 0:
+                    act(event, arguments)
+
+        sys.addaudithook(hook)
+        try:
+            install_pack(pack, Store(root))
+        except CacheError as error:
+            os.write(writing, str(error).encode())
+            os._exit(2)
+        os._exit(0)
+    os.close(writing)
+    status = os.waitpid(child, 0)[1]
+    with open(reading) as pipe:
+        return status, pipe.read()
+
+
+def kill(event, arguments):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fill(event, arguments):
+    if needs_room(event, arguments):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_killed_at_any_step_it_is_all_or_nothing(cache, pack, tmp_path):
+    outcomes = []
+    for step in range(1000):
+        root = tmp_path / f"killed-{step}"
+        shutil.copytree(cache, root)
+        status, _ = interrupted(root, pack, step, kill)
+        for look in (seen_by_tools, seen_by_jobs):
+            copy = tmp_path / "copy"
+            shutil.copytree(root, copy)
+            seen = look(copy)
+            assert seen in (OLD, NEW), (step, look, seen)
+            shutil.rmtree(copy)
+        outcomes.append(seen == NEW)
+        install_pack(pack, Store(root))
+        assert seen_by_jobs(root) == NEW
+        Store(root).collect_garbage(grace_s=-1)
+        assert not any("incoming" in path or path.endswith(".tmp") for path in files(root))
+        shutil.rmtree(root)
+        if status == 0:
+            break
+    assert status == 0
+    assert len(outcomes) > 30
+    assert outcomes == sorted(outcomes), "once it is in, it stays in"
+    assert 5 < outcomes.index(True) < len(outcomes) - 5, "steps before and after the one that decides"
+
+
+def test_on_a_disk_that_is_full_at_any_step_it_is_all_or_nothing(cache, pack, tmp_path):
+    before, outcomes = files(cache), []
+    for step in range(1000):
+        root = tmp_path / f"full-{step}"
+        shutil.copytree(cache, root)
+        status, message = interrupted(root, pack, step, fill)
+        if os.waitstatus_to_exitcode(status) == 2:
+            assert message == f"cannot write to the cache folder {root}: No space left on device"
+        left = files(root)
+        seen = seen_by_tools(root)
+        assert seen in (OLD, NEW), (step, seen)
+        if seen == OLD:
+            assert left == before
+        outcomes.append(seen == NEW)
+        shutil.rmtree(root)
+        if status == 0 and outcomes[-1]:
+            break
+    assert outcomes == sorted(outcomes)
+    assert outcomes.index(True) > 5
+
+
+SMALL_DISK = """
+import shutil, subprocess, sys
+from pathlib import Path
+from cache_samples import outcome
+from test_cache_unpack import NEW, OLD, files, seen_by_jobs
+from tilekern.cache import Store, install_pack
+cache, pack, disk = map(Path, sys.argv[1:])
+outcomes = []
+for pages in range(4, 80, 4):
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={pages * 4}k,mode=755", "tmpfs", str(disk)], check=True)
+    root = disk / "cache"
+    try:
+        shutil.copytree(cache, root)
+    except shutil.Error:
+        continue
+    before = files(root)
+    _, error = outcome(lambda: install_pack(pack, Store(root)))
+    assert error in (None, f"cannot write to the cache folder {root}: No space left on device"), error
+    assert error is None or files(root) == before, files(root)
+    assert seen_by_jobs(root) == (NEW if error is None else OLD)
+    outcomes.append(error is None)
+assert outcomes == sorted(outcomes) and set(outcomes) == {False, True}, outcomes
+"""
+
+
+def may_mount():
+    return bool(shutil.which("unshare")) and not subprocess.call(
+        ["unshare", "--mount", "true"], stderr=subprocess.DEVNULL
+    )
+
+
+@pytest.mark.skipif(not may_mount(), reason="a small disk takes the right to mount one")
+def test_on_small_disks_it_is_all_or_nothing(cache, pack, tmp_path):
+    (tmp_path / "disk").mkdir()
+    here = Path(__file__).parent
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(here), str(here.parents[1])))}
+    command = ["unshare", "--mount", sys.executable, "-c", SMALL_DISK, cache, pack, tmp_path / "disk"]
+    done = subprocess.run([str(one) for one in command], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_record_of_another_schema_stops_it_before_the_first_write(cache, pack):
+    path = cache / make()[0].address.path
+    path.write_text('{"schema": 2}')
+    before = files(cache)
+    with pytest.raises(UnknownSchema, match="left alone"):
+        install_pack(pack, Store(cache))
+    assert files(cache) == before
+
+
+def test_a_cache_that_cannot_be_written_is_one_line(pack, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CacheError, match=r"cannot write to the cache folder .*file/cache: Not a directory"):
+        install_pack(pack, Store(tmp_path / "file" / "cache"))
+
+
+def test_the_bytes_of_a_record_arrive_as_they_were(pack, tmp_path):
+    install_pack(pack, Store(tmp_path / "there"))
+    write_pack(
+        tmp_path / "again.pack",
+        [
+            (entry.record, {digest: Store(tmp_path / "there").read_blob(digest) for digest in entry.record.digests})
+            for entry in Store(tmp_path / "there").entries()
+        ],
+    )
+    assert (tmp_path / "again.pack").read_bytes() == pack.read_bytes()
+
+
+def test_what_is_on_its_way_is_no_record_and_keeps_its_blobs(cache):
+    record, blobs = make(b"on its way", problem={**PROBLEM, "rows": 2})
+    store = Store(cache)
+    store.write(record, blobs)
+    (entry,) = [entry for entry in store.entries() if entry.record.problem["rows"] == 2]
+    data = entry.path.read_bytes()
+    entry.path.unlink()
+    blob = blob_file(cache, b"on its way")
+    os.utime(blob, (0, 0))
+    with Incoming(cache) as incoming:
+        incoming.add({record.address.path: data})
+        assert len(list(store.entries())) == 2
+        assert find([FolderLayer(cache, "user", writable=True)], record.problem).exact_bucket is False
+        assert store.collect_garbage().blobs == 0
+        incoming.commit()
+    assert find([FolderLayer(cache, "user")], record.problem).load("aligned") == b"on its way"
+
+
+def test_what_a_killed_unpack_left_goes_after_a_while(cache):
+    killed = cache / "v1" / "incoming" / "abc.tmp" / "v1" / "t" / "k" / "half.json"
+    killed.parent.mkdir(parents=True)
+    killed.write_bytes(b"{")
+    Store(cache).collect_garbage()
+    assert killed.exists()
+    for path in (killed, *killed.parents[:4]):
+        os.utime(path, (time.time() - 1000,) * 2)
+    assert list(Store(cache).leftovers()) == [cache / "v1" / "incoming" / "abc.tmp"]
+    Store(cache).collect_garbage()
+    assert not (cache / "v1" / "incoming").exists()
+
+
+def test_many_at_once_leave_whole_records(pack, tmp_path):
+    root, children = tmp_path / "there", []
+    for _ in range(6):
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                for _ in range(5):
+                    install_pack(pack, Store(root))
+                code = 0 if seen_by_jobs(root) == NEW else 3
+            finally:
+                os._exit(code)
+        children.append(child)
+    assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0] * 6
+    assert seen_by_tools(root) == NEW
+    assert not any("incoming" in path for path in files(root))
+
+
+def test_a_read_only_look_at_an_unfinished_unpack_writes_nothing(cache, pack):
+    with Incoming(cache) as incoming:
+        incoming.add({make()[0].address.path: b"{}"})
+        os.rename(incoming._growing, incoming._whole)
+    before = files(cache)
+    assert find([FolderLayer(cache, "shared")]).record.created_by == "old"
+    assert files(cache) == before
+
+
+def test_a_missing_pack_is_named(tmp_path):
+    with pytest.raises(Missing, match=r"nowhere\.pack"):
+        install_pack(tmp_path / "nowhere.pack", Store(tmp_path))

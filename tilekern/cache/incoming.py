@@ -1,0 +1,128 @@
+"""Files that become part of a cache together: all of them, or none where the process dies or the disk is full.
+
+They are written to ``v1/incoming/<name>.tmp/`` under the paths that they will have, and one rename to
+``v1/incoming/<name>`` says that they are whole. From then on whoever next writes or lists the cache, or looks up in it
+as its owner, moves them to their places; that can be begun again at any point, by any process, and by two at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path, PurePosixPath
+
+from tilekern.cache.files import TEMPORARY_SUFFIX, make_folder, write_whole
+from tilekern.cache.keys import BLOBS, INCOMING, LAYOUT, SIGNATURES
+
+
+class Incoming:
+    """A group of files on its way into the cache at ``root``; the end of a ``with`` without a commit undoes it."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._whole = root / LAYOUT / INCOMING / os.urandom(12).hex()
+        self._growing = self._whole.with_name(self._whole.name + TEMPORARY_SUFFIX)
+
+    def __enter__(self) -> Incoming:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        left = _files_of(self._growing)
+        shutil.rmtree(self._growing, ignore_errors=True)
+        for folder in {(self.root / path).parent for path in left} | {self._whole.parent}:
+            _remove_empty(folder, self.root)
+
+    def add(self, files: Mapping[PurePosixPath, bytes]) -> None:
+        """Write files, by the path that they will have below the root.
+
+        Raises:
+            OSError: the folder cannot be written, or the disk is full.
+        """
+        for path, data in files.items():
+            write_whole(self._growing / path, data)
+
+    def commit(self) -> None:
+        """Make all files that were added part of the cache.
+
+        Raises:
+            OSError: the folder cannot be written. Where that is after the one rename, the files are whole and in the
+                cache's folder, and are moved to their places by the next process that can.
+        """
+        for path in _files_of(self._growing):
+            make_folder((self.root / path).parent)
+        os.rename(self._growing, self._whole)
+        _move(self._whole, self.root)
+
+
+def finish_incoming(root: Path) -> None:
+    """Move to their places what a killed process had made whole and not moved; a cache that cannot be written stays."""
+    for place in _places(root):
+        if not place.endswith(TEMPORARY_SUFFIX):
+            with contextlib.suppress(OSError):
+                _move(Path(place), root)
+
+
+def abandoned_incoming(root: Path, older_than: float) -> list[Path]:
+    """Folders of writers that were killed before their files were whole; none that was written since ``older_than``.
+
+    Args:
+        root: the cache's root.
+        older_than: seconds since 1970.
+    """
+    growing = [Path(place) for place in _places(root) if place.endswith(TEMPORARY_SUFFIX)]
+    return [folder for folder in growing if _last_written(folder) < older_than]
+
+
+def remove_abandoned(root: Path, older_than: float) -> None:
+    """Delete what :func:`abandoned_incoming` lists."""
+    for folder in abandoned_incoming(root, older_than):
+        with contextlib.suppress(OSError):
+            # Renamed first: were its writer alive after all, it would fail as a whole instead of losing some files.
+            gone = folder.with_name(f".{folder.name}")
+            os.rename(folder, gone)
+            shutil.rmtree(gone, ignore_errors=True)
+        _remove_empty(folder.parent, root)
+
+
+def _move(whole: Path, root: Path) -> None:
+    for path in _files_of(whole):
+        make_folder((root / path).parent)
+        # Gone: another process moves the same files.
+        with contextlib.suppress(FileNotFoundError):
+            os.replace(whole / path, root / path)
+    shutil.rmtree(whole, ignore_errors=True)
+    _remove_empty(whole.parent, root)
+
+
+def _files_of(folder: Path) -> list[PurePosixPath]:
+    """Paths below ``folder`` in the order in which they must appear: what a record refers to before the record."""
+    found = [
+        PurePosixPath(os.path.relpath(os.path.join(place, name), folder))
+        for place, _, names in os.walk(folder)
+        for name in names
+    ]
+    return sorted(found, key=lambda path: (path.parts[1] not in (BLOBS, SIGNATURES), path))
+
+
+def _places(root: Path) -> Iterator[str]:
+    with contextlib.suppress(OSError), os.scandir(root / LAYOUT / INCOMING) as found:
+        yield from [entry.path for entry in found]
+
+
+def _last_written(folder: Path) -> float:
+    newest = 0.0
+    for place, _, names in os.walk(folder):
+        for path in (place, *(os.path.join(place, name) for name in names)):
+            with contextlib.suppress(OSError):
+                newest = max(newest, os.stat(path).st_mtime)
+    return newest or time.time()
+
+
+def _remove_empty(folder: Path, root: Path) -> None:
+    with contextlib.suppress(OSError):
+        while folder != root:
+            folder.rmdir()
+            folder = folder.parent

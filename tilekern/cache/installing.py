@@ -1,0 +1,113 @@
+"""Taking a pack into a cache: all of it is checked before anything is written, and it goes in whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+
+from tilekern.cache.errors import CacheError, UnknownSchema, Untrusted
+from tilekern.cache.files import read_whole
+from tilekern.cache.incoming import Incoming, finish_incoming, remove_abandoned
+from tilekern.cache.keys import Address, blob_path, signature_path
+from tilekern.cache.packs import Pack, checked_contents
+from tilekern.cache.records import LARGEST_RECORD, PROVENANCES, Record, decode_record
+from tilekern.cache.store import GRACE_S, Store
+from tilekern.cache.trust import must_be_signed, require_trusted, seal_of
+
+_Signatures = Mapping[str, Mapping[str, bytes]]
+
+
+def install_pack(path: str | os.PathLike[str], store: Store, own: bool = False) -> int:
+    """Put a pack's records, blobs and signatures into a store, after all of them have been checked: all or nothing.
+
+    A record that the store has from a better source stays: measured beats predicted, and predicted beats default,
+    where both are of the same source of the kernel. Where the policy is ``signed``, every record must be signed by a
+    trust root.
+
+    Args:
+        path: the pack.
+        store: the cache.
+        own: this user's own processes made what is in the pack; under ``signed`` it is sealed in place of signed.
+
+    Returns:
+        The number of records written.
+
+    Raises:
+        Corrupt: anything in the pack is wrong; nothing was written.
+        Untrusted: the policy is ``signed``, and no trust root signed a record; nothing was written.
+        UnknownSchema: another version of tilekern wrote the pack, or a record that it would replace; nothing was
+            written.
+        CacheError: the pack cannot be read, or the store cannot be written.
+    """
+    pack = Pack(Path(path))
+    signatures = pack.signatures()
+    for record, _ in checked_contents(pack):
+        if must_be_signed() and not own:
+            _require_trusted(pack, record)
+    finish_incoming(store.root)
+    chosen = [address for address in pack.records if not _stays(store, address, pack.read_record(address))]
+    try:
+        remove_abandoned(store.root, time.time() - GRACE_S)
+        with Incoming(store.root) as incoming:
+            for address in chosen:
+                incoming.add(_files(pack, store, address, signatures, own))
+            if chosen:
+                incoming.commit()
+        _put_back_blobs(pack, store, chosen)
+    except OSError as error:
+        raise CacheError(f"cannot write to the cache folder {store.root}: {error.strerror or error}") from None
+    return len(chosen)
+
+
+def _require_trusted(pack: Pack, record: Record) -> None:
+    try:
+        require_trusted(pack.read(str(record.address.path)), lambda name: pack.read(str(name)))
+    except Untrusted as error:
+        raise Untrusted(f"{pack.path}: {record.address.path}: {error}; nothing was unpacked") from None
+
+
+def _stays(store: Store, address: Address, offered: Record) -> bool:
+    """Whether the store's record at an address is kept.
+
+    Raises:
+        UnknownSchema: another version of tilekern wrote it; only that one may replace it.
+    """
+    path = store.root / address.path
+    try:
+        present = decode_record(read_whole(path, LARGEST_RECORD)[0], address)
+    except UnknownSchema as error:
+        raise UnknownSchema(f"{path} is left alone: {error}") from None
+    except CacheError:
+        return False
+    if present.source_digest != offered.source_digest:
+        return False
+    return PROVENANCES.index(present.provenance) < PROVENANCES.index(offered.provenance)
+
+
+def _files(
+    pack: Pack, store: Store, address: Address, signatures: _Signatures, own: bool
+) -> dict[PurePosixPath, bytes]:
+    """What a record brings along, and the record, byte for byte as the pack has it."""
+    name = str(address.path)
+    data, digest = pack.read(name), pack.members[name].sha256
+    files = {signature_path(digest, key): text for key, text in signatures.get(digest, {}).items()}
+    if own and must_be_signed():
+        seal, text = seal_of(data)
+        files[seal] = text
+    files[address.path] = data
+    for blob in decode_record(data, address).digests:
+        if not store.keep_blob(blob):
+            files[blob_path(blob)] = pack.read_blob(blob)
+    return files
+
+
+def _put_back_blobs(pack: Pack, store: Store, chosen: list[Address]) -> None:
+    """A garbage collection may have taken a blob that was there, before its new record was."""
+    for address in chosen:
+        for blob in pack.read_record(address).digests:
+            if not (store.root / blob_path(blob)).exists():
+                with Incoming(store.root) as incoming:
+                    incoming.add({blob_path(blob): pack.read_blob(blob)})
+                    incoming.commit()

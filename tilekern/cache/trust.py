@@ -1,0 +1,213 @@
+"""What may be loaded: the policy ``TILEKERN_TRUST``, the trust roots, signatures beside records, and seals.
+
+Under ``signed`` a record is loaded only where one of these holds, whatever layer it stands in:
+
+- a trust root signed its bytes (:mod:`tilekern.cache.signing`);
+- it carries the seal of this user: a keyed digest that only this user's processes can make, and make only for what
+  they tuned or compiled themselves, under that policy;
+- it stands in the wheel's own packs, which are as trusted as the code beside them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import os
+import re
+import stat
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+from tilekern.cache.errors import CacheError, Missing, Untrusted
+from tilekern.cache.files import make_folder, read_whole, write_whole
+from tilekern.cache.keys import LAYOUT, SIGNATURE_SUFFIX, SIGNATURES, parse_signature_path, signature_path
+from tilekern.cache.signing import PURPOSE, SIGNATURE_BYTES, check_signature, is_signed
+
+POLICIES = ("any", "signed")
+ROOTS = "TILEKERN_TRUST_ROOTS"
+SEAL_SUFFIX = ".seal"
+_LARGEST_ROOTS = 2**20
+_ROOT = re.compile(r"ed25519 ([0-9a-f]{64})(?: +(.*))?")
+_SECRET = re.compile(rb"[0-9a-f]{64}\n")
+
+Reader = Callable[[PurePosixPath], bytes]
+
+
+class TrustRoot(NamedTuple):
+    """A public key whose signatures count: 32 bytes in hexadecimal, and what its owner is called."""
+
+    public_key: str
+    name: str
+
+
+def must_be_signed() -> bool:
+    """Whether the policy is ``signed``.
+
+    Raises:
+        CacheError: ``TILEKERN_TRUST`` is neither ``any`` nor ``signed``.
+    """
+    policy = os.environ.get("TILEKERN_TRUST") or "any"
+    if policy not in POLICIES:
+        raise CacheError(f"TILEKERN_TRUST must be one of {', '.join(POLICIES)}, got {policy!r}")
+    return policy == "signed"
+
+
+def require_trusted(record: bytes, read: Reader) -> None:
+    """Let a record pass that a trust root signed or this user sealed.
+
+    Args:
+        record: the bytes of its file.
+        read: gives a file of the layer by its path, or raises Missing.
+
+    Raises:
+        Untrusted: neither did, or it cannot be told.
+    """
+    try:
+        if signer_of(record, read) is None:
+            raise Untrusted("no trust root signed it, and TILEKERN_TRUST is signed")
+    except Untrusted:
+        raise
+    except CacheError as error:
+        raise Untrusted(f"its signature cannot be checked: {error}") from None
+
+
+def signer_of(record: bytes, read: Reader) -> str | None:
+    """The name of the trust root that signed a record, ``"this user"`` where it is sealed, or None.
+
+    Raises:
+        CacheError: the trust roots, the seal's secret or a signature cannot be read, or checking one needs
+            ``cryptography``.
+    """
+    digest = hashlib.sha256(record).hexdigest()
+    secret = _secret()
+    if secret:
+        with contextlib.suppress(Missing):
+            if hmac.compare_digest(read(_seal_path(digest, secret)), _seal(record, secret)):
+                return "this user"
+    for root in trust_roots():
+        with contextlib.suppress(Missing):
+            if is_signed(root.public_key, record, read(signature_path(digest, root.public_key))):
+                return root.name
+    return None
+
+
+def trust_roots() -> tuple[TrustRoot, ...]:
+    """The keys whose signatures count: those in the files that ``TILEKERN_TRUST_ROOTS`` lists, else in the user's.
+
+    Raises:
+        CacheError: a file cannot be read, others can write it, or it has a line that is none of a key.
+    """
+    listed = [Path(item).expanduser() for item in os.environ.get(ROOTS, "").split(os.pathsep) if item]
+    if listed:
+        return tuple(root for path in listed for root in read_trust_roots(path))
+    with contextlib.suppress(Missing):
+        return tuple(read_trust_roots(user_trust_roots()))
+    return ()
+
+
+def read_trust_roots(path: Path) -> Iterator[TrustRoot]:
+    """The keys of one file; a line is ``ed25519 <64 hexadecimal digits> <name>``, or empty, or begins with ``#``.
+
+    Raises:
+        CacheError: it cannot be read, others can write it, or it has another line.
+    """
+    data, status = read_whole(path, _LARGEST_ROOTS)
+    if status.st_mode & 0o022:
+        mode = stat.S_IMODE(status.st_mode)
+        raise CacheError(f"others can write the trust roots {path} (mode {mode:04o}); run chmod go-w on it")
+    for number, line in enumerate(data.decode(errors="replace").splitlines(), 1):
+        text = line.strip()
+        if text and not text.startswith("#"):
+            found = _ROOT.fullmatch(text)
+            if found is None:
+                raise CacheError(f"{path}, line {number}: a line is `ed25519 HEX-DIGITS NAME`, got {text!r:.100}")
+            yield TrustRoot(found[1], found[2] or found[1][:16])
+
+
+def user_trust_roots() -> Path:
+    """The user's file of trust roots, in the platform's folder for settings."""
+    return _settings() / "trust-roots"
+
+
+def seal_of(record: bytes) -> tuple[PurePosixPath, bytes]:
+    """Where the seal of this user for a record stands, and what it is; the secret is made where there is none.
+
+    Raises:
+        CacheError: the secret cannot be read or written.
+    """
+    secret = _secret(make=True)
+    return _seal_path(hashlib.sha256(record).hexdigest(), secret), _seal(record, secret)
+
+
+def read_signatures(root: Path, record_sha256: str) -> dict[str, bytes]:
+    """The signatures that a cache folder holds for a record, by public key; what is no signature is left out."""
+    found = {}
+    folder = root / LAYOUT / SIGNATURES / record_sha256[:2]
+    for path in sorted(folder.glob(f"{record_sha256}.*{SIGNATURE_SUFFIX}")):
+        with contextlib.suppress(CacheError):
+            _, public_key = parse_signature_path(path.relative_to(root).parts)
+            found[public_key] = check_signature(read_whole(path, SIGNATURE_BYTES + 1)[0])
+    return found
+
+
+def remove_signatures(root: Path, kept: Collection[str], older_than: float) -> None:
+    """Delete signatures and seals of records that are not among ``kept``, by sha256, from files before a time.
+
+    Args:
+        root: the cache's root.
+        kept: the sha256 of every record's bytes.
+        older_than: seconds since 1970; a younger file may be waiting for its record.
+    """
+    for path in (root / LAYOUT / SIGNATURES).glob("*/*"):
+        with contextlib.suppress(OSError):
+            if path.name[:64] not in kept and path.stat().st_mtime < older_than:
+                path.unlink()
+
+
+def _seal(record: bytes, secret: bytes) -> bytes:
+    return hmac.new(secret, PURPOSE + record, hashlib.sha256).hexdigest().encode() + b"\n"
+
+
+def _seal_path(record_sha256: str, secret: bytes) -> PurePosixPath:
+    """Seals of several users stand side by side, so the name has a digest of the secret."""
+    user = hashlib.sha256(b"the name of a seal\n" + secret).hexdigest()
+    return PurePosixPath(LAYOUT, SIGNATURES, record_sha256[:2], f"{record_sha256}.{user}{SEAL_SUFFIX}")
+
+
+def _secret(make: bool = False) -> bytes:
+    """The user's secret; empty where there is none and none is to be made."""
+    path = _settings() / "seal.key"
+    try:
+        data, status = read_whole(path, 2**10)
+    except Missing:
+        if not make:
+            return b""
+        _make_secret(path)
+        return _secret()
+    if status.st_mode & 0o077 or status.st_uid != os.geteuid():
+        raise CacheError(f"{path} must be yours and readable by you alone; run chmod 600 on it, or delete it")
+    if not _SECRET.fullmatch(data):
+        raise CacheError(f"{path} is damaged; delete it, and sign or tune again what it sealed")
+    return data
+
+
+def _make_secret(path: Path) -> None:
+    """Write a new secret, unless another process is first."""
+    ours = path.with_name(f".{os.urandom(12).hex()}.tmp")
+    try:
+        make_folder(path.parent)
+        write_whole(ours, f"{os.urandom(32).hex()}\n".encode(), mode=0o600)
+        with contextlib.suppress(FileExistsError):
+            os.link(ours, path)
+    except OSError as error:
+        raise CacheError(f"cannot write the secret of your seals, {path}: {error.strerror}") from None
+    finally:
+        ours.unlink(missing_ok=True)
+
+
+def _settings() -> Path:
+    import platformdirs  # slow to import, and needed under the policy `signed` alone
+
+    return platformdirs.user_config_path("tilekern")
