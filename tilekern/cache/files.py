@@ -12,6 +12,9 @@ from tilekern.cache.errors import CacheError, Missing
 
 TEMPORARY_SUFFIX = ".tmp"
 BAD_SUFFIX = ".bad"
+DROPPED_SUFFIX = ".dropped"
+# Of a write whose folder keeps vanishing; some fifty processes that clear one cache need a handful.
+_ATTEMPTS = 20
 _reported: set[str] = set()
 
 
@@ -23,14 +26,24 @@ def read_whole(path: str | os.PathLike[str], largest: int) -> tuple[bytes, os.st
         CacheError: it cannot be read.
     """
     try:
-        # Unbuffered: half the time of a small file.
-        with open(path, "rb", buffering=0) as file:
-            status = os.fstat(file.fileno())
-            return (file.readall() if status.st_size <= largest else file.read(largest)), status
+        try:
+            return _read_once(path, largest)
+        except OSError as error:
+            # A client of a network file system says so of a file that another one has just replaced.
+            if error.errno != errno.ESTALE:
+                raise
+            return _read_once(path, largest)
     except (FileNotFoundError, NotADirectoryError):
         raise Missing(f"there is no {path}") from None
     except OSError as error:
         raise CacheError(f"cannot read {path}: {error.strerror}") from None
+
+
+def _read_once(path: str | os.PathLike[str], largest: int) -> tuple[bytes, os.stat_result]:
+    # Unbuffered: half the time of a small file.
+    with open(path, "rb", buffering=0) as file:
+        status = os.fstat(file.fileno())
+        return (file.readall() if status.st_size <= largest else file.read(largest)), status
 
 
 def write_whole(path: Path, data: bytes) -> None:
@@ -39,8 +52,17 @@ def write_whole(path: Path, data: bytes) -> None:
     Raises:
         OSError: the folder cannot be made or written, or the disk is full.
     """
+    for _ in range(_ATTEMPTS):
+        # A `clear` or `prune` may take the folder or the temporary file away in the middle.
+        with contextlib.suppress(FileNotFoundError):
+            return _write_once(path, data)
+    return _write_once(path, data)
+
+
+def _write_once(path: Path, data: bytes) -> None:
+    _make_folder(path.parent)
     temporary = path.parent / f".{os.urandom(12).hex()}{TEMPORARY_SUFFIX}"
-    descriptor = _create(temporary)
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         with open(descriptor, "wb") as file:
             file.write(data)
@@ -53,22 +75,13 @@ def write_whole(path: Path, data: bytes) -> None:
         raise
 
 
-def _create(path: Path, attempts: int = 5) -> int:
-    """A new file for writing; its folder may be pruned by a `clear` between being made and being used."""
-    try:
-        _make_folder(path.parent)
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    except FileNotFoundError:
-        if attempts == 1:
-            raise
-        return _create(path, attempts - 1)
-
-
 def _make_folder(folder: Path) -> None:
     try:
         os.makedirs(folder, exist_ok=True)
     except FileExistsError:
-        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder)) from None
+        # Where nothing is there now, it was a folder that another process has just deleted.
+        what = errno.ENOTDIR if os.path.lexists(folder) and not folder.is_dir() else errno.ENOENT
+        raise OSError(what, os.strerror(what), str(folder)) from None
 
 
 def set_aside(path: Path, seen: os.stat_result) -> bool:
