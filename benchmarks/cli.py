@@ -193,6 +193,21 @@ def tune(
 
 
 @app.command()
+def cache(
+    seconds: Annotated[int, typer.Option(min=1, help="Seconds of 64 processes on one cache.")] = 60,
+    kills: Annotated[int, typer.Option(min=1, help="Processes to kill in the middle of a call.")] = 500,
+    mutations: Annotated[int, typer.Option(min=1, help="Random changes of records, blobs and packs.")] = 1_000_000,
+    out: Annotated[Path, typer.Option("--out", help="Folder for the JSON file.")] = RESULTS / "cpu",
+    name: Name = None,
+) -> None:
+    """The cache under load, kills, failing calls and mutations: what was done, and wrong answers; needs no GPU."""
+    from benchmarks.caching.measure import measure
+
+    path = _path(out, name or "cache")
+    _keep(measure(seconds, kills, mutations, lambda results: write_results(path, results)), out, name or "cache")
+
+
+@app.command()
 def report(
     results: Annotated[Path, typer.Option(help="Folder with the JSON files.")] = RESULTS,
     out: Annotated[Path, typer.Option("--out", help="The Markdown file.")] = RESULTS.parent / "RESULTS.md",

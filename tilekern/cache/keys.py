@@ -49,7 +49,7 @@ def parse_path(parts: Sequence[str]) -> Address:
         CacheError: no record may stand there.
     """
     if len(parts) != 5 or parts[0] != LAYOUT or not parts[4].endswith(".json"):
-        raise CacheError(f"{'/'.join(parts)} is no path of a record")
+        raise CacheError(f"{'/'.join(parts)!r:.300} is no path of a record")
     address = Address(parts[1], parts[2], parts[3], parts[4].removesuffix(".json"))
     for what, name in zip(("a target's key", "a toolkit's key", "a kernel"), address[:3], strict=True):
         check_name(what, name)
