@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,19 @@ WRONG = "wrong answers"
 Keep = Callable[[Results], None]
 
 
-def measure(seconds: int, kills: int, mutations: int, keep: Keep, say: Callable[[str], None] = print) -> Results:
-    """Run all harnesses one after the other.
+HARNESSES = ("load", "kills", "errors", "mutations")
+
+
+def measure(
+    seconds: int, kills: int, mutations: int, chosen: Sequence[str], keep: Keep, say: Callable[[str], None] = print
+) -> Results:
+    """Run harnesses one after the other.
 
     Args:
         seconds: of the load.
         kills: processes to kill on a disk that syncs, and as many on one that does not.
         mutations: of records, blobs and packs.
+        chosen: which of ``HARNESSES``.
         keep: takes the results so far after each harness.
         say: takes a line for each harness that begins, and for each fault.
 
@@ -49,6 +55,8 @@ def measure(seconds: int, kills: int, mutations: int, keep: Keep, say: Callable[
             "random mutations": ({}, ["mutations", "{}", "0", str(mutations)]),
         }
         for case, (environment, command) in plans.items():
+            if command[0] not in chosen:
+                continue
             say(f"{case} ...")
             found = _said(environment, command)
             results.rows.extend(_rows(case, found))

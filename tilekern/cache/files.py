@@ -40,10 +40,18 @@ def read_whole(path: str | os.PathLike[str], largest: int) -> tuple[bytes, os.st
 
 
 def _read_once(path: str | os.PathLike[str], largest: int) -> tuple[bytes, os.stat_result]:
-    # Unbuffered: half the time of a small file.
-    with open(path, "rb", buffering=0) as file:
-        status = os.fstat(file.fileno())
-        return (file.readall() if status.st_size <= largest else file.read(largest)), status
+    # A file object takes twice as long over a small file.
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        status = os.fstat(descriptor)
+        left = min(status.st_size + 1, largest)
+        pieces = []
+        while left and (piece := os.read(descriptor, left)):
+            pieces.append(piece)
+            left -= len(piece)
+    finally:
+        os.close(descriptor)
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces), status
 
 
 def write_whole(path: Path, data: bytes) -> None:

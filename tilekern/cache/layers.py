@@ -10,7 +10,7 @@ from typing import Protocol, TypeVar
 
 from tilekern.cache.errors import CacheError, Corrupt, Missing, MissingRecord
 from tilekern.cache.files import read_whole, report_once, set_aside
-from tilekern.cache.keys import BLOBS, LAYOUT, WANTED, Address, Value, blob_path, parse_problem_key, problem_key
+from tilekern.cache.keys import BLOBS, LAYOUT, WANTED, Address, Value, blob_name, parse_problem_key, problem_key
 from tilekern.cache.records import LARGEST_BLOB, LARGEST_RECORD, Record, check_blob, decode_record
 
 Contents = TypeVar("Contents")
@@ -86,19 +86,20 @@ class FolderLayer:
         """One record, checked; raises as :meth:`Layer.read_record` says."""
         address = Address(target_key, toolkit_key, kernel, problem_key(problem))
         try:
-            return self._read(self.root / address.path, LARGEST_RECORD, lambda data: decode_record(data, address))
+            return self._read(f"{self.root}/{address.name}", LARGEST_RECORD, lambda data: decode_record(data, address))
         except Missing as error:
             raise MissingRecord(str(error)) from None
 
     def read_blob(self, sha256: str) -> bytes:
         """One blob, its digest checked; raises as :meth:`Layer.read_record` says."""
-        return self._read(self.root / blob_path(sha256), LARGEST_BLOB, lambda data: check_blob(data, sha256))
+        return self._read(f"{self.root}/{blob_name(sha256)}", LARGEST_BLOB, lambda data: check_blob(data, sha256))
 
-    def _read(self, path: Path, largest: int, decode: Callable[[bytes], Contents]) -> Contents:
-        data, status = read_whole(path, largest)
+    def _read(self, name: str, largest: int, decode: Callable[[bytes], Contents]) -> Contents:
+        data, status = read_whole(name, largest)
         try:
             return decode(data)
         except Corrupt as error:
+            path = Path(name)
             moved = self.writable and set_aside(path, status)
             report_once(path, f"{path} is bad{' and was set aside' if moved else ''}: {error}")
             raise

@@ -17,6 +17,8 @@ from tilekern.cache.records import LARGEST_BLOB, LARGEST_RECORD, Record, check_b
 
 # A writer puts blobs first and their record a moment later; a blob this young may be waiting for its record.
 GRACE_S = 300.0
+# At a record that comes and goes, before it is called unreadable.
+_LOOKS = 10
 _LEFTOVERS = (BAD_SUFFIX, DROPPED_SUFFIX, TEMPORARY_SUFFIX)
 _DIGESTS = re.compile(rb"(?<![0-9a-f])[0-9a-f]{64}(?![0-9a-f])")
 
@@ -107,8 +109,9 @@ class Store:
     def entries(self) -> Iterator[Entry]:
         """Every record file, in the order of its path; a bad one is an entry that says so."""
         for path in self._record_files():
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                yield self._entry(path)
+            entry = self._entry(path)
+            if entry:
+                yield entry
 
     def blobs(self) -> Iterator[BlobFile]:
         """Every blob file, referred to or not."""
@@ -222,10 +225,13 @@ class Store:
         files = _files(self._layout, skip=(BLOBS, WANTED), strict=strict)
         return (path for path in files if path.endswith(".json"))
 
-    def _entry(self, path: str) -> Entry:
+    def _entry(self, path: str) -> Entry | None:
         parts = path.removeprefix(f"{self.root}{os.sep}").removesuffix(".json").split(os.sep)
         try:
-            data, status = read_whole(path, LARGEST_RECORD)
+            found = _read_if_there(path)
+            if found is None:
+                return None
+            data, status = found
             record = decode_record(data, Address(*parts[1:]) if len(parts) == 5 else None)
         except CacheError as error:
             return self._unreadable(path, error)
@@ -238,8 +244,6 @@ class Store:
         try:
             status = os.stat(path)
             size_bytes, modified = status.st_size, status.st_mtime
-        except (FileNotFoundError, NotADirectoryError):
-            raise
         except OSError:
             # No age that would let a filter for old records choose it.
             size_bytes, modified = 0, time.time()
@@ -283,17 +287,31 @@ class Store:
         """The digests that any record refers to, readable or not."""
         referred: set[str] = set()
         for path in self._record_files(strict=True):
-            try:
-                data = read_whole(path, LARGEST_RECORD)[0]
-            except Missing:
-                if os.path.lexists(path):
-                    raise CacheError(f"cannot read {path}, which is there") from None
+            found = _read_if_there(path)
+            if found is None:
                 continue
+            data = found[0]
             digests = {digest.decode() for digest in _DIGESTS.findall(data)}
             if not digests and _has_unknown_schema(data):
                 raise CacheError(f"{path} has an unknown schema and may refer to any blob")
             referred |= digests
         return referred
+
+
+def _read_if_there(path: str) -> tuple[bytes, os.stat_result] | None:
+    """A record's file, or None where it was deleted since it was listed.
+
+    Raises:
+        CacheError: it is there and cannot be read.
+    """
+    for _ in range(_LOOKS):
+        try:
+            return read_whole(path, LARGEST_RECORD)
+        except Missing:
+            # Else it was deleted and then written anew.
+            if not os.path.lexists(path):
+                return None
+    raise CacheError(f"cannot read {path}, which is there")
 
 
 def _has_unknown_schema(data: bytes) -> bool:
