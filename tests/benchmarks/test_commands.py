@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 
@@ -92,6 +94,26 @@ def test_kernels_are_measured_on_the_gpu(tmp_path):
     assert main(arguments) == 0
     results = read_results(tmp_path / "kernels.json")
     assert {row.provider.split(" ")[0] for row in results.rows} == {"torch", "copy"}
+
+
+def test_the_cache_is_tried_and_what_was_wrong_is_counted(tmp_path, capsys):
+    arguments = ["cache", "--only", "mutations", "--mutations", "300", "--out", str(tmp_path)]
+    if shutil.which("cc") is None:
+        assert main(arguments) == 2
+        return
+    assert main(arguments) == 0
+    results = read_results(tmp_path / "cache.json")
+    assert results.row("random mutations", "tilekern", "wrong answers").value == 0
+    tried = [row.value for row in results.rows if row.metric.startswith(("record: ", "blob: ", "pack: "))]
+    assert sum(tried) == 300
+    assert main(["cache", "--only", "nothing"]) == 2
+
+
+@pytest.mark.slow
+def test_a_cache_of_many_records_is_timed(tmp_path):
+    assert main(["cache-scale", "--records", "4000", "--out", str(tmp_path)]) == 0
+    metrics = {row.metric for row in read_results(tmp_path / "cache_scale.json").rows}
+    assert {"first_lookup_off_disk", "lookup", "ls_filtered", "verify_rate", "start"} <= metrics
 
 
 @pytest.mark.slow

@@ -68,8 +68,10 @@ def test_a_problem_that_cannot_be_a_name_is_refused(problem):
         "v2/sm_90/t/k/rows=1.json",
         "/v1/sm_90/t/k/rows=1.json",
         "v1/sm_90/t//rows=1.json",
+        "v1\n/sm_90/t/k/rows=1.txt",
     ],
 )
 def test_a_path_outside_the_layout_is_refused(path):
-    with pytest.raises(CacheError):
+    with pytest.raises(CacheError) as caught:
         parse_path(path.split("/"))
+    assert "\n" not in str(caught.value)

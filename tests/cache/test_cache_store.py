@@ -1,7 +1,6 @@
 import json
 import os
 import resource
-import shutil
 import signal
 import subprocess
 import sys
@@ -98,37 +97,6 @@ def test_a_root_that_cannot_be_written_is_one_line(tmp_path):
         put(root)
     assert list(Store(root).entries()) == []
     assert find([FolderLayer(root, "user", writable=True)]) is None
-
-
-FULL_DISK = """
-import subprocess, sys
-from pathlib import Path
-from cache_samples import find, make, outcome, put
-from tilekern.cache import FolderLayer, Store
-root = Path(sys.argv[1])
-subprocess.run(["mount", "-t", "tmpfs", "-o", "size=128k", "tmpfs", str(root)], check=True)
-put(root, b"old")
-_, error = outcome(lambda: put(root, b"new" * 100_000))
-assert error == f"cannot write to the cache folder {root}: No space left on device", error
-assert not list(Store(root).leftovers())
-assert find([FolderLayer(root, "user")]).load("aligned") == b"old"
-"""
-
-
-def may_mount():
-    if not shutil.which("unshare"):
-        return False
-    return subprocess.run(["unshare", "--mount", "true"], capture_output=True, check=False).returncode == 0
-
-
-@pytest.mark.skipif(
-    not may_mount(),
-    reason="a small disk takes the right to mount one",
-)
-def test_a_full_disk_leaves_what_was_there(tmp_path):
-    command = ["unshare", "--mount", sys.executable, "-c", FULL_DISK, str(tmp_path)]
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
 
 
 def test_a_write_that_fails_half_way_leaves_what_was_there(tmp_path):
@@ -231,6 +199,74 @@ def test_an_unknown_schema_that_may_refer_to_anything_keeps_all(tmp_path):
     assert garbage.blobs == 0
     assert "may refer to any blob" in garbage.kept
     assert blob_file(tmp_path, b"one").exists()
+
+
+class Interrupted(Store):
+    """A store in which another process does something right after the first look at what records refer to."""
+
+    def __init__(self, root, meanwhile):
+        super().__init__(root)
+        self.meanwhile = [meanwhile]
+
+    def _references(self):
+        found = super()._references()
+        while self.meanwhile:
+            self.meanwhile.pop()()
+        return found
+
+
+def test_a_blob_whose_record_comes_during_garbage_collection_stays(tmp_path):
+    put(tmp_path, b"one")
+    Store(tmp_path).remove(Store(tmp_path).entries())
+    garbage = Interrupted(tmp_path, lambda: put(tmp_path, b"one")).collect_garbage(grace_s=-1.0)
+    assert garbage.blobs == 0
+    assert find([FolderLayer(tmp_path, "user")]).load("aligned") == b"one"
+    assert not list(Store(tmp_path).leftovers())
+
+
+def test_garbage_collection_that_loses_sight_of_the_records_gives_back_what_it_took(tmp_path):
+    put(tmp_path, b"one")
+    record = put(tmp_path, b"two", problem={**PROBLEM, "rows": 1})
+    put(tmp_path, b"three", problem={**PROBLEM, "rows": 1})
+    garbage = Interrupted(tmp_path, lambda: record.write_text('{"schema": 2}')).collect_garbage(grace_s=-1.0)
+    assert (garbage.blobs, "may refer to any blob" in garbage.kept) == (0, True)
+    assert blob_file(tmp_path, b"two").exists()
+
+
+def test_the_next_garbage_collection_finishes_that_of_a_killed_one(tmp_path):
+    put(tmp_path, b"one")
+    for data in (b"one", b"nobody's"):
+        blob = blob_file(tmp_path, data)
+        blob.parent.mkdir(exist_ok=True)
+        blob.with_name(f"{blob.name}.0123456789ab.dropped").write_bytes(data)
+    blob_file(tmp_path, b"one").unlink()
+    assert len(list(Store(tmp_path).leftovers())) == 2
+    assert Store(tmp_path).collect_garbage().blobs == 1
+    assert find([FolderLayer(tmp_path, "user")]).load("aligned") == b"one"
+    assert not list(Store(tmp_path).leftovers())
+
+
+def test_a_blob_that_was_not_given_is_written_again_where_it_vanishes_before_its_record(tmp_path, monkeypatch):
+    record, blobs = make(b"one")
+    Store(tmp_path).write(record, blobs)
+
+    def write_and_lose(path, data):
+        blob_file(tmp_path, b"one").unlink(missing_ok=True)
+        write_whole(path, data)
+
+    monkeypatch.setattr("tilekern.cache.store.write_whole", write_and_lose)
+    Store(tmp_path).write(replace(record, candidates=99), {})
+    hit = find([FolderLayer(tmp_path, "user")])
+    assert (hit.record.candidates, hit.load("aligned")) == (99, b"one")
+
+
+def test_a_record_that_is_written_anew_after_it_was_listed_is_not_removed(tmp_path):
+    path = put(tmp_path, b"old")
+    age(path, 10)
+    listed = list(Store(tmp_path).entries())
+    put(tmp_path, b"new")
+    assert Store(tmp_path).remove(listed) == frozenset()
+    assert find([FolderLayer(tmp_path, "user")]).load("aligned") == b"new"
 
 
 def test_two_writers_of_one_record_and_a_reader(tmp_path):

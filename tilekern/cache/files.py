@@ -13,6 +13,9 @@ from tilekern.cache.errors import CacheError, Missing
 
 TEMPORARY_SUFFIX = ".tmp"
 BAD_SUFFIX = ".bad"
+DROPPED_SUFFIX = ".dropped"
+# Of a write whose folder keeps vanishing; some fifty processes that clear one cache need a handful.
+_ATTEMPTS = 20
 _reported: set[str] = set()
 
 
@@ -24,14 +27,32 @@ def read_whole(path: str | os.PathLike[str], largest: int) -> tuple[bytes, os.st
         CacheError: it cannot be read.
     """
     try:
-        # Unbuffered: half the time of a small file.
-        with open(path, "rb", buffering=0) as file:
-            status = os.fstat(file.fileno())
-            return (file.readall() if status.st_size <= largest else file.read(largest)), status
+        try:
+            return _read_once(path, largest)
+        except OSError as error:
+            # A client of a network file system says so of a file that another one has just replaced.
+            if error.errno != errno.ESTALE:
+                raise
+            return _read_once(path, largest)
     except (FileNotFoundError, NotADirectoryError):
         raise Missing(f"there is no {path}") from None
     except OSError as error:
         raise CacheError(f"cannot read {path}: {error.strerror}") from None
+
+
+def _read_once(path: str | os.PathLike[str], largest: int) -> tuple[bytes, os.stat_result]:
+    # A file object takes twice as long over a small file.
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        status = os.fstat(descriptor)
+        left = min(status.st_size + 1, largest)
+        pieces = []
+        while left and (piece := os.read(descriptor, left)):
+            pieces.append(piece)
+            left -= len(piece)
+    finally:
+        os.close(descriptor)
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces), status
 
 
 def write_whole(path: Path, data: bytes, mode: int = 0o644) -> None:
@@ -43,8 +64,17 @@ def write_whole(path: Path, data: bytes, mode: int = 0o644) -> None:
     Raises:
         OSError: the folder cannot be made or written, or the disk is full.
     """
+    for _ in range(_ATTEMPTS):
+        # A `clear` or `prune` may take the folder or the temporary file away in the middle.
+        with contextlib.suppress(FileNotFoundError):
+            return _write_once(path, data, mode)
+    return _write_once(path, data, mode)
+
+
+def _write_once(path: Path, data: bytes, mode: int) -> None:
+    make_folder(path.parent)
     temporary = path.parent / f".{os.urandom(12).hex()}{TEMPORARY_SUFFIX}"
-    descriptor = _create(temporary, mode)
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     try:
         with open(descriptor, "wb") as file:
             file.write(data)
@@ -57,24 +87,13 @@ def write_whole(path: Path, data: bytes, mode: int = 0o644) -> None:
         raise
 
 
-def _create(path: Path, mode: int, attempts: int = 5) -> int:
-    """A new file for writing; its folder may be pruned by a `clear` between being made and being used."""
-    try:
-        make_folder(path.parent)
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
-    except FileNotFoundError:
-        if attempts == 1:
-            raise
-        return _create(path, mode, attempts - 1)
-
-
 def make_folder(folder: Path) -> None:
     """Make a folder and those above it; others than its owner may write it only where they may write the one above.
 
     Raises:
         OSError: it cannot be made, or a file stands there.
     """
-    if folder.is_dir():
+    if os.path.isdir(folder):
         return
     make_folder(folder.parent)
     above = os.stat(folder.parent).st_mode
@@ -83,8 +102,10 @@ def make_folder(folder: Path) -> None:
     try:
         os.mkdir(folder, 0o755 | inherited)
     except FileExistsError:
-        if not folder.is_dir():
-            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder)) from None
+        if not os.path.isdir(folder):
+            # Where nothing is there now, it was a folder that another process has just deleted.
+            what = errno.ENOTDIR if os.path.lexists(folder) else errno.ENOENT
+            raise OSError(what, os.strerror(what), str(folder)) from None
 
 
 def set_aside(path: Path, seen: os.stat_result) -> bool:

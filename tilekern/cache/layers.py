@@ -12,7 +12,7 @@ from tilekern.cache.errors import CacheError, Corrupt, Missing, MissingRecord
 from tilekern.cache.exposure import others_may_write, require_unshared, require_unshared_folders
 from tilekern.cache.files import read_whole, report_once, set_aside
 from tilekern.cache.incoming import finish_incoming
-from tilekern.cache.keys import LAYOUT, OWN_FOLDERS, Address, Value, blob_path, parse_problem_key, problem_key
+from tilekern.cache.keys import LAYOUT, OWN_FOLDERS, Address, Value, blob_name, parse_problem_key, problem_key
 from tilekern.cache.records import LARGEST_BLOB, LARGEST_RECORD, Record, check_blob, decode_record
 from tilekern.cache.signing import SIGNATURE_BYTES
 from tilekern.cache.trust import must_be_signed, require_trusted
@@ -73,7 +73,7 @@ class FolderLayer:
         self.root = Path(root)
         self.name = name
         self.writable = writable
-        self._unshared: set[Path] = set()
+        self._unshared: set[str] = set()
         self._finished = not writable
 
     def __repr__(self) -> str:
@@ -97,23 +97,25 @@ class FolderLayer:
         address = Address(target_key, toolkit_key, kernel, problem_key(problem))
         self._finish()
         try:
-            return self._read(self.root / address.path, LARGEST_RECORD, lambda data: self._trusted(data, address), True)
+            name = f"{self.root}/{address.name}"
+            return self._read(name, LARGEST_RECORD, lambda data: self._trusted(data, address), checks_writers=True)
         except Missing as error:
             raise MissingRecord(str(error)) from None
 
     def read_blob(self, sha256: str) -> bytes:
         """One blob, its digest checked; raises as :meth:`Layer.read_record` says."""
-        return self._read(self.root / blob_path(sha256), LARGEST_BLOB, lambda data: check_blob(data, sha256))
+        return self._read(f"{self.root}/{blob_name(sha256)}", LARGEST_BLOB, lambda data: check_blob(data, sha256))
 
     def _read(
-        self, path: Path, largest: int, decode: Callable[[bytes], Contents], checks_writers: bool = False
+        self, name: str, largest: int, decode: Callable[[bytes], Contents], checks_writers: bool = False
     ) -> Contents:
-        data, status = read_whole(path, largest)
+        data, status = read_whole(name, largest)
         if checks_writers:
-            self._require_unshared(path, status)
+            self._require_unshared(name, status)
         try:
             return decode(data)
         except Corrupt as error:
+            path = Path(name)
             moved = self.writable and set_aside(path, status)
             report_once(path, f"{path} is bad{' and was set aside' if moved else ''}: {error}")
             raise
@@ -124,18 +126,19 @@ class FolderLayer:
             require_trusted(data, lambda path: read_whole(self.root / path, SIGNATURE_BYTES + 1)[0])
         return record
 
-    def _require_unshared(self, path: Path, status: os.stat_result) -> None:
+    def _require_unshared(self, name: str, status: os.stat_result) -> None:
         """Blobs are not looked at: the record names their sha256."""
         if others_may_write():
             return
-        require_unshared(path, status)
-        if path.parent in self._unshared:
+        require_unshared(name, status)
+        folder = os.path.dirname(name)
+        if folder in self._unshared:
             return
         try:
-            require_unshared_folders(self.root, path.parent)
-            self._unshared.add(path.parent)
+            require_unshared_folders(self.root, Path(folder))
+            self._unshared.add(folder)
         except OSError as error:
-            raise CacheError(f"cannot tell who can write {path.parent}: {error.strerror}") from None
+            raise CacheError(f"cannot tell who can write {folder}: {error.strerror}") from None
 
     def _names(self, *place: str) -> list[str]:
         self._finish()

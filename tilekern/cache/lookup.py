@@ -142,6 +142,8 @@ def _places(layers: Sequence[Layer], target: str, toolkit_key: str | None) -> It
 
 def _by_preference(toolkits: list[str], installed: str | None) -> list[str]:
     """The installed toolkit, then the others from the newest to the oldest."""
+    if len(toolkits) < 2:
+        return toolkits  # comparing versions compiles a pattern, which takes longer than the rest of a first lookup
     newest_first = sorted(toolkits, key=_version, reverse=True)
     return sorted(newest_first, key=lambda toolkit: toolkit != installed)
 

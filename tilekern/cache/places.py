@@ -42,9 +42,10 @@ def _path_layers() -> Iterator[Layer]:
         path = Path(item).expanduser()
         if not item:
             continue
-        if path.is_dir():
+        # Those of os.path say no where those of Path raise: on a folder of a file system that has gone away.
+        if os.path.isdir(path):
             yield FolderLayer(path, str(path))
-        elif path.is_file():
+        elif os.path.isfile(path):
             yield PackLayer(path)
         elif item not in _missing_said:
             _missing_said.add(item)

@@ -11,8 +11,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tilekern.cache.errors import CacheError, Missing, UnknownSchema
-from tilekern.cache.files import BAD_SUFFIX, TEMPORARY_SUFFIX, read_whole, write_whole
+from tilekern.cache.errors import CacheError, Corrupt, Missing, UnknownSchema
+from tilekern.cache.files import BAD_SUFFIX, DROPPED_SUFFIX, TEMPORARY_SUFFIX, read_whole, write_whole
 from tilekern.cache.incoming import abandoned_incoming, finish_incoming, remove_abandoned
 from tilekern.cache.keys import BLOBS, INCOMING, LAYOUT, OWN_FOLDERS, Address, blob_path, check_digest, parse_path
 from tilekern.cache.records import LARGEST_BLOB, LARGEST_RECORD, Record, check_blob, decode_record
@@ -20,6 +20,9 @@ from tilekern.cache.trust import must_be_signed, remove_signatures, seal_of
 
 # A writer puts blobs first and their record a moment later; a blob this young may be waiting for its record.
 GRACE_S = 300.0
+# At a record that comes and goes, before it is called unreadable.
+_LOOKS = 10
+_LEFTOVERS = (BAD_SUFFIX, DROPPED_SUFFIX, TEMPORARY_SUFFIX)
 _DIGESTS = re.compile(rb"(?<![0-9a-f])[0-9a-f]{64}(?![0-9a-f])")
 
 
@@ -93,20 +96,20 @@ class Store:
         """
         text = record.to_json()
         path = self.root / Record.from_json(text).address.path
-        self._check_blobs(record, blobs)
+        checked = self._checked_blobs(record, blobs)
         self._check_replaceable(path)
         finish_incoming(self.root)
         try:
-            for digest in record.digests:
-                self._put_blob(digest, blobs.get(digest))
+            for digest, data in checked.items():
+                self._put_blob(digest, data)
             if must_be_signed():
                 seal, contents = seal_of(text.encode())
                 write_whole(self.root / seal, contents)
             write_whole(path, text.encode())
-            for digest in record.digests & blobs.keys():
-                # A garbage collection may have run between the two.
+            for digest, data in checked.items():
+                # A garbage collection that began before the record was there may have taken the blob since.
                 if not (self.root / blob_path(digest)).exists():
-                    self._put_blob(digest, blobs[digest])
+                    self._put_blob(digest, data)
         except OSError as error:
             raise CacheError(f"cannot write to the cache folder {self.root}: {error.strerror or error}") from None
         return path
@@ -115,8 +118,9 @@ class Store:
         """Every record file, in the order of its path; a bad one is an entry that says so."""
         finish_incoming(self.root)
         for path in self._record_files():
-            with contextlib.suppress(FileNotFoundError):
-                yield self._entry(path)
+            entry = self._entry(path)
+            if entry:
+                yield entry
 
     def blobs(self) -> Iterator[BlobFile]:
         """Every blob file, referred to or not."""
@@ -127,7 +131,7 @@ class Store:
                 yield BlobFile(path, digest, status.st_size, status.st_mtime)
 
     def leftovers(self) -> Iterator[Path]:
-        """Files that were set aside as bad, and temporary files of writers that were killed or are still at it."""
+        """Files set aside as bad, and what writers and garbage collections left that were killed or are still at it."""
         yield from abandoned_incoming(self.root, time.time())
         yield from self._stray_files()
 
@@ -154,6 +158,8 @@ class Store:
     def remove(self, entries: Iterable[Entry]) -> frozenset[str]:
         """Delete records, and folders that this leaves empty; blobs stay until :meth:`collect_garbage`.
 
+        A record that was written anew since it was listed stays.
+
         Returns:
             The sha256 of every blob that the deleted records referred to.
 
@@ -162,6 +168,8 @@ class Store:
         """
         released: set[str] = set()
         for entry in entries:
+            if _is_newer(entry.path, entry.modified):
+                continue
             _unlink(entry.path)
             if entry.record:
                 released |= entry.record.digests
@@ -187,20 +195,49 @@ class Store:
         remove_abandoned(self.root, now - grace_s)
         try:
             referred, records = self._references()
+        except Missing:
+            return Garbage(0, 0)
         except CacheError as error:
             return Garbage(0, 0, f"no blob was removed: {error}")
-        removed = []
         for blob in self.blobs():
             if blob.sha256 not in referred and (blob.sha256 in released or blob.modified < now - grace_s):
-                _unlink(blob.path)
-                _prune(blob.path.parent, self._layout)
-                removed.append(blob.size_bytes)
+                _drop(blob.path)
+        dropped = self._dropped()
+        try:
+            # A record that was written since the first look is seen by the second, unless its writer is still to make
+            # sure of its blobs and finds that they are gone. So no record is ever left without a blob.
+            referred, records = self._references() if dropped else (referred, records)
+        except CacheError as error:
+            self._take_back(dropped)
+            return Garbage(0, 0, f"no blob was removed: {error}")
+        self._take_back(path for path in dropped if path.name.partition(".")[0] in referred)
+        removed = [size_bytes for path in dropped if (size_bytes := self._delete(path)) is not None]
         remove_signatures(self.root, records, now - grace_s)
         for path in self._stray_files():
-            with contextlib.suppress(FileNotFoundError):
-                if path.name.endswith(BAD_SUFFIX) or path.stat().st_mtime < now - grace_s:
+            with contextlib.suppress(OSError):
+                old = path.name.endswith(TEMPORARY_SUFFIX) and path.stat().st_mtime < now - grace_s
+                if old or path.name.endswith(BAD_SUFFIX):
                     _unlink(path)
         return Garbage(len(removed), sum(removed))
+
+    def _dropped(self) -> list[Path]:
+        """Blobs that this garbage collection, or one that did not come to its end, has put out of readers' sight."""
+        return [Path(path) for path in _files(self._layout / BLOBS) if path.endswith(DROPPED_SUFFIX)]
+
+    def _take_back(self, dropped: Iterable[Path]) -> None:
+        for path in dropped:
+            with contextlib.suppress(FileNotFoundError):
+                _rename(path, path.with_name(path.name.partition(".")[0]))
+
+    def _delete(self, dropped: Path) -> int | None:
+        """Delete a dropped blob and the folder that this empties; its bytes, None where it is there no more."""
+        try:
+            size_bytes = dropped.stat().st_size
+        except OSError:
+            return None
+        _unlink(dropped)
+        _prune(dropped.parent, self._layout)
+        return size_bytes
 
     @property
     def _layout(self) -> Path:
@@ -208,17 +245,20 @@ class Store:
 
     def _stray_files(self) -> Iterator[Path]:
         files = _files(self._layout, skip=(INCOMING,))
-        return (Path(path) for path in files if path.endswith((BAD_SUFFIX, TEMPORARY_SUFFIX)))
+        return (Path(path) for path in files if path.endswith(_LEFTOVERS))
 
     def _record_files(self, strict: bool = False) -> Iterator[str]:
         # What is on its way counts as a reference, and is no record yet.
         files = _files(self._layout, skip=OWN_FOLDERS - {INCOMING} if strict else OWN_FOLDERS, strict=strict)
         return (path for path in files if path.endswith(".json"))
 
-    def _entry(self, path: str) -> Entry:
+    def _entry(self, path: str) -> Entry | None:
         parts = path.removeprefix(f"{self.root}{os.sep}").removesuffix(".json").split(os.sep)
         try:
-            data, status = read_whole(path, LARGEST_RECORD)
+            found = _read_if_there(path)
+            if found is None:
+                return None
+            data, status = found
             record = decode_record(data, Address(*parts[1:]) if len(parts) == 5 else None)
         except CacheError as error:
             return self._unreadable(path, error)
@@ -227,47 +267,74 @@ class Store:
         return Entry(Path(path), record.address, record, None, False, size_bytes, status.st_mtime)
 
     def _unreadable(self, path: str, error: CacheError) -> Entry:
-        address, status = None, os.stat(path)
+        address, unknown_schema = None, isinstance(error, UnknownSchema)
+        try:
+            status = os.stat(path)
+            size_bytes, modified = status.st_size, status.st_mtime
+        except OSError:
+            # No age that would let a filter for old records choose it.
+            size_bytes, modified = 0, time.time()
         with contextlib.suppress(CacheError):
             address = parse_path(Path(path).relative_to(self.root).parts)
-        unknown_schema = isinstance(error, UnknownSchema)
-        return Entry(Path(path), address, None, str(error), unknown_schema, status.st_size, status.st_mtime)
+        return Entry(Path(path), address, None, str(error), unknown_schema, size_bytes, modified)
 
-    def _check_blobs(self, record: Record, blobs: Mapping[str, bytes]) -> None:
+    def _checked_blobs(self, record: Record, blobs: Mapping[str, bytes]) -> dict[str, bytes]:
+        """The bytes of every blob of a record, by digest: those given, and else those that are there."""
         if unclaimed := blobs.keys() - record.digests:
             raise CacheError(f"blob {min(unclaimed)} was given, and the record does not refer to it")
+        checked: dict[str, bytes] = {}
         for name, artifact in record.artifacts.items():
             given = blobs.get(artifact.sha256)
             data = self.read_blob(artifact.sha256) if given is None else check_blob(given, artifact.sha256)
             if len(data) != artifact.size:
                 raise CacheError(f"artifact {name} has {len(data)} bytes, and the record says {artifact.size}")
+            checked[artifact.sha256] = data
+        return checked
 
     def _check_replaceable(self, path: Path) -> None:
         try:
             Record.from_json(read_whole(path, LARGEST_RECORD)[0].decode(errors="replace"))
         except UnknownSchema as error:
             raise UnknownSchema(f"{path} is left alone: {error}") from None
-        except CacheError:
+        except (Missing, Corrupt):
             return
 
-    def _put_blob(self, digest: str, data: bytes | None) -> None:
+    def _put_blob(self, digest: str, data: bytes) -> None:
         """Write a blob, or keep one that is there and intact."""
         if not self.keep_blob(digest):
-            write_whole(self.root / blob_path(digest), self.read_blob(digest) if data is None else data)
+            write_whole(self.root / blob_path(digest), data)
 
     def _references(self) -> tuple[set[str], set[str]]:
         """The digests that any record refers to, readable or not, and those of the records themselves."""
         referred: set[str] = set()
         records: set[str] = set()
         for path in self._record_files(strict=True):
-            with contextlib.suppress(Missing):
-                data = read_whole(path, LARGEST_RECORD)[0]
-                digests = {digest.decode() for digest in _DIGESTS.findall(data)}
-                if not digests and _has_unknown_schema(data):
-                    raise CacheError(f"{path} has an unknown schema and may refer to any blob")
-                referred |= digests
-                records.add(hashlib.sha256(data).hexdigest())
+            found = _read_if_there(path)
+            if found is None:
+                continue
+            data = found[0]
+            digests = {digest.decode() for digest in _DIGESTS.findall(data)}
+            if not digests and _has_unknown_schema(data):
+                raise CacheError(f"{path} has an unknown schema and may refer to any blob")
+            referred |= digests
+            records.add(hashlib.sha256(data).hexdigest())
         return referred, records
+
+
+def _read_if_there(path: str) -> tuple[bytes, os.stat_result] | None:
+    """A record's file, or None where it was deleted since it was listed.
+
+    Raises:
+        CacheError: it is there and cannot be read.
+    """
+    for _ in range(_LOOKS):
+        try:
+            return read_whole(path, LARGEST_RECORD)
+        except Missing:
+            # Else it was deleted and then written anew.
+            if not os.path.lexists(path):
+                return None
+    raise CacheError(f"cannot read {path}, which is there")
 
 
 def _has_unknown_schema(data: bytes) -> bool:
@@ -282,13 +349,39 @@ def _files(folder: Path, skip: Collection[str] = (), strict: bool = False) -> It
     """All files below a folder, sorted, but for those below ``skip``; ``strict``: what cannot be listed raises."""
 
     def fail(error: OSError) -> None:
-        if strict and not isinstance(error, FileNotFoundError):
+        if not strict:
+            return
+        if isinstance(error, FileNotFoundError) and error.filename == str(folder):
+            raise Missing(f"there is no {folder}")
+        if os.path.lexists(error.filename):  # else another process pruned it
             raise CacheError(f"cannot list {error.filename}: {error.strerror}")
 
     for place, folders, names in os.walk(folder, onerror=fail):
         folders[:] = sorted(set(folders) - set(skip)) if place == str(folder) else sorted(folders)
         for name in sorted(names):
             yield os.path.join(place, name)
+
+
+def _is_newer(path: Path, modified: float) -> bool:
+    try:
+        return path.stat().st_mtime > modified
+    except OSError:
+        return False
+
+
+def _drop(path: Path) -> None:
+    """Put a blob out of readers' sight, under a name of its own among all that are dropped."""
+    with contextlib.suppress(FileNotFoundError):
+        _rename(path, path.with_name(f"{path.name}.{os.urandom(6).hex()}{DROPPED_SUFFIX}"))
+
+
+def _rename(path: Path, to: Path) -> None:
+    try:
+        path.replace(to)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise CacheError(f"cannot rename {path}: {error.strerror}") from None
 
 
 def _unlink(path: Path) -> None:

@@ -1,0 +1,155 @@
+"""A cache of 100,000 records: what a listing, a lookup, a check and a start cost."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.caching.samples import TARGET, TOOLKIT, content, problem, sample
+from benchmarks.environment import ROOT, facts
+from benchmarks.providers import OURS
+from benchmarks.results import Results, Row
+from tilekern.cache.keys import blob_path
+from tuning.timing import Timing
+
+RECORDS, FEW_RECORDS, KERNELS = 100_000, 200, 40
+# The means of the wheel's own packs: 157 records of 7.6 kB with 92 blobs of 33 kB.
+BLOB_BYTES, RUNNERS_UP, RECORDS_OF_A_BLOB = 33_000, 40, 1.7
+CHECKED_RECORDS = 6_000
+OTHER = {"key": "sm_100-b200-148", "name": "B200", "arch": "sm_100"}
+SOURCE = "0" * 64
+
+
+def fill(root: Path, records: int, blobs: int) -> int:
+    """Write records of many kernels, two targets and sizes as they are, without the store's fsync; bytes written."""
+    written, digests = 0, [_blob(root, number) for number in range(blobs)]
+    written += blobs * BLOB_BYTES
+    for number in range(records):
+        kernel, target = number % KERNELS, (dict(TARGET), dict(OTHER))[number // KERNELS % 2]
+        runners_up = [{"config": {"occupancy": o, "tile": 1024}, "median_us": 38.1 + o} for o in range(RUNNERS_UP)]
+        record, _ = sample(
+            number // (2 * KERNELS), 1, kernel=f"kernel_{kernel}", module=f"made_up.kernel_{kernel}", target=target,
+            toolkit=dict(TOOLKIT), source_digest=SOURCE, runners_up=runners_up,
+        )  # fmt: skip
+        draw = random.Random(number)
+        artifacts = {
+            name: replace(one, sha256=draw.choice(digests), size=BLOB_BYTES) for name, one in record.artifacts.items()
+        }
+        path = root / record.address.path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        text = replace(record, artifacts=artifacts).to_json()
+        written += path.write_bytes(text.encode())
+    return written
+
+
+def _blob(root: Path, number: int) -> str:
+    data = content(number, 1, "aligned", BLOB_BYTES)
+    digest = hashlib.sha256(data).hexdigest()
+    path = root / blob_path(digest)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+    return digest
+
+
+def measure(records: int = RECORDS, repeats: int = 7) -> Results:
+    """Time the commands and lookups on caches of many records and of few.
+
+    Args:
+        records: of the large cache; there is a small one beside it.
+        repeats: samples of what takes a whole process.
+    """
+    results = Results(facts(gpu="none"))
+    with tempfile.TemporaryDirectory() as folder:
+        few, many, whole = (Path(folder) / name for name in ("few", "many", "whole"))
+        fill(few, FEW_RECORDS, 100)
+        fill(many, records, 100)
+        for root, count in ((few, FEW_RECORDS), (many, records)):
+            case = f"{count:,} records"
+            results.rows.extend(_lookups(case, root, count, repeats))
+            results.rows.append(_listing(case, root, repeats))
+        written = fill(whole, min(CHECKED_RECORDS, records), int(min(CHECKED_RECORDS, records) / RECORDS_OF_A_BLOB))
+        results.rows.extend(_checking(whole, written, repeats))
+    return results
+
+
+def _lookups(case: str, root: Path, records: int, repeats: int) -> Iterator[Row]:
+    """First lookups of fresh processes, off the disk and out of the page cache, and starts with many kernels."""
+    number = records // (2 * KERNELS) - 1
+    for metric, kernels, evicted, near in (
+        ("first_lookup_off_disk", 1, True, ""),
+        ("first_lookup", 1, False, ""),
+        ("lookup_off_disk", KERNELS, True, ""),
+        ("lookup", KERNELS, False, ""),
+        ("lookup_of_nearest", KERNELS, False, "near"),
+    ):
+        samples = []
+        for _ in range(repeats):
+            if evicted:
+                _evict(root, number)
+            samples.append(_cold(root, str(kernels), str(number), near))
+        lookups = [1000 * s for one in samples for s in one["lookups_s"]]
+        yield _row(case, metric, lookups, "ms")
+        if kernels == KERNELS and not near:
+            name = "start_off_disk" if evicted else "start"
+            yield _row(f"{KERNELS} kernels, {case}", name, [1000 * one["all_s"] for one in samples], "ms")
+            yield _row(f"{KERNELS} kernels, {case}", f"{name}_import", [1000 * s["import_s"] for s in samples], "ms")
+            yield _row(f"{KERNELS} kernels, {case}", f"{name}_layers", [1000 * s["layers_s"] for s in samples], "ms")
+
+
+def _cold(root: Path, *arguments: str) -> dict[str, Any]:
+    environment = {**os.environ, "TILEKERN_CACHE_DIR": str(root)}
+    return dict(json.loads(_output("benchmarks.caching.cold", *arguments, environment=environment)))
+
+
+def _evict(root: Path, number: int) -> None:
+    """Drop the files of one problem of every kernel from the page cache; folders stay in the system's memory."""
+    name = ",".join(f"{key}={value}" for key, value in problem(number).items())
+    for path in [*root.glob(f"v1/*/*/*/{name}.json"), *root.glob("v1/blobs/*/*")]:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
+
+
+def _listing(case: str, root: Path, repeats: int) -> Row:
+    command = ["cache_tools", "ls", "--kernel", "kernel_7", "--cache-dir", str(root)]
+    return _row(case, "ls_filtered", [_wall(*command) for _ in range(repeats)], "s")
+
+
+def _checking(root: Path, written: int, repeats: int) -> Iterator[Row]:
+    """`verify` on records and blobs of usual sizes, as a process of its own on one core."""
+    case = f"{CHECKED_RECORDS:,} records of usual size, {written / 1e6:.0f} MB"
+    walls = [_wall("cache_tools", "verify", "--cache-dir", str(root)) for _ in range(repeats)]
+    yield _row(case, "verify", walls, "s")
+    yield _row(case, "verify_rate", [written / 1e6 / wall for wall in walls], "MB/s")
+
+
+def _wall(*command: str) -> float:
+    started = time.perf_counter()
+    _output(*command, environment=dict(os.environ))
+    return time.perf_counter() - started
+
+
+def _output(module: str, *arguments: str, environment: dict[str, str]) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", module, *arguments], capture_output=True, text=True, check=True, cwd=ROOT,
+        env=environment,
+    )  # fmt: skip
+    return done.stdout
+
+
+def _row(case: str, metric: str, values: list[float], unit: str) -> Row:
+    timing = Timing.of(values)
+    return Row("cache_scale", case, OURS, metric, round(timing.median_us, 4), unit, round(timing.spread_us, 4))

@@ -1,0 +1,131 @@
+"""Atheris on one reader: ``python cache_fuzzer.py READER SECONDS FOLDER``; it ends with 0 where nothing was found.
+
+A reader may raise a CacheError of one line and nothing else, and what it accepts must be what it writes.
+"""
+
+import json
+import shutil
+import sys
+import warnings
+from pathlib import Path
+
+import atheris
+
+with atheris.instrument_imports(include=["tilekern.cache"]):
+    from tilekern.cache import (
+        CacheError,
+        PackLayer,
+        Record,
+        Store,
+        clear_wanted,
+        install_pack,
+        note_misses,
+        note_wanted,
+        parse_problem_key,
+        problem_key,
+        read_misses,
+        read_wanted,
+        write_pack,
+    )
+    from tilekern.cache.keys import Address, parse_path
+    from tilekern.cache.records import decode_record
+
+from cache_samples import H200, PROBLEM, find, make
+
+RECORD, BLOBS = make(b"aligned", b"generic")
+PROCESS = "0123456789abcdef"
+
+
+def record(data, folder):
+    """A record's file, at its own address and at none."""
+    for address in (RECORD.address, None):
+        found = allowed(decode_record, data, address)
+        if found is not None:
+            assert found.address == RECORD.address
+            assert Record.from_json(found.to_json()) == found
+
+
+def key(data, folder):
+    """A problem's key, and the path of a record."""
+    text = data.decode(errors="replace")
+    problem = allowed(parse_problem_key, text)
+    assert problem is None or problem_key(problem) == text
+    address = allowed(parse_path, text.split("/"))
+    assert address is None or (isinstance(address, Address) and ".." not in address.path.parts)
+
+
+def pack(data, folder):
+    """A pack's file, read in place and unpacked."""
+    path, unpacked = folder / "fuzzed.pack", folder / "unpacked"
+    path.write_bytes(data)
+    hit = find([PackLayer(path)])
+    assert hit is None or {hit.load(variant) for variant in hit.record.artifacts} <= set(BLOBS.values())
+    shutil.rmtree(unpacked, ignore_errors=True)
+    installed = allowed(install_pack, path, Store(unpacked))
+    assert unpacked.exists() == bool(installed)
+
+
+def wanted(data, folder):
+    """A file of the wanted list; the name that it has says nothing of what is in it."""
+    place = folder / "v1" / "wanted" / f"{'0' * 64}.json"
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.write_bytes(data)
+    for item in read_wanted(folder):
+        assert item["problem"] == parse_problem_key(problem_key(item["problem"]))
+        assert json.dumps(item)
+
+
+def misses(data, folder):
+    """A process's counts of misses."""
+    place = folder / "v1" / "wanted" / f"{PROCESS}.misses"
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.write_bytes(data)
+    assert all(isinstance(name, str) and count > 0 for name, count in read_misses(folder).items())
+
+
+def allowed(read, *arguments):
+    """What a reader returns, or None where it refuses in one line."""
+    try:
+        return read(*arguments)
+    except CacheError as error:
+        message = str(error)
+    assert "\n" not in message, message
+    return None
+
+
+def seeds(folder):
+    """What is right, for the fuzzer to start from: by reader."""
+    write_pack(folder / "sample.pack", [(RECORD, BLOBS)])
+    note_wanted(folder, RECORD.kernel, PROBLEM, H200, "no record")
+    (item,) = (folder / "v1" / "wanted").iterdir()
+    note_misses(folder, PROCESS, {item.stem: 3})
+    found = {
+        "record": [RECORD.to_json().encode(), b'{"schema": 2}'],
+        "key": [RECORD.address.problem_key.encode(), str(RECORD.address.path).encode()],
+        "pack": [(folder / "sample.pack").read_bytes()],
+        "wanted": [item.read_bytes()],
+        "misses": [item.with_name(f"{PROCESS}.misses").read_bytes()],
+    }
+    clear_wanted(folder)
+    return found
+
+
+READERS = {read.__name__: read for read in (record, key, pack, wanted, misses)}
+
+
+def main(reader, seconds, folder):
+    warnings.simplefilter("ignore")
+    corpus, scratch = Path(folder) / "corpus", Path(folder) / "scratch"
+    corpus.mkdir()
+    for number, data in enumerate(seeds(Path(folder) / "seeds")[reader]):
+        (corpus / str(number)).write_bytes(data)
+    scratch.mkdir()
+    options = [f"-max_total_time={seconds}", "-seed=1", "-max_len=16384", "-rss_limit_mb=2048", "-timeout=20"]
+    atheris.Setup(
+        [sys.argv[0], *options, f"-artifact_prefix={folder}/", str(corpus)], lambda data: READERS[reader](data, scratch)
+    )
+    atheris.Fuzz()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

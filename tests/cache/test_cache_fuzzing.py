@@ -1,0 +1,34 @@
+"""Every reader of a format is given what random changes and a coverage-guided fuzzer make of sound files."""
+
+import importlib.util
+import re
+import subprocess
+import sys
+
+import pytest
+from test_cache_faults import ENVIRONMENT, HERE, judged, said
+
+FUZZER = HERE / "cache_fuzzer.py"
+READERS = ("record", "key", "pack", "wanted", "misses")
+
+
+def test_all_readers_of_the_fuzzer_are_run():
+    assert f"for read in ({', '.join(READERS)})" in FUZZER.read_text()
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("atheris") is None, reason="atheris is not installed: it has no wheel here"
+)
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("seconds", [4, pytest.param(120, marks=pytest.mark.slow)])
+def test_a_fuzzed_reader_raises_nothing_of_its_own(tmp_path, reader, seconds):
+    command = [sys.executable, FUZZER, reader, str(seconds), tmp_path]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    assert int(re.findall(r"Done (\d+) runs", done.stderr)[0]) > 100, done.stderr[-3000:]
+
+
+def test_random_mutations_are_misses_or_errors_and_load_nothing_that_was_changed(tmp_path):
+    counts = judged(said(ENVIRONMENT, "-m", "benchmarks.caching.mutations", tmp_path, 0, 20_000))
+    assert min(counts[f"{kind}: miss"] for kind in ("record", "blob", "pack")) > 1000
+    assert counts["unpacking: refused"] > 100
