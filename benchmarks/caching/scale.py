@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.caching.samples import TARGET, TOOLKIT, content, problem, sample
-from benchmarks.environment import ROOT, facts
+from benchmarks.environment import NO_GPU, ROOT, facts
 from benchmarks.providers import OURS
 from benchmarks.results import Results, Row
 from tilekern.cache.keys import blob_path
@@ -69,7 +69,7 @@ def measure(records: int = RECORDS, repeats: int = 3) -> Results:
         records: of the large cache; there is a small one beside it.
         repeats: samples of what takes a whole process.
     """
-    results = Results(facts(gpu="none"))
+    results = Results(facts(gpu=NO_GPU))
     with tempfile.TemporaryDirectory() as folder:
         few, many = (Path(folder) / name for name in ("few", "many"))
         fill(few, FEW_RECORDS, 100)
