@@ -16,6 +16,8 @@ from tilekern.toolchain import toolkit
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
+# In the place of a GPU's name, where there is none or what was measured uses none.
+NO_GPU = "none"
 
 
 def facts(gpu: str | None = None) -> dict[str, Any]:
@@ -29,7 +31,7 @@ def facts(gpu: str | None = None) -> dict[str, Any]:
     target = here()
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "gpu": gpu or (target.name if target else "none"),
+        "gpu": gpu or (target.name if target else NO_GPU),
         "driver": _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") or "none",
         "toolkit": tools.key if (tools := toolkit()) else f"none (cuda-tile {metadata.version('cuda-tile')})",
         "torch": torch.__version__,

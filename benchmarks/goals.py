@@ -1,4 +1,4 @@
-"""The targets for speed on the H200, each as a function of one file of results: what was reached, and was it enough."""
+"""The targets, most of them for speed on the H200: what one file of results reached of each, and was it enough."""
 
 from __future__ import annotations
 
@@ -24,11 +24,15 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Goal:
-    """A line of the table of targets: its title, the benchmark that it reads, and its verdicts on results."""
+    """A line of the table of targets: its title, the benchmark that it reads, and its verdicts on results.
+
+    ``needs_gpu`` is False for what is measured on a machine without one, where the others are not missed.
+    """
 
     title: str
     benchmark: str
     judge: Callable[[Results], Iterator[Verdict]]
+    needs_gpu: bool = True
 
 
 def _kernel_goal(op: str, metrics: Sequence[str], least_share: float, cases: Sequence[str] | None = None) -> Goal:
@@ -83,7 +87,15 @@ def _host(results: Results) -> Iterator[Verdict]:
                 yield Verdict(f"{metric} with autograd", case, "≤ half of Liger's", figure, met, peers)
 
 
-def _at_most(benchmark: str, metric: str, limit: float, what: str, cases: str = "", target: str = "") -> Goal:
+def _at_most(
+    benchmark: str,
+    metric: str,
+    limit: float,
+    what: str,
+    cases: str = "",
+    target: str = "",
+    needs_gpu: bool = True,
+) -> Goal:
     """A goal that every case with the metric (whose name starts with ``cases``) is at most ``limit``."""
 
     def judge(results: Results) -> Iterator[Verdict]:
@@ -95,17 +107,18 @@ def _at_most(benchmark: str, metric: str, limit: float, what: str, cases: str = 
                 wanted = target or f"≤ {limit:g}{unit}"
                 yield Verdict(what, case, wanted, f"{shown(row)}{unit}", row.value <= limit, peers)
 
-    return Goal(what, benchmark, judge)
+    return Goal(what, benchmark, judge, needs_gpu)
 
 
-def _at_least(benchmark: str, metric: str, limit: float, what: str) -> Goal:
+def _at_least(benchmark: str, metric: str, limit: float, what: str, needs_gpu: bool = True) -> Goal:
     def judge(results: Results) -> Iterator[Verdict]:
         for case in results.cases():
             row = results.row(case, OURS, metric)
             if row is not None:
-                yield Verdict(what, case, f"≥ {limit:g}", shown(row), row.value >= limit, "-")
+                unit = "" if row.unit == "1" else f" {row.unit}"
+                yield Verdict(what, case, f"≥ {limit:g}{unit}", f"{shown(row)}{unit}", row.value >= limit, "-")
 
-    return Goal(what, benchmark, judge)
+    return Goal(what, benchmark, judge, needs_gpu)
 
 
 def _no_worse_than_peers(metric: str, factor: float, what: str, target: str, *, more_is_better: bool) -> Goal:
@@ -181,4 +194,9 @@ GOALS = (
     _at_most("regret", "p90_regret", 1.15, "predicted winner's regret, 90th percentile"),
     _at_most("startup", "import", 50, "import tilekern, without torch"),
     _at_most("startup", "process", 0.4, "python -m cache_tools ls, whole process", cases="cache_tools ls"),
+    _at_most("cache", "wrong answers", 0, "wrong answers of a cache", needs_gpu=False),
+    _at_most("cache_scale", "ls_filtered", 1, "cache_tools ls with a filter, whole process", needs_gpu=False),
+    _at_most("cache_scale", "lookup", 0.3, "lookup in a fresh process", needs_gpu=False),
+    _at_most("cache_scale", "start", 60, "a job's start: import, layers and lookups", needs_gpu=False),
+    _at_least("cache_scale", "verify_rate", 500, "cache_tools verify on one core", needs_gpu=False),
 )

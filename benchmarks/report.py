@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from benchmarks.environment import NO_GPU
 from benchmarks.explanations import EXPLAINED, UNEXPLAINED
 from benchmarks.goals import GOALS, Goal, Verdict
 from benchmarks.results import ALL, RUN_FIELDS, Results, Row, shown
@@ -21,12 +22,17 @@ def render(everything: Sequence[Results]) -> str:
     parts = [_HEAD]
     for gpu in dict.fromkeys(results.run["gpu"] for results in everything):
         mine = [results for results in everything if results.run["gpu"] == gpu]
-        parts += [f"## {gpu}\n", *_targets(mine), "### All figures\n", *(_figures(results) for results in mine)]
+        parts += [
+            f"## {'No GPU' if gpu == NO_GPU else gpu}\n",
+            *_targets(mine, gpu != NO_GPU),
+            "### All figures\n",
+            *(_figures(results) for results in mine),
+        ]
     parts += ["## Runs\n", _runs(everything)]
     return "\n".join(parts).rstrip() + "\n"
 
 
-def _targets(mine: Sequence[Results]) -> Iterator[str]:
+def _targets(mine: Sequence[Results], has_gpu: bool) -> Iterator[str]:
     judged = [(goal, verdict) for goal in GOALS for results in _of(mine, goal) for verdict in goal.judge(results)]
     met = sum(verdict.met for _, verdict in judged)
     yield f"### Targets: {met} of {len(judged)} figures meet theirs\n"
@@ -37,7 +43,8 @@ def _targets(mine: Sequence[Results]) -> Iterator[str]:
     if missed:
         yield "### Misses, and why\n"
         yield "".join(f"- **{v.what}, {v.case}**: {EXPLAINED.get((v.what, v.case), UNEXPLAINED)}\n" for v in missed)
-    missing = [goal.title for goal in GOALS if goal not in [one for one, _ in judged]]
+    due = [goal for goal in GOALS if goal.needs_gpu == has_gpu]
+    missing = [goal.title for goal in due if goal not in [one for one, _ in judged]]
     if missing:
         yield f"Not measured here: {'; '.join(missing)}.\n"
 

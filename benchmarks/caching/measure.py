@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.caching import faults
-from benchmarks.environment import ROOT, facts
+from benchmarks.environment import NO_GPU, ROOT, facts
 from benchmarks.providers import OURS
 from benchmarks.results import Results, Row
 from tilekern.errors import InputError
@@ -43,7 +43,7 @@ def measure(
     """
     if why_not := faults.why_not():
         raise InputError(why_not)
-    results = Results(facts(gpu="none"))
+    results = Results(facts(gpu=NO_GPU))
     with tempfile.TemporaryDirectory() as made:
         layer = faults.build(Path(made))
         plans: dict[str, tuple[Mapping[str, str], list[str]]] = {

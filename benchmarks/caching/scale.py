@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import random
+import resource
 import subprocess
 import sys
 import tempfile
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.caching.samples import TARGET, TOOLKIT, content, problem, sample
-from benchmarks.environment import ROOT, facts
+from benchmarks.environment import NO_GPU, ROOT, facts
 from benchmarks.providers import OURS
 from benchmarks.results import Results, Row
 from tilekern.cache.keys import blob_path
@@ -61,24 +62,27 @@ def _blob(root: Path, number: int) -> str:
     return digest
 
 
-def measure(records: int = RECORDS, repeats: int = 7) -> Results:
+def measure(records: int = RECORDS, repeats: int = 3) -> Results:
     """Time the commands and lookups on caches of many records and of few.
 
     Args:
         records: of the large cache; there is a small one beside it.
         repeats: samples of what takes a whole process.
     """
-    results = Results(facts(gpu="none"))
+    results = Results(facts(gpu=NO_GPU))
     with tempfile.TemporaryDirectory() as folder:
-        few, many, whole = (Path(folder) / name for name in ("few", "many", "whole"))
+        few, many = (Path(folder) / name for name in ("few", "many"))
         fill(few, FEW_RECORDS, 100)
         fill(many, records, 100)
         for root, count in ((few, FEW_RECORDS), (many, records)):
             case = f"{count:,} records"
             results.rows.extend(_lookups(case, root, count, repeats))
-            results.rows.append(_listing(case, root, repeats))
-        written = fill(whole, min(CHECKED_RECORDS, records), int(min(CHECKED_RECORDS, records) / RECORDS_OF_A_BLOB))
-        results.rows.extend(_checking(whole, written, repeats))
+            results.rows.extend(_listing(case, root, repeats))
+        checked = min(CHECKED_RECORDS, records)
+        for case, blobs in (("usual", int(checked / RECORDS_OF_A_BLOB)), ("mostly artifacts", 3 * checked)):
+            root = Path(folder) / case
+            written = fill(root, checked if case == "usual" else checked // 20, blobs)
+            results.rows.extend(_checking(root, f"{case}: {written / 1e6:.0f} MB", written, repeats))
     return results
 
 
@@ -96,7 +100,7 @@ def _lookups(case: str, root: Path, records: int, repeats: int) -> Iterator[Row]
         for _ in range(repeats):
             if evicted:
                 _evict(root, number)
-            samples.append(_cold(root, str(kernels), str(number), near))
+            samples.append(_cold(root, "wall" if evicted else "processor", str(kernels), str(number), near))
         lookups = [1000 * s for one in samples for s in one["lookups_s"]]
         yield _row(case, metric, lookups, "ms")
         if kernels == KERNELS and not near:
@@ -123,23 +127,27 @@ def _evict(root: Path, number: int) -> None:
             os.close(descriptor)
 
 
-def _listing(case: str, root: Path, repeats: int) -> Row:
-    command = ["cache_tools", "ls", "--kernel", "kernel_7", "--cache-dir", str(root)]
-    return _row(case, "ls_filtered", [_wall(*command) for _ in range(repeats)], "s")
+def _listing(case: str, root: Path, repeats: int) -> Iterator[Row]:
+    """A listing of one kernel's records, as a process of its own."""
+    times = [_times("cache_tools", "ls", "--kernel", "kernel_7", "--cache-dir", str(root)) for _ in range(repeats)]
+    yield _row(case, "ls_filtered", [wall for wall, _ in times], "s")
+    yield _row(case, "ls_filtered_processor", [processor for _, processor in times], "s")
 
 
-def _checking(root: Path, written: int, repeats: int) -> Iterator[Row]:
-    """`verify` on records and blobs of usual sizes, as a process of its own on one core."""
-    case = f"{CHECKED_RECORDS:,} records of usual size, {written / 1e6:.0f} MB"
-    walls = [_wall("cache_tools", "verify", "--cache-dir", str(root)) for _ in range(repeats)]
-    yield _row(case, "verify", walls, "s")
-    yield _row(case, "verify_rate", [written / 1e6 / wall for wall in walls], "MB/s")
+def _checking(root: Path, case: str, written: int, repeats: int) -> Iterator[Row]:
+    """`verify` as a process of its own: its rate is that of one core, of which it never uses more."""
+    times = [_times("cache_tools", "verify", "--cache-dir", str(root)) for _ in range(repeats)]
+    yield _row(case, "verify", [wall for wall, _ in times], "s")
+    yield _row(case, "verify_rate", [written / 1e6 / processor for _, processor in times], "MB/s")
 
 
-def _wall(*command: str) -> float:
+def _times(*command: str) -> tuple[float, float]:
+    """Seconds of a process by the wall's clock and by the processor's."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
     started = time.perf_counter()
     _output(*command, environment=dict(os.environ))
-    return time.perf_counter() - started
+    wall, now = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_CHILDREN)
+    return wall, now.ru_utime + now.ru_stime - used.ru_utime - used.ru_stime
 
 
 def _output(module: str, *arguments: str, environment: dict[str, str]) -> str:

@@ -1,4 +1,4 @@
-"""The cache under many processes, kills and failing calls; those of ``python -m benchmarks cache``."""
+"""The cache under many processes, kills and failing calls, for less long than in ``python -m benchmarks cache``."""
 
 import ast
 import json
@@ -60,9 +60,8 @@ def test_scene(layer, tmp_path, scene):
     said(layer, HERE / "cache_faulty.py", scene, tmp_path)
 
 
-@pytest.mark.parametrize("seconds", [8, pytest.param(60, marks=pytest.mark.slow)])
-def test_64_processes_tune_read_prune_and_clear_one_cache(tmp_path, seconds):
-    counts = judged(said(ENVIRONMENT, "-m", "benchmarks.caching.load", tmp_path, seconds, 64))
+def test_64_processes_tune_read_prune_and_clear_one_cache(tmp_path):
+    counts = judged(said(ENVIRONMENT, "-m", "benchmarks.caching.load", tmp_path, 8, 64))
     assert min(counts[what] for what in ("hits", "misses", "records written", "records removed", "blobs removed")) > 0
 
 
@@ -90,7 +89,6 @@ def test_what_a_disk_that_does_not_sync_tears_is_never_taken_for_a_record(layer,
 
 
 @needs_layer
-@pytest.mark.parametrize("every", [41, pytest.param(1, marks=pytest.mark.slow)])
-def test_every_call_may_fail_with_every_error(layer, tmp_path, every):
-    counts = judged(said(layer, "-m", "benchmarks.caching.errors", tmp_path, every))
+def test_every_call_may_fail_with_every_error(layer, tmp_path):
+    counts = judged(said(layer, "-m", "benchmarks.caching.errors", tmp_path, 41))
     assert min(counts["survived"], counts["CacheError"]) > 30
