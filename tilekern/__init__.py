@@ -20,6 +20,7 @@ _WHERE = {
     "clear_autotune_cache": "tilekern.warmup",
     "agree": "tilekern.ranks",
     "cache_digest": "tilekern.ranks",
+    "preflight": "tuning.preflight",
     "stats": "tilekern.dispatch",
     "AdamW": "tilekern.ops.adamw",
 }
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from tilekern.ranks import cache_digest as cache_digest
     from tilekern.warmup import clear_autotune_cache as clear_autotune_cache
     from tilekern.warmup import warmup_all_kernels as warmup_all_kernels
+    from tuning.preflight import preflight as preflight
 
 
 def __getattr__(name: str) -> Any:
