@@ -292,23 +292,29 @@ def _take(spec: KernelSpec, problem: Problem, target: Target, key: tuple[Any, ..
         return plan
 
 
-def find(spec: KernelSpec, bucketed: Problem, target: Target) -> Hit | None:
+def find(spec: KernelSpec, bucketed: Problem, target: Target, *, layers: Sequence[Layer] | None = None) -> Hit | None:
     """The cache's record for a problem at its buckets, with artifacts that were checked, or None.
 
     Where ranks agreed, it is looked up in what they agreed on, for the target that they agreed on.
+
+    Args:
+        spec: the kernel.
+        bucketed: the problem.
+        target: the GPU, which need not be here.
+        layers: where to look, in place of what ranks agreed on and of the layers that this process keeps.
     """
     from tilekern import cache
     from tilekern.source import digest_of_module
     from tilekern.toolchain import toolkit
 
     global _layers  # noqa: PLW0603
-    agreed = _agreement
+    agreed = _agreement if layers is None else None
     if agreed is not None:
         if (spec.name, bucketed) in agreed.compiled:
             return agreed.compiled[spec.name, bucketed]
-        target = agreed.target
-    elif _layers is None:
-        _layers = cache.default_layers()
+        target, layers = agreed.target, [agreed.snapshot]
+    elif layers is None:
+        layers = _layers = cache.default_layers() if _layers is None else _layers
     tools = toolkit()
     return cache.lookup(
         spec.name,
@@ -318,7 +324,7 @@ def find(spec: KernelSpec, bucketed: Problem, target: Target) -> Hit | None:
         arch=target.arch,
         toolkit_key=tools.key if tools else None,
         source_digest=digest_of_module(spec.module),
-        layers=(_layers or ()) if agreed is None else [agreed.snapshot],
+        layers=layers,
     )
 
 

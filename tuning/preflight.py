@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tilekern.cache import CacheError, FolderLayer, Hit, Layer, Store, default_layers, lookup, problem_key, user_root
+from tilekern.cache import CacheError, FolderLayer, Hit, Layer, Store, default_layers, problem_key, user_root
+from tilekern.dispatch import find
 from tilekern.errors import InputError
 from tilekern.kernels import spec_named
 from tilekern.source import digest_of_module
 from tilekern.spec import Problem
 from tilekern.targets import Target, here, resolve
-from tilekern.toolchain import require_toolkit, toolkit
+from tilekern.toolchain import require_toolkit
 from tuning.families import Model, model_of_config
 from tuning.models import find_model, sharded_model
 from tuning.plan import Named, known_ops, plan
@@ -238,15 +239,9 @@ def _layers(cache_dir: str | Path | None) -> list[Layer]:
 def _need(
     kernel: str, problem: Problem, target: Target, layers: Sequence[Layer], failed: Mapping[Named, str] | None = None
 ) -> Need:
-    spec, tools = spec_named(kernel), toolkit()
-    source = digest_of_module(spec.module)
-    hit = lookup(
-        kernel, dict(problem), bucketed=[d.name for d in spec.dimensions if d.kind == "bucketed"],
-        target_key=target.key, arch=target.arch, toolkit_key=tools.key if tools else None, source_digest=source,
-        layers=layers,
-    )  # fmt: skip
+    hit = find(spec_named(kernel), problem, target, layers=layers)
     why = (failed or {}).get((kernel, problem))
-    is_stale = (hit is None or _state(hit) != EXACT) and _has_stale(kernel, problem, target, layers, source)
+    is_stale = (hit is None or _state(hit) != EXACT) and _has_stale(kernel, problem, target, layers)
     if hit is None:
         return Need(kernel, problem, MISSING, None, None, None, is_stale, why)
     address = hit.record.address
@@ -261,7 +256,8 @@ def _state(hit: Hit) -> str:
     return EXACT if hit.exact_bucket else NEAREST
 
 
-def _has_stale(kernel: str, problem: Problem, target: Target, layers: Sequence[Layer], source: str) -> bool:
+def _has_stale(kernel: str, problem: Problem, target: Target, layers: Sequence[Layer]) -> bool:
+    source = digest_of_module(spec_named(kernel).module)
     for layer in layers:
         for tools in layer.toolkits(target.key):
             try:
