@@ -77,11 +77,11 @@ def test_a_model_chooses_by_its_sizes():
     sizes = {"hidden_size": 96, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 16}
     config = Qwen3Config(**sizes, intermediate_size=8, num_hidden_layers=1, vocab_size=8)
     model = torch.nn.Sequential(Qwen3ForCausalLM(config))
-    known = warmup._sizes_of(model)
+    known = warmup.sizes_of(model)
     specs = all_specs()
-    assert warmup._named(specs["rope"], problem_of(specs["rope"]), known)
-    assert warmup._named(specs["rms_norm_forward"], problem_of(specs["rms_norm_forward"]), known)
-    assert not warmup._named(specs["rope"], problem_of(specs["rope"]).but(head_dim=64), known)
+    assert warmup.is_named(specs["rope"], problem_of(specs["rope"]), known)
+    assert warmup.is_named(specs["rms_norm_forward"], problem_of(specs["rms_norm_forward"]), known)
+    assert not warmup.is_named(specs["rope"], problem_of(specs["rope"]).but(head_dim=64), known)
 
 
 @pytest.mark.parametrize("name", sorted(all_specs()))

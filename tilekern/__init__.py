@@ -18,6 +18,9 @@ _WHERE = {
     "register_patch": "tilekern.patch",
     "warmup_all_kernels": "tilekern.warmup",
     "clear_autotune_cache": "tilekern.warmup",
+    "agree": "tilekern.ranks",
+    "cache_digest": "tilekern.ranks",
+    "preflight": "tuning.preflight",
     "stats": "tilekern.dispatch",
     "AdamW": "tilekern.ops.adamw",
 }
@@ -32,8 +35,11 @@ if TYPE_CHECKING:
     from tilekern.patch import list_patches as list_patches
     from tilekern.patch import register_patch as register_patch
     from tilekern.patch import reset as reset
+    from tilekern.ranks import agree as agree
+    from tilekern.ranks import cache_digest as cache_digest
     from tilekern.warmup import clear_autotune_cache as clear_autotune_cache
     from tilekern.warmup import warmup_all_kernels as warmup_all_kernels
+    from tuning.preflight import preflight as preflight
 
 
 def __getattr__(name: str) -> Any:

@@ -11,18 +11,19 @@ import functools
 import os
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from tilekern.errors import CacheMiss, InputError, TilekernError
-from tilekern.plans import DependentPlan, InterpretedPlan, Plan
-from tilekern.provisional import Watch, is_settled
+from tilekern.errors import CacheMiss, InputError, RanksDiffer, TilekernError
+from tilekern.plans import DependentPlan, InterpretedPlan, LibraryPlan, Plan
+from tilekern.provisional import Watch, is_settled, of_several_ranks
 from tilekern.spec import ALIGNED, GENERIC, Config, Implementation, KernelSpec, LibraryCall, Problem
 from tilekern.targets import INTERPRETED, Target, here
 
 if TYPE_CHECKING:
-    from tilekern.cache import Hit, Layer
+    from tilekern.agreement import Agreement
+    from tilekern.cache import Hit, Layer, Record
 
 MissPolicy = Literal["compile", "fallback", "error"]
 # Real sizes that are remembered; a job with more distinct ones looks up again, at some tens of microseconds each.
@@ -51,29 +52,6 @@ class Counters:
         return self.forgotten_launches + sum(plan.launches for plan in self.plans)
 
 
-class LibraryPlan(Plan):
-    """A plan that a library runs, on any device that the library serves; there is no kernel to launch."""
-
-    __slots__ = ("_call",)
-
-    def __init__(self, library: LibraryCall, config: Config) -> None:
-        self._call, self.config, self.launches = library.bound(plan_for), config, 0
-        self._kernel, self._tail, self.blocks, self.grid = None, (), 1, (1,)
-
-    def launch(self, device: int, *arguments: Any) -> None:  # noqa: ARG002
-        """Not for a library.
-
-        Raises:
-            TypeError: always.
-        """
-        raise TypeError(f"{self.config.key} is a library's call; use run")
-
-    def run(self, device: int, inputs: tuple[Any, ...], allocate: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:  # noqa: ARG002
-        """Call the library on its inputs."""
-        self.launches += 1
-        return self._call(*inputs)
-
-
 _lock = threading.RLock()
 _counters: dict[str, Counters] = {}
 _plans: dict[tuple[Any, ...], Plan | None] = {}
@@ -81,6 +59,9 @@ _memos: list[dict[Any, Any]] = []
 _kernels: dict[tuple[Any, ...], Any] = {}
 _layers: list[Layer] | None = None
 _policy: MissPolicy | None = None
+_agreement: Agreement | None = None
+# What the problems that were asked for run by, at their buckets; None is the model's own op.
+_resolved: dict[tuple[str, Problem], Record | None] = {}
 _said: set[str] = set()
 
 
@@ -97,10 +78,14 @@ def set_miss_policy(policy: str | None) -> None:
     """
     global _policy  # noqa: PLW0603
     _policy = None if policy is None else _checked_policy(policy, "on_miss")
+    if _agreement is not None:
+        _agreement.policy = policy or _agreement.policy
 
 
 def miss_policy() -> MissPolicy:
     """The policy in force."""
+    if _agreement is not None:
+        return _checked_policy(_agreement.policy, "the ranks' agreement")
     return _policy or _checked_policy(os.environ.get("TILEKERN_ON_MISS", "compile"), "TILEKERN_ON_MISS")
 
 
@@ -121,8 +106,25 @@ def stats() -> dict[str, dict[str, int]]:
     return {kernel: {name: getattr(found, name) for name in names} for kernel, found in sorted(_counters.items())}
 
 
+def agree_on(agreement: Agreement | None) -> None:
+    """Drop all plans and look up from now on in what the ranks of a job agreed on; None: in the caches again."""
+    global _agreement  # noqa: PLW0603
+    with _lock:
+        _agreement = agreement
+        forget()
+
+
+def resolved() -> dict[tuple[str, Problem], Record | None]:
+    """What each problem that was asked for, at its bucket, runs by: a record, or None for the model's own op."""
+    with _lock:
+        return dict(_resolved)
+
+
 def forget() -> None:
-    """Drop all plans and kernels of this process: the next calls look the cache up again. Counters stay."""
+    """Drop all plans and kernels of this process: the next calls look the cache up again. Counters stay.
+
+    What ranks agreed on stays in force.
+    """
     global _layers  # noqa: PLW0603
     with _lock:
         for found in _counters.values():
@@ -130,6 +132,7 @@ def forget() -> None:
             found.plans.clear()
         _plans.clear()
         _kernels.clear()
+        _resolved.clear()
         _watch.forget()
         _empty_memos()
         _layers = None
@@ -138,8 +141,9 @@ def forget() -> None:
 def look_again() -> int:
     """Look up at once what is provisional, and run what was found from the next call on; how many plans changed.
 
-    A thread does so by itself (:mod:`tilekern.provisional`). This is for a job that has no optimizer of torch's, and
-    for one whose ranks agree on the moment: call it between two steps, never between a forward and its backward.
+    A thread does so by itself (:mod:`tilekern.provisional`). This is for a job that has no optimizer of torch's: call
+    it between two steps, never between a forward and its backward. Ranks that agreed on their kernels find nothing
+    new in this way; for them :func:`tilekern.agree` is what is called there.
     """
     _watch.look()
     return _watch.take()
@@ -235,12 +239,17 @@ def _interpreted(spec: KernelSpec, problem: Problem) -> Plan:
     config = spec.default(problem, INTERPRETED)
     implementation = spec.implement(problem, config)
     if isinstance(implementation, LibraryCall):
-        return LibraryPlan(implementation, config)
+        return LibraryPlan(implementation.bound(plan_for), config)
     blocks = implementation.grid(problem, INTERPRETED.sm_count)
     return InterpretedPlan(implementation.function, implementation, config, blocks)
 
 
 def _cached(spec: KernelSpec, problem: Problem, target: Target, key: tuple[Any, ...]) -> Plan | None:
+    if _agreement is None and of_several_ranks():
+        say_once(
+            "tilekern: the ranks of this job have not agreed on their kernels and may run different ones; call "
+            "tilekern.agree() on every rank when torch.distributed is up, before the first step"
+        )
     wanted = spec.bucketed(problem)
     found = find(spec, wanted, target)
     count = counters(spec.name)
@@ -250,6 +259,7 @@ def _cached(spec: KernelSpec, problem: Problem, target: Target, key: tuple[Any, 
     else:
         count.hits += 1
         count.nearest += not found.exact_bucket
+    _resolved[spec.name, wanted] = None if found is None else found.record
     plan = None if found is None else _made(spec, problem, target, key[1], found)
     if not is_settled(found):
         look, take = functools.partial(find, spec, wanted, target), functools.partial(_take, spec, problem, target, key)
@@ -261,7 +271,7 @@ def _made(spec: KernelSpec, problem: Problem, target: Target, device: int, found
     config = Config(found.record.config)
     implementation = spec.implement(problem, config)
     if isinstance(implementation, LibraryCall):
-        return LibraryPlan(implementation, config)
+        return LibraryPlan(implementation.bound(plan_for), config)
     key = (device, spec.name, found.record.artifacts[ALIGNED].sha256, found.record.artifacts[GENERIC].sha256)
     if key not in _kernels:
         _kernels[key] = _launchable(implementation, found)
@@ -272,24 +282,39 @@ def _made(spec: KernelSpec, problem: Problem, target: Target, device: int, found
 
 
 def _take(spec: KernelSpec, problem: Problem, target: Target, key: tuple[Any, ...], found: Hit) -> Plan | None:
-    """Put what was found later in the place of a plan, unless that was dropped since."""
+    """Put what was found later in the place of a plan, unless that was dropped since, or ranks agreed on another."""
     with _lock:
-        if key not in _plans:
+        if key not in _plans or (_agreement is not None and found.layer is not _agreement.snapshot):
             return None
         plan = _plans[key] = _keep(spec, _made(spec, problem, target, key[1], found))
+        _resolved[spec.name, spec.bucketed(problem)] = found.record
         counters(spec.name).hits += 1
         return plan
 
 
-def find(spec: KernelSpec, bucketed: Problem, target: Target) -> Hit | None:
-    """The cache's record for a problem at its buckets, with artifacts that were checked, or None."""
+def find(spec: KernelSpec, bucketed: Problem, target: Target, *, layers: Sequence[Layer] | None = None) -> Hit | None:
+    """The cache's record for a problem at its buckets, with artifacts that were checked, or None.
+
+    Where ranks agreed, it is looked up in what they agreed on, for the target that they agreed on.
+
+    Args:
+        spec: the kernel.
+        bucketed: the problem.
+        target: the GPU, which need not be here.
+        layers: where to look, in place of what ranks agreed on and of the layers that this process keeps.
+    """
     from tilekern import cache
     from tilekern.source import digest_of_module
     from tilekern.toolchain import toolkit
 
     global _layers  # noqa: PLW0603
-    if _layers is None:
-        _layers = cache.default_layers()
+    agreed = _agreement if layers is None else None
+    if agreed is not None:
+        if (spec.name, bucketed) in agreed.compiled:
+            return agreed.compiled[spec.name, bucketed]
+        target, layers = agreed.target, [agreed.snapshot]
+    elif layers is None:
+        layers = _layers = cache.default_layers() if _layers is None else _layers
     tools = toolkit()
     return cache.lookup(
         spec.name,
@@ -299,7 +324,7 @@ def find(spec: KernelSpec, bucketed: Problem, target: Target) -> Hit | None:
         arch=target.arch,
         toolkit_key=tools.key if tools else None,
         source_digest=digest_of_module(spec.module),
-        layers=_layers,
+        layers=layers,
     )
 
 
@@ -327,9 +352,14 @@ def _on_miss(spec: KernelSpec, wanted: Problem, target: Target) -> Hit | None:
     why = ""
     if policy == "compile":
         try:
-            compile_default(spec, wanted, target)
+            if _agreement is None:
+                compile_default(spec, wanted, target)
+            else:
+                _agreement.compile(spec, wanted)
             counters(spec.name).compiled += 1
             return find(spec, wanted, target)
+        except RanksDiffer:
+            raise
         except (TilekernError, cache.CacheError) as error:
             why = f" and its default config could not be compiled and kept ({error})"
     say_once(
@@ -347,16 +377,7 @@ def compile_default(spec: KernelSpec, problem: Problem, target: Target) -> None:
         tilekern.cache.CacheError: the user's cache cannot be written.
     """
     from tilekern import cache
-    from tilekern.records import artifact_of, record_of
-    from tilekern.toolchain import compile_candidate, require_toolkit
+    from tilekern.records import compiled_default
 
-    tools = require_toolkit()
-    config = spec.default(problem, target)
-    artifacts, blobs = {}, {}
-    variants = ((ALIGNED, config), (GENERIC, spec.generic(problem)))
-    for variant, chosen in () if spec.is_library(problem, config) else variants:
-        made = compile_candidate(spec, problem, chosen, target, variant)
-        artifacts[variant] = artifact_of(made, chosen)
-        blobs[artifacts[variant].sha256] = made.cubin
-    record = record_of(spec, problem, config, target, tools.describe(), artifacts, "default")
+    record, blobs = compiled_default(spec, problem, target)
     cache.Store(cache.user_root()).write(record, blobs)

@@ -23,3 +23,7 @@ class CompileTimeout(CompileFailed):
 
 class CacheMiss(TilekernError):  # noqa: N818
     """Raised under the miss policy ``error`` for a problem that no cache holds."""
+
+
+class RanksDiffer(TilekernError):  # noqa: N818
+    """The ranks of a job cannot be brought to run the same kernels, or one of them did not answer in time."""

@@ -57,6 +57,29 @@ class InterpretedPlan(Plan):
         interpreter.launch(self._kernel, self.grid, arguments + self._tail)
 
 
+class LibraryPlan(Plan):
+    """A plan that a library runs, on any device that the library serves; there is no kernel to launch."""
+
+    __slots__ = ("_call",)
+
+    def __init__(self, call: Callable[..., tuple[Any, ...]], config: Config) -> None:
+        self._call, self.config, self.launches = call, config, 0
+        self._kernel, self._tail, self.blocks, self.grid = None, (), 1, (1,)
+
+    def launch(self, device: int, *arguments: Any) -> None:  # noqa: ARG002
+        """Not for a library.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(f"{self.config.key} is a library's call; use run")
+
+    def run(self, device: int, inputs: tuple[Any, ...], allocate: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:  # noqa: ARG002
+        """Call the library on its inputs."""
+        self.launches += 1
+        return self._call(*inputs)
+
+
 def _ct_launch(*arguments: Any, **options: Any) -> None:
     """Replaces itself by cuda.tile's launch when first called, so that importing this file loads neither."""
     global _ct_launch, _raw_stream

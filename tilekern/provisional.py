@@ -10,7 +10,8 @@ has made its step: in the middle of one, activation checkpointing runs a forward
 against the first, and a backward that looks its own plans up must see what its forward saw. Without gradients nothing
 outlives a call, and the thread replaces the plan itself, once it has made sure that no tensor waits for a backward (a
 job may evaluate first, and train then; inside of a compiled graph gradients look switched off). Ranks of one job would
-not find a record at the same moment, so a job of several ranks looks nothing up again unless the variable is set.
+not find a record at the same moment, so a job of several ranks looks nothing up again unless the variable is set; and
+ranks that agreed on their kernels (:mod:`tilekern.ranks`) find nothing new even then, until they agree again.
 
 The same thread writes down, at most every minute, how often the problems that no cache held were run.
 """
@@ -229,7 +230,7 @@ class Watch:
 
     def _after_step(self, *_: Any) -> None:
         self._graded = True
-        if any(watched.better for watched in self._listed()) and not _has_ranks():
+        if any(watched.better for watched in self._listed()) and not _waits():
             self.take()
 
     def _work(self, every_s: float, end: threading.Event) -> None:
@@ -239,7 +240,7 @@ class Watch:
                 if not self._problems and self._end is end:
                     self._end = None
                     return
-            if not _has_ranks():
+            if not _waits():
                 self.look()
                 if taken:
                     # A call that was at work then may have remembered what it had found just before.
@@ -259,9 +260,14 @@ def _awaits_backward() -> bool:
         return any(tensor.grad_fn is not None for tensor in found)
 
 
-def _has_ranks() -> bool:
-    """Whether this is one rank of several, and nobody has asked for lookups that may come at different moments."""
+def of_several_ranks() -> bool:
+    """Whether this process is one rank of several, by torch.distributed."""
     distributed = getattr(sys.modules.get("torch"), "distributed", None)
-    if _VARIABLE in os.environ or distributed is None or not distributed.is_available():
+    if distributed is None or not distributed.is_available():
         return False
     return bool(distributed.is_initialized() and distributed.get_world_size() > 1)
+
+
+def _waits() -> bool:
+    """Whether this is one rank of several, and nobody has asked for lookups that may come at different moments."""
+    return _VARIABLE not in os.environ and of_several_ranks()

@@ -11,9 +11,9 @@ from tilekern import __version__
 from tilekern.cache import Artifact, Record
 from tilekern.cubin import read_resources
 from tilekern.source import digest_of_module
-from tilekern.spec import Config, KernelSpec, Problem
+from tilekern.spec import ALIGNED, GENERIC, Config, KernelSpec, Problem
 from tilekern.targets import Target
-from tilekern.toolchain import Compiled
+from tilekern.toolchain import Compiled, compile_candidate, require_toolkit
 
 
 def artifact_of(made: Compiled, config: Config) -> Artifact:
@@ -54,3 +54,21 @@ def record_of(
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         created_by=f"tilekern {__version__}",
     )
+
+
+def compiled_default(spec: KernelSpec, problem: Problem, target: Target) -> tuple[Record, dict[str, bytes]]:
+    """Compile the default config of a problem, both variants: its record, and the artifacts by sha256.
+
+    Raises:
+        ToolchainMissing: no compiler is installed.
+        CompileFailed: the compiler rejected it.
+    """
+    tools = require_toolkit()
+    config = spec.default(problem, target)
+    artifacts, blobs = {}, {}
+    variants = ((ALIGNED, config), (GENERIC, spec.generic(problem)))
+    for variant, chosen in () if spec.is_library(problem, config) else variants:
+        made = compile_candidate(spec, problem, chosen, target, variant)
+        artifacts[variant] = artifact_of(made, chosen)
+        blobs[artifacts[variant].sha256] = made.cubin
+    return record_of(spec, problem, config, target, tools.describe(), artifacts, "default"), blobs

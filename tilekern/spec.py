@@ -316,6 +316,13 @@ class KernelSpec:
             _check(self.name, dimension, values[dimension.name])
         return Problem({name: values[name] for name in names})
 
+    def problem_of(self, values: Mapping[str, Value]) -> Problem | None:
+        """A record's problem as the spec has it today, or None where its dimensions were others."""
+        try:
+            return self.problem(**values)
+        except (TypeError, ValueError):
+            return None
+
     def device(self, problem: Problem, config: Config) -> Implementation:
         """The implementation of a config that runs a device function.
 

@@ -38,7 +38,7 @@ def warmup_all_kernels(
     Raises:
         InputError: ``model`` has no configuration.
     """
-    sizes = None if model is None else _sizes_of(model)
+    sizes = None if model is None else sizes_of(model)
     counts = {"kernels": 0, "skipped": 0}
     if dispatch.interpreting():
         return counts
@@ -52,7 +52,7 @@ def warmup_all_kernels(
     target = here(place.index)
     assert target is not None
     for spec, problem in problems_for(target, default_layers()):
-        if sizes is not None and not _named(spec, problem, sizes):
+        if sizes is not None and not is_named(spec, problem, sizes):
             continue
         found = dispatch.find(spec, problem, target)
         plan = dispatch.plan_for(spec, place, *_as_torch(spec, problem)) if found is not None else None
@@ -76,7 +76,7 @@ def problems_for(target: Target, layers: Sequence[Layer]) -> Iterator[tuple[Kern
         for toolkit in layer.toolkits(key):
             for spec in all_specs().values():
                 for values in layer.problems(key, toolkit, spec.name):
-                    problem = _problem(spec, values)
+                    problem = spec.problem_of(values)
                     if problem is not None and (spec.name, problem) not in seen:
                         seen.add((spec.name, problem))
                         yield spec, problem
@@ -106,29 +106,20 @@ def launch_small(spec: KernelSpec, problem: Problem, plan: dispatch.Plan, device
     own.launch(device.index, *(arrays[parameter.name] for parameter in implementation.parameters))
 
 
-def _problem(spec: KernelSpec, values: dict[str, Any]) -> Problem | None:
-    """A record's problem as the spec has it today, or None where its dimensions were others."""
-    try:
-        return spec.problem(**values)
-    except (TypeError, ValueError):
-        return None
-
-
 def _as_torch(spec: KernelSpec, problem: Problem) -> list[Any]:
     import torch
 
     return [getattr(torch, problem[d.name]) if d.kind == "dtype" else problem[d.name] for d in spec.dimensions]
 
 
-def _sizes_of(model: torch.nn.Module) -> set[int]:
+def sizes_of(model: torch.nn.Module) -> set[int]:
     """Every whole number of the configurations in a model, wrapped or not."""
     configs = [module.config for module in model.modules() if hasattr(getattr(module, "config", None), "to_dict")]
     if not configs:
-        raise InputError(
-            f"warmup_all_kernels: {type(model).__name__} has no configuration; leave model out for all kernels"
-        )
+        raise InputError(f"{type(model).__name__} has no configuration; leave model out for all kernels")
     return {value for config in configs for value in config.to_dict().values() if type(value) is int}
 
 
-def _named(spec: KernelSpec, problem: Problem, sizes: set[int]) -> bool:
+def is_named(spec: KernelSpec, problem: Problem, sizes: set[int]) -> bool:
+    """Whether all exact sizes of a problem are among a model's."""
     return all(problem[d.name] in sizes for d in spec.dimensions if d.kind == "exact")

@@ -12,7 +12,7 @@ from tilekern.cache import CacheError
 from tilekern.errors import TilekernError, ToolchainMissing
 
 # Words that are no model but a command of their own, in the module of that name; each is imported when it is meant.
-COMMANDS: tuple[str, ...] = ("refresh", "report", "serve", "status")
+COMMANDS: tuple[str, ...] = ("preflight", "refresh", "report", "serve", "status")
 EXIT_INPUT, EXIT_TOOLCHAIN, EXIT_INTERRUPTED = 2, 4, 130
 
 

@@ -43,7 +43,7 @@ class Request:
         Raises:
             InputError: a list is empty or holds what its option does not know.
         """
-        stages = _words(given["stages"], "--stages")
+        stages = words(given["stages"], "--stages")
         for stage in stages:
             if stage not in STAGES:
                 raise InputError(f"unknown stage {stage!r}; known: {', '.join(STAGES)}")
@@ -51,25 +51,35 @@ class Request:
         if executor not in (LOCAL, RAY) and not executor.startswith("ray://"):
             raise InputError(f"unknown executor {executor!r}; known: local, ray, ray://HOST:PORT")
         changed = {
-            "tokens": _counts(given["tokens"], "--tokens", "2048,8192"),
-            "sequence": _counts(given["sequence"], "--sequence", "2048,4096") if given["sequence"] is not None else [],
-            "dtype": _words(given["dtype"], "--dtype"),
-            "ops": _words(given["ops"], "--ops") if given["ops"] is not None else known_ops(),
+            "tokens": counts(given["tokens"], "--tokens", "2048,8192"),
+            "sequence": counts(given["sequence"], "--sequence", "2048,4096") if given["sequence"] is not None else [],
+            "dtype": words(given["dtype"], "--dtype"),
+            "ops": words(given["ops"], "--ops") if given["ops"] is not None else known_ops(),
             "stages": stages,
         }
         return cls(**{**given, **changed})
 
 
-def _words(text: str, option: str) -> list[str]:
+def words(text: str, option: str) -> list[str]:
+    """A list with commas between, taken apart.
+
+    Raises:
+        InputError: it is empty.
+    """
     found = [part.strip() for part in text.split(",") if part.strip()]
     if not found:
         raise InputError(f"{option} is empty; give a list with commas between")
     return found
 
 
-def _counts(text: str, option: str, such_as: str) -> list[int]:
+def counts(text: str, option: str, such_as: str) -> list[int]:
+    """A list of whole numbers with commas between, taken apart.
+
+    Raises:
+        InputError: it is none; ``such_as`` is what the message shows in its place.
+    """
     try:
-        return [int(part) for part in _words(text, option)]
+        return [int(part) for part in words(text, option)]
     except ValueError:
         raise InputError(f"{option} {text!r}: expected whole numbers with commas between, such as {such_as}") from None
 

@@ -156,7 +156,7 @@ def of_the_library(device, *sizes):
     names = [dimension.name for dimension in linear.SPEC.dimensions]
     problem = linear.SPEC.problem(**dict(zip(names, (*sizes[:-1], "float32"), strict=True)))
     (config,) = (c for c in linear.SPEC.space.candidates(problem, INTERPRETED) if c["implementation"] == "cublas")
-    return LibraryPlan(linear.SPEC.implement(problem, config), config)
+    return LibraryPlan(linear.SPEC.implement(problem, config).bound(plan_for), config)
 
 
 @pytest.mark.parametrize("matmul", [lambda *_: None, of_the_library], ids=["nothing", "cublas"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from pathlib import Path
@@ -16,7 +17,7 @@ def others_may_write() -> bool:
     return os.environ.get(SHARED, "0") not in ("", "0")
 
 
-def require_unshared(path: Path, status: os.stat_result) -> None:
+def require_unshared(path: str | Path, status: os.stat_result) -> None:
     """Refuse a file or folder that others than this user and root can write; ``status`` is what is known of it.
 
     In a folder with the sticky bit (/tmp) nobody moves or replaces what is another's, and what others add there is
@@ -41,4 +42,14 @@ def require_unshared_folders(root: Path, folder: Path) -> None:
         OSError: one of them is not there any more.
     """
     for place in (root, *reversed([f for f in folder.parents if f.is_relative_to(root) and f != root]), folder):
-        require_unshared(place, os.stat(place))
+        require_unshared(place, _status(place))
+
+
+def _status(folder: Path) -> os.stat_result:
+    try:
+        return os.stat(folder)
+    except OSError as error:
+        # As in read_whole: a client of a network file system says so of what another one has just replaced.
+        if error.errno != errno.ESTALE:
+            raise
+        return os.stat(folder)

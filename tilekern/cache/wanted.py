@@ -113,12 +113,14 @@ def read_misses(root: Path) -> dict[str, int]:
     """
     found: Counter[str] = Counter()
     for path in _files(root, _MISSES):
-        found.update(_misses_of(path))
+        found.update(_misses_of(path) or {})
     return dict(found)
 
 
 def remove_wanted(root: Path, names: Collection[str]) -> int:
     """Take problems off the list, and counts that speak of none that is left; how many problems stood there.
+
+    Counts that another version of tilekern wrote are left alone.
 
     Raises:
         CacheError: a name is none of a problem, or a file cannot be deleted.
@@ -126,7 +128,8 @@ def remove_wanted(root: Path, names: Collection[str]) -> int:
     removed = sum(_unlink(_folder(root) / f"{check_digest('a problem', name)}.json") for name in names)
     left = {path.stem for path in _files(root)}
     for path in _files(root, _MISSES):
-        if left.isdisjoint(_misses_of(path)):
+        misses = _misses_of(path)
+        if misses is not None and left.isdisjoint(misses):
             _unlink(path)
     return removed
 
@@ -154,13 +157,16 @@ def _unlink(path: Path) -> bool:
     return True
 
 
-def _misses_of(path: Path) -> dict[str, int]:
+def _misses_of(path: Path) -> dict[str, int] | None:
+    """What a file of counts says, nothing where it is damaged; None where another version of tilekern wrote it."""
     try:
         item = parse_object(read_whole(path, LARGEST_RECORD)[0].decode())
     except (CacheError, UnicodeDecodeError):
         return {}
-    misses = item.get("misses")
-    if item.get("schema") != SCHEMA or not isinstance(misses, dict):
+    misses, schema = item.get("misses"), item.get("schema")
+    if schema != SCHEMA and type(schema) is int:
+        return None
+    if schema != SCHEMA or not isinstance(misses, dict):
         return {}
     return {name: n for name, n in misses.items() if type(n) is int and n > 0}
 

@@ -68,13 +68,22 @@ def _inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
 
 
 def workloads(shape: ModelShape, tokens: int, dtype: str, target: Target) -> list[dict[str, Value]]:
-    """Sums of weight gradients: a backward stores a row for each resident block, of which it keeps one to four."""
+    """Sums of weight gradients: a backward stores a row for each block.
+
+    On a step that fills the GPU it keeps one to four blocks resident on each SM, as its winner has it. On a smaller one
+    it has as many as there is work for.
+    """
+    from tilekern.kernels import add_rms_norm, qk_norm_rope_backward, rms_norm
+
     widths = [shape.hidden, *((shape.head_dim, 2 * shape.head_dim) if shape.qk_norm else ())]
-    return [
-        {"rows": target.sm_count * blocks, "columns": columns, "dtype": dtype}
-        for columns in widths
-        for blocks in (1, 2, 4)
-    ]
+    found: list[tuple[int, ...]] = [(target.sm_count * blocks, columns) for columns in widths for blocks in (1, 2, 4)]
+    for spec in (rms_norm.BACKWARD, add_rms_norm.BACKWARD, qk_norm_rope_backward.SPEC):
+        for sizes in spec.workloads(shape, tokens, dtype, target):
+            problem = spec.problem(**sizes)
+            blocks = spec.device(problem, spec.default(problem, target)).grid(problem, target.sm_count)
+            if blocks < target.sm_count:
+                found.append(spec.outputs(problem, blocks)["partial"][0])
+    return [{"rows": rows, "columns": columns, "dtype": dtype} for rows, columns in found]
 
 
 SPEC = KernelSpec(

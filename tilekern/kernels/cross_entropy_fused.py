@@ -211,10 +211,12 @@ def _outputs(problem: Problem, blocks: int) -> dict[str, tuple[tuple[int, ...], 
 
 
 def workloads(shape: ModelShape, tokens: int, dtype: str, target: Target) -> Iterator[dict[str, Value]]:
-    """Chunks of the tokens, of the sizes that the fused linear cross entropy takes."""
-    for rows in _CHUNKS:
-        if rows <= tokens:
-            yield {"rows": rows, "vocabulary": shape.vocabulary, "dtype": dtype, **training_flags(shape)}
+    """Chunks of the tokens, as the fused linear cross entropy splits them."""
+    from tilekern.kernels.linear_cross_entropy import split
+
+    parts = [part for chunk in _CHUNKS for part in split(tokens, chunk)]
+    for rows in dict.fromkeys(part.stop - part.start for part in parts):
+        yield {"rows": rows, "vocabulary": shape.vocabulary, "dtype": dtype, **training_flags(shape)}
 
 
 FUSED = KernelSpec(

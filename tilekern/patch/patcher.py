@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from tilekern import dispatch
+from tilekern import dispatch, ranks
 from tilekern.errors import InputError
 from tilekern.patch import attention
 from tilekern.patch.installed import Found, examine, transformers_version
@@ -42,6 +42,9 @@ def apply(
     hook (accelerate's, for example) already holds their old methods. Applying twice does no harm. A target that is
     not the code that its patch was made for is left alone, with a warning.
 
+    In a job of several ranks every rank must call it: they agree here on the records that all of them run, or when
+    torch.distributed comes up later (:mod:`tilekern.ranks`).
+
     Args:
         rms_norm, swiglu, rope, fused_linear_cross_entropy, fused_add_rms_norm, qk_norm_rope: which ops to patch.
             With the fused loss a model in training gives a loss and no logits.
@@ -54,6 +57,7 @@ def apply(
 
     Raises:
         InputError: an op, model type or miss policy that is not known.
+        RanksDiffer: the ranks of the job could not agree.
     """
     rows = chosen(
         {"rms_norm": rms_norm, "swiglu": swiglu, "rope": rope, "fused_add_rms_norm": fused_add_rms_norm}
@@ -73,6 +77,7 @@ def apply(
                 done.add(patch.op)
             else:
                 _warn(found)
+    ranks.agree_when_up()
     return _in_order(done)
 
 
@@ -126,6 +131,7 @@ def apply_to_model(
                 done.add(patch.op)
             if left:
                 warnings.warn(f"tilekern: {patch.op} is not patched everywhere: {left}", stacklevel=2)
+    ranks.agree_when_up()
     return _in_order(done)
 
 
@@ -140,6 +146,8 @@ def reset(names: str | Iterable[str] | None = None) -> list[str]:
     Raises:
         InputError: an unknown op.
     """
+    if names is None:
+        ranks.unarm()
     wanted = known_ops() if names is None else [names] if isinstance(names, str) else list(names)
     check_ops(wanted)
     with _lock:

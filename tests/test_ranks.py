@@ -1,0 +1,451 @@
+"""Real processes with torch.distributed (gloo) and caches that differ: they run the same kernels all the same."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from one_record import H200, PROBLEM, SPEC
+
+from tilekern import cache, ranks, toolchain
+from tilekern.snapshot import Snapshot, identity
+from tilekern.targets import resolve
+
+ROOT = Path(__file__).parents[1]
+RANKS, TIMEOUT_S, PATIENCE_S = 3, 8, 300
+DEFAULT, OTHER = SPEC.default(PROBLEM, H200), SPEC.generic(PROBLEM)
+
+pytestmark = pytest.mark.skipif(toolchain.toolkit() is None, reason="no tile compiler is installed")
+
+
+def record(compiled, columns=48, config=DEFAULT, **changes):
+    """A record and its blobs, made of the one that was compiled; nothing of it is launched here."""
+    layer = cache.FolderLayer(compiled, "compiled")
+    [tools] = layer.toolkits(H200.key)
+    document = json.loads(layer.read_record(H200.key, tools, SPEC.name, dict(PROBLEM)).to_json())
+    document |= {"problem": dict(PROBLEM.but(columns=columns)), "config": dict(config)} | changes
+    made = cache.Record.from_json(json.dumps(document))
+    return made, {digest: layer.read_blob(digest) for digest in made.digests}
+
+
+def fill(root, compiled, *columns, config=DEFAULT, **changes):
+    for each in columns:
+        cache.Store(root).write(*record(compiled, each, config, **changes))
+    root.mkdir(parents=True, exist_ok=True)
+    return str(root)
+
+
+def environment(**more):
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("TILEKERN_")}
+    return kept | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"} | more
+
+
+def start(tmp_path, code_or_file, count, *arguments, meet=None, **env):
+    command = [sys.executable, *([code_or_file] if str(code_or_file).endswith(".py") else ["-c", code_or_file])]
+    meet = meet or f"file://{tmp_path / 'meet'}"
+    return [
+        subprocess.Popen(
+            [*command, meet, str(rank), str(count), *map(str, arguments)],
+            env=environment(**env), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(count)
+    ]  # fmt: skip
+
+
+def finish(processes):
+    try:
+        return [(*process.communicate(timeout=PATIENCE_S), process.returncode) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+
+
+@pytest.fixture(scope="module")
+def situations(compiled, tmp_path_factory):
+    """Each situation's outcome by rank; one job goes through all of them."""
+    home = tmp_path_factory.mktemp("ranks")
+    listed = []
+
+    def give(name, roots, asks=((50, 48), (50, 64)), **more):
+        listed.append({"name": name, "roots": roots, "asks": more.pop("each", [asks] * RANKS), **more})
+
+    def alike(name, *columns):
+        return [fill(home / name / str(rank), compiled, *columns) for rank in range(RANKS)]
+
+    give("equal", alike("equal", 48, 64))
+    give("differ", [
+        fill(home / "differ" / "0", compiled, 48, 64),
+        fill(home / "differ" / "1", compiled, 48, 64, config=OTHER),
+        fill(home / "differ" / "2", compiled, 48, config=OTHER),
+    ])  # fmt: skip
+    give("times differ", [
+        fill(home / "times" / "0", compiled, 48),
+        fill(home / "times" / "1", compiled, 48, created="2026-08-01T12:00:00+00:00", candidates=7),
+        fill(home / "times" / "2", compiled, 48, runners_up=[{"config": {}, "median_us": 2.0}]),
+    ], [(50, 48)])  # fmt: skip
+    give("partly filled", [
+        fill(home / "partly" / "0", compiled, 48, 64),
+        fill(home / "partly" / "1", compiled, 48, 80),
+        fill(home / "partly" / "2", compiled),
+    ], [(50, 48), (50, 64), (50, 80)])  # fmt: skip
+    give("leader has none", [fill(home / "none" / "0", compiled), *alike("nones", 48)[1:]])
+    give("each asks for others", alike("others", 48, 64), each=[[(50, 48)], [(50, 64)], [(5000, 48), (50, 48)]])
+    give("vanishes while it is read", alike("reading", 48, 64), do={"1": "vanish_at_first_blob"})
+    give("vanish when agreed", alike("agreed", 48, 64), do={"0": "vanishes_after", "1": "vanishes_after"})
+    damaged = alike("damaged", 48, 64)
+    for blob in Path(damaged[1], "v1", "blobs").rglob("*"):
+        if blob.is_file():
+            blob.write_bytes(blob.read_bytes()[:-1] + b"?")
+    give("damaged", damaged)
+    blocked = [fill(home / "blocked" / "0", compiled, 48), str(home / "blocked" / "1"), str(home / "blocked" / "2")]
+    Path(blocked[1]).write_text("a file where the cache's folder should be")
+    Path(blocked[2]).mkdir(mode=0o555)
+    give("cannot be written", blocked)
+    give("compile", [fill(home / "c" / "0", compiled), blocked[1], fill(home / "c" / "2", compiled)], [(50, 48)],
+         policies=["compile"] * RANKS)  # fmt: skip
+    give("one has no compiler", [fill(home / "n" / str(r), compiled) for r in range(RANKS)], [(50, 48)],
+         policies=["compile"] * RANKS, do={"1": "has_no_compiler"})  # fmt: skip
+    give("policies differ", alike("p"), policies=["error", "fallback", "compile"])
+    give("another gpu of the arch", alike("h100", 48, 64), do={"1": "is_h100"})
+    give("another arch", alike("b200", 48, 64), do={"2": "is_b200"})
+    give("the first has no gpu", [fill(home / "g" / str(r), compiled, 48, config=(OTHER, DEFAULT, OTHER)[r])
+         for r in range(RANKS)], each=[[], [(50, 48)], [(50, 48)]], do={"0": "has_no_gpu"})  # fmt: skip
+    give("a bad policy", alike("bad", 48), policies=["fallback", "panic", "fallback"])
+    give("other sources", alike("sources", 48), do={"2": "has_other_sources"})
+    give("one dies", alike("dies", 48), do={"1": "dies"})
+    path = home / "situations.json"
+    path.write_text(json.dumps(listed))
+    ended = finish(start(home, str(ROOT / "tests" / "rank_worker.py"), RANKS, TIMEOUT_S, path))
+    lines = [[json.loads(line) for line in out.splitlines()] for out, _, _ in ended]
+    assert len(lines[0]) == len(listed), ended[0][1]
+    return {given["name"]: [line[at] for line in lines if at < len(line)] for at, given in enumerate(listed)}
+
+
+def runs(outcomes):
+    return [one["runs"] for one in outcomes]
+
+
+def default_runs(outcome):
+    return [config for config, _ in outcome["runs"]]
+
+
+def test_equal_caches_exchange_nothing_but_their_digests(situations):
+    found = situations["equal"]
+    assert runs(found) == [found[0]["runs"]] * RANKS
+    assert default_runs(found[0]) == [DEFAULT.key] * 2
+    for one in found:
+        assert one["agreed"]["received"] == 0
+        assert one["agreed"]["sent_bytes"] < 2000
+        assert one["agreed"]["received_bytes"] < 4000
+        assert one["said"] == []
+    assert len({one["digest"] for one in found}) == 1
+    assert len({one["agreed"]["digest"] for one in found}) == 1
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["differ", "vanishes while it is read", "vanish when agreed", "damaged", "another gpu of the arch"],
+)
+def test_caches_that_differ_run_what_rank_0_has(situations, name):
+    found = situations[name]
+    assert default_runs(found[0]) == [DEFAULT.key] * 2
+    assert runs(found) == [found[0]["runs"]] * RANKS
+    assert len({one["digest"] for one in found}) == 1
+    assert [one["agreed"]["leader"] for one in found] == [0] * RANKS
+    assert [one["wanted"] for one in found] == [0] * RANKS
+
+
+def test_what_lacks_comes_along_once_and_is_small(situations):
+    found = situations["differ"]
+    assert [one["agreed"]["received"] for one in found] == [0, 2, 2]
+    others = situations["vanishes while it is read"][1]["agreed"]
+    assert others["received"] >= 1
+    for one in (*found, *situations["vanishes while it is read"]):
+        assert one["agreed"]["sent_bytes"] < 100_000
+        assert one["agreed"]["received_bytes"] < 100_000
+
+
+def test_other_times_and_dates_are_no_difference(situations):
+    found = situations["times differ"]
+    assert [one["agreed"]["received"] for one in found] == [0] * RANKS
+    assert len({one["agreed"]["digest"] for one in found}) == 1
+
+
+def test_what_rank_0_lacks_is_a_miss_on_all(situations):
+    found = situations["partly filled"]
+    assert runs(found) == [found[0]["runs"]] * RANKS
+    assert None not in found[0]["runs"][:2]
+    assert found[0]["runs"][2] is None, "rank 1 has it"
+    assert [one["wanted"] for one in found] == [1] * RANKS
+
+
+def test_a_rank_0_with_nothing_makes_all_run_the_model_s_own_op(situations):
+    found = situations["leader has none"]
+    assert runs(found) == [[None, None]] * RANKS
+    assert len({one["digest"] for one in found}) == 1
+
+
+def test_ranks_that_ask_for_other_problems_get_the_same_answers(situations):
+    found = situations["each asks for others"]
+    assert found[2]["runs"] == [found[0]["runs"][0]] * 2
+    assert found[1]["runs"][0] is not None
+
+
+def test_a_cache_that_cannot_be_written_or_is_none_takes_part(situations):
+    found = situations["cannot be written"]
+    assert runs(found) == [found[0]["runs"]] * RANKS
+    assert found[0]["runs"][0] is not None
+    assert found[0]["runs"][1] is None
+
+
+def test_a_miss_compiles_the_same_default_on_all_though_one_cannot_keep_it(situations):
+    found = situations["compile"]
+    assert runs(found) == [found[0]["runs"]] * RANKS
+    assert default_runs(found[0]) == [DEFAULT.key]
+    assert len({one["digest"] for one in found}) == 1
+
+
+def test_where_one_rank_cannot_compile_none_does(situations):
+    found = situations["one has no compiler"]
+    assert runs(found) == [[None]] * RANKS
+    for one in found:
+        assert any("not all ranks on sm_90 have the same compiler" in said for said in one["said"])
+
+
+def test_the_miss_policy_is_rank_0_s(situations):
+    assert [one["error"].split(":")[0] for one in situations["policies differ"]] == ["CacheMiss"] * RANKS
+
+
+def test_a_rank_on_another_arch_leads_itself_and_all_say_so(situations):
+    found = situations["another arch"]
+    assert [one["agreed"]["leader"] for one in found] == [0, 0, 2]
+    assert found[0]["runs"] == found[1]["runs"]
+    assert found[2]["runs"] == [None, None]
+    assert all("the ranks have GPUs of sm_90, sm_100" in one["said"][0] for one in found)
+
+
+def test_the_lowest_rank_with_a_gpu_leads(situations):
+    found = situations["the first has no gpu"]
+    assert found[0]["agreed"] is None
+    assert [one["agreed"]["leader"] for one in found[1:]] == [1, 1]
+    assert runs(found[1:]) == [found[1]["runs"]] * 2
+    assert default_runs(found[1]) == [DEFAULT.key]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("a bad policy", "rank 1 cannot say which kernels it would run: TILEKERN_ON_MISS: unknown miss policy 'panic'"),
+        ("other sources", "rank 2 runs another tilekern than rank 0"),
+    ],
+)
+def test_what_no_rank_can_take_over_ends_all_at_once(situations, name, words):
+    for one in situations[name]:
+        assert one["error"].startswith(f"RanksDiffer: {words}")
+        assert one["seconds"] < TIMEOUT_S
+
+
+def test_a_rank_that_dies_holds_the_others_up_for_the_group_s_timeout_at_most(situations):
+    found = situations["one dies"]
+    assert len(found) == RANKS - 1
+    for one in found:
+        assert one["error"].startswith("RanksDiffer: rank 1 did not come to agree on kernels within ")
+        assert one["seconds"] < TIMEOUT_S + 4
+
+
+def test_rank_0_dying_with_the_store_that_ranks_meet_at_ends_the_others(compiled, tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        meet = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    roots = [fill(tmp_path / "0", compiled, 48), fill(tmp_path / "1", compiled, 48)]
+    path = tmp_path / "situations.json"
+    path.write_text(json.dumps([{"name": "dies", "roots": roots, "asks": [[], []], "do": {"0": "dies"}}]))
+    worker = str(ROOT / "tests" / "rank_worker.py")
+    _, (said, errors, _) = finish(start(tmp_path, worker, 2, TIMEOUT_S, path, meet=meet))
+    assert said, errors
+    found = json.loads(said)
+    assert found["error"].startswith("RanksDiffer: rank")
+    assert found["seconds"] < TIMEOUT_S + 4
+
+
+APPLY = """
+import datetime, os, sys, torch, warnings
+from torch.distributed import init_process_group
+import tilekern
+from tilekern import dispatch, ranks
+from tilekern.targets import resolve
+
+dispatch.here = lambda _device=None: resolve("H200")
+meet, rank, count, when = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+os.environ["TILEKERN_CACHE_DIR"] = sys.argv[5 + rank]
+known, rounds = init_process_group, []
+inner = ranks.agree
+ranks.agree = lambda: rounds.append(inner())
+
+
+def up():
+    init_process_group("gloo", init_method=meet, rank=rank, world_size=count)
+
+
+if when == "before":
+    tilekern.apply()
+    assert init_process_group is not known, "the name that this script imported"
+    assert not rounds
+up()
+if when == "after":
+    tilekern.apply()
+tilekern.apply()
+assert len(rounds) == 1 and rounds[0].ranks == 2, rounds
+spec = __import__("tilekern.kernels", fromlist=["x"]).spec_named("swiglu_forward")
+print(dispatch.plan_for(spec, torch.device("cuda", 0), 50, 48, torch.bfloat16).config.key, tilekern.cache_digest())
+tilekern.reset()
+assert torch.distributed.init_process_group is known and init_process_group is known
+"""
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_apply_sees_to_it_before_and_after_torch_distributed_is_up(compiled, tmp_path, when):
+    roots = [fill(tmp_path / "0", compiled, 48), fill(tmp_path / "1", compiled, 48, config=OTHER)]
+    ended = finish(start(tmp_path, APPLY, 2, when, *roots))
+    assert [code for _, _, code in ended] == [0, 0], ended
+    assert ended[0][0] == ended[1][0]
+    assert ended[0][0].startswith(DEFAULT.key)
+
+
+RUNNING = """
+import os, sys, torch, tilekern
+from tilekern import dispatch
+from tilekern.kernels import spec_named
+from tilekern.targets import resolve
+
+dispatch.here = lambda _device=None: resolve("H200")
+meet, rank, count = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+os.environ["TILEKERN_CACHE_DIR"] = sys.argv[4]
+torch.distributed.init_process_group("gloo", init_method=meet, rank=rank, world_size=count)
+
+
+def plan():
+    with torch.no_grad():
+        return dispatch.plan_for(spec_named("swiglu_forward"), torch.device("cuda", 0), 50, 48, torch.bfloat16)
+
+
+if len(sys.argv) > 5:
+    plan()
+tilekern.agree()
+assert plan() is None
+torch.distributed.barrier()
+print("ready", flush=True)
+sys.stdin.readline()
+assert dispatch.look_again() == 0 and plan() is None
+import time
+time.sleep(0.5)
+assert plan() is None, "found by a thread of one rank alone"
+tilekern.agree()
+print(plan() is not None, flush=True)
+"""
+
+
+def test_ranks_that_agreed_take_what_is_published_when_they_agree_again(compiled, tmp_path):
+    root = fill(tmp_path / "cache", compiled)
+    env = environment(TILEKERN_LOOKUP_AGAIN_S="0.05", TILEKERN_ON_MISS="fallback")
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", RUNNING, f"file://{tmp_path / 'meet'}", str(rank), "2", root],
+            env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    for process in processes:
+        assert process.stdout.readline() == "ready\n"
+    fill(Path(root), compiled, 48)
+    for process in processes:
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    assert [out for out, _, _ in finish(processes)] == ["True\n"] * 2
+
+
+def test_ranks_that_never_agreed_are_told_so(compiled, tmp_path):
+    code = RUNNING.split("tilekern.agree()", maxsplit=1)[0]
+    roots = [fill(tmp_path / "cache", compiled, 48), "now"]
+    for _, said, code_of_exit in finish(start(tmp_path, code, 2, *roots)):
+        assert code_of_exit == 0, said
+        assert "call tilekern.agree() on every rank when torch.distributed is up" in said
+
+
+def test_without_torch_distributed_nothing_is_done():
+    started = time.perf_counter()
+    assert ranks.agree() is None
+    assert time.perf_counter() - started < 0.01
+
+
+def status(digest="a", gpu="H200", toolkit="t-1", policy="compile", sources="s"):
+    target = gpu and vars(resolve(gpu))
+    return {"digest": digest, "target": target, "toolkit": toolkit, "policy": policy, "sources": sources}
+
+
+def test_the_lowest_rank_of_an_arch_leads_and_those_that_differ_follow():
+    verdict = ranks.verdict_on([status(gpu=None), status("b"), status("b", "H100"), status("c"), status("d", "B200")])
+    assert verdict["groups"]["sm_90"]["leader"] == 1
+    assert verdict["groups"]["sm_90"]["differ"] == [3]
+    assert verdict["groups"]["sm_90"]["target"]["name"] == "H200"
+    assert verdict["groups"]["sm_100"]["leader"] == 4
+    assert len(verdict["notes"]) == 1
+
+
+@pytest.mark.parametrize("toolkits", [("t-1", "t-2"), ("t-1", None), (None, None)])
+def test_a_miss_compiles_where_all_have_the_same_compiler(toolkits):
+    verdict = ranks.verdict_on([status(toolkit=each) for each in toolkits])
+    assert verdict["groups"]["sm_90"]["policy"] == "fallback"
+    assert ranks.verdict_on([status(), status()])["groups"]["sm_90"]["policy"] == "compile"
+
+
+def test_the_verdict_on_a_thousand_ranks_is_small():
+    verdict = ranks.verdict_on([status(digest=str(rank % 7)) for rank in range(1000)])
+    assert len(json.dumps(verdict)) < 8000
+
+
+def test_a_snapshot_answers_as_the_layers_that_it_was_taken_from(compiled, tmp_path):
+    fill(tmp_path / "0", compiled, 48, 64)
+    fill(tmp_path / "1", compiled, 48, 80, config=OTHER)
+    layers = [cache.FolderLayer(tmp_path / name, name) for name in "01"]
+    [tools] = layers[0].toolkits(H200.key)
+    snapshot = Snapshot.take("sm_90", layers, tools)
+    source = record(compiled)[0].source_digest
+    for target in ("H200", "H100"):
+        for rows, columns in ((64, 48), (512, 48), (64, 64), (1, 80), (64, 96)):
+            options = {
+                "bucketed": ["rows"], "target_key": resolve(target).key, "arch": "sm_90", "toolkit_key": tools,
+                "source_digest": source,
+            }  # fmt: skip
+            problem = dict(PROBLEM.but(rows=rows, columns=columns))
+            there, here = (cache.lookup(SPEC.name, problem, layers=where, **options) for where in (layers, [snapshot]))
+            assert (there and there.record) == (here and here.record)
+            assert (there and there.exact_bucket) == (here and here.exact_bucket)
+            if there:
+                assert there.load("aligned") == here.load("aligned")
+    assert len(snapshot) == 3
+
+
+def test_contents_that_were_damaged_on_the_way_are_refused(compiled, tmp_path):
+    fill(tmp_path, compiled, 48, 64)
+    layer = cache.FolderLayer(tmp_path, "full")
+    full = Snapshot.take("sm_90", [layer], None)
+    index = full.index()
+    contents = full.contents(index.keys())
+    empty = Snapshot({})
+    assert empty.reduced_to(index, contents).digest == full.digest
+    assert sorted(empty.lacks(index)) == sorted(index)
+    for damaged in (contents[:-5], contents[:100] + b"?" + contents[101:], b"", full.contents(list(index)[:1])):
+        with pytest.raises(cache.CacheError, match=r"damaged|did not come along"):
+            empty.reduced_to(index, damaged)
+
+
+def test_what_runs_is_what_an_identity_is_of(compiled):
+    made, _ = record(compiled)
+    assert identity(record(compiled, created="2026-08-01T12:00:00+00:00")[0]) == identity(made)
+    assert identity(record(compiled, config=OTHER)[0]) != identity(made)
+    assert identity(record(compiled, columns=64)[0]) != identity(made)

@@ -1,0 +1,222 @@
+"""Preflight on its own: what it calls what, its exit codes, and what --fix makes."""
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from transformers import Qwen3Config
+
+import tilekern
+from tilekern import dispatch
+from tilekern.cache import Store
+from tilekern.errors import InputError
+from tilekern.kernels import spec_named
+from tilekern.records import record_of
+from tilekern.targets import resolve
+from tilekern.toolchain import toolkit
+from tuning import cli
+from tuning import preflight as checks
+from tuning.models import find_model
+from tuning.plan import known_ops, plan
+
+H200, H100 = resolve("H200"), resolve("H100")
+TOOLS = {"key": "tileiras-1.0-cuda_tile-1.0", "tileiras": "1.0", "cuda_tile": "1.0"}
+# No pack of the wheel serves these sizes.
+CONFIG = {
+    "model_type": "qwen3", "hidden_size": 96, "intermediate_size": 224, "num_attention_heads": 3,
+    "num_key_value_heads": 1, "head_dim": 16, "num_hidden_layers": 2, "vocab_size": 333,
+}  # fmt: skip
+needs_compiler = pytest.mark.skipif(toolkit() is None, reason="no tile compiler is installed")
+
+
+@pytest.fixture(autouse=True)
+def settings(monkeypatch, tmp_path):
+    for name in [name for name in os.environ if name.startswith("TILEKERN_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("TILEKERN_CACHE_DIR", str(tmp_path / "cache"))
+    dispatch.forget()
+
+
+@pytest.fixture
+def model(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIG))
+    return str(path)
+
+
+def put(root, kernel, problem, target=H200, provenance="predicted", **changes):
+    """A record without artifacts, as of a library's config: a lookup asks for no more."""
+    spec = spec_named(kernel)
+    facts = {"measurement": {"median_us": 1.0}} if provenance == "measured" else {}
+    made = record_of(spec, problem, spec.default(problem, target), target, TOOLS, {}, provenance, **facts)
+    Store(root).write(replace(made, **changes), {})
+
+
+def rope(**more):
+    return checks.preflight(CONFIG, [64], gpu="H200", ops=["rope"], **more)
+
+
+def run(*arguments):
+    """The exit code of the command, however it ends."""
+    try:
+        return cli.main(["preflight", *arguments])
+    except SystemExit as end:
+        return end.code
+
+
+def test_it_plans_what_the_tuner_plans():
+    found = tilekern.preflight("qwen3-8b", [2048, 8192], gpu="H200")
+    planned = plan(find_model("qwen3-8b"), [2048, 8192], ["bfloat16"], known_ops(), H200)
+    assert [(need.kernel, need.problem) for need in found.needs] == planned
+    assert found.missing == [], "the wheel's pack"
+
+
+@pytest.mark.parametrize("form", ["name", "path", "dictionary", "configuration"])
+def test_a_model_is_named_in_many_ways(model, form):
+    given = {"path": model, "name": Path(model), "dictionary": CONFIG, "configuration": Qwen3Config(**CONFIG)}[form]
+    found = checks.preflight(given, [64], gpu="H200", ops=["rope"])
+    assert [need.problem for need in found.needs] == [need.problem for need in rope().needs]
+
+
+@pytest.mark.parametrize("given", [7, None, ["qwen3-8b"]])
+def test_what_is_no_model_is_named(given):
+    with pytest.raises(InputError, match="preflight takes a model's name, path, configuration or its dictionary, got"):
+        checks.preflight(given, [64], gpu="H200")
+
+
+def test_an_empty_cache_lacks_everything_and_is_not_made(tmp_path):
+    found = rope()
+    assert {need.state for need in found.needs} == {checks.MISSING}
+    assert found.missing == list(found.needs)
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize(
+    ("target", "rows", "provenance", "state", "meets"),
+    [
+        (H200, 64, "measured", "exact", {"served", "exact", "measured"}),
+        (H200, 64, "predicted", "exact", {"served", "exact"}),
+        (H200, 64, "default", "exact", {"served", "exact"}),
+        (H200, 256, "measured", "nearest", {"served"}),
+        (H100, 64, "measured", "other_gpu", {"served"}),
+        (resolve("B200"), 64, "measured", "missing", set()),
+    ],
+)
+def test_what_is_there_has_a_name(tmp_path, target, rows, provenance, state, meets):
+    for need in rope().needs:
+        put(tmp_path / "cache", need.kernel, need.problem.but(tokens=rows), target, provenance)
+    for demand in checks.DEMANDS:
+        found = rope(need=demand)
+        assert {need.state for need in found.needs} == {state}
+        assert {need.provenance for need in found.needs} == {None if state == "missing" else provenance}
+        assert (found.missing == []) == (demand in meets)
+        assert found.counts()[state] == len(found.needs)
+
+
+def test_a_stale_record_is_missing_and_said_to_be_stale(tmp_path, model, capsys):
+    for need in rope().needs:
+        put(tmp_path / "cache", need.kernel, need.problem, source_digest="0" * 64)
+    found = rope()
+    assert all(need.is_stale and need.state == checks.MISSING for need in found.missing)
+    assert run(model, "--gpu", "H200", "--tokens", "64", "--ops", "rope") == 3
+    said = capsys.readouterr().out
+    assert "lacking: rope tokens=64,batch=1" in said
+    assert "which an edit of the kernel made stale" in said
+
+
+def test_a_damaged_cache_is_read_and_left_alone(tmp_path):
+    for need in rope().needs:
+        put(tmp_path / "cache", need.kernel, need.problem)
+    files = list((tmp_path / "cache").rglob("*.json"))
+    files[0].write_text("{")
+    with pytest.warns(RuntimeWarning, match="is bad"):
+        assert len(rope().missing) == 1
+    assert files[0].read_text() == "{"
+
+
+def test_the_command_lists_what_lacks_and_ends_with_3(model, capsys):
+    assert run(model, "--gpu", "H200", "--tokens", "64", "--ops", "rope,swiglu") == 3
+    said = capsys.readouterr().out
+    assert said.count("lacking: ") == 5
+    assert "5 problems: 5 missing" in said
+
+
+def test_the_command_has_nothing_to_say_against_a_full_cache(capsys):
+    assert run("qwen3-8b", "--gpu", "H200", "--tokens", "2048,8192", "--need", "measured") == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "nothing lacks"
+
+
+def test_json_is_the_document_that_the_help_describes(model, capsys):
+    assert run(model, "--gpu", "H200", "--tokens", "64", "--ops", "rope", "--json") == 3
+    document = json.loads(capsys.readouterr().out)
+    assert run("--help") == 0
+    help_text = capsys.readouterr().out
+    assert document["complete"] is False
+    assert document["missing"] == document["problems"]
+    for name in (*document, *document["problems"][0]):
+        assert name in help_text, name
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["qwen9"], "unknown model 'qwen9'"),
+        (["qwen3-8b", "--gpu", "H900"], "unknown GPU 'H900'"),
+        (["qwen3-8b", "--gpu", "H200", "--tokens", "many"], "--tokens 'many': expected whole numbers"),
+        (["qwen3-8b", "--gpu", "H200", "--ops", "fly"], "unknown op 'fly'"),
+        (["qwen3-8b", "--gpu", "H200", "--need", "all"], "'all' is not one of"),
+        ([], "Missing argument 'MODEL'"),
+    ],
+)
+def test_bad_input_is_one_line_and_2(arguments, words, capsys):
+    assert run(*arguments) == 2
+    said = capsys.readouterr().err
+    assert words in said
+    assert said.count("\n") == 1
+
+
+def test_a_demand_that_nobody_knows_is_named():
+    with pytest.raises(InputError, match="--need all: known are served, exact, measured"):
+        rope(need="all")
+
+
+@needs_compiler
+def test_measured_records_cannot_be_made_where_the_gpu_is_not(model, capsys):
+    arguments = [model, "--gpu", "H200", "--tokens", "64", "--ops", "rope", "--need", "measured", "--fix"]
+    if dispatch.here() is None:
+        assert run(*arguments) == 2
+        assert "--need measured can be met by tuning on a H200 alone" in capsys.readouterr().err
+
+
+@needs_compiler
+def test_fix_tunes_what_lacks_and_nothing_else(model, tmp_path, capsys):
+    first = rope().needs[0]
+    put(tmp_path / "cache", first.kernel, first.problem, provenance="measured")
+    arguments = [model, "--gpu", "H200", "--tokens", "64", "--ops", "rope", "--json"]
+    assert run(*arguments, "--fix") == 0
+    done = json.loads(capsys.readouterr().out)
+    assert done["complete"]
+    assert [problem["provenance"] for problem in done["problems"]] == ["measured", "predicted"]
+    (sweep,) = (tmp_path / "cache" / "sweeps").glob("*/sweep.json")
+    assert len(json.loads(sweep.read_text())["problems"]) == 1
+    assert run(*arguments) == 0
+
+
+@needs_compiler
+def test_fix_by_compiling_takes_the_defaults(model, tmp_path, capsys):
+    arguments = [model, "--gpu", "H200", "--tokens", "64", "--ops", "rope", "--json", "--cache-dir", tmp_path / "other"]
+    assert run(*map(str, arguments), "--fix", "--by", "compile") == 0
+    done = json.loads(capsys.readouterr().out)
+    assert {problem["provenance"] for problem in done["problems"]} == {"default"}
+    assert not (tmp_path / "cache").exists()
+
+
+@needs_compiler
+def test_what_cannot_be_made_keeps_its_reason(tmp_path):
+    found = checks.fix(rope(), checks.COMPILE, timeout_s=0.001)
+    assert len(found.missing) == len(found.needs)
+    for need in found.missing:
+        assert "did not compile" in checks.line_of(need)
+    assert checks.fix(found, checks.COMPILE).missing == []

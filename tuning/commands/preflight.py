@@ -1,0 +1,77 @@
+"""``python -m tilekern.tune preflight MODEL``: what a job will need, and what of it the caches lack."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from tuning import preflight as checks
+from tuning.options import counts, words
+from tuning.plan import known_ops
+from tuning.progress import progress_bar
+
+EXIT_MISSING = 3
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("model")
+@click.option("--gpu", default="auto", show_default=True, help="The job's GPU: auto, a GPU (B200), an arch or a key.")
+@click.option("--tokens", default="2048,8192", show_default=True, help="Tokens of a step (batch times sequence).")
+@click.option("--sequence", metavar="TEXT", help="Tokens of a sequence; a step is one sequence where not given.")
+@click.option("--dtype", default="bfloat16", show_default=True, help="bfloat16, float16, float32.")
+@click.option("--tp", type=click.IntRange(min=1), default=1, show_default=True, help="Tensor-parallel degree.")
+@click.option("--ops", help="The ops of the job; all where not given.")
+@click.option(
+    "--need", type=click.Choice(checks.DEMANDS), default=checks.SERVED, show_default=True,
+    help="What is asked: served by any record, exact (of the very bucket and GPU), or measured there.",
+)  # fmt: skip
+@click.option("--fix", is_flag=True, help="Make what lacks, and nothing else, and put it into the cache.")
+@click.option(
+    "--by", type=click.Choice(checks.WAYS), default=checks.TUNE, show_default=True,
+    help="With --fix: tune, or compile the default configs.",
+)  # fmt: skip
+@click.option("--jobs", type=click.IntRange(min=1), help="Compile workers; one for each core where not given.")
+@click.option("--timeout", "timeout_s", type=click.FloatRange(min=1), help="Seconds that one compile may take.")
+@click.option("--gpus", type=click.IntRange(min=1), help="How many GPUs to measure on at most.")
+@click.option("--cache-dir", type=click.Path(file_okay=False, path_type=Path), help="The cache in place of the user's.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document in place of lines.")
+def command(
+    *, model: str, gpu: str, tokens: str, sequence: str | None, dtype: str, tp: int, ops: str | None, need: str,
+    fix: bool, by: str, jobs: int | None, timeout_s: float | None, gpus: int | None, cache_dir: Path | None,
+    as_json: bool,
+) -> None:  # fmt: skip
+    """Say which records a job of MODEL will need, and which of them its caches have.
+
+    MODEL is a preset (qwen3-8b), the path of a config.json or of a folder with one, or a hub id. Runs on any machine,
+    and writes nothing without --fix. Exit codes: 0 nothing lacks; 2 bad input; 3 something lacks, which is listed; 4
+    --fix found no compiler.
+
+    --json: model, target, need, complete (bool), counts (by state and by provenance), problems and missing: lists of
+    kernel, problem, state (exact; nearest: another bucket's record serves; other_gpu: one of another GPU of the arch
+    does; missing), provenance (measured, predicted, default), serving (the record's address), layer, stale (a record of
+    the very problem is there and an edit of the kernel made it stale), why (what --fix could not do); notes.
+    """
+    found = checks.preflight(
+        model, counts(tokens, "--tokens", "2048,8192"), gpu=gpu, dtype=words(dtype, "--dtype"), tp=tp,
+        sequence=counts(sequence, "--sequence", "2048,4096") if sequence is not None else (),
+        ops=words(ops, "--ops") if ops is not None else known_ops(), need=need, cache_dir=cache_dir,
+    )  # fmt: skip
+    if fix and found.missing:
+        with progress_bar("fix", quiet=as_json) as progress:
+            found = checks.fix(
+                found, by, cache_dir=cache_dir, jobs=jobs, gpus=gpus, timeout_s=timeout_s, progress=progress
+            )
+    click.echo(json.dumps(found.as_json(), indent=1) if as_json else _told(found))
+    if found.missing:
+        raise SystemExit(EXIT_MISSING)
+
+
+def _told(found: checks.Preflight) -> str:
+    numbers = ", ".join(f"{number} {name.replace('_', ' ')}" for name, number in found.counts().items() if number)
+    lines = [f"{found.model} on {found.target.name}: {len(found.needs)} problems: {numbers}", *found.notes]
+    if not found.missing:
+        return "\n".join([*lines, "nothing lacks"])
+    lines += [f"lacking: {checks.line_of(need)}" for need in found.missing]
+    return "\n".join([*lines, f"{len(found.missing)} lack; --fix makes them, and so does python -m tilekern.tune"])

@@ -1,0 +1,276 @@
+"""Preflight: before a job starts, which records it will need, and which of them the caches have.
+
+The problems come from the plan that the tuner makes (:func:`tuning.plan.plan`), and each is looked up as the job will
+look it up. So what a preflight calls served is what the job's first call finds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tilekern.cache import CacheError, FolderLayer, Hit, Layer, Store, default_layers, problem_key, user_root
+from tilekern.dispatch import find
+from tilekern.errors import InputError
+from tilekern.kernels import spec_named
+from tilekern.source import digest_of_module
+from tilekern.spec import Problem
+from tilekern.targets import Target, here, resolve
+from tilekern.toolchain import require_toolkit
+from tuning.families import Model, model_of_config
+from tuning.models import find_model, sharded_model
+from tuning.plan import Named, known_ops, plan
+
+if TYPE_CHECKING:
+    from tuning.service.tuner import How
+
+EXACT, NEAREST, OTHER_GPU, MISSING = STATES = ("exact", "nearest", "other_gpu", "missing")
+# What is asked of a problem's record: that any serves; that it is of the very bucket and GPU; that it was measured.
+SERVED, OWN, MEASURED = DEMANDS = ("served", "exact", "measured")
+TUNE, COMPILE = WAYS = ("tune", "compile")
+# Told how many of how many problems are done.
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Need:
+    """A problem that the job will ask for, at its buckets, and what it will find.
+
+    Attributes:
+        kernel: the spec's name.
+        problem: its values.
+        state: ``exact``; ``nearest``: another bucket's record serves; ``other_gpu``: one of another GPU of the arch
+            does; ``missing``.
+        provenance: ``measured``, ``predicted`` or ``default``; None where nothing serves.
+        serving: the address of the record that serves, ``target/toolkit/kernel/problem``; None where nothing does.
+        layer: where that stands.
+        is_stale: whether a layer has a record of the very problem that an edit of the kernel made stale.
+        why: what kept :func:`fix` from making a record; else None.
+    """
+
+    kernel: str
+    problem: Problem
+    state: str
+    provenance: str | None
+    serving: str | None
+    layer: str | None
+    is_stale: bool
+    why: str | None = None
+
+    def meets(self, demand: str) -> bool:
+        """Whether what is there is as good as is asked: one of :data:`DEMANDS`."""
+        if demand == SERVED:
+            return self.state != MISSING
+        return self.state == EXACT and (demand == OWN or self.provenance == MEASURED)
+
+    def as_json(self) -> dict[str, Any]:
+        """The need as ``--json`` prints it."""
+        return {
+            "kernel": self.kernel,
+            "problem": dict(self.problem),
+            "state": self.state,
+            "provenance": self.provenance,
+            "serving": self.serving,
+            "layer": self.layer,
+            "stale": self.is_stale,
+            "why": self.why,
+        }
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """What a job will need, in the plan's order, and what is asked of it."""
+
+    model: str
+    target: Target
+    demand: str
+    needs: tuple[Need, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def missing(self) -> list[Need]:
+        """What lacks, or is not as good as asked."""
+        return [need for need in self.needs if not need.meets(self.demand)]
+
+    def counts(self) -> dict[str, int]:
+        """How many needs there are by state, and of those that are served by provenance."""
+        found = Counter(need.state for need in self.needs)
+        found.update(need.provenance for need in self.needs if need.provenance)
+        return {name: found[name] for name in (*STATES, "measured", "predicted", "default")}
+
+    def as_json(self) -> dict[str, Any]:
+        """The document that ``--json`` prints."""
+        return {
+            "model": self.model,
+            "target": self.target.describe(),
+            "need": self.demand,
+            "complete": not self.missing,
+            "counts": self.counts(),
+            "problems": [need.as_json() for need in self.needs],
+            "missing": [need.as_json() for need in self.missing],
+            "notes": list(self.notes),
+        }
+
+
+def preflight(
+    config: Any, tokens: Sequence[int] = (2048, 8192), *, gpu: str = "auto", sequence: Sequence[int] = (),
+    dtype: Sequence[str] = ("bfloat16",), tp: int = 1, ops: Sequence[str] | None = None, need: str = SERVED,
+    cache_dir: str | Path | None = None,
+) -> Preflight:  # fmt: skip
+    """Which records a job will need, and which of them the caches have; nothing is written, compiled or launched.
+
+    Args:
+        config: the model: a preset's name, the path of a config.json, a hub id, a configuration of transformers or its
+            dictionary, or a model that has one.
+        tokens: tokens of a step, batch times sequence.
+        gpu: the GPU that the job will run on: ``auto`` (the one here), a name, an arch or a key.
+        sequence: tokens of a sequence; a step is one sequence where none is given.
+        dtype: the dtypes to train in.
+        tp: the tensor-parallel degree.
+        ops: the ops of the job; all where None.
+        need: what is asked of a problem's record: ``served`` by any, ``exact``: of the very bucket and GPU,
+            ``measured``: there and measured.
+        cache_dir: the cache that stands in for the user's; further layers are read as ever.
+
+    Raises:
+        InputError: anything that was named is not known, or nothing is to be tuned for it.
+    """
+    if need not in DEMANDS:
+        raise InputError(f"--need {need}: known are {', '.join(DEMANDS)}")
+    model = sharded_model(_model(config), tp)
+    target, chosen = resolve(gpu), list(ops if ops is not None else known_ops())
+    problems = plan(model, tokens, dtype, chosen, target, sequence)
+    notes = tuple(f"{op} is left out: {reason}" for op, reason in model.left_out if op in chosen)
+    if not problems:
+        raise InputError("; ".join([f"{model.name} has nothing to tune for --ops {','.join(chosen)}", *notes]))
+    layers = _layers(cache_dir)
+    return Preflight(model.name, target, need, tuple(_need(*named, target, layers) for named in problems), notes)
+
+
+def fix(
+    found: Preflight, by: str = TUNE, *, cache_dir: str | Path | None = None, jobs: int | None = None,
+    gpus: int | None = None, timeout_s: float | None = None, progress: Progress | None = None,
+) -> Preflight:  # fmt: skip
+    """Make the records that lack, put them into the cache, and look again.
+
+    Args:
+        found: what a preflight found.
+        by: ``tune``: as the tuner does, measured where the GPU is here, else predicted; ``compile``: the default config
+            of each problem, as a miss of the job would.
+        cache_dir: the cache to fill; the user's where None.
+        jobs: compile workers; one for each core where None.
+        gpus: how many GPUs to measure on at most.
+        timeout_s: seconds that one compile may take; as the tuner's where None.
+        progress: told how far the stage at work is.
+
+    Raises:
+        InputError: the demand cannot be met in this way or here, the cache cannot be written or is held by a tuner.
+        ToolchainMissing: no compiler is installed.
+        tilekern.cache.CacheError: the cache cannot be written.
+    """
+    if not found.missing:
+        return found
+    tools, at_hand = require_toolkit(), here()
+    can_measure = by == TUNE and at_hand is not None and at_hand.key == found.target.key
+    if found.demand == MEASURED and not can_measure:
+        raise InputError(f"--need measured can be met by tuning on a {found.target.name} alone; there is none here")
+    named = [(need.kernel, need.problem) for need in found.missing]
+    root = Path(cache_dir or user_root())
+    from tuning.compiling import TIMEOUT_S, default_jobs
+    from tuning.service.tuner import How, tune
+    from tuning.service.watched import PREDICTED, WatchedCache
+
+    how, tell = How(jobs or default_jobs(), gpus, timeout_s or TIMEOUT_S), progress or (lambda *_: None)
+    if by == COMPILE:
+        failed = _compile(named, found.target, root, how, tell)
+    else:
+        cache = WatchedCache(root, found.target, tools.key, MEASURED if can_measure else PREDICTED)
+        with cache.held():
+            done = tune(cache, named, how, lambda _, at, of: tell(at, of))
+        failed = {pair: result for pair, result in done.items() if isinstance(result, str)}
+    layers = _layers(cache_dir)
+    again = tuple(_need(need.kernel, need.problem, found.target, layers, failed) for need in found.needs)
+    return Preflight(found.model, found.target, found.demand, again, found.notes)
+
+
+def _compile(named: Sequence[Named], target: Target, root: Path, how: How, tell: Progress) -> dict[Named, str]:
+    """Put the default config of each problem into a cache; why it could not be, where it could not."""
+    from tuning.compiling import compile_all
+    from tuning.publishing import winners
+    from tuning.service.tuner import why_not
+    from tuning.sweep import Sweep
+
+    tools = require_toolkit()
+    sweep, store = Sweep(root / "sweeps" / f"preflight-{target.key}-{tools.key}"), Store(root)
+    defaults = {(kernel, problem): [spec_named(kernel).default(problem, target)] for kernel, problem in named}
+    sweep.begin(target, "preflight", named, defaults)
+    compile_all(sweep, how.jobs, how.timeout_s, tell)
+    made = set()
+    for winner, blobs in winners(sweep, tools.describe()):
+        # Nothing was chosen: the only candidate is the heuristic's.
+        store.write(dataclasses.replace(winner.record, provenance="default", prediction=None, runners_up=[]), blobs)
+        made.add((winner.kernel, winner.problem))
+    return {pair: why_not(sweep, *pair) for pair in named if pair not in made}
+
+
+def _model(config: Any) -> Model:
+    if isinstance(config, str | Path):
+        return find_model(str(config))
+    if hasattr(config, "named_modules"):
+        config = getattr(config, "config", None)
+    name = getattr(config, "name_or_path", "") or type(config).__name__
+    if hasattr(config, "to_dict"):
+        config = config.to_dict()
+    if not isinstance(config, Mapping):
+        raise InputError(f"preflight takes a model's name, path, configuration or its dictionary, got {name}")
+    return model_of_config(config, name)
+
+
+def _layers(cache_dir: str | Path | None) -> list[Layer]:
+    """Where the job will look; the user's cache is only read."""
+    _, *others = default_layers()
+    return [FolderLayer(cache_dir or user_root(), "user"), *others]
+
+
+def _need(
+    kernel: str, problem: Problem, target: Target, layers: Sequence[Layer], failed: Mapping[Named, str] | None = None
+) -> Need:
+    hit = find(spec_named(kernel), problem, target, layers=layers)
+    why = (failed or {}).get((kernel, problem))
+    is_stale = (hit is None or _state(hit) != EXACT) and _has_stale(kernel, problem, target, layers)
+    if hit is None:
+        return Need(kernel, problem, MISSING, None, None, None, is_stale, why)
+    address = hit.record.address
+    return Need(
+        kernel, problem, _state(hit), hit.record.provenance, "/".join(address), hit.layer.name, is_stale, why
+    )  # fmt: skip
+
+
+def _state(hit: Hit) -> str:
+    if not hit.exact_target:
+        return OTHER_GPU
+    return EXACT if hit.exact_bucket else NEAREST
+
+
+def _has_stale(kernel: str, problem: Problem, target: Target, layers: Sequence[Layer]) -> bool:
+    source = digest_of_module(spec_named(kernel).module)
+    for layer in layers:
+        for tools in layer.toolkits(target.key):
+            try:
+                record = layer.read_record(target.key, tools, kernel, dict(problem))
+            except CacheError:
+                continue
+            if record.source_digest != source:
+                return True
+    return False
+
+
+def line_of(need: Need) -> str:
+    """What lacks, in one line for people."""
+    state = f"{need.state}, {need.provenance}" if need.provenance else need.state
+    stale = "; there is one, which an edit of the kernel made stale" if need.is_stale else ""
+    return f"{need.kernel} {problem_key(dict(need.problem))}: {state}{stale}{f'; {need.why}' if need.why else ''}"
