@@ -6,7 +6,7 @@ Needs the standard library and platformdirs alone, so that a cache can be read w
 from tilekern.cache.errors import CacheError, Corrupt, Missing, MissingRecord, UnknownSchema
 from tilekern.cache.keys import Address, parse_problem_key, problem_key
 from tilekern.cache.layers import FolderLayer, Layer
-from tilekern.cache.lookup import Hit, lookup, skipped
+from tilekern.cache.lookup import Hit, Step, by_preference, lookup, skipped
 from tilekern.cache.packs import PACK_SUFFIX, PackLayer, install_pack, write_pack
 from tilekern.cache.places import default_layers, user_root
 from tilekern.cache.records import PROVENANCES, SCHEMA, Artifact, Record
@@ -39,8 +39,10 @@ __all__ = [
     "MissingRecord",
     "PackLayer",
     "Record",
+    "Step",
     "Store",
     "UnknownSchema",
+    "by_preference",
     "clear_wanted",
     "default_layers",
     "install_pack",

@@ -13,6 +13,8 @@ from tilekern.cache.layers import FolderLayer, Layer
 from tilekern.cache.packs import PACK_SUFFIX, PackLayer
 
 ENTRY_POINTS = "tilekern.prebuilt"
+# What people call the user's cache among the layers.
+USER = "user"
 _missing_said: set[str] = set()
 
 
@@ -26,13 +28,17 @@ def user_root() -> Path:
     return platformdirs.user_cache_path("tilekern")
 
 
-def default_layers() -> list[Layer]:
+def default_layers(user: Path | None = None, *, writable: bool = True) -> list[Layer]:
     """The layers of a lookup, first to last: the user's cache, ``TILEKERN_CACHE_PATH``, packages' packs, the wheel's.
 
     A folder or pack of ``TILEKERN_CACHE_PATH`` that is not there is warned about once and left out.
+
+    Args:
+        user: the user's cache where it is another folder than :func:`user_root`.
+        writable: whether bad files of the user's cache are set aside as they are met.
     """
-    user: list[Layer] = [FolderLayer(user_root(), "user", writable=True)]
-    return [*user, *_path_layers(), *_package_layers(), *_packs_of(Path(__file__).parents[1] / "prebuilt", "prebuilt")]
+    own: list[Layer] = [FolderLayer(user or user_root(), USER, writable)]
+    return [*own, *_path_layers(), *_package_layers(), *_packs_of(Path(__file__).parents[1] / "prebuilt", "prebuilt")]
 
 
 def _path_layers() -> Iterator[Layer]:
