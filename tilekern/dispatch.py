@@ -22,7 +22,7 @@ from tilekern.spec import ALIGNED, GENERIC, Config, Implementation, KernelSpec, 
 from tilekern.targets import INTERPRETED, Target, here
 
 if TYPE_CHECKING:
-    from tilekern.cache import Hit, Layer
+    from tilekern.cache import Hit, Layer, Step
 
 MissPolicy = Literal["compile", "fallback", "error"]
 # Real sizes that are remembered; a job with more distinct ones looks up again, at some tens of microseconds each.
@@ -281,15 +281,30 @@ def _take(spec: KernelSpec, problem: Problem, target: Target, key: tuple[Any, ..
         return plan
 
 
-def find(spec: KernelSpec, bucketed: Problem, target: Target) -> Hit | None:
-    """The cache's record for a problem at its buckets, with artifacts that were checked, or None."""
+def find(
+    spec: KernelSpec,
+    bucketed: Problem,
+    target: Target,
+    *,
+    layers: Sequence[Layer] | None = None,
+    trace: list[Step] | None = None,
+) -> Hit | None:
+    """The cache's record for a problem at its buckets, with artifacts that were checked, or None.
+
+    Args:
+        spec: the kernel.
+        bucketed: the problem.
+        target: the GPU, which need not be here.
+        layers: where to look, in place of the layers that this process keeps.
+        trace: where given, takes the lookup's steps.
+    """
     from tilekern import cache
     from tilekern.source import digest_of_module
     from tilekern.toolchain import toolkit
 
     global _layers  # noqa: PLW0603
-    if _layers is None:
-        _layers = cache.default_layers()
+    if layers is None:
+        layers = _layers = cache.default_layers() if _layers is None else _layers
     tools = toolkit()
     return cache.lookup(
         spec.name,
@@ -299,7 +314,8 @@ def find(spec: KernelSpec, bucketed: Problem, target: Target) -> Hit | None:
         arch=target.arch,
         toolkit_key=tools.key if tools else None,
         source_digest=digest_of_module(spec.module),
-        layers=_layers,
+        layers=layers,
+        trace=trace,
     )
 
 

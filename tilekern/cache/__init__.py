@@ -3,14 +3,16 @@
 Needs the standard library and platformdirs alone, so that a cache can be read where neither torch nor a compiler is.
 """
 
+from tilekern.cache.entries import BlobFile, Entry, Garbage, Listed, Where
 from tilekern.cache.errors import CacheError, Corrupt, Missing, MissingRecord, UnknownSchema
 from tilekern.cache.keys import Address, parse_problem_key, problem_key
 from tilekern.cache.layers import FolderLayer, Layer
 from tilekern.cache.lookup import Hit, Step, by_preference, lookup, skipped
+from tilekern.cache.outlines import Outline
 from tilekern.cache.packs import PACK_SUFFIX, PackLayer, install_pack, write_pack
 from tilekern.cache.places import default_layers, user_root
 from tilekern.cache.records import PROVENANCES, SCHEMA, Artifact, Record
-from tilekern.cache.store import BlobFile, Entry, Garbage, Store
+from tilekern.cache.store import Store
 from tilekern.cache.wanted import (
     clear_wanted,
     note_misses,
@@ -35,13 +37,16 @@ __all__ = [
     "Garbage",
     "Hit",
     "Layer",
+    "Listed",
     "Missing",
     "MissingRecord",
+    "Outline",
     "PackLayer",
     "Record",
     "Step",
     "Store",
     "UnknownSchema",
+    "Where",
     "by_preference",
     "clear_wanted",
     "default_layers",

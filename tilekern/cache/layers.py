@@ -59,12 +59,16 @@ class Layer(Protocol):
 
 
 class FolderLayer:
-    """A cache in a folder. Reading takes no lock and writes nothing; a writable one sets bad files aside."""
+    """A cache in a folder. Reading takes no lock and writes nothing; a writable one sets bad files aside.
 
-    def __init__(self, root: str | os.PathLike[str], name: str, writable: bool = False) -> None:
+    Where ``as_use`` is False the file system notes no access to the records (:func:`tilekern.cache.files.read_whole`).
+    """
+
+    def __init__(self, root: str | os.PathLike[str], name: str, writable: bool = False, *, as_use: bool = True) -> None:
         self.root = Path(root)
         self.name = name
         self.writable = writable
+        self.as_use = as_use
 
     def __repr__(self) -> str:
         return f"FolderLayer({str(self.root)!r}, {self.name!r})"
@@ -95,7 +99,7 @@ class FolderLayer:
         return self._read(self.root / blob_path(sha256), LARGEST_BLOB, lambda data: check_blob(data, sha256))
 
     def _read(self, path: Path, largest: int, decode: Callable[[bytes], Contents]) -> Contents:
-        data, status = read_whole(path, largest)
+        data, status = read_whole(path, largest, as_use=self.as_use)
         try:
             return decode(data)
         except Corrupt as error:

@@ -28,26 +28,31 @@ def user_root() -> Path:
     return platformdirs.user_cache_path("tilekern")
 
 
-def default_layers(user: Path | None = None, *, writable: bool = True) -> list[Layer]:
+def default_layers(user: Path | None = None, *, looking: bool = False) -> list[Layer]:
     """The layers of a lookup, first to last: the user's cache, ``TILEKERN_CACHE_PATH``, packages' packs, the wheel's.
 
     A folder or pack of ``TILEKERN_CACHE_PATH`` that is not there is warned about once and left out.
 
     Args:
         user: the user's cache where it is another folder than :func:`user_root`.
-        writable: whether bad files of the user's cache are set aside as they are met.
+        looking: for a tool and not for a job: bad files of the user's cache stay, and no reading counts as use.
     """
-    own: list[Layer] = [FolderLayer(user or user_root(), USER, writable)]
-    return [*own, *_path_layers(), *_package_layers(), *_packs_of(Path(__file__).parents[1] / "prebuilt", "prebuilt")]
+    own: list[Layer] = [FolderLayer(user or user_root(), USER, not looking, as_use=not looking)]
+    return [
+        *own,
+        *_path_layers(looking),
+        *_package_layers(),
+        *_packs_of(Path(__file__).parents[1] / "prebuilt", "prebuilt"),
+    ]
 
 
-def _path_layers() -> Iterator[Layer]:
+def _path_layers(looking: bool) -> Iterator[Layer]:
     for item in os.environ.get("TILEKERN_CACHE_PATH", "").split(os.pathsep):
         path = Path(item).expanduser()
         if not item:
             continue
         if path.is_dir():
-            yield FolderLayer(path, str(path))
+            yield FolderLayer(path, str(path), as_use=not looking)
         elif path.is_file():
             yield PackLayer(path)
         elif item not in _missing_said:

@@ -7,59 +7,18 @@ import os
 import re
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
+from tilekern.cache.entries import BlobFile, Entry, Garbage, Listed, Where, entry_of
 from tilekern.cache.errors import CacheError, Missing, UnknownSchema
-from tilekern.cache.files import BAD_SUFFIX, TEMPORARY_SUFFIX, read_whole, write_whole
+from tilekern.cache.files import BAD_SUFFIX, TEMPORARY_SUFFIX, read_whole, unlink_seen, write_whole
 from tilekern.cache.keys import BLOBS, LAYOUT, WANTED, Address, blob_path, check_digest, parse_path
+from tilekern.cache.outlines import decode_outline
 from tilekern.cache.records import LARGEST_BLOB, LARGEST_RECORD, Record, check_blob, decode_record
 
 # A writer puts blobs first and their record a moment later; a blob this young may be waiting for its record.
 GRACE_S = 300.0
 _DIGESTS = re.compile(rb"(?<![0-9a-f])[0-9a-f]{64}(?![0-9a-f])")
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One record file of a store.
-
-    Attributes:
-        path: the file.
-        address: what its path says it is a record of; None where the path is none of a record.
-        record: its contents, or None where it is unreadable.
-        problem: why it is unreadable, or None.
-        unknown_schema: True where another version of tilekern wrote it.
-        size_bytes: the record's file, and its blobs by what the record says of them.
-        modified: when the file was written, in seconds since 1970.
-    """
-
-    path: Path
-    address: Address | None
-    record: Record | None
-    problem: str | None
-    unknown_schema: bool
-    size_bytes: int
-    modified: float
-
-
-@dataclass(frozen=True)
-class BlobFile:
-    """One blob file of a store: its digest by name, size in bytes, time of its last use by a writer (since 1970)."""
-
-    path: Path
-    sha256: str
-    size_bytes: int
-    modified: float
-
-
-@dataclass(frozen=True)
-class Garbage:
-    """What a garbage collection removed; ``kept`` says why it removed no blob at all where it could not tell."""
-
-    blobs: int
-    size_bytes: int
-    kept: str | None = None
 
 
 class Store:
@@ -103,11 +62,30 @@ class Store:
             raise CacheError(f"cannot write to the cache folder {self.root}: {error.strerror or error}") from None
         return path
 
-    def entries(self) -> Iterator[Entry]:
-        """Every record file, in the order of its path; a bad one is an entry that says so."""
-        for path in self._record_files():
+    def entries(self, where: Where | None = None) -> Iterator[Entry]:
+        """Every record file, in the order of its path; a bad one is an entry that says so.
+
+        Args:
+            where: whether to look at a place, given the names that lead there: of a target, then with a toolkit, a
+                kernel, a problem's key. What it refuses is neither listed nor read.
+        """
+        for path in self._record_files(where=where):
             with contextlib.suppress(FileNotFoundError):
                 yield self._entry(path)
+
+    def outlines(self, where: Where | None = None) -> Iterator[Listed]:
+        """Every record file as :meth:`entries` gives them, of which only what a list needs is read and checked."""
+        for path in self._record_files(where=where):
+            try:
+                data, status = read_whole(path, LARGEST_RECORD, as_use=False)
+                outline = decode_outline(data, self._address(path))
+            except CacheError:
+                with contextlib.suppress(FileNotFoundError):
+                    bad = self._entry(path)
+                    yield Listed(bad.path, bad.address, None, bad.problem, bad.size_bytes, bad.modified)
+                continue
+            size_bytes = status.st_size + outline.blob_bytes
+            yield Listed(Path(path), outline.address, outline, None, size_bytes, status.st_mtime)
 
     def blobs(self) -> Iterator[BlobFile]:
         """Every blob file, referred to or not."""
@@ -129,10 +107,12 @@ class Store:
             Corrupt: its contents are wrong.
             CacheError: it cannot be read.
         """
-        return check_blob(read_whole(self.root / blob_path(sha256), LARGEST_BLOB)[0], sha256)
+        return check_blob(read_whole(self.root / blob_path(sha256), LARGEST_BLOB, as_use=False)[0], sha256)
 
     def remove(self, entries: Iterable[Entry]) -> frozenset[str]:
         """Delete records, and folders that this leaves empty; blobs stay until :meth:`collect_garbage`.
+
+        A record that was written anew since it was listed stays.
 
         Returns:
             The sha256 of every blob that the deleted records referred to.
@@ -142,11 +122,23 @@ class Store:
         """
         released: set[str] = set()
         for entry in entries:
-            _unlink(entry.path)
-            if entry.record:
+            if self.remove_one(entry) and entry.record:
                 released |= entry.record.digests
-            _prune(entry.path.parent, self._layout)
         return frozenset(released)
+
+    def remove_one(self, entry: Entry) -> bool:
+        """Delete one record as :meth:`remove` does; False where it is gone, or was written anew since it was listed.
+
+        Raises:
+            CacheError: the file cannot be deleted.
+        """
+        assert entry.identity is not None
+        try:
+            removed = unlink_seen(entry.path, entry.identity)
+        except OSError as error:
+            raise CacheError(f"cannot delete {entry.path}: {error.strerror}") from None
+        _prune(entry.path.parent, self._layout)
+        return removed
 
     def collect_garbage(self, released: Collection[str] = (), grace_s: float = GRACE_S) -> Garbage:
         """Delete blobs that no record refers to and leftovers; what a writer may still need stays for ``grace_s``.
@@ -163,48 +155,58 @@ class Store:
         Raises:
             CacheError: a file cannot be deleted.
         """
-        now = time.time()
         try:
-            referred = self._references()
+            garbage = self.garbage(released, grace_s)
         except CacheError as error:
             return Garbage(0, 0, f"no blob was removed: {error}")
-        removed = []
-        for blob in self.blobs():
-            if blob.sha256 not in referred and (blob.sha256 in released or blob.modified < now - grace_s):
-                _unlink(blob.path)
-                _prune(blob.path.parent, self._layout)
-                removed.append(blob.size_bytes)
+        for blob in garbage:
+            _unlink(blob.path)
+            _prune(blob.path.parent, self._layout)
+        oldest = time.time() - grace_s
         for path in self.leftovers():
             with contextlib.suppress(FileNotFoundError):
-                if path.name.endswith(BAD_SUFFIX) or path.stat().st_mtime < now - grace_s:
+                if path.name.endswith(BAD_SUFFIX) or path.stat().st_mtime < oldest:
                     _unlink(path)
-        return Garbage(len(removed), sum(removed))
+        return Garbage(len(garbage), sum(blob.size_bytes for blob in garbage))
+
+    def garbage(
+        self, released: Collection[str] = (), grace_s: float = GRACE_S, without: Collection[Path] = ()
+    ) -> list[BlobFile]:
+        """The blobs that :meth:`collect_garbage` would delete, once the records at the paths ``without`` are gone.
+
+        Raises:
+            CacheError: some record cannot be read for references.
+        """
+        oldest, referred = time.time() - grace_s, self._references(without)
+        return [
+            blob
+            for blob in self.blobs()
+            if blob.sha256 not in referred and (blob.sha256 in released or blob.modified < oldest)
+        ]
 
     @property
     def _layout(self) -> Path:
         return self.root / LAYOUT
 
-    def _record_files(self, strict: bool = False) -> Iterator[str]:
-        files = _files(self._layout, skip=(BLOBS, WANTED), strict=strict)
+    def _record_files(self, strict: bool = False, where: Where | None = None) -> Iterator[str]:
+        files = _files(self._layout, skip=(BLOBS, WANTED), strict=strict, where=where)
         return (path for path in files if path.endswith(".json"))
 
-    def _entry(self, path: str) -> Entry:
+    def _address(self, path: str) -> Address | None:
+        """What a record's file at this path is of, unchecked; None where no record may stand."""
         parts = path.removeprefix(f"{self.root}{os.sep}").removesuffix(".json").split(os.sep)
-        try:
-            data, status = read_whole(path, LARGEST_RECORD)
-            record = decode_record(data, Address(*parts[1:]) if len(parts) == 5 else None)
-        except CacheError as error:
-            return self._unreadable(path, error)
-        sizes = {artifact.sha256: artifact.size for artifact in record.artifacts.values()}
-        size_bytes = status.st_size + sum(sizes.values())
-        return Entry(Path(path), record.address, record, None, False, size_bytes, status.st_mtime)
+        return Address(*parts[1:]) if len(parts) == 5 else None
 
-    def _unreadable(self, path: str, error: CacheError) -> Entry:
-        address, status = None, os.stat(path)
-        with contextlib.suppress(CacheError):
-            address = parse_path(Path(path).relative_to(self.root).parts)
-        unknown_schema = isinstance(error, UnknownSchema)
-        return Entry(Path(path), address, None, str(error), unknown_schema, status.st_size, status.st_mtime)
+    def _entry(self, path: str) -> Entry:
+        try:
+            data, status = read_whole(path, LARGEST_RECORD, as_use=False)
+            record = decode_record(data, self._address(path))
+        except CacheError as error:
+            address = None
+            with contextlib.suppress(CacheError):
+                address = parse_path(Path(path).relative_to(self.root).parts)
+            return entry_of(path, address, None, error, os.stat(path))
+        return entry_of(path, record.address, record, None, status)
 
     def _check_blobs(self, record: Record, blobs: Mapping[str, bytes]) -> None:
         if unclaimed := blobs.keys() - record.digests:
@@ -217,7 +219,7 @@ class Store:
 
     def _check_replaceable(self, path: Path) -> None:
         try:
-            Record.from_json(read_whole(path, LARGEST_RECORD)[0].decode(errors="replace"))
+            Record.from_json(read_whole(path, LARGEST_RECORD, as_use=False)[0].decode(errors="replace"))
         except UnknownSchema as error:
             raise UnknownSchema(f"{path} is left alone: {error}") from None
         except CacheError:
@@ -236,12 +238,15 @@ class Store:
             with contextlib.suppress(OSError):
                 os.utime(path)
 
-    def _references(self) -> set[str]:
-        """The digests that any record refers to, readable or not."""
+    def _references(self, without: Collection[Path] = ()) -> set[str]:
+        """The digests that any record refers to, readable or not, but for those at the paths ``without``."""
         referred: set[str] = set()
+        left_out = set(map(str, without))
         for path in self._record_files(strict=True):
+            if path in left_out:
+                continue
             with contextlib.suppress(Missing):
-                data = read_whole(path, LARGEST_RECORD)[0]
+                data = read_whole(path, LARGEST_RECORD, as_use=False)[0]
                 digests = {digest.decode() for digest in _DIGESTS.findall(data)}
                 if not digests and _has_unknown_schema(data):
                     raise CacheError(f"{path} has an unknown schema and may refer to any blob")
@@ -257,15 +262,22 @@ def _has_unknown_schema(data: bytes) -> bool:
     return False
 
 
-def _files(folder: Path, skip: Collection[str] = (), strict: bool = False) -> Iterator[str]:
-    """All files below a folder, sorted, but for those below ``skip``; ``strict``: what cannot be listed raises."""
+def _files(folder: Path, skip: Collection[str] = (), strict: bool = False, where: Where | None = None) -> Iterator[str]:
+    """All files below a folder, sorted, but for those below ``skip`` and those that ``where`` refuses.
+
+    ``strict``: what cannot be listed raises.
+    """
 
     def fail(error: OSError) -> None:
         if strict and not isinstance(error, FileNotFoundError):
             raise CacheError(f"cannot list {error.filename}: {error.strerror}")
 
     for place, folders, names in os.walk(folder, onerror=fail):
-        folders[:] = sorted(set(folders) - set(skip)) if place == str(folder) else sorted(folders)
+        above = tuple(place.removeprefix(str(folder)).split(os.sep)[1:])
+        folders[:] = sorted(folders if above else set(folders) - set(skip))
+        if where:
+            folders[:] = [name for name in folders if where((*above, name))]
+            names[:] = [name for name in names if where((*above, name.removesuffix(".json")))]
         for name in sorted(names):
             yield os.path.join(place, name)
 
