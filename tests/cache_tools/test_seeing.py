@@ -3,12 +3,15 @@
 import json
 
 import pytest
-from cache_samples import B200, H100, H200, PROBLEM, fill, make, put, toolkit
+from cache_samples import B200, H100, H200, PROBLEM, fill, make, outcome, put, toolkit
 from command_line import KEY, process, refused
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tilekern import dispatch
 from tilekern.cache import Store, Where, default_layers, note_misses, note_wanted, wanted_name, write_pack
-from tilekern.cache.outlines import outline_of
+from tilekern.cache.outlines import decode_outline, outline_of
+from tilekern.cache.records import decode_record
 from tilekern.kernels import spec_named
 from tilekern.source import digest_of_module
 from tilekern.targets import resolve
@@ -123,6 +126,20 @@ def test_outlines_name_what_is_unreadable(tmp_path, damage):
     assert listed.record is None
     assert listed.problem == entry.problem
     assert listed.problem
+
+
+@given(st.integers(min_value=0), st.integers(1, 200), st.binary(max_size=20))
+def test_outlines_of_any_bytes_are_those_of_the_record_or_a_clear_error(place, length, instead):
+    record, _ = make()
+    data = record.to_json().encode()
+    place %= len(data)
+    changed = data[:place] + instead + data[place + length :]
+    outline, refusal = outcome(lambda: decode_outline(changed, record.address))
+    whole, error = outcome(lambda: decode_record(changed, record.address))
+    if whole is not None:
+        assert outline == outline_of(whole)
+    elif outline is None:
+        assert refusal == error
 
 
 def test_show_names_the_layers_and_the_winner(as_json, cli, cache, layers):

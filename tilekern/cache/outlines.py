@@ -6,13 +6,12 @@ that parsed all of that would take most of its time there. What is left out is n
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any, NamedTuple
 
-from tilekern.cache.errors import CacheError, Corrupt
-from tilekern.cache.keys import Address, Value, problem_key
-from tilekern.cache.records import PROVENANCES, SCHEMA, Record, check_created, decode_record
+from tilekern.cache.errors import CacheError
+from tilekern.cache.keys import Address, Value
+from tilekern.cache.records import PROVENANCES, SCHEMA, Record, check_created, decode_record, parse_object
 
 # As `Record.to_json` writes it: one space before each field of the record, three before those of an artifact. No text
 # within it can hold a line break.
@@ -47,11 +46,11 @@ def decode_outline(data: bytes, address: Address | None) -> Outline:
     """
     try:
         outline = _from_parts(data)
-    except (ValueError, KeyError, TypeError, CacheError):
-        return outline_of(decode_record(data, address))
-    if outline.address != address:
-        raise Corrupt(f"its contents belong at {outline.address.path}")
-    return outline
+        if outline.address == address:
+            return outline
+    except (ValueError, KeyError, TypeError, AttributeError, CacheError):
+        pass
+    return outline_of(decode_record(data, address))
 
 
 def outline_of(record: Record) -> Outline:
@@ -71,29 +70,29 @@ def outline_of(record: Record) -> Outline:
 
 
 def _from_parts(data: bytes) -> Outline:
-    """Raises ValueError, KeyError, TypeError or CacheError where the text is not just as `Record.to_json` writes it."""
+    """Fails in whatever way where the text is not just as `Record.to_json` writes it."""
     artifacts = data.index(_ARTIFACTS)
     measurement = data.index(_MEASUREMENT, artifacts)
     check = data.index(_CHECK, measurement)
     candidates = data.rindex(_CANDIDATES, check)
-    # The first field and the last bring the braces along.
-    head = json.loads(data[:artifacts] + b"}")
-    timing = json.loads(b"{" + data[measurement + 1 : check] + b"}")
-    tail = json.loads(b"{" + data[candidates + 1 :])
-    sizes = dict(_ARTIFACT.findall(data, artifacts, measurement))
-    if type(head["schema"]) is not int or head["schema"] != SCHEMA or head["provenance"] not in PROVENANCES:
+    # The parts that are left out begin with a comma and end before one, so the rest is one object.
+    found = parse_object((data[:artifacts] + data[measurement:check] + data[candidates:]).decode())
+    if type(found["schema"]) is not int or found["schema"] != SCHEMA or found["provenance"] not in PROVENANCES:
         raise ValueError("another schema or provenance")
-    if not all(isinstance(timing[name], dict | None) for name in ("measurement", "prediction")):
+    if not all(isinstance(found[name], dict | None) for name in ("measurement", "prediction")):
         raise ValueError("no measurement or prediction")
-    check_created(tail["created"])
+    check_created(found["created"])
+    # What is a key and what is none was decided when the file was named.
+    key = ",".join([f"{name}={value}" for name, value in found["problem"].items()])
+    sizes = dict(_ARTIFACT.findall(data, artifacts, measurement))
     return Outline(
-        Address(head["target"]["key"], head["toolkit"]["key"], head["kernel"], problem_key(head["problem"])),
-        head["problem"],
-        head["module"],
-        head["source_digest"],
-        head["provenance"],
-        timing["measurement"],
-        timing["prediction"],
-        tail["created"],
+        Address(found["target"]["key"], found["toolkit"]["key"], found["kernel"], key),
+        found["problem"],
+        found["module"],
+        found["source_digest"],
+        found["provenance"],
+        found["measurement"],
+        found["prediction"],
+        found["created"],
         sum(map(int, sizes.values())),
     )
