@@ -161,4 +161,9 @@ def _print(document: Mapping[str, Any], record: Record) -> None:
 def _print_section(name: str, values: Mapping[str, Any] | None) -> None:
     click.echo(f"{name}:" if values else f"{name}: none")
     for key, value in (values or {}).items():
-        click.echo(f"  {plain(key)}: {plain(value)}")
+        if isinstance(value, list) and all(isinstance(item, dict) for item in value):
+            click.echo(f"  {plain(key)}:")
+            for item in value:
+                click.echo(f"    {', '.join(f'{plain(field)} {plain(found)}' for field, found in item.items())}")
+        else:
+            click.echo(f"  {plain(key)}: {plain(value)}")
