@@ -1,1 +1,1 @@
-"""Looking after a cache from the command line: list, show, verify, clear, pack, unpack."""
+"""Looking after a cache from the command line: list, show, compare, explain, verify, clear, prune, pack, unpack."""

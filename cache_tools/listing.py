@@ -1,91 +1,95 @@
-"""What is in a cache: the commands ls, show, stats and wanted."""
+"""What is in a cache: the commands ls, stats and wanted."""
 
 from __future__ import annotations
 
-import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
 from typing import Any
 
 import click
 
 from cache_tools.selection import Selection, age_s
-from cache_tools.text import age, count, number, print_json, print_table, size
-from tilekern.cache import CacheError, Entry, Record, Store, clear_wanted, parse_problem_key, problem_key, read_wanted
+from cache_tools.sources import Source, layers_of_a_lookup, user_cache
+from cache_tools.staleness import is_stale
+from cache_tools.text import age, count, gain_of, plain, print_json, print_table, size, time_us_of
+from tilekern.cache import (
+    CacheError,
+    Entry,
+    Listed,
+    Outline,
+    Record,
+    Store,
+    clear_wanted,
+    problem_key,
+    read_misses,
+    read_wanted,
+    wanted_name,
+)
+from tilekern.cache.places import USER
 
-_COLUMNS = ("KERNEL", "PROBLEM", "TARGET", "TOOLKIT", "PROVENANCE", "TIME", "GAIN", "SIZE", "AGE")
-_RIGHT = ("TIME", "GAIN", "SIZE", "AGE", "RECORDS")
+_COLUMNS = ("KERNEL", "PROBLEM", "TARGET", "TOOLKIT", "PROVENANCE", "TIME", "GAIN", "SIZE", "AGE", "LAYER")
+_RIGHT = ("TIME", "GAIN", "SIZE", "AGE", "RECORDS", "RUNS")
 _GROUPS = ("kernel", "target", "toolkit", "provenance")
+_Found = tuple[Source, Entry, Record]
 
 
-def list_records(store: Store, selection: Selection, as_json: bool) -> None:
-    """Print the records of a cache, one line each."""
-    entries = [entry for entry in store.entries() if selection.matches(entry)]
-    records = [(entry, entry.record) for entry in entries if entry.record]
-    unreadable = [entry for entry in entries if not entry.record]
+def list_records(store: Store, selection: Selection, all_layers: bool, layer: str | None, as_json: bool) -> None:
+    """Print the records of a cache or of all layers of a lookup, one line each.
+
+    Raises:
+        CacheError: there is no layer of that name.
+    """
+    sources = _sources(store, all_layers, layer)
+    entries = [(s, entry) for s in sources for entry in s.outlines(selection.where) if selection.matches(entry)]
+    records = [(source, entry, entry.record) for source, entry in entries if entry.record]
+    unreadable = [(source, entry) for source, entry in entries if not entry.record]
     if as_json:
         print_json(
             {
                 "cache_dir": str(store.root),
                 "exists": store.root.is_dir(),
-                "records": [_summary(entry, record) for entry, record in records],
-                "unreadable": [{"path": str(entry.path), "problem": entry.problem} for entry in unreadable],
+                "layers": [{"name": source.name, "path": str(source.path)} for source in sources],
+                "records": [_summary(*found) for found in records],
+                "unreadable": [
+                    {"layer": source.name, "path": str(entry.path), "problem": entry.problem}
+                    for source, entry in unreadable
+                ],
             }
         )
         return
     if records:
-        print_table(_COLUMNS, [_row(entry, record) for entry, record in records], _RIGHT)
+        print_table(_COLUMNS, [_row(*found) for found in records], _RIGHT)
     elif not unreadable:
-        click.echo(_nothing(store, selection))
-    for entry in unreadable:
+        click.echo(_nothing(store, selection, len(sources)))
+    for _, entry in unreadable:
         click.echo(f"unreadable: {entry.path}: {entry.problem}", err=True)
 
 
-def show_record(store: Store, kernel: str, key: str, selection: Selection, as_json: bool) -> None:
-    """Print one record in full.
+def print_stats(store: Store, all_layers: bool, as_json: bool) -> None:
+    """Print counts and bytes by layer, kernel, target, toolkit and provenance, and what is wrong.
 
-    Raises:
-        CacheError: no record or more than one matches, or the one that does is unreadable.
+    A blob that two records share counts in each of them, and once in the total. What packs hold counts by its records
+    alone: their blobs are compressed and shared.
     """
-    parse_problem_key(key)
-    if not store.root.is_dir():
-        raise CacheError(f"there is no cache at {store.root}; --cache-dir or TILEKERN_CACHE_DIR says where it is")
-    found = [e for e in store.entries() if e.address and e.address[2:] == (kernel, key) and selection.matches(e)]
-    if not found:
-        raise CacheError(f"there is no record of {kernel} {key} in {store.root}; `ls` lists what is there")
-    if len(found) > 1:
-        places = ", ".join(f"{e.address.target_key} {e.address.toolkit_key}" for e in found if e.address)
-        raise CacheError(f"{len(found)} records match, choose one by --target and --toolkit: {places}")
-    entry = found[0]
-    if entry.record is None:
-        raise CacheError(f"{entry.path} is unreadable: {entry.problem}")
-    if as_json:
-        print_json({"path": str(entry.path), "size_bytes": entry.size_bytes, "record": asdict(entry.record)})
-    else:
-        _print_record(entry, entry.record)
-
-
-def print_stats(store: Store, as_json: bool) -> None:
-    """Print counts and bytes by kernel, target, toolkit and provenance, and what is wrong.
-
-    A blob that two records share counts in each of them, and once in the total.
-    """
-    entries = list(store.entries())
-    records = [(entry, entry.record) for entry in entries if entry.record]
+    listed = [(source, entry) for source in _sources(store, all_layers, None) for entry in source.entries()]
+    records = [(source, entry, entry.record) for source, entry in listed if entry.record]
+    own = [entry for source, entry in listed if source.name == USER]
     blobs = list(store.blobs())
-    referred = frozenset().union(*(record.digests for _, record in records))
+    referred = frozenset().union(*(entry.record.digests for entry in own if entry.record))
     orphans = [blob for blob in blobs if blob.sha256 not in referred]
+    stale = Counter(is_stale(record) for _, _, record in records)
     document = {
         "cache_dir": str(store.root),
         "exists": store.root.is_dir(),
         "records": len(records),
-        "bytes": sum(entry.path.stat().st_size for entry in entries) + sum(blob.size_bytes for blob in blobs),
-        "by": {group: _grouped(records, group) for group in _GROUPS},
+        "bytes": sum(entry.file_bytes for entry in own) + sum(blob.size_bytes for blob in blobs),
+        "by": {"layer": _by_layer(records), **{group: _grouped(records, group) for group in _GROUPS}},
         "blobs": {"count": len(blobs), "bytes": sum(blob.size_bytes for blob in blobs)},
         "orphans": {"count": len(orphans), "bytes": sum(blob.size_bytes for blob in orphans)},
-        "unreadable": sum(entry.problem is not None and not entry.unknown_schema for entry in entries),
-        "unknown_schema": sum(entry.unknown_schema for entry in entries),
+        "stale": stale[True],
+        "unknown_source": stale[None],
+        "unreadable": sum(entry.problem is not None and not entry.unknown_schema for _, entry in listed),
+        "unknown_schema": sum(entry.unknown_schema for _, entry in listed),
         "leftovers": sum(1 for _ in store.leftovers()),
         "wanted": len(read_wanted(store.root)),
     }
@@ -96,8 +100,12 @@ def print_stats(store: Store, as_json: bool) -> None:
 
 
 def print_wanted(store: Store, clear: bool, as_json: bool) -> None:
-    """Print the wanted list, and empty it where ``clear`` says so."""
-    wanted = read_wanted(store.root)
+    """Print the wanted list with how often each problem ran untuned, and empty it where ``clear`` says so."""
+    runs = read_misses(store.root)
+    wanted = [
+        {**item, "runs": runs.get(wanted_name(item["kernel"], item["problem"], item["target"]), 0)}
+        for item in read_wanted(store.root)
+    ]
     cleared = clear_wanted(store.root) if clear else 0
     if as_json:
         print_json({"cache_dir": str(store.root), "wanted": wanted, "cleared": cleared})
@@ -107,46 +115,60 @@ def print_wanted(store: Store, clear: bool, as_json: bool) -> None:
             (
                 item["kernel"],
                 problem_key(item["problem"]),
-                _plain(item["target"].get("key", "")),
-                _plain(item["reason"]),
+                plain(item["target"].get("key", "")),
+                str(item["runs"]),
+                plain(item["reason"]),
             )
             for item in wanted
         ]
-        print_table(("KERNEL", "PROBLEM", "TARGET", "REASON"), rows)
+        print_table(("KERNEL", "PROBLEM", "TARGET", "RUNS", "REASON"), rows, _RIGHT)
     else:
         click.echo(f"nothing is wanted in {store.root}")
     if clear:
         click.echo(f"removed {count(cleared, 'wanted problem')}")
 
 
-def _nothing(store: Store, selection: Selection) -> str:
+def _sources(store: Store, all_layers: bool, layer: str | None) -> list[Source]:
+    if not all_layers and layer is None:
+        return [user_cache(store)]
+    sources = layers_of_a_lookup(store)
+    chosen = [source for source in sources if layer in (None, source.name)]
+    if not chosen:
+        raise CacheError(f"there is no layer {layer!r}; a lookup reads {', '.join(source.name for source in sources)}")
+    return chosen
+
+
+def _nothing(store: Store, selection: Selection, sources: int) -> str:
+    if sources > 1:
+        return f"no record in {count(sources, 'layer')} matches"
     if not store.root.is_dir():
         return f"there is no cache at {store.root} yet"
     return f"the cache at {store.root} is empty" if selection.is_empty else f"no record in {store.root} matches"
 
 
-def _summary(entry: Entry, record: Record) -> dict[str, Any]:
+def _summary(source: Source, entry: Listed, record: Outline) -> dict[str, Any]:
     return {
+        "layer": source.name,
         "path": str(entry.path),
-        "kernel": record.kernel,
+        "kernel": record.address.kernel,
         "problem": record.problem,
         "problem_key": record.address.problem_key,
-        "target": record.target["key"],
-        "toolkit": record.toolkit["key"],
+        "target": record.address.target_key,
+        "toolkit": record.address.toolkit_key,
         "provenance": record.provenance,
-        "time_us": _time_us(record),
-        "gain": _gain(record),
+        "time_us": time_us_of(record),
+        "gain": gain_of(record),
         "size_bytes": entry.size_bytes,
         "created": record.created,
         "age_s": round(age_s(entry)),
     }
 
 
-def _row(entry: Entry, record: Record) -> tuple[str, ...]:
-    time_us, gain = _time_us(record), _gain(record)
+def _row(source: Source, entry: Listed, record: Outline) -> tuple[str, ...]:
+    time_us, gain = time_us_of(record), gain_of(record)
     about = "" if record.measurement else "~"
     return (
-        record.kernel,
+        record.address.kernel,
         record.address.problem_key,
         record.address.target_key,
         record.address.toolkit_key,
@@ -155,27 +177,24 @@ def _row(entry: Entry, record: Record) -> tuple[str, ...]:
         "-" if gain is None else f"{gain:.2f}x",
         size(entry.size_bytes),
         age(age_s(entry)),
+        source.name,
     )
 
 
-def _time_us(record: Record) -> float | None:
-    measured = number(record.measurement, "median_us")
-    return number(record.prediction, "time_us") if measured is None else measured
+def _grouped(records: Iterable[_Found], group: str) -> dict[str, dict[str, int]]:
+    values = ((getattr(record, group), entry) for _, entry, record in records)
+    return _totals((value["key"] if isinstance(value, dict) else value, entry) for value, entry in values)
 
 
-def _gain(record: Record) -> float | None:
-    """How many times faster than the default config, where both were timed."""
-    median, default = number(record.measurement, "median_us"), number(record.measurement, "default_us")
-    return default / median if median and default else None
+def _by_layer(records: Iterable[_Found]) -> dict[str, dict[str, int]]:
+    return _totals((source.name, entry) for source, entry, _ in records)
 
 
-def _grouped(records: Iterable[tuple[Entry, Record]], group: str) -> dict[str, dict[str, int]]:
+def _totals(named: Iterable[tuple[str, Entry]]) -> dict[str, dict[str, int]]:
     totals: dict[str, dict[str, int]] = defaultdict(lambda: {"records": 0, "bytes": 0})
-    for entry, record in records:
-        value = getattr(record, group)
-        total = totals[value["key"] if isinstance(value, dict) else value]
-        total["records"] += 1
-        total["bytes"] += entry.size_bytes
+    for name, entry in named:
+        totals[name]["records"] += 1
+        totals[name]["bytes"] += entry.size_bytes
     return dict(sorted(totals.items()))
 
 
@@ -193,33 +212,5 @@ def _print_stats(store: Store, document: Mapping[str, Any]) -> None:
         print_table(("BY", "NAME", "RECORDS", "SIZE"), rows, _RIGHT)
     for name in ("blobs", "orphans"):
         click.echo(f"{name}: {document[name]['count']} ({size(document[name]['bytes'])})")
-    for name in ("unreadable", "unknown_schema", "leftovers", "wanted"):
+    for name in ("stale", "unknown_source", "unreadable", "unknown_schema", "leftovers", "wanted"):
         click.echo(f"{name.replace('_', ' ')}: {document[name]}")
-
-
-def _print_record(entry: Entry, record: Record) -> None:
-    click.echo(f"{record.kernel} {record.address.problem_key}")
-    for name in ("module", "source_digest", "provenance", "candidates", "failed", "created", "created_by"):
-        click.echo(f"{name.replace('_', ' ')}: {_plain(getattr(record, name))}")
-    click.echo(f"file: {entry.path}")
-    for name in ("target", "toolkit", "config", "measurement", "prediction", "check"):
-        _print_section(name, getattr(record, name))
-    click.echo("runners-up:" if record.runners_up else "runners-up: none")
-    for place, runner_up in enumerate(record.runners_up, 2):
-        click.echo(f"  {place}. {json.dumps(runner_up)}")
-    for variant, artifact in record.artifacts.items():
-        facts = {"sha256": artifact.sha256, "size": size(artifact.size), "symbol": artifact.symbol}
-        _print_section(f"artifact {variant}", {**facts, **artifact.resources})
-
-
-def _print_section(name: str, values: Mapping[str, Any] | None) -> None:
-    click.echo(f"{name}:" if values else f"{name}: none")
-    for key, value in (values or {}).items():
-        click.echo(f"  {_plain(key)}: {_plain(value)}")
-
-
-def _plain(value: Any) -> str:
-    """A value on one line, with nothing in it that a terminal would obey."""
-    if isinstance(value, str):
-        return value if value.isprintable() else json.dumps(value)
-    return json.dumps(value)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import time
 from dataclasses import dataclass
 from datetime import datetime
 
 from cache_tools.staleness import is_stale
-from tilekern.cache import PROVENANCES, CacheError, Entry
+from tilekern.cache import PROVENANCES, CacheError, Entry, Listed, parse_problem_key
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
@@ -19,8 +20,9 @@ class Selection:
 
     Attributes:
         kernel: the kernel's name.
-        target: the target's key, name or arch, upper or lower case.
+        target: the target's key, or the arch or name that stands in it (``sm_90``, ``H200``), upper or lower case.
         toolkit: the toolkit's key.
+        problem: dimensions that a problem must have, as in its key: ``rows=8192,dtype=bfloat16``.
         provenance: ``measured``, ``predicted`` or ``default``.
         older_than_s: least age in seconds.
         stale: made from another version of the kernel's source than today's.
@@ -29,6 +31,7 @@ class Selection:
     kernel: str | None = None
     target: str | None = None
     toolkit: str | None = None
+    problem: str | None = None
     provenance: str | None = None
     older_than_s: float | None = None
     stale: bool = False
@@ -36,44 +39,64 @@ class Selection:
     def __post_init__(self) -> None:
         if self.provenance is not None and self.provenance not in PROVENANCES:
             raise CacheError(f"--provenance must be one of {', '.join(PROVENANCES)}, got {self.provenance!r}")
+        if self.problem is not None:
+            parse_problem_key(self.problem)
 
     @property
     def is_empty(self) -> bool:
         """True where no filter was given."""
         return self == Selection()
 
-    def matches(self, entry: Entry) -> bool:
+    def where(self, names: tuple[str, ...]) -> bool:
+        """Whether records may be wanted at a place of a cache, as :meth:`tilekern.cache.Store.entries` asks."""
+        last, name = len(names), names[-1]
+        if last == 1:
+            return self.target is None or _is_target(name, self.target)
+        if last == 2:
+            return self.toolkit in (None, name)
+        if last == 3:
+            return self.kernel in (None, name)
+        return self.problem is None or set(self.problem.split(",")) <= set(name.split(","))
+
+    def matches(self, entry: Entry | Listed) -> bool:
         """Whether all filters hold; an unreadable record goes by its path and age, and has no provenance."""
+        address = entry.address
+        if address is None and (self.target or self.toolkit or self.kernel or self.problem):
+            return False
         return (
-            (self.kernel is None or (entry.address is not None and entry.address.kernel == self.kernel))
-            and (self.toolkit is None or (entry.address is not None and entry.address.toolkit_key == self.toolkit))
-            and (self.target is None or self.target.lower() in _target_names(entry))
+            (address is None or all(self.where(address[:last]) for last in range(1, 5)))
             and (self.provenance is None or (entry.record is not None and entry.record.provenance == self.provenance))
             and (self.older_than_s is None or age_s(entry) > self.older_than_s)
             and (not self.stale or (entry.record is not None and is_stale(entry.record) is True))
         )
 
 
-def age_s(entry: Entry) -> float:
+def age_s(entry: Entry | Listed) -> float:
     """Seconds since the record was made, at least 0; since the file was written where the record is unreadable."""
     made = datetime.fromisoformat(entry.record.created).timestamp() if entry.record else entry.modified
-    return max(0.0, time.time() - made)
+    return seconds_since(made)
 
 
-def parse_duration(text: str) -> float:
-    """Seconds of a duration such as ``30d``, ``12h``, ``15m``.
+def seconds_since(moment: float) -> float:
+    """Seconds since a moment, given in seconds since 1970; at least 0."""
+    return max(0.0, time.time() - moment)
+
+
+def parse_duration(text: str, option: str) -> float:
+    """Seconds of a duration such as ``30d``, ``12h``, ``15m``; ``option`` is named in the error.
 
     Raises:
         CacheError: ``text`` is none.
     """
     found = re.fullmatch(r"([0-9]{1,9})([smhdw])", text)
     if not found:
-        raise CacheError(f"--older-than must be a number with one of s, m, h, d, w, such as 30d or 12h, got {text!r}")
+        raise CacheError(f"{option} must be a number with one of s, m, h, d, w, such as 30d or 12h, got {text!r}")
     return float(int(found[1]) * _SECONDS[found[2]])
 
 
-def _target_names(entry: Entry) -> set[str]:
-    names = {entry.address.target_key} if entry.address else set()
-    if entry.record:
-        names |= {entry.record.target["name"], entry.record.target["arch"]}
-    return {name.lower() for name in names}
+@functools.lru_cache(maxsize=1024)
+def _is_target(key: str, wanted: str) -> bool:
+    """Whether a target's key (``sm_90-h100_80gb_hbm3-132``) is the one wanted, or has the arch or name wanted."""
+    arch, _, rest = key.lower().partition("-")
+    name = re.sub("[^a-z0-9]+", "_", wanted.lower()).strip("_")
+    return wanted.lower() in (key.lower(), arch) or (name != "" and name == rest.rpartition("-")[0])

@@ -11,6 +11,8 @@ from typing import Any
 
 import click
 
+from tilekern.cache import Outline, Record
+
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str] = ()) -> None:
     """Print rows under a header, in columns two spaces apart; those named in ``right`` are flushed right."""
@@ -50,3 +52,22 @@ def number(document: dict[str, Any] | None, name: str) -> float | None:
     """The number that ``document`` has under ``name``, or None."""
     value = (document or {}).get(name)
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def time_us_of(record: Record | Outline) -> float | None:
+    """Microseconds that a record's winner takes: measured, else predicted, else None."""
+    measured = number(record.measurement, "median_us")
+    return number(record.prediction, "time_us") if measured is None else measured
+
+
+def gain_of(record: Record | Outline) -> float | None:
+    """How many times faster than the default config, where both were timed."""
+    median, default = number(record.measurement, "median_us"), number(record.measurement, "default_us")
+    return default / median if median and default else None
+
+
+def plain(value: Any) -> str:
+    """A value on one line, with nothing in it that a terminal would obey."""
+    if isinstance(value, str):
+        return value if value.isprintable() else json.dumps(value)
+    return json.dumps(value)

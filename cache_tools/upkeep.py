@@ -1,4 +1,4 @@
-"""What changes a cache or carries it: the commands clear, pack and unpack."""
+"""What carries a cache to another machine: the commands pack and unpack."""
 
 from __future__ import annotations
 
@@ -15,39 +15,6 @@ from tilekern.cache import PACK_SUFFIX, CacheError, Entry, Record, Store, instal
 from tilekern.cache.trust import read_signatures
 
 
-def clear(store: Store, selection: Selection, everything: bool, confirmed: bool, as_json: bool) -> None:
-    """Delete the selected records and then the blobs that nothing refers to any more.
-
-    Records of an unknown schema are left alone.
-
-    Raises:
-        CacheError: nothing was selected, the question was not answered with yes, or a file cannot be deleted.
-    """
-    if selection.is_empty != everything:
-        raise CacheError(
-            "clear needs --all, or a filter: --kernel, --target, --toolkit, --provenance, --older-than, --stale"
-        )
-    if as_json and not confirmed:
-        raise CacheError("clear --json asks nothing and so needs --yes")
-    matching = [entry for entry in store.entries() if selection.matches(entry)]
-    chosen = [entry for entry in matching if not entry.unknown_schema]
-    if chosen and not confirmed:
-        _ask(f"Remove {count(len(chosen), 'record')} from {store.root}?")
-    record_bytes = sum(entry.path.stat().st_size for entry in chosen)
-    garbage = store.collect_garbage(store.remove(chosen))
-    left_alone = len(matching) - len(chosen)
-    freed = record_bytes + garbage.size_bytes
-    if as_json:
-        removed = {"removed": len(chosen), "blobs": garbage.blobs, "bytes": freed}
-        print_json({"cache_dir": str(store.root), **removed, "left_alone": left_alone, "kept": garbage.kept})
-        return
-    click.echo(f"removed {count(len(chosen), 'record')} and {count(garbage.blobs, 'blob')}, {size(freed)} freed")
-    if left_alone:
-        click.echo(f"{count(left_alone, 'record')} of another version of tilekern left alone")
-    if garbage.kept:
-        click.echo(garbage.kept)
-
-
 def pack(store: Store, path: Path, selection: Selection, as_json: bool, model: str | None = None, tp: int = 1) -> None:
     """Write the selected records, with their blobs and signatures, into one file; of a model's, if one is given.
 
@@ -56,7 +23,7 @@ def pack(store: Store, path: Path, selection: Selection, as_json: bool, model: s
     """
     if path.suffix != PACK_SUFFIX:
         raise CacheError(f"a pack's name must end in {PACK_SUFFIX}, got {path.name!r}")
-    matching = [entry for entry in store.entries() if selection.matches(entry)]
+    matching = [entry for entry in store.entries(selection.where) if selection.matches(entry)]
     if model:
         needed = needed_by(model, {entry.address.target_key for entry in matching if entry.address}, tp)
         matching = [entry for entry in matching if is_needed(entry, needed)]
@@ -97,12 +64,3 @@ def _signatures(store: Store, entries: list[Entry]) -> dict[str, dict[str, bytes
     records = [entry.record.to_json().encode() for entry in entries if entry.record]
     digests = [hashlib.sha256(data).hexdigest() for data in records]
     return {digest: read_signatures(store.root, digest) for digest in digests}
-
-
-def _ask(question: str) -> None:
-    try:
-        confirmed = click.confirm(question)
-    except click.Abort:
-        confirmed = False
-    if not confirmed:
-        raise CacheError("nothing was removed; answer yes, or pass --yes")

@@ -27,7 +27,7 @@ from packaging.requirements import Requirement
 
 project = tomllib.load(open("pyproject.toml", "rb"))["project"]
 extras = project["optional-dependencies"]
-needed = map(Requirement, [*project["dependencies"], *extras["compile"], *extras["test"]])
+needed = map(Requirement, [*project["dependencies"], *extras["compile"], *extras["inspect"], *extras["test"]])
 lacking = [str(need) for need in needed if version(need.name) not in need.specifier]
 if lacking:
     raise SystemExit(f"lacking: {', '.join(lacking)}")

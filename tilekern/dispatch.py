@@ -23,7 +23,7 @@ from tilekern.targets import INTERPRETED, Target, here
 
 if TYPE_CHECKING:
     from tilekern.agreement import Agreement
-    from tilekern.cache import Hit, Layer, Record
+    from tilekern.cache import Hit, Layer, Record, Step
 
 MissPolicy = Literal["compile", "fallback", "error"]
 # Real sizes that are remembered; a job with more distinct ones looks up again, at some tens of microseconds each.
@@ -292,7 +292,14 @@ def _take(spec: KernelSpec, problem: Problem, target: Target, key: tuple[Any, ..
         return plan
 
 
-def find(spec: KernelSpec, bucketed: Problem, target: Target, *, layers: Sequence[Layer] | None = None) -> Hit | None:
+def find(
+    spec: KernelSpec,
+    bucketed: Problem,
+    target: Target,
+    *,
+    layers: Sequence[Layer] | None = None,
+    trace: list[Step] | None = None,
+) -> Hit | None:
     """The cache's record for a problem at its buckets, with artifacts that were checked, or None.
 
     Where ranks agreed, it is looked up in what they agreed on, for the target that they agreed on.
@@ -302,6 +309,7 @@ def find(spec: KernelSpec, bucketed: Problem, target: Target, *, layers: Sequenc
         bucketed: the problem.
         target: the GPU, which need not be here.
         layers: where to look, in place of what ranks agreed on and of the layers that this process keeps.
+        trace: where given, takes the lookup's steps.
     """
     from tilekern import cache
     from tilekern.source import digest_of_module
@@ -325,6 +333,7 @@ def find(spec: KernelSpec, bucketed: Problem, target: Target, *, layers: Sequenc
         toolkit_key=tools.key if tools else None,
         source_digest=digest_of_module(spec.module),
         layers=layers,
+        trace=trace,
     )
 
 

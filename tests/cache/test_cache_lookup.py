@@ -1,3 +1,4 @@
+import hashlib
 import json
 import os
 import stat
@@ -5,9 +6,9 @@ import warnings
 import zipfile
 
 import pytest
-from cache_samples import B200, H100, PROBLEM, blob_file, files_of, find, make, put, toolkit
+from cache_samples import B200, H100, H200, PROBLEM, blob_file, files_of, find, make, put, toolkit
 
-from tilekern.cache import FolderLayer, PackLayer, default_layers, skipped, user_root, write_pack
+from tilekern.cache import FolderLayer, PackLayer, Store, default_layers, skipped, user_root, write_pack
 
 
 def layer(root, name="user", writable=True):
@@ -17,6 +18,11 @@ def layer(root, name="user", writable=True):
 def test_nothing_is_found_where_nothing_is(tmp_path):
     trace = []
     assert find([layer(tmp_path), layer(tmp_path / "none")], trace=trace) is None
+    assert [(step.target_key, step.outcome) for step in trace] == [
+        (H200["key"], "no_records"),
+        (H200["key"], "no_records"),
+        ("sm_90-*", "no_records"),
+    ]
     assert find([]) is None
 
 
@@ -87,7 +93,7 @@ def test_stale_records_are_passed_over_and_counted(tmp_path):
     before, trace = skipped()["stale"], []
     assert find([layer(tmp_path / "a")], trace=trace) is None
     assert skipped()["stale"] == before + 1
-    assert "stale" in trace[0]
+    assert (trace[0].outcome, trace[0].problem) == ("stale", PROBLEM)
     put(tmp_path / "b")
     assert find([layer(tmp_path / "a"), layer(tmp_path / "b", "b")]).layer.name == "b"
 
@@ -118,7 +124,8 @@ def test_a_bad_record_is_set_aside_reported_once_and_a_miss(tmp_path, damage):
         hits = [find(layers, trace=trace), find(layers)]
     assert [hit.layer.name for hit in hits] == ["b", "b"]
     assert len(caught) == 1
-    assert "passed over" in trace[0]
+    assert [(step.layer, step.outcome) for step in trace] == [("a", "bad"), ("b", "taken")]
+    assert "passed over" in str(trace[0])
     assert not path.exists()
     assert path.with_name(path.name + ".bad").exists()
 
@@ -142,7 +149,60 @@ def test_a_missing_blob_is_a_miss_with_a_reason(tmp_path):
     blob_file(tmp_path, b"two").unlink()
     trace = []
     assert find([layer(tmp_path)], trace=trace) is None
-    assert blob_file(tmp_path, b"two").name in trace[0]
+    assert blob_file(tmp_path, b"two").name in trace[0].detail
+
+
+def test_the_steps_are_the_whole_way_of_a_lookup(tmp_path):
+    put(tmp_path / "a", problem={**PROBLEM, "rows": 1}, source_digest="0" * 64)
+    put(tmp_path / "b", target=H100)
+    trace = []
+    hit = find([layer(tmp_path / "a", "a"), layer(tmp_path / "b", "b")], trace=trace)
+    here, there, tools = H200["key"], H100["key"], toolkit()["key"]
+    assert [(*step[:3], step.problem and step.problem["rows"], step.outcome) for step in trace] == [
+        ("a", here, tools, 8192, "not_there"),
+        ("b", here, None, None, "no_records"),
+        ("a", here, tools, 1, "stale"),
+        ("a", there, None, None, "no_records"),
+        ("b", there, tools, 8192, "taken"),
+    ]
+    assert (hit.layer.name, hit.exact_target) == ("b", False)
+    assert str(trace[-1]) == f"b: {there}/{tools}/rows=8192,columns=4096,dtype=bfloat16: taken"
+
+
+def changing(root, change):
+    """A layer in which something happens once, between the reading of a record and that of its blobs."""
+
+    class Changing(FolderLayer):
+        done = False
+
+        def read_blob(self, sha256):
+            if not self.done:
+                self.done = True
+                change()
+            return super().read_blob(sha256)
+
+    return Changing(root, "user")
+
+
+def test_a_record_that_is_removed_while_it_is_read_is_a_plain_miss(tmp_path):
+    put(tmp_path, b"old")
+    store, before, trace = Store(tmp_path), skipped(), []
+    in_between = changing(tmp_path, lambda: store.collect_garbage(store.remove(store.entries())))
+    assert find([in_between], trace=trace) is None
+    assert trace[0].outcome == "not_there"
+    assert skipped() == before
+
+
+def test_a_record_that_is_replaced_while_it_is_read_is_read_again(tmp_path):
+    put(tmp_path, b"old")
+    store = Store(tmp_path)
+
+    def replace():
+        put(tmp_path, b"new")
+        blob_file(tmp_path, b"old").unlink()
+
+    assert find([changing(tmp_path, replace)]).load("aligned") == b"new"
+    assert [entry.record.digests for entry in store.entries()] == [{hashlib.sha256(b"new").hexdigest()}]
 
 
 def test_a_layer_that_is_not_writable_is_left_as_it_is(tmp_path):

@@ -3,71 +3,26 @@ import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
-from cache_samples import B200, H100, PROBLEM, blob_file, fill, make, put, toolkit
+from cache_samples import H100, PROBLEM, blob_file, fill, make, put
+from command_line import KEY, ROOT, process, refused
 
-from cache_tools.__main__ import main
 from tilekern.cache import Store, note_wanted
 from tilekern.source import digest_of_module
 
-KEY = "rows=8192,columns=4096,dtype=bfloat16"
-ROOT = Path(__file__).parents[2]
 HERE_DIGEST = digest_of_module("tilekern.source")
 
-
-@pytest.fixture
-def cache(tmp_path):
-    """Three records: two on the H200 (one of them predicted), one on the B200."""
-    root = tmp_path / "cache"
-    put(root, b"one" * 100)
-    put(root, b"two" * 100, problem={**PROBLEM, "rows": 1024}, provenance="predicted", measurement=None)
-    put(root, b"three" * 100, target=B200, toolkit=toolkit("13.5.0"), kernel="swiglu", created="2020-01-01T00:00:00Z")
-    return root
-
-
-@pytest.fixture
-def cli(cache, capsys):
-    """Run a command on the cache: its exit code, standard output and standard error."""
-
-    def run(*arguments, root=cache):
-        code = main([*arguments, "--cache-dir", str(root)])
-        captured = capsys.readouterr()
-        assert "Traceback" not in captured.err
-        return code, captured.out, captured.err
-
-    return run
-
-
-@pytest.fixture
-def as_json(cli):
-    def run(*arguments, code=0, **options):
-        found, out, err = cli(*arguments, "--json", **options)
-        assert (found, err) == (code, "")
-        return json.loads(out)
-
-    return run
-
-
-def process(*arguments, **options):
-    command = [sys.executable, "-m", "cache_tools", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60, **options)
-
-
-def refused(outcome, *words):
-    code, out, err = outcome
-    assert (code, out) == (2, "")
-    assert err.startswith("error: ")
-    assert err.count("\n") == 1
-    assert all(word in err for word in words)
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 def test_ls_lists_the_records_in_columns(cli):
     code, out, _ = cli("ls")
     header, *rows = out.splitlines()
     assert code == 0
-    assert header.split() == ["KERNEL", "PROBLEM", "TARGET", "TOOLKIT", "PROVENANCE", "TIME", "GAIN", "SIZE", "AGE"]
+    assert header.split() == [
+        *("KERNEL", "PROBLEM", "TARGET", "TOOLKIT", "PROVENANCE", "TIME", "GAIN", "SIZE", "AGE", "LAYER")
+    ]
     assert len(rows) == 3
     assert next(row for row in rows if KEY in row and "h200" in row).split()[4:8] == ["measured", "37.8", "us", "3.28x"]
     assert "~40.0 us" in next(row for row in rows if "predicted" in row)
@@ -141,7 +96,7 @@ def test_show_prints_nothing_that_a_terminal_obeys(cli, cache):
 
 def test_show_of_several_names_them(cli, cache):
     put(cache, target=H100)
-    refused(cli("show", "rms_norm", KEY), "2 records match", "sm_90-h100-132", "sm_90-h200-132", "--target")
+    refused(cli("show", "rms_norm", KEY), "2 GPUs match", "sm_90-h100-132", "sm_90-h200-132", "--target")
     assert cli("show", "rms_norm", KEY, "--target", "H100")[0] == 0
 
 

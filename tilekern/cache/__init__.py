@@ -3,16 +3,18 @@
 Needs the standard library and platformdirs alone, so that a cache can be read where neither torch nor a compiler is.
 """
 
+from tilekern.cache.entries import BlobFile, Entry, Garbage, Listed, Where
 from tilekern.cache.errors import CacheError, Corrupt, Missing, MissingRecord, UnknownSchema, Untrusted
 from tilekern.cache.installing import install_pack
 from tilekern.cache.keys import Address, parse_problem_key, problem_key
 from tilekern.cache.layers import FolderLayer, Layer
-from tilekern.cache.lookup import Hit, lookup, skipped
+from tilekern.cache.lookup import Hit, Step, by_preference, lookup, skipped
+from tilekern.cache.outlines import Outline
 from tilekern.cache.pack_layers import PackLayer
 from tilekern.cache.packs import PACK_SUFFIX, Pack, checked_contents, write_pack
 from tilekern.cache.places import default_layers, user_root
 from tilekern.cache.records import PROVENANCES, SCHEMA, Artifact, Record
-from tilekern.cache.store import BlobFile, Entry, Garbage, Store
+from tilekern.cache.store import Store
 from tilekern.cache.wanted import (
     clear_wanted,
     note_misses,
@@ -37,14 +39,19 @@ __all__ = [
     "Garbage",
     "Hit",
     "Layer",
+    "Listed",
     "Missing",
     "MissingRecord",
+    "Outline",
     "Pack",
     "PackLayer",
     "Record",
+    "Step",
     "Store",
     "UnknownSchema",
     "Untrusted",
+    "Where",
+    "by_preference",
     "checked_contents",
     "clear_wanted",
     "default_layers",

@@ -19,8 +19,11 @@ _ATTEMPTS = 20
 _reported: set[str] = set()
 
 
-def read_whole(path: str | os.PathLike[str], largest: int) -> tuple[bytes, os.stat_result]:
-    """The bytes of a file, cut off after ``largest`` of them, and what the file system says of it.
+def read_whole(path: str | os.PathLike[str], largest: int, *, as_use: bool = True) -> tuple[bytes, os.stat_result]:
+    """The bytes of a file, cut off after ``largest`` of them, and what the file system said of it before.
+
+    Where ``as_use`` is False the file system notes no access, so that looking at a cache does not count as its use;
+    for that the file must be the caller's own, on Linux.
 
     Raises:
         Missing: there is no such file.
@@ -28,21 +31,22 @@ def read_whole(path: str | os.PathLike[str], largest: int) -> tuple[bytes, os.st
     """
     try:
         try:
-            return _read_once(path, largest)
+            return _read_once(path, largest, as_use)
         except OSError as error:
             # A client of a network file system says so of a file that another one has just replaced.
             if error.errno != errno.ESTALE:
                 raise
-            return _read_once(path, largest)
+            return _read_once(path, largest, as_use)
     except (FileNotFoundError, NotADirectoryError):
         raise Missing(f"there is no {path}") from None
     except OSError as error:
         raise CacheError(f"cannot read {path}: {error.strerror}") from None
 
 
-def _read_once(path: str | os.PathLike[str], largest: int) -> tuple[bytes, os.stat_result]:
+def _read_once(path: str | os.PathLike[str], largest: int, as_use: bool) -> tuple[bytes, os.stat_result]:
     # A file object takes twice as long over a small file.
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    flags = os.O_RDONLY | os.O_CLOEXEC
+    descriptor = os.open(path, flags) if as_use else _open_unnoticed(path, flags)
     try:
         status = os.fstat(descriptor)
         left = min(status.st_size + 1, largest)
@@ -53,6 +57,13 @@ def _read_once(path: str | os.PathLike[str], largest: int) -> tuple[bytes, os.st
     finally:
         os.close(descriptor)
     return pieces[0] if len(pieces) == 1 else b"".join(pieces), status
+
+
+def _open_unnoticed(path: str | os.PathLike[str], flags: int) -> int:
+    try:
+        return os.open(path, flags | getattr(os, "O_NOATIME", 0))
+    except PermissionError:
+        return os.open(path, flags)
 
 
 def write_whole(path: Path, data: bytes, mode: int = 0o644) -> None:
@@ -116,11 +127,36 @@ def set_aside(path: Path, seen: os.stat_result) -> bool:
     aside = path.with_name(path.name + BAD_SUFFIX)
     try:
         os.replace(path, aside)
-        now = os.stat(aside)
-        if (now.st_ino, now.st_mtime_ns, now.st_size) != (seen.st_ino, seen.st_mtime_ns, seen.st_size):
+        if identity_of(os.stat(aside)) != identity_of(seen):
             os.replace(aside, path)
             return False
     except OSError:
+        return False
+    return True
+
+
+def identity_of(status: os.stat_result) -> tuple[int, int, int]:
+    """What tells a file from another that was put in its place: inode, time of writing in nanoseconds, bytes."""
+    return status.st_ino, status.st_mtime_ns, status.st_size
+
+
+def unlink_seen(path: Path, identity: tuple[int, int, int]) -> bool:
+    """Delete the file that was seen as ``identity``; False where it is gone, or a writer has put another one there.
+
+    Raises:
+        OSError: it cannot be deleted.
+    """
+    aside = path.parent / f".{os.urandom(12).hex()}{TEMPORARY_SUFFIX}"
+    try:
+        if identity_of(os.stat(path)) != identity:
+            return False
+        # Between the look and the deletion a writer may come; what was moved can still be put back.
+        os.rename(path, aside)
+        if identity_of(os.stat(aside)) != identity:
+            os.replace(aside, path)
+            return False
+        os.unlink(aside)
+    except FileNotFoundError:
         return False
     return True
 

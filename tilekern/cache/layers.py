@@ -67,14 +67,17 @@ class FolderLayer:
     """A cache in a folder. Reading takes no lock and writes nothing; a writable one sets bad files aside.
 
     A writable one also moves a pack's files to their places where an unpack was killed while it did that.
+
+    Where ``as_use`` is False the file system notes no access to the records (:func:`tilekern.cache.files.read_whole`).
     """
 
-    def __init__(self, root: str | os.PathLike[str], name: str, writable: bool = False) -> None:
+    def __init__(self, root: str | os.PathLike[str], name: str, writable: bool = False, *, as_use: bool = True) -> None:
         self.root = Path(root)
         self.name = name
         self.writable = writable
         self._unshared: set[str] = set()
         self._finished = not writable
+        self.as_use = as_use
 
     def __repr__(self) -> str:
         return f"FolderLayer({str(self.root)!r}, {self.name!r})"
@@ -109,7 +112,7 @@ class FolderLayer:
     def _read(
         self, name: str, largest: int, decode: Callable[[bytes], Contents], checks_writers: bool = False
     ) -> Contents:
-        data, status = read_whole(name, largest)
+        data, status = read_whole(name, largest, as_use=self.as_use)
         if checks_writers:
             self._require_unshared(name, status)
         try:

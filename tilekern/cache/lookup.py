@@ -10,17 +10,18 @@ import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from tilekern.cache.errors import CacheError, MissingRecord, UnknownSchema, Untrusted
+from tilekern.cache.errors import CacheError, Missing, MissingRecord, UnknownSchema, Untrusted
 from tilekern.cache.files import report_once
 from tilekern.cache.keys import Value, problem_key
 from tilekern.cache.layers import Layer
 from tilekern.cache.records import Record
 from tilekern.cache.trust import must_be_signed
 
-_skipped: Counter[str] = Counter()
+_outcomes: Counter[str] = Counter()
 
 
 @dataclass(frozen=True)
@@ -54,12 +55,42 @@ class Hit:
         return self._blobs[artifact.sha256]
 
 
+class Step(NamedTuple):
+    """One thing that a lookup tried, and what came of it.
+
+    Attributes:
+        layer: the layer's name; None where the step is about all layers.
+        target_key: the GPU; ``sm_90-*`` where the step is about all other GPUs of an arch.
+        toolkit_key: the toolkit; None where the layer has none for this GPU.
+        problem: the problem of the record; None where there was no record to try.
+        outcome: ``taken``, ``not_there``, ``stale``, ``unknown_schema``, ``untrusted``, ``bad``, ``no_records`` (the
+            layer has none for this GPU, or no layer has another GPU of the arch) or ``no_other_bucket``.
+        detail: the outcome in words.
+    """
+
+    layer: str | None
+    target_key: str
+    toolkit_key: str | None
+    problem: dict[str, Value] | None
+    outcome: str
+    detail: str
+
+    def __str__(self) -> str:
+        parts = (self.target_key, self.toolkit_key, self.problem and problem_key(self.problem))
+        where = "/".join(part for part in parts if part)
+        verb = "" if self.outcome == "taken" else "passed over, "
+        return f"{self.layer or 'all layers'}: {where}: {verb}{self.detail}"
+
+
 @dataclass(frozen=True)
 class _Candidate:
     layer: Layer
     target_key: str
     toolkit_key: str
     problem: dict[str, Value]
+
+    def step(self, outcome: str, detail: str) -> Step:
+        return Step(self.layer.name, self.target_key, self.toolkit_key, self.problem, outcome, detail)
 
 
 def lookup(
@@ -72,7 +103,7 @@ def lookup(
     toolkit_key: str | None,
     source_digest: str,
     layers: Sequence[Layer],
-    trace: list[str] | None = None,
+    trace: list[Step] | None = None,
 ) -> Hit | None:
     """The best record for a problem whose blobs are all there and intact, or None.
 
@@ -85,32 +116,33 @@ def lookup(
         toolkit_key: the toolkit installed here, or None.
         source_digest: the kernel's source of today; records of another one are stale and never used.
         layers: where to look, first to last.
-        trace: where given, takes one line for each record that was passed over, and one for the hit.
+        trace: where given, takes each step: what was passed over and why, and last what was taken.
 
     Raises:
         CacheError: ``problem`` has no key, or ``TILEKERN_TRUST`` is no policy.
     """
     problem_key(problem)
     must_be_signed()
-    notes: list[str] = [] if trace is None else trace
-    for target in itertools.chain([target_key], _relatives(target_key, arch, layers)):
-        for candidate, is_exact in _candidates(kernel, dict(problem), bucketed, target, toolkit_key, layers):
-            found = _read(kernel, candidate, source_digest, notes)
+    steps: list[Step] = [] if trace is None else trace
+    for target in itertools.chain([target_key], _relatives(target_key, arch, layers, steps)):
+        for candidate, is_exact in _candidates(kernel, dict(problem), bucketed, target, toolkit_key, layers, steps):
+            found = _read(kernel, candidate, source_digest, steps)
             if found:
-                notes.append(f"{_where(kernel, candidate)}: taken")
                 return Hit(found[0], candidate.layer, target == target_key, is_exact, found[1])
     return None
 
 
 def skipped() -> dict[str, int]:
     """How many records lookups of this process passed over: ``stale``, ``unknown_schema``, ``bad``, ``untrusted``."""
-    return {reason: _skipped[reason] for reason in ("stale", "unknown_schema", "bad", "untrusted")}
+    return {reason: _outcomes[reason] for reason in ("stale", "unknown_schema", "bad", "untrusted")}
 
 
-def _relatives(target_key: str, arch: str, layers: Sequence[Layer]) -> Iterator[str]:
+def _relatives(target_key: str, arch: str, layers: Sequence[Layer], steps: list[Step]) -> Iterator[str]:
     """Other GPUs of the same arch; listed only when they are needed."""
-    names = {name for layer in layers for name in layer.targets() if name.startswith(f"{arch}-")}
-    yield from sorted(names - {target_key})
+    names = {name for layer in layers for name in layer.targets() if name.startswith(f"{arch}-")} - {target_key}
+    if not names:
+        steps.append(Step(None, f"{arch}-*", None, None, "no_records", f"no layer has another GPU of {arch}"))
+    yield from sorted(names)
 
 
 def _candidates(
@@ -120,28 +152,34 @@ def _candidates(
     target: str,
     toolkit_key: str | None,
     layers: Sequence[Layer],
+    steps: list[Step],
 ) -> Iterator[tuple[_Candidate, bool]]:
     """Where to look on one target, best first, and whether it is the problem's own bucket."""
-    for layer, toolkit in _places(layers, target, toolkit_key):
-        yield _Candidate(layer, target, toolkit, problem), True
-    others = [
-        (distance, place, _Candidate(layer, target, toolkit, other))
-        for place, (layer, toolkit) in enumerate(_places(layers, target, toolkit_key))
-        for other in layer.problems(target, toolkit, kernel)
-        if (distance := _distance(problem, other, bucketed)) is not None
-    ]
+    places = []
+    for layer in layers:
+        toolkits = by_preference(layer.toolkits(target), toolkit_key)
+        if not toolkits:
+            steps.append(Step(layer.name, target, None, None, "no_records", "nothing for this GPU"))
+        for toolkit in toolkits:
+            places.append((layer, toolkit))
+            yield _Candidate(layer, target, toolkit, problem), True
+    others: list[tuple[tuple[float, float, str], int, _Candidate]] = []
+    for place, (layer, toolkit) in enumerate(places):
+        near = [
+            (distance, place, _Candidate(layer, target, toolkit, other))
+            for other in layer.problems(target, toolkit, kernel)
+            if (distance := _distance(problem, other, bucketed)) is not None
+        ]
+        others += near
+        if not near:
+            steps.append(Step(layer.name, target, toolkit, None, "no_other_bucket", "no other bucket of this problem"))
     for _, _, candidate in sorted(others, key=lambda item: item[:2]):
         yield candidate, False
 
 
-def _places(layers: Sequence[Layer], target: str, toolkit_key: str | None) -> Iterator[tuple[Layer, str]]:
-    for layer in layers:
-        for toolkit in _by_preference(layer.toolkits(target), toolkit_key):
-            yield layer, toolkit
-
-
-def _by_preference(toolkits: list[str], installed: str | None) -> list[str]:
-    """The installed toolkit, then the others from the newest to the oldest."""
+def by_preference(toolkits: Iterable[str], installed: str | None) -> list[str]:
+    """Toolkits in the order of a lookup: the installed one, then the others from the newest to the oldest."""
+    toolkits = list(toolkits)
     if len(toolkits) < 2:
         return toolkits  # comparing versions compiles a pattern, which takes longer than the rest of a first lookup
     newest_first = sorted(toolkits, key=_version, reverse=True)
@@ -174,30 +212,37 @@ def _distance(
 
 
 def _read(
-    kernel: str, candidate: _Candidate, source_digest: str, notes: list[str]
+    kernel: str, candidate: _Candidate, source_digest: str, steps: list[Step]
 ) -> tuple[Record, dict[str, bytes]] | None:
-    """The record and its blobs, or None with the reason noted."""
-    layer = candidate.layer
+    """The record and its blobs, or None; either way with the step that says why."""
     try:
-        record = layer.read_record(candidate.target_key, candidate.toolkit_key, kernel, candidate.problem)
-        if record.source_digest == source_digest:
-            return record, {digest: layer.read_blob(digest) for digest in sorted(record.digests)}
-        reason, kind = "stale: made from another version of the kernel's source", "stale"
+        found = _load(kernel, candidate, source_digest)
+        outcome, detail = ("taken", "taken") if found else ("stale", "stale: made from another source of the kernel")
     except UnknownSchema as error:
-        reason, kind = str(error), "unknown_schema"
+        found, outcome, detail = None, "unknown_schema", str(error)
     except Untrusted as error:
-        reason, kind = str(error), "untrusted"
-        report_once(f"untrusted {layer.name}", f"tilekern: no such record of {layer.name} is loaded: {reason}")
+        found, outcome, detail, layer = None, "untrusted", str(error), candidate.layer.name
+        report_once(f"untrusted {layer}", f"tilekern: no such record of {layer} is loaded: {detail}")
     except MissingRecord:
-        reason, kind = "not there", None
+        found, outcome, detail = None, "not_there", "not there"
     except CacheError as error:
-        reason, kind = str(error), "bad"
-    if kind:
-        _skipped[kind] += 1
-    notes.append(f"{_where(kernel, candidate)}: passed over, {reason}")
+        found, outcome, detail = None, "bad", str(error)
+    _outcomes[outcome] += 1
+    steps.append(candidate.step(outcome, detail))
+    return found
+
+
+def _load(kernel: str, candidate: _Candidate, source_digest: str) -> tuple[Record, dict[str, bytes]] | None:
+    """The record and its blobs, or None where the record is stale."""
+    layer, place = candidate.layer, (candidate.target_key, candidate.toolkit_key, kernel, candidate.problem)
+    for is_last in (False, True):
+        record = layer.read_record(*place)
+        if record.source_digest != source_digest:
+            return None
+        try:
+            return record, {digest: layer.read_blob(digest) for digest in sorted(record.digests)}
+        except Missing:
+            # The record may have been removed, or another one put in its place, since it was read: look again.
+            if is_last:
+                raise
     return None
-
-
-def _where(kernel: str, candidate: _Candidate) -> str:
-    key = problem_key(candidate.problem)
-    return f"{candidate.layer.name}: {candidate.target_key}/{candidate.toolkit_key}/{kernel}/{key}"

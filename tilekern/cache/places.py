@@ -14,6 +14,8 @@ from tilekern.cache.pack_layers import Origin, PackLayer
 from tilekern.cache.packs import PACK_SUFFIX
 
 ENTRY_POINTS = "tilekern.prebuilt"
+# What people call the user's cache among the layers.
+USER = "user"
 _missing_said: set[str] = set()
 
 
@@ -27,24 +29,28 @@ def user_root() -> Path:
     return platformdirs.user_cache_path("tilekern")
 
 
-def default_layers() -> list[Layer]:
+def default_layers(user: Path | None = None, *, looking: bool = False) -> list[Layer]:
     """The layers of a lookup, first to last: the user's cache, ``TILEKERN_CACHE_PATH``, packages' packs, the wheel's.
 
     A folder or pack of ``TILEKERN_CACHE_PATH`` that is not there is warned about once and left out.
+
+    Args:
+        user: the user's cache where it is another folder than :func:`user_root`.
+        looking: for a tool and not for a job: bad files of the user's cache stay, and no reading counts as use.
     """
-    user: list[Layer] = [FolderLayer(user_root(), "user", writable=True)]
+    own: list[Layer] = [FolderLayer(user or user_root(), USER, not looking, as_use=not looking)]
     wheel = _packs_of(Path(__file__).parents[1] / "prebuilt", "prebuilt", "wheel")
-    return [*user, *_path_layers(), *_package_layers(), *wheel]
+    return [*own, *_path_layers(looking), *_package_layers(), *wheel]
 
 
-def _path_layers() -> Iterator[Layer]:
+def _path_layers(looking: bool) -> Iterator[Layer]:
     for item in os.environ.get("TILEKERN_CACHE_PATH", "").split(os.pathsep):
         path = Path(item).expanduser()
         if not item:
             continue
         # Those of os.path say no where those of Path raise: on a folder of a file system that has gone away.
         if os.path.isdir(path):
-            yield FolderLayer(path, str(path))
+            yield FolderLayer(path, str(path), as_use=not looking)
         elif os.path.isfile(path):
             yield PackLayer(path)
         elif item not in _missing_said:

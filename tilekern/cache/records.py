@@ -257,10 +257,15 @@ def _check_sense(record: Record) -> None:
         raise Corrupt(f"provenance must be one of {', '.join(PROVENANCES)}, got {record.provenance!r:.60}")
     if record.provenance == "measured" and not record.measurement:
         raise Corrupt("a measured record must have a measurement")
-    _check_created(record.created)
+    check_created(record.created)
 
 
-def _check_created(created: str) -> None:
+def check_created(created: str) -> None:
+    """Whether a text is a time in UTC.
+
+    Raises:
+        Corrupt: it is not.
+    """
     try:
         in_utc = datetime.fromisoformat(created).utcoffset() == timedelta(0)
     except ValueError:

@@ -8,13 +8,14 @@ import os
 import re
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
+from tilekern.cache.entries import BlobFile, Entry, Garbage, Listed, Where, entry_of, unreadable_entry
 from tilekern.cache.errors import CacheError, Corrupt, Missing, UnknownSchema
-from tilekern.cache.files import BAD_SUFFIX, DROPPED_SUFFIX, TEMPORARY_SUFFIX, read_whole, write_whole
+from tilekern.cache.files import BAD_SUFFIX, DROPPED_SUFFIX, TEMPORARY_SUFFIX, read_whole, unlink_seen, write_whole
 from tilekern.cache.incoming import abandoned_incoming, finish_incoming, remove_abandoned
 from tilekern.cache.keys import BLOBS, INCOMING, LAYOUT, OWN_FOLDERS, Address, blob_path, check_digest, parse_path
+from tilekern.cache.outlines import decode_outline
 from tilekern.cache.records import LARGEST_BLOB, LARGEST_RECORD, Record, check_blob, decode_record
 from tilekern.cache.trust import must_be_signed, remove_signatures, seal_of
 
@@ -24,48 +25,6 @@ GRACE_S = 300.0
 _LOOKS = 10
 _LEFTOVERS = (BAD_SUFFIX, DROPPED_SUFFIX, TEMPORARY_SUFFIX)
 _DIGESTS = re.compile(rb"(?<![0-9a-f])[0-9a-f]{64}(?![0-9a-f])")
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One record file of a store.
-
-    Attributes:
-        path: the file.
-        address: what its path says it is a record of; None where the path is none of a record.
-        record: its contents, or None where it is unreadable.
-        problem: why it is unreadable, or None.
-        unknown_schema: True where another version of tilekern wrote it.
-        size_bytes: the record's file, and its blobs by what the record says of them.
-        modified: when the file was written, in seconds since 1970.
-    """
-
-    path: Path
-    address: Address | None
-    record: Record | None
-    problem: str | None
-    unknown_schema: bool
-    size_bytes: int
-    modified: float
-
-
-@dataclass(frozen=True)
-class BlobFile:
-    """One blob file of a store: its digest by name, size in bytes, time of its last use by a writer (since 1970)."""
-
-    path: Path
-    sha256: str
-    size_bytes: int
-    modified: float
-
-
-@dataclass(frozen=True)
-class Garbage:
-    """What a garbage collection removed; ``kept`` says why it removed no blob at all where it could not tell."""
-
-    blobs: int
-    size_bytes: int
-    kept: str | None = None
 
 
 class Store:
@@ -114,13 +73,31 @@ class Store:
             raise CacheError(f"cannot write to the cache folder {self.root}: {error.strerror or error}") from None
         return path
 
-    def entries(self) -> Iterator[Entry]:
-        """Every record file, in the order of its path; a bad one is an entry that says so."""
+    def entries(self, where: Where | None = None) -> Iterator[Entry]:
+        """Every record file, in the order of its path; a bad one is an entry that says so.
+
+        Args:
+            where: whether to look at a place, given the names that lead there: of a target, then with a toolkit, a
+                kernel, a problem's key. What it refuses is neither listed nor read.
+        """
         finish_incoming(self.root)
-        for path in self._record_files():
+        for path in self._record_files(where=where):
             entry = self._entry(path)
             if entry:
                 yield entry
+
+    def outlines(self, where: Where | None = None) -> Iterator[Listed]:
+        """Every record file as :meth:`entries` gives them, of which only what a list needs is read and checked."""
+        for path in self._record_files(where=where):
+            try:
+                data, status = read_whole(path, LARGEST_RECORD, as_use=False)
+                outline = decode_outline(data, self._address(path))
+            except CacheError:
+                if bad := self._entry(path):
+                    yield Listed(bad.path, bad.address, None, bad.problem, bad.size_bytes, bad.modified)
+                continue
+            size_bytes = status.st_size + outline.blob_bytes
+            yield Listed(Path(path), outline.address, outline, None, size_bytes, status.st_mtime)
 
     def blobs(self) -> Iterator[BlobFile]:
         """Every blob file, referred to or not."""
@@ -143,7 +120,7 @@ class Store:
             Corrupt: its contents are wrong.
             CacheError: it cannot be read.
         """
-        return check_blob(read_whole(self.root / blob_path(sha256), LARGEST_BLOB)[0], sha256)
+        return check_blob(read_whole(self.root / blob_path(sha256), LARGEST_BLOB, as_use=False)[0], sha256)
 
     def keep_blob(self, sha256: str) -> bool:
         """Mark a blob that is there and intact as just used, which keeps it from garbage collection; else False."""
@@ -168,13 +145,24 @@ class Store:
         """
         released: set[str] = set()
         for entry in entries:
-            if _is_newer(entry.path, entry.modified):
-                continue
-            _unlink(entry.path)
-            if entry.record:
+            if self.remove_one(entry) and entry.record:
                 released |= entry.record.digests
-            _prune(entry.path.parent, self._layout)
         return frozenset(released)
+
+    def remove_one(self, entry: Entry) -> bool:
+        """Delete one record as :meth:`remove` does; False where it is gone, or was written anew since it was listed.
+
+        Raises:
+            CacheError: the file cannot be deleted.
+        """
+        if entry.identity is None:
+            return False
+        try:
+            removed = unlink_seen(entry.path, entry.identity)
+        except OSError as error:
+            raise CacheError(f"cannot delete {entry.path}: {error.strerror}") from None
+        _prune(entry.path.parent, self._layout)
+        return removed
 
     def collect_garbage(self, released: Collection[str] = (), grace_s: float = GRACE_S) -> Garbage:
         """Delete blobs that no record refers to and leftovers; what a writer may still need stays for ``grace_s``.
@@ -191,34 +179,47 @@ class Store:
         Raises:
             CacheError: a file cannot be deleted.
         """
-        now = time.time()
-        remove_abandoned(self.root, now - grace_s)
         try:
-            referred, records = self._references()
+            remove_abandoned(self.root, time.time() - grace_s)
+            for blob in self.garbage(released, grace_s):
+                _drop(blob.path)
         except Missing:
             return Garbage(0, 0)
         except CacheError as error:
             return Garbage(0, 0, f"no blob was removed: {error}")
-        for blob in self.blobs():
-            if blob.sha256 not in referred and (blob.sha256 in released or blob.modified < now - grace_s):
-                _drop(blob.path)
         dropped = self._dropped()
         try:
             # A record that was written since the first look is seen by the second, unless its writer is still to make
             # sure of its blobs and finds that they are gone. So no record is ever left without a blob.
-            referred, records = self._references() if dropped else (referred, records)
+            referred, records = self._references()
         except CacheError as error:
             self._take_back(dropped)
             return Garbage(0, 0, f"no blob was removed: {error}")
         self._take_back(path for path in dropped if path.name.partition(".")[0] in referred)
-        removed = [size_bytes for path in dropped if (size_bytes := self._delete(path)) is not None]
-        remove_signatures(self.root, records, now - grace_s)
+        sizes = [size_bytes for path in dropped if (size_bytes := self._delete(path)) is not None]
+        oldest = time.time() - grace_s
+        remove_signatures(self.root, records, oldest)
         for path in self._stray_files():
             with contextlib.suppress(OSError):
-                old = path.name.endswith(TEMPORARY_SUFFIX) and path.stat().st_mtime < now - grace_s
+                old = path.name.endswith(TEMPORARY_SUFFIX) and path.stat().st_mtime < oldest
                 if old or path.name.endswith(BAD_SUFFIX):
                     _unlink(path)
-        return Garbage(len(removed), sum(removed))
+        return Garbage(len(sizes), sum(sizes))
+
+    def garbage(
+        self, released: Collection[str] = (), grace_s: float = GRACE_S, without: Collection[Path] = ()
+    ) -> list[BlobFile]:
+        """The blobs that :meth:`collect_garbage` would delete, once the records at the paths ``without`` are gone.
+
+        Raises:
+            CacheError: some record cannot be read for references.
+        """
+        oldest, referred = time.time() - grace_s, self._references(without)[0]
+        return [
+            blob
+            for blob in self.blobs()
+            if blob.sha256 not in referred and (blob.sha256 in released or blob.modified < oldest)
+        ]
 
     def _dropped(self) -> list[Path]:
         """Blobs that this garbage collection, or one that did not come to its end, has put out of readers' sight."""
@@ -247,36 +248,31 @@ class Store:
         files = _files(self._layout, skip=(INCOMING,))
         return (Path(path) for path in files if path.endswith(_LEFTOVERS))
 
-    def _record_files(self, strict: bool = False) -> Iterator[str]:
+    def _record_files(self, strict: bool = False, where: Where | None = None) -> Iterator[str]:
         # What is on its way counts as a reference, and is no record yet.
-        files = _files(self._layout, skip=OWN_FOLDERS - {INCOMING} if strict else OWN_FOLDERS, strict=strict)
+        skip = OWN_FOLDERS - {INCOMING} if strict else OWN_FOLDERS
+        files = _files(self._layout, skip=skip, strict=strict, where=where)
         return (path for path in files if path.endswith(".json"))
 
-    def _entry(self, path: str) -> Entry | None:
+    def _address(self, path: str) -> Address | None:
+        """What a record's file at this path is of, unchecked; None where no record may stand."""
         parts = path.removeprefix(f"{self.root}{os.sep}").removesuffix(".json").split(os.sep)
+        return Address(*parts[1:]) if len(parts) == 5 else None
+
+    def _entry(self, path: str) -> Entry | None:
+        """The record's file at this path; None where it was deleted since it was listed."""
         try:
             found = _read_if_there(path)
             if found is None:
                 return None
             data, status = found
-            record = decode_record(data, Address(*parts[1:]) if len(parts) == 5 else None)
+            record = decode_record(data, self._address(path))
         except CacheError as error:
-            return self._unreadable(path, error)
-        sizes = {artifact.sha256: artifact.size for artifact in record.artifacts.values()}
-        size_bytes = status.st_size + sum(sizes.values())
-        return Entry(Path(path), record.address, record, None, False, size_bytes, status.st_mtime)
-
-    def _unreadable(self, path: str, error: CacheError) -> Entry:
-        address, unknown_schema = None, isinstance(error, UnknownSchema)
-        try:
-            status = os.stat(path)
-            size_bytes, modified = status.st_size, status.st_mtime
-        except OSError:
-            # No age that would let a filter for old records choose it.
-            size_bytes, modified = 0, time.time()
-        with contextlib.suppress(CacheError):
-            address = parse_path(Path(path).relative_to(self.root).parts)
-        return Entry(Path(path), address, None, str(error), unknown_schema, size_bytes, modified)
+            address = None
+            with contextlib.suppress(CacheError):
+                address = parse_path(Path(path).relative_to(self.root).parts)
+            return unreadable_entry(path, address, error)
+        return entry_of(path, record, status)
 
     def _checked_blobs(self, record: Record, blobs: Mapping[str, bytes]) -> dict[str, bytes]:
         """The bytes of every blob of a record, by digest: those given, and else those that are there."""
@@ -293,7 +289,7 @@ class Store:
 
     def _check_replaceable(self, path: Path) -> None:
         try:
-            Record.from_json(read_whole(path, LARGEST_RECORD)[0].decode(errors="replace"))
+            Record.from_json(read_whole(path, LARGEST_RECORD, as_use=False)[0].decode(errors="replace"))
         except UnknownSchema as error:
             raise UnknownSchema(f"{path} is left alone: {error}") from None
         except (Missing, Corrupt):
@@ -304,12 +300,16 @@ class Store:
         if not self.keep_blob(digest):
             write_whole(self.root / blob_path(digest), data)
 
-    def _references(self) -> tuple[set[str], set[str]]:
-        """The digests that any record refers to, readable or not, and those of the records themselves."""
+    def _references(self, without: Collection[Path] = ()) -> tuple[set[str], set[str]]:
+        """The digests that any record refers to, readable or not, and those of the records themselves.
+
+        Records at the paths ``without`` are left out.
+        """
         referred: set[str] = set()
         records: set[str] = set()
+        left_out = set(map(str, without))
         for path in self._record_files(strict=True):
-            found = _read_if_there(path)
+            found = None if path in left_out else _read_if_there(path)
             if found is None:
                 continue
             data = found[0]
@@ -329,7 +329,7 @@ def _read_if_there(path: str) -> tuple[bytes, os.stat_result] | None:
     """
     for _ in range(_LOOKS):
         try:
-            return read_whole(path, LARGEST_RECORD)
+            return read_whole(path, LARGEST_RECORD, as_use=False)
         except Missing:
             # Else it was deleted and then written anew.
             if not os.path.lexists(path):
@@ -345,8 +345,11 @@ def _has_unknown_schema(data: bytes) -> bool:
     return False
 
 
-def _files(folder: Path, skip: Collection[str] = (), strict: bool = False) -> Iterator[str]:
-    """All files below a folder, sorted, but for those below ``skip``; ``strict``: what cannot be listed raises."""
+def _files(folder: Path, skip: Collection[str] = (), strict: bool = False, where: Where | None = None) -> Iterator[str]:
+    """All files below a folder, sorted, but for those below ``skip`` and those that ``where`` refuses.
+
+    ``strict``: what cannot be listed raises.
+    """
 
     def fail(error: OSError) -> None:
         if not strict:
@@ -357,16 +360,13 @@ def _files(folder: Path, skip: Collection[str] = (), strict: bool = False) -> It
             raise CacheError(f"cannot list {error.filename}: {error.strerror}")
 
     for place, folders, names in os.walk(folder, onerror=fail):
-        folders[:] = sorted(set(folders) - set(skip)) if place == str(folder) else sorted(folders)
+        above = tuple(place.removeprefix(str(folder)).split(os.sep)[1:])
+        folders[:] = sorted(folders if above else set(folders) - set(skip))
+        if where:
+            folders[:] = [name for name in folders if where((*above, name))]
+            names[:] = [name for name in names if where((*above, name.removesuffix(".json")))]
         for name in sorted(names):
             yield os.path.join(place, name)
-
-
-def _is_newer(path: Path, modified: float) -> bool:
-    try:
-        return path.stat().st_mtime > modified
-    except OSError:
-        return False
 
 
 def _drop(path: Path) -> None:

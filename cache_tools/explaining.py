@@ -1,0 +1,103 @@
+"""A lookup, told step by step by the code that does it: the command why."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from cache_tools.here import spec_named, target_named, toolkit_key
+from cache_tools.sources import plain_warnings
+from cache_tools.staleness import digest_today
+from cache_tools.text import plain, print_json, time_us_of
+from tilekern.cache import CacheError, Hit, Step, Store, default_layers, parse_problem_key, problem_key
+
+
+def explain(store: Store, kernel: str, key: str, target_name: str | None, as_json: bool) -> None:
+    """Look a problem up as dispatch does, and print each step.
+
+    Args:
+        store: the user's cache.
+        kernel: the kernel's name.
+        key: the problem with real sizes, in the form of a key.
+        target_name: the GPU; None for the one of this machine.
+        as_json: whether to print a JSON document.
+
+    Raises:
+        CacheError: there is no such kernel, problem of it, or GPU.
+    """
+    from tilekern.dispatch import find
+
+    spec = spec_named(kernel)
+    try:
+        problem = spec.problem(**parse_problem_key(key))
+    except ValueError as error:
+        raise CacheError(str(error)) from None
+    target = target_named(target_name)
+    trace: list[Step] = []
+    with plain_warnings():
+        layers = default_layers(store.root, looking=True)
+        hit = find(spec, spec.bucketed(problem), target, layers=layers, trace=trace)
+    document = {
+        "kernel": kernel,
+        "problem": dict(problem),
+        "problem_key": problem_key(dict(spec.bucketed(problem))),
+        "target": target.key,
+        "toolkit": toolkit_key(),
+        "source_digest": digest_today(spec.module),
+        "layers": [layer.name for layer in layers],
+        "steps": [_step(step) for step in trace],
+        "hit": hit and _hit(hit),
+    }
+    if as_json:
+        print_json(document)
+    else:
+        _print(document, trace)
+
+
+def _step(step: Step) -> dict[str, Any]:
+    return {
+        "layer": step.layer,
+        "target": step.target_key,
+        "toolkit": step.toolkit_key,
+        "problem_key": None if step.problem is None else problem_key(step.problem),
+        "outcome": step.outcome,
+        "detail": step.detail,
+    }
+
+
+def _hit(hit: Hit) -> dict[str, Any]:
+    address = hit.record.address
+    return {
+        "layer": hit.layer.name,
+        "target": address.target_key,
+        "toolkit": address.toolkit_key,
+        "problem_key": address.problem_key,
+        "provenance": hit.record.provenance,
+        "time_us": time_us_of(hit.record),
+        "config": hit.record.config,
+        "exact_target": hit.exact_target,
+        "exact_bucket": hit.exact_bucket,
+    }
+
+
+def _print(document: dict[str, Any], trace: list[Step]) -> None:
+    asked = problem_key(document["problem"])
+    click.echo(f"{document['kernel']} {asked} on {document['target']}")
+    if asked != document["problem_key"]:
+        click.echo(f"sizes are rounded up to their buckets: {document['problem_key']}")
+    click.echo(f"the toolkit here: {document['toolkit'] or 'none, so the newest of a layer comes first'}")
+    click.echo(f"the kernel's source: {document['source_digest']}")
+    click.echo(f"layers: {', '.join(document['layers'])}")
+    for number, step in enumerate(trace, 1):
+        click.echo(f"{number:3}. {plain(str(step))}")
+    hit = document["hit"]
+    if hit is None:
+        click.echo(
+            "nothing serves it: a job goes by its miss policy (TILEKERN_ON_MISS), and puts it on the wanted list"
+        )
+        return
+    gpu = "of this very GPU" if hit["exact_target"] else f"of another GPU of its arch, {hit['target']}"
+    bucket = "its own bucket" if hit["exact_bucket"] else f"the nearest bucket, {hit['problem_key']}"
+    click.echo(f"taken: from {hit['layer']}, {hit['provenance']}, {gpu}, {bucket}")
+    click.echo(f"config: {plain(hit['config'])}")

@@ -1,0 +1,67 @@
+"""What of this machine a lookup goes by: the GPU, the toolkit and the kernels' specs, loaded when asked for."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from tilekern.cache import CacheError
+
+if TYPE_CHECKING:
+    from tilekern.spec import KernelSpec
+    from tilekern.targets import Target
+
+_KEY = re.compile(r"(sm_\d+)-(.+)-(\d+)")
+
+
+def toolkit_key() -> str | None:
+    """The key of the toolkit that is installed here, or None."""
+    from tilekern.toolchain import toolkit
+
+    found = toolkit()
+    return found.key if found else None
+
+
+def target_named(name: str | None) -> Target:
+    """The GPU that a person names, by name, arch or key; the one of this machine where ``name`` is None.
+
+    Raises:
+        CacheError: no such GPU is known, or this machine has none.
+    """
+    from dataclasses import replace
+
+    from tilekern.errors import InputError
+    from tilekern.targets import KNOWN, here, resolve
+
+    if name is None:
+        found = here()
+        if found is None:
+            raise CacheError("this machine has no CUDA GPU; name one by --target, such as --target B200")
+        return found
+    try:
+        return resolve(name)
+    except InputError as error:
+        key = _KEY.fullmatch(name.lower())
+        if key is None:
+            raise CacheError(str(error)) from None
+    # A GPU that only a cache knows: a lookup goes by the key and the arch alone.
+    like = next((target for target in KNOWN if target.arch == key[1]), KNOWN[0])
+    return replace(like, name=key[2], arch=key[1], sm_count=int(key[3]))
+
+
+def spec_named(kernel: str) -> KernelSpec:
+    """A kernel's spec.
+
+    Raises:
+        CacheError: there is no such kernel, or cuda-tile, which the kernels are written in, is not installed.
+    """
+    from tilekern.errors import InputError
+
+    try:
+        from tilekern.kernels import spec_named as named
+
+        return named(kernel)
+    except InputError as error:
+        raise CacheError(str(error)) from None
+    except ImportError as error:
+        raise CacheError(f"the kernels cannot be loaded ({error}); install them with: pip install tilekern") from None

@@ -1,0 +1,85 @@
+"""Options and arguments that several commands share."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from cache_tools.selection import parse_duration
+from tilekern.cache import CacheError, Store, user_root
+
+Command = Callable[..., Any]
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+class StoreType(click.ParamType):
+    """A cache's folder on the command line."""
+
+    name = "directory"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Store:  # noqa: ARG002
+        """The store in a folder, which need not exist; a file is refused."""
+        root = Path(value)
+        if root.exists() and not root.is_dir():
+            raise CacheError(f"{root} is a file; a cache is a folder")
+        return Store(root)
+
+
+class Duration(click.ParamType):
+    """An age on the command line, such as ``30d`` or ``12h``."""
+
+    name = "age"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:  # noqa: ARG002
+        """The age in seconds."""
+        return parse_duration(value, param.opts[0] if param else "an age")
+
+
+class Size(click.ParamType):
+    """A number of bytes on the command line, such as ``2G`` or ``500M``."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:  # noqa: ARG002
+        """The size in bytes."""
+        found = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,3})?)([KMGT]?)", str(value))
+        if not found:
+            raise CacheError(f"--max-size must be a number of bytes or one with K, M, G, T, such as 2G, got {value!r}")
+        return int(float(found[1]) * _UNITS[found[2]])
+
+
+cache_dir = click.option(
+    "--cache-dir",
+    "store",
+    type=StoreType(),
+    default=lambda: str(user_root()),
+    help="The cache (else TILEKERN_CACHE_DIR, else the user's cache folder).",
+)
+as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+target = click.option("--target", help="Only of this GPU: its key, name or arch.")
+toolkit = click.option("--toolkit", help="Only of this toolkit's key.")
+confirmed = click.option("--yes", "-y", "confirmed", is_flag=True, help="Do not ask.")
+
+
+def with_filters(command: Command) -> Command:
+    """Options that choose records by what they are of."""
+    for option in (
+        click.option("--provenance", help="Only measured, predicted or default ones."),
+        click.option("--problem", help="Only of problems with these dimensions: rows=8192,dtype=bfloat16."),
+        toolkit,
+        target,
+        click.option("--kernel", help="Only records of this kernel."),
+    ):
+        command = option(command)
+    return command
+
+
+def with_age_filters(command: Command) -> Command:
+    """Options that choose records by their age."""
+    command = click.option("--stale", is_flag=True, help="Only those whose kernel's source has changed since.")(command)
+    older_than = click.option("--older-than", "older_than_s", type=Duration(), help="Only older ones: 30d, 12h.")
+    return older_than(command)

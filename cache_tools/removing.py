@@ -1,0 +1,99 @@
+"""Deleting records and what only they referred to; the command clear."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import click
+
+from cache_tools.selection import Selection
+from cache_tools.text import count, print_json, size
+from tilekern.cache import CacheError, Entry, Store
+
+# Many times what a lookup takes from the reading of a record to that of its artifacts, on a network's disk too.
+READING_S = 0.5
+
+
+class Removed(NamedTuple):
+    """What was deleted: numbers of records and blobs, bytes of both; ``kept`` says why no blob was, if so."""
+
+    records: int
+    blobs: int
+    size_bytes: int
+    kept: str | None
+
+
+def remove(store: Store, entries: Sequence[Entry]) -> Removed:
+    """Delete records, and a moment later the blobs that nothing refers to any more.
+
+    A job that has read a record just before finds its blobs still there; one that has them needs no file. What was
+    written anew since it was listed stays.
+
+    Raises:
+        CacheError: a file cannot be deleted.
+    """
+    removed = [entry for entry in entries if store.remove_one(entry)]
+    if removed:
+        time.sleep(READING_S)
+    garbage = store.collect_garbage(digests_of(removed))
+    size_bytes = sum(entry.file_bytes for entry in removed) + garbage.size_bytes
+    return Removed(len(removed), garbage.blobs, size_bytes, garbage.kept)
+
+
+def digests_of(entries: Sequence[Entry]) -> frozenset[str]:
+    """The blobs that records refer to."""
+    return frozenset().union(*(entry.record.digests for entry in entries if entry.record))
+
+
+def clear(store: Store, selection: Selection, everything: bool, confirmed: bool, as_json: bool) -> None:
+    """Delete the selected records and then the blobs that nothing refers to any more.
+
+    Records of an unknown schema are left alone.
+
+    Raises:
+        CacheError: nothing was selected, the question was not answered with yes, or a file cannot be deleted.
+    """
+    if selection.is_empty != everything:
+        raise CacheError(
+            "clear needs --all, or a filter: --kernel, --target, --toolkit, --problem, --provenance, --older-than, "
+            "--stale"
+        )
+    if as_json and not confirmed:
+        raise CacheError("clear --json asks nothing and so needs --yes")
+    matching = [entry for entry in store.entries(selection.where) if selection.matches(entry)]
+    chosen = [entry for entry in matching if not entry.unknown_schema]
+    if chosen and not confirmed:
+        ask(f"Remove {count(len(chosen), 'record')} from {store.root}?")
+    removed = remove(store, chosen)
+    left_alone = len(matching) - len(chosen)
+    if as_json:
+        counts = {"removed": removed.records, "blobs": removed.blobs, "bytes": removed.size_bytes}
+        print_json({"cache_dir": str(store.root), **counts, "left_alone": left_alone, "kept": removed.kept})
+    else:
+        say(removed, left_alone)
+
+
+def say(removed: Removed, left_alone: int) -> None:
+    """Print what was deleted, and what not and why."""
+    records, blobs = count(removed.records, "record"), count(removed.blobs, "blob")
+    click.echo(f"removed {records} and {blobs}, {size(removed.size_bytes)} freed")
+    if left_alone:
+        click.echo(f"{count(left_alone, 'record')} of another version of tilekern left alone")
+    if removed.kept:
+        click.echo(removed.kept)
+
+
+def ask(question: str) -> None:
+    """Ask a yes-or-no question.
+
+    Raises:
+        CacheError: the answer is not yes.
+    """
+    try:
+        confirmed = click.confirm(question)
+    except click.Abort:
+        confirmed = False
+    if not confirmed:
+        raise CacheError("nothing was removed; answer yes, or pass --yes")

@@ -1,0 +1,169 @@
+"""One record in full, the layers that have it, and which of them a lookup takes: the command show."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import click
+
+from cache_tools.here import toolkit_key
+from cache_tools.selection import Selection
+from cache_tools.sources import Source, layers_of_a_lookup, plain_warnings
+from cache_tools.staleness import digest_today, is_stale
+from cache_tools.text import gain_of, plain, print_json, size, time_us_of
+from tilekern.cache import CacheError, Entry, Record, Step, Store, default_layers, lookup, parse_problem_key
+
+_NOT_REACHED = ("not_reached", "a lookup ends before it comes here")
+
+
+def show_record(store: Store, kernel: str, key: str, selection: Selection, sass_of: str | None, as_json: bool) -> None:
+    """Print the record of a problem that a lookup takes, or the first one that there is.
+
+    Args:
+        store: the user's cache; the other layers are those of a lookup.
+        kernel: the kernel's name.
+        key: the problem's key.
+        selection: which GPU's and toolkit's.
+        sass_of: the variant whose machine code is printed too; an empty text for all; None for none.
+        as_json: whether to print a JSON document.
+
+    Raises:
+        CacheError: no record matches, or those of several GPUs do, or the one that does is unreadable.
+    """
+    problem = parse_problem_key(key)
+    found = _of_one_gpu(store, kernel, key, selection)
+    steps = _steps_of_a_lookup(store, kernel, problem, found)
+    places = [_place(source, entry, steps) for source, entry in found]
+    at = next((at for at, place in enumerate(places) if place["outcome"] == "taken"), 0)
+    source, entry = found[at]
+    if entry.record is None:
+        raise CacheError(f"{entry.path} is unreadable: {entry.problem}")
+    document = {
+        "layer": source.name,
+        "path": str(entry.path),
+        "size_bytes": entry.size_bytes,
+        "stale": is_stale(entry.record),
+        "record": asdict(entry.record),
+        "places": places,
+        "wins": next((_winner(step) for step in steps.values() if step.outcome == "taken"), None),
+    }
+    if sass_of is not None:
+        document["sass"] = _sass(source, entry.record, sass_of)
+    if as_json:
+        print_json(document)
+    else:
+        _print(document, entry.record)
+
+
+def _of_one_gpu(store: Store, kernel: str, key: str, selection: Selection) -> list[tuple[Source, Entry]]:
+    """The problem's records in all layers, of the GPU that the first layer which has the problem has it for."""
+    layers = [
+        [
+            (source, entry)
+            for entry in source.entries(selection.where)
+            if entry.address and entry.address[2:] == (kernel, key)
+        ]
+        for source in layers_of_a_lookup(store)
+    ]
+    first = next((found for found in layers if found), None)
+    if first is None and not store.root.is_dir():
+        raise CacheError(
+            f"there is no cache at {store.root} and no record of {kernel} {key} in another layer; "
+            "--cache-dir or TILEKERN_CACHE_DIR says where the cache is"
+        )
+    if first is None:
+        raise CacheError(f"there is no record of {kernel} {key} in {store.root} or another layer; see `ls --layers`")
+    targets = sorted({entry.address.target_key for _, entry in first if entry.address})
+    if len(targets) > 1:
+        raise CacheError(f"records of {len(targets)} GPUs match, choose one by --target: {', '.join(targets)}")
+    return [(s, entry) for found in layers for s, entry in found if entry.address and entry.address[0] == targets[0]]
+
+
+def _steps_of_a_lookup(
+    store: Store, kernel: str, problem: dict[str, Any], found: list[tuple[Source, Entry]]
+) -> dict[tuple[str | None, str | None], Step]:
+    """What a lookup of the very problem on that GPU says of each layer and toolkit."""
+    record = next((entry.record for _, entry in found if entry.record), None)
+    digest = digest_today(record.module) if record else None
+    if record is None or digest is None:
+        return {}
+    trace: list[Step] = []
+    with plain_warnings():
+        lookup(
+            kernel, problem, bucketed=(), target_key=record.target["key"], arch=record.target["arch"],
+            toolkit_key=toolkit_key(), source_digest=digest, layers=default_layers(store.root, looking=True),
+            trace=trace,
+        )  # fmt: skip
+    tried = [step for step in trace if step.problem and step.target_key == record.target["key"]]
+    return {(step.layer, step.toolkit_key): step for step in tried}
+
+
+def _place(source: Source, entry: Entry, steps: Mapping[tuple[str | None, str | None], Step]) -> dict[str, Any]:
+    assert entry.address is not None
+    record, step = entry.record, steps.get((source.name, entry.address.toolkit_key))
+    outcome, detail = (step.outcome, step.detail) if step else _NOT_REACHED
+    if not steps:
+        outcome, detail = "unknown", "the kernel's source is not installed here, so no lookup can take it here"
+    return {
+        "layer": source.name,
+        "path": str(entry.path),
+        "target": entry.address.target_key,
+        "toolkit": entry.address.toolkit_key,
+        "provenance": record.provenance if record else None,
+        "time_us": time_us_of(record) if record else None,
+        "gain": gain_of(record) if record else None,
+        "created": record.created if record else None,
+        "outcome": outcome,
+        "detail": entry.problem or detail,
+    }
+
+
+def _winner(step: Step) -> dict[str, Any]:
+    return {"layer": step.layer, "target": step.target_key, "toolkit": step.toolkit_key}
+
+
+def _sass(source: Source, record: Record, variant: str) -> dict[str, str]:
+    from cache_tools.disassembly import sass
+
+    if variant and variant not in record.artifacts:
+        raise CacheError(f"{record.kernel} has the variants {', '.join(record.artifacts)}, not {variant!r}")
+    chosen = [variant] if variant else list(record.artifacts)
+    return {name: sass(source.read_blob(record.artifacts[name].sha256)) for name in chosen}
+
+
+def _print(document: Mapping[str, Any], record: Record) -> None:
+    click.echo(f"{record.kernel} {record.address.problem_key}")
+    for name in ("module", "source_digest", "provenance", "candidates", "failed", "created", "created_by"):
+        click.echo(f"{name.replace('_', ' ')}: {plain(getattr(record, name))}")
+    state = {True: "yes, the kernel's source has changed since", False: "no", None: "the source is not installed here"}
+    click.echo(f"stale: {state[document['stale']]}")
+    click.echo(f"file: {document['path']}")
+    for name in ("target", "toolkit", "config", "measurement", "prediction", "check"):
+        _print_section(name, getattr(record, name))
+    click.echo("runners-up:" if record.runners_up else "runners-up: none")
+    for number, runner_up in enumerate(record.runners_up, 2):
+        click.echo(f"  {number}. {json.dumps(runner_up)}")
+    for variant, artifact in record.artifacts.items():
+        facts = {"sha256": artifact.sha256, "size": size(artifact.size), "symbol": artifact.symbol}
+        _print_section(f"artifact {variant}", {**facts, **artifact.resources})
+    click.echo("in the layers:")
+    for place in document["places"]:
+        time_us = "" if place["time_us"] is None else f" {place['time_us']:.1f} us"
+        made = f"{place['provenance'] or 'unreadable'}{time_us}"
+        click.echo(f"  {place['layer']}: {place['toolkit']}: {made}: {plain(place['detail'])}")
+    for variant, text in document.get("sass", {}).items():
+        click.echo(f"machine code of {variant}:\n{text}")
+
+
+def _print_section(name: str, values: Mapping[str, Any] | None) -> None:
+    click.echo(f"{name}:" if values else f"{name}: none")
+    for key, value in (values or {}).items():
+        if isinstance(value, list) and all(isinstance(item, dict) for item in value):
+            click.echo(f"  {plain(key)}:")
+            for item in value:
+                click.echo(f"    {', '.join(f'{plain(field)} {plain(found)}' for field, found in item.items())}")
+        else:
+            click.echo(f"  {plain(key)}: {plain(value)}")

@@ -1,0 +1,125 @@
+"""Where records are listed from: a cache's folder, a pack, or each layer of a lookup."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+
+from tilekern.cache import (
+    CacheError,
+    Entry,
+    FolderLayer,
+    Listed,
+    PackLayer,
+    Record,
+    Store,
+    UnknownSchema,
+    Where,
+    default_layers,
+)
+from tilekern.cache.outlines import outline_of
+from tilekern.cache.packs import Pack
+from tilekern.cache.places import USER
+
+
+@dataclass(frozen=True)
+class Source:
+    """One place to list records from; ``name`` is the layer's, or the path where it was named on the command line."""
+
+    name: str
+    place: Store | Pack
+
+    @property
+    def path(self) -> Path:
+        """The folder or the pack's file."""
+        return self.place.root if isinstance(self.place, Store) else self.place.path
+
+    def entries(self, where: Where | None = None) -> Iterator[Entry]:
+        """Every record, as :meth:`tilekern.cache.Store.entries` gives them."""
+        return self.place.entries(where) if isinstance(self.place, Store) else _entries_of(self.place, where)
+
+    def outlines(self, where: Where | None = None) -> Iterator[Listed]:
+        """Every record's outline, as :meth:`tilekern.cache.Store.outlines` gives them."""
+        if isinstance(self.place, Store):
+            yield from self.place.outlines(where)
+            return
+        for entry in _entries_of(self.place, where):
+            outline = outline_of(entry.record) if entry.record else None
+            yield Listed(entry.path, entry.address, outline, entry.problem, entry.size_bytes, entry.modified)
+
+    def read_blob(self, sha256: str) -> bytes:
+        """A blob's bytes, checked; raises CacheError."""
+        return self.place.read_blob(sha256)
+
+
+def user_cache(store: Store) -> Source:
+    """The cache that a command is about."""
+    return Source(USER, store)
+
+
+def source_at(path: Path) -> Source:
+    """The cache or pack at a path.
+
+    Raises:
+        CacheError: there is none, or the pack is bad.
+    """
+    if path.is_dir():
+        return Source(str(path), Store(path))
+    return Source(str(path), Pack(path))
+
+
+def layers_of_a_lookup(store: Store) -> list[Source]:
+    """The layers that a lookup reads where ``store`` is the user's cache; a bad one is left out, which is said."""
+    sources = []
+    with plain_warnings():
+        for layer in default_layers(store.root, looking=True):
+            if isinstance(layer, FolderLayer):
+                sources.append(Source(layer.name, Store(layer.root)))
+            elif isinstance(layer, PackLayer):
+                try:
+                    sources.append(Source(layer.name, Pack(layer.path)))
+                except CacheError as error:
+                    click.echo(f"left out: {error}", err=True)
+    return sources
+
+
+@contextlib.contextmanager
+def plain_warnings() -> Iterator[None]:
+    """What the cache warns of goes to standard error, a line each, without the place in the code."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    for warning in caught:
+        click.echo(f"warning: {' '.join(str(warning.message).split())}", err=True)
+
+
+def _entries_of(pack: Pack, where: Where | None) -> Iterator[Entry]:
+    modified = pack.path.stat().st_mtime
+    for address, name in sorted(pack.records.items()):
+        if where and not all(where(address[:last]) for last in range(1, 5)):
+            continue
+        record: Record | None = None
+        problem: CacheError | None = None
+        try:
+            record = pack.read_record(address)
+        except CacheError as error:
+            problem = error
+        sizes = {artifact.sha256: artifact.size for artifact in record.artifacts.values()} if record else {}
+        file_bytes = pack.members[name].size
+        yield Entry(
+            path=pack.path / name,
+            address=address,
+            record=record,
+            problem=None if problem is None else str(problem),
+            unknown_schema=isinstance(problem, UnknownSchema),
+            size_bytes=file_bytes + sum(sizes.values()),
+            modified=modified,
+            file_bytes=file_bytes,
+            used=modified,
+            identity=None,
+        )

@@ -1,0 +1,334 @@
+"""What is in which layer: ls, show, stats, diff, why and wanted."""
+
+import json
+
+import pytest
+from cache_samples import B200, H100, H200, PROBLEM, fill, make, outcome, put, toolkit
+from command_line import KEY, process, refused
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tilekern import dispatch
+from tilekern.cache import Store, Where, default_layers, note_misses, note_wanted, wanted_name, write_pack
+from tilekern.cache.outlines import decode_outline, outline_of
+from tilekern.cache.records import decode_record
+from tilekern.kernels import spec_named
+from tilekern.source import digest_of_module
+from tilekern.targets import resolve
+from tilekern.toolchain import toolkit as installed
+
+TODAY = digest_of_module("tilekern.kernels.rms_norm")
+SWIGLU = "rows=5000,columns=12288,dtype=bfloat16"
+SWIGLU_BUCKET = {"rows": 8192, "columns": 12288, "dtype": "bfloat16"}
+
+pytestmark = pytest.mark.usefixtures("cache")
+
+
+@pytest.fixture
+def layers(tmp_path, cache, monkeypatch):
+    """Beside the cache, a folder and a pack of TILEKERN_CACHE_PATH: their names."""
+    folder, pack = tmp_path / "folder", tmp_path / "more.pack"
+    put(folder, b"four" * 100, created_by="the folder", source_digest=TODAY)
+    write_pack(pack, [make(b"five" * 100, target=H100, source_digest=TODAY)])
+    monkeypatch.setenv("TILEKERN_CACHE_PATH", f"{folder}:{pack}")
+    return str(folder), pack.name
+
+
+def test_ls_of_all_layers(as_json, cli, cache, layers):
+    folder, pack = layers
+    document = as_json("ls", "--layers", "--kernel", "rms_norm")
+    assert [layer["name"] for layer in document["layers"]][:3] == ["user", folder, pack]
+    assert document["layers"][0]["path"] == str(cache)
+    assert [record["layer"] for record in document["records"]] == ["user", "user", folder, pack]
+    assert [record["layer"] for record in as_json("ls", "--layer", pack)["records"]] == [pack]
+    assert [record["layer"] for record in as_json("ls")["records"]] == ["user"] * 3
+    assert cli("ls", "--layer", pack)[1].splitlines()[1].endswith(pack)
+    refused(cli("ls", "--layer", "nowhere"), "nowhere", "user", pack)
+
+
+def test_a_bad_pack_among_the_layers_is_named_and_left_out(cli, tmp_path, monkeypatch):
+    (tmp_path / "bad.pack").write_bytes(b"PK")
+    monkeypatch.setenv("TILEKERN_CACHE_PATH", f"{tmp_path / 'bad.pack'}:{tmp_path / 'nowhere'}")
+    code, out, err = cli("ls", "--layers", "--kernel", "rms_norm")
+    assert (code, len(out.splitlines())) == (0, 3)
+    assert "left out: " in err
+    assert "bad.pack" in err
+    assert "nowhere" in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("filters", "count"),
+    [
+        (["--problem", "rows=1024"], 1),
+        (["--problem", "dtype=bfloat16,columns=4096"], 3),
+        (["--problem", "rows=102"], 0),
+        (["--older-than", "1000d"], 1),
+        (["--stale", "--kernel", "rms_norm"], 2),
+    ],
+)
+def test_ls_filters_by_problem_age_and_source(as_json, filters, count):
+    assert len(as_json("ls", *filters)["records"]) == count
+
+
+def test_a_filter_keeps_what_it_refuses_from_being_read(as_json, cache):
+    bad = next(entry.path for entry in Store(cache).entries() if entry.record.kernel == "swiglu")
+    bad.write_text("{")
+    assert as_json("ls", "--kernel", "rms_norm")["unreadable"] == []
+    assert as_json("ls", "--target", "H200")["unreadable"] == []
+    assert [item["path"] for item in as_json("ls", "--target", "B200")["unreadable"]] == [str(bad)]
+
+
+def test_what_a_filter_looks_at_is_named_step_by_step(cache):
+    asked = []
+
+    def only_the_h200(names):
+        asked.append(names)
+        return names[0] == H200["key"]
+
+    where: Where = only_the_h200
+    assert {entry.address.target_key for entry in Store(cache).entries(where)} == {H200["key"]}
+    assert {len(names) for names in asked} == {1, 2, 3, 4}
+    assert [names for names in asked if names[0] == B200["key"]] == [(B200["key"],)]
+
+
+@pytest.mark.parametrize("indent", [1, 2, None])
+def test_outlines_say_what_the_whole_records_say(tmp_path, indent):
+    fill(tmp_path, 20)
+    put(tmp_path, b"same", b"same", prediction=None, config={'a\n "check": ': 'x,\n "artifacts": '}, check=None)
+    store = Store(tmp_path)
+    for entry in store.entries():
+        entry.path.write_text(json.dumps(json.loads(entry.path.read_text()), indent=indent) + "\n")
+    listed, entries = list(store.outlines()), list(store.entries())
+    assert len(listed) == 21
+    assert [found.record for found in listed] == [outline_of(entry.record) for entry in entries]
+    for found, entry in zip(listed, entries, strict=True):
+        assert (found.path, found.address, found.size_bytes, found.modified) == (
+            *(entry.path, entry.address, entry.size_bytes, entry.modified),
+        )
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: text[:1500],
+        lambda text: text.replace('"schema": 1', '"schema": 2'),
+        lambda text: text.replace('"measured"', '"guessed"'),
+        lambda text: text.replace('"rows": 8192', '"rows": 4096'),
+        lambda text: text.replace("2026-08-01T12:00:00+00:00", "yesterday"),
+        lambda text: text[:0],
+    ],
+)
+def test_outlines_name_what_is_unreadable(tmp_path, damage):
+    path = put(tmp_path)
+    path.write_text(damage(path.read_text()))
+    (listed,), (entry,) = Store(tmp_path).outlines(), Store(tmp_path).entries()
+    assert listed.record is None
+    assert listed.problem == entry.problem
+    assert listed.problem
+
+
+@given(st.integers(min_value=0), st.integers(1, 200), st.binary(max_size=20))
+def test_outlines_of_any_bytes_are_those_of_the_record_or_a_clear_error(place, length, instead):
+    record, _ = make()
+    data = record.to_json().encode()
+    place %= len(data)
+    changed = data[:place] + instead + data[place + length :]
+    outline, refusal = outcome(lambda: decode_outline(changed, record.address))
+    whole, error = outcome(lambda: decode_record(changed, record.address))
+    if whole is not None:
+        assert outline == outline_of(whole)
+    elif outline is None:
+        assert refusal == error
+
+
+def test_show_names_the_layers_and_the_winner(as_json, cli, cache, layers):
+    folder, pack = layers
+    document = as_json("show", "rms_norm", KEY)
+    assert (document["layer"], document["record"]["created_by"], document["stale"]) == (folder, "the folder", False)
+    assert document["wins"] == {"layer": folder, "target": H200["key"], "toolkit": toolkit()["key"]}
+    assert [(place["layer"], place["outcome"]) for place in document["places"]] == [
+        ("user", "stale"),
+        (folder, "taken"),
+    ]
+    out = cli("show", "rms_norm", KEY)[1]
+    assert "stale: made from another source of the kernel" in out
+    there = as_json("show", "rms_norm", KEY, "--target", "H100")
+    assert (there["layer"], there["places"][0]["outcome"]) == (pack, "taken")
+
+
+def test_show_says_why_a_record_of_its_own_layer_does_not_win(as_json, cache):
+    for version, digest in (("13.9.0", "0" * 64), ("13.10.0", TODAY), ("13.8.0", TODAY)):
+        put(cache, version.encode(), toolkit=toolkit(version), source_digest=digest)
+    document = as_json("show", "rms_norm", KEY)
+    assert document["record"]["toolkit"]["tileiras"] == "13.10.0"
+    assert {place["toolkit"]: place["outcome"] for place in document["places"]} == {
+        "tileiras-13.10.0": "taken",
+        "tileiras-13.8.0": "not_reached",
+        "tileiras-13.9.0": "not_reached",
+        "tileiras-13.4.92": "not_reached",
+    }
+    older = as_json("show", "rms_norm", KEY, "--toolkit", "tileiras-13.9.0")
+    assert (older["record"]["toolkit"]["tileiras"], older["stale"]) == ("13.9.0", True)
+    assert older["wins"]["toolkit"] == "tileiras-13.10.0"
+
+
+def test_show_of_a_kernel_that_is_not_installed_here(as_json, cache):
+    put(cache, kernel="foreign", module="no_such_module.at_all")
+    document = as_json("show", "foreign", KEY)
+    assert (document["stale"], document["wins"]) == (None, None)
+    assert document["places"][0]["outcome"] == "unknown"
+
+
+def test_show_disassembles_an_artifact(as_json, cli, tmp_path, monkeypatch):
+    (row,) = as_json(
+        "ls", "--layer", "prebuilt:qwen3-8b-h200", "--kernel", "swiglu_forward", "--problem", "rows=8192",
+        root=tmp_path / "none",
+    )["records"]  # fmt: skip
+    document = as_json("show", row["kernel"], row["problem_key"], "--target", "H200", "--sass", root=tmp_path / "none")
+    assert set(document["sass"]) == set(document["record"]["artifacts"]) == {"aligned", "generic"}
+    assert all("EXIT" in text for text in document["sass"].values())
+    one = ("show", row["kernel"], row["problem_key"], "--target", "H200", "--sass", "--variant")
+    assert set(as_json(*one, "generic", root=tmp_path / "none")["sass"]) == {"generic"}
+    refused(cli(*one, "fast", root=tmp_path / "none"), "fast", "aligned, generic")
+    monkeypatch.setattr("importlib.util.find_spec", {}.get)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    refused(cli(*one, "generic", root=tmp_path / "none"), "nvdisasm", "tilekern[inspect]")
+
+
+def test_show_refuses_to_disassemble_what_is_no_cubin(cli):
+    refused(cli("show", "rms_norm", KEY, "--sass"), "nvdisasm cannot read the artifact")
+
+
+def test_stats_of_all_layers(as_json, cache, layers):
+    folder, pack = layers
+    alone, document = as_json("stats"), as_json("stats", "--layers")
+    assert alone["by"]["layer"] == {"user": {"records": 3, "bytes": alone["bytes"]}}
+    assert document["by"]["layer"][folder]["records"] == document["by"]["layer"][pack]["records"] == 1
+    assert document["records"] == sum(total["records"] for total in document["by"]["layer"].values())
+    for name in ("bytes", "blobs", "orphans"):
+        assert document[name] == alone[name]
+    assert (alone["stale"], document["stale"]) == (3, 3)
+    assert alone["unknown_source"] == 0
+
+
+def measured(median_us, spread_us=0.5):
+    return {"median_us": median_us, "default_us": 100.0, "spread_us": spread_us}
+
+
+def test_diff(tmp_path):
+    a, b = tmp_path / "a", tmp_path / "b.pack"
+    pairs = {
+        1: (measured(50.0), measured(40.0)),
+        2: (measured(50.0), measured(60.0)),
+        4: (measured(50.0), measured(50.9)),
+        8: (measured(50.0), None),
+        16: (None, measured(50.0)),
+    }
+    into_b = []
+    for rows, (before, after) in pairs.items():
+        problem = {**PROBLEM, "rows": rows}
+        if before:
+            put(a, b"a", problem=problem, measurement=before, source_digest=TODAY)
+        if after:
+            into_b.append(make(b"a", problem=problem, measurement=after, source_digest=TODAY))
+    put(a, b"a", problem={**PROBLEM, "rows": 32}, provenance="predicted", measurement=None)
+    into_b.append(make(b"b", problem={**PROBLEM, "rows": 32}, source_digest=TODAY))
+    write_pack(b, into_b)
+    done = process("diff", str(a), str(b), "--json")
+    document = json.loads(done.stdout)
+    rows_of = {
+        name: [int(item["problem_key"].split(",")[0].removeprefix("rows=")) for item in document[name]]
+        for name in ("new", "gone", "faster", "slower", "changed", "stale")
+    }
+    assert rows_of == {"new": [16], "gone": [8], "faster": [1], "slower": [2], "changed": [32], "stale": [32]}
+    assert document["same"] == 1
+    assert document["faster"][0]["ratio"] == 1.25
+    assert (document["faster"][0]["a"]["time_us"], document["faster"][0]["b"]["spread_us"]) == (50.0, 0.5)
+    assert document["changed"][0]["because"] == "other provenance, machine code, the kernel's source"
+    out = process("diff", str(a), str(b)).stdout
+    assert "1 new, 1 gone, 1 faster, 1 slower, 1 changed, 1 stale, 1 the same" in out
+    assert "1.25x" in out
+
+
+def test_diff_across_toolkits(tmp_path):
+    a, b = tmp_path / "a", tmp_path / "b"
+    put(a, toolkit=toolkit("13.4.92"), measurement=measured(50.0))
+    put(b, toolkit=toolkit("13.9.1"), measurement=measured(99.0))
+    put(b, toolkit=toolkit("13.10.0"), measurement=measured(25.0))
+    same_toolkit = json.loads(process("diff", str(a), str(b), "--json").stdout)
+    assert (len(same_toolkit["new"]), len(same_toolkit["gone"])) == (2, 1)
+    (faster,) = json.loads(process("diff", str(a), str(b), "--any-toolkit", "--json").stdout)["faster"]
+    assert (faster["ratio"], faster["b"]["toolkit"], faster["because"]) == (2.0, "tileiras-13.10.0", "other toolkit")
+
+
+@pytest.mark.parametrize("name", ["nowhere", "bad.pack"])
+def test_diff_of_what_is_no_cache_is_one_line(cache, tmp_path, name):
+    (tmp_path / "bad.pack").write_bytes(b"PK")
+    done = process("diff", str(cache), str(tmp_path / name))
+    refused((done.returncode, done.stdout, done.stderr), name)
+
+
+def test_why_tells_the_lookup_that_dispatch_does(as_json, cli, cache):
+    swiglu = {"kernel": "swiglu_forward", "module": "tilekern.kernels.swiglu", "problem": SWIGLU_BUCKET}
+    put(cache, target=resolve("H200").describe(), toolkit=installed().describe(), **swiglu)
+    document = as_json("why", "swiglu_forward", SWIGLU, "--target", "H200")
+    spec = spec_named("swiglu_forward")
+    problem = spec.problem(rows=5000, columns=12288, dtype="bfloat16")
+    layers = default_layers(cache, looking=True)
+    hit = dispatch.find(spec, spec.bucketed(problem), resolve("H200"), layers=layers)
+    assert (document["hit"]["layer"], document["hit"]["config"]) == (hit.layer.name, hit.record.config)
+    assert document["hit"]["layer"] == "prebuilt:qwen3-8b-h200"
+    assert document["problem_key"] == "rows=8192,columns=12288,dtype=bfloat16"
+    assert [(step["layer"], step["outcome"]) for step in document["steps"]] == [
+        ("user", "stale"),
+        ("user", "not_there"),
+        ("prebuilt:qwen3-8b-b200", "no_records"),
+        ("prebuilt:qwen3-8b-h200", "taken"),
+    ]
+    out = cli("why", "swiglu_forward", SWIGLU, "--target", "H200")[1]
+    assert "1. user: " in out
+    assert "taken: from prebuilt:qwen3-8b-h200, measured, of this very GPU, its own bucket" in out
+
+
+def test_why_nothing_serves_or_a_relative_does(as_json, cli):
+    lonely = as_json("why", "swiglu_forward", SWIGLU, "--target", "sm_121")
+    assert lonely["hit"] is None
+    assert {step["outcome"] for step in lonely["steps"]} == {"no_records"}
+    assert lonely["steps"][-1]["layer"] is None
+    assert "TILEKERN_ON_MISS" in cli("why", "swiglu_forward", SWIGLU, "--target", "sm_121")[1]
+    relative = as_json("why", "swiglu_forward", "rows=1,columns=12288,dtype=bfloat16", "--target", "sm_90-gh200-132")
+    assert (relative["hit"]["exact_target"], relative["hit"]["exact_bucket"]) == (False, False)
+    assert relative["target"] == "sm_90-gh200-132"
+
+
+def test_why_changes_nothing_and_reports_a_bad_record(cli, cache):
+    swiglu = {"kernel": "swiglu_forward", "module": "tilekern.kernels.swiglu", "problem": SWIGLU_BUCKET}
+    path = put(cache, target=resolve("H200").describe(), toolkit=installed().describe(), **swiglu)
+    path.write_text("{")
+    code, out, err = cli("why", "swiglu_forward", SWIGLU, "--target", "H200", "--json")
+    assert (code, json.loads(out)["steps"][0]["outcome"]) == (0, "bad")
+    assert "warning: " in err
+    assert path.read_text() == "{"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["swiglu", SWIGLU, "--target", "H200"], ["swiglu", "swiglu_forward"]),
+        (["swiglu_forward", "rows=1", "--target", "H200"], ["columns", "dtype"]),
+        (["swiglu_forward", "nonsense", "--target", "H200"], ["nonsense"]),
+        (["swiglu_forward", SWIGLU, "--target", "H2000"], ["H2000", "B200"]),
+    ],
+)
+def test_why_of_what_is_not_known_is_one_line(cli, arguments, words):
+    refused(cli("why", *arguments), *words)
+
+
+def test_wanted_says_how_often_a_problem_ran_untuned(as_json, cli, cache):
+    note_wanted(cache, "rope", PROBLEM, H100, "no record")
+    note_wanted(cache, "swiglu", PROBLEM, H100, "no record")
+    note_misses(cache, "0" * 8, {wanted_name("rope", PROBLEM, H100): 40})
+    note_misses(cache, "1" * 8, {wanted_name("rope", PROBLEM, H100): 2})
+    assert {item["kernel"]: item["runs"] for item in as_json("wanted")["wanted"]} == {"rope": 42, "swiglu": 0}
+    assert " 42 " in cli("wanted")[1]

@@ -1,0 +1,105 @@
+"""What a store says of the files that it holds."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from tilekern.cache.errors import CacheError, UnknownSchema
+from tilekern.cache.files import identity_of
+from tilekern.cache.keys import Address
+from tilekern.cache.outlines import Outline
+from tilekern.cache.records import Record
+
+Where = Callable[[tuple[str, ...]], bool]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One record file of a store.
+
+    Attributes:
+        path: the file.
+        address: what its path says it is a record of; None where the path is none of a record.
+        record: its contents, or None where it is unreadable.
+        problem: why it is unreadable, or None.
+        unknown_schema: True where another version of tilekern wrote it.
+        size_bytes: the record's file, and its blobs by what the record says of them.
+        modified: when the file was written, in seconds since 1970.
+        file_bytes: the record's file alone.
+        used: when the file was last read by another than a store, as far as the file system notes that (on Linux to
+            a day, where it is not mounted with ``noatime``), else when it was written; in seconds since 1970.
+        identity: which file it was (:func:`tilekern.cache.files.identity_of`); None in a pack, and where it
+            could not be told.
+    """
+
+    path: Path
+    address: Address | None
+    record: Record | None
+    problem: str | None
+    unknown_schema: bool
+    size_bytes: int
+    modified: float
+    file_bytes: int
+    used: float
+    identity: tuple[int, int, int] | None
+
+
+class Listed(NamedTuple):
+    """One record file of a store, with the outline of its record; the fields are those of :class:`Entry`."""
+
+    path: Path
+    address: Address | None
+    record: Outline | None
+    problem: str | None
+    size_bytes: int
+    modified: float
+
+
+@dataclass(frozen=True)
+class BlobFile:
+    """One blob file of a store: its digest by name, size in bytes, time of its last use by a writer (since 1970)."""
+
+    path: Path
+    sha256: str
+    size_bytes: int
+    modified: float
+
+
+@dataclass(frozen=True)
+class Garbage:
+    """What a garbage collection removed; ``kept`` says why it removed no blob at all where it could not tell."""
+
+    blobs: int
+    size_bytes: int
+    kept: str | None = None
+
+
+def entry_of(path: str, record: Record, status: os.stat_result) -> Entry:
+    """The entry of a record's file at ``path``, which ``status`` is of."""
+    sizes = {artifact.sha256: artifact.size for artifact in record.artifacts.values()}
+    size_bytes = status.st_size + sum(sizes.values())
+    used, identity = max(status.st_mtime, status.st_atime), identity_of(status)
+    return Entry(
+        Path(path), record.address, record, None, False, size_bytes, status.st_mtime, status.st_size, used, identity
+    )
+
+
+def unreadable_entry(path: str, address: Address | None, error: CacheError) -> Entry:
+    """The entry of a file that holds no record that can be read; ``error`` says why."""
+    unknown = isinstance(error, UnknownSchema)
+    try:
+        status = os.stat(path)
+    except OSError:
+        # No age that would let a filter for old records choose it.
+        now = time.time()
+        return Entry(Path(path), address, None, str(error), unknown, 0, now, 0, now, None)
+    size_bytes, used = status.st_size, max(status.st_mtime, status.st_atime)
+    return Entry(
+        Path(path), address, None, str(error), unknown, size_bytes, status.st_mtime, size_bytes, used,
+        identity_of(status),
+    )  # fmt: skip
