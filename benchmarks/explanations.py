@@ -37,8 +37,8 @@ _DISK = (
     "takes what the line above says, and as long in a small cache as in a large one. "
 )
 _PARSING = (
-    "Python's JSON parser takes longer over a record of 5 kB than sha256 over a blob of 33 kB: here 74 to 93 us against "
-    "20 (no results file holds that). The machine was shared with other work. "
+    "Python's JSON parser takes longer over a record of 5 kB than sha256 over a blob of 33 kB: here 74 to 93 us "
+    "against 20 (no results file holds that). The machine was shared with other work. "
 )
 EXPLAINED = {
     ("qk_norm_rope backward", "qk_norm_rope 1x8192 32+8x128"): (
