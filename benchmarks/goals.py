@@ -197,6 +197,7 @@ GOALS = (
     _at_most("cache", "wrong answers", 0, "wrong answers of a cache", needs_gpu=False),
     _at_most("cache_scale", "ls_filtered", 1, "cache_tools ls with a filter, whole process", needs_gpu=False),
     _at_most("cache_scale", "lookup", 0.3, "lookup in a fresh process", needs_gpu=False),
+    _at_most("cache_scale", "lookup_off_disk", 0.3, "lookup of files that are not in memory", needs_gpu=False),
     _at_most("cache_scale", "start", 60, "a job's start: import, layers and lookups", needs_gpu=False),
     _at_least("cache_scale", "verify_rate", 500, "cache_tools verify on one core", needs_gpu=False),
 )

@@ -171,7 +171,7 @@ def test_what_needs_no_gpu_is_judged_apart_and_missed_by_no_gpu():
     assert "| wrong answers of a cache | kill | ≤ 0 | 2 | **no** |" in none
     assert "| ≥ 500 MB/s | 510 MB/s | yes |" in line_of(none, "cache_tools verify")
     assert "| ≤ 0.3 ms | 0.4 ms | **no** |" in line_of(none, "lookup in a fresh process")
-    assert "Not measured here: cache_tools ls with a filter, whole process; a job's start" in none
+    assert "Not measured here: cache_tools ls with a filter, whole process; lookup of files" in none
     assert "wrong answers" not in gpu
 
 
