@@ -46,7 +46,18 @@ def clear(store: Store, selection: Selection, everything: bool, confirmed: bool,
 
 
 def pack(store: Store, path: Path, selection: Selection, as_json: bool) -> None:
-    """Write the selected records and their blobs into one file.
+    """Write the selected records and their blobs into one file; raises as :func:`write_selected` does."""
+    written, left_out = write_selected(store, path, selection)
+    size_bytes = path.stat().st_size
+    if as_json:
+        print_json({"pack": str(path), "records": written, "bytes": size_bytes, "left_out": left_out})
+        return
+    note = f"; {count(left_out, 'unreadable record')} left out" if left_out else ""
+    click.echo(f"packed {count(written, 'record')} into {path}, {size(size_bytes)}{note}")
+
+
+def write_selected(store: Store, path: Path, selection: Selection) -> tuple[int, int]:
+    """Write a pack of the selected records; the number that went in, and of unreadable ones that were left out.
 
     Raises:
         CacheError: the file's name is wrong, no record is selected, a blob is bad, or the file cannot be written.
@@ -59,13 +70,7 @@ def pack(store: Store, path: Path, selection: Selection, as_json: bool) -> None:
             f"no record in {store.root} matches, and a pack must hold at least one; `ls` lists what is there"
         )
     written = write_pack(path, _with_blobs(store, matching))
-    left_out = len(matching) - len(written)
-    size_bytes = path.stat().st_size
-    if as_json:
-        print_json({"pack": str(path), "records": len(written), "bytes": size_bytes, "left_out": left_out})
-        return
-    note = f"; {count(left_out, 'unreadable record')} left out" if left_out else ""
-    click.echo(f"packed {count(len(written), 'record')} into {path}, {size(size_bytes)}{note}")
+    return len(written), len(matching) - len(written)
 
 
 def unpack(store: Store, path: Path, as_json: bool) -> None:

@@ -313,7 +313,7 @@ def test_wanted(cli, as_json, cache):
 
 
 def test_every_command_has_help():
-    for command in ("ls", "show", "stats", "verify", "clear", "wanted", "pack", "unpack"):
+    for command in ("ls", "show", "stats", "verify", "clear", "wanted", "pack", "unpack", "wheel", "push", "pull"):
         assert "JSON" in process(command, "--help").stdout
 
 
