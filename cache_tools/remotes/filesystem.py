@@ -29,7 +29,8 @@ class FsspecFile:
 
     def digest(self) -> str | None:
         """The digest that lies beside the pack; raises as :meth:`cache_tools.remotes.Remote.digest` says."""
-        self._fs.info(self._path)
+        if self._fs.info(self._path).get("type") == "directory":
+            raise CacheError(f"{self.url} is a folder; a pack is a file")
         if urlsplit(self.url).query:
             # A signed URL is of one file.
             return None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import logging
 import os
 import re
 from pathlib import Path
@@ -144,10 +145,30 @@ class OciTag:
         raise CacheError(f"{self.url}: the registry answered {answer}")
 
 
-class _Client(oras.provider.Registry):
-    """oras' client; its own way of asking again would wait for two minutes over a host that is not there."""
+# As oras decorates it, it would wait for two minutes over a host that is not there or a password that is wrong.
+_request = inspect.unwrap(oras.provider.Registry.do_request)
 
-    do_request = inspect.unwrap(oras.provider.Registry.do_request)
+
+class _Client(oras.provider.Registry):
+    """oras' client, which gets another token where the one that it has is not for this."""
+
+    def do_request(self, *arguments: Any, **options: Any) -> requests.Response:
+        """One request, with a login where one is asked for; an answer of any status.
+
+        Raises:
+            CacheError: a login is asked for, and there is none or it is wrong.
+        """
+        try:
+            response = _request(self, *arguments, **options)
+            if response.status_code == 401 and getattr(self.auth, "token", None):
+                # A token to read is none to write.
+                self.auth.token = None
+                response = _request(self, *arguments, **options)
+            return response
+        except requests.RequestException:
+            raise
+        except ValueError:
+            raise CacheError(_wants_login(self.hostname)) from None
 
 
 class _Patient(HTTPAdapter):
@@ -163,18 +184,23 @@ class _Patient(HTTPAdapter):
 
 def _client(container: oras.container.Container, plain_http: bool) -> _Client:
     """A client with the credentials that docker's configuration has for the registry, if any."""
-    oras.logger.setup_logger(quiet=True)
+    # What goes wrong is said once, by the error.
+    logging.getLogger(oras.logger.__name__).setLevel(logging.CRITICAL)
     scheme = "http" if plain_http else "https"
     asked = requests.get(f"{scheme}://{container.registry}/v2/", timeout=(_CONNECT_S, _READ_S))
     kind = "basic" if asked.headers.get("Www-Authenticate", "").lower().startswith("basic") else "token"
     client = _Client(hostname=container.registry, insecure=plain_http, auth_backend=kind)
-    client.session.mount(f"{scheme}://", _Patient())
+    client.session.mount("http://", _Patient())
+    client.session.mount("https://", _Patient())
     folder = os.environ.get("DOCKER_CONFIG")
     client.auth.load_configs(container, [os.path.join(folder, "config.json")] if folder else None)
     if kind == "basic" and not hasattr(client.auth, "_basic_auth"):
-        host = container.registry
-        raise CacheError(f"the registry {host} wants to know who you are; run `docker login {host}`")
+        raise CacheError(_wants_login(container.registry))
     return client
+
+
+def _wants_login(host: str) -> str:
+    return f"the registry {host} wants to know who you are; run `docker login {host}`"
 
 
 def _pack_layer(url: str, data: bytes) -> _Layer:

@@ -37,17 +37,15 @@ class Registry:
 
 
 @contextlib.contextmanager
-def running(folder, with_login=False):
-    """A registry on a free port of this machine."""
-    folder.mkdir()
+def running(folder, auth=""):
+    """A registry on a free port of this machine; ``auth`` is the part of its configuration that says who may enter."""
+    folder.mkdir(exist_ok=True)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         host = f"127.0.0.1:{free.getsockname()[1]}"
-    login = f"auth: {{htpasswd: {{realm: tests, path: {folder}/htpasswd}}}}\n" if with_login else ""
-    (folder / "htpasswd").write_text(f"{USER}:{_HASH}\n")
     (folder / "config.yml").write_text(
         f"version: 0.1\nlog: {{level: error}}\nstorage: {{filesystem: {{rootdirectory: {folder}}}}}\n"
-        f'http: {{addr: "{host}"}}\n{login}'
+        f'http: {{addr: "{host}"}}\n{auth}'
     )
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen([REGISTRY, "serve", folder / "config.yml"], stdout=log, stderr=log)
@@ -57,6 +55,13 @@ def running(folder, with_login=False):
     finally:
         process.terminate()
         process.wait()
+
+
+def by_password(folder):
+    """Who may enter: those in a file of passwords."""
+    folder.mkdir()
+    (folder / "htpasswd").write_text(f"{USER}:{_HASH}\n")
+    return f"auth: {{htpasswd: {{realm: tests, path: {folder}/htpasswd}}}}\n"
 
 
 def _wait(host, process, log, at_most_s=30):

@@ -235,6 +235,7 @@ def test_a_push_replaces_an_older_pack(cli, pack, cache, tmp_path):
         ("oci://127.0.0.1:1/team/kernels:b200", ["127.0.0.1", "refused"]),
         (URL_OF_NOTHING, ["127.0.0.1"]),
         ("file:///nowhere/at/all.pack", ["there is no file:///nowhere/at/all.pack"]),
+        ("file:///", ["file:/// is a folder"]),
     ],
 )
 def test_a_place_that_cannot_be_pulled_from_is_one_line(cli, cache, url, words):
@@ -246,7 +247,7 @@ def test_a_place_that_cannot_be_pulled_from_is_one_line(cli, cache, url, words):
     ("url", "words"),
     [
         ("memory://bucket/kernels.zip", [".pack"]),
-        ("memory://bucket/", [".pack"]),
+        ("memory://other/", [".pack"]),
         (URL_OF_NOTHING, ["not pushed to"]),
         ("oci://127.0.0.1:1/team/kernels:b200", ["127.0.0.1", "refused"]),
     ],

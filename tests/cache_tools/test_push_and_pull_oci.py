@@ -1,13 +1,15 @@
 """Packs in an OCI registry: a real one, started here."""
 
 import base64
+import contextlib
 import json
 import time
 
 import oras.client
 import pytest
-from real_registry import NEEDS_REGISTRY, PASSWORD, USER, running
+from real_registry import NEEDS_REGISTRY, PASSWORD, USER, by_password, running
 from ship_samples import has_both, make_pack, sha256
+from token_service import by_token
 
 from cache_tools.remotes.oci import ARTIFACT_TYPE
 
@@ -20,10 +22,12 @@ def registry(tmp_path_factory):
         yield found
 
 
-@pytest.fixture(scope="module")
-def closed(tmp_path_factory):
-    """One that asks who one is."""
-    with running(tmp_path_factory.mktemp("registry") / "closed", with_login=True) as found:
+@pytest.fixture(scope="module", params=["password", "token"])
+def closed(request, tmp_path_factory):
+    """One that asks who one is: for a password, or for a token of another service."""
+    folder = tmp_path_factory.mktemp("registry") / "closed"
+    guard = contextlib.nullcontext(by_password(folder)) if request.param == "password" else by_token(folder)
+    with guard as auth, running(folder, auth) as found:
         yield found
 
 
