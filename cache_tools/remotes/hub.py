@@ -10,8 +10,9 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from huggingface_hub import HfApi, HfFileSystem, RepoFile, hf_hub_download
+from huggingface_hub import HfApi, HfFileSystem, hf_hub_download
 from huggingface_hub.constants import REPO_TYPES_URL_PREFIXES
+from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import disable_progress_bars
 
 from cache_tools.contents import Contents
