@@ -12,7 +12,7 @@ from typing import NamedTuple
 from cache_tools.contents import Contents, read_contents, sha256_of
 from cache_tools.pulled import note_pulled, was_pulled
 from cache_tools.remotes import failures_of, open_remote
-from tilekern.cache import PACK_SUFFIX, CacheError, Corrupt, Store, UnknownSchema, install_pack
+from tilekern.cache import PACK_SUFFIX, CacheError, Corrupt, Store, install_pack
 
 
 class Wanted(NamedTuple):
@@ -104,5 +104,5 @@ def _checked(path: Path, url: str) -> Contents:
     """The contents of a pack that came from a URL, which errors name in place of its file."""
     try:
         return read_contents(path)
-    except (Corrupt, UnknownSchema) as error:
+    except CacheError as error:
         raise type(error)(str(error).replace(str(path), url)) from None

@@ -8,9 +8,14 @@ import shutil
 
 import pytest
 from cache_samples import B200, PROBLEM, put
-from ship_samples import URL_OF_NOTHING, has_both, make_pack, served, sha256
+from ship_samples import URL_OF_NOTHING, Commands, has_both, make_pack, served, sha256
 
 from tilekern.cache import FolderLayer, Store
+
+
+@pytest.fixture
+def cli(capsys):
+    return Commands(capsys)
 
 
 @pytest.fixture

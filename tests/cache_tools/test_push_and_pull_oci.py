@@ -8,12 +8,17 @@ import time
 import oras.client
 import pytest
 from real_registry import NEEDS_REGISTRY, PASSWORD, USER, by_password, running
-from ship_samples import has_both, make_pack, sha256
+from ship_samples import Commands, has_both, make_pack, sha256
 from token_service import by_token
 
 from cache_tools.remotes.oci import ARTIFACT_TYPE
 
 pytestmark = NEEDS_REGISTRY
+
+
+@pytest.fixture
+def cli(capsys):
+    return Commands(capsys)
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from cache_samples import H200, PROBLEM, SOURCE, put
-from ship_samples import make_pack, sha256
+from ship_samples import Commands, make_pack, sha256
 
 ROOT = Path(__file__).parents[2]
 FIND = f"""
@@ -23,6 +23,11 @@ hit = lookup("rms_norm", {{**{PROBLEM!r}, "rows": int(sys.argv[1])}}, bucketed=[
              arch="sm_90", toolkit_key="tileiras-13.4.92", source_digest={SOURCE!r}, layers=layers)
 print(hit and (hit.layer.name, hit.load("aligned")[:4]))
 """
+
+
+@pytest.fixture
+def cli(capsys):
+    return Commands(capsys)
 
 
 @pytest.fixture
