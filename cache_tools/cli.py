@@ -15,6 +15,7 @@ from cache_tools.clearing import clear, prune
 from cache_tools.options import as_json, cache_dir, with_age_filters, with_filters
 from cache_tools.seeing import diff, ls, show, stats, wanted, why
 from cache_tools.selection import Selection
+from cache_tools.shipping import pull, push, wheel
 from cache_tools.trusting import keygen, sign
 from tilekern.cache import Store
 
@@ -80,5 +81,5 @@ def unpack(file: Path, store: Store, as_json: bool) -> None:
 
 
 app.add_command(unpack, "add")
-for command in (ls, show, stats, diff, why, wanted, clear, prune, keygen, sign):
+for command in (ls, show, stats, diff, why, wanted, clear, prune, wheel, push, pull, keygen, sign):
     app.add_command(command)

@@ -16,7 +16,23 @@ from tilekern.cache.trust import read_signatures
 
 
 def pack(store: Store, path: Path, selection: Selection, as_json: bool, model: str | None = None, tp: int = 1) -> None:
-    """Write the selected records, with their blobs and signatures, into one file; of a model's, if one is given.
+    """Write the selected records, of a model's if one is given, into one file; raises as :func:`write_selected` does."""
+    written, left_out = write_selected(store, path, selection, model, tp)
+    size_bytes = path.stat().st_size
+    if as_json:
+        print_json({"pack": str(path), "records": written, "bytes": size_bytes, "left_out": left_out})
+        return
+    note = f"; {count(left_out, 'unreadable record')} left out" if left_out else ""
+    click.echo(f"packed {count(written, 'record')} into {path}, {size(size_bytes)}{note}")
+
+
+def write_selected(
+    store: Store, path: Path, selection: Selection, model: str | None = None, tp: int = 1
+) -> tuple[int, int]:
+    """Write a pack of the selected records with their blobs and signatures.
+
+    Returns:
+        The number of records that went in, and of unreadable ones that were left out.
 
     Raises:
         CacheError: the file's name is wrong, no record is selected, a blob is bad, or the file cannot be written.
@@ -32,13 +48,7 @@ def pack(store: Store, path: Path, selection: Selection, as_json: bool, model: s
             f"no record in {store.root} matches, and a pack must hold at least one; `ls` lists what is there"
         )
     written = write_pack(path, _with_blobs(store, matching), _signatures(store, matching))
-    left_out = len(matching) - len(written)
-    size_bytes = path.stat().st_size
-    if as_json:
-        print_json({"pack": str(path), "records": len(written), "bytes": size_bytes, "left_out": left_out})
-        return
-    note = f"; {count(left_out, 'unreadable record')} left out" if left_out else ""
-    click.echo(f"packed {count(len(written), 'record')} into {path}, {size(size_bytes)}{note}")
+    return len(written), len(matching) - len(written)
 
 
 def unpack(store: Store, path: Path, as_json: bool) -> None:

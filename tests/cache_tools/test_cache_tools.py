@@ -280,7 +280,9 @@ def test_wanted(cli, as_json, cache):
 
 
 def test_every_command_has_help():
-    for command in ("ls", "show", "stats", "verify", "clear", "wanted", "pack", "unpack", "add", "keygen", "sign"):
+    commands = ("ls", "show", "stats", "verify", "clear", "wanted", "pack", "unpack", "add", "keygen", "sign", "wheel",
+                "push", "pull")  # fmt: skip
+    for command in commands:
         assert "JSON" in process(command, "--help").stdout
 
 

@@ -1,0 +1,171 @@
+"""Packs in an OCI registry: a real one, started here."""
+
+import base64
+import contextlib
+import json
+import time
+
+import oras.client
+import pytest
+from real_registry import NEEDS_REGISTRY, PASSWORD, USER, by_password, running
+from ship_samples import Commands, has_both, make_pack, sha256
+from token_service import by_token
+
+from cache_tools.remotes.oci import ARTIFACT_TYPE
+
+pytestmark = NEEDS_REGISTRY
+
+
+@pytest.fixture
+def cli(capsys):
+    return Commands(capsys)
+
+
+@pytest.fixture(scope="module")
+def registry(tmp_path_factory):
+    with running(tmp_path_factory.mktemp("registry") / "open") as found:
+        yield found
+
+
+@pytest.fixture(scope="module", params=["password", "token"])
+def closed(request, tmp_path_factory):
+    """One that asks who one is: for a password, or for a token of another service."""
+    folder = tmp_path_factory.mktemp("registry") / "closed"
+    guard = contextlib.nullcontext(by_password(folder)) if request.param == "password" else by_token(folder)
+    with guard as auth, running(folder, auth) as found:
+        yield found
+
+
+@pytest.fixture(autouse=True)
+def no_login(tmp_path, monkeypatch):
+    """A home with no configuration of docker."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("DOCKER_CONFIG", raising=False)
+
+
+@pytest.fixture
+def pack(tmp_path):
+    return make_pack(tmp_path)
+
+
+@pytest.fixture
+def cache(tmp_path):
+    return tmp_path / "pulled"
+
+
+def log_in(folder, registry, password=PASSWORD):
+    """What `docker login` writes."""
+    folder.mkdir()
+    auth = base64.b64encode(f"{USER}:{password}".encode()).decode()
+    (folder / "config.json").write_text(json.dumps({"auths": {registry.host: {"auth": auth}}}))
+
+
+def test_a_registry_carries_a_pack(cli, registry, pack, cache):
+    url = f"oci://{registry.host}/team/kernels:carried"
+    pushed = cli.json("push", pack, url)
+    assert (pushed["pushed"], pushed["sha256"], pushed["records"]) == (True, sha256(pack), 2)
+    pulled = cli.json("pull", url, "--cache-dir", cache)
+    assert (pulled["downloaded"], pulled["installed"], pulled["sha256"]) == (True, 2, sha256(pack))
+    assert has_both(cache)
+    assert cli.json("verify", "--cache-dir", cache)["broken"] == []
+
+
+def test_the_artifact_says_what_it_is(cli, registry, pack):
+    cli.json("push", pack, f"oci://{registry.host}/team/kernels:said")
+    manifest = registry.manifest("team/kernels", "said")
+    assert manifest["artifactType"] == ARTIFACT_TYPE == "application/vnd.tilekern.pack.v1"
+    assert manifest["config"]["mediaType"] == "application/vnd.oci.empty.v1+json"
+    assert registry.blob(manifest["config"]["digest"].removeprefix("sha256:")).read_bytes() == b"{}"
+    assert manifest["annotations"] == {
+        "tilekern.records": "2",
+        "tilekern.targets": "sm_100-b200-148,sm_90-h200-132",
+        "tilekern.toolkits": "tileiras-13.4.92",
+    }
+    (layer,) = manifest["layers"]
+    assert (layer["digest"], layer["size"]) == (f"sha256:{sha256(pack)}", pack.stat().st_size)
+
+
+def test_other_clients_fetch_it(cli, registry, pack, tmp_path):
+    cli.json("push", pack, f"oci://{registry.host}/team/kernels:others")
+    client = oras.client.OrasClient(insecure=True)
+    (path,) = client.pull(f"{registry.host}/team/kernels:others", outdir=str(tmp_path / "by oras"))
+    assert sha256(tmp_path / "by oras" / "kernels.pack") == sha256(pack)
+    assert path.endswith("kernels.pack")
+
+
+def test_the_same_pack_is_neither_pushed_nor_pulled_twice(cli, registry, pack, cache, tmp_path):
+    url = f"oci://{registry.host}/twice/kernels:b200"
+    first = cli.json("push", pack, url)
+    cli.json("pull", url, "--cache-dir", cache)
+    assert cli.json("pull", url, "--out", tmp_path / "kept.pack")["downloaded"] is True
+    # Without its blob the registry could neither give nor compare the pack.
+    blob = registry.blob(sha256(pack))
+    aside = blob.rename(blob.with_name("aside"))
+    assert cli.json("pull", url, "--cache-dir", cache)["downloaded"] is False
+    assert cli.json("pull", url, "--out", tmp_path / "kept.pack")["downloaded"] is False
+    assert cli.json("push", pack, url)["pushed"] is False
+    cli.refused("pull", url, "--cache-dir", tmp_path / "other", says=url)
+    assert not (tmp_path / "other").exists()
+    aside.rename(blob)
+    assert cli.json("pull", first["place"], "--cache-dir", tmp_path / "other")["installed"] == 2
+
+
+def test_a_digest_names_one_push_for_ever(cli, registry, pack, cache, tmp_path):
+    url = f"oci://{registry.host}/moved/kernels:b200"
+    place = cli.json("push", pack, url)["place"]
+    assert place.startswith(f"oci://{registry.host}/moved/kernels@sha256:")
+    newer = make_pack(tmp_path, b"newer" * 50, name="newer.pack")
+    assert cli.json("push", newer, url)["pushed"] is True
+    assert cli.json("pull", url, "--cache-dir", cache)["sha256"] == sha256(newer)
+    assert cli.json("pull", place, "--cache-dir", cache)["sha256"] == sha256(pack)
+    cli.refused("push", newer, place, says="names a digest")
+
+
+@pytest.mark.parametrize("how", ["flipped", "longer", "shorter"])
+def test_a_blob_that_was_changed_in_the_registry_is_refused(cli, registry, cache, tmp_path, how):
+    pack = make_pack(tmp_path, how.encode() * 100)
+    url = f"oci://{registry.host}/changed/kernels:{how}"
+    cli.json("push", pack, url)
+    data = bytearray(pack.read_bytes())
+    data[len(data) // 2] ^= 1
+    changed = {"flipped": data, "longer": data + b"more", "shorter": data[:-4]}[how]
+    registry.blob(sha256(pack)).write_bytes(changed)
+    cli.refused("pull", url, "--cache-dir", cache, says=url)
+    assert not cache.exists()
+
+
+def test_what_is_no_pack_is_refused(cli, registry, cache, tmp_path):
+    (tmp_path / "file.txt").write_text("an artifact of another type")
+    client = oras.client.OrasClient(insecure=True)
+    client.push(f"{registry.host}/other/thing:1", files=[str(tmp_path / "file.txt")], disable_path_validation=True)
+    cli.refused(
+        "pull", f"oci://{registry.host}/other/thing:1", "--cache-dir", cache, says=("is no pack", ARTIFACT_TYPE)
+    )
+
+
+def test_what_is_not_there_is_said_to_be_missing(cli, registry, cache):
+    for place in ("team/kernels:none", "none/at/all", f"team/kernels@sha256:{'0' * 64}"):
+        url = f"oci://{registry.host}/{place}"
+        cli.refused("pull", url, "--cache-dir", cache, says=f"there is no {url}")
+    assert not cache.exists()
+
+
+def test_docker_s_login_is_used(cli, closed, pack, cache, tmp_path, monkeypatch):
+    url = f"oci://{closed.host}/team/kernels:b200"
+    log_in(tmp_path / ".docker", closed)
+    assert cli.json("push", pack, url)["pushed"] is True
+    (tmp_path / ".docker" / "config.json").unlink()
+    log_in(tmp_path / "elsewhere", closed)
+    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path / "elsewhere"))
+    assert cli.json("pull", url, "--cache-dir", cache)["installed"] == 2
+
+
+def test_no_login_and_a_wrong_one_are_one_line_and_soon(cli, closed, pack, cache, tmp_path):
+    url = f"oci://{closed.host}/team/kernels:b200"
+    started = time.monotonic()
+    cli.refused("pull", url, "--cache-dir", cache, says=("docker login", closed.host))
+    cli.refused("push", pack, url, says=("docker login", closed.host))
+    log_in(tmp_path / ".docker", closed, "wrong")
+    cli.refused("pull", url, "--cache-dir", cache, says=("docker login", closed.host))
+    cli.refused("push", pack, url, says=("docker login", closed.host))
+    assert time.monotonic() - started < 30
