@@ -8,6 +8,7 @@ as its owner, moves them to their places; that can be begun again at any point, 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import time
@@ -16,6 +17,9 @@ from pathlib import Path, PurePosixPath
 
 from tilekern.cache.files import TEMPORARY_SUFFIX, make_folder, write_whole
 from tilekern.cache.keys import BLOBS, INCOMING, LAYOUT, SIGNATURES
+
+# Of a move whose folder keeps vanishing.
+_ATTEMPTS = 20
 
 
 class Incoming:
@@ -52,7 +56,8 @@ class Incoming:
                 cache's folder, and are moved to their places by the next process that can.
         """
         for path in _files_of(self._growing):
-            make_folder((self.root / path).parent)
+            with contextlib.suppress(FileNotFoundError):
+                make_folder((self.root / path).parent)  # where the disk has no room for it, nothing has happened yet
         os.rename(self._growing, self._whole)
         _move(self._whole, self.root)
 
@@ -89,12 +94,22 @@ def remove_abandoned(root: Path, older_than: float) -> None:
 
 def _move(whole: Path, root: Path) -> None:
     for path in _files_of(whole):
-        make_folder((root / path).parent)
-        # Gone: another process moves the same files.
-        with contextlib.suppress(FileNotFoundError):
-            os.replace(whole / path, root / path)
+        _move_file(whole / path, root / path)
     shutil.rmtree(whole, ignore_errors=True)
     _remove_empty(whole.parent, root)
+
+
+def _move_file(source: Path, to: Path) -> None:
+    for _ in range(_ATTEMPTS):
+        try:
+            make_folder(to.parent)
+            os.replace(source, to)
+        except FileNotFoundError:
+            # Either another process moved the same file, or a `clear` took the folder away in the middle.
+            if os.path.lexists(source):
+                continue
+        return
+    raise OSError(errno.ENOENT, os.strerror(errno.ENOENT), str(to.parent))
 
 
 def _files_of(folder: Path) -> list[PurePosixPath]:
