@@ -144,11 +144,16 @@ def seal_of(record: bytes) -> tuple[PurePosixPath, bytes]:
 def read_signatures(root: Path, record_sha256: str) -> dict[str, bytes]:
     """The signatures that a cache folder holds for a record, by public key; what is no signature is left out."""
     found = {}
-    folder = root / LAYOUT / SIGNATURES / record_sha256[:2]
-    for path in sorted(folder.glob(f"{record_sha256}.*{SIGNATURE_SUFFIX}")):
-        with contextlib.suppress(CacheError):
-            _, public_key = parse_signature_path(path.relative_to(root).parts)
-            found[public_key] = check_signature(read_whole(path, SIGNATURE_BYTES + 1)[0])
+    place = (LAYOUT, SIGNATURES, record_sha256[:2])
+    try:
+        names = sorted(os.listdir(root.joinpath(*place)))
+    except OSError:
+        names = []
+    for name in names:
+        if name.startswith(record_sha256) and name.endswith(SIGNATURE_SUFFIX):
+            with contextlib.suppress(CacheError):
+                _, public_key = parse_signature_path((*place, name))
+                found[public_key] = check_signature(read_whole(root.joinpath(*place, name), SIGNATURE_BYTES + 1)[0])
     return found
 
 
@@ -160,10 +165,12 @@ def remove_signatures(root: Path, kept: Collection[str], older_than: float) -> N
         kept: the sha256 of every record's bytes.
         older_than: seconds since 1970; a younger file may be waiting for its record.
     """
-    for path in (root / LAYOUT / SIGNATURES).glob("*/*"):
-        with contextlib.suppress(OSError):
-            if path.name[:64] not in kept and path.stat().st_mtime < older_than:
-                path.unlink()
+    for place, _, names in os.walk(root / LAYOUT / SIGNATURES):
+        for name in names:
+            path = os.path.join(place, name)
+            with contextlib.suppress(OSError):
+                if name[:64] not in kept and os.stat(path).st_mtime < older_than:
+                    os.unlink(path)
 
 
 def _seal(record: bytes, secret: bytes) -> bytes:
