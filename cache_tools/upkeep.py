@@ -16,7 +16,7 @@ from tilekern.cache.trust import read_signatures
 
 
 def pack(store: Store, path: Path, selection: Selection, as_json: bool, model: str | None = None, tp: int = 1) -> None:
-    """Write the selected records, of a model's if one is given, into one file; raises as :func:`write_selected` does."""
+    """Write the selected records, or of those a model's, into one file; raises as :func:`write_selected` does."""
     written, left_out = write_selected(store, path, selection, model, tp)
     size_bytes = path.stat().st_size
     if as_json:
