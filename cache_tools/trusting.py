@@ -35,7 +35,7 @@ def records_of_store(store: Store, paths: Iterable[Path]) -> Iterator[Signed]:
         return read_whole(store.root / path, SIGNATURE_BYTES + 1)[0]
 
     for path in paths:
-        data, _ = read_whole(path, LARGEST_RECORD)
+        data, _ = read_whole(path, LARGEST_RECORD, as_use=False)
         yield Signed(str(path), data, read_signatures(store.root, hashlib.sha256(data).hexdigest()), read)
 
 
@@ -154,7 +154,7 @@ def _sign_cache(store: Store, key: SigningKey) -> tuple[int, int]:
         except Missing:
             raise CacheError(f"{store.root}: blob {digest} is missing; `verify` lists what is broken") from None
     for entry in readable:
-        data, _ = read_whole(entry.path, LARGEST_RECORD)
+        data, _ = read_whole(entry.path, LARGEST_RECORD, as_use=False)
         place = store.root / signature_path(hashlib.sha256(data).hexdigest(), key.public_key)
         try:
             write_whole(place, key.sign(data))

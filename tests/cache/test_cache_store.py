@@ -208,8 +208,8 @@ class Interrupted(Store):
         super().__init__(root)
         self.meanwhile = [meanwhile]
 
-    def _references(self):
-        found = super()._references()
+    def _references(self, without=()):
+        found = super()._references(without)
         while self.meanwhile:
             self.meanwhile.pop()()
         return found

@@ -76,7 +76,7 @@ def _stays(store: Store, address: Address, offered: Record) -> bool:
     """
     path = store.root / address.path
     try:
-        present = decode_record(read_whole(path, LARGEST_RECORD)[0], address)
+        present = decode_record(read_whole(path, LARGEST_RECORD, as_use=False)[0], address)
     except UnknownSchema as error:
         raise UnknownSchema(f"{path} is left alone: {error}") from None
     except CacheError:

@@ -13,6 +13,7 @@ import json
 import os
 import stat
 import struct
+import weakref
 import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -76,12 +77,10 @@ class Pack:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file = _open(path)
+        # Layers live as long as their process, and nobody closes them.
+        weakref.finalize(self, self._file.close)
         self.status = os.fstat(self._file.fileno())
-        try:
-            self.members = self._check_members()
-        except CacheError:
-            self._file.close()
-            raise
+        self.members = self._check_members()
         self.records = {parse_path(name.split("/")): name for name in self.members if _is_record(name)}
 
     def read(self, name: str) -> bytes:
