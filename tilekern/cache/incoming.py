@@ -34,7 +34,9 @@ class Incoming:
         return self
 
     def __exit__(self, *_: object) -> None:
-        left = _files_of(self._growing)
+        left: list[PurePosixPath] = []
+        with contextlib.suppress(OSError):
+            left = _files_of(self._growing)
         shutil.rmtree(self._growing, ignore_errors=True)
         for folder in {(self.root / path).parent for path in left} | {self._whole.parent}:
             _remove_empty(folder, self.root)
@@ -95,7 +97,10 @@ def remove_abandoned(root: Path, older_than: float) -> None:
 def _move(whole: Path, root: Path) -> None:
     for path in _files_of(whole):
         _move_file(whole / path, root / path)
-    shutil.rmtree(whole, ignore_errors=True)
+    # Folders alone: a file that could not be listed is not lost by this.
+    for place, _, _ in os.walk(whole, topdown=False):
+        with contextlib.suppress(OSError):
+            os.rmdir(place)
     _remove_empty(whole.parent, root)
 
 
@@ -113,10 +118,19 @@ def _move_file(source: Path, to: Path) -> None:
 
 
 def _files_of(folder: Path) -> list[PurePosixPath]:
-    """Paths below ``folder`` in the order in which they must appear: what a record refers to before the record."""
+    """Paths below ``folder`` in the order in which they must appear: what a record refers to before the record.
+
+    Raises:
+        OSError: a folder cannot be listed; one that is gone holds nothing.
+    """
+
+    def fail(error: OSError) -> None:
+        if not isinstance(error, FileNotFoundError) or os.path.lexists(error.filename):
+            raise error
+
     found = [
         PurePosixPath(os.path.relpath(os.path.join(place, name), folder))
-        for place, _, names in os.walk(folder)
+        for place, _, names in os.walk(folder, onerror=fail)
         for name in names
     ]
     return sorted(found, key=lambda path: (path.parts[1] not in (BLOBS, SIGNATURES), path))

@@ -76,10 +76,9 @@ class Pack:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file = _open(path)
+        self._file, self.status = _open(path)
         # Layers live as long as their process, and nobody closes them.
         weakref.finalize(self, self._file.close)
-        self.status = os.fstat(self._file.fileno())
         self.members = self._check_members()
         self.records = {parse_path(name.split("/")): name for name in self.members if _is_record(name)}
 
@@ -167,11 +166,12 @@ class Pack:
         return found
 
 
-def _open(path: Path) -> BinaryIO:
+def _open(path: Path) -> tuple[BinaryIO, os.stat_result]:
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):
             raise CacheError(f"{path} is no pack: a pack is a file")
-        return open(path, "rb")
+        file = open(path, "rb")  # noqa: SIM115 (the pack closes it)
+        return file, os.fstat(file.fileno())
     except (FileNotFoundError, NotADirectoryError):
         raise Missing(f"there is no pack {path}") from None
     except (OSError, ValueError) as error:
