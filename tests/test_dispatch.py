@@ -1,5 +1,6 @@
 """What a call finds in a real cache for a GPU that is not here, and what happens where it finds nothing."""
 
+import dataclasses
 import json
 import shutil
 import warnings
@@ -178,6 +179,15 @@ def test_a_miss_compiles_the_default_and_keeps_it(root):
     (wanted,) = cache.read_wanted(root)
     assert (wanted["kernel"], wanted["problem"]) == (SPEC.name, dict(PROBLEM))
     assert wanted["target"]["key"] == H200.key
+
+
+def test_a_winner_that_was_published_while_the_default_compiled_stays(filled):
+    (entry,) = cache.Store(filled).entries()
+    measured = dataclasses.replace(entry.record, provenance="measured", measurement={"median_us": 1.0})
+    cache.Store(filled).write(measured, {})
+    dispatch.compile_default(SPEC, PROBLEM, H200)
+    (entry,) = cache.Store(filled).entries()
+    assert entry.record == measured
 
 
 def test_a_miss_where_nothing_can_be_compiled_falls_back_and_says_how_to_tune(root, no_compiler):

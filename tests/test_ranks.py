@@ -382,9 +382,10 @@ def test_without_torch_distributed_nothing_is_done():
     assert time.perf_counter() - started < 0.01
 
 
-def status(digest="a", gpu="H200", toolkit="t-1", policy="compile", sources="s"):
+def status(digest="a", gpu="H200", toolkit="t-1", policy="compile", sources="s", signed=False):
     target = gpu and vars(resolve(gpu))
-    return {"digest": digest, "target": target, "toolkit": toolkit, "policy": policy, "sources": sources}
+    said = {"toolkit": toolkit, "policy": policy, "sources": sources, "signed": signed}
+    return {"digest": digest, "target": target, **said}
 
 
 def test_the_lowest_rank_of_an_arch_leads_and_those_that_differ_follow():
@@ -401,6 +402,11 @@ def test_a_miss_compiles_where_all_have_the_same_compiler(toolkits):
     verdict = ranks.verdict_on([status(toolkit=each) for each in toolkits])
     assert verdict["groups"]["sm_90"]["policy"] == "fallback"
     assert ranks.verdict_on([status(), status()])["groups"]["sm_90"]["policy"] == "compile"
+
+
+def test_ranks_that_trust_others_run_nothing_together():
+    error = ranks.verdict_on([status(signed=True), status(signed=True), status()])["error"]
+    assert error.startswith("TILEKERN_TRUST of rank 2 is another than rank 0's")
 
 
 def test_the_verdict_on_a_thousand_ranks_is_small():

@@ -378,7 +378,7 @@ def _on_miss(spec: KernelSpec, wanted: Problem, target: Target) -> Hit | None:
 
 
 def compile_default(spec: KernelSpec, problem: Problem, target: Target) -> None:
-    """Compile the default config of a problem, both variants, and keep it in the user's cache.
+    """Compile the default config of a problem, both variants, and keep it in the user's cache, unless better is there.
 
     Raises:
         ToolchainMissing: no compiler is installed.
@@ -389,4 +389,7 @@ def compile_default(spec: KernelSpec, problem: Problem, target: Target) -> None:
     from tilekern.records import compiled_default
 
     record, blobs = compiled_default(spec, problem, target)
-    cache.Store(cache.user_root()).write(record, blobs)
+    store = cache.Store(cache.user_root())
+    # The tuner may have published a winner while the compiler ran.
+    if not cache.has_better(store, record):
+        store.write(record, blobs)

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 from tilekern import __version__, dispatch
 from tilekern.agreement import Agreement
 from tilekern.cache import CacheError, default_layers, problem_key
+from tilekern.cache.trust import must_be_signed
 from tilekern.errors import InputError, RanksDiffer, TilekernError
 from tilekern.kernels import all_specs
 from tilekern.provisional import of_several_ranks
@@ -278,6 +279,7 @@ def _status(target: Target | None, own: Snapshot) -> dict[str, Any]:
         "target": None if target is None else asdict(target),
         "toolkit": tools.key if tools else None,
         "policy": dispatch.miss_policy(),
+        "signed": must_be_signed(),
         "sources": sources,
         "digest": own.digest,
     }
@@ -297,6 +299,8 @@ def verdict_on(statuses: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             return {"error": f"rank {rank} cannot say which kernels it would run: {status['error']}"}
         if status["sources"] != statuses[0]["sources"]:
             return {"error": f"rank {rank} runs another tilekern than rank 0; install the same on all nodes of the job"}
+        if status["signed"] != statuses[0]["signed"]:
+            return {"error": f"TILEKERN_TRUST of rank {rank} is another than rank 0's; set the same on all nodes"}
         if status["target"] is None:
             continue
         arch = status["target"]["arch"]

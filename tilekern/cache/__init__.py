@@ -5,7 +5,7 @@ Needs the standard library and platformdirs alone, so that a cache can be read w
 
 from tilekern.cache.entries import BlobFile, Entry, Garbage, Listed, Where
 from tilekern.cache.errors import CacheError, Corrupt, Missing, MissingRecord, UnknownSchema, Untrusted
-from tilekern.cache.installing import install_pack
+from tilekern.cache.installing import has_better, install_pack
 from tilekern.cache.keys import Address, parse_problem_key, problem_key
 from tilekern.cache.layers import FolderLayer, Layer
 from tilekern.cache.lookup import Hit, Step, by_preference, lookup, skipped
@@ -55,6 +55,7 @@ __all__ = [
     "checked_contents",
     "clear_wanted",
     "default_layers",
+    "has_better",
     "install_pack",
     "lookup",
     "note_misses",

@@ -47,7 +47,7 @@ def install_pack(path: str | os.PathLike[str], store: Store, own: bool = False) 
         if must_be_signed() and not own:
             _require_trusted(pack, record)
     finish_incoming(store.root)
-    chosen = [address for address in pack.records if not _stays(store, address, pack.read_record(address))]
+    chosen = [address for address in pack.records if not has_better(store, pack.read_record(address))]
     try:
         remove_abandoned(store.root, time.time() - GRACE_S)
         with Incoming(store.root) as incoming:
@@ -68,12 +68,13 @@ def _require_trusted(pack: Pack, record: Record) -> None:
         raise Untrusted(f"{pack.path}: {record.address.path}: {error}; nothing was unpacked") from None
 
 
-def _stays(store: Store, address: Address, offered: Record) -> bool:
-    """Whether the store's record at an address is kept.
+def has_better(store: Store, offered: Record) -> bool:
+    """Whether a store's record of the same problem, target and toolkit has a better provenance, of the same source.
 
     Raises:
         UnknownSchema: another version of tilekern wrote it; only that one may replace it.
     """
+    address = offered.address
     path = store.root / address.path
     try:
         present = decode_record(read_whole(path, LARGEST_RECORD, as_use=False)[0], address)
