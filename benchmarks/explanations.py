@@ -100,14 +100,6 @@ EXPLAINED = {
     ("lookup of files that are not in memory", "200 records"): _DISK,
     ("lookup of files that are not in memory", "100,000 records"): _DISK,
     ("cache_tools verify on one core", "usual: 146 MB"): _PARSING,
-    (
-        "cache_tools verify on one core",
-        "mostly artifacts: 595 MB",
-    ): _PARSING,
-    (
-        "cache_tools ls with a filter, whole process",
-        "100,000 records",
-    ): "Each record is read before the filter chooses.",
 }
 
 UNEXPLAINED = "not explained yet"
