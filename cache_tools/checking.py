@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,8 @@ import click
 from cache_tools.staleness import is_stale
 from cache_tools.text import count, print_json
 from cache_tools.trusting import print_survey, records_of_pack, records_of_store, survey
-from tilekern.cache import CacheError, Corrupt, Entry, Pack, Store, UnknownSchema, checked_contents
+from tilekern.cache import CacheError, Corrupt, Entry, Pack, Store, UnknownSchema, Untrusted, checked_contents
+from tilekern.cache.exposure import others_may_write, require_unshared, require_unshared_folders
 from tilekern.cache.trust import must_be_signed
 
 
@@ -19,7 +20,11 @@ def verify(store: Store, as_json: bool, signed: bool = False) -> bool:
     """Check every record, blob and signature of a cache, and print what was found; False where something is broken.
 
     ``signed``, or the policy of that name: a record that no trust root signed is a fault as well.
+
+    Raises:
+        CacheError: ``TILEKERN_TRUST`` is no policy.
     """
+    signed = signed or must_be_signed()
     entries = list(store.entries())
     records = [(entry, entry.record) for entry in entries if entry.record]
     blobs = {blob.sha256: blob for blob in store.blobs()}
@@ -47,6 +52,7 @@ def verify(store: Store, as_json: bool, signed: bool = False) -> bool:
         "orphans": len(blobs.keys() - referred),
         "leftovers": [str(path) for path in store.leftovers()],
         "signatures": signatures,
+        "exposed": list(_exposed(store, [entry.path for entry, _ in records])),
     }
     if as_json:
         print_json(document)
@@ -55,14 +61,29 @@ def verify(store: Store, as_json: bool, signed: bool = False) -> bool:
     return _is_sound(document, signed)
 
 
+def _exposed(store: Store, paths: Iterable[Path]) -> Iterator[dict[str, str]]:
+    """Records that no job loads, since others can write them or a folder that leads there."""
+    if others_may_write():
+        return
+    for path in paths:
+        try:
+            require_unshared_folders(store.root, path.parent)
+            require_unshared(path, path.stat())
+        except Untrusted as error:
+            yield {"path": str(path), "problem": str(error)}
+        except OSError:
+            continue
+
+
 def verify_pack(path: Path, as_json: bool, signed: bool = False) -> bool:
     """The same of a pack: its form, every hash, every record and signature.
 
     Raises:
         Missing: there is no such file.
         UnknownSchema: another version of tilekern wrote it.
-        CacheError: it cannot be read.
+        CacheError: it cannot be read, or ``TILEKERN_TRUST`` is no policy.
     """
+    signed = signed or must_be_signed()
     document: dict[str, Any] = {"pack": str(path), "records": 0, "blobs": 0, "broken": []}
     signatures = survey(())
     try:
@@ -81,18 +102,20 @@ def verify_pack(path: Path, as_json: bool, signed: bool = False) -> bool:
         raise
     except Corrupt as error:
         document["broken"] = [{"path": str(path), "problem": str(error)}]
-    document = {"stale": [], "unknown_source": [], **document, "signatures": signatures}
+    document |= {"stale": document.get("stale", []), "unknown_source": document.get("unknown_source", [])}
+    document["signatures"] = signatures
     if as_json:
         print_json(document)
     else:
-        _print({"cache_dir": str(path), "unknown_schema": [], "leftovers": [], "orphans": 0, **document})
+        of_caches: dict[str, Any] = {"unknown_schema": [], "leftovers": [], "exposed": [], "orphans": 0}
+        _print({"cache_dir": str(path), **of_caches, **document})
     return _is_sound(document, signed)
 
 
 def _is_sound(document: dict[str, Any], signed: bool) -> bool:
     signatures = document["signatures"]
     untrusted = document["records"] - signatures["trusted"]
-    return not document["broken"] and not (untrusted and (signed or must_be_signed()))
+    return not document["broken"] and not (untrusted and signed)
 
 
 def _problem(store: Store, digest: str) -> str | None:
@@ -116,6 +139,8 @@ def _print(document: dict[str, Any]) -> None:
         "unknown_schema": "left alone, another version of tilekern wrote it",
         "leftovers": "left over, was set aside as bad or never finished",
     }
+    for item in document["exposed"]:
+        click.echo(f"not loaded by any job: {item['path']}: {item['problem']}")
     for section, note in notes.items():
         for path in document[section]:
             click.echo(f"{note}: {path}")

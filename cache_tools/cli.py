@@ -17,7 +17,7 @@ from cache_tools.seeing import diff, ls, show, stats, wanted, why
 from cache_tools.selection import Selection
 from cache_tools.shipping import pull, push, wheel
 from cache_tools.trusting import keygen, sign
-from tilekern.cache import Store
+from tilekern.cache import CacheError, Store
 
 
 @click.group(no_args_is_help=False)
@@ -34,12 +34,14 @@ def app() -> None:
 def verify(context: click.Context, path: Path | None, signed: bool, store: Store, as_json: bool) -> None:
     """Check every record, artifact and signature of a pack or a cache; exit code 1 where one is broken.
 
-    Stale records are reported, and are no fault.
+    Stale records are reported, and are no fault; nor are records that others can write, which no job loads.
 
     JSON: cache_dir or pack, records, blobs, broken[] {path, problem}, stale[], unknown_source[], signatures {trusted,
     other_key, unsigned, by {name: records}, bad[] {path, problem}, unchecked}, and of a cache unknown_schema[],
-    orphans, leftovers[].
+    orphans, leftovers[], exposed[] {path, problem}.
     """
+    if path is not None and context.get_parameter_source("store") == click.core.ParameterSource.COMMANDLINE:
+        raise CacheError("verify takes a PACK or CACHE, or --cache-dir, and not both")
     is_pack = path is not None and not path.is_dir()
     sound = (
         checking.verify_pack(path, as_json, signed)

@@ -51,7 +51,8 @@ def survey(records: Iterable[Signed]) -> dict[str, Any]:
     """How many records are trusted and by whom, signed by others, unsigned, and wrongly signed.
 
     ``trusted``, ``other_key``, ``unsigned``: numbers of records; ``by``: records by the trust root's name; ``bad``:
-    path and problem of each signature that is none of its record; ``unchecked``: why nothing was checked, or None.
+    path and problem of each signature that is none of its record; ``unchecked``: why some records' signatures could not
+    be checked, or None.
     """
     counted: Counter[str] = Counter()
     by: Counter[str] = Counter()
@@ -74,7 +75,7 @@ def survey(records: Iterable[Signed]) -> dict[str, Any]:
 def print_survey(signatures: Mapping[str, Any]) -> None:
     """Print what :func:`survey` found, on a line or two."""
     if signatures["unchecked"]:
-        click.echo(f"signatures were not checked: {signatures['unchecked']}")
+        click.echo(f"some signatures were not checked: {signatures['unchecked']}")
     by = ", ".join(f"{number} by {name}" for name, number in signatures["by"].items())
     click.echo(
         f"signatures: {signatures['trusted']} trusted{f' ({by})' if by else ''}, "
@@ -93,8 +94,8 @@ def keygen(file: Path, name: str | None, as_json: bool) -> None:
     """
     title = " ".join((name or file.stem).split())
     public = file.with_name(f"{file.name}.pub")
-    if not title.isprintable():
-        raise CacheError(f"--name must be printable, got {title!r}")
+    if not title or not title.isprintable():
+        raise CacheError(f"--name must be printable and not empty, got {name or file.stem!r}")
     if public.exists():
         raise CacheError(f"{public} is there already, and a key is never overwritten; give another name")
     key = generate_key(file)

@@ -42,7 +42,7 @@ def write_selected(
     matching = [entry for entry in store.entries(selection.where) if selection.matches(entry)]
     if model:
         needed = needed_by(model, {entry.address.target_key for entry in matching if entry.address}, tp)
-        matching = [entry for entry in matching if is_needed(entry, needed)]
+        matching = [entry for entry in matching if entry.record is None or is_needed(entry, needed)]
     if not any(entry.record for entry in matching):
         raise CacheError(
             f"no record in {store.root} matches, and a pack must hold at least one; `ls` lists what is there"

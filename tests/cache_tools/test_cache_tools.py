@@ -8,7 +8,7 @@ import pytest
 from cache_samples import H100, PROBLEM, blob_file, fill, make, put
 from command_line import KEY, ROOT, process, refused
 
-from tilekern.cache import Store, note_wanted
+from tilekern.cache import Pack, Store, note_wanted
 from tilekern.source import digest_of_module
 
 HERE_DIGEST = digest_of_module("tilekern.source")
@@ -248,12 +248,16 @@ def test_pack_and_unpack_carry_a_cache(cli, as_json, tmp_path):
 
 def test_pack_of_a_model_takes_what_it_needs_and_nothing_else(as_json, cli, cache, tmp_path):
     """The records that ship with the wheel are those of one model; the fixture's have sizes of none."""
+    bad = next(entry for entry in Store(cache).entries() if entry.address.target_key == "sm_90-h200-132")
+    bad.path.write_text("{")
     for pack in sorted((ROOT / "tilekern" / "prebuilt").glob("*.pack")):
         as_json("unpack", str(pack))
-    shipped = as_json("verify", str(ROOT / "tilekern" / "prebuilt" / "qwen3-8b-h200.pack"))["records"]
+    prebuilt = ROOT / "tilekern" / "prebuilt" / "qwen3-8b-h200.pack"
+    shipped = len(Pack(prebuilt).records)
     whole, other = tmp_path / "whole.pack", tmp_path / "other.pack"
-    assert as_json("pack", str(whole), "--model", "qwen3-8b", "--target", "H200")["records"] == shipped
-    assert whole.read_bytes() == (ROOT / "tilekern" / "prebuilt" / "qwen3-8b-h200.pack").read_bytes()
+    packed = as_json("pack", str(whole), "--model", "qwen3-8b", "--target", "H200")
+    assert (packed["records"], packed["left_out"]) == (shipped, 1)
+    assert whole.read_bytes() == prebuilt.read_bytes()
     assert 0 < as_json("pack", str(other), "--model", "qwen3-0.6b", "--target", "H200")["records"] < shipped
     refused(cli("pack", str(other), "--model", "no/such", "--target", "H200"), "--model no/such", "no/such")
 

@@ -203,7 +203,11 @@ def test_the_documents_of_the_tests_have_something_in_every_list(capsys, varied)
     assert document["records"]
     assert len(document["unreadable"]) == 2
     assert {record["time_us"] is None for record in document["records"]} == {True, False}
+    varied.chmod(0o777)
+    assert checked(capsys, ["verify", "--cache-dir", str(varied)], 1)["exposed"]
+    varied.chmod(0o755)
     found = checked(capsys, ["verify", "--cache-dir", str(varied)], 1)
+    assert not found["exposed"]
     assert all(found[name] for name in ("broken", "stale", "unknown_source", "unknown_schema", "orphans", "leftovers"))
     assert len(list(Store(varied).entries())) == 8
 
