@@ -155,7 +155,10 @@ def test_workloads_are_all_tokens_or_chunks_of_them():
     shape, target = PRESETS["qwen3-8b"], resolve("H200")
     whole = list(FORWARD.workloads(shape, 3000, "bfloat16", target))
     assert [(sizes["rows"], sizes["vocabulary"]) for sizes in whole] == [(3000, 151936)]
-    assert [sizes["rows"] for sizes in FUSED.workloads(shape, 3000, "bfloat16", target)] == [512, 1024, 2048]
+    assert [sizes["rows"] for sizes in FUSED.workloads(shape, 8192, "bfloat16", target)] == [512, 1024, 2048, 4096]
+    # Six parts of at most 512 rows, three of 1024, two of 2048, one of 4096; the last of each is what is left.
+    parts = [512, 440, 1024, 952, 1536, 1464, 3000]
+    assert [sizes["rows"] for sizes in FUSED.workloads(shape, 3000, "bfloat16", target)] == parts
     for spec in (FORWARD, BACKWARD, FUSED):
         problem = spec.bucketed(spec.problem(**whole[0]))
         for name in ("A100-SXM4-80GB", "H200", "B200"):
