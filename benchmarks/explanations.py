@@ -33,12 +33,12 @@ _COLD = (
     "The peers of one run take 0.46 to 5.5 s, and torch.compile 11 s."
 )
 _DISK = (
-    "Three files are read one after the other from a disk that other work shared; the same lookup of files in memory "
+    "Three files are read one after the other from a machine's virtual disk; the same lookup of files in memory "
     "takes what the line above says, and as long in a small cache as in a large one. "
 )
 _PARSING = (
     "Python's JSON parser takes longer over a record of 5 kB than sha256 over a blob of 33 kB: here 74 to 93 us "
-    "against 20 (no results file holds that). The machine was shared with other work. "
+    "against 20 (no results file holds that). "
 )
 EXPLAINED = {
     ("qk_norm_rope backward", "qk_norm_rope 1x8192 32+8x128"): (
