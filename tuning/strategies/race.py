@@ -27,8 +27,8 @@ CHEAP_US, MORE_ROUNDS = 25_000.0, 0.55
 # Who is predicted so many times slower than the best predicted one does not run, but for the first so many. In a sweep
 # of Qwen3-8B on an H200 no winner was predicted 1.5 times slower.
 FAR, LEAST_CANDIDATES = 2.5, 6
-# One of so many rivals runs on after each look, but at least so many do. Replayed with the clocks of an H200 at its
-# power limit, a half and a quarter choose no better.
+# One of so many rivals runs on after each look, but at least so many do. Replayed with a simulated clock that swings as
+# that of a GPU at its power limit, a third and a quarter choose alike, and a half no better.
 KEPT, LEAST_RIVALS = 3, 3
 
 
