@@ -82,12 +82,12 @@ class Store:
         """
         finish_incoming(self.root)
         for path in self._record_files(where=where):
-            entry = self._entry(path)
-            if entry:
+            if entry := self._entry(path):
                 yield entry
 
     def outlines(self, where: Where | None = None) -> Iterator[Listed]:
         """Every record file as :meth:`entries` gives them, of which only what a list needs is read and checked."""
+        finish_incoming(self.root)
         for path in self._record_files(where=where):
             try:
                 data, status = read_whole(path, LARGEST_RECORD, as_use=False)
