@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tilekern.cache import CacheError, FolderLayer, Hit, Layer, Store, default_layers, problem_key, user_root
+from tilekern.cache import CacheError, Hit, Layer, Store, default_layers, problem_key, user_root
 from tilekern.dispatch import find
 from tilekern.errors import InputError
 from tilekern.kernels import spec_named
@@ -232,8 +232,7 @@ def _model(config: Any) -> Model:
 
 def _layers(cache_dir: str | Path | None) -> list[Layer]:
     """Where the job will look; the user's cache is only read."""
-    _, *others = default_layers()
-    return [FolderLayer(cache_dir or user_root(), "user"), *others]
+    return default_layers(Path(cache_dir) if cache_dir else None, looking=True)
 
 
 def _need(
