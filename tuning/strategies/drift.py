@@ -7,6 +7,7 @@ by least squares with weights that bound what an outlier does (Huber 1964, doi:1
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -40,10 +41,9 @@ def between_neighbours(rounds: Sequence[Mapping[str, float]]) -> Fit | None:
     """
     samples = Counter(key for times in rounds for key in times)
     places = {key: place for place, key in enumerate(samples)}
-    pairs = [pair for times in rounds for pair in zip(times, list(times)[1:], strict=False)]
-    differences = np.array(
-        [math.log(b / a) for times in rounds for a, b in zip(times.values(), list(times.values())[1:], strict=False)]
-    )
+    steps = [step for times in rounds for step in itertools.pairwise(times.items())]
+    pairs = [(before, after) for (before, _), (after, _) in steps]
+    differences = np.array([math.log(after_us / before_us) for (_, before_us), (_, after_us) in steps])
     design = np.zeros((len(pairs), len(places)))
     for row, (before, after) in enumerate(pairs):
         design[row, places[before]], design[row, places[after]] = -1.0, 1.0
