@@ -169,11 +169,19 @@ def compile_stage(
     out: Out = None,
     name: Name = None,
     alone: Annotated[bool, typer.Option("--alone", help="Compile all once more on one core, to compare.")] = False,
+    sweep: Annotated[
+        Path | None,
+        typer.Option(help="Take the stage that ran here in this sweep folder, and compile a sample of it on one core."),
+    ] = None,
+    sample: Annotated[int, typer.Option(min=1, help="Artifacts of that sample.")] = 60,
 ) -> None:
     """The compile stage's use of the cores."""
-    from benchmarks.compiling import measure
+    from benchmarks.compiling import measure, measure_sample
     from tilekern.targets import resolve
 
+    if sweep is not None:
+        _keep(measure_sample(sweep, sample), out, name or "compile_sample")
+        return
     _keep(measure(model, gpu, alone=alone), out or RESULTS / resolve(gpu).key, name or "compile")
 
 

@@ -9,7 +9,7 @@ import os
 import re
 import resource
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,7 +80,7 @@ def _made_by(line: dict[str, Any], toolkit_key: str) -> bool:
 @during("compile")
 def compile_all(
     sweep: Sweep, jobs: int, timeout_s: float = TIMEOUT_S, progress: Callable[[int, int], None] | None = None,
-    memory_bytes: int = MEMORY_BYTES, pool: Pool = compile_in_order,
+    memory_bytes: int = MEMORY_BYTES, pool: Pool = compile_in_order, only: Collection[str] | None = None,
 ) -> CompileSummary:  # fmt: skip
     """Compile what the sweep lacks; each result is journalled as it comes.
 
@@ -91,11 +91,12 @@ def compile_all(
         progress: called with the number of finished ones and of all.
         memory_bytes: address space that the compiler may have for one.
         pool: where they are compiled: on this host, or by an executor's pool elsewhere.
+        only: keys of the artifacts to keep to; None means all.
 
     Raises:
         ToolchainMissing: artifacts are lacking and no compiler is installed.
     """
-    todo = list(wanted(sweep, timeout_s).values())
+    todo = [item for key, item in wanted(sweep, timeout_s).items() if only is None or key in only]
     jobs = max(1, min(jobs, len(todo)))
     started = time.perf_counter()
     frontend_s = tileiras_s = 0.0
