@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tilekern import source
 from tilekern.kernels import all_specs
-from tilekern.source import digest_of_module
+from tilekern.source import digest_of_module, note_digests
 
 ROOT = Path(__file__).parents[1]
 CODE = '''"""A kernel."""
@@ -30,6 +31,12 @@ SHARED = "def factor(n):\n    return n\n"
 ALONE = "def alone():\n    return 1\n"
 
 
+def forget():
+    """What this process knows of files that have changed."""
+    for known in (digest_of_module, source._hash_of, source._notes):
+        known.cache_clear()
+
+
 @pytest.fixture
 def digest(tmp_path, monkeypatch):
     """Writes a package of kernels and digests one of its modules."""
@@ -41,11 +48,11 @@ def digest(tmp_path, monkeypatch):
         for name, text in (("__init__", ""), ("kernel", code), ("shared", shared), ("alone", alone)):
             (package / f"{name}.py").write_text(text, encoding="utf-8")
         importlib.invalidate_caches()
-        digest_of_module.cache_clear()
+        forget()
         return digest_of_module(f"sample_kernels.{module}")
 
     yield digest
-    digest_of_module.cache_clear()
+    forget()
     for name in [name for name in sys.modules if name.startswith("sample_kernels")]:
         del sys.modules[name]
 
@@ -122,6 +129,20 @@ def test_a_module_without_source_is_named(digest, name, said):
     digest()
     with pytest.raises(ModuleNotFoundError, match=said):
         digest_of_module(name)
+
+
+def test_noted_digests_hold_for_the_files_that_they_were_made_from_alone(digest, tmp_path, monkeypatch):
+    before = digest()
+    notes = tmp_path / "digests.json"
+    note_digests(["sample_kernels.kernel", "sample_kernels.alone"], notes)
+    monkeypatch.setattr(source, "NOTES", notes)
+    monkeypatch.setattr(source, "_worked_out", lambda name: f"{name} is worked out")
+    assert digest() == before
+    assert digest(module="alone") != before
+    assert digest(module="shared") == "sample_kernels.shared is worked out"
+    assert digest(shared="# the same\n" + SHARED) == "sample_kernels.kernel is worked out"
+    assert digest(alone="# the same\n" + ALONE) == before
+    assert digest(code=CODE + "\n") == "sample_kernels.kernel is worked out"
 
 
 def interpreter(python):

@@ -23,7 +23,7 @@ def wheel(tmp_path_factory):
     without = shutil.ignore_patterns("__pycache__", "*.egg-info")
     for name in (*PACKAGES, "tests", "benchmarks"):
         shutil.copytree(ROOT / name, source / name, ignore=without)
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "--no-cache-dir"]
     ran = subprocess.run([*command, "-w", folder, source], capture_output=True, text=True, check=False)
@@ -125,3 +125,15 @@ def test_a_plan_can_be_made_from_it(installed):
         "print(*[d(spec.module) for spec in all_specs().values()])"
     )
     assert installed(sys.executable, "-c", code).stdout == installed(sys.executable, "-c", code, path=ROOT).stdout
+
+
+def test_its_digests_are_noted_so_that_a_job_parses_nothing(installed):
+    code = (
+        "import ast, sys\nfrom tilekern.kernels import all_specs\nfrom tilekern.source import digest_of_module\n"
+        "modules = [spec.module for spec in all_specs().values()]\ndel ast.parse\n"
+        "for module in modules: print(digest_of_module(module))"
+    )
+    ran = installed(sys.executable, "-c", code)
+    assert ran.returncode == 0, ran.stderr
+    assert len(set(ran.stdout.split())) > 10
+    assert "has no attribute 'parse'" in installed(sys.executable, "-c", code, path=ROOT).stderr

@@ -1,0 +1,29 @@
+"""Notes the kernels' source digests in a wheel; all else about the package is in pyproject.toml."""
+
+import pkgutil
+import sys
+from pathlib import Path
+
+from setuptools import setup
+from setuptools.command.build_py import build_py
+
+
+class BuildWithDigests(build_py):
+    """Copies the package, then notes the digests of the kernels that were copied."""
+
+    def run(self):
+        """Build; what an editable install leaves where it is gets no notes, as its sources change."""
+        super().run()
+        if not self.editable_mode:
+            self.note_digests(Path(self.build_lib).resolve())
+
+    def note_digests(self, root):
+        """Have the copied package work out its own digests: it imports nothing but the standard library for that."""
+        sys.path.insert(0, str(root))
+        from tilekern.source import NOTES, note_digests
+
+        kernels = pkgutil.iter_modules([str(root / "tilekern" / "kernels")])
+        note_digests([f"tilekern.kernels.{module.name}" for module in kernels], NOTES)
+
+
+setup(cmdclass={"build_py": BuildWithDigests})
