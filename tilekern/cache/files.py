@@ -44,8 +44,8 @@ def read_whole(path: str | os.PathLike[str], largest: int, *, as_use: bool = Tru
 
 
 def _read_once(path: str | os.PathLike[str], largest: int, as_use: bool) -> tuple[bytes, os.stat_result]:
-    # A file object takes twice as long over a small file.
-    flags = os.O_RDONLY | os.O_CLOEXEC
+    # A file object takes twice as long over a small file. Whoever opens a pipe that stands there waits for its writer.
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
     descriptor = os.open(path, flags) if as_use else _open_unnoticed(path, flags)
     try:
         status = os.fstat(descriptor)
