@@ -1,5 +1,8 @@
+import functools
+import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -8,6 +11,7 @@ import pytest
 from cache_samples import H100, PROBLEM, blob_file, fill, make, put
 from command_line import KEY, ROOT, process, refused
 
+from cache_tools.__main__ import main
 from tilekern.cache import Pack, Store, note_wanted
 from tilekern.source import digest_of_module
 
@@ -92,6 +96,33 @@ def test_show_json_has_every_field(as_json):
 def test_show_prints_nothing_that_a_terminal_obeys(cli, cache):
     put(cache, b"one" * 100, created_by="\x1b[2J evil", config={"\x1b[2J": "\x07"}, runners_up=["\x1b"])
     assert not set(cli("show", "rms_norm", KEY)[1]) & {"\x1b", "\x07"}
+
+
+ODD = {
+    "module": ["rms_norm"],
+    "source_digest": {},
+    "measurement": {"median_us": 10**400, "default_us": 1, "spread_us": 10**400},
+    "runners_up": functools.reduce(lambda inner, _: [inner], range(900), []),
+}
+
+
+@pytest.mark.parametrize("field", ODD)
+def test_a_record_with_an_odd_field_is_no_crash_of_any_command(cache, capsys, monkeypatch, field):
+    monkeypatch.setenv("TILEKERN_CACHE_DIR", str(cache))
+    path = next((cache / "v1").rglob(f"rms_norm/{KEY}.json"))
+    path.write_text(json.dumps({**json.loads(path.read_text()), field: ODD[field]}, indent=1) + "\n")
+    ways = (
+        ["ls"],
+        ["ls", "--stale"],
+        ["show", "rms_norm", KEY],
+        ["stats"],
+        ["verify"],
+        ["diff", str(cache), str(cache)],
+    )
+    for command, option in itertools.product(ways, ([], ["--json"])):
+        code, said = main([*command, *option]), capsys.readouterr()
+        assert code in (0, 1) or (code, said.err.count("\n")) == (2, 1)
+        assert not {"Infinity", "NaN"} & set(re.findall(r"\w+", said.out))
 
 
 def test_show_of_several_names_them(cli, cache):
