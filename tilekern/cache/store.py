@@ -7,10 +7,10 @@ import hashlib
 import os
 import re
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
-from tilekern.cache.entries import BlobFile, Entry, Garbage, Listed, Where, entry_of, unreadable_entry
+from tilekern.cache.entries import BlobFile, Entry, Garbage, Listed, Where, entry_of, listed, unreadable_entry
 from tilekern.cache.errors import CacheError, Corrupt, Missing, UnknownSchema
 from tilekern.cache.files import BAD_SUFFIX, DROPPED_SUFFIX, TEMPORARY_SUFFIX, read_whole, unlink_seen, write_whole
 from tilekern.cache.incoming import abandoned_incoming, finish_incoming, remove_abandoned
@@ -18,6 +18,7 @@ from tilekern.cache.keys import BLOBS, INCOMING, LAYOUT, OWN_FOLDERS, Address, b
 from tilekern.cache.outlines import decode_outline
 from tilekern.cache.records import LARGEST_BLOB, LARGEST_RECORD, Record, check_blob, decode_record
 from tilekern.cache.trust import must_be_signed, remove_signatures, seal_of
+from tilekern.cache.walking import cannot_list, files_below, is_gone, must_list
 
 # A writer puts blobs first and their record a moment later; a blob this young may be waiting for its record.
 GRACE_S = 300.0
@@ -76,32 +77,38 @@ class Store:
     def entries(self, where: Where | None = None) -> Iterator[Entry]:
         """Every record file, in the order of its path; a bad one is an entry that says so.
 
+        A folder that cannot be listed, and so may hold records, is such an entry too, after all others.
+
         Args:
             where: whether to look at a place, given the names that lead there: of a target, then with a toolkit, a
                 kernel, a problem's key. What it refuses is neither listed nor read.
         """
         finish_incoming(self.root)
-        for path in self._record_files(where=where):
+        unlisted: list[Entry] = []
+        for path in self._record_files(where, self._noted_in(unlisted)):
             if entry := self._entry(path):
                 yield entry
+        yield from unlisted
 
     def outlines(self, where: Where | None = None) -> Iterator[Listed]:
         """Every record file as :meth:`entries` gives them, of which only what a list needs is read and checked."""
         finish_incoming(self.root)
-        for path in self._record_files(where=where):
+        unlisted: list[Entry] = []
+        for path in self._record_files(where, self._noted_in(unlisted)):
             try:
                 data, status = read_whole(path, LARGEST_RECORD, as_use=False)
                 outline = decode_outline(data, self._address(path))
             except CacheError:
                 if bad := self._entry(path):
-                    yield Listed(bad.path, bad.address, None, bad.problem, bad.size_bytes, bad.modified)
+                    yield listed(bad)
                 continue
             size_bytes = status.st_size + outline.blob_bytes
             yield Listed(Path(path), outline.address, outline, None, size_bytes, status.st_mtime)
+        yield from map(listed, unlisted)
 
     def blobs(self) -> Iterator[BlobFile]:
         """Every blob file, referred to or not."""
-        for path in map(Path, _files(self._layout / BLOBS)):
+        for path in map(Path, files_below(self._layout / BLOBS)):
             with contextlib.suppress(CacheError, OSError):
                 digest = check_digest("a blob", path.name)
                 status = path.stat()
@@ -223,7 +230,7 @@ class Store:
 
     def _dropped(self) -> list[Path]:
         """Blobs that this garbage collection, or one that did not come to its end, has put out of readers' sight."""
-        return [Path(path) for path in _files(self._layout / BLOBS) if path.endswith(DROPPED_SUFFIX)]
+        return [Path(path) for path in files_below(self._layout / BLOBS) if path.endswith(DROPPED_SUFFIX)]
 
     def _take_back(self, dropped: Iterable[Path]) -> None:
         for path in dropped:
@@ -245,14 +252,22 @@ class Store:
         return self.root / LAYOUT
 
     def _stray_files(self) -> Iterator[Path]:
-        files = _files(self._layout, skip=(INCOMING,))
+        files = files_below(self._layout, skip=(INCOMING,))
         return (Path(path) for path in files if path.endswith(_LEFTOVERS))
 
-    def _record_files(self, strict: bool = False, where: Where | None = None) -> Iterator[str]:
-        # What is on its way counts as a reference, and is no record yet.
-        skip = OWN_FOLDERS - {INCOMING} if strict else OWN_FOLDERS
-        files = _files(self._layout, skip=skip, strict=strict, where=where)
-        return (path for path in files if path.endswith(".json"))
+    def _record_files(
+        self, where: Where | None, fail: Callable[[OSError], None], skip: Collection[str] = OWN_FOLDERS
+    ) -> Iterator[str]:
+        return (path for path in files_below(self._layout, skip, where, fail) if path.endswith(".json"))
+
+    def _noted_in(self, unlisted: list[Entry]) -> Callable[[OSError], None]:
+        """What makes an entry of each folder that is there and cannot be listed."""
+
+        def note(error: OSError) -> None:
+            if not is_gone(error):
+                unlisted.append(unreadable_entry(error.filename, None, CacheError(cannot_list(error)), is_file=False))
+
+        return note
 
     def _address(self, path: str) -> Address | None:
         """What a record's file at this path is of, unchecked; None where no record may stand."""
@@ -308,7 +323,8 @@ class Store:
         referred: set[str] = set()
         records: set[str] = set()
         left_out = set(map(str, without))
-        for path in self._record_files(strict=True):
+        # What is on its way counts as a reference, and is no record yet.
+        for path in self._record_files(None, must_list, OWN_FOLDERS - {INCOMING}):
             found = None if path in left_out else _read_if_there(path)
             if found is None:
                 continue
@@ -343,30 +359,6 @@ def _has_unknown_schema(data: bytes) -> bool:
     except CacheError as error:
         return isinstance(error, UnknownSchema)
     return False
-
-
-def _files(folder: Path, skip: Collection[str] = (), strict: bool = False, where: Where | None = None) -> Iterator[str]:
-    """All files below a folder, sorted, but for those below ``skip`` and those that ``where`` refuses.
-
-    ``strict``: what cannot be listed raises.
-    """
-
-    def fail(error: OSError) -> None:
-        if not strict:
-            return
-        if isinstance(error, FileNotFoundError) and error.filename == str(folder):
-            raise Missing(f"there is no {folder}")
-        if os.path.lexists(error.filename):  # else another process pruned it
-            raise CacheError(f"cannot list {error.filename}: {error.strerror}")
-
-    for place, folders, names in os.walk(folder, onerror=fail):
-        above = tuple(place.removeprefix(str(folder)).split(os.sep)[1:])
-        folders[:] = sorted(folders if above else set(folders) - set(skip))
-        if where:
-            folders[:] = [name for name in folders if where((*above, name))]
-            names[:] = [name for name in names if where((*above, name.removesuffix(".json")))]
-        for name in sorted(names):
-            yield os.path.join(place, name)
 
 
 def _drop(path: Path) -> None:
