@@ -6,6 +6,7 @@ Tables are laid out here and not by rich: rich takes most of a second for a thou
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -54,7 +55,7 @@ def number(document: dict[str, Any] | None, name: str) -> float | None:
     if not isinstance(value, int | float) or isinstance(value, bool):
         return None
     try:
-        return float(value)
+        return float(value) if math.isfinite(value) else None
     except OverflowError:
         return None
 

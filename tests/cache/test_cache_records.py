@@ -63,11 +63,10 @@ def test_what_is_no_json_object_is_corrupt(text):
         Record.from_json(text)
 
 
-@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999", "-1e999", "9" * 400 + ".0"])
-def test_what_is_no_finite_number_is_corrupt(number):
-    with pytest.raises(Corrupt, match="number") as caught:
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity"])
+def test_what_is_no_number_is_corrupt(number):
+    with pytest.raises(Corrupt, match="is no number"):
         Record.from_json(TEXT.replace("37.8", number))
-    assert len(str(caught.value)) < 300
 
 
 def test_another_schema_is_told_apart_from_corruption():
