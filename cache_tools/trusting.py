@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 import click
 
 from cache_tools.text import count, print_json
-from tilekern.cache import CacheError, Missing, Pack, Record, Store, checked_contents, write_pack
+from tilekern.cache import CacheError, Entry, Missing, Pack, Record, Store, checked_contents, write_pack
 from tilekern.cache.files import read_whole, write_whole
 from tilekern.cache.keys import signature_path
 from tilekern.cache.records import LARGEST_RECORD
 from tilekern.cache.signing import SIGNATURE_BYTES, SigningKey, generate_key, is_signed
-from tilekern.cache.trust import Reader, read_signatures, signer_of, user_trust_roots
+from tilekern.cache.trust import Reader, Signers, read_signatures, signature_names, user_trust_roots
 
 
 class Signed(NamedTuple):
@@ -28,15 +28,20 @@ class Signed(NamedTuple):
     read: Reader
 
 
-def records_of_store(store: Store, paths: Iterable[Path]) -> Iterator[Signed]:
-    """Records of a cache, by their files."""
+def records_of_store(store: Store, note: Callable[[Entry], None]) -> Iterator[Signed]:
+    """Records of a cache, by their files; ``note`` is given each entry of the cache, also of what is no record."""
+    names = signature_names(store.root)
 
     def read(path: PurePosixPath) -> bytes:
+        if path.name not in names.get(path.name[:64], ()):
+            raise Missing(f"there is no {path}")
         return read_whole(store.root / path, SIGNATURE_BYTES + 1)[0]
 
-    for path in paths:
-        data, _ = read_whole(path, LARGEST_RECORD, as_use=False)
-        yield Signed(str(path), data, read_signatures(store.root, hashlib.sha256(data).hexdigest()), read)
+    for entry, data in store.read_entries():
+        note(entry)
+        if entry.record:
+            digest = hashlib.sha256(data).hexdigest()
+            yield Signed(str(entry.path), data, read_signatures(store.root, digest, names.get(digest, ())), read)
 
 
 def records_of_pack(pack: Pack) -> Iterator[Signed]:
@@ -57,10 +62,10 @@ def survey(records: Iterable[Signed]) -> dict[str, Any]:
     counted: Counter[str] = Counter()
     by: Counter[str] = Counter()
     bad: list[dict[str, str]] = []
-    unchecked = None
+    unchecked, signers = None, Signers()
     for record in records:
         try:
-            signer = signer_of(record.data, record.read)
+            signer = signers.signer_of(record.data, record.read)
             wrong = [key for key, text in record.signatures.items() if not is_signed(key, record.data, text)]
         except CacheError as error:
             unchecked, signer, wrong = str(error), None, []

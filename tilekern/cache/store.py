@@ -12,9 +12,27 @@ from pathlib import Path
 
 from tilekern.cache.entries import BlobFile, Entry, Garbage, Listed, Where, entry_of, listed, unreadable_entry
 from tilekern.cache.errors import CacheError, Corrupt, Missing, UnknownSchema
-from tilekern.cache.files import BAD_SUFFIX, DROPPED_SUFFIX, TEMPORARY_SUFFIX, read_whole, unlink_seen, write_whole
+from tilekern.cache.files import (
+    BAD_SUFFIX,
+    DROPPED_SUFFIX,
+    TEMPORARY_SUFFIX,
+    read_if_there,
+    read_whole,
+    unlink_seen,
+    write_whole,
+)
 from tilekern.cache.incoming import abandoned_incoming, finish_incoming, remove_abandoned
-from tilekern.cache.keys import BLOBS, INCOMING, LAYOUT, OWN_FOLDERS, Address, blob_path, check_digest, parse_path
+from tilekern.cache.keys import (
+    BLOBS,
+    INCOMING,
+    LAYOUT,
+    OWN_FOLDERS,
+    Address,
+    blob_name,
+    blob_path,
+    check_digest,
+    parse_path,
+)
 from tilekern.cache.outlines import decode_outline
 from tilekern.cache.records import LARGEST_BLOB, LARGEST_RECORD, Record, check_blob, decode_record
 from tilekern.cache.trust import must_be_signed, remove_signatures, seal_of
@@ -22,8 +40,6 @@ from tilekern.cache.walking import cannot_list, files_below, is_gone, must_list
 
 # A writer puts blobs first and their record a moment later; a blob this young may be waiting for its record.
 GRACE_S = 300.0
-# At a record that comes and goes, before it is called unreadable.
-_LOOKS = 10
 _LEFTOVERS = (BAD_SUFFIX, DROPPED_SUFFIX, TEMPORARY_SUFFIX)
 _DIGESTS = re.compile(rb"(?<![0-9a-f])[0-9a-f]{64}(?![0-9a-f])")
 
@@ -83,12 +99,18 @@ class Store:
             where: whether to look at a place, given the names that lead there: of a target, then with a toolkit, a
                 kernel, a problem's key. What it refuses is neither listed nor read.
         """
+        for entry, _ in self.read_entries(where):
+            yield entry
+
+    def read_entries(self, where: Where | None = None) -> Iterator[tuple[Entry, bytes]]:
+        """What :meth:`entries` gives, each with the bytes of its file; none where it cannot be read."""
         finish_incoming(self.root)
         unlisted: list[Entry] = []
         for path in self._record_files(where, self._noted_in(unlisted)):
-            if entry := self._entry(path):
-                yield entry
-        yield from unlisted
+            if found := self._entry(path):
+                yield found
+        for entry in unlisted:
+            yield entry, b""
 
     def outlines(self, where: Where | None = None) -> Iterator[Listed]:
         """Every record file as :meth:`entries` gives them, of which only what a list needs is read and checked."""
@@ -100,7 +122,7 @@ class Store:
                 outline = decode_outline(data, self._address(path))
             except CacheError:
                 if bad := self._entry(path):
-                    yield listed(bad)
+                    yield listed(bad[0])
                 continue
             size_bytes = status.st_size + outline.blob_bytes
             yield Listed(Path(path), outline.address, outline, None, size_bytes, status.st_mtime)
@@ -127,7 +149,7 @@ class Store:
             Corrupt: its contents are wrong.
             CacheError: it cannot be read.
         """
-        return check_blob(read_whole(self.root / blob_path(sha256), LARGEST_BLOB, as_use=False)[0], sha256)
+        return check_blob(read_whole(f"{self.root}/{blob_name(sha256)}", LARGEST_BLOB, as_use=False)[0], sha256)
 
     def keep_blob(self, sha256: str) -> bool:
         """Mark a blob that is there and intact as just used, which keeps it from garbage collection; else False."""
@@ -274,10 +296,10 @@ class Store:
         parts = path.removeprefix(f"{self.root}{os.sep}").removesuffix(".json").split(os.sep)
         return Address(*parts[1:]) if len(parts) == 5 else None
 
-    def _entry(self, path: str) -> Entry | None:
-        """The record's file at this path; None where it was deleted since it was listed."""
+    def _entry(self, path: str) -> tuple[Entry, bytes] | None:
+        """The record's file at this path and its bytes; None where it was deleted since it was listed."""
         try:
-            found = _read_if_there(path)
+            found = read_if_there(path, LARGEST_RECORD)
             if found is None:
                 return None
             data, status = found
@@ -286,8 +308,8 @@ class Store:
             address = None
             with contextlib.suppress(CacheError):
                 address = parse_path(Path(path).relative_to(self.root).parts)
-            return unreadable_entry(path, address, error)
-        return entry_of(path, record, status)
+            return unreadable_entry(path, address, error), b""
+        return entry_of(path, record, status), data
 
     def _checked_blobs(self, record: Record, blobs: Mapping[str, bytes]) -> dict[str, bytes]:
         """The bytes of every blob of a record, by digest: those given, and else those that are there."""
@@ -325,7 +347,7 @@ class Store:
         left_out = set(map(str, without))
         # What is on its way counts as a reference, and is no record yet.
         for path in self._record_files(None, must_list, OWN_FOLDERS - {INCOMING}):
-            found = None if path in left_out else _read_if_there(path)
+            found = None if path in left_out else read_if_there(path, LARGEST_RECORD)
             if found is None:
                 continue
             data = found[0]
@@ -335,22 +357,6 @@ class Store:
             referred |= digests
             records.add(hashlib.sha256(data).hexdigest())
         return referred, records
-
-
-def _read_if_there(path: str) -> tuple[bytes, os.stat_result] | None:
-    """A record's file, or None where it was deleted since it was listed.
-
-    Raises:
-        CacheError: it is there and cannot be read.
-    """
-    for _ in range(_LOOKS):
-        try:
-            return read_whole(path, LARGEST_RECORD, as_use=False)
-        except Missing:
-            # Else it was deleted and then written anew.
-            if not os.path.lexists(path):
-                return None
-    raise CacheError(f"cannot read {path}, which is there")
 
 
 def _has_unknown_schema(data: bytes) -> bool:
