@@ -346,7 +346,7 @@ class Store:
         records: set[str] = set()
         left_out = set(map(str, without))
         # What is on its way counts as a reference, and is no record yet.
-        for path in self._record_files(None, must_list, OWN_FOLDERS - {INCOMING}):
+        for path in self._record_files(None, must_list(self._layout), OWN_FOLDERS - {INCOMING}):
             found = None if path in left_out else read_if_there(path, LARGEST_RECORD)
             if found is None:
                 continue

@@ -43,16 +43,18 @@ def files_below(
             yield os.path.join(place, name)
 
 
-def must_list(error: OSError) -> NoReturn:
-    """A ``fail`` for where every file counts.
+def must_list(folder: Path) -> Callable[[OSError], NoReturn]:
+    """A ``fail`` for where every file below ``folder`` counts.
 
-    Raises:
-        Missing: the folder is not there.
-        CacheError: it is, and cannot be listed.
+    What it makes raises Missing where ``folder`` was not there, though it may have come since, else CacheError.
     """
-    if is_gone(error):
-        raise Missing(f"there is no {error.filename}")
-    raise CacheError(cannot_list(error))
+
+    def fail(error: OSError) -> NoReturn:
+        if error.filename == str(folder) and (isinstance(error, FileNotFoundError) or is_gone(error)):
+            raise Missing(f"there is no {folder}")
+        raise CacheError(cannot_list(error))
+
+    return fail
 
 
 def is_gone(error: OSError) -> bool:
