@@ -15,7 +15,7 @@ from tilekern.cache import CacheError, Entry, Missing, Pack, Record, Store, chec
 from tilekern.cache.files import read_whole, write_whole
 from tilekern.cache.keys import signature_path
 from tilekern.cache.signing import SIGNATURE_BYTES, SigningKey, generate_key, is_signed
-from tilekern.cache.trust import Reader, Signers, read_signatures, signature_names, user_trust_roots
+from tilekern.cache.trust import Reader, Signers, signature_files, signature_names, user_trust_roots
 
 
 class Signed(NamedTuple):
@@ -40,7 +40,7 @@ def records_of_store(store: Store, note: Callable[[Entry], None]) -> Iterator[Si
         note(entry)
         if entry.record:
             digest = hashlib.sha256(data).hexdigest()
-            yield Signed(str(entry.path), data, read_signatures(store.root, digest, names.get(digest, ())), read)
+            yield Signed(str(entry.path), data, signature_files(store.root, digest, names.get(digest, ())), read)
 
 
 def records_of_pack(pack: Pack) -> Iterator[Signed]:

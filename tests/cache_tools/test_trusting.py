@@ -138,6 +138,15 @@ def test_a_signature_that_is_another_records_is_named(as_json, key, cache, cli):
     assert "is not its own" in cli("verify", code=1)
 
 
+@pytest.mark.parametrize("content", [b"", b"0" * 128, b"x" * 1000])
+def test_a_damaged_signature_is_named(as_json, key, cache, cli, content):
+    cli("sign", cache, "--key", key)
+    next((cache / "v1/signatures").rglob("*.sig")).write_bytes(content)
+    document = as_json("verify", code=1)
+    assert counts(document) == (0, 1, 1, 1)
+    assert document["broken"] == document["signatures"]["bad"]
+
+
 @pytest.mark.parametrize("damage", ["truncated", "changed", "no zip"])
 def test_verify_of_a_bad_pack_names_what_is_broken(as_json, cli, pack, damage):
     data = bytearray(pack.read_bytes())

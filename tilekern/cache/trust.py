@@ -157,26 +157,44 @@ def seal_of(record: bytes) -> tuple[PurePosixPath, bytes]:
     return _seal_path(hashlib.sha256(record).hexdigest(), secret), _seal(record, secret)
 
 
-def read_signatures(root: Path, record_sha256: str, names: Iterable[str] | None = None) -> dict[str, bytes]:
-    """The signatures that a cache folder holds for a record, by public key; what is no signature is left out.
+def read_signatures(root: Path, record_sha256: str) -> dict[str, bytes]:
+    """The signatures that a cache folder holds for a record, by public key; what is no signature is left out."""
+    names: list[str] = []
+    with contextlib.suppress(OSError):
+        names = os.listdir(root.joinpath(LAYOUT, SIGNATURES, record_sha256[:2]))
+    found = {}
+    for public_key, data in signature_files(root, record_sha256, names).items():
+        with contextlib.suppress(CacheError):
+            found[public_key] = check_signature(data)
+    return found
+
+
+def signature_files(root: Path, record_sha256: str, names: Iterable[str]) -> dict[str, bytes]:
+    """What the signatures' files of a record hold, by public key, be it a signature or not.
 
     Args:
         root: the cache's root.
         record_sha256: of the record's bytes.
-        names: of the files to read, those of :func:`signature_names`; else the folder is listed.
+        names: of files, the record's among them; one that cannot be read holds nothing.
     """
     found = {}
     place = (LAYOUT, SIGNATURES, record_sha256[:2])
-    if names is None:
-        names = []
-        with contextlib.suppress(OSError):
-            names = os.listdir(root.joinpath(*place))
     for name in sorted(names):
         if name.startswith(record_sha256) and name.endswith(SIGNATURE_SUFFIX):
             with contextlib.suppress(CacheError):
                 _, public_key = parse_signature_path((*place, name))
-                found[public_key] = check_signature(read_whole(root.joinpath(*place, name), SIGNATURE_BYTES + 1)[0])
+                found[public_key] = _read_or_nothing(root.joinpath(*place, name))
     return found
+
+
+def _read_or_nothing(path: Path) -> bytes:
+    """A signature's file, empty where it cannot be read; raises Missing where it is gone."""
+    try:
+        return read_whole(path, SIGNATURE_BYTES + 1)[0]
+    except Missing:
+        raise
+    except CacheError:
+        return b""
 
 
 def signature_names(root: Path) -> dict[str, set[str]]:
