@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import os
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 
@@ -13,7 +14,54 @@ from cache_tools.text import count, print_json
 from cache_tools.trusting import print_survey, records_of_pack, records_of_store, survey
 from tilekern.cache import CacheError, Corrupt, Entry, Pack, Store, UnknownSchema, Untrusted, checked_contents
 from tilekern.cache.exposure import others_may_write, require_unshared, require_unshared_folders
+from tilekern.cache.files import identity_of
 from tilekern.cache.trust import must_be_signed
+
+
+class _Seen:
+    """What was seen of a cache's records, one after the other; so little that a hundred thousand are no burden."""
+
+    def __init__(self, store: Store) -> None:
+        self.records: dict[str, _Kept] = {}
+        self.bad: list[dict[str, str]] = []
+        self.stale: list[str] = []
+        self.unknown_source: list[str] = []
+        self.unknown_schema: list[str] = []
+        self.exposed: list[dict[str, str]] = []
+        self._root = store.root
+        self._folders: dict[str, str | None] = {}
+        self._anywhere = others_may_write()
+
+    def note(self, entry: Entry) -> None:
+        """Take in one entry of the cache."""
+        path = str(entry.path)
+        if entry.record is None:
+            if entry.unknown_schema:
+                self.unknown_schema.append(path)
+            else:
+                self.bad.append(_fault(path, str(entry.problem)))
+            return
+        sizes = tuple(sorted({(one.sha256, one.size) for one in entry.record.artifacts.values()}))
+        self.records[path] = _Kept(entry.identity, sizes)
+        stale = is_stale(entry.record)
+        if stale is not False:
+            (self.stale if stale else self.unknown_source).append(path)
+        if not self._anywhere and (problem := self._exposure(path)):
+            self.exposed.append(_fault(path, problem))
+
+    def _exposure(self, path: str) -> str | None:
+        """Why no job loads a record: others can write it, or a folder that leads there."""
+        folder = os.path.dirname(path)
+        if folder not in self._folders:
+            self._folders[folder] = _refused(lambda: require_unshared_folders(self._root, Path(folder)))
+        return self._folders[folder] or _refused(lambda: require_unshared(path, os.stat(path)))
+
+
+class _Kept(NamedTuple):
+    """Of a record: which file it was, and the sha256 and size of each artifact."""
+
+    identity: tuple[int, int, int] | None
+    artifacts: tuple[tuple[str, int], ...]
 
 
 def verify(store: Store, as_json: bool, signed: bool = False) -> bool:
@@ -25,34 +73,29 @@ def verify(store: Store, as_json: bool, signed: bool = False) -> bool:
         CacheError: ``TILEKERN_TRUST`` is no policy.
     """
     signed = signed or must_be_signed()
-    entries = list(store.entries())
-    records = [(entry, entry.record) for entry in entries if entry.record]
-    blobs = {blob.sha256: blob for blob in store.blobs()}
-    referred = frozenset().union(*(record.digests for _, record in records))
-    bad_blobs = {digest: problem for digest in sorted(referred | blobs.keys()) if (problem := _problem(store, digest))}
-    staleness = [(entry, is_stale(record)) for entry, record in records]
-    signatures = survey(records_of_store(store, [entry.path for entry, _ in records]))
+    seen = _Seen(store)
+    signatures = survey(records_of_store(store, seen.note))
+    blobs = {blob.sha256: str(blob.path) for blob in store.blobs()}
+    referred = {digest for record in seen.records.values() for digest, _ in record.artifacts}
+    found = {digest: _read(store, digest) for digest in sorted(referred | blobs.keys())}
+    orphans = sorted(blobs.keys() - referred)
     document: dict[str, Any] = {
         "cache_dir": str(store.root),
-        "records": len(records),
+        "records": len(seen.records),
         "blobs": len(blobs),
         "broken": [
-            *({"path": str(e.path), "problem": e.problem} for e in entries if e.problem and not e.unknown_schema),
-            *(
-                {"path": str(entry.path), "problem": bad_blobs[digest]}
-                for entry, record in records
-                for digest in sorted(record.digests & bad_blobs.keys())
-            ),
-            *({"path": str(blobs[d].path), "problem": bad_blobs[d]} for d in sorted(bad_blobs.keys() - referred)),
+            *seen.bad,
+            *_with_bad_artifacts(seen.records, found),
+            *(_fault(blobs[digest], problem) for digest in orphans if isinstance(problem := found[digest], str)),
             *signatures["bad"],
         ],
-        "stale": _paths(entry for entry, stale in staleness if stale),
-        "unknown_source": _paths(entry for entry, stale in staleness if stale is None),
-        "unknown_schema": _paths(entry for entry in entries if entry.unknown_schema),
-        "orphans": len(blobs.keys() - referred),
+        "stale": seen.stale,
+        "unknown_source": seen.unknown_source,
+        "unknown_schema": seen.unknown_schema,
+        "orphans": len(orphans),
         "leftovers": [str(path) for path in store.leftovers()],
         "signatures": signatures,
-        "exposed": list(_exposed(store, [entry.path for entry, _ in records])),
+        "exposed": seen.exposed,
     }
     if as_json:
         print_json(document)
@@ -61,18 +104,41 @@ def verify(store: Store, as_json: bool, signed: bool = False) -> bool:
     return _is_sound(document, signed)
 
 
-def _exposed(store: Store, paths: Iterable[Path]) -> Iterator[dict[str, str]]:
-    """Records that no job loads, since others can write them or a folder that leads there."""
-    if others_may_write():
-        return
-    for path in paths:
-        try:
-            require_unshared_folders(store.root, path.parent)
-            require_unshared(path, path.stat())
-        except Untrusted as error:
-            yield {"path": str(path), "problem": str(error)}
-        except OSError:
-            continue
+def _with_bad_artifacts(records: Mapping[str, _Kept], found: Mapping[str, int | str]) -> Iterator[dict[str, str]]:
+    """Faults of artifacts, each with its record, but for records that were deleted or written anew meanwhile."""
+    for path, record in records.items():
+        problems = [problem for digest, size in record.artifacts if (problem := _problem(digest, size, found[digest]))]
+        if problems and _is_still(path, record.identity):
+            yield from (_fault(path, problem) for problem in problems)
+
+
+def _problem(digest: str, size: int, found: int | str) -> str | None:
+    if isinstance(found, str):
+        return found
+    return None if found == size else f"blob {digest} has {found} bytes, and the record says {size}"
+
+
+def _is_still(path: str, identity: tuple[int, int, int] | None) -> bool:
+    try:
+        return identity_of(os.stat(path)) == identity
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+
+
+def _refused(check: Callable[[], None]) -> str | None:
+    try:
+        check()
+    except Untrusted as error:
+        return str(error)
+    except OSError:
+        return None
+    return None
+
+
+def _fault(path: str, problem: str) -> dict[str, str]:
+    return {"path": path, "problem": problem}
 
 
 def verify_pack(path: Path, as_json: bool, signed: bool = False) -> bool:
@@ -118,34 +184,27 @@ def _is_sound(document: dict[str, Any], signed: bool) -> bool:
     return not document["broken"] and not (untrusted and signed)
 
 
-def _problem(store: Store, digest: str) -> str | None:
+def _read(store: Store, digest: str) -> int | str:
+    """How many bytes a blob has, or what is wrong with it."""
     try:
-        store.read_blob(digest)
+        return len(store.read_blob(digest))
     except CacheError as error:
         return str(error)
-    return None
-
-
-def _paths(entries: Iterable[Entry]) -> list[str]:
-    return [str(entry.path) for entry in entries]
 
 
 def _print(document: dict[str, Any]) -> None:
-    for item in document["broken"]:
-        click.echo(f"broken: {item['path']}: {item['problem']}")
+    lines = [f"broken: {item['path']}: {item['problem']}" for item in document["broken"]]
     notes = {
         "stale": "stale, the kernel's source has changed since",
         "unknown_source": "the kernel's source is not installed here",
         "unknown_schema": "left alone, another version of tilekern wrote it",
         "leftovers": "left over, was set aside as bad or never finished",
     }
-    for item in document["exposed"]:
-        click.echo(f"not loaded by any job: {item['path']}: {item['problem']}")
-    for section, note in notes.items():
-        for path in document[section]:
-            click.echo(f"{note}: {path}")
-    click.echo(
+    lines += [f"not loaded by any job: {item['path']}: {item['problem']}" for item in document["exposed"]]
+    lines += [f"{note}: {path}" for section, note in notes.items() for path in document[section]]
+    lines.append(
         f"{document['cache_dir']}: {count(document['records'], 'record')}, {count(document['blobs'], 'blob')}, "
         f"{document['orphans']} without a record; {len(document['broken'])} broken, {len(document['stale'])} stale"
     )
+    click.echo("\n".join(lines))
     print_survey(document["signatures"])

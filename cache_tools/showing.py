@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 import click
@@ -46,7 +45,7 @@ def show_record(store: Store, kernel: str, key: str, selection: Selection, sass_
         "path": str(entry.path),
         "size_bytes": entry.size_bytes,
         "stale": is_stale(entry.record),
-        "record": asdict(entry.record),
+        "record": _fields(entry.record),
         "places": places,
         "wins": next((_winner(step) for step in steps.values() if step.outcome == "taken"), None),
     }
@@ -99,6 +98,17 @@ def _steps_of_a_lookup(
         )  # fmt: skip
     tried = [step for step in trace if step.problem and step.target_key == record.target["key"]]
     return {(step.layer, step.toolkit_key): step for step in tried}
+
+
+def _fields(record: Record) -> dict[str, Any]:
+    """A record's fields as its file has them.
+
+    Raises:
+        CacheError: it is nested deeper than can be printed.
+    """
+    fields: dict[str, Any] = json.loads(record.to_json())
+    del fields["schema"]
+    return fields
 
 
 def _place(source: Source, entry: Entry, steps: Mapping[tuple[str | None, str | None], Step]) -> dict[str, Any]:

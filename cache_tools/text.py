@@ -6,6 +6,7 @@ Tables are laid out here and not by rich: rich takes most of a second for a thou
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -49,9 +50,14 @@ def count(number: int, thing: str) -> str:
 
 
 def number(document: dict[str, Any] | None, name: str) -> float | None:
-    """The number that ``document`` has under ``name``, or None."""
+    """The number that ``document`` has under ``name``; None where it has none, or one that no time or size can be."""
     value = (document or {}).get(name)
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:
+        return None
 
 
 def time_us_of(record: Record | Outline) -> float | None:

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 import click
 
 from cache_tools.text import count, print_json
-from tilekern.cache import CacheError, Missing, Pack, Record, Store, checked_contents, write_pack
+from tilekern.cache import CacheError, Entry, Missing, Pack, Record, Store, checked_contents, write_pack
 from tilekern.cache.files import read_whole, write_whole
 from tilekern.cache.keys import signature_path
-from tilekern.cache.records import LARGEST_RECORD
 from tilekern.cache.signing import SIGNATURE_BYTES, SigningKey, generate_key, is_signed
-from tilekern.cache.trust import Reader, read_signatures, signer_of, user_trust_roots
+from tilekern.cache.trust import Reader, Signers, signature_files, signature_names, user_trust_roots
 
 
 class Signed(NamedTuple):
@@ -28,15 +27,20 @@ class Signed(NamedTuple):
     read: Reader
 
 
-def records_of_store(store: Store, paths: Iterable[Path]) -> Iterator[Signed]:
-    """Records of a cache, by their files."""
+def records_of_store(store: Store, note: Callable[[Entry], None]) -> Iterator[Signed]:
+    """Records of a cache, by their files; ``note`` is given each entry of the cache, also of what is no record."""
+    names = signature_names(store.root)
 
     def read(path: PurePosixPath) -> bytes:
+        if path.name not in names.get(path.name[:64], ()):
+            raise Missing(f"there is no {path}")
         return read_whole(store.root / path, SIGNATURE_BYTES + 1)[0]
 
-    for path in paths:
-        data, _ = read_whole(path, LARGEST_RECORD, as_use=False)
-        yield Signed(str(path), data, read_signatures(store.root, hashlib.sha256(data).hexdigest()), read)
+    for entry, data in store.read_entries():
+        note(entry)
+        if entry.record:
+            digest = hashlib.sha256(data).hexdigest()
+            yield Signed(str(entry.path), data, signature_files(store.root, digest, names.get(digest, ())), read)
 
 
 def records_of_pack(pack: Pack) -> Iterator[Signed]:
@@ -57,10 +61,10 @@ def survey(records: Iterable[Signed]) -> dict[str, Any]:
     counted: Counter[str] = Counter()
     by: Counter[str] = Counter()
     bad: list[dict[str, str]] = []
-    unchecked = None
+    unchecked, signers = None, Signers()
     for record in records:
         try:
-            signer = signer_of(record.data, record.read)
+            signer = signers.signer_of(record.data, record.read)
             wrong = [key for key, text in record.signatures.items() if not is_signed(key, record.data, text)]
         except CacheError as error:
             unchecked, signer, wrong = str(error), None, []
@@ -147,18 +151,29 @@ def _sign_pack(path: Path, key: SigningKey) -> int:
 
 
 def _sign_cache(store: Store, key: SigningKey) -> tuple[int, int]:
-    entries = list(store.entries())
-    readable = [entry for entry in entries if entry.record]
-    for digest in sorted({digest for entry in readable if entry.record for digest in entry.record.digests}):
+    signatures: dict[PurePosixPath, bytes] = {}
+    artifacts: set[tuple[str, int]] = set()
+    left_out = 0
+    for entry, data in store.read_entries():
+        if entry.record is None:
+            left_out += 1
+            continue
+        signatures[signature_path(hashlib.sha256(data).hexdigest(), key.public_key)] = key.sign(data)
+        artifacts |= {(artifact.sha256, artifact.size) for artifact in entry.record.artifacts.values()}
+    for digest, size_bytes in sorted(artifacts):
+        _check_artifact(store, digest, size_bytes)
+    for path, signature in signatures.items():
         try:
-            store.read_blob(digest)
-        except Missing:
-            raise CacheError(f"{store.root}: blob {digest} is missing; `verify` lists what is broken") from None
-    for entry in readable:
-        data, _ = read_whole(entry.path, LARGEST_RECORD, as_use=False)
-        place = store.root / signature_path(hashlib.sha256(data).hexdigest(), key.public_key)
-        try:
-            write_whole(place, key.sign(data))
+            write_whole(store.root / path, signature)
         except OSError as error:
-            raise CacheError(f"cannot write {place}: {error.strerror}") from None
-    return len(readable), len(entries) - len(readable)
+            raise CacheError(f"cannot write {store.root / path}: {error.strerror}") from None
+    return len(signatures), left_out
+
+
+def _check_artifact(store: Store, digest: str, size_bytes: int) -> None:
+    try:
+        found = len(store.read_blob(digest))
+    except Missing:
+        raise CacheError(f"{store.root}: blob {digest} is missing; `verify` lists what is broken") from None
+    if found != size_bytes:
+        raise CacheError(f"{store.root}: a record says another size of blob {digest}; `verify` lists what is broken")

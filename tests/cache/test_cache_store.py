@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 import resource
@@ -138,6 +139,58 @@ def test_entries_name_what_is_wrong_with_each_file(tmp_path):
     assert sorted(problems) == ["odd name.json", "rows=2.json", "rows=3.json", "stray.json"]
     assert "belong" in problems["rows=3.json"]
     assert sum(1 for entry in Store(tmp_path).entries() if entry.record) == 2
+
+
+@pytest.fixture
+def unlistable(monkeypatch):
+    """Folders that the disk fails to list and to look at, as a list to fill."""
+    folders, list_folder, look = [], os.scandir, os.lstat
+
+    def failing(call):
+        def fail(path, *arguments, **options):
+            if any(Path(path).is_relative_to(folder) for folder in folders):
+                raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+            return call(path, *arguments, **options)
+
+        return fail
+
+    monkeypatch.setattr(os, "scandir", failing(list_folder))
+    monkeypatch.setattr(os, "lstat", failing(look))
+    return folders
+
+
+def test_a_folder_that_cannot_be_listed_is_named(tmp_path, unlistable):
+    unlistable.append(put(tmp_path, b"one").parent)
+    put(tmp_path, b"two", kernel="swiglu")
+    store = Store(tmp_path)
+    for found in (list(store.entries()), list(store.outlines())):
+        assert [entry.path.name for entry in found if entry.record] == ["rows=8192,columns=4096,dtype=bfloat16.json"]
+        assert (found[-1].path, found[-1].address, found[-1].size_bytes) == (unlistable[0], None, 0)
+        assert found[-1].problem == f"cannot list {unlistable[0]}: Input/output error"
+    assert not store.remove(entry for entry in list(store.entries()) if not entry.record)
+    unlistable[:] = [tmp_path / "v1"]
+    assert [entry.path for entry in store.entries()] == [tmp_path / "v1"]
+    assert list(Store(tmp_path / "none").entries()) == []
+
+
+def test_blobs_of_records_in_a_folder_that_cannot_be_listed_are_kept(tmp_path, unlistable):
+    unlistable.append(put(tmp_path, b"one").parent)
+    age(blob_file(tmp_path, b"one"), 1000)
+    garbage = Store(tmp_path).collect_garbage()
+    assert (garbage.blobs, "cannot list" in (garbage.kept or "")) == (0, True)
+    assert blob_file(tmp_path, b"one").exists()
+
+
+def test_records_in_a_folder_that_is_a_link_are_listed_and_keep_their_blobs(tmp_path):
+    folder = put(tmp_path / "cache", b"one").parents[2]
+    folder.rename(tmp_path / "elsewhere")
+    folder.symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere" / "loop").symlink_to(tmp_path / "cache" / "v1")
+    age(blob_file(tmp_path / "cache", b"one"), 1000)
+    store = Store(tmp_path / "cache")
+    assert sum(1 for entry in store.entries() if entry.record) == 1
+    assert store.collect_garbage().blobs == 0
+    assert find([FolderLayer(store.root, "user")]).load("aligned") == b"one"
 
 
 def test_a_good_file_that_was_put_there_meanwhile_is_not_set_aside(tmp_path):

@@ -1,13 +1,19 @@
+import functools
+import itertools
 import json
+import math
 import os
+import re
 import subprocess
 import sys
 import time
+from collections import Counter
 
 import pytest
-from cache_samples import H100, PROBLEM, blob_file, fill, make, put
+from cache_samples import B200, H100, PROBLEM, blob_file, fill, make, put, toolkit
 from command_line import KEY, ROOT, process, refused
 
+from cache_tools.__main__ import main
 from tilekern.cache import Pack, Store, note_wanted
 from tilekern.source import digest_of_module
 
@@ -94,6 +100,35 @@ def test_show_prints_nothing_that_a_terminal_obeys(cli, cache):
     assert not set(cli("show", "rms_norm", KEY)[1]) & {"\x1b", "\x07"}
 
 
+ODD = {
+    "module": ["rms_norm"],
+    "source_digest": {},
+    "measurement": {"median_us": 10**400, "default_us": math.inf, "spread_us": 10**400},
+    "prediction": {"time_us": math.inf},
+    "runners_up": functools.reduce(lambda inner, _: [inner], range(900), []),
+}
+
+
+@pytest.mark.parametrize("field", ODD)
+def test_a_record_with_an_odd_field_is_no_crash_of_any_command(cache, capsys, monkeypatch, field):
+    monkeypatch.setenv("TILEKERN_CACHE_DIR", str(cache))
+    path = next((cache / "v1").rglob(f"rms_norm/{KEY}.json"))
+    text = json.dumps({**json.loads(path.read_text()), field: ODD[field]}, indent=1).replace("Infinity", "1e999")
+    path.write_text(f"{text}\n")
+    ways = (
+        ["ls"],
+        ["ls", "--stale"],
+        ["show", "rms_norm", KEY],
+        ["stats"],
+        ["verify"],
+        ["diff", str(cache), str(cache)],
+    )
+    for command, option in itertools.product(ways, ([], ["--json"])):
+        code, said = main([*command, *option]), capsys.readouterr()
+        assert code in (0, 1) or (code, said.err.count("\n")) == (2, 1)
+        assert not {"Infinity", "NaN"} & set(re.findall(r"\w+", said.out))
+
+
 def test_show_of_several_names_them(cli, cache):
     put(cache, target=H100)
     refused(cli("show", "rms_norm", KEY), "2 GPUs match", "sm_90-h100-132", "sm_90-h200-132", "--target")
@@ -132,7 +167,7 @@ def test_verify_of_a_whole_cache(as_json, cache):
     assert any("rows=4," in path for path in document["unknown_source"])
 
 
-@pytest.mark.parametrize("damage", ["record", "blob", "missing", "misplaced"])
+@pytest.mark.parametrize("damage", ["record", "blob", "missing", "misplaced", "size"])
 def test_verify_names_what_is_broken(cli, as_json, cache, damage):
     path = next(entry.path for entry in Store(cache).entries() if entry.record.kernel == "swiglu")
     blob = blob_file(cache, b"three" * 100)
@@ -142,12 +177,44 @@ def test_verify_names_what_is_broken(cli, as_json, cache, damage):
         blob.write_bytes(b"bad")
     elif damage == "missing":
         blob.unlink()
+    elif damage == "size":
+        path.write_text(path.read_text().replace('"size": 500', '"size": 499'))
     else:
         path.rename(path.with_name("rows=3.json"))
     document = as_json("verify", code=1)
     assert len(document["broken"]) == 1
     code, out, _ = cli("verify")
     assert (code, "broken: " in out, "1 broken" in out) == (1, True, True)
+
+
+def test_verify_opens_each_file_once(as_json, cache, monkeypatch):
+    opened, really_open = Counter(), os.open
+
+    def counting(path, *arguments, **options):
+        opened[str(path)] += 1
+        return really_open(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "open", counting)
+    assert as_json("verify")["broken"] == []
+    files = [str(path) for path in (cache / "v1").rglob("*") if path.is_file()]
+    assert len(files) == 6
+    assert {path: opened[path] for path in files} == dict.fromkeys(files, 1)
+
+
+@pytest.mark.parametrize("change", ["removed", "written anew"])
+def test_verify_finds_no_fault_with_records_that_change_while_it_looks(as_json, cache, monkeypatch, change):
+    list_blobs = Store.blobs
+
+    def changing(store):
+        monkeypatch.setattr(Store, "blobs", list_blobs)
+        chosen = [entry for entry in store.entries() if entry.record.kernel == "swiglu"]
+        store.collect_garbage(store.remove(chosen))
+        if change == "written anew":
+            put(cache, b"four" * 100, target=B200, toolkit=toolkit("13.5.0"), kernel="swiglu")
+        return list_blobs(store)
+
+    monkeypatch.setattr(Store, "blobs", changing)
+    assert as_json("verify")["broken"] == []
 
 
 def test_verify_leaves_another_schema_alone(as_json, cache):

@@ -10,6 +10,7 @@ import pytest
 from cache_samples import PROBLEM, blob_file, put
 
 from cache_tools.__main__ import main
+from tilekern.cache import Store
 
 ROOT = Path(__file__).parents[2]
 
@@ -137,6 +138,15 @@ def test_a_signature_that_is_another_records_is_named(as_json, key, cache, cli):
     assert "is not its own" in cli("verify", code=1)
 
 
+@pytest.mark.parametrize("content", [b"", b"0" * 128, b"x" * 1000])
+def test_a_damaged_signature_is_named(as_json, key, cache, cli, content):
+    cli("sign", cache, "--key", key)
+    next((cache / "v1/signatures").rglob("*.sig")).write_bytes(content)
+    document = as_json("verify", code=1)
+    assert counts(document) == (0, 1, 1, 1)
+    assert document["broken"] == document["signatures"]["bad"]
+
+
 @pytest.mark.parametrize("damage", ["truncated", "changed", "no zip"])
 def test_verify_of_a_bad_pack_names_what_is_broken(as_json, cli, pack, damage):
     data = bytearray(pack.read_bytes())
@@ -158,6 +168,29 @@ def test_what_is_broken_is_not_signed(cli, key, cache, pack):
     pack.write_bytes(data)
     cli("sign", pack, "--key", key, code=2)
     assert pack.read_bytes() == data
+
+
+def test_an_artifact_of_another_size_than_its_record_says_is_neither_signed_nor_packed(cli, key, cache, tmp_path):
+    (path,) = (cache / "v1").rglob("rms_norm/rows=1,*.json")
+    path.write_text(path.read_text().replace('"size": 3', '"size": 4'))
+    assert "another size" in cli("sign", cache, "--key", key, code=2)
+    assert not (cache / "v1/signatures").exists()
+    assert "another size" in cli("pack", tmp_path / "a.pack", code=2)
+    assert not (tmp_path / "a.pack").exists()
+
+
+def test_a_record_that_is_replaced_after_it_was_checked_is_not_signed(as_json, cli, key, cache, monkeypatch):
+    path = next((cache / "v1").rglob("rms_norm/*.json"))
+    read_blob = Store.read_blob
+
+    def replacing(store, digest):
+        path.write_text(path.read_text().replace('"occupancy": 4', '"occupancy": 16'))
+        return read_blob(store, digest)
+
+    monkeypatch.setattr(Store, "read_blob", replacing)
+    cli("sign", cache, "--key", key)
+    trust(monkeypatch, key)
+    assert counts(as_json("verify")) == (1, 0, 1, 0)
 
 
 def test_unpack_refuses_what_is_unsigned_where_it_must_be_signed(cli, pack, tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable
@@ -89,12 +90,18 @@ def entry_of(path: str, record: Record, status: os.stat_result) -> Entry:
     )
 
 
-def unreadable_entry(path: str, address: Address | None, error: CacheError) -> Entry:
-    """The entry of a file that holds no record that can be read; ``error`` says why."""
+def listed(entry: Entry) -> Listed:
+    """The entry of a file that holds no record that can be read, as a list has it."""
+    return Listed(entry.path, entry.address, None, entry.problem, entry.size_bytes, entry.modified)
+
+
+def unreadable_entry(path: str, address: Address | None, error: CacheError, is_file: bool = True) -> Entry:
+    """The entry of a file, or of a folder, that holds no record that can be read; ``error`` says why."""
     unknown = isinstance(error, UnknownSchema)
-    try:
-        status = os.stat(path)
-    except OSError:
+    status = None
+    with contextlib.suppress(OSError):
+        status = os.stat(path) if is_file else None
+    if status is None:
         # No age that would let a filter for old records choose it.
         now = time.time()
         return Entry(Path(path), address, None, str(error), unknown, 0, now, 0, now, None)

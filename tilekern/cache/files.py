@@ -16,6 +16,8 @@ BAD_SUFFIX = ".bad"
 DROPPED_SUFFIX = ".dropped"
 # Of a write whose folder keeps vanishing; some fifty processes that clear one cache need a handful.
 _ATTEMPTS = 20
+# At a file that comes and goes, before it is called unreadable.
+_LOOKS = 10
 _reported: set[str] = set()
 
 
@@ -43,9 +45,25 @@ def read_whole(path: str | os.PathLike[str], largest: int, *, as_use: bool = Tru
         raise CacheError(f"cannot read {path}: {error.strerror}") from None
 
 
+def read_if_there(path: str, largest: int) -> tuple[bytes, os.stat_result] | None:
+    """What :func:`read_whole` gives, which counts as no use; None where the file was deleted since it was listed.
+
+    Raises:
+        CacheError: it is there and cannot be read.
+    """
+    for _ in range(_LOOKS):
+        try:
+            return read_whole(path, largest, as_use=False)
+        except Missing:
+            # Else it was deleted and then written anew.
+            if not os.path.lexists(path):
+                return None
+    raise CacheError(f"cannot read {path}, which is there")
+
+
 def _read_once(path: str | os.PathLike[str], largest: int, as_use: bool) -> tuple[bytes, os.stat_result]:
-    # A file object takes twice as long over a small file.
-    flags = os.O_RDONLY | os.O_CLOEXEC
+    # A file object takes twice as long over a small file. Whoever opens a pipe that stands there waits for its writer.
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
     descriptor = os.open(path, flags) if as_use else _open_unnoticed(path, flags)
     try:
         status = os.fstat(descriptor)

@@ -81,6 +81,8 @@ def _from_parts(data: bytes) -> Outline:
         raise ValueError("another schema or provenance")
     if not all(isinstance(found[name], dict | None) for name in ("measurement", "prediction")):
         raise ValueError("no measurement or prediction")
+    if not all(isinstance(found[name], str) for name in ("module", "source_digest")):
+        raise ValueError("no source")
     check_created(found["created"])
     # What is a key and what is none was decided when the file was named.
     key = ",".join([f"{name}={value}" for name, value in found["problem"].items()])

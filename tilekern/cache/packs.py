@@ -233,7 +233,7 @@ def write_pack(
 
     Raises:
         CacheError: a record stands twice, two differ in upper and lower case alone, a blob is missing or has the
-            wrong digest, there is more than a pack may hold, or the file cannot be written.
+            wrong digest or size, there is more than a pack may hold, or the file cannot be written.
     """
     contents: dict[str, bytes] = {}
     records = []
@@ -242,9 +242,12 @@ def write_pack(
         name = str(Record.from_json(text).address.path)
         if name in contents:
             raise CacheError(f"a pack can hold one record of {name}, got two")
-        for digest in record.digests:
+        for artifact in record.artifacts.values():
+            digest = artifact.sha256
             if digest not in blobs:
                 raise CacheError(f"{name} refers to blob {digest}, which was not given")
+            if len(blobs[digest]) != artifact.size:
+                raise CacheError(f"{name} says another size of blob {digest} than it has")
             contents[str(blob_path(digest))] = check_blob(blobs[digest], digest)
         contents[name] = text.encode()
         digest = hashlib.sha256(contents[name]).hexdigest()

@@ -7,22 +7,39 @@ import hashlib
 import os
 import re
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
-from tilekern.cache.entries import BlobFile, Entry, Garbage, Listed, Where, entry_of, unreadable_entry
+from tilekern.cache.entries import BlobFile, Entry, Garbage, Listed, Where, entry_of, listed, unreadable_entry
 from tilekern.cache.errors import CacheError, Corrupt, Missing, UnknownSchema
-from tilekern.cache.files import BAD_SUFFIX, DROPPED_SUFFIX, TEMPORARY_SUFFIX, read_whole, unlink_seen, write_whole
+from tilekern.cache.files import (
+    BAD_SUFFIX,
+    DROPPED_SUFFIX,
+    TEMPORARY_SUFFIX,
+    read_if_there,
+    read_whole,
+    unlink_seen,
+    write_whole,
+)
 from tilekern.cache.incoming import abandoned_incoming, finish_incoming, remove_abandoned
-from tilekern.cache.keys import BLOBS, INCOMING, LAYOUT, OWN_FOLDERS, Address, blob_path, check_digest, parse_path
+from tilekern.cache.keys import (
+    BLOBS,
+    INCOMING,
+    LAYOUT,
+    OWN_FOLDERS,
+    Address,
+    blob_name,
+    blob_path,
+    check_digest,
+    parse_path,
+)
 from tilekern.cache.outlines import decode_outline
 from tilekern.cache.records import LARGEST_BLOB, LARGEST_RECORD, Record, check_blob, decode_record
 from tilekern.cache.trust import must_be_signed, remove_signatures, seal_of
+from tilekern.cache.walking import cannot_list, files_below, is_gone, must_list
 
 # A writer puts blobs first and their record a moment later; a blob this young may be waiting for its record.
 GRACE_S = 300.0
-# At a record that comes and goes, before it is called unreadable.
-_LOOKS = 10
 _LEFTOVERS = (BAD_SUFFIX, DROPPED_SUFFIX, TEMPORARY_SUFFIX)
 _DIGESTS = re.compile(rb"(?<![0-9a-f])[0-9a-f]{64}(?![0-9a-f])")
 
@@ -76,32 +93,44 @@ class Store:
     def entries(self, where: Where | None = None) -> Iterator[Entry]:
         """Every record file, in the order of its path; a bad one is an entry that says so.
 
+        A folder that cannot be listed, and so may hold records, is such an entry too, after all others.
+
         Args:
             where: whether to look at a place, given the names that lead there: of a target, then with a toolkit, a
                 kernel, a problem's key. What it refuses is neither listed nor read.
         """
+        for entry, _ in self.read_entries(where):
+            yield entry
+
+    def read_entries(self, where: Where | None = None) -> Iterator[tuple[Entry, bytes]]:
+        """What :meth:`entries` gives, each with the bytes of its file; none where it cannot be read."""
         finish_incoming(self.root)
-        for path in self._record_files(where=where):
-            if entry := self._entry(path):
-                yield entry
+        unlisted: list[Entry] = []
+        for path in self._record_files(where, self._noted_in(unlisted)):
+            if found := self._entry(path):
+                yield found
+        for entry in unlisted:
+            yield entry, b""
 
     def outlines(self, where: Where | None = None) -> Iterator[Listed]:
         """Every record file as :meth:`entries` gives them, of which only what a list needs is read and checked."""
         finish_incoming(self.root)
-        for path in self._record_files(where=where):
+        unlisted: list[Entry] = []
+        for path in self._record_files(where, self._noted_in(unlisted)):
             try:
                 data, status = read_whole(path, LARGEST_RECORD, as_use=False)
                 outline = decode_outline(data, self._address(path))
             except CacheError:
                 if bad := self._entry(path):
-                    yield Listed(bad.path, bad.address, None, bad.problem, bad.size_bytes, bad.modified)
+                    yield listed(bad[0])
                 continue
             size_bytes = status.st_size + outline.blob_bytes
             yield Listed(Path(path), outline.address, outline, None, size_bytes, status.st_mtime)
+        yield from map(listed, unlisted)
 
     def blobs(self) -> Iterator[BlobFile]:
         """Every blob file, referred to or not."""
-        for path in map(Path, _files(self._layout / BLOBS)):
+        for path in map(Path, files_below(self._layout / BLOBS)):
             with contextlib.suppress(CacheError, OSError):
                 digest = check_digest("a blob", path.name)
                 status = path.stat()
@@ -120,7 +149,7 @@ class Store:
             Corrupt: its contents are wrong.
             CacheError: it cannot be read.
         """
-        return check_blob(read_whole(self.root / blob_path(sha256), LARGEST_BLOB, as_use=False)[0], sha256)
+        return check_blob(read_whole(f"{self.root}/{blob_name(sha256)}", LARGEST_BLOB, as_use=False)[0], sha256)
 
     def keep_blob(self, sha256: str) -> bool:
         """Mark a blob that is there and intact as just used, which keeps it from garbage collection; else False."""
@@ -223,7 +252,7 @@ class Store:
 
     def _dropped(self) -> list[Path]:
         """Blobs that this garbage collection, or one that did not come to its end, has put out of readers' sight."""
-        return [Path(path) for path in _files(self._layout / BLOBS) if path.endswith(DROPPED_SUFFIX)]
+        return [Path(path) for path in files_below(self._layout / BLOBS) if path.endswith(DROPPED_SUFFIX)]
 
     def _take_back(self, dropped: Iterable[Path]) -> None:
         for path in dropped:
@@ -245,24 +274,32 @@ class Store:
         return self.root / LAYOUT
 
     def _stray_files(self) -> Iterator[Path]:
-        files = _files(self._layout, skip=(INCOMING,))
+        files = files_below(self._layout, skip=(INCOMING,))
         return (Path(path) for path in files if path.endswith(_LEFTOVERS))
 
-    def _record_files(self, strict: bool = False, where: Where | None = None) -> Iterator[str]:
-        # What is on its way counts as a reference, and is no record yet.
-        skip = OWN_FOLDERS - {INCOMING} if strict else OWN_FOLDERS
-        files = _files(self._layout, skip=skip, strict=strict, where=where)
-        return (path for path in files if path.endswith(".json"))
+    def _record_files(
+        self, where: Where | None, fail: Callable[[OSError], None], skip: Collection[str] = OWN_FOLDERS
+    ) -> Iterator[str]:
+        return (path for path in files_below(self._layout, skip, where, fail) if path.endswith(".json"))
+
+    def _noted_in(self, unlisted: list[Entry]) -> Callable[[OSError], None]:
+        """What makes an entry of each folder that is there and cannot be listed."""
+
+        def note(error: OSError) -> None:
+            if not is_gone(error):
+                unlisted.append(unreadable_entry(error.filename, None, CacheError(cannot_list(error)), is_file=False))
+
+        return note
 
     def _address(self, path: str) -> Address | None:
         """What a record's file at this path is of, unchecked; None where no record may stand."""
         parts = path.removeprefix(f"{self.root}{os.sep}").removesuffix(".json").split(os.sep)
         return Address(*parts[1:]) if len(parts) == 5 else None
 
-    def _entry(self, path: str) -> Entry | None:
-        """The record's file at this path; None where it was deleted since it was listed."""
+    def _entry(self, path: str) -> tuple[Entry, bytes] | None:
+        """The record's file at this path and its bytes; None where it was deleted since it was listed."""
         try:
-            found = _read_if_there(path)
+            found = read_if_there(path, LARGEST_RECORD)
             if found is None:
                 return None
             data, status = found
@@ -271,8 +308,8 @@ class Store:
             address = None
             with contextlib.suppress(CacheError):
                 address = parse_path(Path(path).relative_to(self.root).parts)
-            return unreadable_entry(path, address, error)
-        return entry_of(path, record, status)
+            return unreadable_entry(path, address, error), b""
+        return entry_of(path, record, status), data
 
     def _checked_blobs(self, record: Record, blobs: Mapping[str, bytes]) -> dict[str, bytes]:
         """The bytes of every blob of a record, by digest: those given, and else those that are there."""
@@ -308,8 +345,9 @@ class Store:
         referred: set[str] = set()
         records: set[str] = set()
         left_out = set(map(str, without))
-        for path in self._record_files(strict=True):
-            found = None if path in left_out else _read_if_there(path)
+        # What is on its way counts as a reference, and is no record yet.
+        for path in self._record_files(None, must_list(self._layout), OWN_FOLDERS - {INCOMING}):
+            found = None if path in left_out else read_if_there(path, LARGEST_RECORD)
             if found is None:
                 continue
             data = found[0]
@@ -321,52 +359,12 @@ class Store:
         return referred, records
 
 
-def _read_if_there(path: str) -> tuple[bytes, os.stat_result] | None:
-    """A record's file, or None where it was deleted since it was listed.
-
-    Raises:
-        CacheError: it is there and cannot be read.
-    """
-    for _ in range(_LOOKS):
-        try:
-            return read_whole(path, LARGEST_RECORD, as_use=False)
-        except Missing:
-            # Else it was deleted and then written anew.
-            if not os.path.lexists(path):
-                return None
-    raise CacheError(f"cannot read {path}, which is there")
-
-
 def _has_unknown_schema(data: bytes) -> bool:
     try:
         Record.from_json(data.decode(errors="replace"))
     except CacheError as error:
         return isinstance(error, UnknownSchema)
     return False
-
-
-def _files(folder: Path, skip: Collection[str] = (), strict: bool = False, where: Where | None = None) -> Iterator[str]:
-    """All files below a folder, sorted, but for those below ``skip`` and those that ``where`` refuses.
-
-    ``strict``: what cannot be listed raises.
-    """
-
-    def fail(error: OSError) -> None:
-        if not strict:
-            return
-        if isinstance(error, FileNotFoundError) and error.filename == str(folder):
-            raise Missing(f"there is no {folder}")
-        if os.path.lexists(error.filename):  # else another process pruned it
-            raise CacheError(f"cannot list {error.filename}: {error.strerror}")
-
-    for place, folders, names in os.walk(folder, onerror=fail):
-        above = tuple(place.removeprefix(str(folder)).split(os.sep)[1:])
-        folders[:] = sorted(folders if above else set(folders) - set(skip))
-        if where:
-            folders[:] = [name for name in folders if where((*above, name))]
-            names[:] = [name for name in names if where((*above, name.removesuffix(".json")))]
-        for name in sorted(names):
-            yield os.path.join(place, name)
 
 
 def _drop(path: Path) -> None:

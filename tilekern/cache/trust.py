@@ -11,12 +11,14 @@ Under ``signed`` a record is loaded only where one of these holds, whatever laye
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import hmac
 import os
 import re
 import stat
-from collections.abc import Callable, Collection, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
@@ -65,7 +67,7 @@ def require_trusted(record: bytes, read: Reader) -> None:
         Untrusted: neither did, or it cannot be told.
     """
     try:
-        if signer_of(record, read) is None:
+        if Signers().signer_of(record, read) is None:
             raise Untrusted("no trust root signed it, and TILEKERN_TRUST is signed")
     except Untrusted:
         raise
@@ -73,24 +75,38 @@ def require_trusted(record: bytes, read: Reader) -> None:
         raise Untrusted(f"its signature cannot be checked: {error}") from None
 
 
-def signer_of(record: bytes, read: Reader) -> str | None:
-    """The name of the trust root that signed a record, ``"this user"`` where it is sealed, or None.
+class Signers:
+    """Who is trusted: this user by the secret of seals, and the trust roots; each is read once, when first needed."""
 
-    Raises:
-        CacheError: the trust roots, the seal's secret or a signature cannot be read, or checking one needs
-            ``cryptography``.
-    """
-    digest = hashlib.sha256(record).hexdigest()
-    secret = _secret()
-    if secret:
-        with contextlib.suppress(Missing):
-            if hmac.compare_digest(read(_seal_path(digest, secret)), _seal(record, secret)):
-                return "this user"
-    for root in trust_roots():
-        with contextlib.suppress(Missing):
-            if is_signed(root.public_key, record, read(signature_path(digest, root.public_key))):
-                return root.name
-    return None
+    def signer_of(self, record: bytes, read: Reader) -> str | None:
+        """The name of the trust root that signed a record, ``"this user"`` where it is sealed, or None.
+
+        Args:
+            record: the bytes of its file.
+            read: gives a file of the layer by its path, or raises Missing.
+
+        Raises:
+            CacheError: the trust roots, the seal's secret or a signature cannot be read, or checking one needs
+                ``cryptography``.
+        """
+        digest = hashlib.sha256(record).hexdigest()
+        if self._secret:
+            with contextlib.suppress(Missing):
+                if hmac.compare_digest(read(_seal_path(digest, self._secret)), _seal(record, self._secret)):
+                    return "this user"
+        for root in self._roots:
+            with contextlib.suppress(Missing):
+                if is_signed(root.public_key, record, read(signature_path(digest, root.public_key))):
+                    return root.name
+        return None
+
+    @functools.cached_property
+    def _secret(self) -> bytes:
+        return _secret()
+
+    @functools.cached_property
+    def _roots(self) -> tuple[TrustRoot, ...]:
+        return trust_roots()
 
 
 def trust_roots() -> tuple[TrustRoot, ...]:
@@ -143,17 +159,50 @@ def seal_of(record: bytes) -> tuple[PurePosixPath, bytes]:
 
 def read_signatures(root: Path, record_sha256: str) -> dict[str, bytes]:
     """The signatures that a cache folder holds for a record, by public key; what is no signature is left out."""
+    names: list[str] = []
+    with contextlib.suppress(OSError):
+        names = os.listdir(root.joinpath(LAYOUT, SIGNATURES, record_sha256[:2]))
+    found = {}
+    for public_key, data in signature_files(root, record_sha256, names).items():
+        with contextlib.suppress(CacheError):
+            found[public_key] = check_signature(data)
+    return found
+
+
+def signature_files(root: Path, record_sha256: str, names: Iterable[str]) -> dict[str, bytes]:
+    """What the signatures' files of a record hold, by public key, be it a signature or not.
+
+    Args:
+        root: the cache's root.
+        record_sha256: of the record's bytes.
+        names: of files, the record's among them; one that cannot be read holds nothing.
+    """
     found = {}
     place = (LAYOUT, SIGNATURES, record_sha256[:2])
-    try:
-        names = sorted(os.listdir(root.joinpath(*place)))
-    except OSError:
-        names = []
-    for name in names:
+    for name in sorted(names):
         if name.startswith(record_sha256) and name.endswith(SIGNATURE_SUFFIX):
             with contextlib.suppress(CacheError):
                 _, public_key = parse_signature_path((*place, name))
-                found[public_key] = check_signature(read_whole(root.joinpath(*place, name), SIGNATURE_BYTES + 1)[0])
+                found[public_key] = _read_or_nothing(root.joinpath(*place, name))
+    return found
+
+
+def _read_or_nothing(path: Path) -> bytes:
+    """A signature's file, empty where it cannot be read; raises Missing where it is gone."""
+    try:
+        return read_whole(path, SIGNATURE_BYTES + 1)[0]
+    except Missing:
+        raise
+    except CacheError:
+        return b""
+
+
+def signature_names(root: Path) -> dict[str, set[str]]:
+    """The names of all signatures and seals that a cache folder holds, by the sha256 of the record's bytes."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for _, _, names in os.walk(root / LAYOUT / SIGNATURES):
+        for name in names:
+            found[name[:64]].add(name)
     return found
 
 
