@@ -19,7 +19,7 @@ from tilekern.errors import InputError
 from tilekern.targets import Target, here, resolve
 from tuning.families import Model
 from tuning.models import find_model, sharded_model
-from tuning.options import LOCAL, RAY, STAGES, GroupedCommand, Request
+from tuning.options import LOCAL, RAY, STAGES, GroupedCommand, Request, Seconds
 from tuning.outcome import Outcome
 from tuning.plan import Named, plan
 from tuning.progress import progress_bar
@@ -55,7 +55,7 @@ _FOLDER = click.Path(file_okay=False, path_type=Path)
 @click.option("--dry-run", is_flag=True, help="Print the plan, its counts and how long it would take; write nothing.")
 @click.option("--jobs", type=click.IntRange(min=1), help="Compile workers; one for each core where not given.")
 @click.option(
-    "--timeout", "timeout_s", type=click.FloatRange(min=1), default=60.0, show_default=True,
+    "--timeout", "timeout_s", type=Seconds(least=1), default=60.0, show_default=True,
     help="Seconds that one compile may take.",
 )  # fmt: skip
 @click.option("--strategy", default="race", show_default=True, help=f"How to measure: {', '.join(STRATEGIES)}.")
