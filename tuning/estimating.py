@@ -141,7 +141,7 @@ class PlanReport:
 
 def report_on(
     model: str, target: Target, problems: Sequence[tuple[str, Problem]], sweep: Sweep, *, jobs: int, gpus: int,
-    strategy: str, root: Path, notes: Sequence[str] = (),
+    strategy: str, root: Path, notes: Sequence[str] = (), here: bool = True,
 ) -> PlanReport:  # fmt: skip
     """Count a plan and estimate its time.
 
@@ -155,11 +155,12 @@ def report_on(
         strategy: how candidates are to be timed.
         root: the cache whose earlier sweeps say how long things take here.
         notes: what else a person should know.
+        here: whether it is this host that compiles.
     """
     counts = count(problems, target, sweep, strategy)
     sweeps = earlier_sweeps(root, sweep)
     return PlanReport(
-        model, target, sweep.folder, counts, estimate_compile(counts, jobs, sweeps),
+        model, target, sweep.folder, counts, estimate_compile(counts, jobs, sweeps, here=here),
         estimate_measure(counts, target, gpus, sweeps, strategy), notes,
     )  # fmt: skip
 
@@ -207,8 +208,11 @@ def _launch(item: Candidate, target: Target) -> tuple[str, int]:
     return item.artifact, item.spec.device(item.problem, item.config).grid(item.problem, target.sm_count)
 
 
-def estimate_compile(counts: Sequence[Count], jobs: int, sweeps: Sequence[Sweep]) -> Estimate:
-    """The compile stage's time over ``jobs`` workers, from what the artifacts of earlier sweeps took."""
+def estimate_compile(counts: Sequence[Count], jobs: int, sweeps: Sequence[Sweep], *, here: bool = True) -> Estimate:
+    """The compile stage's time over ``jobs`` workers, from what the artifacts of earlier sweeps took.
+
+    On this host they share its cores with what else runs; elsewhere each is taken to have a core of its own.
+    """
     rates = _compile_rates(sweeps)
     todo = Counter[str]()
     for item in counts:
@@ -217,10 +221,10 @@ def estimate_compile(counts: Sequence[Count], jobs: int, sweeps: Sequence[Sweep]
     if not artifacts:
         return Estimate(0.0, "nothing is left to compile")
     known = {kernel for kernel in todo if rates.get(kernel, (0.0, 0))[1] >= _ENOUGH}
-    cores = len(os.sched_getaffinity(0))
+    cores = len(os.sched_getaffinity(0)) if here else jobs
     workers = min(jobs, cores, artifacts)
     # Journals are of this machine as busy as it was; the shipped means are of a core of its own.
-    load = os.getloadavg()[0]
+    load = os.getloadavg()[0] if here else 0.0
     slower = max(1.0, (load + workers) / cores)
     core_s = sum(todo[kernel] * rates[kernel][0] for kernel in known)
     core_s += slower * sum(todo[kernel] * COMPILE_S.get(kernel, OTHER_S) for kernel in todo.keys() - known)

@@ -207,3 +207,11 @@ def test_a_dry_run_counts_on_the_gpus_of_this_host_where_they_are_the_target(mon
     assert "over 3 GPUs" in dry_run(capsys, *small)
     assert "over 2 GPUs" in dry_run(capsys, *small, "--gpus", "2")
     assert "the measure stage is left out" not in dry_run(capsys, *small)
+
+
+def test_a_dry_run_for_a_cluster_counts_on_what_it_is_told_the_cluster_has(tmp_path: Path, capsys):
+    small = ("qwen3-0.6b", "--gpu", "H200", "--ops", "swiglu", "--cache-dir", str(tmp_path), "--executor", "ray")
+    said = dry_run(capsys, *small, "--jobs", "64", "--gpus", "4")
+    for part in ("over 64 cores", "over 4 GPUs", "the cluster was not asked what it has"):
+        assert part in said
+    assert "this machine's load" not in said

@@ -134,10 +134,14 @@ def _dry_run(request: Request) -> PlanReport:
     else:
         sweep, notes = _given(request), []
         name, target, problems = sweep.model, sweep.target, sweep.problems()
-    absent = _absent(target) if request.executor == LOCAL else None
+    is_here = request.executor == LOCAL
+    absent = _absent(target) if is_here else None
+    if not is_here:
+        notes = [*notes, "the cluster was not asked what it has: --jobs and --gpus say what to count on"]
     return report_on(
         name, target, problems, sweep, jobs=request.jobs or default_jobs(), gpus=_gpus(request, absent is None),
         strategy=request.strategy, root=Path(store.root), notes=[*notes, *([absent] if absent else [])],
+        here=is_here,
     )  # fmt: skip
 
 
