@@ -23,7 +23,7 @@ from tuning.options import LOCAL, RAY, STAGES, GroupedCommand, Request, Seconds
 from tuning.outcome import Outcome
 from tuning.plan import Named, plan
 from tuning.progress import progress_bar
-from tuning.publishing import keep_winners, publish, winners
+from tuning.publishing import keep_winners, publish, why_not, winners
 from tuning.strategies import STRATEGIES, strategy_named
 from tuning.sweep import Sweep
 
@@ -38,6 +38,7 @@ _GROUPS = {
     "How": ("stages", "dry_run", "jobs", "timeout_s", "strategy", "executor", "gpus"),
     "Where, and what is printed": ("sweep", "cache_dir", "as_json"),
 }
+MEASURED = "measured"
 _FOLDER = click.Path(file_okay=False, path_type=Path)
 
 
@@ -116,7 +117,19 @@ def _run(request: Request, *, quiet: bool) -> Outcome:
     elif "compile" in request.stages:
         outcome.winners = [winner for winner, _ in winners(sweep, outcome.toolkit)]
         outcome.notes.append(f"carry {sweep.folder} to the target and run --stages measure --sweep {sweep.folder}")
+    if outcome.winners:
+        outcome.notes += _lacking(outcome, sweep)
     return outcome
+
+
+def _lacking(outcome: Outcome, sweep: Sweep) -> Iterator[str]:
+    """Each problem that has no winner, or none that was measured where others were, and why."""
+    won = {(winner.kernel, winner.problem): winner.record.provenance for winner in outcome.winners}
+    for kernel, problem in sweep.problems():
+        how = won.get((kernel, problem))
+        if how is None or (outcome.measure and how != MEASURED):
+            what = "no winner" if how is None else "not measured"
+            yield f"{what}: {kernel} {problem.key}: {why_not(sweep, kernel, problem)}"
 
 
 def _dry_run(request: Request) -> PlanReport:
