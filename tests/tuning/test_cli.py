@@ -64,6 +64,25 @@ def test_a_sweep_in_which_nothing_compiled_is_an_error(monkeypatch, tmp_path: Pa
     assert "no candidate compiled and passed its check" in capsys.readouterr().err
 
 
+def test_a_plan_alone_says_where_it_lies_and_what_comes_next(tmp_path: Path, capsys):
+    folder = tmp_path / "sweep"
+    command = [
+        "qwen3-0.6b",
+        "--gpu",
+        "H200",
+        "--ops",
+        "rope",
+        "--stages",
+        "plan",
+        "--cache-dir",
+        str(tmp_path / "cache"),
+    ]
+    assert cli.main([*command, "--sweep", str(folder)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.startswith("plan: ")
+    assert f"4 problems are planned in {folder}; go on with --stages compile,measure --sweep {folder}" in said
+
+
 def test_a_problem_that_has_no_winner_is_named_with_the_reason(compiled_sweep: Sweep, tmp_path: Path, capsys, h200):
     other = SMALL[1].but(columns=256)
     shutil.copytree(compiled_sweep.folder, tmp_path / "sweep")

@@ -117,6 +117,9 @@ def _run(request: Request, *, quiet: bool) -> Outcome:
     elif "compile" in request.stages:
         outcome.winners = [winner for winner, _ in winners(sweep, outcome.toolkit)]
         outcome.notes.append(f"carry {sweep.folder} to the target and run --stages measure --sweep {sweep.folder}")
+    else:
+        planned = f"{len(sweep.problems())} problems are planned in {sweep.folder}"
+        outcome.notes.append(f"{planned}; go on with --stages compile,measure --sweep {sweep.folder}")
     if outcome.winners:
         outcome.notes += _lacking(outcome, sweep)
     return outcome
