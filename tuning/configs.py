@@ -10,15 +10,15 @@ from tilekern.errors import InputError
 
 LARGEST = 1 << 24
 # Where multimodal and encoder-decoder configs keep the decoder, the outermost first.
-_NESTS = ("thinker_config", "text_config", "language_config", "llm_config", "decoder")
+_NESTS = ("vlm_config", "thinker_config", "text_config", "language_config", "llm_config", "decoder")
 _NEEDED = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
 # Names that the attribute maps of transformers' config classes lack, or have for the encoder; a dot goes one level
 # down.
 _OTHER_NAMES = {
-    "head_dim": ("d_head", "dim_head", "attention_head_size", "kv_channels"),
+    "head_dim": ("d_head", "dim_head", "attention_head_size", "kv_channels", "d_kv"),
     "intermediate_size": (
-        "ffn_dim", "decoder_ffn_dim", "n_inner", "d_inner", "ffn_hidden_size", "dff", "dim_ff", "feed_forward_size",
-        "ffn_config.ffn_hidden_size",
+        "ffn_dim", "decoder_ffn_dim", "n_inner", "d_inner", "ffn_hidden_size", "d_ff", "dff", "dim_ff",
+        "feed_forward_size", "ffn_config.ffn_hidden_size",
     ),
     "moe_intermediate_size": ("expert_ffn_hidden_size",),
     "num_attention_heads": ("decoder_attention_heads", "num_decoder_attention_heads"),

@@ -7,6 +7,7 @@ out the same are timed once, and that is known of compiled ones alone. The times
 from __future__ import annotations
 
 import itertools
+import math
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,6 +20,8 @@ from tilekern.kernels import spec_named
 from tilekern.spec import Config, KernelSpec, Problem
 from tilekern.targets import Target
 from tuning.measuring import Settled, entrants
+from tuning.service.cost import roofline_s
+from tuning.strategies.exhaustive import LEAST_ROUNDS, LONGEST_US, ROUNDS
 from tuning.sweep import Candidate, Sweep, candidates
 from tuning.tasks import COPY
 
@@ -52,6 +55,10 @@ COMPILE_START_S = 2.0
 # A whole tune on an H200 measured 5,403 candidates of 157 problems in 123 s: a worker's start and its clocks' rise,
 # then the inputs, references and battery of each problem, then the screening and the race of each candidate.
 MEASURE_START_S, PROBLEM_S, CANDIDATE_S = 8.0, 0.6, 0.004
+# What an exhaustive race takes beside: so many times the roofline's time and so much more for each sample. On an H200,
+# cuda.tile's search took 36.3 s of GPU time for eight samples of each candidate of 134 problems, and this says 40.2 s.
+OVER_ROOFLINE, SAMPLE_S = 2.0, 20e-6
+EXHAUSTIVE = "exhaustive"
 # Fewer artifacts of a kernel than this say less than the table.
 _ENOUGH = 5
 
@@ -134,7 +141,7 @@ class PlanReport:
 
 def report_on(
     model: str, target: Target, problems: Sequence[tuple[str, Problem]], sweep: Sweep, *, jobs: int, gpus: int,
-    strategy: str, root: Path, notes: Sequence[str] = (),
+    strategy: str, root: Path, notes: Sequence[str] = (), here: bool = True,
 ) -> PlanReport:  # fmt: skip
     """Count a plan and estimate its time.
 
@@ -148,12 +155,13 @@ def report_on(
         strategy: how candidates are to be timed.
         root: the cache whose earlier sweeps say how long things take here.
         notes: what else a person should know.
+        here: whether it is this host that compiles.
     """
     counts = count(problems, target, sweep, strategy)
     sweeps = earlier_sweeps(root, sweep)
     return PlanReport(
-        model, target, sweep.folder, counts, estimate_compile(counts, jobs, sweeps),
-        estimate_measure(counts, target, gpus, sweeps), notes,
+        model, target, sweep.folder, counts, estimate_compile(counts, jobs, sweeps, here=here),
+        estimate_measure(counts, target, gpus, sweeps, strategy), notes,
     )  # fmt: skip
 
 
@@ -200,8 +208,11 @@ def _launch(item: Candidate, target: Target) -> tuple[str, int]:
     return item.artifact, item.spec.device(item.problem, item.config).grid(item.problem, target.sm_count)
 
 
-def estimate_compile(counts: Sequence[Count], jobs: int, sweeps: Sequence[Sweep]) -> Estimate:
-    """The compile stage's time over ``jobs`` workers, from what the artifacts of earlier sweeps took."""
+def estimate_compile(counts: Sequence[Count], jobs: int, sweeps: Sequence[Sweep], *, here: bool = True) -> Estimate:
+    """The compile stage's time over ``jobs`` workers, from what the artifacts of earlier sweeps took.
+
+    On this host they share its cores with what else runs; elsewhere each is taken to have a core of its own.
+    """
     rates = _compile_rates(sweeps)
     todo = Counter[str]()
     for item in counts:
@@ -210,10 +221,10 @@ def estimate_compile(counts: Sequence[Count], jobs: int, sweeps: Sequence[Sweep]
     if not artifacts:
         return Estimate(0.0, "nothing is left to compile")
     known = {kernel for kernel in todo if rates.get(kernel, (0.0, 0))[1] >= _ENOUGH}
-    cores = len(os.sched_getaffinity(0))
+    cores = len(os.sched_getaffinity(0)) if here else jobs
     workers = min(jobs, cores, artifacts)
     # Journals are of this machine as busy as it was; the shipped means are of a core of its own.
-    load = os.getloadavg()[0]
+    load = os.getloadavg()[0] if here else 0.0
     slower = max(1.0, (load + workers) / cores)
     core_s = sum(todo[kernel] * rates[kernel][0] for kernel in known)
     core_s += slower * sum(todo[kernel] * COMPILE_S.get(kernel, OTHER_S) for kernel in todo.keys() - known)
@@ -238,35 +249,48 @@ def _compile_rates(sweeps: Sequence[Sweep]) -> dict[str, tuple[float, int]]:
     return {kernel: (sum(found) / len(found), len(found)) for kernel, found in seconds.items()}
 
 
-def estimate_measure(counts: Sequence[Count], target: Target, gpus: int, sweeps: Sequence[Sweep]) -> Estimate:
-    """The measure stage's time, from what earlier sweeps of the same GPU took, else from one of an H200."""
+def estimate_measure(
+    counts: Sequence[Count], target: Target, gpus: int, sweeps: Sequence[Sweep], strategy: str = "race"
+) -> Estimate:
+    """The measure stage's time, from what earlier sweeps of the same GPU by the same strategy took, else an H200's."""
     problems = sum(item.to_measure > 0 for item in counts)
     todo = sum(item.to_measure for item in counts)
     if not todo:
         return Estimate(0.0, "nothing is left to measure")
     said = f"{todo} candidates of {problems} problems"
-    took, work = _measured_before(target, sweeps)
+    took, work = _measured_before(target, sweeps, strategy)
     if work:
         return Estimate(
             _measure_s(problems, todo) * took / work, f"{said}; as long for each as sweeps of a {target.name} took here"
         )
-    seconds = MEASURE_START_S + (_measure_s(problems, todo) - MEASURE_START_S) / gpus
+    rounds_s = sum(_rounds_s(item, target) for item in counts) if strategy == EXHAUSTIVE else 0.0
+    seconds = MEASURE_START_S + (_measure_s(problems, todo) - MEASURE_START_S + rounds_s) / gpus
     over = f"{gpus} GPUs" if gpus > 1 else "one GPU"
-    return Estimate(seconds, f"{said} over {over}; as long for each as one sweep of an H200 took")
+    beside = f", and {rounds_s:.0f} s for up to {ROUNDS} samples of each" if rounds_s else ""
+    return Estimate(seconds, f"{said} over {over}; as long for each as one sweep of an H200 took{beside}")
+
+
+def _rounds_s(item: Count, target: Target) -> float:
+    """What the rounds of an exhaustive race take."""
+    round_s = item.to_measure * (OVER_ROOFLINE * roofline_s(item.kernel, item.problem, target) + SAMPLE_S)
+    affordable = math.ceil(1e-6 * LONGEST_US / round_s) if round_s else 0
+    return min(ROUNDS, max(LEAST_ROUNDS, affordable)) * round_s
 
 
 def _measure_s(problems: int, candidates: int) -> float:
     return MEASURE_START_S + PROBLEM_S * problems + CANDIDATE_S * candidates
 
 
-def _measured_before(target: Target, sweeps: Sequence[Sweep]) -> tuple[float, float]:
-    """Seconds that the measure stages of a target's sweeps took, and the shipped estimate of the same work."""
+def _measured_before(target: Target, sweeps: Sequence[Sweep], strategy: str) -> tuple[float, float]:
+    """Seconds that measure stages for a target took by one strategy alone, and the shipped estimate of their work."""
     took = work = 0.0
     for sweep in sweeps:
         try:
             if sweep.target.key != target.key:
                 continue
         except InputError:  # no plan, or one of another version: its times are of nobody knows what
+            continue
+        if any(race["strategy"] != strategy for race in sweep.races().values()):
             continue
         seconds = sum(run["seconds"] for run in sweep.runs() if run["stage"] == "measure")
         keys = [key for key in sweep.measured() if not key.startswith(f"{COPY}|")]

@@ -111,8 +111,7 @@ def _layers(fields: Fields) -> Iterator[Layers]:
         yield Layers(replace(shape, kv_heads=shape.heads, head_dim=channels), only=frozenset({"attention"}))
     for width in _norm_widths(fields, shape):
         yield Layers(replace(shape, hidden=width, qk_norm=False), only=frozenset({"rms_norm"}))
-    experts = _expert_width(fields)
-    if experts is not None:
+    for experts in _expert_widths(fields):
         # No kernel here multiplies by several experts' weights at once; their activation is a kernel like any other.
         rows = max(fields.sizes("num_experts_per_tok", 1))
         yield Layers(replace(shape, intermediate=experts), only=frozenset({"swiglu"}), rows_per_token=rows)
@@ -133,7 +132,7 @@ def _shape(fields: Fields) -> ModelShape:
         raise fields.refused(f"num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
     if head_dim % 2:
         raise fields.refused(f"head_dim is {head_dim}; rotary embedding needs an even one")
-    widths = [*_dense_widths(fields), *filter(None, [_expert_width(fields)])]
+    widths = [*_dense_widths(fields), *_expert_widths(fields)]
     model_type = str(config.get("model_type", "unknown"))
     kinds = config.get("layer_types") or config.get("layers_block_type")
     return ModelShape(
@@ -196,10 +195,12 @@ def _has_experts(fields: Fields) -> bool:
     return (fields.optional("num_experts") or 0) > 1
 
 
-def _expert_width(fields: Fields) -> int | None:
+def _expert_widths(fields: Fields) -> list[int]:
+    """Widths of the experts; some multimodal models have narrower ones for what is no text, named last."""
     if not _has_experts(fields):
-        return None
-    return fields.optional("moe_intermediate_size") or fields.size("intermediate_size")
+        return []
+    named = fields.find("moe_intermediate_size")[1]
+    return fields.sizes("moe_intermediate_size" if named else "intermediate_size")
 
 
 def _dense_widths(fields: Fields) -> list[int]:
@@ -209,7 +210,7 @@ def _dense_widths(fields: Fields) -> list[int]:
         shared = fields.optional("shared_expert_intermediate_size")
         count = fields.optional("num_shared_experts")
         if shared is None and count is not None:
-            shared = count * (_expert_width(fields) or 0)
+            shared = count * _expert_widths(fields)[0]
         found += [shared] if shared else []
     return list(dict.fromkeys(found))
 
@@ -248,4 +249,7 @@ def _has_dense_layers(fields: Fields) -> bool:
             return fields.optional(name) is not None
     if isinstance(config.get("mlp_only_layers"), list):
         return bool(config["mlp_only_layers"]) or (fields.optional("decoder_sparse_step") or 1) > 1
-    return fields.optional("moe_intermediate_size") is not None and fields.find("intermediate_size")[1] is not None
+    if (fields.optional("decoder_sparse_step") or 1) > 1:
+        return True
+    named = fields.find("moe_intermediate_size")[1], fields.find("intermediate_size")[1]
+    return bool(named[0]) and named[1] is not None

@@ -84,7 +84,7 @@ class Journal:
         """
         try:
             file = self.path.open("rb")
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             self._forget()
             return {}
         with file:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,6 +83,24 @@ def counts(text: str, option: str, such_as: str) -> list[int]:
         return [int(part) for part in words(text, option)]
     except ValueError:
         raise InputError(f"{option} {text!r}: expected whole numbers with commas between, such as {such_as}") from None
+
+
+class Seconds(click.FloatRange):
+    """A time in seconds, up to a day: the system's clocks and waits take no infinite ones, and no NaN.
+
+    Args:
+        least: the shortest that is allowed.
+    """
+
+    def __init__(self, least: float) -> None:
+        super().__init__(min=least, max=86_400.0)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """The number; fails as click's own types do."""
+        found = float(super().convert(value, param, ctx))
+        if math.isnan(found):
+            self.fail(f"{value} is no time in seconds.", param, ctx)
+        return found
 
 
 class GroupedCommand(click.Command):

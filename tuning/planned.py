@@ -10,6 +10,7 @@ from typing import Any
 
 from tilekern.cache.files import write_whole
 from tilekern.errors import InputError
+from tilekern.kernels import all_specs
 from tilekern.spec import Config, Problem
 from tilekern.targets import Target
 
@@ -72,6 +73,28 @@ class PlanFile:
         except (OSError, ValueError) as error:
             raise InputError(f"{self._path} cannot be read: {error}") from None
         return self._read[1]
+
+    def problems(self) -> list[Named]:
+        """The planned problems, each one that this version of tilekern has.
+
+        Raises:
+            InputError: as :meth:`read`, or the plan is of a version that had other kernels, dimensions or axes.
+        """
+        plan = self.read()
+        for kernel, problem in plan.problems:
+            spec = all_specs().get(kernel)
+            if spec is None or spec.problem_of(problem) is None:
+                raise self._other_version(f"a problem of {kernel}")
+            axes = spec.space.axes(problem).keys()
+            if any(config.keys() != axes for config in plan.limits.get((kernel, problem), ())):
+                raise self._other_version(f"a config of {kernel}")
+        return list(plan.problems)
+
+    def _other_version(self, what: str) -> InputError:
+        return InputError(
+            f"{self._path} names {what} that this version of tilekern does not have; use the one that planned it, or "
+            "plan it again"
+        )
 
     def _parse(self, plan: Any) -> Plan:
         if not isinstance(plan, dict) or plan.get("format") != FORMAT:

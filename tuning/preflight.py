@@ -200,8 +200,7 @@ def fix(
 def _compile(named: Sequence[Named], target: Target, root: Path, how: How, tell: Progress) -> dict[Named, str]:
     """Put the default config of each problem into a cache; why it could not be, where it could not."""
     from tuning.compiling import compile_all
-    from tuning.publishing import winners
-    from tuning.service.tuner import why_not
+    from tuning.publishing import why_not, winners
     from tuning.sweep import Sweep
 
     tools = require_toolkit()

@@ -205,6 +205,22 @@ def _winner(item: Candidate, record: Record, target: Target) -> Winner:
     )
 
 
+def why_not(sweep: Sweep, kernel: str, problem: Problem) -> str:
+    """Why a problem has no winner: what kept it from being measured, else what became of its candidates."""
+    if reason := sweep.skipped().get(f"{kernel}|{problem.key}"):
+        return reason
+    compiled, measured, quarantined = sweep.compiled(), sweep.measured(), sweep.quarantined()
+    for item in sweep.candidates(kernel, problem)[::-1]:  # the generic variant first, without which there is no record
+        line, check = compiled.get(item.artifact, {}), measured.get(item.key, {}).get("check", {})
+        if line.get("status") == "failed":
+            return f"{item.config.key} did not compile: {line['reason']}"
+        if item.key in quarantined:
+            return f"{item.config.key} is in quarantine: {quarantined[item.key]}"
+        if not check.get("passed", True):
+            return f"{item.config.key} failed its check: {check.get('reason', 'wrong')}"
+    return "none of its candidates came to a time"
+
+
 def keep_winners(sweep: Sweep) -> None:
     """Put the winners so far into the cache of the sweep's own."""
     tools = next((line["toolkit"] for line in sweep.compiled().values() if "toolkit" in line), None)

@@ -223,23 +223,31 @@ class Refresh:
         folder = self.sweep.folder
         if (folder / "sweep.json").exists() and not self._path.exists():
             raise InputError(f"{folder} holds a sweep that is no refresh; give another")
-        if folder.exists():
+        limits = {(r.kernel, Problem(r.problem)): configs for r, configs in found.outdated}
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
             with self.sweep.holder.locked():
                 _clear(folder)
-        limits = {(r.kernel, Problem(r.problem)): configs for r, configs in found.outdated}
-        self.sweep.begin(target, MODEL, list(limits), limits)
-        if any(is_composite(kernel, problem, target) for kernel, problem in limits):
-            store = Store(self.sweep.cache)
-            for record, layer in found.current:
-                with contextlib.suppress(CacheError):  # the layer reports a bad one; its composite runs another
-                    store.write(record, {digest: layer.read_blob(digest) for digest in record.digests})
-        self._write({
-            "finished": False,
-            "toolkit": toolkit_key,
-            "before": [json.loads(record.to_json()) for record, _ in found.outdated],
-            "stale": [stale_json(stale) for stale in found.stale],
-            "current": len(found.current),
-        })  # fmt: skip
+                self._write({
+                    "finished": False,
+                    "toolkit": toolkit_key,
+                    "before": [json.loads(record.to_json()) for record, _ in found.outdated],
+                    "stale": [stale_json(stale) for stale in found.stale],
+                    "current": len(found.current),
+                })  # fmt: skip
+                if any(is_composite(kernel, problem, target) for kernel, problem in limits):
+                    self._keep(found.current)
+                # Last: a folder without a plan is begun anew, whatever else a run that was killed has left in it.
+                self.sweep.begin(target, MODEL, list(limits), limits)
+        except OSError as error:
+            raise InputError(f"cannot write the sweep folder {folder}: {error.strerror}") from None
+
+    def _keep(self, current: Iterable[tuple[Record, Layer]]) -> None:
+        """Put records into the cache of the sweep's own."""
+        store = Store(self.sweep.cache)
+        for record, layer in current:
+            with contextlib.suppress(CacheError):  # the layer reports a bad one; its composite runs another
+                store.write(record, {digest: layer.read_blob(digest) for digest in record.digests})
 
     def publish(self, store: Store, toolkit: dict[str, str]) -> list[Change]:
         """Put the measured winners into a cache and into ``results.pack``; what changed, in the plan's order.
@@ -289,7 +297,8 @@ def stale_json(stale: Stale) -> dict[str, Any]:
 
 
 def _clear(folder: Path) -> None:
-    """Remove what an older refresh left, but for the lock."""
+    """Remove what an older refresh left, but for the lock; the plan first, without which the folder is no sweep."""
+    (folder / "sweep.json").unlink(missing_ok=True)
     for path in folder.iterdir():
         if path.is_dir():
             shutil.rmtree(path)

@@ -23,9 +23,10 @@ def print_report(done: Outcome | PlanReport) -> None:
 
 
 def _print_outcome(outcome: Outcome) -> None:
-    """The table of winners, then one line for each stage and where the results lie."""
+    """The table of winners, where there are any, then one line for each stage and where the results lie."""
     console = _console()
-    console.print(_table(outcome))
+    if outcome.winners:
+        console.print(_table(outcome))
     for stage, seconds in outcome.seconds.items():
         console.print(f"{stage}: {seconds:.1f} s{_details(outcome, stage)}", highlight=False)
     for note in outcome.notes:

@@ -178,8 +178,8 @@ class Sweep:
         return self._plan.read().model
 
     def problems(self) -> list[tuple[str, Problem]]:
-        """The planned problems."""
-        return list(self._plan.read().problems)
+        """The planned problems; raises as :meth:`tuning.planned.PlanFile.problems`."""
+        return self._plan.problems()
 
     @property
     def limited(self) -> bool:

@@ -78,6 +78,14 @@ def test_misses_of_all_processes_add_up_and_a_process_replaces_its_own(tmp_path)
     assert len(read_wanted(tmp_path)) == 1
 
 
+def test_a_count_that_no_process_can_reach_counts_for_nothing(tmp_path):
+    note_wanted(tmp_path, "rms_norm", PROBLEM, H200, "no record")
+    name = wanted_name("rms_norm", PROBLEM, H200)
+    note_misses(tmp_path, ONE, {name: 10**400})
+    note_misses(tmp_path, OTHER, {name: 7})
+    assert read_misses(tmp_path) == {name: 7}
+
+
 def test_the_name_is_that_of_the_file_and_of_what_is_read_back(tmp_path):
     note_wanted(tmp_path, "rms_norm", PROBLEM, H200, "no record")
     [item] = read_wanted(tmp_path)

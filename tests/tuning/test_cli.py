@@ -2,9 +2,11 @@
 
 import contextlib
 import json
+import shutil
 from pathlib import Path
 
 import pytest
+from tuning_samples import SMALL
 
 from tilekern.targets import resolve
 from tuning import cli
@@ -53,8 +55,6 @@ def test_a_run_on_another_gpu_predicts(compiled_sweep: Sweep, monkeypatch, tmp_p
 
 
 def test_a_sweep_in_which_nothing_compiled_is_an_error(monkeypatch, tmp_path: Path, capsys, h200):
-    from tuning_samples import SMALL
-
     sweep = Sweep(tmp_path / "sweep")
     sweep.begin(h200, "test", [SMALL])
     compile_all(sweep, jobs=2, timeout_s=0.001)
@@ -62,6 +62,44 @@ def test_a_sweep_in_which_nothing_compiled_is_an_error(monkeypatch, tmp_path: Pa
     code = cli.main(["--stages", "compile,measure", "--sweep", str(sweep.folder), "--cache-dir", str(tmp_path / "c")])
     assert code == 2
     assert "no candidate compiled and passed its check" in capsys.readouterr().err
+
+
+def test_a_plan_alone_says_where_it_lies_and_what_comes_next(tmp_path: Path, capsys):
+    folder = tmp_path / "sweep"
+    command = [
+        "qwen3-0.6b",
+        "--gpu",
+        "H200",
+        "--ops",
+        "rope",
+        "--stages",
+        "plan",
+        "--cache-dir",
+        str(tmp_path / "cache"),
+    ]
+    assert cli.main([*command, "--sweep", str(folder)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.startswith("plan: ")
+    assert f"4 problems are planned in {folder}; go on with --stages compile,measure --sweep {folder}" in said
+
+
+def test_a_problem_that_has_no_winner_is_named_with_the_reason(compiled_sweep: Sweep, tmp_path: Path, capsys, h200):
+    other = SMALL[1].but(columns=256)
+    shutil.copytree(compiled_sweep.folder, tmp_path / "sweep")
+    sweep = Sweep(tmp_path / "sweep")
+    sweep.begin(h200, "test", [SMALL, (SMALL[0], other)])
+    toolkit = next(iter(sweep.compiled().values()))["toolkit"]
+    failed = {"status": "failed", "reason": "tileiras crashed", "toolkit": toolkit}
+    keys = {item.artifact for item in sweep.candidates(SMALL[0], other)} - sweep.compiled().keys()
+    sweep.note("compiled", *({"key": key, "kernel": SMALL[0], **failed} for key in keys))
+    command = ["--sweep", str(sweep.folder), "--cache-dir", str(tmp_path / "cache"), "--json"]
+    for stages in ("compile", "compile,measure"):
+        assert cli.main(["--stages", stages, *command]) == 0
+        outcome = json.loads(capsys.readouterr().out)
+        assert [found["problem"]["columns"] for found in outcome["problems"]] == [SMALL[1]["columns"]]
+        [note] = [note for note in outcome["notes"] if note.startswith("no winner: ")]
+        assert note.startswith(f"no winner: {SMALL[0]} {other.key}: ")
+        assert note.endswith("did not compile: tileiras crashed")
 
 
 @pytest.mark.parametrize("timeout", ["0", "-1", "0.001", "x"])
@@ -124,6 +162,8 @@ def test_the_measure_stage_is_given_the_strategy_and_the_gpus(compiled_sweep: Sw
     arguments = ["--stages", "measure", "--sweep", str(compiled_sweep.folder), "--cache-dir", str(tmp_path), "--json"]
     assert cli.main([*arguments, "--strategy", "exhaustive", "--gpus", "3"]) == 0
     assert asked == {"cache": compiled_sweep.cache, "most": 3, "strategy": "exhaustive"}
+    notes = json.loads(capsys.readouterr().out)["notes"]
+    assert notes == [f"not measured: {SMALL[0]} {SMALL[1].key}: none of its candidates came to a time"]
 
 
 def test_the_help_groups_all_options(capsys):

@@ -1,5 +1,6 @@
 """Dry runs: the counts against the sweep that follows, and the times against what it took."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -17,7 +18,9 @@ from tuning.estimating import (
     COMPILE_S,
     COMPILE_START_S,
     MEASURE_START_S,
+    OVER_ROOFLINE,
     PROBLEM_S,
+    SAMPLE_S,
     count,
     earlier_sweeps,
     estimate_compile,
@@ -25,6 +28,8 @@ from tuning.estimating import (
 )
 from tuning.models import PRESETS
 from tuning.plan import known_ops, plan
+from tuning.service.cost import roofline_s
+from tuning.strategies.exhaustive import LEAST_ROUNDS, ROUNDS
 from tuning.sweep import Sweep, candidates
 
 
@@ -129,6 +134,27 @@ def test_measuring_is_estimated_from_the_shipped_sweep_and_then_from_the_sweeps_
     assert "sweeps of a H200 took here" in found.basis
 
 
+def test_an_exhaustive_race_is_estimated_to_take_all_its_rounds(compiled_sweep: Sweep, tmp_path: Path, h200: Target):
+    counts = count([SMALL], h200, compiled_sweep, "exhaustive")
+    raced, whole = (estimate_measure(counts, h200, 1, [], name) for name in ("race", "exhaustive"))
+    sample_s = SAMPLE_S + OVER_ROOFLINE * roofline_s(*SMALL, h200)
+    assert whole.seconds == pytest.approx(raced.seconds + ROUNDS * counts[0].to_measure * sample_s)
+    assert f"up to {ROUNDS} samples of each" in whole.basis
+    # Sizes that take longer than a race may: it stops after the least number of rounds.
+    huge = dataclasses.replace(counts[0], problem=SMALL[1].but(rows=1 << 24, columns=1 << 14))
+    left_s = estimate_measure([huge], h200, 1, [], "exhaustive").seconds - raced.seconds
+    sample_s = SAMPLE_S + OVER_ROOFLINE * roofline_s(huge.kernel, huge.problem, h200)
+    assert left_s == pytest.approx(LEAST_ROUNDS * huge.to_measure * sample_s)
+    # What one strategy took says nothing of another.
+    earlier = Sweep(tmp_path)
+    earlier.begin(h200, "test", [SMALL])
+    earlier.note("measured", {"candidate": candidates(*SMALL, h200)[0].key, "check": {"passed": True}})
+    earlier.note("races", {"race": "1", "kernel": SMALL[0], "problem": SMALL[1].key, "strategy": "race", "untimed": {}})
+    (tmp_path / "runs.jsonl").write_text(json.dumps({"run": "1", "stage": "measure", "seconds": 900.0, "ended": True}))
+    assert estimate_measure(counts, h200, 1, [earlier], "exhaustive") == whole
+    assert estimate_measure(counts, h200, 1, [earlier], "race").seconds > 100
+
+
 def test_a_whole_sweep_of_an_h200_is_estimated_as_it_was():
     """157 problems, 5,403 candidates, 123 s: where the shipped figures come from."""
     seconds = MEASURE_START_S + 157 * PROBLEM_S + 5403 * CANDIDATE_S
@@ -181,3 +207,11 @@ def test_a_dry_run_counts_on_the_gpus_of_this_host_where_they_are_the_target(mon
     assert "over 3 GPUs" in dry_run(capsys, *small)
     assert "over 2 GPUs" in dry_run(capsys, *small, "--gpus", "2")
     assert "the measure stage is left out" not in dry_run(capsys, *small)
+
+
+def test_a_dry_run_for_a_cluster_counts_on_what_it_is_told_the_cluster_has(tmp_path: Path, capsys):
+    small = ("qwen3-0.6b", "--gpu", "H200", "--ops", "swiglu", "--cache-dir", str(tmp_path), "--executor", "ray")
+    said = dry_run(capsys, *small, "--jobs", "64", "--gpus", "4")
+    for part in ("over 64 cores", "over 4 GPUs", "the cluster was not asked what it has"):
+        assert part in said
+    assert "this machine's load" not in said

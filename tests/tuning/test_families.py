@@ -7,9 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+)
 
 from tilekern.errors import InputError
 from tuning.families import HEAD_NORM_TYPES, WHOLE_NORM_TYPES, model_of_config
@@ -25,10 +29,23 @@ WITHOUT = {
     "rwkv": "num_attention_heads",
     "xlstm": "num_attention_heads",
 }
+# Families of several modalities, or with an encoder, whose decoder has no such sizes at its defaults: heads that do not
+# divide the hidden states, and heads of no size.
+WITHOUT_OTHERS = {
+    "glm4v_moe": "lacks 'head_dim'",
+    "glm5_next": "head_dim is 0",
+    "qwen3_omni_moe": "lacks 'head_dim'",
+    "qwen3_omni_moe_thinker": "lacks 'head_dim'",
+}
+OTHERS = sorted(
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.keys()
+    | MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.keys() - MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys()
+)
 # Families that between them use each way of saying a size, with what makes a small model of them.
 REAL = {
     "bloom": {"n_layer": 2},
     "deepseek_v3": {"num_hidden_layers": 4},
+    "ernie4_5_vl_moe": {"text_config": {"num_hidden_layers": 2}},
     "falcon": {"num_hidden_layers": 2},
     "gemma3_text": {"num_hidden_layers": 2},
     "glm4_moe_lite": {"num_hidden_layers": 3},
@@ -42,8 +59,11 @@ REAL = {
     "opt": {"num_hidden_layers": 2},
     "qwen3_moe": {"num_hidden_layers": 2},
     "recurrent_gemma": {"num_hidden_layers": 3},
+    "switch_transformers": {"num_layers": 4, "num_sparse_decoder_layers": 2},
+    "t5": {"num_layers": 2, "d_kv": 32},
     "whisper": {"decoder_layers": 2, "encoder_layers": 2},
 }
+AUTOS = (AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForImageTextToText)
 GPT2 = {"model_type": "gpt2", "n_embd": 768, "n_head": 12, "n_layer": 12, "n_inner": None, "vocab_size": 50257}
 LLAMA = {
     "model_type": "llama",
@@ -81,11 +101,22 @@ def test_every_causal_model_of_transformers_has_a_shape_or_an_error_that_names_t
     assert shape.head_dim % 2 == 0
 
 
+@pytest.mark.parametrize("model_type", OTHERS)
+def test_the_decoder_of_every_other_language_model_of_transformers_has_a_shape(model_type):
+    config = defaults(model_type)
+    if model_type in WITHOUT_OTHERS:
+        with pytest.raises(InputError, match=WITHOUT_OTHERS[model_type]):
+            model_of_config(config, model_type)
+        return
+    shape = model_of_config(config, model_type).shape
+    assert shape.heads % shape.kv_heads == shape.head_dim % 2 == 0
+
+
 @pytest.mark.parametrize("model_type", REAL)
 def test_the_sizes_are_those_of_the_real_model(model_type):
     config = CONFIG_MAPPING[model_type](**REAL[model_type])
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = next(auto for auto in AUTOS if type(config) in auto._model_mapping).from_config(config)
     found = {size for parameter in model.parameters() for size in parameter.shape}
     for kind in model_of_config(config.to_dict(), model_type).layers:
         shape = kind.shape

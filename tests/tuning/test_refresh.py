@@ -2,7 +2,10 @@
 
 import dataclasses
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -22,6 +25,7 @@ from tuning.publishing import keep_winners, winners
 from tuning.refreshing import Refresh, survey
 from tuning.sweep import Sweep, candidates
 
+HERE = Path(__file__).parent
 H200 = resolve("H200")
 KERNEL = SMALL[0]
 THREE = [(KERNEL, SMALL[1].but(rows=rows)) for rows in (256, 512, 1024)]
@@ -201,6 +205,15 @@ def test_a_refresh_that_was_stopped_goes_on(fill, tune, tmp_path):
     assert len(executor.tasks) == 2
     assert len(said["changes"]) == 3
     assert not Refresh(folder).unfinished
+
+
+def test_a_refresh_that_is_killed_before_any_change_to_its_folder_begins_again(tmp_path):
+    command = [sys.executable, str(HERE / "refresh_kills.py"), str(tmp_path)]
+    path = os.pathsep.join((str(HERE), str(HERE.parents[1]), str(HERE.parent / "kernels")))
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    kills = dict(line.split() for line in done.stdout.splitlines())
+    assert int(kills["old"]) > int(kills["new"]) > 4
 
 
 def test_an_old_winner_that_fails_now_loses_its_place(fill, tune, measured):

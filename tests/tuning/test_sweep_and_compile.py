@@ -10,6 +10,7 @@ from tuning_samples import SMALL
 from tilekern.errors import InputError
 from tilekern.spec import GENERIC
 from tilekern.targets import Target, resolve
+from tuning import cli
 from tuning.compiling import compile_all, wanted
 from tuning.sweep import Sweep, candidates
 
@@ -91,6 +92,32 @@ def test_a_folder_that_is_no_sweep(tmp_path: Path, content: str):
     (tmp_path / "sweep.json").write_text(content)
     with pytest.raises(InputError):
         Sweep(tmp_path).problems()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"kernel": "gone"}, {"problem": {"rows": 256}}, {"problem": dict(SMALL[1]) | {"rows": "many"}},
+     {"problem": dict(SMALL[1]) | {"stride": 1}}, {"configs": [{"tile": 64}]}],
+)  # fmt: skip
+def test_a_plan_of_another_version_is_said_and_planned_again(tmp_path: Path, h200: Target, capsys, change):
+    sweep = Sweep(tmp_path)
+    sweep.begin(h200, "test", [SMALL])
+    plan = json.loads((tmp_path / "sweep.json").read_text())
+    plan["problems"][0] |= change
+    (tmp_path / "sweep.json").write_text(json.dumps(plan))
+    for command in (["status"], ["report"], ["--stages", "compile", "--sweep"]):
+        assert cli.main([*command, str(tmp_path)]) == 2
+        assert "that this version of tilekern does not have; use the one that planned it" in capsys.readouterr().err
+    sweep.begin(h200, "test", [SMALL])
+    assert sweep.problems() == [SMALL]
+
+
+def test_a_dry_run_on_a_folder_that_cannot_be_is_no_traceback(tmp_path: Path, capsys):
+    (tmp_path / "file").touch()
+    command = ["qwen3-0.6b", "--gpu", "H200", "--ops", "rope", "--sweep", str(tmp_path / "file" / "sweep")]
+    assert cli.main([*command, "--dry-run"]) == 0
+    assert cli.main(command) == 2
+    assert "cannot write the sweep folder" in capsys.readouterr().err
 
 
 def test_what_ran_out_of_time_is_tried_again_with_more(tmp_path: Path, h200: Target):

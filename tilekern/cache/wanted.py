@@ -21,6 +21,8 @@ from tilekern.cache.keys import LAYOUT, WANTED, Value, check_digest, check_name,
 from tilekern.cache.records import LARGEST_RECORD, SCHEMA, parse_object
 
 _MISSES = ".misses"
+# No process runs so often; a larger count is damage, and no number of a program's that reckons with it.
+_MOST_MISSES = 1 << 53
 _PROCESS = re.compile(r"[0-9a-f]{8,64}")
 
 
@@ -168,7 +170,7 @@ def _misses_of(path: Path) -> dict[str, int] | None:
         return None
     if schema != SCHEMA or not isinstance(misses, dict):
         return {}
-    return {name: n for name, n in misses.items() if type(n) is int and n > 0}
+    return {name: n for name, n in misses.items() if type(n) is int and 0 < n <= _MOST_MISSES}
 
 
 def _is_whole(item: Mapping[str, Any]) -> bool:

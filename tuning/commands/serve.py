@@ -17,6 +17,7 @@ from tilekern.errors import InputError
 from tilekern.targets import Target, here, resolve
 from tilekern.toolchain import require_toolkit
 from tuning.compiling import default_jobs
+from tuning.options import Seconds
 from tuning.service.board import STOPPING, Board
 from tuning.service.loop import Service
 from tuning.service.tuner import How
@@ -42,9 +43,7 @@ class Stopped(KeyboardInterrupt):
 @click.option("--cache-dir", "roots", multiple=True, type=_FOLDER, help="A cache to watch; may be repeated.")
 @click.option("--gpu", default="auto", show_default=True, help="Target: auto, or a GPU (B200) to predict winners for.")
 @click.option("--once", is_flag=True, help="Tune what is wanted now, then end: for cron.")
-@click.option(
-    "--poll", "poll_s", type=click.FloatRange(min=0.1), default=30.0, show_default=True, help="Seconds to rest."
-)
+@click.option("--poll", "poll_s", type=Seconds(least=0.1), default=30.0, show_default=True, help="Seconds to rest.")
 @click.option("--batch", type=click.IntRange(min=1), default=8, show_default=True, help="Problems to tune at once.")
 @click.option("--jobs", type=click.IntRange(min=1), help="Compile workers; one for each core where not given.")
 @click.option("--gpus", type=click.IntRange(min=1), help="How many of this host's GPUs to measure on at most.")

@@ -64,7 +64,7 @@ def _estimate(sweep: Sweep, stages: dict[str, dict[str, Any]]) -> None:
         counts = count(sweep.problems(), sweep.target, sweep, stages["measure"]["strategy"])
     estimates = {
         "compile": estimate_compile(counts, default_jobs(), [sweep]),
-        "measure": estimate_measure(counts, sweep.target, 1, [sweep]),
+        "measure": estimate_measure(counts, sweep.target, 1, [sweep], stages["measure"]["strategy"]),
     }
     for name, stage in stages.items():
         known = None if sweep.limited else round(estimates[name].seconds, 1)

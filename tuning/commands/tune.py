@@ -19,11 +19,11 @@ from tilekern.errors import InputError
 from tilekern.targets import Target, here, resolve
 from tuning.families import Model
 from tuning.models import find_model, sharded_model
-from tuning.options import LOCAL, RAY, STAGES, GroupedCommand, Request
+from tuning.options import LOCAL, RAY, STAGES, GroupedCommand, Request, Seconds
 from tuning.outcome import Outcome
 from tuning.plan import Named, plan
 from tuning.progress import progress_bar
-from tuning.publishing import keep_winners, publish, winners
+from tuning.publishing import keep_winners, publish, why_not, winners
 from tuning.strategies import STRATEGIES, strategy_named
 from tuning.sweep import Sweep
 
@@ -38,6 +38,7 @@ _GROUPS = {
     "How": ("stages", "dry_run", "jobs", "timeout_s", "strategy", "executor", "gpus"),
     "Where, and what is printed": ("sweep", "cache_dir", "as_json"),
 }
+MEASURED = "measured"
 _FOLDER = click.Path(file_okay=False, path_type=Path)
 
 
@@ -55,7 +56,7 @@ _FOLDER = click.Path(file_okay=False, path_type=Path)
 @click.option("--dry-run", is_flag=True, help="Print the plan, its counts and how long it would take; write nothing.")
 @click.option("--jobs", type=click.IntRange(min=1), help="Compile workers; one for each core where not given.")
 @click.option(
-    "--timeout", "timeout_s", type=click.FloatRange(min=1), default=60.0, show_default=True,
+    "--timeout", "timeout_s", type=Seconds(least=1), default=60.0, show_default=True,
     help="Seconds that one compile may take.",
 )  # fmt: skip
 @click.option("--strategy", default="race", show_default=True, help=f"How to measure: {', '.join(STRATEGIES)}.")
@@ -116,7 +117,22 @@ def _run(request: Request, *, quiet: bool) -> Outcome:
     elif "compile" in request.stages:
         outcome.winners = [winner for winner, _ in winners(sweep, outcome.toolkit)]
         outcome.notes.append(f"carry {sweep.folder} to the target and run --stages measure --sweep {sweep.folder}")
+    else:
+        planned = f"{len(sweep.problems())} problems are planned in {sweep.folder}"
+        outcome.notes.append(f"{planned}; go on with --stages compile,measure --sweep {sweep.folder}")
+    if outcome.winners:
+        outcome.notes += _lacking(outcome, sweep)
     return outcome
+
+
+def _lacking(outcome: Outcome, sweep: Sweep) -> Iterator[str]:
+    """Each problem that has no winner, or none that was measured where others were, and why."""
+    won = {(winner.kernel, winner.problem): winner.record.provenance for winner in outcome.winners}
+    for kernel, problem in sweep.problems():
+        how = won.get((kernel, problem))
+        if how is None or (outcome.measure and how != MEASURED):
+            what = "no winner" if how is None else "not measured"
+            yield f"{what}: {kernel} {problem.key}: {why_not(sweep, kernel, problem)}"
 
 
 def _dry_run(request: Request) -> PlanReport:
@@ -134,10 +150,14 @@ def _dry_run(request: Request) -> PlanReport:
     else:
         sweep, notes = _given(request), []
         name, target, problems = sweep.model, sweep.target, sweep.problems()
-    absent = _absent(target) if request.executor == LOCAL else None
+    is_here = request.executor == LOCAL
+    absent = _absent(target) if is_here else None
+    if not is_here:
+        notes = [*notes, "the cluster was not asked what it has: --jobs and --gpus say what to count on"]
     return report_on(
         name, target, problems, sweep, jobs=request.jobs or default_jobs(), gpus=_gpus(request, absent is None),
         strategy=request.strategy, root=Path(store.root), notes=[*notes, *([absent] if absent else [])],
+        here=is_here,
     )  # fmt: skip
 
 

@@ -6,13 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tilekern.errors import InputError
-from tilekern.spec import Problem
 from tilekern.toolchain import require_toolkit
 from tuning.compiling import TIMEOUT_S, compile_all
 from tuning.executors.local import LocalExecutor
 from tuning.measuring import measure_all
 from tuning.planned import Named
-from tuning.publishing import Winner, keep_winners, publish, winners
+from tuning.publishing import Winner, keep_winners, publish, why_not, winners
 from tuning.quarantine import shared
 from tuning.service.watched import MEASURED, WatchedCache
 from tuning.sweep import Sweep
@@ -64,22 +63,6 @@ def tune(cache: WatchedCache, named: Sequence[Named], how: How, tell: Tell) -> d
         results[pair] = winner if good and winner is not None else why_not(sweep, *pair)
     _make_room(sweep)
     return results
-
-
-def why_not(sweep: Sweep, kernel: str, problem: Problem) -> str:
-    """Why a problem has no winner: what kept it from being measured, else what became of its candidates."""
-    if reason := sweep.skipped().get(f"{kernel}|{problem.key}"):
-        return reason
-    compiled, measured, quarantined = sweep.compiled(), sweep.measured(), sweep.quarantined()
-    for item in sweep.candidates(kernel, problem)[::-1]:  # the generic variant first, without which there is no record
-        line, check = compiled.get(item.artifact, {}), measured.get(item.key, {}).get("check", {})
-        if line.get("status") == "failed":
-            return f"{item.config.key} did not compile: {line['reason']}"
-        if item.key in quarantined:
-            return f"{item.config.key} is in quarantine: {quarantined[item.key]}"
-        if not check.get("passed", True):
-            return f"{item.config.key} failed its check: {check.get('reason', 'wrong')}"
-    return "none of its candidates came to a time"
 
 
 def _make_room(sweep: Sweep) -> None:
