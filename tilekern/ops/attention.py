@@ -131,7 +131,7 @@ def fallback(
     # A row that sees nothing is not a number in some of SDPA's implementations, nor is a causal one scaled below 0.
     if call.softcap is not None or sinks is not None or call.scale <= 0 or (masked and queries > keys):
         shown = _shown(q, k, cu_seqlens, call) if square else shown
-        return _formula(q, k, v, sinks, shown, call)
+        return formula(q, k, v, sinks, shown, call)
     out = torch.nn.functional.scaled_dot_product_attention(
         *(x.transpose(1, 2) for x in (q, k, v)),
         attn_mask=shown,
@@ -161,7 +161,7 @@ def shown(
     return seen
 
 
-def _formula(
+def formula(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -169,6 +169,7 @@ def _formula(
     shown: torch.Tensor | None,
     call: Call,
 ) -> torch.Tensor:
+    """The op in torch's own operations, scores and all; ``shown``, which broadcasts to them, says who sees whom."""
     group = q.shape[2] // max(1, k.shape[2])
     k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k).float() * call.scale
