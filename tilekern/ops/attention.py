@@ -100,8 +100,14 @@ def _check(
         raise ValueError(f"attention: one batch, and heads a multiple of the key heads, {shapes}")
     if sinks is not None and sinks.shape != q.shape[2:3]:
         raise ValueError(f"attention: sinks must have the shape [{q.shape[2]}], got {list(sinks.shape)}")
-    if cu_seqlens is not None and (q.shape[0] != 1 or q.shape[1] != k.shape[1] or cu_seqlens.dim() != 1):
+    if any(x is not None and x.device != q.device for x in (k, v, sinks, cu_seqlens)):
+        raise ValueError(f"attention: k, v, sinks and cu_seqlens must be on q's device {q.device}")
+    if cu_seqlens is None:
+        return
+    if q.shape[0] != 1 or q.shape[1] != k.shape[1]:
         raise ValueError(f"attention: packed sequences need a batch of one and as many queries as keys, {shapes}")
+    if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
+        raise ValueError(f"attention: cu_seqlens must be [sequences + 1], got {list(cu_seqlens.shape)}")
 
 
 def _call(
