@@ -29,11 +29,18 @@ class Sweep(Enum):
     tokens = "tokens"
 
 
+class Device(Enum):
+    """What a model trains on."""
+
+    cuda = "cuda"
+    cpu = "cpu"
+
+
 @app.command()
 def kernels(
     out: Out = None,
     name: Name = None,
-    samples: Annotated[int, typer.Option(help="Samples of each figure.")] = 80,
+    samples: Annotated[int, typer.Option(min=1, help="Samples of each figure.")] = 80,
     seconds: Annotated[float, typer.Option(help="Seconds for each figure, after which there are fewer samples.")] = 6,
     ops: Annotated[str, typer.Option(help="Ops to measure, by commas; default all.")] = "",
     providers: Annotated[str, typer.Option(help="Providers to measure, by commas; default all.")] = "",
@@ -66,7 +73,9 @@ def kernels(
 
 @app.command()
 def train(
-    model: Annotated[str, typer.Argument(help="A preset, or the path of a config.json.")],
+    model: Annotated[
+        str, typer.Argument(help="A preset, the path of a config.json or of a folder with one, or a hub id.")
+    ],
     out: Out = None,
     name: Name = None,
     tokens: Annotated[str, typer.Option(help="Token counts, by commas.")] = "2048,4096,8192,16384",
@@ -75,19 +84,21 @@ def train(
     providers: Annotated[str, typer.Option(help="Who trains, by commas; default all but the compilers.")] = "",
     checkpointing: Annotated[bool, typer.Option("--checkpointing", help="Compute activations again.")] = False,
     profile: Annotated[bool, typer.Option("--profile", help="Say where tilekern's steps spend the GPU.")] = False,
-    device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
+    device: Annotated[Device, typer.Option(help="Where the model trains.")] = Device.cuda,
 ) -> None:
     """Training steps of a whole model, tilekern and its peers: tokens per second, memory, first steps."""
     from benchmarks import train as bench
     from benchmarks.trainers import TRAINERS, USUAL
 
-    if device == "cuda":
+    if device is Device.cuda:
         require_gpu()
+    elif profile:
+        raise InputError("--profile says where the GPU's time goes; it needs --device cuda")
     elif out is None:
         raise InputError("on the CPU the figures mean nothing; say with --out where they go")
     lengths = sorted(counts(tokens))
     timed = bench.timed_steps(lengths, steps)
-    job = bench.Job("", model, layers, tuple(lengths), timed, 2, device, checkpointing, profile)
+    job = bench.Job("", model, layers, tuple(lengths), timed, 2, device.value, checkpointing, profile)
     names = among(providers, list(TRAINERS), "provider") if providers else list(USUAL)
     stem = name or "train"
 
@@ -235,14 +246,20 @@ def report(
     out: Annotated[Path, typer.Option("--out", help="The Markdown file.")] = RESULTS.parent / "RESULTS.md",
 ) -> None:
     """Make RESULTS.md and the plots from all JSON files."""
-    out.write_text(render(read_folder(results)), encoding="utf-8")
+    if not results.is_dir():
+        raise InputError(f"--results {results} is no folder; give the one with the JSON files")
+    text = render(read_folder(results))
+    try:
+        out.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"cannot write {out}: {error.strerror}") from None
     print(f"wrote {out}")
     for path in sorted(results.rglob("*.json")):
         _plot(path)
 
 
 def counts(text: str) -> list[int]:
-    """Token counts in a list by commas.
+    """Token counts in a list by commas, each once.
 
     Raises:
         InputError: one of them is no whole number from 1 on.
@@ -251,11 +268,11 @@ def counts(text: str) -> list[int]:
     for part in found:
         if not part.isdecimal() or int(part) < 1:
             raise InputError(f"token counts are whole numbers from 1 on, by commas; got {part!r}")
-    return [int(part) for part in found]
+    return list(dict.fromkeys(int(part) for part in found))
 
 
 def among(text: str, known: Sequence[str], kind: str) -> list[str]:
-    """Names in a list by commas, all that are known where it is empty.
+    """Names in a list by commas, each once; all that are known where it is empty.
 
     Raises:
         InputError: one of them is not known.
@@ -264,7 +281,7 @@ def among(text: str, known: Sequence[str], kind: str) -> list[str]:
     for part in found:
         if part not in known:
             raise InputError(f"unknown {kind} {part!r}; known: {', '.join(known)}")
-    return found
+    return list(dict.fromkeys(found))
 
 
 def _path(out: Path | None, name: str) -> Path:

@@ -42,6 +42,15 @@ def test_a_whole_tune_takes_no_sweep_that_is_there(tmp_path):
         whole_tune.measure("qwen3-8b", "2048", tmp_path)
 
 
+def test_a_report_that_cannot_be_made_leaves_the_old_one(tmp_path, capsys):
+    old = tmp_path / "RESULTS.md"
+    old.write_text("old")
+    assert main(["report", "--results", str(tmp_path / "nowhere"), "--out", str(old)]) == 2
+    assert main(["report", "--results", str(tmp_path), "--out", str(tmp_path / "nowhere" / "RESULTS.md")]) == 2
+    assert capsys.readouterr().err.count("error: ") == 2
+    assert old.read_text() == "old"
+
+
 def test_a_report_of_nothing_is_written(tmp_path):
     assert main(["report", "--results", str(tmp_path), "--out", str(tmp_path / "RESULTS.md")]) == 0
     assert (tmp_path / "RESULTS.md").read_text().startswith("# Results")
@@ -74,6 +83,7 @@ def test_a_late_host_gets_more_time_but_not_for_ever():
     [
         (["--ops", "nothing"], "unknown op 'nothing'"),
         (["--providers", "nobody"], "unknown provider 'nobody'"),
+        (["--samples", "0"], "--samples"),
         (["--model", "llama-3-8b"], "--sweep"),
         (["--sweep", "tokens"], "--model"),
         (["--sweep", "heads", "--model", "llama-3-8b"], "heads"),

@@ -29,11 +29,13 @@ def tiny(tmp_path):
 
 
 def test_a_tiny_model_is_trained_on_the_cpu_from_the_command_line(tiny, tmp_path, capsys):
-    arguments = ["--device", "cpu", "--tokens", "12,8", "--steps", "2", "--providers", "tilekern,hf-sdpa-flash"]
+    arguments = ["--device", "cpu", "--tokens", "12,8,12", "--steps", "2"]
+    arguments += ["--providers", "tilekern,hf-sdpa-flash,tilekern"]
     assert main(["train", str(tiny), "--out", str(tmp_path), *arguments]) == 0
     results = read_results(tmp_path / "train.json")
     assert results.cases() == ["tiny 8 tokens", "tiny 12 tokens"]
     assert results.run["model"] == "tiny"
+    assert len(results.rows) == len({(row.case, row.provider, row.metric) for row in results.rows})
     for case in results.cases():
         ours, peer = (results.row(case, name, "loss") for name in ("tilekern", "hf-sdpa-flash"))
         assert ours.value == pytest.approx(peer.value, rel=0.01)
@@ -55,6 +57,8 @@ def test_a_tiny_model_is_trained_on_the_cpu_from_the_command_line(tiny, tmp_path
         (["qwen3-8b", "--device", "cpu", "--out", "x", "--tokens", "12,-3"], "'-3'"),
         (["qwen3-8b", "--device", "cpu", "--out", "x", "--providers", "nobody"], "nobody"),
         (["qwen3-8b", "--device", "cpu", "--out", "x", "--steps", "0"], "--steps"),
+        (["no-such-model", "--device", "tpu", "--out", "x"], "'tpu'"),
+        (["no-such-model", "--device", "cpu", "--out", "x", "--profile"], "--profile"),
     ],
 )
 def test_bad_input_is_one_line(arguments, said, tmp_path, monkeypatch, capsys):

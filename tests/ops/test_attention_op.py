@@ -163,6 +163,10 @@ def test_torch_agrees_that_the_op_is_registered_well():
         ({"window": 0}, "must be positive"),
         ({"softcap": -1.0}, "must be positive"),
         ({"q": (1, 22, 4, 16), "cu_seqlens": (3,)}, "packed sequences"),
+        ({"cu_seqlens": torch.zeros(0, dtype=torch.int32)}, r"cu_seqlens must be \[sequences \+ 1\], got \[0\]"),
+        ({"cu_seqlens": STARTS.to("meta"), "max_seqlen": 17}, "must be on q's device cpu"),
+        ({"sinks": torch.zeros(4, device="meta")}, "must be on q's device cpu"),
+        ({"v": torch.zeros(1, 23, 2, 16, device="meta")}, "must be on q's device cpu"),
     ],
 )
 def test_what_does_not_fit_is_refused(changes, message):

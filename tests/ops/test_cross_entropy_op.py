@@ -288,6 +288,16 @@ def test_torch_compile_without_a_graph_break(dynamic, reduction):
     assert_near(got, torch.autograd.grad(eager, logits, slope)[0], 1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_class_weights_are_added_up_without_rounding(dtype):
+    """In their own dtype the divisor loses its last digits, and 70,000 of them are more than float16 can hold."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(70_000, 3, generator=generator)
+    target = torch.randint(3, (70_000,), generator=generator)
+    weight = torch.tensor([1.0, 2.0, 1.5], dtype=dtype)
+    assert_near(cross_entropy(logits, target, weight), expected(logits, target, weight), 1e-6)
+
+
 def test_what_no_kernel_serves_runs_torch_s_own_operations_and_counts():
     logits, target = sample(dtype=torch.float64)
     empty = torch.zeros(0, 83, requires_grad=True)

@@ -352,15 +352,19 @@ def test_what_no_kernel_serves_runs_torch_s_own_operations_and_counts(monkeypatc
     wide = linear_cross_entropy(hidden.double(), weight.double(), target)
     assert wide.dtype == torch.float64
     assert_near(wide, same, 1e-6)
+    options = {"class_weight": torch.linspace(1, 2, 83, dtype=torch.float64)}
+    for more in (options, {"num_items": 7}, options | {"num_items": torch.tensor(3)}):
+        exact = expected(hidden.double(), weight.double(), target, **more)
+        assert_near(linear_cross_entropy(hidden.double(), weight.double(), target, **more), exact, 1e-12)
     far = target.where(target >= 0, 2**40)
     assert_near(linear_cross_entropy(hidden, weight, far, ignore_index=2**40), same, 1e-6)
     empty = hidden[:0].detach().requires_grad_()
     assert linear_cross_entropy(empty, weight, target[:0]).isnan()
     linear_cross_entropy(empty, weight, target[:0], reduction="sum").backward()
-    assert counted() == (launches, fallbacks + 4)
+    assert counted() == (launches, fallbacks + 7)
     monkeypatch.setattr(module, "plan_for", lambda *_: None)
     check(hidden, weight, target, label_smoothing=0.1, softcap=3.0, z_loss=0.1, class_weight=torch.rand(83) + 0.1)
-    assert counted() == (launches, fallbacks + 5)
+    assert counted() == (launches, fallbacks + 8)
 
 
 def test_a_gradient_kernel_without_a_plan_falls_back_as_a_whole(monkeypatch):

@@ -57,13 +57,57 @@ def test_soft_caps_and_sinks_run_the_kernels_while_decoding_too(queries):
     assert worst([found], [softmax(q, k, v, seen, 2.0, sinks)]) < 1e-5
 
 
-@pytest.mark.parametrize(
-    "given", [{"dropout": 0.1}, {"attention_mask": torch.ones(1, 1, 7, 7, dtype=torch.bool)}], ids=str
-)
+@pytest.mark.parametrize("given", [{"dropout": 0.1}, {"attention_mask": torch.zeros(1, 1, 7, 7)}], ids=str)
 @pytest.mark.parametrize("special", [{"softcap": 2.0}, {"s_aux": torch.zeros(4)}], ids=str)
-def test_soft_caps_and_sinks_with_a_mask_or_dropout_are_refused(given, special):
-    with pytest.raises(InputError, match="without a mask and dropout only"):
+def test_soft_caps_and_sinks_with_dropout_or_an_additive_mask_are_refused(given, special):
+    with pytest.raises(InputError, match="without dropout and with a boolean mask or none"):
         implementation.attend(True, Layer(), *heads(), **{"attention_mask": None} | given, **special)
+
+
+@pytest.mark.parametrize(("softcap", "sinks"), [(2.0, None), (None, True), (2.0, True)])
+@pytest.mark.parametrize("queries", [7, 1])
+def test_soft_caps_and_sinks_with_a_mask_of_padding(queries, softcap, sinks):
+    leaves = [x.requires_grad_() for x in heads(queries, batch=2)]
+    sinks = torch.linspace(-1, 1, 4, requires_grad=True) if sinks else None
+    seen = torch.ones(queries, 7, dtype=torch.bool).tril(7 - queries).repeat(2, 1, 1, 1)
+    seen[1, :, :, 0] = seen[1, :, :, 1:3] = False
+    room = torch.nn.functional.pad(seen, (0, 2))
+    out, weights = implementation.attend(True, Layer(), *leaves, room, softcap=softcap, s_aux=sinks)
+    assert weights is None
+    blind = ~seen.any(-1)[:, 0]
+    wanted = softmax(*leaves, seen | blind[:, None, :, None], softcap, sinks)
+    leaves += [] if sinks is None else [sinks]
+    wanted = wanted.masked_fill(blind[:, :, None, None], 0)
+    slope = torch.randn(out.shape, generator=torch.Generator().manual_seed(3))
+    assert worst([out], [wanted]) < 1e-5
+    assert worst(torch.autograd.grad(out, leaves, slope), torch.autograd.grad(wanted, leaves, slope)) < 1e-5
+
+
+def tiny(kind, attention):
+    """A model of another family than Qwen3, always with the same weights, in training."""
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    sizes = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    more = {"intermediate_size": 48, "num_key_value_heads": 1, "head_dim": 16, "sliding_window": 3}
+    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    torch.manual_seed(0)
+    config = CONFIG_MAPPING[kind](**sizes, **ids, **({} if kind == "bloom" else more))
+    return AutoModelForCausalLM.from_config(config, attn_implementation=attention).float().train()
+
+
+def test_a_batch_with_padding_of_a_model_with_soft_caps():
+    """Gemma 2 caps its scores, and every second layer has a window."""
+    ids = torch.randint(3, 97, (2, 9), generator=torch.Generator().manual_seed(0))
+    given = torch.ones_like(ids)
+    given[0, :4] = 0
+    found, wanted = (tiny("gemma2", name)(ids, attention_mask=given).logits for name in ("tilekern", "eager"))
+    assert worst([found[given.bool()]], [wanted[given.bool()]]) < 1e-5
+
+
+def test_a_model_that_asks_for_no_attention_function_is_refused():
+    """Bloom reads the mask itself, and where that is None lets each token see those after it."""
+    with pytest.raises(InputError, match='BloomModel computes its attention by itself; use "eager"'):
+        tiny("bloom", "tilekern")(torch.arange(3, 12)[None])
 
 
 @pytest.mark.parametrize(("keys", "batch"), [(9, 1), (7, 2)])

@@ -129,6 +129,14 @@ def test_tied_embeddings_get_both_gradients():
     check(model)
 
 
+def test_labels_of_another_number_are_refused_as_by_torch():
+    model = make().train()
+    for way in (dict, lambda: tilekern.apply(**ALONE)):
+        way()
+        with pytest.raises(ValueError, match=r"batch_size \(10\)|each of 14 tokens, got 10"):
+            step(model, labels=IDS[:, :5])
+
+
 def test_labels_that_are_all_left_out():
     model = make().train()
     labels = torch.full_like(IDS, -100)

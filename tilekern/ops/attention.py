@@ -100,8 +100,14 @@ def _check(
         raise ValueError(f"attention: one batch, and heads a multiple of the key heads, {shapes}")
     if sinks is not None and sinks.shape != q.shape[2:3]:
         raise ValueError(f"attention: sinks must have the shape [{q.shape[2]}], got {list(sinks.shape)}")
-    if cu_seqlens is not None and (q.shape[0] != 1 or q.shape[1] != k.shape[1] or cu_seqlens.dim() != 1):
+    if any(x is not None and x.device != q.device for x in (k, v, sinks, cu_seqlens)):
+        raise ValueError(f"attention: k, v, sinks and cu_seqlens must be on q's device {q.device}")
+    if cu_seqlens is None:
+        return
+    if q.shape[0] != 1 or q.shape[1] != k.shape[1]:
         raise ValueError(f"attention: packed sequences need a batch of one and as many queries as keys, {shapes}")
+    if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
+        raise ValueError(f"attention: cu_seqlens must be [sequences + 1], got {list(cu_seqlens.shape)}")
 
 
 def _call(
@@ -131,7 +137,7 @@ def fallback(
     # A row that sees nothing is not a number in some of SDPA's implementations, nor is a causal one scaled below 0.
     if call.softcap is not None or sinks is not None or call.scale <= 0 or (masked and queries > keys):
         shown = _shown(q, k, cu_seqlens, call) if square else shown
-        return _formula(q, k, v, sinks, shown, call)
+        return formula(q, k, v, sinks, shown, call)
     out = torch.nn.functional.scaled_dot_product_attention(
         *(x.transpose(1, 2) for x in (q, k, v)),
         attn_mask=shown,
@@ -161,7 +167,7 @@ def shown(
     return seen
 
 
-def _formula(
+def formula(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -169,6 +175,7 @@ def _formula(
     shown: torch.Tensor | None,
     call: Call,
 ) -> torch.Tensor:
+    """The op in torch's own operations, scores and all; ``shown``, which broadcasts to them, says who sees whom."""
     group = q.shape[2] // max(1, k.shape[2])
     k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k).float() * call.scale

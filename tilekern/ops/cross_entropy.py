@@ -130,7 +130,7 @@ def _count(target: torch.Tensor, weight: torch.Tensor | None, ignore_index: int,
     valid = target != ignore_index
     if weight is None:
         return valid.sum()
-    return (weight[target.clamp(0, weight.shape[0] - 1).long()] * valid).sum()
+    return (weight[target.clamp(0, weight.shape[0] - 1).long()] * valid).sum(dtype=torch.float64)
 
 
 def _reduced(loss: torch.Tensor, count: torch.Tensor | None, reduction: str) -> torch.Tensor:

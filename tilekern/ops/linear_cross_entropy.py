@@ -37,7 +37,7 @@ def linear_cross_entropy(
         hidden: [..., hidden].
         weight: [vocabulary, hidden], of the same dtype as ``hidden``.
         target: [...], of a whole-number dtype; ``ignore_index`` leaves a row out, any other number that is no class
-            makes the loss NaN.
+            makes the loss NaN, where torch raises; values are taken as int32.
         class_weight: [vocabulary] or None; it gets no gradient.
         ignore_index: the target of rows that do not count.
         reduction: ``mean``, ``sum`` or ``none``. ``none`` makes the logits twice, once for each direction.
@@ -61,12 +61,13 @@ def linear_cross_entropy(
     if torch.is_autocast_enabled(kind) and torch.float64 not in (hidden.dtype, weight.dtype):
         dtype = torch.get_autocast_dtype(kind)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
+    wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     options = LossOptions(
-        None if class_weight is None else class_weight.float().contiguous(), ignore_index, label_smoothing, softcap,
-        z_loss, hidden.requires_grad, weight.requires_grad, wide_sums,
+        None if class_weight is None else class_weight.to(wide).contiguous(), ignore_index, label_smoothing,
+        softcap, z_loss, hidden.requires_grad, weight.requires_grad, wide_sums,
     )  # fmt: skip
     rows, labels = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1)
-    factor = _factor(labels, options, reduction, num_items)
+    factor = _factor(labels, options, reduction, num_items, wide)
     with torch.autocast(kind, enabled=False):
         loss = _loss(rows, weight, labels, factor, options)
     if loss.dim():
@@ -111,18 +112,20 @@ def _check_options(reduction: str, num_items: Any, label_smoothing: float, softc
         raise ValueError(f"linear_cross_entropy: softcap must be positive, got {softcap}")
 
 
-def _factor(labels: torch.Tensor, options: LossOptions, reduction: str, num_items: Any) -> torch.Tensor | None:
-    """What the sum of all losses is multiplied by, a float32 scalar; None where the rows are not added up."""
+def _factor(
+    labels: torch.Tensor, options: LossOptions, reduction: str, num_items: Any, dtype: torch.dtype
+) -> torch.Tensor | None:
+    """What the sum of all losses is multiplied by, a scalar of ``dtype``; None where the rows are not added up."""
     if reduction == "none":
         return None
     if reduction == "sum":
-        return torch.ones((), device=labels.device)
+        return torch.ones((), dtype=dtype, device=labels.device)
     if num_items is None:
-        counted = (labels != options.ignore_index).float()
+        counted = (labels != options.ignore_index).to(dtype)
         if options.class_weight is not None:
             counted = counted * options.class_weight[labels.clamp(0, len(options.class_weight) - 1).long()]
         num_items = counted.sum()
-    return torch.as_tensor(num_items, dtype=torch.float32, device=labels.device).reciprocal().reshape(())
+    return torch.as_tensor(num_items, dtype=dtype, device=labels.device).reciprocal().reshape(())
 
 
 def _loss(

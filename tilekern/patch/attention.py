@@ -7,13 +7,14 @@ that do not, too.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from tilekern.errors import InputError
-from tilekern.ops.attention import attention, shown
+from tilekern.ops.attention import Call, attention, formula, shown
 
 NAMES = {"tilekern": True, "tilekern_nondeterministic": False}
 
@@ -43,8 +44,8 @@ def attend(
         [batch, queries, heads, head_dim], and None for the probabilities.
 
     Raises:
-        InputError: a mask or dropout comes together with a soft cap or sinks, which SDPA cannot compute; packed
-            sequences in a batch of several or with a cache.
+        InputError: dropout or an additive mask comes together with a soft cap or sinks, which SDPA cannot compute;
+            packed sequences in a batch of several or with a cache.
     """
     starts = kwargs.get("cu_seq_lens_q")
     packed = starts is not None and query.shape[0] == 1 and query.shape[2] == key.shape[2]
@@ -59,10 +60,7 @@ def attend(
     special = softcap is not None or s_aux is not None
     if dropout or masked or _is_foreign(query) or (decoding and not special):
         if special:
-            raise InputError(
-                'attn_implementation="tilekern" computes a soft cap and sinks without a mask and dropout only; '
-                'use "eager" for batches with padding'
-            )
+            return _special(query, key, value, attention_mask, dropout, scaling, softcap, s_aux), None
         if not masked and (packed or sliding_window is not None):
             # What None leaves to the kernels, SDPA has to be told.
             seen = shown(query.shape[2], key.shape[2], query.device, causal, sliding_window, starts)
@@ -77,6 +75,23 @@ def attend(
         max_seqlen=kwargs.get("max_length_q") if packed else None, deterministic=deterministic,
     )  # fmt: skip
     return out, None
+
+
+def _special(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, dropout: float,
+    scaling: float | None, softcap: float | None, sinks: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    """A soft cap or sinks with a mask such as :func:`mask` makes of padding: SDPA knows neither, so torch's steps."""
+    boolean = isinstance(attention_mask, torch.Tensor) and attention_mask.dtype == torch.bool
+    if dropout or not boolean or _is_foreign(query):
+        raise InputError(
+            'attn_implementation="tilekern" computes a soft cap and sinks on plain tensors, without dropout and with a '
+            'boolean mask or none; use "eager" for others'
+        )
+    query, key, value = (x.transpose(1, 2) for x in _autocast(query, key, value))
+    scale = query.shape[3] ** -0.5 if scaling is None else scaling
+    call = Call(False, scale, None, softcap, key.shape[1], deterministic=True)
+    return formula(query, key, value, sinks, attention_mask[..., : key.shape[1]], call)
 
 
 def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -104,12 +119,29 @@ def mask(*, local_size: int | None = None, config: Any = None, **given: Any) -> 
     As with flash attention, a layer must hand its window to its attention function; Qwen2-MoE's and Phi-MoE's do not.
 
     Padding, sequences packed without ``cu_seq_lens``, blocks of images and the like give SDPA's boolean mask.
+
+    Raises:
+        InputError: the model computes its attention by itself, where no mask would mean that each token sees all.
     """
     from transformers.masking_utils import sdpa_mask
 
+    if not torch.compiler.is_compiling() and (own := _with_own_attention(type(config))):
+        raise InputError(f'attn_implementation="tilekern": {own} computes its attention by itself; use "eager"')
     if local_size is not None and _is_own(local_size, config, **given):
         local_size = None
     return sdpa_mask(**given, local_size=local_size, config=config)
+
+
+def _with_own_attention(config: type) -> str:
+    """The name of the model with such a configuration, where it never asks for an attention function; else empty."""
+    from transformers import MODEL_MAPPING
+
+    found = MODEL_MAPPING.get(config, None)
+    for model in found if isinstance(found, tuple) else (found,) if found else ():
+        asks = hasattr(sys.modules[model.__module__], "ALL_ATTENTION_FUNCTIONS")
+        if not (asks or model._supports_sdpa or model._supports_attention_backend):
+            return str(model.__name__)
+    return ""
 
 
 def _is_own(local_size: int, config: Any, allow_is_causal_skip: bool = True, **_: Any) -> bool:

@@ -93,6 +93,9 @@ def _loss(
     """Hugging Face's ``ForCausalLMLoss`` of ``head(hidden)``."""
     if shift_labels is None:
         shift_labels = torch.nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    tokens, given = hidden.shape[:-1].numel(), shift_labels.numel()
+    if given != tokens:
+        raise ValueError(f"there must be a label for each of {tokens} tokens, got {given}")
     target = shift_labels.reshape(hidden.shape[:-1]).to(hidden.device)
 
     def compute(hidden: torch.Tensor) -> torch.Tensor:
