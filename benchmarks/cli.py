@@ -130,6 +130,14 @@ def startup(out: Out = None, name: Name = None) -> None:
 
 
 @app.command()
+def counters(out: Out = None, name: Name = None) -> None:
+    """What the GPU's counters say of the kernels whose targets are hard, by Nsight Compute (ncu)."""
+    from benchmarks.counters import measure
+
+    _keep(measure(), out, name or "counters")
+
+
+@app.command()
 def sustained(out: Out = None, name: Name = None) -> None:
     """Rates held for seconds, with the power drawn and the clock."""
     from benchmarks.sustained import measure

@@ -1,0 +1,46 @@
+"""ncu's table of counters as results."""
+
+import pytest
+
+from benchmarks.counters import read_table, rows_of, short_name
+
+TABLE = """==PROF== Connected to process 7
+"ID","Kernel Name","gpu__time_duration.sum","dram__throughput.avg.pct_of_peak_sustained_elapsed",\
+"sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active","launch__registers_per_thread"
+"","","us","%","%","register/thread"
+"0","attention_forward_Kt1_A4bf16_1v8l0","1,234.5","20.5","70","168"
+"1","attention_forward_Kt1_A4bf16_1v8l0","1,233.5","21.5","71","168"
+"2","void at::native::copy<float>(int)","2","90","","32"
+"""
+
+
+def test_launches_of_a_kernel_are_one_case_with_their_means():
+    rows = list(rows_of("attention forward", read_table(TABLE.splitlines())))
+    found = {(row.case, row.metric): (row.value, row.unit) for row in rows}
+    ours, copy = "attention forward: attention_forward", "attention forward: void at::native::copy<float>"
+    assert found[ours, "launches"] == (2, "1")
+    assert found[ours, "time"] == (1234.0, "us")
+    assert found[ours, "memory, of peak"] == (21.0, "%")
+    assert found[ours, "tensor cores, of peak"] == (70.5, "%")
+    assert found[copy, "time"] == (2.0, "us")
+    assert (copy, "tensor cores, of peak") not in found
+
+
+def test_times_are_microseconds_whatever_ncu_says_them_in():
+    table = TABLE.replace('"us"', '"ns"')
+    assert {row.value for row in rows_of("", read_table(table.splitlines())) if row.metric == "time"} == {1.234, 0.002}
+
+
+@pytest.mark.parametrize(
+    ("symbol", "name"),
+    [
+        ("matmul_plain_Kt1_A2bf16_1v8l0", "matmul_plain"),
+        ("nvjet_tst_192x192_64x4_2x1_v_bz_coopB_TNN", "nvjet_tst_192x192_64x4_2x1_v_bz_coopB_TNN"),
+    ],
+)
+def test_names_of_kernels_are_without_their_arguments(symbol, name):
+    assert short_name(symbol) == name
+
+
+def test_a_run_without_kernels_has_no_rows():
+    assert list(rows_of("nothing", read_table(TABLE.splitlines()[:3]))) == []
