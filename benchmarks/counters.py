@@ -40,7 +40,8 @@ _PERCENT = "%"
 # The report's figures by ncu's names of them.
 _FIGURES: Mapping[str, tuple[str, str]] = {
     "gpu__time_duration.sum": ("time", "us"),
-    "dram__throughput.avg.pct_of_peak_sustained_elapsed": ("memory, of peak", _PERCENT),
+    "gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed": ("memory, of peak", _PERCENT),
+    "lts__throughput.avg.pct_of_peak_sustained_elapsed": ("L2 cache, of peak", _PERCENT),
     "sm__throughput.avg.pct_of_peak_sustained_elapsed": ("multiprocessors, of peak", _PERCENT),
     "sm__warps_active.avg.pct_of_peak_sustained_active": ("warps resident", _PERCENT),
     "launch__registers_per_thread": ("registers a thread", "1"),

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-_SHORT = (
-    "Eight of the 18 misses are column_sum's, whose kernels take 5 us: samples of one launch spread by 4 to 6 %, and "
-    "1 % is 50 ns. Since then samples are means of launches in a row, as its inputs lie in L2 anyway; to be measured. "
-    "Of the other kernels 0.96 of choices are near the best and 0.95 repeated; of cuda.tile's search 0.89 are near. "
+_REPEATED = (
+    "Eight of 155 pairs of races chose configs more than 1 % apart; seven would do. They are 1.0 to 4.3 % apart: two "
+    "matrix products at the power limit, attention's forward once, and five of kernels of 5 to 50 us. On the machine "
+    "that raced attention again all of its choices repeat, and 0.955 with them (the note of `races.json`). "
 )
 _HOST = (
     "Most of this time looks like torch's own: its engine hands the backward to another thread and back, and torch's "
@@ -27,10 +27,22 @@ _DETERMINISTIC = (
     "holds `tilekern-nondeterministic`, which may add dq up in any order, as every peer here does."
 )
 _COLD = (
-    "The lag depends on what the machine has read from its disk before: in the first process on a machine that had "
-    "just started it is 1.50 s (`train-no-toolkit-cold`), in the third process of a run 0.55 s (`train`, "
-    "tilekern-torch-adamw), on a machine in use 0.41 s (`train-no-toolkit`, prebuilt packs alone, an earlier commit). "
-    "The peers of one run take 0.46 to 5.5 s, and torch.compile 11 s."
+    "The lag depends on what the machine has read from its disk before. With the digests of the sources noted, as a "
+    "wheel has them, it is 0.61 s in the first process on a machine that had just started (`train-no-toolkit-cold`), "
+    "0.43 s in the second (`train-no-toolkit`). An earlier commit, on another machine of the kind, took 1.26 and 0.87 "
+    "s: each job parsed the kernels for the digests of their sources, a quarter of a second of Python. `train` (0.54 "
+    "s) and `train-32768` (0.53 s) are of that commit. "
+    "The peers of one run take 0.31 to 5.2 s, and torch.compile 11.6 s. "
+)
+_CHUNKS = (
+    "The peer that is 4 % faster keeps 2 GiB of logits, where this takes chunks of 2048 to 2816 rows, the fewest below "
+    "the memory's target. Tried: chunks of 256 to 4096 rows, and the products by cuTile, which the tuner takes where "
+    "they are faster: up to 4096 tokens of Qwen3-8B."
+)
+_UNTUNED = (
+    "A default config: nothing was tuned for four sequences with 32 key heads in this run. Where it was tuned, in an "
+    "earlier one (commit ee4d782), the choice was cuDNN's forward, at 601 TFLOP/s; here cuDNN's is 604 beside. The "
+    "heads of Qwen3 and Llama, which are tuned, run our own kernel at 627 (attention 1x8192). "
 )
 _DISK = (
     "Three files are read one after the other from a machine's virtual disk; the same lookup of files in memory "
@@ -48,17 +60,20 @@ EXPLAINED = {
     ),
     ("qk_norm_rope forward_backward", "qk_norm_rope 1x8192 32+8x128"): "See the backward.",
     ("linear_cross_entropy forward_backward", "linear_cross_entropy 8192x4096x128256"): (
-        "25.8 TFLOP at 661 TFLOP/s; 36 ms are 717, and cuBLAS alone holds 671 to 691 at the power limit "
-        "(`sustained.json`). The peer that is as fast keeps 2 GiB of logits, where this takes chunks of 2816 rows, the "
-        "fewest below the memory's target. Tried: chunks of 256 to 4096 rows, and the products by cuTile, which the "
-        "tuner takes where they are faster: up to 4096 tokens of Qwen3-8B."
+        "25.8 TFLOP at 655 TFLOP/s; 36 ms are 717, and cuBLAS alone holds 671 to 691 at the power limit "
+        "(`sustained.json`). By the GPU's counters (`counters.json`) cuBLAS's products keep the tensor cores 90 to 100 "
+        "% busy, so the clock is all that could make them faster; they are 33 ms where each runs alone and cool. "
+        + _CHUNKS
+    ),
+    ("linear_cross_entropy forward_backward", "linear_cross_entropy 8192x4096x151936"): (
+        "30.6 TFLOP; 36 ms were 850 TFLOP/s, more than cuBLAS reaches on products of zeros (807, `sustained.json`). "
+        + _CHUNKS
     ),
     ("training, first step over the second", "qwen3-8b 2048 tokens"): _COLD,
-    ("training, first step over the second", "qwen3-8b 4096 tokens"): _COLD,
     ("training, first step over the second", "qwen3-8b 32768 tokens, checkpointing"): _COLD,
     ("training, tokens a second", "qwen3-8b 4096 tokens"): (
-        "Reached against every peer but torch.compile layer by layer, which takes 71.8 GiB for it: 1.06 of that, 1.07 "
-        "by `tilekern-nondeterministic` (`train-compile.json`). " + _POWER + "That floor is 11600 tokens a second."
+        "Reached against every peer but torch.compile layer by layer, which takes 71.8 GiB for it: 1.05 of that "
+        "(`train-compile.json`). " + _POWER + "That floor is 11760 tokens a second."
     ),
     ("training, tokens a second", "qwen3-8b 8192 tokens"): _POWER + _FLOOR + _DETERMINISTIC,
     ("training, tokens a second", "qwen3-8b 16384 tokens"): _POWER + _FLOOR + _DETERMINISTIC,
@@ -67,8 +82,10 @@ EXPLAINED = {
         "those rows, whose launch overlaps the first kernel's end (programmatic dependent launch, which gained some). "
         "Tried without gain: rows in chunks of 1024 columns, deeper TMA pipelines (latency 3 and 8), one to four "
         "blocks an SM, two rows a step, loads without TMA, rank-3 tiles that need fewer TMA instructions, both row "
-        "sums in one reduction (kept: a barrier less). What is left looks like the fill and drain of each block's "
-        "loop of some 31 steps: with 32768 rows the same kernels reach 92 %."
+        "sums in one reduction (kept: a barrier less). By the GPU's counters (`counters.json`) the first kernel keeps "
+        "the L2 cache at 87 % of its peak rate and memory at 78 %; the second, of 5 us, neither above a quarter. What "
+        "is left looks like the second, and the fill and drain of each block's loop of some 31 steps: with 32768 rows "
+        "the same kernels reach 93 %."
     ),
     ("forward_backward with autograd", "swiglu 16x12288"): (
         _HOST + "Liger's Triton launch is what the rest saves; the forward alone takes 0.41 of Liger's."
@@ -79,9 +96,9 @@ EXPLAINED = {
     ),
     ("forward_backward with autograd", "rope 1x16 32+8x128"): (_HOST + "See the forward above for the rest."),
     ("first step over the second, fresh process", "qwen3-8b, 2 layers, 2048 tokens"): (
-        "0.39 s of it are the unpatched model's own (cuBLAS and the attention library load their kernels in the first "
-        "step); tilekern adds 0.10 s, of which ten cubins at 0.5 ms are little: the rest is likely cuda-tile's first "
-        "launch in a process."
+        "Of an earlier commit: a quarter of a second of it went into parsing kernels for the digests of their sources, "
+        "which a wheel has noted since. 0.39 s are the unpatched model's own: cuBLAS and the attention library load "
+        "their kernels in the first step."
     ),
     ("cores' time spent in tileiras", "qwen3-8b, 2048, 8192 tokens"): (
         "Sixteen cores finish in 14 s, of which the first seconds go into loading cuda-tile's front end once for all "
@@ -90,12 +107,17 @@ EXPLAINED = {
         "differ in hints alone, torch kept out of the workers, workers forked from one loaded server, long compiles "
         "first."
     ),
-    ("tuner's choices within 1 % of the best", "all problems"): _SHORT,
-    ("tuner's choices within 1 % of the next run's", "all problems"): _SHORT,
-    ("GPU time of a race, of cuda.tile's search", "all problems"): (
-        "Of problems above 100 ms of search the share is 0.15; the short ones take up to 25 ms and their first round, "
-        "whatever a search takes. It was 0.28 and 0.32 while each candidate ran once unmeasured to load its code. "
-        "Attention's backward, most of whose problems are not in this run, had 0.33 before that was mended."
+    ("tuner's choices within 1 % of the next run's", "all problems"): _REPEATED,
+    ("compile stage on all cores, of so many times one core", "qwen3-8b, whole tune"): (
+        "On sixteen cores at once the compiler takes 1.085 times as long for the same artifacts as alone, which the "
+        "stage cannot give back: 0.92 is all that is there. Of the rest 1.8 of 43.3 s go into listing the candidates "
+        "before the first compile, and 2.6 % of the workers' time into waiting for the last ones. With two cores it is "
+        "0.947 (`compile_two_cores.json`)."
+    ),
+    ("attention forward, TFLOP/s", "attention 4x4096 32+32x128 causal"): _UNTUNED,
+    ("attention backward, TFLOP/s", "attention 4x4096 32+32x128 causal"): (
+        _UNTUNED
+        + "The backward was 401 there, 1.5 of FlashAttention-2's; at 1x8192 it is 401 here as well, 1.44 of it."
     ),
     ("lookup of files that are not in memory", "200 records"): _DISK,
     ("lookup of files that are not in memory", "100,000 records"): _DISK,

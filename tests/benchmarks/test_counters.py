@@ -1,11 +1,13 @@
 """ncu's table of counters as results."""
 
+from pathlib import Path
+
 import pytest
 
 from benchmarks.counters import read_table, rows_of, short_name
 
 TABLE = """==PROF== Connected to process 7
-"ID","Kernel Name","gpu__time_duration.sum","dram__throughput.avg.pct_of_peak_sustained_elapsed",\
+"ID","Kernel Name","gpu__time_duration.sum","gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed",\
 "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active","launch__registers_per_thread"
 "","","us","%","%","register/thread"
 "0","attention_forward_Kt1_A4bf16_1v8l0","1,234.5","20.5","70","168"
@@ -44,3 +46,13 @@ def test_names_of_kernels_are_without_their_arguments(symbol, name):
 
 def test_a_run_without_kernels_has_no_rows():
     assert list(rows_of("nothing", read_table(TABLE.splitlines()[:3]))) == []
+
+
+def test_a_real_page_is_read():
+    page = Path(__file__).parent / "data" / "ncu_rms_norm_backward.csv"
+    found = {(row.case, row.metric): row.value for row in rows_of("", read_table(page.read_text().splitlines()))}
+    assert {case for case, _ in found} == {": rms_norm_backward_persistent", ": column_sum"}
+    dx = {metric: value for (case, metric), value in found.items() if "rms_norm" in case}
+    assert (dx["memory, of peak"], dx["L2 cache, of peak"], dx["multiprocessors, of peak"]) == (78.27, 87.02, 62.87)
+    assert (dx["registers a thread"], dx["waves"], dx["launches"]) == (80, 1, 1)
+    assert 40 < dx["time"] < 60
