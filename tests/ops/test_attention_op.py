@@ -164,9 +164,9 @@ def test_torch_agrees_that_the_op_is_registered_well():
         ({"softcap": -1.0}, "must be positive"),
         ({"q": (1, 22, 4, 16), "cu_seqlens": (3,)}, "packed sequences"),
         ({"cu_seqlens": torch.zeros(0, dtype=torch.int32)}, r"cu_seqlens must be \[sequences \+ 1\], got \[0\]"),
-        ({"cu_seqlens": STARTS.to("meta"), "max_seqlen": 17}, "must be on q's device cpu"),
-        ({"sinks": torch.zeros(4, device="meta")}, "must be on q's device cpu"),
-        ({"v": torch.zeros(1, 23, 2, 16, device="meta")}, "must be on q's device cpu"),
+        ({"cu_seqlens": STARTS.to("meta"), "max_seqlen": 17}, "cu_seqlens is on meta, and must be on cpu as q is"),
+        ({"sinks": torch.zeros(4, device="meta")}, "sinks is on meta, and must be on cpu as q is"),
+        ({"v": torch.zeros(1, 23, 2, 16, device="meta")}, "v is on meta, and must be on cpu as q is"),
     ],
 )
 def test_what_does_not_fit_is_refused(changes, message):

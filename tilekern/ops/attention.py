@@ -12,7 +12,7 @@ from tilekern.dispatch import Plan, count_fallback, keep, memo, plan_for
 from tilekern.kernels import attention_backward as backward_kernels
 from tilekern.kernels.attention import SPEC as _FORWARD
 from tilekern.kernels.attention_gradients import SPEC as _BACKWARD
-from tilekern.ops.registration import needs_gradient, register, register_gradient
+from tilekern.ops.registration import check_devices, needs_gradient, register, register_gradient
 from tilekern.spec import KernelSpec
 
 _DELTA, _DKDV, _DQ = backward_kernels.DELTA, backward_kernels.DKDV, backward_kernels.DQ
@@ -75,7 +75,7 @@ def attention(
         [batch, queries, heads, head_dim], contiguous; 0 where a query sees no key.
 
     Raises:
-        ValueError: the shapes do not fit, or a number is out of its range.
+        ValueError: the shapes or the devices do not fit, or a number is out of its range.
     """
     _check(q, k, v, sinks, cu_seqlens)
     call = _call(q, k, causal, scale, window, softcap, cu_seqlens, max_seqlen, deterministic)
@@ -100,8 +100,7 @@ def _check(
         raise ValueError(f"attention: one batch, and heads a multiple of the key heads, {shapes}")
     if sinks is not None and sinks.shape != q.shape[2:3]:
         raise ValueError(f"attention: sinks must have the shape [{q.shape[2]}], got {list(sinks.shape)}")
-    if any(x is not None and x.device != q.device for x in (k, v, sinks, cu_seqlens)):
-        raise ValueError(f"attention: k, v, sinks and cu_seqlens must be on q's device {q.device}")
+    check_devices("attention", q=q, k=k, v=v, sinks=sinks, cu_seqlens=cu_seqlens)
     if cu_seqlens is None:
         return
     if q.shape[0] != 1 or q.shape[1] != k.shape[1]:

@@ -9,7 +9,15 @@ import torch
 
 from tilekern.dispatch import Plan, count_fallback, keep, memo, plan_for
 from tilekern.kernels import cross_entropy as kernels
-from tilekern.ops.registration import as_rows, first_order, like_rows, needs_gradient, register, register_gradient
+from tilekern.ops.registration import (
+    as_rows,
+    check_devices,
+    first_order,
+    like_rows,
+    needs_gradient,
+    register,
+    register_gradient,
+)
 
 _FORWARD, _BACKWARD = kernels.FORWARD, kernels.BACKWARD
 _INT32 = torch.iinfo(torch.int32)
@@ -87,8 +95,7 @@ def _check(
         )
     if target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
         raise ValueError(f"cross_entropy: target must hold class indices of an integer dtype, got {target.dtype}")
-    if target.device != logits.device or (weight is not None and weight.device != logits.device):
-        raise ValueError(f"cross_entropy: target and weight must be on the logits' device {logits.device}")
+    check_devices("cross_entropy", logits=logits, target=target, weight=weight)
     if weight is not None and weight.shape != logits.shape[-1:]:
         raise ValueError(f"cross_entropy: weight must have the shape [{logits.shape[-1]}], got {list(weight.shape)}")
     if weight is not None and weight.requires_grad:

@@ -18,7 +18,7 @@ from tilekern.kernels import linear_cross_entropy as kernels
 from tilekern.kernels import scale as scaling
 from tilekern.kernels.linear_cross_entropy import LossOptions
 from tilekern.ops.cross_entropy import composed
-from tilekern.ops.registration import first_order, needs_gradient
+from tilekern.ops.registration import check_devices, first_order, needs_gradient
 
 _SPEC = kernels.SPEC
 _INT32 = torch.iinfo(torch.int32)
@@ -95,10 +95,7 @@ def _check(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, cla
         )
     if class_weight is not None and class_weight.requires_grad:
         raise ValueError("linear_cross_entropy: class_weight gets no gradient; detach it")
-    if any(x is not None and x.device != hidden.device for x in (weight, target, class_weight)):
-        raise ValueError(
-            f"linear_cross_entropy: weight, target and class_weight must be on hidden's device {hidden.device}"
-        )
+    check_devices("linear_cross_entropy", hidden=hidden, weight=weight, target=target, class_weight=class_weight)
 
 
 def _check_options(reduction: str, num_items: Any, label_smoothing: float, softcap: float | None) -> None:

@@ -36,6 +36,20 @@ def needs_gradient(*tensors: torch.Tensor) -> bool:
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
+def check_devices(op: str, **tensors: torch.Tensor | None) -> None:
+    """Refuse a tensor on another device than the first: a kernel would take its address as it is.
+
+    Where a plan was found before, nobody comes here: the tensors' ``get_device()``, cheaper than ``device``, stand in
+    the key that the plan is kept by.
+    """
+    first = next(iter(tensors.values()))
+    assert first is not None
+    device = first.device
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.device != device:
+            raise ValueError(f"{op}: {name} is on {tensor.device}, and must be on {device} as {next(iter(tensors))} is")
+
+
 def is_eager(*tensors: torch.Tensor) -> bool:
     """Whether tensors of one dtype are worked on as they are: not traced, and not cast by autocast."""
     if torch.compiler.is_compiling() or torch.is_autocast_enabled(tensors[0].device.type):
