@@ -329,8 +329,9 @@ def test_what_no_kernel_serves_runs_torch_s_own_operations_and_counts():
         ({"reduction": "max"}, r"reduction must be mean, sum or none, got 'max'"),
         ({"label_smoothing": 1.5}, r"label_smoothing must be from 0 to 1, got 1.5"),
         ({"label_smoothing": math.nan}, r"label_smoothing must be from 0 to 1"),
-        ({"softcap": 0.0}, r"softcap must be positive, got 0.0"),
-        ({"softcap": math.nan}, r"softcap must be positive"),
+        ({"softcap": 0.0}, "softcap must be positive and finite .*, got 0.0"),
+        ({"softcap": math.nan}, "softcap must be positive and finite .*, got nan"),
+        ({"softcap": math.inf}, "softcap must be positive and finite .*, got inf"),
     ],
 )
 def test_bad_input_is_refused(changes, message):

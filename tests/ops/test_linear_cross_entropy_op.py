@@ -395,7 +395,7 @@ def test_a_gradient_kernel_without_a_plan_falls_back_as_a_whole(monkeypatch):
         ({"reduction": "sum", "num_items": 3}, "num_items goes with the reduction mean, not sum"),
         ({"label_smoothing": 1.5}, "label_smoothing must be from 0 to 1, got 1.5"),
         ({"label_smoothing": math.nan}, "label_smoothing must be from 0 to 1"),
-        ({"softcap": 0.0}, "softcap must be positive, got 0.0"),
+        ({"softcap": float("inf")}, "softcap must be positive and finite .*, got inf"),
     ],
 )
 def test_bad_input_is_refused(changes, message):

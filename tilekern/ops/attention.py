@@ -12,7 +12,7 @@ from tilekern.dispatch import Plan, count_fallback, keep, memo, plan_for
 from tilekern.kernels import attention_backward as backward_kernels
 from tilekern.kernels.attention import SPEC as _FORWARD
 from tilekern.kernels.attention_gradients import SPEC as _BACKWARD
-from tilekern.ops.registration import check_devices, needs_gradient, register, register_gradient
+from tilekern.ops.registration import check_devices, check_softcap, needs_gradient, register, register_gradient
 from tilekern.spec import KernelSpec
 
 _DELTA, _DKDV, _DQ = backward_kernels.DELTA, backward_kernels.DKDV, backward_kernels.DQ
@@ -64,7 +64,7 @@ def attention(
         causal: a query sees the keys up to its own position.
         scale: of the scores; head_dim ** -0.5 where None.
         window: a query sees the keys at a distance of less than ``window``; all where None.
-        softcap: scores s become ``softcap * tanh(s / softcap)``.
+        softcap: scores s become ``softcap * tanh(s / softcap)``; positive and finite.
         sinks: [heads], a logit that each head's denominator takes in; gets a gradient.
         cu_seqlens: [sequences + 1] int32: where each of the sequences that stand one after the other in a batch of
             one begins; it starts with 0 and ends with the number of tokens. Sequences do not see each other.
@@ -96,6 +96,8 @@ def _check(
     shapes = f"got q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)}"
     if not q.dim() == k.dim() == v.dim() == 4 or k.shape[:3] != v.shape[:3] or q.shape[3] != k.shape[3]:
         raise ValueError(f"attention: q, k and v must be [batch, tokens, heads, head_dim], {shapes}")
+    if not q.shape[3]:
+        raise ValueError(f"attention: head_dim must be at least 1, {shapes}")
     if q.shape[0] != k.shape[0] or q.shape[2] % max(1, k.shape[2]):
         raise ValueError(f"attention: one batch, and heads a multiple of the key heads, {shapes}")
     if sinks is not None and sinks.shape != q.shape[2:3]:
@@ -113,8 +115,9 @@ def _call(
     q: torch.Tensor, k: torch.Tensor, causal: bool, scale: float | None, window: int | None, softcap: float | None,
     cu_seqlens: torch.Tensor | None, max_seqlen: int | None, deterministic: bool,
 ) -> Call:  # fmt: skip
-    if (window is not None and window < 1) or (softcap is not None and softcap <= 0):
-        raise ValueError(f"attention: window and softcap must be positive, got {window} and {softcap}")
+    check_softcap("attention", softcap)
+    if window is not None and window < 1:
+        raise ValueError(f"attention: window must be positive, got {window}")
     longest = max(q.shape[1], k.shape[1])
     if cu_seqlens is not None:
         longest = int(cu_seqlens.diff().max()) if max_seqlen is None else max_seqlen

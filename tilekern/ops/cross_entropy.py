@@ -12,6 +12,7 @@ from tilekern.kernels import cross_entropy as kernels
 from tilekern.ops.registration import (
     as_rows,
     check_devices,
+    check_softcap,
     first_order,
     like_rows,
     needs_gradient,
@@ -54,7 +55,7 @@ def cross_entropy(
         reduction: ``mean`` divides by the sum of the class weights of the rows that count, and is NaN where there are
             none; ``sum``; ``none`` gives the shape of ``target``.
         label_smoothing: from 0 to 1, the share of the target that goes to all classes alike.
-        softcap: replaces the logits by ``softcap * tanh(logits / softcap)``.
+        softcap: replaces the logits by ``softcap * tanh(logits / softcap)``; positive and finite.
         z_loss: adds ``z_loss * lse ** 2`` to each row that counts, where lse is the log of the sum of exponentials.
         in_place: let the backward write the gradient over the logits, for where nothing needs them after it, as when a
             matrix product has made them. Autograd notices a later use that it knows of. Leaves keep their memory, and
@@ -104,8 +105,7 @@ def _check(
         raise ValueError(f"cross_entropy: reduction must be mean, sum or none, got {reduction!r}")
     if not 0 <= label_smoothing <= 1:
         raise ValueError(f"cross_entropy: label_smoothing must be from 0 to 1, got {label_smoothing}")
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"cross_entropy: softcap must be positive, got {softcap}")
+    check_softcap("cross_entropy", softcap)
 
 
 def composed(logits: torch.Tensor, target: torch.Tensor, options: Any) -> torch.Tensor:

@@ -9,6 +9,7 @@ import torch
 
 # Kept alive for as long as the process: torch drops a library's registrations with the object.
 _LIBRARY = torch.library.Library("tilekern", "DEF")
+_LEAST_SOFTCAP, _MOST_SOFTCAP = 1e-30, 1e30
 
 
 def register(signature: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
@@ -48,6 +49,15 @@ def check_devices(op: str, **tensors: torch.Tensor | None) -> None:
     for name, tensor in tensors.items():
         if tensor is not None and tensor.device != device:
             raise ValueError(f"{op}: {name} is on {tensor.device}, and must be on {device} as {next(iter(tensors))} is")
+
+
+def check_softcap(op: str, softcap: float | None) -> None:
+    """Refuse a cap that is none: kernels divide by it and multiply by it in float32, each of which must stay finite."""
+    if softcap is not None and not _LEAST_SOFTCAP <= softcap <= _MOST_SOFTCAP:
+        raise ValueError(
+            f"{op}: softcap must be positive and finite ({_LEAST_SOFTCAP:g} to {_MOST_SOFTCAP:g}), or None for no cap, "
+            f"got {softcap}"
+        )
 
 
 def is_eager(*tensors: torch.Tensor) -> bool:
