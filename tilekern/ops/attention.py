@@ -12,6 +12,7 @@ from tilekern.dispatch import Plan, count_fallback, keep, memo, plan_for
 from tilekern.kernels import attention_backward as backward_kernels
 from tilekern.kernels.attention import SPEC as _FORWARD
 from tilekern.kernels.attention_gradients import SPEC as _BACKWARD
+from tilekern.ops.packing import check_starts
 from tilekern.ops.registration import check_devices, check_softcap, needs_gradient, register, register_gradient
 from tilekern.spec import KernelSpec
 
@@ -67,8 +68,11 @@ def attention(
         softcap: scores s become ``softcap * tanh(s / softcap)``; positive and finite.
         sinks: [heads], a logit that each head's denominator takes in; gets a gradient.
         cu_seqlens: [sequences + 1] int32: where each of the sequences that stand one after the other in a batch of
-            one begins; it starts with 0 and ends with the number of tokens. Sequences do not see each other.
-        max_seqlen: the length of the longest of them; None reads it from ``cu_seqlens``, which waits for the device.
+            one begins; it starts with 0, never falls, and ends with the number of tokens. Sequences do not see each
+            other. Values on the CPU are checked; on a GPU they are not, as that would wait for the device, and with
+            others the results mean nothing.
+        max_seqlen: at least the length of the longest of them, and checked as they are; None reads it from
+            ``cu_seqlens``, which waits for the device.
         deterministic: whether gradients must be the same, bit for bit, in every run. The kernels' always are.
 
     Returns:
@@ -103,12 +107,8 @@ def _check(
     if sinks is not None and sinks.shape != q.shape[2:3]:
         raise ValueError(f"attention: sinks must have the shape [{q.shape[2]}], got {list(sinks.shape)}")
     check_devices("attention", q=q, k=k, v=v, sinks=sinks, cu_seqlens=cu_seqlens)
-    if cu_seqlens is None:
-        return
-    if q.shape[0] != 1 or q.shape[1] != k.shape[1]:
+    if cu_seqlens is not None and (q.shape[0] != 1 or q.shape[1] != k.shape[1]):
         raise ValueError(f"attention: packed sequences need a batch of one and as many queries as keys, {shapes}")
-    if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
-        raise ValueError(f"attention: cu_seqlens must be [sequences + 1], got {list(cu_seqlens.shape)}")
 
 
 def _call(
@@ -120,6 +120,7 @@ def _call(
         raise ValueError(f"attention: window must be positive, got {window}")
     longest = max(q.shape[1], k.shape[1])
     if cu_seqlens is not None:
+        check_starts("attention", cu_seqlens, q.shape[1], max_seqlen)
         longest = int(cu_seqlens.diff().max()) if max_seqlen is None else max_seqlen
     # A window that holds every key is none, which needs no mask.
     short = window if window is not None and window < longest else None
