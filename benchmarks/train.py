@@ -25,6 +25,7 @@ from benchmarks.providers import OURS
 from benchmarks.results import Results, Row
 from benchmarks.trainers import NO_PATCHES, full_name, trainer_named
 from benchmarks.training import Job, Line
+from tilekern.errors import InputError
 from tuning.models import resolve_model
 from tuning.timing import Timing
 
@@ -53,7 +54,7 @@ def measure(job: Job, providers: Sequence[str], keep: Keep, say: Say) -> tuple[R
         say: told what is done at the moment.
 
     Raises:
-        InputError: an unknown provider or model.
+        InputError: an unknown provider or model, or no provider took a step at any length.
     """
     for provider in providers:
         trainer_named(provider)
@@ -61,6 +62,7 @@ def measure(job: Job, providers: Sequence[str], keep: Keep, say: Say) -> tuple[R
     run = facts() | {"model": name_of(job.model), "layers": layers, "warm_up": job.warm_up}
     notes = run["notes"]
     notes.append(NO_PATCHES)
+    before = len(notes)
     figures, profile = Results(run), Results(run)
     for provider in providers:
         try:
@@ -73,6 +75,8 @@ def measure(job: Job, providers: Sequence[str], keep: Keep, say: Say) -> tuple[R
         figures.rows.extend(row for line in lines for row in rows_of(line, name, job))
         profile.rows.extend(profile_rows(lines, name, job))
         keep(figures, profile)
+    if not figures.rows:
+        raise InputError(f"nothing was measured, and nothing is written: {'; '.join(notes[before:])}")
     notes.extend(odd_losses(figures))
     return figures, profile
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 
 import pytest
@@ -47,6 +48,20 @@ def test_a_tiny_model_is_trained_on_the_cpu_from_the_command_line(tiny, tmp_path
     assert "quack left out" in notes
     assert "not measured" not in notes
     assert "tokens_per_s" in capsys.readouterr().out
+
+
+def test_where_every_provider_fails_that_is_an_error_and_nothing_is_written(tiny, tmp_path, monkeypatch, capsys):
+    out, broken = tmp_path / "out", tmp_path / "broken"
+    broken.mkdir()
+    (broken / "transformers.py").write_text("raise ImportError('a broken installation')")
+    monkeypatch.setenv("PYTHONPATH", str(broken), prepend=os.pathsep)
+    arguments = ["--device", "cpu", "--tokens", "8", "--providers", "tilekern,hf-sdpa-flash"]
+    assert main(["train", str(tiny), "--out", str(out), *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert error.startswith("error: nothing was measured, and nothing is written: tilekern: ended with ")
+    assert error.count("ImportError: a broken installation; not measured: 8") == 2
+    assert not out.exists()
 
 
 @pytest.mark.parametrize(

@@ -183,6 +183,14 @@ def test_a_call_costs_the_host_little(op, graded):
     assert best < 100e-6, f"{best * 1e6:.0f} us a call"
 
 
+@every_op
+def test_a_tensor_on_the_host_is_refused_where_the_plan_is_known(op):
+    inputs = on_gpu(inputs_of(op, SHAPES[op.name], [torch.bfloat16], ["contiguous"]))
+    op.run(*inputs)
+    with pytest.raises(ValueError, match="is on cpu, and must be on cuda:0"):
+        op.run(*inputs[:-1], inputs[-1].detach().cpu().requires_grad_(inputs[-1].requires_grad))
+
+
 def test_a_call_does_not_wait_for_the_gpu():
     x = torch.randn(61, 80, device="cuda", dtype=torch.bfloat16)
     weight = torch.ones(80, device="cuda", dtype=torch.bfloat16)

@@ -1,6 +1,7 @@
 """attention against the same formula in float64: through its kernels, through torch's operations, and compiled."""
 
 import importlib
+import math
 import types
 
 import pytest
@@ -14,7 +15,13 @@ module = importlib.import_module("tilekern.ops.attention")
 attention = module.attention
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-STARTS = torch.tensor([0, 5, 6, 23], dtype=torch.int32)
+
+
+def starts(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+STARTS = starts(0, 5, 6, 23)
 CASES = {
     "causal": {},
     "full": {"causal": False},
@@ -151,6 +158,13 @@ def test_torch_agrees_that_the_op_is_registered_well():
     torch.library.opcheck(module._op, (q, k, v, None, None, *numbers), test_utils=("test_schema", "test_faketensor"))
 
 
+@pytest.mark.parametrize("softcap", [1e-30, 1e30])
+def test_the_least_and_the_most_soft_cap_give_numbers(softcap):
+    q, k, v = (torch.randn(1, 23, 2, 16) for _ in range(3))
+    out = attention(q, k, v, softcap=softcap)
+    torch.testing.assert_close(out, attention(q, k, v) if softcap > 1 else attention(0 * q, k, v))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -160,13 +174,21 @@ def test_torch_agrees_that_the_op_is_registered_well():
         ({"q": (2, 23, 4, 16)}, "one batch"),
         ({"q": (1, 23, 5, 16)}, "multiple of the key heads"),
         ({"sinks": (3,)}, r"sinks must have the shape \[4\]"),
-        ({"window": 0}, "must be positive"),
-        ({"softcap": -1.0}, "must be positive"),
+        ({"window": 0}, "window must be positive, got 0"),
+        ({"softcap": -1.0}, "softcap must be positive and finite .*, got -1.0"),
+        ({"softcap": math.inf}, "softcap must be positive and finite .*, got inf"),
+        ({"softcap": math.nan}, "softcap must be positive and finite .*, got nan"),
+        ({"q": (1, 23, 4, 0), "k": (1, 23, 2, 0), "v": (1, 23, 2, 0)}, "head_dim must be at least 1"),
         ({"q": (1, 22, 4, 16), "cu_seqlens": (3,)}, "packed sequences"),
         ({"cu_seqlens": torch.zeros(0, dtype=torch.int32)}, r"cu_seqlens must be \[sequences \+ 1\], got \[0\]"),
-        ({"cu_seqlens": STARTS.to("meta"), "max_seqlen": 17}, "must be on q's device cpu"),
-        ({"sinks": torch.zeros(4, device="meta")}, "must be on q's device cpu"),
-        ({"v": torch.zeros(1, 23, 2, 16, device="meta")}, "must be on q's device cpu"),
+        ({"cu_seqlens": starts(1, 5, 23)}, "it starts with 1, its least step is 4, and it ends with 23"),
+        ({"cu_seqlens": starts(0, 9, 5, 23)}, "never fall, .* its least step is -4"),
+        ({"cu_seqlens": starts(0, 5, 22)}, "end with 23, the number of tokens; .* and it ends with 22"),
+        ({"cu_seqlens": starts(0, 5, 24)}, "and it ends with 24"),
+        ({"cu_seqlens": STARTS, "max_seqlen": 16}, "the longest sequence has 17 tokens, got max_seqlen 16"),
+        ({"cu_seqlens": STARTS.to("meta"), "max_seqlen": 17}, "cu_seqlens is on meta, and must be on cpu as q is"),
+        ({"sinks": torch.zeros(4, device="meta")}, "sinks is on meta, and must be on cpu as q is"),
+        ({"v": torch.zeros(1, 23, 2, 16, device="meta")}, "v is on meta, and must be on cpu as q is"),
     ],
 )
 def test_what_does_not_fit_is_refused(changes, message):

@@ -323,14 +323,15 @@ def test_what_no_kernel_serves_runs_torch_s_own_operations_and_counts():
         ({"target": torch.zeros(3, 8)}, r"target must have the shape"),
         ({"target": torch.zeros(3)}, r"integer dtype, got torch.float32"),
         ({"target": torch.zeros(3, dtype=torch.bool)}, r"integer dtype, got torch.bool"),
-        ({"target": torch.zeros(3, dtype=torch.long, device="meta")}, r"must be on the logits' device cpu"),
+        ({"target": torch.zeros(3, dtype=torch.long, device="meta")}, "target is on meta, and must be on cpu"),
         ({"weight": torch.ones(7)}, r"weight must have the shape \[8\], got \[7\]"),
         ({"weight": torch.ones(8, requires_grad=True)}, r"weight gets no gradient"),
         ({"reduction": "max"}, r"reduction must be mean, sum or none, got 'max'"),
         ({"label_smoothing": 1.5}, r"label_smoothing must be from 0 to 1, got 1.5"),
         ({"label_smoothing": math.nan}, r"label_smoothing must be from 0 to 1"),
-        ({"softcap": 0.0}, r"softcap must be positive, got 0.0"),
-        ({"softcap": math.nan}, r"softcap must be positive"),
+        ({"softcap": 0.0}, "softcap must be positive and finite .*, got 0.0"),
+        ({"softcap": math.nan}, "softcap must be positive and finite .*, got nan"),
+        ({"softcap": math.inf}, "softcap must be positive and finite .*, got inf"),
     ],
 )
 def test_bad_input_is_refused(changes, message):

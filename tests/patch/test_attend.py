@@ -1,6 +1,7 @@
 """The attention function behind ``attn_implementation="tilekern"``, as transformers and its models call it."""
 
 import functools
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from tilekern.errors import InputError
 from tilekern.patch import attention as implementation
 from tilekern.patch import registry
 
+README = Path(__file__).parents[2] / "README.md"
 pytestmark = pytest.mark.usefixtures("interpreted")
 WINDOW = {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1}
 PACKED = torch.tensor([0, 3, 4, 7], dtype=torch.int32)
@@ -108,6 +110,27 @@ def test_a_model_that_asks_for_no_attention_function_is_refused():
     """Bloom reads the mask itself, and where that is None lets each token see those after it."""
     with pytest.raises(InputError, match='BloomModel computes its attention by itself; use "eager"'):
         tiny("bloom", "tilekern")(torch.arange(3, 12)[None])
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "more"),
+    [
+        ("GPT-J", "gptj", {"rotary_dim": 8}),
+        ("GPT-Neo", "gpt_neo", {"attention_types": [[["global", "local"], 1]]}),
+        ("Falcon", "falcon", {}),
+    ],
+)
+def test_a_model_with_classes_for_each_attention_is_in_the_readme(family, kind, more):
+    """What the README says of it holds: transformers' own error with the name, and a model without it."""
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    (row,) = (line for line in README.read_text().splitlines() if "`KeyError: 'tilekern'`" in line)
+    assert family in row
+    sizes = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = CONFIG_MAPPING[kind](**sizes, **more)
+    AutoModelForCausalLM.from_config(config)
+    with pytest.raises(KeyError, match=r"^'tilekern'$"):
+        AutoModelForCausalLM.from_config(config, attn_implementation="tilekern")
 
 
 @pytest.mark.parametrize(("keys", "batch"), [(9, 1), (7, 2)])

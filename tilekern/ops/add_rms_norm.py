@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 from tilekern.dispatch import Plan, count_fallback, keep, memo, plan_for
 from tilekern.kernels import add_rms_norm as kernels
 from tilekern.kernels import column_sum
-from tilekern.ops.registration import as_rows, like_rows, needs_gradient, register, register_gradient
+from tilekern.ops.registration import as_rows, check_devices, like_rows, needs_gradient, register, register_gradient
 from tilekern.ops.rms_norm import rms_norm
 
 _FORWARD, _BACKWARD, _SUM = kernels.FORWARD, kernels.BACKWARD, column_sum.SPEC
@@ -32,7 +32,8 @@ def add_rms_norm(residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, 
         ``weight`` to; both contiguous.
 
     Raises:
-        ValueError: the shapes of ``residual`` and ``x`` differ, or ``weight`` does not have one value for each column.
+        ValueError: the shapes of ``residual`` and ``x`` differ, ``weight`` does not have one value for each column, or
+            the devices differ.
     """
     if torch.compiler.is_compiling():
         _check(residual, x, weight)
@@ -53,6 +54,7 @@ def _check(residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> Non
         )
     if weight.dim() != 1 or weight.shape[0] != x.shape[-1]:
         raise ValueError(f"add_rms_norm: weight must have the shape [{x.shape[-1]}], got {list(weight.shape)}")
+    check_devices("add_rms_norm", residual=residual, x=x, weight=weight)
 
 
 def fallback(residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float) -> Pair:
@@ -66,7 +68,8 @@ def _plans(residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *, bac
     """Plans of the forward and, where asked for, of the backward and its sum; None where torch must do the work."""
     if not x.is_cuda:
         return _find_plans(residual, x, weight, backward=backward)
-    key = (residual.shape, x.shape, weight.shape, residual.dtype, x.dtype, weight.dtype, x.device, backward)
+    devices = (residual.get_device(), x.get_device(), weight.get_device())
+    key = (residual.shape, x.shape, weight.shape, residual.dtype, x.dtype, weight.dtype, devices, backward)
     try:
         return _memo[key]
     except KeyError:

@@ -12,7 +12,8 @@ from tilekern.dispatch import Plan, count_fallback, keep, memo, plan_for
 from tilekern.kernels import attention_backward as backward_kernels
 from tilekern.kernels.attention import SPEC as _FORWARD
 from tilekern.kernels.attention_gradients import SPEC as _BACKWARD
-from tilekern.ops.registration import needs_gradient, register, register_gradient
+from tilekern.ops.packing import check_starts
+from tilekern.ops.registration import check_devices, check_softcap, needs_gradient, register, register_gradient
 from tilekern.spec import KernelSpec
 
 _DELTA, _DKDV, _DQ = backward_kernels.DELTA, backward_kernels.DKDV, backward_kernels.DQ
@@ -64,18 +65,21 @@ def attention(
         causal: a query sees the keys up to its own position.
         scale: of the scores; head_dim ** -0.5 where None.
         window: a query sees the keys at a distance of less than ``window``; all where None.
-        softcap: scores s become ``softcap * tanh(s / softcap)``.
+        softcap: scores s become ``softcap * tanh(s / softcap)``; positive and finite.
         sinks: [heads], a logit that each head's denominator takes in; gets a gradient.
         cu_seqlens: [sequences + 1] int32: where each of the sequences that stand one after the other in a batch of
-            one begins; it starts with 0 and ends with the number of tokens. Sequences do not see each other.
-        max_seqlen: the length of the longest of them; None reads it from ``cu_seqlens``, which waits for the device.
+            one begins; it starts with 0, never falls, and ends with the number of tokens. Sequences do not see each
+            other. Values on the CPU are checked; on a GPU they are not, as that would wait for the device, and with
+            others the results mean nothing.
+        max_seqlen: at least the length of the longest of them, and checked as they are; None reads it from
+            ``cu_seqlens``, which waits for the device.
         deterministic: whether gradients must be the same, bit for bit, in every run. The kernels' always are.
 
     Returns:
         [batch, queries, heads, head_dim], contiguous; 0 where a query sees no key.
 
     Raises:
-        ValueError: the shapes do not fit, or a number is out of its range.
+        ValueError: the shapes or the devices do not fit, or a number is out of its range.
     """
     _check(q, k, v, sinks, cu_seqlens)
     call = _call(q, k, causal, scale, window, softcap, cu_seqlens, max_seqlen, deterministic)
@@ -96,28 +100,27 @@ def _check(
     shapes = f"got q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)}"
     if not q.dim() == k.dim() == v.dim() == 4 or k.shape[:3] != v.shape[:3] or q.shape[3] != k.shape[3]:
         raise ValueError(f"attention: q, k and v must be [batch, tokens, heads, head_dim], {shapes}")
+    if not q.shape[3]:
+        raise ValueError(f"attention: head_dim must be at least 1, {shapes}")
     if q.shape[0] != k.shape[0] or q.shape[2] % max(1, k.shape[2]):
         raise ValueError(f"attention: one batch, and heads a multiple of the key heads, {shapes}")
     if sinks is not None and sinks.shape != q.shape[2:3]:
         raise ValueError(f"attention: sinks must have the shape [{q.shape[2]}], got {list(sinks.shape)}")
-    if any(x is not None and x.device != q.device for x in (k, v, sinks, cu_seqlens)):
-        raise ValueError(f"attention: k, v, sinks and cu_seqlens must be on q's device {q.device}")
-    if cu_seqlens is None:
-        return
-    if q.shape[0] != 1 or q.shape[1] != k.shape[1]:
+    check_devices("attention", q=q, k=k, v=v, sinks=sinks, cu_seqlens=cu_seqlens)
+    if cu_seqlens is not None and (q.shape[0] != 1 or q.shape[1] != k.shape[1]):
         raise ValueError(f"attention: packed sequences need a batch of one and as many queries as keys, {shapes}")
-    if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
-        raise ValueError(f"attention: cu_seqlens must be [sequences + 1], got {list(cu_seqlens.shape)}")
 
 
 def _call(
     q: torch.Tensor, k: torch.Tensor, causal: bool, scale: float | None, window: int | None, softcap: float | None,
     cu_seqlens: torch.Tensor | None, max_seqlen: int | None, deterministic: bool,
 ) -> Call:  # fmt: skip
-    if (window is not None and window < 1) or (softcap is not None and softcap <= 0):
-        raise ValueError(f"attention: window and softcap must be positive, got {window} and {softcap}")
+    check_softcap("attention", softcap)
+    if window is not None and window < 1:
+        raise ValueError(f"attention: window must be positive, got {window}")
     longest = max(q.shape[1], k.shape[1])
     if cu_seqlens is not None:
+        check_starts("attention", cu_seqlens, q.shape[1], max_seqlen)
         longest = int(cu_seqlens.diff().max()) if max_seqlen is None else max_seqlen
     # A window that holds every key is none, which needs no mask.
     short = window if window is not None and window < longest else None

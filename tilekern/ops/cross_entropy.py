@@ -9,7 +9,16 @@ import torch
 
 from tilekern.dispatch import Plan, count_fallback, keep, memo, plan_for
 from tilekern.kernels import cross_entropy as kernels
-from tilekern.ops.registration import as_rows, first_order, like_rows, needs_gradient, register, register_gradient
+from tilekern.ops.registration import (
+    as_rows,
+    check_devices,
+    check_softcap,
+    first_order,
+    like_rows,
+    needs_gradient,
+    register,
+    register_gradient,
+)
 
 _FORWARD, _BACKWARD = kernels.FORWARD, kernels.BACKWARD
 _INT32 = torch.iinfo(torch.int32)
@@ -46,7 +55,7 @@ def cross_entropy(
         reduction: ``mean`` divides by the sum of the class weights of the rows that count, and is NaN where there are
             none; ``sum``; ``none`` gives the shape of ``target``.
         label_smoothing: from 0 to 1, the share of the target that goes to all classes alike.
-        softcap: replaces the logits by ``softcap * tanh(logits / softcap)``.
+        softcap: replaces the logits by ``softcap * tanh(logits / softcap)``; positive and finite.
         z_loss: adds ``z_loss * lse ** 2`` to each row that counts, where lse is the log of the sum of exponentials.
         in_place: let the backward write the gradient over the logits, for where nothing needs them after it, as when a
             matrix product has made them. Autograd notices a later use that it knows of. Leaves keep their memory, and
@@ -87,8 +96,7 @@ def _check(
         )
     if target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
         raise ValueError(f"cross_entropy: target must hold class indices of an integer dtype, got {target.dtype}")
-    if target.device != logits.device or (weight is not None and weight.device != logits.device):
-        raise ValueError(f"cross_entropy: target and weight must be on the logits' device {logits.device}")
+    check_devices("cross_entropy", logits=logits, target=target, weight=weight)
     if weight is not None and weight.shape != logits.shape[-1:]:
         raise ValueError(f"cross_entropy: weight must have the shape [{logits.shape[-1]}], got {list(weight.shape)}")
     if weight is not None and weight.requires_grad:
@@ -97,8 +105,7 @@ def _check(
         raise ValueError(f"cross_entropy: reduction must be mean, sum or none, got {reduction!r}")
     if not 0 <= label_smoothing <= 1:
         raise ValueError(f"cross_entropy: label_smoothing must be from 0 to 1, got {label_smoothing}")
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"cross_entropy: softcap must be positive, got {softcap}")
+    check_softcap("cross_entropy", softcap)
 
 
 def composed(logits: torch.Tensor, target: torch.Tensor, options: Any) -> torch.Tensor:

@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from tilekern.dispatch import Plan, keep, memo, plan_for
 from tilekern.kernels import swiglu as kernels
 from tilekern.ops.projections import input_gradient
-from tilekern.ops.registration import is_eager, needs_gradient
+from tilekern.ops.registration import check_devices, is_eager, needs_gradient
 from tilekern.ops.swiglu import swiglu
 
 _plans: dict[Any, tuple[Plan, Plan] | None] = memo()
@@ -32,23 +32,30 @@ def gated_mlp(
 
     Returns:
         [..., hidden].
+
+    Raises:
+        ValueError: the devices differ.
     """
     weights = (gate_weight, up_weight, down_weight)
     plans = None
     if is_eager(x, *weights) and needs_gradient(x, *weights):
-        plans = _found(x, gate_weight)
+        plans = _found(x, *weights)
     if plans is None:
         gate, up = (torch.nn.functional.linear(x, weight) for weight in weights[:2])
         return torch.nn.functional.linear(swiglu(gate, up), down_weight)
     return _GatedMlp.apply(x, *weights, plans)
 
 
-def _found(x: torch.Tensor, weight: torch.Tensor) -> tuple[Plan, Plan] | None:
-    key = (x.shape, weight.shape, x.dtype, x.device)
+def _found(
+    x: torch.Tensor, gate_weight: torch.Tensor, up_weight: torch.Tensor, down_weight: torch.Tensor
+) -> tuple[Plan, Plan] | None:
+    devices = (x.get_device(), gate_weight.get_device(), up_weight.get_device(), down_weight.get_device())
+    key = (x.shape, gate_weight.shape, x.dtype, devices)
     try:
         return _plans[key]
     except KeyError:
-        found = _find(x, weight)
+        check_devices("gated_mlp", x=x, gate_weight=gate_weight, up_weight=up_weight, down_weight=down_weight)
+        found = _find(x, gate_weight)
         return keep(_plans, key, found) if x.is_cuda else found
 
 

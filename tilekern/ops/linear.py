@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from tilekern.dispatch import Plan, count_fallback, keep, memo, plan_for
 from tilekern.kernels.linear import MOST_ELEMENTS, SPEC, sizes
-from tilekern.ops.registration import as_rows, needs_gradient, register, register_gradient
+from tilekern.ops.registration import as_rows, check_devices, needs_gradient, register, register_gradient
 
 # The forward's plan, and those of the gradients of x and of the weight where they are asked for.
 Plans = tuple[Plan, Plan | None, Plan | None]
@@ -37,7 +37,7 @@ def linear(
         [..., out_features], contiguous.
 
     Raises:
-        ValueError: shapes do not fit, or the activation is unknown.
+        ValueError: shapes or devices do not fit, or the activation is unknown.
     """
     compiling = torch.compiler.is_compiling()
     if torch.is_autocast_enabled(x.device.type):
@@ -69,6 +69,7 @@ def _check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, act
         raise ValueError(f"linear: bias must have the shape {list(weight.shape[:1])}, got {list(bias.shape)}")
     if activation not in _ACTIVATIONS:
         raise ValueError(f"linear: activation must be one of {_ACTIVATIONS}, got {activation!r}")
+    check_devices("linear", x=x, weight=weight, bias=bias)
 
 
 def fallback(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None) -> torch.Tensor:
@@ -98,8 +99,9 @@ def _plans(
     if not x.is_cuda:
         _check(x, weight, bias, activation)
         return _find_plans(x, weight, bias, inside, wanted)
-    added = None if bias is None else (bias.shape, bias.dtype, bias.device)
-    key = (x.shape, weight.shape, x.dtype, weight.dtype, x.device, weight.device, added, activation, graded, wanted)
+    added = None if bias is None else (bias.shape, bias.dtype, bias.get_device())
+    devices = (x.get_device(), weight.get_device())
+    key = (x.shape, weight.shape, x.dtype, weight.dtype, devices, added, activation, graded, wanted)
     try:
         return _memo[key]
     except KeyError:
@@ -111,7 +113,7 @@ def _find_plans(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, inside: str | None, wanted: tuple[bool, bool]
 ) -> Plans | None:
     others = [weight] if bias is None else [weight, bias]
-    if any(other.dtype != x.dtype or other.device != x.device for other in others):
+    if any(other.dtype != x.dtype for other in others):
         return None
     out, features = weight.shape
     if not x.numel() or not out:

@@ -18,7 +18,7 @@ from tilekern.kernels import linear_cross_entropy as kernels
 from tilekern.kernels import scale as scaling
 from tilekern.kernels.linear_cross_entropy import LossOptions
 from tilekern.ops.cross_entropy import composed
-from tilekern.ops.registration import first_order, needs_gradient
+from tilekern.ops.registration import check_devices, check_softcap, first_order, needs_gradient
 
 _SPEC = kernels.SPEC
 _INT32 = torch.iinfo(torch.int32)
@@ -42,7 +42,7 @@ def linear_cross_entropy(
         ignore_index: the target of rows that do not count.
         reduction: ``mean``, ``sum`` or ``none``. ``none`` makes the logits twice, once for each direction.
         label_smoothing: the share of the target that is spread evenly over the vocabulary.
-        softcap: logits become ``softcap * tanh(logits / softcap)``.
+        softcap: logits become ``softcap * tanh(logits / softcap)``; positive and finite.
         z_loss: weight of ``logsumexp(logits)^2``.
         num_items: what ``mean`` divides by in place of the (weighted) number of rows that count, as Hugging Face's
             ``num_items_in_batch``.
@@ -95,10 +95,7 @@ def _check(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, cla
         )
     if class_weight is not None and class_weight.requires_grad:
         raise ValueError("linear_cross_entropy: class_weight gets no gradient; detach it")
-    if any(x is not None and x.device != hidden.device for x in (weight, target, class_weight)):
-        raise ValueError(
-            f"linear_cross_entropy: weight, target and class_weight must be on hidden's device {hidden.device}"
-        )
+    check_devices("linear_cross_entropy", hidden=hidden, weight=weight, target=target, class_weight=class_weight)
 
 
 def _check_options(reduction: str, num_items: Any, label_smoothing: float, softcap: float | None) -> None:
@@ -108,8 +105,7 @@ def _check_options(reduction: str, num_items: Any, label_smoothing: float, softc
         raise ValueError(f"linear_cross_entropy: num_items goes with the reduction mean, not {reduction}")
     if not 0 <= label_smoothing <= 1:
         raise ValueError(f"linear_cross_entropy: label_smoothing must be from 0 to 1, got {label_smoothing}")
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"linear_cross_entropy: softcap must be positive, got {softcap}")
+    check_softcap("linear_cross_entropy", softcap)
 
 
 def _factor(

@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 from tilekern.dispatch import Plan, count_fallback, keep, memo, plan_for
 from tilekern.kernels import column_sum, qk_norm_rope_backward
 from tilekern.kernels import qk_norm_rope as kernels
-from tilekern.ops.registration import needs_gradient, register, register_gradient
+from tilekern.ops.registration import check_devices, needs_gradient, register, register_gradient
 
 _FORWARD, _BACKWARD, _SUM = kernels.SPEC, qk_norm_rope_backward.SPEC, column_sum.SPEC
 Tensors = tuple[torch.Tensor, ...]
@@ -43,7 +43,7 @@ def qk_norm_rope(
         The new q and k in the layout of the arguments, in the dtype that torch promotes q, its weight and cos to.
 
     Raises:
-        ValueError: the shapes do not go together.
+        ValueError: the shapes do not go together, or the devices differ.
     """
     if cos.dim() == 2:
         cos, sin = cos.unsqueeze(0), sin.unsqueeze(0)
@@ -86,6 +86,7 @@ def _check(
             f"qk_norm_rope: cos {list(cos.shape)} and sin {list(sin.shape)} must have one shape, [1 or {batch}, "
             f"{tokens}, {size} or {size // 2}], with an even head size"
         )
+    check_devices("qk_norm_rope", q=q, k=k, q_weight=q_weight, k_weight=k_weight, cos=cos, sin=sin)
 
 
 def fallback(
@@ -132,7 +133,8 @@ def _plans(given: Tensors, *, backward: bool) -> Plans | None:
         return _find_plans(given, backward=backward)
     q, k, q_weight, k_weight, cos, sin = given
     shapes = (q.shape, k.shape, q_weight.shape, k_weight.shape, cos.shape, sin.shape)
-    key = (shapes, q.dtype, k.dtype, q_weight.dtype, k_weight.dtype, cos.dtype, sin.dtype, q.device, backward)
+    dtypes = (q.dtype, k.dtype, q_weight.dtype, k_weight.dtype, cos.dtype, sin.dtype)
+    key = (shapes, dtypes, tuple([x.get_device() for x in given]), backward)
     try:
         return _memo[key]
     except KeyError:

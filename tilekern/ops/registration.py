@@ -9,6 +9,7 @@ import torch
 
 # Kept alive for as long as the process: torch drops a library's registrations with the object.
 _LIBRARY = torch.library.Library("tilekern", "DEF")
+_LEAST_SOFTCAP, _MOST_SOFTCAP = 1e-30, 1e30
 
 
 def register(signature: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
@@ -34,6 +35,29 @@ def register_gradient(op: Any, backward: Callable[..., Any], save: Callable[...,
 def needs_gradient(*tensors: torch.Tensor) -> bool:
     """Whether autograd has to know of an op on these tensors."""
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+def check_devices(op: str, **tensors: torch.Tensor | None) -> None:
+    """Refuse a tensor on another device than the first: a kernel would take its address as it is.
+
+    Where a plan was found before, nobody comes here: the tensors' ``get_device()``, cheaper than ``device``, stand in
+    the key that the plan is kept by.
+    """
+    first = next(iter(tensors.values()))
+    assert first is not None
+    device = first.device
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.device != device:
+            raise ValueError(f"{op}: {name} is on {tensor.device}, and must be on {device} as {next(iter(tensors))} is")
+
+
+def check_softcap(op: str, softcap: float | None) -> None:
+    """Refuse a cap that is none: kernels divide by it and multiply by it in float32, each of which must stay finite."""
+    if softcap is not None and not _LEAST_SOFTCAP <= softcap <= _MOST_SOFTCAP:
+        raise ValueError(
+            f"{op}: softcap must be positive and finite ({_LEAST_SOFTCAP:g} to {_MOST_SOFTCAP:g}), or None for no cap, "
+            f"got {softcap}"
+        )
 
 
 def is_eager(*tensors: torch.Tensor) -> bool:

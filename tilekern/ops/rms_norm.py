@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 from tilekern.dispatch import Plan, count_fallback, keep, memo, plan_for
 from tilekern.kernels import column_sum
 from tilekern.kernels import rms_norm as kernels
-from tilekern.ops.registration import as_rows, like_rows, register, register_gradient
+from tilekern.ops.registration import as_rows, check_devices, like_rows, register, register_gradient
 
 _FORWARD, _BACKWARD, _SUM = kernels.FORWARD, kernels.BACKWARD, column_sum.SPEC
 Plans = tuple[Plan, Plan | None, Plan | None]
@@ -29,7 +29,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.
         [..., columns] in the dtype that torch promotes ``x`` and ``weight`` to, contiguous.
 
     Raises:
-        ValueError: ``weight`` does not have one value for each column.
+        ValueError: ``weight`` does not have one value for each column, or is on another device.
     """
     if torch.compiler.is_compiling():
         _check(x, weight)
@@ -47,6 +47,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.
 def _check(x: torch.Tensor, weight: torch.Tensor) -> None:
     if weight.dim() != 1 or weight.shape[0] != x.shape[-1]:
         raise ValueError(f"rms_norm: weight must have the shape [{x.shape[-1]}], got {list(weight.shape)}")
+    check_devices("rms_norm", x=x, weight=weight)
 
 
 def fallback(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -61,7 +62,7 @@ def _plans(x: torch.Tensor, weight: torch.Tensor, *, backward: bool) -> Plans | 
     """Plans of the forward and, where asked for, of the backward and its sum; None where torch must do the work."""
     if not x.is_cuda:
         return _find_plans(x, weight, backward=backward)
-    key = (x.shape, weight.shape, x.dtype, weight.dtype, x.device, backward)
+    key = (x.shape, weight.shape, x.dtype, weight.dtype, x.get_device(), weight.get_device(), backward)
     try:
         return _memo[key]
     except KeyError:

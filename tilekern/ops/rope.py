@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from tilekern.dispatch import Plan, count_fallback, keep, memo, plan_for
 from tilekern.kernels import rope as kernels
-from tilekern.ops.registration import needs_gradient, register, register_gradient
+from tilekern.ops.registration import check_devices, needs_gradient, register, register_gradient
 
 _SPEC = kernels.SPEC
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -32,7 +32,7 @@ def rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
         The rotated q and k in the layout of their inputs, in the dtype that torch promotes q and cos to.
 
     Raises:
-        ValueError: the shapes do not go together.
+        ValueError: the shapes do not go together, or the devices differ.
     """
     if cos.dim() == 2:
         cos, sin = cos.unsqueeze(0), sin.unsqueeze(0)
@@ -58,6 +58,7 @@ def _check(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tenso
             f"rope: cos {list(cos.shape)} and sin {list(sin.shape)} must have one shape and dtype, "
             f"[1 or {batch}, {tokens}, {size} or {size // 2}] with an even head size"
         )
+    check_devices("rope", q=q, k=k, cos=cos, sin=sin)
 
 
 def fallback(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Pair:
@@ -80,7 +81,8 @@ def _plans(
     """Plans of the rotation and, where asked for, of its inverse; None where torch must do the work."""
     if not q.is_cuda:
         return _find_plans(q, k, cos, sin, full, backward=backward)
-    key = (q.shape, k.shape, cos.shape, sin.shape, q.dtype, k.dtype, cos.dtype, sin.dtype, q.device, full, backward)
+    devices = (q.get_device(), k.get_device(), cos.get_device(), sin.get_device())
+    key = (q.shape, k.shape, cos.shape, sin.shape, q.dtype, k.dtype, cos.dtype, sin.dtype, devices, full, backward)
     try:
         return _memo[key]
     except KeyError:

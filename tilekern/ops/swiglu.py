@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from tilekern.dispatch import Plan, count_fallback, keep, memo, plan_for
 from tilekern.kernels import swiglu as kernels
-from tilekern.ops.registration import as_rows, like_rows, needs_gradient, register, register_gradient
+from tilekern.ops.registration import as_rows, check_devices, like_rows, needs_gradient, register, register_gradient
 
 _FORWARD, _BACKWARD = kernels.FORWARD, kernels.BACKWARD
 Plans = tuple[Plan, Plan | None]
@@ -26,7 +26,7 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         [..., columns], contiguous.
 
     Raises:
-        ValueError: the shapes differ.
+        ValueError: the shapes or the devices differ.
     """
     if torch.compiler.is_compiling():
         _check(gate, up)
@@ -43,6 +43,7 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 def _check(gate: torch.Tensor, up: torch.Tensor) -> None:
     if gate.shape != up.shape:
         raise ValueError(f"swiglu: gate and up must have one shape, got {list(gate.shape)} and {list(up.shape)}")
+    check_devices("swiglu", gate=gate, up=up)
 
 
 def fallback(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -55,7 +56,7 @@ def _plans(gate: torch.Tensor, up: torch.Tensor, *, backward: bool) -> Plans | N
     """Plans of the forward and, where asked for, of the backward; None where torch must do the work."""
     if not gate.is_cuda:
         return _find_plans(gate, up, backward=backward)
-    key = (gate.shape, up.shape, gate.dtype, up.dtype, gate.device, backward)
+    key = (gate.shape, up.shape, gate.dtype, up.dtype, gate.get_device(), up.get_device(), backward)
     try:
         return _memo[key]
     except KeyError:

@@ -1,0 +1,70 @@
+"""No op hands a kernel a tensor that lies on another device than its first."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tilekern.ops import (
+    add_rms_norm,
+    attention,
+    cross_entropy,
+    linear,
+    linear_cross_entropy,
+    qk_norm_rope,
+    rms_norm,
+    rope,
+    swiglu,
+)
+from tilekern.ops.gated_mlp import gated_mlp
+
+ROWS, WEIGHT, ANGLES = (4, 16), (16,), (1, 4, 16)
+HEADS = (1, 4, 2, 16)
+# Tensors of each op: shapes of floats, or integers as they are.
+GIVEN = {
+    rms_norm: {"x": ROWS, "weight": WEIGHT},
+    add_rms_norm: {"residual": ROWS, "x": ROWS, "weight": WEIGHT},
+    swiglu: {"gate": ROWS, "up": ROWS},
+    rope: {"q": (1, 2, 4, 16), "k": (1, 2, 4, 16), "cos": ANGLES, "sin": ANGLES},
+    qk_norm_rope: {"q": HEADS, "k": HEADS, "q_weight": WEIGHT, "k_weight": WEIGHT, "cos": ANGLES, "sin": ANGLES},
+    linear: {"x": ROWS, "weight": (8, 16), "bias": (8,)},
+    gated_mlp: {"x": ROWS, "gate_weight": (8, 16), "up_weight": (8, 16), "down_weight": (16, 8)},
+    attention: {
+        "q": HEADS, "k": HEADS, "v": HEADS, "sinks": (2,), "cu_seqlens": torch.tensor([0, 4], dtype=torch.int32),
+    },
+    cross_entropy: {"logits": ROWS, "target": torch.zeros(4, dtype=torch.long), "weight": WEIGHT},
+    linear_cross_entropy: {
+        "hidden": ROWS, "weight": (8, 16), "target": torch.zeros(4, dtype=torch.long), "class_weight": (8,),
+    },
+}  # fmt: skip
+# Without a gradient torch's own layers take the weights of a gated_mlp.
+CASES = [
+    pytest.param(op, name, graded, id=f"{op.__name__}-{name}-{'graded' if graded else 'plain'}")
+    for op, given in GIVEN.items()
+    for name in list(given)[1:]
+    for graded in ((True,) if op is gated_mlp else (False, True))
+]
+
+
+def made(op, away=None, graded=False):
+    found = {name: torch.randn(x) if isinstance(x, tuple) else x for name, x in GIVEN[op].items()}
+    if away is not None:
+        found[away] = found[away].to("meta")
+    next(iter(found.values())).requires_grad_(graded)
+    return found
+
+
+@pytest.mark.parametrize(("op", "name", "graded"), CASES)
+def test_a_tensor_on_another_device_is_refused_by_its_name(op, name, graded):
+    op(**made(op, graded=graded))
+    first = next(iter(GIVEN[op]))
+    with pytest.raises(ValueError, match=rf"^{op.__name__}: {name} is on meta, and must be on cpu as {first} is$"):
+        op(**made(op, name, graded))
+
+
+@pytest.mark.parametrize("op", [rms_norm, linear], ids=lambda op: op.__name__)
+def test_a_traced_call_is_refused_too(op):
+    traced = torch.compile(lambda given: op(**given), backend="eager", fullgraph=True)
+    traced(made(op))
+    with pytest.raises(Exception, match="weight is on meta, and must be on cpu as x is"):
+        traced(made(op, "weight"))
