@@ -2,8 +2,8 @@
 
 A sweep's own journal holds what happened in it. What destroyed a CUDA context once should not do so again in a sweep in
 another folder, so the cache's root keeps a copy of such lines: ``<root>/quarantine/<target key>/<sha256>.json``, one
-file for each candidate. A line counts while the candidate's source, toolkit and driver are those that it names, which
-is for the sweep to judge that it is given to. Deleting the folder forgets them all.
+file for each candidate. A line counts while the candidate's source, toolkit and driver, or libraries, are those that
+it names, which is for the sweep to judge that it is given to. Deleting the folder forgets them all.
 """
 
 from __future__ import annotations

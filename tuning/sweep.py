@@ -7,7 +7,7 @@ measured.jsonl        one line for each candidate that was checked, and one more
 races.jsonl           one line for each problem whose timings are complete, with the GPU and driver
 gpu.jsonl             the GPUs and drivers that measured
 skipped.jsonl         problems that could not be measured at all, with the reason; tried again by the next run
-quarantine.jsonl      candidates that crashed or hung, with the reason; not tried again with that toolkit and driver
+quarantine.jsonl      candidates that crashed or hung, with the reason; not tried again with what ran them then
 runs.jsonl            who worked on the folder, on which stage and for how long
 run.lock              held by the run at work
 results.pack          records and artifacts of the winners, what the cache takes in
@@ -229,14 +229,17 @@ class Sweep:
     def quarantined(self) -> dict[str, str]:
         """The reason for each candidate that crashed or hung with the toolkit and driver of today, or unknown ones.
 
-        The toolkit is that of the candidate's artifact, the driver that of the GPU that measured last.
+        The toolkit is that of the candidate's artifact, the driver that of the GPU that measured last. What a library
+        runs has no artifact: it is freed by another torch, cuDNN or cuBLAS than the line names.
         """
         toolkits = {key[:_ARTIFACT_DIGITS]: _toolkit_key(line) for key, line in self.compiled().items()}
-        driver = self.gpu().get("driver")
+        gpu = self.gpu()
         found = {}
         for key, line in self._journals["quarantine"].latest().items():
             made_by = toolkits.get(_artifact_of(key))
-            if _agree(_toolkit_key(line), made_by) and _agree(line.get("driver"), driver):
+            names = {"driver": line.get("driver"), **(line.get("libraries") or {})}
+            same_gpu = all(_agree(value, gpu.get(name)) for name, value in names.items())
+            if same_gpu and _agree(_toolkit_key(line), made_by):
                 found[key] = line["reason"]
         return found
 

@@ -61,7 +61,7 @@ class ClusterExecutor:
         return max(1, int(ray.cluster_resources().get("CPU", 1)))
 
     def describe_gpu(self, target: Target) -> dict[str, str]:
-        """One GPU of the target's type, its driver and torch; :meth:`run` leaves out those that have others.
+        """One GPU of the target's type, its driver, torch and libraries; :meth:`run` leaves out those that have others.
 
         A worker that dies before it has answered, as on a busy node, is replaced.
 
