@@ -37,6 +37,7 @@ from tilekern.targets import KNOWN, Target
 from tilekern.toolchain import assumptions
 from tuning.holding import Holder
 from tuning.journal import Journal, Line
+from tuning.lines import is_whole
 from tuning.planned import Limits, Named, PlanFile
 
 # Stands for the journal's line of an artifact where a library runs a candidate.
@@ -51,6 +52,7 @@ _KEYS = {
     "gpu": "gpu",
     "races": "race",
     "skipped": "skipped",
+    "runs": "run",
 }
 # Files with such names are what a killed run was writing.
 _UNFINISHED = ".new-"
@@ -124,9 +126,8 @@ class Sweep:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._journals = {name: Journal(folder / f"{name}.jsonl", key) for name, key in _KEYS.items()}
-        self._journals["measured"] = Journal(folder / "measured.jsonl", "candidate", _with_time)
-        self._runs = Journal(folder / "runs.jsonl", "run")
+        self._journals = {name: _journal(folder, name) for name in _KEYS if name != "runs"}
+        self._runs = _journal(folder, "runs")
         self.holder = Holder(folder, self._runs)
         self._plan = PlanFile(folder)
         # By all that they depend on: a space takes up to 0.1 s to enumerate.
@@ -323,6 +324,11 @@ def during(stage: str) -> Callable[[Callable[Concatenate[Sweep, _P], _R]], Calla
         return run
 
     return wrap
+
+
+def _journal(folder: Path, name: str) -> Journal:
+    merge = {"merge": _with_time} if name == "measured" else {}
+    return Journal(folder / f"{name}.jsonl", _KEYS[name], is_whole=functools.partial(is_whole, name), **merge)
 
 
 def _with_time(before: Line, line: Line) -> Line:

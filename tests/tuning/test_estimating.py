@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+from recorded import RIGHT
 from tuning_samples import SMALL
 
 from tilekern.kernels import all_specs, spec_named
@@ -31,6 +32,8 @@ from tuning.plan import known_ops, plan
 from tuning.service.cost import roofline_s
 from tuning.strategies.exhaustive import LEAST_ROUNDS, ROUNDS
 from tuning.sweep import Sweep, candidates
+
+RUN = {"run": "1", "stage": "measure", "host": "here", "process": 1, "started": "", "ended": True}
 
 
 def sums(columns: int) -> tuple[str, Problem]:
@@ -127,7 +130,7 @@ def test_measuring_is_estimated_from_the_shipped_sweep_and_then_from_the_sweeps_
     earlier.begin(h200, "test", [SMALL])
     check = {"passed": True, "relative_error": 0.0, "elementwise_error": 0.0, "reason": None}
     earlier.note("measured", *({"candidate": item.key, "check": check} for item in candidates(*SMALL, h200)[:todo]))
-    run = {"run": "1", "stage": "measure", "seconds": 2 * shipped.seconds, "started": "", "ended": True}
+    run = RUN | {"seconds": 2 * shipped.seconds}
     (earlier.folder / "runs.jsonl").write_text(json.dumps(run) + "\n")
     found = estimate_measure(counts, h200, 1, earlier_sweeps(tmp_path, compiled_sweep))
     assert found.seconds == pytest.approx(2 * shipped.seconds, rel=0.1)
@@ -148,9 +151,9 @@ def test_an_exhaustive_race_is_estimated_to_take_all_its_rounds(compiled_sweep: 
     # What one strategy took says nothing of another.
     earlier = Sweep(tmp_path)
     earlier.begin(h200, "test", [SMALL])
-    earlier.note("measured", {"candidate": candidates(*SMALL, h200)[0].key, "check": {"passed": True}})
+    earlier.note("measured", {"candidate": candidates(*SMALL, h200)[0].key, "check": RIGHT})
     earlier.note("races", {"race": "1", "kernel": SMALL[0], "problem": SMALL[1].key, "strategy": "race", "untimed": {}})
-    (tmp_path / "runs.jsonl").write_text(json.dumps({"run": "1", "stage": "measure", "seconds": 900.0, "ended": True}))
+    (tmp_path / "runs.jsonl").write_text(json.dumps(RUN | {"seconds": 900.0}))
     assert estimate_measure(counts, h200, 1, [earlier], "exhaustive") == whole
     assert estimate_measure(counts, h200, 1, [earlier], "race").seconds > 100
 

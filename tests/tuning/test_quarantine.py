@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from recorded import GPU, RecordedExecutor
-from tuning_samples import SMALL
+from tuning_samples import COMPILED, SMALL
 
 from tilekern.kernels import spec_named
 from tilekern.spec import ALIGNED
@@ -65,7 +65,7 @@ def test_another_toolkit_or_driver_tries_it_again(sweeps, root):
     with shared(first, root):
         first.note("quarantine", line(first, 3), line(first, 4))
     item = second.candidates(*SMALL)[3]
-    second.note("compiled", {"key": item.artifact, "status": "ok", "toolkit": {"key": "tileiras-14"}})
+    second.note("compiled", COMPILED | {"key": item.artifact, "toolkit": {"key": "tileiras-14"}})
     with shared(second, root):
         assert list(second.quarantined()) == [line(first, 4)["candidate"]]
         second.note("gpu", {"gpu": "NVIDIA H200", "driver": "590.2"})
