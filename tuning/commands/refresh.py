@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +15,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from tilekern.cache import FolderLayer, Layer, PackLayer, Store, user_root
+from tilekern.cache import FolderLayer, Layer, PackLayer, Store, default_layers, user_root
 from tilekern.cache.packs import Pack
 from tilekern.errors import InputError
 from tilekern.targets import Target, here, resolve
@@ -108,6 +110,7 @@ def _planned(
     if not found.outdated:
         outcome.sweep = None
         outcome.notes.append(_nothing(found, outcome))
+        outcome.notes += _offer(layers, outcome, top)
         return None, outcome
     refresh.begin(found, target, outcome.toolkit)
     return refresh, outcome
@@ -118,6 +121,29 @@ def _nothing(found: Survey, outcome: Outcome) -> str:
     others = " or ".join(f"another {name} than {value}" for name, value in told.items() if value)
     of = f"{len(found.current)} measured records, none of {others or 'anything that can be told from here'}"
     return f"nothing to refresh for {outcome.target.name}: {of}; --all takes all"
+
+
+def _offer(looked_at: Sequence[Layer], outcome: Outcome, top: int) -> list[str]:
+    """What to run for the packs beside the cache that serve this GPU by records of another toolkit or driver."""
+    known = {layer.path.resolve() for layer in looked_at if isinstance(layer, PackLayer)}
+    found: list[Path] = []
+    count = 0
+    for layer in default_layers(looking=True):
+        if isinstance(layer, PackLayer) and layer.path.resolve() not in known:
+            both = survey(
+                [*looked_at, layer], outcome.target, outcome.toolkit, outcome.driver, top=top, everything=False
+            )
+            count += len(both.outdated)
+            found += [layer.path] if both.outdated else []
+    if not found:
+        return []
+    root = next(layer.root for layer in looked_at if isinstance(layer, FolderLayer))
+    options = [["--pack", str(path)] for path in found] + [["--gpu", outcome.target.key], ["--cache-dir", str(root)]]
+    command = shlex.join(["python", "-m", "tilekern.tune", "refresh", *itertools.chain(*options)])
+    named = ", ".join(path.name for path in found)
+    return [
+        f"another made {count} measured records of what is installed beside it ({named}); to refresh them: {command}"
+    ]
 
 
 def _run(refresh: Refresh, outcome: Outcome, store: Store, jobs: int | None, *, quiet: bool) -> None:
