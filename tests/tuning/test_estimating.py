@@ -8,12 +8,13 @@ import pytest
 from recorded import RIGHT
 from tuning_samples import SMALL
 
+from tilekern.errors import InputError
 from tilekern.kernels import all_specs, spec_named
 from tilekern.spec import Problem
 from tilekern.targets import Target
 from tuning import cli
 from tuning.commands import tune
-from tuning.compiling import compile_all, default_jobs, wanted
+from tuning.compiling import compile_all, default_jobs, jobs_of, wanted
 from tuning.estimating import (
     CANDIDATE_S,
     COMPILE_S,
@@ -218,3 +219,12 @@ def test_a_dry_run_for_a_cluster_counts_on_what_it_is_told_the_cluster_has(tmp_p
     for part in ("over 64 cores", "over 4 GPUs", "the cluster was not asked what it has"):
         assert part in said
     assert "this machine's load" not in said
+
+
+def test_workers_are_bounded_by_the_cores_that_are_to_run_them():
+    here = default_jobs()
+    assert [jobs_of(None), jobs_of(4 * here), jobs_of(None, 64), jobs_of(256, 64)] == [here, 4 * here, 64, 256]
+    with pytest.raises(InputError, match=rf"--jobs {4 * here + 1} is too many for the {here} cores that this process"):
+        jobs_of(4 * here + 1)
+    with pytest.raises(InputError, match="--jobs 257 is too many for the 64 cores that the cluster has: at most 4"):
+        jobs_of(257, 64)

@@ -186,7 +186,7 @@ def test_installed_packs_that_another_toolkit_made_are_offered(measured, fill, t
     monkeypatch.setattr(command, "default_layers", lambda **_: installed)
     nothing, offer = tune(executor=RecordedExecutor())["notes"]
     assert "0 measured records" in nothing
-    assert "2 measured records of what is installed beside it (the old.pack)" in offer
+    assert "2 measured records of the old.pack" in offer
     given = shlex.split(offer.partition("to refresh them: ")[2])
     assert given[:4] == ["python", "-m", "tilekern.tune", "refresh"]
     assert given[4:6] == ["--pack", str(packs[0])]

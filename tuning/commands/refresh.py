@@ -20,7 +20,7 @@ from tilekern.cache.packs import Pack
 from tilekern.errors import InputError
 from tilekern.targets import Target, here, resolve
 from tilekern.toolchain import toolkit
-from tuning.compiling import TIMEOUT_S, compile_all, default_jobs, wanted
+from tuning.compiling import TIMEOUT_S, compile_all, jobs_of, wanted
 from tuning.executors.local import LocalExecutor
 from tuning.gpu import describe_gpu
 from tuning.measuring import measure_all
@@ -64,7 +64,7 @@ class Outcome:
 )  # fmt: skip
 @click.option("--top", type=click.IntRange(min=0), default=3, show_default=True, help="Runners-up of each record.")
 @click.option("--sweep", type=_FOLDER, help="The folder of the refresh; it can travel.")
-@click.option("--jobs", type=click.IntRange(min=1), help="Compile workers; one for each core where not given.")
+@click.option("--jobs", type=click.IntRange(min=1), help="Compile workers, up to 4 a core; one a core if not given.")
 @click.option("--all", "everything", is_flag=True, help="Time records of today's toolkit and driver again, too.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document in place of tables.")
 def command(
@@ -141,9 +141,7 @@ def _offer(looked_at: Sequence[Layer], outcome: Outcome, top: int) -> list[str]:
     options = [["--pack", str(path)] for path in found] + [["--gpu", outcome.target.key], ["--cache-dir", str(root)]]
     command = shlex.join(["python", "-m", "tilekern.tune", "refresh", *itertools.chain(*options)])
     named = ", ".join(path.name for path in found)
-    return [
-        f"another made {count} measured records of what is installed beside it ({named}); to refresh them: {command}"
-    ]
+    return [f"another toolkit or driver made {count} measured records of {named}; to refresh them: {command}"]
 
 
 def _run(refresh: Refresh, outcome: Outcome, store: Store, jobs: int | None, *, quiet: bool) -> None:
@@ -155,7 +153,7 @@ def _run(refresh: Refresh, outcome: Outcome, store: Store, jobs: int | None, *, 
             "give another folder"
         )
     with progress_bar("compile", quiet=quiet) as progress:
-        outcome.compile = dataclasses.asdict(compile_all(sweep, jobs or default_jobs(), TIMEOUT_S, progress))
+        outcome.compile = dataclasses.asdict(compile_all(sweep, jobs_of(jobs), TIMEOUT_S, progress))
     if outcome.driver is None:
         outcome.notes.append(
             f"no {outcome.target.name} here: carry {sweep.folder} to one "
