@@ -177,16 +177,16 @@ def _print(outcome: Outcome) -> None:
         console.print(_table(outcome))
         kept = sum(change.unchanged for change in outcome.changes)
         lost = sum(change.after is None for change in outcome.changes)
-        console.print(
+        console.out(
             f"{len(outcome.changes)} records timed again: {kept} keep their winner, "
             f"{len(outcome.changes) - kept - lost} have another, {lost} have none; {outcome.current} were of today",
             highlight=False,
         )
     for note in outcome.notes:
-        console.print(note, highlight=False)
+        console.out(note, highlight=False)
     for stale in outcome.stale:
         named = " ".join(str(value) for value in stale["problem"].values())
-        console.print(f"needs a whole tune: {stale['kernel']} {named}: {stale['reason']}", highlight=False)
+        console.out(f"needs a whole tune: {stale['kernel']} {named}: {stale['reason']}", highlight=False)
 
 
 def _table(outcome: Outcome) -> Table:
