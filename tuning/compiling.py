@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tilekern.cubin import code_of, read_resources
-from tilekern.errors import CompileFailed, CompileTimeout
+from tilekern.errors import CompileFailed, CompileTimeout, InputError
 from tilekern.targets import Target
 from tilekern.toolchain import Compiled, compile_candidate, require_toolkit, toolkit
 from tuning.compile_order import Order
@@ -24,6 +24,8 @@ from tuning.sweep import Candidate, Sweep, during
 
 __all__ = ["CompileSummary", "compile_all", "default_jobs", "start_server", "wanted"]
 
+# How many workers a core may have.
+MOST_JOBS = 4
 TIMEOUT_S = 60.0
 # What Python may take for a candidate on top of the compiler's time.
 FRONTEND_TIMEOUT_S = 30.0
@@ -167,3 +169,22 @@ def _peak_bytes() -> int:
 def default_jobs() -> int:
     """One worker for each core that this process may use."""
     return len(os.sched_getaffinity(0))
+
+
+def jobs_of(asked: int | None, cores: int | None = None) -> int:
+    """How many workers to start: as many as asked for, else one for each core.
+
+    Args:
+        asked: what ``--jobs`` says.
+        cores: how many cores a cluster has; those that this process may use where None.
+
+    Raises:
+        InputError: it is more than :data:`MOST_JOBS` for each core, which would take the memory and gain nothing.
+    """
+    at_hand = cores or default_jobs()
+    if asked is not None and asked > MOST_JOBS * at_hand:
+        where = "the cluster has" if cores else "this process may use"
+        raise InputError(
+            f"--jobs {asked} is too many for the {at_hand} cores that {where}: at most {MOST_JOBS} for each"
+        )
+    return asked or at_hand

@@ -120,6 +120,8 @@ def _layers(fields: Fields) -> Iterator[Layers]:
 def _shape(fields: Fields) -> ModelShape:
     config = fields.config
     hidden, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
+    if fields.optional("kv_lora_rank") is not None and fields.find("qk_rope_head_dim")[1] == 0:
+        raise fields.refused("qk_rope_head_dim is 0; latent attention whose heads have no rotary part is not served")
     if _is_latent(fields):
         # The one key that carries positions is shared by all heads.
         kv_heads, head_dim = 1, fields.size("qk_rope_head_dim")

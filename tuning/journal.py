@@ -1,7 +1,8 @@
 """Journals of JSON lines: appended line by line, read in steps, whole after a kill at any moment.
 
 - An append is one write with ``O_APPEND``, so lines of two processes never mix.
-- A writer that finds a torn last line, left by a kill in the middle of a write, begins on a fresh one. Readers skip it.
+- A writer that finds a torn last line, left by a kill in the middle of a write, begins on a fresh one. Readers skip it,
+  and any other that is not whole.
 - What was written outlives the process at once. It outlives a crash of the machine once it is synced, which is at most
   every second and at the end of a stage: a sync for each of some ten thousand lines would cost more than the seconds
   of work that it saves.
@@ -19,12 +20,18 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from tilekern.errors import InputError
+
 Line = dict[str, Any]
 SYNC_EVERY_S = 1.0
 
 
 def _newest(_before: Line, line: Line) -> Line:
     return line
+
+
+def _any(_line: Line) -> bool:
+    return True
 
 
 class Journal:
@@ -34,10 +41,14 @@ class Journal:
         path: the file; it need not exist.
         key: the field that says what a line is about; lines without it are skipped.
         merge: what stands where a key has a line and another one follows: the newer one unless given.
+        is_whole: whether a line has all that it must; others are skipped. It gets none without the key.
     """
 
-    def __init__(self, path: Path, key: str, merge: Callable[[Line, Line], Line] = _newest) -> None:
-        self.path, self._key, self._merge = path, key, merge
+    def __init__(
+        self, path: Path, key: str, merge: Callable[[Line, Line], Line] = _newest,
+        is_whole: Callable[[Line], bool] = _any,
+    ) -> None:  # fmt: skip
+        self.path, self._key, self._merge, self._is_whole = path, key, merge, is_whole
         self._latest: dict[str, Line] = {}
         # How far it was read, and the line before that place, by which it is known again.
         self._offset, self._last = 0, b""
@@ -81,12 +92,17 @@ class Journal:
         """The line that stands for each key, in the order in which they came to stand; only what is new is read.
 
         A file that is not the one that was read before, with more at its end, is read from its start.
+
+        Raises:
+            InputError: it is there and cannot be read.
         """
         try:
             file = self.path.open("rb")
         except (FileNotFoundError, NotADirectoryError):
             self._forget()
             return {}
+        except OSError as error:
+            raise InputError(f"{self.path} cannot be read: {error.strerror}; a journal is a readable file") from None
         with file:
             file.seek(self._offset - len(self._last))
             if file.read(len(self._last)) != self._last:
@@ -106,8 +122,8 @@ class Journal:
     def _take(self, text: bytes) -> None:
         try:
             line = json.loads(text) if text else None
-        except ValueError:  # torn by a kill
+        except (ValueError, RecursionError):  # torn by a kill, or nobody's
             return
-        if isinstance(line, dict) and isinstance(line.get(self._key), str):
+        if isinstance(line, dict) and isinstance(line.get(self._key), str) and self._is_whole(line):
             before = self._latest.pop(line[self._key], None)
             self._latest[line[self._key]] = line if before is None else self._merge(before, line)

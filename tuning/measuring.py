@@ -13,6 +13,7 @@ from tilekern.spec import LibraryCall, Problem
 from tilekern.targets import Target
 from tuning.executors import FINISHED, Executor
 from tuning.journal import Line
+from tuning.libraries import of_gpu
 from tuning.predicting import ranking
 from tuning.process import TOOK
 from tuning.strategies.selection import ranked
@@ -98,6 +99,7 @@ class _Entry:
         # The compiled line of whatever may be measured; the copy has none.
         self.compiled = {entrant.key: entrant.compiled for entrant in task.entrants}
         self.compiled[copy_key(task.kernel, task.problem)] = {}
+        self._of_libraries = {entrant.key for entrant in task.entrants if entrant.candidate.is_library}
         self._timed: dict[str, Line] = {}
         self._checks: dict[str, Line] = {}
         self._out: set[str] = set()
@@ -106,7 +108,9 @@ class _Entry:
         """Keep a timing; journal anything else at once."""
         key, compiled = line["candidate"], self.compiled[line["candidate"]]
         if journal == "quarantine":
-            sweep.note(journal, {"toolkit": compiled.get("toolkit"), "driver": self._gpu.get("driver")} | line)
+            made_by: Line = {"libraries": of_gpu(self._gpu)} if key in self._of_libraries else {}
+            made_by |= {"toolkit": compiled.get("toolkit"), "driver": self._gpu.get("driver")}
+            sweep.note(journal, made_by | line)
             self._out.add(key)
             self._timed.clear()  # the others race again
             return

@@ -180,11 +180,11 @@ def fix(
         raise InputError(f"--need measured can be met by tuning on a {found.target.name} alone; there is none here")
     named = [(need.kernel, need.problem) for need in found.missing]
     root = Path(cache_dir or user_root())
-    from tuning.compiling import TIMEOUT_S, default_jobs
+    from tuning.compiling import TIMEOUT_S, jobs_of
     from tuning.service.tuner import How, tune
     from tuning.service.watched import PREDICTED, WatchedCache
 
-    how, tell = How(jobs or default_jobs(), gpus, timeout_s or TIMEOUT_S), progress or (lambda *_: None)
+    how, tell = How(jobs_of(jobs), gpus, timeout_s or TIMEOUT_S), progress or (lambda *_: None)
     if by == COMPILE:
         failed = _compile(named, found.target, root, how, tell)
     else:

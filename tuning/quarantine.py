@@ -2,13 +2,14 @@
 
 A sweep's own journal holds what happened in it. What destroyed a CUDA context once should not do so again in a sweep in
 another folder, so the cache's root keeps a copy of such lines: ``<root>/quarantine/<target key>/<sha256>.json``, one
-file for each candidate. A line counts while the candidate's source, toolkit and driver are those that it names, which
-is for the sweep to judge that it is given to. Deleting the folder forgets them all.
+file for each candidate. A line counts while the candidate's source, toolkit and driver, or libraries, are those that
+it names, which is for the sweep to judge that it is given to. Deleting the folder forgets them all.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from typing import Any
 
 from tilekern.cache.files import write_whole
 from tuning.journal import Journal
+from tuning.lines import is_whole
 from tuning.sweep import Sweep
 
 _JOURNAL = "quarantine"
@@ -50,14 +52,16 @@ def _give(folder: Path, sweep: Sweep) -> None:
 
 
 def _lines_of(sweep: Sweep) -> dict[str, dict[str, Any]]:
-    return Journal(sweep.folder / f"{_JOURNAL}.jsonl", "candidate").latest()
+    return Journal(
+        sweep.folder / f"{_JOURNAL}.jsonl", "candidate", is_whole=functools.partial(is_whole, _JOURNAL)
+    ).latest()
 
 
 def _read(folder: Path) -> Iterator[dict[str, Any]]:
     for path in sorted(folder.glob("*.json")):
         with contextlib.suppress(OSError, ValueError):
             line = json.loads(path.read_text(encoding="utf-8"))
-            if isinstance(line, dict) and {"candidate", "reason"} <= line.keys():
+            if isinstance(line, dict) and is_whole(_JOURNAL, line):
                 yield line
 
 

@@ -28,11 +28,11 @@ def _print_outcome(outcome: Outcome) -> None:
     if outcome.winners:
         console.print(_table(outcome))
     for stage, seconds in outcome.seconds.items():
-        console.print(f"{stage}: {seconds:.1f} s{_details(outcome, stage)}", highlight=False)
+        console.out(f"{stage}: {seconds:.1f} s{_details(outcome, stage)}", highlight=False)
     for note in outcome.notes:
-        console.print(note, highlight=False)
+        console.out(note, highlight=False)
     if outcome.results:
-        console.print(
+        console.out(
             f"{len(outcome.winners)} records in {outcome.cache}; the same as one file: {outcome.results}",
             highlight=False,
         )
@@ -45,13 +45,14 @@ def _print_plan(report: PlanReport) -> None:
     if report.ruled_out():
         console.print(_reasons(report))
     for stage, found in (("compile", report.compile), ("measure", report.measure)):
-        console.print(f"{stage}: about {_duration(found.seconds)} ({found.basis})", highlight=False)
+        console.out(f"{stage}: about {_duration(found.seconds)} ({found.basis})", highlight=False)
     for note in report.notes:
-        console.print(note, highlight=False)
-    console.print("a dry run: nothing was written", highlight=False)
+        console.out(note, highlight=False)
+    console.out("a dry run: nothing was written", highlight=False)
 
 
 def _console() -> Console:
+    """For tables, whose width a pipe does not say. Lines hold paths and commands: ``out`` never wraps them."""
     console = Console()
     return console if console.is_terminal else Console(width=160)
 

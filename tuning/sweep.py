@@ -7,7 +7,7 @@ measured.jsonl        one line for each candidate that was checked, and one more
 races.jsonl           one line for each problem whose timings are complete, with the GPU and driver
 gpu.jsonl             the GPUs and drivers that measured
 skipped.jsonl         problems that could not be measured at all, with the reason; tried again by the next run
-quarantine.jsonl      candidates that crashed or hung, with the reason; not tried again with that toolkit and driver
+quarantine.jsonl      candidates that crashed or hung, with the reason; not tried again with what ran them then
 runs.jsonl            who worked on the folder, on which stage and for how long
 run.lock              held by the run at work
 results.pack          records and artifacts of the winners, what the cache takes in
@@ -37,6 +37,7 @@ from tilekern.targets import KNOWN, Target
 from tilekern.toolchain import assumptions
 from tuning.holding import Holder
 from tuning.journal import Journal, Line
+from tuning.lines import is_whole
 from tuning.planned import Limits, Named, PlanFile
 
 # Stands for the journal's line of an artifact where a library runs a candidate.
@@ -51,6 +52,7 @@ _KEYS = {
     "gpu": "gpu",
     "races": "race",
     "skipped": "skipped",
+    "runs": "run",
 }
 # Files with such names are what a killed run was writing.
 _UNFINISHED = ".new-"
@@ -124,9 +126,8 @@ class Sweep:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._journals = {name: Journal(folder / f"{name}.jsonl", key) for name, key in _KEYS.items()}
-        self._journals["measured"] = Journal(folder / "measured.jsonl", "candidate", _with_time)
-        self._runs = Journal(folder / "runs.jsonl", "run")
+        self._journals = {name: _journal(folder, name) for name in _KEYS if name != "runs"}
+        self._runs = _journal(folder, "runs")
         self.holder = Holder(folder, self._runs)
         self._plan = PlanFile(folder)
         # By all that they depend on: a space takes up to 0.1 s to enumerate.
@@ -229,14 +230,17 @@ class Sweep:
     def quarantined(self) -> dict[str, str]:
         """The reason for each candidate that crashed or hung with the toolkit and driver of today, or unknown ones.
 
-        The toolkit is that of the candidate's artifact, the driver that of the GPU that measured last.
+        The toolkit is that of the candidate's artifact, the driver that of the GPU that measured last. What a library
+        runs has no artifact: it is freed by another torch, cuDNN or cuBLAS than the line names.
         """
         toolkits = {key[:_ARTIFACT_DIGITS]: _toolkit_key(line) for key, line in self.compiled().items()}
-        driver = self.gpu().get("driver")
+        gpu = self.gpu()
         found = {}
         for key, line in self._journals["quarantine"].latest().items():
             made_by = toolkits.get(_artifact_of(key))
-            if _agree(_toolkit_key(line), made_by) and _agree(line.get("driver"), driver):
+            names = {"driver": line.get("driver"), **(line.get("libraries") or {})}
+            same_gpu = all(_agree(value, gpu.get(name)) for name, value in names.items())
+            if same_gpu and _agree(_toolkit_key(line), made_by):
                 found[key] = line["reason"]
         return found
 
@@ -320,6 +324,11 @@ def during(stage: str) -> Callable[[Callable[Concatenate[Sweep, _P], _R]], Calla
         return run
 
     return wrap
+
+
+def _journal(folder: Path, name: str) -> Journal:
+    merge = {"merge": _with_time} if name == "measured" else {}
+    return Journal(folder / f"{name}.jsonl", _KEYS[name], is_whole=functools.partial(is_whole, name), **merge)
 
 
 def _with_time(before: Line, line: Line) -> Line:

@@ -161,3 +161,23 @@ def broken(folder, *, all_of_them):
             return super().begin(code, target, pack)
 
     return Broken
+
+
+def dying_at_first(folder, call, times):
+    """Nodes whose Ray worker dies, so many times in all, when it is asked to ``describe`` or to ``begin``."""
+
+    class DyingAtFirst(RecordedNode):
+        def _die(self, at):
+            if at == call and len(list(folder.glob("death-*"))) < times:
+                (folder / f"death-{os.getpid()}").touch()
+                os._exit(1)
+
+        def describe(self, code, target):
+            self._die("describe")
+            return super().describe(code, target)
+
+        def begin(self, code, target, pack):
+            self._die("begin")
+            return super().begin(code, target, pack)
+
+    return DyingAtFirst

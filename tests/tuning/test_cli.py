@@ -10,7 +10,7 @@ from tuning_samples import SMALL
 
 from tilekern.targets import resolve
 from tuning import cli
-from tuning.commands import tune
+from tuning.commands import refresh, tune
 from tuning.compiling import compile_all
 from tuning.measuring import MeasureSummary
 from tuning.sweep import Sweep
@@ -173,3 +173,15 @@ def test_the_help_groups_all_options(capsys):
     assert places == sorted(places)
     for parameter in tune.command.params:
         assert all(option in said for option in parameter.opts if option.startswith("-"))
+
+
+@pytest.mark.parametrize("name", ["long" * 55, "with [bold]brackets[/bold] :bug: and spaces"], ids=["long", "odd"])
+def test_what_holds_a_path_or_a_command_is_one_line(name, tmp_path, capsys):
+    """As a pipe gets it: neither broken at some width nor read as markup."""
+    folder = tmp_path / name
+    given = ["qwen3-8b", "--gpu", "H200", "--ops", "rope", "--tokens", "64", "--cache-dir", str(tmp_path / "cache")]
+    assert cli.main([*given, "--stages", "plan", "--sweep", str(folder)]) == 0
+    [line] = capsys.readouterr().out.splitlines()[1:]
+    assert f"are planned in {folder}; go on with --stages compile,measure --sweep {folder}" in line
+    refresh._print(refresh.Outcome(resolve("H200"), None, None, notes=[f"no H200 here: carry {folder} to one"]))
+    assert capsys.readouterr().out == f"no H200 here: carry {folder} to one\n"

@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
-from cluster_samples import LackingNode, RecordedNode, broken, dying, noting, of_two_drivers, waiting
+from cluster_samples import LackingNode, RecordedNode, broken, dying, dying_at_first, noting, of_two_drivers, waiting
 from recorded import COPY_US, GPU, RecordedExecutor
 from tuning_samples import SMALL
 
@@ -211,6 +211,19 @@ def test_a_gpu_that_cannot_be_used_leaves_its_task_to_the_others(executor, three
         lines = list(executor(broken(tmp_path, all_of_them=False)).run(three))
     assert keys(lines) == ALL
     assert len({name for name, _, _ in handed(tmp_path)}) == 2
+
+
+@pytest.mark.parametrize("call", ["describe", "begin"])
+def test_a_worker_that_dies_before_it_answers_is_replaced(executor, three, tmp_path, call):
+    assert keys(executor(dying_at_first(tmp_path, call, times=2), most=1).run(three[:1])) == [three[0].problem.key]
+    assert len(list(tmp_path.glob("death-*"))) == 2
+
+
+@pytest.mark.parametrize("call", ["describe", "begin"])
+def test_workers_that_all_die_before_they_answer_are_said(executor, three, tmp_path, call):
+    with pytest.raises(InputError, match="The actor died unexpectedly"):
+        list(executor(dying_at_first(tmp_path, call, times=9), most=1).run(three[:1]))
+    assert len(list(tmp_path.glob("death-*"))) == ray_nodes.TRIES
 
 
 def test_where_no_gpu_can_be_used_it_is_said(executor, three, tmp_path):

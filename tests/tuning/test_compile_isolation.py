@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from isolation_samples import compiler, die_at, hang_at, is_alive
-from tuning_samples import SMALL
+from tuning_samples import COMPILED, SMALL
 
 from tilekern.spec import Config, Problem
 from tilekern.targets import resolve
@@ -153,8 +153,9 @@ def test_workers_that_cannot_start_are_no_candidates_fault(stage, sweep, tmp_pat
 def test_what_failed_is_tried_again_by_another_toolkit_only(sweep, monkeypatch):
     item, other = sweep.candidates(*SMALL)[:2]
     tools = toolkit()
-    for key, status in ((item.artifact, "failed"), (other.artifact, "ok")):
-        sweep.note("compiled", {"key": key, "status": status, "reason": "a crash", "toolkit": tools.describe()})
+    failed, made = {"status": "failed", "reason": "a crash"}, COMPILED | {"sha256": sweep.store(b"an artifact")}
+    for key, line in ((item.artifact, failed), (other.artifact, made)):
+        sweep.note("compiled", line | {"key": key, "toolkit": tools.describe()})
     assert item.artifact not in wanted(sweep)
     newer = Toolkit(tools.path, "99.9.1", tools.cuda_tile)
     monkeypatch.setattr(compiling, "toolkit", lambda: newer)

@@ -5,14 +5,16 @@ import json
 from pathlib import Path
 
 import pytest
+from recorded import RIGHT
 from tuning_samples import SMALL
 
+from tilekern.errors import InputError
 from tilekern.kernels import all_specs, spec_named
 from tilekern.spec import Problem
 from tilekern.targets import Target
 from tuning import cli
 from tuning.commands import tune
-from tuning.compiling import compile_all, default_jobs, wanted
+from tuning.compiling import compile_all, default_jobs, jobs_of, wanted
 from tuning.estimating import (
     CANDIDATE_S,
     COMPILE_S,
@@ -31,6 +33,8 @@ from tuning.plan import known_ops, plan
 from tuning.service.cost import roofline_s
 from tuning.strategies.exhaustive import LEAST_ROUNDS, ROUNDS
 from tuning.sweep import Sweep, candidates
+
+RUN = {"run": "1", "stage": "measure", "host": "here", "process": 1, "started": "", "ended": True}
 
 
 def sums(columns: int) -> tuple[str, Problem]:
@@ -127,7 +131,7 @@ def test_measuring_is_estimated_from_the_shipped_sweep_and_then_from_the_sweeps_
     earlier.begin(h200, "test", [SMALL])
     check = {"passed": True, "relative_error": 0.0, "elementwise_error": 0.0, "reason": None}
     earlier.note("measured", *({"candidate": item.key, "check": check} for item in candidates(*SMALL, h200)[:todo]))
-    run = {"run": "1", "stage": "measure", "seconds": 2 * shipped.seconds, "started": "", "ended": True}
+    run = RUN | {"seconds": 2 * shipped.seconds}
     (earlier.folder / "runs.jsonl").write_text(json.dumps(run) + "\n")
     found = estimate_measure(counts, h200, 1, earlier_sweeps(tmp_path, compiled_sweep))
     assert found.seconds == pytest.approx(2 * shipped.seconds, rel=0.1)
@@ -148,9 +152,9 @@ def test_an_exhaustive_race_is_estimated_to_take_all_its_rounds(compiled_sweep: 
     # What one strategy took says nothing of another.
     earlier = Sweep(tmp_path)
     earlier.begin(h200, "test", [SMALL])
-    earlier.note("measured", {"candidate": candidates(*SMALL, h200)[0].key, "check": {"passed": True}})
+    earlier.note("measured", {"candidate": candidates(*SMALL, h200)[0].key, "check": RIGHT})
     earlier.note("races", {"race": "1", "kernel": SMALL[0], "problem": SMALL[1].key, "strategy": "race", "untimed": {}})
-    (tmp_path / "runs.jsonl").write_text(json.dumps({"run": "1", "stage": "measure", "seconds": 900.0, "ended": True}))
+    (tmp_path / "runs.jsonl").write_text(json.dumps(RUN | {"seconds": 900.0}))
     assert estimate_measure(counts, h200, 1, [earlier], "exhaustive") == whole
     assert estimate_measure(counts, h200, 1, [earlier], "race").seconds > 100
 
@@ -215,3 +219,12 @@ def test_a_dry_run_for_a_cluster_counts_on_what_it_is_told_the_cluster_has(tmp_p
     for part in ("over 64 cores", "over 4 GPUs", "the cluster was not asked what it has"):
         assert part in said
     assert "this machine's load" not in said
+
+
+def test_workers_are_bounded_by_the_cores_that_are_to_run_them():
+    here = default_jobs()
+    assert [jobs_of(None), jobs_of(4 * here), jobs_of(None, 64), jobs_of(256, 64)] == [here, 4 * here, 64, 256]
+    with pytest.raises(InputError, match=rf"--jobs {4 * here + 1} is too many for the {here} cores that this process"):
+        jobs_of(4 * here + 1)
+    with pytest.raises(InputError, match="--jobs 257 is too many for the 64 cores that the cluster has: at most 4"):
+        jobs_of(257, 64)

@@ -30,10 +30,10 @@ WITHOUT = {
     "xlstm": "num_attention_heads",
 }
 # Families of several modalities, or with an encoder, whose decoder has no such sizes at its defaults: heads that do not
-# divide the hidden states, and heads of no size.
+# divide the hidden states, and latent heads without a rotary part.
 WITHOUT_OTHERS = {
     "glm4v_moe": "lacks 'head_dim'",
-    "glm5_next": "head_dim is 0",
+    "glm5_next": "latent attention whose heads have no rotary part is not served",
     "qwen3_omni_moe": "lacks 'head_dim'",
     "qwen3_omni_moe_thinker": "lacks 'head_dim'",
 }
@@ -159,6 +159,7 @@ def test_gpt2_is_four_times_as_wide_where_it_says_nothing():
         (LLAMA | {"intermediate_size": ["x" * 200]}, r"intermediate_size is 'x+\.\.\.; expected"),
         (MOE | {"moe_intermediate_size": 1.5}, r"moe_intermediate_size is 1\.5"),
         (LATENT | {"qk_rope_head_dim": 63}, "head_dim is 63; rotary embedding needs an even one"),
+        (LATENT | {"qk_rope_head_dim": 0}, "qk_rope_head_dim is 0; latent attention whose heads have no rotary part"),
         ({"text_config": {"model_type": "llama", "hidden_size": 64.5}}, r"hidden_size is 64\.5"),
         ({"model_type": ["llama"]}, "lacks 'hidden_size'"),
     ],

@@ -11,7 +11,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from report_samples import COPY_US, CRASH, FAILURE, GPU, LARGE, WRONG, measured, planned
+from report_samples import COPY_US, CRASH, FAILURE, GPU, LARGE, RIGHT, WRONG, measured, planned
 from tuning_samples import SMALL
 
 from tilekern.errors import InputError
@@ -111,7 +111,7 @@ def test_what_the_compiler_made_is_told(report: Report, sweep: Sweep):
 
 def test_a_timing_of_an_earlier_race_is_told_apart(sweep: Sweep):
     items = sweep.candidates(*SMALL)
-    line = {"candidate": items[1].key, "check": {"passed": True}, "timing": {"median_us": 5.0, "samples": 85}}
+    line = {"candidate": items[1].key, "check": RIGHT, "timing": {"median_us": 5.0, "samples": 85}}
     sweep.note("measured", line | {"race": "second"})
     sweep.note("races", {"race": "second", "kernel": SMALL[0], "problem": SMALL[1].key, "gpu": GPU, "strategy": "race",
                          "untimed": {}})  # fmt: skip

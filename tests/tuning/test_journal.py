@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tuning_samples import SMALL
+from tuning_samples import COMPILED, SMALL
 
 import tuning.journal
 from tilekern.errors import InputError
@@ -165,7 +165,7 @@ def hold(folder: Path, has_it, seconds: float) -> None:
         has_it.set()
         for number in range(int(100 * seconds)):
             time.sleep(0.01)
-            sweep.note("compiled", {"key": str(number)})
+            sweep.note("compiled", {"key": str(number)} | COMPILED)
 
 
 def test_two_runs_on_one_folder_are_told_apart(sweep: Sweep):

@@ -1,10 +1,18 @@
 """What one sweep found out about a candidate spares the next one the loss."""
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
-from tuning_samples import SMALL
+from recorded import GPU, RecordedExecutor
+from tuning_samples import COMPILED, SMALL
 
+from tilekern.kernels import spec_named
+from tilekern.spec import ALIGNED
+from tuning import libraries
+from tuning.measuring import measure_all
+from tuning.publishing import keep_winners
 from tuning.quarantine import shared
 from tuning.sweep import Sweep
 
@@ -57,7 +65,7 @@ def test_another_toolkit_or_driver_tries_it_again(sweeps, root):
     with shared(first, root):
         first.note("quarantine", line(first, 3), line(first, 4))
     item = second.candidates(*SMALL)[3]
-    second.note("compiled", {"key": item.artifact, "status": "ok", "toolkit": {"key": "tileiras-14"}})
+    second.note("compiled", COMPILED | {"key": item.artifact, "toolkit": {"key": "tileiras-14"}})
     with shared(second, root):
         assert list(second.quarantined()) == [line(first, 4)["candidate"]]
         second.note("gpu", {"gpu": "NVIDIA H200", "driver": "590.2"})
@@ -105,3 +113,54 @@ def test_a_root_that_cannot_be_written_costs_nothing(sweeps, tmp_path):
     with shared(sweeps[0], tmp_path / "file"):
         sweeps[0].note("quarantine", line(sweeps[0]))
     assert len(sweeps[0].quarantined()) == 1
+
+
+MATMUL = dict.fromkeys(("a_transposed", "b_transposed", "biased", "gelu_tanh", "silu", "accumulated"), False)
+MATMUL |= {"rows": 256, "inner": 256, "columns": 256, "dtype": "bfloat16"}
+LIBRARIES = {"cudnn": "91900", "cublas": "13.1.0.3"}
+
+
+@pytest.mark.parametrize("upgraded", [{"torch": "2.12.0"}, {"cudnn": "92000"}, {"cublas": "13.2.0.1"}])
+def test_what_a_library_ran_is_tried_again_by_another_library(tmp_path, root, h200, upgraded):
+    spec = spec_named("matmul")
+    problem = spec.problem(**MATMUL)
+    ran = Sweep(tmp_path / "ran")
+    ran.begin(h200, "test", [("matmul", problem)])
+    calls = [item for item in ran.candidates("matmul", problem) if item.is_library and item.variant == ALIGNED]
+    assert calls
+    with shared(ran, root):
+        measure_all(
+            ran, RecordedExecutor(gpu=GPU | LIBRARIES, crashing=[item.config.key for item in calls]), keep_winners
+        )
+    assert ran.quarantined().keys() == {item.key for item in calls}
+    again = Sweep(tmp_path / "again")
+    again.begin(h200, "test", [("matmul", problem)])
+    with shared(again, root):
+        for sweep in (ran, again):
+            sweep.note("gpu", GPU | LIBRARIES | upgraded)
+            assert sweep.quarantined() == {}
+            # One that is not known to have changed holds it, as where an older version noted the GPU.
+            sweep.note("gpu", GPU)
+            assert sweep.quarantined().keys() == {item.key for item in calls}
+
+
+def test_what_was_compiled_stays_whatever_the_libraries_are(compiled_sweep, tmp_path):
+    sweep = Sweep(Path(shutil.copytree(compiled_sweep.folder, tmp_path / "sweep")))
+    bad = sweep.candidates(*SMALL)[3]
+    measure_all(sweep, RecordedExecutor(gpu=GPU | LIBRARIES, crashing=[bad.config.key]), keep_winners)
+    sweep.note("gpu", GPU | {"torch": "2.12.0", "cudnn": "92000"})
+    assert list(sweep.quarantined()) == [bad.key]
+
+
+def test_libraries_are_those_that_torch_was_installed_with(monkeypatch):
+    import torch
+
+    needs = ["filelock", "nvidia-cublas<=13.2,>=13.1; sys_platform == 'linux'", "nvidia-cudnn-cu13==9.19.0.56", "x"]
+    there = {"nvidia-cublas": "13.1.0.3", "nvidia-cudnn-cu13": "9.19.0.56"}
+    monkeypatch.setattr(libraries.importlib.metadata, "requires", lambda _: needs)
+    monkeypatch.setattr(libraries.importlib.metadata, "version", there.__getitem__)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: None)
+    assert libraries.versions() == {"cublas": "13.1.0.3", "cudnn": "9.19.0.56"}
+    # What is loaded counts, whatever was installed.
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 92000)
+    assert libraries.versions() == {"cublas": "13.1.0.3", "cudnn": "92000"}

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 from recorded import GPU, RecordedExecutor, times
 from tuning_samples import SMALL
 
-from tilekern.cache import FolderLayer, Record, Store, write_pack
+from tilekern.cache import FolderLayer, PackLayer, Record, Store, write_pack
 from tilekern.kernels import spec_named
 from tilekern.records import record_of
 from tilekern.spec import Config
@@ -174,6 +175,26 @@ def test_a_pack_s_records_are_timed_into_the_cache(measured, tune, tmp_path):
     assert len(records(Store(tmp_path / "cache"))) == 3
     (tmp_path / "bad.pack").write_text("no pack")
     assert "bad.pack is no pack" in tune("--pack", str(tmp_path / "bad.pack"), code=2)
+
+
+def test_installed_packs_that_another_toolkit_made_are_offered(measured, fill, tune, tmp_path, monkeypatch):
+    """Who is served by them alone is told of them, until the cache has newer records of the same."""
+    packs = [tmp_path / name for name in ("the old.pack", "today.pack")]
+    for path, made_by in zip(packs, (OLD, toolkit().describe()), strict=True):
+        write_pack(path, [(dataclasses.replace(record, toolkit=made_by), blobs) for record, blobs in measured[:2]])
+    installed = [FolderLayer(tmp_path / "cache", "user"), *map(PackLayer, packs[:1])]
+    monkeypatch.setattr(command, "default_layers", lambda **_: installed)
+    nothing, offer = tune(executor=RecordedExecutor())["notes"]
+    assert "0 measured records" in nothing
+    assert "2 measured records of the old.pack" in offer
+    given = shlex.split(offer.partition("to refresh them: ")[2])
+    assert given[:4] == ["python", "-m", "tilekern.tune", "refresh"]
+    assert given[4:6] == ["--pack", str(packs[0])]
+    # It is what refreshes them, and no more is offered then.
+    assert len(tune(*given[4:], executor=RecordedExecutor())["changes"]) == 2
+    assert len(tune(executor=RecordedExecutor())["notes"]) == 1
+    installed[1:] = [PackLayer(packs[1])]
+    assert len(tune(executor=RecordedExecutor(), cache="other")["notes"]) == 1
 
 
 def test_without_the_gpu_the_folder_is_carried_to_it(fill, tune, tmp_path):

@@ -32,7 +32,7 @@ EXIT_MISSING = 3
     "--by", type=click.Choice(checks.WAYS), default=checks.TUNE, show_default=True,
     help="With --fix: tune, or compile the default configs.",
 )  # fmt: skip
-@click.option("--jobs", type=click.IntRange(min=1), help="Compile workers; one for each core where not given.")
+@click.option("--jobs", type=click.IntRange(min=1), help="Compile workers, up to 4 a core; one a core if not given.")
 @click.option("--timeout", "timeout_s", type=Seconds(least=1), help="Seconds that one compile may take.")
 @click.option("--gpus", type=click.IntRange(min=1), help="How many GPUs to measure on at most.")
 @click.option("--cache-dir", type=click.Path(file_okay=False, path_type=Path), help="The cache in place of the user's.")

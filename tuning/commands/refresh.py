@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,12 +15,12 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from tilekern.cache import FolderLayer, Layer, PackLayer, Store, user_root
+from tilekern.cache import FolderLayer, Layer, PackLayer, Store, default_layers, user_root
 from tilekern.cache.packs import Pack
 from tilekern.errors import InputError
 from tilekern.targets import Target, here, resolve
 from tilekern.toolchain import toolkit
-from tuning.compiling import TIMEOUT_S, compile_all, default_jobs, wanted
+from tuning.compiling import TIMEOUT_S, compile_all, jobs_of, wanted
 from tuning.executors.local import LocalExecutor
 from tuning.gpu import describe_gpu
 from tuning.measuring import measure_all
@@ -62,7 +64,7 @@ class Outcome:
 )  # fmt: skip
 @click.option("--top", type=click.IntRange(min=0), default=3, show_default=True, help="Runners-up of each record.")
 @click.option("--sweep", type=_FOLDER, help="The folder of the refresh; it can travel.")
-@click.option("--jobs", type=click.IntRange(min=1), help="Compile workers; one for each core where not given.")
+@click.option("--jobs", type=click.IntRange(min=1), help="Compile workers, up to 4 a core; one a core if not given.")
 @click.option("--all", "everything", is_flag=True, help="Time records of today's toolkit and driver again, too.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document in place of tables.")
 def command(
@@ -108,6 +110,7 @@ def _planned(
     if not found.outdated:
         outcome.sweep = None
         outcome.notes.append(_nothing(found, outcome))
+        outcome.notes += _offer(layers, outcome, top)
         return None, outcome
     refresh.begin(found, target, outcome.toolkit)
     return refresh, outcome
@@ -120,6 +123,27 @@ def _nothing(found: Survey, outcome: Outcome) -> str:
     return f"nothing to refresh for {outcome.target.name}: {of}; --all takes all"
 
 
+def _offer(looked_at: Sequence[Layer], outcome: Outcome, top: int) -> list[str]:
+    """What to run for the packs beside the cache that serve this GPU by records of another toolkit or driver."""
+    known = {layer.path.resolve() for layer in looked_at if isinstance(layer, PackLayer)}
+    found: list[Path] = []
+    count = 0
+    for layer in default_layers(looking=True):
+        if isinstance(layer, PackLayer) and layer.path.resolve() not in known:
+            both = survey(
+                [*looked_at, layer], outcome.target, outcome.toolkit, outcome.driver, top=top, everything=False
+            )
+            count += len(both.outdated)
+            found += [layer.path] if both.outdated else []
+    if not found:
+        return []
+    root = next(layer.root for layer in looked_at if isinstance(layer, FolderLayer))
+    options = [["--pack", str(path)] for path in found] + [["--gpu", outcome.target.key], ["--cache-dir", str(root)]]
+    command = shlex.join(["python", "-m", "tilekern.tune", "refresh", *itertools.chain(*options)])
+    named = ", ".join(path.name for path in found)
+    return [f"another toolkit or driver made {count} measured records of {named}; to refresh them: {command}"]
+
+
 def _run(refresh: Refresh, outcome: Outcome, store: Store, jobs: int | None, *, quiet: bool) -> None:
     """Compile, and where the target is here, measure and publish."""
     sweep = refresh.sweep
@@ -129,7 +153,7 @@ def _run(refresh: Refresh, outcome: Outcome, store: Store, jobs: int | None, *, 
             "give another folder"
         )
     with progress_bar("compile", quiet=quiet) as progress:
-        outcome.compile = dataclasses.asdict(compile_all(sweep, jobs or default_jobs(), TIMEOUT_S, progress))
+        outcome.compile = dataclasses.asdict(compile_all(sweep, jobs_of(jobs), TIMEOUT_S, progress))
     if outcome.driver is None:
         outcome.notes.append(
             f"no {outcome.target.name} here: carry {sweep.folder} to one "
@@ -153,16 +177,16 @@ def _print(outcome: Outcome) -> None:
         console.print(_table(outcome))
         kept = sum(change.unchanged for change in outcome.changes)
         lost = sum(change.after is None for change in outcome.changes)
-        console.print(
+        console.out(
             f"{len(outcome.changes)} records timed again: {kept} keep their winner, "
             f"{len(outcome.changes) - kept - lost} have another, {lost} have none; {outcome.current} were of today",
             highlight=False,
         )
     for note in outcome.notes:
-        console.print(note, highlight=False)
+        console.out(note, highlight=False)
     for stale in outcome.stale:
         named = " ".join(str(value) for value in stale["problem"].values())
-        console.print(f"needs a whole tune: {stale['kernel']} {named}: {stale['reason']}", highlight=False)
+        console.out(f"needs a whole tune: {stale['kernel']} {named}: {stale['reason']}", highlight=False)
 
 
 def _table(outcome: Outcome) -> Table:

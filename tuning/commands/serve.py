@@ -16,7 +16,7 @@ from tilekern.cache import user_root
 from tilekern.errors import InputError
 from tilekern.targets import Target, here, resolve
 from tilekern.toolchain import require_toolkit
-from tuning.compiling import default_jobs
+from tuning.compiling import jobs_of
 from tuning.options import Seconds
 from tuning.service.board import STOPPING, Board
 from tuning.service.loop import Service
@@ -45,7 +45,7 @@ class Stopped(KeyboardInterrupt):
 @click.option("--once", is_flag=True, help="Tune what is wanted now, then end: for cron.")
 @click.option("--poll", "poll_s", type=Seconds(least=0.1), default=30.0, show_default=True, help="Seconds to rest.")
 @click.option("--batch", type=click.IntRange(min=1), default=8, show_default=True, help="Problems to tune at once.")
-@click.option("--jobs", type=click.IntRange(min=1), help="Compile workers; one for each core where not given.")
+@click.option("--jobs", type=click.IntRange(min=1), help="Compile workers, up to 4 a core; one a core if not given.")
 @click.option("--gpus", type=click.IntRange(min=1), help="How many of this host's GPUs to measure on at most.")
 @click.option("--retry", is_flag=True, help="Try again what failed before.")
 @click.option("--listen", metavar="HOST:PORT", help=f"Where to show the status; none: nowhere.  [{DEFAULT_ADDRESS}]")
@@ -69,7 +69,7 @@ def command(
     caches = [WatchedCache(root, target, toolkit.key, goal) for root in folders]
     board = Board(target, toolkit.describe(), goal, poll_s)
     say: Callable[[str], None] = (lambda _: None) if as_json else click.echo
-    service = Service(caches, How(jobs or default_jobs(), gpus), batch, board, say)
+    service = Service(caches, How(jobs_of(jobs), gpus), batch, board, say)
     stopped: Stopped | None = None
     with contextlib.ExitStack() as held:
         for cache in caches:

@@ -54,7 +54,7 @@ _FOLDER = click.Path(file_okay=False, path_type=Path)
 @click.option("--ops", help="Which ops to tune; all where not given.")
 @click.option("--stages", default=",".join(STAGES), show_default=True, help="Which stages to run.")
 @click.option("--dry-run", is_flag=True, help="Print the plan, its counts and how long it would take; write nothing.")
-@click.option("--jobs", type=click.IntRange(min=1), help="Compile workers; one for each core where not given.")
+@click.option("--jobs", type=click.IntRange(min=1), help="Compile workers, up to 4 a core; one a core if not given.")
 @click.option(
     "--timeout", "timeout_s", type=Seconds(least=1), default=60.0, show_default=True,
     help="Seconds that one compile may take.",
@@ -86,11 +86,12 @@ def command(*, dry_run: bool, as_json: bool, **given: Any) -> None:
 
 
 def _run(request: Request, *, quiet: bool) -> Outcome:
-    from tuning.compiling import compile_all, start_server
+    from tuning.compiling import compile_all, jobs_of, start_server
     from tuning.measuring import measure_all
     from tuning.quarantine import shared
 
     if "compile" in request.stages and request.executor == LOCAL:
+        jobs_of(request.jobs)  # what is wrong with it is said before anything is written
         start_server()
     seconds: dict[str, float] = {}
     store = _store(request)
@@ -137,7 +138,7 @@ def _lacking(outcome: Outcome, sweep: Sweep) -> Iterator[str]:
 
 def _dry_run(request: Request) -> PlanReport:
     """The plan and what it will cost; nothing is written, compiled or measured."""
-    from tuning.compiling import default_jobs
+    from tuning.compiling import default_jobs, jobs_of
     from tuning.estimating import report_on
 
     store = _store(request)
@@ -151,11 +152,12 @@ def _dry_run(request: Request) -> PlanReport:
         sweep, notes = _given(request), []
         name, target, problems = sweep.model, sweep.target, sweep.problems()
     is_here = request.executor == LOCAL
+    jobs = jobs_of(request.jobs) if is_here else request.jobs or default_jobs()
     absent = _absent(target) if is_here else None
     if not is_here:
         notes = [*notes, "the cluster was not asked what it has: --jobs and --gpus say what to count on"]
     return report_on(
-        name, target, problems, sweep, jobs=request.jobs or default_jobs(), gpus=_gpus(request, absent is None),
+        name, target, problems, sweep, jobs=jobs, gpus=_gpus(request, absent is None),
         strategy=request.strategy, root=Path(store.root), notes=[*notes, *([absent] if absent else [])],
         here=is_here,
     )  # fmt: skip
@@ -198,12 +200,12 @@ def _ready(request: Request, sweep: Sweep, outcome: Outcome) -> Iterator[Executo
 
 def _compilers(request: Request, sweep: Sweep) -> tuple[int, Pool]:
     """How many candidates to compile at once, and where: on the CPUs of the cluster that measures, or else here."""
-    from tuning.compiling import compile_in_order, default_jobs
+    from tuning.compiling import compile_in_order, jobs_of
 
     if request.executor == LOCAL:
-        return request.jobs or default_jobs(), compile_in_order
+        return jobs_of(request.jobs), compile_in_order
     cluster = _cluster(request, sweep)
-    return request.jobs or cluster.cores, cluster.compile_in_order
+    return jobs_of(request.jobs, cluster.cores), cluster.compile_in_order
 
 
 def _cluster(request: Request, sweep: Sweep) -> ClusterExecutor:

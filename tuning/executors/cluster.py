@@ -20,7 +20,15 @@ from tuning.compile_pool import Answer, Compile, Lost
 from tuning.executors.node import GpuNode, code_digest
 from tuning.executors.ray_compiling import compile_on_cluster
 from tuning.executors.ray_measuring import Measuring
-from tuning.executors.ray_nodes import FREE_WITHIN_S, connect, gpus_like, reason_of, start_actor
+from tuning.executors.ray_nodes import (
+    FREE_WITHIN_S,
+    ask_again,
+    connect,
+    gpus_like,
+    is_rays_own,
+    reason_of,
+    start_actor,
+)
 from tuning.process import LAUNCH_TIMEOUT_S, Noted
 from tuning.tasks import Task
 
@@ -53,20 +61,27 @@ class ClusterExecutor:
         return max(1, int(ray.cluster_resources().get("CPU", 1)))
 
     def describe_gpu(self, target: Target) -> dict[str, str]:
-        """One GPU of the target's type, its driver and torch; :meth:`run` leaves out those that have others.
+        """One GPU of the target's type, its driver, torch and libraries; :meth:`run` leaves out those that have others.
+
+        A worker that dies before it has answered, as on a busy node, is replaced.
 
         Raises:
             InputError: no node has such a GPU, none becomes free in ten minutes, or the node cannot measure.
         """
+        try:
+            self._described[target.key] = ask_again(lambda: self._describe(target), is_rays_own)
+        except ray.exceptions.RayError as error:
+            raise InputError(reason_of(error)) from None
+        return dict(self._described[target.key])
+
+    def _describe(self, target: Target) -> dict[str, str]:
         actor = start_actor(self._node, target, self._launch_timeout_s)
         try:
             asked = actor.describe.remote(code_digest(), target)
             if not ray.wait([asked], timeout=FREE_WITHIN_S)[0]:
                 raise InputError(f"no {target.name} of the cluster became free within {FREE_WITHIN_S:g} s")
-            self._described[target.key] = ray.get(asked)
-            return dict(self._described[target.key])
-        except ray.exceptions.RayError as error:
-            raise InputError(reason_of(error)) from None
+            found: dict[str, str] = ray.get(asked)
+            return found
         finally:
             ray.kill(actor)
 

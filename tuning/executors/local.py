@@ -11,6 +11,7 @@ from tilekern.errors import InputError
 from tilekern.targets import Target
 from tuning.executors.work import Family, family, finished, longest_first, place_of_next
 from tuning.gpu import check_gpu, describe_gpu, devices
+from tuning.libraries import versions
 from tuning.process import LAUNCH_TIMEOUT_S, Noted, Worker, measure_task
 from tuning.tasks import Task
 
@@ -47,13 +48,13 @@ class LocalExecutor:
         return Worker(self._cache, device, self._launch_timeout_s)
 
     def describe_gpu(self, target: Target) -> dict[str, str]:
-        """The first GPU, its driver and torch.
+        """The first GPU, its driver, torch and the libraries that candidates call.
 
         Raises:
             InputError: there is no GPU, or another one than the target.
         """
         check_gpu(target)
-        return describe_gpu()
+        return describe_gpu() | versions()
 
     def run(self, tasks: Sequence[Task]) -> Iterator[Noted]:
         """Measure the tasks, the longest first; a GPU that fails leaves the rest to the others.

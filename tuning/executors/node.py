@@ -135,19 +135,20 @@ class GpuNode:
         self._error: BaseException | None = None
 
     def describe(self, code: str, target: Target) -> dict[str, str]:
-        """The GPU, its driver and torch.
+        """The GPU, its driver, torch and the libraries that candidates call.
 
         Raises:
             InputError: the node cannot measure, or its GPU is not the target.
         """
         check_node(code, "torch", "cuda.tile")
         from tuning.gpu import check_gpu, describe_gpu
+        from tuning.libraries import versions
 
         try:
             check_gpu(target)
         except InputError as error:
             raise InputError(f"the node {platform.node()}: {error}") from None
-        return describe_gpu()
+        return describe_gpu() | versions()
 
     def begin(self, code: str, target: Target, pack: bytes) -> tuple[str, dict[str, str]]:
         """Be ready for tasks; the node's name in the cluster, and what :meth:`describe` says.

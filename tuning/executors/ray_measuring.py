@@ -19,7 +19,7 @@ from tilekern.errors import InputError
 from tuning.disposable import GONE_WITHIN_S
 from tuning.executors import FINISHED
 from tuning.executors.node import code_digest
-from tuning.executors.ray_nodes import FREE_WITHIN_S, gpus_like, reason_of
+from tuning.executors.ray_nodes import FREE_WITHIN_S, TRIES, gpus_like, is_rays_own, reason_of
 from tuning.executors.work import Family, family, finished, left_of, longest_first, place_of_next
 from tuning.process import Noted
 from tuning.tasks import Task
@@ -30,9 +30,13 @@ _PATIENCE_S = 5.0
 
 @dataclass(eq=False)
 class _Gpu:
-    """An actor with a GPU, the task that it is at, and the family of that or of the last one."""
+    """An actor with a GPU, the task that it is at, and the family of that or of the last one.
+
+    ``tries`` is how many actors may be started for it, this one among them.
+    """
 
     actor: Any
+    tries: int
     node: str = ""
     task: Task | None = None
     at: Family | None = None
@@ -79,15 +83,15 @@ class Measuring:
         for reason in dict.fromkeys(self._left_out):
             warnings.warn(f"a GPU was left out: {reason}", stacklevel=2)
 
-    def _add(self) -> None:
-        """Have one more GPU, when it becomes free."""
+    def _add(self, tries: int = TRIES) -> None:
+        """Have one more GPU, when it becomes free; so many actors may be started for it."""
         try:
             actor = self._start()
         except InputError as error:
             self._left_out.append(str(error))
             return
         self._actors.append(actor)
-        self._calls[actor.begin.remote(code_digest(), self._target, self._pack)] = _Gpu(actor)
+        self._calls[actor.begin.remote(code_digest(), self._target, self._pack)] = _Gpu(actor, tries)
 
     def _is_at_work(self) -> bool:
         return any(gpu.task for gpu in self._calls.values())
@@ -114,11 +118,11 @@ class Measuring:
         """What an answer says."""
         try:
             answer = ray.get(call)
-        except ray.exceptions.RayTaskError as error:
-            self._leave_out(gpu, reason_of(error))
         except ray.exceptions.RayError as error:
-            if gpu.task:
+            if is_rays_own(error) and gpu.task:
                 yield from self._lose(gpu, gpu.task, reason_of(error))
+            elif is_rays_own(error) and gpu.tries > 1:
+                self._add(gpu.tries - 1)
             else:
                 self._leave_out(gpu, reason_of(error))
         else:

@@ -6,8 +6,9 @@ import logging
 import re
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 
@@ -22,6 +23,29 @@ TRIES, PAUSE_S = 3, 2.0
 # Ray's name for what a node with GPUs of a type has, one of it whatever their number.
 _TYPE = "accelerator_type:"
 _LONGEST = 300
+_T = TypeVar("_T")
+
+
+def ask_again(ask: Callable[[], _T], may_pass: Callable[[Exception], bool]) -> _T:
+    """What a cluster answers; it is asked again, up to :data:`TRIES` times in all, while its error may pass.
+
+    Args:
+        ask: asks, and leaves nothing behind where it fails.
+        may_pass: whether an error may be gone the next time.
+    """
+    for _ in range(TRIES - 1):
+        try:
+            return ask()
+        except (OSError, RuntimeError, ray.exceptions.RayError) as error:
+            if not may_pass(error):
+                raise
+        time.sleep(PAUSE_S)
+    return ask()
+
+
+def is_rays_own(error: Exception) -> bool:
+    """Whether an error is Ray's and not of what ran there: a worker that died at its start, or its node, may do so."""
+    return isinstance(error, ray.exceptions.RayError) and not isinstance(error, ray.exceptions.RayTaskError)
 
 
 def connect(address: str | None) -> None:
@@ -40,18 +64,25 @@ def connect(address: str | None) -> None:
         # A job with a working directory does not look for modules in the driver's, where another version may lie.
         Path(folder, "code").write_text(code_digest(), encoding="ascii")
         environment = {"working_dir": folder, "py_modules": modules, "excludes": ["**/__pycache__/**"]}
-        for left in reversed(range(TRIES)):
+
+        def ask() -> None:
             try:
                 ray.init(address, runtime_env=environment, log_to_driver=False, logging_level=logging.ERROR)
-                return
-            except (OSError, RuntimeError, ray.exceptions.RayError) as error:
-                # A server that Ray starts for each client, and that died then, aborts; otherwise nobody is there.
-                is_there = not isinstance(error, OSError) or isinstance(error, ConnectionAbortedError)
-                if not (is_there and left):
-                    reason = reason_of(error)
-                    raise InputError(f"cannot use the Ray cluster {address or 'of this host'}: {reason}") from None
-            ray.shutdown()
-            time.sleep(PAUSE_S)
+            except BaseException:
+                ray.shutdown()
+                raise
+
+        try:
+            ask_again(ask, _is_of_somebody)
+        except (OSError, RuntimeError, ray.exceptions.RayError) as error:
+            reason = reason_of(error)
+            raise InputError(f"cannot use the Ray cluster {address or 'of this host'}: {reason}") from None
+
+
+def _is_of_somebody(error: Exception) -> bool:
+    """Whether an error at connecting is a cluster's, and not that nobody is there."""
+    # A server that Ray starts for each client, and that died then, aborts.
+    return not isinstance(error, OSError) or isinstance(error, ConnectionAbortedError)
 
 
 def start_actor(node: type[GpuNode], target: Target, launch_timeout_s: float) -> Any:
