@@ -24,6 +24,8 @@ def large(root):
     [
         ("stats",),
         ("verify",),
+        ("prune", "--max-size", "1K", "--dry-run", "--json"),
+        ("clear", "--all", "--yes"),
     ],
     ids=lambda command: command[0],
 )
