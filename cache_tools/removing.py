@@ -102,7 +102,8 @@ def clear(store: Store, selection: Selection, everything: bool, confirmed: bool,
         )
     if as_json and not confirmed:
         raise CacheError("clear --json asks nothing and so needs --yes")
-    matching = [kept_of(entry) for entry in store.entries(selection.where) if selection.matches(entry)]
+    listed = (entry for entry in store.entries(selection.where) if not entry.is_folder)
+    matching = [kept_of(entry) for entry in listed if selection.matches(entry)]
     chosen = [entry for entry in matching if not entry.unknown_schema]
     if chosen and not confirmed:
         ask(f"Remove {count(len(chosen), 'record')} from {store.root}?")

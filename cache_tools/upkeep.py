@@ -35,11 +35,15 @@ def write_selected(
         The number of records that went in, and of unreadable ones that were left out.
 
     Raises:
-        CacheError: the file's name is wrong, no record is selected, a blob is bad, or the file cannot be written.
+        CacheError: the file's name is wrong, no record is selected, a blob is bad, a folder that may hold selected
+            records cannot be listed, or the file cannot be written.
     """
     if path.suffix != PACK_SUFFIX:
         raise CacheError(f"a pack's name must end in {PACK_SUFFIX}, got {path.name!r}")
     matching = [entry for entry in store.entries(selection.where) if selection.matches(entry)]
+    for entry in matching:
+        if entry.is_folder:
+            raise CacheError(f"{entry.problem}; a pack would lack the records that are there")
     if model:
         needed = needed_by(model, {entry.address.target_key for entry in matching if entry.address}, tp)
         matching = [entry for entry in matching if entry.record is None or is_needed(entry, needed)]
