@@ -295,6 +295,8 @@ def test_the_user_cache_is_the_platforms_unless_chosen(tmp_path, monkeypatch):
     assert user_root() == tmp_path
     monkeypatch.delenv("TILEKERN_CACHE_DIR")
     assert user_root().name == "tilekern"
+    monkeypatch.setenv("TILEKERN_CACHE_DIR", "")
+    assert user_root().name == "tilekern"
 
 
 def test_a_pack_is_a_layer(tmp_path):
