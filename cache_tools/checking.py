@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import marshal
+import math
 import os
+import struct
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,10 +15,13 @@ import click
 from cache_tools.staleness import is_stale
 from cache_tools.text import count, print_json
 from cache_tools.trusting import print_survey, records_of_pack, records_of_store, survey
-from tilekern.cache import CacheError, Corrupt, Entry, Pack, Store, UnknownSchema, Untrusted, checked_contents
+from tilekern.cache import CacheError, Corrupt, Entry, Pack, Record, Store, UnknownSchema, Untrusted, checked_contents
 from tilekern.cache.exposure import others_may_write, require_unshared, require_unshared_folders
 from tilekern.cache.files import identity_of
 from tilekern.cache.trust import must_be_signed
+
+# As marshal writes it, but for the sign.
+_INFINITE = struct.pack("<d", math.inf)[:-1]
 
 
 class _Seen:
@@ -41,6 +47,8 @@ class _Seen:
             else:
                 self.bad.append(_fault(path, str(entry.problem)))
             return
+        if problem := _beyond_bounds(entry.record):
+            self.bad.append(_fault(path, problem))
         sizes = tuple(sorted({(one.sha256, one.size) for one in entry.record.artifacts.values()}))
         self.records[path] = _Kept(entry.identity, sizes)
         stale = is_stale(entry.record)
@@ -125,6 +133,24 @@ def _is_still(path: str, identity: tuple[int, int, int] | None) -> bool:
         return False
     except OSError:
         return True
+
+
+def _beyond_bounds(record: Record) -> str | None:
+    """What is wrong with a record that holds a number too large for a float (``1e999``), which a lookup reads over."""
+    artifacts = [(one.config, one.assumptions, one.resources) for one in record.artifacts.values()]
+    parts = (record.problem, record.target, record.toolkit, record.config, artifacts)
+    timed = (record.measurement, record.prediction, record.check, record.runners_up)
+    try:
+        # An infinite number among others, in a tenth of the time that JSON takes; a large integer may look like one.
+        if _INFINITE not in marshal.dumps((parts, timed)):
+            return None
+    except ValueError:
+        pass  # nested too deeply
+    try:
+        record.to_json()
+    except CacheError as error:
+        return str(error)
+    return None
 
 
 def _refused(check: Callable[[], None]) -> str | None:

@@ -12,7 +12,7 @@ import click
 
 from cache_tools import checking, upkeep
 from cache_tools.clearing import clear, prune
-from cache_tools.options import as_json, cache_dir, with_age_filters, with_filters
+from cache_tools.options import PlaceType, as_json, cache_dir, with_age_filters, with_filters
 from cache_tools.seeing import diff, ls, show, stats, wanted, why
 from cache_tools.selection import Selection
 from cache_tools.shipping import pull, push, wheel
@@ -26,7 +26,7 @@ def app() -> None:
 
 
 @app.command()
-@click.argument("path", metavar="[PACK|CACHE]", required=False, type=click.Path(path_type=Path))
+@click.argument("path", metavar="[PACK|CACHE]", required=False, type=PlaceType())
 @click.option("--signed", is_flag=True, help="A record that no trust root signed is a fault, too.")
 @cache_dir
 @as_json

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 
@@ -11,11 +13,28 @@ from cache_tools.selection import Selection
 from cache_tools.sources import source_at
 from cache_tools.staleness import is_stale
 from cache_tools.text import number, plain, print_json, print_table, time_us_of
-from tilekern.cache import Entry, Record, by_preference
+from tilekern.cache import Address, Record, by_preference
 
 _LISTED = ("new", "gone", "faster", "slower", "changed", "stale")
-_Found = tuple[Entry, Record]
-_Side = dict[tuple[str, ...], _Found]
+
+
+class _Kept(NamedTuple):
+    """Of a record: what is compared and shown; so little that a hundred thousand are no burden."""
+
+    path: str
+    address: Address
+    provenance: str
+    config: str
+    digests: frozenset[str]
+    source_digest: str
+    time_us: float | None
+    median_us: float | None
+    spread_us: float | None
+    created: str
+    stale: bool | None
+
+
+_Side = dict[tuple[str, ...], _Kept]
 
 
 def compare(before: Path, after: Path, selection: Selection, any_toolkit: bool, as_json: bool) -> None:
@@ -33,12 +52,9 @@ def compare(before: Path, after: Path, selection: Selection, any_toolkit: bool, 
     """
     unreadable: list[dict[str, str | None]] = []
     a, b = (_side(path, selection, any_toolkit, unreadable) for path in (before, after))
-    items = [_compared(a.get(key), b.get(key)) for key in sorted(a.keys() | b.keys())]
-    document: dict[str, Any] = {"a": str(before), "b": str(after)}
-    for name in _LISTED[:-1]:
-        document[name] = [item for kind, item in items if kind == name]
-    document["stale"] = [item for _, item in items if any(item[side] and item[side]["stale"] for side in "ab")]
-    document["same"] = sum(kind == "same" for kind, _ in items)
+    document: dict[str, Any] = {"a": str(before), "b": str(after), **{name: [] for name in _LISTED}, "same": 0}
+    for key in sorted(a.keys() | b.keys()):
+        _note(document, a.get(key), b.get(key))
     document["unreadable"] = unreadable
     if as_json:
         print_json(document)
@@ -57,8 +73,8 @@ def _side(path: Path, selection: Selection, any_toolkit: bool, unreadable: list[
             continue
         target, toolkit, kernel, problem = entry.record.address
         key = (kernel, problem, target) if any_toolkit else (kernel, problem, target, toolkit)
-        if key not in found or _is_newer(toolkit, found[key][1].address.toolkit_key):
-            found[key] = (entry, entry.record)
+        if key not in found or _is_newer(toolkit, found[key].address.toolkit_key):
+            found[key] = _kept_of(str(entry.path), entry.record)
     return found
 
 
@@ -66,25 +82,51 @@ def _is_newer(toolkit: str, other: str) -> bool:
     return by_preference([toolkit, other], None)[0] == toolkit
 
 
-def _compared(a: _Found | None, b: _Found | None) -> tuple[str, dict[str, Any]]:
-    """How B's record differs from A's, and the line that says so."""
+def _kept_of(path: str, record: Record) -> _Kept:
+    return _Kept(
+        path,
+        record.address,
+        record.provenance,
+        json.dumps(record.config, sort_keys=True),
+        frozenset(map(sys.intern, record.digests)),
+        sys.intern(record.source_digest),
+        time_us_of(record),
+        number(record.measurement, "median_us"),
+        number(record.measurement, "spread_us"),
+        record.created,
+        is_stale(record),
+    )
+
+
+def _note(document: dict[str, Any], a: _Kept | None, b: _Kept | None) -> None:
+    """Put into the document how B's record differs from A's."""
+    kind, ratio, because = _difference(a, b) if a and b else ("new" if b else "gone", None, "")
+    item = _item(a, b, ratio, because)
+    if kind == "same":
+        document["same"] += 1
+    else:
+        document[kind].append(item)
+    if (a and a.stale) or (b and b.stale):
+        document["stale"].append(item)
+
+
+def _item(a: _Kept | None, b: _Kept | None, ratio: float | None, because: str) -> dict[str, Any]:
     either = b or a
     assert either is not None
-    kind, ratio, because = _difference(a[1], b[1]) if a and b else ("new" if b else "gone", None, "")
-    address = either[1].address
-    return kind, {
+    address = either.address
+    return {
         "kernel": address.kernel,
         "problem_key": address.problem_key,
         "target": address.target_key,
         "toolkit": address.toolkit_key,
-        "a": a and _summary(*a),
-        "b": b and _summary(*b),
+        "a": a and _summary(a),
+        "b": b and _summary(b),
         "ratio": ratio,
         "because": because,
     }
 
 
-def _difference(a: Record, b: Record) -> tuple[str, float | None, str]:
+def _difference(a: _Kept, b: _Kept) -> tuple[str, float | None, str]:
     """The class, how many times faster B is where both were timed, and what else differs."""
     facts = {
         "toolkit": (a.address.toolkit_key, b.address.toolkit_key),
@@ -97,24 +139,24 @@ def _difference(a: Record, b: Record) -> tuple[str, float | None, str]:
     because = f"other {', '.join(changed)}" if changed else ""
     ratio = None
     if a.provenance == b.provenance == "measured":
-        a_us, b_us = number(a.measurement, "median_us"), number(b.measurement, "median_us")
+        a_us, b_us = a.median_us, b.median_us
         if a_us and b_us:
             ratio = a_us / b_us
-            noise_us = (number(a.measurement, "spread_us") or 0.0) + (number(b.measurement, "spread_us") or 0.0)
+            noise_us = (a.spread_us or 0.0) + (b.spread_us or 0.0)
             if abs(a_us - b_us) > noise_us:
                 return "faster" if b_us < a_us else "slower", ratio, because
     return "changed" if changed else "same", ratio, because
 
 
-def _summary(entry: Entry, record: Record) -> dict[str, Any]:
+def _summary(one: _Kept) -> dict[str, Any]:
     return {
-        "path": str(entry.path),
-        "toolkit": record.address.toolkit_key,
-        "provenance": record.provenance,
-        "time_us": time_us_of(record),
-        "spread_us": number(record.measurement, "spread_us"),
-        "created": record.created,
-        "stale": is_stale(record),
+        "path": one.path,
+        "toolkit": one.address.toolkit_key,
+        "provenance": one.provenance,
+        "time_us": one.time_us,
+        "spread_us": one.spread_us,
+        "created": one.created,
+        "stale": one.stale,
     }
 
 

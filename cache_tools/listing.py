@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import click
@@ -17,7 +17,6 @@ from tilekern.cache import (
     Entry,
     Listed,
     Outline,
-    Record,
     Store,
     clear_wanted,
     problem_key,
@@ -29,8 +28,7 @@ from tilekern.cache.places import USER
 
 _COLUMNS = ("KERNEL", "PROBLEM", "TARGET", "TOOLKIT", "PROVENANCE", "TIME", "GAIN", "SIZE", "AGE", "LAYER")
 _RIGHT = ("TIME", "GAIN", "SIZE", "AGE", "RECORDS", "RUNS")
-_GROUPS = ("kernel", "target", "toolkit", "provenance")
-_Found = tuple[Source, Entry, Record]
+_GROUPS = ("layer", "kernel", "target", "toolkit", "provenance")
 
 
 def list_records(store: Store, selection: Selection, all_layers: bool, layer: str | None, as_json: bool) -> None:
@@ -65,31 +63,58 @@ def list_records(store: Store, selection: Selection, all_layers: bool, layer: st
         click.echo(f"unreadable: {entry.path}: {entry.problem}", err=True)
 
 
+class _Seen:
+    """What was counted of records, one after the other, so that none is held."""
+
+    def __init__(self) -> None:
+        self.records = self.own_bytes = self.unreadable = self.unknown_schema = 0
+        self.by: dict[str, dict[str, dict[str, int]]] = {
+            group: defaultdict(lambda: {"records": 0, "bytes": 0}) for group in _GROUPS
+        }
+        self.stale: Counter[bool | None] = Counter()
+        self.referred: set[str] = set()
+
+    def note(self, layer: str, entry: Entry) -> None:
+        """Count one entry of a layer; the user's alone are ones whose files and references to blobs count."""
+        if layer == USER:
+            self.own_bytes += entry.file_bytes
+            self.referred |= entry.record.digests if entry.record else frozenset()
+        if entry.record is None:
+            self.unknown_schema += entry.unknown_schema
+            self.unreadable += not entry.unknown_schema
+            return
+        self.records += 1
+        self.stale[is_stale(entry.record)] += 1
+        target, toolkit, kernel, _ = entry.record.address
+        for group, name in zip(_GROUPS, (layer, kernel, target, toolkit, entry.record.provenance), strict=True):
+            self.by[group][name]["records"] += 1
+            self.by[group][name]["bytes"] += entry.size_bytes
+
+
 def print_stats(store: Store, all_layers: bool, as_json: bool) -> None:
     """Print counts and bytes by layer, kernel, target, toolkit and provenance, and what is wrong.
 
     A blob that two records share counts in each of them, and once in the total. What packs hold counts by its records
     alone: their blobs are compressed and shared.
     """
-    listed = [(source, entry) for source in _sources(store, all_layers, None) for entry in source.entries()]
-    records = [(source, entry, entry.record) for source, entry in listed if entry.record]
-    own = [entry for source, entry in listed if source.name == USER]
+    seen = _Seen()
+    for source in _sources(store, all_layers, None):
+        for entry in source.entries():
+            seen.note(source.name, entry)
     blobs = list(store.blobs())
-    referred = frozenset().union(*(entry.record.digests for entry in own if entry.record))
-    orphans = [blob for blob in blobs if blob.sha256 not in referred]
-    stale = Counter(is_stale(record) for _, _, record in records)
+    orphans = [blob for blob in blobs if blob.sha256 not in seen.referred]
     document = {
         "cache_dir": str(store.root),
         "exists": store.root.is_dir(),
-        "records": len(records),
-        "bytes": sum(entry.file_bytes for entry in own) + sum(blob.size_bytes for blob in blobs),
-        "by": {"layer": _by_layer(records), **{group: _grouped(records, group) for group in _GROUPS}},
+        "records": seen.records,
+        "bytes": seen.own_bytes + sum(blob.size_bytes for blob in blobs),
+        "by": {group: dict(sorted(totals.items())) for group, totals in seen.by.items()},
         "blobs": {"count": len(blobs), "bytes": sum(blob.size_bytes for blob in blobs)},
         "orphans": {"count": len(orphans), "bytes": sum(blob.size_bytes for blob in orphans)},
-        "stale": stale[True],
-        "unknown_source": stale[None],
-        "unreadable": sum(entry.problem is not None and not entry.unknown_schema for _, entry in listed),
-        "unknown_schema": sum(entry.unknown_schema for _, entry in listed),
+        "stale": seen.stale[True],
+        "unknown_source": seen.stale[None],
+        "unreadable": seen.unreadable,
+        "unknown_schema": seen.unknown_schema,
         "leftovers": sum(1 for _ in store.leftovers()),
         "wanted": len(read_wanted(store.root)),
     }
@@ -179,23 +204,6 @@ def _row(source: Source, entry: Listed, record: Outline) -> tuple[str, ...]:
         age(age_s(entry)),
         source.name,
     )
-
-
-def _grouped(records: Iterable[_Found], group: str) -> dict[str, dict[str, int]]:
-    values = ((getattr(record, group), entry) for _, entry, record in records)
-    return _totals((value["key"] if isinstance(value, dict) else value, entry) for value, entry in values)
-
-
-def _by_layer(records: Iterable[_Found]) -> dict[str, dict[str, int]]:
-    return _totals((source.name, entry) for source, entry, _ in records)
-
-
-def _totals(named: Iterable[tuple[str, Entry]]) -> dict[str, dict[str, int]]:
-    totals: dict[str, dict[str, int]] = defaultdict(lambda: {"records": 0, "bytes": 0})
-    for name, entry in named:
-        totals[name]["records"] += 1
-        totals[name]["bytes"] += entry.size_bytes
-    return dict(sorted(totals.items()))
 
 
 def _print_stats(store: Store, document: Mapping[str, Any]) -> None:

@@ -23,10 +23,29 @@ class StoreType(click.ParamType):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Store:  # noqa: ARG002
         """The store in a folder, which need not exist; a file is refused."""
-        root = Path(value)
+        root = Path(_not_empty(value, param, "a folder"))
         if root.exists() and not root.is_dir():
             raise CacheError(f"{root} is a file; a cache is a folder")
         return Store(root)
+
+
+class PlaceType(click.Path):
+    """A cache's folder or a pack on the command line."""
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The path, which must be one."""
+        return super().convert(_not_empty(value, param, "a folder or a pack"), param, ctx)
+
+
+def _not_empty(value: Any, param: click.Parameter | None, what: str) -> Any:
+    """The value as it is; an empty one, as of a variable of the shell that is not set, would be this folder."""
+    if value == "":
+        name = param.opts[0] if isinstance(param, click.Option) else param.human_readable_name if param else "it"
+        raise CacheError(f"{name} must name {what}, and is empty")
+    return value
 
 
 class Duration(click.ParamType):

@@ -18,11 +18,11 @@ from typing import Any
 import click
 
 from cache_tools.here import toolkit_key
-from cache_tools.removing import ask, digests_of, remove, say
+from cache_tools.removing import Kept, ask, digests_of, kept_of, remove, say
 from cache_tools.selection import seconds_since
 from cache_tools.staleness import is_stale
 from cache_tools.text import age, count, print_json, print_table, size
-from tilekern.cache import BlobFile, CacheError, Entry, Store, by_preference
+from tilekern.cache import BlobFile, CacheError, Store, by_preference
 
 ACCESS_TIME, AGE = "access_time", "age"
 _NO_EVIDENCE = "the file system notes no access times (noatime): a record's age stands for its last use"
@@ -58,7 +58,7 @@ def prune(store: Store, limits: Limits, dry_run: bool, confirmed: bool, as_json:
         raise CacheError("prune needs a limit: --stale, --keep-toolkits, --unused-for or --max-size")
     if as_json and not (confirmed or dry_run):
         raise CacheError("prune --json asks nothing and so needs --yes or --dry-run")
-    entries = list(store.entries())
+    entries = [kept_of(entry) for entry in store.entries()]
     reasons = _reasons(store, entries, limits)
     chosen = [entry for entry in entries if entry.path in reasons]
     evidence = ACCESS_TIME if _notes_access(store.root) else AGE
@@ -73,7 +73,7 @@ def prune(store: Store, limits: Limits, dry_run: bool, confirmed: bool, as_json:
         "blobs": len(blobs),
         "bytes": freed,
         "bytes_left": _size_of(store, entries) - freed,
-        "left_alone": sum(entry.record is None for entry in entries),
+        "left_alone": sum(not entry.is_readable for entry in entries),
         "kept": kept,
     }
     if not as_json:
@@ -90,13 +90,13 @@ def prune(store: Store, limits: Limits, dry_run: bool, confirmed: bool, as_json:
         print_json(document)
 
 
-def _reasons(store: Store, entries: Sequence[Entry], limits: Limits) -> _Reasons:
+def _reasons(store: Store, entries: Sequence[Kept], limits: Limits) -> _Reasons:
     """Why each record that must go must go, by its path."""
     reasons: _Reasons = defaultdict(list)
-    readable = [entry for entry in entries if entry.record]
+    readable = [entry for entry in entries if entry.is_readable]
     if limits.stale:
         for entry in readable:
-            if entry.record and is_stale(entry.record) is True:
+            if is_stale(entry):
                 reasons[entry.path].append("stale")
     if limits.keep_toolkits is not None:
         for entry in _of_old_toolkits(readable, limits.keep_toolkits):
@@ -111,9 +111,9 @@ def _reasons(store: Store, entries: Sequence[Entry], limits: Limits) -> _Reasons
     return reasons
 
 
-def _of_old_toolkits(entries: Sequence[Entry], keep: int) -> list[Entry]:
+def _of_old_toolkits(entries: Sequence[Kept], keep: int) -> list[Kept]:
     """Of each problem on each GPU, the records behind the first so many in a lookup's order; stale ones come last."""
-    groups: dict[tuple[str, str, str], dict[str, Entry]] = defaultdict(dict)
+    groups: dict[tuple[str, str, str], dict[str, Kept]] = defaultdict(dict)
     for entry in entries:
         if entry.address:
             target, toolkit, kernel, problem = entry.address
@@ -122,35 +122,35 @@ def _of_old_toolkits(entries: Sequence[Entry], keep: int) -> list[Entry]:
     old = []
     for by_toolkit in groups.values():
         order = [by_toolkit[toolkit] for toolkit in by_preference(by_toolkit, installed)]
-        order.sort(key=lambda entry: entry.record is not None and is_stale(entry.record) is True)
+        order.sort(key=lambda entry: is_stale(entry) is True)
         old += order[keep:]
     return old
 
 
-def _least_used(store: Store, entries: Sequence[Entry], going: set[Path], max_bytes: int) -> list[Entry]:
+def _least_used(store: Store, entries: Sequence[Kept], going: set[Path], max_bytes: int) -> list[Kept]:
     """The readable records to delete, least used first, until the cache has at most ``max_bytes``."""
     staying = [entry for entry in entries if entry.path not in going]
     garbage, kept = _garbage(store, [entry for entry in entries if entry.path in going])
     sizes = {blob.sha256: blob.size_bytes for blob in store.blobs()}
     for blob in garbage:
         sizes.pop(blob.sha256, None)
-    users = Counter(digest for entry in staying if entry.record for digest in entry.record.digests)
+    users = Counter(digest for entry in staying for digest in entry.digests)
     total = sum(sizes.values()) + sum(entry.file_bytes for entry in staying)
     chosen = []
     for entry in sorted(staying, key=lambda entry: (entry.used, entry.path)):
         if total <= max_bytes:
             break
-        if entry.record is None:
+        if not entry.is_readable:
             continue
         chosen.append(entry)
         total -= entry.file_bytes
-        for digest in entry.record.digests:
+        for digest in entry.digests:
             users[digest] -= 1
             total -= sizes.get(digest, 0) if not users[digest] and not kept else 0
     return chosen
 
 
-def _garbage(store: Store, going: Sequence[Entry]) -> tuple[list[BlobFile], str | None]:
+def _garbage(store: Store, going: Sequence[Kept]) -> tuple[list[BlobFile], str | None]:
     """The blobs that can go with these records; none, and why, where some record cannot be read for references."""
     try:
         return store.garbage(digests_of(going), without={entry.path for entry in going}), None
@@ -169,7 +169,7 @@ def _size_of(store: Store, entries: Any) -> int:
     return sum(entry.file_bytes for entry in entries) + sum(blob.size_bytes for blob in store.blobs())
 
 
-def _summary(entry: Entry, reasons: list[str]) -> dict[str, Any]:
+def _summary(entry: Kept, reasons: list[str]) -> dict[str, Any]:
     assert entry.address is not None
     return {
         "path": str(entry.path),

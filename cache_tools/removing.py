@@ -2,18 +2,58 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import click
 
 from cache_tools.selection import Selection
 from cache_tools.text import count, print_json, size
-from tilekern.cache import CacheError, Entry, Store
+from tilekern.cache import Address, CacheError, Entry, Store
 
 # Many times what a lookup takes from the reading of a record to that of its artifacts, on a network's disk too.
 READING_S = 0.5
+
+
+class Kept(NamedTuple):
+    """Of an entry: what deleting it goes by, so little that a hundred thousand are no burden.
+
+    The fields are those of :class:`tilekern.cache.Entry`; ``digests`` are the blobs that it refers to, and of what
+    cannot be read none. Whether it is stale is asked of few, and takes loading Python's parser.
+    """
+
+    path: Path
+    address: Address | None
+    is_readable: bool
+    unknown_schema: bool
+    digests: tuple[str, ...]
+    module: str
+    source_digest: str
+    size_bytes: int
+    file_bytes: int
+    used: float
+    identity: tuple[int, int, int] | None
+
+
+def kept_of(entry: Entry) -> Kept:
+    """What deleting an entry goes by."""
+    record = entry.record
+    return Kept(
+        entry.path,
+        entry.address,
+        record is not None,
+        entry.unknown_schema,
+        tuple(map(sys.intern, record.digests)) if record else (),
+        sys.intern(record.module) if record else "",
+        sys.intern(record.source_digest) if record else "",
+        entry.size_bytes,
+        entry.file_bytes,
+        entry.used,
+        entry.identity,
+    )
 
 
 class Removed(NamedTuple):
@@ -25,7 +65,7 @@ class Removed(NamedTuple):
     kept: str | None
 
 
-def remove(store: Store, entries: Sequence[Entry]) -> Removed:
+def remove(store: Store, entries: Sequence[Kept]) -> Removed:
     """Delete records, and a moment later the blobs that nothing refers to any more.
 
     A job that has read a record just before finds its blobs still there; one that has them needs no file. What was
@@ -34,7 +74,7 @@ def remove(store: Store, entries: Sequence[Entry]) -> Removed:
     Raises:
         CacheError: a file cannot be deleted.
     """
-    removed = [entry for entry in entries if store.remove_one(entry)]
+    removed = [entry for entry in entries if store.remove_one(entry.path, entry.identity)]
     if removed:
         time.sleep(READING_S)
     garbage = store.collect_garbage(digests_of(removed))
@@ -42,9 +82,9 @@ def remove(store: Store, entries: Sequence[Entry]) -> Removed:
     return Removed(len(removed), garbage.blobs, size_bytes, garbage.kept)
 
 
-def digests_of(entries: Sequence[Entry]) -> frozenset[str]:
+def digests_of(entries: Sequence[Kept]) -> frozenset[str]:
     """The blobs that records refer to."""
-    return frozenset().union(*(entry.record.digests for entry in entries if entry.record))
+    return frozenset(digest for entry in entries for digest in entry.digests)
 
 
 def clear(store: Store, selection: Selection, everything: bool, confirmed: bool, as_json: bool) -> None:
@@ -62,7 +102,8 @@ def clear(store: Store, selection: Selection, everything: bool, confirmed: bool,
         )
     if as_json and not confirmed:
         raise CacheError("clear --json asks nothing and so needs --yes")
-    matching = [entry for entry in store.entries(selection.where) if selection.matches(entry)]
+    listed = (entry for entry in store.entries(selection.where) if not entry.is_folder)
+    matching = [kept_of(entry) for entry in listed if selection.matches(entry)]
     chosen = [entry for entry in matching if not entry.unknown_schema]
     if chosen and not confirmed:
         ask(f"Remove {count(len(chosen), 'record')} from {store.root}?")

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from cache_tools.options import as_json, cache_dir, target, toolkit, with_age_filters, with_filters
+from cache_tools.options import PlaceType, as_json, cache_dir, target, toolkit, with_age_filters, with_filters
 from cache_tools.selection import Selection
 from tilekern.cache import Store
 
@@ -78,8 +78,8 @@ def stats(store: Store, all_layers: bool, as_json: bool) -> None:
 
 
 @click.command()
-@click.argument("before", metavar="A", type=click.Path(path_type=Path))
-@click.argument("after", metavar="B", type=click.Path(path_type=Path))
+@click.argument("before", metavar="A", type=PlaceType())
+@click.argument("after", metavar="B", type=PlaceType())
 @with_filters
 @click.option("--any-toolkit", is_flag=True, help="Compare the newest toolkit's record of each problem.")
 @as_json

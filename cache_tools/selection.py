@@ -59,7 +59,12 @@ class Selection:
         return self.problem is None or set(self.problem.split(",")) <= set(name.split(","))
 
     def matches(self, entry: Entry | Listed) -> bool:
-        """Whether all filters hold; an unreadable record goes by its path and age, and has no provenance."""
+        """Whether all filters hold; an unreadable record goes by its path and age, and has no provenance.
+
+        A folder that :meth:`where` let pass and that cannot be listed may hold what is wanted.
+        """
+        if entry.is_folder:
+            return True
         address = entry.address
         if address is None and (self.target or self.toolkit or self.kernel or self.problem):
             return False

@@ -3,8 +3,21 @@
 from __future__ import annotations
 
 import functools
+from typing import Protocol
 
-from tilekern.cache import Outline, Record
+
+class Made(Protocol):
+    """What says which source a record was made from: a record, or what is kept of one."""
+
+    @property
+    def module(self) -> str:
+        """The kernel's module."""
+        ...
+
+    @property
+    def source_digest(self) -> str:
+        """The digest of its source then."""
+        ...
 
 
 @functools.cache
@@ -18,7 +31,7 @@ def digest_today(module: str) -> str | None:
         return None
 
 
-def is_stale(record: Record | Outline) -> bool | None:
+def is_stale(record: Made) -> bool | None:
     """True where the source has changed since, False where it is the same, None where it is not installed here."""
     digest = digest_today(record.module)
     return None if digest is None else digest != record.source_digest

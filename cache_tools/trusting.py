@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import click
 
+from cache_tools.options import PlaceType
 from cache_tools.text import count, print_json
 from tilekern.cache import CacheError, Entry, Missing, Pack, Record, Store, checked_contents, write_pack
 from tilekern.cache.files import read_whole, write_whole
@@ -117,7 +118,7 @@ def keygen(file: Path, name: str | None, as_json: bool) -> None:
 
 
 @click.command()
-@click.argument("path", metavar="PACK|CACHE", type=click.Path(path_type=Path))
+@click.argument("path", metavar="PACK|CACHE", type=PlaceType())
 @click.option("--key", "key_file", required=True, type=click.Path(path_type=Path), help="The file that `keygen` made.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def sign(path: Path, key_file: Path, as_json: bool) -> None:

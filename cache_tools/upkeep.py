@@ -35,11 +35,15 @@ def write_selected(
         The number of records that went in, and of unreadable ones that were left out.
 
     Raises:
-        CacheError: the file's name is wrong, no record is selected, a blob is bad, or the file cannot be written.
+        CacheError: the file's name is wrong, no record is selected, a record or a blob is bad, a folder that may hold
+            selected records cannot be listed, or the file cannot be written.
     """
     if path.suffix != PACK_SUFFIX:
         raise CacheError(f"a pack's name must end in {PACK_SUFFIX}, got {path.name!r}")
     matching = [entry for entry in store.entries(selection.where) if selection.matches(entry)]
+    for entry in matching:
+        if entry.is_folder:
+            raise CacheError(f"{entry.problem}; a pack would lack the records that are there")
     if model:
         needed = needed_by(model, {entry.address.target_key for entry in matching if entry.address}, tp)
         matching = [entry for entry in matching if entry.record is None or is_needed(entry, needed)]
@@ -71,6 +75,14 @@ def _with_blobs(store: Store, entries: list[Entry]) -> Iterator[tuple[Record, di
 
 
 def _signatures(store: Store, entries: list[Entry]) -> dict[str, dict[str, bytes]]:
-    records = [entry.record.to_json().encode() for entry in entries if entry.record]
-    digests = [hashlib.sha256(data).hexdigest() for data in records]
+    digests = [hashlib.sha256(_text(entry)).hexdigest() for entry in entries if entry.record]
     return {digest: read_signatures(store.root, digest) for digest in digests}
+
+
+def _text(entry: Entry) -> bytes:
+    """A record as it goes into a pack; raises CacheError, which names the file, where it holds what JSON cannot."""
+    assert entry.record is not None
+    try:
+        return entry.record.to_json().encode()
+    except CacheError as error:
+        raise CacheError(f"{entry.path}: {error}; remove it or tune it again") from None

@@ -26,15 +26,17 @@ from tilekern.targets import resolve
 
 def vanish_at_first_blob(root):
     """The cache goes when the first blob has been read."""
-    read = cache.FolderLayer.read_blob
+    together = cache.FolderLayer.read_blobs
 
-    def read_blob(layer, sha256):
-        data = read(layer, sha256)
-        shutil.rmtree(root, ignore_errors=True)
-        return data
+    def read_blobs(layer, digests):
+        found = {}
+        for digest in digests:
+            found[digest] = layer.read_blob(digest)
+            shutil.rmtree(root, ignore_errors=True)
+        return found
 
-    cache.FolderLayer.read_blob = read_blob
-    return lambda: setattr(cache.FolderLayer, "read_blob", read)
+    cache.FolderLayer.read_blobs = read_blobs
+    return lambda: setattr(cache.FolderLayer, "read_blobs", together)
 
 
 def is_h100(_):

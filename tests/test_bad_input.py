@@ -157,6 +157,11 @@ def test_a_cache_that_cannot_be_written_is_named_before_anything_is_compiled(lin
     assert place in said(lines.tune(*SMALL, TILEKERN_CACHE_DIR=place), 2)
 
 
+@pytest.mark.parametrize("arguments", [SMALL, ("preflight", *SMALL[:3]), ("serve", "--once"), ("refresh",)], ids=str)
+def test_an_empty_cache_dir_is_not_this_folder(lines, arguments):
+    assert "'--cache-dir': it must name a folder, and is empty" in said(lines.tune(*arguments, "--cache-dir", ""), 2)
+
+
 def test_a_sweep_folder_that_cannot_be_written_is_named(lines):
     assert "/dev/null/x" in said(lines.tune(*SMALL, "--sweep", "/dev/null/x"), 2)
 

@@ -103,6 +103,19 @@ class Seconds(click.FloatRange):
         return found
 
 
+class Folder(click.Path):
+    """A folder, which need not be there; no name at all (a variable of the shell that is not set) would be this one."""
+
+    def __init__(self) -> None:
+        super().__init__(file_okay=False, path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The path; fails as click's own types do."""
+        if value == "":
+            self.fail("it must name a folder, and is empty.", param, ctx)
+        return super().convert(value, param, ctx)
+
+
 class GroupedCommand(click.Command):
     """A command whose help lists the options under headings.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeGuard
 
 from cache_tools.contents import Contents
 from tilekern.cache import CacheError, Missing
@@ -82,6 +82,8 @@ def failures_of(url: str) -> Iterator[None]:
     except CacheError:
         raise
     except FileNotFoundError as error:
+        if _is_unreachable(error.__cause__):
+            raise CacheError(f"cannot connect to {url}: {_one_line(error.__cause__)}") from None
         raise Missing(f"there is no {url} ({_one_line(error.__cause__ or error)})") from None
     except ImportError as error:
         # fsspec's own words name what its other filesystems need, and no module.
@@ -89,6 +91,13 @@ def failures_of(url: str) -> Iterator[None]:
         raise CacheError(f"{url} needs what is not installed here: {install}") from None
     except Exception as error:  # noqa: BLE001 (each filesystem and each client has exceptions of its own)
         raise CacheError(f"{url}: {_one_line(error) or type(error).__name__}") from None
+
+
+def _is_unreachable(error: BaseException | None) -> TypeGuard[BaseException]:
+    """Whether the system's calls failed behind an error, and no server answered that there is nothing."""
+    if isinstance(error, TimeoutError):
+        return True
+    return isinstance(error, OSError) and error.errno is not None and not isinstance(error, FileNotFoundError)
 
 
 def _one_line(error: BaseException) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import os
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -69,6 +71,23 @@ def put(root: Path, *contents: bytes, **changes: Any) -> Path:
 def blob_file(root: Path, data: bytes) -> Path:
     digest = hashlib.sha256(data).hexdigest()
     return root / "v1" / "blobs" / digest[:2] / digest
+
+
+def failing_folders(monkeypatch: Any) -> list[Path]:
+    """Folders that the disk fails to list and to look at, as a list to fill."""
+    folders: list[Path] = []
+
+    def failing(call: Any) -> Any:
+        def fail(path: Any, *arguments: Any, **options: Any) -> Any:
+            if any(Path(path).is_relative_to(folder) for folder in folders):
+                raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+            return call(path, *arguments, **options)
+
+        return fail
+
+    for name in ("scandir", "lstat"):
+        monkeypatch.setattr(os, name, failing(getattr(os, name)))
+    return folders
 
 
 def find(layers: list[Any], problem: dict[str, Any] | None = None, **changes: Any) -> Any:

@@ -152,6 +152,43 @@ def test_a_missing_blob_is_a_miss_with_a_reason(tmp_path):
     assert blob_file(tmp_path, b"two").name in trace[0].detail
 
 
+def test_the_disk_is_asked_for_all_blobs_before_one_is_read(tmp_path, monkeypatch):
+    put(tmp_path, b"one", b"two")
+    calls = []
+
+    def noting(name, call):
+        def noted(*arguments):
+            calls.append(name)
+            return call(*arguments)
+
+        return noted
+
+    for name in ("posix_fadvise", "read"):
+        monkeypatch.setattr(os, name, noting(name, getattr(os, name)))
+    assert find([layer(tmp_path)]).load("generic") == b"two"
+    first = calls.index("posix_fadvise")
+    assert calls[first : first + 3] == ["posix_fadvise", "posix_fadvise", "read"]
+
+
+@pytest.mark.parametrize("fault", ["missing", "folder", "other bytes", "not to be read"])
+def test_a_fault_of_either_blob_is_named_and_leaves_no_file_open(tmp_path, fault):
+    for place, content in enumerate((b"one", b"two")):
+        root = tmp_path / str(place)
+        put(root, b"one", b"two")
+        blob, trace = blob_file(root, content), []
+        blob.unlink()
+        if fault == "folder":
+            blob.mkdir()
+        elif fault != "missing":
+            blob.write_bytes(b"changed")
+            blob.chmod(0 if fault == "not to be read" else 0o644)
+        before = len(os.listdir("/proc/self/fd"))
+        with warnings.catch_warnings(action="ignore"):
+            assert find([layer(root)], trace=trace) is None
+        assert (trace[0].outcome, blob.name in trace[0].detail) == ("bad", True)
+        assert len(os.listdir("/proc/self/fd")) == before
+
+
 def test_the_steps_are_the_whole_way_of_a_lookup(tmp_path):
     put(tmp_path / "a", problem={**PROBLEM, "rows": 1}, source_digest="0" * 64)
     put(tmp_path / "b", target=H100)
@@ -175,11 +212,11 @@ def changing(root, change):
     class Changing(FolderLayer):
         done = False
 
-        def read_blob(self, sha256):
+        def read_blobs(self, digests):
             if not self.done:
                 self.done = True
                 change()
-            return super().read_blob(sha256)
+            return super().read_blobs(digests)
 
     return Changing(root, "user")
 
@@ -257,6 +294,8 @@ def test_the_user_cache_is_the_platforms_unless_chosen(tmp_path, monkeypatch):
     monkeypatch.setenv("TILEKERN_CACHE_DIR", str(tmp_path))
     assert user_root() == tmp_path
     monkeypatch.delenv("TILEKERN_CACHE_DIR")
+    assert user_root().name == "tilekern"
+    monkeypatch.setenv("TILEKERN_CACHE_DIR", "")
     assert user_root().name == "tilekern"
 
 

@@ -1,4 +1,3 @@
-import errno
 import json
 import os
 import resource
@@ -10,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from cache_samples import PROBLEM, blob_file, find, make, put
+from cache_samples import PROBLEM, blob_file, failing_folders, find, make, put
 
 from tilekern.cache import CacheError, FolderLayer, Missing, Store, UnknownSchema
 from tilekern.cache.files import read_whole, set_aside, write_whole
@@ -143,20 +142,7 @@ def test_entries_name_what_is_wrong_with_each_file(tmp_path):
 
 @pytest.fixture
 def unlistable(monkeypatch):
-    """Folders that the disk fails to list and to look at, as a list to fill."""
-    folders, list_folder, look = [], os.scandir, os.lstat
-
-    def failing(call):
-        def fail(path, *arguments, **options):
-            if any(Path(path).is_relative_to(folder) for folder in folders):
-                raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
-            return call(path, *arguments, **options)
-
-        return fail
-
-    monkeypatch.setattr(os, "scandir", failing(list_folder))
-    monkeypatch.setattr(os, "lstat", failing(look))
-    return folders
+    return failing_folders(monkeypatch)
 
 
 def test_a_folder_that_cannot_be_listed_is_named(tmp_path, unlistable):

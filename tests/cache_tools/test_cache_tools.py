@@ -291,6 +291,10 @@ def test_clear_asks_first(cache, answer, left):
         (["pack", "out.pack", "--kernel", "rope"], ["no record"]),
         (["unpack", "nowhere.pack"], ["nowhere.pack"]),
         (["unpack", "."], ["."]),
+        (["clear", "--all", "--yes", "--cache-dir", ""], ["--cache-dir must name a folder", "empty"]),
+        (["verify", ""], ["must name a folder or a pack", "empty"]),
+        (["diff", ".", ""], ["B must name a folder or a pack", "empty"]),
+        (["sign", "", "--key", "none"], ["must name a folder or a pack", "empty"]),
     ],
 )
 def test_bad_input_is_one_line(cache, arguments, words):

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from cache_samples import B200, H100, H200, PROBLEM, fill, make, outcome, put, toolkit
+from cache_samples import B200, H100, H200, PROBLEM, failing_folders, fill, make, outcome, put, toolkit
 from command_line import KEY, process, refused
 from hypothesis import given
 from hypothesis import strategies as st
@@ -77,6 +77,32 @@ def test_a_filter_keeps_what_it_refuses_from_being_read(as_json, cache):
     assert as_json("ls", "--kernel", "rms_norm")["unreadable"] == []
     assert as_json("ls", "--target", "H200")["unreadable"] == []
     assert [item["path"] for item in as_json("ls", "--target", "B200")["unreadable"]] == [str(bad)]
+
+
+@pytest.mark.parametrize(
+    "filters",
+    [
+        ("--kernel", "swiglu"),
+        ("--target", "B200"),
+        ("--toolkit", "tileiras-13.5.0"),
+        ("--problem", KEY),
+        ("--provenance", "measured"),
+        ("--older-than", "1d"),
+        (),
+    ],
+)
+def test_a_folder_that_cannot_be_listed_is_named_where_it_may_hold_what_is_chosen(
+    cli, as_json, cache, tmp_path, monkeypatch, filters
+):
+    (folder,) = {entry.path.parent for entry in Store(cache).entries() if entry.record.kernel == "swiglu"}
+    failing_folders(monkeypatch).append(folder)
+    code, _, err = cli("ls", *filters)
+    assert (code, err) == (0, f"unreadable: {folder}: cannot list {folder}: Input/output error\n")
+    refused(cli("pack", str(tmp_path / "out.pack"), *filters), f"cannot list {folder}")
+    assert not (tmp_path / "out.pack").exists()
+    assert cli("ls", "--kernel", "rms_norm")[2] == ""
+    assert cli("pack", str(tmp_path / "out.pack"), "--kernel", "rms_norm")[0] == 0
+    assert as_json("clear", "--kernel", "swiglu", "--yes")["removed"] == 0
 
 
 def test_what_a_filter_looks_at_is_named_step_by_step(cache):

@@ -36,6 +36,7 @@ class Entry:
             a day, where it is not mounted with ``noatime``), else when it was written; in seconds since 1970.
         identity: which file it was (:func:`tilekern.cache.files.identity_of`); None in a pack, and where it
             could not be told.
+        is_folder: True where it is no record file but a folder that cannot be listed.
     """
 
     path: Path
@@ -48,6 +49,7 @@ class Entry:
     file_bytes: int
     used: float
     identity: tuple[int, int, int] | None
+    is_folder: bool = False
 
 
 class Listed(NamedTuple):
@@ -59,6 +61,7 @@ class Listed(NamedTuple):
     problem: str | None
     size_bytes: int
     modified: float
+    is_folder: bool = False
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,7 @@ def entry_of(path: str, record: Record, status: os.stat_result) -> Entry:
 
 def listed(entry: Entry) -> Listed:
     """The entry of a file that holds no record that can be read, as a list has it."""
-    return Listed(entry.path, entry.address, None, entry.problem, entry.size_bytes, entry.modified)
+    return Listed(entry.path, entry.address, None, entry.problem, entry.size_bytes, entry.modified, entry.is_folder)
 
 
 def unreadable_entry(path: str, address: Address | None, error: CacheError, is_file: bool = True) -> Entry:
@@ -104,7 +107,7 @@ def unreadable_entry(path: str, address: Address | None, error: CacheError, is_f
     if status is None:
         # No age that would let a filter for old records choose it.
         now = time.time()
-        return Entry(Path(path), address, None, str(error), unknown, 0, now, 0, now, None)
+        return Entry(Path(path), address, None, str(error), unknown, 0, now, 0, now, None, not is_file)
     size_bytes, used = status.st_size, max(status.st_mtime, status.st_atime)
     return Entry(
         Path(path), address, None, str(error), unknown, size_bytes, status.st_mtime, size_bytes, used,

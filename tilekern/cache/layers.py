@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Protocol, TypeVar
 
 from tilekern.cache.errors import CacheError, Corrupt, Missing, MissingRecord
 from tilekern.cache.exposure import others_may_write, require_unshared, require_unshared_folders
-from tilekern.cache.files import read_whole, report_once, set_aside
+from tilekern.cache.files import read_together, read_whole, report_once, set_aside
 from tilekern.cache.incoming import finish_incoming
 from tilekern.cache.keys import LAYOUT, OWN_FOLDERS, Address, Value, blob_name, parse_problem_key, problem_key
 from tilekern.cache.records import LARGEST_BLOB, LARGEST_RECORD, Record, check_blob, decode_record
@@ -62,6 +63,10 @@ class Layer(Protocol):
         """
         ...
 
+    def read_blobs(self, digests: Collection[str]) -> dict[str, bytes]:
+        """Several blobs by sha256; raises as :meth:`read_blob` does where one is not to be had."""
+        ...
+
 
 class FolderLayer:
     """A cache in a folder. Reading takes no lock and writes nothing; a writable one sets bad files aside.
@@ -109,12 +114,27 @@ class FolderLayer:
         """One blob, its digest checked; raises as :meth:`Layer.read_record` says."""
         return self._read(f"{self.root}/{blob_name(sha256)}", LARGEST_BLOB, lambda data: check_blob(data, sha256))
 
+    def read_blobs(self, digests: Collection[str]) -> dict[str, bytes]:
+        """Several blobs by sha256, which the disk is asked for together; raises as :meth:`read_blob` does."""
+        names = [f"{self.root}/{blob_name(sha256)}" for sha256 in digests]
+        found = read_together(names, LARGEST_BLOB, as_use=self.as_use)
+        if found is None:
+            # One by one it comes out which it is, and why.
+            return {sha256: self.read_blob(sha256) for sha256 in digests}
+        return {
+            sha256: self._decoded(name, data, status, functools.partial(check_blob, sha256=sha256))
+            for sha256, name, (data, status) in zip(digests, names, found, strict=True)
+        }
+
     def _read(
         self, name: str, largest: int, decode: Callable[[bytes], Contents], checks_writers: bool = False
     ) -> Contents:
         data, status = read_whole(name, largest, as_use=self.as_use)
         if checks_writers:
             self._require_unshared(name, status)
+        return self._decoded(name, data, status, decode)
+
+    def _decoded(self, name: str, data: bytes, status: os.stat_result, decode: Callable[[bytes], Contents]) -> Contents:
         try:
             return decode(data)
         except Corrupt as error:

@@ -240,7 +240,7 @@ def _load(kernel: str, candidate: _Candidate, source_digest: str) -> tuple[Recor
         if record.source_digest != source_digest:
             return None
         try:
-            return record, {digest: layer.read_blob(digest) for digest in sorted(record.digests)}
+            return record, layer.read_blobs(sorted(record.digests))
         except Missing:
             # The record may have been removed, or another one put in its place, since it was read: look again.
             if is_last:

@@ -174,23 +174,23 @@ class Store:
         """
         released: set[str] = set()
         for entry in entries:
-            if self.remove_one(entry) and entry.record:
+            if self.remove_one(entry.path, entry.identity) and entry.record:
                 released |= entry.record.digests
         return frozenset(released)
 
-    def remove_one(self, entry: Entry) -> bool:
+    def remove_one(self, path: Path, identity: tuple[int, int, int] | None) -> bool:
         """Delete one record as :meth:`remove` does; False where it is gone, or was written anew since it was listed.
 
         Raises:
             CacheError: the file cannot be deleted.
         """
-        if entry.identity is None:
+        if identity is None:
             return False
         try:
-            removed = unlink_seen(entry.path, entry.identity)
+            removed = unlink_seen(path, identity)
         except OSError as error:
-            raise CacheError(f"cannot delete {entry.path}: {error.strerror}") from None
-        _prune(entry.path.parent, self._layout)
+            raise CacheError(f"cannot delete {path}: {error.strerror}") from None
+        _prune(path.parent, self._layout)
         return removed
 
     def collect_garbage(self, released: Collection[str] = (), grace_s: float = GRACE_S) -> Garbage:

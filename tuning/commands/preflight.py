@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from tuning import preflight as checks
-from tuning.options import Seconds, counts, words
+from tuning.options import Folder, Seconds, counts, words
 from tuning.plan import known_ops
 from tuning.progress import progress_bar
 
@@ -35,7 +35,7 @@ EXIT_MISSING = 3
 @click.option("--jobs", type=click.IntRange(min=1), help="Compile workers, up to 4 a core; one a core if not given.")
 @click.option("--timeout", "timeout_s", type=Seconds(least=1), help="Seconds that one compile may take.")
 @click.option("--gpus", type=click.IntRange(min=1), help="How many GPUs to measure on at most.")
-@click.option("--cache-dir", type=click.Path(file_okay=False, path_type=Path), help="The cache in place of the user's.")
+@click.option("--cache-dir", type=Folder(), help="The cache in place of the user's.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document in place of lines.")
 def command(
     *, model: str, gpu: str, tokens: str, sequence: str | None, dtype: str, tp: int, ops: str | None, need: str,

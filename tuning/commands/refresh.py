@@ -24,12 +24,13 @@ from tuning.compiling import TIMEOUT_S, compile_all, jobs_of, wanted
 from tuning.executors.local import LocalExecutor
 from tuning.gpu import describe_gpu
 from tuning.measuring import measure_all
+from tuning.options import Folder
 from tuning.progress import progress_bar
 from tuning.publishing import keep_winners
 from tuning.quarantine import shared
 from tuning.refreshing import Change, Refresh, Survey, stale_json, survey
 
-_FOLDER = click.Path(file_okay=False, path_type=Path)
+_FOLDER = Folder()
 NO_TOOLKIT = {"key": "none", "tileiras": "none", "cuda_tile": "none"}
 
 

@@ -17,7 +17,7 @@ from tilekern.errors import InputError
 from tilekern.targets import Target, here, resolve
 from tilekern.toolchain import require_toolkit
 from tuning.compiling import jobs_of
-from tuning.options import Seconds
+from tuning.options import Folder, Seconds
 from tuning.service.board import STOPPING, Board
 from tuning.service.loop import Service
 from tuning.service.tuner import How
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from tuning.service.server import StatusServer
 
 DEFAULT_ADDRESS, NOWHERE = "127.0.0.1:8417", "none"
-_FOLDER = click.Path(file_okay=False, path_type=Path)
+_FOLDER = Folder()
 _FILE = click.Path(dir_okay=False, path_type=Path)
 
 

@@ -19,7 +19,7 @@ from tilekern.errors import InputError
 from tilekern.targets import Target, here, resolve
 from tuning.families import Model
 from tuning.models import find_model, sharded_model
-from tuning.options import LOCAL, RAY, STAGES, GroupedCommand, Request, Seconds
+from tuning.options import LOCAL, RAY, STAGES, Folder, GroupedCommand, Request, Seconds
 from tuning.outcome import Outcome
 from tuning.plan import Named, plan
 from tuning.progress import progress_bar
@@ -39,7 +39,7 @@ _GROUPS = {
     "Where, and what is printed": ("sweep", "cache_dir", "as_json"),
 }
 MEASURED = "measured"
-_FOLDER = click.Path(file_okay=False, path_type=Path)
+_FOLDER = Folder()
 
 
 @click.command(cls=GroupedCommand, groups=_GROUPS, context_settings={"help_option_names": ["-h", "--help"]})

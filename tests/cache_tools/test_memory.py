@@ -1,0 +1,57 @@
+"""Commands that look at every record hold one of them at a time: a cache may have a hundred thousand."""
+
+import tracemalloc
+
+import pytest
+from cache_samples import PROBLEM, put
+
+from cache_tools.__main__ import main
+
+RECORDS = 40
+# A record of 400 runners-up takes some 300 kB, so that all of them are several times this.
+MOST_BYTES = 3_000_000
+
+
+@pytest.fixture
+def large(root):
+    """A cache of large records, all of the same artifacts."""
+    runners_up = [{"config": {"occupancy": number, "tile": 1024}, "median_us": 38.1 + number} for number in range(400)]
+    for rows in range(1, RECORDS + 1):
+        put(root, problem={**PROBLEM, "rows": rows}, runners_up=runners_up)
+    return root
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("stats",),
+        ("verify",),
+        ("prune", "--max-size", "1K", "--dry-run", "--json"),
+        ("clear", "--all", "--yes"),
+    ],
+    ids=lambda command: command[0],
+)
+def test_a_command_does_not_hold_all_records(cli, large, tmp_path, command):
+    cli(*command, root=tmp_path / "none")  # what is imported and kept at the first call is not the records
+    (code, out, _), peak = measured(lambda: cli(*command))
+    assert code == 0
+    assert str(RECORDS) in out
+    assert peak < MOST_BYTES
+
+
+def test_diff_does_not_hold_all_records(large, tmp_path, capsys):
+    (tmp_path / "none").mkdir()
+    main(["diff", str(tmp_path / "none"), str(tmp_path / "none")])
+    code, peak = measured(lambda: main(["diff", str(large), str(large)]))
+    assert code == 0
+    assert f"{RECORDS} the same" in capsys.readouterr().out
+    assert peak < MOST_BYTES
+
+
+def measured(run):
+    """What a call gives, and the most bytes that it held at a time."""
+    tracemalloc.start()
+    try:
+        return run(), tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
