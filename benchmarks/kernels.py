@@ -11,6 +11,7 @@ from benchmarks.clock import Entrant, Race
 from benchmarks.environment import facts, require_gpu
 from benchmarks.providers import OURS, Provider, load, one_line
 from benchmarks.results import Results, Row
+from benchmarks.served import doubts
 from benchmarks.suites import sweep_cases
 from tilekern.spec import TOLERANCES, ModelShape
 from tuning.timing import Timing
@@ -65,7 +66,7 @@ def _measure(
         keep(name, results)
         rows = _measure_case(race, case, providers, effort, notes)
         results.rows.extend(replace(row, benchmark=benchmark, case=name) for row in rows)
-    _note_fallbacks(notes)
+    notes.extend(doubts())
     return results
 
 
@@ -215,12 +216,3 @@ def copy(moved: int) -> Entrant:
     source = torch.randint(0, 255, (moved // 2,), dtype=torch.uint8, device="cuda")
     sink = torch.empty_like(source)
     return Entrant(lambda: sink.copy_(source))
-
-
-def _note_fallbacks(notes: list[str]) -> None:
-    """A fallback to torch must never pass for a kernel of ours."""
-    import tilekern
-
-    for kernel, counts in tilekern.stats().items():
-        if any(counts[name] for name in ("fallbacks", "misses", "compiled", "nearest")):
-            notes.append(f"tilekern {kernel}: {counts}")

@@ -20,6 +20,7 @@ from typing import Any
 from benchmarks import profiling
 from benchmarks.models import make_model
 from benchmarks.power import PowerMeter
+from benchmarks.served import doubts
 from benchmarks.trainers import Trainer, trainer_named
 from tuning.models import resolve_model
 
@@ -125,7 +126,7 @@ def run(job: Job) -> Iterator[Line]:
         for tokens in done:
             floor = profiling.matmul_floor_ms(shape, job.layers or shape.layers, tokens, job.device)
             yield {"kind": "floor", "tokens": tokens, "matmuls_ms": floor}
-    yield from _fallbacks()
+    yield from ({"kind": "note", "text": line} for line in doubts())
 
 
 def begin(job: Job) -> tuple[Loop, str]:
@@ -175,15 +176,6 @@ def _patched() -> list[str]:
     import tilekern
 
     return list(tilekern.get_patched_ops())
-
-
-def _fallbacks() -> Iterator[Line]:
-    """A fallback to torch must never pass for a kernel of ours."""
-    import tilekern
-
-    for kernel, counts in tilekern.stats().items():
-        if any(counts[name] for name in ("fallbacks", "misses", "compiled", "nearest")):
-            yield {"kind": "note", "text": f"{kernel}: {counts}"}
 
 
 def main(job: str, lines: str) -> None:

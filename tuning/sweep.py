@@ -203,7 +203,7 @@ class Sweep:
     def lost(self) -> set[str]:
         """The keys of artifacts that were compiled and whose files are not there any more."""
         folder = self.folder / "artifacts"
-        there = set(os.listdir(folder)) if folder.exists() else set()
+        there = set(os.listdir(folder)) if folder.is_dir() else set()
         return {key for key, line in self.compiled().items() if "sha256" in line and line["sha256"] not in there}
 
     def races(self) -> dict[str, Line]:
@@ -278,8 +278,15 @@ class Sweep:
             InputError: another run holds the folder, or it cannot be written.
         """
         with self.holder.running(stage):
-            for path in (self.folder / "artifacts").glob(f"{_UNFINISHED}*"):
-                path.unlink(missing_ok=True)
+            artifacts = self.folder / "artifacts"
+            try:
+                artifacts.mkdir(exist_ok=True)  # a folder that was carried may have come without it
+                for path in artifacts.glob(f"{_UNFINISHED}*"):
+                    path.unlink(missing_ok=True)
+            except OSError as error:
+                raise InputError(
+                    f"cannot write the sweep folder {self.folder}: {error.strerror}: {artifacts}"
+                ) from None
             try:
                 yield
             finally:

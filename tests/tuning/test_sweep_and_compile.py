@@ -60,6 +60,17 @@ def test_an_artifact_that_is_lost_or_damaged_is_compiled_again(copy_of_sweep: Sw
     assert len(copy_of_sweep.cubin(damaged)) > 1000
 
 
+def test_a_sweep_that_was_carried_without_its_artifacts_has_them_made_again(copy_of_sweep: Sweep):
+    artifacts, keep = copy_of_sweep.folder / "artifacts", sorted(copy_of_sweep.compiled())[0]
+    shutil.rmtree(artifacts)
+    artifacts.write_bytes(b"")
+    with pytest.raises(InputError, match=f"cannot write the sweep folder .*{artifacts}"):
+        compile_all(copy_of_sweep, jobs=1, only=[keep])
+    artifacts.unlink()
+    compile_all(copy_of_sweep, jobs=1, only=[keep])
+    assert len(copy_of_sweep.cubin(copy_of_sweep.compiled()[keep]["sha256"])) > 1000
+
+
 def test_a_candidate_that_takes_too_long_is_recorded_and_the_sweep_goes_on(tmp_path: Path, h200: Target):
     sweep = Sweep(tmp_path)
     sweep.begin(h200, "test", [SMALL])

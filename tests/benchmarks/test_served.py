@@ -1,0 +1,26 @@
+"""What is said of configs that nobody measured."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.served import doubts
+from tilekern import dispatch
+from tilekern.cache import Pack
+from tilekern.spec import Problem
+
+PACKS = Path(dispatch.__file__).parent / "prebuilt"
+
+
+@pytest.mark.parametrize(("gpu", "said"), [("h200", 0), ("b200", 2)])
+def test_a_record_that_was_not_measured_is_named(gpu, said, monkeypatch):
+    pack = Pack(PACKS / f"qwen3-8b-{gpu}.pack")
+    records = [pack.read_record(address) for address in list(pack.records)[:2]]
+    resolved = {(record.kernel, Problem(record.problem)): record for record in records}
+    monkeypatch.setattr(dispatch, "_resolved", resolved | {("rope", Problem(tokens=1)): None})
+    lines = list(doubts())
+    assert len(lines) == said
+    for line, record in zip(lines, records, strict=False):
+        assert (
+            line == f"tilekern {record.kernel} {Problem(record.problem).key}: the config is predicted, and not measured"
+        )
