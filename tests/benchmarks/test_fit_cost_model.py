@@ -77,9 +77,10 @@ def test_a_measured_sweep_is_read_as_the_benchmark_reads_it(tmp_path):
     sweep = Sweep(tmp_path)
     sweep.begin(H200, "test", [("column_sum", problem)])
     compile_all(sweep, jobs=1)
+    right = {"passed": True, "relative_error": 1e-7, "elementwise_error": 1e-7}
     for place, item in enumerate(sweep.candidates("column_sum", problem)):
         timing = {"median_us": 5.0 + place % 5, "spread_us": 0.1, "samples": 9}
-        sweep.note("measured", {"candidate": item.key, "check": {"passed": True}, "timing": timing})
+        sweep.note("measured", {"candidate": item.key, "check": right, "timing": timing})
     made = fitting.samples_of(sweep)
     assert {sample.kind for sample in made} == {"MEMORY"}
     regrets = fitting.regrets(made, fitting.predicted(made, fitting.KINDS, sweep))

@@ -13,6 +13,8 @@ from tuning.sweep import Sweep, candidates
 H200 = resolve("H200")
 SPEC = spec_named("swiglu_forward")
 PROBLEM = SPEC.problem(rows=8192, columns=4096, dtype="bfloat16")
+RIGHT = {"passed": True, "relative_error": 1e-7, "elementwise_error": 1e-7}
+RESOURCES = dict.fromkeys(("registers", "stack_bytes", "shared_bytes", "threads", "code_bytes"), 1)
 
 
 @pytest.fixture
@@ -28,10 +30,11 @@ def sweep_with(folder, times_us, codes):
     sweep = Sweep(folder)
     sweep.begin(H200, "made-up", [(SPEC.name, PROBLEM)])
     for item, time_us, code in zip(candidates(SPEC.name, PROBLEM, H200), times_us, codes, strict=False):
-        sweep.note("compiled", {"key": item.artifact, "status": "ok", "code_sha256": code})
+        made = {"sha256": "0" * 64, "symbol": "kernel", "code_sha256": code, "assumptions": [], "resources": RESOURCES}
+        sweep.note("compiled", {"key": item.artifact, "status": "ok", **made})
         if time_us:
             timing = {"median_us": time_us, "spread_us": 0.1, "samples": 60}
-            sweep.note("measured", {"candidate": item.key, "check": {"passed": True}, "timing": timing})
+            sweep.note("measured", {"candidate": item.key, "check": RIGHT, "timing": timing})
 
 
 def test_the_predicted_time_over_the_best(tmp_path, regret):
