@@ -45,12 +45,14 @@ _UNTUNED = (
     "heads of Qwen3 and Llama, which are tuned, run our own kernel at 627 (attention 1x8192). "
 )
 _DISK = (
-    "Three files are read one after the other from a machine's virtual disk; the same lookup of files in memory "
-    "takes what the line above says, and as long in a small cache as in a large one. "
+    "A lookup waits twice for a machine's virtual disk: for the record, and then for its artifacts, which it asks for "
+    "together. With the files in memory it takes what the line above says, and as long in a small cache as in a large "
+    "one. "
 )
 _PARSING = (
-    "Python's JSON parser takes longer over a record of 5 kB than sha256 over a blob of 33 kB: here 74 to 93 us "
-    "against 20 (no results file holds that). "
+    "Records of 5 kB are most of this mix: opening and reading the files, Python's JSON parser and the checks of each "
+    "field all take longer than sha256 over the blobs, and the first two alone half of the time (no results file holds "
+    "that). "
 )
 EXPLAINED = {
     ("qk_norm_rope backward", "qk_norm_rope 1x8192 32+8x128"): (
