@@ -5,7 +5,7 @@ from __future__ import annotations
 _REPEATED = (
     "Eight of 155 pairs of races chose configs more than 1 % apart; seven would do. They are 1.0 to 4.3 % apart: two "
     "matrix products at the power limit, attention's forward once, and five of kernels of 5 to 50 us. On the machine "
-    "that raced attention again all of its choices repeat, and 0.955 with them (the note of `races.json`). "
+    "that raced attention again all of its choices repeat (`races-attention-again.json`); with those it is 0.955. "
 )
 _HOST = (
     "Most of this time looks like torch's own: its engine hands the backward to another thread and back, and torch's "
@@ -30,8 +30,8 @@ _COLD = (
     "The lag depends on what the machine has read from its disk before. With the digests of the sources noted, as a "
     "wheel has them, it is 0.61 s in the first process on a machine that had just started (`train-no-toolkit-cold`), "
     "0.43 s in the second (`train-no-toolkit`). An earlier commit, on another machine of the kind, took 1.26 and 0.87 "
-    "s: each job parsed the kernels for the digests of their sources, a quarter of a second of Python. `train` (0.54 "
-    "s) and `train-32768` (0.53 s) are of that commit. "
+    "s (no results file holds these): each job parsed the kernels for the digests of their sources, some quarter of a "
+    "second of Python. `train` (0.54 s) and `train-32768` (0.53 s) are of that commit. "
     "The peers of one run take 0.31 to 5.2 s, and torch.compile 11.6 s. "
 )
 _CHUNKS = (
@@ -41,8 +41,8 @@ _CHUNKS = (
 )
 _UNTUNED = (
     "A default config: nothing was tuned for four sequences with 32 key heads in this run. Where it was tuned, in an "
-    "earlier one (commit ee4d782), the choice was cuDNN's forward, at 601 TFLOP/s; here cuDNN's is 604 beside. The "
-    "heads of Qwen3 and Llama, which are tuned, run our own kernel at 627 (attention 1x8192). "
+    "earlier one (`kernels.json` as of commit ee4d782), the choice was cuDNN's forward, at 601 TFLOP/s; here cuDNN's "
+    "is 604 beside. The heads of Qwen3 and Llama, which are tuned, run our own kernel at 627 (attention 1x8192). "
 )
 _DISK = (
     "A lookup waits twice for a machine's virtual disk: for the record, and then for its artifacts, which it asks for "
