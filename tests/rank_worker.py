@@ -80,6 +80,9 @@ def vanishes_after(root):
 
 
 def dies(_):
+    """Only when all are up: rank 0 takes the store along, which the others need until then."""
+    store = torch.distributed.distributed_c10d._get_default_store()
+    store.wait([f"up/{rank}" for rank in range(torch.distributed.get_world_size())])
     os._exit(0)
 
 
@@ -118,6 +121,7 @@ def main():
     torch.distributed.init_process_group(
         "gloo", init_method=meet, rank=rank, world_size=count, timeout=datetime.timedelta(seconds=timeout_s)
     )
+    torch.distributed.distributed_c10d._get_default_store().set(f"up/{rank}", "")
     for given in json.loads(Path(path).read_text()):
         print(json.dumps({"name": given["name"], **situation(given, rank)}), flush=True)  # noqa: T201
 

@@ -371,6 +371,7 @@ def test_ranks_that_agreed_take_what_is_published_when_they_agree_again(compiled
 def test_ranks_that_never_agreed_are_told_so(compiled, tmp_path):
     code = RUNNING.split("tilekern.agree()", maxsplit=1)[0]
     roots = [fill(tmp_path / "cache", compiled, 48), "now"]
+    code += "torch.distributed.barrier()\n"  # who leaves before the other is up would fail it
     for _, said, code_of_exit in finish(start(tmp_path, code, 2, *roots)):
         assert code_of_exit == 0, said
         assert "call tilekern.agree() on every rank when torch.distributed is up" in said
