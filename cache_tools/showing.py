@@ -101,14 +101,13 @@ def _steps_of_a_lookup(
 
 
 def _fields(record: Record) -> dict[str, Any]:
-    """A record's fields as its file has them.
+    """A record's fields as its file has them, less those about the file.
 
     Raises:
         CacheError: it is nested deeper than can be printed.
     """
     fields: dict[str, Any] = json.loads(record.to_json())
-    del fields["schema"]
-    return fields
+    return {name: value for name, value in fields.items() if name not in ("schema", "sha256")}
 
 
 def _place(source: Source, entry: Entry, steps: Mapping[tuple[str | None, str | None], Step]) -> dict[str, Any]:

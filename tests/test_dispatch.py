@@ -149,9 +149,7 @@ def test_another_arch_exact_size_or_dtype_does_not_serve(filled, no_compiler, mo
 
 def test_a_record_of_another_source_is_a_miss(filled, no_compiler):
     path = record_of(filled)
-    record = json.loads(path.read_text())
-    record["source_digest"] = "0" * 64
-    path.write_text(json.dumps(record))
+    path.write_text(dataclasses.replace(cache.Record.from_json(path.read_text()), source_digest="0" * 64).to_json())
     dispatch.set_miss_policy("error")
     with pytest.raises(CacheMiss):
         dispatch.plan_for(SPEC, GPU, *SIZES)

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -53,9 +54,8 @@ def publish(compiled, root, **changes):
     layer = cache.FolderLayer(compiled, "compiled")
     [tools] = layer.toolkits(H200.key)
     record = layer.read_record(H200.key, tools, SPEC.name, dict(PROBLEM))
-    document = json.loads(record.to_json()) | changes
     blobs = {digest: layer.read_blob(digest) for digest in record.digests}
-    cache.Store(root).write(cache.Record.from_json(json.dumps(document)), blobs)
+    cache.Store(root).write(replace(record, **changes), blobs)
 
 
 def measured(default_us=2.0):

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,9 +27,8 @@ def record(compiled, columns=48, config=DEFAULT, **changes):
     """A record and its blobs, made of the one that was compiled; nothing of it is launched here."""
     layer = cache.FolderLayer(compiled, "compiled")
     [tools] = layer.toolkits(H200.key)
-    document = json.loads(layer.read_record(H200.key, tools, SPEC.name, dict(PROBLEM)).to_json())
-    document |= {"problem": dict(PROBLEM.but(columns=columns)), "config": dict(config)} | changes
-    made = cache.Record.from_json(json.dumps(document))
+    made = layer.read_record(H200.key, tools, SPEC.name, dict(PROBLEM))
+    made = replace(made, problem=dict(PROBLEM.but(columns=columns)), config=dict(config), **changes)
     return made, {digest: layer.read_blob(digest) for digest in made.digests}
 
 

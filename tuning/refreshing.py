@@ -231,7 +231,7 @@ class Refresh:
                 self._write({
                     "finished": False,
                     "toolkit": toolkit_key,
-                    "before": [json.loads(record.to_json()) for record, _ in found.outdated],
+                    "before": [record.to_json() for record, _ in found.outdated],
                     "stale": [stale_json(stale) for stale in found.stale],
                     "current": len(found.current),
                 })  # fmt: skip
@@ -266,8 +266,8 @@ class Refresh:
     def _changes(self, found: Iterable[Winner]) -> Iterator[Change]:
         after = {(winner.kernel, winner.problem): winner.record for winner in found}
         known = Known.of(self.sweep)
-        for document in self._read()["before"]:
-            before = Record.from_json(json.dumps(document))
+        for text in self._read()["before"]:
+            before = Record.from_json(text)
             items = self.sweep.candidates(before.kernel, Problem(before.problem))
             old = next((item for item in items[:-1] if item.config == Config(before.config)), None)
             timing = known.timings(items).get(old) if old else None
@@ -280,8 +280,10 @@ class Refresh:
             found = json.loads(self._path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise InputError(f"{self._path} cannot be read: {error}") from None
-        if not isinstance(found, dict) or not {"finished", "toolkit", "before", "stale", "current"} <= found.keys():
-            raise InputError(f"{self._path} is damaged; remove the folder and refresh again")
+        is_whole = isinstance(found, dict) and {"finished", "toolkit", "before", "stale", "current"} <= found.keys()
+        before = found["before"] if is_whole else None
+        if not isinstance(before, list) or not all(isinstance(text, str) for text in before):
+            raise InputError(f"{self._path} is damaged, or another version of tilekern wrote it; remove the folder and refresh again")
         return found
 
     def _write(self, content: Mapping[str, Any]) -> None:

@@ -2,12 +2,14 @@
 
 ``python -m benchmarks.caching.mutations FOLDER FIRST COUNT`` tries the mutations of these numbers and prints one JSON
 document; a mutation follows from its number alone, so one that fails is tried again by itself. Right is: a lookup gives
-a miss, or artifacts of the very bytes that were written; unpacking refuses in one line and writes nothing, or writes
+a miss, or the very record and artifacts that were written, or, where someone made the record's digest anew, that
+record with the artifacts that were written; unpacking refuses in one line and writes nothing, or writes
 what was packed; a reader raises nothing but a CacheError, soon, and takes no memory to speak of.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 import shutil
@@ -28,6 +30,7 @@ PROBLEMS, SIZE_BYTES = 3, 2000
 UNPACK_EVERY = 8
 SLOW_S = 2.0
 Change = Callable[[bytearray, random.Random, bytes], None]
+Judge = Callable[[Hit | None, int, bool], str]
 
 
 def run(folder: Path, first: int, count: int) -> dict[str, Any]:
@@ -66,7 +69,7 @@ class _Bench:
     def try_one(self, number: int) -> None:
         """Make one mutation, read it, and note what came of it."""
         draw = random.Random(number)
-        kind = draw.choice(("record", "blob", "pack"))
+        kind = draw.choice(("record", "forged_record", "blob", "pack"))
         try:
             outcome = getattr(self, f"_{kind}")(draw)
         except Exception as error:  # noqa: BLE001 (whatever a reader raises, it is a fault of the cache)
@@ -76,20 +79,27 @@ class _Bench:
 
     def _record(self, draw: random.Random) -> str:
         number = draw.randrange(PROBLEMS)
-        return self._in_folder(self.paths[number], number, draw)
+        return self._in_folder(self.paths[number], number, draw, self._as_written)
+
+    def _forged_record(self, draw: random.Random) -> str:
+        """With a digest that fits what it was changed to, so that its fields are all that can be wrong with it."""
+        number = draw.randrange(PROBLEMS)
+        return self._in_folder(self.paths[number], number, draw, self._judged, _sealed)
 
     def _blob(self, draw: random.Random) -> str:
         number = draw.randrange(PROBLEMS)
         digest = self.records[number].artifacts[draw.choice(VARIANTS)].sha256
-        return self._in_folder(self.root / blob_path(digest), number, draw)
+        return self._in_folder(self.root / blob_path(digest), number, draw, self._as_written)
 
-    def _in_folder(self, path: Path, number: int, draw: random.Random) -> str:
+    def _in_folder(
+        self, path: Path, number: int, draw: random.Random, judge: Judge, finish: Callable[[bytes], bytes] = bytes
+    ) -> str:
         good = path.read_bytes()
         try:
-            changed = _mutated(good, draw)
+            changed = finish(_mutated(good, draw))
             path.write_bytes(changed)
             hit = find([FolderLayer(self.root, "user", writable=draw.random() < 0.1)], number)
-            return self._judged(hit, number, changed == good)
+            return judge(hit, number, changed == good)
         finally:
             path.write_bytes(good)
 
@@ -97,9 +107,7 @@ class _Bench:
         changed, number = _mutated(self.packed, draw), draw.randrange(PROBLEMS)
         self.pack.write_bytes(changed)
         hit = find([PackLayer(self.pack)], number)
-        outcome = self._judged(hit, number, changed == self.packed)
-        if hit and hit.record != self.records[number]:
-            raise AssertionError(f"another record than was packed: {hit.record!r}")
+        outcome = self._as_written(hit, number, changed == self.packed)
         if draw.randrange(UNPACK_EVERY) == 0:
             self._unpack()
         return outcome
@@ -118,8 +126,13 @@ class _Bench:
             hit = find([FolderLayer(self.unpacked, "user")], number)
             if hit is None or hit.record != record:
                 raise AssertionError(f"unpacked {hit!r} in place of {record!r}")
-            self._judged(hit, number, True)
+            self._as_written(hit, number, True)
         self.counts["unpacking: as it was packed"] += 1
+
+    def _as_written(self, hit: Hit | None, number: int, same: bool) -> str:
+        if hit and hit.record != self.records[number]:
+            raise AssertionError(f"another record than was written: {hit.record!r}")
+        return self._judged(hit, number, same)
 
     def _judged(self, hit: Hit | None, number: int, same: bool) -> str:
         if hit is None:
@@ -134,6 +147,12 @@ class _Bench:
             raise AssertionError(f"the record of another problem: {hit.record.address}")
         same_record = hit.record == self.records[number]
         return "hit, as it was written" if same_record else "hit, another value in a sound record"
+
+
+def _sealed(data: bytes) -> bytes:
+    """A record's bytes with the digest of what stands before it, where there is still one to be seen."""
+    contents, found, _ = data.rpartition(b',\n "sha256": "')
+    return contents + found + f'{hashlib.sha256(contents).hexdigest()}"\n}}\n'.encode() if found else data
 
 
 def _peak_mib() -> float:

@@ -3,10 +3,12 @@
 A reader may raise a CacheError of one line and nothing else, and what it accepts must be what it writes.
 """
 
+import contextlib
 import json
 import shutil
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import atheris
@@ -30,14 +32,16 @@ with atheris.instrument_imports(include=["tilekern.cache"]):
     from tilekern.cache.keys import Address, parse_path
     from tilekern.cache.records import decode_record
 
-from cache_samples import H200, PROBLEM, find, make
+from cache_samples import H200, PROBLEM, find, make, sealed
 
 RECORD, BLOBS = make(b"aligned", b"generic")
 PROCESS = "0123456789abcdef"
 
 
 def record(data, folder):
-    """A record's file, at its own address and at none."""
+    """A record's file, at its own address and at none; what was changed also with the digest that fits it."""
+    with contextlib.suppress(ValueError):
+        data = sealed(data.decode()).encode()
     for address in (RECORD.address, None):
         found = allowed(decode_record, data, address)
         if found is not None:
@@ -100,7 +104,7 @@ def seeds(folder):
     (item,) = (folder / "v1" / "wanted").iterdir()
     note_misses(folder, PROCESS, {item.stem: 3})
     found = {
-        "record": [RECORD.to_json().encode(), b'{"schema": 2}'],
+        "record": [RECORD.to_json().encode(), replace(RECORD, schema=1).to_json().encode(), b'{"schema": 3}'],
         "key": [RECORD.address.problem_key.encode(), str(RECORD.address.path).encode()],
         "pack": [(folder / "sample.pack").read_bytes()],
         "wanted": [item.read_bytes()],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import json
 import os
 import random
 from collections.abc import Callable
@@ -61,6 +62,19 @@ def make(*contents: bytes, **changes: Any) -> tuple[Record, dict[str, bytes]]:
     )
     blobs = {artifact.sha256: data for artifact, data in zip(artifacts.values(), contents, strict=False)}
     return replace(record, **changes), blobs
+
+
+def sealed(text: str) -> str:
+    """The text of a record that was changed, with the digest at its end made anew."""
+    contents = text[: text.rindex('"sha256": ')].rstrip().removesuffix(",")
+    return f'{contents},\n "sha256": "{hashlib.sha256(contents.encode()).hexdigest()}"\n}}\n'
+
+
+def changed(record: Record, **changes: Any) -> str:
+    """A record's text with other values in it, of whatever type, as a program would write it that checks nothing."""
+    fields = json.loads(record.to_json()) | changes
+    del fields["sha256"]
+    return sealed(json.dumps({**fields, "sha256": None}, indent=1))
 
 
 def put(root: Path, *contents: bytes, **changes: Any) -> Path:

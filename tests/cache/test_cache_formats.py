@@ -1,6 +1,7 @@
-"""The forms on disk: what today's writer made once is read, and is what today's writer makes.
+"""The forms on disk: what a writer of each version made once is read, and is what today's writer makes of it.
 
-Where one of these fails, the form has changed: that needs another version, and golden files of it beside these.
+``golden`` holds a cache, packs and trust roots with a record of schema 1, ``golden/record-2`` the same of schema 2.
+Where a test fails, the form has changed: that needs another version, and golden files of it beside these.
 """
 
 import hashlib
@@ -28,29 +29,45 @@ from tilekern.cache import (
 from tilekern.cache.trust import read_signatures, trust_roots
 
 GOLDEN = Path(__file__).parent / "golden"
+SCHEMAS = {1: GOLDEN, 2: GOLDEN / "record-2"}
 PACKS = ("version-1.pack", "version-2.pack")
-RECORD_BYTES = next((GOLDEN / "cache").rglob("*.json")).read_bytes()
-RECORD = Record.from_json(RECORD_BYTES.decode())
+
+
+@pytest.fixture(params=SCHEMAS)
+def schema(request):
+    """That of the record."""
+    return request.param
 
 
 @pytest.fixture
-def golden(tmp_path):
+def record_bytes(schema):
+    (path,) = (SCHEMAS[schema] / "cache").rglob("*.json")
+    return path.read_bytes()
+
+
+@pytest.fixture
+def record(record_bytes):
+    return Record.from_json(record_bytes.decode())
+
+
+@pytest.fixture
+def golden(schema, tmp_path):
     """A copy that nobody else can write, whatever the umask of the one who cloned the repository."""
-    shutil.copytree(GOLDEN, tmp_path / "golden")
+    shutil.copytree(SCHEMAS[schema], tmp_path / "golden")
     for path in (tmp_path / "golden", *(tmp_path / "golden").rglob("*")):
         path.chmod(0o755 if path.is_dir() else 0o644)
     return tmp_path / "golden"
 
 
-def found(layer):
+def found(layer, record):
     return lookup(
-        RECORD.kernel,
-        RECORD.problem,
+        record.kernel,
+        record.problem,
         bucketed=["rows"],
-        target_key=RECORD.target["key"],
-        arch=RECORD.target["arch"],
-        toolkit_key=RECORD.toolkit["key"],
-        source_digest=RECORD.source_digest,
+        target_key=record.target["key"],
+        arch=record.target["arch"],
+        toolkit_key=record.toolkit["key"],
+        source_digest=record.source_digest,
         layers=[layer],
     )
 
@@ -59,22 +76,29 @@ def contents(folder):
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
-def test_a_record_of_version_1_is_read_and_written_as_it_was():
-    assert json.loads(RECORD_BYTES)["schema"] == 1
-    assert RECORD.to_json().encode() == RECORD_BYTES
+def test_a_record_of_each_schema_is_read_and_written_as_it_was(schema, record, record_bytes):
+    assert json.loads(record_bytes)["schema"] == record.schema == schema
+    assert record.to_json().encode() == record_bytes
 
 
-def test_a_cache_of_version_1_is_read(golden):
+def test_the_schemas_differ_in_the_digest_at_the_end_alone():
+    one, two = (next((SCHEMAS[schema] / "cache").rglob("*.json")).read_bytes() for schema in (1, 2))
+    contents, _, digest = two.rpartition(b',\n "sha256": "')
+    assert digest == f'{hashlib.sha256(contents).hexdigest()}"\n}}\n'.encode()
+    assert contents.replace(b'"schema": 2', b'"schema": 1', 1) + b"\n}\n" == one
+
+
+def test_a_cache_with_records_of_each_schema_is_read(golden, record):
     (entry,) = Store(golden / "cache").entries()
-    assert entry.record == RECORD
-    hit = found(FolderLayer(golden / "cache", "golden"))
-    for variant, artifact in RECORD.artifacts.items():
+    assert entry.record == record
+    hit = found(FolderLayer(golden / "cache", "golden"), record)
+    for variant, artifact in record.artifacts.items():
         assert hashlib.sha256(hit.load(variant)).hexdigest() == artifact.sha256
 
 
 @pytest.mark.parametrize("name", PACKS)
-def test_a_pack_of_each_version_is_read_in_place_and_unpacked(golden, tmp_path, name):
-    assert found(PackLayer(golden / name)).record == RECORD
+def test_a_pack_of_each_version_is_read_in_place_and_unpacked(golden, record, tmp_path, name):
+    assert found(PackLayer(golden / name), record).record == record
     assert install_pack(golden / name, Store(tmp_path / "there")) == 1
     expected = contents(golden / "cache")
     if name == "version-1.pack":
@@ -84,18 +108,18 @@ def test_a_pack_of_each_version_is_read_in_place_and_unpacked(golden, tmp_path, 
 
 @pytest.mark.parametrize("name", PACKS)
 @pytest.mark.skipif("ng" in zlib.ZLIB_RUNTIME_VERSION, reason="another deflate gives other bytes of the same meaning")
-def test_a_pack_of_each_version_is_written_as_it_was(tmp_path, name):
-    golden = Pack(GOLDEN / name)
+def test_a_pack_of_each_version_is_written_as_it_was(schema, tmp_path, name):
+    golden = Pack(SCHEMAS[schema] / name)
     write_pack(tmp_path / name, checked_contents(golden), golden.signatures())
-    assert (tmp_path / name).read_bytes() == (GOLDEN / name).read_bytes()
+    assert (tmp_path / name).read_bytes() == golden.path.read_bytes()
 
 
 @pytest.mark.parametrize(("name", "version"), [(PACKS[0], 1), (PACKS[1], 2)])
-def test_the_members_of_a_pack_are_as_they_were(tmp_path, name, version):
+def test_the_members_of_a_pack_are_as_they_were(schema, tmp_path, name, version):
     """What holds with any deflate."""
-    golden = Pack(GOLDEN / name)
+    golden = Pack(SCHEMAS[schema] / name)
     write_pack(tmp_path / name, checked_contents(golden), golden.signatures())
-    with zipfile.ZipFile(GOLDEN / name) as then, zipfile.ZipFile(tmp_path / name) as now:
+    with zipfile.ZipFile(golden.path) as then, zipfile.ZipFile(tmp_path / name) as now:
         assert json.loads(then.read("manifest.json"))["schema"] == version
         assert [(i.filename, i.date_time, i.external_attr, i.compress_type) for i in then.infolist()] == [
             (i.filename, i.date_time, i.external_attr, i.compress_type) for i in now.infolist()
@@ -104,14 +128,14 @@ def test_the_members_of_a_pack_are_as_they_were(tmp_path, name, version):
 
 
 @pytest.mark.parametrize("place", ["cache", "version-2.pack"])
-def test_a_signature_of_version_1_holds(golden, monkeypatch, place):
+def test_a_signature_of_version_1_holds(golden, record, record_bytes, monkeypatch, place):
     monkeypatch.setenv("TILEKERN_TRUST", "signed")
     layer = FolderLayer(golden / place, "golden") if place == "cache" else PackLayer(golden / place)
     monkeypatch.setenv("TILEKERN_TRUST_ROOTS", str(golden / "trust-roots"))
     (root,) = trust_roots()
     assert root.name == "golden"
-    assert found(layer).record == RECORD
-    assert list(read_signatures(golden / "cache", hashlib.sha256(RECORD_BYTES).hexdigest())) == [root.public_key]
+    assert found(layer, record).record == record
+    assert list(read_signatures(golden / "cache", hashlib.sha256(record_bytes).hexdigest())) == [root.public_key]
 
 
 PACKING = """

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from cache_samples import B200, H100, H200, PROBLEM, failing_folders, fill, make, outcome, put, toolkit
+from cache_samples import B200, H100, H200, PROBLEM, failing_folders, fill, make, outcome, put, sealed, toolkit
 from command_line import KEY, process, refused
 from hypothesis import given
 from hypothesis import strategies as st
@@ -124,7 +124,7 @@ def test_outlines_say_what_the_whole_records_say(tmp_path, indent):
     put(tmp_path, b"same", b"same", prediction=None, config={'a\n "check": ': 'x,\n "artifacts": '}, check=None)
     store = Store(tmp_path)
     for entry in store.entries():
-        entry.path.write_text(json.dumps(json.loads(entry.path.read_text()), indent=indent) + "\n")
+        entry.path.write_text(sealed(json.dumps(json.loads(entry.path.read_text()), indent=indent)))
     listed, entries = list(store.outlines()), list(store.entries())
     assert len(listed) == 21
     assert [found.record for found in listed] == [outline_of(entry.record) for entry in entries]
@@ -138,10 +138,11 @@ def test_outlines_say_what_the_whole_records_say(tmp_path, indent):
     "damage",
     [
         lambda text: text[:1500],
-        lambda text: text.replace('"schema": 1', '"schema": 2'),
-        lambda text: text.replace('"measured"', '"guessed"'),
-        lambda text: text.replace('"rows": 8192', '"rows": 4096'),
-        lambda text: text.replace("2026-08-01T12:00:00+00:00", "yesterday"),
+        lambda text: sealed(text.replace('"schema": 2', '"schema": 3')),
+        lambda text: text.replace('"relative": 0.001', '"relative": 0.002'),
+        lambda text: sealed(text.replace('"measured"', '"guessed"')),
+        lambda text: sealed(text.replace('"rows": 8192', '"rows": 4096')),
+        lambda text: sealed(text.replace("2026-08-01T12:00:00+00:00", "yesterday")),
         lambda text: text[:0],
     ],
 )

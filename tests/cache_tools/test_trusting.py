@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from cache_samples import PROBLEM, blob_file, put
+from cache_samples import PROBLEM, blob_file, put, sealed
 
 from cache_tools.__main__ import main
 from tilekern.cache import Store
@@ -172,7 +172,7 @@ def test_what_is_broken_is_not_signed(cli, key, cache, pack):
 
 def test_an_artifact_of_another_size_than_its_record_says_is_neither_signed_nor_packed(cli, key, cache, tmp_path):
     (path,) = (cache / "v1").rglob("rms_norm/rows=1,*.json")
-    path.write_text(path.read_text().replace('"size": 3', '"size": 4'))
+    path.write_text(sealed(path.read_text().replace('"size": 3', '"size": 4')))
     assert "another size" in cli("sign", cache, "--key", key, code=2)
     assert not (cache / "v1/signatures").exists()
     assert "another size" in cli("pack", tmp_path / "a.pack", code=2)
@@ -184,7 +184,7 @@ def test_a_record_that_is_replaced_after_it_was_checked_is_not_signed(as_json, c
     read_blob = Store.read_blob
 
     def replacing(store, digest):
-        path.write_text(path.read_text().replace('"occupancy": 4', '"occupancy": 16'))
+        path.write_text(sealed(path.read_text().replace('"occupancy": 4', '"occupancy": 16')))
         return read_blob(store, digest)
 
     monkeypatch.setattr(Store, "read_blob", replacing)

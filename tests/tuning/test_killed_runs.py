@@ -57,7 +57,7 @@ def packed(folder: Path) -> dict:
         record = layer.read_record(target, tools, "rope", problem)
         blobs = {artifact.sha256: layer.read_blob(artifact.sha256) for artifact in record.artifacts.values()}
         document = json.loads(record.to_json())
-        del document["created"]
+        del document["created"], document["sha256"]
         found[json.dumps(problem)] = (document, blobs)
     return found
 

@@ -14,6 +14,7 @@ from recorded import GPU, RecordedExecutor, times
 from tuning_samples import SMALL
 
 from tilekern.cache import FolderLayer, PackLayer, Record, Store, write_pack
+from tilekern.errors import InputError
 from tilekern.kernels import spec_named
 from tilekern.records import record_of
 from tilekern.spec import Config
@@ -280,6 +281,14 @@ def test_a_sweep_of_another_kind_is_left_alone(fill, tune, tmp_path):
     Sweep(tmp_path / "mine").begin(H200, "test", THREE)
     said = tune("--sweep", str(tmp_path / "mine"), executor=RecordedExecutor(), code=2)
     assert "mine holds a sweep that is no refresh; give another" in said
+
+
+@pytest.mark.parametrize("before", [[{"schema": 1, "kernel": "swiglu_forward"}], None])
+def test_what_another_version_noted_in_the_folder_is_refused(tmp_path, before):
+    noted = {"finished": False, "toolkit": None, "before": before, "stale": [], "current": 0}
+    (tmp_path / "refresh.json").write_text(json.dumps(noted))
+    with pytest.raises(InputError, match="another version of tilekern wrote it; remove the folder"):
+        _ = Refresh(tmp_path).current
 
 
 def test_the_table_says_what_changed_and_what_did_not(fill, tune, measured, capsys, monkeypatch, tmp_path):

@@ -1,7 +1,8 @@
 """What a list of records needs of each, read from the few parts of the file that hold it.
 
 A record's text is mostly its artifacts' assumptions, its checks and its runners-up; a list of many thousand records
-that parsed all of that would take most of its time there. What is left out is not checked: ``verify`` checks it.
+that parsed all of that would take most of its time there. What is left out is not checked but for the text's digest:
+``verify`` checks it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple
 
 from tilekern.cache.errors import CacheError
 from tilekern.cache.keys import Address, Value
-from tilekern.cache.records import PROVENANCES, SCHEMA, Record, check_created, decode_record, parse_object
+from tilekern.cache.records import PROVENANCES, Record, check_created, check_form, decode_record, parse_object
 
 # As `Record.to_json` writes it: one space before each field of the record, three before those of an artifact. No text
 # within it can hold a line break.
@@ -77,8 +78,9 @@ def _from_parts(data: bytes) -> Outline:
     candidates = data.rindex(_CANDIDATES, check)
     # The parts that are left out begin with a comma and end before one, so the rest is one object.
     found = parse_object((data[:artifacts] + data[measurement:check] + data[candidates:]).decode())
-    if type(found["schema"]) is not int or found["schema"] != SCHEMA or found["provenance"] not in PROVENANCES:
-        raise ValueError("another schema or provenance")
+    check_form(found, data)
+    if found["provenance"] not in PROVENANCES:
+        raise ValueError("another provenance")
     if not all(isinstance(found[name], dict | None) for name in ("measurement", "prediction")):
         raise ValueError("no measurement or prediction")
     if not all(isinstance(found[name], str) for name in ("module", "source_digest")):

@@ -1,8 +1,13 @@
-"""The record of one problem on one target and toolkit, as JSON and back, with every field checked."""
+"""The record of one problem on one target and toolkit, as JSON and back, with every field checked.
+
+A record's text ends with the sha256 of all that stands before it, since a flipped bit in a config reads as well as any
+other config, and the artifact would be launched by the wrong grid. Records of schema 1 have none.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import re
 from collections.abc import Mapping
@@ -14,11 +19,14 @@ from typing import Any, Literal, NoReturn
 from tilekern.cache.errors import CacheError, Corrupt, UnknownSchema
 from tilekern.cache.keys import Address, Value, check_digest, check_name, problem_key
 
-SCHEMA = 1
+SCHEMA, WITHOUT_DIGEST = 2, 1
 PROVENANCES = ("measured", "predicted", "default")
 LARGEST_RECORD = 16 * 2**20
 LARGEST_BLOB = 256 * 2**20
 
+# As `Record.to_json` writes that of an artifact; few records name more than an aligned and a generic one.
+_ARTIFACT_DIGEST = re.compile(rb'\n   "sha256": "([0-9a-f]{64})"')
+_USUAL_ARTIFACTS = 4
 _MODULE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*")
 
 
@@ -66,6 +74,7 @@ class Record:
         failed: how many of them failed.
         created: time in UTC, ISO 8601.
         created_by: the program and version that wrote it.
+        schema: the form of its text, 1 or 2; one that was read is written as it was, so that signatures hold.
     """
 
     kernel: str
@@ -85,6 +94,7 @@ class Record:
     failed: int
     created: str
     created_by: str
+    schema: int = SCHEMA
 
     @cached_property
     def address(self) -> Address:
@@ -103,7 +113,7 @@ class Record:
             CacheError: a field holds something that JSON cannot.
         """
         try:
-            return json.dumps({"schema": SCHEMA, **asdict(self)}, allow_nan=False, indent=1) + "\n"
+            return record_text({"schema": self.schema, **asdict(self)})
         except (TypeError, ValueError, RecursionError) as error:
             raise CacheError(f"the record of {self.kernel} must hold plain JSON data: {error}") from None
 
@@ -113,14 +123,11 @@ class Record:
 
         Raises:
             UnknownSchema: it was written under another schema.
-            Corrupt: it is no JSON, or a field is missing, unknown, or not what it must be.
+            Corrupt: it is no JSON, a field is missing, unknown, or not what it must be, or the text was changed since.
         """
         document = parse_object(text)
-        schema = document.pop("schema", None)
-        if type(schema) is not int or schema < 1:
-            raise Corrupt(f"schema must be {SCHEMA}, got {schema!r}")
-        if schema != SCHEMA:
-            raise UnknownSchema(f"schema {schema} was written by another version of tilekern; this one reads {SCHEMA}")
+        check_form(document, text.encode(errors="surrogatepass"))
+        document.pop("sha256", None)
         try:
             _check("record", document, _RECORD_FIELDS)
             document["artifacts"] = {name: _artifact(name, value) for name, value in document["artifacts"].items()}
@@ -131,6 +138,46 @@ class Record:
         except CacheError as error:
             raise Corrupt(str(error)) from None
         return record
+
+
+def record_text(document: Mapping[str, Any]) -> str:
+    """The text of a record's fields, ``schema`` first; its digest comes last where the schema has one.
+
+    Raises:
+        TypeError, ValueError, RecursionError: a field holds something that JSON cannot.
+    """
+    text = json.dumps(document, allow_nan=False, indent=1)
+    if document["schema"] == WITHOUT_DIGEST:
+        return text + "\n"
+    contents = text.removesuffix("\n}")
+    return contents + _ending(contents.encode())
+
+
+def check_form(document: Mapping[str, Any], data: bytes) -> None:
+    """Whether the schema of a record's fields is known, and the bytes that hold them are those that were written.
+
+    Raises:
+        UnknownSchema: the record was written under another schema.
+        Corrupt: there is no schema, or the digest at the end is not that of the bytes before it.
+    """
+    schema = document.get("schema")
+    if type(schema) is not int or schema < 1:
+        raise Corrupt(f"schema must be {WITHOUT_DIGEST} or {SCHEMA}, got {schema!r:.60}")
+    if schema > SCHEMA:
+        said = f"this one reads {WITHOUT_DIGEST} and {SCHEMA}"
+        raise UnknownSchema(f"schema {schema} was written by another version of tilekern; {said}")
+    if schema == WITHOUT_DIGEST:
+        if "sha256" in document:
+            raise Corrupt(f"a record of schema {WITHOUT_DIGEST} has no sha256 of its own")
+    elif data[-_ENDING_BYTES:] != _ending(data[:-_ENDING_BYTES]).encode():
+        raise Corrupt("its last field, sha256, is not that of the text before it: it was changed since it was written")
+
+
+def _ending(contents: bytes) -> str:
+    return f',\n "sha256": "{hashlib.sha256(contents).hexdigest()}"\n}}\n'
+
+
+_ENDING_BYTES = len(_ending(b""))
 
 
 def decode_record(data: bytes, address: Address | None) -> Record:
@@ -147,6 +194,11 @@ def decode_record(data: bytes, address: Address | None) -> Record:
     if record.address != address:
         raise Corrupt(f"its contents belong at {record.address.path}")
     return record
+
+
+def likely_digests(data: bytes) -> list[str]:
+    """The sha256 of the first blobs that a record's text seems to refer to, before it is parsed and checked."""
+    return [found[1].decode() for found in itertools.islice(_ARTIFACT_DIGEST.finditer(data), _USUAL_ARTIFACTS)]
 
 
 def check_blob(data: bytes, sha256: str) -> bytes:
@@ -215,6 +267,7 @@ _RECORD_FIELDS: dict[str, tuple[type, ...]] = {
     "failed": (int,),
     "created": (str,),
     "created_by": (str,),
+    "schema": (int,),
 }
 
 

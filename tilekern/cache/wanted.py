@@ -18,8 +18,9 @@ from typing import Any
 from tilekern.cache.errors import CacheError
 from tilekern.cache.files import read_whole, write_whole
 from tilekern.cache.keys import LAYOUT, WANTED, Value, check_digest, check_name, problem_key
-from tilekern.cache.records import LARGEST_RECORD, SCHEMA, parse_object
+from tilekern.cache.records import LARGEST_RECORD, parse_object
 
+_SCHEMA = 1
 _MISSES = ".misses"
 # No process runs so often; a larger count is damage, and no number of a program's that reckons with it.
 _MOST_MISSES = 1 << 53
@@ -55,7 +56,7 @@ def wanted_name(kernel: str, problem: Mapping[str, Value], target: Mapping[str, 
 def _wanted(kernel: str, problem: Mapping[str, Value], target: Mapping[str, Any]) -> dict[str, Any]:
     check_name("kernel", kernel)
     problem_key(problem)
-    return {"schema": SCHEMA, "kernel": kernel, "problem": dict(problem), "target": dict(target)}
+    return {"schema": _SCHEMA, "kernel": kernel, "problem": dict(problem), "target": dict(target)}
 
 
 def _digest(wanted: Mapping[str, Any]) -> str:
@@ -77,7 +78,7 @@ def read_wanted(root: Path) -> list[dict[str, Any]]:
             item = parse_object(read_whole(path, LARGEST_RECORD)[0].decode())
         except (CacheError, UnicodeDecodeError):
             continue
-        if item.pop("schema", None) == SCHEMA and _is_whole(item):
+        if item.pop("schema", None) == _SCHEMA and _is_whole(item):
             wanted.append(item)
     return sorted(wanted, key=lambda item: (item["created"], item["kernel"], problem_key(item["problem"])))
 
@@ -98,7 +99,7 @@ def note_misses(root: Path, process: str, misses: Mapping[str, int]) -> bool:
     """
     if not _PROCESS.fullmatch(process):
         raise CacheError(f"a process is named by 8 to 64 hexadecimal digits, got {process!r}")
-    text = json.dumps({"schema": SCHEMA, "misses": {check_digest("a problem", k): n for k, n in misses.items()}})
+    text = json.dumps({"schema": _SCHEMA, "misses": {check_digest("a problem", k): n for k, n in misses.items()}})
     try:
         if not _folder(root).is_dir():
             return False
@@ -166,9 +167,9 @@ def _misses_of(path: Path) -> dict[str, int] | None:
     except (CacheError, UnicodeDecodeError):
         return {}
     misses, schema = item.get("misses"), item.get("schema")
-    if schema != SCHEMA and type(schema) is int:
+    if schema != _SCHEMA and type(schema) is int:
         return None
-    if schema != SCHEMA or not isinstance(misses, dict):
+    if schema != _SCHEMA or not isinstance(misses, dict):
         return {}
     return {name: n for name, n in misses.items() if type(n) is int and 0 < n <= _MOST_MISSES}
 
