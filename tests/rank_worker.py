@@ -26,17 +26,15 @@ from tilekern.targets import resolve
 
 def vanish_at_first_blob(root):
     """The cache goes when the first blob has been read."""
-    together = cache.FolderLayer.read_blobs
+    before = cache.FolderLayer.read_blob
 
-    def read_blobs(layer, digests):
-        found = {}
-        for digest in digests:
-            found[digest] = layer.read_blob(digest)
-            shutil.rmtree(root, ignore_errors=True)
+    def read_blob(layer, sha256):
+        found = before(layer, sha256)
+        shutil.rmtree(root, ignore_errors=True)
         return found
 
-    cache.FolderLayer.read_blobs = read_blobs
-    return lambda: setattr(cache.FolderLayer, "read_blobs", together)
+    cache.FolderLayer.read_blob = read_blob
+    return lambda: setattr(cache.FolderLayer, "read_blob", before)
 
 
 def is_h100(_):

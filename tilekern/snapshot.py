@@ -171,10 +171,6 @@ class Snapshot:
             raise Missing(f"the ranks agreed on no blob {sha256}")
         return self._blobs[sha256]
 
-    def read_blobs(self, digests: Collection[str]) -> dict[str, bytes]:
-        """Several blobs by sha256; raises as :meth:`read_blob` does."""
-        return {sha256: self.read_blob(sha256) for sha256 in digests}
-
 
 def digest_of(lines: Iterable[str]) -> str:
     """The sha256 of lines in their order, in hexadecimal."""

@@ -1,12 +1,11 @@
 import hashlib
-import json
 import os
 import stat
 import warnings
 import zipfile
 
 import pytest
-from cache_samples import B200, H100, H200, PROBLEM, blob_file, files_of, find, make, put, toolkit
+from cache_samples import B200, H100, H200, PROBLEM, blob_file, changed, files_of, find, make, put, toolkit
 
 from tilekern.cache import FolderLayer, PackLayer, Store, default_layers, skipped, user_root, write_pack
 
@@ -100,12 +99,12 @@ def test_stale_records_are_passed_over_and_counted(tmp_path):
 
 def test_another_schema_is_passed_over_in_silence_and_left_alone(tmp_path):
     path = put(tmp_path)
-    path.write_text('{"schema": 2}')
+    path.write_text('{"schema": 3}')
     before = skipped()["unknown_schema"]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert find([layer(tmp_path)]) is None
-    assert path.read_text() == '{"schema": 2}'
+    assert path.read_text() == '{"schema": 3}'
     assert skipped()["unknown_schema"] == before + 1
 
 
@@ -113,7 +112,7 @@ def test_another_schema_is_passed_over_in_silence_and_left_alone(tmp_path):
 def test_a_bad_record_is_set_aside_reported_once_and_a_miss(tmp_path, damage):
     path = put(tmp_path / "a")
     text = path.read_text()
-    other = json.dumps({**json.loads(text), "kernel": "swiglu"})
+    other = changed(make()[0], kernel="swiglu")
     path.write_text(
         {"truncate": text[:500], "garbage": "\0" * 50, "empty": "", "fields": "{}", "misplaced": other}[damage]
     )
@@ -212,11 +211,11 @@ def changing(root, change):
     class Changing(FolderLayer):
         done = False
 
-        def read_blobs(self, digests):
+        def read_blob(self, sha256):
             if not self.done:
                 self.done = True
                 change()
-            return super().read_blobs(digests)
+            return super().read_blob(sha256)
 
     return Changing(root, "user")
 

@@ -27,11 +27,11 @@ def stop():
 class Stopping(FolderLayer):
     stopped = False
 
-    def read_blobs(self, digests):
+    def read_blob(self, sha256):
         if not self.stopped:
             self.stopped = True
             stop()
-        return super().read_blobs(digests)
+        return super().read_blob(sha256)
 
 
 def main(root, where):

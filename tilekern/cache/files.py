@@ -7,7 +7,7 @@ import errno
 import os
 import stat
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 from tilekern.cache.errors import CacheError, Missing
@@ -46,23 +46,20 @@ def read_whole(path: str | os.PathLike[str], largest: int, *, as_use: bool = Tru
         raise CacheError(f"cannot read {path}: {error.strerror}") from None
 
 
-def read_together(
-    paths: Sequence[str], largest: int, *, as_use: bool = True
-) -> list[tuple[bytes, os.stat_result]] | None:
-    """What :func:`read_whole` gives of each file, after the disk was asked for all; None where one cannot be read."""
-    descriptors: list[int] = []
-    try:
-        for path in paths:
-            descriptors.append(_open(path, as_use))
-            # From here on its contents come while the next one is opened. Elsewhere than on Linux they do not.
-            if hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(descriptors[-1], 0, 0, os.POSIX_FADV_WILLNEED)
-        return [_read_open(descriptor, largest) for descriptor in descriptors]
-    except OSError:
-        return None
-    finally:
-        for descriptor in descriptors:
-            os.close(descriptor)
+def ask_for(paths: Iterable[str]) -> None:
+    """Have the disk fetch files that are read next; nothing comes of one that is not there, or elsewhere than on Linux.
+
+    No access is noted.
+    """
+    if not hasattr(os, "posix_fadvise"):
+        return
+    for path in paths:
+        with contextlib.suppress(OSError):
+            descriptor = _open(path, as_use=True)
+            try:
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_WILLNEED)
+            finally:
+                os.close(descriptor)
 
 
 def read_if_there(path: str, largest: int) -> tuple[bytes, os.stat_result] | None:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Protocol, TypeVar
 
 from tilekern.cache.errors import CacheError, Corrupt, Missing, MissingRecord
 from tilekern.cache.exposure import others_may_write, require_unshared, require_unshared_folders
-from tilekern.cache.files import read_together, read_whole, report_once, set_aside
+from tilekern.cache.files import ask_for, read_whole, report_once, set_aside
 from tilekern.cache.incoming import finish_incoming
 from tilekern.cache.keys import LAYOUT, OWN_FOLDERS, Address, Value, blob_name, parse_problem_key, problem_key
-from tilekern.cache.records import LARGEST_BLOB, LARGEST_RECORD, Record, check_blob, decode_record
+from tilekern.cache.records import LARGEST_BLOB, LARGEST_RECORD, Record, check_blob, decode_record, likely_digests
 from tilekern.cache.signing import SIGNATURE_BYTES
 from tilekern.cache.trust import must_be_signed, require_trusted
 
@@ -63,10 +62,6 @@ class Layer(Protocol):
         """
         ...
 
-    def read_blobs(self, digests: Collection[str]) -> dict[str, bytes]:
-        """Several blobs by sha256; raises as :meth:`read_blob` does where one is not to be had."""
-        ...
-
 
 class FolderLayer:
     """A cache in a folder. Reading takes no lock and writes nothing; a writable one sets bad files aside.
@@ -106,7 +101,7 @@ class FolderLayer:
         self._finish()
         try:
             name = f"{self.root}/{address.name}"
-            return self._read(name, LARGEST_RECORD, lambda data: self._trusted(data, address), checks_writers=True)
+            return self._read(name, LARGEST_RECORD, lambda data: self._trusted(data, address), is_record=True)
         except Missing as error:
             raise MissingRecord(str(error)) from None
 
@@ -114,27 +109,12 @@ class FolderLayer:
         """One blob, its digest checked; raises as :meth:`Layer.read_record` says."""
         return self._read(f"{self.root}/{blob_name(sha256)}", LARGEST_BLOB, lambda data: check_blob(data, sha256))
 
-    def read_blobs(self, digests: Collection[str]) -> dict[str, bytes]:
-        """Several blobs by sha256, which the disk is asked for together; raises as :meth:`read_blob` does."""
-        names = [f"{self.root}/{blob_name(sha256)}" for sha256 in digests]
-        found = read_together(names, LARGEST_BLOB, as_use=self.as_use)
-        if found is None:
-            # One by one it comes out which it is, and why.
-            return {sha256: self.read_blob(sha256) for sha256 in digests}
-        return {
-            sha256: self._decoded(name, data, status, functools.partial(check_blob, sha256=sha256))
-            for sha256, name, (data, status) in zip(digests, names, found, strict=True)
-        }
-
-    def _read(
-        self, name: str, largest: int, decode: Callable[[bytes], Contents], checks_writers: bool = False
-    ) -> Contents:
+    def _read(self, name: str, largest: int, decode: Callable[[bytes], Contents], is_record: bool = False) -> Contents:
         data, status = read_whole(name, largest, as_use=self.as_use)
-        if checks_writers:
+        if is_record:
             self._require_unshared(name, status)
-        return self._decoded(name, data, status, decode)
-
-    def _decoded(self, name: str, data: bytes, status: os.stat_result, decode: Callable[[bytes], Contents]) -> Contents:
+            # The disk fetches them while the record is parsed.
+            ask_for(f"{self.root}/{blob_name(sha256)}" for sha256 in likely_digests(data))
         try:
             return decode(data)
         except Corrupt as error:
@@ -166,7 +146,7 @@ class FolderLayer:
     def _names(self, *place: str) -> list[str]:
         self._finish()
         try:
-            return os.listdir(self.root.joinpath(LAYOUT, *place))
+            return os.listdir("/".join((f"{self.root}/{LAYOUT}", *place)))
         except OSError:
             return []
 

@@ -240,7 +240,7 @@ def _load(kernel: str, candidate: _Candidate, source_digest: str) -> tuple[Recor
         if record.source_digest != source_digest:
             return None
         try:
-            return record, layer.read_blobs(sorted(record.digests))
+            return record, {sha256: layer.read_blob(sha256) for sha256 in sorted(record.digests)}
         except Missing:
             # The record may have been removed, or another one put in its place, since it was read: look again.
             if is_last:

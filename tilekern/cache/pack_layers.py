@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
@@ -77,10 +77,6 @@ class PackLayer:
         except Corrupt as error:
             report_once(self.path / sha256, str(error))
             raise
-
-    def read_blobs(self, digests: Collection[str]) -> dict[str, bytes]:
-        """Several blobs by sha256; raises as :meth:`read_blob` does."""
-        return {sha256: self.read_blob(sha256) for sha256 in digests}
 
     def _addresses(self) -> Iterable[Address]:
         pack = self._pack()
