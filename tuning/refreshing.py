@@ -283,7 +283,8 @@ class Refresh:
         is_whole = isinstance(found, dict) and {"finished", "toolkit", "before", "stale", "current"} <= found.keys()
         before = found["before"] if is_whole else None
         if not isinstance(before, list) or not all(isinstance(text, str) for text in before):
-            raise InputError(f"{self._path} is damaged, or another version of tilekern wrote it; remove the folder and refresh again")
+            said = "is damaged, or another version of tilekern wrote it; remove the folder and refresh again"
+            raise InputError(f"{self._path} {said}")
         return found
 
     def _write(self, content: Mapping[str, Any]) -> None:
