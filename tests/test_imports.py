@@ -20,7 +20,9 @@ LEAVES = {"tilekern.spec", "tilekern.targets", "tilekern.errors"}
 MAY_IMPORT = {
     "tilekern": {"tilekern"},
     "tilekern.errors": set(),
-    "tilekern.spec": {"tilekern.targets"},
+    "tilekern.points": set(),
+    "tilekern.space": {"tilekern.points", "tilekern.targets"},
+    "tilekern.spec": {"tilekern.points", "tilekern.space", "tilekern.targets"},
     "tilekern.targets": {"tilekern.errors"},
     "tilekern.source": set(),
     "tilekern.cubin": set(),

@@ -7,15 +7,22 @@ launched, what it must equal and what it must move. Nothing here imports torch o
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
+
+from tilekern.points import Config, Problem, Value
+from tilekern.space import Constraint, Space
 
 if TYPE_CHECKING:
     from tilekern.targets import Target
 
-Value = int | str | bool | None
+__all__ = [
+    "ALIGNED", "DTYPES", "GENERIC", "ITEM_BYTES", "TOLERANCES",
+    "ArrayParameter", "Config", "Constraint", "Dimension", "Implementation", "KernelSpec", "LibraryCall", "ModelShape",
+    "Problem", "ScalarParameter", "Space", "Tolerance", "Value", "bucket", "cdiv",
+]  # fmt: skip
+
 DTYPES = ("bfloat16", "float16", "float32")
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "int32": 4, "int64": 8}
 ALIGNED, GENERIC = "aligned", "generic"
@@ -42,58 +49,6 @@ class ModelShape:
     sliding_window: int | None = None
 
 
-class _Point(Mapping[str, Value]):
-    """An immutable, hashable, ordered mapping; base of :class:`Problem` and :class:`Config`."""
-
-    __slots__ = ("_hash", "_values")
-
-    def __init__(self, values: Mapping[str, Value] | None = None, **more: Value) -> None:
-        self._values: dict[str, Value] = {**(values or {}), **more}
-        self._hash = hash(frozenset(self._values.items()))
-
-    def __getitem__(self, name: str) -> Any:
-        return self._values[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._values)
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        return type(self) is type(other) and self._values == other._values
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.key})"
-
-    def __reduce__(self) -> tuple[type, tuple[dict[str, Value]]]:
-        return type(self), (self._values,)
-
-    @property
-    def key(self) -> str:
-        """One line of text that names the point: ``rows=8192,columns=4096,dtype=bfloat16``."""
-        return ",".join(f"{name}={value}" for name, value in self._values.items())
-
-    def but(self, **changes: Value) -> Any:
-        """The same point with some values changed."""
-        return type(self)({**self._values, **changes})
-
-
-class Problem(_Point):
-    """The values that a spec is specialised for, in the order of the spec's dimensions."""
-
-    __slots__ = ()
-
-
-class Config(_Point):
-    """One point of a search space: occupancy, tile shape, schedule and the like."""
-
-    __slots__ = ()
-
-
 @dataclass(frozen=True)
 class Dimension:
     """One dimension of a problem.
@@ -114,55 +69,6 @@ def bucket(size: int) -> int:
 def cdiv(numerator: int, denominator: int) -> int:
     """Division rounded up."""
     return -(-numerator // denominator)
-
-
-@dataclass(frozen=True)
-class Constraint:
-    """A condition that every candidate must meet, with the reason that a person reads when it does not."""
-
-    reason: str
-    holds: Callable[[Problem, Config, Target], bool]
-
-
-# Seen on real GPUs with cuTile kernels, whatever the kernel.
-DANGEROUS = (
-    Constraint(
-        "num_ctas=2 with occupancy=2 or more destroys the CUDA context on GPUs of 148 SMs and more",
-        lambda problem, config, target: (
-            not (int(config.get("num_ctas") or 1) > 1 and int(config.get("occupancy") or 1) > 1)
-        ),
-    ),
-    Constraint(
-        "occupancy 16 and more was seen to hang", lambda problem, config, target: int(config.get("occupancy") or 1) < 16
-    ),
-    Constraint(
-        "thread block clusters need sm_90 or newer",
-        lambda problem, config, target: int(config.get("num_ctas") or 1) == 1 or target.capability >= 90,
-    ),
-)
-
-
-@dataclass(frozen=True)
-class Space:
-    """A search space: axes that may depend on the problem, and constraints with reasons."""
-
-    axes: Callable[[Problem], Mapping[str, Sequence[Value]]]
-    constraints: tuple[Constraint, ...] = ()
-
-    def violated(self, problem: Problem, config: Config, target: Target) -> str | None:
-        """The reason why ``config`` is not allowed, or None where it is."""
-        for constraint in (*DANGEROUS, *self.constraints):
-            if not constraint.holds(problem, config, target):
-                return constraint.reason
-        return None
-
-    def candidates(self, problem: Problem, target: Target) -> Iterator[Config]:
-        """All allowed configs, in a fixed order."""
-        axes = self.axes(problem)
-        for values in itertools.product(*axes.values()):
-            config = Config(dict(zip(axes, values, strict=True)))
-            if self.violated(problem, config, target) is None:
-                yield config
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,14 @@
 """Search spaces, defaults, byte and operation counts, and the problems that specs accept."""
 
+import itertools
+
 import pytest
 from spec_samples import NAMES, SPECS, sized
 
 from tilekern.errors import InputError
 from tilekern.kernels import all_specs, spec_named
-from tilekern.spec import DTYPES
-from tilekern.targets import INTERPRETED, KNOWN
+from tilekern.spec import DTYPES, Config
+from tilekern.targets import INTERPRETED, KNOWN, resolve
 from tuning.models import PRESETS
 from tuning.plan import known_ops, plan
 
@@ -36,6 +38,18 @@ def test_defaults_of_the_presets_are_candidates(model, target):
         assert len(candidates) == len(set(candidates)) == len({config.key for config in candidates})
         assert candidates
         assert set(spec.generic(problem)) == set(default) == set(candidates[0])
+
+
+@pytest.mark.parametrize("gpu", ["H200", "B200"])
+@every_spec
+def test_candidates_are_all_points_that_no_constraint_turns_down(spec, gpu):
+    target = resolve(gpu)
+    named = plan(PRESETS["qwen3-8b"], [2048], ["bfloat16"], spec.ops, target)
+    problem = next(problem for kernel, problem in named if kernel == spec.name)
+    axes = spec.space.axes(problem)
+    points = (Config(dict(zip(axes, values, strict=True))) for values in itertools.product(*axes.values()))
+    allowed = [point for point in points if spec.space.violated(problem, point, target) is None]
+    assert list(spec.space.candidates(problem, target)) == allowed
 
 
 @every_spec
