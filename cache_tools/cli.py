@@ -34,14 +34,18 @@ def app() -> None:
 def verify(context: click.Context, path: Path | None, signed: bool, store: Store, as_json: bool) -> None:
     """Check every record, artifact and signature of a pack or a cache; exit code 1 where one is broken.
 
-    Stale records are reported, and are no fault; nor are records that others can write, which no job loads.
+    Stale records are reported, and are no fault; nor are records that others can write, which no job loads. A folder
+    that --cache-dir names must be there; the user's own cache may be empty.
 
     JSON: cache_dir or pack, records, blobs, broken[] {path, problem}, stale[], unknown_source[], signatures {trusted,
     other_key, unsigned, by {name: records}, bad[] {path, problem}, unchecked}, and of a cache unknown_schema[],
     orphans, leftovers[], exposed[] {path, problem}.
     """
-    if path is not None and context.get_parameter_source("store") == click.core.ParameterSource.COMMANDLINE:
-        raise CacheError("verify takes a PACK or CACHE, or --cache-dir, and not both")
+    if context.get_parameter_source("store") == click.core.ParameterSource.COMMANDLINE:
+        if path is not None:
+            raise CacheError("verify takes a PACK or CACHE, or --cache-dir, and not both")
+        if not store.root.is_dir():
+            raise CacheError(f"there is no cache at {store.root}, which --cache-dir names")
     is_pack = path is not None and not path.is_dir()
     sound = (
         checking.verify_pack(path, as_json, signed)

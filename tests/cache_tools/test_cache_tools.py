@@ -62,13 +62,15 @@ def test_ls_json(as_json, cache):
     assert record["age_s"] > 86400
 
 
-def test_a_cache_that_is_not_there_is_empty(cli, as_json, tmp_path):
+def test_a_cache_that_is_not_there_is_empty(cli, as_json, tmp_path, monkeypatch):
     for command in ("ls", "stats"):
         code, out, _ = cli(command, root=tmp_path / "none")
         assert (code, "there is no cache at" in out) == (0, True)
         assert as_json(command, root=tmp_path / "none")["exists"] is False
-    assert as_json("verify", root=tmp_path / "none")["records"] == 0
+    refused(cli("verify", root=tmp_path / "none"), "there is no cache at", "--cache-dir")
     refused(cli("show", "rms_norm", KEY, root=tmp_path / "none"), "there is no cache at", "--cache-dir")
+    monkeypatch.setenv("TILEKERN_CACHE_DIR", str(tmp_path / "none"))
+    assert main(["verify"]) == 0
     assert not (tmp_path / "none").exists()
 
 
