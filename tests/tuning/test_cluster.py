@@ -20,6 +20,7 @@ from tilekern.errors import InputError
 from tilekern.spec import ALIGNED
 from tilekern.targets import here, resolve
 from tilekern.toolchain import Toolkit, toolkit
+from tuning import cli
 from tuning.compiling import compile_all
 from tuning.executors import FINISHED
 from tuning.measuring import measure_all, tasks
@@ -234,6 +235,17 @@ def test_where_no_gpu_can_be_used_it_is_said(executor, three, tmp_path):
 def test_a_cluster_without_the_gpu_says_what_it_has(executor):
     with pytest.raises(InputError, match=r"no node of the cluster has a B200; its GPUs by type: H200 \(2\)"):
         executor().describe_gpu(resolve("B200"))
+
+
+def test_a_cluster_without_the_gpu_says_so_before_it_compiles(nodes, tmp_path, capsys):
+    command = ["qwen3-0.6b", "--gpu", "B200", "--ops", "swiglu", "--executor", "ray", "--cache-dir", str(tmp_path)]
+    assert cli.main(command) == 2
+    said = capsys.readouterr().err
+    assert "no node of the cluster has a B200; its GPUs by type: H200 (2)" in said
+    assert "--stages plan,compile" in said
+    [sweep] = map(Sweep, (tmp_path / "sweeps").iterdir())
+    assert sweep.problems()
+    assert not sweep.compiled()
 
 
 def test_a_node_that_lacks_something_says_so(executor, h200):

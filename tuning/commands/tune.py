@@ -187,7 +187,10 @@ def _ready(request: Request, sweep: Sweep, outcome: Outcome) -> Iterator[Executo
     if "measure" not in request.stages:
         yield None
     elif request.executor != LOCAL:
-        yield _cluster(request, sweep)
+        cluster = _cluster(request, sweep)
+        if "compile" in request.stages:
+            _check_gpus(cluster, sweep.target)
+        yield cluster
     elif "compile" in request.stages and (absent := _absent(sweep.target)):
         outcome.notes.append(absent)
         yield None
@@ -196,6 +199,14 @@ def _ready(request: Request, sweep: Sweep, outcome: Outcome) -> Iterator[Executo
 
         with LocalExecutor(sweep.cache, request.gpus) as executor:
             yield executor
+
+
+def _check_gpus(cluster: ClusterExecutor, target: Target) -> None:
+    """What the measure stage would find out when all is compiled."""
+    try:
+        cluster.require_gpu(target)
+    except InputError as error:
+        raise InputError(f"{error}; to compile alone give --stages plan,compile") from None
 
 
 def _compilers(request: Request, sweep: Sweep) -> tuple[int, Pool]:

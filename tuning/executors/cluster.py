@@ -60,6 +60,14 @@ class ClusterExecutor:
         """How many CPUs the cluster has, busy or not."""
         return max(1, int(ray.cluster_resources().get("CPU", 1)))
 
+    def require_gpu(self, target: Target) -> None:
+        """See to it that some node has a GPU of the target's type, free or not; no node is asked.
+
+        Raises:
+            InputError: none has.
+        """
+        gpus_like(target)
+
     def describe_gpu(self, target: Target) -> dict[str, str]:
         """One GPU of the target's type, its driver, torch and libraries; :meth:`run` leaves out those that have others.
 
