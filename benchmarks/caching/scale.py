@@ -20,6 +20,7 @@ from benchmarks.caching.samples import TARGET, TOOLKIT, content, problem, sample
 from benchmarks.environment import NO_GPU, ROOT, facts
 from benchmarks.providers import OURS
 from benchmarks.results import Results, Row
+from tilekern.cache.files import ask_for, read_whole
 from tilekern.cache.keys import blob_path
 from tuning.timing import Timing
 
@@ -108,6 +109,26 @@ def _lookups(case: str, root: Path, records: int, repeats: int) -> Iterator[Row]
             yield _row(f"{KERNELS} kernels, {case}", name, [1000 * one["all_s"] for one in samples], "ms")
             yield _row(f"{KERNELS} kernels, {case}", f"{name}_import", [1000 * s["import_s"] for s in samples], "ms")
             yield _row(f"{KERNELS} kernels, {case}", f"{name}_layers", [1000 * s["layers_s"] for s in samples], "ms")
+    yield _row(case, "disk_alone", [1000 * s for _ in range(repeats) for s in _disk_alone(root, number)], "ms")
+
+
+def _disk_alone(root: Path, number: int) -> Iterator[float]:
+    """Seconds to read a record off the disk, then its artifacts at once, for each kernel: no lookup can take less."""
+    records = sorted(root.glob(f"v1/{TARGET['key']}/*/*/{_file_of(number)}"))
+    artifacts = [sorted({one["sha256"] for one in json.loads(p.read_bytes())["artifacts"].values()}) for p in records]
+    blobs = [[str(root / blob_path(digest)) for digest in digests] for digests in artifacts]
+    _evict(root, number)
+    for record, paths in zip(records, blobs, strict=True):
+        started = time.perf_counter()
+        read_whole(record, record.stat().st_size + 1)
+        ask_for(paths)
+        for path in paths:
+            read_whole(path, BLOB_BYTES + 1)
+        yield time.perf_counter() - started
+
+
+def _file_of(number: int) -> str:
+    return ",".join(f"{key}={value}" for key, value in problem(number).items()) + ".json"
 
 
 def _cold(root: Path, *arguments: str) -> dict[str, Any]:
@@ -117,8 +138,7 @@ def _cold(root: Path, *arguments: str) -> dict[str, Any]:
 
 def _evict(root: Path, number: int) -> None:
     """Drop the files of one problem of every kernel from the page cache; folders stay in the system's memory."""
-    name = ",".join(f"{key}={value}" for key, value in problem(number).items())
-    for path in [*root.glob(f"v1/*/*/*/{name}.json"), *root.glob("v1/blobs/*/*")]:
+    for path in [*root.glob(f"v1/*/*/*/{_file_of(number)}"), *root.glob("v1/blobs/*/*")]:
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)

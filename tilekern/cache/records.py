@@ -164,8 +164,9 @@ def check_form(document: Mapping[str, Any], data: bytes) -> None:
     if type(schema) is not int or schema < 1:
         raise Corrupt(f"schema must be {WITHOUT_DIGEST} or {SCHEMA}, got {schema!r:.60}")
     if schema > SCHEMA:
-        said = f"this one reads {WITHOUT_DIGEST} and {SCHEMA}"
-        raise UnknownSchema(f"schema {schema} was written by another version of tilekern; {said}")
+        raise UnknownSchema(
+            f"schema {schema} was written by another version of tilekern; this one reads {WITHOUT_DIGEST} and {SCHEMA}"
+        )
     if schema == WITHOUT_DIGEST:
         if "sha256" in document:
             raise Corrupt(f"a record of schema {WITHOUT_DIGEST} has no sha256 of its own")
