@@ -80,10 +80,10 @@ def measure(records: int = RECORDS, repeats: int = 3) -> Results:
             results.rows.extend(_lookups(case, root, count, repeats))
             results.rows.extend(_listing(case, root, repeats))
         checked = min(CHECKED_RECORDS, records)
-        for case, blobs in (("usual", int(checked / RECORDS_OF_A_BLOB)), ("mostly artifacts", 3 * checked)):
+        for case, blobs in (("usual mix", int(checked / RECORDS_OF_A_BLOB)), ("mostly artifacts", 3 * checked)):
             root = Path(folder) / case
-            written = fill(root, checked if case == "usual" else checked // 20, blobs)
-            results.rows.extend(_checking(root, f"{case}: {written / 1e6:.0f} MB", written, repeats))
+            written = fill(root, checked if case == "usual mix" else checked // 20, blobs)
+            results.rows.extend(_checking(root, case, written, repeats))
     return results
 
 
@@ -157,6 +157,7 @@ def _listing(case: str, root: Path, repeats: int) -> Iterator[Row]:
 def _checking(root: Path, case: str, written: int, repeats: int) -> Iterator[Row]:
     """`verify` as a process of its own: its rate is that of one core, of which it never uses more."""
     times = [_times("cache_tools", "verify", "--cache-dir", str(root)) for _ in range(repeats)]
+    yield _row(case, "verified", [written / 1e6], "MB")
     yield _row(case, "verify", [wall for wall, _ in times], "s")
     yield _row(case, "verify_rate", [written / 1e6 / processor for _, processor in times], "MB/s")
 
