@@ -20,7 +20,10 @@ ROOT = Path(__file__).parents[1]
 RANKS, TIMEOUT_S, PATIENCE_S = 3, 8, 300
 DEFAULT, OTHER = SPEC.default(PROBLEM, H200), SPEC.generic(PROBLEM)
 
-pytestmark = pytest.mark.skipif(toolchain.toolkit() is None, reason="no tile compiler is installed")
+pytestmark = [
+    pytest.mark.skipif(toolchain.toolkit() is None, reason="no tile compiler is installed"),
+    pytest.mark.xdist_group("ranks"),  # one worker of pytest's goes through the situations, and not each of them
+]
 
 
 def record(compiled, columns=48, config=DEFAULT, **changes):
