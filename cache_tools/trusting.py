@@ -148,7 +148,7 @@ def _sign_pack(path: Path, key: SigningKey) -> int:
             signatures.setdefault(pack.members[name].sha256, {})[key.public_key] = key.sign(data)
             yield record, blobs
 
-    return len(write_pack(path, signed(), signatures))
+    return write_pack(path, signed(), signatures)
 
 
 def _sign_cache(store: Store, key: SigningKey) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,19 +41,8 @@ def write_selected(
     """
     if path.suffix != PACK_SUFFIX:
         raise CacheError(f"a pack's name must end in {PACK_SUFFIX}, got {path.name!r}")
-    matching = [entry for entry in store.entries(selection.where) if selection.matches(entry)]
-    for entry in matching:
-        if entry.is_folder:
-            raise CacheError(f"{entry.problem}; a pack would lack the records that are there")
-    if model:
-        needed = needed_by(model, {entry.address.target_key for entry in matching if entry.address}, tp)
-        matching = [entry for entry in matching if entry.record is None or is_needed(entry, needed)]
-    if not any(entry.record for entry in matching):
-        raise CacheError(
-            f"no record in {store.root} matches, and a pack must hold at least one; `ls` lists what is there"
-        )
-    written = write_pack(path, _with_blobs(store, matching), _signatures(store, matching))
-    return len(written), len(matching) - len(written)
+    chosen = _Chosen(store, selection, model, tp)
+    return write_pack(path, chosen, chosen.signatures), chosen.left_out
 
 
 def unpack(store: Store, path: Path, as_json: bool) -> None:
@@ -68,15 +58,40 @@ def unpack(store: Store, path: Path, as_json: bool) -> None:
         click.echo(f"unpacked {count(installed, 'record')} into {store.root}")
 
 
-def _with_blobs(store: Store, entries: list[Entry]) -> Iterator[tuple[Record, dict[str, bytes]]]:
-    for entry in entries:
-        if entry.record:
-            yield entry.record, {digest: store.read_blob(digest) for digest in entry.record.digests}
+class _Chosen:
+    """The selected records with their blobs, each read when it is asked for.
 
+    ``signatures`` holds those of the records that have come, ``left_out`` counts the unreadable ones.
+    """
 
-def _signatures(store: Store, entries: list[Entry]) -> dict[str, dict[str, bytes]]:
-    digests = [hashlib.sha256(_text(entry)).hexdigest() for entry in entries if entry.record]
-    return {digest: read_signatures(store.root, digest) for digest in digests}
+    def __init__(self, store: Store, selection: Selection, model: str | None, tp: int) -> None:
+        self.signatures: dict[str, dict[str, bytes]] = {}
+        self.left_out = 0
+        self._store, self._selection = store, selection
+        # By target, since each is planned for by the tuner.
+        self._needed = functools.cache(lambda target_key: needed_by(model, {target_key}, tp)) if model else None
+
+    def __iter__(self) -> Iterator[tuple[Record, dict[str, bytes]]]:
+        found = False
+        for entry in filter(self._selection.matches, self._store.entries(self._selection.where)):
+            if entry.is_folder:
+                raise CacheError(f"{entry.problem}; a pack would lack the records that are there")
+            if entry.record is None:
+                self.left_out += 1
+            elif self._is_needed(entry):
+                digest = hashlib.sha256(_text(entry)).hexdigest()
+                self.signatures[digest] = read_signatures(self._store.root, digest)
+                yield entry.record, {sha256: self._store.read_blob(sha256) for sha256 in entry.record.digests}
+                found = True
+        if not found:
+            raise CacheError(
+                f"no record in {self._store.root} matches, and a pack must hold at least one; `ls` lists what is there"
+            )
+
+    def _is_needed(self, entry: Entry) -> bool:
+        if self._needed is None:
+            return True
+        return entry.address is not None and is_needed(entry, self._needed(entry.address.target_key))
 
 
 def _text(entry: Entry) -> bytes:

@@ -301,7 +301,7 @@ def test_a_blob_of_another_size_than_the_record_says_is_refused(tmp_path):
 
 
 def test_what_a_pack_may_not_hold_is_not_written(tmp_path, monkeypatch):
-    monkeypatch.setattr("tilekern.cache.packs.MOST_MEMBERS", 3)
+    monkeypatch.setattr("tilekern.cache.writing_packs.MOST_MEMBERS", 3)
     with pytest.raises(CacheError, match="select fewer records"):
         write_pack(tmp_path / "a.pack", [make()])
     monkeypatch.undo()

@@ -6,6 +6,7 @@ import pytest
 from cache_samples import PROBLEM, put
 
 from cache_tools.__main__ import main
+from tilekern.cache import Pack
 
 RECORDS = 40
 # A record of 400 runners-up takes some 300 kB, so that all of them are several times this.
@@ -45,6 +46,19 @@ def test_diff_does_not_hold_all_records(large, tmp_path, capsys):
     code, peak = measured(lambda: main(["diff", str(large), str(large)]))
     assert code == 0
     assert f"{RECORDS} the same" in capsys.readouterr().out
+    assert peak < MOST_BYTES
+
+
+def test_pack_does_not_hold_all_records(cli, large, tmp_path, monkeypatch):
+    monkeypatch.setattr("tilekern.cache.writing_packs._IN_MEMORY", 1_000_000)
+    cli("pack", str(tmp_path / "first.pack"), "--problem", "rows=1")
+    (code, out, _), peak = measured(lambda: cli("pack", str(tmp_path / "all.pack")))
+    assert code == 0
+    assert f"packed {RECORDS} records" in out
+    assert peak < MOST_BYTES
+    assert len(Pack(tmp_path / "all.pack").records) == RECORDS
+    (code, _, _), peak = measured(lambda: cli("unpack", str(tmp_path / "all.pack"), root=tmp_path / "there"))
+    assert code == 0
     assert peak < MOST_BYTES
 
 

@@ -11,7 +11,7 @@ from tilekern.cache.layers import FolderLayer, Layer
 from tilekern.cache.lookup import Hit, Step, by_preference, lookup, skipped
 from tilekern.cache.outlines import Outline
 from tilekern.cache.pack_layers import PackLayer
-from tilekern.cache.packs import PACK_SUFFIX, Pack, checked_contents, write_pack
+from tilekern.cache.packs import PACK_SUFFIX, Pack, checked_contents
 from tilekern.cache.places import default_layers, user_root
 from tilekern.cache.records import PROVENANCES, SCHEMA, Artifact, Record
 from tilekern.cache.store import Store
@@ -24,6 +24,7 @@ from tilekern.cache.wanted import (
     remove_wanted,
     wanted_name,
 )
+from tilekern.cache.writing_packs import write_pack
 
 __all__ = [
     "PACK_SUFFIX",

@@ -7,8 +7,9 @@ import errno
 import os
 import stat
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import BinaryIO
 
 from tilekern.cache.errors import CacheError, Missing
 
@@ -118,20 +119,25 @@ def write_whole(path: Path, data: bytes, mode: int = 0o644) -> None:
     Raises:
         OSError: the folder cannot be made or written, or the disk is full.
     """
+    write_by(path, lambda file: file.write(data), mode)
+
+
+def write_by(path: Path, write: Callable[[BinaryIO], object], mode: int = 0o644) -> None:
+    """What :func:`write_whole` does with what ``write`` puts into a file; it may be called more than once."""
     for _ in range(_ATTEMPTS):
         # A `clear` or `prune` may take the folder or the temporary file away in the middle.
         with contextlib.suppress(FileNotFoundError):
-            return _write_once(path, data, mode)
-    return _write_once(path, data, mode)
+            return _write_once(path, write, mode)
+    return _write_once(path, write, mode)
 
 
-def _write_once(path: Path, data: bytes, mode: int) -> None:
+def _write_once(path: Path, write: Callable[[BinaryIO], object], mode: int) -> None:
     make_folder(path.parent)
     temporary = path.parent / f".{os.urandom(12).hex()}{TEMPORARY_SUFFIX}"
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     try:
         with open(descriptor, "wb") as file:
-            file.write(data)
+            write(file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)

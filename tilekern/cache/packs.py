@@ -8,21 +8,18 @@ bad. docs/cache-format.md has the whole form.
 from __future__ import annotations
 
 import hashlib
-import io
-import json
 import os
 import stat
 import struct
 import weakref
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from tilekern.cache.archives import MOST_MEMBERS, check_clashes, check_directory, check_entries, check_ratio
+from tilekern.cache.archives import check_clashes, check_directory, check_entries
 from tilekern.cache.errors import CacheError, Corrupt, Missing, UnknownSchema
-from tilekern.cache.files import write_whole
 from tilekern.cache.keys import (
     SIGNATURE_SUFFIX,
     Address,
@@ -30,7 +27,6 @@ from tilekern.cache.keys import (
     check_digest,
     parse_path,
     parse_signature_path,
-    signature_path,
 )
 from tilekern.cache.records import LARGEST_BLOB, LARGEST_RECORD, Record, check_blob, decode_record, parse_object
 from tilekern.cache.signing import SIGNATURE_BYTES, check_signature
@@ -40,8 +36,7 @@ MANIFEST = "manifest.json"
 LARGEST_MANIFEST = 64 * 2**20
 # Version 2 has signatures; a pack without any is written as version 1, which every tilekern reads.
 UNSIGNED, SIGNED = 1, 2
-_FORMAT = "tilekern-pack"
-_EPOCH = (1980, 1, 1, 0, 0, 0)
+FORMAT = "tilekern-pack"
 # All that zipfile raises on bytes that are no sound zip file.
 _UNSOUND = (
     zipfile.BadZipFile,
@@ -108,7 +103,7 @@ class Pack:
     def signatures(self) -> dict[str, dict[str, bytes]]:
         """All signatures: the sha256 of a record's bytes, the public key, the signature; raises as :meth:`read`."""
         found: dict[str, dict[str, bytes]] = {}
-        for name in filter(_is_signature, self.members):
+        for name in filter(is_signature, self.members):
             digest, public_key = parse_signature_path(name.split("/"))
             found.setdefault(digest, {})[public_key] = check_signature(self.read(name))
         return found
@@ -149,8 +144,8 @@ class Pack:
             manifest = parse_object(text)
         except (Corrupt, UnicodeDecodeError) as error:
             raise Corrupt(f"{self.path} has a bad {MANIFEST}: {error}") from None
-        if manifest.get("format") != _FORMAT:
-            raise Corrupt(f"{self.path} is no pack: the format must be {_FORMAT}, got {manifest.get('format')!r:.60}")
+        if manifest.get("format") != FORMAT:
+            raise Corrupt(f"{self.path} is no pack: the format must be {FORMAT}, got {manifest.get('format')!r:.60}")
         schema = manifest.get("schema")
         if type(schema) is not int or schema not in (UNSIGNED, SIGNED):
             raise UnknownSchema(f"{self.path} has schema {schema!r:.60}; this tilekern reads {UNSIGNED} and {SIGNED}")
@@ -182,14 +177,15 @@ def _is_record(name: str) -> bool:
     return name.endswith(".json")
 
 
-def _is_signature(name: str) -> bool:
+def is_signature(name: str) -> bool:
+    """Whether a member is a signature, by its name."""
     return name.endswith(SIGNATURE_SUFFIX)
 
 
 def _check_signatures(members: Mapping[str, Member], schema: int) -> None:
     """Signatures belong to records of the pack, and to a version that has them."""
     records = {member.sha256 for name, member in members.items() if _is_record(name)}
-    for name in filter(_is_signature, members):
+    for name in filter(is_signature, members):
         if schema == UNSIGNED:
             raise Corrupt(f"a pack of schema {UNSIGNED} has no signatures, got {name}")
         if parse_signature_path(name.split("/"))[0] not in records:
@@ -204,7 +200,7 @@ def _member(name: str, value: Any) -> Member:
     if _is_record(name):
         parse_path(name.split("/"))
         largest = LARGEST_RECORD
-    elif _is_signature(name):
+    elif is_signature(name):
         parse_signature_path(name.split("/"))
         largest = SIGNATURE_BYTES
     elif name == str(blob_path(digest)):
@@ -216,76 +212,6 @@ def _member(name: str, value: Any) -> Member:
     return Member(digest, size)
 
 
-def write_pack(
-    path: str | os.PathLike[str],
-    records_with_blobs: Iterable[tuple[Record, Mapping[str, bytes]]],
-    signatures: Mapping[str, Mapping[str, bytes]] | None = None,
-) -> list[Record]:
-    """Write a pack; the same records, blobs and signatures give the same bytes in whatever order they come.
-
-    Args:
-        path: the file to write, put there in one step when it is whole.
-        records_with_blobs: each record with its blobs by sha256.
-        signatures: of records, as :meth:`Pack.signatures` gives them; those of other records are left out.
-
-    Returns:
-        The records that went in.
-
-    Raises:
-        CacheError: a record stands twice, two differ in upper and lower case alone, a blob is missing or has the
-            wrong digest or size, there is more than a pack may hold, or the file cannot be written.
-    """
-    contents: dict[str, bytes] = {}
-    records = []
-    for record, blobs in records_with_blobs:
-        text = record.to_json()
-        name = str(Record.from_json(text).address.path)
-        if name in contents:
-            raise CacheError(f"a pack can hold one record of {name}, got two")
-        for artifact in record.artifacts.values():
-            digest = artifact.sha256
-            if digest not in blobs:
-                raise CacheError(f"{name} refers to blob {digest}, which was not given")
-            if len(blobs[digest]) != artifact.size:
-                raise CacheError(f"{name} says another size of blob {digest} than it has")
-            contents[str(blob_path(digest))] = check_blob(blobs[digest], digest)
-        contents[name] = text.encode()
-        digest = hashlib.sha256(contents[name]).hexdigest()
-        for public_key, signature in (signatures or {}).get(digest, {}).items():
-            contents[str(signature_path(digest, public_key))] = check_signature(signature)
-        records.append(record)
-    check_clashes(contents)
-    try:
-        write_whole(Path(path), _zip(contents))
-    except OSError as error:
-        raise CacheError(f"cannot write {path}: {error.strerror}") from None
-    return records
-
-
-def _zip(contents: Mapping[str, bytes]) -> bytes:
-    manifest = {
-        "format": _FORMAT,
-        "schema": SIGNED if any(map(_is_signature, contents)) else UNSIGNED,
-        "members": {
-            name: {"sha256": hashlib.sha256(contents[name]).hexdigest(), "size": len(contents[name])}
-            for name in sorted(contents)
-        },
-    }
-    text = json.dumps(manifest, indent=1).encode()
-    if len(contents) >= MOST_MEMBERS or len(text) > LARGEST_MANIFEST:
-        raise CacheError(f"a pack may hold {MOST_MEMBERS} records, artifacts and signatures; select fewer records")
-    file = io.BytesIO()
-    with zipfile.ZipFile(file, "w") as archive:
-        for name, data in [(MANIFEST, text), *sorted(contents.items())]:
-            info = zipfile.ZipInfo(name, _EPOCH)
-            info.compress_type = zipfile.ZIP_DEFLATED
-            info.create_system = 3
-            info.external_attr = (stat.S_IFREG | 0o644) << 16
-            archive.writestr(info, data, compresslevel=9)
-    check_ratio(len(text) + sum(map(len, contents.values())), file.tell())
-    return file.getvalue()
-
-
 def checked_contents(pack: Pack) -> Iterator[tuple[Record, dict[str, bytes]]]:
     """Every record of a pack with its blobs, each checked as it is read.
 
@@ -294,7 +220,7 @@ def checked_contents(pack: Pack) -> Iterator[tuple[Record, dict[str, bytes]]]:
             not have the size that its record says.
         UnknownSchema: another version of tilekern wrote a record.
     """
-    unclaimed = {name for name in pack.members if not _is_record(name) and not _is_signature(name)}
+    unclaimed = {name for name in pack.members if not _is_record(name) and not is_signature(name)}
     for address in pack.records:
         record = pack.read_record(address)
         blobs = {}
