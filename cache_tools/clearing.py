@@ -6,7 +6,16 @@ from typing import Any
 
 import click
 
-from cache_tools.options import Duration, Size, as_json, cache_dir, confirmed, with_age_filters, with_filters
+from cache_tools.options import (
+    Duration,
+    Size,
+    as_json,
+    cache_dir,
+    confirmed,
+    dry_run,
+    with_age_filters,
+    with_filters,
+)
 from cache_tools.selection import Selection
 from tilekern.cache import Store
 
@@ -15,17 +24,19 @@ from tilekern.cache import Store
 @with_filters
 @with_age_filters
 @click.option("--all", "everything", is_flag=True, help="All records.")
+@dry_run
 @confirmed
 @cache_dir
 @as_json
-def clear(store: Store, everything: bool, confirmed: bool, as_json: bool, **filters: Any) -> None:
+def clear(store: Store, everything: bool, dry_run: bool, confirmed: bool, as_json: bool, **filters: Any) -> None:
     """Remove records, and the blobs that nothing refers to any more.
 
-    Asks first. JSON (needs --yes): cache_dir, removed, blobs, bytes, left_alone, kept; all in docs/cache-json.md.
+    Asks first. JSON (needs --yes or --dry-run): cache_dir, dry_run, removed, blobs, bytes, left_alone, kept; all in
+    docs/cache-json.md.
     """
     from cache_tools import removing
 
-    removing.clear(store, Selection(**filters), everything, confirmed, as_json)
+    removing.clear(store, Selection(**filters), everything, dry_run, confirmed, as_json)
 
 
 @click.command()
@@ -38,7 +49,7 @@ def clear(store: Store, everything: bool, confirmed: bool, as_json: bool, **filt
 )
 @click.option("--unused-for", "unused_for_s", type=Duration(), help="Records that no job has read for so long: 90d.")
 @click.option("--max-size", "max_bytes", type=Size(), help="The least used, until the cache is no larger: 2G, 500M.")
-@click.option("--dry-run", is_flag=True, help="Say what would go and how much that frees, and change nothing.")
+@dry_run
 @confirmed
 @cache_dir
 @as_json

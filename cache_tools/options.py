@@ -81,6 +81,7 @@ cache_dir = click.option(
 as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 target = click.option("--target", help="Only of this GPU: its key, name or arch.")
 toolkit = click.option("--toolkit", help="Only of this toolkit's key.")
+dry_run = click.option("--dry-run", is_flag=True, help="Say what would go and how much that frees, and change nothing.")
 confirmed = click.option("--yes", "-y", "confirmed", is_flag=True, help="Do not ask.")
 
 

@@ -18,11 +18,11 @@ from typing import Any
 import click
 
 from cache_tools.here import toolkit_key
-from cache_tools.removing import Kept, ask, digests_of, kept_of, remove, say
+from cache_tools.removing import Kept, ask, garbage_of, kept_of, remove, say, would_go
 from cache_tools.selection import seconds_since
 from cache_tools.staleness import is_stale
 from cache_tools.text import age, count, print_json, print_table, size
-from tilekern.cache import BlobFile, CacheError, Store, by_preference
+from tilekern.cache import CacheError, Store, by_preference
 
 ACCESS_TIME, AGE = "access_time", "age"
 _NO_EVIDENCE = "the file system notes no access times (noatime): a record's age stands for its last use"
@@ -62,19 +62,18 @@ def prune(store: Store, limits: Limits, dry_run: bool, confirmed: bool, as_json:
     reasons = _reasons(store, entries, limits)
     chosen = [entry for entry in entries if entry.path in reasons]
     evidence = ACCESS_TIME if _notes_access(store.root) else AGE
-    blobs, kept = _garbage(store, chosen)
-    freed = sum(entry.file_bytes for entry in chosen) + sum(blob.size_bytes for blob in blobs)
+    going = would_go(store, chosen)
     document: dict[str, Any] = {
         "cache_dir": str(store.root),
         "dry_run": dry_run,
         "evidence": evidence,
         "records": [_summary(entry, reasons[entry.path]) for entry in chosen],
-        "removed": len(chosen),
-        "blobs": len(blobs),
-        "bytes": freed,
-        "bytes_left": _size_of(store, entries) - freed,
+        "removed": going.records,
+        "blobs": going.blobs,
+        "bytes": going.size_bytes,
+        "bytes_left": _size_of(store, entries) - going.size_bytes,
         "left_alone": sum(not entry.is_readable for entry in entries),
-        "kept": kept,
+        "kept": going.kept,
     }
     if not as_json:
         _print(document)
@@ -130,7 +129,7 @@ def _of_old_toolkits(entries: Sequence[Kept], keep: int) -> list[Kept]:
 def _least_used(store: Store, entries: Sequence[Kept], going: set[Path], max_bytes: int) -> list[Kept]:
     """The readable records to delete, least used first, until the cache has at most ``max_bytes``."""
     staying = [entry for entry in entries if entry.path not in going]
-    garbage, kept = _garbage(store, [entry for entry in entries if entry.path in going])
+    garbage, kept = garbage_of(store, [entry for entry in entries if entry.path in going])
     sizes = {blob.sha256: blob.size_bytes for blob in store.blobs()}
     for blob in garbage:
         sizes.pop(blob.sha256, None)
@@ -148,14 +147,6 @@ def _least_used(store: Store, entries: Sequence[Kept], going: set[Path], max_byt
             users[digest] -= 1
             total -= sizes.get(digest, 0) if not users[digest] and not kept else 0
     return chosen
-
-
-def _garbage(store: Store, going: Sequence[Kept]) -> tuple[list[BlobFile], str | None]:
-    """The blobs that can go with these records; none, and why, where some record cannot be read for references."""
-    try:
-        return store.garbage(digests_of(going), without={entry.path for entry in going}), None
-    except CacheError as error:
-        return [], f"no blob can be removed: {error}"
 
 
 def _notes_access(root: Path) -> bool:

@@ -12,7 +12,7 @@ import click
 
 from cache_tools.selection import Selection
 from cache_tools.text import count, print_json, size
-from tilekern.cache import Address, CacheError, Entry, Store
+from tilekern.cache import Address, BlobFile, CacheError, Entry, Store
 
 # Many times what a lookup takes from the reading of a record to that of its artifacts, on a network's disk too.
 READING_S = 0.5
@@ -82,13 +82,28 @@ def remove(store: Store, entries: Sequence[Kept]) -> Removed:
     return Removed(len(removed), garbage.blobs, size_bytes, garbage.kept)
 
 
+def would_go(store: Store, entries: Sequence[Kept]) -> Removed:
+    """What :func:`remove` would delete, if nothing changed until then; nothing is changed."""
+    blobs, kept = garbage_of(store, entries)
+    size_bytes = sum(entry.file_bytes for entry in entries) + sum(blob.size_bytes for blob in blobs)
+    return Removed(len(entries), len(blobs), size_bytes, kept)
+
+
+def garbage_of(store: Store, going: Sequence[Kept]) -> tuple[list[BlobFile], str | None]:
+    """The blobs that can go with these records; none, and why, where some record cannot be read for references."""
+    try:
+        return store.garbage(digests_of(going), without={entry.path for entry in going}), None
+    except CacheError as error:
+        return [], f"no blob can be removed: {error}"
+
+
 def digests_of(entries: Sequence[Kept]) -> frozenset[str]:
     """The blobs that records refer to."""
     return frozenset(digest for entry in entries for digest in entry.digests)
 
 
-def clear(store: Store, selection: Selection, everything: bool, confirmed: bool, as_json: bool) -> None:
-    """Delete the selected records and then the blobs that nothing refers to any more.
+def clear(store: Store, selection: Selection, everything: bool, dry_run: bool, confirmed: bool, as_json: bool) -> None:
+    """Delete the selected records and then the blobs that nothing refers to any more, or print what would go.
 
     Records of an unknown schema are left alone.
 
@@ -100,26 +115,28 @@ def clear(store: Store, selection: Selection, everything: bool, confirmed: bool,
             "clear needs --all, or a filter: --kernel, --target, --toolkit, --problem, --provenance, --older-than, "
             "--stale"
         )
-    if as_json and not confirmed:
-        raise CacheError("clear --json asks nothing and so needs --yes")
+    if as_json and not (confirmed or dry_run):
+        raise CacheError("clear --json asks nothing and so needs --yes or --dry-run")
     listed = (entry for entry in store.entries(selection.where) if not entry.is_folder)
     matching = [kept_of(entry) for entry in listed if selection.matches(entry)]
     chosen = [entry for entry in matching if not entry.unknown_schema]
-    if chosen and not confirmed:
+    if chosen and not confirmed and not dry_run:
         ask(f"Remove {count(len(chosen), 'record')} from {store.root}?")
-    removed = remove(store, chosen)
+    removed = would_go(store, chosen) if dry_run else remove(store, chosen)
     left_alone = len(matching) - len(chosen)
     if as_json:
         counts = {"removed": removed.records, "blobs": removed.blobs, "bytes": removed.size_bytes}
-        print_json({"cache_dir": str(store.root), **counts, "left_alone": left_alone, "kept": removed.kept})
+        noted = {"left_alone": left_alone, "kept": removed.kept}
+        print_json({"cache_dir": str(store.root), "dry_run": dry_run, **counts, **noted})
     else:
-        say(removed, left_alone)
+        say(removed, left_alone, dry_run)
 
 
-def say(removed: Removed, left_alone: int) -> None:
-    """Print what was deleted, and what not and why."""
+def say(removed: Removed, left_alone: int, dry_run: bool = False) -> None:
+    """Print what was deleted, or would be, and what not and why."""
     records, blobs = count(removed.records, "record"), count(removed.blobs, "blob")
-    click.echo(f"removed {records} and {blobs}, {size(removed.size_bytes)} freed")
+    verb = "would remove" if dry_run else "removed"
+    click.echo(f"{verb} {records} and {blobs}, {size(removed.size_bytes)} freed")
     if left_alone:
         click.echo(f"{count(left_alone, 'record')} of another version of tilekern left alone")
     if removed.kept:

@@ -244,8 +244,11 @@ def test_verify_leaves_another_schema_alone(as_json, cache):
 )
 def test_clear_removes_what_was_chosen_and_its_blobs(as_json, cache, filters, removed):
     before = as_json("stats")
+    told = as_json("clear", *filters, "--dry-run")
+    assert as_json("stats") == before, "nothing is changed"
     document = as_json("clear", *filters, "--yes")
     after = as_json("stats")
+    assert told == document | {"dry_run": True}
     assert (document["removed"], document["blobs"], after["records"]) == (removed, removed, 3 - removed)
     assert document["bytes"] == before["bytes"] - after["bytes"]
     assert after["orphans"]["count"] == 0
@@ -261,6 +264,7 @@ def test_clear_stale(as_json, cache):
 
 
 def test_clear_says_what_it_did(cli):
+    assert cli("clear", "--all", "--dry-run")[1].startswith("would remove 3 records and 3 blobs, ")
     assert cli("clear", "--all", "--yes")[1].startswith("removed 3 records and 3 blobs, ")
     assert "is empty" in cli("ls")[1]
 
@@ -286,7 +290,7 @@ def test_clear_asks_first(cache, answer, left):
         (["show", "rope", KEY], ["rope", "ls"]),
         (["clear"], ["--all", "--kernel"]),
         (["clear", "--all", "--kernel", "rope"], ["--all"]),
-        (["clear", "--all", "--json"], ["--yes"]),
+        (["clear", "--all", "--json"], ["--yes", "--dry-run"]),
         (["clear", "--older-than", "soon"], ["soon", "30d"]),
         (["clear", "--older-than", "-3d"], ["-3d", "30d"]),
         (["pack", "out.zip"], ["out.zip", ".pack"]),

@@ -97,6 +97,7 @@ COMMANDS = [
     (["verify", "MORE"], 0),
     (["verify", "MORE", "--signed"], 1),
     (["verify", "BAD"], 1),
+    (["clear", "--kernel", "rms_norm", "--dry-run"], 0),
     (["clear", "--kernel", "rms_norm", "--yes"], 0),
     (["clear", "--all", "--yes"], 0),
     (["prune", "--stale", "--keep-toolkits", "1", "--max-size", "0", "--dry-run"], 0),
