@@ -6,9 +6,10 @@ import json
 from pathlib import Path
 
 from cache_tools.contents import Contents
-from tilekern.cache import CacheError, Record, Store
+from tilekern.cache import CacheError, Store
 from tilekern.cache.files import read_whole, write_whole
-from tilekern.cache.keys import blob_path
+from tilekern.cache.keys import blob_path, parse_path
+from tilekern.cache.records import LARGEST_RECORD, decode_record, parse_object
 
 FOLDER = "pulled"
 _SCHEMA = 1
@@ -34,7 +35,7 @@ def was_pulled(store: Store, sha256: str) -> bool:
     A record that was tuned anew since counts: the pack would not make it better.
     """
     try:
-        noted = json.loads(read_whole(_path(store, sha256), _LARGEST)[0])
+        noted = parse_object(read_whole(_path(store, sha256), _LARGEST)[0].decode())
         if noted["schema"] != _SCHEMA:
             return False
         return all(_is_whole(store, name) for name in noted["records"])
@@ -44,8 +45,9 @@ def was_pulled(store: Store, sha256: str) -> bool:
 
 def _is_whole(store: Store, name: str) -> bool:
     try:
-        record = Record.from_json((store.root / name).read_text())
-    except (CacheError, OSError, UnicodeDecodeError):
+        address = parse_path(name.split("/"))
+        record = decode_record(read_whole(store.root / address.path, LARGEST_RECORD)[0], address)
+    except (CacheError, AttributeError):
         return False
     return all((store.root / blob_path(digest)).is_file() for digest in record.digests)
 

@@ -4,6 +4,7 @@ A reader may raise a CacheError of one line and nothing else, and what it accept
 """
 
 import contextlib
+import hashlib
 import json
 import shutil
 import sys
@@ -13,7 +14,8 @@ from pathlib import Path
 
 import atheris
 
-with atheris.instrument_imports(include=["tilekern.cache"]):
+with atheris.instrument_imports(include=["tilekern.cache", "cache_tools.pulled"]):
+    from cache_tools.pulled import was_pulled
     from tilekern.cache import (
         CacheError,
         PackLayer,
@@ -29,13 +31,16 @@ with atheris.instrument_imports(include=["tilekern.cache"]):
         read_wanted,
         write_pack,
     )
-    from tilekern.cache.keys import Address, parse_path
+    from tilekern.cache.keys import Address, check_digest, parse_path, signature_path
     from tilekern.cache.records import decode_record
+    from tilekern.cache.signing import SigningKey, check_signature, generate_key, is_signed
+    from tilekern.cache.trust import read_signatures, read_trust_roots
 
 from cache_samples import H200, PROBLEM, find, make, sealed
 
 RECORD, BLOBS = make(b"aligned", b"generic")
 PROCESS = "0123456789abcdef"
+SIGNED = b"the bytes of a record"
 
 
 def record(data, folder):
@@ -87,6 +92,44 @@ def misses(data, folder):
     assert all(isinstance(name, str) and count > 0 for name, count in read_misses(folder).items())
 
 
+def signature(data, folder):
+    """The file of a signature: one that counts has the form of one, and no other bytes than the signed ones."""
+    digest = hashlib.sha256(SIGNED).hexdigest()
+    place = folder / signature_path(digest, public_key(folder))
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.write_bytes(data)
+    found = read_signatures(folder, digest)
+    assert found in ({}, {public_key(folder): data})
+    assert allowed(check_signature, data) in (None, data)
+    if is_signed(public_key(folder), SIGNED, data):
+        assert found
+        assert not is_signed(public_key(folder), SIGNED + b" ", data)
+
+
+def roots(data, folder):
+    """Trust roots, and a private key."""
+    path = folder / "roots"
+    path.write_bytes(data)
+    path.chmod(0o600)
+    for root in allowed(lambda: list(read_trust_roots(path))) or ():
+        assert check_digest("a key", root.public_key)
+    key = allowed(SigningKey, path)
+    assert key is None or is_signed(key.public_key, SIGNED, key.sign(SIGNED))
+
+
+def pulled(data, folder):
+    """What a pull notes; it says that a pack is there only where its records are, and none is here."""
+    place = folder / "pulled" / f"{'0' * 64}.json"
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.write_bytes(data)
+    assert not was_pulled(Store(folder), "0" * 64) or json.loads(data)["records"] in ([], {}, "")
+
+
+def public_key(folder):
+    """Of the key that the seeds were signed with."""
+    return (folder.parent / "seeds" / "key.pem.pub").read_text()
+
+
 def allowed(read, *arguments):
     """What a reader returns, or None where it refuses in one line."""
     try:
@@ -103,7 +146,15 @@ def seeds(folder):
     note_wanted(folder, RECORD.kernel, PROBLEM, H200, "no record")
     (item,) = (folder / "v1" / "wanted").iterdir()
     note_misses(folder, PROCESS, {item.stem: 3})
+    (folder / "key.pem.pub").write_text(generate_key(folder / "key.pem"))
+    key = SigningKey(folder / "key.pem")
     found = {
+        "signature": [key.sign(SIGNED)],
+        "roots": [f"# ours\n\ned25519 {key.public_key} build team\n".encode(), (folder / "key.pem").read_bytes()],
+        "pulled": [
+            json.dumps({"schema": 1, "records": [str(RECORD.address.path)]}).encode(),
+            b'{"schema": 1, "records": []}',
+        ],
         "record": [RECORD.to_json().encode(), replace(RECORD, schema=1).to_json().encode(), b'{"schema": 3}'],
         "key": [RECORD.address.problem_key.encode(), str(RECORD.address.path).encode()],
         "pack": [(folder / "sample.pack").read_bytes()],
@@ -114,7 +165,7 @@ def seeds(folder):
     return found
 
 
-READERS = {read.__name__: read for read in (record, key, pack, wanted, misses)}
+READERS = {read.__name__: read for read in (record, key, pack, wanted, misses, signature, roots, pulled)}
 
 
 def main(reader, seconds, folder):

@@ -3,6 +3,7 @@
 import collections
 import functools
 import http.server
+import json
 import os
 import shutil
 
@@ -10,6 +11,7 @@ import pytest
 from cache_samples import B200, PROBLEM, put
 from ship_samples import URL_OF_NOTHING, Commands, has_both, make_pack, served, sha256
 
+from cache_tools.pulled import was_pulled
 from tilekern.cache import FolderLayer, Store
 
 
@@ -277,3 +279,21 @@ def test_what_is_not_installed_is_named(cli, pack, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "fsspec.core", None)
     monkeypatch.delitem(__import__("sys").modules, "cache_tools.remotes.filesystem", raising=False)
     cli.refused("push", pack, "memory://bucket/kernels.pack", says="pip install 'tilekern[ship]'")
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"schema": 1, "records": [3]}', '{"schema": 1}', "\xff", "{}"])
+def test_a_damaged_note_of_what_was_pulled_is_none(tmp_path, text):
+    path = tmp_path / "pulled" / f"{'0' * 64}.json"
+    path.parent.mkdir()
+    path.write_bytes(text.encode("latin-1"))
+    assert not was_pulled(Store(tmp_path), "0" * 64)
+
+
+def test_a_note_names_records_of_the_cache_alone(tmp_path):
+    record = put(tmp_path / "other")
+    put(tmp_path / "cache", problem={**PROBLEM, "rows": 1})  # which brings the same artifacts
+    path = tmp_path / "cache" / "pulled" / f"{'0' * 64}.json"
+    path.parent.mkdir(parents=True)
+    name = f"../other/{record.relative_to(tmp_path / 'other')}"
+    path.write_text(json.dumps({"schema": 1, "records": [name]}))
+    assert not was_pulled(Store(tmp_path / "cache"), "0" * 64)
