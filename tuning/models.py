@@ -75,7 +75,7 @@ def _read(path: Path) -> Mapping[str, Any]:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise InputError(f"{path} does not exist; give the path of a model's config.json") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{path} is not a readable JSON file: {error}") from None
     if not isinstance(found, dict):
         raise InputError(f"{path} holds no JSON object; a model's config.json is one")

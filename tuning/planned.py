@@ -70,7 +70,7 @@ class PlanFile:
             raise InputError(
                 f"{self._folder} is no sweep folder; run --stages plan,compile --sweep {self._folder}"
             ) from None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise InputError(f"{self._path} cannot be read: {error}") from None
         return self._read[1]
 

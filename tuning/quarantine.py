@@ -59,7 +59,7 @@ def _lines_of(sweep: Sweep) -> dict[str, dict[str, Any]]:
 
 def _read(folder: Path) -> Iterator[dict[str, Any]]:
     for path in sorted(folder.glob("*.json")):
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError, RecursionError):
             line = json.loads(path.read_text(encoding="utf-8"))
             if isinstance(line, dict) and is_whole(_JOURNAL, line):
                 yield line

@@ -278,7 +278,7 @@ class Refresh:
     def _read(self) -> dict[str, Any]:
         try:
             found = json.loads(self._path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise InputError(f"{self._path} cannot be read: {error}") from None
         is_whole = isinstance(found, dict) and {"finished", "toolkit", "before", "stale", "current"} <= found.keys()
         before = found["before"] if is_whole else None

@@ -102,5 +102,5 @@ def _parsed(text: bytes) -> Line | None:
     try:
         line = json.loads(text)
         return {**line, "problem": parse_problem_key(line["problem"])}
-    except (ValueError, TypeError, KeyError, AttributeError, CacheError):  # torn by a kill
+    except (ValueError, RecursionError, TypeError, KeyError, AttributeError, CacheError):  # torn by a kill
         return None
