@@ -44,9 +44,9 @@ def measure(sweep: Sweep, executor: RecordedExecutor, strategy: str = "race"):
 
 
 def outcome(sweep: Sweep) -> list:
-    """All that the winners' records say but for when they were made."""
+    """All that the winners' records say but for when they were made, and the digest that comes of it."""
     found = [json.loads(winner.record.to_json()) for winner, _ in winners(sweep, TOOLKIT)]
-    return [{name: value for name, value in record.items() if name != "created"} for record in found]
+    return [{name: value for name, value in record.items() if name not in ("created", "sha256")} for record in found]
 
 
 def journal(sweep: Sweep, name: str) -> list[dict]:
