@@ -82,19 +82,15 @@ def read_if_there(path: str, largest: int) -> tuple[bytes, os.stat_result] | Non
 def _read_once(path: str | os.PathLike[str], largest: int, as_use: bool) -> tuple[bytes, os.stat_result]:
     descriptor = _open(path, as_use)
     try:
-        return _read_open(descriptor, largest)
+        status = os.fstat(descriptor)
+        left = min(status.st_size + 1, largest)
+        pieces = []
+        while left and (piece := os.read(descriptor, left)):
+            pieces.append(piece)
+            left -= len(piece)
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces), status
     finally:
         os.close(descriptor)
-
-
-def _read_open(descriptor: int, largest: int) -> tuple[bytes, os.stat_result]:
-    status = os.fstat(descriptor)
-    left = min(status.st_size + 1, largest)
-    pieces = []
-    while left and (piece := os.read(descriptor, left)):
-        pieces.append(piece)
-        left -= len(piece)
-    return pieces[0] if len(pieces) == 1 else b"".join(pieces), status
 
 
 def _open(path: str | os.PathLike[str], as_use: bool) -> int:
