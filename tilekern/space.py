@@ -14,7 +14,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Constraint:
-    """A condition that every candidate must meet, with the reason that a person reads when it does not."""
+    """A condition that every candidate must meet, with the reason that a person reads when it does not.
+
+    What ``holds`` says must follow from the problem, the target and the axes that it looks at: points that agree in
+    these are not shown to it again.
+    """
 
     reason: str
     holds: Callable[[Problem, Config, Target], bool]
@@ -110,7 +114,7 @@ class Space:
         """All allowed configs, in a fixed order: that of the axes, the last one running fastest.
 
         What a constraint turns down for the values of some axes, it turns down whatever the axes after these hold, so
-        none of those is looked at: a space of 10,000 points takes a tenth of its time.
+        none of those is looked at.
         """
         axes = self.axes(problem)
         conditions = [constraint.holds for constraint in (*DANGEROUS, *self.constraints)]
