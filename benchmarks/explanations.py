@@ -48,9 +48,9 @@ _DISK = (
     "A lookup waits twice for a machine's virtual disk: for the record, and then for its artifacts, which come while "
     "the record is parsed. The reads alone, by the calls that the lookup makes and with nothing parsed, hashed or "
     "checked, take more than half of the target (`disk_alone` below); what is left would have to do for the digests of "
-    "three files, some 40 us, and for the JSON parser. With the files in memory it takes what the lines above say, "
-    "and as long in a small cache as in a large one. One file for a record and its artifacts would save one of the "
-    "waits, and keep an artifact as often as there are records of it. "
+    "three files and for the JSON parser. With the files in memory it takes what the lines above say, and as long "
+    "in a small cache as in a large one. One file for a record and its artifacts would save one of the waits, and keep "
+    "an artifact as often as there are records of it. "
 )
 _PARSING = (
     "Records of 5 kB are most of this mix: opening and reading the files, Python's JSON parser and the checks of each "
