@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import math
+import random
 import sys
 from collections import Counter
 
@@ -139,14 +140,33 @@ def test_a_short_kernel_is_not_hopeless_for_some_microseconds():
     assert timings["2"].samples == 1
 
 
-@pytest.mark.parametrize(("time_us", "second"), [(200.0, 6), (200_000.0, 2)], ids=["cheap", "dear"])
-def test_of_many_equals_the_best_third_runs_on_as_far_as_it_may_cost(time_us, second):
+@pytest.mark.parametrize(("time_us", "phases"), [(200.0, [15, 6, 3]), (200_000.0, [15, 2])], ids=["cheap", "dear"])
+def test_of_many_equals_the_best_third_runs_on_as_far_as_it_may_cost(time_us, phases):
     named = {str(place): time_us * (1 + place / 10_000) for place in range(16)}
     runner = Clocked(named | {COPY: time_us / 2}, [1.0, 1.02, 0.98])
     race.run(runner, Lineup(tuple(named), "0", (COPY,)))
     rivals = [len({*keys} - {COPY}) - 1 for keys in runner.rounds]
-    assert rivals[:2] == [15, second]
-    assert all(count <= 4 for count in rivals[2:])
+    assert [count for count, _ in itertools.groupby(rivals)][: len(phases)] == phases
+    assert rivals == sorted(rivals, reverse=True)
+
+
+def test_each_phase_takes_an_equal_part_of_the_time_that_is_left():
+    """Where samples spread by more than the candidates differ, one sample does not decide who runs on."""
+    spread_us = random.Random(1)
+
+    class Noisy(Clocked):
+        def round(self, keys):
+            return [time_us * math.exp(spread_us.gauss(0, 0.05)) for time_us in super().round(keys)]
+
+    named = {str(place): 30.0 * (1 + place / 1000) for place in range(27)}
+    runner = Noisy(named, [1.0])
+    race.run(runner, Lineup(tuple(named)))
+    spent_us = Counter()
+    for keys in runner.rounds[1:]:
+        spent_us[len({*keys}) - 1] += sum(named[key] for key in keys)
+    phases = [spent_us[9], sum(spent_us[count] for count in range(1, 9))]
+    assert sum(phases) == pytest.approx(race.CHEAP_US, rel=0.2)
+    assert phases[0] == pytest.approx(phases[1], rel=0.5)
 
 
 def test_one_candidate_alone_wins():
