@@ -220,6 +220,22 @@ def tune(
 
 
 @app.command()
+def gpus(
+    sweep: Annotated[Path, typer.Option("--sweep", help="Where to leave the sweeps; a folder that has none of them.")],
+    count: Annotated[int, typer.Option("--gpus", min=2, help="How many GPUs of this host are several.")] = 2,
+    model: Annotated[str, typer.Option(help="Model to tune.")] = "qwen3-8b",
+    tokens: Annotated[str, typer.Option(help="Tokens of a step, by commas.")] = "2048,4096,8192,16384,32768",
+    out: Out = None,
+    name: Name = None,
+) -> None:
+    """The measure stage on one GPU and on several of this host: seconds, and the share of one GPU's time."""
+    from benchmarks.several_gpus import measure
+
+    require_gpu()
+    _keep(measure(model, tokens, sweep, count), out, name or "gpus")
+
+
+@app.command()
 def cache(
     seconds: Annotated[int, typer.Option(min=1, help="Seconds of 64 processes on one cache.")] = 60,
     kills: Annotated[int, typer.Option(min=1, help="Processes to kill in the middle of a call.")] = 500,

@@ -33,12 +33,23 @@ def measure(model: str, tokens: str, sweep: Path | None = None) -> Results:
     if sweep is not None and sweep.exists():
         raise InputError(f"{sweep} is there already; a whole tune is timed in a sweep folder that it makes")
     with tempfile.TemporaryDirectory() as folder:
-        places = ["--sweep", str(sweep or Path(folder, "sweep")), "--cache-dir", str(Path(folder, "cache"))]
-        command = [sys.executable, "-m", "tilekern.tune", model, "--tokens", tokens, "--json", *places]
+        outcome = tuned(model, "--tokens", tokens, "--sweep", sweep or Path(folder, "sweep"))
+    return Results(facts(), rows(f"{model}, {tokens.replace(',', ', ')} tokens", outcome))
+
+
+def tuned(*arguments: str | Path) -> dict[str, Any]:
+    """What the tuner prints with ``--json``, run with an empty cache that is dropped.
+
+    Raises:
+        TilekernError: the tuner failed.
+    """
+    with tempfile.TemporaryDirectory() as cache:
+        command = [sys.executable, "-m", "tilekern.tune", *map(str, arguments), "--json", "--cache-dir", cache]
         ran = subprocess.run(command, capture_output=True, text=True, check=False)
     if ran.returncode:
         raise TilekernError(f"the tuner failed: {ran.stderr.strip()}")
-    return Results(facts(), rows(f"{model}, {tokens.replace(',', ', ')} tokens", json.loads(ran.stdout)))
+    outcome: dict[str, Any] = json.loads(ran.stdout)
+    return outcome
 
 
 def rows(case: str, outcome: Mapping[str, Any]) -> list[Row]:

@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 
-from benchmarks import whole_tune
+from benchmarks import several_gpus, whole_tune
 from benchmarks.__main__ import main
 from benchmarks.clock import FIRST_SLEEP, LONGEST_SLEEP, WARM_UP, Entrant
 from benchmarks.environment import facts
@@ -20,9 +20,9 @@ no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens
 
 
 @no_gpu
-@pytest.mark.parametrize("command", ["kernels", "host", "startup"])
+@pytest.mark.parametrize("command", ["kernels", "host", "startup", "tune", "gpus --sweep nowhere"])
 def test_without_a_gpu_one_line_says_so(command, tmp_path, capsys):
-    assert main([command, "--out", str(tmp_path)]) == 2
+    assert main([*command.split(), "--out", str(tmp_path)]) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert "needs a CUDA GPU" in said
@@ -40,6 +40,24 @@ def test_bad_input_is_one_line(tmp_path, capsys):
 def test_a_whole_tune_takes_no_sweep_that_is_there(tmp_path):
     with pytest.raises(InputError, match="is there already"):
         whole_tune.measure("qwen3-8b", "2048", tmp_path)
+
+
+@no_gpu
+def test_several_gpus_must_be_here(tmp_path):
+    with pytest.raises(InputError, match="--gpus 2: this host's GPUs that are alike are 0"):
+        several_gpus.measure("qwen3-8b", "2048", tmp_path)
+
+
+def test_several_gpus_take_no_sweep_that_is_there(tmp_path, monkeypatch):
+    monkeypatch.setattr(several_gpus, "devices", lambda: ["0", "1"])
+    (tmp_path / "1").mkdir()
+    with pytest.raises(InputError, match="holds 1 already"):
+        several_gpus.measure("qwen3-8b", "2048", tmp_path)
+
+
+def test_several_gpus_are_set_against_one():
+    found = {row.metric: row.value for row in several_gpus.rows("a model", {1: 100.0, 2: 53.0})}
+    assert found == {"measure_on_one": 100.0, "measure_on_several": 53.0, "gpus": 2, "share_of_one": 0.53}
 
 
 def test_a_report_that_cannot_be_made_leaves_the_old_one(tmp_path, capsys):
