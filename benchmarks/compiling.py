@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from benchmarks.results import Results, Row
 from tilekern.errors import InputError
 from tilekern.spec import ModelShape
 from tilekern.targets import Target, resolve
-from tuning.compiling import CompileSummary, compile_all, default_jobs, start_server
+from tuning.compiling import PARTS, CompileSummary, compile_all, default_jobs, start_server
 from tuning.models import resolve_model
 from tuning.plan import plan
 from tuning.sweep import Sweep
@@ -56,7 +57,7 @@ def measure_sample(folder: Path, count: int) -> Results:
     """Compile some of a sweep's artifacts once more, one after the other on one core, with nothing else to do.
 
     What the stage reached on its cores is told from its own journal: the seconds of work in it, over how much longer
-    the compiler takes in it for the sample than alone, over the seconds that the cores were held.
+    the work for the sample takes in it than alone, over the seconds that the cores were held.
 
     Args:
         folder: a sweep folder whose compile stage was one whole run on this machine, with its default jobs.
@@ -77,8 +78,8 @@ def measure_sample(folder: Path, count: int) -> Results:
         again.begin(sweep.target, sweep.model, sweep.problems())
         compile_all(again, 1, only=sample)
         alone = _made(again)
-    slower = sum(took[key]["tileiras_s"] for key in alone) / sum(line["tileiras_s"] for line in alone.values())
-    work_s = sum(line["frontend_s"] + line["tileiras_s"] for line in took.values())
+    slower = sum(_work_s(took[key]) for key in alone) / sum(_work_s(line) for line in alone.values())
+    work_s = sum(_work_s(line) for line in took.values())
     jobs = default_jobs()
     figures = {
         "distinct_candidates": (len(took), "1"),
@@ -94,6 +95,10 @@ def measure_sample(folder: Path, count: int) -> Results:
 
 def _made(sweep: Sweep) -> dict[str, dict[str, Any]]:
     return {key: line for key, line in sweep.compiled().items() if line["status"] == "ok"}
+
+
+def _work_s(line: Mapping[str, Any]) -> float:
+    return sum(float(line.get(part, 0.0)) for part in PARTS)
 
 
 def _compiled(target: Target, shape: ModelShape, jobs: int) -> CompileSummary:

@@ -4,10 +4,13 @@ Candidates that differ in compiler hints alone are a batch: a worker that stays 
 once. Those that are expected to take long come first. How long is learnt on the way: a candidate takes about as long
 as those of the same device function whose constants are most like its own. A batch that has much left gets more
 workers, since the last one at work decides when the stage ends.
+
+Candidates may be listed while others are compiled: thousands take a second to list, in which no core need wait.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -48,25 +51,35 @@ class Batch:
 
 
 class Order:
-    """Hands out candidates.
+    """Hands out candidates, of those that it has taken in.
 
     Args:
         todo: the candidates; none of them is a library's call.
     """
 
     def __init__(self, todo: Iterable[Candidate]) -> None:
+        self._coming = iter(todo)
         self._batches: dict[object, Batch] = {}
         self._of: dict[str, Batch] = {}
-        for item in todo:
+
+    def __len__(self) -> int:
+        """How many it has taken in so far."""
+        return len(self._of)
+
+    def take_in(self, most: int | None = None) -> int:
+        """Take in more candidates, all that come where ``most`` is None; how many."""
+        before = len(self)
+        for item in itertools.islice(self._coming, most):
             made = item.spec.device(item.problem, item.config)
             constants = (*made.constants, item.variant)
             key = (made.function, made.parameters, constants)
             batch = self._batches.setdefault(key, Batch(made.function, constants, _tile_elements(item.config)))
             batch.left.insert(0, item)
             self._of[item.artifact] = batch
+        return len(self) - before
 
     def take(self, before: Candidate | None) -> Candidate | None:
-        """The next candidate for a worker, or None where none is left.
+        """The next candidate for a worker, or None where none is left and none comes.
 
         Args:
             before: what that worker had last, which it is done with.
@@ -75,11 +88,18 @@ class Order:
         if batch is None or not batch.left:
             if batch:
                 batch.workers -= 1
-            batch = max((b for b in self._batches.values() if b.left), key=lambda b: b.urgency, default=None)
+            batch = self._most_urgent()
             if batch is None:
                 return None
             batch.workers += 1
         return batch.left.pop()
+
+    def _most_urgent(self) -> Batch | None:
+        """The batch to be taken next; where all are taken, of what comes."""
+        while not (left := [batch for batch in self._batches.values() if batch.left]):
+            if not self.take_in(1):
+                return None
+        return max(left, key=lambda batch: batch.urgency)
 
     def put_back(self, item: Candidate) -> None:
         """Have a candidate taken once more."""

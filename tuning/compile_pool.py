@@ -54,6 +54,8 @@ _PATIENCE_S = 1.0
 _MOST_STILLBORN = 3
 # What multiprocessing puts behind a temporary folder's path takes 35 bytes.
 _MOST_FOLDER_BYTES = 70
+# How many candidates are listed before it is looked whether a worker waits.
+_LISTED_AT_ONCE = 16
 # What workers run; they find it by its name.
 Compile = Callable[[Candidate], Answer]
 
@@ -102,7 +104,7 @@ def compile_in_order(
             worker.begin(order.take(None))
         while busy := [worker for worker in workers if worker.item]:
             found = []
-            for worker in _ready(busy):
+            for worker in _ready(busy, order):
                 item, seconds = worker.item, worker.seconds
                 assert item is not None
                 answer = worker.answer()
@@ -121,9 +123,12 @@ def compile_in_order(
         disposable.end(*[worker.process for worker in workers if worker.process is not None])
 
 
-def _ready(busy: list[_Worker]) -> list[_Worker]:
-    """Workers that have something to say, are dead, or are late."""
-    said = connections.wait([worker.connection for worker in busy], max(0.0, min(w.left_s for w in busy)))  # type: ignore[misc]
+def _ready(busy: list[_Worker], order: Order) -> list[_Worker]:
+    """Workers that have something to say, are dead, or are late; while all are at work, more candidates are listed."""
+    pipes = [worker.connection for worker in busy]
+    while not connections.wait(pipes, 0.0) and order.take_in(_LISTED_AT_ONCE):  # type: ignore[arg-type]
+        pass
+    said = connections.wait(pipes, max(0.0, min(w.left_s for w in busy)))  # type: ignore[arg-type]
     return [worker for worker in busy if worker.connection in said or worker.left_s <= 0]
 
 

@@ -9,6 +9,7 @@ import os
 import re
 import resource
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +36,8 @@ MEMORY_BYTES = min(16 << 30, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_S
 _NEAR = 0.75
 _SAYS_MEMORY = re.compile(r"out of memory|bad_alloc|MemoryError|cannot allocate memory", re.IGNORECASE)
 _KILLED = re.compile(r"\bsignal 9\b")
+# What a worker does for a candidate, in seconds of its line: lower it, compile it, and read what the machine code says.
+PARTS = ("frontend_s", "tileiras_s", "reading_s")
 # Has candidates compiled, as :func:`tuning.compile_pool.compile_in_order` does.
 Pool = Callable[[Order, Compile, int, float, int], Iterator[Answer | Lost]]
 
@@ -43,8 +46,8 @@ Pool = Callable[[Order, Compile, int, float, int], Iterator[Answer | Lost]]
 class CompileSummary:
     """What the compile stage did.
 
-    ``tileiras_share`` is the compiler's part of the time that the cores were held, 0 to 1; ``work_share`` that of the
-    front end and the compiler together, which is what one core alone would have to do as well.
+    ``tileiras_share`` is the compiler's part of the time that the cores were held, 0 to 1; ``work_share`` that of all
+    :data:`PARTS`, which is what one core alone would have to do as well.
     """
 
     distinct: int
@@ -55,24 +58,23 @@ class CompileSummary:
     work_share: float
 
 
-def wanted(sweep: Sweep, timeout_s: float = TIMEOUT_S) -> dict[str, Candidate]:
-    """One candidate for each distinct artifact that is still to be compiled.
+def wanted(sweep: Sweep, timeout_s: float = TIMEOUT_S) -> Iterator[Candidate]:
+    """The distinct artifacts that the sweep lacks, one candidate of each, as they are listed.
 
     What failed is tried again by another toolkit, and what ran out of time also where it is given more.
     """
     tools = toolkit()
-    done = {
+    known = {
         key
         for key, line in sweep.compiled().items()
         if line["status"] == "ok"
         or (line.get("gave_up_after_s", math.inf) >= timeout_s and (tools is None or _made_by(line, tools.key)))
     } - sweep.lost()
-    found: dict[str, Candidate] = {}
     for kernel, problem in sweep.problems():
         for item in sweep.candidates(kernel, problem):
-            if item.artifact not in done and not item.is_library:
-                found.setdefault(item.artifact, item)
-    return found
+            if item.artifact not in known and not item.is_library:
+                known.add(item.artifact)
+                yield item
 
 
 def _made_by(line: dict[str, Any], toolkit_key: str) -> bool:
@@ -98,29 +100,28 @@ def compile_all(
     Raises:
         ToolchainMissing: artifacts are lacking and no compiler is installed.
     """
-    todo = [item for key, item in wanted(sweep, timeout_s).items() if only is None or key in only]
-    jobs = max(1, min(jobs, len(todo)))
+    order = Order(item for item in wanted(sweep, timeout_s) if only is None or item.artifact in only)
     started = time.perf_counter()
-    frontend_s = tileiras_s = 0.0
+    took = Counter[str]()
     failed = 0
-    if todo:
+    if order.take_in(1):
         tools = require_toolkit().describe()
         compile_one = functools.partial(_compile, target=sweep.target, timeout_s=timeout_s, memory_bytes=memory_bytes)
-        answers = pool(Order(todo), compile_one, jobs, timeout_s + FRONTEND_TIMEOUT_S, memory_bytes)
+        answers = pool(order, compile_one, max(1, jobs), timeout_s + FRONTEND_TIMEOUT_S, memory_bytes)
         for finished, answer in enumerate(answers, 1):
             line = _lost_line(answer, timeout_s) if isinstance(answer, Lost) else answer.line
             if isinstance(answer, Answer) and answer.cubin is not None:
                 line |= {"sha256": sweep.store(answer.cubin)}
             failed += line["status"] == "failed"
-            frontend_s += line.get("frontend_s", 0.0)
-            tileiras_s += line.get("tileiras_s", 0.0)
+            took.update({part: line.get(part, 0.0) for part in PARTS})
             sweep.note("compiled", line | {"toolkit": tools})
             if progress:
-                progress(finished, len(todo))
+                progress(finished, len(order))
     seconds = time.perf_counter() - started
-    held = seconds * jobs if todo else math.inf
-    shares = tileiras_s / held, (frontend_s + tileiras_s) / held
-    return CompileSummary(len(sweep.compiled()), len(todo), failed, seconds, *shares)
+    held = seconds * max(1, min(jobs, len(order))) if len(order) else math.inf
+    return CompileSummary(
+        len(sweep.compiled()), len(order), failed, seconds, took["tileiras_s"] / held, took.total() / held
+    )
 
 
 def _line(item: Candidate) -> dict[str, Any]:
@@ -149,16 +150,17 @@ def _compile(item: Candidate, target: Target, timeout_s: float, memory_bytes: in
 
 
 def _facts(made: Compiled, target: Target) -> dict[str, Any]:
+    started = time.perf_counter()
     code = code_of(made.cubin, made.symbol)
-    return {
+    facts = {
         "symbol": made.symbol,
         "assumptions": made.assumptions,
         "resources": read_resources(made.cubin, made.symbol).as_dict(),
         "code_sha256": hashlib.sha256(code).hexdigest(),
         "machine_code": read_machine_code(code, target.capability).as_dict(),
-        "frontend_s": made.frontend_s,
-        "tileiras_s": made.tileiras_s,
     }
+    seconds = zip(PARTS, (made.frontend_s, made.tileiras_s, time.perf_counter() - started), strict=True)
+    return facts | dict(seconds)
 
 
 def _peak_bytes() -> int:

@@ -26,8 +26,8 @@ _NEEDS: Mapping[str, Mapping[str, Any]] = {
 }  # fmt: skip
 _MAY: Mapping[str, Mapping[str, Any]] = {
     "compiled": {
-        "kernel": str, "frontend_s": _NUMBER, "tileiras_s": _NUMBER, "gave_up_after_s": _NUMBER, "machine_code": dict,
-        "toolkit": _TOOLKIT,
+        "kernel": str, "frontend_s": _NUMBER, "tileiras_s": _NUMBER, "reading_s": _NUMBER, "gave_up_after_s": _NUMBER,
+        "machine_code": dict, "toolkit": _TOOLKIT,
     },
     "measured": {"check": _CHECK, "timing": _TIMING, "race": str, "code_sha256": str},
     "quarantine": {"libraries": dict},

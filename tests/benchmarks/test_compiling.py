@@ -20,7 +20,7 @@ def test_the_share_is_the_work_over_what_the_cores_were_held(tmp_path):
     sweep.begin(target, shape.name, plan(shape, [2048], ["bfloat16"], ["swiglu"], target))
     with pytest.raises(InputError, match="compile stage first"):
         measure_sample(tmp_path, 2)
-    some = sorted(wanted(sweep))[:4]
+    some = sorted(item.artifact for item in wanted(sweep))[:4]
     done = compile_all(sweep, 1, only=some)
     assert done.compiled == len(some) == done.distinct
     found = {row.metric: row.value for row in measure_sample(tmp_path, 2).rows}

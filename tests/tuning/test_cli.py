@@ -58,7 +58,7 @@ def test_a_sweep_in_which_nothing_compiled_is_an_error(monkeypatch, tmp_path: Pa
     sweep = Sweep(tmp_path / "sweep")
     sweep.begin(h200, "test", [SMALL])
     compile_all(sweep, jobs=2, timeout_s=0.001)
-    monkeypatch.setattr("tuning.compiling.wanted", lambda *_: {})
+    monkeypatch.setattr("tuning.compiling.wanted", lambda *_: iter(()))
     code = cli.main(["--stages", "compile,measure", "--sweep", str(sweep.folder), "--cache-dir", str(tmp_path / "c")])
     assert code == 2
     assert "no candidate compiled and passed its check" in capsys.readouterr().err

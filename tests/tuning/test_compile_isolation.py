@@ -12,7 +12,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from isolation_samples import compiler, die_at, hang_at, is_alive
+from isolation_samples import compiler, die_at, hang_at, is_alive, note_at
 from tuning_samples import COMPILED, SMALL
 
 from tilekern.spec import Config, Problem
@@ -25,6 +25,13 @@ from tuning.compiling import compile_all, wanted
 from tuning.sweep import Sweep, candidate, candidates
 
 ROOT = Path(__file__).parents[2]
+
+
+def lacking(sweep):
+    """The keys of the artifacts that a sweep lacks."""
+    return {found.artifact for found in wanted(sweep)}
+
+
 # Compiles a sweep with the compiler that its environment leads to.
 STAGE = """
 import json, sys, time
@@ -156,19 +163,19 @@ def test_what_failed_is_tried_again_by_another_toolkit_only(sweep, monkeypatch):
     failed, made = {"status": "failed", "reason": "a crash"}, COMPILED | {"sha256": sweep.store(b"an artifact")}
     for key, line in ((item.artifact, failed), (other.artifact, made)):
         sweep.note("compiled", line | {"key": key, "toolkit": tools.describe()})
-    assert item.artifact not in wanted(sweep)
+    assert item.artifact not in lacking(sweep)
     newer = Toolkit(tools.path, "99.9.1", tools.cuda_tile)
     monkeypatch.setattr(compiling, "toolkit", lambda: newer)
-    assert item.artifact in wanted(sweep)
-    assert other.artifact not in wanted(sweep)
+    assert item.artifact in lacking(sweep)
+    assert other.artifact not in lacking(sweep)
 
 
 def test_a_toolkit_that_failed_before_is_told_from_one_that_is_not_there(sweep, monkeypatch):
     item = sweep.candidates(*SMALL)[0]
     sweep.note("compiled", {"key": item.artifact, "status": "failed", "reason": "x", "toolkit": {"key": "old"}})
-    assert item.artifact in wanted(sweep)
+    assert item.artifact in lacking(sweep)
     monkeypatch.setattr(compiling, "toolkit", lambda: None)
-    assert item.artifact not in wanted(sweep)
+    assert item.artifact not in lacking(sweep)
 
 
 def test_the_line_of_a_failure_names_its_toolkit(sweep):
@@ -195,6 +202,7 @@ def batch(item):
 
 def busy(order, jobs):
     """How much of the time of ``jobs`` workers that take candidates in an order is work, 0 to 1."""
+    order.take_in()
     times, lowering = recorded(), {}
     for item, (frontend_s, _) in times.items():
         lowering[batch(item)] = max(frontend_s, lowering.get(batch(item), 0.0))
@@ -238,6 +246,34 @@ def test_what_is_put_back_comes_again_and_every_candidate_once(h200):
         taken.append(item)
         before = item
     assert sorted(item.artifact for item in taken) == sorted([*(item.artifact for item in items), items[4].artifact])
+
+
+def test_the_first_candidates_compile_while_the_others_are_listed(h200, tmp_path):
+    """The listing waits for a worker to be at the first one: were it to come before all work, it would wait forever."""
+    items = candidates(*SMALL, h200)[:6]
+
+    def listed():
+        yield items[0]
+        deadline = time.monotonic() + 60
+        while not (tmp_path / items[0].artifact).exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        yield from items[1:]
+
+    found = compile_in_order(Order(listed()), functools.partial(note_at, tmp_path), 1, 60.0, 4 << 30)
+    assert sorted(answer.line["key"] for answer in found) == sorted(item.artifact for item in items)
+
+
+def test_what_is_listed_later_is_handed_out_when_nothing_else_is_left(h200):
+    items = candidates(*SMALL, h200)
+    order = Order(iter(items))
+    assert len(order) == 0
+    assert order.take_in(3) == 3
+    taken = [order.take(None) for _ in items]
+    assert sorted(item.artifact for item in taken) == sorted(item.artifact for item in items)
+    assert len(order) == len(items)
+    assert order.take(None) is None
+    assert order.take_in() == 0
 
 
 def test_a_long_temporary_folder_is_no_hindrance(stage, tmp_path, monkeypatch):

@@ -60,7 +60,7 @@ def test_the_counts_of_a_plan_are_those_of_the_sweep(tmp_path: Path, h200: Targe
     assert reasons
     assert "" not in reasons
     sweep.begin(h200, "test", problems)
-    assert sum(found.artifacts for found in counts) == len(wanted(sweep))
+    assert sum(found.artifacts for found in counts) == len(list(wanted(sweep)))
 
 
 def test_what_is_compiled_and_measured_is_not_counted_again(compiled_sweep: Sweep, tmp_path: Path, h200: Target):

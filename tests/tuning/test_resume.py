@@ -30,7 +30,7 @@ THREE = [("column_sum", SMALL[1].but(rows=rows)) for rows in (256, 512, 1024)]
 def copied(compiled_sweep: Sweep, folder: Path) -> Sweep:
     sweep = Sweep(Path(shutil.copytree(compiled_sweep.folder, folder)))
     sweep.begin(sweep.target, "test", THREE)
-    assert not wanted(sweep)
+    assert not list(wanted(sweep))
     return sweep
 
 

@@ -148,7 +148,7 @@ def _offer(looked_at: Sequence[Layer], outcome: Outcome, top: int) -> list[str]:
 def _run(refresh: Refresh, outcome: Outcome, store: Store, jobs: int | None, *, quiet: bool) -> None:
     """Compile, and where the target is here, measure and publish."""
     sweep = refresh.sweep
-    if outcome.toolkit != refresh.toolkit_key and outcome.toolkit is not None and wanted(sweep):
+    if outcome.toolkit != refresh.toolkit_key and outcome.toolkit is not None and any(wanted(sweep)):
         raise InputError(
             f"{sweep.folder} was begun with {refresh.toolkit_key}, and {outcome.toolkit} is installed here; "
             "give another folder"

@@ -36,6 +36,7 @@ def compile_on_cluster(
         ToolchainMissing: this host has no compiler.
     """
     toolkit_key = require_toolkit().key
+    order.take_in()
     remote = ray.remote(compile_on_node).options(num_cpus=1, max_retries=1)
     at_work: dict[Any, list[Candidate]] = {}
 
