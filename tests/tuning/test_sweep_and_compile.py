@@ -28,7 +28,7 @@ def test_every_candidate_of_the_problem_is_compiled_with_its_facts(compiled_swee
 
 
 def test_a_second_run_compiles_nothing(compiled_sweep: Sweep):
-    assert wanted(compiled_sweep) == {}
+    assert list(wanted(compiled_sweep)) == []
     assert compile_all(compiled_sweep, jobs=2).compiled == 0
 
 
@@ -43,7 +43,7 @@ def test_a_torn_last_line_is_compiled_again(copy_of_sweep: Sweep):
     before = copy_of_sweep.compiled()
     journal.write_bytes(journal.read_bytes()[:-40])
     assert len(copy_of_sweep.compiled()) == len(before) - 1
-    assert len(wanted(copy_of_sweep)) == 1
+    assert len(list(wanted(copy_of_sweep))) == 1
     assert compile_all(copy_of_sweep, jobs=1).compiled == 1
     assert copy_of_sweep.compiled().keys() == before.keys()
 
@@ -54,7 +54,7 @@ def test_an_artifact_that_is_lost_or_damaged_is_compiled_again(copy_of_sweep: Sw
     (copy_of_sweep.folder / "artifacts" / damaged).write_bytes(b"cubic")
     with pytest.raises(InputError, match="run the compile stage again"):
         copy_of_sweep.cubin(damaged)
-    assert {item.artifact for item in wanted(copy_of_sweep).values()} == copy_of_sweep.lost()
+    assert {item.artifact for item in wanted(copy_of_sweep)} == copy_of_sweep.lost()
     compile_all(copy_of_sweep, jobs=1)
     assert len(copy_of_sweep.cubin(lost)) > 1000
     assert len(copy_of_sweep.cubin(damaged)) > 1000
@@ -135,8 +135,8 @@ def test_what_ran_out_of_time_is_tried_again_with_more(tmp_path: Path, h200: Tar
     sweep = Sweep(tmp_path)
     sweep.begin(h200, "test", [SMALL])
     compile_all(sweep, jobs=2, timeout_s=0.001)
-    assert wanted(sweep, timeout_s=0.001) == {}
-    assert len(wanted(sweep, timeout_s=60)) == len(sweep.compiled())
+    assert list(wanted(sweep, timeout_s=0.001)) == []
+    assert len(list(wanted(sweep, timeout_s=60))) == len(sweep.compiled())
 
 
 def test_a_measurement_belongs_to_one_source_of_the_kernel(compiled_sweep: Sweep, h200: Target, monkeypatch):
