@@ -81,14 +81,24 @@ def assert_between(losses, unpatched, exact):
 
     The model's own bfloat16 curves lie above the float32 one, by 0.022 to 0.036 in the mean on an H200, and 0.01 apart
     among themselves; patched ones lie 0.016 to 0.024 above it. 2e-3 more, an eighth of what bfloat16 rounds off a logit
-    near 4, for what no other order of sums shows.
+    near 4, for what no other order of sums shows. The largest gap is one window's, and moves by chance: a curve may
+    stray there from where it belongs by as much as any unpatched one does from the others. (Of trainings of a smaller
+    model on a CPU, scores that were 3 % too large showed in the mean of the gaps at once, and not in the largest.)
     """
     middle = unpatched.mean(0)
-    for kind, found, limit in zip(("max", "mean"), distances(losses, middle), distances(exact, middle), strict=True):
+    largest, mean = distances(exact, middle)
+    limits = (largest + stray(unpatched), mean)
+    for kind, found, limit in zip(("max", "mean"), distances(losses, middle), limits, strict=True):
         assert found <= limit + 2e-3, (kind, found, limit)
     worst = [max(values) for values in zip(*(distances(one, exact) for one in unpatched), strict=True)]
     for kind, found, limit in zip(("max", "mean"), distances(losses, exact), worst, strict=True):
         assert found <= limit + 2e-3, (kind, found, limit)
+
+
+def stray(curves):
+    """The largest gap between one of some curves and the mean of the others."""
+    others = (curves.sum(0) - curves) / (len(curves) - 1)
+    return max(distances(one, rest)[0] for one, rest in zip(curves, others, strict=True))
 
 
 @pytest.mark.usefixtures("own_cache")
