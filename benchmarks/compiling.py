@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from benchmarks.results import Results, Row
 from tilekern.errors import InputError
 from tilekern.spec import ModelShape
 from tilekern.targets import Target, resolve
-from tuning.compiling import PARTS, CompileSummary, compile_all, default_jobs, start_server
+from tuning.compiling import CompileSummary, compile_all, default_jobs, start_server, work_s
 from tuning.models import resolve_model
 from tuning.plan import plan
 from tuning.sweep import Sweep
@@ -78,8 +77,8 @@ def measure_sample(folder: Path, count: int) -> Results:
         again.begin(sweep.target, sweep.model, sweep.problems())
         compile_all(again, 1, only=sample)
         alone = _made(again)
-    slower = sum(_work_s(took[key]) for key in alone) / sum(_work_s(line) for line in alone.values())
-    work_s = sum(_work_s(line) for line in took.values())
+    slower = sum(work_s(took[key]) for key in alone) / sum(work_s(line) for line in alone.values())
+    worked_s = sum(work_s(line) for line in took.values())
     jobs = default_jobs()
     figures = {
         "distinct_candidates": (len(took), "1"),
@@ -87,7 +86,7 @@ def measure_sample(folder: Path, count: int) -> Results:
         "seconds": (round(seconds, 2), "s"),
         "jobs": (jobs, "1"),
         "slower_together": (round(slower, 4), "1"),
-        "share_of_linear": (round(work_s / slower / (jobs * seconds), 4), "1"),
+        "share_of_linear": (round(worked_s / slower / (jobs * seconds), 4), "1"),
     }
     rows = [Row("compile", f"{sweep.model}, whole tune", OURS, name, *figure) for name, figure in figures.items()]
     return Results(facts(gpu=sweep.target.name), rows)
@@ -95,10 +94,6 @@ def measure_sample(folder: Path, count: int) -> Results:
 
 def _made(sweep: Sweep) -> dict[str, dict[str, Any]]:
     return {key: line for key, line in sweep.compiled().items() if line["status"] == "ok"}
-
-
-def _work_s(line: Mapping[str, Any]) -> float:
-    return sum(float(line.get(part, 0.0)) for part in PARTS)
 
 
 def _compiled(target: Target, shape: ModelShape, jobs: int) -> CompileSummary:

@@ -9,8 +9,7 @@ import os
 import re
 import resource
 import time
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +22,7 @@ from tuning.compile_pool import Answer, Compile, Lost, compile_in_order, start_s
 from tuning.machine_code import read_machine_code
 from tuning.sweep import Candidate, Sweep, during
 
-__all__ = ["CompileSummary", "compile_all", "default_jobs", "start_server", "wanted"]
+__all__ = ["CompileSummary", "compile_all", "default_jobs", "start_server", "wanted", "work_s"]
 
 # How many workers a core may have.
 MOST_JOBS = 4
@@ -37,7 +36,7 @@ _NEAR = 0.75
 _SAYS_MEMORY = re.compile(r"out of memory|bad_alloc|MemoryError|cannot allocate memory", re.IGNORECASE)
 _KILLED = re.compile(r"\bsignal 9\b")
 # What a worker does for a candidate, in seconds of its line: lower it, compile it, and read what the machine code says.
-PARTS = ("frontend_s", "tileiras_s", "reading_s")
+_PARTS = ("frontend_s", "tileiras_s", "reading_s")
 # Has candidates compiled, as :func:`tuning.compile_pool.compile_in_order` does.
 Pool = Callable[[Order, Compile, int, float, int], Iterator[Answer | Lost]]
 
@@ -47,7 +46,7 @@ class CompileSummary:
     """What the compile stage did.
 
     ``tileiras_share`` is the compiler's part of the time that the cores were held, 0 to 1; ``work_share`` that of all
-    :data:`PARTS`, which is what one core alone would have to do as well.
+    the work (:func:`work_s`), which is what one core alone would have to do as well.
     """
 
     distinct: int
@@ -102,7 +101,7 @@ def compile_all(
     """
     order = Order(item for item in wanted(sweep, timeout_s) if only is None or item.artifact in only)
     started = time.perf_counter()
-    took = Counter[str]()
+    tileiras_s = busy_s = 0.0
     failed = 0
     if order.take_in(1):
         tools = require_toolkit().describe()
@@ -113,15 +112,19 @@ def compile_all(
             if isinstance(answer, Answer) and answer.cubin is not None:
                 line |= {"sha256": sweep.store(answer.cubin)}
             failed += line["status"] == "failed"
-            took.update({part: line.get(part, 0.0) for part in PARTS})
+            tileiras_s += line.get("tileiras_s", 0.0)
+            busy_s += work_s(line)
             sweep.note("compiled", line | {"toolkit": tools})
             if progress:
                 progress(finished, len(order))
     seconds = time.perf_counter() - started
-    held = seconds * max(1, min(jobs, len(order))) if len(order) else math.inf
-    return CompileSummary(
-        len(sweep.compiled()), len(order), failed, seconds, took["tileiras_s"] / held, took.total() / held
-    )
+    held = seconds * max(1, min(jobs, len(order)))
+    return CompileSummary(len(sweep.compiled()), len(order), failed, seconds, tileiras_s / held, busy_s / held)
+
+
+def work_s(line: Mapping[str, Any]) -> float:
+    """What a worker took for the candidate of a line of the journal, in seconds."""
+    return sum(float(line.get(part, 0.0)) for part in _PARTS)
 
 
 def _line(item: Candidate) -> dict[str, Any]:
@@ -159,7 +162,7 @@ def _facts(made: Compiled, target: Target) -> dict[str, Any]:
         "code_sha256": hashlib.sha256(code).hexdigest(),
         "machine_code": read_machine_code(code, target.capability).as_dict(),
     }
-    seconds = zip(PARTS, (made.frontend_s, made.tileiras_s, time.perf_counter() - started), strict=True)
+    seconds = zip(_PARTS, (made.frontend_s, made.tileiras_s, time.perf_counter() - started), strict=True)
     return facts | dict(seconds)
 
 

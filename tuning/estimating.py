@@ -19,7 +19,7 @@ from tilekern.errors import InputError
 from tilekern.kernels import spec_named
 from tilekern.spec import Config, KernelSpec, Problem
 from tilekern.targets import Target
-from tuning.compiling import PARTS
+from tuning.compiling import work_s
 from tuning.measuring import Settled, entrants
 from tuning.service.cost import roofline_s
 from tuning.strategies.exhaustive import LEAST_ROUNDS, LONGEST_US, ROUNDS
@@ -246,7 +246,7 @@ def _compile_rates(sweeps: Sequence[Sweep]) -> dict[str, tuple[float, int]]:
     seconds: dict[str, list[float]] = {}
     for line in (line for sweep in sweeps for line in sweep.compiled().values()):
         if "tileiras_s" in line:
-            seconds.setdefault(line["kernel"], []).append(sum(line.get(part, 0.0) for part in PARTS))
+            seconds.setdefault(line["kernel"], []).append(work_s(line))
     return {kernel: (sum(found) / len(found), len(found)) for kernel, found in seconds.items()}
 
 

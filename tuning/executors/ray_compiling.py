@@ -11,6 +11,7 @@ from tilekern.errors import InputError
 from tilekern.toolchain import require_toolkit
 from tuning.compile_order import Order
 from tuning.compile_pool import Answer, Compile, Lost
+from tuning.compiling import work_s
 from tuning.executors.node import CompileWork, compile_on_node
 from tuning.executors.ray_nodes import reason_of
 from tuning.sweep import Candidate
@@ -77,7 +78,7 @@ def _learn(order: Order, items: list[Candidate], answers: list[Answer | Lost]) -
     by_key = {item.artifact: item for item in items}
     for line in (answer.line for answer in answers if isinstance(answer, Answer)):
         if "tileiras_s" in line:
-            order.learn(by_key[line["key"]], line["frontend_s"] + line["tileiras_s"])
+            order.learn(by_key[line["key"]], work_s(line))
 
 
 def _answers(ref: Any, items: list[Candidate], lost: list[str]) -> list[Answer | Lost]:
