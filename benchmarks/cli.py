@@ -21,6 +21,9 @@ Out = Annotated[
     Path | None, typer.Option("--out", help="Folder for the JSON file; default benchmarks/results/<gpu key>.")
 ]
 Name = Annotated[str | None, typer.Option("--name", help="Name of the JSON file, without its ending.")]
+Tuned = Annotated[str, typer.Option("--model", help="Model to tune.")]
+TunedTokens = Annotated[str, typer.Option("--tokens", help="Tokens of a step, by commas.")]
+TUNED, TUNED_TOKENS = "qwen3-8b", "2048,4096,8192,16384,32768"
 
 
 class Sweep(Enum):
@@ -206,8 +209,8 @@ def compile_stage(
 
 @app.command()
 def tune(
-    model: Annotated[str, typer.Option(help="Model to tune.")] = "qwen3-8b",
-    tokens: Annotated[str, typer.Option(help="Tokens of a step, by commas.")] = "2048,4096,8192,16384,32768",
+    model: Tuned = TUNED,
+    tokens: TunedTokens = TUNED_TOKENS,
     sweep: Annotated[Path | None, typer.Option(help="Where to leave the sweep folder; default nowhere.")] = None,
     out: Out = None,
     name: Name = None,
@@ -223,8 +226,8 @@ def tune(
 def gpus(
     sweep: Annotated[Path, typer.Option("--sweep", help="Where to leave the sweeps; a folder that has none of them.")],
     count: Annotated[int, typer.Option("--gpus", min=2, help="How many GPUs of this host are several.")] = 2,
-    model: Annotated[str, typer.Option(help="Model to tune.")] = "qwen3-8b",
-    tokens: Annotated[str, typer.Option(help="Tokens of a step, by commas.")] = "2048,4096,8192,16384,32768",
+    model: Tuned = TUNED,
+    tokens: TunedTokens = TUNED_TOKENS,
     out: Out = None,
     name: Name = None,
 ) -> None:

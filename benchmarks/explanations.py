@@ -92,7 +92,7 @@ EXPLAINED = {
     ("forward_backward with autograd", "rope 1x16 32+8x128"): (_HOST + "See the forward above for the rest."),
     ("first step over the second, fresh process", "qwen3-8b, 2 layers, 2048 tokens"): (
         "The unpatched model's own first step lags by 0.46 s on the same machine: cuBLAS and the attention library "
-        "load their kernels in it. The patches add 0.05 s, in which the job finds and loads some 20 artifacts."
+        "load their kernels in it. The patches add 0.05 s, in which the job finds and loads its artifacts."
     ),
     ("cores' time spent in tileiras", "qwen3-8b, 2048, 8192 tokens"): (
         "Sixteen cores finish in 14 s, of which the first seconds go into loading cuda-tile's front end once for all "
@@ -105,9 +105,9 @@ EXPLAINED = {
         "On sixteen cores at once the compiler takes 1.10 times as long for the same artifacts as alone, which the "
         "stage cannot give back: 0.91 is all that is there. Half a second of the rest went into listing the candidates "
         "before the first compile, and about as much of each core's time into reading the machine code, which one core "
-        "would have to do as well and which did not count as work here. Since then the listing runs beside the first "
-        "compiles and the reading counts: not run on sixteen cores yet. With two cores, before that, it is 0.947 "
-        "(`compile_two_cores.json`)."
+        "would have to do as well and which did not count as work here (no results file holds these two). Since then "
+        "the listing runs beside the first compiles and the reading counts: not run on sixteen cores yet. With two "
+        "cores, before that, it is 0.947 (`compile_two_cores.json`)."
     ),
     ("lookup of files that are not in memory", "200 records"): _DISK,
     ("lookup of files that are not in memory", "100,000 records"): _DISK,

@@ -77,7 +77,9 @@ def _fields(candidates: int) -> list[int]:
 
 
 def _narrow(board: Board, most_rivals: int, phase_until_us: float, until_us: float) -> bool:
-    """One phase: the leader and its best rivals run until its GPU time is spent; whether the leader is certain before.
+    """One phase: the leader and its best rivals run until its GPU time is spent; whether all is known before.
+
+    All is known where the leader is certain, or has as many samples as it may have.
 
     Args:
         board: the board.
