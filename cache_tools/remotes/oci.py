@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import json
 import logging
 import os
 import re
@@ -27,6 +26,7 @@ from urllib3.util import Retry
 from cache_tools.contents import Contents
 from cache_tools.remotes.progress import progress_bar
 from tilekern.cache import CacheError, Corrupt, Missing
+from tilekern.cache.records import parse_object
 
 ARTIFACT_TYPE = "application/vnd.tilekern.pack.v1"
 _EMPTY_TYPE = "application/vnd.oci.empty.v1+json"
@@ -206,14 +206,14 @@ def _wants_login(host: str) -> str:
 def _pack_layer(url: str, data: bytes) -> _Layer:
     """The layer of an artifact that is a pack."""
     try:
-        manifest = json.loads(data)
-        kind, layers = manifest.get("artifactType"), manifest.get("layers")
+        manifest = parse_object(data.decode())
+        kind = manifest.get("artifactType")
         if kind != ARTIFACT_TYPE:
             raise CacheError(f"{url} is no pack; its artifact type must be {ARTIFACT_TYPE}, got {kind!r:.80}")
-        (layer,) = layers
+        (layer,) = manifest["layers"]
         algorithm, _, digest = layer["digest"].partition(":")
         size = layer["size"]
-    except (ValueError, TypeError, AttributeError, LookupError):
+    except (Corrupt, ValueError, TypeError, AttributeError, LookupError):
         raise Corrupt(f"{url} has a manifest that is none of a pack: {data[:60]!r}") from None
     if algorithm != "sha256" or not re.fullmatch("[0-9a-f]{64}", digest) or type(size) is not int:
         raise Corrupt(f"{url} has a manifest that names no sha256 and size of its pack")

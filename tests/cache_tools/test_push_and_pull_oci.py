@@ -11,7 +11,8 @@ from real_registry import NEEDS_REGISTRY, PASSWORD, USER, by_password, running
 from ship_samples import Commands, has_both, make_pack, sha256
 from token_service import by_token
 
-from cache_tools.remotes.oci import ARTIFACT_TYPE
+from cache_tools.remotes.oci import ARTIFACT_TYPE, _pack_layer
+from tilekern.cache import Corrupt
 
 pytestmark = NEEDS_REGISTRY
 
@@ -141,6 +142,13 @@ def test_what_is_no_pack_is_refused(cli, registry, cache, tmp_path):
     cli.refused(
         "pull", f"oci://{registry.host}/other/thing:1", "--cache-dir", cache, says=("is no pack", ARTIFACT_TYPE)
     )
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "[]", "\xff", '{"artifactType": "%s", "layers": [{"digest": 3}]}'])
+def test_a_damaged_manifest_is_none_of_a_pack(text):
+    with pytest.raises(Corrupt, match="has a manifest that is none of a pack") as caught:
+        _pack_layer("oci://host/pack:1", text.replace("%s", ARTIFACT_TYPE).encode("latin-1"))
+    assert "\n" not in str(caught.value)
 
 
 def test_what_is_not_there_is_said_to_be_missing(cli, registry, cache):
