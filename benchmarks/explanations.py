@@ -4,14 +4,15 @@ from __future__ import annotations
 
 _HOST = (
     "Most of this time looks like torch's own: its engine hands the backward to another thread and back, and torch's "
-    "own swiglu, which has no Python in it, takes 141 us. "
+    "own swiglu, which has no Python in it, takes 82 us. "
 )
 _POWER = (
     "The GPU is at its power limit: matrix products of random numbers, back to back, draw 701 W of 700 W and bring the "
     "clock down to 1462 MHz, where cuBLAS holds 674 TFLOP/s; the same products of zeros draw 508 W and reach 807 "
-    "(`sustained.json`). In timed steps tilekern and the best peer draw 680 to 705 W (`train.json`), so time that a "
-    "kernel saves comes back in part as a lower clock. `train_profile.json` gives the parts of a step and the floor "
-    "from each matrix product's, the attention's and the optimizer's own time, measured alone. "
+    "(`sustained.json`). In timed steps tilekern and the best peer draw 674 to 715 W (`train.json`, "
+    "`train-compile.json`), so time that a kernel saves comes back in part as a lower clock. `train_profile.json` "
+    "gives the parts of a step and the floor from each matrix product's, the attention's and the optimizer's own "
+    "time, measured alone. "
 )
 _FLOOR = (
     "The floor itself is below 1.10 x the best peer. Tried without gain: cuTile products in place of cuBLAS's, back to "
@@ -83,10 +84,10 @@ EXPLAINED = {
         "the same kernels reach 92 %."
     ),
     ("forward_backward with autograd", "swiglu 16x12288"): (
-        _HOST + "Liger's Triton launch is what the rest saves; the forward alone takes 0.41 of Liger's."
+        _HOST + "Liger's Triton launch is what the rest saves; the forward alone takes 0.40 of Liger's."
     ),
     ("forward with autograd", "rope 1x16 32+8x128"): (
-        "A launch of rope passes six arrays and thirteen constants and takes 10.8 us by itself; Liger turns q and k in "
+        "A launch of rope passes six arrays and thirteen constants and takes 5.3 us by itself; Liger turns q and k in "
         "place and allocates nothing. Next: launch a stand-in without the constants, which the cubin does not take."
     ),
     ("forward_backward with autograd", "rope 1x16 32+8x128"): (_HOST + "See the forward above for the rest."),
