@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,6 +76,7 @@ ORDERS = (
     Order(SDPBackend.FLASH_ATTENTION, (2, 0, 3, 1), split=False),
     Order(SDPBackend.EFFICIENT_ATTENTION, (1, 3, 0, 2)),
     Order(SDPBackend.MATH, (0, 2, 1, 3)),
+    Order(SDPBackend.CUDNN_ATTENTION, (1, 0, 3, 2), split=False),
 )
 
 
@@ -94,9 +95,13 @@ def loss_of(model: Any, ids: torch.Tensor) -> torch.Tensor:
     return model(input_ids=ids, labels=ids).loss
 
 
-def curve(attention: str, steps: int, order: Order = USUAL, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """The losses of all steps of a training in ``dtype``, float64 [steps] on the CPU."""
-    model = make(attention).to(dtype)
+def curve(
+    attention: str, steps: int, order: Order = USUAL, change: Callable[[Any], object] | None = None
+) -> torch.Tensor:
+    """The losses of all steps of a training, float64 [steps] on the CPU; ``change`` may alter the model before it."""
+    model = make(attention)
+    if change is not None:
+        change(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.1, fused=True)
     losses = []
     with order.chosen():
