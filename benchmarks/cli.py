@@ -193,9 +193,9 @@ def compile_stage(
     alone: Annotated[bool, typer.Option("--alone", help="Compile all once more on one core, to compare.")] = False,
     sweep: Annotated[
         Path | None,
-        typer.Option(help="Take the stage that ran here in this sweep folder, and compile a sample of it on one core."),
+        typer.Option(help="Compile what this sweep folder plans, and before and after it a sample on one core."),
     ] = None,
-    sample: Annotated[int, typer.Option(min=1, help="Artifacts of that sample.")] = 60,
+    sample: Annotated[int, typer.Option(min=1, help="Artifacts of that sample, at least.")] = 60,
 ) -> None:
     """The compile stage's use of the cores."""
     from benchmarks.compiling import measure, measure_sample

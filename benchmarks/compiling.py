@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import tempfile
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,11 @@ from benchmarks.results import Results, Row
 from tilekern.errors import InputError
 from tilekern.spec import ModelShape
 from tilekern.targets import Target, resolve
-from tuning.compiling import CompileSummary, compile_all, default_jobs, start_server, work_s
+from tuning.compile_order import lowered_as
+from tuning.compiling import CompileSummary, compile_all, default_jobs, start_server, wanted, work_s
 from tuning.models import resolve_model
 from tuning.plan import plan
-from tuning.sweep import Sweep
+from tuning.sweep import Candidate, Sweep
 
 OPS = ["rms_norm", "swiglu", "rope"]
 TOKENS = [2048, 8192]
@@ -53,47 +56,77 @@ def measure(model: str, gpu: str, *, alone: bool = False) -> Results:
 
 
 def measure_sample(folder: Path, count: int) -> Results:
-    """Compile some of a sweep's artifacts once more, one after the other on one core, with nothing else to do.
+    """Compile all that a sweep wants on all cores, and before and after it a sample of that on one core alone.
 
-    What the stage reached on its cores is told from its own journal: the seconds of work in it, over how much longer
-    the work for the sample takes in it than alone, over the seconds that the cores were held.
+    What one core would take for all is told from the work of the stage, over how much longer the work for the sample
+    takes in it than alone. The sample is of whole batches, which one core would lower once each, as it does for the
+    sample. Alone is both before and after, since the cores of a host are not equally fast all the time.
 
     Args:
-        folder: a sweep folder whose compile stage was one whole run on this machine, with its default jobs.
-        count: artifacts of the sample, drawn at random.
+        folder: a sweep folder with a plan; what is compiled in it does not count.
+        count: how many artifacts the sample has at least; batches are drawn at random until they have so many.
 
     Raises:
-        InputError: nothing is compiled there.
+        InputError: nothing is planned there, or nothing of it can be compiled.
     """
     start_server()
     sweep = Sweep(folder)
-    took = _made(sweep)
-    if not took:
-        raise InputError(f"nothing is compiled in {folder}; run the compile stage first")
-    seconds = sum(run["seconds"] for run in sweep.runs() if run["stage"] == "compile")
-    sample = random.Random(0).sample(sorted(took), min(count, len(took)))
     with tempfile.TemporaryDirectory() as other:
-        again = Sweep(Path(other))
-        again.begin(sweep.target, sweep.model, sweep.problems())
-        compile_all(again, 1, only=sample)
-        alone = _made(again)
-    slower = sum(work_s(took[key]) for key in alone) / sum(work_s(line) for line in alone.values())
-    worked_s = sum(work_s(line) for line in took.values())
+        sample = _sample(wanted(_again(sweep, Path(other))), count)
+    if not sample:
+        raise InputError(f"nothing is planned in {folder} that is compiled; run the plan stage first")
     jobs = default_jobs()
+    _, before = _made(sweep, 1, sample)
+    done, together = _made(sweep, jobs)
+    _, after = _made(sweep, 1, sample)
+    compiled = before.keys() & together.keys() & after.keys()
+    if not compiled:
+        raise InputError(f"none of {len(sample)} candidates of {folder} can be compiled; draw more with --sample")
+    before_s, together_s, after_s = (sum(work_s(lines[key]) for key in compiled) for lines in (before, together, after))
+    slower = 2 * together_s / (before_s + after_s)
+    worked_s = sum(map(work_s, together.values()))
     figures = {
-        "distinct_candidates": (len(took), "1"),
-        "sample": (len(alone), "1"),
-        "seconds": (round(seconds, 2), "s"),
+        "distinct_candidates": (done.distinct, "1"),
+        "failed": (done.failed, "1"),
+        "seconds": (round(done.seconds, 2), "s"),
         "jobs": (jobs, "1"),
+        "sample": (len(compiled), "1"),
+        "sample_before_s": (round(before_s, 3), "s"),
+        "sample_together_s": (round(together_s, 3), "s"),
+        "sample_after_s": (round(after_s, 3), "s"),
         "slower_together": (round(slower, 4), "1"),
-        "share_of_linear": (round(worked_s / slower / (jobs * seconds), 4), "1"),
+        "share_of_linear": (round(worked_s / slower / (jobs * done.seconds), 4), "1"),
     }
     rows = [Row("compile", f"{sweep.model}, whole tune", OURS, name, *figure) for name, figure in figures.items()]
     return Results(facts(gpu=sweep.target.name), rows)
 
 
-def _made(sweep: Sweep) -> dict[str, dict[str, Any]]:
-    return {key: line for key, line in sweep.compiled().items() if line["status"] == "ok"}
+def _sample(candidates: Iterable[Candidate], count: int) -> list[str]:
+    """Keys of the artifacts of some batches, ``count`` or more where there are so many."""
+    batches: dict[Any, list[str]] = {}
+    for item in candidates:
+        batches.setdefault(lowered_as(item), []).append(item.artifact)
+    drawn = list(batches.values())
+    random.Random(0).shuffle(drawn)
+    sizes = itertools.accumulate(map(len, drawn), initial=0)
+    return [key for before, keys in zip(sizes, drawn, strict=False) if before < count for key in keys]
+
+
+def _again(sweep: Sweep, folder: Path) -> Sweep:
+    """A sweep of the same plan in which nothing is compiled."""
+    again = Sweep(folder)
+    again.begin(sweep.target, sweep.model, sweep.problems())
+    return again
+
+
+def _made(
+    sweep: Sweep, jobs: int, only: Collection[str] | None = None
+) -> tuple[CompileSummary, dict[str, dict[str, Any]]]:
+    """What compiling a sweep's candidates in an empty folder took, and the lines of those that compile."""
+    with tempfile.TemporaryDirectory() as folder:
+        again = _again(sweep, Path(folder))
+        done = compile_all(again, jobs, only=only)
+        return done, {key: line for key, line in again.compiled().items() if line["status"] == "ok"}
 
 
 def _compiled(target: Target, shape: ModelShape, jobs: int) -> CompileSummary:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 
 from tilekern.spec import Config
@@ -70,10 +70,8 @@ class Order:
         """Take in more candidates, all that come where ``most`` is None; how many."""
         before = len(self)
         for item in itertools.islice(self._coming, most):
-            made = item.spec.device(item.problem, item.config)
-            constants = (*made.constants, item.variant)
-            key = (made.function, made.parameters, constants)
-            batch = self._batches.setdefault(key, Batch(made.function, constants, _tile_elements(item.config)))
+            function, _, constants = key = lowered_as(item)
+            batch = self._batches.setdefault(key, Batch(function, constants, _tile_elements(item.config)))
             batch.left.insert(0, item)
             self._of[item.artifact] = batch
         return len(self) - before
@@ -112,6 +110,12 @@ class Order:
             if batch.function is known.function:
                 same = sum(one == other for one, other in zip(batch.constants, known.constants, strict=True))
                 batch.learn(math.inf if batch is known else same, seconds)
+
+
+def lowered_as(item: Candidate) -> tuple[object, Hashable, tuple[object, ...]]:
+    """What a candidate is lowered as, the same for all of a batch: its device function, parameters and constants."""
+    made = item.spec.device(item.problem, item.config)
+    return made.function, made.parameters, (*made.constants, item.variant)
 
 
 def _tile_elements(config: Config) -> int:

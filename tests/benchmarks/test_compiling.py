@@ -6,25 +6,36 @@ from benchmarks.compiling import measure_sample
 from tilekern.errors import InputError
 from tilekern.targets import resolve
 from tilekern.toolchain import toolkit
-from tuning.compiling import compile_all, default_jobs, wanted
+from tuning.compiling import default_jobs, wanted
 from tuning.models import resolve_model
 from tuning.plan import plan
 from tuning.sweep import Sweep
 
+TARGET = resolve("H200")
+
+
+def planned(folder, problems):
+    sweep = Sweep(folder)
+    sweep.begin(TARGET, "qwen3-0.6b", problems)
+    return sweep
+
 
 @pytest.mark.skipif(toolkit() is None, reason="no tile compiler is installed")
-def test_the_share_is_the_work_over_what_the_cores_were_held(tmp_path):
-    sweep = Sweep(tmp_path)
-    target = resolve("H200")
-    shape = resolve_model("qwen3-0.6b")
-    sweep.begin(target, shape.name, plan(shape, [2048], ["bfloat16"], ["swiglu"], target))
-    with pytest.raises(InputError, match="compile stage first"):
+def test_the_share_is_the_work_of_one_core_over_what_the_cores_were_held(tmp_path):
+    problems = plan(resolve_model("qwen3-0.6b"), [2048], ["bfloat16"], ["rope"], TARGET)
+    sweep = planned(tmp_path, problems)
+    found = {row.metric: row.value for row in measure_sample(tmp_path, 3).rows}
+    assert not sweep.compiled(), "the folder is left as it was"
+    assert found["distinct_candidates"] == len(list(wanted(sweep)))
+    assert 3 <= found["sample"] <= found["distinct_candidates"]
+    assert (found["failed"], found["jobs"]) == (0, default_jobs())
+    alone = (found["sample_before_s"] + found["sample_after_s"]) / 2
+    assert found["slower_together"] == pytest.approx(found["sample_together_s"] / alone, rel=1e-2)
+    # Whatever the cores did beside the work, they cannot have worked for longer than they were held.
+    assert 0 < found["share_of_linear"] * found["slower_together"] < 1
+
+
+def test_a_folder_without_a_plan_says_so(tmp_path):
+    planned(tmp_path, [])
+    with pytest.raises(InputError, match="plan stage first"):
         measure_sample(tmp_path, 2)
-    some = sorted(item.artifact for item in wanted(sweep))[:4]
-    done = compile_all(sweep, 1, only=some)
-    assert done.compiled == len(some) == done.distinct
-    found = {row.metric: row.value for row in measure_sample(tmp_path, 2).rows}
-    assert (found["distinct_candidates"], found["sample"]) == (4, 2)
-    assert found["slower_together"] > 0
-    expected = done.work_share * done.seconds / found["slower_together"] / (default_jobs() * found["seconds"])
-    assert found["share_of_linear"] == pytest.approx(expected, rel=0.05)
