@@ -100,10 +100,10 @@ def test_the_losses_are_those_of_an_unpatched_training(attention, unpatched):
     assert rank_of_division(losses, unpatched, WINDOW) > TOLD_APART
 
 
-def test_losses_of_scores_that_are_three_percent_too_large_are_told_apart(unpatched):
+def test_losses_of_scores_that_are_a_tenth_too_large_are_told_apart(unpatched):
     def enlarge(model):
         for layer in model.model.layers:
-            layer.self_attn.scaling *= 1.03
+            layer.self_attn.scaling *= 1.1
 
     assert rank_of_division(curves("sdpa", enlarge), unpatched, WINDOW) <= TOLD_APART
 
