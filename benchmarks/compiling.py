@@ -5,7 +5,10 @@ from __future__ import annotations
 import itertools
 import random
 import tempfile
-from collections.abc import Collection, Iterable
+import time
+from collections.abc import Collection, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ from benchmarks.results import Results, Row
 from tilekern.errors import InputError
 from tilekern.spec import ModelShape
 from tilekern.targets import Target, resolve
+from tilekern.toolchain import compile_candidate
 from tuning.compile_order import lowered_as
 from tuning.compiling import CompileSummary, compile_all, default_jobs, start_server, wanted, work_s
 from tuning.models import resolve_model
@@ -60,7 +64,8 @@ def measure_sample(folder: Path, count: int) -> Results:
 
     What one core would take for all is told from the work of the stage, over how much longer the work for the sample
     takes in it than alone. The sample is of whole batches, which one core would lower once each, as it does for the
-    sample. Alone is both before and after, since the cores of a host are not equally fast all the time.
+    sample. Alone is both before and after, since the cores of a host are not equally fast all the time. What cores that
+    share nothing but the machine reach bounds it: each compiles the whole sample by itself (``bound_of_linear``).
 
     Args:
         folder: a sweep folder with a plan; what is compiled in it does not count.
@@ -72,9 +77,10 @@ def measure_sample(folder: Path, count: int) -> Results:
     start_server()
     sweep = Sweep(folder)
     with tempfile.TemporaryDirectory() as other:
-        sample = _sample(wanted(_again(sweep, Path(other))), count)
-    if not sample:
+        drawn = _sample(wanted(_again(sweep, Path(other))), count)
+    if not drawn:
         raise InputError(f"nothing is planned in {folder} that is compiled; run the plan stage first")
+    sample = [item.artifact for item in drawn]
     jobs = default_jobs()
     _, before = _made(sweep, 1, sample)
     done, together = _made(sweep, jobs)
@@ -82,6 +88,9 @@ def measure_sample(folder: Path, count: int) -> Results:
     compiled = before.keys() & together.keys() & after.keys()
     if not compiled:
         raise InputError(f"none of {len(sample)} candidates of {folder} can be compiled; draw more with --sample")
+    kept = [item for item in drawn if item.artifact in compiled]
+    alone_s, crowded_s, again_s = (_together(kept, sweep.target, processes) for processes in (1, jobs, 1))
+    bound = (alone_s + again_s) / 2 / crowded_s
     before_s, together_s, after_s = (sum(work_s(lines[key]) for key in compiled) for lines in (before, together, after))
     slower = 2 * together_s / (before_s + after_s)
     worked_s = sum(map(work_s, together.values()))
@@ -96,20 +105,40 @@ def measure_sample(folder: Path, count: int) -> Results:
         "sample_after_s": (round(after_s, 3), "s"),
         "slower_together": (round(slower, 4), "1"),
         "share_of_linear": (round(worked_s / slower / (jobs * done.seconds), 4), "1"),
+        "bound_of_linear": (round(bound, 4), "1"),
     }
     rows = [Row("compile", f"{sweep.model}, whole tune", OURS, name, *figure) for name, figure in figures.items()]
     return Results(facts(gpu=sweep.target.name), rows)
 
 
-def _sample(candidates: Iterable[Candidate], count: int) -> list[str]:
-    """Keys of the artifacts of some batches, ``count`` or more where there are so many."""
-    batches: dict[Any, list[str]] = {}
+def _sample(candidates: Iterable[Candidate], count: int) -> list[Candidate]:
+    """The candidates of some batches, ``count`` or more where there are so many."""
+    batches: dict[Any, list[Candidate]] = {}
     for item in candidates:
-        batches.setdefault(lowered_as(item), []).append(item.artifact)
+        batches.setdefault(lowered_as(item), []).append(item)
     drawn = list(batches.values())
     random.Random(0).shuffle(drawn)
     sizes = itertools.accumulate(map(len, drawn), initial=0)
-    return [key for before, keys in zip(sizes, drawn, strict=False) if before < count for key in keys]
+    return [item for before, batch in zip(sizes, drawn, strict=False) if before < count for item in batch]
+
+
+def _together(items: Sequence[Candidate], target: Target, processes: int) -> float:
+    """What the compiler takes for candidates where so many processes each compile all of them, seconds a process.
+
+    Each begins at another candidate, so that they do not do the same at the same time.
+    """
+    starts = [place * len(items) // processes for place in range(processes)]
+    turned = [[*items[start:], *items[:start]] for start in starts]
+    with ProcessPoolExecutor(processes, mp_context=get_context("forkserver")) as pool:
+        # None begins before all have been started.
+        list(pool.map(time.sleep, [0.2] * processes))
+        return sum(pool.map(_compiler_s, turned, itertools.repeat(target))) / processes
+
+
+def _compiler_s(items: Iterable[Candidate], target: Target) -> float:
+    return sum(
+        compile_candidate(item.spec, item.problem, item.config, target, item.variant).tileiras_s for item in items
+    )
 
 
 def _again(sweep: Sweep, folder: Path) -> Sweep:

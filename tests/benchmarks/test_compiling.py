@@ -31,6 +31,7 @@ def test_the_share_is_the_work_of_one_core_over_what_the_cores_were_held(tmp_pat
     assert (found["failed"], found["jobs"]) == (0, default_jobs())
     alone = (found["sample_before_s"] + found["sample_after_s"]) / 2
     assert found["slower_together"] == pytest.approx(found["sample_together_s"] / alone, rel=1e-2)
+    assert found["bound_of_linear"] > 0
     # Whatever the cores did beside the work, they cannot have worked for longer than they were held.
     assert 0 < found["share_of_linear"] * found["slower_together"] < 1
 
