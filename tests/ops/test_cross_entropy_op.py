@@ -157,10 +157,12 @@ def test_a_target_of_probability_zero_and_rows_of_minus_infinity_are_what_torch_
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_all_rows_ignored(reduction):
-    logits, target = sample(4, 30)
+@pytest.mark.parametrize("options", [{}, {"z_loss": 0.1, "softcap": 3.0}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["kernels", "torch"])
+def test_all_rows_ignored(dtype, options, reduction):
+    logits, target = sample(4, 30, dtype)
     target.fill_(-100)
-    loss = cross_entropy(logits, target, reduction=reduction)
+    loss = cross_entropy(logits, target, reduction=reduction, **options)
     torch.testing.assert_close(
         loss, torch.nn.functional.cross_entropy(logits, target, reduction=reduction), equal_nan=True
     )

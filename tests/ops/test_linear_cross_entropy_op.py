@@ -272,10 +272,11 @@ def test_a_scaled_total_inside_a_larger_graph():
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_where_no_row_counts_the_mean_is_nan_and_gradients_are_zero_like_torch_s(reduction):
-    hidden, weight, target = sample()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["kernels", "torch"])
+def test_where_no_row_counts_the_mean_is_nan_and_gradients_are_zero_like_torch_s(dtype, reduction):
+    hidden, weight, target = sample(dtype=dtype)
     target[:] = -100
-    loss = linear_cross_entropy(hidden, weight, target, reduction=reduction)
+    loss = linear_cross_entropy(hidden, weight, target, reduction=reduction, z_loss=0.1)
     assert bool(loss.isnan()) == (reduction == "mean")
     for gradient in torch.autograd.grad(loss, (hidden, weight)):
         assert not gradient.any()

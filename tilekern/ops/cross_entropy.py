@@ -121,7 +121,9 @@ def composed(logits: torch.Tensor, target: torch.Tensor, options: Any) -> torch.
         label_smoothing=options.label_smoothing,
     )  # fmt: skip
     if options.z_loss:
-        loss = loss + options.z_loss * rows.logsumexp(-1).square() * (labels != options.ignore_index)
+        # Filled rather than multiplied by 0: where no row counts, the mean hands infinity to every row.
+        square = rows.logsumexp(-1).square().masked_fill(labels == options.ignore_index, 0)
+        loss = loss + options.z_loss * square
     return loss.view(target.shape)
 
 
