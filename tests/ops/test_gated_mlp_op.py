@@ -167,3 +167,11 @@ def test_torch_compile_traces_it_whole():
     got = torch.autograd.grad(compiled(*inputs).square().sum(), inputs)
     for a, b in zip(got, torch.autograd.grad(gated_mlp(*inputs).square().sum(), inputs), strict=True):
         assert_near(a, b, 1e-5)
+
+
+@pytest.mark.parametrize("rows", [30, 44])
+def test_weights_of_two_shapes_are_refused(rows):
+    x, gate, _, down = leaves()
+    up = torch.ones(rows, 24, requires_grad=True)
+    with pytest.raises(ValueError, match=rf"gate_weight and up_weight must have one shape, got .* and \[{rows}, 24\]"):
+        gated_mlp(x, gate, up, down)

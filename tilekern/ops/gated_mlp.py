@@ -34,7 +34,7 @@ def gated_mlp(
         [..., hidden].
 
     Raises:
-        ValueError: the devices differ.
+        ValueError: the devices differ, or the shapes of ``gate_weight`` and ``up_weight``.
     """
     weights = (gate_weight, up_weight, down_weight)
     plans = None
@@ -50,10 +50,15 @@ def _found(
     x: torch.Tensor, gate_weight: torch.Tensor, up_weight: torch.Tensor, down_weight: torch.Tensor
 ) -> tuple[Plan, Plan] | None:
     devices = (x.get_device(), gate_weight.get_device(), up_weight.get_device(), down_weight.get_device())
-    key = (x.shape, gate_weight.shape, x.dtype, devices)
+    key = (x.shape, gate_weight.shape, up_weight.shape, x.dtype, devices)
     try:
         return _plans[key]
     except KeyError:
+        if up_weight.shape != gate_weight.shape:
+            raise ValueError(
+                "gated_mlp: gate_weight and up_weight must have one shape, got "
+                f"{list(gate_weight.shape)} and {list(up_weight.shape)}"
+            ) from None
         check_devices("gated_mlp", x=x, gate_weight=gate_weight, up_weight=up_weight, down_weight=down_weight)
         found = _find(x, gate_weight)
         return keep(_plans, key, found) if x.is_cuda else found
