@@ -191,7 +191,7 @@ def packed(model, **more):
 
 @pytest.mark.parametrize("windowed", [False, True])
 @pytest.mark.parametrize("use_cache", [False, True])
-@pytest.mark.parametrize("longest", [3, None])
+@pytest.mark.parametrize("longest", [3, None, PACKED.diff().max()], ids=["number", "none", "tensor"])
 def test_packed_sequences_are_the_same_as_separate_ones(windowed, use_cache, longest):
     ours, theirs = pair(**(WINDOW | {"sliding_window": 2} if windowed else {}))
     slope = torch.randn(1, 7, 331)

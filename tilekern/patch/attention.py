@@ -38,7 +38,8 @@ def attend(
         softcap: scores become ``softcap * tanh(scores / softcap)``.
         is_causal: whether a query sees no later key.
         s_aux: [heads], a logit for each head that takes part in the softmax and has no value (attention sinks).
-        kwargs: ``cu_seq_lens_q`` and the like, as flash attention takes them, for packed sequences.
+        kwargs: ``cu_seq_lens_q`` and the like, as flash attention takes them, for packed sequences; ``max_length_q``
+            as a number, or as the tensor that transformers' ``prepare_fa_kwargs_from_position_ids`` gives.
 
     Returns:
         [batch, queries, heads, head_dim], and None for the probabilities.
@@ -69,10 +70,11 @@ def attend(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=causal, **kwargs
         )
     query, key, value = _autocast(query, key, value)
+    longest = kwargs.get("max_length_q") if packed else None
     out = attention(
         query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), causal=causal, scale=scaling,
         window=sliding_window, softcap=softcap, sinks=s_aux, cu_seqlens=starts if packed else None,
-        max_seqlen=kwargs.get("max_length_q") if packed else None, deterministic=deterministic,
+        max_seqlen=int(longest) if isinstance(longest, torch.Tensor) else longest, deterministic=deterministic,
     )  # fmt: skip
     return out, None
 
