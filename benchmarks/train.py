@@ -7,6 +7,7 @@ what costs; a length that does not fit is tried once more in a process that has 
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import statistics
@@ -72,6 +73,7 @@ def measure(job: Job, providers: Sequence[str], keep: Keep, say: Say) -> tuple[R
             continue
         say(f"{name}: {', '.join(map(str, job.tokens))} tokens")
         lines = list(_lines(replace(job, provider=provider, profile=job.profile and provider == OURS), notes))
+        lines = list(with_a_loss(lines, name, job, notes))
         figures.rows.extend(row for line in lines for row in rows_of(line, name, job))
         profile.rows.extend(profile_rows(lines, name, job))
         keep(figures, profile)
@@ -92,6 +94,15 @@ def label(job: Job, tokens: int) -> str:
     said = f"{name_of(job.model)} {tokens} tokens"
     said += f", {job.layers} layers" if job.layers else ""
     return said + (", checkpointing" if job.checkpointing else "")
+
+
+def with_a_loss(lines: Sequence[Line], name: str, job: Job, notes: list[str]) -> Iterator[Line]:
+    """The lines but for lengths whose loss is no number, which are noted: the figures of a broken step mean nothing."""
+    for line in lines:
+        if line["kind"] == "length" and not math.isfinite(line["loss"]):
+            notes.append(f"{label(job, line['tokens'])}: {name} left out, its loss is {line['loss']}")
+        else:
+            yield line
 
 
 def rows_of(line: Line, name: str, job: Job) -> list[Row]:

@@ -64,6 +64,15 @@ def test_where_every_provider_fails_that_is_an_error_and_nothing_is_written(tiny
     assert not out.exists()
 
 
+def test_a_length_whose_loss_is_no_number_is_noted_and_the_others_are_kept(tiny, tmp_path):
+    arguments = ["--device", "cpu", "--tokens", "1,8", "--steps", "1", "--providers", "hf-sdpa-flash"]
+    assert main(["train", str(tiny), "--out", str(tmp_path), *arguments]) == 0
+    results = read_results(tmp_path / "train.json")
+    assert results.cases() == ["tiny 8 tokens"]
+    name = full_name("hf-sdpa-flash")
+    assert f"tiny 1 tokens: {name} left out, its loss is nan" in results.run["notes"], "one token has no label"
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
