@@ -12,6 +12,7 @@ from one_record import GPU, H200, PROBLEM, SIZES, SPEC
 
 from tilekern import cache, dispatch, toolchain
 from tilekern.errors import CacheMiss, InputError
+from tilekern.interpreter import InterpreterError
 from tilekern.kernels import spec_named
 from tilekern.launcher import PrebuiltKernel
 from tilekern.source import digest_of_module
@@ -325,6 +326,18 @@ def test_the_cpu_runs_the_model_s_own_op_unless_interpreted(monkeypatch):
     torch.testing.assert_close(y, torch.nn.functional.silu(gate.float()).mul(up).bfloat16(), rtol=2e-2, atol=2e-2)
     assert plan.config == SPEC.default(SPEC.problem(rows=50, columns=48, dtype="bfloat16"), INTERPRETED)
     assert dispatch.stats()[SPEC.name]["launches"] == 1
+
+
+@pytest.mark.parametrize(("strides", "taken"), [((48, 1), True), ((1, 50), True), ((0, 1), False), ((47, 1), False)])
+def test_the_cpu_takes_no_array_that_the_launcher_of_a_gpu_refuses(monkeypatch, strides, taken):
+    monkeypatch.setenv("TILEKERN_INTERPRET", "1")
+    plan, memory = dispatch.plan_for(SPEC, torch.device("cpu"), *SIZES), torch.ones(50 * 48).bfloat16()
+    arrays = memory.as_strided((50, 48), strides), memory.view(50, 48), torch.empty(50, 48).bfloat16()
+    if taken:
+        plan.launch(None, *arrays)
+    else:
+        with pytest.raises(InterpreterError, match=rf"argument 0: elements share memory, .* strides \({strides[0]}, 1"):
+            plan.launch(None, *arrays)
 
 
 @pytest.mark.parametrize(("value", "expected"), [("1", True), ("yes", True), ("0", False), ("", False)])

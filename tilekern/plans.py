@@ -50,11 +50,31 @@ class InterpretedPlan(Plan):
     __slots__ = ()
 
     def launch(self, device: int, *arguments: Any) -> None:  # noqa: ARG002
-        """Run the kernel at once."""
+        """Run the kernel at once.
+
+        Raises:
+            InterpreterError: elements of an array share memory, which no artifact on a GPU is compiled for.
+        """
         from tilekern import interpreter
 
+        for number, argument in enumerate(arguments):
+            if hasattr(argument, "stride") and not _disjoint(argument):
+                shape, strides = tuple(argument.shape), argument.stride()
+                raise interpreter.InterpreterError(
+                    f"argument {number}: elements share memory, shape {shape}, strides {strides}"
+                )
         self.launches += 1
         interpreter.launch(self._kernel, self.grid, arguments + self._tail)
+
+
+def _disjoint(x: Any) -> bool:
+    """Whether cuda.tile's launcher finds that no two elements of an array can share memory."""
+    reach = 1
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size > 1 and stride < reach:
+            return False
+        reach = stride * size if size > 1 else reach
+    return True
 
 
 class LibraryPlan(Plan):

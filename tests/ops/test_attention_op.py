@@ -118,6 +118,18 @@ def test_views_of_heads_first_tensors_are_taken_as_they_are():
     check(attention, tensors(2, views=True), {})
 
 
+def test_expanded_inputs_and_slopes_are_taken_as_well():
+    q, k, v = tensors()
+    one_head = [x.detach()[:, :, :1].expand(-1, -1, 2, -1).requires_grad_() for x in (k, v)]
+    check(attention, [q.detach()[:, :1].expand(-1, 23, -1, -1).requires_grad_(), *one_head], {})
+    alike = attention(q, k, v, sinks=torch.zeros(4))
+    out = attention(q, k, v, sinks=torch.zeros(1).expand(4))
+    assert torch.equal(out, alike)
+    slope = torch.randn(1, 23, 16, generator=torch.Generator().manual_seed(1))
+    wanted = torch.autograd.grad(alike, (q, k, v), slope[:, :, None].repeat(1, 1, 4, 1))
+    assert all(map(torch.equal, torch.autograd.grad(out.sum(2), (q, k, v), slope), wanted))
+
+
 def test_a_query_that_sees_no_key_gives_zeros():
     q, k, v = tensors(queries=9, keys=4)
     out = attention(q, k, v)

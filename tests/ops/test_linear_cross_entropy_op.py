@@ -305,6 +305,8 @@ def test_strided_inputs():
         weight.detach().repeat_interleave(2, 1)[:, ::2].requires_grad_(),
         target.repeat_interleave(2)[::2].view(2, 4),
     )
+    check(hidden.detach()[:1].expand(8, 16).requires_grad_(), weight, target)
+    check(hidden, weight, target[:1].int().expand(8))
 
 
 def test_autocast_casts_as_a_linear_layer_does():

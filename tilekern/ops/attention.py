@@ -13,7 +13,14 @@ from tilekern.kernels import attention_backward as backward_kernels
 from tilekern.kernels.attention import SPEC as _FORWARD
 from tilekern.kernels.attention_gradients import SPEC as _BACKWARD
 from tilekern.ops.packing import check_starts
-from tilekern.ops.registration import check_devices, check_softcap, needs_gradient, register, register_gradient
+from tilekern.ops.registration import (
+    check_devices,
+    check_softcap,
+    disjoint,
+    needs_gradient,
+    register,
+    register_gradient,
+)
 from tilekern.spec import KernelSpec
 
 _DELTA, _DKDV, _DQ = backward_kernels.DELTA, backward_kernels.DKDV, backward_kernels.DQ
@@ -273,8 +280,9 @@ def _launch_forward(
     no_sinks, no_starts = _placeholders(q.device)
     starts = no_starts if cu_seqlens is None else cu_seqlens
     most = call.max_seqlen if cu_seqlens is not None else q.shape[1]
-    logits = no_sinks if sinks is None else sinks.float()
-    inputs = (q, k, v, logits, starts, starts, most, call.scale, call.softcap or 1.0, call.window or 1)
+    logits = no_sinks if sinks is None else disjoint(sinks.float())
+    numbers = (most, call.scale, call.softcap or 1.0, call.window or 1)
+    inputs = (disjoint(q), disjoint(k), disjoint(v), logits, starts, starts, *numbers)
     out, lse = plan.run(q.get_device(), inputs, lambda: (q.new_empty(q.shape), _row_values(q)))
     return out, lse
 
@@ -287,7 +295,8 @@ def _gradients(
     assert plans.backward is not None
     assert plans.delta is not None
     device = q.get_device()
-    dout = dout if dout.stride(3) == 1 else dout.contiguous()
+    q, k, v = disjoint(q), disjoint(k), disjoint(v)
+    dout = disjoint(dout) if dout.stride(3) == 1 else dout.contiguous()
     starts = _placeholders(q.device)[1] if cu_seqlens is None else cu_seqlens
     most = (call.max_seqlen,) * 2 if cu_seqlens is not None else (q.shape[1], k.shape[1])
     numbers = (*most, call.scale, call.softcap or 1.0, call.window or 1)

@@ -18,7 +18,7 @@ from tilekern.kernels import linear_cross_entropy as kernels
 from tilekern.kernels import scale as scaling
 from tilekern.kernels.linear_cross_entropy import LossOptions
 from tilekern.ops.cross_entropy import composed
-from tilekern.ops.registration import check_devices, check_softcap, first_order, needs_gradient
+from tilekern.ops.registration import check_devices, check_softcap, disjoint, first_order, needs_gradient
 
 _SPEC = kernels.SPEC
 _INT32 = torch.iinfo(torch.int32)
@@ -136,7 +136,7 @@ def _loss(
     if plan is None:
         count_fallback(_SPEC)
         return composed(rows @ weight.t(), labels, options)
-    target = labels.to(torch.int32)
+    rows, weight, target = map(disjoint, (rows, weight, labels.to(torch.int32)))
     if not graded:
         return _losses(plan, rows, weight, target, options)
     if factor is None or not at_once:

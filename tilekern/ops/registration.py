@@ -103,6 +103,14 @@ def as_rows(x: torch.Tensor) -> torch.Tensor:
     return rows
 
 
+def disjoint(x: torch.Tensor) -> torch.Tensor:
+    """``x``, or a copy where expanded dimensions make elements share memory: no variant of a kernel takes such arrays.
+
+    The launcher states of each array whether they may, and artifacts are compiled for arrays in which they do not.
+    """
+    return x.contiguous() if 0 in x.stride() and not x.is_contiguous() else x
+
+
 def like_rows(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """An uninitialised contiguous tensor of the shape of ``rows``."""
     if rows.dtype == dtype and rows.is_contiguous():
