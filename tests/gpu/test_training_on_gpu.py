@@ -112,6 +112,7 @@ def test_losses_of_scores_that_are_a_tenth_too_large_are_told_apart(unpatched):
 def test_a_patched_training_gives_the_same_bits_each_time():
     with patched():
         first, second = (curve("tilekern", 20) for _ in range(2))
+    assert_all_ran(KERNELS, 2 * 20)
     assert torch.equal(first, second)
 
 

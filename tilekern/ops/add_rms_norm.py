@@ -5,12 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from tilekern.dispatch import Plan, count_fallback, keep, memo, plan_for
 from tilekern.kernels import add_rms_norm as kernels
 from tilekern.kernels import column_sum
-from tilekern.ops.registration import as_rows, check_devices, like_rows, needs_gradient, register, register_gradient
+from tilekern.ops.registration import (
+    as_rows,
+    check_devices,
+    differentiable_once,
+    like_rows,
+    needs_gradient,
+    register,
+    register_gradient,
+)
 from tilekern.ops.rms_norm import rms_norm
 
 _FORWARD, _BACKWARD, _SUM = kernels.FORWARD, kernels.BACKWARD, column_sum.SPEC
@@ -138,7 +145,7 @@ class _AddRmsNorm(torch.autograd.Function):
         return total, y
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, dtotal: torch.Tensor | None, dy: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         if dy is None:
             return dtotal, dtotal, None, None, None

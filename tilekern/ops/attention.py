@@ -6,7 +6,6 @@ import functools
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from tilekern.dispatch import Plan, count_fallback, keep, memo, plan_for
 from tilekern.kernels import attention_backward as backward_kernels
@@ -16,6 +15,7 @@ from tilekern.ops.packing import check_starts
 from tilekern.ops.registration import (
     check_devices,
     check_softcap,
+    differentiable_once,
     disjoint,
     needs_gradient,
     register,
@@ -322,7 +322,7 @@ class _Attention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, out, lse, sinks, cu_seqlens = ctx.saved_tensors
         found = _gradients(ctx.plans, dout, q, k, v, out, lse, sinks, cu_seqlens, ctx.call)

@@ -9,12 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from tilekern.dispatch import Plan, keep, memo, plan_for
 from tilekern.kernels import swiglu as kernels
 from tilekern.ops.projections import input_gradient
-from tilekern.ops.registration import check_devices, is_eager, needs_gradient
+from tilekern.ops.registration import check_devices, differentiable_once, is_eager, needs_gradient
 from tilekern.ops.swiglu import swiglu
 
 _plans: dict[Any, tuple[Plan, Plan] | None] = memo()
@@ -87,7 +86,7 @@ class _GatedMlp(torch.autograd.Function):
         return torch.mm(y, down_weight.t()).view(*x.shape[:-1], down_weight.shape[0])
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, gate, up, gate_weight, up_weight, down_weight = ctx.saved_tensors
         wants = ctx.needs_input_grad

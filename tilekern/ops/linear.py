@@ -5,11 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from tilekern.dispatch import Plan, count_fallback, keep, memo, plan_for
 from tilekern.kernels.linear import MOST_ELEMENTS, SPEC, sizes
-from tilekern.ops.registration import as_rows, check_devices, needs_gradient, register, register_gradient
+from tilekern.ops.registration import (
+    as_rows,
+    check_devices,
+    differentiable_once,
+    needs_gradient,
+    register,
+    register_gradient,
+)
 
 # The forward's plan, and those of the gradients of x and of the weight where they are asked for.
 Plans = tuple[Plan, Plan | None, Plan | None]
@@ -171,7 +177,7 @@ class _Linear(torch.autograd.Function):
         return _launch(plans[0], x, weight, bias)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         return (*_gradients(ctx.plans, dy, x, weight, ctx.needs_input_grad[2]), None)

@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
-from tilekern.ops.registration import is_eager, needs_gradient
+from tilekern.ops.registration import differentiable_once, is_eager, needs_gradient
 
 
 def projections(x: torch.Tensor, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -45,7 +44,7 @@ class _Projections(torch.autograd.Function):
         return tuple(torch.nn.functional.linear(x, weight) for weight in weights)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, *given: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
         slopes = [slope.reshape(-1, slope.shape[-1]) for slope in given]

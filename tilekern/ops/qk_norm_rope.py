@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from tilekern.dispatch import Plan, count_fallback, keep, memo, plan_for
 from tilekern.kernels import column_sum, qk_norm_rope_backward
 from tilekern.kernels import qk_norm_rope as kernels
-from tilekern.ops.registration import check_devices, needs_gradient, register, register_gradient
+from tilekern.ops.registration import check_devices, differentiable_once, needs_gradient, register, register_gradient
 
 _FORWARD, _BACKWARD, _SUM = kernels.SPEC, qk_norm_rope_backward.SPEC, column_sum.SPEC
 Tensors = tuple[torch.Tensor, ...]
@@ -219,7 +218,7 @@ class _QkNormRope(torch.autograd.Function):
         return _launch_forward(plans[0], given, eps)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, dq_out: torch.Tensor, dk_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         wanted = ctx.needs_input_grad[2] or ctx.needs_input_grad[3]
         found = _launch_backward(ctx.plans, dq_out, dk_out, ctx.saved_tensors, ctx.eps, with_weights=wanted)

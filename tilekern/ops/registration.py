@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -67,12 +68,26 @@ def is_eager(*tensors: torch.Tensor) -> bool:
     return len({tensor.dtype for tensor in tensors}) == 1
 
 
-def first_order(gradients: Sequence[torch.Tensor | None], *sources: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    """A backward's results, made under ``no_grad``, which refuse to be differentiated with respect to ``sources``.
+def differentiable_once(backward: Callable[..., tuple[torch.Tensor | None, ...]]) -> Callable[..., Any]:
+    """The backward of an autograd function, whose results refuse to be differentiated.
 
-    torch's ``once_differentiable`` would take them for constants where nothing that the backward is given needs a
-    gradient, as is so for a loss.
+    torch's ``once_differentiable`` takes them for constants where no slope needs a gradient, as behind a sum, though
+    what was saved may: a gradient of theirs would silently lack a part.
     """
+
+    @functools.wraps(backward)
+    def refusing(ctx: Any, *slopes: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        with torch.no_grad():
+            found = backward(ctx, *slopes)
+        return first_order(found, *ctx.saved_tensors, *slopes) if torch.is_grad_enabled() else found
+
+    return refusing
+
+
+def first_order(
+    gradients: Sequence[torch.Tensor | None], *sources: torch.Tensor | None
+) -> tuple[torch.Tensor | None, ...]:
+    """A backward's results, made under ``no_grad``, which refuse to be differentiated with respect to ``sources``."""
     if not torch.is_grad_enabled():
         return tuple(gradients)
     return tuple(None if x is None else _FirstOrder.apply(x, *sources) for x in gradients)
@@ -80,7 +95,7 @@ def first_order(gradients: Sequence[torch.Tensor | None], *sources: torch.Tensor
 
 class _FirstOrder(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gradient: torch.Tensor, *sources: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
+    def forward(ctx: Any, gradient: torch.Tensor, *sources: torch.Tensor | None) -> torch.Tensor:  # noqa: ARG004
         return gradient.view_as(gradient)
 
     @staticmethod

@@ -5,12 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from tilekern.dispatch import Plan, count_fallback, keep, memo, plan_for
 from tilekern.kernels import column_sum
 from tilekern.kernels import rms_norm as kernels
-from tilekern.ops.registration import as_rows, check_devices, like_rows, register, register_gradient
+from tilekern.ops.registration import (
+    as_rows,
+    check_devices,
+    differentiable_once,
+    like_rows,
+    register,
+    register_gradient,
+)
 
 _FORWARD, _BACKWARD, _SUM = kernels.FORWARD, kernels.BACKWARD, column_sum.SPEC
 Plans = tuple[Plan, Plan | None, Plan | None]
@@ -126,7 +132,7 @@ class _RmsNorm(torch.autograd.Function):
         return _launch_forward(plans[0], x, weight, eps)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         dx, dweight = _launch_backward(ctx.plans, dy, x, weight, ctx.eps, with_weight=ctx.needs_input_grad[1])

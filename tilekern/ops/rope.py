@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from tilekern.dispatch import Plan, count_fallback, keep, memo, plan_for
 from tilekern.kernels import rope as kernels
-from tilekern.ops.registration import check_devices, needs_gradient, register, register_gradient
+from tilekern.ops.registration import check_devices, differentiable_once, needs_gradient, register, register_gradient
 
 _SPEC = kernels.SPEC
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -142,7 +141,7 @@ class _Rope(torch.autograd.Function):
         return _launch(plans[0], q, k, cos, sin, _product(q, cos))
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, dq: torch.Tensor, dk: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
         return (*_launch(ctx.plan, dq, dk, cos, sin, ctx.dtype), None, None, None)

@@ -5,11 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from tilekern.dispatch import Plan, count_fallback, keep, memo, plan_for
 from tilekern.kernels import swiglu as kernels
-from tilekern.ops.registration import as_rows, check_devices, like_rows, needs_gradient, register, register_gradient
+from tilekern.ops.registration import (
+    as_rows,
+    check_devices,
+    differentiable_once,
+    like_rows,
+    needs_gradient,
+    register,
+    register_gradient,
+)
 
 _FORWARD, _BACKWARD = kernels.FORWARD, kernels.BACKWARD
 Plans = tuple[Plan, Plan | None]
@@ -102,7 +109,7 @@ class _SwiGlu(torch.autograd.Function):
         return _launch_forward(plans[0], gate, up)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return (*_launch_backward(ctx.plan, dy, *ctx.saved_tensors), None)
 
