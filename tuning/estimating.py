@@ -245,7 +245,7 @@ def _compile_rates(sweeps: Sequence[Sweep]) -> dict[str, tuple[float, int]]:
     """Mean seconds of an artifact and how many it is of, by kernel."""
     seconds: dict[str, list[float]] = {}
     for line in (line for sweep in sweeps for line in sweep.compiled().values()):
-        if "tileiras_s" in line:
+        if {"kernel", "tileiras_s"} <= line.keys():
             seconds.setdefault(line["kernel"], []).append(work_s(line))
     return {kernel: (sum(found) / len(found), len(found)) for kernel, found in seconds.items()}
 
