@@ -195,6 +195,7 @@ def test_a_dry_run_of_a_planned_sweep_counts_what_it_holds(compiled_sweep: Sweep
     assert found["totals"]["compiled"] == found["totals"]["artifacts"] > 0
     assert found["estimate"]["compile"]["seconds"] == 0
     assert found["model"] == "test"
+    assert found["notes"] == ["no GPU here: the measure stage runs on the target alone"]
     assert files(compiled_sweep.folder) == before
 
 
