@@ -138,7 +138,7 @@ def _lacking(outcome: Outcome, sweep: Sweep) -> Iterator[str]:
 
 def _dry_run(request: Request) -> PlanReport:
     """The plan and what it will cost; nothing is written, compiled or measured."""
-    from tuning.compiling import default_jobs, jobs_of
+    from tuning.compiling import default_jobs, jobs_of, settled
     from tuning.estimating import report_on
 
     store = _store(request)
@@ -158,8 +158,8 @@ def _dry_run(request: Request) -> PlanReport:
         notes = [*notes, "the cluster was not asked what it has: --jobs and --gpus say what to count on"]
     return report_on(
         name, target, problems, sweep, jobs=jobs, gpus=_gpus(request, absent is None),
-        strategy=request.strategy, root=Path(store.root), notes=[*notes, *([absent] if absent else [])],
-        here=is_here,
+        strategy=request.strategy, root=Path(store.root), notes=[*notes, *([absent] if absent else [])], here=is_here,
+        done=settled(sweep, request.timeout_s) if "compile" in request.stages else None,
     )  # fmt: skip
 
 
