@@ -65,3 +65,11 @@ def test_a_line_of_the_history_that_no_status_can_hold_is_passed_over(tmp_path, 
     first, second = (tmp_path / "history.jsonl").read_text().splitlines()
     (tmp_path / "history.jsonl").write_text(f"{first}\n{second[:-1]}, {damage}}}\n")
     assert [line["item"] for line in kept.last(10)] == ["first"]
+
+
+@pytest.mark.parametrize("kernel", [{}, [], None, 7])
+def test_a_plan_of_no_kernel_at_all_is_of_another_version(tmp_path, kernel):
+    plan = {"format": 1, "target": {"key": "k", "name": "n"}, "model": "m"}
+    (tmp_path / "sweep.json").write_text(json.dumps(plan | {"problems": [{"kernel": kernel, "problem": {"rows": 1}}]}))
+    with pytest.raises(InputError, match="that this version of tilekern does not have"):
+        PlanFile(tmp_path).problems()
