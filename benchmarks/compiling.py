@@ -62,10 +62,11 @@ def measure(model: str, gpu: str, *, alone: bool = False) -> Results:
 def measure_sample(folder: Path, count: int) -> Results:
     """Compile all that a sweep wants on all cores, and before and after it a sample of that on one core alone.
 
-    What one core would take for all is told from the work of the stage, over how much longer the work for the sample
-    takes in it than alone. The sample is of whole batches, which one core would lower once each, as it does for the
-    sample. Alone is both before and after, since the cores of a host are not equally fast all the time. What cores that
-    share nothing but the machine reach bounds it: each compiles the whole sample by itself (``bound_of_linear``).
+    What one core would take for all is told from the work of the stage (``work_share`` of the time that the cores were
+    held), over how much longer the work for the sample takes in it than alone. The sample is of whole batches, which
+    one core would lower once each, as it does for the sample. Alone is both before and after, since the cores of a host
+    are not equally fast all the time. ``bound_of_linear`` is what cores reach that share nothing but the machine, of
+    the compiler's time alone: each compiles the whole sample by itself.
 
     Args:
         folder: a sweep folder with a plan; what is compiled in it does not count.
@@ -93,18 +94,18 @@ def measure_sample(folder: Path, count: int) -> Results:
     bound = (alone_s + again_s) / 2 / crowded_s
     before_s, together_s, after_s = (sum(work_s(lines[key]) for key in compiled) for lines in (before, together, after))
     slower = 2 * together_s / (before_s + after_s)
-    worked_s = sum(map(work_s, together.values()))
     figures = {
         "distinct_candidates": (done.distinct, "1"),
         "failed": (done.failed, "1"),
         "seconds": (round(done.seconds, 2), "s"),
         "jobs": (jobs, "1"),
+        "work_share": (round(done.work_share, 4), "1"),
         "sample": (len(compiled), "1"),
         "sample_before_s": (round(before_s, 3), "s"),
         "sample_together_s": (round(together_s, 3), "s"),
         "sample_after_s": (round(after_s, 3), "s"),
         "slower_together": (round(slower, 4), "1"),
-        "share_of_linear": (round(worked_s / slower / (jobs * done.seconds), 4), "1"),
+        "share_of_linear": (round(done.work_share / slower, 4), "1"),
         "bound_of_linear": (round(bound, 4), "1"),
     }
     rows = [Row("compile", f"{sweep.model}, whole tune", OURS, name, *figure) for name, figure in figures.items()]

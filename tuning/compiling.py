@@ -22,7 +22,7 @@ from tuning.compile_pool import Answer, Compile, Lost, compile_in_order, start_s
 from tuning.machine_code import read_machine_code
 from tuning.sweep import Candidate, Sweep, during
 
-__all__ = ["CompileSummary", "compile_all", "default_jobs", "start_server", "wanted", "work_s"]
+__all__ = ["CompileSummary", "compile_all", "default_jobs", "settled", "start_server", "wanted", "work_s"]
 
 # How many workers a core may have.
 MOST_JOBS = 4
@@ -58,22 +58,27 @@ class CompileSummary:
 
 
 def wanted(sweep: Sweep, timeout_s: float = TIMEOUT_S) -> Iterator[Candidate]:
-    """The distinct artifacts that the sweep lacks, one candidate of each, as they are listed.
-
-    What failed is tried again by another toolkit, and what ran out of time also where it is given more.
-    """
-    tools = toolkit()
-    known = {
-        key
-        for key, line in sweep.compiled().items()
-        if line["status"] == "ok"
-        or (line.get("gave_up_after_s", math.inf) >= timeout_s and (tools is None or _made_by(line, tools.key)))
-    } - sweep.lost()
+    """The distinct artifacts that the sweep lacks (:func:`settled`), one candidate of each, as they are listed."""
+    known = settled(sweep, timeout_s)
     for kernel, problem in sweep.problems():
         for item in sweep.candidates(kernel, problem):
             if item.artifact not in known and not item.is_library:
                 known.add(item.artifact)
                 yield item
+
+
+def settled(sweep: Sweep, timeout_s: float = TIMEOUT_S) -> set[str]:
+    """The keys of the artifacts that need not be compiled.
+
+    What failed is tried again by another toolkit, and what ran out of time also where it is given more.
+    """
+    tools = toolkit()
+    return {
+        key
+        for key, line in sweep.compiled().items()
+        if line["status"] == "ok"
+        or (line.get("gave_up_after_s", math.inf) >= timeout_s and (tools is None or _made_by(line, tools.key)))
+    } - sweep.lost()
 
 
 def _made_by(line: dict[str, Any], toolkit_key: str) -> bool:

@@ -10,7 +10,7 @@ import itertools
 import math
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -142,7 +142,7 @@ class PlanReport:
 
 def report_on(
     model: str, target: Target, problems: Sequence[tuple[str, Problem]], sweep: Sweep, *, jobs: int, gpus: int,
-    strategy: str, root: Path, notes: Sequence[str] = (), here: bool = True,
+    strategy: str, root: Path, done: Collection[str] | None = None, notes: Sequence[str] = (), here: bool = True,
 ) -> PlanReport:  # fmt: skip
     """Count a plan and estimate its time.
 
@@ -155,10 +155,11 @@ def report_on(
         gpus: GPUs to measure on.
         strategy: how candidates are to be timed.
         root: the cache whose earlier sweeps say how long things take here.
+        done: keys of the artifacts that are not compiled again (:func:`count`).
         notes: what else a person should know.
         here: whether it is this host that compiles.
     """
-    counts = count(problems, target, sweep, strategy)
+    counts = count(problems, target, sweep, strategy, done)
     sweeps = earlier_sweeps(root, sweep)
     return PlanReport(
         model, target, sweep.folder, counts, estimate_compile(counts, jobs, sweeps, here=here),
@@ -166,10 +167,22 @@ def report_on(
     )  # fmt: skip
 
 
-def count(problems: Iterable[tuple[str, Problem]], target: Target, sweep: Sweep, strategy: str) -> list[Count]:
-    """Each problem of a plan in numbers; the sweep folder need not exist."""
+def count(
+    problems: Iterable[tuple[str, Problem]], target: Target, sweep: Sweep, strategy: str,
+    done: Collection[str] | None = None,
+) -> list[Count]:  # fmt: skip
+    """Each problem of a plan in numbers; the sweep folder need not exist.
+
+    Args:
+        problems: the plan.
+        target: the GPU.
+        sweep: the sweep whose journals are read.
+        strategy: how candidates are to be timed.
+        done: keys of the artifacts that are not compiled again; all that were tried and are there where None.
+    """
     compiled, settled, quarantined = sweep.compiled(), Settled(sweep, strategy), sweep.quarantined()
-    done = compiled.keys() - sweep.lost()
+    done = compiled.keys() - sweep.lost() if done is None else done
+    usable = {key for key, line in compiled.items() if line["status"] == "ok"}
     seen: set[str] = set()
     found = []
     for kernel, problem in problems:
@@ -178,7 +191,11 @@ def count(problems: Iterable[tuple[str, Problem]], target: Target, sweep: Sweep,
         seen |= artifacts
         running = entrants(kernel, problem, target, compiled, quarantined, items)
         open_keys = settled.unsettled(running)
-        unknown = {_launch(item, target) for item in items if not item.is_library and item.artifact not in compiled}
+        unknown = {
+            _launch(item, target)
+            for item in items
+            if not (item.is_library or item.artifact in usable or item.artifact in done)
+        }
         ruled_out = _ruled_out(spec, problem, target)
         found.append(
             Count(
@@ -189,7 +206,7 @@ def count(problems: Iterable[tuple[str, Problem]], target: Target, sweep: Sweep,
                 ruled_out={reason: ruled_out[reason] for reason in ruled_out if reason},
                 candidates=len(items),
                 artifacts=len(artifacts),
-                compiled=len(artifacts & done),
+                compiled=len(artifacts.intersection(done)),
                 settled=len(running) - len(open_keys),
                 to_measure=len(open_keys) + len(unknown),
             )
@@ -245,7 +262,7 @@ def _compile_rates(sweeps: Sequence[Sweep]) -> dict[str, tuple[float, int]]:
     """Mean seconds of an artifact and how many it is of, by kernel."""
     seconds: dict[str, list[float]] = {}
     for line in (line for sweep in sweeps for line in sweep.compiled().values()):
-        if "tileiras_s" in line:
+        if {"kernel", "tileiras_s"} <= line.keys():
             seconds.setdefault(line["kernel"], []).append(work_s(line))
     return {kernel: (sum(found) / len(found), len(found)) for kernel, found in seconds.items()}
 

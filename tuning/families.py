@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tilekern.spec import ModelShape, cdiv
-from tuning.configs import Fields, decoder_config
+from tuning.configs import LARGEST, Fields, decoder_config
 
 # As their modeling files in transformers have them: types that normalise q and k head by head, and types that
 # normalise all heads of a token at once.
@@ -95,8 +95,7 @@ def _other_heads(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
         if changes:
             yield changes
     heads = config.get("num_attention_heads_per_layer")
-    for count in dict.fromkeys(heads) if isinstance(heads, list) else ():
-        yield {"num_attention_heads": count}
+    yield from ({"num_attention_heads": count} for count in (heads if isinstance(heads, list) else ()))
 
 
 def _layers(fields: Fields) -> Iterator[Layers]:
@@ -212,14 +211,14 @@ def _dense_widths(fields: Fields) -> list[int]:
         shared = fields.optional("shared_expert_intermediate_size")
         count = fields.optional("num_shared_experts")
         if shared is None and count is not None:
-            shared = count * _expert_widths(fields)[0]
+            shared = fields.checked("the shared experts' width", count * _expert_widths(fields)[0])
         found += [shared] if shared else []
     return list(dict.fromkeys(found))
 
 
 def _mlp_widths(fields: Fields) -> list[int]:
     """Widths of the MLPs that stand where no experts do."""
-    model_type = fields.config.get("model_type")
+    model_type = str(fields.config.get("model_type"))
     for name in _PLAIN_WIDTHS:
         if (width := fields.optional(name)) is not None:
             return [width]
@@ -229,14 +228,20 @@ def _mlp_widths(fields: Fields) -> list[int]:
     found = fields.sizes("intermediate_size", fields.size("hidden_size") * multiple if multiple else None)
     if fields.config.get("block_auto_adjust_ff_dim"):
         return [_adjusted(fields, width) for width in found]
-    return [width // 2 for width in found] if model_type in _GATE_COUNTED else found
+    if model_type in _GATE_COUNTED:
+        return [fields.checked("half of intermediate_size", width // 2) for width in found]
+    return found
 
 
 def _adjusted(fields: Fields, width: int) -> int:
     """The width that LFM2 makes of the one in its config."""
     factor, multiple = fields.config.get("block_ffn_dim_multiplier"), fields.optional("block_multiple_of") or 1
     width = 2 * width // 3
-    return multiple * cdiv(int(factor * width) if isinstance(factor, int | float) else width, multiple)
+    if isinstance(factor, int | float):
+        if not 0 < factor * width <= LARGEST:
+            raise fields.refused(f"block_ffn_dim_multiplier {factor} makes no width of {width}")
+        width = int(factor * width)
+    return fields.checked("the adjusted intermediate_size", multiple * cdiv(width, multiple))
 
 
 def _has_dense_layers(fields: Fields) -> bool:

@@ -2,7 +2,7 @@
 
 - An append is one write with ``O_APPEND``, so lines of two processes never mix.
 - A writer that finds a torn last line, left by a kill in the middle of a write, begins on a fresh one. Readers skip it,
-  and any other that is not whole.
+  and any other that is not whole. Where another journal was appended to it, they take the line that follows it.
 - What was written outlives the process at once. It outlives a crash of the machine once it is synced, which is at most
   every second and at the end of a stage: a sync for each of some ten thousand lines would cost more than the seconds
   of work that it saves.
@@ -120,10 +120,20 @@ class Journal:
         self._latest, self._offset, self._last = {}, 0, b""
 
     def _take(self, text: bytes) -> None:
-        try:
-            line = json.loads(text) if text else None
-        except (ValueError, RecursionError):  # torn by a kill, or nobody's
-            return
+        line = _parsed(text) if text else None
         if isinstance(line, dict) and isinstance(line.get(self._key), str) and self._is_whole(line):
             before = self._latest.pop(line[self._key], None)
             self._latest[line[self._key]] = line if before is None else self._merge(before, line)
+
+
+def _parsed(text: bytes) -> Any:
+    """What a line holds; of one that follows a torn one with no end between them, what follows. None of any other."""
+    start = 0
+    while start >= 0:
+        try:
+            return json.loads(text[start:])
+        except ValueError:  # torn by a kill
+            start = text.find(b'{"', start + 1)
+        except RecursionError:  # nobody's
+            break
+    return None

@@ -2,51 +2,75 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
+from types import FunctionType, NoneType
 from typing import Any
 
+from tuning.machine_code import MachineCode
+
 _NUMBER = (int, float)
-# The types of the fields that a line must have, and of those that it may have; of objects within it, the same.
+
+
+def _is_time(value: Any) -> bool:
+    return isinstance(value, _NUMBER) and 0 < value < math.inf
+
+
+def _is_machine_code(value: Any) -> bool:
+    """Whether it is counted in the kinds of instructions of today; another version of tilekern may have others."""
+    try:
+        code = MachineCode.from_dict(value)
+    except (TypeError, KeyError):
+        return False
+    return all(type(count) is int for part in (code.whole, *code.loops) for count in vars(part).values())
+
+
+def _all(form: Any) -> Callable[[Any], bool]:
+    """The form of an object whose values have one form, whatever their names."""
+    return lambda value: isinstance(value, dict) and all(_is(one, form) for one in value.values())
+
+
+# The form of each field: types, a function that tells, or an object with the forms of its fields. A field whose name
+# ends with a question mark may be lacking.
 _RESOURCES = dict.fromkeys(("registers", "stack_bytes", "shared_bytes", "threads", "code_bytes"), int)
 _CHECK = {"passed": bool, "relative_error": _NUMBER, "elementwise_error": _NUMBER}
-_TIMING = {"median_us": _NUMBER}
-_TOOLKIT = {"key": str}
-_NEEDS: Mapping[str, Mapping[str, Any]] = {
-    "compiled": {"key": str, "status": str},
+_TIMING = {"median_us": _is_time, "spread_us?": _NUMBER, "samples": int, "left?": str, "behind?": _NUMBER}
+_FORMS: Mapping[str, Mapping[str, Any]] = {
+    "compiled": {
+        "key": str, "status": str, "kernel?": str, "frontend_s?": _NUMBER, "tileiras_s?": _NUMBER,
+        "reading_s?": _NUMBER, "gave_up_after_s?": _NUMBER, "machine_code?": _is_machine_code, "toolkit?": {"key": str},
+    },
     "ok": {"sha256": str, "symbol": str, "code_sha256": str, "assumptions": object, "resources": _RESOURCES},
     "failed": {"reason": str},
-    "measured": {"candidate": str},
-    "quarantine": {"candidate": str, "reason": str},
+    "measured": {"candidate": str, "check?": _CHECK, "timing?": _TIMING, "race?": str, "code_sha256?": str},
+    "quarantine": {"candidate": str, "reason": str, "libraries?": dict},
     "gpu": {"gpu": str, "driver": str},
-    "races": {"race": str, "kernel": str, "problem": str, "strategy": str, "untimed": dict},
+    "races": {
+        "race": str, "kernel": str, "problem": str, "strategy": str, "untimed": _all((str, NoneType)),
+        "seconds?": _all(_NUMBER), "gpu?": dict,
+    },
     "skipped": {"skipped": str, "reason": str},
     "runs": {
         "run": str, "stage": str, "host": str, "process": int, "started": str, "seconds": _NUMBER, "ended": bool,
     },
 }  # fmt: skip
-_MAY: Mapping[str, Mapping[str, Any]] = {
-    "compiled": {
-        "kernel": str, "frontend_s": _NUMBER, "tileiras_s": _NUMBER, "reading_s": _NUMBER, "gave_up_after_s": _NUMBER,
-        "machine_code": dict, "toolkit": _TOOLKIT,
-    },
-    "measured": {"check": _CHECK, "timing": _TIMING, "race": str, "code_sha256": str},
-    "quarantine": {"libraries": dict},
-    "races": {"seconds": dict, "gpu": dict},
-}  # fmt: skip
 
 
 def is_whole(journal: str, line: Mapping[str, Any]) -> bool:
     """Whether a line of a journal holds what its readers take from it, in the types that they take it in."""
-    if not _has(line, _NEEDS[journal]):
+    if not _has(line, _FORMS[journal]):
         return False
-    if journal == "compiled" and (line["status"] not in ("ok", "failed") or not _has(line, _NEEDS[line["status"]])):
-        return False
-    return all(line.get(name) is None or _is(line[name], form) for name, form in _MAY.get(journal, {}).items())
+    return journal != "compiled" or (line["status"] in ("ok", "failed") and _has(line, _FORMS[line["status"]]))
 
 
 def _has(line: Mapping[str, Any], form: Mapping[str, Any]) -> bool:
-    return all(name in line and _is(line[name], wanted) for name, wanted in form.items())
+    return all(
+        _is(line[name], wanted) if (name := field.removesuffix("?")) in line else name != field
+        for field, wanted in form.items()
+    )
 
 
 def _is(value: Any, form: Any) -> bool:
-    return isinstance(value, dict) and _has(value, form) if isinstance(form, Mapping) else isinstance(value, form)
+    if isinstance(form, Mapping):
+        return isinstance(value, dict) and _has(value, form)
+    return form(value) if isinstance(form, FunctionType) else isinstance(value, form)

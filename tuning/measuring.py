@@ -150,13 +150,8 @@ def tasks(sweep: Sweep, named: Sequence[tuple[str, Problem]], strategy: str) -> 
     """
     target, settled = sweep.target, Settled(sweep, strategy)
     for kernel, problem in named:
-        running = settled.entrants(kernel, problem)
-        todo = settled.unsettled(running)
-        if not todo:
-            continue
-        todo |= settled.leaders(running)
-        racing = [entrant for entrant in running if entrant.key in todo]
-        if not any(entrant.is_aligned for entrant in racing):
+        racing = settled.racing(settled.entrants(kernel, problem))
+        if not racing:
             continue
         checks = {e.key: Check(**settled.measured[e.key]["check"]) for e in racing if e.key in settled.measured}
         hashes = {e.compiled["sha256"] for e in racing if "sha256" in e.compiled}
@@ -192,6 +187,13 @@ class Settled:
         """The candidates of a problem that can run (:func:`entrants`)."""
         among = self._sweep.candidates(kernel, problem)
         return entrants(kernel, problem, self._sweep.target, self._compiled, self._quarantined, among)
+
+    def racing(self, running: Sequence[Entrant]) -> list[Entrant]:
+        """Those to measure, with the company that they need; none where nothing is to be learnt, or nobody can win."""
+        todo = self.unsettled(running)
+        todo |= self.leaders(running) if todo else set()
+        found = [entrant for entrant in running if entrant.key in todo]
+        return found if any(entrant.is_aligned for entrant in found) else []
 
     def unsettled(self, running: Sequence[Entrant]) -> set[str]:
         """The keys of those of which something is still to be learnt."""

@@ -100,7 +100,7 @@ class PlanFile:
         if not isinstance(plan, dict) or plan.get("format") != FORMAT:
             raise InputError(f"{self._path} is no plan of this version of tilekern; plan it again")
         try:
-            items = [(item["kernel"], Problem(item["problem"]), item.get("configs")) for item in plan["problems"]]
+            items = [(str(item["kernel"]), Problem(item["problem"]), item.get("configs")) for item in plan["problems"]]
             return Plan(
                 {"key": plan["target"]["key"], "name": plan["target"]["name"]},
                 str(plan["model"]),

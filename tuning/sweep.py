@@ -213,14 +213,16 @@ class Sweep:
     def measured(self) -> dict[str, Line]:
         """What is known of each candidate's check and time.
 
-        A line about other machine code than the artifact's of today is left out, and so is the timing of a race that
-        did not come to its end: what it left out would be judged by another race's clock.
+        A line about other machine code than the artifact's of today is left out, and one that has lost its check; of a
+        race that did not come to its end the timing is: what it left out would be judged by another race's clock.
         """
         races = self.races()
         codes = {key[:_ARTIFACT_DIGITS]: line.get("code_sha256") for key, line in self.compiled().items()}
         found = {}
         for key, line in self._journals["measured"].latest().items():
             code = line.get("code_sha256")
+            if "check" not in line and not _is_copy(key):
+                continue
             if code is not None and codes.get(_artifact_of(key), code) != code:
                 continue
             ended = line.get("race") is None or line["race"] in races
@@ -346,6 +348,11 @@ def _with_time(before: Line, line: Line) -> Line:
 
 def _artifact_of(candidate_key: str) -> str:
     return candidate_key.rpartition("|")[2]
+
+
+def _is_copy(key: str) -> bool:
+    """Whether a line of that key is about the copy of as many bytes, which names its problem last and no artifact."""
+    return "=" in _artifact_of(key)
 
 
 def _toolkit_key(line: Line) -> Any:

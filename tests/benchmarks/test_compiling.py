@@ -33,7 +33,8 @@ def test_the_share_is_the_work_of_one_core_over_what_the_cores_were_held(tmp_pat
     assert found["slower_together"] == pytest.approx(found["sample_together_s"] / alone, rel=1e-2)
     assert found["bound_of_linear"] > 0
     # Whatever the cores did beside the work, they cannot have worked for longer than they were held.
-    assert 0 < found["share_of_linear"] * found["slower_together"] < 1
+    assert 0 < found["work_share"] < 1
+    assert found["share_of_linear"] == pytest.approx(found["work_share"] / found["slower_together"], rel=1e-3)
 
 
 def test_a_folder_without_a_plan_says_so(tmp_path):

@@ -13,6 +13,7 @@ from tuning import cli
 from tuning.commands import refresh, tune
 from tuning.compiling import compile_all
 from tuning.measuring import MeasureSummary
+from tuning.options import STAGES
 from tuning.sweep import Sweep
 
 # The head sizes of DeepSeek-V3.
@@ -36,7 +37,7 @@ LATENT = {
 )
 def test_a_whole_run_measures_on_the_target_alone(monkeypatch, at_hand, words):
     monkeypatch.setattr(tune, "here", lambda: at_hand and resolve(at_hand))
-    absent = tune._absent(resolve("B200"))
+    absent = tune._absent(resolve("B200"), STAGES)
     assert (absent is None) == (words is None)
     if words:
         assert absent.startswith(words)

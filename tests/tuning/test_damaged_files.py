@@ -1,5 +1,6 @@
 """Files that nest too deeply for Python's parser are damaged like others: an error in one line, or passed over."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from tuning import quarantine
 from tuning.models import find_model
 from tuning.planned import PlanFile
 from tuning.refreshing import Refresh
-from tuning.service.history import History
+from tuning.service.history import Failures, History
 
 DEEP = "[" * 100_000
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -41,3 +42,34 @@ def test_a_line_of_the_history_and_a_file_of_the_quarantine_are_passed_over(tmp_
     (folder / f"{'0' * 64}.json").write_text(DEEP)
     assert all(before)
     assert (History(history).last(10), list(quarantine._read(folder))) == before
+
+
+@pytest.mark.parametrize(
+    "damage", [{"again_at": "soon"}, {"again_at": None}, {"tries": []}, {"tries": 1.5}, {"reason": 7}]
+)
+def test_a_failure_of_another_form_is_passed_over(tmp_path, damage):
+    failures, state = Failures(tmp_path / "failed.jsonl"), {"source": "a"}
+    failures.note("item", "the disk is full", state, passing=True)
+    line = json.loads((tmp_path / "failed.jsonl").read_text())
+    (tmp_path / "failed.jsonl").write_text(json.dumps(line | damage) + "\n")
+    assert failures.why("item", state) is None
+    failures.note("item", "it is full again", state, passing=True)
+    assert failures.why("item", state) == "it is full again"
+
+
+@pytest.mark.parametrize("damage", ['"time_us": NaN', '"time_us": 1e999', '"reason": "\\ud800"'])
+def test_a_line_of_the_history_that_no_status_can_hold_is_passed_over(tmp_path, damage):
+    kept = History(tmp_path / "history.jsonl")
+    for item in ("first", "second"):
+        kept.note("failed", item, "scale", {"rows": 1}, reason="why")
+    first, second = (tmp_path / "history.jsonl").read_text().splitlines()
+    (tmp_path / "history.jsonl").write_text(f"{first}\n{second[:-1]}, {damage}}}\n")
+    assert [line["item"] for line in kept.last(10)] == ["first"]
+
+
+@pytest.mark.parametrize("kernel", [{}, [], None, 7])
+def test_a_plan_of_no_kernel_at_all_is_of_another_version(tmp_path, kernel):
+    plan = {"format": 1, "target": {"key": "k", "name": "n"}, "model": "m"}
+    (tmp_path / "sweep.json").write_text(json.dumps(plan | {"problems": [{"kernel": kernel, "problem": {"rows": 1}}]}))
+    with pytest.raises(InputError, match="that this version of tilekern does not have"):
+        PlanFile(tmp_path).problems()

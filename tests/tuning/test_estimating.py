@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,27 @@ def test_a_lost_artifact_is_counted_as_one_to_compile(compiled_sweep: Sweep, tmp
     (tmp_path / "compiled.jsonl").write_text(lines)
     (found,) = count([SMALL], h200, Sweep(tmp_path), "race")
     assert found.compiled == 0
+
+
+def test_what_ran_out_of_time_counts_again_for_a_run_that_gives_more(compiled_sweep: Sweep, tmp_path: Path, capsys):
+    sweep = Sweep(Path(shutil.copytree(compiled_sweep.folder, tmp_path / "sweep")))
+    late, wrong = candidates(*SMALL, sweep.target)[1:3]
+    for item, more in ((late, {"gave_up_after_s": 5.0}), (wrong, {})):
+        line = sweep.compiled()[item.artifact]
+        failed = {"key": item.artifact, "status": "failed", "reason": "no", "toolkit": line["toolkit"], **more}
+        sweep.note("compiled", failed)
+
+    def counted(*options: str, stages: str = "compile,measure") -> dict[str, int]:
+        arguments = ["--stages", stages, "--sweep", str(sweep.folder), "--cache-dir", str(tmp_path), *options]
+        totals: dict[str, int] = json.loads(dry_run(capsys, *arguments, "--json"))["totals"]
+        return totals
+
+    same, more = counted("--timeout", "5"), counted("--timeout", "6")
+    assert same["compiled"] == same["artifacts"]
+    assert counted("--timeout", "6", stages="measure") == same
+    assert (more["compiled"], more["to_measure"]) == (same["compiled"] - 1, same["to_measure"] + 1)
+    compile_all(sweep, 1, timeout_s=6)
+    assert sweep.compiled()[late.artifact]["status"] == "ok"
 
 
 @pytest.mark.slow
@@ -195,6 +217,7 @@ def test_a_dry_run_of_a_planned_sweep_counts_what_it_holds(compiled_sweep: Sweep
     assert found["totals"]["compiled"] == found["totals"]["artifacts"] > 0
     assert found["estimate"]["compile"]["seconds"] == 0
     assert found["model"] == "test"
+    assert found["notes"] == ["no GPU here: the measure stage runs on the target alone"]
     assert files(compiled_sweep.folder) == before
 
 

@@ -76,6 +76,7 @@ LLAMA = {
 }
 MOE = LLAMA | {"model_type": "some_moe", "num_experts": 64, "num_experts_per_tok": 6, "moe_intermediate_size": 1408}
 LATENT = LLAMA | {"model_type": "deepseek_v3", "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64}
+ADJUSTED = LLAMA | {"block_auto_adjust_ff_dim": True, "block_ffn_dim_multiplier": float("inf")}
 
 
 @functools.cache
@@ -162,6 +163,13 @@ def test_gpt2_is_four_times_as_wide_where_it_says_nothing():
         (LATENT | {"qk_rope_head_dim": 0}, "qk_rope_head_dim is 0; latent attention whose heads have no rotary part"),
         ({"text_config": {"model_type": "llama", "hidden_size": 64.5}}, r"hidden_size is 64\.5"),
         ({"model_type": ["llama"]}, "lacks 'hidden_size'"),
+        (LLAMA | {"model_type": ["llama"], "vocab_size": 0}, "vocab_size is 0"),
+        (LLAMA | {"num_attention_heads_per_layer": [8, [8]]}, r"num_attention_heads is \[8\]"),
+        (LLAMA | {"model_type": "moshi", "intermediate_size": 1}, "half of intermediate_size is 0"),
+        (MOE | {"num_shared_experts": 1 << 24}, "the shared experts' width is"),
+        (ADJUSTED, "block_ffn_dim_multiplier inf makes no width of"),
+        (ADJUSTED | {"block_ffn_dim_multiplier": 1e30}, "makes no width of"),
+        (ADJUSTED | {"block_ffn_dim_multiplier": 1e-9}, "the adjusted intermediate_size is 0"),
     ],
 )
 def test_a_field_is_named_as_the_family_names_it(config, words):

@@ -46,6 +46,16 @@ def test_a_torn_last_line_costs_nothing_but_itself(tmp_path_factory, facts, data
     assert list(journal.latest().values()) == [*expected, more]
 
 
+def test_a_journal_that_is_appended_to_a_torn_one_loses_no_line(tmp_path):
+    lines = [json.dumps({"name": name, "facts": {"of": {"n": name}}}) for name in ("a", "b", "c")]
+    for at in range(1, len(lines[1])):
+        path = tmp_path / f"{at}.jsonl"
+        path.write_text(f"{lines[0]}\n{lines[1][:at]}")
+        with path.open("a") as file:
+            file.write(f"{lines[2]}\n{lines[0]}\n")
+        assert Journal(path, "name").latest().keys() == {"a", "c"}
+
+
 def test_a_line_that_lacks_only_its_end_counts_once(tmp_path):
     path = tmp_path / "journal.jsonl"
     path.write_text('{"key": "a", "n": 1}')

@@ -9,9 +9,10 @@ from recorded import RecordedExecutor
 
 from tuning import cli
 from tuning.commands.status import standing
+from tuning.compiling import wanted
 from tuning.lines import is_whole
-from tuning.measuring import measure_all
-from tuning.publishing import keep_winners
+from tuning.measuring import measure_all, tasks
+from tuning.publishing import keep_winners, winners
 from tuning.sweep import Sweep
 
 # With the field that says what a line is about.
@@ -19,6 +20,8 @@ JOURNALS = {
     "compiled": "key", "measured": "candidate", "quarantine": "candidate", "gpu": "gpu", "races": "race",
     "skipped": "skipped", "runs": "run",
 }  # fmt: skip
+
+RACE = {"race": "r", "kernel": "k", "problem": "p", "strategy": "race", "untimed": {}}
 
 
 @pytest.fixture
@@ -76,6 +79,13 @@ def test_lines_that_lack_a_field_or_hold_another_type_are_passed_over(sweep, sai
         ("compiled", {"key": "r", "status": "lost", "reason": "x"}),
         ("measured", {"candidate": "r", "check": {"passed": True}}),
         ("measured", {"candidate": "r", "timing": {}}),
+        ("measured", {"candidate": "r", "timing": {"median_us": 5.0}}),
+        ("measured", {"candidate": "r", "timing": {"median_us": 0.0, "samples": 5}}),
+        ("measured", {"candidate": "r", "timing": {"median_us": float("nan"), "samples": 5}}),
+        ("measured", {"candidate": "r", "timing": {"median_us": 5.0, "samples": "5"}}),
+        ("measured", {"candidate": "r", "timing": {"median_us": 5.0, "samples": 5, "behind": "far"}}),
+        ("races", RACE | {"untimed": {"c": []}}),
+        ("races", RACE | {"seconds": {"a": ""}}),
         ("quarantine", {"candidate": "r"}),
         ("quarantine", {"candidate": "r", "reason": "x", "libraries": "torch"}),
         ("skipped", {"skipped": "r"}),
@@ -85,6 +95,39 @@ def test_lines_that_lack_a_field_or_hold_another_type_are_passed_over(sweep, sai
 )
 def test_what_readers_take_must_be_there(journal, line):
     assert not is_whole(journal, line)
+
+
+def test_an_artifact_whose_machine_code_was_counted_otherwise_is_compiled_again(sweep):
+    line = lines(sweep, "compiled")[0]
+    counted = {"whole": {}}, {"whole": {"of_another": 3}, "loops": []}, {"whole": {"cycles": "3"}, "loops": []}
+    changed = [*({"machine_code": code} for code in counted), {"tileiras_s": None}]
+    assert is_whole("compiled", line)
+    assert not any(is_whole("compiled", line | change) for change in changed)
+    assert line["key"] in sweep.compiled()
+    text = (sweep.folder / "compiled.jsonl").read_text().splitlines()
+    (sweep.folder / "compiled.jsonl").write_text("\n".join([json.dumps(line | changed[1]), *text[1:], ""]))
+    assert [item.artifact for item in wanted(Sweep(sweep.folder))] == [line["key"]]
+
+
+def test_a_line_that_names_no_kernel_is_in_no_kernels_mean(sweep):
+    _, *kept = lines(sweep, "compiled")
+    unnamed = [{name: line[name] for name in line if name != "kernel"} for line in kept]
+    (sweep.folder / "compiled.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in unnamed))
+    compile_stage = standing(Sweep(sweep.folder))["compile"]
+    assert (compile_stage["done"], compile_stage["left"]) == (len(kept), 1)
+    assert compile_stage["left_s"] > 0
+
+
+def test_a_time_whose_check_was_lost_is_measured_again(sweep):
+    last = next(line for line in reversed(lines(sweep, "measured")) if "check" in line and "timing" in line)
+    kept = [line for line in lines(sweep, "measured") if line["candidate"] != last["candidate"]]
+    unchecked = {name: last[name] for name in last if name != "check"}
+    (sweep.folder / "measured.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [*kept, unchecked]))
+    again = Sweep(sweep.folder)
+    assert last["candidate"] not in again.measured()
+    [task] = tasks(again, again.problems(), "race")
+    assert last["candidate"] in {entrant.key for entrant in task.entrants}
+    assert [winner.record.provenance for winner, _ in winners(again, {})] == ["measured"]
 
 
 @pytest.mark.parametrize("journal", JOURNALS)

@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import os
 import socket
 import threading
 import time
@@ -57,6 +58,12 @@ def guarded(shown):
     """What other machines reach, with a token."""
     with serving(shown, Access(TOKEN, is_loopback=False), "0.0.0.0") as found:
         yield found
+
+
+def test_a_cache_whose_name_is_no_text_is_shown(shown, url):
+    root = os.fsdecode(b"/caches/\xff \xc3\xbc")
+    shown.queue([root], [])
+    assert [os.fsencode(cache["root"]) for cache in status(url)["caches"]] == [os.fsencode(root)]
 
 
 def test_the_status_of_a_service_that_has_just_begun(url):

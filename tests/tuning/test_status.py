@@ -74,6 +74,26 @@ def test_what_failed_is_wrong_or_is_in_quarantine_is_named_with_its_reason(sweep
         assert part in text
 
 
+def test_a_problem_of_which_nothing_compiled_or_nobody_can_win_is_done(sweep: Sweep, status):
+    *aligned, generic = candidates(*THREE[0], sweep.target)
+    for item in aligned:
+        sweep.note("compiled", {"key": item.artifact, "status": "failed", "reason": "tileiras: no"})
+    assert status("--json")["measure"]["done"] == 3
+    sweep.note("compiled", {"key": generic.artifact, "status": "failed", "reason": "tileiras: no"})
+    assert (status("--json")["measure"]["done"], status("--json")["measure"]["left"]) == (3, 0)
+
+
+def test_a_problem_whose_artifacts_are_not_all_tried_is_not_done(sweep: Sweep, status):
+    path = sweep.folder / "compiled.jsonl"
+    kept = path.read_text()
+    path.write_text("".join(kept.splitlines(keepends=True)[1:]))
+    measure_all(Sweep(sweep.folder), RecordedExecutor(), keep_winners)
+    assert status("--json")["measure"]["done"] == 0
+    path.write_text(kept)
+    measure_all(Sweep(sweep.folder), RecordedExecutor(), keep_winners)
+    assert status("--json")["measure"]["done"] == 3
+
+
 def test_a_run_at_work_is_named_with_what_it_has_done(sweep: Sweep, status):
     context = multiprocessing.get_context("fork")
     arguments = (Sweep(sweep.folder), RecordedExecutor(pause_s=0.05), keep_winners)

@@ -90,9 +90,13 @@ def _measure(sweep: Sweep) -> dict[str, Any]:
     """Problems by what is known of their candidates; ``done`` are those of which nothing is left to learn."""
     races = sweep.races()
     strategy = next(reversed(races.values()))["strategy"] if races else "race"
-    settled, problems = Settled(sweep, strategy), sweep.problems()
-    running = [settled.entrants(*named) for named in problems]
-    done = sum(bool(items) and not settled.unsettled(items) for items in running)
+    settled, problems, tried = Settled(sweep, strategy), sweep.problems(), sweep.compiled().keys()
+    whole = [
+        named
+        for named in problems
+        if all(item.is_library or item.artifact in tried for item in sweep.candidates(*named))
+    ]
+    done = sum(not settled.racing(settled.entrants(*named)) for named in whole)
     return {
         "problems": len(problems),
         "done": done,

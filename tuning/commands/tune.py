@@ -8,7 +8,7 @@ import importlib.util
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -138,7 +138,7 @@ def _lacking(outcome: Outcome, sweep: Sweep) -> Iterator[str]:
 
 def _dry_run(request: Request) -> PlanReport:
     """The plan and what it will cost; nothing is written, compiled or measured."""
-    from tuning.compiling import default_jobs, jobs_of
+    from tuning.compiling import default_jobs, jobs_of, settled
     from tuning.estimating import report_on
 
     store = _store(request)
@@ -153,13 +153,13 @@ def _dry_run(request: Request) -> PlanReport:
         name, target, problems = sweep.model, sweep.target, sweep.problems()
     is_here = request.executor == LOCAL
     jobs = jobs_of(request.jobs) if is_here else request.jobs or default_jobs()
-    absent = _absent(target) if is_here else None
+    absent = _absent(target, request.stages) if is_here else None
     if not is_here:
         notes = [*notes, "the cluster was not asked what it has: --jobs and --gpus say what to count on"]
     return report_on(
         name, target, problems, sweep, jobs=jobs, gpus=_gpus(request, absent is None),
-        strategy=request.strategy, root=Path(store.root), notes=[*notes, *([absent] if absent else [])],
-        here=is_here,
+        strategy=request.strategy, root=Path(store.root), notes=[*notes, *([absent] if absent else [])], here=is_here,
+        done=settled(sweep, request.timeout_s) if "compile" in request.stages else None,
     )  # fmt: skip
 
 
@@ -172,12 +172,14 @@ def _gpus(request: Request, at_hand: bool) -> int:
     return len(devices()[: request.gpus])
 
 
-def _absent(target: Target) -> str | None:
-    """Why a whole run cannot measure here, or None where the GPU here is the target."""
+def _absent(target: Target, stages: Sequence[str]) -> str | None:
+    """Why a run cannot measure here, and what comes of it; None where the GPU here is the target."""
     at_hand = here()
     if at_hand is not None and at_hand.key == target.key:
         return None
     found = "no GPU here" if at_hand is None else f"the GPU here is a {at_hand.name}, not a {target.name}"
+    if "measure" in stages and "compile" not in stages:
+        return f"{found}: the measure stage runs on the target alone"
     return f"{found}: the measure stage is left out and the winners are predicted"
 
 
@@ -191,7 +193,7 @@ def _ready(request: Request, sweep: Sweep, outcome: Outcome) -> Iterator[Executo
         if "compile" in request.stages:
             _check_gpus(cluster, sweep.target)
         yield cluster
-    elif "compile" in request.stages and (absent := _absent(sweep.target)):
+    elif "compile" in request.stages and (absent := _absent(sweep.target, request.stages)):
         outcome.notes.append(absent)
         yield None
     else:

@@ -60,7 +60,7 @@ class Failures:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path, self._journal = path, Journal(path, "item")
+        self._path, self._journal = path, Journal(path, "item", is_whole=_is_failure)
 
     def note(self, item: str, reason: str, state: Mapping[str, str], *, passing: bool) -> None:
         """Write a failure down.
@@ -98,9 +98,16 @@ class Failures:
         return str(line.get("reason"))
 
 
+def _is_failure(line: Line) -> bool:
+    """Whether a line holds what is read of it, in the types that it is read in."""
+    is_pause = type(line.get("tries", 0)) is int and type(line.get("again_at", 0)) in (int, float)
+    return is_pause and isinstance(line.get("reason"), str)
+
+
 def _parsed(text: bytes) -> Line | None:
     try:
         line = json.loads(text)
+        json.dumps(line, ensure_ascii=False, allow_nan=False).encode()  # as the status does, which it becomes part of
         return {**line, "problem": parse_problem_key(line["problem"])}
     except (ValueError, RecursionError, TypeError, KeyError, AttributeError, CacheError):  # torn by a kill
         return None

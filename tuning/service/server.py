@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from tilekern.errors import InputError
@@ -45,7 +46,8 @@ class StatusServer:
 
     def __init__(self, board: Board, listening: socket.socket, access: Access) -> None:
         async def status(_: Request) -> Response:
-            return JSONResponse(board.document())
+            # In ASCII: the name of a folder may hold bytes that are no text.
+            return Response(json.dumps(board.document(), allow_nan=False), media_type="application/json")
 
         async def page(_: Request) -> Response:
             return HTMLResponse(PAGE)
