@@ -78,7 +78,7 @@ def measure_sample(folder: Path, count: int) -> Results:
     start_server()
     sweep = Sweep(folder)
     with tempfile.TemporaryDirectory() as other:
-        drawn = _sample(wanted(_again(sweep, Path(other))), count)
+        drawn = _sample(wanted(sweep.again(Path(other))), count)
     if not drawn:
         raise InputError(f"nothing is planned in {folder} that is compiled; run the plan stage first")
     sample = [item.artifact for item in drawn]
@@ -142,19 +142,12 @@ def _compiler_s(items: Iterable[Candidate], target: Target) -> float:
     )
 
 
-def _again(sweep: Sweep, folder: Path) -> Sweep:
-    """A sweep of the same plan in which nothing is compiled."""
-    again = Sweep(folder)
-    again.begin(sweep.target, sweep.model, sweep.problems())
-    return again
-
-
 def _made(
     sweep: Sweep, jobs: int, only: Collection[str] | None = None
 ) -> tuple[CompileSummary, dict[str, dict[str, Any]]]:
     """What compiling a sweep's candidates in an empty folder took, and the lines of those that compile."""
     with tempfile.TemporaryDirectory() as folder:
-        again = _again(sweep, Path(folder))
+        again = sweep.again(Path(folder))
         done = compile_all(again, jobs, only=only)
         return done, {key: line for key, line in again.compiled().items() if line["status"] == "ok"}
 

@@ -154,6 +154,16 @@ class Sweep:
         except OSError as error:
             raise InputError(f"cannot write the sweep folder {self.folder}: {error.strerror}") from None
 
+    def again(self, folder: Path) -> Sweep:
+        """A sweep of the same plan in another folder, of which nothing is done.
+
+        Raises:
+            InputError: as of :meth:`begin`.
+        """
+        sweep = Sweep(folder)
+        sweep.begin(self.target, self.model, self.problems(), self._plan.read().limits)
+        return sweep
+
     @property
     def target(self) -> Target:
         """The target that the sweep is for."""

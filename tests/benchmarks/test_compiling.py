@@ -4,6 +4,7 @@ import pytest
 
 from benchmarks.compiling import measure_sample
 from tilekern.errors import InputError
+from tilekern.kernels import spec_named
 from tilekern.targets import resolve
 from tilekern.toolchain import toolkit
 from tuning.compiling import default_jobs, wanted
@@ -15,8 +16,13 @@ TARGET = resolve("H200")
 
 
 def planned(folder, problems):
+    """A sweep whose plan limits each problem to a few configs."""
+    limits = {
+        (kernel, problem): list(spec_named(kernel).space.candidates(problem, TARGET))[:5]
+        for kernel, problem in problems
+    }
     sweep = Sweep(folder)
-    sweep.begin(TARGET, "qwen3-0.6b", problems)
+    sweep.begin(TARGET, "qwen3-0.6b", problems, limits)
     return sweep
 
 
