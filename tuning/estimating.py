@@ -21,6 +21,7 @@ from tilekern.spec import Config, KernelSpec, Problem
 from tilekern.targets import Target
 from tuning.compiling import work_s
 from tuning.measuring import Settled, entrants
+from tuning.planned import Limits
 from tuning.service.cost import roofline_s
 from tuning.strategies.exhaustive import LEAST_ROUNDS, LONGEST_US, ROUNDS
 from tuning.sweep import Candidate, Sweep, candidates
@@ -68,11 +69,11 @@ _ENOUGH = 5
 class Count:
     """One problem of a plan in numbers.
 
-    ``bucketed`` are the dimensions of which another size may serve. ``space`` are all points of its axes and
-    ``ruled_out`` those that a constraint forbids, by reason; ``candidates`` are what is left, with the spec's default
-    config and the generic variant. ``artifacts`` are those that no problem before it has, ``compiled`` the ones of them
-    that the sweep folder knows, ``settled`` the candidates that it needs to measure no more, and ``to_measure`` those
-    that it does.
+    ``bucketed`` are the dimensions of which another size may serve. ``space`` are all points of its axes, or the
+    configs that the plan limits it to, and ``ruled_out`` those that a constraint forbids, by reason; ``candidates`` are
+    what is left, with the spec's default config and the generic variant. ``artifacts`` are those that no problem before
+    it has, ``compiled`` the ones of them that the sweep folder knows, ``settled`` the candidates that it needs to
+    measure no more, and ``to_measure`` those that it does.
     """
 
     kernel: str
@@ -142,7 +143,8 @@ class PlanReport:
 
 def report_on(
     model: str, target: Target, problems: Sequence[tuple[str, Problem]], sweep: Sweep, *, jobs: int, gpus: int,
-    strategy: str, root: Path, done: Collection[str] | None = None, notes: Sequence[str] = (), here: bool = True,
+    strategy: str, root: Path, done: Collection[str] | None = None, limits: Limits | None = None,
+    notes: Sequence[str] = (), here: bool = True,
 ) -> PlanReport:  # fmt: skip
     """Count a plan and estimate its time.
 
@@ -156,10 +158,11 @@ def report_on(
         strategy: how candidates are to be timed.
         root: the cache whose earlier sweeps say how long things take here.
         done: keys of the artifacts that are not compiled again (:func:`count`).
+        limits: the configs to try of a problem; the whole space of one that is not named.
         notes: what else a person should know.
         here: whether it is this host that compiles.
     """
-    counts = count(problems, target, sweep, strategy, done)
+    counts = count(problems, target, sweep, strategy, done, limits)
     sweeps = earlier_sweeps(root, sweep)
     return PlanReport(
         model, target, sweep.folder, counts, estimate_compile(counts, jobs, sweeps, here=here),
@@ -169,7 +172,7 @@ def report_on(
 
 def count(
     problems: Iterable[tuple[str, Problem]], target: Target, sweep: Sweep, strategy: str,
-    done: Collection[str] | None = None,
+    done: Collection[str] | None = None, limits: Limits | None = None,
 ) -> list[Count]:  # fmt: skip
     """Each problem of a plan in numbers; the sweep folder need not exist.
 
@@ -179,6 +182,7 @@ def count(
         sweep: the sweep whose journals are read.
         strategy: how candidates are to be timed.
         done: keys of the artifacts that are not compiled again; all that were tried and are there where None.
+        limits: the configs to try of a problem; the whole space of one that is not named.
     """
     compiled, settled, quarantined = sweep.compiled(), Settled(sweep, strategy), sweep.quarantined()
     done = compiled.keys() - sweep.lost() if done is None else done
@@ -186,7 +190,8 @@ def count(
     seen: set[str] = set()
     found = []
     for kernel, problem in problems:
-        spec, items = spec_named(kernel), candidates(kernel, problem, target)
+        spec, limit = spec_named(kernel), (limits or {}).get((kernel, problem))
+        items = candidates(kernel, problem, target, limit)
         artifacts = {item.artifact for item in items if not item.is_library} - seen
         seen |= artifacts
         running = entrants(kernel, problem, target, compiled, quarantined, items)
@@ -196,7 +201,7 @@ def count(
             for item in items
             if not (item.is_library or item.artifact in usable or item.artifact in done)
         }
-        ruled_out = _ruled_out(spec, problem, target)
+        ruled_out = _ruled_out(spec, problem, target) if limit is None else Counter({"": len(limit)})
         found.append(
             Count(
                 kernel=kernel,

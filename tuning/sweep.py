@@ -161,7 +161,7 @@ class Sweep:
             InputError: as of :meth:`begin`.
         """
         sweep = Sweep(folder)
-        sweep.begin(self.target, self.model, self.problems(), self._plan.read().limits)
+        sweep.begin(self.target, self.model, self.problems(), self.limits)
         return sweep
 
     @property
@@ -193,9 +193,9 @@ class Sweep:
         return self._plan.problems()
 
     @property
-    def limited(self) -> bool:
-        """Whether the plan limits problems to some configs."""
-        return bool(self._plan.read().limits)
+    def limits(self) -> Limits:
+        """The configs to try of the problems that the plan limits."""
+        return self._plan.read().limits
 
     def candidates(self, kernel: str, problem: Problem) -> list[Candidate]:
         """The candidates of a problem, as the plan limits them (:func:`candidates`); each stage asks for them anew."""

@@ -15,6 +15,7 @@ from tilekern.spec import Problem
 from tilekern.targets import Target
 from tuning import cli
 from tuning.commands import tune
+from tuning.commands.status import standing
 from tuning.compiling import compile_all, default_jobs, jobs_of, wanted
 from tuning.estimating import (
     CANDIDATE_S,
@@ -219,6 +220,21 @@ def test_a_dry_run_of_a_planned_sweep_counts_what_it_holds(compiled_sweep: Sweep
     assert found["model"] == "test"
     assert found["notes"] == ["no GPU here: the measure stage runs on the target alone"]
     assert files(compiled_sweep.folder) == before
+
+
+def test_a_plan_that_is_limited_to_some_configs_is_counted_so(compiled_sweep: Sweep, tmp_path: Path, capsys):
+    kernel, problem = compiled_sweep.problems()[0]
+    configs = [item.config for item in compiled_sweep.candidates(kernel, problem)][1:4]
+    limited = Sweep(tmp_path / "sweep")
+    limited.begin(compiled_sweep.target, "test", [(kernel, problem)], {(kernel, problem): configs})
+    artifacts = {item.artifact for item in limited.candidates(kernel, problem) if not item.is_library}
+    arguments = ("--stages", "compile", "--sweep", str(limited.folder), "--cache-dir", str(tmp_path), "--json")
+    totals = json.loads(dry_run(capsys, *arguments))["totals"]
+    assert (totals["space"], totals["ruled_out"], totals["candidates"]) == (3, 0, 4), "and the generic variant"
+    assert totals["artifacts"] == len(artifacts)
+    stages = standing(limited)
+    assert stages["compile"]["artifacts"] == stages["compile"]["left"] == len(artifacts)
+    assert min(stage["left_s"] for stage in (stages["compile"], stages["measure"])) > 0
 
 
 def test_a_dry_run_refuses_what_the_run_would(compiled_sweep: Sweep, capsys):

@@ -32,8 +32,7 @@ def command(folder: Path, as_json: bool) -> None:
 def standing(sweep: Sweep) -> dict[str, Any]:
     """Where a sweep stands, as ``--json`` prints it; ages and times in seconds.
 
-    ``left_s`` is an estimate of what a stage still takes, on this machine's cores and on one GPU; None where a plan of
-    some configs alone is too small to tell.
+    ``left_s`` is an estimate of what a stage still takes, on this machine's cores and on one GPU.
 
     Raises:
         InputError: the folder is no sweep.
@@ -60,15 +59,14 @@ def standing(sweep: Sweep) -> dict[str, Any]:
 def _estimate(sweep: Sweep, stages: dict[str, dict[str, Any]]) -> None:
     """Put ``left_s`` into the stages."""
     counts = []
-    if not sweep.limited and any(stage["left"] for stage in stages.values()):
-        counts = count(sweep.problems(), sweep.target, sweep, stages["measure"]["strategy"])
+    if any(stage["left"] for stage in stages.values()):
+        counts = count(sweep.problems(), sweep.target, sweep, stages["measure"]["strategy"], limits=sweep.limits)
     estimates = {
         "compile": estimate_compile(counts, default_jobs(), [sweep]),
         "measure": estimate_measure(counts, sweep.target, 1, [sweep], stages["measure"]["strategy"]),
     }
     for name, stage in stages.items():
-        known = None if sweep.limited else round(estimates[name].seconds, 1)
-        stage["left_s"] = known if stage["left"] else 0.0
+        stage["left_s"] = round(estimates[name].seconds, 1) if stage["left"] else 0.0
 
 
 def _compile(sweep: Sweep) -> dict[str, Any]:

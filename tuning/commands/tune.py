@@ -147,10 +147,10 @@ def _dry_run(request: Request) -> PlanReport:
         sweep = _sweep(request, store, target)
         if sweep.folder.joinpath("sweep.json").exists() and sweep.target.key != target.key:
             raise InputError(f"{sweep.folder} holds a sweep for {sweep.target.name}, not {target.name}; give another")
-        name = model.name
+        name, limits = model.name, None
     else:
         sweep, notes = _given(request), []
-        name, target, problems = sweep.model, sweep.target, sweep.problems()
+        name, target, problems, limits = sweep.model, sweep.target, sweep.problems(), sweep.limits
     is_here = request.executor == LOCAL
     jobs = jobs_of(request.jobs) if is_here else request.jobs or default_jobs()
     absent = _absent(target, request.stages) if is_here else None
@@ -159,7 +159,7 @@ def _dry_run(request: Request) -> PlanReport:
     return report_on(
         name, target, problems, sweep, jobs=jobs, gpus=_gpus(request, absent is None),
         strategy=request.strategy, root=Path(store.root), notes=[*notes, *([absent] if absent else [])], here=is_here,
-        done=settled(sweep, request.timeout_s) if "compile" in request.stages else None,
+        done=settled(sweep, request.timeout_s) if "compile" in request.stages else None, limits=limits,
     )  # fmt: skip
 
 
