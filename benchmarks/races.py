@@ -29,12 +29,13 @@ from tilekern.kernels import spec_named
 from tilekern.spec import Problem
 from tuning.bench import Bench
 from tuning.gpu import check_gpu, serve_any_size
+from tuning.lines import COPY
 from tuning.measuring import entrants
 from tuning.predicting import ranking
 from tuning.strategies import WON, Lineup, Runner, exhaustive, race
 from tuning.strategies.runner import GpuRunner
 from tuning.sweep import Sweep
-from tuning.tasks import COPY, Entrant, Task
+from tuning.tasks import Entrant, Task
 from tuning.timing import Stopwatch, Timing
 
 BENCHMARK = "races"

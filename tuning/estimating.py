@@ -20,12 +20,12 @@ from tilekern.kernels import spec_named
 from tilekern.spec import Config, KernelSpec, Problem
 from tilekern.targets import Target
 from tuning.compiling import work_s
+from tuning.lines import is_copy
 from tuning.measuring import Settled, entrants
 from tuning.planned import Limits
 from tuning.service.cost import roofline_s
 from tuning.strategies.exhaustive import LEAST_ROUNDS, LONGEST_US, ROUNDS
 from tuning.sweep import Candidate, Sweep, candidates
-from tuning.tasks import COPY
 
 # Core-seconds an artifact: means over samples of Qwen3-8B's artifacts for the H200 and the B200, tileiras 13.4, on one
 # core of an AMD EPYC. ``OTHER_S`` is their mean, for kernels that are not among them.
@@ -316,7 +316,7 @@ def _measured_before(target: Target, sweeps: Sequence[Sweep], strategy: str) -> 
         if any(race["strategy"] != strategy for race in sweep.races().values()):
             continue
         seconds = sum(run["seconds"] for run in sweep.runs() if run["stage"] == "measure")
-        keys = [key for key in sweep.measured() if not key.startswith(f"{COPY}|")]
+        keys = [key for key in sweep.measured() if not is_copy(key)]
         if seconds and keys:
             took += seconds
             work += _measure_s(len({key.rsplit("|", 3)[0] for key in keys}), len(keys))

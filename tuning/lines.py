@@ -7,8 +7,11 @@ from collections.abc import Callable, Mapping
 from types import FunctionType, NoneType
 from typing import Any
 
+from tilekern.spec import Problem
 from tuning.machine_code import MachineCode
 
+# The race's name for the copy of as many bytes as the problem must move.
+COPY = "copy"
 _NUMBER = (int, float)
 
 
@@ -54,6 +57,16 @@ _FORMS: Mapping[str, Mapping[str, Any]] = {
         "run": str, "stage": str, "host": str, "process": int, "started": str, "seconds": _NUMBER, "ended": bool,
     },
 }  # fmt: skip
+
+
+def copy_key(kernel: str, problem: Problem) -> str:
+    """The journal's name for the copy of as many bytes as a problem must move."""
+    return f"{COPY}|{kernel}|{problem.key}"
+
+
+def is_copy(key: str) -> bool:
+    """Whether a journal's line of that key is about a copy, and no candidate."""
+    return key.startswith(f"{COPY}|")
 
 
 def is_whole(journal: str, line: Mapping[str, Any]) -> bool:

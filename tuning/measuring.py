@@ -14,11 +14,12 @@ from tilekern.targets import Target
 from tuning.executors import FINISHED, Executor
 from tuning.journal import Line
 from tuning.libraries import of_gpu
+from tuning.lines import copy_key, is_copy
 from tuning.predicting import ranking
 from tuning.process import TOOK
 from tuning.strategies.selection import ranked
 from tuning.sweep import LIBRARY_LINE, Candidate, Sweep, candidates
-from tuning.tasks import COPY, Entrant, Task, copy_key
+from tuning.tasks import Entrant, Task
 from tuning.verifying import Check
 
 # How many that were timed before race again against those that were not, so that one clock judges them.
@@ -65,7 +66,7 @@ def measure_all(
                     progress(done, len(named))
     measured = sweep.measured()
     return MeasureSummary(
-        timed=sum("timing" in line for key, line in measured.items() if not key.startswith(f"{COPY}|")),
+        timed=sum("timing" in line for key, line in measured.items() if not is_copy(key)),
         wrong=sum(not _passed(line) for line in measured.values()),
         quarantined=len(sweep.quarantined()),
         seconds=time.perf_counter() - started,

@@ -26,8 +26,9 @@ from typing import Any
 from tilekern.errors import InputError
 from tilekern.kernels import spec_named
 from tuning import disposable
+from tuning.lines import COPY, copy_key
 from tuning.steps import CUDA, QUEUE, START, Steps
-from tuning.tasks import COPY, Task, copy_key
+from tuning.tasks import Task
 from tuning.verifying import Check
 from tuning.worker import CHECKED, DONE, DOUBT, FAULT, RACING, READY, TIMED, serve
 

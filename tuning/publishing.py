@@ -12,11 +12,11 @@ from tilekern.records import record_of
 from tilekern.spec import ALIGNED, GENERIC, Problem
 from tilekern.targets import Target
 from tuning.journal import Line
+from tuning.lines import copy_key
 from tuning.measuring import identity
 from tuning.predicting import Prediction, ranking
 from tuning.strategies.selection import ranked
 from tuning.sweep import LIBRARY_LINE, Candidate, Sweep, candidate
-from tuning.tasks import copy_key
 
 MOST_RUNNERS_UP = 3
 

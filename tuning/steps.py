@@ -8,7 +8,8 @@ from __future__ import annotations
 import ctypes
 from multiprocessing.context import BaseContext
 
-from tuning.tasks import COPY, Task
+from tuning.lines import COPY
+from tuning.tasks import Task
 
 # Steps that are no candidate's: the start of the process, of CUDA, making inputs and references, deciding who runs,
 # queueing the launches of a round.

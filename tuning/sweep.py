@@ -37,7 +37,7 @@ from tilekern.targets import KNOWN, Target
 from tilekern.toolchain import assumptions
 from tuning.holding import Holder
 from tuning.journal import Journal, Line
-from tuning.lines import is_whole
+from tuning.lines import is_copy, is_whole
 from tuning.planned import Limits, Named, PlanFile
 
 # Stands for the journal's line of an artifact where a library runs a candidate.
@@ -231,7 +231,7 @@ class Sweep:
         found = {}
         for key, line in self._journals["measured"].latest().items():
             code = line.get("code_sha256")
-            if "check" not in line and not _is_copy(key):
+            if "check" not in line and not is_copy(key):
                 continue
             if code is not None and codes.get(_artifact_of(key), code) != code:
                 continue
@@ -358,11 +358,6 @@ def _with_time(before: Line, line: Line) -> Line:
 
 def _artifact_of(candidate_key: str) -> str:
     return candidate_key.rpartition("|")[2]
-
-
-def _is_copy(key: str) -> bool:
-    """Whether a line of that key is about the copy of as many bytes, which names its problem last and no artifact."""
-    return "=" in _artifact_of(key)
 
 
 def _toolkit_key(line: Line) -> Any:

@@ -11,14 +11,6 @@ from tilekern.targets import Target
 from tuning.sweep import Candidate
 from tuning.verifying import Check
 
-# The race's name for the copy of as many bytes as the problem must move.
-COPY = "copy"
-
-
-def copy_key(kernel: str, problem: Problem) -> str:
-    """The journal's name for the copy of as many bytes as a problem must move."""
-    return f"{COPY}|{kernel}|{problem.key}"
-
 
 @dataclass(frozen=True)
 class Entrant:

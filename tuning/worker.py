@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, TypeVar
 from tuning import disposable
 from tuning.bench import Bench, to_confirm
 from tuning.gpu import serve_any_size
+from tuning.lines import COPY
 from tuning.steps import CUDA, INPUTS, QUEUE, STRATEGY, Steps
 from tuning.strategies import Lineup, Runner, strategy_named
 from tuning.strategies.runner import GpuRunner
-from tuning.tasks import COPY, Entrant, Task
+from tuning.tasks import Entrant, Task
 from tuning.timing import Launch, Stopwatch
 from tuning.verifying import Check
 

@@ -14,11 +14,11 @@ from tilekern.targets import here
 from tuning.compiling import compile_all, default_jobs, start_server
 from tuning.executors.local import LocalExecutor
 from tuning.journal import Journal
+from tuning.lines import is_copy
 from tuning.measuring import measure_all, tasks
 from tuning.publishing import keep_winners
 from tuning.quarantine import shared
 from tuning.sweep import Sweep
-from tuning.tasks import COPY
 
 SMALL, HUGE = (faulty.SPEC.problem(rows=rows, columns=4096, dtype="float32") for rows in (4096, 1 << 25))
 GOOD = [faulty.config("none", tile_n, occupancy) for tile_n in (512, 1024, 2048, 4096) for occupancy in (2, 4)]
@@ -63,7 +63,7 @@ def measured(sweep, root, launch_timeout_s):
     with LocalExecutor(sweep.cache, 1, launch_timeout_s) as local, shared(sweep, root):
         executor = Watched(local)
         summary = measure_all(sweep, executor, keep_winners, STRATEGY)
-    lines = {key: line for key, line in sweep.measured().items() if not key.startswith(f"{COPY}|")}
+    lines = {key: line for key, line in sweep.measured().items() if not is_copy(key)}
     return {
         "seconds": summary.seconds,
         "came": executor.came,

@@ -9,9 +9,9 @@ import torch
 
 from tilekern.targets import here
 from tuning.gpu import load_code
+from tuning.lines import COPY
 from tuning.strategies import WON, Lineup, strategy_named
 from tuning.strategies.runner import GpuRunner
-from tuning.tasks import COPY
 from tuning.timing import Stopwatch, rewriting
 
 MIB = 1 << 20

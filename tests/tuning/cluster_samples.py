@@ -10,8 +10,8 @@ from recorded import COPY_US, GPU, RecordedExecutor
 from tilekern.cache import Store
 from tuning import disposable, process
 from tuning.executors.node import GpuNode, check_node
+from tuning.lines import COPY
 from tuning.steps import CUDA, INPUTS, STRATEGY
-from tuning.tasks import COPY
 from tuning.timing import Timing
 from tuning.worker import CHECKED, DONE, RACING, READY, TIMED
 

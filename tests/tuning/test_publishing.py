@@ -9,10 +9,10 @@ from tuning_samples import SMALL
 from tilekern.cache import FolderLayer, PackLayer, Store, lookup
 from tilekern.kernels import spec_named
 from tilekern.source import digest_of_module
+from tuning.lines import copy_key
 from tuning.measuring import entrants, identity
 from tuning.publishing import publish, winners
 from tuning.sweep import Sweep, candidates
-from tuning.tasks import copy_key
 
 TOOLKIT = {"key": "tileiras-1-cuda_tile-1", "tileiras": "1", "cuda_tile": "1"}
 RIGHT = {"passed": True, "relative_error": 1e-7, "elementwise_error": 1e-7}

@@ -4,9 +4,9 @@ import itertools
 
 from race_samples import winner
 
+from tuning.lines import COPY
 from tuning.strategies import Lineup, race, tpe
 from tuning.strategies.replay import Noise, ReplayRunner
-from tuning.tasks import COPY
 
 AXES = {"tile": [16, 32, 64, 128, 256], "stages": [1, 2, 3, 4, 5, 6], "schedule": ["block", "persistent"],
         "tma": [True, False], "latency": [None, 2, 4]}  # fmt: skip
