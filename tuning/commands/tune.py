@@ -71,8 +71,8 @@ def command(*, dry_run: bool, as_json: bool, **given: Any) -> None:
     """Tune the kernels of MODEL for a GPU and fill the cache.
 
     MODEL is a preset (qwen3-8b), the path of a config.json or of a folder with one, or a hub id. With --stages
-    measure alone it is taken from the sweep folder, and the GPU must be here; else the measure stage is left out
-    without one, and the winners are predicted. A run that was stopped goes on where it was. Lists have commas between.
+    measure alone it is taken from the sweep folder, and the GPU must be here. Else, without a GPU, the measure stage is
+    left out and the winners are predicted. A run that was stopped goes on where it was. Lists have commas between.
     """
     request = Request.of(given)
     strategy_named(request.strategy)
