@@ -16,7 +16,6 @@ from benchmarks.environment import facts
 from benchmarks.providers import OURS
 from benchmarks.results import Results, Row
 from tilekern.errors import InputError
-from tilekern.spec import ModelShape
 from tilekern.targets import Target, resolve
 from tilekern.toolchain import compile_candidate
 from tuning.compile_order import lowered_as
@@ -42,7 +41,11 @@ def measure(model: str, gpu: str, *, alone: bool = False) -> Results:
     target, shape = resolve(gpu), resolve_model(model)
     results = Results(facts(gpu=target.name))
     jobs = default_jobs()
-    done = _compiled(target, shape, jobs)
+    with tempfile.TemporaryDirectory() as folder:
+        sweep = Sweep(Path(folder))
+        sweep.begin(target, shape.name, plan(shape, TOKENS, ["bfloat16"], OPS, target))
+        done, _ = _made(sweep, jobs)
+        alone_s = _made(sweep, 1)[0].seconds if alone else None
     case = f"{shape.name}, {', '.join(map(str, TOKENS))} tokens"
     figures = {
         "distinct_candidates": (done.distinct, "1"),
@@ -51,8 +54,7 @@ def measure(model: str, gpu: str, *, alone: bool = False) -> Results:
         "tileiras_share": (round(done.tileiras_share, 4), "1"),
         "jobs": (jobs, "1"),
     }
-    if alone:
-        alone_s = _compiled(target, shape, 1).seconds
+    if alone_s is not None:
         figures |= {"seconds_alone": (round(alone_s, 2), "s")}
         figures |= {"share_of_linear": (round(alone_s / (jobs * done.seconds), 4), "1")}
     results.rows.extend(Row("compile", case, OURS, metric, value, unit) for metric, (value, unit) in figures.items())
@@ -150,11 +152,3 @@ def _made(
         again = sweep.again(Path(folder))
         done = compile_all(again, jobs, only=only)
         return done, {key: line for key, line in again.compiled().items() if line["status"] == "ok"}
-
-
-def _compiled(target: Target, shape: ModelShape, jobs: int) -> CompileSummary:
-    """What compiling everything in an empty folder took."""
-    with tempfile.TemporaryDirectory() as folder:
-        sweep = Sweep(Path(folder))
-        sweep.begin(target, shape.name, plan(shape, TOKENS, ["bfloat16"], OPS, target))
-        return compile_all(sweep, jobs)

@@ -14,7 +14,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -72,8 +72,8 @@ def measure(job: Job, providers: Sequence[str], keep: Keep, say: Say) -> tuple[R
             notes.append(f"{provider} left out: it is not installed")
             continue
         say(f"{name}: {', '.join(map(str, job.tokens))} tokens")
-        lines = list(_lines(replace(job, provider=provider, profile=job.profile and provider == OURS), notes))
-        lines = list(with_a_loss(lines, name, job, notes))
+        said = _lines(replace(job, provider=provider, profile=job.profile and provider == OURS), notes)
+        lines = list(with_a_loss(said, name, job, notes))
         figures.rows.extend(row for line in lines for row in rows_of(line, name, job))
         profile.rows.extend(profile_rows(lines, name, job))
         keep(figures, profile)
@@ -96,7 +96,7 @@ def label(job: Job, tokens: int) -> str:
     return said + (", checkpointing" if job.checkpointing else "")
 
 
-def with_a_loss(lines: Sequence[Line], name: str, job: Job, notes: list[str]) -> Iterator[Line]:
+def with_a_loss(lines: Iterable[Line], name: str, job: Job, notes: list[str]) -> Iterator[Line]:
     """The lines but for lengths whose loss is no number, which are noted: the figures of a broken step mean nothing."""
     for line in lines:
         if line["kind"] == "length" and not math.isfinite(line["loss"]):
