@@ -278,6 +278,20 @@ def test_the_command_writes_all_three_or_those_that_are_asked_for(sweep: Sweep, 
     assert not list(other.folder.glob("report.*"))
 
 
+def test_a_form_goes_to_standard_output_where_the_file_is_a_dash(sweep: Sweep, tmp_path: Path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    page = tmp_path / "page.json"
+    assert run(sweep.folder, "--csv", "-", "--json", page) == 0
+    said = capsys.readouterr()
+    assert said.out == as_csv(report_of(sweep))
+    assert said.err == f"{page}\n"
+    assert not (tmp_path / "-").exists()
+    assert run(sweep.folder, "--csv", "-", "--json", "-") == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "standard output takes one form" in said.err
+
+
 def test_without_bokeh_the_extra_is_named_and_the_rest_is_written(sweep: Sweep, monkeypatch, tmp_path: Path, capsys):
     monkeypatch.setitem(sys.modules, "bokeh", None)  # importing it fails, as where it is not installed
     assert run(sweep.folder) == 2

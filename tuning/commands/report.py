@@ -6,9 +6,11 @@ from pathlib import Path
 
 import click
 
+from tilekern.errors import InputError
 from tuning.sweep import Sweep
 
-_FILE = click.Path(dir_okay=False, path_type=Path)
+_FILE = click.Path(dir_okay=False, allow_dash=True, path_type=Path)
+_STDOUT = Path("-")
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -20,7 +22,7 @@ def command(folder: Path, html_file: Path | None, csv_file: Path | None, json_fi
     """Write the report on the sweep in DIR, whatever stage it is in.
 
     The page is one file that opens from disk with no network. Without options DIR/report.html, report.csv and
-    report.json are written; with some, those files alone.
+    report.json are written; with some, those files alone. The file "-" is standard output.
     """
     from tuning.html_report import as_csv, as_html, as_json, report_of, write_report, write_text
 
@@ -30,6 +32,13 @@ def command(folder: Path, html_file: Path | None, csv_file: Path | None, json_fi
     else:
         report = report_of(sweep)
         asked = ((csv_file, as_csv), (json_file, as_json), (html_file, as_html))
-        written = [write_text(path, form(report)) for path, form in asked if path]
+        if [path for path, _ in asked].count(_STDOUT) > 1:
+            raise InputError("standard output takes one form of the report; give the others files")
+        written = []
+        for path, form in asked:
+            if path == _STDOUT:
+                click.echo(form(report), nl=False)
+            elif path:
+                written.append(write_text(path, form(report)))
     for path in written:
-        click.echo(path)
+        click.echo(path, err=_STDOUT in (html_file, csv_file, json_file))
