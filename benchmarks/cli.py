@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
@@ -17,9 +18,23 @@ from tilekern.errors import InputError
 from tuning.models import resolve_model
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+
+def _folder(path: Path | None) -> Path | None:
+    """The folder of ``--out``, refused before anything is measured where nothing could be written into it."""
+    there = path
+    while there and not there.exists():
+        there = there.parent
+    if there and not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+        raise InputError(f"--out {path} cannot be written: {there} is no folder that this user can write to")
+    return path
+
+
 Out = Annotated[
-    Path | None, typer.Option("--out", help="Folder for the JSON file; default benchmarks/results/<gpu key>.")
+    Path | None,
+    typer.Option("--out", callback=_folder, help="Folder for the JSON file; default benchmarks/results/<gpu key>."),
 ]
+CpuOut = Annotated[Path, typer.Option("--out", callback=_folder, help="Folder for the JSON file.")]
 Name = Annotated[str | None, typer.Option("--name", help="Name of the JSON file, without its ending.")]
 Tuned = Annotated[str, typer.Option("--model", help="Model to tune.")]
 TunedTokens = Annotated[str, typer.Option("--tokens", help="Tokens of a step, by commas.")]
@@ -244,7 +259,7 @@ def cache(
     kills: Annotated[int, typer.Option(min=1, help="Processes to kill in the middle of a call.")] = 500,
     mutations: Annotated[int, typer.Option(min=1, help="Random changes of records, blobs and packs.")] = 1_000_000,
     only: Annotated[str, typer.Option(help="load, kills, errors, mutations, by commas; default all.")] = "",
-    out: Annotated[Path, typer.Option("--out", help="Folder for the JSON file.")] = RESULTS / "cpu",
+    out: CpuOut = RESULTS / "cpu",
     name: Name = None,
 ) -> None:
     """The cache under load, kills, failing calls and mutations: what was done, and wrong answers; needs no GPU."""
@@ -258,7 +273,7 @@ def cache(
 @app.command("cache-scale")
 def cache_scale(
     records: Annotated[int, typer.Option(min=1000, help="Records of the large cache.")] = 100_000,
-    out: Annotated[Path, typer.Option("--out", help="Folder for the JSON file.")] = RESULTS / "cpu",
+    out: CpuOut = RESULTS / "cpu",
     name: Name = None,
 ) -> None:
     """Listing, lookups, verify and start-up on a cache of many records; needs no GPU."""

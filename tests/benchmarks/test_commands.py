@@ -37,6 +37,17 @@ def test_bad_input_is_one_line(tmp_path, capsys):
     assert capsys.readouterr().err.count("error: ") == 3
 
 
+@pytest.mark.parametrize("command", ["train qwen3-8b --device cpu", "cache --only errors", "compile --gpu H200"])
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_runs(command, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("benchmarks.cli.write_results", lambda *_: pytest.fail("something was measured"))
+    (tmp_path / "file").touch()
+    assert main([*command.split(), "--out", str(tmp_path / "file" / "deeper")]) == 2
+    said = capsys.readouterr()
+    assert said.err.count("\n") == 1
+    assert f"{tmp_path / 'file'} is no folder that this user can write to" in said.err
+    assert said.out == ""
+
+
 def test_a_whole_tune_takes_no_sweep_that_is_there(tmp_path):
     with pytest.raises(InputError, match="is there already"):
         whole_tune.measure("qwen3-8b", "2048", tmp_path)
