@@ -7,7 +7,7 @@ import torch
 from op_samples import OPS, assert_near, expected, inputs_of, laid_out
 
 from tilekern import dispatch
-from tilekern.ops import rms_norm, swiglu
+from tilekern.ops import attention, linear_cross_entropy, rms_norm, swiglu
 
 EPS = 1e-6
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2}
@@ -66,6 +66,40 @@ def test_a_view_that_starts_one_element_late_uses_the_generic_cubin(variants):
 
 
 @pytest.mark.slow
+def expanded_and_plain(*inputs):
+    """Each given as ``(tensor, shape)``: leaves expanded to their shapes, and leaves that hold the same in memory."""
+    views = [x.expand(shape) for x, shape in inputs]
+    return [view.detach().requires_grad_() for view in views], [view.clone().requires_grad_() for view in views]
+
+
+def assert_equal_results_and_gradients(run, counted, expanded, plain):
+    """``run`` gives the same bits for the tensors ``expanded`` as for ``plain``, all by kernels."""
+    found = []
+    for leaves in (expanded, plain):
+        result = run(*leaves)
+        found.append([result, *torch.autograd.grad(result.sum(), leaves)])
+    assert all(map(torch.equal, *found))
+    for kernel in counted:
+        assert dispatch.counters(kernel).launches > 0
+        assert dispatch.counters(kernel).fallbacks == 0
+
+
+def test_attention_takes_expanded_inputs_and_slopes():
+    q, kv = (torch.randn(2, 300, heads, 128, device="cuda", dtype=torch.bfloat16) for heads in (4, 1))
+    inputs = expanded_and_plain((q[:, :1], (2, 300, 4, 128)), (kv, (2, 300, 2, 128)), (kv + 1, (2, 300, 2, 128)))
+    kernels = ("attention_forward", "attention_backward")
+    assert_equal_results_and_gradients(lambda q, k, v: attention(q, k, v).sum(2), kernels, *inputs)
+
+
+def test_linear_cross_entropy_takes_expanded_inputs():
+    x = torch.randn(1, 256, device="cuda", dtype=torch.bfloat16)
+    weight = torch.randn(1000, 1, device="cuda", dtype=torch.bfloat16)
+    target = torch.tensor([3], device="cuda").expand(64)
+    inputs = expanded_and_plain((x, (64, 256)), (weight, (1000, 256)))
+    run = lambda x, weight: linear_cross_entropy(x, weight, target)  # noqa: E731 (as the test above has it)
+    assert_equal_results_and_gradients(run, ("cross_entropy_fused",), *inputs)
+
+
 def test_rms_norm_of_more_than_two_to_the_31_elements():
     needs_memory(14)
     x = large(300_000, 8192)
