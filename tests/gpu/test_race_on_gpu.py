@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tilekern.targets import here
+from tuning import timing
 from tuning.gpu import load_code
 from tuning.lines import COPY
 from tuning.strategies import WON, Lineup, strategy_named
@@ -58,18 +59,34 @@ def test_a_sample_is_the_launch_and_what_is_spent_has_the_flush(watch):
     assert events.spent_us > events.time_us + 5
 
 
+def held_up():
+    """``resting(100)`` after a moment of the host's, which is longer than what lies queued before a round's first."""
+    time.sleep(2e-4)
+    resting(100)()
+
+
+def over_its_neighbour(watch):
+    """How many times as long as the launch after it a held-up one seems to take where nothing foretells it.
+
+    The two are of one round: the clocks of another may differ by a quarter, as they do after heavy work.
+    """
+    ratios = []
+    for _ in range(9):
+        watch.round([resting(100)] * 3)
+        surprise, rest = watch.round([held_up, resting(100)])
+        ratios.append(surprise / rest)
+    return statistics.median(ratios)
+
+
 def test_the_host_s_time_for_a_launch_is_in_no_sample(watch):
-    rest = resting(100)
+    found = watch.round([resting(100), held_up] * 40)
+    assert statistics.median(found[1::2]) == pytest.approx(statistics.median(found[::2]), rel=0.05)
 
-    def held_up():
-        time.sleep(2e-4)
-        rest()
 
-    found = watch.round([rest, held_up] * 40)
-    alone_us = statistics.median(found[::2])
-    assert statistics.median(found[1::2]) == pytest.approx(alone_us, rel=0.05)
-    # Nor where it comes as a surprise.
-    assert watch.round([rest, held_up, rest])[1] == pytest.approx(alone_us, rel=0.05)
+def test_nor_is_it_where_it_comes_as_a_surprise(watch, monkeypatch):
+    assert over_its_neighbour(watch) == pytest.approx(1, rel=0.05)
+    monkeypatch.setattr(timing, "TRIES", 1)
+    assert over_its_neighbour(watch) > 1.5
 
 
 def test_a_flush_of_the_cache_s_size_leaves_nothing_of_the_inputs(watch):
