@@ -7,10 +7,10 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import pytest
-from service_samples import OTHER, get, status, want
+from service_samples import OTHER, get, status, until, want
 from tuning_samples import SMALL
 
 from tilekern import __version__
@@ -18,7 +18,7 @@ from tilekern.errors import InputError
 from tilekern.targets import resolve
 from tuning.service.access import COOKIE, Access, access_for
 from tuning.service.board import Board
-from tuning.service.server import StatusServer, listen
+from tuning.service.server import MOST_CONNECTIONS, StatusServer, listen
 from tuning.service.watched import PREDICTED, WatchedCache
 
 H200 = resolve("H200")
@@ -280,6 +280,28 @@ def test_connections_are_kept_open_for_the_page(url):
         connection.request("GET", "/status")
         assert json.loads(connection.getresponse().read())["schema"] == 1
     connection.close()
+
+
+def test_those_who_ask_nothing_keep_nobody_out_for_long(url):
+    host, port = url.removeprefix("http://").strip("/").split(":")
+    with ExitStack() as idle:
+        opened = (socket.create_connection((host, int(port))) for _ in range(MOST_CONNECTIONS))
+        connections = [idle.enter_context(each) for each in opened]
+        connections[0].sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n")
+        until(lambda: get(f"{url}healthz")[0] == 503)
+        until(lambda: get(f"{url}healthz")[0] == 200)
+        assert all(each.recv(1) == b"" for each in connections), "and was closed"
+
+
+def test_a_websocket_is_answered_as_any_request(url, capfd):
+    asked = http.client.HTTPConnection("127.0.0.1", int(url.rsplit(":", 1)[1].strip("/")), timeout=30)
+    asked.request("GET", "/healthz", headers={
+        "Connection": "Upgrade", "Upgrade": "websocket", "Sec-WebSocket-Version": "13",
+        "Sec-WebSocket-Key": "dGhlIHNhbXBsZSBub25jZQ==",
+    })  # fmt: skip
+    assert asked.getresponse().status == 200
+    asked.close()
+    assert capfd.readouterr().err == ""
 
 
 def test_it_stops_though_clients_are_there(shown):

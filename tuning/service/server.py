@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import threading
@@ -11,6 +12,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from tilekern.errors import InputError
 from tuning.service.access import Access, Guard
@@ -20,6 +22,9 @@ from tuning.service.page import PAGE
 # How long open connections are waited for at the end.
 _GRACE_S = 2
 _STARTS_WITHIN_S = 30.0
+# More connections than this at once are answered with 503; one that brings no request is closed after a while, so that
+# those who have nothing to ask keep nobody out for long.
+MOST_CONNECTIONS, _ASKS_WITHIN_S = 256, 5.0
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -33,6 +38,22 @@ def listen(host: str, port: int) -> socket.socket:
         return socket.create_server(found[4][:2], family=found[0])
     except OSError as error:
         raise InputError(f"cannot listen on {host}:{port}: {error.strerror or error}; give another --listen") from None
+
+
+class _Impatient(H11Protocol):
+    """A connection that is closed where it has brought no whole request in time."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._closing = self.loop.call_later(_ASKS_WITHIN_S, self._close_unasked)
+
+    def _close_unasked(self) -> None:
+        if self.cycle is None:
+            self.transport.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._closing.cancel()
+        super().connection_lost(exc)
 
 
 class StatusServer:
@@ -59,7 +80,8 @@ class StatusServer:
         # Addresses with a token in them must reach no log.
         config = uvicorn.Config(
             Guard(Starlette(routes=routes), access), access_log=False, log_level="error", log_config=None,
-            server_header=False, lifespan="off", timeout_graceful_shutdown=_GRACE_S, limit_concurrency=64,
+            server_header=False, lifespan="off", timeout_graceful_shutdown=_GRACE_S,
+            limit_concurrency=MOST_CONNECTIONS, http=_Impatient, ws="none",
         )  # fmt: skip
         self._server, self._socket = uvicorn.Server(config), listening
         self._thread = threading.Thread(target=self._serve, name="tilekern status", daemon=True)
