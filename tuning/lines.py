@@ -12,11 +12,26 @@ from tuning.machine_code import MachineCode
 
 # The race's name for the copy of as many bytes as the problem must move.
 COPY = "copy"
-_NUMBER = (int, float)
+
+
+def _is_error(value: Any) -> bool:
+    """Whether it is a number of any kind that a float holds: a wrong candidate's error may be infinite or NaN."""
+    try:
+        return isinstance(value, int | float) and float(value) is not None
+    except OverflowError:
+        return False
+
+
+def _is_number(value: Any) -> bool:
+    return _is_error(value) and math.isfinite(value)
 
 
 def _is_time(value: Any) -> bool:
-    return isinstance(value, _NUMBER) and 0 < value < math.inf
+    return _is_number(value) and value > 0
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and _is_number(value)
 
 
 def _is_machine_code(value: Any) -> bool:
@@ -35,13 +50,14 @@ def _all(form: Any) -> Callable[[Any], bool]:
 
 # The form of each field: types, a function that tells, or an object with the forms of its fields. A field whose name
 # ends with a question mark may be lacking.
-_RESOURCES = dict.fromkeys(("registers", "stack_bytes", "shared_bytes", "threads", "code_bytes"), int)
-_CHECK = {"passed": bool, "relative_error": _NUMBER, "elementwise_error": _NUMBER}
-_TIMING = {"median_us": _is_time, "spread_us?": _NUMBER, "samples": int, "left?": str, "behind?": _NUMBER}
+_RESOURCES = dict.fromkeys(("registers", "stack_bytes", "shared_bytes", "threads", "code_bytes"), _is_count)
+_CHECK = {"passed": bool, "relative_error": _is_error, "elementwise_error": _is_error}
+_TIMING = {"median_us": _is_time, "spread_us?": _is_number, "samples": _is_count, "left?": str, "behind?": _is_number}
 _FORMS: Mapping[str, Mapping[str, Any]] = {
     "compiled": {
-        "key": str, "status": str, "kernel?": str, "frontend_s?": _NUMBER, "tileiras_s?": _NUMBER,
-        "reading_s?": _NUMBER, "gave_up_after_s?": _NUMBER, "machine_code?": _is_machine_code, "toolkit?": {"key": str},
+        "key": str, "status": str, "kernel?": str, "frontend_s?": _is_number, "tileiras_s?": _is_number,
+        "reading_s?": _is_number, "gave_up_after_s?": _is_number,
+        "machine_code?": _is_machine_code, "toolkit?": {"key": str},
     },
     "ok": {"sha256": str, "symbol": str, "code_sha256": str, "assumptions": object, "resources": _RESOURCES},
     "failed": {"reason": str},
@@ -50,11 +66,12 @@ _FORMS: Mapping[str, Mapping[str, Any]] = {
     "gpu": {"gpu": str, "driver": str},
     "races": {
         "race": str, "kernel": str, "problem": str, "strategy": str, "untimed": _all((str, NoneType)),
-        "seconds?": _all(_NUMBER), "gpu?": dict,
+        "seconds?": _all(_is_number), "gpu?": dict,
     },
     "skipped": {"skipped": str, "reason": str},
     "runs": {
-        "run": str, "stage": str, "host": str, "process": int, "started": str, "seconds": _NUMBER, "ended": bool,
+        "run": str, "stage": str, "host": str, "process": _is_count, "started": str, "seconds": _is_number,
+        "ended": bool,
     },
 }  # fmt: skip
 
@@ -73,6 +90,8 @@ def is_whole(journal: str, line: Mapping[str, Any]) -> bool:
     """Whether a line of a journal holds what its readers take from it, in the types that they take it in."""
     if not _has(line, _FORMS[journal]):
         return False
+    if journal == "gpu":  # printed as it is, whatever else it names
+        return _all(str)(line)
     return journal != "compiled" or (line["status"] in ("ok", "failed") and _has(line, _FORMS[line["status"]]))
 
 

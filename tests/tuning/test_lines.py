@@ -89,12 +89,23 @@ def test_lines_that_lack_a_field_or_hold_another_type_are_passed_over(sweep, sai
         ("quarantine", {"candidate": "r"}),
         ("quarantine", {"candidate": "r", "reason": "x", "libraries": "torch"}),
         ("skipped", {"skipped": "r"}),
+        ("measured", {"candidate": "r", "timing": {"median_us": 10**400, "samples": 5}}),
+        ("measured", {"candidate": "r", "timing": {"median_us": 5.0, "samples": 5, "behind": float("inf")}}),
+        ("measured", {"candidate": "r", "check": {"passed": False, "relative_error": 10**400, "elementwise_error": 0}}),
+        ("races", RACE | {"seconds": {"a": float("nan")}}),
         ("gpu", {"gpu": "r"}),
+        ("gpu", {"gpu": "r", "driver": "5", "torch": float("nan")}),
         ("runs", {"run": "r"}),
     ],
 )
 def test_what_readers_take_must_be_there(journal, line):
     assert not is_whole(journal, line)
+
+
+def test_the_error_of_a_wrong_candidate_may_be_no_number():
+    for error in (float("inf"), float("nan"), 3):
+        check = {"passed": False, "relative_error": error, "elementwise_error": 1.5}
+        assert is_whole("measured", {"candidate": "r", "check": check})
 
 
 def test_an_artifact_whose_machine_code_was_counted_otherwise_is_compiled_again(sweep):
