@@ -2,11 +2,14 @@
 
 import csv
 import dataclasses
+import errno
 import gzip
 import io
 import json
+import os
 import re
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -261,6 +264,10 @@ def test_problems_come_in_the_order_of_the_plan_and_the_fastest_first(report: Re
     assert all(row.time_us is None for row in small[len(times) :])
 
 
+def fail_with(number: int) -> None:
+    raise OSError(number, os.strerror(number))
+
+
 def run(*arguments: object) -> int:
     return cli.main(["report", *map(str, arguments)])
 
@@ -290,6 +297,26 @@ def test_a_form_goes_to_standard_output_where_the_file_is_a_dash(sweep: Sweep, t
     said = capsys.readouterr()
     assert said.out == ""
     assert "standard output takes one form" in said.err
+
+
+def test_a_report_that_finds_no_place_leaves_the_one_that_was_there(sweep: Sweep, tmp_path: Path, monkeypatch, capsys):
+    page = tmp_path / "rows.csv"
+    page.write_text("an earlier report")
+    monkeypatch.setattr("os.replace", lambda *_: fail_with(errno.ENOSPC))
+    assert run(sweep.folder, "--csv", page) == 2
+    assert capsys.readouterr().err == f"tilekern.tune: cannot write {page}: {os.strerror(errno.ENOSPC)}\n"
+    assert page.read_text() == "an earlier report"
+    assert list(tmp_path.glob(".*")) == []
+
+
+def test_a_report_goes_into_a_pipe(sweep: Sweep, tmp_path: Path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(pipe.read_text)
+        assert run(sweep.folder, "--csv", pipe) == 0
+        assert found.result(30) == as_csv(report_of(sweep))
+    assert pipe.is_fifo()
 
 
 def test_without_bokeh_the_extra_is_named_and_the_rest_is_written(sweep: Sweep, monkeypatch, tmp_path: Path, capsys):

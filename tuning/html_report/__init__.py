@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tilekern.cache.files import write_whole
 from tilekern.errors import InputError
 from tuning.html_report.dumps import as_csv, as_json
 from tuning.html_report.rows import Report, Row, report_of
@@ -42,13 +43,16 @@ def write_report(sweep: Sweep, folder: Path) -> list[Path]:
 
 
 def write_text(path: Path, text: str) -> Path:
-    """Write a file of the report; its path.
+    """Write a file of the report; its path. A failure leaves the file that was there.
 
     Raises:
         InputError: it cannot be written.
     """
     try:
-        path.write_text(text, encoding="utf-8", newline="")
+        if path.exists() and not path.is_file():  # a pipe or a device, which is written to and not replaced
+            path.write_text(text, encoding="utf-8", newline="")
+        else:
+            write_whole(path.parent.resolve(strict=True) / path.name, text.encode())
     except OSError as error:
         raise InputError(f"cannot write {path}: {error.strerror}") from None
     return path
