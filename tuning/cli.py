@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib import import_module
 from types import ModuleType
@@ -26,14 +27,19 @@ def main(arguments: list[str] | None = None) -> int:
             prog_name=" ".join(["python -m tilekern.tune", *([name] if name else [])]),
             standalone_mode=False,
         )
+        sys.stdout.flush()
     except click.ClickException as error:
         return _fail(error.format_message(), EXIT_INPUT)
+    except BrokenPipeError:
+        # The reader of a pipe has gone; Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except OSError as error:
+        return _fail(f"{error.filename or 'input or output'}: {error.strerror or error}", EXIT_INPUT)
     except (click.Abort, KeyboardInterrupt):
         return _fail("stopped; what was finished is kept, the next run goes on from there", EXIT_INTERRUPTED)
-    except ToolchainMissing as error:
-        return _fail(str(error), EXIT_TOOLCHAIN)
     except (TilekernError, CacheError) as error:
-        return _fail(str(error), EXIT_INPUT)
+        return _fail(str(error), EXIT_TOOLCHAIN if isinstance(error, ToolchainMissing) else EXIT_INPUT)
     return 0
 
 

@@ -47,6 +47,19 @@ class _Run:
         }
 
 
+@contextlib.contextmanager
+def written(folder: Path) -> Iterator[None]:
+    """Write to a sweep folder.
+
+    Raises:
+        InputError: it cannot be written, with what the system says.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"cannot write the sweep folder {folder}: {error.strerror}") from None
+
+
 class Holder:
     """The lock of a sweep folder and the journal of its runs.
 
@@ -75,12 +88,12 @@ class Holder:
                 self._held -= 1
 
     def _acquired(self) -> contextlib.AbstractContextManager[object]:
-        try:
-            return FileLock(self._path).acquire(timeout=PATIENCE_S)
-        except Timeout:
-            raise InputError(f"{self._folder} is held by {self._named()}; wait for its end or give another") from None
-        except OSError as error:
-            raise InputError(f"cannot write the sweep folder {self._folder}: {error.strerror}") from None
+        with written(self._folder):
+            try:
+                return FileLock(self._path).acquire(timeout=PATIENCE_S)
+            except Timeout:
+                said = f"{self._folder} is held by {self._named()}; wait for its end or give another"
+                raise InputError(said) from None
 
     @contextlib.contextmanager
     def running(self, stage: str) -> Iterator[None]:

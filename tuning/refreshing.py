@@ -21,6 +21,7 @@ from tilekern.kernels import all_specs
 from tilekern.source import digest_of_module
 from tilekern.spec import Config, KernelSpec, Problem
 from tilekern.targets import Target
+from tuning.holding import written
 from tuning.measuring import is_composite
 from tuning.publishing import Known, Winner, publish, winners
 from tuning.sweep import Sweep
@@ -224,7 +225,7 @@ class Refresh:
         if (folder / "sweep.json").exists() and not self._path.exists():
             raise InputError(f"{folder} holds a sweep that is no refresh; give another")
         limits = {(r.kernel, Problem(r.problem)): configs for r, configs in found.outdated}
-        try:
+        with written(folder):
             folder.mkdir(parents=True, exist_ok=True)
             with self.sweep.holder.locked():
                 _clear(folder)
@@ -239,8 +240,6 @@ class Refresh:
                     self._keep(found.current)
                 # Last: a folder without a plan is begun anew, whatever else a run that was killed has left in it.
                 self.sweep.begin(target, MODEL, list(limits), limits)
-        except OSError as error:
-            raise InputError(f"cannot write the sweep folder {folder}: {error.strerror}") from None
 
     def _keep(self, current: Iterable[tuple[Record, Layer]]) -> None:
         """Put records into the cache of the sweep's own."""
@@ -288,10 +287,8 @@ class Refresh:
         return found
 
     def _write(self, content: Mapping[str, Any]) -> None:
-        try:
+        with written(self.sweep.folder):
             write_whole(self._path, json.dumps(content, indent=1).encode())
-        except OSError as error:
-            raise InputError(f"cannot write the sweep folder {self.sweep.folder}: {error.strerror}") from None
 
 
 def stale_json(stale: Stale) -> dict[str, Any]:

@@ -35,7 +35,7 @@ from tilekern.source import digest_of_module
 from tilekern.spec import ALIGNED, GENERIC, Config, Implementation, KernelSpec, LibraryCall, Problem
 from tilekern.targets import KNOWN, Target
 from tilekern.toolchain import assumptions
-from tuning.holding import Holder
+from tuning.holding import Holder, written
 from tuning.journal import Journal, Line
 from tuning.lines import is_copy, is_whole
 from tuning.planned import Limits, Named, PlanFile
@@ -145,14 +145,12 @@ class Sweep:
         Raises:
             InputError: the folder holds another target's sweep, is held by another run, or cannot be written.
         """
-        try:
+        with written(self.folder):
             if self._plan.exists() and (before := self._plan.read().target)["key"] != target.key:
                 raise InputError(f"{self.folder} holds a sweep for {before['name']}, not {target.name}; give another")
             (self.folder / "artifacts").mkdir(parents=True, exist_ok=True)
             with self.holder.locked():
                 self._plan.write(target, model, problems, limits or {})
-        except OSError as error:
-            raise InputError(f"cannot write the sweep folder {self.folder}: {error.strerror}") from None
 
     def again(self, folder: Path) -> Sweep:
         """A sweep of the same plan in another folder, of which nothing is done.
@@ -276,11 +274,9 @@ class Sweep:
         Raises:
             InputError: the folder cannot be written.
         """
-        try:
+        with written(self.folder):
             self._journals[journal].append(*lines)
             self.holder.beat()
-        except OSError as error:
-            raise InputError(f"cannot write the sweep folder {self.folder}: {error.strerror}") from None
 
     @contextlib.contextmanager
     def running(self, stage: str) -> Iterator[None]:
@@ -291,14 +287,10 @@ class Sweep:
         """
         with self.holder.running(stage):
             artifacts = self.folder / "artifacts"
-            try:
+            with written(artifacts):
                 artifacts.mkdir(exist_ok=True)  # a folder that was carried may have come without it
                 for path in artifacts.glob(f"{_UNFINISHED}*"):
                     path.unlink(missing_ok=True)
-            except OSError as error:
-                raise InputError(
-                    f"cannot write the sweep folder {self.folder}: {error.strerror}: {artifacts}"
-                ) from None
             try:
                 yield
             finally:
@@ -306,11 +298,16 @@ class Sweep:
                     journal.sync()
 
     def store(self, cubin: bytes) -> str:
-        """Keep a cubin; its sha256."""
+        """Keep a cubin; its sha256.
+
+        Raises:
+            InputError: the folder cannot be written.
+        """
         name = hashlib.sha256(cubin).hexdigest()
         path = self.folder / "artifacts" / name
         if not path.exists():
-            _write(path, cubin)
+            with written(self.folder):
+                _write(path, cubin)
         return name
 
     def cubin(self, sha256: str) -> bytes:

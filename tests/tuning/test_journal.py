@@ -1,5 +1,6 @@
 """The journal's file: torn lines, two writers, kills, full disks; and that one run at a time holds a sweep folder."""
 
+import errno
 import json
 import multiprocessing
 import os
@@ -153,6 +154,16 @@ def test_a_line_is_synced_at_most_each_second_and_at_the_end(tmp_path, monkeypat
     journal.sync()
     journal.sync()
     assert len(synced) == 2
+
+
+def test_an_artifact_that_finds_no_place_is_said_in_one_line(sweep: Sweep, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(InputError, match=r"cannot write the sweep folder .*: No space left on device"):
+        sweep.store(b"cubin")
+    assert not list((sweep.folder / "artifacts").iterdir())
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")

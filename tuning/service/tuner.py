@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tilekern.errors import InputError
 from tilekern.toolchain import require_toolkit
 from tuning.compiling import TIMEOUT_S, compile_all
 from tuning.executors.local import LocalExecutor
+from tuning.holding import written
 from tuning.measuring import measure_all
 from tuning.planned import Named
 from tuning.publishing import Winner, keep_winners, publish, why_not, winners
@@ -67,7 +67,7 @@ def tune(cache: WatchedCache, named: Sequence[Named], how: How, tell: Tell) -> d
 
 def _make_room(sweep: Sweep) -> None:
     """Drop the oldest artifacts where there are too many; those that are asked for again are compiled again."""
-    try:
+    with written(sweep.folder):
         files = [(path, path.stat()) for path in (sweep.folder / "artifacts").iterdir()]
         held = sum(status.st_size for _, status in files)
         for path, status in sorted(files, key=lambda pair: pair[1].st_mtime):
@@ -75,5 +75,3 @@ def _make_room(sweep: Sweep) -> None:
                 break
             path.unlink()
             held -= status.st_size
-    except OSError as error:
-        raise InputError(f"cannot write the sweep folder {sweep.folder}: {error.strerror}") from None
