@@ -210,7 +210,10 @@ def why_not(sweep: Sweep, kernel: str, problem: Problem) -> str:
     if reason := sweep.skipped().get(f"{kernel}|{problem.key}"):
         return reason
     compiled, measured, quarantined = sweep.compiled(), sweep.measured(), sweep.quarantined()
-    for item in sweep.candidates(kernel, problem)[::-1]:  # the generic variant first, without which there is no record
+    items = sweep.candidates(kernel, problem)
+    if not any(item.is_library or item.artifact in compiled for item in items):
+        return f"nothing of it is compiled; run --stages compile,measure --sweep {sweep.folder}"
+    for item in items[::-1]:  # the generic variant first, without which there is no record
         line, check = compiled.get(item.artifact, {}), measured.get(item.key, {}).get("check", {})
         if line.get("status") == "failed":
             return f"{item.config.key} did not compile: {line['reason']}"

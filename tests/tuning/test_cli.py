@@ -3,6 +3,8 @@
 import contextlib
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -62,7 +64,41 @@ def test_a_sweep_in_which_nothing_compiled_is_an_error(monkeypatch, tmp_path: Pa
     monkeypatch.setattr("tuning.compiling.wanted", lambda *_: iter(()))
     code = cli.main(["--stages", "compile,measure", "--sweep", str(sweep.folder), "--cache-dir", str(tmp_path / "c")])
     assert code == 2
-    assert "no candidate compiled and passed its check" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"no candidate compiled and passed its check; of {SMALL[0]} {SMALL[1].key}: " in said
+    assert "did not compile: " in said
+    assert f"tune status {sweep.folder} has the others" in said
+
+
+def test_a_sweep_of_which_nothing_was_compiled_says_what_to_run(monkeypatch, tmp_path: Path, capsys, h200):
+    monkeypatch.setattr(tune, "here", lambda: h200)
+    monkeypatch.setattr(tune, "_ready", lambda *_: contextlib.nullcontext())
+    sweep = Sweep(tmp_path / "sweep")
+    sweep.begin(h200, "test", [SMALL])
+    assert cli.main(["--stages", "measure", "--sweep", str(sweep.folder), "--cache-dir", str(tmp_path / "c")]) == 2
+    said = capsys.readouterr().err
+    assert f"nothing of it is compiled; run --stages compile,measure --sweep {sweep.folder}" in said
+    assert not (sweep.folder / "compiled.jsonl").exists()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+def test_an_output_that_cannot_be_written_is_one_line(compiled_sweep: Sweep):
+    for command in ("status", "report"):
+        options = ["--json", "-"] if command == "report" else ["--json"]
+        with Path("/dev/full").open("w") as full:
+            found = subprocess.run(
+                [sys.executable, "-m", "tilekern.tune", command, str(compiled_sweep.folder), *options],
+                stdout=full, stderr=subprocess.PIPE, text=True, check=False,
+            )  # fmt: skip
+        assert found.returncode == 2
+        assert found.stderr == "tilekern.tune: input or output: No space left on device\n"
+
+
+def test_a_reader_who_has_gone_is_no_error(compiled_sweep: Sweep):
+    command = f"{sys.executable} -m tilekern.tune status {compiled_sweep.folder} --json | true; exit ${{PIPESTATUS[0]}}"
+    found = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert "Traceback" not in found.stderr
+    assert "Exception" not in found.stderr
 
 
 def test_a_plan_alone_says_where_it_lies_and_what_comes_next(tmp_path: Path, capsys):

@@ -232,8 +232,10 @@ def _cluster(request: Request, sweep: Sweep) -> ClusterExecutor:
 def _publish(outcome: Outcome, sweep: Sweep, store: Store) -> None:
     found = list(winners(sweep, outcome.toolkit))
     if not found:
+        kernel, problem = sweep.problems()[0]
         raise InputError(
-            f"no candidate compiled and passed its check; the reasons are in {sweep.folder}/compiled.jsonl"
+            f"no candidate compiled and passed its check; of {kernel} {problem.key}: "
+            f"{why_not(sweep, kernel, problem)}; python -m tilekern.tune status {sweep.folder} has the others"
         )
     outcome.winners = [winner for winner, _ in found]
     pack = sweep.folder / "results.pack"
