@@ -54,9 +54,11 @@ COMPILE_S = {
 OTHER_S = 0.65
 # The front end's imports and the first call of tileiras in each worker.
 COMPILE_START_S = 2.0
-# A whole tune on an H200 measured 5,403 candidates of 157 problems in 123 s: a worker's start and its clocks' rise,
-# then the inputs, references and battery of each problem, then the screening and the race of each candidate.
-MEASURE_START_S, PROBLEM_S, CANDIDATE_S = 8.0, 0.6, 0.004
+# A whole tune on an H200 measured 5,210 candidates of 157 problems in 129 s: a worker's start and its clocks' rise,
+# then the inputs, references and battery of each problem, then the screening and the race of each candidate. Of that,
+# launches at full size took so many times the roofline's time of each problem, and so many times for each candidate.
+MEASURE_START_S, PROBLEM_S, CANDIDATE_S = 8.0, 0.37, 0.004
+PROBLEM_ROOFLINES, CANDIDATE_ROOFLINES = 60.0, 4.0
 # What an exhaustive race takes beside: so many times the roofline's time and so much more for each sample. On an H200,
 # cuda.tile's search took 36.3 s of GPU time for eight samples of each candidate of 134 problems, and this says 40.2 s.
 OVER_ROOFLINE, SAMPLE_S = 2.0, 20e-6
@@ -276,18 +278,18 @@ def estimate_measure(
     counts: Sequence[Count], target: Target, gpus: int, sweeps: Sequence[Sweep], strategy: str = "race"
 ) -> Estimate:
     """The measure stage's time, from what earlier sweeps of the same GPU by the same strategy took, else an H200's."""
-    problems = sum(item.to_measure > 0 for item in counts)
-    todo = sum(item.to_measure for item in counts)
+    todo = [item for item in counts if item.to_measure]
     if not todo:
         return Estimate(0.0, "nothing is left to measure")
-    said = f"{todo} candidates of {problems} problems"
+    said = f"{sum(item.to_measure for item in todo)} candidates of {len(todo)} problems"
+    work_s = sum(_problem_s(item.kernel, item.problem, item.to_measure, target) for item in todo)
     took, work = _measured_before(target, sweeps, strategy)
     if work:
         return Estimate(
-            _measure_s(problems, todo) * took / work, f"{said}; as long for each as sweeps of a {target.name} took here"
+            (MEASURE_START_S + work_s) * took / work, f"{said}; as long for each as sweeps of a {target.name} took here"
         )
-    rounds_s = sum(_rounds_s(item, target) for item in counts) if strategy == EXHAUSTIVE else 0.0
-    seconds = MEASURE_START_S + (_measure_s(problems, todo) - MEASURE_START_S + rounds_s) / gpus
+    rounds_s = sum(_rounds_s(item, target) for item in todo) if strategy == EXHAUSTIVE else 0.0
+    seconds = MEASURE_START_S + (work_s + rounds_s) / gpus
     over = f"{gpus} GPUs" if gpus > 1 else "one GPU"
     beside = f", and {rounds_s:.0f} s for up to {ROUNDS} samples of each" if rounds_s else ""
     return Estimate(seconds, f"{said} over {over}; as long for each as one sweep of an H200 took{beside}")
@@ -300,8 +302,10 @@ def _rounds_s(item: Count, target: Target) -> float:
     return min(ROUNDS, max(LEAST_ROUNDS, affordable)) * round_s
 
 
-def _measure_s(problems: int, candidates: int) -> float:
-    return MEASURE_START_S + PROBLEM_S * problems + CANDIDATE_S * candidates
+def _problem_s(kernel: str, problem: Problem, candidates: int, target: Target) -> float:
+    """What a problem takes to measure, by what the shipped sweep took."""
+    launches = PROBLEM_ROOFLINES + CANDIDATE_ROOFLINES * candidates
+    return PROBLEM_S + CANDIDATE_S * candidates + launches * roofline_s(kernel, problem, target)
 
 
 def _measured_before(target: Target, sweeps: Sequence[Sweep], strategy: str) -> tuple[float, float]:
@@ -316,10 +320,14 @@ def _measured_before(target: Target, sweeps: Sequence[Sweep], strategy: str) -> 
         if any(race["strategy"] != strategy for race in sweep.races().values()):
             continue
         seconds = sum(run["seconds"] for run in sweep.runs() if run["stage"] == "measure")
-        keys = [key for key in sweep.measured() if not is_copy(key)]
-        if seconds and keys:
+        candidates_of = Counter(key.rsplit("|", 3)[0] for key in sweep.measured() if not is_copy(key))
+        if seconds and candidates_of:
             took += seconds
-            work += _measure_s(len({key.rsplit("|", 3)[0] for key in keys}), len(keys))
+            work += MEASURE_START_S + sum(
+                _problem_s(kernel, problem, candidates_of[f"{kernel}|{problem.key}"], target)
+                for kernel, problem in sweep.problems()
+                if f"{kernel}|{problem.key}" in candidates_of
+            )
     return took, work
 
 
