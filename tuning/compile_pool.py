@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing import connection as connections
-from multiprocessing import forkserver, get_context, util
+from multiprocessing import forkserver, get_context, resource_tracker, util
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -64,7 +65,13 @@ def start_server() -> None:
     """Start the process that workers are forked from, unless it runs; it loads its modules while others work."""
     get_context("forkserver").set_forkserver_preload(["tuning.forked"])
     _settle_where_a_socket_fits()
-    forkserver.ensure_running()
+    resource_tracker.ensure_running()  # the server's start would start it, and it would let the signal through again
+    # Ctrl-C is the parent's to handle. The server ignores it once its modules are loaded; until then it is held off.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _settle_where_a_socket_fits() -> None:

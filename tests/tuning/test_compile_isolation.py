@@ -282,3 +282,32 @@ def test_a_long_temporary_folder_is_no_hindrance(stage, tmp_path, monkeypatch):
     long.mkdir(parents=True)
     monkeypatch.setenv("TMPDIR", str(long))
     assert stage("exit 1")
+
+
+# Starts the server of workers, interrupts it again and again while its modules load, and asks it for one.
+INTERRUPTED = """
+import multiprocessing, os, signal, time
+from multiprocessing import forkserver
+from tuning.compile_pool import start_server
+if __name__ == "__main__":
+    start_server()
+    server = forkserver._forkserver._forkserver_pid
+    for _ in range(20):
+        os.kill(server, signal.SIGINT)
+        time.sleep(0.1)
+    worker = multiprocessing.get_context("forkserver").Process(target=print, args=("worked",))
+    worker.start()
+    worker.join(60)
+    assert forkserver._forkserver._forkserver_pid == server, "it died, and another took its place"
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ()), "the parent goes without"
+"""
+
+
+def test_an_interrupt_while_the_server_loads_is_not_its_to_handle(tmp_path):
+    script = tmp_path / "interrupted.py"
+    script.write_text(INTERRUPTED)
+    found = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, timeout=90, check=False,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert (found.returncode, found.stderr, found.stdout) == (0, "", "worked\n")
