@@ -1,11 +1,13 @@
 """Ops as training uses them: graphs, checkpoints, autocast, torch.compile, frozen parameters, bad input."""
 
+import functools
+
 import pytest
 import torch
 from op_samples import EPS, OPS, assert_near, inputs_of
 from torch.utils.checkpoint import checkpoint
 
-from tilekern import dispatch, interpreter
+from tilekern import dispatch, interpreter, ops
 from tilekern.ops import rms_norm, rope, swiglu
 
 every_op = pytest.mark.parametrize("op", OPS.values(), ids=OPS)
@@ -310,3 +312,18 @@ def test_an_error_of_a_kernel_reaches_the_caller(monkeypatch):
     monkeypatch.setattr(interpreter, "launch", broken)
     with pytest.raises(interpreter.OutOfBounds):
         swiglu(torch.ones(2, 8), torch.ones(2, 8))
+
+
+@pytest.mark.parametrize("name", ["rms_norm", "swiglu", "linear", "gated_mlp"])
+def test_a_result_may_be_changed_in_place(name, interpreted):
+    generator = torch.Generator().manual_seed(0)
+    random = functools.partial(torch.randn, generator=generator, requires_grad=True)
+    inputs = {
+        "rms_norm": (random(2, 3, 16), random(16)), "swiglu": (random(2, 3, 16), random(2, 3, 16)),
+        "linear": (random(2, 3, 16), random(8, 16)),
+        "gated_mlp": (random(2, 3, 16), random(24, 16), random(24, 16), random(16, 24)),
+    }[name]  # fmt: skip
+    run = getattr(ops, name)
+    once = torch.autograd.grad(run(*inputs).sum(), inputs)
+    for twice, plain in zip(torch.autograd.grad(run(*inputs).mul_(2).sum(), inputs), once, strict=True):
+        assert torch.equal(twice, 2 * plain)

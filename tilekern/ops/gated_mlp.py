@@ -13,7 +13,7 @@ import torch
 from tilekern.dispatch import Plan, keep, memo, plan_for
 from tilekern.kernels import swiglu as kernels
 from tilekern.ops.projections import input_gradient
-from tilekern.ops.registration import check_devices, differentiable_once, is_eager, needs_gradient
+from tilekern.ops.registration import check_devices, differentiable_once, is_eager, needs_gradient, shaped
 from tilekern.ops.swiglu import swiglu
 
 _plans: dict[Any, tuple[Plan, Plan] | None] = memo()
@@ -83,7 +83,7 @@ class _GatedMlp(torch.autograd.Function):
         plans[0].launch(x.get_device(), gate, up, y)
         ctx.save_for_backward(x, gate, up, gate_weight, up_weight, down_weight)
         ctx.plan = plans[1]
-        return torch.mm(y, down_weight.t()).view(*x.shape[:-1], down_weight.shape[0])
+        return shaped(torch.mm(y, down_weight.t()), *x.shape[:-1], down_weight.shape[0])
 
     @staticmethod
     @differentiable_once

@@ -15,6 +15,7 @@ from tilekern.ops.registration import (
     needs_gradient,
     register,
     register_gradient,
+    shaped,
 )
 
 # The forward's plan, and those of the gradients of x and of the weight where they are asked for.
@@ -152,7 +153,7 @@ def _launch(plan: Plan, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tenso
     rows, out = as_rows(x), weight.shape[0]
     more = () if bias is None else (bias.contiguous(),)
     y = _product(plan, (rows.shape[0], out), rows, as_rows(weight), *more)
-    return y if x.dim() == 2 else y.view(*x.shape[:-1], out)
+    return shaped(y, *x.shape[:-1], out)
 
 
 def _gradients(

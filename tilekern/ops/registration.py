@@ -118,6 +118,11 @@ def as_rows(x: torch.Tensor) -> torch.Tensor:
     return rows
 
 
+def shaped(y: torch.Tensor, *shape: int) -> torch.Tensor:
+    """A product's rows, which nobody else has, in a result's shape: no view, so that autograd lets it be changed."""
+    return y if y.shape == shape else torch.ops.aten._unsafe_view.default(y, shape)
+
+
 def disjoint(x: torch.Tensor) -> torch.Tensor:
     """``x``, or a copy where expanded dimensions make elements share memory: no variant of a kernel takes such arrays.
 

@@ -94,12 +94,14 @@ def _find_plans(x: torch.Tensor, weight: torch.Tensor, *, backward: bool) -> Pla
 
 def _launch_forward(plan: Plan, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     rows = as_rows(x)
+    # The result is no view of its rows, so that autograd lets it be changed in place.
     if x.dtype == weight.dtype and x.is_contiguous():
-        y = torch.empty_like(rows)
+        y = torch.empty_like(x)
     else:
-        y = like_rows(rows, torch.promote_types(x.dtype, weight.dtype))
-    plan.launch(x.get_device(), rows, weight if weight.is_contiguous() else weight.contiguous(), y, eps)
-    return y if x.dim() == 2 else y.view_as(x)
+        y = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, weight.dtype), device=x.device)
+    out = y if x.dim() == 2 else y.view(rows.shape)
+    plan.launch(x.get_device(), rows, weight if weight.is_contiguous() else weight.contiguous(), out, eps)
+    return y
 
 
 def _launch_backward(
