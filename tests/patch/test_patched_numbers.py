@@ -1,10 +1,13 @@
 """A patched Qwen3 computes what an unpatched one does."""
 
+import functools
 import warnings
 
 import pytest
 import torch
 from tiny_qwen3 import FORWARD, IDS, KERNELS, SINGLE, launched, launches, make, same, step, worst
+from torch.nn.modules import module as modules
+from transformers.models.qwen3 import modeling_qwen3
 
 import tilekern
 from tilekern import dispatch
@@ -17,6 +20,12 @@ FUSED = {
 }  # fmt: skip
 # The same with nothing fused: 9 norms (4 a layer and the last), 2 MLPs, 2 rotations there and back.
 STEP = {"rms_norm_forward": 9, "rms_norm_backward": 9, "column_sum": 9, "swiglu_forward": 2, "rope": 4}
+HOOKS = [
+    modules.register_module_forward_hook,
+    modules.register_module_forward_pre_hook,
+    modules.register_module_full_backward_hook,
+    modules.register_module_full_backward_pre_hook,
+]
 ways = pytest.mark.parametrize(
     "way", [lambda _, **ops: tilekern.apply(**ops), tilekern.apply_to_model], ids=["class", "model"]
 )
@@ -116,6 +125,59 @@ def test_norms_that_do_more_than_their_class_are_called(way, place):
     before = launches()
     assert worst(step(model), reference) < 1e-5
     assert launched(before)["add_rms_norm_forward"] == launched(before)["qk_norm_rope_forward"] == 1
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("place", ["norm", "linear", "rotation"])
+@ways
+def test_what_was_replaced_after_patching_is_called(way, place, monkeypatch):
+    """By somebody who wraps a forward for all models: only who replaced it knows what it computes."""
+    owner, name, *fused = {
+        "norm": (modeling_qwen3.Qwen3RMSNorm, "forward", "qk_norm_rope_forward", "add_rms_norm_forward"),
+        "linear": (torch.nn.Linear, "forward", "swiglu_backward_remake", "linear_cross_entropy"),
+        "rotation": (modeling_qwen3, "apply_rotary_pos_emb", "qk_norm_rope_forward"),
+    }[place]
+    original, model = getattr(owner, name), make().train()
+
+    @functools.wraps(original)
+    def other(*args, **kwargs):
+        results = original(*args, **kwargs)
+        return tuple(2 * x for x in results) if isinstance(results, tuple) else 2 * results
+
+    with monkeypatch.context() as patching:
+        patching.setattr(owner, name, other)
+        reference = step(model)
+    way(model, rms_norm=False, rope=False)
+    before = launches()
+    with monkeypatch.context() as patching:
+        patching.setattr(owner, name, other)
+        assert worst(step(model), reference) < 1e-5
+    assert not set(fused) & set(launched(before))
+    step(model)
+    assert set(fused) <= set(launched(before))
+
+
+@pytest.mark.filterwarnings("ignore:(For|Full) backward hook")
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("register", HOOKS, ids=lambda register: register.__name__)
+@ways
+def test_hooks_on_every_module_run_as_often_as_without_patches(way, register):
+    model = make().train()
+    core = [m for m in model.modules() if not isinstance(m, torch.nn.ModuleList)]
+
+    def hooked():
+        seen = []
+        handle = register(lambda module, *_: seen.append(id(module)))
+        try:
+            return step(model), {id(m): seen.count(id(m)) for m in core}
+        finally:
+            handle.remove()
+
+    reference, wanted = hooked()
+    way(model)
+    got, seen = hooked()
+    assert seen == wanted
+    assert worst(got, reference) < 1e-5
 
 
 @pytest.mark.usefixtures("interpreted")

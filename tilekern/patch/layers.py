@@ -1,7 +1,8 @@
 """What stands in for the forwards of a decoder's layer and of its attention, so that ops that meet there can be fused.
 
-Where a fused op would not compute the same (a norm of another class, hooks on a norm, DTensor and other subclasses of
-Tensor, terms of two dtypes), the steps are taken one by one, by the modules and functions that are there.
+Where a fused op would not compute the same (a norm of another class, a norm's forward or a rotation that somebody
+replaced, hooks on a norm or on all modules, DTensor and other subclasses of Tensor, terms of two dtypes), the steps are
+taken one by one, by the modules and functions that are there.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 
 from tilekern import ops
 from tilekern.patch import replacements
-from tilekern.patch.plain import has_hooks, is_bare_linear, is_plain
+from tilekern.patch.plain import has_hooks, is_bare_linear, is_from, is_plain
 
 Function = Callable[..., Any]
 
@@ -77,6 +78,8 @@ def qk_norm_rope(original: Function) -> Function:
     cos and sin [1 or batch, tokens, head_dim] hold each angle twice.
     """
     names = original.__globals__
+    # transformers' own or tilekern's stand-in, as the patch's digests say; with the kernels package it is no function.
+    rotation = names["apply_rotary_pos_emb"]
     # Until 5.3 the cache took the position and the angles.
     takes_position = "cache_position" in original.__code__.co_varnames
 
@@ -94,7 +97,7 @@ def qk_norm_rope(original: Function) -> Function:
         cos, sin = position_embeddings
         query, key, value = (x.view(heads) for x in _projected(self, hidden_states))
         value = value.transpose(1, 2)
-        query, key = _turned(self, query, key, cos, sin, names)
+        query, key = _turned(self, query, key, cos, sin, names, rotation)
         if past_key_values is not None:
             more = ({"sin": sin, "cos": cos, **position},) if takes_position else ()
             key, value = past_key_values.update(key, value, self.layer_idx, *more)
@@ -123,16 +126,19 @@ def _projected(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ..
 
 
 def _turned(
-    self: Any, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, names: dict[str, Any]
+    self: Any, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, names: dict[str, Any], known: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """q and k [batch, tokens, heads, head_dim] normalised and rotated, as [batch, heads, tokens, head_dim]."""
-    one, other, home = self.q_norm, self.k_norm, names["__name__"]
-    if _fits(q, k, cos, sin) and _is_ordinary(one, home) and _is_ordinary(other, home) and _alike(one, other):
+    """q and k [batch, tokens, heads, head_dim] normalised and rotated, as [batch, heads, tokens, head_dim].
+
+    ``known`` is a rotation that the fused op equals; the one in ``names`` now may be another.
+    """
+    one, other, home, rotate = self.q_norm, self.k_norm, names["__name__"], names["apply_rotary_pos_emb"]
+    ordinary = rotate is known or is_from(rotate, home, replacements.__name__)
+    ordinary = ordinary and _is_ordinary(one, home) and _is_ordinary(other, home)
+    if ordinary and _fits(q, k, cos, sin) and _alike(one, other):
         q, k = ops.qk_norm_rope(q, k, one.weight, other.weight, cos, sin, one.variance_epsilon)
         return q.transpose(1, 2), k.transpose(1, 2)
-    rotated: tuple[torch.Tensor, torch.Tensor] = names["apply_rotary_pos_emb"](
-        one(q).transpose(1, 2), other(k).transpose(1, 2), cos, sin
-    )
+    rotated: tuple[torch.Tensor, torch.Tensor] = rotate(one(q).transpose(1, 2), other(k).transpose(1, 2), cos, sin)
     return rotated
 
 
@@ -159,14 +165,13 @@ def _interface(self: Any, names: dict[str, Any]) -> Function:
 
 
 def _is_ordinary(norm: Any, home: str) -> bool:
-    """Whether calling a norm computes what its class in the module ``home`` does and nothing else.
+    """Whether calling a norm computes what its class in the module ``home`` was written to do and nothing else.
 
-    A forward of its own may be the class's, which output capturing leaves, or the one that tilekern gave it.
+    Its forward, the class's or one of its own, must be that class's code or tilekern's stand-in for it: output
+    capturing leaves the class's with an instance, and either may be replaced at any time.
     """
     kind = type(norm)
     if kind.__module__ != home or has_hooks(norm) or not is_plain(norm.weight):
         return False
-    own = getattr(norm.__dict__.get("forward"), "__func__", None)
-    if own is None:
-        return "forward" not in norm.__dict__
-    return own is kind.forward or own.__module__ == replacements.__name__
+    own = norm.__dict__.get("forward")
+    return is_from(kind.forward if own is None else getattr(own, "__func__", None), home, replacements.__name__)

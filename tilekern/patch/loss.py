@@ -11,7 +11,7 @@ import torch
 from tilekern.dispatch import say_once
 from tilekern.ops.linear_cross_entropy import linear_cross_entropy
 from tilekern.patch.digests import digest_of
-from tilekern.patch.plain import is_plain
+from tilekern.patch.plain import has_global_hooks, is_from, is_plain
 
 Function = Callable[..., Any]
 # Hugging Face's loss of transformers 5.0 to 5.23, which this computes.
@@ -69,7 +69,9 @@ def fused_linear_cross_entropy(original: Function) -> Function:
 def _is_linear(head: Any) -> bool:
     """Whether calling a head is a linear layer without bias, around which only FSDP's hooks may run."""
     own = getattr(head.forward, "__func__", None)
-    if not isinstance(head, torch.nn.Linear) or head.bias is not None or own is not torch.nn.Linear.forward:
+    if not isinstance(head, torch.nn.Linear) or head.bias is not None or has_global_hooks():
+        return False
+    if not is_from(own, torch.nn.Linear.__module__):
         return False
     hooks = (*head._forward_pre_hooks.values(), *head._forward_hooks.values())
     if head._backward_hooks or head._backward_pre_hooks or not all(map(_is_sharding, hooks)):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from torch.nn.modules import module as modules
 
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -15,7 +18,25 @@ def is_plain(*tensors: torch.Tensor) -> bool:
 
 def has_hooks(module: torch.nn.Module) -> bool:
     """Whether calling a module runs more than its forward."""
-    return any(getattr(module, name, None) for name in _HOOKS)
+    return any(getattr(module, name, None) for name in _HOOKS) or has_global_hooks()
+
+
+def has_global_hooks() -> bool:
+    """Whether calling any module at all runs more than its forward."""
+    return bool(
+        modules._global_forward_hooks
+        or modules._global_forward_pre_hooks
+        or modules._global_backward_hooks
+        or modules._global_backward_pre_hooks
+    )
+
+
+def is_from(function: Any, *homes: str) -> bool:
+    """Whether a function's code was written in one of the modules that ``homes`` names.
+
+    Its globals tell: ``functools.wraps`` gives a wrapper the ``__module__`` of what it wraps.
+    """
+    return getattr(function, "__globals__", {}).get("__name__") in homes
 
 
 def is_bare_linear(module: torch.nn.Module) -> bool:
@@ -25,5 +46,6 @@ def is_bare_linear(module: torch.nn.Module) -> bool:
         and module.bias is None
         and is_plain(module.weight)
         and "forward" not in module.__dict__
+        and is_from(torch.nn.Linear.forward, torch.nn.Linear.__module__)
         and not has_hooks(module)
     )

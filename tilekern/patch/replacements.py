@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tilekern import ops
-from tilekern.patch.plain import is_bare_linear
+from tilekern.patch.plain import has_hooks, is_bare_linear
 
 Function = Callable[..., Any]
 
@@ -35,7 +35,7 @@ def swiglu(original: Function) -> Function:
     silu = (SiLUActivation, torch.nn.SiLU)
 
     def forward(self: Any, x: torch.Tensor) -> Any:
-        if type(self.act_fn) not in silu or type(x) is not torch.Tensor:
+        if type(self.act_fn) not in silu or has_hooks(self.act_fn) or type(x) is not torch.Tensor:
             return original(self, x)
         layers = (self.gate_proj, self.up_proj, self.down_proj)
         if all(map(is_bare_linear, layers)):
