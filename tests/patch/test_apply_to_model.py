@@ -27,6 +27,18 @@ class Wrapper(torch.nn.Module):
         self.module = module
 
 
+pickled = pytest.mark.skipif(
+    not inspect.isfunction(qwen3.apply_rotary_pos_emb), reason="kernels makes models that do not pickle"
+)
+
+
+def saved_and_loaded(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
 def own_attributes(model):
     return [dict(vars(module)) for module in model.modules()]
 
@@ -148,18 +160,76 @@ def test_a_deep_copy_is_patched_and_survives_reset():
     assert launched(before)["qk_norm_rope_forward"] == 2
 
 
-@pytest.mark.skipif(
-    not inspect.isfunction(qwen3.apply_rotary_pos_emb), reason="kernels makes models that do not pickle"
-)
+@pytest.mark.parametrize("first", [{}, SINGLE])
+def test_a_deep_copy_that_is_patched_is_one_of_tilekern_s(first):
+    model = make()
+    reference, before = step(model), own_attributes(model)
+    tilekern.apply_to_model(model, **first)
+    copied = copy.deepcopy(model)
+    patched, said = warned(lambda: tilekern.apply_to_model(copied))
+    assert patched == OPS
+    assert not said
+    assert tilekern.get_patched_ops()["swiglu"] == [f"{MODULE}.Qwen3MLP.forward of 4 modules"]
+    tilekern.reset()
+    assert same(step(copied), reference)
+    assert identical(own_attributes(model), before)
+    assert not any("forward" in vars(module) for module in copied.modules())
+
+
+def test_one_op_of_a_deep_copy_leaves_reset_the_others():
+    model = make()
+    tilekern.apply_to_model(model)
+    copied = copy.deepcopy(model)
+    assert tilekern.apply_to_model(copied, **{op: op == "swiglu" for op in OPS}) == ["swiglu"]
+    tilekern.reset()
+    before = launches()
+    step(copied)
+    assert not launched(before)
+
+
+@pickled
 def test_a_saved_model_is_not_patched():
-    model, file = make(), io.BytesIO()
+    model = make()
     reference = step(model)
     tilekern.apply_to_model(model)
-    torch.save(model, file)
-    file.seek(0)
-    before = launches()
-    assert same(step(torch.load(file, weights_only=False)), reference)
+    loaded, before = saved_and_loaded(model), launches()
+    assert same(step(loaded), reference)
     assert not launched(before)
+
+
+@pickled
+@pytest.mark.parametrize("copied", [lambda model: model, copy.deepcopy, saved_and_loaded], ids=["", "copied", "again"])
+def test_a_saved_model_can_be_patched_in_both_ways(copied):
+    model = make()
+    reference = step(model)
+    tilekern.apply_to_model(model)
+    loaded = copied(saved_and_loaded(model))
+    tilekern.reset()
+    assert set(tilekern.apply()) == {*OPS, "rope"}
+    before = launches()
+    assert worst(step(loaded), reference) < 1e-5
+    wanted = launched(before)
+    tilekern.reset()
+    assert tilekern.apply_to_model(loaded) == OPS
+    before = launches()
+    assert worst(step(loaded), reference) < 1e-5
+    assert launched(before) == wanted
+    tilekern.reset()
+    assert same(step(loaded), reference)
+    assert not any("forward" in vars(module) for module in loaded.modules())
+
+
+@pickled
+def test_a_stand_in_is_like_a_bound_method():
+    """Trainer reads the signature, accelerate the function."""
+    model = make()
+    names = list(inspect.signature(model.forward).parameters)
+    tilekern.apply_to_model(model)
+    assert model.forward.__self__ is model
+    assert model.forward.__name__ == "forward"
+    assert inspect.isfunction(model.forward.__func__)
+    assert list(inspect.signature(model.forward).parameters) == names
+    assert list(inspect.signature(saved_and_loaded(model).forward).parameters) == names
 
 
 def test_a_module_with_a_hooks_forward_is_left_alone():

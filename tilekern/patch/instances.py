@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from types import CodeType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
+from tilekern.patch.bound import Bound
 from tilekern.patch.installed import Found, holder, original_at
 from tilekern.patch.ledger import Ledger
 
@@ -67,11 +68,14 @@ def _having(modules: Iterable[Any], owner: type, name: str) -> list[Any]:
 
 
 def _is_ordinary(instance: Any, name: str, methods: list[Any]) -> bool:
-    """Whether an instance has its class's method: none of its own, or that one bound (as output capturing leaves)."""
+    """Whether an instance has its class's method: none of its own, or that one bound.
+
+    Output capturing leaves it so, and unpickling.
+    """
     own = vars(instance).get(name)
     if own is None:
         return True
-    return isinstance(own, MethodType) and own.__self__ is instance and own.__func__ in methods
+    return isinstance(own, (MethodType, Bound)) and own.__self__ is instance and own.__func__ in methods
 
 
 def _calling(function: Any, name: str, stand_in: Any) -> FunctionType:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from types import MethodType
 from typing import Any
 
 import torch
@@ -60,11 +59,10 @@ def _checkpointed(run: Function) -> Function:
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.gradient_checkpointing and self.training and type(self).forward is not wrapper:
-            mine = vars(self).get("forward")
-            if isinstance(mine, MethodType) and mine.__func__ is wrapper:
-                kwargs |= {"use_cache": False, "past_key_values": None}
-                return self._gradient_checkpointing_func(partial(run, self, **kwargs), *args)
+        mine = getattr(vars(self).get("forward"), "__func__", None) is wrapper
+        if mine and self.gradient_checkpointing and self.training and type(self).forward is not wrapper:
+            kwargs |= {"use_cache": False, "past_key_values": None}
+            return self._gradient_checkpointing_func(partial(run, self, **kwargs), *args)
         return run(self, *args, **kwargs)
 
     made: Any = type("Layer", (GradientCheckpointingLayer,), {"forward": forward})

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
+from tilekern.patch.bound import Bound, StandIn
+
 ABSENT = object()
 
 
@@ -71,12 +73,22 @@ class Ledger:
 
     def put_bound(self, op: str, where: str, instance: Any, name: str, replacement: Callable[..., Any]) -> None:
         """Give one instance a method of its own; a bound method that stood there must be one of this instance."""
-        original = vars(instance).get(name, ABSENT)
-        if original is not ABSENT:
-            original = original.__func__
-        owner = weakref.ref(instance)
-        self._touches[id(instance), name] = Touch(op, where, owner, name, original, replacement, True)
-        setattr(instance, name, MethodType(replacement, instance))
+        before = vars(instance).get(name)
+        # What unpickling left calls the class's method, as having none does.
+        original = None if before is None or isinstance(before, Bound) else before.__func__
+        given = StandIn(replacement, op, where, original)
+        setattr(instance, name, Bound(instance, name, given))
+        self._note(instance, name, given)
+
+    def adopt(self, instance: Any) -> None:
+        """Note the methods that a deep copy of a patched instance came with."""
+        for name, own in vars(instance).items():
+            if isinstance(own, Bound) and own.__self__ is instance and own.stand_in and not self.held(instance, name):
+                self._note(instance, name, own.stand_in)
+
+    def _note(self, instance: Any, name: str, given: StandIn) -> None:
+        original, owner = given.original or ABSENT, weakref.ref(instance)
+        self._touches[id(instance), name] = Touch(given.op, given.where, owner, name, original, given.function, True)
 
     def undo_one(self, touch: Touch) -> None:
         """Put back one attribute, whose owner is alive."""

@@ -99,7 +99,11 @@ def apply_to_model(
     The model's modules get methods of their own. Wrappers (PEFT, torch.compile, DistributedDataParallel) are looked
     through, since their modules contain the model's. A module that has its own method already, from a hook or from
     another patch, is left alone with a warning. ``rope`` is left out of models whose attention ``qk_norm_rope``
-    serves. A deep copy made afterwards is patched too, and :func:`reset` does not know of it.
+    serves.
+
+    A deep copy made afterwards is patched too; :func:`reset` knows of it once it was given here as well. A pickle is
+    not patched, and needs tilekern where it is loaded. A shallow copy shares the methods, and they work on the modules
+    of the model it was copied from: so do the replicas of ``torch.nn.DataParallel``, for which there is :func:`apply`.
 
     Raises:
         InputError: as :func:`apply`, and where nothing in the model is of a supported family.
@@ -119,6 +123,8 @@ def apply_to_model(
     attention.register()
     done = set()
     with _lock:
+        for module in model.modules():
+            _ledger.adopt(module)
         for patch in rows:
             if patch.module not in homes:
                 continue

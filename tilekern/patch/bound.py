@@ -1,0 +1,57 @@
+"""A method that one module has of its own, in its ``__dict__``: what patching one model puts there."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+from types import MethodType
+from typing import Any, NamedTuple
+
+
+class StandIn(NamedTuple):
+    """What a patch gave one module: the function, the patched op, the path of what it stands in for, for people.
+
+    ``original`` is the function of a bound method that the module had of its own before, or None.
+    """
+
+    function: Callable[..., Any]
+    op: str
+    where: str
+    original: Callable[..., Any] | None
+
+
+class Bound:
+    """A stand-in bound to one module: a bound method, but for copies and pickles.
+
+    Python pickles a bound method as its name: what comes back is the class's method of that moment, fixed in the
+    module's ``__dict__``, where no later patch of the class reaches it. What comes back of this one has no stand-in:
+    it calls the class's method of the moment of each call.
+    """
+
+    def __init__(self, instance: Any, name: str, stand_in: StandIn | None = None) -> None:
+        self.__self__, self.method, self.stand_in = instance, name, stand_in
+
+    @property
+    def __func__(self) -> Callable[..., Any]:
+        if self.stand_in is not None:
+            return self.stand_in.function
+        function: Callable[..., Any] = getattr(type(self.__self__), self.method)
+        return function
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(MethodType(self.__func__, self.__self__))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the stand-in, or the class's method, on the module."""
+        return self.__func__(self.__self__, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__func__, name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Bound:
+        return Bound(copy.deepcopy(self.__self__, memo), self.method, self.stand_in)
+
+    def __reduce__(self) -> tuple[type[Bound], tuple[Any, str]]:
+        return Bound, (self.__self__, self.method)
