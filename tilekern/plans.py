@@ -11,16 +11,23 @@ from tilekern.spec import Config, Implementation
 class Plan:
     """How one problem runs: the kernel object, its grid and constants. ``blocks`` is the grid's size."""
 
-    __slots__ = ("_kernel", "_tail", "blocks", "config", "grid", "launches")
+    __slots__ = ("_forward_ad", "_kernel", "_tail", "blocks", "config", "grid", "launches")
 
     def __init__(self, kernel: Any, implementation: Implementation, config: Config, blocks: int) -> None:
         self._kernel = kernel
         self._tail = tuple(value for _, value in implementation.constants)
         self.config, self.blocks, self.grid = config, blocks, (blocks,)
         self.launches = 0
+        self._forward_ad = _forward_ad()
 
     def launch(self, device: int, *arguments: Any) -> None:
-        """Queue the kernel on the current stream of CUDA device number ``device``."""
+        """Queue the kernel on the current stream of CUDA device number ``device``.
+
+        Raises:
+            NotImplementedError: an argument carries a tangent of forward-mode AD, which no output would have.
+        """
+        if self._forward_ad._current_level >= 0:
+            _refuse_tangents(arguments)
         self.launches += 1
         _ct_launch(_raw_stream(device), self.grid, self._kernel, arguments + self._tail)
 
@@ -37,7 +44,9 @@ class DependentPlan(Plan):
     __slots__ = ()
 
     def launch(self, device: int, *arguments: Any) -> None:
-        """Queue the kernel."""
+        """Queue the kernel; raises as a plan of any kernel does."""
+        if self._forward_ad._current_level >= 0:
+            _refuse_tangents(arguments)
         self.launches += 1
         _ct_launch(
             _raw_stream(device), self.grid, self._kernel, arguments + self._tail, programmatic_dependent_launch=True
@@ -54,9 +63,12 @@ class InterpretedPlan(Plan):
 
         Raises:
             InterpreterError: elements of an array share memory, which no artifact on a GPU is compiled for.
+            NotImplementedError: as a plan of any kernel.
         """
         from tilekern import interpreter
 
+        if self._forward_ad._current_level >= 0:
+            _refuse_tangents(arguments)
         for number, argument in enumerate(arguments):
             if hasattr(argument, "stride") and not _disjoint(argument):
                 shape, strides = tuple(argument.shape), argument.stride()
@@ -78,7 +90,10 @@ def _disjoint(x: Any) -> bool:
 
 
 class LibraryPlan(Plan):
-    """A plan that a library runs, on any device that the library serves; there is no kernel to launch."""
+    """A plan that a library runs, on any device that the library serves; there is no kernel to launch.
+
+    Tangents of forward-mode AD are the library's: torch's operations carry them on or refuse them.
+    """
 
     __slots__ = ("_call",)
 
@@ -98,6 +113,29 @@ class LibraryPlan(Plan):
         """Call the library on its inputs."""
         self.launches += 1
         return self._call(*inputs)
+
+
+def _forward_ad() -> Any:
+    """torch's module of forward-mode AD: plans are made where torch is, while this file is imported without it."""
+    from torch.autograd import forward_ad
+
+    return forward_ad
+
+
+def _refuse_tangents(arguments: tuple[Any, ...]) -> None:
+    """Refuse tensors with a tangent.
+
+    Every launch of every op passes here, the registered ones' too, while a level of forward-mode AD is entered;
+    ``torch.func.jvp`` enters one. An op of torch's that has no tangent raises the same error.
+    """
+    import torch
+
+    for argument in arguments:
+        if isinstance(argument, torch.Tensor) and torch.autograd.forward_ad.unpack_dual(argument).tangent is not None:
+            raise NotImplementedError(
+                "tilekern: trying to use forward-mode AD with a kernel that does not support it; use reverse mode "
+                "(backward, torch.autograd.grad), or the model's own operations (tilekern.reset(), sdpa as attention)"
+            )
 
 
 def _ct_launch(*arguments: Any, **options: Any) -> None:

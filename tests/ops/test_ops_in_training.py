@@ -5,10 +5,22 @@ import functools
 import pytest
 import torch
 from op_samples import EPS, OPS, assert_near, inputs_of
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from tilekern import dispatch, interpreter, ops
-from tilekern.ops import rms_norm, rope, swiglu
+from tilekern.ops import (
+    add_rms_norm,
+    attention,
+    cross_entropy,
+    gated_mlp,
+    linear,
+    linear_cross_entropy,
+    qk_norm_rope,
+    rms_norm,
+    rope,
+    swiglu,
+)
 
 every_op = pytest.mark.parametrize("op", OPS.values(), ids=OPS)
 SHAPE = (2, 3, 4, 10)
@@ -133,6 +145,42 @@ def test_second_derivatives_are_refused_and_not_wrong(power):
         first = torch.autograd.grad(loss, leaves, create_graph=True)
         with pytest.raises(RuntimeError, match="differentiate twice"):
             (sum(g.square().sum() for g in first) + sum(leaf.sum() for leaf in leaves)).backward()
+
+
+# Of x [2, 3, 16], with weights that need no gradient: an op that autograd has to know of is torch's to refuse.
+_WEIGHT, _MATRIX, _ANGLES, _LABELS = torch.ones(16), torch.ones(9, 16), torch.ones(1, 3, 16), torch.ones(2, 3).long()
+UNGRADED = {
+    "rms_norm": lambda x: rms_norm(x, _WEIGHT),
+    "rms_norm's weight": lambda x: rms_norm(_ANGLES, x[0, 0]),
+    "add_rms_norm": lambda x: add_rms_norm(x, x, _WEIGHT)[1],
+    "swiglu": lambda x: swiglu(x, x),
+    "gated_mlp": lambda x: gated_mlp(x, _MATRIX, _MATRIX, _MATRIX.T),
+    "linear": lambda x: linear(x, _MATRIX),
+    "rope": lambda x: rope(x[None], x[None], _ANGLES, _ANGLES)[0],
+    "qk_norm_rope": lambda x: qk_norm_rope(x[:, :, None], x[:, :, None], _WEIGHT, _WEIGHT, _ANGLES, _ANGLES)[0],
+    "attention": lambda x: attention(x[:, :, None], x[:, :, None], x[:, :, None]),
+    "cross_entropy": lambda x: cross_entropy(x, _LABELS),
+    "linear_cross_entropy": lambda x: linear_cross_entropy(x, _MATRIX, _LABELS),
+}
+
+
+@pytest.mark.parametrize("call", UNGRADED.values(), ids=UNGRADED)
+def test_forward_mode_derivatives_are_refused_and_not_lost(call):
+    x = torch.randn(2, 3, 16)
+    with forward_ad.dual_level():
+        assert call(x).isfinite().all()
+        with pytest.raises(NotImplementedError, match=r"use forward(-mode)? AD with"):
+            call(forward_ad.make_dual(x, x))
+    with pytest.raises(NotImplementedError):
+        torch.func.jvp(call, (x,), (x,))
+
+
+def test_torch_s_operations_that_run_in_an_op_s_place_keep_tangents():
+    x = torch.randn(2, 3, 16, dtype=torch.float64)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, torch.ones_like(x))
+        got, wanted = (forward_ad.unpack_dual(y).tangent for y in (swiglu(dual, x), x * torch.nn.functional.silu(dual)))
+    assert_near(got, wanted, 1e-6)
 
 
 def test_autocast_as_in_a_model():

@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 from tiny_qwen3 import FORWARD, IDS, launched, launches, make, same, step, worst
+from torch.autograd import forward_ad
 
 import tilekern
 
@@ -57,6 +58,24 @@ def test_without_gradients(way, mode):
         before = launches()
         assert worst([model(input_ids=IDS).logits], [wanted]) < 1e-5
     assert set(launched(before)) == FORWARD
+
+
+@pytest.mark.parametrize("attention", ["eager", "tilekern"])
+@pytest.mark.parametrize("patched", [True, False])
+def test_forward_mode_derivatives_are_refused_and_not_wrong(attention, patched):
+    """Also where nothing needs a gradient, so that autograd does not know of the ops."""
+    tilekern.apply()
+    if not patched:
+        tilekern.reset()
+    model = make(attention=attention).requires_grad_(False)
+    embedded = torch.randn(2, 7, 80)
+    with forward_ad.dual_level():
+        given = forward_ad.make_dual(embedded, embedded)
+        if patched or attention == "tilekern":
+            with pytest.raises(NotImplementedError, match="forward-mode AD"):
+                model(inputs_embeds=given)
+        else:
+            assert forward_ad.unpack_dual(model(inputs_embeds=given).logits).tangent is not None
 
 
 @ways
