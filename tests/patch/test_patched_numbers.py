@@ -1,6 +1,7 @@
 """A patched Qwen3 computes what an unpatched one does."""
 
 import functools
+import inspect
 import warnings
 
 import pytest
@@ -125,6 +126,19 @@ def test_norms_that_do_more_than_their_class_are_called(way, place):
     before = launches()
     assert worst(step(model), reference) < 1e-5
     assert launched(before)["add_rms_norm_forward"] == launched(before)["qk_norm_rope_forward"] == 1
+
+
+@ways
+def test_the_forwards_take_the_same_arguments(way):
+    """By their signatures: whoever wraps a layer reads the names there."""
+
+    def signatures():
+        return {type(m).__name__: [*inspect.signature(m.forward).parameters] for m in model.modules()}
+
+    model = make()
+    reference = signatures()
+    way(model)
+    assert signatures() == reference
 
 
 @pytest.mark.usefixtures("interpreted")

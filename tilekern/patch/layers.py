@@ -8,7 +8,7 @@ taken one by one, by the modules and functions that are there.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ def fused_add_rms_norm(original: Function) -> Function:
     own = getattr(original, "__wrapped__", original)
     home = own.__globals__["__name__"]
 
+    @wraps(own)
     def run(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if args:
             return own(self, hidden_states, *args, **kwargs)
@@ -58,6 +59,7 @@ def _checkpointed(run: Function) -> Function:
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
+    @wraps(run)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         mine = getattr(vars(self).get("forward"), "__func__", None) is wrapper
         if mine and self.gradient_checkpointing and self.training and type(self).forward is not wrapper:
