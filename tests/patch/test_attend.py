@@ -85,6 +85,57 @@ def test_soft_caps_and_sinks_with_a_mask_of_padding(queries, softcap, sinks):
     assert worst(torch.autograd.grad(out, leaves, slope), torch.autograd.grad(wanted, leaves, slope)) < 1e-5
 
 
+@pytest.mark.parametrize("room", [0, 2])
+@pytest.mark.parametrize("more", [{}, {"sliding_window": 3}, {"is_causal": False}], ids=str)
+def test_a_position_bias_is_added_to_the_scores(more, room):
+    """Also where a static cache has room behind the last query."""
+    q, k, v = heads(7, 7 + room)
+    bias = torch.randn(1, 4, 7, 7 + room, generator=torch.Generator().manual_seed(3)).requires_grad_()
+    found, _ = implementation.attend(True, Layer(), q, k, v, None, position_bias=bias, **more)
+    seen = torch.ones(7, 7 + room, dtype=torch.bool)
+    seen = seen if more.get("is_causal") is False else seen.tril()
+    seen = seen.triu(-2) if "sliding_window" in more else seen
+    k, v = (x.repeat_interleave(2, 1) for x in (k, v))
+    wanted = ((q @ k.transpose(2, 3) * 0.25 + bias).masked_fill(~seen, -torch.inf).softmax(-1) @ v).transpose(1, 2)
+    slopes = [torch.autograd.grad(out.square().sum(), bias)[0] for out in (found, wanted)]
+    assert worst([found, slopes[0]], [wanted, slopes[1]]) < 1e-5
+
+
+@pytest.mark.parametrize("special", [{"softcap": 2.0}, {"s_aux": torch.zeros(4)}], ids=str)
+def test_soft_caps_and_sinks_with_a_position_bias_are_refused(special):
+    with pytest.raises(InputError, match="adds no position_bias to scores with a soft cap or sinks"):
+        implementation.attend(True, Layer(), *heads(), None, position_bias=torch.zeros(1, 4, 7, 7), **special)
+
+
+@pytest.mark.parametrize("name", ["indices", "block_indices", "sinks", "cache"])
+def test_what_neither_the_kernels_nor_sdpa_compute_is_refused(name):
+    implementation.attend(True, Layer(), *heads(), None, **{name: None})
+    with pytest.raises(InputError, match=f'does not compute what {name} asks for; use "eager"'):
+        implementation.attend(True, Layer(), *heads(), None, **{name: torch.zeros(1)})
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_t5_and_the_gradients_of_its_position_biases(padded):
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    ids = torch.randint(3, 97, (2, 9), generator=torch.Generator().manual_seed(0))
+    given = torch.ones_like(ids)
+    given[0, 6:] = 1 - padded
+
+    def run(attention):
+        torch.manual_seed(0)
+        sizes = {"vocab_size": 97, "d_model": 32, "d_kv": 16, "d_ff": 48, "num_layers": 2, "num_heads": 2}
+        config = T5Config(**sizes, dropout_rate=0, decoder_start_token_id=0, attn_implementation=attention)
+        model = T5ForConditionalGeneration(config)
+        biases = [p for name, p in model.named_parameters() if "relative" in name]
+        for bias in biases:
+            torch.nn.init.normal_(bias, 0, 2)
+        loss = model(input_ids=ids, attention_mask=given, labels=ids).loss
+        return [loss, *torch.autograd.grad(loss, biases)]
+
+    assert worst(run("tilekern"), run("eager")) < 1e-5
+
+
 def tiny(kind, attention):
     """A model of another family than Qwen3, always with the same weights, in training."""
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM

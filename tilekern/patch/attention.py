@@ -17,6 +17,9 @@ from tilekern.errors import InputError
 from tilekern.ops.attention import Call, attention, formula, shown
 
 NAMES = {"tilekern": True, "tilekern_nondeterministic": False}
+# Further arguments that change the numbers, by which some models ask for what neither the kernels nor SDPA compute:
+# chosen keys, sinks of each query, the paged cache of continuous batching.
+UNSERVED = ("indices", "block_indices", "sinks", "cache")
 
 
 def attend(
@@ -40,14 +43,19 @@ def attend(
         s_aux: [heads], a logit for each head that takes part in the softmax and has no value (attention sinks).
         kwargs: ``cu_seq_lens_q`` and the like, as flash attention takes them, for packed sequences; ``max_length_q``
             as a number, or as the tensor that transformers' ``prepare_fa_kwargs_from_position_ids`` gives.
+            ``position_bias``, which is added to the scores, goes to SDPA.
 
     Returns:
         [batch, queries, heads, head_dim], and None for the probabilities.
 
     Raises:
-        InputError: dropout or an additive mask comes together with a soft cap or sinks, which SDPA cannot compute;
-            packed sequences in a batch of several or with a cache.
+        InputError: dropout, a position bias or an additive mask comes together with a soft cap or sinks, which SDPA
+            cannot compute; packed sequences in a batch of several or with a cache; one of :data:`UNSERVED` is given.
     """
+    for name in UNSERVED:
+        if kwargs.get(name) is not None:
+            raise InputError(f'attn_implementation="tilekern" does not compute what {name} asks for; use "eager"')
+    bias = kwargs.get("position_bias")
     starts = kwargs.get("cu_seq_lens_q")
     packed = starts is not None and query.shape[0] == 1 and query.shape[2] == key.shape[2]
     if starts is not None and not packed and attention_mask is None:
@@ -56,10 +64,14 @@ def attend(
     if causal and attention_mask is None and 1 < query.shape[2] < key.shape[2]:
         # transformers leaves the mask out only where the queries stand at the first keys: the rest is room of a cache.
         key, value = (x[:, :, : query.shape[2]] for x in (key, value))
+        if bias is not None:
+            bias = kwargs["position_bias"] = bias[..., : query.shape[2]]
     masked = attention_mask is not None and not packed
     decoding = not torch.is_grad_enabled() and query.shape[2] != key.shape[2]
     special = softcap is not None or s_aux is not None
-    if dropout or masked or _is_foreign(query) or (decoding and not special):
+    if dropout or masked or bias is not None or _is_foreign(query) or (decoding and not special):
+        if special and bias is not None:
+            raise InputError('attn_implementation="tilekern" adds no position_bias to scores with a soft cap or sinks')
         if special:
             return _special(query, key, value, attention_mask, dropout, scaling, softcap, s_aux), None
         if not masked and (packed or sliding_window is not None):
