@@ -144,7 +144,7 @@ def tiny(kind, attention):
     more = {"intermediate_size": 48, "num_key_value_heads": 1, "head_dim": 16, "sliding_window": 3}
     ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     torch.manual_seed(0)
-    config = CONFIG_MAPPING[kind](**sizes, **ids, **({} if kind == "bloom" else more))
+    config = CONFIG_MAPPING[kind](**sizes, **ids, **({} if kind in {"bloom", "trocr"} else more))
     return AutoModelForCausalLM.from_config(config, attn_implementation=attention).float().train()
 
 
@@ -157,10 +157,57 @@ def test_a_batch_with_padding_of_a_model_with_soft_caps():
     assert worst([found[given.bool()]], [wanted[given.bool()]]) < 1e-5
 
 
-def test_a_model_that_asks_for_no_attention_function_is_refused():
-    """Bloom reads the mask itself, and where that is None lets each token see those after it."""
-    with pytest.raises(InputError, match='BloomModel computes its attention by itself; use "eager"'):
-        tiny("bloom", "tilekern")(torch.arange(3, 12)[None])
+@pytest.mark.parametrize(("kind", "name"), [("bloom", "BloomModel"), ("trocr", "TrOCRDecoder")])
+def test_a_model_that_asks_for_no_attention_function_is_refused(kind, name):
+    """Bloom and TrOCR read the mask themselves, and where that is None let each token see those after it."""
+    with pytest.raises(InputError, match=f'{name} computes its attention by itself; use "eager"'):
+        tiny(kind, "tilekern")(torch.arange(3, 12)[None])
+
+
+def test_a_part_of_a_model_that_asks_for_no_attention_function_is_refused():
+    """No auto class knows the text part of BLIP, a decoder."""
+    from transformers.models.blip.configuration_blip import BlipTextConfig
+    from transformers.models.blip.modeling_blip_text import BlipTextLMHeadModel
+
+    sizes = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = BlipTextLMHeadModel._from_config(BlipTextConfig(**sizes), attn_implementation="tilekern")
+    with pytest.raises(InputError, match="BlipTextModel computes its attention by itself"):
+        model(torch.arange(3, 12)[None])
+
+
+SMALL = {"vocab_size": 97, "max_position_embeddings": 64}
+DEEP = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+SEQ2SEQ = SMALL | DEEP | {"d_model": 32, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
+ENCODER = SMALL | {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48}
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        ("nllb-moe", SEQ2SEQ | {"num_experts": 4, "expert_capacity": 64}),
+        ("bigbird_pegasus", SEQ2SEQ),
+        ("splinter", ENCODER | {"question_token_id": 96}),
+    ],
+)
+def test_a_model_for_which_transformers_has_eager_attention_alone(kind, sizes, padded):
+    """Its decoder may say that it is not causal, its encoder may say nothing, and a layer may add the mask itself."""
+    from transformers import CONFIG_MAPPING, AutoModel
+
+    ids = torch.randint(3, 97, (2, 9), generator=torch.Generator().manual_seed(0))
+    given = torch.ones_like(ids)
+    given[0, 6:] = 1 - padded
+
+    def run(attention):
+        torch.manual_seed(0)
+        model = AutoModel.from_config(CONFIG_MAPPING[kind](**sizes), attn_implementation=attention).eval()
+        for weight in model.parameters():
+            torch.nn.init.normal_(weight, 0, 0.2)
+        more = {} if kind == "splinter" else {"decoder_input_ids": ids}
+        last = model(input_ids=ids, attention_mask=given, **more).last_hidden_state
+        return last if more else last[given.bool()]
+
+    assert worst([run("tilekern")], [run("eager")]) < 1e-5
 
 
 @pytest.mark.parametrize(

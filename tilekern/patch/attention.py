@@ -7,7 +7,6 @@ that do not, too.
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 
 from tilekern.errors import InputError
 from tilekern.ops.attention import Call, attention, formula, shown
+from tilekern.patch.masking import mask
 
 NAMES = {"tilekern": True, "tilekern_nondeterministic": False}
 # Further arguments that change the numbers, by which some models ask for what neither the kernels nor SDPA compute:
@@ -125,46 +125,6 @@ def _sdpa() -> Callable[..., Any]:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     return sdpa_attention_forward
-
-
-def mask(*, local_size: int | None = None, config: Any = None, **given: Any) -> Any:
-    """A mask as transformers asks for it: None wherever the kernels' own causality and window say all of it.
-
-    As with flash attention, a layer must hand its window to its attention function; Qwen2-MoE's and Phi-MoE's do not.
-
-    Padding, sequences packed without ``cu_seq_lens``, blocks of images and the like give SDPA's boolean mask.
-
-    Raises:
-        InputError: the model computes its attention by itself, where no mask would mean that each token sees all.
-    """
-    from transformers.masking_utils import sdpa_mask
-
-    if not torch.compiler.is_compiling() and (own := _with_own_attention(type(config))):
-        raise InputError(f'attn_implementation="tilekern": {own} computes its attention by itself; use "eager"')
-    if local_size is not None and _is_own(local_size, config, **given):
-        local_size = None
-    return sdpa_mask(**given, local_size=local_size, config=config)
-
-
-def _with_own_attention(config: type) -> str:
-    """The name of the model with such a configuration, where it never asks for an attention function; else empty."""
-    from transformers import MODEL_MAPPING
-
-    found = MODEL_MAPPING.get(config, None)
-    for model in found if isinstance(found, tuple) else (found,) if found else ():
-        asks = hasattr(sys.modules[model.__module__], "ALL_ATTENTION_FUNCTIONS")
-        if not (asks or model._supports_sdpa or model._supports_attention_backend):
-            return str(model.__name__)
-    return ""
-
-
-def _is_own(local_size: int, config: Any, allow_is_causal_skip: bool = True, **_: Any) -> bool:
-    """Whether a local mask is the window that layers hand to :func:`attend`: causal, and no chunks.
-
-    Masks in both directions count a window in another way.
-    """
-    chunked = getattr(config, "attention_chunk_size", None) is not None
-    return local_size == getattr(config, "sliding_window", None) and not chunked and allow_is_causal_skip
 
 
 def register() -> None:

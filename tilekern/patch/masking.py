@@ -1,0 +1,94 @@
+"""The masks of ``attn_implementation="tilekern"``, and what a model's own code makes of them."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, NamedTuple
+
+import torch
+
+from tilekern.errors import InputError
+
+
+def mask(*, local_size: int | None = None, config: Any = None, **given: Any) -> Any:
+    """A mask as transformers asks for it: None wherever the kernels' own causality and window say all of it.
+
+    As with flash attention, a layer must hand its window to its attention function; Qwen2-MoE's and Phi-MoE's do not.
+
+    Padding, sequences packed without ``cu_seq_lens``, blocks of images and the like give SDPA's boolean mask. A model
+    for which transformers has neither SDPA nor flash attention always gets the additive one that it is written for.
+
+    Raises:
+        InputError: the model computes its attention by itself, where no mask would mean that each token sees all.
+    """
+    from transformers.masking_utils import eager_mask, sdpa_mask
+
+    reading = reading_of(type(config))
+    if alone := reading.alone:
+        raise InputError(f'attn_implementation="tilekern": {alone} computes its attention by itself; use "eager"')
+    if reading.by_mask_alone:
+        return eager_mask(**given | {"allow_is_bidirectional_skip": False}, local_size=local_size, config=config)
+    if local_size is not None and _is_own(local_size, config, **given):
+        local_size = None
+    return sdpa_mask(**given, local_size=local_size, config=config)
+
+
+def _is_own(local_size: int, config: Any, allow_is_causal_skip: bool = True, **_: Any) -> bool:
+    """Whether a local mask is the window that layers hand to the attention function: causal, and no chunks.
+
+    Masks in both directions count a window in another way.
+    """
+    chunked = getattr(config, "attention_chunk_size", None) is not None
+    return local_size == getattr(config, "sliding_window", None) and not chunked and allow_is_causal_skip
+
+
+class Reading(NamedTuple):
+    """What a model's code makes of its masks.
+
+    Attributes:
+        alone: the model's name, where it never asks for an attention function; else empty.
+        by_mask_alone: whether its layers may say nothing, or what is not so, of their causality, and add the mask by
+            themselves here and there.
+    """
+
+    alone: str = ""
+    by_mask_alone: bool = False
+
+
+_readings: dict[type, Reading] = {}
+
+
+@torch.compiler.assume_constant_result
+def reading_of(config: type) -> Reading:
+    """What the code of the models with such a configuration makes of masks; of code that is not found, nothing bad."""
+    if config in _readings:
+        return _readings[config]
+    models = next(filter(None, map(_models, config.__mro__)), [])
+    if not models:
+        # Code that is imported later may answer.
+        return Reading()
+    return _readings.setdefault(config, _read(models))
+
+
+def _models(config: type) -> list[Any]:
+    """The models with such a configuration, their common base first.
+
+    The auto classes do not know every part of a model. Its code lies beside its configuration's, and is imported where
+    a mask is asked for.
+    """
+    beside = f"{config.__module__.rpartition('.')[0]}.modeling_"
+    modules = [module for name, module in list(sys.modules.items()) if name.startswith(beside)]
+    found = [x for module in modules for x in vars(module).values() if x.__class__ is type]
+    return [x for x in found if getattr(x, "config_class", None) is config]
+
+
+def _read(models: list[Any]) -> Reading:
+    sdpa, flash, any_backend = (
+        any(getattr(model, f"_supports_{name}") for model in models)
+        for name in ("sdpa", "flash_attn", "attention_backend")
+    )
+    asks = any(hasattr(sys.modules[model.__module__], "ALL_ATTENTION_FUNCTIONS") for model in models)
+    if not (asks or sdpa or any_backend):
+        names = [model.__name__ for model in models]
+        return Reading(alone=next((name for name in names if not name.endswith("PreTrainedModel")), names[0]))
+    return Reading(by_mask_alone=not (sdpa or flash or any_backend))
