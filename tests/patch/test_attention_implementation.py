@@ -11,7 +11,7 @@ from transformers import DynamicCache, StaticCache
 
 import tilekern
 from tilekern.patch import attention as implementation
-from tilekern.patch import registry
+from tilekern.patch import masking, registry
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 NONE = dict.fromkeys(registry.known_ops(), False)
@@ -94,8 +94,7 @@ def test_a_mask_of_four_dimensions_is_taken_as_it_is():
     shown = torch.ones(2, 1, 7, 7, dtype=torch.bool).tril()
     shown[:, :, :, 2] = False
     shown[:, :, 2, 2] = True
-    additive = torch.zeros(2, 1, 7, 7).masked_fill(~shown, torch.finfo(torch.float32).min)
-    for mask in (additive, shown):
+    for mask in (additive(shown), shown):
         ours, _ = pair()
         before = forwards()
         with torch.no_grad():
@@ -208,6 +207,51 @@ def test_packed_sequences_are_the_same_as_separate_ones(windowed, use_cache, lon
     assert worst(found, run(theirs, separate)) < 1e-5
 
 
+def additive(shown):
+    return torch.zeros(shown.shape).masked_fill(~shown, torch.finfo(torch.float32).min)
+
+
+@pytest.mark.parametrize("windowed", [False, True])
+@pytest.mark.parametrize("kind", ["padding", "boolean", "additive"])
+def test_packed_sequences_with_a_mask_of_the_user_s_heed_both(kind, windowed):
+    """The third token is hidden: it is padding, or no query but itself sees it."""
+    ours, theirs = pair("sdpa", **(WINDOW | {"sliding_window": 2} if windowed else {}))
+    visible = torch.ones(1, 7, dtype=torch.bool)
+    visible[0, 2] = False
+    number = torch.searchsorted(PACKED.long(), torch.arange(7), right=True)
+    same_sequence = (number[:, None] == number)[None, None]
+    shown = torch.ones(1, 1, 7, 7, dtype=torch.bool).tril() & (visible[:, None, None] | torch.eye(7, dtype=torch.bool))
+    given = {"padding": visible.long(), "boolean": shown, "additive": additive(shown)}[kind]
+    before = forwards()
+    found = packed(ours, attention_mask=given, use_cache=False)
+    assert forwards() == before
+    # A mask of four dimensions is the mask of every layer; a window comes with others alone.
+    place = torch.arange(7)
+    near = place[:, None] - place < 2
+    full = shown & same_sequence
+    masks = {"full_attention": full, "sliding_attention": full & near if kind == "padding" else full}
+    wanted = theirs(input_ids=IDS[:1], position_ids=positions(), attention_mask=masks, use_cache=False).logits
+    assert worst([found[visible]], [wanted[visible]]) < 1e-5
+
+
+def test_a_mask_that_says_more_than_where_sequences_begin_is_kept():
+    from transformers import Qwen3Config
+    from transformers import masking_utils as makers
+
+    config = Qwen3Config(**WINDOW, attn_implementation="tilekern")
+    given = {"config": config, "inputs_embeds": torch.zeros(1, 7, 8), "position_ids": positions()}
+    given |= {"attention_mask": None, "past_key_values": None}
+    for make_mask in (makers.create_causal_mask, makers.create_sliding_window_causal_mask):
+        assert masking.says_packing_alone(make_mask(**given))
+        shown = {"attention_mask": torch.tensor([[0, 1, 1, 1, 1, 1, 1]])}
+        block = {"block_sequence_ids": torch.tensor([[-1, 0, 0, 0, -1, -1, -1]])}
+        custom = {"and_mask_function": lambda _batch, _head, query, key: query - key != 1}
+        for more in (shown, block, custom):
+            assert not masking.says_packing_alone(make_mask(**given | more))
+    config.attention_chunk_size = 2
+    assert not masking.says_packing_alone(makers.create_chunked_causal_mask(**given))
+
+
 def test_sequences_packed_by_their_positions_alone_get_a_mask():
     ours, theirs = pair()
     before = forwards()
@@ -305,6 +349,9 @@ def test_gradient_checkpointing(reentrant):
     ours, theirs = pair()
     ours.gradient_checkpointing_enable({"use_reentrant": reentrant})
     check(step, ours, theirs, 4)
+    before = forwards()
+    packed(ours, use_cache=False).sum().backward()
+    assert forwards() == before + 4
 
 
 def test_compiled_in_one_graph():
@@ -312,6 +359,15 @@ def test_compiled_in_one_graph():
     ours, theirs = pair(layers=1)
     compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
     check(step, compiled, theirs, 1)
+
+
+def test_packed_sequences_compiled_in_one_graph():
+    torch._dynamo.reset()
+    ours, theirs = pair(layers=1)
+    reference, before = separate(theirs), forwards()
+    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    assert worst([packed(compiled, use_cache=False)], [reference]) < 1e-5
+    assert forwards() == before + 1
 
 
 def test_on_a_cpu_without_the_interpreter_torch_s_operations_run(monkeypatch):

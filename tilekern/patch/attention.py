@@ -14,7 +14,7 @@ import torch
 
 from tilekern.errors import InputError
 from tilekern.ops.attention import Call, attention, formula, shown
-from tilekern.patch.masking import mask
+from tilekern.patch.masking import mask, says_packing_alone
 
 NAMES = {"tilekern": True, "tilekern_nondeterministic": False}
 # Further arguments that change the numbers, by which some models ask for what neither the kernels nor SDPA compute:
@@ -34,7 +34,7 @@ def attend(
         module: the attention layer; its ``is_causal`` holds where the argument is None.
         query: [batch, heads, queries, head_dim]. Under autocast query, key and value are cast as SDPA's are.
         key, value: [batch, kv_heads, keys, head_dim].
-        attention_mask: None, or what :func:`mask` made.
+        attention_mask: None, what :func:`mask` made, or a user's of four dimensions. With packed sequences both hold.
         dropout: of the probabilities.
         scaling: of the scores; None is ``head_dim ** -0.5``.
         sliding_window: how many keys a query sees, itself included; None for all.
@@ -66,10 +66,15 @@ def attend(
         key, value = (x[:, :, : query.shape[2]] for x in (key, value))
         if bias is not None:
             bias = kwargs["position_bias"] = bias[..., : query.shape[2]]
-    masked = attention_mask is not None and not packed
+    if packed and says_packing_alone(attention_mask):
+        attention_mask = None
+    masked = attention_mask is not None
     decoding = not torch.is_grad_enabled() and query.shape[2] != key.shape[2]
     special = softcap is not None or s_aux is not None
     if dropout or masked or bias is not None or _is_foreign(query) or (decoding and not special):
+        if masked and packed:
+            length = query.shape[2]
+            attention_mask = _within(attention_mask, shown(length, length, query.device, False, None, starts))
         if special and bias is not None:
             raise InputError('attn_implementation="tilekern" adds no position_bias to scores with a soft cap or sinks')
         if special:
@@ -106,6 +111,13 @@ def _special(
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
     call = Call(False, scale, None, softcap, key.shape[1], deterministic=True)
     return formula(query, key, value, sinks, attention_mask[..., : key.shape[1]], call)
+
+
+def _within(attention_mask: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+    """A boolean or additive mask that shows nothing but what is seen."""
+    if attention_mask.dtype == torch.bool:
+        return attention_mask & seen
+    return attention_mask.masked_fill(~seen, torch.finfo(attention_mask.dtype).min)
 
 
 def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -28,18 +29,44 @@ def mask(*, local_size: int | None = None, config: Any = None, **given: Any) -> 
         raise InputError(f'attn_implementation="tilekern": {alone} computes its attention by itself; use "eager"')
     if reading.by_mask_alone:
         return eager_mask(**given | {"allow_is_bidirectional_skip": False}, local_size=local_size, config=config)
-    if local_size is not None and _is_own(local_size, config, **given):
-        local_size = None
-    return sdpa_mask(**given, local_size=local_size, config=config)
+    own = local_size is None or _is_own(local_size, config, given)
+    made = sdpa_mask(**given, local_size=None if own else local_size, config=config)
+    if made is not None and own and _is_packing(given):
+        made.says_packing_alone = True
+    return made
 
 
-def _is_own(local_size: int, config: Any, allow_is_causal_skip: bool = True, **_: Any) -> bool:
+def _is_own(local_size: int, config: Any, given: dict[str, Any]) -> bool:
     """Whether a local mask is the window that layers hand to the attention function: causal, and no chunks.
 
     Masks in both directions count a window in another way.
     """
     chunked = getattr(config, "attention_chunk_size", None) is not None
-    return local_size == getattr(config, "sliding_window", None) and not chunked and allow_is_causal_skip
+    return local_size == getattr(config, "sliding_window", None) and not chunked and _is_causal(given)
+
+
+def _is_causal(given: dict[str, Any]) -> bool:
+    return "allow_is_bidirectional_skip" not in given
+
+
+def _is_packing(given: dict[str, Any]) -> bool:
+    """Whether a mask, aside from its window, says no more than causality and where sequences begin.
+
+    It does not where the user gave a mask, where a function of the model's shapes it (which is called by vmap), or
+    where blocks are shown beside what it is made of.
+    """
+    shaped = given.get("attention_mask") is not None or given.get("use_vmap", False)
+    function = given["mask_function"]
+    joined = isinstance(function, FunctionType) and function.__qualname__.startswith("and_masks.")
+    return joined and not shaped and _is_causal(given)
+
+
+def says_packing_alone(made: Any) -> bool:
+    """Whether the starts of packed sequences, causality and the layer's window say all that a mask says.
+
+    A copy of the mask does not know it; what is computed with it is the same.
+    """
+    return getattr(made, "says_packing_alone", False)
 
 
 class Reading(NamedTuple):
