@@ -251,6 +251,14 @@ def test_attention_that_is_not_causal(keys):
         assert worst([found], [softmax(q, k, v, everything)]) < 1e-5
 
 
+@pytest.mark.parametrize(("kind", "kernels"), [("phimoe", 0), ("mistral", 2), ("phi3", 2)])
+def test_a_window_is_in_the_mask_where_layers_keep_it_to_themselves(kind, kernels):
+    ids = torch.randint(3, 97, (2, 9), generator=torch.Generator().manual_seed(0))
+    wanted, before = tiny(kind, "eager")(ids).logits, forwards()
+    assert worst([tiny(kind, "tilekern")(ids).logits], [wanted]) < 1e-5
+    assert forwards() == before + kernels
+
+
 def test_local_masks_of_chunks_and_in_both_directions_are_made():
     from transformers import Qwen3Config
     from transformers.masking_utils import create_bidirectional_sliding_window_mask, create_chunked_causal_mask

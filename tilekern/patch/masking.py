@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 import sys
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -14,7 +16,7 @@ from tilekern.errors import InputError
 def mask(*, local_size: int | None = None, config: Any = None, **given: Any) -> Any:
     """A mask as transformers asks for it: None wherever the kernels' own causality and window say all of it.
 
-    As with flash attention, a layer must hand its window to its attention function; Qwen2-MoE's and Phi-MoE's do not.
+    The window is in the mask where layers do not hand theirs to their attention function: Qwen2-MoE's and Phi-MoE's.
 
     Padding, sequences packed without ``cu_seq_lens``, blocks of images and the like give SDPA's boolean mask. A model
     for which transformers has neither SDPA nor flash attention always gets the additive one that it is written for.
@@ -29,7 +31,7 @@ def mask(*, local_size: int | None = None, config: Any = None, **given: Any) -> 
         raise InputError(f'attn_implementation="tilekern": {alone} computes its attention by itself; use "eager"')
     if reading.by_mask_alone:
         return eager_mask(**given | {"allow_is_bidirectional_skip": False}, local_size=local_size, config=config)
-    own = local_size is None or _is_own(local_size, config, given)
+    own = local_size is None or (reading.hands_window and _is_own(local_size, config, given))
     made = sdpa_mask(**given, local_size=None if own else local_size, config=config)
     if made is not None and own and _is_packing(given):
         made.says_packing_alone = True
@@ -76,10 +78,12 @@ class Reading(NamedTuple):
         alone: the model's name, where it never asks for an attention function; else empty.
         by_mask_alone: whether its layers may say nothing, or what is not so, of their causality, and add the mask by
             themselves here and there.
+        hands_window: whether layers hand their window to the attention function.
     """
 
     alone: str = ""
     by_mask_alone: bool = False
+    hands_window: bool = True
 
 
 _readings: dict[type, Reading] = {}
@@ -105,7 +109,7 @@ def _models(config: type) -> list[Any]:
     """
     beside = f"{config.__module__.rpartition('.')[0]}.modeling_"
     modules = [module for name, module in list(sys.modules.items()) if name.startswith(beside)]
-    found = [x for module in modules for x in vars(module).values() if x.__class__ is type]
+    found = [x for module in modules for x in vars(module).values() if isinstance(x, type)]
     return [x for x in found if getattr(x, "config_class", None) is config]
 
 
@@ -118,4 +122,14 @@ def _read(models: list[Any]) -> Reading:
     if not (asks or sdpa or any_backend):
         names = [model.__name__ for model in models]
         return Reading(alone=next((name for name in names if not name.endswith("PreTrainedModel")), names[0]))
-    return Reading(by_mask_alone=not (sdpa or flash or any_backend))
+    hands_window = any(map(_hands_window, {model.__module__ for model in models}))
+    return Reading(by_mask_alone=not (sdpa or flash or any_backend), hands_window=hands_window)
+
+
+def _hands_window(module: str) -> bool:
+    """Whether a call in a module's code has the argument; without its source, a mask is what is right in any case."""
+    try:
+        source = inspect.getsource(sys.modules[module])
+    except OSError:
+        return False
+    return re.search(r"^\s+sliding_window=", source, re.MULTILINE) is not None
