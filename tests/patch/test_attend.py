@@ -8,6 +8,7 @@ import torch
 from tiny_qwen3 import launches, worst
 
 import tilekern
+from tilekern import dispatch
 from tilekern.errors import InputError
 from tilekern.patch import attention as implementation
 from tilekern.patch import registry
@@ -103,7 +104,7 @@ def test_a_position_bias_is_added_to_the_scores(more, room):
 
 @pytest.mark.parametrize("special", [{"softcap": 2.0}, {"s_aux": torch.zeros(4)}], ids=str)
 def test_soft_caps_and_sinks_with_a_position_bias_are_refused(special):
-    with pytest.raises(InputError, match="adds no position_bias to scores with a soft cap or sinks"):
+    with pytest.raises(InputError, match="adds no position_bias to them"):
         implementation.attend(True, Layer(), *heads(), None, position_bias=torch.zeros(1, 4, 7, 7), **special)
 
 
@@ -272,6 +273,24 @@ def test_local_masks_of_chunks_and_in_both_directions_are_made():
     chunked = create_chunked_causal_mask(**given, past_key_values=None)
     same_chunk = place[:, None] // 3 == place // 3
     assert torch.equal(chunked[0, 0], same_chunk & (place[:, None] >= place))
+
+
+@pytest.mark.parametrize("more", [{}, {"softcap": 2.0}, {"position_bias": torch.zeros(1, 4, 7, 7)}], ids=str)
+def test_what_runs_without_the_kernels_is_counted_among_the_fallbacks(more, monkeypatch):
+    monkeypatch.setattr(dispatch, "_counters", {})
+    seen = None if "position_bias" in more else torch.ones(1, 1, 7, 7, dtype=torch.bool).tril()
+    implementation.attend(True, Layer(), *heads(), seen, **more)
+    count = tilekern.stats()["attention_forward"]
+    assert (count["fallbacks"], count["launches"]) == (1, 0)
+    implementation.attend(True, Layer(), *heads(), None)
+    assert tilekern.stats()["attention_forward"]["fallbacks"] == 1
+
+
+def test_what_is_refused_is_not_counted(monkeypatch):
+    monkeypatch.setattr(dispatch, "_counters", {})
+    with pytest.raises(InputError):
+        implementation.attend(True, Layer(), *heads(), None, dropout=0.1, softcap=2.0)
+    assert "attention_forward" not in tilekern.stats()
 
 
 def test_a_tensor_of_another_class_goes_to_sdpa():

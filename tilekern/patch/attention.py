@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 
+from tilekern.dispatch import count_fallback
 from tilekern.errors import InputError
+from tilekern.kernels.attention import SPEC
 from tilekern.ops.attention import Call, attention, formula, shown
 from tilekern.patch.masking import mask, says_packing_alone
 
@@ -28,6 +30,8 @@ def attend(
     softcap: float | None = None, is_causal: bool | None = None, s_aux: torch.Tensor | None = None, **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     """An attention function as transformers calls it.
+
+    A call that runs no kernel counts among the ``fallbacks`` of ``attention_forward``, unless it was compiled.
 
     Args:
         deterministic: whether gradients must be the same, bit for bit, in every run.
@@ -72,17 +76,15 @@ def attend(
     decoding = not torch.is_grad_enabled() and query.shape[2] != key.shape[2]
     special = softcap is not None or s_aux is not None
     if dropout or masked or bias is not None or _is_foreign(query) or (decoding and not special):
-        if masked and packed:
-            length = query.shape[2]
-            attention_mask = _within(attention_mask, shown(length, length, query.device, False, None, starts))
-        if special and bias is not None:
-            raise InputError('attn_implementation="tilekern" adds no position_bias to scores with a soft cap or sinks')
+        if packed or sliding_window is not None:
+            # What None leaves to the kernels, others have to be told.
+            attention_mask = _told(attention_mask, query, key, causal, sliding_window, starts if packed else None)
         if special:
-            return _special(query, key, value, attention_mask, dropout, scaling, softcap, s_aux), None
-        if not masked and (packed or sliding_window is not None):
-            # What None leaves to the kernels, SDPA has to be told.
-            seen = shown(query.shape[2], key.shape[2], query.device, causal, sliding_window, starts)
-            attention_mask = seen[None, None]
+            _check_special(query, attention_mask, dropout, bias)
+        if not torch.compiler.is_compiling():
+            count_fallback(SPEC)
+        if special:
+            return _special(query, key, value, attention_mask, scaling, softcap, s_aux), None
         return _sdpa()(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=causal, **kwargs
         )
@@ -96,28 +98,40 @@ def attend(
     return out, None
 
 
-def _special(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, dropout: float,
-    scaling: float | None, softcap: float | None, sinks: torch.Tensor | None,
+def _told(
+    attention_mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor, causal: bool, window: int | None,
+    starts: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
-    """A soft cap or sinks with a mask such as :func:`mask` makes of padding: SDPA knows neither, so torch's steps."""
+    """The mask, within each sequence; where there is none, of causality and the window too."""
+    queries, keys = query.shape[2], key.shape[2]
+    if attention_mask is None:
+        return shown(queries, keys, query.device, causal, window, starts)[None, None]
+    if starts is None:
+        return attention_mask
+    seen = shown(queries, keys, query.device, False, None, starts)
+    if attention_mask.dtype == torch.bool:
+        return attention_mask & seen
+    return attention_mask.masked_fill(~seen, torch.finfo(attention_mask.dtype).min)
+
+
+def _check_special(query: torch.Tensor, attention_mask: Any, dropout: float, bias: torch.Tensor | None) -> None:
     boolean = isinstance(attention_mask, torch.Tensor) and attention_mask.dtype == torch.bool
-    if dropout or not boolean or _is_foreign(query):
+    if dropout or not boolean or bias is not None or _is_foreign(query):
         raise InputError(
             'attn_implementation="tilekern" computes a soft cap and sinks on plain tensors, without dropout and with a '
-            'boolean mask or none; use "eager" for others'
+            'boolean mask or none, and adds no position_bias to them; use "eager" for others'
         )
+
+
+def _special(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor, scaling: float | None,
+    softcap: float | None, sinks: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    """A soft cap or sinks with a mask such as :func:`mask` makes of padding: SDPA knows neither, so torch's steps."""
     query, key, value = (x.transpose(1, 2) for x in _autocast(query, key, value))
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
     call = Call(False, scale, None, softcap, key.shape[1], deterministic=True)
     return formula(query, key, value, sinks, attention_mask[..., : key.shape[1]], call)
-
-
-def _within(attention_mask: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
-    """A boolean or additive mask that shows nothing but what is seen."""
-    if attention_mask.dtype == torch.bool:
-        return attention_mask & seen
-    return attention_mask.masked_fill(~seen, torch.finfo(attention_mask.dtype).min)
 
 
 def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
