@@ -70,6 +70,11 @@ def interpreting() -> bool:
     return os.environ.get("TILEKERN_INTERPRET", "0") not in ("", "0")
 
 
+def _interprets(device: Any) -> bool:
+    """Whether the interpreter serves a device: not ``meta``, whose tensors hold nothing."""
+    return device.type != "meta" and interpreting()
+
+
 def set_miss_policy(policy: str | None) -> None:
     """What a lookup that finds nothing does; None goes by ``TILEKERN_ON_MISS``, else ``compile``.
 
@@ -182,7 +187,7 @@ def plan_for(spec: KernelSpec, device: Any, *sizes: Any) -> Plan | None:
         CacheMiss: nothing serves the problem and the miss policy is ``error``.
     """
     # On the CPU the answer depends on the environment, and a look at it costs nothing there.
-    key = (spec.name, device.index if device.type == "cuda" else interpreting(), *sizes)
+    key = (spec.name, device.index if device.type == "cuda" else _interprets(device), *sizes)
     try:
         return _plans[key]
     except KeyError:
@@ -216,8 +221,10 @@ def _resolve(spec: KernelSpec, device: Any, sizes: Sequence[Any], key: tuple[Any
     except ValueError as error:
         say_once(f"tilekern: {error}; the model's own op runs instead")
         return None
-    if interpreting():
+    if _interprets(device):
         return _keep(spec, _interpreted(spec, problem))
+    if device.type == "meta":  # there is nothing to compute, and so nothing to warn of
+        return None
     if device.type != "cuda":
         say_once(
             f"tilekern: {spec.name} was called on {device.type}; kernels run on CUDA devices (or anywhere under "

@@ -62,6 +62,22 @@ def test_a_tensor_on_another_device_is_refused_by_its_name(op, name, graded):
         op(**made(op, name, graded))
 
 
+@pytest.mark.parametrize("graded", [False, True], ids=["plain", "graded"])
+@pytest.mark.parametrize("op", GIVEN, ids=lambda op: op.__name__)
+def test_on_meta_an_op_has_the_shapes_of_its_results(op, graded):
+    given = made(op, graded=graded)
+    if op is attention:
+        del given["cu_seqlens"]  # whose starts are numbers, which meta has none of
+    away = {name: x.detach().to("meta").requires_grad_(x.requires_grad) for name, x in given.items()}
+    here, there = (y if isinstance(y, tuple) else (y,) for y in (op(**given), op(**away)))
+    assert [(y.shape, y.dtype) for y in there] == [(y.shape, y.dtype) for y in here]
+    assert all(y.is_meta for y in there)
+    if graded:
+        leaf = next(iter(away.values()))
+        (gradient,) = torch.autograd.grad(sum(y.sum() for y in there), leaf)
+        assert gradient.shape == leaf.shape
+
+
 @pytest.mark.parametrize("op", [rms_norm, linear], ids=lambda op: op.__name__)
 def test_a_traced_call_is_refused_too(op):
     traced = torch.compile(lambda given: op(**given), backend="eager", fullgraph=True)

@@ -396,6 +396,7 @@ def test_a_gradient_kernel_without_a_plan_falls_back_as_a_whole(monkeypatch):
         ({"class_weight": torch.ones(5, requires_grad=True)}, "class_weight gets no gradient"),
         ({"reduction": "max"}, "reduction must be mean, sum or none, got 'max'"),
         ({"reduction": "sum", "num_items": 3}, "num_items goes with the reduction mean, not sum"),
+        ({"num_items": torch.ones(2)}, r"num_items must be one number, got \[2\]"),
         ({"label_smoothing": 1.5}, "label_smoothing must be from 0 to 1, got 1.5"),
         ({"label_smoothing": math.nan}, "label_smoothing must be from 0 to 1"),
         ({"softcap": float("inf")}, "softcap must be positive and finite .*, got inf"),

@@ -49,6 +49,19 @@ def test_autocast(way):
 
 
 @ways
+@pytest.mark.parametrize("attention", ["tilekern", "sdpa"])
+def test_on_meta(way, attention):
+    with torch.device("meta"):
+        model = make()
+        way(model)
+        model.set_attn_implementation(attention)
+        loss = model(input_ids=IDS.to("meta"), labels=IDS.to("meta")).loss
+        loss.backward()
+    assert loss.shape == ()
+    assert all(x.grad.shape == x.shape for x in model.parameters())
+
+
+@ways
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_without_gradients(way, mode):
     model = make()

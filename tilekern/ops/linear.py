@@ -12,6 +12,7 @@ from tilekern.ops.registration import (
     as_rows,
     check_devices,
     differentiable_once,
+    is_autocast,
     needs_gradient,
     register,
     register_gradient,
@@ -47,7 +48,7 @@ def linear(
         ValueError: shapes or devices do not fit, or the activation is unknown.
     """
     compiling = torch.compiler.is_compiling()
-    if torch.is_autocast_enabled(x.device.type):
+    if is_autocast(x.device.type):
         # torch casts the inputs of a linear layer there.
         _check(x, weight, bias, activation)
         return _by_torch(x, weight, bias, activation) if compiling else fallback(x, weight, bias, activation)

@@ -8,6 +8,7 @@ for the losses of single rows. ``torch.compile`` gets torch's own operations, wi
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from tilekern.kernels import linear_cross_entropy as kernels
 from tilekern.kernels import scale as scaling
 from tilekern.kernels.linear_cross_entropy import LossOptions
 from tilekern.ops.cross_entropy import composed
-from tilekern.ops.registration import check_devices, check_softcap, disjoint, first_order, needs_gradient
+from tilekern.ops.registration import check_devices, check_softcap, disjoint, first_order, is_autocast, needs_gradient
 
 _SPEC = kernels.SPEC
 _INT32 = torch.iinfo(torch.int32)
@@ -53,12 +54,13 @@ def linear_cross_entropy(
 
     Raises:
         ValueError: shapes or devices that do not fit, a target of another dtype, an option that has a value that it
-            cannot have, or ``num_items`` without ``mean``.
+            cannot have, or ``num_items`` without ``mean`` or of several numbers.
     """
     _check(hidden, weight, target, class_weight)
     _check_options(reduction, num_items, label_smoothing, softcap)
     kind = hidden.device.type
-    if torch.is_autocast_enabled(kind) and torch.float64 not in (hidden.dtype, weight.dtype):
+    cast = is_autocast(kind)
+    if cast and torch.float64 not in (hidden.dtype, weight.dtype):
         dtype = torch.get_autocast_dtype(kind)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
     wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
@@ -68,7 +70,7 @@ def linear_cross_entropy(
     )  # fmt: skip
     rows, labels = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1)
     factor = _factor(labels, options, reduction, num_items, wide)
-    with torch.autocast(kind, enabled=False):
+    with torch.autocast(kind, enabled=False) if cast else contextlib.nullcontext():
         loss = _loss(rows, weight, labels, factor, options)
     if loss.dim():
         return loss.view(target.shape) if factor is None else loss.sum() * factor
@@ -103,6 +105,8 @@ def _check_options(reduction: str, num_items: Any, label_smoothing: float, softc
         raise ValueError(f"linear_cross_entropy: reduction must be mean, sum or none, got {reduction!r}")
     if num_items is not None and reduction != "mean":
         raise ValueError(f"linear_cross_entropy: num_items goes with the reduction mean, not {reduction}")
+    if isinstance(num_items, torch.Tensor) and num_items.numel() != 1:
+        raise ValueError(f"linear_cross_entropy: num_items must be one number, got {list(num_items.shape)}")
     if not 0 <= label_smoothing <= 1:
         raise ValueError(f"linear_cross_entropy: label_smoothing must be from 0 to 1, got {label_smoothing}")
     check_softcap("linear_cross_entropy", softcap)

@@ -61,9 +61,14 @@ def check_softcap(op: str, softcap: float | None) -> None:
         )
 
 
+def is_autocast(kind: str) -> bool:
+    """Whether autocast is on for a type of device; torch raises where it is asked that of ``meta``."""
+    return kind != "meta" and torch.is_autocast_enabled(kind)
+
+
 def is_eager(*tensors: torch.Tensor) -> bool:
     """Whether tensors of one dtype are worked on as they are: not traced, and not cast by autocast."""
-    if torch.compiler.is_compiling() or torch.is_autocast_enabled(tensors[0].device.type):
+    if torch.compiler.is_compiling() or is_autocast(tensors[0].device.type):
         return False
     return len({tensor.dtype for tensor in tensors}) == 1
 

@@ -16,6 +16,7 @@ from tilekern.dispatch import count_fallback
 from tilekern.errors import InputError
 from tilekern.kernels.attention import SPEC
 from tilekern.ops.attention import Call, attention, formula, shown
+from tilekern.ops.registration import is_autocast
 from tilekern.patch.masking import mask, says_packing_alone
 
 NAMES = {"tilekern": True, "tilekern_nondeterministic": False}
@@ -137,7 +138,7 @@ def _special(
 def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Tensors as autocast hands them to SDPA: norms in float32 leave queries wider than values."""
     kind = tensors[0].device.type
-    if not torch.is_autocast_enabled(kind) or any(x.dtype == torch.float64 for x in tensors):
+    if not is_autocast(kind) or any(x.dtype == torch.float64 for x in tensors):
         return tensors
     return tuple(x.to(torch.get_autocast_dtype(kind)) for x in tensors)
 
