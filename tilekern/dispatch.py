@@ -70,11 +70,6 @@ def interpreting() -> bool:
     return os.environ.get("TILEKERN_INTERPRET", "0") not in ("", "0")
 
 
-def _interprets(device: Any) -> bool:
-    """Whether the interpreter serves a device: not ``meta``, whose tensors hold nothing."""
-    return device.type != "meta" and interpreting()
-
-
 def set_miss_policy(policy: str | None) -> None:
     """What a lookup that finds nothing does; None goes by ``TILEKERN_ON_MISS``, else ``compile``.
 
@@ -186,8 +181,10 @@ def plan_for(spec: KernelSpec, device: Any, *sizes: Any) -> Plan | None:
     Raises:
         CacheMiss: nothing serves the problem and the miss policy is ``error``.
     """
+    if device.type == "meta":  # nothing is computed there, by whomever
+        return None
     # On the CPU the answer depends on the environment, and a look at it costs nothing there.
-    key = (spec.name, device.index if device.type == "cuda" else _interprets(device), *sizes)
+    key = (spec.name, device.index if device.type == "cuda" else interpreting(), *sizes)
     try:
         return _plans[key]
     except KeyError:
@@ -221,10 +218,8 @@ def _resolve(spec: KernelSpec, device: Any, sizes: Sequence[Any], key: tuple[Any
     except ValueError as error:
         say_once(f"tilekern: {error}; the model's own op runs instead")
         return None
-    if _interprets(device):
+    if interpreting():
         return _keep(spec, _interpreted(spec, problem))
-    if device.type == "meta":  # there is nothing to compute, and so nothing to warn of
-        return None
     if device.type != "cuda":
         say_once(
             f"tilekern: {spec.name} was called on {device.type}; kernels run on CUDA devices (or anywhere under "
