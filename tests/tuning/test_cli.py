@@ -81,6 +81,13 @@ def test_a_sweep_of_which_nothing_was_compiled_says_what_to_run(monkeypatch, tmp
     assert not (sweep.folder / "compiled.jsonl").exists()
 
 
+def test_a_sweep_that_plans_nothing_has_no_winner(tmp_path: Path, capsys, h200):
+    sweep = Sweep(tmp_path / "sweep")
+    sweep.begin(h200, "test", [])
+    assert cli.main(["--stages", "compile,measure", "--sweep", str(sweep.folder), "--cache-dir", str(tmp_path)]) == 2
+    assert f"{sweep.folder} plans no problem" in capsys.readouterr().err
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
 def test_an_output_that_cannot_be_written_is_one_line(compiled_sweep: Sweep):
     for command in ("status", "report"):

@@ -232,7 +232,9 @@ def _cluster(request: Request, sweep: Sweep) -> ClusterExecutor:
 def _publish(outcome: Outcome, sweep: Sweep, store: Store) -> None:
     found = list(winners(sweep, outcome.toolkit))
     if not found:
-        kernel, problem = sweep.problems()[0]
+        if not (problems := sweep.problems()):
+            raise InputError(f"{sweep.folder} plans no problem; run --stages plan for a model that has some")
+        kernel, problem = problems[0]
         raise InputError(
             f"no candidate compiled and passed its check; of {kernel} {problem.key}: "
             f"{why_not(sweep, kernel, problem)}; python -m tilekern.tune status {sweep.folder} has the others"
