@@ -309,6 +309,13 @@ def test_a_report_that_finds_no_place_leaves_the_one_that_was_there(sweep: Sweep
     assert list(tmp_path.glob(".*")) == []
 
 
+def test_a_report_goes_through_a_link(sweep: Sweep, tmp_path: Path):
+    (tmp_path / "link.csv").symlink_to(tmp_path / "rows.csv")
+    assert run(sweep.folder, "--csv", tmp_path / "link.csv") == 0
+    assert (tmp_path / "link.csv").is_symlink()
+    assert (tmp_path / "rows.csv").read_text() == as_csv(report_of(sweep))
+
+
 def test_a_report_goes_into_a_pipe(sweep: Sweep, tmp_path: Path):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)

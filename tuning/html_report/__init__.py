@@ -52,7 +52,9 @@ def write_text(path: Path, text: str) -> Path:
         if path.exists() and not path.is_file():  # a pipe or a device, which is written to and not replaced
             path.write_text(text, encoding="utf-8", newline="")
         else:
-            write_whole(path.parent.resolve(strict=True) / path.name, text.encode())
+            place = path.resolve()  # a link stays one
+            place.parent.stat()  # a folder that is not there is not made
+            write_whole(place, text.encode())
     except OSError as error:
         raise InputError(f"cannot write {path}: {error.strerror}") from None
     return path
