@@ -16,10 +16,13 @@ COPY = "copy"
 
 def _is_error(value: Any) -> bool:
     """Whether it is a number of any kind that a float holds: a wrong candidate's error may be infinite or NaN."""
+    if not isinstance(value, int | float):
+        return False
     try:
-        return isinstance(value, int | float) and float(value) is not None
+        float(value)
     except OverflowError:
         return False
+    return True
 
 
 def _is_number(value: Any) -> bool:

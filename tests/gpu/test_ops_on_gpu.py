@@ -96,8 +96,9 @@ def test_linear_cross_entropy_takes_expanded_inputs():
     weight = torch.randn(1000, 1, device="cuda", dtype=torch.bfloat16)
     target = torch.tensor([3], device="cuda").expand(64)
     inputs = expanded_and_plain((x, (64, 256)), (weight, (1000, 256)))
-    run = lambda x, weight: linear_cross_entropy(x, weight, target)  # noqa: E731 (as the test above has it)
-    assert_equal_results_and_gradients(run, ("cross_entropy_fused",), *inputs)
+    assert_equal_results_and_gradients(
+        lambda x, weight: linear_cross_entropy(x, weight, target), ("cross_entropy_fused",), *inputs
+    )
 
 
 def test_rms_norm_of_more_than_two_to_the_31_elements():

@@ -98,7 +98,7 @@ def _launch_forward(plan: Plan, x: torch.Tensor, weight: torch.Tensor, eps: floa
     if x.dtype == weight.dtype and x.is_contiguous():
         y = torch.empty_like(x)
     else:
-        y = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, weight.dtype), device=x.device)
+        y = like_rows(x, torch.promote_types(x.dtype, weight.dtype))
     out = y if x.dim() == 2 else y.view(rows.shape)
     plan.launch(x.get_device(), rows, weight if weight.is_contiguous() else weight.contiguous(), out, eps)
     return y

@@ -86,10 +86,7 @@ def _find_plans(gate: torch.Tensor, up: torch.Tensor, *, backward: bool) -> Plan
 def _launch_forward(plan: Plan, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     rows = as_rows(gate)
     # No view of its rows, so that autograd lets it be changed in place.
-    if gate.is_contiguous():
-        y = torch.empty_like(gate)
-    else:
-        y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    y = like_rows(gate, gate.dtype)
     plan.launch(gate.get_device(), rows, as_rows(up), y if gate.dim() == 2 else y.view(rows.shape))
     return y
 
