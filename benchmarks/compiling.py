@@ -18,11 +18,12 @@ from benchmarks.results import Results, Row
 from tilekern.errors import InputError
 from tilekern.targets import Target, resolve
 from tilekern.toolchain import compile_candidate
+from tuning.candidates import Candidate
 from tuning.compile_order import lowered_as
 from tuning.compiling import CompileSummary, compile_all, default_jobs, start_server, wanted, work_s
 from tuning.models import resolve_model
 from tuning.plan import plan
-from tuning.sweep import Candidate, Sweep
+from tuning.sweep import Sweep
 
 OPS = ["rms_norm", "swiglu", "rope"]
 TOKENS = [2048, 8192]

@@ -28,10 +28,11 @@ from benchmarks.regret import percentile, timed_candidates
 from tilekern.cubin import Resources
 from tilekern.spec import LibraryCall
 from tuning import cost_model
+from tuning.candidates import Candidate
 from tuning.cost_model import Weights
 from tuning.launch_costs import Costs, copy_s, products_s
 from tuning.predicting import code_in, costs_of, predict, predict_library
-from tuning.sweep import Candidate, Sweep
+from tuning.sweep import Sweep
 
 # A candidate this much (natural logarithm) behind its problem's best counts 1/e of it in the fit, and never less
 # than the floor; what a problem's candidates have in common counts the share.
@@ -232,7 +233,7 @@ def main() -> None:
     """Print the weights and how well they do."""
     parser = argparse.ArgumentParser(description="Fit the cost model's weights to a measured sweep.")
     parser.add_argument("sweep", type=Path, help="the sweep folder")
-    sweep = Sweep(parser.parse_args().sweep)
+    sweep = Sweep.carried(parser.parse_args().sweep)
     samples = samples_of(sweep)
     weights = fit(samples)
     for kind, found in weights.items():

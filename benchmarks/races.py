@@ -72,7 +72,7 @@ def measure(
         InputError: there is no GPU, or another one, or the folder holds nothing that was measured.
     """
     require_gpu()
-    sweep = Sweep(folder)
+    sweep = Sweep.carried(folder)
     check_gpu(sweep.target)
     os.environ["TILEKERN_CACHE_DIR"] = str(sweep.cache)  # where composites find their parts
     serve_any_size()

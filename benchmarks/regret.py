@@ -12,9 +12,10 @@ from benchmarks.providers import OURS
 from benchmarks.results import ALL, Results, Row
 from tilekern.errors import InputError
 from tilekern.spec import ALIGNED, Problem
+from tuning.candidates import LIBRARY_LINE, Candidate
 from tuning.measuring import identity
 from tuning.predicting import predict_best
-from tuning.sweep import LIBRARY_LINE, Candidate, Sweep
+from tuning.sweep import Sweep
 
 
 def measure(folder: Path) -> Results:
@@ -23,7 +24,7 @@ def measure(folder: Path) -> Results:
     Raises:
         InputError: the folder holds no sweep, or none of its problems was measured.
     """
-    sweep = Sweep(folder)
+    sweep = Sweep.carried(folder)
     results = Results(facts(gpu=sweep.target.name))
     regrets = []
     for kernel, problem in sweep.problems():

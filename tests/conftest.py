@@ -13,6 +13,14 @@ settings.register_profile("thorough", settings.get_profile("default"), derandomi
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def settings_of_these_tests(tmp_path_factory):
+    """Settings of their own: sweeps are sealed with a secret that lies there."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("settings")))
+        yield
+
+
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
     """A cache with the default of the one problem of ``one_record.py``."""

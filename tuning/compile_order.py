@@ -16,7 +16,7 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 
 from tilekern.spec import Config
-from tuning.sweep import Candidate
+from tuning.candidates import Candidate
 
 # A batch at work is as urgent as one candidate when it has so many left for each worker, one more counted in.
 HELP_FROM = 4

@@ -19,8 +19,8 @@ from typing import Any
 
 from tilekern.errors import InputError
 from tuning import disposable
+from tuning.candidates import Candidate
 from tuning.compile_order import Order
-from tuning.sweep import Candidate
 
 
 @dataclass(frozen=True)

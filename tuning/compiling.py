@@ -17,10 +17,11 @@ from tilekern.cubin import code_of, read_resources
 from tilekern.errors import CompileFailed, CompileTimeout, InputError
 from tilekern.targets import Target
 from tilekern.toolchain import Compiled, compile_candidate, require_toolkit, toolkit
+from tuning.candidates import Candidate
 from tuning.compile_order import Order
 from tuning.compile_pool import Answer, Compile, Lost, compile_in_order, start_server
 from tuning.machine_code import read_machine_code
-from tuning.sweep import Candidate, Sweep, during
+from tuning.sweep import Sweep, during
 
 __all__ = ["CompileSummary", "compile_all", "default_jobs", "settled", "start_server", "wanted", "work_s"]
 

@@ -19,13 +19,14 @@ from tilekern.errors import InputError
 from tilekern.kernels import spec_named
 from tilekern.spec import Config, KernelSpec, Problem
 from tilekern.targets import Target
+from tuning.candidates import Candidate, candidates
 from tuning.compiling import work_s
 from tuning.lines import is_copy
 from tuning.measuring import Settled, entrants
 from tuning.planned import Limits
 from tuning.service.cost import roofline_s
 from tuning.strategies.exhaustive import LEAST_ROUNDS, LONGEST_US, ROUNDS
-from tuning.sweep import Candidate, Sweep, candidates
+from tuning.sweep import Sweep
 
 # Core-seconds an artifact: means over samples of Qwen3-8B's artifacts for the H200 and the B200, tileiras 13.4, on one
 # core of an AMD EPYC. ``OTHER_S`` is their mean, for kernels that are not among them.

@@ -18,6 +18,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from tilekern.cache.files import handed_on
 from tilekern.errors import InputError
 from tuning.journal import Journal
 
@@ -90,10 +91,14 @@ class Holder:
     def _acquired(self) -> contextlib.AbstractContextManager[object]:
         with written(self._folder):
             try:
-                return FileLock(self._path).acquire(timeout=PATIENCE_S)
+                return self._lock().acquire(timeout=PATIENCE_S)
             except Timeout:
                 said = f"{self._folder} is held by {self._named()}; wait for its end or give another"
                 raise InputError(said) from None
+
+    def _lock(self) -> FileLock:
+        """The lock, whose file others may write only where they may write the folder, whatever the umask says."""
+        return FileLock(self._path, mode=0o644 | handed_on(self._folder))
 
     @contextlib.contextmanager
     def running(self, stage: str) -> Iterator[None]:
@@ -120,7 +125,7 @@ class Holder:
         if not self._path.exists():
             return False
         try:
-            with FileLock(self._path).acquire(timeout=0):
+            with self._lock().acquire(timeout=0):
                 return False
         except Timeout:
             return True

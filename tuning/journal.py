@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from tilekern.cache.files import handed_on
 from tilekern.errors import InputError
 
 Line = dict[str, Any]
@@ -62,7 +63,9 @@ class Journal:
             OSError: they cannot be written, or only in part, as on a full disk.
         """
         text = "".join(json.dumps(line, sort_keys=True) + "\n" for line in lines).encode()
-        descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        # Others may write it only where they may write its folder, whatever the umask says.
+        mode = 0o644 | handed_on(self.path.parent)
+        descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, mode)
         try:
             size = os.fstat(descriptor).st_size
             if size and os.pread(descriptor, 1, size - 1) != b"\n":

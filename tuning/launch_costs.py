@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from tilekern.cubin import Resources
 from tilekern.spec import Config, cdiv
 from tilekern.targets import Target
+from tuning.candidates import Candidate
 from tuning.machine_code import Counts, MachineCode
-from tuning.sweep import Candidate
 
 # Registers are given to a warp in units of 256, shared memory to a block with 1 KiB for the system on top (CUDA
 # programming guide, "Technical Specifications per Compute Capability").

@@ -72,6 +72,7 @@ _FORMS: Mapping[str, Mapping[str, Any]] = {
         "seconds?": _all(_is_number), "gpu?": dict,
     },
     "skipped": {"skipped": str, "reason": str},
+    "signatures": {"signed": str, "signature": str},
     "runs": {
         "run": str, "stage": str, "host": str, "process": _is_count, "started": str, "seconds": _is_number,
         "ended": bool,

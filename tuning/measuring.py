@@ -11,6 +11,7 @@ from typing import Any
 from tilekern.kernels import spec_named
 from tilekern.spec import LibraryCall, Problem
 from tilekern.targets import Target
+from tuning.candidates import LIBRARY_LINE, Candidate, candidates
 from tuning.executors import FINISHED, Executor
 from tuning.journal import Line
 from tuning.libraries import of_gpu
@@ -18,7 +19,7 @@ from tuning.lines import copy_key, is_copy
 from tuning.predicting import ranking
 from tuning.process import TOOK
 from tuning.strategies.selection import ranked
-from tuning.sweep import LIBRARY_LINE, Candidate, Sweep, candidates
+from tuning.sweep import Sweep
 from tuning.tasks import Entrant, Task
 from tuning.verifying import Check
 

@@ -35,6 +35,7 @@ class Request:
     executor: str
     gpus: int | None
     sweep: Path | None
+    sign: Path | None
     cache_dir: Path | None
 
     @classmethod

@@ -15,6 +15,8 @@ from tilekern.spec import Config, Problem
 from tilekern.targets import Target
 
 FORMAT = 1
+# The plan's file.
+PLAN = "sweep.json"
 Named = tuple[str, Problem]
 # The configs to try of a problem; the whole space of a problem that is not named.
 Limits = Mapping[Named, Sequence[Config]]
@@ -34,7 +36,7 @@ class PlanFile:
     """The plan's file in a sweep folder."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._path = folder, folder / "sweep.json"
+        self._folder, self._path = folder, folder / PLAN
         self._read: tuple[tuple[int, int], Plan] | None = None
 
     def exists(self) -> bool:

@@ -6,15 +6,14 @@ stands in :mod:`tuning.launch_costs` and :mod:`tuning.cost_model`.
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from tilekern.cubin import Resources
 from tilekern.spec import ALIGNED, LibraryCall, Problem
 from tilekern.targets import Target
+from tuning.candidates import Candidate
 from tuning.cost_model import COMPOSITE, DEFAULT_BONUS, LIBRARY, LIBRARY_OVERHEAD_S, MEMORY, PRODUCTS, Weights
 from tuning.launch_costs import (
     Costs,
@@ -27,7 +26,7 @@ from tuning.launch_costs import (
     unread,
 )
 from tuning.machine_code import MachineCode
-from tuning.sweep import Candidate, Sweep
+from tuning.sweep import Sweep
 
 __all__ = ["Prediction", "is_arithmetic", "predict", "predict_best", "predict_library", "ranking", "resident_blocks"]
 
@@ -86,15 +85,9 @@ def predict_library(candidate: Candidate, target: Target) -> Prediction:
     return Prediction(seconds, 1, 0.0, spills=False, bonus=bonus)
 
 
-@functools.lru_cache(maxsize=1)
-def _compiled(sweep_folder: str, size: int) -> dict[str, dict[str, Any]]:  # noqa: ARG001 (the journal's size is the key)
-    return Sweep(Path(sweep_folder)).compiled()
-
-
 def ranking(sweep: Sweep, kernel: str, problem: Problem, target: Target) -> list[tuple[Candidate, Prediction]]:
     """The compiled candidates of a problem, the best predicted first; only aligned variants can win."""
-    journal = sweep.folder / "compiled.jsonl"
-    compiled = _compiled(str(sweep.folder), journal.stat().st_size if journal.exists() else 0)
+    compiled = sweep.compiled()
     found = []
     for item in sweep.candidates(kernel, problem):
         line = compiled.get(item.artifact)

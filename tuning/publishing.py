@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tilekern.cache import Artifact, Record, Store, install_pack, write_pack
+from tilekern.cache.signing import SigningKey
 from tilekern.records import record_of
 from tilekern.spec import ALIGNED, GENERIC, Problem
 from tilekern.targets import Target
+from tuning.candidates import LIBRARY_LINE, Candidate, candidate
 from tuning.journal import Line
 from tuning.lines import copy_key
 from tuning.measuring import identity
 from tuning.predicting import Prediction, ranking
 from tuning.strategies.selection import ranked
-from tuning.sweep import LIBRARY_LINE, Candidate, Sweep, candidate
+from tuning.sweep import Sweep
 
 MOST_RUNNERS_UP = 3
 
@@ -233,12 +236,24 @@ def keep_winners(sweep: Sweep) -> None:
             store.write(winner.record, blobs)
 
 
-def publish(found: list[tuple[Winner, dict[str, bytes]]], pack: Path, store: Store | None) -> None:
-    """Write the winners' pack and, where a store is given, take it into that cache.
+def publish(
+    found: list[tuple[Winner, dict[str, bytes]]], pack: Path, store: Store, *, own: bool, key: SigningKey | None = None
+) -> None:
+    """Write the winners' pack and take it into a cache.
+
+    Args:
+        found: the winners.
+        pack: the file to write.
+        store: the cache.
+        own: whether all that the winners are made of is this user's own or was signed by a trust root
+            (:attr:`tuning.sweep.Sweep.is_own`); else the policy ``signed`` lets none in that a trust root did not sign.
+        key: what to sign the records in the pack with.
 
     Raises:
-        tilekern.cache.CacheError: the pack or the cache cannot be written.
+        tilekern.cache.CacheError: the pack or the cache cannot be written, or a record is not trusted.
     """
-    write_pack(pack, [(winner.record, blobs) for winner, blobs in found])
-    if store is not None:
-        install_pack(pack, store, own=True)
+    texts = [winner.record.to_json().encode() for winner, _ in found]
+    digests = {hashlib.sha256(text).hexdigest(): text for text in texts}
+    signatures = {digest: {key.public_key: key.sign(text)} for digest, text in digests.items()} if key else {}
+    write_pack(pack, [(winner.record, blobs) for winner, blobs in found], signatures)
+    install_pack(pack, store, own=digests if own else ())

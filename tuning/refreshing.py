@@ -186,10 +186,15 @@ def _told(record: Record) -> dict[str, Any]:
 
 
 class Refresh:
-    """A sweep folder that is a refresh."""
+    """A sweep folder that is a refresh.
 
-    def __init__(self, folder: Path) -> None:
-        self.sweep = Sweep(folder)
+    Args:
+        folder: the folder.
+        carried: whether it is measured whoever compiled it (:meth:`tuning.sweep.Sweep.carried`).
+    """
+
+    def __init__(self, folder: Path, *, carried: bool = False) -> None:
+        self.sweep = Sweep.carried(folder) if carried else Sweep(folder)
         self._path = folder / "refresh.json"
 
     @property
@@ -219,9 +224,11 @@ class Refresh:
         Winners of today that composites may launch go into the sweep's own cache.
 
         Raises:
-            InputError: the folder holds a sweep that is no refresh, is held by another run, or cannot be written.
+            InputError: the folder holds a sweep that is no refresh, is held by another run, cannot be written, or
+                can be written by others.
         """
         folder = self.sweep.folder
+        self.sweep.require_own()
         if (folder / "sweep.json").exists() and not self._path.exists():
             raise InputError(f"{folder} holds a sweep that is no refresh; give another")
         limits = {(r.kernel, Problem(r.problem)): configs for r, configs in found.outdated}
@@ -257,7 +264,7 @@ class Refresh:
             tilekern.cache.CacheError: the pack or the cache cannot be written.
         """
         found = [pair for pair in winners(self.sweep, toolkit) if pair[0].record.provenance == "measured"]
-        publish(found, self.sweep.folder / "results.pack", store)
+        publish(found, self.sweep.folder / "results.pack", store, own=self.sweep.is_own)
         changes = list(self._changes(winner for winner, _ in found))
         self._write(self._read() | {"finished": True, "changes": [change.as_json() for change in changes]})
         return changes

@@ -9,9 +9,11 @@ gpu.jsonl             the GPUs and drivers that measured
 skipped.jsonl         problems that could not be measured at all, with the reason; tried again by the next run
 quarantine.jsonl      candidates that crashed or hung, with the reason; not tried again with what ran them then
 runs.jsonl            who worked on the folder, on which stage and for how long
+signatures.jsonl      signatures of lines of compiled.jsonl, for those who take the folder over
 run.lock              held by the run at work
 results.pack          records and artifacts of the winners, what the cache takes in
 
+Lines that records are made of carry their writer's seal, and those of others do not count (:mod:`tuning.sealing`).
 Nothing in it names a path outside of it. The journals of two machines that worked on copies of one folder become one
 folder's when they are appended to each other and the artifacts put together (:mod:`tuning.journal`).
 """
@@ -21,29 +23,25 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import json
 import os
 import secrets
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+from tilekern.cache.files import make_folder
+from tilekern.cache.signing import SigningKey
+from tilekern.cache.trust import must_be_signed
 from tilekern.errors import InputError
-from tilekern.kernels import spec_named
-from tilekern.source import digest_of_module
-from tilekern.spec import ALIGNED, GENERIC, Config, Implementation, KernelSpec, LibraryCall, Problem
+from tilekern.spec import Problem
 from tilekern.targets import KNOWN, Target
-from tilekern.toolchain import assumptions
+from tuning.candidates import ARTIFACT_DIGITS, Candidate, candidates
 from tuning.holding import Holder, written
 from tuning.journal import Journal, Line
 from tuning.lines import is_copy, is_whole
-from tuning.planned import Limits, Named, PlanFile
+from tuning.planned import PLAN, Limits, Named, PlanFile
+from tuning.sealing import COMPILED, Lines, require_own_folder, signatures_of
 
-# Stands for the journal's line of an artifact where a library runs a candidate.
-LIBRARY_LINE: dict[str, Any] = {"status": "ok"}
-# How much of the artifact's key a candidate's key ends with.
-_ARTIFACT_DIGITS = 16
 # The field of a line that says what it is about.
 _KEYS = {
     "compiled": "key",
@@ -53,85 +51,50 @@ _KEYS = {
     "races": "race",
     "skipped": "skipped",
     "runs": "run",
+    "signatures": "signed",
 }
+_ARTIFACTS = "artifacts"
 # Files with such names are what a killed run was writing.
 _UNFINISHED = ".new-"
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A problem and one config of it, with the key of the artifact that it runs."""
-
-    kernel: str
-    problem: Problem
-    config: Config
-    variant: str
-    artifact: str
-
-    @property
-    def spec(self) -> KernelSpec:
-        """The candidate's spec."""
-        return spec_named(self.kernel)
-
-    @property
-    def is_library(self) -> bool:
-        """Whether a library runs it, so that there is nothing to compile."""
-        return self.spec.is_library(self.problem, self.config)
-
-    @property
-    def key(self) -> str:
-        """One line that names the candidate and its artifact: after an edit of the kernel it is another one."""
-        return f"{self.kernel}|{self.problem.key}|{self.config.key}|{self.variant}|{self.artifact[:_ARTIFACT_DIGITS]}"
-
-
-def artifact_key(implementation: Implementation | LibraryCall, variant: str, target: Target, source_digest: str) -> str:
-    """Names what is compiled: equal keys compile to the same cubin, whatever problem or config asks for it.
-
-    What a library runs is not compiled; its key only tells that the source is still the same.
-    """
-    if isinstance(implementation, LibraryCall):
-        return hashlib.sha256(f"library {source_digest}".encode()).hexdigest()
-    parts = {
-        "function": implementation.function._pyfunc.__name__,
-        "assumptions": assumptions(implementation, variant),
-        "hints": dict(implementation.hints),
-        "arch": target.arch,
-        "source": source_digest,
-    }
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
-
-
-def candidate(kernel: str, problem: Problem, config: Config, variant: str, target: Target) -> Candidate:
-    """The candidate of a (problem, config) on a target."""
-    spec = spec_named(kernel)
-    key = artifact_key(spec.implement(problem, config), variant, target, digest_of_module(spec.module))
-    return Candidate(kernel, problem, config, variant, key)
-
-
-def candidates(kernel: str, problem: Problem, target: Target, limit: Sequence[Config] | None = None) -> list[Candidate]:
-    """The candidates of a problem, and last the generic variant that every record carries.
-
-    They are the space, the default config first, or those of ``limit`` in its order where that is given.
-    """
-    spec = spec_named(kernel)
-    space = [spec.default(problem, target), *spec.space.candidates(problem, target)] if limit is None else limit
-    found = [candidate(kernel, problem, config, ALIGNED, target) for config in dict.fromkeys(space)]
-    return [*found, candidate(kernel, problem, spec.generic(problem), GENERIC, target)]
-
-
 class Sweep:
-    """A sweep folder on disk."""
+    """A sweep folder on disk.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        folder: the folder; it need not exist.
+        foreign: whether lines count that neither this user wrote nor a trust root signed: to look at a folder, or to
+            measure one that was carried here (:meth:`carried`). Nothing that is made of them is this user's own.
+    """
+
+    def __init__(self, folder: Path, *, foreign: bool = False) -> None:
         self.folder = folder
-        self._journals = {name: _journal(folder, name) for name in _KEYS if name != "runs"}
+        self.is_own = not foreign
+        signatures = _journal(folder, "signatures")
+        self._lines = {name: Lines(name, signatures, foreign=foreign) for name in _KEYS}
+        self._journals = {name: _journal(folder, name, self._lines[name].count) for name in _KEYS if name != "runs"}
         self._runs = _journal(folder, "runs")
         self.holder = Holder(folder, self._runs)
         self._plan = PlanFile(folder)
         # By all that they depend on: a space takes up to 0.1 s to enumerate.
         self._candidates: dict[Hashable, list[Candidate]] = {}
+
+    @classmethod
+    def carried(cls, folder: Path) -> Sweep:
+        """A folder that was named in order to measure what is in it, whoever compiled that.
+
+        Where ``TILEKERN_TRUST`` is ``signed`` it must have been this user, or a trust root must have signed it.
+
+        Raises:
+            CacheError: ``TILEKERN_TRUST`` is neither ``any`` nor ``signed``.
+        """
+        return cls(folder, foreign=not must_be_signed())
+
+    def require_own(self) -> None:
+        """Refuse a folder that others can write (:func:`tuning.sealing.require_own_folder`)."""
+        require_own_folder(self.folder, [PLAN, _ARTIFACTS, *(f"{name}.jsonl" for name in _KEYS)])
 
     def begin(self, target: Target, model: str, problems: Sequence[Named], limits: Limits | None = None) -> None:
         """Write the plan, in place of one for the same target; what its journals know stays known.
@@ -143,12 +106,14 @@ class Sweep:
             limits: the configs to try of a problem; the whole space of one that is not named.
 
         Raises:
-            InputError: the folder holds another target's sweep, is held by another run, or cannot be written.
+            InputError: the folder holds another target's sweep, is held by another run, cannot be written, or can be
+                written by others.
         """
+        self.require_own()
         with written(self.folder):
             if self._plan.exists() and (before := self._plan.read().target)["key"] != target.key:
                 raise InputError(f"{self.folder} holds a sweep for {before['name']}, not {target.name}; give another")
-            (self.folder / "artifacts").mkdir(parents=True, exist_ok=True)
+            make_folder(self.folder / _ARTIFACTS)
             with self.holder.locked():
                 self._plan.write(target, model, problems, limits or {})
 
@@ -196,7 +161,7 @@ class Sweep:
         return self._plan.read().limits
 
     def candidates(self, kernel: str, problem: Problem) -> list[Candidate]:
-        """The candidates of a problem, as the plan limits them (:func:`candidates`); each stage asks for them anew."""
+        """The candidates of a problem, as the plan limits them; each stage asks for them anew."""
         plan = self._plan.read()
         limit = plan.limits.get((kernel, problem))
         asked = (kernel, problem, plan.target["key"], None if limit is None else tuple(limit))
@@ -208,9 +173,24 @@ class Sweep:
         """What is known of each artifact key: status ``ok`` or ``failed``, and facts or the reason."""
         return self._journals["compiled"].latest()
 
+    @property
+    def others(self) -> int:
+        """How many lines about artifacts were read that neither this user wrote nor a trust root signed."""
+        return self._lines[COMPILED].others
+
+    def sign(self, key: SigningKey) -> int:
+        """Sign what is known of the artifacts, for those who take the folder over; how many lines were signed.
+
+        Raises:
+            InputError: the folder cannot be written.
+        """
+        found = signatures_of(self.compiled().values(), key)
+        self.note("signatures", *found)
+        return len(found)
+
     def lost(self) -> set[str]:
         """The keys of artifacts that were compiled and whose files are not there any more."""
-        folder = self.folder / "artifacts"
+        folder = self.folder / _ARTIFACTS
         there = set(os.listdir(folder)) if folder.is_dir() else set()
         return {key for key, line in self.compiled().items() if "sha256" in line and line["sha256"] not in there}
 
@@ -225,7 +205,7 @@ class Sweep:
         race that did not come to its end the timing is: what it left out would be judged by another race's clock.
         """
         races = self.races()
-        codes = {key[:_ARTIFACT_DIGITS]: line.get("code_sha256") for key, line in self.compiled().items()}
+        codes = {key[:ARTIFACT_DIGITS]: line.get("code_sha256") for key, line in self.compiled().items()}
         found = {}
         for key, line in self._journals["measured"].latest().items():
             code = line.get("code_sha256")
@@ -243,7 +223,7 @@ class Sweep:
         The toolkit is that of the candidate's artifact, the driver that of the GPU that measured last. What a library
         runs has no artifact: it is freed by another torch, cuDNN or cuBLAS than the line names.
         """
-        toolkits = {key[:_ARTIFACT_DIGITS]: _toolkit_key(line) for key, line in self.compiled().items()}
+        toolkits = {key[:ARTIFACT_DIGITS]: _toolkit_key(line) for key, line in self.compiled().items()}
         gpu = self.gpu()
         found = {}
         for key, line in self._journals["quarantine"].latest().items():
@@ -275,7 +255,7 @@ class Sweep:
             InputError: the folder cannot be written.
         """
         with written(self.folder):
-            self._journals[journal].append(*lines)
+            self._journals[journal].append(*map(self._lines[journal].sealed, lines))
             self.holder.beat()
 
     @contextlib.contextmanager
@@ -283,12 +263,13 @@ class Sweep:
         """Work on a stage: other runs are kept out, its time is kept, and its lines are on disk when it is over.
 
         Raises:
-            InputError: another run holds the folder, or it cannot be written.
+            InputError: another run holds the folder, it cannot be written, or others can write it.
         """
+        self.require_own()
         with self.holder.running(stage):
-            artifacts = self.folder / "artifacts"
+            artifacts = self.folder / _ARTIFACTS
             with written(artifacts):
-                artifacts.mkdir(exist_ok=True)  # a folder that was carried may have come without it
+                make_folder(artifacts)  # a folder that was carried may have come without it
                 for path in artifacts.glob(f"{_UNFINISHED}*"):
                     path.unlink(missing_ok=True)
             try:
@@ -304,7 +285,7 @@ class Sweep:
             InputError: the folder cannot be written.
         """
         name = hashlib.sha256(cubin).hexdigest()
-        path = self.folder / "artifacts" / name
+        path = self.folder / _ARTIFACTS / name
         if not path.exists():
             with written(self.folder):
                 _write(path, cubin)
@@ -316,7 +297,7 @@ class Sweep:
         Raises:
             InputError: it is missing or damaged.
         """
-        path = self.folder / "artifacts" / sha256
+        path = self.folder / _ARTIFACTS / sha256
         try:
             found = path.read_bytes()
         except OSError:
@@ -342,9 +323,10 @@ def during(stage: str) -> Callable[[Callable[Concatenate[Sweep, _P], _R]], Calla
     return wrap
 
 
-def _journal(folder: Path, name: str) -> Journal:
+def _journal(folder: Path, name: str, counts: Callable[[Line], bool] = lambda _line: True) -> Journal:
     merge = {"merge": _with_time} if name == "measured" else {}
-    return Journal(folder / f"{name}.jsonl", _KEYS[name], is_whole=functools.partial(is_whole, name), **merge)
+    path = folder / f"{name}.jsonl"
+    return Journal(path, _KEYS[name], is_whole=lambda line: is_whole(name, line) and counts(line), **merge)
 
 
 def _with_time(before: Line, line: Line) -> Line:
@@ -371,6 +353,7 @@ def _write(path: Path, content: bytes) -> None:
     """Put a file in place in one step; not synced, as what a crash of the machine takes is compiled again."""
     temporary = path.with_name(f"{_UNFINISHED}{secrets.token_hex(8)}")
     try:
+        temporary.touch(0o644)
         temporary.write_bytes(content)
         os.replace(temporary, path)
     except BaseException:

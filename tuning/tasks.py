@@ -8,7 +8,7 @@ from typing import Any
 
 from tilekern.spec import ALIGNED, Problem
 from tilekern.targets import Target
-from tuning.sweep import Candidate
+from tuning.candidates import Candidate
 from tuning.verifying import Check
 
 

@@ -166,8 +166,12 @@ def test_what_is_made_here_under_signed_is_sealed_and_loaded(tmp_path, roots, se
 
 
 def test_what_the_tuner_publishes_under_signed_is_its_own(tmp_path, roots):
-    write_pack(tmp_path / "results.pack", [make()])
-    assert install_pack(tmp_path / "results.pack", Store(tmp_path / "cache"), own=True) == 1
+    records = [make(), make(b"x", problem={**PROBLEM, "rows": 1})]
+    own = [hashlib.sha256(record.to_json().encode()).hexdigest() for record, _ in records]
+    write_pack(tmp_path / "results.pack", records)
+    with pytest.raises(Untrusted, match="rows=1,"):  # what others put there between writing and reading
+        install_pack(tmp_path / "results.pack", Store(tmp_path / "cache"), own=own[:1])
+    assert install_pack(tmp_path / "results.pack", Store(tmp_path / "cache"), own=own) == 2
     assert find([FolderLayer(tmp_path / "cache", "user")])
     assert quietly([PackLayer(tmp_path / "results.pack")]) is None
 
@@ -314,8 +318,8 @@ def test_the_users_roots_count_where_the_environment_names_none(tmp_path, key, r
         ("ed25519 abc name", 0o644, "line 1"),
         ("# fine\nrsa 00", 0o644, "line 2"),
         ("\0", 0o644, "line 1"),
-        ("", 0o664, "others can write"),
-        ("", 0o646, "others can write"),
+        ("", 0o664, "can be written by others"),
+        ("", 0o646, "can be written by others"),
     ],
 )
 def test_trust_roots_that_are_none_trust_nobody(tmp_path, key, roots, text, mode, words):
@@ -434,3 +438,77 @@ def test_the_signatures_of_a_pack_are_listed_by_record(tmp_path, key):
     [(record, _)] = checked_contents(pack)
     data = record.to_json().encode()
     assert pack.signatures() == {hashlib.sha256(data).hexdigest(): {key.public_key: key.sign(data)}}
+
+
+def test_roots_that_others_can_replace_trust_nobody(tmp_path, key, roots, monkeypatch):
+    """A folder above the file, a link to it, or what a link on the way leads to: who can write it chooses the roots."""
+    pack = signed_pack(tmp_path / "a.pack", key)
+    shared = tmp_path / "shared"
+    (shared / "mine").mkdir(parents=True)
+    (shared / "mine" / "roots").write_text(roots.read_text())
+    (tmp_path / "link").symlink_to(shared / "mine")
+    (tmp_path / "safe").mkdir()
+    (tmp_path / "safe" / "roots").write_text(roots.read_text())
+    (shared / "back").symlink_to(tmp_path / "safe")
+    ways = [shared / "mine" / "roots", tmp_path / "link" / "roots", shared / "back" / "roots"]
+    for way in ways:
+        monkeypatch.setenv("TILEKERN_TRUST_ROOTS", str(way))
+        shared.chmod(0o755)
+        assert len(trust_roots()) == 1
+        shared.chmod(0o777)
+        monkeypatch.setenv("TILEKERN_TRUST_SHARED", "1")  # is about caches, and allows nothing here
+        with pytest.raises(Untrusted, match=r"shared can be written by others \(mode 0777\); run chmod go-w on it"):
+            trust_roots()
+        assert quietly([PackLayer(pack, str(way))]) is None
+        shared.chmod(0o1777)  # as /tmp: nobody replaces what is another's there
+        assert len(trust_roots()) == 1
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files to another user")
+@pytest.mark.parametrize("place", ["roots", ".", "link"])
+def test_roots_of_another_user_trust_nobody(tmp_path, roots, monkeypatch, place):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "roots").write_text(roots.read_text())
+    (folder / "link").symlink_to(roots)
+    monkeypatch.setenv("TILEKERN_TRUST_ROOTS", str(folder / ("link" if place == "link" else "roots")))
+    assert len(trust_roots()) == 1
+    os.chown(folder / place, 12345, 0, follow_symlinks=False)
+    with pytest.raises(Untrusted, match=r"belongs to another user .uid 12345.*use a copy of your own"):
+        trust_roots()
+
+
+def test_settings_that_others_can_write_are_not_used(tmp_path, roots, settings):
+    put(tmp_path / "cache")
+    settings.chmod(0o777)
+    with pytest.warns(RuntimeWarning, match=r"seal\.key is not used: .*can be written by others \(mode 0777\)"):
+        assert find([FolderLayer(tmp_path / "cache", "open-settings")]) is None
+    with pytest.raises(Untrusted, match="mode 0777"):
+        put(tmp_path / "cache", created_by="next")
+    settings.chmod(0o755)
+    assert find([FolderLayer(tmp_path / "cache", "open-settings")])
+
+
+def test_nothing_above_a_home_is_looked_at(tmp_path, roots, monkeypatch):
+    home = tmp_path / "homes" / "user"
+    home.mkdir(parents=True)
+    (home / "roots").write_text(roots.read_text())
+    (tmp_path / "homes").chmod(0o777)
+    monkeypatch.setenv("TILEKERN_TRUST_ROOTS", str(home / "roots"))
+    with pytest.raises(Untrusted):
+        trust_roots()
+    monkeypatch.setenv("HOME", str(home))
+    assert len(trust_roots()) == 1
+
+
+@pytest.mark.parametrize("strip", [False, True])
+def test_a_private_key_for_a_root_is_refused_and_not_shown(tmp_path, monkeypatch, strip):
+    generate_key(tmp_path / "team.key")
+    text = (tmp_path / "team.key").read_text()
+    secrets = text.splitlines()[1:-1]
+    if strip:
+        (tmp_path / "team.key").write_text("\n".join(secrets))
+    monkeypatch.setenv("TILEKERN_TRUST_ROOTS", str(tmp_path / "team.key"))
+    with pytest.raises(CacheError, match="is not a trust root" if strip else "is a private key.*pub file") as caught:
+        trust_roots()
+    assert not [line for line in secrets if line[:12] in str(caught.value)]

@@ -17,7 +17,7 @@ from tilekern.targets import here
 from tilekern.toolchain import compile_candidate, toolkit
 from tuning.battery import Battery
 from tuning.bench import Bench
-from tuning.sweep import LIBRARY_LINE, candidate
+from tuning.candidates import LIBRARY_LINE, candidate
 from tuning.tasks import Entrant, Task
 
 needs_a_compiler = pytest.mark.skipif(toolkit() is None, reason="no tile compiler is installed")

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from tilekern.toolchain import toolkit
 from tuning import disposable
+from tuning.candidates import Candidate
 from tuning.compile_pool import Answer
 from tuning.steps import CUDA, INPUTS, QUEUE, STRATEGY, Steps
-from tuning.sweep import Candidate
 from tuning.tasks import Task
 from tuning.timing import Timing
 from tuning.verifying import Check

@@ -19,10 +19,11 @@ from tilekern.spec import Config, Problem
 from tilekern.targets import resolve
 from tilekern.toolchain import Toolkit, toolkit
 from tuning import compiling
+from tuning.candidates import candidate, candidates
 from tuning.compile_order import Order
 from tuning.compile_pool import Answer, Lost, compile_in_order
 from tuning.compiling import compile_all, wanted
-from tuning.sweep import Sweep, candidate, candidates
+from tuning.sweep import Sweep
 
 ROOT = Path(__file__).parents[2]
 

@@ -14,6 +14,7 @@ from tilekern.kernels import all_specs, spec_named
 from tilekern.spec import Problem
 from tilekern.targets import Target
 from tuning import cli
+from tuning.candidates import candidates
 from tuning.commands import tune
 from tuning.commands.status import standing
 from tuning.compiling import compile_all, default_jobs, jobs_of, wanted
@@ -36,7 +37,7 @@ from tuning.models import PRESETS
 from tuning.plan import known_ops, plan
 from tuning.service.cost import roofline_s
 from tuning.strategies.exhaustive import LEAST_ROUNDS, ROUNDS
-from tuning.sweep import Sweep, candidates
+from tuning.sweep import Sweep
 
 RUN = {"run": "1", "stage": "measure", "host": "here", "process": 1, "started": "", "ended": True}
 

@@ -38,6 +38,14 @@ def lines(sweep, journal):
     return [json.loads(line) for line in (sweep.folder / f"{journal}.jsonl").read_text().splitlines()]
 
 
+def rewritten(sweep, journal, found):
+    """The sweep with other lines in a journal, which are sealed as its own are."""
+    (sweep.folder / f"{journal}.jsonl").unlink()
+    again = Sweep(sweep.folder)
+    again.note(journal, *found)
+    return again
+
+
 @pytest.fixture
 def said(sweep, tmp_path):
     """What status and report say, but for the age of the last line."""
@@ -45,7 +53,7 @@ def said(sweep, tmp_path):
     def run():
         found = tmp_path / "report.json"
         assert cli.main(["report", str(sweep.folder), "--json", str(found)]) == 0
-        return standing(Sweep(sweep.folder)) | {"last_line_s": None}, json.loads(found.read_text())
+        return standing(Sweep(sweep.folder, foreign=True)) | {"last_line_s": None}, json.loads(found.read_text())
 
     return run
 
@@ -115,16 +123,14 @@ def test_an_artifact_whose_machine_code_was_counted_otherwise_is_compiled_again(
     assert is_whole("compiled", line)
     assert not any(is_whole("compiled", line | change) for change in changed)
     assert line["key"] in sweep.compiled()
-    text = (sweep.folder / "compiled.jsonl").read_text().splitlines()
-    (sweep.folder / "compiled.jsonl").write_text("\n".join([json.dumps(line | changed[1]), *text[1:], ""]))
-    assert [item.artifact for item in wanted(Sweep(sweep.folder))] == [line["key"]]
+    again = rewritten(sweep, "compiled", [line | changed[1], *lines(sweep, "compiled")[1:]])
+    assert [item.artifact for item in wanted(again)] == [line["key"]]
 
 
 def test_a_line_that_names_no_kernel_is_in_no_kernels_mean(sweep):
     _, *kept = lines(sweep, "compiled")
     unnamed = [{name: line[name] for name in line if name != "kernel"} for line in kept]
-    (sweep.folder / "compiled.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in unnamed))
-    compile_stage = standing(Sweep(sweep.folder))["compile"]
+    compile_stage = standing(rewritten(sweep, "compiled", unnamed))["compile"]
     assert (compile_stage["done"], compile_stage["left"]) == (len(kept), 1)
     assert compile_stage["left_s"] > 0
 
@@ -133,8 +139,7 @@ def test_a_time_whose_check_was_lost_is_measured_again(sweep):
     last = next(line for line in reversed(lines(sweep, "measured")) if "check" in line and "timing" in line)
     kept = [line for line in lines(sweep, "measured") if line["candidate"] != last["candidate"]]
     unchecked = {name: last[name] for name in last if name != "check"}
-    (sweep.folder / "measured.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [*kept, unchecked]))
-    again = Sweep(sweep.folder)
+    again = rewritten(sweep, "measured", [*kept, unchecked])
     assert last["candidate"] not in again.measured()
     [task] = tasks(again, again.problems(), "race")
     assert last["candidate"] in {entrant.key for entrant in task.entrants}

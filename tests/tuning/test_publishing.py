@@ -9,10 +9,11 @@ from tuning_samples import SMALL
 from tilekern.cache import FolderLayer, PackLayer, Store, lookup
 from tilekern.kernels import spec_named
 from tilekern.source import digest_of_module
+from tuning.candidates import candidates
 from tuning.lines import copy_key
 from tuning.measuring import entrants, identity
 from tuning.publishing import publish, winners
-from tuning.sweep import Sweep, candidates
+from tuning.sweep import Sweep
 
 TOOLKIT = {"key": "tileiras-1-cuda_tile-1", "tileiras": "1", "cuda_tile": "1"}
 RIGHT = {"passed": True, "relative_error": 1e-7, "elementwise_error": 1e-7}
@@ -75,7 +76,7 @@ def test_a_wrong_generic_variant_leaves_no_record(sweep: Sweep):
 
 def test_a_published_record_is_found_in_the_cache_and_in_the_pack(sweep: Sweep, tmp_path: Path):
     found = list(winners(sweep, TOOLKIT))
-    publish(found, tmp_path / "results.pack", Store(tmp_path / "cache"))
+    publish(found, tmp_path / "results.pack", Store(tmp_path / "cache"), own=True)
     kernel, problem = SMALL
     target = sweep.target
     for layer in (FolderLayer(tmp_path / "cache", "cache"), PackLayer(tmp_path / "results.pack")):

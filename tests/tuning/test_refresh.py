@@ -21,11 +21,12 @@ from tilekern.spec import Config
 from tilekern.targets import resolve
 from tilekern.toolchain import toolkit
 from tuning import cli
+from tuning.candidates import candidates
 from tuning.commands import refresh as command
 from tuning.measuring import measure_all
 from tuning.publishing import keep_winners, winners
 from tuning.refreshing import Refresh, survey
-from tuning.sweep import Sweep, candidates
+from tuning.sweep import Sweep
 
 HERE = Path(__file__).parent
 H200 = resolve("H200")

@@ -16,10 +16,11 @@ from tuning_samples import SMALL
 
 from tilekern.kernels import spec_named
 from tilekern.spec import ALIGNED, Config
+from tuning.candidates import candidates
 from tuning.compiling import wanted
 from tuning.measuring import measure_all, tasks
 from tuning.publishing import keep_winners, winners
-from tuning.sweep import Sweep, candidates
+from tuning.sweep import Sweep
 
 FORK = multiprocessing.get_context("fork")
 TOOLKIT = {"key": "none", "tileiras": "none", "cuda_tile": "none"}

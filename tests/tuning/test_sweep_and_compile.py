@@ -11,8 +11,9 @@ from tilekern.errors import InputError
 from tilekern.spec import GENERIC
 from tilekern.targets import Target, resolve
 from tuning import cli
+from tuning.candidates import candidates
 from tuning.compiling import compile_all, wanted
-from tuning.sweep import Sweep, candidates
+from tuning.sweep import Sweep
 
 
 def test_every_candidate_of_the_problem_is_compiled_with_its_facts(compiled_sweep: Sweep, h200: Target):
@@ -141,5 +142,5 @@ def test_what_ran_out_of_time_is_tried_again_with_more(tmp_path: Path, h200: Tar
 
 def test_a_measurement_belongs_to_one_source_of_the_kernel(compiled_sweep: Sweep, h200: Target, monkeypatch):
     before = candidates(*SMALL, h200)[0].key
-    monkeypatch.setattr("tuning.sweep.digest_of_module", lambda _: "0" * 64)
+    monkeypatch.setattr("tuning.candidates.digest_of_module", lambda _: "0" * 64)
     assert candidates(*SMALL, h200)[0].key != before

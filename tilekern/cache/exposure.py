@@ -5,9 +5,10 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
-from tilekern.cache.errors import Untrusted
+from tilekern.cache.errors import CacheError, Untrusted
 
 SHARED = "TILEKERN_TRUST_SHARED"
 
@@ -26,12 +27,54 @@ def require_unshared(path: str | Path, status: os.stat_result) -> None:
     Raises:
         Untrusted: its group or everybody may write it, or it belongs to another user who is not root.
     """
-    remedy = f"or set {SHARED}=1 where all who can write there may run code as you"
+    if found := _exposed(path, status):
+        problem, remedy = found
+        raise Untrusted(f"{problem}; {remedy}, or set {SHARED}=1 where all who can write there may run code as you")
+
+
+def require_unshared_up(path: Path) -> None:
+    """Refuse a file that others than this user and root can change or put another in the place of.
+
+    Looked at are the file, its folder and those above it, up to the user's home or to the root, and where a symbolic
+    link stands among them, the link and all above what it leads to. ``TILEKERN_TRUST_SHARED`` allows nothing here.
+
+    Raises:
+        Untrusted: others can write one of them, or it belongs to another user who is not root.
+        CacheError: one of them cannot be looked at.
+    """
+    home = Path(os.path.expanduser("~"))
+    for way in _ways(path):
+        parents = way.parents
+        above = [folder for folder in parents if folder.is_relative_to(home)] if home in parents else parents
+        for place in (way, *above):
+            try:
+                status = os.lstat(place)
+            except OSError as error:
+                raise CacheError(f"cannot tell who can write {place}: {error.strerror}") from None
+            if found := _exposed(place, status):
+                problem, remedy = found
+                raise Untrusted(f"{path} is not used: {problem}; {remedy.replace(' -R', '')}")
+
+
+def _ways(path: Path) -> Iterator[Path]:
+    """An absolute form of a path, and then, for each symbolic link on it, where it leads to."""
+    way = Path(os.path.abspath(path))
+    yield way
+    while (link := next((place for place in (*reversed(way.parents), way) if place.is_symlink()), None)) is not None:
+        way = Path(os.path.abspath(link.parent / os.readlink(link) / way.relative_to(link)))
+        yield way
+
+
+def _exposed(path: str | Path, status: os.stat_result) -> tuple[str, str] | None:
+    """Why others can write a file or folder, and what to do about that; None where they cannot."""
     if status.st_uid not in (0, os.geteuid()):
-        raise Untrusted(f"{path} belongs to another user (uid {status.st_uid}); use a copy of your own, {remedy}")
-    if status.st_mode & 0o022 and not (stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX):
+        return f"{path} belongs to another user (uid {status.st_uid})", "use a copy of your own"
+    is_sticky = stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX
+    # The mode of a link says nothing.
+    if status.st_mode & 0o022 and not is_sticky and not stat.S_ISLNK(status.st_mode):
         mode = stat.S_IMODE(status.st_mode)
-        raise Untrusted(f"{path} can be written by others (mode {mode:04o}); run chmod -R go-w on it, {remedy}")
+        return f"{path} can be written by others (mode {mode:04o})", "run chmod -R go-w on it"
+    return None
 
 
 def require_unshared_folders(root: Path, folder: Path) -> None:

@@ -152,16 +152,25 @@ def make_folder(folder: Path) -> None:
     if os.path.isdir(folder):
         return
     make_folder(folder.parent)
-    above = os.stat(folder.parent).st_mode
-    # A folder that all may write and clean up after themselves (/tmp) hands that on to nobody.
-    inherited = 0 if above & stat.S_ISVTX else above & 0o022
     try:
-        os.mkdir(folder, 0o755 | inherited)
+        os.mkdir(folder, 0o755 | handed_on(folder.parent))
     except FileExistsError:
         if not os.path.isdir(folder):
             # Where nothing is there now, it was a folder that another process has just deleted.
             what = errno.ENOTDIR if os.path.lexists(folder) else errno.ENOENT
             raise OSError(what, os.strerror(what), str(folder)) from None
+
+
+def handed_on(folder: Path) -> int:
+    """The bits of a mode by which others than its owner may write what is made in a folder, as they may write that.
+
+    A folder that all may write and clean up after themselves (/tmp) hands that on to nobody.
+
+    Raises:
+        OSError: there is no such folder.
+    """
+    mode = os.stat(folder).st_mode
+    return 0 if mode & stat.S_ISVTX else mode & 0o022
 
 
 def set_aside(path: Path, seen: os.stat_result) -> bool:

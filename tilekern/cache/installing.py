@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path, PurePosixPath
 
 from tilekern.cache.errors import CacheError, UnknownSchema, Untrusted
@@ -19,7 +19,7 @@ from tilekern.cache.trust import must_be_signed, require_trusted, seal_of
 _Signatures = Mapping[str, Mapping[str, bytes]]
 
 
-def install_pack(path: str | os.PathLike[str], store: Store, own: bool = False) -> int:
+def install_pack(path: str | os.PathLike[str], store: Store, own: Collection[str] = ()) -> int:
     """Put a pack's records, blobs and signatures into a store, after all of them have been checked: all or nothing.
 
     A record that the store has from a better source stays: measured beats predicted, and predicted beats default,
@@ -29,7 +29,8 @@ def install_pack(path: str | os.PathLike[str], store: Store, own: bool = False) 
     Args:
         path: the pack.
         store: the cache.
-        own: this user's own processes made what is in the pack; under ``signed`` it is sealed in place of signed.
+        own: the sha256 of the bytes of records that this very process made and put into the pack; under ``signed``
+            they are sealed in place of signed.
 
     Returns:
         The number of records written.
@@ -44,7 +45,7 @@ def install_pack(path: str | os.PathLike[str], store: Store, own: bool = False) 
     pack = Pack(Path(path))
     signatures = pack.signatures()
     for record, _ in checked_contents(pack):
-        if must_be_signed() and not own:
+        if must_be_signed() and pack.members[str(record.address.path)].sha256 not in own:
             _require_trusted(pack, record)
     finish_incoming(store.root)
     chosen = [address for address in pack.records if not has_better(store, pack.read_record(address))]
@@ -88,13 +89,13 @@ def has_better(store: Store, offered: Record) -> bool:
 
 
 def _files(
-    pack: Pack, store: Store, address: Address, signatures: _Signatures, own: bool
+    pack: Pack, store: Store, address: Address, signatures: _Signatures, own: Collection[str]
 ) -> dict[PurePosixPath, bytes]:
     """What a record brings along, and the record, byte for byte as the pack has it."""
     name = str(address.path)
     data, digest = pack.read(name), pack.members[name].sha256
     files = {signature_path(digest, key): text for key, text in signatures.get(digest, {}).items()}
-    if own and must_be_signed():
+    if digest in own and must_be_signed():
         seal, text = seal_of(data)
         files[seal] = text
     files[address.path] = data

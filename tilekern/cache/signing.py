@@ -42,9 +42,12 @@ class SigningKey:
         self._key = _private_key(path, data)
         self.public_key = self._key.public_key().public_bytes_raw().hex()
 
-    def sign(self, record: bytes) -> bytes:
-        """The signature of a record's bytes, as its file holds it: hexadecimal digits and a newline."""
-        return f"{self._key.sign(PURPOSE + record).hex()}\n".encode()
+    def sign(self, data: bytes, purpose: bytes = PURPOSE) -> bytes:
+        """The signature of a record's bytes, as its file holds it: hexadecimal digits and a newline.
+
+        Data of another purpose says so by a line of its own; a signature counts for one purpose alone.
+        """
+        return f"{self._key.sign(purpose + data).hex()}\n".encode()
 
 
 def generate_key(path: Path) -> str:
@@ -67,8 +70,8 @@ def generate_key(path: Path) -> str:
     return str(key.public_key().public_bytes_raw().hex())
 
 
-def is_signed(public_key: str, record: bytes, signature: bytes) -> bool:
-    """Whether ``signature``, as its file holds it, is that of a key over a record's bytes.
+def is_signed(public_key: str, data: bytes, signature: bytes, purpose: bytes = PURPOSE) -> bool:
+    """Whether ``signature``, as its file holds it, is that of a key over a record's bytes, or data of another purpose.
 
     Raises:
         CacheError: ``cryptography`` is not installed.
@@ -80,7 +83,7 @@ def is_signed(public_key: str, record: bytes, signature: bytes) -> bool:
         return False
     try:
         key = ed25519.Ed25519PublicKey.from_public_bytes(bytes.fromhex(public_key))
-        key.verify(bytes.fromhex(signature[:128].decode()), PURPOSE + record)
+        key.verify(bytes.fromhex(signature[:128].decode()), purpose + data)
     except (InvalidSignature, ValueError):
         return False
     return True

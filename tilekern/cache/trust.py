@@ -16,23 +16,24 @@ import hashlib
 import hmac
 import os
 import re
-import stat
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from tilekern.cache.errors import CacheError, Missing, Untrusted
-from tilekern.cache.files import make_folder, read_whole, write_whole
+from tilekern.cache.exposure import require_unshared_up
+from tilekern.cache.files import read_whole
 from tilekern.cache.keys import LAYOUT, SIGNATURE_SUFFIX, SIGNATURES, parse_signature_path, signature_path
+from tilekern.cache.seals import keyed, secret, settings_folder
 from tilekern.cache.signing import PURPOSE, SIGNATURE_BYTES, check_signature, is_signed
 
 POLICIES = ("any", "signed")
 ROOTS = "TILEKERN_TRUST_ROOTS"
 SEAL_SUFFIX = ".seal"
 _LARGEST_ROOTS = 2**20
+_PRIVATE_KEY = re.compile(rb"-----BEGIN [A-Z0-9 ]*PRIVATE KEY-----")
 _ROOT = re.compile(r"ed25519 ([0-9a-f]{64})(?: +(.*))?")
-_SECRET = re.compile(rb"[0-9a-f]{64}\n")
 
 Reader = Callable[[PurePosixPath], bytes]
 
@@ -102,7 +103,7 @@ class Signers:
 
     @functools.cached_property
     def _secret(self) -> bytes:
-        return _secret()
+        return secret()
 
     @functools.cached_property
     def _roots(self) -> tuple[TrustRoot, ...]:
@@ -113,7 +114,7 @@ def trust_roots() -> tuple[TrustRoot, ...]:
     """The keys whose signatures count: those in the files that ``TILEKERN_TRUST_ROOTS`` lists, else in the user's.
 
     Raises:
-        CacheError: a file cannot be read, others can write it, or it has a line that is none of a key.
+        CacheError: a file cannot be read, others can change it, or a line of it is not a key.
     """
     listed = [Path(item).expanduser() for item in os.environ.get(ROOTS, "").split(os.pathsep) if item]
     if listed:
@@ -127,24 +128,26 @@ def read_trust_roots(path: Path) -> Iterator[TrustRoot]:
     """The keys of one file; a line is ``ed25519 <64 hexadecimal digits> <name>``, or empty, or begins with ``#``.
 
     Raises:
-        CacheError: it cannot be read, others can write it, or it has another line.
+        Untrusted: others can change or replace it: the file, its folder or one above (:func:`require_unshared_up`).
+        CacheError: it cannot be read, is a private key, or has another line; none of it is shown.
     """
-    data, status = read_whole(path, _LARGEST_ROOTS)
-    if status.st_mode & 0o022:
-        mode = stat.S_IMODE(status.st_mode)
-        raise CacheError(f"others can write the trust roots {path} (mode {mode:04o}); run chmod go-w on it")
+    data, _ = read_whole(path, _LARGEST_ROOTS)
+    require_unshared_up(path)
+    if _PRIVATE_KEY.search(data):
+        raise CacheError(f"{path} is a private key, which stays with its owner; name the .pub file beside it")
     for number, line in enumerate(data.decode(errors="replace").splitlines(), 1):
         text = line.strip()
         if text and not text.startswith("#"):
             found = _ROOT.fullmatch(text)
             if found is None:
-                raise CacheError(f"{path}, line {number}: a line is `ed25519 HEX-DIGITS NAME`, got {text!r:.100}")
+                # The line is not shown: it may be a part of a secret.
+                raise CacheError(f"{path}, line {number} is not a trust root, `ed25519 HEX-DIGITS NAME`")
             yield TrustRoot(found[1], found[2] or found[1][:16])
 
 
 def user_trust_roots() -> Path:
     """The user's file of trust roots, in the platform's folder for settings."""
-    return _settings() / "trust-roots"
+    return settings_folder() / "trust-roots"
 
 
 def seal_of(record: bytes) -> tuple[PurePosixPath, bytes]:
@@ -153,8 +156,8 @@ def seal_of(record: bytes) -> tuple[PurePosixPath, bytes]:
     Raises:
         CacheError: the secret cannot be read or written.
     """
-    secret = _secret(make=True)
-    return _seal_path(hashlib.sha256(record).hexdigest(), secret), _seal(record, secret)
+    key = secret(make=True)
+    return _seal_path(hashlib.sha256(record).hexdigest(), key), _seal(record, key)
 
 
 def read_signatures(root: Path, record_sha256: str) -> dict[str, bytes]:
@@ -222,48 +225,11 @@ def remove_signatures(root: Path, kept: Collection[str], older_than: float) -> N
                     os.unlink(path)
 
 
-def _seal(record: bytes, secret: bytes) -> bytes:
-    return hmac.new(secret, PURPOSE + record, hashlib.sha256).hexdigest().encode() + b"\n"
+def _seal(record: bytes, key: bytes) -> bytes:
+    return f"{keyed(key, PURPOSE + record)}\n".encode()
 
 
-def _seal_path(record_sha256: str, secret: bytes) -> PurePosixPath:
+def _seal_path(record_sha256: str, key: bytes) -> PurePosixPath:
     """Seals of several users stand side by side, so the name has a digest of the secret."""
-    user = hashlib.sha256(b"the name of a seal\n" + secret).hexdigest()
+    user = hashlib.sha256(b"the name of a seal\n" + key).hexdigest()
     return PurePosixPath(LAYOUT, SIGNATURES, record_sha256[:2], f"{record_sha256}.{user}{SEAL_SUFFIX}")
-
-
-def _secret(make: bool = False) -> bytes:
-    """The user's secret; empty where there is none and none is to be made."""
-    path = _settings() / "seal.key"
-    try:
-        data, status = read_whole(path, 2**10)
-    except Missing:
-        if not make:
-            return b""
-        _make_secret(path)
-        return _secret()
-    if status.st_mode & 0o077 or status.st_uid != os.geteuid():
-        raise CacheError(f"{path} must be yours and readable by you alone; run chmod 600 on it, or delete it")
-    if not _SECRET.fullmatch(data):
-        raise CacheError(f"{path} is damaged; delete it, and sign or tune again what it sealed")
-    return data
-
-
-def _make_secret(path: Path) -> None:
-    """Write a new secret, unless another process is first."""
-    ours = path.with_name(f".{os.urandom(12).hex()}.tmp")
-    try:
-        make_folder(path.parent)
-        write_whole(ours, f"{os.urandom(32).hex()}\n".encode(), mode=0o600)
-        with contextlib.suppress(FileExistsError):
-            os.link(ours, path)
-    except OSError as error:
-        raise CacheError(f"cannot write the secret of your seals, {path}: {error.strerror}") from None
-    finally:
-        ours.unlink(missing_ok=True)
-
-
-def _settings() -> Path:
-    import platformdirs  # slow to import, and needed under the policy `signed` alone
-
-    return platformdirs.user_config_path("tilekern")

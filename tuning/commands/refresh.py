@@ -93,7 +93,8 @@ def _planned(
 ) -> tuple[Refresh | None, Outcome]:
     """The refresh to work on, None where no record asks for one, and what is known of it."""
     at_hand, tools = here(), toolkit()
-    begun = Refresh(folder) if folder else None
+    # Where nothing can be compiled a folder that was named came from where it was.
+    begun = Refresh(folder, carried=tools is None) if folder else None
     target = begun.sweep.target if begun is not None and begun.unfinished else resolve(gpu)
     is_here = at_hand is not None and at_hand.key == target.key
     driver = describe_gpu()["driver"] if is_here else None

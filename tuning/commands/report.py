@@ -26,7 +26,7 @@ def command(folder: Path, html_file: Path | None, csv_file: Path | None, json_fi
     """
     from tuning.html_report import as_csv, as_html, as_json, report_of, write_report, write_text
 
-    sweep = Sweep(folder)
+    sweep = Sweep(folder, foreign=True)
     if not (html_file or csv_file or json_file):
         written = write_report(sweep, folder)
     else:

@@ -25,7 +25,7 @@ def command(folder: Path, as_json: bool) -> None:
 
     Needs no GPU and no lock; a run that is at work is not disturbed.
     """
-    found = standing(Sweep(folder))
+    found = standing(Sweep(folder, foreign=True))
     click.echo(json.dumps(found, indent=1) if as_json else "\n".join(_lines(found)))
 
 

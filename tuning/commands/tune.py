@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tilekern.cache import Store, user_root
+from tilekern.cache.signing import SigningKey
 from tilekern.errors import InputError
 from tilekern.targets import Target, here, resolve
 from tuning.families import Model
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 _GROUPS = {
     "What to tune": ("gpu", "tokens", "sequence", "dtype", "tp", "ops"),
     "How": ("stages", "dry_run", "jobs", "timeout_s", "strategy", "executor", "gpus"),
-    "Where, and what is printed": ("sweep", "cache_dir", "as_json"),
+    "Where, and what is printed": ("sweep", "sign", "cache_dir", "as_json"),
 }
 MEASURED = "measured"
 _FOLDER = Folder()
@@ -65,6 +66,10 @@ _FOLDER = Folder()
 )
 @click.option("--gpus", type=click.IntRange(min=1), help="How many GPUs to measure on at most.")
 @click.option("--sweep", type=_FOLDER, help="The sweep folder; it can travel.")
+@click.option(
+    "--sign", type=click.Path(path_type=Path), metavar="KEY",
+    help="Sign what is handed on with this file of `cache_tools keygen`: artifacts, and results.pack.",
+)  # fmt: skip
 @click.option("--cache-dir", type=_FOLDER, help="The cache to fill.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document in place of tables.")
 def command(*, dry_run: bool, as_json: bool, **given: Any) -> None:
@@ -93,6 +98,7 @@ def _run(request: Request, *, quiet: bool) -> Outcome:
     if "compile" in request.stages and request.executor == LOCAL:
         jobs_of(request.jobs)  # what is wrong with it is said before anything is written
         start_server()
+    key = SigningKey(request.sign) if request.sign else None
     seconds: dict[str, float] = {}
     store = _store(request)
     if "plan" in request.stages:
@@ -101,6 +107,9 @@ def _run(request: Request, *, quiet: bool) -> Outcome:
     else:
         sweep, notes = _given(request), []
     outcome = Outcome(sweep.model, sweep.target, _toolkit(), seconds, notes=notes)
+    sweep.require_own()
+    if "compile" not in request.stages:
+        outcome.notes += _whose(sweep)
     _check_writable(store, sweep)
     with _ready(request, sweep, outcome) as executor:
         if "compile" in request.stages:
@@ -108,13 +117,15 @@ def _run(request: Request, *, quiet: bool) -> Outcome:
             with _timed(seconds, "compile"), progress_bar("compile", quiet=quiet) as progress:
                 summary = compile_all(sweep, jobs, request.timeout_s, progress, pool=pool)
             outcome.compile = dataclasses.asdict(summary)
+            if key:
+                outcome.notes.append(f"signed {sweep.sign(key)} artifacts with key {key.public_key[:16]}")
         if executor:
             bar = progress_bar("measure", quiet=quiet)
             with _timed(seconds, "measure"), shared(sweep, store.root), bar as progress:
                 done = measure_all(sweep, executor, keep_winners, request.strategy, progress)
             outcome.measure = dataclasses.asdict(done)
     if "measure" in request.stages:
-        _publish(outcome, sweep, store)
+        _publish(outcome, sweep, store, key)
     elif "compile" in request.stages:
         outcome.winners = [winner for winner, _ in winners(sweep, outcome.toolkit)]
         outcome.notes.append(f"carry {sweep.folder} to the target and run --stages measure --sweep {sweep.folder}")
@@ -124,6 +135,24 @@ def _run(request: Request, *, quiet: bool) -> Outcome:
     if outcome.winners:
         outcome.notes += _lacking(outcome, sweep)
     return outcome
+
+
+def _whose(sweep: Sweep) -> Iterator[str]:
+    """What to know of artifacts that this run has not compiled and others have.
+
+    Raises:
+        InputError: none of them may be run, as the policy is ``signed``.
+    """
+    compiled, others = sweep.compiled(), sweep.others
+    if not others:
+        return
+    if not compiled:
+        raise InputError(
+            f"TILEKERN_TRUST is signed, and neither you compiled what is in {sweep.folder} nor a trust root signed it; "
+            "sign it where it is compiled (--stages plan,compile --sign KEY), or compile it here"
+        )
+    whose = f"{others} artifacts in {sweep.folder} are by others, and no trust root signed them"
+    yield f"{whose}: they are left out" if sweep.is_own else f"{whose}: their records are not signed either"
 
 
 def _lacking(outcome: Outcome, sweep: Sweep) -> Iterator[str]:
@@ -229,7 +258,7 @@ def _cluster(request: Request, sweep: Sweep) -> ClusterExecutor:
     return ClusterExecutor(None if request.executor == RAY else request.executor, sweep.cache, request.gpus)
 
 
-def _publish(outcome: Outcome, sweep: Sweep, store: Store) -> None:
+def _publish(outcome: Outcome, sweep: Sweep, store: Store, key: SigningKey | None) -> None:
     found = list(winners(sweep, outcome.toolkit))
     if not found:
         if not (problems := sweep.problems()):
@@ -241,7 +270,7 @@ def _publish(outcome: Outcome, sweep: Sweep, store: Store) -> None:
         )
     outcome.winners = [winner for winner, _ in found]
     pack = sweep.folder / "results.pack"
-    publish(found, pack, store)
+    publish(found, pack, store, own=sweep.is_own, key=key)
     outcome.results, outcome.cache = str(pack), str(store.root)
 
 
@@ -253,7 +282,8 @@ def _given(request: Request) -> Sweep:
     """The sweep that an earlier run planned."""
     if request.sweep is None:
         raise InputError("stages after plan need the folder of a planned sweep: give --sweep DIR")
-    return Sweep(request.sweep)
+    # What the compile stage makes anew here it need not take from others.
+    return Sweep(request.sweep) if "compile" in request.stages else Sweep.carried(request.sweep)
 
 
 def _sweep(request: Request, store: Store, target: Target) -> Sweep:

@@ -25,9 +25,9 @@ from tilekern.errors import InputError
 
 if TYPE_CHECKING:
     from tilekern.targets import Target
+    from tuning.candidates import Candidate
     from tuning.compile_pool import Answer, Compile, Lost
     from tuning.process import Noted, Worker
-    from tuning.sweep import Candidate
     from tuning.tasks import Task
 
 # What is carried to the nodes; they install the rest.
@@ -164,15 +164,16 @@ class GpuNode:
         found = self.describe(code, target)
         import ray
 
-        from tilekern.cache import Store, install_pack
+        from tilekern.cache import Pack, Store, install_pack
         from tuning.process import Worker
 
         cache = self._folder / "cache"
         if pack:
             path = self._folder / "winners.pack"
             path.write_bytes(pack)
-            # The driver made it, whose code this process runs.
-            install_pack(path, Store(cache), own=True)
+            # The driver made all of it, whose code this process runs.
+            records = Pack(path)
+            install_pack(path, Store(cache), own={records.members[name].sha256 for name in records.records.values()})
         self._worker = Worker(cache, None, self._launch_timeout_s)
         self._worker.process()  # it loads its modules while the first task is on its way
         return ray.get_runtime_context().get_node_id(), found

@@ -12,10 +12,11 @@ from tilekern.cubin import Resources
 from tilekern.kernels import spec_named
 from tilekern.spec import ALIGNED, Config, Problem
 from tilekern.targets import Target
+from tuning.candidates import LIBRARY_LINE, Candidate
 from tuning.measuring import identity
 from tuning.predicting import Prediction, is_arithmetic, ranking, resident_blocks
 from tuning.publishing import Winner, winners
-from tuning.sweep import LIBRARY_LINE, Candidate, Sweep
+from tuning.sweep import Sweep
 
 LEFT_OUT = "its race left it out: it is predicted far slower, or the search did not come to it"
 # The states of a candidate, from the one that is worth most to those that went wrong.

@@ -11,9 +11,10 @@ from tilekern.errors import InputError
 from tilekern.kernels import spec_named
 from tilekern.spec import ALIGNED, Config, Problem
 from tilekern.targets import Target
+from tuning.candidates import Candidate, candidate
 from tuning.machine_code import read_machine_code
 from tuning.predicting import Prediction, predict, ranking
-from tuning.sweep import Candidate, Sweep, candidate
+from tuning.sweep import Sweep
 
 # How many times the roofline's time is taken for what runs now, where no prediction can be made: a middle of what
 # torch's own ops take on the H200 (1.7 times for swiglu, 24 times for qk_norm_rope), and of what defaults take.

@@ -54,7 +54,7 @@ def tune(cache: WatchedCache, named: Sequence[Named], how: How, tell: Tell) -> d
     tell("publish", 0, 0)
     found = list(winners(sweep, require_toolkit().describe()))
     if found:
-        publish(found, sweep.folder / "results.pack", cache.store)
+        publish(found, sweep.folder / "results.pack", cache.store, own=sweep.is_own)
     won = {(winner.kernel, winner.problem): winner for winner, _ in found}
     results: dict[Named, Winner | str] = {}
     for pair in named:
