@@ -10,6 +10,7 @@ import typer
 
 from benchmarks.cli import app
 from tilekern.errors import InputError, ToolchainMissing
+from tilekern.warning import shown_plainly
 
 # The base of bad usage in click, or in the copy of click that newer releases of typer bring along.
 _UsageError: Any = typer.BadParameter.__base__
@@ -18,7 +19,8 @@ _UsageError: Any = typer.BadParameter.__base__
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit code is 0, 2 for bad input, 4 where the compiler is missing."""
     try:
-        return app(args=arguments, prog_name="benchmarks", standalone_mode=False) or 0
+        with shown_plainly():
+            return app(args=arguments, prog_name="benchmarks", standalone_mode=False) or 0
     except ToolchainMissing as error:
         return _fail(str(error), 4)
     except InputError as error:

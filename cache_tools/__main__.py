@@ -11,6 +11,8 @@ import click
 
 from cache_tools.cli import app
 from tilekern.cache import CacheError
+from tilekern.errors import TilekernWarning
+from tilekern.warning import shown_plainly
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -20,10 +22,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: those of the command line where not given.
     """
     try:
-        code = app.main(args=arguments, prog_name="cache_tools", standalone_mode=False)
+        with shown_plainly():
+            code = app.main(args=arguments, prog_name="cache_tools", standalone_mode=False)
         sys.stdout.flush()
         return code or 0
-    except CacheError as error:
+    except (CacheError, TilekernWarning) as error:  # a warning is raised under `python -W error`
         return _fail(str(error))
     except click.ClickException as error:
         return _fail(f"{error.format_message()} (see --help)")

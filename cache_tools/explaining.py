@@ -7,7 +7,6 @@ from typing import Any
 import click
 
 from cache_tools.here import spec_named, target_named, toolkit_key
-from cache_tools.sources import plain_warnings
 from cache_tools.staleness import digest_today
 from cache_tools.text import plain, print_json, time_us_of
 from tilekern.cache import CacheError, Hit, Step, Store, default_layers, parse_problem_key, problem_key
@@ -35,9 +34,8 @@ def explain(store: Store, kernel: str, key: str, target_name: str | None, as_jso
         raise CacheError(str(error)) from None
     target = target_named(target_name)
     trace: list[Step] = []
-    with plain_warnings():
-        layers = default_layers(store.root, looking=True)
-        hit = find(spec, spec.bucketed(problem), target, layers=layers, trace=trace)
+    layers = default_layers(store.root, looking=True)
+    hit = find(spec, spec.bucketed(problem), target, layers=layers, trace=trace)
     document = {
         "kernel": kernel,
         "problem": dict(problem),

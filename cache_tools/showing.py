@@ -10,7 +10,7 @@ import click
 
 from cache_tools.here import toolkit_key
 from cache_tools.selection import Selection
-from cache_tools.sources import Source, layers_of_a_lookup, plain_warnings
+from cache_tools.sources import Source, layers_of_a_lookup
 from cache_tools.staleness import digest_today, is_stale
 from cache_tools.text import gain_of, plain, print_json, size, time_us_of
 from tilekern.cache import CacheError, Entry, Record, Step, Store, default_layers, lookup, parse_problem_key
@@ -90,12 +90,11 @@ def _steps_of_a_lookup(
     if record is None or digest is None:
         return {}
     trace: list[Step] = []
-    with plain_warnings():
-        lookup(
-            kernel, problem, bucketed=(), target_key=record.target["key"], arch=record.target["arch"],
-            toolkit_key=toolkit_key(), source_digest=digest, layers=default_layers(store.root, looking=True),
-            trace=trace,
-        )  # fmt: skip
+    lookup(
+        kernel, problem, bucketed=(), target_key=record.target["key"], arch=record.target["arch"],
+        toolkit_key=toolkit_key(), source_digest=digest, layers=default_layers(store.root, looking=True),
+        trace=trace,
+    )  # fmt: skip
     tried = [step for step in trace if step.problem and step.target_key == record.target["key"]]
     return {(step.layer, step.toolkit_key): step for step in tried}
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,26 +74,15 @@ def source_at(path: Path) -> Source:
 def layers_of_a_lookup(store: Store) -> list[Source]:
     """The layers that a lookup reads where ``store`` is the user's cache; a bad one is left out, which is said."""
     sources = []
-    with plain_warnings():
-        for layer in default_layers(store.root, looking=True):
-            if isinstance(layer, FolderLayer):
-                sources.append(Source(layer.name, Store(layer.root)))
-            elif isinstance(layer, PackLayer):
-                try:
-                    sources.append(Source(layer.name, Pack(layer.path)))
-                except CacheError as error:
-                    click.echo(f"left out: {error}", err=True)
+    for layer in default_layers(store.root, looking=True):
+        if isinstance(layer, FolderLayer):
+            sources.append(Source(layer.name, Store(layer.root)))
+        elif isinstance(layer, PackLayer):
+            try:
+                sources.append(Source(layer.name, Pack(layer.path)))
+            except CacheError as error:
+                click.echo(f"left out: {error}", err=True)
     return sources
-
-
-@contextlib.contextmanager
-def plain_warnings() -> Iterator[None]:
-    """What the cache warns of goes to standard error, a line each, without the place in the code."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        yield
-    for warning in caught:
-        click.echo(f"warning: {' '.join(str(warning.message).split())}", err=True)
 
 
 def _entries_of(pack: Pack, where: Where | None) -> Iterator[Entry]:

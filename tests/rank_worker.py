@@ -19,7 +19,7 @@ import torch
 from one_record import GPU, SPEC
 
 import tilekern
-from tilekern import cache, dispatch, ranks
+from tilekern import cache, dispatch, ranks, warning
 from tilekern.errors import TilekernError
 from tilekern.targets import resolve
 
@@ -97,7 +97,7 @@ def situation(given, rank):
     os.environ["TILEKERN_CACHE_DIR"] = root
     os.environ["TILEKERN_ON_MISS"] = given.get("policies", ["fallback"] * 9)[rank]
     dispatch.agree_on(None)
-    dispatch._said.clear()
+    warning._said.clear()
     undo = globals()[given["do"][str(rank)]](root) if str(rank) in given.get("do", {}) else (lambda: None)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")

@@ -33,7 +33,7 @@ def root(tmp_path, monkeypatch):
     monkeypatch.setenv("TILEKERN_CACHE_DIR", str(root))
     monkeypatch.setattr(dispatch, "here", lambda _device=None: H200)
     monkeypatch.setattr(dispatch, "_counters", {})
-    monkeypatch.setattr(dispatch, "_said", set())
+    monkeypatch.setattr("tilekern.warning._said", set())
     dispatch.set_miss_policy(None)
     dispatch.forget()
     yield root
@@ -71,7 +71,7 @@ def signed(monkeypatch, tmp_path):
     """The policy ``signed``, settings of this test's own, and a process that has warned of nothing yet."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "settings"))
     monkeypatch.setenv("TILEKERN_TRUST", "signed")
-    monkeypatch.setattr("tilekern.cache.files._reported", set())
+    monkeypatch.setattr("tilekern.warning._said", set())
 
 
 def test_what_nobody_signed_is_not_launched_and_said_once(filled, no_compiler, signed):
@@ -352,11 +352,3 @@ def test_a_further_layer_serves_and_is_not_written_to(root, compiled, no_compile
     assert dispatch.plan_for(SPEC, GPU, *SIZES) is not None
     assert sorted((path, path.stat().st_mtime_ns) for path in compiled.rglob("*")) == before
     assert not root.exists()
-
-
-def test_a_message_is_said_once_in_a_process():
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        for _ in range(3):
-            dispatch.say_once("mind the step")
-    assert [str(warning.message) for warning in said] == ["mind the step"]

@@ -24,7 +24,7 @@ def problem_of(spec):
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
     monkeypatch.delenv("TILEKERN_INTERPRET", raising=False)
-    monkeypatch.setattr(dispatch, "_said", set())
+    monkeypatch.setattr("tilekern.warning._said", set())
     dispatch.forget()
     yield
     dispatch.forget()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import os
 import threading
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -20,6 +19,7 @@ from tilekern.plans import DependentPlan, InterpretedPlan, LibraryPlan, Plan
 from tilekern.provisional import Watch, is_settled, of_several_ranks
 from tilekern.spec import ALIGNED, GENERIC, Config, Implementation, KernelSpec, LibraryCall, Problem
 from tilekern.targets import INTERPRETED, Target, here
+from tilekern.warning import warn_once
 
 if TYPE_CHECKING:
     from tilekern.agreement import Agreement
@@ -62,7 +62,6 @@ _policy: MissPolicy | None = None
 _agreement: Agreement | None = None
 # What the problems that were asked for run by, at their buckets; None is the model's own op.
 _resolved: dict[tuple[str, Problem], Record | None] = {}
-_said: set[str] = set()
 
 
 def interpreting() -> bool:
@@ -201,13 +200,6 @@ def count_fallback(spec: KernelSpec) -> None:
     counters(spec.name).fallbacks += 1
 
 
-def say_once(message: str) -> None:
-    """Warn, but only the first time in this process."""
-    if message not in _said:
-        _said.add(message)
-        warnings.warn(message, stacklevel=3)
-
-
 def _resolve(spec: KernelSpec, device: Any, sizes: Sequence[Any], key: tuple[Any, ...]) -> Plan | None:
     names = [d.name for d in spec.dimensions]
     values = [
@@ -216,13 +208,13 @@ def _resolve(spec: KernelSpec, device: Any, sizes: Sequence[Any], key: tuple[Any
     try:
         problem = spec.problem(**dict(zip(names, values, strict=True)))
     except ValueError as error:
-        say_once(f"tilekern: {error}; the model's own op runs instead")
+        warn_once(f"{error}; the model's own op runs instead")
         return None
     if interpreting():
         return _keep(spec, _interpreted(spec, problem))
     if device.type != "cuda":
-        say_once(
-            f"tilekern: {spec.name} was called on {device.type}; kernels run on CUDA devices (or anywhere under "
+        warn_once(
+            f"{spec.name} was called on {device.type}; kernels run on CUDA devices (or anywhere under "
             "TILEKERN_INTERPRET=1), so the model's own op runs instead"
         )
         return None
@@ -248,8 +240,8 @@ def _interpreted(spec: KernelSpec, problem: Problem) -> Plan:
 
 def _cached(spec: KernelSpec, problem: Problem, target: Target, key: tuple[Any, ...]) -> Plan | None:
     if _agreement is None and of_several_ranks():
-        say_once(
-            "tilekern: the ranks of this job have not agreed on their kernels and may run different ones; call "
+        warn_once(
+            "the ranks of this job have not agreed on their kernels and may run different ones; call "
             "tilekern.agree() on every rank when torch.distributed is up, before the first step"
         )
     wanted = spec.bucketed(problem)
@@ -373,9 +365,7 @@ def _on_miss(spec: KernelSpec, wanted: Problem, target: Target) -> Hit | None:
             raise
         except (TilekernError, cache.CacheError) as error:
             why = f" and its default config could not be compiled and kept ({error})"
-    say_once(
-        f"tilekern: no cache holds {spec.name} for this model on {target.name}{why}; the model's own op runs; {tune}"
-    )
+    warn_once(f"no cache holds {spec.name} for this model on {target.name}{why}; the model's own op runs; {tune}")
     return None
 
 

@@ -1,4 +1,4 @@
-"""The errors that tilekern raises on purpose; each message is one line that says what would be right."""
+"""The errors that tilekern raises on purpose, and its warning; each message is a line that says what would be right."""
 
 
 class TilekernError(Exception):
@@ -27,3 +27,7 @@ class CacheMiss(TilekernError):  # noqa: N818
 
 class RanksDiffer(TilekernError):  # noqa: N818
     """The ranks of a job cannot be brought to run the same kernels, or one of them did not answer in time."""
+
+
+class TilekernWarning(UserWarning, RuntimeWarning):
+    """Every warning of tilekern's own (:mod:`tilekern.warning`); filters for either of its bases hold for it, too."""

@@ -27,7 +27,6 @@ import secrets
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -36,6 +35,7 @@ from tilekern.errors import InputError, TilekernError
 from tilekern.plans import Plan
 from tilekern.spec import Problem
 from tilekern.targets import Target
+from tilekern.warning import warn
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -178,7 +178,7 @@ class Watch:
                 try:
                     plan = take(better)
                 except Exception as error:  # noqa: BLE001 (a record that no plan comes of must not end the job's step)
-                    warnings.warn(f"tilekern: a new record of {watched.kernel} is not used: {error}", stacklevel=2)
+                    warn(f"a new record of {watched.kernel} is not used: {error}")
                     watched.plans = before
                 else:
                     watched.plans += [plan] if plan else []

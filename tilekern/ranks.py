@@ -40,6 +40,7 @@ from tilekern.spec import KernelSpec, Problem
 from tilekern.targets import Target, resolve
 from tilekern.toolchain import toolkit
 from tilekern.warmup import is_named, sizes_of
+from tilekern.warning import warn_once
 
 if TYPE_CHECKING:
     import torch
@@ -190,7 +191,7 @@ class _Exchange:
             return None
         group = verdict["groups"][target.arch]
         for note in verdict["notes"]:
-            dispatch.say_once(f"tilekern: {note}")
+            warn_once(note)
         agreed, received = own, 0
         if group["leader"] == self.rank:
             self._lead(own, target.arch, group["differ"])

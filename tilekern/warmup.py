@@ -12,6 +12,7 @@ from tilekern.errors import InputError
 from tilekern.kernels import all_specs
 from tilekern.spec import KernelSpec, Problem
 from tilekern.targets import Target, here
+from tilekern.warning import warn_once
 
 if TYPE_CHECKING:
     import torch
@@ -45,7 +46,7 @@ def warmup_all_kernels(
     import torch
 
     if not torch.cuda.is_available():
-        dispatch.say_once("tilekern: warmup_all_kernels found no CUDA GPU here and did nothing")
+        warn_once("warmup_all_kernels found no CUDA GPU here and did nothing")
         return counts
     place = torch.device("cuda", device) if isinstance(device, int) else torch.device(device or "cuda")
     place = torch.device("cuda", torch.cuda.current_device() if place.index is None else place.index)

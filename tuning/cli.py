@@ -10,7 +10,8 @@ from types import ModuleType
 import click
 
 from tilekern.cache import CacheError
-from tilekern.errors import TilekernError, ToolchainMissing
+from tilekern.errors import TilekernError, TilekernWarning, ToolchainMissing
+from tilekern.warning import shown_plainly
 
 # Words that are no model but a command of their own, in the module of that name; each is imported when it is meant.
 COMMANDS: tuple[str, ...] = ("preflight", "refresh", "report", "serve", "status")
@@ -22,11 +23,12 @@ def main(arguments: list[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else arguments
     name = given[0] if given and given[0] in COMMANDS else None
     try:
-        _module(name or "tune").command.main(
-            args=given[1:] if name else given,
-            prog_name=" ".join(["python -m tilekern.tune", *([name] if name else [])]),
-            standalone_mode=False,
-        )
+        with shown_plainly():
+            _module(name or "tune").command.main(
+                args=given[1:] if name else given,
+                prog_name=" ".join(["python -m tilekern.tune", *([name] if name else [])]),
+                standalone_mode=False,
+            )
         sys.stdout.flush()
     except click.ClickException as error:
         return _fail(error.format_message(), EXIT_INPUT)
@@ -38,7 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
         return _fail(f"{error.filename or 'input or output'}: {error.strerror or error}", EXIT_INPUT)
     except (click.Abort, KeyboardInterrupt):
         return _fail("stopped; what was finished is kept, the next run goes on from there", EXIT_INTERRUPTED)
-    except (TilekernError, CacheError) as error:
+    except (TilekernError, TilekernWarning, CacheError) as error:  # a warning is raised under `python -W error`
         return _fail(str(error), EXIT_TOOLCHAIN if isinstance(error, ToolchainMissing) else EXIT_INPUT)
     return 0
 

@@ -80,7 +80,7 @@ def test_tilekern_being_wrong_is_fatal():
         right(case, tensors, [Provider(OURS, {"swiglu": lambda gate, up: gate * up})], [])
 
 
-@pytest.mark.filterwarnings("ignore:tilekern")
+@pytest.mark.filterwarnings("ignore::tilekern.errors.TilekernWarning")
 @pytest.mark.parametrize("case", [case for case in TINY if case.dtype == "float32"], ids=lambda case: case.label)
 def test_tilekern_takes_the_arguments_of_every_op(case):
     tensors = case.tensors("cpu")

@@ -199,7 +199,7 @@ def test_a_rate_on_the_gpu_is_refused_and_one_that_a_state_dict_brings_is_fetche
     assert launches() == 1
 
 
-@pytest.mark.filterwarnings("ignore:tilekern:UserWarning")
+@pytest.mark.filterwarnings("ignore::tilekern.errors.TilekernWarning")
 def test_without_a_record_torch_does_the_work(tmp_path, monkeypatch):
     monkeypatch.setenv("TILEKERN_CACHE_DIR", str(tmp_path))
     monkeypatch.delenv("TILEKERN_CACHE_PATH", raising=False)

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tilekern
-from tilekern import dispatch
 from tilekern.dispatch import counters
 from tilekern.ops.adamw import _in_order, scalars_of
 
@@ -202,7 +201,7 @@ def test_autograd_sees_that_parameters_and_moments_were_changed():
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex64], ids=str)
-@pytest.mark.filterwarnings("ignore:tilekern:UserWarning")
+@pytest.mark.filterwarnings("ignore::tilekern.errors.TilekernWarning")
 def test_other_dtypes_go_through_torch_and_are_counted(dtype):
     ours = [torch.nn.Parameter(torch.randn(4, 3, generator=torch.Generator().manual_seed(0)).to(dtype))]
     theirs = twins(ours)
@@ -232,7 +231,7 @@ def test_moments_of_another_shape_are_refused_as_torch_refuses_them():
 
 def test_on_the_cpu_torch_does_the_work_with_one_warning(monkeypatch):
     monkeypatch.setenv("TILEKERN_INTERPRET", "0")
-    monkeypatch.setattr(dispatch, "_said", set())
+    monkeypatch.setattr("tilekern.warning._said", set())
     ours = parameters([(4, 16), (3,)])
     theirs = twins(ours)
     fallbacks, before = counters(KERNEL).fallbacks, launches()

@@ -146,7 +146,7 @@ def test_a_window_that_holds_all_keys_is_none():
     assert torch.equal(attention(q, k, v, window=10**12), attention(q, k, v))
 
 
-@pytest.mark.filterwarnings("ignore:tilekern")
+@pytest.mark.filterwarnings("ignore::tilekern.errors.TilekernWarning")
 def test_what_the_kernels_do_not_serve_goes_to_torch():
     q, k, v = tensors()
     before = launches()

@@ -110,7 +110,7 @@ def test_autocast_takes_the_plain_path():
     assert counters(REMAKE).launches == before
 
 
-@pytest.mark.filterwarnings("ignore:tilekern")
+@pytest.mark.filterwarnings("ignore::tilekern.errors.TilekernWarning")
 def test_what_no_kernel_serves_runs_torch_s_own_operations_and_counts():
     before = counters(FORWARD).fallbacks, counters(REMAKE).launches
     inputs = leaves(torch.float64)

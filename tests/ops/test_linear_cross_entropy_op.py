@@ -347,7 +347,7 @@ def test_torch_compile_traces_torch_s_own_operations(reduction):
         assert_near(a, b, 1e-5)
 
 
-@pytest.mark.filterwarnings("ignore:tilekern")
+@pytest.mark.filterwarnings("ignore::tilekern.errors.TilekernWarning")
 def test_what_no_kernel_serves_runs_torch_s_own_operations_and_counts(monkeypatch):
     hidden, weight, target = sample()
     same = linear_cross_entropy(hidden, weight, target)

@@ -14,7 +14,6 @@ from tiny_qwen3 import IDS, launched, launches, same, worst
 from tiny_qwen3 import make as make_tiny
 
 import tilekern
-from tilekern import dispatch
 from tilekern.dispatch import counters
 from tilekern.patch import registry
 
@@ -319,7 +318,7 @@ def test_on_a_cpu_without_the_interpreter_torch_s_operations_run(monkeypatch):
     reference = step(model)
     tilekern.apply(**ALONE)
     before = counters(NAME).fallbacks
-    monkeypatch.setattr(dispatch, "_said", set())
+    monkeypatch.setattr("tilekern.warning._said", set())
     with pytest.warns(UserWarning, match="TILEKERN_INTERPRET=1"):
         found = step(model)
     assert worst(found, reference) < 1e-6

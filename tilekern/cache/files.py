@@ -6,7 +6,6 @@ import contextlib
 import errno
 import os
 import stat
-import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import BinaryIO
@@ -20,7 +19,6 @@ DROPPED_SUFFIX = ".dropped"
 _ATTEMPTS = 20
 # At a file that comes and goes, before it is called unreadable.
 _LOOKS = 10
-_reported: set[str] = set()
 
 
 def read_whole(path: str | os.PathLike[str], largest: int, *, as_use: bool = True) -> tuple[bytes, os.stat_result]:
@@ -213,10 +211,3 @@ def unlink_seen(path: Path, identity: tuple[int, int, int]) -> bool:
     except FileNotFoundError:
         return False
     return True
-
-
-def report_once(about: str | Path, message: str) -> None:
-    """Warn about a file, or something else that has a name, once in this process."""
-    if str(about) not in _reported:
-        _reported.add(str(about))
-        warnings.warn(message, RuntimeWarning, stacklevel=3)

@@ -10,12 +10,13 @@ from typing import Protocol, TypeVar
 
 from tilekern.cache.errors import CacheError, Corrupt, Missing, MissingRecord
 from tilekern.cache.exposure import others_may_write, require_unshared, require_unshared_folders
-from tilekern.cache.files import ask_for, read_whole, report_once, set_aside
+from tilekern.cache.files import ask_for, read_whole, set_aside
 from tilekern.cache.incoming import finish_incoming
 from tilekern.cache.keys import LAYOUT, OWN_FOLDERS, Address, Value, blob_name, parse_problem_key, problem_key
 from tilekern.cache.records import LARGEST_BLOB, LARGEST_RECORD, Record, check_blob, decode_record, likely_digests
 from tilekern.cache.signing import SIGNATURE_BYTES
 from tilekern.cache.trust import must_be_signed, require_trusted
+from tilekern.warning import warn_once
 
 Contents = TypeVar("Contents")
 
@@ -120,7 +121,7 @@ class FolderLayer:
         except Corrupt as error:
             path = Path(name)
             moved = self.writable and set_aside(path, status)
-            report_once(path, f"{path} is bad{' and was set aside' if moved else ''}: {error}")
+            warn_once(f"{path} is bad{' and was set aside' if moved else ''}: {error}", about=path)
             raise
 
     def _trusted(self, data: bytes, address: Address) -> Record:

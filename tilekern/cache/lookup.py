@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from tilekern.cache.errors import CacheError, Missing, MissingRecord, UnknownSchema, Untrusted
-from tilekern.cache.files import report_once
 from tilekern.cache.keys import Value, problem_key
 from tilekern.cache.layers import Layer
 from tilekern.cache.records import Record
 from tilekern.cache.trust import must_be_signed
+from tilekern.warning import warn_once
 
 _outcomes: Counter[str] = Counter()
 
@@ -222,7 +222,7 @@ def _read(
         found, outcome, detail = None, "unknown_schema", str(error)
     except Untrusted as error:
         found, outcome, detail, layer = None, "untrusted", str(error), candidate.layer.name
-        report_once(f"untrusted {layer}", f"tilekern: no such record of {layer} is loaded: {detail}")
+        warn_once(f"no such record of {layer} is loaded: {detail}", about=f"untrusted {layer}")
     except MissingRecord:
         found, outcome, detail = None, "not_there", "not there"
     except CacheError as error:

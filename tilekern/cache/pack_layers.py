@@ -10,12 +10,12 @@ from typing import Literal
 
 from tilekern.cache.errors import CacheError, Corrupt, Missing, MissingRecord
 from tilekern.cache.exposure import others_may_write, require_unshared
-from tilekern.cache.files import report_once
 from tilekern.cache.keys import Address, Value, problem_key
 from tilekern.cache.layers import problems_of
 from tilekern.cache.packs import Pack
 from tilekern.cache.records import Record, decode_record
 from tilekern.cache.trust import must_be_signed, require_trusted
+from tilekern.warning import warn_once
 
 Origin = Literal["file", "package", "wheel"]
 
@@ -61,7 +61,7 @@ class PackLayer:
             data = pack.read(str(address.path))
             record = decode_record(data, address)
         except Corrupt as error:
-            report_once(self.path / address.path, f"{self.path}: {address.path} is bad: {error}")
+            warn_once(f"{self.path}: {address.path} is bad: {error}", about=self.path / address.path)
             raise
         if self.origin != "wheel" and must_be_signed():
             require_trusted(data, lambda path: pack.read(str(path)))
@@ -75,7 +75,7 @@ class PackLayer:
         try:
             return pack.read_blob(sha256)
         except Corrupt as error:
-            report_once(self.path / sha256, str(error))
+            warn_once(str(error), about=self.path / sha256)
             raise
 
     def _addresses(self) -> Iterable[Address]:
@@ -90,7 +90,7 @@ class PackLayer:
                     self._opened = (os.getpid(), self._open())
                 except CacheError as error:
                     self._opened = (os.getpid(), None)
-                    report_once(self.path, f"{error}; it is left out")
+                    warn_once(f"{error}; it is left out", about=self.path)
             return self._opened[1]
 
     def _open(self) -> Pack:

@@ -5,18 +5,17 @@ from __future__ import annotations
 import importlib.machinery
 import importlib.util
 import os
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 from tilekern.cache.layers import FolderLayer, Layer
 from tilekern.cache.pack_layers import Origin, PackLayer
 from tilekern.cache.packs import PACK_SUFFIX
+from tilekern.warning import warn, warn_once
 
 ENTRY_POINTS = "tilekern.prebuilt"
 # What people call the user's cache among the layers.
 USER = "user"
-_missing_said: set[str] = set()
 
 
 def user_root() -> Path:
@@ -53,13 +52,8 @@ def _path_layers(looking: bool) -> Iterator[Layer]:
             yield FolderLayer(path, str(path), as_use=not looking)
         elif os.path.isfile(path):
             yield PackLayer(path)
-        elif item not in _missing_said:
-            _missing_said.add(item)
-            warnings.warn(
-                f"TILEKERN_CACHE_PATH names {item}, which is neither a folder nor a pack; it is left out",
-                RuntimeWarning,
-                stacklevel=3,
-            )
+        else:
+            warn_once(f"TILEKERN_CACHE_PATH names {item}, which is neither a folder nor a pack; it is left out")
 
 
 def _package_layers() -> Iterator[Layer]:
@@ -73,11 +67,7 @@ def _package_layers() -> Iterator[Layer]:
             spec = None
         folders = _folders(spec) if spec else []
         if not folders:
-            warnings.warn(
-                f"entry point {entry.name} of group {ENTRY_POINTS} names {entry.module}, which cannot be found",
-                RuntimeWarning,
-                stacklevel=3,
-            )
+            warn(f"entry point {entry.name} of group {ENTRY_POINTS} names {entry.module}, which cannot be found")
             continue
         for folder in folders:
             yield from _packs_of(folder, entry.name, "package")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from types import MethodType
 from typing import Any
 
 from tilekern.patch.bound import Bound, StandIn
+from tilekern.warning import warn
 
 ABSENT = object()
 
@@ -40,10 +40,7 @@ class Touch:
         """Put back what stood there, or delete the attribute where nothing did."""
         owner = self.owner()
         if not self.in_place:
-            warnings.warn(
-                f"tilekern: {self.where} was replaced by something else after it was patched; the original is back",
-                stacklevel=4,
-            )
+            warn(f"{self.where} was replaced by something else after it was patched; the original is back")
         if self.original is not ABSENT:
             setattr(owner, self.name, MethodType(self.original, owner) if self.is_bound else self.original)
         elif self.name in vars(owner):

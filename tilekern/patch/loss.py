@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from tilekern.dispatch import say_once
 from tilekern.ops.linear_cross_entropy import linear_cross_entropy
 from tilekern.patch.digests import digest_of
 from tilekern.patch.plain import has_global_hooks, is_from, is_plain
+from tilekern.warning import warn_once
 
 Function = Callable[..., Any]
 # Hugging Face's loss of transformers 5.0 to 5.23, which this computes.
@@ -33,7 +33,7 @@ def fused_linear_cross_entropy(original: Function) -> Function:
 
     known = digest_of(ForCausalLMLoss) == _LOSS and digest_of(fixed_cross_entropy) == _ITS_CROSS_ENTROPY
     if not known:
-        say_once("tilekern: transformers' ForCausalLMLoss is another one than tilekern knows, so it runs as it is")
+        warn_once("transformers' ForCausalLMLoss is another one than tilekern knows, so it runs as it is")
 
     def serves(model: Any, labels: Any, logits_to_keep: Any) -> bool:
         if not known or labels is None or not model.training or torch.compiler.is_compiling():

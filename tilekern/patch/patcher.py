@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import warnings
 from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -15,6 +14,7 @@ from tilekern.patch.installed import Found, examine, transformers_version
 from tilekern.patch.instances import patch_modules
 from tilekern.patch.ledger import Ledger
 from tilekern.patch.registry import check_ops, chosen, known_ops, patches
+from tilekern.warning import warn
 
 if TYPE_CHECKING:
     import torch
@@ -136,7 +136,7 @@ def apply_to_model(
             if number:
                 done.add(patch.op)
             if left:
-                warnings.warn(f"tilekern: {patch.op} is not patched everywhere: {left}", stacklevel=2)
+                warn(f"{patch.op} is not patched everywhere: {left}")
     ranks.agree_when_up()
     return _in_order(done)
 
@@ -182,9 +182,8 @@ def _in_order(ops: set[str]) -> list[str]:
 
 def _warn(found: Found) -> None:
     known = f" ({found.patch.releases})" if found.patch.releases else ""
-    warnings.warn(
-        f"tilekern: {found.patch.op} is not patched: {found.reason}, in transformers {transformers_version()}; the "
-        f"model's own code runs. Install a transformers release that this tilekern knows{known} or a newer tilekern, "
-        "or undo what else replaced it",
-        stacklevel=3,
+    warn(
+        f"{found.patch.op} is not patched: {found.reason}, in transformers {transformers_version()}; the model's own "
+        f"code runs. Install a transformers release that this tilekern knows{known} or a newer tilekern, or undo what "
+        "else replaced it"
     )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import ray
 
 from tilekern.errors import InputError
+from tilekern.warning import warn
 from tuning.disposable import GONE_WITHIN_S
 from tuning.executors import FINISHED
 from tuning.executors.node import code_digest
@@ -81,7 +81,7 @@ class Measuring:
         finally:
             self._end()
         for reason in dict.fromkeys(self._left_out):
-            warnings.warn(f"a GPU was left out: {reason}", stacklevel=2)
+            warn(f"a GPU was left out: {reason}")
 
     def _add(self, tries: int = TRIES) -> None:
         """Have one more GPU, when it becomes free; so many actors may be started for it."""
