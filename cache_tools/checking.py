@@ -5,8 +5,10 @@ from __future__ import annotations
 import marshal
 import math
 import os
+import re
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,13 +17,34 @@ import click
 from cache_tools.staleness import is_stale
 from cache_tools.text import count, print_json
 from cache_tools.trusting import print_survey, records_of_pack, records_of_store, survey
-from tilekern.cache import CacheError, Corrupt, Entry, Pack, Record, Store, UnknownSchema, Untrusted, checked_contents
+from tilekern.cache import (
+    CacheError,
+    Corrupt,
+    Entry,
+    Missing,
+    Pack,
+    Record,
+    Store,
+    UnknownSchema,
+    Untrusted,
+    checked_contents,
+)
 from tilekern.cache.exposure import others_may_write, require_unshared, require_unshared_folders
 from tilekern.cache.files import identity_of
 from tilekern.cache.trust import must_be_signed
 
 # As marshal writes it, but for the sign.
 _INFINITE = struct.pack("<d", math.inf)[:-1]
+# How many files are named beside a reason that holds for more.
+_NAMED = 3
+_VARYING = re.compile(r"\b[0-9a-f]{64}\b|\b[0-9]+\b")
+# Sections of the document that hold paths alone: what they are called, of what, and the reason.
+_NOTES = (
+    ("stale", "stale", "record", "the kernel's source has changed since"),
+    ("unknown_source", "cannot tell whether stale", "record", "the kernel's source is not installed here"),
+    ("unknown_schema", "left alone", "record", "another version of tilekern wrote it"),
+    ("leftovers", "left over", "file", "set aside as bad, or never finished"),
+)
 
 
 class _Seen:
@@ -214,23 +237,42 @@ def _read(store: Store, digest: str) -> int | str:
     """How many bytes a blob has, or what is wrong with it."""
     try:
         return len(store.read_blob(digest))
+    except Missing:
+        return f"blob {digest} is missing"
     except CacheError as error:
         return str(error)
 
 
 def _print(document: dict[str, Any]) -> None:
-    lines = [f"broken: {item['path']}: {item['problem']}" for item in document["broken"]]
-    notes = {
-        "stale": "stale, the kernel's source has changed since",
-        "unknown_source": "the kernel's source is not installed here",
-        "unknown_schema": "left alone, another version of tilekern wrote it",
-        "leftovers": "left over, was set aside as bad or never finished",
-    }
-    lines += [f"not loaded by any job: {item['path']}: {item['problem']}" for item in document["exposed"]]
-    lines += [f"{note}: {path}" for section, note in notes.items() for path in document[section]]
+    lines = [
+        *_by_reason("broken", "file", [(item["path"], item["problem"]) for item in document["broken"]]),
+        *_by_reason("not loaded by any job", "record", [(one["path"], one["problem"]) for one in document["exposed"]]),
+    ]
+    for section, what, thing, reason in _NOTES:
+        lines += _by_reason(what, thing, [(path, reason) for path in document[section]])
+    broken = len({item["path"] for item in document["broken"]})
     lines.append(
         f"{document['cache_dir']}: {count(document['records'], 'record')}, {count(document['blobs'], 'blob')}, "
-        f"{document['orphans']} without a record; {len(document['broken'])} broken, {len(document['stale'])} stale"
+        f"{document['orphans']} without a record; {broken} broken, {len(document['stale'])} stale"
     )
     click.echo("\n".join(lines))
     print_survey(document["signatures"])
+
+
+def _by_reason(what: str, thing: str, faults: Iterable[tuple[str, str]]) -> Iterator[str]:
+    """Lines that say each reason once, with the number of files that it holds for and the first of them.
+
+    Reasons that differ in digests and numbers alone, or in the file that they name, are one.
+    """
+    alike: dict[str, list[tuple[str, str]]] = defaultdict(list)
+    for path, problem in faults:
+        alike[_VARYING.sub("…", problem.replace(path, "…"))].append((path, problem))
+    for reason, found in alike.items():
+        paths, texts = list(dict.fromkeys(path for path, _ in found)), {problem for _, problem in found}
+        if len(paths) == 1:
+            yield from (f"{what}: {path}: {problem}" for path, problem in found)
+            continue
+        yield f"{what}: {count(len(paths), thing)}: {texts.pop() if len(texts) == 1 else reason}"
+        yield from (f"  {path}" for path in paths[:_NAMED])
+        if len(paths) > _NAMED:
+            yield f"  and {len(paths) - _NAMED:,} more, which --json names"

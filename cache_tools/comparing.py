@@ -12,7 +12,8 @@ import click
 from cache_tools.selection import Selection
 from cache_tools.sources import source_at
 from cache_tools.staleness import is_stale
-from cache_tools.text import number, plain, print_json, print_table, time_us_of
+from cache_tools.tables import natural, print_table
+from cache_tools.text import number, plain, print_json, time_us_of
 from tilekern.cache import Address, Record, by_preference
 
 _LISTED = ("new", "gone", "faster", "slower", "changed", "stale")
@@ -161,9 +162,10 @@ def _summary(one: _Kept) -> dict[str, Any]:
 
 
 def _print(document: dict[str, Any]) -> None:
-    rows = [_row(name, item) for name in _LISTED for item in document[name]]
+    rows = [row for name in _LISTED for row in sorted((_row(name, item) for item in document[name]), key=_place)]
     if rows:
-        print_table(("WHAT", "KERNEL", "PROBLEM", "TARGET", "A", "B", "B IS", "BECAUSE"), rows, ("A", "B", "B IS"))
+        header = ("WHAT", "TARGET", "KERNEL", "PROBLEM", "A", "B", "B IS", "BECAUSE")
+        print_table(header, rows, ("A", "B", "B IS"), grouped=("WHAT", "TARGET"), below=("PROBLEM", "BECAUSE"))
     for item in document["unreadable"]:
         click.echo(f"unreadable: {item['path']}: {item['problem']}", err=True)
     counts = [f"{len(document[name])} {name}" for name in _LISTED]
@@ -175,7 +177,11 @@ def _row(what: str, item: dict[str, Any]) -> tuple[str, ...]:
     because = f"stale in {where}" if what == "stale" else item["because"]
     times = [_time(item[side]) for side in "ab"]
     ratio = "-" if item["ratio"] is None else f"{item['ratio']:.2f}x"
-    return what, item["kernel"], item["problem_key"], item["target"], *times, ratio, plain(because)
+    return what, item["target"], item["kernel"], item["problem_key"], *times, ratio, plain(because)
+
+
+def _place(row: tuple[str, ...]) -> list[list[str | int]]:
+    return [natural(text) for text in row[1:4]]
 
 
 def _time(side: dict[str, Any] | None) -> str:

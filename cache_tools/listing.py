@@ -11,7 +11,8 @@ import click
 from cache_tools.selection import Selection, age_s
 from cache_tools.sources import Source, layers_of_a_lookup, user_cache
 from cache_tools.staleness import is_stale
-from cache_tools.text import age, count, gain_of, plain, print_json, print_table, size, time_us_of
+from cache_tools.tables import natural, print_table
+from cache_tools.text import age, count, gain_of, plain, predicted_gain_of, print_json, size, time_us_of
 from tilekern.cache import (
     CacheError,
     Entry,
@@ -26,13 +27,13 @@ from tilekern.cache import (
 )
 from tilekern.cache.places import USER
 
-_COLUMNS = ("KERNEL", "PROBLEM", "TARGET", "TOOLKIT", "PROVENANCE", "TIME", "GAIN", "SIZE", "AGE", "LAYER")
+_COLUMNS = ("TARGET", "TOOLKIT", "LAYER", "KERNEL", "PROBLEM", "PROVENANCE", "TIME", "GAIN", "SIZE", "AGE")
 _RIGHT = ("TIME", "GAIN", "SIZE", "AGE", "RECORDS", "RUNS")
 _GROUPS = ("layer", "kernel", "target", "toolkit", "provenance")
 
 
 def list_records(store: Store, selection: Selection, all_layers: bool, layer: str | None, as_json: bool) -> None:
-    """Print the records of a cache or of all layers of a lookup, one line each.
+    """Print the records of a cache or of all layers of a lookup, by layer, target and toolkit.
 
     Raises:
         CacheError: there is no layer of that name.
@@ -56,7 +57,7 @@ def list_records(store: Store, selection: Selection, all_layers: bool, layer: st
         )
         return
     if records:
-        print_table(_COLUMNS, [_row(*found) for found in records], _RIGHT)
+        _print_records(records, several=len(sources) > 1)
     elif not unreadable:
         click.echo(_nothing(store, selection, len(sources)))
     for _, entry in unreadable:
@@ -138,15 +139,17 @@ def print_wanted(store: Store, clear: bool, as_json: bool) -> None:
     if wanted:
         rows = [
             (
+                plain(item["target"].get("key", "")),
                 item["kernel"],
                 problem_key(item["problem"]),
-                plain(item["target"].get("key", "")),
                 str(item["runs"]),
                 plain(item["reason"]),
             )
             for item in wanted
         ]
-        print_table(("KERNEL", "PROBLEM", "TARGET", "RUNS", "REASON"), rows, _RIGHT)
+        rows.sort(key=lambda row: [natural(text) for text in row])
+        header = ("TARGET", "KERNEL", "PROBLEM", "RUNS", "REASON")
+        print_table(header, rows, _RIGHT, grouped=("TARGET",), below=("PROBLEM", "REASON"))
     else:
         click.echo(f"nothing is wanted in {store.root}")
     if clear:
@@ -183,27 +186,38 @@ def _summary(source: Source, entry: Listed, record: Outline) -> dict[str, Any]:
         "provenance": record.provenance,
         "time_us": time_us_of(record),
         "gain": gain_of(record),
+        "predicted_gain": predicted_gain_of(record),
         "size_bytes": entry.size_bytes,
         "created": record.created,
         "age_s": round(age_s(entry)),
     }
 
 
-def _row(source: Source, entry: Listed, record: Outline) -> tuple[str, ...]:
-    time_us, gain = time_us_of(record), gain_of(record)
+def _print_records(found: list[tuple[Source, Listed, Outline]], *, several: bool) -> None:
+    layers = {source.name: at for at, source in enumerate(dict.fromkeys(source for source, _, _ in found))}
+    found.sort(key=lambda one: (layers[one[0].name], *map(natural, one[2].address)))
+    grouped = ("TARGET", "TOOLKIT", "LAYER") if several else ("TARGET", "TOOLKIT")
+    columns = [name for name in _COLUMNS if several or name != "LAYER"]
+    rows = [[cells[name] for name in columns] for one in found for cells in [_row(*one)]]
+    print_table(columns, rows, _RIGHT, grouped=grouped, below=("PROBLEM",))
+
+
+def _row(source: Source, entry: Listed, record: Outline) -> dict[str, str]:
+    """A record's cells by column."""
+    time_us, gain = time_us_of(record), gain_of(record) if record.measurement else predicted_gain_of(record)
     about = "" if record.measurement else "~"
-    return (
-        record.address.kernel,
-        record.address.problem_key,
-        record.address.target_key,
-        record.address.toolkit_key,
-        record.provenance,
-        "-" if time_us is None else f"{about}{time_us:.1f} us",
-        "-" if gain is None else f"{gain:.2f}x",
-        size(entry.size_bytes),
-        age(age_s(entry)),
-        source.name,
-    )
+    return {
+        "TARGET": record.address.target_key,
+        "TOOLKIT": record.address.toolkit_key,
+        "LAYER": source.name,
+        "KERNEL": record.address.kernel,
+        "PROBLEM": record.address.problem_key,
+        "PROVENANCE": record.provenance,
+        "TIME": "-" if time_us is None else f"{about}{time_us:.1f} us",
+        "GAIN": "-" if gain is None else f"{about}{gain:.2f}x",
+        "SIZE": size(entry.size_bytes),
+        "AGE": age(age_s(entry)),
+    }
 
 
 def _print_stats(store: Store, document: Mapping[str, Any]) -> None:

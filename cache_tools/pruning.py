@@ -21,7 +21,8 @@ from cache_tools.here import toolkit_key
 from cache_tools.removing import Kept, ask, garbage_of, kept_of, remove, say, would_go
 from cache_tools.selection import seconds_since
 from cache_tools.staleness import is_stale
-from cache_tools.text import age, count, print_json, print_table, size
+from cache_tools.tables import natural, print_table
+from cache_tools.text import age, count, print_json, size
 from tilekern.cache import CacheError, Store, by_preference
 
 ACCESS_TIME, AGE = "access_time", "age"
@@ -177,10 +178,10 @@ def _summary(entry: Kept, reasons: list[str]) -> dict[str, Any]:
 def _print(document: dict[str, Any]) -> None:
     if document["evidence"] == AGE and document["records"]:
         click.echo(_NO_EVIDENCE, err=True)
-    rows = [_row(item) for item in document["records"]]
+    rows = sorted((_row(item) for item in document["records"]), key=lambda row: [natural(text) for text in row[:4]])
     if rows:
-        header = ("KERNEL", "PROBLEM", "TARGET", "TOOLKIT", "SIZE", "LAST USED", "WHY")
-        print_table(header, rows, ("SIZE", "LAST USED"))
+        header = ("TARGET", "TOOLKIT", "KERNEL", "PROBLEM", "SIZE", "LAST USED", "WHY")
+        print_table(header, rows, ("SIZE", "LAST USED"), grouped=("TARGET", "TOOLKIT"), below=("PROBLEM",))
     what = f"{count(document['removed'], 'record')} and {count(document['blobs'], 'blob')}"
     verb = "would go" if document["dry_run"] else "to go"
     click.echo(f"{what} {verb}: {size(document['bytes'])} freed, {size(document['bytes_left'])} left")
@@ -190,5 +191,5 @@ def _print(document: dict[str, Any]) -> None:
 
 def _row(item: dict[str, Any]) -> tuple[str, ...]:
     used = f"{age(seconds_since(datetime.fromisoformat(item['last_used']).timestamp()))} ago"
-    place = (item["kernel"], item["problem_key"], item["target"], item["toolkit"])
+    place = (item["target"], item["toolkit"], item["kernel"], item["problem_key"])
     return *place, size(item["size_bytes"]), used, ", ".join(item["reasons"])

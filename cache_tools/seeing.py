@@ -26,9 +26,12 @@ all_layers = click.option(
 def ls(store: Store, all_layers: bool, layer: str | None, as_json: bool, **filters: Any) -> None:
     """List the records of the cache, or of every layer that a lookup reads.
 
+    They stand by layer, GPU and toolkit, each as wide as the terminal or COLUMNS says. TIME and GAIN, which is how many
+    times faster than the default config, are measured; what is predicted has a ~.
+
     JSON: cache_dir, exists, layers[] {name, path}, records[] {layer, path, kernel, problem, problem_key, target,
-    toolkit, provenance, time_us, gain, size_bytes, created, age_s}, unreadable[] {layer, path, problem}; all in
-    docs/cache-json.md.
+    toolkit, provenance, time_us, gain, predicted_gain, size_bytes, created, age_s}, unreadable[] {layer, path,
+    problem}; all in docs/cache-json.md.
     """
     from cache_tools import listing
 

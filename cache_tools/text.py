@@ -1,25 +1,14 @@
-"""Plain tables and numbers with units, for people.
-
-Tables are laid out here and not by rich: rich takes most of a second for a thousand rows.
-"""
+"""Numbers with units, for people, and JSON."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import click
 
 from tilekern.cache import Outline, Record
-
-
-def print_table(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str] = ()) -> None:
-    """Print rows under a header, in columns two spaces apart; those named in ``right`` are flushed right."""
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    form = "  ".join(f"{{:{'>' if name in right else '<'}{width}}}" for name, width in zip(header, widths, strict=True))
-    click.echo("\n".join(form.format(*row).rstrip() for row in (header, *rows)))
 
 
 def print_json(document: Any) -> None:
@@ -68,8 +57,17 @@ def time_us_of(record: Record | Outline) -> float | None:
 
 def gain_of(record: Record | Outline) -> float | None:
     """How many times faster than the default config, where both were timed."""
-    median, default = number(record.measurement, "median_us"), number(record.measurement, "default_us")
-    return default / median if median and default else None
+    return _gain(record.measurement, "median_us")
+
+
+def predicted_gain_of(record: Record | Outline) -> float | None:
+    """How many times faster than the default config it was predicted to be, where both were predicted."""
+    return _gain(record.prediction, "time_us")
+
+
+def _gain(facts: dict[str, Any] | None, of: str) -> float | None:
+    own, default = number(facts, of), number(facts, "default_us")
+    return default / own if own and default else None
 
 
 def plain(value: Any) -> str:

@@ -26,8 +26,9 @@ def cache(root):
 
 
 @pytest.fixture
-def cli(root, capsys):
-    """Run a command on the cache: its exit code, standard output and standard error."""
+def cli(root, capsys, monkeypatch):
+    """Run a command on the cache, 120 columns wide: its exit code, standard output and standard error."""
+    monkeypatch.setenv("COLUMNS", "120")
 
     def run(*arguments, root=root):
         code = main([*arguments, "--cache-dir", str(root)])

@@ -74,8 +74,11 @@ def test_a_dry_run_says_what_the_run_then_does(as_json, cache, limits):
 def test_prune_says_what_goes_and_why(cli, cache):
     used_before(put(cache, b"x", **of_rows(7, source_digest="0" * 64)), 40)
     code, out, err = cli("prune", "--stale", "--unused-for", "30d", "--dry-run")
-    line = next(line for line in out.splitlines() if "rows=7," in line)
+    group, header, line, *_ = out.splitlines()
     assert (code, err) == (0, "")
+    assert group == "sm_90-h200-132, tileiras-13.4.92"
+    assert header.split() == ["KERNEL", "PROBLEM", "SIZE", "LAST", "USED", "WHY"]
+    assert "rows=7," in line
     assert line.endswith("stale, unused")
     assert "40d ago" in line
     assert "4 records and 4 blobs would go: " in out

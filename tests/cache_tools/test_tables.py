@@ -1,0 +1,145 @@
+"""Tables as people see them: as wide as the terminal, with numbers in the order of numbers."""
+
+import os
+import pty
+import re
+import subprocess
+import sys
+
+import pytest
+from cache_samples import B200, put, toolkit
+from command_line import ROOT, process
+
+from cache_tools.tables import natural, print_table
+from tilekern.cache import Store, install_pack, note_wanted
+
+PREBUILT = ROOT / "tilekern" / "prebuilt"
+HEADINGS = ["sm_90-h200-132, tileiras-13.4.92-cuda_tile-1.7.0", "sm_100-b200-148, tileiras-13.4.92-cuda_tile-1.7.0"]
+
+
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory):
+    """A cache with the prebuilt packs: kernels of all sizes, keys of 153 characters, two GPUs."""
+    root = tmp_path_factory.mktemp("filled")
+    for pack in sorted(PREBUILT.glob("*.pack")):
+        install_pack(pack, Store(root))
+    return root
+
+
+def printed(*arguments, **env):
+    env = {name: value for name, value in os.environ.items() if name != "COLUMNS"} | env
+    done = process(*arguments, env=env)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+def in_a_terminal(columns, *arguments):
+    """What a command prints in a terminal of that width."""
+    parent, child = pty.openpty()
+    subprocess.run(["stty", "cols", str(columns)], stdin=child, check=True)
+    env = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    with subprocess.Popen(
+        [sys.executable, "-m", "cache_tools", *arguments], cwd=ROOT, env=env, stdin=child, stdout=child, stderr=child
+    ):
+        os.close(child)
+        text = b""
+        while part := read(parent):
+            text += part
+    os.close(parent)
+    return text.decode().replace("\r\n", "\n")
+
+
+def read(terminal):
+    try:
+        return os.read(terminal, 2**16)
+    except OSError:  # its other end is closed
+        return b""
+
+
+def widest(text):
+    return max(map(len, text.splitlines()))
+
+
+def test_ls_fits_the_terminal_and_120_columns_in_a_pipe(filled):
+    ls = ("ls", "--cache-dir", str(filled))
+    assert widest(in_a_terminal(80, *ls)) <= 80
+    assert widest(printed(*ls)) <= 120
+    assert widest(printed(*ls, COLUMNS="80")) <= 80
+    assert 120 < widest(printed(*ls, COLUMNS="200")) <= 200
+
+
+@pytest.mark.parametrize("columns", ["80", "120", "200", "400"])
+def test_ls_says_each_record_with_its_whole_key_and_each_gpu_and_toolkit_once(filled, columns):
+    text = printed("ls", "--cache-dir", str(filled), COLUMNS=columns)
+    assert [line for line in text.splitlines() if "tileiras" in line] == HEADINGS
+    joined = re.sub(r",\n  ", ",", text)
+    entries = list(Store(filled).entries())
+    assert len(entries) > 300
+    for entry in entries:
+        assert len(re.findall(rf"[ \n]{re.escape(entry.address.problem_key)}[ \n]", joined)) >= 1
+    assert len(re.findall(r"^[a-z]\w+ .*\bpredicted|\bmeasured", text, re.M)) == len(entries)
+
+
+def test_a_key_that_does_not_fit_stands_unbroken_below_its_row_where_it_can(filled):
+    lines = printed("ls", "--kernel", "attention_delta", "--target", "H200", COLUMNS="80", **cache(filled)).splitlines()
+    assert lines[1].split() == ["KERNEL", "PROVENANCE", "TIME", "GAIN", "SIZE", "AGE"]
+    assert lines[2].startswith("attention_delta  measured ")
+    assert lines[3] == "  batch=1,queries=2048,heads=32,head_dim=128,dtype=bfloat16"
+
+
+def test_ls_sorts_numbers_as_numbers(filled):
+    text = printed("ls", "--kernel", "swiglu_forward", **cache(filled))
+    rows = list(map(int, re.findall("rows=([0-9]+)", text)))
+    assert rows == [2048, 4096, 8192, 16384, 32768] * 2
+    targets = re.findall("^sm_[0-9]+", text, re.M)
+    assert targets == ["sm_90", "sm_100"]
+    parts = [["rows=8192", "rows=512"], ["cuda_tile-1.10.0", "cuda_tile-1.9.0"], ["rows=64,columns=8", "rows=64"]]
+    assert [sorted(texts, key=natural) for texts in parts] == [texts[::-1] for texts in parts]
+
+
+def cache(root):
+    return {"TILEKERN_CACHE_DIR": str(root)}
+
+
+def test_ls_shows_the_gain_that_tune_showed(root, cli, as_json):
+    put(root, b"one")
+    put(
+        root,
+        b"two",
+        kernel="rope",
+        measurement=None,
+        provenance="predicted",
+        prediction={"time_us": 40.0, "default_us": 50.0},
+    )
+    put(root, b"three", kernel="scale", measurement=None, provenance="predicted", prediction={"time_us": 40.0})
+    gains = {line.split()[0]: line.split()[5] for line in cli("ls")[1].splitlines()[2:]}
+    assert gains == {"rms_norm": "3.28x", "rope": "~1.25x", "scale": "-"}
+    found = {record["kernel"]: (record["gain"], record["predicted_gain"]) for record in as_json("ls")["records"]}
+    assert found == {"rms_norm": (pytest.approx(124 / 37.8), None), "rope": (None, 1.25), "scale": (None, None)}
+
+
+@pytest.mark.parametrize("columns", ["80", "120"])
+def test_the_other_lists_fit_too(filled, tmp_path, columns):
+    long = next(entry.record for entry in Store(filled).entries() if entry.record.kernel == "attention_backward")
+    for rows in (8192, 512):
+        note_wanted(tmp_path, "attention_backward", {**long.problem, "queries": rows}, B200, "not in any cache " * 9)
+    put(tmp_path, b"x", target=B200, toolkit=toolkit("13.5.0"))
+    for command in (
+        ["wanted", "--cache-dir", str(tmp_path)],
+        ["diff", str(tmp_path), str(filled)],
+        ["prune", "--cache-dir", str(filled), "--max-size", "1M", "--dry-run"],
+    ):
+        text = printed(*command, COLUMNS=columns)
+        paths = {str(filled), str(tmp_path)}
+        assert all(len(line) <= int(columns) or paths & set(line.split()) for line in text.splitlines()), text
+        if command[0] != "prune":
+            assert re.search("queries=[0-9]+", text)
+    wanted = printed("wanted", "--cache-dir", str(tmp_path), COLUMNS=columns)
+    assert re.findall("queries=([0-9]+)", wanted) == ["512", "8192"]
+
+
+def test_a_text_without_commas_or_blanks_is_left_whole(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "20")
+    print_table(("A", "B"), [("x", "y" * 30), ("z", "k=1," * 9 + "l=2")], below=("B",))
+    text = capsys.readouterr().out
+    assert text.splitlines() == ["A", "x", f"  {'y' * 30}", "z", *["  k=1,k=1,k=1,k=1,"] * 2, "  k=1,l=2"]
