@@ -14,10 +14,31 @@ from benchmarks import plots
 from benchmarks.environment import RESULTS, require_gpu
 from benchmarks.report import render
 from benchmarks.results import Results, print_table, read_folder, write_results
+from tilekern import __version__
 from tilekern.errors import InputError
 from tuning.models import resolve_model
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _show_version(is_asked: bool) -> None:
+    if is_asked:
+        print(f"tilekern {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _all(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Measure, and make the report."""
 
 
 def _folder(path: Path | None) -> Path | None:

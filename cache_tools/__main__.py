@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     try:
         with shown_plainly():
-            code = app.main(args=arguments, prog_name="cache_tools", standalone_mode=False)
+            code = app.main(args=arguments, prog_name="python -m cache_tools", standalone_mode=False)
         sys.stdout.flush()
         return code or 0
     except (CacheError, TilekernWarning) as error:  # a warning is raised under `python -W error`

@@ -12,7 +12,7 @@ import click
 
 from cache_tools import checking, upkeep
 from cache_tools.clearing import clear, prune
-from cache_tools.options import PlaceType, as_json, cache_dir, with_age_filters, with_filters
+from cache_tools.options import HELP, PlaceType, as_json, cache_dir, version, with_age_filters, with_filters
 from cache_tools.seeing import diff, ls, show, stats, wanted, why
 from cache_tools.selection import Selection
 from cache_tools.shipping import pull, push, wheel
@@ -20,7 +20,7 @@ from cache_tools.trusting import keygen, sign
 from tilekern.cache import CacheError, Store
 
 
-@click.group(no_args_is_help=False)
+@click.group(no_args_is_help=False, context_settings=HELP)
 def app() -> None:
     """Look after a cache of tuned kernels."""
 
@@ -90,3 +90,6 @@ def unpack(file: Path, store: Store, as_json: bool) -> None:
 app.add_command(unpack, "add")
 for command in (ls, show, stats, diff, why, wanted, clear, prune, wheel, push, pull, keygen, sign):
     app.add_command(command)
+# That of `wheel` is the package's.
+for command in {app, *app.commands.values()} - {wheel}:
+    version(command)

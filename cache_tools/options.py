@@ -10,9 +10,13 @@ from typing import Any
 import click
 
 from cache_tools.selection import parse_duration
+from tilekern import __version__
 from tilekern.cache import CacheError, Store, user_root
 
 Command = Callable[..., Any]
+# How each command, which takes it over from the group, is asked for help.
+HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
+version = click.version_option(__version__, prog_name="tilekern", message="%(prog)s %(version)s")
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 

@@ -63,8 +63,9 @@ def said(ran, code):
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
-        (["qwen9-8b", "--gpu", "B200"], ["unknown model 'qwen9-8b'", "qwen3-8b", "config.json"]),
-        (["two\nlines", "--gpu", "B200"], ["unknown model"]),
+        (["qwen9-8b", "--gpu", "B200"], ["unknown command or model 'qwen9-8b'", "qwen3-8b", "config.json"]),
+        (["two\nlines", "--gpu", "B200"], ["unknown command or model"]),
+        (["prefligt", "qwen3-8b", "--gpu", "B200"], ["did you mean preflight?", "a model is a preset"]),
         (["", "--gpu", "B200"], ["config.json"]),
         (["--gpu", "B200"], ["name a model"]),
         (["qwen3-8b", "--gpu", "B9000"], ["unknown GPU 'B9000'", "H200", "sm_100"]),

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import sys
-from importlib import import_module
-from types import ModuleType
 
 import click
 
 from tilekern.cache import CacheError
 from tilekern.errors import TilekernError, TilekernWarning, ToolchainMissing
 from tilekern.warning import shown_plainly
+from tuning.commands import COMMANDS, command_named
+from tuning.models import MODEL_IS, PRESETS, UnknownModel, require_model_name
 
-# Words that are no model but a command of their own, in the module of that name; each is imported when it is meant.
-COMMANDS: tuple[str, ...] = ("preflight", "refresh", "report", "serve", "status")
 EXIT_INPUT, EXIT_TOOLCHAIN, EXIT_INTERRUPTED = 2, 4, 130
 
 
@@ -24,7 +23,10 @@ def main(arguments: list[str] | None = None) -> int:
     name = given[0] if given and given[0] in COMMANDS else None
     try:
         with shown_plainly():
-            _module(name or "tune").command.main(
+            if name is None and given and not given[0].startswith("-"):
+                # Said before the options are read, which may be those of the command that was meant.
+                require_model_name(given[0])
+            command_named(name or "tune").main(
                 args=given[1:] if name else given,
                 prog_name=" ".join(["python -m tilekern.tune", *([name] if name else [])]),
                 standalone_mode=False,
@@ -41,12 +43,18 @@ def main(arguments: list[str] | None = None) -> int:
     except (click.Abort, KeyboardInterrupt):
         return _fail("stopped; what was finished is kept, the next run goes on from there", EXIT_INTERRUPTED)
     except (TilekernError, TilekernWarning, CacheError) as error:  # a warning is raised under `python -W error`
-        return _fail(str(error), EXIT_TOOLCHAIN if isinstance(error, ToolchainMissing) else EXIT_INPUT)
+        text = _neither(error.word) if name is None and isinstance(error, UnknownModel) else str(error)
+        return _fail(text, EXIT_TOOLCHAIN if isinstance(error, ToolchainMissing) else EXIT_INPUT)
     return 0
 
 
-def _module(name: str) -> ModuleType:
-    return import_module(f"tuning.commands.{name}")
+def _neither(word: str) -> str:
+    """The error about a word that is not a model, and not a command either where it stands."""
+    if word in COMMANDS:
+        return f"{word} is a command, which stands before its options: python -m tilekern.tune {word} ..."
+    nearest = difflib.get_close_matches(word, [*COMMANDS, *PRESETS], n=1)
+    meant = f"; did you mean {nearest[0]}?" if nearest else "."
+    return f"unknown command or model {word!r}{meant} Commands are {', '.join(COMMANDS)}; a model is {MODEL_IS}"
 
 
 def _fail(message: str, code: int) -> int:

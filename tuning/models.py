@@ -34,6 +34,20 @@ PRESETS = {
 }
 
 
+MODEL_IS = (
+    f"a preset ({', '.join(PRESETS)}), the path of a config.json or of a folder with one, or a hub id such as "
+    "Qwen/Qwen3-8B"
+)
+
+
+class UnknownModel(InputError):  # noqa: N818 (the name says the state)
+    """A word that names no model; ``word`` is it."""
+
+    def __init__(self, word: str) -> None:
+        super().__init__(f"unknown model {word!r}: give {MODEL_IS}")
+        self.word = word
+
+
 def resolve_model(model: str) -> ModelShape:
     """The sizes of the commonest layers of the model that a person names; raises as ``find_model``."""
     return find_model(model).shape
@@ -46,23 +60,36 @@ def find_model(model: str) -> Model:
         model: a preset (``qwen3-8b``), the path of a config.json or of a folder with one, or a hub id.
 
     Raises:
-        InputError: no such model, or its config lacks a field or has a value that no model can have.
+        UnknownModel: no such model.
+        InputError: its config cannot be read or fetched, lacks a field or has a value that no model can have.
     """
+    require_model_name(model)
     if model.lower() in PRESETS:
         return of_shape(PRESETS[model.lower()])
+    if path := _config_at(model):
+        return model_of_config(_read(path), str(path))
+    return model_of_config(_read(_from_hub(model)), model)
+
+
+def require_model_name(word: str) -> None:
+    """Refuse a word that can name no model, whatever the hub has.
+
+    Raises:
+        UnknownModel: it is no preset, no path of a config and no hub id.
+        InputError: a folder on the way to it cannot be read.
+    """
+    is_hub_id = word.count("/") == 1 and not word.startswith((".", "/"))
+    if word.lower() not in PRESETS and not is_hub_id and _config_at(word) is None:
+        raise UnknownModel(word)
+
+
+def _config_at(model: str) -> Path | None:
+    """The config.json that a path leads to, or would; None where it is none of one."""
     try:
         path = Path(model, "config.json") if Path(model).is_dir() else Path(model)
-        named = path.suffix == ".json" or path.exists()
+        return path if path.suffix == ".json" or path.exists() else None
     except OSError as error:
         raise InputError(f"cannot read {model}: {error.strerror}") from None
-    if named:
-        return model_of_config(_read(path), str(path))
-    if model.count("/") == 1 and not model.startswith((".", "/")):
-        return model_of_config(_read(_from_hub(model)), model)
-    raise InputError(
-        f"unknown model {model!r}: give a preset ({', '.join(PRESETS)}), the path of a config.json or of a folder "
-        "with one, or a hub id such as Qwen/Qwen3-8B"
-    )
 
 
 def of_shape(shape: ModelShape) -> Model:

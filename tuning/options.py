@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import click
 
+from tilekern import __version__
 from tilekern.errors import InputError
 from tuning.plan import known_ops
 
@@ -115,6 +116,13 @@ class Folder(click.Path):
         if value == "":
             self.fail("it must name a folder, and is empty.", param, ctx)
         return super().convert(value, param, ctx)
+
+
+def tuner_command(**options: Any) -> Callable[[Callable[..., None]], click.Command]:
+    """What ``click.command`` does, with what every command of the tuner has: ``-h`` and ``--version``."""
+    settings = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
+    version = click.version_option(__version__, prog_name="tilekern", message="%(prog)s %(version)s")
+    return lambda function: version(click.command(context_settings=settings, **options)(function))
 
 
 class GroupedCommand(click.Command):

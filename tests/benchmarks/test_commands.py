@@ -7,6 +7,7 @@ import shutil
 import pytest
 import torch
 
+import tilekern
 from benchmarks import several_gpus, whole_tune
 from benchmarks.__main__ import main
 from benchmarks.clock import FIRST_SLEEP, LONGEST_SLEEP, WARM_UP, Entrant
@@ -26,6 +27,16 @@ def test_without_a_gpu_one_line_says_so(command, tmp_path, capsys):
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert "needs a CUDA GPU" in said
+
+
+def test_help_and_version(capsys):
+    for command in ([], ["report"]):
+        assert main([*command, "-h"]) == 0
+        brief = capsys.readouterr().out
+        assert main([*command, "--help"]) == 0
+        assert capsys.readouterr().out == brief != ""
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"tilekern {tilekern.__version__}\n"
 
 
 def test_bad_input_is_one_line(tmp_path, capsys):

@@ -13,13 +13,30 @@ import pytest
 from cache_samples import B200, H100, PROBLEM, blob_file, fill, make, put, sealed, toolkit
 from command_line import KEY, ROOT, process, refused
 
+import tilekern
 from cache_tools.__main__ import main
+from cache_tools.cli import app
 from tilekern.cache import Pack, Store, note_wanted
 from tilekern.source import digest_of_module
 
 HERE_DIGEST = digest_of_module("tilekern.source")
 
 pytestmark = pytest.mark.usefixtures("cache")
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", [None, *sorted(app.commands)])
+def test_every_command_has_h_and_version(name, capsys):
+    given = [name] if name else []
+    assert main([*given, "-h"]) == 0
+    brief = capsys.readouterr().out
+    assert brief.startswith(f"Usage: {' '.join(['python -m cache_tools', *given])} [OPTIONS]")
+    assert main([*given, "--help"]) == 0
+    assert capsys.readouterr().out == brief
+    assert brief.count("--version") == 1
+    if name != "wheel":  # whose --version is the package's
+        assert main([*given, "--version"]) == 0
+        assert capsys.readouterr().out == f"tilekern {tilekern.__version__}\n"
 
 
 def test_ls_lists_the_records_in_columns(cli):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import tilekern
 from tilekern.patch.digests import digest_in, digest_of
 from tilekern.patch.registry import patches
 
@@ -120,6 +121,9 @@ def test_the_command_prints_digests(tmp_path):
     lines = [["known", patch.op] for patch in patches() for _ in (patch.attribute, *patch.relies_on)]
     assert [line.split()[:2] for line in done.stdout.splitlines()[1:]] == lines
     assert lines.count(["known", "rope"]) == 3
-    done = run(str(tmp_path))
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1
+    for wrong in (str(tmp_path), "--folder"):
+        done = run(wrong)
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+        assert wrong in done.stderr
+    assert run("-h").stdout == run("--help").stdout != ""
+    assert run("--version").stdout == f"tilekern {tilekern.__version__}\n"

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 from tuning_samples import SMALL
 
+import tilekern
 from tilekern.targets import resolve
-from tuning import cli
-from tuning.commands import refresh, tune
+from tuning import cli, commands
+from tuning.commands import COMMANDS, command_named, refresh, tune
 from tuning.compiling import compile_all
 from tuning.measuring import MeasureSummary
 from tuning.options import STAGES
@@ -217,6 +218,77 @@ def test_the_help_groups_all_options(capsys):
     assert places == sorted(places)
     for parameter in tune.command.params:
         assert all(option in said for option in parameter.opts if option.startswith("-"))
+
+
+def test_the_help_names_each_command_with_a_line(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert cli.main(["--help"]) == 0
+    said = capsys.readouterr().out
+    assert "python -m tilekern.tune COMMAND [OPTIONS]" in said
+    section = said.partition("Commands")[2].partition("\n\n")[0].splitlines()[1:]
+    assert [line.split()[0] for line in section] == list(COMMANDS)
+    for name, line in zip(COMMANDS, section, strict=True):
+        assert line.endswith(f"  {command_named(name).short_help}")
+        assert len(line) <= 80
+    modules = {path.stem for path in Path(commands.__file__).parent.glob("*.py")} - {"__init__"}
+    assert modules == {"tune", *COMMANDS}
+
+
+@pytest.mark.parametrize("name", [None, *COMMANDS])
+def test_every_command_has_h_and_version(name, capsys):
+    given = [name] if name else []
+    assert cli.main([*given, "-h"]) == 0
+    brief = capsys.readouterr().out
+    assert brief.startswith(f"Usage: {' '.join(['python -m tilekern.tune', *given])} [OPTIONS]")
+    assert cli.main([*given, "--help"]) == 0
+    assert capsys.readouterr().out == brief
+    assert cli.main([*given, "--version"]) == 0
+    assert capsys.readouterr().out == f"tilekern {tilekern.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "nearest"),
+    [
+        (["prefligt", "qwen3-8b", "--gpu", "B200", "--fix"], "did you mean preflight?"),
+        (["statsu", "sweep"], "did you mean status?"),
+        (["refesh", "--pack", "some.pack"], "did you mean refresh?"),
+        (["--gpu", "B200", "servr"], "did you mean serve?"),
+        (["qwen3-8", "--gpu", "B200"], "did you mean qwen3-8b?"),
+        (["something", "--gpu", "B200"], "'something'. Commands are preflight"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else None,
+)
+def test_a_word_that_is_neither_a_command_nor_a_model_is_told_both(arguments, nearest, capsys):
+    assert cli.main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert "unknown command or model '" in err
+    assert nearest in err
+    for part in (*COMMANDS, "qwen3-0.6b", "config.json", "Qwen/Qwen3-8B"):
+        assert part in err
+
+
+def test_a_command_behind_options_is_told_where_it_stands(capsys):
+    assert cli.main(["--gpu", "B200", "status"]) == 2
+    assert "status is a command, which stands before its options" in capsys.readouterr().err
+
+
+def test_what_is_named_like_a_command_but_is_a_path_is_a_model(tmp_path, monkeypatch, capsys):
+    """In a folder of that name with a config.json: as ./status, and where it resembles a command alone."""
+    for name in ("status", "statuses"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("[1]")
+    monkeypatch.chdir(tmp_path)
+    for word, config in (("./status", "status/config.json"), ("statuses", "statuses/config.json")):
+        assert cli.main([word, "--gpu", "B200"]) == 2
+        assert f"{config} holds no JSON object" in capsys.readouterr().err
+
+
+def test_a_command_that_takes_a_model_names_no_commands(capsys):
+    assert cli.main(["preflight", "qwen9-8b", "--gpu", "B200"]) == 2
+    err = capsys.readouterr().err
+    assert "unknown model 'qwen9-8b': give a preset" in err
+    assert "refresh" not in err
 
 
 @pytest.mark.parametrize("name", ["long" * 55, "with [bold]brackets[/bold] :bug: and spaces"], ids=["long", "odd"])

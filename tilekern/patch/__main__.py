@@ -1,34 +1,66 @@
-"""``python -m tilekern.patch``: the table with the status and the digests of what is installed.
-
-``python -m tilekern.patch FOLDER ...`` prints the digests of unpacked transformers releases instead (the folder that
-holds ``transformers/``), which are read and not imported.
-"""
+"""``python -m tilekern.patch``: the table with the status and the digests of what is installed."""
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
+import click
+
+from tilekern import __version__
+from tilekern.errors import InputError, TilekernError, TilekernWarning
 from tilekern.patch import list_patches
 from tilekern.patch.digests import digest_in
 from tilekern.patch.installed import transformers_version
 from tilekern.patch.registry import patches
+from tilekern.warning import shown_plainly
 
 
-def main(folders: list[str]) -> int:
-    """Print one line for each patch; returns the exit code, 2 where a folder holds no release."""
+@click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+@click.argument("folders", metavar="[FOLDER]...", nargs=-1, type=click.Path(path_type=Path))
+@click.version_option(__version__, prog_name="tilekern", message="%(prog)s %(version)s")
+def command(folders: Sequence[Path]) -> None:
+    """Print the table of patches: the status of each on the installed transformers, its op, digest and target.
+
+    With folders, print the digests of unpacked transformers releases instead (each FOLDER holds transformers/), which
+    are read and not imported.
+    """
     if not folders:
-        sys.stdout.write(f"transformers {transformers_version()}\n")
+        click.echo(f"transformers {transformers_version()}")
         for found in list_patches():
             line = f"{found.status:9} {found.patch.op:{_width()}} {found.digest} {found.patch.target} {found.reason}"
-            sys.stdout.write(line.rstrip() + "\n")
+            click.echo(line.rstrip())
     for folder in folders:
         try:
-            sys.stdout.write(_of_release(Path(folder)))
+            text = _of_release(folder)
         except OSError as error:
-            sys.stderr.write(f"{folder}: no unpacked transformers release: {error}\n")
-            return 2
+            raise InputError(
+                f"{folder} is not an unpacked transformers release: {error.filename}: {error.strerror}"
+            ) from None
+        click.echo(text, nl=False)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; the exit code, 2 for bad input."""
+    try:
+        with shown_plainly():
+            command.main(args=arguments, prog_name="python -m tilekern.patch", standalone_mode=False)
+        sys.stdout.flush()
+    except click.ClickException as error:
+        return _fail(error.format_message())
+    except (TilekernError, TilekernWarning) as error:
+        return _fail(str(error))
+    except BrokenPipeError:
+        # The reader of a pipe has gone; Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
+
+
+def _fail(message: str) -> int:
+    click.echo(f"tilekern.patch: {' '.join(message.split())}", err=True)
+    return 2
 
 
 def _width() -> int:
@@ -49,4 +81,4 @@ def _of_release(folder: Path) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -8,14 +8,14 @@ from pathlib import Path
 import click
 
 from tuning import preflight as checks
-from tuning.options import Folder, Seconds, counts, words
+from tuning.options import Folder, Seconds, counts, tuner_command, words
 from tuning.plan import known_ops
 from tuning.progress import progress_bar
 
 EXIT_MISSING = 3
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@tuner_command(short_help="Say which records a job will need, and which its caches lack.")
 @click.argument("model")
 @click.option("--gpu", default="auto", show_default=True, help="The job's GPU: auto, a GPU (B200), an arch or a key.")
 @click.option("--tokens", default="2048,8192", show_default=True, help="Tokens of a step (batch times sequence).")

@@ -24,7 +24,7 @@ from tuning.compiling import TIMEOUT_S, compile_all, jobs_of, wanted
 from tuning.executors.local import LocalExecutor
 from tuning.gpu import describe_gpu
 from tuning.measuring import measure_all
-from tuning.options import Folder
+from tuning.options import Folder, tuner_command
 from tuning.progress import progress_bar
 from tuning.publishing import keep_winners
 from tuning.quarantine import shared
@@ -56,7 +56,7 @@ class Outcome:
         return {"target": self.target.describe(), **plain, "changes": [change.as_json() for change in self.changes]}
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@tuner_command(short_help="Time old winners again after an upgrade, and say what changed.")
 @click.option("--gpu", default="auto", show_default=True, help="Target: auto, a GPU (B200), an arch (sm_90) or a key.")
 @click.option("--cache-dir", type=_FOLDER, help="The cache whose records to time again, and to fill.")
 @click.option(

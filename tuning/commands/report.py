@@ -7,13 +7,14 @@ from pathlib import Path
 import click
 
 from tilekern.errors import InputError
+from tuning.options import tuner_command
 from tuning.sweep import Sweep
 
 _FILE = click.Path(dir_okay=False, allow_dash=True, path_type=Path)
 _STDOUT = Path("-")
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@tuner_command(short_help="Write what a sweep found as a page, as CSV and as JSON.")
 @click.argument("folder", metavar="DIR", type=click.Path(file_okay=False, path_type=Path))
 @click.option("--html", "html_file", type=_FILE, help="The page; needs the extra tilekern[report].")
 @click.option("--csv", "csv_file", type=_FILE, help="One line for each candidate.")

@@ -17,7 +17,7 @@ from tilekern.errors import InputError
 from tilekern.targets import Target, here, resolve
 from tilekern.toolchain import require_toolkit
 from tuning.compiling import jobs_of
-from tuning.options import Folder, Seconds
+from tuning.options import Folder, Seconds, tuner_command
 from tuning.service.board import STOPPING, Board
 from tuning.service.loop import Service
 from tuning.service.tuner import How
@@ -39,7 +39,7 @@ class Stopped(KeyboardInterrupt):
         self.number = number
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@tuner_command(short_help="Tune what running jobs miss, for as long as it runs.")
 @click.option("--cache-dir", "roots", multiple=True, type=_FOLDER, help="A cache to watch; may be repeated.")
 @click.option("--gpu", default="auto", show_default=True, help="Target: auto, or a GPU (B200) to predict winners for.")
 @click.option("--once", is_flag=True, help="Tune what is wanted now, then end: for cron.")

@@ -14,10 +14,11 @@ import click
 from tuning.compiling import default_jobs
 from tuning.estimating import count, estimate_compile, estimate_measure
 from tuning.measuring import Settled
+from tuning.options import tuner_command
 from tuning.sweep import Sweep
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@tuner_command(short_help="Say where a sweep stands: what is done, failed and left.")
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document in place of lines.")
 def command(folder: Path, as_json: bool) -> None:

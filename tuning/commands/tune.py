@@ -18,9 +18,10 @@ from tilekern.cache import Store, user_root
 from tilekern.cache.signing import SigningKey
 from tilekern.errors import InputError
 from tilekern.targets import Target, here, resolve
+from tuning.commands import COMMANDS, command_named
 from tuning.families import Model
 from tuning.models import find_model, sharded_model
-from tuning.options import LOCAL, RAY, STAGES, Folder, GroupedCommand, Request, Seconds
+from tuning.options import LOCAL, RAY, STAGES, Folder, GroupedCommand, Request, Seconds, tuner_command
 from tuning.outcome import Outcome
 from tuning.plan import Named, plan
 from tuning.progress import progress_bar
@@ -43,7 +44,22 @@ MEASURED = "measured"
 _FOLDER = Folder()
 
 
-@click.command(cls=GroupedCommand, groups=_GROUPS, context_settings={"help_option_names": ["-h", "--help"]})
+class _Tune(GroupedCommand):
+    """The command whose help names the others."""
+
+    def format_usage(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write both ways to begin."""
+        super().format_usage(ctx, formatter)
+        formatter.write_usage(ctx.command_path, "COMMAND [OPTIONS] ...", prefix=" " * len("Usage: "))
+
+    def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write what the command does, then the other commands."""
+        super().format_help_text(ctx, formatter)
+        with formatter.section("Commands, each with a --help of its own"):
+            formatter.write_dl([(name, command_named(name).get_short_help_str(limit=120)) for name in COMMANDS])
+
+
+@tuner_command(cls=_Tune, groups=_GROUPS)
 @click.argument("model", required=False)
 @click.option("--gpu", default="auto", show_default=True, help="Target: auto, a GPU (B200), an arch (sm_90) or a key.")
 @click.option("--tokens", default="2048,8192", show_default=True, help="Tokens of a step (batch times sequence).")
@@ -301,7 +317,9 @@ def _planned(request: Request, store: Store) -> tuple[Sweep, list[str]]:
 def _problems(request: Request) -> tuple[Model, Target, list[Named], list[str]]:
     """The model on one rank, the target, the problems, and what is left out of them."""
     if request.model is None:
-        raise InputError("name a model: a preset such as qwen3-8b, the path of a config.json, or a hub id")
+        raise InputError(
+            "name a model: a preset such as qwen3-8b, the path of a config.json, or a hub id; --help has the commands"
+        )
     model = sharded_model(find_model(request.model), request.tp)
     target = resolve(request.gpu)
     problems = plan(model, request.tokens, request.dtype, request.ops, target, request.sequence)
