@@ -14,7 +14,8 @@ from pathlib import Path
 
 from tilekern.cache.errors import CacheError, Missing
 from tilekern.cache.exposure import require_unshared_up
-from tilekern.cache.files import make_folder, read_whole, report_once, write_whole
+from tilekern.cache.files import make_folder, read_whole, write_whole
+from tilekern.warning import warn_once
 
 _SECRET = re.compile(rb"[0-9a-f]{64}\n")
 
@@ -67,7 +68,7 @@ def _made_or_passing() -> bytes:
     try:
         return secret(make=True)
     except SettingsError as error:
-        report_once("the secret of seals", f"{error}; what this run compiles, a later run compiles anew")
+        warn_once(f"{error}; what this run compiles, a later run compiles anew", "the secret of seals")
         if not _PASSING:
             _PASSING.append(os.urandom(32))
         return _PASSING[0]
