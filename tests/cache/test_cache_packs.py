@@ -146,6 +146,10 @@ def test_a_record_under_another_records_name_is_refused(path, tmp_path):
     other = replace(record, kernel="swiglu").address.path
     rebuilt(path, lambda members: members.update({str(other): members.pop(str(record.address.path))}))
     refused(path, tmp_path / "there")
+    with pytest.raises(Corrupt, match="its contents belong at"):
+        install_pack(path, Store(tmp_path / "there"), own=True)
+    with pytest.raises(Corrupt, match="its contents belong at"), pytest.warns(RuntimeWarning, match="is bad"):
+        PackLayer(path).read_record(record.target["key"], record.toolkit["key"], "swiglu", record.problem)
 
 
 def test_a_size_that_is_not_bounded_is_refused(path, tmp_path):

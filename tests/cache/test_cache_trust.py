@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from cache_samples import PROBLEM, blob_file, files_of, find, make, put
+from cache_samples import PROBLEM, blob_file, files_of, find, make, put, sealed
 
 from tilekern.cache import (
     CacheError,
@@ -130,6 +130,34 @@ def test_a_key_that_is_no_trust_root_is_not_enough(tmp_path, key, roots):
     assert not (tmp_path / "cache").exists()
     both = signed_pack(tmp_path / "both.pack", other, key)
     assert quietly([PackLayer(both)])
+
+
+def test_a_layer_gives_the_signatures_and_seals_of_a_record(tmp_path, key, roots):
+    pack = signed_pack(tmp_path / "a.pack", key, another_key(tmp_path / "other"))
+    install_pack(pack, Store(tmp_path / "cache"))
+    folder, packed = FolderLayer(tmp_path / "cache", "user"), PackLayer(pack)
+    digest = hashlib.sha256(make()[0].to_json().encode()).hexdigest()
+    assert folder.signatures(digest) == packed.signatures(digest)
+    assert folder.signatures(digest)[signature_path(digest, key.public_key).name] == key.sign(make()[0].data)
+    assert len(folder.signatures(digest)) == 2
+    put(tmp_path / "cache")
+    assert sorted(Path(name).suffix for name in folder.signatures(digest)) == [".seal", ".sig", ".sig"]
+    (tmp_path / "cache" / signature_path(digest, "0" * 64)).mkdir()
+    assert len(folder.signatures(digest)) == 3, "what cannot be read is left out"
+    for layer in (folder, packed, FolderLayer(tmp_path / "none", "none"), PackLayer(tmp_path / "key")):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            assert layer.signatures("0" * 64) == {}
+
+
+def test_a_record_knows_the_bytes_that_signatures_are_over(tmp_path):
+    text = make()[0].to_json()
+    path = put(tmp_path)
+    spaced = sealed(text.replace('"schema": 2,', '"schema":   2,'))
+    path.write_text(spaced)
+    record = find([FolderLayer(tmp_path, "user")]).record
+    assert record.data == spaced.encode() != record.to_json().encode()
+    assert replace(record, candidates=5).data == replace(record, candidates=5).to_json().encode()
 
 
 def test_one_unsigned_record_keeps_a_pack_out(tmp_path, key, roots):

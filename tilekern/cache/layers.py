@@ -12,7 +12,16 @@ from tilekern.cache.errors import CacheError, Corrupt, Missing, MissingRecord
 from tilekern.cache.exposure import others_may_write, require_unshared, require_unshared_folders
 from tilekern.cache.files import ask_for, read_whole, set_aside
 from tilekern.cache.incoming import finish_incoming
-from tilekern.cache.keys import LAYOUT, OWN_FOLDERS, Address, Value, blob_name, parse_problem_key, problem_key
+from tilekern.cache.keys import (
+    LAYOUT,
+    OWN_FOLDERS,
+    SIGNATURES,
+    Address,
+    Value,
+    blob_name,
+    parse_problem_key,
+    problem_key,
+)
 from tilekern.cache.records import LARGEST_BLOB, LARGEST_RECORD, Record, check_blob, decode_record, likely_digests
 from tilekern.cache.signing import SIGNATURE_BYTES
 from tilekern.cache.trust import must_be_signed, require_trusted
@@ -63,6 +72,10 @@ class Layer(Protocol):
         """
         ...
 
+    def signatures(self, record_sha256: str) -> dict[str, bytes]:
+        """The signatures and seals of a record, by the names of their files; what cannot be read is left out."""
+        ...
+
 
 class FolderLayer:
     """A cache in a folder. Reading takes no lock and writes nothing; a writable one sets bad files aside.
@@ -109,6 +122,17 @@ class FolderLayer:
     def read_blob(self, sha256: str) -> bytes:
         """One blob, its digest checked; raises as :meth:`Layer.read_record` says."""
         return self._read(f"{self.root}/{blob_name(sha256)}", LARGEST_BLOB, lambda data: check_blob(data, sha256))
+
+    def signatures(self, record_sha256: str) -> dict[str, bytes]:
+        """The signatures and seals of a record, by the names of their files; what cannot be read is left out."""
+        folder = self.root / LAYOUT / SIGNATURES / record_sha256[:2]
+        found = {}
+        with contextlib.suppress(OSError):
+            for name in sorted(os.listdir(folder)):
+                if name.startswith(f"{record_sha256}."):
+                    with contextlib.suppress(CacheError):
+                        found[name] = read_whole(folder / name, SIGNATURE_BYTES + 1)[0]
+        return found
 
     def _read(self, name: str, largest: int, decode: Callable[[bytes], Contents], is_record: bool = False) -> Contents:
         data, status = read_whole(name, largest, as_use=self.as_use)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Iterable
@@ -77,6 +78,17 @@ class PackLayer:
         except Corrupt as error:
             warn_once(str(error), about=self.path / sha256)
             raise
+
+    def signatures(self, record_sha256: str) -> dict[str, bytes]:
+        """The signatures of a record, by the names of their files; what cannot be read is left out."""
+        pack = self._pack()
+        found: dict[str, bytes] = {}
+        if pack is None:
+            return found
+        for name in pack.signature_names.get(record_sha256, ()):
+            with contextlib.suppress(CacheError):
+                found[name.rpartition("/")[2]] = pack.read(name)
+        return found
 
     def _addresses(self) -> Iterable[Address]:
         pack = self._pack()

@@ -15,6 +15,7 @@ import weakref
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -99,6 +100,14 @@ class Pack:
     def read_blob(self, sha256: str) -> bytes:
         """A blob; raises as :meth:`read` does."""
         return check_blob(self.read(str(blob_path(sha256))), sha256)
+
+    @cached_property
+    def signature_names(self) -> dict[str, list[str]]:
+        """The names of all signatures, by the sha256 of the record's bytes."""
+        found: dict[str, list[str]] = {}
+        for name in filter(is_signature, self.members):
+            found.setdefault(parse_signature_path(name.split("/"))[0], []).append(name)
+        return found
 
     def signatures(self) -> dict[str, dict[str, bytes]]:
         """All signatures: the sha256 of a record's bytes, the public key, the signature; raises as :meth:`read`."""

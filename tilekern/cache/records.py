@@ -101,6 +101,11 @@ class Record:
         """Where the record belongs in a cache."""
         return Address(self.target["key"], self.toolkit["key"], self.kernel, problem_key(self.problem))
 
+    @cached_property
+    def data(self) -> bytes:
+        """The bytes of its file, which signatures are over; of a record that was made here, those that a file gets."""
+        return self.to_json().encode()
+
     @property
     def digests(self) -> frozenset[str]:
         """The sha256 of every blob that the record refers to."""
@@ -188,12 +193,24 @@ def decode_record(data: bytes, address: Address | None) -> Record:
         UnknownSchema: it was written under another schema.
         Corrupt: it is no whole record, or it belongs at another address.
     """
+    record = record_of(data)
+    if record.address != address:
+        raise Corrupt(f"its contents belong at {record.address.path}")
+    return record
+
+
+def record_of(data: bytes) -> Record:
+    """The record in the bytes of a file, wherever that stands; it remembers the bytes.
+
+    Raises:
+        UnknownSchema: it was written under another schema.
+        Corrupt: it is no whole record.
+    """
     try:
         record = Record.from_json(data.decode())
     except UnicodeDecodeError:
         raise Corrupt("not valid JSON: it is not UTF-8") from None
-    if record.address != address:
-        raise Corrupt(f"its contents belong at {record.address.path}")
+    record.__dict__["data"] = data
     return record
 
 
