@@ -2,17 +2,22 @@
 
     python rank_worker.py MEET RANK RANKS TIMEOUT_S SITUATIONS
 
-SITUATIONS is a JSON file with a list; each has a ``name``, the cache ``roots`` of the ranks, and perhaps ``env`` and
-``do`` for single ranks. One JSON line comes out for each.
+MEET is where they meet, as torch.distributed has it, or ``store://HOST:PORT`` of a store that is up already. SITUATIONS
+is a JSON file with a list; each has a ``name``, the cache ``roots`` of the ranks, and perhaps ``env`` for all ranks, or
+``env_of`` and ``do`` for single ones. Where it is ``kept``, what the one before agreed on is in force until they agree;
+where it is ``alone``, there is no cache but the root, since all that is in the wheel's takes a second to read. One JSON
+line comes out for each.
 """
 
 import datetime
+import hashlib
 import json
 import os
 import shutil
 import sys
 import time
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -21,7 +26,14 @@ from one_record import GPU, SPEC
 import tilekern
 from tilekern import cache, dispatch, ranks, warning
 from tilekern.errors import TilekernError
+from tilekern.held import Held
+from tilekern.peers import Peers
+from tilekern.snapshot import Snapshot
 from tilekern.targets import resolve
+
+
+def is_honest(_):
+    return lambda: None
 
 
 def vanish_at_first_blob(root):
@@ -84,6 +96,92 @@ def dies(_):
     os._exit(0)
 
 
+def says(_, method, call, said):
+    """This rank says something else, of its own making, the ``call``-th time that it says anything by ``method``."""
+    before, calls = getattr(Peers, method), []
+
+    def lie(peers, *arguments):
+        calls.append(arguments)
+        if len(calls) == call:
+            at = 1 if method == "gather" else 0
+            arguments = (*arguments[:at], bytes.fromhex(said), *arguments[at + 1 :])
+        return before(peers, *arguments)
+
+    setattr(Peers, method, lie)
+    return lambda: setattr(Peers, method, before)
+
+
+def says_that_it_will_say_a_lot(_, call):
+    """This rank gives a size that no machine has, the ``call``-th time that it gives one."""
+    before, calls = Peers._sizes, []
+
+    def sizes(peers, own):
+        calls.append(own)
+        return before(peers, own + 2**62 * (len(calls) == call))
+
+    Peers._sizes = sizes
+    return lambda: setattr(Peers, "_sizes", before)
+
+
+def hears_another_s_words_as_its_own(_):
+    before = Peers._gathered
+
+    def gathered(peers, own):
+        found = before(peers, own)
+        found[peers.rank] = found[0]
+        return found
+
+    Peers._gathered = gathered
+    return lambda: setattr(Peers, "_gathered", before)
+
+
+def alters_what_it_holds(_):
+    """This rank's signed records name other artifacts than those that were signed."""
+    before = ranks._snapshot
+
+    def altered(target):
+        return Snapshot(other(held) if held.signatures else held for held in before(target)._held.values())
+
+    def other(held):
+        names = {digest: hashlib.sha256(data + b"altered").hexdigest() for digest, data in held.blobs.items()}
+        artifacts = {
+            name: replace(one, sha256=names[one.sha256], size=one.size + 7)
+            for name, one in held.record.artifacts.items()
+        }
+        blobs = {names[digest]: data + b"altered" for digest, data in held.blobs.items()}
+        made = replace(held.record, artifacts=artifacts)
+        digest = hashlib.sha256(made.data).hexdigest()
+        return Held(made, blobs, {f"{digest}{name[64:]}": text for name, text in held.signatures.items()})
+
+    ranks._snapshot = altered
+    return lambda: setattr(ranks, "_snapshot", before)
+
+
+def keeps_less(_):
+    """This rank loses a record that all agreed on."""
+    before = Snapshot.having
+    Snapshot.having = lambda self, identities, others=(): before(self, list(identities)[1:], others)
+    return lambda: setattr(Snapshot, "having", before)
+
+
+def has_no_backend_for_the_cpu(_):
+    """As with NCCL: the world has no collective on the CPU."""
+    before = torch.distributed.get_backend_config
+    torch.distributed.get_backend_config = lambda: "cuda:nccl"
+    return lambda: setattr(torch.distributed, "get_backend_config", before)
+
+
+def cannot_be_reached(_):
+    undo = has_no_backend_for_the_cpu(_)
+    os.environ["GLOO_SOCKET_IFNAME"] = "no-such-interface"
+
+    def both():
+        undo()
+        del os.environ["GLOO_SOCKET_IFNAME"]
+
+    return both
+
+
 def run_by(sizes):
     """What a call of these sizes runs by: the config, the artifacts, and who is asked for them; or None."""
     plan = dispatch.plan_for(SPEC, GPU, *sizes, torch.bfloat16)
@@ -96,9 +194,15 @@ def situation(given, rank):
     root = given["roots"][rank]
     os.environ["TILEKERN_CACHE_DIR"] = root
     os.environ["TILEKERN_ON_MISS"] = given.get("policies", ["fallback"] * 9)[rank]
-    dispatch.agree_on(None)
+    env = given.get("env", {}) | given.get("env_of", {}).get(str(rank), {})
+    os.environ.update(env)
+    if not given.get("kept"):
+        dispatch.agree_on(None)
     warning._said.clear()
-    undo = globals()[given["do"][str(rank)]](root) if str(rank) in given.get("do", {}) else (lambda: None)
+    if given.get("alone"):
+        ranks.default_layers = lambda: cache.default_layers()[:1]
+    name, *arguments = given.get("do", {}).get(str(rank), ["is_honest"])
+    undo = globals()[name](root, *arguments)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         started = time.monotonic()
@@ -110,15 +214,22 @@ def situation(given, rank):
             found = {"error": f"{type(error).__name__}: {error}"}
         found["seconds"] = time.monotonic() - started
     undo()
+    ranks.default_layers = cache.default_layers
+    for name in env:
+        del os.environ[name]
+    found["groups"] = len(torch.distributed.distributed_c10d._world.pg_map)
     return found | {"said": [str(w.message) for w in said], "wanted": len(cache.read_wanted(Path(root)))}
 
 
 def main():
     meet, rank, count, timeout_s, path = sys.argv[1], *map(int, sys.argv[2:5]), sys.argv[5]
     dispatch.here = lambda _device=None: resolve("H200")
-    torch.distributed.init_process_group(
-        "gloo", init_method=meet, rank=rank, world_size=count, timeout=datetime.timedelta(seconds=timeout_s)
-    )
+    timeout = datetime.timedelta(seconds=timeout_s)
+    where = {"init_method": meet}
+    if meet.startswith("store://"):
+        host, port = meet.removeprefix("store://").split(":")
+        where = {"store": torch.distributed.TCPStore(host, int(port), is_master=False, timeout=timeout)}
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=count, timeout=timeout, **where)
     torch.distributed.distributed_c10d._get_default_store().set(f"up/{rank}", "")
     for given in json.loads(Path(path).read_text()):
         print(json.dumps({"name": given["name"], **situation(given, rank)}), flush=True)  # noqa: T201

@@ -34,7 +34,12 @@ MAY_IMPORT = {
     "tilekern.interpreter": {"tilekern.errors", "tilekern.interpreter"},
     "tilekern.kernels": LEAVES | {"tilekern.kernels"},
     "tilekern.records": LEAVES | {"tilekern.cache", "tilekern.cubin", "tilekern.source", "tilekern.toolchain"},
-    "tilekern.snapshot": LEAVES | {"tilekern.cache", "tilekern.kernels", "tilekern.source"},
+    "tilekern.held": {"tilekern.cache"},
+    "tilekern.snapshot": LEAVES | {"tilekern.cache", "tilekern.held", "tilekern.kernels", "tilekern.source"},
+    "tilekern.peers": LEAVES,
+    "tilekern.verdict": LEAVES | {"tilekern.cache"},
+    "tilekern.exchange": LEAVES
+    | {"tilekern.agreement", "tilekern.cache", "tilekern.held", "tilekern.peers", "tilekern.snapshot"},
     "tilekern.agreement": LEAVES | {"tilekern.cache", "tilekern.records", "tilekern.snapshot"},
     "tilekern.plans": LEAVES | {"tilekern.interpreter"},
     "tilekern.provisional": LEAVES | {"tilekern.cache", "tilekern.plans"},

@@ -1,70 +1,27 @@
 """Real processes with torch.distributed (gloo) and caches that differ: they run the same kernels all the same."""
 
 import json
-import os
 import socket
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from one_record import H200, PROBLEM, SPEC
+from rank_jobs import DEFAULT, OTHER, ROOT, environment, fill, finish, go_through, record, start
 
 from tilekern import cache, ranks, toolchain
-from tilekern.snapshot import Snapshot, identity
+from tilekern.held import identity
+from tilekern.snapshot import Snapshot
 from tilekern.targets import resolve
 
-ROOT = Path(__file__).parents[1]
-RANKS, TIMEOUT_S, PATIENCE_S = 3, 8, 300
-DEFAULT, OTHER = SPEC.default(PROBLEM, H200), SPEC.generic(PROBLEM)
+RANKS, TIMEOUT_S = 3, 8
 
 pytestmark = [
     pytest.mark.skipif(toolchain.toolkit() is None, reason="no tile compiler is installed"),
     pytest.mark.xdist_group("ranks"),  # one worker of pytest's goes through the situations, and not each of them
 ]
-
-
-def record(compiled, columns=48, config=DEFAULT, **changes):
-    """A record and its blobs, made of the one that was compiled; nothing of it is launched here."""
-    layer = cache.FolderLayer(compiled, "compiled")
-    [tools] = layer.toolkits(H200.key)
-    made = layer.read_record(H200.key, tools, SPEC.name, dict(PROBLEM))
-    made = replace(made, problem=dict(PROBLEM.but(columns=columns)), config=dict(config), **changes)
-    return made, {digest: layer.read_blob(digest) for digest in made.digests}
-
-
-def fill(root, compiled, *columns, config=DEFAULT, **changes):
-    for each in columns:
-        cache.Store(root).write(*record(compiled, each, config, **changes))
-    root.mkdir(parents=True, exist_ok=True)
-    return str(root)
-
-
-def environment(**more):
-    kept = {k: v for k, v in os.environ.items() if not k.startswith("TILEKERN_")}
-    return kept | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"} | more
-
-
-def start(tmp_path, code_or_file, count, *arguments, meet=None, **env):
-    command = [sys.executable, *([code_or_file] if str(code_or_file).endswith(".py") else ["-c", code_or_file])]
-    meet = meet or f"file://{tmp_path / 'meet'}"
-    return [
-        subprocess.Popen(
-            [*command, meet, str(rank), str(count), *map(str, arguments)],
-            env=environment(**env), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(count)
-    ]  # fmt: skip
-
-
-def finish(processes):
-    try:
-        return [(*process.communicate(timeout=PATIENCE_S), process.returncode) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
 
 
 @pytest.fixture(scope="module")
@@ -97,8 +54,8 @@ def situations(compiled, tmp_path_factory):
     ], [(50, 48), (50, 64), (50, 80)])  # fmt: skip
     give("leader has none", [fill(home / "none" / "0", compiled), *alike("nones", 48)[1:]])
     give("each asks for others", alike("others", 48, 64), each=[[(50, 48)], [(50, 64)], [(5000, 48), (50, 48)]])
-    give("vanishes while it is read", alike("reading", 48, 64), do={"1": "vanish_at_first_blob"})
-    give("vanish when agreed", alike("agreed", 48, 64), do={"0": "vanishes_after", "1": "vanishes_after"})
+    give("vanishes while it is read", alike("reading", 48, 64), do={"1": ["vanish_at_first_blob"]})
+    give("vanish when agreed", alike("agreed", 48, 64), do={"0": ["vanishes_after"], "1": ["vanishes_after"]})
     damaged = alike("damaged", 48, 64)
     for blob in Path(damaged[1], "v1", "blobs").rglob("*"):
         if blob.is_file():
@@ -111,21 +68,20 @@ def situations(compiled, tmp_path_factory):
     give("compile", [fill(home / "c" / "0", compiled), blocked[1], fill(home / "c" / "2", compiled)], [(50, 48)],
          policies=["compile"] * RANKS)  # fmt: skip
     give("one has no compiler", [fill(home / "n" / str(r), compiled) for r in range(RANKS)], [(50, 48)],
-         policies=["compile"] * RANKS, do={"1": "has_no_compiler"})  # fmt: skip
+         policies=["compile"] * RANKS, do={"1": ["has_no_compiler"]})  # fmt: skip
     give("policies differ", alike("p"), policies=["error", "fallback", "compile"])
-    give("another gpu of the arch", alike("h100", 48, 64), do={"1": "is_h100"})
-    give("another arch", alike("b200", 48, 64), do={"2": "is_b200"})
+    give("the strictest is not rank 0's", alike("q"), policies=["compile", "fallback", "error"])
+    empty = alike("again")
+    give("one forbids to compile", empty, [(50, 48)], policies=["compile", "fallback", "compile"])
+    give("none forbids it any more", empty, [(50, 48)], policies=["compile"] * RANKS, kept=True)
+    give("another gpu of the arch", alike("h100", 48, 64), do={"1": ["is_h100"]})
+    give("another arch", alike("b200", 48, 64), do={"2": ["is_b200"]})
     give("the first has no gpu", [fill(home / "g" / str(r), compiled, 48, config=(OTHER, DEFAULT, OTHER)[r])
-         for r in range(RANKS)], each=[[], [(50, 48)], [(50, 48)]], do={"0": "has_no_gpu"})  # fmt: skip
+         for r in range(RANKS)], each=[[], [(50, 48)], [(50, 48)]], do={"0": ["has_no_gpu"]})  # fmt: skip
     give("a bad policy", alike("bad", 48), policies=["fallback", "panic", "fallback"])
-    give("other sources", alike("sources", 48), do={"2": "has_other_sources"})
-    give("one dies", alike("dies", 48), do={"1": "dies"})
-    path = home / "situations.json"
-    path.write_text(json.dumps(listed))
-    ended = finish(start(home, str(ROOT / "tests" / "rank_worker.py"), RANKS, TIMEOUT_S, path))
-    lines = [[json.loads(line) for line in out.splitlines()] for out, _, _ in ended]
-    assert len(lines[0]) == len(listed), ended[0][1]
-    return {given["name"]: [line[at] for line in lines if at < len(line)] for at, given in enumerate(listed)}
+    give("other sources", alike("sources", 48), do={"2": ["has_other_sources"]})
+    give("one dies", alike("dies", 48), do={"1": ["dies"]})
+    return go_through(home, listed, RANKS, TIMEOUT_S)
 
 
 def runs(outcomes):
@@ -219,8 +175,16 @@ def test_where_one_rank_cannot_compile_none_does(situations):
         assert any("not all ranks on sm_90 have the same compiler" in said for said in one["said"])
 
 
-def test_the_miss_policy_is_rank_0_s(situations):
-    assert [one["error"].split(":")[0] for one in situations["policies differ"]] == ["CacheMiss"] * RANKS
+def test_the_miss_policy_is_the_strictest(situations):
+    for name in ("policies differ", "the strictest is not rank 0's"):
+        assert [one["error"].split(":")[0] for one in situations[name]] == ["CacheMiss"] * RANKS
+        for one in situations[name]:
+            assert any("the ranks on sm_90 have other miss policies" in said for said in one["said"])
+
+
+def test_a_policy_that_others_forced_is_not_taken_for_one_s_own(situations):
+    assert runs(situations["one forbids to compile"]) == [[None]] * RANKS
+    assert default_runs(situations["none forbids it any more"][0]) == [DEFAULT.key]
 
 
 def test_a_rank_on_another_arch_leads_itself_and_all_say_so(situations):
@@ -266,7 +230,7 @@ def test_rank_0_dying_with_the_store_that_ranks_meet_at_ends_the_others(compiled
         meet = f"tcp://127.0.0.1:{free.getsockname()[1]}"
     roots = [fill(tmp_path / "0", compiled, 48), fill(tmp_path / "1", compiled, 48)]
     path = tmp_path / "situations.json"
-    path.write_text(json.dumps([{"name": "dies", "roots": roots, "asks": [[], []], "do": {"0": "dies"}}]))
+    path.write_text(json.dumps([{"name": "dies", "roots": roots, "asks": [[], []], "do": {"0": ["dies"]}}]))
     worker = str(ROOT / "tests" / "rank_worker.py")
     _, (said, errors, _) = finish(start(tmp_path, worker, 2, TIMEOUT_S, path, meet=meet))
     assert said, errors
@@ -386,38 +350,6 @@ def test_without_torch_distributed_nothing_is_done():
     assert time.perf_counter() - started < 0.01
 
 
-def status(digest="a", gpu="H200", toolkit="t-1", policy="compile", sources="s", signed=False):
-    target = gpu and vars(resolve(gpu))
-    said = {"toolkit": toolkit, "policy": policy, "sources": sources, "signed": signed}
-    return {"digest": digest, "target": target, **said}
-
-
-def test_the_lowest_rank_of_an_arch_leads_and_those_that_differ_follow():
-    verdict = ranks.verdict_on([status(gpu=None), status("b"), status("b", "H100"), status("c"), status("d", "B200")])
-    assert verdict["groups"]["sm_90"]["leader"] == 1
-    assert verdict["groups"]["sm_90"]["differ"] == [3]
-    assert verdict["groups"]["sm_90"]["target"]["name"] == "H200"
-    assert verdict["groups"]["sm_100"]["leader"] == 4
-    assert len(verdict["notes"]) == 1
-
-
-@pytest.mark.parametrize("toolkits", [("t-1", "t-2"), ("t-1", None), (None, None)])
-def test_a_miss_compiles_where_all_have_the_same_compiler(toolkits):
-    verdict = ranks.verdict_on([status(toolkit=each) for each in toolkits])
-    assert verdict["groups"]["sm_90"]["policy"] == "fallback"
-    assert ranks.verdict_on([status(), status()])["groups"]["sm_90"]["policy"] == "compile"
-
-
-def test_ranks_that_trust_others_run_nothing_together():
-    error = ranks.verdict_on([status(signed=True), status(signed=True), status()])["error"]
-    assert error.startswith("TILEKERN_TRUST of rank 2 is another than rank 0's")
-
-
-def test_the_verdict_on_a_thousand_ranks_is_small():
-    verdict = ranks.verdict_on([status(digest=str(rank % 7)) for rank in range(1000)])
-    assert len(json.dumps(verdict)) < 8000
-
-
 def test_a_snapshot_answers_as_the_layers_that_it_was_taken_from(compiled, tmp_path):
     fill(tmp_path / "0", compiled, 48, 64)
     fill(tmp_path / "1", compiled, 48, 80, config=OTHER)
@@ -438,20 +370,6 @@ def test_a_snapshot_answers_as_the_layers_that_it_was_taken_from(compiled, tmp_p
             if there:
                 assert there.load("aligned") == here.load("aligned")
     assert len(snapshot) == 3
-
-
-def test_contents_that_were_damaged_on_the_way_are_refused(compiled, tmp_path):
-    fill(tmp_path, compiled, 48, 64)
-    layer = cache.FolderLayer(tmp_path, "full")
-    full = Snapshot.take("sm_90", [layer], None)
-    index = full.index()
-    contents = full.contents(index.keys())
-    empty = Snapshot({})
-    assert empty.reduced_to(index, contents).digest == full.digest
-    assert sorted(empty.lacks(index)) == sorted(index)
-    for damaged in (contents[:-5], contents[:100] + b"?" + contents[101:], b"", full.contents(list(index)[:1])):
-        with pytest.raises(cache.CacheError, match=r"damaged|did not come along"):
-            empty.reduced_to(index, damaged)
 
 
 def test_what_runs_is_what_an_identity_is_of(compiled):

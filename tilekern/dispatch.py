@@ -81,9 +81,9 @@ def set_miss_policy(policy: str | None) -> None:
         _agreement.policy = policy or _agreement.policy
 
 
-def miss_policy() -> MissPolicy:
-    """The policy in force."""
-    if _agreement is not None:
+def miss_policy(*, agreed: bool = True) -> MissPolicy:
+    """The policy in force; where not ``agreed``, the one that this process would have without other ranks."""
+    if agreed and _agreement is not None:
         return _checked_policy(_agreement.policy, "the ranks' agreement")
     return _policy or _checked_policy(os.environ.get("TILEKERN_ON_MISS", "compile"), "TILEKERN_ON_MISS")
 

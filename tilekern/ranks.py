@@ -7,24 +7,25 @@ end, which ``apply`` sees to. :func:`agree` makes it again, or where neither was
 snapshot that was agreed on and no cache (:class:`tilekern.agreement.Agreement`), so that a problem is answered alike on
 whichever rank asks for it, whenever it does, whatever has become of the caches, and with no further exchange.
 
-How. Through the store that ranks meet at, and not by a collective: it needs neither a device nor a communicator, which
-a job may not have chosen yet, and cannot be taken for a collective of the job's own. Each rank puts a status of some
-hundred bytes there; rank 0 reads them and says who leads: of each arch the lowest rank with such a GPU. Where all
-digests are equal that is all. Else the leader gives the names and digests of its records to those that differ, they
-name what they lack, and it gives them that, once for all. Whoever waits does so for the timeout of the process group.
+How. All ranks go through the same steps (:class:`tilekern.peers.Peers`). Each says in some hundred bytes what it has;
+every rank finds from that who leads: of each arch the lowest rank with such a GPU (:mod:`tilekern.verdict`). Where all
+digests of an arch are equal nothing else is sent. Else the leader names its records, the others say which of them they
+lack, the leader gives these once for all, and each says which of them it does not trust: those are dropped on all. At
+the end all compare what they now hold.
+
+Whom to believe. No rank believes another more than it would a cache: what arrives is checked field by field, a record
+stands where it says itself that it belongs, and where ``TILEKERN_TRUST`` is ``signed`` each rank asks its own trust
+roots, and goes on without what they did not sign whatever the others say.
 """
 
 from __future__ import annotations
 
-import datetime
 import functools
-import json
 import sys
 import time
 import weakref
-import zlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tilekern import __version__, dispatch
@@ -32,23 +33,24 @@ from tilekern.agreement import Agreement
 from tilekern.cache import CacheError, default_layers, problem_key
 from tilekern.cache.trust import must_be_signed
 from tilekern.errors import InputError, RanksDiffer, TilekernError
+from tilekern.exchange import Taken, compare, take_over
+from tilekern.held import identity
 from tilekern.kernels import all_specs
+from tilekern.peers import Peers, one_line
 from tilekern.provisional import of_several_ranks
-from tilekern.snapshot import Snapshot, digest_of, identity
+from tilekern.snapshot import Snapshot, digest_of
 from tilekern.source import digest_of_module
 from tilekern.spec import KernelSpec, Problem
 from tilekern.targets import Target, resolve
 from tilekern.toolchain import toolkit
+from tilekern.verdict import Status, verdict_on
 from tilekern.warmup import is_named, sizes_of
 from tilekern.warning import warn_once
 
 if TYPE_CHECKING:
     import torch
 
-# A store takes values of at most 8 MiB.
-_CHUNK_BYTES = 4 << 20
-# How much of the timeout rank 0 waits for all others, so that they have its verdict within theirs.
-_FIRST = 0.8
+_LARGEST_STATUS = 2**14
 # Process groups without a store that their ranks share.
 _WITHOUT_STORE = ("fake", "mpi")
 _round = 0
@@ -66,8 +68,9 @@ class Agreed:
         digest: of the records that were agreed on, in hexadecimal.
         records: how many these are.
         received: how many of them came from the leader, since the caches here lacked them.
-        sent_bytes: what this rank put into the store.
-        received_bytes: what it read from there.
+        untrusted: how many of the leader's records are none of them, since a rank does not trust them.
+        sent_bytes: how much this rank said.
+        received_bytes: how much the others said to it.
         seconds: what it took, the caches' reading included.
     """
 
@@ -76,6 +79,7 @@ class Agreed:
     digest: str
     records: int
     received: int
+    untrusted: int
     sent_bytes: int
     received_bytes: int
     seconds: float
@@ -88,8 +92,8 @@ def agree() -> Agreed | None:
     torch.distributed, with one rank and without a GPU nothing is done, and None returned.
 
     Raises:
-        RanksDiffer: a rank did not come within the process group's timeout, has other sources of the kernels, or could
-            not take the records over.
+        RanksDiffer: a rank did not come within the process group's timeout, has other sources of the kernels, could
+            not take the records over, or holds other ones in the end.
     """
     global _agreed_in, _round  # noqa: PLW0603
     if not of_several_ranks():
@@ -99,14 +103,13 @@ def agree() -> Agreed | None:
     if dist.get_backend() in _WITHOUT_STORE:
         return None
     _round += 1
-    exchange = _Exchange(_round)
     try:
-        done = exchange.run()
+        done = _agreed(_round)
         _agreed_in = weakref.ref(dist.group.WORLD)
         return done
-    except RuntimeError as error:  # of the store: a rank is gone, or the network to it
-        reason = " ".join(str(error).split())[:200]
-        raise RanksDiffer(f"rank {exchange.rank} lost the ranks that it agrees with on kernels: {reason}") from None
+    except (RuntimeError, MemoryError) as error:  # a rank is gone, or the network to it
+        reason = f"{one_line(str(error)):.200}"
+        raise RanksDiffer(f"rank {dist.get_rank()} lost the ranks that it agrees with on kernels: {reason}") from None
 
 
 def agree_when_up() -> None:
@@ -159,164 +162,52 @@ def _snapshot(target: Target, wanted: Callable[[KernelSpec, Problem], bool] | No
     return Snapshot.take(target.arch, default_layers(), tools.key if tools else None, wanted)
 
 
-class _Exchange:
-    """One agreement among the ranks of the default process group; ``number`` counts them in this process."""
-
-    def __init__(self, number: int) -> None:
-        import torch.distributed as dist
-        from torch.distributed.distributed_c10d import _get_default_store
-
-        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
-        self._store = dist.PrefixStore(f"tilekern/{number}", _get_default_store())
-        self._timeout: datetime.timedelta = self._store.timeout
-        self.sent_bytes = self.received_bytes = 0
-
-    def run(self) -> Agreed | None:
-        """Take part; dispatch goes by the outcome from here on."""
-        started = time.perf_counter()
-        target = None if dispatch.interpreting() else dispatch.here()
-        own = Snapshot({})
-        try:
-            own = own if target is None else _snapshot(target)
-            status = _status(target, own)
-        except (TilekernError, CacheError, OSError) as error:
-            status = {"error": str(error)}
-        self._put(f"status/{self.rank}", json.dumps(status).encode())
-        if self.rank == 0:
-            self._put("verdict", json.dumps(self._judged()).encode())
-        verdict = json.loads(self._get("verdict", 0))
-        if "error" in verdict:
-            raise RanksDiffer(verdict["error"])
-        if target is None:
-            return None
-        group = verdict["groups"][target.arch]
-        for note in verdict["notes"]:
-            warn_once(note)
-        agreed, received = own, 0
-        if group["leader"] == self.rank:
-            self._lead(own, target.arch, group["differ"])
-        elif self.rank in group["differ"]:
-            agreed, received = self._follow(own, target.arch, group["leader"])
-        dispatch.agree_on(Agreement(agreed, Target(**group["target"]), group["policy"]))
-        return Agreed(
-            self.ranks, group["leader"], agreed.digest, len(agreed), received,
-            self.sent_bytes, self.received_bytes, time.perf_counter() - started,
-        )  # fmt: skip
-
-    def _judged(self) -> dict[str, Any]:
-        """Rank 0's verdict on the statuses of all."""
-        try:
-            self._wait([(f"status/{rank}", rank) for rank in range(self.ranks)], self._timeout * _FIRST)
-        except RanksDiffer as error:
-            return {"error": str(error)}
-        return verdict_on([json.loads(self._get(f"status/{rank}", rank)) for rank in range(self.ranks)])
-
-    def _lead(self, own: Snapshot, arch: str, differ: Sequence[int]) -> None:
-        if not differ:
-            return
-        self._put(f"index/{arch}", zlib.compress(json.dumps(own.index()).encode()))
-        lacking: set[str] = set()
-        for rank in differ:
-            lacking.update(json.loads(zlib.decompress(self._get(f"lacks/{rank}", rank))))
-        contents = own.contents(lacking)
-        chunks = [contents[at : at + _CHUNK_BYTES] for at in range(0, len(contents), _CHUNK_BYTES)]
-        for number, chunk in enumerate(chunks):
-            self._put(f"contents/{arch}/{number}", chunk)
-        self._put(f"contents/{arch}", str(len(chunks)).encode())
-
-    def _follow(self, own: Snapshot, arch: str, leader: int) -> tuple[Snapshot, int]:
-        index = json.loads(zlib.decompress(self._get(f"index/{arch}", leader)))
-        lacking = own.lacks(index)
-        self._put(f"lacks/{self.rank}", zlib.compress(json.dumps(lacking).encode()))
-        contents = None
-        if lacking:
-            chunks = int(self._get(f"contents/{arch}", leader))
-            contents = b"".join(self._get(f"contents/{arch}/{number}", leader) for number in range(chunks))
-        try:
-            return own.reduced_to(index, contents), len(lacking)
-        except CacheError as error:
-            raise RanksDiffer(f"rank {self.rank} cannot take over the records of rank {leader}: {error}") from None
-
-    def _put(self, key: str, value: bytes) -> None:
-        self._store.set(key, value)
-        self.sent_bytes += len(value)
-
-    def _get(self, key: str, by: int) -> bytes:
-        self._wait([(key, by)], self._timeout)
-        value: bytes = self._store.get(key)
-        self.received_bytes += len(value)
-        return value
-
-    def _wait(self, expected: Sequence[tuple[str, int]], timeout: datetime.timedelta) -> None:
-        """Until all keys are there, each of which the rank beside it puts.
-
-        Raises:
-            RanksDiffer: one did not come in time.
-        """
-        try:
-            self._store.wait([key for key, _ in expected], timeout)
-        except RuntimeError as error:
-            late = [rank for key, rank in expected if not self._is_there(key)]
-            if not late:
-                return
-            raise RanksDiffer(
-                f"rank{'s' * (len(late) > 1)} {', '.join(map(str, late[:8]))}{' and others' * (len(late) > 8)} did not "
-                f"come to agree on kernels within {timeout.total_seconds():g} s; every rank must call "
-                f"tilekern.apply, and be alive ({' '.join(str(error).split())[:80]})"
-            ) from None
-
-    def _is_there(self, key: str) -> bool:
-        try:
-            return bool(self._store.check([key]))
-        except RuntimeError:
-            return False
+def _agreed(number: int) -> Agreed | None:
+    """Take part in one agreement; dispatch goes by the outcome from here on. ``number`` counts them in this process."""
+    started = time.perf_counter()
+    target, own = None if dispatch.interpreting() else dispatch.here(), Snapshot(())
+    said: bytes | Exception
+    try:
+        own = own if target is None else _snapshot(target)
+        said = _status(target, own).to_bytes()
+    except (TilekernError, CacheError, OSError) as error:
+        said = error
+    with Peers(number) as peers:
+        verdict = verdict_on(_statuses(peers.gather("say which kernels it would run", said, _LARGEST_STATUS)))
+        group = verdict.groups.get(target.arch) if target is not None else None
+        taken = Taken(own)
+        for each in verdict.groups.values():
+            if each.differ:
+                found = take_over(peers, each.leader, own if each is group else None)
+                taken = found if each is group else taken
+        agreement = None if group is None else Agreement(taken.snapshot, group.target, group.policy)
+        compare(peers, [each.members for each in verdict.groups.values()], agreement)
+    for note in filter(None, (*verdict.notes, taken.note)):
+        warn_once(note)
+    if group is None or agreement is None:
+        return None
+    dispatch.agree_on(agreement)
+    return Agreed(
+        peers.ranks, group.leader, taken.snapshot.digest, len(taken.snapshot), taken.received, taken.untrusted,
+        peers.sent_bytes, peers.received_bytes, time.perf_counter() - started,
+    )  # fmt: skip
 
 
-def _status(target: Target | None, own: Snapshot) -> dict[str, Any]:
-    """What a rank says of itself, in some hundred bytes."""
+def _status(target: Target | None, own: Snapshot) -> Status:
     tools = toolkit()
     sources = digest_of([__version__, *(f"{n}/{digest_of_module(s.module)}" for n, s in sorted(all_specs().items()))])
-    return {
-        "target": None if target is None else asdict(target),
-        "toolkit": tools.key if tools else None,
-        "policy": dispatch.miss_policy(),
-        "signed": must_be_signed(),
-        "sources": sources,
-        "digest": own.digest,
-    }
+    policy = dispatch.miss_policy(agreed=False)
+    return Status(target, tools.key if tools else None, policy, must_be_signed(), sources, own.digest)
 
 
-def verdict_on(statuses: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Who leads and who follows, from the statuses of all ranks in their order.
-
-    Returns:
-        ``groups``: by arch the ``leader``, its ``target`` and ``policy``, and the ranks that ``differ``; ``notes`` that
-        all ranks should see. Or ``error``, which all ranks raise.
-    """
-    groups: dict[str, dict[str, Any]] = {}
-    notes = []
-    for rank, status in enumerate(statuses):
-        if "error" in status:
-            return {"error": f"rank {rank} cannot say which kernels it would run: {status['error']}"}
-        if status["sources"] != statuses[0]["sources"]:
-            return {"error": f"rank {rank} runs another tilekern than rank 0; install the same on all nodes of the job"}
-        if status["signed"] != statuses[0]["signed"]:
-            return {"error": f"TILEKERN_TRUST of rank {rank} is another than rank 0's; set the same on all nodes"}
-        if status["target"] is None:
-            continue
-        arch = status["target"]["arch"]
-        first = {"leader": rank, "differ": [], **{name: status[name] for name in ("target", "policy")}}
-        group = groups.setdefault(arch, first)
-        if status["digest"] != statuses[group["leader"]]["digest"]:
-            group["differ"].append(rank)
-    if len(groups) > 1:
-        notes.append(f"the ranks have GPUs of {', '.join(groups)}, each of which runs kernels of its own")
-    for arch, group in groups.items():
-        toolkits = {s["toolkit"] for s in statuses if s["target"] is not None and s["target"]["arch"] == arch}
-        if group["policy"] == "compile" and (len(toolkits) > 1 or None in toolkits):
-            group["policy"] = "fallback"
-            notes.append(f"not all ranks on {arch} have the same compiler: a miss runs the model's own op on all")
-    return {"groups": groups, "notes": notes}
+def _statuses(said: Sequence[bytes]) -> list[Status]:
+    found = []
+    for rank, data in enumerate(said):
+        try:
+            found.append(Status.from_bytes(data))
+        except CacheError as error:
+            raise RanksDiffer(f"what rank {rank} says of itself is not a status: {one_line(str(error))}") from None
+    return found
 
 
 def _arm() -> None:

@@ -7,63 +7,36 @@ holds, for each GPU of the arch, the one record of a problem that a lookup would
 from __future__ import annotations
 
 import hashlib
-import json
-import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
-from tilekern.cache import Layer, Missing, MissingRecord, Record, lookup, problem_key
-from tilekern.cache.errors import Corrupt
+from tilekern.cache import Corrupt, Layer, Missing, MissingRecord, Record, lookup, problem_key
 from tilekern.cache.keys import Value
-from tilekern.cache.records import check_blob
+from tilekern.cache.trust import must_be_signed
+from tilekern.held import Held, Place, packed
 from tilekern.kernels import all_specs
 from tilekern.source import digest_of_module
 from tilekern.spec import KernelSpec, Problem
 
 
-class Place(NamedTuple):
-    """What a record is for: two records of one place never serve at once, whatever their toolkits are."""
-
-    target_key: str
-    kernel: str
-    problem_key: str
-
-
-@dataclass(frozen=True)
-class Held:
-    """A record with its artifacts, by sha256, and the digest of what it makes a GPU run."""
-
-    record: Record
-    blobs: Mapping[str, bytes]
-    identity: str
-
-
-def identity(record: Record) -> str:
-    """The digest of what a record makes a GPU run, in hexadecimal; times, checks and dates are no part of it."""
-    parts = {
-        "kernel": record.kernel,
-        "problem": record.problem,
-        "target": record.target["key"],
-        "source": record.source_digest,
-        "config": record.config,
-        "artifacts": {
-            name: [artifact.sha256, artifact.symbol, artifact.assumptions]
-            for name, artifact in record.artifacts.items()
-        },
-    }
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
-
-
 class Snapshot:
     """Records for the GPUs of one arch; a layer (:class:`tilekern.cache.Layer`) that no disk is behind.
 
+    Each record stands where it says itself that it belongs, and nowhere else.
+
     Args:
-        held: the records by their places.
+        held: the records.
+
+    Raises:
+        Corrupt: two of them belong at one place.
     """
 
-    def __init__(self, held: Mapping[Place, Held]) -> None:
-        self._held = dict(sorted(held.items()))
+    def __init__(self, held: Iterable[Held]) -> None:
+        self._held: dict[Place, Held] = {}
+        for one in sorted(held, key=lambda one: one.place):
+            if one.place in self._held:
+                raise Corrupt(f"there are two records of {one.place.kernel} for {one.place.problem_key}")
+            self._held[one.place] = one
+        self._known = {one.identity: one for one in self._held.values()}
         self._blobs = {digest: data for one in self._held.values() for digest, data in one.blobs.items()}
         self.name = "agreed"
 
@@ -83,7 +56,7 @@ class Snapshot:
             toolkit_key: the toolkit installed here, or None.
             wanted: which problems to take; all where it is None.
         """
-        held = {}
+        held = []
         for place, spec, problem in dict.fromkeys(_places(arch, layers)):
             if wanted is not None and not wanted(spec, problem):
                 continue
@@ -93,7 +66,7 @@ class Snapshot:
             )  # fmt: skip
             if found is not None:
                 blobs = {one.sha256: found.load(name) for name, one in found.record.artifacts.items()}
-                held[place] = Held(found.record, blobs, identity(found.record))
+                held.append(Held(found.record, blobs, _signatures(found.record, found.layer)))
         return cls(held)
 
     @property
@@ -101,38 +74,30 @@ class Snapshot:
         """The digest of all that it makes a GPU run, in hexadecimal; equal snapshots run the same everywhere."""
         return digest_of("/".join([*place, one.identity]) for place, one in self._held.items())
 
-    def index(self) -> dict[str, list[str]]:
-        """The identity of each record with its place: ``identity -> [target key, kernel, problem key]``."""
-        return {one.identity: list(place) for place, one in self._held.items()}
+    @property
+    def identities(self) -> list[str]:
+        """The identity of each record, in the order of their places."""
+        return list(self._known)
 
-    def lacks(self, index: Mapping[str, Sequence[str]]) -> list[str]:
-        """The identities of an index that it has no record of."""
-        return sorted(index.keys() - {one.identity for one in self._held.values()})
+    def place_of(self, identity: str) -> Place:
+        """The place of one of its records."""
+        return self._known[identity].place
 
     def contents(self, identities: Collection[str]) -> bytes:
-        """Records and the artifacts that they name, as bytes for :meth:`reduced_to`."""
-        taken = [one for one in self._held.values() if one.identity in identities]
-        blobs = {digest: data for one in taken for digest, data in one.blobs.items()}
-        head = {
-            "records": [one.record.to_json() for one in taken],
-            "blobs": {digest: len(blobs[digest]) for digest in sorted(blobs)},
-        }
-        text = json.dumps(head).encode()
-        whole = [len(text).to_bytes(8, "big"), text, *(blobs[digest] for digest in sorted(blobs))]
-        return zlib.compress(b"".join(whole))
+        """Records of it with all that belongs to them, as bytes for :func:`tilekern.held.unpacked`."""
+        return packed(one for name, one in self._known.items() if name in identities)
 
-    def reduced_to(self, index: Mapping[str, Sequence[str]], contents: bytes | None) -> Snapshot:
-        """The snapshot that an index is of, made of its own records and of those in ``contents``.
+    def having(self, identities: Collection[str], others: Iterable[Held] = ()) -> Snapshot:
+        """The snapshot of just the given records, made of its own and of others.
 
         Raises:
-            CacheError: ``contents`` is damaged, or the two do not hold all of the index.
+            Missing: neither has one of them.
+            Corrupt: two of them belong at one place.
         """
-        known = {one.identity: one for one in self._held.values()}
-        for one in () if contents is None else _unpacked(contents):
-            known.setdefault(one.identity, one)
-        if lacking := index.keys() - known.keys():
-            raise Missing(f"{len(lacking)} of {len(index)} records did not come along, {min(lacking)} among them")
-        return Snapshot({Place(*place): known[name] for name, place in index.items()})
+        known = {one.identity: one for one in others} | self._known
+        if lacking := set(identities) - known.keys():
+            raise Missing(f"{len(lacking)} of {len(identities)} records did not come along, {min(lacking)} among them")
+        return Snapshot(known[name] for name in identities)
 
     def targets(self) -> list[str]:
         """The target keys that it has, sorted."""
@@ -171,10 +136,22 @@ class Snapshot:
             raise Missing(f"the ranks agreed on no blob {sha256}")
         return self._blobs[sha256]
 
+    def signatures(self, record_sha256: str) -> dict[str, bytes]:
+        """The signatures and seals of a record, by the names of their files."""
+        return {
+            name: text for one in self._held.values() for name, text in one.signatures.items()
+            if name.startswith(f"{record_sha256}.")
+        }  # fmt: skip
+
 
 def digest_of(lines: Iterable[str]) -> str:
     """The sha256 of lines in their order, in hexadecimal."""
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _signatures(record: Record, layer: Layer) -> dict[str, bytes]:
+    """What another rank needs to trust a record; no rank asks for it where the policy is not ``signed``."""
+    return layer.signatures(hashlib.sha256(record.data).hexdigest()) if must_be_signed() else {}
 
 
 def _places(arch: str, layers: Sequence[Layer]) -> Iterator[tuple[Place, KernelSpec, Problem]]:
@@ -187,19 +164,3 @@ def _places(arch: str, layers: Sequence[Layer]) -> Iterator[tuple[Place, KernelS
                         problem = spec.problem_of(values)
                         if problem is not None:
                             yield Place(target, spec.name, problem_key(problem)), spec, problem
-
-
-def _unpacked(contents: bytes) -> Iterator[Held]:
-    try:
-        data = zlib.decompress(contents)
-        start = 8 + int.from_bytes(data[:8], "big")
-        head = json.loads(data[8:start])
-        blobs = {}
-        for digest, size in head["blobs"].items():
-            blobs[digest] = check_blob(data[start : start + size], digest)
-            start += size
-        for text in head["records"]:
-            record = Record.from_json(text)
-            yield Held(record, {digest: blobs[digest] for digest in record.digests}, identity(record))
-    except (zlib.error, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise Corrupt(f"what came of another rank is damaged: {error}") from None

@@ -1,0 +1,67 @@
+"""Jobs of several ranks in processes of their own, and the caches that these read; nothing in them is launched."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from one_record import H200, PROBLEM, SPEC
+
+from tilekern import cache
+
+ROOT = Path(__file__).parents[1]
+PATIENCE_S = 300
+DEFAULT, OTHER = SPEC.default(PROBLEM, H200), SPEC.generic(PROBLEM)
+
+
+def record(compiled, columns=48, config=DEFAULT, **changes):
+    """A record and its blobs, made of the one that was compiled; nothing of it is launched here."""
+    layer = cache.FolderLayer(compiled, "compiled")
+    [tools] = layer.toolkits(H200.key)
+    made = layer.read_record(H200.key, tools, SPEC.name, dict(PROBLEM))
+    made = replace(made, problem=dict(PROBLEM.but(columns=columns)), config=dict(config), **changes)
+    return made, {digest: layer.read_blob(digest) for digest in made.digests}
+
+
+def fill(root, compiled, *columns, config=DEFAULT, **changes):
+    for each in columns:
+        cache.Store(root).write(*record(compiled, each, config, **changes))
+    root.mkdir(parents=True, exist_ok=True)
+    return str(root)
+
+
+def environment(**more):
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("TILEKERN_")}
+    return kept | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"} | more
+
+
+def start(tmp_path, code_or_file, count, *arguments, meet=None, **env):
+    command = [sys.executable, *([code_or_file] if str(code_or_file).endswith(".py") else ["-c", code_or_file])]
+    meet = meet or f"file://{tmp_path / 'meet'}"
+    return [
+        subprocess.Popen(
+            [*command, meet, str(rank), str(count), *map(str, arguments)],
+            env=environment(**env), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(count)
+    ]  # fmt: skip
+
+
+def finish(processes):
+    try:
+        return [(*process.communicate(timeout=PATIENCE_S), process.returncode) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def go_through(home, situations, ranks, timeout_s, meet=None):
+    """The outcome of each situation by rank; one job goes through all of them."""
+    path = home / "situations.json"
+    path.write_text(json.dumps(situations))
+    ended = finish(start(home, ROOT / "tests" / "rank_worker.py", ranks, timeout_s, path, meet=meet))
+    lines = [[json.loads(line) for line in out.splitlines()] for out, _, _ in ended]
+    assert len(lines[0]) == len(situations), ended[0][1]
+    return {given["name"]: [line[at] for line in lines if at < len(line)] for at, given in enumerate(situations)}
