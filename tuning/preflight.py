@@ -20,7 +20,7 @@ from tilekern.kernels import spec_named
 from tilekern.source import digest_of_module
 from tilekern.spec import Problem
 from tilekern.targets import Target, here, resolve
-from tilekern.toolchain import require_toolkit
+from tilekern.toolchain import Toolkit, require_toolkit
 from tuning.families import Model, model_of_config
 from tuning.models import find_model, sharded_model
 from tuning.plan import Named, known_ops, plan
@@ -83,18 +83,29 @@ class Need:
 
 @dataclass(frozen=True)
 class Preflight:
-    """What a job will need, in the plan's order, and what is asked of it."""
+    """What a job will need, in the plan's order, and what is asked of it; ``is_here``: the GPU here is the target."""
 
     model: str
     target: Target
     demand: str
     needs: tuple[Need, ...]
+    is_here: bool
     notes: tuple[str, ...] = ()
 
     @property
     def missing(self) -> list[Need]:
         """What lacks, or is not as good as asked."""
         return [need for need in self.needs if not need.meets(self.demand)]
+
+    @property
+    def cannot_fix(self) -> str | None:
+        """Why :func:`fix` cannot make what lacks on this machine; None where it can, or nothing lacks."""
+        if self.demand != MEASURED or self.is_here or not self.missing:
+            return None
+        return (
+            f"no {self.target.name} is here, and --need measured asks for records that were timed on one: --fix cannot "
+            "make them on this machine"
+        )
 
     def counts(self) -> dict[str, int]:
         """How many needs there are by state, and of those that are served by provenance."""
@@ -112,6 +123,7 @@ class Preflight:
             "counts": self.counts(),
             "problems": [need.as_json() for need in self.needs],
             "missing": [need.as_json() for need in self.missing],
+            "cannot_fix": self.cannot_fix,
             "notes": list(self.notes),
         }
 
@@ -148,7 +160,8 @@ def preflight(
     if not problems:
         raise InputError("; ".join([f"{model.name} has nothing to tune for --ops {','.join(chosen)}", *notes]))
     layers = _layers(cache_dir)
-    return Preflight(model.name, target, need, tuple(_need(*named, target, layers) for named in problems), notes)
+    needs = tuple(_need(*named, target, layers) for named in problems)
+    return Preflight(model.name, target, need, needs, _is_here(target), notes)
 
 
 def fix(
@@ -174,10 +187,7 @@ def fix(
     """
     if not found.missing:
         return found
-    tools, at_hand = require_toolkit(), here()
-    can_measure = by == TUNE and at_hand is not None and at_hand.key == found.target.key
-    if found.demand == MEASURED and not can_measure:
-        raise InputError(f"--need measured can be met by tuning on a {found.target.name} alone; there is none here")
+    tools = require_fixable(found, by)
     named = [(need.kernel, need.problem) for need in found.missing]
     root = Path(cache_dir or user_root())
     from tuning.compiling import TIMEOUT_S, jobs_of
@@ -188,13 +198,32 @@ def fix(
     if by == COMPILE:
         failed = _compile(named, found.target, root, how, tell)
     else:
-        cache = WatchedCache(root, found.target, tools.key, MEASURED if can_measure else PREDICTED)
+        cache = WatchedCache(root, found.target, tools.key, MEASURED if found.is_here else PREDICTED)
         with cache.held():
             done = tune(cache, named, how, lambda _, at, of: tell(at, of))
         failed = {pair: result for pair, result in done.items() if isinstance(result, str)}
     layers = _layers(cache_dir)
     again = tuple(_need(need.kernel, need.problem, found.target, layers, failed) for need in found.needs)
-    return Preflight(found.model, found.target, found.demand, again, found.notes)
+    return dataclasses.replace(found, needs=again)
+
+
+def require_fixable(found: Preflight, by: str) -> Toolkit:
+    """Refuse a :func:`fix` that could not do what is asked, before it begins; the compiler that it takes.
+
+    Raises:
+        InputError: the demand cannot be met in this way or here.
+        ToolchainMissing: no compiler is installed.
+    """
+    if found.cannot_fix:
+        raise InputError(f"{found.cannot_fix}; run it where the GPU is, or ask for less")
+    if found.demand == MEASURED and by == COMPILE:
+        raise InputError("--by compile measures nothing, and --need measured asks for that; leave --by out")
+    return require_toolkit()
+
+
+def _is_here(target: Target) -> bool:
+    at_hand = here()
+    return at_hand is not None and at_hand.key == target.key
 
 
 def _compile(named: Sequence[Named], target: Target, root: Path, how: How, tell: Progress) -> dict[Named, str]:

@@ -182,12 +182,41 @@ def test_a_demand_that_nobody_knows_is_named():
         rope(need="all")
 
 
-@needs_compiler
-def test_measured_records_cannot_be_made_where_the_gpu_is_not(model, capsys):
-    arguments = [model, "--gpu", "H200", "--tokens", "64", "--ops", "rope", "--need", "measured", "--fix"]
-    if dispatch.here() is None:
-        assert run(*arguments) == 2
-        assert "--need measured can be met by tuning on a H200 alone" in capsys.readouterr().err
+@pytest.mark.parametrize("at_hand", [None, H100])
+def test_where_the_gpu_is_not_what_must_be_measured_is_not_promised(at_hand, model, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(checks, "here", lambda: at_hand)
+    arguments = [model, "--gpu", "H200", "--tokens", "64", "--ops", "rope", "--need", "measured"]
+    reason = (
+        "no H200 is here, and --need measured asks for records that were timed on one: --fix cannot make them on this "
+        "machine"
+    )
+    assert run(*arguments) == 3
+    first, *_, last = capsys.readouterr().out.splitlines()
+    assert (first, last[:32]) == (reason, "2 lack; on a H200 --fix makes th")
+    assert run(*arguments, "--json") == 3
+    assert json.loads(capsys.readouterr().out)["cannot_fix"] == reason
+    for way in ([], ["--by", "compile"]):
+        assert run(*arguments, "--fix", *way) == 2
+        assert capsys.readouterr() == ("", f"tilekern.tune: {reason}; run it where the GPU is, or ask for less\n")
+    assert not (tmp_path / "cache").exists()
+
+
+def test_where_the_gpu_is_fix_is_promised_but_not_by_compiling(model, monkeypatch, capsys):
+    monkeypatch.setattr(checks, "here", lambda: H200)
+    arguments = [model, "--gpu", "H200", "--tokens", "64", "--ops", "rope", "--need", "measured"]
+    assert run(*arguments) == 3
+    said = capsys.readouterr().out
+    assert said.startswith(f"{model} on H200: 2 problems: ")
+    assert "2 lack; --fix makes them" in said
+    assert run(*arguments, "--fix", "--by", "compile") == 2
+    assert "--by compile measures nothing" in capsys.readouterr().err
+
+
+def test_what_any_record_serves_is_promised_on_every_machine(model, monkeypatch, capsys):
+    monkeypatch.setattr(checks, "here", lambda: None)
+    for need in ("served", "exact"):
+        assert run(model, "--gpu", "H200", "--tokens", "64", "--ops", "rope", "--need", need, "--json") == 3
+        assert json.loads(capsys.readouterr().out)["cannot_fix"] is None
 
 
 @needs_compiler

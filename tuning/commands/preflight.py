@@ -45,13 +45,14 @@ def command(
     """Say which records a job of MODEL will need, and which of them its caches have.
 
     MODEL is a preset (qwen3-8b), the path of a config.json or of a folder with one, or a hub id. Runs on any machine,
-    and writes nothing without --fix. Exit codes: 0 nothing lacks; 2 bad input; 3 something lacks, which is listed; 4
-    --fix found no compiler.
+    and writes nothing without --fix, which measures where the GPU is here, and elsewhere predicts. Exit codes: 0
+    nothing lacks; 2 bad input; 3 something lacks, which is listed; 4 --fix found no compiler.
 
     --json: model, target, need, complete (bool), counts (by state and by provenance), problems and missing: lists of
     kernel, problem, state (exact; nearest: another bucket's record serves; other_gpu: one of another GPU of the arch
     does; missing), provenance (measured, predicted, default), serving (the record's address), layer, stale (a record of
-    the very problem is there and an edit of the kernel made it stale), why (what --fix could not do); notes.
+    the very problem is there and an edit of the kernel made it stale), why (what --fix could not do); cannot_fix (why
+    --fix cannot make what lacks on this machine, or null); notes.
     """
     found = checks.preflight(
         model, counts(tokens, "--tokens", "2048,8192"), gpu=gpu, dtype=words(dtype, "--dtype"), tp=tp,
@@ -59,6 +60,7 @@ def command(
         ops=words(ops, "--ops") if ops is not None else known_ops(), need=need, cache_dir=cache_dir,
     )  # fmt: skip
     if fix and found.missing:
+        checks.require_fixable(found, by)
         with progress_bar("fix", quiet=as_json) as progress:
             found = checks.fix(
                 found, by, cache_dir=cache_dir, jobs=jobs, gpus=gpus, timeout_s=timeout_s, progress=progress
@@ -69,9 +71,13 @@ def command(
 
 
 def _told(found: checks.Preflight) -> str:
+    first = [found.cannot_fix] if found.cannot_fix else []
     numbers = ", ".join(f"{number} {name.replace('_', ' ')}" for name, number in found.counts().items() if number)
-    lines = [f"{found.model} on {found.target.name}: {len(found.needs)} problems: {numbers}", *found.notes]
+    lines = [*first, f"{found.model} on {found.target.name}: {len(found.needs)} problems: {numbers}", *found.notes]
     if not found.missing:
         return "\n".join([*lines, "nothing lacks"])
     lines += [f"lacking: {checks.line_of(need)}" for need in found.missing]
-    return "\n".join([*lines, f"{len(found.missing)} lack; --fix makes them, and so does python -m tilekern.tune"])
+    where = f"on a {found.target.name} " if found.cannot_fix else ""
+    return "\n".join(
+        [*lines, f"{len(found.missing)} lack; {where}--fix makes them, and so does python -m tilekern.tune"]
+    )
