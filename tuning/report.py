@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.table import Table
-
+from tuning.console import table_console, table_for
 from tuning.outcome import Outcome
 
 if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
     from tuning.estimating import Count, PlanReport
     from tuning.publishing import Winner
 
@@ -23,10 +24,13 @@ def print_report(done: Outcome | PlanReport) -> None:
 
 
 def _print_outcome(outcome: Outcome) -> None:
-    """The table of winners, where there are any, then one line for each stage and where the results lie."""
-    console = _console()
+    """The table of winners, where there are any, then one line for each stage and where the results lie.
+
+    Lines hold paths and commands: ``out`` never wraps them.
+    """
+    console = table_console()
     if outcome.winners:
-        console.print(_table(outcome))
+        console.print(_table(outcome, console))
     for stage, seconds in outcome.seconds.items():
         console.out(f"{stage}: {seconds:.1f} s{_details(outcome, stage)}", highlight=False)
     for note in outcome.notes:
@@ -40,10 +44,10 @@ def _print_outcome(outcome: Outcome) -> None:
 
 def _print_plan(report: PlanReport) -> None:
     """The table of problems, then what rules points out, then one line for each stage's time."""
-    console = _console()
-    console.print(_plan_table(report))
+    console = table_console()
+    console.print(_plan_table(report, console))
     if report.ruled_out():
-        console.print(_reasons(report))
+        console.print(_reasons(report, console))
     for stage, found in (("compile", report.compile), ("measure", report.measure)):
         console.out(f"{stage}: about {_duration(found.seconds)} ({found.basis})", highlight=False)
     for note in report.notes:
@@ -51,30 +55,25 @@ def _print_plan(report: PlanReport) -> None:
     console.out("a dry run: nothing was written", highlight=False)
 
 
-def _console() -> Console:
-    """For tables, whose width a pipe does not say. Lines hold paths and commands: ``out`` never wraps them."""
-    console = Console()
-    return console if console.is_terminal else Console(width=160)
-
-
 def _duration(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.1f} minutes"
 
 
-_COUNTS = ("space", "ruled out", "candidates", "artifacts", "compiled", "to measure", "measured")
+_PROBLEM = ("kernel", "problem")
+_COUNTS = (("space", "ruled out"), ("candidates",), ("artifacts", "compiled"), ("to measure", "measured"))
 
 
-def _plan_table(report: PlanReport) -> Table:
+def _plan_table(report: PlanReport, console: Console) -> Table:
     totals = report.totals()
-    table = Table(title=f"the plan of {report.model} on {report.target.name} ({report.target.arch})", show_footer=True)
-    table.add_column("kernel", "all", no_wrap=True)
-    table.add_column("problem", f"{totals['problems']} problems", overflow="fold")
     sums = ("space", "ruled_out", "candidates", "artifacts", "compiled", "to_measure", "settled")
-    for name, field in zip(_COUNTS, sums, strict=True):
-        table.add_column(name, str(totals[field]), justify="right", no_wrap=True)
-    for item in report.counts:
-        table.add_row(*_plan_row(item))
-    return table
+    return table_for(
+        console,
+        f"the plan of {report.model} on {report.target.name} ({report.target.arch})",
+        [_PROBLEM, *_COUNTS],
+        map(_plan_row, report.counts),
+        [name for group in _COUNTS for name in group],
+        ["all", f"{totals['problems']} problems", *(str(totals[field]) for field in sums)],
+    )
 
 
 def _plan_row(item: Count) -> list[str]:
@@ -83,26 +82,15 @@ def _plan_row(item: Count) -> list[str]:
     return [item.kernel, " ".join(map(str, item.problem.values())), *map(str, numbers)]
 
 
-def _reasons(report: PlanReport) -> Table:
-    table = Table(title="ruled out")
-    table.add_column("kernel", no_wrap=True)
-    table.add_column("points", justify="right")
-    table.add_column("because", overflow="fold")
-    for (kernel, reason), number in report.ruled_out().items():
-        table.add_row(kernel, str(number), reason)
-    return table
+def _reasons(report: PlanReport, console: Console) -> Table:
+    rows = [(kernel, str(number), reason) for (kernel, reason), number in report.ruled_out().items()]
+    return table_for(console, "ruled out", [["kernel"], ["points"], ["because"]], rows, ["points"])
 
 
-def _table(outcome: Outcome) -> Table:
-    table = Table(title=f"{outcome.model} on {outcome.target.name} ({outcome.target.arch}), {outcome.toolkit['key']}")
-    for name in ("kernel", "problem", "config"):
-        table.add_column(name, overflow="fold")
-    for name in ("time, us", "of a copy", "gain"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("how")
-    for winner in outcome.winners:
-        table.add_row(*_row(winner))
-    return table
+def _table(outcome: Outcome, console: Console) -> Table:
+    title = f"{outcome.model} on {outcome.target.name} ({outcome.target.arch}), {outcome.toolkit['key']}"
+    columns = [_PROBLEM, ["config"], ["time, us", "of a copy"], ["gain", "how"]]
+    return table_for(console, title, columns, map(_row, outcome.winners), ["time, us", "of a copy", "gain"])
 
 
 def _row(winner: Winner) -> list[str]:

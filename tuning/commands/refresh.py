@@ -9,11 +9,9 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
-from rich.console import Console
-from rich.table import Table
 
 from tilekern.cache import FolderLayer, Layer, PackLayer, Store, default_layers, user_root
 from tilekern.cache.packs import Pack
@@ -21,6 +19,7 @@ from tilekern.errors import InputError
 from tilekern.targets import Target, here, resolve
 from tilekern.toolchain import toolkit
 from tuning.compiling import TIMEOUT_S, compile_all, jobs_of, wanted
+from tuning.console import table_console, table_for
 from tuning.executors.local import LocalExecutor
 from tuning.gpu import describe_gpu
 from tuning.measuring import measure_all
@@ -29,6 +28,10 @@ from tuning.progress import progress_bar
 from tuning.publishing import keep_winners
 from tuning.quarantine import shared
 from tuning.refreshing import Change, Refresh, Survey, stale_json, survey
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
 
 _FOLDER = Folder()
 NO_TOOLKIT = {"key": "none", "tileiras": "none", "cuda_tile": "none"}
@@ -172,11 +175,9 @@ def _run(refresh: Refresh, outcome: Outcome, store: Store, jobs: int | None, *, 
 
 
 def _print(outcome: Outcome) -> None:
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=160)
+    console = table_console()
     if outcome.changes:
-        console.print(_table(outcome))
+        console.print(_table(outcome, console))
         kept = sum(change.unchanged for change in outcome.changes)
         lost = sum(change.after is None for change in outcome.changes)
         console.out(
@@ -191,15 +192,13 @@ def _print(outcome: Outcome) -> None:
         console.out(f"needs a whole tune: {stale['kernel']} {named}: {stale['reason']}", highlight=False)
 
 
-def _table(outcome: Outcome) -> Table:
-    table = Table(title=f"{outcome.target.name}, {outcome.toolkit or 'no toolkit here'}, driver {outcome.driver}")
-    for name in ("kernel", "problem", "old winner", "new winner"):
-        table.add_column(name, overflow="fold")
-    for name in ("then, us", "it now, us", "new, us", "change"):
-        table.add_column(name, justify="right")
-    for change in outcome.changes:
-        table.add_row(*_row(change))
-    return table
+_TIMES = (("then, us", "it now, us"), ("new, us", "change"))
+
+
+def _table(outcome: Outcome, console: Console) -> Table:
+    title = f"{outcome.target.name}, {outcome.toolkit or 'no toolkit here'}, driver {outcome.driver}"
+    columns = [["kernel", "problem"], ["old winner", "new winner"], *_TIMES]
+    return table_for(console, title, columns, map(_row, outcome.changes), [name for group in _TIMES for name in group])
 
 
 def _row(change: Change) -> list[str]:

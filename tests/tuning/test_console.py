@@ -1,0 +1,135 @@
+"""Tables of the tuner as people see them: as wide as the terminal or COLUMNS says, with everything in them."""
+
+import os
+import pty
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tilekern.kernels import spec_named
+from tilekern.records import record_of
+from tilekern.targets import resolve
+from tuning.commands import refresh
+from tuning.console import table_console, table_for
+from tuning.models import find_model
+from tuning.plan import plan
+from tuning.refreshing import Change
+
+ROOT = Path(__file__).parents[2]
+TOOLS = {"key": "tileiras-13.4.92-cuda_tile-1.7.0", "tileiras": "13.4.92", "cuda_tile": "1.7.0"}
+OPS = ["rope", "swiglu", "attention"]
+DRY = ["-m", "tilekern.tune", "qwen3-0.6b", "--gpu", "B200", "--ops", ",".join(OPS), "--tokens", "512", "--dry-run"]
+
+
+def environment(tmp_path, **more):
+    kept = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+    return kept | {"PYTHONPATH": str(ROOT), "TILEKERN_CACHE_DIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""} | more
+
+
+def in_a_pipe(tmp_path, **env):
+    ran = subprocess.run(
+        [sys.executable, *DRY], env=environment(tmp_path, **env), capture_output=True, text=True, check=True
+    )
+    return tables(ran.stdout)
+
+
+def in_a_terminal(tmp_path, columns, **env):
+    """What is printed where all streams are a terminal of that width."""
+    parent, child = pty.openpty()
+    subprocess.run(["stty", "cols", str(columns)], stdin=child, check=True)
+    with subprocess.Popen(
+        [sys.executable, *DRY], env=environment(tmp_path, **env), stdin=child, stdout=child, stderr=child
+    ):
+        os.close(child)
+        text = b""
+        while part := read(parent):
+            text += part
+    os.close(parent)
+    return tables(re.sub("\x1b\\[[0-9;]*m", "", text.decode()).replace("\r\n", "\n"))
+
+
+def read(terminal):
+    try:
+        return os.read(terminal, 2**16)
+    except OSError:  # its other end is closed
+        return b""
+
+
+def tables(text):
+    """The lines of the tables alone: others hold paths and commands, and are never broken."""
+    return [line for line in text.splitlines() if line[:1] in "┏┃┡│├└"]
+
+
+def cells(lines):
+    """What stands in the first columns of a table's rows, put together again."""
+    return " ".join(" ".join(re.split("[│┃]", line)[1:3]) for line in lines if line[0] in "│┃").split()
+
+
+@pytest.mark.parametrize("columns", [80, 120, 200])
+def test_a_pipe_is_as_wide_as_columns_says(tmp_path, columns):
+    lines = in_a_pipe(tmp_path, COLUMNS=str(columns))
+    widest = max(map(len, lines))
+    assert widest <= columns
+    assert widest > {80: 70, 120: 110, 200: 160}[columns]
+    found = " ".join(cells(lines))
+    for kernel, problem in plan(find_model("qwen3-0.6b"), [512], ["bfloat16"], OPS, resolve("B200")):
+        assert kernel in found
+        if columns != 80:
+            assert " ".join(map(str, problem.values())) in found
+    assert "…" not in "".join(lines)
+
+
+def test_a_pipe_without_columns_has_160_whatever_terminal_the_errors_go_to(tmp_path):
+    assert max(map(len, in_a_pipe(tmp_path))) == 160
+
+
+@pytest.mark.parametrize("term", ["xterm-256color", "dumb"])
+def test_a_terminal_has_its_own_width_unless_columns_says_another(tmp_path, term):
+    assert max(map(len, in_a_terminal(tmp_path, 100, TERM=term))) == 100
+    assert max(map(len, in_a_terminal(tmp_path, 100, TERM=term, COLUMNS="90"))) == 90
+
+
+def shown(columns, monkeypatch, capsys, table):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    console = table_console()
+    console.print(table(console))
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= columns
+    return lines
+
+
+def test_what_belongs_together_is_stacked_where_it_is_narrow(monkeypatch, capsys):
+    rows = [["swiglu_backward_remake", "512 3072 bfloat16", "17.5", "33 %"]]
+    groups = [["kernel", "problem"], ["time, us", "of a copy"]]
+
+    def table(console):
+        return table_for(console, "title", groups, rows, ["time, us", "of a copy"], ["all", "1 problem", "17.5", ""])
+
+    narrow = [line.split("│")[1:3] for line in shown(80, monkeypatch, capsys, table) if line.startswith("│")]
+    assert narrow == [
+        [" swiglu_backward_remake ", "      17.5 "],
+        [" 512 3072 bfloat16      ", "      33 % "],
+        [" all                    ", "      17.5 "],
+        [" 1 problem              ", "           "],
+    ]
+    wide = [line.split("│")[1:-1] for line in shown(200, monkeypatch, capsys, table) if line.startswith("│")]
+    assert [[cell.strip() for cell in row] for row in wide] == [*rows, ["all", "1 problem", "17.5", ""]]
+
+
+@pytest.mark.parametrize("columns", [80, 120, 200])
+def test_the_table_of_a_refresh_fits(columns, monkeypatch, capsys):
+    spec, h200 = spec_named("swiglu_backward_remake"), resolve("H200")
+    problem = spec.problem(rows=8192, columns=12288, dtype="bfloat16")
+    record = record_of(
+        spec, problem, spec.default(problem, h200), h200, TOOLS, {}, "measured", measurement={"median_us": 100.125}
+    )
+    changes = [Change(record, record, 99.75, ""), Change(record, None, None, "its check failed")]
+    outcome = refresh.Outcome(h200, TOOLS["key"], "580.159", changes=changes)
+    lines = shown(columns, monkeypatch, capsys, lambda console: refresh._table(outcome, console))
+    body = [line.split("│")[1:-1] for line in lines if line.startswith("│")]
+    text = " ".join("".join(row[at].strip() for row in body) for at in range(len(body[0])))
+    for word in (spec.name, "12288", "the same", "none", "100.1", "99.8", "check", "0.0 %"):
+        assert word in text, text
