@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from tilekern.cache import Artifact, Record, Store
+from tilekern.cache import SCHEMA, Artifact, Record, Store
 from tilekern.kernels import spec_named
 from tilekern.source import digest_of_module
 from tilekern.targets import resolve
@@ -28,6 +28,7 @@ def _record(number: int, digest: str) -> Record:
     config = dict(spec.default(problem, target))
     artifact = Artifact(digest, len(_BLOB), "none", config, [], {"registers": 64, "spill_bytes": 0})
     return Record(
+        schema=SCHEMA,
         kernel=spec.name, module=spec.module, problem=dict(problem), target=target.describe(),
         toolkit={"key": "made-up", "tileiras": "0", "cuda_tile": "0"}, source_digest=digest_of_module(spec.module),
         provenance="default", config=config, artifacts={"aligned": artifact, "generic": artifact}, measurement=None,

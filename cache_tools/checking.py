@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import marshal
-import math
 import os
 import re
-import struct
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -23,7 +20,6 @@ from tilekern.cache import (
     Entry,
     Missing,
     Pack,
-    Record,
     Store,
     UnknownSchema,
     Untrusted,
@@ -33,8 +29,6 @@ from tilekern.cache.exposure import others_may_write, require_unshared, require_
 from tilekern.cache.files import identity_of
 from tilekern.cache.trust import must_be_signed
 
-# As marshal writes it, but for the sign.
-_INFINITE = struct.pack("<d", math.inf)[:-1]
 # How many files are named beside a reason that holds for more.
 _NAMED = 3
 _VARYING = re.compile(r"\b[0-9a-f]{64}\b|\b[0-9]+\b")
@@ -70,8 +64,6 @@ class _Seen:
             else:
                 self.bad.append(_fault(path, str(entry.problem)))
             return
-        if problem := _beyond_bounds(entry.record):
-            self.bad.append(_fault(path, problem))
         sizes = tuple(sorted({(one.sha256, one.size) for one in entry.record.artifacts.values()}))
         self.records[path] = _Kept(entry.identity, sizes)
         stale = is_stale(entry.record)
@@ -156,24 +148,6 @@ def _is_still(path: str, identity: tuple[int, int, int] | None) -> bool:
         return False
     except OSError:
         return True
-
-
-def _beyond_bounds(record: Record) -> str | None:
-    """What is wrong with a record that holds a number too large for a float (``1e999``), which a lookup reads over."""
-    artifacts = [(one.config, one.assumptions, one.resources) for one in record.artifacts.values()]
-    parts = (record.problem, record.target, record.toolkit, record.config, artifacts)
-    timed = (record.measurement, record.prediction, record.check, record.runners_up)
-    try:
-        # An infinite number among others, in a tenth of the time that JSON takes; a large integer may look like one.
-        if _INFINITE not in marshal.dumps((parts, timed)):
-            return None
-    except ValueError:
-        pass  # nested too deeply
-    try:
-        record.to_json()
-    except CacheError as error:
-        return str(error)
-    return None
 
 
 def _refused(check: Callable[[], None]) -> str | None:

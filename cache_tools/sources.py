@@ -20,7 +20,7 @@ from tilekern.cache import (
     Where,
     default_layers,
 )
-from tilekern.cache.outlines import outline_of
+from tilekern.cache.entries import listed
 from tilekern.cache.packs import Pack
 from tilekern.cache.places import USER
 
@@ -42,13 +42,8 @@ class Source:
         return self.place.entries(where) if isinstance(self.place, Store) else _entries_of(self.place, where)
 
     def outlines(self, where: Where | None = None) -> Iterator[Listed]:
-        """Every record's outline, as :meth:`tilekern.cache.Store.outlines` gives them."""
-        if isinstance(self.place, Store):
-            yield from self.place.outlines(where)
-            return
-        for entry in _entries_of(self.place, where):
-            outline = outline_of(entry.record) if entry.record else None
-            yield Listed(entry.path, entry.address, outline, entry.problem, entry.size_bytes, entry.modified)
+        """The same, of each record what a list needs."""
+        return map(listed, self.entries(where))
 
     def read_blob(self, sha256: str) -> bytes:
         """A blob's bytes, checked; raises CacheError."""

@@ -4,9 +4,9 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
+from msgspec.structs import replace
 from one_record import H200, PROBLEM, SPEC
 
 from tilekern import cache

@@ -17,10 +17,10 @@ import shutil
 import sys
 import time
 import warnings
-from dataclasses import replace
 from pathlib import Path
 
 import torch
+from msgspec.structs import replace
 from one_record import GPU, SPEC
 
 import tilekern

@@ -1,11 +1,11 @@
 """What a call finds in a real cache for a GPU that is not here, and what happens where it finds nothing."""
 
-import dataclasses
 import json
 import shutil
 import warnings
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from one_record import GPU, H200, PROBLEM, SIZES, SPEC
@@ -150,7 +150,7 @@ def test_another_arch_exact_size_or_dtype_does_not_serve(filled, no_compiler, mo
 
 def test_a_record_of_another_source_is_a_miss(filled, no_compiler):
     path = record_of(filled)
-    path.write_text(dataclasses.replace(cache.Record.from_json(path.read_text()), source_digest="0" * 64).to_json())
+    path.write_text(msgspec.structs.replace(cache.Record.from_json(path.read_text()), source_digest="0" * 64).to_json())
     dispatch.set_miss_policy("error")
     with pytest.raises(CacheMiss):
         dispatch.plan_for(SPEC, GPU, *SIZES)
@@ -182,7 +182,7 @@ def test_a_miss_compiles_the_default_and_keeps_it(root):
 
 def test_a_winner_that_was_published_while_the_default_compiled_stays(filled):
     (entry,) = cache.Store(filled).entries()
-    measured = dataclasses.replace(entry.record, provenance="measured", measurement={"median_us": 1.0})
+    measured = msgspec.structs.replace(entry.record, provenance="measured", measurement={"median_us": 1.0})
     cache.Store(filled).write(measured, {})
     dispatch.compile_default(SPEC, PROBLEM, H200)
     (entry,) = cache.Store(filled).entries()

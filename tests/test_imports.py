@@ -57,7 +57,7 @@ MAY_IMPORT = {
 # `from tilekern import __version__` and the like are attributes of the package, not files of a room.
 ATTRIBUTES = {"tilekern.__version__"}
 COMPILING = re.compile(r"\bexport_kernel\(|cuda\.tile\._compile|--gpu-name")
-CACHE_NEEDS = {"filelock", "platformdirs", "tilekern"}
+CACHE_NEEDS = {"filelock", "msgspec", "platformdirs", "tilekern"}
 # What one file of the cache imports inside functions, from an extra.
 CACHE_EXTRAS = {"tilekern.cache.signing": {"cryptography"}}
 
@@ -132,7 +132,7 @@ def test_tools_use_neither_the_ops_nor_the_patches(module):
 
 
 @pytest.mark.parametrize("module", [name for name in MODULES if under(name, ["tilekern.cache"])])
-def test_the_cache_needs_the_standard_library_alone(module):
+def test_the_cache_needs_the_standard_library_and_a_parser_alone(module):
     for name in imports(MODULES[module]):
         top = name.partition(".")[0]
         known = top in sys.stdlib_module_names or top in CACHE_NEEDS | CACHE_EXTRAS.get(module, set())

@@ -9,11 +9,11 @@ import sys
 import threading
 import time
 import warnings
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from msgspec.structs import replace
 from one_record import GPU, H200, PROBLEM, SIZES, SPEC
 
 from tilekern import cache, dispatch, provisional, toolchain

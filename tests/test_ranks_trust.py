@@ -4,18 +4,19 @@ Real processes with gloo throughout; each situation says what a rank that cannot
 """
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import subprocess
 import sys
 import zlib
-from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from one_record import H200, PROBLEM
 from rank_jobs import DEFAULT, OTHER, environment, fill, go_through, record
 from torch.distributed import TCPStore
@@ -319,7 +320,7 @@ def attacked(tmp_path):
 def keys_of_the_attack(held, places):
     """What ranks took out of the store before: rank 1 is told that it differs, and given these records."""
     target = {
-        "groups": {"sm_90": {"leader": 0, "differ": [1], "target": asdict(H200), "policy": "fallback"}},
+        "groups": {"sm_90": {"leader": 0, "differ": [1], "target": dataclasses.asdict(H200), "policy": "fallback"}},
         "notes": [],
     }
     blobs = {digest: data for one in held for digest, data in one.blobs.items()}
@@ -414,7 +415,9 @@ def test_a_record_stands_where_it_says_and_no_two_stand_at_one_place(compiled):
             snapshot.read_record(H200.key, held.record.toolkit["key"], *held.place[1:2], held.record.problem)
             == held.record
         )
-    assert Snapshot([replace(one, signatures={"a.sig": b"1", "b.sig": b"2"})]).signatures("a") == {"a.sig": b"1"}
+    assert Snapshot([dataclasses.replace(one, signatures={"a.sig": b"1", "b.sig": b"2"})]).signatures("a") == {
+        "a.sig": b"1"
+    }
     with pytest.raises(cache.Corrupt, match="there are two records of swiglu_forward for rows=64,columns=48"):
         Snapshot([one, Held(*record(compiled, config=OTHER), {})])
     with pytest.raises(cache.Missing, match="1 of 2 records did not come along"):

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tilekern import __version__
-from tilekern.cache import Artifact, Record
+from tilekern.cache import SCHEMA, Artifact, Record
 from tilekern.cubin import read_resources
 from tilekern.source import digest_of_module
 from tilekern.spec import ALIGNED, GENERIC, Config, KernelSpec, Problem
@@ -36,6 +36,7 @@ def record_of(
 ) -> Record:  # fmt: skip
     """The record of a problem's winner, stamped with today's source digest and the time."""
     return Record(
+        schema=SCHEMA,
         kernel=spec.name,
         module=spec.module,
         problem=dict(problem),

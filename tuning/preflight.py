@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from tilekern.cache import CacheError, Hit, Layer, Store, default_layers, problem_key, user_root
 from tilekern.dispatch import find
 from tilekern.errors import InputError
@@ -240,7 +242,7 @@ def _compile(named: Sequence[Named], target: Target, root: Path, how: How, tell:
     made = set()
     for winner, blobs in winners(sweep, tools.describe()):
         # Nothing was chosen: the only candidate is the heuristic's.
-        store.write(dataclasses.replace(winner.record, provenance="default", prediction=None, runners_up=[]), blobs)
+        store.write(msgspec.structs.replace(winner.record, provenance="default", prediction=None, runners_up=[]), blobs)
         made.add((winner.kernel, winner.problem))
     return {pair: why_not(sweep, *pair) for pair in named if pair not in made}
 

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tilekern.cache import Artifact, Hit, Layer, Record, lookup
+from tilekern.cache import SCHEMA, Artifact, Hit, Layer, Record, lookup
 from tilekern.cache.keys import Value
 
 KERNEL, SOURCE = "sample", hashlib.sha256(b"source").hexdigest()
@@ -36,8 +36,8 @@ def sample(number: int, version: int, size_bytes: int = 6000, **changes: Any) ->
         artifacts[variant] = Artifact(digest, len(data), "sample_kernel", {"occupancy": 4}, [{"base": 16}], resources)
         blobs[digest] = data
     fields: dict[str, Any] = {
-        "kernel": KERNEL, "module": "tilekern.kernels.sample", "problem": problem(number), "target": dict(TARGET),
-        "toolkit": dict(TOOLKIT), "source_digest": SOURCE, "provenance": "measured",
+        "schema": SCHEMA, "kernel": KERNEL, "module": "tilekern.kernels.sample", "problem": problem(number),
+        "target": dict(TARGET), "toolkit": dict(TOOLKIT), "source_digest": SOURCE, "provenance": "measured",
         "config": {"occupancy": 4, "version": version}, "artifacts": artifacts,
         "measurement": {"median_us": 37.8 + number, "default_us": 124.0, "spread_us": 0.4},
         "prediction": {"time_us": 40.0}, "check": {"relative": 0.001},

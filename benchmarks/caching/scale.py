@@ -12,9 +12,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from msgspec.structs import replace
 
 from benchmarks.caching.samples import TARGET, TOOLKIT, content, problem, sample
 from benchmarks.environment import NO_GPU, ROOT, facts

@@ -9,10 +9,10 @@ import json
 import shutil
 import sys
 import warnings
-from dataclasses import replace
 from pathlib import Path
 
 import atheris
+from msgspec.structs import replace
 
 with atheris.instrument_imports(include=["tilekern.cache", "cache_tools.pulled"]):
     from cache_tools.pulled import was_pulled

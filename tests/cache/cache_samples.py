@@ -8,11 +8,12 @@ import json
 import os
 import random
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tilekern.cache import Artifact, CacheError, Record, Store, lookup
+from msgspec.structs import replace
+
+from tilekern.cache import SCHEMA, Artifact, CacheError, Record, Store, lookup
 
 SOURCE = hashlib.sha256(b"source").hexdigest()
 H200 = {"key": "sm_90-h200-132", "name": "H200", "arch": "sm_90", "sm_count": 132}
@@ -42,6 +43,7 @@ def make(*contents: bytes, **changes: Any) -> tuple[Record, dict[str, bytes]]:
     contents = contents or (b"aligned" * 500, b"generic" * 500)
     artifacts = {name: artifact(data) for name, data in zip(("aligned", "generic"), contents, strict=False)}
     record = Record(
+        schema=SCHEMA,
         kernel="rms_norm",
         module="tilekern.kernels.rms_norm",
         problem=dict(PROBLEM),

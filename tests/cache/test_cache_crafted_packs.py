@@ -10,10 +10,10 @@ import struct
 import warnings
 import zipfile
 import zlib
-from dataclasses import replace
 
 import pytest
 from cache_samples import find, make
+from msgspec.structs import replace
 
 from tilekern.cache import CacheError, Corrupt, PackLayer, Store, archives, install_pack, write_pack
 

@@ -5,12 +5,12 @@ import stat
 import uuid
 import warnings
 import zipfile
-from dataclasses import replace
 
 import pytest
 from cache_samples import PROBLEM, find, make, outcome, put
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from tilekern.cache import CacheError, Corrupt, PackLayer, Store, UnknownSchema, install_pack, write_pack
 

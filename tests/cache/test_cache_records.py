@@ -1,12 +1,14 @@
+import hashlib
 import json
-from dataclasses import replace
 
 import pytest
 from cache_samples import changed, make, outcome, sealed
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from tilekern.cache import CacheError, Corrupt, Record, UnknownSchema
+from tilekern.cache.records import decode_record
 
 RECORD, _ = make()
 TEXT = RECORD.to_json()
@@ -25,7 +27,7 @@ def test_a_record_reads_back_as_it_was():
         ({"kernel": "../x"}, "kernel"),
         ({"kernel": 3}, "kernel"),
         ({"module": "a b"}, "module"),
-        ({"problem": {"rows": 1.5}}, "rows"),
+        ({"problem": {"rows": 1.5}}, "problem"),
         ({"problem": {}}, "dimension"),
         ({"target": {"key": "sm_90-h200-132"}}, "target"),
         ({"target": {}}, "target"),
@@ -34,8 +36,8 @@ def test_a_record_reads_back_as_it_was():
         ({"provenance": "guessed"}, "provenance"),
         ({"measurement": None}, "measurement"),
         ({"measurement": []}, "measurement"),
-        ({"artifacts": {"aligned": {}}}, "aligned"),
-        ({"artifacts": {"aligned": 1}}, "aligned"),
+        ({"artifacts": {"aligned": {}}}, "artifacts"),
+        ({"artifacts": {"aligned": 1}}, "artifacts"),
         ({"artifacts": {"../a": json.loads(TEXT)["artifacts"]["aligned"]}}, "variant"),
         ({"candidates": -1}, "candidates"),
         ({"candidates": True}, "candidates"),
@@ -46,7 +48,8 @@ def test_a_record_reads_back_as_it_was():
         ({"extra": 1}, "extra"),
         ({"schema": "1"}, "schema"),
         ({"schema": None}, "schema"),
-        ({"created_by": "\ud800"}, "surrogates"),
+        ({"created_by": "\ud800"}, "not valid JSON"),
+        ({"created_by": "\ud800 and more"}, "not valid JSON"),
     ],
 )
 def test_a_field_that_is_wrong_is_named(changes, named):
@@ -61,10 +64,57 @@ def test_what_is_no_json_object_is_corrupt(text):
         Record.from_json(text)
 
 
-@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity"])
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "-1e999", "01", "1" * 5000, "0x10"])
 def test_what_is_no_number_is_corrupt(number):
-    with pytest.raises(Corrupt, match="is no number"):
+    with pytest.raises(Corrupt) as caught:
         Record.from_json(sealed(TEXT.replace("37.8", number)))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("number", [str(2**63), str(2**64), str(10**30), "-1e-300", "37.80000000000001"])
+def test_a_number_reads_back_as_it_was_whatever_its_size(number):
+    text = sealed(TEXT.replace("37.8,", f"{number},"))
+    assert Record.from_json(text).to_json() == text
+
+
+@pytest.mark.parametrize("depth", [1_000, 100_000])
+def test_deep_nesting_is_corrupt_or_read_and_never_a_crash(depth):
+    text = sealed(TEXT.replace("37.8,", f"{'[' * depth}{']' * depth},"))
+    assert outcome(lambda: Record.from_json(text))[1].startswith("not valid JSON: maximum recursion depth exceeded")
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"size": 3500', '"size": 3500.0'),
+        ('"size": 3500', '"size": true'),
+        ('"size": 3500', '"size": -1'),
+        ('"size": 3500', '"size": 268435457'),
+        ('"size": 3500', '"length": 3500'),
+        ('"sha256": "', '"sha256": "A'),
+        ('"symbol": "rms_norm_kernel"', '"symbol": null'),
+        ('"aligned": {', '"aligned": {"more": 1,'),
+        ('"candidates": 24', '"candidates": 24.5'),
+        ('"created_by": "', '"created_by": "\x00'),
+        ('"created_by": "', '"created_by": "\udc80'),
+        ('"schema": 2', '"schema": 2, /* a comment */ "x": 1'),
+        ('"schema": 2', '"schema": 0'),
+        ('{\n "schema"', '\ufeff{\n "schema"'),
+    ],
+)
+def test_a_hostile_text_is_refused_in_one_line(old, new):
+    text = TEXT.replace(old, new, 1)
+    assert text != TEXT
+    contents = text[: text.rindex(',\n "sha256": ')].encode(errors="surrogateescape")
+    data = contents + f',\n "sha256": "{hashlib.sha256(contents).hexdigest()}"\n}}\n'.encode()
+    with pytest.raises(Corrupt) as caught:
+        decode_record(data, RECORD.address)
+    assert "\n" not in str(caught.value)
+
+
+def test_of_a_field_that_stands_twice_the_last_counts():
+    text = sealed(TEXT.replace('"candidates": 24', '"candidates": 1,\n "candidates": 24'))
+    assert Record.from_json(text) == RECORD
 
 
 def test_another_schema_is_told_apart_from_corruption():

@@ -7,11 +7,11 @@ import subprocess
 import sys
 import time
 import warnings
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from cache_samples import PROBLEM, blob_file, files_of, find, make, put, sealed
+from msgspec.structs import replace
 
 from tilekern.cache import (
     CacheError,

@@ -219,15 +219,14 @@ def test_the_bytes_of_a_record_arrive_as_they_were(pack, tmp_path):
     assert (tmp_path / "again.pack").read_bytes() == pack.read_bytes()
 
 
-@pytest.mark.parametrize("listing", [Store.entries, Store.outlines])
-def test_whoever_lists_a_cache_finishes_what_a_killed_unpack_had_made_whole(cache, listing):
+def test_whoever_lists_a_cache_finishes_what_a_killed_unpack_had_made_whole(cache):
     record, blobs = make(b"killed", problem={**PROBLEM, "rows": 3})
     other = Store(cache.parent / "other")
     data = other.write(record, blobs).read_bytes()
     with Incoming(cache) as incoming:
         incoming.add({record.address.path: data, **{blob_path(name): blob for name, blob in blobs.items()}})
         os.rename(incoming._growing, incoming._whole)
-    assert record.address in [entry.address for entry in listing(Store(cache))]
+    assert record.address in [entry.address for entry in Store(cache).entries()]
 
 
 def test_what_is_on_its_way_is_no_record_and_keeps_its_blobs(cache):

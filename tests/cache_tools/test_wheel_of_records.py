@@ -10,6 +10,7 @@ import zipfile
 from email import message_from_bytes
 from pathlib import Path
 
+import msgspec
 import pytest
 from cache_samples import H200, PROBLEM, SOURCE, put
 from ship_samples import Commands, make_pack, sha256
@@ -49,7 +50,9 @@ def make(cli, cache, tmp_path):
 
 def run(*command):
     env = {k: v for k, v in os.environ.items() if not k.startswith(("TILEKERN_", "PYTHON", "PIP_"))}
-    env |= {"PYTHONPATH": str(ROOT), "TILEKERN_CACHE_DIR": "nowhere", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    # A new environment has nothing of what the cache needs; msgspec stands where the tests' own Python has it.
+    needed = os.pathsep.join([str(ROOT), str(Path(msgspec.__file__).parents[1])])
+    env |= {"PYTHONPATH": needed, "TILEKERN_CACHE_DIR": "nowhere", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
     ran = subprocess.run([str(part) for part in command], env=env, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
     return ran.stdout.strip()

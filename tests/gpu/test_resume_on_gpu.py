@@ -1,6 +1,5 @@
 """On the GPU: a measure stage that is killed goes on, and old winners are timed again after an upgrade."""
 
-import dataclasses
 import json
 import os
 import random
@@ -11,6 +10,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import msgspec
 import pytest
 from tuner_process import clean_environment
 
@@ -83,7 +83,7 @@ def test_an_older_toolkit_s_winners_are_timed_again(killed: Path, tmp_path: Path
     for entry in Store(killed / "cache").entries():
         blobs = {digest: Store(killed / "cache").read_blob(digest) for digest in entry.record.digests}
         old[entry.address.problem_key] = entry.record
-        store.write(dataclasses.replace(entry.record, toolkit=OLD), blobs)
+        store.write(msgspec.structs.replace(entry.record, toolkit=OLD), blobs)
     said = finish(start(tmp_path, "refresh"))
     assert len(said["changes"]) == len(old)
     for change in said["changes"]:

@@ -1,6 +1,5 @@
 """Old winners timed again: a real cache's records of another toolkit or driver, compiled anew, timed from a record."""
 
-import dataclasses
 import json
 import os
 import shlex
@@ -9,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 from recorded import GPU, RecordedExecutor, times
 from tuning_samples import SMALL
@@ -55,7 +55,7 @@ def fill(measured, tmp_path):
         store = Store(tmp_path / place)
         for record, blobs in measured[records]:
             measurement = record.measurement | {"driver": driver}
-            store.write(dataclasses.replace(record, measurement=measurement, **changes), blobs)
+            store.write(msgspec.structs.replace(record, measurement=measurement, **changes), blobs)
         return store
 
     return write
@@ -170,7 +170,7 @@ def test_configs_that_are_in_the_space_no_more_are_left_out(fill, tmp_path):
 
 
 def test_a_pack_s_records_are_timed_into_the_cache(measured, tune, tmp_path):
-    changed = [(dataclasses.replace(record, toolkit=OLD), blobs) for record, blobs in measured]
+    changed = [(msgspec.structs.replace(record, toolkit=OLD), blobs) for record, blobs in measured]
     write_pack(tmp_path / "old.pack", changed)
     said = tune("--pack", str(tmp_path / "old.pack"), executor=RecordedExecutor())
     assert len(said["changes"]) == 3
@@ -183,7 +183,7 @@ def test_installed_packs_that_another_toolkit_made_are_offered(measured, fill, t
     """Who is served by them alone is told of them, until the cache has newer records of the same."""
     packs = [tmp_path / name for name in ("the old.pack", "today.pack")]
     for path, made_by in zip(packs, (OLD, toolkit().describe()), strict=True):
-        write_pack(path, [(dataclasses.replace(record, toolkit=made_by), blobs) for record, blobs in measured[:2]])
+        write_pack(path, [(msgspec.structs.replace(record, toolkit=made_by), blobs) for record, blobs in measured[:2]])
     installed = [FolderLayer(tmp_path / "cache", "user"), *map(PackLayer, packs[:1])]
     monkeypatch.setattr(command, "default_layers", lambda **_: installed)
     nothing, offer = tune(executor=RecordedExecutor())["notes"]

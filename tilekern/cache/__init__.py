@@ -1,15 +1,15 @@
 """The cache of tuned kernels: keys, records, the store, layers, packs, the lookup and the wanted list.
 
-Needs the standard library and platformdirs alone, so that a cache can be read where neither torch nor a compiler is.
+Needs the standard library, msgspec and platformdirs alone, so that a cache can be read where neither torch nor a
+compiler is.
 """
 
-from tilekern.cache.entries import BlobFile, Entry, Garbage, Listed, Where
+from tilekern.cache.entries import BlobFile, Entry, Garbage, Listed, Outline, Where
 from tilekern.cache.errors import CacheError, Corrupt, Missing, MissingRecord, UnknownSchema, Untrusted
 from tilekern.cache.installing import has_better, install_pack
 from tilekern.cache.keys import Address, parse_problem_key, problem_key
 from tilekern.cache.layers import FolderLayer, Layer
 from tilekern.cache.lookup import Hit, Step, by_preference, lookup, skipped
-from tilekern.cache.outlines import Outline
 from tilekern.cache.pack_layers import PackLayer
 from tilekern.cache.packs import PACK_SUFFIX, Pack, checked_contents
 from tilekern.cache.places import default_layers, user_root

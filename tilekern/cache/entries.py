@@ -8,12 +8,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tilekern.cache.errors import CacheError, UnknownSchema
 from tilekern.cache.files import identity_of
-from tilekern.cache.keys import Address
-from tilekern.cache.outlines import Outline
+from tilekern.cache.keys import Address, Value
 from tilekern.cache.records import Record
 
 Where = Callable[[tuple[str, ...]], bool]
@@ -50,6 +49,19 @@ class Entry:
     used: float
     identity: tuple[int, int, int] | None
     is_folder: bool = False
+
+
+class Outline(NamedTuple):
+    """What a list says of a record, so little that a hundred thousand are no burden; fields as of :class:`Record`."""
+
+    address: Address
+    problem: dict[str, Value]
+    module: str
+    source_digest: str
+    provenance: str
+    measurement: dict[str, Any] | None
+    prediction: dict[str, Any] | None
+    created: str
 
 
 class Listed(NamedTuple):
@@ -94,8 +106,23 @@ def entry_of(path: str, record: Record, status: os.stat_result) -> Entry:
 
 
 def listed(entry: Entry) -> Listed:
-    """The entry of a file that holds no record that can be read, as a list has it."""
-    return Listed(entry.path, entry.address, None, entry.problem, entry.size_bytes, entry.modified, entry.is_folder)
+    """An entry as a list has it."""
+    outline = outline_of(entry.record) if entry.record else None
+    return Listed(entry.path, entry.address, outline, entry.problem, entry.size_bytes, entry.modified, entry.is_folder)
+
+
+def outline_of(record: Record) -> Outline:
+    """The outline of a record."""
+    return Outline(
+        record.address,
+        record.problem,
+        record.module,
+        record.source_digest,
+        record.provenance,
+        record.measurement,
+        record.prediction,
+        record.created,
+    )
 
 
 def unreadable_entry(path: str, address: Address | None, error: CacheError, is_file: bool = True) -> Entry:

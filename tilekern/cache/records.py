@@ -1,7 +1,8 @@
 """The record of one problem on one target and toolkit, as JSON and back, with every field checked.
 
-A record's text ends with the sha256 of all that stands before it, since a flipped bit in a config reads as well as any
-other config, and the artifact would be launched by the wrong grid. Records of schema 1 have none.
+msgspec parses the text and checks each field's type in one pass. A record's text ends with the sha256 of all that
+stands before it, since a flipped bit in a config reads as well as any other config, and the artifact would be launched
+by the wrong grid. Records of schema 1 have none.
 """
 
 from __future__ import annotations
@@ -10,28 +11,31 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta
 from functools import cached_property
-from typing import Any, Literal, NoReturn
+from typing import Annotated, Any, Literal, get_args
+
+import msgspec
 
 from tilekern.cache.errors import CacheError, Corrupt, UnknownSchema
-from tilekern.cache.keys import Address, Value, check_digest, check_name, problem_key
+from tilekern.cache.keys import Address, Value, check_name, problem_key
 
 SCHEMA, WITHOUT_DIGEST = 2, 1
-PROVENANCES = ("measured", "predicted", "default")
+Provenance = Literal["measured", "predicted", "default"]
+PROVENANCES: tuple[str, ...] = get_args(Provenance)
 LARGEST_RECORD = 16 * 2**20
 LARGEST_BLOB = 256 * 2**20
 
 # As `Record.to_json` writes that of an artifact; few records name more than an aligned and a generic one.
 _ARTIFACT_DIGEST = re.compile(rb'\n   "sha256": "([0-9a-f]{64})"')
 _USUAL_ARTIFACTS = 4
+# A field that holds a sha256, and one that counts something.
+Digest = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]
+Count = Annotated[int, msgspec.Meta(ge=0)]
 _MODULE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*")
 
 
-@dataclass(frozen=True)
-class Artifact:
+class Artifact(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a candidate compiled to; the bytes themselves are the blob of the name ``sha256``.
 
     Attributes:
@@ -43,19 +47,19 @@ class Artifact:
         resources: registers, spill_bytes, shared_bytes, threads and the like; not looked at by the cache.
     """
 
-    sha256: str
-    size: int
+    sha256: Digest
+    size: Annotated[int, msgspec.Meta(ge=0, le=LARGEST_BLOB)]
     symbol: str
     config: dict[str, Any]
     assumptions: list[Any]
     resources: dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Record:
+class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, dict=True):
     """The cache's entry for one problem on one target and toolkit.
 
     Attributes:
+        schema: the form of its text, 1 or 2; one that was read is written as it was, so that signatures hold.
         kernel: the spec's name.
         module: dotted name of the module that holds the kernel's device code.
         problem: the problem with bucketed sizes, in the order of its key.
@@ -74,27 +78,26 @@ class Record:
         failed: how many of them failed.
         created: time in UTC, ISO 8601.
         created_by: the program and version that wrote it.
-        schema: the form of its text, 1 or 2; one that was read is written as it was, so that signatures hold.
     """
 
+    schema: int
     kernel: str
     module: str
     problem: dict[str, Value]
     target: dict[str, Any]
     toolkit: dict[str, Any]
-    source_digest: str
-    provenance: Literal["measured", "predicted", "default"]
+    source_digest: Digest
+    provenance: Provenance
     config: dict[str, Any]
     artifacts: dict[str, Artifact]
     measurement: dict[str, Any] | None
     prediction: dict[str, Any] | None
     check: dict[str, Any] | None
     runners_up: list[Any]
-    candidates: int
-    failed: int
+    candidates: Count
+    failed: Count
     created: str
     created_by: str
-    schema: int = SCHEMA
 
     @cached_property
     def address(self) -> Address:
@@ -117,73 +120,92 @@ class Record:
         Raises:
             CacheError: a field holds something that JSON cannot.
         """
+        artifacts = {name: msgspec.structs.asdict(artifact) for name, artifact in self.artifacts.items()}
         try:
-            return record_text({"schema": self.schema, **asdict(self)})
+            text = json.dumps(msgspec.structs.asdict(self) | {"artifacts": artifacts}, allow_nan=False, indent=1)
         except (TypeError, ValueError, RecursionError) as error:
             raise CacheError(f"the record of {self.kernel} must hold plain JSON data: {error}") from None
+        if self.schema == WITHOUT_DIGEST:
+            return text + "\n"
+        contents = text.removesuffix("\n}")
+        return contents + _ending(contents.encode()).decode()
 
     @classmethod
-    def from_json(cls, text: str) -> Record:
+    def from_json(cls, text: str | bytes) -> Record:
         """The record that ``text`` holds, with every field's type and form checked.
 
         Raises:
             UnknownSchema: it was written under another schema.
             Corrupt: it is no JSON, a field is missing, unknown, or not what it must be, or the text was changed since.
         """
-        document = parse_object(text)
-        check_form(document, text.encode(errors="surrogatepass"))
-        document.pop("sha256", None)
+        data = text.encode(errors="surrogatepass") if isinstance(text, str) else text
+        contents, ending = data[:-_ENDING_BYTES], data[-_ENDING_BYTES:]
+        is_sealed = ending.startswith(_ENDING_START) and ending.endswith(_ENDING_END)
         try:
-            _check("record", document, _RECORD_FIELDS)
-            document["artifacts"] = {name: _artifact(name, value) for name, value in document["artifacts"].items()}
-            record = cls(**document)
+            record = _RECORD.decode(contents + b"}" if is_sealed else data)
+        except _NOT_PARSED as error:
+            _check_schema(_schema_in(data), is_sealed)
+            raise _not_parsed("record", error) from None
+        _check_schema(record.schema, is_sealed)
+        if is_sealed and ending != _ending(contents):
+            raise Corrupt(_CHANGED)
+        try:
             _check_sense(record)
-        except (UnknownSchema, Corrupt):
+        except Corrupt:
             raise
         except CacheError as error:
             raise Corrupt(str(error)) from None
         return record
 
 
-def record_text(document: Mapping[str, Any]) -> str:
-    """The text of a record's fields, ``schema`` first; its digest comes last where the schema has one.
-
-    Raises:
-        TypeError, ValueError, RecursionError: a field holds something that JSON cannot.
-    """
-    text = json.dumps(document, allow_nan=False, indent=1)
-    if document["schema"] == WITHOUT_DIGEST:
-        return text + "\n"
-    contents = text.removesuffix("\n}")
-    return contents + _ending(contents.encode())
+class _Schema(msgspec.Struct):
+    schema: int
 
 
-def check_form(document: Mapping[str, Any], data: bytes) -> None:
-    """Whether the schema of a record's fields is known, and the bytes that hold them are those that were written.
+_RECORD, _ONLY_SCHEMA = msgspec.json.Decoder(Record), msgspec.json.Decoder(_Schema)
+_NOT_PARSED = (msgspec.MsgspecError, UnicodeError, RecursionError)
+_ENDING_START, _ENDING_END = b',\n "sha256": "', b'"\n}\n'
+_CHANGED = "its last field, sha256, is not that of the text before it: it was changed since it was written"
+
+
+def _ending(contents: bytes) -> bytes:
+    return _ENDING_START + hashlib.sha256(contents).hexdigest().encode() + _ENDING_END
+
+
+_ENDING_BYTES = len(_ending(b""))
+
+
+def _schema_in(data: bytes) -> int | None:
+    """The schema that a text names which is no record of today's; None where it names none."""
+    try:
+        return _ONLY_SCHEMA.decode(data).schema
+    except _NOT_PARSED:
+        return None
+
+
+def _check_schema(schema: int | None, is_sealed: bool) -> None:
+    """Whether a record's schema is known, and its text ends as that schema has it; None is not looked at.
 
     Raises:
         UnknownSchema: the record was written under another schema.
-        Corrupt: there is no schema, or the digest at the end is not that of the bytes before it.
+        Corrupt: there is no such schema, or the digest at the end is missing, or should not be there.
     """
-    schema = document.get("schema")
-    if type(schema) is not int or schema < 1:
+    if schema is None:
+        return
+    if schema < WITHOUT_DIGEST:
         raise Corrupt(f"schema must be {WITHOUT_DIGEST} or {SCHEMA}, got {schema!r:.60}")
     if schema > SCHEMA:
         raise UnknownSchema(
             f"schema {schema} was written by another version of tilekern; this one reads {WITHOUT_DIGEST} and {SCHEMA}"
         )
-    if schema == WITHOUT_DIGEST:
-        if "sha256" in document:
-            raise Corrupt(f"a record of schema {WITHOUT_DIGEST} has no sha256 of its own")
-    elif data[-_ENDING_BYTES:] != _ending(data[:-_ENDING_BYTES]).encode():
-        raise Corrupt("its last field, sha256, is not that of the text before it: it was changed since it was written")
+    if is_sealed == (schema == WITHOUT_DIGEST):
+        raise Corrupt(f"a record of schema {WITHOUT_DIGEST} has no sha256 of its own" if is_sealed else _CHANGED)
 
 
-def _ending(contents: bytes) -> str:
-    return f',\n "sha256": "{hashlib.sha256(contents).hexdigest()}"\n}}\n'
-
-
-_ENDING_BYTES = len(_ending(b""))
+def _not_parsed(what: str, error: Exception) -> Corrupt:
+    """What msgspec says of a text, as an error of one line."""
+    said = " ".join(str(error).split())[:200]
+    return Corrupt(f"{what}: {said}" if isinstance(error, msgspec.ValidationError) else f"not valid JSON: {said}")
 
 
 def decode_record(data: bytes, address: Address | None) -> Record:
@@ -206,10 +228,7 @@ def record_of(data: bytes) -> Record:
         UnknownSchema: it was written under another schema.
         Corrupt: it is no whole record.
     """
-    try:
-        record = Record.from_json(data.decode())
-    except UnicodeDecodeError:
-        raise Corrupt("not valid JSON: it is not UTF-8") from None
+    record = Record.from_json(data)
     record.__dict__["data"] = data
     return record
 
@@ -231,117 +250,42 @@ def check_blob(data: bytes, sha256: str) -> bytes:
     return data
 
 
-def parse_object(text: str) -> dict[str, Any]:
-    """The JSON object in ``text``; ``NaN``, ``Infinity`` and lone surrogates are refused.
-
-    A number too large for a float (``1e999``) comes out infinite: looking at each would make a lookup a tenth longer.
+def parse_object(text: str | bytes) -> dict[str, Any]:
+    """The JSON object in ``text``; ``NaN``, ``Infinity``, lone surrogates and numbers beyond a float are refused.
 
     Raises:
         Corrupt: it is anything else.
     """
     try:
-        document = _DECODER.decode(text)
-        if "\\ud" in text.lower():
-            json.dumps(document, ensure_ascii=False).encode()
-    except (ValueError, RecursionError) as error:
-        raise Corrupt(f"not valid JSON: {' '.join(str(error).split())[:200]}") from None
+        document = msgspec.json.decode(text)
+    except _NOT_PARSED as error:
+        raise _not_parsed("JSON", error) from None
     if not isinstance(document, dict):
         raise Corrupt(f"expected a JSON object, got {type(document).__name__}")
     return document
 
 
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number")
-
-
-_DECODER = json.JSONDecoder(parse_constant=_no_constant)
-
-
-_NULL = type(None)
-_NAMES = {str: "text", dict: "an object", list: "a list", int: "a whole number", _NULL: "null"}
-_ARTIFACT_FIELDS: dict[str, tuple[type, ...]] = {
-    "sha256": (str,),
-    "size": (int,),
-    "symbol": (str,),
-    "config": (dict,),
-    "assumptions": (list,),
-    "resources": (dict,),
-}
-_RECORD_FIELDS: dict[str, tuple[type, ...]] = {
-    "kernel": (str,),
-    "module": (str,),
-    "problem": (dict,),
-    "target": (dict,),
-    "toolkit": (dict,),
-    "source_digest": (str,),
-    "provenance": (str,),
-    "config": (dict,),
-    "artifacts": (dict,),
-    "measurement": (dict, _NULL),
-    "prediction": (dict, _NULL),
-    "check": (dict, _NULL),
-    "runners_up": (list,),
-    "candidates": (int,),
-    "failed": (int,),
-    "created": (str,),
-    "created_by": (str,),
-    "schema": (int,),
-}
-
-
-def _check(where: str, document: Mapping[str, Any], forms: Mapping[str, tuple[type, ...]]) -> None:
-    """Compare a JSON object's fields and their types with what they must be; a bool is no whole number."""
-    if document.keys() != forms.keys():
-        missing = sorted(forms.keys() - document.keys())
-        problem = f"lacks {missing[0]}" if missing else f"has an unknown field {min(document.keys() - forms.keys())!r}"
-        raise Corrupt(f"{where} {problem}")
-    for name, types in forms.items():
-        if type(document[name]) not in types:
-            expected = " or ".join(_NAMES[one] for one in types)
-            raise Corrupt(f"{where}: {name} must be {expected}, got {document[name]!r:.60}")
-
-
-def _artifact(name: str, document: Any) -> Artifact:
-    check_name("a variant", name)
-    if not isinstance(document, dict):
-        raise Corrupt(f"artifact {name} must be an object, got {type(document).__name__}")
-    _check(f"artifact {name}", document, _ARTIFACT_FIELDS)
-    check_digest(f"artifact {name}: sha256", document["sha256"])
-    if not 0 <= document["size"] <= LARGEST_BLOB:
-        raise Corrupt(f"artifact {name}: size must be 0 to {LARGEST_BLOB} bytes, got {document['size']}")
-    return Artifact(**document)
-
-
 def _check_sense(record: Record) -> None:
     """What the types alone do not say."""
+    for name in record.artifacts:
+        check_name("a variant", name)
     check_name("kernel", record.kernel)
     if not _MODULE.fullmatch(record.module):
-        raise Corrupt(f"module must be the dotted name of a module, got {record.module!r}")
+        raise Corrupt(f"module must be the dotted name of a module, got {record.module!r:.60}")
     check_name("the target's key", record.target.get("key"))
     check_name("the toolkit's key", record.toolkit.get("key"))
     for name in ("name", "arch"):
         if not isinstance(record.target.get(name), str):
             raise Corrupt(f"the target's {name} must be text, got {record.target.get(name)!r:.60}")
     _ = record.address  # raises where the problem can have no key
-    if min(record.candidates, record.failed) < 0:
-        raise Corrupt(f"candidates and failed must be at least 0, got {record.candidates} and {record.failed}")
-    check_digest("source_digest", record.source_digest)
-    if record.provenance not in PROVENANCES:
-        raise Corrupt(f"provenance must be one of {', '.join(PROVENANCES)}, got {record.provenance!r:.60}")
     if record.provenance == "measured" and not record.measurement:
         raise Corrupt("a measured record must have a measurement")
-    check_created(record.created)
+    if not _is_in_utc(record.created):
+        raise Corrupt(f"created must be a time in UTC such as 2026-01-31T12:00:00+00:00, got {record.created!r:.60}")
 
 
-def check_created(created: str) -> None:
-    """Whether a text is a time in UTC.
-
-    Raises:
-        Corrupt: it is not.
-    """
+def _is_in_utc(created: str) -> bool:
     try:
-        in_utc = datetime.fromisoformat(created).utcoffset() == timedelta(0)
+        return datetime.fromisoformat(created).utcoffset() == timedelta(0)
     except ValueError:
-        in_utc = False
-    if not in_utc:
-        raise Corrupt(f"created must be a time in UTC such as 2026-01-31T12:00:00+00:00, got {created!r:.60}")
+        return False

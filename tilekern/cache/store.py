@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
-from tilekern.cache.entries import BlobFile, Entry, Garbage, Listed, Where, entry_of, listed, unreadable_entry
+from tilekern.cache.entries import BlobFile, Entry, Garbage, Where, entry_of, unreadable_entry
 from tilekern.cache.errors import CacheError, Corrupt, Missing, UnknownSchema
 from tilekern.cache.files import (
     BAD_SUFFIX,
@@ -33,7 +33,6 @@ from tilekern.cache.keys import (
     check_digest,
     parse_path,
 )
-from tilekern.cache.outlines import decode_outline
 from tilekern.cache.records import LARGEST_BLOB, LARGEST_RECORD, Record, check_blob, decode_record
 from tilekern.cache.trust import must_be_signed, remove_signatures, seal_of
 from tilekern.cache.walking import cannot_list, files_below, is_gone, must_list
@@ -111,22 +110,6 @@ class Store:
                 yield found
         for entry in unlisted:
             yield entry, b""
-
-    def outlines(self, where: Where | None = None) -> Iterator[Listed]:
-        """Every record file as :meth:`entries` gives them, of which only what a list needs is read and checked."""
-        finish_incoming(self.root)
-        unlisted: list[Entry] = []
-        for path in self._record_files(where, self._noted_in(unlisted)):
-            try:
-                data, status = read_whole(path, LARGEST_RECORD, as_use=False)
-                outline = decode_outline(data, self._address(path))
-            except CacheError:
-                if bad := self._entry(path):
-                    yield listed(bad[0])
-                continue
-            size_bytes = status.st_size + outline.blob_bytes
-            yield Listed(Path(path), outline.address, outline, None, size_bytes, status.st_mtime)
-        yield from map(listed, unlisted)
 
     def blobs(self) -> Iterator[BlobFile]:
         """Every blob file, referred to or not."""
