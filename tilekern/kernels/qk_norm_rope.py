@@ -85,10 +85,10 @@ def _turn(y, tiles, weights, c, s, eps, b, t, h, half, whole, bounded):
 @ct.kernel
 def qk_norm_rope_forward(
     q, k, q_weight, k_weight, cos, sin, eps, q_out, k_out, heads: ConstInt, kv_heads: ConstInt, half: ConstInt,
-    tile_t: ConstInt, tile_h: ConstInt, tile_hk: ConstInt, width: ConstInt, whole: ConstBool, bounded: ConstBool,
-    tma: ConstBool,
+    tile_t: ConstInt, tile_h: ConstInt, tile_hk: ConstInt, width: ConstInt, whole: ConstBool, unrolled: ConstBool,
+    bounded: ConstBool, tma: ConstBool,
 ):  # fmt: skip
-    """Blocks that take steps of tokens of one batch entry; every load of a step is issued before its first use."""
+    """Blocks that take steps of tokens of one batch entry; unrolled, every load is issued before its first use."""
     # Its launch overlaps the end of the kernel that writes k.
     ct.grid_dependency_control_wait()
     q_weights = read_weight(q_weight, half, width, whole, bounded)
@@ -97,18 +97,27 @@ def qk_norm_rope_forward(
     for item in range(ct.bid(0), q.shape[0] * across, ct.num_blocks(0)):
         b, t = item // across, item % across
         at = ct.minimum(b, cos.shape[0] - 1)
-        q_tiles = ()
-        for h in ct.static_iter(range(ct.cdiv(heads, tile_h))):
-            q_tiles = q_tiles + (read_heads(q, b, t, h, half, tile_t, tile_h, width, whole, bounded, tma),)
-        k_tiles = ()
-        for h in ct.static_iter(range(ct.cdiv(kv_heads, tile_hk))):
-            k_tiles = k_tiles + (read_heads(k, b, t, h, half, tile_t, tile_hk, width, whole, bounded, tma),)
+        if ct.static_eval(unrolled):
+            q_tiles = ()
+            for h in ct.static_iter(range(ct.cdiv(heads, tile_h))):
+                q_tiles = q_tiles + (read_heads(q, b, t, h, half, tile_t, tile_h, width, whole, bounded, tma),)
+            k_tiles = ()
+            for h in ct.static_iter(range(ct.cdiv(kv_heads, tile_hk))):
+                k_tiles = k_tiles + (read_heads(k, b, t, h, half, tile_t, tile_hk, width, whole, bounded, tma),)
         c = read_angles(cos, at, t, half, tile_t, width, whole, bounded)
         s = read_angles(sin, at, t, half, tile_t, width, whole, bounded)
-        for h in ct.static_iter(range(ct.cdiv(heads, tile_h))):
-            _turn(q_out, q_tiles[h], q_weights, c, s, eps, b, t, h, half, whole, bounded)
-        for h in ct.static_iter(range(ct.cdiv(kv_heads, tile_hk))):
-            _turn(k_out, k_tiles[h], k_weights, c, s, eps, b, t, h, half, whole, bounded)
+        if ct.static_eval(unrolled):
+            for h in ct.static_iter(range(ct.cdiv(heads, tile_h))):
+                _turn(q_out, q_tiles[h], q_weights, c, s, eps, b, t, h, half, whole, bounded)
+            for h in ct.static_iter(range(ct.cdiv(kv_heads, tile_hk))):
+                _turn(k_out, k_tiles[h], k_weights, c, s, eps, b, t, h, half, whole, bounded)
+        else:
+            for h in range(ct.cdiv(q.shape[2], tile_h)):
+                tiles = read_heads(q, b, t, h, half, tile_t, tile_h, width, whole, bounded, tma)
+                _turn(q_out, tiles, q_weights, c, s, eps, b, t, h, half, whole, bounded)
+            for h in range(ct.cdiv(k.shape[2], tile_hk)):
+                tiles = read_heads(k, b, t, h, half, tile_t, tile_hk, width, whole, bounded, tma)
+                _turn(k_out, tiles, k_weights, c, s, eps, b, t, h, half, whole, bounded)
 
 
 DIMENSIONS = (
@@ -143,6 +152,16 @@ def held_elements(problem: Problem, config: Config) -> int:
     tile_h, tile_hk = config["tile_h"], tile_of_kv_heads(problem, config)
     heads = cdiv(problem["heads"], tile_h) * tile_h + cdiv(problem["kv_heads"], tile_hk) * tile_hk
     return int(2 * heads * config["tile_t"] * power_of_two(problem["head_dim"] // 2))
+
+
+# Steps of heads that are written out, as of rope: more cost the compiler seconds each, and a loop costs it 1 s in all.
+MOST_STEPS = 8
+
+
+def is_unrolled(problem: Problem, config: Config) -> bool:
+    """Whether all steps of heads are written out, so that each load is issued before its first use; else they loop."""
+    steps = cdiv(problem["heads"], config["tile_h"]) + cdiv(problem["kv_heads"], tile_of_kv_heads(problem, config))
+    return bool(steps <= MOST_STEPS)
 
 
 SIZED = Constraint(
@@ -180,6 +199,7 @@ def constants(problem: Problem, config: Config) -> tuple[tuple[str, int | bool],
         ("tile_hk", tile_hk),
         ("width", width),
         ("whole", width == half),
+        ("unrolled", is_unrolled(problem, config)),
         ("bounded", bounded),
         ("tma", config["tma"]),
     )

@@ -85,7 +85,7 @@ def _store_sums(partial, sums, offset, half, width, whole):
 def qk_norm_rope_backward(
     dq_out, dk_out, q, k, q_weight, k_weight, cos, sin, eps, dq, dk, partial, heads: ConstInt, kv_heads: ConstInt,
     half: ConstInt, tile_t: ConstInt, tile_h: ConstInt, tile_hk: ConstInt, width: ConstInt, whole: ConstBool,
-    bounded: ConstBool, tma: ConstBool,
+    unrolled: ConstBool, bounded: ConstBool, tma: ConstBool,
 ):  # fmt: skip
     """Resident blocks that loop over steps of tokens; weights and the sums for their gradients stay in registers."""
     ct.grid_dependency_control_wait()
@@ -98,19 +98,30 @@ def qk_norm_rope_backward(
     for item in range(ct.bid(0), q.shape[0] * across, ct.num_blocks(0)):
         b, t = item // across, item % across
         at = ct.minimum(b, cos.shape[0] - 1)
-        q_tiles, q_slopes, k_tiles, k_slopes = (), (), (), ()
-        for h in ct.static_iter(range(ct.cdiv(heads, tile_h))):
-            q_tiles = q_tiles + (read_heads(q, b, t, h, half, tile_t, tile_h, width, whole, bounded, tma),)
-            q_slopes = q_slopes + (read_heads(dq_out, b, t, h, half, tile_t, tile_h, width, whole, bounded, tma),)
-        for h in ct.static_iter(range(ct.cdiv(kv_heads, tile_hk))):
-            k_tiles = k_tiles + (read_heads(k, b, t, h, half, tile_t, tile_hk, width, whole, bounded, tma),)
-            k_slopes = k_slopes + (read_heads(dk_out, b, t, h, half, tile_t, tile_hk, width, whole, bounded, tma),)
+        if ct.static_eval(unrolled):
+            q_tiles, q_slopes, k_tiles, k_slopes = (), (), (), ()
+            for h in ct.static_iter(range(ct.cdiv(heads, tile_h))):
+                q_tiles = q_tiles + (read_heads(q, b, t, h, half, tile_t, tile_h, width, whole, bounded, tma),)
+                q_slopes = q_slopes + (read_heads(dq_out, b, t, h, half, tile_t, tile_h, width, whole, bounded, tma),)
+            for h in ct.static_iter(range(ct.cdiv(kv_heads, tile_hk))):
+                k_tiles = k_tiles + (read_heads(k, b, t, h, half, tile_t, tile_hk, width, whole, bounded, tma),)
+                k_slopes = k_slopes + (read_heads(dk_out, b, t, h, half, tile_t, tile_hk, width, whole, bounded, tma),)
         c = read_angles(cos, at, t, half, tile_t, width, whole, bounded)
         s = read_angles(sin, at, t, half, tile_t, width, whole, bounded)
-        for h in ct.static_iter(range(ct.cdiv(heads, tile_h))):
-            q_sums = _pull(dq, q_slopes[h], q_tiles[h], q_weights, q_sums, c, s, eps, b, t, h, half, whole, bounded)
-        for h in ct.static_iter(range(ct.cdiv(kv_heads, tile_hk))):
-            k_sums = _pull(dk, k_slopes[h], k_tiles[h], k_weights, k_sums, c, s, eps, b, t, h, half, whole, bounded)
+        if ct.static_eval(unrolled):
+            for h in ct.static_iter(range(ct.cdiv(heads, tile_h))):
+                q_sums = _pull(dq, q_slopes[h], q_tiles[h], q_weights, q_sums, c, s, eps, b, t, h, half, whole, bounded)
+            for h in ct.static_iter(range(ct.cdiv(kv_heads, tile_hk))):
+                k_sums = _pull(dk, k_slopes[h], k_tiles[h], k_weights, k_sums, c, s, eps, b, t, h, half, whole, bounded)
+        else:
+            for h in range(ct.cdiv(q.shape[2], tile_h)):
+                tiles = read_heads(q, b, t, h, half, tile_t, tile_h, width, whole, bounded, tma)
+                slopes = read_heads(dq_out, b, t, h, half, tile_t, tile_h, width, whole, bounded, tma)
+                q_sums = _pull(dq, slopes, tiles, q_weights, q_sums, c, s, eps, b, t, h, half, whole, bounded)
+            for h in range(ct.cdiv(k.shape[2], tile_hk)):
+                tiles = read_heads(k, b, t, h, half, tile_t, tile_hk, width, whole, bounded, tma)
+                slopes = read_heads(dk_out, b, t, h, half, tile_t, tile_hk, width, whole, bounded, tma)
+                k_sums = _pull(dk, slopes, tiles, k_weights, k_sums, c, s, eps, b, t, h, half, whole, bounded)
     _store_sums(partial, q_sums, 0, half, width, whole)
     _store_sums(partial, k_sums, 2, half, width, whole)
 

@@ -90,25 +90,34 @@ def _angles(array, b, t, half, tile_t, width, whole, full, bounded, latency, tma
 def rope(
     q, k, cos, sin, q_out, k_out, heads: ConstInt, kv_heads: ConstInt, half: ConstInt, tile_h: ConstInt,
     tile_hk: ConstInt, tile_t: ConstInt, width: ConstInt, whole: ConstBool, full: ConstBool,
-    inverse: ConstBool, bounded: ConstBool, latency: ConstInt, tma: ConstBool,
+    inverse: ConstBool, unrolled: ConstBool, bounded: ConstBool, latency: ConstInt, tma: ConstBool,
 ):  # fmt: skip
-    """Blocks that take steps of tokens of one batch entry; every load of a step is issued before its first use."""
+    """Blocks that take steps of tokens of one batch entry; unrolled, every load is issued before its first use."""
     across = ct.cdiv(q.shape[2], tile_t)
     for item in range(ct.bid(0), q.shape[0] * across, ct.num_blocks(0)):
         b, t = item // across, item % across
         at = ct.minimum(b, cos.shape[0] - 1)
-        q_tiles = ()
-        for h in ct.static_iter(range(ct.cdiv(heads, tile_h))):
-            q_tiles = q_tiles + (_read(q, b, h, t, half, tile_h, tile_t, width, whole, bounded, latency, tma),)
-        k_tiles = ()
-        for h in ct.static_iter(range(ct.cdiv(kv_heads, tile_hk))):
-            k_tiles = k_tiles + (_read(k, b, h, t, half, tile_hk, tile_t, width, whole, bounded, latency, tma),)
+        if ct.static_eval(unrolled):
+            q_tiles = ()
+            for h in ct.static_iter(range(ct.cdiv(heads, tile_h))):
+                q_tiles = q_tiles + (_read(q, b, h, t, half, tile_h, tile_t, width, whole, bounded, latency, tma),)
+            k_tiles = ()
+            for h in ct.static_iter(range(ct.cdiv(kv_heads, tile_hk))):
+                k_tiles = k_tiles + (_read(k, b, h, t, half, tile_hk, tile_t, width, whole, bounded, latency, tma),)
         c1, c2 = _angles(cos, at, t, half, tile_t, width, whole, full, bounded, latency, tma)
         s1, s2 = _angles(sin, at, t, half, tile_t, width, whole, full, bounded, latency, tma)
-        for h in ct.static_iter(range(ct.cdiv(heads, tile_h))):
-            _write(q_out, q_tiles[h], b, h, t, c1, s1, c2, s2, half, whole, inverse, bounded, tma)
-        for h in ct.static_iter(range(ct.cdiv(kv_heads, tile_hk))):
-            _write(k_out, k_tiles[h], b, h, t, c1, s1, c2, s2, half, whole, inverse, bounded, tma)
+        if ct.static_eval(unrolled):
+            for h in ct.static_iter(range(ct.cdiv(heads, tile_h))):
+                _write(q_out, q_tiles[h], b, h, t, c1, s1, c2, s2, half, whole, inverse, bounded, tma)
+            for h in ct.static_iter(range(ct.cdiv(kv_heads, tile_hk))):
+                _write(k_out, k_tiles[h], b, h, t, c1, s1, c2, s2, half, whole, inverse, bounded, tma)
+        else:
+            for h in range(ct.cdiv(q.shape[1], tile_h)):
+                tiles = _read(q, b, h, t, half, tile_h, tile_t, width, whole, bounded, latency, tma)
+                _write(q_out, tiles, b, h, t, c1, s1, c2, s2, half, whole, inverse, bounded, tma)
+            for h in range(ct.cdiv(k.shape[1], tile_hk)):
+                tiles = _read(k, b, h, t, half, tile_hk, tile_t, width, whole, bounded, latency, tma)
+                _write(k_out, tiles, b, h, t, c1, s1, c2, s2, half, whole, inverse, bounded, tma)
 
 
 DIMENSIONS = (
@@ -149,6 +158,17 @@ def _held(problem: Problem, config: Config) -> int:
     return int(2 * heads * config["tile_t"] * power_of_two(problem["head_dim"] // 2))
 
 
+# Steps of heads that are written out: 73 and 155 heads of 92 took the compiler 29 s, and a loop takes it 1 s.
+_MOST_STEPS = 8
+
+
+def _is_unrolled(problem: Problem, config: Config) -> bool:
+    """Whether all steps of heads are written out, so that each load is issued before its first use; else they loop."""
+    tile_hk = min(config["tile_h"], power_of_two(problem["kv_heads"]))
+    steps = cdiv(problem["heads"], config["tile_h"]) + cdiv(problem["kv_heads"], tile_hk)
+    return bool(steps <= _MOST_STEPS)
+
+
 _SIZED = Constraint(
     "a step of fewer than 512 elements of each half starves the memory system, more than 2048 take minutes to compile; "
     "steps of several tokens gather short pieces of memory",
@@ -180,6 +200,7 @@ def _implement(problem: Problem, config: Config) -> Implementation:
         ("whole", width == half),
         ("full", problem["full"]),
         ("inverse", problem["inverse"]),
+        ("unrolled", _is_unrolled(problem, config)),
         ("bounded", bounded),
         ("latency", config["latency"]),
         ("tma", config["tma"]),
