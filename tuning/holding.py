@@ -58,7 +58,9 @@ def written(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise InputError(f"cannot write the sweep folder {folder}: {error.strerror}") from None
+        raise InputError(
+            f"cannot write the sweep folder {folder}: {error.strerror}; give another --cache-dir or --sweep"
+        ) from None
 
 
 class Holder:

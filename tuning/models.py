@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import socket
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from urllib.parse import urlsplit
 
 from tilekern.errors import InputError
 from tilekern.spec import ModelShape
+from tilekern.warning import warn_once
 from tuning.families import Layers, Model, model_of_config
 
 
@@ -68,7 +71,7 @@ def find_model(model: str) -> Model:
         return of_shape(PRESETS[model.lower()])
     if path := _config_at(model):
         return model_of_config(_read(path), str(path))
-    return model_of_config(_read(_from_hub(model)), model)
+    return model_of_config(_from_hub(model), model)
 
 
 def require_model_name(word: str) -> None:
@@ -109,23 +112,41 @@ def _read(path: Path) -> Mapping[str, Any]:
     return found
 
 
-def _from_hub(model: str) -> Path:
-    from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
+def _from_hub(model: str) -> Mapping[str, Any]:
+    from huggingface_hub import constants, try_to_load_from_cache
 
     kept = try_to_load_from_cache(model, "config.json")
     if isinstance(kept, str):
-        return Path(kept)
+        return _read(Path(kept))
+    with tempfile.TemporaryDirectory() as spare:
+        try:
+            # The client would go on trying for half a minute where there is no hub.
+            endpoint = urlsplit(constants.ENDPOINT)
+            socket.create_connection((endpoint.hostname, endpoint.port or 443), timeout=5).close()
+            path = _downloaded(model, spare)
+        except Exception as error:  # noqa: BLE001 (the hub client raises many kinds; all mean that it is out of reach)
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
+            raise InputError(
+                f"cannot fetch {model} from the hub ({reason}); pass the path of its config.json or a preset "
+                f"({', '.join(PRESETS)})"
+            ) from None
+        return _read(path)
+
+
+def _downloaded(model: str, spare: str) -> Path:
+    """The config.json of the hub's model, in the hub's cache; in the folder ``spare`` where that cannot be written."""
+    from huggingface_hub import hf_hub_download
+
     try:
-        # The client would go on trying for half a minute where there is no hub.
-        endpoint = urlsplit(constants.ENDPOINT)
-        socket.create_connection((endpoint.hostname, endpoint.port or 443), timeout=5).close()
         return Path(hf_hub_download(model, "config.json"))
-    except Exception as error:  # noqa: BLE001 (the hub client raises many kinds; all mean that it is out of reach)
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
-        raise InputError(
-            f"cannot fetch {model} from the hub ({reason}); pass the path of its config.json or a preset "
-            f"({', '.join(PRESETS)})"
-        ) from None
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise
+        warn_once(
+            f"cannot write the hub's cache, {error.filename}: {error.strerror}; config.json of {model} is not kept and "
+            "is fetched again by the next run; HF_HOME names another folder"
+        )
+    return Path(hf_hub_download(model, "config.json", local_dir=spare))
 
 
 def shape_of_config(config: Mapping[str, Any], name: str) -> ModelShape:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tilekern.cache.files import write_whole
+from tilekern.warning import warn_once
 from tuning.journal import Journal
 from tuning.lines import is_whole
 from tuning.sweep import Sweep
@@ -66,8 +67,13 @@ def _read(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def _keep(folder: Path, line: dict[str, Any], *, is_new: bool) -> None:
-    """Put a line into the folder, an old one only where there is none; a root that cannot be written goes without."""
+    """Put a line into the folder, an old one only where there is none; one that cannot be written goes without."""
     path = folder / f"{hashlib.sha256(line['candidate'].encode()).hexdigest()}.json"
-    with contextlib.suppress(OSError):
+    try:
         if is_new or not path.exists():
             write_whole(path, json.dumps(line, indent=1, sort_keys=True).encode())
+    except OSError as error:
+        warn_once(
+            f"cannot write {folder}: {error.strerror}; what crashed or stalled in this sweep is tried again in others",
+            about=folder,
+        )

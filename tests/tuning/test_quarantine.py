@@ -8,6 +8,7 @@ import pytest
 from recorded import GPU, RecordedExecutor
 from tuning_samples import COMPILED, SMALL
 
+from tilekern.errors import TilekernWarning
 from tilekern.kernels import spec_named
 from tilekern.spec import ALIGNED
 from tuning import libraries
@@ -108,11 +109,14 @@ def test_candidates_of_other_problems_and_torn_files_are_left_out(sweeps, root, 
         assert list(second.quarantined()) == [line(first)["candidate"]]
 
 
-def test_a_root_that_cannot_be_written_costs_nothing(sweeps, tmp_path):
-    (tmp_path / "file").touch()
-    with shared(sweeps[0], tmp_path / "file"):
-        sweeps[0].note("quarantine", line(sweeps[0]))
-    assert len(sweeps[0].quarantined()) == 1
+def test_a_root_that_cannot_be_written_costs_nothing_and_is_said_once(sweeps, root, monkeypatch):
+    monkeypatch.setattr("tilekern.warning._said", set())
+    root.touch()
+    place = root / "quarantine" / sweeps[0].target.key
+    with pytest.warns(TilekernWarning, match=f"cannot write {place}: .* tried again") as said, shared(sweeps[0], root):
+        sweeps[0].note("quarantine", line(sweeps[0], 3), line(sweeps[0], 4))
+    assert len(said) == 1
+    assert len(sweeps[0].quarantined()) == 2
 
 
 MATMUL = dict.fromkeys(("a_transposed", "b_transposed", "biased", "gelu_tanh", "silu", "accumulated"), False)

@@ -23,3 +23,7 @@ class UnknownSchema(CacheError):  # noqa: N818
 
 class Untrusted(CacheError):  # noqa: N818
     """A record is there and whole, and may not be loaded: nobody who is trusted signed it, or others can change it."""
+
+
+class NoSecret(CacheError):  # noqa: N818
+    """There is no secret to seal with, and none can be written."""

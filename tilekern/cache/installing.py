@@ -14,7 +14,7 @@ from tilekern.cache.keys import Address, blob_path, signature_path
 from tilekern.cache.packs import Pack, checked_contents
 from tilekern.cache.records import LARGEST_RECORD, PROVENANCES, Record, decode_record
 from tilekern.cache.store import GRACE_S, Store
-from tilekern.cache.trust import must_be_signed, require_trusted, seal_of
+from tilekern.cache.trust import must_be_signed, own_seal, require_trusted
 
 _Signatures = Mapping[str, Mapping[str, bytes]]
 
@@ -95,9 +95,8 @@ def _files(
     name = str(address.path)
     data, digest = pack.read(name), pack.members[name].sha256
     files = {signature_path(digest, key): text for key, text in signatures.get(digest, {}).items()}
-    if digest in own and must_be_signed():
-        seal, text = seal_of(data)
-        files[seal] = text
+    if digest in own:
+        files |= own_seal(data)
     files[address.path] = data
     for blob in decode_record(data, address).digests:
         if not store.keep_blob(blob):

@@ -12,16 +12,12 @@ import os
 import re
 from pathlib import Path
 
-from tilekern.cache.errors import CacheError, Missing
+from tilekern.cache.errors import CacheError, Missing, NoSecret
 from tilekern.cache.exposure import require_unshared_up
 from tilekern.cache.files import make_folder, read_whole, write_whole
 from tilekern.warning import warn_once
 
 _SECRET = re.compile(rb"[0-9a-f]{64}\n")
-
-
-class SettingsError(CacheError):
-    """The user's settings cannot be written."""
 
 
 class Sealer:
@@ -67,7 +63,7 @@ _PASSING: list[bytes] = []
 def _made_or_passing() -> bytes:
     try:
         return secret(make=True)
-    except SettingsError as error:
+    except NoSecret as error:
         warn_once(f"{error}; what this run compiles, a later run compiles anew", "the secret of seals")
         if not _PASSING:
             _PASSING.append(os.urandom(32))
@@ -84,7 +80,7 @@ def secret(make: bool = False) -> bytes:
 
     Raises:
         CacheError: it is damaged, or others can read or replace it.
-        SettingsError: it is missing and cannot be written.
+        NoSecret: it is missing and cannot be written.
     """
     path = settings_folder() / "seal.key"
     try:
@@ -111,7 +107,7 @@ def _make_secret(path: Path) -> None:
         with contextlib.suppress(FileExistsError):
             os.link(ours, path)
     except OSError as error:
-        raise SettingsError(f"cannot write the secret of your seals, {path}: {error.strerror}") from None
+        raise NoSecret(f"cannot write the secret of your seals, {path}: {error.strerror}") from None
     finally:
         with contextlib.suppress(OSError):
             ours.unlink(missing_ok=True)

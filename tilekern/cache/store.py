@@ -34,7 +34,7 @@ from tilekern.cache.keys import (
     parse_path,
 )
 from tilekern.cache.records import LARGEST_BLOB, LARGEST_RECORD, Record, check_blob, decode_record
-from tilekern.cache.trust import must_be_signed, remove_signatures, seal_of
+from tilekern.cache.trust import own_seal, remove_signatures
 from tilekern.cache.walking import cannot_list, files_below, is_gone, must_list
 
 # A writer puts blobs first and their record a moment later; a blob this young may be waiting for its record.
@@ -77,8 +77,7 @@ class Store:
         try:
             for digest, data in checked.items():
                 self._put_blob(digest, data)
-            if must_be_signed():
-                seal, contents = seal_of(text.encode())
+            for seal, contents in own_seal(text.encode()).items():
                 write_whole(self.root / seal, contents)
             write_whole(path, text.encode())
             for digest, data in checked.items():

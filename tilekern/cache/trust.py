@@ -21,12 +21,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-from tilekern.cache.errors import CacheError, Missing, Untrusted
+from tilekern.cache.errors import CacheError, Missing, NoSecret, Untrusted
 from tilekern.cache.exposure import require_unshared_up
 from tilekern.cache.files import read_whole
 from tilekern.cache.keys import LAYOUT, SIGNATURE_SUFFIX, SIGNATURES, parse_signature_path, signature_path
 from tilekern.cache.seals import keyed, secret, settings_folder
 from tilekern.cache.signing import PURPOSE, SIGNATURE_BYTES, check_signature, is_signed
+from tilekern.warning import warn_once
 
 POLICIES = ("any", "signed")
 ROOTS = "TILEKERN_TRUST_ROOTS"
@@ -154,10 +155,34 @@ def seal_of(record: bytes) -> tuple[PurePosixPath, bytes]:
     """Where the seal of this user for a record stands, and what it is; the secret is made where there is none.
 
     Raises:
-        CacheError: the secret cannot be read or written.
+        NoSecret: there is none, and it cannot be written.
+        CacheError: the secret cannot be read.
     """
     key = secret(make=True)
     return _seal_path(hashlib.sha256(record).hexdigest(), key), _seal(record, key)
+
+
+def own_seal(record: bytes) -> dict[PurePosixPath, bytes]:
+    """Where the seal of a record stands that this user's own process made, and what it is.
+
+    It is empty where the policy asks for none. So it is, with one warning, where the secret of seals cannot be written,
+    as in a home that is read-only: the record is then one that nobody signed, which other machines may still use.
+
+    Raises:
+        CacheError: the secret cannot be read, or ``TILEKERN_TRUST`` is no policy.
+    """
+    if not must_be_signed():
+        return {}
+    try:
+        path, contents = seal_of(record)
+    except NoSecret as error:
+        warn_once(
+            f"{error}; what is made here is not sealed as yours, and not loaded under TILEKERN_TRUST=signed unless a "
+            "trust root signs it; XDG_CONFIG_HOME names another folder for the secret",
+            about="no secret of seals",
+        )
+        return {}
+    return {path: contents}
 
 
 def read_signatures(root: Path, record_sha256: str) -> dict[str, bytes]:

@@ -16,6 +16,7 @@ import click
 
 from tilekern.cache import Store, user_root
 from tilekern.cache.signing import SigningKey
+from tilekern.cache.trust import own_seal
 from tilekern.errors import InputError
 from tilekern.targets import Target, here, resolve
 from tuning.commands import COMMANDS, command_named
@@ -344,6 +345,7 @@ def _check_writable(store: Store, sweep: Sweep) -> None:
             raise InputError(f"cannot write {folder}: {error.strerror}; give another --cache-dir or --sweep") from None
         if not os.access(folder, os.W_OK):
             raise InputError(f"cannot write {folder}; give another --cache-dir or --sweep")
+    own_seal(b"")  # so that what cannot be sealed is said before hours are spent on it
 
 
 @contextlib.contextmanager

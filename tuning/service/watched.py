@@ -113,7 +113,9 @@ class WatchedCache:
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise InputError(f"cannot write the cache {self.root}: {error.strerror}") from None
+            raise InputError(
+                f"cannot write the cache {self.root}: {error.strerror}; give another --cache-dir"
+            ) from None
         with Holder(folder, Journal(folder / "runs.jsonl", "run")).running("serve"):
             yield
 
