@@ -14,6 +14,11 @@ from tilekern.source import digest_of_module
 from tilekern.spec import ALIGNED, GENERIC, Config, KernelSpec, Problem
 from tilekern.targets import Target
 from tilekern.toolchain import Compiled, compile_candidate, require_toolkit
+from tilekern.warning import warned_after
+
+# How long a job waits for a compile before it is told why.
+LONG_S = 2.0
+_WHY_LONG = "which no cache holds; Ctrl-C stops it, and a tune of the model before the job makes it unnecessary"
 
 
 def artifact_of(made: Compiled, config: Config) -> Artifact:
@@ -60,6 +65,8 @@ def record_of(
 def compiled_default(spec: KernelSpec, problem: Problem, target: Target) -> tuple[Record, dict[str, bytes]]:
     """Compile the default config of a problem, both variants: its record, and the artifacts by sha256.
 
+    A job that waits for it longer than some seconds is told why. Ctrl-C ends it with its compiler, and leaves nothing.
+
     Raises:
         ToolchainMissing: no compiler is installed.
         CompileFailed: the compiler rejected it.
@@ -68,8 +75,9 @@ def compiled_default(spec: KernelSpec, problem: Problem, target: Target) -> tupl
     config = spec.default(problem, target)
     artifacts, blobs = {}, {}
     variants = ((ALIGNED, config), (GENERIC, spec.generic(problem)))
-    for variant, chosen in () if spec.is_library(problem, config) else variants:
-        made = compile_candidate(spec, problem, chosen, target, variant)
-        artifacts[variant] = artifact_of(made, chosen)
-        blobs[artifacts[variant].sha256] = made.cubin
+    with warned_after(LONG_S, f"compiling {spec.name} for {problem.key}, {_WHY_LONG}"):
+        for variant, chosen in () if spec.is_library(problem, config) else variants:
+            made = compile_candidate(spec, problem, chosen, target, variant)
+            artifacts[variant] = artifact_of(made, chosen)
+            blobs[artifacts[variant].sha256] = made.cubin
     return record_of(spec, problem, config, target, tools.describe(), artifacts, "default"), blobs

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 import warnings
 from collections.abc import Iterator
 from typing import TextIO
@@ -38,6 +39,24 @@ def warn_once(message: str, about: object = None) -> None:
     name = message if about is None else str(about)
     if name not in _said:
         _said.add(name)
+        warn(message)
+
+
+@contextlib.contextmanager
+def warned_after(seconds: float, message: str) -> Iterator[None]:
+    """Warn while a block is at work that takes longer than so many seconds."""
+    timer = threading.Timer(seconds, _warn_from_a_thread, [message])
+    timer.daemon = True  # a process that ends does not wait for it
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _warn_from_a_thread(message: str) -> None:
+    # Where warnings are errors there is nobody in a timer's thread to catch this one.
+    with contextlib.suppress(TilekernWarning):
         warn(message)
 
 

@@ -1,0 +1,103 @@
+"""A compile in the middle of a job: it says that it takes its time, and can be interrupted."""
+
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tilekern.toolchain import toolkit
+from tilekern.warning import warned_after
+
+PATIENCE_S = 120
+pytestmark = pytest.mark.skipif(toolkit() is None, reason="no tile compiler is installed")
+# Two misses of one problem: the first with a compiler that sleeps, which is interrupted.
+JOB = """
+import os, sys
+from pathlib import Path
+from one_record import H200, PROBLEM, SPEC
+from tilekern import dispatch, toolchain
+
+toolchain._tileiras = lambda: Path(sys.argv[1])
+try:
+    dispatch.compile_default(SPEC, PROBLEM, H200)
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+os.environ["COMPILER_SLEEPS_S"] = "0"
+dispatch.compile_default(SPEC, PROBLEM, H200)
+print("compiled", flush=True)
+"""
+# Else the compiler, which may be slow to start, is what is measured.
+SLEEPING = """#!/bin/sh
+if [ "$1" != --version ]; then sleep "$COMPILER_SLEEPS_S"; fi
+exec {compiler} "$@"
+"""
+
+
+@pytest.fixture
+def job(tmp_path):
+    """The job; its standard error comes with its output."""
+    compiler = tmp_path / "tileiras"
+    compiler.write_text(SLEEPING.format(compiler=toolkit().path))
+    compiler.chmod(0o755)
+    (tmp_path / "tmp").mkdir()
+    here = Path(__file__).parent
+    env = os.environ | {
+        "TILEKERN_CACHE_DIR": str(tmp_path / "cache"), "TMPDIR": str(tmp_path / "tmp"), "COMPILER_SLEEPS_S": "1000",
+        "PYTHONPATH": f"{here.parent}{os.pathsep}{here}",
+    }  # fmt: skip
+    with subprocess.Popen(
+        [sys.executable, "-c", JOB, compiler], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    ) as process:  # fmt: skip
+        yield process
+        process.kill()
+
+
+def line_of(process):
+    with selectors.DefaultSelector() as waiting:
+        waiting.register(process.stdout, selectors.EVENT_READ)
+        assert waiting.select(PATIENCE_S), "it says nothing"
+    return process.stdout.readline()
+
+
+def processes_of(folder):
+    """What runs with a path in a folder among its arguments, but for the job itself."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            arguments = path.read_bytes()
+        except OSError:
+            continue
+        if str(folder).encode() in arguments and b"one_record" not in arguments:
+            found.append(arguments)
+    return found
+
+
+def test_a_slow_compile_says_so_and_ends_with_ctrl_c(job, tmp_path):
+    said = line_of(job)
+    assert "compiling swiglu_forward for rows=64,columns=48,dtype=bfloat16, which no cache holds; Ctrl-C" in said
+    assert processes_of(tmp_path)
+    job.send_signal(signal.SIGINT)
+    started = time.monotonic()
+    assert line_of(job) == "interrupted\n"
+    assert time.monotonic() - started < PATIENCE_S / 2  # the compiler would have slept for longer
+    assert not processes_of(tmp_path)
+    assert not list((tmp_path / "tmp").glob("tilekern-*"))
+    *_, last = job.communicate(timeout=PATIENCE_S)[0].splitlines()
+    assert last == "compiled"
+    assert job.returncode == 0
+    assert len(list((tmp_path / "cache").rglob("rows=64,*.json"))) == 1
+
+
+def test_a_fast_compile_says_nothing(recwarn):
+    with warned_after(0.2, "it takes its time"):
+        pass
+    time.sleep(0.4)
+    assert not recwarn
+    with warned_after(0.05, "it takes its time"):
+        time.sleep(0.4)
+    assert "it takes its time" in str(recwarn.pop().message)
