@@ -46,6 +46,9 @@ MAY_IMPORT = {
     "tilekern.dispatch": LEAVES
     | {"tilekern.cache", "tilekern.interpreter", "tilekern.launcher", "tilekern.records", "tilekern.source"}
     | {"tilekern.plans", "tilekern.provisional", "tilekern.toolchain", "tilekern.agreement"},
+    "tilekern.ordinary": set(),
+    "tilekern.tracing": LEAVES | {"tilekern.cache", "tilekern.dispatch", "tilekern.ordinary", "tilekern.plans"},
+    "tilekern.stepping": LEAVES | {"tilekern.ops", "tilekern.patch"},
     "tilekern.ops": LEAVES | {"tilekern.dispatch", "tilekern.kernels", "tilekern.ops"},
     "tilekern.tune": {"tilekern", "tuning"},
     "tuning": {"tilekern", "tuning"},

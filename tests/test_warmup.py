@@ -71,17 +71,22 @@ def test_problems_are_those_of_the_arch_each_once(tmp_path):
     assert sorted(found, key=str) == [(n, problem_of(specs[n])) for n in ("rope", "swiglu_forward")]
 
 
-def test_a_model_chooses_by_its_sizes():
+def test_a_model_chooses_what_its_step_asks_for():
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     sizes = {"hidden_size": 96, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 16}
-    config = Qwen3Config(**sizes, intermediate_size=8, num_hidden_layers=1, vocab_size=8)
+    config = Qwen3Config(**sizes, intermediate_size=48, num_hidden_layers=1, vocab_size=8)
     model = torch.nn.Sequential(Qwen3ForCausalLM(config))
-    known = warmup.sizes_of(model)
-    specs = all_specs()
-    assert warmup.is_named(specs["rope"], problem_of(specs["rope"]), known)
-    assert warmup.is_named(specs["rms_norm_forward"], problem_of(specs["rms_norm_forward"]), known)
-    assert not warmup.is_named(specs["rope"], problem_of(specs["rope"]).but(head_dim=64), known)
+    specs, h200 = all_specs(), resolve("H200")
+    assert {kernel for kernel, _ in warmup.asked_by(model, h200)} == {"adamw"}, "nothing is patched"
+    tilekern.apply_to_model(model, qk_norm_rope=False)
+    asked = warmup.asked_by(model, h200)
+    for kernel, sizes in (("rope", (3, 1, 16)), ("rms_norm_backward", (96,)), ("rms_norm_forward", (16,))):
+        assert (kernel, sizes) in asked
+    assert warmup.exact_part(specs["rope"], problem_of(specs["rope"])) in asked
+    assert warmup.exact_part(specs["rope"], problem_of(specs["rope"]).but(head_dim=64)) not in asked
+    assert not any(kernel.startswith("qk_norm_rope") for kernel, _ in asked)
+    assert not any(kernel.startswith("attention") for kernel, _ in asked), "it runs through SDPA"
 
 
 @pytest.mark.parametrize("name", sorted(all_specs()))

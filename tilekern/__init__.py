@@ -20,6 +20,7 @@ _WHERE = {
     "clear_autotune_cache": "tilekern.warmup",
     "agree": "tilekern.ranks",
     "cache_digest": "tilekern.ranks",
+    "trace": "tilekern.tracing",
     "preflight": "tuning.preflight",
     "stats": "tilekern.dispatch",
     "AdamW": "tilekern.ops.adamw",
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from tilekern.patch import reset as reset
     from tilekern.ranks import agree as agree
     from tilekern.ranks import cache_digest as cache_digest
+    from tilekern.tracing import trace as trace
     from tilekern.warmup import clear_autotune_cache as clear_autotune_cache
     from tilekern.warmup import warmup_all_kernels as warmup_all_kernels
     from tuning.preflight import preflight as preflight

@@ -11,11 +11,10 @@ import functools
 import os
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from tilekern.errors import CacheMiss, InputError, RanksDiffer, TilekernError
-from tilekern.plans import DependentPlan, InterpretedPlan, LibraryPlan, Plan
+from tilekern.plans import Counters, DependentPlan, InterpretedPlan, LibraryPlan, Plan
 from tilekern.provisional import Watch, is_settled, of_several_ranks
 from tilekern.spec import ALIGNED, GENERIC, Config, Implementation, KernelSpec, LibraryCall, Problem
 from tilekern.targets import INTERPRETED, Target, here
@@ -24,33 +23,11 @@ from tilekern.warning import warn_once
 if TYPE_CHECKING:
     from tilekern.agreement import Agreement
     from tilekern.cache import Hit, Layer, Record, Step
+    from tilekern.tracing import Trace
 
 MissPolicy = Literal["compile", "fallback", "error"]
 # Real sizes that are remembered; a job with more distinct ones looks up again, at some tens of microseconds each.
 MOST_PLANS = 65536
-
-
-@dataclass
-class Counters:
-    """What happened to one kernel in this process.
-
-    ``nearest`` counts those hits that another bucket's record served, ``fallbacks`` calls that ran the model's own
-    op, ``launches`` launches of the kernel.
-    """
-
-    hits: int = 0
-    nearest: int = 0
-    misses: int = 0
-    fallbacks: int = 0
-    compiled: int = 0
-    plans: list[Plan] = field(default_factory=list, repr=False)
-    forgotten_launches: int = 0
-
-    @property
-    def launches(self) -> int:
-        """Launches of the kernel so far."""
-        return self.forgotten_launches + sum(plan.launches for plan in self.plans)
-
 
 _lock = threading.RLock()
 _counters: dict[str, Counters] = {}
@@ -60,6 +37,7 @@ _kernels: dict[tuple[Any, ...], Any] = {}
 _layers: list[Layer] | None = None
 _policy: MissPolicy | None = None
 _agreement: Agreement | None = None
+_trace: Trace | None = None
 # What the problems that were asked for run by, at their buckets; None is the model's own op.
 _resolved: dict[tuple[str, Problem], Record | None] = {}
 
@@ -148,6 +126,12 @@ def look_again() -> int:
     return _watch.take()
 
 
+def trace_by(trace: Trace | None) -> None:
+    """Have a trace answer for meta tensors, and see what others ask for if it wants to; None ends it."""
+    global _trace  # noqa: PLW0603
+    _trace = trace
+
+
 def _empty_memos() -> None:
     for kept in _memos:
         kept.clear()
@@ -180,8 +164,8 @@ def plan_for(spec: KernelSpec, device: Any, *sizes: Any) -> Plan | None:
     Raises:
         CacheMiss: nothing serves the problem and the miss policy is ``error``.
     """
-    if device.type == "meta":  # nothing is computed there, by whomever
-        return None
+    if device.type == "meta":  # nothing is computed there, by whomever; a trace notes what would be
+        return None if _trace is None else _trace.plan(spec, _problem(spec, sizes))
     # On the CPU the answer depends on the environment, and a look at it costs nothing there.
     key = (spec.name, device.index if device.type == "cuda" else interpreting(), *sizes)
     try:
@@ -197,21 +181,30 @@ def plan_for(spec: KernelSpec, device: Any, *sizes: Any) -> Plan | None:
 
 def count_fallback(spec: KernelSpec) -> None:
     """Note that a call ran the model's own op."""
-    counters(spec.name).fallbacks += 1
+    if _trace is None or _trace.real:
+        counters(spec.name).fallbacks += 1
+    else:
+        _trace.fallbacks[spec.name] += 1
 
 
-def _resolve(spec: KernelSpec, device: Any, sizes: Sequence[Any], key: tuple[Any, ...]) -> Plan | None:
+def _problem(spec: KernelSpec, sizes: Sequence[Any]) -> Problem | None:
     names = [d.name for d in spec.dimensions]
     values = [
         str(v).removeprefix("torch.") if d.kind == "dtype" else v for d, v in zip(spec.dimensions, sizes, strict=True)
     ]
     try:
-        problem = spec.problem(**dict(zip(names, values, strict=True)))
+        return spec.problem(**dict(zip(names, values, strict=True)))
     except ValueError as error:
         warn_once(f"{error}; the model's own op runs instead")
         return None
+
+
+def _resolve(spec: KernelSpec, device: Any, sizes: Sequence[Any], key: tuple[Any, ...]) -> Plan | None:
+    problem = _problem(spec, sizes)
+    if problem is None:
+        return None
     if interpreting():
-        return _keep(spec, _interpreted(spec, problem))
+        return _keep(spec, _interpreted(spec, problem), problem)
     if device.type != "cuda":
         warn_once(
             f"{spec.name} was called on {device.type}; kernels run on CUDA devices (or anywhere under "
@@ -220,12 +213,14 @@ def _resolve(spec: KernelSpec, device: Any, sizes: Sequence[Any], key: tuple[Any
         return None
     target = here(device.index)
     assert target is not None
-    return _keep(spec, _cached(spec, problem, target, key))
+    return _keep(spec, _cached(spec, problem, target, key), problem)
 
 
-def _keep(spec: KernelSpec, plan: Plan | None) -> Plan | None:
+def _keep(spec: KernelSpec, plan: Plan | None, problem: Problem) -> Plan | None:
     if plan is not None:
         counters(spec.name).plans.append(plan)
+    if _trace is not None and _trace.real:
+        _trace.see(spec, problem, plan)
     return plan
 
 
@@ -280,7 +275,7 @@ def _take(spec: KernelSpec, problem: Problem, target: Target, key: tuple[Any, ..
     with _lock:
         if key not in _plans or (_agreement is not None and found.layer is not _agreement.snapshot):
             return None
-        plan = _plans[key] = _keep(spec, _made(spec, problem, target, key[1], found))
+        plan = _plans[key] = _keep(spec, _made(spec, problem, target, key[1], found), problem)
         _resolved[spec.name, spec.bucketed(problem)] = found.record
         counters(spec.name).hits += 1
         return plan

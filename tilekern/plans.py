@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from tilekern.spec import Config, Implementation
@@ -30,6 +31,10 @@ class Plan:
             _refuse_tangents(arguments)
         self.launches += 1
         _ct_launch(_raw_stream(device), self.grid, self._kernel, arguments + self._tail)
+
+    def by_config(self, function: Callable[[Config], Any]) -> Any:
+        """The result of a function for the plan's config; a traced plan calls it for the others that may win too."""
+        return function(self.config)
 
     def run(self, device: int, inputs: tuple[Any, ...], allocate: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
         """The outputs for ``inputs``: the kernel fills those of ``allocate``, a library gives its own."""
@@ -113,6 +118,28 @@ class LibraryPlan(Plan):
         """Call the library on its inputs."""
         self.launches += 1
         return self._call(*inputs)
+
+
+@dataclass
+class Counters:
+    """What happened to one kernel in this process.
+
+    ``nearest`` counts those hits that another bucket's record served, ``fallbacks`` calls that ran the model's own
+    op, ``launches`` launches of the kernel.
+    """
+
+    hits: int = 0
+    nearest: int = 0
+    misses: int = 0
+    fallbacks: int = 0
+    compiled: int = 0
+    plans: list[Plan] = field(default_factory=list, repr=False)
+    forgotten_launches: int = 0
+
+    @property
+    def launches(self) -> int:
+        """Launches of the kernel so far."""
+        return self.forgotten_launches + sum(plan.launches for plan in self.plans)
 
 
 def _forward_ad() -> Any:

@@ -44,7 +44,7 @@ from tilekern.spec import KernelSpec, Problem
 from tilekern.targets import Target, resolve
 from tilekern.toolchain import toolkit
 from tilekern.verdict import Status, verdict_on
-from tilekern.warmup import is_named, sizes_of
+from tilekern.warmup import asked_by, exact_part
 from tilekern.warning import warn_once
 
 if TYPE_CHECKING:
@@ -136,14 +136,14 @@ def cache_digest(model: torch.nn.Module | None = None, *, gpu: str = "auto") -> 
 
     Args:
         model: None for what this process has resolved so far, the model's own op where there is no record; a model for
-            what it would resolve: all records whose exact sizes its configuration names.
+            what a training step of it, patched or not as it is, would resolve, however many tokens it has.
         gpu: with a model, for which GPU: ``auto``, a name or an arch.
 
     Returns:
         64 hexadecimal digits.
 
     Raises:
-        InputError: the model has no configuration, or there is no such GPU.
+        InputError: the model has no configuration or its step cannot be traced, or there is no such GPU.
     """
     if model is None:
         lines = [
@@ -151,10 +151,11 @@ def cache_digest(model: torch.nn.Module | None = None, *, gpu: str = "auto") -> 
             for (kernel, problem), record in dispatch.resolved().items()
         ]
         return digest_of(sorted(lines))
-    sizes, target = sizes_of(model), dispatch.here() if gpu == "auto" else resolve(gpu)
+    target = dispatch.here() if gpu == "auto" else resolve(gpu)
     if target is None:
         raise InputError("cache_digest: this machine has no CUDA GPU; name one, for example gpu='H200'")
-    return _snapshot(target, lambda spec, problem: is_named(spec, problem, sizes)).digest
+    asked = asked_by(model, target)
+    return _snapshot(target, lambda spec, problem: exact_part(spec, problem) in asked).digest
 
 
 def _snapshot(target: Target, wanted: Callable[[KernelSpec, Problem], bool] | None = None) -> Snapshot:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from tilekern import dispatch
 from tilekern.cache import Layer, default_layers
-from tilekern.errors import InputError
-from tilekern.kernels import all_specs
-from tilekern.spec import KernelSpec, Problem
+from tilekern.kernels import all_specs, spec_named
+from tilekern.spec import KernelSpec, Problem, Value
 from tilekern.targets import Target, here
+from tilekern.tracing import Trace, tracing
 from tilekern.warning import warn_once
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 # Bucketed sizes of the inputs that kernels are loaded with; a multiple of what the aligned variants assume.
 _SMALL = 64
+Exact = tuple[str, tuple[Value, ...]]
 
 
 def warmup_all_kernels(
@@ -30,16 +31,19 @@ def warmup_all_kernels(
     under ``TILEKERN_INTERPRET=1`` there is nothing to load.
 
     Args:
-        model: only kernels whose exact sizes (hidden size, heads and the like) its configuration names; None: all.
+        model: only kernels that a training step of the model, patched or not as it is, asks for; None: all.
         device: the CUDA device; None means torch's current one.
 
     Returns:
         ``kernels`` that were launched, and records ``skipped``.
 
     Raises:
-        InputError: ``model`` has no configuration.
+        InputError: ``model`` has no configuration, or its step cannot be traced.
     """
-    sizes = None if model is None else sizes_of(model)
+    if model is not None:
+        from tilekern.stepping import core_of
+
+        core_of(model)
     counts = {"kernels": 0, "skipped": 0}
     if dispatch.interpreting():
         return counts
@@ -52,8 +56,9 @@ def warmup_all_kernels(
     place = torch.device("cuda", torch.cuda.current_device() if place.index is None else place.index)
     target = here(place.index)
     assert target is not None
+    asked = None if model is None else asked_by(model, target)
     for spec, problem in problems_for(target, default_layers()):
-        if sizes is not None and not is_named(spec, problem, sizes):
+        if asked is not None and exact_part(spec, problem) not in asked:
             continue
         found = dispatch.find(spec, problem, target)
         plan = dispatch.plan_for(spec, place, *_as_torch(spec, problem)) if found is not None else None
@@ -113,14 +118,19 @@ def _as_torch(spec: KernelSpec, problem: Problem) -> list[Any]:
     return [getattr(torch, problem[d.name]) if d.kind == "dtype" else problem[d.name] for d in spec.dimensions]
 
 
-def sizes_of(model: torch.nn.Module) -> set[int]:
-    """Every whole number of the configurations in a model, wrapped or not."""
-    configs = [module.config for module in model.modules() if hasattr(getattr(module, "config", None), "to_dict")]
-    if not configs:
-        raise InputError(f"{type(model).__name__} has no configuration; leave model out for all kernels")
-    return {value for config in configs for value in config.to_dict().values() if type(value) is int}
+def asked_by(model: torch.nn.Module, target: Target) -> set[Exact]:
+    """What a training step of a model asks for, whatever the number of tokens.
+
+    Raises:
+        InputError: the model has no configuration, or its step cannot be traced.
+    """
+    from tilekern.stepping import Batch, step_as_it_is
+
+    with tracing(Trace(target)) as found:
+        step_as_it_is(model, Batch(1, _SMALL))
+    return {exact_part(spec_named(kernel), problem) for kernel, problem in found.problems}
 
 
-def is_named(spec: KernelSpec, problem: Problem, sizes: set[int]) -> bool:
-    """Whether all exact sizes of a problem are among a model's."""
-    return all(problem[d.name] in sizes for d in spec.dimensions if d.kind == "exact")
+def exact_part(spec: KernelSpec, problem: Problem) -> Exact:
+    """A kernel and the sizes of a problem that a record must have exactly; not the bucketed ones, dtypes and flags."""
+    return spec.name, tuple(problem[d.name] for d in spec.dimensions if d.kind == "exact")

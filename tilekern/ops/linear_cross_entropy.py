@@ -166,9 +166,8 @@ def _plan(rows: torch.Tensor, weight: torch.Tensor, options: LossOptions, *, los
 def _losses(
     plan: Plan, rows: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, options: LossOptions
 ) -> torch.Tensor:
-    loss = kernels.losses(plan_for, plan.config, rows, weight, target, options)
     plan.launches += 1
-    return loss
+    return plan.by_config(lambda config: kernels.losses(plan_for, config, rows, weight, target, options))
 
 
 def _gradients(plan: Plan, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:

@@ -1,0 +1,32 @@
+"""Yes or no about values that nobody has: what code asks of a meta tensor, answered as for an ordinary batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_aten = torch.ops.aten
+_YES = (_aten.all, _aten.eq, _aten.ge, _aten.gt, _aten.le, _aten.lt)
+_NO = (_aten.any, _aten.ne)
+
+
+class OrdinaryValues(TorchDispatchMode):
+    """Answers where a model's code branches on values: is a mask all ones, do positions all run on?
+
+    What ``all`` and comparisons give is taken to be so, what ``any`` and ``!=`` give is not. Any other question of
+    values raises, as it does on meta tensors.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is _aten._local_scalar_dense.default and hasattr(args[0], "is_so"):
+            return args[0].is_so
+        made = func(*args, **(kwargs or {}))
+        kind = func.overloadpacket
+        if (kind in _YES or kind in _NO) and made.device.type == "meta":
+            made.is_so = kind in _YES
+        return made
