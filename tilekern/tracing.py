@@ -39,7 +39,7 @@ def trace(path: str | Path | None = None, *, gpu: str = "auto", real: bool = Fal
     values is answered as for an ordinary batch: ``all()`` and comparisons are true, ``any()`` is not.
 
     Args:
-        path: where the plan is written at the end, for ``python -m tilekern.tune --plan FILE``.
+        path: where the plan is written at the end, as JSON with the target and the problems.
         gpu: the GPU that the job will run on: ``auto`` (the one here), a name, an arch or a key.
         real: note what tensors on devices ask for, too. Their steps run as ever, by the plans that the caches have; an
             op that has none runs torch's operations, and its backward is not traced.
