@@ -213,11 +213,11 @@ def test_verify_says_a_reason_once_with_a_count(cli, as_json, root):
         put(root, b"%d" % rows, kernel="scale", problem={**PROBLEM, "rows": rows}, module="no_such_module.at_all")
         blob_file(root, b"%d" % rows).unlink()
     for rows in (1, 2):
-        put(root, b"y", kernel="rope", problem={**PROBLEM, "rows": rows}).write_text("{" + "\n" * rows)
+        put(root, b"y", kernel="rope", problem={**PROBLEM, "rows": rows}).write_text("{" + "\n" * rows + "x")
     out = cli("verify")[1]
     lines = out.splitlines()
     assert [line for line in lines if not line.startswith("  ")][:-2] == [
-        "broken: 2 files: not valid JSON: Expecting property name enclosed in double quotes: line … column … (char …)",
+        "broken: 2 files: not valid JSON: JSON is malformed: object keys must be strings (byte …)",
         "broken: 20 files: blob … is missing",
         "stale: 23 records: the kernel's source has changed since",
         "cannot tell whether stale: 20 records: the kernel's source is not installed here",
