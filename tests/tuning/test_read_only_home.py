@@ -95,11 +95,12 @@ def test_tuning_goes_on_with_another_cache_and_says_what_it_could_not_write(run,
     """Under the policy that seals, for a model of the hub: neither the secret nor the hub's cache can be written."""
     out, said = run(*TUNE, "--cache-dir", str(tmp_path / "cache"), TILEKERN_TRUST="signed")
     assert "2 records in " in out
-    hubs, seals = said
+    hubs, seals, lines = said
     assert hubs.startswith(f"tilekern: cannot write the hub's cache, {home}/.cache: Permission denied; ")
     assert seals.startswith(
         f"tilekern: cannot write the secret of your seals, {home}/.config/tilekern/seal.key: Permission denied; "
     )
+    assert lines.endswith("; what this run compiles, a later run compiles anew")
     store = Store(tmp_path / "cache")
     assert [entry.record.provenance for entry in store.entries()] == ["predicted"] * 2
     tools_go_on_with(run, tmp_path)
