@@ -112,7 +112,7 @@ def test_both_console_scripts_run(installed, name, arguments, part):
 def test_bad_input_ends_a_console_script_with_its_exit_code(installed):
     ran = installed(sys.executable, installed.site / "bin" / "tilekern-tune", "nothing", "--gpu", "B200")
     assert (ran.returncode, ran.stdout) == (2, "")
-    assert "unknown model 'nothing'" in ran.stderr
+    assert "unknown command or model 'nothing'" in ran.stderr
 
 
 def test_a_plan_can_be_made_from_it(installed):
