@@ -11,10 +11,12 @@ from typing import Any, NamedTuple
 
 import click
 
-from cache_tools.staleness import is_stale
+from cache_tools.staleness import standing_of
 from cache_tools.text import count, print_json
 from cache_tools.trusting import print_survey, records_of_pack, records_of_store, survey
 from tilekern.cache import (
+    DATED,
+    STALE,
     CacheError,
     Corrupt,
     Entry,
@@ -35,6 +37,7 @@ _VARYING = re.compile(r"\b[0-9a-f]{64}\b|\b[0-9]+\b")
 # Sections of the document that hold paths alone: what they are called, of what, and the reason.
 _NOTES = (
     ("stale", "stale", "record", "the kernel's source has changed since"),
+    ("not_fresh", "not known to be the best", "record", "the space has changed since"),
     ("unknown_source", "cannot tell whether stale", "record", "the kernel's source is not installed here"),
     ("unknown_schema", "left alone", "record", "another version of tilekern wrote it"),
     ("leftovers", "left over", "file", "set aside as bad, or never finished"),
@@ -48,6 +51,7 @@ class _Seen:
         self.records: dict[str, _Kept] = {}
         self.bad: list[dict[str, str]] = []
         self.stale: list[str] = []
+        self.not_fresh: list[str] = []
         self.unknown_source: list[str] = []
         self.unknown_schema: list[str] = []
         self.exposed: list[dict[str, str]] = []
@@ -66,9 +70,8 @@ class _Seen:
             return
         sizes = tuple(sorted({(one.sha256, one.size) for one in entry.record.artifacts.values()}))
         self.records[path] = _Kept(entry.identity, sizes)
-        stale = is_stale(entry.record)
-        if stale is not False:
-            (self.stale if stale else self.unknown_source).append(path)
+        by_standing = {STALE: self.stale, DATED: self.not_fresh, None: self.unknown_source}
+        by_standing.get(standing_of(entry.record), []).append(path)
         if not self._anywhere and (problem := self._exposure(path)):
             self.exposed.append(_fault(path, problem))
 
@@ -113,6 +116,7 @@ def verify(store: Store, as_json: bool, signed: bool = False) -> bool:
             *signatures["bad"],
         ],
         "stale": seen.stale,
+        "not_fresh": seen.not_fresh,
         "unknown_source": seen.unknown_source,
         "unknown_schema": seen.unknown_schema,
         "orphans": len(orphans),
@@ -179,19 +183,20 @@ def verify_pack(path: Path, as_json: bool, signed: bool = False) -> bool:
         pack = Pack(path)
         records = [record for record, _ in checked_contents(pack)]
         signatures = survey(records_of_pack(pack))
-        staleness = [(str(record.address.path), is_stale(record)) for record in records]
+        standings = [(str(record.address.path), standing_of(record)) for record in records]
         document |= {
             "records": len(records),
             "blobs": len(frozenset().union(*(record.digests for record in records))),
             "broken": signatures["bad"],
-            "stale": [name for name, stale in staleness if stale],
-            "unknown_source": [name for name, stale in staleness if stale is None],
+            "stale": [name for name, found in standings if found == STALE],
+            "not_fresh": [name for name, found in standings if found == DATED],
+            "unknown_source": [name for name, found in standings if found is None],
         }
     except UnknownSchema:
         raise
     except Corrupt as error:
         document["broken"] = [{"path": str(path), "problem": str(error)}]
-    document |= {"stale": document.get("stale", []), "unknown_source": document.get("unknown_source", [])}
+    document |= {name: document.get(name, []) for name in ("stale", "not_fresh", "unknown_source")}
     document["signatures"] = signatures
     if as_json:
         print_json(document)

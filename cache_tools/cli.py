@@ -34,13 +34,13 @@ def app() -> None:
 def verify(context: click.Context, path: Path | None, signed: bool, store: Store, as_json: bool) -> None:
     """Check every record, artifact and signature of a pack or a cache; exit code 1 where one is broken.
 
-    Stale records are reported, and are no fault; nor are records that others can write, which no job loads. A reason is
-    said once, with how many it holds for and the first of them; --json names all. A folder that --cache-dir names must
-    be there; the user's own cache may be empty.
+    Stale records are reported, and are no fault; nor are those that are not known to be the best any more, nor records
+    that others can write, which no job loads. A reason is said once, with how many it holds for and the first of them;
+    --json names all. A folder that --cache-dir names must be there; the user's own cache may be empty.
 
-    JSON: cache_dir or pack, records, blobs, broken[] {path, problem}, stale[], unknown_source[], signatures {trusted,
-    other_key, unsigned, by {name: records}, bad[] {path, problem}, unchecked}, and of a cache unknown_schema[],
-    orphans, leftovers[], exposed[] {path, problem}.
+    JSON: cache_dir or pack, records, blobs, broken[] {path, problem}, stale[], not_fresh[], unknown_source[],
+    signatures {trusted, other_key, unsigned, by {name: records}, bad[] {path, problem}, unchecked}, and of a cache
+    unknown_schema[], orphans, leftovers[], exposed[] {path, problem}.
     """
     if context.get_parameter_source("store") == click.core.ParameterSource.COMMANDLINE:
         if path is not None:

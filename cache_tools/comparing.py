@@ -11,7 +11,7 @@ import click
 
 from cache_tools.selection import Selection
 from cache_tools.sources import source_at
-from cache_tools.staleness import is_stale
+from cache_tools.staleness import is_fresh, is_stale
 from cache_tools.tables import natural, print_table
 from cache_tools.text import number, plain, print_json, time_us_of
 from tilekern.cache import Address, Record, by_preference
@@ -28,11 +28,13 @@ class _Kept(NamedTuple):
     config: str
     digests: frozenset[str]
     source_digest: str
+    space_digest: str | None
     time_us: float | None
     median_us: float | None
     spread_us: float | None
     created: str
     stale: bool | None
+    fresh: bool | None
 
 
 _Side = dict[tuple[str, ...], _Kept]
@@ -91,11 +93,13 @@ def _kept_of(path: str, record: Record) -> _Kept:
         json.dumps(record.config, sort_keys=True),
         frozenset(map(sys.intern, record.digests)),
         sys.intern(record.source_digest),
+        sys.intern(record.space_digest) if record.space_digest else None,
         time_us_of(record),
         number(record.measurement, "median_us"),
         number(record.measurement, "spread_us"),
         record.created,
         is_stale(record),
+        is_fresh(record),
     )
 
 
@@ -135,6 +139,7 @@ def _difference(a: _Kept, b: _Kept) -> tuple[str, float | None, str]:
         "config": (a.config, b.config),
         "machine code": (a.digests, b.digests),
         "the kernel's source": (a.source_digest, b.source_digest),
+        "search space": (a.space_digest, b.space_digest),
     }
     changed = [name for name, (one, other) in facts.items() if one != other]
     because = f"other {', '.join(changed)}" if changed else ""
@@ -158,6 +163,7 @@ def _summary(one: _Kept) -> dict[str, Any]:
         "spread_us": one.spread_us,
         "created": one.created,
         "stale": one.stale,
+        "fresh": one.fresh,
     }
 
 

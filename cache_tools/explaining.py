@@ -7,9 +7,9 @@ from typing import Any
 import click
 
 from cache_tools.here import spec_named, target_named, toolkit_key
-from cache_tools.staleness import digest_today
+from cache_tools.staleness import digests_today
 from cache_tools.text import plain, print_json, time_us_of
-from tilekern.cache import CacheError, Hit, Step, Store, default_layers, parse_problem_key, problem_key
+from tilekern.cache import NOT_FRESH, CacheError, Hit, Step, Store, default_layers, parse_problem_key, problem_key
 
 
 def explain(store: Store, kernel: str, key: str, target_name: str | None, as_json: bool) -> None:
@@ -36,13 +36,15 @@ def explain(store: Store, kernel: str, key: str, target_name: str | None, as_jso
     trace: list[Step] = []
     layers = default_layers(store.root, looking=True)
     hit = find(spec, spec.bucketed(problem), target, layers=layers, trace=trace)
+    today = digests_today(spec.module, kernel)
     document = {
         "kernel": kernel,
         "problem": dict(problem),
         "problem_key": problem_key(dict(spec.bucketed(problem))),
         "target": target.key,
         "toolkit": toolkit_key(),
-        "source_digest": digest_today(spec.module),
+        "source_digest": today and today.source,
+        "space_digest": today and today.space,
         "layers": [layer.name for layer in layers],
         "steps": [_step(step) for step in trace],
         "hit": hit and _hit(hit),
@@ -76,6 +78,7 @@ def _hit(hit: Hit) -> dict[str, Any]:
         "config": hit.record.config,
         "exact_target": hit.exact_target,
         "exact_bucket": hit.exact_bucket,
+        "fresh": hit.fresh,
     }
 
 
@@ -85,7 +88,7 @@ def _print(document: dict[str, Any], trace: list[Step]) -> None:
     if asked != document["problem_key"]:
         click.echo(f"sizes are rounded up to their buckets: {document['problem_key']}")
     click.echo(f"the toolkit here: {document['toolkit'] or 'none, so the newest of a layer comes first'}")
-    click.echo(f"the kernel's source: {document['source_digest']}")
+    click.echo(f"the kernel's source: {document['source_digest']}, its search space: {document['space_digest']}")
     click.echo(f"layers: {', '.join(document['layers'])}")
     for number, step in enumerate(trace, 1):
         click.echo(f"{number:3}. {plain(str(step))}")
@@ -98,4 +101,6 @@ def _print(document: dict[str, Any], trace: list[Step]) -> None:
     gpu = "of this very GPU" if hit["exact_target"] else f"of another GPU of its arch, {hit['target']}"
     bucket = "its own bucket" if hit["exact_bucket"] else f"the nearest bucket, {hit['problem_key']}"
     click.echo(f"taken: from {hit['layer']}, {hit['provenance']}, {gpu}, {bucket}")
+    if not hit["fresh"]:
+        click.echo(f"it is {NOT_FRESH}; tune it again")
     click.echo(f"config: {plain(hit['config'])}")

@@ -10,10 +10,13 @@ import click
 
 from cache_tools.selection import Selection, age_s
 from cache_tools.sources import Source, layers_of_a_lookup, user_cache
-from cache_tools.staleness import is_stale
+from cache_tools.staleness import is_fresh, is_stale, standing_of
 from cache_tools.tables import natural, print_table
 from cache_tools.text import age, count, gain_of, plain, predicted_gain_of, print_json, size, time_us_of
 from tilekern.cache import (
+    DATED,
+    FRESH,
+    STALE,
     CacheError,
     Entry,
     Listed,
@@ -29,6 +32,8 @@ from tilekern.cache.places import USER
 
 _COLUMNS = ("TARGET", "TOOLKIT", "LAYER", "KERNEL", "PROBLEM", "PROVENANCE", "TIME", "GAIN", "SIZE", "AGE")
 _RIGHT = ("TIME", "GAIN", "SIZE", "AGE", "RECORDS", "RUNS")
+# What stands beside a provenance.
+_MARKS = {FRESH: "", DATED: " (space changed)", STALE: " (stale)", None: ""}
 _GROUPS = ("layer", "kernel", "target", "toolkit", "provenance")
 
 
@@ -73,6 +78,7 @@ class _Seen:
             group: defaultdict(lambda: {"records": 0, "bytes": 0}) for group in _GROUPS
         }
         self.stale: Counter[bool | None] = Counter()
+        self.not_fresh = 0
         self.referred: set[str] = set()
 
     def note(self, layer: str, entry: Entry) -> None:
@@ -85,7 +91,9 @@ class _Seen:
             self.unreadable += not entry.unknown_schema
             return
         self.records += 1
-        self.stale[is_stale(entry.record)] += 1
+        stale = is_stale(entry.record)
+        self.stale[stale] += 1
+        self.not_fresh += stale is False and not is_fresh(entry.record)
         target, toolkit, kernel, _ = entry.record.address
         for group, name in zip(_GROUPS, (layer, kernel, target, toolkit, entry.record.provenance), strict=True):
             self.by[group][name]["records"] += 1
@@ -113,6 +121,7 @@ def print_stats(store: Store, all_layers: bool, as_json: bool) -> None:
         "blobs": {"count": len(blobs), "bytes": sum(blob.size_bytes for blob in blobs)},
         "orphans": {"count": len(orphans), "bytes": sum(blob.size_bytes for blob in orphans)},
         "stale": seen.stale[True],
+        "not_fresh": seen.not_fresh,
         "unknown_source": seen.stale[None],
         "unreadable": seen.unreadable,
         "unknown_schema": seen.unknown_schema,
@@ -184,6 +193,8 @@ def _summary(source: Source, entry: Listed, record: Outline) -> dict[str, Any]:
         "target": record.address.target_key,
         "toolkit": record.address.toolkit_key,
         "provenance": record.provenance,
+        "stale": is_stale(record),
+        "fresh": is_fresh(record),
         "time_us": time_us_of(record),
         "gain": gain_of(record),
         "predicted_gain": predicted_gain_of(record),
@@ -212,7 +223,7 @@ def _row(source: Source, entry: Listed, record: Outline) -> dict[str, str]:
         "LAYER": source.name,
         "KERNEL": record.address.kernel,
         "PROBLEM": record.address.problem_key,
-        "PROVENANCE": record.provenance,
+        "PROVENANCE": f"{record.provenance}{_MARKS[standing_of(record)]}",
         "TIME": "-" if time_us is None else f"{about}{time_us:.1f} us",
         "GAIN": "-" if gain is None else f"{about}{gain:.2f}x",
         "SIZE": size(entry.size_bytes),
@@ -234,5 +245,5 @@ def _print_stats(store: Store, document: Mapping[str, Any]) -> None:
         print_table(("BY", "NAME", "RECORDS", "SIZE"), rows, _RIGHT)
     for name in ("blobs", "orphans"):
         click.echo(f"{name}: {document[name]['count']} ({size(document[name]['bytes'])})")
-    for name in ("stale", "unknown_source", "unreadable", "unknown_schema", "leftovers", "wanted"):
+    for name in ("stale", "not_fresh", "unknown_source", "unreadable", "unknown_schema", "leftovers", "wanted"):
         click.echo(f"{name.replace('_', ' ')}: {document[name]}")

@@ -30,12 +30,19 @@ class Kept(NamedTuple):
     is_readable: bool
     unknown_schema: bool
     digests: tuple[str, ...]
+    schema: int
     module: str
     source_digest: str
+    space_digest: str | None
     size_bytes: int
     file_bytes: int
     used: float
     identity: tuple[int, int, int] | None
+
+    @property
+    def kernel(self) -> str:
+        """The kernel's name."""
+        return self.address.kernel if self.address else ""
 
 
 def kept_of(entry: Entry) -> Kept:
@@ -47,8 +54,10 @@ def kept_of(entry: Entry) -> Kept:
         record is not None,
         entry.unknown_schema,
         tuple(map(sys.intern, record.digests)) if record else (),
+        record.schema if record else 0,
         sys.intern(record.module) if record else "",
         sys.intern(record.source_digest) if record else "",
+        sys.intern(record.space_digest) if record and record.space_digest else None,
         entry.size_bytes,
         entry.file_bytes,
         entry.used,

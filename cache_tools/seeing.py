@@ -30,8 +30,8 @@ def ls(store: Store, all_layers: bool, layer: str | None, as_json: bool, **filte
     times faster than the default config, are measured; what is predicted has a ~.
 
     JSON: cache_dir, exists, layers[] {name, path}, records[] {layer, path, kernel, problem, problem_key, target,
-    toolkit, provenance, time_us, gain, predicted_gain, size_bytes, created, age_s}, unreadable[] {layer, path,
-    problem}; all in docs/cache-json.md.
+    toolkit, provenance, stale, fresh, time_us, gain, predicted_gain, size_bytes, created, age_s}, unreadable[] {layer,
+    path, problem}; all in docs/cache-json.md.
     """
     from cache_tools import listing
 
@@ -54,8 +54,8 @@ def show(
 
     Looks through all layers of a lookup, says which of them have the record, and which one a lookup takes.
 
-    JSON: layer, path, size_bytes, stale, record (all fields as the cache keeps them), places[] {layer, path, target,
-    toolkit, provenance, time_us, gain, created, outcome, detail}, wins, sass {variant: text}; all in
+    JSON: layer, path, size_bytes, stale, fresh, record (all fields as the cache keeps them), places[] {layer, path,
+    target, toolkit, provenance, time_us, gain, created, outcome, detail}, wins, sass {variant: text}; all in
     docs/cache-json.md.
     """
     from cache_tools import showing
@@ -72,8 +72,8 @@ def stats(store: Store, all_layers: bool, as_json: bool) -> None:
     """Count records and bytes.
 
     JSON: cache_dir, exists, records, bytes, by {layer, kernel, target, toolkit, provenance} {name: {records, bytes}},
-    blobs {count, bytes}, orphans {count, bytes}, stale, unknown_source, unreadable, unknown_schema, leftovers, wanted;
-    all in docs/cache-json.md.
+    blobs {count, bytes}, orphans {count, bytes}, stale, not_fresh, unknown_source, unreadable, unknown_schema,
+    leftovers, wanted; all in docs/cache-json.md.
     """
     from cache_tools import listing
 
@@ -111,8 +111,8 @@ def why(kernel: str, problem_key: str, target: str | None, store: Store, as_json
     Looks the problem up as a job on that GPU would, through the same code, and says what was tried in which layer and
     why it was passed over or taken.
 
-    JSON: kernel, problem, problem_key, target, toolkit, source_digest, layers[], steps[] {layer, target, toolkit,
-    problem_key, outcome, detail}, hit; all in docs/cache-json.md.
+    JSON: kernel, problem, problem_key, target, toolkit, source_digest, space_digest, layers[], steps[] {layer, target,
+    toolkit, problem_key, outcome, detail}, hit; all in docs/cache-json.md.
     """
     from cache_tools import explaining
 

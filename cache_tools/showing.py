@@ -11,9 +11,9 @@ import click
 from cache_tools.here import toolkit_key
 from cache_tools.selection import Selection
 from cache_tools.sources import Source, layers_of_a_lookup
-from cache_tools.staleness import digest_today, is_stale
+from cache_tools.staleness import digests_today, is_fresh, is_stale
 from cache_tools.text import gain_of, plain, print_json, size, time_us_of
-from tilekern.cache import CacheError, Entry, Record, Step, Store, default_layers, lookup, parse_problem_key
+from tilekern.cache import NOT_FRESH, CacheError, Entry, Record, Step, Store, default_layers, lookup, parse_problem_key
 
 _NOT_REACHED = ("not_reached", "a lookup ends before it comes here")
 
@@ -45,6 +45,7 @@ def show_record(store: Store, kernel: str, key: str, selection: Selection, sass_
         "path": str(entry.path),
         "size_bytes": entry.size_bytes,
         "stale": is_stale(entry.record),
+        "fresh": is_fresh(entry.record),
         "record": _fields(entry.record),
         "places": places,
         "wins": next((_winner(step) for step in steps.values() if step.outcome == "taken"), None),
@@ -86,13 +87,13 @@ def _steps_of_a_lookup(
 ) -> dict[tuple[str | None, str | None], Step]:
     """What a lookup of the very problem on that GPU says of each layer and toolkit."""
     record = next((entry.record for _, entry in found if entry.record), None)
-    digest = digest_today(record.module) if record else None
-    if record is None or digest is None:
+    today = digests_today(record.module, record.kernel) if record else None
+    if record is None or today is None:
         return {}
     trace: list[Step] = []
     lookup(
         kernel, problem, bucketed=(), target_key=record.target["key"], arch=record.target["arch"],
-        toolkit_key=toolkit_key(), source_digest=digest, layers=default_layers(store.root, looking=True),
+        toolkit_key=toolkit_key(), source=today, layers=default_layers(store.root, looking=True),
         trace=trace,
     )  # fmt: skip
     tried = [step for step in trace if step.problem and step.target_key == record.target["key"]]
@@ -144,13 +145,26 @@ def _sass(source: Source, record: Record, variant: str) -> dict[str, str]:
 
 def _print(document: Mapping[str, Any], record: Record) -> None:
     click.echo(f"{record.kernel} {record.address.problem_key}")
-    for name in ("module", "source_digest", "provenance", "candidates", "failed", "created", "created_by"):
+    for name in (
+        "module",
+        "source_digest",
+        "space_digest",
+        "provenance",
+        "candidates",
+        "failed",
+        "created",
+        "created_by",
+    ):
         click.echo(f"{name.replace('_', ' ')}: {plain(getattr(record, name))}")
     state = {True: "yes, the kernel's source has changed since", False: "no", None: "the source is not installed here"}
     click.echo(f"stale: {state[document['stale']]}")
+    if document["fresh"] is False and not document["stale"]:
+        click.echo(f"fresh: no, {NOT_FRESH}")
     click.echo(f"file: {document['path']}")
     for name in ("target", "toolkit", "config", "measurement", "prediction", "check"):
         _print_section(name, getattr(record, name))
+    if record.best_kernel:
+        _print_section("where that library is not", record.best_kernel.config)
     click.echo("runners-up:" if record.runners_up else "runners-up: none")
     for number, runner_up in enumerate(record.runners_up, 2):
         click.echo(f"  {number}. {json.dumps(runner_up)}")

@@ -1,12 +1,18 @@
-"""Whether a record was made from the kernel's source of today."""
+"""What a record is worth beside the kernel's source of today."""
 
 from __future__ import annotations
 
 import functools
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+from tilekern.cache import FRESH, STALE, Standing, standing
+from tilekern.cache import Made as MadeOf
+
+if TYPE_CHECKING:
+    from tilekern.source import Digests
 
 
-class Made(Protocol):
+class Made(MadeOf, Protocol):
     """What says which source a record was made from: a record, or what is kept of one."""
 
     @property
@@ -15,23 +21,35 @@ class Made(Protocol):
         ...
 
     @property
-    def source_digest(self) -> str:
-        """The digest of its source then."""
+    def kernel(self) -> str:
+        """The spec's name."""
         ...
 
 
 @functools.cache
-def digest_today(module: str) -> str | None:
-    """The digest of a kernel module's source as it is installed here, or None where it is not."""
-    from tilekern.source import digest_of_module  # loads Python's parser; only some commands need it
+def digests_today(module: str, kernel: str) -> Digests | None:
+    """The digests of a kernel's source as it is installed here, or None where it is not."""
+    from tilekern.source import digests_of  # loads Python's parser; only some commands need it
 
     try:
-        return digest_of_module(module)
+        return digests_of(module, kernel)
     except (ImportError, OSError, ValueError, SyntaxError, AttributeError):
         return None
 
 
+def standing_of(record: Made) -> Standing | None:
+    """Whether a record is fresh, dated or stale, by :func:`tilekern.cache.standing`; None without its source here."""
+    today = digests_today(record.module, record.kernel)
+    return None if today is None else standing(record, today)
+
+
 def is_stale(record: Made) -> bool | None:
     """True where the source has changed since, False where it is the same, None where it is not installed here."""
-    digest = digest_today(record.module)
-    return None if digest is None else digest != record.source_digest
+    found = standing_of(record)
+    return None if found is None else found == STALE
+
+
+def is_fresh(record: Made) -> bool | None:
+    """Whether a record's winner is still known to be the best; None where the source is not installed here."""
+    found = standing_of(record)
+    return None if found is None else found == FRESH

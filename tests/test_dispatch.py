@@ -1,5 +1,6 @@
 """What a call finds in a real cache for a GPU that is not here, and what happens where it finds nothing."""
 
+import dataclasses
 import json
 import shutil
 import warnings
@@ -15,7 +16,8 @@ from tilekern.errors import CacheMiss, InputError
 from tilekern.interpreter import InterpreterError
 from tilekern.kernels import spec_named
 from tilekern.launcher import PrebuiltKernel
-from tilekern.source import digest_of_module
+from tilekern.provisional import is_settled
+from tilekern.source import digests_of
 from tilekern.spec import Config
 from tilekern.targets import INTERPRETED, resolve
 
@@ -112,7 +114,8 @@ def test_find_gives_the_record_with_its_provenance(filled):
     assert hit.exact_bucket
     assert hit.exact_target
     assert hit.record.provenance == "default"
-    assert hit.record.source_digest == digest_of_module(SPEC.module)
+    today = digests_of(SPEC.module, SPEC.name)
+    assert (hit.record.source_digest, hit.record.space_digest) == (today.source, today.space)
     assert Config(hit.record.artifacts["generic"].config) == SPEC.generic(PROBLEM)
 
 
@@ -154,6 +157,21 @@ def test_a_record_of_another_source_is_a_miss(filled, no_compiler):
     dispatch.set_miss_policy("error")
     with pytest.raises(CacheMiss):
         dispatch.plan_for(SPEC, GPU, *SIZES)
+
+
+def test_a_record_of_another_search_space_is_a_hit_that_may_be_bettered(filled, no_compiler):
+    path = record_of(filled)
+    record = cache.Record.from_json(path.read_text())
+    dated = msgspec.structs.replace(
+        record, space_digest="0" * 64, provenance="measured", measurement={"median_us": 1.0}
+    )
+    path.write_text(dated.to_json())
+    dispatch.set_miss_policy("error")
+    assert dispatch.plan_for(SPEC, GPU, *SIZES) is not None
+    assert dispatch.stats()[SPEC.name] == numbers(hits=1)
+    hit = dispatch.find(SPEC, SPEC.bucketed(SPEC.problem(**dict(record.problem))), H200)
+    assert (hit.fresh, is_settled(hit)) == (False, False)
+    assert is_settled(dataclasses.replace(hit, fresh=True))
 
 
 def test_a_blob_that_was_changed_is_a_miss(filled, no_compiler):

@@ -14,6 +14,7 @@ from rank_jobs import DEFAULT, OTHER, ROOT, environment, fill, finish, go_throug
 from tilekern import cache, ranks, toolchain
 from tilekern.held import identity
 from tilekern.snapshot import Snapshot
+from tilekern.source import digests_of
 from tilekern.targets import resolve
 
 RANKS, TIMEOUT_S = 3, 8
@@ -356,12 +357,11 @@ def test_a_snapshot_answers_as_the_layers_that_it_was_taken_from(compiled, tmp_p
     layers = [cache.FolderLayer(tmp_path / name, name) for name in "01"]
     [tools] = layers[0].toolkits(H200.key)
     snapshot = Snapshot.take("sm_90", layers, tools)
-    source = record(compiled)[0].source_digest
     for target in ("H200", "H100"):
         for rows, columns in ((64, 48), (512, 48), (64, 64), (1, 80), (64, 96)):
             options = {
                 "bucketed": ["rows"], "target_key": resolve(target).key, "arch": "sm_90", "toolkit_key": tools,
-                "source_digest": source,
+                "source": digests_of(SPEC.module, SPEC.name),
             }  # fmt: skip
             problem = dict(PROBLEM.but(rows=rows, columns=columns))
             there, here = (cache.lookup(SPEC.name, problem, layers=where, **options) for where in (layers, [snapshot]))

@@ -1,16 +1,16 @@
-"""The digest of a kernel's source: blind to words, not to code."""
+"""The digest of a whole kernel module, which records of schemas 1 and 2 carry: blind to words, not to code."""
 
 import importlib
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from source_samples import forget, interpreter
 
-from tilekern import source
+from tilekern import source, whole_modules
 from tilekern.kernels import all_specs
-from tilekern.source import digest_of_module, note_digests
+from tilekern.source import digest_of_module, digests_of, note_digests
 
 ROOT = Path(__file__).parents[1]
 CODE = '''"""A kernel."""
@@ -31,12 +31,6 @@ SHARED = "def factor(n):\n    return n\n"
 ALONE = "def alone():\n    return 1\n"
 
 
-def forget():
-    """What this process knows of files that have changed."""
-    for known in (digest_of_module, source._hash_of, source._notes):
-        known.cache_clear()
-
-
 @pytest.fixture
 def digest(tmp_path, monkeypatch):
     """Writes a package of kernels and digests one of its modules."""
@@ -53,8 +47,6 @@ def digest(tmp_path, monkeypatch):
 
     yield digest
     forget()
-    for name in [name for name in sys.modules if name.startswith("sample_kernels")]:
-        del sys.modules[name]
 
 
 @pytest.mark.parametrize(
@@ -136,7 +128,7 @@ def test_noted_digests_hold_for_the_files_that_they_were_made_from_alone(digest,
     notes = tmp_path / "digests.json"
     note_digests(["sample_kernels.kernel", "sample_kernels.alone"], notes)
     monkeypatch.setattr(source, "NOTES", notes)
-    monkeypatch.setattr(source, "_worked_out", lambda name: f"{name} is worked out")
+    monkeypatch.setattr(whole_modules, "digest_of_closure", lambda name: f"{name} is worked out")
     assert digest() == before
     assert digest(module="alone") != before
     assert digest(module="shared") == "sample_kernels.shared is worked out"
@@ -145,26 +137,18 @@ def test_noted_digests_hold_for_the_files_that_they_were_made_from_alone(digest,
     assert digest(code=CODE + "\n") == "sample_kernels.kernel is worked out"
 
 
-def interpreter(python):
-    """The path of another Python: on PATH, or one of pyenv's, whose shims need not lead to one."""
-    for path in (*Path.home().glob(f".pyenv/versions/*/bin/{python}"), shutil.which(python)):
-        if path and subprocess.run([path, "-c", ""], capture_output=True, check=False).returncode == 0:
-            return path
-    return None
-
-
 @pytest.mark.parametrize("python", ["python3.11", "python3.12", "python3.13"])
 def test_every_python_finds_the_same_digests(python):
     """A cache that was filled under one Python serves under another."""
-    modules = sorted({spec.module for spec in all_specs().values()})
-    code = f"from tilekern.source import digest_of_module as d\nfor m in {modules!r}: print(d(m))"
-    # Kernels' package imports cuda.tile, which the other Python may lack: the modules stand in a bare package there.
-    code = "import sys, types\np = types.ModuleType('tilekern.kernels')\np.__path__ = ['tilekern/kernels']\n" + (
-        "sys.modules['tilekern.kernels'] = p\n" + code
+    specs = sorted((spec.module, name) for name, spec in all_specs().items())
+    code = (
+        "from tilekern.source import digests_of\n"
+        f"for names in {specs!r}: print(*(getattr(digests_of(*names), d) for d in ('source', 'space', 'whole')))"
     )
     path = interpreter(python)
     if path is None:
         pytest.skip(f"{python} is not installed")
     found = subprocess.run([path, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stderr
-    assert found.stdout.split() == [digest_of_module(module) for module in modules]
+    here = [digests_of(*names) for names in specs]
+    assert found.stdout.splitlines() == [f"{one.source} {one.space} {one.whole}" for one in here]

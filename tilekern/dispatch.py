@@ -301,7 +301,7 @@ def find(
         trace: where given, takes the lookup's steps.
     """
     from tilekern import cache
-    from tilekern.source import digest_of_module
+    from tilekern.source import digests_of
     from tilekern.toolchain import toolkit
 
     global _layers  # noqa: PLW0603
@@ -320,7 +320,7 @@ def find(
         target_key=target.key,
         arch=target.arch,
         toolkit_key=tools.key if tools else None,
-        source_digest=digest_of_module(spec.module),
+        source=digests_of(spec.module, spec.name),
         layers=layers,
         trace=trace,
     )

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
+import msgspec
+
 from tilekern.cache import Corrupt, Missing, Record, problem_key
 from tilekern.cache.records import LARGEST_BLOB, LARGEST_RECORD, parse_object, record_of
 from tilekern.cache.trust import require_trusted
@@ -77,8 +79,9 @@ def identity(record: Record) -> str:
         "target": record.target["key"],
         "source": record.source_digest,
         "config": record.config,
+        "best_kernel": record.best_kernel and record.best_kernel.config,
         "artifacts": {
-            name: [artifact.sha256, artifact.symbol, artifact.assumptions]
+            name: [artifact.sha256, artifact.symbol, artifact.assumptions, msgspec.to_builtins(artifact.launch)]
             for name, artifact in record.artifacts.items()
         },
     }

@@ -1,9 +1,9 @@
 """What a miss led to, until something better is there: looked up again now and then, off the calls' path.
 
-A plan is settled where its record was measured on this very GPU for the problem's own bucket. Any other (the model's
-own op, a default, a prediction, a neighbour's record) is provisional. A thread looks these up again every
-``TILEKERN_LOOKUP_AGAIN_S`` seconds (60; 0: never), so that a running job takes what was published since it started,
-and no call pays for it: what calls read are the same dictionaries as ever.
+A plan is settled where its record was measured on this very GPU for the problem's own bucket, and is fresh. Any other
+(the model's own op, a default, a prediction, a neighbour's record, one of another search space) is provisional. A
+thread looks these up again every ``TILEKERN_LOOKUP_AGAIN_S`` seconds (60; 0: never), so that a running job takes what
+was published since it started, and no call pays for it: what calls read are the same dictionaries as ever.
 
 A plan is replaced between two steps, never inside one. Where gradients are in play that is when an optimizer of torch
 has made its step: in the middle of one, activation checkpointing runs a forward for the second time and holds it
@@ -63,7 +63,9 @@ def interval_s() -> float:
 
 def is_settled(found: Hit | None) -> bool:
     """Whether nothing better can be published for a problem than what was found for it."""
-    return found is not None and found.exact_target and found.exact_bucket and found.record.provenance == "measured"
+    if found is None or not found.fresh:
+        return False
+    return found.exact_target and found.exact_bucket and found.record.provenance == "measured"
 
 
 @dataclass

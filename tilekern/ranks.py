@@ -39,7 +39,7 @@ from tilekern.kernels import all_specs
 from tilekern.peers import Peers, one_line
 from tilekern.provisional import of_several_ranks
 from tilekern.snapshot import Snapshot, digest_of
-from tilekern.source import digest_of_module
+from tilekern.source import digests_of
 from tilekern.spec import KernelSpec, Problem
 from tilekern.targets import Target, resolve
 from tilekern.toolchain import toolkit
@@ -196,7 +196,8 @@ def _agreed(number: int) -> Agreed | None:
 
 def _status(target: Target | None, own: Snapshot) -> Status:
     tools = toolkit()
-    sources = digest_of([__version__, *(f"{n}/{digest_of_module(s.module)}" for n, s in sorted(all_specs().items()))])
+    digests = [(name, digests_of(spec.module, name)) for name, spec in sorted(all_specs().items())]
+    sources = digest_of([__version__, *(f"{name}/{found.source}/{found.space}" for name, found in digests)])
     policy = dispatch.miss_policy(agreed=False)
     return Status(target, tools.key if tools else None, policy, must_be_signed(), sources, own.digest)
 

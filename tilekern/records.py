@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from tilekern import __version__
-from tilekern.cache import SCHEMA, Artifact, Record
+from tilekern.cache import SCHEMA, Artifact, BestKernel, Record
 from tilekern.cubin import read_resources
-from tilekern.source import digest_of_module
+from tilekern.source import digests_of
 from tilekern.spec import ALIGNED, GENERIC, Config, KernelSpec, Problem
 from tilekern.targets import Target
 from tilekern.toolchain import Compiled, compile_candidate, require_toolkit
@@ -37,9 +37,10 @@ def record_of(
     spec: KernelSpec, problem: Problem, config: Config, target: Target, toolkit: Mapping[str, str],
     artifacts: Mapping[str, Artifact], provenance: str, *, measurement: dict[str, Any] | None = None,
     prediction: dict[str, Any] | None = None, check: dict[str, Any] | None = None,
-    runners_up: list[Any] | None = None, candidates: int = 1, failed: int = 0,
+    runners_up: list[Any] | None = None, best_kernel: BestKernel | None = None, candidates: int = 1, failed: int = 0,
 ) -> Record:  # fmt: skip
-    """The record of a problem's winner, stamped with today's source digest and the time."""
+    """The record of a problem's winner, stamped with today's digests of the source and the time."""
+    digests = digests_of(spec.module, spec.name)
     return Record(
         schema=SCHEMA,
         kernel=spec.name,
@@ -47,10 +48,12 @@ def record_of(
         problem=dict(problem),
         target=target.describe(),
         toolkit=dict(toolkit),
-        source_digest=digest_of_module(spec.module),
+        source_digest=digests.source,
+        space_digest=digests.space,
         provenance=provenance,  # type: ignore[arg-type]
         config=dict(config),
         artifacts=dict(artifacts),
+        best_kernel=best_kernel,
         measurement=measurement,
         prediction=prediction,
         check=check,

@@ -14,7 +14,7 @@ from tilekern.cache.keys import Value
 from tilekern.cache.trust import must_be_signed
 from tilekern.held import Held, Place, packed
 from tilekern.kernels import all_specs
-from tilekern.source import digest_of_module
+from tilekern.source import digests_of
 from tilekern.spec import KernelSpec, Problem
 
 
@@ -62,7 +62,7 @@ class Snapshot:
                 continue
             found = lookup(
                 spec.name, dict(problem), bucketed=(), target_key=place.target_key, arch=place.target_key,
-                toolkit_key=toolkit_key, source_digest=digest_of_module(spec.module), layers=layers,
+                toolkit_key=toolkit_key, source=digests_of(spec.module, spec.name), layers=layers,
             )  # fmt: skip
             if found is not None:
                 blobs = {one.sha256: found.load(name) for name, one in found.record.artifacts.items()}

@@ -1,152 +1,142 @@
-"""The digest of a kernel module's source: an artifact whose digest differs from today's is stale.
+"""The digests of a kernel's source: whether an artifact is valid today, and whether it is still known to be the best.
 
-Docstrings, comments on lines of their own, blank lines and trailing space are left out, so that better words
-about a kernel do not throw away what was measured with it; so is a function ``workloads``, which says what to tune
-and not what is compiled. Sibling kernel modules that it imports count in.
+Two digests of a spec, of what its fields reach by name (:mod:`tilekern.reachability`):
 
-Working digests out parses every kernel's source, which took a job's first step a quarter of a second. A wheel has
-them noted beside the hashes of the files that they were made from: where those are today's, so are the digests.
+    source   ``implement``: the device functions, arrays, constants, grid and hints; and the dimensions
+    space    ``space`` with its constraints, ``default``, ``generic``
+
+An artifact whose ``source`` is another is never used. One whose ``space`` alone is another runs as it did; some config
+that could not be chosen then may be faster. What only says what to tune, how to check and what to tell people (inputs,
+reference, bytes, workloads, summaries, docstrings, comments, the words of constraints) is in neither.
+
+To work digests out the source is parsed and never imported. A wheel has them noted beside the hashes of the files that
+they were made from: where those are today's, so are the digests, and a job parses nothing.
 """
 
 from __future__ import annotations
 
-import ast
 import functools
 import hashlib
-import importlib.util
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 NOTES = Path(__file__).with_name("source_digests.json")
 
 
+@dataclass(frozen=True)
+class Digests:
+    """What today's source of a kernel is known by, in hexadecimal; ``module`` is where it stands."""
+
+    module: str
+    source: str
+    space: str
+
+    @property
+    def whole(self) -> str:
+        """The digest of the whole module, which records of schemas 1 and 2 carry in the place of the two."""
+        return digest_of_module(self.module)
+
+
 @functools.cache
-def digest_of_module(name: str) -> str:
-    """The sha256 of a module's code and of the kernel modules that it imports, without importing any of them.
+def digests_of(module: str, kernel: str) -> Digests:
+    """The digests of a spec, without importing its module.
+
+    Where a module makes its specs in a way that cannot be read from the source, all of it counts in both.
 
     Args:
-        name: dotted module name, for example ``tilekern.kernels.rms_norm``.
+        module: dotted module name, for example ``tilekern.kernels.rms_norm``.
+        kernel: the spec's name.
 
     Raises:
         ModuleNotFoundError: there is no such module, or its source is not at hand.
     """
-    return _noted(name, NOTES) or _worked_out(name)
+    noted = _noted(_notes(NOTES)["specs"].get(module, {}).get(kernel))
+    if noted is None:
+        noted = _worked_out(module, kernel)[0]
+    return Digests(module, noted["source"], noted["space"])
+
+
+@functools.cache
+def digest_of_module(name: str) -> str:
+    """The sha256 of a module's code and of the sibling modules that it imports, without importing any of them.
+
+    Raises:
+        ModuleNotFoundError: there is no such module, or its source is not at hand.
+    """
+    noted = _noted(_notes(NOTES)["modules"].get(name))
+    if noted is not None:
+        return str(noted["digest"])
+    from tilekern.whole_modules import digest_of_closure
+
+    return digest_of_closure(name)
 
 
 def note_digests(names: Iterable[str], path: Path) -> None:
-    """Write down modules' digests, and the hash of each file that counts in them, for :func:`digest_of_module`.
+    """Write down the digests of modules and of their specs, and the hash of each file that counts in them.
 
     Raises:
         ModuleNotFoundError: as there.
     """
-    closures = {name: _closure(name) for name in names}
-    files = {module: _hash_of(found) for closure in closures.values() for module, found in closure.items()}
-    digests = {name: {"digest": _worked_out(name), "files": list(closure)} for name, closure in closures.items()}
-    path.write_text(json.dumps({"files": files, "modules": digests}, indent=1, sort_keys=True), encoding="utf-8")
+    from tilekern.reachability import module_named, specs_of
+    from tilekern.whole_modules import closure, digest_of_closure
+
+    modules: dict[str, Any] = {}
+    specs: dict[str, Any] = {}
+    for name in names:
+        modules[name] = {"digest": digest_of_closure(name), "files": closure(name)}
+        for kernel in specs_of(module_named(name)):
+            digests, files = _worked_out(name, kernel)
+            specs.setdefault(name, {})[kernel] = {**digests, "files": files}
+    all_files = {file for one in (modules, *specs.values()) for noted in one.values() for file in noted["files"]}
+    notes = {"files": {file: _hash_of(file) for file in all_files}, "modules": modules, "specs": specs}
+    path.write_text(json.dumps(notes, indent=1, sort_keys=True), encoding="utf-8")
 
 
-def _noted(name: str, path: Path) -> str | None:
-    """A digest that was noted, if each file that counts in it is as it was then."""
-    notes = _notes(path)
-    if name not in notes["modules"]:
+def _noted(noted: dict[str, Any] | None) -> dict[str, Any] | None:
+    """A note, if each file that counts in it is as it was then."""
+    if noted is None:
         return None
-    module = notes["modules"][name]
-    same = all(_hash_of(_path(file)) == notes["files"][file] for file in module["files"])
-    return str(module["digest"]) if same else None
+    hashes = _notes(NOTES)["files"]
+    return noted if all(_hash_of(file) == hashes[file] for file in noted["files"]) else None
 
 
 @functools.cache
 def _notes(path: Path) -> dict[str, Any]:
     """What a wheel noted; nothing in a checkout."""
     if not path.exists():
-        return {"files": {}, "modules": {}}
+        return {"files": {}, "modules": {}, "specs": {}}
     return dict(json.loads(path.read_text(encoding="utf-8")))
 
 
-def _worked_out(name: str) -> str:
-    digest = hashlib.sha256()
-    for path in _closure(name).values():
-        digest.update(_parsed(path.read_text(encoding="utf-8"))[0].encode())
-    return digest.hexdigest()
+@functools.cache
+def _worked_out(module: str, kernel: str) -> tuple[dict[str, str], list[str]]:
+    """Both digests, and the modules whose source counts in them."""
+    from tilekern.reachability import OF_FRESHNESS, Code, Walk, is_of_validity, module_named, specs_of
 
+    read = module_named(module)
+    fields = specs_of(read).get(kernel)
+    if fields is None:
+        from tilekern.whole_modules import closure
 
-def _closure(name: str) -> dict[str, Path]:
-    """The file of the module and of each sibling that it imports, in the order of their names."""
-    package = name.rpartition(".")[0]
-    found: dict[str, Path] = {}
-    waiting = [name]
-    while waiting:
-        module = waiting.pop()
-        if module in found:
-            continue
-        found[module] = _path(module)
-        imports = _parsed(found[module].read_text(encoding="utf-8"))[1]
-        waiting += [target for target in imports if _is_sibling(target, package)]
-    return dict(sorted(found.items()))
+        return dict.fromkeys(("source", "space"), digest_of_module(module)), closure(module)
+    space_of_all = module_named("tilekern.space")
+    runs, chooses = Walk(), Walk(words=False)
+    for role in sorted(fields):
+        if is_of_validity(role):
+            runs.visit(fields[role])
+        elif role in OF_FRESHNESS:
+            chooses.visit(fields[role])
+    for statement in space_of_all.definitions["DANGEROUS"]:
+        chooses.note(Code(statement, space_of_all))
+    files = sorted({module} | runs.modules | chooses.modules)
+    return {"source": runs.hexdigest, "space": chooses.hexdigest}, files
 
 
 @functools.cache
-def _hash_of(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+def _hash_of(module: str) -> str:
+    from tilekern.reachability import path_of
 
-
-def _is_sibling(name: str, package: str) -> bool:
-    return name.rpartition(".")[0] == package and importlib.util.find_spec(name) is not None
-
-
-def _path(module: str) -> Path:
-    spec = importlib.util.find_spec(module)
-    if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
-        raise ModuleNotFoundError(f"the source of {module} is not at hand", name=module)
-    return Path(spec.origin)
-
-
-@functools.cache
-def _parsed(text: str) -> tuple[str, tuple[str, ...]]:
-    """The lines of a module's source that count, and the names that it imports from anywhere."""
-    tree = ast.parse(text)
-    return _bare(text, tree), tuple(_imports(tree))
-
-
-def _imports(tree: ast.Module) -> list[str]:
-    """Modules, and whatever is imported from one, which may be a module too."""
-    names = []
-    for node in tree.body:
-        if isinstance(node, ast.ImportFrom) and node.module:
-            names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-        elif isinstance(node, ast.Import):
-            names += [alias.name for alias in node.names]
-    return names
-
-
-def _bare(text: str, tree: ast.Module) -> str:
-    """The lines of code that count."""
-    dropped: set[int] = set()
-    inside: set[int] = set()
-    for top in tree.body:
-        if isinstance(top, ast.FunctionDef) and top.name == "workloads":
-            dropped.update(range(top.lineno, (top.end_lineno or top.lineno) + 1))
-    for node in _walk(tree):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-            dropped.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
-        elif isinstance(node, ast.Constant | ast.JoinedStr) and node.end_lineno != node.lineno:
-            inside.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
-    lines = []
-    for number, line in enumerate(text.splitlines(), 1):
-        if number in inside - dropped:
-            lines.append(line)
-        elif number not in dropped and line.strip() and not line.lstrip().startswith("#"):
-            lines.append(line.rstrip())
-    return "\n".join(lines)
-
-
-def _walk(tree: ast.Module) -> Iterator[ast.AST]:
-    """The nodes that may be text on lines of its own or of several: not what an expression of one line is made of."""
-    waiting: list[ast.AST] = [tree]
-    while waiting:
-        for node in ast.iter_child_nodes(waiting.pop()):
-            if not isinstance(node, ast.expr) or node.end_lineno != node.lineno:
-                yield node
-                waiting.append(node)
+    return hashlib.sha256(path_of(module).read_bytes()).hexdigest()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tilekern.kernels import spec_named
-from tilekern.source import digest_of_module
+from tilekern.source import digests_of
 from tilekern.spec import ALIGNED, GENERIC, Config, Implementation, KernelSpec, LibraryCall, Problem
 from tilekern.targets import Target
 from tilekern.toolchain import assumptions
@@ -66,7 +66,7 @@ def artifact_key(implementation: Implementation | LibraryCall, variant: str, tar
 def candidate(kernel: str, problem: Problem, config: Config, variant: str, target: Target) -> Candidate:
     """The candidate of a (problem, config) on a target."""
     spec = spec_named(kernel)
-    key = artifact_key(spec.implement(problem, config), variant, target, digest_of_module(spec.module))
+    key = artifact_key(spec.implement(problem, config), variant, target, digests_of(spec.module, kernel).source)
     return Candidate(kernel, problem, config, variant, key)
 
 

@@ -15,11 +15,22 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from tilekern.cache import CacheError, Hit, Layer, Store, default_layers, problem_key, user_root
+from tilekern.cache import (
+    NOT_FRESH,
+    STALE,
+    CacheError,
+    Hit,
+    Layer,
+    Store,
+    default_layers,
+    problem_key,
+    standing,
+    user_root,
+)
 from tilekern.dispatch import find
 from tilekern.errors import InputError
 from tilekern.kernels import spec_named
-from tilekern.source import digest_of_module
+from tilekern.source import digests_of
 from tilekern.spec import Problem
 from tilekern.targets import Target, here, resolve
 from tilekern.toolchain import Toolkit, require_toolkit
@@ -52,6 +63,8 @@ class Need:
         layer: where that stands.
         is_stale: whether a layer has a record of the very problem that an edit of the kernel made stale.
         why: what kept :func:`fix` from making a record; else None.
+        fresh: False where the search space has changed since the record that serves was chosen, so that it is not known
+            to be the best; None where nothing serves.
     """
 
     kernel: str
@@ -62,6 +75,7 @@ class Need:
     layer: str | None
     is_stale: bool
     why: str | None = None
+    fresh: bool | None = None
 
     def meets(self, demand: str) -> bool:
         """Whether what is there is as good as is asked: one of :data:`DEMANDS`."""
@@ -79,6 +93,7 @@ class Need:
             "serving": self.serving,
             "layer": self.layer,
             "stale": self.is_stale,
+            "fresh": self.fresh,
             "why": self.why,
         }
 
@@ -275,7 +290,7 @@ def _need(
         return Need(kernel, problem, MISSING, None, None, None, is_stale, why)
     address = hit.record.address
     return Need(
-        kernel, problem, _state(hit), hit.record.provenance, "/".join(address), hit.layer.name, is_stale, why
+        kernel, problem, _state(hit), hit.record.provenance, "/".join(address), hit.layer.name, is_stale, why, hit.fresh
     )  # fmt: skip
 
 
@@ -286,14 +301,14 @@ def _state(hit: Hit) -> str:
 
 
 def _has_stale(kernel: str, problem: Problem, target: Target, layers: Sequence[Layer]) -> bool:
-    source = digest_of_module(spec_named(kernel).module)
+    today = digests_of(spec_named(kernel).module, kernel)
     for layer in layers:
         for tools in layer.toolkits(target.key):
             try:
                 record = layer.read_record(target.key, tools, kernel, dict(problem))
             except CacheError:
                 continue
-            if record.source_digest != source:
+            if standing(record, today) == STALE:
                 return True
     return False
 
@@ -302,4 +317,6 @@ def line_of(need: Need) -> str:
     """What lacks, in one line for people."""
     state = f"{need.state}, {need.provenance}" if need.provenance else need.state
     stale = "; there is one, which an edit of the kernel made stale" if need.is_stale else ""
-    return f"{need.kernel} {problem_key(dict(need.problem))}: {state}{stale}{f'; {need.why}' if need.why else ''}"
+    dated = f"; {NOT_FRESH}" if need.fresh is False else ""
+    why = f"; {need.why}" if need.why else ""
+    return f"{need.kernel} {problem_key(dict(need.problem))}: {state}{stale}{dated}{why}"

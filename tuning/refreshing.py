@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tilekern.cache import CacheError, Layer, Record, Store
+from tilekern.cache import DATED, STALE, CacheError, Layer, Record, Store, standing
 from tilekern.cache.files import write_whole
 from tilekern.errors import InputError
 from tilekern.kernels import all_specs
-from tilekern.source import digest_of_module
+from tilekern.source import digests_of
 from tilekern.spec import Config, KernelSpec, Problem
 from tilekern.targets import Target
 from tuning.holding import written
@@ -99,9 +99,12 @@ def _measured(layers: Sequence[Layer], target: Target, kernel: str) -> dict[Any,
 
 
 def _stale(record: Record, spec: KernelSpec) -> str | None:
-    """Why a record says nothing about today's kernel, or None where it does."""
-    if record.source_digest != digest_of_module(spec.module):
+    """Why timing a record's configs again says nothing about today's kernel, or None where it does."""
+    worth = standing(record, digests_of(spec.module, spec.name))
+    if worth == STALE:
         return "it was made from another version of the kernel's source"
+    if worth == DATED:
+        return "the search space has changed since, so that a few of its configs say nothing of the best"
     try:
         spec.problem(**record.problem)
     except (TypeError, ValueError) as error:

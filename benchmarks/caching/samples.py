@@ -8,8 +8,9 @@ from typing import Any
 
 from tilekern.cache import SCHEMA, Artifact, Hit, Layer, Record, lookup
 from tilekern.cache.keys import Value
+from tilekern.source import Digests
 
-KERNEL, SOURCE = "sample", hashlib.sha256(b"source").hexdigest()
+KERNEL, SOURCE = "sample", Digests("made_up.sample", *(hashlib.sha256(x).hexdigest() for x in (b"source", b"space")))
 TARGET = {"key": "sm_90-h200-132", "name": "H200", "arch": "sm_90"}
 TOOLKIT = {"key": "tileiras-13.4.92", "tileiras": "13.4.92"}
 VARIANTS = ("aligned", "generic")
@@ -37,7 +38,8 @@ def sample(number: int, version: int, size_bytes: int = 6000, **changes: Any) ->
         blobs[digest] = data
     fields: dict[str, Any] = {
         "schema": SCHEMA, "kernel": KERNEL, "module": "tilekern.kernels.sample", "problem": problem(number),
-        "target": dict(TARGET), "toolkit": dict(TOOLKIT), "source_digest": SOURCE, "provenance": "measured",
+        "target": dict(TARGET), "toolkit": dict(TOOLKIT), "source_digest": SOURCE.source, "space_digest": SOURCE.space,
+        "provenance": "measured",
         "config": {"occupancy": 4, "version": version}, "artifacts": artifacts,
         "measurement": {"median_us": 37.8 + number, "default_us": 124.0, "spread_us": 0.4},
         "prediction": {"time_us": 40.0}, "check": {"relative": 0.001},
@@ -51,7 +53,7 @@ def find(layers: Sequence[Layer], number: int) -> Hit | None:
     """A lookup of one of the problems; no other size serves it."""
     return lookup(
         KERNEL, problem(number), bucketed=[], target_key=TARGET["key"], arch="sm_90", toolkit_key=TOOLKIT["key"],
-        source_digest=SOURCE, layers=layers,
+        source=SOURCE, layers=layers,
     )  # fmt: skip
 
 

@@ -30,7 +30,6 @@ RECORDS, FEW_RECORDS, KERNELS = 100_000, 200, 40
 BLOB_BYTES, RUNNERS_UP, RECORDS_OF_A_BLOB = 33_000, 40, 1.7
 CHECKED_RECORDS = 6_000
 OTHER = {"key": "sm_100-b200-148", "name": "B200", "arch": "sm_100"}
-SOURCE = "0" * 64
 
 
 def fill(root: Path, records: int, blobs: int) -> int:
@@ -42,7 +41,7 @@ def fill(root: Path, records: int, blobs: int) -> int:
         runners_up = [{"config": {"occupancy": o, "tile": 1024}, "median_us": 38.1 + o} for o in range(RUNNERS_UP)]
         record, _ = sample(
             number // (2 * KERNELS), 1, kernel=f"kernel_{kernel}", module=f"made_up.kernel_{kernel}", target=target,
-            toolkit=dict(TOOLKIT), source_digest=SOURCE, runners_up=runners_up,
+            toolkit=dict(TOOLKIT), runners_up=runners_up,
         )  # fmt: skip
         draw = random.Random(number)
         artifacts = {

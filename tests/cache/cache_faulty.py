@@ -33,7 +33,7 @@ def a_folder_that_is_deleted_while_it_is_made_is_made_again(root):
 
 def a_record_that_cannot_be_read_is_not_replaced(root):
     path = put(root)
-    path.write_text(text := json.dumps({"schema": 3}))
+    path.write_text(text := json.dumps({"schema": 99}))
     record, blobs = make(b"new")
     with FAULTS.failing(root, errno.EIO, 0, ["read"]):
         _, error = outcome(lambda: Store(root).write(record, blobs))

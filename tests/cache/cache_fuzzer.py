@@ -155,7 +155,11 @@ def seeds(folder):
             json.dumps({"schema": 1, "records": [str(RECORD.address.path)]}).encode(),
             b'{"schema": 1, "records": []}',
         ],
-        "record": [RECORD.to_json().encode(), replace(RECORD, schema=1).to_json().encode(), b'{"schema": 3}'],
+        "record": [
+            RECORD.to_json().encode(),
+            replace(RECORD, schema=1, space_digest=None).to_json().encode(),
+            b'{"schema": 99}',
+        ],
         "key": [RECORD.address.problem_key.encode(), str(RECORD.address.path).encode()],
         "pack": [(folder / "sample.pack").read_bytes()],
         "wanted": [item.read_bytes()],

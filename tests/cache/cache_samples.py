@@ -8,14 +8,16 @@ import json
 import os
 import random
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from msgspec.structs import replace
 
 from tilekern.cache import SCHEMA, Artifact, CacheError, Record, Store, lookup
+from tilekern.source import digests_of
 
-SOURCE = hashlib.sha256(b"source").hexdigest()
+SOURCE, SPACE = (hashlib.sha256(data).hexdigest() for data in (b"source", b"space"))
 H200 = {"key": "sm_90-h200-132", "name": "H200", "arch": "sm_90", "sm_count": 132}
 H100 = {"key": "sm_90-h100-132", "name": "H100", "arch": "sm_90", "sm_count": 132}
 B200 = {"key": "sm_100-b200-148", "name": "B200", "arch": "sm_100", "sm_count": 148}
@@ -23,11 +25,26 @@ PROBLEM = {"rows": 8192, "columns": 4096, "dtype": "bfloat16"}
 PLACE = ("sm_90-h200-132", "tileiras-13.4.92")
 
 
+@dataclass(frozen=True)
+class Today:
+    """Digests of a kernel's source as it is today; by default those that records are made with."""
+
+    source: str = SOURCE
+    space: str = SPACE
+    whole: str = SOURCE
+
+
+def made_today(kernel: str = "rms_norm", module: str = "tilekern.kernels.rms_norm") -> dict[str, str]:
+    """The fields that a record has which was made of a kernel's source as it is."""
+    found = digests_of(module, kernel)
+    return {"source_digest": found.source, "space_digest": found.space}
+
+
 def toolkit(version: str = "13.4.92") -> dict[str, Any]:
     return {"key": f"tileiras-{version}", "tileiras": version, "cuda_tile": "1.7.0"}
 
 
-def artifact(data: bytes) -> Artifact:
+def artifact(data: bytes, **changes: Any) -> Artifact:
     return Artifact(
         sha256=hashlib.sha256(data).hexdigest(),
         size=len(data),
@@ -35,6 +52,7 @@ def artifact(data: bytes) -> Artifact:
         config={"occupancy": 4},
         assumptions=[{"base_divisible_by": 16}],
         resources={"registers": 64, "spill_bytes": 0, "shared_bytes": 1024, "threads": 128},
+        **changes,
     )
 
 
@@ -50,6 +68,7 @@ def make(*contents: bytes, **changes: Any) -> tuple[Record, dict[str, bytes]]:
         target=H200,
         toolkit=toolkit(),
         source_digest=SOURCE,
+        space_digest=SPACE,
         provenance="measured",
         config={"occupancy": 4, "persistent": True},
         artifacts=artifacts,
@@ -113,7 +132,7 @@ def find(layers: list[Any], problem: dict[str, Any] | None = None, **changes: An
         "target_key": H200["key"],
         "arch": "sm_90",
         "toolkit_key": "tileiras-13.4.92",
-        "source_digest": SOURCE,
+        "source": Today(),
     }
     return lookup("rms_norm", problem or PROBLEM, **{**given, **changes}, layers=layers)
 

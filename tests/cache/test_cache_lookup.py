@@ -5,7 +5,7 @@ import warnings
 import zipfile
 
 import pytest
-from cache_samples import B200, H100, H200, PROBLEM, blob_file, changed, files_of, find, make, put, toolkit
+from cache_samples import B200, H100, H200, PROBLEM, Today, blob_file, changed, files_of, find, make, put, toolkit
 
 from tilekern.cache import FolderLayer, PackLayer, Store, default_layers, skipped, user_root, write_pack
 
@@ -97,14 +97,78 @@ def test_stale_records_are_passed_over_and_counted(tmp_path):
     assert find([layer(tmp_path / "a"), layer(tmp_path / "b", "b")]).layer.name == "b"
 
 
+OTHER_SPACE = {"space_digest": "0" * 64}
+
+
+def test_a_record_of_another_space_serves_until_a_fresh_one_is_there(tmp_path):
+    put(tmp_path / "a", b"dated", **OTHER_SPACE)
+    layers, before, trace = [layer(tmp_path / "a", "a"), layer(tmp_path / "b", "b")], skipped(), []
+    hit = find(layers, trace=trace)
+    assert (hit.load("aligned"), hit.fresh) == (b"dated", False)
+    assert [(step.layer, step.outcome) for step in trace] == [("a", "dated"), ("b", "no_records"), ("a", "taken")]
+    assert str(trace[0]).endswith("passed over, not known to be the best: the space has changed since")
+    assert str(trace[-1]).endswith("taken, not known to be the best: the space has changed since")
+    assert skipped() == before
+    put(tmp_path / "b", b"fresh")
+    hit = find(layers)
+    assert (hit.load("aligned"), hit.fresh) == (b"fresh", True)
+
+
+def test_the_fresh_one_of_a_layer_wins_whatever_its_toolkit(tmp_path):
+    put(tmp_path, b"installed", **OTHER_SPACE)
+    put(tmp_path, b"older", toolkit=toolkit("13.1.0"))
+    assert find([layer(tmp_path)]).load("aligned") == b"older"
+
+
+def test_of_two_records_of_other_spaces_the_earlier_layer_s_serves(tmp_path):
+    for name in ("a", "b"):
+        put(tmp_path / name, name.encode(), **OTHER_SPACE)
+    assert find([layer(tmp_path / name, name) for name in "ba"]).layer.name == "b"
+
+
+@pytest.mark.parametrize(("provenance", "winner"), [("measured", "b"), ("predicted", "a"), ("default", "a")])
+def test_what_was_measured_gives_way_to_nothing_that_was_not(tmp_path, provenance, winner):
+    put(tmp_path / "a", **OTHER_SPACE)
+    put(tmp_path / "b", provenance=provenance)
+    trace = []
+    assert find([layer(tmp_path / "a", "a"), layer(tmp_path / "b", "b")], trace=trace).layer.name == winner
+    outcomes = ["dated", "taken"] if winner == "b" else ["dated", "weaker", "taken"]
+    assert [step.outcome for step in trace] == outcomes
+
+
+def test_the_own_bucket_and_the_exact_target_come_before_freshness(tmp_path):
+    put(tmp_path, b"own", **OTHER_SPACE)
+    put(tmp_path, b"near", problem={**PROBLEM, "rows": 4096})
+    put(tmp_path, b"relative", target=H100)
+    hit = find([layer(tmp_path)])
+    assert (hit.load("aligned"), hit.exact_bucket, hit.exact_target, hit.fresh) == (b"own", True, True, False)
+    near = find([layer(tmp_path)], {**PROBLEM, "rows": 2048})
+    assert (near.load("aligned"), near.exact_bucket, near.fresh) == (b"near", False, True)
+
+
+def test_a_record_of_another_space_whose_blob_is_bad_does_not_serve(tmp_path):
+    put(tmp_path / "a", b"aligned", **OTHER_SPACE)
+    blob_file(tmp_path / "a", b"aligned").unlink()
+    put(tmp_path / "b", provenance="default", measurement=None)
+    assert find([layer(tmp_path / "a", "a"), layer(tmp_path / "b", "b")]).layer.name == "b"
+
+
+@pytest.mark.parametrize("schema", [1, 2])
+def test_a_record_of_the_first_schemas_goes_by_the_digest_of_the_whole_module(tmp_path, schema):
+    put(tmp_path, schema=schema, source_digest="1" * 64, space_digest=None)
+    assert find([layer(tmp_path)], source=Today("1" * 64, "1" * 64, "2" * 64)) is None
+    hit = find([layer(tmp_path)], source=Today("2" * 64, "2" * 64, "1" * 64))
+    assert hit.fresh
+
+
 def test_another_schema_is_passed_over_in_silence_and_left_alone(tmp_path):
     path = put(tmp_path)
-    path.write_text('{"schema": 3}')
+    path.write_text('{"schema": 99}')
     before = skipped()["unknown_schema"]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert find([layer(tmp_path)]) is None
-    assert path.read_text() == '{"schema": 3}'
+    assert path.read_text() == '{"schema": 99}'
     assert skipped()["unknown_schema"] == before + 1
 
 

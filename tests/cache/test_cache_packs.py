@@ -84,6 +84,24 @@ def test_a_better_source_stays(tmp_path, present, offered, stays):
 
 
 @pytest.mark.parametrize(
+    ("present", "offered", "stays"),
+    [
+        ({}, {"created": "2026-07-01T12:00:00+00:00"}, True),
+        ({}, {"created": "2026-09-01T12:00:00+00:00"}, False),
+        ({}, {"created": "2026-09-01T12:00:00+00:00", "provenance": "predicted"}, True),
+        ({"provenance": "predicted"}, {"created": "2026-07-01T12:00:00Z"}, False),
+        ({"source_digest": "1" * 64}, {"created": "2026-07-01T12:00:00Z"}, False),
+    ],
+)
+def test_of_two_search_spaces_the_newer_record_stays(tmp_path, present, offered, stays):
+    put(tmp_path / "cache", created_by="present", **present)
+    write_pack(tmp_path / "a.pack", [make(space_digest="0" * 64, created_by="offered", **offered)])
+    assert install_pack(tmp_path / "a.pack", Store(tmp_path / "cache")) == (not stays)
+    (entry,) = Store(tmp_path / "cache").entries()
+    assert entry.record.created_by == ("present" if stays else "offered")
+
+
+@pytest.mark.parametrize(
     "name",
     [
         "../escape",

@@ -2,17 +2,18 @@ import hashlib
 import json
 
 import pytest
-from cache_samples import changed, make, outcome, sealed
+from cache_samples import artifact, changed, make, outcome, sealed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from tilekern.cache import CacheError, Corrupt, Record, UnknownSchema
+from tilekern.cache import BestKernel, CacheError, Corrupt, Launch, Record, UnknownSchema
 from tilekern.cache.records import decode_record
 
 RECORD, _ = make()
 TEXT = RECORD.to_json()
-WITHOUT_DIGEST = replace(RECORD, schema=1).to_json()
+WITHOUT_DIGEST = replace(RECORD, schema=1, space_digest=None).to_json()
+LAUNCH = {"block": [256, 1, 1], "cluster": 2, "cooperative": True, "shared_bytes": 4096}
 
 
 def test_a_record_reads_back_as_it_was():
@@ -33,6 +34,11 @@ def test_a_record_reads_back_as_it_was():
         ({"target": {}}, "target"),
         ({"toolkit": {}}, "toolkit"),
         ({"source_digest": "abc"}, "source_digest"),
+        ({"space_digest": "abc"}, "space_digest"),
+        ({"space_digest": None}, "space_digest"),
+        ({"best_kernel": {"config": {}}}, "measurement"),
+        ({"best_kernel": {"config": [], "measurement": None, "check": None}}, "best_kernel"),
+        ({"best_kernel": {"config": {}, "measurement": None, "check": None, "more": 1}}, "more"),
         ({"provenance": "guessed"}, "provenance"),
         ({"measurement": None}, "measurement"),
         ({"measurement": []}, "measurement"),
@@ -97,8 +103,9 @@ def test_deep_nesting_is_corrupt_or_read_and_never_a_crash(depth):
         ('"candidates": 24', '"candidates": 24.5'),
         ('"created_by": "', '"created_by": "\x00'),
         ('"created_by": "', '"created_by": "\udc80'),
-        ('"schema": 2', '"schema": 2, /* a comment */ "x": 1'),
-        ('"schema": 2', '"schema": 0'),
+        ('"schema": 3', '"schema": 3, /* a comment */ "x": 1'),
+        ('"schema": 3', '"schema": 0'),
+        ('"schema": 3', '"schema": 2'),
         ('{\n "schema"', '\ufeff{\n "schema"'),
     ],
 )
@@ -118,8 +125,8 @@ def test_of_a_field_that_stands_twice_the_last_counts():
 
 
 def test_another_schema_is_told_apart_from_corruption():
-    with pytest.raises(UnknownSchema, match="schema 3"):
-        Record.from_json('{"schema": 3, "anything": "else"}')
+    with pytest.raises(UnknownSchema, match="schema 99"):
+        Record.from_json('{"schema": 99, "anything": "else"}')
 
 
 @pytest.mark.parametrize("value", [float("nan"), {1, 2}, b"bytes", object()])
@@ -151,7 +158,7 @@ def test_a_sound_record_with_another_value_than_was_written_is_corrupt():
 @pytest.mark.parametrize(
     "text",
     [
-        TEXT.replace('"schema": 2', '"schema": 1'),
+        replace(RECORD, schema=2, space_digest=None).to_json().replace('"schema": 2', '"schema": 1'),
         WITHOUT_DIGEST.replace('"schema": 1', '"schema": 2'),
         WITHOUT_DIGEST.replace('"schema": 1,', f'"schema": 1,\n "sha256": "{"0" * 64}",'),
         TEXT.removesuffix("\n"),
@@ -159,7 +166,7 @@ def test_a_sound_record_with_another_value_than_was_written_is_corrupt():
         json.dumps(json.loads(TEXT)),
     ],
 )
-def test_a_digest_belongs_to_schema_2_alone_and_stands_at_its_end(text):
+def test_a_digest_belongs_to_schemas_from_2_on_and_stands_at_their_end(text):
     with pytest.raises(Corrupt, match="sha256"):
         Record.from_json(text)
 
@@ -168,4 +175,53 @@ def test_a_record_of_schema_1_is_written_as_it_was_read():
     record = Record.from_json(WITHOUT_DIGEST)
     assert (record.schema, record.to_json()) == (1, WITHOUT_DIGEST)
     assert "sha256" not in json.loads(WITHOUT_DIGEST)
-    assert replace(record, schema=2) == RECORD
+    assert replace(record, schema=3, space_digest=RECORD.space_digest) == RECORD
+
+
+@pytest.mark.parametrize("schema", [1, 2])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"space_digest": RECORD.space_digest},
+        {"best_kernel": BestKernel({}, None, None)},
+        {"artifacts": {"aligned": artifact(b"x", launch=Launch((32, 1, 1), 1, False, 0))}},
+    ],
+    ids=["space_digest", "best_kernel", "launch"],
+)
+def test_the_first_schemas_have_none_of_the_fields_of_the_third(schema, more):
+    record = replace(RECORD, schema=schema, **{"space_digest": None, **more})
+    with pytest.raises(Corrupt, match="has no space_digest, best_kernel or launch"):
+        Record.from_json(record.to_json())
+
+
+def with_launch(**changes):
+    aligned = json.loads(TEXT)["artifacts"]["aligned"]
+    return changed(RECORD, artifacts={"aligned": {**aligned, "launch": {**LAUNCH, **changes}}})
+
+
+def test_how_an_artifact_is_launched_reads_back_as_it_was():
+    record = Record.from_json(with_launch())
+    assert record.artifacts["aligned"].launch == Launch((256, 1, 1), 2, True, 4096)
+    assert Record.from_json(record.to_json()) == record
+    assert "launch" not in json.loads(TEXT)["artifacts"]["aligned"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"block": [256]},
+        {"block": 256},
+        {"block": [0, 1, 1]},
+        {"block": [1025, 1, 1]},
+        {"block": [64, 64, 1]},
+        {"cluster": 0},
+        {"cluster": 2.0},
+        {"cooperative": 1},
+        {"shared_bytes": -1},
+        {"shared_bytes": 2**40},
+        {"stream": 0},
+    ],
+)
+def test_a_launch_that_no_gpu_has_is_corrupt(changes):
+    with pytest.raises(Corrupt, match=r"launch|block|stream"):
+        Record.from_json(with_launch(**changes))

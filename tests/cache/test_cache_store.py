@@ -117,7 +117,7 @@ def test_a_write_that_fails_half_way_leaves_what_was_there(tmp_path):
 
 def test_a_record_of_another_schema_is_left_alone(tmp_path):
     path = put(tmp_path)
-    path.write_text(text := json.dumps({"schema": 3, "blob": "f" * 64}))
+    path.write_text(text := json.dumps({"schema": 99, "blob": "f" * 64}))
     with pytest.raises(UnknownSchema, match="left alone"):
         put(tmp_path)
     assert path.read_text() == text
@@ -220,7 +220,7 @@ def test_young_blobs_and_temporary_files_wait_for_their_writer(tmp_path):
     assert files(tmp_path) == []
 
 
-@pytest.mark.parametrize("text", ['{"schema": 3, "blob": "%s"}', '{"schema": 1, "artifacts": {"a": "%s"'])
+@pytest.mark.parametrize("text", ['{"schema": 99, "blob": "%s"}', '{"schema": 1, "artifacts": {"a": "%s"'])
 def test_blobs_of_records_that_cannot_be_read_are_kept(tmp_path, text):
     path = put(tmp_path, b"one")
     blob = blob_file(tmp_path, b"one")
@@ -233,7 +233,7 @@ def test_blobs_of_records_that_cannot_be_read_are_kept(tmp_path, text):
 def test_an_unknown_schema_that_may_refer_to_anything_keeps_all(tmp_path):
     path = put(tmp_path, b"one")
     age(blob_file(tmp_path, b"one"), 1000)
-    path.write_text('{"schema": 3}')
+    path.write_text('{"schema": 99}')
     garbage = Store(tmp_path).collect_garbage()
     assert garbage.blobs == 0
     assert "may refer to any blob" in garbage.kept
@@ -267,7 +267,7 @@ def test_garbage_collection_that_loses_sight_of_the_records_gives_back_what_it_t
     put(tmp_path, b"one")
     record = put(tmp_path, b"two", problem={**PROBLEM, "rows": 1})
     put(tmp_path, b"three", problem={**PROBLEM, "rows": 1})
-    garbage = Interrupted(tmp_path, lambda: record.write_text('{"schema": 3}')).collect_garbage(grace_s=-1.0)
+    garbage = Interrupted(tmp_path, lambda: record.write_text('{"schema": 99}')).collect_garbage(grace_s=-1.0)
     assert (garbage.blobs, "may refer to any blob" in garbage.kept) == (0, True)
     assert blob_file(tmp_path, b"two").exists()
 

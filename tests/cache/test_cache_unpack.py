@@ -194,7 +194,7 @@ def test_on_small_disks_it_is_all_or_nothing(cache, pack, tmp_path):
 
 def test_a_record_of_another_schema_stops_it_before_the_first_write(cache, pack):
     path = cache / make()[0].address.path
-    path.write_text('{"schema": 3}')
+    path.write_text('{"schema": 99}')
     before = files(cache)
     with pytest.raises(UnknownSchema, match="left alone"):
         install_pack(pack, Store(cache))

@@ -10,16 +10,15 @@ import time
 from collections import Counter
 
 import pytest
-from cache_samples import B200, H100, PROBLEM, blob_file, fill, make, put, sealed, toolkit
+from cache_samples import B200, H100, PROBLEM, blob_file, fill, made_today, make, put, sealed, toolkit
 from command_line import KEY, ROOT, process, refused
 
 import tilekern
 from cache_tools.__main__ import main
 from cache_tools.cli import app
 from tilekern.cache import Pack, Store, note_wanted
-from tilekern.source import digest_of_module
 
-HERE_DIGEST = digest_of_module("tilekern.source")
+HERE = made_today(module="tilekern.source")
 
 pytestmark = pytest.mark.usefixtures("cache")
 
@@ -47,8 +46,8 @@ def test_ls_lists_the_records_in_columns(cli):
     for _, header, *_ in (h200, b200):
         assert header.split() == ["KERNEL", "PROBLEM", "PROVENANCE", "TIME", "GAIN", "SIZE", "AGE"]
     assert [row.split()[1] for row in h200[2:]] == [KEY.replace("8192", "1024"), KEY]
-    assert h200[3].split()[2:6] == ["measured", "37.8", "us", "3.28x"]
-    assert h200[2].split()[2:6] == ["predicted", "~40.0", "us", "-"]
+    assert h200[3].split()[2:7] == ["measured", "(stale)", "37.8", "us", "3.28x"]
+    assert h200[2].split()[2:7] == ["predicted", "(stale)", "~40.0", "us", "-"]
     assert b200[2].split()[:2] == ["swiglu", KEY]
 
 
@@ -177,7 +176,7 @@ def test_stats(as_json, cli, cache):
 
 
 def test_verify_of_a_whole_cache(as_json, cache):
-    put(cache, problem={**PROBLEM, "rows": 1}, module="tilekern.source", source_digest=HERE_DIGEST)
+    put(cache, problem={**PROBLEM, "rows": 1}, module="tilekern.source", **HERE)
     put(cache, problem={**PROBLEM, "rows": 2}, module="tilekern.source")
     put(cache, problem={**PROBLEM, "rows": 4}, module="no_such_module.at_all")
     document = as_json("verify", "--cache-dir", str(cache))
@@ -264,12 +263,12 @@ def test_verify_finds_no_fault_with_records_that_change_while_it_looks(as_json, 
 
 def test_verify_leaves_another_schema_alone(as_json, cache):
     path = next(entry.path for entry in Store(cache).entries())
-    path.write_text('{"schema": 3}')
+    path.write_text('{"schema": 99}')
     assert as_json("verify")["unknown_schema"] == [str(path)]
     document = as_json("clear", "--all", "--yes")
     assert (document["removed"], document["left_alone"]) == (2, 1)
     assert "may refer to any blob" in document["kept"]
-    assert path.read_text() == '{"schema": 3}'
+    assert path.read_text() == '{"schema": 99}'
 
 
 @pytest.mark.parametrize(
@@ -298,7 +297,7 @@ def test_clear_removes_what_was_chosen_and_its_blobs(as_json, cache, filters, re
 
 
 def test_clear_stale(as_json, cache):
-    put(cache, problem={**PROBLEM, "rows": 1}, module="tilekern.source", source_digest=HERE_DIGEST)
+    put(cache, problem={**PROBLEM, "rows": 1}, module="tilekern.source", **HERE)
     put(cache, problem={**PROBLEM, "rows": 2}, module="tilekern.source")
     as_json("clear", "--stale", "--yes")
     left = {row["problem"]["rows"] for row in as_json("ls")["records"]}

@@ -6,7 +6,7 @@ import re
 
 import jsonschema
 import pytest
-from cache_samples import B200, H100, PROBLEM, blob_file, make, put, toolkit
+from cache_samples import B200, H100, PROBLEM, blob_file, made_today, make, put, toolkit
 from command_line import KEY, ROOT
 
 from cache_tools.__main__ import main
@@ -14,7 +14,6 @@ from cache_tools.cli import app
 from tilekern.cache import Store, note_misses, note_wanted, wanted_name, write_pack
 from tilekern.cache.keys import signature_path
 from tilekern.cache.signing import SigningKey, generate_key
-from tilekern.source import digest_of_module
 
 FOLDER = ROOT / "docs" / "cache-json"
 SCHEMAS = {path.stem: json.loads(path.read_text()) for path in FOLDER.glob("*.json")}
@@ -38,20 +37,20 @@ def varied(cache, tmp_path, monkeypatch):
     unreadable one.
     """
     monkeypatch.setenv("TILEKERN_CACHE_DIR", str(cache))
-    today = digest_of_module("tilekern.kernels.rms_norm")
-    put(cache, b"today" * 9, source_digest=today, toolkit=toolkit("13.5.0"))
+    today = made_today()
+    put(cache, b"today" * 9, **today, toolkit=toolkit("13.5.0"))
     put(cache, kernel="foreign", module="no_such_module.at_all", target=B200, prediction=None)
     put(cache, problem={**PROBLEM, "rows": 2}, provenance="default", measurement=None, prediction=None, check=None)
     bad, unknown = (put(cache, kernel=name) for name in ("bad", "unknown"))
     bad.write_text("{")
-    unknown.write_text('{"schema": 3, "blob": "%s"}' % ("0" * 64))
+    unknown.write_text('{"schema": 4, "blob": "%s"}' % ("0" * 64))
     bad.with_name("old.bad").write_text("")
     for data in (b"three" * 100, b"orphan"):
         blob_file(cache, data).parent.mkdir(parents=True, exist_ok=True)
         blob_file(cache, data).write_bytes(b"orphan")
     note_wanted(cache, "rope", PROBLEM, H100, "no record")
     note_misses(cache, "0" * 8, {wanted_name("rope", PROBLEM, H100): 3})
-    write_pack(tmp_path / "more.pack", [make(source_digest=today)])
+    write_pack(tmp_path / "more.pack", [make(**today)])
     monkeypatch.setenv("TILEKERN_CACHE_PATH", str(tmp_path / "more.pack"))
     (tmp_path / "bad.pack").write_text("")
     put(tmp_path / "sound", kernel="adamw")

@@ -8,16 +8,15 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from cache_samples import B200, H200, PROBLEM, blob_file, files_of, find, put, toolkit
+from cache_samples import B200, H200, PROBLEM, Today, blob_file, files_of, find, made_today, put, toolkit
 from command_line import KEY, ROOT, refused
 
 from cache_tools import removing
 from tilekern.cache import FolderLayer, Store
 from tilekern.cache.files import unlink_seen
-from tilekern.source import digest_of_module
 from tilekern.toolchain import toolkit as installed
 
-TODAY = digest_of_module("tilekern.kernels.rms_norm")
+TODAY = made_today()
 DAY_S = 86400
 JOB = Path(__file__).with_name("reading_job.py")
 notes_access = pytest.mark.skipif(
@@ -40,7 +39,7 @@ def used_before(path, days):
 
 
 def of_rows(rows, **changes):
-    return {"problem": {**PROBLEM, "rows": rows}, "source_digest": TODAY, **changes}
+    return {"problem": {**PROBLEM, "rows": rows}, **TODAY, **changes}
 
 
 @pytest.mark.parametrize(
@@ -130,13 +129,13 @@ def test_an_artifact_that_another_record_needs_frees_nothing(as_json, rows_left,
     document = as_json("prune", "--unused-for", "10d", "--yes")
     assert (document["removed"], document["blobs"], rows_left()) == (1, 0, [1])
     assert document["bytes"] < 6000
-    assert find([FolderLayer(root, "user")], {**PROBLEM, "rows": 1}, source_digest=TODAY) is not None
+    assert find([FolderLayer(root, "user")], {**PROBLEM, "rows": 1}, source=Today(*TODAY.values())) is not None
 
 
 def test_what_cannot_be_read_is_left_alone(as_json, cache):
     paths = [entry.path for entry in Store(cache).entries()]
     paths[0].write_text("{")
-    paths[1].write_text('{"schema": 3}')
+    paths[1].write_text('{"schema": 99}')
     document = as_json("prune", "--max-size", "0", "--yes")
     assert (document["removed"], document["blobs"], document["left_alone"]) == (1, 0, 2)
     assert "may refer to any blob" in document["kept"]
@@ -161,7 +160,7 @@ def test_looking_at_a_cache_is_no_use_of_it_and_a_lookup_is(cli, as_json, tmp_pa
     planned = as_json("prune", "--unused-for", "1d", "--dry-run")
     assert (planned["removed"], planned["evidence"]) == (2, "access_time")
     before = files_of(root)
-    assert find([FolderLayer(root, "user")], source_digest=TODAY) is not None
+    assert find([FolderLayer(root, "user")], source=Today(*TODAY.values())) is not None
     assert files_of(root) == before
     as_json("prune", "--unused-for", "1d", "--yes")
     assert rows_left() == [8192]

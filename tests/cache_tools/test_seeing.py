@@ -3,18 +3,17 @@
 import json
 
 import pytest
-from cache_samples import B200, H100, H200, PROBLEM, failing_folders, make, put, toolkit
+from cache_samples import B200, H100, H200, PROBLEM, failing_folders, made_today, make, put, toolkit
 from command_line import KEY, process, refused
 
 from cache_tools.sources import user_cache
 from tilekern import dispatch
-from tilekern.cache import Store, Where, default_layers, note_misses, note_wanted, wanted_name, write_pack
+from tilekern.cache import FolderLayer, Store, Where, default_layers, note_misses, note_wanted, wanted_name, write_pack
 from tilekern.kernels import spec_named
-from tilekern.source import digest_of_module
 from tilekern.targets import resolve
 from tilekern.toolchain import toolkit as installed
 
-TODAY = digest_of_module("tilekern.kernels.rms_norm")
+TODAY = made_today()
 SWIGLU = "rows=5000,columns=12288,dtype=bfloat16"
 SWIGLU_BUCKET = {"rows": 8192, "columns": 12288, "dtype": "bfloat16"}
 
@@ -25,8 +24,8 @@ pytestmark = pytest.mark.usefixtures("cache")
 def layers(tmp_path, cache, monkeypatch):
     """Beside the cache, a folder and a pack of TILEKERN_CACHE_PATH: their names."""
     folder, pack = tmp_path / "folder", tmp_path / "more.pack"
-    put(folder, b"four" * 100, created_by="the folder", source_digest=TODAY)
-    write_pack(pack, [make(b"five" * 100, target=H100, source_digest=TODAY)])
+    put(folder, b"four" * 100, created_by="the folder", **TODAY)
+    write_pack(pack, [make(b"five" * 100, target=H100, **TODAY)])
     monkeypatch.setenv("TILEKERN_CACHE_PATH", f"{folder}:{pack}")
     return str(folder), pack.name
 
@@ -151,9 +150,56 @@ def test_show_names_the_layers_and_the_winner(as_json, cli, cache, layers):
     assert (there["layer"], there["places"][0]["outcome"]) == (pack, "taken")
 
 
+@pytest.fixture
+def dated(cache):
+    """The cache with a record of another search space, and a fresh one beside the stale ones: of 1 and 4 rows."""
+    put(cache, problem={**PROBLEM, "rows": 4}, **TODAY)
+    return put(cache, problem={**PROBLEM, "rows": 1}, **TODAY | {"space_digest": "0" * 64})
+
+
+def test_every_command_says_what_is_not_known_to_be_the_best(as_json, cli, cache, dated):
+    words = "not known to be the best: the space has changed since"
+    found = {r["problem"]["rows"]: (r["stale"], r["fresh"]) for r in as_json("ls", "--target", "H200")["records"]}
+    assert found == {1: (False, False), 4: (False, True), 1024: (True, False), 8192: (True, False)}
+    listed = cli("ls")[1]
+    assert [listed.count(state) for state in ("measured (space changed)", "(stale)")] == [1, 3]
+    verified = as_json("verify")
+    assert (verified["not_fresh"], len(verified["stale"]), verified["broken"]) == ([str(dated)], 3, [])
+    assert f"not known to be the best: {dated}: the space has changed since" in cli("verify")[1]
+    shown = as_json("show", "rms_norm", dated.stem)
+    assert (shown["stale"], shown["fresh"]) == (False, False)
+    assert [place["detail"] for place in shown["places"]] == [f"taken, {words}"]
+    assert f"fresh: no, {words}" in cli("show", "rms_norm", dated.stem)[1]
+    assert f"fresh: no, {words}" not in cli("show", "rms_norm", KEY)[1]
+    assert (as_json("stats")["stale"], as_json("stats")["not_fresh"]) == (3, 1)
+    as_json("clear", "--stale", "--yes")
+    assert dated.exists()
+
+
+def test_verify_of_a_pack_says_what_is_not_known_to_be_the_best(tmp_path):
+    write_pack(tmp_path / "a.pack", [make(**TODAY | {"space_digest": "0" * 64})])
+    found = json.loads(process("verify", str(tmp_path / "a.pack"), "--json").stdout)
+    assert (found["not_fresh"], found["stale"]) == ([str(make()[0].address.path)], [])
+
+
+def test_why_tells_of_a_record_that_is_taken_and_not_known_to_be_the_best(as_json, cli, tmp_path, monkeypatch):
+    today = made_today("swiglu_forward", "tilekern.kernels.swiglu")
+    root = tmp_path / "dated"
+    put(root, kernel="swiglu_forward", module="tilekern.kernels.swiglu", problem=SWIGLU_BUCKET,
+        **today | {"space_digest": "0" * 64})  # fmt: skip
+    monkeypatch.setenv("TILEKERN_CACHE_DIR", str(root))
+    monkeypatch.setattr("cache_tools.explaining.default_layers", lambda *_, **__: [FolderLayer(root, "user")])
+    document = as_json("why", "swiglu_forward", SWIGLU, "--target", "H200")
+    assert (document["source_digest"], document["space_digest"]) == (today["source_digest"], today["space_digest"])
+    assert [step["outcome"] for step in document["steps"]] == ["dated", "taken"]
+    assert document["hit"]["fresh"] is False
+    out = cli("why", "swiglu_forward", SWIGLU, "--target", "H200")[1]
+    assert "it is not known to be the best: the space has changed since; tune it again" in out
+
+
 def test_show_says_why_a_record_of_its_own_layer_does_not_win(as_json, cache):
-    for version, digest in (("13.9.0", "0" * 64), ("13.10.0", TODAY), ("13.8.0", TODAY)):
-        put(cache, version.encode(), toolkit=toolkit(version), source_digest=digest)
+    for version, digests in (("13.9.0", {"source_digest": "0" * 64}), ("13.10.0", TODAY), ("13.8.0", TODAY)):
+        put(cache, version.encode(), toolkit=toolkit(version), **digests)
     document = as_json("show", "rms_norm", KEY)
     assert document["record"]["toolkit"]["tileiras"] == "13.10.0"
     assert {place["toolkit"]: place["outcome"] for place in document["places"]} == {
@@ -223,11 +269,11 @@ def test_diff(tmp_path):
     for rows, (before, after) in pairs.items():
         problem = {**PROBLEM, "rows": rows}
         if before:
-            put(a, b"a", problem=problem, measurement=before, source_digest=TODAY)
+            put(a, b"a", problem=problem, measurement=before, **TODAY)
         if after:
-            into_b.append(make(b"a", problem=problem, measurement=after, source_digest=TODAY))
+            into_b.append(make(b"a", problem=problem, measurement=after, **TODAY))
     put(a, b"a", problem={**PROBLEM, "rows": 32}, provenance="predicted", measurement=None)
-    into_b.append(make(b"b", problem={**PROBLEM, "rows": 32}, source_digest=TODAY))
+    into_b.append(make(b"b", problem={**PROBLEM, "rows": 32}, **TODAY))
     write_pack(b, into_b)
     done = process("diff", str(a), str(b), "--json")
     document = json.loads(done.stdout)
@@ -239,7 +285,7 @@ def test_diff(tmp_path):
     assert document["same"] == 1
     assert document["faster"][0]["ratio"] == 1.25
     assert (document["faster"][0]["a"]["time_us"], document["faster"][0]["b"]["spread_us"]) == (50.0, 0.5)
-    assert document["changed"][0]["because"] == "other provenance, machine code, the kernel's source"
+    assert document["changed"][0]["because"] == "other provenance, machine code, the kernel's source, search space"
     out = process("diff", str(a), str(b)).stdout
     assert "1 new, 1 gone, 1 faster, 1 slower, 1 changed, 1 stale, 1 the same" in out
     assert "1.25x" in out

@@ -12,16 +12,17 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from cache_samples import H200, PROBLEM, SOURCE, put
+from cache_samples import H200, PROBLEM, SOURCE, SPACE, put
 from ship_samples import Commands, make_pack, sha256
 
 ROOT = Path(__file__).parents[2]
 FIND = f"""
 import sys
 from tilekern.cache import default_layers, lookup
+from tilekern.source import Digests
 layers = default_layers()
 hit = lookup("rms_norm", {{**{PROBLEM!r}, "rows": int(sys.argv[1])}}, bucketed=[], target_key={H200["key"]!r},
-             arch="sm_90", toolkit_key="tileiras-13.4.92", source_digest={SOURCE!r}, layers=layers)
+             arch="sm_90", toolkit_key="tileiras-13.4.92", source=Digests("", {SOURCE!r}, {SPACE!r}), layers=layers)
 print(hit and (hit.layer.name, hit.load("aligned")[:4]))
 """
 

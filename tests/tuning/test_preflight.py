@@ -126,6 +126,18 @@ def test_a_stale_record_is_missing_and_said_to_be_stale(tmp_path, model, capsys)
     assert "which an edit of the kernel made stale" in said
 
 
+def test_a_record_of_another_search_space_serves_and_is_said_not_to_be_known_to_be_the_best(tmp_path, model, capsys):
+    for need in rope().needs:
+        put(tmp_path / "cache", need.kernel, need.problem, provenance="measured", space_digest="0" * 64)
+    found = rope(need="measured")
+    assert found.missing == []
+    assert {(need.fresh, need.is_stale, need.as_json()["fresh"]) for need in found.needs} == {(False, False, False)}
+    assert run(model, "--gpu", "H200", "--tokens", "64", "--ops", "rope") == 0
+    said = capsys.readouterr().out
+    assert "served: rope tokens=64,batch=1" in said
+    assert "exact, measured; not known to be the best: the space has changed since" in said
+
+
 def test_a_damaged_cache_is_read_and_left_alone(tmp_path):
     for need in rope().needs:
         put(tmp_path / "cache", need.kernel, need.problem)

@@ -8,7 +8,7 @@ from tuning_samples import SMALL
 
 from tilekern.cache import FolderLayer, PackLayer, Store, lookup
 from tilekern.kernels import spec_named
-from tilekern.source import digest_of_module
+from tilekern.source import digests_of
 from tuning.candidates import candidates
 from tuning.lines import copy_key
 from tuning.measuring import entrants, identity
@@ -87,7 +87,7 @@ def test_a_published_record_is_found_in_the_cache_and_in_the_pack(sweep: Sweep, 
             target_key=target.key,
             arch=target.arch,
             toolkit_key=None,
-            source_digest=digest_of_module(spec_named(kernel).module),
+            source=digests_of(spec_named(kernel).module, kernel),
             layers=[layer],
         )
         assert hit is not None

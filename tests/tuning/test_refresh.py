@@ -145,6 +145,17 @@ def test_a_record_of_an_edited_kernel_needs_a_whole_tune(fill, tune):
     assert stale["reason"] == "it was made from another version of the kernel's source"
 
 
+def test_a_record_of_another_search_space_needs_a_whole_tune_too(fill, tune):
+    """A few of its configs timed again would pass for the best of today's space."""
+    fill(records=slice(0, 1), toolkit=OLD, space_digest="0" * 64)
+    fill(records=slice(1, 2), toolkit=OLD)
+    said = tune(executor=RecordedExecutor())
+    assert len(said["changes"]) == 1
+    [stale] = said["stale"]
+    assert stale["problem"] == dict(THREE[0][1])
+    assert "the search space has changed since" in stale["reason"]
+
+
 def test_a_stale_record_beside_a_valid_one_is_nobody_s_concern(fill, tmp_path):
     fill(records=slice(0, 1), toolkit=OLD, source_digest="0" * 64)
     fill(records=slice(0, 1), toolkit=toolkit().describe())

@@ -8,6 +8,8 @@ import pytest
 from tuning_samples import SMALL
 
 from tilekern.errors import InputError
+from tilekern.kernels import spec_named
+from tilekern.source import Digests, digests_of
 from tilekern.spec import GENERIC
 from tilekern.targets import Target, resolve
 from tuning import cli
@@ -142,5 +144,7 @@ def test_what_ran_out_of_time_is_tried_again_with_more(tmp_path: Path, h200: Tar
 
 def test_a_measurement_belongs_to_one_source_of_the_kernel(compiled_sweep: Sweep, h200: Target, monkeypatch):
     before = candidates(*SMALL, h200)[0].key
-    monkeypatch.setattr("tuning.candidates.digest_of_module", lambda _: "0" * 64)
-    assert candidates(*SMALL, h200)[0].key != before
+    source = digests_of(spec_named(SMALL[0]).module, SMALL[0]).source
+    for digest, is_same in ((source, True), ("0" * 64, False)):
+        monkeypatch.setattr("tuning.candidates.digests_of", lambda *_, digest=digest: Digests("", digest, "another space"))
+        assert (candidates(*SMALL, h200)[0].key == before) == is_same

@@ -16,7 +16,7 @@ from tuning_samples import SMALL
 from tilekern.cache import FolderLayer, Store, lookup
 from tilekern.cache.signing import generate_key
 from tilekern.kernels import spec_named
-from tilekern.source import digest_of_module
+from tilekern.source import digests_of
 from tilekern.toolchain import toolkit
 from tuning import cli
 from tuning import preflight as checks
@@ -71,10 +71,10 @@ def blobs_of(root):
 
 def found_in(root, named, target):
     kernel, problem = named
-    source = digest_of_module(spec_named(kernel).module)
+    source = digests_of(spec_named(kernel).module, kernel)
     return lookup(
         kernel, dict(problem), bucketed=(), target_key=target.key, arch=target.arch, toolkit_key=None,
-        source_digest=source, layers=[FolderLayer(root, str(root))],
+        source=source, layers=[FolderLayer(root, str(root))],
     )  # fmt: skip
 
 

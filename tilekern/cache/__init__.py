@@ -13,7 +13,8 @@ from tilekern.cache.lookup import Hit, Step, by_preference, lookup, skipped
 from tilekern.cache.pack_layers import PackLayer
 from tilekern.cache.packs import PACK_SUFFIX, Pack, checked_contents
 from tilekern.cache.places import default_layers, user_root
-from tilekern.cache.records import PROVENANCES, SCHEMA, Artifact, Record
+from tilekern.cache.records import PROVENANCES, SCHEMA, Artifact, BestKernel, Launch, Record
+from tilekern.cache.standing import DATED, FRESH, NOT_FRESH, STALE, Made, Source, Standing, standing
 from tilekern.cache.store import Store
 from tilekern.cache.wanted import (
     clear_wanted,
@@ -27,11 +28,16 @@ from tilekern.cache.wanted import (
 from tilekern.cache.writing_packs import write_pack
 
 __all__ = [
+    "DATED",
+    "FRESH",
+    "NOT_FRESH",
     "PACK_SUFFIX",
     "PROVENANCES",
     "SCHEMA",
+    "STALE",
     "Address",
     "Artifact",
+    "BestKernel",
     "BlobFile",
     "CacheError",
     "Corrupt",
@@ -39,14 +45,18 @@ __all__ = [
     "FolderLayer",
     "Garbage",
     "Hit",
+    "Launch",
     "Layer",
     "Listed",
+    "Made",
     "Missing",
     "MissingRecord",
     "Outline",
     "Pack",
     "PackLayer",
     "Record",
+    "Source",
+    "Standing",
     "Step",
     "Store",
     "UnknownSchema",
@@ -67,6 +77,7 @@ __all__ = [
     "read_wanted",
     "remove_wanted",
     "skipped",
+    "standing",
     "user_root",
     "wanted_name",
     "write_pack",

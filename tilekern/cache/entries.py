@@ -56,12 +56,19 @@ class Outline(NamedTuple):
 
     address: Address
     problem: dict[str, Value]
+    schema: int
     module: str
     source_digest: str
+    space_digest: str | None
     provenance: str
     measurement: dict[str, Any] | None
     prediction: dict[str, Any] | None
     created: str
+
+    @property
+    def kernel(self) -> str:
+        """The spec's name."""
+        return self.address.kernel
 
 
 class Listed(NamedTuple):
@@ -116,8 +123,10 @@ def outline_of(record: Record) -> Outline:
     return Outline(
         record.address,
         record.problem,
+        record.schema,
         record.module,
         record.source_digest,
+        record.space_digest,
         record.provenance,
         record.measurement,
         record.prediction,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Collection, Mapping
+from datetime import datetime
 from pathlib import Path, PurePosixPath
 
 from tilekern.cache.errors import CacheError, UnknownSchema, Untrusted
@@ -22,9 +23,8 @@ _Signatures = Mapping[str, Mapping[str, bytes]]
 def install_pack(path: str | os.PathLike[str], store: Store, own: Collection[str] = ()) -> int:
     """Put a pack's records, blobs and signatures into a store, after all of them have been checked: all or nothing.
 
-    A record that the store has from a better source stays: measured beats predicted, and predicted beats default,
-    where both are of the same source of the kernel. Where the policy is ``signed``, every record must be signed by a
-    trust root.
+    A record that is better in the store stays (:func:`has_better`). Where the policy is ``signed``, every record must
+    be signed by a trust root.
 
     Args:
         path: the pack.
@@ -70,7 +70,10 @@ def _require_trusted(pack: Pack, record: Record) -> None:
 
 
 def has_better(store: Store, offered: Record) -> bool:
-    """Whether a store's record of the same problem, target and toolkit has a better provenance, of the same source.
+    """Whether a store's record of the same problem, target and toolkit is better than one that is offered.
+
+    Where both are of the same source of the kernel, measured beats predicted, and predicted beats default. Of two that
+    are equal in that, and were chosen from other search spaces, the newer is the better.
 
     Raises:
         UnknownSchema: another version of tilekern wrote it; only that one may replace it.
@@ -85,7 +88,10 @@ def has_better(store: Store, offered: Record) -> bool:
         return False
     if present.source_digest != offered.source_digest:
         return False
-    return PROVENANCES.index(present.provenance) < PROVENANCES.index(offered.provenance)
+    ranks = [PROVENANCES.index(record.provenance) for record in (present, offered)]
+    if ranks[0] != ranks[1] or present.space_digest == offered.space_digest:
+        return ranks[0] < ranks[1]
+    return datetime.fromisoformat(present.created) > datetime.fromisoformat(offered.created)
 
 
 def _files(

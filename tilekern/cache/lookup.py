@@ -1,7 +1,8 @@
 """The lookup: which record serves a problem on a target, among all layers.
 
 Order of preference, strongest first: the exact target before another GPU of the same arch; the problem's own bucket
-before the nearest one; an earlier layer before a later one; the toolkit installed here before the newest.
+before the nearest one; a record of today's search space before one of another; an earlier layer before a later one; the
+toolkit installed here before the newest. A record of another space gives way to none of a weaker provenance.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from typing import NamedTuple
 from tilekern.cache.errors import CacheError, Missing, MissingRecord, UnknownSchema, Untrusted
 from tilekern.cache.keys import Value, problem_key
 from tilekern.cache.layers import Layer
-from tilekern.cache.records import Record
+from tilekern.cache.records import PROVENANCES, Record
+from tilekern.cache.standing import DATED, FRESH, NOT_FRESH, STALE, Source, standing
 from tilekern.cache.trust import must_be_signed
 from tilekern.warning import warn_once
 
@@ -33,6 +35,7 @@ class Hit:
         layer: where it stood.
         exact_target: False where it was made for another GPU of the same arch.
         exact_bucket: False where it was made for other bucketed sizes.
+        fresh: False where the search space has changed since, so that it is not known to be the best.
     """
 
     record: Record
@@ -40,6 +43,7 @@ class Hit:
     exact_target: bool
     exact_bucket: bool
     _blobs: Mapping[str, bytes] = field(repr=False)
+    fresh: bool = True
 
     def load(self, variant: str) -> bytes:
         """The artifact of a variant, for example ``aligned``.
@@ -63,8 +67,9 @@ class Step(NamedTuple):
         target_key: the GPU; ``sm_90-*`` where the step is about all other GPUs of an arch.
         toolkit_key: the toolkit; None where the layer has none for this GPU.
         problem: the problem of the record; None where there was no record to try.
-        outcome: ``taken``, ``not_there``, ``stale``, ``unknown_schema``, ``untrusted``, ``bad``, ``no_records`` (the
-            layer has none for this GPU, or no layer has another GPU of the arch) or ``no_other_bucket``.
+        outcome: ``taken``, ``not_there``, ``stale``, ``dated`` (taken only where nothing fresh is), ``weaker`` (fresh,
+            and of a weaker provenance than a dated one), ``unknown_schema``, ``untrusted``, ``bad``, ``no_records``
+            (the layer has none for this GPU, or no layer has another GPU of the arch) or ``no_other_bucket``.
         detail: the outcome in words.
     """
 
@@ -101,7 +106,7 @@ def lookup(
     target_key: str,
     arch: str,
     toolkit_key: str | None,
-    source_digest: str,
+    source: Source,
     layers: Sequence[Layer],
     trace: list[Step] | None = None,
 ) -> Hit | None:
@@ -114,7 +119,7 @@ def lookup(
         target_key: the GPU's key, ``sm_90-h200-132``.
         arch: the GPU's arch, ``sm_90``; records of targets ``sm_90-*`` may serve.
         toolkit_key: the toolkit installed here, or None.
-        source_digest: the kernel's source of today; records of another one are stale and never used.
+        source: the kernel's source of today; records of another one are stale and never used.
         layers: where to look, first to last.
         trace: where given, takes each step: what was passed over and why, and last what was taken.
 
@@ -124,11 +129,13 @@ def lookup(
     problem_key(problem)
     must_be_signed()
     steps: list[Step] = [] if trace is None else trace
+    wanted = dict(problem)
     for target in itertools.chain([target_key], _relatives(target_key, arch, layers, steps)):
-        for candidate, is_exact in _candidates(kernel, dict(problem), bucketed, target, toolkit_key, layers, steps):
-            found = _read(kernel, candidate, source_digest, steps)
-            if found:
-                return Hit(found[0], candidate.layer, target == target_key, is_exact, found[1])
+        for of_a_problem in _candidates(kernel, wanted, bucketed, target, toolkit_key, layers, steps):
+            best = _best(kernel, of_a_problem, source, steps)
+            if best:
+                exact = target == target_key, best.candidate.problem is wanted
+                return Hit(best.record, best.candidate.layer, *exact, best.blobs, best.standing == FRESH)
     return None
 
 
@@ -153,16 +160,20 @@ def _candidates(
     toolkit_key: str | None,
     layers: Sequence[Layer],
     steps: list[Step],
-) -> Iterator[tuple[_Candidate, bool]]:
-    """Where to look on one target, best first, and whether it is the problem's own bucket."""
+) -> Iterator[Iterable[_Candidate]]:
+    """Where to look on one target: the places of the problem itself, then those of each other that may serve for it."""
     places = []
-    for layer in layers:
-        toolkits = by_preference(layer.toolkits(target), toolkit_key)
-        if not toolkits:
-            steps.append(Step(layer.name, target, None, None, "no_records", "nothing for this GPU"))
-        for toolkit in toolkits:
-            places.append((layer, toolkit))
-            yield _Candidate(layer, target, toolkit, problem), True
+
+    def own() -> Iterator[_Candidate]:
+        for layer in layers:
+            toolkits = by_preference(layer.toolkits(target), toolkit_key)
+            if not toolkits:
+                steps.append(Step(layer.name, target, None, None, "no_records", "nothing for this GPU"))
+            for toolkit in toolkits:
+                places.append((layer, toolkit))
+                yield _Candidate(layer, target, toolkit, problem)
+
+    yield own()
     others: list[tuple[tuple[float, float, str], int, _Candidate]] = []
     for place, (layer, toolkit) in enumerate(places):
         near = [
@@ -173,8 +184,8 @@ def _candidates(
         others += near
         if not near:
             steps.append(Step(layer.name, target, toolkit, None, "no_other_bucket", "no other bucket of this problem"))
-    for _, _, candidate in sorted(others, key=lambda item: item[:2]):
-        yield candidate, False
+    for _, nearest in itertools.groupby(sorted(others, key=lambda item: item[:2]), key=lambda item: item[0]):
+        yield [candidate for _, _, candidate in nearest]
 
 
 def by_preference(toolkits: Iterable[str], installed: str | None) -> list[str]:
@@ -211,13 +222,45 @@ def _distance(
     return total, -size, problem_key(other)
 
 
-def _read(
-    kernel: str, candidate: _Candidate, source_digest: str, steps: list[Step]
-) -> tuple[Record, dict[str, bytes]] | None:
-    """The record and its blobs, or None; either way with the step that says why."""
+class _Found(NamedTuple):
+    candidate: _Candidate
+    record: Record
+    blobs: dict[str, bytes]
+    standing: str
+
+    @property
+    def rank(self) -> int:
+        """Of the provenance; 0 is the strongest."""
+        return PROVENANCES.index(self.record.provenance)
+
+
+def _best(kernel: str, candidates: Iterable[_Candidate], source: Source, steps: list[Step]) -> _Found | None:
+    """Of one problem's candidates the first that is fresh, or else the first that is valid."""
+    dated: _Found | None = None
+    for candidate in candidates:
+        found = _read(kernel, candidate, source, steps)
+        if found is None:
+            continue
+        if found.standing == DATED:
+            steps.append(candidate.step(DATED, NOT_FRESH))
+            dated = dated or found
+        elif dated is None or found.rank <= dated.rank:
+            return _taken(found, "taken", steps)
+        else:
+            steps.append(candidate.step("weaker", f"{found.record.provenance}, and a dated one is better founded"))
+    return dated and _taken(dated, f"taken, {NOT_FRESH}", steps)
+
+
+def _taken(found: _Found, detail: str, steps: list[Step]) -> _Found:
+    steps.append(found.candidate.step("taken", detail))
+    return found
+
+
+def _read(kernel: str, candidate: _Candidate, source: Source, steps: list[Step]) -> _Found | None:
+    """The record and its blobs, or None with the step that says why."""
     try:
-        found = _load(kernel, candidate, source_digest)
-        outcome, detail = ("taken", "taken") if found else ("stale", "stale: made from another source of the kernel")
+        found = _load(kernel, candidate, source)
+        outcome, detail = STALE, "stale: made from another source of the kernel"
     except UnknownSchema as error:
         found, outcome, detail = None, "unknown_schema", str(error)
     except Untrusted as error:
@@ -227,20 +270,23 @@ def _read(
         found, outcome, detail = None, "not_there", "not there"
     except CacheError as error:
         found, outcome, detail = None, "bad", str(error)
-    _outcomes[outcome] += 1
-    steps.append(candidate.step(outcome, detail))
+    if found is None:
+        _outcomes[outcome] += 1
+        steps.append(candidate.step(outcome, detail))
     return found
 
 
-def _load(kernel: str, candidate: _Candidate, source_digest: str) -> tuple[Record, dict[str, bytes]] | None:
+def _load(kernel: str, candidate: _Candidate, source: Source) -> _Found | None:
     """The record and its blobs, or None where the record is stale."""
     layer, place = candidate.layer, (candidate.target_key, candidate.toolkit_key, kernel, candidate.problem)
     for is_last in (False, True):
         record = layer.read_record(*place)
-        if record.source_digest != source_digest:
+        worth = standing(record, source)
+        if worth == STALE:
             return None
         try:
-            return record, {sha256: layer.read_blob(sha256) for sha256 in sorted(record.digests)}
+            blobs = {sha256: layer.read_blob(sha256) for sha256 in sorted(record.digests)}
+            return _Found(candidate, record, blobs, worth)
         except Missing:
             # The record may have been removed, or another one put in its place, since it was read: look again.
             if is_last:

@@ -2,7 +2,8 @@
 
 msgspec parses the text and checks each field's type in one pass. A record's text ends with the sha256 of all that
 stands before it, since a flipped bit in a config reads as well as any other config, and the artifact would be launched
-by the wrong grid. Records of schema 1 have none.
+by the wrong grid. Records of schema 1 have none. Those of schemas 1 and 2 carry one digest of the kernel's whole module
+in the place of two.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import math
 import re
 from datetime import datetime, timedelta
 from functools import cached_property
@@ -20,7 +22,7 @@ import msgspec
 from tilekern.cache.errors import CacheError, Corrupt, UnknownSchema
 from tilekern.cache.keys import Address, Value, check_name, problem_key
 
-SCHEMA, WITHOUT_DIGEST = 2, 1
+SCHEMA, WITHOUT_SPACE, WITHOUT_DIGEST = 3, 2, 1
 Provenance = Literal["measured", "predicted", "default"]
 PROVENANCES: tuple[str, ...] = get_args(Provenance)
 LARGEST_RECORD = 16 * 2**20
@@ -32,7 +34,25 @@ _USUAL_ARTIFACTS = 4
 # A field that holds a sha256, and one that counts something.
 Digest = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 Count = Annotated[int, msgspec.Meta(ge=0)]
+_Threads = Annotated[int, msgspec.Meta(ge=1, le=1024)]
+_MOST_THREADS = 1024
 _MODULE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*")
+
+
+class Launch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How an artifact is launched that does not follow cuTile's own way, and does not say so itself.
+
+    Attributes:
+        block: threads of a block, in three dimensions.
+        cluster: blocks of a cluster; 1 for none.
+        cooperative: whether all blocks must be resident at once.
+        shared_bytes: dynamic shared memory of a block.
+    """
+
+    block: tuple[_Threads, _Threads, _Threads]
+    cluster: Annotated[int, msgspec.Meta(ge=1, le=16)]
+    cooperative: bool
+    shared_bytes: Annotated[int, msgspec.Meta(ge=0, le=2**20)]
 
 
 class Artifact(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -45,6 +65,7 @@ class Artifact(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         config: the config that it was compiled for; not looked at by the cache.
         assumptions: what its arguments must satisfy; not looked at by the cache.
         resources: registers, spill_bytes, shared_bytes, threads and the like; not looked at by the cache.
+        launch: how it is launched; None for cuTile's own way, in which the artifact says what it needs.
     """
 
     sha256: Digest
@@ -53,22 +74,40 @@ class Artifact(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     config: dict[str, Any]
     assumptions: list[Any]
     resources: dict[str, Any]
+    launch: Launch | None = None
+
+
+class BestKernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The best config that needs no library, where a library runs the winner.
+
+    Attributes:
+        config: the config; the record's artifacts are its, but where it is made of other kernels and has none.
+        measurement: None, or what was timed, as of the winner in the same run.
+        check: None, or how far it was from the reference.
+    """
+
+    config: dict[str, Any]
+    measurement: dict[str, Any] | None
+    check: dict[str, Any] | None
 
 
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, dict=True):
     """The cache's entry for one problem on one target and toolkit.
 
     Attributes:
-        schema: the form of its text, 1 or 2; one that was read is written as it was, so that signatures hold.
+        schema: the form of its text, 1 to 3; one that was read is written as it was, so that signatures hold.
         kernel: the spec's name.
         module: dotted name of the module that holds the kernel's device code.
         problem: the problem with bucketed sizes, in the order of its key.
         target: the GPU: ``key``, ``name``, ``arch`` (text) and whatever else describes it.
         toolkit: the compiler: ``key`` (text) and the versions of its parts.
-        source_digest: sha256 of the kernel's source, in hexadecimal.
+        source_digest: sha256 of what makes its artifacts valid, in hexadecimal: the device code, and how a config
+            becomes a launch. In schemas 1 and 2 of the kernel's whole module.
+        space_digest: sha256 of what made its winner the best: the space and the defaults. None in schemas 1 and 2.
         provenance: ``measured``, ``predicted`` or ``default``.
         config: the winner.
         artifacts: by the variant's name, for example ``aligned`` and ``generic``.
+        best_kernel: None, or where a library runs the winner, what runs where the library does not.
         measurement: None, or what was timed: ``median_us``, ``default_us`` (the default config in the same run) and
             its spread; needed where the provenance is ``measured``.
         prediction: None, or what was predicted: ``time_us`` and what it was derived from.
@@ -87,9 +126,11 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     target: dict[str, Any]
     toolkit: dict[str, Any]
     source_digest: Digest
+    space_digest: Digest | None = None
     provenance: Provenance
     config: dict[str, Any]
     artifacts: dict[str, Artifact]
+    best_kernel: BestKernel | None = None
     measurement: dict[str, Any] | None
     prediction: dict[str, Any] | None
     check: dict[str, Any] | None
@@ -120,9 +161,8 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         Raises:
             CacheError: a field holds something that JSON cannot.
         """
-        artifacts = {name: msgspec.structs.asdict(artifact) for name, artifact in self.artifacts.items()}
         try:
-            text = json.dumps(msgspec.structs.asdict(self) | {"artifacts": artifacts}, allow_nan=False, indent=1)
+            text = json.dumps(_fields(self), default=_fields, allow_nan=False, indent=1)
         except (TypeError, ValueError, RecursionError) as error:
             raise CacheError(f"the record of {self.kernel} must hold plain JSON data: {error}") from None
         if self.schema == WITHOUT_DIGEST:
@@ -156,6 +196,22 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         except CacheError as error:
             raise Corrupt(str(error)) from None
         return record
+
+
+# Fields that stand in the text only where they hold something.
+_LEFT_OUT = frozenset({"space_digest", "best_kernel", "launch"})
+
+
+def _fields(item: object) -> dict[str, Any]:
+    """A part of a record as JSON has it.
+
+    Raises:
+        TypeError: it is none.
+    """
+    if not isinstance(item, Launch | Artifact | BestKernel | Record):
+        raise TypeError(f"a value of type {type(item).__name__}")
+    fields = msgspec.structs.asdict(item)
+    return {name: value for name, value in fields.items() if value is not None or name not in _LEFT_OUT}
 
 
 class _Schema(msgspec.Struct):
@@ -193,10 +249,10 @@ def _check_schema(schema: int | None, is_sealed: bool) -> None:
     if schema is None:
         return
     if schema < WITHOUT_DIGEST:
-        raise Corrupt(f"schema must be {WITHOUT_DIGEST} or {SCHEMA}, got {schema!r:.60}")
+        raise Corrupt(f"schema must be {WITHOUT_DIGEST} to {SCHEMA}, got {schema!r:.60}")
     if schema > SCHEMA:
         raise UnknownSchema(
-            f"schema {schema} was written by another version of tilekern; this one reads {WITHOUT_DIGEST} and {SCHEMA}"
+            f"schema {schema} was written by another version of tilekern; this one reads {WITHOUT_DIGEST} to {SCHEMA}"
         )
     if is_sealed == (schema == WITHOUT_DIGEST):
         raise Corrupt(f"a record of schema {WITHOUT_DIGEST} has no sha256 of its own" if is_sealed else _CHANGED)
@@ -267,8 +323,15 @@ def parse_object(text: str | bytes) -> dict[str, Any]:
 
 def _check_sense(record: Record) -> None:
     """What the types alone do not say."""
-    for name in record.artifacts:
+    for name, artifact in record.artifacts.items():
         check_name("a variant", name)
+        if artifact.launch and math.prod(artifact.launch.block) > _MOST_THREADS:
+            raise Corrupt(f"artifact {name}: a block has at most {_MOST_THREADS} threads, got {artifact.launch.block}")
+    if record.schema > WITHOUT_SPACE:
+        if record.space_digest is None:
+            raise Corrupt(f"a record of schema {record.schema} must have a space_digest")
+    elif record.space_digest or record.best_kernel or any(one.launch for one in record.artifacts.values()):
+        raise Corrupt(f"a record of schema {record.schema} has no space_digest, best_kernel or launch")
     check_name("kernel", record.kernel)
     if not _MODULE.fullmatch(record.module):
         raise Corrupt(f"module must be the dotted name of a module, got {record.module!r:.60}")

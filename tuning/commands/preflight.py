@@ -51,7 +51,8 @@ def command(
     --json: model, target, need, complete (bool), counts (by state and by provenance), problems and missing: lists of
     kernel, problem, state (exact; nearest: another bucket's record serves; other_gpu: one of another GPU of the arch
     does; missing), provenance (measured, predicted, default), serving (the record's address), layer, stale (a record of
-    the very problem is there and an edit of the kernel made it stale), why (what --fix could not do); cannot_fix (why
+    the very problem is there and an edit of the kernel made it stale), fresh (false: what serves is not known to be the
+    best, since the search space has changed), why (what --fix could not do); cannot_fix (why
     --fix cannot make what lacks on this machine, or null); notes.
     """
     found = checks.preflight(
@@ -74,6 +75,7 @@ def _told(found: checks.Preflight) -> str:
     first = [found.cannot_fix] if found.cannot_fix else []
     numbers = ", ".join(f"{number} {name.replace('_', ' ')}" for name, number in found.counts().items() if number)
     lines = [*first, f"{found.model} on {found.target.name}: {len(found.needs)} problems: {numbers}", *found.notes]
+    lines += [f"served: {checks.line_of(need)}" for need in found.needs if need.fresh is False]
     if not found.missing:
         return "\n".join([*lines, "nothing lacks"])
     lines += [f"lacking: {checks.line_of(need)}" for need in found.missing]

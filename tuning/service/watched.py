@@ -22,7 +22,7 @@ from tilekern.cache import (
 )
 from tilekern.errors import InputError
 from tilekern.kernels import all_specs
-from tilekern.source import digest_of_module
+from tilekern.source import digests_of
 from tilekern.spec import KernelSpec, Problem
 from tilekern.targets import Target
 from tuning.holding import Holder
@@ -177,8 +177,8 @@ class WatchedCache:
 
     def _state(self, item: Item) -> dict[str, str]:
         """What a failure of an item depends on."""
-        source = digest_of_module(all_specs()[item.kernel].module)
-        return {"source": source, "toolkit": self._toolkit_key, "goal": self.goal}
+        digests = digests_of(all_specs()[item.kernel].module, item.kernel)
+        return {"source": digests.source, "space": digests.space, "toolkit": self._toolkit_key, "goal": self.goal}
 
     def _costed(self, item: Item) -> Item:
         if item.state in (ELSEWHERE, UNKNOWN):
@@ -208,6 +208,6 @@ class WatchedCache:
         spec: KernelSpec = all_specs()[kernel]
         found = lookup(
             kernel, dict(problem), bucketed=(), target_key=self.target.key, arch=self.target.arch,
-            toolkit_key=self._toolkit_key, source_digest=digest_of_module(spec.module), layers=[self._layer],
+            toolkit_key=self._toolkit_key, source=digests_of(spec.module, kernel), layers=[self._layer],
         )  # fmt: skip
         return found.record if found is not None and found.exact_target else None
