@@ -1,6 +1,5 @@
 """Notes the kernels' source digests in a wheel; all else about the package is in pyproject.toml."""
 
-import pkgutil
 import sys
 from pathlib import Path
 
@@ -22,8 +21,8 @@ class BuildWithDigests(build_py):
         sys.path.insert(0, str(root))
         from tilekern.source import NOTES, note_digests
 
-        kernels = pkgutil.iter_modules([str(root / "tilekern" / "kernels")])
-        note_digests([f"tilekern.kernels.{module.name}" for module in kernels], NOTES)
+        kernels = sorted((root / "tilekern" / "kernels").rglob("[!_]*.py"))
+        note_digests([".".join(path.relative_to(root).with_suffix("").parts) for path in kernels], NOTES)
 
 
 setup(cmdclass={"build_py": BuildWithDigests})

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from tilekern.dispatch import find
 from tilekern.errors import InputError
-from tilekern.launcher import PrebuiltKernel, Variant, launch
+from tilekern.launcher import PrebuiltKernel, launch, prebuilt
 from tilekern.spec import Config, KernelSpec, Problem
 from tilekern.targets import Target
 from tuning.verifying import launch_arguments, make_outputs
-
-VARIANTS = ("aligned", "generic")
 
 
 def kernel_of(spec: KernelSpec, problem: Problem, target: Target) -> tuple[PrebuiltKernel, Config]:
@@ -25,12 +22,8 @@ def kernel_of(spec: KernelSpec, problem: Problem, target: Target) -> tuple[Prebu
     hit = find(spec, spec.bucketed(problem), target)
     if hit is None:
         raise InputError(f"no cache holds {spec.name} for {problem.key} on {target.key}; tune it first")
-    artifacts = hit.record.artifacts
-    config = Config(artifacts["aligned"].config)
-    variants = [
-        Variant(name, artifacts[name].symbol, artifacts[name].assumptions, partial(hit.load, name)) for name in VARIANTS
-    ]
-    return PrebuiltKernel(spec.device(problem, config).function, variants), config
+    config = Config(hit.record.artifacts["aligned"].config)
+    return prebuilt(spec.device(problem, config).function, hit.record.artifacts, hit.load), config
 
 
 def arguments_of(spec: KernelSpec, problem: Problem, config: Config, target: Target) -> tuple[int, tuple[Any, ...]]:

@@ -30,6 +30,7 @@ MAY_IMPORT = {
     "tilekern.source": {"tilekern.reachability", "tilekern.whole_modules"},
     "tilekern.whole_modules": {"tilekern.reachability"},
     "tilekern.cubin": set(),
+    "tilekern.libraries": LEAVES,
     "tilekern.cache": {"tilekern.cache", "tilekern.warning"},
     "tilekern.frontend": LEAVES,
     "tilekern.toolchain": LEAVES | {"tilekern.frontend"},
@@ -48,7 +49,7 @@ MAY_IMPORT = {
     "tilekern.provisional": LEAVES | {"tilekern.cache", "tilekern.plans"},
     "tilekern.dispatch": LEAVES
     | {"tilekern.cache", "tilekern.interpreter", "tilekern.launcher", "tilekern.records", "tilekern.source"}
-    | {"tilekern.plans", "tilekern.provisional", "tilekern.toolchain", "tilekern.agreement"},
+    | {"tilekern.plans", "tilekern.provisional", "tilekern.toolchain", "tilekern.agreement", "tilekern.libraries"},
     "tilekern.ordinary": set(),
     "tilekern.tracing": LEAVES | {"tilekern.cache", "tilekern.dispatch", "tilekern.ordinary", "tilekern.plans"},
     "tilekern.stepping": LEAVES | {"tilekern.ops", "tilekern.patch"},

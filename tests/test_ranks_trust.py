@@ -94,7 +94,7 @@ class Home:
 
 def malformed(compiled):
     """What a rank says of its own making: which time that it says anything in that way, and how that is refused."""
-    status = json.loads(Status(H200, None, "fallback", False, "5" * 64, "d" * 64).to_bytes())
+    status = json.loads(Status(H200, None, "fallback", False, "5" * 64, [], "d" * 64).to_bytes())
     held = Held(*record(compiled), {})
     whole = packed([held])
     text, start = held.record.data, 8 + int.from_bytes(whole[:8], "big")
@@ -106,7 +106,7 @@ def malformed(compiled):
 
     altered = bytearray(whole)
     altered[-1] ^= 1
-    newer = text.replace(b'"schema": 2', b'"schema": 3')
+    newer = text.replace(b'"schema": 3', b'"schema": 4')
     statuses = [b"", b"\xff\xfe", b"[]", b"[" * 8000, json.dumps(status | {"policy": "panic"}).encode(),
                 json.dumps(status | {"target": status["target"] | {"sm_count": "1"}}).encode()]  # fmt: skip
     contents = {

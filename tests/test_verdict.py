@@ -16,7 +16,7 @@ from tilekern.verdict import Status, verdict_on
 
 def status(digest="a", gpu="H200", **changes):
     target = None if gpu is None else resolve(gpu)
-    return replace(Status(target, "t-1", "compile", False, "5" * 64, digest * 64), **changes)
+    return replace(Status(target, "t-1", "compile", False, "5" * 64, ["cublas"], digest * 64), **changes)
 
 
 def test_the_lowest_rank_of_an_arch_leads_and_those_that_differ_follow():
@@ -46,6 +46,14 @@ def test_what_one_rank_forbids_is_done_on_none_of_its_arch(strictest, rank):
 def test_ranks_that_trust_others_run_nothing_together():
     with pytest.raises(RanksDiffer, match=r"^TILEKERN_TRUST of rank 2 is another than rank 0's"):
         verdict_on([status(signed=True), status(signed=True), status()])
+
+
+def test_ranks_of_an_arch_that_have_other_libraries_run_nothing_together():
+    """One would run a library's call, and the other the best kernel in its place."""
+    both = status(libraries=["cublas", "cudnn"])
+    with pytest.raises(RanksDiffer, match=r"^rank 2 has other libraries than rank 1 \(none and cublas, cudnn\)"):
+        verdict_on([status(gpu=None), both, status(libraries=[])])
+    assert len(verdict_on([both, status(gpu="B200")]).groups) == 2
 
 
 @pytest.mark.parametrize("target", [None, *KNOWN])

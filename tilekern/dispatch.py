@@ -13,10 +13,11 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from tilekern.errors import CacheMiss, InputError, RanksDiffer, TilekernError
+from tilekern.errors import CacheMiss, CannotRun, InputError, RanksDiffer, TilekernError
+from tilekern.libraries import runnable
 from tilekern.plans import Counters, DependentPlan, InterpretedPlan, LibraryPlan, Plan
 from tilekern.provisional import Watch, is_settled, of_several_ranks
-from tilekern.spec import ALIGNED, GENERIC, Config, Implementation, KernelSpec, LibraryCall, Problem
+from tilekern.spec import ALIGNED, GENERIC, Config, KernelSpec, LibraryCall, Problem
 from tilekern.targets import INTERPRETED, Target, here
 from tilekern.warning import warn_once
 
@@ -162,7 +163,7 @@ def plan_for(spec: KernelSpec, device: Any, *sizes: Any) -> Plan | None:
         sizes: values of the spec's dimensions in their order: numbers, bools and torch dtypes.
 
     Raises:
-        CacheMiss: nothing serves the problem and the miss policy is ``error``.
+        CacheMiss: nothing serves the problem, or this machine cannot run what does, and the miss policy is ``error``.
     """
     if device.type == "meta":  # nothing is computed there, by whomever; a trace notes what would be
         return None if _trace is None else _trace.plan(spec, _problem(spec, sizes))
@@ -248,24 +249,37 @@ def _cached(spec: KernelSpec, problem: Problem, target: Target, key: tuple[Any, 
     else:
         count.hits += 1
         count.nearest += not found.exact_bucket
-    _resolved[spec.name, wanted] = None if found is None else found.record
-    plan = None if found is None else _made(spec, problem, target, key[1], found)
+    plan = None if found is None else _made_or_own(spec, problem, target, key[1], found)
+    _resolved[spec.name, wanted] = None if found is None or plan is None else found.record
     if not is_settled(found):
         look, take = functools.partial(find, spec, wanted, target), functools.partial(_take, spec, problem, target, key)
         _watch.add(spec.name, wanted, target, look, found, plan, key, take)
     return plan
 
 
+def _made_or_own(spec: KernelSpec, problem: Problem, target: Target, device: int, found: Hit) -> Plan | None:
+    """The plan of a record, or None for the model's own op where this machine cannot run it."""
+    try:
+        return _made(spec, problem, target, device, found)
+    except CannotRun as error:
+        if miss_policy() == "error":
+            raise CacheMiss(str(error)) from None
+        warn_once(f"{error}; the model's own op runs")
+        return None
+
+
 def _made(spec: KernelSpec, problem: Problem, target: Target, device: int, found: Hit) -> Plan:
-    config = Config(found.record.config)
+    config = runnable(found.record)
+    if config != Config(found.record.config):
+        warn_once(f"{found.record.config['implementation']} is not here; {spec.name} runs its best kernel")
     implementation = spec.implement(problem, config)
     if isinstance(implementation, LibraryCall):
         return LibraryPlan(implementation.bound(plan_for), config)
     key = (device, spec.name, found.record.artifacts[ALIGNED].sha256, found.record.artifacts[GENERIC].sha256)
-    if key not in _kernels:
-        _kernels[key] = _launchable(implementation, found)
-    from tilekern.launcher import may_depend
+    from tilekern.launcher import may_depend, prebuilt
 
+    if key not in _kernels:
+        _kernels[key] = prebuilt(implementation.function, found.record.artifacts, found.load)
     kind = DependentPlan if may_depend(implementation, target) else Plan
     return kind(_kernels[key], implementation, config, implementation.grid(problem, target.sm_count))
 
@@ -324,17 +338,6 @@ def find(
         layers=layers,
         trace=trace,
     )
-
-
-def _launchable(implementation: Implementation, found: Hit) -> Any:
-    from tilekern.launcher import PrebuiltKernel, Variant
-
-    variants = []
-    for name in (ALIGNED, GENERIC):
-        artifact = found.record.artifacts[name]
-        load = functools.partial(found.load, name)
-        variants.append(Variant(name, artifact.symbol, artifact.assumptions, load))
-    return PrebuiltKernel(implementation.function, variants)
 
 
 def _on_miss(spec: KernelSpec, wanted: Problem, target: Target) -> Hit | None:

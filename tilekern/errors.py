@@ -25,6 +25,10 @@ class CacheMiss(TilekernError):  # noqa: N818
     """Raised under the miss policy ``error`` for a problem that no cache holds."""
 
 
+class CannotRun(TilekernError):  # noqa: N818
+    """A record serves, and this machine cannot run it: its library is missing, or how its artifact is launched."""
+
+
 class RanksDiffer(TilekernError):  # noqa: N818
     """The ranks of a job cannot be brought to run the same kernels, or one of them did not answer in time."""
 

@@ -8,14 +8,15 @@ tensor and costs nothing once it is made.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import cuda.tile as ct
 
-from tilekern.errors import TilekernError
-from tilekern.spec import Implementation
+from tilekern.errors import CannotRun, TilekernError
+from tilekern.spec import ALIGNED, GENERIC, Implementation
 from tilekern.targets import Target
 
 # The compute capability from which programmatic dependent launch exists.
@@ -28,16 +29,22 @@ class NoVariant(TilekernError):  # noqa: N818 (the name says the state)
 
 @dataclass(frozen=True)
 class Variant:
-    """A cubin that can be launched: its bytes, entry symbol and assumptions, the strongest variant first in a list."""
+    """A cubin that can be launched: its bytes, entry symbol and assumptions, the strongest variant first in a list.
+
+    ``launch`` says how, where that is not cuTile's own way (:class:`tilekern.cache.Launch`).
+    """
 
     name: str
     symbol: str
     assumptions: Sequence[Mapping[str, Any]]
     load: Callable[[], bytes]
+    launch: Any = None
 
 
 class PrebuiltKernel(ct.kernel):
     """A kernel that is never compiled: it hands ``ct.launch`` stored cubins.
+
+    ``ct.launch`` gives no block, cluster or dynamic shared memory but those that cuTile's cubins say themselves.
 
     The generic variant may have been compiled for other constants than the launch passes: constants are part of the
     cubin, not of its parameters, and every implementation is right on any grid.
@@ -48,6 +55,17 @@ class PrebuiltKernel(ct.kernel):
         return super().__new__(cls, function._pyfunc)
 
     def __init__(self, function: Any, variants: Sequence[Variant]) -> None:
+        """Take the variants.
+
+        Raises:
+            CannotRun: one of them is launched in another way than cuTile's.
+        """
+        for variant in variants:
+            if variant.launch is not None:
+                raise CannotRun(
+                    f"the {variant.name} artifact of {function._pyfunc.__name__} is launched with {variant.launch}, "
+                    "which this version of tilekern cannot; install a newer one, or tune again with this one"
+                )
         super().__init__(function._pyfunc)
         self._variants = tuple(variants)
 
@@ -64,6 +82,26 @@ class PrebuiltKernel(ct.kernel):
             f"{self._pyfunc.__name__}: none of the variants {', '.join(v.name for v in self._variants)} "
             f"allows the arguments {signature.parameters}"
         )
+
+
+def prebuilt(function: Any, artifacts: Mapping[str, Any], load: Callable[[str], bytes]) -> PrebuiltKernel:
+    """The kernel of a record's artifacts.
+
+    Args:
+        function: the device function.
+        artifacts: by variant, as :class:`tilekern.cache.Record` has them.
+        load: gives the cubin of a variant.
+
+    Raises:
+        CannotRun: an artifact is launched in another way than cuTile's.
+    """
+    variants = []
+    for name in (ALIGNED, GENERIC):
+        artifact = artifacts[name]
+        variants.append(
+            Variant(name, artifact.symbol, artifact.assumptions, functools.partial(load, name), artifact.launch)
+        )
+    return PrebuiltKernel(function, variants)
 
 
 def implies(parameters: Sequence[Any], assumptions: Sequence[Mapping[str, Any]]) -> bool:

@@ -36,6 +36,7 @@ from tilekern.errors import InputError, RanksDiffer, TilekernError
 from tilekern.exchange import Taken, compare, take_over
 from tilekern.held import identity
 from tilekern.kernels import all_specs
+from tilekern.libraries import libraries_here
 from tilekern.peers import Peers, one_line
 from tilekern.provisional import of_several_ranks
 from tilekern.snapshot import Snapshot, digest_of
@@ -199,7 +200,8 @@ def _status(target: Target | None, own: Snapshot) -> Status:
     digests = [(name, digests_of(spec.module, name)) for name, spec in sorted(all_specs().items())]
     sources = digest_of([__version__, *(f"{name}/{found.source}/{found.space}" for name, found in digests)])
     policy = dispatch.miss_policy(agreed=False)
-    return Status(target, tools.key if tools else None, policy, must_be_signed(), sources, own.digest)
+    compiler = tools.key if tools else None
+    return Status(target, compiler, policy, must_be_signed(), sources, libraries_here(), own.digest)
 
 
 def _statuses(said: Sequence[bytes]) -> list[Status]:

@@ -32,6 +32,7 @@ class Status:
         policy: what a miss does by its own setting.
         signed: whether it loads signed records alone.
         sources: the digest of its version of tilekern and of the kernels' sources.
+        libraries: those that may run a config in the place of a kernel.
         digest: the digest of what its caches hold.
     """
 
@@ -40,6 +41,7 @@ class Status:
     policy: str
     signed: bool
     sources: str
+    libraries: list[str]
     digest: str
 
     def to_bytes(self) -> bytes:
@@ -63,6 +65,10 @@ class Status:
             check_name("the toolkit's key", said["toolkit"])
         if said["policy"] not in POLICIES or type(said["signed"]) is not bool:
             raise Corrupt(f"its policies are not known: {said['policy']!r:.40}, {said['signed']!r:.40}")
+        if not isinstance(said["libraries"], list):
+            raise Corrupt("its libraries are not a list")
+        for name in said["libraries"]:
+            check_name("a library", name)
         check_digest("sources", said["sources"])
         check_digest("digest", said["digest"])
         return cls(**said | {"target": None if said["target"] is None else _target(said["target"])})
@@ -126,6 +132,10 @@ def _group(arch: str, members: Mapping[int, Status], notes: list[str]) -> Group:
     leader = min(members)
     first = members[leader]
     assert first.target is not None
+    for rank, status in members.items():
+        if status.libraries != first.libraries:
+            both = " and ".join(", ".join(each.libraries) or "none" for each in (status, first))
+            raise RanksDiffer(f"rank {rank} has other libraries than rank {leader} ({both}); install the same on all nodes")
     policies = {status.policy for status in members.values()}
     policy = min(policies, key=POLICIES.index)
     if len(policies) > 1:

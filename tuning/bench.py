@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from tilekern.kernels import spec_named
 from tilekern.launcher import PrebuiltKernel, Variant, launch, may_depend
+from tilekern.libraries import library_of
 from tilekern.spec import LibraryCall, Problem
 from tuning.gpu import load_code
 from tuning.strategies.selection import ranked
@@ -190,14 +191,20 @@ def to_confirm(
     """Who has to stand the whole battery after a race.
 
     First the generic variant, which every record carries; then those that raced from the one that would win on, until
-    one has passed: ``checks`` is looked at after each, so the outcome must be in it by then.
+    one has passed; and where that one needs a library, on from there until one that needs none has, which its record
+    carries too. ``checks`` is looked at after each, so the outcome must be in it by then.
     """
     yield from (entrant for entrant in entrants if not entrant.is_aligned and checks[entrant.key].passed)
     raced = {entrant.key: entrant for entrant in entrants if entrant.key in timings}
+    has_winner = False
     for key in ranked({key: timings[key].as_dict() for key in raced}):
+        needs_library = library_of(raced[key].candidate.config) is not None
+        if has_winner and needs_library:
+            continue
         yield raced[key]
-        if checks[key].passed:
+        if checks[key].passed and not needs_library:
             return
+        has_winner |= checks[key].passed
 
 
 def _stream() -> int:

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tilekern.cache import Artifact, Record, Store, install_pack, write_pack
+from tilekern.cache import Artifact, BestKernel, Record, Store, install_pack, write_pack
 from tilekern.cache.signing import SigningKey
+from tilekern.libraries import library_of
 from tilekern.records import record_of
 from tilekern.spec import ALIGNED, GENERIC, Problem
 from tilekern.targets import Target
@@ -58,14 +59,16 @@ def winners(sweep: Sweep, toolkit: dict[str, str]) -> Iterator[tuple[Winner, dic
         if chosen is None:
             continue
         item, facts = chosen
-        variants = {} if item.is_library else {ALIGNED: item, GENERIC: generic}
+        kernel_of = None if library_of(item.config) is None else _best_kernel(sweep, known, found, target)
+        runs, best_kernel = kernel_of or (item, None)
+        variants = {} if runs.is_library else {ALIGNED: runs, GENERIC: generic}
         artifacts = {name: _artifact(sweep, one, known.compiled[one.artifact]) for name, one in variants.items()}
         blobs = {artifact.sha256: sweep.cubin(artifact.sha256) for artifact in artifacts.values()}
         # What a library runs belongs to the toolkit of its rivals.
         made_by = (known.line(item) or known.line(generic)).get("toolkit", toolkit)
         record = record_of(
             item.spec, problem, item.config, target, made_by, artifacts, facts.pop("provenance"),
-            candidates=len(found), failed=sum(known.has_failed(c) for c in found), **facts,
+            best_kernel=best_kernel, candidates=len(found), failed=sum(known.has_failed(c) for c in found), **facts,
         )  # fmt: skip
         yield _winner(item, record, target), blobs
 
@@ -158,6 +161,22 @@ def _measured_winner(known: Known, found: list[Candidate], target: Target) -> tu
             {"config": dict(item.config), "median_us": timings[item]["median_us"]} for item in others[:MOST_RUNNERS_UP]
         ],
     }
+
+
+def _best_kernel(
+    sweep: Sweep, known: Known, found: list[Candidate], target: Target
+) -> tuple[Candidate, BestKernel] | None:
+    """The best candidate that needs no library: of the newest race the first that stood all checks, or as predicted."""
+    timings = known.timings(found)
+    for item in ranked(timings):
+        if library_of(item.config) is None and known.is_confirmed(item):
+            check = known.measured[item.key]["check"]
+            return item, BestKernel(dict(item.config), dict(timings[item]), check)
+    if timings:
+        return None
+    predicted = ranking(sweep, found[0].kernel, found[0].problem, target)
+    able = (item for item, _ in predicted if library_of(item.config) is None and known.may_win(item))
+    return next(((item, BestKernel(dict(item.config), None, None)) for item in able), None)
 
 
 def timing_of_default(

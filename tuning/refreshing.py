@@ -122,11 +122,16 @@ def _newest(records: Iterable[tuple[Record, Layer]]) -> tuple[Record, Layer]:
 
 
 def _configs(record: Record, spec: KernelSpec, target: Target, top: int) -> list[Config]:
-    """Of the winner, the first runners-up and the default, those that are in today's space; none without the others."""
+    """Of the winner, the first runners-up, the best kernel and the default, those that are in today's space.
+
+    None where the default alone is.
+    """
     problem = spec.problem(**record.problem)
     default = spec.default(problem, target)
     known = {config: config for config in [default, *spec.space.candidates(problem, target)]}
     offered = [record.config, *(one.get("config") for one in record.runners_up[:top] if isinstance(one, dict))]
+    if record.best_kernel:
+        offered.append(record.best_kernel.config)
     found = []
     for values in offered:
         with contextlib.suppress(TypeError):  # values that no config can have

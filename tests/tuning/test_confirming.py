@@ -5,7 +5,9 @@ import shutil
 import pytest
 from tuning_samples import SMALL
 
+from tilekern.kernels import spec_named
 from tuning.bench import to_confirm
+from tuning.compiling import compile_all
 from tuning.measuring import entrants
 from tuning.publishing import winners
 from tuning.strategies import SLOWER, TIED, WON
@@ -65,6 +67,42 @@ def confirm(field, outcomes):
 )
 def test_from_the_winner_on_until_one_has_passed(field, outcomes, asked):
     assert confirm(field, outcomes)[0] == asked
+
+
+@pytest.fixture(scope="module")
+def products(h200, tmp_path_factory):
+    """Entrants of a matrix product: cuBLAS, two kernels, and the generic variant."""
+    spec = spec_named("matmul")
+    flags = {d.name: False for d in spec.dimensions if d.kind == "flag"}
+    problem = spec.problem(rows=64, inner=32, columns=64, dtype="bfloat16", **flags)
+    tile = spec.default(problem, h200)
+    few = [tile.but(implementation="cublas"), tile, tile.but(schedule="block")]
+    sweep = Sweep(tmp_path_factory.mktemp("products"))
+    sweep.begin(h200, "test", [("matmul", problem)], {("matmul", problem): few})
+    assert compile_all(sweep, jobs=2).failed == 0
+    return entrants("matmul", problem, h200, sweep.compiled(), (), sweep.candidates("matmul", problem))
+
+
+@pytest.mark.parametrize(
+    ("order", "outcomes", "asked"),
+    [
+        ((0, 1, 2), {}, [3, 0, 1]),
+        ((0, 1, 2), {1: WRONG}, [3, 0, 1, 2]),
+        ((0, 1, 2), {0: WRONG}, [3, 0, 1]),
+        ((1, 0, 2), {}, [3, 1]),
+        ((1, 0, 2), {1: WRONG}, [3, 1, 0, 2]),
+    ],
+)
+def test_where_a_library_has_won_the_best_kernel_stands_the_battery_too(products, order, outcomes, asked):
+    timed = {
+        products[place].key: Timing(10.0 + rank, 0.1, 30, WON if rank == 0 else SLOWER, float(rank))
+        for rank, place in enumerate(order)
+    }
+    checks, found = dict.fromkeys([entrant.key for entrant in products], RIGHT), []
+    for entrant in to_confirm(products, timed, checks):
+        found.append([one.key for one in products].index(entrant.key))
+        checks[entrant.key] = outcomes.get(found[-1], CONFIRMED)
+    assert found == asked
 
 
 def test_a_generic_variant_that_was_found_wrong_before_is_not_asked(field):

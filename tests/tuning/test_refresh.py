@@ -13,7 +13,7 @@ import pytest
 from recorded import GPU, RecordedExecutor, times
 from tuning_samples import SMALL
 
-from tilekern.cache import FolderLayer, PackLayer, Record, Store, write_pack
+from tilekern.cache import BestKernel, FolderLayer, PackLayer, Record, Store, write_pack
 from tilekern.errors import InputError
 from tilekern.kernels import spec_named
 from tilekern.records import record_of
@@ -154,6 +154,23 @@ def test_a_record_of_another_search_space_needs_a_whole_tune_too(fill, tune):
     [stale] = said["stale"]
     assert stale["problem"] == dict(THREE[0][1])
     assert "the search space has changed since" in stale["reason"]
+
+
+def test_the_best_kernel_of_a_library_s_problem_is_timed_again_too(tmp_path):
+    spec = spec_named("matmul")
+    flags = {d.name: False for d in spec.dimensions if d.kind == "flag"}
+    problem = spec.problem(rows=4096, inner=4096, columns=4096, dtype="bfloat16", **flags)
+    default, other = spec.default(problem, H200), next(iter(spec.space.candidates(problem, H200)))
+    by_cublas = next(c for c in spec.space.candidates(problem, H200) if c["implementation"] == "cublas")
+    assert len({default, other, by_cublas}) == 3
+    best_kernel = BestKernel(dict(other), {"median_us": 11.0}, None)
+    measurement = {"median_us": 9.0, "driver": GPU["driver"]}
+    record = record_of(
+        spec, problem, by_cublas, H200, OLD, {}, "measured", measurement=measurement, best_kernel=best_kernel
+    )
+    Store(tmp_path).write(record, {})
+    found = survey([FolderLayer(tmp_path, "cache")], H200, toolkit().key, GPU["driver"], top=3, everything=False)
+    assert [configs for _, configs in found.outdated] == [[by_cublas, other, default]]
 
 
 def test_a_stale_record_beside_a_valid_one_is_nobody_s_concern(fill, tmp_path):

@@ -12,8 +12,18 @@ from service_samples import OTHER, REASON, Running, status, until, want
 from tuning_samples import SMALL
 
 from tilekern import dispatch
-from tilekern.cache import FolderLayer, Store, note_misses, note_wanted, read_wanted, wanted_name
+from tilekern.cache import (
+    Artifact,
+    BestKernel,
+    FolderLayer,
+    Store,
+    note_misses,
+    note_wanted,
+    read_wanted,
+    wanted_name,
+)
 from tilekern.kernels import spec_named
+from tilekern.records import record_of
 from tilekern.targets import resolve
 from tilekern.toolchain import compile_candidate, toolkit
 from tuning import cli
@@ -81,6 +91,19 @@ def test_a_miss_is_tuned_published_and_found(tmp_path: Path, monkeypatch, capsys
     assert summary == {"published": [published], "failed": [], "left": [], "not_tuned_here": [], "trouble": []}
     [line] = History(tmp_path / "service" / "history.jsonl").last(10)
     assert (line["event"], line["kernel"], line["problem"]) == ("published", OTHER[0], dict(OTHER[1]))
+
+
+def test_of_a_library_s_call_no_artifact_of_its_record_tells_the_time(tmp_path: Path):
+    spec = spec_named("matmul")
+    flags = {d.name: False for d in spec.dimensions if d.kind == "flag"}
+    problem = spec.problem(rows=64, inner=64, columns=64, dtype="bfloat16", **flags)
+    tile = spec.default(problem, H200)
+    artifact = Artifact("0" * 64, 1, "kernel", dict(tile), [], {})
+    record = record_of(
+        spec, problem, tile.but(implementation="cublas"), H200, {"key": "t"}, {"aligned": artifact}, "default",
+        best_kernel=BestKernel(dict(tile), None, None),
+    )  # fmt: skip
+    assert lost("matmul", problem, H200, Sweep(tmp_path), record, {}.__getitem__).basis == "roofline"
 
 
 def test_what_costs_more_comes_first(tmp_path: Path):

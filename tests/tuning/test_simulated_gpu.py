@@ -19,6 +19,7 @@ PROBLEMS = [
     ("scale", {"rows": 64, "columns": 32, "dtype": "bfloat16"}),
     ("adamw", {"rows": 4, "columns": 16, "dtype": "float32"}),
     ("matmul", {"rows": 64, "inner": 32, "columns": 64, "dtype": "float32", **NO_FLAGS}),
+    ("matmul", {"rows": 64, "inner": 32, "columns": 64, "dtype": "bfloat16", **NO_FLAGS}),
 ]
 
 
@@ -39,7 +40,11 @@ def simulated(monkeypatch):
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory, h200):
     sweep = Sweep(tmp_path_factory.mktemp("simulated"))
-    sweep.begin(h200, "test", [(name, spec_named(name).problem(**sizes)) for name, sizes in PROBLEMS])
+    named = [(name, spec_named(name).problem(**sizes)) for name, sizes in PROBLEMS]
+    # Of the last, cuBLAS and two kernels are enough.
+    by_cublas, tile = (spec_named("matmul").default(problem, h200) for _, problem in named[-2:])
+    few = [by_cublas.but(tile_k=64), tile, tile.but(schedule="block")]
+    sweep.begin(h200, "test", named, {named[-1]: few})
     assert compile_all(sweep, jobs=2).failed == 0
     return sweep
 
@@ -48,7 +53,8 @@ def test_every_problem_has_a_confirmed_winner(simulated, compiled):
     summary = measure_all(compiled, SimulatedExecutor(compiled.cache), keep_winners)
     assert (summary.wrong, summary.quarantined) == (0, 0)
     assert not compiled.skipped()
-    found = [winner for winner, _ in winners(compiled, {"key": "none"})]
+    by_winner = list(winners(compiled, {"key": "none"}))
+    found = [winner for winner, _ in by_winner]
     assert [winner.kernel for winner in found] == [name for name, _ in PROBLEMS]
     for winner in found:
         record = winner.record
@@ -56,4 +62,14 @@ def test_every_problem_has_a_confirmed_winner(simulated, compiled):
         assert record.measurement["median_us"] > 0
         assert record.check["passed"]
         assert len(record.check["cases"]) > 3
-    assert found[-1].record.config["implementation"] == "cublas"
+    float32, bfloat16 = (winner.record for winner in found[-2:])
+    assert float32.config["implementation"] == bfloat16.config["implementation"] == "cublas"
+    assert (float32.artifacts, float32.best_kernel) == ({}, None), "no kernel multiplies float32"
+    best = bfloat16.best_kernel
+    assert best.config["implementation"] == "tile"
+    assert best.config == bfloat16.artifacts["aligned"].config
+    assert best.measurement["median_us"] > bfloat16.measurement["median_us"]
+    assert best.check["passed"]
+    assert len(best.check["cases"]) > 3
+    assert set(by_winner[-1][1]) == bfloat16.digests
+    assert len(bfloat16.artifacts) == 2

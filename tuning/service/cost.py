@@ -77,7 +77,8 @@ def _predicted(
     for other, said in known:
         if other.config == item.config:
             return said.seconds
-    artifact = record.artifacts.get(ALIGNED)
+    # Where a library runs the config, the artifacts are those of another.
+    artifact = None if item.is_library else record.artifacts.get(ALIGNED)
     if artifact is None:
         return None
     code = read_machine_code(code_of(read_blob(artifact.sha256), artifact.symbol), target.capability)
