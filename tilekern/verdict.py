@@ -135,7 +135,9 @@ def _group(arch: str, members: Mapping[int, Status], notes: list[str]) -> Group:
     for rank, status in members.items():
         if status.libraries != first.libraries:
             both = " and ".join(", ".join(each.libraries) or "none" for each in (status, first))
-            raise RanksDiffer(f"rank {rank} has other libraries than rank {leader} ({both}); install the same on all nodes")
+            raise RanksDiffer(
+                f"rank {rank} has other libraries than rank {leader} ({both}); install the same on all nodes"
+            )
     policies = {status.policy for status in members.values()}
     policy = min(policies, key=POLICIES.index)
     if len(policies) > 1:

@@ -112,7 +112,8 @@ def test_ls_shows_the_gain_that_tune_showed(root, cli, as_json):
         prediction={"time_us": 40.0, "default_us": 50.0},
     )
     put(root, b"three", kernel="scale", measurement=None, provenance="predicted", prediction={"time_us": 40.0})
-    gains = {line.split()[0]: line.split()[5] for line in cli("ls")[1].splitlines()[2:]}
+    rows = [re.split(r"\s{2,}", line.strip()) for line in cli("ls")[1].splitlines()[2:]]
+    gains = {row[0]: row[4] for row in rows}
     assert gains == {"rms_norm": "3.28x", "rope": "~1.25x", "scale": "-"}
     found = {record["kernel"]: (record["gain"], record["predicted_gain"]) for record in as_json("ls")["records"]}
     assert found == {"rms_norm": (pytest.approx(124 / 37.8), None), "rope": (None, 1.25), "scale": (None, None)}

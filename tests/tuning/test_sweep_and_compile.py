@@ -146,5 +146,7 @@ def test_a_measurement_belongs_to_one_source_of_the_kernel(compiled_sweep: Sweep
     before = candidates(*SMALL, h200)[0].key
     source = digests_of(spec_named(SMALL[0]).module, SMALL[0]).source
     for digest, is_same in ((source, True), ("0" * 64, False)):
-        monkeypatch.setattr("tuning.candidates.digests_of", lambda *_, digest=digest: Digests("", digest, "another space"))
+        monkeypatch.setattr(
+            "tuning.candidates.digests_of", lambda *_, digest=digest: Digests("", digest, "another space")
+        )
         assert (candidates(*SMALL, h200)[0].key == before) == is_same
