@@ -9,7 +9,7 @@ every_spec = pytest.mark.parametrize("spec", [FORWARD, BACKWARD], ids=lambda spe
 
 
 @every_spec
-@pytest.mark.parametrize(("rows", "columns"), [(1, 4096), (3, 5120), (3, 20000)])
+@pytest.mark.parametrize(("rows", "columns"), [(1, 4096), (3, 5120), (2, 9000), (3, 20000)])
 def test_long_rows(spec, rows, columns):
     """Rows of several chunks, and rows so long that they are read twice, by the first config of each function."""
     problem = sized(spec, "bfloat16", rows=rows, columns=columns)

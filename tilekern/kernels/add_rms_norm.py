@@ -16,6 +16,10 @@ from typing import Any
 import cuda.tile as ct
 
 from tilekern.kernels.tiles import (
+    FEW_CHUNKS,
+    HELD_BY_DEFAULT,
+    LONGEST_HELD,
+    PASSES_MATCH,
     TMA_NEEDS_HOPPER,
     ConstBool,
     ConstInt,
@@ -24,6 +28,7 @@ from tilekern.kernels.tiles import (
     hints,
     is_bounded,
     load,
+    passes,
     power_of_two,
     promoted,
     row_tiles,
@@ -124,12 +129,12 @@ def add_rms_norm_forward_two_pass(
     shape = (tile_m, tile_n)
     for step in range(ct.bid(0), ct.cdiv(x.shape[0], tile_m), ct.num_blocks(0)):
         squares = ct.zeros(shape, ct.float32)
-        for c in range(chunks):
+        for c in range(ct.cdiv(x.shape[1], tile_n)):
             left, right = load(residual, (step, c), shape, bounded, 0, tma), load(x, (step, c), shape, bounded, 0, tma)
             wide = _added(left, right, total.dtype).astype(ct.float32)
             squares = squares + wide * wide
         rstd = ct.rsqrt(ct.sum(squares, axis=1, keepdims=True) / columns + eps)
-        for c in range(chunks):
+        for c in range(ct.cdiv(x.shape[1], tile_n)):
             left, right = load(residual, (step, c), shape, bounded, 0, tma), load(x, (step, c), shape, bounded, 0, tma)
             tile = _added(left, right, total.dtype)
             ct.store(total, (step, c), tile, check_bounds=bounded, allow_tma=tma)
@@ -181,11 +186,11 @@ def add_rms_norm_backward_two_pass(
     """For rows that registers cannot hold: reads total and dy twice and adds to the block's own row of ``partial``."""
     ct.grid_dependency_control_wait()
     shape = (tile_m, tile_n)
-    for c in range(chunks):
+    for c in range(ct.cdiv(total.shape[1], tile_n)):
         ct.store(partial, (ct.bid(0), c), ct.zeros((1, tile_n), ct.float32))
     for step in range(ct.bid(0), ct.cdiv(total.shape[0], tile_m), ct.num_blocks(0)):
         squares, products = ct.zeros(shape, ct.float32), ct.zeros(shape, ct.float32)
-        for c in range(chunks):
+        for c in range(ct.cdiv(total.shape[1], tile_n)):
             tile = load(total, (step, c), shape, bounded, 0, tma).astype(ct.float32)
             gradient = load(dy, (step, c), shape, bounded, 0, tma).astype(ct.float32)
             squares = squares + tile * tile
@@ -193,7 +198,7 @@ def add_rms_norm_backward_two_pass(
         square, product = ct.reduce((squares, products), 1, _add_pairs, (0.0, 0.0), keepdims=True)
         rstd = ct.rsqrt(square / columns + eps)
         pull = product * rstd * rstd / columns
-        for c in range(chunks):
+        for c in range(ct.cdiv(total.shape[1], tile_n)):
             straight = load(dtotal, (step, c), shape, bounded, 0, tma).astype(ct.float32)
             tile = load(total, (step, c), shape, bounded, 0, tma).astype(ct.float32)
             gradient = load(dy, (step, c), shape, bounded, 0, tma).astype(ct.float32)
@@ -207,25 +212,19 @@ def add_rms_norm_backward_two_pass(
             ct.store(partial, (ct.bid(0), c), before + share, allow_tma=False)
 
 
-# Rows of up to this many columns are held in registers by some config; longer ones are read twice.
-_LONGEST_RESIDENT = {"forward": 16384, "backward": 8192}
 _SCHEDULES = Constraint(
     "one block a step has no loop in which a block's own TMA loads could run ahead",
     lambda problem, config, target: config["schedule"] == "persistent" or not config["tma"],
-)
-_FEW_CHUNKS = Constraint(
-    "more than 16 unrolled chunks take minutes to compile",
-    lambda problem, config, target: config["passes"] == 2 or cdiv(problem["columns"], config["tile_n"]) <= 16,
 )
 
 
 def _axes(problem: Problem, direction: str) -> dict[str, list[Value]]:
     columns = problem["columns"]
     width = power_of_two(columns)
-    resident, backward = columns <= _LONGEST_RESIDENT[direction], direction == "backward"
+    resident, backward = columns <= LONGEST_HELD[direction], direction == "backward"
     return {
         "schedule": ["persistent"] if backward or not resident else ["persistent", "block"],
-        "passes": [1 if resident else 2],
+        "passes": passes(columns, direction),
         "tile_m": row_tiles(columns, 2048, 8192) if resident else [1],
         "tile_n": sorted({width, min(width, 1024)}) if resident else [1024, 2048],
         "occupancy": [1, 2, 3, 4] if backward else [2, 4, 8],
@@ -278,25 +277,26 @@ def _implement_backward(problem: Problem, config: Config) -> Implementation:
 
 def _default(problem: Problem, target: Target, direction: str) -> Config:
     columns, backward = problem["columns"], direction == "backward"
-    resident, width = columns <= _LONGEST_RESIDENT[direction], power_of_two(columns)
-    hopper = target.capability >= 90
+    resident, width = columns <= HELD_BY_DEFAULT, power_of_two(columns)
+    hopper, wide = target.capability >= 90, problem["dtype"] == "float32"
     return Config(
         schedule="persistent",
         passes=1 if resident else 2,
         tile_m=max(1, min(64, (2048 if backward else 4096) // width)) if resident else 1,
         tile_n=width if resident and width <= 4096 else 1024,
         occupancy=(2 if width <= 4096 else 1) if backward else 4 if width <= 4096 else 2,
-        num_worker_warps=8 if backward and hopper else 0,
+        # Four warps would spill what long rows of float32 hold.
+        num_worker_warps=8 if (backward and hopper) or (resident and width > 4096 and wide) else 0,
         tma=hopper,
     )
 
 
 def _generic(problem: Problem) -> Config:
     width = min(1024, power_of_two(problem["columns"]))
-    passes, tile_m = 2 if problem["columns"] > 4 * width else 1, max(1, 512 // width)
     return Config(
-        schedule="persistent", passes=passes, tile_m=tile_m, tile_n=width, occupancy=1, num_worker_warps=0, tma=False
-    )
+        schedule="persistent", passes=2 if problem["columns"] > 2 * width else 1, tile_m=max(1, 512 // width),
+        tile_n=width, occupancy=1, num_worker_warps=0, tma=False,
+    )  # fmt: skip
 
 
 def _inputs(problem: Problem, generator: Any, device: str, *names: str) -> dict[str, Any]:
@@ -356,7 +356,7 @@ def _spec(direction: str, summary: str, live: int, **rest: Any) -> KernelSpec:
         ),
         space=Space(
             lambda problem: _axes(problem, direction),
-            (fits_registers(live), TMA_NEEDS_HOPPER, _SCHEDULES, _FEW_CHUNKS),
+            (fits_registers(live), TMA_NEEDS_HOPPER, PASSES_MATCH, _SCHEDULES, FEW_CHUNKS),
         ),
         ops=("fused_add_rms_norm",),
         workloads=workloads,

@@ -15,6 +15,10 @@ from typing import Any
 import cuda.tile as ct
 
 from tilekern.kernels.tiles import (
+    FEW_CHUNKS,
+    HELD_BY_DEFAULT,
+    LONGEST_HELD,
+    PASSES_MATCH,
     TMA_NEEDS_HOPPER,
     ConstBool,
     ConstInt,
@@ -23,6 +27,7 @@ from tilekern.kernels.tiles import (
     hints,
     is_bounded,
     load,
+    passes,
     power_of_two,
     promoted,
     row_tiles,
@@ -31,7 +36,6 @@ from tilekern.spec import (
     ITEM_BYTES,
     ArrayParameter,
     Config,
-    Constraint,
     Dimension,
     Implementation,
     KernelSpec,
@@ -101,11 +105,11 @@ def rms_norm_forward_two_pass(
     """For rows that registers cannot hold: reads x twice, the second time out of the L2 cache."""
     for step in range(ct.bid(0), ct.cdiv(x.shape[0], tile_m), ct.num_blocks(0)):
         squares = ct.zeros((tile_m, tile_n), ct.float32)
-        for c in range(chunks):
+        for c in range(ct.cdiv(x.shape[1], tile_n)):
             tile = load(x, (step, c), (tile_m, tile_n), bounded, latency, tma).astype(ct.float32)
             squares = squares + tile * tile
         rstd = ct.rsqrt(ct.sum(squares, axis=1, keepdims=True) / columns + eps)
-        for c in range(chunks):
+        for c in range(ct.cdiv(x.shape[1], tile_n)):
             tile = load(x, (step, c), (tile_m, tile_n), bounded, latency, tma).astype(ct.float32)
             normal = (tile * rstd).astype(x.dtype).astype(ct.float32)
             scale = load(weight, (c,), (tile_n,), bounded, latency, tma).astype(ct.float32)
@@ -154,12 +158,12 @@ def rms_norm_backward_two_pass(
     bounded: ConstBool, latency: ConstInt, tma: ConstBool,
 ):  # fmt: skip
     """For rows that registers cannot hold: reads x and dy twice and adds to the block's own row of ``partial``."""
-    for c in range(chunks):
+    for c in range(ct.cdiv(x.shape[1], tile_n)):
         ct.store(partial, (ct.bid(0), c), ct.zeros((1, tile_n), ct.float32))
     for step in range(ct.bid(0), ct.cdiv(x.shape[0], tile_m), ct.num_blocks(0)):
         squares = ct.zeros((tile_m, tile_n), ct.float32)
         products = ct.zeros((tile_m, tile_n), ct.float32)
-        for c in range(chunks):
+        for c in range(ct.cdiv(x.shape[1], tile_n)):
             tile = load(x, (step, c), (tile_m, tile_n), bounded, latency, tma).astype(ct.float32)
             gradient = load(dy, (step, c), (tile_m, tile_n), bounded, latency, tma).astype(ct.float32)
             scale = load(weight, (c,), (tile_n,), bounded, latency, tma).astype(ct.float32)
@@ -168,7 +172,7 @@ def rms_norm_backward_two_pass(
         square, product = ct.reduce((squares, products), 1, _add_pairs, (0.0, 0.0), keepdims=True)
         rstd = ct.rsqrt(square / columns + eps)
         pull = product * rstd * rstd / columns
-        for c in range(chunks):
+        for c in range(ct.cdiv(x.shape[1], tile_n)):
             tile = load(x, (step, c), (tile_m, tile_n), bounded, latency, tma).astype(ct.float32)
             gradient = load(dy, (step, c), (tile_m, tile_n), bounded, latency, tma).astype(ct.float32)
             scale = load(weight, (c,), (tile_n,), bounded, latency, tma).astype(ct.float32)
@@ -181,35 +185,21 @@ def rms_norm_backward_two_pass(
             ct.store(partial, (ct.bid(0), c), before + share, allow_tma=False)
 
 
-# Longer rows are not held in registers by any config but read twice.
-_LONGEST_RESIDENT = {"forward": 16384, "backward": 8192}
-
 DIMENSIONS = (
     Dimension("rows", "bucketed"),
     Dimension("columns", "exact"),
     Dimension("dtype", "dtype"),
     Dimension("weight_dtype", "dtype"),
 )
-_PASSES_MATCH = Constraint(
-    "the two-pass implementation is persistent and takes chunks of at most 2048 columns; the resident ones hold rows "
-    "of at most 16384 (forward) or 8192 (backward) columns",
-    lambda problem, config, target: (
-        config["passes"] == 1 or (config["schedule"] == "persistent" and config["tile_n"] <= 2048)
-    ),
-)
-_FEW_CHUNKS = Constraint(
-    "more than 16 unrolled chunks take minutes to compile",
-    lambda problem, config, target: config["passes"] == 2 or cdiv(problem["columns"], config["tile_n"]) <= 16,
-)
 
 
 def _axes(problem: Problem, direction: str) -> dict[str, list[Value]]:
     columns = problem["columns"]
-    width, resident = power_of_two(columns), columns <= _LONGEST_RESIDENT[direction]
+    width, resident = power_of_two(columns), columns <= LONGEST_HELD[direction]
     backward = direction == "backward"
     return {
         "schedule": ["persistent"] if backward or not resident else ["persistent", "block"],
-        "passes": [1 if resident else 2],
+        "passes": passes(columns, direction),
         "tile_m": row_tiles(columns, 2048, 8192 if backward else 16384) if resident else [1],
         "tile_n": sorted({width, min(width, 1024)}) if resident else [1024, 2048],
         "occupancy": [1, 2, 3, 4] if backward else [2, 4, 8],
@@ -269,8 +259,7 @@ def _implement_backward(problem: Problem, config: Config) -> Implementation:
 
 def _default(problem: Problem, target: Target, direction: str) -> Config:
     columns, backward = problem["columns"], direction == "backward"
-    resident = columns <= _LONGEST_RESIDENT[direction]
-    width = power_of_two(columns)
+    resident, width = columns <= HELD_BY_DEFAULT, power_of_two(columns)
     tma = target.capability >= 90
     return Config(
         schedule="persistent",
@@ -284,11 +273,10 @@ def _default(problem: Problem, target: Target, direction: str) -> Config:
     )
 
 
-def _generic(problem: Problem, direction: str) -> Config:
-    resident = problem["columns"] <= _LONGEST_RESIDENT[direction]
+def _generic(problem: Problem) -> Config:
     width = min(1024, power_of_two(problem["columns"]))
     return Config(
-        schedule="persistent", passes=2 if problem["columns"] > 4 * width else 1 if resident else 2,
+        schedule="persistent", passes=2 if problem["columns"] > 4 * width else 1,
         tile_m=max(1, 512 // width), tile_n=width, occupancy=1, num_worker_warps=0, tma=False, latency=0,
     )  # fmt: skip
 
@@ -355,13 +343,13 @@ FORWARD = KernelSpec(
     module=__name__,
     dimensions=DIMENSIONS,
     space=Space(
-        lambda problem: _axes(problem, "forward"), (fits_registers(2), TMA_NEEDS_HOPPER, _PASSES_MATCH, _FEW_CHUNKS)
+        lambda problem: _axes(problem, "forward"), (fits_registers(2), TMA_NEEDS_HOPPER, PASSES_MATCH, FEW_CHUNKS)
     ),
     ops=("rms_norm",),
     workloads=workloads,
     implement=_implement_forward,
     default=lambda problem, target: _default(problem, target, "forward"),
-    generic=lambda problem: _generic(problem, "forward"),
+    generic=_generic,
     inputs=_inputs_forward,
     outputs=lambda problem, blocks: {
         "y": ((problem["rows"], problem["columns"]), promoted(problem["dtype"], problem["weight_dtype"]))
@@ -378,13 +366,13 @@ BACKWARD = KernelSpec(
     module=__name__,
     dimensions=DIMENSIONS,
     space=Space(
-        lambda problem: _axes(problem, "backward"), (fits_registers(4), TMA_NEEDS_HOPPER, _PASSES_MATCH, _FEW_CHUNKS)
+        lambda problem: _axes(problem, "backward"), (fits_registers(4), TMA_NEEDS_HOPPER, PASSES_MATCH, FEW_CHUNKS)
     ),
     ops=("rms_norm",),
     workloads=workloads,
     implement=_implement_backward,
     default=lambda problem, target: _default(problem, target, "backward"),
-    generic=lambda problem: _generic(problem, "backward"),
+    generic=_generic,
     inputs=_inputs_backward,
     outputs=lambda problem, blocks: {
         "dx": ((problem["rows"], problem["columns"]), problem["dtype"]),

@@ -38,6 +38,18 @@ def row_tiles(columns: int, least: int, most: int) -> list[Value]:
     return list(tiles or [1])
 
 
+# A default config holds rows of up to this many columns in registers: the compiler takes 6 s and more for the chunks of
+# 16384, which spill, and 1 s for a loop that reads them twice.
+HELD_BY_DEFAULT = 8192
+# Rows of a norm of up to this many columns are held in registers by some config; longer ones are read twice.
+LONGEST_HELD = {"forward": 16384, "backward": 8192}
+
+
+def passes(columns: int, direction: str) -> list[Value]:
+    """How often a norm, ``forward`` or ``backward``, may read its rows: once where they stay in registers."""
+    return [1] if columns <= HELD_BY_DEFAULT else [1, 2] if columns <= LONGEST_HELD[direction] else [2]
+
+
 def is_bounded(rows_per_step: int, columns: int, tile_n: int) -> bool:
     """Whether a tile can reach over an edge of the array, so that its bounds must be checked."""
     return rows_per_step > 1 or columns % tile_n != 0
@@ -69,6 +81,16 @@ def fits_registers(live: int) -> Constraint:
     )
 
 
+PASSES_MATCH = Constraint(
+    "the two-pass implementation is persistent and takes chunks of at most 2048 columns",
+    lambda problem, config, target: (
+        config["passes"] == 1 or (config["schedule"] == "persistent" and config["tile_n"] <= 2048)
+    ),
+)
+FEW_CHUNKS = Constraint(
+    "more than 16 unrolled chunks take minutes to compile",
+    lambda problem, config, target: config["passes"] == 2 or cdiv(problem["columns"], config["tile_n"]) <= 16,
+)
 TMA_NEEDS_HOPPER = Constraint(
     "TMA exists on sm_90 and newer", lambda problem, config, target: not config["tma"] or target.capability >= 90
 )
