@@ -154,14 +154,20 @@ def held_elements(problem: Problem, config: Config) -> int:
     return int(2 * heads * config["tile_t"] * power_of_two(problem["head_dim"] // 2))
 
 
-# Steps of heads that are written out, as of rope: more cost the compiler seconds each, and a loop costs it 1 s in all.
-MOST_STEPS = 8
+# Steps of heads that are written out, and the bytes of them that the blocks on an SM, four or more, hold at once, as of
+# rope.
+_MOST_STEPS, _MOST_BYTES = 8, 80 << 10
 
 
-def is_unrolled(problem: Problem, config: Config) -> bool:
-    """Whether all steps of heads are written out, so that each load is issued before its first use; else they loop."""
+def is_unrolled(problem: Problem, config: Config, item_bytes: int) -> bool:
+    """Whether all steps of heads are written out, so that each load is issued before its first use; else they loop.
+
+    ``item_bytes`` are those that a block reads for each element of q and k. One block an SM, as the generic config has
+    it, loops: its loads of single elements are long code.
+    """
     steps = cdiv(problem["heads"], config["tile_h"]) + cdiv(problem["kv_heads"], tile_of_kv_heads(problem, config))
-    return bool(steps <= MOST_STEPS)
+    held = held_elements(problem, config) * item_bytes * max(4, config["occupancy"])
+    return bool(config["occupancy"] > 1 and steps <= _MOST_STEPS and held <= _MOST_BYTES)
 
 
 SIZED = Constraint(
@@ -173,10 +179,6 @@ SIZED = Constraint(
         and (step_elements(problem, config) >= 512 or config["tile_t"] == 4)
     ),
 )
-HELD = Constraint(
-    "a block that takes all heads of its tokens at once holds at most 32768 elements of one token, 16384 of several",
-    lambda problem, config, target: held_elements(problem, config) <= (32768 if config["tile_t"] == 1 else 16384),
-)
 
 
 def tile_axes(problem: Problem) -> dict[str, list[Value]]:
@@ -185,8 +187,8 @@ def tile_axes(problem: Problem) -> dict[str, list[Value]]:
     return {"tile_t": [1, 2, 4], "tile_h": sorted({min(most, n) for n in (2, 4, 8, 16, 32, 64)})}
 
 
-def constants(problem: Problem, config: Config) -> tuple[tuple[str, int | bool], ...]:
-    """What both kernels are compiled for."""
+def constants(problem: Problem, config: Config, item_bytes: int) -> tuple[tuple[str, int | bool], ...]:
+    """What both kernels are compiled for; ``item_bytes`` as of :func:`is_unrolled`."""
     half, tile_t, tile_h = problem["head_dim"] // 2, config["tile_t"], config["tile_h"]
     tile_hk, width = tile_of_kv_heads(problem, config), power_of_two(half)
     bounded = bool(tile_t > 1 or width != half or problem["heads"] % tile_h or problem["kv_heads"] % tile_hk)
@@ -199,7 +201,7 @@ def constants(problem: Problem, config: Config) -> tuple[tuple[str, int | bool],
         ("tile_hk", tile_hk),
         ("width", width),
         ("whole", width == half),
-        ("unrolled", is_unrolled(problem, config)),
+        ("unrolled", is_unrolled(problem, config, item_bytes)),
         ("bounded", bounded),
         ("tma", config["tma"]),
     )
@@ -229,7 +231,7 @@ def _implement(problem: Problem, config: Config) -> Implementation:
     return Implementation(
         function=qk_norm_rope_forward,
         parameters=(*given_arrays(problem), *made),
-        constants=constants(problem, config),
+        constants=constants(problem, config, ITEM_BYTES[problem["dtype"]]),
         grid=lambda sizes, sm_count: grid(sizes, config, sm_count),
         hints=hints(config),
         dependent=True,
@@ -331,7 +333,7 @@ SPEC = KernelSpec(
             "num_worker_warps": [0, 8],
             "tma": [False],
         },
-        (SIZED, HELD),
+        (SIZED,),
     ),
     ops=("qk_norm_rope",),
     workloads=workloads,

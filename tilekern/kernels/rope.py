@@ -151,6 +151,11 @@ def _step(problem: Problem, config: Config) -> int:
     return int(config["tile_h"] * config["tile_t"] * power_of_two(problem["head_dim"] // 2))
 
 
+def _given(problem: Problem) -> str:
+    """The dtype of q and k: of gradients where ``inverse``."""
+    return promoted(problem["dtype"], problem["angle_dtype"]) if problem["inverse"] else problem["dtype"]
+
+
 def _held(problem: Problem, config: Config) -> int:
     """Elements of both halves of q and k that a block holds at once."""
     tile_hk = min(config["tile_h"], power_of_two(problem["kv_heads"]))
@@ -158,15 +163,18 @@ def _held(problem: Problem, config: Config) -> int:
     return int(2 * heads * config["tile_t"] * power_of_two(problem["head_dim"] // 2))
 
 
-# Steps of heads that are written out: 73 and 155 heads of 92 took the compiler 29 s, and a loop takes it 1 s.
-_MOST_STEPS = 8
+# Steps of heads that are written out, and the bytes of them that the blocks on an SM, four or more, hold at once: a
+# third of its registers. The compiler takes 1 s for a loop; 73 and 155 heads of 92, written out, took it 29 s, and so
+# do fewer that spill.
+_MOST_STEPS, _MOST_BYTES = 8, 80 << 10
 
 
 def _is_unrolled(problem: Problem, config: Config) -> bool:
     """Whether all steps of heads are written out, so that each load is issued before its first use; else they loop."""
     tile_hk = min(config["tile_h"], power_of_two(problem["kv_heads"]))
     steps = cdiv(problem["heads"], config["tile_h"]) + cdiv(problem["kv_heads"], tile_hk)
-    return bool(steps <= _MOST_STEPS)
+    held = _held(problem, config) * ITEM_BYTES[_given(problem)] * max(4, config["occupancy"])
+    return bool(steps <= _MOST_STEPS and held <= _MOST_BYTES)
 
 
 _SIZED = Constraint(
@@ -177,10 +185,6 @@ _SIZED = Constraint(
         and config["tile_t"] <= max(2, 256 // power_of_two(problem["head_dim"] // 2) // config["tile_h"])
         and (_step(problem, config) >= 512 or config["tile_h"] == power_of_two(problem["heads"]))
     ),
-)
-_HELD = Constraint(
-    "a block that takes all heads of its tokens at once holds at most 32768 elements of one token, 16384 of several",
-    lambda problem, config, target: _held(problem, config) <= (32768 if config["tile_t"] == 1 else 16384),
 )
 
 
@@ -207,7 +211,7 @@ def _implement(problem: Problem, config: Config) -> Implementation:
     )
     size, angles = problem["head_dim"], half
     out = promoted(problem["dtype"], problem["angle_dtype"])
-    given, made = (out, problem["dtype"]) if problem["inverse"] else (problem["dtype"], out)
+    given, made = _given(problem), problem["dtype"] if problem["inverse"] else out
     arrays = (
         ArrayParameter("q", given, 4, size),
         ArrayParameter("k", given, 4, size),
@@ -243,7 +247,7 @@ def _inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
     import torch
 
     batch, tokens, size = problem["batch"], problem["tokens"], problem["head_dim"]
-    given = promoted(problem["dtype"], problem["angle_dtype"]) if problem["inverse"] else problem["dtype"]
+    given = _given(problem)
 
     def random(*shape: int) -> Any:
         return torch.randn(shape, generator=generator, device=device).to(getattr(torch, given))
@@ -311,7 +315,7 @@ SPEC = KernelSpec(
     summary="rotary embedding of q and k, or its inverse",
     module=__name__,
     dimensions=DIMENSIONS,
-    space=Space(_axes, (_SIZED, _HELD, TMA_NEEDS_HOPPER)),
+    space=Space(_axes, (_SIZED, TMA_NEEDS_HOPPER)),
     ops=("rope",),
     workloads=workloads,
     implement=_implement,
