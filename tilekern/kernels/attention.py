@@ -117,7 +117,7 @@ def _attend(item, q, k, v, sink_logits, query_starts, key_starts, numbers, out, 
     """One tile of queries of one head of one sequence."""
     most_queries, scale, softcap, window = numbers
     heads, kv_heads, depth, tile_m, tile_n, budget, latency = sizes
-    ahead, causal, windowed, capped, sinks, packed, precise = flags
+    one_loop, ahead, causal, windowed, capped, sinks, packed, precise = flags
     batch = ct.static_eval(query_starts.shape[0] - 1 if packed else q.shape[0])
     abreast = heads_abreast(k.shape[1], depth, ct.static_eval(max(1, heads // kv_heads)), budget)
     row, tile = head_and_tile(item, ct.cdiv(most_queries, tile_m), batch * heads, abreast, causal)
@@ -130,9 +130,13 @@ def _attend(item, q, k, v, sink_logits, query_starts, key_starts, numbers, out, 
         where = (number, first_key, kv_head_of(head, heads, kv_heads), tile_n, depth, packed, latency)
         first, full, edge, stop = key_tiles(tile * tile_m, tile_m, queries, keys, window, tile_n, causal, windowed)
         state = _start(sink_logits, head, tile_m, sinks) + (ct.zeros((tile_m, depth), ct.float32),)
-        biggest, total, summed = _whole_tiles(
-            state, q_tile, k, v, where, full, edge, slope, factor, capped, precise, ahead
-        )
+        biggest, total, summed = state
+        if ct.static_eval(one_loop):
+            full, edge = stop, stop
+        else:
+            biggest, total, summed = _whole_tiles(
+                state, q_tile, k, v, where, full, edge, slope, factor, capped, precise, ahead
+            )
         query = tile * tile_m + ct.arange(tile_m, dtype=ct.int32)[:, None]
         for n in range(full - first + stop - edge):
             j = edge_tile(n, first, full, edge)
@@ -152,13 +156,13 @@ def _attend(item, q, k, v, sink_logits, query_starts, key_starts, numbers, out, 
 def attention_forward_block(
     q, k, v, sink_logits, query_starts, key_starts, most_queries, scale, softcap, window, out, lse, heads: ConstInt,
     kv_heads: ConstInt, depth: ConstInt, tile_m: ConstInt, tile_n: ConstInt, budget: ConstInt, latency: ConstInt,
-    ahead: ConstBool, causal: ConstBool, windowed: ConstBool, capped: ConstBool, sinks: ConstBool, packed: ConstBool,
-    precise: ConstBool,
+    one_loop: ConstBool, ahead: ConstBool, causal: ConstBool, windowed: ConstBool, capped: ConstBool, sinks: ConstBool,
+    packed: ConstBool, precise: ConstBool,
 ):  # fmt: skip
     """One tile of queries a block."""
     numbers = (most_queries, scale, softcap, window)
     sizes = (heads, kv_heads, depth, tile_m, tile_n, budget, latency)
-    flags = (ahead, causal, windowed, capped, sinks, packed, precise)
+    flags = (one_loop, ahead, causal, windowed, capped, sinks, packed, precise)
     _attend(ct.bid(0), q, k, v, sink_logits, query_starts, key_starts, numbers, out, lse, sizes, flags)
 
 
@@ -166,13 +170,13 @@ def attention_forward_block(
 def attention_forward_persistent(
     q, k, v, sink_logits, query_starts, key_starts, most_queries, scale, softcap, window, out, lse, heads: ConstInt,
     kv_heads: ConstInt, depth: ConstInt, tile_m: ConstInt, tile_n: ConstInt, budget: ConstInt, latency: ConstInt,
-    ahead: ConstBool, causal: ConstBool, windowed: ConstBool, capped: ConstBool, sinks: ConstBool, packed: ConstBool,
-    precise: ConstBool,
+    one_loop: ConstBool, ahead: ConstBool, causal: ConstBool, windowed: ConstBool, capped: ConstBool, sinks: ConstBool,
+    packed: ConstBool, precise: ConstBool,
 ):  # fmt: skip
     """Resident blocks that loop over tiles of queries."""
     numbers = (most_queries, scale, softcap, window)
     sizes = (heads, kv_heads, depth, tile_m, tile_n, budget, latency)
-    flags = (ahead, causal, windowed, capped, sinks, packed, precise)
+    flags = (one_loop, ahead, causal, windowed, capped, sinks, packed, precise)
     batch = ct.static_eval(query_starts.shape[0] - 1 if packed else q.shape[0])
     for item in range(ct.bid(0), batch * heads * ct.cdiv(most_queries, tile_m), ct.num_blocks(0)):
         _attend(item, q, k, v, sink_logits, query_starts, key_starts, numbers, out, lse, sizes, flags)
@@ -210,6 +214,7 @@ def _implement(problem: Problem, config: Config) -> Implementation | LibraryCall
             ("tile_n", config["tile_n"]),
             ("budget", _WAVE_BYTES // ITEM_BYTES[dtype]),
             ("latency", config["latency"]),
+            ("one_loop", shared.is_one_loop(config)),
             ("ahead", config["ahead"]),
             *((flag, problem[flag]) for flag in flags),
             ("precise", dtype == "float32"),
@@ -287,9 +292,10 @@ _CONSTRAINTS = (
         lambda problem, config, target: config["tile_m"] <= 128 or _has_tensor_memory(target),
     ),
     Constraint(
-        "eight worker warps share 128 rows or more and leave no registers for another block",
+        "eight worker warps share 128 rows or more, or sums of float32, and leave no registers for another block",
         lambda problem, config, target: (
-            config["num_worker_warps"] < 8 or (config["tile_m"] >= 128 and config["occupancy"] == 1)
+            config["num_worker_warps"] < 8
+            or (config["occupancy"] == 1 and (config["tile_m"] >= 128 or not _is_roomy(problem)))
         ),
     ),
     Constraint(
@@ -307,24 +313,34 @@ _CONSTRAINTS = (
 
 def _axes(problem: Problem) -> dict[str, list[Value]]:
     wide = _is_roomy(problem)
+    small: list[Value] = [16, 32] if shared.depth_of(problem) > 256 else [32, 64]
     return {
         "implementation": ["tile", "cudnn"],
         "schedule": ["block", "persistent"],
-        "tile_m": [64, 128, 256] if wide else [32, 64],
-        "tile_n": [64, 128] if wide else [32],
+        "tile_m": [64, 128, 256] if wide else small,
+        "tile_n": [64, 128] if wide else small,
         "occupancy": [1, 2],
-        "num_worker_warps": [4, 8] if wide else [4],
+        "num_worker_warps": [4, 8],
         "ahead": [False, True] if wide else [False],
         "latency": [0, 1],
     }
 
 
 def _default(problem: Problem, target: Target) -> Config:
+    depth = shared.depth_of(problem)
+    if depth > 256:
+        return _config(16, 16, 1, 8) if problem["dtype"] == "float32" else _config(32, 32, 1, 8)
     if not _is_roomy(problem):
-        return _config(32, 32, 1, 4)
+        return _config(64 if 64 < depth <= 128 else 32, 64 if depth <= 64 else 32, 1, 8)
     if _has_tensor_memory(target) or target.capability == 90:
-        return _config(128, 64 if shared.depth_of(problem) > 128 else 128, 1, 8)
+        return _config(128, 64 if depth > 128 else 128, 1, 8)
     return _config(64, 64, 2, 4)
+
+
+def _generic(problem: Problem) -> Config:
+    """Small tiles of eight warps: four write out twice as many loads of single elements."""
+    side = 16 if problem["dtype"] == "float32" or shared.depth_of(problem) > 256 else 32
+    return _config(side, side, 1, 8, "persistent")
 
 
 @functools.wraps(shared.formula)
@@ -343,7 +359,7 @@ SPEC = KernelSpec(
     workloads=shared.workloads,
     implement=_implement,
     default=_default,
-    generic=lambda problem: _config(32, 32, 1, 0, "persistent"),
+    generic=_generic,
     inputs=shared.inputs,
     outputs=shared.outputs,
     reference=reference,

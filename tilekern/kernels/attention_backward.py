@@ -17,9 +17,9 @@ from typing import Any
 import cuda.tile as ct
 
 from tilekern.kernels import attention_backward_problem as shared
-from tilekern.kernels.attention_backward_space import config_of, default, space_of
+from tilekern.kernels.attention_backward_space import default, generic, space_of
 from tilekern.kernels.attention_delta import SPEC as DELTA
-from tilekern.kernels.attention_problem import depth_of, pairs, rows_bytes
+from tilekern.kernels.attention_problem import depth_of, is_one_loop, pairs, rows_bytes
 from tilekern.kernels.attention_tiles import (
     LOG2_E,
     cut,
@@ -95,7 +95,7 @@ def _add_queries(
 
 def _keys_gradients(
     item, q, k, v, dout, lse, delta, query_starts, key_starts, most_keys, scale, softcap, window, dk, dv, heads,
-    kv_heads, depth, tile_m, tile_n, budget, latency, causal, windowed, capped, packed, precise,
+    kv_heads, depth, tile_m, tile_n, budget, latency, one_loop, causal, windowed, capped, packed, precise,
 ):  # fmt: skip
     """One tile of keys of one key head of one sequence, with the queries of all heads that read it."""
     batch = ct.static_eval(query_starts.shape[0] - 1 if packed else q.shape[0])
@@ -113,6 +113,8 @@ def _keys_gradients(
         v_tile = load_rows(v, number, first_key, tile, kv_head, tile_n, depth, packed, 0)
         owned = (k_tile, v_tile, key)
         first, full, edge, stop = query_tiles(tile * tile_n, tile_n, queries, keys, window, tile_m, causal, windowed)
+        if ct.static_eval(one_loop):
+            full, edge = stop, stop
         head = first_head_of(kv_head, heads, kv_heads)
         readers = first_head_of(kv_head + 1, heads, kv_heads) - head
         sums = ct.zeros((tile_n, depth), ct.float32), ct.zeros((tile_n, depth), ct.float32)
@@ -124,13 +126,14 @@ def _keys_gradients(
                 arrays, place, owned, sums, span, factors, tile_m, depth, latency, causal, windowed, capped, packed,
                 precise, True,
             )  # fmt: skip
-        count = ct.maximum(1, edge - full)
-        for n in range(readers * (edge - full)):
-            place = (number, first_query, full + n % count, head + n // count)
-            sums = _add_queries(
-                arrays, place, owned, sums, span, factors, tile_m, depth, latency, causal, windowed, capped, packed,
-                precise, False,
-            )  # fmt: skip
+        if ct.static_eval(not one_loop):
+            count = ct.maximum(1, edge - full)
+            for n in range(readers * (edge - full)):
+                place = (number, first_query, full + n % count, head + n // count)
+                sums = _add_queries(
+                    arrays, place, owned, sums, span, factors, tile_m, depth, latency, causal, windowed, capped, packed,
+                    precise, False,
+                )  # fmt: skip
         dk_sum, dv_sum = sums
         store_rows(dk, number, first_key, keys, tile, kv_head, (dk_sum * scale).astype(dk.dtype), packed)
         store_rows(dv, number, first_key, keys, tile, kv_head, dv_sum.astype(dv.dtype), packed)
@@ -140,12 +143,13 @@ def _keys_gradients(
 def attention_dkdv_block(
     q, k, v, dout, lse, delta, query_starts, key_starts, most_keys, scale, softcap, window, dk, dv, heads: ConstInt,
     kv_heads: ConstInt, depth: ConstInt, tile_m: ConstInt, tile_n: ConstInt, budget: ConstInt, latency: ConstInt,
-    causal: ConstBool, windowed: ConstBool, capped: ConstBool, packed: ConstBool, precise: ConstBool,
+    one_loop: ConstBool, causal: ConstBool, windowed: ConstBool, capped: ConstBool, packed: ConstBool,
+    precise: ConstBool,
 ):  # fmt: skip
     """One tile of keys a block."""
     _keys_gradients(
         ct.bid(0), q, k, v, dout, lse, delta, query_starts, key_starts, most_keys, scale, softcap, window, dk, dv,
-        heads, kv_heads, depth, tile_m, tile_n, budget, latency, causal, windowed, capped, packed, precise,
+        heads, kv_heads, depth, tile_m, tile_n, budget, latency, one_loop, causal, windowed, capped, packed, precise,
     )  # fmt: skip
 
 
@@ -153,14 +157,16 @@ def attention_dkdv_block(
 def attention_dkdv_persistent(
     q, k, v, dout, lse, delta, query_starts, key_starts, most_keys, scale, softcap, window, dk, dv, heads: ConstInt,
     kv_heads: ConstInt, depth: ConstInt, tile_m: ConstInt, tile_n: ConstInt, budget: ConstInt, latency: ConstInt,
-    causal: ConstBool, windowed: ConstBool, capped: ConstBool, packed: ConstBool, precise: ConstBool,
+    one_loop: ConstBool, causal: ConstBool, windowed: ConstBool, capped: ConstBool, packed: ConstBool,
+    precise: ConstBool,
 ):  # fmt: skip
     """Resident blocks that loop over tiles of keys."""
     batch = ct.static_eval(query_starts.shape[0] - 1 if packed else q.shape[0])
     for item in range(ct.bid(0), batch * kv_heads * ct.cdiv(most_keys, tile_n), ct.num_blocks(0)):
         _keys_gradients(
             item, q, k, v, dout, lse, delta, query_starts, key_starts, most_keys, scale, softcap, window, dk, dv,
-            heads, kv_heads, depth, tile_m, tile_n, budget, latency, causal, windowed, capped, packed, precise,
+            heads, kv_heads, depth, tile_m, tile_n, budget, latency, one_loop, causal, windowed, capped, packed,
+            precise,
         )  # fmt: skip
 
 
@@ -201,7 +207,7 @@ def _add_keys(
 
 def _queries_gradients(
     item, q, k, v, dout, lse, delta, query_starts, key_starts, most_queries, scale, softcap, window, dq, heads,
-    kv_heads, depth, tile_m, tile_n, budget, latency, causal, windowed, capped, packed, precise,
+    kv_heads, depth, tile_m, tile_n, budget, latency, one_loop, causal, windowed, capped, packed, precise,
 ):  # fmt: skip
     """One tile of queries of one head of one sequence."""
     batch = ct.static_eval(query_starts.shape[0] - 1 if packed else q.shape[0])
@@ -221,11 +227,14 @@ def _queries_gradients(
         owned = (q_tile, dout_tile, lse_column, delta_column, query)
         first, full, edge, stop = key_tiles(tile * tile_m, tile_m, queries, keys, window, tile_n, causal, windowed)
         dq_sum = ct.zeros((tile_m, depth), ct.float32)
-        for j in range(full, edge):
-            dq_sum = _add_keys(
-                arrays, (number, first_key, j, kv_head), owned, dq_sum, span, factors, tile_n, depth, latency, causal,
-                windowed, capped, packed, precise, False,
-            )  # fmt: skip
+        if ct.static_eval(one_loop):
+            full, edge = stop, stop
+        else:
+            for j in range(full, edge):
+                dq_sum = _add_keys(
+                    arrays, (number, first_key, j, kv_head), owned, dq_sum, span, factors, tile_n, depth, latency,
+                    causal, windowed, capped, packed, precise, False,
+                )  # fmt: skip
         for n in range(full - first + stop - edge):
             j = edge_tile(n, first, full, edge)
             dq_sum = _add_keys(
@@ -239,12 +248,13 @@ def _queries_gradients(
 def attention_dq_block(
     q, k, v, dout, lse, delta, query_starts, key_starts, most_queries, scale, softcap, window, dq, heads: ConstInt,
     kv_heads: ConstInt, depth: ConstInt, tile_m: ConstInt, tile_n: ConstInt, budget: ConstInt, latency: ConstInt,
-    causal: ConstBool, windowed: ConstBool, capped: ConstBool, packed: ConstBool, precise: ConstBool,
+    one_loop: ConstBool, causal: ConstBool, windowed: ConstBool, capped: ConstBool, packed: ConstBool,
+    precise: ConstBool,
 ):  # fmt: skip
     """One tile of queries a block."""
     _queries_gradients(
         ct.bid(0), q, k, v, dout, lse, delta, query_starts, key_starts, most_queries, scale, softcap, window, dq, heads,
-        kv_heads, depth, tile_m, tile_n, budget, latency, causal, windowed, capped, packed, precise,
+        kv_heads, depth, tile_m, tile_n, budget, latency, one_loop, causal, windowed, capped, packed, precise,
     )  # fmt: skip
 
 
@@ -252,14 +262,15 @@ def attention_dq_block(
 def attention_dq_persistent(
     q, k, v, dout, lse, delta, query_starts, key_starts, most_queries, scale, softcap, window, dq, heads: ConstInt,
     kv_heads: ConstInt, depth: ConstInt, tile_m: ConstInt, tile_n: ConstInt, budget: ConstInt, latency: ConstInt,
-    causal: ConstBool, windowed: ConstBool, capped: ConstBool, packed: ConstBool, precise: ConstBool,
+    one_loop: ConstBool, causal: ConstBool, windowed: ConstBool, capped: ConstBool, packed: ConstBool,
+    precise: ConstBool,
 ):  # fmt: skip
     """Resident blocks that loop over tiles of queries."""
     batch = ct.static_eval(query_starts.shape[0] - 1 if packed else q.shape[0])
     for item in range(ct.bid(0), batch * heads * ct.cdiv(most_queries, tile_m), ct.num_blocks(0)):
         _queries_gradients(
             item, q, k, v, dout, lse, delta, query_starts, key_starts, most_queries, scale, softcap, window, dq, heads,
-            kv_heads, depth, tile_m, tile_n, budget, latency, causal, windowed, capped, packed, precise,
+            kv_heads, depth, tile_m, tile_n, budget, latency, one_loop, causal, windowed, capped, packed, precise,
         )  # fmt: skip
 
 
@@ -287,6 +298,8 @@ def _implementation(
             *((name, config[name]) for name in ("tile_m", "tile_n")),
             ("budget", _WAVE_BYTES // ITEM_BYTES[problem["dtype"]]),
             ("latency", config["latency"]),
+            # Loads of packed rows are long code, which a second loop would have twice.
+            ("one_loop", problem["packed"] or is_one_loop(config)),
             *((flag, problem[flag]) for flag in shared.FLAGS),
             ("precise", problem["dtype"] == "float32"),
         ),
@@ -309,7 +322,7 @@ def _spec(
         workloads=shared.workloads,
         implement=lambda problem, config: _implementation(problem, config, functions, side, outputs),
         default=lambda problem, target: default(problem, target, space, side),
-        generic=lambda problem: config_of(32, 32, 8, "persistent"),
+        generic=generic,
         inputs=shared.inputs,
         outputs=lambda problem, blocks: {output: shared.rows_shape(problem, side) for output in outputs},
         reference=shared.REFERENCES[side],

@@ -17,8 +17,8 @@ def config_of(tile_m: int, tile_n: int, warps: int, schedule: str = "block") -> 
 
 # Configs in the order in which the default tries them, until one fits; the last one fits everywhere.
 _TRIED = {
-    "keys": ((64, 128, 8), (64, 64, 8), (64, 64, 4), (32, 32, 4), (16, 16, 4)),
-    "queries": ((128, 128, 8), (64, 64, 4), (32, 32, 4), (16, 16, 4)),
+    "keys": ((64, 128, 8), (64, 64, 8), (64, 64, 4), (32, 32, 8), (16, 16, 8)),
+    "queries": ((128, 128, 8), (64, 64, 4), (32, 32, 8), (16, 16, 8)),
 }
 _SMALLEST = 16
 
@@ -34,7 +34,7 @@ def _axes(problem: Problem) -> dict[str, list[Value]]:
         "tile_m": tiles,
         "tile_n": tiles,
         "occupancy": [1] if plain else [1, 2],
-        "num_worker_warps": [4] if plain else [4, 8],
+        "num_worker_warps": [4, 8],
         "latency": [0],
     }
 
@@ -79,8 +79,26 @@ def space_of(side: str) -> Space:
     return Space(_axes, constraints)
 
 
+def _small_side(problem: Problem) -> int:
+    """The side of a small tile that compiles in 3 s with packed rows, a window and a cap; eight warps share it."""
+    return 32 if depth_of(problem) <= (64 if problem["dtype"] == "float32" else 128) else _SMALLEST
+
+
+def _is_quick(problem: Problem, config: Config, target: Target) -> bool:
+    """Whether a config compiles in 3 s: without large matrix units, products and packed rows are long code."""
+    long = problem["dtype"] == "float32" or problem["packed"]
+    wide = config["tile_m"] >= 64 and (depth_of(problem) <= 128 or target.capability == 90)
+    return bool(not long or wide or config["tile_m"] <= _small_side(problem))
+
+
+def generic(problem: Problem) -> Config:
+    """Small tiles that eight warps share, for any GPU and any layout."""
+    return config_of(_small_side(problem), _small_side(problem), 8, "persistent")
+
+
 def default(problem: Problem, target: Target, space: Space, side: str) -> Config:
-    """The first of the tried configs that the space holds."""
-    sizes = _axes(problem)["tile_m"]
-    tried = [config_of(m, n, warps) for m, n, warps in _TRIED[side] if {m, n} <= {*sizes, _SMALLEST}]
-    return next(config for config in tried if space.violated(problem, config, target) is None)
+    """The first of the tried configs that the space holds and that compiles in seconds."""
+    sizes = {*_axes(problem)["tile_m"], _SMALLEST}
+    tried = [config_of(m, n, warps) for m, n, warps in _TRIED[side] if {m, n} <= sizes]
+    quick = [config for config in tried[:-1] if _is_quick(problem, config, target)] + tried[-1:]
+    return next(config for config in quick if space.violated(problem, config, target) is None)

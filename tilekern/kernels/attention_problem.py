@@ -13,7 +13,7 @@ from itertools import accumulate
 from typing import Any
 
 from tilekern.kernels.tiles import power_of_two
-from tilekern.spec import ITEM_BYTES, Dimension, ModelShape, Problem, Value
+from tilekern.spec import ITEM_BYTES, Config, Dimension, ModelShape, Problem, Value
 from tilekern.targets import Target
 
 DIMENSIONS = (
@@ -49,6 +49,14 @@ def depth_of(problem: Problem) -> int:
 def lengths(batch: int, longest: int) -> list[int]:
     """Lengths of the sequences that stand for a packed problem: from the longest down to half of it."""
     return [max(1, longest - number * longest // (2 * batch)) for number in range(batch)]
+
+
+def is_one_loop(config: Config) -> bool:
+    """Whether one loop goes over all tiles and masks each, in place of one over whole tiles and one over edges.
+
+    A small tile's mask costs little, and the second loop's code takes as long to compile as the first's.
+    """
+    return bool(config["tile_m"] * config["tile_n"] < 64 * 64)
 
 
 def token_shape(problem: Problem, side: str) -> tuple[int, int]:
