@@ -16,6 +16,7 @@ import cuda.tile as ct
 
 from tilekern.kernels.cross_entropy_problem import (
     DIMENSIONS,
+    FLAGS,
     SCALARS,
     STEPS_FIT,
     STEPS_MATCH,
@@ -221,7 +222,8 @@ def _forward_default(problem: Problem, target: Target) -> Config:
     shapes = step_shapes(problem["vocabulary"], 0)
     if len(shapes) < 4:
         return _forward_config("block", 4, *shapes[0])
-    return _forward_config("persistent", 4, *shapes[1])
+    # Weights, smoothing and a cap double the code of each element, so that half as many are written out.
+    return _forward_config("persistent", 4, *shapes[0 if any(problem[flag] for flag in FLAGS) else 1])
 
 
 def _backward_axes(problem: Problem) -> dict[str, list[Value]]:
