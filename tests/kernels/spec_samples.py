@@ -29,6 +29,15 @@ SIZES = {
     "kv_heads": st.integers(1, 5),
     "head_dim": st.integers(1, 24).map(lambda half: 2 * half),
 }
+# Sizes without a bound in practice by the name of a dimension; a size of another name goes up to 65536. Heads of more
+# than 256 are left out: attention's gradients for 512 take the compiler up to 4 s, for 1024 up to 12 s.
+LARGE = {
+    "vocabulary": st.integers(1, 300_000),
+    "batch": st.integers(1, 64),
+    "heads": st.integers(1, 256),
+    "kv_heads": st.integers(1, 256),
+    "head_dim": st.one_of(st.integers(1, 256), st.sampled_from([41, 64, 92, 128, 192, 256])),
+}
 VIEWS = ("contiguous", "wide_rows", "offset", "reversed")
 # A problem of each spec with sizes that are no powers of two, for what a single case suffices for.
 ODD = {"rows": 13, "columns": 83, "vocabulary": 83, "tokens": 7, "batch": 2, "heads": 5, "kv_heads": 3, "head_dim": 10}
@@ -49,6 +58,15 @@ def problems(spec: KernelSpec) -> st.SearchStrategy[Problem]:
     fallback = st.integers(1, 40)
     dimensions = {d.name: kinds.get(d.kind, SIZES.get(d.name, fallback)) for d in spec.dimensions}
     return st.fixed_dictionaries(dimensions).map(lambda values: spec.problem(**values))
+
+
+def large_problems(spec: KernelSpec) -> st.SearchStrategy[Problem]:
+    """Any problem of a spec at its buckets, up to sizes that no model has."""
+    kinds = {"dtype": st.sampled_from(DTYPES), "flag": st.booleans()}
+    dimensions = {d.name: kinds.get(d.kind, LARGE.get(d.name, st.integers(1, 65536))) for d in spec.dimensions}
+    if "rope" in spec.name:
+        dimensions["head_dim"] = dimensions["head_dim"].map(lambda size: size + size % 2)
+    return st.fixed_dictionaries(dimensions).map(lambda values: spec.bucketed(spec.problem(**values)))
 
 
 def sized(spec: KernelSpec, dtype: str = "float32", *, flags: bool = False, **sizes: int) -> Problem:

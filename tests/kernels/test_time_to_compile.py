@@ -1,21 +1,43 @@
-"""However many heads there are, the default and the generic config compile in seconds: a miss does so in a step."""
+"""Whatever the sizes are, the default and the generic config compile in seconds: a miss does so within a step."""
 
 import resource
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from spec_samples import compiled, large_problems, sized
 
 from tilekern.kernels import spec_named
 from tilekern.spec import ALIGNED, GENERIC
 from tilekern.targets import resolve
 from tilekern.toolchain import compile_candidate, toolkit
 
-# Of the processor, the front end's included. The aim is 3 s for a core that has nothing else to do; beside other
-# processes the same instructions take some twice as long. Unrolled, 73 and 155 heads took 29 s.
-MOST_S = 9.0
-FLAGS = {"rope": {"full": False, "inverse": False}, "qk_norm_rope_forward": {}, "qk_norm_rope_backward": {}}
+# Processor seconds of a core that has nothing else to do, the front end's share included.
+MOST_S = 3.0
+# What such a core takes for the yardstick. A core of a shared machine takes up to twice as long, since neighbours use
+# its caches and, as its other thread, half of its units; so what exceeds the bound is divided by how much longer the
+# yardstick takes at that moment.
+YARDSTICK_S = 0.33
+YARDSTICK = spec_named("rms_norm_forward")
+# The moment of the yardstick is not quite that of the compile, so a slow one is taken again.
+TRIES = 5
 pytestmark = pytest.mark.skipif(toolkit() is None, reason="no tile compiler is installed")
+COMPILED = compiled()
+# The slowest of some hundred draws; with heads and chunks written out the first five took half a minute and more.
+SLOWEST = [
+    ("rope", {"heads": 73, "kv_heads": 155, "head_dim": 92}, "float32", "H200"),
+    ("qk_norm_rope_forward", {"heads": 71, "kv_heads": 255, "head_dim": 112}, "float16", "H200"),
+    ("qk_norm_rope_backward", {"heads": 255, "kv_heads": 213, "head_dim": 256}, "bfloat16", "B200"),
+    ("rms_norm_forward", {"columns": 65536}, "float16", "B200"),
+    ("add_rms_norm_forward", {"columns": 62339}, "float16", "H200"),
+    ("add_rms_norm_forward", {"columns": 7168}, "float32", "B200"),
+    ("add_rms_norm_backward", {"columns": 3584}, "float32", "B200"),
+    ("cross_entropy_forward", {"vocabulary": 300_000}, "float32", "B200"),
+    ("matmul", {"columns": 9000, "inner": 4096}, "bfloat16", "B200"),
+    ("attention_forward", {"heads": 5, "kv_heads": 1, "head_dim": 41}, "float32", "H200"),
+    ("attention_dkdv", {"heads": 255, "kv_heads": 71, "head_dim": 92}, "bfloat16", "H200"),
+    ("attention_dq", {"heads": 7, "kv_heads": 3, "head_dim": 92}, "float32", "B200"),
+]
 
 
 def processor_s():
@@ -23,29 +45,46 @@ def processor_s():
     return sum(one.ru_utime + one.ru_stime for one in used)
 
 
+def compile_s(spec, problem, target, variant):
+    """Processor seconds of one compile; 0 where a library runs the config."""
+    config = spec.generic(problem) if variant == GENERIC else spec.default(problem, target)
+    if spec.is_library(problem, config):
+        return 0.0
+    started = processor_s()
+    compile_candidate(spec, problem, config, target, variant)
+    return processor_s() - started
+
+
+def slowness():
+    """How many times longer than on an idle core a compile takes now."""
+    problem = sized(YARDSTICK, "bfloat16", rows=4096, columns=2048)
+    return max(1.0, compile_s(YARDSTICK, problem, resolve("sm_90"), GENERIC) / YARDSTICK_S)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def loaded():
     """What the first compile of a process takes on top of its own."""
-    spec = spec_named("scale")
-    problem = spec.problem(**{d.name: 64 if d.kind != "dtype" else "bfloat16" for d in spec.dimensions})
-    compile_candidate(spec, problem, spec.generic(problem), resolve("H200"), GENERIC)
+    slowness()
 
 
-@pytest.mark.parametrize("variant", [ALIGNED, GENERIC])
-@pytest.mark.parametrize("kernel", FLAGS)
-@settings(max_examples=2)
-@example(heads=73, kv_heads=155, head_dim=92, dtype="float32", gpu="H200")
-@example(heads=255, kv_heads=213, head_dim=256, dtype="bfloat16", gpu="B200")
-@given(
-    heads=st.integers(1, 256), kv_heads=st.integers(1, 256), head_dim=st.integers(1, 128).map(lambda half: 2 * half),
-    dtype=st.sampled_from(["float32", "bfloat16", "float16"]), gpu=st.sampled_from(["H200", "B200"]),
-)  # fmt: skip
-def test_many_heads_compile_in_seconds(kernel, variant, heads, kv_heads, head_dim, dtype, gpu):
-    spec, target = spec_named(kernel), resolve(gpu)
-    dtypes = {dimension.name: dtype for dimension in spec.dimensions if dimension.kind == "dtype"}
-    sizes = {"tokens": 4096, "batch": 1, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
-    problem = spec.problem(**sizes, **FLAGS[kernel], **dtypes)
-    config = spec.generic(problem) if variant == GENERIC else spec.default(problem, target)
-    started = processor_s()
-    compile_candidate(spec, problem, config, target, variant)
-    assert processor_s() - started < MOST_S
+def assert_fast(spec, problem, gpu):
+    for variant in (ALIGNED, GENERIC):
+        taken = []
+        while not taken or (min(taken) > MOST_S and len(taken) < TRIES):
+            seconds = compile_s(spec, problem, resolve(gpu), variant)
+            taken.append(seconds if seconds <= MOST_S else seconds / slowness())
+        assert min(taken) <= MOST_S, (variant, gpu, problem.key, taken)
+
+
+@pytest.mark.parametrize(("kernel", "sizes", "dtype", "gpu"), SLOWEST, ids=str)
+def test_sizes_that_take_longest(kernel, sizes, dtype, gpu):
+    spec = spec_named(kernel)
+    sizes = {"tokens": 4096, "rows": 4096, "batch": 1} | sizes
+    assert_fast(spec, spec.bucketed(sized(spec, dtype, flags=True, **sizes)), gpu)
+
+
+@pytest.mark.parametrize("spec", COMPILED, ids=[spec.name for spec in COMPILED])
+@settings(max_examples=settings.default.max_examples // 50, phases=[Phase.generate])
+@given(data=st.data())
+def test_any_sizes(spec, data):
+    assert_fast(spec, data.draw(large_problems(spec), label="problem"), data.draw(st.sampled_from(["H200", "B200"])))
