@@ -246,9 +246,15 @@ def why_not(sweep: Sweep, kernel: str, problem: Problem) -> str:
     return "none of its candidates came to a time"
 
 
+def compiled_with(sweep: Sweep) -> dict[str, str] | None:
+    """The toolkit of the artifact that a sweep compiled last; None where it has none."""
+    tools = [line["toolkit"] for line in sweep.compiled().values() if "toolkit" in line]
+    return tools[-1] if tools else None
+
+
 def keep_winners(sweep: Sweep) -> None:
     """Put the winners so far into the cache of the sweep's own."""
-    tools = next((line["toolkit"] for line in sweep.compiled().values() if "toolkit" in line), None)
+    tools = compiled_with(sweep)
     if tools is not None:
         store = Store(sweep.cache)
         for winner, blobs in winners(sweep, tools):

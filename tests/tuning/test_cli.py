@@ -11,6 +11,7 @@ import pytest
 from tuning_samples import SMALL
 
 import tilekern
+from tilekern import toolchain
 from tilekern.targets import resolve
 from tuning import cli, commands
 from tuning.commands import COMMANDS, command_named, refresh, tune
@@ -145,6 +146,14 @@ def test_a_problem_that_has_no_winner_is_named_with_the_reason(compiled_sweep: S
         [note] = [note for note in outcome["notes"] if note.startswith("no winner: ")]
         assert note.startswith(f"no winner: {SMALL[0]} {other.key}: ")
         assert note.endswith("did not compile: tileiras crashed")
+
+
+def test_where_no_compiler_is_the_table_names_the_one_that_compiled(compiled_sweep, tmp_path, monkeypatch, capsys):
+    used = toolchain.toolkit().key
+    monkeypatch.setattr(toolchain, "_tileiras", lambda: None)
+    command = ["--stages", "compile", "--sweep", str(compiled_sweep.folder), "--cache-dir", str(tmp_path / "cache")]
+    assert cli.main(command) == 0
+    assert f"test on H200 (sm_90), {used}" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize("timeout", ["0", "-1", "0.001", "x"])

@@ -20,6 +20,7 @@ from tilekern.source import digests_of
 from tilekern.toolchain import toolkit
 from tuning import cli
 from tuning import preflight as checks
+from tuning.commands.tune import whose_artifacts
 from tuning.compiling import compile_all, wanted
 from tuning.measuring import measure_all
 from tuning.publishing import keep_winners, publish, winners
@@ -197,6 +198,8 @@ def test_one_altered_line_of_a_signed_folder_does_not_count(signed_folder, tmp_p
     sweep = Sweep(signed_folder)
     assert sweep.compiled().keys() == {line["key"] for line in rest}
     assert sweep.others == 1
+    [said] = whose_artifacts(sweep)
+    assert said == f"1 artifact in {signed_folder} is by another, and no trust root signed it: it is left out"
 
 
 def test_only_what_the_builder_vouches_for_is_signed(compiled_sweep, tmp_path, users, capsys):

@@ -26,7 +26,7 @@ from tuning.options import LOCAL, RAY, STAGES, Folder, GroupedCommand, Request, 
 from tuning.outcome import Outcome
 from tuning.plan import Named, plan
 from tuning.progress import progress_bar
-from tuning.publishing import keep_winners, publish, why_not, winners
+from tuning.publishing import compiled_with, keep_winners, publish, why_not, winners
 from tuning.strategies import STRATEGIES, strategy_named
 from tuning.sweep import Sweep
 
@@ -126,7 +126,7 @@ def _run(request: Request, *, quiet: bool) -> Outcome:
     outcome = Outcome(sweep.model, sweep.target, _toolkit(), seconds, notes=notes)
     sweep.require_own()
     if "compile" not in request.stages:
-        outcome.notes += _whose(sweep)
+        outcome.notes += whose_artifacts(sweep)
     _check_writable(store, sweep)
     with _ready(request, sweep, outcome) as executor:
         if "compile" in request.stages:
@@ -136,6 +136,7 @@ def _run(request: Request, *, quiet: bool) -> Outcome:
             outcome.compile = dataclasses.asdict(summary)
             if key:
                 outcome.notes.append(f"signed {sweep.sign(key)} artifacts with key {key.public_key[:16]}")
+        outcome.toolkit = compiled_with(sweep) or outcome.toolkit  # which need not be installed where it measures
         if executor:
             bar = progress_bar("measure", quiet=quiet)
             with _timed(seconds, "measure"), shared(sweep, store.root), bar as progress:
@@ -154,8 +155,8 @@ def _run(request: Request, *, quiet: bool) -> Outcome:
     return outcome
 
 
-def _whose(sweep: Sweep) -> Iterator[str]:
-    """What to know of artifacts that this run has not compiled and others have.
+def whose_artifacts(sweep: Sweep) -> Iterator[str]:
+    """Say what becomes of artifacts that this run has not compiled and others have.
 
     Raises:
         InputError: none of them may be run, as the policy is ``signed``.
@@ -168,8 +169,12 @@ def _whose(sweep: Sweep) -> Iterator[str]:
             f"TILEKERN_TRUST is signed, and neither you compiled what is in {sweep.folder} nor a trust root signed it; "
             "sign it where it is compiled (--stages plan,compile --sign KEY), or compile it here"
         )
-    whose = f"{others} artifacts in {sweep.folder} are by others, and no trust root signed them"
-    yield f"{whose}: they are left out" if sweep.is_own else f"{whose}: their records are not signed either"
+    if others == 1:
+        whose = f"1 artifact in {sweep.folder} is by another, and no trust root signed it"
+        yield f"{whose}: it is left out" if sweep.is_own else f"{whose}: its records are not signed either"
+    else:
+        whose = f"{others} artifacts in {sweep.folder} are by others, and no trust root signed them"
+        yield f"{whose}: they are left out" if sweep.is_own else f"{whose}: their records are not signed either"
 
 
 def _lacking(outcome: Outcome, sweep: Sweep) -> Iterator[str]:
