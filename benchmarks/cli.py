@@ -12,7 +12,7 @@ import typer
 
 from benchmarks import plots
 from benchmarks.environment import RESULTS, require_gpu
-from benchmarks.report import render
+from benchmarks.report import render, with_training
 from benchmarks.results import Results, print_table, read_folder, write_results
 from tilekern import __version__
 from tilekern.errors import InputError
@@ -307,16 +307,24 @@ def cache_scale(
 def report(
     results: Annotated[Path, typer.Option(help="Folder with the JSON files.")] = RESULTS,
     out: Annotated[Path, typer.Option("--out", help="The Markdown file.")] = RESULTS.parent / "RESULTS.md",
+    readme: Annotated[Path | None, typer.Option(help="A README whose training table is written anew.")] = None,
 ) -> None:
-    """Make RESULTS.md and the plots from all JSON files."""
+    """Make RESULTS.md, the README's table and the plots from all JSON files."""
     if not results.is_dir():
-        raise InputError(f"--results {results} is no folder; give the one with the JSON files")
-    text = render(read_folder(results))
-    try:
-        out.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"cannot write {out}: {error.strerror}") from None
-    print(f"wrote {out}")
+        raise InputError(f"--results {results} is not a folder; pass the one with the JSON files")
+    everything = read_folder(results)
+    written = {out: render(everything)}
+    if readme is not None:
+        try:
+            written[readme] = with_training(readme.read_text(encoding="utf-8"), everything)
+        except OSError as error:
+            raise InputError(f"cannot read {readme}: {error.strerror}") from None
+    for path, text in written.items():
+        try:
+            path.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise InputError(f"cannot write {path}: {error.strerror}") from None
+        print(f"wrote {path}")
     for path in sorted(results.rglob("*.json")):
         _plot(path)
 

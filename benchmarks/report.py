@@ -1,4 +1,4 @@
-"""RESULTS.md: a pure function of the JSON files."""
+"""RESULTS.md and the README's table: pure functions of the JSON files."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from benchmarks.environment import NO_GPU
 from benchmarks.explanations import EXPLAINED, UNEXPLAINED
 from benchmarks.goals import GOALS, Goal, Verdict
 from benchmarks.results import ALL, RUN_FIELDS, Results, Row, shown
+from tilekern.errors import InputError
 
 _HEAD = """# Results
 
@@ -16,9 +17,16 @@ GPU times are medians with half the distance between the quartiles; tilekern and
 "A copy" is a device-to-device copy of the bytes that the op must move (each input read once, each output written once).
 """
 
+# Between these lines of the README stands the table of a training run, with the best provider of each family.
+_TRAINING = (
+    "<!-- training: `python -m benchmarks report --readme README.md` writes this table -->",
+    "<!-- training ends -->",
+)
+_FAMILIES = {"tilekern": "tilekern", "liger": "Liger", "hf": "Hugging Face"}
+
 
 def render(everything: Sequence[Results]) -> str:
-    """The report on these results."""
+    """Return the report on these results."""
     parts = [_HEAD]
     for gpu in dict.fromkeys(results.run["gpu"] for results in everything):
         mine = [results for results in everything if results.run["gpu"] == gpu]
@@ -30,6 +38,48 @@ def render(everything: Sequence[Results]) -> str:
         ]
     parts += ["## Runs\n", _runs(everything)]
     return "\n".join(parts).rstrip() + "\n"
+
+
+def with_training(text: str, everything: Sequence[Results]) -> str:
+    """Return a Markdown text with the table of the training run that has all of these peers.
+
+    Raises:
+        InputError: the text has no place for the table, or there is no such run.
+    """
+    begin, end = _TRAINING
+    head, begins, rest = text.partition(begin)
+    _, ends, tail = rest.partition(end)
+    if not (begins and ends):
+        raise InputError(f"the line {begin if not begins else end} is missing; put it where the training table belongs")
+    runs = [run for run in everything if run.benchmark == "train" and all(_fastest(run, None, f) for f in _FAMILIES)]
+    if not runs:
+        raise InputError(f"no results of train have {', '.join(_FAMILIES.values())}; run python -m benchmarks train")
+    return f"{head}{begin}\n\n{_training(runs[0])}\n{end}{tail}"
+
+
+def _training(run: Results) -> str:
+    best = {name: _fastest(run, None, name) for name in _FAMILIES}
+    versions = {name: row.provider.partition(" ")[2] for name, row in best.items() if row is not None}
+    head = [f"{title} {versions[name]}".rstrip() for name, title in _FAMILIES.items()]
+    lines = [(case.split(" ")[1], *(_speed_and_memory(run, case, name) for name in _FAMILIES)) for case in run.cases()]
+    return _table(("tokens of a step", *head), lines)
+
+
+def _fastest(run: Results, case: str | None, family: str) -> Row | None:
+    """The row of the family's fastest provider; of tilekern the default alone, as its variants are other choices."""
+    rows = [row for row in run.rows if row.metric == "tokens_per_s" and case in (None, row.case)]
+    variants = () if family == "tilekern" else (f"{family}-",)
+    mine = [row for row in rows if row.provider == family or row.provider.startswith(variants)]
+    return max(mine, key=lambda row: row.value, default=None)
+
+
+def _speed_and_memory(run: Results, case: str, family: str) -> str:
+    row = _fastest(run, case, family)
+    if row is None:
+        notes = [note for note in run.run.get("notes", []) if note.startswith(f"{case}: {family}")]
+        return "out of memory" if any("out of memory" in note for note in notes) else "-"
+    peak = run.row(case, row.provider, "peak_gib")
+    return f"{round(row.value):,} tokens/s" + (f", {peak.value:.1f} GiB" if peak else "")
 
 
 def _targets(mine: Sequence[Results], has_gpu: bool) -> Iterator[str]:

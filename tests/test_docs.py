@@ -1,4 +1,4 @@
-"""The documentation runs: README, the worked example, and what the pages say of files, names and messages.
+"""The documentation runs: README, the pages of docs/, and what they say of files, names and messages.
 
 A comment before a block of code says how it is run here; CONTRIBUTING.md lists these markers.
 """
@@ -18,6 +18,9 @@ from pathlib import Path
 import pytest
 import torch
 
+import tilekern
+from benchmarks.report import with_training
+from benchmarks.results import read_folder
 from tilekern import ops
 from tilekern.cache import PROVENANCES, Record
 from tilekern.kernels import all_specs
@@ -28,7 +31,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("tilekern", "tuning", "cache_tools", "benchmarks")
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 README = ROOT / "README.md"
-ARCHITECTURE = ROOT / "docs" / "architecture.md"
+DOCS = ROOT / "docs"
+ARCHITECTURE = DOCS / "architecture.md"
 SMALLER = " --ops rope --tokens 64"
 SET_UP = "python3 -m venv .venv && .venv/bin/pip install -q torch==2.13.0 -e '.[compile]' && "
 MARKERS = ("", "test: smaller", "test: set-up", "test: needs a GPU", "test: has results", "run")
@@ -46,8 +50,19 @@ class Block:
 
 
 def blocks(page, language=None):
-    found = re.findall(r"^(?:<!-- (.*?) -->\n)?```(\w+)\n(.*?)^```$", page.read_text(), re.M | re.S)
+    found = re.findall(r"^(?:<!-- ([^\n]*?) -->\n)?```(\w+)\n(.*?)^```$", page.read_text(), re.M | re.S)
     return [Block(*parts) for parts in found if language in (None, parts[1])]
+
+
+def pages_in_order():
+    """README and the pages of docs/ in the order in which its list of them names them, which is that of a reader."""
+    linked = re.findall(r"\]\((docs/[\w-]+\.md)\)", README.read_text().split("## Documentation")[1])
+    return [README, *(ROOT / name for name in dict.fromkeys(linked))]
+
+
+def runs_here(block):
+    """Whether a block runs in the order of the pages; those of the worked example run in a copy of the tree."""
+    return block.marker != "run" and not block.marker.startswith(("test: not here, ", "file: "))
 
 
 def environment(**more):
@@ -76,23 +91,39 @@ def test_every_block_is_of_a_known_kind(page):
     assert page.read_text().count("```") == 2 * len(blocks(page))
 
 
+def anchors(page):
+    """The places of a page that a link can name, as GitHub makes them of its titles."""
+    titles = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
 @every_page
 def test_links_lead_somewhere(page):
-    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
-        unmeasured = target == "benchmarks/RESULTS.md" and not list(ROOT.glob("benchmarks/results/**/*.json"))
-        if not target.startswith("https://") and not unmeasured:
-            assert (page.parent / target).exists(), target
+    for link in re.findall(r"\]\(([^)]+)\)", page.read_text()):
+        name, _, anchor = link.partition("#")
+        target = page.parent / name if name else page
+        unmeasured = target.name == "RESULTS.md" and not list(ROOT.glob("benchmarks/results/**/*.json"))
+        if not link.startswith("https://") and not unmeasured:
+            assert target.exists(), link
+            assert not anchor or anchor in anchors(target), link
+
+
+def test_the_readme_links_every_page():
+    assert {README, *DOCS.glob("*.md")} == set(pages_in_order())
+
+
+def test_the_readme_is_four_screens_long():
+    assert len(README.read_text().splitlines()) <= 200
 
 
 @needs_compiler
-def test_the_commands_of_the_readme_run(tmp_path):
+def test_the_commands_of_the_pages_run(tmp_path):
     """All of them in their order, in one folder, with one cache."""
     env = environment(PYTHONPATH=str(ROOT), TILEKERN_CACHE_DIR=str(tmp_path / "cache"))
     output = ""
-    for block in blocks(README, "bash"):
+    every = [(page.name, block) for page in pages_in_order() for block in blocks(page, "bash") if runs_here(block)]
+    for page, block in every:
         code, marker = block.code, block.marker
-        if marker.startswith("test: not here"):
-            continue
         if marker == "test: set-up":
             assert code.startswith(SET_UP)
             code = code.removeprefix(SET_UP).replace(".venv/bin/", "").replace(" && ", "\n")
@@ -105,14 +136,14 @@ def test_the_commands_of_the_readme_run(tmp_path):
         ran = bash(code, tmp_path, env)
         output += ran.stdout
         if marker == "test: needs a GPU":
-            assert ran.returncode == 2, ran.stderr
+            assert ran.returncode == 2, f"{page}: {code}\n{ran.stderr}"
             assert ran.stderr.count("\n") <= 2
             assert "GPU" in ran.stderr.splitlines()[-1]
         else:
-            assert ran.returncode == 0, f"{code}\n{ran.stdout}\n{ran.stderr}"
-    for part in ("qwen3-0.6b on B200", "predicted", "qwen3-8b on H200", "carry sweep-h200", "unpacked 2 records",
-                 "packed 2 records into qwen3-b200.pack", "0 broken, 0 stale", "available swiglu",
-                 "qwen3-b200.pack', '"):  # fmt: skip
+            assert ran.returncode == 0, f"{page}: {code}\n{ran.stdout}\n{ran.stderr}"
+    for part in ("qwen3-0.6b on B200", "predicted", "qwen3-8b on B200", "qwen3-8b on H200", "carry sweep-h200",
+                 "unpacked 2 records", "packed 4 records into qwen3-b200.pack", "0 broken, 0 stale",
+                 "available swiglu", "qwen3-b200.pack', '"):  # fmt: skip
         assert part in output, output
 
 
@@ -125,8 +156,8 @@ config = Qwen3Config(hidden_size=80, num_attention_heads=5, num_key_value_heads=
                      intermediate_size=208, num_hidden_layers=2)
 Qwen3ForCausalLM(config).save_pretrained(folder)
 names, stepped = {}, False
-for code in blocks:
-    exec(compile(code, "README.md", "exec"), names)
+for page, code in blocks:
+    exec(compile(code, page, "exec"), names)
     if "model" in names and not stepped:
         ids, stepped = torch.arange(12).reshape(2, 6), True
         names["model"](input_ids=ids, labels=ids).loss.backward()
@@ -137,9 +168,10 @@ print("ran", len(blocks))
 """
 
 
-def test_the_python_of_the_readme_runs(tmp_path):
+def test_the_python_of_the_pages_runs(tmp_path):
     """All of it in one process, by the interpreter, on a tiny model that stands where the hub's would."""
-    code = [block.code for block in blocks(README, "python")]
+    pages = [(page, block) for page in pages_in_order() for block in blocks(page, "python")]
+    code = [(page.name, block.code) for page, block in pages if runs_here(block)]
     (tmp_path / "blocks.json").write_text(json.dumps(code))
     (tmp_path / "driver.py").write_text(PYTHON)
     env = environment(PYTHONPATH=str(ROOT), TILEKERN_INTERPRET="1", TILEKERN_CACHE_DIR=str(tmp_path / "cache"))
@@ -149,8 +181,8 @@ def test_the_python_of_the_readme_runs(tmp_path):
     assert "swiglu" in ran.stdout
 
 
-def test_a_package_brings_its_packs_along_as_the_readme_says(tmp_path):
-    (block,) = blocks(README, "toml")
+def test_a_package_brings_its_packs_along_as_its_page_says(tmp_path):
+    (block,) = blocks(DOCS / "shipping.md", "toml")
     ((group, entries),) = tomllib.loads(block.code)["project"]["entry-points"].items()
     ((name, module),) = entries.items()
     (tmp_path / module).mkdir()
@@ -180,8 +212,8 @@ def messages():
 
 
 def test_the_messages_of_the_troubleshooting_table_are_those_of_the_code():
-    section = README.read_text().split("## Troubleshooting")[1].split("\n## ")[0]
-    quoted = [cell for row in re.findall(r"^\| (`.*?) \| ", section, re.M) for cell in re.findall(r"`([^`]+)`", row)]
+    table = (DOCS / "troubleshooting.md").read_text()
+    quoted = [cell for row in re.findall(r"^\| (`.*?) \| ", table, re.M) for cell in re.findall(r"`([^`]+)`", row)]
     assert len(quoted) >= 20
     known = list(messages())
     for line in quoted:
@@ -192,18 +224,25 @@ def test_the_messages_of_the_troubleshooting_table_are_those_of_the_code():
 
 def test_the_table_of_variables_is_complete():
     read = {name for path in sources(PACKAGES[:3]) for name in re.findall(r"TILEKERN_[A-Z_]+", path.read_text())}
-    section = README.read_text().split("## Environment variables")[1].split("\n## ")[0]
+    section = (DOCS / "reference.md").read_text().split("## Environment variables")[1].split("\n## ")[0]
     assert read == set(re.findall(r"^\| `(TILEKERN_[A-Z_]+)`", section, re.M))
 
 
-def test_the_readme_names_every_preset_op_and_command():
-    text = README.read_text()
-    for name in (*PRESETS, *ops.__all__):
-        assert f"`{name}`" in text
+def test_the_pages_name_every_preset_op_public_name_and_command():
     from cache_tools.cli import app
 
-    for command in app.commands:
-        assert f"`{command}`" in text or f"cache_tools {command}" in text, command
+    reference, tuning = (DOCS / "reference.md").read_text(), (DOCS / "tuning.md").read_text()
+    assert not [name for name in PRESETS if f"`{name}`" not in tuning]
+    assert not [name for name in ops.__all__ if f"`{name}`" not in reference]
+    assert not [name for name in tilekern.__all__[1:] if f"`tilekern.{name}`" not in reference]
+    used = "".join((DOCS / name).read_text() for name in ("cache.md", "shipping.md", "trust.md"))
+    missing = [name for name in app.commands if f"`{name}`" not in used and f"cache_tools {name}" not in used]
+    assert not missing
+
+
+def test_the_readme_has_the_table_that_the_results_make():
+    text = README.read_text()
+    assert with_training(text, read_folder(ROOT / "benchmarks" / "results")) == text
 
 
 def test_the_two_scripts_fit_the_readme():
@@ -247,10 +286,13 @@ def test_names_and_files_that_a_page_mentions_exist(page):
             assert later or (ROOT / text).exists() or text == "tilekern/prebuilt/", text
 
 
-def test_architecture_names_every_file_field_and_guard():
+def test_the_cache_s_forms_name_every_field_of_a_record():
+    text = (DOCS / "cache-format.md").read_text()
+    assert not [field for field in Record.__struct_fields__ if f"`{field}`" not in text]
+
+
+def test_architecture_names_every_file_and_guard():
     text = ARCHITECTURE.read_text()
-    for field in Record.__struct_fields__:
-        assert f"`{field}`" in text, field
     for provenance in PROVENANCES:
         assert f"`{provenance}`" in text
     for path in [p for p in (ROOT / "tilekern").glob("*.py") if p.name not in ("__init__.py", "errors.py")]:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
+import pytest
+
 from benchmarks.goals import GOALS
-from benchmarks.report import render
+from benchmarks.report import render, with_training
 from benchmarks.results import Results, Row
+from tilekern.errors import InputError
 
 RUN = {
     "date": "2026-08-01T12:00:00+00:00",
@@ -192,3 +195,44 @@ def test_nothing_is_no_error():
     text = render([])
     assert text.startswith("# Results")
     assert len({goal.title for goal in GOALS}) == len(GOALS)
+
+
+PLACE = (
+    "<!-- training: `python -m benchmarks report --readme README.md` writes this table -->",
+    "<!-- training ends -->",
+)
+
+
+def trained(*speeds, notes=()):
+    """A run of training from (case, provider, tokens per second, GiB)."""
+    rows = [Row("train", case, who, "tokens_per_s", speed, "tok/s") for case, who, speed, _ in speeds]
+    rows += [Row("train", case, who, "peak_gib", peak, "GiB") for case, who, _, peak in speeds]
+    return Results(RUN | {"notes": list(notes)}, rows)
+
+
+def test_the_readme_s_table_has_the_fastest_of_each_family_and_says_what_ran_out_of_memory():
+    run = trained(
+        ("m 2048 tokens", "tilekern", 1234.4, 61.04), ("m 2048 tokens", "tilekern-nondeterministic", 9999, 61),
+        ("m 2048 tokens", "liger-a 1.0", 900, 62), ("m 2048 tokens", "liger-b 1.0", 950, 63),
+        ("m 2048 tokens", "hf-sdpa 5.0", 800, 70),
+        ("m 4096 tokens", "tilekern", 1000, 80), ("m 4096 tokens", "liger-a 1.0", 1001, 81),
+        notes=["m 4096 tokens: hf-sdpa is out of memory, so longer ones were not tried"],
+    )  # fmt: skip
+    text = with_training(f"before\n{PLACE[0]}\nold\n{PLACE[1]}\nafter\n", [kernels(40, 0.9, 44), run])
+    lines = [
+        "| tokens of a step | tilekern | Liger 1.0 | Hugging Face 5.0 |",
+        "| --- | --- | --- | --- |",
+        "| 2048 | 1,234 tokens/s, 61.0 GiB | 950 tokens/s, 63.0 GiB | 800 tokens/s, 70.0 GiB |",
+        "| 4096 | 1,000 tokens/s, 80.0 GiB | 1,001 tokens/s, 81.0 GiB | out of memory |",
+    ]
+    table = "\n".join(lines)
+    assert text == f"before\n{PLACE[0]}\n\n{table}\n\n{PLACE[1]}\nafter\n"
+    assert with_training(text, [run]) == text
+
+
+def test_a_table_without_a_place_or_a_run_is_refused():
+    run = trained(("m 1 tokens", "tilekern", 1, 1), ("m 1 tokens", "liger", 1, 1), ("m 1 tokens", "hf", 1, 1))
+    with pytest.raises(InputError, match="training ends --> is missing"):
+        with_training(PLACE[0], [run])
+    with pytest.raises(InputError, match="no results of train have tilekern, Liger, Hugging Face"):
+        with_training("\n".join(PLACE), [kernels(40, 0.9, 44)])

@@ -13,7 +13,7 @@ from tilekern.errors import InputError
 from tilekern.patch import attention as implementation
 from tilekern.patch import registry
 
-README = Path(__file__).parents[2] / "README.md"
+TROUBLESHOOTING = Path(__file__).parents[2] / "docs" / "troubleshooting.md"
 pytestmark = pytest.mark.usefixtures("interpreted")
 WINDOW = {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1}
 PACKED = torch.tensor([0, 3, 4, 7], dtype=torch.int32)
@@ -219,11 +219,11 @@ def test_a_model_for_which_transformers_has_eager_attention_alone(kind, sizes, p
         ("Falcon", "falcon", {}),
     ],
 )
-def test_a_model_with_classes_for_each_attention_is_in_the_readme(family, kind, more):
-    """What the README says of it holds: transformers' own error with the name, and a model without it."""
+def test_a_model_with_classes_for_each_attention_is_in_the_documentation(family, kind, more):
+    """What the table of messages says of it holds: transformers' own error with the name, and a model without it."""
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-    (row,) = (line for line in README.read_text().splitlines() if "`KeyError: 'tilekern'`" in line)
+    (row,) = (line for line in TROUBLESHOOTING.read_text().splitlines() if "`KeyError: 'tilekern'`" in line)
     assert family in row
     sizes = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = CONFIG_MAPPING[kind](**sizes, **more)
