@@ -92,7 +92,7 @@ def said(ran, code):
         (["qwen3-8b", "--gpu", "B200", "--colour"], ["--colour"]),
         (["qwen3-8b", "qwen3-4b", "--gpu", "B200"], ["qwen3-4b"]),
         (["qwen3-8b", "--gpu", "B200", "--stages", "compile"], ["--sweep"]),
-        (["--stages", "measure", "--sweep", "nowhere"], ["nowhere is no sweep folder", "--stages plan,compile"]),
+        (["--stages", "measure", "--sweep", "nowhere"], ["nowhere is not a sweep folder", "--stages plan,compile"]),
         (["missing/config.json", "--gpu", "B200"], ["missing/config.json does not exist"]),
     ],
     ids=lambda value: "-".join(value)[:40].replace("\n", "~") if isinstance(value, list) else None,
@@ -245,7 +245,7 @@ def test_the_cache_tools_say_what_is_wrong_in_one_line(lines, arguments, part):
 
 def test_a_file_that_is_no_pack_puts_nothing_into_the_cache(lines):
     (lines.folder / "bad.pack").write_bytes(b"PK\x03\x04 not a pack")
-    assert "bad.pack is no pack" in said(lines.tools("unpack", "bad.pack"), 2)
+    assert "bad.pack is not a pack" in said(lines.tools("unpack", "bad.pack"), 2)
     assert not lines.cache.exists()
 
 

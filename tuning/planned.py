@@ -70,7 +70,7 @@ class PlanFile:
                 self._read = version, self._parse(json.loads(self._path.read_text(encoding="utf-8")))
         except FileNotFoundError:
             raise InputError(
-                f"{self._folder} is no sweep folder; run --stages plan,compile --sweep {self._folder}"
+                f"{self._folder} is not a sweep folder; run --stages plan,compile --sweep {self._folder}"
             ) from None
         except (OSError, ValueError, RecursionError) as error:
             raise InputError(f"{self._path} cannot be read: {error}") from None

@@ -232,13 +232,13 @@ class Refresh:
         Winners of today that composites may launch go into the sweep's own cache.
 
         Raises:
-            InputError: the folder holds a sweep that is no refresh, is held by another run, cannot be written, or
+            InputError: the folder contains a tuning sweep, is held by another run, cannot be written, or
                 can be written by others.
         """
         folder = self.sweep.folder
         self.sweep.require_own()
         if (folder / "sweep.json").exists() and not self._path.exists():
-            raise InputError(f"{folder} holds a sweep that is no refresh; give another")
+            raise InputError(f"{folder} contains a tuning sweep, not a refresh; pass another --sweep folder")
         limits = {(r.kernel, Problem(r.problem)): configs for r, configs in found.outdated}
         with written(folder):
             folder.mkdir(parents=True, exist_ok=True)

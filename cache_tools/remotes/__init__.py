@@ -52,7 +52,7 @@ def open_remote(url: str, plain_http: bool = False) -> Remote:
     """
     scheme, colon, rest = url.partition("://")
     if not (scheme and colon and rest):
-        raise CacheError(f"{url!r} is no URL; give one such as {_EXAMPLES}")
+        raise CacheError(f"{url!r} is not a URL; give one such as {_EXAMPLES}")
     if plain_http and scheme != "oci":
         raise CacheError(f"--plain-http is for oci:// alone, got {url}")
     with failures_of(url):

@@ -209,7 +209,7 @@ def _pack_layer(url: str, data: bytes) -> _Layer:
         manifest = parse_object(data.decode())
         kind = manifest.get("artifactType")
         if kind != ARTIFACT_TYPE:
-            raise CacheError(f"{url} is no pack; its artifact type must be {ARTIFACT_TYPE}, got {kind!r:.80}")
+            raise CacheError(f"{url} is not a pack; its artifact type must be {ARTIFACT_TYPE}, got {kind!r:.80}")
         (layer,) = manifest["layers"]
         algorithm, _, digest = layer["digest"].partition(":")
         size = layer["size"]

@@ -233,8 +233,8 @@ def test_a_push_replaces_an_older_pack(cli, pack, cache, tmp_path):
 @pytest.mark.parametrize(
     ("url", "words"),
     [
-        ("kernels.pack", ["is no URL", "oci://", "hf://", "s3://"]),
-        ("s3://", ["is no URL"]),
+        ("kernels.pack", ["is not a URL", "oci://", "hf://", "s3://"]),
+        ("s3://", ["is not a URL"]),
         ("nonsense://bucket/kernels.pack", ["nonsense"]),
         ("oci://kernels:b200", ["no place in a registry", "oci://registry.example.com/team/kernels:h200"]),
         ("oci://team/kernels:b200", ["no place in a registry"]),

@@ -140,7 +140,7 @@ def test_what_is_no_pack_is_refused(cli, registry, cache, tmp_path):
     client = oras.client.OrasClient(insecure=True)
     client.push(f"{registry.host}/other/thing:1", files=[str(tmp_path / "file.txt")], disable_path_validation=True)
     cli.refused(
-        "pull", f"oci://{registry.host}/other/thing:1", "--cache-dir", cache, says=("is no pack", ARTIFACT_TYPE)
+        "pull", f"oci://{registry.host}/other/thing:1", "--cache-dir", cache, says=("is not a pack", ARTIFACT_TYPE)
     )
 
 

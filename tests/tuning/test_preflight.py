@@ -122,7 +122,7 @@ def test_a_stale_record_is_missing_and_said_to_be_stale(tmp_path, model, capsys)
     assert all(need.is_stale and need.state == checks.MISSING for need in found.missing)
     assert run(model, "--gpu", "H200", "--tokens", "64", "--ops", "rope") == 3
     said = capsys.readouterr().out
-    assert "lacking: rope tokens=64,batch=1" in said
+    assert "missing: rope tokens=64,batch=1" in said
     assert "which an edit of the kernel made stale" in said
 
 
@@ -151,13 +151,13 @@ def test_a_damaged_cache_is_read_and_left_alone(tmp_path):
 def test_the_command_lists_what_lacks_and_ends_with_3(model, capsys):
     assert run(model, "--gpu", "H200", "--tokens", "64", "--ops", "rope,swiglu") == 3
     said = capsys.readouterr().out
-    assert said.count("lacking: ") == 5
+    assert said.count("missing: ") == 5
     assert "5 problems: 5 missing" in said
 
 
 def test_the_command_has_nothing_to_say_against_a_full_cache(capsys):
     assert run("qwen3-8b", "--gpu", "H200", "--tokens", "2048,8192", "--need", "measured") == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "nothing lacks"
+    assert capsys.readouterr().out.splitlines()[-1] == "nothing is missing"
 
 
 def test_json_is_the_document_that_the_help_describes(model, capsys):
@@ -204,7 +204,7 @@ def test_where_the_gpu_is_not_what_must_be_measured_is_not_promised(at_hand, mod
     )
     assert run(*arguments) == 3
     first, *_, last = capsys.readouterr().out.splitlines()
-    assert (first, last[:32]) == (reason, "2 lack; on a H200 --fix makes th")
+    assert (first, last[:32]) == (reason, "2 missing; on a H200 --fix build")
     assert run(*arguments, "--json") == 3
     assert json.loads(capsys.readouterr().out)["cannot_fix"] == reason
     for way in ([], ["--by", "compile"]):
@@ -219,7 +219,7 @@ def test_where_the_gpu_is_fix_is_promised_but_not_by_compiling(model, monkeypatc
     assert run(*arguments) == 3
     said = capsys.readouterr().out
     assert said.startswith(f"{model} on H200: 2 problems: ")
-    assert "2 lack; --fix makes them" in said
+    assert "2 missing; --fix builds them" in said
     assert run(*arguments, "--fix", "--by", "compile") == 2
     assert "--by compile measures nothing" in capsys.readouterr().err
 

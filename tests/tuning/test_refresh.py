@@ -204,7 +204,7 @@ def test_a_pack_s_records_are_timed_into_the_cache(measured, tune, tmp_path):
     assert len(said["changes"]) == 3
     assert len(records(Store(tmp_path / "cache"))) == 3
     (tmp_path / "bad.pack").write_text("no pack")
-    assert "bad.pack is no pack" in tune("--pack", str(tmp_path / "bad.pack"), code=2)
+    assert "bad.pack is not a pack" in tune("--pack", str(tmp_path / "bad.pack"), code=2)
 
 
 def test_installed_packs_that_another_toolkit_made_are_offered(measured, fill, tune, tmp_path, monkeypatch):
@@ -309,7 +309,7 @@ def test_a_sweep_of_another_kind_is_left_alone(fill, tune, tmp_path):
     fill(toolkit=OLD)
     Sweep(tmp_path / "mine").begin(H200, "test", THREE)
     said = tune("--sweep", str(tmp_path / "mine"), executor=RecordedExecutor(), code=2)
-    assert "mine holds a sweep that is no refresh; give another" in said
+    assert "mine contains a tuning sweep, not a refresh; pass another --sweep folder" in said
 
 
 @pytest.mark.parametrize("before", [[{"schema": 1, "kernel": "swiglu_forward"}], None])

@@ -131,10 +131,10 @@ class Pack:
             infos = self._zip.infolist()
             check_entries(infos, self.status.st_size)
         except (CacheError, *_UNSOUND) as error:
-            raise Corrupt(f"{self.path} is no pack: {error}") from None
+            raise Corrupt(f"{self.path} is not a pack: {error}") from None
         names = [info.filename for info in infos]
         if MANIFEST not in names or len(set(names)) != len(names):
-            raise Corrupt(f"{self.path} is no pack: it needs one {MANIFEST} and no member twice")
+            raise Corrupt(f"{self.path} is not a pack: it needs one {MANIFEST} and no member twice")
         members = self._read_manifest()
         if set(names) != {MANIFEST, *members}:
             odd = min(set(names) ^ {MANIFEST, *members})
@@ -154,7 +154,7 @@ class Pack:
         except (Corrupt, UnicodeDecodeError) as error:
             raise Corrupt(f"{self.path} has a bad {MANIFEST}: {error}") from None
         if manifest.get("format") != FORMAT:
-            raise Corrupt(f"{self.path} is no pack: the format must be {FORMAT}, got {manifest.get('format')!r:.60}")
+            raise Corrupt(f"{self.path} is not a pack: the format must be {FORMAT}, got {manifest.get('format')!r:.60}")
         schema = manifest.get("schema")
         if type(schema) is not int or schema not in (UNSIGNED, SIGNED):
             raise UnknownSchema(f"{self.path} has schema {schema!r:.60}; this tilekern reads {UNSIGNED} and {SIGNED}")
@@ -173,7 +173,7 @@ class Pack:
 def _open(path: Path) -> tuple[BinaryIO, os.stat_result]:
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):
-            raise CacheError(f"{path} is no pack: a pack is a file")
+            raise CacheError(f"{path} is not a pack: a pack is a file")
         file = open(path, "rb")  # noqa: SIM115 (the pack closes it)
         return file, os.fstat(file.fileno())
     except (FileNotFoundError, NotADirectoryError):

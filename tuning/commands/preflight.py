@@ -27,7 +27,7 @@ EXIT_MISSING = 3
     "--need", type=click.Choice(checks.DEMANDS), default=checks.SERVED, show_default=True,
     help="What is asked: served by any record, exact (of the very bucket and GPU), or measured there.",
 )  # fmt: skip
-@click.option("--fix", is_flag=True, help="Make what lacks, and nothing else, and put it into the cache.")
+@click.option("--fix", is_flag=True, help="Build the missing records, and put them into the cache.")
 @click.option(
     "--by", type=click.Choice(checks.WAYS), default=checks.TUNE, show_default=True,
     help="With --fix: tune, or compile the default configs.",
@@ -46,7 +46,7 @@ def command(
 
     MODEL is a preset (qwen3-8b), the path of a config.json or of a folder with one, or a hub id. Runs on any machine,
     and writes nothing without --fix, which measures where the GPU is here, and elsewhere predicts. Exit codes: 0
-    nothing lacks; 2 bad input; 3 something lacks, which is listed; 4 --fix found no compiler.
+    nothing is missing; 2 bad input; 3 records are missing, which are listed; 4 --fix found no compiler.
 
     --json: model, target, need, complete (bool), counts (by state and by provenance), problems and missing: lists of
     kernel, problem, state (exact; nearest: another bucket's record serves; other_gpu: one of another GPU of the arch
@@ -77,9 +77,9 @@ def _told(found: checks.Preflight) -> str:
     lines = [*first, f"{found.model} on {found.target.name}: {len(found.needs)} problems: {numbers}", *found.notes]
     lines += [f"served: {checks.line_of(need)}" for need in found.needs if need.fresh is False]
     if not found.missing:
-        return "\n".join([*lines, "nothing lacks"])
-    lines += [f"lacking: {checks.line_of(need)}" for need in found.missing]
+        return "\n".join([*lines, "nothing is missing"])
+    lines += [f"missing: {checks.line_of(need)}" for need in found.missing]
     where = f"on a {found.target.name} " if found.cannot_fix else ""
     return "\n".join(
-        [*lines, f"{len(found.missing)} lack; {where}--fix makes them, and so does python -m tilekern.tune"]
+        [*lines, f"{len(found.missing)} missing; {where}--fix builds them, and so does python -m tilekern.tune"]
     )
