@@ -169,7 +169,7 @@ class _Measuring:
             return
         beside = (COPY,) if COPY in launches else ()
         stay = task.stay if task.stay in configs else None
-        lineup = Lineup(tuple(configs), stay, beside, configs, task.predicted)
+        lineup = Lineup(tuple(configs), stay, beside, task.predicted)
         steps.begin(STRATEGY)
         self._connection.send((RACING, True))
         runner: Runner = GpuRunner(watch, launches, bench.load_code, bench.refresh(), steps.begin)

@@ -12,7 +12,6 @@ from importlib import import_module
 from typing import Protocol
 
 from tilekern.errors import InputError
-from tilekern.spec import Value
 from tuning.timing import Timing
 
 # How a timing ended (``Timing.left``): it won; it cannot be told from the winner; it is slower; it is slower by so
@@ -23,7 +22,6 @@ WON, TIED, SLOWER, HOPELESS, BESIDE = "won", "tied", "slower", "hopeless", "besi
 STRATEGIES = {
     "race": ("drops what cannot win and stops when the leader is certain to within 1 %", "tuning.strategies.race"),
     "exhaustive": ("times every candidate equally often", "tuning.strategies.exhaustive"),
-    "tpe": ("searches big spaces with Optuna's tree-structured Parzen estimator", "tuning.strategies.tpe"),
 }
 
 
@@ -46,14 +44,12 @@ class Lineup:
         keys: the candidates, the best predicted first.
         default: the candidate that gains are told against; preferred among equals. None where it does not run.
         beside: what is timed with them for comparison and cannot win.
-        configs: the candidates' configs by key.
         predicted: their predicted times in seconds by key, as far as there are any.
     """
 
     keys: tuple[str, ...]
     default: str | None = None
     beside: tuple[str, ...] = ()
-    configs: Mapping[str, Mapping[str, Value]] = field(default_factory=dict)
     predicted: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -70,12 +66,9 @@ def strategy_named(name: str) -> Strategy:
     """The strategy of a name.
 
     Raises:
-        InputError: there is none of this name, or it needs a package that is not installed.
+        InputError: there is none of this name.
     """
     if name not in STRATEGIES:
         raise InputError(f"unknown strategy {name!r}; known: {', '.join(STRATEGIES)}")
-    try:
-        found: Strategy = import_module(STRATEGIES[name][1]).run
-    except ModuleNotFoundError as error:
-        raise InputError(f"strategy {name} needs the package {error.name}: pip install 'tilekern[search]'") from None
+    found: Strategy = import_module(STRATEGIES[name][1]).run
     return found
