@@ -1,16 +1,9 @@
-"""What all tests share: hypothesis' profiles and clean counters."""
-
-import os
+"""What all tests share: hypothesis' profiles, and settings of their own."""
 
 import pytest
-from hypothesis import HealthCheck, settings
+from examples import load_profile
 
-# `default` draws the same examples at every run; `HYPOTHESIS_PROFILE=thorough` draws new ones, and more of them.
-settings.register_profile(
-    "default", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
-)
-settings.register_profile("thorough", settings.get_profile("default"), derandomize=False, max_examples=400)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+load_profile()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -8,7 +8,8 @@ import zipfile
 
 import pytest
 from cache_samples import PROBLEM, find, make, outcome, put
-from hypothesis import HealthCheck, given, settings
+from examples import examples
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -189,7 +190,7 @@ def test_a_bad_manifest_is_named(path, tmp_path, manifest):
     refused(path, tmp_path / "there")
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 2**32), changes=st.integers(1, 8), cut=st.booleans())
 def test_changed_bytes_give_an_error_or_a_whole_cache(path, tmp_path, seed, changes, cut):
     chance = random.Random(seed)

@@ -3,7 +3,8 @@ import json
 
 import pytest
 from cache_samples import artifact, changed, make, outcome, sealed
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -136,7 +137,7 @@ def test_what_json_cannot_hold_is_not_written(value):
         record.to_json()
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(st.integers(0, len(TEXT) - 1), st.binary(min_size=0, max_size=3))
 def test_a_changed_byte_gives_an_error_and_under_schema_1_perhaps_a_record(place, replacement):
     for written in (TEXT, WITHOUT_DIGEST):

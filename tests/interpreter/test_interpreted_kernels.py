@@ -5,7 +5,8 @@ import interpreter_helpers
 import pytest
 import torch
 from cuda.tile import PaddingMode
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from interpreter_helpers import mean_square
 from torch.nn import functional as F  # noqa: N812 (the name everybody uses)
@@ -14,7 +15,7 @@ from tilekern.interpreter import launch
 
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 SIZES = st.integers(1, 70)
-FEW = settings(max_examples=15, deadline=None)
+FEW = examples(15)
 
 
 def power_of_two(n):

@@ -10,7 +10,8 @@ import torch
 from cuda.tile._exception import TileError
 from cuda.tile._ir.ops_utils import promote_dtypes
 from cuda.tile._ir.type import LooselyTypedScalar
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tilekern.interpreter import InterpreterError, launch
@@ -78,7 +79,7 @@ def test_a_runtime_float_is_a_float32_and_a_constant_is_weak():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(seed=st.integers(0, 1000), scalar=st.floats(-4, 4))
 def test_half_operations_round_once_from_the_exact_result(dtype, seed, scalar):
     generator = torch.Generator().manual_seed(seed)

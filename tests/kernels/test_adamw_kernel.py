@@ -1,6 +1,7 @@
 import pytest
 import torch
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from spec_samples import configs, inputs_of, problems, sized
 
@@ -31,7 +32,7 @@ def step(problem, config, inputs, *, in_place=False, blocks=None):
     return outputs
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(data=st.data())
 def test_in_place_gives_the_same_bits(data):
     """As the optimizer launches it; the tuner and the tests of all specs give it outputs of their own."""

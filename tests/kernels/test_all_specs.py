@@ -4,7 +4,8 @@ import inspect
 
 import pytest
 import torch
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from spec_samples import NAMES, SPECS, VIEWS, configs, inputs_of, interpret, problems, seen_as, sized
 
@@ -15,7 +16,7 @@ every_spec = pytest.mark.parametrize("spec", SPECS, ids=NAMES)
 
 
 @every_spec
-@settings(max_examples=60)
+@examples(60)
 @given(data=st.data())
 def test_any_config_is_right_on_any_problem_and_any_strides(spec, data):
     problem = data.draw(problems(spec), label="problem")
@@ -30,7 +31,7 @@ def test_any_config_is_right_on_any_problem_and_any_strides(spec, data):
 
 
 @every_spec
-@settings(max_examples=25)
+@examples(25)
 @given(data=st.data())
 def test_the_default_and_the_generic_config_are_right_on_any_problem(spec, data):
     problem = data.draw(problems(spec), label="problem")

@@ -5,7 +5,8 @@ import itertools
 import cuda.tile as ct
 import pytest
 import torch
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from spec_samples import configs, inputs_of, interpret, sized
 
@@ -56,7 +57,7 @@ def orders(found, tiles: ct.Constant[int], heads: ct.Constant[int], abreast: ct.
 sizes = st.integers(1, 40)
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(queries=sizes, keys=sizes, window=sizes, rows=st.sampled_from([4, 8]), tile=st.sampled_from([4, 16]),
        by_key=st.booleans(), causal=st.booleans(), windowed=st.booleans())  # fmt: skip
 def test_tiles_that_see_each_other_are_visited_and_only_edges_are_masked(
@@ -78,7 +79,7 @@ def test_tiles_that_see_each_other_are_visited_and_only_edges_are_masked(
                 assert not part.any()
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(queries=sizes, keys=sizes, window=sizes, causal=st.booleans(), windowed=st.booleans())
 def test_the_mask_of_a_tile_and_the_count_of_operations_are_those_of_the_formula(
     queries, keys, window, causal, windowed

@@ -5,7 +5,8 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from spec_samples import inputs_of, interpret
 
@@ -77,7 +78,7 @@ def test_chunks_that_the_tuner_races(rows, vocabulary, dtype, wanted):
     assert chunks_of(problem_of(rows, vocabulary, dtype=dtype)) == wanted
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(rows=st.integers(1, 1 << 20), vocabulary=st.integers(1, 300000), dtype=st.sampled_from(DTYPES))
 def test_no_chunk_takes_more_than_its_share_and_each_has_both_ways(rows, vocabulary, dtype):
     problem = SPEC.bucketed(problem_of(rows, vocabulary, dtype=dtype))
@@ -103,7 +104,7 @@ def test_the_default_is_the_largest_chunk_by_cublas(target):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@settings(max_examples=40)
+@examples(40)
 @given(data=st.data())
 def test_loss_and_gradients_over_chunks_match_float64(way, data):
     problem = problem_of(

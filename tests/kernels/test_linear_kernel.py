@@ -4,7 +4,8 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from spec_samples import VIEWS, configs, inputs_of, interpret, seen_as
 
@@ -75,7 +76,7 @@ def in_place(problem, config, inputs):
     return c
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(data=st.data())
 def test_a_product_is_added_in_place_to_what_is_there(data):
     product = data.draw(st.sampled_from(PRODUCTS))
@@ -125,7 +126,7 @@ def test_the_library_updates_its_addend_where_asked_and_leaves_it_alone_elsewher
     assert torch.equal(same, c)
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(data=st.data())
 def test_cublas_and_the_winner_write_where_they_are_told(data):
     """The winner that the interpreter has is the kernel; arrays that it reads one by one go to the library."""

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tuning_samples import COMPILED, SMALL
 
@@ -29,7 +29,6 @@ def read(path: Path) -> dict:
     return Journal(path, "key").latest()
 
 
-@settings(deadline=None)
 @given(st.lists(texts, min_size=1, max_size=6), st.data())
 def test_a_torn_last_line_costs_nothing_but_itself(tmp_path_factory, facts, data):
     path = tmp_path_factory.mktemp("journal") / "journal.jsonl"

@@ -7,7 +7,8 @@ import random
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from race_samples import DEFAULT, cutile_search, races, winner
 
@@ -184,7 +185,7 @@ def test_a_race_that_does_not_come_to_a_decision_ends_after_so_many_samples(monk
     assert max(timing.samples for timing in timings.values()) <= 40 * 1.25
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     medians=st.lists(st.floats(1.0, 1e5), min_size=1, max_size=12),
     spread=st.floats(0.0, 0.3),

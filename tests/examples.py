@@ -1,0 +1,32 @@
+"""How many examples hypothesis draws: a test says how many it would like, and the profile scales them.
+
+``HYPOTHESIS_PROFILE``: ``default`` draws the same examples at every run, ``quick`` a fifth of them;
+``thorough`` draws new ones, and more.
+"""
+
+import os
+
+from hypothesis import HealthCheck, settings
+
+SCALES = {"quick": 0.2, "default": 1.0, "thorough": 4.0}
+FEWEST = 3
+profile = os.environ.get("HYPOTHESIS_PROFILE", "default")
+
+
+def scaled(count: int) -> int:
+    """A number of examples in this profile."""
+    return max(min(count, FEWEST), round(count * SCALES[profile]))
+
+
+def examples(count: int, **more: object) -> settings:
+    """Settings of a test that would like this many examples, and whatever else they say."""
+    return settings(max_examples=scaled(count), **more)
+
+
+def load_profile() -> None:
+    """What holds for tests that say nothing."""
+    slow = [HealthCheck.too_slow, HealthCheck.data_too_large]
+    settings.register_profile(
+        profile, deadline=None, derandomize=profile != "thorough", suppress_health_check=slow, max_examples=scaled(100)
+    )
+    settings.load_profile(profile)
