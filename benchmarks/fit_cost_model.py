@@ -30,8 +30,9 @@ from tilekern.spec import LibraryCall
 from tuning import cost_model
 from tuning.candidates import Candidate
 from tuning.cost_model import Weights
-from tuning.launch_costs import Costs, copy_s, products_s
+from tuning.launch_costs import Costs
 from tuning.predicting import code_in, costs_of, predict, predict_library
+from tuning.roofline import roofline
 from tuning.sweep import Sweep
 
 # A candidate this much (natural logarithm) behind its problem's best counts 1/e of it in the fit, and never less
@@ -217,9 +218,9 @@ def library_ratios(samples: Sequence[Sample], sweep: Sweep) -> dict[str, tuple[f
         item = sample.candidate
         if item.is_library:
             call = item.spec.implement(item.problem, item.config)
-            roofline = max(copy_s(item, sweep.target), products_s(item, sweep.target))
+            least_s = roofline(item.kernel, item.problem, sweep.target).seconds
             kind = "COMPOSITE" if isinstance(call, LibraryCall) and call.composite else "LIBRARY"
-            found[kind].append((sample.seconds - cost_model.LIBRARY_OVERHEAD_S) / roofline)
+            found[kind].append((sample.seconds - cost_model.LIBRARY_OVERHEAD_S) / least_s)
     return {kind: (statistics.median(ratios), len(ratios)) for kind, ratios in found.items()}
 
 

@@ -24,7 +24,7 @@ from tuning.compiling import work_s
 from tuning.lines import is_copy
 from tuning.measuring import Settled, entrants
 from tuning.planned import Limits
-from tuning.service.cost import roofline_s
+from tuning.roofline import launch_s
 from tuning.strategies.exhaustive import LEAST_ROUNDS, LONGEST_US, ROUNDS
 from tuning.sweep import Sweep
 
@@ -298,7 +298,7 @@ def estimate_measure(
 
 def _rounds_s(item: Count, target: Target) -> float:
     """What the rounds of an exhaustive race take."""
-    round_s = item.to_measure * (OVER_ROOFLINE * roofline_s(item.kernel, item.problem, target) + SAMPLE_S)
+    round_s = item.to_measure * (OVER_ROOFLINE * launch_s(item.kernel, item.problem, target) + SAMPLE_S)
     affordable = math.ceil(1e-6 * LONGEST_US / round_s) if round_s else 0
     return min(ROUNDS, max(LEAST_ROUNDS, affordable)) * round_s
 
@@ -306,7 +306,7 @@ def _rounds_s(item: Count, target: Target) -> float:
 def _problem_s(kernel: str, problem: Problem, candidates: int, target: Target) -> float:
     """What a problem takes to measure, by what the shipped sweep took."""
     launches = PROBLEM_ROOFLINES + CANDIDATE_ROOFLINES * candidates
-    return PROBLEM_S + CANDIDATE_S * candidates + launches * roofline_s(kernel, problem, target)
+    return PROBLEM_S + CANDIDATE_S * candidates + launches * launch_s(kernel, problem, target)
 
 
 def _measured_before(target: Target, sweeps: Sequence[Sweep], strategy: str) -> tuple[float, float]:

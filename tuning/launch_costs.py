@@ -14,6 +14,7 @@ from tilekern.spec import Config, cdiv
 from tilekern.targets import Target
 from tuning.candidates import Candidate
 from tuning.machine_code import Counts, MachineCode
+from tuning.roofline import roofline
 
 # Registers are given to a warp in units of 256, shared memory to a block with 1 KiB for the system on top (CUDA
 # programming guide, "Technical Specifications per Compute Capability").
@@ -91,16 +92,6 @@ def resident_blocks(resources: Resources, target: Target) -> int:
     return min(limits)
 
 
-def copy_s(candidate: Candidate, target: Target) -> float:
-    """The time of a copy of the bytes that a candidate's problem must move."""
-    return candidate.spec.bytes_moved(candidate.problem) / (target.copy_gbs * 1e9)
-
-
-def products_s(candidate: Candidate, target: Target) -> float:
-    """The time of its floating-point operations at the datasheet's rate of the matrix units."""
-    return candidate.spec.flops(candidate.problem) / (target.matmul_tflops * 1e12)
-
-
 def _launch(candidate: Candidate, resources: Resources, target: Target) -> _Launch:
     spec, problem, config = candidate.spec, candidate.problem, candidate.config
     blocks = spec.device(problem, config).grid(problem, target.sm_count)
@@ -142,7 +133,7 @@ def memory_costs(candidate: Candidate, resources: Resources, code: MachineCode, 
     accesses = part.global_loads + part.global_stores
     boxes = part.bulk_loads + part.bulk_stores
     terms = {
-        "copy": copy_s(candidate, target),
+        "copy": roofline(candidate.kernel, candidate.problem, target).memory_s,
         "intake": launch.rounds * launch.busy * step_bytes / (_INTAKE_BYTES_A_CYCLE * _CLOCK_HZ),
         "issue": issued * each / _WARP,
         "access": accesses * each / _WARP * _ACCESS_CYCLES,
@@ -181,7 +172,7 @@ def _repeated(code: MachineCode, step_bytes: float, workers: int, shared_bytes: 
 def product_costs(candidate: Candidate, resources: Resources, code: MachineCode, target: Target) -> Costs:
     """The costs of a kernel that the matrix units bound, with tiles ``tile_m`` and ``tile_n`` wide."""
     problem, config, launch = candidate.problem, candidate.config, _launch(candidate, resources, target)
-    roofline_s, flops = products_s(candidate, target), candidate.spec.flops(candidate.problem)
+    flops, products_s = candidate.spec.flops(problem), roofline(candidate.kernel, problem, target).arithmetic_s
     tile_m, tile_n, warps = int(config["tile_m"]), int(config["tile_n"]), _warps(config)
     ctas = int(config.get("num_ctas") or 1)
     # Blocks of a causal problem have unequal work, so that how many there are for each place says little.
@@ -194,7 +185,7 @@ def product_costs(candidate: Candidate, resources: Resources, code: MachineCode,
     instructions, products = (sum(getattr(loop, name) for loop in loops) for name in ("instructions", "products"))
     density = max(0.0, math.log2(instructions / products / _PLAIN_DENSITY)) if wgmma and products else 0.0
     terms = {
-        "products": roofline_s * waves,
+        "products": products_s * waves,
         "operands": flops * (1 / tile_m + 1 / tile_n) / (_L2_BYTES_S_A_SM * target.sm_count),
         "steps": steps / (target.sm_count * max(1, launch.busy)) * ctas * _STEP_S,
         "local": steps * spilled / (target.sm_count * _CLOCK_HZ),
@@ -209,16 +200,11 @@ def product_costs(candidate: Candidate, resources: Resources, code: MachineCode,
         # wgmma gives each group of four warps 64 rows; more warps than that share rows, and multiply twice.
         "split": float(wgmma and max(tile_m, tile_n) < _TILE_ROWS * warps // 4),
     }
-    return Costs(terms, traits, roofline_s, launch.resident, 0.0)
+    return Costs(terms, traits, products_s, launch.resident, 0.0)
 
 
 def _is_persistent(config: Config) -> bool:
     return bool(config["schedule"] == "persistent")
-
-
-def has_product_costs(candidate: Candidate, target: Target) -> bool:
-    """Whether the matrix units' rate, and not memory's, bounds a candidate's problem."""
-    return products_s(candidate, target) > copy_s(candidate, target)
 
 
 def unread(resources: Resources) -> MachineCode:

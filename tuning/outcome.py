@@ -52,5 +52,6 @@ def _problem_json(winner: Winner) -> dict[str, Any]:
         "failed": record.failed,
         "time_us": round(winner.time_us, 3),
         "share_of_roofline": round(winner.share, 4),
+        "bound": winner.roofline.bound,
         "gain_over_default": round(winner.gain, 4),
     }

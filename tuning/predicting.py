@@ -15,22 +15,12 @@ from tilekern.spec import ALIGNED, LibraryCall, Problem
 from tilekern.targets import Target
 from tuning.candidates import Candidate
 from tuning.cost_model import COMPOSITE, DEFAULT_BONUS, LIBRARY, LIBRARY_OVERHEAD_S, MEMORY, PRODUCTS, Weights
-from tuning.launch_costs import (
-    Costs,
-    copy_s,
-    has_product_costs,
-    memory_costs,
-    product_costs,
-    products_s,
-    resident_blocks,
-    unread,
-)
+from tuning.launch_costs import Costs, memory_costs, product_costs, resident_blocks, unread
 from tuning.machine_code import MachineCode
+from tuning.roofline import ARITHMETIC, roofline
 from tuning.sweep import Sweep
 
-__all__ = ["Prediction", "is_arithmetic", "predict", "predict_best", "predict_library", "ranking", "resident_blocks"]
-
-is_arithmetic = has_product_costs
+__all__ = ["Prediction", "predict", "predict_best", "predict_library", "ranking", "resident_blocks"]
 
 
 @dataclass(frozen=True)
@@ -71,7 +61,7 @@ def predict(candidate: Candidate, resources: Resources, target: Target, code: Ma
 
 def costs_of(candidate: Candidate, resources: Resources, target: Target, code: MachineCode) -> tuple[Costs, Weights]:
     """The terms of a candidate's launch, and the weights for its kind."""
-    if has_product_costs(candidate, target):
+    if roofline(candidate.kernel, candidate.problem, target).bound == ARITHMETIC:
         return product_costs(candidate, resources, code, target), PRODUCTS
     return memory_costs(candidate, resources, code, target), MEMORY
 
@@ -80,7 +70,7 @@ def predict_library(candidate: Candidate, target: Target) -> Prediction:
     """The roofline's time by what libraries reached of it where they were measured."""
     call = candidate.spec.implement(candidate.problem, candidate.config)
     factor = COMPOSITE if isinstance(call, LibraryCall) and call.composite else LIBRARY
-    seconds = LIBRARY_OVERHEAD_S + factor * max(copy_s(candidate, target), products_s(candidate, target))
+    seconds = LIBRARY_OVERHEAD_S + factor * roofline(candidate.kernel, candidate.problem, target).seconds
     bonus = DEFAULT_BONUS if candidate.config == candidate.spec.default(candidate.problem, target) else 0.0
     return Prediction(seconds, 1, 0.0, spills=False, bonus=bonus)
 

@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from tilekern.errors import InputError
-from tilekern.kernels import spec_named
 from tuning import disposable
 from tuning.lines import COPY, copy_key
+from tuning.roofline import roofline
 from tuning.steps import CUDA, QUEUE, START, Steps
 from tuning.tasks import Task
 from tuning.verifying import Check
@@ -122,9 +122,7 @@ class Worker:
 
 def least_s(task: Task) -> float:
     """The time below which no candidate of a task can be, in seconds."""
-    spec, target = spec_named(task.kernel), task.target
-    memory_s = spec.bytes_moved(task.problem) / (target.copy_gbs * 1e9)
-    return max(memory_s, spec.flops(task.problem) / (target.matmul_tflops * 1e12))
+    return roofline(task.kernel, task.problem, task.target).seconds
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from tuning.journal import Line
 from tuning.lines import copy_key
 from tuning.measuring import identity
 from tuning.predicting import Prediction, ranking
+from tuning.roofline import Roofline, roofline
 from tuning.strategies.selection import ranked
 from tuning.sweep import Sweep
 
@@ -29,17 +30,22 @@ MOST_RUNNERS_UP = 3
 class Winner:
     """The outcome for one problem, as tables and ``--json`` show it.
 
-    ``time_us`` is measured or predicted, as ``provenance`` says; ``share`` is the part of the roofline that it
-    reaches (the time of a copy of the bytes that must move, over ``time_us``); ``gain`` is the default config's time
-    over the winner's, by the same means.
+    ``time_us`` is measured or predicted, as ``provenance`` says; ``roofline`` is the least time that it could be, with
+    the copy of the same race where one was timed; ``gain`` is the default config's time over the winner's, by the same
+    means.
     """
 
     kernel: str
     problem: Problem
     record: Record
     time_us: float
-    share: float
+    roofline: Roofline
     gain: float
+
+    @property
+    def share(self) -> float:
+        """The part of the roofline that it reaches: the roofline's time over ``time_us``."""
+        return 1e6 * self.roofline.seconds / self.time_us
 
 
 def winners(sweep: Sweep, toolkit: dict[str, str]) -> Iterator[tuple[Winner, dict[str, bytes]]]:
@@ -221,10 +227,9 @@ def _prediction(prediction: Prediction) -> dict[str, float | int]:
 def _winner(item: Candidate, record: Record, target: Target) -> Winner:
     facts = record.measurement or record.prediction or {}
     time_us = facts["median_us"] if record.measurement else facts["time_us"]
-    copy_us = facts.get("copy_us", item.spec.bytes_moved(item.problem) / target.copy_gbs / 1e3)
-    return Winner(
-        item.kernel, item.problem, record, time_us, copy_us / time_us, facts.get("default_us", time_us) / time_us
-    )
+    copy_s = 1e-6 * facts["copy_us"] if "copy_us" in facts else None
+    limit = roofline(item.kernel, item.problem, target, copy_s)
+    return Winner(item.kernel, item.problem, record, time_us, limit, facts.get("default_us", time_us) / time_us)
 
 
 def why_not(sweep: Sweep, kernel: str, problem: Problem) -> str:

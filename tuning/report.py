@@ -89,8 +89,8 @@ def _reasons(report: PlanReport, console: Console) -> Table:
 
 def _table(outcome: Outcome, console: Console) -> Table:
     title = f"{outcome.model} on {outcome.target.name} ({outcome.target.arch}), {outcome.toolkit['key']}"
-    columns = [_PROBLEM, ["config"], ["time, us", "of a copy"], ["gain", "how"]]
-    return table_for(console, title, columns, map(_row, outcome.winners), ["time, us", "of a copy", "gain"])
+    columns = [_PROBLEM, ["config"], ["time, us", "of roofline"], ["gain", "how"]]
+    return table_for(console, title, columns, map(_row, outcome.winners), ["time, us", "of roofline", "gain"])
 
 
 def _row(winner: Winner) -> list[str]:
@@ -100,7 +100,7 @@ def _row(winner: Winner) -> list[str]:
         " ".join(str(value) for value in winner.problem.values()),
         config,
         f"{winner.time_us:.1f}",
-        f"{100 * winner.share:.0f} %",
+        f"{winner.roofline.bound} {100 * winner.share:.0f} %",
         f"{winner.gain:.2f}x",
         winner.record.provenance,
     ]

@@ -35,7 +35,7 @@ from tuning.estimating import (
 )
 from tuning.models import PRESETS
 from tuning.plan import known_ops, plan
-from tuning.service.cost import roofline_s
+from tuning.roofline import launch_s
 from tuning.strategies.exhaustive import LEAST_ROUNDS, ROUNDS
 from tuning.sweep import Sweep
 
@@ -149,7 +149,7 @@ def test_measuring_is_estimated_from_the_shipped_sweep_and_then_from_the_sweeps_
     counts = count([SMALL], h200, compiled_sweep, "race")
     todo = counts[0].to_measure
     shipped = estimate_measure(counts, h200, 1, [])
-    launches_s = (PROBLEM_ROOFLINES + CANDIDATE_ROOFLINES * todo) * roofline_s(*SMALL, h200)
+    launches_s = (PROBLEM_ROOFLINES + CANDIDATE_ROOFLINES * todo) * launch_s(*SMALL, h200)
     assert shipped.seconds == pytest.approx(MEASURE_START_S + PROBLEM_S + CANDIDATE_S * todo + launches_s)
     assert "one sweep of an H200" in shipped.basis
     assert estimate_measure(counts, h200, 2, []).seconds == pytest.approx((shipped.seconds + MEASURE_START_S) / 2)
@@ -168,15 +168,15 @@ def test_measuring_is_estimated_from_the_shipped_sweep_and_then_from_the_sweeps_
 def test_an_exhaustive_race_is_estimated_to_take_all_its_rounds(compiled_sweep: Sweep, tmp_path: Path, h200: Target):
     counts = count([SMALL], h200, compiled_sweep, "exhaustive")
     raced, whole = (estimate_measure(counts, h200, 1, [], name) for name in ("race", "exhaustive"))
-    sample_s = SAMPLE_S + OVER_ROOFLINE * roofline_s(*SMALL, h200)
+    sample_s = SAMPLE_S + OVER_ROOFLINE * launch_s(*SMALL, h200)
     assert whole.seconds == pytest.approx(raced.seconds + ROUNDS * counts[0].to_measure * sample_s)
     assert f"up to {ROUNDS} samples of each" in whole.basis
     # Sizes that take longer than a race may: it stops after the least number of rounds.
     huge = dataclasses.replace(counts[0], problem=SMALL[1].but(rows=1 << 24, columns=1 << 14))
     raced_s = estimate_measure([huge], h200, 1, []).seconds
-    assert raced_s > raced.seconds + 60 * roofline_s(huge.kernel, huge.problem, h200)
+    assert raced_s > raced.seconds + 60 * launch_s(huge.kernel, huge.problem, h200)
     left_s = estimate_measure([huge], h200, 1, [], "exhaustive").seconds - raced_s
-    sample_s = SAMPLE_S + OVER_ROOFLINE * roofline_s(huge.kernel, huge.problem, h200)
+    sample_s = SAMPLE_S + OVER_ROOFLINE * launch_s(huge.kernel, huge.problem, h200)
     assert left_s == pytest.approx(LEAST_ROUNDS * huge.to_measure * sample_s)
     # What one strategy took says nothing of another.
     earlier = Sweep(tmp_path)
@@ -200,7 +200,7 @@ def test_sizes_that_take_long_are_estimated_to(tmp_path: Path, h200: Target):
     model, empty = PRESETS["qwen3-8b"], Sweep(tmp_path / "none")
     small, large = (plan(model, [tokens], ["bfloat16"], ["attention"], h200) for tokens in (8192, 1 << 20))
     counts, many = count(small, h200, empty, "race"), count(large, h200, empty, "race")
-    least_s = sum(roofline_s(item.kernel, item.problem, h200) * item.to_measure for item in many)
+    least_s = sum(launch_s(item.kernel, item.problem, h200) * item.to_measure for item in many)
     assert least_s > 100
     assert estimate_measure(counts, h200, 1, []).seconds < 60
     assert estimate_measure(many, h200, 1, []).seconds > least_s

@@ -218,7 +218,7 @@ def test_hovering_a_point_shows_its_config_and_figures(page: Page, report: Repor
     shown = page.hover(plot, *place)
     assert spaced(winner.config) in shown
     assert "5.00 ± 0.10 µs, measured 85 times" in shown
-    assert "80.0 % of a copy, 2.000 x the default" in shown
+    assert "80.0 % of the roofline, 2.000 x the default" in shown
     assert f"{winner.registers} registers" in shown
 
 

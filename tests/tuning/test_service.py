@@ -28,9 +28,10 @@ from tilekern.targets import resolve
 from tilekern.toolchain import compile_candidate, toolkit
 from tuning import cli
 from tuning.planned import Named
+from tuning.roofline import launch_s
 from tuning.service import history, loop
 from tuning.service.board import Board
-from tuning.service.cost import OWN_OP, lost, roofline_s
+from tuning.service.cost import OWN_OP, lost
 from tuning.service.history import Failures, History
 from tuning.service.loop import Service
 from tuning.service.tuner import How, tune
@@ -127,7 +128,7 @@ def test_a_launch_loses_what_is_predicted_of_the_default_and_of_the_best(compile
     known = ranking(compiled_sweep, kernel, problem, H200)
     best = known[0][1].seconds
     own = lost(kernel, problem, H200, compiled_sweep, None, {}.__getitem__)
-    assert own.seconds == pytest.approx(OWN_OP * roofline_s(kernel, problem, H200) - best)
+    assert own.seconds == pytest.approx(OWN_OP * launch_s(kernel, problem, H200) - best)
     default = spec_named(kernel).default(problem, H200)
     [now] = [said.seconds for item, said in known if item.config == default]
     record, blobs = record_of_default(kernel, problem)
@@ -136,7 +137,7 @@ def test_a_launch_loses_what_is_predicted_of_the_default_and_of_the_best(compile
     nothing = Sweep(compiled_sweep.folder / "nowhere")
     alone = lost(kernel, problem, H200, nothing, record, blobs.__getitem__)
     assert alone.basis == "roofline"
-    assert alone.seconds == pytest.approx(now - roofline_s(kernel, problem, H200))
+    assert alone.seconds == pytest.approx(now - launch_s(kernel, problem, H200))
 
 
 def record_of_default(kernel, problem):

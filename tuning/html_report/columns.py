@@ -177,6 +177,6 @@ def _cost_text(row: Row) -> str:
 
 
 def _worth_text(row: Row) -> str:
-    share = f"{100 * row.share_of_roofline:.1f} % of a copy" if row.share_of_roofline is not None else ""
+    share = f"{100 * row.share_of_roofline:.1f} % of the roofline" if row.share_of_roofline is not None else ""
     gain = f"{row.gain_over_default:.3f} x the default" if row.gain_over_default is not None else ""
     return ", ".join(text for text in (share, gain) if text)

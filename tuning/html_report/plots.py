@@ -37,7 +37,7 @@ _PROBLEM_TIPS = _tips("name", "winner", "time_text", "worth_text")
 def overview_plots(problems: ColumnDataSource) -> list[figure]:
     """Of each problem's winner: the share of the roofline and the gain over the default config, against its time."""
     x = "winner's time, µs" if "measured" in problems.data["provenance"] else "winner's predicted time, µs"
-    share = _plot("Share of roofline of the winners", x, "time of a copy / time", "share", log_x=True)
+    share = _plot("Share of roofline of the winners", x, "time at the roofline / time", "share", log_x=True)
     gain = _plot("Gain of the winners over the default", x, "default's time / time", "gain", log_x=True)
     for plot, y in ((share, "share_of_roofline"), (gain, "gain_over_default")):
         points = {how: GroupFilter(column_name="provenance", group=how) for how in ("measured", "predicted")}
@@ -68,7 +68,7 @@ def candidate_plots(candidates: ColumnDataSource, frontier: ColumnDataSource, ch
     spread, steps = CDSView(filter=chosen), CDSView(filter=chosen)
     times.segment("rank", "low_us", "rank", "high_us", source=candidates, view=spread, color=_GREY, line_width=1.5)
     costs.segment("x0", "y0", "x1", "y1", source=frontier, view=steps, color="black", line_dash="dashed")
-    share = _plot("Share of roofline", "blocks that fit on an SM", "time of a copy / time", "roofline")
+    share = _plot("Share of roofline", "blocks that fit on an SM", "time at the roofline / time", "roofline")
     share.add_layout(_line_at(1))
     drawings = [(times, "rank", "time_us"), (costs, "registers", "time_us"),
                 (share, "resident_blocks", "share_of_roofline")]  # fmt: skip

@@ -14,8 +14,9 @@ from tilekern.spec import ALIGNED, Config, Problem
 from tilekern.targets import Target
 from tuning.candidates import LIBRARY_LINE, Candidate
 from tuning.measuring import identity
-from tuning.predicting import Prediction, is_arithmetic, ranking, resident_blocks
+from tuning.predicting import Prediction, ranking, resident_blocks
 from tuning.publishing import Winner, winners
+from tuning.roofline import roofline
 from tuning.sweep import Sweep
 
 LEFT_OUT = "its race left it out: it is predicted far slower, or the search did not come to it"
@@ -51,8 +52,8 @@ class Row:
         earlier_race: whether the timings are of a race before the problem's last one: only what raced together
             competes, as clocks drift in between.
         predicted_us: the cost model's time, microseconds.
-        share_of_roofline: the time of a copy of the bytes that must move over ``time_us``, 1 is as fast as the copy;
-            as the records have it.
+        share_of_roofline: the time at the roofline over ``time_us``: of a copy of the bytes that must move, or of the
+            operations at the matrix units' peak, whichever is longer; as the records have it.
         gain_over_default: ``time_us`` of the default config over this one's; more than 1 is faster.
         bound: ``memory`` or ``arithmetic``: which of the two bounds the problem on this target.
         gigabytes_per_s: bytes that must move over ``time_us``, 1e9 bytes a second.
@@ -186,7 +187,7 @@ def _rows_of_problem(
     predictions = {item.key: found for item, found in ranking(sweep, kernel, problem, journals.target)}
     how = "measured" if any(journals.timing(item) for item in items) else "predicted"
     times = {item.key: _time_us(journals.timing(item), predictions.get(item.key), how) for item in items}
-    default_us, copy_us = _yardsticks(winner, how, times[default.key] if default else None)
+    default_us, least_us = _yardsticks(winner, how, times[default.key] if default else None)
     first: dict[Any, int] = {}
     for number, item in enumerate(items):
         time_us = times[item.key]
@@ -194,21 +195,21 @@ def _rows_of_problem(
         yield Row(
             kernel, problem, number, item.config, item.variant, item.is_library, item is default, won,
             time_us=_rounded(time_us), provenance=None if time_us is None else how,
-            share_of_roofline=_ratio(copy_us, time_us), gain_over_default=_ratio(default_us, time_us),
+            share_of_roofline=_ratio(least_us, time_us), gain_over_default=_ratio(default_us, time_us),
             **_state(item, number, journals, first), **_measurement(item, journals),
             **_compile_facts(item, journals, predictions.get(item.key)), **_worth(item, time_us, journals.target),
         )  # fmt: skip
 
 
 def _yardsticks(winner: Winner | None, how: str, default_us: float | None) -> tuple[float | None, float | None]:
-    """Times of the default config and of a copy of the bytes that must move, where known.
+    """Times of the default config and at the roofline, where known.
 
     They are the record's, which knows the candidate that was timed in the default's place and the copy of its race.
     """
     if winner is None or winner.record.provenance != how:
         return default_us, None
     facts = winner.record.measurement or winner.record.prediction or {}
-    return facts.get("default_us", default_us), winner.share * winner.time_us
+    return facts.get("default_us", default_us), 1e6 * winner.roofline.seconds
 
 
 def _time_us(timing: Mapping[str, Any], prediction: Prediction | None, how: str) -> float | None:
@@ -259,7 +260,7 @@ def _compile_facts(item: Candidate, journals: _Journals, prediction: Prediction 
 
 
 def _worth(item: Candidate, time_us: float | None, target: Target) -> dict[str, Any]:
-    facts: dict[str, Any] = {"bound": "arithmetic" if is_arithmetic(item, target) else "memory"}
+    facts: dict[str, Any] = {"bound": roofline(item.kernel, item.problem, target).bound}
     if time_us:
         facts["gigabytes_per_s"] = _rounded(item.spec.bytes_moved(item.problem) / time_us / 1e3)
         facts["teraflops"] = _rounded(item.spec.flops(item.problem) / time_us / 1e6)

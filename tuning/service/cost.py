@@ -8,18 +8,17 @@ from dataclasses import dataclass
 from tilekern.cache import Record
 from tilekern.cubin import Resources, code_of
 from tilekern.errors import InputError
-from tilekern.kernels import spec_named
 from tilekern.spec import ALIGNED, Config, Problem
 from tilekern.targets import Target
 from tuning.candidates import Candidate, candidate
 from tuning.machine_code import read_machine_code
 from tuning.predicting import Prediction, predict, ranking
+from tuning.roofline import launch_s
 from tuning.sweep import Sweep
 
 # How many times the roofline's time is taken for what runs now, where no prediction can be made: a middle of what
 # torch's own ops take on the H200 (1.7 times for swiglu, 24 times for qk_norm_rope), and of what defaults take.
 OWN_OP, DEFAULT = 4.0, 1.5
-_LAUNCH_S = 2.5e-6
 ReadBlob = Callable[[str], bytes]
 
 
@@ -47,7 +46,7 @@ def lost(
     Raises:
         tilekern.cache.CacheError: the artifact cannot be read.
     """
-    floor_s = roofline_s(kernel, problem, target)
+    floor_s = launch_s(kernel, problem, target)
     try:
         known = ranking(sweep, kernel, problem, target)
     except InputError:  # nothing was planned in the folder yet
@@ -59,13 +58,6 @@ def lost(
     if now is None:
         return Lost(max(0.0, DEFAULT * floor_s - best_s), "roofline")
     return Lost(max(0.0, now - best_s), "predicted" if known else "roofline")
-
-
-def roofline_s(kernel: str, problem: Problem, target: Target) -> float:
-    """The least time that a problem can take on a target, in seconds: of its bytes or of its arithmetic."""
-    spec = spec_named(kernel)
-    memory_s = _LAUNCH_S + spec.bytes_moved(problem) / (target.copy_gbs * 1e9)
-    return float(max(memory_s, spec.flops(problem) / (target.matmul_tflops * 1e12)))
 
 
 def _predicted(
