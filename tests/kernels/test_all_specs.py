@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from spec_samples import NAMES, SPECS, VIEWS, configs, inputs_of, interpret, problems, seen_as, sized
 
-from tilekern.kernels import all_specs, spec_named
+from tilekern.kernels import spec_named
 from tilekern.spec import DTYPES
 
 every_spec = pytest.mark.parametrize("spec", SPECS, ids=NAMES)
@@ -141,23 +141,48 @@ def test_rope_backward_undoes_the_forward():
     torch.testing.assert_close(back["k_out"], inputs["k"].double(), rtol=1e-6, atol=1e-6)
 
 
-def _adds_dy(forward, backward):
-    return list(inspect.signature(backward).parameters) == ["dy", *inspect.signature(forward).parameters]
+# By backward spec whose reference is written by hand: its forward, and the forward's results with the names that the
+# backward gives their gradients. The other references of backward specs are autograd's own.
+BY_HAND = {
+    "rms_norm_backward": ("rms_norm_forward", {"y": "dy"}),
+    "add_rms_norm_backward": ("add_rms_norm_forward", {"y": "dy", "total": "dtotal"}),
+    "swiglu_backward": ("swiglu_forward", {"y": "dy"}),
+    "swiglu_backward_remake": ("swiglu_forward", {"y": "dy"}),
+    "cross_entropy_backward": ("cross_entropy_forward", {"loss": "scale"}),
+    "attention_dq": ("attention_forward", {"out": "dout"}),
+    "attention_dkdv": ("attention_forward", {"out": "dout"}),
+}
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_references_of_backward_specs_are_what_autograd_says(name):
-    """The references are written by hand, so they are checked too; those of other inputs by their kernels' tests."""
-    forward, backward = all_specs().get(name.replace("_backward", "_forward")), spec_named(name)
-    if forward is None or not _adds_dy(forward.reference, backward.reference):
-        return
-    problem = sized(backward, "float32")
-    inputs = {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in inputs_of(backward, problem).items()}
-    dy = inputs.pop("dy")
-    leaves = {k: v.requires_grad_() for k, v in inputs.items() if isinstance(v, torch.Tensor)}
-    gradients = torch.autograd.grad(forward.reference(**inputs)["y"], list(leaves.values()), dy)
-    expected = dict(zip((f"d{name}" for name in leaves), gradients, strict=True))
-    got = backward.reference(dy=dy, **{k: v.detach() if k in leaves else v for k, v in inputs.items()})
-    assert got.keys() == expected.keys()
-    for key, gradient in expected.items():
-        torch.testing.assert_close(got[key], gradient, rtol=1e-10, atol=1e-10)
+def _taken(function, given):
+    """What a function takes of what there is."""
+    return {name: value for name, value in given.items() if name in inspect.signature(function).parameters}
+
+
+@pytest.mark.parametrize("flags", [False, True])
+@pytest.mark.parametrize("name", BY_HAND)
+def test_references_that_are_written_by_hand_are_what_autograd_says(name, flags):
+    (forward, upstream), backward = BY_HAND[name], spec_named(name)
+    forward = spec_named(forward)
+    problem = sized(forward, "float32", flags=flags)
+    inputs = {k: v.double() if _is_float(v) else v for k, v in inputs_of(forward, problem).items()}
+    leaves = {k: v.requires_grad_() for k, v in inputs.items() if _is_float(v)}
+    everything = dict(problem) | inputs
+    results = forward.reference(**_taken(forward.reference, everything))
+    drawn = {result: torch.randn_like(results[result]) for result in upstream}
+    asked = [results[result] for result in upstream]
+    gradients = torch.autograd.grad(asked, list(leaves.values()), list(drawn.values()), allow_unused=True)
+    expected = {f"d{leaf}": gradient for leaf, gradient in zip(leaves, gradients, strict=True)}
+    everything |= results | {upstream[result]: dy for result, dy in drawn.items()}
+    if "delta" in inspect.signature(backward.reference).parameters:
+        everything |= spec_named("attention_delta").reference(out=results["out"], dout=drawn["out"])
+    everything = {k: v.detach() if isinstance(v, torch.Tensor) else v for k, v in everything.items()}
+    got = backward.reference(**_taken(backward.reference, everything))
+    known = got.keys() & expected.keys()
+    assert known
+    for key in known:
+        torch.testing.assert_close(got[key], expected[key], rtol=1e-9, atol=1e-9)
+
+
+def _is_float(value):
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
