@@ -1,7 +1,7 @@
-"""How many examples hypothesis draws: a test says how many it would like, and the profile scales them.
+"""How much is tried: a test says how many examples it would like, and the profile scales them.
 
-``HYPOTHESIS_PROFILE``: ``default`` draws the same examples at every run, ``quick`` a fifth of them;
-``thorough`` draws new ones, and more.
+``HYPOTHESIS_PROFILE``: ``default`` draws the same examples at every run, ``quick`` a fifth of them; ``thorough`` draws
+new ones and more, and puts the cache under the whole stress of which the others take a share.
 """
 
 import os
@@ -21,6 +21,11 @@ def scaled(count: int) -> int:
 def examples(count: int, **more: object) -> settings:
     """Settings of a test that would like this many examples, and whatever else they say."""
     return settings(max_examples=scaled(count), **more)
+
+
+def stressed(count: int, least: int = 1) -> int:
+    """How many processes, kills or mutations of a stress are tried: all in ``thorough``, a tenth elsewhere."""
+    return count if profile == "thorough" else max(least, count // 10)
 
 
 def load_profile() -> None:

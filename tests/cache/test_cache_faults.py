@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from examples import profile, stressed
 
 from benchmarks.caching import faults
 
@@ -60,35 +61,44 @@ def test_scene(layer, tmp_path, scene):
     said(layer, HERE / "cache_faulty.py", scene, tmp_path)
 
 
+@pytest.mark.stress
 def test_64_processes_tune_read_prune_and_clear_one_cache(tmp_path):
-    counts = judged(said(ENVIRONMENT, "-m", "benchmarks.caching.load", tmp_path, 8, 64))
+    counts = judged(said(ENVIRONMENT, "-m", "benchmarks.caching.load", tmp_path, stressed(30, 4), 64))
     assert min(counts[what] for what in ("hits", "misses", "records written", "records removed", "blobs removed")) > 0
 
 
+@pytest.mark.stress
 @needs_layer
 def test_locks_that_are_always_granted_change_nothing(layer, tmp_path):
     """The cache relies on none: a network file system may grant one lock to two nodes."""
     assert judged(said(layer, "-m", "benchmarks.caching.load", tmp_path, 3, 32))["hits"] > 0
 
 
+@pytest.mark.stress
 @needs_layer
-def test_500_killed_processes_leave_only_whole_records_and_lose_none(layer, tmp_path):
-    counts = judged(said(layer, "-m", "benchmarks.caching.kills", tmp_path, 500))
-    assert sum(count for what, count in counts.items() if what.startswith("killed in")) == 500
-    assert counts["records seen whole"] > 500
+def test_killed_processes_leave_only_whole_records_and_lose_none(layer, tmp_path):
+    kills = stressed(500)
+    counts = judged(said(layer, "-m", "benchmarks.caching.kills", tmp_path, kills))
+    assert sum(count for what, count in counts.items() if what.startswith("killed in")) == kills
+    assert counts["records seen whole"] > kills
 
 
+@pytest.mark.stress
 @needs_layer
 def test_what_a_disk_that_does_not_sync_tears_is_never_taken_for_a_record(layer, tmp_path):
     """And the kills do tear: there is less to be seen than on a disk that syncs."""
     torn, sound = (
-        judged(said(layer, "-m", "benchmarks.caching.kills", tmp_path / kind, 100, kind))["records seen whole"]
+        judged(said(layer, "-m", "benchmarks.caching.kills", tmp_path / kind, stressed(300), kind))[
+            "records seen whole"
+        ]
         for kind in ("lying-sync", "sync")
     )
     assert torn < sound
 
 
+@pytest.mark.stress
 @needs_layer
 def test_every_call_may_fail_with_every_error(layer, tmp_path):
-    counts = judged(said(layer, "-m", "benchmarks.caching.errors", tmp_path, 41))
+    """All of them in ``thorough``; elsewhere each of so many."""
+    counts = judged(said(layer, "-m", "benchmarks.caching.errors", tmp_path, 1 if profile == "thorough" else 41))
     assert min(counts["survived"], counts["CacheError"]) > 30

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from examples import stressed
 from test_cache_faults import ENVIRONMENT, HERE, judged, said
 
 FUZZER = HERE / "cache_fuzzer.py"
@@ -19,15 +20,18 @@ def test_all_readers_of_the_fuzzer_are_run():
 @pytest.mark.skipif(
     importlib.util.find_spec("atheris") is None, reason="atheris is not installed: it has no wheel here"
 )
+@pytest.mark.stress
 @pytest.mark.parametrize("reader", READERS)
 def test_a_fuzzed_reader_raises_nothing_of_its_own(tmp_path, reader):
-    command = [sys.executable, FUZZER, reader, "3", tmp_path]
+    command = [sys.executable, FUZZER, reader, str(stressed(30, 3)), tmp_path]
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
     assert int(re.findall(r"Done (\d+) runs", done.stderr)[0]) > 100, done.stderr[-3000:]
 
 
+@pytest.mark.stress
 def test_random_mutations_are_misses_or_errors_and_load_nothing_that_was_changed(tmp_path):
-    counts = judged(said(ENVIRONMENT, "-m", "benchmarks.caching.mutations", tmp_path, 0, 20_000))
-    assert min(counts[f"{kind}: miss"] for kind in ("record", "blob", "pack")) > 1000
-    assert counts["unpacking: refused"] > 100
+    number = stressed(40_000)
+    counts = judged(said(ENVIRONMENT, "-m", "benchmarks.caching.mutations", tmp_path, 0, number))
+    assert min(counts[f"{kind}: miss"] for kind in ("record", "blob", "pack")) > number / 20
+    assert counts["unpacking: refused"] > number / 200
