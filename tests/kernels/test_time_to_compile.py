@@ -3,7 +3,8 @@
 import resource
 
 import pytest
-from hypothesis import Phase, given, settings
+from examples import examples
+from hypothesis import Phase, given
 from hypothesis import strategies as st
 from spec_samples import compiled, large_problems, sized
 
@@ -84,7 +85,7 @@ def test_sizes_that_take_longest(kernel, sizes, dtype, gpu):
 
 
 @pytest.mark.parametrize("spec", COMPILED, ids=[spec.name for spec in COMPILED])
-@settings(max_examples=settings.default.max_examples // 50, phases=[Phase.generate])
+@examples(2, phases=[Phase.generate])
 @given(data=st.data())
 def test_any_sizes(spec, data):
     assert_fast(spec, data.draw(large_problems(spec), label="problem"), data.draw(st.sampled_from(["H200", "B200"])))

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 from adamw_samples import DTYPES, KERNEL, error, give_gradients, launches, parameters, train, twins
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 import tilekern
@@ -35,7 +36,7 @@ def test_many_steps_are_as_near_to_float64_as_torch_s(dtype, maximize):
     assert error(ours, exact) <= 1.02 * error(theirs, exact)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(data=st.data())
 def test_any_shape_dtype_and_option_against_float64(data):
     """One step from moments that are not zero; the results are rounded once."""

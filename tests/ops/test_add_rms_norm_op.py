@@ -1,6 +1,7 @@
 import pytest
 import torch
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from op_samples import DTYPES, EPS, LAYOUTS, TOLERANCE, assert_near, laid_out
 from torch.utils.checkpoint import checkpoint
@@ -41,7 +42,7 @@ def check(inputs, layout="contiguous"):
         assert gradient.dtype == leaf.dtype
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(data=st.data())
 def test_any_shape_layout_and_dtype(data):
     leading = data.draw(st.lists(st.sampled_from([0, 1, 2, 3, 5]), min_size=1, max_size=3), label="leading")

@@ -4,7 +4,8 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from op_samples import DTYPES, LAYOUTS, TOLERANCE, assert_near, laid_out
 
@@ -60,7 +61,7 @@ def sample(rows=7, vocabulary=83, dtype=torch.float32, scale=1.0, ignored=2, see
     return logits, target
 
 
-@settings(max_examples=80)
+@examples(80)
 @given(data=st.data())
 def test_any_options_shape_layout_and_dtype(data):
     leading = data.draw(st.lists(st.integers(1, 4), max_size=2), label="leading")

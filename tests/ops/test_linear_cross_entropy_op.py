@@ -6,7 +6,8 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from op_samples import DTYPES, TOLERANCE, assert_near
 
@@ -96,7 +97,7 @@ def counted():
     return counters(NAME).launches, counters(NAME).fallbacks
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(data=st.data())
 def test_any_options_shape_and_dtype(data):
     leading = tuple(data.draw(st.lists(st.integers(1, 4), max_size=2), label="leading"))
@@ -141,7 +142,7 @@ def test_several_chunks_with_a_tail(rows, options, products):
     assert counters("matmul").launches == multiplied + (each * chunks if products == "tuned" else 0)
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(data=st.data())
 def test_any_shape_over_any_chunks_with_any_upstream(data):
     """Gradients of leaves that are wanted, added up over chunks, times what the backward is given."""

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from op_samples import DTYPES, LAYOUTS, TOLERANCE, assert_near, laid_out
 
@@ -36,7 +37,7 @@ def counted():
     return count.launches, count.fallbacks
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(data=st.data())
 def test_results_and_gradients_match_float64(data):
     dtype = data.draw(st.sampled_from(DTYPES))

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from op_samples import DTYPES, LAYOUTS, OPS, TOLERANCE, assert_near, expected, inputs_of, laid_out, shapes
 
@@ -25,7 +26,7 @@ def check(op, inputs, dy_layout="contiguous", seed=1):
 
 
 @every_op
-@settings(max_examples=60)
+@examples(60)
 @given(data=st.data())
 def test_any_shape_layout_and_dtype(op, data):
     shape = data.draw(shapes(op), label="shape")

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from op_samples import DTYPES, LAYOUTS, TOLERANCE, assert_near, laid_out
 
@@ -46,7 +47,7 @@ def check(inputs, layout="contiguous"):
         assert_near(gradient, reference, 2 * TOLERANCE[dtype])
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(data=st.data())
 def test_results_and_gradients_match_float64(data):
     inputs = leaves(

@@ -1,6 +1,7 @@
 import pytest
 import torch
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from op_samples import DTYPES, EPS, LAYOUTS, TOLERANCE, assert_near, laid_out
 from torch.utils.checkpoint import checkpoint
@@ -56,7 +57,7 @@ def check(inputs, layout="contiguous"):
         assert gradient.dtype == leaf.dtype
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(data=st.data())
 def test_any_shape_layout_and_dtype(data):
     sizes = [data.draw(st.sampled_from(some)) for some in ([0, 1, 2, 3], [0, 1, 2, 5], [1, 2, 3, 5], [1, 2, 4])]
