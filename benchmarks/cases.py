@@ -3,6 +3,7 @@ from the specs."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -183,6 +184,26 @@ def training_cases() -> list[SpecCase]:
     ]
 
 
+def in_batches(case: SpecCase, batch: int) -> SpecCase:
+    """A case of rows whose matrices are [batch, rows, columns], as the hidden states of a model are."""
+
+    def seen(tensors: tuple[Any, ...], *leading: int) -> tuple[Any, ...]:
+        return tuple(x.view(*leading, -1, x.shape[-1]) if x.dim() > 1 else x for x in tensors)
+
+    def tensors(device: str) -> Tensors:
+        flat = case.tensors(device)
+        return Tensors(seen(flat.inputs, batch), flat.constants, seen(flat.slopes, batch))
+
+    def expected(t: Tensors) -> tuple[Any, ...]:
+        return seen(case.expected(Tensors(seen(t.inputs), t.constants, seen(t.slopes))), batch)
+
+    op, size = case.label.split(" ", maxsplit=1)
+    rows, columns = size.split("x")
+    label = f"{op} {batch}x{int(rows) // batch}x{columns}"
+    return dataclasses.replace(case, label=label, tensors=tensors, expected=expected)
+
+
 def small_cases() -> list[SpecCase]:
     """Sizes at which the GPU is done before the host: for host time."""
-    return [rms_norm_case(16, 4096), swiglu_case(16, 12288), rope_case(1, 16)]
+    rows = [rms_norm_case(16, 4096), swiglu_case(16, 12288)]
+    return [*rows, *(in_batches(case, 2) for case in rows), rope_case(1, 16)]

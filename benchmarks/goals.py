@@ -85,6 +85,27 @@ def _host(results: Results) -> Iterator[Verdict]:
                 peers = _listed(_peers(results, case, metric))
                 met = ours.value <= 0.5 * liger.value
                 yield Verdict(f"{metric} with autograd", case, "≤ half of Liger's", figure, met, peers)
+        yield from _in_batches(results, case)
+
+
+def _in_batches(results: Results, case: str) -> Iterator[Verdict]:
+    """Host time above the bare launch's of a case ``<op> <batch>x<rows>x<columns>``, against that of its rows alone."""
+    op, _, size = case.partition(" ")
+    sizes = size.split("x")
+    if len(sizes) != 3 or not all(map(str.isdecimal, sizes)):
+        return
+    flat = f"{op} {int(sizes[0]) * int(sizes[1])}x{sizes[2]}"
+    for metric in ("forward_no_grad", "forward"):
+        above = [_above_launch(results, one, metric) for one in (case, flat)]
+        if above[0] is not None and above[1] is not None:
+            figure = f"{above[0]:.2f} us, {above[0] / above[1]:.2f} x {above[1]:.2f} us"
+            met = above[0] <= 1.3 * above[1]
+            yield Verdict(f"{metric} above the launch, of batches", case, "≤ 1.3 x that of rows", figure, met, "-")
+
+
+def _above_launch(results: Results, case: str, metric: str) -> float | None:
+    ours, bare = results.row(case, OURS, metric), results.row(case, "ct.launch", "launch")
+    return ours.value - bare.value if ours and bare else None
 
 
 def _at_most(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.cases import METRICS, rms_norm_case, rope_case, small_cases, swiglu_case, training_cases
+from benchmarks.cases import METRICS, in_batches, rms_norm_case, rope_case, small_cases, swiglu_case, training_cases
 from benchmarks.formulas import swiglu
 from benchmarks.fused_cases import (
     add_rms_norm_case,
@@ -30,6 +30,8 @@ TINY = [
     swiglu_case(7, 48, "bfloat16"),
     rope_case(2, 5, 3, 1, 16, "float32"),
     rope_case(1, 9, 4, 2, 32, "bfloat16"),
+    in_batches(rms_norm_case(6, 24, "float32"), 2),
+    in_batches(swiglu_case(8, 40, "bfloat16"), 4),
     add_rms_norm_case(5, 24, "float32"),
     add_rms_norm_case(9, 64, "bfloat16"),
     qk_norm_rope_case(2, 5, 3, 1, 16, "float32"),
@@ -121,6 +123,17 @@ def test_bytes_are_the_specs():
     assert [case.bytes_of(metric) for metric in METRICS] == [3 * matrix, 5 * matrix, 8 * matrix]
     assert len({case.label for case in training_cases()}) == 7
     assert {case.op for case in small_cases()} == {"rms_norm", "swiglu", "rope"}
+
+
+def test_rows_can_be_in_batches_as_a_model_has_them():
+    case = in_batches(rms_norm_case(6, 24, "float32"), 2)
+    tensors = case.tensors("cpu")
+    assert case.label == "rms_norm 2x3x24"
+    assert [tuple(x.shape) for x in (*tensors.inputs, *tensors.slopes)] == [(2, 3, 24), (24,), (2, 3, 24)]
+    assert [tuple(x.shape) for x in case.expected(tensors)] == [(2, 3, 24), (2, 3, 24), (24,)]
+    assert [case.label for case in small_cases()] == [
+        "rms_norm 16x4096", "swiglu 16x12288", "rms_norm 2x8x4096", "swiglu 2x8x12288", "rope 1x16 32+8x128",
+    ]  # fmt: skip
 
 
 def test_rows_hold_times_rates_and_shares_of_the_copy():

@@ -54,8 +54,7 @@ def test_other_figures_have_no_target_but_are_shown():
     assert "| rms_norm 262144x128 | forward | us | 40 ± 0.2 | 38 ± 0.1 | 20 ± 0.1 |" in text
 
 
-def host(no_grad, bare, ours, liger):
-    case = "rms_norm 16x4096"
+def host(no_grad, bare, ours, liger, case="rms_norm 16x4096"):
     return Results(
         RUN,
         [
@@ -76,6 +75,16 @@ def test_host_time_is_judged_against_the_launch_and_against_liger():
     text = render([host(15, 5, 30, 50)])
     assert "| **no** |" in line_of(text, "forward under no_grad")
     assert "| **no** |" in line_of(text, "forward with autograd")
+
+
+def test_host_time_of_batches_is_judged_against_that_of_rows():
+    def line(batches):
+        batched = host(batches, 5, 20, 50, "rms_norm 2x8x4096").rows
+        return line_of(render([Results(RUN, [*host(7, 5, 20, 50).rows, *batched])]), "forward_no_grad above the launch")
+
+    assert "| rms_norm 2x8x4096 | ≤ 1.3 x that of rows | 2.50 us, 1.25 x 2.00 us | yes |" in line(7.5)
+    assert "| **no** |" in line(7.7)
+    assert "above the launch" not in render([host(7, 5, 20, 50)])
 
 
 def rows(benchmark, *found):
