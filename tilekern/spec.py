@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ALIGNED", "DTYPES", "GENERIC", "ITEM_BYTES", "TOLERANCES",
-    "ArrayParameter", "Config", "Constraint", "Dimension", "Implementation", "KernelSpec", "LibraryCall", "ModelShape",
-    "Problem", "ScalarParameter", "Space", "Tolerance", "Value", "bucket", "cdiv",
+    "Array", "ArrayParameter", "Config", "Constraint", "Dimension", "Implementation", "KernelSpec", "LibraryCall",
+    "ModelShape", "Problem", "ScalarParameter", "Space", "Tolerance", "Value", "bucket", "cdiv", "outputs_of",
+    "size_of",
 ]  # fmt: skip
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -94,6 +95,51 @@ class ScalarParameter:
 
     name: str
     dtype: str
+
+
+@dataclass(frozen=True)
+class Array:
+    """An array that a kernel takes, stated once for all of its problems.
+
+    Attributes:
+        name: the parameter of the device function.
+        dtype: the dimension that says it, two with ``*`` between (what torch promotes them to), or a dtype.
+        shape: a size for each axis: a dimension, or ``blocks`` for the number of blocks, with a factor before it
+            (``2*columns``) or a divisor behind it (``head_dim/2``) where it has one. No size is one element.
+        role: ``scratch`` is written for another kernel to read, and is no result.
+        aligned: as that of :class:`ArrayParameter`.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[str, ...]
+    role: Literal["input", "output", "scratch"] = "input"
+    aligned: bool = True
+
+    def dtype_in(self, problem: Problem) -> str:
+        """Its dtype in a problem."""
+        dtypes = {problem.get(part, part) for part in self.dtype.split("*")}
+        return str(dtypes.pop()) if len(dtypes) == 1 else "float32"
+
+    def shape_in(self, problem: Problem, blocks: int = 1) -> tuple[int, ...]:
+        """Its shape in a problem that runs on a number of blocks."""
+        sizes = {**problem, "blocks": blocks}
+        return tuple(times * int(sizes[name]) // by for name, times, by in map(size_of, self.shape))
+
+
+def outputs_of(
+    arrays: Iterable[Array | ScalarParameter],
+) -> Callable[[Problem, int], dict[str, tuple[tuple[int, ...], str]]]:
+    """What :attr:`KernelSpec.outputs` is for some arrays."""
+    written = [array for array in arrays if isinstance(array, Array) and array.role != "input"]
+    return lambda problem, blocks: {a.name: (a.shape_in(problem, blocks), a.dtype_in(problem)) for a in written}
+
+
+def size_of(text: str) -> tuple[str, int, int]:
+    """The dimension, the factor and the divisor of a size of :class:`Array`."""
+    whole, _, by = text.partition("/")
+    times, star, name = whole.rpartition("*")
+    return name, int(times) if star else 1, int(by or 1)
 
 
 @dataclass(frozen=True)
@@ -189,6 +235,7 @@ class KernelSpec:
         result_dtype: problem -> dtype that sets the tolerance.
         roundings: how many times values are rounded to that dtype on the way to a result; widens the tolerance.
         inputs_in_l2: whether it runs right after the kernel that wrote its inputs, and is timed with them in L2.
+        arrays: the device function's arrays and scalars, in its order.
     """
 
     name: str
@@ -210,6 +257,7 @@ class KernelSpec:
     results: Callable[[dict[str, Any]], dict[str, Any]] = dict
     roundings: int = 1
     inputs_in_l2: bool = False
+    arrays: tuple[Array | ScalarParameter, ...] = ()
 
     def problem(self, **values: Value) -> Problem:
         """A problem with real sizes, checked against the dimensions.
@@ -241,6 +289,16 @@ class KernelSpec:
         if isinstance(found, LibraryCall):
             raise TypeError(f"{self.name} {config.key} is a library's call, which has no device function")
         return found
+
+    def parameters(self, problem: Problem) -> tuple[ArrayParameter | ScalarParameter, ...]:
+        """What :attr:`arrays` says of the parameters of the device function."""
+        return tuple(x if isinstance(x, ScalarParameter) else self._parameter(x, problem) for x in self.arrays)
+
+    def _parameter(self, array: Array, problem: Problem) -> ArrayParameter:
+        exact = {d.name for d in self.dimensions if d.kind == "exact"}
+        extent = array.shape_in(problem)[-1] if array.shape and size_of(array.shape[-1])[0] in exact else None
+        role: Literal["input", "output"] = "input" if array.role == "input" else "output"
+        return ArrayParameter(array.name, array.dtype_in(problem), len(array.shape) or 1, extent, role, array.aligned)
 
     def is_library(self, problem: Problem, config: Config) -> bool:
         """Whether a library runs the config, so that there is nothing to compile."""
