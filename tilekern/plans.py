@@ -158,7 +158,8 @@ def _refuse_tangents(arguments: tuple[Any, ...]) -> None:
     import torch
 
     for argument in arguments:
-        if isinstance(argument, torch.Tensor) and torch.autograd.forward_ad.unpack_dual(argument).tangent is not None:
+        given = getattr(argument, "tensor", argument)  # of what stands for one
+        if isinstance(given, torch.Tensor) and torch.autograd.forward_ad.unpack_dual(given).tangent is not None:
             raise NotImplementedError(
                 "tilekern: trying to use forward-mode AD with a kernel that does not support it; use reverse mode "
                 "(backward, torch.autograd.grad), or the model's own operations (tilekern.reset(), sdpa as attention)"

@@ -1,7 +1,8 @@
-"""The ops with inputs of any shape and layout, what they must equal in float64, and how errors are judged."""
+"""The declared ops with inputs of any shape and layout, what they must equal in float64, and how errors are judged."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,21 +10,28 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from tilekern.kernels import rms_norm as rms_norm_kernels
-from tilekern.kernels import rope as rope_kernels
-from tilekern.kernels import swiglu as swiglu_kernels
-from tilekern.ops import rms_norm, rope, swiglu
+from tilekern import ops
+from tilekern.ops.declaration import Declaration, arrays_of
+from tilekern.ops.operation import DECLARED
+from tilekern.spec import size_of
 
 EPS = 1e-3
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Allowed ||error|| / ||reference||: some units in the last place, of which rms_norm rounds twice.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 LAYOUTS = ("contiguous", "transposed", "sliced", "spread", "expanded")
+# Sizes of dimensions, for tensors of which nobody asks for others; a batch of one can be packed. Others are 16.
+SIZES = {
+    "rows": 6, "vocabulary": 12, "batch": 1, "tokens": 5, "queries": 5, "keys": 5, "heads": 4, "kv_heads": 2,
+    "head_dim": 8, "in_features": 12, "out_features": 6, "starts": 2,
+}  # fmt: skip
+# Numbers in tensors that mean something.
+NUMBERS = {"cu_seqlens": torch.tensor([0, 5], dtype=torch.int32)}
 
 
 @dataclass(frozen=True)
 class Op:
-    """An op, its reference, and its inputs; the first ``graded`` inputs take gradients."""
+    """An op whose launches are written for it, and its reference; the first ``graded`` inputs take gradients."""
 
     name: str
     kernel: str
@@ -32,6 +40,7 @@ class Op:
     shapes: Callable[[tuple[int, ...]], list[tuple[int, ...]]]
     leading: tuple[int, int]
     graded: int
+    even: bool
 
     def run(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The op's results as a tuple."""
@@ -39,45 +48,70 @@ class Op:
         return out if isinstance(out, tuple) else (out,)
 
 
-def _angles(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
-    batch, heads, tokens, size = shape
-    return [shape, (batch, max(1, heads // 2), tokens, size), (1, tokens, size), (1, tokens, size)]
+def scalars_of(op: Declaration) -> dict[str, Any]:
+    """Values of the scalars: what a caller gets who gives none, but a larger ``eps``; flags of the op's own are off."""
+    public = inspect.signature(getattr(ops, op.name)).parameters
+    found = {name: public[name].default if name in public else False for name in op.scalars}
+    return found | {name: EPS for name in found if name == "eps"}
 
 
-def _rope_reference(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return tuple(rope_kernels.reference(*inputs, inverse=False).values())
+def tensors_of(op: Declaration, *, optional: bool = True, seed: int = 0) -> dict[str, Any]:
+    """Tensors of :data:`SIZES`; None for those that may be, unless ``optional``."""
+    generator = torch.Generator().manual_seed(seed)
+    found: dict[str, Any] = {}
+    for name, array in op.inputs.items():
+        if name in op.optional and not optional:
+            found[name] = None
+        elif "int" in array.dtype:
+            found[name] = NUMBERS.get(name, torch.zeros(_shape(array.shape, SIZES), dtype=torch.int64))
+        else:
+            found[name] = torch.randn(_shape(array.shape, SIZES), generator=generator)
+    return found
 
 
-OPS = {
-    op.name: op
-    for op in (
-        Op(
-            "rms_norm",
-            "rms_norm_forward",
-            lambda x, weight: rms_norm(x, weight, EPS),
-            lambda x, weight: (rms_norm_kernels.reference_forward(x, weight, EPS)["y"],),
-            lambda shape: [shape, shape[-1:]],
-            (0, 3),
-            2,
+def _shape(sizes: Sequence[str], values: dict[str, int]) -> tuple[int, ...]:
+    return tuple(times * values.get(name, 16) // by for name, times, by in map(size_of, sizes))
+
+
+def _op(op: Declaration) -> Op:
+    """What tests of all ops must know of one, from its declaration and its spec's reference."""
+    first = next(iter(op.inputs.values()))
+    rows = first.shape[0] == "rows"
+    scalars, names = scalars_of(op), inspect.signature(op.forward.reference).parameters
+    flags = {name: eval(said, {}, scalars) for name, said in op.flags.items()}
+    known = {name: value for name, value in (scalars | flags).items() if name in names}
+    public = getattr(ops, op.name)
+    mine = {name: value for name, value in scalars.items() if name in inspect.signature(public).parameters}
+
+    def shapes(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+        leading = shape[: len(shape) - len(first.shape) + 1] if rows else ()
+        values = dict(zip(first.shape[rows:], shape[len(leading) :], strict=True))
+        values["kv_heads"] = max(1, values.get("heads", 0) // 2)
+        return [
+            (*(leading if a.shape[0] == "rows" else ()), *_shape(a.shape[a.shape[0] == "rows" :], values))
+            for a in op.inputs.values()
+        ]
+
+    return Op(
+        name=op.name, kernel=op.forward.name, call=lambda *tensors: public(*tensors, **mine),
+        reference=lambda *tensors: tuple(
+            op.forward.reference(**dict(zip(op.tensors, tensors, strict=True)), **known).values()
         ),
-        Op(
-            "swiglu",
-            "swiglu_forward",
-            swiglu,
-            lambda gate, up: (swiglu_kernels.reference_forward(gate, up)["y"],),
-            lambda shape: [shape, shape],
-            (0, 3),
-            2,
-        ),
-        Op("rope", "rope", rope, _rope_reference, _angles, (3, 3), 2),
-    )
-}
+        shapes=shapes, leading=(0, 3) if rows else (len(first.shape) - 1,) * 2, graded=len(op.gradients),
+        even=any("/" in size for array in op.inputs.values() for size in array.shape),
+    )  # fmt: skip
+
+
+SHIPPED = {name: op for name, op in DECLARED.items() if name in ops.__all__}
+# Those whose launches are written for them.
+WITH_ARRAYS = [op for op in SHIPPED.values() if op.forward.arrays]
+OPS = {name: _op(op) for name, op in SHIPPED.items() if arrays_of(op.forward, "output")}
 
 
 def shapes(op: Op) -> st.SearchStrategy[tuple[int, ...]]:
     """Any small shape that the op takes; rows are long enough for results to be well conditioned."""
     leading = st.lists(st.sampled_from([0, 1, 1, 2, 3, 5]), min_size=op.leading[0], max_size=op.leading[1])
-    last = st.integers(4, 20).map(lambda half: 2 * half) if op.name == "rope" else st.integers(8, 80)
+    last = st.integers(4, 20).map(lambda half: 2 * half) if op.even else st.integers(8, 80)
     return st.builds(lambda some, columns: (*some, columns), leading, last)
 
 

@@ -12,7 +12,7 @@ import tilekern
 from tilekern.kernels import attention_problem
 
 module = importlib.import_module("tilekern.ops.attention")
-attention = module.attention
+attention, OP = module.attention, torch.ops.tilekern.attention.default
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
@@ -99,8 +99,8 @@ def test_results_and_gradients_match_float64_through_torch(case, monkeypatch):
 def test_the_registered_op_gives_the_same(case):
     def registered(q, k, v, sinks=None, cu_seqlens=None, max_seqlen=None, **options):
         numbers = {"causal": True, "scale": None, "window": None, "softcap": None} | options
-        call = module._call(q, k, *numbers.values(), cu_seqlens, max_seqlen, True)
-        return module._op(q, k, v, sinks, cu_seqlens, *call)[0]
+        longest = int(cu_seqlens.diff().max()) if cu_seqlens is not None else max_seqlen
+        return OP(q, k, v, sinks, cu_seqlens, *numbers.values(), longest, True)[0]
 
     check(registered, tensors(), case)
 
@@ -141,8 +141,8 @@ def test_a_query_that_sees_no_key_gives_zeros():
 
 def test_a_window_that_holds_all_keys_is_none():
     q, k, v = tensors()
-    assert module._call(q, k, True, None, 23, None, None, None, True).window is None
-    assert module._call(q, k, True, None, 22, None, None, None, True).window == 22
+    assert module._call(q, k, None, True, None, 23, None, None, True).window is None
+    assert module._call(q, k, None, True, None, 22, None, None, True).window == 22
     assert torch.equal(attention(q, k, v, window=10**12), attention(q, k, v))
 
 
@@ -167,7 +167,7 @@ def test_the_library_s_causal_mask_is_not_used_where_it_means_another(monkeypatc
 def test_torch_agrees_that_the_op_is_registered_well():
     q, k, v = tensors()
     numbers = (True, 0.25, 5, None, 23, True)
-    torch.library.opcheck(module._op, (q, k, v, None, None, *numbers), test_utils=("test_schema", "test_faketensor"))
+    torch.library.opcheck(OP, (q, k, v, None, None, *numbers), test_utils=("test_schema", "test_faketensor"))
 
 
 @pytest.mark.parametrize("softcap", [1e-30, 1e30])

@@ -4,37 +4,20 @@ from __future__ import annotations
 
 import pytest
 import torch
+from op_samples import SHIPPED, tensors_of
 
-from tilekern.ops import (
-    add_rms_norm,
-    attention,
-    cross_entropy,
-    linear,
-    linear_cross_entropy,
-    qk_norm_rope,
-    rms_norm,
-    rope,
-    swiglu,
-)
-from tilekern.ops.gated_mlp import gated_mlp
+from tilekern import ops
+from tilekern.ops import gated_mlp, linear, linear_cross_entropy, rms_norm
 
-ROWS, WEIGHT, ANGLES = (4, 16), (16,), (1, 4, 16)
-HEADS = (1, 4, 2, 16)
-# Tensors of each op: shapes of floats, or integers as they are.
-GIVEN = {
-    rms_norm: {"x": ROWS, "weight": WEIGHT},
-    add_rms_norm: {"residual": ROWS, "x": ROWS, "weight": WEIGHT},
-    swiglu: {"gate": ROWS, "up": ROWS},
-    rope: {"q": (1, 2, 4, 16), "k": (1, 2, 4, 16), "cos": ANGLES, "sin": ANGLES},
-    qk_norm_rope: {"q": HEADS, "k": HEADS, "q_weight": WEIGHT, "k_weight": WEIGHT, "cos": ANGLES, "sin": ANGLES},
-    linear: {"x": ROWS, "weight": (8, 16), "bias": (8,)},
-    gated_mlp: {"x": ROWS, "gate_weight": (8, 16), "up_weight": (8, 16), "down_weight": (16, 8)},
-    attention: {
-        "q": HEADS, "k": HEADS, "v": HEADS, "sinks": (2,), "cu_seqlens": torch.tensor([0, 4], dtype=torch.int32),
+# Tensors of each op by their names.
+GIVEN = {getattr(ops, op.name): tensors_of(op) for op in SHIPPED.values()} | {
+    gated_mlp: {
+        "x": torch.randn(4, 16), "gate_weight": torch.randn(8, 16), "up_weight": torch.randn(8, 16),
+        "down_weight": torch.randn(16, 8),
     },
-    cross_entropy: {"logits": ROWS, "target": torch.zeros(4, dtype=torch.long), "weight": WEIGHT},
     linear_cross_entropy: {
-        "hidden": ROWS, "weight": (8, 16), "target": torch.zeros(4, dtype=torch.long), "class_weight": (8,),
+        "hidden": torch.randn(4, 16), "weight": torch.randn(8, 16), "target": torch.zeros(4, dtype=torch.long),
+        "class_weight": torch.rand(8),
     },
 }  # fmt: skip
 # Without a gradient torch's own layers take the weights of a gated_mlp.
@@ -47,7 +30,7 @@ CASES = [
 
 
 def made(op, away=None, graded=False):
-    found = {name: torch.randn(x) if isinstance(x, tuple) else x for name, x in GIVEN[op].items()}
+    found = {name: x.clone() for name, x in GIVEN[op].items()}
     if away is not None:
         found[away] = found[away].to("meta")
     next(iter(found.values())).requires_grad_(graded)
@@ -66,7 +49,7 @@ def test_a_tensor_on_another_device_is_refused_by_its_name(op, name, graded):
 @pytest.mark.parametrize("op", GIVEN, ids=lambda op: op.__name__)
 def test_on_meta_an_op_has_the_shapes_of_its_results(op, graded):
     given = made(op, graded=graded)
-    if op is attention:
+    if op is ops.attention:
         del given["cu_seqlens"]  # whose starts are numbers, which meta has none of
     away = {name: x.detach().to("meta").requires_grad_(x.requires_grad) for name, x in given.items()}
     here, there = (y if isinstance(y, tuple) else (y,) for y in (op(**given), op(**away)))

@@ -4,23 +4,12 @@ import functools
 
 import pytest
 import torch
-from op_samples import EPS, OPS, assert_near, inputs_of
+from op_samples import EPS, OPS, SHIPPED, assert_near, inputs_of, scalars_of, tensors_of
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from tilekern import dispatch, interpreter, ops
-from tilekern.ops import (
-    add_rms_norm,
-    attention,
-    cross_entropy,
-    gated_mlp,
-    linear,
-    linear_cross_entropy,
-    qk_norm_rope,
-    rms_norm,
-    rope,
-    swiglu,
-)
+from tilekern.ops import gated_mlp, linear_cross_entropy, rms_norm, rope, swiglu
 
 every_op = pytest.mark.parametrize("op", OPS.values(), ids=OPS)
 SHAPE = (2, 3, 4, 10)
@@ -57,27 +46,6 @@ def test_float64_runs_the_model_s_own_op_and_counts(op):
         assert_near(result, reference, 1e-6)
     assert before.fallbacks == fallbacks + 1
     assert before.launches == launches
-
-
-@every_op
-@pytest.mark.parametrize("place", [0, 1])
-def test_a_frozen_input_gets_no_gradient(op, place):
-    inputs, leaves = leaves_of(op)
-    full = gradients(op, inputs, leaves)
-    inputs[place] = inputs[place].detach()
-    kept = inputs[1 - place]
-    (own,) = gradients(op, inputs, [kept])
-    assert_near(own, full[1 - place], 1e-6)
-    assert inputs[place].grad is None
-
-
-def test_a_frozen_weight_costs_no_sum(monkeypatch):
-    x, weight = torch.randn(6, 12, requires_grad=True), torch.randn(12)
-    before = dispatch.counters("column_sum").launches
-    rms_norm(x, weight).sum().backward()
-    assert dispatch.counters("column_sum").launches == before
-    rms_norm(x, weight.requires_grad_()).sum().backward()
-    assert dispatch.counters("column_sum").launches == before + 1
 
 
 @every_op
@@ -147,28 +115,27 @@ def test_second_derivatives_are_refused_and_not_wrong(power):
             (sum(g.square().sum() for g in first) + sum(leaf.sum() for leaf in leaves)).backward()
 
 
-# Of x [2, 3, 16], with weights that need no gradient: an op that autograd has to know of is torch's to refuse.
-_WEIGHT, _MATRIX, _ANGLES, _LABELS = torch.ones(16), torch.ones(9, 16), torch.ones(1, 3, 16), torch.ones(2, 3).long()
-UNGRADED = {
-    "rms_norm": lambda x: rms_norm(x, _WEIGHT),
-    "rms_norm's weight": lambda x: rms_norm(_ANGLES, x[0, 0]),
-    "add_rms_norm": lambda x: add_rms_norm(x, x, _WEIGHT)[1],
-    "swiglu": lambda x: swiglu(x, x),
-    "gated_mlp": lambda x: gated_mlp(x, _MATRIX, _MATRIX, _MATRIX.T),
-    "linear": lambda x: linear(x, _MATRIX),
-    "rope": lambda x: rope(x[None], x[None], _ANGLES, _ANGLES)[0],
-    "qk_norm_rope": lambda x: qk_norm_rope(x[:, :, None], x[:, :, None], _WEIGHT, _WEIGHT, _ANGLES, _ANGLES)[0],
-    "attention": lambda x: attention(x[:, :, None], x[:, :, None], x[:, :, None]),
-    "cross_entropy": lambda x: cross_entropy(x, _LABELS),
-    "linear_cross_entropy": lambda x: linear_cross_entropy(x, _MATRIX, _LABELS),
+def _with_tangents(op):
+    """For each float tensor of an op a call that takes it."""
+    given, public = tensors_of(op), getattr(ops, op.name)
+    for name, x in given.items():
+        if x.is_floating_point():
+            yield f"{op.name} {name}", (lambda x, name=name: public(**{**given, name: x}), x)
+
+
+# None of the tensors needs a gradient: an op that autograd has to know of is torch's to refuse.
+_X, _MATRIX, _LABELS = torch.randn(2, 3, 16), torch.ones(9, 16), torch.ones(2, 3).long()
+UNGRADED = dict(case for op in SHIPPED.values() for case in _with_tangents(op)) | {
+    "gated_mlp": (lambda x: gated_mlp(x, _MATRIX, _MATRIX, _MATRIX.T), _X),
+    "linear_cross_entropy": (lambda x: linear_cross_entropy(x, _MATRIX, _LABELS), _X),
 }
 
 
-@pytest.mark.parametrize("call", UNGRADED.values(), ids=UNGRADED)
-def test_forward_mode_derivatives_are_refused_and_not_lost(call):
-    x = torch.randn(2, 3, 16)
+@pytest.mark.parametrize(("call", "x"), UNGRADED.values(), ids=UNGRADED)
+def test_forward_mode_derivatives_are_refused_and_not_lost(call, x):
     with forward_ad.dual_level():
-        assert call(x).isfinite().all()
+        results = call(x)
+        assert all(y.isfinite().all() for y in (results if isinstance(results, tuple) else (results,)))
         with pytest.raises(NotImplementedError, match=r"use forward(-mode)? AD with"):
             call(forward_ad.make_dual(x, x))
     with pytest.raises(NotImplementedError):
@@ -226,59 +193,34 @@ def test_torch_compile_of_strided_inputs():
         assert got.stride() == reference.stride()
 
 
-def _arguments():
-    x, weight = torch.randn(3, 5, 12), torch.randn(12)
-    q, k, angles = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 5, 8), torch.rand(1, 5, 8)
-    heads = [torch.randn(2, 5, 4, 8, requires_grad=True), torch.randn(2, 5, 2, 8, requires_grad=True)]
-    attended = [*heads, torch.randn(2, 5, 2, 8, requires_grad=True)]
-    numbers = (True, 8**-0.5, None, None, 5, True)
-    norms = [torch.ones(8, requires_grad=True), torch.ones(8, requires_grad=True)]
-    return {
-        "rms_norm": (x.requires_grad_(), weight.requires_grad_(), EPS),
-        "rms_norm_backward": (x.detach(), x.detach(), weight.detach(), EPS),
-        "swiglu": (torch.randn(3, 12, requires_grad=True), torch.randn(3, 12, requires_grad=True)),
-        "swiglu_backward": (torch.randn(3, 12), torch.randn(3, 12), torch.randn(3, 12)),
-        "rope": (q.requires_grad_(), k.requires_grad_(), angles, angles, True),
-        "rope_backward": (q.detach(), k.detach(), angles, angles, True, torch.empty(0)),
-        "cross_entropy": (x, torch.randint(12, (3, 5)), weight.detach(), 3, 0.1, 2.0, 0.01),
-        "cross_entropy_backward": (
-            torch.rand(3, 5),
-            x.detach(),
-            torch.randint(12, (3, 5)),
-            torch.rand(3, 5),
-            None,
-            3,
-            0.1,
-            None,
-            0.01,
-        ),
-        "add_rms_norm": (x, x.detach(), weight, EPS),
-        "add_rms_norm_backward": (x.detach(), x.detach(), x.detach(), weight.detach(), EPS),
-        "attention": (*attended, None, None, *numbers),
-        "attention_backward": (
-            torch.randn(2, 5, 4, 8),
-            *(x.detach() for x in attended),
-            torch.randn(2, 5, 4, 8),
-            torch.rand(2, 4, 5),
-            None,
-            None,
-            *numbers,
-        ),
-        "linear": (torch.randn(5, 12, requires_grad=True), torch.randn(6, 12, requires_grad=True), None, None),
-        "linear_backward": (torch.randn(5, 6), torch.randn(5, 12), torch.randn(6, 12)),
-        "qk_norm_rope": (*heads, *norms, angles, angles, EPS),
-        "qk_norm_rope_backward": (*(x.detach() for x in (*heads, *heads, *norms)), angles, angles, EPS),
-    }
+def registered_arguments(name, optional):
+    """Of a registered op or, after ``_backward``, of its gradient, as its declaration has them."""
+    op = SHIPPED[name.removesuffix("_backward")]
+    given = tensors_of(op, optional=optional) | scalars_of(op)
+    for tensor in op.gradients:
+        if given[tensor] is not None:
+            given[tensor].requires_grad_()
+    arguments = [given[name] for name in op.arguments]
+    if name == op.name:
+        return arguments
+    results = getattr(torch.ops.tilekern, op.name).default(*arguments)
+    found = given | dict(zip(op.results, results if isinstance(results, tuple) else (results,), strict=True))
+    found |= {slope: torch.randn_like(found[name]) for slope, name in zip(op.slopes, op.shown, strict=True)}
+    return [x.detach() if isinstance(x, torch.Tensor) else x for x in map(found.get, op.backward_arguments)]
 
 
-def registered():
-    names = torch._C._dispatch_get_all_op_names()
-    return sorted(name.removeprefix("tilekern::") for name in names if name.startswith("tilekern::"))
+REGISTERED = [
+    pytest.param(name, optional, id=f"{name} {'all' if optional else 'least'}")
+    for op in SHIPPED.values()
+    for name in (op.name, f"{op.name}_backward")
+    for optional in ((True, False) if op.optional else (True,))
+]
 
 
-@pytest.mark.parametrize("name", registered())
-def test_torch_s_own_checks_of_a_registered_op(name):
-    result = torch.library.opcheck(getattr(torch.ops.tilekern, name).default, _arguments()[name])
+@pytest.mark.parametrize(("name", "optional"), REGISTERED)
+def test_torch_s_own_checks_of_a_registered_op(name, optional):
+    op = getattr(torch.ops.tilekern, name).default
+    result = torch.library.opcheck(op, registered_arguments(name, optional))
     assert set(result.values()) == {"SUCCESS"}
 
 

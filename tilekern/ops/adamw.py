@@ -5,6 +5,8 @@ The kernel knows nothing of shapes: memory that has no gaps is seen as rows of i
 into the parameter's order for the step, and what the step writes is copied back; so is a parameter with gaps. A DTensor
 (FSDP2, tensor parallelism) is worked on shard by shard. What no kernel serves (the CPU, other dtypes than bfloat16,
 float16 and float32, a cache's miss) goes through torch's own AdamW, counted as a fallback.
+
+It is written by hand and not declared: an optimizer's step is no function with results and gradients.
 """
 
 from __future__ import annotations

@@ -1,33 +1,39 @@
-"""attention: softmax(scale q k^T) v with causal masks, windows, soft caps, sinks, groups of heads, packed sequences."""
+"""attention: softmax(scale q k^T) v with causal masks, windows, soft caps, sinks, groups of heads, packed sequences.
+
+Its launches are written by hand: a library may win either direction, the backward is of up to three kernels, and what
+a call does not have is handed to them as placeholders.
+"""
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import torch
 
-from tilekern.dispatch import Plan, count_fallback, keep, memo, plan_for
+from tilekern.dispatch import Plan, plan_for
 from tilekern.kernels import attention_backward as backward_kernels
 from tilekern.kernels.attention import SPEC as _FORWARD
 from tilekern.kernels.attention_gradients import SPEC as _BACKWARD
+from tilekern.ops.operation import operation
 from tilekern.ops.packing import check_starts
-from tilekern.ops.registration import (
-    check_devices,
-    check_softcap,
-    differentiable_once,
-    disjoint,
-    needs_gradient,
-    register,
-    register_gradient,
-)
-from tilekern.spec import KernelSpec
+from tilekern.ops.registration import check_devices, check_softcap, disjoint, fresh, placeholder
+from tilekern.spec import Array, KernelSpec
 
 _DELTA, _DKDV, _DQ = backward_kernels.DELTA, backward_kernels.DKDV, backward_kernels.DQ
+_QUERIES, _KEYS = ("batch", "queries", "heads", "head_dim"), ("batch", "keys", "kv_heads", "head_dim")
+_ARRAYS = (
+    Array("q", "dtype", _QUERIES),
+    Array("k", "dtype", _KEYS),
+    Array("v", "dtype", _KEYS),
+    Array("sinks", "float32", ("heads",)),
+    Array("cu_seqlens", "int32", ("starts",)),
+    Array("out", "dtype", _QUERIES, "output"),
+    Array("lse", "float32", ("batch", "heads", "queries"), "output"),
+)
 
 
 class Call(NamedTuple):
-    """What, beside its tensors, one call of :func:`attention` asks for; the registered op's arguments in order."""
+    """What a call asks for beside its tensors, worked out; ``window`` is None where it would show every key."""
 
     causal: bool
     scale: float
@@ -41,11 +47,9 @@ class Plans(NamedTuple):
     """The plans of a call; those of the backward are None where no gradient is asked for."""
 
     forward: Plan
-    backward: Plan | None = None
-    delta: Plan | None = None
-
-
-_memo: dict[Any, Plans | None] = memo()
+    backward: Plan | None
+    delta: Plan | None
+    call: Call
 
 
 def attention(
@@ -88,22 +92,20 @@ def attention(
     Raises:
         ValueError: the shapes or the devices do not fit, or a number is out of its range.
     """
-    _check(q, k, v, sinks, cu_seqlens)
-    call = _call(q, k, causal, scale, window, softcap, cu_seqlens, max_seqlen, deterministic)
-    if torch.compiler.is_compiling():
-        return _op(q, k, v, sinks, cu_seqlens, *call)[0]
-    graded = needs_gradient(q, k, v) or (sinks is not None and needs_gradient(sinks))
-    plans = _plans(q, k, v, sinks, cu_seqlens, call, backward=graded)
-    if plans is None:
-        return fallback(q, k, v, sinks, cu_seqlens, call)
-    if graded:
-        return _Attention.apply(q, k, v, sinks, cu_seqlens, call, plans)
-    return _launch_forward(plans.forward, q, k, v, sinks, cu_seqlens, call)[0]
+    check_softcap("attention", softcap)
+    if window is not None and window < 1:
+        raise ValueError(f"attention: window must be positive, got {window}")
+    if cu_seqlens is not None:
+        _check(q, k, v, sinks, cu_seqlens)
+        check_starts("attention", cu_seqlens, q.shape[1], max_seqlen)
+        max_seqlen = int(cu_seqlens.diff().max()) if max_seqlen is None else max_seqlen
+    return _attention(q, k, v, sinks, cu_seqlens, causal, scale, window, softcap, max_seqlen, deterministic)
 
 
 def _check(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, cu_seqlens: torch.Tensor | None
-) -> None:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, cu_seqlens: torch.Tensor | None,
+    *numbers: Any,
+) -> None:  # fmt: skip
     shapes = f"got q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)}"
     if not q.dim() == k.dim() == v.dim() == 4 or k.shape[:3] != v.shape[:3] or q.shape[3] != k.shape[3]:
         raise ValueError(f"attention: q, k and v must be [batch, tokens, heads, head_dim], {shapes}")
@@ -119,27 +121,20 @@ def _check(
 
 
 def _call(
-    q: torch.Tensor, k: torch.Tensor, causal: bool, scale: float | None, window: int | None, softcap: float | None,
-    cu_seqlens: torch.Tensor | None, max_seqlen: int | None, deterministic: bool,
+    q: torch.Tensor, k: torch.Tensor, cu_seqlens: torch.Tensor | None, causal: bool, scale: float | None,
+    window: int | None, softcap: float | None, max_seqlen: int | None, deterministic: bool,
 ) -> Call:  # fmt: skip
-    check_softcap("attention", softcap)
-    if window is not None and window < 1:
-        raise ValueError(f"attention: window must be positive, got {window}")
-    longest = max(q.shape[1], k.shape[1])
-    if cu_seqlens is not None:
-        check_starts("attention", cu_seqlens, q.shape[1], max_seqlen)
-        longest = int(cu_seqlens.diff().max()) if max_seqlen is None else max_seqlen
+    longest = max(q.shape[1], k.shape[1]) if cu_seqlens is None or max_seqlen is None else max_seqlen
     # A window that holds every key is none, which needs no mask.
     short = window if window is not None and window < longest else None
     return Call(causal, q.shape[3] ** -0.5 if scale is None else scale, short, softcap, longest, deterministic)
 
 
-def fallback(
+def _in_torch(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, cu_seqlens: torch.Tensor | None,
     call: Call,
 ) -> torch.Tensor:  # fmt: skip
-    """The op in torch's own operations, through SDPA where that can do it; counted."""
-    count_fallback(_FORWARD)
+    """Through SDPA where that can do it."""
     queries, keys = q.shape[1], k.shape[1]
     square = call.causal and call.window is None and cu_seqlens is None and queries == keys
     masked = (call.causal or call.window is not None or cu_seqlens is not None) and not square
@@ -201,31 +196,16 @@ def formula(
     return torch.einsum("bhqk,bkhd->bqhd", weights.to(q.dtype), v).contiguous()
 
 
-def _plans(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, cu_seqlens: torch.Tensor | None,
-    call: Call, *, backward: bool,
+def _find(
+    graded: bool, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None, *numbers: Any,
 ) -> Plans | None:  # fmt: skip
-    """Plans of the forward and, where asked for, of the backward; None where torch must do the work."""
-    if not q.is_cuda:
-        return _find_plans(q, k, v, sinks, cu_seqlens, call, backward=backward)
-    packed = None if cu_seqlens is None else cu_seqlens.shape
-    key = (q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, call, sinks is None, packed, backward)
-    try:
-        return _memo[key]
-    except KeyError:
-        return keep(_memo, key, _find_plans(q, k, v, sinks, cu_seqlens, call, backward=backward))
-
-
-def _find_plans(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, cu_seqlens: torch.Tensor | None,
-    call: Call, *, backward: bool,
-) -> Plans | None:  # fmt: skip
+    call, packed = _call(q, k, cu_seqlens, *numbers), cu_seqlens is not None
     odd = cu_seqlens is not None and cu_seqlens.dtype != torch.int32
     if not q.dtype == k.dtype == v.dtype or v.shape != k.shape or call.scale <= 0 or odd:
         return None
     if not q.numel() or not k.numel():
         return None
-    packed = cu_seqlens is not None
     values = {
         "batch": q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1,
         "queries": call.max_seqlen if packed else q.shape[1],
@@ -239,8 +219,8 @@ def _find_plans(
         "sinks": sinks is not None,
         "packed": packed,
         "dtype": q.dtype,
+        "deterministic": call.deterministic,
     }
-    values["deterministic"] = call.deterministic
     square = not call.causal or values["queries"] == values["keys"]
 
     def found(spec: KernelSpec, **changes: Any) -> Plan | None:
@@ -251,111 +231,55 @@ def _find_plans(
         return plan if square or not library else None
 
     forward = found(_FORWARD)
-    if forward is None or not backward:
-        return None if forward is None else Plans(forward)
+    if forward is None or not graded:
+        return None if forward is None else Plans(forward, None, None, call)
     gradients, delta = found(_BACKWARD), found(_DELTA, batch=q.shape[0], queries=q.shape[1])
     parts = [gradients, delta]
     if gradients is not None and gradients.config["implementation"] == "kernels":
         parts += [found(_DKDV), found(_DQ)]
-    return None if None in parts else Plans(forward, gradients, delta)
-
-
-@functools.lru_cache(maxsize=64)
-def _placeholders(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """What stands for sinks and for the starts of sequences where a call has none."""
-    return torch.zeros(1, device=device), torch.zeros(1, dtype=torch.int32, device=device)
+    return None if None in parts else Plans(forward, gradients, delta, call)
 
 
 def _row_values(q: torch.Tensor) -> torch.Tensor:
     """An uninitialised float32 for each query of each head, [batch, heads, queries]."""
     batch, queries, heads, _ = q.shape
-    return torch.empty((batch, heads, queries), dtype=torch.float32, device=q.device)
+    return torch.empty(batch, heads, queries, dtype=torch.float32, device=q.device)
 
 
-def _launch_forward(
-    plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None, call: Call,
+def _launch(
+    plans: Plans, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None, *numbers: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """(out, lse)."""
-    no_sinks, no_starts = _placeholders(q.device)
-    starts = no_starts if cu_seqlens is None else cu_seqlens
-    most = call.max_seqlen if cu_seqlens is not None else q.shape[1]
-    logits = no_sinks if sinks is None else disjoint(sinks.float())
-    numbers = (most, call.scale, call.softcap or 1.0, call.window or 1)
-    inputs = (disjoint(q), disjoint(k), disjoint(v), logits, starts, starts, *numbers)
-    out, lse = plan.run(q.get_device(), inputs, lambda: (q.new_empty(q.shape), _row_values(q)))
+    call = plans.call
+    starts = placeholder(1, torch.int32, q.device) if cu_seqlens is None else cu_seqlens
+    most = q.shape[1] if cu_seqlens is None else call.max_seqlen
+    logits = placeholder(1, torch.float32, q.device) if sinks is None else disjoint(sinks.float())
+    factors = (most, call.scale, call.softcap or 1.0, call.window or 1)
+    inputs = (disjoint(q), disjoint(k), disjoint(v), logits, starts, starts, *factors)
+    out, lse = plans.forward.run(q.get_device(), inputs, lambda: (fresh(q), _row_values(q)))
     return out, lse
 
 
-def _gradients(
-    plans: Plans, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
-    lse: torch.Tensor, sinks: torch.Tensor | None, cu_seqlens: torch.Tensor | None, call: Call,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
+def _launch_backward(
+    plans: Plans, needs: tuple[bool, ...], dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None, cu_seqlens: torch.Tensor | None, *numbers: Any,
+) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
     """(dq, dk, dv, dsinks)."""
     assert plans.backward is not None
     assert plans.delta is not None
-    device = q.get_device()
+    device, call = q.get_device(), plans.call
     q, k, v = disjoint(q), disjoint(k), disjoint(v)
     dout = disjoint(dout) if dout.stride(3) == 1 else dout.contiguous()
-    starts = _placeholders(q.device)[1] if cu_seqlens is None else cu_seqlens
-    most = (call.max_seqlen,) * 2 if cu_seqlens is not None else (q.shape[1], k.shape[1])
-    numbers = (*most, call.scale, call.softcap or 1.0, call.window or 1)
-    dq, dk, dv = plans.backward.run(device, (q, k, v, out, dout, lse, starts, starts, *numbers), tuple)
-    if sinks is None:
+    starts = placeholder(1, torch.int32, q.device) if cu_seqlens is None else cu_seqlens
+    most = (q.shape[1], k.shape[1]) if cu_seqlens is None else (call.max_seqlen,) * 2
+    factors = (*most, call.scale, call.softcap or 1.0, call.window or 1)
+    dq, dk, dv = plans.backward.run(device, (q, k, v, out, dout, lse, starts, starts, *factors), tuple)
+    if sinks is None or not needs[3]:
         return dq, dk, dv, None
     (delta,) = plans.delta.run(device, (out, dout), lambda: (_row_values(q),))
     share = torch.exp(sinks.float()[None, :, None] - lse)
     return dq, dk, dv, -(share * delta).sum((0, 2)).to(sinks.dtype)
-
-
-class _Attention(torch.autograd.Function):
-    """The eager path: cheaper for the host than a registered op."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None,
-        cu_seqlens: torch.Tensor | None, call: Call, plans: Plans,
-    ) -> torch.Tensor:  # fmt: skip
-        out, lse = _launch_forward(plans.forward, q, k, v, sinks, cu_seqlens, call)
-        ctx.save_for_backward(q, k, v, out, lse, sinks, cu_seqlens)
-        ctx.call, ctx.plans = call, plans
-        return out
-
-    @staticmethod
-    @differentiable_once
-    def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, out, lse, sinks, cu_seqlens = ctx.saved_tensors
-        found = _gradients(ctx.plans, dout, q, k, v, out, lse, sinks, cu_seqlens, ctx.call)
-        return (*found, None, None, None)
-
-
-def _run(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, cu_seqlens: torch.Tensor | None,
-    *numbers: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    call = Call(*numbers)
-    plans = _plans(q, k, v, sinks, cu_seqlens, call, backward=False)
-    if plans is None:
-        # No backward kernel reads this: without a plan of the forward there is none of the backward.
-        return fallback(q, k, v, sinks, cu_seqlens, call), _row_values(q).fill_(torch.nan)
-    return _launch_forward(plans.forward, q, k, v, sinks, cu_seqlens, call)
-
-
-def _run_backward(
-    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-    sinks: torch.Tensor | None, cu_seqlens: torch.Tensor | None, *numbers: Any,
-) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    call = Call(*numbers)
-    plans = _plans(q, k, v, sinks, cu_seqlens, call, backward=True)
-    if plans is not None:
-        dq, dk, dv, dsinks = _gradients(plans, dout, q, k, v, out, lse, sinks, cu_seqlens, call)
-        return dq, dk, dv, q.new_empty(0) if dsinks is None else dsinks
-    with torch.enable_grad():
-        leaves = [x.detach().requires_grad_() for x in (q, k, v, *(() if sinks is None else (sinks,)))]
-        again = fallback(leaves[0], leaves[1], leaves[2], leaves[3] if sinks is not None else None, cu_seqlens, call)
-        found = torch.autograd.grad(again, leaves, dout)
-    dq, dk, dv, *rest = (x.contiguous() for x in found)
-    return dq, dk, dv, rest[0] if rest else q.new_empty(0)
 
 
 def _fake(
@@ -365,32 +289,21 @@ def _fake(
     return q.new_empty((*q.shape[:3], v.shape[3])), _row_values(q)
 
 
-def _fake_backward(
-    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-    sinks: torch.Tensor | None, cu_seqlens: torch.Tensor | None, *numbers: Any,
-) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    dsinks = q.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks
+def _rest(q: torch.Tensor, *rest: Any) -> tuple[torch.Tensor]:
+    """No backward kernel reads this: without a plan of the forward there is none of the backward."""
+    return (_row_values(q).fill_(torch.nan),)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    q, k, v, sinks, cu_seqlens, *ctx.call = inputs
-    ctx.save_for_backward(q, k, v, *output, sinks, cu_seqlens)
-
-
-def _backward(ctx: Any, dout: torch.Tensor, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    *tensors, sinks, cu_seqlens = ctx.saved_tensors
-    dq, dk, dv, dsinks = _op_backward(dout, *tensors, sinks, cu_seqlens, *ctx.call)
-    return (dq, dk, dv, None if sinks is None else dsinks, None, *(None for _ in ctx.call))
-
-
-_TENSORS = "Tensor? sinks, Tensor? cu_seqlens"
-_NUMBERS = "bool causal, float scale, int? window, float? softcap, SymInt max_seqlen, bool deterministic"
-_op = register(f"attention(Tensor q, Tensor k, Tensor v, {_TENSORS}, {_NUMBERS}) -> (Tensor, Tensor)", _run, _fake)
-_op_backward = register(
-    f"attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_TENSORS}, {_NUMBERS})"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
-    _run_backward,
-    _fake_backward,
-)
-register_gradient(_op, _backward, _save)
+@operation(
+    _FORWARD, _BACKWARD, name="attention", ungraded=("cu_seqlens",), arrays=_ARRAYS, kept=("lse",),
+    reads=("q", "k", "v", "out", "lse", "sinks", "cu_seqlens"),
+    key=("causal", "scale", "window", "softcap", "max_seqlen", "deterministic"), check=_check, find=_find,
+    launch=_launch, launch_backward=_launch_backward, fake=_fake, rest=_rest,
+)  # fmt: skip
+def _attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, cu_seqlens: torch.Tensor | None,
+    causal: bool, scale: float | None, window: int | None, softcap: float | None, max_seqlen: int | None,
+    deterministic: bool,
+) -> torch.Tensor:  # fmt: skip
+    numbers = (causal, scale, window, softcap, max_seqlen, deterministic)
+    return _in_torch(q, k, v, sinks, cu_seqlens, _call(q, k, cu_seqlens, *numbers))

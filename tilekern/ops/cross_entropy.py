@@ -7,35 +7,46 @@ from typing import Any
 
 import torch
 
-from tilekern.dispatch import Plan, count_fallback, keep, memo, plan_for
+from tilekern.dispatch import Plan, plan_for
 from tilekern.kernels import cross_entropy as kernels
-from tilekern.ops.registration import (
-    as_rows,
-    check_devices,
-    check_softcap,
-    first_order,
-    like_rows,
-    needs_gradient,
-    register,
-    register_gradient,
-)
+from tilekern.ops.operation import operation
+from tilekern.ops.registration import as_rows, by_autograd, check_devices, check_softcap, fresh, shaped
+from tilekern.spec import Array
 
 _FORWARD, _BACKWARD = kernels.FORWARD, kernels.BACKWARD
 _INT32 = torch.iinfo(torch.int32)
 Plans = tuple[Plan, Plan | None]
-Pair = tuple[torch.Tensor, torch.Tensor]
-_memo: dict[Any, Plans | None] = memo()
+Results = tuple[torch.Tensor, ...]
+_ROW = ("rows",)
+_ARRAYS = (
+    Array("logits", "dtype", ("rows", "vocabulary")),
+    Array("target", "int32", _ROW),
+    Array("weight", "float32", ("vocabulary",)),
+    Array("loss", "float32", (), "output"),
+    Array("lse", "float32", _ROW, "output"),
+    Array("count", "float64", (), "output"),
+    Array("labels", "int32", _ROW, "output"),
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Options:
-    """What a row's loss is made of beside logits and target, named as the arguments of :func:`cross_entropy`."""
+    """What a loss is made of beside logits and target, as the arguments of :func:`cross_entropy` in their order."""
 
     class_weight: torch.Tensor | None
     ignore_index: int
+    reduction: str
     label_smoothing: float
     softcap: float | None
     z_loss: float
+    in_place: bool
+
+    def given(self, device: torch.device) -> tuple[Any, ...]:
+        """The arguments of the kernels."""
+        weight = None if self.class_weight is None else self.class_weight.float().contiguous()
+        return kernels.option_arguments(
+            weight, self.ignore_index, self.label_smoothing, self.z_loss, self.softcap, device
+        )
 
 
 def cross_entropy(
@@ -68,27 +79,22 @@ def cross_entropy(
         ValueError: shapes do not fit, ``target`` is not of an integer dtype or on another device, or an option has a
             value that it cannot have.
     """
-    _check(logits, target, weight, reduction, label_smoothing, softcap)
-    if torch.compiler.is_compiling():
-        loss, _ = _op(logits, target, weight, ignore_index, label_smoothing, softcap, z_loss)
-        return _reduced(loss, _count(target, weight, ignore_index, reduction), reduction)
-    options = _Options(weight, ignore_index, label_smoothing, softcap, z_loss)
-    graded = needs_gradient(logits)
-    plans = _plans(logits, options, backward=graded)
-    if plans is None:
-        count_fallback(_FORWARD)
-        loss = composed(logits, target, options)
-        return _reduced(loss, _count(target, weight, ignore_index, reduction), reduction)
-    if graded:
-        return _CrossEntropy.apply(logits, target, options, reduction, in_place and not logits.is_leaf, plans)
-    loss, _ = _launch_forward(plans[0], logits, _rows_of(target), options)
-    return _reduced(loss, _count(target, weight, ignore_index, reduction), reduction)
+    if weight is not None and weight.requires_grad:
+        raise ValueError("cross_entropy: weight gets no gradient; detach it")
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"cross_entropy: reduction must be mean, sum or none, got {reduction!r}")
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(f"cross_entropy: label_smoothing must be from 0 to 1, got {label_smoothing}")
+    check_softcap("cross_entropy", softcap)
+    if not _INT32.min <= ignore_index <= _INT32.max:
+        # Kernels take targets as int32; those of a narrower dtype are never ignored here.
+        target = target.masked_fill(target == ignore_index, _INT32.min) if target.dtype == torch.int64 else target
+        ignore_index = _INT32.min
+    in_place = in_place and not logits.is_leaf and not torch.compiler.is_compiling()
+    return _loss(logits, target, weight, ignore_index, reduction, label_smoothing, softcap, z_loss, in_place)
 
 
-def _check(
-    logits: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, reduction: str, label_smoothing: float,
-    softcap: float | None,
-) -> None:  # fmt: skip
+def _check(logits: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, *options: Any) -> None:
     if not logits.dim() or target.shape != logits.shape[:-1]:
         raise ValueError(
             f"cross_entropy: target must have the shape of logits without the last dimension, got {list(target.shape)} "
@@ -99,13 +105,19 @@ def _check(
     check_devices("cross_entropy", logits=logits, target=target, weight=weight)
     if weight is not None and weight.shape != logits.shape[-1:]:
         raise ValueError(f"cross_entropy: weight must have the shape [{logits.shape[-1]}], got {list(weight.shape)}")
-    if weight is not None and weight.requires_grad:
-        raise ValueError("cross_entropy: weight gets no gradient; detach it")
-    if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f"cross_entropy: reduction must be mean, sum or none, got {reduction!r}")
-    if not 0 <= label_smoothing <= 1:
-        raise ValueError(f"cross_entropy: label_smoothing must be from 0 to 1, got {label_smoothing}")
-    check_softcap("cross_entropy", softcap)
+
+
+def _find(graded: bool, logits: torch.Tensor, target: torch.Tensor, *rest: Any) -> Plans | None:
+    options = _Options(*rest)
+    if not logits.numel():
+        return None
+    flags = (options.class_weight is not None, options.label_smoothing > 0, options.softcap is not None)
+    sizes = (target.numel(), logits.shape[-1], logits.dtype, *flags)
+    forward = plan_for(_FORWARD, logits.device, *sizes)
+    if forward is None or not graded:
+        return None if forward is None else (forward, None)
+    backward = plan_for(_BACKWARD, logits.device, *sizes)
+    return None if backward is None else (forward, backward)
 
 
 def composed(logits: torch.Tensor, target: torch.Tensor, options: Any) -> torch.Tensor:
@@ -132,177 +144,82 @@ def _wide(logits: torch.Tensor, softcap: float | None) -> torch.Tensor:
     return x if softcap is None else softcap * torch.tanh(x / softcap)
 
 
-def _count(target: torch.Tensor, weight: torch.Tensor | None, ignore_index: int, reduction: str) -> torch.Tensor | None:
-    """What the mean divides by: the class weights of the rows that count; None for another reduction."""
-    if reduction != "mean":
-        return None
-    valid = target != ignore_index
+def _count(target: torch.Tensor, options: _Options) -> torch.Tensor:
+    """What the mean divides by: the class weights of the rows that count; empty for another reduction."""
+    if options.reduction != "mean":
+        return target.new_empty(0, dtype=torch.int64)
+    valid, weight = target != options.ignore_index, options.class_weight
     if weight is None:
         return valid.sum()
     return (weight[target.clamp(0, weight.shape[0] - 1).long()] * valid).sum(dtype=torch.float64)
 
 
-def _reduced(loss: torch.Tensor, count: torch.Tensor | None, reduction: str) -> torch.Tensor:
+def _reduced(loss: torch.Tensor, count: torch.Tensor, reduction: str) -> torch.Tensor:
     if reduction == "none":
         return loss
-    return loss.sum() if count is None else loss.sum() / count.to(loss.dtype)
+    return loss.sum() if reduction == "sum" else loss.sum() / count.to(loss.dtype)
 
 
-def _plans(logits: torch.Tensor, options: Any, *, backward: bool) -> Plans | None:
-    """Plans of the forward and, where asked for, of the backward; None where torch must do the work."""
-    if not _INT32.min <= options.ignore_index <= _INT32.max:
-        return None
-    flags = (options.class_weight is not None, options.label_smoothing > 0, options.softcap is not None)
-    key = (logits.shape, logits.dtype, logits.device, flags, backward)
-    if not logits.is_cuda:
-        return _find_plans(*key)
-    try:
-        return _memo[key]
-    except KeyError:
-        return keep(_memo, key, _find_plans(*key))
-
-
-def _find_plans(
-    shape: torch.Size, dtype: torch.dtype, device: torch.device, flags: tuple[bool, ...], backward: bool
-) -> Plans | None:
-    if not shape.numel():
-        return None
-    sizes = (shape.numel() // shape[-1], shape[-1], dtype, *flags)
-    forward = plan_for(_FORWARD, device, *sizes)
-    if forward is None or not backward:
-        return None if forward is None else (forward, None)
-    gradient = plan_for(_BACKWARD, device, *sizes)
-    return None if gradient is None else (forward, gradient)
-
-
-def _rows_of(target: torch.Tensor) -> torch.Tensor:
-    """Targets as the kernels take them: int32 [rows], contiguous."""
-    return target.reshape(-1).to(torch.int32).contiguous()
-
-
-def _arguments(options: Any, device: torch.device) -> tuple[Any, ...]:
-    weight = options.class_weight
-    return kernels.option_arguments(
-        None if weight is None else weight.float().contiguous(), options.ignore_index,
-        options.label_smoothing, options.z_loss, options.softcap, device,
-    )  # fmt: skip
-
-
-def _launch_forward(plan: Plan, logits: torch.Tensor, target: torch.Tensor, options: Any) -> Pair:
-    """Loss and lse of every row, float32 of the shape of ``logits`` without its last dimension."""
-    loss = torch.empty(logits.shape[:-1], dtype=torch.float32, device=logits.device)
+def _launch(plans: Plans, logits: torch.Tensor, target: torch.Tensor, *rest: Any) -> Results:
+    options = _Options(*rest)
+    labels = target.to(torch.int32, copy=True, memory_format=torch.contiguous_format)
+    loss = torch.empty(labels.numel(), dtype=torch.float32, device=logits.device)
     lse = torch.empty_like(loss)
-    arguments = _arguments(options, logits.device)
-    plan.launch(logits.get_device(), as_rows(logits), target, *arguments, loss.view(-1), lse.view(-1))
-    return loss, lse
+    given = options.given(logits.device)
+    plans[0].launch(logits.get_device(), as_rows(logits), labels.view(-1), *given, loss, lse)
+    count = _count(labels, options)
+    return _reduced(shaped(loss, *labels.shape), count, options.reduction), lse, count, labels
 
 
 def _launch_backward(
-    plan: Plan, scale: torch.Tensor, logits: torch.Tensor, target: torch.Tensor, lse: torch.Tensor,
-    options: Any, *, in_place: bool,
+    plans: tuple[Plan, Plan], needs: tuple[bool, ...], dloss: torch.Tensor, logits: torch.Tensor, lse: torch.Tensor,
+    count: torch.Tensor, labels: torch.Tensor, *rest: Any,
 ) -> torch.Tensor:  # fmt: skip
-    rows = as_rows(logits)
+    options, rows = _Options(*rest), as_rows(logits)
     owned = rows.data_ptr() != logits.data_ptr()
-    dlogits = rows if owned or in_place else like_rows(rows, logits.dtype)
-    arguments = _arguments(options, logits.device)
-    plan.launch(logits.get_device(), rows, target, lse.view(-1), scale, *arguments, dlogits)
-    if in_place and not owned:
+    dlogits = rows if owned or options.in_place else fresh(rows)
+    slope = dloss.float().reshape(-1)
+    scale = (slope / count if options.reduction == "mean" else slope).expand(labels.numel()).contiguous()
+    labels, given = labels.contiguous().view(-1), options.given(logits.device)
+    plans[1].launch(logits.get_device(), rows, labels, lse.contiguous(), scale, *given, dlogits)
+    if options.in_place and not owned:
         torch.autograd.graph.increment_version(logits)
         return logits.detach()
-    return dlogits.view(logits.shape)
+    return shaped(dlogits, *logits.shape)
 
 
-def _scale(dloss: torch.Tensor, count: torch.Tensor | None, rows: int) -> torch.Tensor:
-    """The upstream gradient of each row's loss, float32 [rows]."""
-    dloss = dloss.float().reshape(-1)
-    return (dloss if count is None else dloss / count).expand(rows).contiguous()
+def _fake(logits: torch.Tensor, target: torch.Tensor, *rest: Any) -> Results:
+    options = _Options(*rest)
+    wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    loss = logits.new_empty(target.shape if options.reduction == "none" else (), dtype=wide)
+    lse, labels = logits.new_empty(target.numel(), dtype=wide), target.new_empty(target.shape, dtype=torch.int32)
+    return loss, lse, torch.empty_like(_count(target, options)), labels
 
 
-class _CrossEntropy(torch.autograd.Function):
-    """The eager path: cheaper for the host than a registered op, reduction included."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, logits: torch.Tensor, target: torch.Tensor, options: _Options, reduction: str, in_place: bool,
-        plans: tuple[Plan, Plan],
-    ) -> torch.Tensor:  # fmt: skip
-        labels = _rows_of(target)
-        loss, lse = _launch_forward(plans[0], logits, labels, options)
-        count = _count(labels, options.class_weight, options.ignore_index, reduction)
-        ctx.save_for_backward(logits, labels, lse, count)
-        ctx.options, ctx.in_place, ctx.plan = options, in_place, plans[1]
-        return _reduced(loss, count, reduction)
-
-    @staticmethod
-    def backward(ctx: Any, dloss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        logits, labels, lse, count = ctx.saved_tensors
-        with torch.no_grad():
-            scale = _scale(dloss, count, labels.shape[0])
-            dlogits = _launch_backward(ctx.plan, scale, logits, labels, lse, ctx.options, in_place=ctx.in_place)
-        return *first_order((dlogits,), logits), None, None, None, None, None
+def _rest(logits: torch.Tensor, target: torch.Tensor, *rest: Any) -> Results:
+    options = _Options(*rest)
+    lse = _wide(logits, options.softcap).logsumexp(-1).view(-1)
+    return lse, _count(target, options), target.to(torch.int32, copy=True, memory_format=torch.contiguous_format)
 
 
-def _run(
-    logits: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, ignore_index: int,
-    label_smoothing: float, softcap: float | None, z_loss: float,
-) -> Pair:  # fmt: skip
-    options = _Options(weight, ignore_index, label_smoothing, softcap, z_loss)
-    plans = _plans(logits, options, backward=False)
-    if plans is None:
-        count_fallback(_FORWARD)
-        return composed(logits, target, options), _wide(logits, softcap).logsumexp(-1)
-    return _launch_forward(plans[0], logits, _rows_of(target), options)
+def _fallback_backward(
+    dloss: torch.Tensor, logits: torch.Tensor, lse: torch.Tensor, count: torch.Tensor, labels: torch.Tensor, *rest: Any
+) -> torch.Tensor | None:
+    return by_autograd(_formula, (logits, labels, *rest), (0,), (dloss,))[0]
 
 
-def _run_backward(
-    dloss: torch.Tensor, logits: torch.Tensor, target: torch.Tensor, lse: torch.Tensor, weight: torch.Tensor | None,
-    ignore_index: int, label_smoothing: float, softcap: float | None, z_loss: float,
+def _formula(
+    logits: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, ignore_index: int, reduction: str,
+    label_smoothing: float, softcap: float | None, z_loss: float, in_place: bool,
 ) -> torch.Tensor:  # fmt: skip
-    options = _Options(weight, ignore_index, label_smoothing, softcap, z_loss)
-    plans = _plans(logits, options, backward=True)
-    if plans is not None and plans[1] is not None:
-        labels = _rows_of(target)
-        scale = _scale(dloss, None, labels.shape[0])
-        return _launch_backward(plans[1], scale, logits, labels, lse.contiguous(), options, in_place=False).contiguous()
-    with torch.enable_grad():
-        leaf = logits.detach().requires_grad_()
-        (dlogits,) = torch.autograd.grad(composed(leaf, target, options), leaf, dloss)
-    return dlogits.contiguous()
+    options = _Options(weight, ignore_index, reduction, label_smoothing, softcap, z_loss, in_place)
+    return _reduced(composed(logits, target, options), _count(target, options), reduction)
 
 
-def _fake(logits: torch.Tensor, target: torch.Tensor, *options: Any) -> Pair:
-    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    loss = logits.new_empty(target.shape, dtype=dtype)
-    return loss, torch.empty_like(loss)
-
-
-def _fake_backward(dloss: torch.Tensor, logits: torch.Tensor, *rest: Any) -> torch.Tensor:
-    return logits.new_empty(logits.shape)
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Pair) -> None:
-    logits, target, weight, *ctx.options = inputs
-    ctx.save_for_backward(logits, target, output[1], weight)
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx: Any, dloss: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
-    """lse is for the backward alone, so a gradient of it cannot come in."""
-    logits, target, lse, weight = ctx.saved_tensors
-    dlogits = None if dloss is None else _op_backward(dloss, logits, target, lse, weight, *ctx.options)
-    return dlogits, None, None, None, None, None, None
-
-
-_op = register(
-    "cross_entropy(Tensor logits, Tensor target, Tensor? weight, int ignore_index, float label_smoothing, "
-    "float? softcap, float z_loss) -> (Tensor, Tensor)",
-    _run,
-    _fake,
-)
-_op_backward = register(
-    "cross_entropy_backward(Tensor dloss, Tensor logits, Tensor target, Tensor lse, Tensor? weight, int ignore_index, "
-    "float label_smoothing, float? softcap, float z_loss) -> Tensor",
-    _run_backward,
-    _fake_backward,
-)
-register_gradient(_op, _backward, _save)
+# The reduction is part of the op: of its steps by themselves autograd would make functions of their own.
+_loss = operation(
+    _FORWARD, _BACKWARD, name="cross_entropy", ungraded=("target", "weight"), arrays=_ARRAYS,
+    kept=("lse", "count", "labels"), reads=("logits", "lse", "count", "labels", "weight"),
+    key=("label_smoothing > 0", "softcap is not None"), check=_check, find=_find, launch=_launch,
+    launch_backward=_launch_backward, fake=_fake, fallback_backward=_fallback_backward, rest=_rest,
+)(_formula)  # fmt: skip

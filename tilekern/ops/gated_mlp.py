@@ -2,6 +2,9 @@
 
 It keeps x, gate and up, and makes ``silu(gate) * up`` again in the backward, inside the kernel that makes its
 gradients: of the three matrices [tokens, intermediate] that a layer keeps otherwise, one less.
+
+It is written by hand and not declared, as it is an order of torch's matrix products around two launches: where it is
+traced, cast by autocast or needs no gradient, the ops that it is made of run, so there is nothing to register.
 """
 
 from __future__ import annotations
@@ -48,8 +51,8 @@ def gated_mlp(
 def _found(
     x: torch.Tensor, gate_weight: torch.Tensor, up_weight: torch.Tensor, down_weight: torch.Tensor
 ) -> tuple[Plan, Plan] | None:
-    devices = (x.get_device(), gate_weight.get_device(), up_weight.get_device(), down_weight.get_device())
-    key = (x.shape, gate_weight.shape, up_weight.shape, x.dtype, devices)
+    given = (x, gate_weight, up_weight, down_weight)
+    key = tuple([(one.shape, one.dtype, one.get_device()) for one in given])
     try:
         return _plans[key]
     except KeyError:
@@ -97,6 +100,6 @@ class _GatedMlp(torch.autograd.Function):
         del dy
         ddown = torch.mm(slope.t(), y) if wants[3] else None
         del y
-        dx = input_gradient((dgate, dup), (gate_weight, up_weight)).view(x.shape) if wants[0] else None
+        dx = shaped(input_gradient((dgate, dup), (gate_weight, up_weight)), *x.shape) if wants[0] else None
         dgate_weight = torch.mm(dgate.t(), rows) if wants[1] else None
         return dx, dgate_weight, torch.mm(dup.t(), rows) if wants[2] else None, ddown, None

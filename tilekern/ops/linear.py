@@ -1,30 +1,32 @@
-"""linear: ``activation(x @ weight^T + bias)``, its products by whichever kernel or library call was tuned."""
+"""linear: ``activation(x @ weight^T + bias)``, its products by whichever kernel or library call was tuned.
+
+Its launches are written by hand: the three directions are problems of one spec, any of which a library may win.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Literal
 
 import torch
 
-from tilekern.dispatch import Plan, count_fallback, keep, memo, plan_for
+from tilekern.dispatch import Plan, count_fallback, plan_for
 from tilekern.kernels.linear import MOST_ELEMENTS, SPEC, sizes
-from tilekern.ops.registration import (
-    as_rows,
-    check_devices,
-    differentiable_once,
-    is_autocast,
-    needs_gradient,
-    register,
-    register_gradient,
-    shaped,
-)
+from tilekern.ops.operation import operation
+from tilekern.ops.registration import as_rows, is_autocast, needs_gradient, shaped
+from tilekern.spec import Array
 
 # The forward's plan, and those of the gradients of x and of the weight where they are asked for.
 Plans = tuple[Plan, Plan | None, Plan | None]
-_memo: dict[Any, Plans | None] = memo()
+Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 _ACTIVATIONS = (None, "gelu", "gelu_tanh", "silu")
 # Those that the kernel can apply before it rounds; gelu with erf is torch's own operation.
 _FUSED = ("gelu_tanh", "silu")
+_ARRAYS = (
+    Array("x", "dtype", ("rows", "in_features")),
+    Array("weight", "dtype", ("out_features", "in_features")),
+    Array("bias", "dtype", ("out_features",)),
+    Array("y", "dtype", ("rows", "out_features"), "output"),
+)
 
 
 def linear(
@@ -47,47 +49,20 @@ def linear(
     Raises:
         ValueError: shapes or devices do not fit, or the activation is unknown.
     """
-    compiling = torch.compiler.is_compiling()
+    if activation not in _ACTIVATIONS:
+        raise ValueError(f"linear: activation must be one of {_ACTIVATIONS}, got {activation!r}")
     if is_autocast(x.device.type):
         # torch casts the inputs of a linear layer there.
         _check(x, weight, bias, activation)
-        return _by_torch(x, weight, bias, activation) if compiling else fallback(x, weight, bias, activation)
+        if not torch.compiler.is_compiling():
+            count_fallback(SPEC)
+        return _activated(torch.nn.functional.linear(x, weight, bias), activation)
+    if activation is None:
+        return _linear(x, weight, bias, None)
     graded = needs_gradient(x, weight) or (bias is not None and needs_gradient(bias))
-    inside = _inside(activation, graded)
-    if compiling:
-        _check(x, weight, bias, activation)
-        y = _op(x, weight, bias, inside)
-    else:
-        plans = _plans(x, weight, bias, activation, graded)
-        if plans is None:
-            return fallback(x, weight, bias, activation)
-        y = _Linear.apply(x, weight, bias, plans) if graded else _launch(plans[0], x, weight, bias)
-    return y if inside == activation else _activated(y, activation)
-
-
-def _inside(activation: str | None, graded: bool) -> str | None:
-    """The activation that the kernel applies, if it does."""
-    return activation if activation in _FUSED and not graded else None
-
-
-def _check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None) -> None:
-    if weight.dim() != 2 or not x.dim() or weight.shape[1] != x.shape[-1]:
-        raise ValueError(f"linear: weight must be [out, in] for x [..., in], got {list(weight.shape)}, {list(x.shape)}")
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"linear: bias must have the shape {list(weight.shape[:1])}, got {list(bias.shape)}")
-    if activation not in _ACTIVATIONS:
-        raise ValueError(f"linear: activation must be one of {_ACTIVATIONS}, got {activation!r}")
-    check_devices("linear", x=x, weight=weight, bias=bias)
-
-
-def fallback(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None) -> torch.Tensor:
-    """The op in torch's own operations; counted."""
-    count_fallback(SPEC)
-    return _by_torch(x, weight, bias, activation)
-
-
-def _by_torch(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None) -> torch.Tensor:
-    return _activated(torch.nn.functional.linear(x, weight, bias), activation)
+    inside = activation if activation in _FUSED and not graded else None
+    y = _linear(x, weight, bias, inside)
+    return y if inside is not None else _activated(y, activation)
 
 
 def _activated(y: torch.Tensor, activation: str | None) -> torch.Tensor:
@@ -98,30 +73,11 @@ def _activated(y: torch.Tensor, activation: str | None) -> torch.Tensor:
     return torch.nn.functional.gelu(y, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 
-def _plans(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None, graded: bool
-) -> Plans | None:
-    """Plans of the forward and of the gradients that will be asked for; None where torch must do the work."""
-    wanted = (graded and x.requires_grad, graded and weight.requires_grad)
-    inside = _inside(activation, graded)
-    if not x.is_cuda:
-        _check(x, weight, bias, activation)
-        return _find_plans(x, weight, bias, inside, wanted)
-    added = None if bias is None else (bias.shape, bias.dtype, bias.get_device())
-    devices = (x.get_device(), weight.get_device())
-    key = (x.shape, weight.shape, x.dtype, weight.dtype, devices, added, activation, graded, wanted)
-    try:
-        return _memo[key]
-    except KeyError:
-        _check(x, weight, bias, activation)
-        return keep(_memo, key, _find_plans(x, weight, bias, inside, wanted))
-
-
-def _find_plans(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, inside: str | None, wanted: tuple[bool, bool]
-) -> Plans | None:
-    others = [weight] if bias is None else [weight, bias]
-    if any(other.dtype != x.dtype for other in others):
+def _find(
+    graded: tuple[bool, bool] | Literal[False], x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
+    activation: str | None,
+) -> Plans | None:  # fmt: skip
+    if weight.dtype != x.dtype or (bias is not None and bias.dtype != x.dtype):
         return None
     out, features = weight.shape
     if not x.numel() or not out:
@@ -129,18 +85,23 @@ def _find_plans(
     rows = x.numel() // features
     if max(x.numel(), weight.numel(), rows * out) > MOST_ELEMENTS:
         return None
-    around = [name for name in ("biased" if bias is not None else None, inside) if name]
-    forward = _plan(x, rows, features, out, "b_transposed", *around)
-    to_x = _plan(x, rows, out, features) if wanted[0] else None
-    to_weight = _plan(x, rows, out, features, "a_transposed") if wanted[1] else None
-    if forward is None or (wanted[0] and to_x is None) or (wanted[1] and to_weight is None):
+
+    def plan(inner: int, columns: int, *on: str | None) -> Plan | None:
+        """The plan of a product with the flags that ``on`` names set."""
+        flags = [name for name in on if name is not None]
+        return plan_for(SPEC, x.device, *sizes(rows, inner, columns, x.dtype, flags).values())
+
+    forward = plan(features, out, "b_transposed", "biased" if bias is not None else None, _inside(activation))
+    to_x, to_weight = graded or (False, False)
+    of_x = plan(out, features) if to_x else None
+    of_weight = plan(out, features, "a_transposed") if to_weight else None
+    if forward is None or (to_x and of_x is None) or (to_weight and of_weight is None):
         return None
-    return forward, to_x, to_weight
+    return forward, of_x, of_weight
 
 
-def _plan(x: torch.Tensor, rows: int, inner: int, columns: int, *on: str) -> Plan | None:
-    """The plan of a product with the flags that ``on`` names set."""
-    return plan_for(SPEC, x.device, *sizes(rows, inner, columns, x.dtype, on).values())
+def _inside(activation: str | None) -> str | None:
+    return activation if activation in _FUSED else None
 
 
 def _product(plan: Plan, shape: tuple[int, int], *inputs: torch.Tensor) -> torch.Tensor:
@@ -150,97 +111,57 @@ def _product(plan: Plan, shape: tuple[int, int], *inputs: torch.Tensor) -> torch
     return c
 
 
-def _launch(plan: Plan, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def _launch(
+    plans: Plans, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None
+) -> torch.Tensor:
     rows, out = as_rows(x), weight.shape[0]
     more = () if bias is None else (bias.contiguous(),)
-    y = _product(plan, (rows.shape[0], out), rows, as_rows(weight), *more)
-    return shaped(y, *x.shape[:-1], out)
+    y = shaped(_product(plans[0], (rows.shape[0], out), rows, as_rows(weight), *more), *x.shape[:-1], out)
+    return y if _inside(activation) == activation else _activated(y, activation)
 
 
-def _gradients(
-    plans: tuple[Plan | None, Plan | None], dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, with_bias: bool
-) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    slopes, rows = as_rows(dy), as_rows(x)
-    to_x, to_weight = plans
-    dx = None if to_x is None else _product(to_x, (rows.shape[0], rows.shape[1]), slopes, as_rows(weight))
-    dweight = None if to_weight is None else _product(to_weight, (weight.shape[0], weight.shape[1]), slopes, rows)
-    return None if dx is None else dx.view(x.shape), dweight, slopes.sum(0) if with_bias else None
+def _launch_backward(
+    plans: Plans, needs: tuple[bool, ...], dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor,
+    bias: torch.Tensor | None, activation: str | None,
+) -> Gradients:  # fmt: skip
+    slopes, rows = as_rows(_before(dy, x, weight, bias, activation)), as_rows(x)
+    _, of_x, of_weight = plans
+    dx = None if of_x is None else shaped(_product(of_x, rows.shape, slopes, as_rows(weight)), *x.shape)
+    dweight = None if of_weight is None else _product(of_weight, weight.shape, slopes, rows)
+    return dx, dweight, slopes.sum(0) if bias is not None and needs[2] else None
 
 
-class _Linear(torch.autograd.Function):
-    """The eager path: cheaper for the host than a registered op."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, plans: Plans
-    ) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.plans = plans[1:]
-        return _launch(plans[0], x, weight, bias)
-
-    @staticmethod
-    @differentiable_once
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        return (*_gradients(ctx.plans, dy, x, weight, ctx.needs_input_grad[2]), None)
-
-
-def _run(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None) -> torch.Tensor:
-    inside = _inside(activation, graded=False)
-    plans = _plans(x, weight, bias, activation, graded=False)
-    if plans is None:
-        return fallback(x, weight, bias, activation)
-    y = _launch(plans[0], x, weight, bias)
-    return y if inside == activation else _activated(y, activation)
-
-
-def _run_backward(
-    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    plans = _find_plans(x, weight, None, None, (True, True))
-    if plans is not None:
-        dx, dweight, dbias = _gradients(plans[1:], dy, x, weight, with_bias=True)
-        assert dx is not None
-        assert dweight is not None
-        assert dbias is not None
-        return dx, dweight, dbias
-    count_fallback(SPEC)
+def _fallback_backward(
+    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None
+) -> Gradients:
+    dy = _before(dy, x, weight, bias, activation)
     slopes, rows = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
     return (slopes @ weight).view(x.shape), slopes.t() @ rows, slopes.sum(0)
+
+
+def _before(
+    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None
+) -> torch.Tensor:
+    """The gradient of what goes into the activation, which only a direct call of the registered op has inside."""
+    if activation is None:
+        return dy
+    value = torch.nn.functional.linear(x, weight, bias)
+    if activation == "silu":
+        return torch.ops.aten.silu_backward(dy, value)
+    return torch.ops.aten.gelu_backward(dy, value, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 
 def _fake(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None) -> torch.Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
-def _fake_backward(
-    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return x.new_empty(x.shape), weight.new_empty(weight.shape), dy.new_empty(weight.shape[:1])
+@operation(
+    SPEC, SPEC, name="linear", arrays=_ARRAYS, reads=("x", "weight", "bias"), apart=("x", "weight"),
+    key=("activation",), find=_find, launch=_launch, launch_backward=_launch_backward, fake=_fake,
+    fallback_backward=_fallback_backward,
+)  # fmt: skip
+def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None) -> torch.Tensor:
+    return _activated(torch.nn.functional.linear(x, weight, bias), activation)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    x, weight, bias, ctx.activation = inputs
-    ctx.biased = bias is not None
-    ctx.save_for_backward(x, weight, *([bias] if ctx.activation and ctx.biased else []))
-
-
-def _backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    x, weight, *bias = ctx.saved_tensors
-    if ctx.activation is not None:
-        # Only a direct call of the registered op comes here: `linear` keeps the value before an activation.
-        before = _op(x, weight, bias[0] if bias else None, None)
-        if ctx.activation == "silu":
-            dy = torch.ops.aten.silu_backward(dy, before)
-        else:
-            form = "tanh" if ctx.activation == "gelu_tanh" else "none"
-            dy = torch.ops.aten.gelu_backward(dy, before, approximate=form)
-    dx, dweight, dbias = _op_backward(dy, x, weight)
-    return dx, dweight, dbias if ctx.biased else None, None
-
-
-_op = register("linear(Tensor x, Tensor weight, Tensor? bias, str? activation) -> Tensor", _run, _fake)
-_op_backward = register(
-    "linear_backward(Tensor dy, Tensor x, Tensor weight) -> (Tensor, Tensor, Tensor)", _run_backward, _fake_backward
-)
-register_gradient(_op, _backward, _save)
+_check = _linear.functions["check"]  # type: ignore[attr-defined]

@@ -4,6 +4,9 @@ The logits [tokens, vocabulary] never exist: both gradients are made chunk by ch
 backward only multiplies them by what it is given, which costs nothing where that is 1. In float16 they would vanish
 without the factor that a scaler of losses puts in the backward, so there the logits are made once more, as they are
 for the losses of single rows. ``torch.compile`` gets torch's own operations, with logits.
+
+It is written by hand and not declared: its forward makes the gradients, which one backward takes away, and what it
+runs is a composite, whose parts look their plans up themselves.
 """
 
 from __future__ import annotations

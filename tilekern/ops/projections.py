@@ -2,6 +2,8 @@
 
 Autograd adds the gradients of a tensor that several layers read in passes of their own, each of which reads two
 matrices and writes one. Here each further product adds to the first one's result.
+
+It is written by hand and not declared, as no kernel of ours runs here.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tilekern.ops.registration import differentiable_once, is_eager, needs_gradient
+from tilekern.ops.registration import differentiable_once, is_eager, needs_gradient, shaped
 
 
 def projections(x: torch.Tensor, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -48,7 +50,7 @@ class _Projections(torch.autograd.Function):
     def backward(ctx: Any, *given: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
         slopes = [slope.reshape(-1, slope.shape[-1]) for slope in given]
-        dx = input_gradient(slopes, weights).view(x.shape) if ctx.needs_input_grad[0] else None
+        dx = shaped(input_gradient(slopes, weights), *x.shape) if ctx.needs_input_grad[0] else None
         rows = x.reshape(-1, x.shape[-1])
         wanted = ctx.needs_input_grad[1:]
         return dx, *(torch.mm(s.t(), rows) if want else None for s, want in zip(slopes, wanted, strict=True))

@@ -7,9 +7,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 # Kept alive for as long as the process: torch drops a library's registrations with the object.
 _LIBRARY = torch.library.Library("tilekern", "DEF")
+# How the CUDA array interface names dtypes; bfloat16, which it does not know, is two bytes to it and to cuda.tile.
+_TYPES = {torch.bfloat16: "<V2", torch.float16: "<f2", torch.float32: "<f4", torch.int32: "<i4"}
 _LEAST_SOFTCAP, _MOST_SOFTCAP = 1e-30, 1e30
 
 
@@ -82,9 +85,12 @@ def differentiable_once(backward: Callable[..., tuple[torch.Tensor | None, ...]]
 
     @functools.wraps(backward)
     def refusing(ctx: Any, *slopes: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        if not torch.is_grad_enabled():
+            return backward(ctx, *slopes)
+        saved = ctx.saved_tensors
         with torch.no_grad():
             found = backward(ctx, *slopes)
-        return first_order(found, *ctx.saved_tensors, *slopes) if torch.is_grad_enabled() else found
+        return first_order(found, *saved, *slopes)
 
     return refusing
 
@@ -123,9 +129,79 @@ def as_rows(x: torch.Tensor) -> torch.Tensor:
     return rows
 
 
+class Rows:
+    """A contiguous tensor of any shape as the launcher takes an array of another: its memory, and no tensor's views.
+
+    cuda.tile takes whatever has the CUDA array interface. To make a view costs the host more than a microsecond, this
+    a fifth of that, and the launcher reads it as fast as it does a tensor.
+    """
+
+    __slots__ = ("shape", "tensor")
+
+    def __init__(self, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
+        self.tensor, self.shape = tensor, shape
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        """Where the array is, its shape and its dtype; strides are those of memory without gaps."""
+        tensor = self.tensor
+        return {"typestr": _TYPES[tensor.dtype], "shape": self.shape, "data": (tensor.data_ptr(), False), "version": 3}
+
+
+def viewed(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """What :class:`Rows` are on the CPU."""
+    return x.view(shape)
+
+
+@functools.lru_cache(maxsize=64)
+def placeholder(ndim: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """What stands for a tensor that a call does not have: one zero, in an array of as many axes."""
+    return torch.zeros((1,) * ndim, dtype=dtype, device=device)
+
+
+def promoted(*dtypes: torch.dtype) -> torch.dtype:
+    """The dtype of a product of tensors of some dtypes."""
+    return functools.reduce(torch.promote_types, dtypes)
+
+
+def other(dtype: torch.dtype, than: torch.dtype) -> torch.dtype | None:
+    """A dtype, or None where it is no other than the second one."""
+    return None if dtype == than else dtype
+
+
+def readable(x: torch.Tensor) -> torch.Tensor:
+    """``x`` itself unless its last dimension is spread out or some elements share memory."""
+    strides = x.stride()
+    return x if strides[-1] == 1 and 0 not in strides else x.contiguous()
+
+
+def fresh(like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """An uninitialised contiguous tensor of the shape of another, and of its dtype where none is given."""
+    if dtype is None and like.is_contiguous():
+        return torch.empty_like(like)
+    return torch.empty(like.shape, dtype=dtype or like.dtype, device=like.device)
+
+
+def by_autograd(
+    formula: Callable[..., Any], arguments: Sequence[Any], places: Sequence[int], slopes: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor | None, ...]:
+    """The gradients of a formula's results with respect to the arguments at some places; None for one that is None."""
+    given = list(arguments)
+    for place in places:
+        given[place] = None if given[place] is None else given[place].detach().requires_grad_()
+    leaves = [given[place] for place in places if given[place] is not None]
+    with torch.enable_grad():
+        found = iter(torch.autograd.grad(formula(*given), leaves, slopes))
+    return tuple(None if given[place] is None else next(found).contiguous() for place in places)
+
+
 def shaped(y: torch.Tensor, *shape: int) -> torch.Tensor:
     """A product's rows, which nobody else has, in a result's shape: no view, so that autograd lets it be changed."""
-    return y if y.shape == shape else torch.ops.aten._unsafe_view.default(y, shape)
+    if y.dim() == len(shape):
+        return y
+    if forward_ad._current_level < 0:
+        return y.resize_(shape)  # of as many elements: a third of what the operation below costs the host
+    return torch.ops.aten._unsafe_view.default(y, shape)
 
 
 def disjoint(x: torch.Tensor) -> torch.Tensor:
@@ -134,10 +210,3 @@ def disjoint(x: torch.Tensor) -> torch.Tensor:
     The launcher states of each array whether they may, and artifacts are compiled for arrays in which they do not.
     """
     return x.contiguous() if 0 in x.stride() and not x.is_contiguous() else x
-
-
-def like_rows(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """An uninitialised contiguous tensor of the shape of ``rows``."""
-    if rows.dtype == dtype and rows.is_contiguous():
-        return torch.empty_like(rows)
-    return torch.empty(rows.shape, dtype=dtype, device=rows.device)

@@ -1,0 +1,204 @@
+"""Rules that every declared op keeps on the host: what is looked up, checked, copied and computed, and how often."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from op_samples import SHIPPED, WITH_ARRAYS, laid_out, scalars_of, tensors_of
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tilekern import ops
+from tilekern.ops import writing
+from tilekern.ops.declaration import arrays_of
+from tilekern.ops.operation import names_of
+from tilekern.ops.registration import Rows
+from tilekern.spec import Config
+
+every_op = pytest.mark.parametrize("op", SHIPPED.values(), ids=SHIPPED)
+every_graded_tensor = pytest.mark.parametrize(
+    ("op", "name"), [pytest.param(op, name, id=f"{op.name} {name}") for op in SHIPPED.values() for name in op.gradients]
+)
+
+
+class Recorded:
+    """A plan whose launches are noted."""
+
+    blocks, config = 4, Config(implementation="kernels")
+
+    def __init__(self):
+        self.launches = []
+
+    def launch(self, _, *arguments):
+        self.launches.append(arguments)
+
+    def run(self, _, inputs, allocate):
+        self.launches.append(inputs)
+        return allocate() or tuple(torch.empty_like(x) for x in inputs[:3])
+
+
+class OnGpu:
+    """An op's functions as they run on a GPU, with one plan for everything, and notes of what was looked up."""
+
+    def __init__(self, op, monkeypatch):
+        self.op, self.names, self.plan, self.searches, self.checks = op, names_of(op), Recorded(), [], []
+        exec(compile(writing.text_of(op).replace(".is_cuda", ".is_cpu"), op.name, "exec"), self.names)
+        self.names["apply"] = self.names[writing.title(op.name)].apply
+        self.names["plan_for"] = lambda *_: self.plan
+        for part in op.parts.named().values():
+            if "plan_for" in part.__globals__:
+                monkeypatch.setitem(part.__globals__, "plan_for", lambda *_: self.plan)
+        for name, notes in (("find", self.searches), ("check", self.checks)):
+            self.names[name] = self._noted(self.names[name], notes)
+
+    @staticmethod
+    def _noted(function, notes):
+        return lambda *given: (notes.append(given), function(*given))[1]
+
+    def __call__(self, given):
+        results = self.names[self.op.name](**given, **scalars_of(self.op))
+        return results if isinstance(results, tuple) else (results,)
+
+
+@pytest.fixture
+def on_gpu(op, monkeypatch):
+    """The op on a GPU whose plans run nothing."""
+    return OnGpu(op, monkeypatch)
+
+
+def graded(op, given, *frozen):
+    """Copies of tensors, of which those that can have a gradient need one unless they are frozen."""
+    return {name: x.clone().requires_grad_(name in op.gradients and name not in frozen) for name, x in given.items()}
+
+
+@every_op
+def test_plans_are_looked_up_and_tensors_checked_once_for_each_kind_of_call(op, on_gpu):
+    given = tensors_of(op)
+    for calls in range(1, 4):
+        on_gpu(given)
+        assert (len(on_gpu.searches), len(on_gpu.checks), len(on_gpu.plan.launches)) == (1, 1, calls)
+    for _ in range(2):
+        on_gpu(graded(op, given))
+        assert (len(on_gpu.searches), len(on_gpu.checks)) == (2, 2), "with gradients"
+    with torch.no_grad():
+        on_gpu(graded(op, given))
+    assert (len(on_gpu.searches), len(on_gpu.checks)) == (2, 2), "and without"
+
+
+class Elsewhere(torch.Tensor):
+    """A tensor that says it is on the second GPU."""
+
+    def get_device(self):
+        return 1
+
+
+@every_op
+def test_what_differs_from_a_known_call_in_any_tensor_is_checked_again(op, on_gpu):
+    on_gpu.names["find"], on_gpu.names["check"] = lambda *_: (), lambda *given: on_gpu.checks.append(given)
+    given = tensors_of(op) | scalars_of(op)
+    calls = [given]
+    for name in op.tensors:
+        x = given[name]
+        others = [x.unsqueeze(0), x.to(torch.float64), x.as_subclass(Elsewhere)]
+        calls += [given | {name: other} for other in (*others, *([None] if name in op.optional else []))]
+    for number, call in enumerate(calls, 1):
+        for _ in range(2):
+            on_gpu.names["plans_of"](False, *(call[name] for name in op.arguments))
+        assert len(on_gpu.checks) == number
+
+
+def memory(arguments):
+    """Where the tensors of a launch lie."""
+    tensors = [getattr(x, "tensor", x) for x in arguments]
+    return {x.data_ptr() for x in tensors if isinstance(x, torch.Tensor)}
+
+
+@every_op
+def test_what_a_kernel_can_read_as_it_is_is_not_copied(op, on_gpu):
+    given = graded(op, tensors_of(op))
+    results = on_gpu(given)
+    taken = {name: x for name, x in given.items() if x.dtype != torch.int64}  # labels, which kernels take as int32
+    assert memory(on_gpu.plan.launches[0]) >= {x.data_ptr() for x in taken.values()}
+    slopes = [torch.randn_like(y) for y in results]
+    torch.autograd.grad(results, [given[name] for name in op.gradients], slopes)
+    known = given | dict(zip(op.slopes, slopes, strict=True)) | dict(zip(op.shown, results, strict=True))
+    read = [array.name for array in arrays_of(op.backward, "input")] or op.tensors[:2]
+    launched = memory(x for launch in on_gpu.plan.launches[1:] for x in launch)
+    assert launched >= {known[name].data_ptr() for name in read if name in taken or name not in given}
+
+
+OF_ROWS = [op for op in WITH_ARRAYS if "rows" in op.inputs[op.tensors[0]].shape]
+
+
+@pytest.mark.parametrize("op", OF_ROWS, ids=lambda op: op.name)
+@pytest.mark.parametrize("leading", [(), (6,), (2, 3), (1, 2, 3)], ids=str)
+def test_rows_are_seen_without_a_view(op, on_gpu, leading):
+    """And what has gaps is copied, or seen as it is where rows are at one distance."""
+    given = {x.name: torch.randn(*leading, 16) if x.shape[0] == "rows" else torch.randn(16) for x in op.inputs.values()}
+    results = on_gpu(given)
+    assert all(y.shape == (*leading, 16) and y._base is None for y in results)
+    arrays = [x for x in on_gpu.plan.launches[0] if not isinstance(x, float)]
+    flat = len(leading) == 1
+    count = torch.Size(leading).numel()
+    for x in (x for x in arrays if isinstance(x, Rows) or x.dim() > 1):
+        assert isinstance(x, Rows) != flat
+        assert tuple(x.shape) == (count, 16)
+    assert memory(arrays) >= {x.data_ptr() for x in (*given.values(), *results)}
+    on_gpu({name: laid_out(x, "spread") for name, x in given.items()})
+    assert all(x.stride()[-1] == 1 for x in on_gpu.plan.launches[1] if isinstance(x, torch.Tensor))
+
+
+class Counted(TorchDispatchMode):
+    """Counts torch's operations."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def cost_of_the_backward(op, on_gpu, *frozen):
+    """Launches, and operations of torch's, of a backward in which some tensors need no gradient."""
+    given = graded(op, tensors_of(op), *frozen)
+    results, before = on_gpu(given), len(on_gpu.plan.launches)
+    with Counted() as counted:
+        slopes = [torch.ones_like(y) for y in results]
+        torch.autograd.grad(results, [x for x in given.values() if x.requires_grad], slopes)
+    return len(on_gpu.plan.launches) - before, counted.count
+
+
+# Gradients that no kernel makes together with others: sums for vectors, and those that have plans of their own.
+APART = {
+    f"{op.name} {' '.join(names)}": (op, names)
+    for op in SHIPPED.values()
+    for names in (
+        tuple(name for name in op.gradients if len(op.inputs[name].shape) == 1), *((name,) for name in op.apart)
+    )
+    if names
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("op", "names"), APART.values(), ids=APART)
+def test_a_gradient_that_nobody_asks_for_is_not_computed(op, names, on_gpu):
+    launches, operations = cost_of_the_backward(op, on_gpu, *names)
+    all_launches, all_operations = cost_of_the_backward(op, on_gpu)
+    assert launches <= all_launches
+    assert operations < all_operations
+
+
+def gradients(op, given):
+    """The gradients of all tensors that need one, by their names."""
+    results = getattr(ops, op.name)(**given)
+    loss = sum(y.float().square().sum() for y in (results if isinstance(results, tuple) else (results,)))
+    names = [name for name, x in given.items() if x.requires_grad]
+    return dict(zip(names, torch.autograd.grad(loss, [given[name] for name in names]), strict=True))
+
+
+@every_graded_tensor
+def test_gradients_are_the_same_whichever_are_asked_for(op, name):
+    given = tensors_of(op)
+    everything = gradients(op, graded(op, given))
+    for asked in filter(None, ({name}, op.gradients.keys() - {name})):
+        found = gradients(op, graded(op, given, *op.gradients.keys() - asked))
+        assert found.keys() == asked
+        assert all(torch.equal(x, everything[name]) for name, x in found.items())

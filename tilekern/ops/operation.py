@@ -1,0 +1,124 @@
+"""An op from one declaration: the specs of its directions, and a function whose body is the op in torch's own steps.
+
+The function's signature gives the schema. Its body runs where no kernel does, and on the CPU. The arrays of the specs
+give the checks, the sizes that plans are found by, the launches, the results and what is saved for the backward.
+:mod:`tilekern.ops.writing` writes all of it as Python's text, once, when the op's module is imported, as a person would
+write it out for this op alone: each call of a helper and each loop over arguments would show in the host's time.
+``OP.__source__`` has the text, and so have tracebacks and debuggers.
+"""
+
+from __future__ import annotations
+
+import inspect
+import linecache
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch
+
+from tilekern import dispatch
+from tilekern.kernels import column_sum
+from tilekern.ops import registration, writing
+from tilekern.ops.declaration import Declaration, Parts
+from tilekern.spec import Array, KernelSpec
+
+F = TypeVar("F", bound=Callable[..., Any])
+# Every op that was declared, by its name.
+DECLARED: dict[str, Declaration] = {}
+
+
+def operation(
+    forward: KernelSpec, backward: KernelSpec | None = None, *, name: str | None = None, sums: tuple[str, ...] = (),
+    ungraded: tuple[str, ...] = (), gradients: Mapping[str, str] | None = None,
+    flags: Mapping[str, str] | None = None, backward_flags: Mapping[str, str] | None = None,
+    key: tuple[str, ...] = (), apart: tuple[str, ...] = (), strided: bool = False, arrays: tuple[Array, ...] = (),
+    kept: tuple[str, ...] = (), reads: tuple[str, ...] = (), **parts: Callable[..., Any],
+) -> Callable[[F], F]:  # fmt: skip
+    """Make the op of a function, which gives its signature, its documentation and its formula.
+
+    Each array that the forward reads, and each of its scalars, is an argument of that name; its outputs are the
+    results. The backward reads arguments, results, and the results' gradients under the names ``d<result>``; it writes
+    ``d<argument>``. Where an array's shape begins with ``rows``, that stands for all leading dimensions.
+
+    Args:
+        forward, backward: the specs, with their arrays unless the launches are given. Without a backward the gradients
+            are torch's.
+        name: of the op; the function's, where None.
+        sums: the arguments, vectors, whose gradients the backward leaves as ``partial`` [blocks, ...], one after the
+            other, for ``column_sum`` to add up. Nothing is added up where none of them needs a gradient.
+        ungraded: the tensors that get no gradient; where one needs it, the formula runs.
+        gradients: names of gradients that are not ``d<argument>``, as where two arguments have one.
+        flags: the values of the specs' flags, as expressions of the scalars and of which optional tensors are None;
+            ``backward_flags`` has those that differ in the backward.
+        key: further expressions that plans depend on.
+        apart: the arguments whose gradients have plans of their own; ``graded`` says for each whether it needs one.
+        strided: results have the strides of the tensors of their shape, where others are contiguous.
+        arrays: the tensors and the results, where the forward's arrays are others.
+        kept: the last results, if they are for the backward alone. The formula does not give them.
+        reads: the arguments and results that the backward reads, where its arrays do not say.
+        parts: functions in the place of those that would be written (:class:`tilekern.ops.declaration.Parts`).
+
+    Raises:
+        TypeError: the declaration does not fit together.
+    """
+
+    def declared(formula: F) -> F:
+        op = Declaration(
+            formula=formula, name=name or formula.__name__, forward=forward, backward=backward, sums=sums,
+            ungraded=ungraded, named_gradients=dict(gradients or {}), flags=dict(flags or {}),
+            backward_flags=dict(backward_flags or {}), key=key, apart=apart, strided=strided, arrays=arrays,
+            kept=kept, reads=reads, parts=Parts(**parts),
+        )  # fmt: skip
+        public: F = _written(op)
+        DECLARED[op.name] = op
+        return public
+
+    return declared
+
+
+def _written(op: Declaration) -> Any:
+    """The op's public function, registered with torch."""
+    text, place, names = writing.text_of(op), f"<tilekern op {op.name}>", names_of(op)
+    linecache.cache[place] = (len(text), None, text.splitlines(keepends=True), place)
+    exec(compile(text, place, "exec"), names)
+    names["apply"] = names[writing.title(op.name)].apply
+    names["registered"] = registration.register(op.schema, names["run"], names["fake"])
+    backward = registration.register(op.backward_schema, names["run_backward"], names["fake_backward"])
+    names["registered_backward"] = backward
+    registration.register_gradient(names["registered"], names["derive"], names["save"])
+    return _dressed(names[op.name], op, text, names)
+
+
+def names_of(op: Declaration) -> dict[str, Any]:
+    """What an op's text refers to, with a memo of its own.
+
+    Raises:
+        TypeError: a tensor or a scalar has such a name.
+    """
+    names: dict[str, Any] = {
+        "torch": torch, "FORWARD": op.forward, "BACKWARD": op.backward, "SUM": column_sum.SPEC, "formula": op.formula,
+        "known": dispatch.memo(), "keep": dispatch.keep, "plan_for": dispatch.plan_for,
+        "count_fallback": dispatch.count_fallback, "empty": torch.empty, "empty_like": torch.empty_like,
+        "float32": torch.float32, "is_compiling": torch.compiler.is_compiling,
+        "is_grad_enabled": torch.is_grad_enabled,
+    }  # fmt: skip
+    for helper in (
+        registration.Rows, registration.as_rows, registration.by_autograd, registration.check_devices,
+        registration.differentiable_once, registration.fresh, registration.other, registration.placeholder,
+        registration.promoted, registration.readable, registration.viewed,
+    ):  # fmt: skip
+        names[helper.__name__] = helper
+    own = {*op.arguments, *op.results, *op.made, *(array.name for spec in op.specs for array in spec.arrays)}
+    if clash := sorted(own & {*names, *writing.RESERVED}):
+        raise TypeError(f"{op.name}: {clash[0]} has another meaning in an op's text; call it something else")
+    return names | op.parts.named()
+
+
+def _dressed(public: Any, op: Declaration, text: str, names: Mapping[str, Any]) -> Any:
+    """A function with the defaults, the documentation and the name of the formula, and with what it is made of."""
+    defaults = [p.default for p in op.signature.parameters.values() if p.default is not inspect.Parameter.empty]
+    public.__defaults__ = tuple(defaults) or None
+    public.__annotations__, public.__doc__ = op.formula.__annotations__, op.formula.__doc__
+    public.__module__, public.__qualname__ = op.formula.__module__, op.formula.__qualname__
+    public.__source__, public.functions = text, names
+    return public

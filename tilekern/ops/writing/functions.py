@@ -1,0 +1,197 @@
+"""What users, autograd and torch's dispatcher call; all of it goes to the plans and the launches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tilekern.ops.declaration import Declaration
+from tilekern.ops.writing.shapes import Lines, block, either, function, row, twin
+from tilekern.spec import Array
+
+
+def public(op: Declaration) -> str:
+    """The op as it is called."""
+    given = ", ".join(op.arguments)
+    wanted = either([_requires(op, name) for name in op.gradients])
+    refused = [_requires(op, name) for name in op.ungraded if "int" not in op.inputs[name].dtype]
+    unserved = f" or ({either(refused)} and is_grad_enabled())" if refused else ""
+    body = [
+        *block("if is_compiling():", [f"check({given})", f"return {_shown(op, f'registered({given})')}"]),
+        f"graded = is_grad_enabled() and {wanted}",
+        *([f"graded = graded and {row([f'{n}.requires_grad' for n in op.apart])}"] if op.apart else []),
+        f"plans = plans_of(graded, {given})",
+        *block(f"if plans is None{unserved}:", [f"return fallback({given})"]),
+        *block("if graded:", [f"return apply({given}, plans)"]),
+        f"return {_shown(op, f'launch(plans, {given})')}",
+    ]
+    return function(op.name, op.arguments, body)
+
+
+def _shown(op: Declaration, results: str) -> str:
+    """The results that a caller gets."""
+    if not op.kept:
+        return results
+    return f"{results}[0]" if len(op.shown) == 1 else f"{results}[:{len(op.shown)}]"
+
+
+def _requires(op: Declaration, name: str) -> str:
+    required = f"{name}.requires_grad"
+    return f"({name} is not None and {required})" if name in op.optional else required
+
+
+def autograd(op: Declaration) -> str:
+    """The autograd function: the eager path, cheaper for the host than a registered op."""
+    given = ", ".join((*op.slopes, *op.saved, *(["*ctx.scalars"] if op.scalars else [])))
+    forward = [
+        f"{', '.join(op.results)} = launch(plans, {', '.join(op.arguments)})",
+        *_remembered(op),
+        "ctx.plans = plans",
+        *([f"ctx.scalars = {row(op.scalars)}"] if op.scalars else []),
+        *(["ctx.set_materialize_grads(False)"] if op.parts.absent else []),
+        f"return {', '.join(op.shown)}",
+    ]
+    made = ", ".join(op.made)
+    launched = [f"{made} = launch_backward(ctx.plans, ctx.needs_input_grad, {given})"]
+    if op.parts.absent:
+        missing = " or ".join(f"{name} is None" for name in op.slopes)
+        absent = [f"{made} = absent(ctx.needs_input_grad, {given})"]
+        launched = [*block(f"if {missing}:", absent), *block("else:", launched)]
+    gradients = ", ".join(op.gradients.get(name, "None") for name in op.arguments)
+    backward = [*_recalled(op), *launched, f"return {gradients}, None"]
+    lines = _method("forward", (*op.arguments, "plans"), forward)
+    lines += ["", *_method("backward", op.slopes, backward, "@differentiable_once")]
+    return "\n".join([f"class {title(op.name)}(torch.autograd.Function):", *(f"    {x}".rstrip() for x in lines), ""])
+
+
+def _method(name: str, arguments: tuple[str, ...], body: Lines, *decorators: str) -> Lines:
+    return ["@staticmethod", *decorators, *function(name, ("ctx", *arguments), body).splitlines()]
+
+
+def title(name: str) -> str:
+    """The name of an op's autograd function."""
+    return "".join(part.capitalize() for part in name.split("_"))
+
+
+def _unpacked(names: Sequence[str]) -> str:
+    """Names on the left of an assignment from a tuple."""
+    return ", ".join(names) if len(names) != 1 else f"({names[0]},)"
+
+
+def _remembered(op: Declaration) -> Lines:
+    return [f"ctx.save_for_backward({', '.join(op.saved)})"] if op.saved else []
+
+
+def _recalled(op: Declaration) -> Lines:
+    return [f"{_unpacked(op.saved)} = ctx.saved_tensors"] if op.saved else []
+
+
+def fallback(op: Declaration) -> str:
+    """``fallback(*arguments)``: the formula, counted."""
+    return function("fallback", op.arguments, ["count_fallback(FORWARD)", f"return formula({', '.join(op.arguments)})"])
+
+
+def fallback_backward(op: Declaration) -> str:
+    """``fallback_backward(*slopes, *saved, *scalars)``: the gradients of the formula."""
+    if unsaved := [name for name in op.tensors if name not in op.saved]:
+        raise TypeError(f"{op.name}: {unsaved[0]} is not saved, so fallback_backward must be given")
+    if len(op.made) < len(op.gradients):
+        raise TypeError(f"{op.name}: arguments share a gradient, so fallback_backward must be given")
+    places = row([str(op.arguments.index(name)) for name in op.gradients])
+    body = [
+        f"{_unpacked(op.made)} = by_autograd(formula, {row(op.arguments)}, {places}, {row(op.slopes)})",
+        f"return {', '.join(op.made)}",
+    ]
+    return function("fallback_backward", op.backward_arguments, body)
+
+
+def fake(op: Declaration) -> str:
+    """``fake(*arguments)``: the results without values."""
+    made = [f"{name} = {_blank(op, array)}" for name, array in op.outputs.items()]
+    return function("fake", op.arguments, [*made, f"return {', '.join(op.results)}"])
+
+
+def _blank(op: Declaration, array: Array) -> str:
+    """A result of the shape of an argument, in the dtype that torch gives it where it does the work."""
+    present = {name: given for name, given in op.inputs.items() if name not in op.optional}
+    like = twin(array, present.values())
+    if like is None:
+        raise TypeError(f"{op.name}: no argument has the shape of {array.name}, so fake must be given")
+    dtypes = [f"{name}.dtype" for name, given in present.items() if given.dtype in array.dtype.split("*")]
+    dtype = f"promoted({', '.join(dtypes)})" if len(dtypes) > 1 else (*dtypes, f"torch.{array.dtype}")[0]
+    if op.strided:
+        return f"empty_like({like.name}, dtype={dtype})"
+    return f"{like.name}.new_empty({like.name}.shape, dtype={dtype})"
+
+
+def fake_backward(op: Declaration) -> str:
+    """``fake_backward(*slopes, *saved, *scalars)``: the gradients without values."""
+    made: dict[str, str] = {}
+    for name, gradient in op.gradients.items():
+        like = op.stand_ins[name]
+        blank = f"empty_like({like})" if op.strided else f"{like}.new_empty({like}.shape)"
+        made.setdefault(gradient, _present(op, name, blank))
+    body = [f"{gradient} = {blank}" for gradient, blank in made.items()]
+    return function("fake_backward", op.backward_arguments, [*body, f"return {', '.join(op.made)}"])
+
+
+def _present(op: Declaration, name: str, gradient: str) -> str:
+    """A gradient as the result of a registered op, which has to be there: empty where there is no such argument."""
+    return f"{op.slopes[0]}.new_empty(0) if {name} is None else {gradient}" if name in op.optional else gradient
+
+
+def run(op: Declaration) -> str:
+    """``run(*arguments)``: the registered op on real tensors."""
+    given, shown = ", ".join(op.arguments), ", ".join(op.shown)
+    found = shown if op.strided else ", ".join(f"{name}.contiguous()" for name in op.shown)
+    rest = f", *rest({given})" if op.kept else ""
+    by_torch = [f"{shown} = fallback({given})", f"return {found}{rest}"]
+    launched = [f"return launch(plans, {given})"]
+    body = [f"plans = plans_of(False, {given})", *block("if plans is None:", by_torch), *launched]
+    return function("run", op.arguments, body)
+
+
+def run_backward(op: Declaration) -> str:
+    """``run_backward(*slopes, *saved, *scalars)``: the registered backward on real tensors, for all gradients.
+
+    Results of a registered op are there, and each has memory of its own.
+    """
+    given, made = ", ".join(op.backward_arguments), ", ".join(op.made)
+    like = ", ".join(op.stand_ins.get(name, name) for name in op.arguments)
+    graded = row(["True"] * len(op.apart)) if op.apart else "True"
+    results: dict[str, str] = {}
+    for name, gradient in op.gradients.items():
+        own = f"{gradient}.clone()" if name in op.sums and len(op.sums) > 1 else gradient
+        results.setdefault(gradient, _present(op, name, own))
+    launched = f"{made} = launch_backward(plans, {row(['True'] * len(op.arguments))}, {given})"
+    counted = ["count_fallback(BACKWARD)"] if op.backward is not None else []
+    body = [
+        f"plans = plans_of({graded}, {like})",
+        *block("if plans is None:", [*counted, f"{made} = fallback_backward({given})"]),
+        *block("else:", [launched]),
+        f"return {', '.join(results.values())}",
+    ]
+    return function("run_backward", op.backward_arguments, body)
+
+
+def save(op: Declaration) -> str:
+    """``save(ctx, inputs, output)``: what the registered backward reads."""
+    body = [
+        f"{_unpacked(op.arguments)} = inputs",
+        *([f"{', '.join(op.results)} = output"] if any(name in op.results for name in op.saved) else []),
+        *_remembered(op),
+        f"ctx.scalars = {row(op.scalars) if op.scalars else '()'}",
+    ]
+    return function("save", ("ctx", "inputs", "output"), body)
+
+
+def derive(op: Declaration) -> str:
+    """``derive(ctx, *slopes)``: the registered op's gradient; what is kept has none."""
+    given = ", ".join((*op.slopes, *op.saved, "*ctx.scalars"))
+    gradients = dict.fromkeys(op.arguments, "None") | op.gradients
+    gradients |= {name: f"None if {name} is None else {gradients[name]}" for name in op.optional & op.gradients.keys()}
+    body = [
+        *_recalled(op),
+        f"{', '.join(op.made)} = registered_backward({given})",
+        f"return {', '.join(gradients.values())}",
+    ]
+    return function("derive", ("ctx", *(f"d{name}" for name in op.results)), body)

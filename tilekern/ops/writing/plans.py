@@ -1,0 +1,118 @@
+"""What runs when the memo has nothing for a call: the checks, and the search for its plans."""
+
+from __future__ import annotations
+
+from tilekern.ops.declaration import Declaration
+from tilekern.ops.writing.launches import facts, partial, plan_names
+from tilekern.ops.writing.shapes import Lines, axes, axis, block, function, is_plain, leading, leads, row, sized, values
+from tilekern.spec import Array, KernelSpec, size_of
+
+
+def check(op: Declaration) -> str:
+    """``check(*arguments)``: refuse shapes and devices that do not fit."""
+    body: Lines = []
+    known: dict[str, str] = {}
+    for number, array in enumerate(op.inputs.values()):
+        other = next((a.name for a in tuple(op.inputs.values())[:number] if a.shape == array.shape and leads(a)), None)
+        condition, message = _refusal(op, array, known) if other is None else _unlike(array.name, other)
+        if array.name in op.optional:
+            condition = f"{array.name} is not None and ({condition})"
+        body += block(f"if {condition}:", [f'raise ValueError(f"{op.name}: {message}")'])
+        for place, size in enumerate(array.shape):
+            if is_plain(size):
+                known.setdefault(size, axis(array, place))
+    named = ", ".join(f"{name}={name}" for name in op.tensors)
+    return function("check", op.arguments, [*body, f'check_devices("{op.name}", {named})'])
+
+
+def _unlike(x: str, other: str) -> tuple[str, str]:
+    """When a tensor does not have the very shape of another, and the words for it."""
+    got = f"{{list({other}.shape)}} and {{list({x}.shape)}}"
+    return f"{x}.shape != {other}.shape", f"{other} and {x} must have one shape, got {got}"
+
+
+def _refusal(op: Declaration, array: Array, known: dict[str, str]) -> tuple[str, str]:
+    """When a tensor does not have the sizes that those before it have, and the words for it."""
+    x, got = array.name, f"got {{list({array.name}.shape)}}"
+    if array.shape == ("rows",):
+        return f"{x}.shape != {leading(op)}", f"{x} must have the shape {{list({leading(op)})}}, {got}"
+    conditions = [f"{x}.dim() < {len(array.shape) - 1}" if leads(array) else f"{x}.dim() != {len(array.shape)}"]
+    sizes = ["..." if size == "rows" else size for size in array.shape]
+    for number, size in enumerate(array.shape):
+        if size_of(size)[0] in known:
+            conditions.append(f"{axis(array, number)} != {sized(size, known)}")
+            sizes[number] = f"{{{sized(size, known)}}}"
+    return " or ".join(conditions), f"{x} must have the shape [{', '.join(sizes)}], {got}"
+
+
+def find(op: Declaration) -> str:
+    """``find(graded, *arguments)``: the plans and what else a kind of call decides, or None where torch must work."""
+    known, first = values(op), op.tensors[0]
+    sizes = _sizes(op, op.forward, known)
+    body = [
+        *block(f"if {' or '.join(_unserved(op))}:", ["return None"]),
+        *(f"{name} = {said}" for name, said in axes(op).items()),
+        f"sizes = {sizes}",
+        f"forward_plan = plan_for(FORWARD, {first}.device, *sizes)",
+        *block("if forward_plan is None:", ["return None"]),
+        f"backward_plan = {'sum_plan = ' if op.sums else ''}None",
+    ]
+    if op.backward is not None:
+        others = _sizes(op, op.backward, known | dict(op.backward_flags))
+        graded = [f"sizes = {others}"] if others != sizes else []
+        graded.append(f"backward_plan = plan_for(BACKWARD, {first}.device, *sizes)")
+        graded += block("if backward_plan is None:", ["return None"])
+        body += block("if graded:", [*graded, *_sum(op, known)])
+    said = facts(op)
+    body += [f"{name} = {value}" for name, value in said.items() if name != value]
+    return function("find", ("graded", *op.arguments), [*body, f"return {row(plan_names(op))}"])
+
+
+def _sum(op: Declaration, known: dict[str, str]) -> Lines:
+    """The plan of the sum, behind that of the backward."""
+    if not op.sums:
+        return []
+    width, dtype = sized(partial(op).shape[1], known), f"{op.sums[0]}.dtype"
+    plan = f"sum_plan = plan_for(SUM, {op.tensors[0]}.device, backward_plan.blocks, {width}, {dtype})"
+    return [plan, *block("if sum_plan is None:", ["return None"])]
+
+
+def _sizes(op: Declaration, spec: KernelSpec, known: dict[str, str]) -> str:
+    if missing := [d.name for d in spec.dimensions if d.name not in known]:
+        raise TypeError(f"{op.name}: no tensor and no flag says what {missing[0]} of {spec.name} is")
+    return row([known[d.name] for d in spec.dimensions])
+
+
+def _unserved(op: Declaration) -> Lines:
+    """Conditions on which no kernel runs: nothing to do, or another dtype than a kernel takes."""
+    shapes = {array.shape: name for name, array in reversed(op.inputs.items()) if len(array.shape) > 1}
+    conditions = [f"not {name}.numel()" for name in op.tensors if name in shapes.values()]
+    kinds = {d.name for d in op.forward.dimensions if d.kind == "dtype"}
+    said = {array.dtype: f"{name}.dtype" for name, array in reversed(op.inputs.items()) if array.dtype in kinds}
+    for name, array in op.inputs.items():
+        expected = said.get(array.dtype, f"torch.{array.dtype}")
+        if expected != f"{name}.dtype":
+            differs = f"{name}.dtype != {expected}"
+            conditions.append(f"({name} is not None and {differs})" if name in op.optional else differs)
+    return conditions
+
+
+def plans_of(op: Declaration) -> str:
+    """``plans_of(graded, *arguments)``: what ``find`` gives, kept for each kind of call that passed the checks.
+
+    On the CPU the answer depends on the environment, so it is looked up each time.
+    """
+    key = []
+    for name in op.tensors:
+        seen = ", ".join((f"{name}.shape", f"{name}.dtype", f"{name}.get_device()"))
+        key.append(f"None if {name} is None else ({seen})" if name in op.optional else seen)
+    flags = [said for said in dict.fromkeys((*op.flags.values(), *op.key)) if said not in ("True", "False")]
+    given = ", ".join(op.arguments)
+    found, checked = f"find(graded, {given})", f"check({given})"
+    body = [
+        *block(f"if not {op.tensors[0]}.is_cuda:", [checked, f"return {found}"]),
+        f"key = {row([*key, *flags, 'graded'])}",
+        *block("try:", ["return known[key]"]),
+        *block("except KeyError:", [checked, f"return keep(known, key, {found})"]),
+    ]
+    return function("plans_of", ("graded", *op.arguments), body)
