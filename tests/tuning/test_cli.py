@@ -150,7 +150,7 @@ def test_a_problem_that_has_no_winner_is_named_with_the_reason(compiled_sweep: S
 
 def test_where_no_compiler_is_the_table_names_the_one_that_compiled(compiled_sweep, tmp_path, monkeypatch, capsys):
     used = toolchain.toolkit().key
-    monkeypatch.setattr(toolchain, "_tileiras", lambda: None)
+    monkeypatch.setattr(toolchain, "toolkit", lambda: None)
     command = ["--stages", "compile", "--sweep", str(compiled_sweep.folder), "--cache-dir", str(tmp_path / "cache")]
     assert cli.main(command) == 0
     assert f"test on H200 (sm_90), {used}" in " ".join(capsys.readouterr().out.split())
