@@ -16,7 +16,6 @@ from benchmarks.report import render, with_training
 from benchmarks.results import Results, print_table, read_folder, write_results
 from tilekern import __version__
 from tilekern.errors import InputError
-from tuning.models import resolve_model
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -104,7 +103,7 @@ def kernels(
             write_results(_path(out, stem), results)
 
     if model:
-        _keep(bench.sweep(resolve_model(model), counts(tokens), chosen, peers, effort, keep), out, stem)
+        _keep(bench.sweep(model, counts(tokens), chosen, peers, effort, keep), out, stem)
     else:
         cases = [case for case in fixed_cases() if case.op in chosen]
         _keep(bench.measure(cases, peers, effort, keep), out, stem)

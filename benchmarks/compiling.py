@@ -21,8 +21,6 @@ from tilekern.toolchain import compile_candidate
 from tuning.candidates import Candidate
 from tuning.compile_order import lowered_as
 from tuning.compiling import CompileSummary, compile_all, default_jobs, start_server, wanted, work_s
-from tuning.models import resolve_model
-from tuning.plan import plan
 from tuning.sweep import Sweep
 
 OPS = ["rms_norm", "swiglu", "rope"]
@@ -39,15 +37,19 @@ def measure(model: str, gpu: str, *, alone: bool = False) -> Results:
             cores, to tell what part of that many times the speed the stage reaches.
     """
     start_server()  # before the plan, as the tuner's command line does
-    target, shape = resolve(gpu), resolve_model(model)
+    from tuning.plan.models import plan_of_model  # which loads torch, and the workers that import this file must not
+    from tuning.plan.steps import Steps
+
+    target = resolve(gpu)
+    planned = plan_of_model(model, Steps(TOKENS, ops=OPS), target)
     results = Results(facts(gpu=target.name))
     jobs = default_jobs()
     with tempfile.TemporaryDirectory() as folder:
         sweep = Sweep(Path(folder))
-        sweep.begin(target, shape.name, plan(shape, TOKENS, ["bfloat16"], OPS, target))
+        sweep.begin(target, planned.name, planned.problems)
         done, _ = _made(sweep, jobs)
         alone_s = _made(sweep, 1)[0].seconds if alone else None
-    case = f"{shape.name}, {', '.join(map(str, TOKENS))} tokens"
+    case = f"{planned.name}, {', '.join(map(str, TOKENS))} tokens"
     figures = {
         "distinct_candidates": (done.distinct, "1"),
         "failed": (done.failed, "1"),

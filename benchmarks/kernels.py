@@ -13,7 +13,8 @@ from benchmarks.providers import OURS, Provider, load, one_line
 from benchmarks.results import Results, Row
 from benchmarks.served import doubts
 from benchmarks.suites import sweep_cases
-from tilekern.spec import TOLERANCES, ModelShape
+from tilekern.spec import TOLERANCES
+from tuning.plan.configs import config_named
 from tuning.timing import Timing
 from tuning.verifying import errors, within
 
@@ -41,7 +42,7 @@ def measure(cases: Sequence[Case], names: Sequence[str], effort: Effort, keep: K
 
 
 def sweep(
-    shape: ModelShape, tokens: Sequence[int], ops: Sequence[str], names: Sequence[str], effort: Effort, keep: Keep
+    model: str, tokens: Sequence[int], ops: Sequence[str], names: Sequence[str], effort: Effort, keep: Keep
 ) -> Results:  # fmt: skip
     """Time the providers on a model's ops over token counts; a case is named by its op and count.
 
@@ -49,8 +50,9 @@ def sweep(
         InputError: there is no GPU, or no such provider.
         AssertionError: tilekern is wrong.
     """
-    named = [(f"{case.op} {count} tokens", case) for count, case in sweep_cases(shape, tokens, ops)]
-    return _measure(named, "kernels_sweep", names, effort, keep, model=shape.name)
+    name, config = config_named(model)
+    named = [(f"{case.op} {count} tokens", case) for count, case in sweep_cases(config, tokens, ops)]
+    return _measure(named, "kernels_sweep", names, effort, keep, model=name)
 
 
 def _measure(

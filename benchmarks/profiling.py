@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tilekern.spec import ModelShape
-
 IDLE = "idle"
 TOTAL = "total"
 OTHER = "elementwise, copies and other"
@@ -76,27 +74,28 @@ def profile(step: Callable[[], Any]) -> dict[str, float]:
         return parts_of(json.loads(path.read_text(encoding="utf-8"))["traceEvents"])
 
 
-def products(shape: ModelShape, layers: int) -> dict[tuple[int, int], int]:
+def products(config: Any, layers: int) -> dict[tuple[int, int], int]:
     """How many linear layers there are of each (in_features, out_features), the head included."""
-    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    hidden, intermediate = config.hidden_size, config.intermediate_size
+    queries, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
     each = [
-        (shape.hidden, queries), (shape.hidden, keys), (shape.hidden, keys), (queries, shape.hidden),
-        (shape.hidden, shape.intermediate), (shape.hidden, shape.intermediate), (shape.intermediate, shape.hidden),
+        (hidden, queries), (hidden, keys), (hidden, keys), (queries, hidden),
+        (hidden, intermediate), (hidden, intermediate), (intermediate, hidden),
     ]  # fmt: skip
-    counts = {(shape.hidden, shape.vocabulary): 1}
+    counts = {(hidden, config.vocab_size): 1}
     for sizes in each:
         counts[sizes] = counts.get(sizes, 0) + layers
     return counts
 
 
-def matmul_floor_ms(shape: ModelShape, layers: int, tokens: int, device: str) -> float:
+def matmul_floor_ms(config: Any, layers: int, tokens: int, device: str) -> float:
     """Milliseconds of all matmuls of a step, were each as fast as it is alone: forward and both gradients."""
     from tuning.timing import Stopwatch
 
     watch = Stopwatch(0)
     watch.warm_clocks()
     total_us = 0.0
-    for (columns, rows), count in products(shape, layers).items():
+    for (columns, rows), count in products(config, layers).items():
         for run in _three_products(tokens, columns, rows, device):
             total_us += count * watch.measure(run, SAMPLES).median_us
     return total_us / 1000

@@ -11,7 +11,7 @@ import time
 from typing import Any
 
 from benchmarks import models
-from tuning.models import PRESETS
+from tuning.plan.configs import config_named
 
 STEPS = 4
 
@@ -32,7 +32,7 @@ def patch(provider: str) -> None:
 
 def make_model(layers: int, device: str = "cuda") -> Any:
     """Qwen3-8B with fewer layers and random bf16 weights."""
-    return models.make_model(PRESETS["qwen3-8b"], layers, device=device)
+    return models.make_model(config_named("qwen3-8b")[1], layers, device=device)
 
 
 def main(provider: str, layers: int, tokens: int) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from benchmarks.cases import Case, rms_norm_case, rope_case, swiglu_case, training_cases
 from benchmarks.fused_cases import (
@@ -13,7 +14,6 @@ from benchmarks.fused_cases import (
     linear_cross_entropy_case,
     qk_norm_rope_case,
 )
-from tilekern.spec import ModelShape
 
 
 def fixed_cases() -> list[Case]:
@@ -31,24 +31,25 @@ def fixed_cases() -> list[Case]:
     ]
 
 
-def model_cases(shape: ModelShape, tokens: int) -> list[Case]:
+def model_cases(config: Any, tokens: int) -> list[Case]:
     """Every op of a model's layer and head at one token count, batch 1; one case for each op."""
-    heads, kv_heads, head_dim = shape.heads, shape.kv_heads, shape.head_dim
+    heads, kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    hidden, intermediate, vocabulary = config.hidden_size, config.intermediate_size, config.vocab_size
     cases = [
-        rms_norm_case(tokens, shape.hidden),
-        swiglu_case(tokens, shape.intermediate),
+        rms_norm_case(tokens, hidden),
+        swiglu_case(tokens, intermediate),
         rope_case(1, tokens, heads, kv_heads, head_dim),
-        add_rms_norm_case(tokens, shape.hidden),
-        cross_entropy_case(tokens, shape.vocabulary),
-        linear_cross_entropy_case(tokens, shape.hidden, shape.vocabulary),
+        add_rms_norm_case(tokens, hidden),
+        cross_entropy_case(tokens, vocabulary),
+        linear_cross_entropy_case(tokens, hidden, vocabulary),
         attention_case(1, tokens, heads, kv_heads, head_dim),
-        linear_case(tokens, shape.hidden, shape.intermediate),
+        linear_case(tokens, hidden, intermediate),
     ]
-    if shape.qk_norm:
+    if config.model_type == "qwen3":
         cases.insert(4, qk_norm_rope_case(1, tokens, heads, kv_heads, head_dim))
     return cases
 
 
-def sweep_cases(shape: ModelShape, tokens: Sequence[int], ops: Sequence[str]) -> list[tuple[int, Case]]:
+def sweep_cases(config: Any, tokens: Sequence[int], ops: Sequence[str]) -> list[tuple[int, Case]]:
     """A model's cases of these ops over token counts, each with its count."""
-    return [(count, case) for count in sorted(tokens) for case in model_cases(shape, count) if case.op in ops]
+    return [(count, case) for count in sorted(tokens) for case in model_cases(config, count) if case.op in ops]

@@ -27,7 +27,7 @@ from benchmarks.results import Results, Row
 from benchmarks.trainers import NO_PATCHES, full_name, trainer_named
 from benchmarks.training import Job, Line
 from tilekern.errors import InputError
-from tuning.models import resolve_model
+from tuning.plan.configs import config_named
 from tuning.timing import Timing
 
 GIB = 1 << 30
@@ -59,7 +59,7 @@ def measure(job: Job, providers: Sequence[str], keep: Keep, say: Say) -> tuple[R
     """
     for provider in providers:
         trainer_named(provider)
-    layers = job.layers or resolve_model(job.model).layers
+    layers = job.layers or config_named(job.model)[1].num_hidden_layers
     run = facts() | {"model": name_of(job.model), "layers": layers, "warm_up": job.warm_up}
     notes = run["notes"]
     notes.append(NO_PATCHES)
@@ -85,7 +85,7 @@ def measure(job: Job, providers: Sequence[str], keep: Keep, say: Say) -> tuple[R
 
 def name_of(model: str) -> str:
     """A model's name as results have it: of a config.json, its folder's."""
-    name = resolve_model(model).name
+    name = config_named(model)[0]
     return Path(name).resolve().parent.name if name.endswith(".json") else name
 
 

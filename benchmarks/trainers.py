@@ -14,13 +14,12 @@ from typing import Any, Literal
 from benchmarks.environment import version_of
 from benchmarks.providers import OURS
 from tilekern.errors import InputError
-from tilekern.spec import ModelShape
 
 ATTENTION = "sdpa"
 NO_PATCHES = "quack left out: it has no patch for the models of transformers"
 
 
-def _nothing(_: ModelShape) -> str:
+def _nothing(_: Any) -> str:
     return ATTENTION
 
 
@@ -30,7 +29,7 @@ class Trainer:
 
     Attributes:
         distribution: the package whose version is put behind the name; empty for tilekern.
-        patch: model's shape -> the attention implementation to make the model with; called before it is made.
+        patch: model's configuration -> the attention implementation to make the model with; called before it is made.
         backend: the one of torch's SDPA back ends that may run; empty for torch's own choice.
         compiled: what torch.compile is given: nothing, the whole model, or each layer by itself.
         environment: variables of the process.
@@ -39,7 +38,7 @@ class Trainer:
     """
 
     distribution: str = "transformers"
-    patch: Callable[[ModelShape], str] = _nothing
+    patch: Callable[[Any], str] = _nothing
     backend: str = ""
     compiled: Literal["", "model", "layers"] = ""
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -73,7 +72,7 @@ class Trainer:
                 layer.compile(dynamic=False)
 
 
-def _tilekern(_: ModelShape) -> str:
+def _tilekern(_: Any) -> str:
     """All patches, as they are by default: gradients repeat bit by bit."""
     import tilekern
 
@@ -81,15 +80,15 @@ def _tilekern(_: ModelShape) -> str:
     return "tilekern"
 
 
-def _tilekern_nondeterministic(shape: ModelShape) -> str:
+def _tilekern_nondeterministic(config: Any) -> str:
     """As the peers' attention is: dq is added up in any order."""
-    return f"{_tilekern(shape)}_nondeterministic"
+    return f"{_tilekern(config)}_nondeterministic"
 
 
-def _liger(shape: ModelShape) -> str:
+def _liger(config: Any) -> str:
     from liger_kernel import transformers
 
-    getattr(transformers, f"apply_liger_kernel_to_{shape.model_type}")()
+    getattr(transformers, f"apply_liger_kernel_to_{config.model_type}")()
     return ATTENTION
 
 

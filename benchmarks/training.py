@@ -22,7 +22,7 @@ from benchmarks.models import make_model
 from benchmarks.power import PowerMeter
 from benchmarks.served import doubts
 from benchmarks.trainers import Trainer, trainer_named
-from tuning.models import resolve_model
+from tuning.plan.configs import config_named
 
 LEARNING_RATE = 1e-5
 Line = dict[str, Any]
@@ -122,9 +122,9 @@ def run(job: Job) -> Iterator[Line]:
             break
     loop.free()
     if job.profile:
-        shape = resolve_model(job.model)
+        config = config_named(job.model)[1]
         for tokens in done:
-            floor = profiling.matmul_floor_ms(shape, job.layers or shape.layers, tokens, job.device)
+            floor = profiling.matmul_floor_ms(config, job.layers or config.num_hidden_layers, tokens, job.device)
             yield {"kind": "floor", "tokens": tokens, "matmuls_ms": floor}
     yield from ({"kind": "note", "text": line} for line in doubts())
 
@@ -132,9 +132,9 @@ def run(job: Job) -> Iterator[Line]:
 def begin(job: Job) -> tuple[Loop, str]:
     """Patch, make the model on its device, and its optimizer; the attention implementation is given as well."""
 
-    trainer, shape = trainer_named(job.provider), resolve_model(job.model)
-    attention = trainer.patch(shape)
-    model = make_model(shape, job.layers, attention, job.device)
+    trainer, config = trainer_named(job.provider), config_named(job.model)[1]
+    attention = trainer.patch(config)
+    model = make_model(config, job.layers, attention, job.device)
     if job.checkpointing:
         model.gradient_checkpointing_enable()
     trainer.compile(model)

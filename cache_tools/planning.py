@@ -15,6 +15,7 @@ from tilekern.cache import CacheError, Entry
 from tilekern.cache.keys import Value
 
 _DTYPES = "bfloat16,float16,float32"
+_ATTENTION = "tilekern,tilekern_nondeterministic"
 
 
 class Needed(NamedTuple):
@@ -52,8 +53,9 @@ def is_needed(entry: Entry, needed: set[Needed]) -> bool:
 
 
 def _planned(model: str, target_key: str, tp: int) -> set[Needed]:
-    command = [sys.executable, "-m", "tilekern.tune", model, "--gpu", target_key, "--tp", str(tp), "--dtype", _DTYPES]
-    done = subprocess.run([*command, "--dry-run", "--json"], capture_output=True, text=True, check=False)
+    steps = ["--tp", str(tp), "--dtype", _DTYPES, "--attention", _ATTENTION]
+    command = [sys.executable, "-m", "tilekern.tune", model, "--gpu", target_key, *steps, "--dry-run", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
         raise CacheError(f"--model {model}: {lines[-1].removeprefix('error: ')}")

@@ -67,7 +67,7 @@ outcome, plan = (json.load(open(path)) for path in sys.argv[1:])
 named = {(p["kernel"], json.dumps(p["problem"])) for p in outcome["problems"]}
 lacking = [p for p in plan["problems"] if (p["kernel"], json.dumps(p["problem"])) not in named]
 assert not lacking, f"no winner for {lacking}"
-assert len(named) >= 20, f"only {len(named)} problems"
+assert len(named) >= 18, f"only {len(named)} problems"
 assert outcome["target"]["name"] == "B200", outcome["target"]
 for p in outcome["problems"]:
     assert p["config"], p

@@ -25,7 +25,7 @@ from tilekern import ops
 from tilekern.cache import PROVENANCES, Record
 from tilekern.kernels import all_specs
 from tilekern.toolchain import toolkit
-from tuning.models import PRESETS
+from tuning.plan.presets import PRESETS
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("tilekern", "tuning", "cache_tools", "benchmarks")

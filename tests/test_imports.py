@@ -54,6 +54,7 @@ MAY_IMPORT = {
     "tilekern.stepping": LEAVES | {"tilekern.ops", "tilekern.patch"},
     "tilekern.ops": LEAVES | {"tilekern.dispatch", "tilekern.kernels", "tilekern.ops"},
     "tilekern.tune": {"tilekern", "tuning"},
+    # Of the ops and the patches, tuning's plan/ alone: to trace a step.
     "tuning": {"tilekern", "tuning"},
     # What explains a lookup of a job must ask what the job asks.
     "cache_tools.here": LEAVES | {"tilekern.cache", "tilekern.kernels", "tilekern.toolchain"},
@@ -138,16 +139,25 @@ def test_imports_run_downwards():
     assert not wrong
 
 
+STEPS = ["tilekern.ops", "tilekern.patch", "tilekern.stepping"]
+
+
 @pytest.mark.parametrize(
     ("rooms", "closed"),
     [
         pytest.param(["tilekern"], ["tuning", "cache_tools"], id="a training job loads neither tuner nor cache tools"),
-        pytest.param(["tuning", "cache_tools"], ["tilekern.ops", "tilekern.patch"], id="tools use no ops and patches"),
+        pytest.param(["tuning", "cache_tools"], STEPS, id="tools use no ops and patches, but to trace a step"),
     ],
 )
 def test_rooms_are_closed_to_others(rooms, closed):
-    found = {name: list(imports(MODULES[name])) for name in within(*rooms) if name != "tilekern.tune"}
+    doors = ["tilekern.tune", "tuning.plan"]
+    found = {name: list(imports(MODULES[name])) for name in within(*rooms) if not under(name, doors)}
     assert not [f"{module} imports {name}" for module in found for name in found[module] if under(name, closed)]
+
+
+@pytest.mark.parametrize("module", ["tuning.options", "tuning.preflight", "tuning.service.tuner"])
+def test_what_may_plan_loads_no_torch_before_it_does(module):
+    assert "torch" not in run(f"import sys, {module}; print(*sys.modules)")
 
 
 def test_the_cache_needs_the_standard_library_and_a_parser_alone():

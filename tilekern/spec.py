@@ -220,8 +220,6 @@ class KernelSpec:
         dimensions: the problem's dimensions, in the order of its key.
         space: the search space.
         ops: names of the ops that launch it, as ``--ops`` selects them.
-        workloads: (model, tokens, dtype, target) -> the sizes, by dimension, that training the model on that many
-            tokens needs. What it says is not part of the source's digest, if the function is called ``workloads``.
         implement: (problem, config) -> how it runs; the problem may hold real or bucketed sizes.
         default: (problem, target) -> the heuristic config, always inside the space's constraints.
         generic: problem -> the config of the generic variant, chosen to compile fast and run anywhere.
@@ -244,7 +242,6 @@ class KernelSpec:
     dimensions: tuple[Dimension, ...]
     space: Space
     ops: tuple[str, ...]
-    workloads: Callable[[ModelShape, int, str, Target], Iterable[Mapping[str, Value]]]
     implement: Callable[[Problem, Config], Implementation | LibraryCall]
     default: Callable[[Problem, Target], Config]
     generic: Callable[[Problem], Config]
@@ -258,6 +255,8 @@ class KernelSpec:
     roundings: int = 1
     inputs_in_l2: bool = False
     arrays: tuple[Array | ScalarParameter, ...] = ()
+    # Nobody reads it: plans are traced steps. Without it the kernels' sources, and so their digests, would be others.
+    workloads: Callable[[ModelShape, int, str, Target], Iterable[Mapping[str, Value]]] | None = None
 
     def problem(self, **values: Value) -> Problem:
         """A problem with real sizes, checked against the dimensions.

@@ -6,6 +6,7 @@ Run inside :func:`tilekern.trace`, it shows what a job of the model asks for.
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -51,7 +52,7 @@ def model_of(config: Any, dtype: str, attention: str | None) -> Any:
     """A causal language model, or whatever else of transformers has such a configuration, on meta and in training mode.
 
     Args:
-        config: the configuration.
+        config: the configuration, which stays as it is.
         dtype: of its parameters.
         attention: transformers' name of the attention implementation; its own choice where None.
 
@@ -66,7 +67,7 @@ def model_of(config: Any, dtype: str, attention: str | None) -> Any:
         raise InputError(f"{type(config).__name__}: transformers has no language model with such a configuration")
     named = {} if attention is None else {"attn_implementation": attention}
     with _META:
-        return auto.from_config(config, dtype=getattr(torch, dtype), **named).train()
+        return auto.from_config(copy.deepcopy(config), dtype=getattr(torch, dtype), **named).train()
 
 
 def step(model: Any, batch: Batch, *, adamw: bool = True) -> None:

@@ -118,11 +118,8 @@ class Trace:
     def see(self, spec: KernelSpec, problem: Problem, plan: Plan | None) -> None:
         """Note a problem that dispatch has given a plan, or none."""
         self._note(spec, problem)
-        if plan is None:
-            return
-        if isinstance(spec.implement(problem, plan.config), LibraryCall):
-            self.take_apart(spec, problem)
-        else:
+        self.take_apart(spec, problem)
+        if plan is not None:
             plan.blocks = self.blocks(spec, problem, plan.blocks)
 
     def take_apart(self, spec: KernelSpec, problem: Problem) -> None:

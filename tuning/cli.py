@@ -12,7 +12,8 @@ from tilekern.cache import CacheError
 from tilekern.errors import TilekernError, TilekernWarning, ToolchainMissing
 from tilekern.warning import shown_plainly
 from tuning.commands import COMMANDS, command_named
-from tuning.models import MODEL_IS, PRESETS, UnknownModel, require_model_name
+from tuning.plan.configs import MODEL_IS, UnknownModel, require_model_name
+from tuning.plan.presets import PRESETS
 
 EXIT_INPUT, EXIT_TOOLCHAIN, EXIT_INTERRUPTED = 2, 4, 130
 

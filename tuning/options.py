@@ -12,7 +12,8 @@ import click
 
 from tilekern import __version__
 from tilekern.errors import InputError
-from tuning.plan import known_ops
+from tuning.plan.configs import require_model_name
+from tuning.plan.steps import OPTIMIZERS, Steps
 
 STAGES = ("plan", "compile", "measure")
 LOCAL, RAY = "local", "ray"
@@ -22,13 +23,8 @@ LOCAL, RAY = "local", "ray"
 class Request:
     """A run as it was asked for; the fields are the options, lists taken apart."""
 
-    model: str | None
+    plan: PlanRequest
     gpu: str
-    tokens: Sequence[int]
-    sequence: Sequence[int]
-    dtype: Sequence[str]
-    tp: int
-    ops: Sequence[str]
     stages: Sequence[str]
     jobs: int | None
     timeout_s: float
@@ -53,14 +49,90 @@ class Request:
         executor = given["executor"]
         if executor not in (LOCAL, RAY) and not executor.startswith("ray://"):
             raise InputError(f"unknown executor {executor!r}; known: local, ray, ray://HOST:PORT")
-        changed = {
-            "tokens": counts(given["tokens"], "--tokens", "2048,8192"),
-            "sequence": counts(given["sequence"], "--sequence", "2048,4096") if given["sequence"] is not None else [],
-            "dtype": words(given["dtype"], "--dtype"),
-            "ops": words(given["ops"], "--ops") if given["ops"] is not None else known_ops(),
-            "stages": stages,
-        }
-        return cls(**{**given, **changed})
+        rest = {name: value for name, value in given.items() if name not in PLAN_OPTIONS}
+        return cls(**{**rest, "plan": PlanRequest.of(given), "stages": stages})
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """What is to be planned: steps of a model, plans that are there, problems that are named; at least one of them.
+
+    ``described`` is the first option that describes the steps of a model, which a plan that is there has no use for.
+    """
+
+    model: str | None
+    plans: Sequence[str]
+    problems: Sequence[str]
+    steps: Steps
+    described: str | None
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> PlanRequest:
+        """From the options of :func:`plan_options` as click gives them.
+
+        Raises:
+            InputError: a value is not known, or steps are described and no model is named.
+            tuning.plan.configs.UnknownModel: the model is no preset, no path and no hub id.
+        """
+        named = {name: given[name] for name in _STEPS if given[name] not in (None, False)}
+        for name, such_as in (("tokens", "2048,8192"), ("sequence", "2048,4096")):
+            if name in named:
+                named[name] = counts(named[name], f"--{name}", such_as)
+        for name in ("dtype", "ops", "attention"):
+            if name in named:
+                named[name] = words(named[name], f"--{name}")
+        if given["model"] is not None:
+            require_model_name(given["model"])
+        described = f"--{next(iter(named))}" if named else None
+        if described and given["model"] is None and (given["plans"] or given["problems"]):
+            raise described_alone(described)
+        return cls(given["model"], given["plans"], given["problems"], Steps(**named), described)
+
+
+def described_alone(option: str) -> InputError:
+    """The error of an option that describes the steps of a model where there is a plan in its place."""
+    return InputError(f"{option} describes the steps of a model, and a plan has its own sizes; leave it out")
+
+
+_STEPS = {
+    "tokens": click.option("--tokens", help="Tokens of a step (batch times sequence).  [default: 2048,8192]"),
+    "sequence": click.option(
+        "--sequence", metavar="TEXT", help="Tokens of a sequence; a step is one sequence where not given."
+    ),
+    "dtype": click.option("--dtype", help="bfloat16, float16, float32.  [default: bfloat16]"),
+    "tp": click.option(
+        "--tp", type=click.IntRange(min=1), help="Tensor-parallel degree: ranks of a model.  [default: 1]"
+    ),
+    "packed": click.option("--packed", is_flag=True, help="Sequences are packed into a batch of one (cu_seq_lens_q)."),
+    "padded": click.option("--padded", is_flag=True, help="Sequences are padded to one length, with a mask."),
+    "checkpointing": click.option("--checkpointing", is_flag=True, help="Activations are made again in the backward."),
+    "optimizer": click.option(
+        "--optimizer", type=click.Choice(OPTIMIZERS), help="tilekern.AdamW, or none.  [default: adamw]"
+    ),
+    "attention": click.option(
+        "--attention", help="attn_implementation: tilekern, tilekern_nondeterministic.  [default: tilekern]"
+    ),
+    "ops": click.option("--ops", help="The ops that are patched; all where not given."),
+}
+_OTHERS = {
+    "model": click.argument("model", required=False),
+    "plans": click.option(
+        "--plan", "plans", multiple=True, metavar="FILE|wanted",
+        help="A plan that tilekern.trace wrote, or what jobs missed; may be repeated.",
+    ),
+    "problems": click.option(
+        "--problem", "problems", multiple=True, metavar="'NAME SIZES'",
+        help="An op or a kernel: 'rms_norm rows=8192,columns=4096,dtype=bfloat16'; may be repeated.",
+    ),
+}  # fmt: skip
+PLAN_OPTIONS = (*_STEPS, *_OTHERS)
+
+
+def plan_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command the argument and the options that say what is to be planned."""
+    for option in reversed([*_OTHERS.values(), *_STEPS.values()]):
+        command = option(command)
+    return command
 
 
 def words(text: str, option: str) -> list[str]:

@@ -13,11 +13,10 @@ from tilekern.errors import InputError
 from tilekern.kernels import all_specs
 from tilekern.spec import Config, Problem
 from tilekern.targets import Target
+from tilekern.tracing import FORMAT, Named, document
 
-FORMAT = 1
 # The plan's file.
 PLAN = "sweep.json"
-Named = tuple[str, Problem]
 # The configs to try of a problem; the whole space of a problem that is not named.
 Limits = Mapping[Named, Sequence[Config]]
 
@@ -33,10 +32,10 @@ class Plan:
 
 
 class PlanFile:
-    """The plan's file in a sweep folder."""
+    """The plan's file in a sweep folder, or of another name, such as :func:`tilekern.trace` writes."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._path = folder, folder / PLAN
+    def __init__(self, folder: Path, name: str = PLAN) -> None:
+        self._folder, self._path = folder, folder / name
         self._read: tuple[tuple[int, int], Plan] | None = None
 
     def exists(self) -> bool:
@@ -49,12 +48,10 @@ class PlanFile:
         Raises:
             OSError: the folder cannot be written.
         """
-        plan = {
-            "format": FORMAT,
-            "target": target.describe(),
-            "model": model,
-            "problems": [_item(*named, limits.get(named)) for named in problems],
-        }
+        plan = document(target, model, problems)
+        for item, named in zip(plan["problems"], problems, strict=True):
+            if named in limits:
+                item["configs"] = [dict(config) for config in limits[named]]
         write_whole(self._path, json.dumps(plan, indent=1).encode())
 
     def read(self) -> Plan:
@@ -69,6 +66,8 @@ class PlanFile:
             if self._read is None or self._read[0] != version:
                 self._read = version, self._parse(json.loads(self._path.read_text(encoding="utf-8")))
         except FileNotFoundError:
+            if self._path.name != PLAN:
+                raise InputError(f"{self._path} does not exist; give a file that tilekern.trace wrote") from None
             raise InputError(
                 f"{self._folder} is not a sweep folder; run --stages plan,compile --sweep {self._folder}"
             ) from None
@@ -111,8 +110,3 @@ class PlanFile:
             )
         except (KeyError, TypeError, AttributeError):
             raise InputError(f"{self._path} is damaged; remove it and plan again") from None
-
-
-def _item(kernel: str, problem: Problem, limit: Sequence[Config] | None) -> dict[str, Any]:
-    limited = {} if limit is None else {"configs": [dict(config) for config in limit]}
-    return {"kernel": kernel, "problem": dict(problem), **limited}

@@ -1,7 +1,7 @@
 """Preflight: before a job starts, which records it will need, and which of them the caches have.
 
-The problems come from the plan that the tuner makes (:func:`tuning.plan.plan`), and each is looked up as the job will
-look it up. So what a preflight calls served is what the job's first call finds.
+The problems are those that the job's own steps ask for (:mod:`tuning.plan`), and each is looked up as the job will look
+it up. So what a preflight calls served is what the job's first call finds.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from tilekern.source import digests_of
 from tilekern.spec import Problem
 from tilekern.targets import Target, here, resolve
 from tilekern.toolchain import Toolkit, require_toolkit
-from tuning.families import Model, model_of_config
-from tuning.models import find_model, sharded_model
-from tuning.plan import Named, known_ops, plan
+from tilekern.tracing import Named, Trace
+from tuning.options import PlanRequest
+from tuning.plan.steps import TOKENS, Planned, Steps
 
 if TYPE_CHECKING:
     from tuning.service.tuner import How
@@ -146,39 +146,66 @@ class Preflight:
 
 
 def preflight(
-    config: Any, tokens: Sequence[int] = (2048, 8192), *, gpu: str = "auto", sequence: Sequence[int] = (),
-    dtype: Sequence[str] = ("bfloat16",), tp: int = 1, ops: Sequence[str] | None = None, need: str = SERVED,
-    cache_dir: str | Path | None = None,
+    config: Any, tokens: Sequence[int] = TOKENS, *, gpu: str = "auto", sequence: Sequence[int] = (),
+    dtype: Sequence[str] = ("bfloat16",), ops: Sequence[str] | None = None, attention: Sequence[str] = ("tilekern",),
+    tp: int = 1, packed: bool = False, padded: bool = False, checkpointing: bool = False, optimizer: str = "adamw",
+    need: str = SERVED, cache_dir: str | Path | None = None,
 ) -> Preflight:  # fmt: skip
     """Which records a job will need, and which of them the caches have; nothing is written, compiled or launched.
 
     Args:
-        config: the model: a preset's name, the path of a config.json, a hub id, a configuration of transformers or its
-            dictionary, or a model that has one.
+        config: what the job trains: a preset's name, the path of a config.json, a hub id, a configuration of
+            transformers or its dictionary, all of which are patched for this; a model, which is asked as it is; or a
+            traced plan (:func:`tilekern.trace`) or its file, to which none of the arguments down to ``optimizer``
+            applies. Of a model, the lengths and whether they are packed or padded count.
         tokens: tokens of a step, batch times sequence.
         gpu: the GPU that the job will run on: ``auto`` (the one here), a name, an arch or a key.
         sequence: tokens of a sequence; a step is one sequence where none is given.
         dtype: the dtypes to train in.
+        ops: the ops of the job, ``attention`` and ``adamw`` among them; all where None.
+        attention: the names of ``attn_implementation``.
         tp: the tensor-parallel degree.
-        ops: the ops of the job; all where None.
+        packed: whether sequences are packed into a batch of one.
+        padded: whether they are padded to one length, with a mask.
+        checkpointing: whether activations are made again in the backward.
+        optimizer: ``adamw`` or ``none``.
         need: what is asked of a problem's record: ``served`` by any, ``exact``: of the very bucket and GPU,
             ``measured``: there and measured.
         cache_dir: the cache that stands in for the user's; further layers are read as ever.
 
     Raises:
-        InputError: anything that was named is not known, or nothing is to be tuned for it.
+        InputError: anything that was named is not known, a step cannot be traced, or it asks for no kernel.
+    """
+    steps = Steps(tokens, sequence, dtype, ops, attention, tp, packed, padded, checkpointing, optimizer)
+    target = resolve(gpu)
+    if isinstance(config, Trace):
+        if config.target.key != target.key:
+            raise InputError(f"the step was traced for {config.target.name}, not {target.name}; trace it for that GPU")
+        planned = Planned("traced step", tuple(config.problems))
+    elif isinstance(config, str | Path):
+        from tuning.plan.choosing import plan_of
+
+        planned = plan_of(PlanRequest(str(config), (), (), steps, None), target, user_root())
+    else:
+        from tuning.plan.models import plan_of_model
+
+        planned = plan_of_model(config, steps, target)
+    return preflight_of(planned, target, need, cache_dir)
+
+
+def preflight_of(
+    planned: Planned, target: Target, need: str = SERVED, cache_dir: str | Path | None = None
+) -> Preflight:
+    """Which records the problems of a plan will need; arguments as those of :func:`preflight`.
+
+    Raises:
+        InputError: no such ``need``.
     """
     if need not in DEMANDS:
         raise InputError(f"--need {need}: known are {', '.join(DEMANDS)}")
-    model = sharded_model(_model(config), tp)
-    target, chosen = resolve(gpu), list(ops if ops is not None else known_ops())
-    problems = plan(model, tokens, dtype, chosen, target, sequence)
-    notes = tuple(f"{op} is left out: {reason}" for op, reason in model.left_out if op in chosen)
-    if not problems:
-        raise InputError("; ".join([f"{model.name} has nothing to tune for --ops {','.join(chosen)}", *notes]))
     layers = _layers(cache_dir)
-    needs = tuple(_need(*named, target, layers) for named in problems)
-    return Preflight(model.name, target, need, needs, _is_here(target), notes)
+    needs = tuple(_need(*named, target, layers) for named in planned.problems)
+    return Preflight(planned.name, target, need, needs, _is_here(target), planned.notes)
 
 
 def fix(
@@ -260,19 +287,6 @@ def _compile(named: Sequence[Named], target: Target, root: Path, how: How, tell:
         store.write(msgspec.structs.replace(winner.record, provenance="default", prediction=None, runners_up=[]), blobs)
         made.add((winner.kernel, winner.problem))
     return {pair: why_not(sweep, *pair) for pair in named if pair not in made}
-
-
-def _model(config: Any) -> Model:
-    if isinstance(config, str | Path):
-        return find_model(str(config))
-    if hasattr(config, "named_modules"):
-        config = getattr(config, "config", None)
-    name = getattr(config, "name_or_path", "") or type(config).__name__
-    if hasattr(config, "to_dict"):
-        config = config.to_dict()
-    if not isinstance(config, Mapping):
-        raise InputError(f"preflight takes a model's name, path, configuration or its dictionary, got {name}")
-    return model_of_config(config, name)
 
 
 def _layers(cache_dir: str | Path | None) -> list[Layer]:

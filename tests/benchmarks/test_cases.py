@@ -20,7 +20,7 @@ from benchmarks.kernels import right_ones as right
 from benchmarks.providers import LOADERS, OPS, OURS, Provider, load, one_line
 from benchmarks.suites import fixed_cases, model_cases, sweep_cases
 from tilekern.errors import InputError
-from tuning.models import PRESETS
+from tuning.plan.configs import config_named
 from tuning.timing import Timing
 
 TINY = [
@@ -164,11 +164,11 @@ def test_an_op_bound_by_arithmetic_has_operations_a_second_and_no_copy():
 def test_suites_hold_each_op_once_and_the_sizes_of_the_targets():
     assert {case.op for case in fixed_cases()} == set(OPS)
     assert len({case.label for case in fixed_cases()}) == len(fixed_cases())
-    qwen, llama = (model_cases(PRESETS[name], 2048) for name in ("qwen3-8b", "llama-3-8b"))
+    qwen, llama = (model_cases(config_named(name)[1], 2048) for name in ("qwen3-8b", "llama-3-8b"))
     assert sorted(case.op for case in qwen) == sorted(OPS)
     assert {case.op for case in llama} == set(OPS) - {"qk_norm_rope"}
     assert "cross_entropy 2048x128256" in [case.label for case in llama]
-    swept = sweep_cases(PRESETS["llama-3-8b"], [4096, 1024], ["attention", "linear"])
+    swept = sweep_cases(config_named("llama-3-8b")[1], [4096, 1024], ["attention", "linear"])
     assert [(tokens, case.op) for tokens, case in swept] == [
         (1024, "attention"), (1024, "linear"), (4096, "attention"), (4096, "linear"),
     ]  # fmt: skip

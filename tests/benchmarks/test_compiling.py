@@ -8,8 +8,8 @@ from tilekern.kernels import spec_named
 from tilekern.targets import resolve
 from tilekern.toolchain import toolkit
 from tuning.compiling import default_jobs, wanted
-from tuning.models import resolve_model
-from tuning.plan import plan
+from tuning.plan.models import plan_of_model
+from tuning.plan.steps import Steps
 from tuning.sweep import Sweep
 
 TARGET = resolve("H200")
@@ -28,7 +28,7 @@ def planned(folder, problems):
 
 @pytest.mark.skipif(toolkit() is None, reason="no tile compiler is installed")
 def test_the_share_is_the_work_of_one_core_over_what_the_cores_were_held(tmp_path):
-    problems = plan(resolve_model("qwen3-0.6b"), [2048], ["bfloat16"], ["rope"], TARGET)
+    problems = plan_of_model("qwen3-0.6b", Steps([2048], ops=["rope"]), TARGET).problems
     sweep = planned(tmp_path, problems)
     found = {row.metric: row.value for row in measure_sample(tmp_path, 3).rows}
     assert not sweep.compiled(), "the folder is left as it was"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.profiling import OTHER, category, parts_of, products
-from tuning.models import PRESETS
+from tuning.plan.configs import config_named
 
 
 @pytest.mark.parametrize(
@@ -56,8 +56,8 @@ def test_parts_add_up_to_the_whole_and_gaps_are_idle():
 
 
 def test_the_products_are_all_linear_layers_of_the_model():
-    shape = PRESETS["qwen3-8b"]
-    found = products(shape, shape.layers)
+    config = config_named("qwen3-8b")[1]
+    found = products(config, config.num_hidden_layers)
     assert found[4096, 151936] == 1
     assert found[4096, 12288] == found[4096, 1024] == 72
     assert found[4096, 4096] == 72  # q and o

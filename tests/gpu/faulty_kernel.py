@@ -110,7 +110,6 @@ SPEC = KernelSpec(
     dimensions=(Dimension("rows", "bucketed"), Dimension("columns", "exact"), Dimension("dtype", "dtype")),
     space=Space(lambda problem: {name: [value] for name, value in config("none").items()}),
     ops=("faulty",),
-    workloads=lambda shape, tokens, dtype, target: [],
     implement=_implement,
     default=lambda problem, target: config("none"),
     generic=lambda problem: config("none", 256),

@@ -6,14 +6,17 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from gpu_training import SHAPE, TOKENS
+from gpu_training import CONFIG, TOKENS
 from spec_samples import inputs_of
 
 from tilekern import dispatch
-from tilekern.kernels import all_specs, spec_named
+from tilekern.kernels import spec_named
 from tilekern.launcher import PrebuiltKernel
 from tilekern.spec import ArrayParameter, KernelSpec, LibraryCall, Problem
 from tilekern.targets import resolve
+from tuning.plan.given import plan_of_problem
+from tuning.plan.models import plan_of_model
+from tuning.plan.steps import Steps
 from tuning.verifying import Check, compare, expected_results, make_outputs
 
 ROWS = (1, 13, 1009)
@@ -122,13 +125,23 @@ def _product_cases() -> Iterator[Case]:
         yield fused.name, {"vocabulary": vocabulary, "dtype": BF16, **_flags(fused, ())}
 
 
+BY_HAND = (
+    f"swiglu rows={TOKENS},columns=1536,dtype={BF16}",
+    f"cross_entropy rows={TOKENS},vocabulary=256,dtype={BF16}",
+    f"matmul rows={TOKENS},inner=512,columns=1536,b_transposed=True,dtype={BF16}",
+    f"matmul rows={TOKENS},inner=1536,columns=512,b_transposed=True,dtype={BF16}",
+)
+
+
 def _model_cases() -> Iterator[Case]:
-    """What the training of the small model needs, of every spec that there is."""
-    target = resolve("H200")
-    for spec in all_specs().values():
-        kept = [d.name for d in spec.dimensions if d.kind != "bucketed"]
-        for sizes in spec.workloads(SHAPE, TOKENS, BF16, target):
-            yield spec.name, {name: sizes[name] for name in kept}
+    """What the training of the small model asks for, op by op too, and calls of ops that no patched step makes."""
+    target, single = resolve("H200"), ["rms_norm", "swiglu", "rope"]
+    steps = (Steps([TOKENS], attention=("tilekern", "tilekern_nondeterministic")), Steps([TOKENS], ops=single))
+    plans = [plan_of_model(CONFIG, step, target) for step in steps]
+    plans += [plan_of_problem(text, target) for text in BY_HAND]
+    for kernel, problem in dict.fromkeys(named for plan in plans for named in plan.problems):
+        kept = [d.name for d in spec_named(kernel).dimensions if d.kind != "bucketed"]
+        yield kernel, {name: problem[name] for name in kept}
 
 
 def cases() -> list[Case]:

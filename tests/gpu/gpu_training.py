@@ -12,13 +12,12 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import tilekern
-from tilekern.spec import ModelShape
 
 TEXT = Path(__file__).parent / "data" / "harbour.txt"
-SHAPE = ModelShape(
-    name="harbour", model_type="qwen3", hidden=512, intermediate=1536, heads=8, kv_heads=4, head_dim=128, layers=4,
-    vocabulary=256, qk_norm=True,
-)  # fmt: skip
+CONFIG = {
+    "model_type": "qwen3", "hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "head_dim": 128, "num_hidden_layers": 4, "vocab_size": 256,
+}  # fmt: skip
 ROWS, TOKENS = 4, 512
 LEARNING_RATE = 5e-4
 
@@ -28,11 +27,7 @@ def make(attention: str) -> Any:
     from transformers import AutoModelForCausalLM, Qwen3Config
 
     torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=SHAPE.vocabulary, hidden_size=SHAPE.hidden, intermediate_size=SHAPE.intermediate,
-        num_hidden_layers=SHAPE.layers, num_attention_heads=SHAPE.heads, num_key_value_heads=SHAPE.kv_heads,
-        head_dim=SHAPE.head_dim, max_position_embeddings=TOKENS, use_cache=False, attn_implementation=attention,
-    )  # fmt: skip
+    config = Qwen3Config(**CONFIG, max_position_embeddings=TOKENS, use_cache=False, attn_implementation=attention)
     return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).cuda().train()
 
 

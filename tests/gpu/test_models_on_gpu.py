@@ -8,8 +8,8 @@ from tilekern import cache, dispatch, toolchain
 from tilekern.errors import CacheMiss
 from tilekern.kernels import spec_named
 from tilekern.targets import here
-from tuning.models import PRESETS
-from tuning.plan import known_ops, plan
+from tuning.plan.models import plan_of_model
+from tuning.plan.steps import Steps
 
 IDS = torch.randint(0, 331, (2, 37), generator=torch.Generator().manual_seed(1))
 
@@ -81,7 +81,7 @@ def test_the_prebuilt_packs_serve_qwen3_8b_with_no_compiler_and_an_empty_cache(t
             pytest.skip(f"no prebuilt pack is for {target.key}")
         dispatch.set_miss_policy("error")
         device = torch.device("cuda", torch.cuda.current_device())
-        for kernel, problem in plan(PRESETS["qwen3-8b"], [8192], ["bfloat16"], known_ops(), target):
+        for kernel, problem in plan_of_model("qwen3-8b", Steps([8192]), target).problems:
             spec = spec_named(kernel)
             kinds = {d.name: d.kind for d in spec.dimensions}
             sizes = [getattr(torch, v) if kinds[name] == "dtype" else v for name, v in problem.items()]

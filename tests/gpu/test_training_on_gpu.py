@@ -6,7 +6,7 @@ import os
 import pytest
 import torch
 from curve_spread import rank_of_division
-from gpu_training import ORDERS, ROWS, SHAPE, TOKENS, batches, curve, gradients, patched
+from gpu_training import CONFIG, ORDERS, ROWS, TOKENS, batches, curve, gradients, patched
 
 import tilekern
 from tilekern import cache, dispatch
@@ -15,13 +15,15 @@ from tilekern.records import record_of
 from tilekern.spec import Config
 from tilekern.targets import here
 from tilekern.toolchain import toolkit
+from tuning.plan.models import plan_of_model
+from tuning.plan.steps import Steps
 
 STEPS, WINDOW = 200, 10
 # Groups that the rank of a division tells apart by chance once in 462 times.
 TOLD_APART = 1 / 400
 BATCHES = 8
 # Launches of each kernel in a step; those of the norms and of the sums of weights' gradients belong to several ops.
-LAYERS = SHAPE.layers
+LAYERS = CONFIG["num_hidden_layers"]
 COMMON = {
     "rms_norm_forward": LAYERS + 1, "rms_norm_backward": LAYERS + 1, "add_rms_norm_forward": LAYERS,
     "add_rms_norm_backward": LAYERS, "qk_norm_rope_forward": LAYERS, "qk_norm_rope_backward": LAYERS,
@@ -59,8 +61,8 @@ def choose_cudnn():
     spec, target, tools = spec_named("attention_backward"), here(), toolkit()
     if tools is None:
         pytest.skip("no compiler is here whose key a record could bear")
-    *_, sizes = spec.workloads(SHAPE, TOKENS, "bfloat16", target)
-    problem = spec.bucketed(spec.problem(**sizes).but(batch=ROWS, deterministic=False))
+    steps = Steps([ROWS * TOKENS], [TOKENS], ops=["attention"], attention=["tilekern_nondeterministic"])
+    problem = dict(plan_of_model(CONFIG, steps, target).problems)[spec.name]
     record = record_of(spec, problem, Config(implementation="cudnn"), target, tools.describe(), {}, "default")
     cache.Store(cache.user_root()).write(record, {})
     dispatch.forget()

@@ -1,12 +1,11 @@
 """The battery on a GPU: kernels and libraries stand it, what is wrong does not, and it costs little."""
 
-import dataclasses
 import time
 
 import cuda.tile as ct
 import pytest
 import torch
-from gpu_training import SHAPE
+from spec_samples import sized
 
 from tilekern.dispatch import plan_for
 from tilekern.kernels import all_specs, spec_named
@@ -22,15 +21,16 @@ from tuning.tasks import Entrant, Task
 
 needs_a_compiler = pytest.mark.skipif(toolkit() is None, reason="no tile compiler is installed")
 # Sizes of a small model that is real.
-MODEL = dataclasses.replace(
-    SHAPE, hidden=1024, intermediate=3072, heads=16, kv_heads=8, head_dim=128, vocabulary=32000, qk_norm=True
-)
-TOKENS = 2048
+SIZES = {
+    "rows": 2048, "tokens": 2048, "batch": 1, "columns": 1024, "inner": 3072, "hidden": 1024, "vocabulary": 32000,
+    "heads": 16, "kv_heads": 8, "head_dim": 128,
+}  # fmt: skip
 
 
 def problem_of(spec):
-    """The first problem of a spec in training the model."""
-    return spec.bucketed(spec.problem(**next(iter(spec.workloads(MODEL, TOKENS, "bfloat16", here())))))
+    """The problem of a spec in training the model."""
+    problem = sized(spec, "bfloat16", **SIZES)
+    return spec.bucketed(problem.but(causal=True) if "causal" in problem else problem)
 
 
 def task_of(spec, problem):

@@ -12,7 +12,6 @@ from tilekern.kernels.adamw import WIDTHS, flat_shape
 from tilekern.spec import ALIGNED, DTYPES, GENERIC
 from tilekern.targets import INTERPRETED, KNOWN, resolve
 from tilekern.toolchain import compile_candidate, toolkit
-from tuning.models import PRESETS
 from tuning.verifying import launch_arguments, make_outputs
 
 SPEC = spec_named("adamw")
@@ -105,19 +104,6 @@ def test_memory_is_seen_as_whole_rows_of_the_widest_width(elements):
 )
 def test_some_sizes_by_hand(elements, shape):
     assert flat_shape(elements) == shape
-
-
-@pytest.mark.parametrize("model", PRESETS.values(), ids=PRESETS)
-def test_workloads_are_the_model_s_parameters_whatever_the_tokens(model):
-    target = resolve("H200")
-    found = [tuple(sizes.values()) for sizes in SPEC.workloads(model, 2048, "bfloat16", target)]
-    assert found == [tuple(sizes.values()) for sizes in SPEC.workloads(model, 1, "bfloat16", target)]
-    assert len(found) == len(set(found))
-    numbers = {rows * columns for rows, columns, _ in found}
-    heads = model.heads * model.head_dim
-    assert numbers >= {n * model.hidden for n in (1, model.vocabulary, heads, model.intermediate)}
-    assert (model.head_dim in numbers) == model.qk_norm
-    assert all(columns in WIDTHS and columns > 1 for _, columns, _ in found), "a narrow row has no aligned variant"
 
 
 def test_bytes_and_operations_counted_by_hand():

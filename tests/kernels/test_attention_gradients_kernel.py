@@ -9,7 +9,7 @@ from spec_samples import interpret, sized
 from tilekern.dispatch import counters, plan_for
 from tilekern.kernels import attention_cudnn
 from tilekern.kernels.attention_gradients import SPEC, reference
-from tilekern.spec import Config, LibraryCall, ModelShape
+from tilekern.spec import Config, LibraryCall
 from tilekern.targets import INTERPRETED, KNOWN, resolve
 
 KERNELS, CUDNN = Config(implementation="kernels"), Config(implementation="cudnn")
@@ -79,16 +79,6 @@ def test_both_are_calls_without_an_artifact_that_take_the_same_inputs():
     made = [SPEC.implement(problem_of(), config) for config in (KERNELS, CUDNN)]
     assert all(isinstance(found, LibraryCall) and found.inputs == attention_cudnn.BACKWARD_INPUTS for found in made)
     assert [found.composite for found in made] == [True, False]
-
-
-def test_workloads_ask_for_both_promises():
-    shape = ModelShape(
-        name="m", model_type="qwen3", hidden=4096, intermediate=12288, heads=32, kv_heads=8, head_dim=128, layers=1,
-        vocabulary=1000, qk_norm=True,
-    )  # fmt: skip
-    found = [SPEC.problem(**sizes) for sizes in SPEC.workloads(shape, 2048, "bfloat16", resolve("H200"))]
-    assert {problem["deterministic"] for problem in found} == {True, False}
-    assert all(problem["queries"] == 2048 and problem["heads"] == 32 for problem in found)
 
 
 @pytest.mark.parametrize(

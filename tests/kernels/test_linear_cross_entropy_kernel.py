@@ -13,11 +13,11 @@ from spec_samples import inputs_of, interpret
 from tilekern.dispatch import LibraryPlan, counters, plan_for
 from tilekern.errors import CacheMiss
 from tilekern.kernels import linear, spec_named
-from tilekern.kernels.linear_cross_entropy import LossOptions, gradients, losses, products, split
+from tilekern.kernels.linear_cross_entropy import LossOptions, gradients, losses, split
 from tilekern.spec import DTYPES, ITEM_BYTES, Config, bucket, cdiv
 from tilekern.targets import INTERPRETED, KNOWN, resolve
-from tuning.models import PRESETS
-from tuning.plan import plan
+from tuning.plan.given import with_parts
+from tuning.plan.presets import PRESETS
 from tuning.verifying import compare, expected_results
 
 SPEC = spec_named("linear_cross_entropy")
@@ -201,11 +201,10 @@ def test_every_config_of_several_chunks_is_right():
 
 @pytest.mark.parametrize("model", PRESETS)
 @pytest.mark.parametrize("tokens", [64, 2048, 5000, 8192, 32768])
-def test_the_products_of_every_chunk_are_planned_before_the_loss(model, tokens):
-    shape = PRESETS[model]
-    planned = plan(shape, [tokens], ["bfloat16"], ["fused_linear_cross_entropy"], H200)
-    (loss,) = (problem for kernel, problem in planned if kernel == SPEC.name)
-    products_planned = {problem for kernel, problem in planned if kernel == linear.SPEC.name}
+def test_the_products_of_every_chunk_are_planned_with_the_loss(model, tokens):
+    hidden, vocabulary = PRESETS[model]["hidden_size"], PRESETS[model]["vocab_size"]
+    loss = SPEC.bucketed(SPEC.problem(rows=tokens, hidden=hidden, vocabulary=vocabulary, dtype="bfloat16"))
+    planned = with_parts([(SPEC.name, loss)], H200)
     asked = []
 
     def noted(spec, device, *sizes):
@@ -215,22 +214,16 @@ def test_the_products_of_every_chunk_are_planned_before_the_loss(model, tokens):
     for chunk in chunks_of(loss):
         part = split(loss["rows"], chunk)[0].stop
         x, weight, logits = (
-            torch.empty(part, shape.hidden, device="meta"),
-            torch.empty(shape.vocabulary, shape.hidden, device="meta"),
-            torch.empty(part, shape.vocabulary, device="meta"),
+            torch.empty(part, hidden, device="meta"),
+            torch.empty(vocabulary, hidden, device="meta"),
+            torch.empty(part, vocabulary, device="meta"),
         )
         linear.by_winner(noted, x, weight, logits, ("b_transposed",))
         linear.by_winner(noted, logits, weight, x, ())
         linear.by_winner(noted, logits, x, weight, ("a_transposed",))
         if part < loss["rows"]:
             linear.by_winner(noted, logits, x, weight, ("a_transposed", "accumulated"))
-    assert set(asked) <= products_planned
-    heads = {problem for problem in products_planned if shape.vocabulary in (problem["inner"], problem["columns"])}
-    assert heads == set(asked), "what no config launches is not tuned"
-
-
-def test_products_are_as_few_as_buckets():
-    found = list(products(PRESETS["llama-3-8b"], 8192, "bfloat16"))
-    assert [one["rows"] for one in found] == [4096] * 4 + [2048] * 4
-    assert {bucket(one["rows"]) for one in found} == {4096, 2048}
-    assert len(list(products(PRESETS["llama-3-8b"], 2048, "bfloat16"))) == 3
+    products = {problem for kernel, problem in planned if kernel == linear.SPEC.name}
+    assert set(asked) <= products
+    parts = {bucket(part.stop - part.start) for chunk in chunks_of(loss) for part in split(loss["rows"], chunk)}
+    assert {problem["rows"] for problem in products} == parts, "what no config launches is not tuned"

@@ -1,7 +1,5 @@
 """Matrix products: what is special to them beside the tests of all specs."""
 
-import itertools
-
 import pytest
 import torch
 from examples import examples
@@ -18,7 +16,6 @@ from tilekern.kernels.linear_space import generic, is_tile, tiles, unit_of
 from tilekern.spec import ALIGNED, DTYPES, GENERIC
 from tilekern.targets import INTERPRETED, KNOWN, resolve
 from tilekern.toolchain import compile_candidate, toolkit
-from tuning.models import PRESETS
 from tuning.verifying import compare, expected_results, launch_arguments
 
 SPEC = spec_named("matmul")
@@ -165,21 +162,6 @@ def test_no_winner_leaves_the_product_to_the_library():
     a, b = torch.randn(16, 24), torch.randn(40, 24)
     out = by_winner(lambda *_: None, a, b, torch.empty(16, 40), FORWARD)
     torch.testing.assert_close(out, a @ b.t())
-
-
-@pytest.mark.parametrize("model", PRESETS)
-def test_workloads_are_those_of_mlps_and_of_the_chunks_of_a_head(model):
-    shape, target = PRESETS[model], resolve("H200")
-    found = [SPEC.problem(**one) for one in SPEC.workloads(shape, 8192, "bfloat16", target)]
-    assert len(found) == len(set(found)) <= 10
-    heads = [problem for problem in found if shape.vocabulary in (problem["inner"], problem["columns"])]
-    assert {problem["rows"] for problem in found if problem not in heads} == {8192}
-    on = {tuple(flag for flag in FLAGS if problem[flag]) for problem in heads}
-    assert on == {FORWARD, TO_X, TO_WEIGHT, (*TO_WEIGHT, "accumulated")}
-    assert {SPEC.bucketed(problem) for problem in heads} == set(heads)
-    for flags, rows in itertools.product(on, {problem["rows"] for problem in heads}):
-        inner, columns = (shape.hidden, shape.vocabulary) if flags == FORWARD else (shape.vocabulary, shape.hidden)
-        assert problem_of(rows, inner, columns, *flags) in heads
 
 
 @pytest.mark.parametrize("group", [1, 8, 16])

@@ -14,8 +14,8 @@ from tilekern.records import record_of
 from tilekern.targets import resolve
 from tuning.commands import refresh
 from tuning.console import table_console, table_for
-from tuning.models import find_model
-from tuning.plan import plan
+from tuning.plan.models import plan_of_model
+from tuning.plan.steps import Steps
 from tuning.refreshing import Change
 
 ROOT = Path(__file__).parents[2]
@@ -75,7 +75,7 @@ def test_a_pipe_is_as_wide_as_columns_says(tmp_path, columns):
     assert widest <= columns
     assert widest > {80: 70, 120: 110, 200: 160}[columns]
     found = " ".join(cells(lines))
-    for kernel, problem in plan(find_model("qwen3-0.6b"), [512], ["bfloat16"], OPS, resolve("B200")):
+    for kernel, problem in plan_of_model("qwen3-0.6b", Steps([512], ops=OPS), resolve("B200")).problems:
         assert kernel in found
         if columns != 80:
             assert " ".join(map(str, problem.values())) in found

@@ -8,7 +8,7 @@ import pytest
 
 from tilekern.errors import InputError
 from tuning import quarantine
-from tuning.models import find_model
+from tuning.plan.configs import config_named
 from tuning.planned import PlanFile
 from tuning.refreshing import Refresh
 from tuning.service.history import Failures, History
@@ -20,7 +20,7 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 @pytest.mark.parametrize(
     ("name", "read", "said"),
     [
-        ("config.json", lambda path: find_model(str(path)), "is not a readable JSON file"),
+        ("config.json", lambda path: config_named(str(path)), "is not a readable JSON file"),
         ("sweep.json", lambda path: PlanFile(path.parent).read(), "cannot be read"),
         ("refresh.json", lambda path: Refresh(path.parent).current, "cannot be read"),
     ],

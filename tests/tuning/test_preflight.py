@@ -18,8 +18,8 @@ from tilekern.targets import resolve
 from tilekern.toolchain import toolkit
 from tuning import cli
 from tuning import preflight as checks
-from tuning.models import find_model
-from tuning.plan import known_ops, plan
+from tuning.plan.models import plan_of_model
+from tuning.plan.steps import Steps
 
 H200, H100 = resolve("H200"), resolve("H100")
 TOOLS = {"key": "tileiras-1.0-cuda_tile-1.0", "tileiras": "1.0", "cuda_tile": "1.0"}
@@ -68,8 +68,8 @@ def run(*arguments):
 
 def test_it_plans_what_the_tuner_plans():
     found = tilekern.preflight("qwen3-8b", [2048, 8192], gpu="H200")
-    planned = plan(find_model("qwen3-8b"), [2048, 8192], ["bfloat16"], known_ops(), H200)
-    assert [(need.kernel, need.problem) for need in found.needs] == planned
+    planned = plan_of_model("qwen3-8b", Steps([2048, 8192]), H200)
+    assert tuple((need.kernel, need.problem) for need in found.needs) == planned.problems
     assert found.missing == [], "the wheel's pack"
 
 
@@ -82,7 +82,7 @@ def test_a_model_is_named_in_many_ways(model, form):
 
 @pytest.mark.parametrize("given", [7, None, ["qwen3-8b"]])
 def test_what_is_no_model_is_named(given):
-    with pytest.raises(InputError, match="preflight takes a model's name, path, configuration or its dictionary, got"):
+    with pytest.raises(InputError, match="a model is a name, a path, a configuration of transformers or"):
         checks.preflight(given, [64], gpu="H200")
 
 
@@ -151,8 +151,8 @@ def test_a_damaged_cache_is_read_and_left_alone(tmp_path):
 def test_the_command_lists_what_lacks_and_ends_with_3(model, capsys):
     assert run(model, "--gpu", "H200", "--tokens", "64", "--ops", "rope,swiglu") == 3
     said = capsys.readouterr().out
-    assert said.count("missing: ") == 5
-    assert "5 problems: 5 missing" in said
+    assert said.count("missing: ") == 4
+    assert "4 problems: 4 missing" in said
 
 
 def test_the_command_has_nothing_to_say_against_a_full_cache(capsys):
@@ -179,7 +179,8 @@ def test_json_is_the_document_that_the_help_describes(model, capsys):
         (["qwen3-8b", "--gpu", "H200", "--tokens", "many"], "--tokens 'many': expected whole numbers"),
         (["qwen3-8b", "--gpu", "H200", "--ops", "fly"], "unknown op 'fly'"),
         (["qwen3-8b", "--gpu", "H200", "--need", "all"], "'all' is not one of"),
-        ([], "Missing argument 'MODEL'"),
+        ([], "--gpu auto: this machine has no CUDA GPU"),
+        (["--gpu", "H200"], "name a model"),
     ],
 )
 def test_bad_input_is_one_line_and_2(arguments, words, capsys):

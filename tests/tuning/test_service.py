@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 from service_samples import OTHER, REASON, Running, status, until, want
 from tuning_samples import SMALL
@@ -105,6 +106,28 @@ def test_of_a_library_s_call_no_artifact_of_its_record_tells_the_time(tmp_path: 
         best_kernel=BestKernel(dict(tile), None, None),
     )  # fmt: skip
     assert lost("matmul", problem, H200, Sweep(tmp_path), record, {}.__getitem__).basis == "roofline"
+
+
+def test_the_parts_of_a_composite_are_tuned_with_it_unless_the_cache_has_them(tmp_path: Path):
+    class StoppedError(Exception):
+        pass
+
+    def stop(*_: object) -> None:
+        raise StoppedError
+
+    spec, cache = spec_named("linear_cross_entropy"), cache_at(tmp_path)
+    loss = spec.name, spec.problem(rows=64, hidden=64, vocabulary=512, dtype="bfloat16")
+    with pytest.raises(StoppedError):
+        tune(cache, [loss, SMALL], How(jobs=1), stop)
+    planned = cache.sweep.problems()
+    assert planned[:2] == [loss, SMALL]
+    assert {kernel for kernel, _ in planned[2:]} == {"cross_entropy_fused", "matmul"}
+    part = next(named for named in planned if named[0] == "cross_entropy_fused")
+    record, blobs = record_of_default(*part)
+    cache.store.write(msgspec.structs.replace(record, provenance="predicted"), blobs)
+    with pytest.raises(StoppedError):
+        tune(cache, [loss], How(jobs=1), stop)
+    assert set(cache.sweep.problems()) == {loss, *planned[2:]} - {part}
 
 
 def test_what_costs_more_comes_first(tmp_path: Path):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from tilekern import dispatch, ranks
@@ -14,6 +15,7 @@ from tilekern.patch.installed import Found, examine, transformers_version
 from tilekern.patch.instances import patch_modules
 from tilekern.patch.ledger import Ledger
 from tilekern.patch.registry import check_ops, chosen, known_ops, patches
+from tilekern.patch.table import Patch
 from tilekern.warning import warn
 
 if TYPE_CHECKING:
@@ -70,15 +72,47 @@ def apply(
     done = set()
     with _lock:
         for patch in rows:
-            found = examine(patch, _ledger)
-            if found.status == "available":
-                _ledger.put(patch.op, patch.target, found.owner, found.name, patch.replacement(found.original))
+            found = _apply(patch)
             if found.usable:
                 done.add(patch.op)
             else:
                 _warn(found)
     ranks.agree_when_up()
     return _in_order(done)
+
+
+def _apply(patch: Patch) -> Found:
+    """Apply a patch unless it is, or its target is another code than it knows; what the target was like before."""
+    found = examine(patch, _ledger)
+    if found.status == "available":
+        _ledger.put(patch.op, patch.target, found.owner, found.name, patch.replacement(found.original))
+    return found
+
+
+@contextlib.contextmanager
+def applied(model: torch.nn.Module, ops: Collection[str]) -> Iterator[None]:
+    """Patch the families that a model's modules are of with some ops, for a while; what was patched before stays so.
+
+    Other ranks have nothing to agree on.
+
+    Raises:
+        InputError: an unknown op.
+    """
+    check_ops(ops)
+    homes = {type(module).__module__ for module in model.modules()}
+    with _lock:
+        tried = [_apply(patch) for patch in patches() if patch.op in ops and patch.module in homes]
+    try:
+        for found in tried:
+            if not found.usable:
+                _warn(found)
+        yield
+    finally:
+        with _lock:
+            for found in reversed(tried):
+                touch = _ledger.held(found.owner, found.name) if found.status == "available" else None
+                if touch is not None:
+                    _ledger.undo_one(touch)
 
 
 def apply_to_model(

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import click
 
+from tilekern.cache import user_root
+from tilekern.targets import resolve
 from tuning import preflight as checks
-from tuning.options import Folder, Seconds, counts, tuner_command, words
-from tuning.plan import known_ops
+from tuning.options import Folder, PlanRequest, Seconds, plan_options, tuner_command
 from tuning.progress import progress_bar
 
 EXIT_MISSING = 3
 
 
 @tuner_command(short_help="Say which records a job will need, and which its caches lack.")
-@click.argument("model")
+@plan_options
 @click.option("--gpu", default="auto", show_default=True, help="The job's GPU: auto, a GPU (B200), an arch or a key.")
-@click.option("--tokens", default="2048,8192", show_default=True, help="Tokens of a step (batch times sequence).")
-@click.option("--sequence", metavar="TEXT", help="Tokens of a sequence; a step is one sequence where not given.")
-@click.option("--dtype", default="bfloat16", show_default=True, help="bfloat16, float16, float32.")
-@click.option("--tp", type=click.IntRange(min=1), default=1, show_default=True, help="Tensor-parallel degree.")
-@click.option("--ops", help="The ops of the job; all where not given.")
 @click.option(
     "--need", type=click.Choice(checks.DEMANDS), default=checks.SERVED, show_default=True,
     help="What is asked: served by any record, exact (of the very bucket and GPU), or measured there.",
@@ -38,15 +35,15 @@ EXIT_MISSING = 3
 @click.option("--cache-dir", type=Folder(), help="The cache in place of the user's.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document in place of lines.")
 def command(
-    *, model: str, gpu: str, tokens: str, sequence: str | None, dtype: str, tp: int, ops: str | None, need: str,
-    fix: bool, by: str, jobs: int | None, timeout_s: float | None, gpus: int | None, cache_dir: Path | None,
-    as_json: bool,
+    *, gpu: str, need: str, fix: bool, by: str, jobs: int | None, timeout_s: float | None, gpus: int | None,
+    cache_dir: Path | None, as_json: bool, **given: Any,
 ) -> None:  # fmt: skip
     """Say which records a job of MODEL will need, and which of them its caches have.
 
-    MODEL is a preset (qwen3-8b), the path of a config.json or of a folder with one, or a hub id. Runs on any machine,
-    and writes nothing without --fix, which measures where the GPU is here, and elsewhere predicts. Exit codes: 0
-    nothing is missing; 2 bad input; 3 records are missing, which are listed; 4 --fix found no compiler.
+    MODEL is a preset (qwen3-8b), the path of a config.json or of a folder with one, or a hub id; a plan that
+    tilekern.trace wrote stands in for it, as MODEL or by --plan. Runs on any machine, and writes nothing without --fix,
+    which measures where the GPU is here, and elsewhere predicts. Exit codes: 0 nothing is missing; 2 bad input; 3
+    records are missing, which are listed; 4 --fix found no compiler.
 
     --json: model, target, need, complete (bool), counts (by state and by provenance), problems and missing: lists of
     kernel, problem, state (exact; nearest: another bucket's record serves; other_gpu: one of another GPU of the arch
@@ -55,11 +52,10 @@ def command(
     best, since the search space has changed), why (what --fix could not do); cannot_fix (why
     --fix cannot make what lacks on this machine, or null); notes.
     """
-    found = checks.preflight(
-        model, counts(tokens, "--tokens", "2048,8192"), gpu=gpu, dtype=words(dtype, "--dtype"), tp=tp,
-        sequence=counts(sequence, "--sequence", "2048,4096") if sequence is not None else (),
-        ops=words(ops, "--ops") if ops is not None else known_ops(), need=need, cache_dir=cache_dir,
-    )  # fmt: skip
+    request, target = PlanRequest.of(given), resolve(gpu)
+    from tuning.plan.choosing import plan_of
+
+    found = checks.preflight_of(plan_of(request, target, cache_dir or user_root()), target, need, cache_dir)
     if fix and found.missing:
         checks.require_fixable(found, by)
         with progress_bar("fix", quiet=as_json) as progress:

@@ -20,11 +20,19 @@ from tilekern.cache.trust import own_seal
 from tilekern.errors import InputError
 from tilekern.targets import Target, here, resolve
 from tuning.commands import COMMANDS, command_named
-from tuning.families import Model
-from tuning.models import find_model, sharded_model
-from tuning.options import LOCAL, RAY, STAGES, Folder, GroupedCommand, Request, Seconds, tuner_command
+from tuning.options import (
+    LOCAL,
+    PLAN_OPTIONS,
+    RAY,
+    STAGES,
+    Folder,
+    GroupedCommand,
+    Request,
+    Seconds,
+    plan_options,
+    tuner_command,
+)
 from tuning.outcome import Outcome
-from tuning.plan import Named, plan
 from tuning.progress import progress_bar
 from tuning.publishing import compiled_with, keep_winners, publish, why_not, winners
 from tuning.strategies import STRATEGIES, strategy_named
@@ -35,9 +43,10 @@ if TYPE_CHECKING:
     from tuning.estimating import PlanReport
     from tuning.executors import Executor
     from tuning.executors.cluster import ClusterExecutor
+    from tuning.plan.steps import Planned
 
 _GROUPS = {
-    "What to tune": ("gpu", "tokens", "sequence", "dtype", "tp", "ops"),
+    "What to tune": ("gpu", *(name for name in PLAN_OPTIONS if name != "model")),
     "How": ("stages", "dry_run", "jobs", "timeout_s", "strategy", "executor", "gpus"),
     "Where, and what is printed": ("sweep", "sign", "cache_dir", "as_json"),
 }
@@ -61,15 +70,8 @@ class _Tune(GroupedCommand):
 
 
 @tuner_command(cls=_Tune, groups=_GROUPS)
-@click.argument("model", required=False)
+@plan_options
 @click.option("--gpu", default="auto", show_default=True, help="Target: auto, a GPU (B200), an arch (sm_90) or a key.")
-@click.option("--tokens", default="2048,8192", show_default=True, help="Tokens of a step (batch times sequence).")
-@click.option("--sequence", metavar="TEXT", help="Tokens of a sequence; a step is one sequence where not given.")
-@click.option("--dtype", default="bfloat16", show_default=True, help="bfloat16, float16, float32.")
-@click.option(
-    "--tp", type=click.IntRange(min=1), default=1, show_default=True, help="Tensor-parallel degree: ranks of a model."
-)
-@click.option("--ops", help="Which ops to tune; all where not given.")
 @click.option("--stages", default=",".join(STAGES), show_default=True, help="Which stages to run.")
 @click.option("--dry-run", is_flag=True, help="Print the plan, its counts and how long it would take; write nothing.")
 @click.option("--jobs", type=click.IntRange(min=1), help="Compile workers, up to 4 a core; one a core if not given.")
@@ -92,9 +94,11 @@ class _Tune(GroupedCommand):
 def command(*, dry_run: bool, as_json: bool, **given: Any) -> None:
     """Tune the kernels of MODEL for a GPU and fill the cache.
 
-    MODEL is a preset (qwen3-8b), the path of a config.json or of a folder with one, or a hub id. With --stages
-    measure alone it is taken from the sweep folder, and the GPU must be here. Else, without a GPU, the measure stage is
-    left out and the winners are predicted. A run that was stopped goes on where it was. Lists have commas between.
+    MODEL is a preset (qwen3-8b), the path of a config.json or of a folder with one, or a hub id. Its training steps are
+    run on meta tensors, where nothing is computed, and what they ask for is tuned. A plan that tilekern.trace wrote
+    stands in for a model, as MODEL or by --plan. With --stages measure alone the plan is taken from the sweep folder,
+    and the GPU must be here. Else, without a GPU, the measure stage is left out and the winners are predicted. A run
+    that was stopped goes on where it was. Lists have commas between.
     """
     request = Request.of(given)
     strategy_named(request.strategy)
@@ -194,11 +198,11 @@ def _dry_run(request: Request) -> PlanReport:
 
     store = _store(request)
     if "plan" in request.stages:
-        model, target, problems, notes = _problems(request)
+        target, planned = _problems(request, store)
         sweep = _sweep(request, store, target)
         if sweep.folder.joinpath("sweep.json").exists() and sweep.target.key != target.key:
             raise InputError(f"{sweep.folder} holds a sweep for {sweep.target.name}, not {target.name}; give another")
-        name, limits = model.name, None
+        name, problems, notes, limits = planned.name, list(planned.problems), list(planned.notes), None
     else:
         sweep, notes = _given(request), []
         name, target, problems, limits = sweep.model, sweep.target, sweep.problems(), sweep.limits
@@ -314,25 +318,18 @@ def _sweep(request: Request, store: Store, target: Target) -> Sweep:
 
 
 def _planned(request: Request, store: Store) -> tuple[Sweep, list[str]]:
-    model, target, problems, notes = _problems(request)
+    target, planned = _problems(request, store)
     sweep = _sweep(request, store, target)
-    sweep.begin(target, model.name, problems)
-    return sweep, notes
+    sweep.begin(target, planned.name, planned.problems)
+    return sweep, list(planned.notes)
 
 
-def _problems(request: Request) -> tuple[Model, Target, list[Named], list[str]]:
-    """The model on one rank, the target, the problems, and what is left out of them."""
-    if request.model is None:
-        raise InputError(
-            "name a model: a preset such as qwen3-8b, the path of a config.json, or a hub id; --help has the commands"
-        )
-    model = sharded_model(find_model(request.model), request.tp)
+def _problems(request: Request, store: Store) -> tuple[Target, Planned]:
+    """The target, and what is planned for it."""
     target = resolve(request.gpu)
-    problems = plan(model, request.tokens, request.dtype, request.ops, target, request.sequence)
-    notes = [f"{op} is left out: {reason}" for op, reason in model.left_out if op in request.ops]
-    if not problems:
-        raise InputError("; ".join([f"{model.name} has nothing to tune for --ops {','.join(request.ops)}", *notes]))
-    return model, target, problems, notes
+    from tuning.plan.choosing import plan_of
+
+    return target, plan_of(request.plan, target, store.root)
 
 
 def _toolkit() -> dict[str, str]:

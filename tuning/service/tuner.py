@@ -10,6 +10,7 @@ from tuning.compiling import TIMEOUT_S, compile_all
 from tuning.executors.local import LocalExecutor
 from tuning.holding import written
 from tuning.measuring import measure_all
+from tuning.plan.given import with_parts
 from tuning.planned import Named
 from tuning.publishing import Winner, keep_winners, publish, why_not, winners
 from tuning.quarantine import shared
@@ -34,6 +35,8 @@ class How:
 def tune(cache: WatchedCache, named: Sequence[Named], how: How, tell: Tell) -> dict[Named, Winner | str]:
     """Compile, measure where the goal is ``measured``, and publish; what was finished before is not done again.
 
+    The parts of composites are tuned with them, unless the cache has them.
+
     Returns:
         The winner of each problem, now in the cache, or why it has none that is as good as the goal.
 
@@ -42,7 +45,8 @@ def tune(cache: WatchedCache, named: Sequence[Named], how: How, tell: Tell) -> d
         tilekern.cache.CacheError: the cache cannot be written.
     """
     sweep = cache.sweep
-    sweep.begin(cache.target, "wanted", list(dict.fromkeys(named)))
+    parts = [pair for pair in with_parts(named, cache.target) if pair not in named and not cache.holds(pair)]
+    sweep.begin(cache.target, "wanted", [*dict.fromkeys(named), *parts])
     tell("compile", 0, 0)
     compile_all(sweep, how.jobs, how.timeout_s, lambda done, of: tell("compile", done, of))
     if cache.goal == MEASURED:

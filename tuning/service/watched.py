@@ -141,7 +141,11 @@ class WatchedCache:
 
     def serves(self, item: Item) -> bool:
         """Whether the cache has a record of an item that is as good as can be made here."""
-        return self._is_good(self._record(*item.named))
+        return self.holds(item.named)
+
+    def holds(self, named: Named) -> bool:
+        """Whether the cache has a record of a problem that is as good as can be made here."""
+        return self._is_good(self._record(*named))
 
     def fail(self, item: Item, reason: str, *, passing: bool) -> None:
         """Write down that an item cannot be tuned; it stays wanted.

@@ -1,0 +1,418 @@
+"""Plans of models: real configurations of transformers, stepped on meta tensors."""
+
+import copy
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
+
+import tilekern
+from tilekern.errors import InputError
+from tilekern.kernels.adamw import WIDTHS, flat_shape
+from tilekern.spec import bucket
+from tilekern.targets import resolve
+from tilekern.tracing import Trace, tracing
+from tuning.plan import models
+from tuning.plan.configs import config_named, config_of
+from tuning.plan.models import known_ops, plan_of_model
+from tuning.plan.presets import PRESETS
+from tuning.plan.steps import Steps
+
+H200, B200 = resolve("H200"), resolve("B200")
+# hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, num_key_value_heads, head_dim, vocab_size of
+# the config.json that Qwen or Meta publishes with each model.
+PUBLISHED = {
+    "qwen3-0.6b": (1024, 3072, 28, 16, 8, 128, 151936),
+    "qwen3-1.7b": (2048, 6144, 28, 16, 8, 128, 151936),
+    "qwen3-4b": (2560, 9728, 36, 32, 8, 128, 151936),
+    "qwen3-8b": (4096, 12288, 36, 32, 8, 128, 151936),
+    "qwen3-14b": (5120, 17408, 40, 40, 8, 128, 151936),
+    "qwen3-32b": (5120, 25600, 64, 64, 8, 128, 151936),
+    "llama-3-8b": (4096, 14336, 32, 32, 8, 128, 128256),
+}
+SMALL = {
+    "model_type": "qwen3", "hidden_size": 96, "intermediate_size": 224, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": 3, "vocab_size": 336,
+}  # fmt: skip
+LLAMA = {"model_type": "llama", **{name: value for name, value in SMALL.items() if name != "model_type"}}
+NOT_PATCHED = "rms_norm, swiglu, qk_norm_rope, rope, fused_add_rms_norm, fused_linear_cross_entropy have no patch"
+
+
+@pytest.fixture(autouse=True)
+def unpatched():
+    yield
+    assert tilekern.get_patched_ops() == {}, "a plan leaves nothing patched"
+
+
+def planned(model, tokens=(64,), target=H200, **more):
+    return plan_of_model(model, Steps(tokens, **more), target)
+
+
+def by_kernel(plan):
+    found = {}
+    for kernel, problem in plan.problems:
+        found.setdefault(kernel, []).append(problem)
+    return found
+
+
+def sizes(problems, *names):
+    return {tuple(problem[name] for name in names) for problem in problems}
+
+
+def test_the_presets_are_the_published_models():
+    found = {}
+    for name in PRESETS:
+        c = config_named(name)[1]
+        found[name] = (
+            c.hidden_size, c.intermediate_size, c.num_hidden_layers, c.num_attention_heads, c.num_key_value_heads,
+            c.head_dim, c.vocab_size,
+        )  # fmt: skip
+    assert found == PUBLISHED
+
+
+def test_qwen3_8b_asks_for_what_its_step_launches_and_what_other_winners_would():
+    plan = planned("qwen3-8b", [4096])
+    assert plan.notes == ()
+    counts = Counter(kernel for kernel, _ in plan.problems)
+    assert counts.pop("column_sum") > 2, "for the grids of other configs, too"
+    assert counts == {
+        "rms_norm_forward": 1, "rms_norm_backward": 1, "qk_norm_rope_forward": 1, "qk_norm_rope_backward": 1,
+        "add_rms_norm_forward": 1, "add_rms_norm_backward": 1, "swiglu_forward": 1, "swiglu_backward_remake": 1,
+        "attention_forward": 1, "attention_backward": 1, "attention_delta": 1, "attention_dkdv": 1, "attention_dq": 1,
+        "linear_cross_entropy": 1, "cross_entropy_fused": 1, "matmul": 4, "scale": 2, "adamw": 6,
+    }  # fmt: skip
+    found = by_kernel(plan)
+    assert sizes(found["rms_norm_forward"], "rows", "columns") == {(4096, 4096)}
+    assert sizes(found["column_sum"], "columns") == {(4096,), (256,)}
+    assert sizes(found["column_sum"], "rows") <= {(256,), (512,), (1024,)}, "one to four blocks on each of 132 SMs"
+    assert sizes(found["swiglu_forward"], "rows", "columns") == {(4096, 12288)}
+    assert sizes(found["attention_forward"], "queries", "heads", "kv_heads", "head_dim") == {(4096, 32, 8, 128)}
+    assert sizes(found["attention_backward"], "deterministic") == {(True,)}
+    assert sizes(found["scale"], "rows") == {(4096,), (bucket(151936),)}
+
+
+@pytest.mark.parametrize("model", PRESETS)
+def test_the_optimizer_has_each_size_of_a_parameter_once_whatever_the_tokens(model):
+    with torch.device("meta"):
+        made = AutoModelForCausalLM.from_config(config_named(model)[1])
+    shapes = {flat_shape(parameter.numel()) for parameter in made.parameters()}
+    found = by_kernel(planned(model, [1, 64]))["adamw"]
+    assert sizes(found, "rows", "columns") == {(bucket(rows), columns) for rows, columns in shapes}
+    assert len(found) == len(set(found))
+    assert all(columns in WIDTHS and columns > 1 for _, columns in shapes), "a narrow row has no aligned variant"
+
+
+def test_sizes_are_at_their_buckets_and_each_problem_is_there_once():
+    plan = planned(SMALL, [2000, 2048])
+    assert len(plan.problems) == len(set(plan.problems))
+    assert sizes(by_kernel(plan)["rms_norm_forward"], "rows", "columns") == {(2048, 96)}
+
+
+def test_ops_that_are_not_named_are_not_patched():
+    found = by_kernel(planned(SMALL, ops=["rope"]))
+    assert found.keys() == {"rope"}
+    assert sizes(found["rope"], "inverse", "heads", "kv_heads") == {(False, 4, 2), (True, 4, 2)}
+    found = by_kernel(planned(SMALL, ops=["rms_norm", "swiglu"]))
+    assert found.keys() == {
+        "rms_norm_forward", "rms_norm_backward", "column_sum", "swiglu_forward", "swiglu_backward_remake",
+    }  # fmt: skip
+    assert sizes(found["rms_norm_forward"], "rows", "columns") == {(64, 96), (256, 16), (128, 16)}
+    assert by_kernel(planned(SMALL, ops=["adamw"])).keys() == {"adamw"}
+    assert {kernel.partition("_")[0] for kernel in by_kernel(planned(SMALL, ops=["attention"]))} == {"attention"}
+
+
+def test_an_optimizer_can_be_left_out_and_checkpointing_asks_for_the_same():
+    whole = planned(SMALL)
+    assert set(whole.problems) == set(planned(SMALL, checkpointing=True).problems)
+    without = planned(SMALL, optimizer="none")
+    assert set(whole.problems) - set(without.problems) == {p for p in whole.problems if p[0] == "adamw"}
+
+
+def test_dtypes_and_attention_implementations_are_all_planned():
+    found = by_kernel(
+        planned(SMALL, dtype=["bfloat16", "float16"], attention=["tilekern", "tilekern_nondeterministic"])
+    )
+    assert sizes(found["attention_backward"], "deterministic", "dtype") == {
+        (kept, dtype) for kept in (True, False) for dtype in ("bfloat16", "float16")
+    }
+    assert sizes(found["cross_entropy_forward"], "dtype") == {("float16",)}, "whose loss goes by another way"
+
+
+def test_a_step_of_several_sequences_has_the_same_tokens_in_a_batch():
+    for kernel, problem in planned(SMALL, [8192], sequence=[2048]).problems:
+        if "batch" in problem:
+            assert (problem["batch"], problem.get("tokens", problem.get("queries"))) == (4, 2048), kernel
+        elif kernel in ("swiglu_forward", "rms_norm_forward", "add_rms_norm_backward"):
+            assert problem["rows"] == 8192, kernel
+    assert planned(SMALL, [8192]).problems == planned(SMALL, [8192], sequence=[8192]).problems
+
+
+def test_packed_sequences_stand_in_a_batch_of_one():
+    found = by_kernel(planned(SMALL, [8192], sequence=[2048], packed=True))
+    assert sizes(found["attention_forward"], "packed", "batch", "queries") == {(True, 4, 2048)}
+    assert sizes(found["attention_delta"], "batch", "queries") == {(1, 8192)}
+    assert sizes(found["qk_norm_rope_forward"], "batch", "tokens") == {(1, 8192)}
+
+
+def test_padded_sequences_attend_through_sdpa_which_is_said():
+    plan = planned(SMALL, padded=True)
+    assert "attention_forward" not in by_kernel(plan)
+    assert plan.notes == ("attention_forward: calls of a step run torch's operations, for which nothing is planned",)
+    both = planned(SMALL, padded=True, packed=True)
+    assert "attention_forward" in by_kernel(both)
+
+
+@pytest.mark.parametrize("name", ["llama-3-8b", "llama"])
+def test_what_has_no_patch_is_not_planned_and_is_named(name):
+    plan = planned(name if name in PRESETS else LLAMA)
+    assert {kernel.partition("_")[0] for kernel in by_kernel(plan)} == {"attention", "adamw"}
+    assert plan.notes == (f"llama: attention and adamw only; {NOT_PATCHED}",)
+    assert planned(LLAMA, ops=["attention"]).notes == ()
+    with pytest.raises(InputError, match="a step of llama asks for no kernel of --ops rope; llama: nothing only; rope"):
+        planned(LLAMA, ops=["rope"])
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"model_type": "bloom", "hidden_size": 64, "n_head": 4, "n_layer": 2}, "BloomModel computes its attention by"),
+        (
+            {"model_type": "gptj", "n_embd": 64, "n_head": 4, "n_layer": 2, "rotary_dim": 8},
+            "its classes take no attn_implementation='tilekern'",
+        ),
+        (
+            {
+                "model_type": "t5",
+                "d_model": 64,
+                "d_kv": 16,
+                "num_heads": 4,
+                "num_layers": 2,
+                "vocab_size": 128,
+                "decoder_start_token_id": 0,
+            },
+            "attention_forward: calls of a step run torch's operations",
+        ),
+    ],
+)
+def test_attention_that_is_not_served_is_left_out_with_the_reason(config, reason):
+    plan = planned(config)
+    assert any(reason in note for note in plan.notes), plan.notes
+    assert by_kernel(plan).keys() == {"adamw"}
+
+
+# Families whose layers or heads differ, each with what makes it small.
+FAMILIES = {
+    "deepseek_v3": {
+        "num_hidden_layers": 5, "n_routed_experts": 8, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 2,
+    },
+    "gemma2": {"num_hidden_layers": 4, "sliding_window": 32},
+    "gemma3_text": {"num_hidden_layers": 7, "sliding_window": 32},
+    "gpt2": {"n_layer": 3},
+    "gpt_oss": {"num_hidden_layers": 4, "sliding_window": 32, "num_local_experts": 4},
+    "mixtral": {"num_hidden_layers": 3},
+    "olmo2": {"num_hidden_layers": 3},
+    "qwen2_moe": {"num_hidden_layers": 4, "decoder_sparse_step": 2, "num_experts": 4},
+    "qwen3": {"num_hidden_layers": 4},
+    "qwen3_moe": {"num_hidden_layers": 4, "mlp_only_layers": [1], "num_experts": 16},
+    "qwen3_next": {"num_hidden_layers": 4, "num_experts": 16},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_layer_of_each_kind_asks_for_what_all_of_them_do(family, monkeypatch):
+    config = AutoConfig.for_model(family, **FAMILIES[family])
+    thinned = planned(config)
+    whole = []
+    monkeypatch.setattr(models, "thin_out", whole.append)
+    assert planned(config) == thinned
+    assert whole
+
+
+@pytest.mark.parametrize(
+    ("family", "flags"),
+    [
+        ("gemma2", {"windowed": {True, False}, "capped": {True}, "sinks": {False}}),
+        ("gpt_oss", {"windowed": {True, False}, "capped": {False}, "sinks": {True}}),
+        ("qwen3_moe", {"windowed": {False}, "capped": {False}, "sinks": {False}}),
+    ],
+)
+def test_each_kind_of_attention_that_a_model_has_is_planned(family, flags):
+    found = by_kernel(planned(AutoConfig.for_model(family, **FAMILIES[family])))["attention_forward"]
+    for flag, values in flags.items():
+        assert {problem[flag] for problem in found} == values, flag
+
+
+def test_a_window_is_judged_by_the_sequence_and_not_by_the_step():
+    config = AutoConfig.for_model(
+        "mistral", **{k: v for k, v in LLAMA.items() if k != "model_type"}, sliding_window=4096
+    )
+    for sequence, kinds in ((8192, {True}), (4096, {False})):
+        found = by_kernel(planned(config, [8192], sequence=[sequence]))["attention_forward"]
+        assert {problem["windowed"] for problem in found} == kinds
+
+
+def test_heads_of_two_sizes_take_torchs_attention_and_one_latent_size_is_planned():
+    """DeepSeek-V3 has 192 channels in q and k and 128 in v, GLM-4.7-Flash 256 in each."""
+    plan = planned(AutoConfig.for_model("deepseek_v3", **FAMILIES["deepseek_v3"]))
+    assert "attention_forward" not in by_kernel(plan)
+    assert any(note.startswith("attention_forward: calls of a step run torch's") for note in plan.notes)
+    latent = AutoConfig.for_model("glm4_moe_lite", num_hidden_layers=3, n_routed_experts=4)
+    channels = latent.qk_nope_head_dim + latent.qk_rope_head_dim
+    assert channels == latent.v_head_dim
+    assert sizes(by_kernel(planned(latent))["attention_forward"], "head_dim") == {(channels,)}
+
+
+def test_the_decoder_of_a_multimodal_model_is_planned():
+    whole = {"model_type": "llava", "text_config": LLAMA, "vision_config": {"model_type": "clip_vision_model"}}
+    assert planned(whole).problems == planned(LLAMA).problems
+
+
+def test_a_step_that_reads_values_is_refused_with_what_to_do():
+    config = AutoConfig.for_model("jetmoe", hidden_size=64, num_hidden_layers=2, num_key_value_heads=2, kv_channels=16,
+                                  intermediate_size=64, vocab_size=128)  # fmt: skip
+    words = r"jetmoe: a training step cannot be traced on meta tensors: .*; run your own inside tilekern.trace"
+    with pytest.raises(InputError, match=words):
+        planned(config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_type": None}, "model_type is missing"),
+        ({"model_type": ["qwen3"]}, "model_type is missing"),
+        ({"model_type": "qwen99"}, "does not know the model type 'qwen99'"),
+        ({"hidden_size": -64}, "hidden_size is -64; expected a whole number from 1 to 16777216"),
+        ({"hidden_size": 10**12}, "hidden_size is 1000000000000; expected"),
+        ({"num_hidden_layers": 1 << 13}, "num_hidden_layers is 8192; expected a whole number from 1 to 4096"),
+        ({"num_attention_heads": 0}, "num_attention_heads is 0; expected"),
+        ({"intermediate_size": "big"}, "transformers does not take this config: .*intermediate_size"),
+        ({"hidden_size": 64.5}, "transformers does not take this config: .*hidden_size"),
+        ({"num_key_value_heads": 3}, "a training step cannot be traced on meta tensors"),
+        ({"head_dim": 15}, "transformers does not take this config: .*head_dim"),
+    ],
+)
+def test_a_config_that_no_model_can_have_is_named(changes, words):
+    config = {name: value for name, value in (SMALL | changes).items() if value is not None}
+    with pytest.raises(InputError, match=r"^the model: |^qwen3: |^qwen99: |^\['qwen3'\]: ") as refused:
+        planned(config)
+    assert refused.match(words)
+
+
+def test_gpt2_counts_its_heads_by_another_name():
+    with pytest.raises(InputError, match="n_head is 0; expected a whole number"):
+        config_of({"model_type": "gpt2", "n_head": 0}, "gpt2")
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"ops": ["conv"]}, "unknown op 'conv'; known: rms_norm, swiglu, .*, attention, adamw; others are planned by"),
+        ({"attention": ["flash"]}, "unknown attention 'flash'; known: tilekern, tilekern_nondeterministic"),
+    ],
+)
+def test_what_a_step_does_not_have_is_named(more, words):
+    with pytest.raises(InputError, match=words):
+        planned(SMALL, **more)
+
+
+def test_a_rank_has_its_share_of_heads_columns_and_vocabulary():
+    """Qwen3-8B: 32 heads, 8 key-value heads, 12288 columns, 151936 tokens."""
+    plan = planned("qwen3-8b", [2048], B200, tp=4)
+    assert plan.name == "qwen3-8b-tp4"
+    found = by_kernel(plan)
+    assert sizes(found["swiglu_forward"], "columns") == {(3072,)}
+    assert sizes(found["attention_forward"], "heads", "kv_heads", "head_dim") == {(8, 2, 128)}
+    assert sizes(found["add_rms_norm_forward"], "columns") == {(4096,)}
+    assert sizes(found["linear_cross_entropy"], "vocabulary") == {(37984,)}
+    assert sizes(by_kernel(planned("qwen3-8b", tp=16))["attention_forward"], "heads", "kv_heads") == {(2, 1)}
+
+
+def test_layers_that_transformers_has_split_run_op_by_op():
+    """A forward of its own around q_norm keeps it from being fused, and one around a linear layer the MLP."""
+    found = by_kernel(planned(SMALL, tp=2))
+    assert "swiglu_backward" in found
+    assert sizes(found["rope"], "heads", "kv_heads") == {(2, 1)}
+    assert (128, 16) in sizes(found["rms_norm_forward"], "rows", "columns")
+    assert {"swiglu_backward_remake", "qk_norm_rope_forward"} <= found.keys(), "of a split with plain layers"
+
+
+@pytest.mark.parametrize(
+    ("config", "tp", "words"),
+    [
+        ("qwen3-8b", 3, "--tp 3: qwen3-8b has 8 key-value heads, which 3 ranks cannot share evenly"),
+        ("qwen3-8b", 64, "qwen3-8b has 32 heads, which 64 ranks"),
+        (SMALL | {"vocab_size": 333}, 2, "qwen3 has 333 tokens in the vocabulary, which 2 ranks"),
+        ({"model_type": "gpt2", "n_layer": 2}, 2, "gpt2 cannot be divided by its configuration, which has no head_dim"),
+    ],
+)
+def test_ranks_that_cannot_share_a_model(config, tp, words):
+    with pytest.raises(InputError, match=words):
+        planned(config, tp=tp)
+
+
+def test_a_model_that_exists_is_stepped_as_it_is():
+    model = AutoModelForCausalLM.from_config(Qwen3Config(**SMALL), dtype=torch.float32)
+    assert by_kernel(planned(model)).keys() == {"adamw"}
+    tilekern.apply_to_model(model, rope=False, qk_norm_rope=False)
+    try:
+        found = by_kernel(planned(model))
+        assert sizes(found["rms_norm_forward"], "dtype") == {("float32",)}
+        assert "rope" not in found
+        assert "attention_forward" not in found, "it was made with SDPA"
+        assert planned(torch.compile(model)).problems == planned(model).problems
+    finally:
+        tilekern.reset()
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    with pytest.raises(InputError, match="Qwen3ForCausalLM cannot be stepped on meta tensors"):
+        planned(model)
+
+
+def test_a_configuration_has_the_plan_of_the_model_that_a_job_makes_of_it_and_patches():
+    tilekern.apply()
+    try:
+        job = AutoModelForCausalLM.from_config(
+            Qwen3Config(**SMALL), dtype=torch.bfloat16, attn_implementation="tilekern"
+        )
+        patched = planned(job)
+    finally:
+        tilekern.reset()
+    assert set(planned(SMALL).problems) == set(patched.problems)
+
+
+def test_what_was_patched_before_stays_patched():
+    tilekern.apply(rope=False)
+    try:
+        before = tilekern.get_patched_ops()
+        planned(SMALL)
+        assert tilekern.get_patched_ops() == before
+    finally:
+        tilekern.reset()
+
+
+def test_the_ways_to_name_a_model_give_the_same_plan(tmp_path: Path):
+    Path(tmp_path, "config.json").write_text(json.dumps(SMALL))
+    expected = planned(SMALL).problems
+    for model in (str(tmp_path), tmp_path / "config.json", Qwen3Config(**SMALL), copy.deepcopy(SMALL)):
+        assert planned(model).problems == expected
+
+
+@pytest.mark.parametrize("given", [7, None, ["qwen3-8b"]])
+def test_what_is_no_model_is_named(given):
+    with pytest.raises(
+        InputError, match="a model is a name, a path, a configuration of transformers or its dictionary"
+    ):
+        planned(given)
+
+
+def test_known_ops_are_those_of_the_patches_with_attention_and_the_optimizer():
+    assert known_ops()[-2:] == ["attention", "adamw"]
+    assert {"rms_norm", "swiglu", "rope"} <= set(known_ops())
+
+
+def test_a_plan_does_not_disturb_a_trace_that_runs():
+    with tracing(Trace(H200)), pytest.raises(InputError, match="a trace runs already"):
+        planned(SMALL)

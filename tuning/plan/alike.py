@@ -1,0 +1,108 @@
+"""Layers that are alike: one of them is traced, and the others hand on what they are given.
+
+A model has dozens of layers and few kinds of them. A layer that is made as one before it, and is called as that one
+was, asks for nothing new. A layer's index is left out of that: in transformers it finds the layer's cache, and what
+else depends on it is decided when the layer is made, so that it shows in the layer's other attributes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable
+from types import MethodType
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from tuning.plan.sharding import OwnForward
+
+# A layer's place among the others, which does not make it another kind.
+_PLACE = re.compile(r"(?:.*_)?(?:idx|id|index)")
+_OF_MODULES = frozenset(vars(torch.nn.Module()))
+_PLAIN = (bool, int, float, str, type(None), torch.dtype)
+
+
+def thin_out(model: torch.nn.Module) -> None:
+    """Have each list of layers in a model on meta run the distinct ones alone."""
+    for parent in _outermost(model):
+        seen: dict[Hashable, dict[Hashable, Any]] = {}
+        for place, layer in enumerate(parent):
+            parent[place] = _Once(layer, seen.setdefault(_kind(layer), {}))
+
+
+def _outermost(module: torch.nn.Module) -> list[torch.nn.ModuleList]:
+    """The lists of modules that stand in no other list."""
+    found = []
+    for child in module.children():
+        found += [child] if isinstance(child, torch.nn.ModuleList) else _outermost(child)
+    return found
+
+
+class _Once(torch.nn.Module):
+    """Stands in a list for a layer.
+
+    ``seen`` is shared among the layers of one kind: by how they were called, what such a call gives.
+    """
+
+    def __init__(self, layer: torch.nn.Module, seen: dict[Hashable, Any]) -> None:
+        super().__init__()
+        self.layer, self.seen = layer, seen
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.layer, name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        leaves, tree = tree_flatten((args, kwargs))
+        call = (torch.is_grad_enabled(), self.training, str(tree), tuple(map(_form, leaves)))
+        given = next((leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
+        if given is not None and call in self.seen:
+            return _handed_on(given, *self.seen[call][:2])
+        result = self.layer(*args, **kwargs)
+        found, shape = tree_flatten(result)
+        if given is not None and any(_form(leaf) == _form(given) for leaf in found):
+            # What was given stays alive, so that nothing else has its id.
+            self.seen[call] = found, shape, leaves
+        return result
+
+
+def _handed_on(given: torch.Tensor, found: list[Any], shape: Any) -> Any:
+    """A result like another, with what was given in the place of the first tensor that is like it."""
+    place = [_form(leaf) for leaf in found].index(_form(given))
+    leaves = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in found]
+    return tree_unflatten([*leaves[:place], given, *leaves[place + 1 :]], shape)
+
+
+def _form(value: Any) -> Hashable:
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape), value.dtype, value.requires_grad
+    return value if isinstance(value, _PLAIN) else id(value)
+
+
+def _kind(module: torch.nn.Module) -> Hashable:
+    """What two modules have in common that compute the same of the same, their parameters' values aside."""
+    own = {
+        name: value for name, value in vars(module).items() if name not in _OF_MODULES and not _PLACE.fullmatch(name)
+    }
+    parts = {name: _kind(child) for name, child in module.named_children()}
+    tensors = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+    return (
+        type(module),
+        tuple((name, _form(x)) for name, x in tensors),
+        tuple((name, _trait(value)) for name, value in own.items()),
+        tuple(parts.items()),
+        len(module._forward_hooks) + len(module._forward_pre_hooks),
+    )
+
+
+def _trait(value: Any) -> Hashable:
+    if isinstance(value, OwnForward):
+        return OwnForward, _trait(value.forward)
+    if isinstance(value, MethodType):
+        return id(value.__func__)
+    if isinstance(value, list | tuple):
+        return type(value), tuple(map(_trait, value))
+    return _form(value)

@@ -1,0 +1,51 @@
+"""The plan that a command line asks for: of a model, of files, of the wanted list, of named problems, or of several."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tilekern.errors import InputError
+from tilekern.targets import Target
+from tuning.options import PlanRequest, described_alone
+from tuning.plan.configs import path_named, read_json
+from tuning.plan.given import WANTED, plan_of_file, plan_of_problem, plan_of_wanted
+from tuning.plan.steps import Planned
+
+
+def plan_of(request: PlanRequest, target: Target, root: Path) -> Planned:
+    """All that is asked for, each problem once.
+
+    Args:
+        request: what is asked for.
+        target: the GPU.
+        root: the cache whose wanted list is meant.
+
+    Raises:
+        InputError: nothing is asked for, or one of them cannot be planned.
+    """
+    plans = [_of_model(request, target)] if request.model is not None else []
+    plans += [plan_of_wanted(root, target) if p == WANTED else plan_of_file(Path(p), target) for p in request.plans]
+    plans += [plan_of_problem(text, target) for text in request.problems]
+    if not plans:
+        raise InputError(
+            "name a model: a preset such as qwen3-8b, the path of a config.json, or a hub id; else give --plan or "
+            "--problem"
+        )
+    return Planned(
+        ", ".join(plan.name for plan in plans),
+        tuple(dict.fromkeys(problem for plan in plans for problem in plan.problems)),
+        tuple(dict.fromkeys(note for plan in plans for note in plan.notes)),
+    )
+
+
+def _of_model(request: PlanRequest, target: Target) -> Planned:
+    """The plan of a model, or the one that a trace wrote into the file that stands in its place."""
+    assert request.model is not None
+    path = path_named(request.model)
+    if path is None or "problems" not in read_json(path):
+        from tuning.plan.models import plan_of_model  # which loads torch and transformers
+
+        return plan_of_model(request.model, request.steps, target)
+    if request.described:
+        raise described_alone(request.described)
+    return plan_of_file(path, target)

@@ -1,0 +1,182 @@
+"""A model's configuration, from what a person names it by: a preset, a config.json, or a hub id."""
+
+from __future__ import annotations
+
+import errno
+import json
+import socket
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from tilekern.errors import InputError
+from tilekern.warning import warn_once
+from tuning.plan.presets import PRESETS
+
+# What no model has more of; a step of one with more would take forever to trace, and its kernels would not compile.
+_MOST = {
+    "num_hidden_layers": 1 << 12,
+    "hidden_size": 1 << 24,
+    "intermediate_size": 1 << 24,
+    "num_attention_heads": 1 << 24,
+    "num_key_value_heads": 1 << 24,
+    "head_dim": 1 << 24,
+    "vocab_size": 1 << 24,
+}
+
+MODEL_IS = (
+    f"a preset ({', '.join(PRESETS)}), the path of a config.json or of a folder with one, or a hub id such as "
+    "Qwen/Qwen3-8B"
+)
+
+
+class UnknownModel(InputError):  # noqa: N818 (the name says the state)
+    """A word that names no model; ``word`` is it."""
+
+    def __init__(self, word: str) -> None:
+        super().__init__(f"unknown model {word!r}: give {MODEL_IS}")
+        self.word = word
+
+
+def config_named(model: str) -> tuple[str, Any]:
+    """A model's name for people and its configuration, an object of transformers.
+
+    Args:
+        model: a preset (``qwen3-8b``), the path of a config.json or of a folder with one, or a hub id.
+
+    Raises:
+        UnknownModel: no such model.
+        InputError: its config cannot be read or fetched, or transformers does not take it.
+    """
+    require_model_name(model)
+    if model.lower() in PRESETS:
+        return model.lower(), config_of(PRESETS[model.lower()], model.lower())
+    path = path_named(model)
+    if path is not None:
+        return str(path), config_of(read_json(path), str(path))
+    return model, config_of(_from_hub(model), model)
+
+
+def require_model_name(word: str) -> None:
+    """Refuse a word that can name no model, whatever the hub has.
+
+    Raises:
+        UnknownModel: it is no preset, no path of a config and no hub id.
+        InputError: a folder on the way to it cannot be read.
+    """
+    is_hub_id = word.count("/") == 1 and not word.startswith((".", "/"))
+    if word.lower() not in PRESETS and not is_hub_id and path_named(word) is None:
+        raise UnknownModel(word)
+
+
+def path_named(model: str) -> Path | None:
+    """The file that a person names, or that of the folder; None where no file is meant.
+
+    Raises:
+        InputError: it cannot be looked at.
+    """
+    try:
+        path = Path(model, "config.json") if Path(model).is_dir() else Path(model)
+        return path if path.suffix == ".json" or path.exists() else None
+    except OSError as error:
+        raise InputError(f"cannot read {model}: {error.strerror}") from None
+
+
+def read_json(path: Path) -> Mapping[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        InputError: the file is missing, cannot be read, or holds something else.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(f"{path} does not exist; give the path of a model's config.json") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"{path} is not a readable JSON file: {error}") from None
+    if not isinstance(found, dict):
+        raise InputError(f"{path} holds no JSON object; a model's config.json is one")
+    return found
+
+
+def _from_hub(model: str) -> Mapping[str, Any]:
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    kept = try_to_load_from_cache(model, "config.json")
+    if isinstance(kept, str):
+        return read_json(Path(kept))
+    with tempfile.TemporaryDirectory() as spare:
+        try:
+            # The client would go on trying for half a minute where there is no hub.
+            endpoint = urlsplit(constants.ENDPOINT)
+            socket.create_connection((endpoint.hostname, endpoint.port or 443), timeout=5).close()
+            path = _downloaded(model, spare)
+        except Exception as error:  # noqa: BLE001 (the hub client raises many kinds; all mean that it is out of reach)
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
+            raise InputError(
+                f"cannot fetch {model} from the hub ({reason}); pass the path of its config.json or a preset "
+                f"({', '.join(PRESETS)})"
+            ) from None
+        return read_json(path)
+
+
+def _downloaded(model: str, spare: str) -> Path:
+    """The config.json of the hub's model, in the hub's cache; in the folder ``spare`` where that cannot be written."""
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(model, "config.json"))
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise
+        warn_once(
+            f"cannot write the hub's cache, {error.filename}: {error.strerror}; config.json of {model} is not kept and "
+            "is fetched again by the next run; HF_HOME names another folder"
+        )
+    return Path(hf_hub_download(model, "config.json", local_dir=spare))
+
+
+def config_of(config: Mapping[str, Any], name: str) -> Any:
+    """The configuration that transformers makes of a config.json's fields; of a multimodal one the text part.
+
+    Raises:
+        InputError: transformers does not know the model, or does not take a value; the message names ``name``.
+    """
+    import transformers
+    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    kind = config.get("model_type")
+    if not isinstance(kind, str):
+        raise InputError(f"{name}: model_type is missing; a model's config.json has it")
+    if kind not in CONFIG_MAPPING:
+        raise InputError(f"{name}: transformers {transformers.__version__} does not know the model type {kind!r:.60}")
+    try:
+        found = CONFIG_MAPPING[kind].from_dict(dict(config))
+    except Exception as error:  # noqa: BLE001 (each class refuses in its own way)
+        raise InputError(
+            f"{name}: transformers does not take this config: {' '.join(str(error).split())[:300]}"
+        ) from None
+    chosen = _decoder(found)
+    chosen = chosen if type(chosen) in AutoModelForCausalLM._model_mapping else found
+    _check_sizes(chosen, name)
+    return chosen
+
+
+def _decoder(config: Any) -> Any:
+    """The configuration of the text part; of a model with several, the model's own."""
+    try:
+        return config.get_text_config()
+    except ValueError:
+        return config
+
+
+def _check_sizes(config: Any, name: str) -> None:
+    fields = config.to_dict()
+    for size, most in _MOST.items():
+        field = config.attribute_map.get(size, size)
+        value = fields.get(field)
+        if isinstance(value, int) and not 1 <= value <= most:
+            raise InputError(f"{name}: {field} is {value}; expected a whole number from 1 to {most}")

@@ -1,0 +1,141 @@
+"""Plans that nobody steps a model for: a file that a trace wrote, the wanted list, and calls of single ops."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tilekern.cache import CacheError, read_wanted
+from tilekern.cache.keys import parse_problem_key
+from tilekern.errors import InputError
+from tilekern.kernels import all_specs
+from tilekern.spec import KernelSpec, Problem, Value
+from tilekern.targets import Target
+from tilekern.tracing import Trace, tracing
+from tuning.plan.steps import Planned
+from tuning.planned import Named, PlanFile
+
+WANTED = "wanted"
+
+
+def plan_of_file(path: Path, target: Target) -> Planned:
+    """The plan that a trace wrote for a GPU (``tilekern.trace("plan.json")``).
+
+    Raises:
+        InputError: the file is missing or is not such a plan, or it was traced for another GPU.
+    """
+    file = PlanFile(path.parent, path.name)
+    problems, made_for = file.problems(), file.read().target
+    if made_for["key"] != target.key:
+        raise InputError(
+            f"{path} was traced for {made_for['name']}, not {target.name}; pass --gpu {made_for['name']}, or trace the "
+            f"step with gpu={target.name!r}"
+        )
+    return Planned(str(path), tuple(problems))
+
+
+def plan_of_wanted(root: Path, target: Target) -> Planned:
+    """What jobs asked for on a GPU and did not find, in a cache's wanted list, with the parts of composites.
+
+    Raises:
+        InputError: nothing is wanted there for this GPU.
+    """
+    found: dict[Named, None] = {}
+    for item in read_wanted(root):
+        spec = all_specs().get(item["kernel"])
+        problem = spec.problem_of(item["problem"]) if spec and item["target"].get("key") == target.key else None
+        if spec and problem is not None:
+            found.setdefault((spec.name, spec.bucketed(problem)))
+    if not found:
+        raise InputError(f"nothing is wanted for {target.name} in {root}; python -m cache_tools wanted lists what is")
+    return Planned(WANTED, tuple(with_parts(found, target)))
+
+
+def with_parts(problems: Iterable[Named], target: Target) -> list[Named]:
+    """Problems, and the parts that those of them need that are composites, whichever config wins."""
+    found, specs = Trace(target), all_specs()
+    found.asked = dict.fromkeys(problems)
+    composites = [(specs[kernel], problem) for kernel, problem in found.asked]
+    composites = [(spec, problem) for spec, problem in composites if found.composites(spec, problem)]
+    if composites:
+        with tracing(found):
+            for spec, problem in composites:
+                found.take_apart(spec, problem)
+    return found.problems
+
+
+def plan_of_problem(text: str, target: Target) -> Planned:
+    """What a call of an op asks for, forward and backward, or a single problem of a kernel.
+
+    Args:
+        text: the name of an op of :mod:`tilekern.ops` or of a kernel, and sizes: ``rms_norm rows=8192,columns=4096,
+            dtype=bfloat16``. Sizes of an op are those of its forward kernel. A dtype that is not named is ``dtype``, a
+            flag that is not named is off.
+        target: the GPU.
+
+    Raises:
+        InputError: there is no such op or kernel, or a size is missing, unknown, or not one that a call may have.
+    """
+    name, _, sizes = text.strip().partition(" ")
+    spec = all_specs().get(f"{name}_forward") or all_specs().get(name)
+    if spec is None:
+        raise InputError(f"--problem {text!r}: unknown op or kernel {name!r}; known: {', '.join(_names())}")
+    try:
+        problem = spec.problem(**_filled(spec, parse_problem_key(sizes.strip())))
+    except (CacheError, ValueError) as error:
+        raise InputError(f"--problem {text!r}: {error}") from None
+    found, op, inputs = Trace(target), _op(name), spec.inputs(problem, None, "meta")
+    with tracing(found):
+        if op is not None and inputs.keys() >= set(_needed(op)):
+            _call(op, inputs, problem)
+        else:
+            found.plan(spec, problem)
+            found.take_apart(spec, problem)
+    if (spec.name, spec.bucketed(problem)) not in found.asked:
+        raise InputError(
+            f"--problem {text!r}: a call of {name} cannot be made of these sizes; name the kernel, {spec.name}"
+        )
+    return Planned(text, tuple(found.problems))
+
+
+def _names() -> list[str]:
+    return [*dict.fromkeys(name.removesuffix("_forward") for name in all_specs()), *all_specs()]
+
+
+def _op(name: str) -> Any:
+    """The op of that name; None where it is a kernel's alone."""
+    from tilekern import ops
+
+    return getattr(ops, name) if name in ops.__all__ else None
+
+
+def _needed(op: Any) -> list[str]:
+    """What an op must be given."""
+    return [name for name, taken in inspect.signature(op).parameters.items() if taken.default is taken.empty]
+
+
+def _filled(spec: KernelSpec, sizes: Mapping[str, Value]) -> dict[str, Value]:
+    """A problem's values with those that may be left out."""
+    filled = dict(sizes)
+    for dimension in spec.dimensions:
+        if dimension.kind == "flag":
+            filled.setdefault(dimension.name, False)
+        elif dimension.kind == "dtype" and "dtype" in sizes:
+            filled.setdefault(dimension.name, sizes["dtype"])
+    return filled
+
+
+def _call(op: Any, inputs: Mapping[str, Any], problem: Problem) -> None:
+    """Call an op on what its forward kernel is given, and go backward through all that may have a gradient."""
+    import torch
+
+    takes, arguments = inspect.signature(op).parameters, {name: inputs[name] for name in _needed(op)}
+    for value in arguments.values():
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            value.requires_grad_()
+    flags = {name: problem[name] for name in takes.keys() & problem.keys() if isinstance(takes[name].default, bool)}
+    results = op(**arguments, **flags)
+    slopes = [x for x in (results if isinstance(results, tuple) else (results,)) if x.requires_grad]
+    torch.autograd.backward(slopes, [torch.empty_like(x) for x in slopes])

@@ -1,0 +1,193 @@
+"""A model's plan: the model is made on meta tensors by transformers' own classes, patched, and stepped in a trace."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from tilekern.errors import InputError, TilekernWarning
+from tilekern.kernels import spec_named
+from tilekern.patch import attention, registry
+from tilekern.patch.patcher import applied
+from tilekern.stepping import Batch, core_of, model_of, one_line, step, step_as_it_is
+from tilekern.targets import Target
+from tilekern.tracing import Trace, tracing
+from tuning.plan.alike import thin_out
+from tuning.plan.configs import config_named, config_of
+from tuning.plan.sharding import give_own_forwards, share_of
+from tuning.plan.steps import ADAMW, Planned, Steps
+
+ATTENTION = "attention"
+
+
+def known_ops() -> list[str]:
+    """The ops of a model's step: those that are patched, its attention and its optimizer."""
+    return [*registry.known_ops(), ATTENTION, ADAMW]
+
+
+def plan_of_model(model: Any, steps: Steps, target: Target) -> Planned:
+    """The problems that training steps of a model ask for on a GPU.
+
+    Args:
+        model: a preset's name, the path of a config.json, a hub id, a configuration of transformers or its dictionary,
+            which are made into a model and patched; or a model, which is stepped as it is: of ``steps`` the lengths
+            count, and whether they are packed or padded.
+        steps: what is traced.
+        target: the GPU.
+
+    Raises:
+        InputError: the model or an op is not known, its step cannot be traced, or it asks for nothing.
+    """
+    ops = list(known_ops() if steps.ops is None else steps.ops)
+    for op in ops:
+        if op not in known_ops():
+            raise InputError(f"unknown op {op!r}; known: {', '.join(known_ops())}; others are planned by --problem")
+    for name in steps.attention:
+        if name not in attention.NAMES:
+            raise InputError(f"unknown attention {name!r}; known: {', '.join(attention.NAMES)}")
+    found = Trace(target)
+    with _quiet():
+        if hasattr(model, "named_modules"):
+            core = core_of(model)
+            name = core.config.name_or_path or type(core).__name__
+            with _noted_warnings() as notes, tracing(found):
+                for batch in _batches(steps):
+                    step_as_it_is(core, batch)
+        else:
+            name, config = _config(model)
+            with _noted_warnings() as said, tracing(found):
+                notes = _trace_config(config, name, steps, ops, found)
+            notes += said
+            name = name if steps.tp == 1 else f"{name}-tp{steps.tp}"
+    notes += _fallbacks(found)
+    if not found.problems:
+        asked = "" if steps.ops is None else f" of --ops {','.join(ops)}"
+        raise InputError("; ".join([f"a step of {name} asks for no kernel{asked}", *notes]))
+    return Planned(name, tuple(found.problems), tuple(dict.fromkeys(notes)))
+
+
+def _config(model: Any) -> tuple[str, Any]:
+    if isinstance(model, str | Path):
+        return config_named(str(model))
+    fields = model.to_dict() if hasattr(model, "to_dict") else model
+    if not isinstance(fields, Mapping):
+        raise InputError(
+            "a model is a name, a path, a configuration of transformers or its dictionary, or a module; got "
+            f"{model!r:.60}"
+        )
+    name = getattr(model, "name_or_path", "") or str(fields.get("model_type", "the model"))
+    return name, config_of(fields, name)
+
+
+def _trace_config(config: Any, name: str, steps: Steps, ops: Collection[str], found: Trace) -> list[str]:
+    """Step a model with such a configuration in each dtype, and on ranks in each way; what there is to say of it."""
+    notes: dict[str, None] = {}
+    attending = steps.attention if ATTENTION in ops else (None,)
+    for dtype in steps.dtype:
+        for share, is_split in _shares(config, name, steps.tp):
+            for kind in attending:
+                for line in _trace(share, name, dtype, kind, steps, ops, is_split=is_split):
+                    notes.setdefault(line)
+    return [*_without_patch(config, ops, found), *notes]
+
+
+def _shares(config: Any, name: str, tp: int) -> Iterator[tuple[Any, bool]]:
+    """What a rank has of a model, and whether transformers has split it.
+
+    transformers gathers the logits before its loss, and puts a forward of its own around each layer that it splits. A
+    split of one's own, such as Megatron's, has plain layers, and takes the loss of its share of the vocabulary.
+    """
+    if tp == 1:
+        yield config, False
+    else:
+        yield share_of(config, tp, name, vocabulary=True), False
+        yield share_of(config, tp, name, vocabulary=False), True
+
+
+def _trace(
+    config: Any, name: str, dtype: str, kind: str | None, steps: Steps, ops: Collection[str], *, is_split: bool
+) -> list[str]:
+    """Step a model by one attention implementation, or by transformers' own where that does not serve; why not."""
+    try:
+        attention.register()
+        try:
+            model = model_of(config, dtype, kind)
+        except Exception as error:
+            if kind is None:
+                raise
+            raise _Unattended(f"its classes take no attn_implementation={kind!r}") from error
+        _step(model, steps, ops, is_split=is_split)
+    except (_Unattended, InputError) as error:
+        if kind is None:
+            raise
+        return [f"{ATTENTION} is left out: {error}", *_trace(config, name, dtype, None, steps, ops, is_split=is_split)]
+    except Exception as error:
+        raise InputError(
+            f"{name}: a training step cannot be traced on meta tensors: {one_line(error)}; run your own inside "
+            'tilekern.trace("plan.json"), and give that file as --plan'
+        ) from error
+    return []
+
+
+class _Unattended(Exception):  # noqa: N818
+    """The model cannot be made with an attention implementation."""
+
+
+def _step(model: Any, steps: Steps, ops: Collection[str], *, is_split: bool) -> None:
+    if steps.checkpointing:
+        model.gradient_checkpointing_enable()
+    with applied(model, [op for op in ops if op in registry.known_ops()]):
+        if is_split:
+            give_own_forwards(model)
+        thin_out(model)
+        for batch in _batches(steps):
+            step(model, batch, adamw=ADAMW in ops and steps.optimizer == ADAMW)
+
+
+def _batches(steps: Steps) -> list[Batch]:
+    kinds = [{"packed": True}] * steps.packed + [{"padded": True}] * steps.padded or [{}]
+    return [Batch(*sizes, **kind) for sizes in steps.batches() for kind in kinds]
+
+
+def _without_patch(config: Any, ops: Iterable[str], found: Trace) -> list[str]:
+    """What of a model runs no kernel, since no patch knows its family."""
+    module = type(config).__module__.replace(".configuration_", ".modeling_")
+    known = {patch.op for patch in registry.patches() if patch.module == module}
+    lacking = [op for op in ops if op in registry.known_ops() and op not in known]
+    if not lacking:
+        return []
+    asked = {op for kernel, _ in found.asked for op in spec_named(kernel).ops}
+    served = [op for op in ops if op in asked and op not in lacking]
+    return [f"{config.model_type}: {' and '.join(served) or 'nothing'} only; {', '.join(lacking)} have no patch"]
+
+
+def _fallbacks(found: Trace) -> list[str]:
+    return [
+        f"{kernel}: calls of a step run torch's operations, for which nothing is planned" for kernel in found.fallbacks
+    ]
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep transformers from logging advice about a model that nobody trains here."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
+@contextlib.contextmanager
+def _noted_warnings() -> Iterator[list[str]]:
+    """Keep warnings from being shown; those of tilekern are in the list at the end."""
+    said: list[str] = []
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        yield said
+    said += dict.fromkeys(str(w.message) for w in found if issubclass(w.category, TilekernWarning))

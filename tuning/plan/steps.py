@@ -1,0 +1,91 @@
+"""Which steps of a model are traced: their lengths, dtypes, and what else a training job chooses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tilekern.errors import InputError
+from tilekern.spec import DTYPES
+from tuning.planned import Named
+
+MOST_TOKENS = 1 << 24
+ADAMW, NONE = OPTIMIZERS = ("adamw", "none")
+TOKENS = (2048, 8192)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """The problems of a plan, each once, with a name for people and what they should know of it."""
+
+    name: str
+    problems: tuple[Named, ...]
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The steps of a training job, each of which is traced.
+
+    Attributes:
+        tokens: tokens of a step, the batch times the sequence.
+        sequence: tokens of a sequence; a step is one sequence where there are none.
+        dtype: the dtypes to train in.
+        ops: the ops that are patched, ``attention`` and ``adamw`` among them; all where None.
+        attention: transformers' names of the attention implementations.
+        tp: the tensor-parallel degree.
+        packed: sequences stand one after the other in a batch of one, which says where each begins.
+        padded: sequences are padded to one length, so that their mask says more than causality.
+        checkpointing: activations are made again in the backward.
+        optimizer: ``adamw``, which is ``tilekern.AdamW``, or ``none``.
+
+    Raises:
+        InputError: a value is not known or out of range, or steps and sequences do not go together.
+    """
+
+    tokens: Sequence[int] = TOKENS
+    sequence: Sequence[int] = ()
+    dtype: Sequence[str] = ("bfloat16",)
+    ops: Sequence[str] | None = None
+    attention: Sequence[str] = ("tilekern",)
+    tp: int = 1
+    packed: bool = False
+    padded: bool = False
+    checkpointing: bool = False
+    optimizer: str = ADAMW
+
+    def __post_init__(self) -> None:
+        for dtype in self.dtype:
+            if dtype not in DTYPES:
+                raise InputError(f"unknown dtype {dtype!r}; known: {', '.join(DTYPES)}")
+        if self.tp < 1:
+            raise InputError(f"--tp {self.tp}: the tensor-parallel degree is a whole number from 1 on")
+        if self.optimizer not in OPTIMIZERS:
+            raise InputError(f"unknown optimizer {self.optimizer!r}; known: {', '.join(OPTIMIZERS)}")
+        self.batches()
+
+    def batches(self) -> list[tuple[int, int]]:
+        """Each step with each length of a sequence that it holds a whole number of: that number, and the length.
+
+        Raises:
+            InputError: a count is out of range, or goes together with none of the others.
+        """
+        for option, counts in (("--tokens", self.tokens), ("--sequence", self.sequence)):
+            for count in counts:
+                if not 1 <= count <= MOST_TOKENS:
+                    raise InputError(f"{option} {count}: a token count is from 1 to {MOST_TOKENS}")
+        if not self.sequence:
+            return [(1, count) for count in dict.fromkeys(self.tokens)]
+        pairs = [(count, length) for count in self.tokens for length in self.sequence if count % length == 0]
+        for place, option, counts in ((0, "--tokens", self.tokens), (1, "--sequence", self.sequence)):
+            for count in counts:
+                if count not in {pair[place] for pair in pairs}:
+                    raise InputError(
+                        f"{option} {count}: no step of --tokens {_listed(self.tokens)} is made of whole sequences of "
+                        f"--sequence {_listed(self.sequence)} with it; tokens are the batch times the sequence"
+                    )
+        return [(count // length, length) for count, length in dict.fromkeys(pairs)]
+
+
+def _listed(counts: Sequence[int]) -> str:
+    return ",".join(map(str, counts))
