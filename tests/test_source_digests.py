@@ -75,10 +75,6 @@ def reference(x):
     return {"y": 2 * x}
 
 
-def workloads(shape, tokens, dtype, target):
-    return [{"rows": tokens}]
-
-
 SPEC = KernelSpec(
     name="twice",
     summary="y = 2 x",
@@ -86,7 +82,6 @@ SPEC = KernelSpec(
     dimensions=(Dimension("rows", "exact"),),
     space=Space(_axes, (Constraint("a narrow tile starves", _wide), FITS, of_tiles("too many of them", _wide))),
     ops=("twice",),
-    workloads=workloads,
     implement=_implement,
     default=_default,
     generic=lambda problem: Config(tile_n=128),
@@ -183,7 +178,6 @@ NEITHER = [
     ("_UNUSED = 3.0\n", ""),
     ('summary="y = 2 x"', 'summary="twice x"'),
     ('ops=("twice",)', 'ops=("twice", "another_op")'),
-    ('return [{"rows": tokens}]', "from sample_kernels import limits\n\n    return [limits]"),
     ("torch.randn(", "torch.rand("),
     ('{"y": 2 * x}', '{"y": x + x}'),
     ("8 * problem", "4 * problem"),

@@ -6,8 +6,8 @@ Two digests of a spec, of what its fields reach by name (:mod:`tilekern.reachabi
     space    ``space`` with its constraints, ``default``, ``generic``
 
 An artifact whose ``source`` is another is never used. One whose ``space`` alone is another runs as it did; some config
-that could not be chosen then may be faster. What only says what to tune, how to check and what to tell people (inputs,
-reference, bytes, workloads, summaries, docstrings, comments, the words of constraints) is in neither.
+that could not be chosen then may be faster. What only says how to check and what to tell people (inputs, reference,
+bytes, summaries, docstrings, comments, the words of constraints) is in neither.
 
 To work digests out the source is parsed and never imported. A wheel has them noted beside the hashes of the files that
 they were made from: where those are today's, so are the digests, and a job parses nothing.

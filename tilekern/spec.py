@@ -20,34 +20,13 @@ if TYPE_CHECKING:
 __all__ = [
     "ALIGNED", "DTYPES", "GENERIC", "ITEM_BYTES", "TOLERANCES",
     "Array", "ArrayParameter", "Config", "Constraint", "Dimension", "Implementation", "KernelSpec", "LibraryCall",
-    "ModelShape", "Problem", "ScalarParameter", "Space", "Tolerance", "Value", "bucket", "cdiv", "outputs_of",
+    "Problem", "ScalarParameter", "Space", "Tolerance", "Value", "bucket", "cdiv", "outputs_of",
     "size_of",
 ]  # fmt: skip
 
 DTYPES = ("bfloat16", "float16", "float32")
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "int32": 4, "int64": 8}
 ALIGNED, GENERIC = "aligned", "generic"
-
-
-@dataclass(frozen=True)
-class ModelShape:
-    """Sizes of one decoder, all in elements.
-
-    ``qk_norm`` says that q and k are normalised head by head; ``sliding_window`` is the number of keys that a query
-    of a windowed layer sees, None where no layer is windowed.
-    """
-
-    name: str
-    model_type: str
-    hidden: int
-    intermediate: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    layers: int
-    vocabulary: int
-    qk_norm: bool
-    sliding_window: int | None = None
 
 
 @dataclass(frozen=True)
@@ -255,8 +234,6 @@ class KernelSpec:
     roundings: int = 1
     inputs_in_l2: bool = False
     arrays: tuple[Array | ScalarParameter, ...] = ()
-    # Nobody reads it: plans are traced steps. Without it the kernels' sources, and so their digests, would be others.
-    workloads: Callable[[ModelShape, int, str, Target], Iterable[Mapping[str, Value]]] | None = None
 
     def problem(self, **values: Value) -> Problem:
         """A problem with real sizes, checked against the dimensions.

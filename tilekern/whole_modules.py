@@ -1,7 +1,7 @@
 """The digest of a whole kernel module, as records of schemas 1 and 2 carry it; it goes when these are read no more.
 
-Docstrings, comments on lines of their own, blank lines, trailing space and a function ``workloads`` are left out.
-Sibling modules that it imports count in.
+Docstrings, comments on lines of their own, blank lines and trailing space are left out. Sibling modules that it imports
+count in.
 """
 
 from __future__ import annotations
@@ -62,9 +62,6 @@ def _bare(text: str, tree: ast.Module) -> str:
     """The lines of code that count."""
     dropped: set[int] = set()
     inside: set[int] = set()
-    for top in tree.body:
-        if isinstance(top, ast.FunctionDef) and top.name == "workloads":
-            dropped.update(range(top.lineno, (top.end_lineno or top.lineno) + 1))
     for node in _walk(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             dropped.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))

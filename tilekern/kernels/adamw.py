@@ -35,14 +35,12 @@ from tilekern.spec import (
     Dimension,
     Implementation,
     KernelSpec,
-    ModelShape,
     Problem,
     ScalarParameter,
     Space,
     Value,
     cdiv,
 )
-from tilekern.targets import Target
 
 
 def _step_tile(
@@ -209,15 +207,6 @@ def reference(
     return {"new_param": p, "new_exp_avg": m, "new_exp_avg_sq": v}
 
 
-def workloads(shape: ModelShape, tokens: int, dtype: str, target: Target) -> list[dict[str, Value]]:
-    """The model's parameters, whatever the number of tokens: a step works on each of them alike."""
-    heads, kv_heads = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    wide = (shape.vocabulary, heads, kv_heads, shape.intermediate)
-    norms = (shape.hidden, *([shape.head_dim] if shape.qk_norm else []))
-    found = dict.fromkeys(flat_shape(elements) for elements in (*(n * shape.hidden for n in wide), *norms))
-    return [{"rows": rows, "columns": columns, "dtype": dtype} for rows, columns in found]
-
-
 SPEC = KernelSpec(
     name="adamw",
     summary="a step of AdamW: a parameter and its two moments, in place",
@@ -225,7 +214,6 @@ SPEC = KernelSpec(
     dimensions=(Dimension("rows", "bucketed"), Dimension("columns", "exact"), Dimension("dtype", "dtype")),
     space=Space(_axes, (_SIZED, _IN_ONE_PIECE, _IN_FLIGHT, _FITS_REGISTERS)),
     ops=("adamw",),
-    workloads=workloads,
     implement=_implement,
     default=lambda problem, target: _config(problem, "block", 1024, 8),
     generic=lambda problem: _config(problem, "persistent", 512, 1),

@@ -41,7 +41,6 @@ from tilekern.spec import (
     Dimension,
     Implementation,
     KernelSpec,
-    ModelShape,
     Problem,
     ScalarParameter,
     Space,
@@ -338,11 +337,6 @@ def _bytes(problem: Problem, vectors: int) -> int:
     return int(problem["columns"] * (problem["rows"] * (3 * item + normed) + vectors * weight))
 
 
-def workloads(shape: ModelShape, tokens: int, dtype: str, target: Target) -> list[dict[str, Value]]:
-    """The sum after a layer's attention."""
-    return [{"rows": tokens, "columns": shape.hidden, "dtype": dtype, "weight_dtype": dtype}]
-
-
 def _spec(direction: str, summary: str, live: int, **rest: Any) -> KernelSpec:
     return KernelSpec(
         name=f"add_rms_norm_{direction}",
@@ -359,7 +353,6 @@ def _spec(direction: str, summary: str, live: int, **rest: Any) -> KernelSpec:
             (fits_registers(live), TMA_NEEDS_HOPPER, PASSES_MATCH, _SCHEDULES, FEW_CHUNKS),
         ),
         ops=("fused_add_rms_norm",),
-        workloads=workloads,
         default=lambda problem, target: _default(problem, target, direction),
         generic=_generic,
         result_dtype=lambda problem: problem["dtype"],

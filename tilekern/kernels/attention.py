@@ -356,7 +356,6 @@ SPEC = KernelSpec(
     dimensions=shared.DIMENSIONS,
     space=Space(_axes, _CONSTRAINTS),
     ops=("attention",),
-    workloads=shared.workloads,
     implement=_implement,
     default=_default,
     generic=_generic,

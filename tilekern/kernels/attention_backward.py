@@ -319,7 +319,6 @@ def _spec(
         dimensions=shared.DIMENSIONS,
         space=space,
         ops=("attention",),
-        workloads=shared.workloads,
         implement=lambda problem, config: _implementation(problem, config, functions, side, outputs),
         default=lambda problem, target: default(problem, target, space, side),
         generic=generic,

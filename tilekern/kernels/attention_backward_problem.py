@@ -11,17 +11,10 @@ from collections.abc import Callable
 from typing import Any
 
 from tilekern.kernels import attention_problem as shared
-from tilekern.spec import ArrayParameter, ModelShape, Problem, ScalarParameter, Value
-from tilekern.targets import Target
+from tilekern.spec import ArrayParameter, Problem, ScalarParameter
 
 DIMENSIONS = tuple(dimension for dimension in shared.DIMENSIONS if dimension.name != "sinks")
 FLAGS = ("causal", "windowed", "capped", "packed")
-
-
-def workloads(shape: ModelShape, tokens: int, dtype: str, target: Target) -> list[dict[str, Value]]:
-    """Those of the forward."""
-    found = shared.workloads(shape, tokens, dtype, target)
-    return [{name: value for name, value in sizes.items() if name != "sinks"} for sizes in found]
 
 
 def parameters(problem: Problem, most: str, outputs: tuple[str, ...]) -> tuple[ArrayParameter | ScalarParameter, ...]:

@@ -16,13 +16,11 @@ from tilekern.spec import (
     Dimension,
     Implementation,
     KernelSpec,
-    ModelShape,
     Problem,
     Space,
     Value,
     cdiv,
 )
-from tilekern.targets import Target
 
 
 @ct.kernel
@@ -102,12 +100,6 @@ def _inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
     return {name: torch.randn(shape, generator=generator, device=device).to(dtype) for name in ("out", "dout")}
 
 
-def workloads(shape: ModelShape, tokens: int, dtype: str, target: Target) -> list[dict[str, Value]]:
-    """The attention of every layer."""
-    sizes = {"batch": 1, "queries": tokens, "heads": shape.heads, "head_dim": shape.head_dim}
-    return [{**sizes, "dtype": dtype}]
-
-
 SPEC = KernelSpec(
     name="attention_delta",
     summary="delta = sum of out * dout over each head's channels, in float32",
@@ -121,7 +113,6 @@ SPEC = KernelSpec(
     ),
     space=Space(_axes, (TMA_NEEDS_HOPPER, _SIZED)),
     ops=("attention",),
-    workloads=workloads,
     implement=_implement,
     default=lambda problem, target: _config(_rows(problem), 1),
     generic=lambda problem: _config(_rows(problem), 1, "persistent"),

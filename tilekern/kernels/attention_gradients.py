@@ -12,8 +12,7 @@ from typing import Any
 
 from tilekern.kernels import attention_backward, attention_cudnn, attention_delta, attention_problem
 from tilekern.kernels import attention_backward_problem as shared
-from tilekern.spec import Config, Dimension, KernelSpec, LibraryCall, ModelShape, Problem, Space, Value
-from tilekern.targets import Target
+from tilekern.spec import Config, Dimension, KernelSpec, LibraryCall, Problem, Space
 
 PlanFor = Callable[..., Any]
 DIMENSIONS = (*shared.DIMENSIONS, Dimension("deterministic", "flag"))
@@ -82,12 +81,6 @@ def reference(
     )
 
 
-def workloads(shape: ModelShape, tokens: int, dtype: str, target: Target) -> list[dict[str, Value]]:
-    """Those of the forward, for both promises."""
-    found = shared.workloads(shape, tokens, dtype, target)
-    return [{**sizes, "deterministic": kept} for sizes in found for kept in (True, False)]
-
-
 SPEC = KernelSpec(
     name="attention_backward",
     summary="dq, dk and dv of attention, by kernels that repeat bit by bit or by cuDNN",
@@ -97,7 +90,6 @@ SPEC = KernelSpec(
         lambda problem: {"implementation": ["kernels", "cudnn"]}, (attention_cudnn.SERVES, attention_cudnn.REPEATS)
     ),
     ops=("attention",),
-    workloads=workloads,
     implement=_implement,
     default=lambda problem, target: Config(implementation="kernels"),
     generic=lambda problem: Config(implementation="kernels"),

@@ -13,8 +13,7 @@ from itertools import accumulate
 from typing import Any
 
 from tilekern.kernels.tiles import power_of_two
-from tilekern.spec import ITEM_BYTES, Config, Dimension, ModelShape, Problem, Value
-from tilekern.targets import Target
+from tilekern.spec import ITEM_BYTES, Config, Dimension, Problem
 
 DIMENSIONS = (
     Dimension("batch", "bucketed"),
@@ -30,15 +29,6 @@ DIMENSIONS = (
     Dimension("packed", "flag"),
     Dimension("dtype", "dtype"),
 )
-
-
-def workloads(shape: ModelShape, tokens: int, dtype: str, target: Target) -> list[dict[str, Value]]:
-    """The attention of every layer, and of the windowed ones where the window is shorter than the sequence."""
-    heads = {"heads": shape.heads, "kv_heads": shape.kv_heads, "head_dim": shape.head_dim}
-    flags = {"causal": True, "capped": shape.model_type == "gemma2", "sinks": shape.model_type == "gpt_oss"}
-    sizes = {"batch": 1, "queries": tokens, "keys": tokens, **heads, **flags, "packed": False, "dtype": dtype}
-    short = shape.sliding_window is not None and shape.sliding_window < tokens
-    return [{**sizes, "windowed": windowed} for windowed in ([False, True] if short else [False])]
 
 
 def depth_of(problem: Problem) -> int:

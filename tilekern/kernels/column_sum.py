@@ -15,10 +15,8 @@ from tilekern.spec import (
     Dimension,
     Implementation,
     KernelSpec,
-    ModelShape,
     Problem,
     Space,
-    Value,
     cdiv,
 )
 from tilekern.targets import Target
@@ -67,25 +65,6 @@ def _inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
     return {"x": torch.randn((problem["rows"], problem["columns"]), generator=generator, device=device)}
 
 
-def workloads(shape: ModelShape, tokens: int, dtype: str, target: Target) -> list[dict[str, Value]]:
-    """Sums of weight gradients: a backward stores a row for each block.
-
-    On a step that fills the GPU it keeps one to four blocks resident on each SM, as its winner has it. On a smaller one
-    it has as many as there is work for.
-    """
-    from tilekern.kernels import add_rms_norm, qk_norm_rope_backward, rms_norm
-
-    widths = [shape.hidden, *((shape.head_dim, 2 * shape.head_dim) if shape.qk_norm else ())]
-    found: list[tuple[int, ...]] = [(target.sm_count * blocks, columns) for columns in widths for blocks in (1, 2, 4)]
-    for spec in (rms_norm.BACKWARD, add_rms_norm.BACKWARD, qk_norm_rope_backward.SPEC):
-        for sizes in spec.workloads(shape, tokens, dtype, target):
-            problem = spec.problem(**sizes)
-            blocks = spec.device(problem, spec.default(problem, target)).grid(problem, target.sm_count)
-            if blocks < target.sm_count:
-                found.append(spec.outputs(problem, blocks)["partial"][0])
-    return [{"rows": rows, "columns": columns, "dtype": dtype} for rows, columns in found]
-
-
 SPEC = KernelSpec(
     name="column_sum",
     summary="y = sum of x over its rows, float32 sums in a fixed order",
@@ -110,7 +89,6 @@ SPEC = KernelSpec(
         ),
     ),
     ops=("rms_norm", "fused_add_rms_norm", "qk_norm_rope"),
-    workloads=workloads,
     implement=_implement,
     default=_default,
     generic=lambda problem: Config(

@@ -9,7 +9,6 @@ a class gives NaN as the row's loss and gradient; no memory outside the arrays i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import cuda.tile as ct
@@ -30,7 +29,6 @@ from tilekern.kernels.cross_entropy_problem import (
     reference_rows,
     step_axes,
     step_shapes,
-    training_flags,
     upstream,
     vector,
     weight_bytes,
@@ -53,7 +51,6 @@ from tilekern.spec import (
     Constraint,
     Implementation,
     KernelSpec,
-    ModelShape,
     Problem,
     Space,
     Value,
@@ -289,11 +286,6 @@ def _backward_inputs(problem: Problem, generator: Any, device: str) -> dict[str,
     return {**inputs, "lse": lse, "scale": upstream(problem, generator, device)}
 
 
-def workloads(shape: ModelShape, tokens: int, dtype: str, target: Target) -> Iterator[dict[str, Value]]:
-    """All tokens of a step at once."""
-    yield {"rows": tokens, "vocabulary": shape.vocabulary, "dtype": dtype, **training_flags(shape)}
-
-
 FORWARD = KernelSpec(
     name="cross_entropy_forward",
     summary="loss and log of the sum of exponentials of every row of logits, in one read",
@@ -301,7 +293,6 @@ FORWARD = KernelSpec(
     dimensions=DIMENSIONS,
     space=Space(_forward_axes, (STEPS_MATCH, STEPS_FIT, _TMA_IS_PERSISTENT, TMA_NEEDS_HOPPER)),
     ops=("cross_entropy",),
-    workloads=workloads,
     implement=_implement_forward,
     default=_forward_default,
     generic=lambda problem: _forward_config("persistent", 4, min(512, power_of_two(problem["vocabulary"])), 1),
@@ -320,7 +311,6 @@ BACKWARD = KernelSpec(
     dimensions=DIMENSIONS,
     space=Space(_backward_axes, (_THREADS_FULL, TMA_NEEDS_HOPPER)),
     ops=("cross_entropy",),
-    workloads=workloads,
     implement=_implement_backward,
     default=lambda problem, target: _backward_config(problem, "block", 4096, 8),
     generic=lambda problem: _backward_config(problem, "persistent", 512, 4),

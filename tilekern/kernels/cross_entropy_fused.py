@@ -8,7 +8,6 @@ Ignored rows and targets that are no class are treated as in the module ``cross_
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import cuda.tile as ct
@@ -26,7 +25,6 @@ from tilekern.kernels.cross_entropy_problem import (
     reference_rows,
     step_axes,
     step_shapes,
-    training_flags,
     upstream,
     vector,
     weight_bytes,
@@ -44,8 +42,7 @@ from tilekern.kernels.cross_entropy_tiles import (
     target_weight,
 )
 from tilekern.kernels.tiles import TMA_NEEDS_HOPPER, ConstBool, ConstInt, grid_of, hints, power_of_two
-from tilekern.spec import Config, Constraint, Implementation, KernelSpec, ModelShape, Problem, Space, Value
-from tilekern.targets import Target
+from tilekern.spec import Config, Constraint, Implementation, KernelSpec, Problem, Space, Value
 
 _CHUNKS = (512, 1024, 2048, 4096)
 
@@ -210,15 +207,6 @@ def _outputs(problem: Problem, blocks: int) -> dict[str, tuple[tuple[int, ...], 
     return {"loss": rows, "lse": rows, "dlogits": ((problem["rows"], problem["vocabulary"]), problem["dtype"])}
 
 
-def workloads(shape: ModelShape, tokens: int, dtype: str, target: Target) -> Iterator[dict[str, Value]]:
-    """Chunks of the tokens, as the fused linear cross entropy splits them."""
-    from tilekern.kernels.linear_cross_entropy import split
-
-    parts = [part for chunk in _CHUNKS for part in split(tokens, chunk)]
-    for rows in dict.fromkeys(part.stop - part.start for part in parts):
-        yield {"rows": rows, "vocabulary": shape.vocabulary, "dtype": dtype, **training_flags(shape)}
-
-
 FUSED = KernelSpec(
     name="cross_entropy_fused",
     summary="loss of every row of logits and its gradient, in place if asked, in one launch",
@@ -226,7 +214,6 @@ FUSED = KernelSpec(
     dimensions=DIMENSIONS,
     space=Space(_axes, (STEPS_MATCH, STEPS_FIT, _THREADS_ENOUGH, TMA_NEEDS_HOPPER)),
     ops=("fused_linear_cross_entropy",),
-    workloads=workloads,
     implement=_implement,
     default=lambda problem, target: _config(8, 2, *step_shapes(problem["vocabulary"], 8)[0]),
     generic=lambda problem: _config(0, 4, min(512, power_of_two(problem["vocabulary"])), 1),

@@ -13,7 +13,6 @@ from tilekern.spec import (
     Config,
     Constraint,
     Dimension,
-    ModelShape,
     Problem,
     ScalarParameter,
     Value,
@@ -120,11 +119,6 @@ STEPS_FIT = Constraint(
     "the registers cannot hold a step's elements, maxima and sums at this occupancy",
     lambda problem, config, target: _live(config) <= 0.8 * _registers(config, target),
 )
-
-
-def training_flags(shape: ModelShape) -> dict[str, Value]:
-    """The flags that training a model sets: a soft cap for Gemma 2."""
-    return PLAIN | {"capped": shape.model_type == "gemma2"}
 
 
 def logits_and_options(problem: Problem, generator: Any, device: str) -> dict[str, Any]:

@@ -31,11 +31,8 @@ from tilekern.spec import (
     Implementation,
     KernelSpec,
     LibraryCall,
-    ModelShape,
     Problem,
-    Value,
 )
-from tilekern.targets import Target
 
 _LOG2_E = 1.4426950408889634
 # sqrt(8 / pi), and the same times 0.044715: gelu's tanh as a sigmoid of a polynomial.
@@ -345,14 +342,6 @@ def _flops(problem: Problem) -> int:
     return 2 * m * n * k
 
 
-def workloads(shape: ModelShape, tokens: int, dtype: str, target: Target) -> list[dict[str, Value]]:
-    """The forward products of every MLP, into it and out of it, and those of the head's fused loss."""
-    from tilekern.kernels.linear_cross_entropy import products
-
-    ends = ((shape.hidden, shape.intermediate), (shape.intermediate, shape.hidden))
-    return [*(sizes(tokens, k, n, dtype, ("b_transposed",)) for k, n in ends), *products(shape, tokens, dtype)]
-
-
 SPEC = KernelSpec(
     name="matmul",
     summary="c = addend + epilogue(op(a) @ op(b) + bias), summed in float32",
@@ -360,7 +349,6 @@ SPEC = KernelSpec(
     dimensions=DIMENSIONS,
     space=SPACE,
     ops=("linear", "fused_linear_cross_entropy"),
-    workloads=workloads,
     implement=_implement,
     default=default,
     generic=generic,

@@ -10,7 +10,7 @@ tuner to choose; so is whether cuBLAS runs the products or what won each of them
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,11 +22,9 @@ from tilekern.spec import (
     Dimension,
     KernelSpec,
     LibraryCall,
-    ModelShape,
     Problem,
     Space,
     Value,
-    bucket,
     cdiv,
 )
 from tilekern.targets import Target
@@ -238,23 +236,6 @@ def _outputs(problem: Problem, blocks: int) -> dict[str, tuple[tuple[int, ...], 
     }
 
 
-def workloads(shape: ModelShape, tokens: int, dtype: str, target: Target) -> list[dict[str, Value]]:
-    """The head of the model and its loss."""
-    return [{"rows": tokens, "hidden": shape.hidden, "vocabulary": shape.vocabulary, "dtype": dtype}]
-
-
-def products(shape: ModelShape, tokens: int, dtype: str) -> Iterator[dict[str, Value]]:
-    """The matrix products of every chunk that a config may take, as sizes of the spec ``matmul``."""
-    problem = SPEC.bucketed(SPEC.problem(rows=tokens, hidden=shape.hidden, vocabulary=shape.vocabulary, dtype=dtype))
-    chunks = [chunk for chunk in _chunks(problem) if _fits(problem, chunk) and not _is_small(problem, chunk)]
-    parts = [split(problem["rows"], chunk) for chunk in chunks]
-    for rows in dict.fromkeys(bucket(part[0].stop) for part in parts):
-        several = any(len(part) > 1 for part in parts if bucket(part[0].stop) == rows)
-        yield linear.sizes(rows, shape.hidden, shape.vocabulary, dtype, _LOGITS)
-        for on in (_DHIDDEN, _DWEIGHT, *([_MORE_DWEIGHT] if several else [])):
-            yield linear.sizes(rows, shape.vocabulary, shape.hidden, dtype, on)
-
-
 def _most_rows(problem: Problem) -> int:
     """Rows whose logits take no more than a chunk's may, in whole tiles; one tile where not even that fits."""
     row_bytes = problem["vocabulary"] * ITEM_BYTES[problem["dtype"]]
@@ -311,7 +292,6 @@ SPEC = KernelSpec(
     ),
     space=Space(_axes, (_FEW_BYTES, _FEW_CHUNKS)),
     ops=("fused_linear_cross_entropy",),
-    workloads=workloads,
     implement=_implement,
     default=_default,
     generic=lambda problem: Config(chunk=_GENERIC_CHUNK, products="cublas"),

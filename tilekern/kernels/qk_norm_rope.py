@@ -25,7 +25,6 @@ from tilekern.spec import (
     Dimension,
     Implementation,
     KernelSpec,
-    ModelShape,
     Problem,
     ScalarParameter,
     Space,
@@ -313,13 +312,6 @@ def small_bytes(problem: Problem) -> int:
     return int(angles + 2 * problem["head_dim"] * ITEM_BYTES[problem["weight_dtype"]])
 
 
-def workloads(shape: ModelShape, tokens: int, dtype: str, target: Target) -> list[dict[str, Value]]:
-    """The attention's input of models that normalise q and k."""
-    sizes = {"heads": shape.heads, "kv_heads": shape.kv_heads, "head_dim": shape.head_dim}
-    dtypes = {"dtype": dtype, "weight_dtype": dtype, "angle_dtype": dtype}
-    return [{"tokens": tokens, "batch": 1, **sizes, **dtypes}] if shape.qk_norm else []
-
-
 SPEC = KernelSpec(
     name="qk_norm_rope_forward",
     summary="RMSNorm of each head of q and k, then their rotary embedding",
@@ -336,7 +328,6 @@ SPEC = KernelSpec(
         (SIZED,),
     ),
     ops=("qk_norm_rope",),
-    workloads=workloads,
     implement=_implement,
     default=_default,
     generic=generic,

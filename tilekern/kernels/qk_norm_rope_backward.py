@@ -33,7 +33,6 @@ from tilekern.kernels.qk_norm_rope import (
     write_heads,
 )
 from tilekern.kernels.qk_norm_rope import reference as reference_forward
-from tilekern.kernels.qk_norm_rope import workloads as forward_workloads
 from tilekern.kernels.tiles import TMA_NEEDS_HOPPER, ConstBool, ConstInt, hints, power_of_two
 from tilekern.spec import (
     ITEM_BYTES,
@@ -41,10 +40,8 @@ from tilekern.spec import (
     Config,
     Implementation,
     KernelSpec,
-    ModelShape,
     Problem,
     Space,
-    Value,
 )
 from tilekern.targets import Target
 
@@ -189,11 +186,6 @@ def _results(outputs: dict[str, Any]) -> dict[str, Any]:
     return {"dq": outputs["dq"], "dk": outputs["dk"], "dq_weight": dq_weight, "dk_weight": dk_weight}
 
 
-def workloads(shape: ModelShape, tokens: int, dtype: str, target: Target) -> list[dict[str, Value]]:
-    """As the forward's."""
-    return forward_workloads(shape, tokens, dtype, target)
-
-
 SPEC = KernelSpec(
     name="qk_norm_rope_backward",
     summary="gradients of qk_norm_rope: dq, dk, and the weights' as one float32 row for each block",
@@ -210,7 +202,6 @@ SPEC = KernelSpec(
         (SIZED, TMA_NEEDS_HOPPER),
     ),
     ops=("qk_norm_rope",),
-    workloads=workloads,
     implement=_implement,
     default=_default,
     generic=generic,

@@ -39,7 +39,6 @@ from tilekern.spec import (
     Dimension,
     Implementation,
     KernelSpec,
-    ModelShape,
     Problem,
     ScalarParameter,
     Space,
@@ -330,13 +329,6 @@ def _bytes(problem: Problem, matrices: int, weights: int) -> int:
     return int(problem["columns"] * (row + weights * ITEM_BYTES[problem["weight_dtype"]]))
 
 
-def workloads(shape: ModelShape, tokens: int, dtype: str, target: Target) -> list[dict[str, Value]]:
-    """Norms of hidden states, and of each head of q and k where the model has them."""
-    heads = (shape.heads, shape.kv_heads) if shape.qk_norm else ()
-    sizes = [(tokens, shape.hidden), *((tokens * count, shape.head_dim) for count in heads)]
-    return [{"rows": m, "columns": n, "dtype": dtype, "weight_dtype": dtype} for m, n in sizes]
-
-
 FORWARD = KernelSpec(
     name="rms_norm_forward",
     summary="y = weight * cast(x / sqrt(mean(x^2) + eps)), row by row",
@@ -346,7 +338,6 @@ FORWARD = KernelSpec(
         lambda problem: _axes(problem, "forward"), (fits_registers(2), TMA_NEEDS_HOPPER, PASSES_MATCH, FEW_CHUNKS)
     ),
     ops=("rms_norm",),
-    workloads=workloads,
     implement=_implement_forward,
     default=lambda problem, target: _default(problem, target, "forward"),
     generic=_generic,
@@ -369,7 +360,6 @@ BACKWARD = KernelSpec(
         lambda problem: _axes(problem, "backward"), (fits_registers(4), TMA_NEEDS_HOPPER, PASSES_MATCH, FEW_CHUNKS)
     ),
     ops=("rms_norm",),
-    workloads=workloads,
     implement=_implement_backward,
     default=lambda problem, target: _default(problem, target, "backward"),
     generic=_generic,

@@ -33,7 +33,6 @@ from tilekern.spec import (
     Dimension,
     Implementation,
     KernelSpec,
-    ModelShape,
     Problem,
     Space,
     Value,
@@ -303,13 +302,6 @@ def _bytes(problem: Problem) -> int:
     return int(turned + angles // (1 if problem["full"] else 2))
 
 
-def workloads(shape: ModelShape, tokens: int, dtype: str, target: Target) -> list[dict[str, Value]]:
-    """The rotation of q and k, and its inverse for the gradient."""
-    sizes = {"heads": shape.heads, "kv_heads": shape.kv_heads, "head_dim": shape.head_dim}
-    kinds = {"full": False, "dtype": dtype, "angle_dtype": dtype}
-    return [{"tokens": tokens, "batch": 1, **sizes, **kinds, "inverse": inverse} for inverse in (False, True)]
-
-
 SPEC = KernelSpec(
     name="rope",
     summary="rotary embedding of q and k, or its inverse",
@@ -317,7 +309,6 @@ SPEC = KernelSpec(
     dimensions=DIMENSIONS,
     space=Space(_axes, (_SIZED, TMA_NEEDS_HOPPER)),
     ops=("rope",),
-    workloads=workloads,
     implement=_implement,
     default=_default,
     generic=_generic,

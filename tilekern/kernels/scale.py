@@ -18,13 +18,11 @@ from tilekern.spec import (
     Dimension,
     Implementation,
     KernelSpec,
-    ModelShape,
     Problem,
     Space,
     Value,
     cdiv,
 )
-from tilekern.targets import Target
 
 
 @ct.kernel
@@ -77,11 +75,6 @@ def _inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
     return {"x": x, "factor": torch.full((1,), 0.37, device=device)}
 
 
-def workloads(shape: ModelShape, tokens: int, dtype: str, target: Target) -> list[dict[str, Value]]:
-    """The gradients that a fused loss has made: of the hidden states and of the head's weight."""
-    return [{"rows": rows, "columns": shape.hidden, "dtype": dtype} for rows in (tokens, shape.vocabulary)]
-
-
 SPEC = KernelSpec(
     name="scale",
     summary="x *= factor in place, nothing where the factor is 1",
@@ -89,7 +82,6 @@ SPEC = KernelSpec(
     dimensions=(Dimension("rows", "bucketed"), Dimension("columns", "exact"), Dimension("dtype", "dtype")),
     space=Space(_axes),
     ops=("fused_linear_cross_entropy",),
-    workloads=workloads,
     implement=_implement,
     default=lambda problem, target: _config(min(1024, power_of_two(problem["columns"])), 8),
     generic=lambda problem: _config(min(256, power_of_two(problem["columns"])), 4),

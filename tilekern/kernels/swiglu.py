@@ -29,7 +29,6 @@ from tilekern.spec import (
     Dimension,
     Implementation,
     KernelSpec,
-    ModelShape,
     Problem,
     Space,
     Value,
@@ -261,11 +260,6 @@ def _matrix_bytes(problem: Problem) -> int:
     return int(problem["rows"] * problem["columns"] * ITEM_BYTES[problem["dtype"]])
 
 
-def workloads(shape: ModelShape, tokens: int, dtype: str, target: Target) -> list[dict[str, Value]]:
-    """The gate of every MLP."""
-    return [{"rows": tokens, "columns": shape.intermediate, "dtype": dtype}]
-
-
 FORWARD = KernelSpec(
     name="swiglu_forward",
     summary="y = silu(gate) * up",
@@ -273,7 +267,6 @@ FORWARD = KernelSpec(
     dimensions=DIMENSIONS,
     space=Space(_axes, (_sized(8192), TMA_NEEDS_HOPPER)),
     ops=("swiglu",),
-    workloads=workloads,
     implement=_implement_forward,
     default=_default,
     generic=_generic,
@@ -292,7 +285,6 @@ BACKWARD = KernelSpec(
     dimensions=DIMENSIONS,
     space=Space(_axes, (_sized(4096), TMA_NEEDS_HOPPER)),
     ops=("swiglu",),
-    workloads=workloads,
     implement=_implement_backward,
     default=_default,
     generic=_generic,
@@ -313,7 +305,6 @@ REMAKE = KernelSpec(
     dimensions=DIMENSIONS,
     space=Space(_axes, (_sized(4096), TMA_NEEDS_HOPPER)),
     ops=("swiglu",),
-    workloads=workloads,
     implement=_implement_remake,
     default=_default,
     generic=_generic,
