@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ALIGNED", "DTYPES", "GENERIC", "ITEM_BYTES", "TOLERANCES",
     "Array", "ArrayParameter", "Config", "Constraint", "Dimension", "Implementation", "KernelSpec", "LibraryCall",
-    "Problem", "ScalarParameter", "Space", "Tolerance", "Value", "bucket", "cdiv", "outputs_of",
+    "Problem", "ScalarParameter", "Space", "Tolerance", "Value", "bucket", "cdiv", "outputs_of", "parameters_of",
     "size_of",
 ]  # fmt: skip
 
@@ -112,6 +112,20 @@ def outputs_of(
     """What :attr:`KernelSpec.outputs` is for some arrays."""
     written = [array for array in arrays if isinstance(array, Array) and array.role != "input"]
     return lambda problem, blocks: {a.name: (a.shape_in(problem, blocks), a.dtype_in(problem)) for a in written}
+
+
+def parameters_of(
+    arrays: Iterable[Array | ScalarParameter], dimensions: Iterable[Dimension], problem: Problem
+) -> tuple[ArrayParameter | ScalarParameter, ...]:
+    """What :attr:`Implementation.parameters` is for some arrays."""
+    exact = {dimension.name for dimension in dimensions if dimension.kind == "exact"}
+
+    def parameter(array: Array) -> ArrayParameter:
+        extent = array.shape_in(problem)[-1] if array.shape and size_of(array.shape[-1])[0] in exact else None
+        role: Literal["input", "output"] = "input" if array.role == "input" else "output"
+        return ArrayParameter(array.name, array.dtype_in(problem), len(array.shape) or 1, extent, role, array.aligned)
+
+    return tuple(array if isinstance(array, ScalarParameter) else parameter(array) for array in arrays)
 
 
 def size_of(text: str) -> tuple[str, int, int]:
@@ -268,13 +282,7 @@ class KernelSpec:
 
     def parameters(self, problem: Problem) -> tuple[ArrayParameter | ScalarParameter, ...]:
         """What :attr:`arrays` says of the parameters of the device function."""
-        return tuple(x if isinstance(x, ScalarParameter) else self._parameter(x, problem) for x in self.arrays)
-
-    def _parameter(self, array: Array, problem: Problem) -> ArrayParameter:
-        exact = {d.name for d in self.dimensions if d.kind == "exact"}
-        extent = array.shape_in(problem)[-1] if array.shape and size_of(array.shape[-1])[0] in exact else None
-        role: Literal["input", "output"] = "input" if array.role == "input" else "output"
-        return ArrayParameter(array.name, array.dtype_in(problem), len(array.shape) or 1, extent, role, array.aligned)
+        return parameters_of(self.arrays, self.dimensions, problem)
 
     def is_library(self, problem: Problem, config: Config) -> bool:
         """Whether a library runs the config, so that there is nothing to compile."""

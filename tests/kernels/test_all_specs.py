@@ -7,12 +7,23 @@ import torch
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from spec_samples import NAMES, SPECS, VIEWS, configs, inputs_of, interpret, problems, seen_as, sized
+from spec_samples import NAMES, SPECS, VIEWS, compiled, configs, inputs_of, interpret, problems, seen_as, sized
 
 from tilekern.kernels import spec_named
 from tilekern.spec import DTYPES
 
 every_spec = pytest.mark.parametrize("spec", SPECS, ids=NAMES)
+
+
+@pytest.mark.parametrize("flags", [False, True])
+@pytest.mark.parametrize("spec", compiled(), ids=lambda spec: spec.name)
+def test_arrays_and_constants_are_called_as_the_device_function_calls_them(spec, flags):
+    problem = sized(spec, flags=flags)
+    for config in configs(spec, problem):
+        if not spec.is_library(problem, config):
+            made = spec.device(problem, config)
+            names = [parameter.name for parameter in made.parameters] + [name for name, _ in made.constants]
+            assert list(inspect.signature(made.function._pyfunc).parameters) == names
 
 
 @every_spec

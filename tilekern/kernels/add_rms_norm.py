@@ -35,7 +35,7 @@ from tilekern.kernels.tiles import (
 )
 from tilekern.spec import (
     ITEM_BYTES,
-    ArrayParameter,
+    Array,
     Config,
     Constraint,
     Dimension,
@@ -46,6 +46,7 @@ from tilekern.spec import (
     Space,
     Value,
     cdiv,
+    outputs_of,
 )
 from tilekern.targets import Target
 
@@ -232,17 +233,23 @@ def _axes(problem: Problem, direction: str) -> dict[str, list[Value]]:
     }
 
 
-def _array(problem: Problem, name: str, role: Any = "input") -> ArrayParameter:
-    """A matrix of the dtype of the sum, or, where its name ends in y, of that of the norm."""
-    dtype = promoted(problem["dtype"], problem["weight_dtype"]) if name.endswith("y") else problem["dtype"]
-    return ArrayParameter(name, dtype, 2, problem["columns"], role)
+_ROWS, _NORMED = ("rows", "columns"), "dtype*weight_dtype"
+_WEIGHT, _EPS = Array("weight", "weight_dtype", ("columns",)), ScalarParameter("eps", "float32")
+_FORWARD_ARRAYS = (
+    Array("residual", "dtype", _ROWS), Array("x", "dtype", _ROWS), _WEIGHT, _EPS,
+    Array("total", "dtype", _ROWS, "output"), Array("y", _NORMED, _ROWS, "output"),
+)  # fmt: skip
+_BACKWARD_ARRAYS = (
+    Array("dtotal", "dtype", _ROWS), Array("dy", _NORMED, _ROWS), Array("total", "dtype", _ROWS), _WEIGHT, _EPS,
+    Array("dx", "dtype", _ROWS, "output"), Array("partial", "float32", ("blocks", "columns"), "scratch"),
+)  # fmt: skip
 
 
-def _implementation(problem: Problem, config: Config, function: Any, *parameters: Any) -> Implementation:
+def _implementation(spec: KernelSpec, problem: Problem, config: Config, function: Any) -> Implementation:
     columns, tile_m, tile_n = problem["columns"], config["tile_m"], config["tile_n"]
     return Implementation(
         function=function,
-        parameters=parameters,
+        parameters=spec.parameters(problem),
         constants=(
             ("columns", columns),
             ("tile_m", tile_m),
@@ -260,18 +267,12 @@ def _implementation(problem: Problem, config: Config, function: Any, *parameters
 def _implement_forward(problem: Problem, config: Config) -> Implementation:
     persistent = add_rms_norm_forward_two_pass if config["passes"] == 2 else add_rms_norm_forward_persistent
     function = persistent if config["schedule"] == "persistent" else add_rms_norm_forward_block
-    weight = ArrayParameter("weight", problem["weight_dtype"], 1, problem["columns"])
-    given = (_array(problem, "residual"), _array(problem, "x"), weight, ScalarParameter("eps", "float32"))
-    made = (_array(problem, "total", "output"), _array(problem, "y", "output"))
-    return _implementation(problem, config, function, *given, *made)
+    return _implementation(FORWARD, problem, config, function)
 
 
 def _implement_backward(problem: Problem, config: Config) -> Implementation:
     function = add_rms_norm_backward_two_pass if config["passes"] == 2 else add_rms_norm_backward_persistent
-    weight = ArrayParameter("weight", problem["weight_dtype"], 1, problem["columns"])
-    given = (*(_array(problem, name) for name in ("dtotal", "dy", "total")), weight, ScalarParameter("eps", "float32"))
-    partial = ArrayParameter("partial", "float32", 2, problem["columns"], "output")
-    return _implementation(problem, config, function, *given, _array(problem, "dx", "output"), partial)
+    return _implementation(BACKWARD, problem, config, function)
 
 
 def _default(problem: Problem, target: Target, direction: str) -> Config:
@@ -298,15 +299,16 @@ def _generic(problem: Problem) -> Config:
     )  # fmt: skip
 
 
-def _inputs(problem: Problem, generator: Any, device: str, *names: str) -> dict[str, Any]:
+def _inputs(arrays: tuple[Any, ...], problem: Problem, generator: Any, device: str) -> dict[str, Any]:
     import torch
 
-    def random(shape: tuple[int, ...], dtype: str) -> Any:
-        return torch.randn(shape, generator=generator, device=device).to(getattr(torch, dtype))
+    def random(array: Array) -> Any:
+        drawn = torch.randn(array.shape_in(problem), generator=generator, device=device)
+        return drawn.to(getattr(torch, array.dtype_in(problem)))
 
-    matrices = {n: random((problem["rows"], problem["columns"]), _array(problem, n).dtype) for n in names}
-    weight = 1 + random((problem["columns"],), problem["weight_dtype"]) / 4
-    return {**matrices, "weight": weight, "eps": 1e-6}
+    given = (array for array in arrays if isinstance(array, Array) and array.role == "input")
+    drawn = {array.name: random(array) for array in given}
+    return {**drawn, "weight": 1 + drawn["weight"] / 4, "eps": 1e-6}
 
 
 def reference_forward(residual: Any, x: Any, weight: Any, eps: float) -> dict[str, Any]:
@@ -337,7 +339,7 @@ def _bytes(problem: Problem, vectors: int) -> int:
     return int(problem["columns"] * (problem["rows"] * (3 * item + normed) + vectors * weight))
 
 
-def _spec(direction: str, summary: str, live: int, **rest: Any) -> KernelSpec:
+def _spec(direction: str, summary: str, live: int, arrays: tuple[Any, ...], **rest: Any) -> KernelSpec:
     return KernelSpec(
         name=f"add_rms_norm_{direction}",
         summary=summary,
@@ -355,7 +357,10 @@ def _spec(direction: str, summary: str, live: int, **rest: Any) -> KernelSpec:
         ops=("fused_add_rms_norm",),
         default=lambda problem, target: _default(problem, target, direction),
         generic=_generic,
+        inputs=lambda problem, generator, device: _inputs(arrays, problem, generator, device),
+        outputs=outputs_of(arrays),
         result_dtype=lambda problem: problem["dtype"],
+        arrays=arrays,
         **rest,
     )
 
@@ -364,11 +369,8 @@ FORWARD = _spec(
     "forward",
     "total = residual + x and y = weight * cast(total / sqrt(mean(total^2) + eps)), row by row",
     2,
+    _FORWARD_ARRAYS,
     implement=_implement_forward,
-    inputs=lambda problem, generator, device: _inputs(problem, generator, device, "residual", "x"),
-    outputs=lambda problem, blocks: {
-        name: ((problem["rows"], problem["columns"]), _array(problem, name).dtype) for name in ("total", "y")
-    },
     reference=reference_forward,
     bytes_moved=lambda problem: _bytes(problem, 1),
     flops=lambda problem: 5 * problem["rows"] * problem["columns"],
@@ -378,12 +380,8 @@ BACKWARD = _spec(
     "backward",
     "gradients of add_rms_norm: dx, which is dresidual too, and dweight as one float32 row for each block",
     4,
+    _BACKWARD_ARRAYS,
     implement=_implement_backward,
-    inputs=lambda problem, generator, device: _inputs(problem, generator, device, "dtotal", "dy", "total"),
-    outputs=lambda problem, blocks: {
-        "dx": ((problem["rows"], problem["columns"]), problem["dtype"]),
-        "partial": ((blocks, problem["columns"]), "float32"),
-    },
     reference=reference_backward,
     bytes_moved=lambda problem: _bytes(problem, 2),
     flops=lambda problem: 11 * problem["rows"] * problem["columns"],

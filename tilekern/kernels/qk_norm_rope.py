@@ -19,7 +19,7 @@ import cuda.tile as ct
 from tilekern.kernels.tiles import ConstBool, ConstInt, grid_of, hints, load, power_of_two, promoted
 from tilekern.spec import (
     ITEM_BYTES,
-    ArrayParameter,
+    Array,
     Config,
     Constraint,
     Dimension,
@@ -30,6 +30,7 @@ from tilekern.spec import (
     Space,
     Value,
     cdiv,
+    outputs_of,
 )
 from tilekern.targets import Target
 
@@ -129,6 +130,19 @@ DIMENSIONS = (
     Dimension("weight_dtype", "dtype"),
     Dimension("angle_dtype", "dtype"),
 )
+Q, K = ("batch", "tokens", "heads", "head_dim"), ("batch", "tokens", "kv_heads", "head_dim")
+PRODUCT, _ANGLES = "dtype*weight_dtype*angle_dtype", ("batch", "tokens", "head_dim/2")
+# The inputs of the forward, which the backward reads again.
+GIVEN = (
+    Array("q", "dtype", Q),
+    Array("k", "dtype", K),
+    Array("q_weight", "weight_dtype", ("head_dim",)),
+    Array("k_weight", "weight_dtype", ("head_dim",)),
+    Array("cos", "angle_dtype", _ANGLES),
+    Array("sin", "angle_dtype", _ANGLES),
+    ScalarParameter("eps", "float32"),
+)
+_ARRAYS = (*GIVEN, Array("q_out", PRODUCT, Q, "output"), Array("k_out", PRODUCT, K, "output"))
 
 
 def out_dtype(problem: Problem) -> str:
@@ -211,25 +225,10 @@ def grid(problem: Problem, config: Config, sm_count: int) -> int:
     return grid_of(problem["batch"] * cdiv(problem["tokens"], config["tile_t"]), config, sm_count)
 
 
-def given_arrays(problem: Problem) -> tuple[ArrayParameter | ScalarParameter, ...]:
-    """The inputs of the forward, which the backward reads again."""
-    size = problem["head_dim"]
-    return (
-        ArrayParameter("q", problem["dtype"], 4, size),
-        ArrayParameter("k", problem["dtype"], 4, size),
-        ArrayParameter("q_weight", problem["weight_dtype"], 1, size),
-        ArrayParameter("k_weight", problem["weight_dtype"], 1, size),
-        ArrayParameter("cos", problem["angle_dtype"], 3, size // 2),
-        ArrayParameter("sin", problem["angle_dtype"], 3, size // 2),
-        ScalarParameter("eps", "float32"),
-    )
-
-
 def _implement(problem: Problem, config: Config) -> Implementation:
-    made = (ArrayParameter(name, out_dtype(problem), 4, problem["head_dim"], "output") for name in ("q_out", "k_out"))
     return Implementation(
         function=qk_norm_rope_forward,
-        parameters=(*given_arrays(problem), *made),
+        parameters=SPEC.parameters(problem),
         constants=constants(problem, config, ITEM_BYTES[problem["dtype"]]),
         grid=lambda sizes, sm_count: grid(sizes, config, sm_count),
         hints=hints(config),
@@ -332,15 +331,14 @@ SPEC = KernelSpec(
     default=_default,
     generic=generic,
     inputs=inputs,
-    outputs=lambda problem, blocks: {
-        name: (shape, out_dtype(problem)) for name, shape in zip(("q_out", "k_out"), head_shapes(problem), strict=True)
-    },
+    outputs=outputs_of(_ARRAYS),
     reference=reference,
     bytes_moved=lambda problem: (
         elements(problem) * (ITEM_BYTES[problem["dtype"]] + ITEM_BYTES[out_dtype(problem)]) + small_bytes(problem)
     ),
     flops=lambda problem: 7 * elements(problem),
     result_dtype=out_dtype,
+    arrays=_ARRAYS,
 )
 
 SPECS = (SPEC,)

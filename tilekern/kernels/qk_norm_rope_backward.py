@@ -15,12 +15,15 @@ import cuda.tile as ct
 
 from tilekern.kernels.qk_norm_rope import (
     DIMENSIONS,
+    GIVEN,
+    PRODUCT,
     SIZED,
+    K,
+    Q,
     constants,
     default_tiles,
     elements,
     generic,
-    given_arrays,
     grid,
     head_shapes,
     inputs,
@@ -36,12 +39,13 @@ from tilekern.kernels.qk_norm_rope import reference as reference_forward
 from tilekern.kernels.tiles import TMA_NEEDS_HOPPER, ConstBool, ConstInt, hints, power_of_two
 from tilekern.spec import (
     ITEM_BYTES,
-    ArrayParameter,
+    Array,
     Config,
     Implementation,
     KernelSpec,
     Problem,
     Space,
+    outputs_of,
 )
 from tilekern.targets import Target
 
@@ -122,18 +126,20 @@ def qk_norm_rope_backward(
     _store_sums(partial, k_sums, 2, half, width, whole)
 
 
+_ARRAYS = (
+    Array("dq_out", PRODUCT, Q),
+    Array("dk_out", PRODUCT, K),
+    *GIVEN,
+    Array("dq", "dtype", Q, "output"),
+    Array("dk", "dtype", K, "output"),
+    Array("partial", "float32", ("blocks", "2*head_dim"), "scratch"),
+)
+
+
 def _implement(problem: Problem, config: Config) -> Implementation:
-    size = problem["head_dim"]
     return Implementation(
         function=qk_norm_rope_backward,
-        parameters=(
-            ArrayParameter("dq_out", out_dtype(problem), 4, size),
-            ArrayParameter("dk_out", out_dtype(problem), 4, size),
-            *given_arrays(problem),
-            ArrayParameter("dq", problem["dtype"], 4, size, "output"),
-            ArrayParameter("dk", problem["dtype"], 4, size, "output"),
-            ArrayParameter("partial", "float32", 2, 2 * size, "output"),
-        ),
+        parameters=SPEC.parameters(problem),
         constants=constants(problem, config, ITEM_BYTES[problem["dtype"]] + ITEM_BYTES[out_dtype(problem)]),
         grid=lambda sizes, sm_count: grid(sizes, config, sm_count),
         hints=hints(config),
@@ -172,15 +178,6 @@ def reference(dq_out: Any, dk_out: Any, cos: Any, sin: Any, eps: float, **given:
     return {f"d{name}": gradient for name, gradient in zip(leaves, gradients, strict=True)}
 
 
-def _outputs(problem: Problem, blocks: int) -> dict[str, tuple[tuple[int, ...], str]]:
-    q_shape, k_shape = head_shapes(problem)
-    return {
-        "dq": (q_shape, problem["dtype"]),
-        "dk": (k_shape, problem["dtype"]),
-        "partial": ((blocks, 2 * problem["head_dim"]), "float32"),
-    }
-
-
 def _results(outputs: dict[str, Any]) -> dict[str, Any]:
     dq_weight, dk_weight = outputs["partial"].double().sum(0).chunk(2)
     return {"dq": outputs["dq"], "dk": outputs["dk"], "dq_weight": dq_weight, "dk_weight": dk_weight}
@@ -206,7 +203,7 @@ SPEC = KernelSpec(
     default=_default,
     generic=generic,
     inputs=_inputs,
-    outputs=_outputs,
+    outputs=outputs_of(_ARRAYS),
     reference=reference,
     results=_results,
     bytes_moved=lambda problem: (
@@ -216,6 +213,7 @@ SPEC = KernelSpec(
     ),
     flops=lambda problem: 16 * elements(problem),
     result_dtype=lambda problem: problem["dtype"],
+    arrays=_ARRAYS,
 )
 
 SPECS = (SPEC,)

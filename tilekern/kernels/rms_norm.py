@@ -34,7 +34,7 @@ from tilekern.kernels.tiles import (
 )
 from tilekern.spec import (
     ITEM_BYTES,
-    ArrayParameter,
+    Array,
     Config,
     Dimension,
     Implementation,
@@ -44,6 +44,7 @@ from tilekern.spec import (
     Space,
     Value,
     cdiv,
+    outputs_of,
 )
 from tilekern.targets import Target
 
@@ -190,6 +191,17 @@ DIMENSIONS = (
     Dimension("dtype", "dtype"),
     Dimension("weight_dtype", "dtype"),
 )
+_ROWS, _PRODUCT = ("rows", "columns"), "dtype*weight_dtype"
+_GIVEN = Array("x", "dtype", _ROWS), Array("weight", "weight_dtype", ("columns",))
+_EPS = ScalarParameter("eps", "float32")
+_FORWARD_ARRAYS = (*_GIVEN, Array("y", _PRODUCT, _ROWS, "output"), _EPS)
+_BACKWARD_ARRAYS = (
+    Array("dy", _PRODUCT, _ROWS),
+    *_GIVEN,
+    Array("dx", "dtype", _ROWS, "output"),
+    Array("partial", "float32", ("blocks", "columns"), "scratch"),
+    _EPS,
+)
 
 
 def _axes(problem: Problem, direction: str) -> dict[str, list[Value]]:
@@ -208,9 +220,7 @@ def _axes(problem: Problem, direction: str) -> dict[str, list[Value]]:
     }
 
 
-def _implementation(
-    problem: Problem, config: Config, function: Any, arrays: tuple[ArrayParameter, ...]
-) -> Implementation:
+def _implementation(spec: KernelSpec, problem: Problem, config: Config, function: Any) -> Implementation:
     columns, tile_m, tile_n = problem["columns"], config["tile_m"], config["tile_n"]
     constants = (
         ("columns", columns),
@@ -223,7 +233,7 @@ def _implementation(
     )
     return Implementation(
         function=function,
-        parameters=(*arrays, ScalarParameter("eps", "float32")),
+        parameters=spec.parameters(problem),
         constants=constants,
         grid=lambda sizes, sm_count: grid_of(cdiv(sizes["rows"], tile_m), config, sm_count),
         hints=hints(config),
@@ -234,26 +244,12 @@ def _implement_forward(problem: Problem, config: Config) -> Implementation:
     function = rms_norm_forward_block if config["schedule"] == "block" else rms_norm_forward_persistent
     if config["passes"] == 2:
         function = rms_norm_forward_two_pass
-    columns = problem["columns"]
-    arrays = (
-        ArrayParameter("x", problem["dtype"], 2, columns),
-        ArrayParameter("weight", problem["weight_dtype"], 1, columns),
-        ArrayParameter("y", promoted(problem["dtype"], problem["weight_dtype"]), 2, columns, "output"),
-    )
-    return _implementation(problem, config, function, arrays)
+    return _implementation(FORWARD, problem, config, function)
 
 
 def _implement_backward(problem: Problem, config: Config) -> Implementation:
     function = rms_norm_backward_two_pass if config["passes"] == 2 else rms_norm_backward_persistent
-    columns = problem["columns"]
-    arrays = (
-        ArrayParameter("dy", promoted(problem["dtype"], problem["weight_dtype"]), 2, columns),
-        ArrayParameter("x", problem["dtype"], 2, columns),
-        ArrayParameter("weight", problem["weight_dtype"], 1, columns),
-        ArrayParameter("dx", problem["dtype"], 2, columns, "output"),
-        ArrayParameter("partial", "float32", 2, columns, "output"),
-    )
-    return _implementation(problem, config, function, arrays)
+    return _implementation(BACKWARD, problem, config, function)
 
 
 def _default(problem: Problem, target: Target, direction: str) -> Config:
@@ -342,13 +338,12 @@ FORWARD = KernelSpec(
     default=lambda problem, target: _default(problem, target, "forward"),
     generic=_generic,
     inputs=_inputs_forward,
-    outputs=lambda problem, blocks: {
-        "y": ((problem["rows"], problem["columns"]), promoted(problem["dtype"], problem["weight_dtype"]))
-    },
+    outputs=outputs_of(_FORWARD_ARRAYS),
     reference=reference_forward,
     bytes_moved=lambda problem: _bytes(problem, 1, 1),
     flops=lambda problem: 4 * problem["rows"] * problem["columns"],
     result_dtype=lambda problem: problem["dtype"],
+    arrays=_FORWARD_ARRAYS,
 )
 
 BACKWARD = KernelSpec(
@@ -364,15 +359,13 @@ BACKWARD = KernelSpec(
     default=lambda problem, target: _default(problem, target, "backward"),
     generic=_generic,
     inputs=_inputs_backward,
-    outputs=lambda problem, blocks: {
-        "dx": ((problem["rows"], problem["columns"]), problem["dtype"]),
-        "partial": ((blocks, problem["columns"]), "float32"),
-    },
+    outputs=outputs_of(_BACKWARD_ARRAYS),
     reference=reference_backward,
     bytes_moved=lambda problem: _bytes(problem, 2, 2),
     flops=lambda problem: 10 * problem["rows"] * problem["columns"],
     result_dtype=lambda problem: problem["dtype"],
     results=lambda outputs: {"dx": outputs["dx"], "dweight": outputs["partial"].double().sum(0)},
+    arrays=_BACKWARD_ARRAYS,
 )
 
 SPECS = (FORWARD, BACKWARD)

@@ -11,6 +11,7 @@ with any strides; the angles of a single batch entry are shared by all.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import cuda.tile as ct
@@ -27,7 +28,7 @@ from tilekern.kernels.tiles import (
 )
 from tilekern.spec import (
     ITEM_BYTES,
-    ArrayParameter,
+    Array,
     Config,
     Constraint,
     Dimension,
@@ -37,6 +38,8 @@ from tilekern.spec import (
     Space,
     Value,
     cdiv,
+    outputs_of,
+    parameters_of,
 )
 from tilekern.targets import Target
 
@@ -130,6 +133,21 @@ DIMENSIONS = (
     Dimension("dtype", "dtype"),
     Dimension("angle_dtype", "dtype"),
 )
+_Q, _K = ("batch", "heads", "tokens", "head_dim"), ("batch", "kv_heads", "tokens", "head_dim")
+_ANGLES, _PRODUCT = ("batch", "tokens", "head_dim/2"), "dtype*angle_dtype"
+
+
+def _arrays(inverse: bool, q: str = "q", k: str = "k", q_out: str = "q_out", k_out: str = "k_out") -> tuple[Array, ...]:
+    """The arrays of one direction; the inverse reads gradients of the other's results."""
+    given, made = (_PRODUCT, "dtype") if inverse else ("dtype", _PRODUCT)
+    return (
+        Array(q, given, _Q),
+        Array(k, given, _K),
+        Array("cos", "angle_dtype", _ANGLES),
+        Array("sin", "angle_dtype", _ANGLES),
+        Array(q_out, made, _Q, "output"),
+        Array(k_out, made, _K, "output"),
+    )
 
 
 def _axes(problem: Problem) -> dict[str, list[Value]]:
@@ -208,20 +226,9 @@ def _implement(problem: Problem, config: Config) -> Implementation:
         ("latency", config["latency"]),
         ("tma", config["tma"]),
     )
-    size, angles = problem["head_dim"], half
-    out = promoted(problem["dtype"], problem["angle_dtype"])
-    given, made = _given(problem), problem["dtype"] if problem["inverse"] else out
-    arrays = (
-        ArrayParameter("q", given, 4, size),
-        ArrayParameter("k", given, 4, size),
-        ArrayParameter("cos", problem["angle_dtype"], 3, angles),
-        ArrayParameter("sin", problem["angle_dtype"], 3, angles),
-        ArrayParameter("q_out", made, 4, size, "output"),
-        ArrayParameter("k_out", made, 4, size, "output"),
-    )
     return Implementation(
         function=rope,
-        parameters=arrays,
+        parameters=parameters_of(_arrays(problem["inverse"]), DIMENSIONS, problem),
         constants=constants,
         grid=lambda sizes, sm_count: grid_of(sizes["batch"] * cdiv(sizes["tokens"], tile_t), config, sm_count),
         hints=hints(config),
@@ -285,15 +292,6 @@ def reference(q: Any, k: Any, cos: Any, sin: Any, inverse: bool) -> dict[str, An
     return {"q_out": turn(q), "k_out": turn(k)}
 
 
-def _outputs(problem: Problem, blocks: int) -> dict[str, tuple[tuple[int, ...], str]]:
-    made = problem["dtype"] if problem["inverse"] else promoted(problem["dtype"], problem["angle_dtype"])
-    batch, tokens, size = problem["batch"], problem["tokens"], problem["head_dim"]
-    return {
-        "q_out": ((batch, problem["heads"], tokens, size), made),
-        "k_out": ((batch, problem["kv_heads"], tokens, size), made),
-    }
-
-
 def _bytes(problem: Problem) -> int:
     width = ITEM_BYTES[problem["dtype"]] + ITEM_BYTES[promoted(problem["dtype"], problem["angle_dtype"])]
     heads = problem["heads"] + problem["kv_heads"]
@@ -313,7 +311,7 @@ SPEC = KernelSpec(
     default=_default,
     generic=_generic,
     inputs=_inputs,
-    outputs=_outputs,
+    outputs=lambda problem, blocks: outputs_of(_arrays(problem["inverse"]))(problem, blocks),
     reference=reference,
     bytes_moved=_bytes,
     flops=lambda problem: (
@@ -322,6 +320,9 @@ SPEC = KernelSpec(
     result_dtype=lambda problem: (
         problem["dtype"] if problem["inverse"] else promoted(problem["dtype"], problem["angle_dtype"])
     ),
+    arrays=_arrays(inverse=False),
 )
+# As the backward calls it: the rotation's transpose turns gradients back.
+INVERSE = dataclasses.replace(SPEC, arrays=_arrays(True, "dq_out", "dk_out", "dq", "dk"))
 
 SPECS = (SPEC,)

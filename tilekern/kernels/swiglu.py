@@ -23,7 +23,7 @@ from tilekern.kernels.tiles import (
 )
 from tilekern.spec import (
     ITEM_BYTES,
-    ArrayParameter,
+    Array,
     Config,
     Constraint,
     Dimension,
@@ -33,6 +33,7 @@ from tilekern.spec import (
     Space,
     Value,
     cdiv,
+    outputs_of,
 )
 from tilekern.targets import Target
 
@@ -141,6 +142,17 @@ def swiglu_remake_persistent(
 DIMENSIONS = (Dimension("rows", "bucketed"), Dimension("columns", "exact"), Dimension("dtype", "dtype"))
 
 
+def _matrices(inputs: tuple[str, ...], outputs: tuple[str, ...]) -> tuple[Array, ...]:
+    shape = ("rows", "columns")
+    given = tuple(Array(name, "dtype", shape) for name in inputs)
+    return given + tuple(Array(name, "dtype", shape, "output") for name in outputs)
+
+
+_FORWARD_ARRAYS = _matrices(("gate", "up"), ("y",))
+_BACKWARD_ARRAYS = _matrices(("dy", "gate", "up"), ("dgate", "dup"))
+_REMAKE_ARRAYS = _matrices(("dy", "gate", "up"), ("dgate", "dup", "y"))
+
+
 def _wastes_little(columns: int, tile_n: int) -> bool:
     """Whether at most a third of the columns of a row's tiles lie beyond the row's end."""
     return cdiv(columns, tile_n) * tile_n <= 1.5 * columns
@@ -173,9 +185,7 @@ def _sized(most: int) -> Constraint:
     )
 
 
-def _implementation(
-    problem: Problem, config: Config, function: Any, arrays: tuple[ArrayParameter, ...]
-) -> Implementation:
+def _implementation(spec: KernelSpec, problem: Problem, config: Config, function: Any) -> Implementation:
     columns, tile_m, tile_n = problem["columns"], config["tile_m"], config["tile_n"]
     constants = (
         ("columns", columns),
@@ -188,31 +198,26 @@ def _implementation(
     across = cdiv(columns, tile_n)
     return Implementation(
         function=function,
-        parameters=arrays,
+        parameters=spec.parameters(problem),
         constants=constants,
         grid=lambda sizes, sm_count: grid_of(cdiv(sizes["rows"], tile_m) * across, config, sm_count),
         hints=hints(config),
     )
 
 
-def _arrays(problem: Problem, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> tuple[ArrayParameter, ...]:
-    read = tuple(ArrayParameter(name, problem["dtype"], 2, problem["columns"]) for name in inputs)
-    return read + tuple(ArrayParameter(name, problem["dtype"], 2, problem["columns"], "output") for name in outputs)
-
-
 def _implement_forward(problem: Problem, config: Config) -> Implementation:
     function = swiglu_forward_block if config["schedule"] == "block" else swiglu_forward_persistent
-    return _implementation(problem, config, function, _arrays(problem, ("gate", "up"), ("y",)))
+    return _implementation(FORWARD, problem, config, function)
 
 
 def _implement_backward(problem: Problem, config: Config) -> Implementation:
     function = swiglu_backward_block if config["schedule"] == "block" else swiglu_backward_persistent
-    return _implementation(problem, config, function, _arrays(problem, ("dy", "gate", "up"), ("dgate", "dup")))
+    return _implementation(BACKWARD, problem, config, function)
 
 
 def _implement_remake(problem: Problem, config: Config) -> Implementation:
     function = swiglu_remake_block if config["schedule"] == "block" else swiglu_remake_persistent
-    return _implementation(problem, config, function, _arrays(problem, ("dy", "gate", "up"), ("dgate", "dup", "y")))
+    return _implementation(REMAKE, problem, config, function)
 
 
 def _default(problem: Problem, target: Target) -> Config:
@@ -271,11 +276,12 @@ FORWARD = KernelSpec(
     default=_default,
     generic=_generic,
     inputs=lambda problem, generator, device: _random(("gate", "up"), problem, generator, device),
-    outputs=lambda problem, blocks: {"y": ((problem["rows"], problem["columns"]), problem["dtype"])},
+    outputs=outputs_of(_FORWARD_ARRAYS),
     reference=reference_forward,
     bytes_moved=lambda problem: 3 * _matrix_bytes(problem),
     flops=lambda problem: 5 * problem["rows"] * problem["columns"],
     result_dtype=lambda problem: problem["dtype"],
+    arrays=_FORWARD_ARRAYS,
 )
 
 BACKWARD = KernelSpec(
@@ -289,13 +295,12 @@ BACKWARD = KernelSpec(
     default=_default,
     generic=_generic,
     inputs=lambda problem, generator, device: _random(("dy", "gate", "up"), problem, generator, device),
-    outputs=lambda problem, blocks: dict.fromkeys(
-        ("dgate", "dup"), ((problem["rows"], problem["columns"]), problem["dtype"])
-    ),
+    outputs=outputs_of(_BACKWARD_ARRAYS),
     reference=reference_backward,
     bytes_moved=lambda problem: 5 * _matrix_bytes(problem),
     flops=lambda problem: 12 * problem["rows"] * problem["columns"],
     result_dtype=lambda problem: problem["dtype"],
+    arrays=_BACKWARD_ARRAYS,
 )
 
 REMAKE = KernelSpec(
@@ -309,13 +314,12 @@ REMAKE = KernelSpec(
     default=_default,
     generic=_generic,
     inputs=lambda problem, generator, device: _random(("dy", "gate", "up"), problem, generator, device),
-    outputs=lambda problem, blocks: dict.fromkeys(
-        ("dgate", "dup", "y"), ((problem["rows"], problem["columns"]), problem["dtype"])
-    ),
+    outputs=outputs_of(_REMAKE_ARRAYS),
     reference=reference_remake,
     bytes_moved=lambda problem: 6 * _matrix_bytes(problem),
     flops=lambda problem: 14 * problem["rows"] * problem["columns"],
     result_dtype=lambda problem: problem["dtype"],
+    arrays=_REMAKE_ARRAYS,
 )
 
 SPECS = (FORWARD, BACKWARD, REMAKE)

@@ -2,41 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 
-from tilekern.kernels import add_rms_norm as kernels
+from tilekern.kernels.add_rms_norm import BACKWARD, FORWARD
 from tilekern.ops.operation import operation
 from tilekern.ops.rms_norm import rms_norm
-from tilekern.spec import Array, ScalarParameter
 
 Pair = tuple[torch.Tensor, torch.Tensor]
-_ROWS = ("rows", "columns")
-_WEIGHT, _EPS = Array("weight", "weight_dtype", ("columns",)), ScalarParameter("eps", "float32")
-_FORWARD = dataclasses.replace(
-    kernels.FORWARD,
-    arrays=(
-        Array("residual", "dtype", _ROWS),
-        Array("x", "dtype", _ROWS),
-        _WEIGHT,
-        _EPS,
-        Array("total", "dtype", _ROWS, "output"),
-        Array("y", "dtype*weight_dtype", _ROWS, "output"),
-    ),
-)
-_BACKWARD = dataclasses.replace(
-    kernels.BACKWARD,
-    arrays=(
-        Array("dtotal", "dtype", _ROWS),
-        Array("dy", "dtype*weight_dtype", _ROWS),
-        Array("total", "dtype", _ROWS),
-        _WEIGHT,
-        _EPS,
-        Array("dx", "dtype", _ROWS, "output"),
-        Array("partial", "float32", ("blocks", "columns"), "scratch"),
-    ),
-)
 
 
 def _norm_alone(
@@ -63,7 +35,7 @@ def _fallback_backward(
 
 
 @operation(
-    _FORWARD, _BACKWARD, sums=("weight",), gradients={"residual": "dx"}, absent=_absent,
+    FORWARD, BACKWARD, sums=("weight",), gradients={"residual": "dx"}, absent=_absent,
     fallback_backward=_fallback_backward,
 )  # fmt: skip
 def add_rms_norm(residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> Pair:

@@ -2,43 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 
-from tilekern.kernels import qk_norm_rope as kernels
-from tilekern.kernels import qk_norm_rope_backward
+from tilekern.kernels.qk_norm_rope import SPEC as FORWARD
+from tilekern.kernels.qk_norm_rope_backward import SPEC as BACKWARD
 from tilekern.ops.angles import check_angles
 from tilekern.ops.operation import operation
 from tilekern.ops.registration import check_devices
-from tilekern.spec import Array, ScalarParameter
 
 Pair = tuple[torch.Tensor, torch.Tensor]
-_Q, _K = ("batch", "tokens", "heads", "head_dim"), ("batch", "tokens", "kv_heads", "head_dim")
-_ANGLES, _PRODUCT = ("batch", "tokens", "head_dim/2"), "dtype*weight_dtype*angle_dtype"
-_GIVEN = (
-    Array("q", "dtype", _Q),
-    Array("k", "dtype", _K),
-    Array("q_weight", "weight_dtype", ("head_dim",)),
-    Array("k_weight", "weight_dtype", ("head_dim",)),
-    Array("cos", "angle_dtype", _ANGLES),
-    Array("sin", "angle_dtype", _ANGLES),
-    ScalarParameter("eps", "float32"),
-)
-_FORWARD = dataclasses.replace(
-    kernels.SPEC, arrays=(*_GIVEN, Array("q_out", _PRODUCT, _Q, "output"), Array("k_out", _PRODUCT, _K, "output"))
-)
-_BACKWARD = dataclasses.replace(
-    qk_norm_rope_backward.SPEC,
-    arrays=(
-        Array("dq_out", _PRODUCT, _Q),
-        Array("dk_out", _PRODUCT, _K),
-        *_GIVEN,
-        Array("dq", "dtype", _Q, "output"),
-        Array("dk", "dtype", _K, "output"),
-        Array("partial", "float32", ("blocks", "2*head_dim"), "scratch"),
-    ),
-)
 
 
 def qk_norm_rope(
@@ -85,9 +57,7 @@ def _check(
     check_devices("qk_norm_rope", q=q, k=k, q_weight=q_weight, k_weight=k_weight, cos=cos, sin=sin)
 
 
-@operation(
-    _FORWARD, _BACKWARD, name="qk_norm_rope", sums=("q_weight", "k_weight"), ungraded=("cos", "sin"), check=_check
-)
+@operation(FORWARD, BACKWARD, name="qk_norm_rope", sums=("q_weight", "k_weight"), ungraded=("cos", "sin"), check=_check)
 def _qk_norm_rope(
     q: torch.Tensor, k: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, cos: torch.Tensor,
     sin: torch.Tensor, eps: float,

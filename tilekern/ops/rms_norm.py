@@ -2,33 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 
-from tilekern.kernels import rms_norm as kernels
+from tilekern.kernels.rms_norm import BACKWARD, FORWARD
 from tilekern.ops.operation import operation
-from tilekern.spec import Array, ScalarParameter
-
-_ROWS = ("rows", "columns")
-_GIVEN = Array("x", "dtype", _ROWS), Array("weight", "weight_dtype", ("columns",))
-_EPS = ScalarParameter("eps", "float32")
-_FORWARD = dataclasses.replace(
-    kernels.FORWARD, arrays=(*_GIVEN, Array("y", "dtype*weight_dtype", _ROWS, "output"), _EPS)
-)
-_BACKWARD = dataclasses.replace(
-    kernels.BACKWARD,
-    arrays=(
-        Array("dy", "dtype*weight_dtype", _ROWS),
-        *_GIVEN,
-        Array("dx", "dtype", _ROWS, "output"),
-        Array("partial", "float32", ("blocks", "columns"), "scratch"),
-        _EPS,
-    ),
-)
 
 
-@operation(_FORWARD, _BACKWARD, sums=("weight",))
+@operation(FORWARD, BACKWARD, sums=("weight",))
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
     """``weight * cast(x / sqrt(mean(x^2) + eps))`` over the last dimension; the cast goes to the dtype of ``x``.
 

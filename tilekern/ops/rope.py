@@ -2,35 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 
-from tilekern.kernels import rope as kernels
+from tilekern.kernels.rope import INVERSE, SPEC
 from tilekern.ops.angles import check_angles
 from tilekern.ops.operation import operation
 from tilekern.ops.registration import check_devices
-from tilekern.spec import Array
 
 Pair = tuple[torch.Tensor, torch.Tensor]
-_Q, _K = ("batch", "heads", "tokens", "head_dim"), ("batch", "kv_heads", "tokens", "head_dim")
-_ANGLES = tuple(Array(name, "angle_dtype", ("batch", "tokens", "head_dim/2")) for name in ("cos", "sin"))
-_PRODUCT = "dtype*angle_dtype"
-_FORWARD = dataclasses.replace(
-    kernels.SPEC,
-    arrays=(
-        Array("q", "dtype", _Q), Array("k", "dtype", _K), *_ANGLES, Array("q_out", _PRODUCT, _Q, "output"),
-        Array("k_out", _PRODUCT, _K, "output"),
-    ),
-)  # fmt: skip
-# The rotation's transpose turns gradients back.
-_BACKWARD = dataclasses.replace(
-    kernels.SPEC,
-    arrays=(
-        Array("dq_out", _PRODUCT, _Q), Array("dk_out", _PRODUCT, _K), *_ANGLES, Array("dq", "dtype", _Q, "output"),
-        Array("dk", "dtype", _K, "output"),
-    ),
-)  # fmt: skip
 
 
 def rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, twice: bool = False) -> Pair:
@@ -84,7 +63,7 @@ def _turned_back(dq: torch.Tensor, dk: torch.Tensor, cos: torch.Tensor, sin: tor
 
 
 @operation(
-    _FORWARD, _BACKWARD, name="rope", ungraded=("cos", "sin"), flags={"full": "full", "inverse": "False"},
+    SPEC, INVERSE, name="rope", ungraded=("cos", "sin"), flags={"full": "full", "inverse": "False"},
     backward_flags={"inverse": "True"}, strided=True, check=_check, fallback_backward=_turned_back,
 )  # fmt: skip
 def _rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, full: bool) -> Pair:
