@@ -206,7 +206,7 @@ GOALS = (
     _at_least("compile", "tileiras_share", 0.8, "cores' time spent in tileiras"),
     _at_least("compile", "distinct_candidates", 150, "distinct candidates"),
     _at_least("compile", "share_of_linear", 0.9, "compile stage on all cores, of so many times one core"),
-    _at_most("tune", "whole_s", 240, "a whole tune", target="≤ 4 min"),
+    _at_most("tune", "whole_s", 120, "a whole tune", target="≤ 2 min"),
     _at_most("gpus", "share_of_one", 0.6, "measure stage on several GPUs, of one GPU's time"),
     _at_least("races", "share_near_best", 0.95, "tuner's choices within 1 % of the best"),
     _at_least("races", "share_repeated", 0.95, "tuner's choices within 1 % of the next run's"),
