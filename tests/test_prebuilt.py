@@ -18,9 +18,6 @@ from tuning.strategies.race import LEAST_SAMPLES
 FOLDER = Path(tilekern.__file__).parent / "prebuilt"
 PACKS = {"qwen3-8b-h200.pack": ("H200", "measured"), "qwen3-8b-b200.pack": ("B200", "predicted")}
 TOKENS = [2048, 4096, 8192, 16384, 32768]
-# The packs were tuned by a plan that left out the products of the rows that chunks of a loss leave over; the record of
-# a larger bucket serves them.
-LEFT_OVER = {("matmul", 512), ("matmul", 1024)}
 
 
 def test_these_packs_ship():
@@ -73,7 +70,7 @@ def test_the_models_problems_are_all_there(name: str):
             layers=[layer],
         )
         assert hit is not None, f"{kernel} {problem.key}"
-        assert hit.exact_bucket or (kernel, problem["rows"]) in LEFT_OVER
+        assert hit.exact_bucket
 
 
 def test_no_predicted_winner_spills():
