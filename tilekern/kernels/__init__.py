@@ -1,10 +1,14 @@
-"""Kernels: one file a family, device code first, then its specs. The registry below finds them all."""
+"""Kernels: one file each, device code first, then its specs; families of them in ``common``.
+
+The registry below finds them all.
+"""
 
 from __future__ import annotations
 
 import functools
 import importlib
 import pkgutil
+from collections.abc import Iterable
 
 from tilekern.errors import InputError
 from tilekern.spec import KernelSpec
@@ -12,11 +16,26 @@ from tilekern.spec import KernelSpec
 
 @functools.cache
 def all_specs() -> dict[str, KernelSpec]:
-    """Every spec of this package by name: each module's public ``SPECS``, in the order of the modules' names."""
+    """Every spec of this package by name: each module's public ``SPECS``, in the order of the modules' names.
+
+    Raises:
+        ValueError: two specs have one name.
+    """
+    modules = [importlib.import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__)]
+    return by_name(spec for module in modules for spec in getattr(module, "SPECS", ()))
+
+
+def by_name(specs: Iterable[KernelSpec]) -> dict[str, KernelSpec]:
+    """Specs by their names, which are part of the cache's paths.
+
+    Raises:
+        ValueError: two have one name.
+    """
     found: dict[str, KernelSpec] = {}
-    for module in pkgutil.iter_modules(__path__):
-        for spec in getattr(importlib.import_module(f"{__name__}.{module.name}"), "SPECS", ()):
-            found[spec.name] = spec
+    for spec in specs:
+        if spec.name in found:
+            raise ValueError(f"{spec.name} of {spec.module} is also in {found[spec.name].module}; rename one of them")
+        found[spec.name] = spec
     return found
 
 

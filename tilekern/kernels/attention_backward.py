@@ -341,4 +341,4 @@ DQ = _spec(
     {"block": attention_dq_block, "persistent": attention_dq_persistent}, 3,
 )  # fmt: skip
 
-SPECS = (DELTA, DKDV, DQ)
+SPECS = (DKDV, DQ)
