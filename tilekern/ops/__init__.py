@@ -1,4 +1,11 @@
-"""Ops: torch functions with gradients over the kernels, one file each."""
+"""Ops: torch functions with gradients over the kernels, one file each, called after its op.
+
+Declared ops (:mod:`tilekern.ops.operation`) are found by themselves. Those that are imported by name below are so for
+type checkers, to which a name that is found later is the module of the op.
+"""
+
+import importlib
+import pkgutil
 
 from tilekern.ops.add_rms_norm import add_rms_norm
 from tilekern.ops.attention import attention
@@ -6,6 +13,7 @@ from tilekern.ops.cross_entropy import cross_entropy
 from tilekern.ops.gated_mlp import gated_mlp
 from tilekern.ops.linear import linear
 from tilekern.ops.linear_cross_entropy import linear_cross_entropy
+from tilekern.ops.operation import DECLARED
 from tilekern.ops.projections import projections
 from tilekern.ops.qk_norm_rope import qk_norm_rope
 from tilekern.ops.rms_norm import rms_norm
@@ -25,3 +33,9 @@ __all__ = [
     "rope",
     "swiglu",
 ]
+
+for _file in pkgutil.iter_modules(__path__):
+    _module = importlib.import_module(f"{__name__}.{_file.name}")
+    if _file.name in DECLARED and _file.name not in __all__:
+        globals()[_file.name] = getattr(_module, _file.name)
+        __all__.append(_file.name)

@@ -1,0 +1,43 @@
+import pytest
+import torch
+from spec_samples import configs, interpret, sized
+
+from tilekern.kernels import spec_named
+
+FORWARD, BACKWARD = spec_named("layer_norm_forward"), spec_named("layer_norm_backward")
+both = pytest.mark.parametrize("spec", [FORWARD, BACKWARD], ids=lambda spec: spec.name)
+
+
+def one_of_each(spec, problem):
+    """A config for each way to hold rows and each width of tiles."""
+    found = {(config["passes"], config["tile_n"]): config for config in configs(spec, problem)}
+    return found.values()
+
+
+@both
+@pytest.mark.parametrize("columns", [83, 1500, 9000])
+def test_a_mean_far_from_zero_costs_no_more_than_its_own_rounding(spec, columns):
+    """The mean of the squares less the square of the mean would be off by 2e-3."""
+    problem = sized(spec, rows=3, columns=columns)
+    inputs = spec.inputs(problem, torch.Generator().manual_seed(0), "cpu")
+    inputs["x"] += 256
+    for config in one_of_each(spec, problem):
+        assert interpret(spec, problem, config, inputs).relative_error < 1e-4, config
+
+
+def test_a_row_of_one_value_gives_the_bias():
+    problem = sized(FORWARD, rows=3, columns=84)
+    inputs = FORWARD.inputs(problem, torch.Generator().manual_seed(0), "cpu")
+    inputs["x"] = torch.full_like(inputs["x"], 2.0)
+    for config in one_of_each(FORWARD, problem):
+        assert interpret(FORWARD, problem, config, inputs).relative_error == 0
+
+
+def test_rows_beyond_the_last_add_nothing_to_the_sums_though_their_rstd_is_infinite():
+    problem = sized(BACKWARD, rows=5, columns=83)
+    inputs = BACKWARD.inputs(problem, torch.Generator().manual_seed(0), "cpu") | {"eps": 0.0}
+    several = [config for config in configs(BACKWARD, problem) if config["tile_m"] > 1]
+    assert several
+    for config in several[:4]:
+        check = interpret(BACKWARD, problem, config, inputs)
+        assert check.passed, (config, check.reason)

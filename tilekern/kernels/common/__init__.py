@@ -1,0 +1,1 @@
+"""Families of kernels, each stated once: over elements (``elements``), and over rows (``rows``)."""

@@ -1,0 +1,32 @@
+"""What follows from a kernel's arrays whatever its family: numbers to run it on, and the bytes that it moves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from tilekern.spec import ITEM_BYTES, Array, Problem, ScalarParameter
+
+Arrays = tuple[Array | ScalarParameter, ...]
+
+
+def tensors(arrays: Arrays, *roles: str) -> list[Array]:
+    """The arrays that have one of some roles; without roles, all that are no scalars."""
+    return [x for x in arrays if isinstance(x, Array) and (not roles or x.role in roles)]
+
+
+def drawn(arrays: Arrays, problem: Problem, generator: Any, device: str) -> dict[str, Any]:
+    """Normal numbers for every input."""
+    import torch
+
+    def normal(array: Array) -> Any:
+        values = torch.randn(array.shape_in(problem), generator=generator, device=device)
+        return values.to(getattr(torch, array.dtype_in(problem)))
+
+    return {array.name: normal(array) for array in tensors(arrays, "input")}
+
+
+def bytes_of(arrays: Iterable[Array], problem: Problem) -> int:
+    """Each array read or written once; partial sums count as the one row that is made of them."""
+    return sum(math.prod(array.shape_in(problem)) * ITEM_BYTES[array.dtype_in(problem)] for array in arrays)

@@ -1,0 +1,356 @@
+"""Kernels over rows: statistics of each row, then something of each element; with sums over all rows, or without.
+
+Such a kernel is a few functions of float32 tiles, and :func:`forward` or :func:`backward` around them:
+
+- ``statistics(rows, columns, *scalars)`` gives a tuple of columns [tile_m, 1]; :func:`add_up` makes sums over rows.
+- ``formula(tiles, weights, statistics)`` gives a tile for each output.
+- ``share(tiles, weights, statistics)`` gives what each element adds to the sums over all rows, one for each weight.
+
+``tiles`` has one [tile_m, tile_n] of each input, ``weights`` one [tile_n] of each weight. Rows stay in registers, in
+the dtype of their array; those that registers cannot hold (``long``) are read again for each sum, out of the L2 cache.
+Each block stores its sums over rows as one row of ``partial``, one weight behind the other, which the spec
+``column_sum`` adds up in a fixed order. What surrounds that is :func:`spec`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import cuda.tile as ct
+
+from tilekern.kernels.common.arrays import Arrays, bytes_of, drawn, tensors
+from tilekern.kernels.tiles import (
+    FEW_CHUNKS,
+    HELD_BY_DEFAULT,
+    LONGEST_HELD,
+    PASSES_MATCH,
+    TMA_NEEDS_HOPPER,
+    fits_registers,
+    grid_of,
+    hints,
+    is_bounded,
+    load,
+    passes,
+    power_of_two,
+    row_tiles,
+)
+from tilekern.spec import (
+    Config,
+    Dimension,
+    Implementation,
+    KernelSpec,
+    Problem,
+    Space,
+    Value,
+    cdiv,
+    outputs_of,
+    parameters_of,
+    size_of,
+)
+from tilekern.targets import Target
+
+
+def forward(
+    statistics, formula, inputs, weights, outputs, scalars, columns, tile_m, tile_n, chunks, persistent, long, bounded,
+    tma,
+):  # fmt: skip
+    """Outputs for all rows: one step of ``tile_m`` rows a block, or resident blocks that loop."""
+    shape = (columns, tile_m, tile_n, chunks, long, bounded, tma)
+    vectors = _held_weights(weights, shape)
+    if ct.static_eval(persistent):
+        for step in range(ct.bid(0), ct.cdiv(inputs[0].shape[0], tile_m), ct.num_blocks(0)):
+            _forward_step(statistics, formula, inputs, weights, vectors, outputs, scalars, step, shape)
+    else:
+        _forward_step(statistics, formula, inputs, weights, vectors, outputs, scalars, ct.bid(0), shape)
+
+
+def _forward_step(statistics, formula, inputs, weights, vectors, outputs, scalars, step, shape):
+    columns, _, tile_n, chunks, long, _, _ = shape
+    rows = (inputs, weights, _held_rows(inputs, step, shape), vectors, step, shape)
+    known = statistics(rows, columns, *scalars)
+    if ct.static_eval(long):
+        for c in range(ct.cdiv(inputs[0].shape[1], tile_n)):
+            _write(formula, rows, outputs, c, known)
+    else:
+        for c in ct.static_iter(range(chunks)):
+            _write(formula, rows, outputs, c, known)
+
+
+def backward(
+    statistics, formula, share, inputs, weights, outputs, partial, sums, scalars, columns, tile_m, tile_n, chunks, long,
+    bounded, tma,
+):  # fmt: skip
+    """Outputs for all rows by resident blocks, and ``sums`` sums over each block's rows as its row of ``partial``."""
+    shape = (columns, tile_m, tile_n, chunks, long, bounded, tma)
+    run = _backward_long if ct.static_eval(long) else _backward_held
+    run(statistics, formula, share, inputs, weights, outputs, partial, sums, scalars, shape)
+
+
+def _backward_held(statistics, formula, share, inputs, weights, outputs, partial, sums, scalars, shape):
+    columns, tile_m, tile_n, chunks, _, _, _ = shape
+    vectors = _held_weights(weights, shape)
+    totals = ()
+    for _ in ct.static_iter(range(sums * chunks)):
+        totals = totals + (ct.zeros((tile_m, tile_n), ct.float32),)
+    for step in range(ct.bid(0), ct.cdiv(inputs[0].shape[0], tile_m), ct.num_blocks(0)):
+        rows = (inputs, weights, _held_rows(inputs, step, shape), vectors, step, shape)
+        known = statistics(rows, columns, *scalars)
+        added = ()
+        for c in ct.static_iter(range(chunks)):
+            _write(formula, rows, outputs, c, known)
+            shares = _shares(share, rows, c, known)
+            for n in ct.static_iter(range(sums)):
+                added = added + (totals[c * sums + n] + shares[n],)
+        totals = added
+    for c in ct.static_iter(range(chunks)):
+        for n in ct.static_iter(range(sums)):
+            total = ct.sum(totals[c * sums + n], axis=0, keepdims=True)
+            ct.store(_piece(partial, n, sums, columns), (ct.bid(0), c), total)
+
+
+def _backward_long(statistics, formula, share, inputs, weights, outputs, partial, sums, scalars, shape):
+    columns, tile_m, tile_n, _, _, _, _ = shape
+    for n in ct.static_iter(range(sums)):
+        for c in range(ct.cdiv(inputs[0].shape[1], tile_n)):
+            ct.store(_piece(partial, n, sums, columns), (ct.bid(0), c), ct.zeros((1, tile_n), ct.float32))
+    for step in range(ct.bid(0), ct.cdiv(inputs[0].shape[0], tile_m), ct.num_blocks(0)):
+        rows = (inputs, weights, (), (), step, shape)
+        known = statistics(rows, columns, *scalars)
+        for c in range(ct.cdiv(inputs[0].shape[1], tile_n)):
+            _write(formula, rows, outputs, c, known)
+            shares = _shares(share, rows, c, known)
+            for n in ct.static_iter(range(sums)):
+                piece = _piece(partial, n, sums, columns)
+                # The block reads what it alone has stored, so this load must not go through TMA's other memory proxy.
+                before = load(piece, (ct.bid(0), c), (1, tile_n), True, 0, False)
+                ct.store(piece, (ct.bid(0), c), before + ct.sum(shares[n], axis=0, keepdims=True), allow_tma=False)
+
+
+def add_up(terms, count, rows, known):
+    """Sums over each row of the ``count`` tiles, one or two, that ``terms(tiles, weights, known)`` gives."""
+    _, tile_m, tile_n, chunks, long, _, _ = rows[5]
+    sums = ()
+    for _ in ct.static_iter(range(count)):
+        sums = sums + (ct.zeros((tile_m, tile_n), ct.float32),)
+    if ct.static_eval(long):
+        for c in range(ct.cdiv(rows[0][0].shape[1], tile_n)):
+            sums = _added(terms, sums, rows, c, known)
+    else:
+        for c in ct.static_iter(range(chunks)):
+            sums = _added(terms, sums, rows, c, known)
+    if ct.static_eval(count == 1):
+        return (ct.sum(sums[0], axis=1, keepdims=True),)
+    # One reduction: one barrier among a block's warps in place of two.
+    return ct.reduce(sums, 1, _add_pairs, (0.0, 0.0), keepdims=True)
+
+
+def _add_pairs(a, b, c, d):
+    return a + c, b + d
+
+
+def _added(terms, sums, rows, c, known):
+    tiles, weights = _at(rows, c)
+    columns, _, tile_n, _, _, _, _ = rows[5]
+    shares = terms(tiles, weights, known)
+    added = ()
+    for n in ct.static_iter(range(len(sums))):
+        share = shares[n]
+        if ct.static_eval(columns % tile_n != 0):
+            # What is beyond the end of a row reads as 0, of which the terms may make something else.
+            place = c * tile_n + ct.arange(tile_n, dtype=ct.int32)[None, :]
+            share = ct.where(place < columns, share, 0.0)
+        added = added + (sums[n] + share,)
+    return added
+
+
+def _shares(share, rows, c, known):
+    tiles, weights = _at(rows, c)
+    inputs, step, (_, tile_m, _, _, _, _, _) = rows[0], rows[4], rows[5]
+    shares = share(tiles, weights, known)
+    if ct.static_eval(tile_m == 1):
+        return shares
+    # Rows beyond the last read as 0, and their statistics may be infinite.
+    row = step * tile_m + ct.arange(tile_m, dtype=ct.int32)[:, None]
+    inside = ()
+    for n in ct.static_iter(range(len(shares))):
+        inside = inside + (ct.where(row < inputs[0].shape[0], shares[n], 0.0),)
+    return inside
+
+
+def _write(formula, rows, outputs, c, known):
+    tiles, weights = _at(rows, c)
+    step, (_, _, _, _, _, bounded, tma) = rows[4], rows[5]
+    results = formula(tiles, weights, known)
+    for n in ct.static_iter(range(len(outputs))):
+        ct.store(outputs[n], (step, c), results[n].astype(outputs[n].dtype), check_bounds=bounded, allow_tma=tma)
+
+
+def _at(rows, c):
+    """Chunk ``c`` of a step's rows and of the weights, in float32."""
+    inputs, weights, held, vectors, step, (_, tile_m, tile_n, _, long, bounded, tma) = rows
+    if ct.static_eval(long):
+        tiles = _read(inputs, (step, c), (tile_m, tile_n), bounded, tma)
+        parts = _read(weights, (c,), (tile_n,), bounded, tma)
+        return _wide(tiles), _wide(parts)
+    return _wide(held[c]), _wide(vectors[c])
+
+
+def _held_rows(inputs, step, shape):
+    """All chunks of a step's rows as they are stored; none where they are read again each time."""
+    _, tile_m, tile_n, chunks, long, bounded, tma = shape
+    held = ()
+    for c in ct.static_iter(range(0 if long else chunks)):
+        held = held + (_read(inputs, (step, c), (tile_m, tile_n), bounded, tma),)
+    return held
+
+
+def _held_weights(weights, shape):
+    _, _, tile_n, chunks, long, bounded, tma = shape
+    held = ()
+    for c in ct.static_iter(range(0 if long else chunks)):
+        held = held + (_read(weights, (c,), (tile_n,), bounded, tma),)
+    return held
+
+
+def _read(arrays, index, shape, bounded, tma):
+    tiles = ()
+    for n in ct.static_iter(range(len(arrays))):
+        tiles = tiles + (load(arrays[n], index, shape, bounded, 0, tma),)
+    return tiles
+
+
+def _wide(tiles):
+    wide = ()
+    for n in ct.static_iter(range(len(tiles))):
+        wide = wide + (tiles[n].astype(ct.float32),)
+    return wide
+
+
+def _piece(partial, n, sums, columns):
+    """The columns of ``partial`` that belong to one sum."""
+    if ct.static_eval(sums == 1):
+        return partial
+    return partial.slice(1, n * columns, (n + 1) * columns)
+
+
+_WEIGHTED = Dimension("weight_dtype", "dtype")
+
+
+def dimensions_of(arrays: Arrays) -> tuple[Dimension, ...]:
+    """Rows, columns, their dtype, and the weights' where there are weights."""
+    sizes = (Dimension("rows", "bucketed"), Dimension("columns", "exact"), Dimension("dtype", "dtype"))
+    return (*sizes, _WEIGHTED) if any(array.dtype == "weight_dtype" for array in tensors(arrays)) else sizes
+
+
+def _axes(problem: Problem, direction: str) -> dict[str, list[Value]]:
+    columns, backward = problem["columns"], direction == "backward"
+    width, resident = power_of_two(columns), columns <= LONGEST_HELD[direction]
+    return {
+        "schedule": ["persistent"] if backward or not resident else ["persistent", "block"],
+        "passes": passes(columns, direction),
+        "tile_m": row_tiles(columns, 2048, 8192 if backward else 16384) if resident else [1],
+        "tile_n": sorted({width, min(width, 1024)}) if resident else [1024, 2048],
+        "occupancy": [1, 2, 3, 4] if backward else [2, 4, 8],
+        "num_worker_warps": [0, 8],
+        "tma": [True, False],
+    }
+
+
+def _implement(function: Any, arrays: Arrays, direction: str, problem: Problem, config: Config) -> Implementation:
+    columns, tile_m, tile_n = problem["columns"], config["tile_m"], config["tile_n"]
+    schedule = () if direction == "backward" else (("persistent", config["schedule"] == "persistent"),)
+    return Implementation(
+        function=function,
+        parameters=parameters_of(arrays, dimensions_of(arrays), problem),
+        constants=(
+            ("columns", columns),
+            ("tile_m", tile_m),
+            ("tile_n", tile_n),
+            ("chunks", cdiv(columns, tile_n)),
+            *schedule,
+            ("long", config["passes"] == 2),
+            ("bounded", is_bounded(tile_m, columns, tile_n)),
+            ("tma", config["tma"]),
+        ),
+        grid=lambda sizes, sm_count: grid_of(cdiv(sizes["rows"], tile_m), config, sm_count),
+        hints=hints(config),
+    )
+
+
+def _live(arrays: Arrays) -> int:
+    """Values for each element of a step that stay in registers: of each input, and of each sum."""
+    sums = [size_of(array.shape[-1])[1] for array in tensors(arrays, "scratch")]
+    return len(tensors(arrays, "input")) + sum(sums)
+
+
+def _default(arrays: Arrays, direction: str, problem: Problem, target: Target) -> Config:
+    columns, backward = problem["columns"], direction == "backward"
+    resident, width = columns <= HELD_BY_DEFAULT, power_of_two(columns)
+    hopper, wide, most = target.capability >= 90, problem["dtype"] == "float32", 2 if backward else 4
+    return Config(
+        schedule="persistent",
+        passes=1 if resident else 2,
+        tile_m=max(1, min(64, (2048 if backward else 4096) // width)) if resident else 1,
+        tile_n=width if resident and width <= 4096 else 1024,
+        occupancy=most if width <= 4096 and _live(arrays) <= (4 if backward else 2) else most // 2,
+        # Four warps would spill what long rows of float32 hold.
+        num_worker_warps=8 if (backward and hopper) or (resident and width > 4096 and wide) else 0,
+        tma=hopper,
+    )
+
+
+def _generic(problem: Problem) -> Config:
+    # Loads of single elements are long code, so tiles are small.
+    width = min(512, power_of_two(problem["columns"]))
+    return Config(
+        schedule="persistent", passes=2 if problem["columns"] > 2 * width else 1, tile_m=512 // width, tile_n=width,
+        occupancy=1, num_worker_warps=0, tma=False,
+    )  # fmt: skip
+
+
+def _results(outputs: dict[str, Any], sums: tuple[str, ...]) -> dict[str, Any]:
+    """The outputs, the partial sums added up and taken apart."""
+    if not sums:
+        return outputs
+    totals = outputs["partial"].double().sum(0).chunk(len(sums))
+    return {name: x for name, x in outputs.items() if name != "partial"} | dict(zip(sums, totals, strict=True))
+
+
+def spec(
+    name: str, summary: str, module: str, op: str, function: Any, arrays: Arrays, scalars: Mapping[str, float],
+    sums: tuple[str, ...], direction: str, reference: Callable[..., dict[str, Any]], flops: int,
+) -> KernelSpec:  # fmt: skip
+    """The spec of a kernel over rows.
+
+    Args:
+        function: the kernel; its parameters are the arrays, then the constants of :func:`forward` or :func:`backward`.
+        arrays: in the order of the kernel; matrices [rows, columns], weights [columns], and for sums over rows the
+            scratch array ``partial`` [blocks, columns times the number of sums].
+        scalars: values to check and time the kernel with.
+        sums: names of the sums over all rows, in the order of ``partial``.
+        direction: of :func:`forward` or :func:`backward`, whichever ``function`` calls.
+        flops: floating-point operations for each element.
+    """
+    return KernelSpec(
+        name=name,
+        summary=summary,
+        module=module,
+        dimensions=dimensions_of(arrays),
+        space=Space(
+            lambda problem: _axes(problem, direction),
+            (fits_registers(_live(arrays)), TMA_NEEDS_HOPPER, PASSES_MATCH, FEW_CHUNKS),
+        ),
+        ops=(op,),
+        implement=lambda problem, config: _implement(function, arrays, direction, problem, config),
+        default=lambda problem, target: _default(arrays, direction, problem, target),
+        generic=_generic,
+        inputs=lambda problem, generator, device: {**drawn(arrays, problem, generator, device), **scalars},
+        outputs=outputs_of(arrays),
+        reference=reference,
+        results=lambda outputs: _results(outputs, sums),
+        bytes_moved=lambda problem: bytes_of(tensors(arrays), problem),
+        flops=lambda problem: flops * problem["rows"] * problem["columns"],
+        result_dtype=tensors(arrays, "output")[0].dtype_in,
+        arrays=arrays,
+    )

@@ -1,0 +1,125 @@
+"""GeGLU's elementwise part (Shazeer 2020, arXiv:2002.05202): ``y = gelu(gate) * up``, forward and backward.
+
+gelu (Hendrycks and Gimpel 2016, arXiv:1606.08415) is ``x * p(x)``. Exact, p is the normal distribution function
+``(1 + erf(x / sqrt(2))) / 2``; with ``tanh``, it is ``(1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3))) / 2``, a sigmoid.
+Then ``dgate = dy * up * (p + gate * p')`` and ``dup = dy * gate * p``. All in float32 registers, rounded once. cuTile
+has no erf, so that of Abramowitz and Stegun is used (1964, 7.1.26), whose p is off by at most 8e-8.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cuda.tile as ct
+
+from tilekern.kernels.common.elements import each_tile, matrices, spec
+from tilekern.kernels.tiles import ConstBool, ConstInt
+
+_LOG2_E, _SQRT_HALF = 1.4426950408889634, 0.7071067811865476
+_DENSITY_AT_0 = 0.3989422804014327
+# Of the sigmoid's argument sqrt(8 / pi) * (x + 0.044715 x^3).
+_LINEAR, _CUBIC = 1.5957691216057308, 0.07135481282636
+# 7.1.26 with halved coefficients: the upper tail of the normal distribution.
+_P, _TAIL = 0.3275911, (0.127414796, -0.142248368, 0.7107068705, -0.7265760135, 0.5307027145)
+
+
+def _reciprocal(x):
+    return ct.truediv(1.0, x, rounding_mode=ct.RoundingMode.APPROX, flush_to_zero=True)
+
+
+def _exact(x):
+    """p and p' of float32 tiles."""
+    z = ct.abs(x) * _SQRT_HALF
+    t = _reciprocal(1.0 + _P * z)
+    decay = ct.exp2(z * z * -_LOG2_E, flush_to_zero=True)
+    polynomial = (((_TAIL[4] * t + _TAIL[3]) * t + _TAIL[2]) * t + _TAIL[1]) * t + _TAIL[0]
+    tail = polynomial * t * decay
+    return ct.where(x < 0.0, tail, 1.0 - tail), _DENSITY_AT_0 * decay
+
+
+def _by_tanh(x):
+    """p and p' of float32 tiles."""
+    square = x * x
+    p = _reciprocal(1.0 + ct.exp2(x * (_LINEAR + _CUBIC * square) * -_LOG2_E, flush_to_zero=True))
+    return p, p * (1.0 - p) * (_LINEAR + 3.0 * _CUBIC * square)
+
+
+def _forward_exact(gate, up):
+    return (gate * _exact(gate)[0] * up,)
+
+
+def _forward_by_tanh(gate, up):
+    return (gate * _by_tanh(gate)[0] * up,)
+
+
+def _backward_exact(dy, gate, up):
+    p, slope = _exact(gate)
+    return dy * up * (p + gate * slope), dy * gate * p
+
+
+def _backward_by_tanh(dy, gate, up):
+    p, slope = _by_tanh(gate)
+    return dy * up * (p + gate * slope), dy * gate * p
+
+
+@ct.kernel
+def geglu_forward(
+    gate, up, y, columns: ConstInt, tile_m: ConstInt, tile_n: ConstInt, persistent: ConstBool, bounded: ConstBool,
+    tanh: ConstBool,
+):  # fmt: skip
+    """All arrays [rows, columns]."""
+    formula = _forward_by_tanh if ct.static_eval(tanh) else _forward_exact
+    each_tile(formula, (gate, up), (y,), columns, tile_m, tile_n, persistent, bounded)
+
+
+@ct.kernel
+def geglu_backward(
+    dy, gate, up, dgate, dup, columns: ConstInt, tile_m: ConstInt, tile_n: ConstInt, persistent: ConstBool,
+    bounded: ConstBool, tanh: ConstBool,
+):  # fmt: skip
+    """All arrays [rows, columns]."""
+    formula = _backward_by_tanh if ct.static_eval(tanh) else _backward_exact
+    each_tile(formula, (dy, gate, up), (dgate, dup), columns, tile_m, tile_n, persistent, bounded)
+
+
+def reference_forward(gate: Any, up: Any, tanh: bool) -> dict[str, Any]:
+    """The formula in float64."""
+    import torch
+
+    return {"y": torch.nn.functional.gelu(gate.double(), approximate="tanh" if tanh else "none") * up.double()}
+
+
+def reference_backward(dy: Any, gate: Any, up: Any, tanh: bool) -> dict[str, Any]:
+    """What autograd makes of :func:`reference_forward` in float64."""
+    import torch
+
+    gate, up = (x.detach().double().requires_grad_() for x in (gate, up))
+    with torch.enable_grad():
+        y = reference_forward(gate, up, tanh)["y"]
+    dgate, dup = torch.autograd.grad(y, (gate, up), dy.double())
+    return {"dgate": dgate, "dup": dup}
+
+
+FORWARD = spec(
+    name="geglu_forward",
+    summary="y = gelu(gate) * up",
+    module=__name__,
+    op="geglu",
+    function=geglu_forward,
+    arrays=matrices(("gate", "up"), ("y",)),
+    flags=("tanh",),
+    reference=reference_forward,
+    flops=20,
+)
+BACKWARD = spec(
+    name="geglu_backward",
+    summary="gradients of geglu with respect to gate and up",
+    module=__name__,
+    op="geglu",
+    function=geglu_backward,
+    arrays=matrices(("dy", "gate", "up"), ("dgate", "dup")),
+    flags=("tanh",),
+    reference=reference_backward,
+    flops=28,
+)
+SPECS = (FORWARD, BACKWARD)

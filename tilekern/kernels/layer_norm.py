@@ -1,0 +1,152 @@
+"""Layer normalisation forward and backward (Ba, Kiros and Hinton 2016, arXiv:1607.06450), statistics in float32.
+
+Forward, for a row x of n columns: ``mean = sum(x) / n``, ``rstd = 1 / sqrt(mean((x - mean)^2) + eps)`` and
+``y = (x - mean) * rstd * weight + bias``, rounded once, to the dtype that torch promotes x and the weight to.
+Backward, with g = dy * weight: ``dx = rstd * (g - mean(g) - (x - mean) * rstd^2 * mean(g * (x - mean)))``,
+``dweight = sum over rows of dy * (x - mean) * rstd`` and ``dbias = sum over rows of dy``. The row is read anyway, so
+its statistics are computed again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cuda.tile as ct
+
+from tilekern.kernels.common.rows import add_up, backward, forward, spec
+from tilekern.kernels.tiles import ConstBool, ConstInt
+from tilekern.spec import Array, ScalarParameter
+
+
+def _level(tiles, weights, known):
+    """[tile_m, tile_n] each; of no statistics."""
+    return (tiles[0],)
+
+
+def _spread(tiles, weights, known):
+    """Of the mean [tile_m, 1]; the squares of what is left are summed once it is subtracted, so nothing cancels."""
+    left = tiles[0] - known[0]
+    return (left * left,)
+
+
+def _statistics(rows, columns, eps):
+    """The mean and rstd, [tile_m, 1] each."""
+    mean = add_up(_level, 1, rows, ())[0] / columns
+    return mean, ct.rsqrt(add_up(_spread, 1, rows, (mean,))[0] / columns + eps)
+
+
+def _normal(tiles, weights, known):
+    """Of the mean and rstd."""
+    return ((tiles[0] - known[0]) * known[1] * weights[0] + weights[1],)
+
+
+@ct.kernel
+def layer_norm_forward(
+    x, weight, bias, y, eps, columns: ConstInt, tile_m: ConstInt, tile_n: ConstInt, chunks: ConstInt,
+    persistent: ConstBool, long: ConstBool, bounded: ConstBool, tma: ConstBool,
+):  # fmt: skip
+    """One step of rows a block, or resident blocks; x and y [rows, columns], weight and bias [columns]."""
+    forward(
+        _statistics, _normal, (x,), (weight, bias), (y,), (eps,), columns, tile_m, tile_n, chunks, persistent, long,
+        bounded, tma,
+    )  # fmt: skip
+
+
+def _levels(tiles, weights, known):
+    """x, and g."""
+    return tiles[1], tiles[0] * weights[0]
+
+
+def _spreads(tiles, weights, known):
+    """Of the means of x and g, [tile_m, 1] each."""
+    left = tiles[1] - known[0]
+    return left * left, tiles[0] * weights[0] * left
+
+
+def _slopes(rows, columns, eps):
+    """The means of x and g, rstd, and what pulls dx along x, [tile_m, 1] each."""
+    level, slope = add_up(_levels, 2, rows, ())
+    means = (level / columns, slope / columns)
+    squares, products = add_up(_spreads, 2, rows, means)
+    rstd = ct.rsqrt(squares / columns + eps)
+    return means[0], means[1], rstd, products * rstd * rstd / columns
+
+
+def _dx(tiles, weights, known):
+    return ((tiles[0] * weights[0] - known[1] - (tiles[1] - known[0]) * known[3]) * known[2],)
+
+
+def _dweight_and_dbias(tiles, weights, known):
+    return tiles[0] * ((tiles[1] - known[0]) * known[2]), tiles[0]
+
+
+@ct.kernel
+def layer_norm_backward(
+    dy, x, weight, dx, partial, eps, columns: ConstInt, tile_m: ConstInt, tile_n: ConstInt, chunks: ConstInt,
+    long: ConstBool, bounded: ConstBool, tma: ConstBool,
+):  # fmt: skip
+    """Resident blocks; dy, x and dx [rows, columns], weight [columns], partial [blocks, 2 * columns]."""
+    backward(
+        _slopes, _dx, _dweight_and_dbias, (dy, x), (weight,), (dx,), partial, 2, (eps,), columns, tile_m, tile_n,
+        chunks, long, bounded, tma,
+    )  # fmt: skip
+
+
+_ROWS, _PRODUCT = ("rows", "columns"), "dtype*weight_dtype"
+_X, _WEIGHT = Array("x", "dtype", _ROWS), Array("weight", "weight_dtype", ("columns",))
+_BIAS, _EPS = Array("bias", "weight_dtype", ("columns",)), ScalarParameter("eps", "float32")
+
+
+def reference_forward(x: Any, weight: Any, bias: Any, eps: float) -> dict[str, Any]:
+    """The formula in float64."""
+    wide = x.double()
+    left = wide - wide.mean(-1, keepdim=True)
+    rstd = (left.square().mean(-1, keepdim=True) + eps).rsqrt()
+    return {"y": left * rstd * weight.double() + bias.double()}
+
+
+def reference_backward(dy: Any, x: Any, weight: Any, eps: float) -> dict[str, Any]:
+    """The gradients of :func:`reference_forward` in float64."""
+    wide, slope = x.double(), dy.double()
+    left = wide - wide.mean(-1, keepdim=True)
+    rstd = (left.square().mean(-1, keepdim=True) + eps).rsqrt()
+    normal, pulled = left * rstd, slope * weight.double()
+    pull = (pulled * normal).mean(-1, keepdim=True)
+    dx = rstd * (pulled - pulled.mean(-1, keepdim=True) - normal * pull)
+    return {"dx": dx, "dweight": (slope * normal).sum(0), "dbias": slope.sum(0)}
+
+
+FORWARD = spec(
+    name="layer_norm_forward",
+    summary="y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias, row by row",
+    module=__name__,
+    op="layer_norm",
+    function=layer_norm_forward,
+    arrays=(_X, _WEIGHT, _BIAS, Array("y", _PRODUCT, _ROWS, "output"), _EPS),
+    scalars={"eps": 1e-5},
+    sums=(),
+    direction="forward",
+    reference=reference_forward,
+    flops=8,
+)
+BACKWARD = spec(
+    name="layer_norm_backward",
+    summary="gradients of layer_norm: dx, and dweight and dbias as one float32 row for each block",
+    module=__name__,
+    op="layer_norm",
+    function=layer_norm_backward,
+    arrays=(
+        Array("dy", _PRODUCT, _ROWS),
+        _X,
+        _WEIGHT,
+        Array("dx", "dtype", _ROWS, "output"),
+        Array("partial", "float32", ("blocks", "2*columns"), "scratch"),
+        _EPS,
+    ),
+    scalars={"eps": 1e-5},
+    sums=("dweight", "dbias"),
+    direction="backward",
+    reference=reference_backward,
+    flops=18,
+)
+SPECS = (FORWARD, BACKWARD)
