@@ -23,7 +23,6 @@ from benchmarks.report import with_training
 from benchmarks.results import read_folder
 from tilekern import ops
 from tilekern.cache import PROVENANCES, Record
-from tilekern.kernels import all_specs
 from tilekern.toolchain import toolkit
 from tuning.plan.presets import PRESETS
 
@@ -282,7 +281,7 @@ def test_names_and_files_that_a_page_mentions_exist(page):
             name = text.partition("(")[0]
             assert name == "tilekern.prebuilt" or resolves(name), text
         elif re.fullmatch(r"(tilekern|tuning|cache_tools|tests|docs|benchmarks)/[\w/.]+", text):
-            later = "scale_add" in text or text.startswith(("benchmarks/results", "benchmarks/RESULTS"))
+            later = text.startswith(("benchmarks/results", "benchmarks/RESULTS"))
             assert later or (ROOT / text).exists() or text == "tilekern/prebuilt/", text
 
 
@@ -311,7 +310,7 @@ def test_architecture_names_every_file_that_uses_private_parts_of_cuda_tile():
 
 @needs_compiler
 def test_the_worked_example_works_as_it_is_written(tmp_path):
-    """In a copy of the tree: the files are written, and the commands are run."""
+    """In a copy of the tree without the files of the example: the page's are written, and the commands are run."""
     page = ROOT / "docs" / "add-a-kernel.md"
     without = shutil.ignore_patterns("__pycache__", "*.pack")
     for name in (*PACKAGES, "tests"):
@@ -320,10 +319,16 @@ def test_the_worked_example_works_as_it_is_written(tmp_path):
     files = [block for block in blocks(page) if block.marker.startswith("file: ")]
     for block in files:
         path = tmp_path / block.marker.removeprefix("file: ")
-        assert not path.exists()
-        path.write_text(block.code)
+        assert path.read_text() == block.code, f"{path.name} is not what the page shows"
+        path.unlink()
     assert len(files) == 4
     env = environment(PYTHONPATH=str(tmp_path), TILEKERN_CACHE_DIR=str(tmp_path / "cache"))
+    known = "from tilekern import kernels, ops; print(*kernels.all_specs(), *ops.__all__)"
+    without = bash(f'python -c "{known}"', tmp_path, env)
+    assert "swiglu_forward" in without.stdout, without.stderr
+    assert "layer_norm" not in without.stdout, "another file has a part of the example"
+    for block in files:
+        (tmp_path / block.marker.removeprefix("file: ")).write_text(block.code)
     for block in blocks(page, "bash"):
         assert block.marker == "run"
         ran = bash(block.code, tmp_path, env)
@@ -331,7 +336,6 @@ def test_the_worked_example_works_as_it_is_written(tmp_path):
         if "pytest" in block.code:
             passed = int(re.search(r"(\d+) passed", ran.stdout)[1])
             assert passed >= (40 if "test_all_specs" in block.code else 5), ran.stdout
-    assert "scale_add" not in all_specs()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
