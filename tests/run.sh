@@ -1,9 +1,16 @@
 #!/usr/bin/env bash
-# Lint, types, all tests that need no GPU, and one whole tuning run with its result checked.
+# Lint, types and tests that need no GPU.
+#
+#   bash tests/run.sh          all tests, and one whole tuning run with its result checked
+#   bash tests/run.sh quick    the tests that take no time, with few examples: for while one works
+#   bash tests/run.sh stress   the cache under processes, kills, failing calls and mutations, for long
 #
 # Needs Python 3.11 or newer and a package index; no GPU. Works in .venv, or in the environment that TILEKERN_VENV
 # names; one that has everything is used as it is. Writes to the clone and to one temporary folder, nowhere else.
+# The quick ones keep the cubins that they compile in .cubins, by the digest of what these are made from.
 set -euo pipefail
+tier=${1:-all}
+case $tier in all | quick | stress) ;; *) echo "tests/run.sh: $tier is not a tier; give quick, stress or nothing" >&2; exit 2 ;; esac
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 scratch=$(mktemp -d)
@@ -18,6 +25,15 @@ step() { printf '\n== %s (%d s so far)\n' "$1" "$SECONDS"; }
 
 venv=${TILEKERN_VENV:-.venv}
 python=$venv/bin/python
+
+# The compiler that the tests find keeps its cubins.
+keep_cubins() {
+    export CUBINS="$PWD/.cubins" TILEIRAS
+    TILEIRAS=$("$python" -c 'from tilekern.toolchain import require_toolkit; print(require_toolkit().path)')
+    mkdir -p "$CUBINS" "$scratch/compiler/nvidia/cu13/bin"
+    ln -s "$PWD/tests/kept_cubins.sh" "$scratch/compiler/nvidia/cu13/bin/tileiras"
+    export PYTHONPATH="$scratch/compiler:$PYTHONPATH"
+}
 
 has_all() {
     [ -x "$python" ] && "$python" - 2>"$scratch/lacking" <<'PY'
@@ -47,12 +63,29 @@ else
 fi
 "$python" -V
 
+pytest() { "$python" -m pytest -n 2 --dist loadgroup "$@"; }
+
+if [ "$tier" = stress ]; then
+    step "stress"
+    HYPOTHESIS_PROFILE=thorough pytest -m stress
+    printf '\n== all passed in %d s\n' "$SECONDS"
+    exit
+fi
+
 step "ruff"
 "$python" -m ruff check .
 "$python" -m ruff format --check .
 
 step "mypy"
 "$python" -m mypy
+
+if [ "$tier" = quick ]; then
+    step "pytest, the quick ones"
+    keep_cubins
+    HYPOTHESIS_PROFILE=quick pytest -m "not gpu and not slow and not stress"
+    printf '\n== all passed in %d s\n' "$SECONDS"
+    exit
+fi
 
 # Some of the ops: all of them take two cores ten minutes to compile for.
 step "a whole tuning run: Qwen3-0.6B for B200"
@@ -79,6 +112,6 @@ PY
 "$python" -m cache_tools verify --cache-dir "$scratch/tuned"
 
 step "pytest"
-"$python" -m pytest -n 2 --dist loadgroup -m "not gpu"
+pytest -m "not gpu"
 
 printf '\n== all passed in %d s\n' "$SECONDS"
