@@ -2,7 +2,7 @@
 # Lint, types and tests that need no GPU.
 #
 #   bash tests/run.sh          all tests, and one whole tuning run with its result checked
-#   bash tests/run.sh quick    the tests that take no time, with few examples: for while one works
+#   bash tests/run.sh quick    those that start no processes and are not slow, with few examples: for while one works
 #   bash tests/run.sh stress   the cache under processes, kills, failing calls and mutations, for long
 #
 # Needs Python 3.11 or newer and a package index; no GPU. Works in .venv, or in the environment that TILEKERN_VENV
@@ -82,7 +82,7 @@ step "mypy"
 if [ "$tier" = quick ]; then
     step "pytest, the quick ones"
     keep_cubins
-    HYPOTHESIS_PROFILE=quick pytest -m "not gpu and not slow and not stress"
+    HYPOTHESIS_PROFILE=quick pytest -m "not gpu and not processes and not slow and not stress"
     printf '\n== all passed in %d s\n' "$SECONDS"
     exit
 fi

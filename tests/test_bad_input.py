@@ -14,6 +14,8 @@ import torch
 from tilekern.toolchain import toolkit
 from tuning.sweep import Sweep
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).parents[1]
 SMALL = ("qwen3-0.6b", "--gpu", "B200", "--ops", "rope", "--tokens", "64")
 CONFIG = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128, "model_type": "qwen3"}

@@ -26,6 +26,8 @@ from tilekern.cache import PROVENANCES, Record
 from tilekern.toolchain import toolkit
 from tuning.plan.presets import PRESETS
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("tilekern", "tuning", "cache_tools", "benchmarks")
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])

@@ -23,7 +23,10 @@ ROOT = Path(__file__).parents[1]
 EVERY_S = "0.05"
 PATIENCE_S = 60
 
-pytestmark = pytest.mark.skipif(toolchain.toolkit() is None, reason="no tile compiler is installed")
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(toolchain.toolkit() is None, reason="no tile compiler is installed"),
+]
 
 
 @pytest.fixture(autouse=True)

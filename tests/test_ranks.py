@@ -20,8 +20,9 @@ from tilekern.targets import resolve
 RANKS, TIMEOUT_S = 3, 8
 
 pytestmark = [
+    pytest.mark.processes,
     pytest.mark.skipif(toolchain.toolkit() is None, reason="no tile compiler is installed"),
-    pytest.mark.xdist_group("ranks"),  # one worker of pytest's goes through the situations, and not each of them
+    pytest.mark.xdist_group("ranks"),  # one worker of pytest's goes through the situations, and not each of the]
 ]
 
 

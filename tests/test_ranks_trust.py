@@ -33,6 +33,7 @@ RANKS, TIMEOUT_S = 3, 8
 ASKS = [(50, 48), (50, 64)]
 
 pytestmark = [
+    pytest.mark.processes,
     pytest.mark.skipif(toolchain.toolkit() is None, reason="no tile compiler is installed"),
     pytest.mark.xdist_group("ranks"),
 ]

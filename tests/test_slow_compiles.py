@@ -14,7 +14,7 @@ from tilekern.toolchain import toolkit
 from tilekern.warning import warned_after
 
 PATIENCE_S = 120
-pytestmark = pytest.mark.skipif(toolkit() is None, reason="no tile compiler is installed")
+pytestmark = [pytest.mark.processes, pytest.mark.skipif(toolkit() is None, reason="no tile compiler is installed")]
 # Two misses of one problem: the first with a compiler that sleeps, which is interrupted.
 JOB = """
 import os, sys

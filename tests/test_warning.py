@@ -13,6 +13,8 @@ from tilekern import warning
 from tilekern.errors import TilekernWarning
 from tilekern.warning import warn, warn_once
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).parents[1]
 TEXT = "the cache is full; make room"
 WARN = f"tilekern.warning.warn({TEXT!r})"

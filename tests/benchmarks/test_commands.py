@@ -17,6 +17,8 @@ from benchmarks.results import RUN_FIELDS, read_results
 from tilekern.cache import Store
 from tilekern.errors import InputError
 
+pytestmark = pytest.mark.processes
+
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
 
 

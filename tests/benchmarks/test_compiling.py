@@ -12,6 +12,8 @@ from tuning.plan.models import plan_of_model
 from tuning.plan.steps import Steps
 from tuning.sweep import Sweep
 
+pytestmark = pytest.mark.processes
+
 TARGET = resolve("H200")
 
 

@@ -16,6 +16,8 @@ from benchmarks.trainers import TRAINERS, USUAL, full_name, trainer_named
 from benchmarks.training import Job
 from tilekern.errors import InputError
 
+pytestmark = pytest.mark.processes
+
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 JOB = Job("", "qwen3-8b", 0, (2048, 4096, 8192), (5, 5, 3))
 

@@ -20,7 +20,7 @@ from tilekern.cache import Pack, Store, note_wanted
 
 HERE = made_today(module="tilekern.source")
 
-pytestmark = pytest.mark.usefixtures("cache")
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("cache")]
 
 
 @pytest.mark.filterwarnings("error")

@@ -15,6 +15,8 @@ from tilekern.cache import Store, note_misses, note_wanted, wanted_name, write_p
 from tilekern.cache.keys import signature_path
 from tilekern.cache.signing import SigningKey, generate_key
 
+pytestmark = pytest.mark.processes
+
 FOLDER = ROOT / "docs" / "cache-json"
 SCHEMAS = {path.stem: json.loads(path.read_text()) for path in FOLDER.glob("*.json")}
 PREBUILT = ROOT / "tilekern" / "prebuilt"

@@ -16,6 +16,8 @@ from tilekern.cache import FolderLayer, Store
 from tilekern.cache.files import unlink_seen
 from tilekern.toolchain import toolkit as installed
 
+pytestmark = pytest.mark.processes
+
 TODAY = made_today()
 DAY_S = 86400
 JOB = Path(__file__).with_name("reading_job.py")

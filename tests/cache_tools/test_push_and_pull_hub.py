@@ -14,6 +14,8 @@ import pytest
 from local_hub import TOKEN, Hub, handler_of
 from ship_samples import has_both, make_pack, served, sha256
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).parents[2]
 URL = "hf://team/kernels/packs/b200.pack"
 

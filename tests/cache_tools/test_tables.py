@@ -13,6 +13,8 @@ from command_line import ROOT, process
 from cache_tools.tables import natural, print_table
 from tilekern.cache import Store, install_pack, note_wanted
 
+pytestmark = pytest.mark.processes
+
 PREBUILT = ROOT / "tilekern" / "prebuilt"
 HEADINGS = ["sm_90-h200-132, tileiras-13.4.92-cuda_tile-1.7.0", "sm_100-b200-148, tileiras-13.4.92-cuda_tile-1.7.0"]
 

@@ -15,6 +15,8 @@ import pytest
 from cache_samples import H200, PROBLEM, SOURCE, SPACE, put
 from ship_samples import Commands, make_pack, sha256
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).parents[2]
 FIND = f"""
 import sys

@@ -12,7 +12,7 @@ from tilekern.spec import ALIGNED, GENERIC
 from tilekern.targets import resolve
 from tilekern.toolchain import compile_candidate, toolkit
 
-pytestmark = pytest.mark.skipif(toolkit() is None, reason="no tile compiler is installed")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(toolkit() is None, reason="no tile compiler is installed")]
 COMPILED = compiled()
 every_spec = pytest.mark.parametrize("spec", COMPILED, ids=[spec.name for spec in COMPILED])
 ARCHES = ("sm_80", "sm_90", "sm_100", "sm_103", "sm_120")

@@ -22,7 +22,7 @@ YARDSTICK_S = 0.33
 YARDSTICK = spec_named("rms_norm_forward")
 # The moment of the yardstick is not quite that of the compile, so a slow one is taken again.
 TRIES = 5
-pytestmark = pytest.mark.skipif(toolkit() is None, reason="no tile compiler is installed")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(toolkit() is None, reason="no tile compiler is installed")]
 COMPILED = compiled()
 # The slowest of some hundred draws; with heads and chunks written out the first five took half a minute and more.
 SLOWEST = [

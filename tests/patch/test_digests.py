@@ -12,6 +12,8 @@ import tilekern
 from tilekern.patch.digests import digest_in, digest_of
 from tilekern.patch.registry import patches
 
+pytestmark = pytest.mark.processes
+
 PLAIN = """
 class Norm:
     def forward(self, x, eps=1e-6):

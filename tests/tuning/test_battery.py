@@ -20,6 +20,8 @@ from tuning.battery import Battery
 from tuning.cases import Cases, Kept, Room, ValueCases
 from tuning.verifying import launch_arguments
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch):

@@ -35,7 +35,7 @@ from ray.cluster_utils import Cluster  # noqa: E402
 from tuning.executors import cluster, node, ray_compiling, ray_measuring, ray_nodes  # noqa: E402
 from tuning.executors.cluster import ClusterExecutor  # noqa: E402
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("cluster")]
+pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.xdist_group("cluster")]
 ROOT = Path(__file__).parents[2]
 STORE_BYTES = 100 << 20
 H200 = {"num_cpus": 1, "num_gpus": 1, "resources": {"accelerator_type:H200": 1}, "object_store_memory": STORE_BYTES}

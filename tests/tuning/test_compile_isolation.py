@@ -25,6 +25,8 @@ from tuning.compile_pool import Answer, Lost, compile_in_order
 from tuning.compiling import compile_all, wanted
 from tuning.sweep import Sweep
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).parents[2]
 
 

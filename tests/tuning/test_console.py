@@ -18,6 +18,8 @@ from tuning.plan.models import plan_of_model
 from tuning.plan.steps import Steps
 from tuning.refreshing import Change
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).parents[2]
 TOOLS = {"key": "tileiras-13.4.92-cuda_tile-1.7.0", "tileiras": "13.4.92", "cuda_tile": "1.7.0"}
 OPS = ["rope", "swiglu", "attention"]

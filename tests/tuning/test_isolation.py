@@ -34,6 +34,8 @@ from tuning.process import TOOK, Worker, measure_task
 from tuning.steps import CUDA, INPUTS, QUEUE
 from tuning.tasks import Task
 
+pytestmark = pytest.mark.processes
+
 LIMIT_S = 1.0
 
 

@@ -15,6 +15,8 @@ import pytest
 from tilekern.cache import PackLayer
 from tilekern.toolchain import toolkit
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).parents[2]
 KILLS = 10
 needs_compiler = pytest.mark.skipif(toolkit() is None, reason="no tile compiler is installed")

@@ -27,6 +27,7 @@ CONFIG = {
 }  # fmt: skip
 TUNE = ["-m", "tilekern.tune", "acme/tiny", "--gpu", "B200", "--ops", "rope", "--tokens", "64"]
 pytestmark = [
+    pytest.mark.processes,
     pytest.mark.skipif(bool(BOUND) and shutil.which("setpriv") is None, reason="root is bound by nothing here"),
     pytest.mark.skipif(toolkit() is None, reason="no tile compiler is installed"),
 ]

@@ -34,7 +34,7 @@ KERNEL = SMALL[0]
 THREE = [(KERNEL, SMALL[1].but(rows=rows)) for rows in (256, 512, 1024)]
 OLD = {"key": "tileiras-13.1.1-cuda_tile-1.5.0", "tileiras": "13.1.1", "cuda_tile": "1.5.0"}
 needs_compiler = pytest.mark.skipif(toolkit() is None, reason="no tile compiler is installed")
-pytestmark = needs_compiler
+pytestmark = [pytest.mark.processes, needs_compiler]
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,7 @@ from tuning.html_report import Report, as_html, report_of
 from tuning.html_report.columns import problems_of
 from tuning.sweep import Sweep
 
-pytestmark = NEEDS_BROWSER
+pytestmark = [pytest.mark.processes, NEEDS_BROWSER]
 FLAGS = (
     "--window-size=1500,2600",
     # Nothing but files can be reached: every name is unknown, and addresses go through a proxy that is not there.

@@ -22,6 +22,8 @@ from tuning.measuring import measure_all, tasks
 from tuning.publishing import keep_winners, winners
 from tuning.sweep import Sweep
 
+pytestmark = pytest.mark.processes
+
 FORK = multiprocessing.get_context("fork")
 TOOLKIT = {"key": "none", "tileiras": "none", "cuda_tile": "none"}
 # What they compile to is what SMALL does: the number of rows is no part of it.

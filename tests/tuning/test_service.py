@@ -41,7 +41,7 @@ from tuning.sweep import Sweep
 
 H200 = resolve("H200")
 needs_compiler = pytest.mark.skipif(toolkit() is None, reason="no tile compiler is installed")
-pytestmark = needs_compiler
+pytestmark = [pytest.mark.processes, needs_compiler]
 
 
 @pytest.fixture(autouse=True)

@@ -21,6 +21,8 @@ from tuning.service.board import Board
 from tuning.service.server import MOST_CONNECTIONS, StatusServer, listen
 from tuning.service.watched import PREDICTED, WatchedCache
 
+pytestmark = pytest.mark.processes
+
 H200 = resolve("H200")
 TOOLKIT = {"key": "tileiras-1-cuda_tile-2", "tileiras": "1", "cuda_tile": "2"}
 TOKEN = "correct-horse-battery-staple"

@@ -14,7 +14,11 @@ from tilekern.cache import note_wanted
 from tilekern.targets import resolve
 from tilekern.toolchain import toolkit
 
-pytestmark = [NEEDS_BROWSER, pytest.mark.skipif(toolkit() is None, reason="no tile compiler is installed")]
+pytestmark = [
+    pytest.mark.processes,
+    NEEDS_BROWSER,
+    pytest.mark.skipif(toolkit() is None, reason="no tile compiler is installed"),
+]
 FLAGS = (
     "--no-proxy-server", "--window-size=1300,1000", "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
 )  # fmt: skip

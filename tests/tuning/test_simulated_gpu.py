@@ -13,6 +13,8 @@ from tuning.measuring import measure_all
 from tuning.publishing import keep_winners, winners
 from tuning.sweep import Sweep
 
+pytestmark = pytest.mark.processes
+
 NO_FLAGS = {d.name: False for d in spec_named("matmul").dimensions if d.kind == "flag"}
 PROBLEMS = [
     ("column_sum", {"rows": 64, "columns": 128, "dtype": "bfloat16"}),
