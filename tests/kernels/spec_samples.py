@@ -29,8 +29,8 @@ SIZES = {
     "kv_heads": st.integers(1, 5),
     "head_dim": st.integers(1, 24).map(lambda half: 2 * half),
 }
-# Sizes without a bound in practice by the name of a dimension; a size of another name goes up to 65536. Heads of more
-# than 256 are left out: attention's gradients for 512 take the compiler up to 4 s, for 1024 up to 12 s.
+# Sizes without a bound in practice by the name of a dimension; a size of another name goes up to 65536. Heads go up to
+# what attention has kernels for: its gradients for 512 would take the compiler up to 4 s, for 1024 up to 12 s.
 LARGE = {
     "vocabulary": st.integers(1, 300_000),
     "batch": st.integers(1, 64),

@@ -1,5 +1,6 @@
 """attention against the same formula in float64: through its kernels, through torch's operations, and compiled."""
 
+import contextlib
 import importlib
 import math
 import types
@@ -9,6 +10,7 @@ import torch
 from op_samples import assert_near
 
 import tilekern
+from tilekern.errors import TilekernWarning
 from tilekern.kernels import attention_problem
 
 module = importlib.import_module("tilekern.ops.attention")
@@ -93,6 +95,15 @@ def test_results_and_gradients_match_float64_through_torch(case, monkeypatch):
     before = tilekern.stats().get("attention_forward", {}).get("fallbacks", 0)
     check(attention, tensors(), case)
     assert tilekern.stats()["attention_forward"]["fallbacks"] == before + 1
+
+
+@pytest.mark.parametrize(("head_dim", "run"), [(module.WIDEST_HEAD, 1), (module.WIDEST_HEAD + 8, 0)])
+def test_heads_that_would_take_the_compiler_too_long_run_in_torch_and_that_is_said(head_dim, run):
+    before = launches()
+    said = pytest.warns(TilekernWarning, match=f"head_dim is {head_dim}") if not run else contextlib.nullcontext()
+    with said:
+        check(attention, tensors(queries=5, keys=5, head_dim=head_dim), {})
+    assert launches() == before + run
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)

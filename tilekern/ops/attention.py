@@ -18,7 +18,10 @@ from tilekern.ops.operation import operation
 from tilekern.ops.packing import check_starts
 from tilekern.ops.registration import check_devices, check_softcap, disjoint, fresh, placeholder
 from tilekern.spec import Array, KernelSpec
+from tilekern.warning import warn_once
 
+# Gradients of wider heads take the compiler more seconds than a step can wait for.
+WIDEST_HEAD = 256
 _DELTA, _DKDV, _DQ = backward_kernels.DELTA, backward_kernels.DKDV, backward_kernels.DQ
 _QUERIES, _KEYS = ("batch", "queries", "heads", "head_dim"), ("batch", "keys", "kv_heads", "head_dim")
 _ARRAYS = (
@@ -71,7 +74,8 @@ def attention(
     The last query stands at the last key. Softmax in float32; probabilities rounded to the dtype before they meet v.
 
     Args:
-        q: [batch, queries, heads, head_dim]; bfloat16, float16 or float32, any strides, as are k and v.
+        q: [batch, queries, heads, head_dim]; bfloat16, float16 or float32, any strides, as are k and v. Kernels take
+            heads of up to 256; wider ones go through SDPA.
         k, v: [batch, keys, kv_heads, head_dim]; ``heads`` is a multiple of ``kv_heads``.
         causal: a query sees the keys up to its own position.
         scale: of the scores; head_dim ** -0.5 where None.
@@ -205,6 +209,11 @@ def _find(
     if not q.dtype == k.dtype == v.dtype or v.shape != k.shape or call.scale <= 0 or odd:
         return None
     if not q.numel() or not k.numel():
+        return None
+    if q.shape[3] > WIDEST_HEAD:
+        warn_once(
+            f"attention: head_dim is {q.shape[3]}, and kernels take {WIDEST_HEAD} at most; the model's own op runs"
+        )
         return None
     values = {
         "batch": q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1,
