@@ -192,7 +192,7 @@ def test_an_exhaustive_race_is_estimated_to_take_all_its_rounds(compiled_sweep: 
 
 
 def test_a_whole_sweep_of_an_h200_is_estimated_as_it_was(tmp_path: Path, h200: Target):
-    """The 157 problems of the shipped pack took 129 to 140 s: where the shipped figures come from."""
+    """105 of the 110 problems of the shipped pack took 128 s: where the shipped figures come from."""
     records = Pack(Path(tilekern.__file__).parent / "prebuilt" / "qwen3-8b-h200.pack").records
     problems = [(address.kernel, Problem(parse_problem_key(address.problem_key))) for address in records]
     counts = count(problems, h200, Sweep(tmp_path), "race")
