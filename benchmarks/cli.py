@@ -192,7 +192,7 @@ def regret(
 ) -> None:
     """Predicted winner's time over the best measured one."""
     from benchmarks.regret import measure
-    from tuning import sweep as sweeps
+    from tuning.sweep import folder as sweeps
 
     _keep(measure(sweep), out or RESULTS / sweeps.Sweep(sweep).target.key, name or "regret")
 

@@ -18,10 +18,10 @@ from benchmarks.results import Results, Row
 from tilekern.errors import InputError
 from tilekern.targets import Target, resolve
 from tilekern.toolchain import compile_candidate
-from tuning.candidates import Candidate
-from tuning.compile_order import lowered_as
-from tuning.compiling import CompileSummary, compile_all, default_jobs, start_server, wanted, work_s
-from tuning.sweep import Sweep
+from tuning.compile.order import lowered_as
+from tuning.compile.stage import CompileSummary, compile_all, default_jobs, start_server, wanted, work_s
+from tuning.sweep.candidates import Candidate
+from tuning.sweep.folder import Sweep
 
 OPS = ["rms_norm", "swiglu", "rope"]
 TOKENS = [2048, 8192]

@@ -13,7 +13,7 @@ from benchmarks.prebuilt import launcher_of, sizes_of
 from benchmarks.providers import OURS, Provider, load
 from benchmarks.results import Results, Row
 from tilekern.targets import Target
-from tuning.timing import Timing
+from tuning.measure.timing import Timing
 
 NAMES = (OURS, "liger-triton", "torch")
 CALLS, BATCHES = 1000, 11
@@ -81,7 +81,7 @@ def _ours_alone(part: Part, target: Target) -> dict[tuple[str, str], Batch]:
     """The bare launch of the forward's kernel, and the lookup of its plan."""
     import torch
 
-    from tilekern.dispatch import plan_for
+    from tilekern.runtime.dispatch import plan_for
 
     spec, problem = part
     device, sizes = torch.device("cuda", torch.cuda.current_device()), sizes_of(spec, problem)

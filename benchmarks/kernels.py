@@ -14,9 +14,9 @@ from benchmarks.results import Results, Row
 from benchmarks.served import doubts
 from benchmarks.suites import sweep_cases
 from tilekern.spec import TOLERANCES
+from tuning.measure.timing import Timing
 from tuning.plan.configs import config_named
-from tuning.timing import Timing
-from tuning.verifying import errors, within
+from tuning.verify.check import errors, within
 
 COPY = "copy"
 MIB = 1 << 20

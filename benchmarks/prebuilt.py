@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from tilekern.dispatch import find
 from tilekern.errors import InputError
 from tilekern.launcher import PrebuiltKernel, launch, prebuilt
+from tilekern.runtime.dispatch import find
 from tilekern.spec import Config, KernelSpec, Problem
 from tilekern.targets import Target
-from tuning.verifying import launch_arguments, make_outputs
+from tuning.verify.check import launch_arguments, make_outputs
 
 
 def kernel_of(spec: KernelSpec, problem: Problem, target: Target) -> tuple[PrebuiltKernel, Config]:

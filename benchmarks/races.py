@@ -27,16 +27,16 @@ from benchmarks.results import ALL, Results, Row
 from tilekern.errors import InputError
 from tilekern.kernels import spec_named
 from tilekern.spec import Problem
-from tuning.bench import Bench
-from tuning.gpu import check_gpu, serve_any_size
-from tuning.lines import COPY
-from tuning.measuring import entrants
-from tuning.predicting import ranking
+from tuning.measure.bench import Bench
+from tuning.measure.gpu import check_gpu, serve_any_size
+from tuning.measure.stage import entrants
+from tuning.measure.tasks import Entrant, Task
+from tuning.measure.timing import Stopwatch, Timing
+from tuning.predict.ranking import ranking
 from tuning.strategies import WON, Lineup, Runner, exhaustive, race
 from tuning.strategies.runner import GpuRunner
-from tuning.sweep import Sweep
-from tuning.tasks import Entrant, Task
-from tuning.timing import Stopwatch, Timing
+from tuning.sweep.folder import Sweep
+from tuning.sweep.lines import COPY
 
 BENCHMARK = "races"
 SEARCH = f"cuda.tile {version_of('cuda-tile')}"

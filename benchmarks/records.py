@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tilekern.cache import SCHEMA, Artifact, Record, Store
 from tilekern.kernels import spec_named
-from tilekern.source import digests_of
+from tilekern.source.digests import digests_of
 from tilekern.targets import resolve
 
 _BLOB = b"no cubin"

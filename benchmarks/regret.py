@@ -12,10 +12,10 @@ from benchmarks.providers import OURS
 from benchmarks.results import ALL, Results, Row
 from tilekern.errors import InputError
 from tilekern.spec import ALIGNED, Problem
-from tuning.candidates import LIBRARY_LINE, Candidate
-from tuning.measuring import identity
-from tuning.predicting import predict_best
-from tuning.sweep import Sweep
+from tuning.measure.stage import identity
+from tuning.predict.ranking import predict_best
+from tuning.sweep.candidates import LIBRARY_LINE, Candidate
+from tuning.sweep.folder import Sweep
 
 
 def measure(folder: Path) -> Results:

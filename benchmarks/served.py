@@ -14,7 +14,7 @@ def doubts() -> Iterator[str]:
     on a miss, for what the tuner chose.
     """
     import tilekern
-    from tilekern import dispatch
+    from tilekern.runtime import dispatch
 
     for kernel, counts in tilekern.stats().items():
         if any(counts[name] for name in _ODD):

@@ -26,7 +26,7 @@ from benchmarks.records import fill
 from benchmarks.results import Results, Row
 from tilekern.launcher import launch
 from tilekern.targets import Target
-from tuning.timing import Timing
+from tuning.measure.timing import Timing
 
 LAYERS, TOKENS, WARM_PROCESSES = 2, 2048, 3
 RECORDS = 1000

@@ -27,8 +27,8 @@ from benchmarks.results import Results, Row
 from benchmarks.trainers import NO_PATCHES, full_name, trainer_named
 from benchmarks.training import Job, Line
 from tilekern.errors import InputError
+from tuning.measure.timing import Timing
 from tuning.plan.configs import config_named
-from tuning.timing import Timing
 
 GIB = 1 << 30
 MOST_AT_THE_LONGEST = 3

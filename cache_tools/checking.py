@@ -27,9 +27,9 @@ from tilekern.cache import (
     Untrusted,
     checked_contents,
 )
-from tilekern.cache.exposure import others_may_write, require_unshared, require_unshared_folders
 from tilekern.cache.files import identity_of
-from tilekern.cache.trust import must_be_signed
+from tilekern.cache.trust.exposure import others_may_write, require_unshared, require_unshared_folders
+from tilekern.cache.trust.policy import must_be_signed
 
 # How many files are named beside a reason that holds for more.
 _NAMED = 3

@@ -25,7 +25,7 @@ def explain(store: Store, kernel: str, key: str, target_name: str | None, as_jso
     Raises:
         CacheError: there is no such kernel, problem of it, or GPU.
     """
-    from tilekern.dispatch import find
+    from tilekern.runtime.dispatch import find
 
     spec = spec_named(kernel)
     try:

@@ -21,7 +21,7 @@ from tilekern.cache import (
     default_layers,
 )
 from tilekern.cache.entries import listed
-from tilekern.cache.packs import Pack
+from tilekern.cache.packs.pack import Pack
 from tilekern.cache.places import USER
 
 

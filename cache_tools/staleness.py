@@ -9,7 +9,7 @@ from tilekern.cache import FRESH, STALE, Standing, standing
 from tilekern.cache import Made as MadeOf
 
 if TYPE_CHECKING:
-    from tilekern.source import Digests
+    from tilekern.source.digests import Digests
 
 
 class Made(MadeOf, Protocol):
@@ -29,7 +29,7 @@ class Made(MadeOf, Protocol):
 @functools.cache
 def digests_today(module: str, kernel: str) -> Digests | None:
     """The digests of a kernel's source as it is installed here, or None where it is not."""
-    from tilekern.source import digests_of  # loads Python's parser; only some commands need it
+    from tilekern.source.digests import digests_of  # loads Python's parser; only some commands need it
 
     try:
         return digests_of(module, kernel)

@@ -15,8 +15,8 @@ from cache_tools.text import count, print_json
 from tilekern.cache import CacheError, Entry, Missing, Pack, Record, Store, checked_contents, write_pack
 from tilekern.cache.files import read_whole, write_whole
 from tilekern.cache.keys import signature_path
-from tilekern.cache.signing import SIGNATURE_BYTES, SigningKey, generate_key, is_signed
-from tilekern.cache.trust import Reader, Signers, signature_files, signature_names, user_trust_roots
+from tilekern.cache.trust.policy import Reader, Signers, signature_files, signature_names, user_trust_roots
+from tilekern.cache.trust.signing import SIGNATURE_BYTES, SigningKey, generate_key, is_signed
 
 
 class Signed(NamedTuple):

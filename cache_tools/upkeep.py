@@ -13,7 +13,7 @@ from cache_tools.planning import is_needed, needed_by
 from cache_tools.selection import Selection
 from cache_tools.text import count, print_json, size
 from tilekern.cache import PACK_SUFFIX, CacheError, Entry, Record, Store, install_pack, write_pack
-from tilekern.cache.trust import read_signatures
+from tilekern.cache.trust.policy import read_signatures
 
 
 def pack(store: Store, path: Path, selection: Selection, as_json: bool, model: str | None = None, tp: int = 1) -> None:

@@ -19,7 +19,7 @@ def compiled(tmp_path_factory):
     """A cache with the default of the one problem of ``one_record.py``."""
     from one_record import H200, PROBLEM, SPEC
 
-    from tilekern import dispatch
+    from tilekern.runtime import dispatch
 
     root = tmp_path_factory.mktemp("compiled")
     with pytest.MonkeyPatch.context() as patch:

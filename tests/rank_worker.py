@@ -24,11 +24,13 @@ from msgspec.structs import replace
 from one_record import GPU, SPEC
 
 import tilekern
-from tilekern import cache, dispatch, ranks, warning
+from tilekern import cache, warning
 from tilekern.errors import TilekernError
-from tilekern.held import Held
-from tilekern.peers import Peers
-from tilekern.snapshot import Snapshot
+from tilekern.runtime import dispatch
+from tilekern.runtime.ranks import comparing as ranks
+from tilekern.runtime.ranks.held import Held
+from tilekern.runtime.ranks.peers import Peers
+from tilekern.runtime.ranks.snapshot import Snapshot
 from tilekern.targets import resolve
 
 

@@ -5,7 +5,8 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from tilekern import reachability, source, whole_modules
+from tilekern.source import digests as source
+from tilekern.source import reachability, whole_modules
 
 
 def forget():

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tilekern.toolchain import toolkit
-from tuning.sweep import Sweep
+from tuning.sweep.folder import Sweep
 
 pytestmark = pytest.mark.processes
 

@@ -11,13 +11,14 @@ import pytest
 import torch
 from one_record import GPU, H200, PROBLEM, SIZES, SPEC
 
-from tilekern import cache, dispatch, toolchain
+from tilekern import cache, toolchain
 from tilekern.errors import CacheMiss, InputError
 from tilekern.interpreter import InterpreterError
 from tilekern.kernels import spec_named
 from tilekern.launcher import PrebuiltKernel
-from tilekern.provisional import is_settled
-from tilekern.source import digests_of
+from tilekern.runtime import dispatch
+from tilekern.runtime.provisional import is_settled
+from tilekern.source.digests import digests_of
 from tilekern.spec import Config
 from tilekern.targets import INTERPRETED, resolve
 

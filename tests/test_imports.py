@@ -16,6 +16,8 @@ FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("
 # What the files of a room may import of tilekern and its friends; the longest matching prefix counts. Imports run
 # downwards only: patch, ops, kernels and dispatch, cache and launcher and toolchain, spec and targets and errors.
 LEAVES = {"tilekern.spec", "tilekern.targets", "tilekern.errors", "tilekern.warning"}
+RUNTIME, RANKS, TRACING = "tilekern.runtime", "tilekern.runtime.ranks", "tilekern.tracing"
+DIGESTS = "tilekern.source.digests"
 MAY_IMPORT = {
     "tilekern": {"tilekern"},
     "tilekern.errors": set(),
@@ -24,49 +26,55 @@ MAY_IMPORT = {
     "tilekern.space": {"tilekern.points", "tilekern.targets"},
     "tilekern.spec": {"tilekern.points", "tilekern.space", "tilekern.targets"},
     "tilekern.targets": {"tilekern.errors"},
-    "tilekern.syntax": set(),
-    "tilekern.reachability": {"tilekern.syntax"},
-    "tilekern.source": {"tilekern.reachability", "tilekern.whole_modules"},
-    "tilekern.whole_modules": {"tilekern.reachability"},
+    "tilekern.source.syntax": set(),
+    "tilekern.source.reachability": {"tilekern.source.syntax"},
+    "tilekern.source.whole_modules": {"tilekern.source.reachability"},
+    "tilekern.source": {"tilekern.source"},
     "tilekern.cubin": set(),
-    "tilekern.libraries": LEAVES,
     "tilekern.cache": {"tilekern.cache", "tilekern.warning"},
     "tilekern.frontend": LEAVES,
     "tilekern.toolchain": LEAVES | {"tilekern.frontend"},
     "tilekern.launcher": LEAVES,
     "tilekern.interpreter": {"tilekern.errors", "tilekern.interpreter"},
     "tilekern.kernels": LEAVES | {"tilekern.kernels"},
-    "tilekern.records": LEAVES | {"tilekern.cache", "tilekern.cubin", "tilekern.source", "tilekern.toolchain"},
-    "tilekern.held": {"tilekern.cache"},
-    "tilekern.snapshot": LEAVES | {"tilekern.cache", "tilekern.held", "tilekern.kernels", "tilekern.source"},
-    "tilekern.peers": LEAVES,
-    "tilekern.verdict": LEAVES | {"tilekern.cache"},
-    "tilekern.exchange": LEAVES
-    | {"tilekern.agreement", "tilekern.cache", "tilekern.held", "tilekern.peers", "tilekern.snapshot"},
-    "tilekern.agreement": LEAVES | {"tilekern.cache", "tilekern.records", "tilekern.snapshot"},
-    "tilekern.plans": LEAVES | {"tilekern.interpreter"},
-    "tilekern.provisional": LEAVES | {"tilekern.cache", "tilekern.plans"},
-    "tilekern.dispatch": LEAVES
-    | {"tilekern.cache", "tilekern.interpreter", "tilekern.launcher", "tilekern.records", "tilekern.source"}
-    | {"tilekern.plans", "tilekern.provisional", "tilekern.toolchain", "tilekern.agreement", "tilekern.libraries"},
-    "tilekern.ordinary": set(),
-    "tilekern.tracing": LEAVES | {"tilekern.cache", "tilekern.dispatch", "tilekern.ordinary", "tilekern.plans"},
-    "tilekern.stepping": LEAVES | {"tilekern.ops", "tilekern.patch"},
-    "tilekern.ops": LEAVES | {"tilekern.dispatch", "tilekern.kernels", "tilekern.ops"},
+    RUNTIME: set(),
+    TRACING: set(),
+    f"{RUNTIME}.libraries": LEAVES,
+    f"{RUNTIME}.plans": LEAVES | {"tilekern.interpreter"},
+    f"{RUNTIME}.records": LEAVES | {"tilekern.cache", "tilekern.cubin", "tilekern.toolchain", DIGESTS},
+    f"{RUNTIME}.provisional": LEAVES | {"tilekern.cache", f"{RUNTIME}.plans"},
+    f"{RANKS}.held": {"tilekern.cache"},
+    f"{RANKS}.snapshot": LEAVES | {"tilekern.cache", "tilekern.kernels", f"{RANKS}.held", DIGESTS},
+    f"{RANKS}.agreement": LEAVES | {"tilekern.cache", f"{RUNTIME}.records", f"{RANKS}.snapshot"},
+    f"{RUNTIME}.dispatch": LEAVES
+    | {"tilekern.cache", "tilekern.interpreter", "tilekern.launcher", "tilekern.toolchain", DIGESTS}
+    | {f"{RUNTIME}.{name}" for name in ("libraries", "plans", "provisional", "ranks.agreement", "records")},
+    f"{RANKS}.peers": LEAVES,
+    f"{RANKS}.verdict": LEAVES | {"tilekern.cache"},
+    f"{RANKS}.exchange": LEAVES
+    | {"tilekern.cache", *(f"{RANKS}.{name}" for name in ("agreement", "held", "peers", "snapshot"))},
+    f"{RANKS}.comparing": {"tilekern"},
+    f"{RUNTIME}.warmup": {"tilekern"},
+    f"{TRACING}.ordinary": set(),
+    f"{TRACING}.recorder": LEAVES
+    | {"tilekern.cache", f"{RUNTIME}.dispatch", f"{RUNTIME}.plans", f"{TRACING}.ordinary"},
+    f"{TRACING}.stepping": LEAVES | {"tilekern.ops", "tilekern.patch"},
+    "tilekern.ops": LEAVES | {"tilekern.kernels", "tilekern.ops", f"{RUNTIME}.dispatch"},
+    "tilekern.patch": {"tilekern"},
     "tilekern.tune": {"tilekern", "tuning"},
     # Of the ops and the patches, tuning's plan/ alone: to trace a step.
     "tuning": {"tilekern", "tuning"},
     # What explains a lookup of a job must ask what the job asks.
     "cache_tools.here": LEAVES | {"tilekern.cache", "tilekern.kernels", "tilekern.toolchain"},
-    "cache_tools.explaining": {"tilekern.cache", "tilekern.dispatch", "cache_tools"},
-    "cache_tools": {"tilekern.cache", "tilekern.source", "tilekern.errors", "tilekern.warning", "cache_tools"},
+    "cache_tools.explaining": {"tilekern.cache", f"{RUNTIME}.dispatch", "cache_tools"},
+    "cache_tools": {"tilekern.cache", DIGESTS, "tilekern.errors", "tilekern.warning", "cache_tools"},
 }
 # `from tilekern import __version__` and the like are attributes of the package, not files of a room.
 ATTRIBUTES = {"tilekern.__version__"}
 COMPILING = re.compile(r"\bexport_kernel\(|cuda\.tile\._compile|--gpu-name")
 CACHE_NEEDS = {"filelock", "msgspec", "platformdirs", "tilekern"}
 # What one file of the cache imports inside functions, from an extra.
-CACHE_EXTRAS = {"tilekern.cache.signing": {"cryptography"}}
+CACHE_EXTRAS = {"tilekern.cache.trust.signing": {"cryptography"}}
 
 
 def module_name(path):
@@ -132,14 +140,14 @@ def test_imports_run_downwards():
     wrong = []
     for module, path in MODULES.items():
         allowed = {"tilekern"}
-        if not (module == "tilekern" or under(module, ["tilekern.patch", "tilekern.ranks", "tilekern.warmup"])):
+        if module != "tilekern":
             allowed = MAY_IMPORT[rule_of(module, set(MAY_IMPORT) - {"tilekern"})]
         ours = [name for name in imports(path) if under(name, PACKAGES) and name not in ATTRIBUTES]
         wrong += [f"{module} imports {name}" for name in ours if not under(name, allowed)]
     assert not wrong
 
 
-STEPS = ["tilekern.ops", "tilekern.patch", "tilekern.stepping"]
+STEPS = ["tilekern.ops", "tilekern.patch", "tilekern.tracing.stepping"]
 
 
 @pytest.mark.parametrize(
@@ -155,7 +163,7 @@ def test_rooms_are_closed_to_others(rooms, closed):
     assert not [f"{module} imports {name}" for module in found for name in found[module] if under(name, closed)]
 
 
-@pytest.mark.parametrize("module", ["tuning.options", "tuning.preflight", "tuning.service.tuner"])
+@pytest.mark.parametrize("module", ["tuning.options", "tuning.preflight", "tuning.serve.tuner"])
 def test_what_may_plan_loads_no_torch_before_it_does(module):
     assert "torch" not in run(f"import sys, {module}; print(*sys.modules)")
 
@@ -173,7 +181,7 @@ def test_kernels_import_torch_inside_functions_only():
 
 
 def test_the_lowest_files_need_the_standard_library_alone():
-    assert not list(strangers(sorted(LEAVES | {"tilekern.source"}), {"tilekern"}, everywhere=False))
+    assert not list(strangers(sorted(LEAVES | {"tilekern.source.digests"}), {"tilekern"}, everywhere=False))
 
 
 def test_one_file_compiles_and_one_knows_the_launcher():
@@ -196,7 +204,8 @@ def run(code, *flags):
 
 
 @pytest.mark.parametrize(
-    "module", ["tilekern", "tilekern.cache", "tilekern.spec", "tilekern.targets", "tilekern.errors", "tilekern.source"]
+    "module",
+    ["tilekern", "tilekern.cache", "tilekern.spec", "tilekern.targets", "tilekern.errors", "tilekern.source.digests"],
 )
 def test_what_only_looks_loads_nothing_heavy(module):
     loaded = run(f"import sys, {module}; print(*sys.modules)")

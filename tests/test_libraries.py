@@ -8,11 +8,12 @@ import pytest
 import torch
 from one_record import GPU, H200, SIZES, SPEC
 
-from tilekern import cache, dispatch, libraries, toolchain
+from tilekern import cache, toolchain
 from tilekern.errors import CacheMiss, TilekernWarning
 from tilekern.kernels import spec_named
-from tilekern.plans import LibraryPlan
-from tilekern.records import artifact_of, record_of
+from tilekern.runtime import dispatch, libraries
+from tilekern.runtime.plans import LibraryPlan
+from tilekern.runtime.records import artifact_of, record_of
 from tilekern.spec import ALIGNED, GENERIC, Config
 
 MATMUL = spec_named("matmul")

@@ -6,9 +6,9 @@ import pytest
 
 import tilekern
 from tilekern.cache import FRESH, PackLayer, lookup, standing
-from tilekern.cache.packs import Pack, checked_contents
+from tilekern.cache.packs.pack import Pack, checked_contents
 from tilekern.kernels import spec_named
-from tilekern.source import digests_of
+from tilekern.source.digests import digests_of
 from tilekern.spec import Config, Problem
 from tilekern.targets import resolve
 from tuning.plan.models import plan_of_model

@@ -16,8 +16,9 @@ import torch
 from msgspec.structs import replace
 from one_record import GPU, H200, PROBLEM, SIZES, SPEC
 
-from tilekern import cache, dispatch, provisional, toolchain
+from tilekern import cache, toolchain
 from tilekern.errors import InputError
+from tilekern.runtime import dispatch, provisional
 
 ROOT = Path(__file__).parents[1]
 EVERY_S = "0.05"
@@ -259,7 +260,8 @@ def test_fallbacks_are_shared_by_the_kernel_s_missed_problems(root):
 JOB = """
 import sys, time, warnings
 import torch
-from tilekern import dispatch, provisional
+from tilekern.runtime import dispatch
+from tilekern.runtime import provisional
 from tilekern.kernels import spec_named
 from tilekern.targets import resolve
 

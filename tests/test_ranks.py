@@ -11,10 +11,11 @@ import pytest
 from one_record import H200, PROBLEM, SPEC
 from rank_jobs import DEFAULT, OTHER, ROOT, environment, fill, finish, go_through, record, start
 
-from tilekern import cache, ranks, toolchain
-from tilekern.held import identity
-from tilekern.snapshot import Snapshot
-from tilekern.source import digests_of
+from tilekern import cache, toolchain
+from tilekern.runtime.ranks import comparing as ranks
+from tilekern.runtime.ranks.held import identity
+from tilekern.runtime.ranks.snapshot import Snapshot
+from tilekern.source.digests import digests_of
 from tilekern.targets import resolve
 
 RANKS, TIMEOUT_S = 3, 8
@@ -245,7 +246,8 @@ APPLY = """
 import datetime, os, sys, torch, warnings
 from torch.distributed import init_process_group
 import tilekern
-from tilekern import dispatch, ranks
+from tilekern.runtime import dispatch
+from tilekern.runtime.ranks import comparing as ranks
 from tilekern.targets import resolve
 
 dispatch.here = lambda _device=None: resolve("H200")
@@ -287,7 +289,7 @@ def test_apply_sees_to_it_before_and_after_torch_distributed_is_up(compiled, tmp
 
 RUNNING = """
 import os, sys, torch, tilekern
-from tilekern import dispatch
+from tilekern.runtime import dispatch
 from tilekern.kernels import spec_named
 from tilekern.targets import resolve
 

@@ -23,11 +23,11 @@ from torch.distributed import TCPStore
 
 from tilekern import cache, toolchain
 from tilekern.cache.keys import signature_path
-from tilekern.cache.signing import SigningKey, generate_key
-from tilekern.cache.trust import read_signatures
-from tilekern.held import Held, packed, unpacked
-from tilekern.snapshot import Snapshot
-from tilekern.verdict import Status
+from tilekern.cache.trust.policy import read_signatures
+from tilekern.cache.trust.signing import SigningKey, generate_key
+from tilekern.runtime.ranks.held import Held, packed, unpacked
+from tilekern.runtime.ranks.snapshot import Snapshot
+from tilekern.runtime.ranks.verdict import Status
 
 RANKS, TIMEOUT_S = 3, 8
 ASKS = [(50, 48), (50, 64)]

@@ -20,7 +20,8 @@ JOB = """
 import os, sys
 from pathlib import Path
 from one_record import H200, PROBLEM, SPEC
-from tilekern import dispatch, toolchain
+from tilekern import toolchain
+from tilekern.runtime import dispatch
 
 toolchain._tileiras = lambda: Path(sys.argv[1])
 try:

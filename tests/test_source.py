@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 from source_samples import forget, interpreter
 
-from tilekern import source, whole_modules
 from tilekern.kernels import all_specs
-from tilekern.source import digest_of_module, digests_of, note_digests
+from tilekern.source import digests as source
+from tilekern.source import whole_modules
+from tilekern.source.digests import digest_of_module, digests_of, note_digests
 
 ROOT = Path(__file__).parents[1]
 CODE = '''"""A kernel."""
@@ -142,7 +143,7 @@ def test_every_python_finds_the_same_digests(python):
     """A cache that was filled under one Python serves under another."""
     specs = sorted((spec.module, name) for name, spec in all_specs().items())
     code = (
-        "from tilekern.source import digests_of\n"
+        "from tilekern.source.digests import digests_of\n"
         f"for names in {specs!r}: print(*(getattr(digests_of(*names), d) for d in ('source', 'space', 'whole')))"
     )
     path = interpreter(python)

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 from source_samples import forget
 
-from tilekern import reachability, source
 from tilekern.kernels import all_specs
-from tilekern.reachability import module_named, specs_of
-from tilekern.source import digest_of_module, digests_of, note_digests
+from tilekern.source import digests as source
+from tilekern.source import reachability
+from tilekern.source.digests import digest_of_module, digests_of, note_digests
+from tilekern.source.reachability import module_named, specs_of
 
 ROOT = Path(__file__).parents[1]
 KERNEL = '''"""A kernel."""
@@ -383,7 +384,7 @@ def test_no_two_specs_have_a_digest_in_common():
 
 def test_nothing_is_imported_to_read_the_sources():
     code = (
-        "import sys; from tilekern.source import digests_of\n"
+        "import sys; from tilekern.source.digests import digests_of\n"
         "print(digests_of('tilekern.kernels.attention', 'attention_forward').source)\n"
         "print(*{name.split('.')[0] for name in sys.modules} & {'torch', 'cuda'})\n"
         "print(*(name for name in sys.modules if name.startswith('tilekern.kernels')))"

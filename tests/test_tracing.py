@@ -6,14 +6,14 @@ import pytest
 import torch
 
 import tilekern
-from tilekern import dispatch
 from tilekern.errors import InputError
 from tilekern.kernels import spec_named
 from tilekern.kernels.linear_cross_entropy import split
 from tilekern.ops import linear_cross_entropy, rms_norm, swiglu
+from tilekern.runtime import dispatch
 from tilekern.spec import bucket
 from tilekern.targets import resolve
-from tilekern.tracing import Trace, tracing
+from tilekern.tracing.recorder import Trace, tracing
 
 H200 = resolve("H200")
 COLUMNS = 512

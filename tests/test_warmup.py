@@ -6,9 +6,10 @@ import pytest
 import torch
 
 import tilekern
-from tilekern import cache, dispatch, warmup
+from tilekern import cache
 from tilekern.errors import InputError
 from tilekern.kernels import all_specs
+from tilekern.runtime import dispatch, warmup
 from tilekern.targets import INTERPRETED, resolve
 
 SIZES = {

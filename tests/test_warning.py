@@ -121,7 +121,8 @@ def test_what_others_warn_of_is_shown_as_before(tmp_path):
 def test_the_library_leaves_pythons_own_hooks_alone():
     code = (
         "import warnings; before = warnings.showwarning, warnings.formatwarning, list(warnings.filters)\n"
-        "import tilekern.dispatch, tilekern.patch, tilekern.cache, tilekern.warning, tuning.cli, cache_tools.cli\n"
+        "import tilekern.runtime.dispatch, tilekern.patch, tilekern.cache, tilekern.warning\n"
+        "import tuning.cli, cache_tools.cli\n"
         "assert before[:2] == (warnings.showwarning, warnings.formatwarning)\n"
     )
     ran = python(["-c", code])

@@ -123,7 +123,7 @@ def test_a_plan_can_be_made_from_it(installed):
     ran = installed(sys.executable, "-m", "tilekern.tune", *command)
     assert ran.returncode == 0, ran.stderr
     code = (
-        "from tilekern.kernels import all_specs; from tilekern.source import digests_of as d\n"
+        "from tilekern.kernels import all_specs; from tilekern.source.digests import digests_of as d\n"
         "print(*[f'{x} {x.whole}' for x in (d(spec.module, name) for name, spec in all_specs().items())])"
     )
     assert installed(sys.executable, "-c", code).stdout == installed(sys.executable, "-c", code, path=ROOT).stdout
@@ -131,7 +131,7 @@ def test_a_plan_can_be_made_from_it(installed):
 
 def test_its_digests_are_noted_so_that_a_job_parses_nothing(installed):
     code = (
-        "import ast\nfrom tilekern.kernels import all_specs\nfrom tilekern.source import digests_of\n"
+        "import ast\nfrom tilekern.kernels import all_specs\nfrom tilekern.source.digests import digests_of\n"
         "specs = [(spec.module, name) for name, spec in all_specs().items()]\ndel ast.parse\n"
         "for names in specs: print(digests_of(*names).source, digests_of(*names).space, digests_of(*names).whole)"
     )

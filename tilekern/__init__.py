@@ -16,19 +16,18 @@ _WHERE = {
     "get_patched_ops": "tilekern.patch",
     "list_patches": "tilekern.patch",
     "register_patch": "tilekern.patch",
-    "warmup_all_kernels": "tilekern.warmup",
-    "clear_autotune_cache": "tilekern.warmup",
-    "agree": "tilekern.ranks",
-    "cache_digest": "tilekern.ranks",
-    "trace": "tilekern.tracing",
+    "warmup_all_kernels": "tilekern.runtime.warmup",
+    "clear_autotune_cache": "tilekern.runtime.warmup",
+    "agree": "tilekern.runtime.ranks.comparing",
+    "cache_digest": "tilekern.runtime.ranks.comparing",
+    "trace": "tilekern.tracing.recorder",
     "preflight": "tuning.preflight",
-    "stats": "tilekern.dispatch",
+    "stats": "tilekern.runtime.dispatch",
     "AdamW": "tilekern.ops.adamw",
 }
 __all__ = ["__version__", *_WHERE]  # noqa: PLE0604
 
 if TYPE_CHECKING:
-    from tilekern.dispatch import stats as stats
     from tilekern.ops.adamw import AdamW as AdamW
     from tilekern.patch import apply as apply
     from tilekern.patch import apply_to_model as apply_to_model
@@ -36,11 +35,12 @@ if TYPE_CHECKING:
     from tilekern.patch import list_patches as list_patches
     from tilekern.patch import register_patch as register_patch
     from tilekern.patch import reset as reset
-    from tilekern.ranks import agree as agree
-    from tilekern.ranks import cache_digest as cache_digest
-    from tilekern.tracing import trace as trace
-    from tilekern.warmup import clear_autotune_cache as clear_autotune_cache
-    from tilekern.warmup import warmup_all_kernels as warmup_all_kernels
+    from tilekern.runtime.dispatch import stats as stats
+    from tilekern.runtime.ranks.comparing import agree as agree
+    from tilekern.runtime.ranks.comparing import cache_digest as cache_digest
+    from tilekern.runtime.warmup import clear_autotune_cache as clear_autotune_cache
+    from tilekern.runtime.warmup import warmup_all_kernels as warmup_all_kernels
+    from tilekern.tracing.recorder import trace as trace
     from tuning.preflight import preflight as preflight
 
 

@@ -159,12 +159,12 @@ class Implementation:
 class LibraryCall:
     """One config of a spec that a library runs (cuBLAS, cuDNN, a sequence of such calls); it makes no artifact.
 
-    Which library it needs is told by the config's ``implementation`` (:mod:`tilekern.libraries`).
+    Which library it needs is told by the config's ``implementation`` (:mod:`tilekern.runtime.libraries`).
 
     ``call`` takes the inputs of the names ``inputs``, in their order, and gives a tuple of new tensors in the order of
-    the spec's outputs. A ``composite`` one launches kernels of other specs between the library's: before its inputs
-    it takes a function like :func:`tilekern.dispatch.plan_for`. One that ``updates`` an input puts its result there
-    and gives that back.
+    the spec's outputs. A ``composite`` one launches kernels of other specs between the library's: before its inputs it
+    takes a function like :func:`tilekern.runtime.dispatch.plan_for`. One that ``updates`` an input puts its result
+    there and gives that back.
     """
 
     call: Callable[..., tuple[Any, ...]]

@@ -27,19 +27,19 @@ from tilekern.cache import (
     standing,
     user_root,
 )
-from tilekern.dispatch import find
 from tilekern.errors import InputError
 from tilekern.kernels import spec_named
-from tilekern.source import digests_of
+from tilekern.runtime.dispatch import find
+from tilekern.source.digests import digests_of
 from tilekern.spec import Problem
 from tilekern.targets import Target, here, resolve
 from tilekern.toolchain import Toolkit, require_toolkit
-from tilekern.tracing import Named, Trace
+from tilekern.tracing.recorder import Named, Trace
 from tuning.options import PlanRequest
 from tuning.plan.steps import TOKENS, Planned, Steps
 
 if TYPE_CHECKING:
-    from tuning.service.tuner import How
+    from tuning.serve.tuner import How
 
 EXACT, NEAREST, OTHER_GPU, MISSING = STATES = ("exact", "nearest", "other_gpu", "missing")
 # What is asked of a problem's record: that any serves; that it is of the very bucket and GPU; that it was measured.
@@ -234,9 +234,9 @@ def fix(
     tools = require_fixable(found, by)
     named = [(need.kernel, need.problem) for need in found.missing]
     root = Path(cache_dir or user_root())
-    from tuning.compiling import TIMEOUT_S, jobs_of
-    from tuning.service.tuner import How, tune
-    from tuning.service.watched import PREDICTED, WatchedCache
+    from tuning.compile.stage import TIMEOUT_S, jobs_of
+    from tuning.serve.tuner import How, tune
+    from tuning.serve.watched import PREDICTED, WatchedCache
 
     how, tell = How(jobs_of(jobs), gpus, timeout_s or TIMEOUT_S), progress or (lambda *_: None)
     if by == COMPILE:
@@ -272,9 +272,9 @@ def _is_here(target: Target) -> bool:
 
 def _compile(named: Sequence[Named], target: Target, root: Path, how: How, tell: Progress) -> dict[Named, str]:
     """Put the default config of each problem into a cache; why it could not be, where it could not."""
-    from tuning.compiling import compile_all
+    from tuning.compile.stage import compile_all
     from tuning.publishing import why_not, winners
-    from tuning.sweep import Sweep
+    from tuning.sweep.folder import Sweep
 
     tools = require_toolkit()
     sweep, store = Sweep(root / "sweeps" / f"preflight-{target.key}-{tools.key}"), Store(root)

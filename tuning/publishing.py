@@ -9,19 +9,19 @@ from pathlib import Path
 from typing import Any
 
 from tilekern.cache import Artifact, BestKernel, Record, Store, install_pack, write_pack
-from tilekern.cache.signing import SigningKey
-from tilekern.libraries import library_of
-from tilekern.records import record_of
+from tilekern.cache.trust.signing import SigningKey
+from tilekern.runtime.libraries import library_of
+from tilekern.runtime.records import record_of
 from tilekern.spec import ALIGNED, GENERIC, Problem
 from tilekern.targets import Target
-from tuning.candidates import LIBRARY_LINE, Candidate, candidate
-from tuning.journal import Line
-from tuning.lines import copy_key
-from tuning.measuring import identity
-from tuning.predicting import Prediction, ranking
-from tuning.roofline import Roofline, roofline
+from tuning.measure.stage import identity
+from tuning.predict.ranking import Prediction, ranking
+from tuning.predict.roofline import Roofline, roofline
 from tuning.strategies.selection import ranked
-from tuning.sweep import Sweep
+from tuning.sweep.candidates import LIBRARY_LINE, Candidate, candidate
+from tuning.sweep.folder import Sweep
+from tuning.sweep.journal import Line
+from tuning.sweep.lines import copy_key
 
 MOST_RUNNERS_UP = 3
 
@@ -276,7 +276,8 @@ def publish(
         pack: the file to write.
         store: the cache.
         own: whether all that the winners are made of is this user's own or was signed by a trust root
-            (:attr:`tuning.sweep.Sweep.is_own`); else the policy ``signed`` lets none in that a trust root did not sign.
+            (:attr:`tuning.sweep.folder.Sweep.is_own`); else the policy ``signed`` lets none in that a trust root did
+            not sign.
         key: what to sign the records in the pack with.
 
     Raises:

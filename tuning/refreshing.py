@@ -18,13 +18,13 @@ from tilekern.cache import DATED, STALE, CacheError, Layer, Record, Store, stand
 from tilekern.cache.files import write_whole
 from tilekern.errors import InputError
 from tilekern.kernels import all_specs
-from tilekern.source import digests_of
+from tilekern.source.digests import digests_of
 from tilekern.spec import Config, KernelSpec, Problem
 from tilekern.targets import Target
-from tuning.holding import written
-from tuning.measuring import is_composite
+from tuning.measure.stage import is_composite
 from tuning.publishing import Known, Winner, publish, winners
-from tuning.sweep import Sweep
+from tuning.sweep.folder import Sweep
+from tuning.sweep.holding import written
 
 MODEL = "refresh"
 
@@ -198,7 +198,7 @@ class Refresh:
 
     Args:
         folder: the folder.
-        carried: whether it is measured whoever compiled it (:meth:`tuning.sweep.Sweep.carried`).
+        carried: whether it is measured whoever compiled it (:meth:`tuning.sweep.folder.Sweep.carried`).
     """
 
     def __init__(self, folder: Path, *, carried: bool = False) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from tilekern.cache import SCHEMA, Artifact, Hit, Layer, Record, lookup
 from tilekern.cache.keys import Value
-from tilekern.source import Digests
+from tilekern.source.digests import Digests
 
 KERNEL, SOURCE = "sample", Digests("made_up.sample", *(hashlib.sha256(x).hexdigest() for x in (b"source", b"space")))
 TARGET = {"key": "sm_90-h200-132", "name": "H200", "arch": "sm_90"}

@@ -23,7 +23,7 @@ from benchmarks.providers import OURS
 from benchmarks.results import Results, Row
 from tilekern.cache.files import ask_for, read_whole
 from tilekern.cache.keys import blob_path
-from tuning.timing import Timing
+from tuning.measure.timing import Timing
 
 RECORDS, FEW_RECORDS, KERNELS = 100_000, 200, 40
 # The means of the wheel's own packs: 157 records of 7.6 kB with 92 blobs of 33 kB.

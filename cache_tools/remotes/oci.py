@@ -105,7 +105,7 @@ class OciTag:
             "config": self._upload_empty_config(),
             "layers": [layer],
             "annotations": {
-                "tilekern.records": str(len(pack.records)),
+                "tilekern.runtime.records": str(len(pack.records)),
                 "tilekern.targets": ",".join(pack.targets),
                 "tilekern.toolkits": ",".join(pack.toolkits),
             },

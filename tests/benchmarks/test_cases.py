@@ -20,8 +20,8 @@ from benchmarks.kernels import right_ones as right
 from benchmarks.providers import LOADERS, OPS, OURS, Provider, load, one_line
 from benchmarks.suites import fixed_cases, model_cases, sweep_cases
 from tilekern.errors import InputError
+from tuning.measure.timing import Timing
 from tuning.plan.configs import config_named
-from tuning.timing import Timing
 
 TINY = [
     rms_norm_case(5, 24, "float32"),

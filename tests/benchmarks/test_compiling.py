@@ -7,10 +7,10 @@ from tilekern.errors import InputError
 from tilekern.kernels import spec_named
 from tilekern.targets import resolve
 from tilekern.toolchain import toolkit
-from tuning.compiling import default_jobs, wanted
+from tuning.compile.stage import default_jobs, wanted
 from tuning.plan.models import plan_of_model
 from tuning.plan.steps import Steps
-from tuning.sweep import Sweep
+from tuning.sweep.folder import Sweep
 
 pytestmark = pytest.mark.processes
 

@@ -10,11 +10,11 @@ from benchmarks import fit_cost_model as fitting
 from benchmarks.regret import measure
 from tilekern.kernels import spec_named
 from tilekern.targets import resolve
-from tuning.candidates import candidate
-from tuning.compiling import compile_all
-from tuning.cost_model import MEMORY
-from tuning.launch_costs import Costs
-from tuning.sweep import Sweep
+from tuning.compile.stage import compile_all
+from tuning.predict.cost_model import MEMORY
+from tuning.predict.launch_costs import Costs
+from tuning.sweep.candidates import candidate
+from tuning.sweep.folder import Sweep
 
 H200 = resolve("H200")
 SPEC = spec_named("adamw")

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.served import doubts
-from tilekern import dispatch
 from tilekern.cache import Pack
+from tilekern.runtime import dispatch
 from tilekern.spec import Problem
 
 PACKS = Path(dispatch.__file__).parent / "prebuilt"

@@ -33,8 +33,8 @@ with atheris.instrument_imports(include=["tilekern.cache", "cache_tools.pulled"]
     )
     from tilekern.cache.keys import Address, check_digest, parse_path, signature_path
     from tilekern.cache.records import decode_record
-    from tilekern.cache.signing import SigningKey, check_signature, generate_key, is_signed
-    from tilekern.cache.trust import read_signatures, read_trust_roots
+    from tilekern.cache.trust.policy import read_signatures, read_trust_roots
+    from tilekern.cache.trust.signing import SigningKey, check_signature, generate_key, is_signed
 
 from cache_samples import H200, PROBLEM, find, make, sealed
 

@@ -15,7 +15,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from tilekern.cache import SCHEMA, Artifact, CacheError, Record, Store, lookup
-from tilekern.source import digests_of
+from tilekern.source.digests import digests_of
 
 SOURCE, SPACE = (hashlib.sha256(data).hexdigest() for data in (b"source", b"space"))
 H200 = {"key": "sm_90-h200-132", "name": "H200", "arch": "sm_90", "sm_count": 132}

@@ -15,7 +15,8 @@ import pytest
 from cache_samples import find, make
 from msgspec.structs import replace
 
-from tilekern.cache import CacheError, Corrupt, PackLayer, Store, archives, install_pack, write_pack
+from tilekern.cache import CacheError, Corrupt, PackLayer, Store, install_pack, write_pack
+from tilekern.cache.packs import archives
 
 RECORD, BLOBS = make()
 RECORD_PATH = str(RECORD.address.path)
@@ -301,7 +302,7 @@ def test_a_blob_of_another_size_than_the_record_says_is_refused(tmp_path):
 
 
 def test_what_a_pack_may_not_hold_is_not_written(tmp_path, monkeypatch):
-    monkeypatch.setattr("tilekern.cache.writing_packs.MOST_MEMBERS", 3)
+    monkeypatch.setattr("tilekern.cache.packs.writing.MOST_MEMBERS", 3)
     with pytest.raises(CacheError, match="select fewer records"):
         write_pack(tmp_path / "a.pack", [make()])
     monkeypatch.undo()

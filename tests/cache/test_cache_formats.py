@@ -28,7 +28,7 @@ from tilekern.cache import (
     lookup,
     write_pack,
 )
-from tilekern.cache.trust import read_signatures, trust_roots
+from tilekern.cache.trust.policy import read_signatures, trust_roots
 
 GOLDEN = Path(__file__).parent / "golden"
 SCHEMAS = {1: GOLDEN, 2: GOLDEN / "record-2", 3: GOLDEN / "record-3"}

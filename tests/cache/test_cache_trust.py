@@ -27,8 +27,8 @@ from tilekern.cache import (
     write_pack,
 )
 from tilekern.cache.keys import signature_path
-from tilekern.cache.signing import SigningKey, generate_key, is_signed
-from tilekern.cache.trust import read_signatures, trust_roots
+from tilekern.cache.trust.policy import read_signatures, trust_roots
+from tilekern.cache.trust.signing import SigningKey, generate_key, is_signed
 
 
 @pytest.fixture(autouse=True)

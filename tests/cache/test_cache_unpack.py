@@ -13,8 +13,8 @@ import pytest
 from cache_samples import PROBLEM, blob_file, find, make, put
 
 from tilekern.cache import CacheError, FolderLayer, Missing, Store, UnknownSchema, install_pack, write_pack
-from tilekern.cache.incoming import Incoming
 from tilekern.cache.keys import blob_path
+from tilekern.cache.packs.incoming import Incoming
 
 ROWS = (1, 64, 8192)
 WRITING = ("os.mkdir", "os.rename", "os.link", "os.utime")

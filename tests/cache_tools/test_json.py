@@ -13,7 +13,7 @@ from cache_tools.__main__ import main
 from cache_tools.cli import app
 from tilekern.cache import Store, note_misses, note_wanted, wanted_name, write_pack
 from tilekern.cache.keys import signature_path
-from tilekern.cache.signing import SigningKey, generate_key
+from tilekern.cache.trust.signing import SigningKey, generate_key
 
 pytestmark = pytest.mark.processes
 

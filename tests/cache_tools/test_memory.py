@@ -50,7 +50,7 @@ def test_diff_does_not_hold_all_records(large, tmp_path, capsys):
 
 
 def test_pack_does_not_hold_all_records(cli, large, tmp_path, monkeypatch):
-    monkeypatch.setattr("tilekern.cache.writing_packs._IN_MEMORY", 1_000_000)
+    monkeypatch.setattr("tilekern.cache.packs.writing._IN_MEMORY", 1_000_000)
     cli("pack", str(tmp_path / "first.pack"), "--problem", "rows=1")
     (code, out, _), peak = measured(lambda: cli("pack", str(tmp_path / "all.pack")))
     assert code == 0

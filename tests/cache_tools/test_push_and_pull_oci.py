@@ -78,7 +78,7 @@ def test_the_artifact_says_what_it_is(cli, registry, pack):
     assert manifest["config"]["mediaType"] == "application/vnd.oci.empty.v1+json"
     assert registry.blob(manifest["config"]["digest"].removeprefix("sha256:")).read_bytes() == b"{}"
     assert manifest["annotations"] == {
-        "tilekern.records": "2",
+        "tilekern.runtime.records": "2",
         "tilekern.targets": "sm_100-b200-148,sm_90-h200-132",
         "tilekern.toolkits": "tileiras-13.4.92",
     }

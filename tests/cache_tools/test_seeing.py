@@ -7,9 +7,9 @@ from cache_samples import B200, H100, H200, PROBLEM, failing_folders, made_today
 from command_line import KEY, process, refused
 
 from cache_tools.sources import user_cache
-from tilekern import dispatch
 from tilekern.cache import FolderLayer, Store, Where, default_layers, note_misses, note_wanted, wanted_name, write_pack
 from tilekern.kernels import spec_named
+from tilekern.runtime import dispatch
 from tilekern.targets import resolve
 from tilekern.toolchain import toolkit as installed
 

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 FIND = f"""
 import sys
 from tilekern.cache import default_layers, lookup
-from tilekern.source import Digests
+from tilekern.source.digests import Digests
 layers = default_layers()
 hit = lookup("rms_norm", {{**{PROBLEM!r}, "rows": int(sys.argv[1])}}, bucketed=[], target_key={H200["key"]!r},
              arch="sm_90", toolkit_key="tileiras-13.4.92", source=Digests("", {SOURCE!r}, {SPACE!r}), layers=layers)

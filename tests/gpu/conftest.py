@@ -15,8 +15,9 @@ sys.path += [str(HERE.parent / "kernels"), str(HERE.parent / "ops")]
 
 import gpu_samples  # noqa: E402 (found through the path above)
 
-from tilekern import dispatch, toolchain  # noqa: E402
+from tilekern import toolchain  # noqa: E402
 from tilekern.errors import CacheMiss  # noqa: E402
+from tilekern.runtime import dispatch  # noqa: E402
 
 
 def pytest_collection_modifyitems(items):

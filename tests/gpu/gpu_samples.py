@@ -9,15 +9,15 @@ import torch
 from gpu_training import CONFIG, TOKENS
 from spec_samples import inputs_of
 
-from tilekern import dispatch
 from tilekern.kernels import spec_named
 from tilekern.launcher import PrebuiltKernel
+from tilekern.runtime import dispatch
 from tilekern.spec import ArrayParameter, KernelSpec, LibraryCall, Problem
 from tilekern.targets import resolve
 from tuning.plan.given import plan_of_problem
 from tuning.plan.models import plan_of_model
 from tuning.plan.steps import Steps
-from tuning.verifying import Check, compare, expected_results, make_outputs
+from tuning.verify.check import Check, compare, expected_results, make_outputs
 
 ROWS = (1, 13, 1009)
 BF16, FP16, FP32 = "bfloat16", "float16", "float32"

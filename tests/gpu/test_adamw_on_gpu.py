@@ -8,8 +8,8 @@ import torch
 from adamw_samples import KERNEL, error, launches, parameters, twins
 
 import tilekern
-from tilekern import dispatch
-from tilekern.dispatch import counters
+from tilekern.runtime import dispatch
+from tilekern.runtime.dispatch import counters
 
 DTYPES = (torch.bfloat16, torch.float32)
 # Two of each width of rows, several blocks and one; an odd number of elements; none.

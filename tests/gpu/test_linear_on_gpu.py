@@ -10,7 +10,7 @@ from tilekern.launcher import PrebuiltKernel, Variant, launch
 from tilekern.spec import ALIGNED
 from tilekern.targets import here
 from tilekern.toolchain import compile_candidate, toolkit
-from tuning.verifying import launch_arguments
+from tuning.verify.check import launch_arguments
 
 SPEC = spec_named("matmul")
 

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 import tilekern
-from tilekern import cache, dispatch, toolchain
+from tilekern import cache, toolchain
 from tilekern.errors import CacheMiss
 from tilekern.kernels import spec_named
+from tilekern.runtime import dispatch
 from tilekern.targets import here
 from tuning.plan.models import plan_of_model
 from tuning.plan.steps import Steps

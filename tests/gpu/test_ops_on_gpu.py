@@ -6,8 +6,8 @@ import pytest
 import torch
 from op_samples import OPS, assert_near, expected, inputs_of, laid_out
 
-from tilekern import dispatch
 from tilekern.ops import attention, linear_cross_entropy, rms_norm, swiglu
+from tilekern.runtime import dispatch
 
 EPS = 1e-6
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2}

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from tilekern.targets import here
-from tuning import timing
-from tuning.gpu import load_code
-from tuning.lines import COPY
+from tuning.measure import timing
+from tuning.measure.gpu import load_code
+from tuning.measure.timing import Stopwatch, rewriting
 from tuning.strategies import WON, Lineup, strategy_named
 from tuning.strategies.runner import GpuRunner
-from tuning.timing import Stopwatch, rewriting
+from tuning.sweep.lines import COPY
 
 MIB = 1 << 20
 

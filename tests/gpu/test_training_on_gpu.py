@@ -9,9 +9,10 @@ from curve_spread import rank_of_division
 from gpu_training import CONFIG, ORDERS, ROWS, TOKENS, batches, curve, gradients, patched
 
 import tilekern
-from tilekern import cache, dispatch
+from tilekern import cache
 from tilekern.kernels import spec_named
-from tilekern.records import record_of
+from tilekern.runtime import dispatch
+from tilekern.runtime.records import record_of
 from tilekern.spec import Config
 from tilekern.targets import here
 from tilekern.toolchain import toolkit

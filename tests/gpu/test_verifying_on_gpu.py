@@ -7,17 +7,17 @@ import pytest
 import torch
 from spec_samples import sized
 
-from tilekern.dispatch import plan_for
 from tilekern.kernels import all_specs, spec_named
 from tilekern.kernels.tiles import ConstInt
 from tilekern.launcher import launch
+from tilekern.runtime.dispatch import plan_for
 from tilekern.spec import ALIGNED, GENERIC
 from tilekern.targets import here
 from tilekern.toolchain import compile_candidate, toolkit
-from tuning.battery import Battery
-from tuning.bench import Bench
-from tuning.candidates import LIBRARY_LINE, candidate
-from tuning.tasks import Entrant, Task
+from tuning.measure.bench import Bench
+from tuning.measure.tasks import Entrant, Task
+from tuning.sweep.candidates import LIBRARY_LINE, candidate
+from tuning.verify.battery import Battery
 
 needs_a_compiler = pytest.mark.skipif(toolkit() is None, reason="no tile compiler is installed")
 # Sizes of a small model that is real.

@@ -8,11 +8,11 @@ import torch
 from hypothesis import strategies as st
 
 from tilekern import interpreter
-from tilekern.dispatch import plan_for
 from tilekern.kernels import all_specs
+from tilekern.runtime.dispatch import plan_for
 from tilekern.spec import DTYPES, Config, KernelSpec, LibraryCall, Problem
 from tilekern.targets import INTERPRETED
-from tuning.verifying import Check, compare, expected_results, launch_arguments, make_outputs
+from tuning.verify.check import Check, compare, expected_results, launch_arguments, make_outputs
 
 SPECS = list(all_specs().values())
 NAMES = [spec.name for spec in SPECS]

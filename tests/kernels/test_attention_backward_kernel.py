@@ -13,7 +13,7 @@ from tilekern.kernels.attention_backward import DELTA, DKDV, DQ
 from tilekern.spec import ALIGNED
 from tilekern.targets import INTERPRETED, resolve
 from tilekern.toolchain import compile_candidate, toolkit
-from tuning.verifying import launch_arguments, make_outputs
+from tuning.verify.check import launch_arguments, make_outputs
 
 SIZES = {"batch": 2, "queries": 100, "keys": 100, "heads": 2, "kv_heads": 1, "head_dim": 20}
 FLAGS = ("causal", "windowed", "capped", "packed")

@@ -6,9 +6,9 @@ import pytest
 import torch
 from spec_samples import interpret, sized
 
-from tilekern.dispatch import counters, plan_for
 from tilekern.kernels import attention_cudnn
 from tilekern.kernels.attention_gradients import SPEC, reference
+from tilekern.runtime.dispatch import counters, plan_for
 from tilekern.spec import Config, LibraryCall
 from tilekern.targets import INTERPRETED, KNOWN, resolve
 

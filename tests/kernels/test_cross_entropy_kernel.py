@@ -14,7 +14,7 @@ from tilekern.kernels.cross_entropy_fused import FUSED
 from tilekern.spec import ALIGNED, GENERIC
 from tilekern.targets import INTERPRETED, resolve
 from tilekern.toolchain import compile_candidate, toolkit
-from tuning.verifying import compare, expected_results, launch_arguments, make_outputs
+from tuning.verify.check import compare, expected_results, launch_arguments, make_outputs
 
 FORWARD, BACKWARD = cross_entropy.FORWARD, cross_entropy.BACKWARD
 every_spec = pytest.mark.parametrize("spec", [FORWARD, BACKWARD, FUSED], ids=lambda spec: spec.name)

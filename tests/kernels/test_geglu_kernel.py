@@ -5,7 +5,7 @@ from spec_samples import interpret, sized
 from tilekern import interpreter
 from tilekern.kernels import spec_named
 from tilekern.targets import INTERPRETED
-from tuning.verifying import launch_arguments, make_outputs
+from tuning.verify.check import launch_arguments, make_outputs
 
 FORWARD, BACKWARD = spec_named("geglu_forward"), spec_named("geglu_backward")
 forms = pytest.mark.parametrize("tanh", [False, True])

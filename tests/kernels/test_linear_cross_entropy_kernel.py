@@ -10,15 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from spec_samples import inputs_of, interpret
 
-from tilekern.dispatch import LibraryPlan, counters, plan_for
 from tilekern.errors import CacheMiss
 from tilekern.kernels import linear, spec_named
 from tilekern.kernels.linear_cross_entropy import LossOptions, gradients, losses, split
+from tilekern.runtime.dispatch import LibraryPlan, counters, plan_for
 from tilekern.spec import DTYPES, ITEM_BYTES, Config, bucket, cdiv
 from tilekern.targets import INTERPRETED, KNOWN, resolve
 from tuning.plan.given import with_parts
 from tuning.plan.presets import PRESETS
-from tuning.verifying import compare, expected_results
+from tuning.verify.check import compare, expected_results
 
 SPEC = spec_named("linear_cross_entropy")
 WAYS = ("cublas", "tuned")

@@ -9,14 +9,14 @@ from spec_samples import VIEWS, configs, inputs_of, interpret, seen_as
 
 from tilekern import interpreter
 from tilekern.cubin import read_resources
-from tilekern.dispatch import counters, plan_for
 from tilekern.kernels import spec_named
 from tilekern.kernels.linear import by_cublas, by_winner, sizes
 from tilekern.kernels.linear_space import generic, is_tile, tiles, unit_of
+from tilekern.runtime.dispatch import counters, plan_for
 from tilekern.spec import ALIGNED, DTYPES, GENERIC
 from tilekern.targets import INTERPRETED, KNOWN, resolve
 from tilekern.toolchain import compile_candidate, toolkit
-from tuning.verifying import compare, expected_results, launch_arguments
+from tuning.verify.check import compare, expected_results, launch_arguments
 
 SPEC = spec_named("matmul")
 FLAGS = tuple(d.name for d in SPEC.dimensions if d.kind == "flag")

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import tilekern
-from tilekern.dispatch import counters
+from tilekern.runtime.dispatch import counters
 
 RANKS, STEPS = 2, 4
 

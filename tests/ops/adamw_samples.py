@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from tilekern.dispatch import counters
+from tilekern.runtime.dispatch import counters
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 KERNEL = "adamw"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tilekern import dispatch
+from tilekern.runtime import dispatch
 
 
 @pytest.fixture(scope="module", autouse=True)

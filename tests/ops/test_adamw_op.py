@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tilekern
-from tilekern.dispatch import counters
 from tilekern.ops.adamw import _in_order, scalars_of
+from tilekern.runtime.dispatch import counters
 
 # Numbers of elements of every width of rows, and around them.
 SIZES = (0, 1, 2, 15, 16, 17, 255, 256, 257, 4095, 4096, 4097, 3 * 4096, 5 * 256, 7 * 16)

@@ -2,9 +2,9 @@ import pytest
 import torch
 from op_samples import DTYPES, EPS, TOLERANCE, assert_near, laid_out
 
-from tilekern import dispatch
 from tilekern.kernels.add_rms_norm import reference_forward
 from tilekern.ops.add_rms_norm import add_rms_norm
+from tilekern.runtime import dispatch
 
 
 def inputs_of(shape, dtype=torch.float32, weight_dtype=None, layouts=("contiguous",), seed=0):

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from op_samples import DTYPES, LAYOUTS, TOLERANCE, assert_near, laid_out
 
 import tilekern
-from tilekern.dispatch import counters
 from tilekern.ops.cross_entropy import cross_entropy
+from tilekern.runtime.dispatch import counters
 
 FORWARD, BACKWARD = "cross_entropy_forward", "cross_entropy_backward"
 

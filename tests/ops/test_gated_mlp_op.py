@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from op_samples import DTYPES, LAYOUTS, TOLERANCE, assert_near, laid_out
 
-from tilekern.dispatch import counters
 from tilekern.ops import gated_mlp
+from tilekern.runtime.dispatch import counters
 
 linear, silu = torch.nn.functional.linear, torch.nn.functional.silu
 REMAKE, FORWARD = "swiglu_backward_remake", "swiglu_forward"

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from op_samples import DTYPES, TOLERANCE, assert_near
 
-from tilekern import dispatch
-from tilekern.dispatch import counters
 from tilekern.kernels import linear_cross_entropy as kernels
 from tilekern.ops.linear_cross_entropy import linear_cross_entropy
+from tilekern.runtime import dispatch
+from tilekern.runtime.dispatch import counters
 
 NAME = "linear_cross_entropy"
 CHUNK = 4

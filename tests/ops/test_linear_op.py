@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from op_samples import DTYPES, LAYOUTS, TOLERANCE, assert_near, laid_out
 
-from tilekern import dispatch
 from tilekern.ops.linear import _find, linear
+from tilekern.runtime import dispatch
 
 ACTIVATIONS = (None, "gelu", "gelu_tanh", "silu")
 

@@ -11,12 +11,13 @@ import torch
 from op_samples import SHIPPED, SIZES, WITH_ARRAYS, assert_near, laid_out
 from torch.autograd import forward_ad
 
-from tilekern import dispatch, ops
+from tilekern import ops
 from tilekern.kernels import rms_norm as rms_norm_kernels
 from tilekern.ops import writing
 from tilekern.ops.operation import operation
 from tilekern.ops.registration import Rows
-from tilekern.plans import Plan
+from tilekern.runtime import dispatch
+from tilekern.runtime.plans import Plan
 from tilekern.spec import DTYPES, Array, Config, Dimension, Implementation, ScalarParameter, outputs_of
 
 GOLDEN = Path(__file__).parent / "golden"

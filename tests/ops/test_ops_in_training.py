@@ -8,8 +8,9 @@ from op_samples import EPS, OPS, SHIPPED, assert_near, inputs_of, scalars_of, te
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
-from tilekern import dispatch, interpreter, ops
+from tilekern import interpreter, ops
 from tilekern.ops import gated_mlp, linear_cross_entropy, rms_norm, rope, swiglu
+from tilekern.runtime import dispatch
 
 every_op = pytest.mark.parametrize("op", OPS.values(), ids=OPS)
 SHAPE = (2, 3, 4, 10)

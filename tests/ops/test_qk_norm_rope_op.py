@@ -2,9 +2,9 @@ import pytest
 import torch
 from op_samples import DTYPES, EPS, TOLERANCE, assert_near, laid_out
 
-from tilekern import dispatch
 from tilekern.kernels import qk_norm_rope as kernels
 from tilekern.ops.qk_norm_rope import qk_norm_rope
+from tilekern.runtime import dispatch
 
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
 

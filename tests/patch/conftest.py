@@ -2,7 +2,7 @@ import pytest
 import torch
 
 import tilekern
-from tilekern import dispatch
+from tilekern.runtime import dispatch
 
 
 @pytest.fixture(autouse=True)

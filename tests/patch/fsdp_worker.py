@@ -12,7 +12,7 @@ import torch.distributed as dist
 from tiny_qwen3 import IDS, make, worst
 
 import tilekern
-from tilekern.dispatch import counters
+from tilekern.runtime.dispatch import counters
 
 RANKS = 2
 NAME = "linear_cross_entropy"

@@ -13,9 +13,9 @@ from tiny_qwen3 import launched, launches, make, step
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 import tilekern
-from tilekern import dispatch
 from tilekern.errors import InputError
 from tilekern.patch import Patch, digest_of, registry, replacements
+from tilekern.runtime import dispatch
 
 OPS = registry.known_ops()
 MODULE = qwen3.__name__
@@ -218,7 +218,8 @@ def test_threads():
 
 def test_importing_the_room_does_not_import_transformers():
     code = (
-        "import sys, tilekern, tilekern.patch, tilekern.warmup; tilekern.reset(); print('transformers' in sys.modules)"
+        "import sys, tilekern, tilekern.patch, tilekern.runtime.warmup; tilekern.reset()\n"
+        "print('transformers' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

@@ -8,10 +8,10 @@ import torch
 from tiny_qwen3 import launches, worst
 
 import tilekern
-from tilekern import dispatch
 from tilekern.errors import InputError
 from tilekern.patch import attention as implementation
 from tilekern.patch import registry
+from tilekern.runtime import dispatch
 
 TROUBLESHOOTING = Path(__file__).parents[2] / "docs" / "troubleshooting.md"
 pytestmark = pytest.mark.usefixtures("interpreted")

@@ -14,8 +14,8 @@ from tiny_qwen3 import IDS, launched, launches, same, worst
 from tiny_qwen3 import make as make_tiny
 
 import tilekern
-from tilekern.dispatch import counters
 from tilekern.patch import registry
+from tilekern.runtime.dispatch import counters
 
 NAME = "linear_cross_entropy"
 make = functools.partial(make_tiny, layers=1)

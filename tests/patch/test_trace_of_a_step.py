@@ -5,13 +5,13 @@ import torch
 from tiny_qwen3 import IDS, SINGLE, make
 
 import tilekern
-from tilekern import dispatch
 from tilekern.errors import InputError
 from tilekern.kernels import spec_named
 from tilekern.patch import registry
-from tilekern.stepping import Batch, step_as_it_is
+from tilekern.runtime import dispatch
 from tilekern.targets import resolve
-from tilekern.tracing import Trace, tracing
+from tilekern.tracing.recorder import Trace, tracing
+from tilekern.tracing.stepping import Batch, step_as_it_is
 
 H200 = resolve("H200")
 # A small model of each family that has patches.

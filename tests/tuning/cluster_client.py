@@ -12,8 +12,8 @@ from cluster_samples import RecordedNode
 
 from tuning.executors.cluster import ClusterExecutor
 from tuning.executors.node import package_folder
-from tuning.measuring import tasks
-from tuning.sweep import Sweep
+from tuning.measure.stage import tasks
+from tuning.sweep.folder import Sweep
 
 if __name__ == "__main__":
     sweep = Sweep(Path(sys.argv[2]))

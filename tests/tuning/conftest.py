@@ -6,8 +6,8 @@ import pytest
 from tuning_samples import SMALL
 
 from tilekern.targets import Target, resolve
-from tuning.compiling import compile_all
-from tuning.sweep import Sweep
+from tuning.compile.stage import compile_all
+from tuning.sweep.folder import Sweep
 
 
 @pytest.fixture(scope="session")

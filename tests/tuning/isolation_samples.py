@@ -13,13 +13,13 @@ from pathlib import Path
 
 from tilekern.toolchain import toolkit
 from tuning import disposable
-from tuning.candidates import Candidate
-from tuning.compile_pool import Answer
-from tuning.steps import CUDA, INPUTS, QUEUE, STRATEGY, Steps
-from tuning.tasks import Task
-from tuning.timing import Timing
-from tuning.verifying import Check
-from tuning.worker import CHECKED, DONE, DOUBT, FAULT, RACING, READY, TIMED
+from tuning.compile.pool import Answer
+from tuning.measure.steps import CUDA, INPUTS, QUEUE, STRATEGY, Steps
+from tuning.measure.tasks import Task
+from tuning.measure.timing import Timing
+from tuning.measure.worker import CHECKED, DONE, DOUBT, FAULT, RACING, READY, TIMED
+from tuning.sweep.candidates import Candidate
+from tuning.verify.check import Check
 
 RIGHT = Check(passed=True, relative_error=0.0, elementwise_error=0.0)
 TIMING = Timing(5.0, 0.1, 20)

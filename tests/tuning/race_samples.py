@@ -9,9 +9,9 @@ from pathlib import Path
 
 import cuda.tile.tune._tune as cutile
 
-from tuning.lines import COPY
 from tuning.strategies import WON, Lineup
 from tuning.strategies.replay import Noise, ReplayRunner
+from tuning.sweep.lines import COPY
 
 DEFAULT = "default"
 

@@ -8,7 +8,7 @@ from tuning_samples import SMALL
 
 from tilekern.cache import Store
 from tilekern.kernels import spec_named
-from tilekern.records import record_of
+from tilekern.runtime.records import record_of
 from tilekern.targets import resolve
 from tuning.refreshing import Refresh, Survey
 

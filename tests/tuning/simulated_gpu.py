@@ -14,7 +14,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from tilekern import interpreter
-from tuning import bench, worker
+from tuning.measure import bench, worker
 
 
 class Event:
@@ -58,7 +58,7 @@ def _launch(stream: int, grid: tuple[int, ...], kernel: Any, arguments: tuple[An
 
 
 def serve(*arguments: Any) -> None:
-    """The worker's :func:`tuning.worker.serve` on the simulated GPU; for a process of its own, which it changes."""
+    """What a worker serves (:mod:`tuning.measure.worker`), on the simulated GPU; it changes the process it is in."""
     torch.Generator = Generator  # type: ignore[misc]
     cuda = {
         "Event": Event,

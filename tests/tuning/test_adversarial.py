@@ -7,9 +7,9 @@ import torch
 from spec_samples import NAMES, SPECS, sized
 
 from tilekern.kernels import spec_named
-from tuning import adversarial
-from tuning.adversarial import changed_names, drawn, drawn_and_counted, placed, reached, results_in, scaled
-from tuning.verifying import expected_results
+from tuning.verify import adversarial
+from tuning.verify.adversarial import changed_names, drawn, drawn_and_counted, placed, reached, results_in, scaled
+from tuning.verify.check import expected_results
 
 every_spec = pytest.mark.parametrize("spec", SPECS, ids=NAMES)
 

@@ -10,15 +10,16 @@ import pytest
 import torch
 from spec_samples import SPECS, sized
 
-from tilekern import dispatch, interpreter
-from tilekern.dispatch import plan_for
+from tilekern import interpreter
 from tilekern.kernels import spec_named
 from tilekern.kernels.tiles import ConstInt
+from tilekern.runtime import dispatch
+from tilekern.runtime.dispatch import plan_for
 from tilekern.spec import DTYPES, Config, KernelSpec, LibraryCall, Problem
 from tilekern.targets import INTERPRETED
-from tuning.battery import Battery
-from tuning.cases import Cases, Kept, Room, ValueCases
-from tuning.verifying import launch_arguments
+from tuning.verify.battery import Battery
+from tuning.verify.cases import Cases, Kept, Room, ValueCases
+from tuning.verify.check import launch_arguments
 
 pytestmark = pytest.mark.slow
 
@@ -298,7 +299,7 @@ def test_a_problem_that_need_not_repeat_is_not_held_to_it():
 def test_references_are_computed_once_for_all_candidates(monkeypatch):
     problem, config = PROBLEMS[SWIGLU], SWIGLU.generic(PROBLEMS[SWIGLU])
     battery, computed = battery_of(SWIGLU, problem), []
-    for name in ("tuning.cases.expected_results", "tuning.adversarial.expected_results"):
+    for name in ("tuning.verify.cases.expected_results", "tuning.verify.adversarial.expected_results"):
         monkeypatch.setattr(name, lambda *given: computed.append(given) or SWIGLU.reference(**given[2]))
     run = functools.partial(interpret, SWIGLU, config)
     first = battery.confirm(config, run)

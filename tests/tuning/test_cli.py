@@ -15,10 +15,10 @@ from tilekern import toolchain
 from tilekern.targets import resolve
 from tuning import cli, commands
 from tuning.commands import COMMANDS, command_named, refresh, tune
-from tuning.compiling import compile_all
-from tuning.measuring import MeasureSummary
+from tuning.compile.stage import compile_all
+from tuning.measure.stage import MeasureSummary
 from tuning.options import STAGES
-from tuning.sweep import Sweep
+from tuning.sweep.folder import Sweep
 
 # The head sizes of DeepSeek-V3.
 LATENT = {
@@ -63,7 +63,7 @@ def test_a_sweep_in_which_nothing_compiled_is_an_error(monkeypatch, tmp_path: Pa
     sweep = Sweep(tmp_path / "sweep")
     sweep.begin(h200, "test", [SMALL])
     compile_all(sweep, jobs=2, timeout_s=0.001)
-    monkeypatch.setattr("tuning.compiling.wanted", lambda *_: iter(()))
+    monkeypatch.setattr("tuning.compile.stage.wanted", lambda *_: iter(()))
     code = cli.main(["--stages", "compile,measure", "--sweep", str(sweep.folder), "--cache-dir", str(tmp_path / "c")])
     assert code == 2
     said = capsys.readouterr().err
@@ -211,7 +211,7 @@ def test_the_measure_stage_is_given_the_strategy_and_the_gpus(compiled_sweep: Sw
         return MeasureSummary(0, 0, 0, 0.0)
 
     monkeypatch.setattr("tuning.executors.local.LocalExecutor", Executor)
-    monkeypatch.setattr("tuning.measuring.measure_all", measure_all)
+    monkeypatch.setattr("tuning.measure.stage.measure_all", measure_all)
     arguments = ["--stages", "measure", "--sweep", str(compiled_sweep.folder), "--cache-dir", str(tmp_path), "--json"]
     assert cli.main([*arguments, "--strategy", "exhaustive", "--gpus", "3"]) == 0
     assert asked == {"cache": compiled_sweep.cache, "most": 3, "strategy": "exhaustive"}

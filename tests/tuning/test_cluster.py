@@ -21,12 +21,12 @@ from tilekern.spec import ALIGNED
 from tilekern.targets import here, resolve
 from tilekern.toolchain import Toolkit, toolkit
 from tuning import cli
-from tuning.compiling import compile_all
+from tuning.compile.stage import compile_all
 from tuning.executors import FINISHED
-from tuning.measuring import measure_all, tasks
-from tuning.process import TOOK
+from tuning.measure.process import TOOK
+from tuning.measure.stage import measure_all, tasks
 from tuning.publishing import keep_winners, winners
-from tuning.sweep import Sweep
+from tuning.sweep.folder import Sweep
 
 ray = pytest.importorskip("ray")
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from tilekern.kernels import spec_named
-from tilekern.records import record_of
+from tilekern.runtime.records import record_of
 from tilekern.targets import resolve
 from tuning.commands import refresh
-from tuning.console import table_console, table_for
+from tuning.commands.console import table_console, table_for
 from tuning.plan.models import plan_of_model
 from tuning.plan.steps import Steps
 from tuning.refreshing import Change

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from tilekern.errors import InputError
-from tuning import quarantine
 from tuning.plan.configs import config_named
-from tuning.planned import PlanFile
 from tuning.refreshing import Refresh
-from tuning.service.history import Failures, History
+from tuning.serve.history import Failures, History
+from tuning.sweep import quarantine
+from tuning.sweep.plan import PlanFile
 
 DEEP = "[" * 100_000
 GOLDEN = Path(__file__).parents[1] / "golden"

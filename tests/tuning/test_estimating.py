@@ -17,11 +17,8 @@ from tilekern.kernels import all_specs, spec_named
 from tilekern.spec import Problem
 from tilekern.targets import Target
 from tuning import cli
-from tuning.candidates import candidates
 from tuning.commands import tune
-from tuning.commands.status import standing
-from tuning.compiling import compile_all, default_jobs, jobs_of, wanted
-from tuning.estimating import (
+from tuning.commands.estimating import (
     CANDIDATE_ROOFLINES,
     CANDIDATE_S,
     COMPILE_S,
@@ -36,11 +33,14 @@ from tuning.estimating import (
     estimate_compile,
     estimate_measure,
 )
+from tuning.commands.status import standing
+from tuning.compile.stage import compile_all, default_jobs, jobs_of, wanted
 from tuning.plan.models import plan_of_model
 from tuning.plan.steps import Steps
-from tuning.roofline import launch_s
+from tuning.predict.roofline import launch_s
 from tuning.strategies.exhaustive import LEAST_ROUNDS, ROUNDS
-from tuning.sweep import Sweep
+from tuning.sweep.candidates import candidates
+from tuning.sweep.folder import Sweep
 
 RUN = {"run": "1", "stage": "measure", "host": "here", "process": 1, "started": "", "ended": True}
 
@@ -274,7 +274,7 @@ def test_a_dry_run_refuses_what_the_run_would(compiled_sweep: Sweep, capsys):
 
 def test_a_dry_run_counts_on_the_gpus_of_this_host_where_they_are_the_target(monkeypatch, tmp_path: Path, capsys, h200):
     monkeypatch.setattr(tune, "here", lambda: h200)
-    monkeypatch.setattr("tuning.gpu.devices", lambda: ["0", "1", "2"])
+    monkeypatch.setattr("tuning.measure.gpu.devices", lambda: ["0", "1", "2"])
     small = ("qwen3-0.6b", "--gpu", "H200", "--ops", "swiglu", "--cache-dir", str(tmp_path))
     assert "over 3 GPUs" in dry_run(capsys, *small)
     assert "over 2 GPUs" in dry_run(capsys, *small, "--gpus", "2")

@@ -13,12 +13,12 @@ from tuning_samples import SMALL
 
 from tilekern.errors import InputError
 from tilekern.kernels import spec_named
-from tuning import gpu
 from tuning.executors import FINISHED, local, work
 from tuning.executors.local import LocalExecutor
-from tuning.measuring import entrants
-from tuning.process import LAUNCH_TIMEOUT_S
-from tuning.tasks import Task
+from tuning.measure import gpu
+from tuning.measure.process import LAUNCH_TIMEOUT_S
+from tuning.measure.stage import entrants
+from tuning.measure.tasks import Task
 
 ROWS = (256, 1 << 20, 512, 1 << 22, 1024, 1 << 21)
 

@@ -20,11 +20,11 @@ from tuning_samples import SMALL
 from tilekern.errors import InputError
 from tilekern.spec import Config
 from tuning import cli
-from tuning.html_report import Report, Row, as_csv, as_html, as_json, report_of, write_report
-from tuning.html_report.columns import frontier, problems_of
-from tuning.html_report.rows import LEFT_OUT, STATUSES
 from tuning.publishing import winners
-from tuning.sweep import Sweep
+from tuning.report import Report, Row, as_csv, as_html, as_json, report_of, write_report
+from tuning.report.columns import frontier, problems_of
+from tuning.report.rows import LEFT_OUT, STATUSES
+from tuning.sweep.folder import Sweep
 
 ROOT = Path(__file__).parents[2]
 RECORDED = Path(__file__).with_name("data") / "qwen3-8b-h200.json.gz"

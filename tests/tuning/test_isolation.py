@@ -28,11 +28,12 @@ from tuning_samples import SMALL
 
 from tilekern.errors import InputError
 from tilekern.kernels import spec_named
-from tuning import disposable, process
-from tuning.measuring import entrants
-from tuning.process import TOOK, Worker, measure_task
-from tuning.steps import CUDA, INPUTS, QUEUE
-from tuning.tasks import Task
+from tuning import disposable
+from tuning.measure import process
+from tuning.measure.process import TOOK, Worker, measure_task
+from tuning.measure.stage import entrants
+from tuning.measure.steps import CUDA, INPUTS, QUEUE
+from tuning.measure.tasks import Task
 
 pytestmark = pytest.mark.processes
 

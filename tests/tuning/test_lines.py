@@ -9,11 +9,11 @@ from recorded import RecordedExecutor
 
 from tuning import cli
 from tuning.commands.status import standing
-from tuning.compiling import wanted
-from tuning.lines import is_whole
-from tuning.measuring import measure_all, tasks
+from tuning.compile.stage import wanted
+from tuning.measure.stage import measure_all, tasks
 from tuning.publishing import keep_winners, winners
-from tuning.sweep import Sweep
+from tuning.sweep.folder import Sweep
+from tuning.sweep.lines import is_whole
 
 # With the field that says what a line is about.
 JOURNALS = {

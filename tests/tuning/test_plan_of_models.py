@@ -14,7 +14,7 @@ from tilekern.errors import InputError
 from tilekern.kernels.adamw import WIDTHS, flat_shape
 from tilekern.spec import bucket
 from tilekern.targets import resolve
-from tilekern.tracing import Trace, tracing
+from tilekern.tracing.recorder import Trace, tracing
 from tuning.plan import models
 from tuning.plan.configs import config_named, config_of
 from tuning.plan.models import known_ops, plan_of_model

@@ -9,11 +9,11 @@ from msgspec.structs import replace
 from transformers import Qwen3Config
 
 import tilekern
-from tilekern import dispatch
 from tilekern.cache import Store
 from tilekern.errors import InputError
 from tilekern.kernels import spec_named
-from tilekern.records import record_of
+from tilekern.runtime import dispatch
+from tilekern.runtime.records import record_of
 from tilekern.targets import resolve
 from tilekern.toolchain import toolkit
 from tuning import cli

@@ -11,11 +11,11 @@ from tuning_samples import COMPILED, SMALL
 from tilekern.errors import TilekernWarning
 from tilekern.kernels import spec_named
 from tilekern.spec import ALIGNED
-from tuning import libraries
-from tuning.measuring import measure_all
+from tuning.measure import libraries
+from tuning.measure.stage import measure_all
 from tuning.publishing import keep_winners
-from tuning.quarantine import shared
-from tuning.sweep import Sweep
+from tuning.sweep.folder import Sweep
+from tuning.sweep.quarantine import shared
 
 REASON = "AcceleratorError: CUDA error: an illegal memory access was encountered"
 

@@ -16,17 +16,17 @@ from tuning_samples import SMALL
 from tilekern.cache import BestKernel, FolderLayer, PackLayer, Record, Store, write_pack
 from tilekern.errors import InputError
 from tilekern.kernels import spec_named
-from tilekern.records import record_of
+from tilekern.runtime.records import record_of
 from tilekern.spec import Config
 from tilekern.targets import resolve
 from tilekern.toolchain import toolkit
 from tuning import cli
-from tuning.candidates import candidates
 from tuning.commands import refresh as command
-from tuning.measuring import measure_all
+from tuning.measure.stage import measure_all
 from tuning.publishing import keep_winners, winners
 from tuning.refreshing import Refresh, survey
-from tuning.sweep import Sweep
+from tuning.sweep.candidates import candidates
+from tuning.sweep.folder import Sweep
 
 HERE = Path(__file__).parent
 H200 = resolve("H200")

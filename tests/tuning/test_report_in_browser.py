@@ -14,9 +14,9 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.select import Select
 from tuning_samples import SMALL
 
-from tuning.html_report import Report, as_html, report_of
-from tuning.html_report.columns import problems_of
-from tuning.sweep import Sweep
+from tuning.report import Report, as_html, report_of
+from tuning.report.columns import problems_of
+from tuning.sweep.folder import Sweep
 
 pytestmark = [pytest.mark.processes, NEEDS_BROWSER]
 FLAGS = (

@@ -16,11 +16,11 @@ from tuning_samples import SMALL
 
 from tilekern.kernels import spec_named
 from tilekern.spec import ALIGNED, Config
-from tuning.candidates import candidates
-from tuning.compiling import wanted
-from tuning.measuring import measure_all, tasks
+from tuning.compile.stage import wanted
+from tuning.measure.stage import measure_all, tasks
 from tuning.publishing import keep_winners, winners
-from tuning.sweep import Sweep
+from tuning.sweep.candidates import candidates
+from tuning.sweep.folder import Sweep
 
 pytestmark = pytest.mark.processes
 

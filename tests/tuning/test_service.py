@@ -12,7 +12,6 @@ import pytest
 from service_samples import OTHER, REASON, Running, status, until, want
 from tuning_samples import SMALL
 
-from tilekern import dispatch
 from tilekern.cache import (
     Artifact,
     BestKernel,
@@ -24,20 +23,21 @@ from tilekern.cache import (
     wanted_name,
 )
 from tilekern.kernels import spec_named
-from tilekern.records import record_of
+from tilekern.runtime import dispatch
+from tilekern.runtime.records import record_of
 from tilekern.targets import resolve
 from tilekern.toolchain import compile_candidate, toolkit
 from tuning import cli
-from tuning.planned import Named
-from tuning.roofline import launch_s
-from tuning.service import history, loop
-from tuning.service.board import Board
-from tuning.service.cost import OWN_OP, lost
-from tuning.service.history import Failures, History
-from tuning.service.loop import Service
-from tuning.service.tuner import How, tune
-from tuning.service.watched import PREDICTED, WatchedCache
-from tuning.sweep import Sweep
+from tuning.predict.roofline import launch_s
+from tuning.serve import history, loop
+from tuning.serve.board import Board
+from tuning.serve.cost import OWN_OP, lost
+from tuning.serve.history import Failures, History
+from tuning.serve.loop import Service
+from tuning.serve.tuner import How, tune
+from tuning.serve.watched import PREDICTED, WatchedCache
+from tuning.sweep.folder import Sweep
+from tuning.sweep.plan import Named
 
 H200 = resolve("H200")
 needs_compiler = pytest.mark.skipif(toolkit() is None, reason="no tile compiler is installed")
@@ -145,7 +145,7 @@ def test_what_costs_more_comes_first(tmp_path: Path):
 
 
 def test_a_launch_loses_what_is_predicted_of_the_default_and_of_the_best(compiled_sweep: Sweep):
-    from tuning.predicting import ranking
+    from tuning.predict.ranking import ranking
 
     kernel, problem = SMALL
     known = ranking(compiled_sweep, kernel, problem, H200)
@@ -164,7 +164,7 @@ def test_a_launch_loses_what_is_predicted_of_the_default_and_of_the_best(compile
 
 
 def record_of_default(kernel, problem):
-    from tilekern.records import artifact_of, record_of
+    from tilekern.runtime.records import artifact_of, record_of
 
     spec = spec_named(kernel)
     config = spec.default(problem, H200)
@@ -334,7 +334,7 @@ def test_the_history_is_bounded(tmp_path: Path, monkeypatch):
 
 
 def test_old_artifacts_make_room(tmp_path: Path, monkeypatch):
-    from tuning.service import tuner
+    from tuning.serve import tuner
 
     want(tmp_path)
     cache = cache_at(tmp_path)

@@ -16,10 +16,10 @@ from tuning_samples import SMALL
 from tilekern import __version__
 from tilekern.errors import InputError
 from tilekern.targets import resolve
-from tuning.service.access import COOKIE, Access, access_for
-from tuning.service.board import Board
-from tuning.service.server import MOST_CONNECTIONS, StatusServer, listen
-from tuning.service.watched import PREDICTED, WatchedCache
+from tuning.serve.access import COOKIE, Access, access_for
+from tuning.serve.board import Board
+from tuning.serve.server import MOST_CONNECTIONS, StatusServer, listen
+from tuning.serve.watched import PREDICTED, WatchedCache
 
 pytestmark = pytest.mark.processes
 

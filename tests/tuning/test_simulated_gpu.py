@@ -6,12 +6,12 @@ import pytest
 import simulated_gpu
 
 from tilekern.kernels import spec_named
-from tuning import process
-from tuning.compiling import compile_all
+from tuning.compile.stage import compile_all
 from tuning.executors.local import LocalExecutor
-from tuning.measuring import measure_all
+from tuning.measure import process
+from tuning.measure.stage import measure_all
 from tuning.publishing import keep_winners, winners
-from tuning.sweep import Sweep
+from tuning.sweep.folder import Sweep
 
 pytestmark = pytest.mark.processes
 

@@ -6,11 +6,11 @@ import statistics
 
 import pytest
 
+from tuning.measure.timing import Timing
 from tuning.strategies.drift import between_neighbours
 from tuning.strategies.replay import Noise, ReplayRunner
 from tuning.strategies.selection import ranked
 from tuning.strategies.standing import standing, student_quantile, trimmed_mean
-from tuning.timing import Timing
 
 
 def rounds_of(medians, factors, **changes):

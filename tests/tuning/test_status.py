@@ -12,10 +12,10 @@ from recorded import GPU, RecordedExecutor
 from tuning_samples import SMALL
 
 from tuning import cli
-from tuning.candidates import candidates
-from tuning.measuring import measure_all
+from tuning.measure.stage import measure_all
 from tuning.publishing import keep_winners
-from tuning.sweep import Sweep
+from tuning.sweep.candidates import candidates
+from tuning.sweep.folder import Sweep
 
 THREE = [("column_sum", SMALL[1].but(rows=rows)) for rows in (256, 512, 1024)]
 

@@ -9,13 +9,13 @@ from tuning_samples import SMALL
 
 from tilekern.errors import InputError
 from tilekern.kernels import spec_named
-from tilekern.source import Digests, digests_of
+from tilekern.source.digests import Digests, digests_of
 from tilekern.spec import GENERIC
 from tilekern.targets import Target, resolve
 from tuning import cli
-from tuning.candidates import candidates
-from tuning.compiling import compile_all, wanted
-from tuning.sweep import Sweep
+from tuning.compile.stage import compile_all, wanted
+from tuning.sweep.candidates import candidates
+from tuning.sweep.folder import Sweep
 
 
 def test_every_candidate_of_the_problem_is_compiled_with_its_facts(compiled_sweep: Sweep, h200: Target):
@@ -147,6 +147,6 @@ def test_a_measurement_belongs_to_one_source_of_the_kernel(compiled_sweep: Sweep
     source = digests_of(spec_named(SMALL[0]).module, SMALL[0]).source
     for digest, is_same in ((source, True), ("0" * 64, False)):
         monkeypatch.setattr(
-            "tuning.candidates.digests_of", lambda *_, digest=digest: Digests("", digest, "another space")
+            "tuning.sweep.candidates.digests_of", lambda *_, digest=digest: Digests("", digest, "another space")
         )
         assert (candidates(*SMALL, h200)[0].key == before) == is_same

@@ -6,12 +6,13 @@ compiler is.
 
 from tilekern.cache.entries import BlobFile, Entry, Garbage, Listed, Outline, Where
 from tilekern.cache.errors import CacheError, Corrupt, Missing, MissingRecord, UnknownSchema, Untrusted
-from tilekern.cache.installing import has_better, install_pack
 from tilekern.cache.keys import Address, parse_problem_key, problem_key
 from tilekern.cache.layers import FolderLayer, Layer
 from tilekern.cache.lookup import Hit, Step, by_preference, lookup, skipped
-from tilekern.cache.pack_layers import PackLayer
-from tilekern.cache.packs import PACK_SUFFIX, Pack, checked_contents
+from tilekern.cache.packs.installing import has_better, install_pack
+from tilekern.cache.packs.layers import PackLayer
+from tilekern.cache.packs.pack import PACK_SUFFIX, Pack, checked_contents
+from tilekern.cache.packs.writing import write_pack
 from tilekern.cache.places import default_layers, user_root
 from tilekern.cache.records import PROVENANCES, SCHEMA, Artifact, BestKernel, Launch, Record
 from tilekern.cache.standing import DATED, FRESH, NOT_FRESH, STALE, Made, Source, Standing, standing
@@ -25,7 +26,6 @@ from tilekern.cache.wanted import (
     remove_wanted,
     wanted_name,
 )
-from tilekern.cache.writing_packs import write_pack
 
 __all__ = [
     "DATED",

@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from tilekern.cache.errors import CacheError, Corrupt, Missing, MissingRecord
-from tilekern.cache.exposure import others_may_write, require_unshared, require_unshared_folders
 from tilekern.cache.files import ask_for, read_whole, set_aside
-from tilekern.cache.incoming import finish_incoming
 from tilekern.cache.keys import (
     LAYOUT,
     OWN_FOLDERS,
@@ -22,9 +20,11 @@ from tilekern.cache.keys import (
     parse_problem_key,
     problem_key,
 )
+from tilekern.cache.packs.incoming import finish_incoming
 from tilekern.cache.records import LARGEST_BLOB, LARGEST_RECORD, Record, check_blob, decode_record, likely_digests
-from tilekern.cache.signing import SIGNATURE_BYTES
-from tilekern.cache.trust import must_be_signed, require_trusted
+from tilekern.cache.trust.exposure import others_may_write, require_unshared, require_unshared_folders
+from tilekern.cache.trust.policy import must_be_signed, require_trusted
+from tilekern.cache.trust.signing import SIGNATURE_BYTES
 from tilekern.warning import warn_once
 
 Contents = TypeVar("Contents")

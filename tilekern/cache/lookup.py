@@ -20,7 +20,7 @@ from tilekern.cache.keys import Value, problem_key
 from tilekern.cache.layers import Layer
 from tilekern.cache.records import PROVENANCES, Record
 from tilekern.cache.standing import DATED, FRESH, NOT_FRESH, STALE, Source, standing
-from tilekern.cache.trust import must_be_signed
+from tilekern.cache.trust.policy import must_be_signed
 from tilekern.warning import warn_once
 
 _outcomes: Counter[str] = Counter()

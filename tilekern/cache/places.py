@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tilekern.cache.layers import FolderLayer, Layer
-from tilekern.cache.pack_layers import Origin, PackLayer
-from tilekern.cache.packs import PACK_SUFFIX
+from tilekern.cache.packs.layers import Origin, PackLayer
+from tilekern.cache.packs.pack import PACK_SUFFIX
 from tilekern.warning import warn, warn_once
 
 ENTRY_POINTS = "tilekern.prebuilt"

@@ -33,7 +33,7 @@ class Made(Protocol):
 
 
 class Source(Protocol):
-    """What today's source of a kernel is known by, as :class:`tilekern.source.Digests` has it."""
+    """What today's source of a kernel is known by, as :class:`tilekern.source.digests.Digests` has it."""
 
     @property
     def source(self) -> str:

@@ -21,7 +21,6 @@ from tilekern.cache.files import (
     unlink_seen,
     write_whole,
 )
-from tilekern.cache.incoming import abandoned_incoming, finish_incoming, remove_abandoned
 from tilekern.cache.keys import (
     BLOBS,
     INCOMING,
@@ -33,8 +32,9 @@ from tilekern.cache.keys import (
     check_digest,
     parse_path,
 )
+from tilekern.cache.packs.incoming import abandoned_incoming, finish_incoming, remove_abandoned
 from tilekern.cache.records import LARGEST_BLOB, LARGEST_RECORD, Record, check_blob, decode_record
-from tilekern.cache.trust import own_seal, remove_signatures
+from tilekern.cache.trust.policy import own_seal, remove_signatures
 from tilekern.cache.walking import cannot_list, files_below, is_gone, must_list
 
 # A writer puts blobs first and their record a moment later; a blob this young may be waiting for its record.

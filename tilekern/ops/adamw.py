@@ -19,8 +19,8 @@ import torch
 from torch.autograd.graph import increment_version
 from torch.optim.adamw import adamw
 
-from tilekern.dispatch import Plan, count_fallback, plan_for
 from tilekern.kernels.adamw import SPEC, flat_shape
+from tilekern.runtime.dispatch import Plan, count_fallback, plan_for
 
 Tensors = tuple[torch.Tensor, ...]
 # Extents are int32 in the kernel; only an odd number of elements comes near.

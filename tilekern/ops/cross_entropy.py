@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from tilekern.dispatch import Plan, plan_for
 from tilekern.kernels import cross_entropy as kernels
 from tilekern.ops.operation import operation
 from tilekern.ops.registration import as_rows, by_autograd, check_devices, check_softcap, fresh, shaped
+from tilekern.runtime.dispatch import Plan, plan_for
 from tilekern.spec import Array
 
 _FORWARD, _BACKWARD = kernels.FORWARD, kernels.BACKWARD

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from tilekern.dispatch import Plan, keep, memo, plan_for
 from tilekern.kernels import swiglu as kernels
 from tilekern.ops.projections import input_gradient
 from tilekern.ops.registration import check_devices, differentiable_once, is_eager, needs_gradient, shaped
 from tilekern.ops.swiglu import swiglu
+from tilekern.runtime.dispatch import Plan, keep, memo, plan_for
 
 _plans: dict[Any, tuple[Plan, Plan] | None] = memo()
 

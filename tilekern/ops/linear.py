@@ -9,10 +9,10 @@ from typing import Literal
 
 import torch
 
-from tilekern.dispatch import Plan, count_fallback, plan_for
 from tilekern.kernels.linear import MOST_ELEMENTS, SPEC, sizes
 from tilekern.ops.operation import operation
 from tilekern.ops.registration import as_rows, is_autocast, needs_gradient, shaped
+from tilekern.runtime.dispatch import Plan, count_fallback, plan_for
 from tilekern.spec import Array
 
 # The forward's plan, and those of the gradients of x and of the weight where they are asked for.

@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 
-from tilekern.dispatch import Plan, count_fallback, plan_for
 from tilekern.kernels import cross_entropy, cross_entropy_fused
 from tilekern.kernels import linear_cross_entropy as kernels
 from tilekern.kernels import scale as scaling
 from tilekern.kernels.linear_cross_entropy import LossOptions
 from tilekern.ops.cross_entropy import composed
 from tilekern.ops.registration import check_devices, check_softcap, disjoint, first_order, is_autocast, needs_gradient
+from tilekern.runtime.dispatch import Plan, count_fallback, plan_for
 
 _SPEC = kernels.SPEC
 _INT32 = torch.iinfo(torch.int32)

@@ -16,10 +16,10 @@ from typing import Any, TypeVar
 
 import torch
 
-from tilekern import dispatch
 from tilekern.kernels import column_sum
 from tilekern.ops import registration, writing
 from tilekern.ops.declaration import Declaration, Parts
+from tilekern.runtime import dispatch
 from tilekern.spec import Array, KernelSpec
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from tilekern.dispatch import count_fallback
 from tilekern.errors import InputError
 from tilekern.kernels.attention import SPEC
 from tilekern.ops.attention import Call, attention, formula, shown
 from tilekern.ops.registration import is_autocast
 from tilekern.patch.masking import mask, says_packing_alone
+from tilekern.runtime.dispatch import count_fallback
 
 NAMES = {"tilekern": True, "tilekern_nondeterministic": False}
 # Further arguments that change the numbers, by which some models ask for what neither the kernels nor SDPA compute:

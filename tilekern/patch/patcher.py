@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from tilekern import dispatch, ranks
 from tilekern.errors import InputError
 from tilekern.patch import attention
 from tilekern.patch.installed import Found, examine, transformers_version
@@ -16,6 +15,8 @@ from tilekern.patch.instances import patch_modules
 from tilekern.patch.ledger import Ledger
 from tilekern.patch.registry import check_ops, chosen, known_ops, patches
 from tilekern.patch.table import Patch
+from tilekern.runtime import dispatch
+from tilekern.runtime.ranks import comparing as ranks
 from tilekern.warning import warn
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def apply(
     not the code that its patch was made for is left alone, with a warning.
 
     In a job of several ranks every rank must call it: they agree here on the records that all of them run, or when
-    torch.distributed comes up later (:mod:`tilekern.ranks`).
+    torch.distributed comes up later (:mod:`tilekern.runtime.ranks.comparing`).
 
     Args:
         rms_norm, swiglu, rope, fused_linear_cross_entropy, fused_add_rms_norm, qk_norm_rope: which ops to patch.

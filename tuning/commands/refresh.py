@@ -14,20 +14,20 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tilekern.cache import FolderLayer, Layer, PackLayer, Store, default_layers, user_root
-from tilekern.cache.packs import Pack
+from tilekern.cache.packs.pack import Pack
 from tilekern.errors import InputError
 from tilekern.targets import Target, here, resolve
 from tilekern.toolchain import toolkit
-from tuning.compiling import TIMEOUT_S, compile_all, jobs_of, wanted
-from tuning.console import table_console, table_for
+from tuning.commands.console import table_console, table_for
+from tuning.commands.progress import progress_bar
+from tuning.compile.stage import TIMEOUT_S, compile_all, jobs_of, wanted
 from tuning.executors.local import LocalExecutor
-from tuning.gpu import describe_gpu
-from tuning.measuring import measure_all
+from tuning.measure.gpu import describe_gpu
+from tuning.measure.stage import measure_all
 from tuning.options import Folder, tuner_command
-from tuning.progress import progress_bar
 from tuning.publishing import keep_winners
-from tuning.quarantine import shared
 from tuning.refreshing import Change, Refresh, Survey, stale_json, survey
+from tuning.sweep.quarantine import shared
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -11,11 +11,11 @@ from typing import Any
 
 import click
 
-from tuning.compiling import default_jobs
-from tuning.estimating import count, estimate_compile, estimate_measure
-from tuning.measuring import Settled
+from tuning.commands.estimating import count, estimate_compile, estimate_measure
+from tuning.compile.stage import default_jobs
+from tuning.measure.stage import Settled
 from tuning.options import tuner_command
-from tuning.sweep import Sweep
+from tuning.sweep.folder import Sweep
 
 
 @tuner_command(short_help="Say where a sweep stands: what is done, failed and left.")

@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tilekern.cache import Store, user_root
-from tilekern.cache.signing import SigningKey
-from tilekern.cache.trust import own_seal
+from tilekern.cache.trust.policy import own_seal
+from tilekern.cache.trust.signing import SigningKey
 from tilekern.errors import InputError
 from tilekern.targets import Target, here, resolve
 from tuning.commands import COMMANDS, command_named
+from tuning.commands.outcome import Outcome
+from tuning.commands.progress import progress_bar
 from tuning.options import (
     LOCAL,
     PLAN_OPTIONS,
@@ -32,15 +34,13 @@ from tuning.options import (
     plan_options,
     tuner_command,
 )
-from tuning.outcome import Outcome
-from tuning.progress import progress_bar
 from tuning.publishing import compiled_with, keep_winners, publish, why_not, winners
 from tuning.strategies import STRATEGIES, strategy_named
-from tuning.sweep import Sweep
+from tuning.sweep.folder import Sweep
 
 if TYPE_CHECKING:
-    from tuning.compiling import Pool
-    from tuning.estimating import PlanReport
+    from tuning.commands.estimating import PlanReport
+    from tuning.compile.stage import Pool
     from tuning.executors import Executor
     from tuning.executors.cluster import ClusterExecutor
     from tuning.plan.steps import Planned
@@ -106,15 +106,15 @@ def command(*, dry_run: bool, as_json: bool, **given: Any) -> None:
     if as_json:
         click.echo(json.dumps(done.as_json(), indent=1))
     else:
-        from tuning.report import print_report
+        from tuning.commands.printing import print_report
 
         print_report(done)
 
 
 def _run(request: Request, *, quiet: bool) -> Outcome:
-    from tuning.compiling import compile_all, jobs_of, start_server
-    from tuning.measuring import measure_all
-    from tuning.quarantine import shared
+    from tuning.compile.stage import compile_all, jobs_of, start_server
+    from tuning.measure.stage import measure_all
+    from tuning.sweep.quarantine import shared
 
     if "compile" in request.stages and request.executor == LOCAL:
         jobs_of(request.jobs)  # what is wrong with it is said before anything is written
@@ -193,8 +193,8 @@ def _lacking(outcome: Outcome, sweep: Sweep) -> Iterator[str]:
 
 def _dry_run(request: Request) -> PlanReport:
     """The plan and what it will cost; nothing is written, compiled or measured."""
-    from tuning.compiling import default_jobs, jobs_of, settled
-    from tuning.estimating import report_on
+    from tuning.commands.estimating import report_on
+    from tuning.compile.stage import default_jobs, jobs_of, settled
 
     store = _store(request)
     if "plan" in request.stages:
@@ -222,7 +222,7 @@ def _gpus(request: Request, at_hand: bool) -> int:
     """How many GPUs a dry run counts on: those of this host that the run would use, else the number that was given."""
     if request.executor != LOCAL or not at_hand:
         return request.gpus or 1
-    from tuning.gpu import devices
+    from tuning.measure.gpu import devices
 
     return len(devices()[: request.gpus])
 
@@ -268,7 +268,7 @@ def _check_gpus(cluster: ClusterExecutor, target: Target) -> None:
 
 def _compilers(request: Request, sweep: Sweep) -> tuple[int, Pool]:
     """How many candidates to compile at once, and where: on the CPUs of the cluster that measures, or else here."""
-    from tuning.compiling import compile_in_order, jobs_of
+    from tuning.compile.stage import compile_in_order, jobs_of
 
     if request.executor == LOCAL:
         return jobs_of(request.jobs), compile_in_order

@@ -15,8 +15,8 @@ import ray
 from tilekern.cache import Store, write_pack
 from tilekern.errors import InputError
 from tilekern.targets import Target
-from tuning.compile_order import Order
-from tuning.compile_pool import Answer, Compile, Lost
+from tuning.compile.order import Order
+from tuning.compile.pool import Answer, Compile, Lost
 from tuning.executors.node import GpuNode, code_digest
 from tuning.executors.ray_compiling import compile_on_cluster
 from tuning.executors.ray_measuring import Measuring
@@ -29,8 +29,8 @@ from tuning.executors.ray_nodes import (
     reason_of,
     start_actor,
 )
-from tuning.process import LAUNCH_TIMEOUT_S, Noted
-from tuning.tasks import Task
+from tuning.measure.process import LAUNCH_TIMEOUT_S, Noted
+from tuning.measure.tasks import Task
 
 
 class ClusterExecutor:
@@ -114,7 +114,7 @@ class ClusterExecutor:
     def compile_in_order(
         self, order: Order, compile_one: Compile, jobs: int, limit_s: float, memory_bytes: int
     ) -> Iterator[Answer | Lost]:
-        """Have candidates compiled, as :func:`tuning.compile_pool.compile_in_order` does on this host.
+        """Have candidates compiled, as :func:`tuning.compile.pool.compile_in_order` does on this host.
 
         Raises:
             InputError: a node has another compiler or none, or some candidates were lost with their nodes.

@@ -10,10 +10,10 @@ from pathlib import Path
 from tilekern.errors import InputError
 from tilekern.targets import Target
 from tuning.executors.work import Family, family, finished, longest_first, place_of_next
-from tuning.gpu import check_gpu, describe_gpu, devices
-from tuning.libraries import versions
-from tuning.process import LAUNCH_TIMEOUT_S, Noted, Worker, measure_task
-from tuning.tasks import Task
+from tuning.measure.gpu import check_gpu, describe_gpu, devices
+from tuning.measure.libraries import versions
+from tuning.measure.process import LAUNCH_TIMEOUT_S, Noted, Worker, measure_task
+from tuning.measure.tasks import Task
 
 
 class LocalExecutor:

@@ -25,10 +25,10 @@ from tilekern.errors import InputError
 
 if TYPE_CHECKING:
     from tilekern.targets import Target
-    from tuning.candidates import Candidate
-    from tuning.compile_pool import Answer, Compile, Lost
-    from tuning.process import Noted, Worker
-    from tuning.tasks import Task
+    from tuning.compile.pool import Answer, Compile, Lost
+    from tuning.measure.process import Noted, Worker
+    from tuning.measure.tasks import Task
+    from tuning.sweep.candidates import Candidate
 
 # What is carried to the nodes; they install the rest.
 PACKAGES = ("tilekern", "tuning")
@@ -109,8 +109,8 @@ def compile_on_node(work: CompileWork) -> list[Answer | Lost]:
     """
     check_node(work.code, "cuda.tile", "elftools")
     from tilekern.toolchain import toolkit
-    from tuning.compile_order import Order
-    from tuning.compile_pool import compile_in_order
+    from tuning.compile.order import Order
+    from tuning.compile.pool import compile_in_order
 
     tools = toolkit()
     if tools is None or tools.key != work.toolkit_key:
@@ -141,8 +141,8 @@ class GpuNode:
             InputError: the node cannot measure, or its GPU is not the target.
         """
         check_node(code, "torch", "cuda.tile")
-        from tuning.gpu import check_gpu, describe_gpu
-        from tuning.libraries import versions
+        from tuning.measure.gpu import check_gpu, describe_gpu
+        from tuning.measure.libraries import versions
 
         try:
             check_gpu(target)
@@ -165,7 +165,7 @@ class GpuNode:
         import ray
 
         from tilekern.cache import Pack, Store, install_pack
-        from tuning.process import Worker
+        from tuning.measure.process import Worker
 
         cache = self._folder / "cache"
         if pack:
@@ -186,7 +186,7 @@ class GpuNode:
 
     def _measure(self, task: Task) -> None:
         from tuning.executors.work import finished
-        from tuning.process import measure_task
+        from tuning.measure.process import measure_task
 
         assert self._worker is not None
         try:

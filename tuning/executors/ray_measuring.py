@@ -21,8 +21,8 @@ from tuning.executors import FINISHED
 from tuning.executors.node import code_digest
 from tuning.executors.ray_nodes import FREE_WITHIN_S, TRIES, gpus_like, is_rays_own, reason_of
 from tuning.executors.work import Family, family, finished, left_of, longest_first, place_of_next
-from tuning.process import Noted
-from tuning.tasks import Task
+from tuning.measure.process import Noted
+from tuning.measure.tasks import Task
 
 # How long to wait for any answer before looking whether there is still hope for one, in seconds.
 _PATIENCE_S = 5.0

@@ -13,9 +13,9 @@ from tilekern.errors import InputError
 from tilekern.kernels import all_specs
 from tilekern.spec import KernelSpec, Problem, Value
 from tilekern.targets import Target
-from tilekern.tracing import Trace, tracing
+from tilekern.tracing.recorder import Trace, tracing
 from tuning.plan.steps import Planned
-from tuning.planned import Named, PlanFile
+from tuning.sweep.plan import Named, PlanFile
 
 WANTED = "wanted"
 

@@ -12,9 +12,9 @@ from tilekern.errors import InputError, TilekernWarning
 from tilekern.kernels import spec_named
 from tilekern.patch import attention, registry
 from tilekern.patch.patcher import applied
-from tilekern.stepping import Batch, core_of, model_of, one_line, step, step_as_it_is
 from tilekern.targets import Target
-from tilekern.tracing import Trace, tracing
+from tilekern.tracing.recorder import Trace, tracing
+from tilekern.tracing.stepping import Batch, core_of, model_of, one_line, step, step_as_it_is
 from tuning.plan.alike import thin_out
 from tuning.plan.configs import config_named, config_of
 from tuning.plan.sharding import give_own_forwards, share_of

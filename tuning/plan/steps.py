@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from tilekern.errors import InputError
 from tilekern.spec import DTYPES
-from tuning.planned import Named
+from tuning.sweep.plan import Named
 
 MOST_TOKENS = 1 << 24
 ADAMW, NONE = OPTIMIZERS = ("adamw", "none")

@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import Protocol
 
 from tilekern.errors import InputError
-from tuning.timing import Timing
+from tuning.measure.timing import Timing
 
 # How a timing ended (``Timing.left``): it won; it cannot be told from the winner; it is slower; it is slower by so
 # much that one sample was enough; or it was only timed for comparison.

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from tuning.measure.timing import Timing
 from tuning.strategies import Lineup, Runner
 from tuning.strategies.board import Board
-from tuning.timing import Timing
 
 # The least is five times what cuda.tile's own search takes.
 ROUNDS, LEAST_ROUNDS = 50, 25

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import math
 
+from tuning.measure.timing import Timing
 from tuning.strategies import Lineup, Runner
 from tuning.strategies.board import Board
-from tuning.timing import Timing
 
 # The winner and what it is compared with get at least this many samples, and more for a better figure while cheap.
 LEAST_SAMPLES, FIGURE_SAMPLES = 3, 10

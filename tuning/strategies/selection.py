@@ -12,7 +12,7 @@ Key = TypeVar("Key")
 
 
 def ranked(timings: Mapping[Key, Mapping[str, Any]]) -> list[Key]:
-    """The keys in the order in which they would win, of timings as :meth:`tuning.timing.Timing.as_dict` gives them.
+    """The keys in the order in which they would win, of timings as ``Timing.as_dict`` gives them.
 
     First who a strategy said has won, then the others by how far they were behind. Timings of before strategies said
     so come in the order of their medians, those with fewer samples last: they were out of the race early. Of equals

@@ -1,0 +1,120 @@
+"""Taking a pack into a cache: all of it is checked before anything is written, and it goes in whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Collection, Mapping
+from datetime import datetime
+from pathlib import Path, PurePosixPath
+
+from tilekern.cache.errors import CacheError, UnknownSchema, Untrusted
+from tilekern.cache.files import read_whole
+from tilekern.cache.keys import Address, blob_path, signature_path
+from tilekern.cache.packs.incoming import Incoming, finish_incoming, remove_abandoned
+from tilekern.cache.packs.pack import Pack, checked_contents
+from tilekern.cache.records import LARGEST_RECORD, PROVENANCES, Record, decode_record
+from tilekern.cache.store import GRACE_S, Store
+from tilekern.cache.trust.policy import must_be_signed, own_seal, require_trusted
+
+_Signatures = Mapping[str, Mapping[str, bytes]]
+
+
+def install_pack(path: str | os.PathLike[str], store: Store, own: Collection[str] = ()) -> int:
+    """Put a pack's records, blobs and signatures into a store, after all of them have been checked: all or nothing.
+
+    A record that is better in the store stays (:func:`has_better`). Where the policy is ``signed``, every record must
+    be signed by a trust root.
+
+    Args:
+        path: the pack.
+        store: the cache.
+        own: the sha256 of the bytes of records that this very process made and put into the pack; under ``signed``
+            they are sealed in place of signed.
+
+    Returns:
+        The number of records written.
+
+    Raises:
+        Corrupt: anything in the pack is wrong; nothing was written.
+        Untrusted: the policy is ``signed``, and no trust root signed a record; nothing was written.
+        UnknownSchema: another version of tilekern wrote the pack, or a record that it would replace; nothing was
+            written.
+        CacheError: the pack cannot be read, or the store cannot be written.
+    """
+    pack = Pack(Path(path))
+    signatures = pack.signatures()
+    for record, _ in checked_contents(pack):
+        if must_be_signed() and pack.members[str(record.address.path)].sha256 not in own:
+            _require_trusted(pack, record)
+    finish_incoming(store.root)
+    chosen = [address for address in pack.records if not has_better(store, pack.read_record(address))]
+    try:
+        remove_abandoned(store.root, time.time() - GRACE_S)
+        with Incoming(store.root) as incoming:
+            for address in chosen:
+                incoming.add(_files(pack, store, address, signatures, own))
+            if chosen:
+                incoming.commit()
+        _put_back_blobs(pack, store, chosen)
+    except OSError as error:
+        raise CacheError(f"cannot write to the cache folder {store.root}: {error.strerror or error}") from None
+    return len(chosen)
+
+
+def _require_trusted(pack: Pack, record: Record) -> None:
+    try:
+        require_trusted(pack.read(str(record.address.path)), lambda name: pack.read(str(name)))
+    except Untrusted as error:
+        raise Untrusted(f"{pack.path}: {record.address.path}: {error}; nothing was unpacked") from None
+
+
+def has_better(store: Store, offered: Record) -> bool:
+    """Whether a store's record of the same problem, target and toolkit is better than one that is offered.
+
+    Where both are of the same source of the kernel, measured beats predicted, and predicted beats default. Of two that
+    are equal in that, and were chosen from other search spaces, the newer is the better.
+
+    Raises:
+        UnknownSchema: another version of tilekern wrote it; only that one may replace it.
+    """
+    address = offered.address
+    path = store.root / address.path
+    try:
+        present = decode_record(read_whole(path, LARGEST_RECORD, as_use=False)[0], address)
+    except UnknownSchema as error:
+        raise UnknownSchema(f"{path} is left alone: {error}") from None
+    except CacheError:
+        return False
+    if present.source_digest != offered.source_digest:
+        return False
+    ranks = [PROVENANCES.index(record.provenance) for record in (present, offered)]
+    if ranks[0] != ranks[1] or present.space_digest == offered.space_digest:
+        return ranks[0] < ranks[1]
+    return datetime.fromisoformat(present.created) > datetime.fromisoformat(offered.created)
+
+
+def _files(
+    pack: Pack, store: Store, address: Address, signatures: _Signatures, own: Collection[str]
+) -> dict[PurePosixPath, bytes]:
+    """What a record brings along, and the record, byte for byte as the pack has it."""
+    name = str(address.path)
+    data, digest = pack.read(name), pack.members[name].sha256
+    files = {signature_path(digest, key): text for key, text in signatures.get(digest, {}).items()}
+    if digest in own:
+        files |= own_seal(data)
+    files[address.path] = data
+    for blob in decode_record(data, address).digests:
+        if not store.keep_blob(blob):
+            files[blob_path(blob)] = pack.read_blob(blob)
+    return files
+
+
+def _put_back_blobs(pack: Pack, store: Store, chosen: list[Address]) -> None:
+    """A garbage collection may have taken a blob that was there, before its new record was."""
+    for address in chosen:
+        for blob in pack.read_record(address).digests:
+            if not (store.root / blob_path(blob)).exists():
+                with Incoming(store.root) as incoming:
+                    incoming.add({blob_path(blob): pack.read_blob(blob)})
+                    incoming.commit()

@@ -1,0 +1,1 @@
+"""What may be loaded, by whom it was made and who could have changed it."""

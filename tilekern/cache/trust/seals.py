@@ -1,0 +1,120 @@
+"""Seals: keyed digests that only this user's processes can make, of what they made themselves.
+
+The key is a secret in the user's settings, made when it is first needed. A seal says nothing to anybody else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import os
+import re
+from pathlib import Path
+
+from tilekern.cache.errors import CacheError, Missing, NoSecret
+from tilekern.cache.files import make_folder, read_whole, write_whole
+from tilekern.cache.trust.exposure import require_unshared_up
+from tilekern.warning import warn_once
+
+_SECRET = re.compile(rb"[0-9a-f]{64}\n")
+
+
+class Sealer:
+    """Seals data of one purpose, for readers of this user; a seal of another purpose does not count.
+
+    Where the settings cannot be written the secret is this process's own, and no other process knows its seals again.
+
+    Args:
+        purpose: what the data is; one line.
+    """
+
+    def __init__(self, purpose: bytes) -> None:
+        self._purpose = purpose
+        self._secret = b""
+
+    def seal(self, data: bytes) -> str:
+        """The seal, in hexadecimal; the secret is made where there is none.
+
+        Raises:
+            CacheError: the secret is damaged, or others can read or replace it.
+        """
+        if not self._secret:
+            self._secret = secret() or _made_or_passing()
+        return keyed(self._secret, self._purpose + data)
+
+    def is_sealed(self, data: bytes, seal: object) -> bool:
+        """Whether ``seal`` is this user's for ``data``; raises as :meth:`seal` does, and makes no secret."""
+        if not isinstance(seal, str) or not seal.isascii():
+            return False
+        if not self._secret:
+            self._secret = secret()
+        return any(
+            hmac.compare_digest(keyed(known, self._purpose + data), seal)
+            for known in (self._secret, *_PASSING)
+            if known
+        )
+
+
+# The secret of a process that could not keep one; at most one.
+_PASSING: list[bytes] = []
+
+
+def _made_or_passing() -> bytes:
+    try:
+        return secret(make=True)
+    except NoSecret as error:
+        warn_once(f"{error}; what this run compiles, a later run compiles anew", "the secret of seals")
+        if not _PASSING:
+            _PASSING.append(os.urandom(32))
+        return _PASSING[0]
+
+
+def keyed(key: bytes, data: bytes) -> str:
+    """The digest of data under a key, in hexadecimal."""
+    return hmac.new(key, data, hashlib.sha256).hexdigest()
+
+
+def secret(make: bool = False) -> bytes:
+    """The user's secret; empty where there is none and none is to be made.
+
+    Raises:
+        CacheError: it is damaged, or others can read or replace it.
+        NoSecret: it is missing and cannot be written.
+    """
+    path = settings_folder() / "seal.key"
+    try:
+        data, status = read_whole(path, 2**10)
+    except Missing:
+        if not make:
+            return b""
+        _make_secret(path)
+        return secret()
+    if status.st_mode & 0o077 or status.st_uid != os.geteuid():
+        raise CacheError(f"{path} must be yours and readable by you alone; run chmod 600 on it, or delete it")
+    require_unshared_up(path)
+    if not _SECRET.fullmatch(data):
+        raise CacheError(f"{path} is damaged; delete it, and sign or tune again what it sealed")
+    return data
+
+
+def _make_secret(path: Path) -> None:
+    """Write a new secret, unless another process is first."""
+    ours = path.with_name(f".{os.urandom(12).hex()}.tmp")
+    try:
+        make_folder(path.parent)
+        write_whole(ours, f"{os.urandom(32).hex()}\n".encode(), mode=0o600)
+        with contextlib.suppress(FileExistsError):
+            os.link(ours, path)
+    except OSError as error:
+        raise NoSecret(f"cannot write the secret of your seals, {path}: {error.strerror}") from None
+    finally:
+        with contextlib.suppress(OSError):
+            ours.unlink(missing_ok=True)
+
+
+def settings_folder() -> Path:
+    """The platform's folder for this user's settings of tilekern."""
+    import platformdirs  # slow to import, and seldom needed
+
+    return platformdirs.user_config_path("tilekern")

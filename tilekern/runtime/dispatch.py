@@ -1,0 +1,385 @@
+"""Call time: (spec, problem) -> plan, in microseconds; what happens on a miss; and the counters.
+
+A plan is looked up once for each combination of real sizes, then found in a dictionary. What a lookup costs the
+first time is a few file reads; what it never needs is a compiler, unless the miss policy ``compile`` has to fill in.
+What a miss led to is looked up again now and then, off the calls' path (:mod:`tilekern.runtime.provisional`).
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from tilekern.errors import CacheMiss, CannotRun, InputError, RanksDiffer, TilekernError
+from tilekern.runtime.libraries import runnable
+from tilekern.runtime.plans import Counters, DependentPlan, InterpretedPlan, LibraryPlan, Plan
+from tilekern.runtime.provisional import Watch, is_settled, of_several_ranks
+from tilekern.spec import ALIGNED, GENERIC, Config, KernelSpec, LibraryCall, Problem
+from tilekern.targets import INTERPRETED, Target, here
+from tilekern.warning import warn_once
+
+if TYPE_CHECKING:
+    from tilekern.cache import Hit, Layer, Record, Step
+    from tilekern.runtime.ranks.agreement import Agreement
+    from tilekern.tracing.recorder import Trace
+
+MissPolicy = Literal["compile", "fallback", "error"]
+# Real sizes that are remembered; a job with more distinct ones looks up again, at some tens of microseconds each.
+MOST_PLANS = 65536
+
+_lock = threading.RLock()
+_counters: dict[str, Counters] = {}
+_plans: dict[tuple[Any, ...], Plan | None] = {}
+_memos: list[dict[Any, Any]] = []
+_kernels: dict[tuple[Any, ...], Any] = {}
+_layers: list[Layer] | None = None
+_policy: MissPolicy | None = None
+_agreement: Agreement | None = None
+_trace: Trace | None = None
+# What the problems that were asked for run by, at their buckets; None is the model's own op.
+_resolved: dict[tuple[str, Problem], Record | None] = {}
+
+
+def interpreting() -> bool:
+    """Whether kernels run on the CPU (``TILEKERN_INTERPRET=1``)."""
+    return os.environ.get("TILEKERN_INTERPRET", "0") not in ("", "0")
+
+
+def set_miss_policy(policy: str | None) -> None:
+    """What a lookup that finds nothing does; None goes by ``TILEKERN_ON_MISS``, else ``compile``.
+
+    Raises:
+        InputError: no such policy.
+    """
+    global _policy  # noqa: PLW0603
+    _policy = None if policy is None else _checked_policy(policy, "on_miss")
+    if _agreement is not None:
+        _agreement.policy = policy or _agreement.policy
+
+
+def miss_policy(*, agreed: bool = True) -> MissPolicy:
+    """The policy in force; where not ``agreed``, the one that this process would have without other ranks."""
+    if agreed and _agreement is not None:
+        return _checked_policy(_agreement.policy, "the ranks' agreement")
+    return _policy or _checked_policy(os.environ.get("TILEKERN_ON_MISS", "compile"), "TILEKERN_ON_MISS")
+
+
+def _checked_policy(policy: str, where: str) -> MissPolicy:
+    if policy not in get_args(MissPolicy):
+        raise InputError(f"{where}: unknown miss policy {policy!r}; known: {', '.join(get_args(MissPolicy))}")
+    return policy  # type: ignore[return-value]
+
+
+def counters(kernel: str) -> Counters:
+    """The counters of one kernel."""
+    return _counters.setdefault(kernel, Counters())
+
+
+def stats() -> dict[str, dict[str, int]]:
+    """Counters of every kernel that was asked for: hits, nearest, misses, fallbacks, compiled, launches."""
+    names = ("hits", "nearest", "misses", "fallbacks", "compiled", "launches")
+    return {kernel: {name: getattr(found, name) for name in names} for kernel, found in sorted(_counters.items())}
+
+
+def agree_on(agreement: Agreement | None) -> None:
+    """Drop all plans and look up from now on in what the ranks of a job agreed on; None: in the caches again."""
+    global _agreement  # noqa: PLW0603
+    with _lock:
+        _agreement = agreement
+        forget()
+
+
+def resolved() -> dict[tuple[str, Problem], Record | None]:
+    """What each problem that was asked for, at its bucket, runs by: a record, or None for the model's own op."""
+    with _lock:
+        return dict(_resolved)
+
+
+def forget() -> None:
+    """Drop all plans and kernels of this process: the next calls look the cache up again. Counters stay.
+
+    What ranks agreed on stays in force.
+    """
+    global _layers  # noqa: PLW0603
+    with _lock:
+        for found in _counters.values():
+            found.forgotten_launches = found.launches
+            found.plans.clear()
+        _plans.clear()
+        _kernels.clear()
+        _resolved.clear()
+        _watch.forget()
+        _empty_memos()
+        _layers = None
+
+
+def look_again() -> int:
+    """Look up at once what is provisional, and run what was found from the next call on; how many plans changed.
+
+    A thread does so by itself (:mod:`tilekern.runtime.provisional`). This is for a job that has no optimizer of
+    torch's: call it between two steps, never between a forward and its backward. Ranks that agreed on their kernels
+    find nothing new in this way; for them :func:`tilekern.agree` is what is called there.
+    """
+    _watch.look()
+    return _watch.take()
+
+
+def trace_by(trace: Trace | None) -> None:
+    """Have a trace answer for meta tensors, and see what others ask for if it wants to; None ends it."""
+    global _trace  # noqa: PLW0603
+    _trace = trace
+
+
+def _empty_memos() -> None:
+    for kept in _memos:
+        kept.clear()
+
+
+_watch = Watch(lambda kernel: counters(kernel).fallbacks, _empty_memos)
+
+
+def memo() -> dict[Any, Any]:
+    """A dictionary in which an op may keep what it found for a kind of call; :func:`forget` empties it."""
+    found: dict[Any, Any] = {}
+    _memos.append(found)
+    return found
+
+
+def keep(found: dict[Any, Any], key: Any, value: Any) -> Any:
+    """Put a value into a memo of :func:`memo` unless it is full, and give it back."""
+    if len(found) < MOST_PLANS:
+        found[key] = value
+    return value
+
+
+def plan_for(spec: KernelSpec, device: Any, *sizes: Any) -> Plan | None:
+    """The plan of a problem, or None where the model's own op must run.
+
+    Args:
+        device: the tensors' torch device.
+        sizes: values of the spec's dimensions in their order: numbers, bools and torch dtypes.
+
+    Raises:
+        CacheMiss: nothing serves the problem, or this machine cannot run what does, and the miss policy is ``error``.
+    """
+    if device.type == "meta":  # nothing is computed there, by whomever; a trace notes what would be
+        return None if _trace is None else _trace.plan(spec, _problem(spec, sizes))
+    # On the CPU the answer depends on the environment, and a look at it costs nothing there.
+    key = (spec.name, device.index if device.type == "cuda" else interpreting(), *sizes)
+    try:
+        return _plans[key]
+    except KeyError:
+        with _lock:
+            plan = _resolve(spec, device, sizes, key)
+            if len(_plans) >= MOST_PLANS:
+                _plans.clear()
+            _plans[key] = plan
+            return plan
+
+
+def count_fallback(spec: KernelSpec) -> None:
+    """Note that a call ran the model's own op."""
+    if _trace is None or _trace.real:
+        counters(spec.name).fallbacks += 1
+    else:
+        _trace.fallbacks[spec.name] += 1
+
+
+def _problem(spec: KernelSpec, sizes: Sequence[Any]) -> Problem | None:
+    names = [d.name for d in spec.dimensions]
+    values = [
+        str(v).removeprefix("torch.") if d.kind == "dtype" else v for d, v in zip(spec.dimensions, sizes, strict=True)
+    ]
+    try:
+        return spec.problem(**dict(zip(names, values, strict=True)))
+    except ValueError as error:
+        warn_once(f"{error}; the model's own op runs instead")
+        return None
+
+
+def _resolve(spec: KernelSpec, device: Any, sizes: Sequence[Any], key: tuple[Any, ...]) -> Plan | None:
+    problem = _problem(spec, sizes)
+    if problem is None:
+        return None
+    if interpreting():
+        return _keep(spec, _interpreted(spec, problem), problem)
+    if device.type != "cuda":
+        warn_once(
+            f"{spec.name} was called on {device.type}; kernels run on CUDA devices (or anywhere under "
+            "TILEKERN_INTERPRET=1), so the model's own op runs instead"
+        )
+        return None
+    target = here(device.index)
+    assert target is not None
+    return _keep(spec, _cached(spec, problem, target, key), problem)
+
+
+def _keep(spec: KernelSpec, plan: Plan | None, problem: Problem) -> Plan | None:
+    if plan is not None:
+        counters(spec.name).plans.append(plan)
+    if _trace is not None and _trace.real:
+        _trace.see(spec, problem, plan)
+    return plan
+
+
+def _interpreted(spec: KernelSpec, problem: Problem) -> Plan:
+    config = spec.default(problem, INTERPRETED)
+    implementation = spec.implement(problem, config)
+    if isinstance(implementation, LibraryCall):
+        return LibraryPlan(implementation.bound(plan_for), config)
+    blocks = implementation.grid(problem, INTERPRETED.sm_count)
+    return InterpretedPlan(implementation.function, implementation, config, blocks)
+
+
+def _cached(spec: KernelSpec, problem: Problem, target: Target, key: tuple[Any, ...]) -> Plan | None:
+    if _agreement is None and of_several_ranks():
+        warn_once(
+            "the ranks of this job have not agreed on their kernels and may run different ones; call "
+            "tilekern.agree() on every rank when torch.distributed is up, before the first step"
+        )
+    wanted = spec.bucketed(problem)
+    found = find(spec, wanted, target)
+    count = counters(spec.name)
+    if found is None:
+        count.misses += 1
+        found = _on_miss(spec, wanted, target)
+    else:
+        count.hits += 1
+        count.nearest += not found.exact_bucket
+    plan = None if found is None else _made_or_own(spec, problem, target, key[1], found)
+    _resolved[spec.name, wanted] = None if found is None or plan is None else found.record
+    if not is_settled(found):
+        look, take = functools.partial(find, spec, wanted, target), functools.partial(_take, spec, problem, target, key)
+        _watch.add(spec.name, wanted, target, look, found, plan, key, take)
+    return plan
+
+
+def _made_or_own(spec: KernelSpec, problem: Problem, target: Target, device: int, found: Hit) -> Plan | None:
+    """The plan of a record, or None for the model's own op where this machine cannot run it."""
+    try:
+        return _made(spec, problem, target, device, found)
+    except CannotRun as error:
+        if miss_policy() == "error":
+            raise CacheMiss(str(error)) from None
+        warn_once(f"{error}; the model's own op runs")
+        return None
+
+
+def _made(spec: KernelSpec, problem: Problem, target: Target, device: int, found: Hit) -> Plan:
+    config = runnable(found.record)
+    if config != Config(found.record.config):
+        warn_once(f"{found.record.config['implementation']} is not here; {spec.name} runs its best kernel")
+    implementation = spec.implement(problem, config)
+    if isinstance(implementation, LibraryCall):
+        return LibraryPlan(implementation.bound(plan_for), config)
+    key = (device, spec.name, found.record.artifacts[ALIGNED].sha256, found.record.artifacts[GENERIC].sha256)
+    from tilekern.launcher import may_depend, prebuilt
+
+    if key not in _kernels:
+        _kernels[key] = prebuilt(implementation.function, found.record.artifacts, found.load)
+    kind = DependentPlan if may_depend(implementation, target) else Plan
+    return kind(_kernels[key], implementation, config, implementation.grid(problem, target.sm_count))
+
+
+def _take(spec: KernelSpec, problem: Problem, target: Target, key: tuple[Any, ...], found: Hit) -> Plan | None:
+    """Put what was found later in the place of a plan, unless that was dropped since, or ranks agreed on another."""
+    with _lock:
+        if key not in _plans or (_agreement is not None and found.layer is not _agreement.snapshot):
+            return None
+        plan = _plans[key] = _keep(spec, _made(spec, problem, target, key[1], found), problem)
+        _resolved[spec.name, spec.bucketed(problem)] = found.record
+        counters(spec.name).hits += 1
+        return plan
+
+
+def find(
+    spec: KernelSpec,
+    bucketed: Problem,
+    target: Target,
+    *,
+    layers: Sequence[Layer] | None = None,
+    trace: list[Step] | None = None,
+) -> Hit | None:
+    """The cache's record for a problem at its buckets, with artifacts that were checked, or None.
+
+    Where ranks agreed, it is looked up in what they agreed on, for the target that they agreed on.
+
+    Args:
+        spec: the kernel.
+        bucketed: the problem.
+        target: the GPU, which need not be here.
+        layers: where to look, in place of what ranks agreed on and of the layers that this process keeps.
+        trace: where given, takes the lookup's steps.
+    """
+    from tilekern import cache
+    from tilekern.source.digests import digests_of
+    from tilekern.toolchain import toolkit
+
+    global _layers  # noqa: PLW0603
+    agreed = _agreement if layers is None else None
+    if agreed is not None:
+        if (spec.name, bucketed) in agreed.compiled:
+            return agreed.compiled[spec.name, bucketed]
+        target, layers = agreed.target, [agreed.snapshot]
+    elif layers is None:
+        layers = _layers = cache.default_layers() if _layers is None else _layers
+    tools = toolkit()
+    return cache.lookup(
+        spec.name,
+        dict(bucketed),
+        bucketed=[d.name for d in spec.dimensions if d.kind == "bucketed"],
+        target_key=target.key,
+        arch=target.arch,
+        toolkit_key=tools.key if tools else None,
+        source=digests_of(spec.module, spec.name),
+        layers=layers,
+        trace=trace,
+    )
+
+
+def _on_miss(spec: KernelSpec, wanted: Problem, target: Target) -> Hit | None:
+    from tilekern import cache
+
+    policy = miss_policy()
+    cache.note_wanted(
+        cache.user_root(), spec.name, dict(wanted), target.describe(), f"not in any cache; policy {policy}"
+    )
+    tune = f"tune it with: python -m tilekern.tune MODEL --gpu {target.name}"
+    if policy == "error":
+        raise CacheMiss(f"no cache holds {spec.name} for {wanted.key} on {target.name}; {tune}")
+    why = ""
+    if policy == "compile":
+        try:
+            if _agreement is None:
+                compile_default(spec, wanted, target)
+            else:
+                _agreement.compile(spec, wanted)
+            counters(spec.name).compiled += 1
+            return find(spec, wanted, target)
+        except RanksDiffer:
+            raise
+        except (TilekernError, cache.CacheError) as error:
+            why = f" and its default config could not be compiled and kept ({error})"
+    warn_once(f"no cache holds {spec.name} for this model on {target.name}{why}; the model's own op runs; {tune}")
+    return None
+
+
+def compile_default(spec: KernelSpec, problem: Problem, target: Target) -> None:
+    """Compile the default config of a problem, both variants, and keep it in the user's cache, unless better is there.
+
+    Raises:
+        ToolchainMissing: no compiler is installed.
+        CompileFailed: the compiler rejected it.
+        tilekern.cache.CacheError: the user's cache cannot be written.
+    """
+    from tilekern import cache
+    from tilekern.runtime.records import compiled_default
+
+    record, blobs = compiled_default(spec, problem, target)
+    store = cache.Store(cache.user_root())
+    # The tuner may have published a winner while the compiler ran.
+    if not cache.has_better(store, record):
+        store.write(record, blobs)

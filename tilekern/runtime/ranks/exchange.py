@@ -1,0 +1,163 @@
+"""Taking over the records of the rank that leads, step by step with all ranks, and comparing what came of it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict
+from typing import NamedTuple
+
+from tilekern.cache import CacheError, Untrusted
+from tilekern.cache.trust.policy import must_be_signed
+from tilekern.errors import RanksDiffer
+from tilekern.runtime.ranks.agreement import Agreement
+from tilekern.runtime.ranks.held import Held, unpacked
+from tilekern.runtime.ranks.peers import Peers
+from tilekern.runtime.ranks.snapshot import Snapshot, digest_of
+
+_DIGEST_BYTES = hashlib.sha256().digest_size
+_MOST_RECORDS = 2**20
+_LARGEST_CONTENTS = 2**31
+
+
+class Taken(NamedTuple):
+    """What a rank has taken over.
+
+    Attributes:
+        snapshot: the leader's records less those that a rank does not trust.
+        received: how many records came from the leader.
+        untrusted: how many of the leader's records are left out.
+        note: which these are, for the user; empty where it is none.
+    """
+
+    snapshot: Snapshot
+    received: int = 0
+    untrusted: int = 0
+    note: str = ""
+
+
+def take_over(peers: Peers, leader: int, own: Snapshot | None) -> Taken:
+    """Take over the leader's records; every rank must call it.
+
+    Args:
+        peers: all ranks.
+        leader: whose records.
+        own: what this rank holds; None where its GPU is of another arch, so that it listens and does nothing else.
+
+    Raises:
+        RanksDiffer: on all ranks, where one of them cannot take them over.
+    """
+    leads, held = peers.rank == leader, Snapshot(()) if own is None else own
+    index = _parsed(peers.broadcast(_joined(held.identities) if leads else b"", leader, _MOST_RECORDS * _DIGEST_BYTES))
+    lacked = set(index) - set(held.identities) if own is not None else set()
+    wanted = _chosen_by_any(peers, "say which records it lacks", index, lacked)
+    contents = peers.broadcast(held.contents(wanted) if leads else b"", leader, _LARGEST_CONTENTS)
+    whole, reasons = held, dict[str, str]()
+    failure: CacheError | None = None
+    try:
+        if own is not None:
+            received = [one for one in unpacked(contents) if one.identity in lacked] if lacked else []
+            whole, reasons = own.having(index, received), _reasons(received)
+    except CacheError as error:
+        failure = error
+    refused = _chosen_by_any(peers, f"take over the records of rank {leader}", index, failure or reasons)
+    if own is None or not refused:
+        return Taken(whole, len(lacked))
+    return Taken(
+        whole.having([name for name in index if name not in refused]),
+        len(lacked - refused.keys()),
+        len(refused),
+        _note(whole, leader, {**refused, **dict.fromkeys(reasons, peers.rank)}, reasons),
+    )
+
+
+def compare(peers: Peers, groups: Collection[Collection[int]], agreement: Agreement | None) -> None:
+    """Make sure that all ranks of a group agreed on the same; every rank must call it.
+
+    Args:
+        peers: all ranks.
+        groups: the ranks that must.
+        agreement: of this rank; None where it is in no group.
+
+    Raises:
+        RanksDiffer: on all ranks, where two of a group did not.
+    """
+    said = bytes(_DIGEST_BYTES)
+    if agreement is not None:
+        target = json.dumps(asdict(agreement.target), sort_keys=True)
+        said = bytes.fromhex(digest_of([agreement.snapshot.digest, target, agreement.policy]))
+    found = peers.gather("say what it holds", said, _DIGEST_BYTES)
+    for members in groups:
+        first = min(members)
+        for rank in members:
+            if found[rank] != found[first]:
+                raise RanksDiffer(
+                    f"rank {rank} holds other records than rank {first} after they were exchanged; something changed "
+                    "what they sent: start the job again on a network that others cannot reach"
+                )
+
+
+def _joined(identities: Sequence[str]) -> bytes:
+    return b"".join(map(bytes.fromhex, identities))
+
+
+def _parsed(index: bytes) -> list[str]:
+    found = [index[at : at + _DIGEST_BYTES].hex() for at in range(0, len(index), _DIGEST_BYTES)]
+    if len(index) % _DIGEST_BYTES or len(set(found)) != len(found):
+        raise RanksDiffer("the index of the rank that leads is damaged")
+    return found
+
+
+def _chosen_by_any(
+    peers: Peers, what: str, index: Sequence[str], chosen: Collection[str] | Exception
+) -> dict[str, int]:
+    """The records of the index that some rank chose, each with the lowest such rank.
+
+    Raises:
+        RanksDiffer: on all ranks, where one of them has an error in place of a choice, or says what is no choice.
+    """
+    size = -(-len(index) // 8)
+    flags = chosen if isinstance(chosen, Exception) else _flags(index, chosen, size)
+    found: dict[str, int] = {}
+    for rank, said in enumerate(peers.gather(what, flags, size)):
+        if len(said) != size:
+            raise RanksDiffer(f"rank {rank} cannot {what}: {len(said)} bytes must be {size}")
+        for at, name in enumerate(index) if any(said) else ():
+            if said[at // 8] >> at % 8 & 1:
+                found.setdefault(name, rank)
+    return found
+
+
+def _flags(index: Sequence[str], chosen: Collection[str], size: int) -> bytes:
+    """One bit for each record of the index."""
+    flags = bytearray(size)
+    for at, name in enumerate(index):
+        if name in chosen:
+            flags[at // 8] |= 1 << at % 8
+    return bytes(flags)
+
+
+def _reasons(received: Collection[Held]) -> dict[str, str]:
+    """Why this rank does not trust records, by their identities; one that it has itself it found trusted in a cache.
+
+    That the leader's copy of such a one may have no signature does not matter: an identity is of all that a GPU runs.
+    """
+    found = {}
+    for one in received if must_be_signed() else ():
+        try:
+            one.require_trusted()
+        except Untrusted as error:
+            found[one.identity] = str(error)
+    return found
+
+
+def _note(whole: Snapshot, leader: int, refused: Mapping[str, int], reasons: Mapping[str, str]) -> str:
+    name = min(refused, key=lambda name: name not in reasons)
+    place = whole.place_of(name)
+    reason = f": {reasons[name]}" if name in reasons else ""
+    return (
+        f"{len(refused)} of the {len(whole)} records of rank {leader} run on no rank, {place.kernel} for "
+        f"{place.problem_key} among them, which rank {refused[name]} does not trust{reason}; sign them, or take their "
+        "signer's key into the trust roots of every rank"
+    )

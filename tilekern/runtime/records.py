@@ -1,0 +1,86 @@
+"""From a compiled candidate to a record of the cache, and back from a record to something that can be launched."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+from tilekern import __version__
+from tilekern.cache import SCHEMA, Artifact, BestKernel, Record
+from tilekern.cubin import read_resources
+from tilekern.source.digests import digests_of
+from tilekern.spec import ALIGNED, GENERIC, Config, KernelSpec, Problem
+from tilekern.targets import Target
+from tilekern.toolchain import Compiled, compile_candidate, require_toolkit
+from tilekern.warning import warned_after
+
+# How long a job waits for a compile before it is told why.
+LONG_S = 2.0
+_WHY_LONG = "which no cache holds; Ctrl-C stops it, and a tune of the model before the job makes it unnecessary"
+
+
+def artifact_of(made: Compiled, config: Config) -> Artifact:
+    """What a record says of a compiled candidate."""
+    return Artifact(
+        sha256=hashlib.sha256(made.cubin).hexdigest(),
+        size=len(made.cubin),
+        symbol=made.symbol,
+        config=dict(config),
+        assumptions=made.assumptions,
+        resources=read_resources(made.cubin, made.symbol).as_dict(),
+    )
+
+
+def record_of(
+    spec: KernelSpec, problem: Problem, config: Config, target: Target, toolkit: Mapping[str, str],
+    artifacts: Mapping[str, Artifact], provenance: str, *, measurement: dict[str, Any] | None = None,
+    prediction: dict[str, Any] | None = None, check: dict[str, Any] | None = None,
+    runners_up: list[Any] | None = None, best_kernel: BestKernel | None = None, candidates: int = 1, failed: int = 0,
+) -> Record:  # fmt: skip
+    """The record of a problem's winner, stamped with today's digests of the source and the time."""
+    digests = digests_of(spec.module, spec.name)
+    return Record(
+        schema=SCHEMA,
+        kernel=spec.name,
+        module=spec.module,
+        problem=dict(problem),
+        target=target.describe(),
+        toolkit=dict(toolkit),
+        source_digest=digests.source,
+        space_digest=digests.space,
+        provenance=provenance,  # type: ignore[arg-type]
+        config=dict(config),
+        artifacts=dict(artifacts),
+        best_kernel=best_kernel,
+        measurement=measurement,
+        prediction=prediction,
+        check=check,
+        runners_up=runners_up or [],
+        candidates=candidates,
+        failed=failed,
+        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        created_by=f"tilekern {__version__}",
+    )
+
+
+def compiled_default(spec: KernelSpec, problem: Problem, target: Target) -> tuple[Record, dict[str, bytes]]:
+    """Compile the default config of a problem, both variants: its record, and the artifacts by sha256.
+
+    A job that waits for it longer than some seconds is told why. Ctrl-C ends it with its compiler, and leaves nothing.
+
+    Raises:
+        ToolchainMissing: no compiler is installed.
+        CompileFailed: the compiler rejected it.
+    """
+    tools = require_toolkit()
+    config = spec.default(problem, target)
+    artifacts, blobs = {}, {}
+    variants = ((ALIGNED, config), (GENERIC, spec.generic(problem)))
+    with warned_after(LONG_S, f"compiling {spec.name} for {problem.key}, {_WHY_LONG}"):
+        for variant, chosen in () if spec.is_library(problem, config) else variants:
+            made = compile_candidate(spec, problem, chosen, target, variant)
+            artifacts[variant] = artifact_of(made, chosen)
+            blobs[artifacts[variant].sha256] = made.cubin
+    return record_of(spec, problem, config, target, tools.describe(), artifacts, "default"), blobs

@@ -1,0 +1,338 @@
+"""What a plan will cost before it is paid for: its candidates counted, and the time of each stage estimated.
+
+Nothing here compiles, measures or writes. The counts are exact, but for one thing: candidates whose machine code turns
+out the same are timed once, and that is known of compiled ones alone. The times are means of what earlier sweeps took.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tilekern.errors import InputError
+from tilekern.kernels import spec_named
+from tilekern.spec import Config, KernelSpec, Problem
+from tilekern.targets import Target
+from tuning.compile.stage import work_s
+from tuning.measure.stage import Settled, entrants
+from tuning.predict.roofline import launch_s
+from tuning.strategies.exhaustive import LEAST_ROUNDS, LONGEST_US, ROUNDS
+from tuning.sweep.candidates import Candidate, candidates
+from tuning.sweep.folder import Sweep
+from tuning.sweep.lines import is_copy
+from tuning.sweep.plan import Limits
+
+# Core-seconds an artifact: means over samples of Qwen3-8B's artifacts for the H200 and the B200, tileiras 13.4, on one
+# core of an AMD EPYC. ``OTHER_S`` is their mean, for kernels that are not among them.
+COMPILE_S = {
+    "add_rms_norm_backward": 0.49,
+    "add_rms_norm_forward": 0.41,
+    "attention_delta": 0.29,
+    "attention_dkdv": 2.02,
+    "attention_dq": 1.30,
+    "attention_forward": 3.34,
+    "column_sum": 0.24,
+    "cross_entropy_backward": 0.24,
+    "cross_entropy_forward": 0.37,
+    "cross_entropy_fused": 0.65,
+    "matmul": 0.60,
+    "qk_norm_rope_backward": 0.90,
+    "qk_norm_rope_forward": 0.47,
+    "rms_norm_backward": 0.37,
+    "rms_norm_forward": 0.23,
+    "rope": 0.55,
+    "scale": 0.12,
+    "swiglu_backward": 0.16,
+    "swiglu_backward_remake": 0.17,
+    "swiglu_forward": 0.13,
+}
+OTHER_S = 0.65
+# The front end's imports and the first call of tileiras in each worker.
+COMPILE_START_S = 2.0
+# A whole tune on an H200 measured 2,912 candidates of 105 problems in 128 s: a worker's start and its clocks' rise,
+# then the inputs, references and battery of each problem, then the screening and the race of each candidate. Of that,
+# launches at full size took so many times the roofline's time of each problem, and so many times for each candidate.
+MEASURE_START_S, PROBLEM_S, CANDIDATE_S = 8.0, 0.65, 0.004
+PROBLEM_ROOFLINES, CANDIDATE_ROOFLINES = 60.0, 4.0
+# What an exhaustive race takes beside: so many times the roofline's time and so much more for each sample. On an H200,
+# cuda.tile's search took 36.3 s of GPU time for eight samples of each candidate of 134 problems, and this says 40.2 s.
+OVER_ROOFLINE, SAMPLE_S = 2.0, 20e-6
+EXHAUSTIVE = "exhaustive"
+# Fewer artifacts of a kernel than this say less than the table.
+_ENOUGH = 5
+
+
+@dataclass(frozen=True)
+class Count:
+    """One problem of a plan in numbers.
+
+    ``bucketed`` are the dimensions of which another size may serve. ``space`` are all points of its axes, or the
+    configs that the plan limits it to, and ``ruled_out`` those that a constraint forbids, by reason; ``candidates`` are
+    what is left, with the spec's default config and the generic variant. ``artifacts`` are those that no problem before
+    it has, ``compiled`` the ones of them that the sweep folder knows, ``settled`` the candidates that it needs to
+    measure no more, and ``to_measure`` those that it does.
+    """
+
+    kernel: str
+    problem: Problem
+    bucketed: tuple[str, ...]
+    space: int
+    ruled_out: Mapping[str, int]
+    candidates: int
+    artifacts: int
+    compiled: int
+    settled: int
+    to_measure: int
+
+    def as_json(self) -> dict[str, Any]:
+        """The count as ``--json`` prints it."""
+        return {**vars(self), "problem": dict(self.problem), "ruled_out": dict(self.ruled_out)}
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Seconds that a stage will take, and in words what that rests on."""
+
+    seconds: float
+    basis: str
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """What a dry run says: the plan in numbers, and what each stage will take."""
+
+    model: str
+    target: Target
+    folder: Path
+    counts: Sequence[Count]
+    compile: Estimate
+    measure: Estimate
+    notes: Sequence[str] = ()
+
+    def totals(self) -> dict[str, int]:
+        """The sums over all problems."""
+        fields = ("space", "candidates", "artifacts", "compiled", "settled", "to_measure")
+        sums = {name: sum(getattr(item, name) for item in self.counts) for name in fields}
+        return {"problems": len(self.counts), **sums, "ruled_out": sum(self.ruled_out().values())}
+
+    def ruled_out(self) -> Counter[tuple[str, str]]:
+        """How many points are forbidden, by kernel and reason."""
+        found = Counter[tuple[str, str]]()
+        for item in self.counts:
+            found.update({(item.kernel, reason): number for reason, number in item.ruled_out.items()})
+        return found
+
+    def as_json(self) -> dict[str, Any]:
+        """The document that ``--json`` prints."""
+        return {
+            "model": self.model,
+            "target": self.target.describe(),
+            "sweep": str(self.folder),
+            "problems": [item.as_json() for item in self.counts],
+            "totals": self.totals(),
+            "estimate": {
+                stage: {"seconds": round(found.seconds, 1), "basis": found.basis}
+                for stage, found in (("compile", self.compile), ("measure", self.measure))
+            },
+            "notes": list(self.notes),
+        }
+
+
+def report_on(
+    model: str, target: Target, problems: Sequence[tuple[str, Problem]], sweep: Sweep, *, jobs: int, gpus: int,
+    strategy: str, root: Path, done: Collection[str] | None = None, limits: Limits | None = None,
+    notes: Sequence[str] = (), here: bool = True,
+) -> PlanReport:  # fmt: skip
+    """Count a plan and estimate its time.
+
+    Args:
+        model: the model's name, for people.
+        target: the GPU to tune for.
+        problems: the planned problems.
+        sweep: the sweep whose journals say what is done already; its folder need not exist.
+        jobs: compile workers.
+        gpus: GPUs to measure on.
+        strategy: how candidates are to be timed.
+        root: the cache whose earlier sweeps say how long things take here.
+        done: keys of the artifacts that are not compiled again (:func:`count`).
+        limits: the configs to try of a problem; the whole space of one that is not named.
+        notes: what else a person should know.
+        here: whether it is this host that compiles.
+    """
+    counts = count(problems, target, sweep, strategy, done, limits)
+    sweeps = earlier_sweeps(root, sweep)
+    return PlanReport(
+        model, target, sweep.folder, counts, estimate_compile(counts, jobs, sweeps, here=here),
+        estimate_measure(counts, target, gpus, sweeps, strategy), notes,
+    )  # fmt: skip
+
+
+def count(
+    problems: Iterable[tuple[str, Problem]], target: Target, sweep: Sweep, strategy: str,
+    done: Collection[str] | None = None, limits: Limits | None = None,
+) -> list[Count]:  # fmt: skip
+    """Each problem of a plan in numbers; the sweep folder need not exist.
+
+    Args:
+        problems: the plan.
+        target: the GPU.
+        sweep: the sweep whose journals are read.
+        strategy: how candidates are to be timed.
+        done: keys of the artifacts that are not compiled again; all that were tried and are there where None.
+        limits: the configs to try of a problem; the whole space of one that is not named.
+    """
+    compiled, settled, quarantined = sweep.compiled(), Settled(sweep, strategy), sweep.quarantined()
+    done = compiled.keys() - sweep.lost() if done is None else done
+    usable = {key for key, line in compiled.items() if line["status"] == "ok"}
+    seen: set[str] = set()
+    found = []
+    for kernel, problem in problems:
+        spec, limit = spec_named(kernel), (limits or {}).get((kernel, problem))
+        items = candidates(kernel, problem, target, limit)
+        artifacts = {item.artifact for item in items if not item.is_library} - seen
+        seen |= artifacts
+        running = entrants(kernel, problem, target, compiled, quarantined, items)
+        open_keys = settled.unsettled(running)
+        unknown = {
+            _launch(item, target)
+            for item in items
+            if not (item.is_library or item.artifact in usable or item.artifact in done)
+        }
+        ruled_out = _ruled_out(spec, problem, target) if limit is None else Counter({"": len(limit)})
+        found.append(
+            Count(
+                kernel=kernel,
+                problem=problem,
+                bucketed=tuple(d.name for d in spec.dimensions if d.kind == "bucketed"),
+                space=ruled_out.total(),
+                ruled_out={reason: ruled_out[reason] for reason in ruled_out if reason},
+                candidates=len(items),
+                artifacts=len(artifacts),
+                compiled=len(artifacts.intersection(done)),
+                settled=len(running) - len(open_keys),
+                to_measure=len(open_keys) + len(unknown),
+            )
+        )
+    return found
+
+
+def _ruled_out(spec: KernelSpec, problem: Problem, target: Target) -> Counter[str]:
+    """How many points of a space each reason forbids; under the empty reason, how many are allowed."""
+    axes = spec.space.axes(problem)
+    points = (Config(dict(zip(axes, values, strict=True))) for values in itertools.product(*axes.values()))
+    return Counter(spec.space.violated(problem, config, target) or "" for config in points)
+
+
+def _launch(item: Candidate, target: Target) -> tuple[str, int]:
+    """Equal for candidates that are known before the compiler runs to do the same."""
+    return item.artifact, item.spec.device(item.problem, item.config).grid(item.problem, target.sm_count)
+
+
+def estimate_compile(counts: Sequence[Count], jobs: int, sweeps: Sequence[Sweep], *, here: bool = True) -> Estimate:
+    """The compile stage's time over ``jobs`` workers, from what the artifacts of earlier sweeps took.
+
+    On this host they share its cores with what else runs; elsewhere each is taken to have a core of its own.
+    """
+    rates = _compile_rates(sweeps)
+    todo = Counter[str]()
+    for item in counts:
+        todo[item.kernel] += item.artifacts - item.compiled
+    artifacts = todo.total()
+    if not artifacts:
+        return Estimate(0.0, "nothing is left to compile")
+    known = {kernel for kernel in todo if rates.get(kernel, (0.0, 0))[1] >= _ENOUGH}
+    cores = len(os.sched_getaffinity(0)) if here else jobs
+    workers = min(jobs, cores, artifacts)
+    # Journals are of this machine as busy as it was; the shipped means are of a core of its own.
+    load = os.getloadavg()[0] if here else 0.0
+    slower = max(1.0, (load + workers) / cores)
+    core_s = sum(todo[kernel] * rates[kernel][0] for kernel in known)
+    core_s += slower * sum(todo[kernel] * COMPILE_S.get(kernel, OTHER_S) for kernel in todo.keys() - known)
+    said = []
+    if known:
+        samples = sum(rates[kernel][1] for kernel in known)
+        said.append(f"for {sum(todo[kernel] for kernel in known)} the means of {samples} that sweeps here compiled")
+    if unknown := sum(todo[kernel] for kernel in todo.keys() - known):
+        busy = f", times {slower:.1f} for this machine's load of {load:.1f}" if slower > 1.1 else ""
+        said.append(f"for {unknown} shipped means, of a core of an AMD EPYC{busy}")
+    over = f"{workers} core{'s' if workers > 1 else ''}"
+    basis = f"{artifacts} artifacts at {core_s / artifacts:.2f} s each over {over}; {', '.join(said)}"
+    return Estimate(COMPILE_START_S + core_s / workers, basis)
+
+
+def _compile_rates(sweeps: Sequence[Sweep]) -> dict[str, tuple[float, int]]:
+    """Mean seconds of an artifact and how many it is of, by kernel."""
+    seconds: dict[str, list[float]] = {}
+    for line in (line for sweep in sweeps for line in sweep.compiled().values()):
+        if {"kernel", "tileiras_s"} <= line.keys():
+            seconds.setdefault(line["kernel"], []).append(work_s(line))
+    return {kernel: (sum(found) / len(found), len(found)) for kernel, found in seconds.items()}
+
+
+def estimate_measure(
+    counts: Sequence[Count], target: Target, gpus: int, sweeps: Sequence[Sweep], strategy: str = "race"
+) -> Estimate:
+    """The measure stage's time, from what earlier sweeps of the same GPU by the same strategy took, else an H200's."""
+    todo = [item for item in counts if item.to_measure]
+    if not todo:
+        return Estimate(0.0, "nothing is left to measure")
+    said = f"{sum(item.to_measure for item in todo)} candidates of {len(todo)} problems"
+    work_s = sum(_problem_s(item.kernel, item.problem, item.to_measure, target) for item in todo)
+    took, work = _measured_before(target, sweeps, strategy)
+    if work:
+        return Estimate(
+            (MEASURE_START_S + work_s) * took / work, f"{said}; as long for each as sweeps of a {target.name} took here"
+        )
+    rounds_s = sum(_rounds_s(item, target) for item in todo) if strategy == EXHAUSTIVE else 0.0
+    seconds = MEASURE_START_S + (work_s + rounds_s) / gpus
+    over = f"{gpus} GPUs" if gpus > 1 else "one GPU"
+    beside = f", and {rounds_s:.0f} s for up to {ROUNDS} samples of each" if rounds_s else ""
+    return Estimate(seconds, f"{said} over {over}; as long for each as one sweep of an H200 took{beside}")
+
+
+def _rounds_s(item: Count, target: Target) -> float:
+    """What the rounds of an exhaustive race take."""
+    round_s = item.to_measure * (OVER_ROOFLINE * launch_s(item.kernel, item.problem, target) + SAMPLE_S)
+    affordable = math.ceil(1e-6 * LONGEST_US / round_s) if round_s else 0
+    return min(ROUNDS, max(LEAST_ROUNDS, affordable)) * round_s
+
+
+def _problem_s(kernel: str, problem: Problem, candidates: int, target: Target) -> float:
+    """What a problem takes to measure, by what the shipped sweep took."""
+    launches = PROBLEM_ROOFLINES + CANDIDATE_ROOFLINES * candidates
+    return PROBLEM_S + CANDIDATE_S * candidates + launches * launch_s(kernel, problem, target)
+
+
+def _measured_before(target: Target, sweeps: Sequence[Sweep], strategy: str) -> tuple[float, float]:
+    """Seconds that measure stages for a target took by one strategy alone, and the shipped estimate of their work."""
+    took = work = 0.0
+    for sweep in sweeps:
+        try:
+            if sweep.target.key != target.key:
+                continue
+        except InputError:  # no plan, or one of another version: its times are of nobody knows what
+            continue
+        if any(race["strategy"] != strategy for race in sweep.races().values()):
+            continue
+        seconds = sum(run["seconds"] for run in sweep.runs() if run["stage"] == "measure")
+        candidates_of = Counter(key.rsplit("|", 3)[0] for key in sweep.measured() if not is_copy(key))
+        if seconds and candidates_of:
+            took += seconds
+            work += MEASURE_START_S + sum(
+                _problem_s(kernel, problem, candidates_of[f"{kernel}|{problem.key}"], target)
+                for kernel, problem in sweep.problems()
+                if f"{kernel}|{problem.key}" in candidates_of
+            )
+    return took, work
+
+
+def earlier_sweeps(root: Path, own: Sweep) -> list[Sweep]:
+    """The sweep of this run and the others that the cache's root keeps."""
+    folders = sorted(path for path in (root / "sweeps").glob("*") if path.is_dir())
+    return [own, *(Sweep(folder) for folder in folders if folder.resolve() != own.folder.resolve())]

@@ -1,0 +1,15 @@
+"""Loaded once by the server that compile workers are forked from, so that a worker starts with all it needs.
+
+cuda-tile's front end imports torch where it can, which takes seconds, and compiling needs none of it.
+"""
+
+import sys
+
+sys.modules["torch"] = None  # type: ignore[assignment]
+
+from tilekern.frontend import preload  # noqa: E402
+from tilekern.kernels import all_specs  # noqa: E402
+from tuning.compile import stage as compiling  # noqa: E402, F401 (holds what a worker runs)
+
+preload()
+all_specs()

@@ -1,0 +1,213 @@
+"""Runs the candidates of one problem on the GPU at hand: to check them, and as often as wanted to time them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from tilekern.kernels import spec_named
+from tilekern.launcher import PrebuiltKernel, Variant, launch, may_depend
+from tilekern.runtime.libraries import library_of
+from tilekern.spec import LibraryCall, Problem
+from tuning.measure.gpu import load_code
+from tuning.measure.tasks import Entrant, Task
+from tuning.measure.timing import Launch, Timing, rewriting
+from tuning.strategies.selection import ranked
+from tuning.verify.check import Check, launch_arguments, odd_problem
+
+if TYPE_CHECKING:
+    from tuning.verify.cases import Kept
+
+# Launches of other candidates between two runs that must give the same bits.
+_MOST_BETWEEN = 3
+
+
+class Bench:
+    """Runs the candidates of one problem on the GPU at hand.
+
+    Args:
+        task: the problem and its candidates.
+        announce: called with an entrant's key before it is launched to be checked, and with None when that is over:
+            who is to blame for what happens to the GPU between the two.
+        kept: what the problems of this process share; nothing where None.
+    """
+
+    def __init__(
+        self, task: Task, announce: Callable[[str | None], None] = lambda _: None, kept: Kept | None = None
+    ) -> None:
+        import torch
+
+        # Here, since the parent of a measuring process imports this module too and has no use for torch.
+        from tuning.verify.battery import Battery
+        from tuning.verify.cases import Kept
+
+        self._torch, self._task, self._target, self._problem = torch, task, task.target, task.problem
+        self._spec, self._announce, self._kept = spec_named(task.kernel), announce, kept or Kept()
+        self._battery = Battery(self._spec, task.problem, task.target.sm_count, kept=self._kept)
+        self._kernels: dict[str, PrebuiltKernel | None] = {}
+        self._inputs: dict[str, Any] | None = None
+        self._outputs: dict[Any, Any] = {}
+        self._prepared: dict[str, Launch] = {}
+
+    def kernel(self, entrant: Entrant) -> PrebuiltKernel | None:
+        """The launchable kernel of an entrant, whose code is loaded once; None where a library runs it."""
+        if entrant.key not in self._kernels:
+            self._kernels[entrant.key] = self._prebuilt(entrant)
+        return self._kernels[entrant.key]
+
+    def _prebuilt(self, entrant: Entrant) -> PrebuiltKernel | None:
+        item, line = entrant.candidate, entrant.compiled
+        if item.is_library:
+            return None
+        function = self._spec.device(item.problem, item.config).function
+        variant = Variant(item.variant, line["symbol"], line["assumptions"], lambda: self._task.cubins[line["sha256"]])
+        return PrebuiltKernel(function, [variant])
+
+    def check(self, entrant: Entrant) -> Check:
+        """Screen an entrant, which it must pass to be timed.
+
+        A kernel's sizes there do not grow with the problem's: of the same code the outcome is known.
+        """
+        if entrant.candidate.is_library:
+            return self._screen(entrant)
+        item, odd = entrant.candidate, odd_problem(self._spec, self._problem)
+        does = (item.kernel, odd.key, item.config.key, item.variant, entrant.compiled["sha256"])
+        if does not in self._kept.checks:
+            self._kept.checks[does] = self._screen(entrant)
+        return self._kept.checks[does]
+
+    def _screen(self, entrant: Entrant) -> Check:
+        return self._battery.screen(entrant.candidate.config, self._runner(entrant))
+
+    def confirm(self, entrant: Entrant) -> Check:
+        """Have an entrant stand the whole battery, which it must pass to win."""
+        others = [(key, run) for key, run in self._prepared.items() if key != entrant.key][:_MOST_BETWEEN]
+
+        def between() -> None:
+            for key, run in others:
+                self._watched(key, run)
+
+        return self._battery.confirm(entrant.candidate.config, self._runner(entrant), between)
+
+    def load(self) -> dict[str, Any]:
+        """The inputs at full size, which all entrants share; they are made at the first call."""
+        if self._inputs is None:
+            generator = self._torch.Generator(device="cuda").manual_seed(0)
+            self._inputs = self._spec.inputs(self._problem, generator, "cuda")
+        return self._inputs
+
+    def prepare(self, entrant: Entrant) -> Launch:
+        """A function that launches the entrant at full size."""
+        inputs, blocks = self.load(), self._blocks(entrant)
+        outputs = self._shared_outputs(blocks) if blocks else {}
+        found = self._launch(self.kernel(entrant), entrant, self._problem, inputs, outputs, in_place=True)
+        self._prepared[entrant.key] = found
+        return found
+
+    def load_code(self, key: str) -> bool:
+        """Load the code of a prepared entrant without running it; False where a library runs, which loads its own."""
+        if self._kernels.get(key) is None:
+            return False
+        load_code(self._prepared[key])
+        return True
+
+    def arguments(self, entrant: Entrant) -> tuple[Any, ...]:
+        """The arguments of a kernel's launch at full size; all entrants share the arrays."""
+        implementation = self._spec.device(self._problem, entrant.candidate.config)
+        return launch_arguments(implementation, self.load(), self._shared_outputs(self._blocks(entrant)))
+
+    def copy(self) -> Launch:
+        """A function that copies as many bytes as the problem must move, half read and half written."""
+        torch = self._torch
+        size = max(1, self._spec.bytes_moved(self._problem) // 2)
+        source = torch.randint(0, 255, (size,), dtype=torch.uint8, device="cuda")
+        sink = torch.empty_like(source)
+        return lambda: sink.copy_(source)
+
+    def refresh(self) -> Launch | None:
+        """What puts the inputs into L2 before a launch that finds them there in use; None for one that does not."""
+        if not self._spec.inputs_in_l2:
+            return None
+        inputs = (self._inputs or {}).values()
+        return rewriting(value for value in inputs if isinstance(value, self._torch.Tensor))
+
+    def _runner(self, entrant: Entrant) -> Any:
+        """What the battery runs an entrant with."""
+        kernel = self.kernel(entrant)
+
+        def run(problem: Problem, inputs: dict[str, Any], outputs: dict[str, Any]) -> Any:
+            return self._watched(entrant.key, self._launch(kernel, entrant, problem, inputs, outputs))
+
+        return run
+
+    def _watched(self, key: str, launch: Launch) -> Any:
+        """Launch and wait, so that a fault shows while its culprit is announced."""
+        self._announce(key)
+        found = launch()
+        self._torch.cuda.synchronize()
+        self._announce(None)
+        return found
+
+    def _shared_outputs(self, blocks: int) -> dict[str, Any]:
+        """Outputs of the full size, the same for all entrants: each writes all of them."""
+        found = {}
+        for name, kind in self._spec.outputs(self._problem, blocks).items():
+            if (name, kind) not in self._outputs:
+                shape, dtype = kind
+                self._outputs[name, kind] = self._torch.empty(shape, dtype=getattr(self._torch, dtype), device="cuda")
+            found[name] = self._outputs[name, kind]
+        return found
+
+    def _blocks(self, entrant: Entrant) -> int:
+        """The grid of an entrant at full size; 0 where a library runs it."""
+        if entrant.candidate.is_library:
+            return 0
+        return self._spec.device(self._problem, entrant.candidate.config).grid(self._problem, self._target.sm_count)
+
+    def _launch(
+        self, kernel: Any, entrant: Entrant, problem: Problem, inputs: dict[str, Any], outputs: dict[str, Any],
+        *, in_place: bool = False,
+    ) -> Any:  # fmt: skip
+        """A function that launches and fills the outputs; a library's gives outputs of its own.
+
+        ``in_place`` lets a library that updates an input do so, as its op has it; a check needs the inputs again.
+        """
+        implementation = self._spec.implement(problem, entrant.candidate.config)
+        if isinstance(implementation, LibraryCall):
+            from tilekern.runtime.dispatch import plan_for
+
+            call = implementation.bound(plan_for, in_place=in_place)
+            return functools.partial(call, *(inputs[name] for name in implementation.inputs))
+        blocks = implementation.grid(problem, self._target.sm_count)
+        arguments = launch_arguments(implementation, inputs, outputs)
+        dependent = may_depend(implementation, self._target)
+        return lambda: launch(_stream(), (blocks,), kernel, arguments, dependent=dependent)
+
+
+def to_confirm(
+    entrants: Sequence[Entrant], timings: Mapping[str, Timing], checks: Mapping[str, Check]
+) -> Iterator[Entrant]:
+    """Who has to stand the whole battery after a race.
+
+    First the generic variant, which every record carries; then those that raced from the one that would win on, until
+    one has passed; and where that one needs a library, on from there until one that needs none has, which its record
+    carries too. ``checks`` is looked at after each, so the outcome must be in it by then.
+    """
+    yield from (entrant for entrant in entrants if not entrant.is_aligned and checks[entrant.key].passed)
+    raced = {entrant.key: entrant for entrant in entrants if entrant.key in timings}
+    has_winner = False
+    for key in ranked({key: timings[key].as_dict() for key in raced}):
+        needs_library = library_of(raced[key].candidate.config) is not None
+        if has_winner and needs_library:
+            continue
+        yield raced[key]
+        if checks[key].passed and not needs_library:
+            return
+        has_winner |= checks[key].passed
+
+
+def _stream() -> int:
+    import torch
+
+    return int(torch.cuda.current_stream().cuda_stream)

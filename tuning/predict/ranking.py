@@ -1,0 +1,100 @@
+"""Ranks candidates from compile-time facts, with no GPU: what makes ``predicted`` winners and orders the measuring.
+
+The facts are the artifact's resources and machine code and the launch grid; the model that turns them into a time
+stands in :mod:`tuning.predict.launch_costs` and :mod:`tuning.predict.cost_model`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from tilekern.cubin import Resources
+from tilekern.spec import ALIGNED, LibraryCall, Problem
+from tilekern.targets import Target
+from tuning.compile.machine_code import MachineCode
+from tuning.predict.cost_model import COMPOSITE, DEFAULT_BONUS, LIBRARY, LIBRARY_OVERHEAD_S, MEMORY, PRODUCTS, Weights
+from tuning.predict.launch_costs import Costs, memory_costs, product_costs, resident_blocks, unread
+from tuning.predict.roofline import ARITHMETIC, roofline
+from tuning.sweep.candidates import Candidate
+from tuning.sweep.folder import Sweep
+
+__all__ = ["Prediction", "predict", "predict_best", "predict_library", "ranking", "resident_blocks"]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What the model says of a candidate: seconds, and the facts that it rests on.
+
+    ``bonus`` is the share by which others must be faster to be preferred to it.
+    """
+
+    seconds: float
+    resident_blocks: int
+    in_flight_bytes: float
+    spills: bool
+    bonus: float = 0.0
+
+    @property
+    def rank(self) -> tuple[bool, float]:
+        """Sorts spilling candidates behind all others."""
+        return self.spills, self.seconds * (1 - self.bonus)
+
+
+def predict(candidate: Candidate, resources: Resources, target: Target, code: MachineCode | None = None) -> Prediction:
+    """The model's time for a candidate on a target; infinite where no block fits on an SM.
+
+    Args:
+        candidate: a candidate that a device function runs.
+        resources: what its artifact needs.
+        target: the GPU.
+        code: what stands in its machine code; supposed from the size of the code where None.
+    """
+    spills = resources.stack_bytes > 0
+    if resident_blocks(resources, target) == 0:
+        return Prediction(math.inf, 0, 0.0, spills)
+    costs, weights = costs_of(candidate, resources, target, code or unread(resources))
+    bonus = DEFAULT_BONUS if candidate.config == candidate.spec.default(candidate.problem, target) else 0.0
+    return Prediction(weights.seconds(costs), costs.resident_blocks, costs.in_flight_bytes, spills, bonus)
+
+
+def costs_of(candidate: Candidate, resources: Resources, target: Target, code: MachineCode) -> tuple[Costs, Weights]:
+    """The terms of a candidate's launch, and the weights for its kind."""
+    if roofline(candidate.kernel, candidate.problem, target).bound == ARITHMETIC:
+        return product_costs(candidate, resources, code, target), PRODUCTS
+    return memory_costs(candidate, resources, code, target), MEMORY
+
+
+def predict_library(candidate: Candidate, target: Target) -> Prediction:
+    """The roofline's time by what libraries reached of it where they were measured."""
+    call = candidate.spec.implement(candidate.problem, candidate.config)
+    factor = COMPOSITE if isinstance(call, LibraryCall) and call.composite else LIBRARY
+    seconds = LIBRARY_OVERHEAD_S + factor * roofline(candidate.kernel, candidate.problem, target).seconds
+    bonus = DEFAULT_BONUS if candidate.config == candidate.spec.default(candidate.problem, target) else 0.0
+    return Prediction(seconds, 1, 0.0, spills=False, bonus=bonus)
+
+
+def ranking(sweep: Sweep, kernel: str, problem: Problem, target: Target) -> list[tuple[Candidate, Prediction]]:
+    """The compiled candidates of a problem, the best predicted first; only aligned variants can win."""
+    compiled = sweep.compiled()
+    found = []
+    for item in sweep.candidates(kernel, problem):
+        line = compiled.get(item.artifact)
+        if item.is_library and item.variant == ALIGNED:
+            found.append((item, predict_library(item, target)))
+        elif item.variant == ALIGNED and line is not None and line["status"] == "ok":
+            found.append((item, predict(item, Resources(**line["resources"]), target, code_in(line))))
+    return sorted(found, key=lambda pair: pair[1].rank)
+
+
+def code_in(line: dict[str, Any]) -> MachineCode | None:
+    """The counts of machine code that an artifact's journal line holds; None in lines from before they were kept."""
+    kept = line.get("machine_code")
+    return MachineCode.from_dict(kept) if kept is not None else None
+
+
+def predict_best(sweep: Sweep, kernel: str, problem: Problem, target: Target) -> Candidate | None:
+    """The predicted winner of a problem, or None where nothing compiled."""
+    ranked = ranking(sweep, kernel, problem, target)
+    return ranked[0][0] if ranked else None

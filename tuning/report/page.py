@@ -1,0 +1,168 @@
+"""The report as one HTML file that holds all it needs: opened from disk, with no network."""
+
+from __future__ import annotations
+
+import html
+import itertools
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from bokeh.embed import json_item
+from bokeh.layouts import column, grid, row
+from bokeh.models import ColumnDataSource, CustomJS, GroupFilter, LayoutDOM
+from bokeh.models.widgets import Div, Select
+from bokeh.resources import Resources
+
+from tuning.report.columns import candidate_columns, frontier_columns, problem_columns, problems_of
+from tuning.report.plots import candidate_plots, overview_plots
+from tuning.report.rows import STATUSES, Report, Row
+from tuning.report.tables import candidate_table, overview_table
+
+# What A4 and Letter on their sides have between the usual margins, in CSS pixels.
+_PAPER_WIDTH = 960
+# The policy makes sure of what the page promises: the browser itself refuses to load anything.
+_PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; script-src 'unsafe-inline' 'unsafe-eval';\
+ style-src 'unsafe-inline'; img-src data: blob:; font-src data:">
+<title>{title}</title>
+<style>
+body {{ font: 15px/1.45 system-ui, sans-serif; color: #1a1a1a }}
+body {{ margin: 1.5rem auto; max-width: 1500px; padding: 0 1rem }}
+h1 {{ font-size: 1.5rem; margin: 0 0 .5rem }}
+dl {{ display: grid; grid-template-columns: max-content auto; gap: .1rem 1rem; margin: 0 0 1rem }}
+dt {{ color: #595959 }}
+dd {{ margin: 0 }}
+.notice {{ border-left: 4px solid #d55e00; padding: .4rem .8rem; background: #fdf3ec; max-width: 60rem }}
+.printed {{ display: none }}
+@page {{ size: landscape }}
+@media print {{
+  body {{ margin: 0; max-width: none }}
+  .printed {{ display: table; border-collapse: collapse; font-size: 8pt; width: 100% }}
+  .printed th, .printed td {{ border-bottom: 1px solid #bbb; padding: 2px 4px; text-align: left }}
+}}
+</style>
+</head>
+<body>
+<h1>{title}</h1>
+{notice}
+<dl>{facts}</dl>
+<noscript><p class="notice">The plots and tables need JavaScript, which is off.</p></noscript>
+<div id="report"></div>
+<table class="printed">{winners}</table>
+<script type="application/json" id="report-data">{data}</script>
+{scripts}
+<script>{start}</script>
+</body>
+</html>
+"""
+# A plot is drawn for the width of the screen, and the paper's is known to the style sheets alone.
+_START = f"""
+const report = document.getElementById("report")
+Bokeh.embed.embed_item(JSON.parse(document.getElementById("report-data").textContent), report)
+addEventListener("beforeprint", () => {{
+  const {{width}} = report.getBoundingClientRect()
+  report.style.width = `${{width}}px`
+  report.style.zoom = {_PAPER_WIDTH} / width
+}})
+addEventListener("afterprint", () => report.removeAttribute("style"))
+"""
+_CHOOSE = """
+candidates.selected.indices = []
+heading.text = problems.data.heading[Number(problem.value)]
+"""
+_TAKE_LINE = "if (cb_obj.indices.length) problem.value = problems.data.problem_id[cb_obj.indices[0]]"
+
+
+def as_html(report: Report) -> str:
+    """The page; the same text for the same report."""
+    problems = problems_of(report.rows)
+    title = f"Tuning of {report.model} on {report.target['name']}"
+    item = json_item(_layout(problems))
+    # A script's text ends at the first "</", wherever it stands.
+    data = json.dumps(_renumbered(item), separators=(",", ":"), allow_nan=False).replace("</", "<\\/")
+    return _PAGE.format(
+        title=html.escape(title), notice=_notice(report), facts=_facts(report), winners=_printed(problems), data=data,
+        start=_START, scripts=Resources("inline", components=["bokeh", "bokeh-widgets", "bokeh-tables"]).render(),
+    )  # fmt: skip
+
+
+def _renumbered(item: Any) -> Any:
+    """The same with models' ids counted from 1: Bokeh counts on over all that a process makes."""
+    fresh = (f"m{count}" for count in itertools.count(1))
+    text = json.dumps(item)
+    ids = {found: next(fresh) for found in dict.fromkeys(re.findall(r'"id": ?"(p\d+)"', text))}
+    return json.loads(text, object_hook=lambda value: _with_ids(value, ids))
+
+
+def _with_ids(value: dict[str, Any], ids: Mapping[str, str]) -> dict[str, Any]:
+    return value | {name: ids[value[name]] for name in ("id", "root_id") if value.get(name) in ids}
+
+
+def _layout(problems: Sequence[Sequence[Row]]) -> LayoutDOM:
+    winners = ColumnDataSource(problem_columns(problems))
+    candidates = ColumnDataSource(candidate_columns(problems))
+    steps = ColumnDataSource(frontier_columns(problems))
+    options: list[Any] = list(zip(winners.data["problem_id"], winners.data["name"], strict=True))
+    choice = Select(title="problem", value="0", options=options, sizing_mode="stretch_width", name="problem")
+    chosen = GroupFilter(column_name="problem_id", group="0")
+    first = next(iter(winners.data["heading"]), "The plan names no problem.")
+    heading = Div(text=first, render_as_text=True, name="heading", sizing_mode="stretch_width")
+    choice.js_link("value", chosen, "group")
+    shared = {"problem": choice, "problems": winners, "candidates": candidates, "heading": heading}
+    choice.js_on_change("value", CustomJS(args=shared, code=_CHOOSE))
+    winners.selected.js_on_change("indices", CustomJS(args={"problem": choice, "problems": winners}, code=_TAKE_LINE))
+    status, text, table = candidate_table(candidates, chosen)
+    return column(
+        _section("All problems: the winners"),
+        Div(text="A click on a line or a point chooses that problem below. A click on a head sorts."),
+        overview_table(winners),
+        _pairs(overview_plots(winners)),
+        _section("One problem: its candidates"),
+        choice, heading, _pairs(candidate_plots(candidates, steps, chosen)), row(status, text), table,
+        sizing_mode="stretch_width",
+    )  # fmt: skip
+
+
+def _section(title: str) -> Div:
+    return Div(text=f'<h2 style="font-size: 1.2rem; margin: 1rem 0 0">{title}</h2>')
+
+
+def _pairs(plots: Sequence[LayoutDOM]) -> LayoutDOM:
+    return grid([list(plots[at : at + 2]) for at in range(0, len(plots), 2)], sizing_mode="stretch_width")
+
+
+def _notice(report: Report) -> str:
+    if report.is_measured:
+        return ""
+    text = "Nothing was measured: all times are predicted from compile-time facts, with no GPU."
+    return f'<p class="notice" role="note">{text}</p>'
+
+
+def _facts(report: Report) -> str:
+    target, counts = report.target, report.counts
+    states = ", ".join(f"{counts[status]} {status}" for status in STATUSES if counts[status])
+    facts = {
+        "model": report.model,
+        "target": f"{target['name']}, {target['arch']}, {target['sm_count']} SMs",
+        "GPU": report.gpu.get("gpu", "none"),
+        "driver": report.gpu.get("driver", "none"),
+        "torch": report.gpu.get("torch", "none"),
+        "toolkit": ", ".join(report.toolkits) or "none",
+        "date": report.date.replace("T", " ").replace("+00:00", " UTC") or "none",
+        "candidates": f"{len(report.rows)}: {states}",
+    }
+    return "".join(f"<dt>{name}</dt><dd>{html.escape(str(value))}</dd>" for name, value in facts.items())
+
+
+def _printed(problems: Sequence[Sequence[Row]]) -> str:
+    """The winners for paper, where a table cannot scroll."""
+    columns = problem_columns(problems)
+    heads = {"name": "problem", "winner": "winner", "time_text": "time", "worth_text": "worth"}
+    lines = zip(*(columns[name] for name in heads), strict=True)
+    body = "".join(f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in line)}</tr>" for line in lines)
+    return f"<tr>{''.join(f'<th>{head}</th>' for head in heads.values())}</tr>{body}"

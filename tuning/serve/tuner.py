@@ -1,0 +1,81 @@
+"""Tunes a batch of wanted problems with the stages of any sweep, and publishes the winners into the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tilekern.toolchain import require_toolkit
+from tuning.compile.stage import TIMEOUT_S, compile_all
+from tuning.executors.local import LocalExecutor
+from tuning.measure.stage import measure_all
+from tuning.plan.given import with_parts
+from tuning.publishing import Winner, keep_winners, publish, why_not, winners
+from tuning.serve.watched import MEASURED, WatchedCache
+from tuning.sweep.folder import Sweep
+from tuning.sweep.holding import written
+from tuning.sweep.plan import Named
+from tuning.sweep.quarantine import shared
+
+# What the sweep folder may hold of artifacts between two batches; they serve problems that compile to the same.
+MOST_ARTIFACT_BYTES = 4 << 30
+# Told the stage at work, and how much of how many is done in it.
+Tell = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class How:
+    """How to tune: ``jobs`` compile workers, at most so many ``gpus``, ``timeout_s`` for one compile."""
+
+    jobs: int
+    gpus: int | None = None
+    timeout_s: float = TIMEOUT_S
+
+
+def tune(cache: WatchedCache, named: Sequence[Named], how: How, tell: Tell) -> dict[Named, Winner | str]:
+    """Compile, measure where the goal is ``measured``, and publish; what was finished before is not done again.
+
+    The parts of composites are tuned with them, unless the cache has them.
+
+    Returns:
+        The winner of each problem, now in the cache, or why it has none that is as good as the goal.
+
+    Raises:
+        InputError: the sweep folder is held or cannot be written, or there is no such GPU.
+        tilekern.cache.CacheError: the cache cannot be written.
+    """
+    sweep = cache.sweep
+    parts = [pair for pair in with_parts(named, cache.target) if pair not in named and not cache.holds(pair)]
+    sweep.begin(cache.target, "wanted", [*dict.fromkeys(named), *parts])
+    tell("compile", 0, 0)
+    compile_all(sweep, how.jobs, how.timeout_s, lambda done, of: tell("compile", done, of))
+    if cache.goal == MEASURED:
+        tell("measure", 0, len(named))
+        with shared(sweep, cache.root), LocalExecutor(sweep.cache, how.gpus) as executor:
+            measure_all(sweep, executor, keep_winners, progress=lambda done, of: tell("measure", done, of))
+        # What composites of a later batch launch.
+        keep_winners(sweep)
+    tell("publish", 0, 0)
+    found = list(winners(sweep, require_toolkit().describe()))
+    if found:
+        publish(found, sweep.folder / "results.pack", cache.store, own=sweep.is_own)
+    won = {(winner.kernel, winner.problem): winner for winner, _ in found}
+    results: dict[Named, Winner | str] = {}
+    for pair in named:
+        winner = won.get(pair)
+        good = winner is not None and (cache.goal != MEASURED or winner.record.provenance == MEASURED)
+        results[pair] = winner if good and winner is not None else why_not(sweep, *pair)
+    _make_room(sweep)
+    return results
+
+
+def _make_room(sweep: Sweep) -> None:
+    """Drop the oldest artifacts where there are too many; those that are asked for again are compiled again."""
+    with written(sweep.folder):
+        files = [(path, path.stat()) for path in (sweep.folder / "artifacts").iterdir()]
+        held = sum(status.st_size for _, status in files)
+        for path, status in sorted(files, key=lambda pair: pair[1].st_mtime):
+            if held <= MOST_ARTIFACT_BYTES:
+                break
+            path.unlink()
+            held -= status.st_size

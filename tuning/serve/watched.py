@@ -1,0 +1,217 @@
+"""One cache that the service watches: its wanted list as a queue by cost, and what has come of it so far."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tilekern.cache import (
+    PROVENANCES,
+    CacheError,
+    FolderLayer,
+    Record,
+    Store,
+    lookup,
+    read_misses,
+    read_wanted,
+    remove_wanted,
+    wanted_name,
+)
+from tilekern.errors import InputError
+from tilekern.kernels import all_specs
+from tilekern.source.digests import digests_of
+from tilekern.spec import KernelSpec, Problem
+from tilekern.targets import Target
+from tuning.serve.cost import Lost, lost
+from tuning.serve.history import Failures, History
+from tuning.sweep.folder import Sweep
+from tuning.sweep.holding import Holder
+from tuning.sweep.journal import Journal
+from tuning.sweep.plan import Named
+
+STATES = WAITING, FAILED, ELSEWHERE, UNKNOWN = "waiting", "failed", "elsewhere", "unknown"
+# A problem that was noted and has no count yet was run once at least.
+_LEAST_MISSES = 1
+NOTHING_LOST = Lost(0.0, "none")
+MEASURED, PREDICTED = "measured", "predicted"
+
+
+@dataclass(frozen=True)
+class Item:
+    """A wanted problem.
+
+    Attributes:
+        root: the cache that wants it.
+        name: what its wanted list calls it.
+        kernel: the spec's name.
+        problem: its values.
+        target: the GPU that it is wanted for, ``name`` and ``key`` among others.
+        created: when it was first asked for.
+        reason: what the job said.
+        misses: how often it was run untuned, as far as jobs have written down.
+        state: ``waiting``, ``failed`` (not to be tried now), ``elsewhere`` (for another GPU), ``unknown`` (nothing
+            that this version of tilekern has).
+        why: what is to be said of the state.
+        lost: what each run loses.
+    """
+
+    root: Path
+    name: str
+    kernel: str
+    problem: Mapping[str, Any]
+    target: Mapping[str, Any]
+    created: str
+    reason: str
+    misses: int
+    state: str = WAITING
+    why: str = ""
+    lost: Lost = NOTHING_LOST
+
+    @property
+    def cost_s(self) -> float:
+        """Seconds that were lost so far: misses times what each of them loses."""
+        return self.misses * self.lost.seconds
+
+    @property
+    def named(self) -> Named:
+        """The problem at its buckets, as a sweep names it."""
+        spec = all_specs()[self.kernel]
+        return self.kernel, spec.bucketed(spec.problem(**self.problem))
+
+
+class WatchedCache:
+    """A cache whose wanted list the service works off.
+
+    Args:
+        root: the cache's root.
+        target: the GPU to tune for.
+        toolkit_key: the toolkit to compile with.
+        goal: the provenance that a served problem's record has: ``measured``, or ``predicted`` where no GPU is.
+    """
+
+    def __init__(self, root: Path, target: Target, toolkit_key: str, goal: str) -> None:
+        self.store = Store(root)
+        self.root, self.target, self.goal = self.store.root, target, goal
+        self.sweep = Sweep(self.root / "sweeps" / f"service-{target.key}-{toolkit_key}")
+        self.history = History(self.root / "service" / "history.jsonl")
+        self.failures = Failures(self.root / "service" / "failed.jsonl")
+        self._toolkit_key = toolkit_key
+        self._layer = FolderLayer(self.root, str(self.root))
+        self._costs: dict[Any, Lost] = {}
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep other services away from the cache.
+
+        Raises:
+            InputError: another service works on it, or it cannot be written.
+        """
+        folder = self.root / "service"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(
+                f"cannot write the cache {self.root}: {error.strerror}; give another --cache-dir"
+            ) from None
+        with Holder(folder, Journal(folder / "runs.jsonl", "run")).running("serve"):
+            yield
+
+    def settle(self) -> list[Item]:
+        """Take off the list what the cache holds by now; those items."""
+        done = [item for item in self._items() if item.state == WAITING and self.serves(item)]
+        self.remove(done)
+        return done
+
+    def queue(self) -> list[Item]:
+        """What is wanted, the costliest first; then what cannot be tuned here or now."""
+        found = [self._costed(self._judged(item)) for item in self._items()]
+        return sorted(found, key=lambda item: (item.state != WAITING, -item.cost_s, item.created, item.name))
+
+    def remove(self, items: list[Item]) -> None:
+        """Take items off the list.
+
+        Raises:
+            tilekern.cache.CacheError: a file cannot be deleted.
+        """
+        if items:
+            remove_wanted(self.root, [item.name for item in items])
+
+    def serves(self, item: Item) -> bool:
+        """Whether the cache has a record of an item that is as good as can be made here."""
+        return self.holds(item.named)
+
+    def holds(self, named: Named) -> bool:
+        """Whether the cache has a record of a problem that is as good as can be made here."""
+        return self._is_good(self._record(*named))
+
+    def fail(self, item: Item, reason: str, *, passing: bool) -> None:
+        """Write down that an item cannot be tuned; it stays wanted.
+
+        Raises:
+            OSError: that cannot be written.
+        """
+        self.failures.note(item.name, reason, self._state(item), passing=passing)
+        self.history.note("failed", item.name, item.kernel, item.problem, reason=reason)
+
+    def _items(self) -> Iterator[Item]:
+        misses = read_misses(self.root)
+        for wanted in read_wanted(self.root):
+            name = wanted_name(wanted["kernel"], wanted["problem"], wanted["target"])
+            item = Item(self.root, name, **wanted, misses=max(_LEAST_MISSES, misses.get(name, 0)))
+            yield self._placed(item)
+
+    def _placed(self, item: Item) -> Item:
+        """Whether an item is for this GPU and this tilekern."""
+        if item.target.get("key") != self.target.key:
+            return replace(item, state=ELSEWHERE, why=f"not for this GPU: wanted on {item.target.get('name')}")
+        if item.kernel not in all_specs():
+            return replace(item, state=UNKNOWN, why=f"this version of tilekern has no kernel {item.kernel}")
+        try:
+            assert item.named
+        except (TypeError, ValueError) as error:
+            return replace(item, state=UNKNOWN, why=f"no problem of this version of tilekern: {error}")
+        return item
+
+    def _judged(self, item: Item) -> Item:
+        why = self.failures.why(item.name, self._state(item)) if item.state == WAITING else None
+        return replace(item, state=FAILED, why=why) if why is not None else item
+
+    def _state(self, item: Item) -> dict[str, str]:
+        """What a failure of an item depends on."""
+        digests = digests_of(all_specs()[item.kernel].module, item.kernel)
+        return {"source": digests.source, "space": digests.space, "toolkit": self._toolkit_key, "goal": self.goal}
+
+    def _costed(self, item: Item) -> Item:
+        if item.state in (ELSEWHERE, UNKNOWN):
+            return item
+        kernel, problem = item.named
+        record = self._record(kernel, problem)
+        if self._is_good(record):
+            return replace(item, state=UNKNOWN, why="the cache holds it; its file could not be taken off the list")
+        try:
+            journal = self.sweep.folder / "compiled.jsonl"
+            key = (item.name, record and record.created, journal.stat().st_size if journal.exists() else 0)
+            if key not in self._costs:
+                for old in [old for old in self._costs if old[0] == item.name]:
+                    del self._costs[old]
+                self._costs[key] = lost(kernel, problem, self.target, self.sweep, record, self._layer.read_blob)
+        except (CacheError, OSError):
+            return item  # tuning it will say what is wrong
+        except Exception as error:  # noqa: BLE001 (a problem that a spec's own formulas cannot take must stop no other)
+            return replace(item, state=UNKNOWN, why=f"{type(error).__name__}: {error}"[:300])
+        return replace(item, lost=self._costs[key])
+
+    def _is_good(self, record: Record | None) -> bool:
+        return record is not None and PROVENANCES.index(record.provenance) <= PROVENANCES.index(self.goal)
+
+    def _record(self, kernel: str, problem: Problem) -> Record | None:
+        """The cache's own record of the very problem on the very GPU."""
+        spec: KernelSpec = all_specs()[kernel]
+        found = lookup(
+            kernel, dict(problem), bucketed=(), target_key=self.target.key, arch=self.target.arch,
+            toolkit_key=self._toolkit_key, source=digests_of(spec.module, kernel), layers=[self._layer],
+        )  # fmt: skip
+        return found.record if found is not None and found.exact_target else None

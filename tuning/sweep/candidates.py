@@ -1,0 +1,81 @@
+"""Candidates: a problem and one config of it, and the key of the artifact that both run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tilekern.kernels import spec_named
+from tilekern.source.digests import digests_of
+from tilekern.spec import ALIGNED, GENERIC, Config, Implementation, KernelSpec, LibraryCall, Problem
+from tilekern.targets import Target
+from tilekern.toolchain import assumptions
+
+# Stands for the journal's line of an artifact where a library runs a candidate.
+LIBRARY_LINE: dict[str, Any] = {"status": "ok"}
+# How much of the artifact's key a candidate's key ends with.
+ARTIFACT_DIGITS = 16
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A problem and one config of it, with the key of the artifact that it runs."""
+
+    kernel: str
+    problem: Problem
+    config: Config
+    variant: str
+    artifact: str
+
+    @property
+    def spec(self) -> KernelSpec:
+        """The candidate's spec."""
+        return spec_named(self.kernel)
+
+    @property
+    def is_library(self) -> bool:
+        """Whether a library runs it, so that there is nothing to compile."""
+        return self.spec.is_library(self.problem, self.config)
+
+    @property
+    def key(self) -> str:
+        """One line that names the candidate and its artifact: after an edit of the kernel it is another one."""
+        return f"{self.kernel}|{self.problem.key}|{self.config.key}|{self.variant}|{self.artifact[:ARTIFACT_DIGITS]}"
+
+
+def artifact_key(implementation: Implementation | LibraryCall, variant: str, target: Target, source_digest: str) -> str:
+    """Names what is compiled: equal keys compile to the same cubin, whatever problem or config asks for it.
+
+    What a library runs is not compiled; its key only tells that the source is still the same.
+    """
+    if isinstance(implementation, LibraryCall):
+        return hashlib.sha256(f"library {source_digest}".encode()).hexdigest()
+    parts = {
+        "function": implementation.function._pyfunc.__name__,
+        "assumptions": assumptions(implementation, variant),
+        "hints": dict(implementation.hints),
+        "arch": target.arch,
+        "source": source_digest,
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def candidate(kernel: str, problem: Problem, config: Config, variant: str, target: Target) -> Candidate:
+    """The candidate of a (problem, config) on a target."""
+    spec = spec_named(kernel)
+    key = artifact_key(spec.implement(problem, config), variant, target, digests_of(spec.module, kernel).source)
+    return Candidate(kernel, problem, config, variant, key)
+
+
+def candidates(kernel: str, problem: Problem, target: Target, limit: Sequence[Config] | None = None) -> list[Candidate]:
+    """The candidates of a problem, and last the generic variant that every record carries.
+
+    They are the space, the default config first, or those of ``limit`` in its order where that is given.
+    """
+    spec = spec_named(kernel)
+    space = [spec.default(problem, target), *spec.space.candidates(problem, target)] if limit is None else limit
+    found = [candidate(kernel, problem, config, ALIGNED, target) for config in dict.fromkeys(space)]
+    return [*found, candidate(kernel, problem, spec.generic(problem), GENERIC, target)]

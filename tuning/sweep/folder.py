@@ -1,0 +1,362 @@
+"""The sweep folder: a journal of one tuning run that can be resumed, and carried to another machine.
+
+sweep.json            target, model and problems; written once by the plan stage
+compiled.jsonl        one line for each artifact that was tried, appended as it is finished
+artifacts/<sha256>    cubins
+measured.jsonl        one line for each candidate that was checked, and one more when it was timed
+races.jsonl           one line for each problem whose timings are complete, with the GPU and driver
+gpu.jsonl             the GPUs and drivers that measured
+skipped.jsonl         problems that could not be measured at all, with the reason; tried again by the next run
+quarantine.jsonl      candidates that crashed or hung, with the reason; not tried again with what ran them then
+runs.jsonl            who worked on the folder, on which stage and for how long
+signatures.jsonl      signatures of lines of compiled.jsonl, for those who take the folder over
+run.lock              held by the run at work
+results.pack          records and artifacts of the winners, what the cache takes in
+
+Lines that records are made of carry their writer's seal, and those of others do not count
+(:mod:`tuning.sweep.sealing`). Nothing in it names a path outside of it. The journals of two machines that worked on
+copies of one folder become one folder's when they are appended to each other and the artifacts put together
+(:mod:`tuning.sweep.journal`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import os
+import secrets
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from tilekern.cache.files import make_folder
+from tilekern.cache.trust.policy import must_be_signed
+from tilekern.cache.trust.signing import SigningKey
+from tilekern.errors import InputError
+from tilekern.spec import Problem
+from tilekern.targets import KNOWN, Target
+from tuning.sweep.candidates import ARTIFACT_DIGITS, Candidate, candidates
+from tuning.sweep.holding import Holder, written
+from tuning.sweep.journal import Journal, Line
+from tuning.sweep.lines import is_copy, is_whole
+from tuning.sweep.plan import PLAN, Limits, Named, PlanFile
+from tuning.sweep.sealing import COMPILED, Lines, require_own_folder, signatures_of
+
+# The field of a line that says what it is about.
+_KEYS = {
+    "compiled": "key",
+    "measured": "candidate",
+    "quarantine": "candidate",
+    "gpu": "gpu",
+    "races": "race",
+    "skipped": "skipped",
+    "runs": "run",
+    "signatures": "signed",
+}
+_ARTIFACTS = "artifacts"
+# Files with such names are what a killed run was writing.
+_UNFINISHED = ".new-"
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+class Sweep:
+    """A sweep folder on disk.
+
+    Args:
+        folder: the folder; it need not exist.
+        foreign: whether lines count that neither this user wrote nor a trust root signed: to look at a folder, or to
+            measure one that was carried here (:meth:`carried`). Nothing that is made of them is this user's own.
+    """
+
+    def __init__(self, folder: Path, *, foreign: bool = False) -> None:
+        self.folder = folder
+        self.is_own = not foreign
+        signatures = _journal(folder, "signatures")
+        self._lines = {name: Lines(name, signatures, foreign=foreign) for name in _KEYS}
+        self._journals = {name: _journal(folder, name, self._lines[name].count) for name in _KEYS if name != "runs"}
+        self._runs = _journal(folder, "runs")
+        self.holder = Holder(folder, self._runs)
+        self._plan = PlanFile(folder)
+        # By all that they depend on: a space takes up to 0.1 s to enumerate.
+        self._candidates: dict[Hashable, list[Candidate]] = {}
+
+    @classmethod
+    def carried(cls, folder: Path) -> Sweep:
+        """A folder that was named in order to measure what is in it, whoever compiled that.
+
+        Where ``TILEKERN_TRUST`` is ``signed`` it must have been this user, or a trust root must have signed it.
+
+        Raises:
+            CacheError: ``TILEKERN_TRUST`` is neither ``any`` nor ``signed``.
+        """
+        return cls(folder, foreign=not must_be_signed())
+
+    def require_own(self) -> None:
+        """Refuse a folder that others can write (:func:`tuning.sweep.sealing.require_own_folder`)."""
+        require_own_folder(self.folder, [PLAN, _ARTIFACTS, *(f"{name}.jsonl" for name in _KEYS)])
+
+    def begin(self, target: Target, model: str, problems: Sequence[Named], limits: Limits | None = None) -> None:
+        """Write the plan, in place of one for the same target; what its journals know stays known.
+
+        Args:
+            target: the GPU to tune for.
+            model: what the problems are of, for people.
+            problems: the problems by kernel.
+            limits: the configs to try of a problem; the whole space of one that is not named.
+
+        Raises:
+            InputError: the folder holds another target's sweep, is held by another run, cannot be written, or can be
+                written by others.
+        """
+        self.require_own()
+        with written(self.folder):
+            if self._plan.exists() and (before := self._plan.read().target)["key"] != target.key:
+                raise InputError(f"{self.folder} holds a sweep for {before['name']}, not {target.name}; give another")
+            make_folder(self.folder / _ARTIFACTS)
+            with self.holder.locked():
+                self._plan.write(target, model, problems, limits or {})
+
+    def again(self, folder: Path) -> Sweep:
+        """A sweep of the same plan in another folder, of which nothing is done.
+
+        Raises:
+            InputError: as of :meth:`begin`.
+        """
+        sweep = Sweep(folder)
+        sweep.begin(self.target, self.model, self.problems(), self.limits)
+        return sweep
+
+    @property
+    def target(self) -> Target:
+        """The target that the sweep is for."""
+        key = self._plan.read().target["key"]
+        for target in KNOWN:
+            if target.key == key:
+                return target
+        from tilekern.targets import here
+
+        at_hand = here()
+        if at_hand is not None and at_hand.key == key:
+            return at_hand
+        raise InputError(f"{self.folder}: the target {key} is not known here")
+
+    @property
+    def cache(self) -> Path:
+        """The cache of the sweep's own, which measuring looks kernels up in."""
+        return self.folder / "cache"
+
+    @property
+    def model(self) -> str:
+        """The model that the sweep was planned for."""
+        return self._plan.read().model
+
+    def problems(self) -> list[tuple[str, Problem]]:
+        """The planned problems; raises as :meth:`tuning.sweep.plan.PlanFile.problems`."""
+        return self._plan.problems()
+
+    @property
+    def limits(self) -> Limits:
+        """The configs to try of the problems that the plan limits."""
+        return self._plan.read().limits
+
+    def candidates(self, kernel: str, problem: Problem) -> list[Candidate]:
+        """The candidates of a problem, as the plan limits them; each stage asks for them anew."""
+        plan = self._plan.read()
+        limit = plan.limits.get((kernel, problem))
+        asked = (kernel, problem, plan.target["key"], None if limit is None else tuple(limit))
+        if asked not in self._candidates:
+            self._candidates[asked] = candidates(kernel, problem, self.target, limit)
+        return list(self._candidates[asked])
+
+    def compiled(self) -> dict[str, Line]:
+        """What is known of each artifact key: status ``ok`` or ``failed``, and facts or the reason."""
+        return self._journals["compiled"].latest()
+
+    @property
+    def others(self) -> int:
+        """How many lines about artifacts were read that neither this user wrote nor a trust root signed."""
+        return self._lines[COMPILED].others
+
+    def sign(self, key: SigningKey) -> int:
+        """Sign what is known of the artifacts, for those who take the folder over; how many lines were signed.
+
+        Raises:
+            InputError: the folder cannot be written.
+        """
+        found = signatures_of(self.compiled().values(), key)
+        self.note("signatures", *found)
+        return len(found)
+
+    def lost(self) -> set[str]:
+        """The keys of artifacts that were compiled and whose files are not there any more."""
+        folder = self.folder / _ARTIFACTS
+        there = set(os.listdir(folder)) if folder.is_dir() else set()
+        return {key for key, line in self.compiled().items() if "sha256" in line and line["sha256"] not in there}
+
+    def races(self) -> dict[str, Line]:
+        """Each race that came to its end, the newest last."""
+        return self._journals["races"].latest()
+
+    def measured(self) -> dict[str, Line]:
+        """What is known of each candidate's check and time.
+
+        A line about other machine code than the artifact's of today is left out, and one that has lost its check; of a
+        race that did not come to its end the timing is: what it left out would be judged by another race's clock.
+        """
+        races = self.races()
+        codes = {key[:ARTIFACT_DIGITS]: line.get("code_sha256") for key, line in self.compiled().items()}
+        found = {}
+        for key, line in self._journals["measured"].latest().items():
+            code = line.get("code_sha256")
+            if "check" not in line and not is_copy(key):
+                continue
+            if code is not None and codes.get(_artifact_of(key), code) != code:
+                continue
+            ended = line.get("race") is None or line["race"] in races
+            found[key] = line if ended else {name: line[name] for name in line if name not in ("race", "timing")}
+        return found
+
+    def quarantined(self) -> dict[str, str]:
+        """The reason for each candidate that crashed or hung with the toolkit and driver of today, or unknown ones.
+
+        The toolkit is that of the candidate's artifact, the driver that of the GPU that measured last. What a library
+        runs has no artifact: it is freed by another torch, cuDNN or cuBLAS than the line names.
+        """
+        toolkits = {key[:ARTIFACT_DIGITS]: _toolkit_key(line) for key, line in self.compiled().items()}
+        gpu = self.gpu()
+        found = {}
+        for key, line in self._journals["quarantine"].latest().items():
+            made_by = toolkits.get(_artifact_of(key))
+            names = {"driver": line.get("driver"), **(line.get("libraries") or {})}
+            same_gpu = all(_agree(value, gpu.get(name)) for name, value in names.items())
+            if same_gpu and _agree(_toolkit_key(line), made_by):
+                found[key] = line["reason"]
+        return found
+
+    def skipped(self) -> dict[str, str]:
+        """The reason for each problem that could not be measured and was not since; keys are ``kernel|problem``."""
+        raced = {f"{race['kernel']}|{race['problem']}" for race in self.races().values()}
+        lines = self._journals["skipped"].latest()
+        return {key: line["reason"] for key, line in lines.items() if key not in raced}
+
+    def gpu(self) -> dict[str, Any]:
+        """The GPU, driver and torch that the last measure stage ran on; empty before one did."""
+        return next(reversed(self._journals["gpu"].latest().values()), {})
+
+    def runs(self) -> list[Line]:
+        """The runs that worked on the folder, each with its ``stage`` and ``seconds``."""
+        return list(self._runs.latest().values())
+
+    def note(self, journal: str, *lines: Mapping[str, Any]) -> None:
+        """Append lines to a journal, named as its file is, in one write.
+
+        Raises:
+            InputError: the folder cannot be written.
+        """
+        with written(self.folder):
+            self._journals[journal].append(*map(self._lines[journal].sealed, lines))
+            self.holder.beat()
+
+    @contextlib.contextmanager
+    def running(self, stage: str) -> Iterator[None]:
+        """Work on a stage: other runs are kept out, its time is kept, and its lines are on disk when it is over.
+
+        Raises:
+            InputError: another run holds the folder, it cannot be written, or others can write it.
+        """
+        self.require_own()
+        with self.holder.running(stage):
+            artifacts = self.folder / _ARTIFACTS
+            with written(artifacts):
+                make_folder(artifacts)  # a folder that was carried may have come without it
+                for path in artifacts.glob(f"{_UNFINISHED}*"):
+                    path.unlink(missing_ok=True)
+            try:
+                yield
+            finally:
+                for journal in self._journals.values():
+                    journal.sync()
+
+    def store(self, cubin: bytes) -> str:
+        """Keep a cubin; its sha256.
+
+        Raises:
+            InputError: the folder cannot be written.
+        """
+        name = hashlib.sha256(cubin).hexdigest()
+        path = self.folder / _ARTIFACTS / name
+        if not path.exists():
+            with written(self.folder):
+                _write(path, cubin)
+        return name
+
+    def cubin(self, sha256: str) -> bytes:
+        """The bytes of an artifact; a damaged one is removed, so that the compile stage makes it again.
+
+        Raises:
+            InputError: it is missing or damaged.
+        """
+        path = self.folder / _ARTIFACTS / sha256
+        try:
+            found = path.read_bytes()
+        except OSError:
+            found = b""
+        if hashlib.sha256(found).hexdigest() != sha256:
+            with contextlib.suppress(OSError):
+                path.unlink()
+            raise InputError(f"{path} is missing or damaged; run the compile stage again")
+        return found
+
+
+def during(stage: str) -> Callable[[Callable[Concatenate[Sweep, _P], _R]], Callable[Concatenate[Sweep, _P], _R]]:
+    """Have a function whose first argument is a sweep run under :meth:`Sweep.running`."""
+
+    def wrap(function: Callable[Concatenate[Sweep, _P], _R]) -> Callable[Concatenate[Sweep, _P], _R]:
+        @functools.wraps(function)
+        def run(sweep: Sweep, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+            with sweep.running(stage):
+                return function(sweep, *args, **kwargs)
+
+        return run
+
+    return wrap
+
+
+def _journal(folder: Path, name: str, counts: Callable[[Line], bool] = lambda _line: True) -> Journal:
+    merge = {"merge": _with_time} if name == "measured" else {}
+    path = folder / f"{name}.jsonl"
+    return Journal(path, _KEYS[name], is_whole=lambda line: is_whole(name, line) and counts(line), **merge)
+
+
+def _with_time(before: Line, line: Line) -> Line:
+    """A check that is noted again takes nothing from the time that is known of the same code."""
+    same = before.get("code_sha256") == line.get("code_sha256")
+    return before | line if same else line
+
+
+def _artifact_of(candidate_key: str) -> str:
+    return candidate_key.rpartition("|")[2]
+
+
+def _toolkit_key(line: Line) -> Any:
+    """The key of the toolkit that a line names, in whichever form."""
+    found = line.get("toolkit")
+    return found.get("key") if isinstance(found, dict) else found
+
+
+def _agree(one: Any, other: Any) -> bool:
+    return one is None or other is None or one == other
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Put a file in place in one step; not synced, as what a crash of the machine takes is compiled again."""
+    temporary = path.with_name(f"{_UNFINISHED}{secrets.token_hex(8)}")
+    try:
+        temporary.touch(0o644)
+        temporary.write_bytes(content)
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise

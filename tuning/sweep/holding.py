@@ -1,0 +1,145 @@
+"""Who works on a sweep folder: one run at a time holds it, and a journal keeps how long each has run.
+
+The lock goes with the process that holds it, however that ends. Readers need none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import secrets
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from tilekern.cache.files import handed_on
+from tilekern.errors import InputError
+from tuning.sweep.journal import Journal
+
+# A reader that asks whether the lock is held has it for an instant; a run waits that out.
+PATIENCE_S = 1.0
+# How often a run notes that it is still at work; a run that is killed loses so much of its time in the journal.
+BEAT_S = 2.0
+
+
+@dataclass
+class _Run:
+    stage: str
+    name: str = field(default_factory=lambda: secrets.token_hex(8))
+    started: float = field(default_factory=time.time)
+    beaten: float = 0.0
+
+    def line(self, *, ended: bool) -> dict[str, Any]:
+        self.beaten = time.time()
+        return {
+            "run": self.name,
+            "stage": self.stage,
+            "host": socket.gethostname(),
+            "process": os.getpid(),
+            "started": datetime.datetime.fromtimestamp(self.started, datetime.UTC).isoformat(timespec="seconds"),
+            "seconds": round(self.beaten - self.started, 3),
+            "ended": ended,
+        }
+
+
+@contextlib.contextmanager
+def written(folder: Path) -> Iterator[None]:
+    """Write to a sweep folder.
+
+    Raises:
+        InputError: it cannot be written, with what the system says.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise InputError(
+            f"cannot write the sweep folder {folder}: {error.strerror}; give another --cache-dir or --sweep"
+        ) from None
+
+
+class Holder:
+    """The lock of a sweep folder and the journal of its runs.
+
+    Args:
+        folder: the sweep folder.
+        runs: the journal of its runs.
+    """
+
+    def __init__(self, folder: Path, runs: Journal) -> None:
+        self._folder, self._path, self._runs = folder, folder / "run.lock", runs
+        self._held = 0
+        self._stages: list[_Run] = []
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep other runs out; one that has the lock already takes it again.
+
+        Raises:
+            InputError: another run has it, which is named, or the folder cannot be written.
+        """
+        with contextlib.nullcontext() if self._held else self._acquired():
+            self._held += 1
+            try:
+                yield
+            finally:
+                self._held -= 1
+
+    def _acquired(self) -> contextlib.AbstractContextManager[object]:
+        with written(self._folder):
+            try:
+                return self._lock().acquire(timeout=PATIENCE_S)
+            except Timeout:
+                said = f"{self._folder} is held by {self._named()}; wait for its end or give another"
+                raise InputError(said) from None
+
+    def _lock(self) -> FileLock:
+        """The lock, whose file others may write only where they may write the folder, whatever the umask says."""
+        return FileLock(self._path, mode=0o644 | handed_on(self._folder))
+
+    @contextlib.contextmanager
+    def running(self, stage: str) -> Iterator[None]:
+        """Work on a stage under the lock; raises as :meth:`locked` does."""
+        with self.locked():
+            run = _Run(stage)
+            self._stages.append(run)
+            self._runs.append(run.line(ended=False))
+            try:
+                yield
+            finally:
+                self._stages.remove(run)
+                self._runs.append(run.line(ended=True))
+                self._runs.sync()
+
+    def beat(self) -> None:
+        """Note that the stage at work has come so far, unless that was noted a moment ago."""
+        run = self._stages[-1] if self._stages else None
+        if run is not None and time.time() - run.beaten > BEAT_S:
+            self._runs.append(run.line(ended=False))
+
+    def is_held(self) -> bool | None:
+        """Whether a run has the lock now; None where that cannot be told, as on a folder that is read-only."""
+        if not self._path.exists():
+            return False
+        try:
+            with self._lock().acquire(timeout=0):
+                return False
+        except Timeout:
+            return True
+        except OSError:
+            return None
+
+    def holder(self) -> dict[str, Any] | None:
+        """The line of the run that came last and has not ended: who holds the lock, where it is held."""
+        return next((line for line in reversed(self._runs.latest().values()) if not line["ended"]), None)
+
+    def _named(self) -> str:
+        line = self.holder()
+        if line is None:
+            return "another run"
+        return f"another run: {line['stage']} on {line['host']}, process {line['process']}, since {line['started']}"

@@ -1,0 +1,112 @@
+"""The plan of a sweep, ``sweep.json``: the target, the model, the problems, and the configs that limit them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tilekern.cache.files import write_whole
+from tilekern.errors import InputError
+from tilekern.kernels import all_specs
+from tilekern.spec import Config, Problem
+from tilekern.targets import Target
+from tilekern.tracing.recorder import FORMAT, Named, document
+
+# The plan's file.
+PLAN = "sweep.json"
+# The configs to try of a problem; the whole space of a problem that is not named.
+Limits = Mapping[Named, Sequence[Config]]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be tuned; ``target`` has a ``key`` and a ``name``, ``problems`` are named by their kernels."""
+
+    target: Mapping[str, Any]
+    model: str
+    problems: tuple[Named, ...]
+    limits: Limits
+
+
+class PlanFile:
+    """The plan's file in a sweep folder, or of another name, such as :func:`tilekern.trace` writes."""
+
+    def __init__(self, folder: Path, name: str = PLAN) -> None:
+        self._folder, self._path = folder, folder / name
+        self._read: tuple[tuple[int, int], Plan] | None = None
+
+    def exists(self) -> bool:
+        """Whether the folder has a plan."""
+        return self._path.exists()
+
+    def write(self, target: Target, model: str, problems: Sequence[Named], limits: Limits) -> None:
+        """Put the plan in place in one step.
+
+        Raises:
+            OSError: the folder cannot be written.
+        """
+        plan = document(target, model, problems)
+        for item, named in zip(plan["problems"], problems, strict=True):
+            if named in limits:
+                item["configs"] = [dict(config) for config in limits[named]]
+        write_whole(self._path, json.dumps(plan, indent=1).encode())
+
+    def read(self) -> Plan:
+        """The plan; the file is parsed again only where it is another one than the last time.
+
+        Raises:
+            InputError: there is none, or it is not a plan of this version of tilekern.
+        """
+        try:
+            status = self._path.stat()
+            version = (status.st_ino, status.st_mtime_ns)
+            if self._read is None or self._read[0] != version:
+                self._read = version, self._parse(json.loads(self._path.read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            if self._path.name != PLAN:
+                raise InputError(f"{self._path} does not exist; give a file that tilekern.trace wrote") from None
+            raise InputError(
+                f"{self._folder} is not a sweep folder; run --stages plan,compile --sweep {self._folder}"
+            ) from None
+        except (OSError, ValueError, RecursionError) as error:
+            raise InputError(f"{self._path} cannot be read: {error}") from None
+        return self._read[1]
+
+    def problems(self) -> list[Named]:
+        """The planned problems, each one that this version of tilekern has.
+
+        Raises:
+            InputError: as :meth:`read`, or the plan is of a version that had other kernels, dimensions or axes.
+        """
+        plan = self.read()
+        for kernel, problem in plan.problems:
+            spec = all_specs().get(kernel)
+            if spec is None or spec.problem_of(problem) is None:
+                raise self._other_version(f"a problem of {kernel}")
+            axes = spec.space.axes(problem).keys()
+            if any(config.keys() != axes for config in plan.limits.get((kernel, problem), ())):
+                raise self._other_version(f"a config of {kernel}")
+        return list(plan.problems)
+
+    def _other_version(self, what: str) -> InputError:
+        return InputError(
+            f"{self._path} names {what} that this version of tilekern does not have; use the one that planned it, or "
+            "plan it again"
+        )
+
+    def _parse(self, plan: Any) -> Plan:
+        if not isinstance(plan, dict) or plan.get("format") != FORMAT:
+            raise InputError(f"{self._path} is no plan of this version of tilekern; plan it again")
+        try:
+            items = [(str(item["kernel"]), Problem(item["problem"]), item.get("configs")) for item in plan["problems"]]
+            return Plan(
+                {"key": plan["target"]["key"], "name": plan["target"]["name"]},
+                str(plan["model"]),
+                tuple((kernel, problem) for kernel, problem, _ in items),
+                {(k, p): tuple(Config(config) for config in configs) for k, p, configs in items if configs is not None},
+            )
+        except (KeyError, TypeError, AttributeError):
+            raise InputError(f"{self._path} is damaged; remove it and plan again") from None

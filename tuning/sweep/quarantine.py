@@ -1,0 +1,79 @@
+"""The machine's quarantine: candidates that killed or stalled a measuring process, whatever sweep tried them.
+
+A sweep's own journal holds what happened in it. What destroyed a CUDA context once should not do so again in a sweep in
+another folder, so the cache's root keeps a copy of such lines: ``<root>/quarantine/<target key>/<sha256>.json``, one
+file for each candidate. A line counts while the candidate's source, toolkit and driver, or libraries, are those that
+it names, which is for the sweep to judge that it is given to. Deleting the folder forgets them all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tilekern.cache.files import write_whole
+from tilekern.warning import warn_once
+from tuning.sweep.folder import Sweep
+from tuning.sweep.journal import Journal
+from tuning.sweep.lines import is_whole
+
+_JOURNAL = "quarantine"
+
+
+@contextlib.contextmanager
+def shared(sweep: Sweep, root: Path) -> Iterator[None]:
+    """Measure a sweep with what the machine knows, and let it know what comes of it.
+
+    Args:
+        sweep: the sweep; its journal takes in the machine's lines about its candidates.
+        root: the cache's root.
+    """
+    folder = root / "quarantine" / sweep.target.key
+    _give(folder, sweep)
+    before = _lines_of(sweep)
+    try:
+        yield
+    finally:
+        for key, line in _lines_of(sweep).items():
+            _keep(folder, line, is_new=line != before.get(key))
+
+
+def _give(folder: Path, sweep: Sweep) -> None:
+    known = _lines_of(sweep)
+    lines = [line for line in _read(folder) if line["candidate"] not in known]
+    if lines:
+        keys = {item.key for named in sweep.problems() for item in sweep.candidates(*named)}
+        if mine := [line for line in lines if line["candidate"] in keys]:
+            sweep.note(_JOURNAL, *mine)
+
+
+def _lines_of(sweep: Sweep) -> dict[str, dict[str, Any]]:
+    return Journal(
+        sweep.folder / f"{_JOURNAL}.jsonl", "candidate", is_whole=functools.partial(is_whole, _JOURNAL)
+    ).latest()
+
+
+def _read(folder: Path) -> Iterator[dict[str, Any]]:
+    for path in sorted(folder.glob("*.json")):
+        with contextlib.suppress(OSError, ValueError, RecursionError):
+            line = json.loads(path.read_text(encoding="utf-8"))
+            if isinstance(line, dict) and is_whole(_JOURNAL, line):
+                yield line
+
+
+def _keep(folder: Path, line: dict[str, Any], *, is_new: bool) -> None:
+    """Put a line into the folder, an old one only where there is none; one that cannot be written goes without."""
+    path = folder / f"{hashlib.sha256(line['candidate'].encode()).hexdigest()}.json"
+    try:
+        if is_new or not path.exists():
+            write_whole(path, json.dumps(line, indent=1, sort_keys=True).encode())
+    except OSError as error:
+        warn_once(
+            f"cannot write {folder}: {error.strerror}; what crashed or stalled in this sweep is tried again in others",
+            about=folder,
+        )

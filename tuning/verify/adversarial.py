@@ -1,0 +1,141 @@
+"""Inputs that ordinary ones never meet, for any spec, and what is right for them.
+
+A spec draws its inputs with ``torch.randn`` and ``torch.rand`` and derives others from them (the log-sum-exp that a
+backward is given, the sum of class weights, angles). So the draws are changed, not the inputs: what is derived follows,
+and no rule needs to know a spec.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from tilekern.spec import KernelSpec, Problem
+from tuning.verify.check import expected_results
+
+# The same seed for all: with a draw changed, the others are as they were.
+SEED = 20251
+# What a draw is changed by: its number among the draws and its values, to other values of the shape.
+Change = Callable[[int, Any], Any]
+# Draws are scaled by two to one of these powers, at the most so that cubes of them stay inside float32.
+POWERS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 13, 16, 20, 25, 30)
+# A draw's element of this value stands in place of NaN or infinity, to see what depends on it.
+PROBE = 3.0
+_HALVES = (torch.bfloat16, torch.float16)
+
+
+class _Draws(TorchFunctionMode):
+    """Counts the random draws made inside it, and changes them."""
+
+    def __init__(self, change: Change | None) -> None:
+        super().__init__()
+        self.count, self._change = 0, change
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func not in (torch.randn, torch.rand):
+            return found
+        self.count += 1
+        return found if self._change is None else self._change(self.count - 1, found)
+
+
+class _Narrowed(TorchFunctionMode):
+    """Has a reference computed in another dtype than float64, without the roundings to half types on its way."""
+
+    def __init__(self, dtype: Any) -> None:
+        super().__init__()
+        self._dtype = dtype
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.double:
+            return args[0].to(self._dtype)
+        if func is torch.Tensor.to and any(value in _HALVES for value in (*args[1:], *kwargs.values())):
+            return args[0]
+        if func in (torch.Tensor.bfloat16, torch.Tensor.half):
+            return args[0]
+
+        def narrow(value: Any) -> Any:
+            return self._dtype if value is torch.float64 else value
+
+        return func(*map(narrow, args), **{name: narrow(value) for name, value in kwargs.items()})
+
+
+def drawn(spec: KernelSpec, problem: Problem, device: str, change: Change | None = None) -> dict[str, Any]:
+    """The spec's inputs, of draws that were changed."""
+    return drawn_and_counted(spec, problem, device, change)[0]
+
+
+def drawn_and_counted(
+    spec: KernelSpec, problem: Problem, device: str, change: Change | None = None
+) -> tuple[dict[str, Any], int]:
+    """The spec's inputs, and how many draws they are made of."""
+    with _Draws(change) as counted:
+        found = spec.inputs(problem, torch.Generator(device=device).manual_seed(SEED), device)
+    return found, counted.count
+
+
+def _rows(values: Any) -> Any:
+    """The draw as rows along its last axis."""
+    return values.reshape(-1, values.shape[-1])
+
+
+def zeros(number: int, values: Any) -> Any:
+    """Zeros in half of a draw's rows; in eight rows, all combinations with two other draws."""
+    rows = _rows(values)
+    kept = torch.arange(len(rows), device=rows.device) >> number % 3 & 1
+    return (rows * kept[:, None]).view(values.shape)
+
+
+def one_hot_rows(number: int, values: Any) -> Any:
+    """One element in each row that is not zero, of the size that gives the row a mean square of 1."""
+    rows = _rows(values)
+    place = (7 * torch.arange(len(rows), device=rows.device) + number) % rows.shape[-1]
+    return torch.zeros_like(rows).scatter_(1, place[:, None], math.sqrt(rows.shape[-1])).view(values.shape)
+
+
+def scaled(power: int) -> Change:
+    """Every draw times two to a power."""
+    return lambda _, values: values * 2.0**power
+
+
+def placed(draw: int, mark: float) -> Change:
+    """One element of one draw, behind two thirds of it, set to another value."""
+
+    def change(number: int, values: Any) -> Any:
+        if number != draw:
+            return values
+        flat = values.reshape(-1).clone()
+        flat[2 * len(flat) // 3] = mark
+        return flat.view(values.shape)
+
+    return change
+
+
+def results_in(dtype: Any, spec: KernelSpec, problem: Problem, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """The reference's results where a dtype stands for float64, and no value is rounded on the way to them."""
+    with _Narrowed(dtype):
+        return expected_results(spec, problem, dict(inputs))
+
+
+def reached(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """Which elements of the results depend on what differs between two inputs.
+
+    Args:
+        one: the results of one, without roundings on the way, which hide what depends a little.
+        other: those of the other.
+    """
+    return {name: value != other[name] for name, value in one.items()}
+
+
+def changed_names(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """The inputs that hold something not finite that was finite before."""
+    return [
+        name
+        for name, value in after.items()
+        if isinstance(value, torch.Tensor) and bool((~value.isfinite() & before[name].isfinite()).any())
+    ]

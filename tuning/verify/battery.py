@@ -1,0 +1,153 @@
+"""What a candidate has to stand before it may win.
+
+Every candidate is screened, on odd sizes with ordinary inputs. The few that could win run all cases of their problem:
+sizes at the edges of its bucket, padded rows, large magnitudes, zeros, one-hot rows, NaN and infinity in each draw, and
+the full size twice for the same bits. The backward of an op is a spec of its own, or several, and each is judged
+against its own reference in float64: that is how forward and backward are covered. Around all arrays stand canaries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tilekern.spec import Config, KernelSpec, LibraryCall, Problem
+from tuning.verify.canaries import Guarded, GuardedInputs, bits, guarded
+from tuning.verify.cases import Case, Cases, Kept, Room
+from tuning.verify.check import Check, judge
+
+# Runs a candidate on a problem with inputs and outputs by name; gives what a library made, None where a kernel wrote.
+Run = Callable[[Problem, dict[str, Any], dict[str, Any]], Any]
+
+
+class Battery:
+    """The cases of one problem, made once for all its candidates.
+
+    Args:
+        spec: the spec.
+        problem: the problem, of the sizes that are timed.
+        sm_count: the GPU's number of SMs, on which a grid depends.
+        device: where to run, as torch names it.
+        room: what a reference may cost; as the device allows where None.
+        kept: what it shares with the batteries of other problems; nothing where None.
+    """
+
+    def __init__(
+        self, spec: KernelSpec, problem: Problem, sm_count: int, device: str = "cuda", room: Room | None = None,
+        kept: Kept | None = None,
+    ) -> None:  # fmt: skip
+        self._spec, self._problem, self._sm_count, self._device = spec, problem, sm_count, device
+        self._cases = Cases(spec, problem, device, room, kept)
+
+    def screen(self, config: Config, run: Run) -> Check:
+        """Odd sizes with ordinary inputs, twice, with the same bits.
+
+        A problem with a flag ``deterministic`` that is off asks for no such promise.
+        """
+        case = self._cases.random
+        outputs, damage = self._launched(case, config, run)
+        check = self._check(case, outputs, damage)
+        if check.passed and (difference := self._difference(outputs, lambda: self._launched(case, config, run))):
+            return Check(False, check.relative_error, check.elementwise_error, difference)
+        return check
+
+    def confirm(self, config: Config, run: Run, between: Callable[[], None] = lambda: None) -> Check:
+        """All cases up to the first that fails, then the full size twice.
+
+        Args:
+            config: the candidate's config.
+            run: runs it.
+            between: called between the two runs at full size, to leave other traces on the GPU.
+        """
+        told: list[dict[str, Any]] = []
+        for case in self._cases.all():
+            check = self._check(case, *self._launched(case, config, run))
+            told.append(self._told(case, check))
+            if not check.passed:
+                return _summary(told, f"{case.name}: {check.reason}")
+        reason = self._repeat(config, run, between)
+        told.append({"case": "repeat", "sizes": self._sizes(self._problem), "passed": not reason})
+        return _summary(told, f"repeat: {reason}" if reason else "")
+
+    def _check(self, case: Case, outputs: dict[str, Any], damage: str) -> Check:
+        """The figures of a run; damage fails it whatever they are."""
+        tolerance = self._spec.tolerance(case.problem)
+        check = judge(self._spec.results(outputs), case.expected, tolerance, case.leeway)
+        return Check(False, check.relative_error, check.elementwise_error, damage) if damage else check
+
+    def _launched(self, case: Case, config: Config, run: Run) -> tuple[dict[str, Any], str]:
+        """The outputs of a run, and what it did to memory that it must leave alone, for people."""
+        spec, problem = self._spec, case.problem
+        implementation = spec.implement(problem, config)
+        if isinstance(implementation, LibraryCall):
+            inputs = case.guarded(padded=False)
+            outputs = dict(zip(spec.outputs(problem, 1), run(problem, inputs.values, {}), strict=True))
+            return outputs, self._damage(case, inputs, {})
+        inputs = case.guarded(padded=case.padded)
+        made = {
+            name: guarded(shape, getattr(torch, dtype), self._device, padded=case.padded)
+            for name, (shape, dtype) in spec.outputs(problem, implementation.grid(problem, self._sm_count)).items()
+        }
+        outputs = {name: found.array for name, found in made.items()}
+        run(problem, inputs.values, outputs)
+        return outputs, self._damage(case, inputs, made)
+
+    def _damage(self, case: Case, inputs: GuardedInputs, outputs: dict[str, Guarded]) -> str:
+        """What a run did to its inputs and around its outputs, and what it did not write."""
+        found = {f"the input {name} or memory around it was written to": x for name, x in inputs.changes().items()}
+        found |= {f"memory around {name} was written to": made.is_torn() for name, made in outputs.items()}
+        found |= {f"elements of {name} were not written": made.unwritten() for name, made in outputs.items()}
+        counts = torch.stack([x.long() for x in found.values()]).tolist()
+        said = [
+            what if seen.dtype is torch.bool else f"{count} {what}"
+            for (what, seen), count in zip(found.items(), counts, strict=True)
+            if count
+        ]
+        if said:
+            case.restore()
+        return "; ".join(said)
+
+    def _difference(self, first: dict[str, Any], again: Callable[[], tuple[dict[str, Any], str]]) -> str:
+        """How another run's outputs differ from a first run's; nothing where they need not agree."""
+        if not self._problem.get("deterministic", True):
+            return ""
+        second, damage = again()
+        counts = {name: int((bits(first[name]) != bits(second[name])).sum()) for name in first}
+        differ = [f"{count} elements of {name}" for name, count in counts.items() if count]
+        return damage or (f"two runs on the same inputs differ in {', '.join(differ)}" if differ else "")
+
+    def _repeat(self, config: Config, run: Run, between: Callable[[], None]) -> str:
+        """What is wrong with two runs at full size, with other launches between them."""
+        full = self._cases.full
+        outputs, damage = self._launched(full, config, run)
+        if damage:
+            return damage
+        between()
+        return self._difference(outputs, lambda: self._launched(full, config, run))
+
+    def _sizes(self, problem: Problem) -> str:
+        return ",".join(f"{d.name}={problem[d.name]}" for d in self._spec.dimensions if d.kind == "bucketed")
+
+    def _told(self, case: Case, check: Check) -> dict[str, Any]:
+        """A case's outcome as plain data."""
+        return {
+            "case": case.name,
+            "sizes": self._sizes(case.problem),
+            "passed": check.passed,
+            "relative_error": _short(check.relative_error),
+            "elementwise_error": _short(check.elementwise_error),
+            **({"note": case.note} if case.note else {}),
+            **({"reason": check.reason} if check.reason else {}),
+        }
+
+
+def _summary(told: list[dict[str, Any]], reason: str) -> Check:
+    figures = ("relative_error", "elementwise_error")
+    relative, elementwise = (max(case.get(figure, 0.0) for case in told) for figure in figures)
+    return Check(not reason, relative, elementwise, reason, told)
+
+
+def _short(figure: float) -> float:
+    return float(f"{figure:.3g}")

@@ -1,0 +1,330 @@
+"""The cases of one problem: inputs of one kind at one size each, and what is right for them.
+
+Most are about values, at sizes that are the same for all buckets, so that problems share them (:class:`Kept`).
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from tilekern.spec import TOLERANCES, KernelSpec, Problem, Tolerance, bucket
+from tuning.verify import adversarial
+from tuning.verify.adversarial import Change, drawn, placed
+from tuning.verify.canaries import GuardedInputs
+from tuning.verify.check import Check, Leeway, expected_results, judge, odd_problem
+
+# How much of torch's own float32 error a candidate may have beside the tolerance: it sums in another order, its
+# exponentials and quotients are the hardware's, and three products of tf32, which make one of float32, keep 2^-21.
+FLOAT32_SLACK = 16.0
+# Large draws are as large as keeps torch's float32 within so many times the tolerance of float32 results: a softmax of
+# larger scores is decided by their last bits, on which no two implementations agree.
+_FLOAT32_TOLERANCES = 4.0
+# And results of theirs stay below the largest number of their dtype by this factor, for sums in another order.
+_HEADROOM = 4.0
+# The most rows of the cases that are about values, not sizes, in the order in which they are tried: of the first, a
+# sequence of a batch is nearly two tiles of 128. Such a case may cost a part of what the edges of a bucket may.
+_SMALL, _SMALL_PART = (509, 251, 127, 61, 31, 13, 7, 3, 1), 20
+# Cases that no problem at work uses may hold the room of a reference divided by this.
+_KEPT_ROOM = 4
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a reference may cost: bytes that calls of torch's functions write, and floating-point operations."""
+
+    bytes: int
+    flops: int
+
+    @classmethod
+    def of(cls, device: str) -> Room:
+        """A quarter of a GPU's memory, and what operations a data-centre one does in about a tenth of a second."""
+        if torch.device(device).type != "cuda":
+            return cls(1 << 28, 1 << 30)
+        return cls(torch.cuda.get_device_properties(device).total_memory // 4, 4 * 10**12)
+
+
+@dataclass
+class Case:
+    """Inputs of one kind at one size, and what is right for them.
+
+    ``leeway`` is what :func:`tuning.verify.check.judge` allows by result. ``padded`` asks for gaps between rows.
+    """
+
+    name: str
+    problem: Problem
+    inputs: dict[str, Any]
+    expected: dict[str, Any]
+    leeway: Mapping[str, Leeway] = field(default_factory=dict)
+    padded: bool = False
+    note: str = ""
+    # By whether rows are padded; a library takes them as they are.
+    _guarded: dict[bool, GuardedInputs] = field(default_factory=dict)
+
+    def guarded(self, *, padded: bool) -> GuardedInputs:
+        """The inputs between canaries, the same for all candidates: each is held to leaving them as they are."""
+        if padded not in self._guarded:
+            self._guarded[padded] = GuardedInputs(self.inputs, padded=padded)
+        return self._guarded[padded]
+
+    def restore(self) -> None:
+        """Make the guarded inputs anew, after somebody wrote to them."""
+        self._guarded.clear()
+
+    @property
+    def bytes(self) -> int:
+        """What its arrays take, but for those that it shares with other cases."""
+        guarded = (value for found in self._guarded.values() for value in found.values.values())
+        extra = (value for found in self.leeway.values() for value in (found.reached, found.tainted))
+        return _bytes_of([*self.inputs.values(), *self.expected.values(), *guarded, *extra])
+
+
+def _bytes_of(values: Iterable[Any]) -> int:
+    """Of distinct tensors among values."""
+    found = {id(x): x.numel() * x.element_size() for x in values if isinstance(x, torch.Tensor)}
+    return sum(found.values())
+
+
+class _BytesWritten(TorchFunctionMode):
+    """Counts the bytes of all tensors that calls of torch's functions give; what they make on the way is not seen.
+
+    One of torch's dispatch modes would see that too, and takes a second to load.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        made = found if isinstance(found, tuple | list) else (found,)
+        given = {id(value) for value in args}
+        self.total += _bytes_of(
+            x for x in made if isinstance(x, torch.Tensor) and id(x) not in given and not x._is_view()
+        )
+        return found
+
+
+class ValueCases:
+    """The cases that are about values, at odd sizes that do not grow with the problem's.
+
+    Args:
+        spec: the spec.
+        problem: a problem; all whose :func:`tuning.verify.check.odd_problem` is the same have the same cases.
+        device: where its inputs are, as torch names it.
+        room: what a reference may cost.
+    """
+
+    def __init__(self, spec: KernelSpec, problem: Problem, device: str, room: Room) -> None:
+        self._spec, self._device, self._room = spec, device, room
+        self._bucketed = [d.name for d in spec.dimensions if d.kind == "bucketed"]
+        self._odd = odd_problem(spec, problem)
+        inputs, self._draws = adversarial.drawn_and_counted(spec, self._odd, device)
+        with _BytesWritten() as written:
+            expected = expected_results(spec, self._odd, inputs)
+        self.random = Case("random", self._odd, inputs, expected)
+        tried = [odd_problem(spec, problem, most) for most in _SMALL]
+        # What the reference writes whatever the bucketed sizes, as weights' gradients are, and what grows with them.
+        least_inputs = drawn(spec, tried[-1], device)
+        with _BytesWritten() as least:
+            expected_results(spec, tried[-1], least_inputs)
+        self._fixed_bytes, self._growing_bytes = least.total, max(0, written.total - least.total)
+        part = Room(max(room.bytes // _SMALL_PART, 2 * self._fixed_bytes), room.flops // _SMALL_PART)
+        self._small = next((one for one in tried if self.fits(one, part)), tried[-1])
+        # By their place among the makers.
+        self._made: dict[int, list[Case]] = {}
+
+    @property
+    def bytes(self) -> int:
+        """What the arrays of all cases that are kept take."""
+        shared = (value for found in self.__dict__.get("_unpoisoned", ()) for value in found.values())
+        kept = [self.random, *(case for made in self._made.values() for case in made)]
+        return sum(case.bytes for case in kept) + _bytes_of(shared)
+
+    def rest(self) -> Iterator[Case]:
+        """Every case but the random one; each is made when it is first asked for, and kept where there is room."""
+        makers: list[Callable[[], list[Case]]] = [
+            self._tails,
+            self._large,
+            lambda: [self._changed("zeros", adversarial.zeros)],
+            lambda: [self._changed("one-hot rows", adversarial.one_hot_rows)],
+            *(functools.partial(self._poisoned, draw) for draw in range(self._draws)),
+        ]
+        for place, make in enumerate(makers):
+            if place in self._made:
+                yield from self._made[place]
+                continue
+            cases = make()
+            yield from cases
+            if self.bytes + sum(case.bytes for case in cases) <= self._room.bytes:
+                self._made[place] = cases
+
+    def fits(self, problem: Problem, room: Room | None = None) -> bool:
+        """Whether the reference of a problem costs no more than there is room, or some other room.
+
+        What it writes is taken to grow as the product of the bucketed sizes, as attention's scores do.
+        """
+        room = room or self._room
+        growth = math.prod(problem[name] / self._odd[name] for name in self._bucketed)
+        bytes_written = self._fixed_bytes + self._growing_bytes * growth
+        return bytes_written <= room.bytes and self._spec.flops(problem) <= room.flops
+
+    def plain(self, name: str, problem: Problem, **more: Any) -> Case:
+        """A case of ordinary inputs."""
+        inputs = drawn(self._spec, problem, self._device)
+        return Case(name, problem, inputs, expected_results(self._spec, problem, inputs), **more)
+
+    def _tails(self) -> list[Case]:
+        """One row less than whole tiles have, and gaps between rows."""
+        sizes = {name: max(1, bucket(self._small[name]) - 1) for name in self._bucketed}
+        return [self.plain("tails", self._small.but(**sizes), padded=True)]
+
+    def _large(self) -> list[Case]:
+        """The largest draws that float32 carries: nothing overflows, and torch's own float32 is exact enough."""
+        return [self._scaled(self._power)]
+
+    @functools.cached_property
+    def _power(self) -> int:
+        carried = itertools.takewhile(lambda power: self._is_carried(self._scaled(power)), adversarial.POWERS)
+        return max(carried, default=0)
+
+    def _scaled(self, power: int) -> Case:
+        return self._changed("large magnitudes", adversarial.scaled(power), f"draws times 2^{power}")
+
+    def _is_carried(self, case: Case) -> bool:
+        """Whether inputs and results are finite in their dtypes, and float32 tells the results."""
+        spec, problem = self._spec, case.problem
+        dtypes = {name: getattr(torch, dtype) for name, (_, dtype) in spec.outputs(problem, 1).items()}
+        held = [x for x in case.inputs.values() if isinstance(x, torch.Tensor)]
+        held += [(_HEADROOM * x).to(dtypes.get(name, torch.float32)) for name, x in case.expected.items()]
+        if case.leeway.keys() != case.expected.keys() or not all(bool(x.isfinite().all()) for x in held):
+            return False
+        exact = TOLERANCES["float32"].times(spec.roundings * _FLOAT32_TOLERANCES * FLOAT32_SLACK)
+        if not all(_is_small(case.leeway[name], exact, x) for name, x in case.expected.items()):
+            return False
+        if not spec.is_library(problem, spec.generic(problem)):
+            return True
+        # A sequence of libraries and kernels holds what they hand on in the problem's dtype.
+        half = adversarial.results_in(getattr(torch, problem["dtype"]), spec, problem, case.inputs)
+        return judge(half, case.expected, spec.tolerance(problem)).passed
+
+    def _changed(self, name: str, change: Change, note: str = "") -> Case:
+        """Changed draws, with what torch's own float32 loses of them as leeway, where that is finite."""
+        spec, problem = self._spec, self._small
+        inputs = drawn(spec, problem, self._device, change)
+        wide, narrow = (
+            adversarial.results_in(dtype, spec, problem, inputs) for dtype in (torch.float64, torch.float32)
+        )
+        lost = {result: (narrow[result].double() - right).abs() for result, right in wide.items()}
+        leeway = {
+            result: Leeway(FLOAT32_SLACK * float(error.norm()), FLOAT32_SLACK * float(error.max()))
+            for result, error in lost.items()
+            if bool(error.isfinite().all())
+        }
+        return Case(name, problem, inputs, expected_results(spec, problem, inputs), leeway, note=note)
+
+    @functools.cached_property
+    def _unpoisoned(self) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+        """Inputs, results, and results without roundings on the way."""
+        inputs = drawn(self._spec, self._small, self._device)
+        smooth = adversarial.results_in(torch.float64, self._spec, self._small, inputs)
+        return inputs, expected_results(self._spec, self._small, inputs), smooth
+
+    def _poisoned(self, draw: int) -> list[Case]:
+        """NaN, then infinity, in a draw: it must come through where the reference has it, and nowhere else."""
+        spec, problem, found = self._spec, self._small, []
+        plain, right, smooth = self._unpoisoned
+        probed = drawn(spec, problem, self._device, placed(draw, adversarial.PROBE))
+        reached = adversarial.reached(smooth, adversarial.results_in(torch.float64, spec, problem, probed))
+        leeway = {name: Leeway(plain=right[name], reached=x) for name, x in reached.items()}
+        for what, mark in (("nan", math.nan), ("infinity", math.inf if draw % 2 else -math.inf)):
+            inputs = drawn(spec, problem, self._device, placed(draw, mark))
+            if names := adversarial.changed_names(plain, inputs):
+                expected = expected_results(spec, problem, inputs)
+                found.append(Case(f"{what} in {', '.join(names)}", problem, inputs, expected, leeway))
+                # What NaN reaches, infinity in its place may too.
+                leeway = {name: replace(extra, tainted=expected[name].isnan()) for name, extra in leeway.items()}
+        return found
+
+
+class Kept:
+    """What the problems that one process checks share, so that it is worked out once.
+
+    Attributes:
+        checks: outcomes of screening, by all that they depend on.
+    """
+
+    def __init__(self) -> None:
+        self.checks: dict[Hashable, Check] = {}
+        self._values: OrderedDict[Hashable, ValueCases] = OrderedDict()
+
+    def values(self, spec: KernelSpec, problem: Problem, device: str, room: Room) -> ValueCases:
+        """The cases about values for a problem; those asked for the longest time ago make room."""
+        key = (spec.name, odd_problem(spec, problem).key, device, room)
+        if key not in self._values:
+            self._trim(room.bytes // _KEPT_ROOM)
+            self._values[key] = ValueCases(spec, problem, device, room)
+        self._values.move_to_end(key)
+        return self._values[key]
+
+    def _trim(self, most_bytes: int) -> None:
+        while self._values and sum(values.bytes for values in self._values.values()) > most_bytes:
+            self._values.popitem(last=False)
+
+
+class Cases:
+    """Makes the cases of one problem.
+
+    Args:
+        spec: the spec.
+        problem: the problem, of the sizes that are timed.
+        device: where its inputs are, as torch names it.
+        room: what a reference may cost; as the device allows where None.
+        kept: what it shares with other problems; nothing where None.
+    """
+
+    def __init__(
+        self, spec: KernelSpec, problem: Problem, device: str, room: Room | None = None, kept: Kept | None = None
+    ) -> None:
+        self._spec, self._problem, self._device = spec, problem, device
+        self._bucketed = [d.name for d in spec.dimensions if d.kind == "bucketed"]
+        self._values = (kept or Kept()).values(spec, problem, device, room or Room.of(device))
+        self.random = self._values.random
+
+    def all(self) -> Iterator[Case]:
+        """Every case; each is made when it is first asked for, and kept."""
+        yield self.random
+        yield from self._edges
+        yield from self._values.rest()
+
+    @functools.cached_property
+    def full(self) -> Case:
+        """Inputs of the sizes that are timed, and no results."""
+        return Case("repeat", self._problem, drawn(self._spec, self._problem, self._device), {})
+
+    @functools.cached_property
+    def _edges(self) -> list[Case]:
+        """The largest and the smallest sizes that the bucket serves; of a smaller bucket where those cost too much."""
+        largest = self._problem
+        while not self._values.fits(largest) and any(largest[name] > 1 for name in self._bucketed):
+            largest = largest.but(**{name: max(1, largest[name] // 2) for name in self._bucketed})
+        note = "" if largest == self._problem else "the reference costs too much at full size"
+        smallest = largest.but(**{name: bucket(largest[name]) // 2 + 1 for name in self._bucketed})
+        ends = {"bucket": largest, "smallest of the bucket": smallest}
+        if smallest == largest:
+            del ends["smallest of the bucket"]
+        return [self._values.plain(name, problem, note=note) for name, problem in ends.items()]
+
+
+def _is_small(leeway: Leeway, tolerance: Tolerance, reference: Any) -> bool:
+    """Whether a leeway is inside a tolerance."""
+    norm, peak = float(reference.norm()), float(reference.abs().max())
+    return leeway.norm <= tolerance.relative * norm and leeway.peak <= tolerance.elementwise * peak

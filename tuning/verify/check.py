@@ -1,0 +1,195 @@
+"""Judges a candidate's results against its spec's reference in float64: wrong never wins."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tilekern.spec import ArrayParameter, Implementation, KernelSpec, Problem, Tolerance
+
+# Keeps the error of a result that should be zero finite, and larger than any tolerance unless it is zero.
+_TINY = 1e-30
+# Each about half of the one before it.
+_PRIMES = (1009, 509, 251, 127, 61, 31, 13, 7, 3, 1)
+
+
+@dataclass(frozen=True)
+class Check:
+    """The outcome for one candidate: the largest relative and elementwise errors, and why it failed, if it did.
+
+    ``cases`` holds what :meth:`tuning.verify.battery.Battery.confirm` ran, one after the other, as plain data: ``case``
+    (its name), ``sizes``, ``passed``, ``relative_error``, ``elementwise_error``, and ``reason`` and ``note`` where
+    there is something to say. It is empty for a candidate that was only screened.
+    """
+
+    passed: bool
+    relative_error: float
+    elementwise_error: float
+    reason: str = ""
+    cases: Sequence[Mapping[str, Any]] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """The check as journals and records keep it."""
+        return {
+            "passed": self.passed,
+            "relative_error": self.relative_error,
+            "elementwise_error": self.elementwise_error,
+            **({"reason": self.reason} if self.reason else {}),
+            **({"cases": [dict(case) for case in self.cases]} if self.cases else {}),
+        }
+
+
+@dataclass(frozen=True)
+class Leeway:
+    """What one result is allowed beside the tolerance.
+
+    Attributes:
+        norm: an error of the norm, on top; and
+        peak: of each element: what float32 loses in torch too.
+        plain: where the inputs hold NaN or infinity, the result without, in float64; and
+        reached: which elements depend on it. Those that do not are right if they are as without, whatever the reference
+            says: it gives NaN for zero times a masked NaN, and a kernel that never reads what is masked does better.
+        tainted: where the inputs hold infinity, which elements may be NaN whatever the reference says, or infinite
+            where it says NaN: those that it makes NaN where NaN stands in place of infinity.
+    """
+
+    norm: float = 0.0
+    peak: float = 0.0
+    plain: Any = None
+    reached: Any = None
+    tainted: Any = None
+
+
+def odd_problem(spec: KernelSpec, problem: Problem, largest: int = 1009) -> Problem:
+    """The problem with bucketed sizes that no tile divides: primes, at most ``largest``.
+
+    Where there is a batch it is of two, whatever the problem's, and the other sizes are about half as large.
+    """
+    bucketed = [d.name for d in spec.dimensions if d.kind == "bucketed"]
+    batched = "batch" in bucketed and len(bucketed) > 1
+    most = largest // 2 + 5 if batched else largest
+    changes = {name: next(p for p in _PRIMES if p <= min(most, problem[name])) for name in bucketed}
+    return problem.but(**changes | ({"batch": 2} if batched else {}))
+
+
+def make_outputs(spec: KernelSpec, problem: Problem, blocks: int, device: str) -> dict[str, Any]:
+    """Outputs filled with NaN, so that an element that was not written shows."""
+    import torch
+
+    return {
+        name: torch.full(shape, math.nan, dtype=getattr(torch, dtype), device=device)
+        for name, (shape, dtype) in spec.outputs(problem, blocks).items()
+    }
+
+
+def launch_arguments(
+    implementation: Implementation, inputs: dict[str, Any], outputs: dict[str, Any]
+) -> tuple[Any, ...]:
+    """The launch's arguments in the device function's order."""
+    named = [
+        outputs[p.name] if isinstance(p, ArrayParameter) and p.role == "output" else inputs[p.name]
+        for p in implementation.parameters
+    ]
+    return (*named, *(value for _, value in implementation.constants))
+
+
+def expected_results(spec: KernelSpec, problem: Problem, inputs: dict[str, Any]) -> dict[str, Any]:
+    """The reference's results; flags of the problem that the reference asks for are passed by name."""
+    wanted = inspect.signature(spec.reference).parameters
+    flags = {d.name: problem[d.name] for d in spec.dimensions if d.kind == "flag" and d.name in wanted}
+    return dict(spec.reference(**inputs, **flags))
+
+
+def compare(spec: KernelSpec, problem: Problem, outputs: dict[str, Any], expected: Mapping[str, Any]) -> Check:
+    """Judge outputs against the reference by the spec's tolerance, as :func:`judge` does."""
+    return judge(spec.results(outputs), expected, spec.tolerance(problem))
+
+
+def judge(
+    results: Mapping[str, Any], expected: Mapping[str, Any], tolerance: Tolerance,
+    leeway: Mapping[str, Leeway] | None = None,
+) -> Check:  # fmt: skip
+    """Judge results: NaN and infinity where the reference has them and nowhere else, the rest near it.
+
+    Args:
+        results: what is judged, by name.
+        expected: what is right, in float64, by name.
+        tolerance: errors allowed of the norm and of each element, over the elements that are finite.
+        leeway: what is allowed beside that, by name.
+    """
+    worst = Check(True, 0.0, 0.0)
+    for name, reference in expected.items():
+        extra = (leeway or {}).get(name, Leeway())
+        relative, elementwise, reason = _judged(results[name], reference, extra)
+        allowed = _widened(tolerance, reference, extra) if extra.norm or extra.peak else tolerance
+        passed = within(relative, elementwise, allowed) and not reason
+        reason = reason or f"relative error {relative:.2e}, elementwise {elementwise:.2e}, allowed {allowed}"
+        worst = Check(
+            worst.passed and passed,
+            max(worst.relative_error, relative),
+            max(worst.elementwise_error, elementwise),
+            worst.reason or ("" if passed else f"{name}: {reason}"),
+        )
+    return worst
+
+
+def _widened(tolerance: Tolerance, reference: Any, extra: Leeway) -> Tolerance:
+    finite = reference[reference.isfinite()]
+    norm, peak = (float(size) + _TINY for size in (finite.norm(), finite.abs().max()))
+    return Tolerance(tolerance.relative + extra.norm / norm, tolerance.elementwise + extra.peak / peak)
+
+
+def within(relative: float, elementwise: float, tolerance: Tolerance) -> bool:
+    """Whether errors are inside a tolerance; NaN is not."""
+    return relative <= tolerance.relative and elementwise <= tolerance.elementwise
+
+
+def errors(actual: Any, reference: Any) -> tuple[float, float]:
+    """||actual - reference|| / ||reference|| and max|actual - reference| / max|reference|; infinite where NaN is."""
+    import torch
+
+    actual, reference = actual.detach(), reference.detach().double()
+    difference = actual.double() - reference
+    if difference.numel() == 0:
+        return 0.0, 0.0
+    figures = torch.stack([difference.norm(), reference.norm(), difference.abs().max(), reference.abs().max()])
+    norm, of_norm, peak, of_peak = figures.tolist()
+    found = (norm / (of_norm + _TINY), peak / (of_peak + _TINY))
+    return tuple(value if math.isfinite(value) else math.inf for value in found)  # type: ignore[return-value]
+
+
+def _judged(actual: Any, reference: Any, extra: Leeway) -> tuple[float, float, str]:
+    """Both errors over the elements that are finite, and what is wrong with the others, for people."""
+    if actual.shape != reference.shape:
+        return math.inf, math.inf, f"its shape is {tuple(actual.shape)}, not {tuple(reference.shape)}"
+    relative, elementwise = errors(actual, reference)
+    if math.isfinite(relative) and math.isfinite(elementwise):
+        return relative, elementwise, ""
+    # Something is not finite, which is right where the reference, once rounded, is not either.
+    actual, reference = actual.detach().double(), _rounded(actual, reference.detach().double())
+    if extra.reached is not None:
+        better = actual.isfinite() & extra.plain.isfinite() & ~extra.reached & ~reference.isfinite()
+        reference = extra.plain.where(better, reference)
+    if extra.tainted is not None:
+        reference = actual.where(extra.tainted & (actual.isnan() | actual.isinf() & reference.isnan()), reference)
+    mistakes = {
+        "are not finite where the reference is": ~actual.isfinite() & reference.isfinite(),
+        "are finite where the reference is not": actual.isfinite() & ~reference.isfinite(),
+        "are infinite where the reference is NaN": actual.isinf() & reference.isnan(),
+        "are infinite with the wrong sign": actual.isinf() & reference.isinf() & (actual != reference),
+        "are NaN where the reference is infinite": actual.isnan() & reference.isinf(),
+    }
+    said = [f"{count} elements {what}" for what, which in mistakes.items() if (count := int(which.sum()))]
+    if said:
+        return math.inf, math.inf, "; ".join(said)
+    finite = reference.isfinite()
+    return (*errors(actual[finite], reference[finite]), "")
+
+
+def _rounded(actual: Any, reference: Any) -> Any:
+    """The reference, infinite where the dtype of the results cannot hold it."""
+    held = reference.to(actual.dtype).double()
+    return held.where(held.isinf(), reference)
