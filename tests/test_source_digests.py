@@ -385,12 +385,12 @@ def test_no_two_specs_have_a_digest_in_common():
 def test_nothing_is_imported_to_read_the_sources():
     code = (
         "import sys; from tilekern.source.digests import digests_of\n"
-        "print(digests_of('tilekern.kernels.attention', 'attention_forward').source)\n"
+        "print(digests_of('tilekern.kernels.attention.forward', 'attention_forward').source)\n"
         "print(*{name.split('.')[0] for name in sys.modules} & {'torch', 'cuda'})\n"
         "print(*(name for name in sys.modules if name.startswith('tilekern.kernels')))"
     )
     ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
-    here = digests_of("tilekern.kernels.attention", "attention_forward")
+    here = digests_of("tilekern.kernels.attention.forward", "attention_forward")
     assert ran.stdout.split("\n") == [here.source, "", "", ""], ran.stderr
 
 

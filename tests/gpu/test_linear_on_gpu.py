@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from tilekern.kernels import spec_named
-from tilekern.kernels.linear import sizes
-from tilekern.kernels.linear_space import is_tile
+from tilekern.kernels.matmul.product import sizes
+from tilekern.kernels.matmul.space import is_tile
 from tilekern.launcher import PrebuiltKernel, Variant, launch
 from tilekern.spec import ALIGNED
 from tilekern.targets import here

@@ -8,8 +8,9 @@ from spec_samples import interpret, sized
 
 from tilekern import interpreter
 from tilekern.cubin import read_resources
-from tilekern.kernels import attention_backward_problem, attention_problem
-from tilekern.kernels.attention_backward import DELTA, DKDV, DQ
+from tilekern.kernels.attention import backward_problem as attention_backward_problem
+from tilekern.kernels.attention import problem as attention_problem
+from tilekern.kernels.attention.backward import DELTA, DKDV, DQ
 from tilekern.spec import ALIGNED
 from tilekern.targets import INTERPRETED, resolve
 from tilekern.toolchain import compile_candidate, toolkit

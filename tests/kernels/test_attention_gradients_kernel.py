@@ -6,8 +6,8 @@ import pytest
 import torch
 from spec_samples import interpret, sized
 
-from tilekern.kernels import attention_cudnn
-from tilekern.kernels.attention_gradients import SPEC, reference
+from tilekern.kernels.attention import cudnn as attention_cudnn
+from tilekern.kernels.attention.gradients import SPEC, reference
 from tilekern.runtime.dispatch import counters, plan_for
 from tilekern.spec import Config, LibraryCall
 from tilekern.targets import INTERPRETED, KNOWN, resolve

@@ -12,8 +12,9 @@ from spec_samples import configs, inputs_of, interpret, sized
 
 from tilekern import interpreter
 from tilekern.cubin import read_resources
-from tilekern.kernels import attention_problem, spec_named
-from tilekern.kernels.attention_tiles import head_and_tile, heads_abreast, key_tiles, query_tiles, seen
+from tilekern.kernels import spec_named
+from tilekern.kernels.attention import problem as attention_problem
+from tilekern.kernels.attention.tiles import head_and_tile, heads_abreast, key_tiles, query_tiles, seen
 from tilekern.spec import ALIGNED
 from tilekern.targets import resolve
 from tilekern.toolchain import compile_candidate, toolkit

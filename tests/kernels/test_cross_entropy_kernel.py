@@ -9,8 +9,9 @@ from spec_samples import configs, inputs_of, interpret, sized
 
 from tilekern import interpreter
 from tilekern.cubin import read_resources
-from tilekern.kernels import cross_entropy, spec_named
-from tilekern.kernels.cross_entropy_fused import FUSED
+from tilekern.kernels import spec_named
+from tilekern.kernels.cross_entropy import separate as cross_entropy
+from tilekern.kernels.cross_entropy.fused import FUSED
 from tilekern.spec import ALIGNED, GENERIC
 from tilekern.targets import INTERPRETED, resolve
 from tilekern.toolchain import compile_candidate, toolkit

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from spec_samples import inputs_of, interpret
 
 from tilekern.errors import CacheMiss
-from tilekern.kernels import linear, spec_named
+from tilekern.kernels import spec_named
 from tilekern.kernels.linear_cross_entropy import LossOptions, gradients, losses, split
+from tilekern.kernels.matmul import product as linear
 from tilekern.runtime.dispatch import LibraryPlan, counters, plan_for
 from tilekern.spec import DTYPES, ITEM_BYTES, Config, bucket, cdiv
 from tilekern.targets import INTERPRETED, KNOWN, resolve

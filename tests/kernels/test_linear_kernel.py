@@ -10,8 +10,8 @@ from spec_samples import VIEWS, configs, inputs_of, interpret, seen_as
 from tilekern import interpreter
 from tilekern.cubin import read_resources
 from tilekern.kernels import spec_named
-from tilekern.kernels.linear import by_cublas, by_winner, sizes
-from tilekern.kernels.linear_space import generic, is_tile, tiles, unit_of
+from tilekern.kernels.matmul.product import by_cublas, by_winner, sizes
+from tilekern.kernels.matmul.space import generic, is_tile, tiles, unit_of
 from tilekern.runtime.dispatch import counters, plan_for
 from tilekern.spec import ALIGNED, DTYPES, GENERIC
 from tilekern.targets import INTERPRETED, KNOWN, resolve

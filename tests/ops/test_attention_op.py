@@ -11,7 +11,7 @@ from op_samples import assert_near
 
 import tilekern
 from tilekern.errors import TilekernWarning
-from tilekern.kernels import attention_problem
+from tilekern.kernels.attention import problem as attention_problem
 
 module = importlib.import_module("tilekern.ops.attention")
 attention, OP = module.attention, torch.ops.tilekern.attention.default

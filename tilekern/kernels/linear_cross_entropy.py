@@ -1,10 +1,10 @@
 """Cross entropy of ``hidden @ weight.T`` without the logits: chunk by chunk, with both gradients in the same pass.
 
 For each chunk of rows: logits by a matrix product, loss and the gradient in their place by one kernel
-(:mod:`tilekern.kernels.cross_entropy_fused`), then ``dhidden = dlogits @ weight`` and
-``dweight += dlogits.T @ hidden``. The memory above inputs and gradients is one chunk of logits. Small chunks make
-``dweight`` be read and written more often, large ones need more memory, so the number of rows in a chunk is for the
-tuner to choose; so is whether cuBLAS runs the products or what won each of them (:mod:`tilekern.kernels.linear`).
+(:mod:`tilekern.kernels.cross_entropy.fused`), then ``dhidden = dlogits @ weight`` and ``dweight += dlogits.T @
+hidden``. The memory above inputs and gradients is one chunk of logits. Small chunks make ``dweight`` be read and
+written more often, large ones need more memory, so the number of rows in a chunk is for the tuner to choose; so is
+whether cuBLAS runs the products or what won each of them (:mod:`tilekern.kernels.matmul.product`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from tilekern.kernels import cross_entropy, cross_entropy_fused, linear
+from tilekern.kernels.cross_entropy import fused as cross_entropy_fused
+from tilekern.kernels.cross_entropy import separate as cross_entropy
+from tilekern.kernels.matmul import product as linear
 from tilekern.spec import (
     ITEM_BYTES,
     Config,

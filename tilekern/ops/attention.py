@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tilekern.kernels import attention_backward as backward_kernels
-from tilekern.kernels.attention import SPEC as _FORWARD
-from tilekern.kernels.attention_gradients import SPEC as _BACKWARD
+from tilekern.kernels.attention import backward as backward_kernels
+from tilekern.kernels.attention.forward import SPEC as _FORWARD
+from tilekern.kernels.attention.gradients import SPEC as _BACKWARD
 from tilekern.ops.operation import operation
 from tilekern.ops.packing import check_starts
 from tilekern.ops.registration import check_devices, check_softcap, disjoint, fresh, placeholder

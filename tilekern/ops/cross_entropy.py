@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tilekern.kernels import cross_entropy as kernels
+from tilekern.kernels.cross_entropy import separate as kernels
 from tilekern.ops.operation import operation
 from tilekern.ops.registration import as_rows, by_autograd, check_devices, check_softcap, fresh, shaped
 from tilekern.runtime.dispatch import Plan, plan_for

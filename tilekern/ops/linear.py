@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from tilekern.kernels.linear import MOST_ELEMENTS, SPEC, sizes
+from tilekern.kernels.matmul.product import MOST_ELEMENTS, SPEC, sizes
 from tilekern.ops.operation import operation
 from tilekern.ops.registration import as_rows, is_autocast, needs_gradient, shaped
 from tilekern.runtime.dispatch import Plan, count_fallback, plan_for

@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 
-from tilekern.kernels import cross_entropy, cross_entropy_fused
 from tilekern.kernels import linear_cross_entropy as kernels
 from tilekern.kernels import scale as scaling
+from tilekern.kernels.cross_entropy import fused as cross_entropy_fused
+from tilekern.kernels.cross_entropy import separate as cross_entropy
 from tilekern.kernels.linear_cross_entropy import LossOptions
 from tilekern.ops.cross_entropy import composed
 from tilekern.ops.registration import check_devices, check_softcap, disjoint, first_order, is_autocast, needs_gradient

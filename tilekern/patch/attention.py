@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from tilekern.errors import InputError
-from tilekern.kernels.attention import SPEC
+from tilekern.kernels.attention.forward import SPEC
 from tilekern.ops.attention import Call, attention, formula, shown
 from tilekern.ops.registration import is_autocast
 from tilekern.patch.masking import mask, says_packing_alone

@@ -1,6 +1,6 @@
 """Attention's backward as its specs declare it: dimensions, consistent inputs, the formula of the gradients.
 
-The layout and the meaning of the flags are those of :mod:`tilekern.kernels.attention_problem`. Sinks act through the
+The layout and the meaning of the flags are those of :mod:`tilekern.kernels.attention.problem`. Sinks act through the
 log-sum-exp alone, so that no backward kernel knows of them.
 """
 
@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from tilekern.kernels import attention_problem as shared
+from tilekern.kernels.attention import problem as shared
 from tilekern.spec import ArrayParameter, Problem, ScalarParameter
 
 DIMENSIONS = tuple(dimension for dimension in shared.DIMENSIONS if dimension.name != "sinks")

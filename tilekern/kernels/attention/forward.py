@@ -3,7 +3,7 @@
 The online softmax is Milakov and Gimelshein's (2018, arXiv:1805.02867), its use tile by tile FlashAttention's (Dao et
 al. 2022, arXiv:2205.14135). Scores are kept in base 2, so that one exponential instruction serves; probabilities are
 rounded to the dtype for the second product, as every implementation on matrix units does. The mask's meaning stands
-in :mod:`tilekern.kernels.attention_tiles`, the layout in :mod:`tilekern.kernels.attention_problem`.
+in :mod:`tilekern.kernels.attention.tiles`, the layout in :mod:`tilekern.kernels.attention.problem`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 
 import cuda.tile as ct
 
-from tilekern.kernels import attention_cudnn
-from tilekern.kernels import attention_problem as shared
-from tilekern.kernels.attention_tiles import (
+from tilekern.kernels.attention import cudnn as attention_cudnn
+from tilekern.kernels.attention import problem as shared
+from tilekern.kernels.attention.tiles import (
     LN_2,
     LOG2_E,
     LOWEST,

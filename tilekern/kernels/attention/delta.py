@@ -6,7 +6,7 @@ from typing import Any
 
 import cuda.tile as ct
 
-from tilekern.kernels import attention_problem as shared
+from tilekern.kernels.attention import problem as shared
 from tilekern.kernels.tiles import TMA_NEEDS_HOPPER, ConstBool, ConstInt, grid_of, hints, load
 from tilekern.spec import (
     ITEM_BYTES,

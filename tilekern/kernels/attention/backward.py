@@ -7,7 +7,7 @@ With P = exp(S - lse), S the scaled (and capped) scores, and delta = rowsum(out 
 
 dS times 1 - tanh^2 where the scores are capped. P is computed anew from q, k and lse: once for dk and dv, by blocks
 that own a tile of keys (:data:`DKDV`), and once for dq, by blocks that own a tile of queries (:data:`DQ`). A gradient
-that lse itself receives is subtracted from delta. The layout stands in :mod:`tilekern.kernels.attention_problem`.
+that lse itself receives is subtracted from delta. The layout stands in :mod:`tilekern.kernels.attention.problem`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any
 
 import cuda.tile as ct
 
-from tilekern.kernels import attention_backward_problem as shared
-from tilekern.kernels.attention_backward_space import default, generic, space_of
-from tilekern.kernels.attention_delta import SPEC as DELTA
-from tilekern.kernels.attention_problem import depth_of, is_one_loop, pairs, rows_bytes
-from tilekern.kernels.attention_tiles import (
+from tilekern.kernels.attention import backward_problem as shared
+from tilekern.kernels.attention.backward_space import default, generic, space_of
+from tilekern.kernels.attention.delta import SPEC as DELTA
+from tilekern.kernels.attention.problem import depth_of, is_one_loop, pairs, rows_bytes
+from tilekern.kernels.attention.tiles import (
     LOG2_E,
     cut,
     edge_tile,

@@ -13,7 +13,7 @@ from typing import Any
 
 import cuda.tile as ct
 
-from tilekern.kernels.cross_entropy_problem import (
+from tilekern.kernels.cross_entropy.problem import (
     DIMENSIONS,
     FLAGS,
     SCALARS,
@@ -34,7 +34,7 @@ from tilekern.kernels.cross_entropy_problem import (
     weight_bytes,
     weights,
 )
-from tilekern.kernels.cross_entropy_tiles import (
+from tilekern.kernels.cross_entropy.tiles import (
     NAN,
     gradient_factors,
     row_loss,

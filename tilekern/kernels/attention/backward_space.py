@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tilekern.kernels.attention_problem import depth_of
+from tilekern.kernels.attention.problem import depth_of
 from tilekern.spec import ITEM_BYTES, Config, Constraint, Problem, Space, Value
 from tilekern.targets import Target
 

@@ -10,8 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from tilekern.kernels import attention_backward, attention_cudnn, attention_delta, attention_problem
-from tilekern.kernels import attention_backward_problem as shared
+from tilekern.kernels.attention import backward as attention_backward
+from tilekern.kernels.attention import backward_problem as shared
+from tilekern.kernels.attention import cudnn as attention_cudnn
+from tilekern.kernels.attention import delta as attention_delta
+from tilekern.kernels.attention import problem as attention_problem
 from tilekern.spec import Config, Dimension, KernelSpec, LibraryCall, Problem, Space
 
 PlanFor = Callable[..., Any]

@@ -21,7 +21,7 @@ from typing import Any
 
 import cuda.tile as ct
 
-from tilekern.kernels.linear_space import SPACE, default, generic, is_tile, sizes_of, tiles
+from tilekern.kernels.matmul.space import SPACE, default, generic, is_tile, sizes_of, tiles
 from tilekern.kernels.tiles import ConstBool, ConstInt, load
 from tilekern.spec import (
     ITEM_BYTES,

@@ -1,0 +1,5 @@
+"""Cross entropy of rows of logits: forward and backward apart, and both at once where the loss's gradient is known."""
+
+from tilekern.kernels.cross_entropy import fused, separate
+
+SPECS = (*separate.SPECS, *fused.SPECS)
