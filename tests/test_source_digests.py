@@ -370,6 +370,26 @@ def test_a_spec_that_cannot_be_read_goes_by_all_of_its_module(digests, old, new)
     assert digests(kernel.replace("_UNUSED = 3.0", "_UNUSED = 4.0")) != before
 
 
+def test_a_spec_that_has_moved_within_its_package_is_found_by_its_name(digests, tmp_path, monkeypatch):
+    """Records name the module where it stood: a file that is gone, has become a package, or holds other specs."""
+    before = digests()
+    assert digests(kernel="", moved=KERNEL) == before
+    (tmp_path / "sample_kernels" / "kernel.py").unlink()
+    forget()
+    assert digests_of("sample_kernels.kernel", "twice").module == "sample_kernels.moved"
+    note_digests(["sample_kernels.moved"], tmp_path / "digests.json")
+    monkeypatch.setattr(source, "NOTES", tmp_path / "digests.json")
+    monkeypatch.setattr(reachability, "modules_within", lambda name: pytest.fail(f"{name} was searched"))
+    forget()
+    assert digests_of("sample_kernels.kernel", "twice").source == before[0]
+
+
+def test_a_spec_that_two_modules_have_goes_by_the_one_that_was_named(digests):
+    before = digests()
+    assert digests(kernel="", moved=KERNEL, copied=KERNEL) != before
+    assert digests(moved=KERNEL) == before
+
+
 def test_every_spec_of_the_kernels_can_be_read():
     for name, spec in all_specs().items():
         assert name in specs_of(module_named(spec.module)), name

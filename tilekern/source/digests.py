@@ -47,16 +47,33 @@ def digests_of(module: str, kernel: str) -> Digests:
     Where a module makes its specs in a way that cannot be read from the source, all of it counts in both.
 
     Args:
-        module: dotted module name, for example ``tilekern.kernels.rms_norm``.
+        module: dotted module name, for example ``tilekern.kernels.rms_norm``; records name the one where the spec
+            stood, which may have moved within its package since.
         kernel: the spec's name.
 
     Raises:
         ModuleNotFoundError: there is no such module, or its source is not at hand.
     """
+    module = _home(module, kernel)
     noted = _noted(_notes(NOTES)["specs"].get(module, {}).get(kernel))
     if noted is None:
         noted = _worked_out(module, kernel)[0]
     return Digests(module, noted["source"], noted["space"])
+
+
+@functools.cache
+def _home(module: str, kernel: str) -> str:
+    """The module where a spec stands today; the one that was given where no other of its package has the spec."""
+    noted = _notes(NOTES)["specs"]
+    if kernel in noted.get(module, {}):
+        return module
+    from tilekern.source.reachability import is_module, module_named, modules_within, root_of, specs_of
+
+    if is_module(module) and kernel in specs_of(module_named(module)):
+        return module
+    homes = [name for name, kernels in noted.items() if kernel in kernels]
+    homes = homes or [name for name in modules_within(root_of(module)) if kernel in specs_of(module_named(name))]
+    return homes[0] if len(homes) == 1 else module
 
 
 @functools.cache

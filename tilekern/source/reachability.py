@@ -11,7 +11,7 @@ import ast
 import functools
 import hashlib
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -316,6 +316,15 @@ def _is_module(name: str, root: str) -> bool:
 def is_module(name: str) -> bool:
     """Whether there is a module of that name whose source is at hand."""
     return _found(name) is not None
+
+
+def modules_within(package: str) -> Iterator[str]:
+    """The modules below a package; none where it is no package, or not at hand."""
+    path = _found(package)
+    if path is not None and path.name == "__init__.py":
+        for file in sorted(path.parent.rglob("*.py")):
+            parts = file.relative_to(path.parent).with_suffix("").parts
+            yield ".".join([package, *(part for part in parts if part != "__init__")])
 
 
 def path_of(module: str) -> Path:
