@@ -11,8 +11,8 @@ import click
 from tilekern.cache import user_root
 from tilekern.targets import resolve
 from tuning import preflight as checks
-from tuning.commands.progress import progress_bar
 from tuning.options import Folder, PlanRequest, Seconds, plan_options, tuner_command
+from tuning.terminal.progress import progress_bar
 
 EXIT_MISSING = 3
 

@@ -18,8 +18,6 @@ from tilekern.cache.packs.pack import Pack
 from tilekern.errors import InputError
 from tilekern.targets import Target, here, resolve
 from tilekern.toolchain import toolkit
-from tuning.commands.console import table_console, table_for
-from tuning.commands.progress import progress_bar
 from tuning.compile.stage import TIMEOUT_S, compile_all, jobs_of, wanted
 from tuning.executors.local import LocalExecutor
 from tuning.measure.gpu import describe_gpu
@@ -28,6 +26,8 @@ from tuning.options import Folder, tuner_command
 from tuning.publishing import keep_winners
 from tuning.refreshing import Change, Refresh, Survey, stale_json, survey
 from tuning.sweep.quarantine import shared
+from tuning.terminal.console import table_console, table_for
+from tuning.terminal.progress import progress_bar
 
 if TYPE_CHECKING:
     from rich.console import Console

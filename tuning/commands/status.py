@@ -11,10 +11,10 @@ from typing import Any
 
 import click
 
-from tuning.commands.estimating import count, estimate_compile, estimate_measure
 from tuning.compile.stage import default_jobs
 from tuning.measure.stage import Settled
 from tuning.options import tuner_command
+from tuning.predict.estimating import count, estimate_compile, estimate_measure
 from tuning.sweep.folder import Sweep
 
 

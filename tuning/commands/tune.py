@@ -20,8 +20,6 @@ from tilekern.cache.trust.signing import SigningKey
 from tilekern.errors import InputError
 from tilekern.targets import Target, here, resolve
 from tuning.commands import COMMANDS, command_named
-from tuning.commands.outcome import Outcome
-from tuning.commands.progress import progress_bar
 from tuning.options import (
     LOCAL,
     PLAN_OPTIONS,
@@ -37,13 +35,15 @@ from tuning.options import (
 from tuning.publishing import compiled_with, keep_winners, publish, why_not, winners
 from tuning.strategies import STRATEGIES, strategy_named
 from tuning.sweep.folder import Sweep
+from tuning.terminal.outcome import Outcome
+from tuning.terminal.progress import progress_bar
 
 if TYPE_CHECKING:
-    from tuning.commands.estimating import PlanReport
     from tuning.compile.stage import Pool
     from tuning.executors import Executor
     from tuning.executors.cluster import ClusterExecutor
     from tuning.plan.steps import Planned
+    from tuning.predict.estimating import PlanReport
 
 _GROUPS = {
     "What to tune": ("gpu", *(name for name in PLAN_OPTIONS if name != "model")),
@@ -106,7 +106,7 @@ def command(*, dry_run: bool, as_json: bool, **given: Any) -> None:
     if as_json:
         click.echo(json.dumps(done.as_json(), indent=1))
     else:
-        from tuning.commands.printing import print_report
+        from tuning.terminal.printing import print_report
 
         print_report(done)
 
@@ -193,8 +193,8 @@ def _lacking(outcome: Outcome, sweep: Sweep) -> Iterator[str]:
 
 def _dry_run(request: Request) -> PlanReport:
     """The plan and what it will cost; nothing is written, compiled or measured."""
-    from tuning.commands.estimating import report_on
     from tuning.compile.stage import default_jobs, jobs_of, settled
+    from tuning.predict.estimating import report_on
 
     store = _store(request)
     if "plan" in request.stages:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tuning.commands.console import table_console, table_for
-from tuning.commands.outcome import Outcome
+from tuning.terminal.console import table_console, table_for
+from tuning.terminal.outcome import Outcome
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from tuning.commands.estimating import Count, PlanReport
+    from tuning.predict.estimating import Count, PlanReport
     from tuning.publishing import Winner
 
 
