@@ -6,15 +6,16 @@ from collections.abc import Callable
 from typing import Any
 
 from tilekern.errors import InputError
-from tilekern.launcher import PrebuiltKernel, launch, prebuilt
+from tilekern.launcher import prebuilt
 from tilekern.runtime.dispatch import find
+from tilekern.runtime.plans import Plan, plan_of
 from tilekern.spec import Config, KernelSpec, Problem
 from tilekern.targets import Target
-from tuning.verify.check import launch_arguments, make_outputs
+from tuning.verify import check
 
 
-def kernel_of(spec: KernelSpec, problem: Problem, target: Target) -> tuple[PrebuiltKernel, Config]:
-    """A kernel object that has not been launched yet, made from the cache's record, and its config.
+def bare_plan(spec: KernelSpec, problem: Problem, target: Target) -> Plan:
+    """The plan of the cache's record, with a kernel object that has not been launched yet.
 
     Raises:
         InputError: no cache holds the problem.
@@ -23,27 +24,28 @@ def kernel_of(spec: KernelSpec, problem: Problem, target: Target) -> tuple[Prebu
     if hit is None:
         raise InputError(f"no cache holds {spec.name} for {problem.key} on {target.key}; tune it first")
     config = Config(hit.record.artifacts["aligned"].config)
-    return prebuilt(spec.device(problem, config).function, hit.record.artifacts, hit.load), config
+    implementation = spec.device(problem, config)
+    kernel = prebuilt(implementation.function, hit.record.artifacts, hit.load)
+    return plan_of(kernel, implementation, config, problem, target)
 
 
-def arguments_of(spec: KernelSpec, problem: Problem, config: Config, target: Target) -> tuple[int, tuple[Any, ...]]:
-    """The number of blocks of a launch, and its arguments."""
+def arguments_of(spec: KernelSpec, problem: Problem, plan: Plan) -> tuple[Any, ...]:
+    """What a plan is launched with: inputs drawn, and outputs."""
     import torch
 
-    implementation = spec.device(problem, config)
-    blocks = implementation.grid(problem, target.sm_count)
     inputs = spec.inputs(problem, torch.Generator(device="cuda").manual_seed(0), "cuda")
-    return blocks, launch_arguments(implementation, inputs, make_outputs(spec, problem, blocks, "cuda"))
+    outputs = check.make_outputs(spec, problem, plan.blocks, "cuda")
+    return check.arguments_of(spec.device(problem, plan.config), inputs, outputs)
 
 
 def launcher_of(spec: KernelSpec, problem: Problem, target: Target) -> Callable[[], None]:
-    """A function that does nothing but launch the kernel."""
+    """A function that does nothing but call cuda.tile's launch, without a plan's own steps around it."""
+    import cuda.tile as ct
     import torch
 
-    kernel, config = kernel_of(spec, problem, target)
-    blocks, arguments = arguments_of(spec, problem, config, target)
-    grid, stream = (blocks,), torch.cuda.current_stream().cuda_stream
-    return lambda: launch(stream, grid, kernel, arguments)
+    plan, stream = bare_plan(spec, problem, target), torch.cuda.current_stream().cuda_stream
+    arguments = arguments_of(spec, problem, plan) + plan._tail
+    return lambda: ct.launch(stream, plan.grid, plan._kernel, arguments)
 
 
 def sizes_of(spec: KernelSpec, problem: Problem) -> list[Any]:

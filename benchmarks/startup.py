@@ -20,11 +20,10 @@ from typing import Any
 
 from benchmarks.cases import training_cases
 from benchmarks.environment import ROOT, facts, require_gpu, version_of
-from benchmarks.prebuilt import arguments_of, kernel_of, launcher_of
+from benchmarks.prebuilt import arguments_of, bare_plan, launcher_of
 from benchmarks.providers import OURS
 from benchmarks.records import fill
 from benchmarks.results import Results, Row
-from tilekern.launcher import launch
 from tilekern.targets import Target
 from tuning.measure.timing import Timing
 
@@ -114,14 +113,12 @@ def _first_loads(target: Target) -> list[Row]:
     torch.cuda.synchronize()
     loads: dict[str, list[float]] = {}
     for spec, problem in parts[1:]:
-        _, config = kernel_of(spec, problem, target)
-        blocks, arguments = arguments_of(spec, problem, config, target)
-        stream = torch.cuda.current_stream().cuda_stream
+        arguments = arguments_of(spec, problem, bare_plan(spec, problem, target))
         torch.cuda.synchronize()
         started = time.perf_counter()
-        kernel, _ = kernel_of(spec, problem, target)
+        plan = bare_plan(spec, problem, target)
         found = time.perf_counter()
-        launch(stream, (blocks,), kernel, arguments)
+        plan.launch(0, *arguments)
         done = time.perf_counter()
         loads.setdefault("first_launch", []).append(1000 * (done - found))
         loads.setdefault("lookup_and_first_launch", []).append(1000 * (done - started))

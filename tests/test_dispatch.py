@@ -17,6 +17,7 @@ from tilekern.interpreter import InterpreterError
 from tilekern.kernels import spec_named
 from tilekern.launcher import PrebuiltKernel
 from tilekern.runtime import dispatch
+from tilekern.runtime.plans import DependentPlan
 from tilekern.runtime.provisional import is_settled
 from tilekern.source.digests import digests_of
 from tilekern.spec import Config
@@ -35,7 +36,7 @@ def root(tmp_path, monkeypatch):
     root = tmp_path / "cache"
     monkeypatch.setenv("TILEKERN_CACHE_DIR", str(root))
     monkeypatch.setattr(dispatch, "here", lambda _device=None: H200)
-    monkeypatch.setattr(dispatch, "_counters", {})
+    monkeypatch.setattr(dispatch._state, "counters", {})
     monkeypatch.setattr("tilekern.warning._said", set())
     dispatch.set_miss_policy(None)
     dispatch.forget()
@@ -303,7 +304,7 @@ def test_memory_of_plans_is_bounded(filled, monkeypatch):
     monkeypatch.setattr(dispatch, "MOST_PLANS", 4)
     for rows in range(1, 20):
         assert dispatch.plan_for(SPEC, GPU, rows, 48, torch.bfloat16) is not None
-    assert len(dispatch._plans) <= 4
+    assert len(dispatch._state.plans) <= 4
 
 
 def test_launches_are_counted_though_memory_is_bounded(filled, monkeypatch):
@@ -322,7 +323,7 @@ def test_each_device_has_plans_of_its_own(filled):
 def test_a_dependent_kernel_gets_a_dependent_plan(root):
     spec = spec_named("column_sum")
     plan = dispatch.plan_for(spec, GPU, 132, 48, torch.float32)
-    assert type(plan) is dispatch.DependentPlan
+    assert type(plan) is DependentPlan
     assert type(dispatch.plan_for(SPEC, GPU, *SIZES)) is dispatch.Plan
 
 

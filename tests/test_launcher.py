@@ -11,7 +11,8 @@ from spec_samples import compiled
 from tilekern.cache import Launch
 from tilekern.errors import CannotRun, TilekernError
 from tilekern.kernels import rms_norm, spec_named
-from tilekern.launcher import NoVariant, PrebuiltKernel, Variant, implies, may_depend
+from tilekern.launcher import NoVariant, PrebuiltKernel, Variant, implies
+from tilekern.runtime.plans import may_depend
 from tilekern.spec import ALIGNED, GENERIC
 from tilekern.targets import KNOWN
 from tilekern.toolchain import assumptions, constraint

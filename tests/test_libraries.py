@@ -41,7 +41,7 @@ def root(tmp_path, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TILEKERN_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(dispatch, "here", lambda _device=None: H200)
-    monkeypatch.setattr(dispatch, "_counters", {})
+    monkeypatch.setattr(dispatch._state, "counters", {})
     monkeypatch.setattr("tilekern.warning._said", set())
     dispatch.set_miss_policy(None)
     dispatch.forget()

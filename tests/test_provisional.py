@@ -40,7 +40,7 @@ def root(tmp_path, monkeypatch):
     monkeypatch.setenv("TILEKERN_ON_MISS", "fallback")
     monkeypatch.setenv("TILEKERN_LOOKUP_AGAIN_S", EVERY_S)
     monkeypatch.setattr(dispatch, "here", lambda _device=None: H200)
-    monkeypatch.setattr(dispatch, "_counters", {})
+    monkeypatch.setattr(dispatch._state, "counters", {})
     dispatch.forget()
     dispatch._watch._graded = False
     # Tensors that other tests of this process have left are none of a job's.

@@ -105,6 +105,6 @@ def test_every_kernel_runs_on_small_inputs(monkeypatch, name):
 def test_forgetting(monkeypatch):
     monkeypatch.setenv("TILEKERN_INTERPRET", "1")
     dispatch.plan_for(all_specs()["rope"], torch.device("cpu"), *problem_of(all_specs()["rope"]).values())
-    assert dispatch._plans
+    assert dispatch._state.plans
     tilekern.clear_autotune_cache()
-    assert not dispatch._plans
+    assert not dispatch._state.plans

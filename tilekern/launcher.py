@@ -16,11 +16,7 @@ from typing import Any
 import cuda.tile as ct
 
 from tilekern.errors import CannotRun, TilekernError
-from tilekern.spec import ALIGNED, GENERIC, Implementation
-from tilekern.targets import Target
-
-# The compute capability from which programmatic dependent launch exists.
-_DEPENDENT_LAUNCH = 90
+from tilekern.spec import ALIGNED, GENERIC
 
 
 class NoVariant(TilekernError):  # noqa: N818 (the name says the state)
@@ -139,18 +135,3 @@ def _stride_divides(parameter: Any, axis: int, by: int) -> bool:
     constant = parameter.stride_constant[axis]
     known = parameter.stride_divisible_by[axis] if constant is None else constant
     return known % by == 0
-
-
-def launch(
-    stream: int, grid: tuple[int, ...], kernel: Any, arguments: tuple[Any, ...], *, dependent: bool = False
-) -> None:
-    """Queue a kernel on a raw CUDA stream; ``dependent`` lets it start before its predecessor has ended."""
-    if dependent:
-        ct.launch(stream, grid, kernel, arguments, programmatic_dependent_launch=True)
-    else:
-        ct.launch(stream, grid, kernel, arguments)
-
-
-def may_depend(implementation: Implementation, target: Target) -> bool:
-    """Whether an implementation is launched before its predecessor has ended on this target."""
-    return implementation.dependent and target.capability >= _DEPENDENT_LAUNCH

@@ -39,7 +39,7 @@ def pytest_runtest_call():
 def fresh(monkeypatch):
     """Plans and counters of one test are not those of another; a kernel that is lacking is compiled or skips."""
     monkeypatch.delenv("TILEKERN_INTERPRET", raising=False)
-    monkeypatch.setattr(dispatch, "_counters", {})
+    monkeypatch.setattr(dispatch._state, "counters", {})
     dispatch.set_miss_policy("error" if toolchain.toolkit() is None else "compile")
     dispatch.forget()
     torch.cuda.empty_cache()

@@ -6,11 +6,12 @@ import torch
 from tilekern.kernels import spec_named
 from tilekern.kernels.matmul.product import sizes
 from tilekern.kernels.matmul.space import is_tile
-from tilekern.launcher import PrebuiltKernel, Variant, launch
+from tilekern.launcher import PrebuiltKernel, Variant
+from tilekern.runtime.plans import plan_of
 from tilekern.spec import ALIGNED
 from tilekern.targets import here
 from tilekern.toolchain import compile_candidate, toolkit
-from tuning.verify.check import launch_arguments
+from tuning.verify.check import arguments_of
 
 SPEC = spec_named("matmul")
 
@@ -23,15 +24,14 @@ def test_every_tile_adds_in_place_what_it_adds_elsewhere(on, rows):
     target = here()
     problem = SPEC.problem(**sizes(rows, 8192, 4096, "bfloat16", on))
     inputs = SPEC.inputs(problem, torch.Generator("cuda").manual_seed(0), "cuda")
-    stream = torch.cuda.current_stream().cuda_stream
     for config in filter(is_tile, SPEC.space.candidates(SPEC.bucketed(problem), target)):
         made, implementation = compile_candidate(SPEC, problem, config, target, ALIGNED), SPEC.device(problem, config)
         variant = Variant(ALIGNED, made.symbol, made.assumptions, lambda made=made: made.cubin)
         kernel = PrebuiltKernel(implementation.function, [variant])
-        grid = (implementation.grid(problem, target.sm_count),)
+        plan = plan_of(kernel, implementation, config, problem, target)
         c = torch.full_like(inputs["addend"], torch.nan)
-        launch(stream, grid, kernel, launch_arguments(implementation, inputs, {"c": c}))
+        plan.launch(0, *arguments_of(implementation, inputs, {"c": c}))
         for _ in range(10):
             same = inputs["addend"].clone()
-            launch(stream, grid, kernel, launch_arguments(implementation, inputs | {"addend": same}, {"c": same}))
+            plan.launch(0, *arguments_of(implementation, inputs | {"addend": same}, {"c": same}))
             assert torch.equal(same, c), config

@@ -9,7 +9,6 @@ from spec_samples import sized
 
 from tilekern.kernels import all_specs, spec_named
 from tilekern.kernels.tiles import ConstInt
-from tilekern.launcher import launch
 from tilekern.runtime.dispatch import plan_for
 from tilekern.spec import ALIGNED, GENERIC
 from tilekern.targets import here
@@ -160,9 +159,8 @@ def test_a_kernel_that_stores_beyond_rows_is_found():
     """Each row's end is written again by the next row's block, or not: behind the last row stands a canary."""
 
     def run(problem, inputs, outputs):
-        stream = torch.cuda.current_stream().cuda_stream
         arguments = (inputs["gate"], inputs["up"], outputs["y"], 64)
-        launch(stream, (problem["rows"], 2), promises_whole_tiles, arguments)
+        ct.launch(torch.cuda.current_stream(), (problem["rows"], 2), promises_whole_tiles, arguments)
 
     check = Battery(SWIGLU, PROBLEM, here().sm_count).screen(SWIGLU.generic(PROBLEM), run)
     assert not check.passed

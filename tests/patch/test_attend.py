@@ -277,7 +277,7 @@ def test_local_masks_of_chunks_and_in_both_directions_are_made():
 
 @pytest.mark.parametrize("more", [{}, {"softcap": 2.0}, {"position_bias": torch.zeros(1, 4, 7, 7)}], ids=str)
 def test_what_runs_without_the_kernels_is_counted_among_the_fallbacks(more, monkeypatch):
-    monkeypatch.setattr(dispatch, "_counters", {})
+    monkeypatch.setattr(dispatch._state, "counters", {})
     seen = None if "position_bias" in more else torch.ones(1, 1, 7, 7, dtype=torch.bool).tril()
     implementation.attend(True, Layer(), *heads(), seen, **more)
     count = tilekern.stats()["attention_forward"]
@@ -287,7 +287,7 @@ def test_what_runs_without_the_kernels_is_counted_among_the_fallbacks(more, monk
 
 
 def test_what_is_refused_is_not_counted(monkeypatch):
-    monkeypatch.setattr(dispatch, "_counters", {})
+    monkeypatch.setattr(dispatch._state, "counters", {})
     with pytest.raises(InputError):
         implementation.attend(True, Layer(), *heads(), None, dropout=0.1, softcap=2.0)
     assert "attention_forward" not in tilekern.stats()

@@ -52,7 +52,7 @@ def asked_by_a_real_step(model, inputs):
     dispatch.forget()
     model(**inputs).loss.backward()
     tilekern.AdamW(model.parameters()).step()
-    return {(key[0], bucketed(spec_named(key[0]), key[2:])) for key in dispatch._plans}
+    return {(key[0], bucketed(spec_named(key[0]), key[2:])) for key in dispatch._state.plans}
 
 
 def traced(model, batch):

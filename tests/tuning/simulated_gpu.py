@@ -7,13 +7,13 @@ once, and events read the host's clock. Times mean nothing; what is checked, tim
 from __future__ import annotations
 
 import time
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from tilekern import interpreter
+from tilekern.runtime import plans
 from tuning.measure import bench, worker
 
 
@@ -53,7 +53,7 @@ class Generator(torch.Generator):
         return super().__new__(cls, "cpu")
 
 
-def _launch(stream: int, grid: tuple[int, ...], kernel: Any, arguments: tuple[Any, ...], *, dependent: bool) -> None:
+def _launch(stream: int, grid: tuple[int, ...], kernel: Any, arguments: tuple[Any, ...], **_: Any) -> None:
     interpreter.launch(kernel, grid, arguments, check_races=False)
 
 
@@ -63,7 +63,6 @@ def serve(*arguments: Any) -> None:
     cuda = {
         "Event": Event,
         "synchronize": lambda: None,
-        "current_stream": lambda: SimpleNamespace(cuda_stream=0),
         "empty_cache": lambda: None,
         "mem_get_info": lambda: (8 << 30, 16 << 30),
         "memory_reserved": lambda: 0,
@@ -72,7 +71,7 @@ def serve(*arguments: Any) -> None:
     }
     for name, stands_in in cuda.items():
         setattr(torch.cuda, name, stands_in)
-    bench.launch = _launch  # type: ignore[assignment]
+    plans._ct_launch, plans._raw_stream = _launch, lambda _: 0
     bench.load_code = lambda _: None
     bench.PrebuiltKernel = lambda function, _: function  # type: ignore[assignment, misc]
     worker.Stopwatch.warm_clocks = lambda _: None  # type: ignore[method-assign, assignment]

@@ -13,10 +13,10 @@ from tilekern.kernels import spec_named
 from tilekern.runtime.records import record_of
 from tilekern.targets import resolve
 from tuning.commands import refresh
-from tuning.commands.console import table_console, table_for
 from tuning.plan.models import plan_of_model
 from tuning.plan.steps import Steps
 from tuning.refreshing import Change
+from tuning.terminal.console import table_console, table_for
 
 pytestmark = pytest.mark.processes
 

@@ -18,7 +18,11 @@ from tilekern.spec import Problem
 from tilekern.targets import Target
 from tuning import cli
 from tuning.commands import tune
-from tuning.commands.estimating import (
+from tuning.commands.status import standing
+from tuning.compile.stage import compile_all, default_jobs, jobs_of, wanted
+from tuning.plan.models import plan_of_model
+from tuning.plan.steps import Steps
+from tuning.predict.estimating import (
     CANDIDATE_ROOFLINES,
     CANDIDATE_S,
     COMPILE_S,
@@ -33,10 +37,6 @@ from tuning.commands.estimating import (
     estimate_compile,
     estimate_measure,
 )
-from tuning.commands.status import standing
-from tuning.compile.stage import compile_all, default_jobs, jobs_of, wanted
-from tuning.plan.models import plan_of_model
-from tuning.plan.steps import Steps
 from tuning.predict.roofline import launch_s
 from tuning.strategies.exhaustive import LEAST_ROUNDS, ROUNDS
 from tuning.sweep.candidates import candidates

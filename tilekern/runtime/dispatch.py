@@ -11,11 +11,12 @@ import functools
 import os
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from tilekern.errors import CacheMiss, CannotRun, InputError, RanksDiffer, TilekernError
 from tilekern.runtime.libraries import runnable
-from tilekern.runtime.plans import Counters, DependentPlan, InterpretedPlan, LibraryPlan, Plan
+from tilekern.runtime.plans import Counters, InterpretedPlan, LibraryPlan, Plan, plan_of
 from tilekern.runtime.provisional import Watch, is_settled, of_several_ranks
 from tilekern.spec import ALIGNED, GENERIC, Config, KernelSpec, LibraryCall, Problem
 from tilekern.targets import INTERPRETED, Target, here
@@ -30,17 +31,30 @@ MissPolicy = Literal["compile", "fallback", "error"]
 # Real sizes that are remembered; a job with more distinct ones looks up again, at some tens of microseconds each.
 MOST_PLANS = 65536
 
-_lock = threading.RLock()
-_counters: dict[str, Counters] = {}
-_plans: dict[tuple[Any, ...], Plan | None] = {}
-_memos: list[dict[Any, Any]] = []
-_kernels: dict[tuple[Any, ...], Any] = {}
-_layers: list[Layer] | None = None
-_policy: MissPolicy | None = None
-_agreement: Agreement | None = None
-_trace: Trace | None = None
-# What the problems that were asked for run by, at their buckets; None is the model's own op.
-_resolved: dict[tuple[str, Problem], Record | None] = {}
+
+@dataclass
+class State:
+    """What one process keeps of its calls.
+
+    ``plans`` are by real sizes, ``memos`` what ops keep beside them; ``resolved`` is what the problems that were asked
+    for run by, at their buckets, where None is the model's own op. ``layers`` are those of this process once they were
+    looked up; ``policy`` is None where the environment says it. Where ranks agreed, ``agreement`` stands for the
+    caches; a ``trace`` answers for meta tensors.
+    """
+
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    counters: dict[str, Counters] = field(default_factory=dict)
+    plans: dict[tuple[Any, ...], Plan | None] = field(default_factory=dict)
+    memos: list[dict[Any, Any]] = field(default_factory=list)
+    kernels: dict[tuple[Any, ...], Any] = field(default_factory=dict)
+    resolved: dict[tuple[str, Problem], Record | None] = field(default_factory=dict)
+    layers: list[Layer] | None = None
+    policy: MissPolicy | None = None
+    agreement: Agreement | None = None
+    trace: Trace | None = None
+
+
+_state = State()
 
 
 def interpreting() -> bool:
@@ -54,17 +68,16 @@ def set_miss_policy(policy: str | None) -> None:
     Raises:
         InputError: no such policy.
     """
-    global _policy  # noqa: PLW0603
-    _policy = None if policy is None else _checked_policy(policy, "on_miss")
-    if _agreement is not None:
-        _agreement.policy = policy or _agreement.policy
+    _state.policy = None if policy is None else _checked_policy(policy, "on_miss")
+    if _state.agreement is not None:
+        _state.agreement.policy = policy or _state.agreement.policy
 
 
 def miss_policy(*, agreed: bool = True) -> MissPolicy:
     """The policy in force; where not ``agreed``, the one that this process would have without other ranks."""
-    if agreed and _agreement is not None:
-        return _checked_policy(_agreement.policy, "the ranks' agreement")
-    return _policy or _checked_policy(os.environ.get("TILEKERN_ON_MISS", "compile"), "TILEKERN_ON_MISS")
+    if agreed and _state.agreement is not None:
+        return _checked_policy(_state.agreement.policy, "the ranks' agreement")
+    return _state.policy or _checked_policy(os.environ.get("TILEKERN_ON_MISS", "compile"), "TILEKERN_ON_MISS")
 
 
 def _checked_policy(policy: str, where: str) -> MissPolicy:
@@ -75,27 +88,26 @@ def _checked_policy(policy: str, where: str) -> MissPolicy:
 
 def counters(kernel: str) -> Counters:
     """The counters of one kernel."""
-    return _counters.setdefault(kernel, Counters())
+    return _state.counters.setdefault(kernel, Counters())
 
 
 def stats() -> dict[str, dict[str, int]]:
     """Counters of every kernel that was asked for: hits, nearest, misses, fallbacks, compiled, launches."""
     names = ("hits", "nearest", "misses", "fallbacks", "compiled", "launches")
-    return {kernel: {name: getattr(found, name) for name in names} for kernel, found in sorted(_counters.items())}
+    return {kernel: {name: getattr(found, name) for name in names} for kernel, found in sorted(_state.counters.items())}
 
 
 def agree_on(agreement: Agreement | None) -> None:
     """Drop all plans and look up from now on in what the ranks of a job agreed on; None: in the caches again."""
-    global _agreement  # noqa: PLW0603
-    with _lock:
-        _agreement = agreement
+    with _state.lock:
+        _state.agreement = agreement
         forget()
 
 
 def resolved() -> dict[tuple[str, Problem], Record | None]:
     """What each problem that was asked for, at its bucket, runs by: a record, or None for the model's own op."""
-    with _lock:
-        return dict(_resolved)
+    with _state.lock:
+        return dict(_state.resolved)
 
 
 def forget() -> None:
@@ -103,17 +115,16 @@ def forget() -> None:
 
     What ranks agreed on stays in force.
     """
-    global _layers  # noqa: PLW0603
-    with _lock:
-        for found in _counters.values():
+    with _state.lock:
+        for found in _state.counters.values():
             found.forgotten_launches = found.launches
             found.plans.clear()
-        _plans.clear()
-        _kernels.clear()
-        _resolved.clear()
+        _state.plans.clear()
+        _state.kernels.clear()
+        _state.resolved.clear()
         _watch.forget()
         _empty_memos()
-        _layers = None
+        _state.layers = None
 
 
 def look_again() -> int:
@@ -129,12 +140,11 @@ def look_again() -> int:
 
 def trace_by(trace: Trace | None) -> None:
     """Have a trace answer for meta tensors, and see what others ask for if it wants to; None ends it."""
-    global _trace  # noqa: PLW0603
-    _trace = trace
+    _state.trace = trace
 
 
 def _empty_memos() -> None:
-    for kept in _memos:
+    for kept in _state.memos:
         kept.clear()
 
 
@@ -144,7 +154,7 @@ _watch = Watch(lambda kernel: counters(kernel).fallbacks, _empty_memos)
 def memo() -> dict[Any, Any]:
     """A dictionary in which an op may keep what it found for a kind of call; :func:`forget` empties it."""
     found: dict[Any, Any] = {}
-    _memos.append(found)
+    _state.memos.append(found)
     return found
 
 
@@ -166,26 +176,26 @@ def plan_for(spec: KernelSpec, device: Any, *sizes: Any) -> Plan | None:
         CacheMiss: nothing serves the problem, or this machine cannot run what does, and the miss policy is ``error``.
     """
     if device.type == "meta":  # nothing is computed there, by whomever; a trace notes what would be
-        return None if _trace is None else _trace.plan(spec, _problem(spec, sizes))
+        return None if _state.trace is None else _state.trace.plan(spec, _problem(spec, sizes))
     # On the CPU the answer depends on the environment, and a look at it costs nothing there.
     key = (spec.name, device.index if device.type == "cuda" else interpreting(), *sizes)
     try:
-        return _plans[key]
+        return _state.plans[key]
     except KeyError:
-        with _lock:
+        with _state.lock:
             plan = _resolve(spec, device, sizes, key)
-            if len(_plans) >= MOST_PLANS:
-                _plans.clear()
-            _plans[key] = plan
+            if len(_state.plans) >= MOST_PLANS:
+                _state.plans.clear()
+            _state.plans[key] = plan
             return plan
 
 
 def count_fallback(spec: KernelSpec) -> None:
     """Note that a call ran the model's own op."""
-    if _trace is None or _trace.real:
+    if _state.trace is None or _state.trace.real:
         counters(spec.name).fallbacks += 1
     else:
-        _trace.fallbacks[spec.name] += 1
+        _state.trace.fallbacks[spec.name] += 1
 
 
 def _problem(spec: KernelSpec, sizes: Sequence[Any]) -> Problem | None:
@@ -220,8 +230,8 @@ def _resolve(spec: KernelSpec, device: Any, sizes: Sequence[Any], key: tuple[Any
 def _keep(spec: KernelSpec, plan: Plan | None, problem: Problem) -> Plan | None:
     if plan is not None:
         counters(spec.name).plans.append(plan)
-    if _trace is not None and _trace.real:
-        _trace.see(spec, problem, plan)
+    if _state.trace is not None and _state.trace.real:
+        _state.trace.see(spec, problem, plan)
     return plan
 
 
@@ -235,7 +245,7 @@ def _interpreted(spec: KernelSpec, problem: Problem) -> Plan:
 
 
 def _cached(spec: KernelSpec, problem: Problem, target: Target, key: tuple[Any, ...]) -> Plan | None:
-    if _agreement is None and of_several_ranks():
+    if _state.agreement is None and of_several_ranks():
         warn_once(
             "the ranks of this job have not agreed on their kernels and may run different ones; call "
             "tilekern.agree() on every rank when torch.distributed is up, before the first step"
@@ -250,7 +260,7 @@ def _cached(spec: KernelSpec, problem: Problem, target: Target, key: tuple[Any, 
         count.hits += 1
         count.nearest += not found.exact_bucket
     plan = None if found is None else _made_or_own(spec, problem, target, key[1], found)
-    _resolved[spec.name, wanted] = None if found is None or plan is None else found.record
+    _state.resolved[spec.name, wanted] = None if found is None or plan is None else found.record
     if not is_settled(found):
         look, take = functools.partial(find, spec, wanted, target), functools.partial(_take, spec, problem, target, key)
         _watch.add(spec.name, wanted, target, look, found, plan, key, take)
@@ -276,21 +286,20 @@ def _made(spec: KernelSpec, problem: Problem, target: Target, device: int, found
     if isinstance(implementation, LibraryCall):
         return LibraryPlan(implementation.bound(plan_for), config)
     key = (device, spec.name, found.record.artifacts[ALIGNED].sha256, found.record.artifacts[GENERIC].sha256)
-    from tilekern.launcher import may_depend, prebuilt
+    from tilekern.launcher import prebuilt
 
-    if key not in _kernels:
-        _kernels[key] = prebuilt(implementation.function, found.record.artifacts, found.load)
-    kind = DependentPlan if may_depend(implementation, target) else Plan
-    return kind(_kernels[key], implementation, config, implementation.grid(problem, target.sm_count))
+    if key not in _state.kernels:
+        _state.kernels[key] = prebuilt(implementation.function, found.record.artifacts, found.load)
+    return plan_of(_state.kernels[key], implementation, config, problem, target)
 
 
 def _take(spec: KernelSpec, problem: Problem, target: Target, key: tuple[Any, ...], found: Hit) -> Plan | None:
     """Put what was found later in the place of a plan, unless that was dropped since, or ranks agreed on another."""
-    with _lock:
-        if key not in _plans or (_agreement is not None and found.layer is not _agreement.snapshot):
+    with _state.lock:
+        if key not in _state.plans or (_state.agreement is not None and found.layer is not _state.agreement.snapshot):
             return None
-        plan = _plans[key] = _keep(spec, _made(spec, problem, target, key[1], found), problem)
-        _resolved[spec.name, spec.bucketed(problem)] = found.record
+        plan = _state.plans[key] = _keep(spec, _made(spec, problem, target, key[1], found), problem)
+        _state.resolved[spec.name, spec.bucketed(problem)] = found.record
         counters(spec.name).hits += 1
         return plan
 
@@ -318,14 +327,13 @@ def find(
     from tilekern.source.digests import digests_of
     from tilekern.toolchain import toolkit
 
-    global _layers  # noqa: PLW0603
-    agreed = _agreement if layers is None else None
+    agreed = _state.agreement if layers is None else None
     if agreed is not None:
         if (spec.name, bucketed) in agreed.compiled:
             return agreed.compiled[spec.name, bucketed]
         target, layers = agreed.target, [agreed.snapshot]
     elif layers is None:
-        layers = _layers = cache.default_layers() if _layers is None else _layers
+        layers = _state.layers = cache.default_layers() if _state.layers is None else _state.layers
     tools = toolkit()
     return cache.lookup(
         spec.name,
@@ -353,10 +361,10 @@ def _on_miss(spec: KernelSpec, wanted: Problem, target: Target) -> Hit | None:
     why = ""
     if policy == "compile":
         try:
-            if _agreement is None:
+            if _state.agreement is None:
                 compile_default(spec, wanted, target)
             else:
-                _agreement.compile(spec, wanted)
+                _state.agreement.compile(spec, wanted)
             counters(spec.name).compiled += 1
             return find(spec, wanted, target)
         except RanksDiffer:

@@ -6,7 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from tilekern.spec import Config, Implementation
+from tilekern.spec import Config, Implementation, Problem
+from tilekern.targets import Target
+
+# The compute capability from which programmatic dependent launch exists.
+_DEPENDENT_LAUNCH = 90
 
 
 class Plan:
@@ -56,6 +60,17 @@ class DependentPlan(Plan):
         _ct_launch(
             _raw_stream(device), self.grid, self._kernel, arguments + self._tail, programmatic_dependent_launch=True
         )
+
+
+def plan_of(kernel: Any, implementation: Implementation, config: Config, problem: Problem, target: Target) -> Plan:
+    """How a kernel object is launched on a GPU: by jobs, by the tuner that times it, and by benchmarks."""
+    kind = DependentPlan if may_depend(implementation, target) else Plan
+    return kind(kernel, implementation, config, implementation.grid(problem, target.sm_count))
+
+
+def may_depend(implementation: Implementation, target: Target) -> bool:
+    """Whether an implementation is launched before its predecessor has ended on this target."""
+    return implementation.dependent and target.capability >= _DEPENDENT_LAUNCH
 
 
 class InterpretedPlan(Plan):

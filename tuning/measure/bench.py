@@ -7,14 +7,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tilekern.kernels import spec_named
-from tilekern.launcher import PrebuiltKernel, Variant, launch, may_depend
+from tilekern.launcher import PrebuiltKernel, Variant
 from tilekern.runtime.libraries import library_of
+from tilekern.runtime.plans import plan_of
 from tilekern.spec import LibraryCall, Problem
 from tuning.measure.gpu import load_code
 from tuning.measure.tasks import Entrant, Task
 from tuning.measure.timing import Launch, Timing, rewriting
 from tuning.strategies.selection import ranked
-from tuning.verify.check import Check, launch_arguments, odd_problem
+from tuning.verify.check import Check, arguments_of, launch_arguments, odd_problem
 
 if TYPE_CHECKING:
     from tuning.verify.cases import Kept
@@ -179,10 +180,8 @@ class Bench:
 
             call = implementation.bound(plan_for, in_place=in_place)
             return functools.partial(call, *(inputs[name] for name in implementation.inputs))
-        blocks = implementation.grid(problem, self._target.sm_count)
-        arguments = launch_arguments(implementation, inputs, outputs)
-        dependent = may_depend(implementation, self._target)
-        return lambda: launch(_stream(), (blocks,), kernel, arguments, dependent=dependent)
+        plan = plan_of(kernel, implementation, entrant.candidate.config, problem, self._target)
+        return functools.partial(plan.launch, 0, *arguments_of(implementation, inputs, outputs))
 
 
 def to_confirm(
@@ -205,9 +204,3 @@ def to_confirm(
         if checks[key].passed and not needs_library:
             return
         has_winner |= checks[key].passed
-
-
-def _stream() -> int:
-    import torch
-
-    return int(torch.cuda.current_stream().cuda_stream)

@@ -88,12 +88,16 @@ def make_outputs(spec: KernelSpec, problem: Problem, blocks: int, device: str) -
 def launch_arguments(
     implementation: Implementation, inputs: dict[str, Any], outputs: dict[str, Any]
 ) -> tuple[Any, ...]:
-    """The launch's arguments in the device function's order."""
-    named = [
+    """All arguments of a launch in the device function's order."""
+    return (*arguments_of(implementation, inputs, outputs), *(value for _, value in implementation.constants))
+
+
+def arguments_of(implementation: Implementation, inputs: dict[str, Any], outputs: dict[str, Any]) -> tuple[Any, ...]:
+    """A launch's arguments in the device function's order, but for the constants, which a plan adds."""
+    return tuple(
         outputs[p.name] if isinstance(p, ArrayParameter) and p.role == "output" else inputs[p.name]
         for p in implementation.parameters
-    ]
-    return (*named, *(value for _, value in implementation.constants))
+    )
 
 
 def expected_results(spec: KernelSpec, problem: Problem, inputs: dict[str, Any]) -> dict[str, Any]:
