@@ -3,8 +3,7 @@
 Each loss of a process has a culprit, and nobody but the culprit pays for it:
 
 - A step is announced before it is taken (:mod:`tuning.measure.steps`), and what a candidate launches is waited for
-  before the
-  next one may launch. So the step of a process that dies or stalls names the candidate.
+  before the next one may launch. So the step of a process that dies or stalls names the candidate.
 - Within a race launches are queued behind each other. One that stalls is still known, unless it fills the queue; one
   that faults may not be. Then the race is run again with one launch at a time.
 - What may be another's doing, the host's out-of-memory killer or memory that an earlier candidate kept, is tried once
