@@ -341,6 +341,19 @@ def test_specs_that_a_function_makes_have_digests_of_their_own(digests):
     assert digests(KERNEL + FACTORY.replace("reference=reference", "reference=_inputs"), name="made_first") == first
 
 
+@pytest.mark.parametrize("star", ["", "*, "], ids=["positional", "keyword"])
+def test_what_a_call_leaves_out_is_the_default(digests, star):
+    written_out = [digests(KERNEL + FACTORY, name=f"made_{name}") for name in ("first", "second")]
+    factory = changed(FACTORY, "most, **rest", f"{star}most=10, **rest")
+    factory = changed(factory, "twice, 10,", "twice,")
+    factory = changed(factory, "_double, 20,", "_double, most=20,")
+    assert [digests(KERNEL + factory, name=f"made_{name}") for name in ("first", "second")] == written_out
+    factory = changed(factory, "most=10", "most=30")
+    first, second = (digests(KERNEL + factory, name=f"made_{name}") for name in ("first", "second"))
+    assert (first[0] == written_out[0][0], first[1] == written_out[0][1]) == (True, False)
+    assert second == written_out[1]
+
+
 def test_a_spec_that_another_launches_counts_by_what_makes_it_valid(digests):
     kernel = changed(KERNEL, "function=twice", "function=twice if plan_for(part.SPEC) else None")
     kernel = changed(kernel, "from sample_kernels import shared", "from sample_kernels import part, shared")
@@ -392,7 +405,7 @@ def test_a_spec_that_two_modules_have_goes_by_the_one_that_was_named(digests):
 
 def test_every_spec_of_the_kernels_can_be_read():
     for name, spec in all_specs().items():
-        assert name in specs_of(module_named(spec.module)), name
+        assert name in specs_of(module_named(spec.module)), f"{name}: write its spec as docs/add-a-kernel.md says (Digests)"
         found = digests_of(spec.module, name)
         assert len({found.source, found.space, found.whole}) == 3
 

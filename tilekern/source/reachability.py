@@ -182,7 +182,7 @@ def _fields(code: Code) -> dict[str, Code] | None:
         case [str() as named] if named == _SPEC:
             return None if call.args else _keywords(code, call)
         case [Code(node=ast.FunctionDef() as function, module=module)]:
-            scope = _bound(code, call, function)
+            scope = _bound(code, call, function, module)
             return None if scope is None else _returned(function, module, scope)
     return None
 
@@ -201,8 +201,8 @@ def _keywords(code: Code, call: ast.Call) -> dict[str, Code] | None:
     return found
 
 
-def _bound(code: Code, call: ast.Call, function: ast.FunctionDef) -> dict[str, Code] | None:
-    """What a call binds a function's parameters to; None where that cannot be read."""
+def _bound(code: Code, call: ast.Call, function: ast.FunctionDef, module: Module) -> dict[str, Code] | None:
+    """What a call binds the parameters of a module's function to; None where that cannot be read."""
     given = function.args
     names = [argument.arg for argument in given.args]
     keywords = _keywords(code, call)
@@ -212,6 +212,9 @@ def _bound(code: Code, call: ast.Call, function: ast.FunctionDef) -> dict[str, C
         return None
     bound = {name: Code(value, code.module, code.scope) for name, value in zip(names, call.args, strict=False)}
     known = {*names, *(argument.arg for argument in given.kwonlyargs)}
+    defaults = [*zip(reversed(names), reversed(given.defaults), strict=False)]
+    defaults += [(argument.arg, value) for argument, value in zip(given.kwonlyargs, given.kw_defaults, strict=True)]
+    bound = {name: Code(value, module) for name, value in defaults if value is not None} | bound
     bound |= {name: value for name, value in keywords.items() if name in known}
     rest = {name: value for name, value in keywords.items() if name not in known}
     if given.kwarg is not None:
