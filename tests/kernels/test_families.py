@@ -6,11 +6,11 @@ import pytest
 import torch
 from spec_samples import sized
 
-from tilekern.kernels import spec_named
+from tilekern.kernels import all_specs, spec_named
 from tilekern.spec import ITEM_BYTES
 from tilekern.targets import resolve
 
-MEMBERS = ["geglu_forward", "geglu_backward", "layer_norm_forward", "layer_norm_backward"]
+MEMBERS = [name for name, spec in all_specs().items() if ".common." in spec.bytes_moved.__module__]
 
 
 @pytest.mark.parametrize("name", MEMBERS)
