@@ -87,6 +87,7 @@ class Array:
             (``2*columns``) or a divisor behind it (``head_dim/2``) where it has one. No size is one element.
         role: ``scratch`` is written for another kernel to read, and is no result.
         aligned: as that of :class:`ArrayParameter`.
+        nonnegative: the kernel gives NaN for a negative number, as for a probability; tests and the tuner draw none.
     """
 
     name: str
@@ -94,6 +95,7 @@ class Array:
     shape: tuple[str, ...]
     role: Literal["input", "output", "scratch"] = "input"
     aligned: bool = True
+    nonnegative: bool = False
 
     def dtype_in(self, problem: Problem) -> str:
         """Its dtype in a problem."""

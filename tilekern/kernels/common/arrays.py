@@ -17,12 +17,12 @@ def tensors(arrays: Arrays, *roles: str) -> list[Array]:
 
 
 def drawn(arrays: Arrays, problem: Problem, generator: Any, device: str) -> dict[str, Any]:
-    """Normal numbers for every input."""
+    """Normal numbers for every input, without their signs where it takes none that are negative."""
     import torch
 
     def normal(array: Array) -> Any:
         values = torch.randn(array.shape_in(problem), generator=generator, device=device)
-        return values.to(getattr(torch, array.dtype_in(problem)))
+        return (values.abs() if array.nonnegative else values).to(getattr(torch, array.dtype_in(problem)))
 
     return {array.name: normal(array) for array in tensors(arrays, "input")}
 

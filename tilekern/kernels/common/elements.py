@@ -1,5 +1,7 @@
 """Kernels over elements: matrices of one shape and dtype are read, and matrices of that shape written.
 
+An input may also be a vector [rows], of any dtype, whose value goes with all elements of its row.
+
 Such a kernel is its formula, a function of float32 tiles that gives a tuple of them, and :func:`each_tile` around it:
 
     @ct.kernel
@@ -49,7 +51,11 @@ def _tile(formula, inputs, outputs, item, columns, tile_m, tile_n, bounded):
     index = (item // across, item % across)
     tiles = ()
     for n in ct.static_iter(range(len(inputs))):
-        tiles = tiles + (load(inputs[n], index, (tile_m, tile_n), bounded, 0, False).astype(ct.float32),)
+        if ct.static_eval(inputs[n].ndim == 1):
+            tile = ct.expand_dims(load(inputs[n], (index[0],), (tile_m,), bounded, 0, False), 1)
+        else:
+            tile = load(inputs[n], index, (tile_m, tile_n), bounded, 0, False)
+        tiles = tiles + (tile.astype(ct.float32),)
     results = formula(*tiles)
     for n in ct.static_iter(range(len(outputs))):
         ct.store(outputs[n], index, results[n].astype(outputs[n].dtype), check_bounds=bounded, allow_tma=False)
@@ -136,7 +142,7 @@ def spec(
 
     Args:
         function: the kernel; its parameters are the arrays, the constants of :func:`each_tile` and the flags.
-        arrays: as :func:`matrices` gives them.
+        arrays: in the order of the kernel, matrices as :func:`matrices` gives them.
         flags: names of dimensions that are True or False, of which the formula depends.
         flops: floating-point operations for each element.
     """

@@ -6,6 +6,8 @@ Such a kernel is a few functions of float32 tiles, and :func:`forward` or :func:
 - ``formula(tiles, weights, statistics)`` gives a tile for each output.
 - ``share(tiles, weights, statistics)`` gives what each element adds to the sums over all rows, one for each weight.
 
+Without a formula (None) the statistics are the results: each is stored as an output [rows], and nothing else is.
+
 ``tiles`` has one [tile_m, tile_n] of each input, ``weights`` one [tile_n] of each weight. Rows stay in registers, in
 the dtype of their array; those that registers cannot hold (``long``) are read again for each sum, out of the L2 cache.
 Each block stores its sums over rows as one row of ``partial``, one weight behind the other, which the spec
@@ -69,7 +71,9 @@ def _forward_step(statistics, formula, inputs, weights, vectors, outputs, scalar
     columns, _, tile_n, chunks, long, _, _ = shape
     rows = (inputs, weights, _held_rows(inputs, step, shape), vectors, step, shape)
     known = statistics(rows, columns, *scalars)
-    if ct.static_eval(long):
+    if ct.static_eval(formula is None):
+        _write_statistics(rows, outputs, known)
+    elif ct.static_eval(long):
         for c in range(ct.cdiv(inputs[0].shape[1], tile_n)):
             _write(formula, rows, outputs, c, known)
     else:
@@ -186,6 +190,13 @@ def _write(formula, rows, outputs, c, known):
         ct.store(outputs[n], (step, c), results[n].astype(outputs[n].dtype), check_bounds=bounded, allow_tma=tma)
 
 
+def _write_statistics(rows, outputs, known):
+    step, (_, tile_m, _, _, _, bounded, _) = rows[4], rows[5]
+    for n in ct.static_iter(range(len(outputs))):
+        result = ct.reshape(known[n], (tile_m,)).astype(outputs[n].dtype)
+        ct.store(outputs[n], (step,), result, check_bounds=bounded, allow_tma=False)
+
+
 def _at(rows, c):
     """Chunk ``c`` of a step's rows and of the weights, in float32."""
     inputs, weights, held, vectors, step, (_, tile_m, tile_n, _, long, bounded, tma) = rows
@@ -237,10 +248,11 @@ def _piece(partial, n, sums, columns):
 _WEIGHTED = Dimension("weight_dtype", "dtype")
 
 
-def dimensions_of(arrays: Arrays) -> tuple[Dimension, ...]:
-    """Rows, columns, their dtype, and the weights' where there are weights."""
+def dimensions_of(arrays: Arrays, flags: tuple[str, ...] = ()) -> tuple[Dimension, ...]:
+    """Rows, columns, their dtype, the weights' where there are weights, and flags."""
     sizes = (Dimension("rows", "bucketed"), Dimension("columns", "exact"), Dimension("dtype", "dtype"))
-    return (*sizes, _WEIGHTED) if any(array.dtype == "weight_dtype" for array in tensors(arrays)) else sizes
+    weighted = (_WEIGHTED,) if any(array.dtype == "weight_dtype" for array in tensors(arrays)) else ()
+    return (*sizes, *weighted, *(Dimension(flag, "flag") for flag in flags))
 
 
 def _axes(problem: Problem, direction: str) -> dict[str, list[Value]]:
@@ -257,12 +269,14 @@ def _axes(problem: Problem, direction: str) -> dict[str, list[Value]]:
     }
 
 
-def _implement(function: Any, arrays: Arrays, direction: str, problem: Problem, config: Config) -> Implementation:
+def _implement(
+    function: Any, arrays: Arrays, flags: tuple[str, ...], direction: str, problem: Problem, config: Config
+) -> Implementation:
     columns, tile_m, tile_n = problem["columns"], config["tile_m"], config["tile_n"]
     schedule = () if direction == "backward" else (("persistent", config["schedule"] == "persistent"),)
     return Implementation(
         function=function,
-        parameters=parameters_of(arrays, dimensions_of(arrays), problem),
+        parameters=parameters_of(arrays, dimensions_of(arrays, flags), problem),
         constants=(
             ("columns", columns),
             ("tile_m", tile_m),
@@ -272,6 +286,7 @@ def _implement(function: Any, arrays: Arrays, direction: str, problem: Problem, 
             ("long", config["passes"] == 2),
             ("bounded", is_bounded(tile_m, columns, tile_n)),
             ("tma", config["tma"]),
+            *((flag, problem[flag]) for flag in flags),
         ),
         grid=lambda sizes, sm_count: grid_of(cdiv(sizes["rows"], tile_m), config, sm_count),
         hints=hints(config),
@@ -320,29 +335,33 @@ def _results(outputs: dict[str, Any], sums: tuple[str, ...]) -> dict[str, Any]:
 def spec(
     name: str, summary: str, module: str, op: str, function: Any, arrays: Arrays, scalars: Mapping[str, float],
     sums: tuple[str, ...], direction: str, reference: Callable[..., dict[str, Any]], flops: int,
+    flags: tuple[str, ...] = (),
 ) -> KernelSpec:  # fmt: skip
     """The spec of a kernel over rows.
 
     Args:
-        function: the kernel; its parameters are the arrays, then the constants of :func:`forward` or :func:`backward`.
-        arrays: in the order of the kernel; matrices [rows, columns], weights [columns], and for sums over rows the
-            scratch array ``partial`` [blocks, columns times the number of sums].
+        function: the kernel; its parameters are the arrays, then the constants of :func:`forward` or :func:`backward`,
+            then the flags.
+        arrays: in the order of the kernel; matrices [rows, columns], weights [columns], statistics [rows] as outputs
+            of a kernel without a formula, and for sums over rows the scratch array ``partial`` [blocks, columns times
+            the number of sums].
         scalars: values to check and time the kernel with.
         sums: names of the sums over all rows, in the order of ``partial``.
         direction: of :func:`forward` or :func:`backward`, whichever ``function`` calls.
         flops: floating-point operations for each element.
+        flags: names of dimensions that are True or False, of which the kernel depends.
     """
     return KernelSpec(
         name=name,
         summary=summary,
         module=module,
-        dimensions=dimensions_of(arrays),
+        dimensions=dimensions_of(arrays, flags),
         space=Space(
             lambda problem: _axes(problem, direction),
             (fits_registers(_live(arrays)), TMA_NEEDS_HOPPER, PASSES_MATCH, FEW_CHUNKS),
         ),
         ops=(op,),
-        implement=lambda problem, config: _implement(function, arrays, direction, problem, config),
+        implement=lambda problem, config: _implement(function, arrays, flags, direction, problem, config),
         default=lambda problem, target: _default(arrays, direction, problem, target),
         generic=_generic,
         inputs=lambda problem, generator, device: {**drawn(arrays, problem, generator, device), **scalars},
