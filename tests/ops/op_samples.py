@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from tilekern import ops
 from tilekern.ops.declaration import Declaration, arrays_of
 from tilekern.ops.operation import DECLARED
-from tilekern.spec import size_of
+from tilekern.spec import Array, size_of
 
 EPS = 1e-3
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -37,6 +38,7 @@ class Op:
     kernel: str
     call: Callable[..., Any]
     reference: Callable[..., Sequence[torch.Tensor]]
+    arrays: tuple[Array, ...]
     shapes: Callable[[tuple[int, ...]], list[tuple[int, ...]]]
     leading: tuple[int, int]
     graded: int
@@ -48,10 +50,15 @@ class Op:
         return out if isinstance(out, tuple) else (out,)
 
 
+def public(op: Declaration) -> Callable[..., Any]:
+    """The function that is called: that of ``tilekern.ops``, or an op that such a function calls."""
+    return getattr(ops, op.name, None) or getattr(sys.modules[op.formula.__module__], op.formula.__name__)
+
+
 def scalars_of(op: Declaration) -> dict[str, Any]:
     """Values of the scalars: what a caller gets who gives none, but a larger ``eps``; flags of the op's own are off."""
-    public = inspect.signature(getattr(ops, op.name)).parameters
-    found = {name: public[name].default if name in public else False for name in op.scalars}
+    known = inspect.signature(public(op)).parameters
+    found = {name: known[name].default if name in known else False for name in op.scalars}
     return found | {name: EPS for name in found if name == "eps"}
 
 
@@ -65,8 +72,13 @@ def tensors_of(op: Declaration, *, optional: bool = True, seed: int = 0) -> dict
         elif "int" in array.dtype:
             found[name] = NUMBERS.get(name, torch.zeros(_shape(array.shape, SIZES), dtype=torch.int64))
         else:
-            found[name] = torch.randn(_shape(array.shape, SIZES), generator=generator)
+            found[name] = _normal(array, _shape(array.shape, SIZES), generator)
     return found
+
+
+def _normal(array: Array, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    values = torch.randn(shape, generator=generator)
+    return values.abs() if array.nonnegative else values
 
 
 def _shape(sizes: Sequence[str], values: dict[str, int]) -> tuple[int, ...]:
@@ -80,8 +92,8 @@ def _op(op: Declaration) -> Op:
     scalars, names = scalars_of(op), inspect.signature(op.forward.reference).parameters
     flags = {name: eval(said, {}, scalars) for name, said in op.flags.items()}
     known = {name: value for name, value in (scalars | flags).items() if name in names}
-    public = getattr(ops, op.name)
-    mine = {name: value for name, value in scalars.items() if name in inspect.signature(public).parameters}
+    call = public(op)
+    mine = {name: value for name, value in scalars.items() if name in inspect.signature(call).parameters}
 
     def shapes(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
         leading = shape[: len(shape) - len(first.shape) + 1] if rows else ()
@@ -93,16 +105,17 @@ def _op(op: Declaration) -> Op:
         ]
 
     return Op(
-        name=op.name, kernel=op.forward.name, call=lambda *tensors: public(*tensors, **mine),
+        name=op.name, kernel=op.forward.name, call=lambda *tensors: call(*tensors, **mine),
         reference=lambda *tensors: tuple(
             op.forward.reference(**dict(zip(op.tensors, tensors, strict=True)), **known).values()
         ),
-        shapes=shapes, leading=(0, 3) if rows else (len(first.shape) - 1,) * 2, graded=len(op.gradients),
+        arrays=tuple(op.inputs.values()), shapes=shapes, graded=len(op.gradients),
+        leading=(0, 3) if rows else (len(first.shape) - 1,) * 2,
         even=any("/" in size for array in op.inputs.values() for size in array.shape),
     )  # fmt: skip
 
 
-SHIPPED = {name: op for name, op in DECLARED.items() if name in ops.__all__}
+SHIPPED = {name: op for name, op in DECLARED.items() if op.formula.__module__.startswith("tilekern.ops.")}
 # Those whose launches are written for them.
 WITH_ARRAYS = [op for op in SHIPPED.values() if op.forward.arrays]
 OPS = {name: _op(op) for name, op in SHIPPED.items() if arrays_of(op.forward, "output")}
@@ -118,6 +131,8 @@ def shapes(op: Op) -> st.SearchStrategy[tuple[int, ...]]:
 def laid_out(values: torch.Tensor, layout: str) -> torch.Tensor:
     """``values`` in memory of another layout; ``expanded`` repeats the first entry of the first dimension."""
     shape = values.shape
+    if not shape:
+        return values.clone()
     if layout == "transposed":
         return values.new_empty(shape[::-1]).permute(*reversed(range(values.dim()))).copy_(values)
     if layout == "sliced":
@@ -135,8 +150,8 @@ def inputs_of(
     """Inputs as leaves; dtypes and layouts are used in turn."""
     generator = torch.Generator().manual_seed(seed)
     found = []
-    for number, size in enumerate(op.shapes(shape)):
-        values = torch.randn(size, generator=generator).to(dtypes[number % len(dtypes)])
+    for number, (array, size) in enumerate(zip(op.arrays, op.shapes(shape), strict=True)):
+        values = _normal(array, size, generator).to(dtypes[number % len(dtypes)])
         leaf = laid_out(values, layouts[number % len(layouts)])
         found.append(leaf.detach().requires_grad_(number < op.graded))
     return found

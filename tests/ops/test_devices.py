@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from op_samples import SHIPPED, tensors_of
+from op_samples import SHIPPED, public, tensors_of
 
 from tilekern import ops
 from tilekern.ops import gated_mlp, linear, linear_cross_entropy, rms_norm
 
 # Tensors of each op by their names.
-GIVEN = {getattr(ops, op.name): tensors_of(op) for op in SHIPPED.values()} | {
+GIVEN = {public(op): tensors_of(op) for op in SHIPPED.values()} | {
     gated_mlp: {
         "x": torch.randn(4, 16), "gate_weight": torch.randn(8, 16), "up_weight": torch.randn(8, 16),
         "down_weight": torch.randn(16, 8),

@@ -325,7 +325,10 @@ def declared(forward=(X, Y), backward=(DY, X, DX), **options):
     [
         ({"forward": (Y,)}, "no array is called x"),
         ({"forward": (X, Array("plans", "dtype", ROWS, "output"))}, "plans has another meaning in an op's text"),
-        ({"forward": (X, Array("y", "dtype", ("columns",), "output"))}, "fake must be given"),
+        (
+            {"forward": (X, Array("y", "dtype", ("width",), "output")), "find": print, "launch": print},
+            "no argument says what width of y is, so fake must be given",
+        ),
         ({"reads": ("y",), "backward": ()}, "x is not saved, so fallback_backward must be given"),
         ({"sums": ("x",)}, r"must have one scratch array \[blocks, ...\]"),
         ({"flags": {}, "forward": (Array("x", "float32", ROWS), Y)}, "what dtype of"),

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from op_samples import SHIPPED, WITH_ARRAYS, laid_out, scalars_of, tensors_of
+from op_samples import SHIPPED, WITH_ARRAYS, laid_out, public, scalars_of, tensors_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tilekern import ops
 from tilekern.ops import writing
 from tilekern.ops.declaration import arrays_of
 from tilekern.ops.operation import names_of
@@ -135,13 +134,16 @@ def test_rows_are_seen_without_a_view(op, on_gpu, leading):
     """And what has gaps is copied, or seen as it is where rows are at one distance."""
     given = {x.name: torch.randn(*leading, 16) if x.shape[0] == "rows" else torch.randn(16) for x in op.inputs.values()}
     results = on_gpu(given)
-    assert all(y.shape == (*leading, 16) and y._base is None for y in results)
+    for y, array in zip(results, op.outputs.values(), strict=True):
+        assert y.shape == (*leading, 16)[: len(leading) + len(array.shape) - 1]
+        assert y._base is None
     arrays = [x for x in on_gpu.plan.launches[0] if not isinstance(x, float)]
     flat = len(leading) == 1
     count = torch.Size(leading).numel()
-    for x in (x for x in arrays if isinstance(x, Rows) or x.dim() > 1):
-        assert isinstance(x, Rows) != flat
-        assert tuple(x.shape) == (count, 16)
+    for x, array in zip(arrays, arrays_of(op.forward, "input", "output"), strict=True):
+        if array.shape[0] == "rows":
+            assert isinstance(x, Rows) != flat
+            assert tuple(x.shape) == (count, 16)[: len(array.shape)]
     assert memory(arrays) >= {x.data_ptr() for x in (*given.values(), *results)}
     on_gpu({name: laid_out(x, "spread") for name, x in given.items()})
     assert all(x.stride()[-1] == 1 for x in on_gpu.plan.launches[1] if isinstance(x, torch.Tensor))
@@ -188,7 +190,7 @@ def test_a_gradient_that_nobody_asks_for_is_not_computed(op, names, on_gpu):
 
 def gradients(op, given):
     """The gradients of all tensors that need one, by their names."""
-    results = getattr(ops, op.name)(**given)
+    results = public(op)(**given)
     loss = sum(y.float().square().sum() for y in (results if isinstance(results, tuple) else (results,)))
     names = [name for name, x in given.items() if x.requires_grad]
     return dict(zip(names, torch.autograd.grad(loss, [given[name] for name in names]), strict=True))

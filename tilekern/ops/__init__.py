@@ -1,7 +1,8 @@
 """Ops: torch functions with gradients over the kernels, one file each, called after its op.
 
-Declared ops (:mod:`tilekern.ops.operation`) are found by themselves. Those that are imported by name below are so for
-type checkers, to which a name that is found later is the module of the op.
+Of each file that declares ops (:mod:`tilekern.ops.operation`) the function that has the file's name is found by itself:
+an op, or a function that calls the file's ops. Those that are imported by name below are so for type checkers, to which
+a name that is found later is the module of the op.
 """
 
 import importlib
@@ -36,6 +37,6 @@ __all__ = [
 
 for _file in pkgutil.iter_modules(__path__):
     _module = importlib.import_module(f"{__name__}.{_file.name}")
-    if _file.name in DECLARED and _file.name not in __all__:
+    if _file.name not in __all__ and any(op.formula.__module__ == _module.__name__ for op in DECLARED.values()):
         globals()[_file.name] = getattr(_module, _file.name)
         __all__.append(_file.name)

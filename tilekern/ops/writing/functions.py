@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tilekern.ops.declaration import Declaration
-from tilekern.ops.writing.shapes import Lines, block, either, function, row, twin
-from tilekern.spec import Array
+from tilekern.ops.writing.shapes import Lines, axes, block, either, function, leading, leads, row, sized, twin
+from tilekern.spec import Array, size_of
 
 
 def public(op: Declaration) -> str:
@@ -111,16 +111,29 @@ def fake(op: Declaration) -> str:
 
 
 def _blank(op: Declaration, array: Array) -> str:
-    """A result of the shape of an argument, in the dtype that torch gives it where it does the work."""
+    """A result in the dtype that torch gives it where it does the work."""
     present = {name: given for name, given in op.inputs.items() if name not in op.optional}
+    parts, said = array.dtype.split("*"), {given.dtype for given in present.values()}
+    dtypes = [f"{name}.dtype" for name, given in present.items() if given.dtype in parts]
+    dtypes += [f"torch.{part}" for part in parts if part not in said]
+    dtype = f"promoted({', '.join(dtypes)})" if len(dtypes) > 1 else dtypes[0]
     like = twin(array, present.values())
     if like is None:
-        raise TypeError(f"{op.name}: no argument has the shape of {array.name}, so fake must be given")
-    dtypes = [f"{name}.dtype" for name, given in present.items() if given.dtype in array.dtype.split("*")]
-    dtype = f"promoted({', '.join(dtypes)})" if len(dtypes) > 1 else (*dtypes, f"torch.{array.dtype}")[0]
+        return f"{op.tensors[0]}.new_empty({_shape(op, array)}, dtype={dtype})"
     if op.strided:
         return f"empty_like({like.name}, dtype={dtype})"
     return f"{like.name}.new_empty({like.name}.shape, dtype={dtype})"
+
+
+def _shape(op: Declaration, array: Array) -> str:
+    """The shape of a result that no argument has, by the axes of the arguments."""
+    if array.shape == ("rows",):
+        return leading(op)
+    known = axes(op)
+    if unknown := [size for size in array.shape[leads(array) :] if size_of(size)[0] not in known]:
+        raise TypeError(f"{op.name}: no argument says what {unknown[0]} of {array.name} is, so fake must be given")
+    sizes = [sized(size, known) for size in array.shape[leads(array) :]]
+    return row([*([f"*{leading(op)}"] if leads(array) else []), *sizes])
 
 
 def fake_backward(op: Declaration) -> str:
