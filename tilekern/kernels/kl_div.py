@@ -1,0 +1,156 @@
+"""The Kullback-Leibler divergence of probabilities from log-probabilities, as torch's ``kl_div`` has it.
+
+Each element of the target t and of the input x adds ``t * log(t) - t * x``, of which the first product is 0 where t is
+0; with ``log_target``, where the target holds log(t), it adds ``exp(t) * (t - x)``. Its gradient by x is ``-t`` or
+``-exp(t)``, so the backward does not read x. Two kernels each way: over rows, which sums each row in float32, and over
+elements, which sums nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cuda.tile as ct
+
+from tilekern.kernels.common import elements, rows
+from tilekern.kernels.tiles import ConstBool, ConstInt
+from tilekern.spec import Array
+
+
+def _of_probabilities(x, target):
+    return (ct.where(target == 0.0, 0.0, target * ct.log(target)) - target * x,)
+
+
+def _of_logs(x, target):
+    return (ct.exp(target) * (target - x),)
+
+
+def _term(tiles, weights, known):
+    return _of_probabilities(tiles[0], tiles[1])
+
+
+def _term_of_logs(tiles, weights, known):
+    return _of_logs(tiles[0], tiles[1])
+
+
+def _sum(held, columns):
+    """Of each row, [tile_m, 1]."""
+    return rows.add_up(_term, 1, held, ())
+
+
+def _sum_of_logs(held, columns):
+    """Of each row, [tile_m, 1]."""
+    return rows.add_up(_term_of_logs, 1, held, ())
+
+
+@ct.kernel
+def kl_div_forward(
+    input, target, loss, columns: ConstInt, tile_m: ConstInt, tile_n: ConstInt, chunks: ConstInt,
+    persistent: ConstBool, long: ConstBool, bounded: ConstBool, tma: ConstBool, log_target: ConstBool,
+):  # fmt: skip
+    """input and target [rows, columns], loss [rows]."""
+    statistics = _sum_of_logs if ct.static_eval(log_target) else _sum
+    rows.forward(
+        statistics, None, (input, target), (), (loss,), (), columns, tile_m, tile_n, chunks, persistent, long, bounded,
+        tma,
+    )  # fmt: skip
+
+
+@ct.kernel
+def kl_div_elements_forward(
+    input, target, loss, columns: ConstInt, tile_m: ConstInt, tile_n: ConstInt, persistent: ConstBool,
+    bounded: ConstBool, log_target: ConstBool,
+):  # fmt: skip
+    """All arrays [rows, columns]."""
+    formula = _of_logs if ct.static_eval(log_target) else _of_probabilities
+    elements.each_tile(formula, (input, target), (loss,), columns, tile_m, tile_n, persistent, bounded)
+
+
+def _slope(dloss, target):
+    return (-dloss * target,)
+
+
+def _slope_of_logs(dloss, target):
+    return (-dloss * ct.exp(target),)
+
+
+@ct.kernel
+def kl_div_backward(
+    dloss, target, dinput, columns: ConstInt, tile_m: ConstInt, tile_n: ConstInt, persistent: ConstBool,
+    bounded: ConstBool, log_target: ConstBool,
+):  # fmt: skip
+    """dloss [rows] or [rows, columns], target and dinput [rows, columns]."""
+    formula = _slope_of_logs if ct.static_eval(log_target) else _slope
+    elements.each_tile(formula, (dloss, target), (dinput,), columns, tile_m, tile_n, persistent, bounded)
+
+
+def reference_elements(input: Any, target: Any, log_target: bool) -> dict[str, Any]:
+    """The formula in float64."""
+    import torch
+
+    loss = torch.nn.functional.kl_div(input.double(), target.double(), reduction="none", log_target=log_target)
+    return {"loss": loss}
+
+
+def reference_rows(input: Any, target: Any, log_target: bool) -> dict[str, Any]:
+    """The sums over rows of :func:`reference_elements`."""
+    return {"loss": reference_elements(input, target, log_target)["loss"].sum(-1)}
+
+
+def reference_backward(dloss: Any, target: Any, log_target: bool) -> dict[str, Any]:
+    """The gradient of either by the input in float64."""
+    probabilities = target.double().exp() if log_target else target.double()
+    return {"dinput": -probabilities * (dloss if dloss.dim() == 2 else dloss[:, None]).double()}
+
+
+_ROWS = ("rows", "columns")
+_INPUT, _TARGET = Array("input", "dtype", _ROWS), Array("target", "dtype", _ROWS, nonnegative=True)
+
+FORWARD = rows.spec(
+    name="kl_div_forward",
+    summary="loss = sum(target * (log(target) - input)) of each row",
+    module=__name__,
+    op="kl_div",
+    function=kl_div_forward,
+    arrays=(_INPUT, _TARGET, Array("loss", "dtype*float32", ("rows",), "output")),
+    scalars={},
+    sums=(),
+    direction="forward",
+    reference=reference_rows,
+    flops=4,
+    flags=("log_target",),
+)
+BACKWARD = elements.spec(
+    name="kl_div_backward",
+    summary="gradient of the sums over rows of kl_div with respect to input",
+    module=__name__,
+    op="kl_div",
+    function=kl_div_backward,
+    arrays=(Array("dloss", "float32", ("rows",)), _TARGET, Array("dinput", "dtype", _ROWS, "output")),
+    flags=("log_target",),
+    reference=reference_backward,
+    flops=1,
+)
+ELEMENTS_FORWARD = elements.spec(
+    name="kl_div_elements_forward",
+    summary="loss = target * (log(target) - input)",
+    module=__name__,
+    op="kl_div",
+    function=kl_div_elements_forward,
+    arrays=(_INPUT, _TARGET, Array("loss", "dtype", _ROWS, "output")),
+    flags=("log_target",),
+    reference=reference_elements,
+    flops=4,
+)
+ELEMENTS_BACKWARD = elements.spec(
+    name="kl_div_elements_backward",
+    summary="gradient of kl_div, element by element, with respect to input",
+    module=__name__,
+    op="kl_div",
+    function=kl_div_backward,
+    arrays=(Array("dloss", "dtype", _ROWS), _TARGET, Array("dinput", "dtype", _ROWS, "output")),
+    flags=("log_target",),
+    reference=reference_backward,
+    flops=1,
+)
+SPECS = (FORWARD, BACKWARD, ELEMENTS_FORWARD, ELEMENTS_BACKWARD)
