@@ -4,7 +4,10 @@ import pytest
 import torch
 from spec_samples import configs, interpret, sized
 
+from tilekern import interpreter
 from tilekern.kernels import spec_named
+from tilekern.targets import INTERPRETED
+from tuning.verify.check import launch_arguments, make_outputs
 
 ROWS, ELEMENTS = spec_named("kl_div_forward"), spec_named("kl_div_elements_forward")
 both = pytest.mark.parametrize("spec", [ROWS, ELEMENTS], ids=lambda spec: spec.name)
@@ -23,6 +26,24 @@ def test_infinite_logarithms_and_probabilities_of_0_give_what_torch_gives(spec, 
     for config in configs(spec, problem):
         check = interpret(spec, problem, config, {"input": logs, "target": targets})
         assert check.passed, (config, check.reason)
+
+
+def test_every_probability_and_what_is_none_adds_what_torch_adds():
+    """The entropies alone: logarithms of 0 take the other product out."""
+    tiny = torch.finfo(torch.float32).tiny
+    numbers = torch.cat([
+        torch.linspace(0, 1, 4001), torch.logspace(-38, 6, 4001), 1 + torch.linspace(-1e-3, 1e-3, 101),
+        torch.tensor([0.0, -0.0, tiny, tiny / 8, 1.0, math.inf, -1.0, -tiny, -math.inf, math.nan]),
+    ])[None]  # fmt: skip
+    problem = sized(ELEMENTS, rows=1, columns=numbers.shape[1]).but(log_target=False)
+    config = ELEMENTS.default(problem, INTERPRETED)
+    implementation, made = ELEMENTS.device(problem, config), make_outputs(ELEMENTS, problem, 8, "cpu")
+    blocks = implementation.grid(problem, INTERPRETED.sm_count)
+    inputs = {"input": torch.zeros_like(numbers), "target": numbers}
+    interpreter.launch(implementation.function, (blocks,), launch_arguments(implementation, inputs, made))
+    expected = torch.xlogy(numbers.double(), numbers.double()) - numbers * 0
+    assert torch.equal(made["loss"].isnan(), expected.isnan())
+    torch.testing.assert_close(made["loss"].double(), expected, rtol=3e-7, atol=1e-7, equal_nan=True)
 
 
 @forms

@@ -16,13 +16,31 @@ from tilekern.kernels.common import elements, rows
 from tilekern.kernels.tiles import ConstBool, ConstInt
 from tilekern.spec import Array
 
+_LN_2, _LOG2_E = 0.6931471805599453, 1.4426950408889634
+_INFINITY, _NAN = float("inf"), float("nan")
+
+
+def _log(x):
+    """Of float32 tiles of positive numbers up to 2^126.
+
+    A number's bits, taken for an integer, are nearly a multiple of its logarithm. What they leave is that of a number
+    near 1, of which four terms of the series are as good as float32 is. With ``ct.log`` an H200 would take longer to
+    issue the instructions of an element of bfloat16 (41 in the place of 30) than to read it.
+    """
+    near = ct.bitcast(x, ct.int32).astype(ct.float32) * 2.0**-23 - 126.957
+    left = x * ct.exp2(-near, flush_to_zero=True) - 1.0
+    series = ((left * -0.25 + 0.3333333333) * left - 0.5) * left + 1.0
+    return near * _LN_2 + left * series
+
 
 def _of_probabilities(x, target):
-    return (ct.where(target == 0.0, 0.0, target * ct.log(target)) - target * x,)
+    usual = (target > 0.0) & (target < _INFINITY)
+    entropy = ct.where(usual, target * _log(target), ct.where(target >= 0.0, target, _NAN))
+    return (entropy - target * x,)
 
 
 def _of_logs(x, target):
-    return (ct.exp(target) * (target - x),)
+    return (ct.exp2(target * _LOG2_E, flush_to_zero=True) * (target - x),)
 
 
 def _term(tiles, weights, known):
@@ -71,7 +89,7 @@ def _slope(dloss, target):
 
 
 def _slope_of_logs(dloss, target):
-    return (-dloss * ct.exp(target),)
+    return (-dloss * ct.exp2(target * _LOG2_E, flush_to_zero=True),)
 
 
 @ct.kernel
