@@ -212,7 +212,7 @@ def _bound(code: Code, call: ast.Call, function: ast.FunctionDef, module: Module
         return None
     bound = {name: Code(value, code.module, code.scope) for name, value in zip(names, call.args, strict=False)}
     known = {*names, *(argument.arg for argument in given.kwonlyargs)}
-    defaults = [*zip(reversed(names), reversed(given.defaults), strict=False)]
+    defaults: list[tuple[str, ast.expr | None]] = [*zip(reversed(names), reversed(given.defaults), strict=False)]
     defaults += [(argument.arg, value) for argument, value in zip(given.kwonlyargs, given.kw_defaults, strict=True)]
     bound = {name: Code(value, module) for name, value in defaults if value is not None} | bound
     bound |= {name: value for name, value in keywords.items() if name in known}
