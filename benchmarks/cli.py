@@ -273,23 +273,6 @@ def gpus(
     _keep(measure(model, tokens, sweep, count), out, name or "gpus")
 
 
-@app.command()
-def cache(
-    seconds: Annotated[int, typer.Option(min=1, help="Seconds of 64 processes on one cache.")] = 60,
-    kills: Annotated[int, typer.Option(min=1, help="Processes to kill in the middle of a call.")] = 500,
-    mutations: Annotated[int, typer.Option(min=1, help="Random changes of records, blobs and packs.")] = 1_000_000,
-    only: Annotated[str, typer.Option(help="load, kills, errors, mutations, by commas; default all.")] = "",
-    out: CpuOut = RESULTS / "cpu",
-    name: Name = None,
-) -> None:
-    """The cache under load, kills, failing calls and mutations: what was done, and wrong answers; needs no GPU."""
-    from benchmarks.caching.measure import HARNESSES, measure
-
-    chosen, path = among(only, HARNESSES, "harness"), _path(out, name or "cache")
-    results = measure(seconds, kills, mutations, chosen, lambda results: write_results(path, results))
-    _keep(results, out, name or "cache")
-
-
 @app.command("cache-scale")
 def cache_scale(
     records: Annotated[int, typer.Option(min=1000, help="Records of the large cache.")] = 100_000,
@@ -297,7 +280,7 @@ def cache_scale(
     name: Name = None,
 ) -> None:
     """Listing, lookups, verify and start-up on a cache of many records; needs no GPU."""
-    from benchmarks.caching.scale import measure
+    from benchmarks.cache_scale import measure
 
     _keep(measure(records), out, name or "cache_scale")
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from benchmarks.environment import NO_GPU
-from benchmarks.explanations import EXPLAINED, UNEXPLAINED
 from benchmarks.goals import GOALS, Goal, Verdict
 from benchmarks.results import ALL, RUN_FIELDS, Results, Row, shown
 from tilekern.errors import InputError
@@ -16,6 +16,9 @@ Made by `python -m benchmarks report` from the JSON files in `benchmarks/results
 GPU times are medians with half the distance between the quartiles; tilekern and its peers took turns in one run.
 "A copy" is a device-to-device copy of the bytes that the op must move (each input read once, each output written once).
 """
+
+_MISSES = Path(__file__).with_name("misses.md")
+UNEXPLAINED = "not explained yet"
 
 # Between these lines of the README stands the table of a training run, with the best provider of each family.
 _TRAINING = (
@@ -92,11 +95,23 @@ def _targets(mine: Sequence[Results], has_gpu: bool) -> Iterator[str]:
     missed = [verdict for _, verdict in judged if not verdict.met]
     if missed:
         yield "### Misses, and why\n"
-        yield "".join(f"- **{v.what}, {v.case}**: {EXPLAINED.get((v.what, v.case), UNEXPLAINED)}\n" for v in missed)
+        why = explanations()
+        yield "".join(f"- **{v.what}, {v.case}**: {why.get((v.what, v.case), UNEXPLAINED)}\n" for v in missed)
     due = [goal for goal in GOALS if goal.needs_gpu == has_gpu]
     missing = [goal.title for goal in due if goal not in [one for one, _ in judged]]
     if missing:
         yield f"Not measured here: {'; '.join(missing)}.\n"
+
+
+def explanations() -> dict[tuple[str, str], str]:
+    """What ``misses.md`` says of figures that miss their targets, by what they are and of which case."""
+    found: dict[tuple[str, str], str] = {}
+    for paragraph in _MISSES.read_text(encoding="utf-8").split("\n\n## ")[1:]:
+        headings, _, text = paragraph.partition("\n\n")
+        for heading in headings.split("\n## "):
+            what, _, case = heading.partition(" | ")
+            found[what, case] = " ".join(text.split())
+    return found
 
 
 def _of(mine: Sequence[Results], goal: Goal) -> list[Results]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-
 import pytest
 import torch
 
@@ -50,7 +48,7 @@ def test_bad_input_is_one_line(tmp_path, capsys):
     assert capsys.readouterr().err.count("error: ") == 3
 
 
-@pytest.mark.parametrize("command", ["train qwen3-8b --device cpu", "cache --only errors", "compile --gpu H200"])
+@pytest.mark.parametrize("command", ["train qwen3-8b --device cpu", "cache-scale", "compile --gpu H200"])
 def test_a_folder_that_cannot_be_written_is_refused_before_anything_runs(command, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("benchmarks.cli.write_results", lambda *_: pytest.fail("something was measured"))
     (tmp_path / "file").touch()
@@ -148,25 +146,9 @@ def test_kernels_are_measured_on_the_gpu(tmp_path):
     assert {row.provider.split(" ")[0] for row in results.rows} == {"torch", "copy"}
 
 
-def test_the_cache_is_tried_and_what_was_wrong_is_counted(tmp_path, capsys):
-    arguments = ["cache", "--only", "mutations", "--mutations", "300", "--out", str(tmp_path)]
-    if shutil.which("cc") is None:
-        assert main(arguments) == 2
-        return
-    assert main(arguments) == 0
-    results = read_results(tmp_path / "cache.json")
-    assert results.row("random mutations", "tilekern", "wrong answers").value == 0
-    kinds = ("record: ", "forged_record: ", "blob: ", "pack: ")
-    tried = {row.metric: row.value for row in results.rows if row.metric.startswith(kinds)}
-    assert sum(tried.values()) == 300
-    assert all(any(metric.startswith(kind) for metric in tried) for kind in kinds)
-    assert "record: hit, another value in a sound record" not in tried
-    assert main(["cache", "--only", "nothing"]) == 2
-
-
 @pytest.mark.slow
 def test_a_cache_of_many_records_is_timed():
-    from benchmarks.caching.scale import measure as measure_scale
+    from benchmarks.cache_scale import measure as measure_scale
 
     metrics = {row.metric for row in measure_scale(records=1000, repeats=1).rows}
     assert {"first_lookup_off_disk", "disk_alone", "lookup", "ls_filtered", "verify_rate", "start"} <= metrics

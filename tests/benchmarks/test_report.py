@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from benchmarks.goals import GOALS
-from benchmarks.report import render, with_training
+from benchmarks.report import explanations, render, with_training
 from benchmarks.results import Results, Row
 from tilekern.errors import InputError
 
@@ -170,21 +170,24 @@ def test_ops_bound_by_arithmetic_are_judged_by_their_rate():
 
 
 def test_what_needs_no_gpu_is_judged_apart_and_missed_by_no_gpu():
-    cache = rows(
-        "cache", ("64 processes", "tilekern", "wrong answers", 0, "1"), ("kill", "tilekern", "wrong answers", 2, "1")
-    )
     scale = rows(
         "cache_scale", ("usual", "tilekern", "verify_rate", 510.0, "MB/s"), ("few", "tilekern", "lookup", 0.4, "ms")
     )
     run = RUN | {"gpu": "none"}
-    text = render([kernels(40, 0.93, 44), dataclasses.replace(cache, run=run), dataclasses.replace(scale, run=run)])
+    text = render([kernels(40, 0.93, 44), dataclasses.replace(scale, run=run)])
     gpu, none = text.split("## No GPU\n")
-    assert "| wrong answers of a cache | 64 processes | ≤ 0 | 0 | yes |" in none
-    assert "| wrong answers of a cache | kill | ≤ 0 | 2 | **no** |" in none
     assert "| ≥ 500 MB/s | 510 MB/s | yes |" in line_of(none, "cache_tools verify")
     assert "| ≤ 0.3 ms | 0.4 ms | **no** |" in line_of(none, "lookup in a fresh process")
     assert "Not measured here: cache_tools ls with a filter, whole process; lookup of files" in none
-    assert "wrong answers" not in gpu
+    assert "verify" not in gpu
+
+
+def test_every_explanation_is_of_a_goal():
+    found = explanations()
+    assert len(found) > 20
+    titles = {goal.title for goal in GOALS}
+    assert not [what for what, _ in found if what not in titles]
+    assert all(text and "## " not in text for text in found.values())
 
 
 def test_every_run_says_what_it_ran_on_and_what_was_left_out():

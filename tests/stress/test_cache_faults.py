@@ -1,4 +1,4 @@
-"""The cache under many processes, kills and failing calls, for less long than in ``python -m benchmarks cache``."""
+"""The cache under many processes, kills and failing calls; for long in the profile ``thorough``."""
 
 import ast
 import json
@@ -8,14 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import faults
 import pytest
 from examples import profile, stressed
 
-from benchmarks.caching import faults
-
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join((str(HERE), str(ROOT)))}
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (HERE, ROOT / "tests" / "cache", ROOT)))}
 SCENES = [
     node.name for node in ast.parse((HERE / "cache_faulty.py").read_text()).body if isinstance(node, ast.FunctionDef)
 ]
@@ -63,7 +62,7 @@ def test_scene(layer, tmp_path, scene):
 
 @pytest.mark.stress
 def test_64_processes_tune_read_prune_and_clear_one_cache(tmp_path):
-    counts = judged(said(ENVIRONMENT, "-m", "benchmarks.caching.load", tmp_path, stressed(30, 4), 64))
+    counts = judged(said(ENVIRONMENT, HERE / "load.py", tmp_path, stressed(30, 4), 64))
     assert min(counts[what] for what in ("hits", "misses", "records written", "records removed", "blobs removed")) > 0
 
 
@@ -71,14 +70,14 @@ def test_64_processes_tune_read_prune_and_clear_one_cache(tmp_path):
 @needs_layer
 def test_locks_that_are_always_granted_change_nothing(layer, tmp_path):
     """The cache relies on none: a network file system may grant one lock to two nodes."""
-    assert judged(said(layer, "-m", "benchmarks.caching.load", tmp_path, 3, 32))["hits"] > 0
+    assert judged(said(layer, HERE / "load.py", tmp_path, 3, 32))["hits"] > 0
 
 
 @pytest.mark.stress
 @needs_layer
 def test_killed_processes_leave_only_whole_records_and_lose_none(layer, tmp_path):
     kills = stressed(500)
-    counts = judged(said(layer, "-m", "benchmarks.caching.kills", tmp_path, kills))
+    counts = judged(said(layer, HERE / "kills.py", tmp_path, kills))
     assert sum(count for what, count in counts.items() if what.startswith("killed in")) == kills
     assert counts["records seen whole"] > kills
 
@@ -88,9 +87,7 @@ def test_killed_processes_leave_only_whole_records_and_lose_none(layer, tmp_path
 def test_what_a_disk_that_does_not_sync_tears_is_never_taken_for_a_record(layer, tmp_path):
     """And the kills do tear: there is less to be seen than on a disk that syncs."""
     torn, sound = (
-        judged(said(layer, "-m", "benchmarks.caching.kills", tmp_path / kind, stressed(300), kind))[
-            "records seen whole"
-        ]
+        judged(said(layer, HERE / "kills.py", tmp_path / kind, stressed(300), kind))["records seen whole"]
         for kind in ("lying-sync", "sync")
     )
     assert torn < sound
@@ -100,5 +97,5 @@ def test_what_a_disk_that_does_not_sync_tears_is_never_taken_for_a_record(layer,
 @needs_layer
 def test_every_call_may_fail_with_every_error(layer, tmp_path):
     """All of them in ``thorough``; elsewhere each of so many."""
-    counts = judged(said(layer, "-m", "benchmarks.caching.errors", tmp_path, 1 if profile == "thorough" else 41))
+    counts = judged(said(layer, HERE / "errors.py", tmp_path, 1 if profile == "thorough" else 41))
     assert min(counts["survived"], counts["CacheError"]) > 30

@@ -1,6 +1,6 @@
 """Every call that a cache makes to the file system fails in turn, with each of the errors that disks and networks give.
 
-``python -m benchmarks.caching.errors FOLDER EVERY`` runs on top of the fault layer, tries each ``EVERY``th fault, and
+``python tests/stress/errors.py FOLDER EVERY`` runs on top of the fault layer, tries each ``EVERY``th fault, and
 prints one JSON document. Right is: an operation does its work or raises a CacheError of one line, a lookup is right or
 a miss; afterwards, on a disk that works again, every record is whole as it was or as it was to be.
 """
@@ -18,8 +18,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.caching.faults import OPERATIONS, Faults
-from benchmarks.caching.samples import KERNEL, TARGET, fault_of, find, problem, sample
+from faults import OPERATIONS, Faults
+
+from benchmarks.cache_samples import KERNEL, TARGET, fault_of, find, problem, sample
 from tilekern.cache import (
     CacheError,
     FolderLayer,

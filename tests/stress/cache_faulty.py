@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 
 from cache_samples import PROBLEM, blob_file, find, make, outcome, put
+from faults import Faults
 
-from benchmarks.caching.faults import Faults
 from tilekern.cache import FolderLayer, Store
 
 FAULTS = Faults()

@@ -17,7 +17,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from benchmarks.caching.samples import TARGET, TOOLKIT, content, problem, sample
+from benchmarks.cache_samples import TARGET, TOOLKIT, content, problem, sample
 from benchmarks.environment import NO_GPU, ROOT, facts
 from benchmarks.providers import OURS
 from benchmarks.results import Results, Row
@@ -133,7 +133,7 @@ def _file_of(number: int) -> str:
 
 def _cold(root: Path, *arguments: str) -> dict[str, Any]:
     environment = {**os.environ, "TILEKERN_CACHE_DIR": str(root)}
-    return dict(json.loads(_output("benchmarks.caching.cold", *arguments, environment=environment)))
+    return dict(json.loads(_output("benchmarks.cache_cold", *arguments, environment=environment)))
 
 
 def _evict(root: Path, number: int) -> None:

@@ -1,6 +1,6 @@
 """Processes that are killed in the middle of a call on a cache, and what a reader sees afterwards.
 
-``python -m benchmarks.caching.kills ROOT KILLS`` runs on top of the fault layer and prints one JSON document. Each
+``python tests/stress/kills.py ROOT KILLS`` runs on top of the fault layer and prints one JSON document. Each
 process writes, prunes and clears until SIGKILL comes at one of its calls to the file system, before which a beginning
 is all that stays of what was written and not synced. Every other process works on a disk that also fails one call in
 between. Right is: no record is ever seen that is not whole; and where only writers died, none that was there is lost.
@@ -20,8 +20,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.caching.faults import Faults
-from benchmarks.caching.samples import fault_of, find, sample
+from faults import Faults
+
+from benchmarks.cache_samples import fault_of, find, sample
 from tilekern.cache import CacheError, FolderLayer, Store
 
 PROBLEMS, VERSIONS = 4, 50

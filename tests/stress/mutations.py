@@ -1,6 +1,6 @@
 """Records, blobs and packs with random changes, given to the readers.
 
-``python -m benchmarks.caching.mutations FOLDER FIRST COUNT`` tries the mutations of these numbers and prints one JSON
+``python tests/stress/mutations.py FOLDER FIRST COUNT`` tries the mutations of these numbers and prints one JSON
 document; a mutation follows from its number alone, so one that fails is tried again by itself. Right is: a lookup gives
 a miss, or the very record and artifacts that were written, or, where someone made the record's digest anew, that
 record with the artifacts that were written; unpacking refuses in one line and writes nothing, or writes
@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.caching.samples import VARIANTS, content, find, sample
+from benchmarks.cache_samples import VARIANTS, content, find, sample
 from tilekern.cache import CacheError, FolderLayer, Hit, PackLayer, Store, install_pack, write_pack
 from tilekern.cache.keys import blob_path
 

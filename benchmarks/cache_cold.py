@@ -1,4 +1,4 @@
-"""What a fresh process pays for the cache: ``python -m benchmarks.caching.cold CLOCK KERNELS NUMBER [NEAR]``.
+"""What a fresh process pays for the cache: ``python -m benchmarks.cache_cold CLOCK KERNELS NUMBER [NEAR]``.
 
 It imports the cache, makes the default layers, looks up problem ``NUMBER`` of the first ``KERNELS`` kernels, with
 ``NEAR`` in another bucket, and prints JSON. It has imported torch before the clock starts, as every job has that runs
@@ -18,7 +18,7 @@ from tilekern.cache import default_layers, lookup  # noqa: E402 (the import is t
 
 imported = clock()
 
-from benchmarks.caching.samples import SOURCE  # noqa: E402 (a job has its sources' digests noted)
+from benchmarks.cache_samples import SOURCE  # noqa: E402 (a job has its sources' digests noted)
 
 
 def main(kernels: str, number: str, near: str = "") -> None:

@@ -32,6 +32,6 @@ def test_a_fuzzed_reader_raises_nothing_of_its_own(tmp_path, reader):
 @pytest.mark.stress
 def test_random_mutations_are_misses_or_errors_and_load_nothing_that_was_changed(tmp_path):
     number = stressed(40_000)
-    counts = judged(said(ENVIRONMENT, "-m", "benchmarks.caching.mutations", tmp_path, 0, number))
+    counts = judged(said(ENVIRONMENT, HERE / "mutations.py", tmp_path, 0, number))
     assert min(counts[f"{kind}: miss"] for kind in ("record", "blob", "pack")) > number / 20
     assert counts["unpacking: refused"] > number / 200

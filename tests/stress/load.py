@@ -1,6 +1,6 @@
 """Many processes at once on one cache: they tune, read, prune and clear it, and say what went wrong.
 
-``python -m benchmarks.caching.load ROOT SECONDS PROCESSES`` forks the processes and prints one JSON document. Right is:
+``python tests/stress/load.py ROOT SECONDS PROCESSES`` forks the processes and prints one JSON document. Right is:
 a lookup gives a whole record that was written, with its blobs, or a miss in silence; no writer fails; and once all are
 done, every record that is left has its blobs.
 """
@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.caching.samples import fault_of, find, sample
+from benchmarks.cache_samples import fault_of, find, sample
 from tilekern.cache import CacheError, FolderLayer, Store
 
 PROBLEMS, VERSIONS = 40, 3
@@ -140,7 +140,7 @@ def _what_is_left(root: Path) -> tuple[int, list[str]]:
 def main(root: str, seconds: str, processes: str) -> None:
     """The program."""
     if "LD_PRELOAD" in os.environ:
-        from benchmarks.caching.faults import Faults
+        from faults import Faults
 
         Faults().let_locks_lie()
     print(json.dumps(run(Path(root), float(seconds), int(processes))))
