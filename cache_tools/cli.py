@@ -10,13 +10,14 @@ from typing import Any
 
 import click
 
-from cache_tools import checking, upkeep
-from cache_tools.clearing import clear, prune
-from cache_tools.options import HELP, PlaceType, as_json, cache_dir, version, with_age_filters, with_filters
+from cache_tools.commands import verify as checking
+from cache_tools.commands.clear import clear, prune
+from cache_tools.commands.push import pull, push, wheel
+from cache_tools.commands.sign import keygen, sign
 from cache_tools.seeing import diff, ls, show, stats, wanted, why
-from cache_tools.selection import Selection
-from cache_tools.shipping import pull, push, wheel
-from cache_tools.trusting import keygen, sign
+from cache_tools.shared import packing as upkeep
+from cache_tools.shared.options import HELP, PlaceType, as_json, cache_dir, version, with_age_filters, with_filters
+from cache_tools.shared.selection import Selection
 from tilekern.cache import CacheError, Store
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from cache_tools.contents import Contents
+from cache_tools.shared.contents import Contents
 from tilekern.cache import CacheError, Store
 from tilekern.cache.files import read_whole, write_whole
 from tilekern.cache.keys import blob_path, parse_path

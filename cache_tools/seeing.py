@@ -7,8 +7,8 @@ from typing import Any
 
 import click
 
-from cache_tools.options import PlaceType, as_json, cache_dir, target, toolkit, with_age_filters, with_filters
-from cache_tools.selection import Selection
+from cache_tools.shared.options import PlaceType, as_json, cache_dir, target, toolkit, with_age_filters, with_filters
+from cache_tools.shared.selection import Selection
 from tilekern.cache import Store
 
 all_layers = click.option(
@@ -33,7 +33,7 @@ def ls(store: Store, all_layers: bool, layer: str | None, as_json: bool, **filte
     toolkit, provenance, stale, fresh, time_us, gain, predicted_gain, size_bytes, created, age_s}, unreadable[] {layer,
     path, problem}; all in docs/cache-json.md.
     """
-    from cache_tools import listing
+    from cache_tools.commands import ls as listing
 
     listing.list_records(store, Selection(**filters), all_layers, layer, as_json)
 
@@ -58,7 +58,7 @@ def show(
     target, toolkit, provenance, time_us, gain, created, outcome, detail}, wins, sass {variant: text}; all in
     docs/cache-json.md.
     """
-    from cache_tools import showing
+    from cache_tools.commands import show as showing
 
     variants = None if not sass else variant or ""
     showing.show_record(store, kernel, problem_key, Selection(kernel=kernel, **filters), variants, as_json)
@@ -75,7 +75,7 @@ def stats(store: Store, all_layers: bool, as_json: bool) -> None:
     blobs {count, bytes}, orphans {count, bytes}, stale, not_fresh, unknown_source, unreadable, unknown_schema,
     leftovers, wanted; all in docs/cache-json.md.
     """
-    from cache_tools import listing
+    from cache_tools.commands import ls as listing
 
     listing.print_stats(store, all_layers, as_json)
 
@@ -94,7 +94,7 @@ def diff(before: Path, after: Path, any_toolkit: bool, as_json: bool, **filters:
     JSON: a, b, new[], gone[], faster[], slower[], changed[], stale[] of records {kernel, problem_key, target,
     toolkit, a, b, ratio, because}, same, unreadable[]; all in docs/cache-json.md.
     """
-    from cache_tools import comparing
+    from cache_tools.commands import diff as comparing
 
     comparing.compare(before, after, Selection(**filters), any_toolkit, as_json)
 
@@ -114,7 +114,7 @@ def why(kernel: str, problem_key: str, target: str | None, store: Store, as_json
     JSON: kernel, problem, problem_key, target, toolkit, source_digest, space_digest, layers[], steps[] {layer, target,
     toolkit, problem_key, outcome, detail}, hit; all in docs/cache-json.md.
     """
-    from cache_tools import explaining
+    from cache_tools.commands import why as explaining
 
     explaining.explain(store, kernel, problem_key, target, as_json)
 
@@ -128,6 +128,6 @@ def wanted(store: Store, empty: bool, as_json: bool) -> None:
 
     JSON: cache_dir, wanted[] {kernel, problem, target, reason, created, runs}, cleared; all in docs/cache-json.md.
     """
-    from cache_tools import listing
+    from cache_tools.commands import ls as listing
 
     listing.print_wanted(store, empty, as_json)

@@ -65,8 +65,8 @@ MAY_IMPORT = {
     # Of the ops and the patches, tuning's plan/ alone: to trace a step.
     "tuning": {"tilekern", "tuning"},
     # What explains a lookup of a job must ask what the job asks.
-    "cache_tools.here": LEAVES | {"tilekern.cache", "tilekern.kernels", "tilekern.toolchain"},
-    "cache_tools.explaining": {"tilekern.cache", f"{RUNTIME}.dispatch", "cache_tools"},
+    "cache_tools.shared.here": LEAVES | {"tilekern.cache", "tilekern.kernels", "tilekern.toolchain"},
+    "cache_tools.commands.why": {"tilekern.cache", f"{RUNTIME}.dispatch", "cache_tools"},
     "cache_tools": {"tilekern.cache", DIGESTS, "tilekern.errors", "tilekern.warning", "cache_tools"},
 }
 # `from tilekern import __version__` and the like are attributes of the package, not files of a room.

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol, TypeGuard
 
-from cache_tools.contents import Contents
+from cache_tools.shared.contents import Contents
 from tilekern.cache import CacheError, Missing
 
 _EXAMPLES = "oci://registry.example.com/team/kernels:h200, hf://team/kernels/h200.pack or s3://bucket/h200.pack"

@@ -11,8 +11,8 @@ from fsspec.callbacks import Callback
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
-from cache_tools.contents import Contents
 from cache_tools.remotes.progress import progress_bar
+from cache_tools.shared.contents import Contents
 from tilekern.cache import PACK_SUFFIX, CacheError, Corrupt
 from tilekern.cache.files import write_whole
 

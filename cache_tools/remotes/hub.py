@@ -15,7 +15,7 @@ from huggingface_hub.constants import REPO_TYPES_URL_PREFIXES
 from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import disable_progress_bars
 
-from cache_tools.contents import Contents
+from cache_tools.shared.contents import Contents
 from tilekern.cache import PACK_SUFFIX, CacheError, Missing
 
 

@@ -23,8 +23,8 @@ import requests
 from requests.adapters import HTTPAdapter
 from urllib3.util import Retry
 
-from cache_tools.contents import Contents
 from cache_tools.remotes.progress import progress_bar
+from cache_tools.shared.contents import Contents
 from tilekern.cache import CacheError, Corrupt, Missing
 from tilekern.cache.records import parse_object
 

@@ -11,7 +11,7 @@ import pytest
 from cache_samples import B200, H200, PROBLEM, Today, blob_file, files_of, find, made_today, put, toolkit
 from command_line import KEY, ROOT, refused
 
-from cache_tools import removing
+from cache_tools.shared import removing
 from tilekern.cache import FolderLayer, Store
 from tilekern.cache.files import unlink_seen
 from tilekern.toolchain import toolkit as installed

@@ -10,7 +10,7 @@ import pytest
 from cache_samples import B200, put, toolkit
 from command_line import ROOT, process
 
-from cache_tools.tables import natural, print_table
+from cache_tools.shared.tables import natural, print_table
 from tilekern.cache import Store, install_pack, note_wanted
 
 pytestmark = pytest.mark.processes

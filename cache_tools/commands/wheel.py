@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from cache_tools.contents import Contents
-from cache_tools.text import count
+from cache_tools.shared.contents import Contents
+from cache_tools.shared.text import count
 from tilekern.cache import CacheError
 from tilekern.cache.files import write_whole
 

@@ -9,10 +9,10 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from cache_tools.options import as_json, cache_dir, with_age_filters, with_filters
-from cache_tools.selection import Selection
-from cache_tools.text import count, print_json, size
-from cache_tools.upkeep import write_selected
+from cache_tools.shared.options import as_json, cache_dir, with_age_filters, with_filters
+from cache_tools.shared.packing import write_selected
+from cache_tools.shared.selection import Selection
+from cache_tools.shared.text import count, print_json, size
 from tilekern.cache import PACK_SUFFIX, CacheError, Missing, Store
 from tilekern.cache.keys import check_digest
 
@@ -41,8 +41,8 @@ def wheel(
     JSON: wheel, name, version, module, left_out, wheel_bytes, wheel_sha256, sha256 and bytes (of the pack in it),
     records, targets[], toolkits[].
     """
-    from cache_tools.contents import read_contents, sha256_of
-    from cache_tools.wheels import build_wheel, parse_package
+    from cache_tools.commands.wheel import build_wheel, parse_package
+    from cache_tools.shared.contents import read_contents, sha256_of
 
     package, selection, left_out = parse_package(name, version), Selection(**filters), 0
     if pack and not selection.is_empty:
@@ -78,8 +78,8 @@ def push(file: Path, url: str, plain_http: bool, as_json: bool) -> None:
     JSON: url, place (the URL of exactly what was pushed, where there is one), pushed (false where it was there), pack,
     sha256, bytes, records, targets[], toolkits[].
     """
-    from cache_tools.contents import read_contents
     from cache_tools.remotes import failures_of, open_remote
+    from cache_tools.shared.contents import read_contents
 
     contents = read_contents(file)
     remote = open_remote(url, plain_http)
@@ -127,7 +127,7 @@ def pull(
         raise CacheError(f"a pack's name must end in {PACK_SUFFIX}, got {out.name!r}")
     if pinned:
         check_digest("--digest", pinned)
-    from cache_tools.pulling import Wanted, pull_into_cache, pull_to_file
+    from cache_tools.commands.pull import Wanted, pull_into_cache, pull_to_file
 
     wanted = Wanted(url, pinned, plain_http)
     outcome = pull_to_file(wanted, out) if out else pull_into_cache(wanted, store)

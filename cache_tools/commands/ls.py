@@ -8,11 +8,11 @@ from typing import Any
 
 import click
 
-from cache_tools.selection import Selection, age_s
-from cache_tools.sources import Source, layers_of_a_lookup, user_cache
-from cache_tools.staleness import is_fresh, is_stale, standing_of
-from cache_tools.tables import natural, print_table
-from cache_tools.text import age, count, gain_of, plain, predicted_gain_of, print_json, size, time_us_of
+from cache_tools.shared.selection import Selection, age_s
+from cache_tools.shared.sources import Source, layers_of_a_lookup, user_cache
+from cache_tools.shared.staleness import is_fresh, is_stale, standing_of
+from cache_tools.shared.tables import natural, print_table
+from cache_tools.shared.text import age, count, gain_of, plain, predicted_gain_of, print_json, size, time_us_of
 from tilekern.cache import (
     DATED,
     FRESH,

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 import click
 
-from cache_tools.selection import Selection
-from cache_tools.sources import source_at
-from cache_tools.staleness import is_fresh, is_stale
-from cache_tools.tables import natural, print_table
-from cache_tools.text import number, plain, print_json, time_us_of
+from cache_tools.shared.selection import Selection
+from cache_tools.shared.sources import source_at
+from cache_tools.shared.staleness import is_fresh, is_stale
+from cache_tools.shared.tables import natural, print_table
+from cache_tools.shared.text import number, plain, print_json, time_us_of
 from tilekern.cache import Address, Record, by_preference
 
 _LISTED = ("new", "gone", "faster", "slower", "changed", "stale")

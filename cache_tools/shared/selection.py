@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 from datetime import datetime
 
-from cache_tools.staleness import is_stale
+from cache_tools.shared.staleness import is_stale
 from tilekern.cache import PROVENANCES, CacheError, Entry, Listed, parse_problem_key
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}

@@ -8,11 +8,11 @@ from typing import Any
 
 import click
 
-from cache_tools.here import toolkit_key
-from cache_tools.selection import Selection
-from cache_tools.sources import Source, layers_of_a_lookup
-from cache_tools.staleness import digests_today, is_fresh, is_stale
-from cache_tools.text import gain_of, plain, print_json, size, time_us_of
+from cache_tools.shared.here import toolkit_key
+from cache_tools.shared.selection import Selection
+from cache_tools.shared.sources import Source, layers_of_a_lookup
+from cache_tools.shared.staleness import digests_today, is_fresh, is_stale
+from cache_tools.shared.text import gain_of, plain, print_json, size, time_us_of
 from tilekern.cache import NOT_FRESH, CacheError, Entry, Record, Step, Store, default_layers, lookup, parse_problem_key
 
 _NOT_REACHED = ("not_reached", "a lookup ends before it comes here")

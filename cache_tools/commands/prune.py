@@ -17,12 +17,12 @@ from typing import Any
 
 import click
 
-from cache_tools.here import toolkit_key
-from cache_tools.removing import Kept, ask, garbage_of, kept_of, remove, say, would_go
-from cache_tools.selection import seconds_since
-from cache_tools.staleness import is_stale
-from cache_tools.tables import natural, print_table
-from cache_tools.text import age, count, print_json, size
+from cache_tools.shared.here import toolkit_key
+from cache_tools.shared.removing import Kept, ask, garbage_of, kept_of, remove, say, would_go
+from cache_tools.shared.selection import seconds_since
+from cache_tools.shared.staleness import is_stale
+from cache_tools.shared.tables import natural, print_table
+from cache_tools.shared.text import age, count, print_json, size
 from tilekern.cache import CacheError, Store, by_preference
 
 ACCESS_TIME, AGE = "access_time", "age"

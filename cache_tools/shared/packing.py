@@ -9,9 +9,9 @@ from pathlib import Path
 
 import click
 
-from cache_tools.planning import is_needed, needed_by
-from cache_tools.selection import Selection
-from cache_tools.text import count, print_json, size
+from cache_tools.commands.pack import is_needed, needed_by
+from cache_tools.shared.selection import Selection
+from cache_tools.shared.text import count, print_json, size
 from tilekern.cache import PACK_SUFFIX, CacheError, Entry, Record, Store, install_pack, write_pack
 from tilekern.cache.trust.policy import read_signatures
 

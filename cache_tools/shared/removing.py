@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import click
 
-from cache_tools.selection import Selection
-from cache_tools.text import count, print_json, size
+from cache_tools.shared.selection import Selection
+from cache_tools.shared.text import count, print_json, size
 from tilekern.cache import Address, BlobFile, CacheError, Entry, Store
 
 # Many times what a lookup takes from the reading of a record to that of its artifacts, on a network's disk too.

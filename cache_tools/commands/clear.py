@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from cache_tools.options import (
+from cache_tools.shared.options import (
     Duration,
     Size,
     as_json,
@@ -16,7 +16,7 @@ from cache_tools.options import (
     with_age_filters,
     with_filters,
 )
-from cache_tools.selection import Selection
+from cache_tools.shared.selection import Selection
 from tilekern.cache import Store
 
 
@@ -34,7 +34,7 @@ def clear(store: Store, everything: bool, dry_run: bool, confirmed: bool, as_jso
     Asks first. JSON (needs --yes or --dry-run): cache_dir, dry_run, removed, blobs, bytes, left_alone, kept; all in
     docs/cache-json.md.
     """
-    from cache_tools import removing
+    from cache_tools.shared import removing
 
     removing.clear(store, Selection(**filters), everything, dry_run, confirmed, as_json)
 
@@ -73,7 +73,7 @@ def prune(
     toolkit, size_bytes, last_used, reasons[]}, removed, blobs, bytes, bytes_left, left_alone, kept; all in
     docs/cache-json.md.
     """
-    from cache_tools import pruning
+    from cache_tools.commands import prune as pruning
 
     limits = pruning.Limits(stale, keep_toolkits, unused_for_s, max_bytes)
     pruning.prune(store, limits, dry_run, confirmed, as_json)

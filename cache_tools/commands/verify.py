@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import click
 
-from cache_tools.staleness import standing_of
-from cache_tools.text import count, print_json
-from cache_tools.trusting import print_survey, records_of_pack, records_of_store, survey
+from cache_tools.commands.sign import print_survey, records_of_pack, records_of_store, survey
+from cache_tools.shared.staleness import standing_of
+from cache_tools.shared.text import count, print_json
 from tilekern.cache import (
     DATED,
     STALE,

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from cache_tools.selection import parse_duration
+from cache_tools.shared.selection import parse_duration
 from tilekern import __version__
 from tilekern.cache import CacheError, Store, user_root
 

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import click
 
-from cache_tools.options import PlaceType
-from cache_tools.text import count, print_json
+from cache_tools.shared.options import PlaceType
+from cache_tools.shared.text import count, print_json
 from tilekern.cache import CacheError, Entry, Missing, Pack, Record, Store, checked_contents, write_pack
 from tilekern.cache.files import read_whole, write_whole
 from tilekern.cache.keys import signature_path

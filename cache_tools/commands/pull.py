@@ -9,9 +9,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
-from cache_tools.contents import Contents, read_contents, sha256_of
 from cache_tools.pulled import note_pulled, was_pulled
 from cache_tools.remotes import failures_of, open_remote
+from cache_tools.shared.contents import Contents, read_contents, sha256_of
 from tilekern.cache import PACK_SUFFIX, CacheError, Corrupt, Store, install_pack
 
 
