@@ -1,4 +1,4 @@
-"""Two caches or packs side by side: the command diff."""
+"""The command diff: two caches or packs side by side."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import click
 
+from cache_tools.shared.options import PlaceType, as_json, command, with_filters
 from cache_tools.shared.selection import Selection
 from cache_tools.shared.sources import source_at
 from cache_tools.shared.staleness import is_fresh, is_stale
@@ -40,19 +41,21 @@ class _Kept(NamedTuple):
 _Side = dict[tuple[str, ...], _Kept]
 
 
-def compare(before: Path, after: Path, selection: Selection, any_toolkit: bool, as_json: bool) -> None:
-    """Print what one cache or pack has more, less, faster or slower than another.
+@command
+@click.argument("before", metavar="A", type=PlaceType())
+@click.argument("after", metavar="B", type=PlaceType())
+@with_filters
+@click.option("--any-toolkit", is_flag=True, help="Compare the newest toolkit's record of each problem.")
+@as_json
+def diff(before: Path, after: Path, any_toolkit: bool, as_json: bool, **filters: Any) -> None:
+    """Compare two caches or packs: what B has more, lacks, and does faster or slower than A.
 
-    Args:
-        before: A: a cache's folder or a pack.
-        after: B.
-        selection: which records of both are compared.
-        any_toolkit: compare the newest toolkit's record of each problem, instead of those of the same toolkit.
-        as_json: whether to print a JSON document.
+    A time counts as another one where the two differ by more than both their spreads.
 
-    Raises:
-        CacheError: there is no cache or pack at a path, or the pack is bad.
+    JSON: a, b, new[], gone[], faster[], slower[], changed[], stale[] of records {kernel, problem_key, target,
+    toolkit, a, b, ratio, because}, same, unreadable[]; all in docs/cache-json.md.
     """
+    selection = Selection(**filters)
     unreadable: list[dict[str, str | None]] = []
     a, b = (_side(path, selection, any_toolkit, unreadable) for path in (before, after))
     document: dict[str, Any] = {"a": str(before), "b": str(after), **{name: [] for name in _LISTED}, "same": 0}

@@ -1,67 +1,89 @@
-"""Which records a model needs, for `pack --model`: asked of the tuner, which plans and writes nothing.
+"""The command pack: records into one file.
 
-The tuner's plan is made in a process of its own: it takes torch and the kernels, and a cache is looked after without.
+Which records a model needs is asked of the tuner, which plans and writes nothing. Its plan is made in a process of its
+own: it takes torch and the kernels, and a cache is looked after without.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
-from collections.abc import Iterable
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from tilekern.cache import CacheError, Entry
+import click
+
+from cache_tools.shared.options import as_json, cache_dir, command, with_age_filters, with_filters
+from cache_tools.shared.packing import write_selected
+from cache_tools.shared.selection import Selection
+from cache_tools.shared.text import count, print_json, size
+from tilekern.cache import CacheError, Record, Store
 from tilekern.cache.keys import Value
 
 _DTYPES = "bfloat16,float16,float32"
 _ATTENTION = "tilekern,tilekern_nondeterministic"
 
 
-class Needed(NamedTuple):
-    """What the records of one kernel on one target must have: all but the bucketed dimensions."""
+@command
+@click.argument("out", metavar="OUT.pack", type=click.Path(path_type=Path))
+@with_filters
+@with_age_filters
+@click.option("--model", help="Only what this model needs: a preset, the path of a config.json, or a hub id.")
+@click.option("--tp", type=click.IntRange(min=1), default=1, help="Tensor-parallel degree: ranks of the model.")
+@cache_dir
+@as_json
+def pack(out: Path, model: str | None, tp: int, store: Store, as_json: bool, **filters: Any) -> None:
+    """Write records, their artifacts and signatures into one file; the same records give the same bytes.
 
-    target_key: str
+    A model's records are those of its sizes, in any dtype and for steps of any length.
+
+    JSON: pack, records, bytes, left_out.
+    """
+    written, left_out = write_selected(
+        store, out, Selection(**filters), lambda record: not model or _is_needed(record, model, tp)
+    )
+    size_bytes = out.stat().st_size
+    if as_json:
+        print_json({"pack": str(out), "records": written, "bytes": size_bytes, "left_out": left_out})
+        return
+    note = f"; {count(left_out, 'unreadable record')} left out" if left_out else ""
+    click.echo(f"packed {count(written, 'record')} into {out}, {size(size_bytes)}{note}")
+
+
+class _Needed(NamedTuple):
+    """What the records of one kernel must have: all but the bucketed dimensions."""
+
     kernel: str
     exact: frozenset[tuple[str, Value]]
     bucketed: frozenset[str]
 
 
-def needed_by(model: str, target_keys: Iterable[str], tp: int) -> set[Needed]:
-    """What a model needs on each of some targets, in any dtype, for steps of any size.
+def _is_needed(record: Record, model: str, tp: int) -> bool:
+    """Whether a model needs a record, whatever bucket it is for."""
+    problem = record.problem.items()
+    return any(
+        one.kernel == record.kernel and one.exact == {item for item in problem if item[0] not in one.bucketed}
+        for one in _needed_by(model, record.address.target_key, tp)
+    )
 
-    Args:
-        model: a preset, the path of a config.json, or a hub id, as `python -m tilekern.tune` takes it.
-        target_keys: the targets' keys.
-        tp: ranks that share a model.
+
+@functools.cache
+def _needed_by(model: str, target_key: str, tp: int) -> set[_Needed]:
+    """What a model needs on a target, in any dtype, for steps of any size.
 
     Raises:
         CacheError: the tuner cannot plan it; the error is its own.
     """
-    return {needed for target_key in sorted(set(target_keys)) for needed in _planned(model, target_key, tp)}
-
-
-def is_needed(entry: Entry, needed: set[Needed]) -> bool:
-    """Whether a record is one of those, whatever bucket it is for."""
-    if entry.record is None or entry.address is None:
-        return False
-    problem = entry.record.problem.items()
-    place = (entry.address.target_key, entry.address.kernel)
-    return any(
-        one[:2] == place and one.exact == {item for item in problem if item[0] not in one.bucketed} for one in needed
-    )
-
-
-def _planned(model: str, target_key: str, tp: int) -> set[Needed]:
     steps = ["--tp", str(tp), "--dtype", _DTYPES, "--attention", _ATTENTION]
-    command = [sys.executable, "-m", "tilekern.tune", model, "--gpu", target_key, *steps, "--dry-run", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    planning = [sys.executable, "-m", "tilekern.tune", model, "--gpu", target_key, *steps, "--dry-run", "--json"]
+    done = subprocess.run(planning, capture_output=True, text=True, check=False)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
         raise CacheError(f"--model {model}: {lines[-1].removeprefix('error: ')}")
     return {
-        Needed(
-            target_key,
+        _Needed(
             item["kernel"],
             frozenset((name, value) for name, value in item["problem"].items() if name not in item["bucketed"]),
             frozenset(item["bucketed"]),

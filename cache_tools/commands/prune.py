@@ -1,4 +1,4 @@
-"""Deleting what is of no use any more: the command prune.
+"""The command prune: delete what is of no use any more.
 
 Jobs write nothing when they read, so what tells of their use is the access time that the file system notes of a
 record's file: on Linux (``relatime``) to a day, and nothing where it is mounted with ``noatime``, where a record's age
@@ -8,6 +8,7 @@ must do. The commands here and the tuner open files of their own so that it is n
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from typing import Any
 import click
 
 from cache_tools.shared.here import toolkit_key
+from cache_tools.shared.options import Duration, as_json, cache_dir, command, confirmed, dry_run
 from cache_tools.shared.removing import Kept, ask, garbage_of, kept_of, remove, say, would_go
 from cache_tools.shared.selection import seconds_since
 from cache_tools.shared.staleness import is_stale
@@ -27,11 +29,25 @@ from tilekern.cache import CacheError, Store, by_preference
 
 ACCESS_TIME, AGE = "access_time", "age"
 _NO_EVIDENCE = "the file system notes no access times (noatime): a record's age stands for its last use"
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _Reasons = dict[Path, list[str]]
 
 
+class _Size(click.ParamType):
+    """A number of bytes on the command line, such as ``2G`` or ``500M``."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:  # noqa: ARG002
+        """The size in bytes."""
+        found = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,3})?)([KMGT]?)", str(value))
+        if not found:
+            raise CacheError(f"--max-size must be a number of bytes or one with K, M, G, T, such as 2G, got {value!r}")
+        return int(float(found[1]) * _UNITS[found[2]])
+
+
 @dataclass(frozen=True)
-class Limits:
+class _Limits:
     """What a cache shall not hold any more.
 
     Attributes:
@@ -47,15 +63,42 @@ class Limits:
     max_bytes: int | None
 
 
-def prune(store: Store, limits: Limits, dry_run: bool, confirmed: bool, as_json: bool) -> None:
-    """Delete what exceeds the limits, or print what would be deleted.
+@command
+@click.option("--stale", is_flag=True, help="Records whose kernel's source has changed since.")
+@click.option(
+    "--keep-toolkits",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Of each problem on each GPU, records but those of N toolkits: the one here, then the newest.",
+)
+@click.option("--unused-for", "unused_for_s", type=Duration(), help="Records that no job has read for so long: 90d.")
+@click.option("--max-size", "max_bytes", type=_Size(), help="The least used, until the cache is no larger: 2G, 500M.")
+@dry_run
+@confirmed
+@cache_dir
+@as_json
+def prune(
+    store: Store,
+    stale: bool,
+    keep_toolkits: int | None,
+    unused_for_s: float | None,
+    max_bytes: int | None,
+    dry_run: bool,
+    confirmed: bool,
+    as_json: bool,
+) -> None:
+    """Remove what is of no use any more: stale, of old toolkits, or the least used; asks first.
 
-    Records that cannot be read, of an unknown schema among them, are left alone.
+    A record's last use is when a job last read its file, as the file system notes it: on Linux to a day, and not at
+    all where it is mounted with noatime, which is said; then age decides. Looking at a cache is no use of it. A job
+    keeps what it has loaded, and one that has read a record finds its artifacts still there.
 
-    Raises:
-        CacheError: no limit was given, the question was not answered with yes, or a file cannot be deleted.
+    JSON (needs --yes or --dry-run): cache_dir, dry_run, evidence, records[] {path, kernel, problem_key, target,
+    toolkit, size_bytes, last_used, reasons[]}, removed, blobs, bytes, bytes_left, left_alone, kept; all in
+    docs/cache-json.md.
     """
-    if limits == Limits(False, None, None, None):
+    limits = _Limits(stale, keep_toolkits, unused_for_s, max_bytes)
+    if limits == _Limits(False, None, None, None):
         raise CacheError("prune needs a limit: --stale, --keep-toolkits, --unused-for or --max-size")
     if as_json and not (confirmed or dry_run):
         raise CacheError("prune --json asks nothing and so needs --yes or --dry-run")
@@ -90,7 +133,7 @@ def prune(store: Store, limits: Limits, dry_run: bool, confirmed: bool, as_json:
         print_json(document)
 
 
-def _reasons(store: Store, entries: Sequence[Kept], limits: Limits) -> _Reasons:
+def _reasons(store: Store, entries: Sequence[Kept], limits: _Limits) -> _Reasons:
     """Why each record that must go must go, by its path."""
     reasons: _Reasons = defaultdict(list)
     readable = [entry for entry in entries if entry.is_readable]

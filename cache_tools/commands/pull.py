@@ -1,7 +1,11 @@
-"""Fetching a pack from elsewhere: checked whole before anything is written, and not fetched again while it is here."""
+"""The command pull: a pack from elsewhere, checked whole before anything is written, and fetched once.
+
+Which packs were put into a cache stands in it: ``<root>/pulled/<sha256 of the pack>.json`` names a pack's records.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,13 +13,68 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
-from cache_tools.pulled import note_pulled, was_pulled
+import click
+from click.core import ParameterSource
+
 from cache_tools.remotes import failures_of, open_remote
 from cache_tools.shared.contents import Contents, read_contents, sha256_of
+from cache_tools.shared.options import as_json, cache_dir, command, plain_http
+from cache_tools.shared.text import count, print_json, size
 from tilekern.cache import PACK_SUFFIX, CacheError, Corrupt, Store, install_pack
+from tilekern.cache.files import read_whole, write_whole
+from tilekern.cache.keys import blob_path, check_digest, parse_path
+from tilekern.cache.records import LARGEST_RECORD, decode_record, parse_object
+
+_FOLDER = "pulled"
+_SCHEMA = 1
+_LARGEST = 64 * 2**20
 
 
-class Wanted(NamedTuple):
+@command
+@click.argument("url", metavar="URL")
+@click.option("--out", metavar="FILE.pack", type=click.Path(path_type=Path), help="Keep the pack in a file instead.")
+@click.option("--digest", "pinned", metavar="SHA256", help="Refuse any other pack than the one with this sha256.")
+@plain_http
+@cache_dir
+@as_json
+@click.pass_context
+def pull(
+    context: click.Context,
+    url: str,
+    out: Path | None,
+    pinned: str | None,
+    plain_http: bool,
+    store: Store,
+    as_json: bool,
+) -> None:
+    """Fetch a pack and put its records into the cache, once all are checked.
+
+    URL is one that `push` takes, or an https:// one. A pack that is there already is not downloaded again.
+
+    JSON: url, downloaded, sha256, cache_dir and installed (records written), or file.
+    """
+    if out and context.get_parameter_source("store") is ParameterSource.COMMANDLINE:
+        raise CacheError("--out keeps the pack in a file and --cache-dir unpacks it; give one of them")
+    if out and out.suffix != PACK_SUFFIX:
+        raise CacheError(f"a pack's name must end in {PACK_SUFFIX}, got {out.name!r}")
+    if pinned:
+        check_digest("--digest", pinned)
+    wanted = _Wanted(url, pinned, plain_http)
+    outcome = _pull_to_file(wanted, out) if out else _pull_into_cache(wanted, store)
+    if as_json:
+        came = {"url": url, "downloaded": outcome.downloaded, "sha256": outcome.sha256}
+        print_json(
+            came | ({"file": str(out)} if out else {"cache_dir": str(store.root), "installed": outcome.installed})
+        )
+    elif not outcome.downloaded:
+        click.echo(f"{out or store.root} has this pack already, sha256 {outcome.sha256}")
+    elif out:
+        click.echo(f"pulled {out}, {size(out.stat().st_size)}, sha256 {outcome.sha256}")
+    else:
+        click.echo(f"pulled {count(outcome.installed, 'record')} into {store.root}, sha256 {outcome.sha256}")
+
+
+class _Wanted(NamedTuple):
     """What to pull.
 
     Attributes:
@@ -29,7 +88,7 @@ class Wanted(NamedTuple):
     plain_http: bool = False
 
 
-class Pulled(NamedTuple):
+class _Pulled(NamedTuple):
     """What a pull did: the pack's sha256, whether it was downloaded, and how many records were written."""
 
     sha256: str
@@ -37,7 +96,7 @@ class Pulled(NamedTuple):
     installed: int = 0
 
 
-def pull_into_cache(wanted: Wanted, store: Store) -> Pulled:
+def _pull_into_cache(wanted: _Wanted, store: Store) -> _Pulled:
     """Put the records of a pack elsewhere into a cache, where it has not all of them from an earlier pull.
 
     Raises:
@@ -47,13 +106,13 @@ def pull_into_cache(wanted: Wanted, store: Store) -> Pulled:
     """
     with _fetched(wanted, lambda sha256: was_pulled(store, sha256)) as (sha256, pack):
         if pack is None:
-            return Pulled(sha256, downloaded=False)
+            return _Pulled(sha256, downloaded=False)
         installed = install_pack(pack.path, store)
-        note_pulled(store, pack)
-        return Pulled(sha256, downloaded=True, installed=installed)
+        _note_pulled(store, pack)
+        return _Pulled(sha256, downloaded=True, installed=installed)
 
 
-def pull_to_file(wanted: Wanted, path: Path) -> Pulled:
+def _pull_to_file(wanted: _Wanted, path: Path) -> _Pulled:
     """Put a pack elsewhere into a file, in one step, where the file is not that pack already.
 
     Raises:
@@ -69,12 +128,12 @@ def pull_to_file(wanted: Wanted, path: Path) -> Pulled:
                 os.replace(pack.path, path)
             except OSError as error:
                 raise CacheError(f"cannot write {path}: {error.strerror}") from None
-        return Pulled(sha256, downloaded=pack is not None)
+        return _Pulled(sha256, downloaded=pack is not None)
 
 
 @contextmanager
 def _fetched(
-    wanted: Wanted, is_here: Callable[[str], bool], folder: Path | None = None
+    wanted: _Wanted, is_here: Callable[[str], bool], folder: Path | None = None
 ) -> Iterator[tuple[str, Contents | None]]:
     """The pack's sha256, and the pack in a file of ``folder`` that is gone afterwards; None where it is here."""
     url, sha256, plain_http = wanted
@@ -106,3 +165,43 @@ def _checked(path: Path, url: str) -> Contents:
         return read_contents(path)
     except CacheError as error:
         raise type(error)(str(error).replace(str(path), url)) from None
+
+
+def _note_pulled(store: Store, pack: Contents) -> None:
+    """Write down that the cache has this pack.
+
+    Raises:
+        CacheError: the folder cannot be written.
+    """
+    path = _note_path(store, pack.sha256)
+    try:
+        write_whole(path, json.dumps({"schema": _SCHEMA, "records": pack.records}, indent=1).encode())
+    except OSError as error:
+        raise CacheError(f"cannot write {path}: {error.strerror or error}") from None
+
+
+def was_pulled(store: Store, sha256: str) -> bool:
+    """Whether a pack was pulled, and a record with its blobs stands where each of its records was put.
+
+    A record that was tuned anew since counts: the pack would not make it better.
+    """
+    try:
+        noted = parse_object(read_whole(_note_path(store, sha256), _LARGEST)[0].decode())
+        if noted["schema"] != _SCHEMA:
+            return False
+        return all(_is_whole(store, name) for name in noted["records"])
+    except (CacheError, ValueError, LookupError, TypeError):
+        return False
+
+
+def _is_whole(store: Store, name: str) -> bool:
+    try:
+        address = parse_path(name.split("/"))
+        record = decode_record(read_whole(store.root / address.path, LARGEST_RECORD)[0], address)
+    except (CacheError, AttributeError):
+        return False
+    return all((store.root / blob_path(digest)).is_file() for digest in record.digests)
+
+
+def _note_path(store: Store, sha256: str) -> Path:
+    return store.root / _FOLDER / f"{sha256}.json"

@@ -1,39 +1,53 @@
-"""One record in full, the layers that have it, and which of them a lookup takes: the command show."""
+"""The command show: one record in full, the layers that have it, and which of them a lookup takes."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
+import shutil
+import subprocess
 from collections.abc import Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import click
 
 from cache_tools.shared.here import toolkit_key
+from cache_tools.shared.options import as_json, cache_dir, command, target, toolkit
 from cache_tools.shared.selection import Selection
 from cache_tools.shared.sources import Source, layers_of_a_lookup
 from cache_tools.shared.staleness import digests_today, is_fresh, is_stale
 from cache_tools.shared.text import gain_of, plain, print_json, size, time_us_of
 from tilekern.cache import NOT_FRESH, CacheError, Entry, Record, Step, Store, default_layers, lookup, parse_problem_key
 
+_TIMEOUT_S = 120
 _NOT_REACHED = ("not_reached", "a lookup ends before it comes here")
 
 
-def show_record(store: Store, kernel: str, key: str, selection: Selection, sass_of: str | None, as_json: bool) -> None:
-    """Print the record of a problem that a lookup takes, or the first one that there is.
+@command
+@click.argument("kernel", metavar="KERNEL")
+@click.argument("problem_key", metavar="PROBLEM_KEY")
+@target
+@toolkit
+@click.option("--sass", is_flag=True, help="Also the machine code of the artifacts (needs tilekern[inspect]).")
+@click.option("--variant", help="With --sass: only of this artifact, such as aligned.")
+@cache_dir
+@as_json
+def show(
+    kernel: str, problem_key: str, store: Store, sass: bool, variant: str | None, as_json: bool, **filters: Any
+) -> None:
+    """Print one record in full; PROBLEM_KEY as `ls` prints it.
 
-    Args:
-        store: the user's cache; the other layers are those of a lookup.
-        kernel: the kernel's name.
-        key: the problem's key.
-        selection: which GPU's and toolkit's.
-        sass_of: the variant whose machine code is printed too; an empty text for all; None for none.
-        as_json: whether to print a JSON document.
+    Looks through all layers of a lookup, says which of them have the record, and which one a lookup takes.
 
-    Raises:
-        CacheError: no record matches, or those of several GPUs do, or the one that does is unreadable.
+    JSON: layer, path, size_bytes, stale, fresh, record (all fields as the cache keeps them), places[] {layer, path,
+    target, toolkit, provenance, time_us, gain, created, outcome, detail}, wins, sass {variant: text}; all in
+    docs/cache-json.md.
     """
-    problem = parse_problem_key(key)
-    found = _of_one_gpu(store, kernel, key, selection)
+    selection, problem = Selection(kernel=kernel, **filters), parse_problem_key(problem_key)
+    found = _of_one_gpu(store, kernel, problem_key, selection)
     steps = _steps_of_a_lookup(store, kernel, problem, found)
     places = [_place(source, entry, steps) for source, entry in found]
     at = next((at for at, place in enumerate(places) if place["outcome"] == "taken"), 0)
@@ -50,8 +64,8 @@ def show_record(store: Store, kernel: str, key: str, selection: Selection, sass_
         "places": places,
         "wins": next((_winner(step) for step in steps.values() if step.outcome == "taken"), None),
     }
-    if sass_of is not None:
-        document["sass"] = _sass(source, entry.record, sass_of)
+    if sass:
+        document["sass"] = _sass(source, entry.record, variant)
     if as_json:
         print_json(document)
     else:
@@ -134,13 +148,47 @@ def _winner(step: Step) -> dict[str, Any]:
     return {"layer": step.layer, "target": step.target_key, "toolkit": step.toolkit_key}
 
 
-def _sass(source: Source, record: Record, variant: str) -> dict[str, str]:
-    from cache_tools.disassembly import sass
-
+def _sass(source: Source, record: Record, variant: str | None) -> dict[str, str]:
+    """The machine code of a variant, or of each where None is named."""
     if variant and variant not in record.artifacts:
         raise CacheError(f"{record.kernel} has the variants {', '.join(record.artifacts)}, not {variant!r}")
     chosen = [variant] if variant else list(record.artifacts)
-    return {name: sass(source.read_blob(record.artifacts[name].sha256)) for name in chosen}
+    return {name: _disassembled(source.read_blob(record.artifacts[name].sha256)) for name in chosen}
+
+
+def _disassembled(cubin: bytes) -> str:
+    """The SASS of a cubin.
+
+    Raises:
+        CacheError: nvdisasm is not installed, or these bytes are none that it can read.
+    """
+    tool = _nvdisasm()
+    with TemporaryDirectory() as folder:
+        path = Path(folder, "artifact.cubin")
+        path.write_bytes(cubin)
+        try:
+            done = subprocess.run(
+                [tool, "--print-code", path], capture_output=True, timeout=_TIMEOUT_S, check=False, cwd=folder
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise CacheError(f"{tool} could not be run: {error}") from None
+    if done.returncode:
+        said = done.stderr.decode(errors="replace").strip().splitlines() or ["no reason given"]
+        raise CacheError(f"nvdisasm cannot read the artifact: {said[0]}")
+    return done.stdout.decode(errors="replace")
+
+
+def _nvdisasm() -> str:
+    """The pip package's program first, then the one on PATH."""
+    package = importlib.util.find_spec("nvidia")
+    for root in package.submodule_search_locations or () if package else ():
+        for path in sorted(Path(root).glob("cu*/bin/nvdisasm"), reverse=True):
+            if os.access(path, os.X_OK):
+                return str(path)
+    found = shutil.which("nvdisasm")
+    if found is None:
+        raise CacheError("nvdisasm is not installed; install it with: pip install 'tilekern[inspect]'")
+    return found
 
 
 def _print(document: Mapping[str, Any], record: Record) -> None:

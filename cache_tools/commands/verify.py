@@ -1,17 +1,18 @@
-"""Whether a cache or a pack is whole, and who signed it: the command verify."""
+"""The command verify: whether a cache or a pack is whole, and who signed it."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 import click
 
-from cache_tools.commands.sign import print_survey, records_of_pack, records_of_store, survey
+from cache_tools.shared.options import PlaceType, as_json, cache_dir, command
 from cache_tools.shared.staleness import standing_of
 from cache_tools.shared.text import count, print_json
 from tilekern.cache import (
@@ -27,9 +28,10 @@ from tilekern.cache import (
     Untrusted,
     checked_contents,
 )
-from tilekern.cache.files import identity_of
+from tilekern.cache.files import identity_of, read_whole
 from tilekern.cache.trust.exposure import others_may_write, require_unshared, require_unshared_folders
-from tilekern.cache.trust.policy import must_be_signed
+from tilekern.cache.trust.policy import Reader, Signers, must_be_signed, signature_files, signature_names
+from tilekern.cache.trust.signing import SIGNATURE_BYTES, is_signed
 
 # How many files are named beside a reason that holds for more.
 _NAMED = 3
@@ -42,6 +44,99 @@ _NOTES = (
     ("unknown_schema", "left alone", "record", "another version of tilekern wrote it"),
     ("leftovers", "left over", "file", "set aside as bad, or never finished"),
 )
+
+
+@command
+@click.argument("path", metavar="[PACK|CACHE]", required=False, type=PlaceType())
+@click.option("--signed", is_flag=True, help="A record that no trust root signed is a fault, too.")
+@cache_dir
+@as_json
+@click.pass_context
+def verify(context: click.Context, path: Path | None, signed: bool, store: Store, as_json: bool) -> None:
+    """Check every record, artifact and signature of a pack or a cache; exit code 1 where one is broken.
+
+    Stale records are reported, and are no fault; nor are those that are not known to be the best any more, nor records
+    that others can write, which no job loads. A reason is said once, with how many it holds for and the first of them;
+    --json names all. A folder that --cache-dir names must be there; the user's own cache may be empty.
+
+    JSON: cache_dir or pack, records, blobs, broken[] {path, problem}, stale[], not_fresh[], unknown_source[],
+    signatures {trusted, other_key, unsigned, by {name: records}, bad[] {path, problem}, unchecked}, and of a cache
+    unknown_schema[], orphans, leftovers[], exposed[] {path, problem}.
+    """
+    if context.get_parameter_source("store") == click.core.ParameterSource.COMMANDLINE:
+        if path is not None:
+            raise CacheError("verify takes a PACK or CACHE, or --cache-dir, and not both")
+        if not store.root.is_dir():
+            raise CacheError(f"there is no cache at {store.root}, which --cache-dir names")
+    signed = signed or must_be_signed()
+    document = _of_pack(path) if path and not path.is_dir() else _of_cache(Store(path) if path else store)
+    if as_json:
+        print_json(document)
+    else:
+        _print(document)
+    untrusted = document["records"] - document["signatures"]["trusted"]
+    if document["broken"] or (untrusted and signed):
+        context.exit(1)
+
+
+def _of_cache(store: Store) -> dict[str, Any]:
+    """The document of a cache, each record, blob and signature of which is checked."""
+    seen = _Seen(store)
+    signatures = _survey(_records_of_store(store, seen.note))
+    blobs = {blob.sha256: str(blob.path) for blob in store.blobs()}
+    referred = {digest for record in seen.records.values() for digest, _ in record.artifacts}
+    found = {digest: _read(store, digest) for digest in sorted(referred | blobs.keys())}
+    orphans = sorted(blobs.keys() - referred)
+    return {
+        "cache_dir": str(store.root),
+        "records": len(seen.records),
+        "blobs": len(blobs),
+        "broken": [
+            *seen.bad,
+            *_with_bad_artifacts(seen.records, found),
+            *(_fault(blobs[digest], problem) for digest in orphans if isinstance(problem := found[digest], str)),
+            *signatures["bad"],
+        ],
+        "stale": seen.stale,
+        "not_fresh": seen.not_fresh,
+        "unknown_source": seen.unknown_source,
+        "unknown_schema": seen.unknown_schema,
+        "orphans": len(orphans),
+        "leftovers": [str(path) for path in store.leftovers()],
+        "signatures": signatures,
+        "exposed": seen.exposed,
+    }
+
+
+def _of_pack(path: Path) -> dict[str, Any]:
+    """That of a pack: its form, every hash, every record and signature.
+
+    Raises:
+        Missing: there is no such file.
+        UnknownSchema: another version of tilekern wrote it.
+        CacheError: it cannot be read.
+    """
+    document: dict[str, Any] = {"pack": str(path), "records": 0, "blobs": 0, "broken": []}
+    signatures = _survey(())
+    try:
+        pack = Pack(path)
+        records = [record for record, _ in checked_contents(pack)]
+        signatures = _survey(_records_of_pack(pack))
+        standings = [(str(record.address.path), standing_of(record)) for record in records]
+        document |= {
+            "records": len(records),
+            "blobs": len(frozenset().union(*(record.digests for record in records))),
+            "broken": signatures["bad"],
+            "stale": [name for name, found in standings if found == STALE],
+            "not_fresh": [name for name, found in standings if found == DATED],
+            "unknown_source": [name for name, found in standings if found is None],
+        }
+    except UnknownSchema:
+        raise
+    except Corrupt as error:
+        document["broken"] = [{"path": str(path), "problem": str(error)}]
+    document |= {name: document.get(name, []) for name in ("stale", "not_fresh", "unknown_source")}
+    return {**document, "signatures": signatures}
 
 
 class _Seen:
@@ -90,47 +185,6 @@ class _Kept(NamedTuple):
     artifacts: tuple[tuple[str, int], ...]
 
 
-def verify(store: Store, as_json: bool, signed: bool = False) -> bool:
-    """Check every record, blob and signature of a cache, and print what was found; False where something is broken.
-
-    ``signed``, or the policy of that name: a record that no trust root signed is a fault as well.
-
-    Raises:
-        CacheError: ``TILEKERN_TRUST`` is no policy.
-    """
-    signed = signed or must_be_signed()
-    seen = _Seen(store)
-    signatures = survey(records_of_store(store, seen.note))
-    blobs = {blob.sha256: str(blob.path) for blob in store.blobs()}
-    referred = {digest for record in seen.records.values() for digest, _ in record.artifacts}
-    found = {digest: _read(store, digest) for digest in sorted(referred | blobs.keys())}
-    orphans = sorted(blobs.keys() - referred)
-    document: dict[str, Any] = {
-        "cache_dir": str(store.root),
-        "records": len(seen.records),
-        "blobs": len(blobs),
-        "broken": [
-            *seen.bad,
-            *_with_bad_artifacts(seen.records, found),
-            *(_fault(blobs[digest], problem) for digest in orphans if isinstance(problem := found[digest], str)),
-            *signatures["bad"],
-        ],
-        "stale": seen.stale,
-        "not_fresh": seen.not_fresh,
-        "unknown_source": seen.unknown_source,
-        "unknown_schema": seen.unknown_schema,
-        "orphans": len(orphans),
-        "leftovers": [str(path) for path in store.leftovers()],
-        "signatures": signatures,
-        "exposed": seen.exposed,
-    }
-    if as_json:
-        print_json(document)
-    else:
-        _print(document)
-    return _is_sound(document, signed)
-
-
 def _with_bad_artifacts(records: Mapping[str, _Kept], found: Mapping[str, int | str]) -> Iterator[dict[str, str]]:
     """Faults of artifacts, each with its record, but for records that were deleted or written anew meanwhile."""
     for path, record in records.items():
@@ -168,50 +222,6 @@ def _fault(path: str, problem: str) -> dict[str, str]:
     return {"path": path, "problem": problem}
 
 
-def verify_pack(path: Path, as_json: bool, signed: bool = False) -> bool:
-    """The same of a pack: its form, every hash, every record and signature.
-
-    Raises:
-        Missing: there is no such file.
-        UnknownSchema: another version of tilekern wrote it.
-        CacheError: it cannot be read, or ``TILEKERN_TRUST`` is no policy.
-    """
-    signed = signed or must_be_signed()
-    document: dict[str, Any] = {"pack": str(path), "records": 0, "blobs": 0, "broken": []}
-    signatures = survey(())
-    try:
-        pack = Pack(path)
-        records = [record for record, _ in checked_contents(pack)]
-        signatures = survey(records_of_pack(pack))
-        standings = [(str(record.address.path), standing_of(record)) for record in records]
-        document |= {
-            "records": len(records),
-            "blobs": len(frozenset().union(*(record.digests for record in records))),
-            "broken": signatures["bad"],
-            "stale": [name for name, found in standings if found == STALE],
-            "not_fresh": [name for name, found in standings if found == DATED],
-            "unknown_source": [name for name, found in standings if found is None],
-        }
-    except UnknownSchema:
-        raise
-    except Corrupt as error:
-        document["broken"] = [{"path": str(path), "problem": str(error)}]
-    document |= {name: document.get(name, []) for name in ("stale", "not_fresh", "unknown_source")}
-    document["signatures"] = signatures
-    if as_json:
-        print_json(document)
-    else:
-        of_caches: dict[str, Any] = {"unknown_schema": [], "leftovers": [], "exposed": [], "orphans": 0}
-        _print({"cache_dir": str(path), **of_caches, **document})
-    return _is_sound(document, signed)
-
-
-def _is_sound(document: dict[str, Any], signed: bool) -> bool:
-    signatures = document["signatures"]
-    untrusted = document["records"] - signatures["trusted"]
-    return not document["broken"] and not (untrusted and signed)
-
-
 def _read(store: Store, digest: str) -> int | str:
     """How many bytes a blob has, or what is wrong with it."""
     try:
@@ -222,20 +232,92 @@ def _read(store: Store, digest: str) -> int | str:
         return str(error)
 
 
+class _Signed(NamedTuple):
+    """A record's file: its path, its bytes, its signatures by public key, and what reads files beside it."""
+
+    path: str
+    data: bytes
+    signatures: Mapping[str, bytes]
+    read: Reader
+
+
+def _records_of_store(store: Store, note: Callable[[Entry], None]) -> Iterator[_Signed]:
+    """Records of a cache, by their files; ``note`` is given each entry of the cache, also of what is no record."""
+    names = signature_names(store.root)
+
+    def read(path: PurePosixPath) -> bytes:
+        if path.name not in names.get(path.name[:64], ()):
+            raise Missing(f"there is no {path}")
+        return read_whole(store.root / path, SIGNATURE_BYTES + 1)[0]
+
+    for entry, data in store.read_entries():
+        note(entry)
+        if entry.record:
+            digest = hashlib.sha256(data).hexdigest()
+            yield _Signed(str(entry.path), data, signature_files(store.root, digest, names.get(digest, ())), read)
+
+
+def _records_of_pack(pack: Pack) -> Iterator[_Signed]:
+    """All records of a pack."""
+    signatures = pack.signatures()
+    for name in pack.records.values():
+        found = signatures.get(pack.members[name].sha256, {})
+        yield _Signed(name, pack.read(name), found, lambda path: pack.read(str(path)))
+
+
+def _survey(records: Iterable[_Signed]) -> dict[str, Any]:
+    """How many records are trusted and by whom, signed by others, unsigned, and wrongly signed.
+
+    ``trusted``, ``other_key``, ``unsigned``: numbers of records; ``by``: records by the trust root's name; ``bad``:
+    path and problem of each signature that is none of its record; ``unchecked``: why some records' signatures could not
+    be checked, or None.
+    """
+    counted: Counter[str] = Counter()
+    by: Counter[str] = Counter()
+    bad: list[dict[str, str]] = []
+    unchecked, signers = None, Signers()
+    for record in records:
+        try:
+            signer = signers.signer_of(record.data, record.read)
+            wrong = [key for key, text in record.signatures.items() if not is_signed(key, record.data, text)]
+        except CacheError as error:
+            unchecked, signer, wrong = str(error), None, []
+        bad += [{"path": record.path, "problem": f"the signature of key {key[:16]} is not its own"} for key in wrong]
+        by.update([signer] if signer else [])
+        signed_by_others = len(record.signatures) > len(wrong)
+        counted["trusted" if signer else "other_key" if signed_by_others else "unsigned"] += 1
+    numbers = {name: counted[name] for name in ("trusted", "other_key", "unsigned")}
+    return {**numbers, "by": dict(sorted(by.items())), "bad": bad, "unchecked": unchecked}
+
+
+def _print_survey(signatures: Mapping[str, Any]) -> None:
+    """Print what :func:`_survey` found, on a line or two."""
+    if signatures["unchecked"]:
+        click.echo(f"some signatures were not checked: {signatures['unchecked']}")
+    by = ", ".join(f"{number} by {name}" for name, number in signatures["by"].items())
+    click.echo(
+        f"signatures: {signatures['trusted']} trusted{f' ({by})' if by else ''}, "
+        f"{signatures['other_key']} by keys that are no trust root, {signatures['unsigned']} unsigned"
+    )
+
+
 def _print(document: dict[str, Any]) -> None:
     lines = [
         *_by_reason("broken", "file", [(item["path"], item["problem"]) for item in document["broken"]]),
-        *_by_reason("not loaded by any job", "record", [(one["path"], one["problem"]) for one in document["exposed"]]),
+        *_by_reason(
+            "not loaded by any job", "record", [(one["path"], one["problem"]) for one in document.get("exposed", [])]
+        ),
     ]
     for section, what, thing, reason in _NOTES:
-        lines += _by_reason(what, thing, [(path, reason) for path in document[section]])
+        lines += _by_reason(what, thing, [(path, reason) for path in document.get(section, [])])
+    place = document.get("pack") or document["cache_dir"]
     broken = len({item["path"] for item in document["broken"]})
     lines.append(
-        f"{document['cache_dir']}: {count(document['records'], 'record')}, {count(document['blobs'], 'blob')}, "
-        f"{document['orphans']} without a record; {broken} broken, {len(document['stale'])} stale"
+        f"{place}: {count(document['records'], 'record')}, {count(document['blobs'], 'blob')}, "
+        f"{document.get('orphans', 0)} without a record; {broken} broken, {len(document['stale'])} stale"
     )
     click.echo("\n".join(lines))
-    print_survey(document["signatures"])
+    _print_survey(document["signatures"])
 
 
 def _by_reason(what: str, thing: str, faults: Iterable[tuple[str, str]]) -> Iterator[str]:

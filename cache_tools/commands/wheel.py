@@ -1,4 +1,4 @@
-"""An installable package with a pack in it, which a lookup finds by its entry point. Built by setuptools."""
+"""The command wheel: an installable package with a pack in it, which a lookup finds by its entry point."""
 
 from __future__ import annotations
 
@@ -10,10 +10,16 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
-from cache_tools.shared.contents import Contents
-from cache_tools.shared.text import count
-from tilekern.cache import CacheError
+import click
+
+from cache_tools.shared.contents import Contents, read_contents, sha256_of
+from cache_tools.shared.options import as_json, cache_dir, with_age_filters, with_filters
+from cache_tools.shared.packing import write_selected
+from cache_tools.shared.selection import Selection
+from cache_tools.shared.text import count, print_json, size
+from tilekern.cache import PACK_SUFFIX, CacheError, Store
 from tilekern.cache.files import write_whole
 
 # The group that tilekern.cache.places reads.
@@ -23,8 +29,46 @@ _EPOCH = "315532800"
 _BUILD = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
 
 
+@click.command()
+@click.argument("out_dir", metavar="OUT_DIR", type=click.Path(path_type=Path, file_okay=False))
+@click.option("--name", required=True, help="The package's name, such as acme-kernels-h200.")
+@click.option("--version", required=True, help="The package's version, such as 1.0.")
+@click.option("--pack", "pack", type=click.Path(path_type=Path), help="This pack, instead of records of the cache.")
+@with_filters
+@with_age_filters
+@cache_dir
+@as_json
+def wheel(
+    out_dir: Path, name: str, version: str, pack: Path | None, store: Store, as_json: bool, **filters: Any
+) -> None:
+    """Make a wheel that brings records along: once it is installed by pip, every lookup finds them.
+
+    The records are those that the filters choose, or a pack's. The same records give the same bytes, by the same
+    setuptools.
+
+    JSON: wheel, name, version, module, left_out, wheel_bytes, wheel_sha256, sha256 and bytes (of the pack in it),
+    records, targets[], toolkits[].
+    """
+    package, selection, left_out = _parse_package(name, version), Selection(**filters), 0
+    if pack and not selection.is_empty:
+        raise CacheError("--pack takes a pack as it is, with no filters; leave one of them out")
+    with TemporaryDirectory() as folder:
+        if pack is None:
+            pack = Path(folder, f"records{PACK_SUFFIX}")
+            _, left_out = write_selected(store, pack, selection)
+        contents = read_contents(pack)
+        path = _build_wheel(contents, package, out_dir)
+    if as_json:
+        made = {"wheel": str(path), "name": package.name, "version": package.version, "module": package.module}
+        sizes = {"left_out": left_out, "wheel_bytes": path.stat().st_size, "wheel_sha256": sha256_of(path)}
+        print_json(made | sizes | contents.document())
+        return
+    note = f"; {count(left_out, 'unreadable record')} left out" if left_out else ""
+    click.echo(f"made {path} with {count(len(contents.records), 'record')}, {size(path.stat().st_size)}{note}")
+
+
 @dataclass(frozen=True)
-class Package:
+class _Package:
     """What pip will call a package.
 
     Attributes:
@@ -41,7 +85,7 @@ class Package:
         return f"tilekern_packs_{self.name.replace('-', '_')}"
 
 
-def parse_package(name: str, version: str) -> Package:
+def _parse_package(name: str, version: str) -> _Package:
     """A package's name and version as pip reads them.
 
     Raises:
@@ -53,7 +97,7 @@ def parse_package(name: str, version: str) -> Package:
     except ImportError:
         raise CacheError(_needs("packaging")) from None
     try:
-        package = Package(canonicalize_name(name, validate=True), str(Version(version)))
+        package = _Package(canonicalize_name(name, validate=True), str(Version(version)))
     except InvalidName:
         raise CacheError(
             f"--name must be letters, digits and single ones of -_. between them, such as acme-kernels, got {name!r}"
@@ -65,7 +109,7 @@ def parse_package(name: str, version: str) -> Package:
     return package
 
 
-def build_wheel(pack: Contents, package: Package, out_dir: Path) -> Path:
+def _build_wheel(pack: Contents, package: _Package, out_dir: Path) -> Path:
     """Make a wheel; the same pack, name and version give the same bytes, by the same setuptools.
 
     Returns:
@@ -88,7 +132,7 @@ def build_wheel(pack: Contents, package: Package, out_dir: Path) -> Path:
     return path
 
 
-def _write_project(project: Path, pack: Contents, package: Package) -> None:
+def _write_project(project: Path, pack: Contents, package: _Package) -> None:
     module = project / package.module
     module.mkdir(parents=True)
     (module / "__init__.py").write_text('"""Packs of tuned GPU kernels, which tilekern reads where they lie."""\n')

@@ -1,4 +1,4 @@
-"""A lookup, told step by step by the code that does it: the command why."""
+"""The command why: a lookup, told step by step by the code that does it."""
 
 from __future__ import annotations
 
@@ -7,23 +7,26 @@ from typing import Any
 import click
 
 from cache_tools.shared.here import spec_named, target_named, toolkit_key
+from cache_tools.shared.options import as_json, cache_dir, command
 from cache_tools.shared.staleness import digests_today
 from cache_tools.shared.text import plain, print_json, time_us_of
 from tilekern.cache import NOT_FRESH, CacheError, Hit, Step, Store, default_layers, parse_problem_key, problem_key
 
 
-def explain(store: Store, kernel: str, key: str, target_name: str | None, as_json: bool) -> None:
-    """Look a problem up as dispatch does, and print each step.
+@command
+@click.argument("kernel", metavar="KERNEL")
+@click.argument("key", metavar="PROBLEM")
+@click.option("--target", "target_name", help="The GPU: its name, arch or key (else the one of this machine).")
+@cache_dir
+@as_json
+def why(kernel: str, key: str, target_name: str | None, store: Store, as_json: bool) -> None:
+    """Explain a lookup step by step; PROBLEM with real sizes, such as rows=5000,columns=4096,dtype=bfloat16.
 
-    Args:
-        store: the user's cache.
-        kernel: the kernel's name.
-        key: the problem with real sizes, in the form of a key.
-        target_name: the GPU; None for the one of this machine.
-        as_json: whether to print a JSON document.
+    Looks the problem up as a job on that GPU would, through the same code, and says what was tried in which layer and
+    why it was passed over or taken.
 
-    Raises:
-        CacheError: there is no such kernel, problem of it, or GPU.
+    JSON: kernel, problem, problem_key, target, toolkit, source_digest, space_digest, layers[], steps[] {layer, target,
+    toolkit, problem_key, outcome, detail}, hit; all in docs/cache-json.md.
     """
     from tilekern.runtime.dispatch import find
 

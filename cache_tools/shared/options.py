@@ -9,15 +9,14 @@ from typing import Any
 
 import click
 
-from cache_tools.shared.selection import parse_duration
 from tilekern import __version__
 from tilekern.cache import CacheError, Store, user_root
 
-Command = Callable[..., Any]
+Work = Callable[..., Any]
 # How each command, which takes it over from the group, is asked for help.
 HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
 version = click.version_option(__version__, prog_name="tilekern", message="%(prog)s %(version)s")
-_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 
 class StoreType(click.ParamType):
@@ -59,20 +58,11 @@ class Duration(click.ParamType):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:  # noqa: ARG002
         """The age in seconds."""
-        return parse_duration(value, param.opts[0] if param else "an age")
-
-
-class Size(click.ParamType):
-    """A number of bytes on the command line, such as ``2G`` or ``500M``."""
-
-    name = "size"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:  # noqa: ARG002
-        """The size in bytes."""
-        found = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,3})?)([KMGT]?)", str(value))
+        found = re.fullmatch(r"([0-9]{1,9})([smhdw])", value)
         if not found:
-            raise CacheError(f"--max-size must be a number of bytes or one with K, M, G, T, such as 2G, got {value!r}")
-        return int(float(found[1]) * _UNITS[found[2]])
+            option = param.opts[0] if param else "an age"
+            raise CacheError(f"{option} must be a number with one of s, m, h, d, w, such as 30d or 12h, got {value!r}")
+        return float(int(found[1]) * _SECONDS[found[2]])
 
 
 cache_dir = click.option(
@@ -85,11 +75,22 @@ cache_dir = click.option(
 as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 target = click.option("--target", help="Only of this GPU: its key, name or arch.")
 toolkit = click.option("--toolkit", help="Only of this toolkit's key.")
+all_layers = click.option(
+    "--layers", "all_layers", is_flag=True, help="All layers of a lookup: the cache, TILEKERN_CACHE_PATH, packs."
+)
+plain_http = click.option(
+    "--plain-http", is_flag=True, help="Talk to an OCI registry by HTTP; one on this machine always is."
+)
 dry_run = click.option("--dry-run", is_flag=True, help="Say what would go and how much that frees, and change nothing.")
 confirmed = click.option("--yes", "-y", "confirmed", is_flag=True, help="Do not ask.")
 
 
-def with_filters(command: Command) -> Command:
+def command(work: Work) -> click.Command:
+    """A command of the function's name that also says the version."""
+    return version(click.command()(work))
+
+
+def with_filters(work: Work) -> Work:
     """Options that choose records by what they are of."""
     for option in (
         click.option("--provenance", help="Only measured, predicted or default ones."),
@@ -98,12 +99,12 @@ def with_filters(command: Command) -> Command:
         target,
         click.option("--kernel", help="Only records of this kernel."),
     ):
-        command = option(command)
-    return command
+        work = option(work)
+    return work
 
 
-def with_age_filters(command: Command) -> Command:
+def with_age_filters(work: Work) -> Work:
     """Options that choose records by their age."""
-    command = click.option("--stale", is_flag=True, help="Only those whose kernel's source has changed since.")(command)
+    stale = click.option("--stale", is_flag=True, help="Only those whose kernel's source has changed since.")
     older_than = click.option("--older-than", "older_than_s", type=Duration(), help="Only older ones: 30d, 12h.")
-    return older_than(command)
+    return older_than(stale(work))

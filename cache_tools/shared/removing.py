@@ -1,4 +1,4 @@
-"""Deleting records and what only they referred to; the command clear."""
+"""Deleting records and what only they referred to."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import NamedTuple
 
 import click
 
-from cache_tools.shared.selection import Selection
-from cache_tools.shared.text import count, print_json, size
+from cache_tools.shared.text import count, size
 from tilekern.cache import Address, BlobFile, CacheError, Entry, Store
 
 # Many times what a lookup takes from the reading of a record to that of its artifacts, on a network's disk too.
@@ -109,36 +108,6 @@ def garbage_of(store: Store, going: Sequence[Kept]) -> tuple[list[BlobFile], str
 def digests_of(entries: Sequence[Kept]) -> frozenset[str]:
     """The blobs that records refer to."""
     return frozenset(digest for entry in entries for digest in entry.digests)
-
-
-def clear(store: Store, selection: Selection, everything: bool, dry_run: bool, confirmed: bool, as_json: bool) -> None:
-    """Delete the selected records and then the blobs that nothing refers to any more, or print what would go.
-
-    Records of an unknown schema are left alone.
-
-    Raises:
-        CacheError: nothing was selected, the question was not answered with yes, or a file cannot be deleted.
-    """
-    if selection.is_empty != everything:
-        raise CacheError(
-            "clear needs --all, or a filter: --kernel, --target, --toolkit, --problem, --provenance, --older-than, "
-            "--stale"
-        )
-    if as_json and not (confirmed or dry_run):
-        raise CacheError("clear --json asks nothing and so needs --yes or --dry-run")
-    listed = (entry for entry in store.entries(selection.where) if not entry.is_folder)
-    matching = [kept_of(entry) for entry in listed if selection.matches(entry)]
-    chosen = [entry for entry in matching if not entry.unknown_schema]
-    if chosen and not confirmed and not dry_run:
-        ask(f"Remove {count(len(chosen), 'record')} from {store.root}?")
-    removed = would_go(store, chosen) if dry_run else remove(store, chosen)
-    left_alone = len(matching) - len(chosen)
-    if as_json:
-        counts = {"removed": removed.records, "blobs": removed.blobs, "bytes": removed.size_bytes}
-        noted = {"left_alone": left_alone, "kept": removed.kept}
-        print_json({"cache_dir": str(store.root), "dry_run": dry_run, **counts, **noted})
-    else:
-        say(removed, left_alone, dry_run)
 
 
 def say(removed: Removed, left_alone: int, dry_run: bool = False) -> None:

@@ -11,8 +11,6 @@ from datetime import datetime
 from cache_tools.shared.staleness import is_stale
 from tilekern.cache import PROVENANCES, CacheError, Entry, Listed, parse_problem_key
 
-_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
-
 
 @dataclass(frozen=True)
 class Selection:
@@ -85,18 +83,6 @@ def age_s(entry: Entry | Listed) -> float:
 def seconds_since(moment: float) -> float:
     """Seconds since a moment, given in seconds since 1970; at least 0."""
     return max(0.0, time.time() - moment)
-
-
-def parse_duration(text: str, option: str) -> float:
-    """Seconds of a duration such as ``30d``, ``12h``, ``15m``; ``option`` is named in the error.
-
-    Raises:
-        CacheError: ``text`` is none.
-    """
-    found = re.fullmatch(r"([0-9]{1,9})([smhdw])", text)
-    if not found:
-        raise CacheError(f"{option} must be a number with one of s, m, h, d, w, such as 30d or 12h, got {text!r}")
-    return float(int(found[1]) * _SECONDS[found[2]])
 
 
 @functools.lru_cache(maxsize=1024)

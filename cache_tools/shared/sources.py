@@ -55,6 +55,21 @@ def user_cache(store: Store) -> Source:
     return Source(USER, store)
 
 
+def sources_of(store: Store, all_layers: bool, layer: str | None = None) -> list[Source]:
+    """The cache that a command is about, or the layers of a lookup: all of them, or the one named.
+
+    Raises:
+        CacheError: there is no layer of that name.
+    """
+    if not all_layers and layer is None:
+        return [user_cache(store)]
+    sources = layers_of_a_lookup(store)
+    chosen = [source for source in sources if layer in (None, source.name)]
+    if not chosen:
+        raise CacheError(f"there is no layer {layer!r}; a lookup reads {', '.join(source.name for source in sources)}")
+    return chosen
+
+
 def source_at(path: Path) -> Source:
     """The cache or pack at a path.
 

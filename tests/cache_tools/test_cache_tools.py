@@ -38,6 +38,15 @@ def test_every_command_has_h_and_version(name, capsys):
         assert capsys.readouterr().out == f"tilekern {tilekern.__version__}\n"
 
 
+def test_every_file_of_a_command_is_a_command():
+    files = {path.stem for path in (ROOT / "cache_tools" / "commands").glob("*.py")} - {"__init__"}
+    assert {command.name for command in app.commands.values()} == files
+
+
+def test_a_mistyped_command_is_told_the_nearest(cli):
+    refused(cli("prun"), "'prun'", "'prune'")
+
+
 def test_ls_lists_the_records_in_columns(cli):
     code, out, _ = cli("ls")
     assert code == 0
@@ -437,11 +446,13 @@ def test_ls_of_a_thousand_records_is_quick(tmp_path):
     assert min(times) < 1.5
 
 
-def test_looking_at_a_cache_loads_neither_torch_nor_a_compiler(cache):
+def test_looking_at_a_cache_loads_neither_torch_nor_a_compiler_nor_other_commands(cache):
     code = (
         "import sys; from cache_tools.__main__ import main; main(['ls', '--cache-dir', sys.argv[1]]); "
         "heavy = {'torch', 'cuda', 'typer', 'rich', 'transformers', 'numpy'} & set(sys.modules); "
-        "assert not heavy, heavy"
+        "assert not heavy, heavy; "
+        "commands = [name for name in sys.modules if name.startswith('cache_tools.commands.')]; "
+        "assert commands == ['cache_tools.commands.ls'], commands"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, str(cache)], cwd=ROOT, capture_output=True, text=True, check=False

@@ -11,7 +11,7 @@ import pytest
 from cache_samples import B200, PROBLEM, put
 from ship_samples import URL_OF_NOTHING, Commands, has_both, make_pack, served, sha256
 
-from cache_tools.pulled import was_pulled
+from cache_tools.commands.pull import was_pulled
 from tilekern.cache import FolderLayer, Store
 
 

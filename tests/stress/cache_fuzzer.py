@@ -14,8 +14,8 @@ from pathlib import Path
 import atheris
 from msgspec.structs import replace
 
-with atheris.instrument_imports(include=["tilekern.cache", "cache_tools.pulled"]):
-    from cache_tools.pulled import was_pulled
+with atheris.instrument_imports(include=["tilekern.cache", "cache_tools.commands.pull"]):
+    from cache_tools.commands.pull import was_pulled
     from tilekern.cache import (
         CacheError,
         PackLayer,

@@ -1,0 +1,43 @@
+"""The command keygen: a key to sign with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from cache_tools.shared.options import as_json, command
+from cache_tools.shared.text import print_json
+from tilekern.cache import CacheError
+from tilekern.cache.files import write_whole
+from tilekern.cache.trust.policy import user_trust_roots
+from tilekern.cache.trust.signing import generate_key
+
+
+@command
+@click.argument("file", metavar="FILE", type=click.Path(path_type=Path))
+@click.option("--name", help="What the key's owner is called (else the file's name).")
+@as_json
+def keygen(file: Path, name: str | None, as_json: bool) -> None:
+    """Make a key to sign with: FILE, for you alone, and FILE.pub, the line for others' trust roots.
+
+    JSON: key, public_key, trust_root, trust_roots (the file where a line of yours counts).
+    """
+    title = " ".join((name or file.stem).split())
+    public = file.with_name(f"{file.name}.pub")
+    if not title or not title.isprintable():
+        raise CacheError(f"--name must be printable and not empty, got {name or file.stem!r}")
+    if public.exists():
+        raise CacheError(f"{public} is there already, and a key is never overwritten; give another name")
+    key = generate_key(file)
+    line = f"ed25519 {key} {title}"
+    try:
+        write_whole(public, f"{line}\n".encode())
+    except OSError as error:
+        file.unlink()
+        raise CacheError(f"cannot write {public}: {error.strerror}") from None
+    if as_json:
+        roots = str(user_trust_roots())
+        print_json({"key": str(file), "public_key": key, "trust_root": line, "trust_roots": roots})
+        return
+    click.echo(f"wrote {file}, which signs, and {public}, whose line others add to {user_trust_roots()}")

@@ -1,0 +1,27 @@
+"""The command unpack: the records of a pack into the cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from cache_tools.shared.options import as_json, cache_dir, command
+from cache_tools.shared.text import count, print_json
+from tilekern.cache import Store, install_pack
+
+
+@command
+@click.argument("file", metavar="FILE", type=click.Path(path_type=Path))
+@cache_dir
+@as_json
+def unpack(file: Path, store: Store, as_json: bool) -> None:
+    """Put a pack's records into the cache, once all are checked.
+
+    JSON: pack, cache_dir, installed.
+    """
+    installed = install_pack(file, store)
+    if as_json:
+        print_json({"pack": str(file), "cache_dir": str(store.root), "installed": installed})
+    else:
+        click.echo(f"unpacked {count(installed, 'record')} into {store.root}")

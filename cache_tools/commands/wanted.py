@@ -1,0 +1,48 @@
+"""The command wanted: problems that jobs asked for and did not find, and how often each ran untuned."""
+
+from __future__ import annotations
+
+import click
+
+from cache_tools.shared.options import as_json, cache_dir, command
+from cache_tools.shared.tables import natural, print_table
+from cache_tools.shared.text import count, plain, print_json
+from tilekern.cache import Store, clear_wanted, problem_key, read_misses, read_wanted, wanted_name
+
+
+@command
+@click.option("--clear", "empty", is_flag=True, help="Empty the list after printing it.")
+@cache_dir
+@as_json
+def wanted(store: Store, empty: bool, as_json: bool) -> None:
+    """List what was asked for at run time and was not there.
+
+    JSON: cache_dir, wanted[] {kernel, problem, target, reason, created, runs}, cleared; all in docs/cache-json.md.
+    """
+    runs = read_misses(store.root)
+    items = [
+        {**item, "runs": runs.get(wanted_name(item["kernel"], item["problem"], item["target"]), 0)}
+        for item in read_wanted(store.root)
+    ]
+    cleared = clear_wanted(store.root) if empty else 0
+    if as_json:
+        print_json({"cache_dir": str(store.root), "wanted": items, "cleared": cleared})
+        return
+    if items:
+        rows = [
+            (
+                plain(item["target"].get("key", "")),
+                item["kernel"],
+                problem_key(item["problem"]),
+                str(item["runs"]),
+                plain(item["reason"]),
+            )
+            for item in items
+        ]
+        rows.sort(key=lambda row: [natural(text) for text in row])
+        header = ("TARGET", "KERNEL", "PROBLEM", "RUNS", "REASON")
+        print_table(header, rows, ("RUNS",), grouped=("TARGET",), below=("PROBLEM", "REASON"))
+    else:
+        click.echo(f"nothing is wanted in {store.root}")
+    if empty:
+        click.echo(f"removed {count(cleared, 'wanted problem')}")
