@@ -59,8 +59,8 @@ def pull(
         raise CacheError(f"a pack's name must end in {PACK_SUFFIX}, got {out.name!r}")
     if pinned:
         check_digest("--digest", pinned)
-    wanted = _Wanted(url, pinned, plain_http)
-    outcome = _pull_to_file(wanted, out) if out else _pull_into_cache(wanted, store)
+    wanted = (url, pinned, plain_http)
+    outcome = _pull_to_file(*wanted, out) if out else _pull_into_cache(*wanted, store)
     if as_json:
         came = {"url": url, "downloaded": outcome.downloaded, "sha256": outcome.sha256}
         print_json(
@@ -74,20 +74,6 @@ def pull(
         click.echo(f"pulled {count(outcome.installed, 'record')} into {store.root}, sha256 {outcome.sha256}")
 
 
-class _Wanted(NamedTuple):
-    """What to pull.
-
-    Attributes:
-        url: the place.
-        sha256: the only pack that will do, or None.
-        plain_http: talk to an OCI registry by HTTP.
-    """
-
-    url: str
-    sha256: str | None = None
-    plain_http: bool = False
-
-
 class _Pulled(NamedTuple):
     """What a pull did: the pack's sha256, whether it was downloaded, and how many records were written."""
 
@@ -96,7 +82,7 @@ class _Pulled(NamedTuple):
     installed: int = 0
 
 
-def _pull_into_cache(wanted: _Wanted, store: Store) -> _Pulled:
+def _pull_into_cache(url: str, pinned: str | None, plain_http: bool, store: Store) -> _Pulled:
     """Put the records of a pack elsewhere into a cache, where it has not all of them from an earlier pull.
 
     Raises:
@@ -104,7 +90,7 @@ def _pull_into_cache(wanted: _Wanted, store: Store) -> _Pulled:
         Corrupt: what is there is no sound pack, or not the one that was wanted; nothing was written.
         CacheError: the place cannot be reached, or the cache cannot be written.
     """
-    with _fetched(wanted, lambda sha256: was_pulled(store, sha256)) as (sha256, pack):
+    with _fetched(url, pinned, plain_http, lambda sha256: was_pulled(store, sha256)) as (sha256, pack):
         if pack is None:
             return _Pulled(sha256, downloaded=False)
         installed = install_pack(pack.path, store)
@@ -112,7 +98,7 @@ def _pull_into_cache(wanted: _Wanted, store: Store) -> _Pulled:
         return _Pulled(sha256, downloaded=True, installed=installed)
 
 
-def _pull_to_file(wanted: _Wanted, path: Path) -> _Pulled:
+def _pull_to_file(url: str, pinned: str | None, plain_http: bool, path: Path) -> _Pulled:
     """Put a pack elsewhere into a file, in one step, where the file is not that pack already.
 
     Raises:
@@ -122,7 +108,11 @@ def _pull_to_file(wanted: _Wanted, path: Path) -> _Pulled:
     """
     if not path.parent.is_dir():
         raise CacheError(f"there is no folder {path.parent} to keep {path.name} in")
-    with _fetched(wanted, lambda sha256: path.is_file() and sha256_of(path) == sha256, path.parent) as (sha256, pack):
+
+    def is_here(sha256: str) -> bool:
+        return path.is_file() and sha256_of(path) == sha256
+
+    with _fetched(url, pinned, plain_http, is_here, path.parent) as (sha256, pack):
         if pack is not None:
             try:
                 os.replace(pack.path, path)
@@ -133,10 +123,9 @@ def _pull_to_file(wanted: _Wanted, path: Path) -> _Pulled:
 
 @contextmanager
 def _fetched(
-    wanted: _Wanted, is_here: Callable[[str], bool], folder: Path | None = None
+    url: str, sha256: str | None, plain_http: bool, is_here: Callable[[str], bool], folder: Path | None = None
 ) -> Iterator[tuple[str, Contents | None]]:
     """The pack's sha256, and the pack in a file of ``folder`` that is gone afterwards; None where it is here."""
-    url, sha256, plain_http = wanted
     if sha256 and is_here(sha256):
         yield sha256, None
         return
