@@ -28,7 +28,9 @@ every_op = pytest.mark.parametrize("op", SHIPPED.values(), ids=SHIPPED)
 @every_op
 def test_the_text_is_the_golden_one(op):
     """After a change that is meant, write it anew: ``python tests/ops/test_operation.py``."""
-    assert writing.text_of(op) == (GOLDEN / f"{op.name}.txt").read_text()
+    path = GOLDEN / f"{op.name}.txt"
+    assert path.exists(), f"{path.name} is missing; `python tests/ops/test_operation.py` writes it"
+    assert writing.text_of(op) == path.read_text()
 
 
 def test_every_golden_text_is_of_an_op():
@@ -329,7 +331,7 @@ def declared(forward=(X, Y), backward=(DY, X, DX), **options):
             {"forward": (X, Array("y", "dtype", ("width",), "output")), "find": print, "launch": print},
             "no argument says what width of y is, so fake must be given",
         ),
-        ({"reads": ("y",), "backward": ()}, "x is not saved, so fallback_backward must be given"),
+        ({"reads": ("y",), "backward": ()}, "x is not saved; give fallback_backward, or name it in reads"),
         ({"sums": ("x",)}, r"must have one scratch array \[blocks, ...\]"),
         ({"flags": {}, "forward": (Array("x", "float32", ROWS), Y)}, "what dtype of"),
         ({"kernel": print}, "unexpected keyword argument 'kernel'"),

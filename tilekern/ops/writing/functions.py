@@ -93,7 +93,7 @@ def fallback(op: Declaration) -> str:
 def fallback_backward(op: Declaration) -> str:
     """``fallback_backward(*slopes, *saved, *scalars)``: the gradients of the formula."""
     if unsaved := [name for name in op.tensors if name not in op.saved]:
-        raise TypeError(f"{op.name}: {unsaved[0]} is not saved, so fallback_backward must be given")
+        raise TypeError(f"{op.name}: {unsaved[0]} is not saved; give fallback_backward, or name it in reads")
     if len(op.made) < len(op.gradients):
         raise TypeError(f"{op.name}: arguments share a gradient, so fallback_backward must be given")
     places = row([str(op.arguments.index(name)) for name in op.gradients])
