@@ -1,8 +1,8 @@
 """Ops: torch functions with gradients over the kernels, one file each, called after its op.
 
 Of each file that declares ops (:mod:`tilekern.ops.operation`) the function that has the file's name is found by itself:
-an op, or a function that calls the file's ops. Those that are imported by name below are so for type checkers, to which
-a name that is found later is the module of the op.
+an op, or a function that calls the file's ops. The others are imported by name below: those that call ops of other
+files, and those that type checkers must know, to which a name that is found later is the module of the op.
 """
 
 import importlib
@@ -17,6 +17,7 @@ from tilekern.ops.linear_cross_entropy import linear_cross_entropy
 from tilekern.ops.operation import DECLARED
 from tilekern.ops.projections import projections
 from tilekern.ops.qk_norm_rope import qk_norm_rope
+from tilekern.ops.qwen2vl_mrope import qwen2vl_mrope
 from tilekern.ops.rms_norm import rms_norm
 from tilekern.ops.rope import rope
 from tilekern.ops.swiglu import swiglu
@@ -30,6 +31,7 @@ __all__ = [
     "linear_cross_entropy",
     "projections",
     "qk_norm_rope",
+    "qwen2vl_mrope",
     "rms_norm",
     "rope",
     "swiglu",
