@@ -104,6 +104,7 @@ def fill(event, arguments):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
+@pytest.mark.processes
 def test_killed_at_any_step_it_is_all_or_nothing(cache, pack, tmp_path):
     outcomes = []
     for step in range(1000):

@@ -241,6 +241,7 @@ def test_a_compiled_step_is_the_same_step():
     assert torch.equal(ours[0], others[0])
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no distributed package")
 def test_fsdp2_on_two_processes_gives_the_parameters_of_one(tmp_path):
     worker = Path(__file__).parent / "adamw_fsdp_worker.py"

@@ -216,6 +216,7 @@ def test_threads():
     assert identical(everything(), before)
 
 
+@pytest.mark.processes
 def test_importing_the_room_does_not_import_transformers():
     code = (
         "import sys, tilekern, tilekern.patch, tilekern.runtime.warmup; tilekern.reset()\n"

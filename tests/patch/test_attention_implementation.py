@@ -354,6 +354,7 @@ def test_gradient_checkpointing(reentrant):
     assert forwards() == before + 4
 
 
+@pytest.mark.slow
 def test_compiled_in_one_graph():
     torch._dynamo.reset()
     ours, theirs = pair(layers=1)

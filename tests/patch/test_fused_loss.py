@@ -325,6 +325,7 @@ def test_on_a_cpu_without_the_interpreter_torch_s_operations_run(monkeypatch):
     assert counters(NAME).fallbacks == before + 1
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no distributed package")
 def test_fsdp2_on_two_processes_gives_the_gradients_of_one(tmp_path):
     """Layers and root sharded; the head by itself; the head with the norm; with mixed precision."""

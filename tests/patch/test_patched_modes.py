@@ -107,6 +107,7 @@ def test_one_module_twice_in_a_graph(way):
     assert worst(twice(), reference) < 1e-5
 
 
+@pytest.mark.slow
 @ways
 def test_compiled_in_one_graph_before_and_after(way):
     torch._dynamo.reset()

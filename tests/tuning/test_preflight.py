@@ -232,6 +232,7 @@ def test_what_any_record_serves_is_promised_on_every_machine(model, monkeypatch,
         assert json.loads(capsys.readouterr().out)["cannot_fix"] is None
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_fix_tunes_what_lacks_and_nothing_else(model, tmp_path, capsys):
     first = rope().needs[0]

@@ -232,6 +232,7 @@ def share(flags):
     return counts[True] / counts.total()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "noise", [Noise(), Noise(drift_share=0.0), Noise(drift_share=0.7, drift_us=500.0, outliers=0.03)],
     ids=["drift", "no-drift", "rough"],

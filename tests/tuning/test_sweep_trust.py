@@ -112,6 +112,7 @@ def test_a_folder_of_another_user_is_refused(compiled_sweep, tmp_path, monkeypat
     assert not blobs_of(tmp_path / "cache")
 
 
+@pytest.mark.slow
 @policies
 def test_what_was_altered_is_compiled_anew(compiled_sweep, tmp_path, monkeypatch, policy, h200):
     """The same in a copy that is the victim's own, as an unpacked archive is."""
@@ -202,6 +203,7 @@ def test_one_altered_line_of_a_signed_folder_does_not_count(signed_folder, tmp_p
     assert said == f"1 artifact in {signed_folder} is by another, and no trust root signed it: it is left out"
 
 
+@pytest.mark.slow
 def test_only_what_the_builder_vouches_for_is_signed(compiled_sweep, tmp_path, users, capsys):
     """Who signs a folder signs their own artifacts: those of others were compiled anew before."""
     folder = copy_of(compiled_sweep.folder, tmp_path / "sweep")
