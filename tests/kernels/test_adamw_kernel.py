@@ -12,7 +12,7 @@ from tilekern.kernels.adamw import WIDTHS, flat_shape
 from tilekern.spec import ALIGNED, DTYPES, GENERIC
 from tilekern.targets import INTERPRETED, KNOWN, resolve
 from tilekern.toolchain import compile_candidate, toolkit
-from tuning.verify.check import launch_arguments, make_outputs
+from tuning.verify.check import compare, expected_results, launch_arguments, make_outputs
 
 SPEC = spec_named("adamw")
 PLACES = {"new_param": "param", "new_exp_avg": "exp_avg", "new_exp_avg_sq": "exp_avg_sq"}
@@ -55,6 +55,17 @@ def test_nothing_moves_where_gradient_and_moments_are_zero(dtype):
     assert torch.equal(found["new_param"], inputs["param"])
     assert not found["new_exp_avg"].any()
     assert not found["new_exp_avg_sq"].any()
+
+
+def test_nothing_but_the_results_is_rounded():
+    """A step that brings the parameter near zero: what is left would be lost if anything were rounded on the way."""
+    problem = sized(SPEC, "bfloat16")
+    inputs = inputs_of(SPEC, problem)
+    alone = SPEC.reference(**inputs | {"param": torch.zeros_like(inputs["param"])})["new_param"]
+    inputs["param"] = (-alone / inputs["decay"]).bfloat16()
+    found = step(problem, SPEC.default(problem, INTERPRETED), inputs)
+    check = compare(SPEC, problem, found, expected_results(SPEC, problem, inputs))
+    assert check.passed, check.reason
 
 
 def test_a_second_moment_that_has_overflowed_stops_the_parameter_and_does_not_spoil_it():

@@ -9,8 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from spec_samples import NAMES, SPECS, VIEWS, compiled, configs, inputs_of, interpret, problems, seen_as, sized
 
+from tilekern import interpreter
 from tilekern.kernels import spec_named
 from tilekern.spec import DTYPES
+from tilekern.targets import INTERPRETED
+from tuning.verify.check import launch_arguments
 
 every_spec = pytest.mark.parametrize("spec", SPECS, ids=NAMES)
 
@@ -98,13 +101,18 @@ def test_every_config_of_one_odd_problem_is_right(spec, dtype):
         ("rms_norm_backward", 1, 4096),
         ("rms_norm_backward", 3, 5120),
         ("rms_norm_backward", 4, 20000),
+        ("layer_norm_backward", 3, 5120),
+        ("layer_norm_backward", 3, 20000),
         ("swiglu_forward", 3, 5121),
         ("swiglu_backward", 3, 5121),
         ("column_sum", 300, 1030),
     ],
 )
 def test_long_rows(kernel, rows, columns):
-    """Rows of several chunks, and rows so long that they are read twice, by the first configs of each function."""
+    """Rows of several chunks, and rows so long that they are read twice, by the first configs of each function.
+
+    Resident blocks are a single one, which takes the rows one after the other.
+    """
     spec = spec_named(kernel)
     problem = sized(spec, "bfloat16", rows=rows, columns=columns)
     inputs = inputs_of(spec, problem)
@@ -113,7 +121,7 @@ def test_long_rows(kernel, rows, columns):
         shape = (spec.device(problem, config).function, config["tile_n"])
         seen.setdefault(shape, config)
     for config in seen.values():
-        check = interpret(spec, problem, config, inputs)
+        check = interpret(spec, problem, config, inputs, 1 if config["schedule"] == "persistent" else None)
         assert check.passed, (config, check.reason)
 
 
@@ -140,6 +148,44 @@ def test_rope_reads_only_the_first_half_of_angles_that_are_stored_twice():
         inputs[name] = twice[..., : inputs[name].shape[-1]]
         assert inputs[name].stride(1) == twice.shape[-1]
     assert interpret(spec, problem, spec.default(problem, None), inputs).passed
+
+
+def test_rope_rounds_nothing_but_its_results():
+    """Products that nearly cancel: what is left of them would be lost if they were rounded."""
+    spec = spec_named("rope")
+    problem = sized(spec, "bfloat16").but(full=True)
+    inputs = inputs_of(spec, problem)
+    half = problem["head_dim"] // 2
+    for name in ("q", "k"):
+        inputs[name][..., half:] = inputs[name][..., :half]
+    inputs["cos"].fill_(1)
+    inputs["sin"][..., :half], inputs["sin"][..., half:] = 1 - 2**-8, 2**-8 - 1
+    check = interpret(spec, problem, spec.default(problem, INTERPRETED), inputs)
+    assert check.passed, check.reason
+
+
+@pytest.mark.parametrize("heads", [(33, 9), (9, 33)], ids=str)
+def test_rope_of_more_heads_than_are_written_out(heads):
+    spec = spec_named("rope")
+    problem = sized(spec, "bfloat16", tokens=2, batch=1, heads=heads[0], kv_heads=heads[1], head_dim=128)
+    inputs, seen = inputs_of(spec, problem), {}
+    for config in configs(spec, problem):
+        seen.setdefault(spec.device(problem, config).constants, config)
+    assert {dict(constants)["unrolled"] for constants in seen} == {False, True}
+    for config in seen.values():
+        check = interpret(spec, problem, config, inputs)
+        assert check.passed, (config, check.reason)
+
+
+@pytest.mark.parametrize("factor", [0.0, 1.0])
+def test_scale_in_place_by_factors_that_leave_or_clear_everything(factor):
+    spec = spec_named("scale")
+    problem = sized(spec)
+    inputs = inputs_of(spec, problem) | {"factor": torch.tensor([factor])}
+    implementation = spec.device(problem, spec.default(problem, INTERPRETED))
+    expected, given = inputs["x"] * factor, launch_arguments(implementation, inputs, {"y": inputs["x"]})
+    interpreter.launch(implementation.function, (4,), given)
+    assert torch.equal(inputs["x"], expected)
 
 
 def test_rope_backward_undoes_the_forward():

@@ -133,6 +133,31 @@ def test_queries_that_see_no_key_get_and_give_nothing():
     assert all(torch.equal(full[name], again[name]) for name in ("dk", "dv"))
 
 
+@both
+def test_sums_over_many_tiles_are_kept_in_float32(spec):
+    """Of terms of one sign, whose sums rounded to bfloat16 after each tile would be off by percents."""
+    sizes = {"queries": 16, "keys": 4096} if spec is DQ else {"queries": 4096, "keys": 16}
+    problem = problem_of(spec, "bfloat16", batch=1, heads=1, kv_heads=1, head_dim=16, **sizes)
+    inputs = inputs_of(spec, problem)
+    inputs |= {name: inputs[name].abs() for name in ("q", "k", "v", "dout")}
+    inputs = _consistent(problem, inputs | {"delta": torch.zeros_like(inputs["delta"])})
+    check = interpret(spec, problem, small(spec, problem), inputs)
+    assert check.passed, check.reason
+
+
+@both
+def test_a_packed_sequence_is_not_touched_by_the_nan_of_the_next(spec):
+    problem = problem_of(spec, flags={"packed": True}, batch=3)
+    inputs = inputs_of(spec, problem)
+    last = inputs["query_starts"][-2]
+    for name in ("q", "k", "v", "dout"):
+        inputs[name][:, last:] = torch.nan
+    for name in ("lse", "delta"):
+        inputs[name][..., last:] = torch.nan
+    check = interpret(spec, problem, small(spec, problem), inputs)
+    assert check.passed, check.reason
+
+
 def test_keys_that_no_query_sees_get_zeros():
     problem = problem_of(DKDV, flags={"causal": True, "windowed": True}, queries=10, keys=150)
     inputs = inputs_of(DKDV, problem)

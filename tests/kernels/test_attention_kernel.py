@@ -59,11 +59,12 @@ sizes = st.integers(1, 40)
 
 
 @examples(150)
-@given(queries=sizes, keys=sizes, window=sizes, rows=st.sampled_from([4, 8]), tile=st.sampled_from([4, 16]),
+@given(queries=sizes, keys=sizes, window=sizes, rows=st.sampled_from([1, 4, 8]), tile=st.sampled_from([1, 4, 16]),
        by_key=st.booleans(), causal=st.booleans(), windowed=st.booleans())  # fmt: skip
 def test_tiles_that_see_each_other_are_visited_and_only_edges_are_masked(
     queries, keys, window, rows, tile, by_key, causal, windowed
 ):
+    """With tiles of one row every bound that is off by one shows."""
     mask = attention_problem.mask(queries, keys, window, causal, windowed, "cpu")
     mask = mask.T if by_key else mask
     steps, tiles = -(-mask.shape[0] // rows), -(-mask.shape[1] // tile)
@@ -161,6 +162,24 @@ def test_packed_sequences_may_be_empty():
     assert check.passed, check.reason
 
 
+def test_sums_over_many_tiles_are_kept_in_float32():
+    """Values and weights of one sign, whose sums rounded to bfloat16 after each tile would be off by percents."""
+    problem = sized(SPEC, "bfloat16", batch=1, heads=1, kv_heads=1, head_dim=16, queries=16, keys=4096)
+    inputs = inputs_of(SPEC, problem)
+    inputs["v"] = inputs["v"].abs()
+    check = interpret(SPEC, problem, SPEC.generic(problem), inputs)
+    assert check.passed, check.reason
+
+
+def test_a_packed_sequence_is_not_touched_by_the_nan_of_the_next():
+    problem = sized(SPEC, "float32", batch=3, queries=9, keys=9).but(packed=True)
+    inputs = inputs_of(SPEC, problem)
+    for name in ("q", "k", "v"):
+        inputs[name][:, inputs["query_starts"][-2] :] = torch.nan
+    check = interpret(SPEC, problem, SPEC.generic(problem), inputs)
+    assert check.passed, check.reason
+
+
 def test_scores_of_any_size_stay_finite():
     problem = sized(SPEC, "bfloat16", batch=1, queries=40, keys=40).but(causal=True, sinks=True)
     for scale in (1e-30, 1e3):
@@ -178,7 +197,7 @@ def test_scores_of_any_size_stay_finite():
 @pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
 @pytest.mark.parametrize(
     "changes",
-    [{"head_dim": 64}, {"head_dim": 128}, {"head_dim": 256}, *({flag: True} for flag in FLAGS)],
+    [{"head_dim": 64}, {"head_dim": 128}, {"head_dim": 256}, *({flag: True} for flag in FLAGS if flag != "causal")],
     ids=lambda changes: "-".join(f"{name}={value}" for name, value in changes.items()),
 )
 def test_defaults_of_real_sizes_spill_next_to_nothing(arch, changes):

@@ -25,6 +25,17 @@ def test_a_mean_far_from_zero_costs_no_more_than_its_own_rounding(spec, columns)
         assert interpret(spec, problem, config, inputs).relative_error < 1e-4, config
 
 
+def test_slopes_far_from_zero_are_not_rounded_with_the_weight():
+    """The mean of dy * weight is taken away: what is left would be lost if the products were rounded."""
+    problem = sized(BACKWARD, "bfloat16", rows=3, columns=84)
+    inputs = BACKWARD.inputs(problem, torch.Generator().manual_seed(0), "cpu")
+    inputs["dy"] = 256 + 2 * (inputs["dy"] > 0).to(inputs["dy"].dtype)
+    inputs["weight"].fill_(1.3)
+    for config in one_of_each(BACKWARD, problem):
+        check = interpret(BACKWARD, problem, config, inputs)
+        assert check.passed, (config, check.reason)
+
+
 def test_a_row_of_one_value_gives_the_bias():
     problem = sized(FORWARD, rows=3, columns=84)
     inputs = FORWARD.inputs(problem, torch.Generator().manual_seed(0), "cpu")

@@ -2,7 +2,10 @@ import pytest
 import torch
 from spec_samples import configs, inputs_of, interpret, sized
 
+from tilekern import interpreter
 from tilekern.kernels import spec_named
+from tilekern.targets import INTERPRETED
+from tuning.verify.check import launch_arguments, make_outputs
 
 FORWARD, BACKWARD = spec_named("qk_norm_rope_forward"), spec_named("qk_norm_rope_backward")
 every_spec = pytest.mark.parametrize("spec", [FORWARD, BACKWARD], ids=lambda spec: spec.name)
@@ -69,6 +72,23 @@ def test_a_head_of_norm_one_is_only_rotated():
     turned = rope.reference(**given, cos=inputs["cos"], sin=inputs["sin"], inverse=False)
     for name, reference in FORWARD.reference(**inputs).items():
         torch.testing.assert_close(reference, turned[name].transpose(1, 2), rtol=1e-12, atol=1e-12)
+
+
+def test_the_norm_is_not_rounded_before_the_rotation():
+    """First halves of heads that nearly cancel: what is left of them would be lost."""
+    problem = sized(FORWARD, "bfloat16")
+    inputs = inputs_of(FORWARD, problem)
+    half = problem["head_dim"] // 2
+    for name in ("q", "k"):
+        inputs[name][..., half:] = inputs[name][..., :half]
+        inputs[f"{name}_weight"][:half], inputs[f"{name}_weight"][half:] = 1, 1 - 2**-8
+    inputs["cos"].fill_(1)
+    inputs["sin"].fill_(1)
+    implementation = FORWARD.device(problem, FORWARD.default(problem, INTERPRETED))
+    outputs = make_outputs(FORWARD, problem, 1, "cpu")
+    interpreter.launch(implementation.function, (1,), launch_arguments(implementation, inputs, outputs))
+    for name, expected in FORWARD.reference(**inputs).items():
+        torch.testing.assert_close(outputs[name][..., :half].double(), expected[..., :half], rtol=2**-7, atol=0)
 
 
 @pytest.mark.parametrize(
