@@ -134,8 +134,7 @@ def test_the_space_is_small_but_real(columns, target):
 
 
 @needs_compiler
-@pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("dtype", "arch"), [("float32", "sm_90"), ("bfloat16", "sm_100")])
 def test_every_width_compiles_without_spills(dtype, arch):
     target = resolve(arch)
     for columns in WIDTHS:

@@ -34,7 +34,9 @@ def test_arrays_and_constants_are_called_as_the_device_function_calls_them(spec,
 @given(data=st.data())
 def test_any_config_is_right_on_any_problem_and_any_strides(spec, data):
     problem = data.draw(problems(spec), label="problem")
-    config = data.draw(st.sampled_from(configs(spec, problem)), label="config")
+    found = configs(spec, problem)
+    # The default and the generic config, of which a miss takes one, in half of the draws.
+    config = data.draw(st.one_of(st.sampled_from(found[:2]), st.sampled_from(found)), label="config")
     inputs = inputs_of(spec, problem, seed=data.draw(st.integers(0, 3), label="seed"))
     arrays = [name for name, value in inputs.items() if isinstance(value, torch.Tensor)]
     views = data.draw(st.fixed_dictionaries({name: st.sampled_from(VIEWS) for name in arrays}), label="views")
@@ -42,17 +44,6 @@ def test_any_config_is_right_on_any_problem_and_any_strides(spec, data):
         inputs[name] = seen_as(inputs[name], view)
     check = interpret(spec, problem, config, inputs)
     assert check.passed, check.reason
-
-
-@every_spec
-@examples(25)
-@given(data=st.data())
-def test_the_default_and_the_generic_config_are_right_on_any_problem(spec, data):
-    problem = data.draw(problems(spec), label="problem")
-    inputs = inputs_of(spec, problem)
-    for config in configs(spec, problem)[:2]:
-        check = interpret(spec, problem, config, inputs)
-        assert check.passed, (config, check.reason)
 
 
 @every_spec
@@ -106,6 +97,7 @@ def test_every_config_of_one_odd_problem_is_right(spec, dtype):
         ("swiglu_forward", 3, 5121),
         ("swiglu_backward", 3, 5121),
         ("column_sum", 300, 1030),
+        ("scale", 3, 5121),
     ],
 )
 def test_long_rows(kernel, rows, columns):
@@ -164,10 +156,9 @@ def test_rope_rounds_nothing_but_its_results():
     assert check.passed, check.reason
 
 
-@pytest.mark.parametrize("heads", [(33, 9), (9, 33)], ids=str)
-def test_rope_of_more_heads_than_are_written_out(heads):
+def test_rope_of_more_heads_than_are_written_out():
     spec = spec_named("rope")
-    problem = sized(spec, "bfloat16", tokens=2, batch=1, heads=heads[0], kv_heads=heads[1], head_dim=128)
+    problem = sized(spec, "bfloat16", tokens=2, batch=1, heads=33, kv_heads=9, head_dim=128)
     inputs, seen = inputs_of(spec, problem), {}
     for config in configs(spec, problem):
         seen.setdefault(spec.device(problem, config).constants, config)

@@ -12,7 +12,8 @@ from tilekern.cubin import read_resources
 from tilekern.kernels import spec_named
 from tilekern.kernels.cross_entropy import separate as cross_entropy
 from tilekern.kernels.cross_entropy.fused import FUSED
-from tilekern.spec import ALIGNED, GENERIC
+from tilekern.kernels.cross_entropy.problem import capped_logits
+from tilekern.spec import GENERIC
 from tilekern.targets import INTERPRETED, resolve
 from tilekern.toolchain import compile_candidate, toolkit
 from tuning.verify.check import compare, expected_results, launch_arguments, make_outputs
@@ -114,6 +115,30 @@ def test_a_target_that_is_no_class_makes_its_row_nan(spec, wrong):
 
 
 @every_spec
+def test_logits_are_not_rounded_after_the_cap(spec):
+    """Rounded to bfloat16, logits near a cap of 30 would move by up to 1/16, and their exponentials by 6 %."""
+    problem = sized(spec, "bfloat16", rows=6, vocabulary=83).but(capped=True)
+    inputs = inputs_of(spec, problem) | {"softcap": 30.0}
+    inputs["logits"] *= 8
+    if "lse" in inputs:
+        inputs["lse"] = capped_logits(inputs["logits"], 30.0, True).logsumexp(1).float()
+    check = interpret(spec, problem, spec.default(problem, INTERPRETED), inputs)
+    assert check.passed, check.reason
+
+
+@pytest.mark.parametrize("spec", [BACKWARD, FUSED], ids=lambda spec: spec.name)
+def test_the_gradient_at_a_sure_target_is_rounded_once(spec):
+    """It is 1 less a probability of 0.99, of which rounding would leave little."""
+    problem = sized(spec, "bfloat16", rows=3, vocabulary=83)
+    inputs = inputs_of(spec, problem) | {"z_loss": 0.0}
+    inputs["logits"].scatter_(1, inputs["target"].long()[:, None], 12.0)
+    if "lse" in inputs:
+        inputs["lse"] = inputs["logits"].double().logsumexp(1).float()
+    check = interpret(spec, problem, spec.default(problem, INTERPRETED), inputs)
+    assert check.passed, check.reason
+
+
+@every_spec
 def test_large_logits_and_minus_infinity(spec):
     problem = sized(spec, "float32", rows=6, vocabulary=8193)
     inputs = inputs_of(spec, problem)
@@ -160,13 +185,12 @@ def test_spaces_are_small_at_the_sizes_of_a_model(spec, gpu):
 
 @pytest.mark.skipif(toolkit() is None, reason="no tile compiler is installed")
 @every_spec
-@pytest.mark.parametrize("variant", [ALIGNED, GENERIC])
 @pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
-def test_plain_rows_of_a_real_vocabulary_spill_nothing(spec, variant, arch):
+def test_the_generic_config_spills_nothing_at_a_real_vocabulary(spec, arch):
+    """The default config is compiled at one in ``test_compile.py``."""
     target = resolve(arch)
     problem = spec.bucketed(sized(spec, "bfloat16", rows=4096, vocabulary=128256))
-    config = spec.default(problem, target) if variant == ALIGNED else spec.generic(problem)
-    made = compile_candidate(spec, problem, config, target, variant)
+    made = compile_candidate(spec, problem, spec.generic(problem), target, GENERIC)
     assert read_resources(made.cubin, made.symbol).stack_bytes == 0
 
 
