@@ -133,6 +133,7 @@ def test_the_space_is_small_but_real(columns, target):
     assert {config["tile_m"] * config["tile_n"] for config in found} == {1024, 2048, 4096}
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize(("dtype", "arch"), [("float32", "sm_90"), ("bfloat16", "sm_100")])
 def test_every_width_compiles_without_spills(dtype, arch):

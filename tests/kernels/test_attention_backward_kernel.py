@@ -186,6 +186,7 @@ def test_the_three_kernels_in_a_row_give_the_gradients_of_the_forward(sinks, pac
         torch.testing.assert_close(got[name].double(), gradient, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(toolkit() is None, reason="no tile compiler is installed")
 @both
 @pytest.mark.parametrize(

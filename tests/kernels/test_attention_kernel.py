@@ -193,6 +193,7 @@ def test_scores_of_any_size_stay_finite():
         assert check.passed, (sink, check.reason)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(toolkit() is None, reason="no tile compiler is installed")
 @pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
 @pytest.mark.parametrize(

@@ -228,6 +228,7 @@ SPILLS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(toolkit() is None, reason="no tile compiler is installed")
 @pytest.mark.parametrize(("arch", "epilogue", "product"), SPILLS)
 def test_defaults_of_a_large_problem_spill_nothing(arch, epilogue, product):
