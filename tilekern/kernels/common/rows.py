@@ -2,7 +2,8 @@
 
 Such a kernel is a few functions of float32 tiles, and :func:`forward` or :func:`backward` around them:
 
-- ``statistics(rows, columns, *scalars)`` gives a tuple of columns [tile_m, 1]; :func:`add_up` makes sums over rows.
+- ``statistics(rows, columns, *scalars)`` gives a tuple of columns [tile_m, 1]; :func:`add_up` makes sums over rows,
+  :func:`largest` their maxima.
 - ``formula(tiles, weights, statistics)`` gives a tile for each output.
 - ``share(tiles, weights, statistics)`` gives what each element adds to the sums over all rows, one for each weight.
 
@@ -51,6 +52,8 @@ from tilekern.spec import (
     size_of,
 )
 from tilekern.targets import Target
+
+_LOWEST = float("-inf")
 
 
 def forward(
@@ -151,6 +154,29 @@ def add_up(terms, count, rows, known):
 
 def _add_pairs(a, b, c, d):
     return a + c, b + d
+
+
+def largest(term, rows, known):
+    """The maximum of each row, [tile_m, 1], of the tile that ``term(tiles, weights, known)`` gives, but for NaN."""
+    _, tile_m, tile_n, chunks, long, _, _ = rows[5]
+    top = ct.full((tile_m, tile_n), _LOWEST, ct.float32)
+    if ct.static_eval(long):
+        for c in range(ct.cdiv(rows[0][0].shape[1], tile_n)):
+            top = _larger(term, top, rows, c, known)
+    else:
+        for c in ct.static_iter(range(chunks)):
+            top = _larger(term, top, rows, c, known)
+    return ct.max(top, axis=1, keepdims=True)
+
+
+def _larger(term, top, rows, c, known):
+    tiles, weights = _at(rows, c)
+    columns, _, tile_n, _, _, _, _ = rows[5]
+    value = term(tiles, weights, known)
+    if ct.static_eval(columns % tile_n != 0):
+        place = c * tile_n + ct.arange(tile_n, dtype=ct.int32)[None, :]
+        value = ct.where(place < columns, value, _LOWEST)
+    return ct.maximum(top, value)
 
 
 def _added(terms, sums, rows, c, known):
