@@ -1,0 +1,123 @@
+"""Softmax of rows forward and backward, in float32.
+
+Forward: ``y = exp(x - max(x)) / sum(exp(x - max(x)))``. Backward, from the y that was stored:
+``dx = y * (dy - sum(dy * y))``. Rows that registers hold are read once, longer ones again out of the L2 cache. A row is
+NaN where it holds NaN or +inf, or nothing but -inf.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cuda.tile as ct
+
+from tilekern.kernels.common.rows import add_up, forward, largest, spec
+from tilekern.kernels.tiles import ConstBool, ConstInt
+from tilekern.spec import Array
+
+_LOG2_E = 1.4426950408889634
+
+
+def _x(tiles, weights, known):
+    return tiles[0]
+
+
+def _power(x, top):
+    # The difference first: one fused product and sum would lose the digits of large x.
+    return ct.exp2((x - top) * _LOG2_E, flush_to_zero=True)
+
+
+def _powers(tiles, weights, known):
+    """Of the maximum."""
+    return (_power(tiles[0], known[0]),)
+
+
+def _top_and_share(rows, columns):
+    """The maximum, and 1 / the sum of the powers, [tile_m, 1] each."""
+    top = largest(_x, rows, ())
+    return top, 1.0 / add_up(_powers, 1, rows, (top,))[0]
+
+
+def _y(tiles, weights, known):
+    return (_power(tiles[0], known[0]) * known[1],)
+
+
+@ct.kernel
+def softmax_forward(
+    x, y, columns: ConstInt, tile_m: ConstInt, tile_n: ConstInt, chunks: ConstInt, persistent: ConstBool,
+    long: ConstBool, bounded: ConstBool, tma: ConstBool,
+):  # fmt: skip
+    """One step of rows a block, or resident blocks; x and y [rows, columns]."""
+    forward(
+        _top_and_share, _y, (x,), (), (y,), (), columns, tile_m, tile_n, chunks, persistent, long, bounded, tma
+    )  # fmt: skip
+
+
+def _products(tiles, weights, known):
+    return (tiles[0] * tiles[1],)
+
+
+def _mean_slope(rows, columns):
+    """The mean of dy, weighted with y, [tile_m, 1]."""
+    return add_up(_products, 1, rows, ())
+
+
+def _dx(tiles, weights, known):
+    return (tiles[1] * (tiles[0] - known[0]),)
+
+
+@ct.kernel
+def softmax_backward(
+    dy, y, dx, columns: ConstInt, tile_m: ConstInt, tile_n: ConstInt, chunks: ConstInt, persistent: ConstBool,
+    long: ConstBool, bounded: ConstBool, tma: ConstBool,
+):  # fmt: skip
+    """One step of rows a block, or resident blocks; dy, y and dx [rows, columns]."""
+    forward(
+        _mean_slope, _dx, (dy, y), (), (dx,), (), columns, tile_m, tile_n, chunks, persistent, long, bounded, tma
+    )  # fmt: skip
+
+
+def reference_forward(x: Any) -> dict[str, Any]:
+    """The formula in float64."""
+    return {"y": x.double().softmax(-1)}
+
+
+def reference_backward(dy: Any, y: Any) -> dict[str, Any]:
+    """The gradient of :func:`reference_forward` in float64."""
+    slope, wide = dy.double(), y.double()
+    return {"dx": wide * (slope - (slope * wide).sum(-1, keepdim=True))}
+
+
+_ROWS = ("rows", "columns")
+
+FORWARD = spec(
+    name="softmax_forward",
+    summary="y = exp(x) / sum(exp(x)), row by row",
+    module=__name__,
+    op="softmax",
+    function=softmax_forward,
+    arrays=(Array("x", "dtype", _ROWS), Array("y", "dtype", _ROWS, "output")),
+    scalars={},
+    sums=(),
+    direction="forward",
+    reference=reference_forward,
+    flops=5,
+)
+BACKWARD = spec(
+    name="softmax_backward",
+    summary="gradient of softmax from its result: dx = y * (dy - sum(dy * y)), row by row",
+    module=__name__,
+    op="softmax",
+    function=softmax_backward,
+    arrays=(
+        Array("dy", "dtype", _ROWS),
+        Array("y", "dtype", _ROWS, nonnegative=True),
+        Array("dx", "dtype", _ROWS, "output"),
+    ),
+    scalars={},
+    sums=(),
+    direction="forward",
+    reference=reference_backward,
+    flops=4,
+)
+SPECS = (FORWARD, BACKWARD)
