@@ -1,0 +1,150 @@
+"""Sparsemax of rows (Martins and Astudillo 2016, arXiv:1602.02068) forward and backward, in float32.
+
+Forward: ``y = max(x - tau, 0)`` with the tau for which a row of y sums to 1. The row is not sorted. Michelot's steps
+(1986) lead to tau: ``tau = (sum(x) - 1) / count`` over the x that are above the tau before, which begins at max(x) - 1.
+They are Newton's on the excess ``sum(max(x - tau, 0)) - 1``, convex and falling, so tau rises to its end, and is exact
+once a step finds the numbers of the one before. Each step divides the product of excess and count by 4 or more: 32 are
+enough for float32 and 2^20 columns, and rows of normal numbers take about five. Backward, from the y that was stored:
+dx is dy less its mean over the support, where y > 0, and 0 elsewhere.
+
+Rows that registers hold are read once, longer ones in each step out of the L2 cache. A row is NaN where it holds NaN or
++inf, or nothing but -inf.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cuda.tile as ct
+
+from tilekern.kernels.common.rows import add_up, forward, largest, spec
+from tilekern.kernels.tiles import ConstBool, ConstInt
+from tilekern.spec import Array
+
+_STEPS = 32
+
+
+def _x(tiles, weights, known):
+    return tiles[0]
+
+
+def _support(tiles, weights, known):
+    """Of the maximum and a tau, less the maximum: what is above, less the maximum, and 1 for each. NaN counts."""
+    left = tiles[0] - known[0]
+    below = left <= known[1]
+    return ct.where(below, 0.0, left), ct.where(below, 0.0, 1.0)
+
+
+def _top_and_tau(rows, columns):
+    """The maximum, and tau less the maximum, [tile_m, 1] each: large x have no digits for tau itself."""
+    top = largest(_x, rows, ())
+    tau = ct.full((rows[5][1], 1), -1.0, ct.float32)
+    steps = _STEPS
+    while steps > 0:
+        total, count = add_up(_support, 2, rows, (top, tau))
+        after = (total - 1.0) / count
+        steps = (steps - 1) * ct.max(ct.where(after > tau, 1, 0))
+        # By rounding the last step may fall. NaN is taken.
+        tau = ct.where(after <= tau, tau, after)
+    return top, tau
+
+
+def _y(tiles, weights, known):
+    above = tiles[0] - known[0] - known[1]
+    return (ct.where(above <= 0.0, 0.0, above),)
+
+
+@ct.kernel
+def sparsemax_forward(
+    x, y, columns: ConstInt, tile_m: ConstInt, tile_n: ConstInt, chunks: ConstInt, persistent: ConstBool,
+    long: ConstBool, bounded: ConstBool, tma: ConstBool,
+):  # fmt: skip
+    """One step of rows a block, or resident blocks; x and y [rows, columns]."""
+    forward(
+        _top_and_tau, _y, (x,), (), (y,), (), columns, tile_m, tile_n, chunks, persistent, long, bounded, tma
+    )  # fmt: skip
+
+
+def _slopes(tiles, weights, known):
+    """dy of the support, and 1 for each."""
+    inside = tiles[1] > 0.0
+    return ct.where(inside, tiles[0], 0.0), ct.where(inside, 1.0, 0.0)
+
+
+def _mean_slope(rows, columns):
+    """Over the support, [tile_m, 1]."""
+    total, count = add_up(_slopes, 2, rows, ())
+    return (total / count,)
+
+
+def _dx(tiles, weights, known):
+    return (ct.where(tiles[1] > 0.0, tiles[0] - known[0], 0.0),)
+
+
+@ct.kernel
+def sparsemax_backward(
+    dy, y, dx, columns: ConstInt, tile_m: ConstInt, tile_n: ConstInt, chunks: ConstInt, persistent: ConstBool,
+    long: ConstBool, bounded: ConstBool, tma: ConstBool,
+):  # fmt: skip
+    """One step of rows a block, or resident blocks; dy, y and dx [rows, columns]."""
+    forward(
+        _mean_slope, _dx, (dy, y), (), (dx,), (), columns, tile_m, tile_n, chunks, persistent, long, bounded, tma
+    )  # fmt: skip
+
+
+def by_sorting(x: Any) -> Any:
+    """The definition, in the dtype of ``x``: the k largest are the support, for the most k whose least is above tau."""
+    left = x - x.amax(-1, keepdim=True)
+    ordered = left.sort(-1, descending=True).values
+    excess = ordered.cumsum(-1) - 1
+    k = (ordered * ordered.new_ones(ordered.shape[-1]).cumsum(-1) > excess).sum(-1, keepdim=True).clamp(min=1)
+    return (left - excess.gather(-1, k - 1) / k).relu()
+
+
+def reference_forward(x: Any) -> dict[str, Any]:
+    """The definition in float64."""
+    return {"y": by_sorting(x.double())}
+
+
+def slope(dy: Any, y: Any) -> Any:
+    """The gradient by x, in the dtype of ``dy``."""
+    inside = y > 0
+    mean = dy.where(inside, 0).sum(-1, keepdim=True) / inside.sum(-1, keepdim=True)
+    return (dy - mean).where(inside, 0)
+
+
+def reference_backward(dy: Any, y: Any) -> dict[str, Any]:
+    """The gradient of :func:`reference_forward` in float64."""
+    return {"dx": slope(dy.double(), y)}
+
+
+_ROWS = ("rows", "columns")
+
+FORWARD = spec(
+    name="sparsemax_forward",
+    summary="y = max(x - tau, 0) with the tau for which y sums to 1, row by row",
+    module=__name__,
+    op="sparsemax",
+    function=sparsemax_forward,
+    arrays=(Array("x", "dtype", _ROWS), Array("y", "dtype", _ROWS, "output")),
+    scalars={},
+    sums=(),
+    direction="forward",
+    reference=reference_forward,
+    flops=30,
+)
+BACKWARD = spec(
+    name="sparsemax_backward",
+    summary="gradient of sparsemax from its result: dx = dy - mean(dy) over the support, row by row",
+    module=__name__,
+    op="sparsemax",
+    function=sparsemax_backward,
+    # Of normal numbers half are a support.
+    arrays=(Array("dy", "dtype", _ROWS), Array("y", "dtype", _ROWS), Array("dx", "dtype", _ROWS, "output")),
+    scalars={},
+    sums=(),
+    direction="forward",
+    reference=reference_backward,
+    flops=3,
+)
+SPECS = (FORWARD, BACKWARD)

@@ -1,0 +1,39 @@
+"""sparsemax: a row's distribution with zeros in it; the backward reads the result alone."""
+
+from __future__ import annotations
+
+import torch
+
+from tilekern.kernels.sparsemax import BACKWARD, FORWARD, by_sorting, slope
+from tilekern.ops.operation import operation
+
+
+def sparsemax(x: torch.Tensor, dim: int = -1) -> torch.Tensor:
+    """``max(x - tau, 0)`` with the tau for which it sums to 1 over a dimension, computed in float32 and rounded once.
+
+    Args:
+        x: bfloat16, float16 or float32, any shape of one dimension or more, any strides.
+        dim: the dimension that is summed over. One that is not the last becomes so by a copy.
+
+    Returns:
+        The shape and dtype of ``x``; contiguous where ``dim`` is the last, and else once that is the last. NaN along
+        ``dim`` where ``x`` holds NaN or +inf there, or nothing but -inf.
+
+    Raises:
+        IndexError: ``x`` does not have the dimension ``dim``.
+    """
+    if dim in (-1, x.dim() - 1):
+        return _rows(x)
+    return _rows(x.transpose(dim, -1)).transpose(dim, -1)
+
+
+def _slope(dy: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return slope(dy.to(torch.promote_types(dy.dtype, torch.float32)), y).to(y.dtype)
+
+
+@operation(FORWARD, BACKWARD, name="sparsemax_rows", fallback_backward=_slope)
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """Of the last dimension."""
+    if x.numel() == 0:
+        return x.clone()
+    return by_sorting(x.to(torch.promote_types(x.dtype, torch.float32))).to(x.dtype)
