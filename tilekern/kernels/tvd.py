@@ -1,0 +1,131 @@
+"""The total variation distance: each element of p and of q adds ``0.5 * |p - q|``.
+
+Its gradient by p is ``0.5 * sign(p - q)``, 0 where both are equal. Reduced, both are made in one read of p and q, as
+:mod:`tilekern.kernels.common.losses` says. Element by element there is a kernel each way; ``counted`` is 0 for rows
+that do not count, whatever they hold, else 1.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cuda.tile as ct
+
+from tilekern.kernels.common import elements, losses
+from tilekern.kernels.tiles import ConstBool, ConstInt
+from tilekern.spec import Array
+
+
+def _sign(left):
+    """Half of it; 0 and NaN are their own."""
+    return ct.where(left > 0.0, 0.5, ct.where(left < 0.0, -0.5, left))
+
+
+def _terms(p, q):
+    left = p - q
+    return 0.5 * ct.abs(left), _sign(left)
+
+
+@ct.kernel
+def tvd_losses(
+    p, q, slope, loss, columns: ConstInt, tile_n: ConstInt, persistent: ConstBool, tma: ConstBool
+):  # fmt: skip
+    """p and q [rows, columns], slope and loss [rows]."""
+    losses.each_row(_terms, p, q, slope, loss, None, (), columns, tile_n, persistent, tma)
+
+
+@ct.kernel
+def tvd_gradients(
+    p, q, slope, loss, gradient, columns: ConstInt, tile_n: ConstInt, persistent: ConstBool, tma: ConstBool
+):  # fmt: skip
+    """The same, and the gradient [rows, columns]."""
+    losses.each_row(_terms, p, q, slope, loss, gradient, (), columns, tile_n, persistent, tma)
+
+
+def _distance(p, q, counted):
+    return (ct.where(counted != 0.0, 0.5 * ct.abs(p - q), 0.0),)
+
+
+@ct.kernel
+def tvd_elements_forward(
+    p, q, counted, loss, columns: ConstInt, tile_m: ConstInt, tile_n: ConstInt, persistent: ConstBool,
+    bounded: ConstBool,
+):  # fmt: skip
+    """counted [rows], all others [rows, columns]."""
+    elements.each_tile(_distance, (p, q, counted), (loss,), columns, tile_m, tile_n, persistent, bounded)
+
+
+def _slope(dloss, p, q, counted):
+    return (ct.where(counted != 0.0, dloss * _sign(p - q), 0.0),)
+
+
+@ct.kernel
+def tvd_elements_backward(
+    dloss, p, q, counted, dp, columns: ConstInt, tile_m: ConstInt, tile_n: ConstInt, persistent: ConstBool,
+    bounded: ConstBool,
+):  # fmt: skip
+    """counted [rows], all others [rows, columns]."""
+    elements.each_tile(_slope, (dloss, p, q, counted), (dp,), columns, tile_m, tile_n, persistent, bounded)
+
+
+def reference_terms(p: Any, q: Any) -> tuple[Any, Any]:
+    """What each element adds, and the derivative of that by p."""
+    return 0.5 * (p - q).abs(), 0.5 * (p - q).sign() + 0 * (p - q)
+
+
+def reference(p: Any, q: Any, slope: Any, graded: bool) -> dict[str, Any]:
+    """The losses of all rows in float64, and their gradient by p."""
+    return losses.expected(*reference_terms(p.double(), q.double()), slope, graded)
+
+
+def reference_elements(p: Any, q: Any, counted: Any) -> dict[str, Any]:
+    """The formula in float64."""
+    return {"loss": reference_terms(p.double(), q.double())[0].where(counted[..., None] != 0, 0)}
+
+
+def reference_backward(dloss: Any, p: Any, q: Any, counted: Any) -> dict[str, Any]:
+    """The gradient of :func:`reference_elements` by p in float64."""
+    derivative = reference_terms(p.double(), q.double())[1]
+    return {"dp": (dloss.double() * derivative).where(counted[..., None] != 0, 0)}
+
+
+_ROWS = ("rows", "columns")
+_P, _Q = Array("p", "dtype", _ROWS), Array("q", "dtype", _ROWS)
+_COUNTED = Array("counted", "float32", ("rows",))
+
+LOSS = losses.spec(
+    name="tvd",
+    summary="loss = slope * sum(0.5 * |p - q|) of each row, and its gradient by p",
+    module=__name__,
+    op="tvd",
+    losses=tvd_losses,
+    gradients=tvd_gradients,
+    inputs=("p", "q"),
+    scalars={},
+    flags=(),
+    reference=reference,
+    flops=4,
+)
+ELEMENTS_FORWARD = elements.spec(
+    name="tvd_elements_forward",
+    summary="loss = 0.5 * |p - q|",
+    module=__name__,
+    op="tvd",
+    function=tvd_elements_forward,
+    arrays=(_P, _Q, _COUNTED, Array("loss", "float32", _ROWS, "output")),
+    flags=(),
+    reference=reference_elements,
+    flops=2,
+)
+ELEMENTS_BACKWARD = elements.spec(
+    name="tvd_elements_backward",
+    summary="gradient of tvd, element by element, with respect to p",
+    module=__name__,
+    op="tvd",
+    function=tvd_elements_backward,
+    arrays=(Array("dloss", "float32", _ROWS), _P, _Q, _COUNTED, Array("dp", "dtype", _ROWS, "output")),
+    flags=(),
+    reference=reference_backward,
+    flops=3,
+)
+SPECS = (LOSS, ELEMENTS_FORWARD, ELEMENTS_BACKWARD)

@@ -1,0 +1,152 @@
+"""Losses of two matrices whose forward makes the gradient too: what such an op brings to its declaration.
+
+The gradient is made for a slope of 1 and kept for one backward, which multiplies it in place by the slope that comes;
+where that is 1, nothing is read or written (:mod:`tilekern.kernels.scale`). Under ``torch.compile``, whose graphs
+nothing may change in place, the backward multiplies a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tilekern.kernels import scale as scaling
+from tilekern.ops.registration import as_rows, by_autograd, check_devices, fresh, needs_gradient
+from tilekern.runtime.dispatch import Plan, plan_for
+from tilekern.spec import Array, KernelSpec
+
+Plans = tuple[Plan, Plan | None]
+
+
+def arrays(first: str, second: str) -> tuple[Array, ...]:
+    """The tensors and results of an op with :func:`parts`."""
+    rows = ("rows", "columns")
+    return (
+        Array(first, "dtype", rows), Array(second, "dtype", rows), Array("slope", "float32", ("rows",)),
+        Array("loss", "float32", (), "output"), Array("gradient", "dtype", rows, "output"),
+    )  # fmt: skip
+
+
+def slopes(
+    op: str, like: torch.Tensor, labels: torch.Tensor | None, ignore_index: int, columns: int | None
+) -> torch.Tensor:
+    """What the loss of each row is multiplied by, [...] in float32 (float64 for float64): 0 where it does not count.
+
+    Args:
+        op: the name for errors.
+        like: [..., columns].
+        labels: [...], or None where all rows count.
+        ignore_index: the label of rows that do not count.
+        columns: each loss is divided by the number of rows that count, times this; None divides by nothing.
+
+    Raises:
+        ValueError: ``labels`` has another shape or is on another device.
+    """
+    dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+    rows = like.shape[:-1]
+    if labels is None:
+        return like.new_full(rows, 1 / (max(1, rows.numel()) * columns) if columns else 1.0, dtype=dtype)
+    if labels.shape != rows:
+        raise ValueError(f"{op}: shift_labels must have the shape {list(rows)}, got {list(labels.shape)}")
+    check_devices(op, **{"input": like, "shift_labels": labels})
+    counted = (labels != ignore_index).to(dtype)
+    return counted / (counted.sum().clamp(min=1) * columns) if columns else counted
+
+
+def modes(first: torch.Tensor) -> tuple[bool, bool]:
+    """Whether the op makes a gradient, and whether its backward may change that in place: its last two scalars."""
+    return needs_gradient(first), not torch.compiler.is_compiling()
+
+
+def total(
+    terms: Callable[..., torch.Tensor], first: torch.Tensor, second: torch.Tensor, slope: torch.Tensor, *own: Any
+) -> torch.Tensor:
+    """The loss in torch's own operations, where ``terms`` gives what each element adds: 0 for two zeros."""
+    dtype = torch.promote_types(torch.promote_types(first.dtype, second.dtype), torch.float32)
+    # Rows that do not count may hold anything, of which even the slope 0 would make NaN.
+    counted = slope[..., None] != 0
+    added = terms(first.to(dtype).where(counted, 0), second.to(dtype).where(counted, 0), *own)
+    return (added.sum(-1) * slope).sum()
+
+
+def parts(
+    spec: KernelSpec, name: str, names: tuple[str, str], terms: Callable[..., torch.Tensor],
+    flags: Callable[..., tuple[bool, ...]] = lambda *_: (),
+) -> dict[str, Any]:  # fmt: skip
+    """What an op (first, second, slope, *own, with_gradient, in_place) -> loss has of its own.
+
+    Args:
+        spec: the kernel, of :func:`tilekern.kernels.common.losses.spec`.
+        name: of the op, for errors.
+        names: of both matrices.
+        terms: as :func:`total` takes it, of float32 or float64.
+        flags: (*own) -> the spec's flags after ``graded``.
+    """
+
+    def check(first: torch.Tensor, second: torch.Tensor, slope: torch.Tensor, *_: Any) -> None:
+        if not first.dim():
+            raise ValueError(f"{name}: {names[0]} must have the shape [..., columns], got []")
+        if first.shape != second.shape:
+            given = f"{list(first.shape)} and {list(second.shape)}"
+            raise ValueError(f"{name}: {names[0]} and {names[1]} must have one shape, got {given}")
+        if slope.shape != first.shape[:-1]:
+            raise ValueError(f"{name}: slope must have the shape {list(first.shape[:-1])}, got {list(slope.shape)}")
+        check_devices(name, **{names[0]: first, names[1]: second, "slope": slope})
+
+    def find(_: bool, first: torch.Tensor, second: torch.Tensor, slope: torch.Tensor, *scalars: Any) -> Plans | None:
+        *own, with_gradient, _in_place = scalars
+        if not first.numel() or second.dtype != first.dtype or slope.dtype != torch.float32:
+            return None
+        columns = first.shape[-1]
+        sizes = (first.numel() // columns, columns, first.dtype)
+        forward = plan_for(spec, first.device, *sizes, with_gradient, *flags(*own))
+        if forward is None or not with_gradient:
+            return None if forward is None else (forward, None)
+        backward = plan_for(scaling.SPEC, first.device, *sizes)
+        return None if backward is None else (forward, backward)
+
+    def launch(
+        plans: Plans, first: torch.Tensor, second: torch.Tensor, slope: torch.Tensor, *scalars: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        *own, with_gradient, _ = scalars
+        gradient = fresh(first) if with_gradient else first.new_empty(0)
+        losses = torch.empty(slope.numel(), dtype=torch.float32, device=first.device)
+        written = (losses, as_rows(gradient)) if with_gradient else (losses,)
+        rows = slope.contiguous().view(-1)
+        plans[0].launch(first.get_device(), as_rows(first), as_rows(second), rows, *written, *own)
+        return losses.sum(), gradient
+
+    def launch_backward(
+        plans: tuple[Plan, Plan], _: tuple[bool, ...], dloss: torch.Tensor, gradient: torch.Tensor,
+        slope: torch.Tensor, *scalars: Any,
+    ) -> torch.Tensor:  # fmt: skip
+        in_place = scalars[-1]
+        made = gradient if in_place else gradient.clone(memory_format=torch.contiguous_format)
+        rows = as_rows(made)
+        plans[1].launch(gradient.get_device(), rows, dloss.float().reshape(1), rows)
+        if in_place:
+            torch.autograd.graph.increment_version(gradient)  # so that a second backward is refused
+        return made
+
+    def fake(
+        first: torch.Tensor, second: torch.Tensor, slope: torch.Tensor, *scalars: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        dtype = torch.promote_types(torch.promote_types(first.dtype, second.dtype), slope.dtype)
+        return first.new_empty((), dtype=dtype), first.new_empty(first.shape if scalars[-2] else (0,))
+
+    def rest(first: torch.Tensor, second: torch.Tensor, slope: torch.Tensor, *scalars: Any) -> tuple[torch.Tensor]:
+        if not scalars[-2]:
+            return (first.new_empty(0),)
+        one = torch.ones((), dtype=fake(first, second, slope, *scalars)[0].dtype, device=first.device)
+        given = (terms, first, second, slope, *scalars[:-2])
+        return (by_autograd(total, given, (1,), (one,))[0],)
+
+    def fallback_backward(
+        dloss: torch.Tensor, gradient: torch.Tensor, slope: torch.Tensor, *scalars: Any
+    ) -> torch.Tensor:
+        return (gradient * dloss).to(gradient.dtype)
+
+    found = (check, find, launch, launch_backward, fake, rest, fallback_backward)
+    return {part.__name__: part for part in found}
