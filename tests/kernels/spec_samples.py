@@ -92,7 +92,9 @@ def inputs_of(spec: KernelSpec, problem: Problem, seed: int = 0, device: str = "
     inputs = spec.inputs(problem, torch.Generator(device).manual_seed(seed), device)
     if problem.get("columns", 16) >= 16:
         return inputs
-    tame = {name: value.abs() if isinstance(value, torch.Tensor) else 1.0 for name, value in inputs.items()}
+    # A share of something stays one that leaves a rest.
+    numbers = {name: 1.0 for name, value in inputs.items() if not isinstance(value, torch.Tensor) and name != "beta"}
+    tame = {name: value.abs() if isinstance(value, torch.Tensor) else value for name, value in inputs.items()} | numbers
     return tame | {name: tame[name] / 4 for name in ("x",) if "dy" in tame and name in tame}
 
 
