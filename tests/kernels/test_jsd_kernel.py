@@ -1,0 +1,60 @@
+import math
+
+import pytest
+import torch
+from examples import examples
+from hypothesis import given
+from hypothesis import strategies as st
+from spec_samples import configs, interpret, sized
+
+from tilekern.kernels import spec_named
+
+LOSS = spec_named("jsd")
+BETAS = (0.0, 0.1, 0.5, 0.9, 1.0)
+
+
+def drawn(problem, beta, seed=0):
+    """Log-probabilities."""
+    inputs = LOSS.inputs(problem, torch.Generator().manual_seed(seed), "cpu") | {"beta": beta}
+    dtype = inputs["input"].dtype
+    return inputs | {name: inputs[name].float().log_softmax(-1).to(dtype) for name in ("input", "target")}
+
+
+@examples(40)
+@given(
+    st.sampled_from(BETAS), st.sampled_from(["float32", "bfloat16", "float16"]), st.integers(2, 3000), st.booleans(),
+    st.data(),
+)  # fmt: skip
+def test_any_beta_is_right_on_log_probabilities(beta, dtype, columns, graded, data):
+    problem = sized(LOSS, dtype, rows=3, columns=columns).but(graded=graded, pure=beta in (0, 1))
+    config = data.draw(st.sampled_from(configs(LOSS, problem)), label="config")
+    check = interpret(LOSS, problem, config, drawn(problem, beta))
+    assert check.passed, check.reason
+
+
+@pytest.mark.parametrize("beta", BETAS)
+def test_probabilities_of_0_make_no_nan(beta):
+    """Of the input, of the target, of both, and those that only float32 takes for 0."""
+    problem = sized(LOSS, rows=4, columns=83).but(graded=True, pure=beta in (0, 1))
+    inputs = drawn(problem, beta)
+    # One of both alone is an infinite divergence of the other at an end.
+    inputs["input"][0, 3] = -math.inf if beta != 0 else -5.0
+    inputs["target"][1, 4] = -math.inf if beta != 1 else -5.0
+    inputs["input"][2, 5] = inputs["target"][2, 5] = -math.inf
+    inputs["input"][3, 6], inputs["target"][3, 6] = -200.0, -300.0
+    expected = LOSS.reference(**inputs, graded=True, pure=beta in (0, 1))
+    assert all(x.isfinite().all() for x in expected.values())
+    for config in configs(LOSS, problem)[:3]:
+        check = interpret(LOSS, problem, config, inputs)
+        assert check.passed, (config, check.reason)
+
+
+@pytest.mark.parametrize("beta", BETAS)
+def test_rows_that_do_not_count_add_nothing_whatever_they_hold(beta):
+    problem = sized(LOSS, rows=4, columns=83).but(graded=True, pure=beta in (0, 1))
+    inputs = drawn(problem, beta)
+    inputs["input"][1], inputs["target"][3] = math.nan, math.inf
+    inputs["slope"][[1, 3]] = 0
+    for config in configs(LOSS, problem)[:3]:
+        check = interpret(LOSS, problem, config, inputs)
+        assert check.passed, (config, check.reason)
