@@ -87,9 +87,9 @@ if [ "$tier" = quick ]; then
     exit
 fi
 
-# Some of the ops: all of them take two cores ten minutes to compile for.
+# Two of the ops: all of them take two cores ten minutes to compile for, attention alone three.
 step "a whole tuning run: Qwen3-0.6B for B200"
-"$python" -m tilekern.tune qwen3-0.6b --gpu B200 --ops rope,swiglu,attention --cache-dir "$scratch/tuned" --json >"$scratch/tuned.json"
+"$python" -m tilekern.tune qwen3-0.6b --gpu B200 --ops rope,swiglu --cache-dir "$scratch/tuned" --json >"$scratch/tuned.json"
 "$python" - "$scratch/tuned.json" "$scratch"/tuned/sweeps/*/sweep.json <<'PY'
 import json
 import sys
@@ -100,7 +100,7 @@ outcome, plan = (json.load(open(path)) for path in sys.argv[1:])
 named = {(p["kernel"], json.dumps(p["problem"])) for p in outcome["problems"]}
 lacking = [p for p in plan["problems"] if (p["kernel"], json.dumps(p["problem"])) not in named]
 assert not lacking, f"no winner for {lacking}"
-assert len(named) >= 18, f"only {len(named)} problems"
+assert len(named) >= 8, f"only {len(named)} problems"
 assert outcome["target"]["name"] == "B200", outcome["target"]
 for p in outcome["problems"]:
     assert p["config"], p
