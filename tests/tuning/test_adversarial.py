@@ -79,7 +79,9 @@ def test_every_reference_can_be_computed_in_float32(spec):
         assert narrow[name].dtype == torch.float32
         error = (narrow[name].double() - reference).norm() / (reference.norm() + 1e-30)
         assert error < 1e-5
-    assert any(not torch.equal(narrow[name].double(), reference) for name, reference in wide.items())
+    # Half of a slope is as exact in float32.
+    if spec.name != "tvd_elements_backward":
+        assert any(not torch.equal(narrow[name].double(), reference) for name, reference in wide.items())
 
 
 def test_no_value_is_rounded_on_the_way_to_a_result_in_another_dtype():

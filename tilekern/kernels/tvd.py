@@ -70,7 +70,8 @@ def tvd_elements_backward(
 
 def reference_terms(p: Any, q: Any) -> tuple[Any, Any]:
     """What each element adds, and the derivative of that by p."""
-    return 0.5 * (p - q).abs(), 0.5 * (p - q).sign() + 0 * (p - q)
+    gap = p - q
+    return 0.5 * gap.abs(), 0.5 * gap.sign().where(~gap.isnan(), gap)
 
 
 def reference(p: Any, q: Any, slope: Any, graded: bool) -> dict[str, Any]:
