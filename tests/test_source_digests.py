@@ -395,6 +395,9 @@ def test_a_spec_that_has_moved_within_its_package_is_found_by_its_name(digests, 
     monkeypatch.setattr(reachability, "modules_within", lambda name: pytest.fail(f"{name} was searched"))
     forget()
     assert digests_of("sample_kernels.kernel", "twice").source == before[0]
+    monkeypatch.setattr(reachability, "modules_within", lambda _: ())
+    with pytest.raises(ModuleNotFoundError, match=r"other_kernels\.kernel is not at hand"):
+        digests_of("other_kernels.kernel", "twice")
 
 
 def test_a_spec_that_two_modules_have_goes_by_the_one_that_was_named(digests):

@@ -71,8 +71,9 @@ def _home(module: str, kernel: str) -> str:
 
     if is_module(module) and kernel in specs_of(module_named(module)):
         return module
-    homes = [name for name, kernels in noted.items() if kernel in kernels]
-    homes = homes or [name for name in modules_within(root_of(module)) if kernel in specs_of(module_named(name))]
+    package = root_of(module)
+    homes = [name for name, kernels in noted.items() if kernel in kernels and root_of(name) == package]
+    homes = homes or [name for name in modules_within(package) if kernel in specs_of(module_named(name))]
     return homes[0] if len(homes) == 1 else module
 
 
