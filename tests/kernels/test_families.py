@@ -4,19 +4,18 @@ import math
 
 import pytest
 import torch
-from spec_samples import sized
+from spec_samples import SPECS, sized
 
-from tilekern.kernels import all_specs, spec_named
+from tilekern.kernels import spec_named
 from tilekern.spec import ITEM_BYTES
 from tilekern.targets import resolve
 
-MEMBERS = [name for name, spec in all_specs().items() if ".common." in spec.bytes_moved.__module__]
+MEMBERS = [spec for spec in SPECS if ".common." in spec.bytes_moved.__module__]
 
 
-@pytest.mark.parametrize("name", MEMBERS)
+@pytest.mark.parametrize("spec", MEMBERS, ids=lambda spec: spec.name)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_bytes_are_those_of_all_inputs_and_outputs(name, dtype):
-    spec = spec_named(name)
+def test_bytes_are_those_of_all_inputs_and_outputs(spec, dtype):
     problem = sized(spec, dtype, rows=7, columns=84)
     inputs = spec.inputs(problem, torch.Generator().manual_seed(0), "cpu")
     read = sum(x.nbytes for x in inputs.values() if isinstance(x, torch.Tensor))
