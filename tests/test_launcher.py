@@ -49,7 +49,7 @@ def kernel(*names):
     """A kernel with the named variants, whose cubins are their names."""
     known = {ALIGNED: STRONG, GENERIC: PLAIN}
     variants = [Variant(name, f"{name}_symbol", known[name], name.encode) for name in names]
-    return PrebuiltKernel(rms_norm.rms_norm_forward_block, variants)
+    return PrebuiltKernel(rms_norm.rms_norm_forward, variants)
 
 
 class Signature:
@@ -77,8 +77,8 @@ def test_aligned_implies_generic_and_never_the_reverse(spec, size):
 
 def test_an_artifact_that_is_launched_in_another_way_is_refused():
     launch = Launch((256, 1, 1), 2, True, 4096)
-    with pytest.raises(CannotRun, match=r"aligned artifact of rms_norm_forward_block is launched with Launch\(block"):
-        PrebuiltKernel(rms_norm.rms_norm_forward_block, [Variant(ALIGNED, "x", STRONG, ALIGNED.encode, launch)])
+    with pytest.raises(CannotRun, match=r"aligned artifact of rms_norm_forward is launched with Launch\(block"):
+        PrebuiltKernel(rms_norm.rms_norm_forward, [Variant(ALIGNED, "x", STRONG, ALIGNED.encode, launch)])
 
 
 def test_the_strongest_variant_that_the_arguments_allow_is_taken():
@@ -155,7 +155,7 @@ def test_an_argument_that_allows_more_takes_the_aligned_variant(x):
     ],
 )  # fmt: skip
 def test_what_no_variant_allows_raises(x):
-    with pytest.raises(NoVariant, match="rms_norm_forward_block: none of the variants aligned, generic") as caught:
+    with pytest.raises(NoVariant, match="rms_norm_forward: none of the variants aligned, generic") as caught:
         chosen(arguments(x))
     assert isinstance(caught.value, TilekernError)
 
@@ -186,7 +186,7 @@ def test_a_cubin_is_loaded_only_when_it_is_chosen():
         Variant(ALIGNED, "a", STRONG, lambda: loaded.append("aligned") or b"a"),
         Variant(GENERIC, "g", PLAIN, lambda: loaded.append("generic") or b"g"),
     ]
-    made = PrebuiltKernel(rms_norm.rms_norm_forward_block, variants)
+    made = PrebuiltKernel(rms_norm.rms_norm_forward, variants)
     made._compile(Signature(arguments(array(base_addr_divisible_by=2))), None, (9, 0))
     assert loaded == ["generic"]
 
@@ -234,7 +234,7 @@ class TestTheContractWithCudaTile:
         assert providers == ()
 
     def test_a_kernel_gives_its_python_function(self):
-        assert inspect.isfunction(rms_norm.rms_norm_forward_block._pyfunc)
+        assert inspect.isfunction(rms_norm.rms_norm_forward._pyfunc)
 
     def test_launch_can_be_dependent(self):
         assert "programmatic_dependent_launch" in (ct.launch.__doc__ or "") + str(inspect.signature(ct.launch))

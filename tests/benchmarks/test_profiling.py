@@ -26,7 +26,7 @@ from tuning.plan.configs import config_named
         ("liger_cross_entropy_kernel", "loss"),
         ("void cunn_SoftMaxForward<8, c10::BFloat16, float>", "loss"),
         ("void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>", "optimizer"),
-        ("rms_norm_forward_persistent", "norm, rope, swiglu"),
+        ("rms_norm_forward", "norm, rope, swiglu"),
         ("add_rms_norm_backward_two_pass", "norm, rope, swiglu"),
         ("qk_norm_rope_forward", "norm, rope, swiglu"),
         ("_swiglu_backward_kernel", "norm, rope, swiglu"),

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from spec_samples import SPECS, sized
+from spec_samples import SPECS, configs, inputs_of, interpret, sized
 
 from tilekern.kernels import spec_named
 from tilekern.spec import ITEM_BYTES
@@ -13,7 +13,33 @@ from tilekern.targets import resolve
 MEMBERS = [spec for spec in SPECS if ".common." in spec.bytes_moved.__module__]
 
 
-@pytest.mark.parametrize("spec", MEMBERS, ids=lambda spec: spec.name)
+every_member = pytest.mark.parametrize("spec", MEMBERS, ids=lambda spec: spec.name)
+
+
+@every_member
+@pytest.mark.parametrize(("rows", "columns"), [(1, 4096), (3, 5121), (2, 9000), (3, 20000)])
+def test_long_rows(spec, rows, columns):
+    """Rows of several tiles, and rows so long that they are read twice, by a config of each way to go over them."""
+    problem = sized(spec, "bfloat16", rows=rows, columns=columns)
+    inputs = inputs_of(spec, problem)
+    ways = {(config["schedule"], config.get("passes"), config["tile_n"]): config for config in configs(spec, problem)}
+    for config in ways.values():
+        check = interpret(spec, problem, config, inputs)
+        assert check.passed, (config, check.reason)
+
+
+@pytest.mark.parametrize("spec", [spec for spec in MEMBERS if "partial" in spec.outputs(sized(spec), 1)])
+def test_rows_beyond_the_last_add_nothing_to_the_sums_though_their_rstd_is_infinite(spec):
+    problem = sized(spec, rows=5, columns=83)
+    inputs = inputs_of(spec, problem) | {"eps": 0.0}
+    several = [config for config in configs(spec, problem) if config["tile_m"] > 1]
+    assert several
+    for config in several[:4]:
+        check = interpret(spec, problem, config, inputs)
+        assert check.passed, (config, check.reason)
+
+
+@every_member
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_bytes_are_those_of_all_inputs_and_outputs(spec, dtype):
     problem = sized(spec, dtype, rows=7, columns=84)

@@ -131,7 +131,7 @@ LOSS = {"rows": 10, "vocabulary": 100, "dtype": "bfloat16", "smoothed": False, "
     [
         ("rms_norm_forward", {**MATRIX, "dtype": "bfloat16", "weight_dtype": "bfloat16"}, 4200, 4000),
         ("rms_norm_forward", {**MATRIX, "dtype": "bfloat16", "weight_dtype": "float32"}, 2000 + 4000 + 400, 4000),
-        ("rms_norm_backward", {**MATRIX, "dtype": "float16", "weight_dtype": "float16"}, 3 * 2000 + 2 * 200, 10000),
+        ("rms_norm_backward", {**MATRIX, "dtype": "float16", "weight_dtype": "float16"}, 3 * 2000 + 200 + 400, 10000),
         ("rms_norm_backward", {**MATRIX, "dtype": "bfloat16", "weight_dtype": "float32"}, 4000 + 4000 + 800, 10000),
         ("column_sum", {**MATRIX, "dtype": "bfloat16"}, 4000 + 200, 1000),
         ("swiglu_forward", {**MATRIX, "dtype": "float32"}, 3 * 4000, 5000),

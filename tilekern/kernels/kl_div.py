@@ -53,12 +53,12 @@ def _term_of_logs(tiles, weights, known):
 
 def _sum(held, columns):
     """Of each row, [tile_m, 1]."""
-    return rows.add_up(_term, 1, held, ())
+    return rows.add_up(_term, 1, held, (), False)
 
 
 def _sum_of_logs(held, columns):
     """Of each row, [tile_m, 1]."""
-    return rows.add_up(_term_of_logs, 1, held, ())
+    return rows.add_up(_term_of_logs, 1, held, (), False)
 
 
 @ct.kernel
@@ -134,6 +134,9 @@ FORWARD = rows.spec(
     scalars={},
     sums=(),
     direction="forward",
+    live=2,
+    exact_as="loss",
+    dependent=False,
     reference=reference_rows,
     flops=4,
     flags=("log_target",),

@@ -31,8 +31,8 @@ def _spread(tiles, weights, known):
 
 def _statistics(rows, columns, eps):
     """The mean and rstd, [tile_m, 1] each."""
-    mean = add_up(_level, 1, rows, ())[0] / columns
-    return mean, ct.rsqrt(add_up(_spread, 1, rows, (mean,))[0] / columns + eps)
+    mean = add_up(_level, 1, rows, (), False)[0] / columns
+    return mean, ct.rsqrt(add_up(_spread, 1, rows, (mean,), True)[0] / columns + eps)
 
 
 def _normal(tiles, weights, known):
@@ -65,9 +65,9 @@ def _spreads(tiles, weights, known):
 
 def _slopes(rows, columns, eps):
     """The means of x and g, rstd, and what pulls dx along x, [tile_m, 1] each."""
-    level, slope = add_up(_levels, 2, rows, ())
+    level, slope = add_up(_levels, 2, rows, (), False)
     means = (level / columns, slope / columns)
-    squares, products = add_up(_spreads, 2, rows, means)
+    squares, products = add_up(_spreads, 2, rows, means, True)
     rstd = ct.rsqrt(squares / columns + eps)
     return means[0], means[1], rstd, products * rstd * rstd / columns
 
@@ -126,6 +126,9 @@ FORWARD = spec(
     scalars={"eps": 1e-5},
     sums=(),
     direction="forward",
+    live=3,
+    exact_as="y",
+    dependent=False,
     reference=reference_forward,
     flops=8,
 )
@@ -146,6 +149,9 @@ BACKWARD = spec(
     scalars={"eps": 1e-5},
     sums=("dweight", "dbias"),
     direction="backward",
+    live=5,
+    exact_as="dx",
+    dependent=False,
     reference=reference_backward,
     flops=18,
 )

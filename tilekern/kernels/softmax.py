@@ -35,7 +35,7 @@ def _powers(tiles, weights, known):
 def _top_and_share(rows, columns):
     """The maximum, and 1 / the sum of the powers, [tile_m, 1] each."""
     top = largest(_x, rows, ())
-    return top, 1.0 / add_up(_powers, 1, rows, (top,))[0]
+    return top, 1.0 / add_up(_powers, 1, rows, (top,), True)[0]
 
 
 def _y(tiles, weights, known):
@@ -59,7 +59,7 @@ def _products(tiles, weights, known):
 
 def _mean_slope(rows, columns):
     """The mean of dy, weighted with y, [tile_m, 1]."""
-    return add_up(_products, 1, rows, ())
+    return add_up(_products, 1, rows, (), False)
 
 
 def _dx(tiles, weights, known):
@@ -100,6 +100,9 @@ FORWARD = spec(
     scalars={},
     sums=(),
     direction="forward",
+    live=1,
+    exact_as="y",
+    dependent=False,
     reference=reference_forward,
     flops=5,
 )
@@ -117,6 +120,9 @@ BACKWARD = spec(
     scalars={},
     sums=(),
     direction="forward",
+    live=2,
+    exact_as="dx",
+    dependent=False,
     reference=reference_backward,
     flops=4,
 )

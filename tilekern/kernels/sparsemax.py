@@ -41,7 +41,7 @@ def _top_and_tau(rows, columns):
     tau = ct.full((rows[5][1], 1), -1.0, ct.float32)
     steps = _STEPS
     while steps > 0:
-        total, count = add_up(_support, 2, rows, (top, tau))
+        total, count = add_up(_support, 2, rows, (top, tau), True)
         after = (total - 1.0) / count
         steps = (steps - 1) * ct.max(ct.where(after > tau, 1, 0))
         # By rounding the last step may fall. NaN is taken.
@@ -73,7 +73,7 @@ def _slopes(tiles, weights, known):
 
 def _mean_slope(rows, columns):
     """Over the support, [tile_m, 1]."""
-    total, count = add_up(_slopes, 2, rows, ())
+    total, count = add_up(_slopes, 2, rows, (), False)
     return (total / count,)
 
 
@@ -130,6 +130,9 @@ FORWARD = spec(
     scalars={},
     sums=(),
     direction="forward",
+    live=1,
+    exact_as="y",
+    dependent=False,
     reference=reference_forward,
     flops=30,
 )
@@ -144,6 +147,9 @@ BACKWARD = spec(
     scalars={},
     sums=(),
     direction="forward",
+    live=2,
+    exact_as="dx",
+    dependent=False,
     reference=reference_backward,
     flops=3,
 )

@@ -17,12 +17,15 @@ def tensors(arrays: Arrays, *roles: str) -> list[Array]:
 
 
 def drawn(arrays: Arrays, problem: Problem, generator: Any, device: str) -> dict[str, Any]:
-    """Normal numbers for every input, without their signs where it takes none that are negative."""
+    """Normal numbers for every input: without their signs where it takes none that are negative, about 1 for a
+    ``weight``, as norms have them."""
     import torch
 
     def normal(array: Array) -> Any:
         values = torch.randn(array.shape_in(problem), generator=generator, device=device)
-        return (values.abs() if array.nonnegative else values).to(getattr(torch, array.dtype_in(problem)))
+        values = values.abs() if array.nonnegative else values
+        values = 1 + values / 4 if array.name == "weight" else values
+        return values.to(getattr(torch, array.dtype_in(problem)))
 
     return {array.name: normal(array) for array in tensors(arrays, "input")}
 

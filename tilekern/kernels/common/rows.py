@@ -4,13 +4,15 @@ Such a kernel is a few functions of float32 tiles, and :func:`forward` or :func:
 
 - ``statistics(rows, columns, *scalars)`` gives a tuple of columns [tile_m, 1]; :func:`add_up` makes sums over rows,
   :func:`largest` their maxima.
-- ``formula(tiles, weights, statistics)`` gives a tile for each output.
-- ``share(tiles, weights, statistics)`` gives what each element adds to the sums over all rows, one for each weight.
+- ``formula(tiles, weights, known)`` gives a tile for each output.
+- ``share(tiles, weights, known)`` gives what each element adds to the sums over all rows, one for each weight. Of
+  zeros it makes 0: rows beyond the last read as 0, and their statistics are taken as 0.
 
 Without a formula (None) the statistics are the results: each is stored as an output [rows], and nothing else is.
 
-``tiles`` has one [tile_m, tile_n] of each input, ``weights`` one [tile_n] of each weight. Rows stay in registers, in
-the dtype of their array; those that registers cannot hold (``long``) are read again for each sum, out of the L2 cache.
+``tiles`` has one [tile_m, tile_n] of each input, ``weights`` one [tile_n] of each weight, ``known`` the statistics and
+behind them the scalars, of which a dtype may be one. Rows stay in registers, in the dtype of their array; those that
+registers cannot hold (``long``) are read again for each sum, out of the L2 cache.
 Each block stores its sums over rows as one row of ``partial``, one weight behind the other, which the spec
 ``column_sum`` adds up in a fixed order. What surrounds that is :func:`spec`.
 """
@@ -49,7 +51,6 @@ from tilekern.spec import (
     cdiv,
     outputs_of,
     parameters_of,
-    size_of,
 )
 from tilekern.targets import Target
 
@@ -73,15 +74,15 @@ def forward(
 def _forward_step(statistics, formula, inputs, weights, vectors, outputs, scalars, step, shape):
     columns, _, tile_n, chunks, long, _, _ = shape
     rows = (inputs, weights, _held_rows(inputs, step, shape), vectors, step, shape)
-    known = statistics(rows, columns, *scalars)
+    known = statistics(rows, columns, *scalars) + scalars
     if ct.static_eval(formula is None):
         _write_statistics(rows, outputs, known)
     elif ct.static_eval(long):
         for c in range(ct.cdiv(inputs[0].shape[1], tile_n)):
-            _write(formula, rows, outputs, c, known)
+            _write(formula(*_at(rows, c), known), outputs, (step, c), shape)
     else:
         for c in ct.static_iter(range(chunks)):
-            _write(formula, rows, outputs, c, known)
+            _write(formula(*_at(rows, c), known), outputs, (step, c), shape)
 
 
 def backward(
@@ -102,11 +103,12 @@ def _backward_held(statistics, formula, share, inputs, weights, outputs, partial
         totals = totals + (ct.zeros((tile_m, tile_n), ct.float32),)
     for step in range(ct.bid(0), ct.cdiv(inputs[0].shape[0], tile_m), ct.num_blocks(0)):
         rows = (inputs, weights, _held_rows(inputs, step, shape), vectors, step, shape)
-        known = statistics(rows, columns, *scalars)
+        known = _inside(statistics(rows, columns, *scalars), inputs, step, tile_m) + scalars
         added = ()
         for c in ct.static_iter(range(chunks)):
-            _write(formula, rows, outputs, c, known)
-            shares = _shares(share, rows, c, known)
+            tiles, parts = _at(rows, c)
+            _write(formula(tiles, parts, known), outputs, (step, c), shape)
+            shares = share(tiles, parts, known)
             for n in ct.static_iter(range(sums)):
                 added = added + (totals[c * sums + n] + shares[n],)
         totals = added
@@ -123,10 +125,11 @@ def _backward_long(statistics, formula, share, inputs, weights, outputs, partial
             ct.store(_piece(partial, n, sums, columns), (ct.bid(0), c), ct.zeros((1, tile_n), ct.float32))
     for step in range(ct.bid(0), ct.cdiv(inputs[0].shape[0], tile_m), ct.num_blocks(0)):
         rows = (inputs, weights, (), (), step, shape)
-        known = statistics(rows, columns, *scalars)
+        known = _inside(statistics(rows, columns, *scalars), inputs, step, tile_m) + scalars
         for c in range(ct.cdiv(inputs[0].shape[1], tile_n)):
-            _write(formula, rows, outputs, c, known)
-            shares = _shares(share, rows, c, known)
+            tiles, parts = _at(rows, c)
+            _write(formula(tiles, parts, known), outputs, (step, c), shape)
+            shares = share(tiles, parts, known)
             for n in ct.static_iter(range(sums)):
                 piece = _piece(partial, n, sums, columns)
                 # The block reads what it alone has stored, so this load must not go through TMA's other memory proxy.
@@ -134,18 +137,21 @@ def _backward_long(statistics, formula, share, inputs, weights, outputs, partial
                 ct.store(piece, (ct.bid(0), c), before + ct.sum(shares[n], axis=0, keepdims=True), allow_tma=False)
 
 
-def add_up(terms, count, rows, known):
-    """Sums over each row of the ``count`` tiles, one or two, that ``terms(tiles, weights, known)`` gives."""
+def add_up(terms, count, rows, known, masked):
+    """Sums over each row of the ``count`` tiles, one or two, that ``terms(tiles, weights, known)`` gives.
+
+    Beyond the end of a row all reads as 0. Terms that make something else of that are ``masked``.
+    """
     _, tile_m, tile_n, chunks, long, _, _ = rows[5]
     sums = ()
     for _ in ct.static_iter(range(count)):
         sums = sums + (ct.zeros((tile_m, tile_n), ct.float32),)
     if ct.static_eval(long):
         for c in range(ct.cdiv(rows[0][0].shape[1], tile_n)):
-            sums = _added(terms, sums, rows, c, known)
+            sums = _added(terms, sums, rows, c, known, masked)
     else:
         for c in ct.static_iter(range(chunks)):
-            sums = _added(terms, sums, rows, c, known)
+            sums = _added(terms, sums, rows, c, known, masked)
     if ct.static_eval(count == 1):
         return (ct.sum(sums[0], axis=1, keepdims=True),)
     # One reduction: one barrier among a block's warps in place of two.
@@ -179,41 +185,35 @@ def _larger(term, top, rows, c, known):
     return ct.maximum(top, value)
 
 
-def _added(terms, sums, rows, c, known):
+def _added(terms, sums, rows, c, known, masked):
     tiles, weights = _at(rows, c)
     columns, _, tile_n, _, _, _, _ = rows[5]
     shares = terms(tiles, weights, known)
     added = ()
     for n in ct.static_iter(range(len(sums))):
         share = shares[n]
-        if ct.static_eval(columns % tile_n != 0):
-            # What is beyond the end of a row reads as 0, of which the terms may make something else.
+        if ct.static_eval(masked and columns % tile_n != 0):
             place = c * tile_n + ct.arange(tile_n, dtype=ct.int32)[None, :]
             share = ct.where(place < columns, share, 0.0)
         added = added + (sums[n] + share,)
     return added
 
 
-def _shares(share, rows, c, known):
-    tiles, weights = _at(rows, c)
-    inputs, step, (_, tile_m, _, _, _, _, _) = rows[0], rows[4], rows[5]
-    shares = share(tiles, weights, known)
+def _inside(statistics, inputs, step, tile_m):
+    """The statistics, but 0 for rows beyond the last, of whose zeros they may make what is infinite."""
     if ct.static_eval(tile_m == 1):
-        return shares
-    # Rows beyond the last read as 0, and their statistics may be infinite.
+        return statistics
     row = step * tile_m + ct.arange(tile_m, dtype=ct.int32)[:, None]
     inside = ()
-    for n in ct.static_iter(range(len(shares))):
-        inside = inside + (ct.where(row < inputs[0].shape[0], shares[n], 0.0),)
+    for n in ct.static_iter(range(len(statistics))):
+        inside = inside + (ct.where(row < inputs[0].shape[0], statistics[n], 0.0),)
     return inside
 
 
-def _write(formula, rows, outputs, c, known):
-    tiles, weights = _at(rows, c)
-    step, (_, _, _, _, _, bounded, tma) = rows[4], rows[5]
-    results = formula(tiles, weights, known)
+def _write(results, outputs, index, shape):
+    _, _, _, _, _, bounded, tma = shape
     for n in ct.static_iter(range(len(outputs))):
-        ct.store(outputs[n], (step, c), results[n].astype(outputs[n].dtype), check_bounds=bounded, allow_tma=tma)
+        ct.store(outputs[n], index, results[n].astype(outputs[n].dtype), check_bounds=bounded, allow_tma=tma)
 
 
 def _write_statistics(rows, outputs, known):
@@ -296,8 +296,9 @@ def _axes(problem: Problem, direction: str) -> dict[str, list[Value]]:
 
 
 def _implement(
-    function: Any, arrays: Arrays, flags: tuple[str, ...], direction: str, problem: Problem, config: Config
-) -> Implementation:
+    function: Any, arrays: Arrays, flags: tuple[str, ...], direction: str, dependent: bool, problem: Problem,
+    config: Config,
+) -> Implementation:  # fmt: skip
     columns, tile_m, tile_n = problem["columns"], config["tile_m"], config["tile_n"]
     schedule = () if direction == "backward" else (("persistent", config["schedule"] == "persistent"),)
     return Implementation(
@@ -316,28 +317,20 @@ def _implement(
         ),
         grid=lambda sizes, sm_count: grid_of(cdiv(sizes["rows"], tile_m), config, sm_count),
         hints=hints(config),
+        dependent=dependent,
     )
 
 
-def _live(arrays: Arrays) -> int:
-    """Values for each element of a step that stay in registers: of each input, and of each sum."""
-    sums = [size_of(array.shape[-1])[1] for array in tensors(arrays, "scratch")]
-    return len(tensors(arrays, "input")) + sum(sums)
-
-
-def _default(arrays: Arrays, direction: str, problem: Problem, target: Target) -> Config:
+def _default(live: int, direction: str, problem: Problem, target: Target) -> Config:
     columns, backward = problem["columns"], direction == "backward"
     resident, width = columns <= HELD_BY_DEFAULT, power_of_two(columns)
     hopper, wide, most = target.capability >= 90, problem["dtype"] == "float32", 2 if backward else 4
-    # Sums of several short rows that no vector loads fit take the compiler 7 s at 4096 elements, 0.3 s at 1024.
-    sums_alone = all(len(array.shape) == 1 for array in tensors(arrays, "output"))
-    elements = 2048 if backward else 1024 if sums_alone else 4096
     return Config(
         schedule="persistent",
         passes=1 if resident else 2,
-        tile_m=max(1, min(64, elements // width)) if resident else 1,
+        tile_m=max(1, min(64, (2048 if backward else 4096) // width)) if resident else 1,
         tile_n=width if resident and width <= 4096 else 1024,
-        occupancy=most if width <= 4096 and _live(arrays) <= (4 if backward else 2) else most // 2,
+        occupancy=most if width <= 4096 and live <= (4 if backward else 2) else most // 2,
         # Four warps would spill what long rows of float32 hold.
         num_worker_warps=8 if (backward and hopper) or (resident and width > 4096 and wide) else 0,
         tma=hopper,
@@ -363,7 +356,8 @@ def _results(outputs: dict[str, Any], sums: tuple[str, ...]) -> dict[str, Any]:
 
 def spec(
     name: str, summary: str, module: str, op: str, function: Any, arrays: Arrays, scalars: Mapping[str, float],
-    sums: tuple[str, ...], direction: str, reference: Callable[..., dict[str, Any]], flops: int,
+    sums: tuple[str, ...], direction: str, live: int, exact_as: str, dependent: bool,
+    reference: Callable[..., dict[str, Any]], flops: int,
     flags: tuple[str, ...] = (),
 ) -> KernelSpec:  # fmt: skip
     """The spec of a kernel over rows.
@@ -377,6 +371,9 @@ def spec(
         scalars: values to check and time the kernel with.
         sums: names of the sums over all rows, in the order of ``partial``.
         direction: of :func:`forward` or :func:`backward`, whichever ``function`` calls.
+        live: float32 values for each element of a step that stay in registers: rows, weights, and sums over rows.
+        exact_as: the array whose dtype sets the tolerance.
+        dependent: as :attr:`Implementation.dependent`.
         flops: floating-point operations for each element.
         flags: names of dimensions that are True or False, of which the kernel depends.
     """
@@ -387,11 +384,11 @@ def spec(
         dimensions=dimensions_of(arrays, flags),
         space=Space(
             lambda problem: _axes(problem, direction),
-            (fits_registers(_live(arrays)), TMA_NEEDS_HOPPER, PASSES_MATCH, FEW_CHUNKS),
+            (fits_registers(live), TMA_NEEDS_HOPPER, PASSES_MATCH, FEW_CHUNKS),
         ),
         ops=(op,),
-        implement=lambda problem, config: _implement(function, arrays, flags, direction, problem, config),
-        default=lambda problem, target: _default(arrays, direction, problem, target),
+        implement=lambda problem, config: _implement(function, arrays, flags, direction, dependent, problem, config),
+        default=lambda problem, target: _default(live, direction, problem, target),
         generic=_generic,
         inputs=lambda problem, generator, device: {**drawn(arrays, problem, generator, device), **scalars},
         outputs=outputs_of(arrays),
@@ -399,6 +396,6 @@ def spec(
         results=lambda outputs: _results(outputs, sums),
         bytes_moved=lambda problem: bytes_of(tensors(arrays), problem),
         flops=lambda problem: flops * problem["rows"] * problem["columns"],
-        result_dtype=tensors(arrays, "output")[0].dtype_in,
+        result_dtype={array.name: array for array in tensors(arrays)}[exact_as].dtype_in,
         arrays=arrays,
     )
