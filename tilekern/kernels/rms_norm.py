@@ -23,12 +23,13 @@ def _square(tiles, weights, known):
     return (tiles[0] * tiles[0],)
 
 
-def _statistics(rows, columns, eps, dtype):
+def statistics(rows, columns, eps, dtype):
     """rstd [tile_m, 1]."""
     return (ct.rsqrt(add_up(_square, 1, rows, (), False)[0] / columns + eps),)
 
 
-def _normal(tiles, weights, known):
+def normal(tiles, weights, known):
+    """y."""
     rstd, _, dtype = known
     return ((tiles[0] * rstd).astype(dtype).astype(ct.float32) * weights[0],)
 
@@ -40,7 +41,7 @@ def rms_norm_forward(
 ):  # fmt: skip
     """One step of rows a block, or resident blocks; x and y [rows, columns], weight [columns]."""
     forward(
-        _statistics, _normal, (x,), (weight,), (y,), (eps, x.dtype), columns, tile_m, tile_n, chunks, persistent, long,
+        statistics, normal, (x,), (weight,), (y,), (eps, x.dtype), columns, tile_m, tile_n, chunks, persistent, long,
         bounded, tma,
     )  # fmt: skip
 
@@ -50,19 +51,21 @@ def _square_and_product(tiles, weights, known):
     return tiles[1] * tiles[1], tiles[0] * weights[0] * tiles[1]
 
 
-def _slopes(rows, columns, eps, dtype):
+def slopes(rows, columns, eps, dtype):
     """rstd and what pulls dx along x, [tile_m, 1] each."""
     square, product = add_up(_square_and_product, 2, rows, (), False)
     rstd = ct.rsqrt(square / columns + eps)
     return rstd, product * rstd * rstd / columns
 
 
-def _dx(tiles, weights, known):
+def gradient(tiles, weights, known):
+    """dx."""
     rstd, pull, _, _ = known
     return ((tiles[0] * weights[0] - tiles[1] * pull) * rstd,)
 
 
-def _dweight(tiles, weights, known):
+def share(tiles, weights, known):
+    """Of dweight."""
     rstd, _, _, dtype = known
     return (tiles[0] * (tiles[1] * rstd).astype(dtype).astype(ct.float32),)
 
@@ -74,7 +77,7 @@ def rms_norm_backward(
 ):  # fmt: skip
     """Resident blocks; dy, x and dx [rows, columns], weight [columns], partial [blocks, columns]."""
     backward(
-        _slopes, _dx, _dweight, (dy, x), (weight,), (dx,), partial, 1, (eps, x.dtype), columns, tile_m, tile_n, chunks,
+        slopes, gradient, share, (dy, x), (weight,), (dx,), partial, 1, (eps, x.dtype), columns, tile_m, tile_n, chunks,
         long, bounded, tma,
     )  # fmt: skip
 

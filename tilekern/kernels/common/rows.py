@@ -42,6 +42,7 @@ from tilekern.kernels.tiles import (
 )
 from tilekern.spec import (
     Config,
+    Constraint,
     Dimension,
     Implementation,
     KernelSpec,
@@ -59,27 +60,34 @@ _LOWEST = float("-inf")
 
 def forward(
     statistics, formula, inputs, weights, outputs, scalars, columns, tile_m, tile_n, chunks, persistent, long, bounded,
-    tma,
+    tma, made=None, kept=(),
 ):  # fmt: skip
-    """Outputs for all rows: one step of ``tile_m`` rows a block, or resident blocks that loop."""
+    """Outputs for all rows: one step of ``tile_m`` rows a block, or resident blocks that loop.
+
+    What ``made(tiles)`` gives is stored first, in the arrays ``kept``, and stands as it was rounded there in the place
+    of the inputs.
+    """
     shape = (columns, tile_m, tile_n, chunks, long, bounded, tma)
     vectors = _held_weights(weights, shape)
     if ct.static_eval(persistent):
         for step in range(ct.bid(0), ct.cdiv(inputs[0].shape[0], tile_m), ct.num_blocks(0)):
-            _forward_step(statistics, formula, inputs, weights, vectors, outputs, scalars, step, shape)
+            _forward_step(statistics, formula, inputs, weights, vectors, outputs, scalars, step, shape, made, kept)
     else:
-        _forward_step(statistics, formula, inputs, weights, vectors, outputs, scalars, ct.bid(0), shape)
+        _forward_step(statistics, formula, inputs, weights, vectors, outputs, scalars, ct.bid(0), shape, made, kept)
 
 
-def _forward_step(statistics, formula, inputs, weights, vectors, outputs, scalars, step, shape):
+def _forward_step(statistics, formula, inputs, weights, vectors, outputs, scalars, step, shape, made, kept):
     columns, _, tile_n, chunks, long, _, _ = shape
-    rows = (inputs, weights, _held_rows(inputs, step, shape), vectors, step, shape)
+    held = _all_made(made, kept, _held_rows(inputs, step, shape), step, shape)
+    rows = (inputs, weights, held, vectors, step, shape, made, kept)
     known = statistics(rows, columns, *scalars) + scalars
     if ct.static_eval(formula is None):
         _write_statistics(rows, outputs, known)
     elif ct.static_eval(long):
         for c in range(ct.cdiv(inputs[0].shape[1], tile_n)):
-            _write(formula(*_at(rows, c), known), outputs, (step, c), shape)
+            tiles, parts = _at(rows, c)
+            _write(tiles, kept, (step, c), shape)
+            _write(formula(tiles, parts, known), outputs, (step, c), shape)
     else:
         for c in ct.static_iter(range(chunks)):
             _write(formula(*_at(rows, c), known), outputs, (step, c), shape)
@@ -102,7 +110,7 @@ def _backward_held(statistics, formula, share, inputs, weights, outputs, partial
     for _ in ct.static_iter(range(sums * chunks)):
         totals = totals + (ct.zeros((tile_m, tile_n), ct.float32),)
     for step in range(ct.bid(0), ct.cdiv(inputs[0].shape[0], tile_m), ct.num_blocks(0)):
-        rows = (inputs, weights, _held_rows(inputs, step, shape), vectors, step, shape)
+        rows = (inputs, weights, _held_rows(inputs, step, shape), vectors, step, shape, None, ())
         known = _inside(statistics(rows, columns, *scalars), inputs, step, tile_m) + scalars
         added = ()
         for c in ct.static_iter(range(chunks)):
@@ -124,7 +132,7 @@ def _backward_long(statistics, formula, share, inputs, weights, outputs, partial
         for c in range(ct.cdiv(inputs[0].shape[1], tile_n)):
             ct.store(_piece(partial, n, sums, columns), (ct.bid(0), c), ct.zeros((1, tile_n), ct.float32))
     for step in range(ct.bid(0), ct.cdiv(inputs[0].shape[0], tile_m), ct.num_blocks(0)):
-        rows = (inputs, weights, (), (), step, shape)
+        rows = (inputs, weights, (), (), step, shape, None, ())
         known = _inside(statistics(rows, columns, *scalars), inputs, step, tile_m) + scalars
         for c in range(ct.cdiv(inputs[0].shape[1], tile_n)):
             tiles, parts = _at(rows, c)
@@ -225,9 +233,9 @@ def _write_statistics(rows, outputs, known):
 
 def _at(rows, c):
     """Chunk ``c`` of a step's rows and of the weights, in float32."""
-    inputs, weights, held, vectors, step, (_, tile_m, tile_n, _, long, bounded, tma) = rows
+    inputs, weights, held, vectors, step, (_, tile_m, tile_n, _, long, bounded, tma), made, kept = rows
     if ct.static_eval(long):
-        tiles = _read(inputs, (step, c), (tile_m, tile_n), bounded, tma)
+        tiles = _made(made, kept, _read(inputs, (step, c), (tile_m, tile_n), bounded, tma))
         parts = _read(weights, (c,), (tile_n,), bounded, tma)
         return _wide(tiles), _wide(parts)
     return _wide(held[c]), _wide(vectors[c])
@@ -240,6 +248,26 @@ def _held_rows(inputs, step, shape):
     for c in ct.static_iter(range(0 if long else chunks)):
         held = held + (_read(inputs, (step, c), (tile_m, tile_n), bounded, tma),)
     return held
+
+
+def _all_made(made, kept, held, step, shape):
+    """What is made of the rows, and stored; the rows themselves where nothing is."""
+    rows = ()
+    for c in ct.static_iter(range(len(held))):
+        tiles = _made(made, kept, held[c])
+        _write(tiles, kept, (step, c), shape)
+        rows = rows + (tiles,)
+    return rows
+
+
+def _made(made, kept, tiles):
+    if ct.static_eval(len(kept) == 0):
+        return tiles
+    results = made(_wide(tiles))
+    rounded = ()
+    for n in ct.static_iter(range(len(kept))):
+        rounded = rounded + (results[n].astype(kept[n].dtype),)
+    return rounded
 
 
 def _held_weights(weights, shape):
@@ -279,6 +307,14 @@ def dimensions_of(arrays: Arrays, flags: tuple[str, ...] = ()) -> tuple[Dimensio
     sizes = (Dimension("rows", "bucketed"), Dimension("columns", "exact"), Dimension("dtype", "dtype"))
     weighted = (_WEIGHTED,) if any(array.dtype == "weight_dtype" for array in tensors(arrays)) else ()
     return (*sizes, *weighted, *(Dimension(flag, "flag") for flag in flags))
+
+
+_TMA_PAYS = Constraint(
+    "one block a step has no loop in which its own TMA loads could run ahead, which pays for short rows alone",
+    lambda problem, config, target: (
+        config["schedule"] == "persistent" or not config["tma"] or problem["columns"] <= 1024
+    ),
+)
 
 
 def _axes(problem: Problem, direction: str) -> dict[str, list[Value]]:
@@ -384,7 +420,7 @@ def spec(
         dimensions=dimensions_of(arrays, flags),
         space=Space(
             lambda problem: _axes(problem, direction),
-            (fits_registers(live), TMA_NEEDS_HOPPER, PASSES_MATCH, FEW_CHUNKS),
+            (fits_registers(live), TMA_NEEDS_HOPPER, _TMA_PAYS, PASSES_MATCH, FEW_CHUNKS),
         ),
         ops=(op,),
         implement=lambda problem, config: _implement(function, arrays, flags, direction, dependent, problem, config),
