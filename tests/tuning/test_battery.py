@@ -340,6 +340,34 @@ def test_what_follows_one_that_failed_stands_every_case(monkeypatch):
     ]
 
 
+def test_cases_about_values_are_run_once_for_the_same_code_in_problems_that_share_them():
+    """Those at the edges of the bucket, and the two at full size, are run for each."""
+    kept, ran = Kept(), []
+
+    def run(problem, inputs, outputs):
+        ran.append(problem["rows"])
+        interpret(SWIGLU, SWIGLU.generic(problem), problem, inputs, outputs)
+
+    checks = {}
+    for rows, code in ((1024, "one"), (2048, "one"), (2048, "other"), (2048, None)):
+        problem = SWIGLU.problem(rows=rows, columns=83, dtype="bfloat16")
+        battery = Battery(SWIGLU, problem, 4, "cpu", kept=kept)
+        ran.clear()
+        checks[rows, code] = battery.confirm(SWIGLU.generic(problem), run, code=code)
+        values = [size for size in ran if size not in (rows, rows // 2 + 1)]
+        assert bool(values) == ((rows, code) != (2048, "one"))
+        assert ran[-4:] == [rows, rows // 2 + 1, rows, rows]
+    assert checks[2048, "one"] == checks[2048, "other"] == checks[2048, None]
+
+
+def test_of_the_same_code_a_failure_is_known_too():
+    kept, problem = Kept(), PROBLEMS[SWIGLU]
+    first, second = (Battery(SWIGLU, problem, 4, "cpu", kept=kept) for _ in range(2))
+    failed = first.confirm(SWIGLU.generic(problem), drops_nan, code="one")
+    assert not failed.passed
+    assert second.confirm(SWIGLU.generic(problem), lambda *_: pytest.fail("it ran"), code="one") == failed
+
+
 def test_other_launches_come_between_the_two_runs_that_must_agree():
     problem, config = PROBLEMS[COLUMN_SUM], COLUMN_SUM.generic(PROBLEMS[COLUMN_SUM])
     order = []
@@ -358,29 +386,33 @@ def test_a_check_names_every_case_with_its_sizes_and_figures():
     problem, config = PROBLEMS[SWIGLU], SWIGLU.generic(PROBLEMS[SWIGLU])
     check = battery_of(SWIGLU, problem).confirm(config, functools.partial(interpret, SWIGLU, config))
     assert [(case["case"], case["sizes"]) for case in check.cases] == [
-        ("random", "rows=251"), ("bucket", "rows=256"), ("smallest of the bucket", "rows=129"), ("tails", "rows=255"),
-        ("large magnitudes", "rows=251"), ("zeros", "rows=251"), ("one-hot rows", "rows=251"),
-        ("nan in gate", "rows=251"), ("infinity in gate", "rows=251"), ("nan in up", "rows=251"),
-        ("infinity in up", "rows=251"), ("repeat", "rows=256"),
+        ("random", "rows=251"), ("tails", "rows=255"), ("large magnitudes", "rows=251"), ("zeros", "rows=251"),
+        ("one-hot rows", "rows=251"), ("nan in gate", "rows=251"), ("infinity in gate", "rows=251"),
+        ("nan in up", "rows=251"), ("infinity in up", "rows=251"), ("bucket", "rows=256"),
+        ("smallest of the bucket", "rows=129"), ("repeat", "rows=256"),
     ]  # fmt: skip
     assert check.relative_error == max(case["relative_error"] for case in check.cases[:-1])
     assert 1e-4 < check.relative_error < 4e-3
+
+
+def cases_of(spec, problem, room):
+    cases = Cases(spec, problem, "cpu", room)
+    return {case.name: case for case in (*cases.values(), *cases.edges)}
 
 
 def test_what_costs_too_much_at_full_size_is_checked_at_a_smaller_one_and_says_so():
     """As for attention, whose reference writes scores for each pair of queries and keys."""
     spec = spec_named("attention_forward")
     problem = sized(spec, "float32", tokens=512).but(batch=1, heads=1, kv_heads=1)
-    cases = {case.name: case for case in Cases(spec, problem, "cpu", Room(1 << 22, 1 << 40)).all()}
+    cases = cases_of(spec, problem, Room(1 << 22, 1 << 40))
     bucket, least = cases["bucket"], cases["smallest of the bucket"]
     assert 32 <= bucket.problem["queries"] == bucket.problem["keys"] < 512
     assert least.problem["queries"] == bucket.problem["queries"] // 2 + 1
     assert bucket.note == least.note == "the reference costs too much at full size"
     assert cases["zeros"].problem["queries"] < 255
-    least = next(case for case in Cases(spec, problem, "cpu", Room(1, 1)).all() if case.name == "bucket")
-    assert least.problem["queries"] == 1
+    assert Cases(spec, problem, "cpu", Room(1, 1)).edges[0].problem["queries"] == 1
     flops = spec.flops(problem) // 5
-    cheaper = {case.name: case for case in Cases(spec, problem, "cpu", Room(1 << 40, flops)).all()}
+    cheaper = cases_of(spec, problem, Room(1 << 40, flops))
     assert cheaper["bucket"].problem["queries"] == 128
 
 
@@ -388,7 +420,7 @@ def test_what_costs_much_however_few_rows_there_are_is_checked_with_many():
     """A vocabulary's weights' gradient is as large for one row."""
     spec = spec_named("linear_cross_entropy")
     problem = spec.problem(rows=512, hidden=64, vocabulary=4096, dtype="bfloat16")
-    values = Cases(spec, problem, "cpu", Room(1 << 24, 1 << 40)).all()
+    values = Cases(spec, problem, "cpu", Room(1 << 24, 1 << 40)).values()
     assert next(case for case in values if case.name == "zeros").problem["rows"] >= 61
 
 
@@ -397,7 +429,7 @@ def test_large_draws_are_no_larger_than_float32_and_the_dtype_carry():
     for dtype in ("bfloat16", "float16"):
         for name in ("rms_norm_forward", "swiglu_forward", "attention_forward"):
             problem = sized(spec_named(name), dtype, tokens=251)
-            cases = Cases(spec_named(name), problem, "cpu", Room(1 << 40, 1 << 40)).all()
+            cases = Cases(spec_named(name), problem, "cpu", Room(1 << 40, 1 << 40)).values()
             large = next(case for case in cases if case.name == "large magnitudes")
             found[name, dtype] = max(float(x.abs().max()) for x in large.inputs.values() if isinstance(x, torch.Tensor))
             assert all(bool(x.isfinite().all()) for x in large.expected.values())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tilekern.kernels import spec_named
@@ -66,17 +66,24 @@ class Bench:
         return PrebuiltKernel(function, [variant])
 
     def check(self, entrant: Entrant) -> Check:
-        """Screen an entrant, which it must pass to be timed.
-
-        A kernel's sizes there do not grow with the problem's: of the same code the outcome is known.
-        """
-        if entrant.candidate.is_library:
+        """Screen an entrant, which it must pass to be timed; of the same code the outcome is known."""
+        code = self._code(entrant)
+        if code is None:
             return self._screen(entrant)
+        if code not in self._kept.checks:
+            self._kept.checks[code] = self._screen(entrant)
+        return self._kept.checks[code]
+
+    def _code(self, entrant: Entrant) -> Hashable:
+        """All that what an entrant does at sizes that do not grow with the problem's depends on.
+
+        None for a sequence of kernels and libraries, whose plans may be others by the next problem.
+        """
         item, odd = entrant.candidate, odd_problem(self._spec, self._problem)
-        does = (item.kernel, odd.key, item.config.key, item.variant, entrant.compiled["sha256"])
-        if does not in self._kept.checks:
-            self._kept.checks[does] = self._screen(entrant)
-        return self._kept.checks[does]
+        implementation = self._spec.implement(odd, item.config)
+        if not isinstance(implementation, LibraryCall):
+            return (item.kernel, odd.key, item.config.key, item.variant, entrant.compiled["sha256"])
+        return None if implementation.composite else (item.kernel, odd.key, item.config.key)
 
     def _screen(self, entrant: Entrant) -> Check:
         return self._battery.screen(entrant.candidate.config, self._runner(entrant))
@@ -89,7 +96,7 @@ class Bench:
             for key, run in others:
                 self._watched(key, run)
 
-        return self._battery.confirm(entrant.candidate.config, self._runner(entrant), between)
+        return self._battery.confirm(entrant.candidate.config, self._runner(entrant), between, self._code(entrant))
 
     def load(self) -> dict[str, Any]:
         """The inputs at full size, which all entrants share; they are made at the first call."""

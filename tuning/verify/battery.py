@@ -2,20 +2,20 @@
 
 Every candidate is screened, on odd sizes with ordinary inputs. The few that could win run all cases of their problem:
 sizes at the edges of its bucket, padded rows, large magnitudes, zeros, one-hot rows, NaN and infinity in each draw, and
-the full size twice for the same bits. The backward of an op is a spec of its own, or several, and each is judged
+the full size twice for the same bits. Cases that do not grow with the problem's sizes are run once for the same code. The backward of an op is a spec of its own, or several, and each is judged
 against its own reference in float64: that is how forward and backward are covered. Around all arrays stand canaries.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from tilekern.spec import Config, KernelSpec, LibraryCall, Problem
 from tuning.verify.canaries import Guarded, GuardedInputs, bits, guarded
-from tuning.verify.cases import Case, Cases, Kept, Room
+from tuning.verify.cases import Case, Cases, Kept, Outcomes, Room
 from tuning.verify.check import Check, judge
 
 # Runs a candidate on a problem with inputs and outputs by name; gives what a library made, None where a kernel wrote.
@@ -39,7 +39,8 @@ class Battery:
         kept: Kept | None = None,
     ) -> None:  # fmt: skip
         self._spec, self._problem, self._sm_count, self._device = spec, problem, sm_count, device
-        self._cases = Cases(spec, problem, device, room, kept)
+        self._kept = kept or Kept()
+        self._cases = Cases(spec, problem, device, room, self._kept)
 
     def screen(self, config: Config, run: Run) -> Check:
         """Odd sizes with ordinary inputs, twice, with the same bits.
@@ -53,23 +54,44 @@ class Battery:
             return Check(False, check.relative_error, check.elementwise_error, difference)
         return check
 
-    def confirm(self, config: Config, run: Run, between: Callable[[], None] = lambda: None) -> Check:
+    def confirm(
+        self, config: Config, run: Run, between: Callable[[], None] = lambda: None, code: Hashable = None
+    ) -> Check:
         """All cases up to the first that fails, then the full size twice.
 
         Args:
             config: the candidate's config.
             run: runs it.
             between: called between the two runs at full size, to leave other traces on the GPU.
+            code: all that the outcome of a case about values depends on, by which it is kept; None where that is
+                not known.
         """
+        told, reason = self._stood_values(config, run, code)
+        if not reason:
+            more, reason = self._stood(self._cases.edges, config, run)
+            told = [*told, *more]
+        if not reason:
+            wrong = self._repeat(config, run, between)
+            reason = f"repeat: {wrong}" if wrong else ""
+            told = [*told, {"case": "repeat", "sizes": self._sizes(self._problem), "passed": not wrong}]
+        return _summary(told, reason)
+
+    def _stood_values(self, config: Config, run: Run, code: Hashable) -> Outcomes:
+        if code is None:
+            return self._stood(self._cases.values(), config, run)
+        if code not in self._kept.outcomes:
+            self._kept.outcomes[code] = self._stood(self._cases.values(), config, run)
+        return self._kept.outcomes[code]
+
+    def _stood(self, cases: Iterable[Case], config: Config, run: Run) -> Outcomes:
+        """The outcomes of cases up to the first that fails, and why it did."""
         told: list[dict[str, Any]] = []
-        for case in self._cases.all():
+        for case in cases:
             check = self._check(case, *self._launched(case, config, run))
             told.append(self._told(case, check))
             if not check.passed:
-                return _summary(told, f"{case.name}: {check.reason}")
-        reason = self._repeat(config, run, between)
-        told.append({"case": "repeat", "sizes": self._sizes(self._problem), "passed": not reason})
-        return _summary(told, f"repeat: {reason}" if reason else "")
+                return told, f"{case.name}: {check.reason}"
+        return told, ""
 
     def _check(self, case: Case, outputs: dict[str, Any], damage: str) -> Check:
         """The figures of a run; damage fails it whatever they are."""
@@ -114,8 +136,8 @@ class Battery:
         if not self._problem.get("deterministic", True):
             return ""
         second, damage = again()
-        counts = {name: int((bits(first[name]) != bits(second[name])).sum()) for name in first}
-        differ = [f"{count} elements of {name}" for name, count in counts.items() if count]
+        changed = [name for name in first if not torch.equal(bits(first[name]), bits(second[name]))]
+        differ = [f"{int((bits(first[name]) != bits(second[name])).sum())} elements of {name}" for name in changed]
         return damage or (f"two runs on the same inputs differ in {', '.join(differ)}" if differ else "")
 
     def _repeat(self, config: Config, run: Run, between: Callable[[], None]) -> str:
@@ -143,7 +165,7 @@ class Battery:
         }
 
 
-def _summary(told: list[dict[str, Any]], reason: str) -> Check:
+def _summary(told: Sequence[Mapping[str, Any]], reason: str) -> Check:
     figures = ("relative_error", "elementwise_error")
     relative, elementwise = (max(case.get(figure, 0.0) for case in told) for figure in figures)
     return Check(not reason, relative, elementwise, reason, told)

@@ -9,7 +9,7 @@ import functools
 import itertools
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -35,6 +35,8 @@ _HEADROOM = 4.0
 _SMALL, _SMALL_PART = (509, 251, 127, 61, 31, 13, 7, 3, 1), 20
 # Cases that no problem at work uses may hold the room of a reference divided by this.
 _KEPT_ROOM = 4
+# What cases came to, as plain data each, up to the first that failed; and why that did, for people, or nothing.
+Outcomes = tuple[Sequence[Mapping[str, Any]], str]
 
 
 @dataclass(frozen=True)
@@ -260,10 +262,12 @@ class Kept:
 
     Attributes:
         checks: outcomes of screening, by all that they depend on.
+        outcomes: those of all cases about values, likewise.
     """
 
     def __init__(self) -> None:
         self.checks: dict[Hashable, Check] = {}
+        self.outcomes: dict[Hashable, Outcomes] = {}
         self._values: OrderedDict[Hashable, ValueCases] = OrderedDict()
 
     def values(self, spec: KernelSpec, problem: Problem, device: str, room: Room) -> ValueCases:
@@ -299,10 +303,9 @@ class Cases:
         self._values = (kept or Kept()).values(spec, problem, device, room or Room.of(device))
         self.random = self._values.random
 
-    def all(self) -> Iterator[Case]:
-        """Every case; each is made when it is first asked for, and kept."""
+    def values(self) -> Iterator[Case]:
+        """The cases about values; each is made when it is first asked for, and kept."""
         yield self.random
-        yield from self._edges
         yield from self._values.rest()
 
     @functools.cached_property
@@ -311,7 +314,7 @@ class Cases:
         return Case("repeat", self._problem, drawn(self._spec, self._problem, self._device), {})
 
     @functools.cached_property
-    def _edges(self) -> list[Case]:
+    def edges(self) -> list[Case]:
         """The largest and the smallest sizes that the bucket serves; of a smaller bucket where those cost too much."""
         largest = self._problem
         while not self._values.fits(largest) and any(largest[name] > 1 for name in self._bucketed):

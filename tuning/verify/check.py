@@ -153,14 +153,19 @@ def within(relative: float, elementwise: float, tolerance: Tolerance) -> bool:
 
 def errors(actual: Any, reference: Any) -> tuple[float, float]:
     """||actual - reference|| / ||reference|| and max|actual - reference| / max|reference|; infinite where NaN is."""
+    reference = reference.detach().double()
+    return _ratios(reference - actual.detach(), reference)
+
+
+def _ratios(difference: Any, reference: Any) -> tuple[float, float]:
+    """The norm and the peak of one by those of the other."""
     import torch
 
-    actual, reference = actual.detach(), reference.detach().double()
-    difference = actual.double() - reference
     if difference.numel() == 0:
         return 0.0, 0.0
-    figures = torch.stack([difference.norm(), reference.norm(), difference.abs().max(), reference.abs().max()])
-    norm, of_norm, peak, of_peak = figures.tolist()
+    size = torch.linalg.vector_norm
+    figures = [size(difference), size(reference), size(difference, math.inf), size(reference, math.inf)]
+    norm, of_norm, peak, of_peak = torch.stack(figures).tolist()
     found = (norm / (of_norm + _TINY), peak / (of_peak + _TINY))
     return tuple(value if math.isfinite(value) else math.inf for value in found)  # type: ignore[return-value]
 
@@ -172,28 +177,36 @@ def _judged(actual: Any, reference: Any, extra: Leeway) -> tuple[float, float, s
     relative, elementwise = errors(actual, reference)
     if math.isfinite(relative) and math.isfinite(elementwise):
         return relative, elementwise, ""
-    # Something is not finite, which is right where the reference, once rounded, is not either.
-    actual, reference = actual.detach().double(), _rounded(actual, reference.detach().double())
+    # Something is not finite, which is right where the reference, once rounded, is not either. Results may be large,
+    # so whatever needs no float64 is done in their own dtype.
+    actual, reference = actual.detach(), reference.detach().double()
+    held = reference.to(actual.dtype)
     if extra.reached is not None:
-        better = actual.isfinite() & extra.plain.isfinite() & ~extra.reached & ~reference.isfinite()
-        reference = extra.plain.where(better, reference)
+        better = actual.isfinite() & ~held.isfinite() & ~extra.reached
+        if bool(better.any()):
+            better &= extra.plain.isfinite()
+            reference = extra.plain.where(better, reference)
+            held = reference.to(actual.dtype)
     if extra.tainted is not None:
-        reference = actual.where(extra.tainted & (actual.isnan() | actual.isinf() & reference.isnan()), reference)
+        held = actual.where(extra.tainted & (actual.isnan() | actual.isinf() & held.isnan()), held)
+    if said := _misplaced(actual, held):
+        return math.inf, math.inf, said
+    beyond = ~held.isfinite()
+    difference = (reference - actual).masked_fill_(beyond, 0)
+    return (*_ratios(difference, reference.masked_fill(beyond, 0)), "")
+
+
+def _misplaced(actual: Any, reference: Any) -> str:
+    """How many elements are NaN or infinite where those of a reference of the same dtype are not, or the reverse."""
+    odd = (actual != reference) & ~(actual.isfinite() & reference.isfinite()) & ~(actual.isnan() & reference.isnan())
+    if not bool(odd.any()):
+        return ""
+    actual, reference = actual[odd], reference[odd]
     mistakes = {
         "are not finite where the reference is": ~actual.isfinite() & reference.isfinite(),
         "are finite where the reference is not": actual.isfinite() & ~reference.isfinite(),
         "are infinite where the reference is NaN": actual.isinf() & reference.isnan(),
-        "are infinite with the wrong sign": actual.isinf() & reference.isinf() & (actual != reference),
+        "are infinite with the wrong sign": actual.isinf() & reference.isinf(),
         "are NaN where the reference is infinite": actual.isnan() & reference.isinf(),
     }
-    said = [f"{count} elements {what}" for what, which in mistakes.items() if (count := int(which.sum()))]
-    if said:
-        return math.inf, math.inf, "; ".join(said)
-    finite = reference.isfinite()
-    return (*errors(actual[finite], reference[finite]), "")
-
-
-def _rounded(actual: Any, reference: Any) -> Any:
-    """The reference, infinite where the dtype of the results cannot hold it."""
-    held = reference.to(actual.dtype).double()
-    return held.where(held.isinf(), reference)
+    return "; ".join(f"{count} elements {what}" for what, which in mistakes.items() if (count := int(which.sum())))
