@@ -30,7 +30,7 @@ CASES = (
     ("attention 4x4096 32+32x128 causal", "forward"),
     ("attention 4x4096 32+32x128 causal", "backward"),
     ("linear 8192x4096x14336", "forward"),
-    ("linear_cross_entropy 8192x4096x128256", "forward_backward"),
+    ("fused_linear_cross_entropy 8192x4096x128256", "forward_backward"),
 )
 SECTIONS = ("SpeedOfLight", "Occupancy", "LaunchStats", "ComputeWorkloadAnalysis")
 # A fused loss launches the same kernels for each of its chunks.

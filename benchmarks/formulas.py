@@ -39,7 +39,7 @@ def _rotate_half(x: Any) -> Any:
     return torch.cat((-x[..., half:], x[..., :half]), dim=-1)
 
 
-def add_rms_norm(residual: Any, x: Any, weight: Any, eps: float) -> tuple[Any, Any]:
+def fused_add_rms_norm(residual: Any, x: Any, weight: Any, eps: float) -> tuple[Any, Any]:
     """The end of attention in ``Qwen3DecoderLayer.forward``: the sum, and its norm."""
     total = residual + x
     return total, rms_norm(total, weight, eps)
@@ -59,7 +59,7 @@ def cross_entropy(logits: Any, target: Any) -> Any:
     return torch.nn.functional.cross_entropy(logits.float(), target)
 
 
-def linear_cross_entropy(hidden: Any, weight: Any, target: Any) -> Any:
+def fused_linear_cross_entropy(hidden: Any, weight: Any, target: Any) -> Any:
     """The head and ``ForCausalLMLoss``."""
     return cross_entropy(linear(hidden, weight), target)
 

@@ -22,7 +22,7 @@ def _random(device: str, dtype: str, *shapes: tuple[int, ...], scale: float = 1.
     return [torch.randn(shape, device=device, dtype=kind, generator=generator) * scale for shape in shapes]
 
 
-def add_rms_norm_case(rows: int, columns: int, dtype: str = "bfloat16") -> Case:
+def fused_add_rms_norm_case(rows: int, columns: int, dtype: str = "bfloat16") -> Case:
     """Residual and x added, and the sum's RMSNorm; both are given on."""
     item = ITEM_BYTES[dtype]
     matrix = rows * columns * item
@@ -45,8 +45,8 @@ def add_rms_norm_case(rows: int, columns: int, dtype: str = "bfloat16") -> Case:
 
     weights = columns * item
     return Case(
-        op="add_rms_norm", label=f"add_rms_norm {rows}x{columns}", dtype=dtype, tensors=tensors, expected=expected,
-        work=Work((4 * matrix + weights, 4 * matrix + 2 * weights)),
+        op="fused_add_rms_norm", label=f"fused_add_rms_norm {rows}x{columns}", dtype=dtype, tensors=tensors,
+        expected=expected, work=Work((4 * matrix + weights, 4 * matrix + 2 * weights)),
     )  # fmt: skip
 
 
@@ -122,7 +122,7 @@ def _loss_and_slope(logits: Any, target: Any, count: int) -> tuple[Any, Any]:
     return lost, slope / count
 
 
-def linear_cross_entropy_case(rows: int, columns: int, vocabulary: int, dtype: str = "bfloat16") -> Case:
+def fused_linear_cross_entropy_case(rows: int, columns: int, vocabulary: int, dtype: str = "bfloat16") -> Case:
     """The head's matmul and the mean cross entropy of its logits, which nobody asks for."""
     import torch
 
@@ -146,7 +146,7 @@ def linear_cross_entropy_case(rows: int, columns: int, vocabulary: int, dtype: s
 
     product = 2 * rows * columns * vocabulary
     return Case(
-        op="linear_cross_entropy", label=f"linear_cross_entropy {rows}x{columns}x{vocabulary}", dtype=dtype,
+        op="fused_linear_cross_entropy", label=f"fused_linear_cross_entropy {rows}x{columns}x{vocabulary}", dtype=dtype,
         tensors=tensors, expected=expected, work=Work(flops=(product, 2 * product)), roundings=3,
         metrics=("forward_backward",),  # most providers compute the gradients in the forward
     )  # fmt: skip

@@ -177,8 +177,8 @@ def _rate(op: str, case: str, metric: str, least: float, than: str = "") -> Goal
 
 
 _ATTENTION, _LINEAR = "attention 4x4096 32+32x128 causal", "linear 8192x4096x14336"
-_LOSS, _HEAD = "cross_entropy 4096x128256", "linear_cross_entropy 8192x4096x128256"
-_HEADS = (_HEAD, "linear_cross_entropy 8192x4096x151936")
+_LOSS, _HEAD = "cross_entropy 4096x128256", "fused_linear_cross_entropy 8192x4096x128256"
+_HEADS = (_HEAD, "fused_linear_cross_entropy 8192x4096x151936")
 _NORMS = ("rms_norm 8192x4096", "rms_norm 32768x4096")
 _BOTH = ("forward", "backward", "forward_backward")
 GOALS = (
@@ -186,11 +186,11 @@ GOALS = (
     _kernel_goal("rms_norm", ("backward", "forward_backward"), 0.85, _NORMS),
     _kernel_goal("swiglu", _BOTH, 0.85),
     _kernel_goal("rope", _BOTH, 0.85),
-    _kernel_goal("add_rms_norm", _BOTH, 0.85),
+    _kernel_goal("fused_add_rms_norm", _BOTH, 0.85),
     _kernel_goal("qk_norm_rope", _BOTH, 0.85),
     _at_most("kernels", "forward_backward", 800, "cross_entropy forward_backward", cases=_LOSS),
-    _at_most("kernels", "forward_backward", 36000, "linear_cross_entropy forward_backward", cases=_HEADS),
-    _at_most("kernels", "extra_peak", 700, "linear_cross_entropy, memory above inputs and gradients", cases=_HEAD),
+    _at_most("kernels", "forward_backward", 36000, "fused_linear_cross_entropy forward_backward", cases=_HEADS),
+    _at_most("kernels", "extra_peak", 700, "fused_linear_cross_entropy, memory above its own", cases=_HEAD),
     _rate("attention", _ATTENTION, "forward", 584),
     _rate("attention", _ATTENTION, "backward", 1.3, than="sdpa-flash"),
     _rate("linear", _LINEAR, "forward", 0.95, than="torch"),

@@ -26,8 +26,8 @@ from tilekern.errors import InputError
 Call = Callable[..., Any]
 OURS = "tilekern"
 OPS = (
-    "rms_norm", "swiglu", "rope", "add_rms_norm", "qk_norm_rope", "cross_entropy", "linear_cross_entropy", "attention",
-    "linear",
+    "rms_norm", "swiglu", "rope", "fused_add_rms_norm", "qk_norm_rope", "cross_entropy", "fused_linear_cross_entropy",
+    "attention", "linear",
 )  # fmt: skip
 # Peers round more often than tilekern does, as the formulas that they replace do.
 PEER_SLACK = 4.0
@@ -114,14 +114,14 @@ def _liger(name: str, package: str, *, in_place: bool = False) -> Provider:
     def rms_norm(x: Any, weight: Any, eps: float) -> Any:
         return ops.LigerRMSNormFunction.apply(x, weight, eps, 0.0, "llama", in_place)
 
-    def add_rms_norm(residual: Any, x: Any, weight: Any, eps: float) -> tuple[Any, Any]:
+    def fused_add_rms_norm(residual: Any, x: Any, weight: Any, eps: float) -> tuple[Any, Any]:
         y, total = ops.LigerFusedAddRMSNormFunction.apply(x, residual, weight, eps)
         return total, y
 
     def cross_entropy(logits: Any, target: Any) -> Any:
         return ops.LigerCrossEntropyFunction.apply(logits, target, None)[0]
 
-    def linear_cross_entropy(hidden: Any, weight: Any, target: Any) -> Any:
+    def fused_linear_cross_entropy(hidden: Any, weight: Any, target: Any) -> Any:
         return ops.LigerFusedLinearCrossEntropyFunction.apply(hidden, weight, target)[0]
 
     calls = {
@@ -129,10 +129,10 @@ def _liger(name: str, package: str, *, in_place: bool = False) -> Provider:
         "swiglu": ops.LigerSiLUMulFunction.apply,
         "rope": ops.LigerRopeFunction.apply,
         "cross_entropy": cross_entropy,
-        "linear_cross_entropy": linear_cross_entropy,
+        "fused_linear_cross_entropy": fused_linear_cross_entropy,
     }
     if hasattr(ops, "LigerFusedAddRMSNormFunction"):  # the CuTe DSL back end has none
-        calls["add_rms_norm"] = add_rms_norm
+        calls["fused_add_rms_norm"] = fused_add_rms_norm
     return Provider(f"{name} {version_of('liger-kernel')}", calls)
 
 
@@ -143,24 +143,28 @@ def _quack() -> Provider:
     def rms_norm(x: Any, weight: Any, eps: float) -> Any:
         return rmsnorm(x, weight, eps=eps)
 
-    def add_rms_norm(residual: Any, x: Any, weight: Any, eps: float) -> tuple[Any, Any]:
+    def fused_add_rms_norm(residual: Any, x: Any, weight: Any, eps: float) -> tuple[Any, Any]:
         y, total = rmsnorm(x, weight, residual=residual, eps=eps, prenorm=True)
         return total, y
 
     def cross_entropy(logits: Any, target: Any) -> Any:
         return loss(logits, target, inplace_backward=True)
 
-    calls: dict[str, Call] = {"rms_norm": rms_norm, "add_rms_norm": add_rms_norm, "cross_entropy": cross_entropy}
-    return Provider(f"quack {version_of('quack-kernels')}", calls | _quack_linear_cross_entropy())
+    calls: dict[str, Call] = {
+        "rms_norm": rms_norm,
+        "fused_add_rms_norm": fused_add_rms_norm,
+        "cross_entropy": cross_entropy,
+    }
+    return Provider(f"quack {version_of('quack-kernels')}", calls | _quack_fused_linear_cross_entropy())
 
 
-def _quack_linear_cross_entropy() -> dict[str, Call]:
+def _quack_fused_linear_cross_entropy() -> dict[str, Call]:
     """The op where this quack imports with the CuTe DSL that is here; its matmuls run untuned, to spare minutes."""
     try:
         from quack.linear_cross_entropy import chunked_linear_cross_entropy
     except Exception:  # noqa: BLE001 (an import that breaks half-way raises what it likes)
         return {}
-    return {"linear_cross_entropy": functools.partial(chunked_linear_cross_entropy, tuned=False)}
+    return {"fused_linear_cross_entropy": functools.partial(chunked_linear_cross_entropy, tuned=False)}
 
 
 LOADERS: Mapping[str, Callable[[], Provider]] = {

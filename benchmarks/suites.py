@@ -7,11 +7,11 @@ from typing import Any
 
 from benchmarks.cases import Case, rms_norm_case, rope_case, swiglu_case, training_cases
 from benchmarks.fused_cases import (
-    add_rms_norm_case,
     attention_case,
     cross_entropy_case,
+    fused_add_rms_norm_case,
+    fused_linear_cross_entropy_case,
     linear_case,
-    linear_cross_entropy_case,
     qk_norm_rope_case,
 )
 
@@ -20,11 +20,11 @@ def fixed_cases() -> list[Case]:
     """The sizes of the targets: Llama-3-8B's and Qwen3-8B's, mostly at 8192 tokens."""
     return [
         *training_cases(),
-        add_rms_norm_case(8192, 4096),
+        fused_add_rms_norm_case(8192, 4096),
         qk_norm_rope_case(1, 8192),
         cross_entropy_case(4096, 128256),
-        linear_cross_entropy_case(8192, 4096, 128256),
-        linear_cross_entropy_case(8192, 4096, 151936),
+        fused_linear_cross_entropy_case(8192, 4096, 128256),
+        fused_linear_cross_entropy_case(8192, 4096, 151936),
         attention_case(4, 4096, 32, 32),
         attention_case(1, 8192, 32, 8),
         linear_case(8192, 4096, 14336),
@@ -39,9 +39,9 @@ def model_cases(config: Any, tokens: int) -> list[Case]:
         rms_norm_case(tokens, hidden),
         swiglu_case(tokens, intermediate),
         rope_case(1, tokens, heads, kv_heads, head_dim),
-        add_rms_norm_case(tokens, hidden),
+        fused_add_rms_norm_case(tokens, hidden),
         cross_entropy_case(tokens, vocabulary),
-        linear_cross_entropy_case(tokens, hidden, vocabulary),
+        fused_linear_cross_entropy_case(tokens, hidden, vocabulary),
         attention_case(1, tokens, heads, kv_heads, head_dim),
         linear_case(tokens, hidden, intermediate),
     ]

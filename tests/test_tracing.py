@@ -8,8 +8,8 @@ import torch
 import tilekern
 from tilekern.errors import InputError
 from tilekern.kernels import spec_named
-from tilekern.kernels.linear_cross_entropy import split
-from tilekern.ops import linear_cross_entropy, rms_norm, swiglu
+from tilekern.kernels.fused_linear_cross_entropy import split
+from tilekern.ops import fused_linear_cross_entropy, rms_norm, swiglu
 from tilekern.runtime import dispatch
 from tilekern.spec import bucket
 from tilekern.targets import resolve
@@ -36,7 +36,7 @@ def norm(rows, device="meta", dtype=torch.bfloat16):
 def loss(rows, vocabulary=151936, dtype=torch.bfloat16, device="meta"):
     hidden = torch.zeros(rows, 64, device=device, dtype=dtype, requires_grad=True)
     head = torch.zeros(vocabulary, 64, device=device, dtype=dtype, requires_grad=True)
-    linear_cross_entropy(hidden, head, torch.zeros(rows, device=device, dtype=torch.long)).backward()
+    fused_linear_cross_entropy(hidden, head, torch.zeros(rows, device=device, dtype=torch.long)).backward()
 
 
 def of(kernel, problems):
@@ -72,7 +72,7 @@ def test_composites_are_traced_config_by_config(dtype):
     """In float16 the loss comes from another kernel before its gradients: it is planned for each chunk as well."""
     with tilekern.trace(gpu="H200") as found:
         loss(32768, dtype=dtype)
-    spec = spec_named("linear_cross_entropy")
+    spec = spec_named("fused_linear_cross_entropy")
     (problem,) = of(spec.name, found.asked)
     parts = {
         c: {bucket(p.stop - p.start) for p in split(32768, c["chunk"])} for c in spec.space.candidates(problem, H200)
@@ -91,12 +91,12 @@ def test_the_options_of_a_loss_reach_the_parts_of_all_configs():
     with tilekern.trace(gpu="H200") as found:
         hidden, head = (torch.zeros(n, 64, device="meta", requires_grad=True) for n in (32768, 151936))
         target = torch.zeros(32768, device="meta", dtype=torch.long)
-        linear_cross_entropy(hidden, head, target, softcap=30.0).backward()
+        fused_linear_cross_entropy(hidden, head, target, softcap=30.0).backward()
     assert {part["capped"] for part in of("cross_entropy_fused", found.problems)} == {True}
 
 
 def test_a_problem_is_taken_apart_without_a_call():
-    found, spec = Trace(H200), spec_named("linear_cross_entropy")
+    found, spec = Trace(H200), spec_named("fused_linear_cross_entropy")
     with tracing(found):
         found.take_apart(spec, spec.problem(rows=32768, hidden=64, vocabulary=151936, dtype="bfloat16"))
     with tilekern.trace(gpu="H200") as called:

@@ -8,11 +8,11 @@ import torch
 from benchmarks.cases import METRICS, in_batches, rms_norm_case, rope_case, small_cases, swiglu_case, training_cases
 from benchmarks.formulas import swiglu
 from benchmarks.fused_cases import (
-    add_rms_norm_case,
     attention_case,
     cross_entropy_case,
+    fused_add_rms_norm_case,
+    fused_linear_cross_entropy_case,
     linear_case,
-    linear_cross_entropy_case,
     qk_norm_rope_case,
 )
 from benchmarks.kernels import check, clone, entrant, rows_of
@@ -32,14 +32,14 @@ TINY = [
     rope_case(1, 9, 4, 2, 32, "bfloat16"),
     in_batches(rms_norm_case(6, 24, "float32"), 2),
     in_batches(swiglu_case(8, 40, "bfloat16"), 4),
-    add_rms_norm_case(5, 24, "float32"),
-    add_rms_norm_case(9, 64, "bfloat16"),
+    fused_add_rms_norm_case(5, 24, "float32"),
+    fused_add_rms_norm_case(9, 64, "bfloat16"),
     qk_norm_rope_case(2, 5, 3, 1, 16, "float32"),
     qk_norm_rope_case(1, 9, 4, 2, 32, "bfloat16"),
     cross_entropy_case(7, 40, "float32"),
     cross_entropy_case(5, 33, "bfloat16"),
-    linear_cross_entropy_case(7, 16, 40, "float32"),
-    linear_cross_entropy_case(5, 32, 33, "bfloat16"),
+    fused_linear_cross_entropy_case(7, 16, 40, "float32"),
+    fused_linear_cross_entropy_case(5, 32, 33, "bfloat16"),
     attention_case(2, 9, 4, 2, 16, "float32"),
     attention_case(1, 12, 2, 2, 32, "bfloat16"),
     linear_case(5, 16, 24, "float32"),

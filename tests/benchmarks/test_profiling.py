@@ -27,7 +27,7 @@ from tuning.plan.configs import config_named
         ("void cunn_SoftMaxForward<8, c10::BFloat16, float>", "loss"),
         ("void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>", "optimizer"),
         ("rms_norm_forward", "norm, rope, swiglu"),
-        ("add_rms_norm_backward", "norm, rope, swiglu"),
+        ("fused_add_rms_norm_backward", "norm, rope, swiglu"),
         ("qk_norm_rope_forward", "norm, rope, swiglu"),
         ("_swiglu_backward_kernel", "norm, rope, swiglu"),
         ("void at::native::vectorized_elementwise_kernel<4, CUDAFunctor_add<c10::BFloat16>>", OTHER),

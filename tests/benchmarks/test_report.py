@@ -146,7 +146,7 @@ def test_training_is_judged_against_the_best_peer_at_each_length():
 
 def test_ops_bound_by_arithmetic_are_judged_by_their_rate():
     causal, linear = "attention 4x4096 32+32x128 causal", "linear 8192x4096x14336"
-    head = "linear_cross_entropy 8192x4096x128256"
+    head = "fused_linear_cross_entropy 8192x4096x128256"
     text = render(
         [
             rows(
@@ -165,8 +165,8 @@ def test_ops_bound_by_arithmetic_are_judged_by_their_rate():
     assert "| ≥ 584 TFLOP/s | 590 TFLOP/s | yes |" in line_of(text, "attention forward")
     assert "| ≥ 1.3 x sdpa-flash 2.11.0's | 360 TFLOP/s | **no** |" in line_of(text, "attention backward")
     assert "| ≥ 0.95 x torch 2.11.0's | 750 TFLOP/s | yes |" in line_of(text, "linear forward")
-    assert "| ≤ 36000 us | 3.5e+04 us | yes |" in line_of(text, "linear_cross_entropy forward_backward")
-    assert "| ≤ 700 MiB | 720 MiB | **no** |" in line_of(text, "linear_cross_entropy, memory")
+    assert "| ≤ 36000 us | 3.5e+04 us | yes |" in line_of(text, "fused_linear_cross_entropy forward_backward")
+    assert "| ≤ 700 MiB | 720 MiB | **no** |" in line_of(text, "fused_linear_cross_entropy, memory")
     assert "| ≤ 800 us | 790 us | yes |" in line_of(text, "cross_entropy forward_backward")
 
 

@@ -78,7 +78,7 @@ def _row_cases() -> Iterator[Case]:
     for columns, dtype, weight in NORMS:
         sizes = {"columns": columns, "dtype": dtype, "weight_dtype": weight}
         # The sum's generic variant takes a minute to compile for longer rows.
-        for name in ("rms_norm", "add_rms_norm") if columns <= 8192 else ("rms_norm",):
+        for name in ("rms_norm", "fused_add_rms_norm") if columns <= 8192 else ("rms_norm",):
             yield from ((f"{name}_{direction}", sizes) for direction in ("forward", "backward"))
         yield "column_sum", {"columns": columns, "dtype": weight}
     for columns, dtype in GATES:
@@ -121,7 +121,7 @@ def _product_cases() -> Iterator[Case]:
     fused = spec_named("cross_entropy_fused")
     for hidden, vocabulary in HEADS:
         # It launches the one after it.
-        yield "linear_cross_entropy", {"hidden": hidden, "vocabulary": vocabulary, "dtype": BF16}
+        yield "fused_linear_cross_entropy", {"hidden": hidden, "vocabulary": vocabulary, "dtype": BF16}
         yield fused.name, {"vocabulary": vocabulary, "dtype": BF16, **_flags(fused, ())}
 
 

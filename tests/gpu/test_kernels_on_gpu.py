@@ -10,7 +10,7 @@ from tilekern.targets import here
 
 CASES = cases()
 every_case = pytest.mark.parametrize("case", CASES, ids=name_of)
-LIBRARIES = ("attention_forward", "attention_backward", "matmul", "linear_cross_entropy")
+LIBRARIES = ("attention_forward", "attention_backward", "matmul", "fused_linear_cross_entropy")
 
 
 def test_every_spec_has_a_case():

@@ -57,8 +57,8 @@ def test_a_patched_model_is_as_near_to_float32_as_the_model_itself(patched):
     reference = step(torch.float32)
     assert not launches()
     ours, theirs = errors(patched(torch.bfloat16), reference), errors(step(torch.bfloat16), reference)
-    forward = {"rms_norm_forward", "add_rms_norm_forward", "qk_norm_rope_forward", "swiglu_forward"}
-    backward = {"rms_norm_backward", "add_rms_norm_backward", "qk_norm_rope_backward", "swiglu_backward_remake"}
+    forward = {"rms_norm_forward", "fused_add_rms_norm_forward", "qk_norm_rope_forward", "swiglu_forward"}
+    backward = {"rms_norm_backward", "fused_add_rms_norm_backward", "qk_norm_rope_backward", "swiglu_backward_remake"}
     assert set(launches()) >= forward | backward
     assert all(counts["fallbacks"] == 0 for counts in tilekern.stats().values())
     for own, other in zip(ours, theirs, strict=True):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from op_samples import OPS, assert_near, expected, inputs_of, laid_out
 
-from tilekern.ops import attention, linear_cross_entropy, rms_norm, swiglu
+from tilekern.ops import attention, fused_linear_cross_entropy, rms_norm, swiglu
 from tilekern.runtime import dispatch
 
 EPS = 1e-6
@@ -91,13 +91,13 @@ def test_attention_takes_expanded_inputs_and_slopes():
     assert_equal_results_and_gradients(lambda q, k, v: attention(q, k, v).sum(2), kernels, *inputs)
 
 
-def test_linear_cross_entropy_takes_expanded_inputs():
+def test_fused_linear_cross_entropy_takes_expanded_inputs():
     x = torch.randn(1, 256, device="cuda", dtype=torch.bfloat16)
     weight = torch.randn(1000, 1, device="cuda", dtype=torch.bfloat16)
     target = torch.tensor([3], device="cuda").expand(64)
     inputs = expanded_and_plain((x, (64, 256)), (weight, (1000, 256)))
     assert_equal_results_and_gradients(
-        lambda x, weight: linear_cross_entropy(x, weight, target), ("cross_entropy_fused",), *inputs
+        lambda x, weight: fused_linear_cross_entropy(x, weight, target), ("cross_entropy_fused",), *inputs
     )
 
 

@@ -26,10 +26,10 @@ BATCHES = 8
 # Launches of each kernel in a step; those of the norms and of the sums of weights' gradients belong to several ops.
 LAYERS = CONFIG["num_hidden_layers"]
 COMMON = {
-    "rms_norm_forward": LAYERS + 1, "rms_norm_backward": LAYERS + 1, "add_rms_norm_forward": LAYERS,
-    "add_rms_norm_backward": LAYERS, "qk_norm_rope_forward": LAYERS, "qk_norm_rope_backward": LAYERS,
+    "rms_norm_forward": LAYERS + 1, "rms_norm_backward": LAYERS + 1, "fused_add_rms_norm_forward": LAYERS,
+    "fused_add_rms_norm_backward": LAYERS, "qk_norm_rope_forward": LAYERS, "qk_norm_rope_backward": LAYERS,
     "column_sum": 3 * LAYERS + 1, "swiglu_forward": LAYERS, "swiglu_backward_remake": LAYERS,
-    "attention_forward": LAYERS, "attention_backward": LAYERS, "linear_cross_entropy": 1, "scale": 2,
+    "attention_forward": LAYERS, "attention_backward": LAYERS, "fused_linear_cross_entropy": 1, "scale": 2,
 }  # fmt: skip
 KERNELS = COMMON | dict.fromkeys(("attention_delta", "attention_dkdv", "attention_dq"), LAYERS)
 ATTENTIONS = ["tilekern", "tilekern_nondeterministic"]

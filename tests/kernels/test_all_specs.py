@@ -169,7 +169,7 @@ def test_rope_backward_undoes_the_forward():
 # backward gives their gradients. The other references of backward specs are autograd's own.
 BY_HAND = {
     "rms_norm_backward": ("rms_norm_forward", {"y": "dy"}),
-    "add_rms_norm_backward": ("add_rms_norm_forward", {"y": "dy", "total": "dtotal"}),
+    "fused_add_rms_norm_backward": ("fused_add_rms_norm_forward", {"y": "dy", "total": "dtotal"}),
     "swiglu_backward": ("swiglu_forward", {"y": "dy"}),
     "swiglu_backward_remake": ("swiglu_forward", {"y": "dy"}),
     "cross_entropy_backward": ("cross_entropy_forward", {"loss": "scale"}),

@@ -7,7 +7,7 @@ import torch
 from op_samples import SHIPPED, public, tensors_of
 
 from tilekern import ops
-from tilekern.ops import gated_mlp, linear, linear_cross_entropy, rms_norm
+from tilekern.ops import fused_linear_cross_entropy, gated_mlp, linear, rms_norm
 
 # Tensors of each op by their names.
 GIVEN = {public(op): tensors_of(op) for op in SHIPPED.values()} | {
@@ -15,7 +15,7 @@ GIVEN = {public(op): tensors_of(op) for op in SHIPPED.values()} | {
         "x": torch.randn(4, 16), "gate_weight": torch.randn(8, 16), "up_weight": torch.randn(8, 16),
         "down_weight": torch.randn(16, 8),
     },
-    linear_cross_entropy: {
+    fused_linear_cross_entropy: {
         "hidden": torch.randn(4, 16), "weight": torch.randn(8, 16), "target": torch.zeros(4, dtype=torch.long),
         "class_weight": torch.rand(8),
     },

@@ -15,7 +15,7 @@ import tilekern
 from tilekern.runtime.dispatch import counters
 
 RANKS = 2
-NAME = "linear_cross_entropy"
+NAME = "fused_linear_cross_entropy"
 
 
 def shards(kind, model, mesh):

@@ -114,7 +114,7 @@ def test_wrappers_are_looked_through(wrap):
     assert tilekern.apply_to_model(wrap(model)) == OPS
     before = launches()
     step(model)
-    assert launched(before)["add_rms_norm_forward"] == 2
+    assert launched(before)["fused_add_rms_norm_forward"] == 2
 
 
 def test_a_part_of_a_model():

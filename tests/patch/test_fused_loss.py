@@ -17,7 +17,7 @@ import tilekern
 from tilekern.patch import registry
 from tilekern.runtime.dispatch import counters
 
-NAME = "linear_cross_entropy"
+NAME = "fused_linear_cross_entropy"
 make = functools.partial(make_tiny, layers=1)
 ALONE = {op: op == "fused_linear_cross_entropy" for op in registry.known_ops()}
 MASKED = IDS.masked_fill(torch.tensor([[0, 1, 0, 0, 1, 0, 0], [1, 1, 1, 0, 0, 0, 1]], dtype=torch.bool), -100)
@@ -32,7 +32,7 @@ ways = pytest.mark.parametrize(
 @pytest.fixture(params=["cublas", "tuned"])
 def products(request, monkeypatch):
     """Who multiplies in the fused loss."""
-    module = importlib.import_module("tilekern.ops.linear_cross_entropy")
+    module = importlib.import_module("tilekern.ops.fused_linear_cross_entropy")
     spec = module._SPEC
 
     def default(problem, target):
@@ -97,7 +97,7 @@ def test_together_with_every_other_patch():
 
 def test_more_tokens_than_a_chunk_and_float32_exactly(products, monkeypatch):
     model, multiplied = make().train(), counters("matmul").launches
-    kernels = importlib.import_module("tilekern.kernels.linear_cross_entropy")
+    kernels = importlib.import_module("tilekern.kernels.fused_linear_cross_entropy")
     monkeypatch.setattr(kernels, "_MOST_CHUNK_BYTES", 128 * 331 * 4)
     ids = torch.randint(0, 331, (3, 100), generator=torch.Generator().manual_seed(2))
 

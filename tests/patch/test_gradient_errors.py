@@ -12,7 +12,7 @@ import tilekern
 SEEDS = range(4)
 KERNELS = {
     "attention_forward", "attention_delta", "attention_dkdv", "attention_dq", "cross_entropy_fused", "scale",
-    "qk_norm_rope_forward", "qk_norm_rope_backward", "add_rms_norm_forward", "add_rms_norm_backward",
+    "qk_norm_rope_forward", "qk_norm_rope_backward", "fused_add_rms_norm_forward", "fused_add_rms_norm_backward",
     "rms_norm_forward", "rms_norm_backward", "swiglu_forward", "swiglu_backward_remake", "column_sum",
 }  # fmt: skip
 

@@ -27,8 +27,8 @@ def test_activation_checkpointing(way, reentrant):
     assert worst(step(model), reference) < 1e-5
     assert launched(before)["swiglu_forward"] == 4, "each layer's forward runs twice"
     assert launched(before)["swiglu_backward_remake"] == 2
-    assert launched(before)["add_rms_norm_forward"] == launched(before)["qk_norm_rope_forward"] == 4
-    assert launched(before)["add_rms_norm_backward"] == launched(before)["qk_norm_rope_backward"] == 2
+    assert launched(before)["fused_add_rms_norm_forward"] == launched(before)["qk_norm_rope_forward"] == 4
+    assert launched(before)["fused_add_rms_norm_backward"] == launched(before)["qk_norm_rope_backward"] == 2
 
 
 @ways

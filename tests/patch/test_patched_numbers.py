@@ -16,8 +16,9 @@ from tilekern.patch import registry
 
 # Launches of one step of the two-layer model: 3 norms by themselves (2 of layers' inputs and the last).
 FUSED = {
-    "rms_norm_forward": 3, "rms_norm_backward": 3, "column_sum": 7, "swiglu_forward": 2, "add_rms_norm_forward": 2,
-    "add_rms_norm_backward": 2, "qk_norm_rope_forward": 2, "qk_norm_rope_backward": 2, "rope": 0,
+    "rms_norm_forward": 3, "rms_norm_backward": 3, "column_sum": 7, "swiglu_forward": 2,
+    "fused_add_rms_norm_forward": 2, "fused_add_rms_norm_backward": 2,
+    "qk_norm_rope_forward": 2, "qk_norm_rope_backward": 2, "rope": 0,
 }  # fmt: skip
 # The same with nothing fused: 9 norms (4 a layer and the last), 2 MLPs, 2 rotations there and back.
 STEP = {"rms_norm_forward": 9, "rms_norm_backward": 9, "column_sum": 9, "swiglu_forward": 2, "rope": 4}
@@ -125,7 +126,7 @@ def test_norms_that_do_more_than_their_class_are_called(way, place):
         way(model)
     before = launches()
     assert worst(step(model), reference) < 1e-5
-    assert launched(before)["add_rms_norm_forward"] == launched(before)["qk_norm_rope_forward"] == 1
+    assert launched(before)["fused_add_rms_norm_forward"] == launched(before)["qk_norm_rope_forward"] == 1
 
 
 @ways
@@ -147,8 +148,8 @@ def test_the_forwards_take_the_same_arguments(way):
 def test_what_was_replaced_after_patching_is_called(way, place, monkeypatch):
     """By somebody who wraps a forward for all models: only who replaced it knows what it computes."""
     owner, name, *fused = {
-        "norm": (modeling_qwen3.Qwen3RMSNorm, "forward", "qk_norm_rope_forward", "add_rms_norm_forward"),
-        "linear": (torch.nn.Linear, "forward", "swiglu_backward_remake", "linear_cross_entropy"),
+        "norm": (modeling_qwen3.Qwen3RMSNorm, "forward", "qk_norm_rope_forward", "fused_add_rms_norm_forward"),
+        "linear": (torch.nn.Linear, "forward", "swiglu_backward_remake", "fused_linear_cross_entropy"),
         "rotation": (modeling_qwen3, "apply_rotary_pos_emb", "qk_norm_rope_forward"),
     }[place]
     original, model = getattr(owner, name), make().train()
@@ -238,7 +239,7 @@ def test_fused_ops_on_a_cpu_without_the_interpreter_run_the_models_own_formulas(
         tilekern.apply(**{op: op in ("qk_norm_rope", "fused_add_rms_norm") for op in registry.known_ops()})
         before = tilekern.stats()
         assert worst(step(model), reference) < 1e-6
-    for kernel, number in {"add_rms_norm_forward": 2, "qk_norm_rope_forward": 2}.items():
+    for kernel, number in {"fused_add_rms_norm_forward": 2, "qk_norm_rope_forward": 2}.items():
         assert tilekern.stats()[kernel]["fallbacks"] == before.get(kernel, {}).get("fallbacks", 0) + number
 
 

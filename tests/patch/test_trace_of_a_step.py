@@ -79,7 +79,7 @@ def test_a_step_asks_for_what_was_traced_and_nothing_else(h200, family, switches
     assert {"rms_norm_backward", "swiglu_forward", "column_sum", "adamw"} <= kernels
     assert ("attention_backward" in kernels) == (attention != "eager" and step != "padded")
     assert bool(found.fallbacks["attention_forward"]) == (attention != "eager" and step == "padded")
-    assert ("linear_cross_entropy" in kernels) == (not switches)
+    assert ("fused_linear_cross_entropy" in kernels) == (not switches)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])

@@ -12,9 +12,9 @@ KERNELS = {
     "swiglu": {"swiglu_forward", "swiglu_backward_remake"},
     "qk_norm_rope": {"qk_norm_rope_forward", "qk_norm_rope_backward"},
     "rope": {"rope"},
-    "fused_add_rms_norm": {"add_rms_norm_forward", "add_rms_norm_backward"},
+    "fused_add_rms_norm": {"fused_add_rms_norm_forward", "fused_add_rms_norm_backward"},
 }
-FORWARD = {"rms_norm_forward", "swiglu_forward", "qk_norm_rope_forward", "add_rms_norm_forward"}
+FORWARD = {"rms_norm_forward", "swiglu_forward", "qk_norm_rope_forward", "fused_add_rms_norm_forward"}
 # What switches off the ops that fuse others.
 SINGLE = {op: False for op in registry.known_ops() if op not in ("rms_norm", "swiglu", "rope")}
 IDS = torch.randint(0, 331, (2, 7), generator=torch.Generator().manual_seed(1))

@@ -418,7 +418,7 @@ def test_what_costs_too_much_at_full_size_is_checked_at_a_smaller_one_and_says_s
 
 def test_what_costs_much_however_few_rows_there_are_is_checked_with_many():
     """A vocabulary's weights' gradient is as large for one row."""
-    spec = spec_named("linear_cross_entropy")
+    spec = spec_named("fused_linear_cross_entropy")
     problem = spec.problem(rows=512, hidden=64, vocabulary=4096, dtype="bfloat16")
     values = Cases(spec, problem, "cpu", Room(1 << 24, 1 << 40)).values()
     assert next(case for case in values if case.name == "zeros").problem["rows"] >= 61

@@ -80,9 +80,10 @@ def test_qwen3_8b_asks_for_what_its_step_launches_and_what_other_winners_would()
     assert counts.pop("column_sum") > 2, "for the grids of other configs, too"
     assert counts == {
         "rms_norm_forward": 1, "rms_norm_backward": 1, "qk_norm_rope_forward": 1, "qk_norm_rope_backward": 1,
-        "add_rms_norm_forward": 1, "add_rms_norm_backward": 1, "swiglu_forward": 1, "swiglu_backward_remake": 1,
+        "fused_add_rms_norm_forward": 1, "fused_add_rms_norm_backward": 1,
+        "swiglu_forward": 1, "swiglu_backward_remake": 1,
         "attention_forward": 1, "attention_backward": 1, "attention_delta": 1, "attention_dkdv": 1, "attention_dq": 1,
-        "linear_cross_entropy": 1, "cross_entropy_fused": 1, "matmul": 4, "scale": 2, "adamw": 6,
+        "fused_linear_cross_entropy": 1, "cross_entropy_fused": 1, "matmul": 4, "scale": 2, "adamw": 6,
     }  # fmt: skip
     found = by_kernel(plan)
     assert sizes(found["rms_norm_forward"], "rows", "columns") == {(4096, 4096)}
@@ -145,7 +146,7 @@ def test_a_step_of_several_sequences_has_the_same_tokens_in_a_batch():
     for kernel, problem in planned(SMALL, [8192], sequence=[2048]).problems:
         if "batch" in problem:
             assert (problem["batch"], problem.get("tokens", problem.get("queries"))) == (4, 2048), kernel
-        elif kernel in ("swiglu_forward", "rms_norm_forward", "add_rms_norm_backward"):
+        elif kernel in ("swiglu_forward", "rms_norm_forward", "fused_add_rms_norm_backward"):
             assert problem["rows"] == 8192, kernel
     assert planned(SMALL, [8192]).problems == planned(SMALL, [8192], sequence=[8192]).problems
 
@@ -325,8 +326,8 @@ def test_a_rank_has_its_share_of_heads_columns_and_vocabulary():
     found = by_kernel(plan)
     assert sizes(found["swiglu_forward"], "columns") == {(3072,)}
     assert sizes(found["attention_forward"], "heads", "kv_heads", "head_dim") == {(8, 2, 128)}
-    assert sizes(found["add_rms_norm_forward"], "columns") == {(4096,)}
-    assert sizes(found["linear_cross_entropy"], "vocabulary") == {(37984,)}
+    assert sizes(found["fused_add_rms_norm_forward"], "columns") == {(4096,)}
+    assert sizes(found["fused_linear_cross_entropy"], "vocabulary") == {(37984,)}
     assert sizes(by_kernel(planned("qwen3-8b", tp=16))["attention_forward"], "heads", "kv_heads") == {(2, 1)}
 
 

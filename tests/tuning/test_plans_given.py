@@ -17,7 +17,7 @@ from tuning.plan.choosing import plan_of
 from tuning.plan.given import plan_of_file, plan_of_problem, plan_of_wanted, with_parts
 
 H200, B200 = resolve("H200"), resolve("B200")
-LOSS = spec_named("linear_cross_entropy").problem(rows=32768, hidden=64, vocabulary=151936, dtype="bfloat16")
+LOSS = spec_named("fused_linear_cross_entropy").problem(rows=32768, hidden=64, vocabulary=151936, dtype="bfloat16")
 SWIGLU = spec_named("swiglu_forward").problem(rows=64, columns=512, dtype="bfloat16")
 
 
@@ -82,14 +82,14 @@ def test_a_plan_of_another_version_is_named(plan):
 
 def test_what_jobs_wanted_is_planned_with_the_parts_of_composites(tmp_path):
     for kernel, problem, target in (
-        ("linear_cross_entropy", LOSS, H200),
+        ("fused_linear_cross_entropy", LOSS, H200),
         ("swiglu_forward", SWIGLU.but(rows=50), H200),
         ("swiglu_forward", SWIGLU, B200),
     ):
         assert cache.note_wanted(tmp_path, kernel, dict(problem), target.describe(), "a test")
     found = plan_of_wanted(tmp_path, H200)
     assert found.name == "wanted"
-    assert set(found.problems[:2]) == {("linear_cross_entropy", LOSS), ("swiglu_forward", SWIGLU)}
+    assert set(found.problems[:2]) == {("fused_linear_cross_entropy", LOSS), ("swiglu_forward", SWIGLU)}
     assert kernels(found.problems[2:]) == {"cross_entropy_fused", "matmul"}
     assert plan_of(requested(plans=("wanted",)), H200, tmp_path).problems == found.problems
     with pytest.raises(InputError, match="nothing is wanted for A10 in"):
@@ -112,8 +112,8 @@ def test_problems_that_are_no_composites_have_no_parts():
         ),
         ("cross_entropy rows=64,vocabulary=512,dtype=bfloat16", {"cross_entropy_forward", "cross_entropy_backward"}),
         (
-            "linear_cross_entropy rows=64,hidden=64,vocabulary=512,dtype=bfloat16",
-            {"linear_cross_entropy", "cross_entropy_fused", "matmul", "scale"},
+            "fused_linear_cross_entropy rows=64,hidden=64,vocabulary=512,dtype=bfloat16",
+            {"fused_linear_cross_entropy", "cross_entropy_fused", "matmul", "scale"},
         ),
         ("matmul rows=64,inner=64,columns=64,b_transposed=True,dtype=bfloat16", {"matmul"}),
         ("adamw rows=64,columns=64,dtype=float32", {"adamw"}),
@@ -136,7 +136,8 @@ def test_what_is_left_out_is_like_the_rest_or_off():
 
 
 def test_every_op_that_is_called_on_what_its_kernel_takes_can_be_named():
-    served = {"add_rms_norm", "attention", "cross_entropy", "linear_cross_entropy", "qk_norm_rope", "rms_norm", "rope"}
+    losses = {"cross_entropy", "fused_linear_cross_entropy"}
+    served = losses | {"fused_add_rms_norm", "attention", "qk_norm_rope", "rms_norm", "rope"}
     assert served | {"swiglu"} <= set(ops)
     for name in served | {"swiglu"}:
         spec = all_specs().get(f"{name}_forward") or spec_named(name)

@@ -291,7 +291,7 @@ def test_where_nothing_can_be_timed_nothing_is_published(fill, tune):
 def test_a_composite_finds_the_winners_of_today_that_it_may_launch(fill, tmp_path):
     """Its parts are up to date and no part of the plan, so the sweep's own cache must have them."""
     store = fill(records=slice(0, 1), toolkit=toolkit().describe())
-    spec = spec_named("linear_cross_entropy")
+    spec = spec_named("fused_linear_cross_entropy")
     problem = spec.problem(rows=64, hidden=1024, vocabulary=151936, dtype="bfloat16")
     default = spec.default(problem, H200)
     measurement = {"median_us": 90.0, **GPU}

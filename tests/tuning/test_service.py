@@ -115,7 +115,7 @@ def test_the_parts_of_a_composite_are_tuned_with_it_unless_the_cache_has_them(tm
     def stop(*_: object) -> None:
         raise StoppedError
 
-    spec, cache = spec_named("linear_cross_entropy"), cache_at(tmp_path)
+    spec, cache = spec_named("fused_linear_cross_entropy"), cache_at(tmp_path)
     loss = spec.name, spec.problem(rows=64, hidden=64, vocabulary=512, dtype="bfloat16")
     with pytest.raises(StoppedError):
         tune(cache, [loss, SMALL], How(jobs=1), stop)

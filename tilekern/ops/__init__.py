@@ -8,12 +8,12 @@ files, and those that type checkers must know, to which a name that is found lat
 import importlib
 import pkgutil
 
-from tilekern.ops.add_rms_norm import add_rms_norm
 from tilekern.ops.attention import attention
 from tilekern.ops.cross_entropy import cross_entropy
+from tilekern.ops.fused_add_rms_norm import fused_add_rms_norm
+from tilekern.ops.fused_linear_cross_entropy import fused_linear_cross_entropy
 from tilekern.ops.gated_mlp import gated_mlp
 from tilekern.ops.linear import linear
-from tilekern.ops.linear_cross_entropy import linear_cross_entropy
 from tilekern.ops.operation import DECLARED
 from tilekern.ops.projections import projections
 from tilekern.ops.qk_norm_rope import qk_norm_rope
@@ -23,12 +23,12 @@ from tilekern.ops.rope import rope
 from tilekern.ops.swiglu import swiglu
 
 __all__ = [
-    "add_rms_norm",
     "attention",
     "cross_entropy",
+    "fused_add_rms_norm",
+    "fused_linear_cross_entropy",
     "gated_mlp",
     "linear",
-    "linear_cross_entropy",
     "projections",
     "qk_norm_rope",
     "qwen2vl_mrope",

@@ -33,7 +33,7 @@ def fused_add_rms_norm(original: Function) -> Function:
         norm = self.post_attention_layernorm
         alike = hidden_states.dtype == attended.dtype and hidden_states.shape == attended.shape
         if alike and is_plain(hidden_states, attended) and _is_ordinary(norm, home):
-            hidden_states, normed = ops.add_rms_norm(hidden_states, attended, norm.weight, norm.variance_epsilon)
+            hidden_states, normed = ops.fused_add_rms_norm(hidden_states, attended, norm.weight, norm.variance_epsilon)
         else:
             hidden_states = hidden_states + attended
             normed = norm(hidden_states)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tilekern.ops.linear_cross_entropy import linear_cross_entropy
+from tilekern import ops
 from tilekern.patch.digests import digest_of
 from tilekern.patch.plain import has_global_hooks, is_from, is_plain
 from tilekern.warning import warn_once
@@ -101,7 +101,7 @@ def _loss(
     target = shift_labels.reshape(hidden.shape[:-1]).to(hidden.device)
 
     def compute(hidden: torch.Tensor) -> torch.Tensor:
-        return linear_cross_entropy(
+        return ops.fused_linear_cross_entropy(
             hidden, head.weight, target, ignore_index=ignore_index, num_items=num_items_in_batch, wide_sums=_wide()
         )
 

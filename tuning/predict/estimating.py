@@ -31,8 +31,8 @@ from tuning.sweep.plan import Limits
 # Core-seconds an artifact: means over samples of Qwen3-8B's artifacts for the H200 and the B200, tileiras 13.4, on one
 # core of an AMD EPYC. ``OTHER_S`` is their mean, for kernels that are not among them.
 COMPILE_S = {
-    "add_rms_norm_backward": 0.49,
-    "add_rms_norm_forward": 0.41,
+    "fused_add_rms_norm_backward": 0.49,
+    "fused_add_rms_norm_forward": 0.41,
     "attention_delta": 0.29,
     "attention_dkdv": 2.02,
     "attention_dq": 1.30,

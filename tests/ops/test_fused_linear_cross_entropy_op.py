@@ -1,4 +1,4 @@
-"""linear_cross_entropy as users call it: every option, alone and together, against float64; chunks, graphs, errors."""
+"""fused_linear_cross_entropy as users call it: its options, alone and together, by float64; chunks, graphs, errors."""
 
 import dataclasses
 import importlib
@@ -11,14 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from op_samples import DTYPES, TOLERANCE, assert_near
 
-from tilekern.kernels import linear_cross_entropy as kernels
-from tilekern.ops.linear_cross_entropy import linear_cross_entropy
+from tilekern.kernels import fused_linear_cross_entropy as kernels
+from tilekern.ops.fused_linear_cross_entropy import fused_linear_cross_entropy
 from tilekern.runtime import dispatch
 from tilekern.runtime.dispatch import counters
 
-NAME = "linear_cross_entropy"
+NAME = "fused_linear_cross_entropy"
 CHUNK = 4
-module = importlib.import_module("tilekern.ops.linear_cross_entropy")
+module = importlib.import_module("tilekern.ops.fused_linear_cross_entropy")
 
 
 @pytest.fixture(scope="module", autouse=True, params=["cublas", "tuned"])
@@ -80,7 +80,7 @@ def check(hidden, weight, target, slope=None, tolerance=None, **options):
     leaves = [x for x in (hidden, weight) if x.requires_grad]
     wide = [x.detach().double().requires_grad_(x.requires_grad) for x in (hidden, weight)]
     reference = expected(*wide, target, **options)
-    loss = linear_cross_entropy(hidden, weight, target, **options)
+    loss = fused_linear_cross_entropy(hidden, weight, target, **options)
     assert loss.dtype == torch.float32
     tolerance = tolerance or 2 * TOLERANCE[hidden.dtype]
     assert_near(loss, reference, tolerance)
@@ -169,7 +169,7 @@ def test_a_weight_that_is_the_embedding_too_gets_both_gradients():
     def total(table, loss):
         return 1.7 * loss(torch.tanh(table[target.clamp(0)]), table, target)
 
-    loss = total(weight, linear_cross_entropy)
+    loss = total(weight, fused_linear_cross_entropy)
     reference = total(wide, expected)
     assert_near(loss, reference, 1e-5)
     (got,), (wanted,) = torch.autograd.grad(loss, weight), torch.autograd.grad(reference, wide)
@@ -223,7 +223,7 @@ def test_a_frozen_input_gets_no_gradient(frozen, reduction):
 def test_evaluation_makes_no_gradient(options, mode):
     inputs, before = sample(), counters("cross_entropy_fused").launches
     with mode():
-        loss = linear_cross_entropy(*inputs, **options)
+        loss = fused_linear_cross_entropy(*inputs, **options)
     assert_near(loss, expected(*inputs, **options), 1e-5)
     assert not loss.requires_grad
     assert counters("cross_entropy_fused").launches == before
@@ -232,7 +232,7 @@ def test_evaluation_makes_no_gradient(options, mode):
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_a_kept_graph_gives_the_same_gradients_again_with_another_slope(reduction):
     inputs = sample()
-    loss = linear_cross_entropy(*inputs, reduction=reduction)
+    loss = fused_linear_cross_entropy(*inputs, reduction=reduction)
     first = torch.autograd.grad(loss, inputs[:2], torch.full_like(loss, 0.37), retain_graph=True)
     kept = [x.clone() for x in first]
     second = torch.autograd.grad(loss, inputs[:2], torch.full_like(loss, 2.0), retain_graph=True)
@@ -247,7 +247,7 @@ def test_a_kept_graph_gives_the_same_gradients_again_with_another_slope(reductio
 @pytest.mark.parametrize("power", [1, 2])
 def test_second_derivatives_are_refused_and_not_wrong(options, power):
     hidden, weight, target = sample()
-    loss = (linear_cross_entropy(hidden, weight, target, **options) ** power).sum()
+    loss = (fused_linear_cross_entropy(hidden, weight, target, **options) ** power).sum()
     gradients = torch.autograd.grad(loss, (hidden, weight), create_graph=True)
     for gradient in gradients:
         with pytest.raises(RuntimeError, match="differentiate twice"):
@@ -267,7 +267,7 @@ def test_a_scaled_total_inside_a_larger_graph():
     def total(loss):
         return loss(hidden @ tied.to(hidden.dtype), weight, target) * 0.37 + weight.square().sum()
 
-    got = torch.autograd.grad(total(linear_cross_entropy), (hidden, weight))
+    got = torch.autograd.grad(total(fused_linear_cross_entropy), (hidden, weight))
     for a, b in zip(got, torch.autograd.grad(total(expected).float(), (hidden, weight)), strict=True):
         assert_near(a, b, 1e-5)
 
@@ -277,7 +277,7 @@ def test_a_scaled_total_inside_a_larger_graph():
 def test_where_no_row_counts_the_mean_is_nan_and_gradients_are_zero_like_torch_s(dtype, reduction):
     hidden, weight, target = sample(dtype=dtype)
     target[:] = -100
-    loss = linear_cross_entropy(hidden, weight, target, reduction=reduction, z_loss=0.1)
+    loss = fused_linear_cross_entropy(hidden, weight, target, reduction=reduction, z_loss=0.1)
     assert bool(loss.isnan()) == (reduction == "mean")
     for gradient in torch.autograd.grad(loss, (hidden, weight)):
         assert not gradient.any()
@@ -287,16 +287,16 @@ def test_where_no_row_counts_the_mean_is_nan_and_gradients_are_zero_like_torch_s
 def test_targets_that_are_no_class_give_nan(bad):
     hidden, weight, target = sample()
     target[4] = bad
-    assert linear_cross_entropy(hidden, weight, target).isnan()
-    rows = linear_cross_entropy(hidden, weight, target, reduction="none")
+    assert fused_linear_cross_entropy(hidden, weight, target).isnan()
+    rows = fused_linear_cross_entropy(hidden, weight, target, reduction="none")
     assert rows.isnan().nonzero().tolist() == [[4]]
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.uint8])
 def test_targets_of_any_integer_dtype(dtype):
     hidden, weight, target = sample(ignored=0)
-    same = linear_cross_entropy(hidden, weight, target)
-    assert torch.equal(linear_cross_entropy(hidden, weight, target.to(dtype)), same)
+    same = fused_linear_cross_entropy(hidden, weight, target)
+    assert torch.equal(fused_linear_cross_entropy(hidden, weight, target.to(dtype)), same)
 
 
 def test_strided_inputs():
@@ -313,7 +313,7 @@ def test_strided_inputs():
 def test_autocast_casts_as_a_linear_layer_does():
     hidden, weight, target = sample()
     with torch.autocast("cpu", torch.bfloat16):
-        loss = linear_cross_entropy(hidden, weight, target)
+        loss = fused_linear_cross_entropy(hidden, weight, target)
         logits = torch.nn.functional.linear(hidden, weight)
     got = torch.autograd.grad(loss, (hidden, weight))
     assert all(gradient.dtype == torch.float32 for gradient in got)
@@ -327,8 +327,8 @@ def test_checkpointing_gives_the_same():
     from torch.utils.checkpoint import checkpoint
 
     inputs = sample()
-    wanted = torch.autograd.grad(linear_cross_entropy(*inputs), inputs[:2])
-    got = torch.autograd.grad(checkpoint(linear_cross_entropy, *inputs, use_reentrant=False), inputs[:2])
+    wanted = torch.autograd.grad(fused_linear_cross_entropy(*inputs), inputs[:2])
+    got = torch.autograd.grad(checkpoint(fused_linear_cross_entropy, *inputs, use_reentrant=False), inputs[:2])
     assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
 
 
@@ -338,9 +338,9 @@ def test_torch_compile_traces_torch_s_own_operations(reduction):
     inputs = sample()
     options = {"label_smoothing": 0.1, "softcap": 4.0, "z_loss": 0.1, "reduction": reduction}
     compiled = torch.compile(
-        lambda *given: linear_cross_entropy(*given, **options), fullgraph=True, backend="aot_eager"
+        lambda *given: fused_linear_cross_entropy(*given, **options), fullgraph=True, backend="aot_eager"
     )
-    loss, eager = compiled(*inputs), linear_cross_entropy(*inputs, **options)
+    loss, eager = compiled(*inputs), fused_linear_cross_entropy(*inputs, **options)
     torch.testing.assert_close(loss, eager)
     slope = torch.rand_like(loss)
     got = torch.autograd.grad(loss, inputs[:2], slope)
@@ -351,20 +351,20 @@ def test_torch_compile_traces_torch_s_own_operations(reduction):
 @pytest.mark.filterwarnings("ignore::tilekern.errors.TilekernWarning")
 def test_what_no_kernel_serves_runs_torch_s_own_operations_and_counts(monkeypatch):
     hidden, weight, target = sample()
-    same = linear_cross_entropy(hidden, weight, target)
+    same = fused_linear_cross_entropy(hidden, weight, target)
     launches, fallbacks = counted()
-    wide = linear_cross_entropy(hidden.double(), weight.double(), target)
+    wide = fused_linear_cross_entropy(hidden.double(), weight.double(), target)
     assert wide.dtype == torch.float64
     assert_near(wide, same, 1e-6)
     options = {"class_weight": torch.linspace(1, 2, 83, dtype=torch.float64)}
     for more in (options, {"num_items": 7}, options | {"num_items": torch.tensor(3)}):
         exact = expected(hidden.double(), weight.double(), target, **more)
-        assert_near(linear_cross_entropy(hidden.double(), weight.double(), target, **more), exact, 1e-12)
+        assert_near(fused_linear_cross_entropy(hidden.double(), weight.double(), target, **more), exact, 1e-12)
     far = target.where(target >= 0, 2**40)
-    assert_near(linear_cross_entropy(hidden, weight, far, ignore_index=2**40), same, 1e-6)
+    assert_near(fused_linear_cross_entropy(hidden, weight, far, ignore_index=2**40), same, 1e-6)
     empty = hidden[:0].detach().requires_grad_()
-    assert linear_cross_entropy(empty, weight, target[:0]).isnan()
-    linear_cross_entropy(empty, weight, target[:0], reduction="sum").backward()
+    assert fused_linear_cross_entropy(empty, weight, target[:0]).isnan()
+    fused_linear_cross_entropy(empty, weight, target[:0], reduction="sum").backward()
     assert counted() == (launches, fallbacks + 7)
     monkeypatch.setattr(module, "plan_for", lambda *_: None)
     check(hidden, weight, target, label_smoothing=0.1, softcap=3.0, z_loss=0.1, class_weight=torch.rand(83) + 0.1)
@@ -405,5 +405,5 @@ def test_a_gradient_kernel_without_a_plan_falls_back_as_a_whole(monkeypatch):
 )
 def test_bad_input_is_refused(changes, message):
     given = {"hidden": torch.zeros(3, 8), "weight": torch.zeros(5, 8), "target": torch.zeros(3, dtype=torch.long)}
-    with pytest.raises(ValueError, match=rf"^linear_cross_entropy: .*{message}|^linear_cross_entropy: {message}"):
-        linear_cross_entropy(**given | changes)
+    with pytest.raises(ValueError, match=rf"^fused_linear_cross_entropy: (.*)?{message}"):
+        fused_linear_cross_entropy(**given | changes)

@@ -3,7 +3,7 @@ from spec_samples import configs, inputs_of, interpret, sized
 
 from tilekern.kernels import spec_named
 
-FORWARD = spec_named("add_rms_norm_forward")
+FORWARD = spec_named("fused_add_rms_norm_forward")
 
 
 def test_the_norm_is_that_of_the_rounded_sum():

@@ -12,7 +12,7 @@ from spec_samples import inputs_of, interpret
 
 from tilekern.errors import CacheMiss
 from tilekern.kernels import spec_named
-from tilekern.kernels.linear_cross_entropy import LossOptions, gradients, losses, split
+from tilekern.kernels.fused_linear_cross_entropy import LossOptions, gradients, losses, split
 from tilekern.kernels.matmul import product as linear
 from tilekern.runtime.dispatch import LibraryPlan, counters, plan_for
 from tilekern.spec import DTYPES, ITEM_BYTES, Config, bucket, cdiv
@@ -21,7 +21,7 @@ from tuning.plan.given import with_parts
 from tuning.plan.presets import PRESETS
 from tuning.verify.check import compare, expected_results
 
-SPEC = spec_named("linear_cross_entropy")
+SPEC = spec_named("fused_linear_cross_entropy")
 WAYS = ("cublas", "tuned")
 MIB = 1 << 20
 H200 = resolve("H200")

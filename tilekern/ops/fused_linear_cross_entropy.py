@@ -1,4 +1,4 @@
-"""linear_cross_entropy: the loss of a language model's head, ``cross_entropy(hidden @ weight.T, target)``.
+"""fused_linear_cross_entropy: the loss of a language model's head, ``cross_entropy(hidden @ weight.T, target)``.
 
 The logits [tokens, vocabulary] never exist: both gradients are made chunk by chunk together with the loss, and the
 backward only multiplies them by what it is given, which costs nothing where that is 1. In float16 they would vanish
@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
-from tilekern.kernels import linear_cross_entropy as kernels
+from tilekern.kernels import fused_linear_cross_entropy as kernels
 from tilekern.kernels import scale as scaling
 from tilekern.kernels.cross_entropy import fused as cross_entropy_fused
 from tilekern.kernels.cross_entropy import separate as cross_entropy
-from tilekern.kernels.linear_cross_entropy import LossOptions
+from tilekern.kernels.fused_linear_cross_entropy import LossOptions
 from tilekern.ops.cross_entropy import composed
 from tilekern.ops.registration import check_devices, check_softcap, disjoint, first_order, is_autocast, needs_gradient
 from tilekern.runtime.dispatch import Plan, count_fallback, plan_for
@@ -29,7 +29,7 @@ _SPEC = kernels.SPEC
 _INT32 = torch.iinfo(torch.int32)
 
 
-def linear_cross_entropy(
+def fused_linear_cross_entropy(
     hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, *, class_weight: torch.Tensor | None = None,
     ignore_index: int = -100, reduction: str = "mean", label_smoothing: float = 0.0, softcap: float | None = None,
     z_loss: float = 0.0, num_items: torch.Tensor | float | None = None, wide_sums: bool = False,
@@ -84,36 +84,37 @@ def linear_cross_entropy(
 def _check(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, class_weight: torch.Tensor | None) -> None:
     if not hidden.dim() or weight.dim() != 2 or hidden.shape[-1] != weight.shape[1]:
         raise ValueError(
-            "linear_cross_entropy: hidden must be [..., hidden] and weight [vocabulary, hidden], "
+            "fused_linear_cross_entropy: hidden must be [..., hidden] and weight [vocabulary, hidden], "
             f"got {list(hidden.shape)} and {list(weight.shape)}"
         )
     if target.shape != hidden.shape[:-1]:
         raise ValueError(
-            f"linear_cross_entropy: target must be {list(hidden.shape[:-1])} like hidden, got {list(target.shape)}"
+            f"fused_linear_cross_entropy: target must be {list(hidden.shape[:-1])} like hidden, "
+            f"got {list(target.shape)}"
         )
     if target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
         raise ValueError(
-            f"linear_cross_entropy: target must hold class indices of an integer dtype, got {target.dtype}"
+            f"fused_linear_cross_entropy: target must hold class indices of an integer dtype, got {target.dtype}"
         )
     if class_weight is not None and class_weight.shape != weight.shape[:1]:
         raise ValueError(
-            f"linear_cross_entropy: class_weight must be [{weight.shape[0]}], got {list(class_weight.shape)}"
+            f"fused_linear_cross_entropy: class_weight must be [{weight.shape[0]}], got {list(class_weight.shape)}"
         )
     if class_weight is not None and class_weight.requires_grad:
-        raise ValueError("linear_cross_entropy: class_weight gets no gradient; detach it")
-    check_devices("linear_cross_entropy", hidden=hidden, weight=weight, target=target, class_weight=class_weight)
+        raise ValueError("fused_linear_cross_entropy: class_weight gets no gradient; detach it")
+    check_devices("fused_linear_cross_entropy", hidden=hidden, weight=weight, target=target, class_weight=class_weight)
 
 
 def _check_options(reduction: str, num_items: Any, label_smoothing: float, softcap: float | None) -> None:
     if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f"linear_cross_entropy: reduction must be mean, sum or none, got {reduction!r}")
+        raise ValueError(f"fused_linear_cross_entropy: reduction must be mean, sum or none, got {reduction!r}")
     if num_items is not None and reduction != "mean":
-        raise ValueError(f"linear_cross_entropy: num_items goes with the reduction mean, not {reduction}")
+        raise ValueError(f"fused_linear_cross_entropy: num_items goes with the reduction mean, not {reduction}")
     if isinstance(num_items, torch.Tensor) and num_items.numel() != 1:
-        raise ValueError(f"linear_cross_entropy: num_items must be one number, got {list(num_items.shape)}")
+        raise ValueError(f"fused_linear_cross_entropy: num_items must be one number, got {list(num_items.shape)}")
     if not 0 <= label_smoothing <= 1:
-        raise ValueError(f"linear_cross_entropy: label_smoothing must be from 0 to 1, got {label_smoothing}")
-    check_softcap("linear_cross_entropy", softcap)
+        raise ValueError(f"fused_linear_cross_entropy: label_smoothing must be from 0 to 1, got {label_smoothing}")
+    check_softcap("fused_linear_cross_entropy", softcap)
 
 
 def _factor(

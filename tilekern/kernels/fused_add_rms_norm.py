@@ -27,7 +27,7 @@ def _sum(tiles):
 
 
 @ct.kernel
-def add_rms_norm_forward(
+def fused_add_rms_norm_forward(
     residual, x, weight, eps, total, y, columns: ConstInt, tile_m: ConstInt, tile_n: ConstInt, chunks: ConstInt,
     persistent: ConstBool, long: ConstBool, bounded: ConstBool, tma: ConstBool,
 ):  # fmt: skip
@@ -45,7 +45,7 @@ def _dx(tiles, weights, known):
 
 
 @ct.kernel
-def add_rms_norm_backward(
+def fused_add_rms_norm_backward(
     dtotal, dy, total, weight, eps, dx, partial, columns: ConstInt, tile_m: ConstInt, tile_n: ConstInt,
     chunks: ConstInt, long: ConstBool, bounded: ConstBool, tma: ConstBool,
 ):  # fmt: skip
@@ -74,11 +74,11 @@ def reference_backward(dtotal: Any, dy: Any, total: Any, weight: Any, eps: float
 
 
 FORWARD = spec(
-    name="add_rms_norm_forward",
+    name="fused_add_rms_norm_forward",
     summary="total = residual + x and y = weight * cast(total / sqrt(mean(total^2) + eps)), row by row",
     module=__name__,
     op="fused_add_rms_norm",
-    function=add_rms_norm_forward,
+    function=fused_add_rms_norm_forward,
     arrays=(
         Array("residual", "dtype", _ROWS),
         Array("x", "dtype", _ROWS),
@@ -97,11 +97,11 @@ FORWARD = spec(
     flops=5,
 )
 BACKWARD = spec(
-    name="add_rms_norm_backward",
-    summary="gradients of add_rms_norm: dx, which is dresidual too, and dweight as one float32 row for each block",
+    name="fused_add_rms_norm_backward",
+    summary="gradients of fused_add_rms_norm: dx, which is dresidual too, and dweight as a float32 row of each block",
     module=__name__,
     op="fused_add_rms_norm",
-    function=add_rms_norm_backward,
+    function=fused_add_rms_norm_backward,
     arrays=(
         Array("dtotal", "dtype", _ROWS),
         Array("dy", _NORMED, _ROWS),

@@ -283,7 +283,7 @@ def _default(problem: Problem, target: Target) -> Config:
 
 
 SPEC = KernelSpec(
-    name="linear_cross_entropy",
+    name="fused_linear_cross_entropy",
     summary="cross entropy of hidden @ weight.T and both gradients, without the logits",
     module=__name__,
     dimensions=(

@@ -2,8 +2,8 @@ import pytest
 import torch
 from op_samples import DTYPES, EPS, TOLERANCE, assert_near, laid_out
 
-from tilekern.kernels.add_rms_norm import reference_forward
-from tilekern.ops.add_rms_norm import add_rms_norm
+from tilekern.kernels.fused_add_rms_norm import reference_forward
+from tilekern.ops.fused_add_rms_norm import fused_add_rms_norm
 from tilekern.runtime import dispatch
 
 
@@ -25,7 +25,7 @@ def slopes_of(results, layout="contiguous", seed=1):
 
 
 def check(inputs, layout="contiguous"):
-    results = add_rms_norm(*inputs, EPS)
+    results = fused_add_rms_norm(*inputs, EPS)
     slopes = slopes_of(results, layout)
     gradients = torch.autograd.grad(results, inputs, slopes)
     wide = [x.detach().double().requires_grad_() for x in inputs]
@@ -42,9 +42,9 @@ def check(inputs, layout="contiguous"):
 @pytest.mark.parametrize("weight_dtype", DTYPES)
 def test_mixed_dtypes(dtype, weight_dtype):
     inputs = inputs_of((3, 5, 33), dtype, weight_dtype)
-    before = dispatch.counters("add_rms_norm_forward").launches
-    total, y = add_rms_norm(*inputs, EPS)
-    assert dispatch.counters("add_rms_norm_forward").launches == before + 1
+    before = dispatch.counters("fused_add_rms_norm_forward").launches
+    total, y = fused_add_rms_norm(*inputs, EPS)
+    assert dispatch.counters("fused_add_rms_norm_forward").launches == before + 1
     assert total.dtype == dtype
     assert y.dtype == torch.promote_types(dtype, weight_dtype)
     check(inputs)
@@ -57,7 +57,7 @@ def test_a_result_that_nothing_uses(used, kernel, monkeypatch):
         monkeypatch.setenv("TILEKERN_INTERPRET", "0")
     inputs = inputs_of((6, 12))
     wide = [x.detach().double().requires_grad_() for x in inputs]
-    gradients = torch.autograd.grad(add_rms_norm(*inputs, EPS)[used].square().sum(), inputs, allow_unused=True)
+    gradients = torch.autograd.grad(fused_add_rms_norm(*inputs, EPS)[used].square().sum(), inputs, allow_unused=True)
     expected = torch.autograd.grad(reference(*wide)[used].square().sum(), wide, allow_unused=True)
     for got, other in zip(gradients, expected, strict=True):
         if other is None:
@@ -69,38 +69,38 @@ def test_a_result_that_nothing_uses(used, kernel, monkeypatch):
 def test_gradients_of_both_terms_do_not_share_memory_as_leaves():
     inputs = inputs_of((6, 12))
     for _ in range(2):
-        sum(y.sum() for y in add_rms_norm(*inputs, EPS)).backward()
+        sum(y.sum() for y in fused_add_rms_norm(*inputs, EPS)).backward()
     residual, x, _ = inputs
     assert torch.equal(residual.grad, x.grad)
     assert residual.grad.data_ptr() != x.grad.data_ptr()
 
 
 def test_a_sum_that_is_changed_before_the_backward_is_noticed():
-    total, y = add_rms_norm(*inputs_of((6, 12)), EPS)
+    total, y = fused_add_rms_norm(*inputs_of((6, 12)), EPS)
     total.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
 
 
 def test_two_dtypes_of_terms_and_float64_run_torch_s_own_operations():
-    before = dispatch.counters("add_rms_norm_forward").fallbacks
+    before = dispatch.counters("fused_add_rms_norm_forward").fallbacks
     residual, x, weight = inputs_of((4, 24))
-    total, y = add_rms_norm(residual, x.bfloat16(), weight, EPS)
+    total, y = fused_add_rms_norm(residual, x.bfloat16(), weight, EPS)
     assert total.dtype == y.dtype == torch.float32
     for got, expected in zip((total, y), reference(residual.double(), x.bfloat16().double(), weight), strict=True):
         assert_near(got, expected, 1e-6)
     wide = [value.double() for value in (residual, x, weight)]
-    for got, expected in zip(add_rms_norm(*wide, EPS), reference(*wide), strict=True):
+    for got, expected in zip(fused_add_rms_norm(*wide, EPS), reference(*wide), strict=True):
         assert_near(got, expected, 1e-6)
-    assert dispatch.counters("add_rms_norm_forward").fallbacks == before + 2
+    assert dispatch.counters("fused_add_rms_norm_forward").fallbacks == before + 2
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_torch_compile_of_what_torch_does_by_itself(dynamic):
     torch._dynamo.reset()
     inputs = inputs_of((2, 3, 16), torch.float64)
-    compiled = torch.compile(add_rms_norm, fullgraph=True, backend="aot_eager", dynamic=dynamic)
-    results, own = compiled(*inputs, EPS), add_rms_norm(*inputs, EPS)
+    compiled = torch.compile(fused_add_rms_norm, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    results, own = compiled(*inputs, EPS), fused_add_rms_norm(*inputs, EPS)
     for got, other in zip(results, own, strict=True):
         assert torch.equal(got, other)
         assert got.stride() == other.stride()
@@ -114,7 +114,7 @@ def test_torch_compile_of_what_torch_does_by_itself(dynamic):
 @pytest.mark.parametrize("shape", [(0, 8), (3, 0, 8), (0,)])
 def test_nothing_to_do(shape):
     inputs = inputs_of(shape)
-    results = add_rms_norm(*inputs, EPS)
+    results = fused_add_rms_norm(*inputs, EPS)
     sum(y.sum() for y in results).backward()
     assert all(y.shape == shape for y in results)
     assert [x.grad.shape for x in inputs] == [x.shape for x in inputs]
@@ -122,10 +122,10 @@ def test_nothing_to_do(shape):
 
 def test_wrong_shapes_are_refused():
     with pytest.raises(ValueError, match=r"residual and x must have one shape, got \[1, 8\] and \[2, 8\]"):
-        add_rms_norm(torch.ones(1, 8), torch.ones(2, 8), torch.ones(8))
+        fused_add_rms_norm(torch.ones(1, 8), torch.ones(2, 8), torch.ones(8))
     for bad in (torch.ones(7), torch.ones(1, 8), torch.ones(())):
         with pytest.raises(ValueError, match=r"weight must have the shape \[8\], got"):
-            add_rms_norm(torch.ones(2, 8), torch.ones(2, 8), bad)
+            fused_add_rms_norm(torch.ones(2, 8), torch.ones(2, 8), bad)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -136,6 +136,6 @@ def test_it_is_what_the_layer_of_qwen3_computes(dtype):
     residual, x, weight = (value.detach() for value in inputs_of((2, 5, 48), dtype))
     norm = Qwen3RMSNorm(48, eps=EPS).to(dtype)
     norm.weight.data.copy_(weight)
-    total, y = add_rms_norm(residual, x, weight, EPS)
+    total, y = fused_add_rms_norm(residual, x, weight, EPS)
     assert torch.equal(total, residual + x)
     torch.testing.assert_close(y, norm(residual + x), rtol=1e-6 if dtype == torch.float32 else 2**-7, atol=1e-6)

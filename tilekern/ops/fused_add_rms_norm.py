@@ -1,10 +1,10 @@
-"""add_rms_norm: a residual sum and the root mean square normalisation of it, in one launch."""
+"""fused_add_rms_norm: a residual sum and the root mean square normalisation of it, in one launch."""
 
 from __future__ import annotations
 
 import torch
 
-from tilekern.kernels.add_rms_norm import BACKWARD, FORWARD
+from tilekern.kernels.fused_add_rms_norm import BACKWARD, FORWARD
 from tilekern.ops.operation import operation
 from tilekern.ops.rms_norm import rms_norm
 
@@ -38,7 +38,7 @@ def _fallback_backward(
     FORWARD, BACKWARD, sums=("weight",), gradients={"residual": "dx"}, absent=_absent,
     fallback_backward=_fallback_backward,
 )  # fmt: skip
-def add_rms_norm(residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> Pair:
+def fused_add_rms_norm(residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> Pair:
     """``total = residual + x`` and ``weight * cast(total / sqrt(mean(total^2) + eps))`` over the last dimension.
 
     Args:
