@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+import tuning.cli
+from cache_tools.__main__ import main as cache_tools
 from tilekern.toolchain import toolkit
 from tuning.sweep.folder import Sweep
 
@@ -20,6 +22,37 @@ ROOT = Path(__file__).parents[1]
 SMALL = ("qwen3-0.6b", "--gpu", "B200", "--ops", "rope", "--tokens", "64")
 CONFIG = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128, "model_type": "qwen3"}
 needs_compiler = pytest.mark.skipif(toolkit() is None, reason="no tile compiler is installed")
+
+
+class Here:
+    """Runs the command lines in this process, which has loaded torch; with a cache that does not exist yet."""
+
+    def __init__(self, folder, monkeypatch, capfd):
+        self.folder, self.cache, self._patch, self._capfd = folder, folder / "cache", monkeypatch, capfd
+        for name in [name for name in os.environ if name.startswith("TILEKERN_")]:
+            monkeypatch.delenv(name)
+        monkeypatch.setenv("TILEKERN_CACHE_DIR", str(self.cache))
+        monkeypatch.chdir(folder)
+
+    def tune(self, *arguments, **env):
+        return self._run(tuning.cli.main, arguments, env)
+
+    def tools(self, *arguments, **env):
+        return self._run(cache_tools, arguments, env)
+
+    def _run(self, main, arguments, env):
+        self._capfd.readouterr()
+        with self._patch.context() as patch:
+            for name, value in env.items():
+                patch.setenv(name, value)
+            code = main([str(argument) for argument in arguments])
+        out, errors = self._capfd.readouterr()
+        return subprocess.CompletedProcess(arguments, code, out, errors)
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch, capfd):
+    return Here(tmp_path, monkeypatch, capfd)
 
 
 class CommandLines:
@@ -99,17 +132,17 @@ def said(ran, code):
     ],
     ids=lambda value: "-".join(value)[:40].replace("\n", "~") if isinstance(value, list) else None,
 )
-def test_what_the_tuner_does_not_know_is_named_with_what_would_be_right(lines, arguments, parts):
-    text = said(lines.tune(*arguments), 2)
+def test_what_the_tuner_does_not_know_is_named_with_what_would_be_right(here, arguments, parts):
+    text = said(here.tune(*arguments), 2)
     for part in parts:
         assert part in text
-    assert not lines.cache.exists()
+    assert not here.cache.exists()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-def test_a_machine_with_no_gpu_needs_the_target_s_name(lines):
-    assert "--gpu B200" in said(lines.tune("qwen3-8b"), 2)
-    assert not lines.cache.exists()
+def test_a_machine_with_no_gpu_needs_the_target_s_name(here):
+    assert "--gpu B200" in said(here.tune("qwen3-8b"), 2)
+    assert not here.cache.exists()
 
 
 @pytest.mark.parametrize(
@@ -125,51 +158,51 @@ def test_a_machine_with_no_gpu_needs_the_target_s_name(lines):
         ({"num_key_value_heads": 3, "num_hidden_layers": 1}, "a training step cannot be traced on meta tensors"),
     ],
 )
-def test_a_bad_config_is_named_with_its_field(lines, text, part):
+def test_a_bad_config_is_named_with_its_field(here, text, part):
     """Others are in tests/tuning/test_plan_of_models.py: each process here loads torch and transformers."""
     if isinstance(text, dict):
         text = json.dumps({k: v for k, v in (CONFIG | text).items() if v is not None})
-    path = lines.folder / "config.json"
+    path = here.folder / "config.json"
     path.write_text(text)
-    found = said(lines.tune(path, "--gpu", "B200"), 2)
+    found = said(here.tune(path, "--gpu", "B200"), 2)
     assert str(path) in found
     assert part in found
-    assert not lines.cache.exists()
+    assert not here.cache.exists()
 
 
-def test_a_file_that_is_no_text_is_no_config(lines):
-    path = lines.folder / "config.json"
+def test_a_file_that_is_no_text_is_no_config(here):
+    path = here.folder / "config.json"
     path.write_bytes(b"\xff\xfe\x00")
-    assert f"{path} is not a readable JSON file" in said(lines.tune(lines.folder, "--gpu", "B200"), 2)
+    assert f"{path} is not a readable JSON file" in said(here.tune(here.folder, "--gpu", "B200"), 2)
 
 
 @pytest.mark.parametrize("place", ["/dev/null/x", "file/x", "file"])
-def test_a_cache_that_cannot_be_written_is_named_before_anything_is_compiled(lines, place):
-    (lines.folder / "file").write_text("a file")
+def test_a_cache_that_cannot_be_written_is_named_before_anything_is_compiled(here, place):
+    (here.folder / "file").write_text("a file")
     started = time.monotonic()
-    assert place in said(lines.tune(*SMALL, "--cache-dir", place), 2)
+    assert place in said(here.tune(*SMALL, "--cache-dir", place), 2)
     assert time.monotonic() - started < 20
-    assert (lines.folder / "file").read_text() == "a file"
-    assert place in said(lines.tune(*SMALL, TILEKERN_CACHE_DIR=place), 2)
+    assert (here.folder / "file").read_text() == "a file"
+    assert place in said(here.tune(*SMALL, TILEKERN_CACHE_DIR=place), 2)
 
 
 @pytest.mark.parametrize("arguments", [SMALL, ("preflight", *SMALL[:3]), ("serve", "--once"), ("refresh",)], ids=str)
-def test_an_empty_cache_dir_is_not_this_folder(lines, arguments):
-    assert "'--cache-dir': it must name a folder, and is empty" in said(lines.tune(*arguments, "--cache-dir", ""), 2)
+def test_an_empty_cache_dir_is_not_this_folder(here, arguments):
+    assert "'--cache-dir': it must name a folder, and is empty" in said(here.tune(*arguments, "--cache-dir", ""), 2)
 
 
-def test_a_sweep_folder_that_cannot_be_written_is_named(lines):
-    assert "/dev/null/x" in said(lines.tune(*SMALL, "--sweep", "/dev/null/x"), 2)
+def test_a_sweep_folder_that_cannot_be_written_is_named(here):
+    assert "/dev/null/x" in said(here.tune(*SMALL, "--sweep", "/dev/null/x"), 2)
 
 
-def test_a_hub_id_with_no_hub_in_reach_fails_fast_and_says_what_to_pass(lines):
+def test_a_hub_id_with_no_hub_in_reach_fails_fast_and_says_what_to_pass(here):
     started = time.monotonic()
     # The reserved name resolves nowhere, whatever network this machine has.
-    text = said(lines.tune("Qwen/Qwen3-8B", "--gpu", "B200", HF_ENDPOINT="https://hub.invalid", HF_HOME="hub"), 2)
+    text = said(here.tune("Qwen/Qwen3-8B", "--gpu", "B200", HF_ENDPOINT="https://hub.invalid", HF_HOME="hub"), 2)
     assert time.monotonic() - started < 20
     for part in ("cannot fetch Qwen/Qwen3-8B from the hub", "config.json", "qwen3-8b"):
         assert part in text
-    assert not lines.cache.exists()
+    assert not here.cache.exists()
 
 
 def test_a_missing_compiler_has_an_exit_code_of_its_own(lines):
@@ -187,31 +220,31 @@ def test_a_missing_compiler_has_an_exit_code_of_its_own(lines):
     assert Sweep(lines.cache / "sweeps/sm_100-b200-148").problems()
 
 
-def test_a_sweep_folder_of_another_target_is_left_as_it_is(lines):
-    assert lines.tune(*SMALL, "--stages", "plan", "--sweep", "sweep").returncode == 0
-    before = (lines.folder / "sweep" / "sweep.json").read_bytes()
-    text = said(lines.tune("qwen3-0.6b", "--gpu", "H200", "--sweep", "sweep"), 2)
+def test_a_sweep_folder_of_another_target_is_left_as_it_is(here):
+    assert here.tune(*SMALL, "--stages", "plan", "--sweep", "sweep").returncode == 0
+    before = (here.folder / "sweep" / "sweep.json").read_bytes()
+    text = said(here.tune("qwen3-0.6b", "--gpu", "H200", "--sweep", "sweep"), 2)
     assert "sweep holds a sweep for B200, not H200" in text
-    assert (lines.folder / "sweep" / "sweep.json").read_bytes() == before
+    assert (here.folder / "sweep" / "sweep.json").read_bytes() == before
 
 
 @pytest.mark.parametrize(
     ("text", "part"), [("{", "cannot be read"), ('{"format": 99}', "is no plan of this version of tilekern")]
 )
-def test_a_plan_that_cannot_be_read_is_named(lines, text, part):
-    (lines.folder / "sweep").mkdir()
-    (lines.folder / "sweep" / "sweep.json").write_text(text)
+def test_a_plan_that_cannot_be_read_is_named(here, text, part):
+    (here.folder / "sweep").mkdir()
+    (here.folder / "sweep" / "sweep.json").write_text(text)
     for arguments in (["--stages", "measure", "--sweep", "sweep"], [*SMALL, "--sweep", "sweep"]):
-        assert part in said(lines.tune(*arguments), 2)
-    assert (lines.folder / "sweep" / "sweep.json").read_text() == text
+        assert part in said(here.tune(*arguments), 2)
+    assert (here.folder / "sweep" / "sweep.json").read_text() == text
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-def test_measuring_needs_a_gpu(lines):
-    assert lines.tune(*SMALL, "--stages", "plan", "--sweep", "sweep").returncode == 0
-    text = said(lines.tune("--stages", "measure", "--sweep", "sweep", "--json"), 2)
+def test_measuring_needs_a_gpu(here):
+    assert here.tune(*SMALL, "--stages", "plan", "--sweep", "sweep").returncode == 0
+    text = said(here.tune("--stages", "measure", "--sweep", "sweep", "--json"), 2)
     assert "the measure stage needs a GPU" in text
-    assert not (lines.folder / "sweep" / "results.pack").exists()
+    assert not (here.folder / "sweep" / "results.pack").exists()
 
 
 @pytest.mark.parametrize(
@@ -232,16 +265,16 @@ def test_measuring_needs_a_gpu(lines):
     ],
     ids=lambda value: "-".join(value)[:40].replace("/", "~") if isinstance(value, list) else None,
 )
-def test_the_cache_tools_say_what_is_wrong_in_one_line(lines, arguments, part):
-    assert part in said(lines.tools(*arguments), 2)
-    assert not lines.cache.exists()
-    assert not list(lines.folder.iterdir())
+def test_the_cache_tools_say_what_is_wrong_in_one_line(here, arguments, part):
+    assert part in said(here.tools(*arguments), 2)
+    assert not here.cache.exists()
+    assert not list(here.folder.iterdir())
 
 
-def test_a_file_that_is_no_pack_puts_nothing_into_the_cache(lines):
-    (lines.folder / "bad.pack").write_bytes(b"PK\x03\x04 not a pack")
-    assert "bad.pack is not a pack" in said(lines.tools("unpack", "bad.pack"), 2)
-    assert not lines.cache.exists()
+def test_a_file_that_is_no_pack_puts_nothing_into_the_cache(here):
+    (here.folder / "bad.pack").write_bytes(b"PK\x03\x04 not a pack")
+    assert "bad.pack is not a pack" in said(here.tools("unpack", "bad.pack"), 2)
+    assert not here.cache.exists()
 
 
 def first_line(path, process, timeout_s=300):

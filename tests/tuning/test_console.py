@@ -12,6 +12,7 @@ import pytest
 from tilekern.kernels import spec_named
 from tilekern.runtime.records import record_of
 from tilekern.targets import resolve
+from tuning import cli
 from tuning.commands import refresh
 from tuning.plan.models import plan_of_model
 from tuning.plan.steps import Steps
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.processes
 ROOT = Path(__file__).parents[2]
 TOOLS = {"key": "tileiras-13.4.92-cuda_tile-1.7.0", "tileiras": "13.4.92", "cuda_tile": "1.7.0"}
 OPS = ["rope", "swiglu", "attention"]
-DRY = ["-m", "tilekern.tune", "qwen3-0.6b", "--gpu", "B200", "--ops", ",".join(OPS), "--tokens", "512", "--dry-run"]
+DRY = ["qwen3-0.6b", "--gpu", "B200", "--ops", ",".join(OPS), "--tokens", "512", "--dry-run"]
 
 
 def environment(tmp_path, **more):
@@ -31,11 +32,19 @@ def environment(tmp_path, **more):
     return kept | {"PYTHONPATH": str(ROOT), "TILEKERN_CACHE_DIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""} | more
 
 
-def in_a_pipe(tmp_path, **env):
-    ran = subprocess.run(
-        [sys.executable, *DRY], env=environment(tmp_path, **env), capture_output=True, text=True, check=True
-    )
-    return tables(ran.stdout)
+@pytest.fixture
+def in_a_pipe(tmp_path, monkeypatch, capfd):
+    """What is printed where the output is no terminal, of COLUMNS or without."""
+
+    def run(columns=None):
+        monkeypatch.setenv("TILEKERN_CACHE_DIR", str(tmp_path))
+        monkeypatch.delenv("COLUMNS", raising=False)
+        if columns is not None:
+            monkeypatch.setenv("COLUMNS", str(columns))
+        assert cli.main(DRY) == 0
+        return tables(capfd.readouterr().out)
+
+    return run
 
 
 def in_a_terminal(tmp_path, columns, **env):
@@ -43,7 +52,11 @@ def in_a_terminal(tmp_path, columns, **env):
     parent, child = pty.openpty()
     subprocess.run(["stty", "cols", str(columns)], stdin=child, check=True)
     with subprocess.Popen(
-        [sys.executable, *DRY], env=environment(tmp_path, **env), stdin=child, stdout=child, stderr=child
+        [sys.executable, "-m", "tilekern.tune", *DRY],
+        env=environment(tmp_path, **env),
+        stdin=child,
+        stdout=child,
+        stderr=child,
     ):
         os.close(child)
         text = b""
@@ -71,8 +84,8 @@ def cells(lines):
 
 
 @pytest.mark.parametrize("columns", [80, 120, 200])
-def test_a_pipe_is_as_wide_as_columns_says(tmp_path, columns):
-    lines = in_a_pipe(tmp_path, COLUMNS=str(columns))
+def test_a_pipe_is_as_wide_as_columns_says(in_a_pipe, columns):
+    lines = in_a_pipe(columns)
     widest = max(map(len, lines))
     assert widest <= columns
     assert widest > {80: 70, 120: 110, 200: 160}[columns]
@@ -84,14 +97,13 @@ def test_a_pipe_is_as_wide_as_columns_says(tmp_path, columns):
     assert "…" not in "".join(lines)
 
 
-def test_a_pipe_without_columns_has_160_whatever_terminal_the_errors_go_to(tmp_path):
-    assert max(map(len, in_a_pipe(tmp_path))) == 160
+def test_a_pipe_without_columns_has_160(in_a_pipe):
+    assert max(map(len, in_a_pipe())) == 160
 
 
-@pytest.mark.parametrize("term", ["xterm-256color", "dumb"])
-def test_a_terminal_has_its_own_width_unless_columns_says_another(tmp_path, term):
-    assert max(map(len, in_a_terminal(tmp_path, 100, TERM=term))) == 100
-    assert max(map(len, in_a_terminal(tmp_path, 100, TERM=term, COLUMNS="90"))) == 90
+@pytest.mark.parametrize(("term", "env"), [("xterm-256color", {}), ("dumb", {"COLUMNS": "90"})])
+def test_a_terminal_has_its_own_width_unless_columns_says_another(tmp_path, term, env):
+    assert max(map(len, in_a_terminal(tmp_path, 100, TERM=term, **env))) == int(env.get("COLUMNS", 100))
 
 
 def shown(columns, monkeypatch, capsys, table):
