@@ -192,7 +192,7 @@ GOALS = (
     _at_most("kernels", "forward_backward", 36000, "fused_linear_cross_entropy forward_backward", cases=_HEADS),
     _at_most(
         "kernels", "extra_peak", 700, "fused_linear_cross_entropy, memory above inputs and gradients", cases=_HEAD
-    ),  # fmt: skip
+    ),
     _rate("attention", _ATTENTION, "forward", 584),
     _rate("attention", _ATTENTION, "backward", 1.3, than="sdpa-flash"),
     _rate("linear", _LINEAR, "forward", 0.95, than="torch"),

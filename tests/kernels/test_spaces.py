@@ -37,9 +37,10 @@ def problems_of(config):
         yield spec, spec.bucketed(sized(spec, dtype, columns=columns, **sizes))
 
 
-@every_target
+@pytest.mark.parametrize("gpu", ["H200", "B200"])
 @pytest.mark.parametrize("model", PRESETS)
-def test_defaults_of_the_presets_are_candidates(model, target):
+def test_defaults_of_the_presets_are_candidates(model, gpu):
+    target = resolve(gpu)
     for spec, problem in dict.fromkeys(problems_of(PRESETS[model])):
         default = spec.default(problem, target)
         assert spec.space.violated(problem, default, target) is None, (spec.name, problem, default)

@@ -3,12 +3,12 @@
 import functools
 import importlib.util
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import tilekern
+from tilekern.patch.__main__ import main
 from tilekern.patch.digests import digest_in, digest_of
 from tilekern.patch.registry import patches
 
@@ -112,10 +112,11 @@ def test_the_table_knows_the_installed_release():
             assert digest_in(text, path) in digests
 
 
-def test_the_command_prints_digests(tmp_path):
+def test_the_command_prints_digests(tmp_path, capsys):
     def run(*arguments):
-        command = [sys.executable, "-m", "tilekern.patch", *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=False)
+        code = main(list(arguments))
+        out, errors = capsys.readouterr()
+        return subprocess.CompletedProcess(arguments, code, out, errors)
 
     home = Path(importlib.util.find_spec("transformers").origin).parents[1]
     done = run(str(home))
