@@ -192,11 +192,11 @@ def test_an_exhaustive_race_is_estimated_to_take_all_its_rounds(compiled_sweep: 
 
 
 def test_a_whole_sweep_of_an_h200_is_estimated_as_it_was(tmp_path: Path, h200: Target):
-    """105 of the 110 problems of the shipped pack took 128 s: where the shipped figures come from."""
+    """105 of the 110 problems of the shipped pack took 94 s: where the shipped figures come from."""
     records = Pack(Path(tilekern.__file__).parent / "prebuilt" / "qwen3-8b-h200.pack").records
     problems = [(address.kernel, Problem(parse_problem_key(address.problem_key))) for address in records]
     counts = count(problems, h200, Sweep(tmp_path), "race")
-    assert 110 < estimate_measure(counts, h200, 1, []).seconds < 160
+    assert 80 < estimate_measure(counts, h200, 1, []).seconds < 115
 
 
 def test_sizes_that_take_long_are_estimated_to(tmp_path: Path, h200: Target):

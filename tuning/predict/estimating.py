@@ -55,10 +55,10 @@ COMPILE_S = {
 OTHER_S = 0.65
 # The front end's imports and the first call of tileiras in each worker.
 COMPILE_START_S = 2.0
-# A whole tune on an H200 measured 2,912 candidates of 105 problems in 128 s: a worker's start and its clocks' rise,
+# A whole tune on an H200 measured 2,849 candidates of 105 problems in 94 s: a worker's start and its clocks' rise,
 # then the inputs, references and battery of each problem, then the screening and the race of each candidate. Of that,
 # launches at full size took so many times the roofline's time of each problem, and so many times for each candidate.
-MEASURE_START_S, PROBLEM_S, CANDIDATE_S = 8.0, 0.65, 0.004
+MEASURE_START_S, PROBLEM_S, CANDIDATE_S = 8.0, 0.33, 0.004
 PROBLEM_ROOFLINES, CANDIDATE_ROOFLINES = 60.0, 4.0
 # What an exhaustive race takes beside: so many times the roofline's time and so much more for each sample. On an H200,
 # cuda.tile's search took 36.3 s of GPU time for eight samples of each candidate of 134 problems, and this says 40.2 s.
