@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from gpu_training import CONFIG, TOKENS
-from spec_samples import inputs_of
+from spec_samples import inputs_of, sized
 
-from tilekern.kernels import spec_named
+from tilekern.kernels import all_specs, spec_named
 from tilekern.launcher import PrebuiltKernel
 from tilekern.runtime import dispatch
 from tilekern.spec import ArrayParameter, KernelSpec, LibraryCall, Problem
@@ -66,6 +66,10 @@ TURNS = (
 )  # fmt: skip
 # rows' sizes of the head's input and its vocabulary
 HEADS = ((512, 331), (83, 4099))
+# Sizes, dtype, all flags set or none: for a spec without cases of its own. Aligned sizes first, tails, odd sizes.
+SIXTEENS = {"columns": 4096, "vocabulary": 50304, "hidden": 512, "heads": 32, "kv_heads": 8, "head_dim": 128}
+TAILS = {"columns": 1000, "vocabulary": 4099, "hidden": 250, "heads": 5, "kv_heads": 3, "head_dim": 80}
+DECLARED = ((SIXTEENS, BF16, False), (SIXTEENS, BF16, True), (TAILS, FP16, True), ({}, FP32, False), ({}, FP32, True))
 
 Case = tuple[str, dict[str, Any]]
 
@@ -144,10 +148,22 @@ def _model_cases() -> Iterator[Case]:
         yield kernel, {name: problem[name] for name in kept}
 
 
+def _declared_cases(named: set[str]) -> Iterator[Case]:
+    """Cases of the specs that no list above names, out of their dimensions."""
+    for spec in all_specs().values():
+        if spec.name in named:
+            continue
+        kept = [d.name for d in spec.dimensions if d.kind != "bucketed"]
+        for sizes, dtype, flags in DECLARED:
+            problem = sized(spec, dtype, flags=flags, **sizes)
+            yield spec.name, {name: problem[name] for name in kept}
+
+
 def cases() -> list[Case]:
     """(kernel, values of its dimensions but the bucketed ones), in the order of those dimensions."""
+    listed = [*_row_cases(), *_rotation_cases(), *_attention_cases(), *_product_cases(), *_model_cases()]
     found: list[Case] = []
-    for name, values in (*_row_cases(), *_rotation_cases(), *_attention_cases(), *_product_cases(), *_model_cases()):
+    for name, values in (*listed, *_declared_cases({name for name, _ in listed})):
         order = [d.name for d in spec_named(name).dimensions]
         found.append((name, dict(sorted(values.items(), key=lambda item: order.index(item[0])))))
     return [case for number, case in enumerate(found) if case not in found[:number]]
