@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from recorded import RecordedExecutor
 from tuning_samples import SMALL
 
 import tilekern
@@ -217,6 +218,25 @@ def test_the_measure_stage_is_given_the_strategy_and_the_gpus(compiled_sweep: Sw
     assert asked == {"cache": compiled_sweep.cache, "most": 3, "strategy": "exhaustive"}
     notes = json.loads(capsys.readouterr().out)["notes"]
     assert notes == [f"not measured: {SMALL[0]} {SMALL[1].key}: none of its candidates came to a time"]
+
+
+def test_a_run_that_compiles_and_measures_does_both_at_once(compiled_sweep: Sweep, h200, monkeypatch, tmp_path, capsys):
+    folder = Path(shutil.copytree(compiled_sweep.folder, tmp_path / "sweep"))
+    first = next(iter(compiled_sweep.compiled().values()))["sha256"]
+    (folder / "artifacts" / first).unlink()
+    monkeypatch.setattr("tuning.commands.tune.here", lambda: h200)
+    monkeypatch.setattr("tuning.executors.local.LocalExecutor", lambda *_: RecordedExecutor())
+    arguments = ["--stages", "compile,measure", "--sweep", str(folder), "--cache-dir", str(tmp_path / "cache")]
+    assert cli.main([*arguments, "--jobs", "1", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["compile"]["compiled"] >= 1
+    assert [problem["provenance"] for problem in found["problems"]] == ["measured"]
+    assert 0 < found["seconds"]["measure"] < found["measure"]["seconds"]
+    assert found["seconds"].keys() == {"compile", "measure"}
+    assert cli.main([*arguments, "--jobs", "1"]) == 0
+    said = capsys.readouterr()
+    assert " s beyond it (" in said.out
+    assert all(stage in said.err for stage in ("compile", "measure"))
 
 
 def test_the_help_groups_all_options(capsys):

@@ -32,10 +32,12 @@ from tuning.predict.estimating import (
     PROBLEM_ROOFLINES,
     PROBLEM_S,
     SAMPLE_S,
+    Estimate,
     count,
     earlier_sweeps,
     estimate_compile,
     estimate_measure,
+    estimate_together,
 )
 from tuning.predict.roofline import launch_s
 from tuning.strategies.exhaustive import LEAST_ROUNDS, ROUNDS
@@ -296,3 +298,10 @@ def test_workers_are_bounded_by_the_cores_that_are_to_run_them():
         jobs_of(4 * here + 1)
     with pytest.raises(InputError, match="--jobs 257 is too many for the 64 cores that the cluster has: at most 4"):
         jobs_of(257, 64)
+
+
+@pytest.mark.parametrize(("compiles", "measures"), [(35.0, 94.0), (300.0, 94.0), (0.0, 94.0), (35.0, 0.0)])
+def test_both_stages_at_once_take_about_as_long_as_the_longer_one(compiles, measures):
+    found = estimate_together(Estimate(compiles, ""), Estimate(measures, ""))
+    assert max(compiles, measures) <= found.seconds <= max(compiles, measures) + COMPILE_START_S
+    assert ("compile" if compiles > measures else "measure") in found.basis

@@ -1,5 +1,6 @@
 """Tasks over the GPUs of this host: who takes which, in which order, and what a GPU that fails costs; with no GPU."""
 
+import itertools
 import os
 import threading
 import time
@@ -278,3 +279,52 @@ def test_gpus_are_named_as_their_processes_will_know_them(host, names, visible, 
     host(names, visible)
     assert gpu.devices() == found
     assert os.environ.get("CUDA_VISIBLE_DEVICES") == visible
+
+
+def test_tasks_that_come_one_by_one_are_measured_while_the_next_is_awaited(use, tasks, tmp_path):
+    """Each comes only when the one before it is over, which a list of all would wait for without end."""
+    workers, over = use(Workers(), ["0", "1"]), threading.Semaphore(1)
+
+    def coming():
+        for task in tasks:
+            assert over.acquire(timeout=30)
+            yield task
+
+    done = []
+    for journal, line in LocalExecutor(tmp_path).run(coming()):
+        if journal == FINISHED:
+            done.append(line["problem"])
+            over.release()
+    assert done == [task.problem.key for task in tasks]
+    assert sorted(workers.closed) == ["0", "1"]
+
+
+def test_an_error_of_what_brings_tasks_is_raised_when_the_task_at_work_is_over(use, tasks, tmp_path):
+    workers = use(Workers(pause_s=0.05), ["0"])
+
+    def coming():
+        yield tasks[0]
+        assert workers.at_task.wait(30)
+        raise InputError("no compiler")
+
+    lines = LocalExecutor(tmp_path).run(coming())
+    assert FINISHED in (journal for journal, _ in itertools.islice(lines, 3))
+    with pytest.raises(InputError, match="no compiler"):
+        list(lines)
+
+
+def test_who_stops_listening_waits_for_no_task_that_is_still_to_come(use, tasks, tmp_path):
+    workers, never = use(Workers(), ["0", "1"]), threading.Event()
+
+    def coming():
+        yield tasks[0]
+        never.wait(60)
+
+    lines = LocalExecutor(tmp_path).run(coming())
+    next(lines)
+    lines.close()
+    deadline = time.monotonic() + 30
+    while len(workers.closed) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    never.set()

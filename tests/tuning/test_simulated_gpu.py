@@ -6,7 +6,7 @@ import pytest
 import simulated_gpu
 
 from tilekern.kernels import spec_named
-from tuning.compile.stage import compile_all
+from tuning.compile.stage import Compiling, compile_all
 from tuning.executors.local import LocalExecutor
 from tuning.measure import process
 from tuning.measure.stage import measure_all
@@ -76,3 +76,21 @@ def test_every_problem_has_a_confirmed_winner(simulated, compiled):
     assert len(best.check["cases"]) > 3
     assert set(by_winner[-1][1]) == bfloat16.digests
     assert len(bfloat16.artifacts) == 2
+
+
+def test_what_is_measured_while_others_are_compiled_has_confirmed_winners_too(simulated, compiled, h200, tmp_path):
+    """Compilers, measuring processes and journals all at once, in the executor that starts its workers beforehand."""
+    sweep, named = Sweep(tmp_path / "sweep"), compiled.problems()[:3]
+    sweep.begin(h200, "test", named)
+    with (
+        SimulatedExecutor(sweep.cache) as executor,
+        Compiling(lambda beside: compile_all(sweep, jobs=2, beside=beside)) as compiling,
+    ):
+        summary = measure_all(sweep, executor, keep_winners, coming=compiling.problems())
+        assert compiling.summary().compiled == len(sweep.compiled())
+    assert (summary.wrong, summary.quarantined) == (0, 0)
+    found = [winner for winner, _ in winners(sweep, {"key": "none"})]
+    assert [(winner.kernel, winner.problem) for winner in found] == named
+    assert all(winner.record.provenance == "measured" and winner.record.check["passed"] for winner in found)
+    codes = [{key: line["code_sha256"] for key, line in one.compiled().items()} for one in (sweep, compiled)]
+    assert codes[0].items() <= codes[1].items()

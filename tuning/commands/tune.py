@@ -36,7 +36,7 @@ from tuning.publishing import compiled_with, keep_winners, publish, why_not, win
 from tuning.strategies import STRATEGIES, strategy_named
 from tuning.sweep.folder import Sweep
 from tuning.terminal.outcome import Outcome
-from tuning.terminal.progress import progress_bar
+from tuning.terminal.progress import progress_bar, progress_bars
 
 if TYPE_CHECKING:
     from tuning.compile.stage import Pool
@@ -97,8 +97,9 @@ def command(*, dry_run: bool, as_json: bool, **given: Any) -> None:
     MODEL is a preset (qwen3-8b), the path of a config.json or of a folder with one, or a hub id. Its training steps are
     run on meta tensors, where nothing is computed, and what they ask for is tuned. A plan that tilekern.trace wrote
     stands in for a model, as MODEL or by --plan. With --stages measure alone the plan is taken from the sweep folder,
-    and the GPU must be here. Else, without a GPU, the measure stage is left out and the winners are predicted. A run
-    that was stopped goes on where it was. Lists have commas between.
+    and the GPU must be here. Else, without a GPU, the measure stage is left out and the winners are predicted. Where
+    one run does both, problems are measured while others are compiled. A run that was stopped goes on where it was.
+    Lists have commas between.
     """
     request = Request.of(given)
     strategy_named(request.strategy)
@@ -112,9 +113,7 @@ def command(*, dry_run: bool, as_json: bool, **given: Any) -> None:
 
 
 def _run(request: Request, *, quiet: bool) -> Outcome:
-    from tuning.compile.stage import compile_all, jobs_of, start_server
-    from tuning.measure.stage import measure_all
-    from tuning.sweep.quarantine import shared
+    from tuning.compile.stage import jobs_of, start_server
 
     if "compile" in request.stages and request.executor == LOCAL:
         jobs_of(request.jobs)  # what is wrong with it is said before anything is written
@@ -133,19 +132,15 @@ def _run(request: Request, *, quiet: bool) -> Outcome:
         outcome.notes += whose_artifacts(sweep)
     _check_writable(store, sweep)
     with _ready(request, sweep, outcome) as executor:
-        if "compile" in request.stages:
-            jobs, pool = _compilers(request, sweep)
-            with _timed(seconds, "compile"), progress_bar("compile", quiet=quiet) as progress:
-                summary = compile_all(sweep, jobs, request.timeout_s, progress, pool=pool)
-            outcome.compile = dataclasses.asdict(summary)
-            if key:
-                outcome.notes.append(f"signed {sweep.sign(key)} artifacts with key {key.public_key[:16]}")
+        if "compile" in request.stages and executor:
+            _compile_and_measure(request, sweep, executor, store, outcome, quiet=quiet)
+        elif "compile" in request.stages:
+            _compile(request, sweep, outcome, quiet=quiet)
+        elif executor:
+            _measure(request, sweep, executor, store, outcome, quiet=quiet)
+        if "compile" in request.stages and key:
+            outcome.notes.append(f"signed {sweep.sign(key)} artifacts with key {key.public_key[:16]}")
         outcome.toolkit = compiled_with(sweep) or outcome.toolkit  # which need not be installed where it measures
-        if executor:
-            bar = progress_bar("measure", quiet=quiet)
-            with _timed(seconds, "measure"), shared(sweep, store.root), bar as progress:
-                done = measure_all(sweep, executor, keep_winners, request.strategy, progress)
-            outcome.measure = dataclasses.asdict(done)
     if "measure" in request.stages:
         _publish(outcome, sweep, store, key)
     elif "compile" in request.stages:
@@ -157,6 +152,53 @@ def _run(request: Request, *, quiet: bool) -> Outcome:
     if outcome.winners:
         outcome.notes += _lacking(outcome, sweep)
     return outcome
+
+
+def _compile(request: Request, sweep: Sweep, outcome: Outcome, *, quiet: bool) -> None:
+    from tuning.compile.stage import compile_all
+
+    jobs, pool = _compilers(request, sweep)
+    with _timed(outcome.seconds, "compile"), progress_bar("compile", quiet=quiet) as progress:
+        summary = compile_all(sweep, jobs, request.timeout_s, progress, pool=pool)
+    outcome.compile = dataclasses.asdict(summary)
+
+
+def _measure(
+    request: Request, sweep: Sweep, executor: Executor, store: Store, outcome: Outcome, *, quiet: bool
+) -> None:  # fmt: skip
+    from tuning.measure.stage import measure_all
+    from tuning.sweep.quarantine import shared
+
+    bar = progress_bar("measure", quiet=quiet)
+    with _timed(outcome.seconds, "measure"), shared(sweep, store.root), bar as progress:
+        done = measure_all(sweep, executor, keep_winners, request.strategy, progress)
+    outcome.measure = dataclasses.asdict(done)
+
+
+def _compile_and_measure(
+    request: Request, sweep: Sweep, executor: Executor, store: Store, outcome: Outcome, *, quiet: bool
+) -> None:  # fmt: skip
+    """Measure each problem as soon as it is compiled; what measuring takes beyond the last compile is its time."""
+    from tuning.compile.stage import Beside, CompileSummary, Compiling, compile_all
+    from tuning.measure.stage import measure_all
+    from tuning.sweep.quarantine import shared
+
+    jobs, pool = _compilers(request, sweep)
+    bars = progress_bars(["compile", "measure"], quiet=quiet)
+    with shared(sweep, store.root), bars as (tell_compile, tell_measure):
+
+        def compile_beside(beside: Beside) -> CompileSummary:
+            return compile_all(sweep, jobs, request.timeout_s, tell_compile, pool=pool, beside=beside)
+
+        started = time.perf_counter()
+        with Compiling(compile_beside) as compiling:
+            done = measure_all(
+                sweep, executor, keep_winners, request.strategy, tell_measure, coming=compiling.problems()
+            )
+            outcome.compile = dataclasses.asdict(compiling.summary())
+    outcome.measure = dataclasses.asdict(done)
+    outcome.seconds["compile"] = compiling.ended - started
+    outcome.seconds["measure"] = time.perf_counter() - compiling.ended
 
 
 def whose_artifacts(sweep: Sweep) -> Iterator[str]:
@@ -215,6 +257,7 @@ def _dry_run(request: Request) -> PlanReport:
         name, target, problems, sweep, jobs=jobs, gpus=_gpus(request, absent is None),
         strategy=request.strategy, root=Path(store.root), notes=[*notes, *([absent] if absent else [])], here=is_here,
         done=settled(sweep, request.timeout_s) if "compile" in request.stages else None, limits=limits,
+        overlapped=absent is None and {"compile", "measure"} <= set(request.stages),
     )  # fmt: skip
 
 

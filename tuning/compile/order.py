@@ -6,17 +6,25 @@ as those of the same device function whose constants are most like its own. A ba
 workers, since the last one at work decides when the stage ends.
 
 Candidates may be listed while others are compiled: thousands take a second to list, in which no core need wait.
+
+Where problems are measured while others are compiled, kernels have turns: those whose candidates are soon compiled come
+first, so that the GPU has something to do, and the longest is last, with its longest candidates at its start.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Hashable, Iterable
+import threading
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 
+from tilekern.kernels import spec_named
 from tilekern.spec import Config
+from tuning.compile.typical import COMPILE_S, OTHER_S
 from tuning.sweep.candidates import Candidate
+from tuning.sweep.plan import Named
 
 # A batch at work is as urgent as one candidate when it has so many left for each worker, one more counted in.
 HELP_FROM = 4
@@ -29,6 +37,7 @@ class Batch:
     function: object
     constants: tuple[object, ...]
     size: int
+    turn: int = 0
     left: list[Candidate] = field(default_factory=list)
     workers: int = 0
     _likeness: float = -1.0
@@ -42,12 +51,12 @@ class Batch:
             self._seconds.append(seconds)
 
     @property
-    def urgency(self) -> tuple[int, float]:
+    def urgency(self) -> tuple[int, int, float]:
         """Sorts batches; the greatest is to be taken next."""
         if not self._seconds:
-            return 2, self.size / (1 + self.workers)
+            return -self.turn, 2, self.size / (1 + self.workers)
         each = sum(self._seconds) / len(self._seconds)
-        return 1, each * len(self.left) / (1 + self.workers) / HELP_FROM if self.workers else each
+        return -self.turn, 1, each * len(self.left) / (1 + self.workers) / HELP_FROM if self.workers else each
 
 
 class Order:
@@ -55,10 +64,16 @@ class Order:
 
     Args:
         todo: the candidates; none of them is a library's call.
+        turns: the turn of each kernel; those of lower ones are all taken first. Kernels that are not named have turn 0.
+
+        is_over: set when no more candidates are to be compiled; what is at work is given up.
     """
 
-    def __init__(self, todo: Iterable[Candidate]) -> None:
-        self._coming = iter(todo)
+    def __init__(
+        self, todo: Iterable[Candidate], turns: Mapping[str, int] | None = None, is_over: threading.Event | None = None
+    ) -> None:
+        self._coming, self._turns = iter(todo), turns or {}
+        self.is_over = is_over or threading.Event()
         self._batches: dict[object, Batch] = {}
         self._of: dict[str, Batch] = {}
 
@@ -71,7 +86,8 @@ class Order:
         before = len(self)
         for item in itertools.islice(self._coming, most):
             function, _, constants = key = lowered_as(item)
-            batch = self._batches.setdefault(key, Batch(function, constants, _tile_elements(item.config)))
+            turn = self._turns.get(item.kernel, 0)
+            batch = self._batches.setdefault(key, Batch(function, constants, _tile_elements(item.config), turn))
             batch.left.insert(0, item)
             self._of[item.artifact] = batch
         return len(self) - before
@@ -110,6 +126,18 @@ class Order:
             if batch.function is known.function:
                 same = sum(one == other for one, other in zip(batch.constants, known.constants, strict=True))
                 batch.learn(math.inf if batch is known else same, seconds)
+
+
+def turns_of(problems: Iterable[Named]) -> dict[str, int]:
+    """The turn of each kernel, from the one whose candidates take the least to compile to the one that takes longest.
+
+    Nothing is listed for it: a kernel's time is taken as that of all points of its problems' spaces.
+    """
+    seconds: Counter[str] = Counter()
+    for kernel, problem in problems:
+        points = math.prod(map(len, spec_named(kernel).space.axes(problem).values()))
+        seconds[kernel] += points * COMPILE_S.get(kernel, OTHER_S)  # type: ignore[assignment]
+    return {kernel: turn for turn, (kernel, _) in enumerate(reversed(seconds.most_common()))}
 
 
 def lowered_as(item: Candidate) -> tuple[object, Hashable, tuple[object, ...]]:

@@ -56,6 +56,8 @@ _PATIENCE_S = 1.0
 _MOST_STILLBORN = 3
 # What multiprocessing puts behind a temporary folder's path takes 35 bytes.
 _MOST_FOLDER_BYTES = 70
+# How often it is looked whether the work is to be given up, in seconds.
+_LOOK_EVERY_S = 0.2
 # How many candidates are listed before it is looked whether a worker waits.
 _LISTED_AT_ONCE = 16
 # What workers run; they find it by its name.
@@ -92,7 +94,7 @@ def _settle_where_a_socket_fits() -> None:
 def compile_in_order(
     order: Order, compile_one: Compile, jobs: int, limit_s: float, memory_bytes: int
 ) -> Iterator[Answer | Lost]:
-    """Have candidates compiled; what comes of each, as it is known.
+    """Have candidates compiled; what comes of each, as it is known, until the order is over.
 
     Args:
         order: the candidates.
@@ -110,7 +112,7 @@ def compile_in_order(
     try:
         for worker in workers:
             worker.begin(order.take(None))
-        while busy := [worker for worker in workers if worker.item]:
+        while (busy := [worker for worker in workers if worker.item]) and not order.is_over.is_set():
             found = []
             for worker in _ready(busy, order):
                 item, seconds = worker.item, worker.seconds
@@ -136,7 +138,7 @@ def _ready(busy: list[_Worker], order: Order) -> list[_Worker]:
     pipes = [worker.connection for worker in busy]
     while not connections.wait(pipes, 0.0) and order.take_in(_LISTED_AT_ONCE):  # type: ignore[arg-type]
         pass
-    said = connections.wait(pipes, max(0.0, min(w.left_s for w in busy)))  # type: ignore[arg-type]
+    said = connections.wait(pipes, max(0.0, min(_LOOK_EVERY_S, *(w.left_s for w in busy))))  # type: ignore[arg-type]
     return [worker for worker in busy if worker.connection in said or worker.left_s <= 0]
 
 

@@ -1,4 +1,8 @@
-"""The compile stage: every distinct artifact of a sweep, over all cores, in disposable processes."""
+"""The compile stage: every distinct artifact of a sweep, over all cores, in disposable processes.
+
+It may run beside the measure stage (:class:`Compiling`), which is handed each problem when all of its candidates were
+compiled. Compilers then leave the cores to whoever else wants them: what times on the GPU is never kept waiting.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +10,14 @@ import functools
 import hashlib
 import math
 import os
+import queue
 import re
 import resource
+import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any
 
 from tilekern.cubin import code_of, read_resources
@@ -18,12 +25,13 @@ from tilekern.errors import CompileFailed, CompileTimeout, InputError
 from tilekern.targets import Target
 from tilekern.toolchain import Compiled, compile_candidate, require_toolkit, toolkit
 from tuning.compile.machine_code import read_machine_code
-from tuning.compile.order import Order
+from tuning.compile.order import Order, turns_of
 from tuning.compile.pool import Answer, Compile, Lost, compile_in_order, start_server
 from tuning.sweep.candidates import Candidate
 from tuning.sweep.folder import Sweep, during
+from tuning.sweep.plan import Named
 
-__all__ = ["CompileSummary", "compile_all", "default_jobs", "settled", "start_server", "wanted", "work_s"]
+__all__ = ["CompileSummary", "Compiling", "compile_all", "default_jobs", "settled", "start_server", "wanted", "work_s"]
 
 # How many workers a core may have.
 MOST_JOBS = 4
@@ -32,6 +40,8 @@ TIMEOUT_S = 60.0
 FRONTEND_TIMEOUT_S = 30.0
 # Address space of one compiler; a usual compile takes 0.2 GiB.
 MEMORY_BYTES = min(16 << 30, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2)
+# How nice a compiler is beside the measure stage: it gets a tenth of a core that somebody else wants.
+BESIDE_NICENESS = 10
 # A compiler that came so near to its limit and failed has failed for memory.
 _NEAR = 0.75
 _SAYS_MEMORY = re.compile(r"out of memory|bad_alloc|MemoryError|cannot allocate memory", re.IGNORECASE)
@@ -58,12 +68,65 @@ class CompileSummary:
     work_share: float
 
 
-def wanted(sweep: Sweep, timeout_s: float = TIMEOUT_S) -> Iterator[Candidate]:
-    """The distinct artifacts that the sweep lacks (:func:`settled`), one candidate of each, as they are listed."""
-    known = settled(sweep, timeout_s)
-    for kernel, problem in sweep.problems():
-        for item in sweep.candidates(kernel, problem):
-            if item.artifact not in known and not item.is_library:
+class Readiness:
+    """Tells which problems may be measured: those all of whose artifacts were tried.
+
+    Args:
+        tell: called with each, once.
+    """
+
+    def __init__(self, tell: Callable[[Named], None]) -> None:
+        self._tell = tell
+        self._lacks: dict[Named, set[str]] = {}
+        self._tried: set[str] = set()
+
+    def list(self, named: Named, lacking: set[str]) -> None:
+        """Know a problem, and the artifacts that the sweep lacked of it at first."""
+        self._lacks[named] = lacking - self._tried
+        self._look([named])
+
+    def tried(self, artifact: str) -> None:
+        """Know that an artifact was tried, whatever became of it."""
+        self._tried.add(artifact)
+        concerned = [named for named, lacking in self._lacks.items() if artifact in lacking]
+        for named in concerned:
+            self._lacks[named].discard(artifact)
+        self._look(concerned)
+
+    def _look(self, concerned: Sequence[Named]) -> None:
+        for named in concerned:
+            if not self._lacks[named]:
+                del self._lacks[named]
+                self._tell(named)
+
+
+@dataclass(frozen=True)
+class Beside:
+    """How the compile stage runs beside the measure stage: whom it tells what is ready, and what ends it early."""
+
+    readiness: Readiness
+    is_over: threading.Event
+
+
+def wanted(
+    sweep: Sweep, timeout_s: float = TIMEOUT_S, named: Sequence[Named] | None = None,
+    listed: Callable[[Named, set[str]], None] = lambda _named, _lacking: None,
+) -> Iterator[Candidate]:  # fmt: skip
+    """The distinct artifacts that the sweep lacks (:func:`settled`), one candidate of each, as they are listed.
+
+    Args:
+        sweep: the sweep.
+        timeout_s: wall seconds that the compiler may take for one.
+        named: the problems in the order to list them; the plan's where None.
+        listed: called with each problem and the keys that the sweep lacks of it, before its candidates come.
+    """
+    settled_before = settled(sweep, timeout_s)
+    known = set(settled_before)
+    for kernel, problem in sweep.problems() if named is None else named:
+        items = [item for item in sweep.candidates(kernel, problem) if not item.is_library]
+        listed((kernel, problem), {item.artifact for item in items} - settled_before)
+        for item in items:
+            if item.artifact not in known:
                 known.add(item.artifact)
                 yield item
 
@@ -90,6 +153,7 @@ def _made_by(line: dict[str, Any], toolkit_key: str) -> bool:
 def compile_all(
     sweep: Sweep, jobs: int, timeout_s: float = TIMEOUT_S, progress: Callable[[int, int], None] | None = None,
     memory_bytes: int = MEMORY_BYTES, pool: Pool = compile_in_order, only: Collection[str] | None = None,
+    beside: Beside | None = None,
 ) -> CompileSummary:  # fmt: skip
     """Compile what the sweep lacks; each result is journalled as it comes.
 
@@ -101,17 +165,21 @@ def compile_all(
         memory_bytes: address space that the compiler may have for one.
         pool: where they are compiled: on this host, or by an executor's pool elsewhere.
         only: keys of the artifacts to keep to; None means all.
+        beside: the measure stage that runs at the same time, if one does.
 
     Raises:
         ToolchainMissing: artifacts are lacking and no compiler is installed.
     """
-    order = Order(item for item in wanted(sweep, timeout_s) if only is None or item.artifact in only)
+    order = _order(sweep, timeout_s, only, beside)
     started = time.perf_counter()
     tileiras_s = busy_s = 0.0
     failed = 0
     if order.take_in(1):
         tools = require_toolkit().describe()
-        compile_one = functools.partial(_compile, target=sweep.target, timeout_s=timeout_s, memory_bytes=memory_bytes)
+        compile_one = functools.partial(
+            _compile, target=sweep.target, timeout_s=timeout_s, memory_bytes=memory_bytes,
+            niceness=BESIDE_NICENESS if beside else 0,
+        )  # fmt: skip
         answers = pool(order, compile_one, max(1, jobs), timeout_s + FRONTEND_TIMEOUT_S, memory_bytes)
         for finished, answer in enumerate(answers, 1):
             line = _lost_line(answer, timeout_s) if isinstance(answer, Lost) else answer.line
@@ -121,11 +189,84 @@ def compile_all(
             tileiras_s += line.get("tileiras_s", 0.0)
             busy_s += work_s(line)
             sweep.note("compiled", line | {"toolkit": tools})
+            if beside:
+                beside.readiness.tried(line["key"])
             if progress:
                 progress(finished, len(order))
     seconds = time.perf_counter() - started
     held = seconds * max(1, min(jobs, len(order)))
     return CompileSummary(len(sweep.compiled()), len(order), failed, seconds, tileiras_s / held, busy_s / held)
+
+
+def _order(sweep: Sweep, timeout_s: float, only: Collection[str] | None, beside: Beside | None) -> Order:
+    """What is to be compiled, as it is listed."""
+    if beside is None:
+        return Order(item for item in wanted(sweep, timeout_s) if only is None or item.artifact in only)
+    turns = turns_of(sweep.problems())
+    named = sorted(sweep.problems(), key=lambda pair: turns[pair[0]])
+    return Order(wanted(sweep, timeout_s, named, beside.readiness.list), turns, beside.is_over)
+
+
+class Compiling:
+    """The compile stage in the background; problems come out of it as soon as they may be measured.
+
+    Used as a context, it begins at its entry. At its exit the compilers are given up unless they are done; what they
+    have made by then is in the journal.
+
+    Args:
+        compile_beside: runs :func:`compile_all` beside the measure stage.
+    """
+
+    def __init__(self, compile_beside: Callable[[Beside], CompileSummary]) -> None:
+        self._compile_beside, self._is_over = compile_beside, threading.Event()
+        # Problems that are ready, and None at the end.
+        self._ready: queue.SimpleQueue[Named | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._summary: CompileSummary | None = None
+        self._error: BaseException | None = None
+        # When the last artifact was there, by the clock of ``time.perf_counter``.
+        self.ended = 0.0
+
+    def __enter__(self) -> Compiling:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self._summary = self._compile_beside(Beside(Readiness(self._ready.put), self._is_over))
+        except BaseException as error:  # noqa: BLE001 (raised again where problems are taken)
+            self._error = error
+        finally:
+            self.ended = time.perf_counter()
+            self._ready.put(None)
+
+    def problems(self) -> Iterator[list[Named]]:
+        """The problems as they become ready, those together that are so at the same time.
+
+        Raises:
+            TilekernError: the compile stage raised it; what came out before is whole.
+        """
+        is_last = False
+        while not is_last:
+            found = [self._ready.get()]
+            while not self._ready.empty():
+                found.append(self._ready.get())
+            is_last = found[-1] is None
+            if batch := [named for named in found if named is not None]:
+                yield batch
+        self.summary()
+
+    def summary(self) -> CompileSummary:
+        """What the stage did, when it is over; raises as :meth:`problems` does."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        assert self._summary is not None, "a stage that is over has a summary or an error"
+        return self._summary
 
 
 def work_s(line: Mapping[str, Any]) -> float:
@@ -142,8 +283,10 @@ def _lost_line(lost: Lost, timeout_s: float) -> dict[str, Any]:
     return {**_line(lost.item), "status": "failed", "reason": lost.reason, **gave_up}
 
 
-def _compile(item: Candidate, target: Target, timeout_s: float, memory_bytes: int) -> Answer:
+def _compile(item: Candidate, target: Target, timeout_s: float, memory_bytes: int, niceness: int) -> Answer:
     """Compile a candidate, in a worker: whatever it raises is what became of this candidate."""
+    if niceness > os.getpriority(os.PRIO_PROCESS, 0):
+        os.setpriority(os.PRIO_PROCESS, 0, niceness)  # of this thread, and of the compilers that it starts
     failed = {**_line(item), "status": "failed"}
     try:
         made = compile_candidate(item.spec, item.problem, item.config, target, item.variant, timeout_s=timeout_s)

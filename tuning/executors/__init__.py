@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:  # a node of a cluster that lacks what these need must come as far as to say so
@@ -24,9 +24,13 @@ class Executor(Protocol):
             InputError: there is no GPU to be had that is the target.
         """
 
-    def run(self, tasks: Sequence[Task]) -> Iterator[Noted]:
+    def run(self, tasks: Iterable[Task]) -> Iterator[Noted]:
         """Measure the tasks, in any order; lines for the journals as they come, and ``FINISHED`` after each task.
 
+        Args:
+            tasks: the tasks; the next one of an iterator may be long in coming, while those before it are measured.
+
         Raises:
-            InputError: some tasks could not be measured; the lines of all others have come before.
+            InputError: some tasks could not be measured; the lines of all others have come before. What ``tasks``
+                raises is raised when those at work are over.
         """

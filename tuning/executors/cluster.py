@@ -6,8 +6,9 @@ that each wait for the next few, since Ray's streaming generators are not to be 
 
 from __future__ import annotations
 
+import itertools
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import ray
@@ -93,23 +94,30 @@ class ClusterExecutor:
         finally:
             ray.kill(actor)
 
-    def run(self, tasks: Sequence[Task]) -> Iterator[Noted]:
-        """Measure the tasks, the longest first.
+    def run(self, tasks: Iterable[Task]) -> Iterator[Noted]:
+        """Measure the tasks, of those that are there the longest first.
 
         A node that is lost costs the candidate in flight: what is left of its task is done on another node, once.
 
         Raises:
             InputError: no GPU is left that could measure.
         """
-        if not tasks:
+        coming = iter(tasks)
+        first = next(coming, None)
+        if first is None:
             return
-        target = tasks[0].target
+        target = first.target
         _, count = gpus_like(target)
+        at_most = self._most or count
+        if isinstance(tasks, Sequence):
+            at_most = min(len(tasks), at_most)
+        else:
+            tasks = itertools.chain([first], coming)
         gpu = self._described.get(target.key) or self.describe_gpu(target)
         measuring = Measuring(
-            tasks, gpu, self._pack(), lambda: start_actor(self._node, target, self._launch_timeout_s)
+            tasks, target, gpu, self._pack(), lambda: start_actor(self._node, target, self._launch_timeout_s)
         )  # fmt: skip
-        yield from measuring.lines(min(len(tasks), self._most or count, count))
+        yield from measuring.lines(min(at_most, count))
 
     def compile_in_order(
         self, order: Order, compile_one: Compile, jobs: int, limit_s: float, memory_bytes: int

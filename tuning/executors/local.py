@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from tilekern.errors import InputError
 from tilekern.targets import Target
-from tuning.executors.work import Family, family, finished, longest_first, place_of_next
+from tuning.executors.work import Family, Waiting, family, finished, place_of_next
 from tuning.measure.gpu import check_gpu, describe_gpu, devices
 from tuning.measure.libraries import versions
 from tuning.measure.process import LAUNCH_TIMEOUT_S, Noted, Worker, measure_task
@@ -56,15 +56,17 @@ class LocalExecutor:
         check_gpu(target)
         return describe_gpu() | versions()
 
-    def run(self, tasks: Sequence[Task]) -> Iterator[Noted]:
-        """Measure the tasks, the longest first; a GPU that fails leaves the rest to the others.
+    def run(self, tasks: Iterable[Task]) -> Iterator[Noted]:
+        """Measure the tasks, of those that are there the longest first; a GPU that fails leaves the rest to the others.
 
         Raises:
             InputError: a GPU could not be used; the others have measured all but the task that it was at.
         """
-        if not tasks:
-            return
-        names = devices()[: self._most][: len(tasks)]
+        names = devices()[: self._most]
+        if isinstance(tasks, Sequence):
+            if not tasks:
+                return
+            names = names[: len(tasks)]
         if not names:
             raise InputError("there is no GPU here to measure on")
         work = _Work(tasks, names)
@@ -74,7 +76,7 @@ class LocalExecutor:
         try:
             yield from work.lines()
         finally:
-            work.is_over.set()
+            work.end()
 
     def _serve(self, device: str, work: _Work) -> None:
         """Have one GPU's worker take tasks until there are none, or nobody takes its lines any more."""
@@ -102,12 +104,12 @@ class _Work:
     """What the threads of some GPUs share: the tasks that are left, and what was found.
 
     Args:
-        tasks: the tasks.
+        tasks: the tasks, as they come.
         names: of the GPUs, each with one thread.
     """
 
-    def __init__(self, tasks: Sequence[Task], names: Sequence[str]) -> None:
-        self._left = longest_first(tasks)
+    def __init__(self, tasks: Iterable[Task], names: Sequence[str]) -> None:
+        self._waiting = Waiting(tasks)
         self._at: dict[str, Family] = {}
         self._lock = threading.Lock()
         self._threads = len(names)
@@ -117,17 +119,27 @@ class _Work:
 
     def of(self, device: str) -> Iterator[Task]:
         """The tasks for one of the GPUs."""
+        mine: Family | None = None
         while not self.is_over.is_set():
             with self._lock:
-                if not self._left:
-                    return
-                mine = self._at.pop(device, None)
-                task = self._left.pop(place_of_next(self._left, mine, self._at.values()))
-                self._at[device] = family(task)
-            yield task
+                self._at.pop(device, None)
+                if task := self._next(mine):
+                    self._at[device] = mine = family(task)
+            if task:
+                yield task
+            elif not self._waiting.wait():
+                return
+
+    def _next(self, mine: Family | None) -> Task | None:
+        return self._waiting.take(lambda left: place_of_next(left, mine, self._at.values()))
+
+    def end(self) -> None:
+        """Have the threads end when they are done with the tasks that they are at."""
+        self.is_over.set()
+        self._waiting.close()
 
     def lines(self) -> Iterator[Noted]:
-        """What all threads find, as it comes; then the first of their errors is raised, if there is one."""
+        """What all threads find, as it comes; then the first of their errors, or the tasks' own, is raised."""
         errors: list[BaseException] = []
         at_work = self._threads
         while at_work:
@@ -138,5 +150,7 @@ class _Work:
                 errors.append(item)
             else:
                 yield item
+        if self._waiting.error is not None:
+            errors.append(self._waiting.error)
         if errors:
             raise errors[0]

@@ -18,6 +18,8 @@ from tuning.sweep.candidates import Candidate
 
 # Candidates of one Ray task, which lowers their device function once: few, so that no CPU waits long for the last one.
 MOST = 4
+# How often it is looked whether the work is to be given up, in seconds.
+_LOOK_EVERY_S = 1.0
 
 
 def compile_on_cluster(
@@ -50,8 +52,8 @@ def compile_on_cluster(
     try:
         for _ in range(jobs):
             begin(None)
-        while at_work:
-            done, _ = ray.wait(list(at_work), timeout=None)
+        while at_work and not order.is_over.is_set():
+            done, _ = ray.wait(list(at_work), timeout=_LOOK_EVERY_S)
             for ref in done:
                 items = at_work.pop(ref)
                 answers = _answers(ref, items, lost)

@@ -8,24 +8,27 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import ray
 
 from tilekern.errors import InputError
+from tilekern.targets import Target
 from tilekern.warning import warn
 from tuning.disposable import GONE_WITHIN_S
 from tuning.executors import FINISHED
 from tuning.executors.node import code_digest
 from tuning.executors.ray_nodes import FREE_WITHIN_S, TRIES, gpus_like, is_rays_own, reason_of
-from tuning.executors.work import Family, family, finished, left_of, longest_first, place_of_next
+from tuning.executors.work import Family, Waiting, family, finished, left_of, place_of_next
 from tuning.measure.process import Noted
 from tuning.measure.tasks import Task
 
 # How long to wait for any answer before looking whether there is still hope for one, in seconds.
 _PATIENCE_S = 5.0
+# The same where a GPU has nothing to do and tasks may come.
+_IDLE_PATIENCE_S = 0.5
 
 
 @dataclass(eq=False)
@@ -47,15 +50,17 @@ class Measuring:
     """One run over tasks.
 
     Args:
-        tasks: the tasks; at least one.
+        tasks: the tasks, as they come.
+        target: the GPU that they are for.
         gpu: what the GPUs must be, as records keep it; one with another driver is left out.
         pack: what composites look kernels up in; empty for nothing.
         start: starts an actor on a GPU, or raises InputError where the cluster has none any more.
     """
 
-    def __init__(self, tasks: Sequence[Task], gpu: Mapping[str, str], pack: bytes, start: Callable[[], Any]) -> None:
-        self._waiting = longest_first(tasks)
-        self._target = tasks[0].target
+    def __init__(
+        self, tasks: Iterable[Task], target: Target, gpu: Mapping[str, str], pack: bytes, start: Callable[[], Any]
+    ) -> None:
+        self._waiting, self._target = Waiting(tasks), target
         self._gpu, self._pack, self._start = dict(gpu), ray.put(pack), start
         self._actors: list[Any] = []
         # Who is to answer a call, and who is ready and has nothing to do.
@@ -69,19 +74,22 @@ class Measuring:
         """Measure on so many GPUs; lines as they come, and ``FINISHED`` after each task.
 
         Raises:
-            InputError: no GPU is left that could measure.
+            InputError: no GPU is left that could measure. What the tasks raised is raised at the end.
         """
         try:
             for _ in range(count):
                 self._add()
-            while self._waiting or self._is_at_work():
-                call = self._answered()
-                yield from self._take(call, self._calls.pop(call))
+            while not self._waiting.is_empty() or self._is_at_work():
+                if (call := self._answered()) is not None:
+                    yield from self._take(call, self._calls.pop(call))
                 self._hand_out()
         finally:
+            self._waiting.close()
             self._end()
         for reason in dict.fromkeys(self._left_out):
             warn(f"a GPU was left out: {reason}")
+        if self._waiting.error is not None:
+            raise self._waiting.error
 
     def _add(self, tries: int = TRIES) -> None:
         """Have one more GPU, when it becomes free; so many actors may be started for it."""
@@ -97,21 +105,27 @@ class Measuring:
         return any(gpu.task for gpu in self._calls.values())
 
     def _answered(self) -> Any:
-        """A call that was answered.
+        """A call that was answered; None where none was yet, and a task may have come for an idle GPU.
 
         Raises:
             InputError: none will be.
         """
         deadline = time.monotonic() + FREE_WITHIN_S
+        may_hand_out = bool(self._idle) and not self._waiting.is_empty()
         while self._calls:
-            done, _ = ray.wait(list(self._calls), timeout=_PATIENCE_S)
+            done, _ = ray.wait(list(self._calls), timeout=_IDLE_PATIENCE_S if may_hand_out else _PATIENCE_S)
             if done:
                 return done[0]
+            if may_hand_out:
+                return None
             if not self._is_at_work():
                 gpus_like(self._target)
                 if time.monotonic() > deadline:
                     self._left_out.append(f"no {self._target.name} became free within {FREE_WITHIN_S:g} s")
                     break
+        if may_hand_out:
+            self._waiting.wait()
+            return None
         raise InputError("; ".join(dict.fromkeys(self._left_out)))
 
     def _take(self, call: Any, gpu: _Gpu) -> Iterator[Noted]:
@@ -148,7 +162,7 @@ class Measuring:
         """Go on without a GPU that cannot be used."""
         self._left_out.append(reason)
         if gpu.task:
-            self._waiting.insert(0, left_of(gpu.task, gpu.lines))
+            self._waiting.put_back(left_of(gpu.task, gpu.lines))
 
     def _lose(self, gpu: _Gpu, task: Task, reason: str) -> Iterator[Noted]:
         """Have the task of an actor that is gone begun once more, and another actor in its place."""
@@ -159,8 +173,8 @@ class Measuring:
             yield finished(task)
         else:
             self._lost_on[key] = gpu.node
-            self._waiting.insert(0, left_of(task, gpu.lines))
-        if self._waiting:
+            self._waiting.put_back(left_of(task, gpu.lines))
+        if not self._waiting.is_empty():
             self._add()
 
     def _hand_out(self) -> None:
@@ -175,16 +189,17 @@ class Measuring:
         """The next task for a GPU; none that was lost on its node while there are others."""
         others = [other for other in (*self._calls.values(), *self._idle) if other is not gpu]
         elsewhere = {other.node for other in others if other.node} - {gpu.node}
-        allowed = [
-            task
-            for task in self._waiting
-            if not elsewhere or self._lost_on.get((task.kernel, task.problem.key)) != gpu.node
-        ]
-        if not allowed:
-            return None
-        task = allowed[place_of_next(allowed, gpu.at, {other.at for other in others if other.task})]
-        self._waiting.remove(task)
-        return task
+        taken = {other.at for other in others if other.task}
+
+        def place(waiting: Sequence[Task]) -> int | None:
+            allowed = [
+                place
+                for place, task in enumerate(waiting)
+                if not elsewhere or self._lost_on.get((task.kernel, task.problem.key)) != gpu.node
+            ]
+            return allowed[place_of_next([waiting[at] for at in allowed], gpu.at, taken)] if allowed else None
+
+        return self._waiting.take(place)
 
     def _end(self) -> None:
         """Free all GPUs."""

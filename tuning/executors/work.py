@@ -6,8 +6,9 @@ problems left.
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import replace
 
 from tilekern.kernels import spec_named
@@ -52,6 +53,72 @@ def place_of_next(waiting: Sequence[Task], mine: Family | None, others: Containe
     if mine in families:
         return families.index(mine)
     return next((place for place, found in enumerate(families) if found not in others), 0)
+
+
+class Waiting:
+    """The tasks that nobody has taken, of those that have come so far; threads may share it.
+
+    Args:
+        tasks: the tasks; a thread goes through what is not a sequence.
+
+    Attributes:
+        error: what ``tasks`` raised; None where all came.
+    """
+
+    def __init__(self, tasks: Iterable[Task]) -> None:
+        self._changed = threading.Condition()
+        self._left: list[Task] = []
+        self._comes = not isinstance(tasks, Sequence)
+        self.error: BaseException | None = None
+        if isinstance(tasks, Sequence):
+            self._left = longest_first(tasks)
+        else:
+            threading.Thread(target=self._take_in, args=(tasks,), daemon=True).start()
+
+    def _take_in(self, tasks: Iterable[Task]) -> None:
+        try:
+            for task in tasks:
+                with self._changed:
+                    if not self._comes:
+                        return
+                    self._left = longest_first([*self._left, task])
+                    self._changed.notify_all()
+        except BaseException as error:  # noqa: BLE001 (raised again where lines are taken)
+            self.error = error
+            self.close()
+        else:
+            with self._changed:
+                self._comes = False
+                self._changed.notify_all()
+
+    def take(self, place: Callable[[Sequence[Task]], int | None]) -> Task | None:
+        """One of the tasks that are there, in the place that is chosen; None where none is there, or is chosen."""
+        with self._changed:
+            chosen = place(self._left) if self._left else None
+            return None if chosen is None else self._left.pop(chosen)
+
+    def put_back(self, task: Task) -> None:
+        """Have a task taken once more, before others."""
+        with self._changed:
+            self._left.insert(0, task)
+            self._changed.notify_all()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until a task is there, or none comes any more, or the time is over; whether there may be one yet."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._left or not self._comes, timeout_s)
+            return bool(self._left) or self._comes
+
+    def is_empty(self) -> bool:
+        """Whether no task is there and none comes any more."""
+        with self._changed:
+            return not (self._left or self._comes)
+
+    def close(self) -> None:
+        """Drop what is left and what comes."""
+        with self._changed:
+            self._left, self._comes = [], False
+            self._changed.notify_all()
 
 
 def _about_s(task: Task) -> float:

@@ -1,10 +1,16 @@
-"""The measure stage: what is to be measured becomes tasks, an executor has them measured, the journals take it in."""
+"""The measure stage: what is to be measured becomes tasks, an executor has them measured, the journals take it in.
+
+Problems may come while the compile stage is at work on others. What is timed then is safe from the compilers: GPU time
+between two CUDA events, of launches that were queued ahead, and one for which the host came late is timed again
+(:mod:`tuning.measure.timing`). Composites, of which the host launches one part after the other, wait for the compilers.
+"""
 
 from __future__ import annotations
 
 import secrets
+import threading
 import time
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +25,10 @@ from tuning.predict.ranking import ranking
 from tuning.strategies.selection import ranked
 from tuning.sweep.candidates import LIBRARY_LINE, Candidate, candidates
 from tuning.sweep.folder import Sweep
+from tuning.sweep.holding import Run
 from tuning.sweep.journal import Line
 from tuning.sweep.lines import copy_key, is_copy
+from tuning.sweep.plan import Named
 from tuning.verify.check import Check
 
 # How many that were timed before race again against those that were not, so that one clock judges them.
@@ -39,32 +47,41 @@ class MeasureSummary:
 
 def measure_all(
     sweep: Sweep, executor: Executor, keep_winners: Callable[[Sweep], None], strategy: str = "race",
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[int, int], None] | None = None, coming: Iterable[Sequence[Named]] | None = None,
 ) -> MeasureSummary:  # fmt: skip
     """Check and time what the sweep lacks; each check is journalled as it comes, a race when it is over.
 
     Composites come last, when ``keep_winners`` has put the winners of their parts into the sweep's own cache.
+
+    Args:
+        sweep: the sweep.
+        executor: what measures.
+        keep_winners: puts the winners so far into the sweep's own cache.
+        strategy: how candidates are timed.
+        progress: called with the number of problems that are done and of all.
+        coming: the problems of the plan as they are compiled, some at a time; all are where None.
 
     Raises:
         InputError: the executor has no GPU that is the sweep's target, or another run holds the sweep.
     """
     gpu = executor.describe_gpu(sweep.target)
     started = time.perf_counter()
-    with sweep.running("measure"):
+    with sweep.running("measure") as run:
         sweep.note("gpu", gpu)
         named, target = sweep.problems(), sweep.target
         composites = [pair for pair in named if is_composite(*pair, target)]
-        parts = [pair for pair in named if pair not in composites]
-        done = 0
-        for group in filter(None, (parts, composites)):
-            if group is composites:
-                keep_winners(sweep)
-            todo = list(tasks(sweep, group, strategy))
-            done += len(group) - len(todo)
-            for _ in _measured(sweep, executor, todo, gpu):
-                done += 1
-                if progress:
-                    progress(done, len(named))
+        work = _Work(sweep, strategy, gpu, run)
+
+        def tell() -> None:
+            if progress:
+                progress(work.done, len(named))
+
+        parts = ([pair for pair in some if pair not in composites] for some in ([named] if coming is None else coming))
+        todo = work.coming(parts)
+        _measure(executor, work, list(todo) if coming is None else todo, tell)
+        if composites:
+            keep_winners(sweep)
+            _measure(executor, work, list(work.coming([composites])), tell)
     measured = sweep.measured()
     return MeasureSummary(
         timed=sum("timing" in line for key, line in measured.items() if not is_copy(key)),
@@ -74,21 +91,72 @@ def measure_all(
     )
 
 
-def _measured(sweep: Sweep, executor: Executor, todo: Sequence[Task], gpu: Mapping[str, str]) -> Iterator[Task]:
-    """Have tasks measured and journal what comes back; each task when it is over."""
-    entries = {(task.kernel, task.problem.key): _Entry(task, gpu) for task in todo}
-    owners = {key: entry for entry in entries.values() for key in entry.compiled}
-    for journal, line in executor.run(todo):
+def _measure(executor: Executor, work: _Work, todo: Iterable[Task], tell: Callable[[], None]) -> None:
+    for line in executor.run(todo):
+        if work.take(*line):
+            tell()
+
+
+class _Work:
+    """The tasks that were handed out, and where the lines about them go.
+
+    Args:
+        sweep: the sweep.
+        strategy: how candidates are timed.
+        gpu: the GPU, as records keep it.
+        run: of the stage; it pauses while all that came is measured and more may come.
+    """
+
+    def __init__(self, sweep: Sweep, strategy: str, gpu: Mapping[str, str], run: Run) -> None:
+        self._sweep, self._strategy, self._gpu, self._run = sweep, strategy, gpu, run
+        self._entries: dict[tuple[str, str], _Entry] = {}
+        self._owners: dict[str, _Entry] = {}
+        # A thread of the executor's may go through the tasks.
+        self._lock = threading.Lock()
+        self._at_work, self._comes = 0, False
+        # How many problems have nothing left to measure.
+        self.done = 0
+
+    def coming(self, problems: Iterable[Sequence[Named]]) -> Iterator[Task]:
+        """The tasks of problems, which come some at a time."""
+        self._count(comes=True)
+        for some in problems:
+            todo = list(tasks(self._sweep, some, self._strategy))
+            self._count(done=len(some) - len(todo), begun=len(todo))
+            for task in todo:
+                self._begin(task)
+                yield task
+        self._count(comes=False)
+
+    def _count(self, done: int = 0, begun: int = 0, *, comes: bool | None = None) -> None:
+        """Take in that problems are done or tasks begun (ended, where negative), and whether more come."""
+        with self._lock:
+            self.done += done
+            self._at_work += begun
+            self._comes = self._comes if comes is None else comes
+            if self._comes and not self._at_work:
+                self._run.pause()
+            else:
+                self._run.go_on()
+
+    def _begin(self, task: Task) -> None:
+        entry = _Entry(task, self._gpu)
+        self._entries[task.kernel, task.problem.key] = entry
+        self._owners |= dict.fromkeys(entry.compiled, entry)
+
+    def take(self, journal: str, line: Line) -> bool:
+        """Journal what was noted of a task; whether that is its end."""
         if journal == FINISHED:
-            entry = entries[line["kernel"], line["problem"]]
-            entry.finish(sweep)
-            yield entry.task
-        elif journal == TOOK:
-            entries[line["kernel"], line["problem"]].seconds = line["seconds"]
+            self._entries[line["kernel"], line["problem"]].finish(self._sweep)
+            self._count(done=1, begun=-1)
+            return True
+        if journal == TOOK:
+            self._entries[line["kernel"], line["problem"]].seconds = line["seconds"]
         elif journal == "skipped":
-            sweep.note(journal, line | {"skipped": f"{line['kernel']}|{line['problem']}"})
+            self._sweep.note(journal, line | {"skipped": f"{line['kernel']}|{line['problem']}"})
         else:
-            owners[line["candidate"]].take(sweep, journal, line)
+            self._owners[line["candidate"]].take(self._sweep, journal, line)
+        return False
 
 
 class _Entry:

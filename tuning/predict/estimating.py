@@ -20,6 +20,7 @@ from tilekern.kernels import spec_named
 from tilekern.spec import Config, KernelSpec, Problem
 from tilekern.targets import Target
 from tuning.compile.stage import work_s
+from tuning.compile.typical import COMPILE_S, OTHER_S
 from tuning.measure.stage import Settled, entrants
 from tuning.predict.roofline import launch_s
 from tuning.strategies.exhaustive import LEAST_ROUNDS, LONGEST_US, ROUNDS
@@ -28,31 +29,6 @@ from tuning.sweep.folder import Sweep
 from tuning.sweep.lines import is_copy
 from tuning.sweep.plan import Limits
 
-# Core-seconds an artifact: means over samples of Qwen3-8B's artifacts for the H200 and the B200, tileiras 13.4, on one
-# core of an AMD EPYC. ``OTHER_S`` is their mean, for kernels that are not among them.
-COMPILE_S = {
-    "fused_add_rms_norm_backward": 0.49,
-    "fused_add_rms_norm_forward": 0.41,
-    "attention_delta": 0.29,
-    "attention_dkdv": 2.02,
-    "attention_dq": 1.30,
-    "attention_forward": 3.34,
-    "column_sum": 0.24,
-    "cross_entropy_backward": 0.24,
-    "cross_entropy_forward": 0.37,
-    "cross_entropy_fused": 0.65,
-    "matmul": 0.60,
-    "qk_norm_rope_backward": 0.90,
-    "qk_norm_rope_forward": 0.47,
-    "rms_norm_backward": 0.37,
-    "rms_norm_forward": 0.23,
-    "rope": 0.55,
-    "scale": 0.12,
-    "swiglu_backward": 0.16,
-    "swiglu_backward_remake": 0.17,
-    "swiglu_forward": 0.13,
-}
-OTHER_S = 0.65
 # The front end's imports and the first call of tileiras in each worker.
 COMPILE_START_S = 2.0
 # A whole tune on an H200 measured 2,849 candidates of 105 problems in 94 s: a worker's start and its clocks' rise,
@@ -105,7 +81,10 @@ class Estimate:
 
 @dataclass(frozen=True)
 class PlanReport:
-    """What a dry run says: the plan in numbers, and what each stage will take."""
+    """What a dry run says: the plan in numbers, and what each stage will take.
+
+    ``together`` is what both take where the one measures what the other has compiled; None where they do not.
+    """
 
     model: str
     target: Target
@@ -114,12 +93,18 @@ class PlanReport:
     compile: Estimate
     measure: Estimate
     notes: Sequence[str] = ()
+    together: Estimate | None = None
 
     def totals(self) -> dict[str, int]:
         """The sums over all problems."""
         fields = ("space", "candidates", "artifacts", "compiled", "settled", "to_measure")
         sums = {name: sum(getattr(item, name) for item in self.counts) for name in fields}
         return {"problems": len(self.counts), **sums, "ruled_out": sum(self.ruled_out().values())}
+
+    def estimates(self) -> dict[str, Estimate]:
+        """The estimates by what they are of."""
+        found = {"compile": self.compile, "measure": self.measure}
+        return found if self.together is None else {**found, "together": self.together}
 
     def ruled_out(self) -> Counter[tuple[str, str]]:
         """How many points are forbidden, by kernel and reason."""
@@ -138,7 +123,7 @@ class PlanReport:
             "totals": self.totals(),
             "estimate": {
                 stage: {"seconds": round(found.seconds, 1), "basis": found.basis}
-                for stage, found in (("compile", self.compile), ("measure", self.measure))
+                for stage, found in self.estimates().items()
             },
             "notes": list(self.notes),
         }
@@ -147,7 +132,7 @@ class PlanReport:
 def report_on(
     model: str, target: Target, problems: Sequence[tuple[str, Problem]], sweep: Sweep, *, jobs: int, gpus: int,
     strategy: str, root: Path, done: Collection[str] | None = None, limits: Limits | None = None,
-    notes: Sequence[str] = (), here: bool = True,
+    notes: Sequence[str] = (), here: bool = True, overlapped: bool = False,
 ) -> PlanReport:  # fmt: skip
     """Count a plan and estimate its time.
 
@@ -164,13 +149,14 @@ def report_on(
         limits: the configs to try of a problem; the whole space of one that is not named.
         notes: what else a person should know.
         here: whether it is this host that compiles.
+        overlapped: whether the one run compiles and measures, which it does at the same time.
     """
     counts = count(problems, target, sweep, strategy, done, limits)
     sweeps = earlier_sweeps(root, sweep)
-    return PlanReport(
-        model, target, sweep.folder, counts, estimate_compile(counts, jobs, sweeps, here=here),
-        estimate_measure(counts, target, gpus, sweeps, strategy), notes,
-    )  # fmt: skip
+    compiles = estimate_compile(counts, jobs, sweeps, here=here)
+    measures = estimate_measure(counts, target, gpus, sweeps, strategy)
+    together = estimate_together(compiles, measures) if overlapped else None
+    return PlanReport(model, target, sweep.folder, counts, compiles, measures, notes, together)
 
 
 def count(
@@ -264,6 +250,18 @@ def estimate_compile(counts: Sequence[Count], jobs: int, sweeps: Sequence[Sweep]
     over = f"{workers} core{'s' if workers > 1 else ''}"
     basis = f"{artifacts} artifacts at {core_s / artifacts:.2f} s each over {over}; {', '.join(said)}"
     return Estimate(COMPILE_START_S + core_s / workers, basis)
+
+
+def estimate_together(compiles: Estimate, measures: Estimate) -> Estimate:
+    """The time of both stages where each problem is measured when it is compiled: that of the longer one.
+
+    The GPU has nothing to do before the first problem is compiled, nor the compilers while the last one is measured.
+    """
+    begins_s = min(compiles.seconds, COMPILE_START_S)
+    ends_s = PROBLEM_S if measures.seconds else 0.0
+    seconds = max(begins_s + measures.seconds, compiles.seconds + ends_s)
+    longer = "compile" if compiles.seconds + ends_s > begins_s + measures.seconds else "measure"
+    return Estimate(seconds, f"problems are measured while others are compiled, and {longer} takes longer")
 
 
 def _compile_rates(sweeps: Sequence[Sweep]) -> dict[str, tuple[float, int]]:

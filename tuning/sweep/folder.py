@@ -26,6 +26,7 @@ import functools
 import hashlib
 import os
 import secrets
+import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -37,7 +38,7 @@ from tilekern.errors import InputError
 from tilekern.spec import Problem
 from tilekern.targets import KNOWN, Target
 from tuning.sweep.candidates import ARTIFACT_DIGITS, Candidate, candidates
-from tuning.sweep.holding import Holder, written
+from tuning.sweep.holding import Holder, Run, written
 from tuning.sweep.journal import Journal, Line
 from tuning.sweep.lines import is_copy, is_whole
 from tuning.sweep.plan import PLAN, Limits, Named, PlanFile
@@ -79,6 +80,7 @@ class Sweep:
         self._runs = _journal(folder, "runs")
         self.holder = Holder(folder, self._runs)
         self._plan = PlanFile(folder)
+        self._tidying = threading.Lock()
         # By all that they depend on: a space takes up to 0.1 s to enumerate.
         self._candidates: dict[Hashable, list[Candidate]] = {}
 
@@ -260,24 +262,31 @@ class Sweep:
             self.holder.beat()
 
     @contextlib.contextmanager
-    def running(self, stage: str) -> Iterator[None]:
+    def running(self, stage: str) -> Iterator[Run]:
         """Work on a stage: other runs are kept out, its time is kept, and its lines are on disk when it is over.
+
+        Two stages of one process may be at work at once.
 
         Raises:
             InputError: another run holds the folder, it cannot be written, or others can write it.
         """
         self.require_own()
-        with self.holder.running(stage):
-            artifacts = self.folder / _ARTIFACTS
-            with written(artifacts):
-                make_folder(artifacts)  # a folder that was carried may have come without it
-                for path in artifacts.glob(f"{_UNFINISHED}*"):
-                    path.unlink(missing_ok=True)
+        with self.holder.running(stage) as run:
+            with self._tidying:
+                if self.holder.stages == 1:  # another one may be writing
+                    self._tidy()
             try:
-                yield
+                yield run
             finally:
                 for journal in self._journals.values():
                     journal.sync()
+
+    def _tidy(self) -> None:
+        artifacts = self.folder / _ARTIFACTS
+        with written(artifacts):
+            make_folder(artifacts)  # a folder that was carried may have come without it
+            for path in artifacts.glob(f"{_UNFINISHED}*"):
+                path.unlink(missing_ok=True)
 
     def store(self, cubin: bytes) -> str:
         """Keep a cubin; its sha256.

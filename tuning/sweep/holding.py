@@ -10,6 +10,7 @@ import datetime
 import os
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -29,21 +30,38 @@ BEAT_S = 2.0
 
 
 @dataclass
-class _Run:
+class Run:
+    """A run on a stage; what it waits for another stage (:meth:`pause` to :meth:`go_on`) is not counted as its time."""
+
     stage: str
     name: str = field(default_factory=lambda: secrets.token_hex(8))
     started: float = field(default_factory=time.time)
     beaten: float = 0.0
+    _waited_s: float = 0.0
+    _paused_at: float | None = None
+
+    def pause(self) -> None:
+        """There is nothing to do until another stage has come further."""
+        if self._paused_at is None:
+            self._paused_at = time.time()
+
+    def go_on(self) -> None:
+        """There is something to do; harmless where there was."""
+        if self._paused_at is not None:
+            self._waited_s += time.time() - self._paused_at
+            self._paused_at = None
 
     def line(self, *, ended: bool) -> dict[str, Any]:
+        """The run as its journal keeps it, up to now."""
         self.beaten = time.time()
+        worked_until = self.beaten if self._paused_at is None else self._paused_at
         return {
             "run": self.name,
             "stage": self.stage,
             "host": socket.gethostname(),
             "process": os.getpid(),
             "started": datetime.datetime.fromtimestamp(self.started, datetime.UTC).isoformat(timespec="seconds"),
-            "seconds": round(self.beaten - self.started, 3),
+            "seconds": round(worked_until - self.started - self._waited_s, 3),
             "ended": ended,
         }
 
@@ -64,7 +82,7 @@ def written(folder: Path) -> Iterator[None]:
 
 
 class Holder:
-    """The lock of a sweep folder and the journal of its runs.
+    """The lock of a sweep folder and the journal of its runs; the threads of a process hold the lock together.
 
     Args:
         folder: the sweep folder.
@@ -74,7 +92,9 @@ class Holder:
     def __init__(self, folder: Path, runs: Journal) -> None:
         self._folder, self._path, self._runs = folder, folder / "run.lock", runs
         self._held = 0
-        self._stages: list[_Run] = []
+        self._file: FileLock | None = None
+        self._stages: list[Run] = []
+        self._mutex = threading.RLock()
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -83,44 +103,60 @@ class Holder:
         Raises:
             InputError: another run has it, which is named, or the folder cannot be written.
         """
-        with contextlib.nullcontext() if self._held else self._acquired():
+        with self._mutex:
+            if self._file is None:
+                self._file = self._acquired()
             self._held += 1
-            try:
-                yield
-            finally:
+        try:
+            yield
+        finally:
+            with self._mutex:
                 self._held -= 1
+                if not self._held:
+                    self._file.release()
+                    self._file = None
 
-    def _acquired(self) -> contextlib.AbstractContextManager[object]:
+    def _acquired(self) -> FileLock:
         with written(self._folder):
             try:
-                return self._lock().acquire(timeout=PATIENCE_S)
+                lock = self._lock()
+                lock.acquire(timeout=PATIENCE_S)
+                return lock
             except Timeout:
                 said = f"{self._folder} is held by {self._named()}; wait for its end or give another"
                 raise InputError(said) from None
 
     def _lock(self) -> FileLock:
         """The lock, whose file others may write only where they may write the folder, whatever the umask says."""
-        return FileLock(self._path, mode=0o644 | handed_on(self._folder))
+        return FileLock(self._path, mode=0o644 | handed_on(self._folder), thread_local=False)
 
     @contextlib.contextmanager
-    def running(self, stage: str) -> Iterator[None]:
+    def running(self, stage: str) -> Iterator[Run]:
         """Work on a stage under the lock; raises as :meth:`locked` does."""
         with self.locked():
-            run = _Run(stage)
-            self._stages.append(run)
-            self._runs.append(run.line(ended=False))
+            run = Run(stage)
+            with self._mutex:
+                self._stages.append(run)
+                self._runs.append(run.line(ended=False))
             try:
-                yield
+                yield run
             finally:
-                self._stages.remove(run)
-                self._runs.append(run.line(ended=True))
-                self._runs.sync()
+                with self._mutex:
+                    self._stages.remove(run)
+                    self._runs.append(run.line(ended=True))
+                    self._runs.sync()
+
+    @property
+    def stages(self) -> int:
+        """How many stages this process is at."""
+        return len(self._stages)
 
     def beat(self) -> None:
-        """Note that the stage at work has come so far, unless that was noted a moment ago."""
-        run = self._stages[-1] if self._stages else None
-        if run is not None and time.time() - run.beaten > BEAT_S:
-            self._runs.append(run.line(ended=False))
+        """Note that the stages at work have come so far, unless that was noted a moment ago."""
+        with self._mutex:
+            for run in self._stages:
+                if time.time() - run.beaten > BEAT_S:
+                    self._runs.append(run.line(ended=False))
 
     def is_held(self) -> bool | None:
         """Whether a run has the lock now; None where that cannot be told, as on a folder that is read-only."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -36,7 +37,7 @@ def _any(_line: Line) -> bool:
 
 
 class Journal:
-    """A file of JSON objects, one a line, each about the thing that its field ``key`` names.
+    """A file of JSON objects, one a line, each about the thing that its field ``key`` names; threads may share it.
 
     Args:
         path: the file; it need not exist.
@@ -55,6 +56,7 @@ class Journal:
         self._offset, self._last = 0, b""
         self._synced_at = 0.0
         self._dirty = False
+        self._lock = threading.RLock()
 
     def append(self, *lines: Mapping[str, Any]) -> None:
         """Append lines in one write.
@@ -63,6 +65,10 @@ class Journal:
             OSError: they cannot be written, or only in part, as on a full disk.
         """
         text = "".join(json.dumps(line, sort_keys=True) + "\n" for line in lines).encode()
+        with self._lock:
+            self._append(text)
+
+    def _append(self, text: bytes) -> None:
         # Others may write it only where they may write its folder, whatever the umask says.
         mode = 0o644 | handed_on(self.path.parent)
         descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, mode)
@@ -80,12 +86,13 @@ class Journal:
 
     def sync(self) -> None:
         """Make what this object appended outlive a crash of the machine."""
-        if self._dirty:
-            descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                self._sync(descriptor)
-            finally:
-                os.close(descriptor)
+        with self._lock:
+            if self._dirty:
+                descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+                try:
+                    self._sync(descriptor)
+                finally:
+                    os.close(descriptor)
 
     def _sync(self, descriptor: int) -> None:
         os.fsync(descriptor)
@@ -99,11 +106,16 @@ class Journal:
         Raises:
             InputError: it is there and cannot be read.
         """
+        with self._lock:
+            self._read_on()
+            return dict(self._latest)
+
+    def _read_on(self) -> None:
         try:
             file = self.path.open("rb")
         except (FileNotFoundError, NotADirectoryError):
             self._forget()
-            return {}
+            return
         except OSError as error:
             raise InputError(f"{self.path} cannot be read: {error.strerror}; a journal is a readable file") from None
         with file:
@@ -117,7 +129,6 @@ class Journal:
             self._take(text)
         # A line that lacks its end is taken if it is whole but for that, and read again with what follows it.
         self._take(rest)
-        return dict(self._latest)
 
     def _forget(self) -> None:
         self._latest, self._offset, self._last = {}, 0, b""

@@ -48,7 +48,7 @@ def _print_plan(report: PlanReport) -> None:
     console.print(_plan_table(report, console))
     if report.ruled_out():
         console.print(_reasons(report, console))
-    for stage, found in (("compile", report.compile), ("measure", report.measure)):
+    for stage, found in report.estimates().items():
         console.out(f"{stage}: about {_duration(found.seconds)} ({found.basis})", highlight=False)
     for note in report.notes:
         console.out(note, highlight=False)
@@ -113,5 +113,6 @@ def _details(outcome: Outcome, stage: str) -> str:
         return f" ({found['distinct']} distinct artifacts, {found['compiled']} new, {found['failed']} failed{share})"
     if stage == "measure" and outcome.measure:
         found = outcome.measure
-        return f" ({found['timed']} timed, {found['wrong']} wrong, {found['quarantined']} in quarantine)"
+        beyond = " beyond it" if outcome.compile else ""
+        return f"{beyond} ({found['timed']} timed, {found['wrong']} wrong, {found['quarantined']} in quarantine)"
     return ""

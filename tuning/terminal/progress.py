@@ -1,21 +1,39 @@
-"""The progress bar of a stage."""
+"""The progress bars of stages."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+# Told how much of how many is done; None where quiet is asked for.
+Tell = Callable[[int, int], None] | None
 
 
 @contextlib.contextmanager
-def progress_bar(stage: str, *, quiet: bool) -> Iterator[Callable[[int, int], None] | None]:
-    """A bar on the terminal's error stream, told how much of how many is done; None where quiet is asked for."""
+def progress_bar(stage: str, *, quiet: bool) -> Iterator[Tell]:
+    """A bar on the terminal's error stream."""
+    with progress_bars([stage], quiet=quiet) as (tell,):
+        yield tell
+
+
+@contextlib.contextmanager
+def progress_bars(stages: Sequence[str], *, quiet: bool) -> Iterator[list[Tell]]:
+    """Bars on the terminal's error stream, of stages that are at work at the same time."""
     if quiet:
-        yield None
+        yield [None] * len(stages)
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    columns = (TextColumn(f"{stage:8}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (TextColumn("{task.description:8}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task(stage, total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
+        yield [_told(progress, stage) for stage in stages]
+
+
+def _told(progress: Progress, stage: str) -> Tell:
+    task = progress.add_task(stage, total=None)
+    return lambda done, total: progress.update(task, completed=done, total=total)
