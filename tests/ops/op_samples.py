@@ -24,7 +24,7 @@ LAYOUTS = ("contiguous", "transposed", "sliced", "spread", "expanded")
 # Sizes of dimensions, for tensors of which nobody asks for others; a batch of one can be packed. Others are 16.
 SIZES = {
     "rows": 6, "vocabulary": 12, "batch": 1, "tokens": 5, "queries": 5, "keys": 5, "heads": 4, "kv_heads": 2,
-    "head_dim": 8, "in_features": 12, "out_features": 6, "starts": 2,
+    "head_dim": 8, "in_features": 12, "out_features": 6, "starts": 2, "terms": 3,
 }  # fmt: skip
 # Numbers in tensors that mean something.
 NUMBERS = {"cu_seqlens": torch.tensor([0, 5], dtype=torch.int32)}
@@ -90,7 +90,8 @@ def _op(op: Declaration) -> Op:
     first = next(iter(op.inputs.values()))
     rows = first.shape[0] == "rows"
     scalars, names = scalars_of(op), inspect.signature(op.forward.reference).parameters
-    flags = {name: eval(said, {}, scalars) for name, said in op.flags.items()}
+    # All tensors are there.
+    flags = {name: eval(said, {}, scalars | dict.fromkeys(op.tensors, ...)) for name, said in op.flags.items()}
     known = {name: value for name, value in (scalars | flags).items() if name in names}
     call = public(op)
     mine = {name: value for name, value in scalars.items() if name in inspect.signature(call).parameters}
@@ -117,7 +118,7 @@ def _op(op: Declaration) -> Op:
 
 SHIPPED = {name: op for name, op in DECLARED.items() if op.formula.__module__.startswith("tilekern.ops.")}
 # Those whose launches are written for them.
-WITH_ARRAYS = [op for op in SHIPPED.values() if op.forward.arrays]
+WITH_ARRAYS = [op for op in SHIPPED.values() if op.forward.arrays and not op.parts.launch]
 OPS = {name: _op(op) for name, op in SHIPPED.items() if arrays_of(op.forward, "output")}
 
 

@@ -22,7 +22,8 @@ def drawn(arrays: Arrays, problem: Problem, generator: Any, device: str) -> dict
     import torch
 
     def normal(array: Array) -> Any:
-        values = torch.randn(array.shape_in(problem), generator=generator, device=device)
+        # An array of no size is one element, in one axis.
+        values = torch.randn(array.shape_in(problem) or (1,), generator=generator, device=device)
         values = values.abs() if array.nonnegative else values
         values = 1 + values / 4 if array.name == "weight" else values
         return values.to(getattr(torch, array.dtype_in(problem)))

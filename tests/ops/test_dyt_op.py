@@ -1,0 +1,98 @@
+import pytest
+import torch
+
+import tilekern
+from tilekern.ops import dyt
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+BOUNDS = {torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+
+
+def given(dtype, weight_dtype=None, shape=(3, 5, 83)):
+    """x, alpha, gamma and beta."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = (shape, (1,), shape[-1:], shape[-1:])
+    dtypes = (dtype, *[weight_dtype or dtype] * 3)
+    return [
+        torch.randn(size, generator=generator).to(kind).requires_grad_()
+        for size, kind in zip(shapes, dtypes, strict=True)
+    ]
+
+
+def formula(x, alpha, gamma, beta=None):
+    y = gamma * torch.tanh(alpha * x)
+    return y if beta is None else y + beta
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("weight_dtype", DTYPES)
+@pytest.mark.parametrize("shifted", [True, False])
+def test_result_and_gradients_match_autograd_in_float64(dtype, weight_dtype, shifted):
+    leaves = given(dtype, weight_dtype)[: 3 + shifted]
+    wide = [x.detach().double().requires_grad_() for x in leaves]
+    y, expected = dyt(*leaves), formula(*wide)
+    assert y.dtype == torch.promote_types(dtype, weight_dtype)
+    slope = torch.randn_like(y)
+    gradients, references = torch.autograd.grad(y, leaves, slope), torch.autograd.grad(expected, wide, slope.double())
+    for got, right in zip((y, *gradients), (expected, *references), strict=True):
+        assert got.shape == right.shape
+        assert (got.double() - right).norm() <= BOUNDS[got.dtype] * right.norm()
+
+
+def test_numbers_near_0_keep_their_digits():
+    x = torch.logspace(-8, 1, 83).repeat(2, 1)
+    one = torch.ones(83)
+    torch.testing.assert_close(dyt(x, one[:1], one), torch.tanh(x.double()).float(), rtol=5e-7, atol=0)
+
+
+def test_alpha_may_have_no_dimension_and_keeps_its_shape():
+    x, alpha, gamma, beta = given(torch.float32)
+    number = alpha.detach()[0].requires_grad_()
+    dyt(x, number, gamma, beta).square().sum().backward()
+    dyt(x, alpha, gamma, beta).square().sum().backward()
+    assert torch.equal(number.grad, alpha.grad[0])
+
+
+def test_each_way_is_one_launch_and_all_sums_for_columns_another():
+    def launches():
+        return {name: counts.get("launches", 0) for name, counts in tilekern.stats().items()}
+
+    leaves, before = given(torch.float32), launches()
+    dyt(*leaves).sum().backward()
+    more = {name: count - before.get(name, 0) for name, count in launches().items()}
+    expected = {"dyt_forward": 1, "dyt_backward": 1, "column_sum": 1}
+    assert {name: count for name, count in more.items() if count} == expected
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (2, 0)])
+def test_empty_tensors_give_empty_ones(shape):
+    leaves = given(torch.float32, shape=shape)
+    y = dyt(*leaves)
+    y.sum().backward()
+    assert y.shape == leaves[0].grad.shape == shape
+    assert leaves[2].grad.shape == shape[-1:]
+
+
+def test_weights_of_several_dtypes_run_the_formula():
+    x, alpha, gamma, beta = given(torch.bfloat16)
+    y = dyt(x, alpha.detach().float(), gamma, beta)
+    assert y.dtype == torch.float32
+    y.sum().backward()
+    assert gamma.grad.dtype == torch.bfloat16
+
+
+def test_a_gradient_of_the_gradient_is_refused():
+    leaves = given(torch.float32)
+    (first,) = torch.autograd.grad(dyt(*leaves).square().sum(), leaves[0], create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        first.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [((2, 83, 83), r"alpha must be one number.* got \[2\]"), ((1, 82, 83), r"gamma must .*\[83\], got \[82\]"),
+     ((1, 83, 82), r"beta must .*\[83\], got \[82\]")],
+)  # fmt: skip
+def test_weights_of_another_shape_are_refused(sizes, words):
+    with pytest.raises(ValueError, match=words):
+        dyt(torch.randn(2, 83), *map(torch.randn, sizes))

@@ -1,0 +1,326 @@
+"""Dynamic Tanh (Zhu et al. 2025, arXiv:2503.10622), in the place of a norm: ``gamma * tanh(alpha * x) + beta``.
+
+alpha is one number, gamma and beta have one for each column, and beta may be missing. With t = tanh(alpha * x) and its
+slope s = 1 - t^2 the gradients are ``dx = dy * gamma * s * alpha``, ``dalpha = sum(dy * gamma * s * x)``,
+``dgamma = sum over rows of dy * t`` and ``dbeta = sum over rows of dy``. All in float32, rounded once.
+
+No row depends on its other columns, so the backward cuts rows into stripes of columns, the same ones for any config. A
+block goes down one stripe of its share of the rows, and stores one row of sums for that stripe: the partial sums of all
+blocks are some hundred rows of a stripe's width, not of the row's. The spec ``column_sum`` adds them up.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cuda.tile as ct
+
+from tilekern.kernels.common import rows
+from tilekern.kernels.tiles import TMA_NEEDS_HOPPER, ConstBool, ConstInt, hints, load, power_of_two, promoted
+from tilekern.spec import (
+    ITEM_BYTES,
+    Array,
+    ArrayParameter,
+    Config,
+    Constraint,
+    Dimension,
+    Implementation,
+    KernelSpec,
+    Problem,
+    Space,
+    Value,
+    cdiv,
+)
+from tilekern.targets import Target
+
+_TWICE_LOG2_E = 2.8853900817779268
+# The odd terms of tanh's series from the third: below 1/4 they leave 1e-8, where 1 - exp(-2 u) has lost digits.
+_THIRD, _FIFTH, _SEVENTH, _NINTH = -0.3333333333, 0.1333333333, -0.0539682540, 0.0218694885
+
+
+def _tanh(u):
+    """tanh of float32 tiles, and its slope."""
+    size = ct.abs(u)
+    e = ct.exp2(size * -_TWICE_LOG2_E, flush_to_zero=True)
+    r = ct.truediv(1.0, 1.0 + e, rounding_mode=ct.RoundingMode.APPROX, flush_to_zero=True)
+    square = u * u
+    series = (((_NINTH * square + _SEVENTH) * square + _FIFTH) * square + _THIRD) * square
+    far = (1.0 - e) * r
+    t = ct.where(size < 0.25, u + u * series, ct.where(u < 0.0, -far, far))
+    return t, 4.0 * e * r * r
+
+
+def _none(held, columns, alpha):
+    """No statistics."""
+    return ()
+
+
+def _scaled(tiles, weights, known):
+    return (_tanh(tiles[0] * known[0])[0] * weights[0],)
+
+
+def _shifted(tiles, weights, known):
+    return (_tanh(tiles[0] * known[0])[0] * weights[0] + weights[1],)
+
+
+@ct.kernel
+def dyt_forward(
+    x, alpha, gamma, beta, y, columns: ConstInt, tile_m: ConstInt, tile_n: ConstInt, chunks: ConstInt,
+    persistent: ConstBool, long: ConstBool, bounded: ConstBool, tma: ConstBool, shifted: ConstBool,
+):  # fmt: skip
+    """One step of rows a block, or resident blocks; x and y [rows, columns], alpha [1], gamma and beta [columns]."""
+    factor = ct.load(alpha, (0,), (1,)).astype(ct.float32).reshape((1, 1))
+    if ct.static_eval(shifted):
+        rows.forward(
+            _none, _shifted, (x,), (gamma, beta), (y,), (factor,), columns, tile_m, tile_n, chunks, persistent, long,
+            bounded, tma,
+        )  # fmt: skip
+    else:
+        rows.forward(
+            _none, _scaled, (x,), (gamma,), (y,), (factor,), columns, tile_m, tile_n, chunks, persistent, long,
+            bounded, tma,
+        )  # fmt: skip
+
+
+@ct.kernel
+def dyt_backward(
+    dy, x, alpha, gamma, dx, partial, slopes, columns: ConstInt, stripe: ConstInt, tile_m: ConstInt, tile_n: ConstInt,
+    bounded: ConstBool, tma: ConstBool, shifted: ConstBool,
+):  # fmt: skip
+    """dy, x and dx [rows, columns], alpha [1], gamma [columns], slopes [groups, stripes].
+
+    partial [groups, columns or twice that] has the sums for dgamma, and behind them those for dbeta where there is a
+    beta; slopes has dalpha's sum over each stripe.
+    """
+    factor = ct.load(alpha, (0,), (1,)).astype(ct.float32).reshape((1, 1))
+    across = ct.cdiv(columns, stripe)
+    groups = ct.cdiv(ct.num_blocks(0), across)
+    for item in range(ct.bid(0), across * groups, ct.num_blocks(0)):
+        group, first = item // across, (item % across) * (stripe // tile_n)
+        slope = ct.zeros((1, tile_n), ct.float32)
+        for c in range(first, first + stripe // tile_n):
+            weight = load(gamma, (c,), (tile_n,), True, 0, tma).astype(ct.float32).reshape((1, tile_n))
+            scales, shifts = ct.zeros((tile_m, tile_n), ct.float32), ct.zeros((tile_m, tile_n), ct.float32)
+            pulls = ct.zeros((tile_m, tile_n), ct.float32)
+            for step in range(group, ct.cdiv(x.shape[0], tile_m), groups):
+                above = load(dy, (step, c), (tile_m, tile_n), bounded, 0, tma).astype(ct.float32)
+                below = load(x, (step, c), (tile_m, tile_n), bounded, 0, tma).astype(ct.float32)
+                t, s = _tanh(below * factor)
+                pull = above * s
+                ct.store(
+                    dx, (step, c), (pull * weight * factor).astype(dx.dtype), check_bounds=bounded, allow_tma=tma
+                )  # fmt: skip
+                scales, pulls = scales + above * t, pulls + pull * below
+                if ct.static_eval(shifted):
+                    shifts = shifts + above
+            ct.store(partial.slice(1, 0, columns), (group, c), ct.sum(scales, axis=0, keepdims=True))
+            if ct.static_eval(shifted):
+                ct.store(partial.slice(1, columns, 2 * columns), (group, c), ct.sum(shifts, axis=0, keepdims=True))
+            slope = slope + ct.sum(pulls, axis=0, keepdims=True) * weight
+        ct.store(slopes, (group, item % across), ct.sum(slope, axis=1, keepdims=True))
+
+
+def stripe_of(columns: int) -> int:
+    """The widest stripe of which the last one of a row wastes little."""
+    widths = [width for width in (1024, 512, 256) if cdiv(columns, width) * width <= 1.125 * columns]
+    return widths[0] if widths else min(256, power_of_two(columns))
+
+
+def sums_of(shifted: bool) -> int:
+    """Sums for each column in ``partial``."""
+    return 2 if shifted else 1
+
+
+def stripes_of(columns: int) -> int:
+    """The number of stripes of a row."""
+    return cdiv(columns, stripe_of(columns))
+
+
+def groups_of(blocks: int, columns: int) -> int:
+    """Rows of partial sums that a number of blocks leaves."""
+    return cdiv(blocks, stripes_of(columns))
+
+
+_ROWS, _PRODUCT = ("rows", "columns"), "dtype*weight_dtype"
+_X, _ALPHA = Array("x", "dtype", _ROWS), Array("alpha", "weight_dtype", ())
+_GAMMA, _BETA = Array("gamma", "weight_dtype", ("columns",)), Array("beta", "weight_dtype", ("columns",))
+
+
+def reference_forward(x: Any, alpha: Any, gamma: Any, beta: Any, shifted: bool) -> dict[str, Any]:
+    """The formula in float64."""
+    y = gamma.double() * (alpha.double() * x.double()).tanh()
+    return {"y": y + beta.double() if shifted else y}
+
+
+def reference_backward(dy: Any, x: Any, alpha: Any, gamma: Any, shifted: bool) -> dict[str, Any]:
+    """The gradients of :func:`reference_forward` in float64."""
+    wide, slope, factor = x.double(), dy.double(), alpha.double()
+    t = (factor * wide).tanh()
+    pull = slope * gamma.double() * (1 - t * t)
+    sums = {"dalpha": (pull * wide).sum().reshape(alpha.shape), "dgamma": (slope * t).sum(0)}
+    return {"dx": pull * factor, **sums, **({"dbeta": slope.sum(0)} if shifted else {})}
+
+
+FORWARD = rows.spec(
+    name="dyt_forward",
+    summary="y = gamma * tanh(alpha * x) + beta, or without beta",
+    module=__name__,
+    op="dyt",
+    function=dyt_forward,
+    arrays=(_X, _ALPHA, _GAMMA, _BETA, Array("y", _PRODUCT, _ROWS, "output")),
+    scalars={},
+    sums=(),
+    direction="forward",
+    live=3,
+    exact_as="y",
+    dependent=False,
+    reference=reference_forward,
+    flops=20,
+    flags=("shifted",),
+)
+
+_DIMENSIONS = (
+    Dimension("rows", "bucketed"),
+    Dimension("columns", "exact"),
+    Dimension("dtype", "dtype"),
+    Dimension("weight_dtype", "dtype"),
+    Dimension("shifted", "flag"),
+)
+
+
+def _axes(problem: Problem) -> dict[str, list[Value]]:
+    stripe = stripe_of(problem["columns"])
+    widths = sorted({min(stripe, width) for width in (256, 512, 1024)})
+    return {
+        "schedule": ["persistent"],
+        "tile_m": sorted({max(1, size // width) for size in (1024, 2048, 4096) for width in widths}),
+        "tile_n": list(widths),
+        "occupancy": [1, 2, 3, 4],
+        "num_worker_warps": [0, 8],
+        "tma": [True, False],
+    }
+
+
+_SIZED = Constraint(
+    "a tile of fewer than 1024 elements starves the memory system, and of more than 4096 spills",
+    lambda problem, config, target: (
+        min(1024, 16 * stripe_of(problem["columns"])) <= config["tile_m"] * config["tile_n"] <= 4096
+    ),
+)
+_FITS = Constraint(
+    "6 live values for each element of a tile exceed the SM's registers at this occupancy",
+    lambda problem, config, target: (
+        6 * config["tile_m"] * config["tile_n"] * max(1, config["occupancy"]) <= 1.25 * target.registers
+    ),
+)
+
+
+def _grid(problem: Problem, config: Config, sm_count: int) -> int:
+    """As many groups of rows as keep all blocks resident, times the stripes of each."""
+    stripes = stripes_of(problem["columns"])
+    groups = max(1, sm_count * max(1, config["occupancy"]) // stripes)
+    return min(cdiv(problem["rows"], config["tile_m"]), groups) * stripes
+
+
+def _implement(problem: Problem, config: Config) -> Implementation:
+    columns, tile_m, tile_n = problem["columns"], config["tile_m"], config["tile_n"]
+    stripe = stripe_of(columns)
+    return Implementation(
+        function=dyt_backward,
+        parameters=(
+            ArrayParameter("dy", promoted(problem["dtype"], problem["weight_dtype"]), 2, columns),
+            ArrayParameter("x", problem["dtype"], 2, columns),
+            ArrayParameter("alpha", problem["weight_dtype"], 1),
+            ArrayParameter("gamma", problem["weight_dtype"], 1, columns),
+            ArrayParameter("dx", problem["dtype"], 2, columns, "output"),
+            ArrayParameter("partial", "float32", 2, sums_of(problem["shifted"]) * columns, "output"),
+            ArrayParameter("slopes", "float32", 2, stripes_of(columns), "output"),
+        ),
+        constants=(
+            ("columns", columns),
+            ("stripe", stripe),
+            ("tile_m", tile_m),
+            ("tile_n", tile_n),
+            ("bounded", tile_m > 1 or columns % stripe != 0),
+            ("tma", config["tma"]),
+            ("shifted", problem["shifted"]),
+        ),
+        grid=lambda sizes, sm_count: _grid(sizes, config, sm_count),
+        hints=hints(config),
+    )
+
+
+def _default(problem: Problem, target: Target) -> Config:
+    width = stripe_of(problem["columns"])
+    return Config(
+        schedule="persistent", tile_m=max(1, 2048 // width), tile_n=width, occupancy=3, num_worker_warps=0,
+        tma=target.capability >= 90,
+    )  # fmt: skip
+
+
+def _generic(problem: Problem) -> Config:
+    width = min(256, stripe_of(problem["columns"]))
+    return Config(
+        schedule="persistent", tile_m=max(1, 256 // width), tile_n=width, occupancy=1, num_worker_warps=0, tma=False
+    )
+
+
+def _inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
+    import torch
+
+    def normal(*shape: int, dtype: str) -> Any:
+        return torch.randn(shape, generator=generator, device=device).to(getattr(torch, dtype))
+
+    shape, weight_dtype = (problem["rows"], problem["columns"]), problem["weight_dtype"]
+    return {
+        "dy": normal(*shape, dtype=promoted(problem["dtype"], weight_dtype)),
+        "x": normal(*shape, dtype=problem["dtype"]),
+        "alpha": normal(1, dtype=weight_dtype),
+        "gamma": normal(problem["columns"], dtype=weight_dtype),
+    }
+
+
+def _outputs(problem: Problem, blocks: int) -> dict[str, tuple[tuple[int, ...], str]]:
+    columns, groups = problem["columns"], groups_of(blocks, problem["columns"])
+    return {
+        "dx": ((problem["rows"], columns), problem["dtype"]),
+        "partial": ((groups, sums_of(problem["shifted"]) * columns), "float32"),
+        "slopes": ((groups, stripes_of(columns)), "float32"),
+    }
+
+
+def _results(outputs: dict[str, Any]) -> dict[str, Any]:
+    """The sums, added up."""
+    sums = outputs["partial"].double().sum(0).split(outputs["dx"].shape[1])
+    names = ("dgamma", "dbeta")[: len(sums)]
+    total = outputs["slopes"].double().sum().reshape(1)
+    return {"dx": outputs["dx"], "dalpha": total, **dict(zip(names, sums, strict=True))}
+
+
+def _bytes(problem: Problem) -> int:
+    """Partial sums count as the one row that is made of them."""
+    columns, size = problem["columns"], ITEM_BYTES[problem["dtype"]]
+    weight, dy = ITEM_BYTES[problem["weight_dtype"]], ITEM_BYTES[promoted(problem["dtype"], problem["weight_dtype"])]
+    sums = sums_of(problem["shifted"]) * columns + stripes_of(columns)
+    return int(problem["rows"] * columns * (dy + 2 * size) + (columns + 1) * weight + 4 * sums)
+
+
+BACKWARD = KernelSpec(
+    name="dyt_backward",
+    summary="gradients of dyt: dx, and the sums for alpha, gamma and beta as one float32 row for each group of rows",
+    module=__name__,
+    dimensions=_DIMENSIONS,
+    space=Space(_axes, (_SIZED, _FITS, TMA_NEEDS_HOPPER)),
+    ops=("dyt",),
+    implement=_implement,
+    default=_default,
+    generic=_generic,
+    inputs=_inputs,
+    outputs=_outputs,
+    reference=reference_backward,
+    results=_results,
+    bytes_moved=_bytes,
+    flops=lambda problem: 30 * problem["rows"] * problem["columns"],
+    result_dtype=lambda problem: str(problem["dtype"]),
+)
+SPECS = (FORWARD, BACKWARD)

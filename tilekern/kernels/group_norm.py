@@ -1,0 +1,383 @@
+"""Group normalisation (Wu and He 2018, arXiv:1803.08494) forward and backward, statistics in float32.
+
+The channels of each batch entry are cut into groups, and the numbers of a group, which are next to each other, have
+one mean and one rstd: ``y = (x - mean) * rstd * weight + bias`` with a weight and a bias for each channel. Backward,
+with g = dy * weight: ``dx = rstd * (g - mean(g) - (x - mean) * rstd^2 * mean(g * (x - mean)))``. A channel's sums of dy
+and of ``dy * (x - mean)`` give the means over its group, and, added up over the batch, ``dbias`` and ``dweight``: the
+backward stores both for each channel of each batch entry, and the spec ``column_sum`` adds them up.
+
+A group that registers hold is read once, by one block, which may take several groups a step. A longer one is read by
+pieces, again for each sum, out of the L2 cache. All arrays of x's shape are [batch, groups, channels of a group,
+positions].
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cuda.tile as ct
+
+from tilekern.kernels.common.arrays import bytes_of, drawn, tensors
+from tilekern.kernels.tiles import TMA_NEEDS_HOPPER, ConstBool, ConstInt, grid_of, hints, load, power_of_two
+from tilekern.spec import (
+    Array,
+    Config,
+    Constraint,
+    Dimension,
+    Implementation,
+    KernelSpec,
+    Problem,
+    ScalarParameter,
+    Space,
+    Value,
+    cdiv,
+    outputs_of,
+    parameters_of,
+)
+from tilekern.targets import Target
+
+
+def _tile(array, b, g, piece, shape):
+    """A piece of some groups, [tile_g, tile_c, tile_n] in float32."""
+    tile_g, tile_c, tile_n, across, bounded, tma = shape
+    index = (b, g, piece // across, piece % across)
+    return load(array, index, (1, tile_g, tile_c, tile_n), bounded, 0, tma).astype(ct.float32).reshape(
+        (tile_g, tile_c, tile_n)
+    )  # fmt: skip
+
+
+def _each(array, g, c, shape):
+    """A number for each channel of some groups, [tile_g, tile_c, 1] in float32."""
+    tile_g, tile_c, _, _, _, _ = shape
+    return load(array, (g, c), (tile_g, tile_c), True, 0, False).astype(ct.float32).reshape((tile_g, tile_c, 1))
+
+
+def _inside(x, piece, channels, positions, shape):
+    """Which elements of a piece are a group's; all of them where pieces do not reach over its edges."""
+    tile_g, tile_c, tile_n, across, _, _ = shape
+    c = piece // across * tile_c + ct.arange(tile_c, dtype=ct.int32).reshape((1, tile_c, 1))
+    n = piece % across * tile_n + ct.arange(tile_n, dtype=ct.int32).reshape((1, 1, tile_n))
+    return ct.broadcast_to((c < channels) & (n < positions), (tile_g, tile_c, tile_n))
+
+
+def _less(x, mean, piece, channels, positions, shape):
+    """What differs from the mean; 0 beyond a group's edges."""
+    _, tile_c, tile_n, _, _, _ = shape
+    left = x - mean
+    if ct.static_eval(channels % tile_c != 0 or positions % tile_n != 0):
+        left = ct.where(_inside(x, piece, channels, positions, shape), left, 0.0)
+    return left
+
+
+def _sum(x):
+    """Over each group, [tile_g, 1, 1]."""
+    return ct.sum(ct.sum(x, axis=2, keepdims=True), axis=1, keepdims=True)
+
+
+def _store(array, tile, b, g, piece, shape):
+    tile_g, tile_c, tile_n, across, bounded, tma = shape
+    ct.store(
+        array, (b, g, piece // across, piece % across), tile.reshape((1, tile_g, tile_c, tile_n)).astype(array.dtype),
+        check_bounds=bounded, allow_tma=tma,
+    )  # fmt: skip
+
+
+def _statistics(x, b, g, pieces, channels, positions, eps, shape):
+    """The mean and rstd of long groups, [tile_g, 1, 1] each."""
+    tile_g, tile_c, tile_n, _, _, _ = shape
+    total = ct.zeros((tile_g, tile_c, tile_n), ct.float32)
+    for piece in range(pieces):
+        total = total + _tile(x, b, g, piece, shape)
+    mean = _sum(total) / (channels * positions)
+    total = ct.zeros((tile_g, tile_c, tile_n), ct.float32)
+    for piece in range(pieces):
+        left = _less(_tile(x, b, g, piece, shape), mean, piece, channels, positions, shape)
+        total = total + left * left
+    return mean, ct.rsqrt(_sum(total) / (channels * positions) + eps)
+
+
+@ct.kernel
+def group_norm_forward(
+    x, weight, bias, y, eps, channels: ConstInt, positions: ConstInt, tile_g: ConstInt, tile_c: ConstInt,
+    tile_n: ConstInt, long: ConstBool, bounded: ConstBool, tma: ConstBool,
+):  # fmt: skip
+    """Blocks that take steps of groups of one batch entry; weight and bias [groups, channels of a group]."""
+    across = ct.cdiv(positions, tile_n)
+    shape = (tile_g, tile_c, tile_n, across, bounded, tma)
+    steps = ct.cdiv(x.shape[1], tile_g)
+    for item in range(ct.bid(0), x.shape[0] * steps, ct.num_blocks(0)):
+        b, g = item // steps, item % steps
+        if ct.static_eval(long):
+            pieces = ct.cdiv(x.shape[2], tile_c) * ct.cdiv(x.shape[3], tile_n)
+            mean, rstd = _statistics(x, b, g, pieces, channels, positions, eps, shape)
+            for piece in range(pieces):
+                left = _tile(x, b, g, piece, shape) - mean
+                scale, shift = _each(weight, g, piece // across, shape), _each(bias, g, piece // across, shape)
+                _store(y, left * rstd * scale + shift, b, g, piece, shape)
+        else:
+            tile = _tile(x, b, g, 0, shape)
+            mean = _sum(tile) / (channels * positions)
+            left = _less(tile, mean, 0, channels, positions, shape)
+            rstd = ct.rsqrt(_sum(left * left) / (channels * positions) + eps)
+            scale, shift = _each(weight, g, 0, shape), _each(bias, g, 0, shape)
+            _store(y, left * rstd * scale + shift, b, g, 0, shape)
+
+
+def _keep(array, sums, b, g, c, shape):
+    """Store a number for each channel."""
+    tile_g, tile_c, _, _, _, _ = shape
+    ct.store(array, (b, g, c), sums.reshape((1, tile_g, tile_c)), allow_tma=False)
+
+
+@ct.kernel
+def group_norm_backward(
+    dy, x, weight, dx, scales, shifts, eps, channels: ConstInt, positions: ConstInt, tile_g: ConstInt,
+    tile_c: ConstInt, tile_n: ConstInt, long: ConstBool, bounded: ConstBool, tma: ConstBool,
+):  # fmt: skip
+    """Blocks that take steps of groups of one batch entry.
+
+    scales and shifts [batch, groups, channels of a group] have each channel's share of dweight and dbias.
+    """
+    across = ct.cdiv(positions, tile_n)
+    shape = (tile_g, tile_c, tile_n, across, bounded, tma)
+    steps = ct.cdiv(x.shape[1], tile_g)
+    for item in range(ct.bid(0), x.shape[0] * steps, ct.num_blocks(0)):
+        b, g = item // steps, item % steps
+        if ct.static_eval(long):
+            down, wide = ct.cdiv(x.shape[2], tile_c), ct.cdiv(x.shape[3], tile_n)
+            mean, rstd = _statistics(x, b, g, down * wide, channels, positions, eps, shape)
+            slope, pull = ct.zeros((tile_g, 1, 1), ct.float32), ct.zeros((tile_g, 1, 1), ct.float32)
+            for c in range(down):
+                shift = ct.zeros((tile_g, tile_c, tile_n), ct.float32)
+                scale = ct.zeros((tile_g, tile_c, tile_n), ct.float32)
+                for n in range(wide):
+                    above = _tile(dy, b, g, c * across + n, shape)
+                    shift = shift + above
+                    scale = scale + above * (_tile(x, b, g, c * across + n, shape) - mean)
+                sums = ct.sum(shift, axis=2, keepdims=True)
+                products = ct.sum(scale, axis=2, keepdims=True) * rstd
+                _keep(shifts, sums, b, g, c, shape)
+                _keep(scales, products, b, g, c, shape)
+                each = _each(weight, g, c, shape)
+                slope = slope + ct.sum(sums * each, axis=1, keepdims=True)
+                pull = pull + ct.sum(products * each, axis=1, keepdims=True)
+            slope, pull = slope / (channels * positions), pull * rstd / (channels * positions)
+            for piece in range(down * wide):
+                left = _tile(x, b, g, piece, shape) - mean
+                above = _tile(dy, b, g, piece, shape) * _each(weight, g, piece // across, shape)
+                _store(dx, (above - slope - left * pull) * rstd, b, g, piece, shape)
+        else:
+            tile, above = _tile(x, b, g, 0, shape), _tile(dy, b, g, 0, shape)
+            mean = _sum(tile) / (channels * positions)
+            left = _less(tile, mean, 0, channels, positions, shape)
+            rstd = ct.rsqrt(_sum(left * left) / (channels * positions) + eps)
+            sums = ct.sum(above, axis=2, keepdims=True)
+            products = ct.sum(above * left, axis=2, keepdims=True) * rstd
+            _keep(shifts, sums, b, g, 0, shape)
+            _keep(scales, products, b, g, 0, shape)
+            each = _each(weight, g, 0, shape)
+            slope = ct.sum(sums * each, axis=1, keepdims=True) / (channels * positions)
+            pull = ct.sum(products * each, axis=1, keepdims=True) * rstd / (channels * positions)
+            _store(dx, (above * each - slope - left * pull) * rstd, b, g, 0, shape)
+
+
+_SHAPE, _CHANNELS, _PRODUCT = ("batch", "groups", "channels", "positions"), ("groups", "channels"), "dtype*weight_dtype"
+_X, _WEIGHT = Array("x", "dtype", _SHAPE), Array("weight", "weight_dtype", _CHANNELS)
+_BIAS, _EPS = Array("bias", "weight_dtype", _CHANNELS), ScalarParameter("eps", "float32")
+_DIMENSIONS = (
+    Dimension("batch", "bucketed"),
+    Dimension("groups", "bucketed"),
+    Dimension("channels", "exact"),
+    Dimension("positions", "exact"),
+    Dimension("dtype", "dtype"),
+    Dimension("weight_dtype", "dtype"),
+)
+_FORWARD_ARRAYS = (_X, _WEIGHT, _BIAS, Array("y", _PRODUCT, _SHAPE, "output"), _EPS)
+_BACKWARD_ARRAYS = (
+    Array("dy", _PRODUCT, _SHAPE),
+    _X,
+    _WEIGHT,
+    Array("dx", "dtype", _SHAPE, "output"),
+    Array("scales", "float32", ("batch", *_CHANNELS), "scratch"),
+    Array("shifts", "float32", ("batch", *_CHANNELS), "scratch"),
+    _EPS,
+)
+# Elements of a group, padded to powers of two, that a step may hold in registers.
+_MOST_HELD = 8192
+
+
+def _widths(problem: Problem) -> tuple[int, int]:
+    return power_of_two(problem["channels"]), power_of_two(problem["positions"])
+
+
+def _is_long(problem: Problem) -> bool:
+    channels, positions = _widths(problem)
+    return channels * positions > _MOST_HELD
+
+
+def _piece(problem: Problem, size: int) -> dict[str, int]:
+    """The sizes of a tile of about ``size`` elements: some groups, or a part of one."""
+    channels, positions = _widths(problem)
+    tile_n = min(positions, size) if _is_long(problem) else positions
+    tile_c = min(channels, max(1, size // tile_n)) if _is_long(problem) else channels
+    tile_g = 1 if _is_long(problem) else max(1, min(size // (channels * positions), power_of_two(problem["groups"])))
+    return {"tile_g": tile_g, "tile_c": tile_c, "tile_n": tile_n}
+
+
+def _axes(problem: Problem, sizes: tuple[int, ...]) -> dict[str, list[Value]]:
+    pieces = [_piece(problem, size) for size in sizes]
+    return {
+        "schedule": ["persistent", "block"],
+        **{name: sorted({piece[name] for piece in pieces}) for name in ("tile_g", "tile_c", "tile_n")},
+        "occupancy": [2, 4, 8],
+        "num_worker_warps": [0, 8],
+        "tma": [True, False],
+    }
+
+
+def _whole(sizes: tuple[int, ...]) -> Constraint:
+    return Constraint(
+        f"a tile is a group, a part of one or some groups, of about {sizes[0]} to {sizes[-1]} elements",
+        lambda problem, config, target: any(
+            all(config[name] == size for name, size in _piece(problem, most).items()) for most in sizes
+        ),
+    )
+
+
+def _fits(live: int) -> Constraint:
+    return Constraint(
+        f"{live} live values for each element of a tile exceed the SM's registers at this occupancy",
+        lambda problem, config, target: (
+            config["tile_g"] * config["tile_c"] * config["tile_n"] * live * config["occupancy"]
+            <= 1.25 * target.registers
+        ),
+    )
+
+
+def _implement(function: Any, arrays: tuple[Any, ...], problem: Problem, config: Config) -> Implementation:
+    tile_g, tile_c, tile_n = config["tile_g"], config["tile_c"], config["tile_n"]
+    channels, positions = problem["channels"], problem["positions"]
+    return Implementation(
+        function=function,
+        parameters=parameters_of(arrays, _DIMENSIONS, problem),
+        constants=(
+            ("channels", channels),
+            ("positions", positions),
+            ("tile_g", tile_g),
+            ("tile_c", tile_c),
+            ("tile_n", tile_n),
+            ("long", channels > tile_c or positions > tile_n),
+            ("bounded", tile_g > 1 or channels % tile_c != 0 or positions % tile_n != 0),
+            ("tma", config["tma"]),
+        ),
+        grid=lambda sizes, sm_count: grid_of(sizes["batch"] * cdiv(sizes["groups"], tile_g), config, sm_count),
+        hints=hints(config),
+    )
+
+
+def _default(problem: Problem, target: Target, live: int) -> Config:
+    piece = _piece(problem, 2048)
+    elements = piece["tile_g"] * piece["tile_c"] * piece["tile_n"]
+    held = (n for n in (8, 4, 2) if elements * live * n <= target.registers)
+    warps = 8 if elements > 4096 else 0
+    return Config(schedule="persistent", **piece, occupancy=next(held, 1), num_worker_warps=warps, tma=False)
+
+
+def _generic(problem: Problem) -> Config:
+    channels, positions = _widths(problem)
+    tile_n = min(256, positions)
+    return Config(
+        schedule="persistent", tile_g=1, tile_c=min(channels, 256 // tile_n), tile_n=tile_n, occupancy=1,
+        num_worker_warps=0, tma=False,
+    )  # fmt: skip
+
+
+def _results(outputs: dict[str, Any]) -> dict[str, Any]:
+    """The gradients, the shares of weight and bias added up over the batch."""
+    sums = {"dweight": outputs["scales"].double().sum(0), "dbias": outputs["shifts"].double().sum(0)}
+    return {"dx": outputs["dx"], **sums}
+
+
+def _bytes(arrays: tuple[Any, ...], problem: Problem) -> int:
+    """Shares of sums count as the one row that is made of them."""
+    once = [array for array in tensors(arrays) if array.role == "scratch"]
+    whole = [array for array in tensors(arrays) if array.role != "scratch"]
+    return bytes_of(whole, problem) + bytes_of(once, problem.but(batch=1))
+
+
+def _elements(problem: Problem) -> int:
+    return int(problem["batch"] * problem["groups"] * problem["channels"] * problem["positions"])
+
+
+def reference_forward(x: Any, weight: Any, bias: Any, eps: float) -> dict[str, Any]:
+    """The formula in float64."""
+    wide = x.double()
+    left = wide - wide.mean((-2, -1), keepdim=True)
+    rstd = (left.square().mean((-2, -1), keepdim=True) + eps).rsqrt()
+    return {"y": left * rstd * weight.double()[..., None] + bias.double()[..., None]}
+
+
+def reference_backward(dy: Any, x: Any, weight: Any, eps: float) -> dict[str, Any]:
+    """The gradients of :func:`reference_forward` in float64."""
+    wide, slope = x.double(), dy.double()
+    left = wide - wide.mean((-2, -1), keepdim=True)
+    rstd = (left.square().mean((-2, -1), keepdim=True) + eps).rsqrt()
+    normal, pulled = left * rstd, slope * weight.double()[..., None]
+    pull = (pulled * normal).mean((-2, -1), keepdim=True)
+    dx = rstd * (pulled - pulled.mean((-2, -1), keepdim=True) - normal * pull)
+    return {"dx": dx, "dweight": (slope * normal).sum((0, -1)), "dbias": slope.sum((0, -1))}
+
+
+_FORWARD_SIZES, _BACKWARD_SIZES = (1024, 2048, 4096), (1024, 2048, 4096)
+
+
+def _spec(
+    name: str, summary: str, function: Any, arrays: tuple[Any, ...], sizes: tuple[int, ...], live: int,
+    exact_as: Array, reference: Any, results: Any, flops: int,
+) -> KernelSpec:  # fmt: skip
+    return KernelSpec(
+        name=name,
+        summary=summary,
+        module=__name__,
+        dimensions=_DIMENSIONS,
+        space=Space(lambda problem: _axes(problem, sizes), (_whole(sizes), _fits(live), TMA_NEEDS_HOPPER)),
+        ops=("group_norm",),
+        implement=lambda problem, config: _implement(function, arrays, problem, config),
+        default=lambda problem, target: _default(problem, target, live),
+        generic=_generic,
+        inputs=lambda problem, generator, device: {**drawn(arrays, problem, generator, device), "eps": 1e-6},
+        outputs=outputs_of(arrays),
+        reference=reference,
+        results=results,
+        bytes_moved=lambda problem: _bytes(arrays, problem),
+        flops=lambda problem: flops * _elements(problem),
+        result_dtype=exact_as.dtype_in,
+        arrays=arrays,
+    )
+
+
+FORWARD = _spec(
+    name="group_norm_forward",
+    summary="y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias, group by group",
+    function=group_norm_forward,
+    arrays=_FORWARD_ARRAYS,
+    sizes=_FORWARD_SIZES,
+    live=2,
+    exact_as=_FORWARD_ARRAYS[3],
+    reference=reference_forward,
+    results=dict,
+    flops=8,
+)
+BACKWARD = _spec(
+    name="group_norm_backward",
+    summary="gradients of group_norm: dx, and each batch entry's share of dweight and dbias in float32",
+    function=group_norm_backward,
+    arrays=_BACKWARD_ARRAYS,
+    sizes=_BACKWARD_SIZES,
+    live=3,
+    exact_as=_BACKWARD_ARRAYS[3],
+    reference=reference_backward,
+    results=_results,
+    flops=18,
+)
+SPECS = (FORWARD, BACKWARD)

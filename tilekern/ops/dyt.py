@@ -1,0 +1,103 @@
+"""dyt: Dynamic Tanh, which stands where a norm would; the backward computes tanh again and keeps nothing but x."""
+
+from __future__ import annotations
+
+import torch
+
+from tilekern.kernels import column_sum
+from tilekern.kernels.dyt import BACKWARD, FORWARD, groups_of, stripes_of
+from tilekern.ops.operation import operation
+from tilekern.ops.registration import as_rows, check_devices, fresh, placeholder
+from tilekern.runtime.dispatch import Plan, plan_for
+
+Plans = tuple[Plan, Plan | None, Plan | None]
+Gradients = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+
+
+def _check(x: torch.Tensor, alpha: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor | None) -> None:
+    if not x.dim():
+        raise ValueError("dyt: x must have the shape [..., columns], got []")
+    if alpha.shape not in ((), (1,)):
+        raise ValueError(f"dyt: alpha must be one number, of the shape [] or [1], got {list(alpha.shape)}")
+    for name, weight in (("gamma", gamma), ("beta", beta)):
+        if weight is not None and weight.shape != x.shape[-1:]:
+            raise ValueError(f"dyt: {name} must have the shape [{x.shape[-1]}], got {list(weight.shape)}")
+    check_devices("dyt", x=x, alpha=alpha, gamma=gamma, beta=beta)
+
+
+def _find(
+    graded: bool, x: torch.Tensor, alpha: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor | None
+) -> Plans | None:
+    if not x.numel() or alpha.dtype != gamma.dtype or (beta is not None and beta.dtype != gamma.dtype):
+        return None
+    columns, shifted = x.shape[-1], beta is not None
+    sizes = (x.numel() // columns, columns, x.dtype, gamma.dtype, shifted)
+    forward = plan_for(FORWARD, x.device, *sizes)
+    if forward is None or not graded:
+        return None if forward is None else (forward, None, None)
+    backward = plan_for(BACKWARD, x.device, *sizes)
+    if backward is None:
+        return None
+    width = (1 + shifted) * columns
+    summed = plan_for(column_sum.SPEC, x.device, groups_of(backward.blocks, columns), width, gamma.dtype)
+    return None if summed is None else (forward, backward, summed)
+
+
+def _launch(
+    plans: Plans, x: torch.Tensor, alpha: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor | None
+) -> torch.Tensor:
+    dtype = torch.promote_types(x.dtype, gamma.dtype)
+    y = fresh(x, None if dtype == x.dtype else dtype)
+    shift = placeholder(1, gamma.dtype, x.device) if beta is None else beta.contiguous()
+    plans[0].launch(x.get_device(), as_rows(x), alpha.reshape(1), gamma.contiguous(), shift, as_rows(y))
+    return y
+
+
+def _launch_backward(
+    plans: Plans, needs: tuple[bool, ...], dy: torch.Tensor, x: torch.Tensor, alpha: torch.Tensor, gamma: torch.Tensor,
+    beta: torch.Tensor | None,
+) -> Gradients:  # fmt: skip
+    _, backward, summed = plans
+    assert backward is not None
+    assert summed is not None
+    columns, device = x.shape[-1], x.device
+    groups = groups_of(backward.blocks, columns)
+    dx, width = fresh(x), columns if beta is None else 2 * columns
+    partial = torch.empty(groups, width, dtype=torch.float32, device=device)
+    slopes = torch.empty(groups, stripes_of(columns), dtype=torch.float32, device=device)
+    arrays = (as_rows(dy), as_rows(x), alpha.reshape(1), gamma.contiguous(), as_rows(dx), partial, slopes)
+    backward.launch(x.get_device(), *arrays)
+    dgamma = dbeta = dalpha = None
+    if needs[2] or needs[3]:
+        sums = torch.empty(width, dtype=gamma.dtype, device=device)
+        summed.launch(x.get_device(), partial, sums)
+        dgamma, dbeta = (sums, None) if beta is None else sums.chunk(2)
+    if needs[1]:
+        dalpha = slopes.sum().to(alpha.dtype).view(alpha.shape)
+    return dx, dalpha, dgamma, dbeta
+
+
+@operation(
+    FORWARD, BACKWARD, flags={"shifted": "beta is not None"}, reads=("x", "alpha", "gamma", "beta"), check=_check,
+    find=_find, launch=_launch, launch_backward=_launch_backward,
+)  # fmt: skip
+def dyt(x: torch.Tensor, alpha: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor | None = None) -> torch.Tensor:
+    """``gamma * tanh(alpha * x) + beta``, computed in float32 and rounded once.
+
+    Args:
+        x: [..., columns]; bfloat16, float16 or float32, any strides.
+        alpha: one number, of the shape [1] or [].
+        gamma: [columns].
+        beta: [columns], or None where nothing is added. All three have one dtype, that of ``x`` or another of the
+            three; where theirs differ, the formula runs.
+
+    Returns:
+        [..., columns] in the dtype that torch promotes ``x``, ``alpha`` and ``gamma`` to, contiguous.
+
+    Raises:
+        ValueError: a weight has another shape or is on another device.
+    """
+    dtype = torch.promote_types(torch.promote_types(x.dtype, alpha.dtype), gamma.dtype)
+    wide = torch.promote_types(dtype, torch.float32)
+    y = gamma.to(wide) * torch.tanh(alpha.to(wide) * x.to(wide))
+    return (y if beta is None else y + beta.to(wide)).to(dtype)
