@@ -61,6 +61,9 @@ MAY_IMPORT = {
     f"{TRACING}.stepping": LEAVES | {"tilekern.ops", "tilekern.patch"},
     "tilekern.ops": LEAVES | {"tilekern.kernels", "tilekern.ops", f"{RUNTIME}.dispatch"},
     "tilekern.patch": {"tilekern"},
+    "tilekern.awaiting": set(),
+    "tilekern.startup": {"tilekern.awaiting", "tilekern.liger"},
+    "tilekern.liger": {"tilekern"},
     "tilekern.tune": {"tilekern", "tuning"},
     # Of the ops and the patches, tuning's plan/ alone: to trace a step.
     "tuning": {"tilekern", "tuning"},

@@ -1,0 +1,120 @@
+"""Rows of the table: what Liger's functions compute, by tilekern's ops on the CPU. Liger need not be installed."""
+
+import pytest
+import torch
+from liger_samples import CALLS, LIGERS_TOLERANCE, Sizes, in_float64, results_and_gradients
+from op_samples import assert_near
+
+from tilekern import liger
+from tilekern.liger import binding
+from tilekern.liger.table import TABLE, NotServed
+
+# Allowed ||error|| / ||reference||, as of the ops themselves.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2}
+X, WEIGHT = torch.randn(3, 8), torch.randn(8)
+LABELS = torch.tensor([0, 3, 7])
+Q, K = torch.randn(1, 2, 4, 8), torch.randn(1, 1, 4, 8)
+ANGLES = torch.randn(1, 4, 8)
+# Calls that ask for what an op does not have, and what the reason names.
+NOT_SERVED = [
+    ("LigerRMSNormFunction", (X.bfloat16(), WEIGHT.bfloat16(), 1e-6, 1.0, "gemma"), "casting_mode, offset"),
+    ("LigerRMSNormFunction", (X.bfloat16(), WEIGHT.bfloat16(), 1e-6, 0.0, "none"), "casting_mode"),
+    ("LigerRMSNormFunction", (X, None, 1e-6), "W=None"),
+    ("LigerFusedAddRMSNormFunction", (X, X, WEIGHT, 1e-6, 1.0), "offset"),
+    ("LigerSiLUMulFunction", (X, X, 0.5, 2.0), "down_multiplier, gate_multiplier"),
+    ("LigerMLPFunction", (X, X, X, X.T, 0.5), "gate_multiplier"),
+    ("LigerRopeFunction", (Q, K, ANGLES[..., :4], ANGLES[..., :4]), "rotary_dim"),
+    ("LigerRopeFunction", (Q[..., :7], K[..., :7], ANGLES[..., :7], ANGLES[..., :7]), "an odd head size"),
+    ("LigerLlama4RopeFunction", (Q, K, ANGLES), "a real freqs_cis"),
+    ("LigerCrossEntropyFunction", (X, LABELS, WEIGHT, -100, 0.1), "lse_square_scale with class weights"),
+    ("LigerCrossEntropyFunction", (X, LABELS, None, -100, 0.0, 0.0, "mean", None, True), "return_z_loss"),
+    ("LigerFusedLinearCrossEntropyFunction", (X, X, LABELS, LABELS.float()), "bias"),
+    (
+        "LigerFusedLinearCrossEntropyFunction",
+        (X, X, LABELS, None, None, -100, 0.0, 0.0, "mean", None, False, torch.float16),
+        "accum_dtype",
+    ),
+    ("LigerJSDFunction", (X, X, None, 0.5, -100, "nvidia-triton"), "jsd_impl"),
+    ("LigerKLDivLossFunction", (X, X, "batchmean", False, 1e-2), "eps"),
+]
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.id)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_a_row_computes_what_ligers_function_does(call, dtype):
+    torch.manual_seed(0)
+    arguments = call.arguments(Sizes(), dtype, "cpu")
+    found = results_and_gradients(TABLE[call.name].call, arguments)
+    reference = results_and_gradients(call.reference, in_float64(arguments))
+    forward, backward = LIGERS_TOLERANCE[dtype]
+    graded = sum(isinstance(x, torch.Tensor) and x.requires_grad for x in arguments)
+    for number, (got, wide) in enumerate(zip(found, reference, strict=True)):
+        assert_near(got, wide, TOLERANCE[dtype])
+        atol, rtol = forward if number < len(found) - graded else backward
+        torch.testing.assert_close(got.double(), wide, atol=atol, rtol=rtol)
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_every_row_is_called_here(name):
+    assert name in {call.name for call in CALLS}
+
+
+@pytest.mark.parametrize(("name", "arguments", "reason"), NOT_SERVED, ids=[f"{n}-{r}" for n, _, r in NOT_SERVED])
+def test_what_an_op_does_not_have_is_named(name, arguments, reason):
+    with pytest.raises(NotServed, match=reason):
+        TABLE[name].call(*arguments)
+
+
+def test_results_have_ligers_dtypes():
+    x, weight = torch.randn(4, 8).bfloat16(), torch.randn(8)
+    assert TABLE["LigerRMSNormFunction"].call(x, weight, 1e-6).dtype == torch.bfloat16
+    assert TABLE["LigerLayerNormFunction"].call(x, weight, weight, 1e-6).dtype == torch.bfloat16
+    assert TABLE["LigerKLDivLossFunction"].call(x, x, "none").dtype == torch.float32
+    assert TABLE["LigerCrossEntropyFunction"].call(x, torch.zeros(4, dtype=torch.int64), None)[0].dtype == x.dtype
+    q, k, angles = Q.bfloat16(), K.bfloat16(), ANGLES
+    assert {found.dtype for found in TABLE["LigerRopeFunction"].call(q, k, angles, angles)} == {torch.bfloat16}
+
+
+def test_targets_and_class_weights_get_no_gradient():
+    x, y = torch.randn(2, 3, 8).log_softmax(-1).requires_grad_().unbind()
+    for name in ("LigerJSDFunction", "LigerKLDivLossFunction", "LigerTVDLossFunction"):
+        loss = TABLE[name].call(x.detach().requires_grad_(), y)
+        assert torch.autograd.grad(loss, y, allow_unused=True) == (None,)
+    weight = torch.rand(8).requires_grad_()
+    loss = TABLE["LigerCrossEntropyFunction"].call(x, LABELS, weight)[0]
+    assert torch.autograd.grad(loss, weight, allow_unused=True) == (None,)
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    monkeypatch.setattr(binding, "calls", type(binding.calls)())
+    monkeypatch.setattr(binding, "kept", {})
+
+
+def test_a_call_that_is_not_served_runs_ligers_own_is_counted_and_said_once(counted, recwarn):
+    apply = binding._serving(TABLE["LigerSiLUMulFunction"], lambda *arguments: arguments)
+    for factor in (0.5, 0.25):
+        assert apply(X, X, factor) == (X, X, factor)
+    torch.testing.assert_close(apply(X, X), torch.nn.functional.silu(X) * X)
+    assert liger.calls() == {"LigerSiLUMulFunction": {"served": 1, "left": {"gate_multiplier": 2}}}
+    assert [str(said.message) for said in recwarn] == [
+        "LigerSiLUMulFunction runs Liger's own kernel where it is asked for gate_multiplier, which tilekern's swiglu "
+        "does not have; tilekern.liger.calls() counts such calls"
+    ]
+
+
+def test_subclasses_of_tensors_go_to_liger(counted):
+    class Own(torch.Tensor):
+        pass
+
+    apply = binding._serving(TABLE["LigerSoftmaxFunction"], lambda _: "Liger's")
+    with pytest.warns(UserWarning, match="a subclass of Tensor"):
+        assert apply(X.as_subclass(Own)) == "Liger's"
+
+
+def test_rows_compile_without_a_break(counted):
+    apply = binding._serving(TABLE["LigerSiLUMulFunction"], lambda a, _, gate: a * gate)
+    compiled = torch.compile(lambda *given: apply(*given) + 1, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(X, X), torch.nn.functional.silu(X) * X + 1)
+    torch.testing.assert_close(compiled(X, X, 0.5), X * 0.5 + 1)
+    assert liger.calls() == {}

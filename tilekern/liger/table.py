@@ -1,0 +1,284 @@
+"""The table: which of Liger's functions are served by which op, each with the arguments that Liger's function takes.
+
+A row is a function with Liger's parameters that calls tilekern's op. It raises :class:`NotServed` before it computes
+anything where the op does not have what an argument asks for; that call then runs Liger's own function. What Liger
+promises and the op does differently is put right here: results have Liger's dtype, a loss over no rows is 0, targets
+and angles get no gradient. ``in_place`` is a permission in Liger, of which the ops make no use.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tilekern import ops
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+# Of ``torch.tensor(1e-8) * log`` nothing is left in float32 beside a loss.
+_NO_EPS = 1e-8
+_PARAMETERS = {name: frozenset(inspect.signature(getattr(ops, name)).parameters) for name in ops.__all__}
+
+
+class NotServed(Exception):  # noqa: N818 (it is not an error: the call goes to Liger)
+    """The op does not have what a call asks for; the message names the arguments."""
+
+
+@dataclass(frozen=True)
+class Function:
+    """A row of the table.
+
+    Attributes:
+        name: of the class in ``liger_kernel.ops``.
+        op: the op's name in ``tilekern.ops``.
+        call: takes the arguments of that class's ``apply``.
+        dispatched: the function's name in ``liger_kernel.functional``, or None where it is not there.
+    """
+
+    name: str
+    op: str
+    call: Callable[..., Any]
+    dispatched: str | None
+
+
+TABLE: dict[str, Function] = {}
+
+
+def _serves(name: str, op: str, dispatched: str | None = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def enter(call: Callable[..., Any]) -> Callable[..., Any]:
+        TABLE[name] = Function(name, op, call, dispatched)
+        return call
+
+    return enter
+
+
+def _asked(op: str, **options: tuple[Any, Any]) -> dict[str, Any]:
+    """The options, each ``(value, what the op does without it)``, that a call must hand on.
+
+    Raises:
+        NotServed: the op does not have one of them.
+    """
+    asked = {
+        name: value
+        for name, (value, without) in options.items()
+        if (value is not None if without is None else value != without)
+    }
+    if not asked.keys() <= _PARAMETERS[op]:
+        raise NotServed(", ".join(sorted(asked.keys() - _PARAMETERS[op])))
+    return asked
+
+
+def _constant(x: torch.Tensor) -> torch.Tensor:
+    """What Liger gives no gradient."""
+    return x.detach() if x.requires_grad else x
+
+
+def _rows_that_count(target: torch.Tensor, ignore_index: int, weight: torch.Tensor | None) -> torch.Tensor:
+    """What Liger's mean divides by; 1 where no row counts, whose sum is 0."""
+    counts = target != ignore_index
+    if weight is None:
+        return counts.sum().clamp(min=1)
+    found = (weight.detach().float()[target.clamp(0, weight.shape[0] - 1)] * counts).sum()
+    return found.where(counts.any(), 1)
+
+
+@_serves("LigerRMSNormFunction", "rms_norm", dispatched="rms_norm")
+def _rms_norm(
+    X: torch.Tensor, W: torch.Tensor | None, eps: float, offset: float = 0.0, casting_mode: str | int = "llama",
+    in_place: bool = True, row_mode: bool | None = None,
+) -> torch.Tensor:  # fmt: skip
+    if W is None:
+        raise NotServed("W=None")
+    return ops.rms_norm(X, W, eps, **_casts("rms_norm", X, W, offset, casting_mode)).to(X.dtype)
+
+
+@_serves("LigerFusedAddRMSNormFunction", "fused_add_rms_norm", dispatched="fused_add_rms_norm")
+def _fused_add_rms_norm(
+    X: torch.Tensor, R: torch.Tensor, W: torch.Tensor, eps: float, offset: float = 0.0,
+    casting_mode: str | int = "llama", in_place: bool = False,
+) -> Pair:  # fmt: skip
+    options = _casts("fused_add_rms_norm", X, W, offset, casting_mode)
+    total, y = ops.fused_add_rms_norm(R, X, W, eps, **options)
+    return y.to(X.dtype), total
+
+
+def _casts(op: str, x: torch.Tensor, weight: torch.Tensor, offset: float, casting_mode: str | int) -> dict[str, Any]:
+    # In float32 there is nothing to cast, and the three modes are one.
+    wide = x.dtype == weight.dtype == torch.float32
+    return _asked(op, offset=(offset, 0.0), casting_mode=("llama" if wide else casting_mode, "llama"))
+
+
+@_serves("LigerLayerNormFunction", "layer_norm", dispatched="layer_norm")
+def _layer_norm(X: torch.Tensor, W: torch.Tensor, B: torch.Tensor, eps: float) -> torch.Tensor:
+    return ops.layer_norm(X, W, B, eps).to(X.dtype)
+
+
+@_serves("LigerSiLUMulFunction", "swiglu", dispatched="swiglu")
+def _swiglu(
+    a: torch.Tensor, b: torch.Tensor, gate_multiplier: float = 1.0, down_multiplier: float = 1.0
+) -> torch.Tensor:
+    return ops.swiglu(a, b, **_multipliers("swiglu", gate_multiplier, down_multiplier))
+
+
+@_serves("LigerFusedGateUpSiLUMulFunction", "swiglu")
+def _fused_gate_up(y: torch.Tensor, in_place: bool = False) -> torch.Tensor:
+    if y.shape[-1] % 2:
+        raise ValueError(f"fused gate-up input must have an even last dimension, got {list(y.shape)}")
+    return ops.swiglu(*y.chunk(2, -1))
+
+
+@_serves("LigerMLPFunction", "gated_mlp")
+def _gated_mlp(
+    input: torch.Tensor, gate_weight: torch.Tensor, up_weight: torch.Tensor, down_weight: torch.Tensor,
+    gate_multiplier: float = 1.0, down_multiplier: float = 1.0,
+) -> torch.Tensor:  # fmt: skip
+    options = _multipliers("gated_mlp", gate_multiplier, down_multiplier)
+    return ops.gated_mlp(input, gate_weight, up_weight, down_weight, **options)
+
+
+def _multipliers(op: str, gate: float, down: float) -> dict[str, Any]:
+    return _asked(op, gate_multiplier=(float(gate), 1.0), down_multiplier=(float(down), 1.0))
+
+
+@_serves("LigerGELUMulFunction", "geglu", dispatched="geglu")
+def _geglu(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return ops.geglu(a, b, tanh=True)
+
+
+@_serves("LigerSoftmaxFunction", "softmax", dispatched="softmax")
+def _softmax(input_: torch.Tensor) -> torch.Tensor:
+    return ops.softmax(input_)
+
+
+@_serves("LigerSparsemaxFunction", "sparsemax")
+def _sparsemax(x: torch.Tensor, dim: int) -> torch.Tensor:
+    return ops.sparsemax(x, dim)
+
+
+@_serves("LigerRopeFunction", "rope", dispatched="rope")
+def _rope(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, position_ids: torch.Tensor | None = None,
+    unsqueeze_dim: int = 1, rotary_dim: int | None = None,
+) -> Pair:  # fmt: skip
+    size = q.shape[-1]
+    if size % 2:
+        raise NotServed("an odd head size")
+    rotary = min(cos.shape[-1], size) if rotary_dim is None else rotary_dim
+    options = _asked("rope", rotary_dim=(rotary, size))
+    angles = [_without_heads(x, unsqueeze_dim)[..., :rotary] for x in (cos, sin)]
+    # Liger reads the first half of the angles alone, as tilekern does where they are promised to come twice.
+    q_out, k_out = ops.rope(q, k, *angles, twice=True, **options)
+    return q_out.to(q.dtype), k_out.to(k.dtype)
+
+
+def _without_heads(angles: torch.Tensor, dim: int) -> torch.Tensor:
+    """[batch, tokens, size] of what has a dimension of 1 for the heads; anything else as it is."""
+    if angles.dim() != 4:
+        return angles
+    return angles.squeeze(dim) if angles.shape[dim] == 1 else angles.squeeze(1)
+
+
+@_serves("LigerLlama4RopeFunction", "llama4_rope")
+def _llama4_rope(q: torch.Tensor, k: torch.Tensor, freqs_cis: torch.Tensor, BLOCK_SIZE: int | None = None) -> Pair:
+    if not freqs_cis.is_complex():
+        raise NotServed("a real freqs_cis")
+    return ops.llama4_rope(q, k, _constant(freqs_cis)[..., : q.shape[1], :])
+
+
+@_serves("LigerQwen2VLMRopeFunction", "qwen2vl_mrope")
+def _qwen2vl_mrope(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mrope_section: list[int],
+    unsqueeze_dim: int = 1,
+) -> Pair:  # fmt: skip
+    # Liger takes [batch, heads, tokens, head_dim] whatever unsqueeze_dim says.
+    q_out, k_out = ops.qwen2vl_mrope(q, k, cos, sin, mrope_section)
+    return q_out.to(q.dtype), k_out.to(k.dtype)
+
+
+@_serves("LigerCrossEntropyFunction", "cross_entropy", dispatched="cross_entropy")
+def _cross_entropy(
+    _input: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, ignore_index: int = -100,
+    lse_square_scale: float = 0.0, label_smoothing: float = 0.0, reduction: str = "mean", softcap: float | None = None,
+    return_z_loss: bool = False, return_token_accuracy: bool = False, return_predicted_tokens: bool = False,
+) -> tuple[torch.Tensor, None, None, None]:  # fmt: skip
+    _metrics("cross_entropy", return_z_loss, return_token_accuracy, return_predicted_tokens)
+    _z_loss_of_weighted_rows(lse_square_scale, weight, reduction)
+    loss = ops.cross_entropy(
+        _input, target, None if weight is None else _constant(weight), ignore_index=ignore_index,
+        reduction="sum" if reduction == "mean" else reduction, label_smoothing=label_smoothing, softcap=softcap,
+        z_loss=lse_square_scale, in_place=True,
+    )  # fmt: skip
+    if reduction == "mean":
+        loss = loss / _rows_that_count(target, ignore_index, weight)
+    return loss.to(_input.dtype), None, None, None
+
+
+@_serves(
+    "LigerFusedLinearCrossEntropyFunction", "fused_linear_cross_entropy", dispatched="fused_linear_cross_entropy"
+)  # fmt: skip
+def _fused_linear_cross_entropy(
+    _input: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None = None,
+    ce_weight: torch.Tensor | None = None, ignore_index: int = -100, lse_square_scale: float = 0.0,
+    label_smoothing: float = 0.0, reduction: str = "mean", softcap: float | None = None, return_z_loss: bool = False,
+    accum_dtype: torch.dtype | None = None, use_token_scaling: bool = False, return_token_accuracy: bool = False,
+    return_predicted_tokens: bool = False, ce_impl: str | None = None, ce_mode: str | None = None,
+    chunk_mem_const: int = 1,
+) -> tuple[torch.Tensor, None, None, None]:  # fmt: skip
+    op = "fused_linear_cross_entropy"
+    _metrics(op, return_z_loss, return_token_accuracy, return_predicted_tokens)
+    _z_loss_of_weighted_rows(lse_square_scale, ce_weight, reduction)
+    _asked(op, ce_impl=(ce_impl, None), ce_mode=(ce_mode, None), token_scaling=(use_token_scaling, False))
+    options = _asked(op, bias=(bias, None))
+    if accum_dtype not in (None, torch.float32, weight.dtype):
+        raise NotServed("accum_dtype")
+    if reduction == "mean":
+        options["num_items"] = _rows_that_count(target, ignore_index, ce_weight)
+    loss = ops.fused_linear_cross_entropy(
+        _input, weight, target, class_weight=None if ce_weight is None else _constant(ce_weight),
+        ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing, softcap=softcap,
+        z_loss=lse_square_scale, wide_sums=accum_dtype == torch.float32, **options,
+    )  # fmt: skip
+    return loss, None, None, None
+
+
+def _metrics(op: str, z_loss: bool, accuracy: bool, predicted: bool) -> None:
+    _asked(
+        op, return_z_loss=(z_loss, False), return_token_accuracy=(accuracy, False),
+        return_predicted_tokens=(predicted, False),
+    )  # fmt: skip
+
+
+def _z_loss_of_weighted_rows(scale: float, weight: torch.Tensor | None, reduction: str) -> None:
+    # Liger divides the losses by the weights of the rows, and their z-losses by the number of rows.
+    if scale and weight is not None and reduction == "mean":
+        raise NotServed("lse_square_scale with class weights")
+
+
+@_serves("LigerJSDFunction", "jsd", dispatched="jsd")
+def _jsd(
+    _input: torch.Tensor, target: torch.Tensor, shift_labels: torch.Tensor | None = None, beta: float = 0.5,
+    ignore_index: int = -100, jsd_impl: str | None = None, jsd_mode: str | None = None,
+) -> torch.Tensor:  # fmt: skip
+    _asked("jsd", jsd_impl=(jsd_impl, None), jsd_mode=(jsd_mode, None))
+    return ops.jsd(_input, _constant(target), shift_labels, beta, ignore_index)
+
+
+@_serves("LigerKLDivLossFunction", "kl_div", dispatched="kl_div")
+def _kl_div(
+    y_pred: torch.Tensor, y_true: torch.Tensor, reduction: str = "batchmean", log_target: bool = False,
+    eps: float = 1e-10,
+) -> torch.Tensor:  # fmt: skip
+    if eps > _NO_EPS and not log_target:
+        raise NotServed("eps")
+    return ops.kl_div(y_pred, _constant(y_true), reduction, log_target).float()
+
+
+@_serves("LigerTVDLossFunction", "tvd")
+def _tvd(
+    p: torch.Tensor, q: torch.Tensor, shift_labels: torch.Tensor | None = None, reduction: str = "batchmean",
+    ignore_index: int = -100,
+) -> torch.Tensor:  # fmt: skip
+    return ops.tvd(p, _constant(q), shift_labels, reduction, ignore_index)
