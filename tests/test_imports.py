@@ -62,7 +62,7 @@ MAY_IMPORT = {
     "tilekern.ops": LEAVES | {"tilekern.kernels", "tilekern.ops", f"{RUNTIME}.dispatch"},
     "tilekern.patch": {"tilekern"},
     "tilekern.awaiting": set(),
-    "tilekern.startup": {"tilekern.awaiting", "tilekern.liger"},
+    "tilekern.startup": {"tilekern.awaiting"},
     "tilekern.liger": {"tilekern"},
     "tilekern.tune": {"tilekern", "tuning"},
     # Of the ops and the patches, tuning's plan/ alone: to trace a step.

@@ -7,6 +7,7 @@ for when that is used. ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` turns all such entry 
 from __future__ import annotations
 
 import os
+from importlib import import_module
 
 _LIGER = ("LIGER_KERNEL_IMPL", "LIGER_KERNEL_BACKEND")
 
@@ -16,15 +17,10 @@ def begin() -> None:
     if variables():
         from tilekern.awaiting import after_import
 
-        after_import("liger_kernel.ops.backends.registry", _offer)
+        # By name: liger stands above this file.
+        after_import("liger_kernel.ops.backends.registry", lambda: import_module("tilekern.liger").offer())
 
 
 def variables() -> list[str]:
     """The names of Liger-Kernel's variables in the environment that ask for tilekern."""
     return [name for name, value in os.environ.items() if name.startswith(_LIGER) and value.strip() == "tilekern"]
-
-
-def _offer() -> None:
-    from tilekern.liger import offer
-
-    offer()

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from tilekern.liger.table import TABLE
+
 # What Liger's registry of implementations allows its own kernels: (absolute, relative) forward, and backward.
 LIGERS_TOLERANCE = {
     torch.float32: ((1e-5, 1e-5), (1e-4, 1e-4)),
@@ -93,7 +95,22 @@ def _add_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps
     return _rms_norm(x + residual, weight, eps), x + residual
 
 
-def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def _poly_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float, _: bool) -> torch.Tensor:
+    powers = [x**power for power in (3, 2, 1)]
+    normed = [u * torch.rsqrt(u.square().mean(-1, keepdim=True) + eps) for u in powers]
+    return sum(w * u for w, u in zip(weight, normed, strict=True)) + bias
+
+
+def _neighborhood(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, size: int, dilation: int) -> torch.Tensor:
+    at = torch.arange(q.shape[2], device=q.device)
+    apart = at[:, None] - at
+    seen = (apart % dilation == 0) & (apart.abs() <= size // 2 * dilation)
+    scores = (q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5).masked_fill(~seen, -torch.inf)
+    return scores.softmax(-1) @ v
+
+
+def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """The halves of ``x`` as pairs, turned."""
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat((-second, first), -1) * sin
 
@@ -103,7 +120,7 @@ def _rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
         cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     if cos.shape[-1] < q.shape[-1]:
         cos, sin = torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
-    return _turned(q, cos, sin), _turned(k, cos, sin)
+    return turned(q, cos, sin), turned(k, cos, sin)
 
 
 def _mrope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sections: list[int]) -> Any:
@@ -115,11 +132,11 @@ def _mrope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tenso
 
 
 def _complex_rope(q: torch.Tensor, k: torch.Tensor, freqs: torch.Tensor) -> Any:
-    def turned(x: torch.Tensor) -> torch.Tensor:
+    def rotated(x: torch.Tensor) -> torch.Tensor:
         pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
         return torch.view_as_real(pairs * freqs[:, :, None]).flatten(-2)
 
-    return turned(q), turned(k)
+    return rotated(q), rotated(k)
 
 
 def _llama4_arguments(s: Sizes, dtype: torch.dtype, device: str) -> tuple[Any, ...]:
@@ -153,8 +170,13 @@ def _linear_cross_entropy(
 
 
 def _head(s: Sizes, dtype: torch.dtype, device: str) -> tuple[torch.Tensor, ...]:
-    hidden, weight = normal((s.rows, s.columns), dtype, device), normal((s.vocabulary, s.columns), dtype, device)
-    return hidden, weight.detach().mul_(s.columns**-0.5).requires_grad_(), _labels(s, device)
+    weight = _linear((s.vocabulary, s.columns), dtype, device)
+    return normal((s.rows, s.columns), dtype, device), weight, _labels(s, device)
+
+
+def _linear(shape: tuple[int, int], dtype: torch.dtype, device: str) -> torch.Tensor:
+    """The weight of a linear layer whose outputs are of the size of its inputs."""
+    return normal(shape, dtype, device, graded=False).mul_(shape[1] ** -0.5).requires_grad_()
 
 
 def _class_weight(s: Sizes, device: str) -> torch.Tensor:
@@ -201,7 +223,7 @@ def _sparsemax(x: torch.Tensor, dim: int) -> torch.Tensor:
     return (x.movedim(dim, -1) - tau).clamp(min=0).movedim(-1, dim)
 
 
-CALLS = [
+_CALLS = [
     Call("LigerRMSNormFunction", lambda *s: (_matrix(*s), _vector(*s), EPS), _rms_norm),
     Call(
         "LigerFusedAddRMSNormFunction", lambda *s: (_matrix(*s), _matrix(*s), _vector(*s), EPS, 0.0, "llama", True),
@@ -211,6 +233,22 @@ CALLS = [
         "LigerLayerNormFunction", lambda *s: (_matrix(*s), _vector(*s), _vector(*s), EPS),
         lambda x, weight, bias, eps: functional.layer_norm(x, x.shape[-1:], weight, bias, eps),
     ),
+    Call(
+        "LigerGroupNormFunction",
+        lambda s, *r: (normal((2, 6, s.columns // 4, 4), *r), normal((6,), *r), normal((6,), *r), 6, 3, EPS),
+        lambda x, weight, bias, _, groups, eps: functional.group_norm(x, groups, weight, bias, eps),
+    ),
+    Call(
+        "LigerPolyNormFunction", lambda s, *r: (_matrix(s, *r), normal((3,), *r), normal((), *r), EPS, True), _poly_norm
+    ),
+    Call(
+        "LigerDyTFunction", lambda s, *r: (_matrix(s, *r), normal((1,), *r), _vector(s, *r), _vector(s, *r)),
+        lambda x, alpha, gamma, beta: gamma * torch.tanh(alpha * x) + beta,
+    ),
+    Call(
+        "LigerDyTFunction", lambda s, *r: (_matrix(s, *r), normal((1,), *r), _vector(s, *r), None),
+        lambda x, alpha, gamma, _: gamma * torch.tanh(alpha * x), "without beta",
+    ),
     Call("LigerSiLUMulFunction", lambda *s: (_matrix(*s), _matrix(*s)), lambda a, b: functional.silu(a) * b),
     Call(
         "LigerFusedGateUpSiLUMulFunction", lambda s, *r: (normal((s.rows, 2 * s.columns), *r),),
@@ -218,10 +256,7 @@ CALLS = [
     ),
     Call(
         "LigerMLPFunction",
-        lambda s, *r: (
-            _matrix(s, *r),
-            *(normal(n, *r).detach().mul_(0.1).requires_grad_() for n in [(32, s.columns)] * 2 + [(s.columns, 32)]),
-        ),
+        lambda s, *r: (_matrix(s, *r), *(_linear(n, *r) for n in [(32, s.columns)] * 2 + [(s.columns, 32)])),
         lambda x, gate, up, down: functional.linear(functional.silu(x @ gate.T) * (x @ up.T), down),
     ),
     Call(
@@ -231,6 +266,10 @@ CALLS = [
     Call("LigerSoftmaxFunction", lambda *s: (_matrix(*s),), lambda x: x.softmax(-1)),
     Call("LigerSparsemaxFunction", lambda *s: (_matrix(*s), -1), _sparsemax),
     Call("LigerSparsemaxFunction", lambda *s: (_matrix(*s), 1), _sparsemax, "of another dimension"),
+    Call(
+        "LigerFusedNeighborhoodAttentionFunction",
+        lambda s, *r: (*(normal((2, s.heads, s.tokens, s.head_dim), *r) for _ in range(3)), 3, 2), _neighborhood,
+    ),
     Call("LigerRopeFunction", lambda *s: (*_heads(*s), *_angles(*s)), _rope),
     Call("LigerRopeFunction", lambda *s: (*_heads(*s), *_angles(*s, (2, 1))), _rope, "with a dimension for heads"),
     Call(
@@ -317,6 +356,7 @@ CALLS = [
         for reduction in ("batchmean", "mean", "sum", "none")
     ],
 ]  # fmt: skip
+CALLS = [call for call in _CALLS if call.name in TABLE]
 
 
 def results_and_gradients(call: Callable[..., Any], arguments: tuple[Any, ...]) -> list[torch.Tensor]:

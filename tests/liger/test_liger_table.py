@@ -2,33 +2,64 @@
 
 import pytest
 import torch
-from liger_samples import CALLS, LIGERS_TOLERANCE, Sizes, in_float64, results_and_gradients
+from liger_samples import CALLS, LIGERS_TOLERANCE, Sizes, in_float64, results_and_gradients, turned
 from op_samples import assert_near
+from torch.nn import functional
 
 from tilekern import liger
-from tilekern.liger import binding
+from tilekern.liger import binding, table
 from tilekern.liger.table import TABLE, NotServed
 
 # Allowed ||error|| / ||reference||, as of the ops themselves.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2}
 X, WEIGHT = torch.randn(3, 8), torch.randn(8)
-LABELS = torch.tensor([0, 3, 7])
+LABELS = torch.tensor([0, 2, 1])
 Q, K = torch.randn(1, 2, 4, 8), torch.randn(1, 1, 4, 8)
 ANGLES = torch.randn(1, 4, 8)
+TWICE = [torch.cat((x, x), -1) for x in ANGLES.split(2, -1)[:2]]
+
+
+def normed(x):
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+
+
+# Options that an op may have or not: arguments, what is asked for, and the result in float64.
+OPTIONS = [
+    (
+        "LigerRMSNormFunction", (X.bfloat16(), WEIGHT.bfloat16(), 1e-6, 1.0, "gemma"), ["casting_mode", "offset"],
+        lambda x, weight, *_: normed(x) * (1 + weight),
+    ),
+    (
+        "LigerRMSNormFunction", (X.bfloat16(), WEIGHT.bfloat16(), 1e-6, 0.0, "none"), ["casting_mode"],
+        lambda x, weight, *_: normed(x) * weight,
+    ),
+    (
+        "LigerFusedAddRMSNormFunction", (X, X, WEIGHT, 1e-6, 1.0), ["offset"],
+        lambda x, r, w, *_: normed(x + r) * (1 + w),
+    ),
+    (
+        "LigerSiLUMulFunction", (X, X, 0.5, 2.0), ["down_multiplier", "gate_multiplier"],
+        lambda a, b, *_: 2 * functional.silu(0.5 * a) * b,
+    ),
+    (
+        "LigerMLPFunction", (X, X, X, X.T, 0.5), ["gate_multiplier"],
+        lambda x, gate, up, down, _: (functional.silu(0.5 * x @ gate.T) * (x @ up.T)) @ down.T,
+    ),
+    (
+        "LigerRopeFunction", (Q, K, *TWICE), ["rotary_dim"],
+        lambda q, _, cos, sin: torch.cat((turned(q[..., :4], cos, sin), q[..., 4:]), -1),
+    ),
+    (
+        "LigerFusedLinearCrossEntropyFunction", (X, X, LABELS, LABELS.float()), ["bias"],
+        lambda x, weight, target, bias: functional.cross_entropy(x @ weight.T + bias, target),
+    ),
+]  # fmt: skip
 # Calls that ask for what an op does not have, and what the reason names.
 NOT_SERVED = [
-    ("LigerRMSNormFunction", (X.bfloat16(), WEIGHT.bfloat16(), 1e-6, 1.0, "gemma"), "casting_mode, offset"),
-    ("LigerRMSNormFunction", (X.bfloat16(), WEIGHT.bfloat16(), 1e-6, 0.0, "none"), "casting_mode"),
-    ("LigerRMSNormFunction", (X, None, 1e-6), "W=None"),
-    ("LigerFusedAddRMSNormFunction", (X, X, WEIGHT, 1e-6, 1.0), "offset"),
-    ("LigerSiLUMulFunction", (X, X, 0.5, 2.0), "down_multiplier, gate_multiplier"),
-    ("LigerMLPFunction", (X, X, X, X.T, 0.5), "gate_multiplier"),
-    ("LigerRopeFunction", (Q, K, ANGLES[..., :4], ANGLES[..., :4]), "rotary_dim"),
     ("LigerRopeFunction", (Q[..., :7], K[..., :7], ANGLES[..., :7], ANGLES[..., :7]), "an odd head size"),
     ("LigerLlama4RopeFunction", (Q, K, ANGLES), "a real freqs_cis"),
     ("LigerCrossEntropyFunction", (X, LABELS, WEIGHT, -100, 0.1), "lse_square_scale with class weights"),
     ("LigerCrossEntropyFunction", (X, LABELS, None, -100, 0.0, 0.0, "mean", None, True), "return_z_loss"),
-    ("LigerFusedLinearCrossEntropyFunction", (X, X, LABELS, LABELS.float()), "bias"),
     (
         "LigerFusedLinearCrossEntropyFunction",
         (X, X, LABELS, None, None, -100, 0.0, 0.0, "mean", None, False, torch.float16),
@@ -59,6 +90,18 @@ def test_every_row_is_called_here(name):
     assert name in {call.name for call in CALLS}
 
 
+@pytest.mark.parametrize(("name", "arguments", "options", "reference"), OPTIONS)
+def test_an_option_is_handed_on_or_named(name, arguments, options, reference):
+    row = TABLE[name]
+    if set(options) <= table._PARAMETERS[row.op].keys():
+        result = row.call(*arguments)
+        first = result[0] if isinstance(result, tuple) else result
+        assert_near(first, reference(*in_float64(arguments)), TOLERANCE[arguments[0].dtype])
+    else:
+        with pytest.raises(NotServed, match=", ".join(options)):
+            row.call(*arguments)
+
+
 @pytest.mark.parametrize(("name", "arguments", "reason"), NOT_SERVED, ids=[f"{n}-{r}" for n, _, r in NOT_SERVED])
 def test_what_an_op_does_not_have_is_named(name, arguments, reason):
     with pytest.raises(NotServed, match=reason):
@@ -73,6 +116,13 @@ def test_results_have_ligers_dtypes():
     assert TABLE["LigerCrossEntropyFunction"].call(x, torch.zeros(4, dtype=torch.int64), None)[0].dtype == x.dtype
     q, k, angles = Q.bfloat16(), K.bfloat16(), ANGLES
     assert {found.dtype for found in TABLE["LigerRopeFunction"].call(q, k, angles, angles)} == {torch.bfloat16}
+
+
+def test_a_target_of_another_dtype_is_taken_as_it_is():
+    x, y = torch.randn(3, 8).log_softmax(-1), torch.randn(3, 8).softmax(-1)
+    for name in ("LigerJSDFunction", "LigerKLDivLossFunction", "LigerTVDLossFunction"):
+        loss = TABLE[name].call(x.bfloat16(), y)
+        torch.testing.assert_close(loss.float(), TABLE[name].call(x.bfloat16().float(), y), rtol=1e-2, atol=1e-2)
 
 
 def test_targets_and_class_weights_get_no_gradient():

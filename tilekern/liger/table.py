@@ -15,12 +15,18 @@ from typing import Any
 
 import torch
 
-from tilekern import ops
+from tilekern import ops as _modules
 
 Pair = tuple[torch.Tensor, torch.Tensor]
+# Ops that are found by themselves are attributes of the package once it is imported.
+ops: Any = _modules
 # Of ``torch.tensor(1e-8) * log`` nothing is left in float32 beside a loss.
 _NO_EPS = 1e-8
-_PARAMETERS = {name: frozenset(inspect.signature(getattr(ops, name)).parameters) for name in ops.__all__}
+# What each op may be asked for, with its annotation.
+_PARAMETERS = {
+    op: {name: str(said.annotation) for name, said in inspect.signature(getattr(ops, op)).parameters.items()}
+    for op in ops.__all__
+}
 
 
 class NotServed(Exception):  # noqa: N818 (it is not an error: the call goes to Liger)
@@ -49,7 +55,8 @@ TABLE: dict[str, Function] = {}
 
 def _serves(name: str, op: str, dispatched: str | None = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def enter(call: Callable[..., Any]) -> Callable[..., Any]:
-        TABLE[name] = Function(name, op, call, dispatched)
+        if op in ops.__all__:
+            TABLE[name] = Function(name, op, call, dispatched)
         return call
 
     return enter
@@ -66,14 +73,24 @@ def _asked(op: str, **options: tuple[Any, Any]) -> dict[str, Any]:
         for name, (value, without) in options.items()
         if (value is not None if without is None else value != without)
     }
-    if not asked.keys() <= _PARAMETERS[op]:
-        raise NotServed(", ".join(sorted(asked.keys() - _PARAMETERS[op])))
+    _only(**dict.fromkeys(asked.keys() - _PARAMETERS[op].keys(), True))
     return asked
 
 
-def _constant(x: torch.Tensor) -> torch.Tensor:
-    """What Liger gives no gradient."""
-    return x.detach() if x.requires_grad else x
+def _only(**unserved: Any) -> None:
+    """Raise :class:`NotServed` with the names of those that are given."""
+    if given := [name for name, value in unserved.items() if value]:
+        raise NotServed(", ".join(sorted(given)))
+
+
+def _alike(x: torch.Tensor, y: torch.Tensor) -> Pair:
+    """A loss's input, and its target as a constant, in one dtype, which kernels of two matrices need."""
+    if y.requires_grad:
+        y = y.detach()
+    if x.dtype != y.dtype:
+        wide = torch.promote_types(x.dtype, y.dtype)
+        x, y = x.to(wide), y.to(wide)
+    return x, y
 
 
 def _rows_that_count(target: torch.Tensor, ignore_index: int, weight: torch.Tensor | None) -> torch.Tensor:
@@ -90,8 +107,8 @@ def _rms_norm(
     X: torch.Tensor, W: torch.Tensor | None, eps: float, offset: float = 0.0, casting_mode: str | int = "llama",
     in_place: bool = True, row_mode: bool | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    if W is None:
-        raise NotServed("W=None")
+    if "None" not in _PARAMETERS["rms_norm"]["weight"]:
+        _only(**{"no weight": W is None})
     return ops.rms_norm(X, W, eps, **_casts("rms_norm", X, W, offset, casting_mode)).to(X.dtype)
 
 
@@ -105,15 +122,38 @@ def _fused_add_rms_norm(
     return y.to(X.dtype), total
 
 
-def _casts(op: str, x: torch.Tensor, weight: torch.Tensor, offset: float, casting_mode: str | int) -> dict[str, Any]:
+def _casts(
+    op: str, x: torch.Tensor, weight: torch.Tensor | None, offset: float, casting_mode: str | int
+) -> dict[str, Any]:
     # In float32 there is nothing to cast, and the three modes are one.
-    wide = x.dtype == weight.dtype == torch.float32
+    wide = x.dtype == torch.float32 and (weight is None or weight.dtype == torch.float32)
     return _asked(op, offset=(offset, 0.0), casting_mode=("llama" if wide else casting_mode, "llama"))
 
 
 @_serves("LigerLayerNormFunction", "layer_norm", dispatched="layer_norm")
 def _layer_norm(X: torch.Tensor, W: torch.Tensor, B: torch.Tensor, eps: float) -> torch.Tensor:
     return ops.layer_norm(X, W, B, eps).to(X.dtype)
+
+
+@_serves("LigerGroupNormFunction", "group_norm")
+def _group_norm(
+    X: torch.Tensor, affine_scaling_weight: torch.Tensor, affine_shifting_bias: torch.Tensor, num_channels: int,
+    num_groups: int, eps: float,
+) -> torch.Tensor:  # fmt: skip
+    weights = (affine_scaling_weight, affine_shifting_bias)
+    return ops.group_norm(X, *weights, num_channels, num_groups, eps).to(X.dtype)
+
+
+@_serves("LigerPolyNormFunction", "poly_norm")
+def _poly_norm(
+    X: torch.Tensor, W: torch.Tensor, B: torch.Tensor, eps: float = 1e-6, in_place: bool = True
+) -> torch.Tensor:
+    return ops.poly_norm(X, W, B, eps).to(X.dtype)
+
+
+@_serves("LigerDyTFunction", "dyt")
+def _dyt(x: torch.Tensor, alpha: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor | None) -> torch.Tensor:
+    return ops.dyt(x, alpha, gamma, beta).to(x.dtype)
 
 
 @_serves("LigerSiLUMulFunction", "swiglu", dispatched="swiglu")
@@ -158,14 +198,21 @@ def _sparsemax(x: torch.Tensor, dim: int) -> torch.Tensor:
     return ops.sparsemax(x, dim)
 
 
+@_serves("LigerFusedNeighborhoodAttentionFunction", "fused_neighborhood_attention")
+def _neighborhood_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kernel_size: int = 7, dilation: int = 1,
+    scale: float | None = None,
+) -> torch.Tensor:  # fmt: skip
+    return ops.fused_neighborhood_attention(query, key, value, kernel_size, dilation, scale)
+
+
 @_serves("LigerRopeFunction", "rope", dispatched="rope")
 def _rope(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, position_ids: torch.Tensor | None = None,
     unsqueeze_dim: int = 1, rotary_dim: int | None = None,
 ) -> Pair:  # fmt: skip
     size = q.shape[-1]
-    if size % 2:
-        raise NotServed("an odd head size")
+    _only(**{"an odd head size": size % 2})
     rotary = min(cos.shape[-1], size) if rotary_dim is None else rotary_dim
     options = _asked("rope", rotary_dim=(rotary, size))
     angles = [_without_heads(x, unsqueeze_dim)[..., :rotary] for x in (cos, sin)]
@@ -183,9 +230,8 @@ def _without_heads(angles: torch.Tensor, dim: int) -> torch.Tensor:
 
 @_serves("LigerLlama4RopeFunction", "llama4_rope")
 def _llama4_rope(q: torch.Tensor, k: torch.Tensor, freqs_cis: torch.Tensor, BLOCK_SIZE: int | None = None) -> Pair:
-    if not freqs_cis.is_complex():
-        raise NotServed("a real freqs_cis")
-    return ops.llama4_rope(q, k, _constant(freqs_cis)[..., : q.shape[1], :])
+    _only(**{"a real freqs_cis": not freqs_cis.is_complex()})
+    return ops.llama4_rope(q, k, freqs_cis.detach()[..., : q.shape[1], :])
 
 
 @_serves("LigerQwen2VLMRopeFunction", "qwen2vl_mrope")
@@ -204,10 +250,13 @@ def _cross_entropy(
     lse_square_scale: float = 0.0, label_smoothing: float = 0.0, reduction: str = "mean", softcap: float | None = None,
     return_z_loss: bool = False, return_token_accuracy: bool = False, return_predicted_tokens: bool = False,
 ) -> tuple[torch.Tensor, None, None, None]:  # fmt: skip
-    _metrics("cross_entropy", return_z_loss, return_token_accuracy, return_predicted_tokens)
+    _only(
+        return_z_loss=return_z_loss, return_token_accuracy=return_token_accuracy,
+        return_predicted_tokens=return_predicted_tokens,
+    )  # fmt: skip
     _z_loss_of_weighted_rows(lse_square_scale, weight, reduction)
     loss = ops.cross_entropy(
-        _input, target, None if weight is None else _constant(weight), ignore_index=ignore_index,
+        _input, target, None if weight is None else weight.detach(), ignore_index=ignore_index,
         reduction="sum" if reduction == "mean" else reduction, label_smoothing=label_smoothing, softcap=softcap,
         z_loss=lse_square_scale, in_place=True,
     )  # fmt: skip
@@ -227,34 +276,26 @@ def _fused_linear_cross_entropy(
     return_predicted_tokens: bool = False, ce_impl: str | None = None, ce_mode: str | None = None,
     chunk_mem_const: int = 1,
 ) -> tuple[torch.Tensor, None, None, None]:  # fmt: skip
-    op = "fused_linear_cross_entropy"
-    _metrics(op, return_z_loss, return_token_accuracy, return_predicted_tokens)
+    _only(
+        return_z_loss=return_z_loss, return_token_accuracy=return_token_accuracy, ce_impl=ce_impl, ce_mode=ce_mode,
+        return_predicted_tokens=return_predicted_tokens, use_token_scaling=use_token_scaling,
+        accum_dtype=accum_dtype not in (None, torch.float32, weight.dtype),
+    )  # fmt: skip
     _z_loss_of_weighted_rows(lse_square_scale, ce_weight, reduction)
-    _asked(op, ce_impl=(ce_impl, None), ce_mode=(ce_mode, None), token_scaling=(use_token_scaling, False))
-    options = _asked(op, bias=(bias, None))
-    if accum_dtype not in (None, torch.float32, weight.dtype):
-        raise NotServed("accum_dtype")
+    options = _asked("fused_linear_cross_entropy", bias=(bias, None))
     if reduction == "mean":
         options["num_items"] = _rows_that_count(target, ignore_index, ce_weight)
     loss = ops.fused_linear_cross_entropy(
-        _input, weight, target, class_weight=None if ce_weight is None else _constant(ce_weight),
+        _input, weight, target, class_weight=None if ce_weight is None else ce_weight.detach(),
         ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing, softcap=softcap,
         z_loss=lse_square_scale, wide_sums=accum_dtype == torch.float32, **options,
     )  # fmt: skip
     return loss, None, None, None
 
 
-def _metrics(op: str, z_loss: bool, accuracy: bool, predicted: bool) -> None:
-    _asked(
-        op, return_z_loss=(z_loss, False), return_token_accuracy=(accuracy, False),
-        return_predicted_tokens=(predicted, False),
-    )  # fmt: skip
-
-
 def _z_loss_of_weighted_rows(scale: float, weight: torch.Tensor | None, reduction: str) -> None:
     # Liger divides the losses by the weights of the rows, and their z-losses by the number of rows.
-    if scale and weight is not None and reduction == "mean":
-        raise NotServed("lse_square_scale with class weights")
+    _only(**{"lse_square_scale with class weights": scale and weight is not None and reduction == "mean"})
 
 
 @_serves("LigerJSDFunction", "jsd", dispatched="jsd")
@@ -262,8 +303,8 @@ def _jsd(
     _input: torch.Tensor, target: torch.Tensor, shift_labels: torch.Tensor | None = None, beta: float = 0.5,
     ignore_index: int = -100, jsd_impl: str | None = None, jsd_mode: str | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    _asked("jsd", jsd_impl=(jsd_impl, None), jsd_mode=(jsd_mode, None))
-    return ops.jsd(_input, _constant(target), shift_labels, beta, ignore_index)
+    _only(jsd_impl=jsd_impl, jsd_mode=jsd_mode)
+    return ops.jsd(*_alike(_input, target), shift_labels, beta, ignore_index).to(_input.dtype)
 
 
 @_serves("LigerKLDivLossFunction", "kl_div", dispatched="kl_div")
@@ -271,9 +312,8 @@ def _kl_div(
     y_pred: torch.Tensor, y_true: torch.Tensor, reduction: str = "batchmean", log_target: bool = False,
     eps: float = 1e-10,
 ) -> torch.Tensor:  # fmt: skip
-    if eps > _NO_EPS and not log_target:
-        raise NotServed("eps")
-    return ops.kl_div(y_pred, _constant(y_true), reduction, log_target).float()
+    _only(eps=eps > _NO_EPS and not log_target)
+    return ops.kl_div(*_alike(y_pred, y_true), reduction, log_target).float()
 
 
 @_serves("LigerTVDLossFunction", "tvd")
@@ -281,4 +321,4 @@ def _tvd(
     p: torch.Tensor, q: torch.Tensor, shift_labels: torch.Tensor | None = None, reduction: str = "batchmean",
     ignore_index: int = -100,
 ) -> torch.Tensor:  # fmt: skip
-    return ops.tvd(p, _constant(q), shift_labels, reduction, ignore_index)
+    return ops.tvd(*_alike(p, q), shift_labels, reduction, ignore_index)
