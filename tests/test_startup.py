@@ -82,7 +82,7 @@ def test_the_entry_point_of_torch_names_it():
 def test_it_adds_a_few_milliseconds_to_the_import_of_torch():
     """Of the processor's time. What torch has loaded by then is loaded before."""
     code = (
-        "import __future__, sys, time, typing\n"
+        "import __future__, importlib, sys, time, typing\n"
         "known, now = set(sys.modules), time.process_time()\n"
         "import tilekern.startup; tilekern.startup.begin(); print(time.process_time() - now)\n"
         "print(*(set(sys.modules) - known))"
