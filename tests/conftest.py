@@ -4,6 +4,12 @@ import pytest
 from examples import load_profile
 
 load_profile()
+# What takes long goes first, so that no worker is left alone with it at the end.
+LONG = ("xdist_group", "slow", "processes")
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: next((at for at, mark in enumerate(LONG) if item.get_closest_marker(mark)), len(LONG)))
 
 
 @pytest.fixture(scope="session", autouse=True)

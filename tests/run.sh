@@ -7,7 +7,8 @@
 #
 # Needs Python 3.11 or newer and a package index; no GPU. Works in .venv, or in the environment that TILEKERN_VENV
 # names; one that has everything is used as it is. Writes to the clone and to one temporary folder, nowhere else.
-# The quick ones keep the cubins that they compile in .cubins, by the digest of what these are made from.
+# What the tests compile is kept by the digest of what it is made from, so that nothing is compiled twice: by the quick
+# ones in .cubins for their next run, by all of them in the temporary folder.
 set -euo pipefail
 tier=${1:-all}
 case $tier in all | quick | stress) ;; *) echo "tests/run.sh: $tier is not a tier; give quick, stress or nothing" >&2; exit 2 ;; esac
@@ -26,9 +27,9 @@ step() { printf '\n== %s (%d s so far)\n' "$1" "$SECONDS"; }
 venv=${TILEKERN_VENV:-.venv}
 python=$venv/bin/python
 
-# The compiler that the tests find keeps its cubins.
+# The compiler that the tests find keeps its cubins, in a folder.
 keep_cubins() {
-    export CUBINS="$PWD/.cubins" TILEIRAS
+    export CUBINS=$1 TILEIRAS
     TILEIRAS=$("$python" -c 'from tilekern.toolchain import require_toolkit; print(require_toolkit().path)')
     mkdir -p "$CUBINS" "$scratch/compiler/nvidia/cu13/bin"
     ln -s "$PWD/tests/kept_cubins.sh" "$scratch/compiler/nvidia/cu13/bin/tileiras"
@@ -81,7 +82,7 @@ step "mypy"
 
 if [ "$tier" = quick ]; then
     step "pytest, the quick ones"
-    keep_cubins
+    keep_cubins "$PWD/.cubins"
     HYPOTHESIS_PROFILE=quick pytest -m "not gpu and not processes and not slow and not stress"
     printf '\n== all passed in %d s\n' "$SECONDS"
     exit
@@ -112,6 +113,7 @@ PY
 "$python" -m cache_tools verify --cache-dir "$scratch/tuned"
 
 step "pytest"
+keep_cubins "$scratch/cubins"
 pytest -m "not gpu"
 
 printf '\n== all passed in %d s\n' "$SECONDS"
