@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from random import Random
 from typing import Any
 
 import torch
+from examples import profile
 from hypothesis import strategies as st
 
 from tilekern import interpreter
 from tilekern.kernels import all_specs
 from tilekern.runtime.dispatch import plan_for
+from tilekern.source.digests import digests_of
 from tilekern.spec import DTYPES, Config, KernelSpec, LibraryCall, Problem
 from tilekern.targets import INTERPRETED
 from tuning.verify.check import Check, compare, expected_results, launch_arguments, make_outputs
@@ -50,6 +53,15 @@ SAME = {"queries": "tokens", "keys": "tokens"}
 def compiled() -> list[KernelSpec]:
     """The specs that make artifacts; the others are composites of them and of library calls."""
     return [spec for spec in SPECS if not spec.is_library(sized(spec), spec.generic(sized(spec)))]
+
+
+def draws_of(spec: KernelSpec) -> Random:
+    """Draws that are others where the kernel's source is another, and at every run of the profile ``thorough``.
+
+    For tests that take seconds for each spec: what one of them compiles or runs is a share of all that there is, and
+    what another source can break is drawn anew for it.
+    """
+    return Random(None if profile == "thorough" else digests_of(spec.module, spec.name).source)
 
 
 def problems(spec: KernelSpec) -> st.SearchStrategy[Problem]:

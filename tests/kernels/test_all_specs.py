@@ -30,7 +30,7 @@ def test_arrays_and_constants_are_called_as_the_device_function_calls_them(spec,
 
 
 @every_spec
-@examples(60)
+@examples(30)
 @given(data=st.data())
 def test_any_config_is_right_on_any_problem_and_any_strides(spec, data):
     problem = data.draw(problems(spec), label="problem")

@@ -3,12 +3,13 @@
 from pathlib import Path
 
 import pytest
-from spec_samples import compiled, sized
+from examples import scaled
+from spec_samples import compiled, draws_of, sized
 
 from tilekern.cubin import read_resources
 from tilekern.errors import CompileFailed
 from tilekern.kernels import spec_named
-from tilekern.spec import ALIGNED, GENERIC
+from tilekern.spec import ALIGNED, DTYPES, GENERIC
 from tilekern.targets import resolve
 from tilekern.toolchain import compile_candidate, toolkit
 
@@ -26,32 +27,12 @@ QWEN3 = {
     "vocabulary": 151936,
 }
 QWEN3_8B = QWEN3 | {"columns": 4096, "heads": 32}
-# The first has tails everywhere; the second is a head of the tiny test model.
-ODD = {
-    "rows": 64,
-    "columns": 208,
-    "tokens": 64,
-    "batch": 2,
-    "heads": 5,
-    "kv_heads": 5,
-    "head_dim": 80,
-    "vocabulary": 1003,
-}
-TINY = {
-    "rows": 64,
-    "columns": 80,
-    "tokens": 64,
-    "batch": 2,
-    "heads": 5,
-    "kv_heads": 5,
-    "head_dim": 16,
-    "vocabulary": 80,
-}
-
-
-# Both variants on the GPUs of users by sizes with tails, and a real model's sizes where there is no TMA. Any sizes, in
-# both variants on both, are those of test_time_to_compile.py.
-CASES = [(ODD, "sm_90", ALIGNED), (ODD, "sm_100", GENERIC), (QWEN3, "sm_80", ALIGNED)]
+FEW = {"rows": 64, "tokens": 64, "batch": 2, "heads": 5, "kv_heads": 5}
+# With tails everywhere, and of the tiny test model.
+SMALL = [
+    FEW | {"columns": 208, "head_dim": 80, "vocabulary": 1003},
+    FEW | {"columns": 80, "head_dim": 16, "vocabulary": 80},
+]
 
 
 def config_of(spec, problem, target, variant):
@@ -59,10 +40,20 @@ def config_of(spec, problem, target, variant):
     return default if variant == ALIGNED and not spec.is_library(problem, default) else spec.generic(problem)
 
 
+def drawn(spec, random):
+    """A small problem of any dtypes and flags."""
+    kinds = {"dtype": DTYPES, "flag": (False, True)}
+    found = sized(spec, **random.choice(SMALL))
+    return found.but(**{d.name: random.choice(kinds[d.kind]) for d in spec.dimensions if d.kind in kinds})
+
+
+# The default of the sizes of a real model is compiled for both GPUs of users below, and any sizes in both variants for
+# both in test_time_to_compile.py; so of small ones a share suffices, which is another one where the source is another.
 @every_spec
-@pytest.mark.parametrize(("sizes", "arch", "variant"), CASES, ids=[f"{arch}-{variant}" for _, arch, variant in CASES])
-def test_every_spec_compiles_for_every_target(spec, sizes, arch, variant):
-    judge(spec, spec.bucketed(sized(spec, "bfloat16", **sizes)), resolve(arch), variant)
+def test_any_dtypes_and_flags_compile_with_tails_and_without_tma(spec):
+    random = draws_of(spec)
+    for arch in ["sm_80", random.choice(["sm_90", "sm_100"])] * scaled(1):
+        judge(spec, spec.bucketed(drawn(spec, random)), resolve(arch), random.choice([ALIGNED, GENERIC]))
 
 
 @pytest.mark.parametrize("kernel", ["swiglu_forward", "rms_norm_backward", "attention_forward", "matmul"])
@@ -88,16 +79,6 @@ def judge(spec, problem, target, variant):
 
 
 @every_spec
-@pytest.mark.parametrize(("dtype", "variant"), [("float16", ALIGNED), ("float32", GENERIC)])
-def test_other_dtypes_and_flags_compile(spec, variant, dtype):
-    target = resolve("sm_100")
-    problem = spec.bucketed(sized(spec, dtype, flags=True, **TINY))
-    mixed = {d.name: "bfloat16" for d in spec.dimensions if d.kind == "dtype" and d.name != "dtype"}
-    for case in {problem, problem.but(**mixed)}:
-        assert compile_candidate(spec, case, config_of(spec, case, target, variant), target, variant).cubin
-
-
-@every_spec
 @pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
 def test_the_default_config_spills_nothing_at_the_sizes_of_qwen3_8b(spec, arch):
     target = resolve(arch)
@@ -116,6 +97,13 @@ def test_rows_that_are_read_twice_compile(kernel, variant):
     assert compile_candidate(spec, problem, config, target, variant).cubin
 
 
+@pytest.fixture
+def compiler(monkeypatch):
+    """The compiler itself, which keeps nothing that it made."""
+    monkeypatch.setenv("CUBINS", "")
+
+
+@pytest.mark.usefixtures("compiler")
 def test_the_same_candidate_compiles_to_the_same_bytes():
     spec, target = spec_named("swiglu_forward"), resolve("sm_90")
     problem = sized(spec, "bfloat16", **QWEN3)
@@ -142,6 +130,7 @@ def test_a_gpu_that_the_compiler_does_not_know_fails_in_one_line():
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.usefixtures("compiler")
 def test_the_time_limit_holds():
     spec, target = spec_named("swiglu_forward"), resolve("sm_90")
     problem = sized(spec, "bfloat16", **QWEN3)

@@ -12,7 +12,6 @@ from tilekern.targets import INTERPRETED, KNOWN, resolve
 from tuning.plan.presets import PRESETS
 
 every_spec = pytest.mark.parametrize("spec", SPECS, ids=NAMES)
-every_target = pytest.mark.parametrize("target", KNOWN, ids=lambda target: target.key)
 # Sizes of other models, and odd ones.
 OTHERS = [
     {"columns": 1, "heads": 1, "kv_heads": 1, "head_dim": 16},
@@ -62,41 +61,33 @@ def test_candidates_are_all_points_that_no_constraint_turns_down(spec, gpu):
 
 
 @every_spec
-@pytest.mark.parametrize("sizes", OTHERS, ids=lambda sizes: f"{sizes['columns']}-{sizes['heads']}x{sizes['head_dim']}")
-@pytest.mark.parametrize("rows", [1, 4096])
-def test_there_are_candidates_and_an_allowed_default_for_other_models(spec, sizes, rows):
-    for target in (*KNOWN, INTERPRETED):
+def test_there_are_candidates_and_an_allowed_default_for_other_models(spec):
+    for sizes, rows, target in itertools.product(OTHERS, (1, 4096), (*KNOWN, INTERPRETED)):
         problem = spec.bucketed(sized(spec, "bfloat16", rows=rows, tokens=rows, batch=1, **sizes))
         default = spec.default(problem, target)
         assert spec.space.violated(problem, default, target) is None, (problem, default, target.arch)
         assert next(spec.space.candidates(problem, target), None) is not None, (problem, target.arch)
 
 
+DANGEROUS = [
+    ({"num_ctas": 2, "occupancy": 2}, "destroys the CUDA context"),
+    ({"num_ctas": 4, "occupancy": 8}, "destroys the CUDA context"),
+    ({"occupancy": 16}, "was seen to hang"),
+    ({"occupancy": 32}, "was seen to hang"),
+]
+
+
 @every_spec
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"num_ctas": 2, "occupancy": 2}, "destroys the CUDA context"),
-        ({"num_ctas": 4, "occupancy": 8}, "destroys the CUDA context"),
-        ({"occupancy": 16}, "was seen to hang"),
-        ({"occupancy": 32}, "was seen to hang"),
-    ],
-)
-def test_dangerous_points_are_refused_with_their_reason(spec, changes, reason):
+def test_dangerous_points_are_refused_with_their_reason_and_are_no_candidates(spec):
     problem = sized(spec, "bfloat16", rows=4096, columns=4096, tokens=4096, heads=32, kv_heads=8, head_dim=128)
     for target in KNOWN:
-        config = spec.default(problem, target).but(**changes)
-        assert reason in spec.space.violated(problem, config, target)
-
-
-@every_spec
-@every_target
-def test_no_candidate_is_dangerous(spec, target):
-    problem = sized(spec, "bfloat16", rows=4096, columns=4096, tokens=4096, heads=32, kv_heads=8, head_dim=128)
-    for config in spec.space.candidates(problem, target):
-        assert config.get("occupancy", 1) < 16
-        assert config.get("num_ctas", 1) == 1 or config["occupancy"] == 1
-        assert not config.get("tma") or target.capability >= 90
+        for changes, reason in DANGEROUS:
+            config = spec.default(problem, target).but(**changes)
+            assert reason in spec.space.violated(problem, config, target), (changes, target)
+        for config in spec.space.candidates(problem, target):
+            assert config.get("occupancy", 1) < 16, (config, target)
+            assert config.get("num_ctas", 1) == 1 or config["occupancy"] == 1, (config, target)
+            assert not config.get("tma") or target.capability >= 90, (config, target)
 
 
 @every_spec

@@ -23,7 +23,7 @@ def test_all_readers_of_the_fuzzer_are_run():
 @pytest.mark.stress
 @pytest.mark.parametrize("reader", READERS)
 def test_a_fuzzed_reader_raises_nothing_of_its_own(tmp_path, reader):
-    command = [sys.executable, FUZZER, reader, str(stressed(30, 3)), tmp_path]
+    command = [sys.executable, FUZZER, reader, str(stressed(30, 2)), tmp_path]
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
     assert int(re.findall(r"Done (\d+) runs", done.stderr)[0]) > 100, done.stderr[-3000:]

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-import itertools
 
 import cuda.tile as ct
 import pytest
 import torch
-from spec_samples import SPECS, sized
+from spec_samples import NAMES, SPECS, draws_of, sized
 
 from tilekern import interpreter
 from tilekern.kernels import spec_named
@@ -46,34 +45,25 @@ def battery_of(spec: KernelSpec, problem: Problem, room: Room | None = None) -> 
     return Battery(spec, problem, INTERPRETED.sm_count, "cpu", room)
 
 
-def standing() -> list[tuple[KernelSpec, Problem]]:
-    """Problems of every spec in three dtypes, with all flags off or all on."""
-    found = itertools.product(SPECS, zip(DTYPES, (False, False, True), strict=True))
-    return [(spec, sized(spec, dtype, flags=flags)) for spec, (dtype, flags) in found]
-
-
-def named(value):
-    return value.name if isinstance(value, KernelSpec) else value.key if isinstance(value, Problem) else value
-
-
-@pytest.mark.parametrize(("spec", "problem"), standing(), ids=named)
-def test_every_spec_stands_the_battery(spec, problem):
-    battery = battery_of(spec, problem)
-    for config in dict.fromkeys([spec.default(problem, INTERPRETED), spec.generic(problem)]):
-        check = battery.confirm(config, functools.partial(interpret, spec, config))
-        assert check.passed, check.reason
-
-
-# A flag alone takes another path through a kernel than all of them do.
-SINGLE = [(spec, d.name) for spec in SPECS for d in spec.dimensions if d.kind == "flag"]
-
-
-@pytest.mark.parametrize(("spec", "flag"), SINGLE, ids=named)
-def test_every_flag_alone_stands_the_battery(spec, flag):
-    problem = sized(spec, "bfloat16").but(**{flag: True})
-    config = spec.default(problem, INTERPRETED)
+def stands(spec: KernelSpec, problem: Problem, *, generic: bool = False):
+    config = spec.generic(problem) if generic else spec.default(problem, INTERPRETED)
     check = battery_of(spec, problem).confirm(config, functools.partial(interpret, spec, config))
-    assert check.passed, check.reason
+    assert check.passed, (problem, config, check.reason)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=NAMES)
+def test_every_spec_stands_the_battery(spec):
+    """With no flag and with all of them, the default and the generic config, in two dtypes: which with which is drawn.
+
+    A flag alone takes another path through a kernel than all of them do; one of them is drawn.
+    """
+    random = draws_of(spec)
+    one, other = random.sample(DTYPES, 2)
+    generic = random.random() < 0.5
+    stands(spec, sized(spec, one), generic=generic)
+    stands(spec, sized(spec, other, flags=True), generic=not generic)
+    if len(flags := [d.name for d in spec.dimensions if d.kind == "flag"]) > 1:
+        stands(spec, sized(spec, random.choice(DTYPES)).but(**{random.choice(flags): True}))
 
 
 COLUMN_SUM = spec_named("column_sum")

@@ -7,7 +7,7 @@ import random
 from collections import Counter
 
 import pytest
-from examples import examples
+from examples import examples, stressed
 from hypothesis import given
 from hypothesis import strategies as st
 from race_samples import DEFAULT, cutile_search, races, winner
@@ -232,13 +232,17 @@ def share(flags):
     return counts[True] / counts.total()
 
 
+NOISES = {
+    "drift": Noise(), "rough": Noise(drift_share=0.7, drift_us=500.0, outliers=0.03),
+    "no-drift": Noise(drift_share=0.0),
+}  # fmt: skip
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "noise", [Noise(), Noise(drift_share=0.0), Noise(drift_share=0.7, drift_us=500.0, outliers=0.03)],
-    ids=["drift", "no-drift", "rough"],
-)  # fmt: skip
-def test_all_problems_of_a_model(monkeypatch, noise):
+@pytest.mark.parametrize("name", list(NOISES)[: stressed(3, 2)])
+def test_all_problems_of_a_model(monkeypatch, name):
     """The figures that the tuner promises, on what an H200 measured of Qwen3-8B."""
+    noise = NOISES[name]
     ours, ours_s = outcomes(lambda one, runner: winner(race.run(runner, one.lineup)), noise, (1, 2))
     theirs, theirs_s = outcomes(lambda one, runner: cutile_search(monkeypatch, one, runner), noise, (1,))
     quality = share(one.loss(choice) <= 1.01 for one, choices in ours for choice in choices)
