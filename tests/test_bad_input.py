@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from interrupts import hear_interrupts
 
 import tuning.cli
 from cache_tools.__main__ import main as cache_tools
@@ -20,6 +21,8 @@ pytestmark = pytest.mark.processes
 
 ROOT = Path(__file__).parents[1]
 SMALL = ("qwen3-0.6b", "--gpu", "B200", "--ops", "rope", "--tokens", "64")
+# As few candidates as a problem has, and no model to load.
+FEW = ("--gpu", "B200", "--problem", "swiglu rows=64,columns=48,dtype=bfloat16")
 CONFIG = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128, "model_type": "qwen3"}
 needs_compiler = pytest.mark.skipif(toolkit() is None, reason="no tile compiler is installed")
 
@@ -213,7 +216,7 @@ def test_a_missing_compiler_has_an_exit_code_of_its_own(lines):
         "from tuning.cli import main\n"
         "sys.exit(main(sys.argv[1:]))"
     )
-    text = said(lines.run("-c", code, *SMALL, "--json"), 4)
+    text = said(lines.run("-c", code, *FEW, "--json"), 4)
     assert "pip install 'tilekern[compile]'" in text
     # The plan is whole and serves the next run; beyond it there is nothing.
     assert lines.files() == [f"sweeps/sm_100-b200-148/{name}" for name in ("run.lock", "runs.jsonl", "sweep.json")]
@@ -286,14 +289,9 @@ def first_line(path, process, timeout_s=300):
     pytest.fail(f"no line in {path}: {process.poll()}")
 
 
-def hear_interrupts():
-    """A process that was started in the background ignores Ctrl-C, and so would its children."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
 @needs_compiler
 def test_ctrl_c_keeps_what_was_finished_and_the_next_run_does_the_rest(lines):
-    command = [sys.executable, "-m", "tilekern.tune", *SMALL, "--jobs", "1"]
+    command = [sys.executable, "-m", "tilekern.tune", *FEW, "--jobs", "1"]
     process = subprocess.Popen(
         command, cwd=lines.folder, env=lines.env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         start_new_session=True, preexec_fn=hear_interrupts,  # noqa: PLW1509 (one call, no lock)
@@ -314,7 +312,7 @@ def test_ctrl_c_keeps_what_was_finished_and_the_next_run_does_the_rest(lines):
         assert sweep.cubin(line["sha256"])
     assert not (lines.cache / "v1").exists()
 
-    ran = lines.tune(*SMALL, "--json")
+    ran = lines.tune(*FEW, "--json")
     assert ran.returncode == 0, ran.stderr
     outcome = json.loads(ran.stdout)
     assert outcome.keys() >= {"target", "toolkit", "problems", "seconds"}
@@ -322,6 +320,6 @@ def test_ctrl_c_keeps_what_was_finished_and_the_next_run_does_the_rest(lines):
     fields = {"kernel", "problem", "config", "provenance", "candidates", "failed"}
     assert all(problem.keys() >= fields for problem in outcome["problems"])
     assert 0 < outcome["compile"]["compiled"] == outcome["compile"]["distinct"] - len(before)
-    assert {problem["kernel"] for problem in outcome["problems"]} == {"rope"}
+    assert {problem["kernel"] for problem in outcome["problems"]} == {"swiglu_forward", "swiglu_backward"}
     assert all(problem["candidates"] > problem["failed"] for problem in outcome["problems"])
     assert lines.tools("verify").returncode == 0

@@ -109,7 +109,7 @@ def test_a_fault_costs_the_candidate_at_work_and_no_other(measure, keys, act, re
     assert set(checked.values()) == {1}, "what was checked is not checked again"
     faulted_in_race = where == "racing" and act is not hang
     assert started == (["queued", "careful", "careful"] if faulted_in_race else ["queued", "queued"])
-    assert took_s < LIMIT_S + 3
+    assert took_s < 60, "what hangs does so for ten minutes"
 
 
 def test_a_fault_in_a_race_is_not_laid_at_the_door_of_the_one_behind_it(measure, keys):

@@ -221,9 +221,9 @@ def test_the_time_of_runs_is_kept_even_of_one_that_was_killed(sweep: Sweep, monk
         time.sleep(0.2)
     killed, ended = sweep.runs()
     assert (killed["stage"], killed["ended"]) == ("compile", False)
-    assert 0.2 <= killed["seconds"] <= 5
+    assert 0.2 <= killed["seconds"] <= 60
     assert (ended["stage"], ended["ended"]) == ("measure", True)
-    assert 0.2 <= ended["seconds"] <= 5
+    assert 0.2 <= ended["seconds"] <= 60
 
 
 def test_a_run_takes_the_lock_it_has_again(sweep: Sweep):
