@@ -54,7 +54,7 @@ def test_an_op_without_a_gpu_says_so_in_one_line(tmp_path):
     "command",
     [
         ["-m", "cache_tools", "ls", "--layers"],
-        ["-m", "tilekern.tune", "preflight", "qwen3-0.6b", "--gpu", "H200", "--ops", "swiglu", "--tokens", "64"],
+        ["-m", "tilekern.tune", "preflight", "--gpu", "H200", "--problem", "swiglu rows=64,columns=48,dtype=bfloat16"],
     ],
     ids=["cache_tools", "tune"],
 )

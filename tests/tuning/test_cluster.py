@@ -38,6 +38,7 @@ from tuning.executors.cluster import ClusterExecutor  # noqa: E402
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.xdist_group("cluster")]
 ROOT = Path(__file__).parents[2]
 STORE_BYTES = 100 << 20
+PATIENCE_S = 120
 H200 = {"num_cpus": 1, "num_gpus": 1, "resources": {"accelerator_type:H200": 1}, "object_store_memory": STORE_BYTES}
 NOTICES_DEATH_SOON = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 1000}
 NOTICES_DEATH_SOON |= {"health_check_failure_threshold": 3}
@@ -82,7 +83,7 @@ def nodes():
         finally:
             ray.shutdown()
             found.shutdown()
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + PATIENCE_S
     while processes_of(folder) and time.monotonic() < deadline:
         time.sleep(0.1)
     left = processes_of(folder)
@@ -99,8 +100,9 @@ def free_port():
 
 
 @pytest.fixture
-def executor(nodes, tmp_path):
-    """Makes an executor on the cluster whose GPUs are nodes of a class."""
+def executor(nodes, tmp_path, monkeypatch):
+    """Makes an executor on the cluster whose GPUs are nodes of a class; it asks again at once."""
+    monkeypatch.setattr(ray_nodes, "PAUSE_S", 0.1)
 
     def made(of=RecordedNode, **options):
         return ClusterExecutor(None, tmp_path / "sweep" / "cache", node=of, **options)
@@ -367,7 +369,7 @@ def test_a_node_that_is_lost_costs_the_candidate_in_flight(nodes, executor, thre
     running = threading.Thread(target=lambda: lines.extend(on_cluster.run(three)), daemon=True)
     running.start()
     # Each node has given one line.
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_S
     while len(lines) < 2:
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -375,7 +377,7 @@ def test_a_node_that_is_lost_costs_the_candidate_in_flight(nodes, executor, thre
     [victim] = [one for one in nodes.worker_nodes if one.node_id == lost[0]]
     nodes.remove_node(victim, allow_graceful=False)
     (tmp_path / f"not-{lost[0]}").touch()
-    running.join(60)
+    running.join(PATIENCE_S)
     assert not running.is_alive()
     assert keys(lines) == ALL
     again = [line for line in handed(tmp_path)[1:] if line[1] == lost[1]]

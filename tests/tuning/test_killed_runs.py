@@ -19,6 +19,7 @@ pytestmark = pytest.mark.processes
 
 ROOT = Path(__file__).parents[2]
 KILLS = 4
+PROBLEM = "rope tokens=64,batch=1,heads=16,kv_heads=8,head_dim=128,dtype=bfloat16"
 needs_compiler = pytest.mark.skipif(toolkit() is None, reason="no tile compiler is installed")
 
 
@@ -29,9 +30,9 @@ class Run:
         self.journal = folder / "sweep" / "compiled.jsonl"
         env = {k: v for k, v in os.environ.items() if not k.startswith("TILEKERN_")}
         env |= {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(folder)}
-        command = "-m tilekern.tune qwen3-0.6b --gpu H200 --ops rope --tokens 64 --jobs 2 --json"
+        command = ["-m", "tilekern.tune", "--gpu", "H200", "--problem", PROBLEM, "--jobs", "2", "--json"]
         self.process = subprocess.Popen(
-            [sys.executable, *command.split(), "--sweep", str(folder / "sweep"), "--cache-dir", str(folder / "cache")],
+            [sys.executable, *command, "--sweep", str(folder / "sweep"), "--cache-dir", str(folder / "cache")],
             env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
         )  # fmt: skip
 
