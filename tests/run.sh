@@ -64,7 +64,7 @@ else
 fi
 "$python" -V
 
-pytest() { "$python" -m pytest -n 2 --dist loadgroup "$@"; }
+pytest() { "$python" -m pytest -n 2 --dist loadgroup --ignore tests/gpu "$@"; }
 
 if [ "$tier" = stress ]; then
     step "stress"
@@ -87,6 +87,8 @@ if [ "$tier" = quick ]; then
     printf '\n== all passed in %d s\n' "$SECONDS"
     exit
 fi
+
+keep_cubins "$scratch/cubins"
 
 # Two of the ops: all of them take two cores ten minutes to compile for, attention alone three.
 step "a whole tuning run: Qwen3-0.6B for B200"
@@ -113,7 +115,6 @@ PY
 "$python" -m cache_tools verify --cache-dir "$scratch/tuned"
 
 step "pytest"
-keep_cubins "$scratch/cubins"
 pytest -m "not gpu"
 
 printf '\n== all passed in %d s\n' "$SECONDS"
