@@ -14,12 +14,14 @@ from tilekern.ops.fused_add_rms_norm import fused_add_rms_norm
 from tilekern.ops.fused_linear_cross_entropy import fused_linear_cross_entropy
 from tilekern.ops.gated_mlp import gated_mlp
 from tilekern.ops.linear import linear
+from tilekern.ops.linear_log_probs import linear_log_probs
 from tilekern.ops.operation import DECLARED
 from tilekern.ops.projections import projections
 from tilekern.ops.qk_norm_rope import qk_norm_rope
 from tilekern.ops.qwen2vl_mrope import qwen2vl_mrope
 from tilekern.ops.rms_norm import rms_norm
 from tilekern.ops.rope import rope
+from tilekern.ops.sharded_linear_log_probs import sharded_linear_log_probs
 from tilekern.ops.swiglu import swiglu
 
 __all__ = [
@@ -29,11 +31,13 @@ __all__ = [
     "fused_linear_cross_entropy",
     "gated_mlp",
     "linear",
+    "linear_log_probs",
     "projections",
     "qk_norm_rope",
     "qwen2vl_mrope",
     "rms_norm",
     "rope",
+    "sharded_linear_log_probs",
     "swiglu",
 ]
 
