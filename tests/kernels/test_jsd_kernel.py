@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from spec_samples import configs, interpret, sized
 
 from tilekern.kernels import spec_named
+from tuning.verify.adversarial import one_hot_rows
 
 LOSS = spec_named("jsd")
 BETAS = (0.0, 0.1, 0.5, 0.9, 1.0)
@@ -15,9 +16,22 @@ BETAS = (0.0, 0.1, 0.5, 0.9, 1.0)
 
 def drawn(problem, beta, seed=0):
     """Log-probabilities."""
-    inputs = LOSS.inputs(problem, torch.Generator().manual_seed(seed), "cpu") | {"beta": beta}
-    dtype = inputs["input"].dtype
-    return inputs | {name: inputs[name].float().log_softmax(-1).to(dtype) for name in ("input", "target")}
+    return LOSS.inputs(problem, torch.Generator().manual_seed(seed), "cpu") | {"beta": beta}
+
+
+@pytest.mark.parametrize("graded", [False, True])
+@pytest.mark.parametrize("columns", [83, 128256])
+def test_its_inputs_are_log_probabilities_whatever_is_drawn(columns, graded, monkeypatch):
+    """Of a long row with one large number in the place of normal ones, the exponential would not fit float32."""
+    problem = sized(LOSS, rows=3, columns=columns).but(graded=graded)
+    randn = torch.randn
+    monkeypatch.setattr(torch, "randn", lambda *size, **rest: one_hot_rows(0, randn(*size, **rest)))
+    inputs = drawn(problem, 0.25)
+    for name in ("input", "target"):
+        torch.testing.assert_close(inputs[name].exp().sum(-1), torch.ones(3))
+    for config in configs(LOSS, problem)[:2]:
+        check = interpret(LOSS, problem, config, inputs)
+        assert check.passed, (config, check.reason)
 
 
 @examples(40)

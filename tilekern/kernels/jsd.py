@@ -101,5 +101,6 @@ LOSS = losses.spec(
     flags=("pure",),
     reference=reference,
     flops=20,
+    of_draws=losses.log_probabilities,
 )
 SPECS = (LOSS,)

@@ -129,9 +129,15 @@ def _implement(
     )
 
 
+def log_probabilities(x: Any) -> Any:
+    """Of normal numbers, in their dtype: inputs for losses of log-probabilities, whose exponentials add up to 1."""
+    return x.float().log_softmax(-1).to(x.dtype)
+
+
 def spec(
     name: str, summary: str, module: str, op: str, losses: Any, gradients: Any, inputs: tuple[str, str],
     scalars: Mapping[str, float], flags: tuple[str, ...], reference: Callable[..., dict[str, Any]], flops: int,
+    of_draws: Callable[[Any], Any] = lambda x: x,
 ) -> KernelSpec:  # fmt: skip
     """The spec of such a loss.
 
@@ -144,6 +150,7 @@ def spec(
         flags: names of dimensions that are True or False, of which the formula depends.
         reference: of the inputs, ``slope``, the scalars, ``graded`` and the flags, as :func:`expected` gives it.
         flops: floating-point operations for each element.
+        of_draws: makes either input of normal numbers, where the loss does not take any number.
     """
     return KernelSpec(
         name=name,
@@ -156,8 +163,9 @@ def spec(
         default=lambda problem, target: _config(problem, 2048, 4, tma=target.capability >= 90),
         generic=lambda problem: _config(problem, 512, 1, tma=False),
         inputs=lambda problem, generator, device: {
-            **drawn(_arrays(inputs, (), problem), problem, generator, device), **scalars
-        },
+            name: of_draws(x) if name in inputs else x
+            for name, x in drawn(_arrays(inputs, (), problem), problem, generator, device).items()
+        } | dict(scalars),
         outputs=lambda problem, blocks: outputs_of(_arrays(inputs, (), problem))(problem, blocks),
         reference=reference,
         bytes_moved=lambda problem: bytes_of(tensors(_arrays(inputs, (), problem)), problem),
