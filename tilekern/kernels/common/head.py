@@ -1,0 +1,135 @@
+"""Composites over a language model's head, whose logits ``hidden @ weight.T`` never exist as a whole.
+
+For each chunk of rows: logits by a matrix product, a kernel over them that may leave their gradient in their place,
+then ``dhidden = dlogits @ weight`` and ``dweight += dlogits.T @ hidden``. Small chunks make ``dweight`` be read and
+written more often, large ones need more memory, so the number of rows in a chunk is for the tuner to choose; so is
+whether cuBLAS runs the products or what won each of them (:mod:`tilekern.kernels.matmul.product`).
+
+:class:`Head` is what a chunk goes through, :func:`space`, :func:`default` and :func:`generic` are what a spec has of it,
+for one head or for several, whose chunks are held at the same time.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from tilekern.kernels.fused_linear_cross_entropy import SPEC as LOSS
+from tilekern.kernels.fused_linear_cross_entropy import PlanFor, Product, split
+from tilekern.kernels.matmul import product as linear
+from tilekern.spec import Config, Constraint, KernelSpec, Problem, Space
+from tilekern.targets import Target
+
+__all__ = ["Head", "PlanFor", "chunk_plans", "default", "generic", "space"]
+
+_PITCH = 16
+# The three products, as the flags of the spec ``matmul``.
+_LOGITS, _DHIDDEN, _DWEIGHT, _MORE_DWEIGHT = ("b_transposed",), (), ("a_transposed",), ("a_transposed", "accumulated")
+
+
+class Head:
+    """One head, the memory of a chunk of its logits, and its gradients as far as chunks have made them.
+
+    Args:
+        plan_for: gives the plans of the products.
+        config: ``products`` says who multiplies.
+        hidden: [rows, hidden].
+        weight: [vocabulary, hidden], of the same dtype.
+        most_rows: of a chunk.
+        graded: whether dhidden, dweight and the float32 dbias are wanted.
+        wide_sums: add dweight up in float32.
+
+    Attributes:
+        gradients: dhidden, dweight and dbias, None where it is not wanted.
+    """
+
+    def __init__(
+        self, plan_for: PlanFor, config: Config, hidden: Any, weight: Any, most_rows: int,
+        graded: tuple[bool, bool, bool] = (False, False, False), *, wide_sums: bool = False,
+    ) -> None:  # fmt: skip
+        import torch
+
+        vocabulary = weight.shape[0]
+        # Rows begin at multiples of 16 elements for any vocabulary.
+        pitch = -(-vocabulary // _PITCH) * _PITCH
+        held = torch.empty((most_rows, pitch), dtype=hidden.dtype, device=hidden.device)
+        self._hidden, self._weight, self._held = hidden, weight, held[:, :vocabulary]
+        self._product: Product = linear.by_cublas
+        if config["products"] == "tuned":
+            self._product = functools.partial(linear.by_winner, plan_for)
+        self._graded, self._wide_sums = graded, wide_sums and hidden.dtype != torch.float32
+        self.gradients: tuple[Any, Any, Any] = (
+            torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device) if graded[0] else None, None, None
+        )  # fmt: skip
+
+    def logits(self, part: slice) -> Any:
+        """Those of some rows, in memory that the next chunk's take."""
+        return self._product(
+            self._hidden[part], self._weight, self._held[: part.stop - part.start], _LOGITS
+        )  # fmt: skip
+
+    def take(self, part: slice, dlogits: Any) -> None:
+        """Add what the gradient of a chunk's logits makes of the head's gradients."""
+        import torch
+
+        (dhidden, dweight, dbias), x = self.gradients, self._hidden[part]
+        if dhidden is not None:
+            self._product(dlogits, self._weight, dhidden[part], _DHIDDEN)
+        if self._graded[1] and self._wide_sums:
+            dweight = _added_wide(dweight, dlogits, x)
+        elif self._graded[1]:
+            first = dweight is None
+            dweight = torch.empty(self._weight.shape, dtype=x.dtype, device=x.device) if first else dweight
+            self._product(dlogits, x, dweight, _DWEIGHT if first else _MORE_DWEIGHT)
+        if self._graded[2]:
+            added = dlogits.sum(0, dtype=torch.float32)
+            dbias = added if dbias is None else dbias.add_(added)
+        self.gradients = (dhidden, dweight, dbias)
+
+
+def _added_wide(dweight: Any, dlogits: Any, x: Any) -> Any:
+    """``dweight + dlogits.T @ x`` in float32; a new tensor for the first chunk."""
+    import torch
+
+    if not x.is_cuda:
+        product = torch.mm(dlogits.t().float(), x.float())
+        return product if dweight is None else dweight.add_(product)
+    if dweight is None:
+        return torch.mm(dlogits.t(), x, out_dtype=torch.float32)
+    return torch.addmm(dweight, dlogits.t(), x, out_dtype=torch.float32)
+
+
+def chunk_plans(
+    plan_for: PlanFor, spec: KernelSpec, chunk: int, hidden: Any, vocabulary: int, flags: tuple[bool, ...]
+) -> list[tuple[slice, Any]] | None:
+    """The rows of each chunk with the plan of its kernel [rows, vocabulary, dtype, flags]; None where one has none."""
+    parts = split(hidden.shape[0], chunk)
+    plans = [plan_for(spec, hidden.device, part.stop - part.start, vocabulary, hidden.dtype, *flags) for part in parts]
+    return None if None in plans else list(zip(parts, plans, strict=True))
+
+
+def _as_one(problem: Problem, heads: int) -> Problem:
+    """The problem of one head whose logits take as much memory as those of several."""
+    return problem.but(vocabulary=heads * problem["vocabulary"])
+
+
+def _constraint(of_one: Constraint, heads: int) -> Constraint:
+    holds: Callable[..., bool] = of_one.holds
+    return Constraint(of_one.reason, lambda problem, config, target: holds(_as_one(problem, heads), config, target))
+
+
+def space(heads: int = 1) -> Space:
+    """Chunks of up to 700 MiB for all heads together, and who multiplies: as for ``fused_linear_cross_entropy``."""
+    constraints = tuple(_constraint(one, heads) for one in LOSS.space.constraints)
+    return Space(lambda problem: LOSS.space.axes(_as_one(problem, heads)), constraints)
+
+
+def default(problem: Problem, target: Target, heads: int = 1) -> Config:
+    """The largest chunk, since each one more rounds the weight's gradient once more; cuBLAS needs no record."""
+    return LOSS.default(_as_one(problem, heads), target)
+
+
+def generic(problem: Problem) -> Config:
+    """A small chunk for any machine."""
+    return LOSS.generic(problem)

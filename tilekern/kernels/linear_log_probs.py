@@ -1,0 +1,198 @@
+"""Log-probabilities and entropies of a language model's head, and their gradients, chunk by chunk of its rows.
+
+:mod:`tilekern.kernels.common.head` has what a chunk goes through, :mod:`tilekern.kernels.log_probs` the kernels over
+its rows. The backward makes each chunk's logits once more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from tilekern.kernels import log_probs
+from tilekern.kernels.common.head import Head, PlanFor, chunk_plans, default, generic, space
+from tilekern.spec import ITEM_BYTES, Config, Dimension, KernelSpec, LibraryCall, Problem
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which gradients are wanted; ``wide_sums`` adds that of the weight up in float32."""
+
+    hidden: bool = True
+    weight: bool = True
+    bias: bool = False
+    wide_sums: bool = False
+
+
+def results(
+    plan_for: PlanFor, config: Config, hidden: Any, weight: Any, ids: Any, options: log_probs.Options
+) -> tuple[Any, Any, Any] | None:
+    """Log-probability, entropy and lse of each row.
+
+    Args:
+        plan_for: gives the plan of the kernel over rows, and of the products.
+        config: ``chunk`` rows have their logits at a time; ``products`` says who multiplies.
+        hidden: [rows, hidden].
+        weight: [vocabulary, hidden], of the same dtype.
+        ids: int32 [rows].
+        options: bias, temperature and cap.
+
+    Returns:
+        Float32 [rows] each; None where no kernel serves the problem.
+    """
+    import torch
+
+    plans = chunk_plans(plan_for, log_probs.FORWARD, config["chunk"], hidden, weight.shape[0], options.flags)
+    if plans is None:
+        return None
+    head = Head(plan_for, config, hidden, weight, plans[0][0].stop)
+    log_prob, entropy, lse = (torch.empty(len(ids), dtype=torch.float32, device=hidden.device) for _ in range(3))
+    for part, plan in plans:
+        of_rows = (x[part] for x in (log_prob, entropy, lse))
+        plan.launch(hidden.get_device(), *options.before(head.logits(part)), ids[part], *options.scalars, *of_rows)
+    return log_prob, entropy, lse
+
+
+def gradients(
+    plan_for: PlanFor, config: Config, hidden: Any, weight: Any, ids: Any, lse: Any, entropy: Any, dlog_probs: Any,
+    dentropy: Any, dlse: Any, options: log_probs.Options, wanted: Wanted,
+) -> tuple[Any, Any, Any] | None:  # fmt: skip
+    """dhidden, dweight and dbias of the results that :func:`results` gave, whose arguments mean the same.
+
+    The slopes are float32 [rows]. A gradient that is not wanted is None, as all are where no kernel serves the problem;
+    dbias is float32, and dweight where its sums are wide.
+    """
+    plans = chunk_plans(plan_for, log_probs.BACKWARD, config["chunk"], hidden, weight.shape[0], options.flags)
+    if plans is None:
+        return None
+    graded = (wanted.hidden, wanted.weight, wanted.bias)
+    head = Head(plan_for, config, hidden, weight, plans[0][0].stop, graded, wide_sums=wanted.wide_sums)
+    for part, plan in plans:
+        logits = head.logits(part)
+        of_rows = (x[part] for x in (ids, lse, entropy, dlog_probs, dentropy, dlse))
+        plan.launch(hidden.get_device(), *options.before(logits), *of_rows, *options.scalars, logits)
+        head.take(part, logits)
+    return head.gradients
+
+
+def _implement_forward(problem: Problem, config: Config) -> LibraryCall:
+    def call(plan_for: PlanFor, *inputs: Any) -> Any:
+        return results(plan_for, config, *inputs)
+
+    return LibraryCall(call, ("hidden", "weight", "ids", "options"), composite=True)
+
+
+_SAVED = ("lse", "entropy", "dlog_probs", "dentropy", "dlse")
+
+
+def _implement_backward(problem: Problem, config: Config) -> LibraryCall:
+    def call(plan_for: PlanFor, *inputs: Any) -> Any:
+        return gradients(plan_for, config, *inputs)
+
+    return LibraryCall(call, ("hidden", "weight", "ids", *_SAVED, "options", "wanted"), composite=True)
+
+
+def _inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
+    import torch
+
+    rows, width, vocabulary = problem["rows"], problem["hidden"], problem["vocabulary"]
+    dtype = getattr(torch, problem["dtype"])
+    hidden = torch.randn((rows, width), generator=generator, device=device).to(dtype)
+    weight = torch.randn((vocabulary, width), generator=generator, device=device).div_(width**0.5).to(dtype)
+    ids = log_probs.drawn_ids(problem, generator, device)
+    return {"hidden": hidden, "weight": weight, "ids": ids, "options": log_probs.Options()}
+
+
+_PART_ROWS = 1024
+
+
+def _backward_inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
+    import torch
+
+    inputs = _inputs(problem, generator, device)
+    weight, options = inputs["weight"].float(), inputs["options"]
+    # In parts, since all logits at once may not fit.
+    parts = zip(inputs["hidden"].split(_PART_ROWS), inputs["ids"].split(_PART_ROWS), strict=True)
+    known = [log_probs.row_results(x.float() @ weight.t(), ids, options.ignore_index) for x, ids in parts]
+    saved = {name: torch.cat([part[name] for part in known]) for name in ("lse", "entropy")}
+    slopes = log_probs.drawn_slopes(problem["rows"], generator, device)
+    return inputs | saved | slopes | {"wanted": Wanted(bias=True)}
+
+
+def reference_forward(hidden: Any, weight: Any, ids: Any, options: log_probs.Options) -> dict[str, Any]:
+    """The results through the logits in float64, for plain options."""
+    assert options == log_probs.Options(), "the reference knows plain logits only"
+    return log_probs.row_results(hidden.double() @ weight.double().t(), ids, options.ignore_index)
+
+
+def reference_backward(
+    hidden: Any, weight: Any, ids: Any, lse: Any, entropy: Any, dlog_probs: Any, dentropy: Any, dlse: Any,
+    options: log_probs.Options, wanted: Wanted,
+) -> dict[str, Any]:  # fmt: skip
+    """The gradients through the logits in float64, for plain options."""
+    assert options == log_probs.Options(), "the reference knows plain logits only"
+    x, w = hidden.double(), weight.double()
+    of_rows = (ids, lse, entropy, dlog_probs, dentropy, dlse)
+    dlogits = log_probs.score_gradient(x @ w.t(), *of_rows, options.ignore_index)
+    return {"dhidden": dlogits @ w, "dweight": dlogits.t() @ x, "dbias": dlogits.sum(0)}
+
+
+def _gradients(problem: Problem, blocks: int) -> dict[str, tuple[tuple[int, ...], str]]:
+    rows, width, vocabulary, dtype = (problem[name] for name in ("rows", "hidden", "vocabulary", "dtype"))
+    return {
+        "dhidden": ((rows, width), dtype), "dweight": ((vocabulary, width), dtype), "dbias": ((vocabulary,), "float32")
+    }  # fmt: skip
+
+
+def _matrices(problem: Problem) -> int:
+    """Bytes of hidden and weight."""
+    return int(problem["hidden"] * (problem["rows"] + problem["vocabulary"]) * ITEM_BYTES[problem["dtype"]])
+
+
+def _product_flops(problem: Problem) -> int:
+    return int(2 * problem["rows"] * problem["hidden"] * problem["vocabulary"])
+
+
+_DIMENSIONS = (
+    Dimension("rows", "bucketed"),
+    Dimension("hidden", "exact"),
+    Dimension("vocabulary", "exact"),
+    Dimension("dtype", "dtype"),
+)
+FORWARD = KernelSpec(
+    name="linear_log_probs_forward",
+    summary="log-probabilities and entropies of hidden @ weight.T, without the logits",
+    module=__name__,
+    dimensions=_DIMENSIONS,
+    space=space(),
+    ops=("linear_log_probs",),
+    implement=_implement_forward,
+    default=default,
+    generic=generic,
+    inputs=_inputs,
+    outputs=lambda problem, blocks: dict.fromkeys(("log_probs", "entropy", "lse"), ((problem["rows"],), "float32")),
+    reference=reference_forward,
+    bytes_moved=_matrices,
+    flops=_product_flops,
+    result_dtype=lambda problem: problem["dtype"],
+    roundings=2,
+)
+BACKWARD = KernelSpec(
+    name="linear_log_probs_backward",
+    summary="gradients of the log-probabilities and entropies of hidden @ weight.T, without the logits",
+    module=__name__,
+    dimensions=_DIMENSIONS,
+    space=space(),
+    ops=("linear_log_probs",),
+    implement=_implement_backward,
+    default=default,
+    generic=generic,
+    inputs=_backward_inputs,
+    outputs=_gradients,
+    reference=reference_backward,
+    bytes_moved=lambda problem: 2 * _matrices(problem),
+    flops=lambda problem: 3 * _product_flops(problem),
+    result_dtype=lambda problem: problem["dtype"],
+    roundings=2,
+)
+SPECS = (FORWARD, BACKWARD)
