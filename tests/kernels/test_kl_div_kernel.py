@@ -7,9 +7,11 @@ from spec_samples import configs, interpret, sized
 from tilekern import interpreter
 from tilekern.kernels import spec_named
 from tilekern.targets import INTERPRETED
+from tuning.verify.adversarial import one_hot_rows
 from tuning.verify.check import launch_arguments, make_outputs
 
 ROWS, ELEMENTS = spec_named("kl_div_forward"), spec_named("kl_div_elements_forward")
+SPECS = [spec_named(f"kl_div_{name}backward") for name in ("", "elements_")] + [ROWS, ELEMENTS]
 both = pytest.mark.parametrize("spec", [ROWS, ELEMENTS], ids=lambda spec: spec.name)
 forms = pytest.mark.parametrize("log_target", [False, True])
 
@@ -44,6 +46,20 @@ def test_every_probability_and_what_is_none_adds_what_torch_adds():
     expected = torch.xlogy(numbers.double(), numbers.double()) - numbers * 0
     assert torch.equal(made["loss"].isnan(), expected.isnan())
     torch.testing.assert_close(made["loss"].double(), expected, rtol=3e-7, atol=1e-7, equal_nan=True)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+@forms
+def test_inputs_are_what_the_target_is_taken_for_whatever_is_drawn(spec, log_target, monkeypatch):
+    """Of a long row with one large number in the place of normal ones, the exponential would not fit float32."""
+    problem = sized(spec, rows=3, columns=20000).but(log_target=log_target)
+    randn = torch.randn
+    monkeypatch.setattr(torch, "randn", lambda *size, **rest: one_hot_rows(0, randn(*size, **rest)))
+    inputs = spec.inputs(problem, torch.Generator().manual_seed(0), "cpu")
+    assert bool((-inputs["target"] if log_target else inputs["target"]).ge(0).all())
+    for config in configs(spec, problem)[:2]:
+        check = interpret(spec, problem, config, inputs)
+        assert check.passed, (config, check.reason)
 
 
 @forms
