@@ -42,7 +42,8 @@ def results(
     """
     import torch
 
-    plans = chunk_plans(plan_for, log_probs.FORWARD, config["chunk"], hidden, weight.shape[0], options.flags)
+    sizes = (len(hidden), weight.shape[0], hidden.dtype, *options.flags)
+    plans = chunk_plans(plan_for, log_probs.FORWARD, config["chunk"], hidden.device, *sizes)
     if plans is None:
         return None
     head = Head(plan_for, config, hidden, weight, plans[0][0].stop)
@@ -62,7 +63,8 @@ def gradients(
     The slopes are float32 [rows]. A gradient that is not wanted is None, as all are where no kernel serves the problem;
     dbias is float32, and dweight where its sums are wide.
     """
-    plans = chunk_plans(plan_for, log_probs.BACKWARD, config["chunk"], hidden, weight.shape[0], options.flags)
+    sizes = (len(hidden), weight.shape[0], hidden.dtype, *options.flags)
+    plans = chunk_plans(plan_for, log_probs.BACKWARD, config["chunk"], hidden.device, *sizes)
     if plans is None:
         return None
     graded = (wanted.hidden, wanted.weight, wanted.bias)

@@ -8,8 +8,8 @@ With x a row of logits, b an optional bias, cap an optional ``softcap * tanh(x /
 The forward reads a row once, as cross entropy does (:mod:`tilekern.kernels.cross_entropy.tiles`). The backward reads a
 row's lse and entropy, so that each tile of the gradient needs that tile of the logits alone. Rows with the id
 ``ignore_index`` give 0. Any other id outside the vocabulary gives a log-probability and an lse of NaN, and so NaN in
-the backward. A slope that is not finite gives NaN to its row: where ``z_c - lse + entropy`` is near 0, infinity times it
-would have the sign of a rounding error.
+the backward. A slope that is not finite gives NaN to its row: infinity times ``z_c - lse + entropy`` would have the
+sign of a rounding error where that is near 0.
 """
 
 from __future__ import annotations

@@ -3,17 +3,36 @@
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 import torch
 
-from tilekern.ops.registration import check_devices, check_softcap, is_autocast
+from tilekern.kernels import linear_log_probs as kernels
+from tilekern.kernels import log_probs
+from tilekern.kernels.common.head import chunk_plans
+from tilekern.ops.operation import operation
+from tilekern.ops.registration import check_devices, check_softcap, disjoint, fresh, is_autocast, shaped
+from tilekern.runtime.dispatch import Plan, plan_for
+from tilekern.spec import Array, KernelSpec
+
+_INT32 = torch.iinfo(torch.int32)
+Plans = tuple[Plan, Plan | None]
+Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+_ROW = ("rows",)
+_ARRAYS = (
+    Array("hidden", "dtype", ("rows", "hidden")), Array("weight", "dtype", ("vocabulary", "hidden")),
+    Array("ids", "int32", _ROW), Array("bias", "dtype", ("vocabulary",)),
+    Array("log_probs", "dtype*float32", _ROW, "output"), Array("entropy", "dtype*float32", _ROW, "output"),
+    Array("lse", "dtype*float32", _ROW, "output"),
+)  # fmt: skip
 
 
 def linear_log_probs(
     hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, *, bias: torch.Tensor | None = None,
-    temperature: float = 1.0, softcap: float | None = None, ignore_index: int = -100,
+    temperature: float = 1.0, softcap: float | None = None, ignore_index: int = -100, wide_sums: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """The log-probability of one id for each row, and the entropy of all ids, of a head's logits.
+    """The log-probability of one id for each row, and the entropy of all ids, of a head's logits, which never exist.
 
     ``logits = softcap * tanh((hidden @ weight.T + bias) / softcap) / temperature``, without the cap where there is
     none. Both results can be differentiated, once. Under autocast ``hidden``, ``weight`` and ``bias`` are cast as a
@@ -28,6 +47,7 @@ def linear_log_probs(
         temperature: positive and finite.
         softcap: positive and finite, or None for no cap.
         ignore_index: the id of rows that do not count: both results are 0, and so are their gradients.
+        wide_sums: add the gradient of ``weight`` up over chunks of rows in float32, which takes 4 bytes an element.
 
     Returns:
         Log-probabilities and entropies in nats, both [...] in float32 (float64 for float64).
@@ -37,8 +57,8 @@ def linear_log_probs(
             have.
     """
     check_options("linear_log_probs", temperature, softcap)
-    log_probs, entropy, _ = rows_of_head(hidden, weight, ids, bias, temperature, softcap, ignore_index)
-    return log_probs, entropy
+    found = rows_of_head(hidden, weight, ids, bias, temperature, softcap, ignore_index, wide_sums)
+    return found[:2]
 
 
 def check_options(op: str, temperature: float, softcap: float | None) -> None:
@@ -50,10 +70,9 @@ def check_options(op: str, temperature: float, softcap: float | None) -> None:
 
 def rows_of_head(
     hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, bias: torch.Tensor | None, temperature: float,
-    softcap: float | None, ignore_index: int,
+    softcap: float | None, ignore_index: int, wide_sums: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Log-probabilities, entropies, and the logarithms of the sums of exponentials, cast by autocast; [...] each."""
-    _check(hidden, weight, ids, bias)
     kind = hidden.device.type
     cast = is_autocast(kind)
     if cast and torch.float64 not in (hidden.dtype, weight.dtype):
@@ -61,10 +80,13 @@ def rows_of_head(
         hidden, weight = hidden.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
     with torch.autocast(kind, enabled=False) if cast else contextlib.nullcontext():
-        return _formula(hidden, weight, ids, bias, float(temperature), softcap, ignore_index)
+        found: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = _rows(
+            hidden, weight, ids, bias, float(temperature), softcap, ignore_index, wide_sums
+        )
+        return found
 
 
-def _check(hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, bias: torch.Tensor | None) -> None:
+def _check(hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, bias: torch.Tensor | None, *_: Any) -> None:
     if not hidden.dim() or weight.dim() != 2 or hidden.shape[-1] != weight.shape[1]:
         raise ValueError(
             "linear_log_probs: hidden must be [..., hidden] and weight [vocabulary, hidden], "
@@ -81,9 +103,81 @@ def _check(hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, bias: 
     check_devices("linear_log_probs", hidden=hidden, weight=weight, ids=ids, bias=bias)
 
 
-def _formula(
-    hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, bias: torch.Tensor | None, temperature: float,
-    softcap: float | None, ignore_index: int,
+def _find(
+    graded: bool, hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, bias: torch.Tensor | None,
+    temperature: float, softcap: float | None, ignore_index: int, wide_sums: bool,
+) -> Plans | None:  # fmt: skip
+    """The composites' plans, where their parts have plans too."""
+    if not hidden.numel() or not weight.numel() or weight.dtype != hidden.dtype:
+        return None
+    if (bias is not None and bias.dtype != weight.dtype) or not _INT32.min <= ignore_index <= _INT32.max:
+        return None
+    rows, vocabulary, dtype = ids.numel(), weight.shape[0], hidden.dtype
+    sizes = (rows, vocabulary, dtype, bias is not None, softcap is not None)
+
+    def find(composite: KernelSpec, spec: KernelSpec) -> Plan | None:
+        plan = plan_for(composite, hidden.device, rows, hidden.shape[-1], vocabulary, dtype)
+        if plan is None or chunk_plans(plan_for, spec, plan.config["chunk"], hidden.device, *sizes) is None:
+            return None
+        return plan
+
+    forward = find(kernels.FORWARD, log_probs.FORWARD)
+    if forward is None or not graded:
+        return None if forward is None else (forward, None)
+    backward = find(kernels.BACKWARD, log_probs.BACKWARD)
+    return None if backward is None else (forward, backward)
+
+
+def _rows_and_weight(hidden: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return disjoint(hidden.reshape(-1, hidden.shape[-1])), disjoint(weight)
+
+
+def _launch(
+    plans: Plans, hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, bias: torch.Tensor | None,
+    temperature: float, softcap: float | None, ignore_index: int, _: bool,
+) -> Results:  # fmt: skip
+    options = log_probs.Options(None if bias is None else bias.contiguous(), ignore_index, temperature, softcap)
+    inputs = (*_rows_and_weight(hidden, weight), ids.to(torch.int32).contiguous().view(-1), options)
+
+    def allocate() -> tuple[torch.Tensor, ...]:
+        return tuple(ids.new_empty(ids.numel(), dtype=torch.float32) for _ in range(3))
+
+    log_prob, entropy, lse = plans[0].run(hidden.get_device(), inputs, allocate)
+    return shaped(log_prob, *ids.shape), shaped(entropy, *ids.shape), shaped(lse, *ids.shape)
+
+
+def _launch_backward(
+    plans: tuple[Plan, Plan], needs: tuple[bool, ...], dlog_probs: torch.Tensor, dentropy: torch.Tensor,
+    dlse: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, bias: torch.Tensor | None,
+    entropy: torch.Tensor, lse: torch.Tensor, temperature: float, softcap: float | None, ignore_index: int,
+    wide_sums: bool,
+) -> Gradients:  # fmt: skip
+    options = log_probs.Options(None if bias is None else bias.contiguous(), ignore_index, temperature, softcap)
+    wanted = kernels.Wanted(needs[0], needs[1], bias is not None and needs[3], wide_sums)
+    of_rows = (x.float().contiguous().view(-1) for x in (lse, entropy, dlog_probs, dentropy, dlse))
+    labels = ids.to(torch.int32).contiguous().view(-1)
+    rows, table = _rows_and_weight(hidden, weight)
+    inputs = (rows, table, labels, *of_rows, options, wanted)
+
+    def allocate() -> tuple[torch.Tensor | None, ...]:
+        return tuple(None if x is None else fresh(x) for x in (rows, table, bias))
+
+    dhidden, dweight, dbias = plans[1].run(hidden.get_device(), inputs, allocate)
+    return (
+        None if dhidden is None else shaped(dhidden, *hidden.shape),
+        None if dweight is None else dweight.to(weight.dtype),
+        None if dbias is None or bias is None else dbias.to(bias.dtype),
+    )
+
+
+@operation(
+    kernels.FORWARD, kernels.BACKWARD, name="linear_log_probs", ungraded=("ids",), arrays=_ARRAYS,
+    reads=("hidden", "weight", "ids", "bias", "entropy", "lse"), key=("softcap is not None", "ignore_index"),
+    check=_check, find=_find, launch=_launch, launch_backward=_launch_backward,
+)  # fmt: skip
+def _rows(
+    hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, bias: torch.Tensor | None = None,
+    temperature: float = 1.0, softcap: float | None = None, ignore_index: int = -100, wide_sums: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     dtype = torch.promote_types(torch.promote_types(hidden.dtype, weight.dtype), torch.float32)
     product = torch.promote_types(hidden.dtype, weight.dtype)
@@ -95,8 +189,9 @@ def _formula(
     log_softmax = logits - lse[..., None]
     counted, known = ids != ignore_index, (ids >= 0) & (ids < weight.shape[0])
     places = ids.long().where(known, 0)[..., None] if weight.shape[0] else ids.long()[..., None]
-    log_probs = log_softmax.gather(-1, places)[..., 0].where(known, torch.nan)
+    at_id = log_softmax.gather(-1, places)[..., 0].where(known, torch.nan)
     probabilities = log_softmax.exp()
     # A probability of 0, whose logarithm is -inf, adds nothing.
     entropy = -(probabilities * log_softmax.masked_fill(probabilities == 0, 0)).sum(-1)
-    return tuple(x.where(counted, 0) for x in (log_probs, entropy, lse))  # type: ignore[return-value]
+    lse = lse.where(known, torch.nan)
+    return at_id.where(counted, 0), entropy.where(counted, 0), lse.where(counted, 0)

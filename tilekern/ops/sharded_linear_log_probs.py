@@ -17,6 +17,7 @@ from tilekern.ops.linear_log_probs import check_options, rows_of_head
 def sharded_linear_log_probs(
     hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, first: int, group: Any = None, *,
     bias: torch.Tensor | None = None, temperature: float = 1.0, softcap: float | None = None, ignore_index: int = -100,
+    wide_sums: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """The results of :func:`tilekern.ops.linear_log_probs`, whose arguments mean the same, on every rank of a group.
 
@@ -42,8 +43,9 @@ def sharded_linear_log_probs(
     local = ids.long() - first
     own = counted & (local >= 0) & (local < weight.shape[0])
     places = local.where(own, 0).where(counted, ignore_index)
-    parts = rows_of_head(_Copied.apply(hidden, group), weight, places, bias, temperature, softcap, ignore_index)
-    log_probs, entropy, lse = parts
+    log_probs, entropy, lse = rows_of_head(
+        _Copied.apply(hidden, group), weight, places, bias, temperature, softcap, ignore_index, wide_sums
+    )
     top = _largest(lse, group)
     mass = (lse - top).exp()
     # A part without any probability, whose logarithm is -inf, adds nothing.

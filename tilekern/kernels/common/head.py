@@ -5,8 +5,8 @@ then ``dhidden = dlogits @ weight`` and ``dweight += dlogits.T @ hidden``. Small
 written more often, large ones need more memory, so the number of rows in a chunk is for the tuner to choose; so is
 whether cuBLAS runs the products or what won each of them (:mod:`tilekern.kernels.matmul.product`).
 
-:class:`Head` is what a chunk goes through, :func:`space`, :func:`default` and :func:`generic` are what a spec has of it,
-for one head or for several, whose chunks are held at the same time.
+:class:`Head` is what a chunk goes through. A spec has its :func:`space`, its :func:`default` and its :func:`generic`
+config from here, for one head or for several, whose chunks are held at the same time.
 """
 
 from __future__ import annotations
@@ -101,11 +101,14 @@ def _added_wide(dweight: Any, dlogits: Any, x: Any) -> Any:
 
 
 def chunk_plans(
-    plan_for: PlanFor, spec: KernelSpec, chunk: int, hidden: Any, vocabulary: int, flags: tuple[bool, ...]
+    plan_for: PlanFor, spec: KernelSpec, chunk: int, device: Any, rows: int, *sizes: Any
 ) -> list[tuple[slice, Any]] | None:
-    """The rows of each chunk with the plan of its kernel [rows, vocabulary, dtype, flags]; None where one has none."""
-    parts = split(hidden.shape[0], chunk)
-    plans = [plan_for(spec, hidden.device, part.stop - part.start, vocabulary, hidden.dtype, *flags) for part in parts]
+    """The rows of each chunk with the plan of its kernel; None where one has none.
+
+    ``sizes`` are the values of the spec's dimensions behind its rows.
+    """
+    parts = split(rows, chunk)
+    plans = [plan_for(spec, device, part.stop - part.start, *sizes) for part in parts]
     return None if None in plans else list(zip(parts, plans, strict=True))
 
 
