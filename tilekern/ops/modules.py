@@ -1,0 +1,289 @@
+"""Module classes of the ops, found in ``tilekern.ops`` beside them.
+
+A class takes the options of its op when it is made and the tensors of its op when it is called. Where torch has the
+class, ours is a subclass of it, with torch's arguments, state dict and text; the parameters of the others are called as
+in Liger's classes and in the models of Hugging Face that they come from, so state dicts go both ways.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, ClassVar
+
+import torch
+
+from tilekern.ops.tiled_mlp import tiled
+
+# Ops that are found by themselves are attributes of the package once it is imported.
+_ops: Any = sys.modules["tilekern.ops"]
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def _as_one(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """``x`` with its last dimensions, which must be ``shape``, as one."""
+    if x.shape[-len(shape) :] != shape:
+        raise ValueError(f"the input must end with the dimensions {list(shape)}, got {list(x.shape)}")
+    return x if len(shape) == 1 else x.flatten(-len(shape))
+
+
+class LayerNorm(torch.nn.LayerNorm):
+    """:func:`tilekern.ops.layer_norm` as ``torch.nn.LayerNorm``."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Normalise the last dimensions of ``input``; any shape that ends with ``normalized_shape``."""
+        x = _as_one(input, self.normalized_shape)
+        weight = x.new_ones(x.shape[-1]) if self.weight is None else self.weight.flatten()
+        bias = torch.zeros_like(weight) if self.bias is None else self.bias.flatten()
+        return _ops.layer_norm(x, weight, bias, self.eps).view(input.shape)
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """:func:`tilekern.ops.rms_norm` as ``torch.nn.RMSNorm``, with the casts and the ``eps`` of Llama's norm."""
+
+    def __init__(
+        self, normalized_shape: int | list[int] | torch.Size, eps: float = 1e-6, elementwise_affine: bool = True,
+        device: Any = None, dtype: Any = None,
+    ) -> None:  # fmt: skip
+        super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalise the last dimensions of ``x``; any shape that ends with ``normalized_shape``."""
+        rows = _as_one(x, self.normalized_shape)
+        weight = rows.new_ones(rows.shape[-1]) if self.weight is None else self.weight.flatten()
+        return _ops.rms_norm(rows, weight, self.eps).view(x.shape)
+
+
+class FusedAddRMSNorm(RMSNorm):
+    """:func:`tilekern.ops.fused_add_rms_norm`; parameters as those of :class:`RMSNorm`, of one dimension."""
+
+    def forward(self, residual: torch.Tensor, x: torch.Tensor) -> Pair:
+        """The sum of ``residual`` and ``x`` [..., columns], and its norm."""
+        weight = x.new_ones(x.shape[-1]) if self.weight is None else self.weight
+        return _ops.fused_add_rms_norm(residual, x, weight, self.eps)
+
+
+class Softmax(torch.nn.Softmax):
+    """:func:`tilekern.ops.softmax` as ``torch.nn.Softmax``, along any dimension; the last where none is named."""
+
+    def __init__(self, dim: int = -1) -> None:
+        super().__init__(dim)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Probabilities in the shape and dtype of ``input``."""
+        if self.dim in (-1, input.dim() - 1):
+            return _ops.softmax(input)
+        return _ops.softmax(input.transpose(self.dim, -1)).transpose(self.dim, -1)
+
+
+class Sparsemax(torch.nn.Module):
+    """:func:`tilekern.ops.sparsemax` along ``dim``."""
+
+    def __init__(self, dim: int = -1) -> None:
+        super().__init__()
+        self.dim = dim
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Probabilities in the shape and dtype of ``x``."""
+        return _ops.sparsemax(x, self.dim)
+
+    def extra_repr(self) -> str:
+        """The dimension."""
+        return f"dim={self.dim}"
+
+
+class KLDiv(torch.nn.KLDivLoss):
+    """:func:`tilekern.ops.kl_div` as ``torch.nn.KLDivLoss``, whose reduction is ``mean`` if none is named."""
+
+    def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """The divergence of log-probabilities ``input`` from ``target``."""
+        return _ops.kl_div(input, target, self.reduction, self.log_target)
+
+
+class JSD(torch.nn.Module):
+    """:func:`tilekern.ops.jsd`, with the arguments of Liger's class."""
+
+    def __init__(self, beta: float = 0.5, ignore_index: int = -100) -> None:
+        super().__init__()
+        self.beta, self.ignore_index = beta, ignore_index
+
+    def forward(
+        self, log_q: torch.Tensor, log_p: torch.Tensor, shift_labels: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The divergence of a student's log-probabilities ``log_q`` from a teacher's ``log_p``, [..., columns]."""
+        return _ops.jsd(log_q, log_p, shift_labels, self.beta, self.ignore_index)
+
+
+class TVD(torch.nn.Module):
+    """:func:`tilekern.ops.tvd`, with the arguments of Liger's class."""
+
+    def __init__(self, reduction: str = "batchmean", ignore_index: int = -100) -> None:
+        super().__init__()
+        self.reduction, self.ignore_index = reduction, ignore_index
+
+    def forward(self, p: torch.Tensor, q: torch.Tensor, shift_labels: torch.Tensor | None = None) -> torch.Tensor:
+        """The distance of two distributions, [..., columns]."""
+        return _ops.tvd(p, q, shift_labels, self.reduction, self.ignore_index)
+
+
+class CrossEntropy(torch.nn.CrossEntropyLoss):
+    """:func:`tilekern.ops.cross_entropy` as ``torch.nn.CrossEntropyLoss``, with a soft cap and a z-loss.
+
+    The target holds classes, not probabilities. As in torch, classes are the second dimension of the input.
+    """
+
+    def __init__(
+        self, weight: torch.Tensor | None = None, ignore_index: int = -100, reduction: str = "mean",
+        label_smoothing: float = 0.0, *, softcap: float | None = None, z_loss: float = 0.0,
+    ) -> None:  # fmt: skip
+        super().__init__(weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
+        self.softcap, self.z_loss = softcap, z_loss
+
+    def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """The loss of ``input`` [rows, classes] or [rows, classes, ...] against ``target`` [rows, ...]."""
+        logits = input.movedim(1, -1) if input.dim() > 2 else input
+        return _ops.cross_entropy(
+            logits, target, self.weight, self.ignore_index, self.reduction, self.label_smoothing, self.softcap,
+            self.z_loss,
+        )  # fmt: skip
+
+
+class FusedLinearCrossEntropy(torch.nn.Module):
+    """:func:`tilekern.ops.fused_linear_cross_entropy`; it has no parameters, the head's weight is an argument."""
+
+    def __init__(
+        self, class_weight: torch.Tensor | None = None, ignore_index: int = -100, reduction: str = "mean",
+        label_smoothing: float = 0.0, softcap: float | None = None, z_loss: float = 0.0, wide_sums: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.register_buffer("class_weight", class_weight, persistent=False)
+        self.options = {
+            "ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing,
+            "softcap": softcap, "z_loss": z_loss, "wide_sums": wide_sums,
+        }  # fmt: skip
+
+    def forward(
+        self, hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor,
+        num_items: torch.Tensor | float | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """The loss of ``hidden`` [..., hidden] through the head ``weight`` [vocabulary, hidden] against ``target``."""
+        return _ops.fused_linear_cross_entropy(
+            hidden, weight, target, class_weight=self.class_weight, num_items=num_items, **self.options
+        )
+
+    def extra_repr(self) -> str:
+        """The options."""
+        return ", ".join(f"{name}={value!r}" for name, value in self.options.items())
+
+
+class _GatedMLP(torch.nn.Module):
+    """``down_proj(activation(gate_proj(x)) * up_proj(x))``, with the names of Llama's and Gemma's MLP.
+
+    The projections are called as modules, so adapters, hooks and quantised layers in their place count.
+    """
+
+    # The activations' names in transformers, the family's usual one first, and what the op takes for each.
+    activations: ClassVar[dict[str, Any]]
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config = config
+        self.hidden_size, self.intermediate_size = config.hidden_size, config.intermediate_size
+        bias = getattr(config, "mlp_bias", False)
+        self.gate_proj = torch.nn.Linear(self.hidden_size, self.intermediate_size, bias=bias)
+        self.up_proj = torch.nn.Linear(self.hidden_size, self.intermediate_size, bias=bias)
+        self.down_proj = torch.nn.Linear(self.intermediate_size, self.hidden_size, bias=bias)
+        self.activation = _activation_of(config, type(self).__name__, self.activations)
+
+    def gated(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        """The activation of ``gate`` times ``up``, [..., intermediate]."""
+        raise NotImplementedError
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., hidden] to [..., hidden]."""
+        return self.down_proj(self.gated(self.gate_proj(x), self.up_proj(x)))
+
+
+def _activation_of(config: Any, owner: str, known: dict[str, Any]) -> Any:
+    """The op's argument for the activation that a model's configuration names, or for the family's usual one."""
+    name = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
+    if name is None:
+        return next(iter(known.values()))
+    if name not in known:
+        raise ValueError(f"{owner}: the activation must be one of {', '.join(known)}, got {name!r}")
+    return known[name]
+
+
+class SwiGLUMLP(_GatedMLP):
+    """Llama's MLP by :func:`tilekern.ops.swiglu`; made from a configuration, as ``LlamaMLP`` is."""
+
+    activations: ClassVar = {"silu": None, "swish": None}
+
+    def gated(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        """``silu(gate) * up``."""
+        return _ops.swiglu(gate, up)
+
+
+class GEGLUMLP(_GatedMLP):
+    """Gemma's MLP by :func:`tilekern.ops.geglu`; made from a configuration, as ``GemmaMLP`` is."""
+
+    activations: ClassVar = {"gelu_pytorch_tanh": True, "gelu_new": True, "gelu": False}
+
+    def gated(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        """``gelu(gate) * up``."""
+        return _ops.geglu(gate, up, self.activation)
+
+
+class _Tiled(_GatedMLP):
+    """An MLP over shards of the tokens, as :func:`tilekern.ops.tiled_swiglu` and ``tiled_geglu`` run it."""
+
+    def __init__(self, config: Any, num_shards: int | None = None) -> None:
+        super().__init__(config)
+        self.num_shards = num_shards
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., tokens, hidden] to [..., tokens, hidden]."""
+        return tiled(super().forward, x, self.num_shards, type(self).__name__)
+
+
+class TiledSwiGLUMLP(_Tiled, SwiGLUMLP):
+    """:class:`SwiGLUMLP` over shards of the tokens."""
+
+
+class TiledGEGLUMLP(_Tiled, GEGLUMLP):
+    """:class:`GEGLUMLP` over shards of the tokens."""
+
+
+class FusedNeighborhoodAttention(torch.nn.Module):
+    """Self-attention by :func:`tilekern.ops.fused_neighborhood_attention`, with the arguments of Liger's class."""
+
+    def __init__(
+        self, hidden_size: int, num_heads: int, kernel_size: int = 7, dilation: int = 1, bias: bool = True,
+        dropout: float = 0.0, scale: float | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        if hidden_size % num_heads:
+            raise ValueError(f"FusedNeighborhoodAttention: {num_heads} heads do not divide a hidden size {hidden_size}")
+        self.num_heads, self.kernel_size, self.dilation, self.scale = num_heads, kernel_size, dilation, scale
+        for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
+            self.add_module(name, torch.nn.Linear(hidden_size, hidden_size, bias=bias))
+        self.dropout = torch.nn.Dropout(dropout)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """[batch, tokens, hidden] to [batch, tokens, hidden]."""
+        heads = (
+            projection(hidden_states).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        found = _ops.fused_neighborhood_attention(*heads, self.kernel_size, self.dilation, self.scale)
+        return self.out_proj(self.dropout(found.transpose(1, 2).flatten(2)))
+
+    def extra_repr(self) -> str:
+        """The neighbourhood."""
+        return f"num_heads={self.num_heads}, kernel_size={self.kernel_size}, dilation={self.dilation}"
+
+
+CLASSES = {
+    name: found
+    for name, found in list(globals().items())
+    if isinstance(found, type) and found.__module__ == __name__ and not name.startswith("_")
+}
