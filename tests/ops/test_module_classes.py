@@ -36,6 +36,10 @@ TWINS = {
     "RMSNorm without a weight": (
         ops.RMSNorm(24, elementwise_affine=False), nn.RMSNorm(24, 1e-6, elementwise_affine=False), (X,),
     ),
+    "GroupNorm": (ops.GroupNorm(3, 6), nn.GroupNorm(3, 6), (random(2, 6, 5),)),
+    "GroupNorm without parameters": (
+        ops.GroupNorm(3, 6, affine=False), nn.GroupNorm(3, 6, affine=False), (random(2, 6, 5),),
+    ),
     "Softmax": (ops.Softmax(), nn.Softmax(-1), (X,)),
     "Softmax of another dimension": (ops.Softmax(1), nn.Softmax(1), (X,)),
     "KLDiv": (ops.KLDiv(reduction="sum"), nn.KLDivLoss(reduction="sum"), (LOGITS.log_softmax(-1), PROBABILITIES)),
@@ -98,6 +102,22 @@ def test_options_go_to_the_op(module, inputs, op, arguments, monkeypatch):
     assert len(seen[0]) == len(arguments)
     for got, wanted in zip(seen[0], arguments, strict=True):
         assert torch.equal(got, wanted) if isinstance(wanted, torch.Tensor) else got == wanted
+
+
+@pytest.mark.parametrize(
+    ("module", "op", "parameters"),
+    [
+        (ops.DyT(24), ops.dyt, ["alpha", "gamma", "beta"]),
+        (ops.DyT(24, beta=False), ops.dyt, ["alpha", "gamma"]),
+        (ops.PolyNorm(), ops.poly_norm, ["weight", "bias"]),
+    ],
+    ids=repr,
+)
+def test_parameters_are_called_as_in_liger_s_classes(module, op, parameters):
+    assert list(module.state_dict()) == parameters
+    for parameter in module.parameters():
+        nn.init.uniform_(parameter, -0.5, 0.5)
+    torch.testing.assert_close(module(X), op(X, *module.parameters()))
 
 
 def test_the_fused_head_takes_the_options_of_its_op():

@@ -62,6 +62,53 @@ class FusedAddRMSNorm(RMSNorm):
         return _ops.fused_add_rms_norm(residual, x, weight, self.eps)
 
 
+class GroupNorm(torch.nn.GroupNorm):
+    """:func:`tilekern.ops.group_norm` as ``torch.nn.GroupNorm``, of three dimensions or more."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Normalise groups of the channels of ``input`` [batch, channels, ...]."""
+        weight = input.new_ones(self.num_channels) if self.weight is None else self.weight
+        bias = torch.zeros_like(weight) if self.bias is None else self.bias
+        return _ops.group_norm(input, weight, bias, self.num_channels, self.num_groups, self.eps)
+
+
+class DyT(torch.nn.Module):
+    """:func:`tilekern.ops.dyt`, with the arguments and the parameters of Liger's class."""
+
+    def __init__(self, hidden_size: int, beta: bool = True, init_alpha: float = 0.5) -> None:
+        super().__init__()
+        self.hidden_size = hidden_size
+        self.alpha = torch.nn.Parameter(torch.full((1,), init_alpha))
+        self.gamma = torch.nn.Parameter(torch.ones(hidden_size))
+        self.beta = torch.nn.Parameter(torch.zeros(hidden_size)) if beta else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., hidden_size] to [..., hidden_size]."""
+        return _ops.dyt(x, self.alpha, self.gamma, self.beta)
+
+    def extra_repr(self) -> str:
+        """The size."""
+        return f"{self.hidden_size}, beta={self.beta is not None}"
+
+
+class PolyNorm(torch.nn.Module):
+    """:func:`tilekern.ops.poly_norm`, with the parameters of Liger's class."""
+
+    def __init__(self, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.full((3,), 1 / 3))
+        self.bias = torch.nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., columns] to [..., columns]."""
+        return _ops.poly_norm(x, self.weight, self.bias, self.eps)
+
+    def extra_repr(self) -> str:
+        """What is added to each mean square."""
+        return f"eps={self.eps}"
+
+
 class Softmax(torch.nn.Softmax):
     """:func:`tilekern.ops.softmax` as ``torch.nn.Softmax``, along any dimension; the last where none is named."""
 
