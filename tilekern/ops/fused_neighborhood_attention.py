@@ -49,9 +49,9 @@ def fused_neighborhood_attention(
     # Further than all tokens is as far as all tokens: each sees itself.
     dilation, heads = max(1, min(dilation, query.shape[2])), query.shape[1]
     sequences = zip(*(_by_remainder(x.transpose(1, 2), dilation) for x in (query, key, value)), strict=True)
-    options = {"causal": False, "scale": scale, "window": kernel_size // 2 + 1}
-    found = [attention(*parts, **options).unflatten(2, (-1, heads)) for parts in sequences]
-    return _in_order(found).transpose(1, 2)
+    window = kernel_size // 2 + 1
+    found = [attention(*parts, causal=False, scale=scale, window=window) for parts in sequences]
+    return _in_order([x.unflatten(2, (-1, heads)) for x in found]).transpose(1, 2)
 
 
 def _by_remainder(x: torch.Tensor, dilation: int) -> list[torch.Tensor]:

@@ -53,13 +53,21 @@ class RMSNorm(torch.nn.RMSNorm):
         return _ops.rms_norm(rows, weight, self.eps).view(x.shape)
 
 
-class FusedAddRMSNorm(RMSNorm):
-    """:func:`tilekern.ops.fused_add_rms_norm`; parameters as those of :class:`RMSNorm`, of one dimension."""
+class FusedAddRMSNorm(torch.nn.Module):
+    """:func:`tilekern.ops.fused_add_rms_norm`, with the parameters of Liger's class."""
+
+    def __init__(self, hidden_size: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size))
 
     def forward(self, residual: torch.Tensor, x: torch.Tensor) -> Pair:
-        """The sum of ``residual`` and ``x`` [..., columns], and its norm."""
-        weight = x.new_ones(x.shape[-1]) if self.weight is None else self.weight
-        return _ops.fused_add_rms_norm(residual, x, weight, self.eps)
+        """The sum of ``residual`` and ``x`` [..., hidden_size], and its norm."""
+        return _ops.fused_add_rms_norm(residual, x, self.weight, self.eps)
+
+    def extra_repr(self) -> str:
+        """The size, and what is added to the mean square."""
+        return f"{len(self.weight)}, eps={self.eps}"
 
 
 class GroupNorm(torch.nn.GroupNorm):
