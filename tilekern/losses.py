@@ -1,0 +1,349 @@
+"""Losses of post-training, each a few operations of torch on log-probabilities.
+
+These come from :func:`tilekern.ops.linear_log_probs`, or from ``sharded_linear_log_probs`` where the vocabulary is
+spread over ranks, so that the logits never exist. Preference losses take ``log_probs`` [2 * pairs, tokens], first the
+chosen sequences and then the rejected ones, in the order of TRL's trainers. ``mask`` has the shape of ``log_probs`` and
+is not 0 where a token counts, ``ids != ignore_index`` for the ids that the head was given; what does not count is 0
+there already. Results are scalars; the mean over pairs or sequences is taken.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch.nn.functional import embedding, kl_div, log_softmax, logsigmoid
+from torch.utils.checkpoint import checkpoint
+
+from tilekern.ops.linear_log_probs import linear_log_probs
+
+__all__ = [
+    "cpo", "dpo", "grpo", "ipo", "jsd", "kto", "kto_baseline", "orpo", "simpo", "top_k_distillation",
+    "top_k_log_probs",
+]  # fmt: skip
+_REDUCTIONS = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo")
+
+
+def dpo(
+    log_probs: torch.Tensor, ref_log_probs: torch.Tensor, *, beta: float = 0.1, label_smoothing: float = 0.0
+) -> torch.Tensor:
+    """``-log sigmoid(beta * (r_chosen - r_rejected))``, ``r = log(p / p_ref)`` of a sequence (arXiv 2305.18290, eq. 7).
+
+    Args:
+        log_probs, ref_log_probs: [2 * pairs, tokens], of the policy and of the reference.
+        beta: how strongly the policy is held to the reference.
+        label_smoothing: the probability that a pair is the other way round (conservative DPO).
+    """
+    chosen, rejected = (log_probs - ref_log_probs).sum(-1).chunk(2)
+    return _smoothed(beta * (chosen - rejected), label_smoothing).mean()
+
+
+def ipo(log_probs: torch.Tensor, ref_log_probs: torch.Tensor, mask: torch.Tensor, *, beta: float = 0.1) -> torch.Tensor:
+    """``(r_chosen - r_rejected - 1 / (2 * beta))^2``, ``r`` the mean over a sequence (arXiv 2310.12036, eq. 17).
+
+    Args:
+        log_probs, ref_log_probs, mask: [2 * pairs, tokens].
+        beta: the paper's tau.
+    """
+    chosen, rejected = _means(log_probs - ref_log_probs, mask).chunk(2)
+    return (chosen - rejected - 1 / (2 * beta)).square().mean()
+
+
+def kto(
+    log_probs: torch.Tensor, ref_log_probs: torch.Tensor, desirable: torch.Tensor, baseline: torch.Tensor | float, *,
+    beta: float = 0.1, desirable_weight: float = 1.0, undesirable_weight: float = 1.0,
+) -> torch.Tensor:  # fmt: skip
+    """``weight * (1 - sigmoid(+-beta * (r - baseline)))`` of single sequences (arXiv 2402.01306, eq. 8).
+
+    Args:
+        log_probs, ref_log_probs: [sequences, tokens].
+        desirable: [sequences] bool, whether a sequence is a good answer; the sign is plus there.
+        baseline: the divergence that ``r`` is measured from, one number, as :func:`kto_baseline` gives it.
+        beta: how strongly the policy is held to the reference.
+        desirable_weight, undesirable_weight: the weights of good and of bad answers.
+    """
+    margin = beta * ((log_probs - ref_log_probs).sum(-1) - baseline)
+    signed = torch.where(desirable, margin, -margin)
+    weight = torch.where(desirable, desirable_weight, undesirable_weight)
+    return (weight * (1 - torch.sigmoid(signed))).mean()
+
+
+def kto_baseline(log_probs: torch.Tensor, ref_log_probs: torch.Tensor) -> torch.Tensor:
+    """``max(0, mean(r))`` of answers to other prompts, without a gradient (arXiv 2402.01306, section 4.1).
+
+    Args:
+        log_probs, ref_log_probs: [sequences, tokens], of pairs of a prompt and the answer to another one. With several
+            ranks, take the mean of what each has before the maximum.
+    """
+    return (log_probs - ref_log_probs).sum(-1).mean().detach().clamp(min=0)
+
+
+def orpo(
+    log_probs: torch.Tensor, mask: torch.Tensor, *, beta: float = 0.1, chosen_nll: torch.Tensor | None = None
+) -> torch.Tensor:
+    """``nll - beta * log sigmoid(log odds_chosen - log odds_rejected)`` (arXiv 2403.07691, eqs. 6 and 7).
+
+    The odds are ``p / (1 - p)`` with ``log p`` the mean over a sequence's tokens.
+
+    Args:
+        log_probs, mask: [2 * pairs, tokens].
+        beta: the paper's lambda.
+        chosen_nll: the loss of the chosen sequences, a scalar; that of their tokens in ``log_probs`` where it is None.
+            TRL takes the prompts' tokens in.
+    """
+    means = _means(log_probs, mask)
+    chosen, rejected = (means - _log_of_rest(means)).chunk(2)
+    nll = _chosen_nll(log_probs, mask) if chosen_nll is None else chosen_nll
+    return nll - beta * logsigmoid(chosen - rejected).mean()
+
+
+def cpo(
+    log_probs: torch.Tensor, mask: torch.Tensor, *, beta: float = 0.1, alpha: float = 1.0, label_smoothing: float = 0.0
+) -> torch.Tensor:
+    """``-log sigmoid(beta * (log p_chosen - log p_rejected)) + alpha * nll`` (arXiv 2401.08417, eqs. 3 to 5).
+
+    Args:
+        log_probs, mask: [2 * pairs, tokens].
+        beta: the weight of the difference.
+        alpha: the weight of the chosen tokens' loss.
+        label_smoothing: the probability that a pair is the other way round.
+    """
+    chosen, rejected = log_probs.sum(-1).chunk(2)
+    return _smoothed(beta * (chosen - rejected), label_smoothing).mean() + alpha * _chosen_nll(log_probs, mask)
+
+
+def simpo(
+    log_probs: torch.Tensor, mask: torch.Tensor, *, beta: float = 2.0, gamma: float = 0.5, alpha: float = 0.0,
+    label_smoothing: float = 0.0,
+) -> torch.Tensor:  # fmt: skip
+    """``-log sigmoid(beta * (m_chosen - m_rejected) - gamma)``, ``m`` a sequence's mean (arXiv 2405.14734, eq. 6).
+
+    Args:
+        log_probs, mask: [2 * pairs, tokens].
+        beta: the weight of the difference.
+        gamma: the margin that is asked for, in units of the loss's argument.
+        alpha: the weight of the chosen tokens' loss (CPO-SimPO).
+        label_smoothing: the probability that a pair is the other way round.
+    """
+    chosen, rejected = _means(log_probs, mask).chunk(2)
+    loss = _smoothed(beta * (chosen - rejected) - gamma, label_smoothing).mean()
+    return loss + alpha * _chosen_nll(log_probs, mask) if alpha else loss
+
+
+def grpo(
+    log_probs: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor, *,
+    old_log_probs: torch.Tensor | None = None, ref_log_probs: torch.Tensor | None = None, loss_type: str = "dapo",
+    level: str = "token", epsilon: float = 0.2, epsilon_high: float | None = None, delta: float | None = None,
+    beta: float = 0.0, kl_weighted: bool = False, sampling_ratio: torch.Tensor | None = None,
+    max_completion_length: int | None = None, num_items: torch.Tensor | float | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """``-min(w * A, clip(w) * A)`` with the importance weight ``w = p / p_old``, plus a divergence (arXiv 2402.03300).
+
+    Args:
+        log_probs: [sequences, tokens], of the completions.
+        advantages: [sequences], or [sequences, tokens].
+        mask: [sequences, tokens].
+        old_log_probs: those of the policy that made the completions; ``log_probs`` without their gradient where None.
+        ref_log_probs: those of the reference; needed where ``beta`` is not 0.
+        loss_type: how tokens are added up. ``grpo`` takes the mean of each sequence and then of these; ``bnpo`` the
+            mean over all tokens; ``dr_grpo`` (arXiv 2503.20783) divides by sequences times ``max_completion_length``;
+            ``dapo`` (arXiv 2503.14476) by ``num_items``; ``cispo`` (arXiv 2506.13585) too, and bounds the weight from
+            above by ``epsilon_high``, without a gradient, as a factor of ``A * log p``.
+        level: of the importance weight: ``token``, or ``sequence`` for the mean of a sequence's logarithms (GSPO,
+            arXiv 2507.18071).
+        epsilon: weights are clipped from below at ``1 - epsilon``.
+        epsilon_high: and from above at ``1 + epsilon_high``; ``epsilon`` where None.
+        delta: bounds the weight that is not clipped from above (INTELLECT-2).
+        beta: the weight of the divergence ``exp(d) - d - 1``, ``d = log(p_ref / p)``.
+        kl_weighted: multiplies the divergence by the importance weight, which makes its gradient unbiased.
+        sampling_ratio: a factor for each token, [sequences, tokens] or [sequences, 1], that corrects for samples of
+            another engine.
+        max_completion_length: the divisor of ``dr_grpo``.
+        num_items: how many tokens count, over all batches of a step; those of ``mask`` where None.
+
+    Raises:
+        ValueError: ``loss_type`` or ``level`` is unknown, or an argument that they or ``beta`` need is None.
+    """
+    _check_grpo(loss_type, level, beta, ref_log_probs, max_completion_length, epsilon_high)
+    mask = mask.to(log_probs.dtype)
+    advantages = advantages[:, None] if advantages.dim() == 1 else advantages
+    ratio = log_probs - (log_probs.detach() if old_log_probs is None else old_log_probs)
+    weight = torch.exp(ratio if level == "token" else _means(ratio, mask)[:, None])
+    if loss_type == "cispo":
+        loss = -weight.clamp(max=epsilon_high).detach() * advantages * log_probs
+    else:
+        clipped = weight.clamp(1 - epsilon, 1 + (epsilon if epsilon_high is None else epsilon_high))
+        loss = -torch.minimum(
+            weight.clamp(max=delta) * advantages if delta else weight * advantages, clipped * advantages
+        )
+    if sampling_ratio is not None:
+        loss = loss * sampling_ratio
+    if beta and ref_log_probs is not None:
+        difference = ref_log_probs - log_probs
+        divergence = torch.exp(difference) - difference - 1
+        loss = loss + beta * (divergence * weight if kl_weighted else divergence)
+    loss = loss.expand_as(log_probs)
+    if loss_type == "grpo":
+        return _means(loss, mask).mean()
+    counted = mask.sum().clamp(min=1)
+    if loss_type == "dr_grpo":
+        counted = len(loss) * max_completion_length  # type: ignore[operator,assignment]
+    elif loss_type in ("dapo", "cispo") and num_items is not None:
+        counted = num_items  # type: ignore[assignment]
+    return (loss * mask).sum() / counted
+
+
+def _check_grpo(
+    loss_type: str, level: str, beta: float, ref_log_probs: torch.Tensor | None, most: int | None, high: float | None
+) -> None:
+    if loss_type not in _REDUCTIONS:
+        raise ValueError(f"grpo: loss_type must be one of {', '.join(_REDUCTIONS)}, got {loss_type!r}")
+    if level not in ("token", "sequence"):
+        raise ValueError(f"grpo: level must be token or sequence, got {level!r}")
+    needed = {
+        "ref_log_probs, which beta asks for": beta and ref_log_probs is None,
+        "max_completion_length, which dr_grpo divides by": loss_type == "dr_grpo" and most is None,
+        "epsilon_high, the bound of cispo": loss_type == "cispo" and high is None,
+    }
+    for name, missing in needed.items():
+        if missing:
+            raise ValueError(f"grpo: {name}, is missing")
+
+
+def jsd(
+    hidden: torch.Tensor, weight: torch.Tensor, teacher_hidden: torch.Tensor, teacher_weight: torch.Tensor,
+    mask: torch.Tensor, *, beta: float = 0.5, temperature: float = 1.0, rows: int = 1024,
+) -> torch.Tensor:  # fmt: skip
+    """The generalised Jensen-Shannon divergence of two heads' distributions, the mean over the rows that count.
+
+    ``beta * KL(T || M) + (1 - beta) * KL(S || M)`` with ``M = beta * T + (1 - beta) * S``; ``KL(T || S)`` for beta 0
+    and ``KL(S || T)`` for 1 (arXiv 2306.13649, eq. 1). Logits exist for some rows at a time, and again in the backward.
+
+    Args:
+        hidden, weight: [..., hidden] and [vocabulary, hidden], of the student.
+        teacher_hidden, teacher_weight: [..., any] and [vocabulary, any]; they get no gradient.
+        mask: [...].
+        beta: from 0 to 1.
+        temperature: divides both models' logits.
+        rows: how many rows are worked on at once.
+
+    Raises:
+        ValueError: ``beta`` is not from 0 to 1.
+    """
+    if not 0 <= beta <= 1:
+        raise ValueError(f"jsd: beta must be from 0 to 1, got {beta}")
+
+    def of_rows(student: torch.Tensor, teacher: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        s = _log_probs_of_all(student, weight, temperature)
+        with torch.no_grad():
+            t = _log_probs_of_all(teacher, teacher_weight, temperature)
+        return _divergence(s, t, beta)
+
+    counted = mask != 0
+    parts = zip(hidden[counted].split(rows), teacher_hidden[counted].split(rows), strict=True)
+    total = [_again(of_rows, student, teacher, weight).sum() for student, teacher in parts]
+    return torch.stack(total).sum() / counted.sum().clamp(min=1)
+
+
+def _log_probs_of_all(hidden: torch.Tensor, weight: torch.Tensor, temperature: float) -> torch.Tensor:
+    logits = hidden @ weight.t()
+    return log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature, -1)
+
+
+def _divergence(s: torch.Tensor, t: torch.Tensor, beta: float) -> torch.Tensor:
+    """The divergence of each row of log-probabilities, [rows]."""
+    if beta in (0, 1):
+        one, other = (t, s) if beta == 0 else (s, t)
+        return kl_div(other, one, reduction="none", log_target=True).sum(-1)
+    mixed = torch.logaddexp(t + math.log(beta), s + math.log1p(-beta))
+    terms = (kl_div(mixed, one, reduction="none", log_target=True).sum(-1) for one in (t, s))
+    return beta * next(terms) + (1 - beta) * next(terms)
+
+
+def top_k_log_probs(
+    hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, *, bias: torch.Tensor | None = None,
+    temperature: float = 1.0, softcap: float | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Log-probabilities of several ids of each row, from :func:`tilekern.ops.linear_log_probs` of the first of them.
+
+    The logits of the others are the rows' products with their weights, which are gathered for as many rows at a time as
+    take no more memory than the head, and again in the backward.
+
+    Args:
+        hidden, weight, bias, temperature, softcap: as those of ``linear_log_probs``.
+        ids: [..., k], of the vocabulary.
+
+    Returns:
+        [..., k] in float32 (float64 for float64).
+    """
+    rows, places = hidden.reshape(-1, hidden.shape[-1]), ids.reshape(-1, ids.shape[-1])
+    first, _ = linear_log_probs(rows, weight, places[:, 0], bias=bias, temperature=temperature, softcap=softcap)
+
+    def of_rows(some: torch.Tensor, chosen: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        logits = torch.bmm(embedding(chosen, weight), some[:, :, None])[..., 0].to(first.dtype)
+        logits = logits if bias is None else logits + bias[chosen].to(first.dtype)
+        logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+        return logits / temperature
+
+    step = max(1, weight.shape[0] // max(1, ids.shape[-1]))
+    parts = zip(rows.split(step), places.split(step), strict=True)
+    logits = torch.cat([_again(of_rows, some, chosen, weight) for some, chosen in parts])
+    return (logits - logits[:, :1] + first[:, None]).view(ids.shape)
+
+
+def top_k_distillation(
+    log_probs: torch.Tensor, teacher_log_probs: torch.Tensor, mask: torch.Tensor, *, tail: bool = True
+) -> torch.Tensor:
+    """``KL(teacher || student)`` over the teacher's k likeliest ids, the mean over the rows that count.
+
+    Args:
+        log_probs: [..., k], the student's log-probabilities of these ids, by :func:`top_k_log_probs`.
+        teacher_log_probs: [..., k]; where it is -inf there are fewer than k.
+        mask: [...].
+        tail: all other ids count as one more, with the probability that is left; else both are normalised over the k.
+    """
+    counted = (mask != 0)[..., None]
+    known = (teacher_log_probs > -torch.inf) | ~counted
+    t, s = (x.where(counted, 0).masked_fill(~known, -torch.inf) for x in (teacher_log_probs, log_probs))
+    if tail:
+        t, s = (torch.cat((x, _log_of_rest(x.logsumexp(-1, keepdim=True).clamp(max=-1e-7))), -1) for x in (t, s))
+        known = torch.cat((known, torch.ones_like(known[..., :1])), -1)
+    else:
+        t, s = (x - x.logsumexp(-1, keepdim=True) for x in (t, s))
+    terms = t.exp() * (t.masked_fill(~known, 0) - s.masked_fill(~known, 0))
+    return _mean(terms.sum(-1), mask)
+
+
+def _again(function: Callable[..., torch.Tensor], *given: torch.Tensor) -> torch.Tensor:
+    """``function(*given)``, which keeps nothing but its arguments and runs again in the backward."""
+    found: torch.Tensor = checkpoint(function, *given, use_reentrant=False, preserve_rng_state=False)
+    return found
+
+
+def _mean(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """The mean over all that counts; 0 where nothing does."""
+    counted = mask.to(x.dtype)
+    return (x * counted).sum() / counted.sum().clamp(min=1)
+
+
+def _means(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """The mean over the tokens of each sequence that count, [sequences]; 0 where none does."""
+    counted = mask.to(x.dtype)
+    return (x * counted).sum(-1) / counted.sum(-1).clamp(min=1)
+
+
+def _chosen_nll(log_probs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """The mean over all tokens of the chosen sequences that count."""
+    return -_mean(log_probs.chunk(2)[0], mask.chunk(2)[0])
+
+
+def _smoothed(margin: torch.Tensor, label_smoothing: float) -> torch.Tensor:
+    loss = -logsigmoid(margin)
+    return loss if not label_smoothing else (1 - label_smoothing) * loss - label_smoothing * logsigmoid(-margin)
+
+
+def _log_of_rest(x: torch.Tensor) -> torch.Tensor:
+    """``log(1 - exp(x))`` of x below 0, to the last bits on both sides of -log 2."""
+    near = x > -math.log(2)
+    return torch.where(near, torch.log(-torch.expm1(x)), torch.log1p(-torch.exp(x.masked_fill(near, -1))))
