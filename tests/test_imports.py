@@ -49,6 +49,7 @@ MAY_IMPORT = {
     f"{RUNTIME}.dispatch": LEAVES
     | {"tilekern.cache", "tilekern.interpreter", "tilekern.launcher", "tilekern.toolchain", DIGESTS}
     | {f"{RUNTIME}.{name}" for name in ("libraries", "plans", "provisional", "ranks.agreement", "records")},
+    f"{RUNTIME}.counting": {"tilekern.kernels", f"{RUNTIME}.dispatch"},
     f"{RANKS}.peers": LEAVES,
     f"{RANKS}.verdict": LEAVES | {"tilekern.cache"},
     f"{RANKS}.exchange": LEAVES

@@ -22,7 +22,7 @@ _WHERE = {
     "cache_digest": "tilekern.runtime.ranks.comparing",
     "trace": "tilekern.tracing.recorder",
     "preflight": "tuning.preflight",
-    "stats": "tilekern.runtime.dispatch",
+    "stats": "tilekern.runtime.counting",
     "AdamW": "tilekern.ops.adamw",
 }
 __all__ = ["__version__", *_WHERE]  # noqa: PLE0604
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from tilekern.patch import list_patches as list_patches
     from tilekern.patch import register_patch as register_patch
     from tilekern.patch import reset as reset
-    from tilekern.runtime.dispatch import stats as stats
+    from tilekern.runtime.counting import stats as stats
     from tilekern.runtime.ranks.comparing import agree as agree
     from tilekern.runtime.ranks.comparing import cache_digest as cache_digest
     from tilekern.runtime.warmup import clear_autotune_cache as clear_autotune_cache

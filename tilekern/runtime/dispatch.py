@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from tilekern.tracing.recorder import Trace
 
 MissPolicy = Literal["compile", "fallback", "error"]
+COUNTED = ("hits", "nearest", "misses", "fallbacks", "compiled", "launches")
 # Real sizes that are remembered; a job with more distinct ones looks up again, at some tens of microseconds each.
 MOST_PLANS = 65536
 
@@ -92,9 +93,10 @@ def counters(kernel: str) -> Counters:
 
 
 def stats() -> dict[str, dict[str, int]]:
-    """Counters of every kernel that was asked for: hits, nearest, misses, fallbacks, compiled, launches."""
-    names = ("hits", "nearest", "misses", "fallbacks", "compiled", "launches")
-    return {kernel: {name: getattr(found, name) for name in names} for kernel, found in sorted(_state.counters.items())}
+    """Counters of every kernel that was asked for, each with the names of :data:`COUNTED`."""
+    return {
+        kernel: {name: getattr(found, name) for name in COUNTED} for kernel, found in sorted(_state.counters.items())
+    }
 
 
 def agree_on(agreement: Agreement | None) -> None:
