@@ -1,5 +1,8 @@
 """Rows of the table: what Liger's functions compute, by tilekern's ops on the CPU. Liger need not be installed."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from liger_samples import CALLS, LIGERS_TOLERANCE, Sizes, in_float64, results_and_gradients, turned
@@ -88,6 +91,15 @@ def test_a_row_computes_what_ligers_function_does(call, dtype):
 @pytest.mark.parametrize("name", TABLE)
 def test_every_row_is_called_here(name):
     assert name in {call.name for call in CALLS}
+
+
+def test_the_page_has_every_row():
+    rows = (Path(__file__).parents[2] / "docs" / "liger.md").read_text().split("## What is served")[1].split("\n## ")[0]
+    cells = [line.split("|")[1:3] for line in rows.splitlines() if line.startswith("| `")]
+    said = [[re.findall(r"`(\w+)`", cell) for cell in pair] for pair in cells]
+    assert {name for names, _ in said for name in names} == set(TABLE)
+    for names, ops in said:
+        assert {TABLE[name].op for name in names} == set(ops)
 
 
 @pytest.mark.parametrize(("name", "arguments", "options", "reference"), OPTIONS)
