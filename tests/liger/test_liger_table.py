@@ -137,6 +137,14 @@ def test_a_target_of_another_dtype_is_taken_as_it_is():
         torch.testing.assert_close(loss.float(), TABLE[name].call(x.bfloat16().float(), y), rtol=1e-2, atol=1e-2)
 
 
+def test_casting_modes_go_by_name_and_by_number():
+    x, weight = X.bfloat16(), WEIGHT.bfloat16()
+    row = TABLE["LigerRMSNormFunction"]
+    assert torch.equal(row.call(x, weight, 1e-6, 0.0, 0), row.call(x, weight, 1e-6, 0.0, "llama"))
+    # In float32 there is nothing to cast.
+    assert torch.equal(row.call(X, WEIGHT, 1e-6, 0.0, 1), row.call(X, WEIGHT, 1e-6, 0.0, "llama"))
+
+
 def test_targets_and_class_weights_get_no_gradient():
     x, y = torch.randn(2, 3, 8).log_softmax(-1).requires_grad_().unbind()
     for name in ("LigerJSDFunction", "LigerKLDivLossFunction", "LigerTVDLossFunction"):

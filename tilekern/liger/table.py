@@ -22,6 +22,8 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 ops: Any = _modules
 # Of ``torch.tensor(1e-8) * log`` nothing is left in float32 beside a loss.
 _NO_EPS = 1e-8
+# The numbers by which Liger knows casting modes, too.
+_CASTING_MODES: dict[str | int, str] = {0: "llama", 1: "gemma", -1: "none"}
 # What each op may be asked for, with its annotation.
 _PARAMETERS = {
     op: {name: str(said.annotation) for name, said in inspect.signature(getattr(ops, op)).parameters.items()}
@@ -125,6 +127,7 @@ def _fused_add_rms_norm(
 def _casts(
     op: str, x: torch.Tensor, weight: torch.Tensor | None, offset: float, casting_mode: str | int
 ) -> dict[str, Any]:
+    casting_mode = _CASTING_MODES.get(casting_mode, casting_mode)
     # In float32 there is nothing to cast, and the three modes are one.
     wide = x.dtype == torch.float32 and (weight is None or weight.dtype == torch.float32)
     return _asked(op, offset=(offset, 0.0), casting_mode=("llama" if wide else casting_mode, "llama"))
