@@ -20,7 +20,8 @@ def command() -> None:
         raise click.ClickException(f"Liger-Kernel cannot be imported: {error}") from None
     click.echo(f"liger-kernel {binding.version()}")
     for name in binding.all_functions():
-        click.echo(f"{name:48} {'stays Liger' if name in stays else served()[name]}")
+        op = "Liger's own" if name in stays else served()[name]
+        click.echo(f"{name:48} {op}")
 
 
 def main(arguments: list[str] | None = None) -> int:

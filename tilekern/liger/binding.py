@@ -124,7 +124,7 @@ def _fits(row: Function, original: Any) -> bool:
     return list(inspect.signature(original.forward).parameters)[1:] == list(inspect.signature(row.call).parameters)
 
 
-def _replacement(row: Function, original: type) -> type:
+def _replacement(row: Function, original: Any) -> type:
     # It is not a subclass: torch.compile would trace the forward of one and pass its apply by.
     members = {name: value for name, value in vars(original).items() if not name.startswith("_")}
     return type(row.name, (), {**members, "apply": staticmethod(_serving(row, original.apply)), "original": original})
