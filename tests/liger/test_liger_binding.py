@@ -21,6 +21,7 @@ from liger_kernel.ops.backends.registry import IMPL_REGISTRY, select_impl
 from tilekern import liger
 from tilekern.errors import InputError
 from tilekern.liger import binding
+from tilekern.liger.__main__ import main
 from tilekern.liger.table import TABLE
 
 ROOT = Path(__file__).parents[2]
@@ -71,6 +72,14 @@ def test_every_function_of_liger_is_served_or_left():
     assert set(liger.served()).isdisjoint(liger.left())
     assert sorted([*liger.served(), *liger.left()]) == binding.all_functions()
     assert "LigerFusedMoEFunction" in liger.left()
+
+
+def test_the_command_prints_every_function_and_its_op(capsys):
+    assert main([]) == 0
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first == f"liger-kernel {binding.version()}"
+    printed = dict(line.split(maxsplit=1) for line in lines)
+    assert printed == dict.fromkeys(liger.left(), "Liger's own") | liger.served()
 
 
 def test_ligers_modules_and_functions_run_the_ops():

@@ -1,6 +1,7 @@
 """Rows of the table: what Liger's functions compute, by tilekern's ops on the CPU. Liger need not be installed."""
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from torch.nn import functional
 
 from tilekern import liger
 from tilekern.liger import binding, table
+from tilekern.liger.__main__ import main
 from tilekern.liger.table import TABLE, NotServed
 
 # Allowed ||error|| / ||reference||, as of the ops themselves.
@@ -171,6 +173,12 @@ def test_a_call_that_is_not_served_runs_ligers_own_is_counted_and_said_once(coun
         "LigerSiLUMulFunction runs Liger's own kernel where it is asked for gate_multiplier, which tilekern's swiglu "
         "does not have; tilekern.liger.calls() counts such calls"
     ]
+
+
+def test_the_command_says_that_liger_is_missing(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "liger_kernel.ops", None)
+    assert main([]) == 2
+    assert capsys.readouterr().err.startswith("tilekern.liger: Liger-Kernel cannot be imported: ")
 
 
 def test_subclasses_of_tensors_go_to_liger(counted):
