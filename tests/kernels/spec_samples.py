@@ -64,6 +64,11 @@ def draws_of(spec: KernelSpec) -> Random:
     return Random(None if profile == "thorough" else digests_of(spec.module, spec.name).source)
 
 
+def gpus_of(spec: KernelSpec) -> list[str]:
+    """The GPUs of users, in a drawn order: what is compiled for the first one and for the second one are two tests'."""
+    return draws_of(spec).sample(["H200", "B200"], 2)
+
+
 def problems(spec: KernelSpec) -> st.SearchStrategy[Problem]:
     """Any small problem of a spec."""
     kinds = {"dtype": st.sampled_from(DTYPES), "flag": st.booleans()}
