@@ -16,7 +16,7 @@ from tilekern.warning import warned_after
 
 PATIENCE_S = 120
 pytestmark = [pytest.mark.processes, pytest.mark.skipif(toolkit() is None, reason="no tile compiler is installed")]
-# Two misses of one problem: the first with a compiler that sleeps, which is interrupted.
+# Two misses of one problem: the first with a compiler that sleeps, which is interrupted; the other when it is told to.
 JOB = """
 import os, sys
 from pathlib import Path
@@ -29,6 +29,7 @@ try:
     dispatch.compile_default(SPEC, PROBLEM, H200)
 except KeyboardInterrupt:
     print("interrupted", flush=True)
+sys.stdin.readline()
 os.environ["COMPILER_SLEEPS_S"] = "0"
 dispatch.compile_default(SPEC, PROBLEM, H200)
 print("compiled", flush=True)
@@ -53,8 +54,8 @@ def job(tmp_path):
         "PYTHONPATH": f"{here.parent}{os.pathsep}{here}",
     }  # fmt: skip
     with subprocess.Popen(
-        [sys.executable, "-c", JOB, compiler], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        preexec_fn=hear_interrupts,  # noqa: PLW1509 (one call, no lock)
+        [sys.executable, "-c", JOB, compiler], env=env, text=True, preexec_fn=hear_interrupts,  # noqa: PLW1509 (one call)
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     ) as process:  # fmt: skip
         yield process
         process.kill()
@@ -90,7 +91,7 @@ def test_a_slow_compile_says_so_and_ends_with_ctrl_c(job, tmp_path):
     assert time.monotonic() - started < PATIENCE_S / 2  # the compiler would have slept for longer
     assert not processes_of(tmp_path)
     assert not list((tmp_path / "tmp").glob("tilekern-*"))
-    *_, last = job.communicate(timeout=PATIENCE_S)[0].splitlines()
+    *_, last = job.communicate("go on\n", timeout=PATIENCE_S)[0].splitlines()
     assert last == "compiled"
     assert job.returncode == 0
     assert len(list((tmp_path / "cache").rglob("rows=64,*.json"))) == 1
