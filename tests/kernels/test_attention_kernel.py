@@ -193,14 +193,16 @@ def test_scores_of_any_size_stay_finite():
         assert check.passed, (sink, check.reason)
 
 
+# Each head on both GPUs of users, each flag on one of them.
+SPILLS = [
+    *((arch, {"head_dim": head_dim}) for arch in ("sm_90", "sm_100") for head_dim in (64, 128, 256)),
+    *zip(itertools.cycle(("sm_90", "sm_100")), ({flag: True} for flag in FLAGS if flag != "causal"), strict=False),
+]
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(toolkit() is None, reason="no tile compiler is installed")
-@pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
-@pytest.mark.parametrize(
-    "changes",
-    [{"head_dim": 64}, {"head_dim": 128}, {"head_dim": 256}, *({flag: True} for flag in FLAGS if flag != "causal")],
-    ids=lambda changes: "-".join(f"{name}={value}" for name, value in changes.items()),
-)
+@pytest.mark.parametrize(("arch", "changes"), SPILLS, ids=str)
 def test_defaults_of_real_sizes_spill_next_to_nothing(arch, changes):
     target = resolve(arch)
     problem = sized(SPEC, "bfloat16", batch=4, queries=4096, keys=4096, heads=32, kv_heads=8, head_dim=128)

@@ -105,7 +105,7 @@ def test_the_default_is_the_largest_chunk_by_cublas(target):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@examples(40)
+@examples(20)
 @given(data=st.data())
 def test_loss_and_gradients_over_chunks_match_float64(way, data):
     problem = problem_of(
