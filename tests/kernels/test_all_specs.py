@@ -47,8 +47,7 @@ def test_any_config_is_right_on_any_problem_and_any_strides(spec, data):
 
 
 @every_spec
-@pytest.mark.parametrize("blocks", [1, 3, 200])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("blocks", "dtype"), [(1, "bfloat16"), (3, "float32"), (200, "bfloat16")])
 def test_every_function_is_right_on_any_grid(spec, blocks, dtype):
     """A generic variant runs on the aligned one's grid, which knows nothing of the generic config.
 
