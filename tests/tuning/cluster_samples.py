@@ -76,15 +76,21 @@ class LackingNode(RecordedNode):
         check_node(code, "torch", "torch_of_tomorrow")
 
 
-def noting(folder):
-    """Nodes that note in a file who is handed which problem with how many known checks."""
+def noting(folder, together=1):
+    """Nodes that note in a file who is handed which problem with how many known checks.
+
+    None measures before so many have begun: else one may be done with all before another has started.
+    """
 
     class Noting(RecordedNode):
         def begin(self, code, target, pack):
             self.name, found = super().begin(code, target, pack)
+            (folder / f"begun-{self.name}").touch()
             return self.name, found
 
         def measure(self, task):
+            while len(list(folder.glob("begun-*"))) < together:
+                time.sleep(0.02)
             with (folder / "handed").open("a") as file:
                 print(self.name, task.problem["rows"], len(task.checks), file=file)
             return super().measure(task)
@@ -92,10 +98,10 @@ def noting(folder):
     return Noting
 
 
-def dying(folder, times):
+def dying(folder, times, together=1):
     """Nodes whose Ray worker dies, so many times in all, when it is asked for more than its first line."""
 
-    class Dying(noting(folder)):
+    class Dying(noting(folder, together)):
         def measure(self, task):
             self.first = True
             return super().measure(task)
@@ -155,7 +161,7 @@ def of_two_drivers(folder):
 def broken(folder, *, all_of_them):
     """Nodes of which one, or all, cannot start CUDA."""
 
-    class Broken(noting(folder)):
+    class Broken(noting(folder, 1 if all_of_them else 2)):
         def begin(self, code, target, pack):
             if all_of_them or once(folder, "broken"):
                 self.serve = no_cuda

@@ -135,7 +135,7 @@ ALL = sorted(problem.key for _, problem in THREE)
 
 
 def test_a_sweep_is_compiled_and_measured_as_on_one_host(executor, compiled_sweep, tmp_path, h200):
-    sweep, on_cluster = Sweep(tmp_path / "sweep"), executor(noting(tmp_path))
+    sweep, on_cluster = Sweep(tmp_path / "sweep"), executor(noting(tmp_path, together=2))
     sweep.begin(h200, "test", THREE)
     assert on_cluster.cores == 2
     summary = compile_all(sweep, on_cluster.cores, pool=on_cluster.compile_in_order)
@@ -182,7 +182,7 @@ def test_lines_come_in_the_order_of_their_task_and_composites_find_the_winners(e
 
 
 def test_a_worker_that_dies_costs_the_candidate_in_flight(executor, three, tmp_path):
-    lines = list(executor(dying(tmp_path, times=1)).run(three))
+    lines = list(executor(dying(tmp_path, times=1, together=2)).run(three))
     assert keys(lines) == ALL
     assert not [line for journal, line in lines if journal == "skipped"]
     counts = Counter(rows for _, rows, _ in handed(tmp_path))

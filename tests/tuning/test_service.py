@@ -400,8 +400,7 @@ def test_a_service_takes_what_is_wanted_while_it_runs(tmp_path: Path):
         until(lambda: status(url)["state"] == "idle")
         assert status(url)["queue"] == []
         want(tmp_path)
-        until(lambda: (status(url)["batch"] or {}).get("of"))
-        known = status(url)
+        known = until(lambda: next((now for now in [status(url)] if (now["batch"] or {}).get("of")), None))
         assert known["state"] == "tuning"
         assert [(item["kernel"], item["state"]) for item in known["queue"]] == [(SMALL[0], "waiting")]
         until(lambda: status(url)["totals"]["published"] == 1 and status(url)["state"] == "idle")
