@@ -135,6 +135,23 @@ def test_another_bucket_is_served_by_the_nearest(filled, no_compiler, rows):
     assert dispatch.stats()[SPEC.name] == numbers(hits=1, nearest=1)
 
 
+def test_a_composite_s_default_of_another_bucket_gives_way_to_the_problem_s_own(root):
+    """A chunk of 64 rows for 2048 rows would round the weight's gradient 32 times."""
+    spec = spec_named("fused_linear_cross_entropy")
+    for rows in (64, 2048):
+        plan = dispatch.plan_for(spec, GPU, rows, 128, 256, torch.bfloat16)
+        assert plan.config == spec.default(spec.problem(rows=rows, hidden=128, vocabulary=256, dtype="bfloat16"), H200)
+    assert dispatch.stats()[spec.name] == numbers(hits=1, misses=1, compiled=1)
+
+
+def test_a_composite_s_default_of_another_bucket_serves_where_none_may_be_made(root):
+    spec, sizes = spec_named("fused_linear_cross_entropy"), (128, 256, torch.bfloat16)
+    few = dispatch.plan_for(spec, GPU, 64, *sizes)
+    dispatch.set_miss_policy("fallback")
+    assert dispatch.plan_for(spec, GPU, 2048, *sizes).config == few.config
+    assert dispatch.stats()[spec.name]["nearest"] == 1
+
+
 def test_another_gpu_of_the_arch_serves(filled, no_compiler, monkeypatch):
     monkeypatch.setattr(dispatch, "here", lambda _device=None: H100)
     assert dispatch.plan_for(SPEC, GPU, *SIZES) is not None

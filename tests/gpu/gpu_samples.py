@@ -178,7 +178,7 @@ def problem_of(case: Case, rows: int) -> tuple[KernelSpec, Problem]:
     """The spec and the problem of ``rows`` rows, or of two batch entries with as many tokens."""
     spec = spec_named(case[0])
     bucketed = {"rows": rows, "tokens": rows, "queries": rows, "keys": rows, "batch": 2}
-    return spec, spec.problem(**{d.name: case[1].get(d.name, bucketed.get(d.name)) for d in spec.dimensions})
+    return spec, spec.problem(**{d.name: case[1].get(d.name, bucketed.get(d.name, rows)) for d in spec.dimensions})
 
 
 def plan_of(spec: KernelSpec, problem: Problem) -> dispatch.Plan:

@@ -7,6 +7,7 @@ What a miss led to is looked up again now and then, off the calls' path (:mod:`t
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import threading
@@ -260,6 +261,7 @@ def _cached(spec: KernelSpec, problem: Problem, target: Target, key: tuple[Any, 
         found = _on_miss(spec, wanted, target)
     else:
         count.hits += 1
+        found = _own_default(spec, wanted, target, found)
         count.nearest += not found.exact_bucket
     plan = None if found is None else _made_or_own(spec, problem, target, key[1], found)
     _state.resolved[spec.name, wanted] = None if found is None or plan is None else found.record
@@ -348,6 +350,25 @@ def find(
         layers=layers,
         trace=trace,
     )
+
+
+def _own_default(spec: KernelSpec, wanted: Problem, target: Target, found: Hit) -> Hit:
+    """The problem's own default in the place of another bucket's, where it takes no compiler's time; else ``found``.
+
+    A composite's default is made for its rows: that of few rows takes many in small chunks, each of which rounds the
+    weight's gradient once more.
+    """
+    from tilekern import cache
+
+    is_neighbours = found.record.provenance == "default" and not found.exact_bucket
+    if not is_neighbours or _state.agreement is not None or miss_policy() != "compile":
+        return found
+    if not spec.is_library(wanted, spec.default(wanted, target)):
+        return found
+    with contextlib.suppress(TilekernError, cache.CacheError):
+        compile_default(spec, wanted, target)
+        return find(spec, wanted, target) or found
+    return found
 
 
 def _on_miss(spec: KernelSpec, wanted: Problem, target: Target) -> Hit | None:
