@@ -126,7 +126,9 @@ def test_compiled_in_one_graph_before_and_after(way):
 
 
 @pytest.mark.slow
-def test_compiled_by_inductor():
+def test_compiled_by_inductor(monkeypatch):
+    """By a C++ compiler that optimizes nothing: what is made is run once."""
+    monkeypatch.setattr(torch._inductor.config.aot_inductor, "debug_compile", True)
     torch._dynamo.reset()
     model = make(layers=1)
     reference, before = step(model), launches()
