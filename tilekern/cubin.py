@@ -12,6 +12,8 @@ from typing import Any
 _FORMAT_SIZED_VALUE = 0x04
 _FRAME_SIZE, _MIN_STACK_SIZE, _REGISTER_COUNT = 0x11, 0x12, 0x2F
 _REQUIRED_THREADS, _MAX_THREADS = 0x10, 0x05
+# The bank that a launch writes the arguments to.
+_ARGUMENTS = ".nv.constant0"
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,18 @@ def code_of(cubin: bytes, symbol: str) -> bytes:
     from elftools.elf.elffile import ELFFile
 
     return bytes(ELFFile(io.BytesIO(cubin)).get_section_by_name(f".text.{symbol}").data())
+
+
+def constants_of(cubin: bytes, symbol: str) -> list[tuple[str, bytes]]:
+    """The data that kernel ``symbol`` reads beside its arguments: the sections of constants and of global variables."""
+    from elftools.elf.elffile import ELFFile
+
+    sections = ((section.name, section) for section in ELFFile(io.BytesIO(cubin)).iter_sections())
+    return sorted(
+        (name.removesuffix(f".{symbol}"), bytes(section.data()))
+        for name, section in sections
+        if name.startswith((".nv.constant", ".nv.global")) and not name.startswith(_ARGUMENTS)
+    )
 
 
 def _symbol_index(elf: Any, symbol: str) -> int:

@@ -232,7 +232,7 @@ def test_compilers_beside_the_measure_stage_give_way(both, h200):
     found = []
 
     def compiles():
-        found.append(stage._compile(both.candidates(*SMALL)[0], h200, 60.0, 1 << 34, stage.BESIDE_NICENESS))
+        found.append(stage.compile_one(both.candidates(*SMALL)[0], h200, 60.0, 1 << 34, stage.BESIDE_NICENESS))
         found.append(os.getpriority(os.PRIO_PROCESS, 0))
 
     before = os.getpriority(os.PRIO_PROCESS, 0)

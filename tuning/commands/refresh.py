@@ -25,6 +25,7 @@ from tuning.measure.stage import measure_all
 from tuning.options import Folder, tuner_command
 from tuning.publishing import keep_winners
 from tuning.refreshing import Change, Refresh, Survey, stale_json, survey
+from tuning.same_code import run as run_same_code
 from tuning.sweep.quarantine import shared
 from tuning.terminal.console import table_console, table_for
 from tuning.terminal.progress import progress_bar
@@ -70,17 +71,37 @@ class Outcome:
 @click.option("--sweep", type=_FOLDER, help="The folder of the refresh; it can travel.")
 @click.option("--jobs", type=click.IntRange(min=1), help="Compile workers, up to 4 a core; one a core if not given.")
 @click.option("--all", "everything", is_flag=True, help="Time records of today's toolkit and driver again, too.")
+@click.option(
+    "--same-code", is_flag=True,
+    help="Time nothing: keep the figures of records that an edit made stale and whose machine code is the same.",
+)  # fmt: skip
+@click.option(
+    "--same-calls", is_flag=True,
+    help="With --same-code: libraries are called, and composites launch their parts, as before.",
+)  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document in place of tables.")
 def command(
     *, gpu: str, cache_dir: Path | None, packs: Sequence[Path], top: int, sweep: Path | None, jobs: int | None,
-    everything: bool, as_json: bool,
+    everything: bool, same_code: bool, same_calls: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Time measured records again that another toolkit or driver made: the old winner, its runners-up, the default.
 
     What is compiled here is measured where the GPU is; elsewhere the folder of the refresh can be carried to it and
     gone on with by --sweep. A refresh that was stopped goes on where it was. Records of another toolkit stay; a record
     of a kernel that was edited since needs a whole tune and is listed.
+
+    Unless --same-code is given: then, with or without a GPU, the artifacts of such records are compiled anew, and
+    where all of a record have the machine code that they had, it is written as one of today's source, with its figures.
+    The packs that are named are written anew, and the cache where one is named or no pack is. The number of blocks of a
+    launch is in no artifact: after an edit of that, tune again.
     """
+    if same_code:
+        if gpu != "auto" or sweep or everything:
+            raise InputError("--same-code takes all records; leave --gpu, --sweep and --all out")
+        run_same_code(cache_dir, packs, jobs, same_calls=same_calls, as_json=as_json)
+        return
+    if same_calls:
+        raise InputError("--same-calls says something of --same-code; give both")
     store = Store(cache_dir or user_root())
     refresh, outcome = _planned(gpu, store, packs, top, sweep, everything=everything)
     if refresh is not None:

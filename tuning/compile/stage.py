@@ -31,7 +31,17 @@ from tuning.sweep.candidates import Candidate
 from tuning.sweep.folder import Sweep, during
 from tuning.sweep.plan import Named
 
-__all__ = ["CompileSummary", "Compiling", "compile_all", "default_jobs", "settled", "start_server", "wanted", "work_s"]
+__all__ = [
+    "CompileSummary",
+    "Compiling",
+    "compile_all",
+    "compile_one",
+    "default_jobs",
+    "settled",
+    "start_server",
+    "wanted",
+    "work_s",
+]
 
 # How many workers a core may have.
 MOST_JOBS = 4
@@ -176,11 +186,11 @@ def compile_all(
     failed = 0
     if order.take_in(1):
         tools = require_toolkit().describe()
-        compile_one = functools.partial(
-            _compile, target=sweep.target, timeout_s=timeout_s, memory_bytes=memory_bytes,
+        compiles = functools.partial(
+            compile_one, target=sweep.target, timeout_s=timeout_s, memory_bytes=memory_bytes,
             niceness=BESIDE_NICENESS if beside else 0,
         )  # fmt: skip
-        answers = pool(order, compile_one, max(1, jobs), timeout_s + FRONTEND_TIMEOUT_S, memory_bytes)
+        answers = pool(order, compiles, max(1, jobs), timeout_s + FRONTEND_TIMEOUT_S, memory_bytes)
         for finished, answer in enumerate(answers, 1):
             line = _lost_line(answer, timeout_s) if isinstance(answer, Lost) else answer.line
             if isinstance(answer, Answer) and answer.cubin is not None:
@@ -283,7 +293,7 @@ def _lost_line(lost: Lost, timeout_s: float) -> dict[str, Any]:
     return {**_line(lost.item), "status": "failed", "reason": lost.reason, **gave_up}
 
 
-def _compile(item: Candidate, target: Target, timeout_s: float, memory_bytes: int, niceness: int) -> Answer:
+def compile_one(item: Candidate, target: Target, timeout_s: float, memory_bytes: int, niceness: int = 0) -> Answer:
     """Compile a candidate, in a worker: whatever it raises is what became of this candidate."""
     if niceness > os.getpriority(os.PRIO_PROCESS, 0):
         os.setpriority(os.PRIO_PROCESS, 0, niceness)  # of this thread, and of the compilers that it starts

@@ -1,0 +1,376 @@
+"""Keeps the figures of records that an edit made stale and whose machine code is what it was.
+
+A record is stale when the digest of its kernel's source is another one, also where the edit changes nothing of what it
+runs: a new option that is off. So all artifacts that it holds are compiled anew, and where each has the machine code,
+the constants and the needs of the old one, the record goes on with today's digests and today's artifacts. Its figures,
+its check and its date stay, and the figures say in ``carried_over`` that they were carried.
+
+Some of what the digest covers is not in the artifacts:
+
+- A library's call, or a composite's sequence of launches, is Python. That it is the same must be said (``same_calls``).
+  A composite is also as good as its parts: each of them must have a record of today.
+- The number of blocks is worked out at the launch, and records do not hold it. An edit of that needs another tune.
+- Whether the space is still the one that the winner was the best of is told by its size and by the configs that the
+  record names. A record of which that does not hold is written as one that is not known to be the best.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import functools
+import hashlib
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tilekern import __version__
+from tilekern.cache import (
+    FRESH,
+    SCHEMA,
+    STALE,
+    Address,
+    Artifact,
+    CacheError,
+    FolderLayer,
+    Record,
+    Store,
+    standing,
+    write_pack,
+)
+from tilekern.cache.packs.pack import Pack
+from tilekern.cubin import code_of, constants_of, read_resources
+from tilekern.kernels import all_specs
+from tilekern.source.digests import digests_of
+from tilekern.spec import Config, KernelSpec, LibraryCall, Problem
+from tilekern.targets import KNOWN, Target
+from tuning.compile.order import Order
+from tuning.compile.pool import Answer, Lost, compile_in_order
+from tuning.compile.stage import FRONTEND_TIMEOUT_S, MEMORY_BYTES, TIMEOUT_S, compile_one
+from tuning.plan.given import with_parts
+from tuning.sweep.candidates import Candidate, candidate, candidates
+from tuning.sweep.plan import Named
+
+# Where a record's figures say that they were carried over, the newest last.
+HISTORY = "carried_over"
+# A record with the bytes of its artifacts by sha256.
+Held = tuple[Record, Mapping[str, bytes]]
+
+
+@dataclass(frozen=True)
+class Left:
+    """A record that stays stale, and why."""
+
+    record: Record
+    reason: str
+
+
+@dataclass
+class Carried:
+    """What became of the records of a pack or a cache.
+
+    ``carried`` holds each old record with the new one and its artifacts; ``current`` counts those of today's source.
+    """
+
+    carried: list[tuple[Record, Held]] = field(default_factory=list)
+    left: list[Left] = field(default_factory=list)
+    current: int = 0
+    compiled: int = 0
+
+    def fresh(self, new: Record) -> bool:
+        """Whether a new record is known to be the best, too."""
+        return standing(new, digests_of(new.module, new.kernel)) == FRESH
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """A stale record as today's source would have it, and the candidates that its artifacts come from."""
+
+    record: Record
+    blobs: Mapping[str, bytes]
+    spec: KernelSpec
+    problem: Problem
+    target: Target
+    items: Mapping[str, Candidate]
+
+
+def carry_over(
+    held: Sequence[Held], toolkit_key: str, jobs: int, *, same_calls: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> Carried:  # fmt: skip
+    """Carry over what can be of all records of a pack or a cache; nothing is written.
+
+    Args:
+        held: the records with their artifacts.
+        toolkit_key: the toolkit that is installed; records of another one stay as they are.
+        jobs: compile workers.
+        same_calls: whether libraries are called, and composites launch their parts, as when the records were made.
+        progress: called with the number of artifacts that are compiled and of all.
+    """
+    found, plans = Carried(), []
+    for record, blobs in held:
+        plan = _planned(record, blobs, toolkit_key, same_calls=same_calls)
+        if plan is None:
+            found.current += 1
+        elif isinstance(plan, Left):
+            found.left.append(plan)
+        else:
+            plans.append(plan)
+    made = _compiled([item for plan in plans for item in plan.items.values()], plans, jobs, progress)
+    found.compiled = len(made)
+    addresses = {record.address for record, _ in held}
+    # Composites last, when it is known which of their parts are of today.
+    for plan in sorted(plans, key=_is_composite):
+        reason = _difference(plan, made) or _missing_part(plan, held, found) or _clash(plan, addresses)
+        if reason:
+            found.left.append(Left(plan.record, reason))
+        else:
+            found.carried.append((plan.record, _carried(plan, made)))
+    return found
+
+
+def _planned(record: Record, blobs: Mapping[str, bytes], toolkit_key: str, *, same_calls: bool) -> _Plan | Left | None:
+    """How to make a record's artifacts anew; why that says nothing of it; None where it is of today's source."""
+    spec = all_specs().get(record.kernel)
+    if spec is None:
+        return Left(record, "this version of tilekern does not have the kernel")
+    if standing(record, digests_of(spec.module, spec.name)) != STALE:
+        return None
+    problem = _problem_today(spec, record.problem)
+    target = next((target for target in KNOWN if target.key == record.target["key"]), None)
+    if problem is None:
+        return Left(record, "its problem has other dimensions today")
+    if target is None:
+        return Left(record, f"its GPU {record.target['key']} is not known here")
+    if reason := next(_objections(record, spec, problem, toolkit_key, same_calls=same_calls), None):
+        return Left(record, reason)
+    items = {
+        variant: candidate(spec.name, problem, Config(artifact.config), variant, target)
+        for variant, artifact in record.artifacts.items()
+    }
+    return _Plan(record, blobs, spec, problem, target, items)
+
+
+def _objections(
+    record: Record, spec: KernelSpec, problem: Problem, toolkit_key: str, *, same_calls: bool
+) -> Iterator[str]:  # fmt: skip
+    """What keeps a stale record from being judged by its machine code."""
+    if record.toolkit["key"] != toolkit_key:
+        yield f"{record.toolkit['key']} made it, and {toolkit_key} is installed"
+    if record.measurement is None and record.prediction is None:
+        yield "it has no figure to keep; a job or a preflight compiles it anew"
+    try:
+        winner, compiled = Config(record.config), _configs(record.artifacts)
+    except TypeError as error:
+        yield f"its config is none: {error}"
+        return
+    axes = spec.space.axes(problem).keys()
+    if any(config.keys() != axes for config in (winner, *compiled)):
+        yield "its config has other parameters today"
+        return
+    if any(spec.is_library(problem, config) for config in compiled):
+        yield "a library runs today what a kernel ran"
+    if spec.is_library(problem, winner) and not same_calls:
+        yield "a library or a composite runs it, of which no machine code tells; see --same-calls"
+    if not record.artifacts and not spec.is_library(problem, winner):
+        yield "it has no artifacts"
+
+
+def _configs(artifacts: Mapping[str, Artifact]) -> list[Config]:
+    return [Config(artifact.config) for artifact in artifacts.values()]
+
+
+def _problem_today(spec: KernelSpec, values: Mapping[str, Any]) -> Problem | None:
+    """A record's problem, in which flags that are new are off; None where its dimensions were others."""
+    flags = {dimension.name: False for dimension in spec.dimensions if dimension.kind == "flag"}
+    return spec.problem_of(flags | dict(values))
+
+
+def _compiled(
+    items: Iterable[Candidate], plans: Iterable[_Plan], jobs: int, progress: Callable[[int, int], None] | None
+) -> dict[str, Answer | Lost]:
+    """What became of each artifact, by its key."""
+    targets = {item.artifact: plan.target for plan in plans for item in plan.items.values()}
+    by_target: dict[str, dict[str, Candidate]] = {}
+    for item in items:
+        by_target.setdefault(targets[item.artifact].key, {})[item.artifact] = item
+    total = sum(map(len, by_target.values()))
+    made: dict[str, Answer | Lost] = {}
+    for some in by_target.values():
+        target = targets[next(iter(some))]
+        compiles = functools.partial(compile_one, target=target, timeout_s=TIMEOUT_S, memory_bytes=MEMORY_BYTES)
+        limit_s = TIMEOUT_S + FRONTEND_TIMEOUT_S
+        for answer in compile_in_order(Order(some.values()), compiles, min(jobs, len(some)), limit_s, MEMORY_BYTES):
+            made[answer.item.artifact if isinstance(answer, Lost) else answer.line["key"]] = answer
+            if progress:
+                progress(len(made), total)
+    return made
+
+
+def _difference(plan: _Plan, made: Mapping[str, Answer | Lost]) -> str | None:
+    """Why a record's artifacts are not what they were; None where all are the same."""
+    for variant, item in plan.items.items():
+        answer, before = made[item.artifact], plan.record.artifacts[variant]
+        if isinstance(answer, Lost) or answer.cubin is None:
+            reason = answer.reason if isinstance(answer, Lost) else answer.line["reason"]
+            return f"{variant}: it does not compile any more: {reason}"
+        try:
+            old = _runs(plan.blobs[before.sha256], before.symbol)
+        except Exception as error:  # noqa: BLE001 (the reader of ELF files raises anything on a file that is none)
+            return f"{variant}: its artifact cannot be read: {error}"
+        new = _runs(answer.cubin, answer.line["symbol"])
+        if differing := [name for name in old if old[name] != new[name]]:
+            return f"{variant}: other {' and '.join(differing)} than before"
+    return None
+
+
+def _runs(cubin: bytes, symbol: str) -> dict[str, Any]:
+    """All that the GPU does for a kernel."""
+    return {
+        "machine code": code_of(cubin, symbol),
+        "constants": constants_of(cubin, symbol),
+        "needs of the GPU": read_resources(cubin, symbol),
+    }
+
+
+def _is_composite(plan: _Plan) -> bool:
+    found = plan.spec.implement(plan.problem, Config(plan.record.config))
+    return isinstance(found, LibraryCall) and found.composite
+
+
+def _missing_part(plan: _Plan, held: Iterable[Held], found: Carried) -> str | None:
+    """The first part of a composite that has no record of today beside it; None where all have."""
+    if not _is_composite(plan):
+        return None
+    left = {id(one.record) for one in found.left}
+    records = [record for record, _ in held if id(record) not in left and record.address[:2] == plan.record.address[:2]]
+    replaced = {id(old): new for old, (new, _) in found.carried}
+    today: set[Named] = set()
+    for record in records:
+        new = replaced.get(id(record), record)
+        if standing(new, digests_of(new.module, new.kernel)) != STALE:
+            today.add((new.kernel, Problem(new.problem)))
+    named = plan.spec.name, plan.problem
+    for kernel, problem in with_parts([named], plan.target):
+        if (kernel, problem) != named and (kernel, problem) not in today:
+            return f"its part {kernel} {problem.key} has no record of today here"
+    return None
+
+
+def _clash(plan: _Plan, addresses: Container[Address]) -> str | None:
+    """Whether another record stands where a problem that has new flags goes."""
+    moved = msgspec.structs.replace(plan.record, problem=dict(plan.problem))
+    is_other = moved.address != plan.record.address and moved.address in addresses
+    return f"a record of {plan.problem.key} is there already" if is_other else None
+
+
+def _carried(plan: _Plan, made: Mapping[str, Answer | Lost]) -> Held:
+    """A record with today's digests and artifacts, and what it had of figures."""
+    record, blobs, artifacts = plan.record, {}, {}
+    for variant, item in plan.items.items():
+        answer = made[item.artifact]
+        assert isinstance(answer, Answer)
+        assert answer.cubin is not None
+        digest = hashlib.sha256(answer.cubin).hexdigest()
+        blobs[digest] = answer.cubin
+        artifacts[variant] = msgspec.structs.replace(
+            record.artifacts[variant], sha256=digest, size=len(answer.cubin), symbol=answer.line["symbol"],
+            assumptions=answer.line["assumptions"], resources=answer.line["resources"],
+        )  # fmt: skip
+    digests = digests_of(plan.spec.module, plan.spec.name)
+    figures = "measurement" if record.measurement else "prediction"
+    return msgspec.structs.replace(
+        record,
+        schema=SCHEMA,
+        module=plan.spec.module,
+        problem=dict(plan.problem),
+        source_digest=digests.source,
+        # No digest is that of all zeros, so that one of an old schema is not known to be the best.
+        space_digest=digests.space if _is_same_space(plan) else record.space_digest or "0" * 64,
+        artifacts=artifacts,
+        **{figures: _with_history(record, getattr(record, figures))},
+    ), blobs
+
+
+def _with_history(record: Record, figures: Mapping[str, Any]) -> dict[str, Any]:
+    step = {
+        "because": "identical machine code",
+        "source_digest": record.source_digest,
+        "space_digest": record.space_digest,
+        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "created_by": f"tilekern {__version__}",
+    }
+    return {**figures, HISTORY: [*figures.get(HISTORY, []), step]}
+
+
+def _is_same_space(plan: _Plan) -> bool:
+    """Whether today's space has as many candidates as were tried, and all configs that the record names."""
+    record = plan.record
+    found = candidates(plan.spec.name, plan.problem, plan.target)
+    known = {item.config for item in found}
+    try:
+        return len(found) == record.candidates and known.issuperset(_named_configs(record))
+    except TypeError:  # values that no config can have
+        return False
+
+
+def _named_configs(record: Record) -> Iterator[Config]:
+    yield Config(record.config)
+    yield from _configs(record.artifacts)
+    yield from (Config(one["config"]) for one in record.runners_up if isinstance(one, dict) and "config" in one)
+    if record.best_kernel:
+        yield Config(record.best_kernel.config)
+
+
+def held_in_pack(path: Path) -> list[Held]:
+    """The records of a pack with their artifacts.
+
+    Raises:
+        tilekern.cache.CacheError: the pack is not sound, or another version of tilekern wrote a record of it.
+    """
+    pack = Pack(path)
+    found: list[Held] = []
+    for address in pack.records:
+        record = pack.read_record(address)
+        found.append((record, {digest: pack.read_blob(digest) for digest in record.digests}))
+    return found
+
+
+def held_in_cache(root: Path) -> list[Held]:
+    """The records of a cache with their artifacts; bad ones and those that are not trusted are left out."""
+    layer = FolderLayer(root, str(root), as_use=False)
+    found: list[Held] = []
+    for target_key in layer.targets():
+        for toolkit_key in layer.toolkits(target_key):
+            for kernel in all_specs():
+                for problem in layer.problems(target_key, toolkit_key, kernel):
+                    with contextlib.suppress(CacheError):
+                        record = layer.read_record(target_key, toolkit_key, kernel, problem)
+                        found.append((record, {digest: layer.read_blob(digest) for digest in record.digests}))
+    return found
+
+
+def write_to_pack(path: Path, held: Sequence[Held], found: Carried) -> int:
+    """Put a pack in place of itself, with the records that were carried over; how many of these had signatures.
+
+    Signatures of the other records stay. A record that was carried over is another text, which has to be signed anew.
+
+    Raises:
+        tilekern.cache.CacheError: it cannot be written.
+    """
+    signatures, replaced = Pack(path).signatures(), {id(old): new for old, new in found.carried}
+    write_pack(path, [replaced.get(id(record), (record, blobs)) for record, blobs in held], signatures)
+    return sum(hashlib.sha256(old.data).hexdigest() in signatures for old, _ in found.carried)
+
+
+def write_to_cache(store: Store, found: Carried) -> None:
+    """Put the records that were carried over into their cache.
+
+    Raises:
+        tilekern.cache.CacheError: it cannot be written.
+    """
+    for _, (record, blobs) in found.carried:
+        store.write(record, blobs)

@@ -1,0 +1,85 @@
+"""``refresh --same-code``: records that an edit made stale keep their figures where their machine code is the same."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from tilekern.cache import Record, Store, user_root
+from tilekern.toolchain import require_toolkit
+from tuning.carrying import Carried, carry_over, held_in_cache, held_in_pack, write_to_cache, write_to_pack
+from tuning.compile.stage import jobs_of
+from tuning.terminal.progress import progress_bar
+
+
+@dataclass(frozen=True)
+class Place:
+    """What became of a pack or a cache; ``unsigned`` records were signed before they were carried over."""
+
+    path: Path
+    found: Carried
+    unsigned: int
+
+    def as_json(self) -> dict[str, Any]:
+        """The place as ``--json`` prints it."""
+        return {
+            "place": str(self.path),
+            "carried": [{**_named(new), "fresh": self.found.fresh(new)} for _, (new, _) in self.found.carried],
+            "stale": [{**_named(left.record), "reason": left.reason} for left in self.found.left],
+            "current": self.found.current,
+            "compiled": self.found.compiled,
+            "unsigned": self.unsigned,
+        }
+
+
+def run(
+    cache_dir: Path | None, packs: Sequence[Path], jobs: int | None, *, same_calls: bool, as_json: bool
+) -> None:  # fmt: skip
+    """Carry over the records of packs, and of a cache where one is named or no pack is; say what became of them.
+
+    Raises:
+        ToolchainMissing: no compiler is installed.
+        tilekern.cache.CacheError: a pack or the cache cannot be read or written.
+    """
+    tools, places = require_toolkit(), []
+    caches = [cache_dir or user_root()] if cache_dir or not packs else []
+    for path in [*packs, *caches]:
+        held = held_in_pack(path) if path in packs else held_in_cache(path)
+        with progress_bar("compile", quiet=as_json) as progress:
+            found = carry_over(held, tools.key, jobs_of(jobs), same_calls=same_calls, progress=progress)
+        unsigned = 0
+        if found.carried and path in packs:
+            unsigned = write_to_pack(path, held, found)
+        elif found.carried:
+            write_to_cache(Store(path), found)
+        places.append(Place(path, found, unsigned))
+    if as_json:
+        click.echo(json.dumps({"toolkit": tools.key, "places": [place.as_json() for place in places]}, indent=1))
+    else:
+        for place in places:
+            _print(place)
+
+
+def _named(record: Record) -> dict[str, Any]:
+    return {"kernel": record.kernel, "problem": record.problem, "target": record.target["key"]}
+
+
+def _print(place: Place) -> None:
+    found = place.found
+    for left in found.left:
+        sizes = " ".join(str(value) for value in left.record.problem.values())
+        click.echo(f"stale: {left.record.kernel} {sizes}: {left.reason}")
+    dated = sum(not found.fresh(new) for _, (new, _) in found.carried)
+    click.echo(
+        f"{place.path}: {len(found.carried)} records carried over, {len(found.left)} stay stale, "
+        f"{found.current} were of today; {found.compiled} artifacts compiled"
+    )
+    if dated:
+        click.echo(f"{dated} of them are not known to be the best: their space is another one")
+    if place.unsigned:
+        click.echo(f"{place.unsigned} of them were signed; sign them again: python -m cache_tools sign")
