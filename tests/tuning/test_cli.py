@@ -233,6 +233,7 @@ def test_a_run_that_compiles_and_measures_does_both_at_once(compiled_sweep: Swee
     assert [problem["provenance"] for problem in found["problems"]] == ["measured"]
     assert 0 < found["seconds"]["measure"] < found["measure"]["seconds"]
     assert found["seconds"].keys() == {"compile", "measure"}
+    (folder / "artifacts" / first).unlink()
     assert cli.main([*arguments, "--jobs", "1"]) == 0
     said = capsys.readouterr()
     assert " s beyond it (" in said.out

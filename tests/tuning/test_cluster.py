@@ -21,11 +21,12 @@ from tilekern.spec import ALIGNED
 from tilekern.targets import here, resolve
 from tilekern.toolchain import Toolkit, toolkit
 from tuning import cli
-from tuning.compile.stage import compile_all
+from tuning.compile.stage import Compiling, compile_all
 from tuning.executors import FINISHED
 from tuning.measure.process import TOOK
 from tuning.measure.stage import measure_all, tasks
 from tuning.publishing import keep_winners, winners
+from tuning.sweep.candidates import candidates
 from tuning.sweep.folder import Sweep
 
 ray = pytest.importorskip("ray")
@@ -158,6 +159,25 @@ def test_a_sweep_is_compiled_and_measured_as_on_one_host(executor, compiled_swee
     # Both nodes had work, and the largest problem went first.
     assert len({name for name, _, _ in handed(tmp_path)}) == 2
     assert handed(tmp_path)[0][1] == 1024
+
+
+def test_a_cluster_measures_what_it_has_compiled_while_it_compiles_the_rest(executor, tmp_path, h200):
+    sweep, on_cluster = Sweep(tmp_path / "sweep"), executor(noting(tmp_path), most=1)
+    sweep.begin(h200, "test", [*THREE, WIDE], {WIDE: compiled_limit(h200)})
+    assert (on_cluster.spare_cores(h200), executor(noting(tmp_path)).spare_cores(h200)) == (1, 0)
+    with Compiling(lambda it: compile_all(sweep, 1, pool=on_cluster.compile_in_order, beside=it)) as compiling:
+        measure_all(sweep, on_cluster, keep_winners, coming=compiling.problems())
+        assert compiling.summary().failed == 0
+    won = {(winner.problem, winner.record.provenance) for winner, _ in winners(sweep, TOOLKIT)}
+    assert won == {(problem, "measured") for _, problem in [*THREE, WIDE]}
+
+
+WIDE = ("column_sum", SMALL[1].but(columns=4096))
+
+
+def compiled_limit(target):
+    """A few configs are enough."""
+    return [item.config for item in candidates(*WIDE, target)][:3]
 
 
 def test_lines_come_in_the_order_of_their_task_and_composites_find_the_winners(executor, sweep, three):

@@ -132,12 +132,7 @@ def _run(request: Request, *, quiet: bool) -> Outcome:
         outcome.notes += whose_artifacts(sweep)
     _check_writable(store, sweep)
     with _ready(request, sweep, outcome) as executor:
-        if "compile" in request.stages and executor:
-            _compile_and_measure(request, sweep, executor, store, outcome, quiet=quiet)
-        elif "compile" in request.stages:
-            _compile(request, sweep, outcome, quiet=quiet)
-        elif executor:
-            _measure(request, sweep, executor, store, outcome, quiet=quiet)
+        _work(request, sweep, executor, store, outcome, quiet=quiet)
         if "compile" in request.stages and key:
             outcome.notes.append(f"signed {sweep.sign(key)} artifacts with key {key.public_key[:16]}")
         outcome.toolkit = compiled_with(sweep) or outcome.toolkit  # which need not be installed where it measures
@@ -152,6 +147,20 @@ def _run(request: Request, *, quiet: bool) -> Outcome:
     if outcome.winners:
         outcome.notes += _lacking(outcome, sweep)
     return outcome
+
+
+def _work(
+    request: Request, sweep: Sweep, executor: Executor | None, store: Store, outcome: Outcome, *, quiet: bool
+) -> None:  # fmt: skip
+    """Compile and measure, as far as the run does; both at once where it can."""
+    compiles = "compile" in request.stages
+    if compiles and executor and _has_room_for_both(request, sweep):
+        _compile_and_measure(request, sweep, executor, store, outcome, quiet=quiet)
+        return
+    if compiles:
+        _compile(request, sweep, outcome, quiet=quiet)
+    if executor:
+        _measure(request, sweep, executor, store, outcome, quiet=quiet)
 
 
 def _compile(request: Request, sweep: Sweep, outcome: Outcome, *, quiet: bool) -> None:
@@ -183,7 +192,7 @@ def _compile_and_measure(
     from tuning.measure.stage import measure_all
     from tuning.sweep.quarantine import shared
 
-    jobs, pool = _compilers(request, sweep)
+    jobs, pool = _compilers(request, sweep, beside=True)
     bars = progress_bars(["compile", "measure"], quiet=quiet)
     with shared(sweep, store.root), bars as (tell_compile, tell_measure):
 
@@ -309,14 +318,26 @@ def _check_gpus(cluster: ClusterExecutor, target: Target) -> None:
         raise InputError(f"{error}; to compile alone give --stages plan,compile") from None
 
 
-def _compilers(request: Request, sweep: Sweep) -> tuple[int, Pool]:
-    """How many candidates to compile at once, and where: on the CPUs of the cluster that measures, or else here."""
+def _has_room_for_both(request: Request, sweep: Sweep) -> bool:
+    """Whether compilers have a CPU while all GPUs measure: on a cluster each GPU holds one, and would wait for them."""
+    return request.executor == LOCAL or _cluster(request, sweep).spare_cores(sweep.target) > 0
+
+
+def _compilers(request: Request, sweep: Sweep, *, beside: bool = False) -> tuple[int, Pool]:
+    """How many candidates to compile at once, and where: on the CPUs of the cluster that measures, or else here.
+
+    Args:
+        request: the run.
+        sweep: its sweep.
+        beside: whether the cluster measures at the same time.
+    """
     from tuning.compile.stage import compile_in_order, jobs_of
 
     if request.executor == LOCAL:
         return jobs_of(request.jobs), compile_in_order
     cluster = _cluster(request, sweep)
-    return jobs_of(request.jobs, cluster.cores), cluster.compile_in_order
+    cores = cluster.spare_cores(sweep.target) if beside else cluster.cores
+    return jobs_of(request.jobs, cores), cluster.compile_in_order
 
 
 def _cluster(request: Request, sweep: Sweep) -> ClusterExecutor:

@@ -61,6 +61,15 @@ class ClusterExecutor:
         """How many CPUs the cluster has, busy or not."""
         return max(1, int(ray.cluster_resources().get("CPU", 1)))
 
+    def spare_cores(self, target: Target) -> int:
+        """How many CPUs are left for compilers while the cluster measures: each GPU in use holds one.
+
+        Raises:
+            InputError: no node has a GPU of the target's type.
+        """
+        _, count = gpus_like(target)
+        return self.cores - min(count, self._most or count)
+
     def require_gpu(self, target: Target) -> None:
         """See to it that some node has a GPU of the target's type, free or not; no node is asked.
 

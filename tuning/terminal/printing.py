@@ -113,6 +113,7 @@ def _details(outcome: Outcome, stage: str) -> str:
         return f" ({found['distinct']} distinct artifacts, {found['compiled']} new, {found['failed']} failed{share})"
     if stage == "measure" and outcome.measure:
         found = outcome.measure
-        beyond = " beyond it" if outcome.compile else ""
+        is_beside = outcome.compile and found["seconds"] > outcome.seconds["measure"]
+        beyond = " beyond it" if is_beside else ""
         return f"{beyond} ({found['timed']} timed, {found['wrong']} wrong, {found['quarantined']} in quarantine)"
     return ""
