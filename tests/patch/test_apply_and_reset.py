@@ -1,6 +1,7 @@
 """What apply touches, what reset puts back, and what is refused."""
 
 import functools
+import importlib
 import subprocess
 import sys
 import threading
@@ -18,6 +19,8 @@ from tilekern.patch import Patch, digest_of, registry, replacements
 from tilekern.runtime import dispatch
 
 OPS = registry.known_ops()
+# Other tests may have imported other families.
+apply_qwen3 = functools.partial(tilekern.apply, model_type="qwen3")
 MODULE = qwen3.__name__
 HOLDERS = (qwen3, *(v for v in vars(qwen3).values() if isinstance(v, type)))
 
@@ -69,27 +72,65 @@ def test_reset_of_some(names):
     assert list(tilekern.get_patched_ops()) == [op for op in OPS if op not in gone]
 
 
-def test_an_op_that_is_switched_off_is_not_patched():
-    assert tilekern.apply(rope=False, fused_add_rms_norm=False) == without("rope", "fused_add_rms_norm")
-    assert tilekern.apply(rms_norm=False, swiglu=False, qk_norm_rope=False) == without(
+def test_an_op_that_is_switched_off_is_not_patched_and_a_second_call_takes_it_back():
+    before = everything()
+    assert apply_qwen3(rope=False, fused_add_rms_norm=False) == without("rope", "fused_add_rms_norm")
+    assert list(tilekern.get_patched_ops()) == without("rope", "fused_add_rms_norm")
+    assert apply_qwen3(rms_norm=False, swiglu=False, qk_norm_rope=False) == without(
         "rms_norm", "swiglu", "qk_norm_rope"
     )
-    assert list(tilekern.get_patched_ops()) == OPS
+    assert list(tilekern.get_patched_ops()) == without("rms_norm", "swiglu", "qk_norm_rope")
+    assert apply_qwen3(**dict.fromkeys(OPS, False)) == []
+    assert identical(everything(), before)
+
+
+def test_a_family_s_own_ops_are_taken_back_alone():
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    original = LlamaMLP.forward
+    tilekern.apply()
+    assert tilekern.apply(model_type="llama", swiglu=False) == [
+        op for op in OPS if op not in ("swiglu", "qk_norm_rope")
+    ]
+    assert LlamaMLP.forward is original
+    assert tilekern.get_patched_ops()["swiglu"] == [f"{MODULE}.Qwen3MLP.forward"]
+
+
+def test_a_family_that_is_imported_later_is_patched_then():
+    name = "transformers.models.llama.modeling_llama"
+    known = importlib.import_module(name)
+    del sys.modules[name]
+    try:
+        assert tilekern.apply(model_type="llama", rope=False) == without("rope", "qk_norm_rope")
+        assert not tilekern.get_patched_ops()
+        module = importlib.import_module(name)
+        assert set(tilekern.get_patched_ops()) == set(without("rope", "qk_norm_rope"))
+        assert module.__loader__ is module.__spec__.loader
+        tilekern.reset()
+        del sys.modules[name]
+        assert importlib.import_module(name).LlamaMLP.forward.__module__ == name
+        assert not tilekern.get_patched_ops()
+    finally:
+        sys.modules[name] = sys.modules[name.rpartition(".")[0]].modeling_llama = known
 
 
 def test_patched_ops_name_their_places():
-    tilekern.apply()
-    assert tilekern.get_patched_ops() == {patch.op: [patch.target] for patch in registry.patches()}
+    apply_qwen3()
+    assert tilekern.get_patched_ops() == {patch.op: [patch.target] for patch in registry.patches("qwen3")}
     assert tilekern.get_patched_ops()["qk_norm_rope"] == [f"{MODULE}.Qwen3Attention.forward"]
     assert tilekern.get_patched_ops()["fused_add_rms_norm"] == [f"{MODULE}.Qwen3DecoderLayer.forward"]
 
 
+def statuses():
+    found = {x.patch.op: x.status for x in tilekern.list_patches() if x.patch.model_type == "qwen3"}
+    assert list(found) == OPS
+    return found
+
+
 def test_the_table_has_a_status():
-    assert [(found.patch.op, found.status) for found in tilekern.list_patches()] == [(op, "available") for op in OPS]
+    assert set(statuses().values()) == {"available"}
     tilekern.apply(rope=False)
-    assert {found.patch.op: found.status for found in tilekern.list_patches()} == {
-        op: "available" if op == "rope" else "applied" for op in OPS
-    }
+    assert statuses() == {op: "available" if op == "rope" else "applied" for op in OPS}
 
 
 @pytest.mark.parametrize("call", [tilekern.apply, lambda **more: tilekern.apply_to_model(make(), **more)])
@@ -102,10 +143,12 @@ def test_unknown_ops_are_named(call, given):
 
 @pytest.mark.parametrize("call", [tilekern.apply, lambda **more: tilekern.apply_to_model(make(), **more)])
 def test_unknown_families_and_policies_are_named(call):
-    with pytest.raises(InputError, match="unknown model type 'qwen9'; known: qwen3"):
+    with pytest.raises(InputError, match=r"unknown model type 'qwen9'; known: .*qwen3"):
         call(model_type="qwen9")
     with pytest.raises(InputError, match="compile, fallback, error"):
         call(on_miss="explode")
+    with pytest.raises(InputError, match="forms must be one of tested, any, got 'all'"):
+        call(forms="all")
     assert not tilekern.get_patched_ops()
 
 
@@ -126,14 +169,14 @@ def test_a_changed_target_is_left_alone_with_one_warning(monkeypatch):
         return hidden_states * self.weight
 
     monkeypatch.setattr(qwen3.Qwen3RMSNorm, "forward", forward)
-    patched, said = warned(tilekern.apply)
+    patched, said = warned(apply_qwen3)
     assert patched == without("rms_norm", "qk_norm_rope", "fused_add_rms_norm")
     assert qwen3.Qwen3RMSNorm.forward is forward
     assert len(said) == 3, "the op's own, and those of the two that compute the norm as well"
     assert "transformers.models.qwen3.modeling_qwen3.Qwen3RMSNorm.forward" in said[0]
     assert f"transformers {sys.modules['transformers'].__version__}" in said[0]
     assert "Install a transformers release" in said[0]
-    assert tilekern.list_patches()[0].status == "changed"
+    assert statuses()["rms_norm"] == "changed"
     patched, said = warned(lambda: tilekern.apply_to_model(make()))
     assert patched == without("rms_norm", "qk_norm_rope", "fused_add_rms_norm")
     assert len(said) == 3
@@ -147,7 +190,7 @@ def test_a_wrapped_target_is_left_alone(monkeypatch):
         return original(self, x)
 
     monkeypatch.setattr(qwen3.Qwen3MLP, "forward", timed)
-    patched, said = warned(tilekern.apply)
+    patched, said = warned(apply_qwen3)
     assert patched == without("swiglu")
     assert "something has been wrapped around it" in said[0]
 
@@ -155,7 +198,7 @@ def test_a_wrapped_target_is_left_alone(monkeypatch):
 @pytest.mark.parametrize("name", ["apply_rotary_pos_emb", "rotate_half", "Qwen3RotaryEmbedding", "Qwen3Attention"])
 def test_a_missing_target_or_support_is_left_alone(monkeypatch, name):
     monkeypatch.delattr(qwen3, name)
-    patched, said = warned(tilekern.apply)
+    patched, said = warned(apply_qwen3)
     assert patched == without("rope", "qk_norm_rope")
     assert len(said) == 2
     assert all(name in text for text in said)
@@ -167,16 +210,16 @@ def test_rope_needs_the_angles_to_be_stored_twice(monkeypatch):
         return angles.cos(), angles.sin()
 
     monkeypatch.setattr(qwen3.Qwen3RotaryEmbedding, "forward", forward)
-    patched, said = warned(tilekern.apply)
+    patched, said = warned(apply_qwen3)
     assert patched == without("rope", "qk_norm_rope")
     assert all("Qwen3RotaryEmbedding.forward" in text for text in said)
 
 
 def test_what_was_put_over_a_patch_is_taken_away_with_a_warning():
     original = qwen3.Qwen3MLP.forward
-    tilekern.apply()
+    apply_qwen3()
     qwen3.Qwen3MLP.forward = torch.nn.Identity.forward
-    patched, said = warned(tilekern.apply)
+    patched, said = warned(apply_qwen3)
     assert patched == without("swiglu")
     assert "replaced by something else" in said[0]
     _, said = warned(tilekern.reset)
@@ -227,50 +270,50 @@ def test_importing_the_room_does_not_import_transformers():
 
 
 @pytest.fixture
-def llama_norm(monkeypatch):
-    from transformers.models.llama import modeling_llama
+def aimv2_norm(monkeypatch):
+    from transformers.models.aimv2 import modeling_aimv2
 
     monkeypatch.setattr(registry, "_registered", [])
     return Patch(
         op="rms_norm",
-        model_type="llama",
-        module=modeling_llama.__name__,
-        attribute="LlamaRMSNorm.forward",
+        model_type="aimv2",
+        module=modeling_aimv2.__name__,
+        attribute="Aimv2RMSNorm.forward",
         replacement=replacements.rms_norm,
-        digests=(digest_of(modeling_llama.LlamaRMSNorm.forward),),
+        digests=(digest_of(modeling_aimv2.Aimv2RMSNorm.forward),),
     )
 
 
 @pytest.mark.usefixtures("interpreted")
-def test_a_registered_patch_is_applied(llama_norm):
-    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+def test_a_registered_patch_is_applied(aimv2_norm):
+    from transformers.models.aimv2.modeling_aimv2 import Aimv2RMSNorm
 
-    original, norm, x = LlamaRMSNorm.forward, LlamaRMSNorm(48), torch.randn(3, 48)
+    original, norm, x = Aimv2RMSNorm.forward, Aimv2RMSNorm(48), torch.randn(3, 48)
     wanted = norm(x)
-    tilekern.register_patch(llama_norm)
-    tilekern.register_patch(llama_norm)
-    assert tilekern.apply(model_type="llama") == ["rms_norm"]
+    tilekern.register_patch(aimv2_norm)
+    tilekern.register_patch(aimv2_norm)
+    assert tilekern.apply(model_type="aimv2") == ["rms_norm"]
     before = launches()
     assert torch.allclose(norm(x), wanted, rtol=1e-6)
     assert launched(before) == {"rms_norm_forward": 1}
     tilekern.reset()
-    assert LlamaRMSNorm.forward is original
+    assert Aimv2RMSNorm.forward is original
 
 
-def test_a_module_that_is_gone_is_a_warning(llama_norm):
-    tilekern.register_patch(replace(llama_norm, module="transformers.models.gone"))
-    patched, said = warned(lambda: tilekern.apply(model_type="llama"))
+def test_a_module_that_is_gone_is_a_warning(aimv2_norm):
+    tilekern.register_patch(replace(aimv2_norm, module="transformers.models.gone"))
+    patched, said = warned(lambda: tilekern.apply(model_type="aimv2"))
     assert patched == []
     assert len(said) == 1
-    assert "transformers.models.gone, for LlamaRMSNorm.forward, cannot be imported" in said[0]
+    assert "transformers.models.gone, for Aimv2RMSNorm.forward, cannot be imported" in said[0]
 
 
-def test_a_patch_that_cannot_be_registered(llama_norm):
-    tilekern.register_patch(llama_norm)
+def test_a_patch_that_cannot_be_registered(aimv2_norm):
+    tilekern.register_patch(aimv2_norm)
     for bad, message in [
-        (replace(llama_norm, op="norm of mine"), "must be a name"),
-        (replace(llama_norm, attribute="LlamaMLP.forward", digests=()), "at least one digest"),
-        (replace(llama_norm, op="other"), "already has a patch"),
+        (replace(aimv2_norm, op="norm of mine"), "must be a name"),
+        (replace(aimv2_norm, attribute="Aimv2MLP.forward", digests=()), "at least one digest"),
+        (replace(aimv2_norm, op="other"), "already has a patch"),
     ]:
         with pytest.raises(InputError, match=message):
             tilekern.register_patch(bad)

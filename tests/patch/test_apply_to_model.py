@@ -15,6 +15,7 @@ from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 import tilekern
 from tilekern.errors import InputError
+from tilekern.patch.registry import known_ops
 
 # One method of a model serves one op: what qk_norm_rope stands in for needs no rope.
 OPS = without("rope")
@@ -123,19 +124,33 @@ def test_a_part_of_a_model():
 
 
 def test_a_model_of_no_supported_family():
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import GPT2Config, GPT2LMHeadModel
 
-    sizes = {
-        "hidden_size": 16,
-        "num_attention_heads": 2,
-        "intermediate_size": 8,
-        "num_hidden_layers": 1,
-        "vocab_size": 8,
-    }
-    with pytest.raises(InputError, match=r"LlamaForCausalLM \(model type llama\).*supported family \(qwen3\)"):
-        tilekern.apply_to_model(LlamaForCausalLM(LlamaConfig(**sizes)))
-    with pytest.raises(InputError, match="Linear"):
-        tilekern.apply_to_model(torch.nn.Linear(2, 2))
+    model = GPT2LMHeadModel(GPT2Config(n_embd=8, n_head=2, n_layer=1, vocab_size=8))
+    with pytest.raises(InputError, match=r'GPT2.* \(model type gpt2\) .*supported family \(.*qwen3.*\); forms="any"'):
+        tilekern.apply_to_model(model)
+    with pytest.raises(InputError, match=r"Linear .*\)$"):
+        tilekern.apply_to_model(torch.nn.Linear(2, 2), forms="any")
+
+
+def test_a_family_that_is_not_tested_is_patched_where_one_asks_for_it():
+    from transformers.models.aimv2.modeling_aimv2 import Aimv2RMSNorm
+
+    norm, x = torch.nn.Sequential(Aimv2RMSNorm(24)), torch.randn(3, 24)
+    wanted, before = norm(x), launches()
+    with pytest.raises(InputError, match="no module of a supported family"):
+        tilekern.apply_to_model(norm)
+    assert tilekern.apply_to_model(norm, forms="any") == ["rms_norm"]
+    assert worst([norm(x)], [wanted]) < 1e-6
+    assert launched(before) == {"rms_norm_forward": 1}
+
+
+def test_fewer_ops_take_the_others_back():
+    model = make()
+    tilekern.apply_to_model(model)
+    assert tilekern.apply_to_model(model, swiglu=False) == without("rope", "swiglu")
+    assert "swiglu" not in tilekern.get_patched_ops()
+    assert not any("forward" in vars(layer.mlp) for layer in model.model.layers)
 
 
 def test_patched_models_can_be_freed():
@@ -180,7 +195,7 @@ def test_one_op_of_a_deep_copy_leaves_reset_the_others():
     model = make()
     tilekern.apply_to_model(model)
     copied = copy.deepcopy(model)
-    assert tilekern.apply_to_model(copied, **{op: op == "swiglu" for op in OPS}) == ["swiglu"]
+    assert tilekern.apply_to_model(copied, **{op: op == "swiglu" for op in known_ops()}) == ["swiglu"]
     tilekern.reset()
     before = launches()
     step(copied)

@@ -10,6 +10,7 @@ import pytest
 import tilekern
 from tilekern.patch.__main__ import main
 from tilekern.patch.digests import digest_in, digest_of
+from tilekern.patch.families import FAMILIES
 from tilekern.patch.registry import patches
 
 pytestmark = pytest.mark.processes
@@ -105,11 +106,9 @@ def test_what_transformers_wraps_around_a_layer_is_seen_through_and_nothing_else
 
 
 def test_the_table_knows_the_installed_release():
-    for patch in patches():
-        text = Path(importlib.util.find_spec(patch.module).origin).read_text(encoding="utf-8")
-        assert digest_in(text, patch.attribute) in patch.digests
-        for path, digests in patch.relies_on:
-            assert digest_in(text, path) in digests
+    for family in FAMILIES.values():
+        assert {patch.op for patch in family.patches()} >= set(family.ops), family.model_type
+        assert all(patch.attribute for patch in family.patches()), family.model_type
 
 
 def test_the_command_prints_digests(tmp_path, capsys):
@@ -121,10 +120,16 @@ def test_the_command_prints_digests(tmp_path, capsys):
     home = Path(importlib.util.find_spec("transformers").origin).parents[1]
     done = run(str(home))
     assert done.returncode == 0
-    lines = [["known", patch.op] for patch in patches() for _ in (patch.attribute, *patch.relies_on)]
-    assert [line.split()[:2] for line in done.stdout.splitlines()[1:]] == lines
-    assert lines.count(["known", "rope"]) == 3
-    for wrong in (str(tmp_path), "--folder"):
+    lines = [line.split() for line in done.stdout.splitlines()[1:]]
+    assert {line[0] for line in lines} == {"known"}
+    assert {(line[1], line[3]) for line in lines} >= {(patch.op, patch.target) for patch in patches()}
+    old = tmp_path / "transformers" / "models" / "qwen3"
+    old.mkdir(parents=True)
+    (old / "modeling_qwen3.py").write_text("class Qwen3RMSNorm:\n    def forward(self, x):\n        return x\n")
+    said = run(str(tmp_path)).stdout.splitlines()
+    assert sum("modeling_qwen3 has a form that is known" in line for line in said) == len(FAMILIES["qwen3"].ops)
+    assert sum("modeling_llama is not there" in line for line in said) == 1
+    for wrong in (str(tmp_path / "none"), "--folder"):
         done = run(wrong)
         assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
         assert wrong in done.stderr

@@ -245,11 +245,21 @@ def test_fused_ops_on_a_cpu_without_the_interpreter_run_the_models_own_formulas(
 
 @pytest.mark.usefixtures("interpreted")
 def test_an_mlp_with_another_activation_keeps_its_own_forward():
-    model = make(hidden_act="gelu")
+    model = make(hidden_act="relu")
     reference, before = step(model), launches()
     tilekern.apply(**{op: op == "swiglu" for op in registry.known_ops()})
     assert same(step(model), reference)
     assert not launched(before)
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("activation", ["gelu", "gelu_new", "gelu_pytorch_tanh"])
+def test_gates_by_gelu(activation):
+    model = make(hidden_act=activation)
+    reference, before = step(model), launches()
+    tilekern.apply(**{op: op == "swiglu" for op in registry.known_ops()})
+    assert worst(step(model), reference) < 1e-5
+    assert launched(before) == {"geglu_forward": 2, "geglu_backward": 2}
 
 
 @pytest.mark.usefixtures("interpreted")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -12,9 +13,10 @@ import click
 from tilekern import __version__
 from tilekern.errors import InputError, TilekernError, TilekernWarning
 from tilekern.patch import list_patches
-from tilekern.patch.digests import digest_in
+from tilekern.patch.families import FAMILIES
+from tilekern.patch.forms import Module, patches_of
 from tilekern.patch.installed import transformers_version
-from tilekern.patch.registry import patches
+from tilekern.patch.registry import known_ops
 from tilekern.warning import shown_plainly
 
 
@@ -64,19 +66,27 @@ def _fail(message: str) -> int:
 
 
 def _width() -> int:
-    return max(len(patch.op) for patch in patches())
+    return max(map(len, known_ops()))
 
 
 def _of_release(folder: Path) -> str:
+    """What in an unpacked release has one of the forms, and which families it has no code for."""
     lines = [f"{folder}\n"]
-    for patch in patches():
-        text = (folder / f"{patch.module.replace('.', '/')}.py").read_text(encoding="utf-8")
-        for path, known in ((patch.attribute, patch.digests), *patch.relies_on):
-            try:
-                digest = digest_in(text, path)
-                lines.append(f"{'known' if digest in known else 'changed':9} {patch.op:{_width()}} {digest} {path}\n")
-            except ValueError as error:
-                lines.append(f"{'missing':9} {patch.op:{_width()}} {error}\n")
+    if not (folder / "transformers" / "models").is_dir():
+        raise FileNotFoundError(errno.ENOENT, "it is not there", str(folder / "transformers" / "models"))
+    for family in FAMILIES.values():
+        path = folder / f"{family.module.replace('.', '/')}.py"
+        if not path.exists():
+            lines.append(f"{'missing':9} {'':{_width()}} {family.module} is not there\n")
+            continue
+        found = patches_of(Module(family.module, path.read_text(encoding="utf-8")), family.model_type)
+        known = {patch.op for patch in found}
+        lines += [f"{'known':9} {patch.op:{_width()}} {patch.digests[0]} {patch.target}\n" for patch in found]
+        lines += [
+            f"{'changed':9} {op:{_width()}} no code of {family.module} has a form that is known\n"
+            for op in family.ops
+            if op not in known
+        ]
     return "".join(lines)
 
 

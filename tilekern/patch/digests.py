@@ -42,8 +42,13 @@ def digest_of(value: Any) -> str:
 def _uncheckpointed(function: FunctionType) -> FunctionType:
     """The layer's forward inside the wrapper that transformers from 5.23 on puts around it as the class is made."""
     inner = getattr(function, "__wrapped__", None)
-    made_by = function.__globals__.get("__name__")
-    return inner if isinstance(inner, FunctionType) and made_by == "transformers.modeling_layers" else function
+    return inner if isinstance(inner, FunctionType) and is_checkpointing(function) else function
+
+
+def is_checkpointing(function: Any) -> bool:
+    """Whether a function is the wrapper that transformers from 5.23 on puts around a layer's forward."""
+    made_by = getattr(function, "__globals__", {}).get("__name__")
+    return made_by == "transformers.modeling_layers" and hasattr(function, "__wrapped__")
 
 
 def function_of(value: Any) -> FunctionType | None:

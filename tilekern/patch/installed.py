@@ -44,8 +44,17 @@ class Found:
         return self.status in ("applied", "available")
 
 
+def as_read(patch: Patch) -> Found:
+    """What a form's target is like in the text of a module that is not imported."""
+    if not patch.attribute:
+        return Found(patch, "missing", f"no code of {patch.module} has a form that is known")
+    return Found(patch, "available", digest=patch.digests[0])
+
+
 def examine(patch: Patch, ledger: Ledger) -> Found:
     """Import the patch's module and compare its functions with what the patch knows."""
+    if not patch.attribute:
+        return as_read(patch)
     try:
         module = importlib.import_module(patch.module)
     except ImportError as error:

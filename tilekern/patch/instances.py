@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
 import sys
-import textwrap
 from collections.abc import Iterable
-from types import CodeType, FunctionType, MethodType
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 from tilekern.patch.bound import Bound
 from tilekern.patch.installed import Found, holder, original_at
 from tilekern.patch.ledger import Ledger
+from tilekern.patch.rewriting import rewritten
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +33,8 @@ def patch_modules(found: Found, model: torch.nn.Module, ledger: Ledger) -> tuple
     module = sys.modules[patch.module]
     for caller in patch.callers:
         try:
-            twin = _calling(original_at(module, caller, ledger), patch.attribute, patch.replacement(found.original))
+            function = original_at(module, caller, ledger)
+            twin = rewritten(function, lambda _: 1, {patch.attribute: patch.replacement(found.original)})
         except ValueError as error:
             return total, f"{patch.module}.{caller} {error}"
         number, reason = _give(found, caller, twin, model, ledger)
@@ -76,29 +76,3 @@ def _is_ordinary(instance: Any, name: str, methods: list[Any]) -> bool:
     if own is None:
         return True
     return isinstance(own, (MethodType, Bound)) and own.__self__ is instance and own.__func__ in methods
-
-
-def _calling(function: Any, name: str, stand_in: Any) -> FunctionType:
-    """A twin of ``function`` that calls ``stand_in`` where the function calls the global ``name``.
-
-    Compiled from the function's own source with ``name`` as a variable around it; all other globals are the very same.
-
-    Raises:
-        ValueError: the function has variables around it already, or its source is not at hand.
-    """
-    if not isinstance(function, FunctionType) or function.__code__.co_freevars:
-        raise ValueError("cannot be compiled again on its own")
-    try:
-        lines, first = inspect.getsourcelines(function)
-    except OSError:
-        raise ValueError("has no source at hand") from None
-    definition = ast.parse(textwrap.dedent("".join(lines))).body[0]
-    ast.increment_lineno(definition, first - 1)
-    frame = ast.parse(f"def make({name}):\n    return {function.__name__}")
-    frame.body[0].body.insert(0, definition)  # type: ignore[attr-defined]
-    made: dict[str, Any] = {}
-    code: CodeType = compile(frame, function.__code__.co_filename, "exec", dont_inherit=True)
-    exec(code, function.__globals__, made)
-    twin: FunctionType = made["make"](stand_in)
-    twin.__qualname__ = function.__qualname__
-    return twin

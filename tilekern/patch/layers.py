@@ -7,48 +7,39 @@ taken one by one, by the modules and functions that are there.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Collection, Mapping
 from functools import partial, wraps
 from typing import Any
 
 import torch
 
 from tilekern import ops
-from tilekern.patch import replacements
+from tilekern.patch import patterns, replacements
+from tilekern.patch.digests import is_checkpointing
 from tilekern.patch.plain import has_hooks, is_bare_linear, is_from, is_plain
+from tilekern.patch.rewriting import rewritten
 
 Function = Callable[..., Any]
 
 
-def fused_add_rms_norm(original: Function) -> Function:
-    """For ``forward`` of a decoder layer: the sum after the attention and ``post_attention_layernorm`` as one op."""
-    own = getattr(original, "__wrapped__", original)
-    home = own.__globals__["__name__"]
+def fused_add_rms_norm(original: Function, norms: Mapping[str, str]) -> Function:
+    """For ``forward`` of a decoder layer: a sum and the norm of it as one op.
 
-    @wraps(own)
-    def run(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if args:
-            return own(self, hidden_states, *args, **kwargs)
-        attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **(_LAYER_DEFAULTS | kwargs))
-        norm = self.post_attention_layernorm
-        alike = hidden_states.dtype == attended.dtype and hidden_states.shape == attended.shape
-        if alike and is_plain(hidden_states, attended) and _is_ordinary(norm, home):
-            hidden_states, normed = ops.fused_add_rms_norm(hidden_states, attended, norm.weight, norm.variance_epsilon)
-        else:
-            hidden_states = hidden_states + attended
-            normed = norm(hidden_states)
-        return hidden_states + self.mlp(normed)
+    ``norms`` says of which class each attribute is that is a norm.
+    """
+    home = inspect.unwrap(original).__globals__["__name__"]
+    kinds = frozenset(norms.values())
 
-    return run if own is original else _checkpointed(run)
+    def add_norm(residual: torch.Tensor, x: torch.Tensor, norm: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        alike = residual.dtype == x.dtype and residual.shape == x.shape
+        if alike and is_plain(residual, x) and _is_ordinary(norm, home, kinds):
+            return ops.fused_add_rms_norm(residual, x, norm.weight, norm.variance_epsilon)
+        total = residual + x
+        return total, norm(total)
 
-
-_LAYER_DEFAULTS = {
-    "attention_mask": None,
-    "position_ids": None,
-    "past_key_values": None,
-    "use_cache": False,
-    "position_embeddings": None,
-}
+    run = rewritten(original, partial(patterns.add_norm, norms=norms), {patterns.ADD_NORM: add_norm})
+    return _checkpointed(run) if is_checkpointing(original) else run
 
 
 def _checkpointed(run: Function) -> Function:
@@ -72,49 +63,23 @@ def _checkpointed(run: Function) -> Function:
     return wrapper
 
 
-def qk_norm_rope(original: Function) -> Function:
+def qk_norm_rope(original: Function, norms: Mapping[str, str]) -> Function:
     """For ``forward`` of an attention with ``q_norm`` and ``k_norm``: both norms and the rotation as one op.
 
-    cos and sin [1 or batch, tokens, head_dim] hold each angle twice.
+    cos and sin [1 or batch, tokens, head_dim] hold each angle twice. ``norms`` is as for :func:`fused_add_rms_norm`.
     """
-    names = original.__globals__
+    names = inspect.unwrap(original).__globals__
     # transformers' own or tilekern's stand-in, as the patch's digests say; with the kernels package it is no function.
     rotation = names["apply_rotary_pos_emb"]
-    # Until 5.3 the cache took the position and the angles.
-    takes_position = "cache_position" in original.__code__.co_varnames
+    kinds = frozenset(norms.values())
 
-    def forward(
-        self: Any,
-        hidden_states: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        attention_mask: torch.Tensor | None,
-        past_key_values: Any = None,
-        **kwargs: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        position = {"cache_position": kwargs.pop("cache_position", None)} if takes_position else {}
-        input_shape = hidden_states.shape[:-1]
-        heads = (*input_shape, -1, self.head_dim)
-        cos, sin = position_embeddings
+    def turned(
+        self: Any, hidden_states: torch.Tensor, heads: tuple[int, ...], cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         query, key, value = (x.view(heads) for x in _projected(self, hidden_states))
-        value = value.transpose(1, 2)
-        query, key = _turned(self, query, key, cos, sin, names, rotation)
-        if past_key_values is not None:
-            more = ({"sin": sin, "cos": cos, **position},) if takes_position else ()
-            key, value = past_key_values.update(key, value, self.layer_idx, *more)
-        attended, weights = _interface(self, names)(
-            self,
-            query,
-            key,
-            value,
-            attention_mask,
-            dropout=self.attention_dropout if self.training else 0.0,
-            scaling=self.scaling,
-            sliding_window=self.sliding_window,
-            **kwargs,
-        )
-        return self.o_proj(attended.reshape(*input_shape, -1).contiguous()), weights
+        return *_turned(self, query, key, cos, sin, names, rotation, kinds), value.transpose(1, 2)
 
-    return forward
+    return rewritten(original, patterns.qk_norm_rope, {patterns.TURNED: turned})
 
 
 def _projected(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -126,15 +91,16 @@ def _projected(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ..
 
 
 def _turned(
-    self: Any, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, names: dict[str, Any], known: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
+    self: Any, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, names: dict[str, Any],
+    known: Any, kinds: Collection[str],
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """q and k [batch, tokens, heads, head_dim] normalised and rotated, as [batch, heads, tokens, head_dim].
 
     ``known`` is a rotation that the fused op equals; the one in ``names`` now may be another.
     """
     one, other, home, rotate = self.q_norm, self.k_norm, names["__name__"], names["apply_rotary_pos_emb"]
     ordinary = rotate is known or is_from(rotate, home, replacements.__name__)
-    ordinary = ordinary and _is_ordinary(one, home) and _is_ordinary(other, home)
+    ordinary = ordinary and _is_ordinary(one, home, kinds) and _is_ordinary(other, home, kinds)
     if ordinary and _fits(q, k, cos, sin) and _alike(one, other):
         q, k = ops.qk_norm_rope(q, k, one.weight, other.weight, cos, sin, one.variance_epsilon)
         return q.transpose(1, 2), k.transpose(1, 2)
@@ -154,24 +120,14 @@ def _alike(one: Any, other: Any) -> bool:
     return one.variance_epsilon == other.variance_epsilon and one.weight.dtype == other.weight.dtype
 
 
-def _interface(self: Any, names: dict[str, Any]) -> Function:
-    """The attention function that the model's configuration names."""
-    kind, eager = self.config._attn_implementation, names["eager_attention_forward"]
-    known = names["ALL_ATTENTION_FUNCTIONS"]
-    if hasattr(known, "get_interface"):
-        found: Function = known.get_interface(kind, eager)
-        return found
-    return eager if kind == "eager" else known[kind]
-
-
-def _is_ordinary(norm: Any, home: str) -> bool:
-    """Whether calling a norm computes what its class in the module ``home`` was written to do and nothing else.
+def _is_ordinary(norm: Any, home: str, kinds: Collection[str]) -> bool:
+    """Whether calling a norm computes what its class, one of ``kinds`` in ``home``, was written to do and nothing else.
 
     Its forward, the class's or one of its own, must be that class's code or tilekern's stand-in for it: output
     capturing leaves the class's with an instance, and either may be replaced at any time.
     """
     kind = type(norm)
-    if kind.__module__ != home or has_hooks(norm) or not is_plain(norm.weight):
+    if kind.__module__ != home or kind.__name__ not in kinds or has_hooks(norm) or not is_plain(norm.weight):
         return False
     own = norm.__dict__.get("forward")
     return is_from(kind.forward if own is None else getattr(own, "__func__", None), home, replacements.__name__)

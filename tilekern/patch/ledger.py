@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from types import MethodType
+from types import MethodType, ModuleType
 from typing import Any
 
 from tilekern.patch.bound import Bound, StandIn
@@ -29,6 +29,12 @@ class Touch:
     original: Any
     replacement: Any
     is_bound: bool
+
+    @property
+    def module(self) -> str:
+        """The module that is touched, or that holds the owner's class."""
+        owner = self.owner()
+        return owner.__name__ if isinstance(owner, ModuleType) else owner.__module__
 
     @property
     def in_place(self) -> bool:

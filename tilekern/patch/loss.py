@@ -9,8 +9,10 @@ from typing import Any
 import torch
 
 from tilekern import ops
+from tilekern.patch import patterns
 from tilekern.patch.digests import digest_of
 from tilekern.patch.plain import has_global_hooks, is_from, is_plain
+from tilekern.patch.rewriting import rewritten
 from tilekern.warning import warn_once
 
 Function = Callable[..., Any]
@@ -20,50 +22,26 @@ _ITS_CROSS_ENTROPY = "c91f2e93eccd4694e06d3b61bb5c6d774f281c3d61ff5c94d817344c47
 
 
 def fused_linear_cross_entropy(original: Function) -> Function:
-    """For ``forward`` of a ``ForCausalLM`` with ``model``, ``lm_head`` and Hugging Face's own loss.
+    """For ``forward`` of a ``ForCausalLM`` whose text makes logits by one linear layer and Hugging Face's loss of them.
 
     While the model trains and labels are given, the output's ``logits`` are None and its loss is Hugging Face's: the
     labels are shifted by one (or taken from ``shift_labels``), and the sum is divided by ``num_items_in_batch`` or by
-    the number of labels that count. Everything else runs the original: a head with a bias, an adapter, or hooks that
-    expect its logits, and a forward that ``torch.compile`` traces.
+    the number of labels that count. Everything else runs the statements that were there: a head with a bias, an
+    adapter, or hooks that expect its logits, and a forward that ``torch.compile`` traces.
     """
     from transformers.loss.loss_utils import ForCausalLMLoss, fixed_cross_entropy
-    from transformers.modeling_outputs import CausalLMOutputWithPast
-    from transformers.utils.generic import can_return_tuple
 
     known = digest_of(ForCausalLMLoss) == _LOSS and digest_of(fixed_cross_entropy) == _ITS_CROSS_ENTROPY
     if not known:
         warn_once("transformers' ForCausalLMLoss is another one than tilekern knows, so it runs as it is")
 
-    def serves(model: Any, labels: Any, logits_to_keep: Any) -> bool:
+    def serves(model: Any, head: Any, labels: Any, logits_to_keep: Any) -> bool:
         if not known or labels is None or not model.training or torch.compiler.is_compiling():
             return False
         whole = isinstance(logits_to_keep, int) and logits_to_keep == 0
-        return whole and model.loss_function is ForCausalLMLoss and _is_linear(model.lm_head)
+        return whole and model.loss_function is ForCausalLMLoss and _is_linear(head)
 
-    @can_return_tuple
-    def forward(
-        self: Any, input_ids: Any = None, attention_mask: Any = None, position_ids: Any = None,
-        past_key_values: Any = None, inputs_embeds: Any = None, labels: Any = None, use_cache: Any = None,
-        logits_to_keep: Any = 0, **kwargs: Any,
-    ) -> Any:  # fmt: skip
-        given = {
-            "input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids,
-            "past_key_values": past_key_values, "inputs_embeds": inputs_embeds, "use_cache": use_cache,
-        }  # fmt: skip
-        if not serves(self, labels, logits_to_keep):
-            return original(self, **given, labels=labels, logits_to_keep=logits_to_keep, **kwargs)
-        outputs = self.model(**given, **kwargs)
-        loss = _loss(self.lm_head, outputs.last_hidden_state, labels, **kwargs)
-        return CausalLMOutputWithPast(
-            loss=loss,
-            logits=None,
-            past_key_values=outputs.past_key_values,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-        )
-
-    return forward
+    return rewritten(original, patterns.head_and_loss, {patterns.SERVES: serves, patterns.LOSS: _loss})
 
 
 def _is_linear(head: Any) -> bool:
@@ -90,20 +68,24 @@ def _wide() -> bool:
 
 def _loss(
     head: Any, hidden: torch.Tensor, labels: torch.Tensor, num_items_in_batch: Any = None, ignore_index: int = -100,
-    shift_labels: torch.Tensor | None = None, **_: Any,
+    shift_labels: torch.Tensor | None = None, factor: float = 1.0, divisor: float = 1.0, softcap: float | None = None,
+    **_: Any,
 ) -> torch.Tensor:  # fmt: skip
-    """Hugging Face's ``ForCausalLMLoss`` of ``head(hidden)``."""
+    """Hugging Face's ``ForCausalLMLoss`` of ``head(hidden) * factor / divisor``, capped."""
     if shift_labels is None:
         shift_labels = torch.nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     tokens, given = hidden.shape[:-1].numel(), shift_labels.numel()
     if given != tokens:
         raise ValueError(f"there must be a label for each of {tokens} tokens, got {given}")
     target = shift_labels.reshape(hidden.shape[:-1]).to(hidden.device)
+    if (scale := factor / divisor) != 1.0:
+        hidden = hidden * scale
 
     def compute(hidden: torch.Tensor) -> torch.Tensor:
         return ops.fused_linear_cross_entropy(
-            hidden, head.weight, target, ignore_index=ignore_index, num_items=num_items_in_batch, wide_sums=_wide()
-        )
+            hidden, head.weight, target, ignore_index=ignore_index, num_items=num_items_in_batch, softcap=softcap,
+            wide_sums=_wide(),
+        )  # fmt: skip
 
     if not head._forward_pre_hooks:
         return compute(hidden)

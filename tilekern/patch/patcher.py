@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
+import sys
 import threading
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, NamedTuple
 
 from tilekern.errors import InputError
 from tilekern.patch import attention
-from tilekern.patch.installed import Found, examine, transformers_version
+from tilekern.patch.arriving import Arrivals
+from tilekern.patch.families import FAMILIES, Family, imported, is_of_transformers
+from tilekern.patch.installed import Found, as_read, examine, transformers_version
 from tilekern.patch.instances import patch_modules
 from tilekern.patch.ledger import Ledger
-from tilekern.patch.registry import check_ops, chosen, known_ops, patches
+from tilekern.patch.registry import (
+    check_choice,
+    check_ops,
+    known_families,
+    known_ops,
+    patches,
+    patches_for,
+    registered,
+)
 from tilekern.patch.table import Patch
 from tilekern.runtime import dispatch
 from tilekern.runtime.ranks import comparing as ranks
@@ -26,6 +38,17 @@ _lock = threading.RLock()
 _ledger = Ledger()
 
 
+class _Wish(NamedTuple):
+    """What was asked for of families: the ops that are on, and whether those that are not tested are patched too."""
+
+    ops: frozenset[str] = frozenset()
+    forms: str = "tested"
+
+
+# For the module of each family, and for all others under None.
+_wishes: dict[str | None, _Wish] = {None: _Wish()}
+
+
 def apply(
     rms_norm: bool = True,
     swiglu: bool = True,
@@ -35,51 +58,115 @@ def apply(
     fused_add_rms_norm: bool = True,
     qk_norm_rope: bool = True,
     model_type: str | None = None,
+    forms: str = "tested",
     on_miss: str | None = None,
     **ops: bool,
 ) -> list[str]:
     """Patch the supported model families, so that all their models, old and new, run tilekern's kernels.
 
-    It makes ``attn_implementation="tilekern"`` known to transformers as well; which attention a model runs stays its
-    configuration's choice. Call it before the model is made; it works on models that exist as well, except where a
-    hook (accelerate's, for example) already holds their old methods. Applying twice does no harm. A target that is
-    not the code that its patch was made for is left alone, with a warning.
+    A family's code is patched as soon as it is imported, as making a model does; families that a job never uses cost it
+    nothing. It makes ``attn_implementation="tilekern"`` known to transformers as well; which attention a model runs
+    stays its configuration's choice. Call it before the model is made; it works on models that exist as well, except
+    where a hook (accelerate's, for example) already holds their old methods. Applying twice does no harm, and a second
+    call with fewer ops takes the others back. A target that is not the code that its patch was made for is left alone,
+    with a warning.
 
     In a job of several ranks every rank must call it: they agree here on the records that all of them run, or when
     torch.distributed comes up later (:mod:`tilekern.runtime.ranks.comparing`).
 
     Args:
         rms_norm, swiglu, rope, fused_linear_cross_entropy, fused_add_rms_norm, qk_norm_rope: which ops to patch.
-            With the fused loss a model in training gives a loss and no logits.
-        model_type: one family only, for example ``qwen3``; None means all.
+            ``swiglu`` is for MLPs with a gate, by gelu too. With the fused loss a model in training gives a loss and
+            no logits.
+        model_type: one family only, for example ``qwen3``; the others stay as they are. None means all.
+        forms: ``tested`` patches the families whose tests pass here (``python -m tilekern.patch`` lists them), ``any``
+            all families of transformers whose code has a form that is known.
         on_miss: what a problem that no cache holds does from now on: ``compile``, ``fallback`` or ``error``.
         ops: further ops by name, from :func:`register_patch`; they too are on unless given as False.
 
     Returns:
-        The ops that are patched now, in the table's order.
+        The ops that are patched now in the families that are imported; where none is, those that will be. In the
+        table's order.
 
     Raises:
-        InputError: an op, model type or miss policy that is not known.
+        InputError: an op, model type, kind of forms or miss policy that is not known.
         RanksDiffer: the ranks of the job could not agree.
     """
-    rows = chosen(
+    wish = _wish(
         {"rms_norm": rms_norm, "swiglu": swiglu, "rope": rope, "fused_add_rms_norm": fused_add_rms_norm}
         | {"qk_norm_rope": qk_norm_rope, "fused_linear_cross_entropy": fused_linear_cross_entropy, **ops},
         model_type,
+        forms,
     )
     if on_miss is not None:
         dispatch.set_miss_policy(on_miss)
     attention.register()
+    families = [family for family in FAMILIES.values() if model_type in (None, family.model_type)]
+    with _lock:
+        _note(wish, model_type, families)
+        _arrivals.watch()
+        mine = {family.module for family in families}
+        homes = [name for name in imported() if model_type is None or name in mine]
+        rows = [patch for name in homes for patch in _wanted(name)]
+        later = [] if mine.intersection(homes) else [family for family in families if family.is_here]
+    own = registered(model_type)
+    for patch in own:
+        # Where no lock of ours is held: another thread may wait for it while it imports the module.
+        with contextlib.suppress(ImportError):
+            importlib.import_module(patch.module)
+    rows += [patch for patch in own if patch.op in wish.ops]
+    done = _put(rows, {*homes, *(patch.module for patch in own)})
+    ranks.agree_when_up()
+    return _in_order(done | {op for family in later for op in family.ops if op in wish.ops})
+
+
+def _wish(switches: Mapping[str, bool], model_type: str | None, forms: str) -> _Wish:
+    check_ops(switches)
+    check_choice(model_type, forms)
+    return _Wish(frozenset(op for op in known_ops() if switches.get(op, True)), forms)
+
+
+def _note(wish: _Wish, model_type: str | None, families: Iterable[Family]) -> None:
+    """Remember what was asked for, for the families that are imported later too."""
+    if model_type is None:
+        _wishes[None] = wish
+    _wishes.update({family.module: wish for family in families})
+
+
+def _awaits(name: str) -> bool:
+    return name in _wishes or (_wishes[None].forms == "any" and is_of_transformers(name))
+
+
+def _wanted(name: str) -> list[Patch]:
+    """The patches of a module's classes that were asked for."""
+    wish = _wishes.get(name, _wishes[None])
+    return [patch for patch in patches_for(name, wish.forms) if patch.op in wish.ops]
+
+
+def _arrived(name: str) -> None:
+    with _lock:
+        _put(_wanted(name), {name})
+
+
+_arrivals = Arrivals(_awaits, _arrived)
+
+
+def _put(rows: Iterable[Patch], homes: Collection[str]) -> set[str]:
+    """Apply patches and take back those of the same modules that are not among them; the ops that are patched now."""
+    rows = list(rows)
+    kept = {patch.target for patch in rows}
     done = set()
     with _lock:
+        for touch in list(_ledger):
+            if not touch.is_bound and touch.where not in kept and touch.module in homes:
+                _ledger.undo_one(touch)
         for patch in rows:
             found = _apply(patch)
             if found.usable:
                 done.add(patch.op)
             else:
                 _warn(found)
-    ranks.agree_when_up()
-    return _in_order(done)
+    return done
 
 
 def _apply(patch: Patch) -> Found:
@@ -100,9 +187,8 @@ def applied(model: torch.nn.Module, ops: Collection[str]) -> Iterator[None]:
         InputError: an unknown op.
     """
     check_ops(ops)
-    homes = {type(module).__module__ for module in model.modules()}
     with _lock:
-        tried = [_apply(patch) for patch in patches() if patch.op in ops and patch.module in homes]
+        tried = [_apply(patch) for patch in patches_of_model(model) if patch.op in ops]
     try:
         for found in tried:
             if not found.usable:
@@ -126,6 +212,7 @@ def apply_to_model(
     fused_add_rms_norm: bool = True,
     qk_norm_rope: bool = True,
     model_type: str | None = None,
+    forms: str = "tested",
     on_miss: str | None = None,
     **ops: bool,
 ) -> list[str]:
@@ -143,26 +230,27 @@ def apply_to_model(
     Raises:
         InputError: as :func:`apply`, and where nothing in the model is of a supported family.
     """
-    rows = chosen(
+    wish = _wish(
         {"rms_norm": rms_norm, "swiglu": swiglu, "rope": rope, "fused_add_rms_norm": fused_add_rms_norm}
         | {"qk_norm_rope": qk_norm_rope, "fused_linear_cross_entropy": fused_linear_cross_entropy, **ops},
         model_type,
+        forms,
     )
-    homes = {type(module).__module__ for module in model.modules()}
-    if not any(patch.module in homes for patch in patches() if model_type in (None, patch.model_type)):
+    rows = [patch for patch in patches_of_model(model, forms) if model_type in (None, patch.model_type)]
+    if not rows:
         kind = getattr(getattr(model, "config", None), "model_type", None)
-        known = model_type or ", ".join(dict.fromkeys(patch.model_type for patch in patches()))
-        raise InputError(f"{type(model).__name__} (model type {kind}) has no module of a supported family ({known})")
+        known = model_type or ", ".join(known_families())
+        raise InputError(
+            f"{type(model).__name__} (model type {kind}) has no module of a supported family ({known})"
+            + ("" if forms == "any" else '; forms="any" patches what it can of others')
+        )
     if on_miss is not None:
         dispatch.set_miss_policy(on_miss)
     attention.register()
     done = set()
     with _lock:
-        for module in model.modules():
-            _ledger.adopt(module)
-        for patch in rows:
-            if patch.module not in homes:
-                continue
+        _take_back(model, {patch.op for patch in rows} - wish.ops)
+        for patch in (patch for patch in rows if patch.op in wish.ops):
             found = examine(patch, _ledger)
             if not found.usable:
                 _warn(found)
@@ -174,6 +262,29 @@ def apply_to_model(
                 warn(f"{patch.op} is not patched everywhere: {left}")
     ranks.agree_when_up()
     return _in_order(done)
+
+
+def _take_back(model: torch.nn.Module, ops: Collection[str]) -> None:
+    """Put back what patches of some ops gave a model's modules, which are all known afterwards."""
+    modules = list(model.modules())
+    for module in modules:
+        _ledger.adopt(module)
+    owners = set(map(id, modules))
+    for touch in list(_ledger):
+        if touch.is_bound and touch.op in ops and id(touch.owner()) in owners:
+            _ledger.undo_one(touch)
+
+
+def patches_of_model(model: torch.nn.Module, forms: str = "tested") -> list[Patch]:
+    """The patches of the families that a model's modules are of."""
+    homes = dict.fromkeys(kind.__module__ for module in model.modules() for kind in type(module).__mro__)
+    own = [patch for home in homes for patch in patches_for(home, forms if _may_be_any(home) else "tested")]
+    return [*own, *(patch for patch in registered() if patch.module in homes)]
+
+
+def _may_be_any(home: str) -> bool:
+    """Whether code is looked for forms: that of models, and not torch's and transformers' own base classes."""
+    return is_of_transformers(home) or home.partition(".")[0] not in ("builtins", "torch", "transformers", "typing")
 
 
 def reset(names: str | Iterable[str] | None = None) -> list[str]:
@@ -192,6 +303,8 @@ def reset(names: str | Iterable[str] | None = None) -> list[str]:
     wanted = known_ops() if names is None else [names] if isinstance(names, str) else list(names)
     check_ops(wanted)
     with _lock:
+        for home, wish in _wishes.items():
+            _wishes[home] = wish._replace(ops=wish.ops.difference(wanted))
         return _in_order(_ledger.undo(wanted))
 
 
@@ -206,9 +319,13 @@ def get_patched_ops() -> dict[str, list[str]]:
 
 
 def list_patches() -> list[Found]:
-    """Every row of the table with its status on the installed transformers, which this imports."""
+    """Every row of the table with its status on the installed transformers; families' code is read, not imported."""
+    own = registered()
     with _lock:
-        return [examine(patch, _ledger) for patch in patches()]
+        return [
+            examine(patch, _ledger) if patch in own or patch.module in sys.modules else as_read(patch)
+            for patch in patches()
+        ]
 
 
 def _in_order(ops: set[str]) -> list[str]:

@@ -1,20 +1,36 @@
-"""The table of all patches: tilekern's own, then those that people register; and choosing from it."""
+"""What can be patched: families by their forms, then the patches that people register; and choosing from it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from tilekern.errors import InputError
-from tilekern.patch import qwen3
+from tilekern.patch.families import FAMILIES, family_of
+from tilekern.patch.forms import OPS, patches_in
 from tilekern.patch.table import Patch
 
-_BUILT_IN: tuple[Patch, ...] = qwen3.PATCHES
+FORMS = ("tested", "any")
 _registered: list[Patch] = []
 
 
-def patches() -> tuple[Patch, ...]:
-    """Every patch, in the order in which they are applied."""
-    return (*_BUILT_IN, *_registered)
+def patches(model_type: str | None = None) -> tuple[Patch, ...]:
+    """Every patch of a family or of all, in the order in which they are applied; families' modules are only read."""
+    families = [x for x in FAMILIES.values() if model_type in (None, x.model_type) and x.is_here]
+    return (*(patch for family in families for patch in family.patches()), *registered(model_type))
+
+
+def patches_for(module: str, forms: str = "tested") -> tuple[Patch, ...]:
+    """The patches of the classes in a module; of a family that is not tested only with ``forms="any"``."""
+    family = family_of(module)
+    if family is not None:
+        return family.patches()
+    # A folder of transformers' models has the family's name; other code has its module's.
+    return patches_in(module, module.split(".")[-2 if "." in module else -1]) if forms == "any" else ()
+
+
+def registered(model_type: str | None = None) -> tuple[Patch, ...]:
+    """The patches that people registered, of a family or of all."""
+    return tuple(patch for patch in _registered if model_type in (None, patch.model_type))
 
 
 def register_patch(patch: Patch) -> None:
@@ -23,16 +39,16 @@ def register_patch(patch: Patch) -> None:
     Registering the same patch again does nothing. Its digests come from :func:`tilekern.patch.digest_of`, or from
     ``python -m tilekern.patch``::
 
-        from transformers.models.llama import modeling_llama
+        from mine import modeling_mine
 
         tilekern.register_patch(
             Patch(
                 op="rms_norm",
-                model_type="llama",
-                module="transformers.models.llama.modeling_llama",
-                attribute="LlamaRMSNorm.forward",
+                model_type="mine",
+                module="mine.modeling_mine",
+                attribute="MyRMSNorm.forward",
                 replacement=replacements.rms_norm,
-                digests=(digest_of(modeling_llama.LlamaRMSNorm.forward),),
+                digests=(digest_of(modeling_mine.MyRMSNorm.forward),),
             )
         )
 
@@ -44,9 +60,9 @@ def register_patch(patch: Patch) -> None:
         raise InputError(f"register_patch: op must be a name such as rms_norm, got {patch.op!r}")
     if not patch.digests:
         raise InputError(f"register_patch: {patch.target} needs at least one digest; tilekern.patch.digest_of gives it")
-    if patch in patches():
+    if patch in _registered:
         return
-    for other in patches():
+    for other in (*_registered, *patches_for(patch.module)):
         if (other.model_type, other.target) == (patch.model_type, patch.target):
             raise InputError(f"register_patch: {patch.target} already has a patch, of the op {other.op}")
     _registered.append(patch)
@@ -54,7 +70,12 @@ def register_patch(patch: Patch) -> None:
 
 def known_ops() -> list[str]:
     """The ops of the table, each once, in its order."""
-    return list(dict.fromkeys(patch.op for patch in patches()))
+    return list(dict.fromkeys((*OPS, *(patch.op for patch in _registered))))
+
+
+def known_families() -> list[str]:
+    """The model types that have patches: those tested here, and those that people registered patches of."""
+    return list(dict.fromkeys((*FAMILIES, *(patch.model_type for patch in _registered))))
 
 
 def check_ops(names: Iterable[str]) -> None:
@@ -68,14 +89,13 @@ def check_ops(names: Iterable[str]) -> None:
             raise InputError(f"unknown op {name!r}; known: {', '.join(known_ops())}")
 
 
-def chosen(switches: Mapping[str, bool], model_type: str | None) -> list[Patch]:
-    """The patches whose op is not switched off, of one family or of all.
+def check_choice(model_type: str | None, forms: str) -> None:
+    """Raise unless a family, where one is named, and the kind of forms are known.
 
     Raises:
-        InputError: a switch names an unknown op, or the family is unknown.
+        InputError: one is not.
     """
-    check_ops(switches)
-    families = list(dict.fromkeys(patch.model_type for patch in patches()))
-    if model_type is not None and model_type not in families:
-        raise InputError(f"unknown model type {model_type!r}; known: {', '.join(families)}")
-    return [p for p in patches() if switches.get(p.op, True) and model_type in (None, p.model_type)]
+    if model_type is not None and model_type not in known_families():
+        raise InputError(f"unknown model type {model_type!r}; known: {', '.join(known_families())}")
+    if forms not in FORMS:
+        raise InputError(f"forms must be one of {', '.join(FORMS)}, got {forms!r}")

@@ -7,12 +7,14 @@ the like), shapes that only broadcasting makes fit.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
 from tilekern import ops
 from tilekern.patch.plain import has_hooks, is_bare_linear
+from tilekern.patch.rewriting import named_as
 
 Function = Callable[..., Any]
 
@@ -25,24 +27,47 @@ def rms_norm(original: Function) -> Function:
             return original(self, hidden_states)
         return ops.rms_norm(hidden_states, self.weight, self.variance_epsilon)
 
-    return forward
+    return named_as(forward, original)
 
 
-def swiglu(original: Function) -> Function:
+def gated_mlp(original: Function) -> Function:
     """For ``forward(self, x)`` of an MLP with ``gate_proj``, ``up_proj``, ``down_proj`` and ``act_fn``."""
-    from transformers.activations import SiLUActivation
-
-    silu = (SiLUActivation, torch.nn.SiLU)
+    gated = _gates()
 
     def forward(self: Any, x: torch.Tensor) -> Any:
-        if type(self.act_fn) not in silu or has_hooks(self.act_fn) or type(x) is not torch.Tensor:
+        gate = gated.get(type(self.act_fn))
+        if gate is None or has_hooks(self.act_fn) or type(x) is not torch.Tensor:
             return original(self, x)
         layers = (self.gate_proj, self.up_proj, self.down_proj)
-        if all(map(is_bare_linear, layers)):
+        if gate is ops.swiglu and all(map(is_bare_linear, layers)):
             return ops.gated_mlp(x, *(layer.weight for layer in layers))
-        return self.down_proj(ops.swiglu(self.gate_proj(x), self.up_proj(x)))
+        return self.down_proj(gate(self.gate_proj(x), self.up_proj(x)))
 
-    return forward
+    return named_as(forward, original)
+
+
+def joined_mlp(original: Function) -> Function:
+    """For ``forward`` of an MLP whose ``gate_up_proj`` makes gate and up, one beside the other."""
+    gated = _gates()
+
+    def forward(self: Any, hidden_states: torch.Tensor) -> Any:
+        gate = gated.get(type(self.activation_fn))
+        if gate is None or has_hooks(self.activation_fn) or type(hidden_states) is not torch.Tensor:
+            return original(self, hidden_states)
+        return self.down_proj(gate(*self.gate_up_proj(hidden_states).chunk(2, dim=-1)))
+
+    return named_as(forward, original)
+
+
+def _gates() -> dict[type, Function]:
+    """The op that computes ``activation(gate) * up``, for each class of activations that has one."""
+    from transformers.activations import GELUActivation, GELUTanh, NewGELUActivation, SiLUActivation
+
+    return {
+        **dict.fromkeys((SiLUActivation, torch.nn.SiLU), ops.swiglu),
+        **dict.fromkeys((GELUTanh, NewGELUActivation), partial(ops.geglu, tanh=True)),
+        GELUActivation: ops.geglu,
+    }
 
 
 def rope(original: Function) -> Function:
@@ -60,6 +85,19 @@ def rope(original: Function) -> Function:
             return ops.rope(q, k, cos, sin, twice=True)
         q, k = ops.rope(q.transpose(1, 2), k.transpose(1, 2), cos, sin, twice=True)
         return q.transpose(1, 2), k.transpose(1, 2)
+
+    return apply_rotary_pos_emb
+
+
+def rope_cast_back(original: Function) -> Function:
+    """As :func:`rope`, for a rotation that casts what it made to the dtypes of q and k."""
+    turned = rope(original)
+
+    def apply_rotary_pos_emb(
+        q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1
+    ) -> Any:
+        new_q, new_k = turned(q, k, cos, sin, unsqueeze_dim)
+        return new_q.to(q.dtype), new_k.to(k.dtype)
 
     return apply_rotary_pos_emb
 

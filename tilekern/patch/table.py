@@ -15,7 +15,8 @@ class Patch:
         op: the name by which people switch it on and off, for example ``rms_norm``.
         model_type: the family, as a configuration's ``model_type`` names it.
         module: dotted name of the module that holds the function.
-        attribute: the function's path inside the module: ``Class.method``, or the name of a plain function.
+        attribute: the function's path inside the module: ``Class.method``, or the name of a plain function; empty where
+            the module has no code of a form that is known.
         replacement: called with the function that is replaced; returns the one that stands in, of the same signature.
         digests: digests (:func:`tilekern.patch.digest_of`) of every version of the function that the replacement
             equals; the installed one must be among them.
@@ -40,4 +41,4 @@ class Patch:
     @property
     def target(self) -> str:
         """The full dotted path of what is replaced."""
-        return f"{self.module}.{self.attribute}"
+        return f"{self.module}.{self.attribute}" if self.attribute else self.module

@@ -1,0 +1,54 @@
+"""A patched model of each family computes what an unpatched one does; torch's formulas stand for the kernels here."""
+
+import pytest
+import torch
+from tiny_families import IDS, make
+from tiny_qwen3 import worst
+
+import tilekern
+from tilekern.patch.families import FAMILIES
+
+KERNELS = {
+    "rms_norm": {"rms_norm_forward"},
+    "swiglu": {"swiglu_forward", "geglu_forward"},
+    "qk_norm_rope": {"qk_norm_rope_forward"},
+    "rope": {"rope"},
+    "fused_add_rms_norm": {"fused_add_rms_norm_forward"},
+    "fused_linear_cross_entropy": {"fused_linear_cross_entropy"},
+}
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*TILEKERN_INTERPRET=1")
+
+
+def run(model):
+    """The loss and its gradients by name, the logits, and tokens that are generated with a cache."""
+    model.train().zero_grad()
+    loss = model(input_ids=IDS, labels=IDS).loss
+    loss.backward()
+    gradients = {name: x.grad.clone() for name, x in model.named_parameters() if x.grad is not None}
+    with torch.no_grad():
+        logits = model.eval()(input_ids=IDS).logits
+    tokens = model.generate(IDS, max_new_tokens=4, do_sample=False, pad_token_id=0, eos_token_id=None)
+    return loss.detach(), gradients, logits, tokens
+
+
+def fallbacks():
+    return {kernel: counts["fallbacks"] for kernel, counts in tilekern.stats().items()}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_patched_model_computes_what_it_does_as_it_is(family):
+    model = make(family)
+    loss, gradients, logits, tokens = run(model)
+    before = fallbacks()
+    assert tilekern.apply(model_type=family) == [op for op in KERNELS if op in FAMILIES[family].ops]
+    patched_loss, patched_gradients, patched_logits, patched_tokens = run(model)
+    ran = {kernel for kernel, number in fallbacks().items() if number > before.get(kernel, 0)}
+    # Where the norms of q and k are fused with it, rope serves those alone that call it by itself.
+    served = [op for op in FAMILIES[family].ops if op != "rope" or "qk_norm_rope" not in FAMILIES[family].ops]
+    assert [op for op in served if not KERNELS[op] & ran] == []
+    assert worst([patched_loss, patched_logits], [loss, logits]) < 1e-5
+    assert torch.equal(patched_tokens, tokens)
+    assert patched_gradients.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        assert torch.allclose(patched_gradients[name], gradient, rtol=1e-4, atol=1e-6 * float(gradient.norm())), name

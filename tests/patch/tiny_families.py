@@ -1,0 +1,50 @@
+"""A model of each family, small enough for a test, with sizes that no tile divides."""
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+SIZES = {
+    "vocab_size": 61, "hidden_size": 24, "intermediate_size": 36, "num_hidden_layers": 2, "num_attention_heads": 3,
+    "num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": 64, "attn_implementation": "eager",
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.2,
+    "attention_dropout": 0.0, "residual_dropout": 0.0,
+}  # fmt: skip
+EXPERTS = {
+    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 20, "n_shared_experts": 1, "output_router_logits": True,
+}  # fmt: skip
+LATENT = {
+    "q_lora_rank": 12, "kv_lora_rank": 12, "qk_rope_head_dim": 8, "qk_nope_head_dim": 6, "v_head_dim": 10,
+    "num_key_value_heads": 3, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1,
+}  # fmt: skip
+# What a family needs beside the sizes.
+OWN: dict[str, dict] = {
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu", "axk1", "dots1"), EXPERTS | LATENT),
+    **dict.fromkeys(("glm4_moe", "hy_v3", "laguna", "mellum", "qwen2_moe", "solar_open"), EXPERTS),
+    "qwen3_moe": EXPERTS | {"mlp_only_layers": [1]},
+    "aria": {"model_type": "aria_text"},
+    "deepseek_v32": EXPERTS | LATENT | {"index_topk": 4, "index_head_dim": 8, "index_n_heads": 2},
+    "diffllama": {"num_attention_heads": 4, "num_key_value_heads": 2},
+    "gemma3": {"model_type": "gemma3_text"},
+    "granitemoehybrid": {
+        "mamba_n_heads": 6, "layer_types": ["attention", "attention"], "shared_intermediate_size": 20,
+        "position_embedding_type": "rope",
+    },
+    "jamba": EXPERTS | {"attn_layer_period": 2, "attn_layer_offset": 0, "use_mamba_kernels": False, "mamba_dt_rank": 4},
+    "lfm2_moe": EXPERTS | {"layer_types": ["full_attention", "conv"]},
+    "minicpm3": LATENT,
+}  # fmt: skip
+IDS = torch.randint(3, 61, (2, 7), generator=torch.Generator().manual_seed(3))
+
+
+def make(model_type):
+    """A model in float32 whose norms are not all ones."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(**{"model_type": model_type} | SIZES | OWN.get(model_type, {}))
+    auto = AutoModelForCausalLM if type(config) in AutoModelForCausalLM._model_mapping else AutoModelForImageTextToText
+    model = auto.from_config(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+    return model

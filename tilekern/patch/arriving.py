@@ -1,0 +1,50 @@
+"""Families whose code is imported later: their modules are patched as soon as they are there."""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+
+
+class Arrivals(importlib.abc.MetaPathFinder):
+    """Calls ``arrived`` with the name of each module, of those that ``awaits`` says, after it was imported."""
+
+    def __init__(self, awaits: Callable[[str], bool], arrived: Callable[[str], None]) -> None:
+        self._awaits, self._arrived = awaits, arrived
+
+    def watch(self) -> None:
+        """Begin; once is enough."""
+        if self not in sys.meta_path:
+            sys.meta_path.insert(0, self)
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """The specification of a module that is awaited, with a loader that tells of it; None of others."""
+        if not self._awaits(name):
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        if spec is None or spec.loader is None:
+            return None
+        spec.loader = _Telling(spec.loader, self._arrived)
+        return spec
+
+
+class _Telling(importlib.abc.Loader):
+    """Loads a module as the loader in it does, and tells that it is there; the module knows that one alone."""
+
+    def __init__(self, loader: importlib.abc.Loader, arrived: Callable[[str], None]) -> None:
+        self._loader, self._arrived = loader, arrived
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__loader__ = self._loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        self._loader.exec_module(module)
+        self._arrived(module.__name__)

@@ -1,0 +1,90 @@
+"""The families whose patched models compute, in our tests, what the models as they are compute."""
+
+from __future__ import annotations
+
+import sys
+from typing import NamedTuple
+
+from tilekern.patch.forms import OPS, patches_in, path_of
+from tilekern.patch.table import Patch
+
+# By their first letters: norm, mlp, qk_norm_rope, rope, sum and norm, head and loss.
+_LETTERS = dict(zip("nmqrsh", OPS, strict=True))
+# The families with each set of ops; the test of each runs every op that is named here.
+_SERVED = {
+    "nmqrsh": "qwen3 doge dots1 qwen3_moe",
+    "nmrsh": "llama aria cwm deepseek_v32 diffllama exaone_moe granite granite_swa hunyuan_v1_dense hunyuan_v1_moe "
+    "minicpm3 ministral ministral3 mistral qwen2 qwen2_moe smollm3 solar_open",
+    "nmsh": "axk1 deepseek_v2 deepseek_v3 ernie4_5 ernie4_5_moe glm glm4 glm4_moe glm4_moe_lite jamba laguna phi3 youtu",
+    "nrsh": "apertus arcee bitnet granitemoe granitemoe_swa granitemoehybrid granitemoeshared jetmoe minimax mixtral "
+    "olmoe seed_oss",
+    "nmrh": "exaone4",
+    "nsh": "minimax_m2",
+    "nqrsh": "mellum",
+    "nrh": "lfm2 lfm2_moe",
+    "mrh": "afmoe gemma gemma2 gemma3 olmo olmo2 olmo3 stablelm vaultgemma",
+    "mh": "cohere cohere2 flint helium",
+    "rh": "flex_olmo persimmon starcoder2",
+    "h": "gpt_neox gpt_oss nanochat nemotron",
+}
+
+
+class Family(NamedTuple):
+    """A family of models.
+
+    Attributes:
+        model_type: as a configuration names it, and transformers the folder of its code.
+        ops: what is patched of it, on the newest release of transformers that tilekern knows.
+    """
+
+    model_type: str
+    ops: tuple[str, ...]
+
+    @property
+    def module(self) -> str:
+        """The module that holds its classes."""
+        return f"transformers.models.{self.model_type}.modeling_{self.model_type}"
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the installed transformers has it."""
+        return path_of(self.module) is not None
+
+    def patches(self) -> tuple[Patch, ...]:
+        """What of it has one of the forms, in the installed transformers; for an op that has nothing, a row of no code.
+
+        Its module is read, and not imported.
+        """
+        found = patches_in(self.module, self.model_type)
+        lacking = [op for op in self.ops if op not in {patch.op for patch in found}]
+        known = [patch for patch in found if patch.op in self.ops]
+        return (*known, *(Patch(op, self.model_type, self.module, "", _nothing, ()) for op in lacking))
+
+
+def _nothing(_: object) -> object:
+    raise NotImplementedError
+
+
+FAMILIES: dict[str, Family] = {
+    name: Family(name, tuple(_LETTERS[letter] for letter in letters))
+    for letters, names in _SERVED.items()
+    for name in names.split()
+}
+
+
+def family_of(module: str) -> Family | None:
+    """The family whose classes are in a module."""
+    return _BY_MODULE.get(module)
+
+
+def is_of_transformers(module: str) -> bool:
+    """Whether a module of this name holds the classes of a family of transformers, tested here or not."""
+    return module.startswith("transformers.models.") and ".modeling_" in module
+
+
+def imported() -> list[str]:
+    """The modules of families that are imported, tested here or not."""
+    return [name for name in list(sys.modules) if is_of_transformers(name)]
+
+
+_BY_MODULE = {family.module: family for family in FAMILIES.values()}

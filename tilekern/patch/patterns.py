@@ -1,0 +1,305 @@
+"""Statements of a function that are exchanged for a call, in the function's own text; all its other code stays.
+
+Each pattern changes a definition in place and says how often it was there. What it does not know exactly is left: a
+statement in between, a result that is used in another way.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+from collections.abc import Collection, Iterator
+
+# The names under which a changed function calls what stands in.
+ADD_NORM, TURNED, SERVES, LOSS = "tilekern_add_norm", "tilekern_turned", "tilekern_serves", "tilekern_loss"
+_UNUSED = "tilekern_sum"
+
+
+def add_norm(function: ast.FunctionDef, norms: Collection[str]) -> int:
+    """A sum and the norm of it: ``a = x + y``, perhaps ``residual = a``, then ``b = self.norm(a)``.
+
+    Args:
+        function: changed in place.
+        norms: the attributes of ``self`` that are norms.
+    """
+    number = 0
+    for body in _bodies(function):
+        place = 0
+        while place < len(body):
+            changed = _sum_and_norm(body[place : place + 3], norms)
+            if changed is not None:
+                statements, length = changed
+                body[place : place + length] = statements
+                number += 1
+            place += 1
+    return number
+
+
+def _sum_and_norm(statements: list[ast.stmt], norms: Collection[str]) -> tuple[list[ast.stmt], int] | None:
+    total, value = _assigned(statements[0])
+    if total is None or not (isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add)):
+        return None
+    kept, length = None, 2
+    if len(statements) == 3:
+        name, source = _assigned(statements[1])
+        if name is not None and isinstance(source, ast.Name) and source.id == total:
+            kept, length = name, 3
+    if len(statements) < length:
+        return None
+    normed, call = _assigned(statements[length - 1])
+    if normed is None or _own_call(call) not in norms or _argument(call) not in (total, kept) or normed == kept:
+        return None
+    names = [name for name in (kept, total) if name is not None and name != normed]
+    called = f"{names[0] if names else _UNUSED}, {normed} = {ADD_NORM}(0, 0, self.{_own_call(call)})"
+    first = _statement(called, statements[0])
+    _called(first, ADD_NORM).args[:2] = [value.left, value.right]
+    return [first, *[_statement(f"{name} = {names[0]}", statements[0]) for name in names[1:]]], length
+
+
+def qk_norm_rope(function: ast.FunctionDef) -> int:
+    """The projections, the norms of each head of q and k, and their rotation, in an attention's forward."""
+    for body in _bodies(function):
+        for place in range(len(body) - 4):
+            found = _projected_and_turned(body[place : place + 5])
+            if found is not None:
+                body[place : place + 5] = found
+                return 1
+    return 0
+
+
+def _projected_and_turned(statements: list[ast.stmt]) -> list[ast.stmt] | None:
+    *others, angles, turned = statements
+    heads: dict[str, tuple[str, str, str]] = {}
+    for statement in others:
+        name, value = _assigned(statement)
+        kind, given, shape = _head(value)
+        if name is None or kind is None:
+            return None
+        heads[kind] = (name, given, shape)
+    if set(heads) != set("qkv") or len({head[1:] for head in heads.values()}) != 1:
+        return None
+    (query, given, shape), (key, _, _), (value_name, _, _) = (heads[kind] for kind in "qkv")
+    pair = _text(angles).split(" = ")
+    if len({query, key, value_name, given, shape}) != 5 or pair[0] not in ("cos, sin", "(cos, sin)"):
+        return None
+    if _text(turned) not in _both(f"{query}, {key}", f"apply_rotary_pos_emb({query}, {key}, cos, sin)"):
+        return None
+    text = f"{query}, {key}, {value_name} = {TURNED}(self, {given}, {shape}, cos, sin)"
+    return [angles, _statement(text, others[0])]
+
+
+def _head(value: ast.expr | None) -> tuple[str | None, str, str]:
+    """Which of q, k and v an expression is, what is projected, and the shape of its heads."""
+    text = "" if value is None else ast.unparse(value)
+    for kind in "qkv":
+        start = f"self.{kind}_proj(" if kind == "v" else f"self.{kind}_norm(self.{kind}_proj("
+        end = ").transpose(1, 2)" if kind == "v" else ")).transpose(1, 2)"
+        if text.startswith(start) and text.endswith(end):
+            given, _, shape = text.removeprefix(start).removesuffix(end).partition(").view(")
+            if given.isidentifier() and shape.isidentifier():
+                return kind, given, shape
+    return None, "", ""
+
+
+def head_and_loss(function: ast.FunctionDef) -> int:
+    """``logits = self.lm_head(x)`` and the loss of them: in training one call makes the loss, and there are no logits.
+
+    Between the two, logits may be multiplied, divided, or capped by the configuration's ``final_logit_softcapping``.
+    """
+    body, names = function.body, {argument.arg for argument in _arguments(function)}
+    for place, statement in enumerate(body):
+        logits, call = _assigned(statement)
+        if logits is None or _own_call(call) is None or not isinstance(call, ast.Call) or len(call.args) != 1:
+            continue
+        found = _options(body, place + 1, logits)
+        if found is None or "labels" not in names:
+            continue
+        end, loss, options = found
+        if not _only_returned(body[end:], logits):
+            continue
+        keep = "logits_to_keep" if "logits_to_keep" in names else "0"
+        served = _statement(
+            f"if {SERVES}(self, self.{_own_call(call)}, labels, {keep}):\n"
+            f"    {logits} = None\n"
+            f"    {_assigned(loss)[0]} = {LOSS}(self.{_own_call(call)}, 0)\n"
+            "else:\n    pass",
+            statement,
+        )
+        assert isinstance(served, ast.If)
+        made = _called(served, LOSS)
+        made.args[1] = copy.deepcopy(call.args[0])
+        made.keywords = copy.deepcopy([*options, *_without_logits(loss)])
+        served.orelse = body[place:end]
+        body[place:end] = [served]
+        return 1
+    return 0
+
+
+def _options(body: list[ast.stmt], place: int, logits: str) -> tuple[int, ast.stmt, list[ast.keyword]] | None:
+    """Where the loss ends that follows a head, its statement, and what is done to the logits before it."""
+    options: list[ast.keyword] = []
+    while place < len(body):
+        statement = body[place]
+        option = _scale(statement, logits) or _softcap(statement, logits)
+        loss = _loss(statement, logits)
+        if loss is not None:
+            return place + 1, loss, options
+        if option is not None and not options:
+            options.append(option)
+        elif _text(statement) not in ("loss = None", f"{logits} = {logits}.float()"):
+            return None
+        place += 1
+    return None
+
+
+def _scale(statement: ast.stmt, logits: str) -> ast.keyword | None:
+    """``logits = logits * factor`` or ``/ divisor`` as an argument of the loss."""
+    name, value = _assigned(statement)
+    if name != logits or not isinstance(value, ast.BinOp) or _text(value.left) != logits:
+        return None
+    if not isinstance(value.op, ast.Mult | ast.Div) or not _text(value.right).startswith("self."):
+        return None
+    return ast.keyword("factor" if isinstance(value.op, ast.Mult) else "divisor", value.right)
+
+
+def _softcap(statement: ast.stmt, logits: str) -> ast.keyword | None:
+    cap = "self.config.final_logit_softcapping"
+    steps = [f"{logits} = {logits} / {cap}", f"{logits} = torch.tanh({logits})", f"{logits} = {logits} * {cap}"]
+    if not isinstance(statement, ast.If) or statement.orelse or _text(statement.test) != f"{cap} is not None":
+        return None
+    if [_text(step) for step in statement.body] != steps:
+        return None
+    assert isinstance(statement.test, ast.Compare)
+    return ast.keyword("softcap", statement.test.left)
+
+
+def _loss(statement: ast.stmt, logits: str) -> ast.stmt | None:
+    """``loss = self.loss_function(logits, labels, ...)`` where labels are given."""
+    if not isinstance(statement, ast.If) or statement.orelse or _text(statement.test) != "labels is not None":
+        return None
+    name, call = _assigned(statement.body[0]) if len(statement.body) == 1 else (None, None)
+    if name is None or _own_call(call) != "loss_function" or not isinstance(call, ast.Call):
+        return None
+    named = {keyword.arg: _text(keyword.value) for keyword in call.keywords}
+    given = {**dict(zip(("logits", "labels", "vocab_size"), map(_text, call.args), strict=False)), **named}
+    plain = given.get("logits") == logits and given.get("labels") == "labels" and len(call.args) <= 3
+    return statement.body[0] if plain else None
+
+
+def _without_logits(loss: ast.stmt) -> list[ast.keyword]:
+    """The arguments of a loss, by their names."""
+    call = next(x for x in ast.walk(loss) if isinstance(x, ast.Call) and _own_call(x) == "loss_function")
+    named = zip(("logits", "labels", "vocab_size"), call.args, strict=False)
+    keywords = [*(ast.keyword(name, value) for name, value in named), *call.keywords]
+    return [keyword for keyword in keywords if keyword.arg != "logits"]
+
+
+def _only_returned(statements: list[ast.stmt], name: str) -> bool:
+    """Whether all that is done with a variable is to return it as the field of its output that has its name."""
+    uses = sum(isinstance(x, ast.Name) and x.id == name for y in statements for x in ast.walk(y))
+    fields = [
+        keyword.arg
+        for statement in statements
+        for part in ast.walk(statement)
+        if isinstance(part, ast.Return) and isinstance(part.value, ast.Call)
+        for keyword in part.value.keywords
+        if isinstance(keyword.value, ast.Name) and keyword.value.id == name
+    ]
+    return fields == ["logits"] and uses == 1
+
+
+def stores_twice(rotary: ast.ClassDef) -> bool:
+    """Whether a rotary embedding gives cosines and sines of angles that were doubled by ``cat((angles, angles))``."""
+    methods = {x.name: x for x in rotary.body if isinstance(x, ast.FunctionDef)}
+    forward, joined = methods.get("forward"), methods.get("recomposition_frequencies")
+    if forward is None:
+        return False
+    angles = {_text(x.func.value) for x in _calls(forward) if _method(x) in ("cos", "sin")}
+    doubled = {name for name, value in map(_assigned, _statements(forward)) if name and _is_doubled(value)}
+    if joined is None:
+        return bool(angles) and angles <= doubled
+    texts = [_text(x) for x in _statements(forward)]
+    passed = all(f"{name} = self.recomposition_frequencies({name})" in texts for name in ("cos", "sin"))
+    last = joined.body[-1]
+    return passed and not doubled and isinstance(last, ast.Return) and _is_doubled(last.value)
+
+
+def _is_doubled(value: ast.expr | None) -> bool:
+    if not isinstance(value, ast.Call) or _text(value.func) != "torch.cat" or len(value.args) not in (1, 2):
+        return False
+    parts, last = value.args[0], [_text(x) for x in (*value.args[1:], *(k.value for k in value.keywords))]
+    if not isinstance(parts, ast.Tuple | ast.List) or last != ["-1"] or len(parts.elts) != 2:
+        return False
+    return _text(parts.elts[0]) == _text(parts.elts[1]) and isinstance(parts.elts[0], ast.Name)
+
+
+def _method(call: ast.Call) -> str | None:
+    return call.func.attr if isinstance(call.func, ast.Attribute) and not call.args else None
+
+
+def _calls(function: ast.FunctionDef) -> list[ast.Call]:
+    return [x for x in ast.walk(function) if isinstance(x, ast.Call)]
+
+
+def _statements(function: ast.FunctionDef) -> list[ast.stmt]:
+    return [x for x in ast.walk(function) if isinstance(x, ast.stmt)]
+
+
+def _bodies(function: ast.FunctionDef) -> Iterator[list[ast.stmt]]:
+    """The lists of statements in a function."""
+    for node in ast.walk(function):
+        for name in ("body", "orelse"):
+            body = getattr(node, name, None)
+            if isinstance(body, list) and body and isinstance(body[0], ast.stmt):
+                yield body
+
+
+def _arguments(function: ast.FunctionDef) -> list[ast.arg]:
+    return [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
+
+
+def _assigned(statement: ast.stmt) -> tuple[str | None, ast.expr | None]:
+    """The variable that a statement sets, where it sets a single one, and to what."""
+    if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+        return statement.target.id, statement.value
+    if isinstance(statement, ast.Assign) and len(statement.targets) == 1 and isinstance(statement.targets[0], ast.Name):
+        return statement.targets[0].id, statement.value
+    return None, None
+
+
+def _own_call(call: ast.expr | None) -> str | None:
+    """The name of the attribute of ``self`` that an expression calls."""
+    function = call.func if isinstance(call, ast.Call) else None
+    if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name) and function.value.id == "self":
+        return function.attr
+    return None
+
+
+def _argument(call: ast.expr | None) -> str | None:
+    """The variable that is the only argument of a call."""
+    if not isinstance(call, ast.Call) or call.keywords or len(call.args) != 1 or not isinstance(call.args[0], ast.Name):
+        return None
+    return call.args[0].id
+
+
+def _text(node: ast.AST) -> str:
+    return ast.unparse(node)
+
+
+def _both(targets: str, value: str) -> tuple[str, str]:
+    """The two ways in which versions of Python write an assignment to a tuple."""
+    return f"{targets} = {value}", f"({targets}) = {value}"
+
+
+def _called(tree: ast.AST, name: str) -> ast.Call:
+    """The call of a function in a tree that has one."""
+    return next(x for x in ast.walk(tree) if isinstance(x, ast.Call) and _text(x.func) == name)
+
+
+def _statement(text: str, place: ast.stmt) -> ast.stmt:
+    """The statement that a text says, on the line of another one."""
+    made = ast.parse(text).body[0]
+    for node in ast.walk(made):
+        if hasattr(node, "lineno"):
+            ast.copy_location(node, place)
+    return made
