@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from tilekern.liger.table import TABLE
-
 # What Liger's registry of implementations allows its own kernels: (absolute, relative) forward, and backward.
 LIGERS_TOLERANCE = {
     torch.float32: ((1e-5, 1e-5), (1e-4, 1e-4)),
@@ -179,6 +177,16 @@ def _linear(shape: tuple[int, int], dtype: torch.dtype, device: str) -> torch.Te
     return normal(shape, dtype, device, graded=False).mul_(shape[1] ** -0.5).requires_grad_()
 
 
+def _scaled(
+    x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, temperature: float = 1.0, ignored: int = IGNORED,
+    *_: Any,
+) -> Any:  # fmt: skip
+    log = (x @ weight.T / temperature).log_softmax(-1)
+    counts = target != ignored
+    nll = -log.gather(-1, target.clamp(min=0)[:, None])[:, 0]
+    return nll.where(counts, 0), (-(log.exp() * log).sum(-1)).where(counts, 0)
+
+
 def _class_weight(s: Sizes, device: str) -> torch.Tensor:
     return torch.rand(s.vocabulary).add(0.5).to(device)
 
@@ -223,7 +231,7 @@ def _sparsemax(x: torch.Tensor, dim: int) -> torch.Tensor:
     return (x.movedim(dim, -1) - tau).clamp(min=0).movedim(-1, dim)
 
 
-_CALLS = [
+CALLS = [
     Call("LigerRMSNormFunction", lambda *s: (_matrix(*s), _vector(*s), EPS), _rms_norm),
     Call(
         "LigerFusedAddRMSNormFunction", lambda *s: (_matrix(*s), _matrix(*s), _vector(*s), EPS, 0.0, "llama", True),
@@ -324,6 +332,12 @@ _CALLS = [
         "LigerFusedLinearCrossEntropyFunction", lambda *s: (*_head(*s), None, None, IGNORED, 0.0, 0.0, "none"),
         _linear_cross_entropy, "of each row",
     ),
+    Call(
+        "LigerFusedLinearScaledCrossEntropyFunction", lambda *s: (*_head(*s), 0.7, IGNORED, 1, True), _scaled,
+    ),
+    Call(
+        "LigerFusedLinearScaledCrossEntropyFunction", _head, lambda *given: _scaled(*given)[0], "without entropy",
+    ),
     *[
         Call(
             "LigerJSDFunction",
@@ -356,7 +370,6 @@ _CALLS = [
         for reduction in ("batchmean", "mean", "sum", "none")
     ],
 ]  # fmt: skip
-CALLS = [call for call in _CALLS if call.name in TABLE]
 
 
 def results_and_gradients(call: Callable[..., Any], arguments: tuple[Any, ...]) -> list[torch.Tensor]:

@@ -121,7 +121,10 @@ def _fits(row: Function, original: Any) -> bool:
     """Whether Liger's function takes the arguments that the table knows."""
     if original is None:
         return False
-    return list(inspect.signature(original.forward).parameters)[1:] == list(inspect.signature(row.call).parameters)
+    known = list(inspect.signature(row.call).parameters)
+    if not hasattr(original, "forward"):  # a class that chooses among functions
+        return list(inspect.signature(original.apply).parameters) == known
+    return list(inspect.signature(original.forward).parameters)[1:] == known
 
 
 def _replacement(row: Function, original: Any) -> type:

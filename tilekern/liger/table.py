@@ -57,8 +57,7 @@ TABLE: dict[str, Function] = {}
 
 def _serves(name: str, op: str, dispatched: str | None = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def enter(call: Callable[..., Any]) -> Callable[..., Any]:
-        if op in ops.__all__:
-            TABLE[name] = Function(name, op, call, dispatched)
+        TABLE[name] = Function(name, op, call, dispatched)
         return call
 
     return enter
@@ -294,6 +293,19 @@ def _fused_linear_cross_entropy(
         z_loss=lse_square_scale, wide_sums=accum_dtype == torch.float32, **options,
     )  # fmt: skip
     return loss, None, None, None
+
+
+@_serves("LigerFusedLinearScaledCrossEntropyFunction", "linear_log_probs")
+def _scaled_cross_entropy(
+    _input: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, temperature: float = 1.0,
+    ignore_index: int = -100, m_tiles_per_cluster: int = 1, return_entropy: bool = False,
+    selected_token_ids: torch.Tensor | None = None,
+) -> torch.Tensor | Pair:  # fmt: skip
+    _only(selected_token_ids=selected_token_ids is not None)
+    log_probs, entropy = ops.linear_log_probs(
+        _input, weight, target, temperature=temperature, ignore_index=ignore_index
+    )
+    return (-log_probs, entropy.to(_input.dtype)) if return_entropy else -log_probs
 
 
 def _z_loss_of_weighted_rows(scale: float, weight: torch.Tensor | None, reduction: str) -> None:
