@@ -127,6 +127,15 @@ def test_rows_that_do_not_count_are_0_whatever_they_hold(spec):
             assert bool(result[[0, 2, 4, 5]].ne(0).any(-1).all() if result.dim() == 2 else result[0] != 0)
 
 
+def test_rows_whose_slopes_are_0_have_no_gradient_whatever_they_hold():
+    problem, inputs = given(BACKWARD)
+    inputs["logits"][2], inputs["lse"][2] = -math.inf, math.nan
+    for name in ("dlog_probs", "dentropy", "dlse"):
+        inputs[name][2] = 0
+    for config in one_of_each(BACKWARD, problem):
+        assert not launched(BACKWARD, problem, config, inputs)["dlogits"][2].any()
+
+
 @pytest.mark.parametrize("name", ["dlog_probs", "dentropy", "dlse"])
 @pytest.mark.parametrize("slope", [math.inf, -math.inf, math.nan])
 def test_a_slope_that_is_not_finite_makes_its_row_nan(name, slope):
@@ -156,7 +165,7 @@ def test_the_gradient_may_take_the_memory_of_the_logits(flags, dtype):
 
 def test_the_gradient_is_that_of_the_results():
     """By autograd of the reference of the forward, with slopes of all three."""
-    problem, inputs = given(BACKWARD, vocabulary=61, biased=True, capped=True)
+    _, inputs = given(BACKWARD, vocabulary=61, biased=True, capped=True)
     names = ("logits", "bias", "ids", "ignore_index", "scale", "softcap")
     wide = inputs["logits"].double().requires_grad_()
     results = FORWARD.reference(**{name: inputs[name] for name in names} | {"logits": wide}, biased=True, capped=True)

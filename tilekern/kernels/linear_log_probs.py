@@ -113,9 +113,11 @@ def _backward_inputs(problem: Problem, generator: Any, device: str) -> dict[str,
 
     inputs = _inputs(problem, generator, device)
     weight, options = inputs["weight"].float(), inputs["options"]
-    # In parts, since all logits at once may not fit.
+    # In parts, since all logits at once may not fit; of logits as they are held, else a certain row's gradient, which
+    # is a small difference, would be that of the rounding.
     parts = zip(inputs["hidden"].split(_PART_ROWS), inputs["ids"].split(_PART_ROWS), strict=True)
-    known = [log_probs.row_results(x.float() @ weight.t(), ids, options.ignore_index) for x, ids in parts]
+    held = (((x.float() @ weight.t()).to(x.dtype).float(), ids) for x, ids in parts)
+    known = [log_probs.row_results(logits, ids, options.ignore_index) for logits, ids in held]
     saved = {name: torch.cat([part[name] for part in known]) for name in ("lse", "entropy")}
     slopes = log_probs.drawn_slopes(problem["rows"], generator, device)
     return inputs | saved | slopes | {"wanted": Wanted(bias=True)}
@@ -131,11 +133,11 @@ def reference_backward(
     hidden: Any, weight: Any, ids: Any, lse: Any, entropy: Any, dlog_probs: Any, dentropy: Any, dlse: Any,
     options: log_probs.Options, wanted: Wanted,
 ) -> dict[str, Any]:  # fmt: skip
-    """The gradients through the logits in float64, for plain options."""
+    """The gradients through the logits, as they are held, in float64, for plain options."""
     assert options == log_probs.Options(), "the reference knows plain logits only"
     x, w = hidden.double(), weight.double()
     of_rows = (ids, lse, entropy, dlog_probs, dentropy, dlse)
-    dlogits = log_probs.score_gradient(x @ w.t(), *of_rows, options.ignore_index)
+    dlogits = log_probs.score_gradient((x @ w.t()).to(hidden.dtype).double(), *of_rows, options.ignore_index)
     return {"dhidden": dlogits @ w, "dweight": dlogits.t() @ x, "dbias": dlogits.sum(0)}
 
 

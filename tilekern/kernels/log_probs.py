@@ -6,10 +6,12 @@ With x a row of logits, b an optional bias, cap an optional ``softcap * tanh(x /
 ``dz_c = [c = y] dlog_prob + p_c * (dlse - dlog_prob - dentropy * (z_c - lse + entropy))``.
 
 The forward reads a row once, as cross entropy does (:mod:`tilekern.kernels.cross_entropy.tiles`). The backward reads a
-row's lse and entropy, so that each tile of the gradient needs that tile of the logits alone. Rows with the id
-``ignore_index`` give 0. Any other id outside the vocabulary gives a log-probability and an lse of NaN, and so NaN in
-the backward. A slope that is not finite gives NaN to its row: infinity times ``z_c - lse + entropy`` would have the
-sign of a rounding error where that is near 0.
+row's lse and entropy, so that each tile of the gradient needs that tile of the logits alone.
+
+Rows with the id ``ignore_index`` give 0, and so does the backward for rows whose slopes are all 0, whatever they hold.
+Any other id outside the vocabulary gives a log-probability and an lse of NaN, and so NaN in the backward. A slope that
+is not finite gives NaN to its row: infinity times ``z_c - lse + entropy`` would have the sign of a rounding error where
+that is near 0.
 """
 
 from __future__ import annotations
@@ -184,11 +186,15 @@ def _backward_tile(
     tile_n, bounded, biased, capped,
 ):  # fmt: skip
     label = ct.load(ids, (row,), ())
-    if label == ignore_index:
+    at_id, of_entropy, of_lse = (
+        ct.load(dlog_probs, (row,), ()),
+        ct.load(dentropy, (row,), ()),
+        ct.load(dlse, (row,), ()),
+    )
+    if (label == ignore_index) | ((at_id == 0.0) & (of_entropy == 0.0) & (of_lse == 0.0)):
         store_zeros(dlogits, row, c, tile_n, bounded)
     else:
-        at_id, of_entropy = _element(dlog_probs, row), _element(dentropy, row)
-        share = _element(dlse, row) - at_id
+        share = of_lse - at_id
         finite = (ct.abs(share) < INFINITY) & (ct.abs(at_id) < INFINITY) & (ct.abs(of_entropy) < INFINITY)
         shift = ct.where(finite, _element(lse, row), NAN)
         z, slope = load_scores(logits, bias, row, c, tile_n, bounded, columns, scale, softcap, biased, capped)
@@ -401,7 +407,9 @@ def drawn_slopes(rows: int, generator: Any, device: str) -> dict[str, Any]:
     import torch
 
     slopes = {name: torch.randn((rows,), generator=generator, device=device) for name in _SLOPES}
-    slopes["dentropy"][5::11] = 0
+    slopes["dentropy"][4::11] = 0
+    for slope in slopes.values():
+        slope[5::11] = 0
     return slopes
 
 
@@ -439,12 +447,17 @@ def row_results(z: Any, ids: Any, ignore_index: int) -> dict[str, Any]:
     return {name: x.where(counted, 0) for name, x in results.items()}
 
 
+def _has_gradient(ids: Any, ignore_index: int, *slopes: Any) -> Any:
+    """Whether a row counts and one of its slopes is not 0."""
+    return (ids != ignore_index) & sum(slope != 0 for slope in slopes).bool()
+
+
 def score_gradient(
     z: Any, ids: Any, lse: Any, entropy: Any, dlog_probs: Any, dentropy: Any, dlse: Any, ignore_index: int
 ) -> Any:
     """The gradient by z in float64, of the lse and the entropy that were saved."""
-    counted = ids != ignore_index
     at_id, of_entropy, of_lse = (slope.double() for slope in (dlog_probs, dentropy, dlse))
+    counted = _has_gradient(ids, ignore_index, at_id, of_entropy, of_lse)
     share = of_lse - at_id
     finite = share.isfinite() & at_id.isfinite() & of_entropy.isfinite()
     logs = z - lse.double()[:, None]
@@ -471,7 +484,7 @@ def reference_backward(
     gradient = score_gradient(z, ids, lse, entropy, dlog_probs, dentropy, dlse, ignore_index) * scale
     if capped:
         gradient = gradient * (1 - (z / scale / softcap).square())
-    return {"dlogits": gradient.where((ids != ignore_index)[:, None], 0)}
+    return {"dlogits": gradient.where(_has_gradient(ids, ignore_index, dlog_probs, dentropy, dlse)[:, None], 0)}
 
 
 def _bias_bytes(problem: Problem) -> int:
