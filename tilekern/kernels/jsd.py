@@ -25,20 +25,22 @@ def _raised(x):
     return ct.where(x < _LEAST, _LEAST, x)
 
 
-def _between(x, y, beta):
+def between(x, y, beta):
+    """What each element adds for a beta inside (0, 1), and the derivative of that by x."""
     x, y = _raised(x), _raised(y)
-    top = ct.maximum(x, y)
     # Probabilities are shares of the larger one, so that log M is right where both are too small for float32.
-    x_left, y_left = x - top, y - top
-    largest = ct.exp2(top * _LOG2_E)
-    share_y = beta * ct.exp2(y_left * _LOG2_E)
-    share_x = (1.0 - beta) * ct.exp2(x_left * _LOG2_E)
+    gap = x - y
+    largest = ct.exp2(ct.maximum(x, y) * _LOG2_E)
+    smaller = ct.exp2(ct.abs(gap) * -_LOG2_E)
+    share_y = beta * ct.where(gap > 0.0, smaller, 1.0)
+    share_x = (1.0 - beta) * ct.where(gap > 0.0, 1.0, smaller)
     log_mixed = ct.log(share_x + share_y)
-    slope = largest * share_x * (x_left - log_mixed)
-    return slope + largest * share_y * (y_left - log_mixed), slope
+    slope = largest * share_x * (ct.minimum(gap, 0.0) - log_mixed)
+    return slope + largest * share_y * (ct.minimum(-gap, 0.0) - log_mixed), slope
 
 
-def _pure(x, y, beta):
+def at_end(x, y, beta):
+    """The same for a beta of 0 or 1."""
     forward = beta == 0.0
     probability = ct.exp2(ct.where(forward, y, x) * _LOG2_E)
     ratio = ct.where(forward, y - x, x - y)
@@ -52,7 +54,7 @@ def jsd_losses(
     pure: ConstBool,
 ):  # fmt: skip
     """input and target [rows, columns], slope and loss [rows]."""
-    formula = _pure if ct.static_eval(pure) else _between
+    formula = at_end if ct.static_eval(pure) else between
     losses.each_row(formula, input, target, slope, loss, None, (beta,), columns, tile_n, persistent, tma)
 
 
@@ -62,7 +64,7 @@ def jsd_gradients(
     tma: ConstBool, pure: ConstBool,
 ):  # fmt: skip
     """The same, and the gradient [rows, columns]."""
-    formula = _pure if ct.static_eval(pure) else _between
+    formula = at_end if ct.static_eval(pure) else between
     losses.each_row(formula, input, target, slope, loss, gradient, (beta,), columns, tile_n, persistent, tma)
 
 

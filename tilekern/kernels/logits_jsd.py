@@ -1,0 +1,232 @@
+"""The generalised Jensen-Shannon divergence of two heads' logits, row by row, with its gradient in the student's place.
+
+With ``x = log_softmax(student / t)`` and ``y = log_softmax(teacher / t)`` each element adds what
+:mod:`tilekern.kernels.jsd` says, with the derivative g by x. The gradient by the student's logits is
+``(g - softmax(student / t) * sum(g)) / t``. A row is read for both sums of exponentials, once more for the loss and
+the sum of g, and a third time while the gradient is written.
+
+A row's loss and gradient are multiplied by its ``slope``; a row whose slope is 0 is not read, whatever it holds. One
+whose slope is not finite is NaN: infinity times a derivative near 0 would have the sign of a rounding error.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cuda.tile as ct
+
+from tilekern.kernels import jsd
+from tilekern.kernels.common import losses
+from tilekern.kernels.cross_entropy.problem import STEPS_MATCH, matrix, matrix_bytes, step_axes, step_shapes
+from tilekern.kernels.cross_entropy.problem import vector as rows_of
+from tilekern.kernels.cross_entropy.tiles import INFINITY, LN_2, NAN, exponential, store_row, store_zeros
+from tilekern.kernels.log_probs import STEPS_FIT, load_scores, scan_row
+from tilekern.kernels.tiles import ConstBool, ConstInt, grid_of, hints, power_of_two
+from tilekern.spec import (
+    Config,
+    Dimension,
+    Implementation,
+    KernelSpec,
+    Problem,
+    ScalarParameter,
+    Space,
+    Value,
+)
+
+
+def _log_softmax(logits, row, c, tile_n, bounded, columns, scale, top, log_total):
+    """Tile ``c`` of a row; minus infinity beyond the edge. Large logits keep their digits by the order of the steps."""
+    z, _ = load_scores(logits, logits, row, c, tile_n, bounded, columns, scale, 1.0, False, False)
+    return (z - top) - log_total
+
+
+def _scanned(logits, row, columns, tile_n, unroll, scale):
+    """The maximum of a row, and the logarithm of its sum of exponentials above that; (1, 1) each."""
+    top, total, _ = scan_row(logits, logits, row, columns, tile_n, unroll, scale, 1.0, False, False, False)
+    return top, ct.log2(total) * LN_2
+
+
+def _terms(student, teacher, row, c, tile_n, bounded, columns, scale, beta, known, pure):
+    """What each element adds, the derivative g, and x."""
+    of_student, of_teacher = known
+    x = _log_softmax(student, row, c, tile_n, bounded, columns, scale, of_student[0], of_student[1])
+    y = _log_softmax(teacher, row, c, tile_n, bounded, columns, scale, of_teacher[0], of_teacher[1])
+    formula = jsd.at_end if ct.static_eval(pure) else jsd.between
+    term, derivative = formula(x, y, beta)
+    return term, derivative, x
+
+
+def _store(student, teacher, gradient, row, c, tile_n, bounded, columns, scale, beta, known, pure, factor, pulled):
+    _, derivative, x = _terms(student, teacher, row, c, tile_n, bounded, columns, scale, beta, known, pure)
+    left = (derivative - exponential(x) * pulled) * factor
+    ct.store(gradient, (row, c), left.astype(gradient.dtype), check_bounds=bounded, allow_tma=False)
+
+
+def _zeros(gradient, row, columns, tile_n):
+    for c in range(gradient.shape[1] // tile_n):
+        store_zeros(gradient, row, c, tile_n, False)
+    if ct.static_eval(columns % tile_n != 0):
+        store_zeros(gradient, row, ct.static_eval(columns // tile_n), tile_n, True)
+
+
+def _row(student, teacher, slope, loss, gradient, beta, scale, row, columns, tile_n, unroll, pure):
+    factor = ct.load(slope, (row,), ())
+    if factor == 0.0:
+        store_row(loss, row, ct.zeros((1, 1), ct.float32))
+        if ct.static_eval(gradient is not None):
+            _zeros(gradient, row, columns, tile_n)
+    else:
+        factor = ct.where(ct.abs(factor) < INFINITY, factor, NAN)
+        known = (
+            _scanned(student, row, columns, tile_n, unroll, scale),
+            _scanned(teacher, row, columns, tile_n, unroll, scale),
+        )
+        whole = ct.static_eval(columns // tile_n)
+        total, pull = ct.zeros((1, tile_n), ct.float32), ct.zeros((1, tile_n), ct.float32)
+        for c in range(student.shape[1] // tile_n):
+            term, derivative, _ = _terms(student, teacher, row, c, tile_n, False, columns, scale, beta, known, pure)
+            total, pull = total + term, pull + derivative
+        if ct.static_eval(columns % tile_n != 0):
+            term, derivative, _ = _terms(student, teacher, row, whole, tile_n, True, columns, scale, beta, known, pure)
+            total, pull = total + term, pull + derivative
+        store_row(loss, row, ct.sum(total, axis=1, keepdims=True) * factor)
+        if ct.static_eval(gradient is not None):
+            pulled, factor = ct.sum(pull, axis=1, keepdims=True), factor * scale
+            # Last tile first: what the second read left in the L2 cache.
+            if ct.static_eval(columns % tile_n != 0):
+                _store(
+                    student, teacher, gradient, row, whole, tile_n, True, columns, scale, beta, known, pure, factor,
+                    pulled,
+                )  # fmt: skip
+            for step in range(student.shape[1] // tile_n):
+                _store(
+                    student, teacher, gradient, row, whole - 1 - step, tile_n, False, columns, scale, beta, known, pure,
+                    factor, pulled,
+                )  # fmt: skip
+
+
+def _each_row(
+    student, teacher, slope, loss, gradient, beta, scale, columns, tile_n, unroll, persistent, pure
+):  # fmt: skip
+    if ct.static_eval(persistent):
+        for row in range(ct.bid(0), student.shape[0], ct.num_blocks(0)):
+            _row(student, teacher, slope, loss, gradient, beta, scale, row, columns, tile_n, unroll, pure)
+    else:
+        _row(student, teacher, slope, loss, gradient, beta, scale, ct.bid(0), columns, tile_n, unroll, pure)
+
+
+@ct.kernel
+def logits_jsd_losses(
+    student, teacher, slope, beta, scale, loss, columns: ConstInt, tile_n: ConstInt, unroll: ConstInt,
+    persistent: ConstBool, pure: ConstBool,
+):  # fmt: skip
+    """student and teacher [rows, vocabulary], slope and loss [rows]."""
+    _each_row(student, teacher, slope, loss, None, beta, scale, columns, tile_n, unroll, persistent, pure)
+
+
+@ct.kernel
+def logits_jsd_gradients(
+    student, teacher, slope, beta, scale, loss, gradient, columns: ConstInt, tile_n: ConstInt, unroll: ConstInt,
+    persistent: ConstBool, pure: ConstBool,
+):  # fmt: skip
+    """The same, and the gradient [rows, vocabulary], which may be the memory of the student's logits."""
+    _each_row(student, teacher, slope, loss, gradient, beta, scale, columns, tile_n, unroll, persistent, pure)
+
+
+def arguments(beta: float, temperature: float) -> tuple[float, float]:
+    """The scalars of the kernels."""
+    return float(beta), 1.0 / temperature
+
+
+def is_pure(beta: float) -> bool:
+    """The flag ``pure`` for a beta."""
+    return beta in (0, 1)
+
+
+def _axes(problem: Problem) -> dict[str, list[Value]]:
+    return {"schedule": ["persistent", "block"], **step_axes(problem["vocabulary"]), "occupancy": [1, 2, 4, 8]}
+
+
+def _config(schedule: str, tile_n: int, unroll: int) -> Config:
+    return Config(schedule=schedule, tile_n=tile_n, unroll=unroll, num_worker_warps=0, occupancy=4)
+
+
+def _implement(problem: Problem, config: Config) -> Implementation:
+    graded = problem["graded"]
+    return Implementation(
+        function=logits_jsd_gradients if graded else logits_jsd_losses,
+        parameters=(
+            matrix("student", problem), matrix("teacher", problem), rows_of("slope"),
+            ScalarParameter("beta", "float32"), ScalarParameter("scale", "float32"), rows_of("loss", role="output"),
+            *([matrix("gradient", problem, "output")] if graded else []),
+        ),
+        constants=(
+            ("columns", problem["vocabulary"]), ("tile_n", config["tile_n"]), ("unroll", config["unroll"]),
+            ("persistent", config["schedule"] == "persistent"), ("pure", problem["pure"]),
+        ),
+        grid=lambda sizes, sm_count: grid_of(sizes["rows"], config, sm_count),
+        hints=hints(config),
+    )  # fmt: skip
+
+
+def _inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
+    import torch
+
+    def normal(*shape: int) -> Any:
+        return torch.randn(shape, generator=generator, device=device)
+
+    dtype, size = getattr(torch, problem["dtype"]), (problem["rows"], problem["vocabulary"])
+    slope = normal(problem["rows"])
+    slope[5::11] = 0
+    logits = {name: (2 * normal(*size)).to(dtype) for name in ("student", "teacher")}
+    return logits | {"slope": slope, "beta": 0.25, "scale": 0.75}
+
+
+def expected(
+    student: Any, teacher: Any, slope: Any, beta: float, scale: float, graded: bool, pure: bool
+) -> dict[str, Any]:
+    """The losses of all rows of float64 logits, and their gradient by the student's."""
+    x, y = (student * scale).log_softmax(-1), (teacher * scale).log_softmax(-1)
+    terms, derivative = jsd.reference_terms(x, y, beta, pure)
+    factor = slope.where(slope.isfinite(), float("nan"))
+    by_logits = (derivative - x.exp() * derivative.sum(-1, keepdim=True)) * scale
+    return losses.expected(terms, by_logits, factor, graded)
+
+
+def reference(
+    student: Any, teacher: Any, slope: Any, beta: float, scale: float, graded: bool, pure: bool
+) -> dict[str, Any]:
+    """The losses of all rows in float64, and their gradient by the student's logits."""
+    return expected(student.double(), teacher.double(), slope, beta, scale, graded, pure)
+
+
+def _outputs(problem: Problem, blocks: int) -> dict[str, tuple[tuple[int, ...], str]]:
+    loss: dict[str, tuple[tuple[int, ...], str]] = {"loss": ((problem["rows"],), "float32")}
+    size = (problem["rows"], problem["vocabulary"])
+    return loss | ({"gradient": (size, problem["dtype"])} if problem["graded"] else {})
+
+
+SPEC = KernelSpec(
+    name="logits_jsd",
+    summary="loss = slope * JSD(softmax(teacher) || softmax(student)) of each row of logits, and its gradient in place",
+    module=__name__,
+    dimensions=(
+        Dimension("rows", "bucketed"),
+        Dimension("vocabulary", "exact"),
+        Dimension("dtype", "dtype"),
+        Dimension("graded", "flag"),
+        Dimension("pure", "flag"),
+    ),
+    space=Space(_axes, (STEPS_MATCH, STEPS_FIT)),
+    ops=("fused_linear_jsd",),
+    implement=_implement,
+    default=lambda problem, target: _config("persistent", *step_shapes(problem["vocabulary"], 0)[0]),
+    generic=lambda problem: _config("persistent", min(256, power_of_two(problem["vocabulary"])), 1),
+    inputs=_inputs,
+    outputs=_outputs,
+    reference=reference,
+    bytes_moved=lambda problem: (2 + problem["graded"]) * matrix_bytes(problem) + 8 * problem["rows"],
+    flops=lambda problem: (30 + 30 * problem["graded"]) * problem["rows"] * problem["vocabulary"],
+    result_dtype=lambda problem: problem["dtype"],
+)
+SPECS = (SPEC,)
