@@ -22,7 +22,7 @@ every_graded_tensor = pytest.mark.parametrize(
 class Recorded:
     """A plan whose launches are noted."""
 
-    blocks, config = 4, Config(implementation="kernels")
+    blocks, config = 4, Config(implementation="kernels", chunk=128)
 
     def __init__(self):
         self.launches = []

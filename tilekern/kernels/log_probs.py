@@ -402,17 +402,6 @@ def _drawn(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def drawn_slopes(rows: int, generator: Any, device: str) -> dict[str, Any]:
-    """Slopes of the three results of each row, some of them 0."""
-    import torch
-
-    slopes = {name: torch.randn((rows,), generator=generator, device=device) for name in _SLOPES}
-    slopes["dentropy"][4::11] = 0
-    for slope in slopes.values():
-        slope[5::11] = 0
-    return slopes
-
-
 _PART_ROWS = 2048
 
 
@@ -426,7 +415,11 @@ def _backward_inputs(problem: Problem, generator: Any, device: str) -> dict[str,
     parts = zip(inputs["logits"].split(_PART_ROWS), inputs["ids"].split(_PART_ROWS), strict=True)
     known = [reference_forward(logits, ids=ids, **options) for logits, ids in parts]
     saved = {name: torch.cat([part[name] for part in known]).float() for name in ("lse", "entropy")}
-    return inputs | saved | drawn_slopes(problem["rows"], generator, device)
+    slopes = {name: torch.randn((problem["rows"],), generator=generator, device=device) for name in _SLOPES}
+    slopes["dentropy"][4::11] = 0
+    for slope in slopes.values():
+        slope[5::11] = 0
+    return inputs | saved | slopes
 
 
 def _scores(logits: Any, bias: Any, scale: float, softcap: float, biased: bool, capped: bool) -> Any:

@@ -13,6 +13,7 @@ from tilekern.ops.attention import attention
 from tilekern.ops.cross_entropy import cross_entropy
 from tilekern.ops.fused_add_rms_norm import fused_add_rms_norm
 from tilekern.ops.fused_linear_cross_entropy import fused_linear_cross_entropy
+from tilekern.ops.fused_linear_jsd import fused_linear_jsd
 from tilekern.ops.fused_neighborhood_attention import fused_neighborhood_attention
 from tilekern.ops.gated_mlp import gated_mlp
 from tilekern.ops.linear import linear
@@ -34,6 +35,7 @@ __all__ = [
     "cross_entropy",
     "fused_add_rms_norm",
     "fused_linear_cross_entropy",
+    "fused_linear_jsd",
     "fused_neighborhood_attention",
     "gated_mlp",
     "linear",

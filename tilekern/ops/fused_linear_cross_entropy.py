@@ -1,9 +1,7 @@
 """fused_linear_cross_entropy: the loss of a language model's head, ``cross_entropy(hidden @ weight.T, target)``.
 
-The logits [tokens, vocabulary] never exist: both gradients are made chunk by chunk together with the loss, and the
-backward only multiplies them by what it is given, which costs nothing where that is 1. In float16 they would vanish
-without the factor that a scaler of losses puts in the backward, so there the logits are made once more, as they are
-for the losses of single rows. ``torch.compile`` gets torch's own operations, with logits.
+The logits [tokens, vocabulary] never exist: both gradients are made chunk by chunk together with the loss
+(:mod:`tilekern.ops.made_ahead`). ``torch.compile`` gets torch's own operations, with logits.
 
 It is written by hand and not declared: its forward makes the gradients, which one backward takes away, and what it
 runs is a composite, whose parts look their plans up themselves.
@@ -17,12 +15,12 @@ from typing import Any
 import torch
 
 from tilekern.kernels import fused_linear_cross_entropy as kernels
-from tilekern.kernels import scale as scaling
 from tilekern.kernels.cross_entropy import fused as cross_entropy_fused
 from tilekern.kernels.cross_entropy import separate as cross_entropy
 from tilekern.kernels.fused_linear_cross_entropy import LossOptions
+from tilekern.ops import made_ahead
 from tilekern.ops.cross_entropy import composed
-from tilekern.ops.registration import check_devices, check_softcap, disjoint, first_order, is_autocast, needs_gradient
+from tilekern.ops.registration import check_devices, check_softcap, disjoint, is_autocast, needs_gradient
 from tilekern.runtime.dispatch import Plan, count_fallback, plan_for
 
 _SPEC = kernels.SPEC
@@ -149,8 +147,17 @@ def _loss(
     if not graded:
         return _losses(plan, rows, weight, target, options)
     if factor is None or not at_once:
-        return _Rows.apply(rows, weight, target, options, plan)
-    return _Total.apply(rows, weight, target, factor.expand(target.shape).contiguous(), options, plan)
+        return made_ahead.rows(
+            lambda *given: _losses(plan, *given, options), lambda slope, *given: _made(plan, slope, given, options)[1],
+            2, rows, weight, target,
+        )  # fmt: skip
+    scale = factor.expand(target.shape).contiguous()
+
+    def total(*given: torch.Tensor) -> tuple[torch.Tensor, made_ahead.Gradients]:
+        loss, gradients = _made(plan, scale, given, options)
+        return (loss * scale).sum(), gradients
+
+    return made_ahead.total(total, 2, rows, weight, target)
 
 
 def _plan(rows: torch.Tensor, weight: torch.Tensor, options: LossOptions, *, loss: bool, gradient: bool) -> Plan | None:
@@ -175,66 +182,10 @@ def _losses(
     return plan.by_config(lambda config: kernels.losses(plan_for, config, rows, weight, target, options))
 
 
-def _gradients(plan: Plan, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    return plan.run(inputs[0].get_device(), inputs, tuple)
-
-
-class _Rows(torch.autograd.Function):
-    """The loss of each row. Its gradient needs what the backward is given for each row, so the logits come twice."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, rows: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, options: LossOptions, plan: Plan
-    ) -> torch.Tensor:
-        ctx.save_for_backward(rows, weight, target)
-        ctx.options, ctx.plan = options, plan
-        return _losses(plan, rows, weight, target, options)
-
-    @staticmethod
-    def backward(ctx: Any, dloss: torch.Tensor) -> tuple[Any, ...]:
-        rows, weight, target = ctx.saved_tensors
-        with torch.no_grad():
-            _, drows, dweight = _gradients(ctx.plan, rows, weight, target, dloss.float().contiguous(), ctx.options)
-            made = drows, _narrow(dweight, weight)
-        return *first_order(made, rows, weight), None, None, None
-
-
-class _Total(torch.autograd.Function):
-    """The sum of ``scale * loss``; the gradients are made in the forward and kept for one backward."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, rows: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, scale: torch.Tensor,
-        options: LossOptions, plan: Plan,
-    ) -> torch.Tensor:  # fmt: skip
-        loss, drows, dweight = _gradients(plan, rows, weight, target, scale, options)
-        ctx.save_for_backward(rows, weight, target, scale)
-        ctx.options, ctx.plan, ctx.made = options, plan, (drows, _narrow(dweight, weight))
-        return (loss * scale).sum()
-
-    @staticmethod
-    def backward(ctx: Any, dloss: torch.Tensor) -> tuple[Any, ...]:
-        rows, weight, target, scale = ctx.saved_tensors
-        # Whoever asks a second time (retain_graph) gets gradients of its own: the first ones belong to their taker.
-        made, ctx.made = ctx.made, None
-        with torch.no_grad():
-            if made is None:
-                _, drows, dweight = _gradients(ctx.plan, rows, weight, target, scale, ctx.options)
-                made = drows, _narrow(dweight, weight)
-            factor = dloss.float().reshape(1)
-            made = tuple(None if x is None else _scaled(x, factor) for x in made)
-        return *first_order(made, rows, weight), None, None, None, None
-
-
-def _narrow(dweight: torch.Tensor | None, weight: torch.Tensor) -> torch.Tensor | None:
-    return None if dweight is None else dweight.to(weight.dtype)
-
-
-def _scaled(x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """``x`` times a factor in device memory, in place."""
-    plan = plan_for(scaling.SPEC, x.device, *x.shape, x.dtype)
-    if plan is None:
-        count_fallback(scaling.SPEC)
-        return x.mul_(factor)
-    plan.launch(x.get_device(), x, factor, x)
-    return x
+def _made(
+    plan: Plan, scale: torch.Tensor, given: tuple[torch.Tensor, ...], options: LossOptions
+) -> tuple[torch.Tensor, made_ahead.Gradients]:
+    """The loss of each row, and the gradients of rows and weight of the sum of ``scale * loss``."""
+    rows, weight, target = given
+    loss, drows, dweight = plan.run(rows.get_device(), (rows, weight, target, scale, options), tuple)
+    return loss, (drows, None if dweight is None else dweight.to(weight.dtype))

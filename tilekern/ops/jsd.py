@@ -43,7 +43,8 @@ def jsd(
     return _loss(_input, target, slope, float(beta), *row_losses.modes(_input)).to(_input.dtype)
 
 
-def _terms(x: torch.Tensor, y: torch.Tensor, beta: float) -> torch.Tensor:
+def terms(x: torch.Tensor, y: torch.Tensor, beta: float) -> torch.Tensor:
+    """What each element of the log-probabilities x of the input and y of the target adds, in torch's operations."""
     if beta == 0:
         return _weighed(y, y, x)
     if beta == 1:
@@ -63,10 +64,10 @@ def _weighed(log: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> torch
 @operation(
     LOSS, scale.SPEC, name="jsd_loss", ungraded=("target", "slope"), arrays=row_losses.arrays("input", "target"),
     kept=("gradient",), reads=("gradient", "slope"), key=("beta in (0, 1)", "with_gradient"),
-    **row_losses.parts(LOSS, "jsd_loss", ("input", "target"), _terms, lambda beta: (beta in (0, 1),)),
+    **row_losses.parts(LOSS, "jsd_loss", ("input", "target"), terms, lambda beta: (beta in (0, 1),)),
 )  # fmt: skip
 def _loss(
     input: torch.Tensor, target: torch.Tensor, slope: torch.Tensor, beta: float = 0.5, with_gradient: bool = True,
     in_place: bool = False,
 ) -> torch.Tensor:  # fmt: skip
-    return row_losses.total(_terms, input, target, slope, beta)
+    return row_losses.total(terms, input, target, slope, beta)

@@ -160,7 +160,8 @@ def _launch_backward(
     inputs = (rows, table, labels, *of_rows, options, wanted)
 
     def allocate() -> tuple[torch.Tensor | None, ...]:
-        return tuple(None if x is None else fresh(x) for x in (rows, table, bias))
+        asked = zip((rows, table, bias), (wanted.hidden, wanted.weight, wanted.bias), strict=True)
+        return tuple(fresh(x) if x is not None and is_asked else None for x, is_asked in asked)
 
     dhidden, dweight, dbias = plans[1].run(hidden.get_device(), inputs, allocate)
     return (

@@ -1,0 +1,191 @@
+"""fused_linear_jsd: the divergence of a student's head from a teacher's, with the arguments of Liger's function.
+
+The logits [tokens, vocabulary] of neither exist: the student's gradients are made chunk by chunk together with the loss
+(:mod:`tilekern.ops.made_ahead`). ``torch.compile`` gets torch's own operations, with logits.
+
+It is written by hand and not declared: its forward makes the gradients, which one backward takes away, and what it
+runs is a composite, whose parts look their plans up themselves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+
+from tilekern.kernels import fused_linear_jsd as kernels
+from tilekern.kernels import logits_jsd
+from tilekern.kernels.common.head import chunk_plans
+from tilekern.kernels.fused_linear_jsd import Options
+from tilekern.ops import made_ahead, row_losses
+from tilekern.ops.jsd import terms
+from tilekern.ops.registration import check_devices, disjoint, is_autocast, needs_gradient
+from tilekern.runtime.dispatch import Plan, count_fallback, plan_for
+
+_SPEC = kernels.SPEC
+
+
+def fused_linear_jsd(
+    student_input: torch.Tensor, student_weight: torch.Tensor, teacher_input: torch.Tensor,
+    teacher_weight: torch.Tensor, shift_labels: torch.Tensor | None = None, jsd_beta: float = 0.5,
+    ignore_index: int = -100, temperature: float = 1.0, accum_dtype: torch.dtype | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """:func:`tilekern.ops.jsd` of ``log_softmax(input @ weight.T / temperature)`` of a student and a teacher.
+
+    Under autocast inputs and weights are cast as a linear layer's are. The student alone gets gradients, as with Liger.
+
+    Args:
+        student_input: [..., hidden]; bfloat16, float16 or float32, any strides.
+        student_weight: [vocabulary, hidden].
+        teacher_input: [..., teacher_hidden], with the leading dimensions of the student's.
+        teacher_weight: [vocabulary, teacher_hidden]; all of one dtype, else the formula runs, with logits.
+        shift_labels: [...] or None; rows whose label is ``ignore_index`` do not count.
+        jsd_beta: from 0 to 1.
+        ignore_index: the label of rows that do not count.
+        temperature: positive and finite.
+        accum_dtype: ``torch.float32`` adds the gradient of the weight up over chunks of rows in float32; None in the
+            weight's dtype.
+
+    Returns:
+        The sum of the rows' divergences over the number of rows that count, a scalar in float32 (float64 for float64);
+        0 where no row counts.
+
+    Raises:
+        ValueError: shapes or devices do not fit, or an option has a value that it cannot have.
+    """
+    given = {
+        "student_input": student_input, "student_weight": student_weight, "teacher_input": teacher_input,
+        "teacher_weight": teacher_weight,
+    }  # fmt: skip
+    _check(given, shift_labels)
+    _check_options(jsd_beta, temperature, accum_dtype)
+    kind = student_input.device.type
+    cast = is_autocast(kind)
+    if cast and torch.float64 not in {x.dtype for x in given.values()}:
+        given = {name: x.to(torch.get_autocast_dtype(kind)) for name, x in given.items()}
+    given |= {name: given[name].detach() for name in ("teacher_input", "teacher_weight")}
+    student, teacher = (given[name].reshape(-1, given[name].shape[-1]) for name in ("student_input", "teacher_input"))
+    labels = None if shift_labels is None else shift_labels.reshape(-1)
+    slope = row_losses.slopes("fused_linear_jsd", student, labels, ignore_index, 1)
+    options = Options(
+        float(jsd_beta), float(temperature), student.requires_grad, given["student_weight"].requires_grad,
+        accum_dtype == torch.float32,
+    )  # fmt: skip
+    with torch.autocast(kind, enabled=False) if cast else contextlib.nullcontext():
+        return _loss(student, given["student_weight"], teacher, given["teacher_weight"], slope, options)
+
+
+def _check(given: dict[str, torch.Tensor], labels: torch.Tensor | None) -> None:
+    student, student_weight, teacher, teacher_weight = given.values()
+    for name, x, weight in (("student", student, student_weight), ("teacher", teacher, teacher_weight)):
+        if not x.dim() or weight.dim() != 2 or x.shape[-1] != weight.shape[1]:
+            raise ValueError(
+                f"fused_linear_jsd: {name}_input must be [..., hidden] and {name}_weight [vocabulary, hidden], "
+                f"got {list(x.shape)} and {list(weight.shape)}"
+            )
+    if student.shape[:-1] != teacher.shape[:-1] or student_weight.shape[0] != teacher_weight.shape[0]:
+        raise ValueError(
+            "fused_linear_jsd: student and teacher must have the same rows and vocabulary, got "
+            f"{list(student.shape[:-1])} and {list(teacher.shape[:-1])} rows, vocabularies of "
+            f"{student_weight.shape[0]} and {teacher_weight.shape[0]}"
+        )
+    if labels is not None and labels.shape != student.shape[:-1]:
+        raise ValueError(
+            f"fused_linear_jsd: shift_labels must be {list(student.shape[:-1])} like the rows of student_input, got "
+            f"{list(labels.shape)}"
+        )
+    check_devices("fused_linear_jsd", **given, shift_labels=labels)
+
+
+def _check_options(beta: float, temperature: float, accum_dtype: torch.dtype | None) -> None:
+    if not 0 <= beta <= 1:
+        raise ValueError(f"fused_linear_jsd: jsd_beta must be from 0 to 1, got {beta}")
+    if not 1e-30 <= temperature <= 1e30:
+        raise ValueError(
+            f"fused_linear_jsd: temperature must be positive and finite (1e-30 to 1e+30), got {temperature}"
+        )
+    if accum_dtype not in (None, torch.float32):
+        raise ValueError(f"fused_linear_jsd: accum_dtype must be torch.float32 or None, got {accum_dtype}")
+
+
+def _loss(
+    student: torch.Tensor, student_weight: torch.Tensor, teacher: torch.Tensor, teacher_weight: torch.Tensor,
+    slope: torch.Tensor, options: Options,
+) -> torch.Tensor:  # fmt: skip
+    tensors = (student, student_weight, teacher, teacher_weight)
+    if torch.compiler.is_compiling():
+        return _composed(*tensors, slope, options)
+    graded = needs_gradient(student, student_weight)
+    options = options if graded else _ungraded(options)
+    plan = _plan(*tensors, options)
+    if plan is None:
+        count_fallback(_SPEC)
+        return _composed(*tensors, slope, options)
+    tensors = tuple(map(disjoint, tensors))  # type: ignore[assignment]
+    if not graded:
+        return _run(plan, *tensors, slope, options)[0].sum()
+    if student.dtype == torch.float16:
+        # Their gradients come with a factor: the forward's rows count as they are, and are weighed behind it.
+        counted = (slope != 0).float()
+        return (slope * _rows(plan, tensors, counted, options)).sum()
+
+    def total(*given: torch.Tensor) -> tuple[torch.Tensor, made_ahead.Gradients]:
+        loss, *gradients = _run(plan, *given, slope, options)
+        return loss.sum(), tuple(gradients)
+
+    return made_ahead.total(total, 2, *tensors)
+
+
+def _rows(plan: Plan, tensors: tuple[torch.Tensor, ...], counted: torch.Tensor, options: Options) -> torch.Tensor:
+    """The loss of each row that counts, 0 of others."""
+    return made_ahead.rows(
+        lambda *given: _run(plan, *given, counted, _ungraded(options))[0],
+        lambda dloss, *given: _run(plan, *given, dloss * counted, options)[1:],
+        2, *tensors,
+    )  # fmt: skip
+
+
+def _ungraded(options: Options) -> Options:
+    return Options(options.beta, options.temperature, hidden_gradient=False, weight_gradient=False)
+
+
+def _plan(
+    student: torch.Tensor, student_weight: torch.Tensor, teacher: torch.Tensor, teacher_weight: torch.Tensor,
+    options: Options,
+) -> Plan | None:  # fmt: skip
+    """The plan of the problem; None where torch must do the work."""
+    dtype, vocabulary = student.dtype, student_weight.shape[0]
+    tensors = (student, student_weight, teacher, teacher_weight)
+    if any(x.dtype != dtype or not x.numel() for x in tensors):
+        return None
+    plan = plan_for(_SPEC, student.device, *student.shape, teacher.shape[1], vocabulary, dtype)
+    if plan is None:
+        return None
+    ways = {options.flags} if dtype != torch.float16 else {options.flags, _ungraded(options).flags}
+    sizes, chunk = (len(student), vocabulary, dtype), plan.config["chunk"]
+    found = [chunk_plans(plan_for, logits_jsd.SPEC, chunk, student.device, *sizes, *flags) for flags in ways]
+    return None if None in found else plan
+
+
+def _run(plan: Plan, *inputs: object) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """The loss of each row times its slope, and the gradients of the student's input and weight."""
+    student, student_weight = inputs[:2]
+    assert isinstance(student, torch.Tensor)
+    assert isinstance(student_weight, torch.Tensor)
+    loss, dstudent, dweight = plan.run(student.get_device(), inputs, tuple)
+    return loss, dstudent, None if dweight is None else dweight.to(student_weight.dtype)
+
+
+def _composed(
+    student: torch.Tensor, student_weight: torch.Tensor, teacher: torch.Tensor, teacher_weight: torch.Tensor,
+    slope: torch.Tensor, options: Options,
+) -> torch.Tensor:  # fmt: skip
+    """The loss in torch's own operations."""
+
+    def log_probs(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        dtype = torch.promote_types(x.dtype, weight.dtype)
+        logits = x.to(dtype) @ weight.to(dtype).t()
+        return (logits.to(slope.dtype) / options.temperature).log_softmax(-1)
+
+    x, y = log_probs(student, student_weight), log_probs(teacher, teacher_weight)
+    return row_losses.total(terms, x, y, slope, options.beta)
