@@ -25,7 +25,7 @@ class Wanted:
 
 
 def results(
-    plan_for: PlanFor, config: Config, hidden: Any, weight: Any, ids: Any, options: log_probs.Options
+    plan_for: PlanFor, config: Config, hidden: Any, weight: Any, ids: Any, bias: Any, options: log_probs.Options
 ) -> tuple[Any, Any, Any] | None:
     """Log-probability, entropy and lse of each row.
 
@@ -35,14 +35,15 @@ def results(
         hidden: [rows, hidden].
         weight: [vocabulary, hidden], of the same dtype.
         ids: int32 [rows].
-        options: bias, temperature and cap.
+        bias: [vocabulary], of that dtype too, or None.
+        options: temperature, cap, and the id of rows that do not count.
 
     Returns:
         Float32 [rows] each; None where no kernel serves the problem.
     """
     import torch
 
-    sizes = (len(hidden), weight.shape[0], hidden.dtype, *options.flags)
+    sizes = (len(hidden), weight.shape[0], hidden.dtype, *options.flags(bias))
     plans = chunk_plans(plan_for, log_probs.FORWARD, config["chunk"], hidden.device, *sizes)
     if plans is None:
         return None
@@ -50,20 +51,22 @@ def results(
     log_prob, entropy, lse = (torch.empty(len(ids), dtype=torch.float32, device=hidden.device) for _ in range(3))
     for part, plan in plans:
         of_rows = (x[part] for x in (log_prob, entropy, lse))
-        plan.launch(hidden.get_device(), *options.before(head.logits(part)), ids[part], *options.scalars, *of_rows)
+        plan.launch(
+            hidden.get_device(), *log_probs.before_ids(head.logits(part), bias), ids[part], *options.scalars, *of_rows
+        )
     return log_prob, entropy, lse
 
 
 def gradients(
-    plan_for: PlanFor, config: Config, hidden: Any, weight: Any, ids: Any, lse: Any, entropy: Any, dlog_probs: Any,
-    dentropy: Any, dlse: Any, options: log_probs.Options, wanted: Wanted,
+    plan_for: PlanFor, config: Config, hidden: Any, weight: Any, ids: Any, bias: Any, lse: Any, entropy: Any,
+    dlog_probs: Any, dentropy: Any, dlse: Any, options: log_probs.Options, wanted: Wanted,
 ) -> tuple[Any, Any, Any] | None:  # fmt: skip
     """dhidden, dweight and dbias of the results that :func:`results` gave, whose arguments mean the same.
 
     The slopes are float32 [rows]. A gradient that is not wanted is None, as all are where no kernel serves the problem;
     dbias is float32, and dweight where its sums are wide.
     """
-    sizes = (len(hidden), weight.shape[0], hidden.dtype, *options.flags)
+    sizes = (len(hidden), weight.shape[0], hidden.dtype, *options.flags(bias))
     plans = chunk_plans(plan_for, log_probs.BACKWARD, config["chunk"], hidden.device, *sizes)
     if plans is None:
         return None
@@ -72,7 +75,7 @@ def gradients(
     for part, plan in plans:
         logits = head.logits(part)
         of_rows = (x[part] for x in (ids, lse, entropy, dlog_probs, dentropy, dlse))
-        plan.launch(hidden.get_device(), *options.before(logits), *of_rows, *options.scalars, logits)
+        plan.launch(hidden.get_device(), *log_probs.before_ids(logits, bias), *of_rows, *options.scalars, logits)
         head.take(part, logits)
     return head.gradients
 
@@ -81,7 +84,7 @@ def _implement_forward(problem: Problem, config: Config) -> LibraryCall:
     def call(plan_for: PlanFor, *inputs: Any) -> Any:
         return results(plan_for, config, *inputs)
 
-    return LibraryCall(call, ("hidden", "weight", "ids", "options"), composite=True)
+    return LibraryCall(call, ("hidden", "weight", "ids", "bias", "options"), composite=True)
 
 
 _SAVED = ("lse", "entropy", "dlog_probs", "dentropy", "dlse")
@@ -91,7 +94,7 @@ def _implement_backward(problem: Problem, config: Config) -> LibraryCall:
     def call(plan_for: PlanFor, *inputs: Any) -> Any:
         return gradients(plan_for, config, *inputs)
 
-    return LibraryCall(call, ("hidden", "weight", "ids", *_SAVED, "options", "wanted"), composite=True)
+    return LibraryCall(call, ("hidden", "weight", "ids", "bias", *_SAVED, "options", "wanted"), composite=True)
 
 
 def _inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
@@ -102,7 +105,7 @@ def _inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
     hidden = torch.randn((rows, width), generator=generator, device=device).to(dtype)
     weight = torch.randn((vocabulary, width), generator=generator, device=device).div_(width**0.5).to(dtype)
     ids = log_probs.drawn_ids(problem, generator, device)
-    return {"hidden": hidden, "weight": weight, "ids": ids, "options": log_probs.Options()}
+    return {"hidden": hidden, "weight": weight, "ids": ids, "bias": None, "options": log_probs.Options()}
 
 
 _PART_ROWS = 1024
@@ -127,18 +130,18 @@ def _backward_inputs(problem: Problem, generator: Any, device: str) -> dict[str,
     return inputs | saved | slopes | {"wanted": Wanted(bias=True)}
 
 
-def reference_forward(hidden: Any, weight: Any, ids: Any, options: log_probs.Options) -> dict[str, Any]:
+def reference_forward(hidden: Any, weight: Any, ids: Any, bias: Any, options: log_probs.Options) -> dict[str, Any]:
     """The results through the logits in float64, for plain options."""
-    assert options == log_probs.Options(), "the reference knows plain logits only"
+    assert (bias, options) == (None, log_probs.Options()), "the reference knows plain logits only"
     return log_probs.row_results(hidden.double() @ weight.double().t(), ids, options.ignore_index)
 
 
 def reference_backward(
-    hidden: Any, weight: Any, ids: Any, lse: Any, entropy: Any, dlog_probs: Any, dentropy: Any, dlse: Any,
+    hidden: Any, weight: Any, ids: Any, bias: Any, lse: Any, entropy: Any, dlog_probs: Any, dentropy: Any, dlse: Any,
     options: log_probs.Options, wanted: Wanted,
 ) -> dict[str, Any]:  # fmt: skip
     """The gradients through the logits, as they are held, in float64, for plain options."""
-    assert options == log_probs.Options(), "the reference knows plain logits only"
+    assert (bias, options) == (None, log_probs.Options()), "the reference knows plain logits only"
     x, w = hidden.double(), weight.double()
     of_rows = (ids, lse, entropy, dlog_probs, dentropy, dlse)
     dlogits = log_probs.score_gradient((x @ w.t()).to(hidden.dtype).double(), *of_rows, options.ignore_index)

@@ -247,26 +247,25 @@ def log_probs_backward(
 
 @dataclass(frozen=True)
 class Options:
-    """What the results are made of beside logits and ids; ``bias`` is [vocabulary], in the dtype of the logits."""
+    """What the results are made of beside logits, bias and ids."""
 
-    bias: Any = None
     ignore_index: int = -100
     temperature: float = 1.0
     softcap: float | None = None
 
     @property
-    def flags(self) -> tuple[bool, bool]:
-        """The flags of the specs: biased, capped."""
-        return self.bias is not None, self.softcap is not None
-
-    def before(self, logits: Any) -> tuple[Any, Any]:
-        """The arguments of the kernels up to the bias."""
-        return logits, _no_bias(logits.dtype, logits.device) if self.bias is None else self.bias.view(1, -1)
-
-    @property
     def scalars(self) -> tuple[int, float, float]:
         """The arguments from ``ignore_index`` to ``softcap``."""
         return self.ignore_index, 1.0 / self.temperature, float(self.softcap or 1.0)
+
+    def flags(self, bias: Any) -> tuple[bool, bool]:
+        """The flags of the specs, biased and capped, for a bias or None."""
+        return bias is not None, self.softcap is not None
+
+
+def before_ids(logits: Any, bias: Any) -> tuple[Any, Any]:
+    """The first arguments of the kernels, for a bias [vocabulary] of the dtype of the logits, or None."""
+    return logits, _no_bias(logits.dtype, logits.device) if bias is None else bias.view(1, -1)
 
 
 @functools.cache

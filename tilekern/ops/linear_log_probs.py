@@ -128,16 +128,20 @@ def _find(
     return None if backward is None else (forward, backward)
 
 
-def _rows_and_weight(hidden: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _matrices(hidden: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return disjoint(hidden.reshape(-1, hidden.shape[-1])), disjoint(weight)
+
+
+def _labels(ids: torch.Tensor) -> torch.Tensor:
+    return ids.to(torch.int32).contiguous().view(-1)
 
 
 def _launch(
     plans: Plans, hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, bias: torch.Tensor | None,
     temperature: float, softcap: float | None, ignore_index: int, _: bool,
 ) -> Results:  # fmt: skip
-    options = log_probs.Options(None if bias is None else bias.contiguous(), ignore_index, temperature, softcap)
-    inputs = (*_rows_and_weight(hidden, weight), ids.to(torch.int32).contiguous().view(-1), options)
+    labels, options = _labels(ids), log_probs.Options(ignore_index, temperature, softcap)
+    inputs = (*_matrices(hidden, weight), labels, None if bias is None else bias.contiguous(), options)
 
     def allocate() -> tuple[torch.Tensor, ...]:
         return tuple(ids.new_empty(ids.numel(), dtype=torch.float32) for _ in range(3))
@@ -152,12 +156,11 @@ def _launch_backward(
     entropy: torch.Tensor, lse: torch.Tensor, temperature: float, softcap: float | None, ignore_index: int,
     wide_sums: bool,
 ) -> Gradients:  # fmt: skip
-    options = log_probs.Options(None if bias is None else bias.contiguous(), ignore_index, temperature, softcap)
+    options = log_probs.Options(ignore_index, temperature, softcap)
     wanted = kernels.Wanted(needs[0], needs[1], bias is not None and needs[3], wide_sums)
     of_rows = (x.float().contiguous().view(-1) for x in (lse, entropy, dlog_probs, dentropy, dlse))
-    labels = ids.to(torch.int32).contiguous().view(-1)
-    rows, table = _rows_and_weight(hidden, weight)
-    inputs = (rows, table, labels, *of_rows, options, wanted)
+    rows, table = _matrices(hidden, weight)
+    inputs = (rows, table, _labels(ids), None if bias is None else bias.contiguous(), *of_rows, options, wanted)
 
     def allocate() -> tuple[torch.Tensor | None, ...]:
         asked = zip((rows, table, bias), (wanted.hidden, wanted.weight, wanted.bias), strict=True)
