@@ -1,0 +1,165 @@
+"""TRL's trainers on :func:`tilekern.ops.linear_log_probs`.
+
+``add_fused_lm_head``, by which TRL's DPO, GRPO, SFT, KTO and RLOO trainers get log-probabilities without logits, calls
+one autograd function: hidden states and the head's weight in, log-probabilities, entropies and some figures for its
+metrics out. :func:`register` puts ours in its place. The figures come from the same results where they say enough:
+
+- The mean of the logits is the product with the mean of the weight's rows.
+- ``log(sum p^2)`` is ``2 * log p - log p'``, with p' at half the temperature, of any one id.
+- An id is the likeliest for certain with more than half of the probability, and for certain not with less than
+  ``exp(-entropy)``, which bounds the largest probability from below. Only the rows between take a product of their own.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import math
+from collections import Counter
+from typing import Any
+
+import torch
+
+from tilekern.ops.linear_log_probs import linear_log_probs
+from tilekern.ops.registration import is_autocast
+from tilekern.warning import warn_once
+
+__all__ = ["calls", "register", "unregister"]
+
+KNOWN_VERSIONS = "1.16"
+_MODULE, _NAME = "trl.trainer.utils", "_ChunkedLogProbFunction"
+_ARGUMENTS = (
+    "ctx", "hidden", "weight", "bias", "targets", "temperature", "chunk_size", "final_logit_softcapping",
+    "logit_scale", "outputs",
+)  # fmt: skip
+_OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+# How far rounding may take a logarithm from the bound that says whether an id is the likeliest.
+_SLACK = 1e-2
+# Rows of logits that exist at once where an id may be the likeliest.
+_ROWS = 1024
+_served: Counter[str] = Counter()
+_left: Counter[str] = Counter()
+Results = tuple[torch.Tensor | None, ...]
+
+
+def register() -> list[str]:
+    """Have TRL's trainers run ``linear_log_probs``, also on models that have their fused head; again changes nothing.
+
+    Returns:
+        What is tilekern's in TRL now. Nothing where this version of TRL does not fit, of which a warning tells.
+
+    Raises:
+        ImportError: TRL is not installed.
+    """
+    module = importlib.import_module(_MODULE)
+    theirs = getattr(module, _NAME, None)
+    if isinstance(theirs, _Function):
+        return [f"{_MODULE}.{_NAME}"]
+    if problem := _misfit(theirs):
+        import trl
+
+        warn_once(
+            f"trl {trl.__version__} does not fit and runs its own function: {problem}; tilekern knows {KNOWN_VERSIONS}"
+        )
+        return []
+    setattr(module, _NAME, _Function(theirs))
+    return [f"{_MODULE}.{_NAME}"]
+
+
+def unregister() -> list[str]:
+    """Give TRL its function back; what was tilekern's.
+
+    Raises:
+        ImportError: TRL is not installed.
+    """
+    module = importlib.import_module(_MODULE)
+    ours = getattr(module, _NAME, None)
+    if not isinstance(ours, _Function):
+        return []
+    setattr(module, _NAME, ours.original)
+    return [f"{_MODULE}.{_NAME}"]
+
+
+def calls() -> dict[str, Any]:
+    """How often ``linear_log_probs`` ran (``served``), and TRL's own function, by the reason (``left``)."""
+    return {"served": _served["calls"], "left": dict(_left)}
+
+
+def _misfit(theirs: Any) -> str | None:
+    """Why the function cannot be replaced, or None."""
+    if theirs is None:
+        return f"{_MODULE}.{_NAME} is missing"
+    forward = getattr(theirs, "forward", None)
+    arguments = tuple(inspect.signature(forward).parameters) if callable(forward) else ()
+    if arguments != _ARGUMENTS:
+        return f"{_MODULE}.{_NAME} takes ({', '.join(arguments)}), expected ({', '.join(_ARGUMENTS)})"
+    return None
+
+
+class _Function:
+    """Stands for TRL's autograd function, of which nothing but ``apply`` is used."""
+
+    def __init__(self, original: Any) -> None:
+        self.original = original
+
+    def apply(
+        self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor,
+        temperature: float, chunk_size: int, softcap: float | None = None, logit_scale: float = 1.0,
+        outputs: tuple[str, ...] = _OUTPUTS,
+    ) -> Results:  # fmt: skip
+        """The fields of :data:`_OUTPUTS`, [rows] each; None for those that are not asked for."""
+        if reason := _unserved(hidden, weight, softcap, logit_scale, outputs):
+            _left[reason] += 1
+            given = (hidden, weight, bias, targets, temperature, chunk_size, softcap, logit_scale, outputs)
+            found: Results = self.original.apply(*given)
+            return found
+        _served["calls"] += 1
+        # scale and cap: cap * tanh(scale * x / cap) / T is (cap / scale) * tanh(x / (cap / scale)) / (T / scale).
+        cap = None if softcap is None else softcap / logit_scale
+        heat = temperature / logit_scale
+        log_probs, entropy = linear_log_probs(hidden, weight, targets, bias=bias, temperature=heat, softcap=cap)
+        with torch.no_grad():
+            made = {
+                "log_sum_sq_probs": lambda: (
+                    2 * log_probs
+                    - linear_log_probs(hidden, weight, targets, bias=bias, temperature=heat / 2, softcap=cap)[0]
+                ),
+                "mean_logits": lambda: _mean_logits(hidden, weight, bias) / heat,
+                "is_top1": lambda: _is_top1(hidden, weight, bias, targets, log_probs, entropy),
+            }
+            figures = [make() if name in outputs else None for name, make in made.items()]
+        return log_probs, entropy if "entropy" in outputs else None, *figures
+
+
+def _unserved(
+    hidden: torch.Tensor, weight: torch.Tensor, softcap: float | None, logit_scale: float, outputs: tuple[str, ...]
+) -> str | None:
+    """Why TRL's own function runs, or None."""
+    if logit_scale <= 0:
+        return "a scale of the logits that is not positive"
+    if softcap is not None and "mean_logits" in outputs:
+        return "the mean of capped logits"
+    if weight.dtype != hidden.dtype and not is_autocast(hidden.device.type):
+        return "a head of another dtype than the hidden states"
+    if hasattr(weight, "ds_id"):
+        return "a head that DeepSpeed gathers for each direction"
+    unknown = sorted(set(outputs) - set(_OUTPUTS))
+    return f"the output {unknown[0]}" if unknown else None
+
+
+def _mean_logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    mean = hidden.float() @ weight.mean(0, dtype=torch.float32)
+    return mean if bias is None else mean + bias.mean(dtype=torch.float32)
+
+
+def _is_top1(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor,
+    log_probs: torch.Tensor, entropy: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    """Whether each target is its row's likeliest id; [rows] bool."""
+    found = log_probs > math.log(0.5) + _SLACK
+    (open_rows,) = torch.nonzero(~found & (log_probs >= -entropy - _SLACK), as_tuple=True)
+    for rows in open_rows.split(_ROWS):
+        best = torch.nn.functional.linear(hidden[rows], weight, bias).argmax(-1)
+        found[rows] = best == targets[rows]
+    return found
