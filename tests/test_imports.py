@@ -61,6 +61,8 @@ MAY_IMPORT = {
     | {"tilekern.cache", f"{RUNTIME}.dispatch", f"{RUNTIME}.plans", f"{TRACING}.ordinary"},
     f"{TRACING}.stepping": LEAVES | {"tilekern.ops", "tilekern.patch"},
     "tilekern.ops": LEAVES | {"tilekern.kernels", "tilekern.ops", f"{RUNTIME}.dispatch"},
+    "tilekern.losses": {"tilekern.ops"},
+    "tilekern.trl": LEAVES | {"tilekern.ops"},
     "tilekern.patch": {"tilekern"},
     "tilekern.awaiting": set(),
     "tilekern.startup": {"tilekern.awaiting"},

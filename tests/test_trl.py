@@ -220,7 +220,7 @@ class Other:
 
     @staticmethod
     def forward(ctx, hidden, weight, targets):
-        raise AssertionError
+        return ctx, hidden, weight, targets
 
 
 @pytest.mark.parametrize(
