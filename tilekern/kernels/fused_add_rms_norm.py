@@ -6,7 +6,8 @@ dtype of the arrays and stand where Hugging Face's decoder layers have them: the
 Backward, with g = dy * weight: ``dx = dtotal + rstd * (g - total * rstd^2 * mean(g * total))``, where dtotal is what
 reaches the sum past the norm. It is the gradient of r as well as of x. ``dweight = sum over rows of dy * cast(total *
 rstd)``: each block stores its rows' share as one row of ``partial``, which the spec ``column_sum`` adds up in a fixed
-order. Nothing but total and weight is saved; every matrix is read or written once.
+order. Nothing but total and weight is saved; every matrix is read or written once. As in the module ``rms_norm``, a
+second pair of kernels takes ``weight + offset``, with or without the cast before the weight.
 """
 
 from __future__ import annotations
@@ -17,7 +18,18 @@ import cuda.tile as ct
 
 from tilekern.kernels import rms_norm
 from tilekern.kernels.common.rows import backward, forward, spec
-from tilekern.kernels.rms_norm import gradient, normal, share, slopes, statistics
+from tilekern.kernels.rms_norm import (
+    gradient,
+    normal,
+    offset_gradient,
+    offset_normal,
+    offset_share,
+    offset_slopes,
+    offset_statistics,
+    share,
+    slopes,
+    statistics,
+)
 from tilekern.kernels.tiles import ConstBool, ConstInt
 from tilekern.spec import Array, ScalarParameter
 
@@ -57,8 +69,41 @@ def fused_add_rms_norm_backward(
     )  # fmt: skip
 
 
+@ct.kernel
+def fused_add_rms_norm_offset_forward(
+    residual, x, weight, eps, offset, total, y, columns: ConstInt, tile_m: ConstInt, tile_n: ConstInt, chunks: ConstInt,
+    persistent: ConstBool, long: ConstBool, bounded: ConstBool, tma: ConstBool, cast: ConstBool,
+):  # fmt: skip
+    """One step of rows a block, or resident blocks; matrices [rows, columns], weight [columns]."""
+    ct.grid_dependency_control_wait()
+    dtype = x.dtype if ct.static_eval(cast) else ct.float32
+    forward(
+        offset_statistics, offset_normal, (residual, x), (weight,), (y,), (eps, offset, dtype), columns, tile_m, tile_n,
+        chunks, persistent, long, bounded, tma, _sum, (total,),
+    )  # fmt: skip
+
+
+def _offset_dx(tiles, weights, known):
+    return (offset_gradient(tiles, weights, known)[0] + tiles[2],)
+
+
+@ct.kernel
+def fused_add_rms_norm_offset_backward(
+    dtotal, dy, total, weight, eps, offset, dx, partial, columns: ConstInt, tile_m: ConstInt, tile_n: ConstInt,
+    chunks: ConstInt, long: ConstBool, bounded: ConstBool, tma: ConstBool, cast: ConstBool,
+):  # fmt: skip
+    """Resident blocks; matrices [rows, columns], weight [columns], partial [blocks, columns]."""
+    ct.grid_dependency_control_wait()
+    dtype = total.dtype if ct.static_eval(cast) else ct.float32
+    backward(
+        offset_slopes, _offset_dx, offset_share, (dy, total, dtotal), (weight,), (dx,), partial, 1,
+        (eps, offset, dtype), columns, tile_m, tile_n, chunks, long, bounded, tma,
+    )  # fmt: skip
+
+
 _ROWS, _NORMED = ("rows", "columns"), "dtype*weight_dtype"
 _WEIGHT, _EPS = Array("weight", "weight_dtype", ("columns",)), ScalarParameter("eps", "float32")
+_OFFSET = ScalarParameter("offset", "float32")
 
 
 def reference_forward(residual: Any, x: Any, weight: Any, eps: float) -> dict[str, Any]:
@@ -70,6 +115,22 @@ def reference_forward(residual: Any, x: Any, weight: Any, eps: float) -> dict[st
 def reference_backward(dtotal: Any, dy: Any, total: Any, weight: Any, eps: float) -> dict[str, Any]:
     """The gradients of :func:`reference_forward`, the casts' own slopes taken as 1, as autograd does."""
     gradients = rms_norm.reference_backward(dy, total, weight, eps)
+    return {**gradients, "dx": dtotal.double() + gradients["dx"]}
+
+
+def reference_offset_forward(
+    residual: Any, x: Any, weight: Any, eps: float, offset: float, cast: bool
+) -> dict[str, Any]:
+    """The formula in float64 but for its casts, which belong to the op."""
+    total = residual.double() + x.double()
+    return {"total": total, **rms_norm.reference_offset_forward(total.to(x.dtype), weight, eps, offset, cast)}
+
+
+def reference_offset_backward(
+    dtotal: Any, dy: Any, total: Any, weight: Any, eps: float, offset: float, cast: bool
+) -> dict[str, Any]:
+    """The gradients of :func:`reference_offset_forward`."""
+    gradients = rms_norm.reference_offset_backward(dy, total, weight, eps, offset, cast)
     return {**gradients, "dx": dtotal.double() + gradients["dx"]}
 
 
@@ -120,4 +181,55 @@ BACKWARD = spec(
     reference=reference_backward,
     flops=11,
 )
-SPECS = (FORWARD, BACKWARD)
+OFFSET_FORWARD = spec(
+    name="fused_add_rms_norm_offset_forward",
+    summary="total = residual + x and y = (weight + offset) * total / sqrt(mean(total^2) + eps), row by row",
+    module=__name__,
+    op="fused_add_rms_norm",
+    function=fused_add_rms_norm_offset_forward,
+    arrays=(
+        Array("residual", "dtype", _ROWS),
+        Array("x", "dtype", _ROWS),
+        _WEIGHT,
+        _EPS,
+        _OFFSET,
+        Array("total", "dtype", _ROWS, "output"),
+        Array("y", "dtype", _ROWS, "output"),
+    ),
+    scalars={"eps": 1e-6, "offset": 1.0},
+    sums=(),
+    direction="forward",
+    live=2,
+    exact_as="total",
+    dependent=True,
+    reference=reference_offset_forward,
+    flops=6,
+    flags=("cast",),
+)
+OFFSET_BACKWARD = spec(
+    name="fused_add_rms_norm_offset_backward",
+    summary="gradients of fused_add_rms_norm with an offset: dx, which is dresidual too, and dweight by blocks",
+    module=__name__,
+    op="fused_add_rms_norm",
+    function=fused_add_rms_norm_offset_backward,
+    arrays=(
+        Array("dtotal", "dtype", _ROWS),
+        Array("dy", "dtype", _ROWS),
+        Array("total", "dtype", _ROWS),
+        _WEIGHT,
+        _EPS,
+        _OFFSET,
+        Array("dx", "dtype", _ROWS, "output"),
+        Array("partial", "float32", ("blocks", "columns"), "scratch"),
+    ),
+    scalars={"eps": 1e-6, "offset": 1.0},
+    sums=("dweight",),
+    direction="backward",
+    live=4,
+    exact_as="dx",
+    dependent=True,
+    reference=reference_offset_backward,
+    flops=12,
+    flags=("cast",),
+)
+SPECS = (FORWARD, BACKWARD, OFFSET_FORWARD, OFFSET_BACKWARD)

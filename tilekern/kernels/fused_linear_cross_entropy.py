@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from tilekern.kernels.cross_entropy import fused as cross_entropy_fused
@@ -38,12 +38,31 @@ _STEP = 128
 _GENERIC_CHUNK = 256
 
 
+@dataclass
+class Beside:
+    """What a loss leaves beside its value and the gradients of the spec, chunk by chunk.
+
+    Attributes:
+        lse: the log of the sum of exponentials of each row, float32 [rows]; made for all losses.
+        predicted: the place of the largest logit of each row, int64 [rows], where the options ask for it.
+        shares: the probability of each row's target, float32 [rows], where the options scale by it.
+        dbias: the gradient of the bias, float32 [vocabulary], where it is wanted.
+    """
+
+    lse: Any = None
+    predicted: Any = None
+    shares: Any = None
+    dbias: Any = None
+
+
 @dataclass(frozen=True)
 class LossOptions:
     """What a loss is made of beside logits and targets; the fields of torch's ``cross_entropy`` mean the same here.
 
     ``class_weight`` is float32 [vocabulary]. ``hidden_gradient`` and ``weight_gradient`` say which gradients are
-    wanted; ``wide_sums`` adds the weight's gradient up in float32.
+    wanted; ``wide_sums`` adds the weight's gradient up in float32. ``bias`` [vocabulary], of the dtype of the weight,
+    is added to the logits; ``token_scaling`` multiplies each loss by the probability of its target, through which no
+    gradient flows; ``predicted`` asks for the places of the largest logits. ``beside`` takes what there is.
     """
 
     class_weight: Any = None
@@ -54,6 +73,11 @@ class LossOptions:
     hidden_gradient: bool = True
     weight_gradient: bool = True
     wide_sums: bool = False
+    bias: Any = None
+    bias_gradient: bool = False
+    token_scaling: bool = False
+    predicted: bool = False
+    beside: Beside | None = field(default=None, compare=False)
 
     @functools.cached_property
     def flags(self) -> tuple[bool, bool, bool]:
@@ -123,10 +147,12 @@ def losses(plan_for: PlanFor, config: Config, hidden: Any, weight: Any, target: 
     if plans is None:
         return None
     held, product = _held(plans[0][0].stop, vocabulary, hidden), _product(plan_for, config)
+    beside = room_beside(options, lse)
     for part, plan in plans:
-        logits = product(hidden[part], weight, _room(held, part), _LOGITS)
+        logits = _biased(product(hidden[part], weight, _room(held, part), _LOGITS), options)
         plan.launch(number, logits, target[part], *arguments, loss[part], lse[part])
-    return loss
+        note(beside, part, logits, target[part], options)
+    return loss if beside.shares is None else loss * beside.shares
 
 
 def gradients(
@@ -160,10 +186,24 @@ def gradients(
     dweight = None
     arguments = options.arguments(device)
     held, product = _held(plans[0][0].stop, vocabulary, hidden), _product(plan_for, config)
-    for part, plan in plans:
+    beside, before = room_beside(options, lse), None
+    if options.token_scaling:
+        before = chunk_plans(plan_for, cross_entropy.FORWARD, config["chunk"], hidden, vocabulary, options)
+        if before is None:
+            return None
+    for number_of_chunk, (part, plan) in enumerate(plans):
         x = hidden[part]
-        logits = product(x, weight, _room(held, part), _LOGITS)
-        plan.launch(number, logits, target[part], scale[part], *arguments, loss[part], lse[part], logits)
+        logits = _biased(product(x, weight, _room(held, part), _LOGITS), options)
+        slope = scale[part]
+        if before is not None:
+            # The gradient is made with the loss, so what multiplies both must be known before.
+            before[number_of_chunk][1].launch(number, logits, target[part], *arguments, loss[part], lse[part])
+        note(beside, part, logits, target[part], options)
+        if before is not None:
+            slope = slope * beside.shares[part]
+        plan.launch(number, logits, target[part], slope, *arguments, loss[part], lse[part], logits)
+        if options.bias_gradient:
+            beside.dbias += logits.sum(0, dtype=torch.float32)
         if dhidden is not None:
             product(logits, weight, dhidden[part], _DHIDDEN)
         if options.weight_gradient and options.wide_sums and x.dtype != torch.float32:
@@ -172,7 +212,35 @@ def gradients(
             first = dweight is None
             dweight = torch.empty(weight.shape, dtype=x.dtype, device=device) if first else dweight
             product(logits, x, dweight, _DWEIGHT if first else _MORE_DWEIGHT)
-    return loss, dhidden, dweight
+    return loss if beside.shares is None else loss * beside.shares, dhidden, dweight
+
+
+def room_beside(options: LossOptions, lse: Any) -> Beside:
+    """Memory for what the options ask for, in the place that they have for it."""
+    import torch
+
+    beside = Beside() if options.beside is None else options.beside
+    beside.lse = lse
+    beside.shares = torch.empty_like(lse) if options.token_scaling else None
+    beside.predicted = torch.empty_like(lse, dtype=torch.int64) if options.predicted else None
+    beside.dbias = torch.zeros_like(options.bias, dtype=torch.float32) if options.bias_gradient else None
+    return beside
+
+
+def _biased(logits: Any, options: LossOptions) -> Any:
+    return logits if options.bias is None else logits.add_(options.bias)
+
+
+def note(beside: Beside, part: slice, logits: Any, target: Any, options: LossOptions) -> None:
+    """What is asked for of a chunk's logits, whose ``lse`` is known where shares are."""
+    if options.predicted:
+        beside.predicted[part] = logits.argmax(-1)
+    if options.token_scaling:
+        labels = target.clamp(0, logits.shape[1] - 1).long()
+        at_target = logits.gather(1, labels[:, None])[:, 0].to(beside.lse.dtype)
+        if options.softcap is not None:
+            at_target = options.softcap * (at_target / options.softcap).tanh()
+        beside.shares[part] = (at_target - beside.lse[part]).exp().masked_fill(target == options.ignore_index, 0)
 
 
 def _added_wide(dweight: Any, dlogits: Any, x: Any) -> Any:

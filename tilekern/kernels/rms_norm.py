@@ -6,6 +6,9 @@ Backward, with g = dy * weight: ``dx = rstd * (g - x * rstd^2 * mean(g * x))`` a
 dy * cast(x * rstd)``. The row is read anyway, so rstd is computed again and nothing but x and weight is saved. Each
 block adds up its rows' share of dweight in float32 and stores one row of ``partial``; the spec ``column_sum`` adds
 these up in a fixed order, so that the result does not depend on timing.
+
+A second pair of kernels takes ``weight + offset`` in the place of the weight, as Gemma has it with an offset of 1, and
+makes the inner cast only where ``cast``; without it the row is rounded once, at its end, to the dtype of x.
 """
 
 from __future__ import annotations
@@ -82,9 +85,70 @@ def rms_norm_backward(
     )  # fmt: skip
 
 
+def offset_statistics(rows, columns, eps, offset, dtype):
+    """rstd [tile_m, 1]."""
+    return statistics(rows, columns, eps, dtype)
+
+
+def offset_normal(tiles, weights, known):
+    """y."""
+    rstd, eps, offset, dtype = known
+    return normal(tiles, (weights[0] + offset,), (rstd, eps, dtype))
+
+
+@ct.kernel
+def rms_norm_offset_forward(
+    x, weight, y, eps, offset, columns: ConstInt, tile_m: ConstInt, tile_n: ConstInt, chunks: ConstInt,
+    persistent: ConstBool, long: ConstBool, bounded: ConstBool, tma: ConstBool, cast: ConstBool,
+):  # fmt: skip
+    """One step of rows a block, or resident blocks; x and y [rows, columns], weight [columns]."""
+    dtype = x.dtype if ct.static_eval(cast) else ct.float32
+    forward(
+        offset_statistics, offset_normal, (x,), (weight,), (y,), (eps, offset, dtype), columns, tile_m, tile_n, chunks,
+        persistent, long, bounded, tma,
+    )  # fmt: skip
+
+
+def _square_and_offset_product(tiles, weights, known):
+    return _square_and_product(tiles, (weights[0] + known[0],), ())
+
+
+def offset_slopes(rows, columns, eps, offset, dtype):
+    """rstd and what pulls dx along x, [tile_m, 1] each."""
+    square, product = add_up(_square_and_offset_product, 2, rows, (offset,), False)
+    rstd = ct.rsqrt(square / columns + eps)
+    return rstd, product * rstd * rstd / columns
+
+
+def offset_gradient(tiles, weights, known):
+    """dx."""
+    rstd, pull, eps, offset, dtype = known
+    return gradient(tiles, (weights[0] + offset,), (rstd, pull, eps, dtype))
+
+
+def offset_share(tiles, weights, known):
+    """Of dweight."""
+    rstd, pull, eps, _, dtype = known
+    return share(tiles, weights, (rstd, pull, eps, dtype))
+
+
+@ct.kernel
+def rms_norm_offset_backward(
+    dy, x, weight, dx, partial, eps, offset, columns: ConstInt, tile_m: ConstInt, tile_n: ConstInt, chunks: ConstInt,
+    long: ConstBool, bounded: ConstBool, tma: ConstBool, cast: ConstBool,
+):  # fmt: skip
+    """Resident blocks; dy, x and dx [rows, columns], weight [columns], partial [blocks, columns]."""
+    dtype = x.dtype if ct.static_eval(cast) else ct.float32
+    backward(
+        offset_slopes, offset_gradient, offset_share, (dy, x), (weight,), (dx,), partial, 1, (eps, offset, dtype),
+        columns, tile_m, tile_n, chunks, long, bounded, tma,
+    )  # fmt: skip
+
+
 _ROWS, _PRODUCT = ("rows", "columns"), "dtype*weight_dtype"
 _X, _WEIGHT = Array("x", "dtype", _ROWS), Array("weight", "weight_dtype", ("columns",))
 _EPS = ScalarParameter("eps", "float32")
+_OFFSET = ScalarParameter("offset", "float32")
 
 
 def reference_forward(x: Any, weight: Any, eps: float) -> dict[str, Any]:
@@ -106,6 +170,16 @@ def reference_backward(dy: Any, x: Any, weight: Any, eps: float) -> dict[str, An
     dx = rstd * (pulled - wide * rstd.square() * (pulled * wide).mean(-1, keepdim=True))
     dweight = (gradient * (wide * rstd).to(x.dtype).double()).sum(0)
     return {"dx": dx, "dweight": dweight}
+
+
+def reference_offset_forward(x: Any, weight: Any, eps: float, offset: float, cast: bool) -> dict[str, Any]:
+    """The formula in float64, but for the inner cast where there is one."""
+    return reference_forward(x if cast else x.double(), weight.double() + offset, eps)
+
+
+def reference_offset_backward(dy: Any, x: Any, weight: Any, eps: float, offset: float, cast: bool) -> dict[str, Any]:
+    """The gradients of :func:`reference_offset_forward`."""
+    return reference_backward(dy, x if cast else x.double(), weight.double() + offset, eps)
 
 
 FORWARD = spec(
@@ -147,4 +221,46 @@ BACKWARD = spec(
     reference=reference_backward,
     flops=10,
 )
-SPECS = (FORWARD, BACKWARD)
+OFFSET_FORWARD = spec(
+    name="rms_norm_offset_forward",
+    summary="y = (weight + offset) * x / sqrt(mean(x^2) + eps), row by row, with or without the inner cast",
+    module=__name__,
+    op="rms_norm",
+    function=rms_norm_offset_forward,
+    arrays=(_X, _WEIGHT, Array("y", "dtype", _ROWS, "output"), _EPS, _OFFSET),
+    scalars={"eps": 1e-6, "offset": 1.0},
+    sums=(),
+    direction="forward",
+    live=2,
+    exact_as="x",
+    dependent=False,
+    reference=reference_offset_forward,
+    flops=5,
+    flags=("cast",),
+)
+OFFSET_BACKWARD = spec(
+    name="rms_norm_offset_backward",
+    summary="gradients of rms_norm with an offset: dx, and dweight as one float32 row for each block",
+    module=__name__,
+    op="rms_norm",
+    function=rms_norm_offset_backward,
+    arrays=(
+        Array("dy", "dtype", _ROWS),
+        _X,
+        _WEIGHT,
+        Array("dx", "dtype", _ROWS, "output"),
+        Array("partial", "float32", ("blocks", "columns"), "scratch"),
+        _EPS,
+        _OFFSET,
+    ),
+    scalars={"eps": 1e-6, "offset": 1.0},
+    sums=("dweight",),
+    direction="backward",
+    live=4,
+    exact_as="dx",
+    dependent=False,
+    reference=reference_offset_backward,
+    flops=11,
+    flags=("cast",),
+)
+SPECS = (FORWARD, BACKWARD, OFFSET_FORWARD, OFFSET_BACKWARD)

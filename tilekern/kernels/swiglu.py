@@ -3,16 +3,20 @@
 With s = sigmoid(gate): ``y = gate * s * up``; ``dgate = dy * up * s * (1 + gate * (1 - s))``; ``dup = dy * gate * s``.
 All in float32 registers, rounded once. The backward computes s again, so that no activation is kept; one form of it
 also makes y again, for a caller that did not keep y either.
+
+With multipliers, as Falcon-H1 has them: ``y = silu(gate_multiplier * gate) * up * down_multiplier``.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import cuda.tile as ct
 
 from tilekern.kernels.common.elements import each_tile, matrices, spec
 from tilekern.kernels.tiles import ConstBool, ConstInt
+from tilekern.spec import Config, Implementation, KernelSpec, Problem, ScalarParameter
 
 _LOG2_E = 1.4426950408889634
 
@@ -59,6 +63,33 @@ def swiglu_backward_remake(
     each_tile(_remake, (dy, gate, up), (dgate, dup, y), columns, tile_m, tile_n, persistent, bounded)
 
 
+@ct.kernel
+def swiglu_scaled_forward(
+    gate, up, y, gate_multiplier, down_multiplier, columns: ConstInt, tile_m: ConstInt, tile_n: ConstInt,
+    persistent: ConstBool, bounded: ConstBool,
+):  # fmt: skip
+    """All arrays [rows, columns]."""
+
+    def formula(gate_tile, up_tile):
+        return _forward(gate_tile * gate_multiplier, up_tile * down_multiplier)
+
+    each_tile(formula, (gate, up), (y,), columns, tile_m, tile_n, persistent, bounded)
+
+
+@ct.kernel
+def swiglu_scaled_backward(
+    dy, gate, up, dgate, dup, gate_multiplier, down_multiplier, columns: ConstInt, tile_m: ConstInt, tile_n: ConstInt,
+    persistent: ConstBool, bounded: ConstBool,
+):  # fmt: skip
+    """All arrays [rows, columns]."""
+
+    def formula(dy_tile, gate_tile, up_tile):
+        made = _remake(dy_tile * down_multiplier, gate_tile * gate_multiplier, up_tile)
+        return made[0] * gate_multiplier, made[1]
+
+    each_tile(formula, (dy, gate, up), (dgate, dup), columns, tile_m, tile_n, persistent, bounded)
+
+
 def reference_forward(gate: Any, up: Any) -> dict[str, Any]:
     """The formula in float64."""
     wide = gate.double()
@@ -75,6 +106,37 @@ def reference_backward(dy: Any, gate: Any, up: Any) -> dict[str, Any]:
 def reference_remake(dy: Any, gate: Any, up: Any) -> dict[str, Any]:
     """The gradients and y itself in float64."""
     return {**reference_backward(dy, gate, up), **reference_forward(gate, up)}
+
+
+def reference_scaled_forward(gate: Any, up: Any, gate_multiplier: float, down_multiplier: float) -> dict[str, Any]:
+    """The formula with multipliers in float64."""
+    return reference_forward(gate.double() * gate_multiplier, up.double() * down_multiplier)
+
+
+def reference_scaled_backward(
+    dy: Any, gate: Any, up: Any, gate_multiplier: float, down_multiplier: float
+) -> dict[str, Any]:
+    """The gradients of :func:`reference_scaled_forward` in float64."""
+    made = reference_backward(dy.double() * down_multiplier, gate.double() * gate_multiplier, up)
+    return {"dgate": made["dgate"] * gate_multiplier, "dup": made["dup"]}
+
+
+# Those of Falcon-H1-34B.
+_MULTIPLIERS = {"gate_multiplier": 0.8838834764831844, "down_multiplier": 0.3535533905932738}
+
+
+def _with_multipliers(made: KernelSpec) -> KernelSpec:
+    """The spec of a kernel over elements that takes multipliers behind its arrays."""
+    scalars = tuple(ScalarParameter(name, "float32") for name in _MULTIPLIERS)
+
+    def implement(problem: Problem, config: Config) -> Implementation:
+        plain = made.device(problem, config)
+        return dataclasses.replace(plain, parameters=(*plain.parameters, *scalars))
+
+    def inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
+        return {**made.inputs(problem, generator, device), **_MULTIPLIERS}
+
+    return dataclasses.replace(made, arrays=(*made.arrays, *scalars), implement=implement, inputs=inputs)
 
 
 FORWARD = spec(
@@ -110,4 +172,30 @@ REMAKE = spec(
     reference=reference_remake,
     flops=14,
 )
-SPECS = (FORWARD, BACKWARD, REMAKE)
+SCALED_FORWARD = _with_multipliers(
+    spec(
+        name="swiglu_scaled_forward",
+        summary="y = silu(gate_multiplier * gate) * up * down_multiplier",
+        module=__name__,
+        op="swiglu",
+        function=swiglu_scaled_forward,
+        arrays=matrices(("gate", "up"), ("y",)),
+        flags=(),
+        reference=reference_scaled_forward,
+        flops=7,
+    )
+)
+SCALED_BACKWARD = _with_multipliers(
+    spec(
+        name="swiglu_scaled_backward",
+        summary="gradients of swiglu with multipliers with respect to gate and up",
+        module=__name__,
+        op="swiglu",
+        function=swiglu_scaled_backward,
+        arrays=matrices(("dy", "gate", "up"), ("dgate", "dup")),
+        flags=(),
+        reference=reference_scaled_backward,
+        flops=15,
+    )
+)
+SPECS = (FORWARD, BACKWARD, REMAKE, SCALED_FORWARD, SCALED_BACKWARD)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,25 @@ from tilekern.ops.operation import operation
 from tilekern.ops.registration import as_rows, by_autograd, check_devices, check_softcap, fresh, shaped
 from tilekern.runtime.dispatch import Plan, plan_for
 from tilekern.spec import Array
+
+
+@dataclass(frozen=True, slots=True)
+class CrossEntropyOutput:
+    """A loss and what was asked for beside it; none of the latter has a gradient.
+
+    Attributes:
+        loss: what the loss is without these.
+        z_loss: the part of it that ``z_loss`` adds, reduced as it is.
+        token_accuracy: the share of the rows that count whose largest logit is the target's, float32; for the reduction
+            ``none`` 1 or 0 for each row, 0 for those that do not count.
+        predicted_tokens: the place of the largest logit of each row, int64; -1 for rows that do not count.
+    """
+
+    loss: torch.Tensor
+    z_loss: torch.Tensor | None = None
+    token_accuracy: torch.Tensor | None = None
+    predicted_tokens: torch.Tensor | None = None
+
 
 _FORWARD, _BACKWARD = kernels.FORWARD, kernels.BACKWARD
 _INT32 = torch.iinfo(torch.int32)
@@ -52,8 +72,9 @@ class _Options:
 def cross_entropy(
     logits: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None = None, ignore_index: int = -100,
     reduction: str = "mean", label_smoothing: float = 0.0, softcap: float | None = None, z_loss: float = 0.0,
-    in_place: bool = False,
-) -> torch.Tensor:  # fmt: skip
+    in_place: bool = False, *, return_z_loss: bool = False, return_token_accuracy: bool = False,
+    return_predicted_tokens: bool = False, z_loss_by_rows: bool = False,
+) -> torch.Tensor | CrossEntropyOutput:  # fmt: skip
     """Cross entropy as ``torch.nn.functional.cross_entropy`` defines it, plus a soft cap and a z-loss.
 
     Args:
@@ -70,10 +91,15 @@ def cross_entropy(
         z_loss: adds ``z_loss * lse ** 2`` to each row that counts, where lse is the log of the sum of exponentials.
         in_place: let the backward write the gradient over the logits, for where nothing needs them after it, as when a
             matrix product has made them. Autograd notices a later use that it knows of. Leaves keep their memory, and
-            ``torch.compile`` plans memory by itself.
+            ``torch.compile`` plans memory by itself, and it is not done where something is returned beside the loss.
+        return_z_loss, return_token_accuracy, return_predicted_tokens: give these beside the loss. The last two read the
+            logits once more.
+        z_loss_by_rows: with class weights and the reduction ``mean``, divide the z-loss by the number of rows that
+            count, as Liger does, where else the whole loss is divided by the sum of their class weights.
 
     Returns:
-        The loss in float32, whatever the logits' dtype (float64 for float64 logits).
+        The loss in float32, whatever the logits' dtype (float64 for float64 logits); a :class:`CrossEntropyOutput`
+        where anything is returned beside it.
 
     Raises:
         ValueError: shapes do not fit, ``target`` is not of an integer dtype or on another device, or an option has a
@@ -90,8 +116,56 @@ def cross_entropy(
         # Kernels take targets as int32; those of a narrower dtype are never ignored here.
         target = target.masked_fill(target == ignore_index, _INT32.min) if target.dtype == torch.int64 else target
         ignore_index = _INT32.min
+    if z_loss_by_rows and z_loss and weight is not None and reduction == "mean":
+        weight = weights_by_rows(weight, target, ignore_index)
+    if return_z_loss or return_token_accuracy or return_predicted_tokens:
+        given = (logits, target, weight, ignore_index, reduction, label_smoothing, softcap, z_loss, False)
+        _check(*given)
+        loss, lse, count, labels = torch.ops.tilekern.cross_entropy.default(*given)
+        predicted = logits.detach().argmax(-1) if return_token_accuracy or return_predicted_tokens else None
+
+        def total(rows: torch.Tensor) -> torch.Tensor:
+            return _reduced(rows.view(target.shape), count.detach(), reduction)
+
+        wanted = (return_z_loss, return_token_accuracy, return_predicted_tokens)
+        options = _Options(*given[2:])
+        return with_others(loss, wanted, lse.detach(), predicted, labels, options, total, by_row=reduction == "none")
     in_place = in_place and not logits.is_leaf and not torch.compiler.is_compiling()
     return _loss(logits, target, weight, ignore_index, reduction, label_smoothing, softcap, z_loss, in_place)
+
+
+def weights_by_rows(weight: torch.Tensor, target: torch.Tensor, ignore_index: int) -> torch.Tensor:
+    """Class weights of which the rows that count have as many as there are: a mean divides by the number of rows."""
+    valid = target != ignore_index
+    wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
+    shares = wide[target.clamp(0, weight.shape[0] - 1).long()] * valid
+    return wide * (valid.sum() / shares.sum())
+
+
+def with_others(
+    loss: torch.Tensor, wanted: tuple[bool, bool, bool], lse: torch.Tensor, predicted: torch.Tensor | None,
+    labels: torch.Tensor, options: Any, total: Callable[[torch.Tensor], torch.Tensor], by_row: bool,
+) -> CrossEntropyOutput:  # fmt: skip
+    """A loss with what is wanted beside it: the z-loss, the accuracy, the predicted tokens.
+
+    Args:
+        loss: the reduced loss.
+        wanted: which of the three are.
+        lse: the log of the sum of exponentials of each row, [rows].
+        predicted: the place of the largest logit of each row, of the shape of ``labels``; None where not wanted.
+        labels: the targets.
+        options: has the fields ``ignore_index`` and ``z_loss``.
+        total: what the reduction makes of the losses [rows].
+        by_row: whether that is one for each row.
+    """
+    valid, z, accuracy = labels != options.ignore_index, None, None
+    if wanted[0]:
+        z = total((options.z_loss * lse.square()).masked_fill(~valid.view(-1), 0))
+    if wanted[1]:
+        right = ((predicted == labels) & valid).to(torch.float32)
+        accuracy = right if by_row else right.sum() / valid.sum()
+    shown = predicted.masked_fill(~valid, -1) if predicted is not None and wanted[2] else None
+    return CrossEntropyOutput(loss, z, accuracy, shown)
 
 
 def _check(logits: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, *options: Any) -> None:
@@ -125,7 +199,7 @@ def composed(logits: torch.Tensor, target: torch.Tensor, options: Any) -> torch.
 
     ``options`` has the fields ``class_weight``, ``ignore_index``, ``label_smoothing``, ``softcap`` and ``z_loss``.
     """
-    x = _wide(logits, options.softcap)
+    x = wide(logits, options.softcap)
     rows, labels = x.flatten(0, -2) if x.dim() > 1 else x[None], target.reshape(-1).long()
     weight = None if options.class_weight is None else options.class_weight.to(x.dtype)
     loss = torch.nn.functional.cross_entropy(
@@ -139,7 +213,8 @@ def composed(logits: torch.Tensor, target: torch.Tensor, options: Any) -> torch.
     return loss.view(target.shape)
 
 
-def _wide(logits: torch.Tensor, softcap: float | None) -> torch.Tensor:
+def wide(logits: torch.Tensor, softcap: float | None) -> torch.Tensor:
+    """Logits as the loss sees them: in float32 or float64, capped."""
     x = logits if logits.dtype == torch.float64 else logits.float()
     return x if softcap is None else softcap * torch.tanh(x / softcap)
 
@@ -190,15 +265,15 @@ def _launch_backward(
 
 def _fake(logits: torch.Tensor, target: torch.Tensor, *rest: Any) -> Results:
     options = _Options(*rest)
-    wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    loss = logits.new_empty(target.shape if options.reduction == "none" else (), dtype=wide)
-    lse, labels = logits.new_empty(target.numel(), dtype=wide), target.new_empty(target.shape, dtype=torch.int32)
+    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    loss = logits.new_empty(target.shape if options.reduction == "none" else (), dtype=dtype)
+    lse, labels = logits.new_empty(target.numel(), dtype=dtype), target.new_empty(target.shape, dtype=torch.int32)
     return loss, lse, torch.empty_like(_count(target, options)), labels
 
 
 def _rest(logits: torch.Tensor, target: torch.Tensor, *rest: Any) -> Results:
     options = _Options(*rest)
-    lse = _wide(logits, options.softcap).logsumexp(-1).view(-1)
+    lse = wide(logits, options.softcap).logsumexp(-1).view(-1)
     return lse, _count(target, options), target.to(torch.int32, copy=True, memory_format=torch.contiguous_format)
 
 

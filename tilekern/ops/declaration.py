@@ -38,6 +38,7 @@ class Parts:
             has no kernel.
         absent: (needs, *slopes, *saved, *scalars) -> the gradients where a slope is None. Without it zeros stand in.
         rest: (*arguments) -> the results that are kept, as a tuple, where the formula gives the others.
+        otherwise: (*arguments, *options) -> what the caller gets of a call that ``unless`` leaves to other ops.
     """
 
     check: Function | None = None
@@ -48,6 +49,7 @@ class Parts:
     fallback_backward: Function | None = None
     absent: Function | None = None
     rest: Function | None = None
+    otherwise: Function | None = None
 
     def named(self) -> dict[str, Function]:
         """Those that there are, by their names."""
@@ -73,6 +75,8 @@ class Declaration:
     arrays: tuple[Array, ...] = ()
     kept: tuple[str, ...] = ()
     reads: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
+    unless: str = ""
     parts: Parts = field(default_factory=Parts)
 
     @functools.cached_property
@@ -87,7 +91,13 @@ class Declaration:
         found = {name: kind if isinstance(kind, str) else inspect.formatannotation(kind) for name, kind in said.items()}
         if unknown := [name for name, kind in found.items() if kind not in _KINDS]:
             raise TypeError(f"{self.name}: the type of {unknown[0]} must be one of {', '.join(_KINDS)}")
-        return {name: _KINDS[kind] for name, kind in found.items()}
+        served = {name: kind for name, kind in found.items() if name not in self.options}
+        # What `unless` says is None never comes here as None.
+        return {name: _KINDS[kind].rstrip("?" * self.is_left(name)) for name, kind in served.items()}
+
+    def is_left(self, name: str) -> bool:
+        """Whether calls in which a tensor is None are left to other ops."""
+        return f"{name} is None" in self.unless
 
     @property
     def arguments(self) -> tuple[str, ...]:

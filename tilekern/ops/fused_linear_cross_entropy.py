@@ -19,7 +19,7 @@ from tilekern.kernels.cross_entropy import fused as cross_entropy_fused
 from tilekern.kernels.cross_entropy import separate as cross_entropy
 from tilekern.kernels.fused_linear_cross_entropy import LossOptions
 from tilekern.ops import made_ahead
-from tilekern.ops.cross_entropy import composed
+from tilekern.ops.cross_entropy import CrossEntropyOutput, composed, weights_by_rows, wide, with_others
 from tilekern.ops.registration import check_devices, check_softcap, disjoint, is_autocast, needs_gradient
 from tilekern.runtime.dispatch import Plan, count_fallback, plan_for
 
@@ -31,10 +31,13 @@ def fused_linear_cross_entropy(
     hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, *, class_weight: torch.Tensor | None = None,
     ignore_index: int = -100, reduction: str = "mean", label_smoothing: float = 0.0, softcap: float | None = None,
     z_loss: float = 0.0, num_items: torch.Tensor | float | None = None, wide_sums: bool = False,
-) -> torch.Tensor:  # fmt: skip
-    """Cross entropy of ``hidden @ weight.T`` against ``target``; the arguments that torch has too mean the same.
+    bias: torch.Tensor | None = None, use_token_scaling: bool = False, accum_dtype: torch.dtype | None = None,
+    return_z_loss: bool = False, return_token_accuracy: bool = False, return_predicted_tokens: bool = False,
+    z_loss_by_rows: bool = False,
+) -> torch.Tensor | CrossEntropyOutput:  # fmt: skip
+    """Cross entropy of ``hidden @ weight.T + bias`` against ``target``; the arguments that torch has too mean the same.
 
-    Under autocast ``hidden`` and ``weight`` are cast as a linear layer's are.
+    Under autocast ``hidden``, ``weight`` and ``bias`` are cast as a linear layer's are.
 
     Args:
         hidden: [..., hidden].
@@ -50,36 +53,71 @@ def fused_linear_cross_entropy(
         num_items: what ``mean`` divides by in place of the (weighted) number of rows that count, as Hugging Face's
             ``num_items_in_batch``.
         wide_sums: add the gradient of ``weight`` up over the chunks in float32.
+        bias: [vocabulary]; its gradient is added up in float32.
+        use_token_scaling: multiply the loss of each row by the probability of its target, through which no gradient
+            flows. The logits are read twice more.
+        accum_dtype: float32 is ``wide_sums`` under Liger's name; that of ``weight``, or None, leaves it as it is.
+        return_z_loss, return_token_accuracy, return_predicted_tokens: give these beside the loss. For the last two the
+            logits are read once more.
+        z_loss_by_rows: with class weights and the reduction ``mean``, divide the z-loss by the number of rows that
+            count, as Liger does, where else the whole loss is divided by the sum of their class weights.
 
     Returns:
-        float32 (float64 for float64): a scalar, or [...] where the reduction is ``none``.
+        float32 (float64 for float64): a scalar, or [...] where the reduction is ``none``; a
+        :class:`tilekern.ops.cross_entropy.CrossEntropyOutput` where anything is returned beside it.
 
     Raises:
         ValueError: shapes or devices that do not fit, a target of another dtype, an option that has a value that it
             cannot have, or ``num_items`` without ``mean`` or of several numbers.
     """
-    _check(hidden, weight, target, class_weight)
+    _check(hidden, weight, target, class_weight, bias)
     _check_options(reduction, num_items, label_smoothing, softcap)
+    wide_sums = wide_sums or _is_wide(accum_dtype, weight.dtype)
     kind = hidden.device.type
     cast = is_autocast(kind)
     if cast and torch.float64 not in (hidden.dtype, weight.dtype):
         dtype = torch.get_autocast_dtype(kind)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
-    wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    bias = None if bias is None else bias.to(weight.dtype)
+    if z_loss_by_rows and z_loss and class_weight is not None and reduction == "mean" and num_items is None:
+        class_weight = weights_by_rows(class_weight, target, ignore_index)
+    wanted, beside = (return_z_loss, return_token_accuracy, return_predicted_tokens), kernels.Beside()
+    is_graded = bias is not None and bias.requires_grad
+    dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     options = LossOptions(
-        None if class_weight is None else class_weight.to(wide).contiguous(), ignore_index, label_smoothing,
-        softcap, z_loss, hidden.requires_grad, weight.requires_grad, wide_sums,
+        None if class_weight is None else class_weight.to(dtype).contiguous(), ignore_index, label_smoothing,
+        softcap, z_loss, hidden.requires_grad, weight.requires_grad, wide_sums, bias,
+        is_graded, use_token_scaling, return_token_accuracy or return_predicted_tokens,
+        beside if any(wanted) or use_token_scaling or is_graded else None,
     )  # fmt: skip
     rows, labels = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1)
-    factor = _factor(labels, options, reduction, num_items, wide)
+    factor = _factor(labels, options, reduction, num_items, dtype)
     with torch.autocast(kind, enabled=False) if cast else contextlib.nullcontext():
         loss = _loss(rows, weight, labels, factor, options)
     if loss.dim():
-        return loss.view(target.shape) if factor is None else loss.sum() * factor
-    return loss
+        loss = loss.view(target.shape) if factor is None else loss.sum() * factor
+    if not any(wanted):
+        return loss
+
+    def total(rows: torch.Tensor) -> torch.Tensor:
+        rows = rows if beside.shares is None else rows * beside.shares
+        return rows.view(target.shape) if factor is None else rows.sum() * factor
+
+    predicted = None if beside.predicted is None else beside.predicted.view(target.shape)
+    return with_others(loss, wanted, beside.lse, predicted, target, options, total, by_row=factor is None)
 
 
-def _check(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, class_weight: torch.Tensor | None) -> None:
+def _is_wide(accum_dtype: torch.dtype | None, dtype: torch.dtype) -> bool:
+    """Whether sums are asked for in float32."""
+    if accum_dtype not in (None, dtype, torch.float32):
+        raise ValueError(f"fused_linear_cross_entropy: accum_dtype must be float32 or {dtype}, got {accum_dtype}")
+    return accum_dtype == torch.float32
+
+
+def _check(
+    hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, class_weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+) -> None:  # fmt: skip
     if not hidden.dim() or weight.dim() != 2 or hidden.shape[-1] != weight.shape[1]:
         raise ValueError(
             "fused_linear_cross_entropy: hidden must be [..., hidden] and weight [vocabulary, hidden], "
@@ -100,7 +138,11 @@ def _check(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, cla
         )
     if class_weight is not None and class_weight.requires_grad:
         raise ValueError("fused_linear_cross_entropy: class_weight gets no gradient; detach it")
-    check_devices("fused_linear_cross_entropy", hidden=hidden, weight=weight, target=target, class_weight=class_weight)
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"fused_linear_cross_entropy: bias must be [{weight.shape[0]}], got {list(bias.shape)}")
+    check_devices(
+        "fused_linear_cross_entropy", hidden=hidden, weight=weight, target=target, class_weight=class_weight, bias=bias
+    )
 
 
 def _check_options(reduction: str, num_items: Any, label_smoothing: float, softcap: float | None) -> None:
@@ -136,20 +178,21 @@ def _loss(
 ) -> torch.Tensor:
     """The total where its gradients are made with it, else the loss of each row."""
     if torch.compiler.is_compiling():
-        return composed(rows @ weight.t(), labels, options)
-    graded = needs_gradient(rows, weight)
+        return _composed(rows, weight, labels, options)
+    graded = needs_gradient(rows, weight, *([] if options.bias is None else [options.bias]))
     at_once = factor is not None and rows.dtype != torch.float16
-    plan = _plan(rows, weight, options, loss=not (graded and at_once), gradient=graded)
+    plan = _plan(rows, weight, options, loss=not (graded and at_once) or options.token_scaling, gradient=graded)
     if plan is None:
         count_fallback(_SPEC)
-        return composed(rows @ weight.t(), labels, options)
+        return _composed(rows, weight, labels, options)
     rows, weight, target = map(disjoint, (rows, weight, labels.to(torch.int32)))
     if not graded:
         return _losses(plan, rows, weight, target, options)
+    sources = [rows, weight] if options.bias is None else [rows, weight, options.bias]
     if factor is None or not at_once:
         return made_ahead.rows(
-            lambda *given: _losses(plan, *given, options), lambda slope, *given: _made(plan, slope, given, options)[1],
-            2, rows, weight, target,
+            lambda *given: _losses(plan, given[0], given[1], given[-1], options),
+            lambda slope, *given: _made(plan, slope, given, options)[1], len(sources), *sources, target,
         )  # fmt: skip
     scale = factor.expand(target.shape).contiguous()
 
@@ -157,7 +200,19 @@ def _loss(
         loss, gradients = _made(plan, scale, given, options)
         return (loss * scale).sum(), gradients
 
-    return made_ahead.total(total, 2, rows, weight, target)
+    return made_ahead.total(total, len(sources), *sources, target)
+
+
+def _composed(rows: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, options: LossOptions) -> torch.Tensor:
+    """The loss of each row in torch's own operations."""
+    logits = torch.nn.functional.linear(rows, weight, options.bias)
+    loss = composed(logits, labels, options)
+    if options.beside is None:
+        return loss
+    known = logits.detach()
+    beside = kernels.room_beside(options, wide(known, options.softcap).logsumexp(-1))
+    kernels.note(beside, slice(None), known, labels, options)
+    return loss if beside.shares is None else loss * beside.shares
 
 
 def _plan(rows: torch.Tensor, weight: torch.Tensor, options: LossOptions, *, loss: bool, gradient: bool) -> Plan | None:
@@ -185,7 +240,10 @@ def _losses(
 def _made(
     plan: Plan, scale: torch.Tensor, given: tuple[torch.Tensor, ...], options: LossOptions
 ) -> tuple[torch.Tensor, made_ahead.Gradients]:
-    """The loss of each row, and the gradients of rows and weight of the sum of ``scale * loss``."""
-    rows, weight, target = given
+    """The loss of each row, and the gradients of rows, weight and a bias of the sum of ``scale * loss``."""
+    rows, weight, target = given[0], given[1], given[-1]
     loss, drows, dweight = plan.run(rows.get_device(), (rows, weight, target, scale, options), tuple)
-    return loss, (drows, None if dweight is None else dweight.to(weight.dtype))
+    gradients = drows, None if dweight is None else dweight.to(weight.dtype)
+    if options.bias is None:
+        return loss, gradients
+    return loss, (*gradients, options.beside.dbias.to(weight.dtype) if options.bias_gradient else None)

@@ -83,7 +83,9 @@ def _given_back(made: Gradients, graded: int, tensors: tuple[torch.Tensor, ...])
 
 
 def _scaled(x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """``x`` times a factor in device memory, in place."""
+    """``x`` times a factor in device memory, in place; a bias is too short for a kernel to matter."""
+    if x.dim() < 2:
+        return x.mul_(factor)
     plan = plan_for(scaling.SPEC, x.device, *x.shape, x.dtype)
     if plan is None:
         count_fallback(scaling.SPEC)

@@ -32,7 +32,8 @@ def operation(
     ungraded: tuple[str, ...] = (), gradients: Mapping[str, str] | None = None,
     flags: Mapping[str, str] | None = None, backward_flags: Mapping[str, str] | None = None,
     key: tuple[str, ...] = (), apart: tuple[str, ...] = (), strided: bool = False, arrays: tuple[Array, ...] = (),
-    kept: tuple[str, ...] = (), reads: tuple[str, ...] = (), **parts: Callable[..., Any],
+    kept: tuple[str, ...] = (), reads: tuple[str, ...] = (), options: tuple[str, ...] = (), unless: str = "",
+    **parts: Callable[..., Any],
 ) -> Callable[[F], F]:  # fmt: skip
     """Make the op of a function, which gives its signature, its documentation and its formula.
 
@@ -56,6 +57,9 @@ def operation(
         arrays: the tensors and the results, where the forward's arrays are others.
         kept: the last results, if they are for the backward alone. The formula does not give them.
         reads: the arguments and results that the backward reads, where its arrays do not say.
+        options: the last arguments of the function, with defaults, that the op itself does not have.
+        unless: an expression of the arguments and options; where it holds, ``otherwise`` is called in the op's place.
+            A tensor that it asks for (``weight is None``) is one that the op itself always has.
         parts: functions in the place of those that would be written (:class:`tilekern.ops.declaration.Parts`).
 
     Raises:
@@ -67,7 +71,7 @@ def operation(
             formula=formula, name=name or formula.__name__, forward=forward, backward=backward, sums=sums,
             ungraded=ungraded, named_gradients=dict(gradients or {}), flags=dict(flags or {}),
             backward_flags=dict(backward_flags or {}), key=key, apart=apart, strided=strided, arrays=arrays,
-            kept=kept, reads=reads, parts=Parts(**parts),
+            kept=kept, reads=reads, options=options, unless=unless, parts=Parts(**parts),
         )  # fmt: skip
         public: F = _written(op)
         DECLARED[op.name] = op

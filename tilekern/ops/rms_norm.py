@@ -2,27 +2,96 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
-from tilekern.kernels.rms_norm import BACKWARD, FORWARD
+from tilekern.kernels.rms_norm import BACKWARD, FORWARD, OFFSET_BACKWARD, OFFSET_FORWARD
 from tilekern.ops.operation import operation
 
+CASTING_MODES = ("llama", "gemma", "none")
+# Calls that the ops `..._offset` serve.
+WITH_OPTIONS = 'offset or casting_mode != "llama" or weight is None'
 
-@operation(FORWARD, BACKWARD, sums=("weight",))
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
-    """``weight * cast(x / sqrt(mean(x^2) + eps))`` over the last dimension; the cast goes to the dtype of ``x``.
+
+def weight_of(
+    op: str, x: torch.Tensor, weight: torch.Tensor | None, offset: float, casting_mode: str
+) -> tuple[torch.Tensor, float, bool]:
+    """The weight that a norm with options has, its offset, and whether the normalised row is rounded before it.
+
+    A norm without a weight has one of ones. A cast between the dtypes of ``x`` and ``weight`` gives a result in a
+    third, as that of ``x * weight``: for such a norm the offset is added here, in float32.
+
+    Raises:
+        ValueError: ``casting_mode`` is unknown.
+    """
+    if casting_mode not in CASTING_MODES:
+        raise ValueError(f"{op}: casting_mode must be llama, gemma or none, got {casting_mode!r}")
+    if weight is None:
+        weight, offset = ones_like_row(x), 0.0
+    cast = casting_mode == "llama"
+    if cast and offset and weight.dtype != x.dtype:
+        return weight.to(torch.promote_types(weight.dtype, torch.float32)) + offset, 0.0, cast
+    return weight, offset, cast
+
+
+def ones_like_row(x: torch.Tensor) -> torch.Tensor:
+    """Ones [columns] of the dtype of ``x``; kept, but where ``x`` is traced or stands for another tensor."""
+    if type(x) is torch.Tensor and not torch.compiler.is_compiling():
+        return _ones(x.shape[-1], x.dtype, x.device)
+    return x.new_ones(x.shape[-1])
+
+
+@functools.lru_cache(maxsize=64)
+def _ones(columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    with torch.inference_mode(False):
+        return torch.ones(columns, dtype=dtype, device=device)
+
+
+def _otherwise(
+    x: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float, casting_mode: str
+) -> torch.Tensor:
+    weight, offset, cast = weight_of("rms_norm", x, weight, offset, casting_mode)
+    return rms_norm(x, weight, eps) if cast and not offset else rms_norm_offset(x, weight, eps, offset, cast)
+
+
+@operation(
+    FORWARD, BACKWARD, sums=("weight",), options=("offset", "casting_mode"), unless=WITH_OPTIONS, otherwise=_otherwise
+)
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor | None, eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "llama"
+) -> torch.Tensor:
+    """``(weight + offset) * cast(x / sqrt(mean(x^2) + eps))`` over the last dimension.
 
     Args:
         x: [..., columns]; bfloat16, float16 or float32, any strides.
-        weight: [columns], of the dtype of ``x`` or another of the three.
+        weight: [columns], of the dtype of ``x`` or another of the three. None for a norm without a weight, which has
+            no offset either.
         eps: added to the mean square.
+        offset: added to the weight, in float32; 1 for Gemma.
+        casting_mode: ``llama`` rounds the normalised row to the dtype of ``x`` before the weight is applied, ``gemma``
+            and ``none`` round nothing but the result. Liger's ``none`` works in the dtype of ``x`` throughout; here it
+            is as exact as ``gemma``.
 
     Returns:
-        [..., columns] in the dtype that torch promotes ``x`` and ``weight`` to, contiguous.
+        [..., columns], contiguous: for ``llama`` in the dtype that torch promotes ``x`` and ``weight`` to, else in that
+        of ``x``.
 
     Raises:
-        ValueError: ``weight`` does not have one value for each column, or is on another device.
+        ValueError: ``weight`` does not have one value for each column, or is on another device, or the casting mode is
+            unknown.
     """
     wide = x.to(torch.float32)
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return weight * wide.to(x.dtype)
+
+
+@operation(OFFSET_FORWARD, OFFSET_BACKWARD, sums=("weight",), flags={"cast": "cast"})
+def rms_norm_offset(
+    x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, offset: float = 1.0, cast: bool = False
+) -> torch.Tensor:
+    """The norm with ``weight + offset``, rounded before the weight where ``cast``; a result in the dtype of ``x``."""
+    wide = x.to(torch.float32)
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    normal = wide.to(x.dtype) if cast else wide
+    return (normal * (weight.to(torch.float32) + offset)).to(x.dtype)

@@ -4,16 +4,27 @@ from __future__ import annotations
 
 import torch
 
-from tilekern.kernels.swiglu import BACKWARD, FORWARD
+from tilekern.kernels.swiglu import BACKWARD, FORWARD, SCALED_BACKWARD, SCALED_FORWARD
 from tilekern.ops.operation import operation
 
 
-@operation(FORWARD, BACKWARD)
-def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """``silu(gate) * up``, computed in float32 and rounded once.
+def _otherwise(gate: torch.Tensor, up: torch.Tensor, gate_multiplier: float, down_multiplier: float) -> torch.Tensor:
+    return swiglu_scaled(gate, up, gate_multiplier, down_multiplier)
+
+
+@operation(
+    FORWARD, BACKWARD, options=("gate_multiplier", "down_multiplier"),
+    unless="gate_multiplier != 1.0 or down_multiplier != 1.0", otherwise=_otherwise,
+)  # fmt: skip
+def swiglu(
+    gate: torch.Tensor, up: torch.Tensor, gate_multiplier: float = 1.0, down_multiplier: float = 1.0
+) -> torch.Tensor:
+    """``silu(gate_multiplier * gate) * up * down_multiplier``, computed in float32 and rounded once.
 
     Args:
         gate, up: [..., columns], of one shape and dtype; bfloat16, float16 or float32, any strides.
+        gate_multiplier, down_multiplier: those of Falcon-H1's MLP, whose product with the weight of ``down_proj`` is
+            multiplied by the second one: here its factor is.
 
     Returns:
         [..., columns], contiguous.
@@ -22,3 +33,13 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         ValueError: the shapes or the devices differ.
     """
     return torch.nn.functional.silu(gate) * up
+
+
+@operation(SCALED_FORWARD, SCALED_BACKWARD)
+def swiglu_scaled(
+    gate: torch.Tensor, up: torch.Tensor, gate_multiplier: float = 1.0, down_multiplier: float = 1.0
+) -> torch.Tensor:
+    """The same with multipliers that are not both 1."""
+    dtype = torch.promote_types(gate.dtype, torch.float32)
+    y = torch.nn.functional.silu(gate.to(dtype) * gate_multiplier) * up.to(dtype) * down_multiplier
+    return y.to(torch.promote_types(gate.dtype, up.dtype))

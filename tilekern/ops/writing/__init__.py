@@ -19,9 +19,9 @@ _WRITERS = {
 }  # fmt: skip
 # Names of variables and functions in the text, which no tensor and no scalar may have.
 RESERVED = {
-    *_WRITERS, "absent", "rest", "apply", "registered", "registered_backward", "plans", "needs", "graded", "key",
-    "sizes", "forward_plan", "backward_plan", "sum_plan", "summed", "device", "index", "flat", "see", "rows", "ctx",
-    "inputs", "output",
+    *_WRITERS, "absent", "otherwise", "rest", "apply", "registered", "registered_backward", "plans", "needs", "graded",
+    "key", "sizes", "forward_plan", "backward_plan", "sum_plan", "summed", "device", "index", "flat", "see", "rows",
+    "ctx", "inputs", "output",
 }  # fmt: skip
 
 

@@ -15,7 +15,10 @@ def public(op: Declaration) -> str:
     wanted = either([_requires(op, name) for name in op.gradients])
     refused = [_requires(op, name) for name in op.ungraded if "int" not in op.inputs[name].dtype]
     unserved = f" or ({either(refused)} and is_grad_enabled())" if refused else ""
+    called_by = (*op.arguments, *(f"{name}={op.signature.parameters[name].default!r}" for name in op.options))
+    left = [f"return otherwise({', '.join((*op.arguments, *op.options))})"]
     body = [
+        *(block(f"if {op.unless}:", left) if op.unless else []),
         *block("if is_compiling():", [f"check({given})", f"return {_shown(op, f'registered({given})')}"]),
         f"graded = is_grad_enabled() and {wanted}",
         *([f"graded = graded and {row([f'{n}.requires_grad' for n in op.apart])}"] if op.apart else []),
@@ -24,7 +27,7 @@ def public(op: Declaration) -> str:
         *block("if graded:", [f"return apply({given}, plans)"]),
         f"return {_shown(op, f'launch(plans, {given})')}",
     ]
-    return function(op.name, op.arguments, body)
+    return function(op.name, called_by, body)
 
 
 def _shown(op: Declaration, results: str) -> str:
