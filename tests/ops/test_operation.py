@@ -309,6 +309,27 @@ def test_an_op_is_its_formula_to_whoever_looks_at_it():
     assert probe_softmax.__defaults__ == (None, 1.0)
 
 
+def test_calls_that_are_left_to_other_ops():
+    def otherwise(*given):
+        return given
+
+    def probe_left(
+        x: torch.Tensor, bias: torch.Tensor | None = None, scale: float = 1.0, mode: str = "a"
+    ) -> torch.Tensor:
+        return scale * x + bias
+
+    op = operation(
+        spec("probe_left_forward", scaled, (X, Array("bias", "float32", ("columns",)), SCALE, Y)), options=("mode",),
+        unless='mode != "a" or bias is None', otherwise=otherwise,
+    )(probe_left)  # fmt: skip
+    x, bias = torch.randn(3, 16), torch.randn(16)
+    assert op(x) == (x, None, 1.0, "a")
+    assert op(x, bias, 2.0, "b") == (x, bias, 2.0, "b")
+    assert op.__source__.count("otherwise(") == 1
+    arguments = torch.ops.tilekern.probe_left.default._schema.arguments
+    assert [(x.name, str(x.type)) for x in arguments] == [("x", "Tensor"), ("bias", "Tensor"), ("scale", "float")]
+
+
 Y, DY, DX = (Array(name, "dtype", ROWS, role) for name, role in (("y", "output"), ("dy", "input"), ("dx", "output")))
 
 

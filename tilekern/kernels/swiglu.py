@@ -9,14 +9,13 @@ With multipliers, as Falcon-H1 has them: ``y = silu(gate_multiplier * gate) * up
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import cuda.tile as ct
 
 from tilekern.kernels.common.elements import each_tile, matrices, spec
 from tilekern.kernels.tiles import ConstBool, ConstInt
-from tilekern.spec import Config, Implementation, KernelSpec, Problem, ScalarParameter
+from tilekern.spec import ScalarParameter
 
 _LOG2_E = 1.4426950408889634
 
@@ -125,19 +124,7 @@ def reference_scaled_backward(
 _MULTIPLIERS = {"gate_multiplier": 0.8838834764831844, "down_multiplier": 0.3535533905932738}
 
 
-def _with_multipliers(made: KernelSpec) -> KernelSpec:
-    """The spec of a kernel over elements that takes multipliers behind its arrays."""
-    scalars = tuple(ScalarParameter(name, "float32") for name in _MULTIPLIERS)
-
-    def implement(problem: Problem, config: Config) -> Implementation:
-        plain = made.device(problem, config)
-        return dataclasses.replace(plain, parameters=(*plain.parameters, *scalars))
-
-    def inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
-        return {**made.inputs(problem, generator, device), **_MULTIPLIERS}
-
-    return dataclasses.replace(made, arrays=(*made.arrays, *scalars), implement=implement, inputs=inputs)
-
+_SCALARS = tuple(ScalarParameter(name, "float32") for name in _MULTIPLIERS)
 
 FORWARD = spec(
     name="swiglu_forward",
@@ -172,30 +159,28 @@ REMAKE = spec(
     reference=reference_remake,
     flops=14,
 )
-SCALED_FORWARD = _with_multipliers(
-    spec(
-        name="swiglu_scaled_forward",
-        summary="y = silu(gate_multiplier * gate) * up * down_multiplier",
-        module=__name__,
-        op="swiglu",
-        function=swiglu_scaled_forward,
-        arrays=matrices(("gate", "up"), ("y",)),
-        flags=(),
-        reference=reference_scaled_forward,
-        flops=7,
-    )
+SCALED_FORWARD = spec(
+    name="swiglu_scaled_forward",
+    summary="y = silu(gate_multiplier * gate) * up * down_multiplier",
+    module=__name__,
+    op="swiglu",
+    function=swiglu_scaled_forward,
+    arrays=(*matrices(("gate", "up"), ("y",)), *_SCALARS),
+    flags=(),
+    reference=reference_scaled_forward,
+    flops=7,
+    scalars=_MULTIPLIERS,
 )
-SCALED_BACKWARD = _with_multipliers(
-    spec(
-        name="swiglu_scaled_backward",
-        summary="gradients of swiglu with multipliers with respect to gate and up",
-        module=__name__,
-        op="swiglu",
-        function=swiglu_scaled_backward,
-        arrays=matrices(("dy", "gate", "up"), ("dgate", "dup")),
-        flags=(),
-        reference=reference_scaled_backward,
-        flops=15,
-    )
+SCALED_BACKWARD = spec(
+    name="swiglu_scaled_backward",
+    summary="gradients of swiglu with multipliers with respect to gate and up",
+    module=__name__,
+    op="swiglu",
+    function=swiglu_scaled_backward,
+    arrays=(*matrices(("dy", "gate", "up"), ("dgate", "dup")), *_SCALARS),
+    flags=(),
+    reference=reference_scaled_backward,
+    flops=15,
+    scalars=_MULTIPLIERS,
 )
 SPECS = (FORWARD, BACKWARD, REMAKE, SCALED_FORWARD, SCALED_BACKWARD)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from tilekern.kernels.fused_add_rms_norm import BACKWARD, FORWARD, OFFSET_BACKWARD, OFFSET_FORWARD
+from tilekern.ops.dtensors import by_shards, is_dtensor
 from tilekern.ops.operation import operation
 from tilekern.ops.rms_norm import WITH_OPTIONS, rms_norm, rms_norm_offset, weight_of
 
@@ -41,6 +42,9 @@ _absent_with_offset, _fallback_backward_with_offset = _gradients("rms_norm_offse
 def _otherwise(
     residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float, casting_mode: str
 ) -> Pair:
+    if is_dtensor(residual, x, weight):
+        one, other = by_shards(fused_add_rms_norm, (residual, x), (weight,), eps, offset, casting_mode, gathered=True)
+        return one, other
     weight, offset, cast = weight_of("fused_add_rms_norm", x, weight, offset, casting_mode)
     if cast and not offset:
         return fused_add_rms_norm(residual, x, weight, eps)
@@ -58,7 +62,8 @@ def fused_add_rms_norm(
     """``total = residual + x``, and ``rms_norm(total, weight, eps, offset, casting_mode)``.
 
     Args:
-        residual, x: [..., columns] of one shape; bfloat16, float16 or float32, any strides.
+        residual, x: [..., columns] of one shape; bfloat16, float16 or float32, any strides; DTensors as in
+            :func:`tilekern.ops.rms_norm`.
         weight: [columns], of the dtype of ``x`` or another of the three, or None.
         eps: added to the mean square.
         offset, casting_mode: as those of :func:`tilekern.ops.rms_norm`.

@@ -19,6 +19,7 @@ import torch
 from tilekern.kernels import column_sum
 from tilekern.ops import registration, writing
 from tilekern.ops.declaration import Declaration, Parts
+from tilekern.ops.dtensors import is_dtensor
 from tilekern.runtime import dispatch
 from tilekern.spec import Array, KernelSpec
 
@@ -104,7 +105,7 @@ def names_of(op: Declaration) -> dict[str, Any]:
         "known": dispatch.memo(), "keep": dispatch.keep, "plan_for": dispatch.plan_for,
         "count_fallback": dispatch.count_fallback, "empty": torch.empty, "empty_like": torch.empty_like,
         "float32": torch.float32, "is_compiling": torch.compiler.is_compiling,
-        "is_grad_enabled": torch.is_grad_enabled,
+        "is_grad_enabled": torch.is_grad_enabled, "Tensor": torch.Tensor, "is_dtensor": is_dtensor,
     }  # fmt: skip
     for helper in (
         registration.Rows, registration.as_rows, registration.by_autograd, registration.check_devices,

@@ -7,11 +7,14 @@ import functools
 import torch
 
 from tilekern.kernels.rms_norm import BACKWARD, FORWARD, OFFSET_BACKWARD, OFFSET_FORWARD
+from tilekern.ops.dtensors import by_shards, is_dtensor
 from tilekern.ops.operation import operation
 
 CASTING_MODES = ("llama", "gemma", "none")
-# Calls that the ops `..._offset` serve.
-WITH_OPTIONS = 'offset or casting_mode != "llama" or weight is None'
+# Calls that are not for the plain ops: with options, or on DTensors, of which a kernel would read no memory.
+WITH_OPTIONS = (
+    'offset or casting_mode != "llama" or weight is None or (x.__class__ is not Tensor and is_dtensor(x, weight))'
+)
 
 
 def weight_of(
@@ -51,6 +54,8 @@ def _ones(columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tenso
 def _otherwise(
     x: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float, casting_mode: str
 ) -> torch.Tensor:
+    if is_dtensor(x, weight):
+        return by_shards(rms_norm, (x,), (weight,), eps, offset, casting_mode, gathered=True)
     weight, offset, cast = weight_of("rms_norm", x, weight, offset, casting_mode)
     return rms_norm(x, weight, eps) if cast and not offset else rms_norm_offset(x, weight, eps, offset, cast)
 
@@ -64,7 +69,8 @@ def rms_norm(
     """``(weight + offset) * cast(x / sqrt(mean(x^2) + eps))`` over the last dimension.
 
     Args:
-        x: [..., columns]; bfloat16, float16 or float32, any strides.
+        x: [..., columns]; bfloat16, float16 or float32, any strides. Of a DTensor each rank works on its own rows,
+            whose last dimension is gathered where it is sharded; the result is a DTensor too.
         weight: [columns], of the dtype of ``x`` or another of the three. None for a norm without a weight, which has
             no offset either.
         eps: added to the mean square.

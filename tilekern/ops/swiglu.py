@@ -5,16 +5,20 @@ from __future__ import annotations
 import torch
 
 from tilekern.kernels.swiglu import BACKWARD, FORWARD, SCALED_BACKWARD, SCALED_FORWARD
+from tilekern.ops.dtensors import by_shards, is_dtensor
 from tilekern.ops.operation import operation
 
 
 def _otherwise(gate: torch.Tensor, up: torch.Tensor, gate_multiplier: float, down_multiplier: float) -> torch.Tensor:
+    if is_dtensor(gate, up):
+        return by_shards(swiglu, (gate, up), (), gate_multiplier, down_multiplier, gathered=False)
     return swiglu_scaled(gate, up, gate_multiplier, down_multiplier)
 
 
 @operation(
     FORWARD, BACKWARD, options=("gate_multiplier", "down_multiplier"),
-    unless="gate_multiplier != 1.0 or down_multiplier != 1.0", otherwise=_otherwise,
+    unless="gate_multiplier != 1.0 or down_multiplier != 1.0 or (up.__class__ is not Tensor and is_dtensor(gate, up))",
+    otherwise=_otherwise,
 )  # fmt: skip
 def swiglu(
     gate: torch.Tensor, up: torch.Tensor, gate_multiplier: float = 1.0, down_multiplier: float = 1.0
@@ -22,7 +26,8 @@ def swiglu(
     """``silu(gate_multiplier * gate) * up * down_multiplier``, computed in float32 and rounded once.
 
     Args:
-        gate, up: [..., columns], of one shape and dtype; bfloat16, float16 or float32, any strides.
+        gate, up: [..., columns], of one shape and dtype; bfloat16, float16 or float32, any strides. Of DTensors each
+            rank works on its own part, and the result is one too.
         gate_multiplier, down_multiplier: those of Falcon-H1's MLP, whose product with the weight of ``down_proj`` is
             multiplied by the second one: here its factor is.
 

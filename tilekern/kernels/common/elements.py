@@ -13,12 +13,13 @@ Flags of the problem are further constants, in the order of the spec's ``flags``
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import cuda.tile as ct
 
-from tilekern.kernels.common.arrays import bytes_of, drawn, tensors
+from tilekern.kernels.common.arrays import Arrays, bytes_of, drawn, tensors
 from tilekern.kernels.tiles import grid_of, hints, is_bounded, load, power_of_two
 from tilekern.spec import (
     Array,
@@ -135,16 +136,17 @@ def dimensions_of(flags: tuple[str, ...]) -> tuple[Dimension, ...]:
 
 
 def spec(
-    name: str, summary: str, module: str, op: str, function: Any, arrays: tuple[Array, ...], flags: tuple[str, ...],
-    reference: Callable[..., dict[str, Any]], flops: int,
+    name: str, summary: str, module: str, op: str, function: Any, arrays: Arrays, flags: tuple[str, ...],
+    reference: Callable[..., dict[str, Any]], flops: int, scalars: Mapping[str, float] = MappingProxyType({}),
 ) -> KernelSpec:  # fmt: skip
     """The spec of a kernel over elements.
 
     Args:
         function: the kernel; its parameters are the arrays, the constants of :func:`each_tile` and the flags.
-        arrays: in the order of the kernel, matrices as :func:`matrices` gives them.
+        arrays: in the order of the kernel, matrices as :func:`matrices` gives them, and scalars.
         flags: names of dimensions that are True or False, of which the formula depends.
         flops: floating-point operations for each element.
+        scalars: values to check and time the kernel with.
     """
     return KernelSpec(
         name=name,
@@ -153,10 +155,11 @@ def spec(
         dimensions=dimensions_of(flags),
         space=Space(_axes, (_sized(len(arrays)),)),
         ops=(op,),
-        implement=lambda problem, config: _implement(function, arrays, dimensions_of(flags), problem, config),
+        # The annotations of `_implement` are part of the digests of shipped records.
+        implement=lambda problem, config: _implement(function, arrays, dimensions_of(flags), problem, config),  # type: ignore[arg-type]
         default=_default,
         generic=_generic,
-        inputs=lambda problem, generator, device: drawn(arrays, problem, generator, device),
+        inputs=lambda problem, generator, device: {**drawn(arrays, problem, generator, device), **scalars},
         outputs=outputs_of(arrays),
         reference=reference,
         bytes_moved=lambda problem: bytes_of(tensors(arrays), problem),

@@ -1,0 +1,71 @@
+"""One of two processes that run norms and swiglu on DTensors, against torch's own operations on whole tensors.
+
+python dtensor_worker.py STORE RANK
+"""
+
+import sys
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from tilekern.ops import fused_add_rms_norm, rms_norm, swiglu
+from tilekern.runtime.dispatch import counters
+
+RANKS, EPS = 2, 1e-3
+
+
+def norm(x, weight, offset=0.0):
+    """In torch's own operations."""
+    return (weight + offset) * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS)
+
+
+def gemma(x, weight):
+    """The norm of Gemma."""
+    return (rms_norm(x, weight, EPS, 1.0, "gemma"),)
+
+
+def compare(mesh, call, reference, placements, *shapes):
+    """Results and gradients of a call on DTensors of some placements, the last one a weight that all ranks have."""
+    generator = torch.Generator().manual_seed(0)
+    whole = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
+    given = [distribute_tensor(x.detach(), mesh, [p]).requires_grad_() for x, p in zip(whole, placements, strict=True)]
+    results, references = call(*given), reference(*whole)
+    for y, wanted in zip(results, references, strict=True):
+        assert isinstance(y, DTensor)
+        torch.testing.assert_close(y.full_tensor(), wanted, rtol=1e-4, atol=1e-5)
+    sum(y.square().sum() for y in results).full_tensor().backward()
+    sum(y.square().sum() for y in references).backward()
+    for x, wanted in zip(given, whole, strict=True):
+        torch.testing.assert_close(x.grad.full_tensor(), wanted.grad, rtol=1e-4, atol=1e-4)
+    return results
+
+
+def main():
+    """All ops in all placements."""
+    store, rank = sys.argv[1], int(sys.argv[2])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
+    mesh = dist.init_device_mesh("cpu", (RANKS,))
+    shape, sums = (3, 5, 16), (lambda r, x, w: fused_add_rms_norm(r, x, w, EPS))
+    for placement in (Shard(0), Shard(1), Shard(2), Replicate()):
+        places = (placement, Replicate())
+        compare(mesh, lambda x, w: (rms_norm(x, w, EPS),), lambda x, w: (norm(x, w),), places, shape, (16,))
+        compare(mesh, gemma, lambda x, w: (norm(x, w, 1.0),), places, shape, (16,))
+        compare(mesh, sums, lambda r, x, w: (r + x, norm(r + x, w)), (placement, *places), shape, shape, (16,))
+        for factors in ((1.0, 1.0), (0.5, 2.0)):
+            (y,) = compare(
+                mesh,
+                lambda gate, up, factors=factors: (swiglu(gate, up, *factors),),
+                lambda gate, up, f=factors: (torch.nn.functional.silu(gate * f[0]) * up * f[1],),
+                (placement, placement), shape, shape,
+            )  # fmt: skip
+            assert y.placements == (placement,)
+    for kernel in ("rms_norm_backward", "rms_norm_offset_backward", "fused_add_rms_norm_backward", "swiglu_backward"):
+        assert counters(kernel).launches, kernel
+        assert not counters(kernel).fallbacks, kernel
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
