@@ -39,10 +39,12 @@ def weight_of(
 
 
 def ones_like_row(x: torch.Tensor) -> torch.Tensor:
-    """Ones [columns] of the dtype of ``x``; kept, but where ``x`` is traced or stands for another tensor."""
-    if type(x) is torch.Tensor and not torch.compiler.is_compiling():
-        return _ones(x.shape[-1], x.dtype, x.device)
-    return x.new_ones(x.shape[-1])
+    """Ones [columns] of the dtype of ``x``; kept, unless ``x`` stands for another tensor or the memory is a graph's."""
+    if type(x) is not torch.Tensor or torch.compiler.is_compiling():
+        return x.new_ones(x.shape[-1])
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        return x.new_ones(x.shape[-1])
+    return _ones(x.shape[-1], x.dtype, x.device)
 
 
 @functools.lru_cache(maxsize=64)

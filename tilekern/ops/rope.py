@@ -75,14 +75,18 @@ def _rotated(
     return rope_part(q.to(dtype), k.to(dtype), cos, sin, full, rotary, interleaved)
 
 
-def _check(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *options: Any) -> None:
-    _, rotary, *_ = (*options, 0)
+def _check(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, full: bool) -> None:
+    _refuse("rope", q, k, cos, sin, q.shape[-1])
+
+
+def _refuse(op: str, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, size: int) -> None:
+    """Refuse what does not go together; ``size`` numbers of each head turn."""
     if q.dim() != 4 or k.dim() != 4 or k.shape[0] != q.shape[0] or k.shape[2:] != q.shape[2:] or k.dtype != q.dtype:
-        raise ValueError(f"rope: q {list(q.shape)} {q.dtype} and k {list(k.shape)} {k.dtype} may differ in heads only")
-    check_angles("rope", cos, sin, q.shape[0], q.shape[2], rotary or q.shape[3])
+        raise ValueError(f"{op}: q {list(q.shape)} {q.dtype} and k {list(k.shape)} {k.dtype} may differ in heads only")
+    check_angles(op, cos, sin, q.shape[0], q.shape[2], size)
     if cos.dtype != sin.dtype:
-        raise ValueError(f"rope: cos and sin must have one shape and dtype, got {cos.dtype} and {sin.dtype}")
-    check_devices("rope", q=q, k=k, cos=cos, sin=sin)
+        raise ValueError(f"{op}: cos and sin must have one shape and dtype, got {cos.dtype} and {sin.dtype}")
+    check_devices(op, q=q, k=k, cos=cos, sin=sin)
 
 
 def _turned(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Pair:
@@ -111,6 +115,12 @@ def _turned_back(dq: torch.Tensor, dk: torch.Tensor, cos: torch.Tensor, sin: tor
 def _rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, full: bool) -> Pair:
     """The rotation; ``full`` says that the halves of the angles differ, so that both are read."""
     return _turned(q, k, cos, sin)
+
+
+def _check_part(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, full: bool, rotary: int, interleaved: bool
+) -> None:
+    _refuse("rope_part", q, k, cos, sin, rotary or q.shape[-1])
 
 
 def _find(graded: bool, q: torch.Tensor, k: torch.Tensor, *rest: Any) -> Plans | None:
@@ -183,7 +193,7 @@ def _part_turned_back(
 
 @operation(
     SPEC, INVERSE, ungraded=("cos", "sin"), flags={"full": "full", "inverse": "False"},
-    backward_flags={"inverse": "True"}, key=("rotary", "interleaved"), strided=True, check=_check, find=_find,
+    backward_flags={"inverse": "True"}, key=("rotary", "interleaved"), strided=True, check=_check_part, find=_find,
     launch=_launch, launch_backward=_launch_backward, fallback_backward=_part_turned_back,
 )  # fmt: skip
 def rope_part(
