@@ -246,4 +246,5 @@ def _made(
     gradients = drows, None if dweight is None else dweight.to(weight.dtype)
     if options.bias is None:
         return loss, gradients
-    return loss, (*gradients, options.beside.dbias.to(weight.dtype) if options.bias_gradient else None)
+    beside = options.beside if options.bias_gradient else None
+    return loss, (*gradients, None if beside is None else beside.dbias.to(weight.dtype))
