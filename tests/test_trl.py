@@ -309,7 +309,8 @@ def tokenizer():
     )
 
 
-def tiny_model():
+def tiny_model(folder):
+    """A model that was loaded from a folder, out of which trainers load its reference."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -317,32 +318,35 @@ def tiny_model():
     config = LlamaConfig(
         vocab_size=32, num_key_value_heads=1, bos_token_id=None, eos_token_id=1, pad_token_id=0, **sizes
     )
-    return LlamaForCausalLM(config)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return LlamaForCausalLM.from_pretrained(folder)
 
 
 def dpo(folder, arguments, data):
     from trl import DPOConfig, DPOTrainer
 
     rows = [{"prompt": "w1 w2", "chosen": f"w{n} w5 w6", "rejected": f"w7 w{n}"} for n in range(3, 9)]
-    options = DPOConfig(output_dir=folder, max_length=8, **arguments)
-    return DPOTrainer(tiny_model(), args=options, train_dataset=data(rows), processing_class=tokenizer())
+    options = DPOConfig(output_dir=f"{folder}/out", max_length=8, **arguments)
+    return DPOTrainer(tiny_model(folder), args=options, train_dataset=data(rows), processing_class=tokenizer())
 
 
 def grpo(folder, arguments, data):
     from trl import GRPOConfig, GRPOTrainer
 
-    options = GRPOConfig(output_dir=folder, num_generations=2, max_completion_length=4, beta=0.1, **arguments)
+    options = GRPOConfig(output_dir=f"{folder}/out", num_generations=2, max_completion_length=4, beta=0.1, **arguments)
     lengths = lambda completions, **_: [float(len(set(text))) for text in completions]  # noqa: E731
     rows = [{"prompt": f"w1 w{n}"} for n in range(3, 9)]
-    return GRPOTrainer(tiny_model(), lengths, args=options, train_dataset=data(rows), processing_class=tokenizer())
+    return GRPOTrainer(
+        tiny_model(folder), lengths, args=options, train_dataset=data(rows), processing_class=tokenizer()
+    )
 
 
 def sft(folder, arguments, data):
     from trl import SFTConfig, SFTTrainer
 
     rows = [{"text": f"w1 w{n} w4 w5"} for n in range(3, 9)]
-    options = SFTConfig(output_dir=folder, max_length=8, **arguments)
-    return SFTTrainer(tiny_model(), args=options, train_dataset=data(rows), processing_class=tokenizer())
+    options = SFTConfig(output_dir=f"{folder}/out", max_length=8, **arguments)
+    return SFTTrainer(tiny_model(folder), args=options, train_dataset=data(rows), processing_class=tokenizer())
 
 
 @pytest.mark.filterwarnings("ignore")

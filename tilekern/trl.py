@@ -26,7 +26,7 @@ from tilekern.warning import warn_once
 
 __all__ = ["calls", "register", "unregister"]
 
-KNOWN_VERSIONS = "1.16"
+KNOWN_VERSIONS = "1.15 and 1.16"
 _MODULE, _NAME = "trl.trainer.utils", "_ChunkedLogProbFunction"
 _ARGUMENTS = (
     "ctx", "hidden", "weight", "bias", "targets", "temperature", "chunk_size", "final_logit_softcapping",
@@ -148,7 +148,8 @@ def _unserved(
 
 
 def _mean_logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    mean = hidden.float() @ weight.mean(0, dtype=torch.float32)
+    with torch.autocast(hidden.device.type, enabled=False):
+        mean = hidden.float() @ weight.mean(0, dtype=torch.float32)
     return mean if bias is None else mean + bias.mean(dtype=torch.float32)
 
 
