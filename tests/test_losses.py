@@ -216,11 +216,10 @@ def naive_divergence(s, t, beta):
 
 
 @pytest.mark.parametrize("beta", [0, 0.3, 1])
-@pytest.mark.parametrize("rows", [3, 100])
-def test_divergences_of_heads_are_those_of_their_logits(beta, rows):
+def test_divergences_of_heads_are_those_of_their_logits(beta):
     b = Batch()
     got = losses.jsd(
-        b.hidden, b.weight, b.other_hidden, b.other_weight, b.mask, beta=beta, temperature=1.3, rows=rows
+        b.hidden, b.weight, b.other_hidden, b.other_weight, b.mask, beta=beta, temperature=1.3
     )  # fmt: skip
     wide = [x.detach().double().requires_grad_() for x in (b.hidden, b.weight)]
     every = [
@@ -294,5 +293,3 @@ def test_options_that_do_not_fit_are_refused(options, message):
     b = Batch()
     with pytest.raises(ValueError, match=f"grpo: {message}"):
         losses.grpo(b.log_probs(), b.advantages, b.mask, **options)
-    with pytest.raises(ValueError, match="jsd: beta must be from 0 to 1, got 2"):
-        losses.jsd(b.hidden, b.weight, b.other_hidden, b.other_weight, b.mask, beta=2)

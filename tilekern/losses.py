@@ -10,12 +10,12 @@ there already. Results are scalars; the mean over pairs or sequences is taken.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
-from torch.nn.functional import embedding, kl_div, log_softmax, logsigmoid
+from torch.nn.functional import embedding, logsigmoid
 from torch.utils.checkpoint import checkpoint
 
+from tilekern.ops.fused_linear_jsd import fused_linear_jsd
 from tilekern.ops.linear_log_probs import linear_log_probs
 
 __all__ = [
@@ -213,12 +213,12 @@ def _check_grpo(
 
 def jsd(
     hidden: torch.Tensor, weight: torch.Tensor, teacher_hidden: torch.Tensor, teacher_weight: torch.Tensor,
-    mask: torch.Tensor, *, beta: float = 0.5, temperature: float = 1.0, rows: int = 1024,
+    mask: torch.Tensor, *, beta: float = 0.5, temperature: float = 1.0,
 ) -> torch.Tensor:  # fmt: skip
     """The generalised Jensen-Shannon divergence of two heads' distributions, the mean over the rows that count.
 
     ``beta * KL(T || M) + (1 - beta) * KL(S || M)`` with ``M = beta * T + (1 - beta) * S``; ``KL(T || S)`` for beta 0
-    and ``KL(S || T)`` for 1 (arXiv 2306.13649, eq. 1). Logits exist for some rows at a time, and again in the backward.
+    and ``KL(S || T)`` for 1 (arXiv 2306.13649, eq. 1).
 
     Args:
         hidden, weight: [..., hidden] and [vocabulary, hidden], of the student.
@@ -226,39 +226,12 @@ def jsd(
         mask: [...].
         beta: from 0 to 1.
         temperature: divides both models' logits.
-        rows: how many rows are worked on at once.
 
     Raises:
-        ValueError: ``beta`` is not from 0 to 1.
+        ValueError: as :func:`tilekern.ops.fused_linear_jsd`.
     """
-    if not 0 <= beta <= 1:
-        raise ValueError(f"jsd: beta must be from 0 to 1, got {beta}")
-
-    def of_rows(student: torch.Tensor, teacher: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        s = _log_probs_of_all(student, weight, temperature)
-        with torch.no_grad():
-            t = _log_probs_of_all(teacher, teacher_weight, temperature)
-        return _divergence(s, t, beta)
-
-    counted = mask != 0
-    parts = zip(hidden[counted].split(rows), teacher_hidden[counted].split(rows), strict=True)
-    total = [_again(of_rows, student, teacher, weight).sum() for student, teacher in parts]
-    return torch.stack(total).sum() / counted.sum().clamp(min=1)
-
-
-def _log_probs_of_all(hidden: torch.Tensor, weight: torch.Tensor, temperature: float) -> torch.Tensor:
-    logits = hidden @ weight.t()
-    return log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature, -1)
-
-
-def _divergence(s: torch.Tensor, t: torch.Tensor, beta: float) -> torch.Tensor:
-    """The divergence of each row of log-probabilities, [rows]."""
-    if beta in (0, 1):
-        one, other = (t, s) if beta == 0 else (s, t)
-        return kl_div(other, one, reduction="none", log_target=True).sum(-1)
-    mixed = torch.logaddexp(t + math.log(beta), s + math.log1p(-beta))
-    terms = (kl_div(mixed, one, reduction="none", log_target=True).sum(-1) for one in (t, s))
-    return beta * next(terms) + (1 - beta) * next(terms)
+    labels = torch.where(mask != 0, 0, -1)
+    return fused_linear_jsd(hidden, weight, teacher_hidden, teacher_weight, labels, beta, -1, temperature)
 
 
 def top_k_log_probs(
@@ -288,7 +261,8 @@ def top_k_log_probs(
 
     step = max(1, weight.shape[0] // max(1, ids.shape[-1]))
     parts = zip(rows.split(step), places.split(step), strict=True)
-    logits = torch.cat([_again(of_rows, some, chosen, weight) for some, chosen in parts])
+    again = {"use_reentrant": False, "preserve_rng_state": False}
+    logits = torch.cat([checkpoint(of_rows, some, chosen, weight, **again) for some, chosen in parts])
     return (logits - logits[:, :1] + first[:, None]).view(ids.shape)
 
 
@@ -313,12 +287,6 @@ def top_k_distillation(
         t, s = (x - x.logsumexp(-1, keepdim=True) for x in (t, s))
     terms = t.exp() * (t.masked_fill(~known, 0) - s.masked_fill(~known, 0))
     return _mean(terms.sum(-1), mask)
-
-
-def _again(function: Callable[..., torch.Tensor], *given: torch.Tensor) -> torch.Tensor:
-    """``function(*given)``, which keeps nothing but its arguments and runs again in the backward."""
-    found: torch.Tensor = checkpoint(function, *given, use_reentrant=False, preserve_rng_state=False)
-    return found
 
 
 def _mean(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,7 @@ import inspect
 import pytest
 import torch
 from op_samples import assert_near
-from transformers.models.gemma.modeling_gemma import GemmaConfig, GemmaMLP
+from transformers.models.gemma.modeling_gemma import GemmaConfig, GemmaMLP, GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaConfig, LlamaMLP, LlamaRMSNorm
 
 from tilekern import ops
@@ -32,6 +32,7 @@ TWINS = {
         ops.LayerNorm(24, elementwise_affine=False), nn.LayerNorm(24, elementwise_affine=False), (X,),
     ),
     "RMSNorm": (ops.RMSNorm(24), LlamaRMSNorm(24), (X,)),
+    "RMSNorm of Gemma": (ops.RMSNorm(24, offset=1.0, casting_mode="gemma"), GemmaRMSNorm(24), (X,)),
     "RMSNorm of two dimensions": (ops.RMSNorm((5, 24)), nn.RMSNorm((5, 24), eps=1e-6), (X,)),
     "RMSNorm without a weight": (
         ops.RMSNorm(24, elementwise_affine=False), nn.RMSNorm(24, 1e-6, elementwise_affine=False), (X,),
@@ -88,7 +89,19 @@ def test_results_gradients_and_state_dicts_are_those_of_the_class_it_stands_for(
 @pytest.mark.parametrize(
     ("module", "inputs", "op", "arguments"),
     [
-        (ops.FusedAddRMSNorm(24), (X, X + 1), ops.fused_add_rms_norm, (X, X + 1, torch.ones(24), 1e-6)),
+        (ops.FusedAddRMSNorm(24), (X, X + 1), ops.fused_add_rms_norm, (X, X + 1, torch.ones(24), 1e-6, 0.0, "llama")),
+        (
+            ops.FusedAddRMSNorm(24, offset=1.0, casting_mode="gemma"),
+            (X, X),
+            ops.fused_add_rms_norm,
+            (X, X, torch.zeros(24), 1e-6, 1.0, "gemma"),
+        ),
+        (
+            ops.FusedLinearJSD(0.3, 7, 2.0),
+            (X, LOGITS, X, LOGITS, TARGET),
+            ops.fused_linear_jsd,
+            (X, LOGITS, X, LOGITS, TARGET, 0.3, 7, 2.0, None),
+        ),
         (ops.Sparsemax(1), (X,), ops.sparsemax, (X, 1)),
         (ops.JSD(0.3, 7), (LOGITS, X, TARGET), ops.jsd, (LOGITS, X, TARGET, 0.3, 7)),
         (ops.TVD("sum", 9), (LOGITS, X, TARGET), ops.tvd, (LOGITS, X, TARGET, "sum", 9)),
@@ -122,12 +135,12 @@ def test_parameters_are_called_as_in_liger_s_classes(module, op, parameters):
 
 def test_the_fused_head_takes_the_options_of_its_op():
     hidden, weight = random(6, 8), random(24, 8)
-    options = {"label_smoothing": 0.1, "softcap": 5.0, "z_loss": 1e-3, "reduction": "mean"}
+    bias, options = random(24), {"label_smoothing": 0.1, "softcap": 5.0, "z_loss": 1e-3, "reduction": "mean"}
     module = ops.FusedLinearCrossEntropy(torch.linspace(0.5, 2, 24), **options)
     wanted = ops.fused_linear_cross_entropy(
-        hidden, weight, TARGET, class_weight=torch.linspace(0.5, 2, 24), num_items=3, **options
+        hidden, weight, TARGET, class_weight=torch.linspace(0.5, 2, 24), bias=bias, num_items=3, **options
     )
-    assert_near(module(hidden, weight, TARGET, num_items=3), wanted, 1e-6)
+    assert_near(module(hidden, weight, TARGET, bias, num_items=3), wanted, 1e-6)
     assert not module.state_dict()
     assert "z_loss=0.001" in repr(module)
 
@@ -141,6 +154,20 @@ def test_a_neighborhood_attention_is_its_projections_around_the_op():
     assert "kernel_size=5, dilation=2" in repr(module)
     with pytest.raises(ValueError, match="5 heads do not divide a hidden size 24"):
         ops.FusedNeighborhoodAttention(24, 5)
+
+
+def test_cross_entropy_has_the_options_of_its_op():
+    module = ops.CrossEntropy(reduction="sum", softcap=5.0, return_z_loss=True, z_loss=1e-3)
+    found, wanted = module(LOGITS, TARGET), ops.cross_entropy(LOGITS, TARGET, None, -100, "sum", **module.options)
+    assert torch.equal(found.loss, wanted.loss)
+    assert torch.equal(found.z_loss, wanted.z_loss)
+
+
+def test_a_new_norm_of_gemma_s_changes_nothing_but_the_scale():
+    norm = ops.RMSNorm(24, offset=1.0, casting_mode="gemma")
+    assert not norm.weight.any()
+    torch.testing.assert_close(norm(X), ops.RMSNorm(24)(X))
+    assert "offset=1.0, casting_mode=gemma" in repr(norm)
 
 
 def test_what_stands_in_the_place_of_a_projection_counts():

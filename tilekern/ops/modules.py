@@ -38,36 +38,51 @@ class LayerNorm(torch.nn.LayerNorm):
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """:func:`tilekern.ops.rms_norm` as ``torch.nn.RMSNorm``, with the casts and the ``eps`` of Llama's norm."""
+    """:func:`tilekern.ops.rms_norm` as ``torch.nn.RMSNorm``, with the casts and the ``eps`` of Llama's norm.
+
+    Gemma's has ``offset=1.0, casting_mode="gemma"``. A new weight is 1 less the offset.
+    """
 
     def __init__(
         self, normalized_shape: int | list[int] | torch.Size, eps: float = 1e-6, elementwise_affine: bool = True,
-        device: Any = None, dtype: Any = None,
+        device: Any = None, dtype: Any = None, *, offset: float = 0.0, casting_mode: str = "llama",
     ) -> None:  # fmt: skip
+        self.offset, self.casting_mode = offset, casting_mode
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
+
+    def reset_parameters(self) -> None:
+        """Make the weight such that it changes nothing."""
+        if self.elementwise_affine:
+            torch.nn.init.constant_(self.weight, 1 - self.offset)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise the last dimensions of ``x``; any shape that ends with ``normalized_shape``."""
         rows = _as_one(x, self.normalized_shape)
-        weight = rows.new_ones(rows.shape[-1]) if self.weight is None else self.weight.flatten()
-        return _ops.rms_norm(rows, weight, self.eps).view(x.shape)
+        weight = None if self.weight is None else self.weight.flatten()
+        return _ops.rms_norm(rows, weight, self.eps, self.offset, self.casting_mode).view(x.shape)
+
+    def extra_repr(self) -> str:
+        """As torch's, with the offset and the casts."""
+        return f"{super().extra_repr()}, offset={self.offset}, casting_mode={self.casting_mode}"
 
 
 class FusedAddRMSNorm(torch.nn.Module):
     """:func:`tilekern.ops.fused_add_rms_norm`, with the parameters of Liger's class."""
 
-    def __init__(self, hidden_size: int, eps: float = 1e-6) -> None:
+    def __init__(
+        self, hidden_size: int, eps: float = 1e-6, *, offset: float = 0.0, casting_mode: str = "llama"
+    ) -> None:
         super().__init__()
-        self.eps = eps
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size))
+        self.eps, self.offset, self.casting_mode = eps, offset, casting_mode
+        self.weight = torch.nn.Parameter(torch.full((hidden_size,), 1 - offset))
 
     def forward(self, residual: torch.Tensor, x: torch.Tensor) -> Pair:
         """The sum of ``residual`` and ``x`` [..., hidden_size], and its norm."""
-        return _ops.fused_add_rms_norm(residual, x, self.weight, self.eps)
+        return _ops.fused_add_rms_norm(residual, x, self.weight, self.eps, self.offset, self.casting_mode)
 
     def extra_repr(self) -> str:
-        """The size, and what is added to the mean square."""
-        return f"{len(self.weight)}, eps={self.eps}"
+        """The size and the options."""
+        return f"{len(self.weight)}, eps={self.eps}, offset={self.offset}, casting_mode={self.casting_mode}"
 
 
 class GroupNorm(torch.nn.GroupNorm):
@@ -181,53 +196,67 @@ class TVD(torch.nn.Module):
 
 
 class CrossEntropy(torch.nn.CrossEntropyLoss):
-    """:func:`tilekern.ops.cross_entropy` as ``torch.nn.CrossEntropyLoss``, with a soft cap and a z-loss.
+    """:func:`tilekern.ops.cross_entropy` as ``torch.nn.CrossEntropyLoss``, with the op's further options.
 
     The target holds classes, not probabilities. As in torch, classes are the second dimension of the input.
     """
 
     def __init__(
         self, weight: torch.Tensor | None = None, ignore_index: int = -100, reduction: str = "mean",
-        label_smoothing: float = 0.0, *, softcap: float | None = None, z_loss: float = 0.0,
+        label_smoothing: float = 0.0, **options: Any,
     ) -> None:  # fmt: skip
         super().__init__(weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
-        self.softcap, self.z_loss = softcap, z_loss
+        self.options = options
 
-    def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: torch.Tensor, target: torch.Tensor) -> Any:
         """The loss of ``input`` [rows, classes] or [rows, classes, ...] against ``target`` [rows, ...]."""
         logits = input.movedim(1, -1) if input.dim() > 2 else input
         return _ops.cross_entropy(
-            logits, target, self.weight, self.ignore_index, self.reduction, self.label_smoothing, self.softcap,
-            self.z_loss,
-        )  # fmt: skip
+            logits, target, self.weight, self.ignore_index, self.reduction, self.label_smoothing, **self.options
+        )
 
 
 class FusedLinearCrossEntropy(torch.nn.Module):
-    """:func:`tilekern.ops.fused_linear_cross_entropy`; it has no parameters, the head's weight is an argument."""
+    """:func:`tilekern.ops.fused_linear_cross_entropy` with its options; the head's parameters are arguments."""
 
-    def __init__(
-        self, class_weight: torch.Tensor | None = None, ignore_index: int = -100, reduction: str = "mean",
-        label_smoothing: float = 0.0, softcap: float | None = None, z_loss: float = 0.0, wide_sums: bool = False,
-    ) -> None:  # fmt: skip
+    def __init__(self, class_weight: torch.Tensor | None = None, **options: Any) -> None:
         super().__init__()
         self.register_buffer("class_weight", class_weight, persistent=False)
-        self.options = {
-            "ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing,
-            "softcap": softcap, "z_loss": z_loss, "wide_sums": wide_sums,
-        }  # fmt: skip
+        self.options = options
 
     def forward(
-        self, hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor,
+        self, hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None = None,
         num_items: torch.Tensor | float | None = None,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> Any:  # fmt: skip
         """The loss of ``hidden`` [..., hidden] through the head ``weight`` [vocabulary, hidden] against ``target``."""
-        return _ops.fused_linear_cross_entropy(
-            hidden, weight, target, class_weight=self.class_weight, num_items=num_items, **self.options
-        )
+        given = {"class_weight": self.class_weight, "bias": bias, "num_items": num_items}
+        return _ops.fused_linear_cross_entropy(hidden, weight, target, **given, **self.options)
 
     def extra_repr(self) -> str:
         """The options."""
         return ", ".join(f"{name}={value!r}" for name, value in self.options.items())
+
+
+class FusedLinearJSD(torch.nn.Module):
+    """:func:`tilekern.ops.fused_linear_jsd`, with the arguments of Liger's class."""
+
+    def __init__(
+        self, jsd_beta: float = 0.5, ignore_index: int = -100, temperature: float = 1.0,
+        accum_dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.jsd_beta, self.ignore_index = jsd_beta, ignore_index
+        self.temperature, self.accum_dtype = temperature, accum_dtype
+
+    def forward(
+        self, student_input: torch.Tensor, student_weight: torch.Tensor, teacher_input: torch.Tensor,
+        teacher_weight: torch.Tensor, shift_labels: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """The divergence of two heads, each of inputs [..., hidden] and a weight [vocabulary, hidden]."""
+        return _ops.fused_linear_jsd(
+            student_input, student_weight, teacher_input, teacher_weight, shift_labels, self.jsd_beta,
+            self.ignore_index, self.temperature, self.accum_dtype,
+        )  # fmt: skip
 
 
 class _GatedMLP(torch.nn.Module):
