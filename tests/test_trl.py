@@ -334,10 +334,10 @@ def grpo(folder, arguments, data):
     from trl import GRPOConfig, GRPOTrainer
 
     options = GRPOConfig(output_dir=f"{folder}/out", num_generations=2, max_completion_length=4, beta=0.1, **arguments)
-    lengths = lambda completions, **_: [float(len(set(text))) for text in completions]  # noqa: E731
+    reward = lambda completions, **_: [float(sum(map(ord, text)) % 7) for text in completions]  # noqa: E731
     rows = [{"prompt": f"w1 w{n}"} for n in range(3, 9)]
     return GRPOTrainer(
-        tiny_model(folder), lengths, args=options, train_dataset=data(rows), processing_class=tokenizer()
+        tiny_model(folder), reward, args=options, train_dataset=data(rows), processing_class=tokenizer()
     )
 
 
