@@ -10,6 +10,7 @@ there already. Results are scalars; the mean over pairs or sequences is taken.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch.nn.functional import embedding, logsigmoid
@@ -186,12 +187,12 @@ def grpo(
     loss = loss.expand_as(log_probs)
     if loss_type == "grpo":
         return _means(loss, mask).mean()
-    counted = mask.sum().clamp(min=1)
+    divisor: Any = mask.sum().clamp(min=1)
     if loss_type == "dr_grpo":
-        counted = len(loss) * max_completion_length  # type: ignore[operator,assignment]
+        divisor = len(loss) * (max_completion_length or 1)
     elif loss_type in ("dapo", "cispo") and num_items is not None:
-        counted = num_items  # type: ignore[assignment]
-    return (loss * mask).sum() / counted
+        divisor = num_items
+    return (loss * mask).sum() / divisor
 
 
 def _check_grpo(
