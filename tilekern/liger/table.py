@@ -18,6 +18,7 @@ import torch
 from tilekern import ops as _modules
 
 Pair = tuple[torch.Tensor, torch.Tensor]
+Losses = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 # Ops that are found by themselves are attributes of the package once it is imported.
 ops: Any = _modules
 # Of ``torch.tensor(1e-8) * log`` nothing is left in float32 beside a loss.
@@ -162,7 +163,7 @@ def _dyt(x: torch.Tensor, alpha: torch.Tensor, gamma: torch.Tensor, beta: torch.
 def _swiglu(
     a: torch.Tensor, b: torch.Tensor, gate_multiplier: float = 1.0, down_multiplier: float = 1.0
 ) -> torch.Tensor:
-    return ops.swiglu(a, b, **_multipliers("swiglu", gate_multiplier, down_multiplier))
+    return ops.swiglu(a, b, **_multipliers(gate_multiplier, down_multiplier))
 
 
 @_serves("LigerFusedGateUpSiLUMulFunction", "swiglu")
@@ -177,12 +178,15 @@ def _gated_mlp(
     input: torch.Tensor, gate_weight: torch.Tensor, up_weight: torch.Tensor, down_weight: torch.Tensor,
     gate_multiplier: float = 1.0, down_multiplier: float = 1.0,
 ) -> torch.Tensor:  # fmt: skip
-    options = _multipliers("gated_mlp", gate_multiplier, down_multiplier)
-    return ops.gated_mlp(input, gate_weight, up_weight, down_weight, **options)
+    options = _multipliers(gate_multiplier, down_multiplier)
+    if not options:
+        return ops.gated_mlp(input, gate_weight, up_weight, down_weight)
+    gate, up = (torch.nn.functional.linear(input, weight) for weight in (gate_weight, up_weight))
+    return torch.nn.functional.linear(ops.swiglu(gate, up, **options), down_weight)
 
 
-def _multipliers(op: str, gate: float, down: float) -> dict[str, Any]:
-    return _asked(op, gate_multiplier=(float(gate), 1.0), down_multiplier=(float(down), 1.0))
+def _multipliers(gate: float, down: float) -> dict[str, Any]:
+    return _asked("swiglu", gate_multiplier=(float(gate), 1.0), down_multiplier=(float(down), 1.0))
 
 
 @_serves("LigerGELUMulFunction", "geglu", dispatched="geglu")
@@ -214,11 +218,12 @@ def _rope(
     unsqueeze_dim: int = 1, rotary_dim: int | None = None,
 ) -> Pair:  # fmt: skip
     size = q.shape[-1]
-    _only(**{"an odd head size": size % 2})
     rotary = min(cos.shape[-1], size) if rotary_dim is None else rotary_dim
+    rotary -= rotary % 2  # the last number of a head of an odd size stays
     options = _asked("rope", rotary_dim=(rotary, size))
-    angles = [_without_heads(x, unsqueeze_dim)[..., :rotary] for x in (cos, sin)]
     # Liger reads the first half of the angles alone, as tilekern does where they are promised to come twice.
+    width = rotary if cos.shape[-1] == rotary else rotary // 2
+    angles = [_without_heads(x, unsqueeze_dim)[..., :width] for x in (cos, sin)]
     q_out, k_out = ops.rope(q, k, *angles, twice=True, **options)
     return q_out.to(q.dtype), k_out.to(k.dtype)
 
@@ -251,20 +256,30 @@ def _cross_entropy(
     _input: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, ignore_index: int = -100,
     lse_square_scale: float = 0.0, label_smoothing: float = 0.0, reduction: str = "mean", softcap: float | None = None,
     return_z_loss: bool = False, return_token_accuracy: bool = False, return_predicted_tokens: bool = False,
-) -> tuple[torch.Tensor, None, None, None]:  # fmt: skip
-    _only(
-        return_z_loss=return_z_loss, return_token_accuracy=return_token_accuracy,
-        return_predicted_tokens=return_predicted_tokens,
+) -> Losses:  # fmt: skip
+    by_rows = bool(lse_square_scale and weight is not None and reduction == "mean")
+    options = _asked(
+        "cross_entropy", return_z_loss=(return_z_loss, False), return_token_accuracy=(return_token_accuracy, False),
+        return_predicted_tokens=(return_predicted_tokens, False), z_loss_by_rows=(by_rows, False),
     )  # fmt: skip
-    _z_loss_of_weighted_rows(lse_square_scale, weight, reduction)
-    loss = ops.cross_entropy(
+    divided = reduction == "mean" and not by_rows
+    found = ops.cross_entropy(
         _input, target, None if weight is None else weight.detach(), ignore_index=ignore_index,
-        reduction="sum" if reduction == "mean" else reduction, label_smoothing=label_smoothing, softcap=softcap,
-        z_loss=lse_square_scale, in_place=True,
+        reduction="sum" if divided else reduction, label_smoothing=label_smoothing, softcap=softcap,
+        z_loss=lse_square_scale, in_place=True, **options,
     )  # fmt: skip
-    if reduction == "mean":
-        loss = loss / _rows_that_count(target, ignore_index, weight)
-    return loss.to(_input.dtype), None, None, None
+    loss, z_loss, *others = _with_others(found)
+    if divided:
+        rows = _rows_that_count(target, ignore_index, weight)
+        loss, z_loss = loss / rows, None if z_loss is None else z_loss / rows
+    return loss.to(_input.dtype), None if z_loss is None else z_loss.to(_input.dtype), *others
+
+
+def _with_others(found: Any) -> Losses:
+    """A loss, its z-loss, the accuracy and the predicted tokens, as Liger gives them; None for what is not there."""
+    if isinstance(found, torch.Tensor):
+        return found, None, None, None
+    return found.loss, found.z_loss, found.token_accuracy, found.predicted_tokens
 
 
 @_serves(
@@ -277,22 +292,23 @@ def _fused_linear_cross_entropy(
     accum_dtype: torch.dtype | None = None, use_token_scaling: bool = False, return_token_accuracy: bool = False,
     return_predicted_tokens: bool = False, ce_impl: str | None = None, ce_mode: str | None = None,
     chunk_mem_const: int = 1,
-) -> tuple[torch.Tensor, None, None, None]:  # fmt: skip
-    _only(
-        return_z_loss=return_z_loss, return_token_accuracy=return_token_accuracy, ce_impl=ce_impl, ce_mode=ce_mode,
-        return_predicted_tokens=return_predicted_tokens, use_token_scaling=use_token_scaling,
-        accum_dtype=accum_dtype not in (None, torch.float32, weight.dtype),
+) -> Losses:  # fmt: skip
+    _only(ce_impl=ce_impl, ce_mode=ce_mode, accum_dtype=accum_dtype not in (None, torch.float32, weight.dtype))
+    by_rows = bool(lse_square_scale and ce_weight is not None and reduction == "mean")
+    options = _asked(
+        "fused_linear_cross_entropy", bias=(bias, None), use_token_scaling=(use_token_scaling, False),
+        return_z_loss=(return_z_loss, False), return_token_accuracy=(return_token_accuracy, False),
+        return_predicted_tokens=(return_predicted_tokens, False), z_loss_by_rows=(by_rows, False),
     )  # fmt: skip
-    _z_loss_of_weighted_rows(lse_square_scale, ce_weight, reduction)
-    options = _asked("fused_linear_cross_entropy", bias=(bias, None))
-    if reduction == "mean":
+    if reduction == "mean" and not by_rows:
         options["num_items"] = _rows_that_count(target, ignore_index, ce_weight)
-    loss = ops.fused_linear_cross_entropy(
+    found = ops.fused_linear_cross_entropy(
         _input, weight, target, class_weight=None if ce_weight is None else ce_weight.detach(),
         ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing, softcap=softcap,
         z_loss=lse_square_scale, wide_sums=accum_dtype == torch.float32, **options,
     )  # fmt: skip
-    return loss, None, None, None
+    loss, z_loss, *others = _with_others(found)
+    return loss, None if z_loss is None else z_loss.to(_input.dtype), *others
 
 
 @_serves("LigerFusedLinearScaledCrossEntropyFunction", "linear_log_probs")
@@ -306,11 +322,6 @@ def _scaled_cross_entropy(
         _input, weight, target, temperature=temperature, ignore_index=ignore_index
     )
     return (-log_probs, entropy.to(_input.dtype)) if return_entropy else -log_probs
-
-
-def _z_loss_of_weighted_rows(scale: float, weight: torch.Tensor | None, reduction: str) -> None:
-    # Liger divides the losses by the weights of the rows, and their z-losses by the number of rows.
-    _only(**{"lse_square_scale with class weights": scale and weight is not None and reduction == "mean"})
 
 
 @_serves("LigerJSDFunction", "jsd", dispatched="jsd")
