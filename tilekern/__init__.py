@@ -15,6 +15,7 @@ _WHERE = {
     "reset": "tilekern.patch",
     "get_patched_ops": "tilekern.patch",
     "list_patches": "tilekern.patch",
+    "report": "tilekern.patch.report",
     "register_patch": "tilekern.patch",
     "warmup_all_kernels": "tilekern.runtime.warmup",
     "clear_autotune_cache": "tilekern.runtime.warmup",
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from tilekern.patch import list_patches as list_patches
     from tilekern.patch import register_patch as register_patch
     from tilekern.patch import reset as reset
+    from tilekern.patch.report import report as report
     from tilekern.runtime.counting import stats as stats
     from tilekern.runtime.ranks.comparing import agree as agree
     from tilekern.runtime.ranks.comparing import cache_digest as cache_digest

@@ -308,6 +308,13 @@ def reset(names: str | Iterable[str] | None = None) -> list[str]:
         return _in_order(_ledger.undo(wanted))
 
 
+@contextlib.contextmanager
+def held() -> Iterator[Ledger]:
+    """What is patched, which nobody changes meanwhile."""
+    with _lock:
+        yield _ledger
+
+
 def get_patched_ops() -> dict[str, list[str]]:
     """Where each op is patched now: paths, with the number of modules where single models are patched."""
     with _lock:

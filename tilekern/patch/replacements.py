@@ -32,7 +32,7 @@ def rms_norm(original: Function) -> Function:
 
 def gated_mlp(original: Function) -> Function:
     """For ``forward(self, x)`` of an MLP with ``gate_proj``, ``up_proj``, ``down_proj`` and ``act_fn``."""
-    gated = _gates()
+    gated = gates()
 
     def forward(self: Any, x: torch.Tensor) -> Any:
         gate = gated.get(type(self.act_fn))
@@ -48,7 +48,7 @@ def gated_mlp(original: Function) -> Function:
 
 def joined_mlp(original: Function) -> Function:
     """For ``forward`` of an MLP whose ``gate_up_proj`` makes gate and up, one beside the other."""
-    gated = _gates()
+    gated = gates()
 
     def forward(self: Any, hidden_states: torch.Tensor) -> Any:
         gate = gated.get(type(self.activation_fn))
@@ -59,7 +59,7 @@ def joined_mlp(original: Function) -> Function:
     return named_as(forward, original)
 
 
-def _gates() -> dict[type, Function]:
+def gates() -> dict[type, Function]:
     """The op that computes ``activation(gate) * up``, for each class of activations that has one."""
     from transformers.activations import GELUActivation, GELUTanh, NewGELUActivation, SiLUActivation
 

@@ -1,0 +1,104 @@
+"""What ``tilekern.report`` says of models as they are, as they are patched, and as others have changed them."""
+
+import pytest
+import torch
+from tiny_families import IDS, make
+
+import tilekern
+from tilekern.patch.families import FAMILIES
+from tilekern.runtime import dispatch
+
+pytestmark = pytest.mark.filterwarnings("ignore::tilekern.errors.TilekernWarning")
+
+
+def reasons(model, op):
+    """By module, why an op does not serve it; empty where it does."""
+    return {row.module: row.reason for row in tilekern.report(model).rows if row.op == op}
+
+
+@pytest.fixture
+def qwen3():
+    return make("qwen3")
+
+
+@pytest.mark.parametrize("patch", ["apply", "apply_to_model"])
+def test_it_says_what_is_patched(qwen3, patch):
+    before = tilekern.report(qwen3).rows
+    assert not [row for row in before if row.op != "attention" and not row.reason.startswith("it is not patched; ")]
+    ops = tilekern.apply() if patch == "apply" else tilekern.apply_to_model(qwen3)
+    after = [row for row in tilekern.report(qwen3).rows if row.op != "attention"]
+    # The fused op serves the attention in the place of rope.
+    assert {row.op for row in after} == {op for op in ops if op in FAMILIES["qwen3"].ops} - {"rope"}
+    assert not [row for row in after if row.reason]
+    assert {row.op for row in before} - {row.op for row in after} == {"rope", "attention"}
+    tilekern.reset()
+    assert tilekern.report(qwen3).rows == before
+
+
+def test_what_is_switched_off_is_named(qwen3):
+    tilekern.apply(swiglu=False)
+    assert set(reasons(qwen3, "swiglu").values()) == {"it is not patched; tilekern.apply(swiglu=True) does so"}
+    assert set(reasons(qwen3, "rms_norm").values()) == {""}
+
+
+def test_methods_of_a_module_s_own_and_subclasses_are_seen(qwen3):
+    norm, first, second = qwen3.model.norm, *(layer.mlp for layer in qwen3.model.layers)
+    norm.forward = lambda x: x
+    second.__class__ = type("Mine", (type(second),), {"forward": lambda _, x: x})
+    tilekern.apply()
+    assert reasons(qwen3, "rms_norm")["model.norm"] == "its forward is its own, a hook's or another patch's"
+    assert reasons(qwen3, "swiglu") == {"model.layers.0.mlp": "", "model.layers.1.mlp": "Mine has a forward of its own"}
+    first.act_fn = torch.nn.ReLU()
+    assert reasons(qwen3, "swiglu")["model.layers.0.mlp"] == "no op has its activation, ReLU"
+
+
+def test_a_hook_that_holds_the_patched_method_changes_nothing(qwen3):
+    accelerate = pytest.importorskip("accelerate.hooks", reason="accelerate is not installed")
+    tilekern.apply()
+    accelerate.add_hook_to_module(qwen3.model.norm, accelerate.ModelHook())
+    assert reasons(qwen3, "rms_norm")["model.norm"] == ""
+
+
+def test_hooks_on_a_norm_keep_a_layer_from_being_fused(qwen3):
+    tilekern.apply()
+    qwen3.model.layers[1].post_attention_layernorm.register_forward_hook(lambda *_: None)
+    assert reasons(qwen3, "fused_add_rms_norm") == {
+        "model.layers.0": "",
+        "model.layers.1": "hooks on post_attention_layernorm have the steps run one by one",
+    }
+
+
+def test_what_somebody_else_has_replaced_is_said(qwen3, monkeypatch):
+    kind = type(qwen3.model.norm)
+    monkeypatch.setattr(kind, "forward", lambda _, x: x)
+    tilekern.apply()
+    (reason,) = set(reasons(qwen3, "rms_norm").values())
+    assert "Qwen3RMSNorm.forward is not the code that the patch was made for" in reason
+
+
+def test_torch_compile_is_said_of_the_loss(qwen3):
+    tilekern.apply()
+    compiled = torch.compile(qwen3)
+    said = "torch.compile traces the model's own head and loss"
+    assert reasons(compiled, "fused_linear_cross_entropy") == {"_orig_mod": said}
+    qwen3.compile()
+    assert reasons(qwen3, "fused_linear_cross_entropy") == {"": said}
+
+
+def test_code_of_no_known_form_and_families_that_are_not_tested_are_told_apart():
+    model = make("gemma2")
+    assert set(reasons(model, "rms_norm").values()) == {"its code has no form that is known"}
+    other = make("gpt2")
+    (reason,) = reasons(other, "fused_linear_cross_entropy").values()
+    assert reason.startswith("it is not patched: gpt2 is not among the families that are tested")
+
+
+def test_printed_it_has_a_line_for_modules_that_are_alike_and_the_fallbacks(qwen3, monkeypatch):
+    monkeypatch.setattr(dispatch._state, "counters", {})
+    tilekern.apply(rms_norm=False)
+    qwen3.eval()(input_ids=IDS)
+    lines = str(tilekern.report(qwen3)).splitlines()
+    assert "swiglu                     yes    2 x model.layers.*.mlp (Qwen3MLP)" in lines
+    said = "it is not patched; tilekern.apply(rms_norm=True) does so"
+    assert f"rms_norm                   no     1 x model.norm (Qwen3RMSNorm): {said}" in lines
+    assert [line for line in lines if line.startswith("swiglu_forward fell back to torch ")]
