@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -85,12 +85,23 @@ def _heads(s: Sizes, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
     return [normal(shape, dtype, device, graded=False).transpose(1, 2).requires_grad_() for shape in shapes]
 
 
-def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *_: Any) -> torch.Tensor:
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+def _rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float = 0.0, *_: Any) -> torch.Tensor:
+    normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    return normed if weight is None else normed * (offset + weight)
 
 
-def _add_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *_: Any) -> Any:
-    return _rms_norm(x + residual, weight, eps), x + residual
+def _add_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *rest: Any) -> Any:
+    return _rms_norm(x + residual, weight, eps, *rest), x + residual
+
+
+def _swiglu(a: torch.Tensor, b: torch.Tensor, gate: float = 1.0, down: float = 1.0) -> torch.Tensor:
+    return down * functional.silu(gate * a) * b
+
+
+def _mlp(
+    x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor, *multipliers: float
+) -> torch.Tensor:
+    return _swiglu(x @ gate.T, x @ up.T, *multipliers) @ down.T
 
 
 def _poly_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float, _: bool) -> torch.Tensor:
@@ -129,6 +140,18 @@ def _mrope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tenso
     return _rope(q, k, chosen(cos), chosen(sin))
 
 
+def _part(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+    size = cos.shape[-1]
+    turned_part = _rope(q[..., :size], k[..., :size], cos, sin)
+    return tuple(torch.cat((x, rest[..., size:]), -1) for x, rest in zip(turned_part, (q, k), strict=True))
+
+
+def _odd(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+    """The last number of a head stays, and so does the last angle of each half of cos and sin unread."""
+    half = q.shape[-1] // 2
+    return _part(q, k, *(torch.cat((x[..., :half], x[..., :half]), -1) for x in (cos, sin)))
+
+
 def _complex_rope(q: torch.Tensor, k: torch.Tensor, freqs: torch.Tensor) -> Any:
     def rotated(x: torch.Tensor) -> torch.Tensor:
         pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
@@ -145,7 +168,8 @@ def _llama4_arguments(s: Sizes, dtype: torch.dtype, device: str) -> tuple[Any, .
 
 def _cross_entropy(
     logits: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, ignore_index: int = IGNORED,
-    z_loss: float = 0.0, smoothing: float = 0.0, reduction: str = "mean", softcap: float | None = None, *_: Any,
+    z_loss: float = 0.0, smoothing: float = 0.0, reduction: str = "mean", softcap: float | None = None,
+    with_z_loss: bool = False, scaled: bool = False,
 ) -> Any:  # fmt: skip
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
@@ -153,18 +177,25 @@ def _cross_entropy(
         logits, target, weight, ignore_index=ignore_index, reduction="none", label_smoothing=smoothing
     )
     counts = target != ignore_index
-    loss = loss + (z_loss * logits.logsumexp(-1).square()).where(counts, 0)
-    if reduction == "none":
-        return loss, None, None, None
-    divisor = counts.sum() if weight is None else (weight[target.clamp(min=0)] * counts).sum()
-    return (loss.sum() / divisor.clamp(min=1) if reduction == "mean" else loss.sum()), None, None, None
+    z = (z_loss * logits.logsumexp(-1).square()).where(counts, 0)
+    if scaled:
+        loss = loss * logits.detach().softmax(-1).gather(-1, target.clamp(min=0)[:, None])[:, 0]
+    if reduction != "none":
+        rows = counts.sum().clamp(min=1) if reduction == "mean" else 1
+        weighed = weight is not None and reduction == "mean"
+        loss, z = loss.sum() / ((weight[target.clamp(min=0)] * counts).sum() if weighed else rows), z.sum() / rows
+    return (loss + z, z.detach()) if with_z_loss else loss + z
 
 
 def _linear_cross_entropy(
-    x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: None, class_weight: torch.Tensor | None,
-    *rest: Any,
+    x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None,
+    class_weight: torch.Tensor | None, ignored: int = IGNORED, z_loss: float = 0.0, smoothing: float = 0.0,
+    reduction: str = "mean", softcap: float | None = None, with_z_loss: bool = False, _: Any = None,
+    scaled: bool = False,
 ) -> Any:  # fmt: skip
-    return _cross_entropy(x @ weight.T, target, class_weight, *rest)
+    logits = functional.linear(x, weight, bias)
+    options = (ignored, z_loss, smoothing, reduction, softcap, with_z_loss, scaled)
+    return _cross_entropy(logits, target, class_weight, *options)
 
 
 def _head(s: Sizes, dtype: torch.dtype, device: str) -> tuple[torch.Tensor, ...]:
@@ -209,6 +240,14 @@ def _jsd(
     return loss.sum() / rows
 
 
+def _linear_jsd(
+    x: torch.Tensor, weight: torch.Tensor, teacher: torch.Tensor, teacher_weight: torch.Tensor, labels: Any,
+    beta: float, ignored: int, temperature: float, _: Any,
+) -> torch.Tensor:  # fmt: skip
+    heads = ((x, weight), (teacher, teacher_weight))
+    return _jsd(*((x @ w.T / temperature).log_softmax(-1) for x, w in heads), labels, beta, ignored)
+
+
 def _tvd(
     p: torch.Tensor, q: torch.Tensor, labels: torch.Tensor | None = None, reduction: str = "batchmean",
     ignored: int = IGNORED,
@@ -233,6 +272,13 @@ def _sparsemax(x: torch.Tensor, dim: int) -> torch.Tensor:
 
 CALLS = [
     Call("LigerRMSNormFunction", lambda *s: (_matrix(*s), _vector(*s), EPS), _rms_norm),
+    Call("LigerRMSNormFunction", lambda *s: (_matrix(*s), _vector(*s), EPS, 1.0, "gemma"), _rms_norm, "Gemma's"),
+    Call("LigerRMSNormFunction", lambda *s: (_matrix(*s), _vector(*s), EPS, 0.0, "none"), _rms_norm, "without casts"),
+    Call("LigerRMSNormFunction", lambda *s: (_matrix(*s), None, EPS), _rms_norm, "without a weight"),
+    Call(
+        "LigerFusedAddRMSNormFunction", lambda *s: (_matrix(*s), _matrix(*s), _vector(*s), EPS, 1.0, "gemma"),
+        _add_norm, "Gemma's",
+    ),
     Call(
         "LigerFusedAddRMSNormFunction", lambda *s: (_matrix(*s), _matrix(*s), _vector(*s), EPS, 0.0, "llama", True),
         _add_norm,
@@ -257,7 +303,8 @@ CALLS = [
         "LigerDyTFunction", lambda s, *r: (_matrix(s, *r), normal((1,), *r), _vector(s, *r), None),
         lambda x, alpha, gamma, _: gamma * torch.tanh(alpha * x), "without beta",
     ),
-    Call("LigerSiLUMulFunction", lambda *s: (_matrix(*s), _matrix(*s)), lambda a, b: functional.silu(a) * b),
+    Call("LigerSiLUMulFunction", lambda *s: (_matrix(*s), _matrix(*s)), _swiglu),
+    Call("LigerSiLUMulFunction", lambda *s: (_matrix(*s), _matrix(*s), 0.5, 2.0), _swiglu, "with multipliers"),
     Call(
         "LigerFusedGateUpSiLUMulFunction", lambda s, *r: (normal((s.rows, 2 * s.columns), *r),),
         lambda y: functional.silu(y.chunk(2, -1)[0]) * y.chunk(2, -1)[1],
@@ -265,7 +312,14 @@ CALLS = [
     Call(
         "LigerMLPFunction",
         lambda s, *r: (_matrix(s, *r), *(_linear(n, *r) for n in [(32, s.columns)] * 2 + [(s.columns, 32)])),
-        lambda x, gate, up, down: functional.linear(functional.silu(x @ gate.T) * (x @ up.T), down),
+        _mlp,
+    ),
+    Call(
+        "LigerMLPFunction",
+        lambda s, *r: (
+            _matrix(s, *r), *(_linear(n, *r) for n in [(32, s.columns)] * 2 + [(s.columns, 32)]), 1.7, 0.85,
+        ),
+        _mlp, "with multipliers",
     ),
     Call(
         "LigerGELUMulFunction", lambda *s: (_matrix(*s), _matrix(*s)),
@@ -284,6 +338,14 @@ CALLS = [
         "LigerRopeFunction",
         lambda s, *r: (*_heads(s, *r), *(x[..., : s.head_dim // 2] for x in _angles(s, *r)), None, 1, s.head_dim),
         _rope, "with angles that come once",
+    ),
+    Call(
+        "LigerRopeFunction",
+        lambda s, *r: (*_heads(s, *r), *_angles(replace(s, head_dim=s.head_dim // 2), *r)), _part, "of half a head",
+    ),
+    Call(
+        "LigerRopeFunction",
+        lambda s, *r: (*_heads(replace(s, head_dim=s.head_dim - 1), *r), *_angles(s, *r)), _odd, "of an odd head",
     ),
     Call("LigerLlama4RopeFunction", _llama4_arguments, _complex_rope),
     Call(
@@ -312,6 +374,14 @@ CALLS = [
     ),
     Call(
         "LigerCrossEntropyFunction",
+        lambda s, *r: (
+            normal((s.rows, s.vocabulary), *r), _labels(s, r[1]), _class_weight(s, r[1]), IGNORED, 1e-2, 0.1, "mean",
+            None, True,
+        ),
+        _cross_entropy, "with class weights and z-loss",
+    ),
+    Call(
+        "LigerCrossEntropyFunction",
         lambda s, *r: (normal((s.rows, s.vocabulary), *r), torch.full((s.rows,), IGNORED, device=r[1]), None),
         _cross_entropy, "of no rows",
     ),
@@ -327,6 +397,18 @@ CALLS = [
         "LigerFusedLinearCrossEntropyFunction",
         lambda s, *r: (*_head(s, *r), None, _class_weight(s, r[1]), IGNORED, 0.0, 0.0, "mean"), _linear_cross_entropy,
         "with class weights",
+    ),
+    Call(
+        "LigerFusedLinearCrossEntropyFunction",
+        lambda s, *r: (
+            *_head(s, *r), normal((s.vocabulary,), *r), _class_weight(s, r[1]), IGNORED, 1e-2, 0.0, "mean", None, True,
+        ),
+        _linear_cross_entropy, "with bias, class weights and z-loss",
+    ),
+    Call(
+        "LigerFusedLinearCrossEntropyFunction",
+        lambda *s: (*_head(*s), None, None, IGNORED, 0.0, 0.0, "mean", None, False, None, True),
+        _linear_cross_entropy, "with token scaling",
     ),
     Call(
         "LigerFusedLinearCrossEntropyFunction", lambda *s: (*_head(*s), None, None, IGNORED, 0.0, 0.0, "none"),
@@ -347,6 +429,16 @@ CALLS = [
             _jsd, f"with beta {beta}",
         )
         for beta in (0.0, 0.3, 1.0)
+    ],
+    *[
+        Call(
+            "LigerFusedLinearJSDFunction",
+            lambda s, *r, beta=beta, dtype=dtype: (
+                *_head(s, *r)[:2], *(x.detach() for x in _head(s, *r)[:2]), _labels(s, r[1]), beta, IGNORED, 2.0, dtype,
+            ),
+            _linear_jsd, f"with beta {beta}",
+        )
+        for beta, dtype in ((0.0, None), (0.5, torch.float32))
     ],
     *[
         Call(
@@ -381,11 +473,14 @@ def results_and_gradients(call: Callable[..., Any], arguments: tuple[Any, ...]) 
     leaves = [x for x in arguments if isinstance(x, torch.Tensor) and x.requires_grad]
     slopes = []
     for number, x in enumerate(results):
-        torch.manual_seed(number)
+        torch.manual_seed(100 + number)  # not the seed of the arguments: along x a norm has no slope
         slopes.append(
             torch.randn(x.shape, dtype=torch.float32).to(x.device, x.dtype) if x.dim() else torch.ones_like(x)
         )
-    return [*results, *torch.autograd.grad(results, leaves, slopes)]
+    graded, slopes = zip(
+        *((x, slope) for x, slope in zip(results, slopes, strict=True) if x.requires_grad), strict=True
+    )
+    return [*results, *torch.autograd.grad(graded, leaves, slopes)]
 
 
 def in_float64(arguments: tuple[Any, ...]) -> tuple[Any, ...]:

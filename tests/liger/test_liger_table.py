@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from liger_samples import CALLS, LIGERS_TOLERANCE, Sizes, in_float64, results_and_gradients, turned
+from liger_samples import CALLS, LIGERS_TOLERANCE, Sizes, in_float64, results_and_gradients
 from op_samples import assert_near
-from torch.nn import functional
 
 from tilekern import liger
-from tilekern.liger import binding, table
+from tilekern.liger import binding
 from tilekern.liger.__main__ import main
 from tilekern.liger.table import TABLE, NotServed
 
@@ -19,92 +18,8 @@ from tilekern.liger.table import TABLE, NotServed
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2}
 X, WEIGHT = torch.randn(3, 8), torch.randn(8)
 LABELS = torch.tensor([0, 2, 1])
-TARGET = torch.tensor([0, -100, 1])
 Q, K = torch.randn(1, 2, 4, 8), torch.randn(1, 1, 4, 8)
 ANGLES = torch.randn(1, 4, 8)
-TWICE = [torch.cat((x, x), -1) for x in ANGLES.split(2, -1)[:2]]
-
-
-def part(x, cos, sin):
-    """Four numbers of each head turned."""
-    return torch.cat((turned(x[..., :4], cos, sin), x[..., 4:]), -1)
-
-
-def z_loss(logits):
-    """Of the rows that count in TARGET."""
-    return 0.1 * logits.logsumexp(-1).square()[TARGET >= 0].mean()
-
-
-def metrics(logits, target):
-    predicted = logits.argmax(-1).where(target >= 0, -1)
-    return (predicted == target)[target >= 0].double().mean(), predicted
-
-
-def scaled_by_probability(loss):
-    return (loss * (-loss).exp()).mean()
-
-
-def normed(x):
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
-
-
-# Options that an op may have or not: arguments, what is asked for, and the result in float64.
-OPTIONS = [
-    (
-        "LigerRMSNormFunction", (X.bfloat16(), WEIGHT.bfloat16(), 1e-6, 1.0, "gemma"), ["casting_mode", "offset"],
-        lambda x, weight, *_: normed(x) * (1 + weight),
-    ),
-    (
-        "LigerRMSNormFunction", (X.bfloat16(), WEIGHT.bfloat16(), 1e-6, 0.0, "none"), ["casting_mode"],
-        lambda x, weight, *_: normed(x) * weight,
-    ),
-    (
-        "LigerFusedAddRMSNormFunction", (X, X, WEIGHT, 1e-6, 1.0), ["offset"],
-        lambda x, r, w, *_: (normed(x + r) * (1 + w), x + r),
-    ),
-    (
-        "LigerSiLUMulFunction", (X, X, 0.5, 2.0), ["down_multiplier", "gate_multiplier"],
-        lambda a, b, *_: 2 * functional.silu(0.5 * a) * b,
-    ),
-    (
-        "LigerMLPFunction", (X, X, X, X.T, 0.5, 2.0), ["down_multiplier", "gate_multiplier"],
-        lambda x, gate, up, down, *_: 2 * (functional.silu(0.5 * x @ gate.T) * (x @ up.T)) @ down.T,
-    ),
-    ("LigerRopeFunction", (Q, K, *TWICE), ["rotary_dim"], lambda q, k, *angles: (part(q, *angles), part(k, *angles))),
-    (
-        "LigerRopeFunction", (Q[..., :5], K[..., :5], *[x[..., [0, 1, 2, 0, 1, 2]] for x in TWICE]), ["rotary_dim"],
-        lambda q, k, *angles: tuple(part(x, *(a[..., [0, 1, 0, 1]] for a in angles)) for x in (q, k)),
-    ),
-    (
-        "LigerCrossEntropyFunction", (X, TARGET, WEIGHT.abs(), -100, 0.1), ["z_loss_by_rows"],
-        lambda x, target, weight, *_: functional.cross_entropy(x, target, weight) + z_loss(x),
-    ),
-    (
-        "LigerCrossEntropyFunction", (X, TARGET, None, -100, 0.1, 0.0, "mean", None, True, True, True),
-        ["return_predicted_tokens", "return_token_accuracy", "return_z_loss"],
-        lambda x, target, *_: (
-            functional.cross_entropy(x, target) + z_loss(x), z_loss(x), *metrics(x, target),
-        ),
-    ),
-    (
-        "LigerFusedLinearCrossEntropyFunction", (X, X, LABELS, LABELS.float()), ["bias"],
-        lambda x, weight, target, bias: functional.cross_entropy(x @ weight.T + bias, target),
-    ),
-    (
-        "LigerFusedLinearCrossEntropyFunction",
-        (X, X, TARGET, None, LABELS + 1.0, -100, 0.1, 0.0, "mean", None, True, None, False, True, True),
-        ["return_predicted_tokens", "return_token_accuracy", "return_z_loss", "z_loss_by_rows"],
-        lambda x, w, target, _, weight, *__: (
-            functional.cross_entropy(x @ w.T, target, weight) + z_loss(x @ w.T), z_loss(x @ w.T),
-            *metrics(x @ w.T, target),
-        ),
-    ),
-    (
-        "LigerFusedLinearCrossEntropyFunction",
-        (X, X, LABELS, None, None, -100, 0.0, 0.0, "mean", None, False, None, True), ["use_token_scaling"],
-        lambda x, w, target, *_: scaled_by_probability(functional.cross_entropy(x @ w.T, target, reduction="none")),
-    ),
-]  # fmt: skip
 # Calls that ask for what an op does not have, and what the reason names.
 NOT_SERVED = [
     ("LigerLlama4RopeFunction", (Q, K, ANGLES), "a real freqs_cis"),
@@ -118,6 +33,7 @@ NOT_SERVED = [
         (X, X, LABELS, 1.0, -100, 1, False, LABELS),
         "selected_token_ids",
     ),
+    ("LigerFusedLinearJSDFunction", (X, X, X, X, None, 0.5, -100, 1.0, torch.float16), "accum_dtype"),
     ("LigerJSDFunction", (X, X, None, 0.5, -100, "nvidia-triton"), "jsd_impl"),
     ("LigerKLDivLossFunction", (X, X, "batchmean", False, 1e-2), "eps"),
 ]
@@ -150,20 +66,6 @@ def test_the_page_has_every_row():
     assert {name for names, _ in said for name in names} == set(TABLE)
     for names, served_by in said:
         assert {TABLE[name].op for name in names} == set(served_by)
-
-
-@pytest.mark.parametrize(("name", "arguments", "options", "reference"), OPTIONS)
-def test_an_option_is_handed_on_or_named(name, arguments, options, reference):
-    row = TABLE[name]
-    known = table._PARAMETERS["swiglu" if row.op == "gated_mlp" else row.op]
-    if set(options) <= known.keys():
-        found, wanted = row.call(*arguments), reference(*in_float64(arguments))
-        found, wanted = (x if isinstance(x, tuple) else (x,) for x in (found, wanted))
-        for got, wide in zip([x for x in found if x is not None], wanted, strict=True):
-            assert_near(got, wide, TOLERANCE[arguments[0].dtype])
-    else:
-        with pytest.raises(NotServed, match=", ".join(options)):
-            row.call(*arguments)
 
 
 @pytest.mark.parametrize(("name", "arguments", "reason"), NOT_SERVED, ids=[f"{n}-{r}" for n, _, r in NOT_SERVED])
@@ -214,14 +116,15 @@ def counted(monkeypatch):
 
 
 def test_a_call_that_is_not_served_runs_ligers_own_is_counted_and_said_once(counted, recwarn):
-    apply = binding._serving(TABLE["LigerSiLUMulFunction"], lambda *arguments: arguments)
-    for factor in (0.5, 0.25):
-        assert apply(X, X, factor) == (X, X, factor)
-    torch.testing.assert_close(apply(X, X), torch.nn.functional.silu(X) * X)
-    assert liger.calls() == {"LigerSiLUMulFunction": {"served": 1, "left": {"gate_multiplier": 2}}}
-    assert [str(said.message) for said in recwarn] == [
-        "LigerSiLUMulFunction runs Liger's own kernel where it is asked for gate_multiplier, which tilekern's swiglu "
-        "does not have; tilekern.liger.calls() counts such calls"
+    apply = binding._serving(TABLE["LigerLlama4RopeFunction"], lambda *arguments: arguments)
+    for _ in range(2):
+        assert apply(Q, K, ANGLES) == (Q, K, ANGLES)
+    angles = torch.ones(1, Q.shape[1], Q.shape[3] // 2, dtype=torch.complex64)
+    assert torch.equal(apply(Q, K.transpose(1, 2)[:, :2], angles)[0], Q)
+    assert liger.calls() == {"LigerLlama4RopeFunction": {"served": 1, "left": {"a real freqs_cis": 2}}}
+    assert [str(said.message) for said in recwarn if "Liger's own" in str(said.message)] == [
+        "LigerLlama4RopeFunction runs Liger's own kernel where it is asked for a real freqs_cis, which tilekern's "
+        "llama4_rope does not have; tilekern.liger.calls() counts such calls"
     ]
 
 
@@ -241,8 +144,25 @@ def test_subclasses_of_tensors_go_to_liger(counted):
 
 
 def test_rows_compile_without_a_break(counted):
-    apply = binding._serving(TABLE["LigerSiLUMulFunction"], lambda a, _, gate: a * gate)
+    apply = binding._serving(TABLE["LigerSiLUMulFunction"], None)
     compiled = torch.compile(lambda *given: apply(*given) + 1, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(X, X), torch.nn.functional.silu(X) * X + 1)
-    torch.testing.assert_close(compiled(X, X, 0.5), X * 0.5 + 1)
+    other = binding._serving(TABLE["LigerKLDivLossFunction"], lambda x, *_: x * 2)
+    compiled = torch.compile(lambda *given: other(*given) + 1, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(X, X, "sum", False, 0.5), X * 2 + 1)
     assert liger.calls() == {}
+
+
+def test_metrics_stand_beside_the_loss():
+    logits, target = torch.eye(4) * 9, torch.tensor([0, 2, 2, -100])
+    options = (None, -100, 0.0, 0.0, "mean", None, False, True, True)
+    hidden = torch.eye(4)
+    for _, z_loss, accuracy, predicted in (
+        TABLE["LigerCrossEntropyFunction"].call(logits, target, *options),
+        TABLE["LigerFusedLinearCrossEntropyFunction"].call(
+            hidden, logits, target, None, None, *options[1:7], None, False, *options[7:]
+        ),
+    ):
+        assert z_loss is None
+        torch.testing.assert_close(accuracy, torch.tensor(2 / 3))
+        assert torch.equal(predicted, torch.tensor([0, 1, 2, -100]).where(target >= 0, -1))

@@ -8,7 +8,6 @@ and angles get no gradient. ``in_place`` is a permission in Liger, of which the 
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -25,11 +24,6 @@ ops: Any = _modules
 _NO_EPS = 1e-8
 # The numbers by which Liger knows casting modes, too.
 _CASTING_MODES: dict[str | int, str] = {0: "llama", 1: "gemma", -1: "none"}
-# What each op may be asked for, with its annotation.
-_PARAMETERS = {
-    op: {name: str(said.annotation) for name, said in inspect.signature(getattr(ops, op)).parameters.items()}
-    for op in ops.__all__
-}
 
 
 class NotServed(Exception):  # noqa: N818 (it is not an error: the call goes to Liger)
@@ -64,21 +58,6 @@ def _serves(name: str, op: str, dispatched: str | None = None) -> Callable[[Call
     return enter
 
 
-def _asked(op: str, **options: tuple[Any, Any]) -> dict[str, Any]:
-    """The options, each ``(value, what the op does without it)``, that a call must hand on.
-
-    Raises:
-        NotServed: the op does not have one of them.
-    """
-    asked = {
-        name: value
-        for name, (value, without) in options.items()
-        if (value is not None if without is None else value != without)
-    }
-    _only(**dict.fromkeys(asked.keys() - _PARAMETERS[op].keys(), True))
-    return asked
-
-
 def _only(**unserved: Any) -> None:
     """Raise :class:`NotServed` with the names of those that are given."""
     if given := [name for name, value in unserved.items() if value]:
@@ -109,9 +88,7 @@ def _rms_norm(
     X: torch.Tensor, W: torch.Tensor | None, eps: float, offset: float = 0.0, casting_mode: str | int = "llama",
     in_place: bool = True, row_mode: bool | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    if "None" not in _PARAMETERS["rms_norm"]["weight"]:
-        _only(**{"no weight": W is None})
-    return ops.rms_norm(X, W, eps, **_casts("rms_norm", X, W, offset, casting_mode)).to(X.dtype)
+    return ops.rms_norm(X, W, eps, offset, _mode(X, W, casting_mode)).to(X.dtype)
 
 
 @_serves("LigerFusedAddRMSNormFunction", "fused_add_rms_norm", dispatched="fused_add_rms_norm")
@@ -119,18 +96,15 @@ def _fused_add_rms_norm(
     X: torch.Tensor, R: torch.Tensor, W: torch.Tensor, eps: float, offset: float = 0.0,
     casting_mode: str | int = "llama", in_place: bool = False,
 ) -> Pair:  # fmt: skip
-    options = _casts("fused_add_rms_norm", X, W, offset, casting_mode)
-    total, y = ops.fused_add_rms_norm(R, X, W, eps, **options)
+    total, y = ops.fused_add_rms_norm(R, X, W, eps, offset, _mode(X, W, casting_mode))
     return y.to(X.dtype), total
 
 
-def _casts(
-    op: str, x: torch.Tensor, weight: torch.Tensor | None, offset: float, casting_mode: str | int
-) -> dict[str, Any]:
-    casting_mode = _CASTING_MODES.get(casting_mode, casting_mode)
-    # In float32 there is nothing to cast, and the three modes are one.
-    wide = x.dtype == torch.float32 and (weight is None or weight.dtype == torch.float32)
-    return _asked(op, offset=(offset, 0.0), casting_mode=("llama" if wide else casting_mode, "llama"))
+def _mode(x: torch.Tensor, weight: torch.Tensor | None, casting_mode: str | int) -> str | int:
+    """The casting mode by its name; in float32 there is nothing to cast, and the three are one."""
+    if x.dtype == torch.float32 and (weight is None or weight.dtype == torch.float32):
+        return "llama"
+    return _CASTING_MODES.get(casting_mode, casting_mode)
 
 
 @_serves("LigerLayerNormFunction", "layer_norm", dispatched="layer_norm")
@@ -163,7 +137,7 @@ def _dyt(x: torch.Tensor, alpha: torch.Tensor, gamma: torch.Tensor, beta: torch.
 def _swiglu(
     a: torch.Tensor, b: torch.Tensor, gate_multiplier: float = 1.0, down_multiplier: float = 1.0
 ) -> torch.Tensor:
-    return ops.swiglu(a, b, **_multipliers(gate_multiplier, down_multiplier))
+    return ops.swiglu(a, b, float(gate_multiplier), float(down_multiplier))
 
 
 @_serves("LigerFusedGateUpSiLUMulFunction", "swiglu")
@@ -178,15 +152,10 @@ def _gated_mlp(
     input: torch.Tensor, gate_weight: torch.Tensor, up_weight: torch.Tensor, down_weight: torch.Tensor,
     gate_multiplier: float = 1.0, down_multiplier: float = 1.0,
 ) -> torch.Tensor:  # fmt: skip
-    options = _multipliers(gate_multiplier, down_multiplier)
-    if not options:
+    if gate_multiplier == down_multiplier == 1:
         return ops.gated_mlp(input, gate_weight, up_weight, down_weight)
     gate, up = (torch.nn.functional.linear(input, weight) for weight in (gate_weight, up_weight))
-    return torch.nn.functional.linear(ops.swiglu(gate, up, **options), down_weight)
-
-
-def _multipliers(gate: float, down: float) -> dict[str, Any]:
-    return _asked("swiglu", gate_multiplier=(float(gate), 1.0), down_multiplier=(float(down), 1.0))
+    return torch.nn.functional.linear(_swiglu(gate, up, gate_multiplier, down_multiplier), down_weight)
 
 
 @_serves("LigerGELUMulFunction", "geglu", dispatched="geglu")
@@ -220,11 +189,10 @@ def _rope(
     size = q.shape[-1]
     rotary = min(cos.shape[-1], size) if rotary_dim is None else rotary_dim
     rotary -= rotary % 2  # the last number of a head of an odd size stays
-    options = _asked("rope", rotary_dim=(rotary, size))
     # Liger reads the first half of the angles alone, as tilekern does where they are promised to come twice.
     width = rotary if cos.shape[-1] == rotary else rotary // 2
     angles = [_without_heads(x, unsqueeze_dim)[..., :width] for x in (cos, sin)]
-    q_out, k_out = ops.rope(q, k, *angles, twice=True, **options)
+    q_out, k_out = ops.rope(q, k, *angles, twice=True, rotary_dim=None if rotary == size else rotary)
     return q_out.to(q.dtype), k_out.to(k.dtype)
 
 
@@ -257,16 +225,13 @@ def _cross_entropy(
     lse_square_scale: float = 0.0, label_smoothing: float = 0.0, reduction: str = "mean", softcap: float | None = None,
     return_z_loss: bool = False, return_token_accuracy: bool = False, return_predicted_tokens: bool = False,
 ) -> Losses:  # fmt: skip
-    by_rows = bool(lse_square_scale and weight is not None and reduction == "mean")
-    options = _asked(
-        "cross_entropy", return_z_loss=(return_z_loss, False), return_token_accuracy=(return_token_accuracy, False),
-        return_predicted_tokens=(return_predicted_tokens, False), z_loss_by_rows=(by_rows, False),
-    )  # fmt: skip
-    divided = reduction == "mean" and not by_rows
+    divided = reduction == "mean" and (weight is None or not lse_square_scale)
     found = ops.cross_entropy(
         _input, target, None if weight is None else weight.detach(), ignore_index=ignore_index,
         reduction="sum" if divided else reduction, label_smoothing=label_smoothing, softcap=softcap,
-        z_loss=lse_square_scale, in_place=True, **options,
+        z_loss=lse_square_scale, in_place=True, return_z_loss=return_z_loss,
+        return_token_accuracy=return_token_accuracy, return_predicted_tokens=return_predicted_tokens,
+        z_loss_by_rows=True,
     )  # fmt: skip
     loss, z_loss, *others = _with_others(found)
     if divided:
@@ -294,18 +259,14 @@ def _fused_linear_cross_entropy(
     chunk_mem_const: int = 1,
 ) -> Losses:  # fmt: skip
     _only(ce_impl=ce_impl, ce_mode=ce_mode, accum_dtype=accum_dtype not in (None, torch.float32, weight.dtype))
-    by_rows = bool(lse_square_scale and ce_weight is not None and reduction == "mean")
-    options = _asked(
-        "fused_linear_cross_entropy", bias=(bias, None), use_token_scaling=(use_token_scaling, False),
-        return_z_loss=(return_z_loss, False), return_token_accuracy=(return_token_accuracy, False),
-        return_predicted_tokens=(return_predicted_tokens, False), z_loss_by_rows=(by_rows, False),
-    )  # fmt: skip
-    if reduction == "mean" and not by_rows:
-        options["num_items"] = _rows_that_count(target, ignore_index, ce_weight)
+    divided = reduction == "mean" and (ce_weight is None or not lse_square_scale)
     found = ops.fused_linear_cross_entropy(
         _input, weight, target, class_weight=None if ce_weight is None else ce_weight.detach(),
         ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing, softcap=softcap,
-        z_loss=lse_square_scale, wide_sums=accum_dtype == torch.float32, **options,
+        z_loss=lse_square_scale, wide_sums=accum_dtype == torch.float32, bias=bias,
+        num_items=_rows_that_count(target, ignore_index, ce_weight) if divided else None,
+        use_token_scaling=use_token_scaling, return_z_loss=return_z_loss, return_token_accuracy=return_token_accuracy,
+        return_predicted_tokens=return_predicted_tokens, z_loss_by_rows=True,
     )  # fmt: skip
     loss, z_loss, *others = _with_others(found)
     return loss, None if z_loss is None else z_loss.to(_input.dtype), *others
@@ -331,6 +292,22 @@ def _jsd(
 ) -> torch.Tensor:  # fmt: skip
     _only(jsd_impl=jsd_impl, jsd_mode=jsd_mode)
     return ops.jsd(*_alike(_input, target), shift_labels, beta, ignore_index).to(_input.dtype)
+
+
+@_serves("LigerFusedLinearJSDFunction", "fused_linear_jsd", dispatched="fused_linear_jsd")
+def _fused_linear_jsd(
+    student_input: torch.Tensor, student_weight: torch.Tensor, teacher_input: torch.Tensor,
+    teacher_weight: torch.Tensor, shift_labels: torch.Tensor | None = None, jsd_beta: float = 0.5,
+    ignore_index: int = -100, temperature: float = 1.0, accum_dtype: torch.dtype | None = None,
+    jsd_impl: str | None = None, jsd_mode: str | None = None,
+) -> torch.Tensor:  # fmt: skip
+    _only(
+        jsd_impl=jsd_impl, jsd_mode=jsd_mode,
+        accum_dtype=accum_dtype not in (None, torch.float32, student_weight.dtype),
+    )  # fmt: skip
+    sums = torch.float32 if accum_dtype == torch.float32 else None
+    heads = (student_input, student_weight, teacher_input, teacher_weight)
+    return ops.fused_linear_jsd(*heads, shift_labels, jsd_beta, ignore_index, temperature, sums)
 
 
 @_serves("LigerKLDivLossFunction", "kl_div", dispatched="kl_div")
