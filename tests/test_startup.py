@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tilekern import startup
-from tilekern.awaiting import after_import
+from tilekern.awaiting import Arrivals
 
 ROOT = Path(__file__).parents[1]
 
@@ -28,31 +28,30 @@ def awaited(tmp_path, monkeypatch):
         sys.modules.pop(name, None)
 
 
-def test_what_waits_for_a_module_runs_once_after_it(awaited):
-    seen, finders = [], len(sys.meta_path)
-    after_import(awaited, lambda: seen.append(sys.modules[awaited].DONE))
+def test_what_waits_for_a_module_is_told_after_it(awaited):
+    seen = []
+    waiting = Arrivals(awaited.__eq__, lambda name: seen.append((name, sys.modules[name].DONE)))
+    waiting.watch()
+    waiting.watch()
     importlib.import_module("a_package_awaited")
     assert not seen
     module = importlib.import_module(awaited)
-    assert seen == [True]
-    assert len(sys.meta_path) == finders
-    importlib.reload(module)
-    assert seen == [True]
-    after_import(awaited, lambda: seen.append("at once"))
-    assert seen == [True, "at once"]
+    assert seen == [(awaited, True)]
+    assert module.__spec__.loader is module.__loader__
+    assert module.__loader__.get_source(awaited) == "DONE = True\n"
 
 
 def test_errors_of_what_waits_are_those_of_the_import(awaited):
-    def fail():
-        raise RuntimeError("not here")
+    def fail(name):
+        raise RuntimeError(f"not {name}")
 
-    after_import(awaited, fail)
-    with pytest.raises(RuntimeError, match="not here"):
+    Arrivals(awaited.__eq__, fail).watch()
+    with pytest.raises(RuntimeError, match=f"not {awaited}"):
         importlib.import_module(awaited)
 
 
 def test_a_module_that_is_not_there_stays_so(awaited):
-    after_import("a_package_awaited.nothing", pytest.fail)
+    Arrivals(lambda name: name.startswith("a_package_awaited."), pytest.fail).watch()
     with pytest.raises(ModuleNotFoundError, match="a_package_awaited"):
         importlib.import_module("a_package_awaited.nothing")
 
@@ -66,10 +65,11 @@ def test_it_waits_for_liger_where_a_variable_asks_for_it(monkeypatch, variables,
     monkeypatch.delenv("LIGER_KERNEL_IMPL", raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    awaited = []
-    monkeypatch.setattr("tilekern.awaiting.after_import", lambda name, _: awaited.append(name))
+    monkeypatch.setattr(sys, "meta_path", before := list(sys.meta_path))
+    others = len(before)
     startup.begin()
-    assert awaited == ["liger_kernel.ops.backends.registry"] * waits
+    assert len(sys.meta_path) == others + waits
+    assert [finder._awaits("liger_kernel.ops.backends.registry") for finder in sys.meta_path[:waits]] == [True] * waits
 
 
 def test_the_entry_point_of_torch_names_it():

@@ -1,44 +1,54 @@
-"""Runs a function when a module of another package has been imported, without importing that package."""
+"""Modules of other packages that are imported later: what waits for one is told as soon as it is there."""
 
 from __future__ import annotations
 
-import importlib.util
+import importlib.abc
+import importlib.machinery
 import sys
-from collections.abc import Callable
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
+from collections.abc import Callable, Sequence
 from types import ModuleType
 
 
-def after_import(name: str, act: Callable[[], object]) -> None:
-    """Call ``act`` once ``name`` has been executed: at once if it has been, else within the import of it.
+class Arrivals(importlib.abc.MetaPathFinder):
+    """Calls ``arrived`` with the name of each module, of those that ``awaits`` says, after it was imported.
 
-    What ``act`` raises is raised by that import.
+    What ``arrived`` raises is raised by that import.
     """
-    if name in sys.modules:
-        act()
-    else:
-        sys.meta_path.insert(0, _Finder(name, act))
 
+    def __init__(self, awaits: Callable[[str], bool], arrived: Callable[[str], object]) -> None:
+        self._awaits, self._arrived = awaits, arrived
 
-class _Finder(MetaPathFinder):
-    """Finds one module as others would, and leaves."""
+    def watch(self) -> None:
+        """Begin; once is enough."""
+        if self not in sys.meta_path:
+            sys.meta_path.insert(0, self)
 
-    def __init__(self, name: str, act: Callable[[], object]):
-        self.name, self.act = name, act
-
-    def find_spec(self, fullname: str, *_: object) -> ModuleSpec | None:
-        if fullname != self.name:
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """The specification of a module that is awaited, with a loader that tells of it; None of others."""
+        if not self._awaits(name):
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
+        others = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
+        spec = next(filter(None, others), None)
         if spec is None or spec.loader is None:
-            return spec
-        loader, execute = spec.loader, spec.loader.exec_module
-
-        def execute_and_act(module: ModuleType) -> None:
-            execute(module)
-            self.act()
-
-        loader.exec_module = execute_and_act  # type: ignore[method-assign]
+            return None
+        spec.loader = _Telling(spec.loader, self._arrived)
         return spec
+
+
+class _Telling(importlib.abc.Loader):
+    """Loads a module as the loader in it does, and tells that it is there; the module knows that one alone."""
+
+    def __init__(self, loader: importlib.abc.Loader, arrived: Callable[[str], object]) -> None:
+        self._loader, self._arrived = loader, arrived
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__loader__ = self._loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        self._loader.exec_module(module)
+        self._arrived(module.__name__)

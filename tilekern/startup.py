@@ -9,16 +9,17 @@ from __future__ import annotations
 import os
 from importlib import import_module
 
+_REGISTRY = "liger_kernel.ops.backends.registry"
 _LIGER = ("LIGER_KERNEL_IMPL", "LIGER_KERNEL_BACKEND")
 
 
 def begin() -> None:
     """Offer the ops to Liger-Kernel once it is imported, where one of its variables names ``tilekern``."""
     if variables():
-        from tilekern.awaiting import after_import
+        from tilekern.awaiting import Arrivals
 
         # By name: liger stands above this file.
-        after_import("liger_kernel.ops.backends.registry", lambda: import_module("tilekern.liger").offer())
+        Arrivals(_REGISTRY.__eq__, lambda _: import_module("tilekern.liger").offer()).watch()
 
 
 def variables() -> list[str]:

@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
+from tilekern.awaiting import Arrivals
 from tilekern.errors import InputError
 from tilekern.patch import attention
-from tilekern.patch.arriving import Arrivals
 from tilekern.patch.families import FAMILIES, Family, imported, is_of_transformers
 from tilekern.patch.installed import Found, as_read, examine, transformers_version
 from tilekern.patch.instances import patch_modules
