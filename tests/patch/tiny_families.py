@@ -17,11 +17,25 @@ LATENT = {
     "q_lora_rank": 12, "kv_lora_rank": 12, "qk_rope_head_dim": 8, "qk_nope_head_dim": 6, "v_head_dim": 10,
     "num_key_value_heads": 3, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1,
 }  # fmt: skip
+# The part of a multimodal model that is not tested here.
+VISION = {
+    "depth": 1, "num_hidden_layers": 1, "hidden_size": 16, "embed_dim": 16, "out_hidden_size": 24, "num_heads": 2,
+    "num_attention_heads": 2, "intermediate_size": 20, "image_size": 28, "patch_size": 14, "num_position_embeddings": 16,
+    "deepstack_visual_indexes": [0],
+}  # fmt: skip
+MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}}
+
+
+def _seeing(**text):
+    return {"text_config": SIZES | text, "vision_config": VISION, "image_token_id": 60, "video_token_id": 59}
+
+
 # What a family needs beside the sizes.
 OWN: dict[str, dict] = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu", "axk1", "dots1"), EXPERTS | LATENT),
-    **dict.fromkeys(("glm4_moe", "hy_v3", "laguna", "mellum", "qwen2_moe", "solar_open"), EXPERTS),
-    "qwen3_moe": EXPERTS | {"mlp_only_layers": [1]},
+    **dict.fromkeys(("glm4_moe", "hy_v3", "laguna", "mellum", "solar_open"), EXPERTS),
+    "qwen2_moe": EXPERTS | {"output_router_logits": False},
+    "qwen3_moe": EXPERTS | {"mlp_only_layers": [1], "output_router_logits": False},
     "aria": {"model_type": "aria_text"},
     "deepseek_v32": EXPERTS | LATENT | {"index_topk": 4, "index_head_dim": 8, "index_n_heads": 2},
     "diffllama": {"num_attention_heads": 4, "num_key_value_heads": 2},
@@ -30,9 +44,22 @@ OWN: dict[str, dict] = {
         "mamba_n_heads": 6, "layer_types": ["attention", "attention"], "shared_intermediate_size": 20,
         "position_embedding_type": "rope",
     },
-    "jamba": EXPERTS | {"attn_layer_period": 2, "attn_layer_offset": 0, "use_mamba_kernels": False, "mamba_dt_rank": 4},
+    "jamba": EXPERTS | {"output_router_logits": False} | {"attn_layer_period": 2, "attn_layer_offset": 0, "use_mamba_kernels": False, "mamba_dt_rank": 4},
     "lfm2_moe": EXPERTS | {"layer_types": ["full_attention", "conv"]},
     "minicpm3": LATENT,
+    "mixtral": EXPERTS,
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "paddleocr_vl", "hunyuan_vl"), _seeing(**MROPE)),
+    "qwen3_vl_moe": _seeing(**EXPERTS | MROPE),
+    "glm4v_moe": _seeing(**EXPERTS | {"rope_parameters": MROPE["rope_parameters"] | {"mrope_section": [1, 1, 0]}}),
+    "ernie4_5_vl_moe": _seeing(**EXPERTS | MROPE | {"moe_intermediate_size": [20, 20]}),
+    "mllama": _seeing(cross_attention_layers=[]),
+    "gpt2": {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
+    "biogpt": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "layerdrop": 0.0},
+    "phimoe": EXPERTS | {"router_jitter_noise": 0.0, "input_jitter_noise": 0.0},
+    **dict.fromkeys(
+        ("llava", "internvl", "mistral3", "smolvlm", "idefics3", "aya_vision", "llava_next", "got_ocr2"),
+        _seeing(model_type="llama"),
+    ),
 }  # fmt: skip
 IDS = torch.randint(3, 61, (2, 7), generator=torch.Generator().manual_seed(3))
 

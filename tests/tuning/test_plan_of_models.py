@@ -38,6 +38,7 @@ SMALL = {
     "num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": 3, "vocab_size": 336,
 }  # fmt: skip
 LLAMA = {"model_type": "llama", **{name: value for name, value in SMALL.items() if name != "model_type"}}
+PHI = SMALL | {"model_type": "phi"}
 NOT_PATCHED = "rms_norm, swiglu, qk_norm_rope, rope, fused_add_rms_norm, fused_linear_cross_entropy have no patch"
 
 
@@ -167,13 +168,27 @@ def test_padded_sequences_attend_through_sdpa_which_is_said():
 
 
 @pytest.mark.parametrize("name", ["llama-3-8b", "llama"])
-def test_what_has_no_patch_is_not_planned_and_is_named(name):
+def test_a_llama_is_planned_whole(name):
     plan = planned(name if name in PRESETS else LLAMA)
+    assert plan.notes == ()
+    assert by_kernel(plan).keys() >= {
+        "rms_norm_backward", "swiglu_backward_remake", "rope", "fused_add_rms_norm_backward", "attention_backward",
+        "fused_linear_cross_entropy", "adamw",
+    }  # fmt: skip
+    assert by_kernel(planned(LLAMA, ops=["rope"])).keys() == {"rope"}
+    with pytest.raises(InputError, match="a step of llama asks for no kernel of --ops qk_norm_rope"):
+        planned(LLAMA, ops=["qk_norm_rope"])
+
+
+def test_what_has_no_patch_is_not_planned_and_is_named():
+    plan = planned(PHI)
     assert {kernel.partition("_")[0] for kernel in by_kernel(plan)} == {"attention", "adamw"}
-    assert plan.notes == (f"llama: attention and adamw only; {NOT_PATCHED}",)
-    assert planned(LLAMA, ops=["attention"]).notes == ()
-    with pytest.raises(InputError, match="a step of llama asks for no kernel of --ops rope; llama: nothing only; rope"):
-        planned(LLAMA, ops=["rope"])
+    assert plan.notes == (f"phi: attention and adamw only; {NOT_PATCHED}",)
+    assert planned(PHI, ops=["attention"]).notes == ()
+    with pytest.raises(InputError, match="asks for no kernel of --ops rope; phi: nothing only; rope has no patch"):
+        planned(PHI, ops=["rope"])
+    some = planned(AutoConfig.for_model("olmo2", **FAMILIES["olmo2"]))
+    assert some.notes[0].endswith(" and adamw only; rms_norm, fused_add_rms_norm have no patch")
 
 
 @pytest.mark.parametrize(

@@ -109,6 +109,9 @@ def head_and_loss(function: ast.FunctionDef) -> int:
     body, names = function.body, {argument.arg for argument in _arguments(function)}
     for place, statement in enumerate(body):
         logits, call = _assigned(statement)
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and _method(call) == "float":
+            # The loss is computed in float32 in any case.
+            call = call.func.value
         if logits is None or _own_call(call) is None or not isinstance(call, ast.Call) or len(call.args) != 1:
             continue
         found = _options(body, place + 1, logits)

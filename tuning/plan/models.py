@@ -153,15 +153,18 @@ def _batches(steps: Steps) -> list[Batch]:
 
 
 def _without_patch(config: Any, ops: Iterable[str], found: Trace) -> list[str]:
-    """What of a model runs no kernel, since no patch knows its family."""
+    """What of a model runs no kernel, since no patch knows its code; few families have norms of q and k to fuse."""
     module = type(config).__module__.replace(".configuration_", ".modeling_")
-    known = {patch.op for patch in registry.patches() if patch.module == module}
+    known = {patch.op for patch in (*registry.patches_for(module), *registry.registered()) if patch.module == module}
+    if "rope" in known:
+        known.add("qk_norm_rope")
     lacking = [op for op in ops if op in registry.known_ops() and op not in known]
     if not lacking:
         return []
     asked = {op for kernel, _ in found.asked for op in spec_named(kernel).ops}
     served = [op for op in ops if op in asked and op not in lacking]
-    return [f"{config.model_type}: {' and '.join(served) or 'nothing'} only; {', '.join(lacking)} have no patch"]
+    has = "has" if len(lacking) == 1 else "have"
+    return [f"{config.model_type}: {' and '.join(served) or 'nothing'} only; {', '.join(lacking)} {has} no patch"]
 
 
 def _fallbacks(found: Trace) -> list[str]:
