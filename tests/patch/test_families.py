@@ -1,5 +1,6 @@
 """A patched model of each family computes what an unpatched one does; torch's formulas stand for the kernels here."""
 
+import models_page
 import pytest
 import torch
 from tiny_families import IDS, make
@@ -52,3 +53,8 @@ def test_a_patched_model_computes_what_it_does_as_it_is(family):
     assert patched_gradients.keys() == gradients.keys()
     for name, gradient in gradients.items():
         assert torch.allclose(patched_gradients[name], gradient, rtol=1e-4, atol=1e-6 * float(gradient.norm())), name
+
+
+@pytest.mark.skipif(not all(x.is_here for x in FAMILIES.values()), reason="an older transformers has fewer families")
+def test_the_page_of_models_says_what_is_tested():
+    assert models_page.PAGE.read_text(encoding="utf-8") == models_page.page()

@@ -20,8 +20,8 @@ LATENT = {
 # The part of a multimodal model that is not tested here.
 VISION = {
     "depth": 1, "num_hidden_layers": 1, "hidden_size": 16, "embed_dim": 16, "out_hidden_size": 24, "num_heads": 2,
-    "num_attention_heads": 2, "intermediate_size": 20, "image_size": 28, "patch_size": 14, "num_position_embeddings": 16,
-    "deepstack_visual_indexes": [0],
+    "num_attention_heads": 2, "intermediate_size": 20, "image_size": 28, "patch_size": 14,
+    "num_position_embeddings": 16, "deepstack_visual_indexes": [0],
 }  # fmt: skip
 MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}}
 
@@ -44,7 +44,10 @@ OWN: dict[str, dict] = {
         "mamba_n_heads": 6, "layer_types": ["attention", "attention"], "shared_intermediate_size": 20,
         "position_embedding_type": "rope",
     },
-    "jamba": EXPERTS | {"output_router_logits": False} | {"attn_layer_period": 2, "attn_layer_offset": 0, "use_mamba_kernels": False, "mamba_dt_rank": 4},
+    "jamba": EXPERTS | {
+        "output_router_logits": False, "attn_layer_period": 2, "attn_layer_offset": 0, "use_mamba_kernels": False,
+        "mamba_dt_rank": 4,
+    },
     "lfm2_moe": EXPERTS | {"layer_types": ["full_attention", "conv"]},
     "minicpm3": LATENT,
     "mixtral": EXPERTS,

@@ -14,8 +14,9 @@ _LETTERS = dict(zip("nmqrsh", OPS, strict=True))
 _SERVED = {
     "nmqrsh": "qwen3 doge dots1 qwen3_moe qwen3_vl",
     "nqrsh": "mellum qwen3_vl_moe",
-    "nmrsh": "llama aria cwm deepseek_v32 diffllama exaone_moe granite granite_swa hunyuan_v1_dense hunyuan_v1_moe hy_v3 "
-    "minicpm3 ministral ministral3 mistral mllama paddleocr_vl qwen2 qwen2_5_vl qwen2_moe qwen2_vl smollm3 solar_open",
+    "nmrsh": "llama aria cwm deepseek_v32 diffllama exaone_moe granite granite_swa hunyuan_v1_dense hunyuan_v1_moe "
+    "hy_v3 minicpm3 ministral ministral3 mistral mllama paddleocr_vl qwen2 qwen2_5_vl qwen2_moe qwen2_vl smollm3 "
+    "solar_open",
     "nmsh": "axk1 deepseek_v2 deepseek_v3 ernie4_5 ernie4_5_moe ernie4_5_vl_moe glm glm4 glm4_moe glm4_moe_lite glm4v "
     "glm4v_moe hunyuan_vl jamba laguna phi3 youtu",
     "nrsh": "apertus arcee bitnet granitemoe granitemoe_swa granitemoehybrid granitemoeshared jetmoe minimax mixtral "
@@ -26,8 +27,8 @@ _SERVED = {
     "mrh": "afmoe gemma gemma2 gemma3 olmo olmo2 olmo3 stablelm vaultgemma",
     "mh": "cohere cohere2 flint helium",
     "rh": "flex_olmo persimmon phimoe starcoder2",
-    "h": "aya_vision biogpt got_ocr2 gpt2 gpt_neox gpt_oss idefics3 internvl llava llava_next mistral3 nanochat nemotron "
-    "smolvlm",
+    "h": "aya_vision biogpt got_ocr2 gpt2 gpt_neox gpt_oss idefics3 internvl llava llava_next mistral3 nanochat "
+    "nemotron smolvlm",
 }
 
 

@@ -1,0 +1,52 @@
+"""docs/models.md as the families' tests make it; ``python tests/patch/models_page.py`` writes it."""
+
+from pathlib import Path
+
+from tilekern.patch.families import FAMILIES
+from tilekern.patch.forms import OPS, Module, path_of
+
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+HEAD = """# Models
+
+The families that `tilekern.apply()` patches, by `model_type`. The test of each makes a small model of it and holds the
+patched one to the unpatched one: loss, logits, all gradients, and the tokens that are generated with a cache; and that
+every op with a "yes" ran. This page is made by those tests (`python tests/patch/models_page.py`).
+
+What is patched is found by the form of the code, whatever the family: `forms="any"` patches other families of
+transformers, too, wherever their code has a form that is known. `python -m tilekern.patch` says what it is here.
+`attn_implementation="tilekern"` is a door of its own, which all families that ask for an attention function have.
+
+- `swiglu` is any MLP with a gate, by silu or gelu; experts are not among them.
+- `rope` and `qk_norm_rope` are of the language model; vision towers keep their own rotation.
+- "-": the family has no such code.
+- "another form": it has, and tilekern has no op that computes the same.
+
+"""
+
+
+def page():
+    """The text of the page."""
+    rows = [f"| {' | '.join(('family', *OPS))} |", "|---" * (len(OPS) + 1) + "|"]
+    for family in sorted(FAMILIES.values()):
+        module = Module(family.module, path_of(family.module).read_text(encoding="utf-8"))
+        cells = ["yes" if op in family.ops else reason(op, module) for op in OPS]
+        rows.append(f"| {' | '.join((family.model_type, *cells))} |")
+    return HEAD + "\n".join(rows) + "\n"
+
+
+def reason(op, module):
+    """Why an op does not serve a module's classes."""
+    text = path_of(module.name).read_text(encoding="utf-8")
+    has = {
+        "rms_norm": any("RMSNorm" in name for name in module.classes),
+        "swiglu": "self.gate_proj(" in text or "self.gate_up_proj(" in text,
+        "qk_norm_rope": "self.q_norm(" in text or "self.query_layernorm(" in text,
+        "rope": "apply_rotary" in text,
+        "fused_add_rms_norm": "RMSNorm" in text and any("Layer" in name for name in module.forwards),
+        "fused_linear_cross_entropy": True,
+    }
+    return "another form" if has[op] else "-"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
