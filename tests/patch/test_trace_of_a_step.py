@@ -1,6 +1,7 @@
 """What is traced on meta tensors is what a step of a patched model asks for, and nothing else."""
 
 import pytest
+import tiny_families
 import torch
 from tiny_qwen3 import IDS, SINGLE, make
 
@@ -74,6 +75,19 @@ def test_a_step_asks_for_what_was_traced_and_nothing_else(h200, family, switches
     assert ("attention_backward" in kernels) == (attention != "eager" and step != "padded")
     assert bool(found.fallbacks["attention_forward"]) == (attention != "eager" and step == "padded")
     assert ("fused_linear_cross_entropy" in kernels) == (not switches)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "granite", "qwen2_vl"])
+def test_so_it_is_in_other_families(h200, family):
+    """With a rotation by itself; with gelu and a capped loss; with logits that are scaled; with angles of three axes."""
+    tilekern.apply(model_type=family)
+    model = tiny_families.make(family).train().to(torch.bfloat16)
+    inputs = {"input_ids": tiny_families.IDS, "labels": tiny_families.IDS}
+    found = traced(model, Batch(*tiny_families.IDS.shape))
+    assert set(found.asked) == asked_by_a_real_step(model, inputs)
+    kernels = {kernel for kernel, _ in found.asked}
+    assert {"rope", "fused_linear_cross_entropy", "adamw"} <= kernels
+    assert not found.fallbacks
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import copy
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 # The names under which a changed function calls what stands in.
 ADD_NORM, TURNED, SERVES, LOSS = "tilekern_add_norm", "tilekern_turned", "tilekern_serves", "tilekern_loss"
@@ -47,7 +47,8 @@ def _sum_and_norm(statements: list[ast.stmt], norms: Collection[str]) -> tuple[l
     if len(statements) < length:
         return None
     normed, call = _assigned(statements[length - 1])
-    if normed is None or _own_call(call) not in norms or _argument(call) not in (total, kept) or normed == kept:
+    given = _argument(call)
+    if normed is None or _own_call(call) not in norms or given is None or given not in (total, kept) or normed == kept:
         return None
     names = [name for name in (kept, total) if name is not None and name != normed]
     called = f"{names[0] if names else _UNUSED}, {normed} = {ADD_NORM}(0, 0, self.{_own_call(call)})"
@@ -115,7 +116,7 @@ def head_and_loss(function: ast.FunctionDef) -> int:
         if logits is None or _own_call(call) is None or not isinstance(call, ast.Call) or len(call.args) != 1:
             continue
         found = _options(body, place + 1, logits)
-        if found is None or "labels" not in names:
+        if found is None or "labels" not in names or _uses([*body[:place], call], logits):
             continue
         end, loss, options = found
         if not _only_returned(body[end:], logits):
@@ -199,7 +200,6 @@ def _without_logits(loss: ast.stmt) -> list[ast.keyword]:
 
 def _only_returned(statements: list[ast.stmt], name: str) -> bool:
     """Whether all that is done with a variable is to return it as the field of its output that has its name."""
-    uses = sum(isinstance(x, ast.Name) and x.id == name for y in statements for x in ast.walk(y))
     fields = [
         keyword.arg
         for statement in statements
@@ -208,7 +208,12 @@ def _only_returned(statements: list[ast.stmt], name: str) -> bool:
         for keyword in part.value.keywords
         if isinstance(keyword.value, ast.Name) and keyword.value.id == name
     ]
-    return fields == ["logits"] and uses == 1
+    return fields == ["logits"] and _uses(statements, name) == 1
+
+
+def _uses(nodes: Iterable[ast.AST], name: str) -> int:
+    """How often a variable is named."""
+    return sum(isinstance(x, ast.Name) and x.id == name for node in nodes for x in ast.walk(node))
 
 
 def stores_twice(rotary: ast.ClassDef) -> bool:

@@ -1,0 +1,244 @@
+"""Statements that are exchanged in a function's text, and those that are left."""
+
+import ast
+import textwrap
+
+import pytest
+
+from tilekern.patch import patterns
+from tilekern.patch.forms import Module, patches_of
+from tilekern.patch.shapes import shape_of
+
+
+def changed(text, pattern, *arguments):
+    """How often a pattern was there, and the lines of the body afterwards."""
+    function = ast.parse(textwrap.dedent(text)).body[0]
+    number = pattern(function, *arguments)
+    return number, [line.strip() for line in ast.unparse(function).splitlines()[1:]]
+
+
+def layer(*lines):
+    return "def forward(self, x, r):\n" + "".join(f"    {line}\n" for line in lines) + "    return x"
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        (["x = r + x", "r = x", "x = self.norm(x)"], ["r, x = tilekern_add_norm(r, x, self.norm)"]),
+        (["x = r + x", "r = x", "x = self.norm(r)"], ["r, x = tilekern_add_norm(r, x, self.norm)"]),
+        (["r = r + x", "x = self.norm(r)"], ["r, x = tilekern_add_norm(r, x, self.norm)"]),
+        (["x = r + x", "x = self.norm(x)"], ["tilekern_sum, x = tilekern_add_norm(r, x, self.norm)"]),
+        (["x = r + x", "r = x", "y = self.norm(x)"], ["r, y = tilekern_add_norm(r, x, self.norm)", "x = r"]),
+        (["x = r + self.drop(x) * 2", "r = x", "x = self.norm(x)"],
+         ["r, x = tilekern_add_norm(r, self.drop(x) * 2, self.norm)"]),
+    ],
+)  # fmt: skip
+def test_a_sum_and_the_norm_of_it(lines, expected):
+    number, body = changed(layer("x = self.attention(x)", *lines), patterns.add_norm, {"norm"})
+    assert number == 1
+    assert body == ["x = self.attention(x)", *expected, "return x"]
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ["x = r - x", "x = self.norm(x)"],
+        ["x = r + x", "x = self.other(x)"],
+        ["x = r + x", "x = self.norm(r)"],
+        ["x = r + x", "x = self.drop(x)", "x = self.norm(x)"],
+        ["x = r + x", "r = x", "r = self.norm(x)"],
+        ["x = r + x", "x = self.norm(x, True)"],
+        ["x += r", "x = self.norm(x)"],
+        ["x = r + x"],
+    ],
+)
+def test_what_is_no_sum_and_norm_of_it_is_left(lines):
+    assert changed(layer(*lines), patterns.add_norm, {"norm"}) == (0, [*lines, "return x"])
+
+
+HEAD = """
+def forward(self, x, labels=None, logits_to_keep=0, **kwargs):
+    {head}
+    {between}
+    loss = None
+    if labels is not None:
+        loss = self.loss_function({given}, **kwargs)
+    {after}
+    return Output(loss=loss, logits=logits, more=self.more(x))
+"""
+
+
+def head(head="logits = self.lm_head(x)", between="pass", given="logits=logits, labels=labels, vocab_size=5", after=""):
+    text = HEAD.format(head=head, between=between, given=given, after=after or "pass")
+    return "\n".join(line for line in text.splitlines() if line.strip() != "pass")
+
+
+CAP = """if self.config.final_logit_softcapping is not None:
+        logits = logits / self.config.final_logit_softcapping
+        logits = torch.tanh(logits)
+        logits = logits * self.config.final_logit_softcapping"""
+
+
+@pytest.mark.parametrize(
+    ("text", "call"),
+    [
+        (head(), "self.lm_head, x, labels=labels, vocab_size=5"),
+        (head("logits = self.embed_out(x[:, s, :])"), "self.embed_out, x[:, s, :], labels=labels, vocab_size=5"),
+        (head("logits = self.lm_head(x).float()"), "self.lm_head, x, labels=labels, vocab_size=5"),
+        (head(given="logits, labels, self.n"), "self.lm_head, x, labels=labels, vocab_size=self.n"),
+        (head(between="logits = logits.float()"), "self.lm_head, x, labels=labels, vocab_size=5"),
+        (head(between="logits = logits / self.c"), "self.lm_head, x, divisor=self.c, labels=labels, vocab_size=5"),
+        (head(between="logits = logits * self.c"), "self.lm_head, x, factor=self.c, labels=labels, vocab_size=5"),
+        (head(between=CAP),
+         "self.lm_head, x, softcap=self.config.final_logit_softcapping, labels=labels, vocab_size=5"),
+        (head(after="loss = loss + self.aux"), "self.lm_head, x, labels=labels, vocab_size=5"),
+    ],
+)  # fmt: skip
+def test_a_head_and_its_loss(text, call):
+    number, body = changed(text, patterns.head_and_loss)
+    assert number == 1
+    kept = ast.unparse(ast.parse(text)).splitlines()
+    assert body[1:3] == ["logits = None", f"loss = tilekern_loss({call}, **kwargs)"]
+    assert body[0] == f"if tilekern_serves(self, {call.partition(',')[0]}, labels, logits_to_keep):"
+    assert [line.strip() for line in kept[1:]] == [line for line in body if line != "else:"][3:]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        head(between="logits = logits / 2"),
+        head(between="logits = self.clip(logits)"),
+        head(between="self.seen(logits)"),
+        head(between="other = logits"),
+        head(between="logits = logits * self.a\n    logits = logits * self.b"),
+        head(after="loss = loss + logits.mean()"),
+        head(given="logits=logits[:, 1:], labels=labels"),
+        head(given="logits=logits, labels=self.shifted(labels)"),
+        head("logits = self.lm_head(x, 2)"),
+        head("logits = self.lm_head(x) + self.b"),
+        head().replace("labels is not None", "self.training"),
+        head().replace("logits=logits, more", "scores=logits, more"),
+        head().replace("self, x, labels=None, ", "self, x, "),
+    ],
+)
+def test_logits_that_are_used_otherwise_are_left(text):
+    assert changed(text, patterns.head_and_loss) == (
+        0, [line.strip() for line in ast.unparse(ast.parse(text)).splitlines()[1:]],
+    )  # fmt: skip
+
+
+ATTENTION = """
+def forward(self, h, position_embeddings):
+    s = (1, 2)
+    q = self.q_norm(self.q_proj(h).view(s)).transpose(1, 2)
+    k = self.k_norm(self.k_proj(h).view(s)).transpose(1, 2)
+    v = self.v_proj(h).view(s).transpose(1, 2)
+    cos, sin = position_embeddings
+    q, k = apply_rotary_pos_emb(q, k, cos, sin)
+    return q, k, v
+"""
+
+
+def test_the_norms_of_heads_and_their_rotation():
+    number, body = changed(ATTENTION, patterns.qk_norm_rope)
+    assert number == 1
+    assert body[1].strip("()").startswith("cos, sin")
+    assert body[2] == "q, k, v = tilekern_turned(self, h, s, cos, sin)"
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("self.k_norm(self.k_proj(h).view(s))", "self.k_norm(self.k_proj(x).view(s))"),
+        ("self.k_norm(self.k_proj(h).view(s))", "self.k_norm(self.k_proj(h)).view(s)"),
+        ("self.v_proj(h).view(s)", "self.v_norm(self.v_proj(h).view(s))"),
+        ("apply_rotary_pos_emb(q, k, cos, sin)", "apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=2)"),
+        ("    q, k = apply", "    k = k + 1\n    q, k = apply"),
+        ("cos, sin = position", "sin, cos = position"),
+    ],
+)
+def test_other_norms_and_rotations_are_left(old, new):
+    assert changed(ATTENTION.replace(old, new), patterns.qk_norm_rope)[0] == 0
+
+
+ROTARY = """
+class XRotaryEmbedding:
+    def forward(self, x, position_ids):
+        freqs = position_ids[..., None].float() * self.inv_freq
+        emb = torch.cat((freqs, freqs), dim=-1)
+        return emb.cos() * self.scale, emb.sin() * self.scale
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "twice"),
+    [
+        ("", "", True),
+        ("(freqs, freqs)", "(freqs, -freqs)", False),
+        ("dim=-1", "dim=-2", False),
+        ("emb.sin()", "freqs.sin()", False),
+        ("torch.cat((freqs, freqs), dim=-1)", "freqs.repeat_interleave(2, -1)", False),
+    ],
+)
+def test_angles_that_are_stored_twice(old, new, twice):
+    definition = ast.parse(ROTARY.replace(old, new) if old else ROTARY).body[0]
+    assert patterns.stores_twice(definition) == twice
+
+
+def shape(text):
+    return shape_of(ast.parse(textwrap.dedent(text)).body[0])
+
+
+PLAIN = "def f(self, x, y=1):\n    z = x + y\n    return self.a(z)"
+
+
+def test_names_annotations_decorators_and_docstrings_do_not_change_a_shape():
+    same = '@known\ndef g(self, h: int, k: int = 1) -> int:\n    """Doc."""\n    s: int = h + k\n    return self.a(s)'
+    assert shape(PLAIN) == shape(same)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [("self.a", "self.b"), ("x + y", "y + x"), ("y=1", "y=2"), ("(z)", "(torch.z)"), ("x + y", "x - y")]
+)
+def test_code_attributes_and_globals_do(old, new):
+    assert shape(PLAIN) != shape(PLAIN.replace(old, new))
+
+
+MODULE = """
+class MyRMSNorm(nn.Module):
+    def forward(self, hidden_states):
+        input_dtype = hidden_states.dtype
+        hidden_states = hidden_states.to(torch.float32)
+        variance = hidden_states.pow(2).mean(-1, keepdim=True)
+        hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
+        return self.weight * hidden_states.to(input_dtype)
+
+class MyLayer(nn.Module):
+    def __init__(self, config):
+        self.norm = MyRMSNorm(config.hidden_size)
+
+    def forward(self, x, r):
+        x = r + x
+        return self.norm(x)
+
+class MyOtherLayer(nn.Module):
+    def __init__(self, config):
+        self.norm = {norm}(config.hidden_size)
+
+    def forward(self, x, r):
+        r = r + x
+        x = self.norm(r)
+        return x, r
+"""
+
+
+def found(text):
+    return [(patch.op, patch.attribute) for patch in patches_of(Module("mine", text), "mine")]
+
+
+def test_only_norms_of_a_known_form_are_fused_with_sums():
+    norm = ("rms_norm", "MyRMSNorm.forward")
+    assert found(MODULE.format(norm="MyRMSNorm")) == [norm, ("fused_add_rms_norm", "MyOtherLayer.forward")]
+    assert found(MODULE.format(norm="nn.RMSNorm")) == found(MODULE.format(norm="Other")) == [norm]
+    changed = MODULE.format(norm="MyRMSNorm").replace("self.weight * hidden_states.to(input_dtype)", "hidden_states")
+    assert found(changed) == []
