@@ -124,10 +124,11 @@ def test_a_part_of_a_model():
 
 
 def test_a_model_of_no_supported_family():
-    from transformers import GPT2Config, GPT2LMHeadModel
+    from transformers import PhiConfig, PhiForCausalLM
 
-    model = GPT2LMHeadModel(GPT2Config(n_embd=8, n_head=2, n_layer=1, vocab_size=8))
-    with pytest.raises(InputError, match=r'GPT2.* \(model type gpt2\) .*supported family \(.*qwen3.*\); forms="any"'):
+    sizes = {"num_attention_heads": 2, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 8}
+    model = PhiForCausalLM(PhiConfig(hidden_size=16, pad_token_id=0, **sizes))
+    with pytest.raises(InputError, match=r'Phi.* \(model type phi\) .*supported family \(.*qwen3.*\); forms="any"'):
         tilekern.apply_to_model(model)
     with pytest.raises(InputError, match=r"Linear .*\)$"):
         tilekern.apply_to_model(torch.nn.Linear(2, 2), forms="any")

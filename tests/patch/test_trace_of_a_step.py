@@ -79,7 +79,7 @@ def test_a_step_asks_for_what_was_traced_and_nothing_else(h200, family, switches
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "granite", "qwen2_vl"])
 def test_so_it_is_in_other_families(h200, family):
-    """With a rotation by itself; with gelu and a capped loss; with logits that are scaled; with angles of three axes."""
+    """With a rotation by itself; with gelu and a capped loss; with scaled logits; with angles of three axes."""
     tilekern.apply(model_type=family)
     model = tiny_families.make(family).train().to(torch.bfloat16)
     inputs = {"input_ids": tiny_families.IDS, "labels": tiny_families.IDS}

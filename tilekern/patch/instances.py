@@ -9,6 +9,7 @@ from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 from tilekern.patch.bound import Bound
+from tilekern.patch.checkpointing import wraps_around
 from tilekern.patch.installed import Found, holder, original_at
 from tilekern.patch.ledger import Ledger
 from tilekern.patch.rewriting import rewritten
@@ -62,9 +63,10 @@ def _give(found: Found, path: str, replacement: Any, model: torch.nn.Module, led
 
 
 def _having(modules: Iterable[Any], owner: type, name: str) -> list[Any]:
-    """The instances of a class that inherit its method."""
+    """The instances of a class that inherit its method, by way of transformers' wrapper too."""
     method = getattr(owner, name)
-    return [m for m in modules if isinstance(m, owner) and getattr(type(m), name) is method]
+    mine = [m for m in modules if isinstance(m, owner)]
+    return [m for m in mine if (own := getattr(type(m), name)) is method or wraps_around(own, method)]
 
 
 def _is_ordinary(instance: Any, name: str, methods: list[Any]) -> bool:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Mapping
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 
 import torch
 
 from tilekern import ops
 from tilekern.patch import patterns, replacements
+from tilekern.patch.checkpointing import checkpointed
 from tilekern.patch.digests import is_checkpointing
 from tilekern.patch.plain import has_hooks, is_bare_linear, is_from, is_plain
 from tilekern.patch.rewriting import rewritten
@@ -39,28 +40,7 @@ def fused_add_rms_norm(original: Function, norms: Mapping[str, str]) -> Function
         return total, norm(total)
 
     run = rewritten(original, partial(patterns.add_norm, norms=norms), {patterns.ADD_NORM: add_norm})
-    return _checkpointed(run) if is_checkpointing(original) else run
-
-
-def _checkpointed(run: Function) -> Function:
-    """``run`` inside the wrapper that transformers from 5.23 on puts around a layer's forward, for checkpoints.
-
-    That wrapper works for a class whose ``forward`` it is. Where one module has it as a method of its own, the
-    checkpoint is made here, as the wrapper makes it.
-    """
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    @wraps(run)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        mine = getattr(vars(self).get("forward"), "__func__", None) is wrapper
-        if mine and self.gradient_checkpointing and self.training and type(self).forward is not wrapper:
-            kwargs |= {"use_cache": False, "past_key_values": None}
-            return self._gradient_checkpointing_func(partial(run, self, **kwargs), *args)
-        return run(self, *args, **kwargs)
-
-    made: Any = type("Layer", (GradientCheckpointingLayer,), {"forward": forward})
-    wrapper: Function = made.forward
-    return wrapper
+    return checkpointed(run) if is_checkpointing(original) else run
 
 
 def qk_norm_rope(original: Function, norms: Mapping[str, str]) -> Function:

@@ -9,6 +9,7 @@ from types import MethodType, ModuleType
 from typing import Any
 
 from tilekern.patch.bound import Bound, StandIn
+from tilekern.patch.checkpointing import follow
 from tilekern.warning import warn
 
 ABSENT = object()
@@ -51,6 +52,8 @@ class Touch:
             setattr(owner, self.name, MethodType(self.original, owner) if self.is_bound else self.original)
         elif self.name in vars(owner):
             delattr(owner, self.name)
+        if not self.is_bound:
+            follow(owner, self.name, self.replacement, getattr(owner, self.name, None))
 
 
 class Ledger:
@@ -72,7 +75,9 @@ class Ledger:
         """Set an attribute of a class or module."""
         original = vars(owner).get(name, ABSENT)
         self._touches[id(owner), name] = Touch(op, where, lambda: owner, name, original, replacement, False)
+        before = getattr(owner, name, None)
         setattr(owner, name, replacement)
+        follow(owner, name, before, replacement)
 
     def put_bound(self, op: str, where: str, instance: Any, name: str, replacement: Callable[..., Any]) -> None:
         """Give one instance a method of its own; a bound method that stood there must be one of this instance."""

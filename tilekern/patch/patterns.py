@@ -110,49 +110,47 @@ def head_and_loss(function: ast.FunctionDef) -> int:
     body, names = function.body, {argument.arg for argument in _arguments(function)}
     for place, statement in enumerate(body):
         logits, call = _assigned(statement)
-        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and _method(call) == "float":
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and _text(call).endswith(").float()"):
             # The loss is computed in float32 in any case.
             call = call.func.value
-        if logits is None or _own_call(call) is None or not isinstance(call, ast.Call) or len(call.args) != 1:
+        head = _own_call(call)
+        if logits is None or head is None or not isinstance(call, ast.Call) or len(call.args) != 1 or call.keywords:
             continue
-        found = _options(body, place + 1, logits)
+        found = _loss_after(body, place + 1, logits)
         if found is None or "labels" not in names or _uses([*body[:place], call], logits):
             continue
-        end, loss, options = found
+        end, loss, arguments = found
         if not _only_returned(body[end:], logits):
             continue
         keep = "logits_to_keep" if "logits_to_keep" in names else "0"
         served = _statement(
-            f"if {SERVES}(self, self.{_own_call(call)}, labels, {keep}):\n"
+            f"if {SERVES}(self, self.{head}, labels, {keep}):\n"
             f"    {logits} = None\n"
-            f"    {_assigned(loss)[0]} = {LOSS}(self.{_own_call(call)}, 0)\n"
+            f"    {loss} = {LOSS}(self.{head}, 0)\n"
             "else:\n    pass",
             statement,
         )
         assert isinstance(served, ast.If)
         made = _called(served, LOSS)
-        made.args[1] = copy.deepcopy(call.args[0])
-        made.keywords = copy.deepcopy([*options, *_without_logits(loss)])
+        made.args[1], made.keywords = copy.deepcopy((call.args[0], arguments))
         served.orelse = body[place:end]
         body[place:end] = [served]
         return 1
     return 0
 
 
-def _options(body: list[ast.stmt], place: int, logits: str) -> tuple[int, ast.stmt, list[ast.keyword]] | None:
-    """Where the loss ends that follows a head, its statement, and what is done to the logits before it."""
+def _loss_after(body: list[ast.stmt], place: int, logits: str) -> tuple[int, str, list[ast.keyword]] | None:
+    """Where the loss ends that follows a head, its variable, and the arguments that say how it is made."""
     options: list[ast.keyword] = []
-    while place < len(body):
-        statement = body[place]
+    for end, statement in enumerate(body[place:], place + 1):
         option = _scale(statement, logits) or _softcap(statement, logits)
         loss = _loss(statement, logits)
         if loss is not None:
-            return place + 1, loss, options
+            return end, loss[0], [*options, *loss[1]]
         if option is not None and not options:
             options.append(option)
         elif _text(statement) not in ("loss = None", f"{logits} = {logits}.float()"):
             return None
-        place += 1
     return None
 
 
@@ -177,25 +175,19 @@ def _softcap(statement: ast.stmt, logits: str) -> ast.keyword | None:
     return ast.keyword("softcap", statement.test.left)
 
 
-def _loss(statement: ast.stmt, logits: str) -> ast.stmt | None:
-    """``loss = self.loss_function(logits, labels, ...)`` where labels are given."""
+def _loss(statement: ast.stmt, logits: str) -> tuple[str, list[ast.keyword]] | None:
+    """``loss = self.loss_function(logits, labels, ...)`` where labels are given: its variable and other arguments."""
     if not isinstance(statement, ast.If) or statement.orelse or _text(statement.test) != "labels is not None":
         return None
     name, call = _assigned(statement.body[0]) if len(statement.body) == 1 else (None, None)
-    if name is None or _own_call(call) != "loss_function" or not isinstance(call, ast.Call):
+    if name is None or _own_call(call) != "loss_function" or not isinstance(call, ast.Call) or len(call.args) > 3:
         return None
-    named = {keyword.arg: _text(keyword.value) for keyword in call.keywords}
-    given = {**dict(zip(("logits", "labels", "vocab_size"), map(_text, call.args), strict=False)), **named}
-    plain = given.get("logits") == logits and given.get("labels") == "labels" and len(call.args) <= 3
-    return statement.body[0] if plain else None
-
-
-def _without_logits(loss: ast.stmt) -> list[ast.keyword]:
-    """The arguments of a loss, by their names."""
-    call = next(x for x in ast.walk(loss) if isinstance(x, ast.Call) and _own_call(x) == "loss_function")
-    named = zip(("logits", "labels", "vocab_size"), call.args, strict=False)
-    keywords = [*(ast.keyword(name, value) for name, value in named), *call.keywords]
-    return [keyword for keyword in keywords if keyword.arg != "logits"]
+    first = zip(("logits", "labels", "vocab_size"), call.args, strict=False)
+    arguments = [*(ast.keyword(argument, value) for argument, value in first), *call.keywords]
+    texts = {argument.arg: _text(argument.value) for argument in arguments}
+    if texts.get("logits") != logits or texts.get("labels") != "labels":
+        return None
+    return name, [argument for argument in arguments if argument.arg != "logits"]
 
 
 def _only_returned(statements: list[ast.stmt], name: str) -> bool:
@@ -222,7 +214,8 @@ def stores_twice(rotary: ast.ClassDef) -> bool:
     forward, joined = methods.get("forward"), methods.get("recomposition_frequencies")
     if forward is None:
         return False
-    angles = {_text(x.func.value) for x in _calls(forward) if _method(x) in ("cos", "sin")}
+    methods_called = [x.func for x in _calls(forward) if isinstance(x.func, ast.Attribute) and not x.args]
+    angles = {_text(x.value) for x in methods_called if x.attr in ("cos", "sin")}
     doubled = {name for name, value in map(_assigned, _statements(forward)) if name and _is_doubled(value)}
     if joined is None:
         return bool(angles) and angles <= doubled
@@ -239,10 +232,6 @@ def _is_doubled(value: ast.expr | None) -> bool:
     if not isinstance(parts, ast.Tuple | ast.List) or last != ["-1"] or len(parts.elts) != 2:
         return False
     return _text(parts.elts[0]) == _text(parts.elts[1]) and isinstance(parts.elts[0], ast.Name)
-
-
-def _method(call: ast.Call) -> str | None:
-    return call.func.attr if isinstance(call.func, ast.Attribute) and not call.args else None
 
 
 def _calls(function: ast.FunctionDef) -> list[ast.Call]:

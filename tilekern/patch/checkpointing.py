@@ -1,0 +1,52 @@
+"""The wrapper that transformers from 5.23 on puts around the forward of a layer, and of each class made of a layer's.
+
+A class that is made of a layer's, as FSDP2 makes one for each module that it shards, holds the forward of that moment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial, wraps
+from typing import Any
+
+from tilekern.patch.digests import is_checkpointing
+
+Function = Callable[..., Any]
+
+
+def checkpointed(run: Function) -> Function:
+    """``run`` inside the wrapper that transformers from 5.23 on puts around a layer's forward, for checkpoints.
+
+    That wrapper works for a class whose ``forward`` it is. Where one module has it as a method of its own, the
+    checkpoint is made here, as the wrapper makes it.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    @wraps(run)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        mine = getattr(vars(self).get("forward"), "__func__", None) is wrapper
+        if mine and self.gradient_checkpointing and self.training and type(self).forward is not wrapper:
+            kwargs |= {"use_cache": False, "past_key_values": None}
+            return self._gradient_checkpointing_func(partial(run, self, **kwargs), *args)
+        return run(self, *args, **kwargs)
+
+    made: Any = type("Layer", (GradientCheckpointingLayer,), {"forward": forward})
+    wrapper: Function = made.forward
+    return wrapper
+
+
+def follow(owner: Any, name: str, before: Any, after: Any) -> None:
+    """Exchange a method for the classes made of ``owner`` that hold, in a wrapper of theirs, the one that it had."""
+    for kind in type.__subclasses__(owner) if isinstance(owner, type) else ():
+        held = vars(kind).get(name)
+        if held is None:
+            follow(kind, name, before, after)
+        elif wraps_around(held, before):
+            wrapper = checkpointed(after)
+            setattr(kind, name, wrapper)
+            follow(kind, name, held, wrapper)
+
+
+def wraps_around(function: Any, inner: Any) -> bool:
+    """Whether a function is transformers' wrapper around another one."""
+    return is_checkpointing(function) and function.__wrapped__ is inner
