@@ -48,5 +48,10 @@ def follow(owner: Any, name: str, before: Any, after: Any) -> None:
 
 
 def wraps_around(function: Any, inner: Any) -> bool:
-    """Whether a function is transformers' wrapper around another one."""
-    return is_checkpointing(function) and function.__wrapped__ is inner
+    """Whether a function is transformers' wrapper around another one, or ours, in which that one is deeper."""
+    if not is_checkpointing(function):
+        return False
+    while (function := getattr(function, "__wrapped__", None)) is not None:
+        if function is inner:
+            return True
+    return False
