@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from tilekern import ops
+from tilekern.ops.geglu import geglu
 from tilekern.patch.plain import has_hooks, is_bare_linear
 from tilekern.patch.rewriting import named_as
 
@@ -65,8 +66,8 @@ def gates() -> dict[type, Function]:
 
     return {
         **dict.fromkeys((SiLUActivation, torch.nn.SiLU), ops.swiglu),
-        **dict.fromkeys((GELUTanh, NewGELUActivation), partial(ops.geglu, tanh=True)),
-        GELUActivation: ops.geglu,
+        **dict.fromkeys((GELUTanh, NewGELUActivation), partial(geglu, tanh=True)),
+        GELUActivation: geglu,
     }
 
 

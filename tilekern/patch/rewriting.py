@@ -48,7 +48,7 @@ def rewritten(function: Any, change: Callable[[ast.FunctionDef], int], variables
     return twin
 
 
-def named_as(function: FunctionType, original: Any) -> FunctionType:
+def named_as(function: Any, original: Any) -> Any:
     """``function`` with the names of ``original``'s arguments, by which people may pass them."""
     names = original.__code__.co_varnames[: original.__code__.co_argcount]
     code = function.__code__
