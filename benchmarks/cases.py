@@ -53,6 +53,7 @@ class Case:
         work: what must move and be computed.
         roundings: how many times values are rounded to the dtype on the way to a result; widens the tolerance.
         metrics: which of :data:`METRICS` are timed.
+        products: arguments -> the products that forward and backward need, alone; timed beside them where it is given.
     """
 
     op: str
@@ -63,6 +64,7 @@ class Case:
     work: Work
     roundings: int = 1
     metrics: tuple[str, ...] = METRICS
+    products: Callable[[Tensors], Any] | None = None
 
     def bytes_of(self, metric: str) -> int:
         """Bytes that must move for one of :data:`METRICS`."""
@@ -97,10 +99,10 @@ def _spec_case(
 
 
 def seeded(device: str) -> Any:
-    """A generator of random numbers that gives the same at every run."""
+    """A generator of random numbers that gives the same at every run; none on ``meta``, where nothing is drawn."""
     import torch
 
-    return torch.Generator(device=device).manual_seed(SEED)
+    return None if device == "meta" else torch.Generator(device=device).manual_seed(SEED)
 
 
 def rms_norm_case(rows: int, columns: int, dtype: str = "bfloat16") -> SpecCase:

@@ -80,21 +80,38 @@ def kernels(
     name: Name = None,
     samples: Annotated[int, typer.Option(min=1, help="Samples of each figure.")] = 80,
     seconds: Annotated[float, typer.Option(help="Seconds for each figure, after which there are fewer samples.")] = 6,
-    ops: Annotated[str, typer.Option(help="Ops to measure, by commas; default all.")] = "",
+    ops: Annotated[
+        str, typer.Option(help="Ops to measure, by commas; default all. `suite` stands for those of the Liger suite.")
+    ] = "",
     providers: Annotated[str, typer.Option(help="Providers to measure, by commas; default all.")] = "",
     model: Annotated[str, typer.Option(help="Take the sizes of this model.")] = "",
     sweep: Annotated[Sweep | None, typer.Option(help="What to measure the model's ops over.")] = None,
     tokens: Annotated[str, typer.Option(help="Token counts of the sweep, by commas.")] = "1024,2048,4096,8192,16384",
+    plan: Annotated[
+        Path | None, typer.Option(help="Measure nothing; write the plan of these cases for `tilekern.tune --plan`.")
+    ] = None,
+    gpu: Annotated[str, typer.Option(help="GPU that the plan is for.")] = "auto",
 ) -> None:
     """GPU time of every op, tilekern and its peers, beside a copy: at fixed sizes, or a model's over token counts."""
     from benchmarks import kernels as bench
     from benchmarks.providers import LOADERS, OPS
-    from benchmarks.suites import fixed_cases
+    from benchmarks.suite_cases import SUITE
+    from benchmarks.suites import fixed_cases, sweep_cases
+    from tuning.plan.configs import config_named
 
-    chosen, peers = among(ops, OPS, "op"), among(providers, list(LOADERS), "provider")
+    suite = ",".join(SUITE)
+    chosen = among(",".join(suite if op.strip() == "suite" else op for op in ops.split(",")), OPS, "op")
+    peers = among(providers, list(LOADERS), "provider")
     effort = bench.Effort(samples, seconds)
     if bool(model) != (sweep is not None):
         raise InputError("--model and --sweep tokens go together")
+    if plan is not None:
+        swept = sweep_cases(config_named(model)[1], counts(tokens), chosen) if model else []
+        cases = [case for _, case in swept] if model else [case for case in fixed_cases() if case.op in chosen]
+        for note in bench.write_plan(plan, cases, gpu):
+            print(f"note: {note}")
+        print(f"wrote {plan}")
+        return
     stem = name or (f"kernels-{Path(model).name}" if model else "kernels")
 
     def keep(case: str, results: Results) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from benchmarks.kernels import COPY
+from benchmarks.kernels import COPY, PRODUCTS
 from benchmarks.providers import OURS
 from benchmarks.results import Results, Row, shown
+from benchmarks.suite_cases import SUITE
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,9 @@ class Goal:
     needs_gpu: bool = True
 
 
-def _kernel_goal(op: str, metrics: Sequence[str], least_share: float, cases: Sequence[str] | None = None) -> Goal:
+def _kernel_goal(
+    op: str, metrics: Sequence[str], least_share: float, cases: Sequence[str] | None = None, benchmark: str = "kernels"
+) -> Goal:
     def judge(results: Results) -> Iterator[Verdict]:
         for case in results.cases():
             if case.split(" ")[0] != op or (cases is not None and case not in cases):
@@ -43,7 +47,41 @@ def _kernel_goal(op: str, metrics: Sequence[str], least_share: float, cases: Seq
             for metric in metrics:
                 yield from _kernel_verdict(results, case, metric, least_share)
 
-    return Goal(f"{op}: {', '.join(metrics)}", "kernels", judge)
+    return Goal(f"{op}: {', '.join(metrics)}", benchmark, judge)
+
+
+def _no_slower(op: str, metrics: Sequence[str]) -> Goal:
+    """A goal of an op that arithmetic bounds: no slower than the best peer at any length."""
+
+    def judge(results: Results) -> Iterator[Verdict]:
+        for case, metric in itertools.product(results.cases(), metrics):
+            ours, peers = results.row(case, OURS, metric), _peers(results, case, metric)
+            if case.split(" ")[0] == op and ours is not None and peers:
+                met = ours.value - peers[0].value <= ours.spread + peers[0].spread
+                target = "no slower than the best peer"
+                yield Verdict(f"{op} {metric}", case, target, f"{shown(ours)} us", met, _listed(peers))
+
+    return Goal(f"{op}: {', '.join(metrics)}, no slower than peers", "kernels_sweep", judge)
+
+
+def _times_faster(
+    op: str, than: str, factor: float, benchmark: str, case: str = "", metric: str = "forward_backward"
+) -> Goal:
+    """A goal of so many times a peer's speed, where the peer is below 60 % of a copy or the case is named."""
+    what = f"{op} {metric}, times {than}'s speed"
+
+    def judge(results: Results) -> Iterator[Verdict]:
+        for found in results.cases():
+            ours, peer = results.row(found, OURS, metric), results.row(found, than, metric)
+            share = results.row(found, than, f"{metric}_share_of_copy")
+            if found.split(" ")[0] != op or ours is None or peer is None or (case and found != case):
+                continue
+            if case or (share is not None and share.value < 0.6):
+                ratio = peer.value / ours.value
+                figure = f"{ratio:.2f} x ({shown(ours)} us)"
+                yield Verdict(what, found, f"≥ {factor:g} x", figure, ratio >= factor, _listed([peer]))
+
+    return Goal(what, benchmark, judge)
 
 
 def _kernel_verdict(results: Results, case: str, metric: str, least_share: float) -> Iterator[Verdict]:
@@ -62,7 +100,7 @@ def _kernel_verdict(results: Results, case: str, metric: str, least_share: float
 
 def _peers(results: Results, case: str, metric: str) -> list[Row]:
     found = [row for row in results.rows if (row.case, row.metric) == (case, metric)]
-    peers = [row for row in found if row.provider != COPY and not row.provider.startswith(OURS)]
+    peers = [row for row in found if row.provider not in (COPY, PRODUCTS) and not row.provider.startswith(OURS)]
     return sorted(peers, key=lambda row: row.value)
 
 
@@ -181,6 +219,30 @@ _LOSS, _HEAD = "cross_entropy 4096x128256", "fused_linear_cross_entropy 8192x409
 _HEADS = (_HEAD, "fused_linear_cross_entropy 8192x4096x151936")
 _NORMS = ("rms_norm 8192x4096", "rms_norm 32768x4096")
 _BOTH = ("forward", "backward", "forward_backward")
+# What the suite must reach at every length of a sweep; ops whose gradient is made with the loss have one direction.
+_ONE_WAY, _ARITHMETIC = ("jsd", "tvd"), ("tiled_geglu", "tiled_swiglu", "fused_linear_jsd", "linear_log_probs")
+_ABOVE = "memory above inputs and gradients"
+_TWICE = ("group_norm", "sparsemax", "tvd", "kl_div", "dyt", "poly_norm")
+_MOVING = tuple(op for op in SUITE if op not in (*_ONE_WAY, *_ARITHMETIC))
+_SUITE_GOALS = (
+    *(_kernel_goal(op, ("forward",), 0.90, benchmark="kernels_sweep") for op in _MOVING),
+    *(_kernel_goal(op, ("backward", "forward_backward"), 0.85, benchmark="kernels_sweep") for op in _MOVING),
+    *(_kernel_goal(op, ("forward_backward",), 0.85, benchmark="kernels_sweep") for op in _ONE_WAY),
+    *(_no_slower(op, ("forward", "forward_backward")) for op in _ARITHMETIC),
+    *(_times_faster(op, "liger-triton", 2, "kernels_sweep") for op in _TWICE),
+    _at_most("kernels", "forward_backward", 800, "jsd forward_backward", cases="jsd 2048x128256 float32"),
+    _times_faster("jsd", "liger-triton", 4, "kernels", case="jsd 4096x128256"),
+    _at_most("kernels", "forward_backward", 120, "layer_norm forward_backward", cases="layer_norm 8192x4096"),
+    _at_most("kernels", "forward_backward", 95, "softmax forward_backward", cases="softmax 8192x4096"),
+    _at_most(
+        "kernels", "products_time", 1.15, "fused_linear_jsd forward_backward, of its products alone",
+        cases="fused_linear_jsd", target="≤ 1.15 x",
+    ),
+    _at_most("kernels", "extra_peak", 717, f"fused_linear_jsd, {_ABOVE}", cases="fused_linear_jsd"),
+    _at_most("kernels", "forward", 15800, "linear_log_probs forward", cases="linear_log_probs"),
+    _at_most("kernels", "forward_backward", 63000, "linear_log_probs forward_backward", cases="linear_log_probs"),
+    _at_most("kernels", "extra_peak", 717, f"linear_log_probs, {_ABOVE}", cases="linear_log_probs"),
+)  # fmt: skip
 GOALS = (
     _kernel_goal("rms_norm", ("forward",), 0.90, _NORMS),
     _kernel_goal("rms_norm", ("backward", "forward_backward"), 0.85, _NORMS),
@@ -193,6 +255,7 @@ GOALS = (
     _at_most(
         "kernels", "extra_peak", 700, "fused_linear_cross_entropy, memory above inputs and gradients", cases=_HEAD
     ),
+    *_SUITE_GOALS,
     _rate("attention", _ATTENTION, "forward", 584),
     _rate("attention", _ATTENTION, "backward", 1.3, than="sdpa-flash"),
     _rate("linear", _LINEAR, "forward", 0.95, than="torch"),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from benchmarks.cases import Case, Tensors
@@ -18,7 +20,7 @@ from tuning.measure.timing import Timing
 from tuning.plan.configs import config_named
 from tuning.verify.check import errors, within
 
-COPY = "copy"
+COPY, PRODUCTS = "copy", "products alone"
 MIB = 1 << 20
 Keep = Callable[[str, Results], None]
 
@@ -55,6 +57,29 @@ def sweep(
     return _measure(named, "kernels_sweep", names, effort, keep, model=name)
 
 
+def write_plan(path: Path, cases: Sequence[Case], gpu: str) -> list[str]:
+    """Write the plan of what tilekern asks for in these cases; return notes about cases that are not in it.
+
+    Raises:
+        InputError: there is no such GPU, or nothing is asked for.
+    """
+    from tilekern import trace
+
+    notes: list[str] = []
+    ours = load([OURS], [])[0]
+    with trace(path, gpu=gpu) as found:
+        for case in cases:
+            if case.op not in ours.calls:
+                notes.append(f"{case.label} is not in the plan: tilekern has no {case.op}")
+                continue
+            before = found.fallbacks.total()
+            mine = clone(case.tensors("meta"))
+            backward(mine, forward(case, mine, ours))
+            if found.fallbacks.total() > before:
+                notes.append(f"{case.label}: torch's own operations run")
+    return notes
+
+
 def _measure(
     cases: Sequence[tuple[str, Case]], benchmark: str, names: Sequence[str], effort: Effort, keep: Keep, **more: str
 ) -> Results:  # fmt: skip
@@ -83,6 +108,8 @@ def _measure_case(race: Race, case: Case, providers: Sequence[Provider], effort:
     for metric in case.metrics:
         entrants = {provider.name: entrant(case, tensors, provider, metric) for provider in right}
         beside = {} if case.flops_of(metric) else {COPY: copy(case.bytes_of(metric))}
+        if case.products and metric == "forward_backward":
+            beside[PRODUCTS] = Entrant(functools.partial(case.products, tensors))
         timings = race.run({**entrants, **beside}, effort.samples, effort.seconds)
         for name, one in entrants.items():
             if name not in timings:
@@ -103,6 +130,8 @@ def rows_of(case: Case, metric: str, timings: dict[str, Timing]) -> list[Row]:
         time_us, spread = timing.median_us, timing.spread_us / timing.median_us
         rows.append(Row("kernels", case.label, name, metric, round(time_us, 3), "us", round(timing.spread_us, 3)))
         figures = {}
+        if PRODUCTS in timings and name != PRODUCTS:
+            figures["products_time", "1"] = time_us / timings[PRODUCTS].median_us
         if flops := case.flops_of(metric):
             figures[f"{metric}_rate", "TFLOP/s"] = flops / time_us / 1e6
         else:

@@ -21,13 +21,14 @@ from typing import Any
 
 from benchmarks import formulas
 from benchmarks.environment import version_of
+from benchmarks.suite_cases import SUITE
 from tilekern.errors import InputError
 
 Call = Callable[..., Any]
 OURS = "tilekern"
 OPS = (
     "rms_norm", "swiglu", "rope", "fused_add_rms_norm", "qk_norm_rope", "cross_entropy", "fused_linear_cross_entropy",
-    "attention", "linear",
+    "attention", "linear", *SUITE,
 )  # fmt: skip
 # Peers round more often than tilekern does, as the formulas that they replace do.
 PEER_SLACK = 4.0
@@ -54,6 +55,7 @@ def _tilekern() -> Provider:
     if loss := calls.get("cross_entropy"):
         # A leaf keeps its memory; in a model the logits are none.
         calls["cross_entropy"] = lambda logits, target: loss(logits.view_as(logits), target, in_place=True)
+    calls |= {op: SUITE[op].ours(call) for op, call in calls.items() if op in SUITE}
     return Provider(OURS, calls)
 
 
@@ -61,7 +63,9 @@ def _has(op: str) -> bool:
     return importlib.util.find_spec(f"tilekern.ops.{op}") is not None
 
 
-_FORMULAS: Mapping[str, Call] = {op: getattr(formulas, op) for op in OPS if op != "attention"}
+_FORMULAS: Mapping[str, Call] = {
+    op: SUITE[op].formula if op in SUITE else getattr(formulas, op) for op in OPS if op != "attention"
+}
 
 
 def _eager() -> Provider:
@@ -133,12 +137,35 @@ def _liger(name: str, package: str, *, in_place: bool = False) -> Provider:
     }
     if hasattr(ops, "LigerFusedAddRMSNormFunction"):  # the CuTe DSL back end has none
         calls["fused_add_rms_norm"] = fused_add_rms_norm
+    for op, one in SUITE.items():
+        if one.liger and hasattr(ops, one.liger):
+            calls[op] = one.call(getattr(ops, one.liger).apply)
     return Provider(f"{name} {version_of('liger-kernel')}", calls)
+
+
+def _tilegym() -> Provider:
+    """TileGym's suite of Liger's ops, which has functions of their names."""
+    suite = importlib.import_module("tilegym.suites.liger")
+    found = {op: (one.tilegym, getattr(suite, op, None)) for op, one in SUITE.items()}
+    calls = {op: fit(function) for op, (fit, function) in found.items() if fit and function}
+    return Provider(f"tilegym {version_of('tilegym')}", calls)
+
+
+def _trl() -> Provider:
+    """TRL's log-probabilities and entropies of a head, as its trainers compute them of logits."""
+    trainers = importlib.import_module("trl.trainer.utils")
+
+    def linear_log_probs(hidden: Any, weight: Any, ids: Any) -> tuple[Any, Any]:
+        logits = hidden @ weight.T
+        return trainers.selective_log_softmax(logits, ids), trainers.entropy_from_logits(logits)
+
+    return Provider(f"trl {version_of('trl')}", {"linear_log_probs": linear_log_probs})
 
 
 def _quack() -> Provider:
     from quack.cross_entropy import cross_entropy as loss
     from quack.rmsnorm import rmsnorm
+    from quack.softmax import softmax
 
     def rms_norm(x: Any, weight: Any, eps: float) -> Any:
         return rmsnorm(x, weight, eps=eps)
@@ -154,6 +181,7 @@ def _quack() -> Provider:
         "rms_norm": rms_norm,
         "fused_add_rms_norm": fused_add_rms_norm,
         "cross_entropy": cross_entropy,
+        "softmax": softmax,
     }
     return Provider(f"quack {version_of('quack-kernels')}", calls | _quack_fused_linear_cross_entropy())
 
@@ -178,6 +206,8 @@ LOADERS: Mapping[str, Callable[[], Provider]] = {
     "liger-cutile": _liger_cutile,
     "liger-cutedsl": _liger_cutedsl,
     "quack": _quack,
+    "tilegym": _tilegym,
+    "trl": _trl,
 }
 
 

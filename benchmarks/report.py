@@ -7,6 +7,7 @@ from pathlib import Path
 
 from benchmarks.environment import NO_GPU
 from benchmarks.goals import GOALS, Goal, Verdict
+from benchmarks.providers import OURS
 from benchmarks.results import ALL, RUN_FIELDS, Results, Row, shown
 from tilekern.errors import InputError
 
@@ -36,6 +37,7 @@ def render(everything: Sequence[Results]) -> str:
         parts += [
             f"## {'No GPU' if gpu == NO_GPU else gpu}\n",
             *_targets(mine, gpu != NO_GPU),
+            *(_against_length(results) for results in mine if results.benchmark == "kernels_sweep"),
             "### All figures\n",
             *(_figures(results) for results in mine),
         ]
@@ -136,6 +138,30 @@ def _figures(results: Results) -> str:
     notes = "".join(f"- {note}\n" for note in said)
     title = f"#### {results.benchmark} ({results.run['date']})\n"
     return "\n".join([title, _table(("case", "metric", "unit", *providers), body), *([notes] if notes else [])])
+
+
+def _against_length(results: Results) -> str:
+    """A table for each op of a sweep: time against length in torch, in Liger and here, the speed-up, and the memory."""
+    ops: dict[str, list[str]] = {}
+    for case in results.cases():
+        ops.setdefault(case.split(" ")[0], []).append(case)
+    parts = [f"### Ops of {results.run.get('model', 'a model')}, forward and backward ({results.run['date']})\n"]
+    for op, cases in ops.items():
+        head = ("tokens", "torch us", "Liger us", "tilekern us", "speed-up", "memory: torch, Liger, tilekern MiB")
+        parts += [f"#### {op}\n", _table(head, [_length(results, case) for case in cases])]
+    return "\n".join(parts)
+
+
+def _length(results: Results, case: str) -> tuple[str, ...]:
+    """A line: of Liger the fastest back end; the speed-up is over it, or over torch where Liger's op is not there."""
+    rows = [row for row in results.rows if (row.case, row.metric) == (case, "forward_backward")]
+    liger = min((row for row in rows if row.provider.startswith("liger")), key=lambda row: row.value, default=None)
+    torch, ours = results.row(case, "torch", "forward_backward"), results.row(case, OURS, "forward_backward")
+    other = liger or torch
+    faster = f"{other.value / ours.value:.2f} x {'Liger' if liger else 'torch'}" if other and ours else "-"
+    peaks = [results.row(case, row.provider, "extra_peak") if row else None for row in (torch, liger, ours)]
+    memory = ", ".join(f"{peak.value:,.0f}" if peak else "-" for peak in peaks)
+    return case.split(" ")[1], shown(torch), shown(liger), shown(ours), faster, memory
 
 
 def _runs(everything: Sequence[Results]) -> str:

@@ -14,6 +14,7 @@ from benchmarks.fused_cases import (
     linear_case,
     qk_norm_rope_case,
 )
+from benchmarks.suite_cases import SUITE, fixed_suite_cases, sizes_of
 
 
 def fixed_cases() -> list[Case]:
@@ -28,6 +29,7 @@ def fixed_cases() -> list[Case]:
         attention_case(4, 4096, 32, 32),
         attention_case(1, 8192, 32, 8),
         linear_case(8192, 4096, 14336),
+        *fixed_suite_cases(),
     ]
 
 
@@ -47,7 +49,8 @@ def model_cases(config: Any, tokens: int) -> list[Case]:
     ]
     if config.model_type == "qwen3":
         cases.insert(4, qk_norm_rope_case(1, tokens, heads, kv_heads, head_dim))
-    return cases
+    sizes = sizes_of(config, tokens)
+    return [*cases, *(op.case(sizes, "bfloat16") for op in SUITE.values())]
 
 
 def sweep_cases(config: Any, tokens: Sequence[int], ops: Sequence[str]) -> list[tuple[int, Case]]:

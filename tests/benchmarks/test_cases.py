@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
@@ -15,10 +17,12 @@ from benchmarks.fused_cases import (
     linear_case,
     qk_norm_rope_case,
 )
-from benchmarks.kernels import check, clone, entrant, rows_of
+from benchmarks.kernels import PRODUCTS, check, clone, entrant, rows_of, write_plan
 from benchmarks.kernels import right_ones as right
 from benchmarks.providers import LOADERS, OPS, OURS, Provider, load, one_line
+from benchmarks.suite_cases import SUITE, suite_case
 from benchmarks.suites import fixed_cases, model_cases, sweep_cases
+from tilekern import ops
 from tilekern.errors import InputError
 from tuning.measure.timing import Timing
 from tuning.plan.configs import config_named
@@ -44,6 +48,11 @@ TINY = [
     attention_case(1, 12, 2, 2, 32, "bfloat16"),
     linear_case(5, 16, 24, "float32"),
     linear_case(7, 32, 40, "bfloat16"),
+    *(
+        suite_case(op, dtype, tokens=6, hidden=64, intermediate=48, vocabulary=40, heads=4, kv_heads=2, head_dim=16)
+        for op in SUITE
+        for dtype in ("float32", "bfloat16")
+    ),
 ]
 
 
@@ -83,11 +92,13 @@ def test_tilekern_being_wrong_is_fatal():
 
 
 @pytest.mark.filterwarnings("ignore::tilekern.errors.TilekernWarning")
-@pytest.mark.parametrize("case", [case for case in TINY if case.dtype == "float32"], ids=lambda case: case.label)
+@pytest.mark.parametrize(
+    "case", [case for case in TINY if case.dtype == "float32" and hasattr(ops, case.op)], ids=lambda case: case.label
+)
 def test_tilekern_takes_the_arguments_of_every_op(case):
     tensors = case.tensors("cpu")
     ours = LOADERS[OURS]()
-    assert set(ours.calls) == set(OPS)
+    assert set(ours.calls) == {op for op in OPS if hasattr(ops, op)}
     check(case, tensors, case.expected(tensors), ours)
 
 
@@ -162,7 +173,7 @@ def test_an_op_bound_by_arithmetic_has_operations_a_second_and_no_copy():
 
 
 def test_suites_hold_each_op_once_and_the_sizes_of_the_targets():
-    assert {case.op for case in fixed_cases()} == set(OPS)
+    assert {case.op for case in fixed_cases()} >= set(OPS) - set(SUITE)
     assert len({case.label for case in fixed_cases()}) == len(fixed_cases())
     qwen, llama = (model_cases(config_named(name)[1], 2048) for name in ("qwen3-8b", "llama-3-8b"))
     assert sorted(case.op for case in qwen) == sorted(OPS)
@@ -172,6 +183,26 @@ def test_suites_hold_each_op_once_and_the_sizes_of_the_targets():
     assert [(tokens, case.op) for tokens, case in swept] == [
         (1024, "attention"), (1024, "linear"), (4096, "attention"), (4096, "linear"),
     ]  # fmt: skip
+
+
+def test_products_are_timed_beside_an_op_that_is_judged_by_them():
+    case = suite_case("fused_linear_jsd", tokens=6, hidden=8, vocabulary=12)
+    case.products(case.tensors("cpu"))
+    rows = rows_of(case, "forward_backward", {"tilekern": Timing(55.0, 1, 60), PRODUCTS: Timing(50.0, 1, 60)})
+    assert [(row.provider, row.value) for row in rows if row.metric == "products_time"] == [("tilekern", 1.1)]
+
+
+SMALL = {"tokens": 8, "hidden": 64, "intermediate": 48, "vocabulary": 40, "heads": 4, "kv_heads": 2, "head_dim": 16}
+
+
+@pytest.mark.parametrize("op", [op for op in SUITE if hasattr(ops, op)])
+def test_the_plan_of_a_case_is_what_its_op_asks_for(op, tmp_path):
+    """Forward and backward, without a number of its tensors."""
+    path = tmp_path / "plan.json"
+    assert write_plan(path, [suite_case(op, **SMALL)], "H200") == []
+    planned = {problem["kernel"] for problem in json.loads(path.read_text())["problems"]}
+    if op in ("softmax", "dyt", "poly_norm", "group_norm", "layer_norm", "kl_div", "geglu", "sparsemax"):
+        assert {f"{op}_forward", f"{op}_backward"} <= planned
 
 
 def test_an_unknown_provider_is_named():

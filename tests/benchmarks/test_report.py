@@ -45,6 +45,32 @@ def test_a_target_is_met_by_share_and_by_peer():
     assert "| **no** |" in line_of(render([kernels(40, 0.93, 38)]), "rms_norm forward")
 
 
+def swept(ours, liger, torch, share, case="dyt 1024 tokens", peer_share=0.5):
+    metric = "forward_backward"
+    rows = [("tilekern", ours), *([("liger-triton 0.8.5", liger)] if liger else []), ("torch 2.11", torch)]
+    figures = [Row("kernels_sweep", case, name, metric, value, "us", 0.1) for name, value in rows]
+    shares = [("tilekern", share), ("liger-triton 0.8.5", peer_share)]
+    figures += [Row("kernels_sweep", case, name, f"{metric}_share_of_copy", value, "1") for name, value in shares]
+    figures += [Row("kernels_sweep", case, name, "extra_peak", 2 * value, "MiB") for name, value in rows]
+    return Results(RUN | {"model": "llama-3-8b"}, figures)
+
+
+def test_a_sweep_is_a_table_of_each_op_against_length():
+    text = render([swept(10, 25, 40, 0.9)])
+    assert "### Ops of llama-3-8b, forward and backward" in text
+    assert "| 1024 | 40 ± 0.1 | 25 ± 0.1 | 10 ± 0.1 | 2.50 x Liger | 80, 50, 20 |" in text
+    alone = render([swept(10, None, 40, 0.9)])
+    assert "| 1024 | 40 ± 0.1 | - | 10 ± 0.1 | 4.00 x torch | 80, -, 20 |" in alone
+
+
+def test_a_slow_peer_must_be_beaten_by_its_factor_at_every_length():
+    assert "| ≥ 2 x | 2.50 x (10 ± 0.1 us) | yes |" in render([swept(10, 25, 40, 0.9)])
+    assert "| ≥ 2 x | 1.90 x (10 ± 0.1 us) | **no** |" in render([swept(10, 19, 40, 0.9)])
+    assert "≥ 2 x" not in render([swept(10, 19, 40, 0.9, peer_share=0.7)])
+    heads = render([swept(10, 9, 40, 0.9, case="linear_log_probs 1024 tokens")])
+    assert "| no slower than the best peer | 10 ± 0.1 us | **no** |" in heads
+
+
 def test_a_difference_within_the_spreads_is_no_slower():
     assert "| yes |" in line_of(render([kernels(40, 0.93, 39.8)]), "rms_norm forward")
 

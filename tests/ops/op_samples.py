@@ -101,7 +101,7 @@ def _op(op: Declaration) -> Op:
         values = dict(zip(first.shape[rows:], shape[len(leading) :], strict=True))
         values["kv_heads"] = max(1, values.get("heads", 0) // 2)
         return [
-            (*(leading if a.shape[0] == "rows" else ()), *_shape(a.shape[a.shape[0] == "rows" :], values))
+            (*(leading if a.shape[:1] == ("rows",) else ()), *_shape(a.shape[a.shape[:1] == ("rows",) :], values))
             for a in op.inputs.values()
         ]
 

@@ -2,7 +2,10 @@ import pytest
 import torch
 
 import tilekern
+from tilekern.kernels.dyt import BACKWARD, groups_of
 from tilekern.ops import dyt
+from tilekern.spec import bucket
+from tilekern.targets import resolve
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 BOUNDS = {torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
@@ -62,6 +65,21 @@ def test_each_way_is_one_launch_and_all_sums_for_columns_another():
     more = {name: count - before.get(name, 0) for name, count in launches().items()}
     expected = {"dyt_forward": 1, "dyt_backward": 1, "column_sum": 1}
     assert {name: count for name, count in more.items() if count} == expected
+
+
+def test_a_trace_has_the_sums_of_every_config_that_may_win():
+    """A group of blocks leaves a row of sums, and the winner's grid says how many groups there are."""
+    with torch.device("meta"):
+        leaves = [torch.randn(size, requires_grad=True) for size in ((8192, 4096), (1,), (4096,), (4096,))]
+    with tilekern.trace(gpu="H200") as found:
+        dyt(*leaves).sum().backward()
+    target, problems = resolve("H200"), dict(found.problems)
+    problem = problems["dyt_backward"]
+    ways = (BACKWARD.device(problem, config) for config in BACKWARD.space.candidates(problem, target))
+    grids = {way.grid(problem, target.sm_count) for way in ways}
+    sums = {problem["rows"] for name, problem in found.problems if name == "column_sum"}
+    assert sums == {bucket(groups_of(blocks, 4096)) for blocks in grids}
+    assert len(sums) > 1
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (2, 0)])

@@ -13,6 +13,7 @@ positions].
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import cuda.tile as ct
@@ -82,18 +83,23 @@ def _store(array, tile, b, g, piece, shape):
     )  # fmt: skip
 
 
-def _statistics(x, b, g, pieces, channels, positions, eps, shape):
-    """The mean and rstd of long groups, [tile_g, 1, 1] each."""
+def _mean(x, b, g, pieces, channels, positions, shape):
+    """Of long groups, [tile_g, 1, 1]."""
     tile_g, tile_c, tile_n, _, _, _ = shape
     total = ct.zeros((tile_g, tile_c, tile_n), ct.float32)
     for piece in range(pieces):
         total = total + _tile(x, b, g, piece, shape)
-    mean = _sum(total) / (channels * positions)
+    return _sum(total) / (channels * positions)
+
+
+def _rstd(x, b, g, mean, pieces, channels, positions, eps, shape):
+    """Of long groups, [tile_g, 1, 1]."""
+    tile_g, tile_c, tile_n, _, _, _ = shape
     total = ct.zeros((tile_g, tile_c, tile_n), ct.float32)
     for piece in range(pieces):
         left = _less(_tile(x, b, g, piece, shape), mean, piece, channels, positions, shape)
         total = total + left * left
-    return mean, ct.rsqrt(_sum(total) / (channels * positions) + eps)
+    return ct.rsqrt(_sum(total) / (channels * positions) + eps)
 
 
 @ct.kernel
@@ -109,7 +115,8 @@ def group_norm_forward(
         b, g = item // steps, item % steps
         if ct.static_eval(long):
             pieces = ct.cdiv(x.shape[2], tile_c) * ct.cdiv(x.shape[3], tile_n)
-            mean, rstd = _statistics(x, b, g, pieces, channels, positions, eps, shape)
+            mean = _mean(x, b, g, pieces, channels, positions, shape)
+            rstd = _rstd(x, b, g, mean, pieces, channels, positions, eps, shape)
             for piece in range(pieces):
                 left = _tile(x, b, g, piece, shape) - mean
                 scale, shift = _each(weight, g, piece // across, shape), _each(bias, g, piece // across, shape)
@@ -145,22 +152,28 @@ def group_norm_backward(
         b, g = item // steps, item % steps
         if ct.static_eval(long):
             down, wide = ct.cdiv(x.shape[2], tile_c), ct.cdiv(x.shape[3], tile_n)
-            mean, rstd = _statistics(x, b, g, down * wide, channels, positions, eps, shape)
+            mean = _mean(x, b, g, down * wide, channels, positions, shape)
             slope, pull = ct.zeros((tile_g, 1, 1), ct.float32), ct.zeros((tile_g, 1, 1), ct.float32)
+            square = ct.zeros((tile_g, tile_c, tile_n), ct.float32)
             for c in range(down):
                 shift = ct.zeros((tile_g, tile_c, tile_n), ct.float32)
                 scale = ct.zeros((tile_g, tile_c, tile_n), ct.float32)
                 for n in range(wide):
-                    above = _tile(dy, b, g, c * across + n, shape)
-                    shift = shift + above
-                    scale = scale + above * (_tile(x, b, g, c * across + n, shape) - mean)
-                sums = ct.sum(shift, axis=2, keepdims=True)
-                products = ct.sum(scale, axis=2, keepdims=True) * rstd
+                    above, tile = _tile(dy, b, g, c * across + n, shape), _tile(x, b, g, c * across + n, shape)
+                    left = _less(tile, mean, c * across + n, channels, positions, shape)
+                    shift, scale, square = shift + above, scale + above * left, square + left * left
+                sums, products = ct.sum(shift, axis=2, keepdims=True), ct.sum(scale, axis=2, keepdims=True)
                 _keep(shifts, sums, b, g, c, shape)
                 _keep(scales, products, b, g, c, shape)
                 each = _each(weight, g, c, shape)
                 slope = slope + ct.sum(sums * each, axis=1, keepdims=True)
                 pull = pull + ct.sum(products * each, axis=1, keepdims=True)
+            rstd = ct.rsqrt(_sum(square) / (channels * positions) + eps)
+            for c in range(down):
+                # The block reads what it alone has stored; neither goes through TMA's other memory proxy.
+                products = load(scales, (b, g, c), (1, tile_g, tile_c), True, 0, False).reshape((tile_g, tile_c, 1))
+                _keep(scales, products * rstd, b, g, c, shape)
+            pull = pull * rstd
             slope, pull = slope / (channels * positions), pull * rstd / (channels * positions)
             for piece in range(down * wide):
                 left = _tile(x, b, g, piece, shape) - mean
@@ -277,18 +290,20 @@ def _implement(function: Any, arrays: tuple[Any, ...], problem: Problem, config:
 
 def _default(problem: Problem, target: Target, live: int) -> Config:
     piece = _piece(problem, 2048)
-    elements = piece["tile_g"] * piece["tile_c"] * piece["tile_n"]
+    elements = math.prod(piece.values())
     held = (n for n in (8, 4, 2) if elements * live * n <= target.registers)
     warps = 8 if elements > 4096 else 0
-    return Config(schedule="persistent", **piece, occupancy=next(held, 1), num_worker_warps=warps, tma=False)
+    return Config(
+        {"schedule": "persistent", **piece, "occupancy": next(held, 1), "num_worker_warps": warps, "tma": False}
+    )
 
 
 def _generic(problem: Problem) -> Config:
     channels, positions = _widths(problem)
-    tile_n = min(256, positions)
+    tile_n = min(64, positions)
     return Config(
-        schedule="persistent", tile_g=1, tile_c=min(channels, 256 // tile_n), tile_n=tile_n, occupancy=1,
-        num_worker_warps=0, tma=False,
+        schedule="persistent", tile_g=1, tile_c=min(channels, 64 // tile_n), tile_n=tile_n, occupancy=1,
+        num_worker_warps=8, tma=False,
     )  # fmt: skip
 
 
@@ -309,23 +324,37 @@ def _elements(problem: Problem) -> int:
     return int(problem["batch"] * problem["groups"] * problem["channels"] * problem["positions"])
 
 
+def _normal(x: Any, weight: Any, eps: float) -> tuple[Any, Any, tuple[int, ...], Any]:
+    """x normalised and rstd in float64, a group's dimensions, and the weight as it goes with x.
+
+    The weight says which these are: its last dimension has the channels of a group.
+    """
+    wide, dims = x.double(), tuple(range(weight.dim(), x.dim()))
+    left = wide - wide.mean(dims, keepdim=True)
+    rstd = (left.square().mean(dims, keepdim=True) + eps).rsqrt()
+    return left * rstd, rstd, dims, _beside(weight.double(), x)
+
+
+def _beside(weight: Any, x: Any) -> Any:
+    """A number for each channel, as it goes with x [batch, ...]."""
+    return weight.reshape(*weight.shape, *[1] * (x.dim() - 1 - weight.dim()))
+
+
 def reference_forward(x: Any, weight: Any, bias: Any, eps: float) -> dict[str, Any]:
     """The formula in float64."""
-    wide = x.double()
-    left = wide - wide.mean((-2, -1), keepdim=True)
-    rstd = (left.square().mean((-2, -1), keepdim=True) + eps).rsqrt()
-    return {"y": left * rstd * weight.double()[..., None] + bias.double()[..., None]}
+    normal, _, _, scale = _normal(x, weight, eps)
+    return {"y": normal * scale + _beside(bias.double(), x)}
 
 
 def reference_backward(dy: Any, x: Any, weight: Any, eps: float) -> dict[str, Any]:
     """The gradients of :func:`reference_forward` in float64."""
-    wide, slope = x.double(), dy.double()
-    left = wide - wide.mean((-2, -1), keepdim=True)
-    rstd = (left.square().mean((-2, -1), keepdim=True) + eps).rsqrt()
-    normal, pulled = left * rstd, slope * weight.double()[..., None]
-    pull = (pulled * normal).mean((-2, -1), keepdim=True)
-    dx = rstd * (pulled - pulled.mean((-2, -1), keepdim=True) - normal * pull)
-    return {"dx": dx, "dweight": (slope * normal).sum((0, -1)), "dbias": slope.sum((0, -1))}
+    normal, rstd, dims, scale = _normal(x, weight, eps)
+    slope = dy.double()
+    pulled = slope * scale
+    pull = (pulled * normal).mean(dims, keepdim=True)
+    dx = rstd * (pulled - pulled.mean(dims, keepdim=True) - normal * pull)
+    shared = (0, *range(1 + weight.dim(), x.dim()))
+    return {"dx": dx, "dweight": (slope * normal).sum(shared), "dbias": slope.sum(shared)}
 
 
 _FORWARD_SIZES, _BACKWARD_SIZES = (1024, 2048, 4096), (1024, 2048, 4096)

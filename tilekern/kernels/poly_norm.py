@@ -10,15 +10,44 @@ which the spec ``column_sum`` adds up.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import cuda.tile as ct
 
-from tilekern.kernels.common.arrays import drawn
-from tilekern.kernels.common.rows import add_up, forward, spec
-from tilekern.kernels.tiles import ConstBool, ConstInt, load, promoted
-from tilekern.spec import ITEM_BYTES, Array, KernelSpec, Problem, ScalarParameter
+from tilekern.kernels.common.rows import add_up, forward
+from tilekern.kernels.tiles import (
+    FEW_CHUNKS,
+    HELD_BY_DEFAULT,
+    LONGEST_HELD,
+    PASSES_MATCH,
+    TMA_NEEDS_HOPPER,
+    ConstBool,
+    ConstInt,
+    fits_registers,
+    grid_of,
+    hints,
+    is_bounded,
+    load,
+    passes,
+    power_of_two,
+    promoted,
+    row_tiles,
+)
+from tilekern.spec import (
+    ITEM_BYTES,
+    ArrayParameter,
+    Config,
+    Constraint,
+    Dimension,
+    Implementation,
+    KernelSpec,
+    Problem,
+    ScalarParameter,
+    Space,
+    Value,
+    cdiv,
+)
+from tilekern.targets import Target
 
 
 def _number(array, n):
@@ -155,10 +184,7 @@ def poly_norm_backward(
         ct.store(partial, (ct.bid(0), n), ct.sum(totals[n], axis=0, keepdims=True), allow_tma=False)
 
 
-_ROWS, _PRODUCT, _POWERS = ("rows", "columns"), "dtype*weight_dtype", (3, 2, 1)
-_X, _EPS = Array("x", "dtype", _ROWS), ScalarParameter("eps", "float32")
-# Three numbers, in an array of a size that the compiled code does not know.
-_WEIGHT, _BIAS = Array("weight", "weight_dtype", ()), Array("bias", "weight_dtype", ())
+_POWERS = (3, 2, 1)
 
 
 def reference_forward(x: Any, weight: Any, bias: Any, eps: float) -> dict[str, Any]:
@@ -170,7 +196,10 @@ def reference_forward(x: Any, weight: Any, bias: Any, eps: float) -> dict[str, A
 
 
 def reference_backward(dy: Any, x: Any, weight: Any, eps: float) -> dict[str, Any]:
-    """The gradients of :func:`reference_forward` in float64."""
+    """The gradients of :func:`reference_forward` in float64.
+
+    Those of weight and bias are one vector: alone, a sum of terms of both signs may be 0 but for its rounding.
+    """
     import torch
 
     wide, slope = x.double(), dy.double()
@@ -181,27 +210,107 @@ def reference_backward(dy: Any, x: Any, weight: Any, eps: float) -> dict[str, An
         pull = (slope * power).mean(-1, keepdim=True) * r**3
         dx = dx + w * p * wide ** (p - 1) * (r * slope - power * pull)
         shares.append((slope * power * r).sum())
-    return {"dx": dx, "dweight": torch.stack(shares), "dbias": slope.sum().reshape(1)}
+    return {"dx": dx, "sums": torch.stack([*shares, slope.sum()])}
 
 
-def _with_three_weights(arrays: tuple[Any, ...], problem: Problem, generator: Any, device: str) -> dict[str, Any]:
-    """Inputs of either direction."""
+def _wide(problem: Problem) -> str:
+    """The dtype of y."""
+    return promoted(problem["dtype"], problem["weight_dtype"])
+
+
+def _parameters(problem: Problem, *, backward: bool) -> tuple[ArrayParameter | ScalarParameter, ...]:
+    columns, dtype, weight_dtype = problem["columns"], problem["dtype"], problem["weight_dtype"]
+    x, eps = ArrayParameter("x", dtype, 2, columns), ScalarParameter("eps", "float32")
+    weight = ArrayParameter("weight", weight_dtype, 1, 3)
+    if backward:
+        dy, dx = ArrayParameter("dy", _wide(problem), 2, columns), ArrayParameter("dx", dtype, 2, columns, "output")
+        return dy, x, weight, dx, ArrayParameter("partial", "float32", 2, 4, "output"), eps
+    bias, y = ArrayParameter("bias", weight_dtype, 1, 1), ArrayParameter("y", _wide(problem), 2, columns, "output")
+    return x, weight, bias, y, eps
+
+
+def _axes(problem: Problem, direction: str) -> dict[str, list[Value]]:
+    columns, backward = problem["columns"], direction == "backward"
+    width, resident = power_of_two(columns), columns <= LONGEST_HELD[direction]
+    return {
+        "schedule": ["persistent"] if backward or not resident else ["persistent", "block"],
+        "passes": passes(columns, direction),
+        "tile_m": row_tiles(columns, 2048, 8192) if resident else [1],
+        "tile_n": sorted({width, min(width, 1024)}) if resident else [1024, 2048],
+        "occupancy": [1, 2, 3, 4] if backward else [2, 4, 8],
+        "num_worker_warps": [0, 8],
+        "tma": [True, False],
+    }
+
+
+def _implement(function: Any, backward: bool, problem: Problem, config: Config) -> Implementation:
+    columns, tile_m, tile_n = problem["columns"], config["tile_m"], config["tile_n"]
+    schedule = () if backward else (("persistent", config["schedule"] == "persistent"),)
+    return Implementation(
+        function=function,
+        parameters=_parameters(problem, backward=backward),
+        constants=(
+            ("columns", columns),
+            ("tile_m", tile_m),
+            ("tile_n", tile_n),
+            ("chunks", cdiv(columns, tile_n)),
+            *schedule,
+            ("long", config["passes"] == 2),
+            ("bounded", is_bounded(tile_m, columns, tile_n)),
+            ("tma", config["tma"]),
+        ),
+        grid=lambda sizes, sm_count: grid_of(cdiv(sizes["rows"], tile_m), config, sm_count),
+        hints=hints(config),
+    )
+
+
+def _default(backward: bool, problem: Problem, target: Target) -> Config:
+    columns = problem["columns"]
+    resident, width = columns <= HELD_BY_DEFAULT, power_of_two(columns)
+    return Config(
+        schedule="persistent",
+        passes=1 if resident else 2,
+        tile_m=max(1, min(64, (2048 if backward else 4096) // width)) if resident else 1,
+        tile_n=width if resident and width <= 4096 else 1024,
+        occupancy=(2 if backward else 4) if width <= 4096 else 1 if backward else 2,
+        num_worker_warps=8 if resident and width > 2048 else 0,
+        tma=target.capability >= 90,
+    )
+
+
+def _generic(problem: Problem) -> Config:
+    width = min(256, power_of_two(problem["columns"]))
+    return Config(
+        schedule="persistent", passes=2 if problem["columns"] > width else 1, tile_m=max(1, 256 // width), tile_n=width,
+        occupancy=1, num_worker_warps=0, tma=False,
+    )  # fmt: skip
+
+
+def _inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
+    """Of either direction, each of which takes some."""
     import torch
 
-    weights = torch.rand((3,), generator=generator, device=device) + 0.25
-    made = drawn(arrays, problem, generator, device)
-    return {**made, "weight": weights.to(made["weight"].dtype), "eps": 1e-6}
+    def normal(*shape: int, dtype: str) -> Any:
+        return torch.randn(shape, generator=generator, device=device).to(getattr(torch, dtype))
+
+    shape, weight_dtype = (problem["rows"], problem["columns"]), problem["weight_dtype"]
+    return {
+        "x": normal(*shape, dtype=problem["dtype"]), "weight": normal(3, dtype=weight_dtype), "eps": 1e-6
+    }  # fmt: skip
 
 
-def _bytes(problem: Problem, *, backward: bool) -> int:
-    """Partial sums count as the one row that is made of them."""
-    elements, size, weight = (
-        problem["rows"] * problem["columns"], ITEM_BYTES[problem["dtype"]], ITEM_BYTES[problem["weight_dtype"]],
-    )  # fmt: skip
-    product = ITEM_BYTES[promoted(problem["dtype"], problem["weight_dtype"])]
-    if backward:
-        return int(elements * (product + 2 * size) + 3 * weight + 16)
-    return int(elements * (product + size) + 4 * weight)
+def _forward_inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
+    import torch
+
+    bias = torch.randn((1,), generator=generator, device=device).to(getattr(torch, problem["weight_dtype"]))
+    return _inputs(problem, generator, device) | {"bias": bias}
+
+
+def _backward_inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
+    import torch
+
+    dy = torch.randn((problem["rows"], problem["columns"]), generator=generator, device=device)
+    return {"dy": dy.to(getattr(torch, _wide(problem)))} | _inputs(problem, generator, device)
 
 
 def _outputs(problem: Problem, blocks: int) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -211,60 +320,67 @@ def _outputs(problem: Problem, blocks: int) -> dict[str, tuple[tuple[int, ...], 
 
 def _results(outputs: dict[str, Any]) -> dict[str, Any]:
     """The shares of all blocks, added up."""
-    sums = outputs["partial"].double().sum(0)
-    return {"dx": outputs["dx"], "dweight": sums[:3], "dbias": sums[3:]}
+    return {"dx": outputs["dx"], "sums": outputs["partial"].double().sum(0)}
 
 
-_FORWARD_ARRAYS = (_X, _WEIGHT, _BIAS, Array("y", _PRODUCT, _ROWS, "output"), _EPS)
-_BACKWARD_ARRAYS = (
-    Array("dy", _PRODUCT, _ROWS),
-    _X,
-    _WEIGHT,
-    Array("dx", "dtype", _ROWS, "output"),
-    Array("partial", "float32", ("blocks", "columns"), "scratch"),
-    _EPS,
+def _bytes(problem: Problem, *, backward: bool) -> int:
+    """Partial sums count as the one row that is made of them."""
+    elements, size = problem["rows"] * problem["columns"], ITEM_BYTES[problem["dtype"]]
+    wide, weight = ITEM_BYTES[_wide(problem)], ITEM_BYTES[problem["weight_dtype"]]
+    return int(elements * (wide + 2 * size) + 3 * weight + 16 if backward else elements * (wide + size) + 4 * weight)
+
+
+_DIMENSIONS = (
+    Dimension("rows", "bucketed"),
+    Dimension("columns", "exact"),
+    Dimension("dtype", "dtype"),
+    Dimension("weight_dtype", "dtype"),
 )
-FORWARD: KernelSpec = dataclasses.replace(
-    spec(
-        name="poly_norm_forward",
-        summary="y = the sum of x^3, x^2 and x, each divided by its root mean square and weighted, and a bias",
-        module=__name__,
-        op="poly_norm",
-        function=poly_norm_forward,
-        arrays=_FORWARD_ARRAYS,
-        scalars={},
-        sums=(),
-        direction="forward",
-        live=2,
-        exact_as="y",
-        dependent=False,
-        reference=reference_forward,
-        flops=14,
+_TMA_PAYS = Constraint(
+    "one block a step has no loop in which its own TMA loads could run ahead, which pays for short rows alone",
+    lambda problem, config, target: (
+        config["schedule"] == "persistent" or not config["tma"] or problem["columns"] <= 1024
     ),
-    inputs=lambda problem, generator, device: _with_three_weights(_FORWARD_ARRAYS, problem, generator, device),
+)
+FORWARD = KernelSpec(
+    name="poly_norm_forward",
+    summary="y = the sum of x^3, x^2 and x, each divided by its root mean square and weighted, and a bias",
+    module=__name__,
+    dimensions=_DIMENSIONS,
+    space=Space(
+        lambda problem: _axes(problem, "forward"),
+        (fits_registers(2), TMA_NEEDS_HOPPER, _TMA_PAYS, PASSES_MATCH, FEW_CHUNKS),
+    ),
+    ops=("poly_norm",),
+    implement=lambda problem, config: _implement(poly_norm_forward, False, problem, config),
+    default=lambda problem, target: _default(False, problem, target),
+    generic=_generic,
+    inputs=_forward_inputs,
+    outputs=lambda problem, blocks: {"y": ((problem["rows"], problem["columns"]), _wide(problem))},
+    reference=reference_forward,
     bytes_moved=lambda problem: _bytes(problem, backward=False),
+    flops=lambda problem: 14 * problem["rows"] * problem["columns"],
+    result_dtype=_wide,
 )
-BACKWARD: KernelSpec = dataclasses.replace(
-    spec(
-        name="poly_norm_backward",
-        summary="gradients of poly_norm: dx, and those of weight and bias as one float32 row of four for each block",
-        module=__name__,
-        op="poly_norm",
-        function=poly_norm_backward,
-        arrays=_BACKWARD_ARRAYS,
-        scalars={},
-        sums=(),
-        direction="backward",
-        live=5,
-        exact_as="dx",
-        dependent=False,
-        reference=reference_backward,
-        flops=34,
+BACKWARD = KernelSpec(
+    name="poly_norm_backward",
+    summary="gradients of poly_norm: dx, and those of weight and bias as one float32 row of four for each block",
+    module=__name__,
+    dimensions=_DIMENSIONS,
+    space=Space(
+        lambda problem: _axes(problem, "backward"),
+        (fits_registers(5), TMA_NEEDS_HOPPER, PASSES_MATCH, FEW_CHUNKS),
     ),
-    inputs=lambda problem, generator, device: _with_three_weights(_BACKWARD_ARRAYS, problem, generator, device),
-    bytes_moved=lambda problem: _bytes(problem, backward=True),
+    ops=("poly_norm",),
+    implement=lambda problem, config: _implement(poly_norm_backward, True, problem, config),
+    default=lambda problem, target: _default(True, problem, target),
+    generic=_generic,
+    inputs=_backward_inputs,
     outputs=_outputs,
+    reference=reference_backward,
     results=_results,
-    arrays=(),
+    bytes_moved=lambda problem: _bytes(problem, backward=True),
+    flops=lambda problem: 34 * problem["rows"] * problem["columns"],
+    result_dtype=lambda problem: str(problem["dtype"]),
 )
 SPECS = (FORWARD, BACKWARD)

@@ -78,8 +78,8 @@ def _launch_backward(
 
 
 @operation(
-    FORWARD, BACKWARD, flags={"shifted": "beta is not None"}, reads=("x", "alpha", "gamma", "beta"), check=_check,
-    find=_find, launch=_launch, launch_backward=_launch_backward,
+    FORWARD, BACKWARD, flags={"shifted": "beta is not None"}, sums=("gamma", "beta"),
+    reads=("x", "alpha", "gamma", "beta"), check=_check, find=_find, launch=_launch, launch_backward=_launch_backward,
 )  # fmt: skip
 def dyt(x: torch.Tensor, alpha: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor | None = None) -> torch.Tensor:
     """``gamma * tanh(alpha * x) + beta``, computed in float32 and rounded once.

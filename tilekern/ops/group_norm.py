@@ -45,14 +45,14 @@ def group_norm(
 
 def _check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, num_groups: int, eps: float) -> None:
     if x.dim() < 3:
-        raise ValueError(f"group_norm: x must have the shape [batch, channels, ...], got {list(x.shape)}")
+        raise ValueError(f"group_norm_groups: x must have the shape [batch, channels, ...], got {list(x.shape)}")
     channels = x.shape[1]
     if num_groups < 1 or channels % num_groups:
-        raise ValueError(f"group_norm: num_groups must divide the {channels} channels, got {num_groups}")
+        raise ValueError(f"group_norm_groups: num_groups must divide the {channels} channels, got {num_groups}")
     for name, given in (("weight", weight), ("bias", bias)):
         if given.shape != (channels,):
-            raise ValueError(f"group_norm: {name} must have the shape [{channels}], got {list(given.shape)}")
-    check_devices("group_norm", x=x, weight=weight, bias=bias)
+            raise ValueError(f"group_norm_groups: {name} must have the shape [{channels}], got {list(given.shape)}")
+    check_devices("group_norm_groups", x=x, weight=weight, bias=bias)
 
 
 def _find(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from tilekern.kernels import column_sum
@@ -16,6 +18,63 @@ Gradients = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 _ROWS = ("rows", "columns")
 
 
+def _check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, *_: Any) -> None:
+    if not x.dim():
+        raise ValueError("poly_norm: x must have the shape [..., columns], got []")
+    if weight.shape != (3,):
+        raise ValueError(f"poly_norm: weight must have the shape [3], got {list(weight.shape)}")
+    if bias.shape not in ((), (1,)):
+        raise ValueError(f"poly_norm: bias must be one number, of the shape [] or [1], got {list(bias.shape)}")
+    check_devices("poly_norm", x=x, weight=weight, bias=bias)
+
+
+def _find(graded: bool, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, *_: Any) -> Plans | None:
+    if not x.numel() or bias.dtype != weight.dtype:
+        return None
+    columns = x.shape[-1]
+    sizes = (x.numel() // columns, columns, x.dtype, weight.dtype)
+    forward = plan_for(FORWARD, x.device, *sizes)
+    if forward is None or not graded:
+        return None if forward is None else (forward, None, None)
+    backward = plan_for(BACKWARD, x.device, *sizes)
+    summed = None if backward is None else plan_for(column_sum.SPEC, x.device, backward.blocks, 4, weight.dtype)
+    return None if summed is None else (forward, backward, summed)
+
+
+def _launch(
+    plans: Plans, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float, in_place: bool
+) -> torch.Tensor:
+    dtype = torch.promote_types(x.dtype, weight.dtype)
+    y = fresh(x, None if dtype == x.dtype else dtype)
+    plans[0].launch(x.get_device(), as_rows(x), weight.contiguous(), bias.reshape(1), as_rows(y), eps)
+    return y
+
+
+def _launch_backward(
+    plans: Plans, needs: tuple[bool, ...], dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor,
+    eps: float, in_place: bool,
+) -> Gradients:  # fmt: skip
+    _, backward, summed = plans
+    assert backward is not None
+    assert summed is not None
+    dx = fresh(x)
+    partial = torch.empty(backward.blocks, 4, dtype=torch.float32, device=x.device)
+    backward.launch(x.get_device(), as_rows(dy), as_rows(x), weight.contiguous(), as_rows(dx), partial, eps)
+    if not needs[1] and not needs[2]:
+        return dx, None, None
+    sums = torch.empty(4, dtype=weight.dtype, device=x.device)
+    summed.launch(x.get_device(), partial, sums)
+    return dx, sums[:3] if needs[1] else None, sums[3:].view(bias.shape) if needs[2] else None
+
+
+@operation(
+    FORWARD, BACKWARD, sums=("weight", "bias"), reads=("x", "weight", "bias"),
+    arrays=(
+        Array("x", "dtype", _ROWS), Array("weight", "weight_dtype", ("terms",)), Array("bias", "weight_dtype", ()),
+        Array("y", "dtype*weight_dtype", _ROWS, "output"),
+    ),
+    check=_check, find=_find, launch=_launch, launch_backward=_launch_backward,
+)  # fmt: skip
 def poly_norm(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float = 1e-6, in_place: bool = True
 ) -> torch.Tensor:
@@ -35,66 +94,6 @@ def poly_norm(
     Raises:
         ValueError: ``weight`` or ``bias`` has another shape or is on another device.
     """
-    del in_place
-    return _powers(x, weight, bias, eps)
-
-
-def _check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> None:
-    if not x.dim():
-        raise ValueError("poly_norm: x must have the shape [..., columns], got []")
-    if weight.shape != (3,):
-        raise ValueError(f"poly_norm: weight must have the shape [3], got {list(weight.shape)}")
-    if bias.shape not in ((), (1,)):
-        raise ValueError(f"poly_norm: bias must be one number, of the shape [] or [1], got {list(bias.shape)}")
-    check_devices("poly_norm", x=x, weight=weight, bias=bias)
-
-
-def _find(graded: bool, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> Plans | None:
-    if not x.numel() or bias.dtype != weight.dtype:
-        return None
-    columns = x.shape[-1]
-    sizes = (x.numel() // columns, columns, x.dtype, weight.dtype)
-    forward = plan_for(FORWARD, x.device, *sizes)
-    if forward is None or not graded:
-        return None if forward is None else (forward, None, None)
-    backward = plan_for(BACKWARD, x.device, *sizes)
-    summed = None if backward is None else plan_for(column_sum.SPEC, x.device, backward.blocks, 4, weight.dtype)
-    return None if summed is None else (forward, backward, summed)
-
-
-def _launch(plans: Plans, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
-    dtype = torch.promote_types(x.dtype, weight.dtype)
-    y = fresh(x, None if dtype == x.dtype else dtype)
-    plans[0].launch(x.get_device(), as_rows(x), weight.contiguous(), bias.reshape(1), as_rows(y), eps)
-    return y
-
-
-def _launch_backward(
-    plans: Plans, needs: tuple[bool, ...], dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor,
-    eps: float,
-) -> Gradients:  # fmt: skip
-    _, backward, summed = plans
-    assert backward is not None
-    assert summed is not None
-    dx = fresh(x)
-    partial = torch.empty(backward.blocks, 4, dtype=torch.float32, device=x.device)
-    backward.launch(x.get_device(), as_rows(dy), as_rows(x), weight.contiguous(), as_rows(dx), partial, eps)
-    if not needs[1] and not needs[2]:
-        return dx, None, None
-    sums = torch.empty(4, dtype=weight.dtype, device=x.device)
-    summed.launch(x.get_device(), partial, sums)
-    return dx, sums[:3], sums[3:].view(bias.shape)
-
-
-@operation(
-    FORWARD, BACKWARD, name="poly_norm_powers", sums=("weight", "bias"), reads=("x", "weight", "bias"),
-    arrays=(
-        Array("x", "dtype", _ROWS), Array("weight", "weight_dtype", ("terms",)), Array("bias", "weight_dtype", ()),
-        Array("y", "dtype*weight_dtype", _ROWS, "output"),
-    ),
-    check=_check, find=_find, launch=_launch, launch_backward=_launch_backward,
-)  # fmt: skip
-def _powers(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
     dtype = torch.promote_types(torch.promote_types(x.dtype, weight.dtype), bias.dtype)
     wide = x.to(torch.promote_types(dtype, torch.float32))
     y = bias.to(wide.dtype)

@@ -194,6 +194,14 @@ class Blocks(int):
         made.others = others
         return made
 
+    def __neg__(self) -> Blocks:
+        """Less than nothing, on the way to a quotient that is rounded up."""
+        return Blocks(-int(self), lambda: frozenset(-count for count in self.others()))
+
+    def __floordiv__(self, by: int) -> Blocks:
+        """A share of the blocks, of those that it might be too."""
+        return Blocks(int(self) // by, lambda: frozenset(count // by for count in self.others()))
+
 
 class TracedPlan(Plan):
     """The plan of the default config, which launches nothing; of a composite it runs every config for its parts."""

@@ -1,0 +1,49 @@
+import pytest
+import torch
+from spec_samples import configs, inputs_of, interpret, sized
+
+from tilekern.kernels import spec_named
+from tilekern.kernels.dyt import groups_of, stripe_of, stripes_of
+from tilekern.targets import resolve
+
+FORWARD, BACKWARD = spec_named("dyt_forward"), spec_named("dyt_backward")
+
+
+def test_numbers_near_0_keep_their_digits():
+    """1 - exp(-2 u) has one digit of a u of 1e-6; the series has all, and they meet at 1/4."""
+    problem = sized(FORWARD, rows=2, columns=2000, flags=False)
+    inputs = FORWARD.inputs(problem, torch.Generator().manual_seed(0), "cpu")
+    tiny = torch.logspace(-30, -6, 1000)
+    inputs |= {"alpha": torch.ones(1), "gamma": torch.cat((1 / tiny, torch.ones(1000)))}
+    inputs["x"] = torch.cat((tiny, torch.linspace(-0.5, 0.5, 1000))).repeat(2, 1)
+    check = interpret(FORWARD, problem, FORWARD.generic(problem), inputs)
+    assert check.elementwise_error < 3e-7, check.reason
+
+
+@pytest.mark.parametrize("flags", [False, True])
+@pytest.mark.parametrize("columns", [1500, 5121])
+def test_rows_of_several_stripes(columns, flags):
+    """By as many blocks as there are groups, by one block for all stripes, and by more blocks than rows."""
+    problem = sized(BACKWARD, "bfloat16", rows=7, columns=columns, flags=flags)
+    inputs = inputs_of(BACKWARD, problem)
+    ways = {(config["tile_m"], config["tile_n"]): config for config in configs(BACKWARD, problem)}
+    for config, blocks in zip(ways.values(), [None, 1, 3, None, 40, *[None] * len(ways)], strict=False):
+        check = interpret(BACKWARD, problem, config, inputs, blocks)
+        assert check.passed, (config, blocks, check.reason)
+
+
+def test_stripes_waste_little_and_partial_sums_are_few():
+    assert [stripe_of(n) for n in (7, 300, 1100, 4096, 4608, 11008)] == [8, 256, 256, 1024, 512, 1024]
+    assert all(stripes_of(n) * stripe_of(n) <= 1.125 * n for n in range(2048, 20000, 37))
+    problem = sized(BACKWARD, "bfloat16", rows=8192, columns=4096, flags=True)
+    config = BACKWARD.default(problem, resolve("H200"))
+    blocks = BACKWARD.device(problem, config).grid(problem, 132)
+    assert blocks % stripes_of(4096) == 0
+    assert BACKWARD.outputs(problem, blocks)["partial"][0] == (groups_of(blocks, 4096), 2 * 4096)
+    assert groups_of(blocks, 4096) == blocks // 4
+
+
+def test_a_few_rows_take_few_blocks():
+    problem = sized(BACKWARD, "bfloat16", rows=3, columns=4096)
+    config = BACKWARD.default(problem, resolve("H200"))
+    assert BACKWARD.device(problem, config).grid(problem, 132) == -(-3 // config["tile_m"]) * 4
