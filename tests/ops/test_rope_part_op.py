@@ -26,11 +26,14 @@ def given(head_dim, rotary, dtype, layout="contiguous", batch=1):
     return q, k, torch.rand(batch, 5, rotary // 2, dtype=torch.float64) * 6
 
 
-@pytest.mark.parametrize("angle_dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "angle_dtype"),
+    [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)],
+    ids=str,
+)
 @pytest.mark.parametrize("angles", ["half", "twice", "full"])
 @pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize(("head_dim", "rotary"), [(16, 8), (15, 6), (16, 16), (21, 12)])
+@pytest.mark.parametrize(("head_dim", "rotary"), [(16, 8), (15, 6), (16, 16)])
 def test_parts_and_pairs_match_autograd_in_float64(head_dim, rotary, interleaved, angles, dtype, angle_dtype):
     layout = {"half": "contiguous", "twice": "transposed", "full": "spread"}[angles]
     q, k, theta = given(head_dim, rotary, dtype, layout, batch=3 if angles == "full" else 1)
