@@ -100,7 +100,8 @@ def _unserved(op: Declaration) -> Lines:
 def plans_of(op: Declaration) -> str:
     """``plans_of(graded, *arguments)``: what ``find`` gives, kept for each kind of call that passed the checks.
 
-    On the CPU the answer depends on the environment, so it is looked up each time.
+    On the CPU the answer depends on the environment, so it is looked up each time and never kept: what is kept is of a
+    GPU, and who finds it need not ask where a tensor is.
     """
     key = []
     for name in op.tensors:
@@ -110,9 +111,15 @@ def plans_of(op: Declaration) -> str:
     given = ", ".join(op.arguments)
     found, checked = f"find(graded, {given})", f"check({given})"
     body = [
-        *block(f"if not {op.tensors[0]}.is_cuda:", [checked, f"return {found}"]),
         f"key = {row([*key, *flags, 'graded'])}",
         *block("try:", ["return known[key]"]),
-        *block("except KeyError:", [checked, f"return keep(known, key, {found})"]),
+        *block(
+            "except KeyError:",
+            [
+                checked,
+                *block(f"if not {op.tensors[0]}.is_cuda:", [f"return {found}"]),
+                f"return keep(known, key, {found})",
+            ],
+        ),
     ]
     return function("plans_of", ("graded", *op.arguments), body)
