@@ -98,7 +98,7 @@ def dyt_backward(
     for item in range(ct.bid(0), across * groups, ct.num_blocks(0)):
         group, first = item // across, (item % across) * (stripe // tile_n)
         slope = ct.zeros((1, tile_n), ct.float32)
-        for c in range(first, first + stripe // tile_n):
+        for c in range(first, ct.minimum(first + stripe // tile_n, ct.cdiv(columns, tile_n))):
             weight = load(gamma, (c,), (tile_n,), True, 0, tma).astype(ct.float32).reshape((1, tile_n))
             scales, shifts = ct.zeros((tile_m, tile_n), ct.float32), ct.zeros((tile_m, tile_n), ct.float32)
             pulls = ct.zeros((tile_m, tile_n), ct.float32)
