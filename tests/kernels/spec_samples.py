@@ -47,7 +47,7 @@ ODD = {"rows": 13, "columns": 83, "vocabulary": 83, "tokens": 7, "batch": 2, "he
 
 
 # Dimensions that take the size given for another where none is given for them.
-SAME = {"queries": "tokens", "keys": "tokens"}
+SAME = {"groups": "tokens", "queries": "tokens", "keys": "tokens"}
 
 
 def compiled() -> list[KernelSpec]:

@@ -87,7 +87,7 @@ def dyt_backward(
     dy, x, alpha, gamma, dx, partial, slopes, columns: ConstInt, stripe: ConstInt, tile_m: ConstInt, tile_n: ConstInt,
     bounded: ConstBool, tma: ConstBool, shifted: ConstBool,
 ):  # fmt: skip
-    """dy, x and dx [rows, columns], alpha [1], gamma [columns], slopes [groups, stripes].
+    """dy, x and dx [rows, columns], alpha [1], gamma [columns], slopes [groups * stripes].
 
     partial [groups, columns or twice that] has the sums for dgamma, and behind them those for dbeta where there is a
     beta; slopes has dalpha's sum over each stripe.
@@ -117,7 +117,7 @@ def dyt_backward(
             if ct.static_eval(shifted):
                 ct.store(partial.slice(1, columns, 2 * columns), (group, c), ct.sum(shifts, axis=0, keepdims=True))
             slope = slope + ct.sum(pulls, axis=0, keepdims=True) * weight
-        ct.store(slopes, (group, item % across), ct.sum(slope, axis=1, keepdims=True))
+        ct.store(slopes, (item,), ct.sum(slope, axis=1))
 
 
 def stripe_of(columns: int) -> int:
@@ -239,7 +239,7 @@ def _implement(problem: Problem, config: Config) -> Implementation:
             ArrayParameter("gamma", problem["weight_dtype"], 1, columns),
             ArrayParameter("dx", problem["dtype"], 2, columns, "output"),
             ArrayParameter("partial", "float32", 2, sums_of(problem["shifted"]) * columns, "output"),
-            ArrayParameter("slopes", "float32", 2, stripes_of(columns), "output"),
+            ArrayParameter("slopes", "float32", 1, role="output"),
         ),
         constants=(
             ("columns", columns),
@@ -290,7 +290,7 @@ def _outputs(problem: Problem, blocks: int) -> dict[str, tuple[tuple[int, ...], 
     return {
         "dx": ((problem["rows"], columns), problem["dtype"]),
         "partial": ((groups, sums_of(problem["shifted"]) * columns), "float32"),
-        "slopes": ((groups, stripes_of(columns)), "float32"),
+        "slopes": ((groups * stripes_of(columns),), "float32"),
     }
 
 

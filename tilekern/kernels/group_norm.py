@@ -13,6 +13,7 @@ positions].
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -21,7 +22,9 @@ import cuda.tile as ct
 from tilekern.kernels.common.arrays import bytes_of, drawn, tensors
 from tilekern.kernels.tiles import TMA_NEEDS_HOPPER, ConstBool, ConstInt, grid_of, hints, load, power_of_two
 from tilekern.spec import (
+    ITEM_BYTES,
     Array,
+    ArrayParameter,
     Config,
     Constraint,
     Dimension,
@@ -105,29 +108,36 @@ def _rstd(x, b, g, mean, pieces, channels, positions, eps, shape):
 @ct.kernel
 def group_norm_forward(
     x, weight, bias, y, eps, channels: ConstInt, positions: ConstInt, tile_g: ConstInt, tile_c: ConstInt,
-    tile_n: ConstInt, long: ConstBool, bounded: ConstBool, tma: ConstBool,
+    tile_n: ConstInt, persistent: ConstBool, long: ConstBool, bounded: ConstBool, tma: ConstBool,
 ):  # fmt: skip
-    """Blocks that take steps of groups of one batch entry; weight and bias [groups, channels of a group]."""
-    across = ct.cdiv(positions, tile_n)
-    shape = (tile_g, tile_c, tile_n, across, bounded, tma)
-    steps = ct.cdiv(x.shape[1], tile_g)
-    for item in range(ct.bid(0), x.shape[0] * steps, ct.num_blocks(0)):
-        b, g = item // steps, item % steps
-        if ct.static_eval(long):
-            pieces = ct.cdiv(x.shape[2], tile_c) * ct.cdiv(x.shape[3], tile_n)
-            mean = _mean(x, b, g, pieces, channels, positions, shape)
-            rstd = _rstd(x, b, g, mean, pieces, channels, positions, eps, shape)
-            for piece in range(pieces):
-                left = _tile(x, b, g, piece, shape) - mean
-                scale, shift = _each(weight, g, piece // across, shape), _each(bias, g, piece // across, shape)
-                _store(y, left * rstd * scale + shift, b, g, piece, shape)
-        else:
-            tile = _tile(x, b, g, 0, shape)
-            mean = _sum(tile) / (channels * positions)
-            left = _less(tile, mean, 0, channels, positions, shape)
-            rstd = ct.rsqrt(_sum(left * left) / (channels * positions) + eps)
-            scale, shift = _each(weight, g, 0, shape), _each(bias, g, 0, shape)
-            _store(y, left * rstd * scale + shift, b, g, 0, shape)
+    """A step of groups of a batch entry a block, or resident blocks; weight and bias [groups, channels of a group]."""
+    shape = (tile_g, tile_c, tile_n, ct.cdiv(positions, tile_n), bounded, tma)
+    arrays, steps = (x, weight, bias, y), ct.cdiv(x.shape[1], tile_g)
+    if ct.static_eval(persistent):
+        for item in range(ct.bid(0), x.shape[0] * steps, ct.num_blocks(0)):
+            _forward(arrays, item // steps, item % steps, channels, positions, eps, long, shape)
+    else:
+        _forward(arrays, ct.bid(0) // steps, ct.bid(0) % steps, channels, positions, eps, long, shape)
+
+
+def _forward(arrays, b, g, channels, positions, eps, long, shape):
+    x, weight, bias, y = arrays
+    _, tile_c, tile_n, across, _, _ = shape
+    if ct.static_eval(long):
+        pieces = ct.cdiv(x.shape[2], tile_c) * ct.cdiv(x.shape[3], tile_n)
+        mean = _mean(x, b, g, pieces, channels, positions, shape)
+        rstd = _rstd(x, b, g, mean, pieces, channels, positions, eps, shape)
+        for piece in range(pieces):
+            left = _tile(x, b, g, piece, shape) - mean
+            scale, shift = _each(weight, g, piece // across, shape), _each(bias, g, piece // across, shape)
+            _store(y, left * rstd * scale + shift, b, g, piece, shape)
+    else:
+        tile = _tile(x, b, g, 0, shape)
+        mean = _sum(tile) / (channels * positions)
+        left = _less(tile, mean, 0, channels, positions, shape)
+        rstd = ct.rsqrt(_sum(left * left) / (channels * positions) + eps)
+        scale, shift = _each(weight, g, 0, shape), _each(bias, g, 0, shape)
+        _store(y, left * rstd * scale + shift, b, g, 0, shape)
 
 
 def _keep(array, sums, b, g, c, shape):
@@ -139,64 +149,72 @@ def _keep(array, sums, b, g, c, shape):
 @ct.kernel
 def group_norm_backward(
     dy, x, weight, dx, scales, shifts, eps, channels: ConstInt, positions: ConstInt, tile_g: ConstInt,
-    tile_c: ConstInt, tile_n: ConstInt, long: ConstBool, bounded: ConstBool, tma: ConstBool,
+    tile_c: ConstInt, tile_n: ConstInt, persistent: ConstBool, long: ConstBool, bounded: ConstBool, tma: ConstBool,
 ):  # fmt: skip
-    """Blocks that take steps of groups of one batch entry.
+    """A step of groups of one batch entry a block, or resident blocks.
 
     scales and shifts [batch, groups, channels of a group] have each channel's share of dweight and dbias.
     """
-    across = ct.cdiv(positions, tile_n)
-    shape = (tile_g, tile_c, tile_n, across, bounded, tma)
-    steps = ct.cdiv(x.shape[1], tile_g)
-    for item in range(ct.bid(0), x.shape[0] * steps, ct.num_blocks(0)):
-        b, g = item // steps, item % steps
-        if ct.static_eval(long):
-            down, wide = ct.cdiv(x.shape[2], tile_c), ct.cdiv(x.shape[3], tile_n)
-            mean = _mean(x, b, g, down * wide, channels, positions, shape)
-            slope, pull = ct.zeros((tile_g, 1, 1), ct.float32), ct.zeros((tile_g, 1, 1), ct.float32)
-            square = ct.zeros((tile_g, tile_c, tile_n), ct.float32)
-            for c in range(down):
-                shift = ct.zeros((tile_g, tile_c, tile_n), ct.float32)
-                scale = ct.zeros((tile_g, tile_c, tile_n), ct.float32)
-                for n in range(wide):
-                    above, tile = _tile(dy, b, g, c * across + n, shape), _tile(x, b, g, c * across + n, shape)
-                    left = _less(tile, mean, c * across + n, channels, positions, shape)
-                    shift, scale, square = shift + above, scale + above * left, square + left * left
-                sums, products = ct.sum(shift, axis=2, keepdims=True), ct.sum(scale, axis=2, keepdims=True)
-                _keep(shifts, sums, b, g, c, shape)
-                _keep(scales, products, b, g, c, shape)
-                each = _each(weight, g, c, shape)
-                slope = slope + ct.sum(sums * each, axis=1, keepdims=True)
-                pull = pull + ct.sum(products * each, axis=1, keepdims=True)
-            rstd = ct.rsqrt(_sum(square) / (channels * positions) + eps)
-            for c in range(down):
-                # The block reads what it alone has stored; neither goes through TMA's other memory proxy.
-                products = load(scales, (b, g, c), (1, tile_g, tile_c), True, 0, False).reshape((tile_g, tile_c, 1))
-                _keep(scales, products * rstd, b, g, c, shape)
-            pull = pull * rstd
-            slope, pull = slope / (channels * positions), pull * rstd / (channels * positions)
-            for piece in range(down * wide):
-                left = _tile(x, b, g, piece, shape) - mean
-                above = _tile(dy, b, g, piece, shape) * _each(weight, g, piece // across, shape)
-                _store(dx, (above - slope - left * pull) * rstd, b, g, piece, shape)
-        else:
-            tile, above = _tile(x, b, g, 0, shape), _tile(dy, b, g, 0, shape)
-            mean = _sum(tile) / (channels * positions)
-            left = _less(tile, mean, 0, channels, positions, shape)
-            rstd = ct.rsqrt(_sum(left * left) / (channels * positions) + eps)
-            sums = ct.sum(above, axis=2, keepdims=True)
-            products = ct.sum(above * left, axis=2, keepdims=True) * rstd
-            _keep(shifts, sums, b, g, 0, shape)
-            _keep(scales, products, b, g, 0, shape)
-            each = _each(weight, g, 0, shape)
-            slope = ct.sum(sums * each, axis=1, keepdims=True) / (channels * positions)
-            pull = ct.sum(products * each, axis=1, keepdims=True) * rstd / (channels * positions)
-            _store(dx, (above * each - slope - left * pull) * rstd, b, g, 0, shape)
+    shape = (tile_g, tile_c, tile_n, ct.cdiv(positions, tile_n), bounded, tma)
+    arrays, steps = (dy, x, weight, dx, scales, shifts), ct.cdiv(x.shape[1], tile_g)
+    if ct.static_eval(persistent):
+        for item in range(ct.bid(0), x.shape[0] * steps, ct.num_blocks(0)):
+            _backward(arrays, item // steps, item % steps, channels, positions, eps, long, shape)
+    else:
+        _backward(arrays, ct.bid(0) // steps, ct.bid(0) % steps, channels, positions, eps, long, shape)
+
+
+def _backward(arrays, b, g, channels, positions, eps, long, shape):
+    dy, x, weight, dx, scales, shifts = arrays
+    tile_g, tile_c, tile_n, across, _, _ = shape
+    if ct.static_eval(long):
+        down, wide = ct.cdiv(x.shape[2], tile_c), ct.cdiv(x.shape[3], tile_n)
+        mean = _mean(x, b, g, down * wide, channels, positions, shape)
+        slope, pull = ct.zeros((tile_g, 1, 1), ct.float32), ct.zeros((tile_g, 1, 1), ct.float32)
+        square = ct.zeros((tile_g, tile_c, tile_n), ct.float32)
+        for c in range(down):
+            shift = ct.zeros((tile_g, tile_c, tile_n), ct.float32)
+            scale = ct.zeros((tile_g, tile_c, tile_n), ct.float32)
+            for n in range(wide):
+                above, tile = _tile(dy, b, g, c * across + n, shape), _tile(x, b, g, c * across + n, shape)
+                left = _less(tile, mean, c * across + n, channels, positions, shape)
+                shift, scale, square = shift + above, scale + above * left, square + left * left
+            sums, products = ct.sum(shift, axis=2, keepdims=True), ct.sum(scale, axis=2, keepdims=True)
+            _keep(shifts, sums, b, g, c, shape)
+            _keep(scales, products, b, g, c, shape)
+            each = _each(weight, g, c, shape)
+            slope = slope + ct.sum(sums * each, axis=1, keepdims=True)
+            pull = pull + ct.sum(products * each, axis=1, keepdims=True)
+        rstd = ct.rsqrt(_sum(square) / (channels * positions) + eps)
+        for c in range(down):
+            # The block reads what it alone has stored; neither goes through TMA's other memory proxy.
+            products = load(scales, (b, g, c), (1, tile_g, tile_c), True, 0, False).reshape((tile_g, tile_c, 1))
+            _keep(scales, products * rstd, b, g, c, shape)
+        pull = pull * rstd
+        slope, pull = slope / (channels * positions), pull * rstd / (channels * positions)
+        for piece in range(down * wide):
+            left = _tile(x, b, g, piece, shape) - mean
+            above = _tile(dy, b, g, piece, shape) * _each(weight, g, piece // across, shape)
+            _store(dx, (above - slope - left * pull) * rstd, b, g, piece, shape)
+    else:
+        tile, above = _tile(x, b, g, 0, shape), _tile(dy, b, g, 0, shape)
+        mean = _sum(tile) / (channels * positions)
+        left = _less(tile, mean, 0, channels, positions, shape)
+        rstd = ct.rsqrt(_sum(left * left) / (channels * positions) + eps)
+        sums = ct.sum(above, axis=2, keepdims=True)
+        products = ct.sum(above * left, axis=2, keepdims=True) * rstd
+        _keep(shifts, sums, b, g, 0, shape)
+        _keep(scales, products, b, g, 0, shape)
+        each = _each(weight, g, 0, shape)
+        slope = ct.sum(sums * each, axis=1, keepdims=True) / (channels * positions)
+        pull = ct.sum(products * each, axis=1, keepdims=True) * rstd / (channels * positions)
+        _store(dx, (above * each - slope - left * pull) * rstd, b, g, 0, shape)
 
 
 _SHAPE, _CHANNELS, _PRODUCT = ("batch", "groups", "channels", "positions"), ("groups", "channels"), "dtype*weight_dtype"
-_X, _WEIGHT = Array("x", "dtype", _SHAPE), Array("weight", "weight_dtype", _CHANNELS)
-_BIAS, _EPS = Array("bias", "weight_dtype", _CHANNELS), ScalarParameter("eps", "float32")
+# Rows of a few channels begin anywhere.
+_X, _WEIGHT = Array("x", "dtype", _SHAPE), Array("weight", "weight_dtype", _CHANNELS, aligned=False)
+_BIAS, _EPS = Array("bias", "weight_dtype", _CHANNELS, aligned=False), ScalarParameter("eps", "float32")
 _DIMENSIONS = (
     Dimension("batch", "bucketed"),
     Dimension("groups", "bucketed"),
@@ -211,8 +229,8 @@ _BACKWARD_ARRAYS = (
     _X,
     _WEIGHT,
     Array("dx", "dtype", _SHAPE, "output"),
-    Array("scales", "float32", ("batch", *_CHANNELS), "scratch"),
-    Array("shifts", "float32", ("batch", *_CHANNELS), "scratch"),
+    Array("scales", "float32", ("batch", *_CHANNELS), "scratch", aligned=False),
+    Array("shifts", "float32", ("batch", *_CHANNELS), "scratch", aligned=False),
     _EPS,
 )
 # Elements of a group, padded to powers of two, that a step may hold in registers.
@@ -267,18 +285,26 @@ def _fits(live: int) -> Constraint:
     )
 
 
+def _placed(parameter: ArrayParameter | ScalarParameter, positions: int) -> ArrayParameter | ScalarParameter:
+    """A parameter that is not aligned where channels of so many positions begin anywhere."""
+    if isinstance(parameter, ScalarParameter) or positions * ITEM_BYTES[parameter.dtype] % 16 == 0:
+        return parameter
+    return dataclasses.replace(parameter, aligned=False)
+
+
 def _implement(function: Any, arrays: tuple[Any, ...], problem: Problem, config: Config) -> Implementation:
     tile_g, tile_c, tile_n = config["tile_g"], config["tile_c"], config["tile_n"]
     channels, positions = problem["channels"], problem["positions"]
     return Implementation(
         function=function,
-        parameters=parameters_of(arrays, _DIMENSIONS, problem),
+        parameters=tuple(_placed(one, positions) for one in parameters_of(arrays, _DIMENSIONS, problem)),
         constants=(
             ("channels", channels),
             ("positions", positions),
             ("tile_g", tile_g),
             ("tile_c", tile_c),
             ("tile_n", tile_n),
+            ("persistent", config["schedule"] == "persistent"),
             ("long", channels > tile_c or positions > tile_n),
             ("bounded", tile_g > 1 or channels % tile_c != 0 or positions % tile_n != 0),
             ("tma", config["tma"]),
@@ -291,7 +317,7 @@ def _implement(function: Any, arrays: tuple[Any, ...], problem: Problem, config:
 def _default(problem: Problem, target: Target, live: int) -> Config:
     piece = _piece(problem, 2048)
     elements = math.prod(piece.values())
-    held = (n for n in (8, 4, 2) if elements * live * n <= target.registers)
+    held = (n for n in (8, 4, 2) if elements * live * n <= target.registers and live * n <= 16)
     warps = 8 if elements > 4096 else 0
     return Config(
         {"schedule": "persistent", **piece, "occupancy": next(held, 1), "num_worker_warps": warps, "tma": False}

@@ -64,7 +64,7 @@ def _launch_backward(
     groups = groups_of(backward.blocks, columns)
     dx, width = fresh(x), columns if beta is None else 2 * columns
     partial = torch.empty(groups, width, dtype=torch.float32, device=device)
-    slopes = torch.empty(groups, stripes_of(columns), dtype=torch.float32, device=device)
+    slopes = torch.empty(groups * stripes_of(columns), dtype=torch.float32, device=device)
     arrays = (as_rows(dy), as_rows(x), alpha.reshape(1), gamma.contiguous(), as_rows(dx), partial, slopes)
     backward.launch(x.get_device(), *arrays)
     dgamma = dbeta = dalpha = None
