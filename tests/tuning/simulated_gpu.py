@@ -1,7 +1,7 @@
 """A measuring process whose GPU is this machine's CPU: all of the worker's own code runs, kernels by the interpreter.
 
 What stands for CUDA is as little as will do: tensors asked for on ``cuda`` lie on the CPU, a launch runs the kernel at
-once, and events read the host's clock. Times mean nothing; what is checked, timed and told is real.
+once, and events read how long the thread has computed. Times mean nothing; what is checked, timed and told is real.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from tuning.measure import bench, worker
 
 
 class Event:
-    """A CUDA event that reads the host's clock."""
+    """A CUDA event that reads how long its thread has computed: what else the machine does takes no time on a GPU."""
 
     def __init__(self, **_: Any) -> None:
         self._at = 0.0
 
     def record(self) -> None:
-        self._at = time.perf_counter()
+        self._at = time.thread_time()
 
     def synchronize(self) -> None:
         """Nothing is queued."""
