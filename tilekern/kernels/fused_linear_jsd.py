@@ -35,7 +35,7 @@ class Options:
 
 
 def loss_and_gradients(
-    plan_for: PlanFor, config: Config, student_hidden: Any, student_weight: Any, teacher_hidden: Any,
+    plan_for: PlanFor, config: Config, student_input: Any, student_weight: Any, teacher_input: Any,
     teacher_weight: Any, slope: Any, options: Options,
 ) -> tuple[Any, Any, Any] | None:  # fmt: skip
     """Loss of each row times its slope, and the gradients of the sum of these.
@@ -43,9 +43,9 @@ def loss_and_gradients(
     Args:
         plan_for: gives the plan of the kernel over rows, and of the products.
         config: ``chunk`` rows have their logits at a time; ``products`` says who multiplies.
-        student_hidden: [rows, hidden].
+        student_input: [rows, hidden].
         student_weight: [vocabulary, hidden].
-        teacher_hidden: [rows, teacher_hidden].
+        teacher_input: [rows, teacher_hidden].
         teacher_weight: [vocabulary, teacher_hidden]; all of one dtype.
         slope: float32 [rows]; rows with 0 do not count.
         options: the loss.
@@ -57,25 +57,25 @@ def loss_and_gradients(
     import torch
 
     rows, vocabulary = len(slope), student_weight.shape[0]
-    device, sizes = student_hidden.device, (rows, vocabulary, student_hidden.dtype, *options.flags)
+    device, sizes = student_input.device, (rows, vocabulary, student_input.dtype, *options.flags)
     plans = chunk_plans(plan_for, logits_jsd.SPEC, config["chunk"], device, *sizes)
     if plans is None:
         return None
     most, graded = plans[0][0].stop, (options.hidden_gradient, options.weight_gradient, False)
-    student = Head(plan_for, config, student_hidden, student_weight, most, graded, wide_sums=options.wide_sums)
-    teacher = Head(plan_for, config, teacher_hidden, teacher_weight, most)
+    student = Head(plan_for, config, student_input, student_weight, most, graded, wide_sums=options.wide_sums)
+    teacher = Head(plan_for, config, teacher_input, teacher_weight, most)
     loss = torch.empty(rows, dtype=torch.float32, device=device)
     scalars = logits_jsd.arguments(options.beta, options.temperature)
     for part, plan in plans:
         logits, others = student.logits(part), teacher.logits(part)
         written = (loss[part], logits) if options.flags[0] else (loss[part],)
-        plan.launch(student_hidden.get_device(), logits, others, slope[part], *scalars, *written)
+        plan.launch(student_input.get_device(), logits, others, slope[part], *scalars, *written)
         if options.flags[0]:
             student.take(part, logits)
     return loss, *student.gradients[:2]
 
 
-_INPUTS = ("student_hidden", "student_weight", "teacher_hidden", "teacher_weight", "slope", "options")
+_INPUTS = ("student_input", "student_weight", "teacher_input", "teacher_weight", "slope", "options")
 
 
 def _implement(problem: Problem, config: Config) -> LibraryCall:
@@ -95,7 +95,7 @@ def _inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
 
     def matrices(name: str, width: int) -> dict[str, Any]:
         weight = normal(vocabulary, width).div_(width**0.5).to(dtype)
-        return {f"{name}_hidden": normal(rows, width).to(dtype), f"{name}_weight": weight}
+        return {f"{name}_input": normal(rows, width).to(dtype), f"{name}_weight": weight}
 
     slope = torch.rand(rows, generator=generator, device=device) + 0.5
     slope[5::11] = 0
@@ -104,14 +104,14 @@ def _inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
 
 
 def reference(
-    student_hidden: Any, student_weight: Any, teacher_hidden: Any, teacher_weight: Any, slope: Any, options: Options
+    student_input: Any, student_weight: Any, teacher_input: Any, teacher_weight: Any, slope: Any, options: Options
 ) -> dict[str, Any]:
     """Losses and gradients in float64 through the logits as they are held, for plain options."""
     assert options == Options(), "the reference knows the plain loss only"
-    x, w = student_hidden.double(), student_weight.double()
-    dtype = student_hidden.dtype
+    x, w = student_input.double(), student_weight.double()
+    dtype = student_input.dtype
     student = (x @ w.t()).to(dtype).double()
-    teacher = (teacher_hidden.double() @ teacher_weight.double().t()).to(dtype).double()
+    teacher = (teacher_input.double() @ teacher_weight.double().t()).to(dtype).double()
     found = logits_jsd.expected(student, teacher, slope, options.beta, 1.0, True, False)
     dlogits = found["gradient"]
     return {"loss": found["loss"], "dhidden": dlogits @ w, "dweight": dlogits.t() @ x}
