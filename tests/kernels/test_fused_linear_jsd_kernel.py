@@ -1,0 +1,100 @@
+"""The divergence of two heads as a composite: over any chunks, by whoever multiplies, of heads of different widths."""
+
+import math
+
+import pytest
+import torch
+from examples import examples
+from hypothesis import given
+from hypothesis import strategies as st
+from spec_samples import inputs_of
+
+from tilekern.kernels import spec_named
+from tilekern.kernels.fused_linear_cross_entropy import split
+from tilekern.kernels.fused_linear_jsd import Options
+from tilekern.runtime.dispatch import counters, plan_for
+from tilekern.spec import DTYPES, Config
+from tilekern.targets import INTERPRETED
+from tuning.plan.given import plan_of_problem
+from tuning.verify.check import compare, expected_results
+
+SPEC = spec_named("fused_linear_jsd")
+WAYS = ("cublas", "tuned")
+
+
+def problem_of(rows=10, vocabulary=83, hidden=24, teacher_hidden=40, dtype="float32"):
+    return SPEC.problem(
+        rows=rows, hidden=hidden, teacher_hidden=teacher_hidden, vocabulary=vocabulary, dtype=dtype
+    )  # fmt: skip
+
+
+def run(config, problem, inputs):
+    call = SPEC.implement(problem, config)
+    results = call.bound(plan_for)(*(inputs[name] for name in call.inputs))
+    return dict(zip(SPEC.outputs(problem, 1), results, strict=True))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@examples(20)
+@given(data=st.data())
+def test_loss_and_gradients_over_chunks_match_float64(way, data):
+    rows, chunk = data.draw(st.integers(1, 30), label="rows"), data.draw(st.integers(1, 40), label="chunk")
+    vocabulary = data.draw(st.one_of(st.integers(2, 150), st.sampled_from([127, 128, 129])), label="vocabulary")
+    widths = (data.draw(st.integers(16, 60), label=name) for name in ("hidden", "teacher_hidden"))
+    problem = problem_of(rows, vocabulary, *widths, data.draw(st.sampled_from(DTYPES), label="dtype"))
+    inputs = inputs_of(SPEC, problem, seed=data.draw(st.integers(0, 3), label="seed"))
+    outputs = run(Config(chunk=chunk, products=way), problem, inputs)
+    check = compare(SPEC, problem, outputs, expected_results(SPEC, problem, inputs))
+    # Each chunk rounds the weight's gradient once more.
+    few = len(split(rows, chunk)) <= 3
+    assert check.passed or (not few and check.relative_error < 2e-2), check.reason
+
+
+def test_an_infinite_slope_makes_nan_of_its_row_and_of_the_whole_weight_s_gradient():
+    """As the reference has it: the sign of infinity times a derivative near 0 would be that of a rounding error."""
+    problem = problem_of()
+    inputs = inputs_of(SPEC, problem)
+    inputs["slope"][7] = math.inf
+    for found in (run(Config(chunk=4, products="cublas"), problem, inputs), expected_results(SPEC, problem, inputs)):
+        assert found["dhidden"].isnan().any(-1).nonzero().tolist() == [[7]]
+        assert bool(found["dweight"].isnan().all())
+        assert found["loss"].isnan().nonzero().tolist() == [[7]]
+
+
+@pytest.mark.parametrize("hidden_gradient", [True, False])
+@pytest.mark.parametrize("weight_gradient", [True, False])
+def test_only_what_is_wanted_is_multiplied(hidden_gradient, weight_gradient):
+    problem = problem_of()
+    wanted = Options(hidden_gradient=hidden_gradient, weight_gradient=weight_gradient)
+    inputs, before = inputs_of(SPEC, problem), counters("matmul").launches
+    outputs = run(Config(chunk=4, products="tuned"), problem, inputs | {"options": wanted})
+    assert counters("matmul").launches - before == 3 * (2 + hidden_gradient + weight_gradient)
+    assert (outputs["dhidden"] is None, outputs["dweight"] is None) == (not hidden_gradient, not weight_gradient)
+    assert compare(SPEC, problem, outputs, {"loss": expected_results(SPEC, problem, inputs)["loss"]}).passed
+
+
+def test_wide_sums_lose_nothing_over_many_chunks():
+    problem = problem_of(60, dtype="bfloat16")
+    inputs = inputs_of(SPEC, problem)
+    expected, errors = expected_results(SPEC, problem, inputs)["dweight"], {}
+    for wide in (False, True):
+        options = {"options": Options(wide_sums=wide)}
+        found = run(Config(chunk=2, products="cublas"), problem, inputs | options)["dweight"]
+        assert found.dtype == (torch.float32 if wide else torch.bfloat16)
+        errors[wide] = float((found.double() - expected).norm() / expected.norm())
+    assert errors[True] < 4e-3 < errors[False]
+
+
+def test_the_default_holds_two_chunks_of_logits_in_700_mib():
+    problem = problem_of(4096, 128256, 4096, 4096, "bfloat16")
+    chunk = SPEC.default(problem, INTERPRETED)["chunk"]
+    assert chunk == 1408
+    assert 2 * chunk * 128256 * 2 <= 700 << 20
+
+
+def test_the_parts_are_planned_with_the_op():
+    from tilekern.targets import resolve
+
+    text = "fused_linear_jsd rows=4096,hidden=4096,teacher_hidden=2048,vocabulary=128256,dtype=bfloat16"
+    names = {name for name, _ in plan_of_problem(text, resolve("H200")).problems}
+    assert names == {"fused_linear_jsd", "logits_jsd", "matmul", "scale"}
