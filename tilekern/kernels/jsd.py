@@ -8,7 +8,6 @@ Liger has it: for beta 0 that of P from Q, ``P * (Y - X)`` with the gradient ``-
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import cuda.tile as ct
@@ -80,10 +79,11 @@ def reference_terms(x: Any, y: Any, beta: float, pure: bool) -> tuple[Any, Any]:
         return weighed(p, y - x), -p
     if pure:
         return weighed(q, x - y), weighed(q, x - y) + q
-    shares = [math.log(share) if share else -math.inf for share in (beta, 1 - beta)]
-    log_mixed = torch.logaddexp(y + shares[0], x + shares[1])
-    slope = (1 - beta) * weighed(q, x - log_mixed)
-    return slope + beta * weighed(p, y - log_mixed), slope
+    # Shares of the larger one, so that equal probabilities have no divergence to the last bit.
+    top = torch.maximum(x, y)
+    log_mixed = (beta * (y - top).exp() + (1 - beta) * (x - top).exp()).log()
+    slope = (1 - beta) * weighed(q, x - top - log_mixed)
+    return slope + beta * weighed(p, y - top - log_mixed), slope
 
 
 def reference(input: Any, target: Any, slope: Any, beta: float, graded: bool, pure: bool) -> dict[str, Any]:

@@ -17,13 +17,14 @@ import cuda.tile as ct
 
 from tilekern.kernels import jsd
 from tilekern.kernels.common import losses
-from tilekern.kernels.cross_entropy.problem import STEPS_MATCH, matrix, matrix_bytes, step_axes, step_shapes
+from tilekern.kernels.cross_entropy.problem import matrix, matrix_bytes
 from tilekern.kernels.cross_entropy.problem import vector as rows_of
-from tilekern.kernels.cross_entropy.tiles import INFINITY, LN_2, NAN, exponential, store_row, store_zeros
-from tilekern.kernels.log_probs import STEPS_FIT, load_scores, scan_row
-from tilekern.kernels.tiles import ConstBool, ConstInt, grid_of, hints, power_of_two
+from tilekern.kernels.cross_entropy.tiles import INFINITY, LN_2, NAN, exponential, load_logits, store_row, store_zeros
+from tilekern.kernels.log_probs import STEPS_FIT, scan_row
+from tilekern.kernels.tiles import TMA_NEEDS_HOPPER, ConstBool, ConstInt, grid_of, hints, power_of_two
 from tilekern.spec import (
     Config,
+    Constraint,
     Dimension,
     Implementation,
     KernelSpec,
@@ -34,10 +35,9 @@ from tilekern.spec import (
 )
 
 
-def _log_softmax(logits, row, c, tile_n, bounded, columns, scale, top, log_total):
+def _log_softmax(logits, row, c, tile_n, bounded, scale, top, log_total, tma):
     """Tile ``c`` of a row; minus infinity beyond the edge. Large logits keep their digits by the order of the steps."""
-    z, _ = load_scores(logits, logits, row, c, tile_n, bounded, columns, scale, 1.0, False, False)
-    return (z - top) - log_total
+    return (load_logits(logits, row, c, tile_n, bounded, tma) * scale - top) - log_total
 
 
 def _scanned(logits, row, columns, tile_n, unroll, scale):
@@ -46,18 +46,18 @@ def _scanned(logits, row, columns, tile_n, unroll, scale):
     return top, ct.log2(total) * LN_2
 
 
-def _terms(student, teacher, row, c, tile_n, bounded, columns, scale, beta, known, pure):
+def _terms(student, teacher, row, c, tile_n, bounded, scale, beta, known, pure, tma):
     """What each element adds, the derivative g, and x."""
     of_student, of_teacher = known
-    x = _log_softmax(student, row, c, tile_n, bounded, columns, scale, of_student[0], of_student[1])
-    y = _log_softmax(teacher, row, c, tile_n, bounded, columns, scale, of_teacher[0], of_teacher[1])
+    x = _log_softmax(student, row, c, tile_n, bounded, scale, of_student[0], of_student[1], tma)
+    y = _log_softmax(teacher, row, c, tile_n, bounded, scale, of_teacher[0], of_teacher[1], tma)
     formula = jsd.at_end if ct.static_eval(pure) else jsd.between
     term, derivative = formula(x, y, beta)
     return term, derivative, x
 
 
-def _store(student, teacher, gradient, row, c, tile_n, bounded, columns, scale, beta, known, pure, factor, pulled):
-    _, derivative, x = _terms(student, teacher, row, c, tile_n, bounded, columns, scale, beta, known, pure)
+def _store(student, teacher, gradient, row, c, tile_n, bounded, scale, beta, known, pure, tma, factor, pulled):
+    _, derivative, x = _terms(student, teacher, row, c, tile_n, bounded, scale, beta, known, pure, tma)
     left = (derivative - exponential(x) * pulled) * factor
     ct.store(gradient, (row, c), left.astype(gradient.dtype), check_bounds=bounded, allow_tma=False)
 
@@ -69,7 +69,7 @@ def _zeros(gradient, row, columns, tile_n):
         store_zeros(gradient, row, ct.static_eval(columns // tile_n), tile_n, True)
 
 
-def _row(student, teacher, slope, loss, gradient, beta, scale, row, columns, tile_n, unroll, pure):
+def _row(student, teacher, slope, loss, gradient, beta, scale, row, columns, tile_n, unroll, pure, tma):
     factor = ct.load(slope, (row,), ())
     if factor == 0.0:
         store_row(loss, row, ct.zeros((1, 1), ct.float32))
@@ -84,10 +84,10 @@ def _row(student, teacher, slope, loss, gradient, beta, scale, row, columns, til
         whole = ct.static_eval(columns // tile_n)
         total, pull = ct.zeros((1, tile_n), ct.float32), ct.zeros((1, tile_n), ct.float32)
         for c in range(student.shape[1] // tile_n):
-            term, derivative, _ = _terms(student, teacher, row, c, tile_n, False, columns, scale, beta, known, pure)
+            term, derivative, _ = _terms(student, teacher, row, c, tile_n, False, scale, beta, known, pure, tma)
             total, pull = total + term, pull + derivative
         if ct.static_eval(columns % tile_n != 0):
-            term, derivative, _ = _terms(student, teacher, row, whole, tile_n, True, columns, scale, beta, known, pure)
+            term, derivative, _ = _terms(student, teacher, row, whole, tile_n, True, scale, beta, known, pure, tma)
             total, pull = total + term, pull + derivative
         store_row(loss, row, ct.sum(total, axis=1, keepdims=True) * factor)
         if ct.static_eval(gradient is not None):
@@ -95,42 +95,42 @@ def _row(student, teacher, slope, loss, gradient, beta, scale, row, columns, til
             # Last tile first: what the second read left in the L2 cache.
             if ct.static_eval(columns % tile_n != 0):
                 _store(
-                    student, teacher, gradient, row, whole, tile_n, True, columns, scale, beta, known, pure, factor,
+                    student, teacher, gradient, row, whole, tile_n, True, scale, beta, known, pure, tma, factor,
                     pulled,
                 )  # fmt: skip
             for step in range(student.shape[1] // tile_n):
                 _store(
-                    student, teacher, gradient, row, whole - 1 - step, tile_n, False, columns, scale, beta, known, pure,
+                    student, teacher, gradient, row, whole - 1 - step, tile_n, False, scale, beta, known, pure, tma,
                     factor, pulled,
                 )  # fmt: skip
 
 
 def _each_row(
-    student, teacher, slope, loss, gradient, beta, scale, columns, tile_n, unroll, persistent, pure
+    student, teacher, slope, loss, gradient, beta, scale, columns, tile_n, unroll, persistent, pure, tma
 ):  # fmt: skip
     if ct.static_eval(persistent):
         for row in range(ct.bid(0), student.shape[0], ct.num_blocks(0)):
-            _row(student, teacher, slope, loss, gradient, beta, scale, row, columns, tile_n, unroll, pure)
+            _row(student, teacher, slope, loss, gradient, beta, scale, row, columns, tile_n, unroll, pure, tma)
     else:
-        _row(student, teacher, slope, loss, gradient, beta, scale, ct.bid(0), columns, tile_n, unroll, pure)
+        _row(student, teacher, slope, loss, gradient, beta, scale, ct.bid(0), columns, tile_n, unroll, pure, tma)
 
 
 @ct.kernel
 def logits_jsd_losses(
     student, teacher, slope, beta, scale, loss, columns: ConstInt, tile_n: ConstInt, unroll: ConstInt,
-    persistent: ConstBool, pure: ConstBool,
+    persistent: ConstBool, pure: ConstBool, tma: ConstBool,
 ):  # fmt: skip
     """student and teacher [rows, vocabulary], slope and loss [rows]."""
-    _each_row(student, teacher, slope, loss, None, beta, scale, columns, tile_n, unroll, persistent, pure)
+    _each_row(student, teacher, slope, loss, None, beta, scale, columns, tile_n, unroll, persistent, pure, tma)
 
 
 @ct.kernel
 def logits_jsd_gradients(
     student, teacher, slope, beta, scale, loss, gradient, columns: ConstInt, tile_n: ConstInt, unroll: ConstInt,
-    persistent: ConstBool, pure: ConstBool,
+    persistent: ConstBool, pure: ConstBool, tma: ConstBool,
 ):  # fmt: skip
     """The same, and the gradient [rows, vocabulary], which may be the memory of the student's logits."""
-    _each_row(student, teacher, slope, loss, gradient, beta, scale, columns, tile_n, unroll, persistent, pure)
+    _each_row(student, teacher, slope, loss, gradient, beta, scale, columns, tile_n, unroll, persistent, pure, tma)
 
 
 def arguments(beta: float, temperature: float) -> tuple[float, float]:
@@ -144,11 +144,36 @@ def is_pure(beta: float) -> bool:
 
 
 def _axes(problem: Problem) -> dict[str, list[Value]]:
-    return {"schedule": ["persistent", "block"], **step_axes(problem["vocabulary"]), "occupancy": [1, 2, 4, 8]}
+    width = power_of_two(problem["vocabulary"])
+    return {
+        "schedule": ["persistent", "block"],
+        "tile_n": sorted({min(width, n) for n in (512, 1024, 2048)}),
+        "unroll": [1, 2, 4],
+        "num_worker_warps": [0, 8],
+        "occupancy": [2, 4],
+        "tma": [True, False],
+    }
 
 
-def _config(schedule: str, tile_n: int, unroll: int) -> Config:
-    return Config(schedule=schedule, tile_n=tile_n, unroll=unroll, num_worker_warps=0, occupancy=4)
+_THREADS_FULL = Constraint(
+    "a tile gives each thread 4 or 8 elements, fewer only where a row is shorter than that",
+    lambda problem, config, target: (
+        config["tile_n"] // (32 * (config["num_worker_warps"] or 4)) in (4, 8)
+        or config["tile_n"] == power_of_two(problem["vocabulary"]) < 2048
+    ),
+)
+_ROW_IS_LONGER = Constraint(
+    "a step of several tiles is no longer than a row",
+    lambda problem, config, target: (
+        config["unroll"] == 1 or config["tile_n"] * config["unroll"] <= problem["vocabulary"]
+    ),
+)
+
+
+def _config(problem: Problem, most: int, unroll: int, *, tma: bool) -> Config:
+    tile_n = min(most, power_of_two(problem["vocabulary"]))
+    unroll = unroll if tile_n * unroll <= problem["vocabulary"] else 1
+    return Config(schedule="persistent", tile_n=tile_n, unroll=unroll, num_worker_warps=0, occupancy=4, tma=tma)
 
 
 def _implement(problem: Problem, config: Config) -> Implementation:
@@ -163,6 +188,7 @@ def _implement(problem: Problem, config: Config) -> Implementation:
         constants=(
             ("columns", problem["vocabulary"]), ("tile_n", config["tile_n"]), ("unroll", config["unroll"]),
             ("persistent", config["schedule"] == "persistent"), ("pure", problem["pure"]),
+            ("tma", config["tma"]),
         ),
         grid=lambda sizes, sm_count: grid_of(sizes["rows"], config, sm_count),
         hints=hints(config),
@@ -217,11 +243,12 @@ SPEC = KernelSpec(
         Dimension("graded", "flag"),
         Dimension("pure", "flag"),
     ),
-    space=Space(_axes, (STEPS_MATCH, STEPS_FIT)),
+    space=Space(_axes, (_THREADS_FULL, _ROW_IS_LONGER, STEPS_FIT, TMA_NEEDS_HOPPER)),
     ops=("fused_linear_jsd",),
     implement=_implement,
-    default=lambda problem, target: _config("persistent", *step_shapes(problem["vocabulary"], 0)[0]),
-    generic=lambda problem: _config("persistent", min(256, power_of_two(problem["vocabulary"])), 1),
+    # Loads of the passes over both rows that wait in registers, and not by TMA in shared memory, make them spill.
+    default=lambda problem, target: _config(problem, 1024, 4, tma=target.capability >= 90),
+    generic=lambda problem: _config(problem, 256, 1, tma=False),
     inputs=_inputs,
     outputs=_outputs,
     reference=reference,
