@@ -24,7 +24,7 @@ def expected(query, key, value, kernel_size, dilation, scale=None):
     return scores.masked_fill(~seen, -torch.inf).softmax(-1) @ value
 
 
-def tensors(batch=2, tokens=13, heads=4, kv_heads=2, dtype=torch.float32, tokens_first=False):
+def tensors(batch=2, tokens=13, heads=2, kv_heads=1, dtype=torch.float32, tokens_first=False):
     found = []
     for number in (heads, kv_heads, kv_heads):
         shape = (batch, tokens, number, 8) if tokens_first else (batch, number, tokens, 8)
@@ -46,14 +46,14 @@ def check(inputs, *options):
         assert (got - wanted).norm() <= TOLERANCE[dtype] * wanted.norm() + 1e-5
 
 
-@examples(20)
+@examples(8)
 @given(data=st.data())
 def test_results_and_gradients_match_float64(data):
     """With fewer tokens than neighbours, than the dilation, or of any remainder by it."""
     inputs = tensors(
         data.draw(st.integers(1, 2)),
-        data.draw(st.integers(1, 20)),
-        kv_heads=data.draw(st.sampled_from([1, 2, 4])),
+        data.draw(st.integers(1, 14)),
+        kv_heads=data.draw(st.integers(1, 2)),
         dtype=data.draw(st.sampled_from(list(TOLERANCE))),
         tokens_first=data.draw(st.booleans()),
     )
@@ -88,7 +88,7 @@ def test_sequences_of_one_length_are_not_copied_out_of_what_a_projection_wrote(m
 
 def test_no_tokens_give_no_result():
     query, key, value = tensors(tokens=0)
-    assert fused_neighborhood_attention(query, key, value, 3, 2).shape == (2, 4, 0, 8)
+    assert fused_neighborhood_attention(query, key, value, 3, 2).shape == (2, 2, 0, 8)
 
 
 def test_torch_compile_traces_it_whole():
@@ -103,7 +103,7 @@ def test_torch_compile_traces_it_whole():
         ({"kernel_size": 4}, "kernel_size must be odd and positive, got 4"),
         ({"kernel_size": -1}, "kernel_size must be odd and positive, got -1"),
         ({"dilation": 0}, "dilation must be at least 1, got 0"),
-        ({"key": torch.ones(2, 2, 12, 8)}, "with as many queries as keys"),
+        ({"key": torch.ones(2, 1, 12, 8)}, "with as many queries as keys"),
         ({"query": torch.ones(4, 13, 8)}, r"must be \[batch, heads, tokens, head_dim\]"),
     ],
 )
