@@ -37,7 +37,8 @@ def checkpointed(run: Function) -> Function:
 
 def follow(owner: Any, name: str, before: Any, after: Any) -> None:
     """Exchange a method for the classes made of ``owner`` that hold, in a wrapper of theirs, the one that it had."""
-    for kind in type.__subclasses__(owner) if isinstance(owner, type) else ():
+    made_of: list[type] = type.__subclasses__(owner) if isinstance(owner, type) else []
+    for kind in made_of:
         held = vars(kind).get(name)
         if held is None:
             follow(kind, name, before, after)
