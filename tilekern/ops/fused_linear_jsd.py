@@ -121,7 +121,7 @@ def _loss(
     if plan is None:
         count_fallback(_SPEC)
         return _composed(*tensors, slope, options)
-    tensors = tuple(map(disjoint, tensors))  # type: ignore[assignment]
+    tensors = tuple(map(disjoint, tensors))
     if not graded:
         return _run(plan, *tensors, slope, options)[0].sum()
     if student.dtype == torch.float16:
