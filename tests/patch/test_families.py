@@ -10,11 +10,11 @@ import tilekern
 from tilekern.patch.families import FAMILIES
 
 KERNELS = {
-    "rms_norm": {"rms_norm_forward"},
+    "rms_norm": {"rms_norm_forward", "rms_norm_offset_forward"},
     "swiglu": {"swiglu_forward", "geglu_forward"},
     "qk_norm_rope": {"qk_norm_rope_forward"},
-    "rope": {"rope"},
-    "fused_add_rms_norm": {"fused_add_rms_norm_forward"},
+    "rope": {"rope", "llama4_rope"},
+    "fused_add_rms_norm": {"fused_add_rms_norm_forward", "fused_add_rms_norm_offset_forward"},
     "fused_linear_cross_entropy": {"fused_linear_cross_entropy"},
 }
 

@@ -14,22 +14,20 @@ _LETTERS = dict(zip("nmqrsh", OPS, strict=True))
 # The families with each set of ops; the test of each runs every op that is named here.
 _SERVED = {
     "nmqrsh": "qwen3 doge dots1 qwen3_moe qwen3_vl",
+    "nmrsh": "afmoe aria cwm deepseek_v32 diffllama ernie4_5 ernie4_5_moe exaone_moe gemma gemma2 gemma3 glm "
+    "glm4 glm4_moe glm4v_moe granite granite_swa hunyuan_v1_dense hunyuan_v1_moe hy_v3 laguna llama minicpm3 "
+    "ministral ministral3 mistral mllama paddleocr_vl qwen2 qwen2_5_vl qwen2_moe qwen2_vl smollm3 solar_open "
+    "vaultgemma",
     "nqrsh": "mellum qwen3_vl_moe",
-    "nmrsh": "llama aria cwm deepseek_v32 diffllama exaone_moe granite granite_swa hunyuan_v1_dense hunyuan_v1_moe "
-    "hy_v3 minicpm3 ministral ministral3 mistral mllama paddleocr_vl qwen2 qwen2_5_vl qwen2_moe qwen2_vl smollm3 "
-    "solar_open",
-    "nmsh": "axk1 deepseek_v2 deepseek_v3 ernie4_5 ernie4_5_moe ernie4_5_vl_moe glm glm4 glm4_moe glm4_moe_lite glm4v "
-    "glm4v_moe hunyuan_vl jamba laguna phi3 youtu",
-    "nrsh": "apertus arcee bitnet granitemoe granitemoe_swa granitemoehybrid granitemoeshared jetmoe minimax mixtral "
-    "olmoe seed_oss",
-    "nmrh": "exaone4",
-    "nsh": "minimax_m2",
-    "nrh": "lfm2 lfm2_moe",
-    "mrh": "afmoe gemma gemma2 gemma3 olmo olmo2 olmo3 stablelm vaultgemma",
-    "mh": "cohere cohere2 flint helium",
-    "rh": "flex_olmo persimmon phimoe starcoder2",
-    "h": "aya_vision biogpt got_ocr2 gpt2 gpt_neox gpt_oss idefics3 internvl llava llava_next mistral3 nanochat "
-    "nemotron smolvlm",
+    "nmrh": "exaone4 olmo2 olmo3",
+    "nmsh": "axk1 deepseek_v2 deepseek_v3 ernie4_5_vl_moe flint glm4_moe_lite glm4v hunyuan_vl jamba phi3 youtu",
+    "nrsh": "apertus arcee bitnet granitemoe granitemoe_swa granitemoehybrid granitemoeshared jetmoe minimax "
+    "minimax_m2 mixtral olmoe seed_oss",
+    "mrh": "cohere cohere2 helium olmo stablelm",
+    "nrh": "flex_olmo lfm2 lfm2_moe",
+    "nsh": "gpt_oss",
+    "rh": "gpt_neox persimmon phimoe starcoder2",
+    "h": "aya_vision biogpt got_ocr2 gpt2 idefics3 internvl llava llava_next mistral3 nanochat nemotron smolvlm",
 }
 
 

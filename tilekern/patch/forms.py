@@ -19,13 +19,21 @@ from typing import Any
 from tilekern.patch import layers, loss, patterns, replacements
 from tilekern.patch.digests import digest_of_tree
 from tilekern.patch.shapes import shape_of
-from tilekern.patch.table import Patch
+from tilekern.patch.table import PLAIN, Norm, Patch
 
 # In the order in which they are applied.
 OPS = ("rms_norm", "swiglu", "qk_norm_rope", "rope", "fused_add_rms_norm", "fused_linear_cross_entropy")
 
-# ``weight * (x / sqrt(mean(x^2) + variance_epsilon)).to(dtype of x)``.
-_NORMS = {"97c299fa1548c4048eae806e7e4c278d3b2dd6e7b417ccae49646f69bac9a520": replacements.rms_norm}
+_NORMS = {
+    # ``weight * (x / sqrt(mean(x^2) + variance_epsilon)).to(dtype of x)``.
+    "97c299fa1548c4048eae806e7e4c278d3b2dd6e7b417ccae49646f69bac9a520": PLAIN,
+    # ``(weight * x / sqrt(mean(x^2) + variance_epsilon)).to(dtype of x)``.
+    "236adb3abb030e1399af1b55c1215251b855cbfdcf4d64bba278c25596b0a17e": Norm(casting_mode="gemma"),
+    # ``((1 + weight) * _norm(x)).to(dtype of x)``.
+    "29b720b65422e4c7b086582be06683960925e755b6b4ab4359bca62a46f3ef62": Norm("eps", 1.0, "gemma"),
+}
+# ``x / sqrt(mean(x^2) + eps)``, the method ``_norm`` of a class that has one.
+_METHOD = "d88575f450985cd5b6a3c3b92bbbaa320f84fb519f3a01ee52110dc84047086b"
 _MLPS = {
     # ``down_proj(act_fn(gate_proj(x)) * up_proj(x))``, by way of a variable and at once.
     "054836297e76c35300f38c2c34570cc1817a980b8e556862f9d05134300f9be7": replacements.gated_mlp,
@@ -33,14 +41,28 @@ _MLPS = {
     # The same of the two halves of ``gate_up_proj(x)``.
     "7fe71be2cc49abe13d55d10136915709392465e4a0ad1febebcf86f145a1b7a1": replacements.joined_mlp,
 }
+# ``cat((-second half, first half))``, and ``(-x[2i + 1], x[2i])`` for each pair, in two ways.
+_HALVES = "6bb1d912795ebafbd980d054c74f863791fed174c6fee5abb5d3a79b7756d119"
+_PAIRS = (
+    "7e41828ec489fbef7e83548170dbde0e44a8f8f3e1cffacb85217c2aba72087e",
+    "edde18d4c0c6bd1aeb892b07d0dab9308cff666dacfbfc8cfbafff69a1e9ef37",
+)
 _ROTATIONS = {
     # ``q * cos + rotate_half(q) * sin``, and so for k.
-    "5c512eaee8adfce5bb118d0a6ae7d4a8d0531b96ba508496782a2839bf2e1c84": replacements.rope,
+    ("5c512eaee8adfce5bb118d0a6ae7d4a8d0531b96ba508496782a2839bf2e1c84", _HALVES): replacements.rope,
     # The same, cast to the dtypes of q and k.
-    "bece90e1691b797048f14475f6bffff75c730b189b76c41ca69e3eb9ca4525b2": replacements.rope_cast_back,
+    ("bece90e1691b797048f14475f6bffff75c730b189b76c41ca69e3eb9ca4525b2", _HALVES): replacements.rope_cast_back,
+    # The same of the beginning of each head.
+    ("e9ab7d7970cffe824d749380ee04e09eaffcf02a3e3314eff6f52d509d56fc58", _HALVES): replacements.rope_part,
+    # Pairs by the first half of the angles, each for two numbers: of a part of each head, of all of it, cast back.
+    ("e2effc6efdfa420807a9212145b50cc47a21fdebfbe1dba1a3b4f8d5506f0e45", _PAIRS[0]): replacements.rope_pairs,
+    ("a08c805df0ec0d650a717a6de393be5ee9211ff3c128625114f4358ea905b006", _PAIRS[0]): replacements.rope_pairs,
+    ("3db0eaf5cb8aa3bf251e16bb93b53c83116a1324c5b284f85eef8fb89db3a50a", _PAIRS[0]): replacements.rope_pairs_cast_back,
 }
-# ``cat((-second half, first half))``.
-_ROTATE_HALF = "6bb1d912795ebafbd980d054c74f863791fed174c6fee5abb5d3a79b7756d119"
+# Pairs by angles that are stored twice in a row, in float32, cast back.
+_IN_A_ROW = {
+    ("fc077fffca05e54936fba83f3ca440e9932918389d3fe1084c52b74d8929a2df", _PAIRS[1]): replacements.rope_pairs_in_a_row,
+}
 
 
 class Module:
@@ -51,41 +73,55 @@ class Module:
         body = ast.parse(text).body
         self.functions = {x.name: x for x in body if isinstance(x, ast.FunctionDef)}
         self.classes = {x.name: x for x in body if isinstance(x, ast.ClassDef)}
-        self.forwards = {
-            kind: method
+        self.methods = {
+            f"{kind}.{method.name}": method
             for kind, definition in self.classes.items()
             for method in definition.body
-            if isinstance(method, ast.FunctionDef) and method.name == "forward"
+            if isinstance(method, ast.FunctionDef)
         }
+        self.forwards = {kind: x for kind in self.classes if (x := self.methods.get(f"{kind}.forward")) is not None}
 
     @functools.cached_property
-    def norms(self) -> dict[str, Callable[..., Any]]:
-        """The classes that are norms of a known form, each with its replacement."""
-        return self._shaped(_NORMS, "Norm")
+    def norms(self) -> dict[str, Norm]:
+        """The classes that are norms of a known form, and how each is written."""
+        found = self._shaped(_NORMS, "Norm")
+        return {kind: norm for kind, norm in found.items() if self.methods_of(kind) is not None}
+
+    def methods_of(self, kind: str) -> tuple[str, ...] | None:
+        """The paths of the methods that a norm's forward is made of; None where one has a form that is not known."""
+        method = self.methods.get(f"{kind}._norm")
+        if "self._norm(" not in ast.unparse(self.forwards[kind]):
+            return (f"{kind}.forward",)
+        if method is None or shape_of(method) != _METHOD:
+            return None
+        return f"{kind}.forward", f"{kind}._norm"
 
     @functools.cached_property
     def mlps(self) -> dict[str, Callable[..., Any]]:
         """The classes that are MLPs of a known form, each with its replacement."""
         return self._shaped(_MLPS, "")
 
-    def _shaped(self, forms: dict[str, Callable[..., Any]], part: str) -> dict[str, Callable[..., Any]]:
+    def _shaped(self, forms: dict[str, Any], part: str) -> dict[str, Any]:
         small = {kind: x for kind, x in self.forwards.items() if part in kind and len(x.body) < 8}
         shapes = {kind: shape_of(x) for kind, x in small.items() if not x.decorator_list}
         return {kind: forms[shape] for kind, shape in shapes.items() if shape in forms}
 
     @functools.cached_property
     def rotation(self) -> Callable[..., Any] | None:
-        """The replacement of ``apply_rotary_pos_emb``, where that turns halves by angles that are stored twice."""
+        """The replacement of ``apply_rotary_pos_emb``, where its angles are stored as that takes them."""
         function, half = self.functions.get("apply_rotary_pos_emb"), self.functions.get("rotate_half")
-        if function is None or half is None or shape_of(half) != _ROTATE_HALF or not self.rotaries:
+        if function is None or half is None or not self.rotaries:
             return None
-        return _ROTATIONS.get(shape_of(function))
+        shapes = (shape_of(function), shape_of(half))
+        for forms, in_a_row in ((_ROTATIONS, False), (_IN_A_ROW, True)):
+            if all(patterns.stores_twice(self.classes[kind], in_a_row) for kind in self.rotaries) and shapes in forms:
+                return forms[shapes]
+        return None
 
     @functools.cached_property
     def rotaries(self) -> list[str]:
-        """The classes that make the text's angles, where all of them store each twice; else none."""
-        found = [kind for kind in self.forwards if "Rotary" in kind and "Vision" not in kind]
-        return found if all(patterns.stores_twice(self.classes[kind]) for kind in found) else []
+        """The classes that make the text's angles."""
+        return [kind for kind in self.forwards if "Rotary" in kind and "Vision" not in kind]
 
     def attributes(self, kind: str) -> dict[str, str]:
         """Of which of the module's norms each attribute is that ``__init__`` of a class sets."""
@@ -101,39 +137,42 @@ class Module:
     def callers(self, function: str) -> list[str]:
         """The methods that call a function of the module."""
         return [
-            f"{kind}.{method.name}"
-            for kind, definition in self.classes.items()
-            for method in definition.body
-            if isinstance(method, ast.FunctionDef)
-            and any(isinstance(x, ast.Name) and x.id == function for x in ast.walk(method))
+            path
+            for path, method in self.methods.items()
+            if any(isinstance(x, ast.Name) and x.id == function for x in ast.walk(method))
         ]
 
     def digest(self, path: str) -> str:
         """The digest of the function at a path."""
-        kind, _, method = path.partition(".")
-        return digest_of_tree(self.forwards[kind] if method else self.functions[kind])
+        return digest_of_tree((self.methods if "." in path else self.functions)[path])
 
 
 def patches_of(module: Module, model_type: str) -> list[Patch]:
     """What in a module has one of the forms, in the order of :data:`OPS`."""
     row = partial(_row, module, model_type)
-    forwards = [("rms_norm", module.norms), ("swiglu", module.mlps)]
-    found = [row(op, f"{kind}.forward", make) for op, kinds in forwards for kind, make in kinds.items()]
+    found = []
+    for kind, norm in module.norms.items():
+        make = partial(replacements.rms_norm, norm=norm) if norm != PLAIN else replacements.rms_norm
+        found.append(row("rms_norm", f"{kind}.forward", make, _code(module, {"": kind})[1:]))
+    found += [row("swiglu", f"{kind}.forward", make) for kind, make in module.mlps.items()]
     if module.rotation is not None:
         angles = ("rotate_half", *(f"{kind}.forward" for kind in module.rotaries))
-        for kind in module.forwards:
-            norms = _names({"q_norm", "k_norm"}, module.attributes(kind))
-            if len(norms) == 2 and _has(module, kind, patterns.qk_norm_rope):
-                relied = (*_forwards(norms), "apply_rotary_pos_emb", *angles)
-                make = partial(layers.qk_norm_rope, norms=norms)
+        # The rotation that is one op with the norms of q and k before it.
+        for kind in module.forwards if module.rotation is replacements.rope else ():
+            norms = {name: norm for name, norm in module.attributes(kind).items() if name in ("q_norm", "k_norm")}
+            plain = len(norms) == 2 and all(module.norms[norm] == PLAIN for norm in norms.values())
+            if plain and _has(module, kind, patterns.qk_norm_rope):
+                relied = (*_code(module, norms), "apply_rotary_pos_emb", *angles)
+                make = partial(layers.qk_norm_rope, kinds=frozenset(norms.values()))
                 found.append(row("qk_norm_rope", f"{kind}.forward", make, relied, covers=("rope",)))
         callers = tuple(module.callers("apply_rotary_pos_emb"))
         found.append(row("rope", "apply_rotary_pos_emb", module.rotation, angles, callers=callers))
     for kind in module.forwards:
         norms = module.attributes(kind)
         if norms and _has(module, kind, partial(patterns.add_norm, norms=norms)):
-            make = partial(layers.fused_add_rms_norm, norms=norms)
-            found.append(row("fused_add_rms_norm", f"{kind}.forward", make, _forwards(norms)))
+            written = {norm: module.norms[norm] for norm in norms.values()}
+            make = partial(layers.fused_add_rms_norm, norms=tuple(norms), kinds=written)
+            found.append(row("fused_add_rms_norm", f"{kind}.forward", make, _code(module, norms)))
     heads = [kind for kind in module.forwards if _has(module, kind, patterns.head_and_loss)]
     return [*found, *(row(OPS[-1], f"{kind}.forward", loss.fused_linear_cross_entropy) for kind in heads)]
 
@@ -146,12 +185,9 @@ def _row(
     return Patch(op, model_type, module.name, path, make, (module.digest(path),), relied, **more)
 
 
-def _names(wanted: Iterable[str], norms: dict[str, str]) -> dict[str, str]:
-    return {name: norms[name] for name in sorted(wanted) if name in norms}
-
-
-def _forwards(norms: dict[str, str]) -> tuple[str, ...]:
-    return tuple(f"{kind}.forward" for kind in dict.fromkeys(norms.values()))
+def _code(module: Module, norms: dict[str, str]) -> tuple[str, ...]:
+    """The paths of what some norms are made of."""
+    return tuple(path for kind in dict.fromkeys(norms.values()) for path in module.methods_of(kind) or ())
 
 
 def _has(module: Module, kind: str, pattern: Callable[[ast.FunctionDef], int]) -> bool:

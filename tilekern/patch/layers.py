@@ -20,22 +20,27 @@ from tilekern.patch.checkpointing import checkpointed
 from tilekern.patch.digests import is_checkpointing
 from tilekern.patch.plain import has_hooks, is_bare_linear, is_from, is_plain
 from tilekern.patch.rewriting import rewritten
+from tilekern.patch.table import Norm
 
 Function = Callable[..., Any]
 
 
-def fused_add_rms_norm(original: Function, norms: Mapping[str, str]) -> Function:
+def fused_add_rms_norm(original: Function, norms: Collection[str], kinds: Mapping[str, Norm]) -> Function:
     """For ``forward`` of a decoder layer: a sum and the norm of it as one op.
 
-    ``norms`` says of which class each attribute is that is a norm.
+    Args:
+        original: the forward.
+        norms: the attributes that are norms.
+        kinds: their classes' names, and how each is written.
     """
     home = inspect.unwrap(original).__globals__["__name__"]
-    kinds = frozenset(norms.values())
 
     def add_norm(residual: torch.Tensor, x: torch.Tensor, norm: Any) -> tuple[torch.Tensor, torch.Tensor]:
         alike = residual.dtype == x.dtype and residual.shape == x.shape
         if alike and is_plain(residual, x) and _is_ordinary(norm, home, kinds):
-            return ops.fused_add_rms_norm(residual, x, norm.weight, norm.variance_epsilon)
+            kind = kinds[type(norm).__name__]
+            options = (kind.offset, kind.casting_mode)
+            return ops.fused_add_rms_norm(residual, x, norm.weight, getattr(norm, kind.eps), *options)
         total = residual + x
         return total, norm(total)
 
@@ -43,15 +48,14 @@ def fused_add_rms_norm(original: Function, norms: Mapping[str, str]) -> Function
     return checkpointed(run) if is_checkpointing(original) else run
 
 
-def qk_norm_rope(original: Function, norms: Mapping[str, str]) -> Function:
+def qk_norm_rope(original: Function, kinds: Collection[str]) -> Function:
     """For ``forward`` of an attention with ``q_norm`` and ``k_norm``: both norms and the rotation as one op.
 
-    cos and sin [1 or batch, tokens, head_dim] hold each angle twice. ``norms`` is as for :func:`fused_add_rms_norm`.
+    cos and sin [1 or batch, tokens, head_dim] hold each angle twice. ``kinds`` are the norms' classes.
     """
     names = inspect.unwrap(original).__globals__
     # transformers' own or tilekern's stand-in, as the patch's digests say; with the kernels package it is no function.
     rotation = names["apply_rotary_pos_emb"]
-    kinds = frozenset(norms.values())
 
     def turned(
         self: Any, hidden_states: torch.Tensor, heads: tuple[int, ...], cos: torch.Tensor, sin: torch.Tensor

@@ -208,21 +208,25 @@ def _uses(nodes: Iterable[ast.AST], name: str) -> int:
     return sum(isinstance(x, ast.Name) and x.id == name for node in nodes for x in ast.walk(node))
 
 
-def stores_twice(rotary: ast.ClassDef) -> bool:
-    """Whether a rotary embedding gives cosines and sines of angles that were doubled by ``cat((angles, angles))``."""
+def stores_twice(rotary: ast.ClassDef, in_a_row: bool = False) -> bool:
+    """Whether a rotary embedding gives cosines and sines of angles that were doubled by ``cat((angles, angles))``.
+
+    ``in_a_row``: by ``repeat_interleave(angles, 2)``.
+    """
     methods = {x.name: x for x in rotary.body if isinstance(x, ast.FunctionDef)}
     forward, joined = methods.get("forward"), methods.get("recomposition_frequencies")
     if forward is None:
         return False
     methods_called = [x.func for x in _calls(forward) if isinstance(x.func, ast.Attribute) and not x.args]
     angles = {_text(x.value) for x in methods_called if x.attr in ("cos", "sin")}
-    doubled = {name for name, value in map(_assigned, _statements(forward)) if name and _is_doubled(value)}
+    is_doubled = _is_repeated if in_a_row else _is_doubled
+    doubled = {name for name, value in map(_assigned, _statements(forward)) if name and is_doubled(value)}
     if joined is None:
         return bool(angles) and angles <= doubled
     texts = [_text(x) for x in _statements(forward)]
     passed = all(f"{name} = self.recomposition_frequencies({name})" in texts for name in ("cos", "sin"))
     last = joined.body[-1]
-    return passed and not doubled and isinstance(last, ast.Return) and _is_doubled(last.value)
+    return passed and not doubled and not in_a_row and isinstance(last, ast.Return) and _is_doubled(last.value)
 
 
 def _is_doubled(value: ast.expr | None) -> bool:
@@ -232,6 +236,12 @@ def _is_doubled(value: ast.expr | None) -> bool:
     if not isinstance(parts, ast.Tuple | ast.List) or last != ["-1"] or len(parts.elts) != 2:
         return False
     return _text(parts.elts[0]) == _text(parts.elts[1]) and isinstance(parts.elts[0], ast.Name)
+
+
+def _is_repeated(value: ast.expr | None) -> bool:
+    text = "" if value is None else _text(value)
+    name = text.removeprefix("torch.repeat_interleave(").removesuffix(", 2, dim=-1)")
+    return name.isidentifier() and text == f"torch.repeat_interleave({name}, 2, dim=-1)"
 
 
 def _calls(function: ast.FunctionDef) -> list[ast.Call]:

@@ -16,19 +16,26 @@ from tilekern import ops
 from tilekern.ops.geglu import geglu
 from tilekern.patch.plain import has_hooks, is_bare_linear
 from tilekern.patch.rewriting import named_as
+from tilekern.patch.table import PLAIN, Norm
 
 Function = Callable[..., Any]
 
 
-def rms_norm(original: Function) -> Function:
-    """For ``forward(self, hidden_states)`` of a norm with ``weight`` [columns] and ``variance_epsilon``."""
+def rms_norm(original: Function, norm: Norm = PLAIN) -> Function:
+    """For ``forward(self, hidden_states)`` of a norm with ``weight`` [columns]."""
+    eps, offset, casting_mode = norm.eps, norm.offset, norm.casting_mode
 
     def forward(self: Any, hidden_states: torch.Tensor) -> Any:
         if type(hidden_states) is not torch.Tensor:
             return original(self, hidden_states)
         return ops.rms_norm(hidden_states, self.weight, self.variance_epsilon)
 
-    return named_as(forward, original)
+    def forward_with_options(self: Any, hidden_states: torch.Tensor) -> Any:
+        if type(hidden_states) is not torch.Tensor:
+            return original(self, hidden_states)
+        return ops.rms_norm(hidden_states, self.weight, getattr(self, eps), offset, casting_mode)
+
+    return named_as(forward if norm == PLAIN else forward_with_options, original)
 
 
 def gated_mlp(original: Function) -> Function:
@@ -76,24 +83,64 @@ def rope(original: Function) -> Function:
 
     q and k are [batch, heads, tokens, head_dim] with ``unsqueeze_dim`` 1, [batch, tokens, heads, head_dim] with 2.
     """
+    return _turning(original, partial(ops.rope, twice=True), lambda size, angles: angles == size)
+
+
+def rope_cast_back(original: Function) -> Function:
+    """As :func:`rope`, for a rotation that casts what it made to the dtypes of q and k."""
+    return _cast_back(rope(original))
+
+
+def rope_part(original: Function) -> Function:
+    """As :func:`rope`, for a rotation of as much of each head as cos has."""
+
+    def turn(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+        return ops.rope(q, k, cos, sin, twice=True, rotary_dim=cos.shape[-1])
+
+    return _turning(original, turn, lambda size, angles: angles <= size and angles % 2 == 0)
+
+
+def rope_pairs(original: Function) -> Function:
+    """As :func:`rope_part`, for a rotation of the pairs (x[2i], x[2i + 1]) by angle i of the first half of cos."""
+
+    def turn(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+        size = cos.shape[-1]
+        half = size // 2
+        return ops.rope(q, k, cos[..., :half], sin[..., :half], rotary_dim=size, interleaved=True)
+
+    return _turning(original, turn, lambda size, angles: angles <= size and angles % 2 == 0)
+
+
+def rope_pairs_cast_back(original: Function) -> Function:
+    """As :func:`rope_pairs`, for a rotation that casts what it made to the dtypes of q and k."""
+    return _cast_back(rope_pairs(original))
+
+
+def rope_pairs_in_a_row(original: Function) -> Function:
+    """For a rotation of pairs whose cos and sin [batch or 1, tokens, head_dim] hold each angle twice in a row.
+
+    It casts what it made to the dtypes of q and k.
+    """
+    return _cast_back(_turning(original, partial(ops.rope, interleaved=True), lambda size, angles: angles == size))
+
+
+def _turning(original: Function, turn: Function, fits: Callable[[int, int], bool]) -> Function:
+    """A rotation by ``turn`` of q and k [batch, heads, tokens, head_dim], where sizes of heads and angles fit."""
 
     def apply_rotary_pos_emb(
         q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1
     ) -> Any:
-        if not _fits(q, k, cos, unsqueeze_dim):
+        if not _is_usual(q, k, cos, unsqueeze_dim) or not fits(q.shape[3], cos.shape[2]):
             return original(q, k, cos, sin, unsqueeze_dim)
         if unsqueeze_dim == 1:
-            return ops.rope(q, k, cos, sin, twice=True)
-        q, k = ops.rope(q.transpose(1, 2), k.transpose(1, 2), cos, sin, twice=True)
+            return turn(q, k, cos, sin)
+        q, k = turn(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
         return q.transpose(1, 2), k.transpose(1, 2)
 
     return apply_rotary_pos_emb
 
 
-def rope_cast_back(original: Function) -> Function:
-    """As :func:`rope`, for a rotation that casts what it made to the dtypes of q and k."""
-    turned = rope(original)
-
+def _cast_back(turned: Function) -> Function:
     def apply_rotary_pos_emb(
         q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1
     ) -> Any:
@@ -103,7 +150,7 @@ def rope_cast_back(original: Function) -> Function:
     return apply_rotary_pos_emb
 
 
-def _fits(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, unsqueeze_dim: int) -> bool:
+def _is_usual(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, unsqueeze_dim: int) -> bool:
     """Whether the arguments are the ordinary ones: no broadcasting but over heads and the batch of cos and sin."""
     if type(q) is not torch.Tensor or unsqueeze_dim not in (1, 2) or q.dtype != k.dtype:
         return False
@@ -112,4 +159,4 @@ def _fits(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, unsqueeze_dim: in
         return False
     tokens = 3 - unsqueeze_dim
     same = shape[0] == others[0] and shape[tokens] == others[tokens] and shape[3] == others[3]
-    return same and angles[0] in (1, shape[0]) and angles[1] == shape[tokens] and angles[2] == shape[3]
+    return same and angles[0] in (1, shape[0]) and angles[1] == shape[tokens]

@@ -8,6 +8,23 @@ from typing import Any
 
 
 @dataclass(frozen=True)
+class Norm:
+    """How a norm with a weight is written.
+
+    Attributes:
+        eps: the attribute that holds what is added to the mean square.
+        offset, casting_mode: as those of :func:`tilekern.ops.rms_norm`.
+    """
+
+    eps: str = "variance_epsilon"
+    offset: float = 0.0
+    casting_mode: str = "llama"
+
+
+PLAIN = Norm()
+
+
+@dataclass(frozen=True)
 class Patch:
     """One function of one model family, and what stands in for it.
 
