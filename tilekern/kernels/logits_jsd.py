@@ -35,31 +35,32 @@ from tilekern.spec import (
 )
 
 
-def _log_softmax(logits, row, c, tile_n, bounded, scale, top, log_total, tma):
-    """Tile ``c`` of a row; minus infinity beyond the edge. Large logits keep their digits by the order of the steps."""
-    return (load_logits(logits, row, c, tile_n, bounded, tma) * scale - top) - log_total
+def _left(logits, row, c, tile_n, bounded, scale, top, tma):
+    """Tile ``c`` of a row, less its maximum; minus infinity beyond the edge."""
+    return load_logits(logits, row, c, tile_n, bounded, tma) * scale - top
 
 
 def _scanned(logits, row, columns, tile_n, unroll, scale):
-    """The maximum of a row, and the logarithm of its sum of exponentials above that; (1, 1) each."""
+    """The maximum of a row, its sum of exponentials above that, and the logarithm of the sum; (1, 1) each."""
     top, total, _ = scan_row(logits, logits, row, columns, tile_n, unroll, scale, 1.0, False, False, False)
-    return top, ct.log2(total) * LN_2
+    return top, total, ct.log2(total) * LN_2
 
 
 def _terms(student, teacher, row, c, tile_n, bounded, scale, beta, known, pure, tma):
-    """What each element adds, the derivative g, and x."""
+    """What each element adds, the derivative g, and the student's logits less their maximum."""
     of_student, of_teacher = known
-    x = _log_softmax(student, row, c, tile_n, bounded, scale, of_student[0], of_student[1], tma)
-    y = _log_softmax(teacher, row, c, tile_n, bounded, scale, of_teacher[0], of_teacher[1], tma)
+    x = _left(student, row, c, tile_n, bounded, scale, of_student[0], tma)
+    y = _left(teacher, row, c, tile_n, bounded, scale, of_teacher[0], tma)
     formula = jsd.at_end if ct.static_eval(pure) else jsd.between
-    term, derivative = formula(x, y, beta)
+    term, derivative = formula(x - of_student[2], y - of_teacher[2], beta)
     return term, derivative, x
 
 
 def _store(student, teacher, gradient, row, c, tile_n, bounded, scale, beta, known, pure, tma, factor, pulled):
     _, derivative, x = _terms(student, teacher, row, c, tile_n, bounded, scale, beta, known, pure, tma)
-    left = (derivative - exponential(x) * pulled) * factor
-    ct.store(gradient, (row, c), left.astype(gradient.dtype), check_bounds=bounded, allow_tma=False)
+    # Of these shares the sum is 1 but for the last bits: where g is alike in a few likely columns, little is left.
+    by_logits = (derivative - exponential(x) * (pulled / known[0][1])) * factor
+    ct.store(gradient, (row, c), by_logits.astype(gradient.dtype), check_bounds=bounded, allow_tma=False)
 
 
 def _zeros(gradient, row, columns, tile_n):
