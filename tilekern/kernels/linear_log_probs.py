@@ -140,11 +140,15 @@ def reference_backward(
     hidden: Any, weight: Any, ids: Any, bias: Any, lse: Any, entropy: Any, dlog_probs: Any, dentropy: Any, dlse: Any,
     options: log_probs.Options, wanted: Wanted,
 ) -> dict[str, Any]:  # fmt: skip
-    """The gradients through the logits, as they are held, in float64, for plain options."""
+    """The gradients in float64 through logits and their gradient as they are held, for plain options.
+
+    Where many columns are alike, all that is left of their sums may be what the rounding of each has made.
+    """
     assert (bias, options) == (None, log_probs.Options()), "the reference knows plain logits only"
     x, w = hidden.double(), weight.double()
     of_rows = (ids, lse, entropy, dlog_probs, dentropy, dlse)
     dlogits = log_probs.score_gradient((x @ w.t()).to(hidden.dtype).double(), *of_rows, options.ignore_index)
+    dlogits = dlogits.to(hidden.dtype).double()
     return {"dhidden": dlogits @ w, "dweight": dlogits.t() @ x, "dbias": dlogits.sum(0)}
 
 
