@@ -83,7 +83,8 @@ def _expected(formula: Call, cut: tuple[int, ...], t: Tensors) -> tuple[Any, ...
 
     rows = t.inputs[0].shape[0] if cut else 1
     results: list[list[Any]] = []
-    gradients: list[list[Any]] = []
+    # Chunks of a gradient, or their sum so far: those of a head's weight are 5 GB each.
+    gradients: list[list[Any]] = [[] for _ in t.inputs]
     for start in range(0, rows, CHUNK if cut else 1):
         part = slice(start, start + CHUNK)
         given = [x[part] if n in cut else x for n, x in enumerate((*t.inputs, *t.constants))]
@@ -94,10 +95,14 @@ def _expected(formula: Call, cut: tuple[int, ...], t: Tensors) -> tuple[Any, ...
         found = found if isinstance(found, tuple) else (found,)
         found = tuple(y * share if not y.dim() else y for y in found)
         slopes = [(dy[part] if cut and y.dim() else dy).double() for y, dy in zip(found, t.slopes, strict=True)]
-        gradients.append([x.float() if cut else x for x in torch.autograd.grad(found, wide, slopes)])
+        for n, made in enumerate(torch.autograd.grad(found, wide, slopes)):
+            if n in cut:
+                gradients[n].append(made.float())
+            else:
+                gradients[n] = [gradients[n][0].add_(made) if gradients[n] else made]
         results.append([y.detach() for y in found])
     outputs = [_joined(parts, parts[0].dim() > 0) for parts in zip(*results, strict=True)]
-    return *outputs, *(_joined(parts, n in cut) for n, parts in enumerate(zip(*gradients, strict=True)))
+    return *outputs, *(_joined(parts, n in cut) for n, parts in enumerate(gradients))
 
 
 def _wide(x: Any) -> Any:

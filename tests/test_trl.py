@@ -336,9 +336,7 @@ def grpo(folder, arguments, data):
     options = GRPOConfig(output_dir=f"{folder}/out", num_generations=2, max_completion_length=4, beta=0.1, **arguments)
     reward = lambda completions, **_: [float(sum(map(ord, text)) % 7) for text in completions]  # noqa: E731
     rows = [{"prompt": f"w1 w{n}"} for n in range(3, 9)]
-    return GRPOTrainer(
-        tiny_model(folder), reward, args=options, train_dataset=data(rows), processing_class=tokenizer()
-    )
+    return GRPOTrainer(tiny_model(folder), reward, args=options, train_dataset=data(rows), processing_class=tokenizer())
 
 
 def sft(folder, arguments, data):
