@@ -102,7 +102,7 @@ def _expected(formula: Call, cut: tuple[int, ...], t: Tensors) -> tuple[Any, ...
                 gradients[n] = [gradients[n][0].add_(made) if gradients[n] else made]
         results.append([y.detach() for y in found])
     outputs = [_joined(parts, parts[0].dim() > 0) for parts in zip(*results, strict=True)]
-    return *outputs, *(_joined(parts, n in cut) for n, parts in enumerate(gradients))
+    return *outputs, *(_joined(tuple(parts), n in cut) for n, parts in enumerate(gradients))
 
 
 def _wide(x: Any) -> Any:
