@@ -124,7 +124,7 @@ def test_options_go_to_the_op(module, inputs, op, arguments, monkeypatch):
         (ops.DyT(24, beta=False), ops.dyt, ["alpha", "gamma"]),
         (ops.PolyNorm(), ops.poly_norm, ["weight", "bias"]),
     ],
-    ids=repr,
+    ids=["dyt", "dyt without beta", "poly_norm"],
 )
 def test_parameters_are_called_as_in_liger_s_classes(module, op, parameters):
     assert list(module.state_dict()) == parameters
