@@ -297,7 +297,7 @@ def test_apply_sees_to_it_before_and_after_torch_distributed_is_up(compiled, tmp
 
 
 RUNNING = """
-import os, sys, torch, tilekern
+import os, sys, time, torch, tilekern
 from tilekern.runtime import dispatch
 from tilekern.kernels import spec_named
 from tilekern.targets import resolve
