@@ -65,7 +65,9 @@ MAY_IMPORT = {
     "tilekern.trl": LEAVES | {"tilekern.ops"},
     "tilekern.patch": {"tilekern"},
     "tilekern.awaiting": set(),
-    "tilekern.startup": {"tilekern.awaiting"},
+    "tilekern.switches": {"tilekern.errors"},
+    "tilekern.startup": {"tilekern.awaiting", "tilekern.errors", "tilekern.switches"},
+    "tilekern.run": {"tilekern"},
     "tilekern.liger": {"tilekern"},
     "tilekern.tune": {"tilekern", "tuning"},
     # Of the ops and the patches, tuning's plan/ alone: to trace a step.

@@ -1,6 +1,8 @@
 """What runs at the end of `import torch`, and what waits for another package's import."""
 
 import importlib
+import importlib.machinery
+import os
 import subprocess
 import sys
 import tomllib
@@ -9,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from tilekern import startup
-from tilekern.awaiting import Arrivals
+from tilekern.awaiting import Arrivals, is_being_imported
+from tilekern.switches import OPS, switches_of, text_of
 
 ROOT = Path(__file__).parents[1]
 
@@ -56,13 +59,43 @@ def test_a_module_that_is_not_there_stays_so(awaited):
         importlib.import_module("a_package_awaited.nothing")
 
 
+def test_a_module_that_is_being_imported_is_awaited(awaited, tmp_path):
+    seen = []
+    waiting = Arrivals(awaited.__eq__, lambda name: seen.append((name, sys.modules[name].DONE)))
+    other = Arrivals(awaited.__eq__, lambda name: seen.append(name))
+    package = importlib.import_module("a_package_awaited")
+    package.begin = lambda: (waiting.watch(), other.watch())
+    (tmp_path / "a_package_awaited" / "part.py").write_text(
+        "import a_package_awaited, sys\n"
+        "from tilekern.awaiting import is_being_imported\n"
+        "a_package_awaited.begin()\n"
+        "assert is_being_imported(sys.modules[__name__])\n"
+        "DONE = True\n"
+    )
+    module = importlib.import_module(awaited)
+    assert seen == [(awaited, True), awaited]
+    assert type(module.__spec__) is importlib.machinery.ModuleSpec
+    assert not is_being_imported(module)
+
+
+def test_a_module_whose_import_fails_does_not_arrive(awaited, tmp_path):
+    waiting = Arrivals(awaited.__eq__, pytest.fail)
+    importlib.import_module("a_package_awaited").begin = waiting.watch
+    (tmp_path / "a_package_awaited" / "part.py").write_text(
+        "import a_package_awaited\na_package_awaited.begin()\n1 / 0\n"
+    )
+    with pytest.raises(ZeroDivisionError):
+        importlib.import_module(awaited)
+
+
 @pytest.mark.parametrize(
     ("variables", "waits"),
     [({}, False), ({"LIGER_KERNEL_IMPL": "cutile"}, False), ({"LIGER_KERNEL_IMPL": "tilekern"}, True),
      ({"LIGER_KERNEL_BACKEND_ROPE": "tilekern"}, True)],
 )  # fmt: skip
 def test_it_waits_for_liger_where_a_variable_asks_for_it(monkeypatch, variables, waits):
-    monkeypatch.delenv("LIGER_KERNEL_IMPL", raising=False)
+    for name in ("LIGER_KERNEL_IMPL", "TILEKERN_APPLY"):
+        monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys, "meta_path", before := list(sys.meta_path))
@@ -70,6 +103,66 @@ def test_it_waits_for_liger_where_a_variable_asks_for_it(monkeypatch, variables,
     startup.begin()
     assert len(sys.meta_path) == others + waits
     assert [finder._awaits("liger_kernel.ops.backends.registry") for finder in sys.meta_path[:waits]] == [True] * waits
+
+
+@pytest.mark.parametrize(("said", "waits"), [("", False), ("0", False), ("1", True), ("-rope", True)])
+def test_it_waits_for_transformers_where_a_variable_asks_for_it(monkeypatch, said, waits):
+    monkeypatch.setenv("TILEKERN_APPLY", said)
+    monkeypatch.delitem(sys.modules, "transformers.modeling_utils", raising=False)
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    others = len(sys.meta_path)
+    startup.begin()
+    assert len(sys.meta_path) == others + waits
+    assert [finder._awaits("transformers.modeling_utils") for finder in sys.meta_path[:waits]] == [True] * waits
+
+
+@pytest.mark.parametrize("said", ["yes", "rmsnorm", "rms_norm,-rope", "rope,", "-", "1,rope"])
+def test_what_the_variable_may_not_say_ends_the_process_with_one_line(monkeypatch, capsys, said):
+    monkeypatch.setenv("TILEKERN_APPLY", said)
+    with pytest.raises(SystemExit) as ended:
+        startup.begin()
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("tilekern: TILEKERN_APPLY: ")
+    assert "-OP for all but" in line
+
+
+def test_texts_choose_ops():
+    alone = {op: op in ("rms_norm", "swiglu") for op in OPS}
+    assert switches_of("1") == {}
+    assert switches_of("rms_norm, swiglu") == alone
+    assert switches_of(" -rope,-swiglu") == {"rope": False, "swiglu": False}
+    for switches in ({}, alone, {"rope": False}):
+        everything = dict.fromkeys(OPS, True)
+        assert everything | switches_of(text_of(switches)) == everything | switches
+
+
+CODE = """
+import sys
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
+import tilekern
+print(*tilekern.get_patched_ops(), Qwen3MLP.forward.__module__)
+tilekern.reset()
+tilekern.apply(swiglu=False)
+import transformers.models.llama.modeling_llama
+print(*tilekern.get_patched_ops())
+"""
+
+
+@pytest.mark.processes
+def test_the_variable_has_a_family_patched_when_it_is_imported(tmp_path):
+    """Torch is first imported by the code of the models here, and looks for entry points in the midst of that."""
+    info = tmp_path / "tilekern-0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tilekern\nVersion: 0\n")
+    (info / "entry_points.txt").write_text("[torch.backends]\ntilekern = tilekern.startup:begin\n")
+    path = os.pathsep.join([str(tmp_path), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env = os.environ | {"PYTHONPATH": path, "TILEKERN_APPLY": "-rope"}
+    ran = subprocess.run([sys.executable, "-c", CODE], env=env, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    first, second = ran.stdout.splitlines()
+    assert first.split() == [*(op for op in OPS if op != "rope"), "tilekern.patch.replacements"]
+    assert second.split() == [op for op in OPS if op != "swiglu"]
 
 
 def test_the_entry_point_of_torch_names_it():

@@ -25,6 +25,7 @@ _WHERE = {
     "preflight": "tuning.preflight",
     "stats": "tilekern.runtime.counting",
     "AdamW": "tilekern.ops.adamw",
+    "TrainerCallback": "tilekern.patch.callback",
 }
 __all__ = ["__version__", *_WHERE]  # noqa: PLE0604
 
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from tilekern.patch import list_patches as list_patches
     from tilekern.patch import register_patch as register_patch
     from tilekern.patch import reset as reset
+    from tilekern.patch.callback import TrainerCallback as TrainerCallback
     from tilekern.patch.report import report as report
     from tilekern.runtime.counting import stats as stats
     from tilekern.runtime.ranks.comparing import agree as agree

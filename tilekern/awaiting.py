@@ -7,12 +7,14 @@ import importlib.machinery
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
+from typing import Any
 
 
 class Arrivals(importlib.abc.MetaPathFinder):
     """Calls ``arrived`` with the name of each module, of those that ``awaits`` says, after it was imported.
 
-    What ``arrived`` raises is raised by that import.
+    A module that is being imported when the watch begins is one of them. What ``arrived`` raises is raised by the
+    import.
     """
 
     def __init__(self, awaits: Callable[[str], bool], arrived: Callable[[str], object]) -> None:
@@ -20,8 +22,12 @@ class Arrivals(importlib.abc.MetaPathFinder):
 
     def watch(self) -> None:
         """Begin; once is enough."""
-        if self not in sys.meta_path:
-            sys.meta_path.insert(0, self)
+        if self in sys.meta_path:
+            return
+        sys.meta_path.insert(0, self)
+        for name, module in list(sys.modules.items()):
+            if self._awaits(name) and is_being_imported(module):
+                _tell_at_the_end(module.__spec__, self._arrived)
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -35,6 +41,33 @@ class Arrivals(importlib.abc.MetaPathFinder):
             return None
         spec.loader = _Telling(spec.loader, self._arrived)
         return spec
+
+
+def is_being_imported(module: Any) -> bool:
+    """Whether a module of ``sys.modules`` is not whole yet."""
+    return getattr(getattr(module, "__spec__", None), "_initializing", False)
+
+
+class _Ending(importlib.machinery.ModuleSpec):
+    """The specification of a module that is being imported, on which importlib notes the end of that."""
+
+    tells: list[Callable[[str], object]]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "_initializing" and not value:
+            tells = vars(self).pop("tells")
+            self.__class__ = importlib.machinery.ModuleSpec  # type: ignore[assignment]
+            if self.name in sys.modules:  # else its import failed
+                for tell in tells:
+                    tell(self.name)
+
+
+def _tell_at_the_end(spec: Any, arrived: Callable[[str], object]) -> None:
+    if not isinstance(spec, _Ending):
+        spec.tells = []
+        spec.__class__ = _Ending
+    spec.tells.append(arrived)
 
 
 class _Telling(importlib.abc.Loader):

@@ -7,19 +7,57 @@ for when that is used. ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` turns all such entry 
 from __future__ import annotations
 
 import os
+import sys
 from importlib import import_module
+from typing import Any
 
+APPLY = "TILEKERN_APPLY"
+# All code of models imports it, and it imports torch.
+_MODELS = "transformers.modeling_utils"
 _REGISTRY = "liger_kernel.ops.backends.registry"
 _LIGER = ("LIGER_KERNEL_IMPL", "LIGER_KERNEL_BACKEND")
 
 
 def begin() -> None:
-    """Offer the ops to Liger-Kernel once it is imported, where one of its variables names ``tilekern``."""
+    """Do what variables in the environment ask for, once the packages that it is about are imported.
+
+    Liger-Kernel is offered the ops where one of its variables names ``tilekern``; ``TILEKERN_APPLY`` calls
+    :func:`tilekern.apply`. What it says is checked at once: a process exits with 2 and one line where it is wrong.
+    """
+    if os.environ.get(APPLY, "").strip() not in ("", "0"):
+        _apply_by_variable()
     if variables():
         from tilekern.awaiting import Arrivals
 
         # By name: liger stands above this file.
         Arrivals(_REGISTRY.__eq__, lambda _: import_module("tilekern.liger").offer()).watch()
+
+
+def _apply_by_variable() -> None:
+    from tilekern.errors import InputError
+    from tilekern.switches import switches_of
+
+    try:
+        apply_later(**switches_of(os.environ[APPLY]))
+    except InputError as error:
+        # Torch would wrap any other exception in one of its own that says nothing.
+        sys.stderr.write(f"tilekern: {APPLY}: {error}\n")
+        raise SystemExit(2) from None
+
+
+def apply_later(**options: Any) -> None:
+    """Have :func:`tilekern.apply` called with some options once transformers can make models; now where it can.
+
+    A program that calls it before, by itself, has its own way.
+    """
+    from tilekern.awaiting import Arrivals, is_being_imported
+
+    # By name: the patches stand above this file.
+    models = sys.modules.get(_MODELS)
+    if models is not None and not is_being_imported(models):
+        import_module("tilekern.patch.patcher").apply(**options)
+    else:
+        Arrivals(_MODELS.__eq__, lambda _: import_module("tilekern.patch.patcher").apply_first(**options)).watch()
 
 
 def variables() -> list[str]:

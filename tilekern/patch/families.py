@@ -6,8 +6,10 @@ import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from tilekern.patch.forms import OPS, patches_in, path_of
+from tilekern.awaiting import is_being_imported
+from tilekern.patch.forms import patches_in, path_of
 from tilekern.patch.table import Patch
+from tilekern.switches import OPS
 
 # By their first letters: norm, mlp, qk_norm_rope, rope, sum and norm, head and loss.
 _LETTERS = dict(zip("nmqrsh", OPS, strict=True))
@@ -85,8 +87,9 @@ def is_of_transformers(module: str) -> bool:
 
 
 def imported() -> list[str]:
-    """The modules of families that are imported, tested here or not."""
-    return [name for name in list(sys.modules) if is_of_transformers(name)]
+    """The modules of families that are imported, all of each, tested here or not."""
+    modules = list(sys.modules.items())
+    return [name for name, module in modules if is_of_transformers(name) and not is_being_imported(module)]
 
 
 _BY_MODULE = {family.module: family for family in FAMILIES.values()}

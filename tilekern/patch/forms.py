@@ -20,9 +20,7 @@ from tilekern.patch import layers, loss, patterns, replacements
 from tilekern.patch.digests import digest_of_tree
 from tilekern.patch.shapes import shape_of
 from tilekern.patch.table import PLAIN, Norm, Patch
-
-# In the order in which they are applied.
-OPS = ("rms_norm", "swiglu", "qk_norm_rope", "rope", "fused_add_rms_norm", "fused_linear_cross_entropy")
+from tilekern.switches import OPS
 
 _NORMS = {
     # ``weight * (x / sqrt(mean(x^2) + variance_epsilon)).to(dtype of x)``.

@@ -8,7 +8,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tilekern.awaiting import Arrivals
 from tilekern.errors import InputError
@@ -100,11 +100,12 @@ def apply(
     )
     if on_miss is not None:
         dispatch.set_miss_policy(on_miss)
-    attention.register()
     families = [family for family in FAMILIES.values() if model_type in (None, family.model_type)]
     with _lock:
         _note(wish, model_type, families)
         _arrivals.watch()
+    attention.register()
+    with _lock:
         mine = {family.module for family in families}
         homes = [name for name in imported() if model_type is None or name in mine]
         rows = [patch for name in homes for patch in _wanted(name)]
@@ -118,6 +119,12 @@ def apply(
     done = _put(rows, {*homes, *(patch.module for patch in own)})
     ranks.agree_when_up()
     return _in_order(done | {op for family in later for op in family.ops if op in wish.ops})
+
+
+def apply_first(**options: Any) -> None:
+    """Call :func:`apply` with some options unless this process has called it."""
+    if _arrivals not in sys.meta_path:
+        apply(**options)
 
 
 def _wish(switches: Mapping[str, bool], model_type: str | None, forms: str) -> _Wish:

@@ -6,10 +6,10 @@ from collections.abc import Iterable
 
 from tilekern.errors import InputError
 from tilekern.patch.families import FAMILIES, family_of
-from tilekern.patch.forms import OPS, patches_in
+from tilekern.patch.forms import patches_in
 from tilekern.patch.table import Patch
+from tilekern.switches import FORMS, OPS
 
-FORMS = ("tested", "any")
 _registered: list[Patch] = []
 
 

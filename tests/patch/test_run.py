@@ -1,0 +1,164 @@
+"""``python -m tilekern.run``: what a program finds under it, what is patched, and how programs end."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers.models.qwen3 import modeling_qwen3  # noqa: F401 (what is patched)
+
+import tilekern
+from tilekern.run import main
+from tilekern.switches import OPS
+
+ROOT = Path(__file__).parents[2]
+FACTS = "import sys, tilekern\nfacts = [__name__, __file__, sys.argv, sys.path[0], list(tilekern.get_patched_ops())]\n"
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """An empty folder that is the current one; what programs change of this process is put back."""
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.setenv("TILEKERN_APPLY", "0")
+    monkeypatch.setattr(sys, "argv", ["pytest"])
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+    for name in [name for name in sys.modules if name.partition(".")[0] == "a_trainer"]:
+        del sys.modules[name]
+
+
+def script(folder, code):
+    (folder / "elsewhere" / "train.py").write_text(code)
+    return "elsewhere/train.py"
+
+
+def told(arguments, monkeypatch):
+    """The facts of a program that ends by itself, which it leaves in a module."""
+    monkeypatch.setattr(tilekern, "facts", None, raising=False)
+    assert main(arguments) == 0
+    return tilekern.facts
+
+
+def test_a_script_finds_what_it_finds_under_python(folder, monkeypatch):
+    path = script(folder, FACTS + "tilekern.facts = facts\n")
+    arguments = ["--no-rope", "--no-rms_norm", path, "--lr", "1", "--no-swiglu", "-m", "--", "x"]
+    name, file, argv, first, ops = told(arguments, monkeypatch)
+    assert (name, file) == ("__main__", path)
+    assert argv == [path, "--lr", "1", "--no-swiglu", "-m", "--", "x"]
+    assert first == str(folder / "elsewhere")
+    assert ops == [op for op in OPS if op not in ("rope", "rms_norm")]
+    assert os.environ["TILEKERN_APPLY"] == "-rms_norm,-rope"
+
+
+def test_a_script_that_is_linked_finds_its_neighbours(folder, monkeypatch):
+    (folder / "link.py").symlink_to(script(folder, FACTS + "tilekern.facts = facts\n"))
+    name, file, argv, first, ops = told(["link.py"], monkeypatch)
+    assert (name, file, argv, first) == ("__main__", "link.py", ["link.py"], str(folder / "elsewhere"))
+    assert ops == list(OPS)
+    assert os.environ["TILEKERN_APPLY"] == "1"
+
+
+@pytest.mark.parametrize(("module", "file"), [("a_trainer", "__main__.py"), ("a_trainer.part", "part.py")])
+def test_a_module_finds_what_it_finds_under_python(folder, monkeypatch, module, file):
+    (folder / "a_trainer").mkdir()
+    (folder / "a_trainer" / "__init__.py").write_text("")
+    (folder / "a_trainer" / file).write_text(FACTS + "tilekern.facts = [*facts, __package__]\n")
+    monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
+    path = str(folder / "a_trainer" / file)
+    name, found, argv, first, ops, package = told(["-m", module, "-x", "--forms", "1"], monkeypatch)
+    assert (name, found, package) == ("__main__", path, "a_trainer")
+    assert argv == [path, "-x", "--forms", "1"]
+    assert first == str(folder)
+    assert ops == list(OPS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "SCRIPT|MODULE"),
+        (["--no-conv", "train.py"], "--no-conv"),
+        (["--forms", "all", "train.py"], "tested"),
+        (["missing.py"], "missing.py cannot be run: No such file or directory; give the path of a script"),
+        (["elsewhere"], "elsewhere cannot be run: can't find '__main__' module"),
+        (["-m", "a_trainer_that_is_missing"], "No module named a_trainer_that_is_missing"),
+        (["-m", "a_trainer_that_is_missing.part"], "No module named 'a_trainer_that_is_missing'"),
+        (["-m", "json.missing"], "No module named json.missing"),
+        (["-m", "json"], "'json' is a package and cannot be directly executed"),
+        (["-m", ""], "cannot be run"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, list) else "",
+)
+def test_what_cannot_be_run_is_said_in_one_line(folder, capsys, arguments, said):
+    assert main(arguments) == 2
+    out, errors = capsys.readouterr()
+    (line,) = errors.splitlines()
+    assert line.startswith("tilekern.run: ")
+    assert said in line
+    assert not out
+
+
+def test_help_names_every_op(capsys):
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert not [op for op in OPS if f"--no-{op.replace('_', '-')} " not in text]
+
+
+@pytest.mark.parametrize(("code", "end"), [("raise SystemExit(7)", 7), ("import sys; sys.exit('no')", "no")])
+def test_a_program_s_exit_code_is_its_own(folder, code, end):
+    with pytest.raises(SystemExit) as ended:
+        main([script(folder, code)])
+    assert ended.value.code == end
+
+
+@pytest.mark.parametrize(
+    ("code", "lines"),
+    [
+        ("def f():\n    open('missing')\nf()", ['File "elsewhere/train.py", line 3, in <module>', ", line 2, in f"]),
+        ("import missing_too", ['File "elsewhere/train.py", line 1, in <module>']),
+        ("x = (", ['File "elsewhere/train.py", line 1']),
+    ],
+)
+def test_a_program_s_traceback_begins_in_the_program(folder, capsys, code, lines):
+    """Errors of the kinds that say that there is no program are among them."""
+    with pytest.raises(BaseException) as raised:  # noqa: PT011 (each of another kind)
+        main([script(folder, code)])
+    error = raised.value
+    sys.excepthook(type(error), error, error.__traceback__)
+    text = capsys.readouterr().err
+    for line in lines:
+        assert line in text
+    assert text.splitlines()[-1].startswith(type(error).__name__)
+    assert "runpy" not in text
+    assert "tilekern" not in text
+    assert "pytest" not in text
+
+
+PROGRAM = """
+import os, subprocess, sys
+print("torch" in sys.modules, "transformers" in sys.modules)
+from transformers import Qwen3Config, Qwen3ForCausalLM
+import tilekern
+print(*tilekern.get_patched_ops(), os.environ["TILEKERN_APPLY"])
+raise ValueError("its own")
+"""
+
+
+@pytest.mark.processes
+def test_in_a_process_of_its_own_nothing_is_imported_in_advance(folder):
+    path = script(folder, PROGRAM)
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, "-m", "tilekern.run", "--no-rope", path]
+    ran = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
+    assert ran.returncode == 1
+    early, patched = ran.stdout.splitlines()
+    assert early == "False False"
+    assert patched.split() == [*(op for op in OPS if op != "rope"), "-rope"]
+    first, second, *_, last = ran.stderr.splitlines()
+    assert first == "Traceback (most recent call last):"
+    assert (
+        second == f'  File "{folder / path}", line 7, in <module>' or second == f'  File "{path}", line 7, in <module>'
+    )
+    assert last == "ValueError: its own"

@@ -1,0 +1,91 @@
+"""``tilekern.TrainerCallback`` patches the model of transformers' Trainer and says what ran; this imports transformers."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import click
+import torch
+import transformers
+
+from tilekern.errors import InputError
+from tilekern.patch.patcher import apply_to_model
+from tilekern.patch.registry import known_ops
+from tilekern.patch.report import report
+from tilekern.runtime.counting import stats
+
+
+class TrainerCallback(transformers.TrainerCallback):
+    """Patches the Trainer's model before accelerate wraps it, and says once, on stderr, what serves its modules.
+
+    A model in which something is patched already, by ``tilekern.apply`` for example, stays as it is. After training it
+    says how often kernels fell back to torch meanwhile. In a job of several ranks the first of each host speaks.
+    """
+
+    def __init__(self, *, reset: bool = False, **options: Any) -> None:
+        """Make one for ``Trainer(callbacks=[...])``.
+
+        Args:
+            reset: after training, give the model's modules their own code back, where this callback patched them.
+            options: those of :func:`tilekern.apply_to_model`.
+        """
+        self.reset, self.options = reset, options
+        self._patched: weakref.ref[torch.nn.Module] | None = None
+        self._has_said = False
+        self._fallbacks: dict[str, int] = {}
+
+    def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Patch the model before the Trainer gives it a forward of its own for mixed precision.
+
+        Raises:
+            InputError: as :func:`tilekern.apply_to_model`; or the Trainer would run the model by
+                ``torch.nn.DataParallel``, which needs ``tilekern.apply``.
+        """
+        if model is not None:
+            self._begin(model, args, state)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Patch the model if it is another one by now, or if this callback was added late; begin to count.
+
+        Raises:
+            InputError: as :meth:`on_init_end`.
+        """
+        self._begin(model, args, state)
+        self._fallbacks = _fallbacks()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Say what fell back to torch, and with ``reset`` put the model's own code back."""
+        before, now = self._fallbacks, _fallbacks()
+        counted = {kernel: number - before.get(kernel, 0) for kernel, number in now.items()}
+        lines = [f"{kernel} fell back to torch {number} times" for kernel, number in counted.items() if number]
+        _say(state, lines or ["no kernel fell back to torch"])
+        patched = None if self._patched is None else self._patched()
+        if self.reset and patched is not None:
+            apply_to_model(patched, **dict.fromkeys(known_ops(), False))
+            self._patched = None
+
+    def _begin(self, model: torch.nn.Module, args: Any, state: Any) -> None:
+        found = report(model)
+        if not any(row.op != "attention" and not row.reason for row in found.rows):
+            if args.n_gpu > 1:
+                raise InputError(
+                    f"the Trainer runs the model by torch.nn.DataParallel on {args.n_gpu} GPUs, and replicas of a "
+                    "patched model would run the original; call tilekern.apply() before, or start it with torchrun"
+                )
+            apply_to_model(model, **self.options)
+            self._patched = weakref.ref(model)
+            found = report(model)
+        if not self._has_said:
+            self._has_said = True
+            _say(state, str(found).splitlines())
+
+
+def _fallbacks() -> dict[str, int]:
+    return {kernel: counted["fallbacks"] for kernel, counted in stats().items()}
+
+
+def _say(state: Any, lines: list[str]) -> None:
+    if state.is_local_process_zero:
+        for line in lines:
+            click.echo(f"tilekern: {line}", err=True)
