@@ -38,15 +38,14 @@ class Program(NamedTuple):
         if not sys.flags.safe_path:
             # For `python -m tilekern.run` python has put the current folder there.
             sys.path[0] = self.name if os.path.isdir(self.name) else os.path.dirname(os.path.realpath(self.name))
-        runpy.run_path(self.name, run_name="__main__")
+        # It becomes the program's __file__, which a change of the folder must not spoil.
+        runpy.run_path(os.path.abspath(self.name), run_name="__main__")
 
 
-def _switches(command: Callable[..., Any]) -> Callable[..., Any]:
-    """One flag for each op, which switches it off."""
+def _with_flags(command: Callable[..., Any]) -> Callable[..., Any]:
+    """One flag for each op, which leaves it out."""
     for op in reversed(OPS):
-        command = click.option(
-            f"--no-{op.replace('_', '-')}", op, flag_value=False, default=True, help=f"Leave {op} out."
-        )(command)
+        command = click.option(f"--no-{op.replace('_', '-')}", op, is_flag=True, help=f"Leave {op} out.")(command)
     return command
 
 
@@ -57,7 +56,7 @@ def _switches(command: Callable[..., Any]) -> Callable[..., Any]:
     }
 )  # fmt: skip
 @click.option("-m", "is_module", is_flag=True, help="Run a module, as python -m does, in the place of a script.")
-@_switches
+@_with_flags
 @click.option(
     "--forms", type=click.Choice(FORMS), default=FORMS[0], show_default=True,
     help="Patch the families whose tests pass in tilekern, or any whose code has a form that is known.",
@@ -65,13 +64,14 @@ def _switches(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.argument("program", metavar="SCRIPT|MODULE")
 @click.argument("arguments", metavar="[ARGS]...", nargs=-1, type=click.UNPROCESSED)
 @click.version_option(__version__, prog_name="tilekern", message="%(prog)s %(version)s")
-def command(program: str, arguments: tuple[str, ...], is_module: bool, forms: str, **switches: bool) -> Program:
+def command(program: str, arguments: tuple[str, ...], is_module: bool, forms: str, **left_out: bool) -> Program:
     """Run a script, or with -m a module, with tilekern.apply called for its models.
 
     Options stand before SCRIPT; all that follows is the program's. Its exit code and its tracebacks are its own.
     Processes that it starts with Python are patched with the same ops, of tested families, where tilekern is
     installed: TILEKERN_APPLY is set for them. Under torchrun: torchrun ... -m tilekern.run SCRIPT.
     """
+    switches = {op: not is_out for op, is_out in left_out.items()}
     os.environ[APPLY] = text_of(switches)
     apply_later(forms=forms, **switches)
     return Program(program, arguments, is_module)

@@ -1,6 +1,7 @@
 """``python -m tilekern.run``: what a program finds under it, what is patched, and how programs end."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ FACTS = "import sys, tilekern\nfacts = [__name__, __file__, sys.argv, sys.path[0
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """An empty folder that is the current one; what programs change of this process is put back."""
+    tmp_path = tmp_path.resolve()
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.setenv("TILEKERN_APPLY", "0")
     monkeypatch.setattr(sys, "argv", ["pytest"])
@@ -32,7 +34,7 @@ def folder(tmp_path, monkeypatch):
 
 def script(folder, code):
     (folder / "elsewhere" / "train.py").write_text(code)
-    return "elsewhere/train.py"
+    return os.path.join("elsewhere", "train.py")
 
 
 def told(arguments, monkeypatch):
@@ -46,8 +48,8 @@ def test_a_script_finds_what_it_finds_under_python(folder, monkeypatch):
     path = script(folder, FACTS + "tilekern.facts = facts\n")
     arguments = ["--no-rope", "--no-rms_norm", path, "--lr", "1", "--no-swiglu", "-m", "--", "x"]
     name, file, argv, first, ops = told(arguments, monkeypatch)
-    assert (name, file) == ("__main__", path)
-    assert argv == [path, "--lr", "1", "--no-swiglu", "-m", "--", "x"]
+    assert (name, file) == ("__main__", str(folder / path))
+    assert argv == [str(folder / path), "--lr", "1", "--no-swiglu", "-m", "--", "x"]
     assert first == str(folder / "elsewhere")
     assert ops == [op for op in OPS if op not in ("rope", "rms_norm")]
     assert os.environ["TILEKERN_APPLY"] == "-rms_norm,-rope"
@@ -56,7 +58,8 @@ def test_a_script_finds_what_it_finds_under_python(folder, monkeypatch):
 def test_a_script_that_is_linked_finds_its_neighbours(folder, monkeypatch):
     (folder / "link.py").symlink_to(script(folder, FACTS + "tilekern.facts = facts\n"))
     name, file, argv, first, ops = told(["link.py"], monkeypatch)
-    assert (name, file, argv, first) == ("__main__", "link.py", ["link.py"], str(folder / "elsewhere"))
+    link = str(folder / "link.py")
+    assert (name, file, argv, first) == ("__main__", link, [link], str(folder / "elsewhere"))
     assert ops == list(OPS)
     assert os.environ["TILEKERN_APPLY"] == "1"
 
@@ -114,30 +117,24 @@ def test_a_program_s_exit_code_is_its_own(folder, code, end):
 
 
 @pytest.mark.parametrize(
-    ("code", "lines"),
-    [
-        ("def f():\n    open('missing')\nf()", ['File "elsewhere/train.py", line 3, in <module>', ", line 2, in f"]),
-        ("import missing_too", ['File "elsewhere/train.py", line 1, in <module>']),
-        ("x = (", ['File "elsewhere/train.py", line 1']),
-    ],
+    ("code", "numbers"),
+    [("def f():\n    open('missing')\nf()", [3, 2]), ("import missing_too", [1]), ("x = (", [1])],
+    ids=["OSError", "ImportError", "SyntaxError"],
 )
-def test_a_program_s_traceback_begins_in_the_program(folder, capsys, code, lines):
+def test_a_program_s_traceback_begins_in_the_program(folder, capsys, code, numbers):
     """Errors of the kinds that say that there is no program are among them."""
-    with pytest.raises(BaseException) as raised:  # noqa: PT011 (each of another kind)
-        main([script(folder, code)])
+    path = folder / script(folder, code)
+    with pytest.raises((OSError, ImportError, SyntaxError)) as raised:
+        main([str(path)])
     error = raised.value
     sys.excepthook(type(error), error, error.__traceback__)
     text = capsys.readouterr().err
-    for line in lines:
-        assert line in text
+    assert re.findall(r'File "(.*)", line (\d+)', text) == [(str(path), str(number)) for number in numbers]
     assert text.splitlines()[-1].startswith(type(error).__name__)
-    assert "runpy" not in text
-    assert "tilekern" not in text
-    assert "pytest" not in text
 
 
 PROGRAM = """
-import os, subprocess, sys
+import os, sys
 print("torch" in sys.modules, "transformers" in sys.modules)
 from transformers import Qwen3Config, Qwen3ForCausalLM
 import tilekern
@@ -158,7 +155,5 @@ def test_in_a_process_of_its_own_nothing_is_imported_in_advance(folder):
     assert patched.split() == [*(op for op in OPS if op != "rope"), "-rope"]
     first, second, *_, last = ran.stderr.splitlines()
     assert first == "Traceback (most recent call last):"
-    assert (
-        second == f'  File "{folder / path}", line 7, in <module>' or second == f'  File "{path}", line 7, in <module>'
-    )
+    assert second == f'  File "{folder / path}", line 7, in <module>'
     assert last == "ValueError: its own"

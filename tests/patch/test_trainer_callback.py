@@ -83,7 +83,7 @@ def test_options_are_those_of_apply_to_model_and_a_new_model_is_patched_too():
 
 
 def test_a_model_that_nothing_serves_is_refused():
-    with pytest.raises(InputError, match="Linear .* has no module of a supported family"):
+    with pytest.raises(InputError, match=r"Linear .* has no module of a supported family"):
         tilekern.TrainerCallback().on_init_end(ALONE, FIRST, None, model=torch.nn.Linear(2, 2))
 
 

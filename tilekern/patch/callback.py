@@ -1,4 +1,4 @@
-"""``tilekern.TrainerCallback`` patches the model of transformers' Trainer and says what ran; this imports transformers."""
+"""``tilekern.TrainerCallback``, which patches the model of transformers' Trainer and says what ran."""
 
 from __future__ import annotations
 
