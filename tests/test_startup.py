@@ -44,6 +44,16 @@ def test_what_waits_for_a_module_is_told_after_it(awaited):
     assert module.__loader__.get_source(awaited) == "DONE = True\n"
 
 
+def test_two_may_wait_for_one_module(awaited):
+    seen = []
+    for _ in range(2):
+        Arrivals(awaited.__eq__, seen.append).watch()
+    module = importlib.import_module(awaited)
+    assert seen == [awaited, awaited]
+    assert module.__loader__.get_source(awaited) == "DONE = True\n"
+    assert module.__spec__.loader is module.__loader__
+
+
 def test_errors_of_what_waits_are_those_of_the_import(awaited):
     def fail(name):
         raise RuntimeError(f"not {name}")

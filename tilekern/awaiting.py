@@ -35,8 +35,9 @@ class Arrivals(importlib.abc.MetaPathFinder):
         """The specification of a module that is awaited, with a loader that tells of it; None of others."""
         if not self._awaits(name):
             return None
-        others = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
-        spec = next(filter(None, others), None)
+        # Those before it have been asked, or ask it: another that awaits the same module.
+        after = sys.meta_path[sys.meta_path.index(self) + 1 :]
+        spec = next(filter(None, (finder.find_spec(name, path, target) for finder in after)), None)
         if spec is None or spec.loader is None:
             return None
         spec.loader = _Telling(spec.loader, self._arrived)

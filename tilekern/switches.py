@@ -38,4 +38,4 @@ def switches_of(text: str) -> dict[str, bool]:
 
 def text_of(switches: dict[str, bool]) -> str:
     """The text that asks for some switches, of which those that are left out are on."""
-    return ",".join(f"-{op}" for op, is_on in switches.items() if not is_on) or "1"
+    return ",".join(f"-{op}" for op in OPS if not switches.get(op, True)) or "1"

@@ -10,11 +10,14 @@ import pytest
 from transformers.models.qwen3 import modeling_qwen3  # noqa: F401 (what is patched)
 
 import tilekern
+from tilekern.patch import patcher
 from tilekern.run import main
 from tilekern.switches import OPS
 
 ROOT = Path(__file__).parents[2]
-FACTS = "import sys, tilekern\nfacts = [__name__, __file__, sys.argv, sys.path[0], list(tilekern.get_patched_ops())]\n"
+FACTS = (
+    "import sys, tilekern\nfacts = [__name__, __file__, [*sys.argv], sys.path[0], list(tilekern.get_patched_ops())]\n"
+)
 
 
 @pytest.fixture
@@ -78,6 +81,13 @@ def test_a_module_finds_what_it_finds_under_python(folder, monkeypatch, module, 
     assert ops == list(OPS)
 
 
+def test_a_program_that_calls_apply_before_has_its_own_way():
+    tilekern.apply(rope=False)
+    places = tilekern.get_patched_ops()
+    patcher.apply_first(swiglu=False)
+    assert tilekern.get_patched_ops() == places
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -105,8 +115,8 @@ def test_what_cannot_be_run_is_said_in_one_line(folder, capsys, arguments, said)
 
 def test_help_names_every_op(capsys):
     assert main(["--help"]) == 0
-    text = capsys.readouterr().out
-    assert not [op for op in OPS if f"--no-{op.replace('_', '-')} " not in text]
+    words = capsys.readouterr().out.split()
+    assert not [op for op in OPS if f"--no-{op.replace('_', '-')}" not in words]
 
 
 @pytest.mark.parametrize(("code", "end"), [("raise SystemExit(7)", 7), ("import sys; sys.exit('no')", "no")])
@@ -127,7 +137,8 @@ def test_a_program_s_traceback_begins_in_the_program(folder, capsys, code, numbe
     with pytest.raises((OSError, ImportError, SyntaxError)) as raised:
         main([str(path)])
     error = raised.value
-    sys.excepthook(type(error), error, error.__traceback__)
+    # The first frame is that of this function.
+    sys.excepthook(type(error), error, error.__traceback__.tb_next)
     text = capsys.readouterr().err
     assert re.findall(r'File "(.*)", line (\d+)', text) == [(str(path), str(number)) for number in numbers]
     assert text.splitlines()[-1].startswith(type(error).__name__)

@@ -26,6 +26,8 @@ def trainer(folder, *callbacks, **options):
     return Trainer(make(), arguments, train_dataset=ROWS, callbacks=list(callbacks))
 
 
+# The fixture takes back what accelerate has wrapped for mixed precision.
+@pytest.mark.filterwarnings("ignore::tilekern.errors.TilekernWarning")
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("bf16", [False, True], ids=["float32", "mixed"])
 def test_a_step_of_a_trainer_is_patched_and_told(tmp_path, capsys, bf16):

@@ -62,7 +62,8 @@ class TrainerCallback(transformers.TrainerCallback):
         _say(state, lines or ["no kernel fell back to torch"])
         patched = None if self._patched is None else self._patched()
         if self.reset and patched is not None:
-            apply_to_model(patched, **dict.fromkeys(known_ops(), False))
+            none: dict[str, Any] = dict.fromkeys(known_ops(), False)
+            apply_to_model(patched, **none)
             self._patched = None
 
     def _begin(self, model: torch.nn.Module, args: Any, state: Any) -> None:
