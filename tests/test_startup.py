@@ -167,7 +167,9 @@ def test_the_variable_has_a_family_patched_when_it_is_imported(tmp_path):
     (info / "entry_points.txt").write_text("[torch.backends]\ntilekern = tilekern.startup:begin\n")
     path = os.pathsep.join([str(tmp_path), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     env = os.environ | {"PYTHONPATH": path, "TILEKERN_APPLY": "-rope"}
-    ran = subprocess.run([sys.executable, "-c", CODE], env=env, capture_output=True, text=True, check=False)
+    ran = subprocess.run(
+        [sys.executable, "-c", CODE], env=env, capture_output=True, text=True, check=False, cwd=tmp_path
+    )
     assert ran.returncode == 0, ran.stderr
     first, second = ran.stdout.splitlines()
     assert first.split() == [op for op in OPS if op != "rope"]
