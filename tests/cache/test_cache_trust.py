@@ -361,6 +361,18 @@ def test_trust_roots_that_are_none_trust_nobody(tmp_path, key, roots, text, mode
         assert find([PackLayer(pack, f"bad-roots-{words}-{mode}-{len(text)}")]) is None
 
 
+def test_a_private_key_that_cryptography_fails_on_is_refused(tmp_path):
+    """An X448 key of 32 bytes, which a fuzzer found."""
+    path = tmp_path / "key"
+    path.write_text(
+        "-----BEGIN PRIVATE KEY-----\nMC4CAQAwBQYDK2VvBCIEIJAVdRdVnJjiuTXgmZ/iwRdVnJjiuTwasdUrD5WxEM2K\n"
+        "-----END PRIVATE KEY-----\n"
+    )
+    path.chmod(0o600)
+    with pytest.raises(CacheError, match="holds no Ed25519 private key"):
+        SigningKey(path)
+
+
 def test_a_key_is_for_its_owner_alone_and_never_overwritten(tmp_path, key):
     assert (tmp_path / "key").stat().st_mode & 0o777 == 0o600
     with pytest.raises(CacheError, match="never overwritten"):

@@ -156,9 +156,9 @@ def test_a_sweep_is_compiled_and_measured_as_on_one_host(executor, compiled_swee
     configs = [[winner.record.config for winner, _ in winners(one, TOOLKIT)] for one in (sweep, alone)]
     assert configs[0] == configs[1]
     assert sweep.gpu() == GPU
-    # Both nodes had work, and the largest problem went first.
+    # Both nodes had work, and the largest problem was among the first two, which are noted in either order.
     assert len({name for name, _, _ in handed(tmp_path)}) == 2
-    assert handed(tmp_path)[0][1] == 1024
+    assert 1024 in [rows for _, rows, _ in handed(tmp_path)[:2]]
 
 
 def test_a_cluster_measures_what_it_has_compiled_while_it_compiles_the_rest(executor, tmp_path, h200):

@@ -102,12 +102,12 @@ def check_signature(data: bytes) -> bytes:
 
 def _private_key(path: Path, data: bytes) -> Ed25519PrivateKey:
     ed25519 = _ed25519()
-    from cryptography.exceptions import UnsupportedAlgorithm
+    from cryptography.exceptions import InternalError, UnsupportedAlgorithm
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
     try:
         key = load_pem_private_key(data, None)
-    except (ValueError, TypeError, UnsupportedAlgorithm):
+    except (ValueError, TypeError, UnsupportedAlgorithm, InternalError):  # the last for an X448 key of 32 bytes
         key = None
     if not isinstance(key, ed25519.Ed25519PrivateKey):
         raise CacheError(f"{path} holds no Ed25519 private key in PEM without a password; `keygen` makes one")
