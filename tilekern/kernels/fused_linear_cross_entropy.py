@@ -95,7 +95,7 @@ PlanFor = Callable[..., Any]
 # (a, b, out, names of the flags that are set) -> out
 Product = Callable[[Any, Any, Any, tuple[str, ...]], Any]
 # The three products, as the flags of the spec ``matmul``.
-_LOGITS, _DHIDDEN, _DWEIGHT, _MORE_DWEIGHT = ("b_transposed",), (), ("a_transposed",), ("a_transposed", "accumulated")
+LOGITS, DHIDDEN, DWEIGHT, MORE_DWEIGHT = ("b_transposed",), (), ("a_transposed",), ("a_transposed", "accumulated")
 
 
 def split(rows: int, chunk: int) -> list[slice]:
@@ -118,11 +118,12 @@ def chunk_plans(
     return None if None in plans else list(zip(parts, plans, strict=True))
 
 
-def _product(plan_for: PlanFor, config: Config) -> Product:
+def product_of(plan_for: PlanFor, config: Config) -> Product:
+    """Who multiplies by a config: cuBLAS, or what won each product."""
     return functools.partial(linear.by_winner, plan_for) if config["products"] == "tuned" else linear.by_cublas
 
 
-def _held(rows: int, vocabulary: int, like: Any) -> Any:
+def room_for_logits(rows: int, vocabulary: int, like: Any) -> Any:
     """Room for a chunk of logits, whose rows begin at multiples of 16 elements for any vocabulary."""
     import torch
 
@@ -146,10 +147,10 @@ def losses(plan_for: PlanFor, config: Config, hidden: Any, weight: Any, target: 
     plans = chunk_plans(plan_for, cross_entropy.FORWARD, config["chunk"], hidden, vocabulary, options)
     if plans is None:
         return None
-    held, product = _held(plans[0][0].stop, vocabulary, hidden), _product(plan_for, config)
+    held, product = room_for_logits(plans[0][0].stop, vocabulary, hidden), product_of(plan_for, config)
     beside = room_beside(options, lse)
     for part, plan in plans:
-        logits = _biased(product(hidden[part], weight, _room(held, part), _LOGITS), options)
+        logits = _biased(product(hidden[part], weight, _room(held, part), LOGITS), options)
         plan.launch(number, logits, target[part], *arguments, loss[part], lse[part])
         note(beside, part, logits, target[part], options)
     return loss if beside.shares is None else loss * beside.shares
@@ -185,7 +186,7 @@ def gradients(
     dhidden = torch.empty(hidden.shape, dtype=hidden.dtype, device=device) if options.hidden_gradient else None
     dweight = None
     arguments = options.arguments(device)
-    held, product = _held(plans[0][0].stop, vocabulary, hidden), _product(plan_for, config)
+    held, product = room_for_logits(plans[0][0].stop, vocabulary, hidden), product_of(plan_for, config)
     beside, before = room_beside(options, lse), None
     if options.token_scaling:
         before = chunk_plans(plan_for, cross_entropy.FORWARD, config["chunk"], hidden, vocabulary, options)
@@ -193,7 +194,7 @@ def gradients(
             return None
     for number_of_chunk, (part, plan) in enumerate(plans):
         x = hidden[part]
-        logits = _biased(product(x, weight, _room(held, part), _LOGITS), options)
+        logits = _biased(product(x, weight, _room(held, part), LOGITS), options)
         slope = scale[part]
         if before is not None:
             # The gradient is made with the loss, so what multiplies both must be known before.
@@ -205,13 +206,13 @@ def gradients(
         if options.bias_gradient:
             beside.dbias += logits.sum(0, dtype=torch.float32)
         if dhidden is not None:
-            product(logits, weight, dhidden[part], _DHIDDEN)
+            product(logits, weight, dhidden[part], DHIDDEN)
         if options.weight_gradient and options.wide_sums and x.dtype != torch.float32:
-            dweight = _added_wide(dweight, logits, x)
+            dweight = added_wide(dweight, logits, x)
         elif options.weight_gradient:
             first = dweight is None
             dweight = torch.empty(weight.shape, dtype=x.dtype, device=device) if first else dweight
-            product(logits, x, dweight, _DWEIGHT if first else _MORE_DWEIGHT)
+            product(logits, x, dweight, DWEIGHT if first else MORE_DWEIGHT)
     return loss if beside.shares is None else loss * beside.shares, dhidden, dweight
 
 
@@ -243,7 +244,7 @@ def note(beside: Beside, part: slice, logits: Any, target: Any, options: LossOpt
         beside.shares[part] = (at_target - beside.lse[part]).exp().masked_fill(target == options.ignore_index, 0)
 
 
-def _added_wide(dweight: Any, dlogits: Any, x: Any) -> Any:
+def added_wide(dweight: Any, dlogits: Any, x: Any) -> Any:
     """``dweight + dlogits.T @ x`` in float32; a new tensor for the first chunk."""
     import torch
 

@@ -11,21 +11,25 @@ config from here, for one head or for several, whose chunks are held at the same
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
+from tilekern.kernels.fused_linear_cross_entropy import (
+    DHIDDEN,
+    DWEIGHT,
+    LOGITS,
+    MORE_DWEIGHT,
+    PlanFor,
+    added_wide,
+    product_of,
+    room_for_logits,
+    split,
+)
 from tilekern.kernels.fused_linear_cross_entropy import SPEC as LOSS
-from tilekern.kernels.fused_linear_cross_entropy import PlanFor, Product, split
-from tilekern.kernels.matmul import product as linear
 from tilekern.spec import Config, Constraint, KernelSpec, Problem, Space
 from tilekern.targets import Target
 
 __all__ = ["Head", "PlanFor", "chunk_plans", "default", "generic", "space"]
-
-_PITCH = 16
-# The three products, as the flags of the spec ``matmul``.
-_LOGITS, _DHIDDEN, _DWEIGHT, _MORE_DWEIGHT = ("b_transposed",), (), ("a_transposed",), ("a_transposed", "accumulated")
 
 
 class Head:
@@ -50,14 +54,8 @@ class Head:
     ) -> None:  # fmt: skip
         import torch
 
-        vocabulary = weight.shape[0]
-        # Rows begin at multiples of 16 elements for any vocabulary.
-        pitch = -(-vocabulary // _PITCH) * _PITCH
-        held = torch.empty((most_rows, pitch), dtype=hidden.dtype, device=hidden.device)
-        self._hidden, self._weight, self._held = hidden, weight, held[:, :vocabulary]
-        self._product: Product = linear.by_cublas
-        if config["products"] == "tuned":
-            self._product = functools.partial(linear.by_winner, plan_for)
+        self._hidden, self._weight = hidden, weight
+        self._held, self._product = room_for_logits(most_rows, weight.shape[0], hidden), product_of(plan_for, config)
         self._graded, self._wide_sums = graded, wide_sums and hidden.dtype != torch.float32
         self.gradients: tuple[Any, Any, Any] = (
             torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device) if graded[0] else None, None, None
@@ -66,7 +64,7 @@ class Head:
     def logits(self, part: slice) -> Any:
         """Those of some rows, in memory that the next chunk's take."""
         return self._product(
-            self._hidden[part], self._weight, self._held[: part.stop - part.start], _LOGITS
+            self._hidden[part], self._weight, self._held[: part.stop - part.start], LOGITS
         )  # fmt: skip
 
     def take(self, part: slice, dlogits: Any) -> None:
@@ -75,29 +73,17 @@ class Head:
 
         (dhidden, dweight, dbias), x = self.gradients, self._hidden[part]
         if dhidden is not None:
-            self._product(dlogits, self._weight, dhidden[part], _DHIDDEN)
+            self._product(dlogits, self._weight, dhidden[part], DHIDDEN)
         if self._graded[1] and self._wide_sums:
-            dweight = _added_wide(dweight, dlogits, x)
+            dweight = added_wide(dweight, dlogits, x)
         elif self._graded[1]:
             first = dweight is None
             dweight = torch.empty(self._weight.shape, dtype=x.dtype, device=x.device) if first else dweight
-            self._product(dlogits, x, dweight, _DWEIGHT if first else _MORE_DWEIGHT)
+            self._product(dlogits, x, dweight, DWEIGHT if first else MORE_DWEIGHT)
         if self._graded[2]:
             added = dlogits.sum(0, dtype=torch.float32)
             dbias = added if dbias is None else dbias.add_(added)
         self.gradients = (dhidden, dweight, dbias)
-
-
-def _added_wide(dweight: Any, dlogits: Any, x: Any) -> Any:
-    """``dweight + dlogits.T @ x`` in float32; a new tensor for the first chunk."""
-    import torch
-
-    if not x.is_cuda:
-        product = torch.mm(dlogits.t().float(), x.float())
-        return product if dweight is None else dweight.add_(product)
-    if dweight is None:
-        return torch.mm(dlogits.t(), x, out_dtype=torch.float32)
-    return torch.addmm(dweight, dlogits.t(), x, out_dtype=torch.float32)
 
 
 def chunk_plans(
