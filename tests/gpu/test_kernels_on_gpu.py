@@ -6,6 +6,7 @@ from gpu_samples import ROWS, cases, inputs_on_gpu, name_of, plan_of, problem_of
 from spec_samples import VIEWS, seen_as
 
 from tilekern.kernels import all_specs
+from tilekern.spec import ArrayParameter
 from tilekern.targets import here
 
 CASES = cases()
@@ -38,7 +39,9 @@ def test_inputs_of_any_layout(case, view, variants):
         return
     assert len(variants) == 1
     if view in ("offset", "reversed"):
-        matrices = [x for x in seen.values() if isinstance(x, torch.Tensor) and x.dim() > 1 and x.shape[-1] > 1]
+        aligned = [p.name for p in spec.parameters(problem) if isinstance(p, ArrayParameter) and p.aligned]
+        matrices = [seen[name] for name in aligned if name in seen and seen[name].dim() > 1]
+        matrices = [x for x in matrices if x.shape[-1] > 1]
         misaligned = any(x.data_ptr() % 16 or x.stride(-1) != 1 for x in matrices)
         assert variants == ["generic"] or not misaligned
 

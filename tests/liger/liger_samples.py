@@ -262,12 +262,21 @@ def _kl_div(x: torch.Tensor, y: torch.Tensor, reduction: str = "batchmean", log_
     return functional.kl_div(x, y, reduction=reduction, log_target=log_target)
 
 
-def _sparsemax(x: torch.Tensor, dim: int) -> torch.Tensor:
+def _threshold(x: torch.Tensor, dim: int) -> torch.Tensor:
     values = x.movedim(dim, -1).sort(-1, descending=True).values
     sums, counts = values.cumsum(-1), torch.arange(1, values.shape[-1] + 1, device=x.device)
     size = (1 + counts * values > sums).sum(-1, keepdim=True)
-    tau = (sums.gather(-1, size - 1) - 1) / size
-    return (x.movedim(dim, -1) - tau).clamp(min=0).movedim(-1, dim)
+    return ((sums.gather(-1, size - 1) - 1) / size).movedim(-1, dim)
+
+
+def _sparsemax(x: torch.Tensor, dim: int) -> torch.Tensor:
+    return (x - _threshold(x, dim)).clamp(min=0)
+
+
+def _without_ties(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """Numbers of 16 bits often lie on the threshold itself, where sparsemax has no one gradient; these are moved."""
+    tied = (x - _threshold(x.detach().double(), dim)).abs() < 1e-4
+    return torch.where(tied, -4.0, x.detach()).requires_grad_()
 
 
 CALLS = [
@@ -326,8 +335,10 @@ CALLS = [
         lambda a, b: functional.gelu(a, approximate="tanh") * b,
     ),
     Call("LigerSoftmaxFunction", lambda *s: (_matrix(*s),), lambda x: x.softmax(-1)),
-    Call("LigerSparsemaxFunction", lambda *s: (_matrix(*s), -1), _sparsemax),
-    Call("LigerSparsemaxFunction", lambda *s: (_matrix(*s), 1), _sparsemax, "of another dimension"),
+    Call("LigerSparsemaxFunction", lambda *s: (_without_ties(_matrix(*s), -1), -1), _sparsemax),
+    Call(
+        "LigerSparsemaxFunction", lambda *s: (_without_ties(_matrix(*s), 1), 1), _sparsemax, "of another dimension",
+    ),
     Call(
         "LigerFusedNeighborhoodAttentionFunction",
         lambda s, *r: (*(normal((2, s.heads, s.tokens, s.head_dim), *r) for _ in range(3)), 3, 2), _neighborhood,
