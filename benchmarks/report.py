@@ -46,7 +46,7 @@ def render(everything: Sequence[Results]) -> str:
 
 
 def with_training(text: str, everything: Sequence[Results]) -> str:
-    """Return a Markdown text with the table of the training run that has all of these peers.
+    """Return a Markdown text with the table of the newest training run that has all of these peers.
 
     Raises:
         InputError: the text has no place for the table, or there is no such run.
@@ -59,7 +59,8 @@ def with_training(text: str, everything: Sequence[Results]) -> str:
     runs = [run for run in everything if run.benchmark == "train" and all(_fastest(run, None, f) for f in _FAMILIES)]
     if not runs:
         raise InputError(f"no results of train have {', '.join(_FAMILIES.values())}; run python -m benchmarks train")
-    return f"{head}{begin}\n\n{_training(runs[0])}\n{end}{tail}"
+    newest = max(runs, key=lambda run: str(run.run["date"]))
+    return f"{head}{begin}\n\n{_training(newest)}\n{end}{tail}"
 
 
 def _training(run: Results) -> str:
