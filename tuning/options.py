@@ -55,12 +55,12 @@ class Request:
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What is to be planned: steps of a model, plans that are there, problems that are named; at least one of them.
+    """What is to be planned: steps of models, plans that are there, problems that are named; at least one of them.
 
     ``described`` is the first option that describes the steps of a model, which a plan that is there has no use for.
     """
 
-    model: str | None
+    models: Sequence[str]
     plans: Sequence[str]
     problems: Sequence[str]
     steps: Steps
@@ -72,7 +72,7 @@ class PlanRequest:
 
         Raises:
             InputError: a value is not known, or steps are described and no model is named.
-            tuning.plan.configs.UnknownModel: the model is no preset, no path and no hub id.
+            tuning.plan.configs.UnknownModel: a model is no preset, no path and no hub id.
         """
         named = {name: given[name] for name in _STEPS if given[name] not in (None, False)}
         for name, such_as in (("tokens", "2048,8192"), ("sequence", "2048,4096")):
@@ -81,12 +81,12 @@ class PlanRequest:
         for name in ("dtype", "ops", "attention"):
             if name in named:
                 named[name] = words(named[name], f"--{name}")
-        if given["model"] is not None:
-            require_model_name(given["model"])
+        for model in given["models"]:
+            require_model_name(model)
         described = f"--{next(iter(named))}" if named else None
-        if described and given["model"] is None and (given["plans"] or given["problems"]):
+        if described and not given["models"] and (given["plans"] or given["problems"]):
             raise described_alone(described)
-        return cls(given["model"], given["plans"], given["problems"], Steps(**named), described)
+        return cls(given["models"], given["plans"], given["problems"], Steps(**named), described)
 
 
 def described_alone(option: str) -> InputError:
@@ -115,7 +115,7 @@ _STEPS = {
     "ops": click.option("--ops", help="The ops that are patched; all where not given."),
 }
 _OTHERS = {
-    "model": click.argument("model", required=False),
+    "models": click.argument("models", nargs=-1, metavar="[MODEL]..."),
     "plans": click.option(
         "--plan", "plans", multiple=True, metavar="FILE|wanted",
         help="A plan that tilekern.trace wrote, or what jobs missed; may be repeated.",

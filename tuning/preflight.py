@@ -185,7 +185,7 @@ def preflight(
     elif isinstance(config, str | Path):
         from tuning.plan.choosing import plan_of
 
-        planned = plan_of(PlanRequest(str(config), (), (), steps, None), target, user_root())
+        planned = plan_of(PlanRequest((str(config),), (), (), steps, None), target, user_root())
     else:
         from tuning.plan.models import plan_of_model
 

@@ -203,7 +203,8 @@ def test_every_config_of_several_chunks_is_right():
 @pytest.mark.parametrize("model", PRESETS)
 @pytest.mark.parametrize("tokens", [64, 2048, 5000, 8192, 32768])
 def test_the_products_of_every_chunk_are_planned_with_the_loss(model, tokens):
-    hidden, vocabulary = PRESETS[model]["hidden_size"], PRESETS[model]["vocab_size"]
+    config = PRESETS[model].get("text_config", PRESETS[model])
+    hidden, vocabulary = config["hidden_size"], config["vocab_size"]
     loss = SPEC.bucketed(SPEC.problem(rows=tokens, hidden=hidden, vocabulary=vocabulary, dtype="bfloat16"))
     planned = with_parts([(SPEC.name, loss)], H200)
     asked = []

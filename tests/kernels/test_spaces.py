@@ -27,6 +27,7 @@ OTHERS = [
 
 def problems_of(config):
     """Each spec at the sizes of a model."""
+    config = config.get("text_config", config)
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     head_dim = config.get("head_dim", config["hidden_size"] // heads)
     widths = (config["hidden_size"], config["intermediate_size"], head_dim)

@@ -15,6 +15,7 @@ from tilekern.kernels.adamw import WIDTHS, flat_shape
 from tilekern.spec import bucket
 from tilekern.targets import resolve
 from tilekern.tracing.recorder import Trace, tracing
+from tilekern.tracing.stepping import model_of
 from tuning.plan import models
 from tuning.plan.configs import config_named, config_of
 from tuning.plan.models import known_ops, plan_of_model
@@ -22,16 +23,23 @@ from tuning.plan.presets import PRESETS
 from tuning.plan.steps import Steps
 
 H200, B200 = resolve("H200"), resolve("B200")
-# hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, num_key_value_heads, head_dim, vocab_size of
-# the config.json that Qwen or Meta publishes with each model.
+# Parameters of the published weights; Gemma 3's without those that look at images.
 PUBLISHED = {
-    "qwen3-0.6b": (1024, 3072, 28, 16, 8, 128, 151936),
-    "qwen3-1.7b": (2048, 6144, 28, 16, 8, 128, 151936),
-    "qwen3-4b": (2560, 9728, 36, 32, 8, 128, 151936),
-    "qwen3-8b": (4096, 12288, 36, 32, 8, 128, 151936),
-    "qwen3-14b": (5120, 17408, 40, 40, 8, 128, 151936),
-    "qwen3-32b": (5120, 25600, 64, 64, 8, 128, 151936),
-    "llama-3-8b": (4096, 14336, 32, 32, 8, 128, 128256),
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-32b": 32_762_123_264,
+    "llama-3-8b": 8_030_261_248,
+    "qwen2.5-7b": 7_615_616_512,
+    "gemma-2-9b": 9_241_705_984,
+    "mistral-7b": 7_248_023_552,
+    "gemma-3-12b": 11_766_034_176,
+    "phi-4": 14_659_507_200,
+    "qwen2.5-vl-7b": 8_292_166_656,
+    "olmo-2-7b": 7_298_617_344,
+    "gpt2": 124_439_808,
 }
 SMALL = {
     "model_type": "qwen3", "hidden_size": 96, "intermediate_size": 224, "num_attention_heads": 4,
@@ -64,14 +72,8 @@ def sizes(problems, *names):
 
 
 def test_the_presets_are_the_published_models():
-    found = {}
-    for name in PRESETS:
-        c = config_named(name)[1]
-        found[name] = (
-            c.hidden_size, c.intermediate_size, c.num_hidden_layers, c.num_attention_heads, c.num_key_value_heads,
-            c.head_dim, c.vocab_size,
-        )  # fmt: skip
-    assert found == PUBLISHED
+    models_of = {name: model_of(config_named(name)[1], "bfloat16", None) for name in PRESETS}
+    assert {name: model.num_parameters() for name, model in models_of.items()} == PUBLISHED
 
 
 def test_qwen3_8b_asks_for_what_its_step_launches_and_what_other_winners_would():
@@ -96,10 +98,9 @@ def test_qwen3_8b_asks_for_what_its_step_launches_and_what_other_winners_would()
     assert sizes(found["scale"], "rows") == {(4096,), (bucket(151936),)}
 
 
-@pytest.mark.parametrize("model", PRESETS)
+@pytest.mark.parametrize("model", [name for name in PRESETS if name != "qwen2.5-vl-7b"])
 def test_the_optimizer_has_each_size_of_a_parameter_once_whatever_the_tokens(model):
-    with torch.device("meta"):
-        made = AutoModelForCausalLM.from_config(config_named(model)[1])
+    made = model_of(config_named(model)[1], "bfloat16", None)
     shapes = {flat_shape(parameter.numel()) for parameter in made.parameters()}
     found = by_kernel(planned(model, [1, 64]))["adamw"]
     assert sizes(found, "rows", "columns") == {(bucket(rows), columns) for rows, columns in shapes}

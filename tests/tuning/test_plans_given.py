@@ -32,7 +32,7 @@ def plan(tmp_path):
 
 
 def requested(**changes):
-    return PlanRequest.of(dict.fromkeys(PLAN_OPTIONS) | {"plans": (), "problems": ()} | changes)
+    return PlanRequest.of(dict.fromkeys(PLAN_OPTIONS) | {"models": (), "plans": (), "problems": ()} | changes)
 
 
 def kernels(problems):
@@ -42,7 +42,7 @@ def kernels(problems):
 def test_a_trace_s_file_is_a_plan(plan, tmp_path):
     path, problems = plan
     assert plan_of_file(path, H200).problems == problems
-    assert plan_of(requested(model=str(path)), H200, tmp_path).problems == problems
+    assert plan_of(requested(models=(str(path),)), H200, tmp_path).problems == problems
     assert plan_of(requested(plans=(str(path),)), H200, tmp_path).problems == problems
 
 
@@ -53,7 +53,7 @@ def test_a_plan_is_for_the_gpu_that_it_was_traced_for(plan):
 
 def test_a_plan_in_the_place_of_a_model_has_its_own_sizes(plan, tmp_path):
     with pytest.raises(InputError, match="--tokens describes the steps of a model"):
-        plan_of(requested(model=str(plan[0]), tokens="64"), H200, tmp_path)
+        plan_of(requested(models=(str(plan[0]),), tokens="64"), H200, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -172,6 +172,8 @@ def test_several_plans_are_one(plan, tmp_path):
     found = plan_of(requested(plans=(str(plan[0]), str(plan[0])), problems=(text,)), H200, tmp_path)
     assert found.problems == (*plan[1], *plan_of_problem(text, H200).problems)
     assert found.name == f"{plan[0]}, {plan[0]}, {text}"
+    models = plan_of(requested(models=(str(plan[0]), str(plan[0]))), H200, tmp_path)
+    assert (models.name, models.problems) == (f"{plan[0]}, {plan[0]}", tuple(plan[1]))
 
 
 def test_nothing_is_no_plan(tmp_path):

@@ -8,7 +8,7 @@ from tuning.plan.steps import Steps
 
 
 def given(**changes):
-    return dict.fromkeys(PLAN_OPTIONS) | {"plans": (), "problems": ()} | changes
+    return dict.fromkeys(PLAN_OPTIONS) | {"models": (), "plans": (), "problems": ()} | changes
 
 
 @pytest.mark.parametrize(
@@ -42,9 +42,9 @@ def test_what_is_not_known_or_does_not_go_together_is_named(values, words):
 
 
 def test_a_request_takes_its_lists_apart():
-    request = PlanRequest.of(given(model="qwen3-8b", tokens="64, 128", ops="rope,swiglu", packed=True, tp=2))
+    request = PlanRequest.of(given(models=("qwen3-8b",), tokens="64, 128", ops="rope,swiglu", packed=True, tp=2))
     assert request.steps == Steps([64, 128], ops=["rope", "swiglu"], packed=True, tp=2)
-    assert PlanRequest.of(given(model="qwen3-8b")).steps == Steps()
+    assert PlanRequest.of(given(models=("qwen3-8b",))).steps == Steps()
 
 
 @pytest.mark.parametrize(

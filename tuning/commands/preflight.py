@@ -38,7 +38,7 @@ def command(
     *, gpu: str, need: str, fix: bool, by: str, jobs: int | None, timeout_s: float | None, gpus: int | None,
     cache_dir: Path | None, as_json: bool, **given: Any,
 ) -> None:  # fmt: skip
-    """Say which records a job of MODEL will need, and which of them its caches have.
+    """Say which records a job of MODEL, or of several, will need, and which of them its caches have.
 
     MODEL is a preset (qwen3-8b), the path of a config.json or of a folder with one, or a hub id; a plan that
     tilekern.trace wrote stands in for it, as MODEL or by --plan. Runs on any machine, and writes nothing without --fix,

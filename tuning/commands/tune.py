@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from tuning.predict.estimating import PlanReport
 
 _GROUPS = {
-    "What to tune": ("gpu", *(name for name in PLAN_OPTIONS if name != "model")),
+    "What to tune": ("gpu", *(name for name in PLAN_OPTIONS if name != "models")),
     "How": ("stages", "dry_run", "jobs", "timeout_s", "strategy", "executor", "gpus"),
     "Where, and what is printed": ("sweep", "sign", "cache_dir", "as_json"),
 }
@@ -92,14 +92,14 @@ class _Tune(GroupedCommand):
 @click.option("--cache-dir", type=_FOLDER, help="The cache to fill.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document in place of tables.")
 def command(*, dry_run: bool, as_json: bool, **given: Any) -> None:
-    """Tune the kernels of MODEL for a GPU and fill the cache.
+    """Tune the kernels of one MODEL or several for a GPU and fill the cache.
 
     MODEL is a preset (qwen3-8b), the path of a config.json or of a folder with one, or a hub id. Its training steps are
-    run on meta tensors, where nothing is computed, and what they ask for is tuned. A plan that tilekern.trace wrote
-    stands in for a model, as MODEL or by --plan. With --stages measure alone the plan is taken from the sweep folder,
-    and the GPU must be here. Else, without a GPU, the measure stage is left out and the winners are predicted. Where
-    one run does both, problems are measured while others are compiled. A run that was stopped goes on where it was.
-    Lists have commas between.
+    run on meta tensors, where nothing is computed, and what they ask for is tuned, once for all models that do. A plan
+    that tilekern.trace wrote stands in for a model, as MODEL or by --plan. With --stages measure alone the plan is
+    taken from the sweep folder, and the GPU must be here. Else, without a GPU, the measure stage is left out and the
+    winners are predicted. Where one run does both, problems are measured while others are compiled. A run that was
+    stopped goes on where it was. Lists have commas between.
     """
     request = Request.of(given)
     strategy_named(request.strategy)

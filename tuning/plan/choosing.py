@@ -1,4 +1,4 @@
-"""The plan that a command line asks for: of a model, of files, of the wanted list, of named problems, or of several."""
+"""The plan that a command line asks for: of models, of files, of the wanted list, of named problems, or of several."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def plan_of(request: PlanRequest, target: Target, root: Path) -> Planned:
     Raises:
         InputError: nothing is asked for, or one of them cannot be planned.
     """
-    plans = [_of_model(request, target)] if request.model is not None else []
+    plans = [_of_model(model, request, target) for model in request.models]
     plans += [plan_of_wanted(root, target) if p == WANTED else plan_of_file(Path(p), target) for p in request.plans]
     plans += [plan_of_problem(text, target) for text in request.problems]
     if not plans:
@@ -38,14 +38,13 @@ def plan_of(request: PlanRequest, target: Target, root: Path) -> Planned:
     )
 
 
-def _of_model(request: PlanRequest, target: Target) -> Planned:
+def _of_model(model: str, request: PlanRequest, target: Target) -> Planned:
     """The plan of a model, or the one that a trace wrote into the file that stands in its place."""
-    assert request.model is not None
-    path = path_named(request.model)
+    path = path_named(model)
     if path is None or "problems" not in read_json(path):
         from tuning.plan.models import plan_of_model  # which loads torch and transformers
 
-        return plan_of_model(request.model, request.steps, target)
+        return plan_of_model(model, request.steps, target)
     if request.described:
         raise described_alone(request.described)
     return plan_of_file(path, target)

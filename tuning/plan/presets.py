@@ -6,20 +6,42 @@ from typing import Any
 
 
 def _qwen3(hidden: int, intermediate: int, layers: int, heads: int, *, tied: bool = False) -> dict[str, Any]:
+    return _sizes(
+        "qwen3", hidden, intermediate, layers, (heads, 8), 151936, head_dim=128, tie_word_embeddings=tied,
+        rope_theta=1e6,
+    )  # fmt: skip
+
+
+def _sizes(
+    kind: str, hidden: int, intermediate: int, layers: int, heads: tuple[int, int], vocabulary: int, **more: Any
+) -> dict[str, Any]:
+    """A configuration of the model type ``kind``; ``heads`` are of queries and of keys and values."""
     return {
-        "model_type": "qwen3",
+        "model_type": kind,
         "hidden_size": hidden,
         "intermediate_size": intermediate,
         "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 151936,
-        "tie_word_embeddings": tied,
+        "num_attention_heads": heads[0],
+        "num_key_value_heads": heads[1],
+        "vocab_size": vocabulary,
+        "tie_word_embeddings": False,
+        **more,
     }
 
 
-# Of each dense Qwen/Qwen3-* model, and of meta-llama/Meta-Llama-3-8B.
+_GEMMA_2 = {
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+    "tie_word_embeddings": True,
+}
+_GEMMA_3 = {"head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 1024, "tie_word_embeddings": True}
+_QWEN_2_5 = (3584, 18944, 28, (28, 4), 152064)
+_MROPE = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}
+# GPT-2 was published with dropout of 0.1, and is trained without today.
+_NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 PRESETS: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": _qwen3(1024, 3072, 28, 16, tied=True),
     "qwen3-1.7b": _qwen3(2048, 6144, 28, 16, tied=True),
@@ -27,14 +49,18 @@ PRESETS: dict[str, dict[str, Any]] = {
     "qwen3-8b": _qwen3(4096, 12288, 36, 32),
     "qwen3-14b": _qwen3(5120, 17408, 40, 40),
     "qwen3-32b": _qwen3(5120, 25600, 64, 64),
-    "llama-3-8b": {
-        "model_type": "llama",
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 128256,
+    "llama-3-8b": _sizes("llama", 4096, 14336, 32, (32, 8), 128256, rope_theta=5e5),
+    "qwen2.5-7b": _sizes("qwen2", *_QWEN_2_5, rope_theta=1e6),
+    "gemma-2-9b": _sizes("gemma2", 3584, 14336, 42, (16, 8), 256000, **_GEMMA_2),
+    "mistral-7b": _sizes("mistral", 4096, 14336, 32, (32, 8), 32768, sliding_window=None, rope_theta=1e6),
+    "gemma-3-12b": _sizes("gemma3_text", 3840, 15360, 48, (16, 8), 262208, **_GEMMA_3),
+    "phi-4": _sizes("phi3", 5120, 17920, 40, (40, 10), 100352, pad_token_id=100349, rope_theta=2.5e5),
+    "qwen2.5-vl-7b": {
+        "model_type": "qwen2_5_vl",
+        "text_config": _sizes("qwen2_5_vl_text", *_QWEN_2_5, rope_parameters=_MROPE),
+        "vision_config": {"model_type": "qwen2_5_vl", "hidden_size": 1280, "out_hidden_size": 3584},
         "tie_word_embeddings": False,
     },
+    "olmo-2-7b": _sizes("olmo2", 4096, 11008, 32, (32, 32), 100352, rope_theta=5e5),
+    "gpt2": _sizes("gpt2", 768, 3072, 12, (12, 12), 50257, tie_word_embeddings=True, **_NO_DROPOUT),
 }
