@@ -17,7 +17,7 @@ _LETTERS = dict(zip("nmqrsh", OPS, strict=True))
 _SERVED = {
     "nmqrsh": "qwen3 doge dots1 qwen3_moe qwen3_vl",
     "nmrsh": "afmoe aria cwm deepseek_v32 diffllama ernie4_5 ernie4_5_moe exaone_moe gemma gemma2 gemma3 glm "
-    "glm4 glm4_moe glm4v_moe granite granite_swa hunyuan_v1_dense hunyuan_v1_moe hy_v3 laguna llama minicpm3 "
+    "glm4 glm4_moe glm4v_moe granite granite_swa helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 laguna llama minicpm3 "
     "ministral ministral3 mistral mllama paddleocr_vl qwen2 qwen2_5_vl qwen2_moe qwen2_vl smollm3 solar_open "
     "vaultgemma",
     "nqrsh": "mellum qwen3_vl_moe",
@@ -25,11 +25,11 @@ _SERVED = {
     "nmsh": "axk1 deepseek_v2 deepseek_v3 ernie4_5_vl_moe flint glm4_moe_lite glm4v hunyuan_vl jamba phi3 youtu",
     "nrsh": "apertus arcee bitnet granitemoe granitemoe_swa granitemoehybrid granitemoeshared jetmoe minimax "
     "minimax_m2 mixtral olmoe seed_oss",
-    "mrh": "cohere cohere2 helium olmo stablelm",
+    "mrh": "cohere cohere2 olmo stablelm",
     "nrh": "flex_olmo lfm2 lfm2_moe",
-    "nsh": "gpt_oss",
+    "nsh": "gpt_oss nanochat",
     "rh": "gpt_neox persimmon phimoe starcoder2",
-    "h": "aya_vision biogpt got_ocr2 gpt2 idefics3 internvl llava llava_next mistral3 nanochat nemotron smolvlm",
+    "h": "aya_vision biogpt got_ocr2 gpt2 idefics3 internvl llava llava_next mistral3 nemotron smolvlm",
 }
 
 

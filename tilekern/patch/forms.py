@@ -29,9 +29,20 @@ _NORMS = {
     "236adb3abb030e1399af1b55c1215251b855cbfdcf4d64bba278c25596b0a17e": Norm(casting_mode="gemma"),
     # ``((1 + weight) * _norm(x)).to(dtype of x)``.
     "29b720b65422e4c7b086582be06683960925e755b6b4ab4359bca62a46f3ef62": Norm("eps", 1.0, "gemma"),
+    # The second with the weight cast to float32.
+    "82a6c2b5ce69b3e7ed347187acd57fdbb8833acc542b928a3847d26c8b5588fa": Norm(casting_mode="gemma"),
+    # ``(weight * _norm(x)).to(dtype of x)``; the second may have no weight.
+    "349b88c58b0394a4a996e6e35507a29f17177294db8f1412b71d45bb7ca2a906": Norm("eps", casting_mode="gemma"),
+    "a7a36a3c661159d13198567dd85400cdac82514cc4bb5750a18cd748c2aa636d": Norm("eps", 0.0, "gemma", "with_scale"),
+    # ``_norm(x).to(dtype of x) * weight``, and without the weight.
+    "99b3d5a323cbb992742758066065ec8e659fca3a2d3f40da03fdf42d49af5e7b": Norm("eps"),
+    "f717795c9a46eab158aa5a9ceb8655a9026a12ded77ac900275a8af9669afac0": Norm("eps", 0.0, "gemma", scaled=False),
 }
-# ``x / sqrt(mean(x^2) + eps)``, the method ``_norm`` of a class that has one.
-_METHOD = "d88575f450985cd5b6a3c3b92bbbaa320f84fb519f3a01ee52110dc84047086b"
+# ``x / sqrt(mean(x^2) + eps)`` by a root and by a power, the method ``_norm`` of a class that has one.
+_METHODS = (
+    "d88575f450985cd5b6a3c3b92bbbaa320f84fb519f3a01ee52110dc84047086b",
+    "a410980622b805e31942cd814201b6aa9f93df09a18c74d5aa9f0bf30ff82811",
+)
 _MLPS = {
     # ``down_proj(act_fn(gate_proj(x)) * up_proj(x))``, by way of a variable and at once.
     "054836297e76c35300f38c2c34570cc1817a980b8e556862f9d05134300f9be7": replacements.gated_mlp,
@@ -90,7 +101,7 @@ class Module:
         method = self.methods.get(f"{kind}._norm")
         if "self._norm(" not in ast.unparse(self.forwards[kind]):
             return (f"{kind}.forward",)
-        if method is None or shape_of(method) != _METHOD:
+        if method is None or shape_of(method) not in _METHODS:
             return None
         return f"{kind}.forward", f"{kind}._norm"
 

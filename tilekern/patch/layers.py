@@ -40,7 +40,7 @@ def fused_add_rms_norm(original: Function, norms: Collection[str], kinds: Mappin
         if alike and is_plain(residual, x) and _is_ordinary(norm, home, kinds):
             kind = kinds[type(norm).__name__]
             options = (kind.offset, kind.casting_mode)
-            return ops.fused_add_rms_norm(residual, x, norm.weight, getattr(norm, kind.eps), *options)
+            return ops.fused_add_rms_norm(residual, x, kind.weight_of(norm), getattr(norm, kind.eps), *options)
         total = residual + x
         return total, norm(total)
 
@@ -111,7 +111,10 @@ def _is_ordinary(norm: Any, home: str, kinds: Collection[str]) -> bool:
     capturing leaves the class's with an instance, and either may be replaced at any time.
     """
     kind = type(norm)
-    if kind.__module__ != home or kind.__name__ not in kinds or has_hooks(norm) or not is_plain(norm.weight):
+    if kind.__module__ != home or kind.__name__ not in kinds or has_hooks(norm):
+        return False
+    weight = getattr(norm, "weight", None)
+    if weight is not None and not is_plain(weight):
         return False
     own = norm.__dict__.get("forward")
     return is_from(kind.forward if own is None else getattr(own, "__func__", None), home, replacements.__name__)

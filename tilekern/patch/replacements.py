@@ -22,7 +22,7 @@ Function = Callable[..., Any]
 
 
 def rms_norm(original: Function, norm: Norm = PLAIN) -> Function:
-    """For ``forward(self, hidden_states)`` of a norm with ``weight`` [columns]."""
+    """For ``forward(self, hidden_states)`` of a norm with ``weight`` [columns], or without one."""
     eps, offset, casting_mode = norm.eps, norm.offset, norm.casting_mode
 
     def forward(self: Any, hidden_states: torch.Tensor) -> Any:
@@ -33,7 +33,7 @@ def rms_norm(original: Function, norm: Norm = PLAIN) -> Function:
     def forward_with_options(self: Any, hidden_states: torch.Tensor) -> Any:
         if type(hidden_states) is not torch.Tensor:
             return original(self, hidden_states)
-        return ops.rms_norm(hidden_states, self.weight, getattr(self, eps), offset, casting_mode)
+        return ops.rms_norm(hidden_states, norm.weight_of(self), getattr(self, eps), offset, casting_mode)
 
     return named_as(forward if norm == PLAIN else forward_with_options, original)
 

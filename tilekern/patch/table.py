@@ -9,16 +9,23 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Norm:
-    """How a norm with a weight is written.
+    """How a norm is written.
 
     Attributes:
         eps: the attribute that holds what is added to the mean square.
         offset, casting_mode: as those of :func:`tilekern.ops.rms_norm`.
+        scaled: whether it multiplies by its ``weight``: always, never, or where its attribute of this name is true.
     """
 
     eps: str = "variance_epsilon"
     offset: float = 0.0
     casting_mode: str = "llama"
+    scaled: bool | str = True
+
+    def weight_of(self, module: Any) -> Any:
+        """The weight by which a module that is written so multiplies, or None."""
+        scaled = getattr(module, self.scaled) if isinstance(self.scaled, str) else self.scaled
+        return module.weight if scaled else None
 
 
 PLAIN = Norm()
