@@ -134,6 +134,7 @@ def train(
     out: Out = None,
     name: Name = None,
     tokens: Annotated[str, typer.Option(help="Token counts, by commas.")] = "2048,4096,8192,16384",
+    sequence: Annotated[int, typer.Option(min=0, help="Tokens of a sequence; 0 means that a step is one.")] = 0,
     layers: Annotated[int, typer.Option(min=0, help="Layers of the model; 0 means all.")] = 0,
     steps: Annotated[int, typer.Option(min=1, help="Timed steps at each length, after two that warm up.")] = 5,
     providers: Annotated[str, typer.Option(help="Who trains, by commas; default all but the compilers.")] = "",
@@ -153,7 +154,9 @@ def train(
         raise InputError("on the CPU the figures mean nothing; say with --out where they go")
     lengths = sorted(counts(tokens))
     timed = bench.timed_steps(lengths, steps)
-    job = bench.Job("", model, layers, tuple(lengths), timed, 2, device.value, checkpointing, profile)
+    if sequence and any(length % sequence for length in lengths):
+        raise InputError(f"--sequence {sequence}: each of --tokens must be a whole number of sequences")
+    job = bench.Job("", model, layers, tuple(lengths), timed, 2, device.value, checkpointing, profile, sequence)
     names = among(providers, list(TRAINERS), "provider") if providers else list(USUAL)
     stem = name or "train"
 
@@ -166,6 +169,30 @@ def train(
     _keep(figures, out, stem)
     if parts.rows:
         _keep(parts, out, f"{stem}_profile")
+
+
+@app.command()
+def families(
+    out: Out = None,
+    name: Name = None,
+    models: Annotated[str, typer.Option(help="Models to train, by commas; default all of the table.")] = "",
+    steps: Annotated[int, typer.Option(min=1, help="Timed steps, after two that warm up.")] = 20,
+    providers: Annotated[str, typer.Option(help="Who trains, by commas; default all that a model's table has.")] = "",
+) -> None:
+    """Training steps of a model of each family, two layers at real width, tilekern and its peers, into one file."""
+    from benchmarks import families as bench
+    from benchmarks.trainers import TRAINERS
+
+    require_gpu()
+    chosen = [bench.FAMILIES[model] for model in among(models, list(bench.FAMILIES), "model")]
+    names = among(providers, list(TRAINERS), "provider") if providers else []
+    stem = name or bench.BENCHMARK
+
+    def keep(figures: Results, _: Results) -> None:
+        if figures.rows:
+            write_results(_path(out, stem), figures)
+
+    _keep(bench.measure(chosen, names, steps, keep, say=lambda line: print(line, flush=True)), out, stem)
 
 
 @app.command()

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from benchmarks.families import BENCHMARK as FAMILIES
 from benchmarks.kernels import COPY, PRODUCTS
 from benchmarks.providers import OURS
 from benchmarks.results import Results, Row, shown
@@ -197,6 +198,50 @@ def _no_worse_than_peers(metric: str, factor: float, what: str, target: str, *, 
     return Goal(what, "train", judge)
 
 
+def _family(model: str, factor: float, most_gib: float | None = None) -> list[Goal]:
+    """The goals of a family's model: ``factor`` times the best peer's speed in the run, and at most so much memory."""
+    speed, memory = f"training {model}, tokens a second", f"training {model}, peak memory"
+
+    def cases(results: Results) -> Iterator[str]:
+        return (case for case in results.cases() if case.split(" ")[0] == model)
+
+    def fast_enough(results: Results) -> Iterator[Verdict]:
+        for case in cases(results):
+            ours, peers = results.row(case, OURS, "tokens_per_s"), _peers(results, case, "tokens_per_s")[::-1]
+            if ours is not None and peers:
+                ratio = ours.value / peers[0].value
+                figure = f"{shown(ours)} tok/s, {ratio:.2f} x"
+                target = f"≥ {factor:.2f} x the best peer"
+                yield Verdict(speed, case, target, figure, ratio >= factor, _listed(peers))
+
+    def small_enough(results: Results) -> Iterator[Verdict]:
+        for case in cases(results):
+            ours = results.row(case, OURS, "peak_gib")
+            if ours is not None and most_gib is not None:
+                met, peers = ours.value <= most_gib, _listed(_peers(results, case, "peak_gib"))
+                yield Verdict(memory, case, f"≤ {most_gib:g} GiB", f"{shown(ours)} GiB", met, peers)
+
+    goals = [Goal(speed, FAMILIES, fast_enough)]
+    return goals if most_gib is None else [*goals, Goal(memory, FAMILIES, small_enough)]
+
+
+def _lag_beside_unpatched(most_s: float) -> Goal:
+    """A goal of the first step's lag: at most so much above the least lag of the unpatched model in the same run."""
+    what = "training, first step over the second, above the unpatched model's"
+
+    def judge(results: Results) -> Iterator[Verdict]:
+        for case in results.cases():
+            ours = results.row(case, OURS, "first_step_lag_s")
+            peers = _peers(results, case, "first_step_lag_s")
+            plain = next((row for row in peers if row.provider.startswith("hf-")), None)
+            if ours is not None and plain is not None:
+                above = ours.value - plain.value
+                figure = f"{above:.2f} s ({shown(ours)} s)"
+                yield Verdict(what, case, f"≤ {most_s:g} s", figure, above <= most_s, _listed(peers))
+
+    return Goal(what, FAMILIES, judge)
+
+
 def _rate(op: str, case: str, metric: str, least: float, than: str = "") -> Goal:
     """A goal of one op bound by arithmetic: a least rate in TFLOP/s, or ``least`` times a peer's."""
     what = f"{op} {metric}, TFLOP/s"
@@ -218,6 +263,8 @@ _ATTENTION, _LINEAR = "attention 4x4096 32+32x128 causal", "linear 8192x4096x143
 _LOSS, _HEAD = "cross_entropy 4096x128256", "fused_linear_cross_entropy 8192x4096x128256"
 _HEADS = (_HEAD, "fused_linear_cross_entropy 8192x4096x151936")
 _NORMS = ("rms_norm 8192x4096", "rms_norm 32768x4096")
+# Models of a run of the families whose targets are alike.
+_OTHERS = ("mistral-7b", "gemma-3-12b", "phi-4", "qwen2.5-vl-7b", "olmo-2-7b")
 _BOTH = ("forward", "backward", "forward_backward")
 # What the suite must reach at every length of a sweep; ops whose gradient is made with the loss have one direction.
 _ONE_WAY, _ARITHMETIC = ("jsd", "tvd"), ("tiled_geglu", "tiled_swiglu", "fused_linear_jsd", "linear_log_probs")
@@ -264,6 +311,12 @@ GOALS = (
     ),
     _no_worse_than_peers("peak_gib", 1.0, "training, peak memory", "≤ the best peer", more_is_better=False),
     _at_most("train", "first_step_lag_s", 0.5, "training, first step over the second", target="≤ 0.5 s"),
+    *_family("llama-3-8b", 1.25, most_gib=11.2),
+    *_family("qwen2.5-7b", 1.25, most_gib=11.8),
+    *_family("gemma-2-9b", 1.7),
+    *(goal for model in _OTHERS for goal in _family(model, 1.2)),
+    *_family("gpt2", 1.3),
+    _lag_beside_unpatched(0.3),
     Goal("host time of one op call", "host", _host),
     _at_most(
         "startup", "first_step_lag", 0.3, "first step over the second, fresh process", target="≤ 0.3 s over the second"

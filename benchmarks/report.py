@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.environment import NO_GPU
+from benchmarks.families import BENCHMARK as FAMILIES
 from benchmarks.goals import GOALS, Goal, Verdict
 from benchmarks.providers import OURS
 from benchmarks.results import ALL, RUN_FIELDS, Results, Row, shown
@@ -27,6 +28,7 @@ _TRAINING = (
     "<!-- training ends -->",
 )
 _FAMILIES = {"tilekern": "tilekern", "liger": "Liger", "hf": "Hugging Face"}
+_TRAINERS = {"tilekern": "tilekern", "hf": "Hugging Face", "liger": "Liger", "torch.compile": "torch.compile by layer"}
 
 
 def render(everything: Sequence[Results]) -> str:
@@ -37,6 +39,7 @@ def render(everything: Sequence[Results]) -> str:
         parts += [
             f"## {'No GPU' if gpu == NO_GPU else gpu}\n",
             *_targets(mine, gpu != NO_GPU),
+            *(_of_families(results) for results in mine if results.benchmark == FAMILIES),
             *(_against_length(results) for results in mine if results.benchmark == "kernels_sweep"),
             "### All figures\n",
             *(_figures(results) for results in mine),
@@ -163,6 +166,31 @@ def _length(results: Results, case: str) -> tuple[str, ...]:
     peaks = [results.row(case, row.provider, "extra_peak") if row else None for row in (torch, liger, ours)]
     memory = ", ".join(f"{peak.value:,.0f}" if peak else "-" for peak in peaks)
     return case.split(" ")[1], shown(torch), shown(liger), shown(ours), faster, memory
+
+
+def _of_families(results: Results) -> str:
+    """A table with a line for each model: tilekern and the fastest of each peer's variants, and how they compare."""
+    lines = []
+    for case in results.cases():
+        best = {name: _fastest(results, case, name) for name in _TRAINERS}
+        ours, peers = best["tilekern"], [row for name, row in best.items() if row and name != "tilekern"]
+        ratio = f"{ours.value / max(row.value for row in peers):.2f} x" if ours and peers else "-"
+        cells = [_with_variant(_speed_and_memory(results, case, name), row) for name, row in best.items()]
+        lines.append((case, *cells, ratio, *(_lag(results, case, best[name]) for name in ("tilekern", "hf"))))
+    head = ("model", *_TRAINERS.values(), "of the best", "first step's lag, s", "Hugging Face's")
+    title = f"### Training of the families ({results.run['date']})\n"
+    return "\n".join([title, _table(head, lines)])
+
+
+def _with_variant(cell: str, row: Row | None) -> str:
+    """A cell with the attention that the fastest variant runs."""
+    if row is None or "-" not in (name := row.provider.split(" ")[0]):
+        return cell
+    return f"{cell} ({name})"
+
+
+def _lag(results: Results, case: str, row: Row | None) -> str:
+    return shown(results.row(case, row.provider, "first_step_lag_s") if row else None)
 
 
 def _runs(everything: Sequence[Results]) -> str:

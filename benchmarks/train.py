@@ -1,11 +1,13 @@
 """Training against training: tokens per second, memory and first steps of tilekern and its peers, over lengths.
 
 Each provider has processes of its own. One process takes all lengths in rising order, since making a large model is
-what costs; a length that does not fit is tried once more in a process that has done nothing before.
+what costs; a length that does not fit is tried once more in a process that has done nothing before. While a process
+measures, the next one loads its modules.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -57,30 +59,79 @@ def measure(job: Job, providers: Sequence[str], keep: Keep, say: Say) -> tuple[R
     Raises:
         InputError: an unknown provider or model, or no provider took a step at any length.
     """
-    for provider in providers:
-        trainer_named(provider)
-    layers = job.layers or config_named(job.model)[1].num_hidden_layers
+    layers = job.layers or config_named(job.model)[1].get_text_config().num_hidden_layers
     run = facts() | {"model": name_of(job.model), "layers": layers, "warm_up": job.warm_up}
+    jobs = [replace(job, provider=one, profile=job.profile and one == OURS) for one in providers]
+    return measure_jobs(jobs, run, "train", keep, say)
+
+
+def measure_jobs(
+    jobs: Sequence[Job], run: dict[str, Any], benchmark: str, keep: Keep, say: Say
+) -> tuple[Results, Results]:
+    """Do jobs one after the other, each in processes of its own; gives the results, and those of profiles.
+
+    Args:
+        jobs: what is done, each by its provider.
+        run: what the results say of the run.
+        benchmark: the name of the results.
+        keep, say: as :func:`measure` has them.
+
+    Raises:
+        InputError: an unknown provider or model, or nothing took a step.
+    """
     notes = run["notes"]
     notes.append(NO_PATCHES)
     before = len(notes)
     figures, profile = Results(run), Results(run)
-    for provider in providers:
-        try:
-            name = full_name(provider)
-        except metadata.PackageNotFoundError:
-            notes.append(f"{provider} left out: it is not installed")
-            continue
-        say(f"{name}: {', '.join(map(str, job.tokens))} tokens")
-        said = _lines(replace(job, provider=provider, profile=job.profile and provider == OURS), notes)
-        lines = list(with_a_loss(said, name, job, notes))
-        figures.rows.extend(row for line in lines for row in rows_of(line, name, job))
-        profile.rows.extend(profile_rows(lines, name, job))
-        keep(figures, profile)
+    with _one_ahead(_installed(jobs, notes)) as started:
+        for job, process in started:
+            name = full_name(job.provider)
+            say(f"{name_of(job.model)}, {name}: {', '.join(map(str, job.tokens))} tokens")
+            lines = list(with_a_loss(_lines(job, notes, process), name, job, notes))
+            figures.rows.extend(replace(row, benchmark=benchmark) for line in lines for row in rows_of(line, name, job))
+            profile.rows.extend(profile_rows(lines, name, job))
+            keep(figures, profile)
     if not figures.rows:
         raise InputError(f"nothing was measured, and nothing is written: {'; '.join(notes[before:])}")
-    notes.extend(odd_losses(figures))
+    notes[:] = dict.fromkeys([*notes, *odd_losses(figures)])
     return figures, profile
+
+
+def _installed(jobs: Sequence[Job], notes: list[str]) -> list[Job]:
+    """The jobs whose providers are installed; the others are noted."""
+    found = []
+    for job in jobs:
+        try:
+            full_name(job.provider)
+            found.append(job)
+        except metadata.PackageNotFoundError as error:
+            notes.append(f"{job.provider} left out: {error.name} is not installed")
+    return found
+
+
+@contextlib.contextmanager
+def _one_ahead(jobs: Sequence[Job]) -> Iterator[Iterator[tuple[Job, Process]]]:
+    """Each job with its process, while that of the next one gets ready; all are ended at the end."""
+    running: list[Process] = []
+
+    def start() -> Iterator[tuple[Job, Process]]:
+        for job in jobs:
+            running.append(_start(job))
+            yield job, running[-1]
+
+    def ahead() -> Iterator[tuple[Job, Process]]:
+        started = start()
+        now = next(started, None)
+        while now is not None:
+            following = next(started, None)
+            yield now
+            now = following
+
+    try:
+        yield ahead()
+    finally:
+        for process in running:
+            process.end()
 
 
 def name_of(model: str) -> str:
@@ -91,7 +142,8 @@ def name_of(model: str) -> str:
 
 def label(job: Job, tokens: int) -> str:
     """How results name the job at one length."""
-    said = f"{name_of(job.model)} {tokens} tokens"
+    batch = f"{tokens // job.sequence} x {job.sequence}" if job.sequence else f"{tokens}"
+    said = f"{name_of(job.model)} {batch} tokens"
     said += f", {job.layers} layers" if job.layers else ""
     return said + (", checkpointing" if job.checkpointing else "")
 
@@ -165,11 +217,11 @@ def odd_losses(results: Results) -> Iterator[str]:
                 yield f"{case}: {row.provider} has a loss of {row.value:.4g} where the median is {middle:.4g}"
 
 
-def _lines(job: Job, notes: list[str]) -> Iterator[Line]:
-    """All lines of a provider, from as many processes as it needs."""
+def _lines(job: Job, notes: list[str], process: Process) -> Iterator[Line]:
+    """All lines of a provider, from as many processes as it needs; the first one waits for its turn."""
     left = job
     while left.tokens:
-        trouble, lines = _process(left)
+        trouble, lines = process.done()
         yield from lines
         notes.extend(f"{job.provider}: {note}" for note in _notes(lines))
         done = {line["tokens"] for line in lines if line["kind"] == "length"}
@@ -184,6 +236,7 @@ def _lines(job: Job, notes: list[str]) -> Iterator[Line]:
             return
         at = left.tokens.index(full[0])
         left = replace(left, tokens=left.tokens[at:], timed=left.timed[at:])
+        process = _start(left)
 
 
 def _notes(lines: Sequence[Line]) -> Iterator[str]:
@@ -194,31 +247,50 @@ def _notes(lines: Sequence[Line]) -> Iterator[str]:
             yield f"patched {', '.join(line['patched'])}; attention implementation {line['attention']}"
 
 
-def _process(job: Job) -> tuple[str, list[Line]]:
-    """Run one process; what went wrong, in one line, and its lines up to then."""
+def _start(job: Job) -> Process:
     trainer = trainer_named(job.provider)
-    with tempfile.TemporaryDirectory() as folder:
-        kept = Path(folder, "lines.jsonl")
-        kept.touch()
-        command = [sys.executable, "-m", "benchmarks.training", job.written(), str(kept)]
-        trouble = _run(command, {**os.environ, **trainer.environment}, trainer.limit_s)
-        return trouble, [json.loads(line) for line in kept.read_text(encoding="utf-8").splitlines()]
+    command = [sys.executable, "-m", "benchmarks.training", job.written()]
+    return Process(command, {**os.environ, **trainer.environment}, trainer.limit_s)
 
 
-def _run(command: Sequence[str], environment: dict[str, str], limit_s: float) -> str:
-    """Run a command in a process group of its own, all of which ends with it; what went wrong, or nothing."""
-    options: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, **options) as child:
+class Process:
+    """A process that gets ready and waits for its turn, in a process group of its own, all of which ends with it.
+
+    Args:
+        command: what it runs; the path of the file for its lines is put behind.
+        environment: its variables.
+        limit_s: seconds that it may take from its turn on.
+    """
+
+    def __init__(self, command: Sequence[str], environment: dict[str, str], limit_s: float) -> None:
+        self.folder = tempfile.TemporaryDirectory()
+        self.limit_s = limit_s
+        self.kept = Path(self.folder.name, "lines.jsonl")
+        self.kept.touch()
+        self.child = subprocess.Popen(
+            [*command, str(self.kept)], cwd=ROOT, env=environment, start_new_session=True, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+        )  # fmt: skip
+
+    def done(self) -> tuple[str, list[Line]]:
+        """Give it its turn; what went wrong, in one line or empty, and its lines up to then."""
         try:
-            said = child.communicate(timeout=limit_s)[1]
+            said = self.child.communicate("go\n", timeout=self.limit_s)[1]
+            trouble = f"ended with {_last(said, self.child.returncode)}" if self.child.returncode else ""
         except subprocess.TimeoutExpired:
-            os.killpg(child.pid, signal.SIGKILL)
-            child.communicate()
-            return f"not done after {limit_s:g} s"
-        except BaseException:
-            os.killpg(child.pid, signal.SIGKILL)
-            raise
-    if child.returncode == 0:
-        return ""
-    last = (said.strip().splitlines() or [f"exit code {child.returncode}"])[-1]
-    return f"ended with {last.strip()[:300]}"
+            trouble = f"not done after {self.limit_s:g} s"
+        finally:
+            lines = [json.loads(line) for line in self.kept.read_text(encoding="utf-8").splitlines()]
+            self.end()
+        return trouble, lines
+
+    def end(self) -> None:
+        """End it with all its children, and remove its file."""
+        if self.child.poll() is None:
+            os.killpg(self.child.pid, signal.SIGKILL)
+            self.child.communicate()
+        self.folder.cleanup()
+
+
+def _last(said: str, code: int) -> str:
+    return (said.strip().splitlines() or [f"exit code {code}"])[-1].strip()[:300]

@@ -12,15 +12,15 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from benchmarks.environment import version_of
+from benchmarks.models import layers_of
 from benchmarks.providers import OURS
 from tilekern.errors import InputError
 
-ATTENTION = "sdpa"
 NO_PATCHES = "quack left out: it has no patch for the models of transformers"
 
 
-def _nothing(_: Any) -> str:
-    return ATTENTION
+def _nothing(_: Any) -> None:
+    """Leave the model as it is."""
 
 
 @dataclass(frozen=True)
@@ -29,23 +29,27 @@ class Trainer:
 
     Attributes:
         distribution: the package whose version is put behind the name; empty for tilekern.
-        patch: model's configuration -> the attention implementation to make the model with; called before it is made.
+        patch: called with the model's configuration before the model is made.
+        attention: the attention implementation to make the model with.
         backend: the one of torch's SDPA back ends that may run; empty for torch's own choice.
         compiled: what torch.compile is given: nothing, the whole model, or each layer by itself.
         environment: variables of the process.
         limit_s: seconds that one process may take.
         own_optimizer: whether ``tilekern.AdamW`` takes the steps, and not torch's fused AdamW.
+        needs: another package that it cannot do without.
     """
 
     distribution: str = "transformers"
-    patch: Callable[[Any], str] = _nothing
+    patch: Callable[[Any], None] = _nothing
+    attention: str = "sdpa"
     backend: str = ""
     compiled: Literal["", "model", "layers"] = ""
     environment: Mapping[str, str] = field(default_factory=dict)
     limit_s: float = 240.0
     own_optimizer: bool = False
+    needs: str = ""
 
-    def attention(self) -> contextlib.AbstractContextManager[Any]:
+    def held_to_backend(self) -> contextlib.AbstractContextManager[Any]:
         """What the steps run in: torch's SDPA is held to one back end where the trainer names it."""
         if not self.backend:
             return contextlib.nullcontext()
@@ -68,42 +72,49 @@ class Trainer:
         if self.compiled == "model":
             model.compile(dynamic=False)
         elif self.compiled == "layers":
-            for layer in model.model.layers:
+            for layer in layers_of(model):
                 layer.compile(dynamic=False)
 
 
-def _tilekern(_: Any) -> str:
+def _tilekern(_: Any) -> None:
     """All patches, as they are by default: gradients repeat bit by bit."""
     import tilekern
 
     tilekern.apply()
-    return "tilekern"
 
 
-def _tilekern_nondeterministic(config: Any) -> str:
-    """As the peers' attention is: dq is added up in any order."""
-    return f"{_tilekern(config)}_nondeterministic"
-
-
-def _liger(config: Any) -> str:
+def _liger(config: Any) -> None:
     from liger_kernel import transformers
 
-    getattr(transformers, f"apply_liger_kernel_to_{config.model_type}")()
-    return ATTENTION
+    patch = getattr(transformers, f"apply_liger_kernel_to_{config.model_type}", None)
+    if patch is None:
+        raise InputError(f"Liger has no patch for {config.model_type}")
+    patch()
 
 
 _FLASH, _CUDNN = "FLASH_ATTENTION", "CUDNN_ATTENTION"
 _LIGER = "liger-kernel"
 TRAINERS: Mapping[str, Trainer] = {
-    OURS: Trainer("", _tilekern, own_optimizer=True),
-    f"{OURS}-nondeterministic": Trainer("", _tilekern_nondeterministic, own_optimizer=True),
-    f"{OURS}-torch-adamw": Trainer("", _tilekern),
+    OURS: Trainer("", _tilekern, OURS, own_optimizer=True),
+    # As the peers' attention is: dq is added up in any order.
+    f"{OURS}-nondeterministic": Trainer("", _tilekern, f"{OURS}_nondeterministic", own_optimizer=True),
+    f"{OURS}-torch-adamw": Trainer("", _tilekern, OURS),
     "hf-sdpa-flash": Trainer(backend=_FLASH),
     "hf-sdpa-cudnn": Trainer(backend=_CUDNN),
-    "liger-triton": Trainer(_LIGER, _liger, _FLASH),
-    "liger-triton-cudnn": Trainer(_LIGER, _liger, _CUDNN),
-    "liger-cutile": Trainer(_LIGER, _liger, _FLASH, environment={"LIGER_KERNEL_IMPL": "cutile"}),
+    "hf-sdpa": Trainer(),
+    "hf-flash": Trainer(attention="flash_attention_2", needs="flash-attn"),
+    "hf-flex": Trainer(attention="flex_attention"),
+    "hf-eager": Trainer(attention="eager"),
+    "liger-triton": Trainer(_LIGER, _liger, backend=_FLASH),
+    "liger-triton-cudnn": Trainer(_LIGER, _liger, backend=_CUDNN),
+    "liger-triton-sdpa": Trainer(_LIGER, _liger),
+    "liger-triton-flex": Trainer(_LIGER, _liger, "flex_attention"),
+    "liger-triton-eager": Trainer(_LIGER, _liger, "eager"),
+    "liger-cutile": Trainer(_LIGER, _liger, backend=_FLASH, environment={"LIGER_KERNEL_IMPL": "cutile"}),
     "torch.compile-layers": Trainer("torch", compiled="layers", limit_s=150),
+    "torch.compile-layers-cudnn": Trainer("torch", backend=_CUDNN, compiled="layers", limit_s=150),
+    "torch.compile-layers-flex": Trainer("torch", attention="flex_attention", compiled="layers", limit_s=150),
+    "torch.compile-layers-eager": Trainer("torch", attention="eager", compiled="layers", limit_s=150),
     "torch.compile": Trainer("torch", compiled="model", limit_s=150),
 }
 # Enough for one run of some minutes: the best peers, and the model as it is. The compilers take minutes of their own.
@@ -126,7 +137,10 @@ def full_name(name: str) -> str:
     """A trainer's name with its version, as results have it.
 
     Raises:
-        importlib.metadata.PackageNotFoundError: it is not installed.
+        importlib.metadata.PackageNotFoundError: it is not installed, or what it needs is not.
     """
-    distribution = trainer_named(name).distribution
+    trainer = trainer_named(name)
+    if trainer.needs:
+        version_of(trainer.needs)
+    distribution = trainer.distribution
     return f"{name} {version_of(distribution)}" if distribution else name

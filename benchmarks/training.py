@@ -2,9 +2,10 @@
 
 python -m benchmarks.training JOB LINES
 
-JOB is a :class:`Job` as JSON. Each line of LINES is an object with a ``kind``: ``length`` (the times of a length's
-steps, peak memory, loss, power and clock), ``begun``, ``profile``, ``floor``, ``note``, or ``out_of_memory``, the last
-length's.
+JOB is a :class:`Job` as JSON. The process loads its modules and patches, then waits for a line on its standard input,
+so that it may be started while another one measures. Each line of LINES is an object with a ``kind``: ``length`` (the
+times of a length's steps, peak memory, loss, power and clock), ``begun``, ``profile``, ``floor``, ``note``, or
+``out_of_memory``, the last length's.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from benchmarks.models import make_model
 from benchmarks.power import PowerMeter
 from benchmarks.served import doubts
 from benchmarks.trainers import Trainer, trainer_named
+from tilekern.tracing.stepping import auto_class
 from tuning.plan.configs import config_named
 
 LEARNING_RATE = 1e-5
@@ -30,7 +32,10 @@ Line = dict[str, Any]
 
 @dataclass(frozen=True)
 class Job:
-    """What one process does: ``timed`` is the number of timed steps of each of ``tokens``, after ``warm_up``."""
+    """What one process does: ``timed`` is the number of timed steps of each of ``tokens``, after ``warm_up``.
+
+    A step is a batch of sequences of ``sequence`` tokens, or one sequence where that is 0.
+    """
 
     provider: str
     model: str
@@ -41,6 +46,7 @@ class Job:
     device: str = "cuda"
     checkpointing: bool = False
     profile: bool = False
+    sequence: int = 0
 
     @classmethod
     def read(cls, text: str) -> Job:
@@ -65,7 +71,7 @@ class Loop:
     def step(self, ids: Any) -> Any:
         """One step on random tokens; its loss."""
         self.optimizer.zero_grad(set_to_none=True)
-        with self.trainer.attention():
+        with self.trainer.held_to_backend():
             loss = self.model(input_ids=ids, labels=ids).loss
             loss.backward()
         self.optimizer.step()
@@ -95,28 +101,29 @@ class Loop:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
 
-    def tokens(self, count: int) -> Any:
-        """The same random tokens for every provider, [1, count]."""
+    def tokens(self, count: int, sequence: int) -> Any:
+        """The same random tokens for every provider, [batch, sequence]; one sequence where ``sequence`` is 0."""
         import torch
 
         generator = torch.Generator(device=self.device).manual_seed(count)
-        vocabulary = self.model.config.vocab_size
-        return torch.randint(0, vocabulary, (1, count), device=self.device, generator=generator)
+        vocabulary, length = self.model.config.get_text_config().vocab_size, sequence or count
+        return torch.randint(0, vocabulary, (count // length, length), device=self.device, generator=generator)
 
 
 def run(job: Job) -> Iterator[Line]:
     """Train at each length in turn; a length that does not fit is the last."""
     import torch
 
-    loop, attention = begin(job)
-    yield {"kind": "begun", "attention": attention, "patched": _patched()}
+    loop = begin(job)
+    yield {"kind": "begun", "attention": loop.trainer.attention, "patched": _patched()}
     done = []
     for tokens, timed in zip(job.tokens, job.timed, strict=True):
         try:
-            yield train(loop, tokens, job.warm_up, timed)
+            ids = loop.tokens(tokens, job.sequence)
+            yield {"kind": "length", "tokens": tokens, **train(loop, ids, job.warm_up, timed)}
             done.append(tokens)
             if job.profile:
-                yield {"kind": "profile", "tokens": tokens, "parts_ms": _profile(loop, tokens)}
+                yield {"kind": "profile", "tokens": tokens, "parts_ms": _profile(loop, ids)}
         except torch.OutOfMemoryError:
             yield {"kind": "out_of_memory", "tokens": tokens}
             break
@@ -129,30 +136,33 @@ def run(job: Job) -> Iterator[Line]:
     yield from ({"kind": "note", "text": line} for line in doubts())
 
 
-def begin(job: Job) -> tuple[Loop, str]:
-    """Patch, make the model on its device, and its optimizer; the attention implementation is given as well."""
+def prepare(job: Job) -> None:
+    """Load all that a job needs and patch, so that a process waits for its turn ready to make its model."""
+    config = config_named(job.model)[1]
+    auto_class(config)._model_mapping[type(config)]
+    trainer_named(job.provider).patch(config)
 
+
+def begin(job: Job) -> Loop:
+    """Make the model on its device, and its optimizer."""
     trainer, config = trainer_named(job.provider), config_named(job.model)[1]
-    attention = trainer.patch(config)
-    model = make_model(config, job.layers, attention, job.device)
+    model = make_model(config, job.layers, trainer.attention, job.device)
     if job.checkpointing:
         model.gradient_checkpointing_enable()
     trainer.compile(model)
-    optimizer = trainer.optimizer(model, LEARNING_RATE)
-    return Loop(trainer, model, optimizer, job.device), attention
+    return Loop(trainer, model, trainer.optimizer(model, LEARNING_RATE), job.device)
 
 
-def train(loop: Loop, tokens: int, warm_up: int, timed: int) -> Line:
-    """Steps on so many tokens: seconds of each, the peak of memory, the last loss."""
+def train(loop: Loop, ids: Any, warm_up: int, timed: int) -> Line:
+    """Steps on these tokens: seconds of each, the peak of memory, the last loss."""
     loop.free()
-    ids = loop.tokens(tokens)
     with PowerMeter() as meter:
         steps = [loop.seconds_of_step(ids) for _ in range(warm_up)]
         started = time.perf_counter()
         steps += [loop.seconds_of_step(ids) for _ in range(timed)]
         draw = meter.between(started, time.perf_counter())
     seconds = [taken for taken, _ in steps]
-    line: Line = {"kind": "length", "tokens": tokens, "warm_up": seconds[:warm_up], "timed": seconds[warm_up:]}
+    line: Line = {"warm_up": seconds[:warm_up], "timed": seconds[warm_up:]}
     line |= {"loss": float(steps[-1][1])} | _peaks(loop.device)
     return line | ({"draw": asdict(draw)} if draw else {})
 
@@ -166,8 +176,7 @@ def _peaks(device: str) -> Line:
     return {"peak_bytes": allocated, "reserved_bytes": reserved}
 
 
-def _profile(loop: Loop, tokens: int) -> dict[str, float]:
-    ids = loop.tokens(tokens)
+def _profile(loop: Loop, ids: Any) -> dict[str, float]:
     loop.step(ids)
     return profiling.profile(lambda: loop.seconds_of_step(ids))
 
@@ -178,10 +187,14 @@ def _patched() -> list[str]:
     return list(tilekern.get_patched_ops())
 
 
-def main(job: str, lines: str) -> None:
-    """Do a job and append its lines to a file as they come, so that none is lost with the process."""
+def main(text: str, lines: str) -> None:
+    """Do a job when told to, and append its lines to a file as they come, so that none is lost with the process."""
+    job = Job.read(text)
+    prepare(job)
+    if not sys.stdin.readline():  # whoever started it has gone
+        return
     with Path(lines).open("a", encoding="utf-8") as file:
-        for line in run(Job.read(job)):
+        for line in run(job):
             file.write(json.dumps(line) + "\n")
             file.flush()
 

@@ -170,6 +170,42 @@ def test_training_is_judged_against_the_best_peer_at_each_length():
     assert "| **no** |" in line_of(bad, "training, peak")
 
 
+def of_families(model, ours, hf, liger, gib, lag=0.4):
+    case = f"{model} 4096 tokens, 2 layers"
+    return rows(
+        "train_families",
+        (case, "tilekern", "tokens_per_s", ours, "tok/s"),
+        (case, "hf-sdpa-flash 5.17.0", "tokens_per_s", hf - 1, "tok/s"),
+        (case, "hf-sdpa-cudnn 5.17.0", "tokens_per_s", hf, "tok/s"),
+        (case, "liger-triton-cudnn 0.8.5", "tokens_per_s", liger, "tok/s"),
+        (case, "tilekern", "peak_gib", gib, "GiB"),
+        (case, "hf-sdpa-cudnn 5.17.0", "peak_gib", 16.0, "GiB"),
+        (case, "tilekern", "first_step_lag_s", lag, "s"),
+        (case, "hf-sdpa-flash 5.17.0", "first_step_lag_s", 0.15, "s"),
+        (case, "hf-sdpa-cudnn 5.17.0", "first_step_lag_s", 0.25, "s"),
+    )
+
+
+def test_a_family_is_judged_by_its_own_targets_and_has_a_line_of_the_table():
+    good, bad = (
+        render([of_families("llama-3-8b", 1250, 1000, 900, 11.2)]),
+        render([of_families("llama-3-8b", 1240, 1000, 900, 11.3, lag=0.5)]),
+    )
+    assert "| ≥ 1.25 x the best peer | 1250 tok/s, 1.25 x | yes |" in line_of(good, "training llama-3-8b, tokens")
+    assert "| ≤ 11.2 GiB | 11.2 GiB | yes |" in line_of(good, "training llama-3-8b, peak")
+    assert "| ≤ 0.3 s | 0.25 s (0.4 s) | yes |" in line_of(good, "training, first step")
+    for start in ("training llama-3-8b, tokens", "training llama-3-8b, peak", "training, first step"):
+        assert "| **no** |" in line_of(bad, start)
+    table = good.partition("### Training of the families")[2]
+    assert line_of(table, "llama-3-8b") == (
+        "| llama-3-8b 4096 tokens, 2 layers | 1,250 tokens/s, 11.2 GiB | 1,000 tokens/s, 16.0 GiB (hf-sdpa-cudnn) "
+        "| 900 tokens/s (liger-triton-cudnn) | - | 1.25 x | 0.4 | 0.25 |"
+    )
+    gemma = render([of_families("gemma-2-9b", 1690, 1000, 900, 11.2)])
+    assert "| ≥ 1.70 x the best peer | 1690 tok/s, 1.69 x | **no** |" in line_of(gemma, "training gemma-2-9b")
+    assert "peak memory | gemma" not in gemma
+
+
 def test_ops_bound_by_arithmetic_are_judged_by_their_rate():
     causal, linear = "attention 4x4096 32+32x128 causal", "linear 8192x4096x14336"
     head = "fused_linear_cross_entropy 8192x4096x128256"

@@ -77,6 +77,7 @@ def test_where_every_provider_fails_that_is_an_error_and_nothing_is_written(tiny
         (["qwen3-8b", "--device", "cpu", "--out", "x", "--tokens", "12,-3"], "'-3'"),
         (["qwen3-8b", "--device", "cpu", "--out", "x", "--providers", "nobody"], "nobody"),
         (["qwen3-8b", "--device", "cpu", "--out", "x", "--steps", "0"], "--steps"),
+        (["qwen3-8b", "--device", "cpu", "--out", "x", "--sequence", "1000"], "--sequence 1000"),
         (["no-such-model", "--device", "tpu", "--out", "x"], "'tpu'"),
         (["no-such-model", "--device", "cpu", "--out", "x", "--profile"], "--profile"),
     ],
@@ -112,18 +113,22 @@ def test_rows_of_a_length():
     }  # fmt: skip
     job = Job("", "qwen3-8b", 2, (32768,), (5,), checkpointing=True)
     assert train.label(job, 32768) == "qwen3-8b 32768 tokens, 2 layers, checkpointing"
+    assert train.label(Job("", "gpt2", 0, (8192,), (5,), sequence=1024), 8192) == "gpt2 8 x 1024 tokens"
 
 
 def run_with(monkeypatch, answers):
     """The lines and notes of a provider whose processes answer with these (trouble, lines), one after the other."""
     jobs, notes, left = [], [], iter(answers)
 
-    def process(job):
-        jobs.append(job.tokens)
-        return next(left)
+    class Answering:
+        def __init__(self, job):
+            jobs.append(job.tokens)
 
-    monkeypatch.setattr(train, "_process", process)
-    return list(train._lines(JOB, notes)), jobs, notes
+        def done(self):
+            return next(left)
+
+    monkeypatch.setattr(train, "_start", Answering)
+    return list(train._lines(JOB, notes, Answering(JOB))), jobs, notes
 
 
 def test_a_length_that_does_not_fit_is_tried_once_more_in_a_fresh_process(monkeypatch):
@@ -143,12 +148,48 @@ def test_a_process_that_ends_early_leaves_its_lines_and_a_note(monkeypatch):
     assert notes == [": not done after 150 s; not measured: 4096, 8192"]
 
 
+def troubles(code, limit_s):
+    return train.Process([sys.executable, "-c", code], dict(os.environ), limit_s).done()[0]
+
+
 def test_a_process_is_ended_with_all_its_children_when_its_time_is_up():
-    assert "not done after 0.5 s" in train._run([sys.executable, "-c", "import time; time.sleep(60)"], {}, 0.5)
-    assert train._run([sys.executable, "-c", "pass"], {}, 60) == ""
-    assert train._run([sys.executable, "-c", "raise ValueError('no such thing')"], {}, 60) == (
-        "ended with ValueError: no such thing"
-    )
+    assert "not done after 0.5 s" in troubles("import time; time.sleep(60)", 0.5)
+    assert troubles("pass", 60) == ""
+    assert troubles("raise ValueError('no such thing')", 60) == "ended with ValueError: no such thing"
+
+
+def test_a_process_waits_for_its_turn_and_ends_with_whoever_started_it(tmp_path):
+    code = "import sys; sys.stdin.readline() and open(sys.argv[1], 'a').write('{}')"
+    waiting, taken = (train.Process([sys.executable, "-c", code], dict(os.environ), 60) for _ in range(2))
+    assert taken.done() == ("", [{}])
+    assert waiting.child.poll() is None
+    waiting.end()
+    assert waiting.child.poll() is not None
+    assert not waiting.kept.exists()
+
+
+def test_jobs_are_done_in_order_while_the_next_one_gets_ready(monkeypatch):
+    live = set()
+
+    class Standing:
+        def __init__(self, job):
+            self.job = job
+            live.add(job)
+
+        def end(self):
+            live.discard(self.job)
+
+    monkeypatch.setattr(train, "_start", Standing)
+    done = []
+    with train._one_ahead(["a", "b", "c"]) as started:
+        for job, process in started:
+            done.append((job, set(live)))
+            process.end()
+    assert done == [("a", {"a", "b"}), ("b", {"b", "c"}), ("c", {"c"})]
+    with train._one_ahead(["a", "b", "c"]) as started:
+        next(started)
+        assert live == {"a", "b"}
+    assert not live, "a run that ends early leaves no process behind"
 
 
 def test_a_loss_that_only_one_has_is_noted():

@@ -59,15 +59,23 @@ def model_of(config: Any, dtype: str, attention: str | None) -> Any:
     Raises:
         InputError: transformers has no model that is trained on tokens with such a configuration.
     """
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM
-
-    autos = (AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForImageTextToText)
-    auto = next((auto for auto in autos if type(config) in auto._model_mapping), None)
-    if auto is None:
-        raise InputError(f"{type(config).__name__}: transformers has no language model with such a configuration")
     named = {} if attention is None else {"attn_implementation": attention}
     with _META:
-        return auto.from_config(copy.deepcopy(config), dtype=getattr(torch, dtype), **named).train()
+        return auto_class(config).from_config(copy.deepcopy(config), dtype=getattr(torch, dtype), **named).train()
+
+
+def auto_class(config: Any) -> Any:
+    """The class of transformers that makes the language model of a configuration.
+
+    Raises:
+        InputError: transformers has no model that is trained on tokens with such a configuration.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM
+
+    for auto in (AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForImageTextToText):
+        if type(config) in auto._model_mapping:
+            return auto
+    raise InputError(f"{type(config).__name__}: transformers has no language model with such a configuration")
 
 
 def step(model: Any, batch: Batch, *, adamw: bool = True) -> None:
