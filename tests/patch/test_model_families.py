@@ -11,12 +11,13 @@ from tilekern.patch.families import FAMILIES
 
 KERNELS = {
     "rms_norm": {"rms_norm_forward", "rms_norm_offset_forward"},
-    "swiglu": {"swiglu_forward", "geglu_forward"},
+    "swiglu": {"swiglu_forward", "swiglu_scaled_forward", "geglu_forward"},
     "qk_norm_rope": {"qk_norm_rope_forward"},
     "rope": {"rope", "llama4_rope"},
     "fused_add_rms_norm": {"fused_add_rms_norm_forward", "fused_add_rms_norm_offset_forward"},
     "fused_linear_cross_entropy": {"fused_linear_cross_entropy"},
 }
+OLDER = not all(family.is_here for family in FAMILIES.values())
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*TILEKERN_INTERPRET=1")
 
@@ -29,12 +30,25 @@ def run(model):
     gradients = {name: x.grad.clone() for name, x in model.named_parameters() if x.grad is not None}
     with torch.no_grad():
         logits = model.eval()(input_ids=IDS).logits
-    tokens = model.generate(IDS, max_new_tokens=4, do_sample=False, pad_token_id=0, eos_token_id=None)
-    return loss.detach(), gradients, logits, tokens
+    return loss.detach(), gradients, logits, generated(model)
+
+
+def generated(model):
+    """Tokens, without the routers' loss: transformers 5.0.0 computes it there too, and fails at a mask of the cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        for config in (model.config, model.config.get_text_config()):
+            patch.setattr(config, "output_router_logits", False, raising=False)
+        return model.generate(IDS, max_new_tokens=4, do_sample=False, pad_token_id=0, eos_token_id=None)
 
 
 def fallbacks():
     return {kernel: counts["fallbacks"] for kernel, counts in tilekern.stats().items()}
+
+
+def served_here(family):
+    """A family's ops; with an older transformers those that have a known form there."""
+    found = {patch.op for patch in family.patches() if patch.attribute}
+    return found if OLDER else family.ops
 
 
 @pytest.mark.parametrize("family", [x.model_type for x in FAMILIES.values() if x.is_here])
@@ -42,12 +56,12 @@ def test_a_patched_model_computes_what_it_does_as_it_is(family):
     model = make(family)
     loss, gradients, logits, tokens = run(model)
     before = fallbacks()
-    assert tilekern.apply(model_type=family) == [op for op in KERNELS if op in FAMILIES[family].ops]
+    ops = [op for op in KERNELS if op in served_here(FAMILIES[family])]
+    assert tilekern.apply(model_type=family) == ops
     patched_loss, patched_gradients, patched_logits, patched_tokens = run(model)
     ran = {kernel for kernel, number in fallbacks().items() if number > before.get(kernel, 0)}
     # Where the norms of q and k are fused with it, rope serves those alone that call it by itself.
-    served = [op for op in FAMILIES[family].ops if op != "rope" or "qk_norm_rope" not in FAMILIES[family].ops]
-    assert [op for op in served if not KERNELS[op] & ran] == []
+    assert [op for op in ops if not KERNELS[op] & ran and (op, "qk_norm_rope" in ops) != ("rope", True)] == []
     assert worst([patched_loss, patched_logits], [loss, logits]) < 1e-5
     assert torch.equal(patched_tokens, tokens)
     assert patched_gradients.keys() == gradients.keys()
@@ -55,6 +69,6 @@ def test_a_patched_model_computes_what_it_does_as_it_is(family):
         assert torch.allclose(patched_gradients[name], gradient, rtol=1e-4, atol=1e-6 * float(gradient.norm())), name
 
 
-@pytest.mark.skipif(not all(x.is_here for x in FAMILIES.values()), reason="an older transformers has fewer families")
+@pytest.mark.skipif(OLDER, reason="an older transformers has fewer families")
 def test_the_page_of_models_says_what_is_tested():
     assert models_page.PAGE.read_text(encoding="utf-8") == models_page.page()

@@ -78,6 +78,10 @@ CAP = """if self.config.final_logit_softcapping is not None:
         logits = torch.tanh(logits)
         logits = logits * self.config.final_logit_softcapping"""
 
+NAMED_CAP = CAP.replace("self.config.", "").replace(
+    "final_logit_softcapping is", "(final_logit_softcapping := self.config.a) is"
+)
+
 
 @pytest.mark.parametrize(
     ("text", "call"),
@@ -91,6 +95,9 @@ CAP = """if self.config.final_logit_softcapping is not None:
         (head(between="logits = logits * self.c"), "self.lm_head, x, factor=self.c, labels=labels, vocab_size=5"),
         (head(between=CAP),
          "self.lm_head, x, softcap=self.config.final_logit_softcapping, labels=labels, vocab_size=5"),
+        (head("logits = self.lm_head(x) * self.model.c"),
+         "self.lm_head, x, factor=self.model.c, labels=labels, vocab_size=5"),
+        (head(between=NAMED_CAP), "self.lm_head, x, softcap=self.config.a, labels=labels, vocab_size=5"),
         (head(after="loss = loss + self.aux"), "self.lm_head, x, labels=labels, vocab_size=5"),
     ],
 )  # fmt: skip
@@ -103,9 +110,36 @@ def test_a_head_and_its_loss(text, call):
     assert [line.strip() for line in kept[1:]] == [line for line in body if line != "else:"][3:]
 
 
+def test_a_cap_that_is_named_between_the_head_and_its_loss():
+    named = "final_logit_softcapping = getattr(self.config.text, 'cap', None)"
+    between = f"{named}\n    {CAP.replace('self.config.', '')}"
+    number, body = changed(head(between=between), patterns.head_and_loss)
+    assert number == 1
+    assert body[0] == named
+    assert "softcap=final_logit_softcapping" in body[3]
+    assert body.count(named) == 1
+
+
+TUPLE = """if not return_dict:
+        output = (logits,) + self.more(x)
+        return output"""
+
+
+def test_those_who_ask_for_tuples_get_logits():
+    text = head(after=TUPLE).replace("logits_to_keep=0", "return_dict=None")
+    number, body = changed(text, patterns.head_and_loss)
+    assert number == 1
+    assert body[0] == "if return_dict and tilekern_serves(self, self.lm_head, labels, 0):"
+
+
 @pytest.mark.parametrize(
     "text",
     [
+        head(after=TUPLE.replace("not return_dict", "return_dict")),
+        head(after=TUPLE.replace("return output", "self.last = output")),
+        head(between="scale = logits.mean()"),
+        head("logits = self.lm_head(x) * 2"),
+        head("logits = self.lm_head(x) * self.a", "logits = logits * self.b"),
         head(between="logits = logits / 2"),
         head(between="logits = self.clip(logits)"),
         head(between="self.seen(logits)"),

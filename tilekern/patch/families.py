@@ -15,21 +15,20 @@ from tilekern.switches import OPS
 _LETTERS = dict(zip("nmqrsh", OPS, strict=True))
 # The families with each set of ops; the test of each runs every op that is named here.
 _SERVED = {
-    "nmqrsh": "qwen3 doge dots1 qwen3_moe qwen3_vl",
-    "nmrsh": "afmoe aria cwm deepseek_v32 diffllama ernie4_5 ernie4_5_moe exaone_moe gemma gemma2 gemma3 glm "
-    "glm4 glm4_moe glm4v_moe granite granite_swa helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 laguna llama minicpm3 "
-    "ministral ministral3 mistral mllama paddleocr_vl qwen2 qwen2_5_vl qwen2_moe qwen2_vl smollm3 solar_open "
-    "vaultgemma",
-    "nqrsh": "mellum qwen3_vl_moe",
-    "nmrh": "exaone4 olmo2 olmo3",
+    "nmqrsh": "doge dots1 mellum qwen3 qwen3_moe qwen3_vl qwen3_vl_moe",
+    "nmrsh": "afmoe aria cwm deepseek_v32 diffllama ernie4_5 ernie4_5_moe exaone_moe falcon_h1 gemma gemma2 gemma3 "
+    "glm glm4 glm4_moe glm4v_moe granite granite_swa granitemoe_swa granitemoehybrid granitemoeshared helium "
+    "hunyuan_v1_dense hunyuan_v1_moe hy_v3 laguna llama minicpm3 ministral ministral3 mistral mllama paddleocr_vl "
+    "qwen2 qwen2_5_vl qwen2_moe qwen2_vl qwen3_5 qwen3_5_moe qwen3_next smollm3 solar_open vaultgemma",
+    "nmrh": "exaone4 lfm2 lfm2_moe olmo2 olmo3",
     "nmsh": "axk1 deepseek_v2 deepseek_v3 ernie4_5_vl_moe flint glm4_moe_lite glm4v hunyuan_vl jamba phi3 youtu",
-    "nrsh": "apertus arcee bitnet granitemoe granitemoe_swa granitemoehybrid granitemoeshared jetmoe minimax "
-    "minimax_m2 mixtral olmoe seed_oss",
-    "mrh": "cohere cohere2 olmo stablelm",
-    "nrh": "flex_olmo lfm2 lfm2_moe",
+    "nrsh": "apertus arcee bitnet granitemoe jetmoe minimax minimax_m2 mixtral olmoe seed_oss",
+    "nrh": "flex_olmo",
     "nsh": "gpt_oss nanochat",
+    "mrh": "cohere cohere2 llama4 olmo stablelm",
+    "mh": "gemma4",
     "rh": "gpt_neox persimmon phimoe starcoder2",
-    "h": "aya_vision biogpt got_ocr2 gpt2 idefics3 internvl llava llava_next mistral3 nemotron smolvlm",
+    "h": "aya_vision biogpt bloom got_ocr2 gpt2 idefics3 internvl llava llava_next mistral3 nemotron smolvlm",
 }
 
 

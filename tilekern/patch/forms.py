@@ -47,8 +47,20 @@ _MLPS = {
     # ``down_proj(act_fn(gate_proj(x)) * up_proj(x))``, by way of a variable and at once.
     "054836297e76c35300f38c2c34570cc1817a980b8e556862f9d05134300f9be7": replacements.gated_mlp,
     "548a505913086122ddd6d272ac293d1ec0da0692352930dfd18242fe48a38b8b": replacements.gated_mlp,
-    # The same of the two halves of ``gate_up_proj(x)``.
+    "37a2e5ae033e56501cc51d6e0e9775fa4195aa0d1484000300ca001f92fdb9b9": partial(
+        replacements.gated_mlp, activation="activation_fn"
+    ),
+    # ``w2(silu(w1(x)) * w3(x))``.
+    "5b997711e2dd5c179353efbae71827d6c6f131d8b93d0a39d2616a2df006197e": partial(
+        replacements.gated_mlp, activation="", layers=("w1", "w3", "w2")
+    ),
+    # ``down_proj(up_proj(x) * act_fn(gate_proj(x) * gate_multiplier)) * down_multiplier``.
+    "30f58a896f0a49ebf5f9a400c9378a3d11e4677fdca0f41e99bf665a30756fb0": replacements.multiplied_mlp,
+    # The first one of the two halves of ``gate_up_proj(x)``, and of ``input_linear(x)``.
     "7fe71be2cc49abe13d55d10136915709392465e4a0ad1febebcf86f145a1b7a1": replacements.joined_mlp,
+    "a6332b0ade6c4a29dc60bbce244b37bc78ecccf9bf46184b9c9c4f38f791098f": partial(
+        replacements.joined_mlp, activation="activation", layers=("input_linear", "output_linear")
+    ),
 }
 # ``cat((-second half, first half))``, and ``(-x[2i + 1], x[2i])`` for each pair, in two ways.
 _HALVES = "6bb1d912795ebafbd980d054c74f863791fed174c6fee5abb5d3a79b7756d119"
@@ -72,6 +84,8 @@ _ROTATIONS = {
 _IN_A_ROW = {
     ("fc077fffca05e54936fba83f3ca440e9932918389d3fe1084c52b74d8929a2df", _PAIRS[1]): replacements.rope_pairs_in_a_row,
 }
+# The product of pairs, taken for complex numbers, with complex angles.
+_COMPLEX = {"33759f0e733bdd0e8afdcc9abf33adce54afe3a63c25e5bd99539188ae3f81cb": replacements.rope_complex}
 
 
 class Module:
@@ -176,6 +190,11 @@ def patches_of(module: Module, model_type: str) -> list[Patch]:
                 found.append(row("qk_norm_rope", f"{kind}.forward", make, relied, covers=("rope",)))
         callers = tuple(module.callers("apply_rotary_pos_emb"))
         found.append(row("rope", "apply_rotary_pos_emb", module.rotation, angles, callers=callers))
+    turning = module.functions.get("apply_rotary_emb")
+    if turning is not None and (shape := shape_of(turning)) in _COMPLEX:
+        found.append(
+            row("rope", "apply_rotary_emb", _COMPLEX[shape], callers=tuple(module.callers("apply_rotary_emb")))
+        )
     for kind in module.forwards:
         norms = module.attributes(kind)
         if norms and _has(module, kind, partial(patterns.add_norm, norms=norms)):

@@ -105,26 +105,26 @@ def _head(value: ast.expr | None) -> tuple[str | None, str, str]:
 def head_and_loss(function: ast.FunctionDef) -> int:
     """``logits = self.lm_head(x)`` and the loss of them: in training one call makes the loss, and there are no logits.
 
-    Between the two, logits may be multiplied, divided, or capped by the configuration's ``final_logit_softcapping``.
+    Between the two, logits may be multiplied, divided, or capped by a number of the configuration. A forward that
+    gives a tuple to those who ask for it gives it with logits.
     """
     body, names = function.body, {argument.arg for argument in _arguments(function)}
     for place, statement in enumerate(body):
-        logits, call = _assigned(statement)
-        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and _text(call).endswith(").float()"):
-            # The loss is computed in float32 in any case.
-            call = call.func.value
+        logits, value = _assigned(statement)
+        call, scale = _scaled_call(value)
         head = _own_call(call)
-        if logits is None or head is None or not isinstance(call, ast.Call) or len(call.args) != 1 or call.keywords:
+        if logits is None or head is None or call is None or len(call.args) != 1 or call.keywords:
             continue
-        found = _loss_after(body, place + 1, logits)
+        found = _loss_after(body, place + 1, logits, scale)
         if found is None or "labels" not in names or _uses([*body[:place], call], logits):
             continue
-        end, loss, arguments = found
-        if not _only_returned(body[end:], logits):
+        end, loss, arguments, settings = found
+        tuples = [x for x in body[end:] if _gives_tuple(x)]
+        if not _only_returned([x for x in body[end:] if x not in tuples], logits):
             continue
         keep = "logits_to_keep" if "logits_to_keep" in names else "0"
         served = _statement(
-            f"if {SERVES}(self, self.{head}, labels, {keep}):\n"
+            f"if {'return_dict and ' if tuples else ''}{SERVES}(self, self.{head}, labels, {keep}):\n"
             f"    {logits} = None\n"
             f"    {loss} = {LOSS}(self.{head}, 0)\n"
             "else:\n    pass",
@@ -133,25 +133,56 @@ def head_and_loss(function: ast.FunctionDef) -> int:
         assert isinstance(served, ast.If)
         made = _called(served, LOSS)
         made.args[1], made.keywords = copy.deepcopy((call.args[0], arguments))
-        served.orelse = body[place:end]
-        body[place:end] = [served]
+        served.orelse = [x for x in body[place:end] if x not in settings]
+        body[place:end] = [*settings, served]
         return 1
     return 0
 
 
-def _loss_after(body: list[ast.stmt], place: int, logits: str) -> tuple[int, str, list[ast.keyword]] | None:
-    """Where the loss ends that follows a head, its variable, and the arguments that say how it is made."""
-    options: list[ast.keyword] = []
+def _scaled_call(value: ast.expr | None) -> tuple[ast.Call | None, list[ast.keyword]]:
+    """A call that may be cast to float32 and multiplied afterwards, and the factor as an argument of the loss."""
+    scale = []
+    if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Mult) and _text(value.right).startswith("self."):
+        scale, value = [ast.keyword("factor", value.right)], value.left
+    if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and _text(value).endswith(").float()"):
+        # The loss is computed in float32 in any case.
+        value = value.func.value
+    return (value if isinstance(value, ast.Call) else None), scale
+
+
+def _gives_tuple(statement: ast.stmt) -> bool:
+    """Whether a statement returns a tuple to those who ask for no dictionary."""
+    asked = isinstance(statement, ast.If) and not statement.orelse and _text(statement.test) == "not return_dict"
+    return asked and isinstance(statement, ast.If) and isinstance(statement.body[-1], ast.Return)
+
+
+def _loss_after(
+    body: list[ast.stmt], place: int, logits: str, options: list[ast.keyword]
+) -> tuple[int, str, list[ast.keyword], list[ast.stmt]] | None:
+    """Where the loss ends that follows a head, its variable, and the arguments that say how it is made.
+
+    And what in between sets variables that these arguments name.
+    """
+    settings: list[ast.stmt] = []
     for end, statement in enumerate(body[place:], place + 1):
         option = _scale(statement, logits) or _softcap(statement, logits)
         loss = _loss(statement, logits)
         if loss is not None:
-            return end, loss[0], [*options, *loss[1]]
+            return end, loss[0], [*options, *loss[1]], settings
         if option is not None and not options:
-            options.append(option)
+            options = [option]
+        elif _is_setting(statement, logits):
+            settings.append(statement)
         elif _text(statement) not in ("loss = None", f"{logits} = {logits}.float()"):
             return None
     return None
+
+
+def _is_setting(statement: ast.stmt, logits: str) -> bool:
+    """Whether a statement names a value of the configuration."""
+    name, value = _assigned(statement)
+    read = value is not None and _text(value).startswith(("self.config.", "getattr(self.config."))
+    return read and name != logits and not _uses([statement], logits)
 
 
 def _scale(statement: ast.stmt, logits: str) -> ast.keyword | None:
@@ -165,14 +196,16 @@ def _scale(statement: ast.stmt, logits: str) -> ast.keyword | None:
 
 
 def _softcap(statement: ast.stmt, logits: str) -> ast.keyword | None:
-    cap = "self.config.final_logit_softcapping"
+    """Logits capped where the configuration, a variable or one that is set on the way has a cap."""
+    if not isinstance(statement, ast.If) or statement.orelse or not isinstance(statement.test, ast.Compare):
+        return None
+    value = statement.test.left
+    named, value = (value.target, value.value) if isinstance(value, ast.NamedExpr) else (value, value)
+    cap = _text(named)
+    if not _text(statement.test).endswith(" is not None") or not cap.endswith("final_logit_softcapping"):
+        return None
     steps = [f"{logits} = {logits} / {cap}", f"{logits} = torch.tanh({logits})", f"{logits} = {logits} * {cap}"]
-    if not isinstance(statement, ast.If) or statement.orelse or _text(statement.test) != f"{cap} is not None":
-        return None
-    if [_text(step) for step in statement.body] != steps:
-        return None
-    assert isinstance(statement.test, ast.Compare)
-    return ast.keyword("softcap", statement.test.left)
+    return ast.keyword("softcap", value) if [_text(step) for step in statement.body] == steps else None
 
 
 def _loss(statement: ast.stmt, logits: str) -> tuple[str, list[ast.keyword]] | None:

@@ -14,6 +14,7 @@ import torch
 
 from tilekern import ops
 from tilekern.ops.geglu import geglu
+from tilekern.ops.llama4_rope import llama4_rope
 from tilekern.patch.plain import has_hooks, is_bare_linear
 from tilekern.patch.rewriting import named_as
 from tilekern.patch.table import PLAIN, Norm
@@ -38,33 +39,69 @@ def rms_norm(original: Function, norm: Norm = PLAIN) -> Function:
     return named_as(forward if norm == PLAIN else forward_with_options, original)
 
 
-def gated_mlp(original: Function) -> Function:
-    """For ``forward(self, x)`` of an MLP with ``gate_proj``, ``up_proj``, ``down_proj`` and ``act_fn``."""
-    gated = gates()
+def gated_mlp(
+    original: Function, activation: str = "act_fn", layers: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+) -> Function:
+    """For ``forward(self, x)`` of an MLP whose layers make gate, up and the result.
+
+    ``activation`` is the attribute that holds it; empty for ``torch.nn.functional.silu``.
+    """
+    gate_of = _gates_by(activation)
+    first, second, last = layers
 
     def forward(self: Any, x: torch.Tensor) -> Any:
-        gate = gated.get(type(self.act_fn))
-        if gate is None or has_hooks(self.act_fn) or type(x) is not torch.Tensor:
+        gate = gate_of(self)
+        if gate is None or type(x) is not torch.Tensor:
             return original(self, x)
-        layers = (self.gate_proj, self.up_proj, self.down_proj)
-        if gate is ops.swiglu and all(map(is_bare_linear, layers)):
-            return ops.gated_mlp(x, *(layer.weight for layer in layers))
-        return self.down_proj(gate(self.gate_proj(x), self.up_proj(x)))
+        made = getattr(self, first), getattr(self, second), getattr(self, last)
+        if gate is ops.swiglu and all(map(is_bare_linear, made)):
+            return ops.gated_mlp(x, *(layer.weight for layer in made))
+        gate_layer, up_layer, down_layer = made
+        return down_layer(gate(gate_layer(x), up_layer(x)))
 
     return named_as(forward, original)
 
 
-def joined_mlp(original: Function) -> Function:
-    """For ``forward`` of an MLP whose ``gate_up_proj`` makes gate and up, one beside the other."""
-    gated = gates()
+def joined_mlp(
+    original: Function, activation: str = "activation_fn", layers: tuple[str, str] = ("gate_up_proj", "down_proj")
+) -> Function:
+    """For ``forward`` of an MLP whose first layer makes gate and up, one beside the other."""
+    gate_of = _gates_by(activation)
+    first, last = layers
 
     def forward(self: Any, hidden_states: torch.Tensor) -> Any:
-        gate = gated.get(type(self.activation_fn))
-        if gate is None or has_hooks(self.activation_fn) or type(hidden_states) is not torch.Tensor:
+        gate = gate_of(self)
+        if gate is None or type(hidden_states) is not torch.Tensor:
             return original(self, hidden_states)
-        return self.down_proj(gate(*self.gate_up_proj(hidden_states).chunk(2, dim=-1)))
+        return getattr(self, last)(gate(*getattr(self, first)(hidden_states).chunk(2, dim=-1)))
 
     return named_as(forward, original)
+
+
+def multiplied_mlp(original: Function) -> Function:
+    """As :func:`gated_mlp`, for Falcon-H1's MLP, which multiplies the gate before its activation, and the result."""
+    gate_of = _gates_by("act_fn")
+
+    def forward(self: Any, x: torch.Tensor) -> Any:
+        if gate_of(self) is not ops.swiglu or type(x) is not torch.Tensor:
+            return original(self, x)
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        return self.down_proj(ops.swiglu(gate, up, self.gate_multiplier)) * self.down_multiplier
+
+    return named_as(forward, original)
+
+
+def _gates_by(activation: str) -> Callable[[Any], Function | None]:
+    """Which op computes ``activation(gate) * up`` for a module; None where none does."""
+    gated = gates()
+
+    def gate_of(module: Any) -> Function | None:
+        if not activation:
+            return ops.swiglu
+        function = getattr(module, activation)
+        return None if has_hooks(function) else gated.get(type(function))
+
+    return gate_of
 
 
 def gates() -> dict[type, Function]:
@@ -122,6 +159,21 @@ def rope_pairs_in_a_row(original: Function) -> Function:
     It casts what it made to the dtypes of q and k.
     """
     return _cast_back(_turning(original, partial(ops.rope, interleaved=True), lambda size, angles: angles == size))
+
+
+def rope_complex(original: Function) -> Function:
+    """For Llama 4's rotation of pairs: q and k [batch, tokens, heads, head_dim] by complex angles.
+
+    These are [batch or 1, tokens, head_dim / 2].
+    """
+
+    def apply_rotary_emb(xq: torch.Tensor, xk: torch.Tensor, freqs_cis: torch.Tensor) -> Any:
+        plain = type(xq) is torch.Tensor and type(freqs_cis) is torch.Tensor and xq.dtype == xk.dtype
+        if not plain or xq.dim() != 4 or freqs_cis.dim() != 3:
+            return original(xq, xk, freqs_cis)
+        return llama4_rope(xq, xk, freqs_cis)
+
+    return apply_rotary_emb
 
 
 def _turning(original: Function, turn: Function, fits: Callable[[int, int], bool]) -> Function:
