@@ -24,6 +24,7 @@ _WHERE = {
     "trace": "tilekern.tracing.recorder",
     "preflight": "tuning.preflight",
     "stats": "tilekern.runtime.counting",
+    "check_labels": "tilekern.ops.labels",
     "AdamW": "tilekern.ops.adamw",
     "TrainerCallback": "tilekern.patch.callback",
 }
@@ -31,6 +32,7 @@ __all__ = ["__version__", *_WHERE]  # noqa: PLE0604
 
 if TYPE_CHECKING:
     from tilekern.ops.adamw import AdamW as AdamW
+    from tilekern.ops.labels import check_labels as check_labels
     from tilekern.patch import apply as apply
     from tilekern.patch import apply_to_model as apply_to_model
     from tilekern.patch import get_patched_ops as get_patched_ops

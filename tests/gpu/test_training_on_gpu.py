@@ -30,6 +30,7 @@ COMMON = {
     "fused_add_rms_norm_backward": LAYERS, "qk_norm_rope_forward": LAYERS, "qk_norm_rope_backward": LAYERS,
     "column_sum": 3 * LAYERS + 1, "swiglu_forward": LAYERS, "swiglu_backward_remake": LAYERS,
     "attention_forward": LAYERS, "attention_backward": LAYERS, "fused_linear_cross_entropy": 1, "scale": 2,
+    "labels": 1,
 }  # fmt: skip
 KERNELS = COMMON | dict.fromkeys(("attention_delta", "attention_dkdv", "attention_dq"), LAYERS)
 ATTENTIONS = ["tilekern", "tilekern_nondeterministic"]

@@ -5,9 +5,11 @@ python sharded_head_worker.py MEET RANK COUNT
 
 import sys
 
+import pytest
 import torch
 import torch.distributed as dist
 
+import tilekern
 from tilekern.ops import sharded_linear_log_probs
 from tilekern.runtime.dispatch import counters
 
@@ -67,6 +69,8 @@ def main():
     log_probs, entropy = sharded_linear_log_probs(torch.ones(2, 24), table, torch.tensor([1, VOCABULARY]), first)
     assert log_probs.isnan().tolist() == [False, True]
     torch.testing.assert_close(entropy, torch.full((2,), float(VOCABULARY)).log())
+    with pytest.raises(ValueError, match=f"sharded_linear_log_probs got the label {VOCABULARY} in"):
+        tilekern.check_labels()
     dist.destroy_process_group()
 
 

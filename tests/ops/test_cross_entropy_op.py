@@ -182,6 +182,8 @@ def test_a_target_that_is_no_class_gives_nan_and_touches_nothing_else(wrong):
         assert loss.isnan().tolist() == [False, False, True, False]
         assert gradient.isnan().all(1).tolist() == [False, False, True, False]
         assert not bool(gradient[[0, 1, 3]].isnan().any())
+        with pytest.raises(ValueError, match=f"cross_entropy got the label {wrong} in"):
+            tilekern.check_labels()
 
 
 def test_rows_without_an_upstream_gradient_get_zeros():

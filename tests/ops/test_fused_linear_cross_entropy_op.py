@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from op_samples import DTYPES, TOLERANCE, assert_near
 
+import tilekern
 from tilekern.kernels import fused_linear_cross_entropy as kernels
 from tilekern.ops.fused_linear_cross_entropy import fused_linear_cross_entropy
 from tilekern.runtime import dispatch
@@ -292,8 +293,12 @@ def test_targets_that_are_no_class_give_nan(bad):
     hidden, weight, target = sample()
     target[4] = bad
     assert fused_linear_cross_entropy(hidden, weight, target).isnan()
+    with pytest.raises(ValueError, match=f"fused_linear_cross_entropy got the label {bad} in"):
+        fused_linear_cross_entropy(hidden, weight, target)
     rows = fused_linear_cross_entropy(hidden, weight, target, reduction="none")
     assert rows.isnan().nonzero().tolist() == [[4]]
+    with pytest.raises(ValueError, match=f"fused_linear_cross_entropy got the label {bad} in"):
+        tilekern.check_labels()
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.uint8])

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from op_samples import DTYPES, TOLERANCE, assert_near
 
+import tilekern
 from tilekern.kernels.common import head
 from tilekern.ops import linear_log_probs
 from tilekern.runtime.dispatch import counters, plan_for
@@ -121,6 +122,8 @@ def test_ids_that_are_none_give_nan_in_their_row_and_in_the_gradients():
     dhidden, dweight = torch.autograd.grad(log_probs.sum(), (hidden, weight))
     assert dhidden.isnan().any(-1).nonzero().tolist() == [[2]]
     assert bool(dweight.isnan().all())
+    with pytest.raises(ValueError, match="linear_log_probs got the label 83 in"):
+        tilekern.check_labels()
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.uint8])

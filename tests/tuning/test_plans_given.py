@@ -110,10 +110,13 @@ def test_problems_that_are_no_composites_have_no_parts():
             "attention batch=1,queries=64,keys=64,heads=4,kv_heads=2,head_dim=64,causal=True,dtype=bfloat16",
             {f"attention_{name}" for name in ("forward", "backward", "delta", "dkdv", "dq")},
         ),
-        ("cross_entropy rows=64,vocabulary=512,dtype=bfloat16", {"cross_entropy_forward", "cross_entropy_backward"}),
+        (
+            "cross_entropy rows=64,vocabulary=512,dtype=bfloat16",
+            {"cross_entropy_forward", "cross_entropy_backward", "labels"},
+        ),
         (
             "fused_linear_cross_entropy rows=64,hidden=64,vocabulary=512,dtype=bfloat16",
-            {"fused_linear_cross_entropy", "cross_entropy_fused", "matmul", "scale"},
+            {"fused_linear_cross_entropy", "cross_entropy_fused", "matmul", "scale", "labels"},
         ),
         ("matmul rows=64,inner=64,columns=64,b_transposed=True,dtype=bfloat16", {"matmul"}),
         ("adamw rows=64,columns=64,dtype=float32", {"adamw"}),

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from tilekern.kernels.cross_entropy import separate as kernels
+from tilekern.ops.labels import checked, total
 from tilekern.ops.operation import operation
 from tilekern.ops.registration import as_rows, by_autograd, check_devices, check_softcap, fresh, shaped
 from tilekern.runtime.dispatch import Plan, plan_for
@@ -237,13 +238,15 @@ def _reduced(loss: torch.Tensor, count: torch.Tensor, reduction: str) -> torch.T
 
 def _launch(plans: Plans, logits: torch.Tensor, target: torch.Tensor, *rest: Any) -> Results:
     options = _Options(*rest)
-    labels = target.to(torch.int32, copy=True, memory_format=torch.contiguous_format)
+    labels, counted = checked("cross_entropy", target, logits.shape[-1], options.ignore_index)
     loss = torch.empty(labels.numel(), dtype=torch.float32, device=logits.device)
     lse = torch.empty_like(loss)
     given = options.given(logits.device)
-    plans[0].launch(logits.get_device(), as_rows(logits), labels.view(-1), *given, loss, lse)
-    count = _count(labels, options)
-    return _reduced(shaped(loss, *labels.shape), count, options.reduction), lse, count, labels
+    plans[0].launch(logits.get_device(), as_rows(logits), labels, *given, loss, lse)
+    labels = shaped(labels, *target.shape)
+    is_number = options.reduction == "mean" and options.class_weight is None
+    count = total(counted) if is_number else _count(labels, options)
+    return _reduced(shaped(loss, *target.shape), count, options.reduction), lse, count, labels
 
 
 def _launch_backward(

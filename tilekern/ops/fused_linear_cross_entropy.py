@@ -20,6 +20,7 @@ from tilekern.kernels.cross_entropy import separate as cross_entropy
 from tilekern.kernels.fused_linear_cross_entropy import LossOptions
 from tilekern.ops import made_ahead
 from tilekern.ops.cross_entropy import CrossEntropyOutput, composed, weights_by_rows, wide, with_others
+from tilekern.ops.labels import checked
 from tilekern.ops.registration import check_devices, check_softcap, disjoint, is_autocast, needs_gradient
 from tilekern.runtime.dispatch import Plan, count_fallback, plan_for
 
@@ -91,9 +92,13 @@ def fused_linear_cross_entropy(
         beside if any(wanted) or use_token_scaling or is_graded else None,
     )  # fmt: skip
     rows, labels = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1)
-    factor = _factor(labels, options, reduction, num_items, dtype)
+    plan = None if torch.compiler.is_compiling() else _plan(rows, weight, options, reduction)
+    counted = None
+    if plan is not None:
+        labels, counted = checked("fused_linear_cross_entropy", labels, weight.shape[0], ignore_index)
+    factor = _factor(labels, counted, options, reduction, num_items, dtype)
     with torch.autocast(kind, enabled=False) if cast else contextlib.nullcontext():
-        loss = _loss(rows, weight, labels, factor, options)
+        loss = _loss(plan, rows, weight, labels, factor, options)
     if loss.dim():
         loss = loss.view(target.shape) if factor is None else loss.sum() * factor
     if not any(wanted):
@@ -158,38 +163,43 @@ def _check_options(reduction: str, num_items: Any, label_smoothing: float, softc
 
 
 def _factor(
-    labels: torch.Tensor, options: LossOptions, reduction: str, num_items: Any, dtype: torch.dtype
-) -> torch.Tensor | None:
-    """What the sum of all losses is multiplied by, a scalar of ``dtype``; None where the rows are not added up."""
+    labels: torch.Tensor, counted: torch.Tensor | None, options: LossOptions, reduction: str, num_items: Any,
+    dtype: torch.dtype,
+) -> torch.Tensor | None:  # fmt: skip
+    """What the sum of all losses is multiplied by, a scalar of ``dtype``; None where the rows are not added up.
+
+    ``counted`` adds up to the number of labels that count; None where nobody has counted them.
+    """
     if reduction == "none":
         return None
     if reduction == "sum":
         return torch.ones((), dtype=dtype, device=labels.device)
-    if num_items is None:
-        counted = (labels != options.ignore_index).to(dtype)
-        if options.class_weight is not None:
-            counted = counted * options.class_weight[labels.clamp(0, len(options.class_weight) - 1).long()]
+    if num_items is None and options.class_weight is None and counted is not None:
         num_items = counted.sum()
+    elif num_items is None:
+        valid = (labels != options.ignore_index).to(dtype)
+        if options.class_weight is not None:
+            valid = valid * options.class_weight[labels.clamp(0, len(options.class_weight) - 1).long()]
+        num_items = valid.sum()
     return torch.as_tensor(num_items, dtype=dtype, device=labels.device).reciprocal().reshape(())
 
 
+def _is_graded(rows: torch.Tensor, weight: torch.Tensor, options: LossOptions) -> bool:
+    return needs_gradient(rows, weight, *([] if options.bias is None else [options.bias]))
+
+
 def _loss(
-    rows: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, factor: torch.Tensor | None, options: LossOptions
-) -> torch.Tensor:
-    """The total where its gradients are made with it, else the loss of each row."""
-    if torch.compiler.is_compiling():
-        return _composed(rows, weight, labels, options)
-    graded = needs_gradient(rows, weight, *([] if options.bias is None else [options.bias]))
-    at_once = factor is not None and rows.dtype != torch.float16
-    plan = _plan(rows, weight, options, loss=not (graded and at_once) or options.token_scaling, gradient=graded)
+    plan: Plan | None, rows: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, factor: torch.Tensor | None,
+    options: LossOptions,
+) -> torch.Tensor:  # fmt: skip
+    """The total where its gradients are made with it, else the loss of each row; by torch where there is no plan."""
     if plan is None:
-        count_fallback(_SPEC)
-        return _composed(rows, weight, labels, options)
-    rows, weight, target = map(disjoint, (rows, weight, labels.to(torch.int32)))
-    if not graded:
+        return _composed(rows, weight, target, options)
+    rows, weight = disjoint(rows), disjoint(weight)
+    if not _is_graded(rows, weight, options):
         return _losses(plan, rows, weight, target, options)
     sources = [rows, weight] if options.bias is None else [rows, weight, options.bias]
-    if factor is None or not at_once:
+    if factor is None or rows.dtype == torch.float16:
         return made_ahead.rows(
             lambda *given: _losses(plan, given[0], given[1], given[-1], options),
             lambda slope, *given: _made(plan, slope, given, options)[1], len(sources), *sources, target,
@@ -215,8 +225,15 @@ def _composed(rows: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, op
     return loss if beside.shares is None else loss * beside.shares
 
 
-def _plan(rows: torch.Tensor, weight: torch.Tensor, options: LossOptions, *, loss: bool, gradient: bool) -> Plan | None:
-    """The plan of the problem, of the loss alone or with its gradient; None where torch must do the work."""
+def _plan(rows: torch.Tensor, weight: torch.Tensor, options: LossOptions, reduction: str) -> Plan | None:
+    """The plan of the problem; None, which is counted, where torch must do the work."""
+    plan = _served(rows, weight, options, reduction)
+    if plan is None:
+        count_fallback(_SPEC)
+    return plan
+
+
+def _served(rows: torch.Tensor, weight: torch.Tensor, options: LossOptions, reduction: str) -> Plan | None:
     if rows.dtype != weight.dtype or not rows.numel() or not weight.numel():
         return None
     if not _INT32.min <= options.ignore_index <= _INT32.max:
@@ -224,7 +241,10 @@ def _plan(rows: torch.Tensor, weight: torch.Tensor, options: LossOptions, *, los
     plan = plan_for(_SPEC, rows.device, *rows.shape, weight.shape[0], rows.dtype)
     if plan is None:
         return None
-    specs = [cross_entropy.FORWARD] * loss + [cross_entropy_fused.FUSED] * gradient
+    graded = _is_graded(rows, weight, options)
+    at_once = reduction != "none" and rows.dtype != torch.float16
+    specs = [cross_entropy.FORWARD] * (not (graded and at_once) or options.token_scaling)
+    specs += [cross_entropy_fused.FUSED] * graded
     chunk, vocabulary = plan.config["chunk"], weight.shape[0]
     found = [kernels.chunk_plans(plan_for, spec, chunk, rows, vocabulary, options) for spec in specs]
     return None if None in found else plan

@@ -10,6 +10,7 @@ import torch
 from tilekern.kernels import linear_log_probs as kernels
 from tilekern.kernels import log_probs
 from tilekern.kernels.common.head import chunk_plans
+from tilekern.ops.labels import checked, refuse_outside
 from tilekern.ops.operation import operation
 from tilekern.ops.registration import check_devices, check_softcap, disjoint, fresh, is_autocast, shaped
 from tilekern.runtime.dispatch import Plan, plan_for
@@ -140,7 +141,8 @@ def _launch(
     plans: Plans, hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, bias: torch.Tensor | None,
     temperature: float, softcap: float | None, ignore_index: int, _: bool,
 ) -> Results:  # fmt: skip
-    labels, options = _labels(ids), log_probs.Options(ignore_index, temperature, softcap)
+    labels, _ = checked("linear_log_probs", ids, weight.shape[0], ignore_index)
+    options = log_probs.Options(ignore_index, temperature, softcap)
     inputs = (*_matrices(hidden, weight), labels, None if bias is None else bias.contiguous(), options)
 
     def allocate() -> tuple[torch.Tensor, ...]:
@@ -183,6 +185,7 @@ def _rows(
     hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, bias: torch.Tensor | None = None,
     temperature: float = 1.0, softcap: float | None = None, ignore_index: int = -100, wide_sums: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    refuse_outside("linear_log_probs", ids, weight.shape[0], ignore_index)
     dtype = torch.promote_types(torch.promote_types(hidden.dtype, weight.dtype), torch.float32)
     product = torch.promote_types(hidden.dtype, weight.dtype)
     logits = (hidden.to(product) @ weight.to(product).t()).to(dtype)

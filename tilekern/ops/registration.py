@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 # Kept alive for as long as the process: torch drops a library's registrations with the object.
 _LIBRARY = torch.library.Library("tilekern", "DEF")
 # How the CUDA array interface names dtypes; bfloat16, which it does not know, is two bytes to it and to cuda.tile.
-_TYPES = {torch.bfloat16: "<V2", torch.float16: "<f2", torch.float32: "<f4", torch.int32: "<i4"}
+_TYPES = {torch.bfloat16: "<V2", torch.float16: "<f2", torch.float32: "<f4", torch.int32: "<i4", torch.int64: "<i8"}
 _LEAST_SOFTCAP, _MOST_SOFTCAP = 1e-30, 1e30
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from tilekern.ops.labels import checked
 from tilekern.ops.linear_log_probs import check_options, rows_of_head
 
 
@@ -52,6 +53,8 @@ def sharded_linear_log_probs(
     surprise = mass * (entropy - (lse - top)).masked_fill(mass == 0, 0)
     logits = (log_probs + lse - top).where(own, 0)
     mass, surprise, logits, owners = _Added.apply(torch.stack((mass, surprise, logits, own.to(lse.dtype))), group)
+    # An id that no rank has is not 0, since one rank has that: it is outside of a vocabulary of which 0 is all.
+    checked("sharded_linear_log_probs", ids.where(counted & (owners != 1), 0), 1, 0)
     log_mass = mass.log()
     log_probs = (logits - log_mass).where(owners == 1, torch.nan)
     return log_probs.where(counted, 0), (log_mass + surprise / mass).where(counted, 0)

@@ -76,13 +76,15 @@ def odd_problem(spec: KernelSpec, problem: Problem, largest: int = 1009) -> Prob
 
 
 def make_outputs(spec: KernelSpec, problem: Problem, blocks: int, device: str) -> dict[str, Any]:
-    """Outputs filled with NaN, so that an element that was not written shows."""
+    """Outputs filled with NaN, integer ones with their least number, so that an element that was not written shows."""
     import torch
 
-    return {
-        name: torch.full(shape, math.nan, dtype=getattr(torch, dtype), device=device)
-        for name, (shape, dtype) in spec.outputs(problem, blocks).items()
-    }
+    made: dict[str, Any] = {}
+    for name, (shape, dtype_name) in spec.outputs(problem, blocks).items():
+        dtype = getattr(torch, dtype_name)
+        filler = math.nan if dtype.is_floating_point else torch.iinfo(dtype).min
+        made[name] = torch.full(shape, filler, dtype=dtype, device=device)
+    return made
 
 
 def launch_arguments(

@@ -1,0 +1,138 @@
+"""Labels as the losses' kernels take them: int32, counted, and checked against the vocabulary on the way.
+
+A label counts unless it is ``ignore_index``. One that counts and is not from 0 to ``vocabulary`` - 1 is outside: its
+row gets :func:`outside_label`, which no vocabulary has, so that the losses' kernels make NaN of it, and ``seen`` gets
+:func:`word_of` the label. That word lies in the host's memory, where a GPU writes to it, and nothing else is written
+there: the host reads it without a wait (:mod:`tilekern.ops.labels`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cuda.tile as ct
+
+from tilekern.kernels.tiles import ConstInt, hints
+from tilekern.spec import (
+    ITEM_BYTES,
+    ArrayParameter,
+    Config,
+    Dimension,
+    Implementation,
+    KernelSpec,
+    Problem,
+    ScalarParameter,
+    Space,
+    cdiv,
+)
+
+# A word holds the number of an op, which is not 0, times this, and a label of less than half of it.
+SPAN = 1 << 48
+_MOST = SPAN // 2 - 1
+# So many labels are read by one block, which counts them all: another launch would add up what several have counted.
+_ONE_BLOCK = 16384
+
+
+def outside_label(ignore_index):
+    """The label of rows whose own is outside the vocabulary: one that does not count is not among them."""
+    return ct.where(ignore_index == -1, -2, -1)
+
+
+def word_of(op, label):
+    """A label and the op that got it as one number, which is never 0; labels of more than 47 bits are cut to that."""
+    return ct.full((), op, ct.int64) * SPAN + ct.minimum(ct.maximum(label.astype(ct.int64), -_MOST), _MOST)
+
+
+@ct.kernel
+def check_labels(target, ignore_index, vocabulary, op, labels, counted, seen, tile_n: ConstInt):
+    """Resident blocks that loop over tiles; ``counted`` has one number for each block."""
+    count = ct.zeros((tile_n,), ct.int32)
+    lowest = ct.zeros((tile_n,), target.dtype)
+    highest = ct.zeros((tile_n,), target.dtype)
+    for tile in range(ct.bid(0), ct.cdiv(target.shape[0], tile_n), ct.num_blocks(0)):
+        label = ct.load(target, (tile,), (tile_n,), padding_mode=ct.PaddingMode.ZERO, allow_tma=False)
+        place = tile * tile_n + ct.arange(tile_n, dtype=ct.int32)
+        counts = (label != ignore_index) & (place < target.shape[0])
+        outside = counts & ((label < 0) | (label >= vocabulary))
+        ct.store(labels, (tile,), ct.where(outside, outside_label(ignore_index), label.astype(ct.int32)))
+        count = count + ct.where(counts, 1, 0)
+        lowest = ct.minimum(lowest, ct.where(outside, label, 0))
+        highest = ct.maximum(highest, ct.where(outside, label, 0))
+    ct.store(counted, (ct.bid(0),), ct.reshape(ct.sum(count, axis=0), (1,)).astype(ct.int64))
+    low, high = ct.min(lowest, axis=0), ct.max(highest, axis=0)
+    if (low != 0) | (high != 0):
+        ct.atomic_xchg(seen, (0,), word_of(op, ct.where(high != 0, high, low)))
+
+
+def _implement(problem: Problem, config: Config) -> Implementation:
+    dtype = "int64" if problem["wide"] else "int32"
+    return Implementation(
+        function=check_labels,
+        parameters=(
+            ArrayParameter("target", dtype, 1),
+            ScalarParameter("ignore_index", "int32"),
+            ScalarParameter("vocabulary", "int32"),
+            ScalarParameter("op", "int32"),
+            ArrayParameter("labels", "int32", 1, role="output"),
+            ArrayParameter("counted", "int64", 1, role="output"),
+            # Written to where a label is outside alone.
+            ArrayParameter("seen", "int64", 1),
+        ),
+        constants=(("tile_n", config["tile_n"]),),
+        grid=lambda sizes, sm_count: (
+            1 if sizes["rows"] <= _ONE_BLOCK else min(cdiv(sizes["rows"], config["tile_n"]), sm_count)
+        ),
+        hints=hints(config),
+    )
+
+
+def _config(tile_n: int, warps: int) -> Config:
+    return Config(schedule="persistent", tile_n=tile_n, num_worker_warps=warps)
+
+
+def _inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
+    import torch
+
+    shape, dtype = (problem["rows"],), torch.int64 if problem["wide"] else torch.int32
+    target = torch.randint(_VOCABULARY, shape, generator=generator, device=device, dtype=dtype)
+    target[3::7] = -100
+    seen = torch.zeros(1, dtype=torch.int64, device=device)
+    return {"target": target, "ignore_index": -100, "vocabulary": _VOCABULARY, "op": 1, "seen": seen}
+
+
+_VOCABULARY = 151936
+
+
+def reference(target: Any, ignore_index: int, vocabulary: int, op: int, seen: Any) -> dict[str, Any]:
+    """The labels and how many count."""
+    outside = (target != ignore_index) & ((target < 0) | (target >= vocabulary))
+    labels = target.where(~outside, -2 if ignore_index == -1 else -1)
+    return {"labels": labels.double(), "counted": (target != ignore_index).sum().double()}
+
+
+def _bytes(problem: Problem) -> int:
+    return problem["rows"] * (ITEM_BYTES["int64" if problem["wide"] else "int32"] + ITEM_BYTES["int32"])
+
+
+SPEC = KernelSpec(
+    name="labels",
+    summary="labels as int32, how many count, and whether one is outside the vocabulary",
+    module=__name__,
+    dimensions=(Dimension("rows", "bucketed"), Dimension("wide", "flag")),
+    space=Space(
+        lambda problem: {"schedule": ["persistent"], "tile_n": [2048, 4096], "num_worker_warps": [0, 8]},
+    ),
+    ops=("cross_entropy", "fused_linear_cross_entropy", "linear_log_probs"),
+    implement=_implement,
+    default=lambda problem, target: _config(4096, 8),
+    generic=lambda problem: _config(2048, 0),
+    inputs=_inputs,
+    outputs=lambda problem, blocks: {"labels": ((problem["rows"],), "int32"), "counted": ((blocks,), "int64")},
+    reference=reference,
+    results=lambda found: found | {"counted": found["counted"].sum()},
+    bytes_moved=_bytes,
+    flops=lambda problem: 4 * problem["rows"],
+    result_dtype=lambda problem: "float32",
+)
+
+SPECS = (SPEC,)
