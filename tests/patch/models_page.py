@@ -1,6 +1,9 @@
 """docs/models.md as the families' tests make it; ``python tests/patch/models_page.py`` writes it."""
 
+import ast
 from pathlib import Path
+
+from tiny_families import SEEING
 
 from tilekern.patch.families import FAMILIES
 from tilekern.patch.forms import OPS, Module, path_of
@@ -18,6 +21,7 @@ transformers, too, wherever their code has a form that is known. `python -m tile
 
 - `swiglu` is any MLP with a gate, by silu or gelu; experts are not among them.
 - `rope` and `qk_norm_rope` are of the language model; vision towers keep their own rotation.
+- "of its text": the text model is of another family, which has a row of its own.
 - "-": the family has no such code.
 - "another form": it has, and tilekern has no op that computes the same.
 
@@ -31,19 +35,23 @@ def page():
         module = Module(family.module, path_of(family.module).read_text(encoding="utf-8"))
         cells = ["yes" if op in family.ops else reason(op, module) for op in OPS]
         rows.append(f"| {' | '.join((family.model_type, *cells))} |")
-    return HEAD + "\n".join(rows) + "\n"
+    return HEAD + "\n".join(rows) + f"\n\nThese are tested with images, too: {', '.join(sorted(SEEING))}.\n"
 
 
 def reason(op, module):
     """Why an op does not serve a module's classes."""
     text = path_of(module.name).read_text(encoding="utf-8")
+    if op != "fused_linear_cross_entropy" and "AutoModel.from_config(" in text and "DecoderLayer" not in text:
+        return "of its text"
+    bodies = {kind: ast.unparse(forward) for kind, forward in module.forwards.items()}
+    gated = [kind for kind, body in bodies.items() if "self.gate_proj(" in body or "self.gate_up_proj(" in body]
     has = {
         "rms_norm": any("RMSNorm" in name for name in module.classes),
-        "swiglu": "self.gate_proj(" in text or "self.gate_up_proj(" in text,
+        "swiglu": any(f"= {kind}(" in text for kind in gated),
         "qk_norm_rope": "self.q_norm(" in text or "self.query_layernorm(" in text,
         "rope": "apply_rotary" in text,
         "fused_add_rms_norm": "RMSNorm" in text and any("Layer" in name for name in module.forwards),
-        "fused_linear_cross_entropy": True,
+        "fused_linear_cross_entropy": "labels" in text,
     }
     return "another form" if has[op] else "-"
 

@@ -3,11 +3,11 @@
 import models_page
 import pytest
 import torch
-from tiny_families import IDS, make
+from tiny_families import IDS, SEEING, make, make_seeing
 from tiny_qwen3 import worst
 
 import tilekern
-from tilekern.patch.families import FAMILIES
+from tilekern.patch.families import FAMILIES, family_of
 
 KERNELS = {
     "rms_norm": {"rms_norm_forward", "rms_norm_offset_forward"},
@@ -22,23 +22,23 @@ OLDER = not all(family.is_here for family in FAMILIES.values())
 pytestmark = pytest.mark.filterwarnings("ignore:.*TILEKERN_INTERPRET=1")
 
 
-def run(model):
+def run(model, ids=IDS, **inputs):
     """The loss and its gradients by name, the logits, and tokens that are generated with a cache."""
     model.train().zero_grad()
-    loss = model(input_ids=IDS, labels=IDS).loss
+    loss = model(input_ids=ids, labels=ids, **inputs).loss
     loss.backward()
     gradients = {name: x.grad.clone() for name, x in model.named_parameters() if x.grad is not None}
     with torch.no_grad():
-        logits = model.eval()(input_ids=IDS).logits
-    return loss.detach(), gradients, logits, generated(model)
+        logits = model.eval()(input_ids=ids, **inputs).logits
+    return loss.detach(), gradients, logits, generated(model, ids, inputs)
 
 
-def generated(model):
+def generated(model, ids, inputs):
     """Tokens, without the routers' loss: transformers 5.0.0 computes it there too, and fails at a mask of the cache."""
     with pytest.MonkeyPatch.context() as patch:
         for config in (model.config, model.config.get_text_config()):
             patch.setattr(config, "output_router_logits", False, raising=False)
-        return model.generate(IDS, max_new_tokens=4, do_sample=False, pad_token_id=0, eos_token_id=None)
+        return model.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0, eos_token_id=None, **inputs)
 
 
 def fallbacks():
@@ -51,14 +51,18 @@ def served_here(family):
     return found if OLDER else family.ops
 
 
-@pytest.mark.parametrize("family", [x.model_type for x in FAMILIES.values() if x.is_here])
-def test_a_patched_model_computes_what_it_does_as_it_is(family):
-    model = make(family)
-    loss, gradients, logits, tokens = run(model)
+def ops_of(families):
+    """The ops of some families, in order."""
+    found = {op for family in families for op in served_here(family)}
+    return [op for op in KERNELS if op in found]
+
+
+def check(ops, apply, run):
+    """Hold what a patched model computes to what it does as it is; every one of some ops must run."""
+    loss, gradients, logits, tokens = run()
     before = fallbacks()
-    ops = [op for op in KERNELS if op in served_here(FAMILIES[family])]
-    assert tilekern.apply(model_type=family) == ops
-    patched_loss, patched_gradients, patched_logits, patched_tokens = run(model)
+    assert set(ops) <= set(apply())
+    patched_loss, patched_gradients, patched_logits, patched_tokens = run()
     ran = {kernel for kernel, number in fallbacks().items() if number > before.get(kernel, 0)}
     # Where the norms of q and k are fused with it, rope serves those alone that call it by itself.
     assert [op for op in ops if not KERNELS[op] & ran and (op, "qk_norm_rope" in ops) != ("rope", True)] == []
@@ -67,6 +71,22 @@ def test_a_patched_model_computes_what_it_does_as_it_is(family):
     assert patched_gradients.keys() == gradients.keys()
     for name, gradient in gradients.items():
         assert torch.allclose(patched_gradients[name], gradient, rtol=1e-4, atol=1e-6 * float(gradient.norm())), name
+
+
+@pytest.mark.parametrize("family", [x.model_type for x in FAMILIES.values() if x.is_here])
+def test_a_patched_model_computes_what_it_does_as_it_is(family):
+    model, ids, inputs = make(family)
+    ops = ops_of([FAMILIES[family]])
+    check(ops, lambda: tilekern.apply(model_type=family), lambda: run(model, ids, **inputs))
+    assert tilekern.apply(model_type=family) == ops
+
+
+@pytest.mark.parametrize("name", [name for name in SEEING if FAMILIES[name].is_here])
+def test_a_patched_model_that_sees_computes_what_it_does_as_it_is(name):
+    model, ids, inputs = make_seeing(name)
+    families = {family_of(type(module).__module__) for module in model.modules()} - {None}
+    # The forwards that see have other forms in older releases.
+    check([] if OLDER else ops_of(families), tilekern.apply, lambda: run(model, ids, **inputs))
 
 
 @pytest.mark.skipif(OLDER, reason="an older transformers has fewer families")

@@ -19,7 +19,7 @@ def reasons(model, op):
 
 @pytest.fixture
 def qwen3():
-    return make("qwen3")
+    return make("qwen3")[0]
 
 
 @pytest.mark.parametrize("patch", ["apply", "apply_to_model"])
@@ -87,7 +87,7 @@ def test_torch_compile_is_said_of_the_loss(qwen3):
 
 
 def test_code_of_no_known_form_and_families_that_are_not_tested_are_told_apart(qwen3, monkeypatch):
-    assert set(reasons(make("bloom"), "swiglu").values()) == {"its code has no form that is known"}
+    assert set(reasons(make("bloom")[0], "swiglu").values()) == {"its code has no form that is known"}
     monkeypatch.delitem(families._BY_MODULE, FAMILIES["qwen3"].module)
     (reason,) = set(reasons(qwen3, "rms_norm").values())
     assert reason.startswith("it is not patched: qwen3 is not among the families that are tested")

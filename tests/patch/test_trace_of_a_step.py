@@ -81,7 +81,7 @@ def test_a_step_asks_for_what_was_traced_and_nothing_else(h200, family, switches
 def test_so_it_is_in_other_families(h200, family):
     """With a rotation by itself; with gelu and a capped loss; with scaled logits; with angles of three axes."""
     tilekern.apply(model_type=family)
-    model = tiny_families.make(family).train().to(torch.bfloat16)
+    model = tiny_families.make(family)[0].train().to(torch.bfloat16)
     inputs = {"input_ids": tiny_families.IDS, "labels": tiny_families.IDS}
     found = traced(model, Batch(*tiny_families.IDS.shape))
     assert set(found.asked) == asked_by_a_real_step(model, inputs)

@@ -1,6 +1,8 @@
-"""A model of each family, small enough for a test, with sizes that no tile divides."""
+"""A model of each family, small enough for a test, with sizes that no tile divides; of some with images, too."""
 
+import inspect
 from copy import deepcopy
+from typing import NamedTuple
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
@@ -89,20 +91,120 @@ OWN: dict[str, dict] = {
     "biogpt": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "layerdrop": 0.0},
     "phimoe": EXPERTS | {"router_jitter_noise": 0.0, "input_jitter_noise": 0.0},
     **dict.fromkeys(
-        ("llava", "internvl", "mistral3", "smolvlm", "idefics3", "aya_vision", "llava_next", "got_ocr2"),
+        ("idefics3", "aya_vision", "llava_next", "got_ocr2"),
         _seeing(model_type="llama"),
     ),
 }  # fmt: skip
-IDS = torch.randint(3, 61, (2, 7), generator=torch.Generator().manual_seed(3))
+IDS = torch.randint(3, 55, (2, 7), generator=torch.Generator().manual_seed(3))
+IMAGES = torch.randn(2, 3, 28, 28, generator=torch.Generator().manual_seed(5))
+# Of 4 by 2 patches each, two frames in each patch.
+PATCHES = {
+    "pixel_values": torch.randn(16, 3 * 2 * 14 * 14, generator=torch.Generator().manual_seed(5)),
+    "image_grid_thw": torch.tensor([[1, 4, 2]] * 2),
+}
+TOWER = {
+    "num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 20, "image_size": 28,
+    "patch_size": 14,
+}  # fmt: skip
+
+
+def _towers(text, tower, text_more=(), **vision):
+    """The configuration of a text model of one type with a tower of another."""
+    return {
+        "text_config": SIZES | {"model_type": text} | dict(text_more),
+        "vision_config": TOWER | {"model_type": tower} | vision,
+        "image_token_id": 60, "image_token_index": 60, "vision_feature_layer": -1,
+    }  # fmt: skip
+
+
+def _grids(text_more=(), **vision):
+    """The configuration of a family that takes grids of patches."""
+    return {
+        "text_config": SIZES | MROPE | dict(text_more), "vision_config": VISION | vision, "image_token_id": 60,
+        "video_token_id": 59, "vision_start_token_id": 58, "vision_end_token_id": 57, "image_start_token_id": 58,
+        "image_end_token_id": 57,
+    }  # fmt: skip
+
+
+class Seen(NamedTuple):
+    """How a model is made that is given images.
+
+    Attributes:
+        config: of a model of the type ``model_type``, or of the name under which it is listed.
+        tokens: how many tokens each image takes.
+        inputs: the forward's other arguments.
+    """
+
+    config: dict
+    tokens: int
+    inputs: dict
+    model_type: str = ""
+
+
+PIXELS = {"pixel_values": IMAGES}
+SIZED = PIXELS | {"image_sizes": torch.tensor([[28, 28]] * 2)}
+SEEING = {
+    "llava": Seen(_towers("llama", "clip_vision_model"), 4, PIXELS),
+    "pixtral": Seen(
+        _towers("mistral", "pixtral", head_dim=8) | {"vision_feature_select_strategy": "full"}, 4, SIZED, "llava"
+    ),
+    "mistral3": Seen(_towers("mistral", "pixtral", head_dim=8) | {"spatial_merge_size": 2}, 1, SIZED),
+    "paligemma": Seen(
+        _towers("gemma", "siglip_vision_model", projection_dim=24) | {"projection_dim": 24}, 4, PIXELS
+    ),
+    "gemma3": Seen(_towers("gemma3_text", "siglip_vision_model") | {"mm_tokens_per_image": 4}, 4, PIXELS),
+    "internvl": Seen(_towers("qwen2", "internvl_vision", image_size=[28, 28], patch_size=[14, 14]), 1, PIXELS),
+    "smolvlm": Seen(
+        _towers("llama", "smolvlm_vision") | {"scale_factor": 2}, 1, {"pixel_values": IMAGES[:, None]}
+    ),
+    "mllama": Seen(
+        _towers(
+            "mllama_text_model", "mllama_vision_model", {"cross_attention_layers": [1]}, num_global_layers=1,
+            attention_heads=2, vision_output_dim=32, intermediate_layers_indices=[0], max_num_tiles=1,
+            supported_aspect_ratios=[[1, 1]],
+        ),
+        1,
+        {
+            "pixel_values": IMAGES[:, None, None], "aspect_ratio_ids": torch.ones(2, 1, dtype=torch.long),
+            "aspect_ratio_mask": torch.ones(2, 1, 1, dtype=torch.long),
+        },
+    ),
+    "qwen2_vl": Seen(_grids(hidden_size=24), 2, PATCHES),
+    "qwen2_5_vl": Seen(_grids(fullatt_block_indexes=[0]), 2, PATCHES),
+    "qwen3_vl": Seen(_grids(), 2, PATCHES),
+    "qwen3_5": Seen(_grids(LINEAR), 2, PATCHES),
+    "glm4v": Seen(_grids(), 2, PATCHES),
+}  # fmt: skip
 
 
 def make(model_type):
-    """A model in float32 whose norms are not all ones."""
-    torch.manual_seed(0)
+    """A model in float32 whose norms are not all ones, tokens [2, some], and its forward's other arguments."""
+    if model_type in SEEING and model_type not in OWN:
+        return make_seeing(model_type)
+    config = _config({"model_type": model_type} | SIZES | OWN.get(model_type, {}))
+    is_text = type(config) in AutoModelForCausalLM._model_mapping
+    return _made(AutoModelForCausalLM if is_text else AutoModelForImageTextToText, config), IDS, {}
+
+
+def make_seeing(name):
+    """The same of a model that sees images, whose tokens are among the others."""
+    seen = SEEING[name]
+    config = _config({"model_type": seen.model_type or name} | seen.config)
+    model = _made(AutoModelForImageTextToText, config)
+    ids = torch.cat((IDS[:, :2], torch.full((2, seen.tokens), 60), IDS[:, 2:]), 1)
+    taken = inspect.signature(model.forward).parameters
+    kinds = {key: (ids == 60).long() for key in ("token_type_ids", "mm_token_type_ids") if key in taken}
+    return model, ids, seen.inputs | kinds
+
+
+def _config(arguments):
     # Copied, as configurations write into what they are given.
-    config = AutoConfig.for_model(**{"model_type": model_type} | deepcopy(SIZES | OWN.get(model_type, {})))
-    auto = AutoModelForCausalLM if type(config) in AutoModelForCausalLM._model_mapping else AutoModelForImageTextToText
-    model = auto.from_config(config)
+    return AutoConfig.for_model(**deepcopy(arguments))
+
+
+def _made(auto, config):
+    torch.manual_seed(0)
+    model = auto.from_config(config, attn_implementation="eager")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:

@@ -24,11 +24,12 @@ _SERVED = {
     "nmsh": "axk1 deepseek_v2 deepseek_v3 ernie4_5_vl_moe flint glm4_moe_lite glm4v hunyuan_vl jamba phi3 youtu",
     "nrsh": "apertus arcee bitnet granitemoe jetmoe minimax minimax_m2 mixtral olmoe seed_oss",
     "nrh": "flex_olmo",
+    "nms": "pixtral",
     "nsh": "gpt_oss nanochat",
     "mrh": "cohere cohere2 llama4 olmo stablelm",
     "mh": "gemma4",
     "rh": "gpt_neox persimmon phimoe starcoder2",
-    "h": "aya_vision biogpt bloom got_ocr2 gpt2 idefics3 internvl llava llava_next mistral3 nemotron smolvlm",
+    "h": "aya_vision biogpt bloom got_ocr2 gpt2 idefics3 internvl llava llava_next mistral3 nemotron paligemma smolvlm",
 }
 
 
