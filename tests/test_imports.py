@@ -62,6 +62,7 @@ MAY_IMPORT = {
     f"{TRACING}.stepping": LEAVES | {"tilekern.ops", "tilekern.patch"},
     "tilekern.ops": LEAVES | {"tilekern.kernels", "tilekern.ops", f"{RUNTIME}.dispatch"},
     "tilekern.losses": {"tilekern.ops"},
+    "tilekern.layers": {"tilekern.ops", "tilekern.patch"},
     "tilekern.trl": LEAVES | {"tilekern.ops"},
     "tilekern.patch": {"tilekern"},
     "tilekern.awaiting": set(),
@@ -74,6 +75,8 @@ MAY_IMPORT = {
     "tuning": {"tilekern", "tuning"},
     # What explains a lookup of a job must ask what the job asks.
     "cache_tools.shared.here": LEAVES | {"tilekern.cache", "tilekern.kernels", "tilekern.toolchain"},
+    # It is copied beside a tilekern that is not there before, so it imports by name.
+    "cache_tools.shared.hub_kernel": set(),
     "cache_tools.commands.why": {"tilekern.cache", f"{RUNTIME}.dispatch", "cache_tools"},
     "cache_tools": {"tilekern.cache", DIGESTS, "tilekern.errors", "tilekern.warning", "cache_tools"},
 }

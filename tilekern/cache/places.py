@@ -16,6 +16,8 @@ from tilekern.warning import warn, warn_once
 ENTRY_POINTS = "tilekern.prebuilt"
 # What people call the user's cache among the layers.
 USER = "user"
+# Folders of packs that came with code which this process has loaded, each with what people call it.
+_added: dict[Path, str] = {}
 
 
 def user_root() -> Path:
@@ -39,7 +41,17 @@ def default_layers(user: Path | None = None, *, looking: bool = False) -> list[L
     """
     own: list[Layer] = [FolderLayer(user or user_root(), USER, not looking, as_use=not looking)]
     wheel = _packs_of(Path(__file__).parents[1] / "prebuilt", "prebuilt", "wheel")
-    return [*own, *_path_layers(looking), *_package_layers(), *wheel]
+    added = [layer for folder, owner in _added.items() for layer in _packs_of(folder, owner, "package")]
+    return [*own, *_path_layers(looking), *_package_layers(), *added, *wheel]
+
+
+def add_packs(folder: Path, owner: str) -> None:
+    """Have the lookups of this process read the packs of a folder too, before those of tilekern's wheel.
+
+    They are trusted as an installed package's are: this is for code that was loaded and brings packs along. A process
+    that has looked up already calls :func:`tilekern.runtime.dispatch.forget` for them to count.
+    """
+    _added[folder] = owner
 
 
 def _path_layers(looking: bool) -> Iterator[Layer]:

@@ -1,0 +1,137 @@
+"""Layers for ``kernelize`` of Hugging Face's library ``kernels``: a forward each, and nothing else.
+
+Such a layer is never made. Its forward takes the place of that of a module which has the weights, and reads the
+module's attributes: those of Llama's norm and MLP, of torch's ``LayerNorm`` and so on. The forward takes the arguments
+that the module's takes (``kernels`` compares them), and calls the module's own where the op would not compute the same.
+
+``python -m cache_tools repository`` makes the folder out of which ``kernels`` loads them.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from tilekern import ops
+from tilekern.ops import modules
+from tilekern.ops.geglu import geglu
+from tilekern.patch import replacements
+from tilekern.patch.table import Norm
+
+__all__ = [
+    "CrossEntropyLoss", "GatedMLP", "GeluAndMul", "GeluTanhAndMul", "LayerNorm", "RMSNorm", "RMSNormZeroCentered",
+    "RotaryPosEmb", "SiluAndMul",
+]  # fmt: skip
+
+
+def _norm_as_it_is(self: Any, hidden_states: torch.Tensor) -> Any:
+    return type(self).forward(self, hidden_states)
+
+
+def _layer_as_it_is(self: Any, x: torch.Tensor) -> Any:
+    return type(self).forward(self, x)
+
+
+_rms_norm = replacements.rms_norm(_norm_as_it_is)
+_zero_centered = replacements.rms_norm(_layer_as_it_is, Norm("eps", 1.0, "gemma"))
+_gated_mlp = replacements.gated_mlp(_layer_as_it_is)
+
+
+class RMSNorm(torch.nn.Module):
+    """Llama's norm: ``weight`` [columns] and ``variance_epsilon``; the name in transformers is ``RMSNorm``."""
+
+    can_torch_compile = True
+
+    def forward(self, hidden_states: torch.Tensor) -> Any:
+        """Normalise the last dimension of ``hidden_states`` [..., columns]."""
+        return _rms_norm(self, hidden_states)
+
+
+class RMSNormZeroCentered(torch.nn.Module):
+    """Gemma's norm: ``weight`` [columns], to which 1 is added, and ``eps``."""
+
+    can_torch_compile = True
+
+    def forward(self, x: torch.Tensor) -> Any:
+        """Normalise the last dimension of ``x`` [..., columns]."""
+        return _zero_centered(self, x)
+
+
+class LayerNorm(torch.nn.Module):
+    """``torch.nn.LayerNorm``."""
+
+    can_torch_compile = True
+
+    def forward(self, input: torch.Tensor) -> Any:
+        """Normalise the last dimensions of ``input``, as many as ``normalized_shape`` has."""
+        return modules.LayerNorm.forward(self, input)
+
+
+class GatedMLP(torch.nn.Module):
+    """Llama's and Gemma's MLP: ``gate_proj``, ``up_proj``, ``down_proj``, and ``act_fn`` a silu or a gelu."""
+
+    can_torch_compile = True
+
+    def forward(self, x: torch.Tensor) -> Any:
+        """``down_proj(act_fn(gate_proj(x)) * up_proj(x))`` of ``x`` [..., hidden]."""
+        return _gated_mlp(self, x)
+
+
+class SiluAndMul(torch.nn.Module):
+    """``silu(x[..., :n]) * x[..., n:]`` for the two halves of the last dimension."""
+
+    can_torch_compile = True
+
+    def forward(self, x: torch.Tensor) -> Any:
+        """[..., 2n] to [..., n]."""
+        return ops.swiglu(*x.chunk(2, dim=-1))
+
+
+class GeluAndMul(torch.nn.Module):
+    """``gelu(x[..., :n]) * x[..., n:]`` for the two halves of the last dimension."""
+
+    can_torch_compile = True
+
+    def forward(self, x: torch.Tensor) -> Any:
+        """[..., 2n] to [..., n]."""
+        return geglu(*x.chunk(2, dim=-1))
+
+
+class GeluTanhAndMul(torch.nn.Module):
+    """As :class:`GeluAndMul`, with the gelu that is made of tanh."""
+
+    can_torch_compile = True
+
+    def forward(self, x: torch.Tensor) -> Any:
+        """[..., 2n] to [..., n]."""
+        gate, up = x.chunk(2, dim=-1)
+        return geglu(gate, up, tanh=True)
+
+
+class RotaryPosEmb(torch.nn.Module):
+    """The ``apply_rotary_pos_emb`` of Llama and of most others; the name in transformers is ``rotary_pos_emb``."""
+
+    can_torch_compile = True
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1
+    ) -> Any:
+        """Rotate q and k [batch, heads, tokens, head_dim] by the angles of cos and sin [batch, tokens, head_dim]."""
+        return replacements.rope(partial(type(self).forward, self))(q, k, cos, sin, unsqueeze_dim)
+
+
+class CrossEntropyLoss(torch.nn.Module):
+    """``torch.nn.CrossEntropyLoss``; targets that are probabilities run as they are."""
+
+    can_torch_compile = True
+
+    def forward(self, input: torch.Tensor, target: torch.Tensor) -> Any:
+        """The loss of ``input`` [rows, classes] or [rows, classes, ...] against ``target`` [rows, ...]."""
+        if input.dim() < 2 or target.is_floating_point():
+            return type(self).forward(self, input, target)
+        loss: Any = ops.cross_entropy(
+            input.movedim(1, -1), target, self.weight, self.ignore_index, self.reduction, self.label_smoothing
+        )
+        return loss.to(input.dtype)
