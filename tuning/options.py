@@ -33,6 +33,7 @@ class Request:
     gpus: int | None
     sweep: Path | None
     sign: Path | None
+    packs: Path | None
     cache_dir: Path | None
 
     @classmethod
@@ -49,6 +50,8 @@ class Request:
         executor = given["executor"]
         if executor not in (LOCAL, RAY) and not executor.startswith("ray://"):
             raise InputError(f"unknown executor {executor!r}; known: local, ray, ray://HOST:PORT")
+        if given["packs"] and not {"plan", "measure"} <= set(stages):
+            raise InputError("--packs needs a run that plans and measures; of another one take its results.pack")
         rest = {name: value for name, value in given.items() if name not in PLAN_OPTIONS}
         return cls(**{**rest, "plan": PlanRequest.of(given), "stages": stages})
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -283,8 +283,20 @@ def publish(
     Raises:
         tilekern.cache.CacheError: the pack or the cache cannot be written, or a record is not trusted.
     """
+    digests = write(found, pack, key)
+    install_pack(pack, store, own=digests if own else ())
+
+
+def write(
+    found: Sequence[tuple[Winner, dict[str, bytes]]], pack: Path, key: SigningKey | None = None
+) -> dict[str, bytes]:  # fmt: skip
+    """Write winners into a pack; gives the text of each record by its digest.
+
+    Raises:
+        tilekern.cache.CacheError: the pack cannot be written.
+    """
     texts = [winner.record.to_json().encode() for winner, _ in found]
     digests = {hashlib.sha256(text).hexdigest(): text for text in texts}
     signatures = {digest: {key.public_key: key.sign(text)} for digest, text in digests.items()} if key else {}
     write_pack(pack, [(winner.record, blobs) for winner, blobs in found], signatures)
-    install_pack(pack, store, own=digests if own else ())
+    return digests

@@ -8,7 +8,7 @@ import importlib.util
 import json
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,7 @@ from tuning.options import (
     plan_options,
     tuner_command,
 )
+from tuning.packs import pack_paths, write_packs
 from tuning.publishing import compiled_with, keep_winners, publish, why_not, winners
 from tuning.strategies import STRATEGIES, strategy_named
 from tuning.sweep.folder import Sweep
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
 _GROUPS = {
     "What to tune": ("gpu", *(name for name in PLAN_OPTIONS if name != "models")),
     "How": ("stages", "dry_run", "jobs", "timeout_s", "strategy", "executor", "gpus"),
-    "Where, and what is printed": ("sweep", "sign", "cache_dir", "as_json"),
+    "Where, and what is printed": ("sweep", "sign", "packs", "cache_dir", "as_json"),
 }
 MEASURED = "measured"
 _FOLDER = Folder()
@@ -89,6 +90,7 @@ class _Tune(GroupedCommand):
     "--sign", type=click.Path(path_type=Path), metavar="KEY",
     help="Sign what is handed on with this file of `cache_tools keygen`: artifacts, and results.pack.",
 )  # fmt: skip
+@click.option("--packs", type=_FOLDER, help="A folder for packs, MODEL-GPU.pack with what each MODEL asks for.")
 @click.option("--cache-dir", type=_FOLDER, help="The cache to fill.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document in place of tables.")
 def command(*, dry_run: bool, as_json: bool, **given: Any) -> None:
@@ -123,10 +125,12 @@ def _run(request: Request, *, quiet: bool) -> Outcome:
     store = _store(request)
     if "plan" in request.stages:
         with _timed(seconds, "plan"):
-            sweep, notes = _planned(request, store)
+            sweep, planned = _planned(request, store)
+        notes = list(planned.notes)
     else:
-        sweep, notes = _given(request), []
+        sweep, planned, notes = _given(request), None, []
     outcome = Outcome(sweep.model, sweep.target, _toolkit(), seconds, notes=notes)
+    packs = pack_paths(request.packs, planned.models, sweep.target) if request.packs and planned else {}
     sweep.require_own()
     if "compile" not in request.stages:
         outcome.notes += whose_artifacts(sweep)
@@ -137,13 +141,13 @@ def _run(request: Request, *, quiet: bool) -> Outcome:
             outcome.notes.append(f"signed {sweep.sign(key)} artifacts with key {key.public_key[:16]}")
         outcome.toolkit = compiled_with(sweep) or outcome.toolkit  # which need not be installed where it measures
     if "measure" in request.stages:
-        _publish(outcome, sweep, store, key)
+        _publish(outcome, sweep, store, packs, key)
     elif "compile" in request.stages:
         outcome.winners = [winner for winner, _ in winners(sweep, outcome.toolkit)]
         outcome.notes.append(f"carry {sweep.folder} to the target and run --stages measure --sweep {sweep.folder}")
     else:
-        planned = f"{len(sweep.problems())} problems are planned in {sweep.folder}"
-        outcome.notes.append(f"{planned}; go on with --stages compile,measure --sweep {sweep.folder}")
+        count = f"{len(sweep.problems())} problems are planned in {sweep.folder}"
+        outcome.notes.append(f"{count}; go on with --stages compile,measure --sweep {sweep.folder}")
     if outcome.winners:
         outcome.notes += _lacking(outcome, sweep)
     return outcome
@@ -348,7 +352,9 @@ def _cluster(request: Request, sweep: Sweep) -> ClusterExecutor:
     return ClusterExecutor(None if request.executor == RAY else request.executor, sweep.cache, request.gpus)
 
 
-def _publish(outcome: Outcome, sweep: Sweep, store: Store, key: SigningKey | None) -> None:
+def _publish(
+    outcome: Outcome, sweep: Sweep, store: Store, packs: Mapping[Path, Planned], key: SigningKey | None
+) -> None:  # fmt: skip
     found = list(winners(sweep, outcome.toolkit))
     if not found:
         if not (problems := sweep.problems()):
@@ -362,6 +368,7 @@ def _publish(outcome: Outcome, sweep: Sweep, store: Store, key: SigningKey | Non
     pack = sweep.folder / "results.pack"
     publish(found, pack, store, own=sweep.is_own, key=key)
     outcome.results, outcome.cache = str(pack), str(store.root)
+    outcome.packs = write_packs(packs, found, key)
 
 
 def _store(request: Request) -> Store:
@@ -381,11 +388,11 @@ def _sweep(request: Request, store: Store, target: Target) -> Sweep:
     return Sweep(request.sweep or store.root / "sweeps" / target.key)
 
 
-def _planned(request: Request, store: Store) -> tuple[Sweep, list[str]]:
+def _planned(request: Request, store: Store) -> tuple[Sweep, Planned]:
     target, planned = _problems(request, store)
     sweep = _sweep(request, store, target)
     sweep.begin(target, planned.name, planned.problems)
-    return sweep, list(planned.notes)
+    return sweep, planned
 
 
 def _problems(request: Request, store: Store) -> tuple[Target, Planned]:

@@ -23,7 +23,8 @@ def plan_of(request: PlanRequest, target: Target, root: Path) -> Planned:
     Raises:
         InputError: nothing is asked for, or one of them cannot be planned.
     """
-    plans = [_of_model(model, request, target) for model in request.models]
+    models = [_of_model(model, request, target) for model in request.models]
+    plans = [*models]
     plans += [plan_of_wanted(root, target) if p == WANTED else plan_of_file(Path(p), target) for p in request.plans]
     plans += [plan_of_problem(text, target) for text in request.problems]
     if not plans:
@@ -35,6 +36,7 @@ def plan_of(request: PlanRequest, target: Target, root: Path) -> Planned:
         ", ".join(plan.name for plan in plans),
         tuple(dict.fromkeys(problem for plan in plans for problem in plan.problems)),
         tuple(dict.fromkeys(note for plan in plans for note in plan.notes)),
+        tuple(models),
     )
 
 

@@ -16,11 +16,15 @@ TOKENS = (2048, 8192)
 
 @dataclass(frozen=True)
 class Planned:
-    """The problems of a plan, each once, with a name for people and what they should know of it."""
+    """The problems of a plan, each once, with a name for people and what they should know of it.
+
+    ``models`` are the plans of the models in it, each by itself, where it is of several things.
+    """
 
     name: str
     problems: tuple[Named, ...]
     notes: tuple[str, ...] = ()
+    models: tuple[Planned, ...] = ()
 
 
 @dataclass(frozen=True)

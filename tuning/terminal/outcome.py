@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Outcome:
-    """What a run did, in the form of ``--json``."""
+    """What a run did, in the form of ``--json``; ``packs`` are the records of each model's pack, by its path."""
 
     model: str
     target: Target
@@ -24,6 +24,7 @@ class Outcome:
     measure: dict[str, Any] = field(default_factory=dict)
     results: str | None = None
     cache: str | None = None
+    packs: dict[str, int] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
         """The document that ``--json`` prints."""
@@ -37,6 +38,7 @@ class Outcome:
             "problems": [_problem_json(winner) for winner in self.winners],
             "results": self.results,
             "cache": self.cache,
+            "packs": self.packs,
             "notes": self.notes,
         }
 

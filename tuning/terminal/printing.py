@@ -40,6 +40,8 @@ def _print_outcome(outcome: Outcome) -> None:
             f"{len(outcome.winners)} records in {outcome.cache}; the same as one file: {outcome.results}",
             highlight=False,
         )
+    for pack, records in outcome.packs.items():
+        console.out(f"{records} records in {pack}", highlight=False)
 
 
 def _print_plan(report: PlanReport) -> None:
