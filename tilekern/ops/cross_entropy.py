@@ -81,8 +81,8 @@ def cross_entropy(
     Args:
         logits: [..., vocabulary]; bfloat16, float16 or float32, any strides. Classes stand last, also where torch
             would have them second.
-        target: [...] of an integer dtype: classes, or ``ignore_index`` for rows that do not count. The kernel gives a
-            row with any other value the loss NaN, where torch raises; values are taken as int32.
+        target: [...] of an integer dtype: classes, or ``ignore_index`` for rows that do not count. A row with any other
+            value has the loss NaN, and a later call raises, where torch raises at once.
         weight: [vocabulary], a factor for each class, of any floating dtype; it gets no gradient.
         ignore_index: the target of rows that do not count.
         reduction: ``mean`` divides by the sum of the class weights of the rows that count, and is NaN where there are
@@ -103,8 +103,9 @@ def cross_entropy(
         where anything is returned beside it.
 
     Raises:
-        ValueError: shapes do not fit, ``target`` is not of an integer dtype or on another device, or an option has a
-            value that it cannot have.
+        ValueError: shapes do not fit, ``target`` is not of an integer dtype or on another device, an option has a
+            value that it cannot have, or an earlier call on this device got a label outside its vocabulary
+            (:func:`tilekern.check_labels`).
     """
     if weight is not None and weight.requires_grad:
         raise ValueError("cross_entropy: weight gets no gradient; detach it")

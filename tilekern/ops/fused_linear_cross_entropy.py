@@ -44,7 +44,7 @@ def fused_linear_cross_entropy(
         hidden: [..., hidden].
         weight: [vocabulary, hidden], of the same dtype as ``hidden``.
         target: [...], of a whole-number dtype; ``ignore_index`` leaves a row out, any other number that is no class
-            makes the loss NaN, where torch raises; values are taken as int32.
+            makes the loss NaN, and a later call raises, where torch raises at once.
         class_weight: [vocabulary] or None; it gets no gradient.
         ignore_index: the target of rows that do not count.
         reduction: ``mean``, ``sum`` or ``none``. ``none`` makes the logits twice, once for each direction.
@@ -69,7 +69,8 @@ def fused_linear_cross_entropy(
 
     Raises:
         ValueError: shapes or devices that do not fit, a target of another dtype, an option that has a value that it
-            cannot have, or ``num_items`` without ``mean`` or of several numbers.
+            cannot have, ``num_items`` without ``mean`` or of several numbers, or an earlier call on this device that got
+            a label outside its vocabulary (:func:`tilekern.check_labels`).
     """
     _check(hidden, weight, target, class_weight, bias)
     _check_options(reduction, num_items, label_smoothing, softcap)

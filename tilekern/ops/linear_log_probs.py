@@ -42,8 +42,8 @@ def linear_log_probs(
     Args:
         hidden: [..., hidden]; bfloat16, float16 or float32, any strides.
         weight: [vocabulary, hidden], of the dtype of ``hidden``.
-        ids: [...], of a whole-number dtype; values are taken as int32. A row whose id is not in the vocabulary has the
-            log-probability NaN, and NaN as its gradients.
+        ids: [...], of a whole-number dtype. A row whose id is not in the vocabulary has the log-probability NaN, and
+            NaN as its gradients, and a later call raises.
         bias: [vocabulary], of the dtype of ``weight``, or None; added in float32.
         temperature: positive and finite.
         softcap: positive and finite, or None for no cap.
@@ -54,8 +54,8 @@ def linear_log_probs(
         Log-probabilities and entropies in nats, both [...] in float32 (float64 for float64).
 
     Raises:
-        ValueError: shapes or devices do not fit, ``ids`` has another dtype, or an option has a value that it cannot
-            have.
+        ValueError: shapes or devices do not fit, ``ids`` has another dtype, an option has a value that it cannot
+            have, or an earlier call on this device got an id outside its vocabulary (:func:`tilekern.check_labels`).
     """
     check_options("linear_log_probs", temperature, softcap)
     found = rows_of_head(hidden, weight, ids, bias, temperature, softcap, ignore_index, wide_sums)
@@ -194,11 +194,9 @@ def _rows(
     logits = logits / temperature
     lse = logits.logsumexp(-1)
     log_softmax = logits - lse[..., None]
-    counted, known = ids != ignore_index, (ids >= 0) & (ids < weight.shape[0])
-    places = ids.long().where(known, 0)[..., None] if weight.shape[0] else ids.long()[..., None]
-    at_id = log_softmax.gather(-1, places)[..., 0].where(known, torch.nan)
+    counted = ids != ignore_index
+    at_id = log_softmax.gather(-1, ids.long().where(counted, 0)[..., None])[..., 0]
     probabilities = log_softmax.exp()
     # A probability of 0, whose logarithm is -inf, adds nothing.
     entropy = -(probabilities * log_softmax.masked_fill(probabilities == 0, 0)).sum(-1)
-    lse = lse.where(known, torch.nan)
     return at_id.where(counted, 0), entropy.where(counted, 0), lse.where(counted, 0)
