@@ -69,8 +69,8 @@ def fused_linear_cross_entropy(
 
     Raises:
         ValueError: shapes or devices that do not fit, a target of another dtype, an option that has a value that it
-            cannot have, ``num_items`` without ``mean`` or of several numbers, or an earlier call on this device that got
-            a label outside its vocabulary (:func:`tilekern.check_labels`).
+            cannot have, ``num_items`` without ``mean`` or of several numbers, or an earlier call on this device got a
+            label outside its vocabulary (:func:`tilekern.check_labels`).
     """
     _check(hidden, weight, target, class_weight, bias)
     _check_options(reduction, num_items, label_smoothing, softcap)
