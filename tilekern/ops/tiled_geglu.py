@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from tilekern.ops.geglu import geglu
-from tilekern.ops.tiled_mlp import check_weights, tiled
+from tilekern.ops.tiled_mlp import gated
 
 
 def tiled_geglu(
@@ -30,10 +32,5 @@ def tiled_geglu(
         ValueError: the devices differ, or the shapes of ``gate_weight`` and ``up_weight``, or ``num_shards`` is less
             than 1.
     """
-    check_weights("tiled_geglu", x, gate_weight, up_weight, down_weight)
-    linear = torch.nn.functional.linear
-
-    def mlp(shard: torch.Tensor) -> torch.Tensor:
-        return linear(geglu(linear(shard, gate_weight), linear(shard, up_weight), tanh), down_weight)
-
-    return tiled(mlp, x, num_shards, "tiled_geglu")
+    activation = functools.partial(geglu, tanh=tanh)
+    return gated("tiled_geglu", activation, x, gate_weight, up_weight, down_weight, num_shards)

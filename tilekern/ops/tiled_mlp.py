@@ -46,13 +46,20 @@ def tiled(
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
-def check_weights(
-    op: str, x: torch.Tensor, gate_weight: torch.Tensor, up_weight: torch.Tensor, down_weight: torch.Tensor
-) -> None:
-    """Refuse weights that are not those of a gated MLP."""
+def gated(
+    op: str, activation: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], x: torch.Tensor,
+    gate_weight: torch.Tensor, up_weight: torch.Tensor, down_weight: torch.Tensor, num_shards: int | None,
+) -> torch.Tensor:  # fmt: skip
+    """``activation(x @ gate_weight.T, x @ up_weight.T) @ down_weight.T`` by :func:`tiled`, of weights that fit."""
     if up_weight.shape != gate_weight.shape:
         raise ValueError(
             f"{op}: gate_weight and up_weight must have one shape, got {list(gate_weight.shape)} and "
             f"{list(up_weight.shape)}"
         )
     check_devices(op, x=x, gate_weight=gate_weight, up_weight=up_weight, down_weight=down_weight)
+    linear = torch.nn.functional.linear
+
+    def mlp(shard: torch.Tensor) -> torch.Tensor:
+        return linear(activation(linear(shard, gate_weight), linear(shard, up_weight)), down_weight)
+
+    return tiled(mlp, x, num_shards, op)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tilekern.ops.swiglu import swiglu
-from tilekern.ops.tiled_mlp import check_weights, tiled
+from tilekern.ops.tiled_mlp import gated
 
 
 def tiled_swiglu(
@@ -29,10 +29,4 @@ def tiled_swiglu(
         ValueError: the devices differ, or the shapes of ``gate_weight`` and ``up_weight``, or ``num_shards`` is less
             than 1.
     """
-    check_weights("tiled_swiglu", x, gate_weight, up_weight, down_weight)
-    linear = torch.nn.functional.linear
-
-    def mlp(shard: torch.Tensor) -> torch.Tensor:
-        return linear(swiglu(linear(shard, gate_weight), linear(shard, up_weight)), down_weight)
-
-    return tiled(mlp, x, num_shards, "tiled_swiglu")
+    return gated("tiled_swiglu", swiglu, x, gate_weight, up_weight, down_weight, num_shards)
