@@ -7,6 +7,7 @@ from spec_samples import configs
 
 from tilekern import interpreter
 from tilekern.kernels.labels import SPAN, SPEC
+from tilekern.targets import INTERPRETED
 from tuning.verify.check import launch_arguments, make_outputs
 
 VOCABULARY, OP = 83, 3
@@ -76,6 +77,7 @@ def test_the_op_is_told_whatever_the_label(label, shown):
 
 
 def test_many_labels_are_counted_by_many_blocks_and_few_by_one():
-    config = SPEC.default(SPEC.problem(rows=1, wide=True), None)
-    grid = SPEC.device(SPEC.problem(rows=1, wide=True), config).grid
-    assert [grid({"rows": rows}, 132) for rows in (1, 16384, 16385, 10**6)] == [1, 1, 5, 132]
+    few, many = (SPEC.problem(rows=rows, wide=True) for rows in (8192, 16384))
+    for problem, counts in ((few, {1: 1, 8192: 1}), (many, {8193: 9, 10**6: 132})):
+        grid = SPEC.device(problem, SPEC.default(problem, INTERPRETED)).grid
+        assert {rows: grid({"rows": rows}, 132) for rows in counts} == counts
