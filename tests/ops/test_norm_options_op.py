@@ -1,10 +1,10 @@
-"""Offset, casting modes and a missing weight of the norms; multipliers of swiglu."""
+"""Offset, casting modes and missing weights of the norms; multipliers of swiglu."""
 
 import pytest
 import torch
 from op_samples import assert_near
 
-from tilekern.ops import fused_add_rms_norm, rms_norm, swiglu
+from tilekern.ops import fused_add_rms_norm, layer_norm, rms_norm, swiglu
 from tilekern.runtime import dispatch
 
 EPS = 1e-3
@@ -47,6 +47,23 @@ def test_norms_with_options_match_autograd_in_float64(offset, mode, dtype, weigh
     )
     expected = dtype if mode != "llama" or weight_dtype is None else torch.promote_types(dtype, weight_dtype)
     assert rms_norm(*leaves[:1], leaves[1] if leaves[1:] else None, EPS, offset, mode).dtype == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("given", [("weight",), ("bias",), ()], ids=str)
+def test_a_layer_norm_may_have_no_weight_or_bias(given, dtype):
+    leaves = [leaf(3, 5, 48, dtype=dtype), *(leaf(48, dtype=dtype) for _ in given)]
+
+    def with_nothing(function, x, *more):
+        weights = dict(zip(given, more, strict=True))
+        return (function(x, weights.get("weight"), weights.get("bias")),)
+
+    compare(
+        lambda *given: with_nothing(lambda x, *weights: layer_norm(x, *weights, EPS), *given),
+        lambda *given: with_nothing(lambda x, *ws: torch.nn.functional.layer_norm(x, (48,), *ws, EPS), *given),
+        leaves,
+    )
+    assert layer_norm(leaves[0], None, None).dtype == dtype
 
 
 @pytest.mark.parametrize("weighted", [True, False])

@@ -19,6 +19,8 @@ What is patched is found by the form of the code, whatever the family: `forms="a
 transformers, too, wherever their code has a form that is known. `python -m tilekern.patch` says what it is here.
 `attn_implementation="tilekern"` is a door of its own, which all families that ask for an attention function have.
 
+- `layer_norm` is of the layers of language models. Torch's own class runs in an attention or an indexer whose rotation
+  is patched (Persimmon's, DeepSeek V3.2's), and in vision towers.
 - `swiglu` is any MLP with a gate, by silu or gelu; experts are not among them.
 - `rope` and `qk_norm_rope` are of the language model; vision towers keep their own rotation.
 - "of its text": the text model is of another family, which has a row of its own.
@@ -47,6 +49,8 @@ def reason(op, module):
     gated = [kind for kind, body in bodies.items() if "self.gate_proj(" in body or "self.gate_up_proj(" in body]
     has = {
         "rms_norm": any("RMSNorm" in name for name in module.classes),
+        # Those of towers that see are not of the language model.
+        "layer_norm": False,
         "swiglu": any(f"= {kind}(" in text for kind in gated),
         "qk_norm_rope": "self.q_norm(" in text or "self.query_layernorm(" in text,
         "rope": "apply_rotary" in text,

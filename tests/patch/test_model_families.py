@@ -11,6 +11,7 @@ from tilekern.patch.families import FAMILIES, family_of
 
 KERNELS = {
     "rms_norm": {"rms_norm_forward", "rms_norm_offset_forward"},
+    "layer_norm": {"layer_norm_forward"},
     "swiglu": {"swiglu_forward", "swiglu_scaled_forward", "geglu_forward"},
     "qk_norm_rope": {"qk_norm_rope_forward"},
     "rope": {"rope", "llama4_rope"},

@@ -56,6 +56,27 @@ def test_what_is_no_sum_and_norm_of_it_is_left(lines):
     assert changed(layer(*lines), patterns.add_norm, {"norm"}) == (0, [*lines, "return x"])
 
 
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("x = self.norm(x)", "x = tilekern_normed(self.norm, x)"),
+        ("x = self.mlp(self.norm(x + r))", "x = self.mlp(tilekern_normed(self.norm, x + r))"),
+        ("x = self.norm(self.other(x)) if r else x",
+         "x = tilekern_normed(self.norm, tilekern_normed(self.other, x)) if r else x"),
+    ],
+)  # fmt: skip
+def test_calls_of_layer_norms(line, expected):
+    number, body = changed(layer(line), patterns.normed, ["norm", "other"])
+    assert (number, body) == (expected.count("tilekern"), [expected, "return x"])
+
+
+@pytest.mark.parametrize(
+    "line", ["x = self.mlp(x)", "x = self.norm(x, r)", "x = self.norm(input=x)", "x = self.norm(*x)", "x = r.norm(x)"]
+)
+def test_other_calls_are_left(line):
+    assert changed(layer(line), patterns.normed, ["norm"]) == (0, [line, "return x"])
+
+
 HEAD = """
 def forward(self, x, labels=None, logits_to_keep=0, **kwargs):
     {head}
@@ -276,3 +297,41 @@ def test_only_norms_of_a_known_form_are_fused_with_sums():
     assert found(MODULE.format(norm="nn.RMSNorm")) == found(MODULE.format(norm="Other")) == [norm]
     changed = MODULE.format(norm="MyRMSNorm").replace("self.weight * hidden_states.to(input_dtype)", "hidden_states")
     assert found(changed) == []
+
+
+NORMED = """
+class MyBlock(nn.Module):
+    def __init__(self, config):
+        self.ln = nn.LayerNorm(config.hidden_size)
+        self.other = {other}(config.hidden_size)
+
+    def forward(self, x):
+        return self.ln(x)
+"""
+
+
+def test_layer_norms_of_torch_are_served_where_they_are_called():
+    assert found(NORMED) == [("layer_norm", "MyBlock.forward")]
+    assert found(NORMED.replace("nn.LayerNorm", "LayerNorm")) == [("layer_norm", "MyBlock.forward")]
+    assert found(NORMED.replace("return self.ln(x)", "return self.other(x)")) == []
+    own = NORMED.replace("nn.LayerNorm", "LayerNorm") + "\n\nclass LayerNorm(nn.Module):\n    pass\n"
+    assert found(own) == []
+
+
+BOTH = """
+class MyBlock(MyLayer):
+    def __init__(self, config):
+        self.norm = MyRMSNorm(config.hidden_size)
+        self.ln = nn.LayerNorm(config.hidden_size)
+
+    def forward(self, x, r):
+        r = r + self.ln(x)
+        x = self.norm(r)
+        return x, r
+"""
+
+
+def test_a_method_that_another_op_changes_keeps_its_layer_norms():
+    assert found(MODULE.format(norm="Other") + BOTH) == [
+        ("rms_norm", "MyRMSNorm.forward"), ("fused_add_rms_norm", "MyBlock.forward"),
+    ]  # fmt: skip

@@ -4,12 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny_qwen3 import IDS, launched, launches, make
+from tiny_qwen3 import IDS, OPS, launched, launches, make
 from transformers import Trainer, TrainingArguments
 
 import tilekern
 from tilekern.errors import InputError
-from tilekern.switches import OPS
 
 ROWS = [{"input_ids": row, "labels": row} for row in IDS]
 ALONE = SimpleNamespace(n_gpu=0)

@@ -5,7 +5,10 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import tilekern
 from tilekern.patch import registry
+from tilekern.patch.families import FAMILIES
 
+# What is patched of it.
+OPS = list(FAMILIES["qwen3"].ops)
 # The kernels of each op but the sum of its weights' gradients.
 KERNELS = {
     "rms_norm": {"rms_norm_forward", "rms_norm_backward"},

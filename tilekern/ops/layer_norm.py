@@ -6,15 +6,29 @@ import torch
 
 from tilekern.kernels.layer_norm import BACKWARD, FORWARD
 from tilekern.ops.operation import operation
+from tilekern.ops.rms_norm import constant_row
 
 
-@operation(FORWARD, BACKWARD, sums=("weight", "bias"), reads=("x", "weight", "bias"))
-def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float = 1e-5) -> torch.Tensor:
+def _otherwise(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
+    """With ones for a weight and zeros for a bias that is not there."""
+    if weight is None:
+        weight = constant_row(x if bias is None else bias, 1.0)
+    return layer_norm(x, weight, constant_row(weight, 0.0) if bias is None else bias, eps)
+
+
+@operation(
+    FORWARD, BACKWARD, sums=("weight", "bias"), reads=("x", "weight", "bias"),
+    unless="weight is None or bias is None", otherwise=_otherwise,
+)  # fmt: skip
+def layer_norm(
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float = 1e-5
+) -> torch.Tensor:
     """``(x - mean(x)) / sqrt(var(x) + eps) * weight + bias`` over the last dimension, rounded once.
 
     Args:
         x: [..., columns]; bfloat16, float16 or float32, any strides.
-        weight, bias: [columns], of the dtype of ``x`` or another of the three. Where theirs differ, the formula runs.
+        weight, bias: [columns], of the dtype of ``x`` or another of the three, or None for a norm without it. Where
+            theirs differ, the formula runs.
         eps: added to the variance, which is the mean square of what differs from the mean.
 
     Returns:
@@ -23,5 +37,8 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: f
     Raises:
         ValueError: ``weight`` or ``bias`` does not have one value for each column, or is on another device.
     """
+    # `unless` has seen to that.
+    assert weight is not None
+    assert bias is not None
     dtype = torch.promote_types(torch.promote_types(x.dtype, weight.dtype), bias.dtype)
     return torch.nn.functional.layer_norm(x.to(dtype), x.shape[-1:], weight.to(dtype), bias.to(dtype), eps)

@@ -32,8 +32,8 @@ class LayerNorm(torch.nn.LayerNorm):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Normalise the last dimensions of ``input``; any shape that ends with ``normalized_shape``."""
         x = _as_one(input, self.normalized_shape)
-        weight = x.new_ones(x.shape[-1]) if self.weight is None else self.weight.flatten()
-        bias = torch.zeros_like(weight) if self.bias is None else self.bias.flatten()
+        weight = None if self.weight is None else self.weight.flatten()
+        bias = None if self.bias is None else self.bias.flatten()
         return _ops.layer_norm(x, weight, bias, self.eps).view(input.shape)
 
 

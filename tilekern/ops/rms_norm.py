@@ -31,26 +31,29 @@ def weight_of(
     if casting_mode not in CASTING_MODES:
         raise ValueError(f"{op}: casting_mode must be llama, gemma or none, got {casting_mode!r}")
     if weight is None:
-        weight, offset = ones_like_row(x), 0.0
+        weight, offset = constant_row(x, 1.0), 0.0
     cast = casting_mode == "llama"
     if cast and offset and weight.dtype != x.dtype:
         return weight.to(torch.promote_types(weight.dtype, torch.float32)) + offset, 0.0, cast
     return weight, offset, cast
 
 
-def ones_like_row(x: torch.Tensor) -> torch.Tensor:
-    """Ones [columns] of the dtype of ``x``; kept, unless ``x`` stands for another tensor or the memory is a graph's."""
-    if type(x) is not torch.Tensor or torch.compiler.is_compiling():
-        return x.new_ones(x.shape[-1])
+def constant_row(x: torch.Tensor, value: float) -> torch.Tensor:
+    """A row [columns] of one value in the dtype of ``x``.
+
+    It is kept, unless ``x`` stands for another tensor or the memory is a graph's.
+    """
+    if type(x) not in (torch.Tensor, torch.nn.Parameter) or torch.compiler.is_compiling():
+        return x.new_full(x.shape[-1:], value)
     if x.is_cuda and torch.cuda.is_current_stream_capturing():
-        return x.new_ones(x.shape[-1])
-    return _ones(x.shape[-1], x.dtype, x.device)
+        return x.new_full(x.shape[-1:], value)
+    return _constant(x.shape[-1], value, x.dtype, x.device)
 
 
 @functools.lru_cache(maxsize=64)
-def _ones(columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _constant(columns: int, value: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     with torch.inference_mode(False):
-        return torch.ones(columns, dtype=dtype, device=device)
+        return torch.full((columns,), value, dtype=dtype, device=device)
 
 
 def _otherwise(

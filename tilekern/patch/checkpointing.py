@@ -26,7 +26,10 @@ def checkpointed(run: Function) -> Function:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         mine = getattr(vars(self).get("forward"), "__func__", None) is wrapper
         if mine and self.gradient_checkpointing and self.training and type(self).forward is not wrapper:
-            kwargs |= {"use_cache": False, "past_key_values": None}
+            keeps = getattr(self, "_can_checkpoint_with_cache", False)
+            none = {"use_cache": False} if keeps else {"use_cache": False, "past_key_values": None, "layer_past": None}
+            # By keyword alone: a layer need not have these, and may have been given them by place.
+            kwargs |= {name: value for name, value in none.items() if name in kwargs}
             return self._gradient_checkpointing_func(partial(run, self, **kwargs), *args)
         return run(self, *args, **kwargs)
 

@@ -11,8 +11,8 @@ from tilekern.patch.forms import patches_in, path_of
 from tilekern.patch.table import Patch
 from tilekern.switches import OPS
 
-# By their first letters: norm, mlp, qk_norm_rope, rope, sum and norm, head and loss.
-_LETTERS = dict(zip("nmqrsh", OPS, strict=True))
+# By their first letters: norm, layer norm, mlp, qk_norm_rope, rope, sum and norm, head and loss.
+_LETTERS = dict(zip("nlmqrsh", OPS, strict=True))
 # The families with each set of ops; the test of each runs every op that is named here.
 _SERVED = {
     "nmqrsh": "doge dots1 mellum qwen3 qwen3_moe qwen3_vl qwen3_vl_moe",
@@ -23,13 +23,15 @@ _SERVED = {
     "nmrh": "exaone4 lfm2 lfm2_moe olmo2 olmo3",
     "nmsh": "axk1 deepseek_v2 deepseek_v3 ernie4_5_vl_moe flint glm4_moe_lite glm4v hunyuan_vl jamba phi3 youtu",
     "nrsh": "apertus arcee bitnet granitemoe jetmoe minimax minimax_m2 mixtral olmoe seed_oss",
-    "nrh": "flex_olmo",
+    "lmrh": "cohere cohere2 olmo stablelm",
     "nms": "pixtral",
+    "nrh": "flex_olmo",
     "nsh": "gpt_oss nanochat",
-    "mrh": "cohere cohere2 llama4 olmo stablelm",
+    "lrh": "gpt_neox persimmon phimoe starcoder2",
+    "mrh": "llama4",
+    "lh": "biogpt gpt2 nemotron",
     "mh": "gemma4",
-    "rh": "gpt_neox persimmon phimoe starcoder2",
-    "h": "aya_vision biogpt bloom got_ocr2 gpt2 idefics3 internvl llava llava_next mistral3 nemotron paligemma smolvlm",
+    "h": "aya_vision bloom got_ocr2 idefics3 internvl llava llava_next mistral3 paligemma smolvlm",
 }
 
 

@@ -43,6 +43,16 @@ _METHODS = (
     "d88575f450985cd5b6a3c3b92bbbaa320f84fb519f3a01ee52110dc84047086b",
     "a410980622b805e31942cd814201b6aa9f93df09a18c74d5aa9f0bf30ff82811",
 )
+_LAYER_NORMS = {
+    # ``(weight * (x - mean(x)) / sqrt(var(x) + variance_epsilon)).to(dtype of x)``.
+    "5fd0291e913344e9117c553a0b313c9878405867bcea63c2a9e4e3c7d5214ccf": replacements.layer_norm_unbiased,
+    # torch's by ``weight + 1``, of two releases, whose devices alone differ.
+    "b60f1767055586b26945691f01568363a51a8a982d3e09bc27b08741f8db2888": replacements.layer_norm_from_1,
+    "83993e6b3108dc4dbed91dd70e24356886c860be2415d9228adf37b04daef69d": replacements.layer_norm_from_1,
+    # torch's without weight and bias, in float32.
+    "20e27ada9aaef997076ab2bda7bc78390d1d580d8a6edad592ebbcb05b6dc007": replacements.layer_norm_alone,
+}
+_TORCHS = ("nn.LayerNorm", "torch.nn.LayerNorm", "LayerNorm")
 _MLPS = {
     # ``down_proj(act_fn(gate_proj(x)) * up_proj(x))``, by way of a variable and at once.
     "054836297e76c35300f38c2c34570cc1817a980b8e556862f9d05134300f9be7": replacements.gated_mlp,
@@ -120,6 +130,21 @@ class Module:
         return f"{kind}.forward", f"{kind}._norm"
 
     @functools.cached_property
+    def layer_norms(self) -> dict[str, Callable[..., Any]]:
+        """The classes that are layer norms of a known form, each with its replacement."""
+        return self._shaped(_LAYER_NORMS, "LayerNorm")
+
+    def has_layer_norms(self, kind: str) -> list[str]:
+        """The attributes that ``__init__`` of a class sets to torch's LayerNorm."""
+        known = [name for name in _TORCHS if name not in self.classes]
+        found = []
+        for node in ast.walk(self.classes[kind]):
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
+                target, called = node.targets[0], ast.unparse(node.value.func)
+                found += [target.attr] if called in known and isinstance(target, ast.Attribute) else []
+        return list(dict.fromkeys(found))
+
+    @functools.cached_property
     def mlps(self) -> dict[str, Callable[..., Any]]:
         """The classes that are MLPs of a known form, each with its replacement."""
         return self._shaped(_MLPS, "")
@@ -177,6 +202,7 @@ def patches_of(module: Module, model_type: str) -> list[Patch]:
     for kind, norm in module.norms.items():
         make = partial(replacements.rms_norm, norm=norm) if norm != PLAIN else replacements.rms_norm
         found.append(row("rms_norm", f"{kind}.forward", make, _code(module, {"": kind})[1:]))
+    found += [row("layer_norm", f"{kind}.forward", make) for kind, make in module.layer_norms.items()]
     found += [row("swiglu", f"{kind}.forward", make) for kind, make in module.mlps.items()]
     if module.rotation is not None:
         angles = ("rotate_half", *(f"{kind}.forward" for kind in module.rotaries))
@@ -202,7 +228,16 @@ def patches_of(module: Module, model_type: str) -> list[Patch]:
             make = partial(layers.fused_add_rms_norm, norms=tuple(norms), kinds=written)
             found.append(row("fused_add_rms_norm", f"{kind}.forward", make, _code(module, norms)))
     heads = [kind for kind in module.forwards if _has(module, kind, patterns.head_and_loss)]
-    return [*found, *(row(OPS[-1], f"{kind}.forward", loss.fused_linear_cross_entropy) for kind in heads)]
+    found += [row(OPS[-1], f"{kind}.forward", loss.fused_linear_cross_entropy) for kind in heads]
+    # One method has one stand-in.
+    taken = {path for patch in found for path in (patch.attribute, *patch.callers)}
+    for kind in module.forwards:
+        named = module.has_layer_norms(kind)
+        free = f"{kind}.forward" not in taken
+        if named and free and _has(module, kind, partial(patterns.normed, norms=named)):
+            make = partial(layers.layer_norm, norms=tuple(named))
+            found.append(row("layer_norm", f"{kind}.forward", make))
+    return sorted(found, key=lambda patch: OPS.index(patch.op))
 
 
 def _row(

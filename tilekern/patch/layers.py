@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from tilekern import ops
+from tilekern.ops.layer_norm import layer_norm as layer_norm_op
 from tilekern.patch import patterns, replacements
 from tilekern.patch.checkpointing import checkpointed
 from tilekern.patch.digests import is_checkpointing
@@ -46,6 +47,29 @@ def fused_add_rms_norm(original: Function, norms: Collection[str], kinds: Mappin
 
     run = rewritten(original, partial(patterns.add_norm, norms=norms), {patterns.ADD_NORM: add_norm})
     return checkpointed(run) if is_checkpointing(original) else run
+
+
+def layer_norm(original: Function, norms: Collection[str]) -> Function:
+    """For ``forward`` of a module whose attributes ``norms`` are torch's LayerNorm: each call of one as the op."""
+
+    def normed(norm: Any, x: Any) -> Any:
+        if _is_layer_norm(norm) and is_plain(x) and replacements.are_normed_alike(x, norm.weight, norm.bias):
+            return layer_norm_op(x, norm.weight, norm.bias, norm.eps)
+        return norm(x)
+
+    run = rewritten(original, partial(patterns.normed, norms=norms), {patterns.NORMED: normed})
+    return checkpointed(run) if is_checkpointing(original) else run
+
+
+def _is_layer_norm(norm: Any) -> bool:
+    """Whether calling a norm is what torch's class for one dimension does, and nothing else."""
+    return (
+        type(norm) is torch.nn.LayerNorm
+        and len(norm.normalized_shape) == 1
+        and "forward" not in norm.__dict__
+        and is_from(torch.nn.LayerNorm.forward, torch.nn.LayerNorm.__module__)
+        and not has_hooks(norm)
+    )
 
 
 def qk_norm_rope(original: Function, kinds: Collection[str]) -> Function:

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Iterator
 
 # The names under which a changed function calls what stands in.
 ADD_NORM, TURNED, SERVES, LOSS = "tilekern_add_norm", "tilekern_turned", "tilekern_serves", "tilekern_loss"
+NORMED = "tilekern_normed"
 _UNUSED = "tilekern_sum"
 
 
@@ -55,6 +56,21 @@ def _sum_and_norm(statements: list[ast.stmt], norms: Collection[str]) -> tuple[l
     first = _statement(called, statements[0])
     _called(first, ADD_NORM).args[:2] = [value.left, value.right]
     return [first, *[_statement(f"{name} = {names[0]}", statements[0]) for name in names[1:]]], length
+
+
+def normed(function: ast.FunctionDef, norms: Collection[str]) -> int:
+    """Calls of norms, ``self.norm(x)`` of one value, wherever in the text they are.
+
+    Args:
+        function: changed in place.
+        norms: the attributes of ``self`` that are norms.
+    """
+    calls = [x for x in _calls(function) if _own_call(x) in norms and len(x.args) == 1 and not x.keywords]
+    calls = [x for x in calls if not isinstance(x.args[0], ast.Starred)]
+    for call in calls:
+        call.args.insert(0, call.func)
+        call.func = ast.copy_location(ast.Name(NORMED, ast.Load()), call)
+    return len(calls)
 
 
 def qk_norm_rope(function: ast.FunctionDef) -> int:

@@ -14,8 +14,9 @@ import torch
 
 from tilekern import ops
 from tilekern.ops.geglu import geglu
+from tilekern.ops.layer_norm import layer_norm
 from tilekern.ops.llama4_rope import llama4_rope
-from tilekern.patch.plain import has_hooks, is_bare_linear
+from tilekern.patch.plain import has_hooks, is_bare_linear, is_plain
 from tilekern.patch.rewriting import named_as
 from tilekern.patch.table import PLAIN, Norm
 
@@ -37,6 +38,49 @@ def rms_norm(original: Function, norm: Norm = PLAIN) -> Function:
         return ops.rms_norm(hidden_states, norm.weight_of(self), getattr(self, eps), offset, casting_mode)
 
     return named_as(forward if norm == PLAIN else forward_with_options, original)
+
+
+def layer_norm_unbiased(original: Function) -> Function:
+    """For ``forward(self, hidden_states)`` of a layer norm with ``weight`` [columns] and no bias, rounded last."""
+
+    def forward(self: Any, hidden_states: torch.Tensor) -> Any:
+        if type(hidden_states) is not torch.Tensor or self.weight.shape != hidden_states.shape[-1:]:
+            return original(self, hidden_states)
+        normal = layer_norm(hidden_states, self.weight, None, self.variance_epsilon)
+        return normal.to(hidden_states.dtype)
+
+    return named_as(forward, original)
+
+
+def layer_norm_from_1(original: Function) -> Function:
+    """For ``forward(self, input)`` of a layer norm whose ``weight`` [columns] is 1 less than what it scales by."""
+
+    def forward(self: Any, hidden_states: torch.Tensor) -> Any:
+        x, weight, bias = hidden_states, self.weight, self.bias
+        if type(x) is not torch.Tensor or weight is None or not are_normed_alike(x, weight, bias):
+            return original(self, x)
+        return layer_norm(x, weight + 1.0, bias, self.eps)
+
+    return named_as(forward, original)
+
+
+def layer_norm_alone(original: Function) -> Function:
+    """For ``forward(self, hidden_states)`` of a layer norm without weight and bias, which adds 1e-5 to the variance."""
+
+    def forward(self: Any, hidden_states: torch.Tensor) -> Any:
+        if type(hidden_states) is not torch.Tensor or hidden_states.shape[-1:] != self.normalized_shape:
+            return original(self, hidden_states)
+        return layer_norm(hidden_states, None, None, 1e-5)
+
+    return named_as(forward, original)
+
+
+def are_normed_alike(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> bool:
+    """Whether torch's layer norm of ``x`` over the last dimension gives what the op does, in the same dtype."""
+    given = [part for part in (weight, bias) if part is not None]
+    # Autocast has layer norms give float32.
+    cast = x.dtype != torch.float32 and torch.is_autocast_enabled(x.device.type)
+    return not cast and is_plain(*given) and all(y.shape == x.shape[-1:] and y.dtype == x.dtype for y in given)
 
 
 def gated_mlp(

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 # Which op a module would have, by what its class is called, in families whose code has no form that is known.
 _CALLED = {
     "Norm": "rms_norm",
+    "LayerNorm": "layer_norm",
     "MLP": "swiglu",
     "Attention": "rope",
     "DecoderLayer": "fused_add_rms_norm",
@@ -157,7 +158,7 @@ def _is_the_class_s(own: Any, module: Any, name: str) -> bool:
 def _of_the_call(patch: Patch, module: Any) -> str:
     """Why a patched module runs its steps one by one all the same."""
     norms = getattr(patch.replacement, "keywords", {}).get("norms", {})
-    hooked = [name for name in norms if has_hooks(getattr(module, name))]
+    hooked = [name for name in norms if (norm := getattr(module, name, None)) is not None and has_hooks(norm)]
     if hooked:
         return f"hooks on {', '.join(hooked)} have the steps run one by one"
     if patch.op == "fused_linear_cross_entropy" and getattr(module, "_compiled_call_impl", None) is not None:

@@ -1,0 +1,177 @@
+"""Layer norms of language models: which calls the op takes, and which run torch's own."""
+
+import pytest
+import torch
+from tiny_families import IDS, make
+from tiny_qwen3 import launched, launches, same, worst
+from transformers.models.cohere import modeling_cohere as cohere
+from transformers.models.nemotron import modeling_nemotron as nemotron
+from transformers.models.olmo import modeling_olmo as olmo
+
+import tilekern
+
+pytestmark = pytest.mark.usefixtures("interpreted")
+WAYS = [lambda _: tilekern.apply(model_type="gpt2"), tilekern.apply_to_model]
+
+
+def step(model):
+    model.zero_grad()
+    loss = model(input_ids=IDS, labels=IDS).loss
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+
+
+def served(call):
+    """How often the forward kernel ran."""
+    before = launches()
+    call()
+    return launched(before).get("layer_norm_forward", 0)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=["class", "model"])
+def test_those_of_gpt2_are_served_and_put_back(way):
+    model = make("gpt2").eval()
+    reference = step(model)
+    for _ in range(2):
+        way(model)
+        assert "layer_norm" in tilekern.get_patched_ops()
+        before = launches()
+        assert worst(step(model), reference) < 1e-5
+        assert launched(before)["layer_norm_forward"] == launched(before)["layer_norm_backward"] == 5
+        tilekern.reset()
+        assert served(lambda: step(model)) == 0
+        assert same(step(model), reference)
+
+
+def test_one_op_can_be_left_out_and_taken_back():
+    model = make("gpt2")
+    assert tilekern.apply(model_type="gpt2", layer_norm=False) == ["fused_linear_cross_entropy"]
+    assert served(lambda: step(model)) == 0
+    tilekern.apply(model_type="gpt2")
+    assert served(lambda: step(model)) == 5
+    assert tilekern.reset("layer_norm") == ["layer_norm"]
+    assert served(lambda: step(model)) == 0
+
+
+@pytest.mark.parametrize("way", WAYS, ids=["class", "model"])
+def test_checkpointing_and_captured_states_stay(way):
+    model = make("gpt2").train()
+    with torch.no_grad():
+        expected = model(input_ids=IDS, output_hidden_states=True).hidden_states
+    reference = step(model)
+    way(model)
+    with torch.no_grad():
+        states = model(input_ids=IDS, output_hidden_states=True).hidden_states
+    assert worst(states, expected) < 1e-5
+    model.gradient_checkpointing_enable()
+    before = launches()
+    assert worst(step(model), reference) < 1e-5
+    assert launched(before)["layer_norm_forward"] == 9, "each block's norms run twice"
+
+
+class Own(torch.nn.LayerNorm):
+    def forward(self, input):
+        return super().forward(input) * 2
+
+
+def with_hook(norm):
+    norm.register_forward_hook(lambda *told: told[-1] * 2)
+    return norm
+
+
+def with_forward(norm):
+    inner = norm.forward
+    norm.forward = lambda x: inner(x) * 2
+    return norm
+
+
+def with_parametrization(norm):
+    torch.nn.utils.parametrize.register_parametrization(norm, "weight", torch.nn.Tanh())
+    return norm
+
+
+OTHERS = {
+    "subclass": lambda _: Own(24),
+    "other class": lambda _: torch.nn.Identity(),
+    "hook": with_hook,
+    "forward": with_forward,
+    "parametrization": with_parametrization,
+}
+
+
+@pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
+def test_other_norms_run_as_they_are(other):
+    model = make("gpt2").eval()
+    tilekern.apply(model_type="gpt2")
+    first = model.transformer.h[0]
+    first.ln_1 = other(first.ln_1)
+    logits = []
+    assert served(lambda: logits.append(model(input_ids=IDS).logits)) == 4
+    tilekern.reset()
+    assert worst(logits, [model(input_ids=IDS).logits]) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("norm", "number"),
+    [
+        (torch.nn.LayerNorm(24, bias=False), 1),
+        (torch.nn.LayerNorm(24, elementwise_affine=False), 1),
+        (torch.nn.LayerNorm((3, 24)), 0),
+    ],
+)
+def test_a_norm_without_bias_or_weight_is_served_one_of_two_dimensions_is_not(norm, number):
+    tilekern.apply(model_type="gpt2")
+    block = make("gpt2").transformer.h[0].eval()
+    block.ln_1 = norm
+    x = torch.randn(2, 3, 24)
+    results = []
+    assert served(lambda: results.append(block(x))) == 1 + number
+    tilekern.reset()
+    assert worst(results, [block(x)]) < 1e-5
+
+
+def test_autocast_has_norms_give_what_they_do_without_the_op():
+    block = make("gpt2").transformer.h[0].eval()
+    results = []
+    for apply in (False, True):
+        if apply:
+            tilekern.apply(model_type="gpt2")
+        with torch.autocast("cpu", torch.bfloat16):
+            results.append(block(torch.ones(1, 3, 24, dtype=torch.bfloat16).cumsum(-1)))
+            results.append(block(torch.ones(1, 3, 24).cumsum(-1)))
+    for one, other in zip(results[:2], results[2:], strict=True):
+        assert one.dtype == other.dtype
+        assert worst([other], [one]) < 1e-2
+
+
+NORMS = [
+    (cohere.CohereLayerNorm, {"hidden_size": 24}),
+    (nemotron.NemotronLayerNorm1P, {"normalized_shape": 24}),
+    (olmo.OlmoLayerNorm, {"hidden_size": 24}),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("kind", "arguments"), NORMS, ids=lambda x: getattr(x, "__name__", ""))
+def test_norms_of_families_own_give_what_they_did(kind, arguments, dtype):
+    norm = kind(**arguments).to(dtype)
+    for parameter in norm.parameters():
+        torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    x = torch.randn(2, 5, 24, dtype=dtype, requires_grad=True)
+
+    def run():
+        y = norm(x)
+        return [y, *torch.autograd.grad(y, [x, *norm.parameters()], torch.ones_like(y).cumsum(-1))]
+
+    expected = run()
+    tilekern.apply(model_type=kind.__module__.split(".")[-2])
+    found = []
+    assert served(lambda: found.extend(run())) == 1
+    assert [y.dtype for y in found] == [y.dtype for y in expected]
+    assert worst(found, expected) < (1e-5 if dtype == torch.float32 else 1e-2)
+
+
+def test_cohere_s_norm_of_heads_runs_as_it_is():
+    tilekern.apply(model_type="cohere")
+    norm = cohere.CohereLayerNorm(hidden_size=(3, 8))
+    assert served(lambda: norm(torch.randn(2, 5, 3, 8))) == 0
