@@ -354,6 +354,19 @@ def test_what_a_call_leaves_out_is_the_default(digests, star):
     assert second == written_out[1]
 
 
+def test_a_spec_that_is_another_but_for_a_field_counts_by_that_field(digests):
+    def with_field(field):
+        kernel = changed(KERNEL, "import functools", "import dataclasses")
+        kernel = changed(kernel, "SPEC = KernelSpec(", "SPEC = dataclasses.replace(KernelSpec(")
+        return digests(changed(kernel, "\n)\n\nSPECS", f"\n), {field})\n\nSPECS"))
+
+    source, space = digests(KERNEL)
+    assert with_field("flops=None") == (source, space)
+    others = [with_field(f"default=lambda problem, target: Config(tile_n={n})") for n in (1, 2)]
+    assert [other[0] for other in others] == [source, source]
+    assert len({space, *(other[1] for other in others)}) == 3
+
+
 def test_a_spec_that_another_launches_counts_by_what_makes_it_valid(digests):
     kernel = changed(KERNEL, "function=twice", "function=twice if plan_for(part.SPEC) else None")
     kernel = changed(kernel, "from sample_kernels import shared", "from sample_kernels import part, shared")

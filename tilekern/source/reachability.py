@@ -174,13 +174,16 @@ def spec_fields(module: Module, name: str) -> dict[str, Code] | None:
 
 
 def _fields(code: Code) -> dict[str, Code] | None:
-    """The keywords of a call of KernelSpec, or of a function that only returns such a call."""
+    """The keywords of a call of KernelSpec, of a function that only returns one, or of such a spec but for some."""
     call = code.node
     if not isinstance(call, ast.Call) or (called := chain_of(call.func)) is None:
         return None
     match resolve(called, code):
         case [str() as named] if named == _SPEC:
             return None if call.args else _keywords(code, call)
+        case ["dataclasses.replace"] if len(call.args) == 1:
+            fields, others = _fields(Code(call.args[0], code.module, code.scope)), _keywords(code, call)
+            return None if fields is None or others is None else fields | others
         case [Code(node=ast.FunctionDef() as function, module=module)]:
             scope = _bound(code, call, function, module)
             return None if scope is None else _returned(function, module, scope)
