@@ -3,9 +3,14 @@
 Forward: ``y = max(x - tau, 0)`` with the tau for which a row of y sums to 1. The row is not sorted. Michelot's steps
 (1986) lead to tau: ``tau = (sum(x) - 1) / count`` over the x that are above the tau before, which begins at max(x) - 1.
 They are Newton's on the excess ``sum(max(x - tau, 0)) - 1``, convex and falling, so tau rises to its end, and is exact
-once a step finds the numbers of the one before. Each step divides the product of excess and count by 4 or more: 32 are
-enough for float32 and 2^20 columns, and rows of normal numbers take about five. Backward, from the y that was stored:
-dx is dy less its mean over the support, where y > 0, and 0 elsewhere.
+once a step finds as many numbers as the one before. Each step divides the product of excess and count by 4 or more: 32
+are enough for float32 and 2^20 columns, and rows of normal numbers take about five.
+
+Most steps look at a part of the row: the largest of each column over the chunks that the row is cut into. What is left
+out can only raise tau, so the tau of that part is one that the steps over the whole row may begin at. They mostly end
+with the first, which finds no number above tau that the part did not have.
+
+Backward, from the y that was stored: dx is dy less its mean over the support, where y > 0, and 0 elsewhere.
 
 Rows that registers hold are read once, longer ones in each step out of the L2 cache. A row is NaN where it holds NaN or
 +inf, or nothing but -inf.
@@ -13,11 +18,12 @@ Rows that registers hold are read once, longer ones in each step out of the L2 c
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import cuda.tile as ct
 
-from tilekern.kernels.common.rows import add_up, forward, largest, spec
+from tilekern.kernels.common.rows import add_up, default_in_blocks, forward, maxima, spec
 from tilekern.kernels.tiles import ConstBool, ConstInt
 from tilekern.spec import Array
 
@@ -28,24 +34,45 @@ def _x(tiles, weights, known):
     return tiles[0]
 
 
-def _support(tiles, weights, known):
-    """Of the maximum and a tau, less the maximum: what is above, less the maximum, and 1 for each. NaN counts."""
-    left = tiles[0] - known[0]
-    below = left <= known[1]
+def _above(left, tau):
+    """Of tiles less the maximum: those that are above tau, and 1 for each. NaN counts."""
+    below = left <= tau
     return ct.where(below, 0.0, left), ct.where(below, 0.0, 1.0)
+
+
+def _support(tiles, weights, known):
+    """Of the maximum, and tau less it."""
+    return _above(tiles[0] - known[0], known[1])
+
+
+def _add_pairs(a, b, c, d):
+    return a + c, b + d
+
+
+def _step(total, count, before, tau, steps):
+    """Tau after a step of Michelot's, and how many may follow: none where it found as many as the one before."""
+    after = (total - 1.0) / count
+    # By rounding the last step may fall. NaN is taken.
+    return ct.where(after <= tau, tau, after), (steps - 1) * ct.max(ct.where(count != before, 1, 0))
 
 
 def _top_and_tau(rows, columns):
     """The maximum, and tau less the maximum, [tile_m, 1] each: large x have no digits for tau itself."""
-    top = largest(_x, rows, ())
-    tau = ct.full((rows[5][1], 1), -1.0, ct.float32)
+    part = maxima(_x, rows, ())
+    top = ct.max(part, axis=1, keepdims=True)
+    left = part - top
+    before = ct.zeros((rows[5][1], 1), ct.float32)
+    tau = before - 1.0
+    steps = _STEPS
+    while steps > 0:
+        total, count = ct.reduce(_above(left, tau), 1, _add_pairs, (0.0, 0.0), keepdims=True)
+        tau, steps = _step(total, count, before, tau, steps)
+        before = count
     steps = _STEPS
     while steps > 0:
         total, count = add_up(_support, 2, rows, (top, tau), True)
-        after = (total - 1.0) / count
-        steps = (steps - 1) * ct.max(ct.where(after > tau, 1, 0))
-        # By rounding the last step may fall. NaN is taken.
-        tau = ct.where(after <= tau, tau, after)
+        tau, steps = _step(total, count, before, tau, steps)
+        before = count
     return top, tau
 
 
@@ -136,21 +163,24 @@ FORWARD = spec(
     reference=reference_forward,
     flops=30,
 )
-BACKWARD = spec(
-    name="sparsemax_backward",
-    summary="gradient of sparsemax from its result: dx = dy - mean(dy) over the support, row by row",
-    module=__name__,
-    op="sparsemax",
-    function=sparsemax_backward,
-    # Of normal numbers half are a support.
-    arrays=(Array("dy", "dtype", _ROWS), Array("y", "dtype", _ROWS), Array("dx", "dtype", _ROWS, "output")),
-    scalars={},
-    sums=(),
-    direction="forward",
-    live=2,
-    exact_as="dx",
-    dependent=False,
-    reference=reference_backward,
-    flops=3,
+BACKWARD = dataclasses.replace(
+    spec(
+        name="sparsemax_backward",
+        summary="gradient of sparsemax from its result: dx = dy - mean(dy) over the support, row by row",
+        module=__name__,
+        op="sparsemax",
+        function=sparsemax_backward,
+        # Of normal numbers half are a support.
+        arrays=(Array("dy", "dtype", _ROWS), Array("y", "dtype", _ROWS), Array("dx", "dtype", _ROWS, "output")),
+        scalars={},
+        sums=(),
+        direction="forward",
+        live=2,
+        exact_as="dx",
+        dependent=False,
+        reference=reference_backward,
+        flops=3,
+    ),
+    default=lambda problem, target: default_in_blocks(2, 2, problem, target),
 )
 SPECS = (FORWARD, BACKWARD)

@@ -172,6 +172,11 @@ def _add_pairs(a, b, c, d):
 
 def largest(term, rows, known):
     """The maximum of each row, [tile_m, 1], of the tile that ``term(tiles, weights, known)`` gives, but for NaN."""
+    return ct.max(maxima(term, rows, known), axis=1, keepdims=True)
+
+
+def maxima(term, rows, known):
+    """The maximum over a row's chunks for each column of a chunk, [tile_m, tile_n]; else as :func:`largest`."""
     _, tile_m, tile_n, chunks, long, _, _ = rows[5]
     top = ct.full((tile_m, tile_n), _LOWEST, ct.float32)
     if ct.static_eval(long):
@@ -180,7 +185,7 @@ def largest(term, rows, known):
     else:
         for c in ct.static_iter(range(chunks)):
             top = _larger(term, top, rows, c, known)
-    return ct.max(top, axis=1, keepdims=True)
+    return top
 
 
 def _larger(term, top, rows, c, known):
@@ -371,6 +376,40 @@ def _default(live: int, direction: str, problem: Problem, target: Target) -> Con
         num_worker_warps=8 if (backward and hopper) or (resident and width > 4096 and wide) else 0,
         tma=hopper,
     )
+
+
+def in_blocks(problem: Problem, occupancy: int, tile_n: int = 4096, num_worker_warps: int = 0) -> Config | None:
+    """A default of one block a row for kernels without sums over rows; None for rows that are shorter or longer.
+
+    Loads of so many blocks at once hide each other. Shorter rows leave blocks too little to do.
+
+    Args:
+        occupancy: of rows of 4096 columns and 16 bits; longer and wider ones have less.
+    """
+    columns, wide = problem["columns"], problem["dtype"] == "float32"
+    if not 2048 < columns <= HELD_BY_DEFAULT:
+        return None
+    times = power_of_two(columns) // 4096 * (2 if wide else 1)
+    return Config(
+        schedule="block", passes=1, tile_m=1, tile_n=tile_n if columns <= 4096 else 1024,
+        occupancy=max(2, occupancy // times), num_worker_warps=8 if times > 1 else num_worker_warps, tma=False,
+    )  # fmt: skip
+
+
+def default_in_blocks(
+    live: int, occupancy: int, problem: Problem, target: Target, tile_n: int = 4096, num_worker_warps: int = 0
+) -> Config:
+    """That of :func:`in_blocks`, or else what other kernels of the family have."""
+    in_block = in_blocks(problem, occupancy, tile_n, num_worker_warps)
+    return in_block or _default(live, "forward", problem, target)
+
+
+def default_of_two_sums(live: int, problem: Problem, target: Target) -> Config:
+    """Of a backward with two sums for each column, which rows of 16 bits leave room for in two blocks of four warps."""
+    default = _default(live, "backward", problem, target)
+    if problem["columns"] > 4096 or problem["dtype"] == "float32":
+        return default
+    return default.but(occupancy=2, num_worker_warps=0)
 
 
 def _generic(problem: Problem) -> Config:
