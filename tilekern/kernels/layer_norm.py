@@ -9,11 +9,12 @@ its statistics are computed again.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import cuda.tile as ct
 
-from tilekern.kernels.common.rows import add_up, backward, forward, spec
+from tilekern.kernels.common.rows import add_up, backward, default_in_blocks, default_of_two_sums, forward, spec
 from tilekern.kernels.tiles import ConstBool, ConstInt
 from tilekern.spec import Array, ScalarParameter
 
@@ -116,43 +117,49 @@ def reference_backward(dy: Any, x: Any, weight: Any, eps: float) -> dict[str, An
     return {"dx": dx, "dweight": (slope * normal).sum(0), "dbias": slope.sum(0)}
 
 
-FORWARD = spec(
-    name="layer_norm_forward",
-    summary="y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias, row by row",
-    module=__name__,
-    op="layer_norm",
-    function=layer_norm_forward,
-    arrays=(_X, _WEIGHT, _BIAS, Array("y", _PRODUCT, _ROWS, "output"), _EPS),
-    scalars={"eps": 1e-5},
-    sums=(),
-    direction="forward",
-    live=3,
-    exact_as="y",
-    dependent=False,
-    reference=reference_forward,
-    flops=8,
-)
-BACKWARD = spec(
-    name="layer_norm_backward",
-    summary="gradients of layer_norm: dx, and dweight and dbias as one float32 row for each block",
-    module=__name__,
-    op="layer_norm",
-    function=layer_norm_backward,
-    arrays=(
-        Array("dy", _PRODUCT, _ROWS),
-        _X,
-        _WEIGHT,
-        Array("dx", "dtype", _ROWS, "output"),
-        Array("partial", "float32", ("blocks", "2*columns"), "scratch"),
-        _EPS,
+FORWARD = dataclasses.replace(
+    spec(
+        name="layer_norm_forward",
+        summary="y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias, row by row",
+        module=__name__,
+        op="layer_norm",
+        function=layer_norm_forward,
+        arrays=(_X, _WEIGHT, _BIAS, Array("y", _PRODUCT, _ROWS, "output"), _EPS),
+        scalars={"eps": 1e-5},
+        sums=(),
+        direction="forward",
+        live=2,
+        exact_as="y",
+        dependent=False,
+        reference=reference_forward,
+        flops=8,
     ),
-    scalars={"eps": 1e-5},
-    sums=("dweight", "dbias"),
-    direction="backward",
-    live=5,
-    exact_as="dx",
-    dependent=False,
-    reference=reference_backward,
-    flops=18,
+    default=lambda problem, target: default_in_blocks(3, 8, problem, target),
+)
+BACKWARD = dataclasses.replace(
+    spec(
+        name="layer_norm_backward",
+        summary="gradients of layer_norm: dx, and dweight and dbias as one float32 row for each block",
+        module=__name__,
+        op="layer_norm",
+        function=layer_norm_backward,
+        arrays=(
+            Array("dy", _PRODUCT, _ROWS),
+            _X,
+            _WEIGHT,
+            Array("dx", "dtype", _ROWS, "output"),
+            Array("partial", "float32", ("blocks", "2*columns"), "scratch"),
+            _EPS,
+        ),
+        scalars={"eps": 1e-5},
+        sums=("dweight", "dbias"),
+        direction="backward",
+        live=5,
+        exact_as="dx",
+        dependent=False,
+        reference=reference_backward,
+        flops=18,
+    ),
+    default=lambda problem, target: default_of_two_sums(5, problem, target),
 )
 SPECS = (FORWARD, BACKWARD)

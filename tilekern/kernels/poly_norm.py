@@ -14,7 +14,7 @@ from typing import Any
 
 import cuda.tile as ct
 
-from tilekern.kernels.common.rows import add_up, forward
+from tilekern.kernels.common.rows import add_up, forward, in_blocks
 from tilekern.kernels.tiles import (
     FEW_CHUNKS,
     HELD_BY_DEFAULT,
@@ -266,7 +266,16 @@ def _implement(function: Any, backward: bool, problem: Problem, config: Config) 
 
 def _default(backward: bool, problem: Problem, target: Target) -> Config:
     columns = problem["columns"]
+    in_block = None if backward else in_blocks(problem, 8)
+    if in_block is not None:
+        return in_block
     resident, width = columns <= HELD_BY_DEFAULT, power_of_two(columns)
+    if backward and 1024 <= width <= 4096 and problem["dtype"] != "float32":
+        # Seven sums are many registers: short chunks leave some for another block.
+        return Config(
+            schedule="persistent", passes=1, tile_m=2048 // min(width, 2048), tile_n=1024, occupancy=3,
+            num_worker_warps=0, tma=target.capability >= 90,
+        )  # fmt: skip
     return Config(
         schedule="persistent",
         passes=1 if resident else 2,
