@@ -6,7 +6,7 @@ from tilekern.kernels import spec_named
 from tilekern.kernels.dyt import groups_of, stripe_of, stripes_of
 from tilekern.targets import resolve
 
-FORWARD, BACKWARD = spec_named("dyt_forward"), spec_named("dyt_backward")
+FORWARD, BACKWARD, SUMS = (spec_named(f"dyt_{name}") for name in ("forward", "backward", "sums"))
 
 
 def test_numbers_near_0_keep_their_digits():
@@ -41,6 +41,26 @@ def test_stripes_waste_little_and_partial_sums_are_few():
     assert blocks % stripes_of(4096) == 0
     assert BACKWARD.outputs(problem, blocks)["partial"][0] == (groups_of(blocks, 4096), 2 * 4096)
     assert groups_of(blocks, 4096) == blocks // 4
+
+
+def test_numbers_near_0_are_rounded_once_in_16_bits():
+    """Below 2^-8 tanh is taken for a straight line; gamma makes all results about 1."""
+    problem = sized(FORWARD, "bfloat16", rows=2, columns=2000, flags=False)
+    inputs = FORWARD.inputs(problem, torch.Generator().manual_seed(0), "cpu")
+    x = torch.cat((torch.logspace(-30, 1, 1000), -torch.logspace(-3, -2, 1000))).bfloat16()
+    inputs |= {"x": x.repeat(2, 1), "alpha": torch.ones(1).bfloat16(), "gamma": (1 / x.float()).bfloat16()}
+    check = interpret(FORWARD, problem, FORWARD.generic(problem), inputs)
+    assert check.elementwise_error < 1.02 * 2**-8, check.reason
+
+
+@pytest.mark.parametrize("flags", [False, True])
+@pytest.mark.parametrize(("rows", "columns"), [(1, 5), (37, 300), (300, 1500)])
+def test_all_sums_are_added_up_by_any_number_of_blocks(rows, columns, flags):
+    problem = sized(SUMS, "bfloat16", rows=rows, columns=columns, flags=flags)
+    inputs = inputs_of(SUMS, problem)
+    for config, blocks in zip(configs(SUMS, problem)[::5], [None, 1, 3, 200, None], strict=False):
+        check = interpret(SUMS, problem, config, inputs, blocks)
+        assert check.passed, (config, blocks, check.reason)
 
 
 def test_a_few_rows_take_few_blocks():

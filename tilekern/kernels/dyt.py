@@ -6,11 +6,12 @@ slope s = 1 - t^2 the gradients are ``dx = dy * gamma * s * alpha``, ``dalpha = 
 
 No row depends on its other columns, so the backward cuts rows into stripes of columns, the same ones for any config. A
 block goes down one stripe of its share of the rows, and stores one row of sums for that stripe: the partial sums of all
-blocks are some hundred rows of a stripe's width, not of the row's. The spec ``column_sum`` adds them up.
+blocks are some hundred rows of a stripe's width, not of the row's. The spec ``dyt_sums`` adds them up.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import cuda.tile as ct
@@ -36,10 +37,20 @@ from tilekern.targets import Target
 _TWICE_LOG2_E = 2.8853900817779268
 # The odd terms of tanh's series from the third: below 1/4 they leave 1e-8, where 1 - exp(-2 u) has lost digits.
 _THIRD, _FIFTH, _SEVENTH, _NINTH = -0.3333333333, 0.1333333333, -0.0539682540, 0.0218694885
+# Below this u is tanh(u) but for 5e-6 of it, and above it 1 - 2 / (1 + exp(2 u)) but for 1e-4.
+_LINEAR = 0.00390625
 
 
-def _tanh(u):
-    """tanh of float32 tiles, and its slope."""
+def _tanh(u, dtype):
+    """tanh of float32 tiles, and a quarter of its slope, as exact as results in a dtype need them."""
+    if ct.static_eval(dtype == ct.float32):
+        return _exact_tanh(u)
+    e = ct.exp2(u * _TWICE_LOG2_E, flush_to_zero=True)
+    r = ct.truediv(1.0, 1.0 + e, rounding_mode=ct.RoundingMode.APPROX, flush_to_zero=True)
+    return ct.where(ct.abs(u) < _LINEAR, u, 1.0 - 2.0 * r), r - r * r
+
+
+def _exact_tanh(u):
     size = ct.abs(u)
     e = ct.exp2(size * -_TWICE_LOG2_E, flush_to_zero=True)
     r = ct.truediv(1.0, 1.0 + e, rounding_mode=ct.RoundingMode.APPROX, flush_to_zero=True)
@@ -47,20 +58,20 @@ def _tanh(u):
     series = (((_NINTH * square + _SEVENTH) * square + _FIFTH) * square + _THIRD) * square
     far = (1.0 - e) * r
     t = ct.where(size < 0.25, u + u * series, ct.where(u < 0.0, -far, far))
-    return t, 4.0 * e * r * r
+    return t, e * r * r
 
 
-def _none(held, columns, alpha):
+def _none(held, columns, alpha, dtype):
     """No statistics."""
     return ()
 
 
 def _scaled(tiles, weights, known):
-    return (_tanh(tiles[0] * known[0])[0] * weights[0],)
+    return (_tanh(tiles[0] * known[0], known[1])[0] * weights[0],)
 
 
 def _shifted(tiles, weights, known):
-    return (_tanh(tiles[0] * known[0])[0] * weights[0] + weights[1],)
+    return (_tanh(tiles[0] * known[0], known[1])[0] * weights[0] + weights[1],)
 
 
 @ct.kernel
@@ -72,13 +83,13 @@ def dyt_forward(
     factor = ct.load(alpha, (0,), (1,)).astype(ct.float32).reshape((1, 1))
     if ct.static_eval(shifted):
         rows.forward(
-            _none, _shifted, (x,), (gamma, beta), (y,), (factor,), columns, tile_m, tile_n, chunks, persistent, long,
-            bounded, tma,
+            _none, _shifted, (x,), (gamma, beta), (y,), (factor, y.dtype), columns, tile_m, tile_n, chunks, persistent,
+            long, bounded, tma,
         )  # fmt: skip
     else:
         rows.forward(
-            _none, _scaled, (x,), (gamma,), (y,), (factor,), columns, tile_m, tile_n, chunks, persistent, long,
-            bounded, tma,
+            _none, _scaled, (x,), (gamma,), (y,), (factor, y.dtype), columns, tile_m, tile_n, chunks, persistent,
+            long, bounded, tma,
         )  # fmt: skip
 
 
@@ -99,17 +110,17 @@ def dyt_backward(
         group, first = item // across, (item % across) * (stripe // tile_n)
         slope = ct.zeros((1, tile_n), ct.float32)
         for c in range(first, ct.minimum(first + stripe // tile_n, ct.cdiv(columns, tile_n))):
-            weight = load(gamma, (c,), (tile_n,), True, 0, tma).astype(ct.float32).reshape((1, tile_n))
+            # Four times the weight, for a quarter of the slope.
+            weight = load(gamma, (c,), (tile_n,), True, 0, tma).astype(ct.float32).reshape((1, tile_n)) * 4.0
+            scale = weight * factor
             scales, shifts = ct.zeros((tile_m, tile_n), ct.float32), ct.zeros((tile_m, tile_n), ct.float32)
             pulls = ct.zeros((tile_m, tile_n), ct.float32)
             for step in range(group, ct.cdiv(x.shape[0], tile_m), groups):
                 above = load(dy, (step, c), (tile_m, tile_n), bounded, 0, tma).astype(ct.float32)
                 below = load(x, (step, c), (tile_m, tile_n), bounded, 0, tma).astype(ct.float32)
-                t, s = _tanh(below * factor)
+                t, s = _tanh(below * factor, dy.dtype)
                 pull = above * s
-                ct.store(
-                    dx, (step, c), (pull * weight * factor).astype(dx.dtype), check_bounds=bounded, allow_tma=tma
-                )  # fmt: skip
+                ct.store(dx, (step, c), (pull * scale).astype(dx.dtype), check_bounds=bounded, allow_tma=tma)
                 scales, pulls = scales + above * t, pulls + pull * below
                 if ct.static_eval(shifted):
                     shifts = shifts + above
@@ -118,6 +129,27 @@ def dyt_backward(
                 ct.store(partial.slice(1, columns, 2 * columns), (group, c), ct.sum(shifts, axis=0, keepdims=True))
             slope = slope + ct.sum(pulls, axis=0, keepdims=True) * weight
         ct.store(slopes, (item,), ct.sum(slope, axis=1))
+
+
+@ct.kernel
+def dyt_sums(
+    partial, slopes, slope, sums, columns: ConstInt, tile_m: ConstInt, tile_n: ConstInt, tma: ConstBool
+):  # fmt: skip
+    """Each block adds up ``tile_n`` columns of partial, [rows, columns], and one of them all slopes."""
+    # Its launch overlaps the end of the kernel that writes them.
+    ct.grid_dependency_control_wait()
+    across = ct.cdiv(columns, tile_n)
+    for c in range(ct.bid(0), across + 1, ct.num_blocks(0)):
+        if c < across:
+            total = ct.zeros((tile_m, tile_n), ct.float32)
+            for r in range(ct.cdiv(partial.shape[0], tile_m)):
+                total = total + load(partial, (r, c), (tile_m, tile_n), True, 0, tma)
+            ct.store(sums, (c,), ct.sum(total, axis=0).astype(sums.dtype))
+        else:
+            each = ct.zeros((tile_m * tile_n,), ct.float32)
+            for r in range(ct.cdiv(slopes.shape[0], tile_m * tile_n)):
+                each = each + load(slopes, (r,), (tile_m * tile_n,), True, 0, False)
+            ct.store(slope, (0,), ct.sum(each, axis=0, keepdims=True).astype(slope.dtype))
 
 
 def stripe_of(columns: int) -> int:
@@ -166,22 +198,25 @@ def reference_backward(dy: Any, x: Any, alpha: Any, gamma: Any, shifted: bool) -
     return {"dx": pull * factor, "sums": torch.cat(sums)}
 
 
-FORWARD = rows.spec(
-    name="dyt_forward",
-    summary="y = gamma * tanh(alpha * x) + beta, or without beta",
-    module=__name__,
-    op="dyt",
-    function=dyt_forward,
-    arrays=(_X, _ALPHA, _GAMMA, _BETA, Array("y", _PRODUCT, _ROWS, "output")),
-    scalars={},
-    sums=(),
-    direction="forward",
-    live=3,
-    exact_as="y",
-    dependent=False,
-    reference=reference_forward,
-    flops=20,
-    flags=("shifted",),
+FORWARD = dataclasses.replace(
+    rows.spec(
+        name="dyt_forward",
+        summary="y = gamma * tanh(alpha * x) + beta, or without beta",
+        module=__name__,
+        op="dyt",
+        function=dyt_forward,
+        arrays=(_X, _ALPHA, _GAMMA, _BETA, Array("y", _PRODUCT, _ROWS, "output")),
+        scalars={},
+        sums=(),
+        direction="forward",
+        live=2,
+        exact_as="y",
+        dependent=False,
+        reference=reference_forward,
+        flops=20,
+        flags=("shifted",),
+    ),
+    default=lambda problem, target: rows.default_in_blocks(3, 8, problem, target, 1024, 8),
 )
 
 _DIMENSIONS = (
@@ -256,9 +291,10 @@ def _implement(problem: Problem, config: Config) -> Implementation:
 
 
 def _default(problem: Problem, target: Target) -> Config:
-    width = stripe_of(problem["columns"])
+    # The exact tanh leaves fewer registers for loads that run ahead.
+    width = min(stripe_of(problem["columns"]), 512 if problem["dtype"] == "float32" else 1024)
     return Config(
-        schedule="persistent", tile_m=max(1, 2048 // width), tile_n=width, occupancy=3, num_worker_warps=0,
+        schedule="persistent", tile_m=max(1, 2048 // width), tile_n=width, occupancy=2, num_worker_warps=0,
         tma=target.capability >= 90,
     )  # fmt: skip
 
@@ -328,4 +364,103 @@ BACKWARD = KernelSpec(
     flops=lambda problem: 30 * problem["rows"] * problem["columns"],
     result_dtype=lambda problem: str(problem["dtype"]),
 )
-SPECS = (FORWARD, BACKWARD)
+
+
+def _implement_sums(problem: Problem, config: Config) -> Implementation:
+    width, dtype = sums_of(problem["shifted"]) * problem["columns"], problem["dtype"]
+    return Implementation(
+        function=dyt_sums,
+        parameters=(
+            ArrayParameter("partial", "float32", 2, width),
+            ArrayParameter("slopes", "float32", 1),
+            ArrayParameter("slope", dtype, 1, 1, "output", aligned=False),
+            # A store by 16 bytes would reach beyond a result that is shorter.
+            ArrayParameter("sums", dtype, 1, width, "output", width >= 8),
+        ),
+        constants=(
+            ("columns", width),
+            ("tile_m", config["tile_m"]),
+            ("tile_n", config["tile_n"]),
+            ("tma", config["tma"]),
+        ),
+        grid=lambda sizes, sm_count: cdiv(width, config["tile_n"]) + 1,
+        hints=hints(config),
+        dependent=True,
+    )
+
+
+def _sums_inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
+    import torch
+
+    rows, columns, width = problem["rows"], problem["columns"], sums_of(problem["shifted"]) * problem["columns"]
+    return {
+        "partial": torch.randn((rows, width), generator=generator, device=device),
+        "slopes": torch.randn((rows * stripes_of(columns),), generator=generator, device=device),
+    }
+
+
+def reference_sums(partial: Any, slopes: Any) -> dict[str, Any]:
+    """The sums in float64, as one vector."""
+    import torch
+
+    return {"sums": torch.cat((slopes.double().sum().reshape(1), partial.double().sum(0)))}
+
+
+def _all_sums(outputs: dict[str, Any]) -> dict[str, Any]:
+    import torch
+
+    return {"sums": torch.cat((outputs["slope"], outputs["sums"]))}
+
+
+SUMS = KernelSpec(
+    name="dyt_sums",
+    summary="the sums of dyt_backward added up in a fixed order: one for alpha, and those for gamma and beta",
+    module=__name__,
+    dimensions=(
+        Dimension("rows", "bucketed"),
+        Dimension("columns", "exact"),
+        Dimension("dtype", "dtype"),
+        Dimension("shifted", "flag"),
+    ),
+    space=Space(
+        lambda problem: {
+            "schedule": ["block"],
+            "tile_m": [16, 32, 64, 128],
+            "tile_n": [16, 32, 64],
+            "occupancy": [1],
+            "num_worker_warps": [0],
+            "tma": [True, False],
+        },
+        (
+            TMA_NEEDS_HOPPER,
+            Constraint(
+                "a tile of fewer than 512 or more than 4096 elements starves or spills",
+                lambda problem, config, target: 512 <= config["tile_m"] * config["tile_n"] <= 4096,
+            ),
+        ),
+    ),
+    ops=("dyt",),
+    implement=_implement_sums,
+    default=lambda problem, target: Config(
+        schedule="block", tile_m=min(64, max(16, power_of_two(problem["rows"]))), tile_n=32, occupancy=1,
+        num_worker_warps=0, tma=False,
+    ),
+    generic=lambda problem: Config(
+        schedule="block", tile_m=32, tile_n=16, occupancy=1, num_worker_warps=0, tma=False
+    ),
+    inputs=_sums_inputs,
+    outputs=lambda problem, blocks: {
+        "slope": ((1,), problem["dtype"]),
+        "sums": ((sums_of(problem["shifted"]) * problem["columns"],), problem["dtype"]),
+    },
+    reference=reference_sums,
+    results=_all_sums,
+    bytes_moved=lambda problem: (
+        4 * problem["rows"] * (sums_of(problem["shifted"]) * problem["columns"] + stripes_of(problem["columns"]))
+        + ITEM_BYTES[problem["dtype"]] * (sums_of(problem["shifted"]) * problem["columns"] + 1)
+    ),
+    flops=lambda problem: problem["rows"] * sums_of(problem["shifted"]) * problem["columns"],
+    result_dtype=lambda problem: str(problem["dtype"]),
+    inputs_in_l2=True,
+)  # fmt: skip
+SPECS = (FORWARD, BACKWARD, SUMS)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tilekern.kernels import column_sum
-from tilekern.kernels.dyt import BACKWARD, FORWARD, groups_of, stripes_of
+from tilekern.kernels.dyt import BACKWARD, FORWARD, SUMS, groups_of, stripes_of
 from tilekern.ops.operation import operation
 from tilekern.ops.registration import as_rows, check_devices, fresh, placeholder
 from tilekern.runtime.dispatch import Plan, plan_for
@@ -38,8 +37,7 @@ def _find(
     backward = plan_for(BACKWARD, x.device, *sizes)
     if backward is None:
         return None
-    width = (1 + shifted) * columns
-    summed = plan_for(column_sum.SPEC, x.device, groups_of(backward.blocks, columns), width, gamma.dtype)
+    summed = plan_for(SUMS, x.device, groups_of(backward.blocks, columns), columns, gamma.dtype, shifted)
     return None if summed is None else (forward, backward, summed)
 
 
@@ -67,14 +65,12 @@ def _launch_backward(
     slopes = torch.empty(groups * stripes_of(columns), dtype=torch.float32, device=device)
     arrays = (as_rows(dy), as_rows(x), alpha.reshape(1), gamma.contiguous(), as_rows(dx), partial, slopes)
     backward.launch(x.get_device(), *arrays)
-    dgamma = dbeta = dalpha = None
-    if needs[2] or needs[3]:
-        sums = torch.empty(width, dtype=gamma.dtype, device=device)
-        summed.launch(x.get_device(), partial, sums)
-        dgamma, dbeta = (sums, None) if beta is None else sums.chunk(2)
-    if needs[1]:
-        dalpha = slopes.sum().to(alpha.dtype).view(alpha.shape)
-    return dx, dalpha, dgamma, dbeta
+    if not needs[2] and not needs[3]:
+        return dx, slopes.sum().to(alpha.dtype).view(alpha.shape) if needs[1] else None, None, None
+    dalpha, sums = (torch.empty(size, dtype=gamma.dtype, device=device) for size in (1, width))
+    summed.launch(x.get_device(), partial, slopes, dalpha, sums)
+    dgamma, dbeta = (sums, None) if beta is None else sums.chunk(2)
+    return dx, dalpha.view(alpha.shape), dgamma, dbeta
 
 
 @operation(
