@@ -13,38 +13,72 @@ from typing import Any
 import cuda.tile as ct
 
 from tilekern.kernels.common import losses
+from tilekern.kernels.common.logarithms import log2
 from tilekern.kernels.tiles import ConstBool, ConstInt
 
 _LOG2_E = 1.4426950408889634
-# In the place of logarithms below it: the exponential is 0 in float32 all the same, and products with it are not NaN.
-_LEAST = -1000.0
+# log2(ln(2)): added to the logarithms to base 2 of probabilities, it makes natural logarithms of what they weigh.
+LOG2_LN_2 = -0.5287663729448977
+# In the place of logarithms to base 2 below it: the exponential is 0 all the same, and products with it are not NaN.
+_LEAST = -1442.0
 
 
 def _raised(x):
-    return ct.where(x < _LEAST, _LEAST, x)
+    return ct.maximum(x, _LEAST, propagate_nan=True)
+
+
+def _power(x):
+    return ct.exp2(x, flush_to_zero=True)
 
 
 def between(x, y, beta):
-    """What each element adds for a beta inside (0, 1), and the derivative of that by x."""
+    """What each element adds for a beta inside (0, 1), the derivative of that by the input, and a multiple of Q.
+
+    Of logarithms to base 2, x of Q and y of P: the results are divided by ln(2). So are all of this module.
+    """
     x, y = _raised(x), _raised(y)
-    # Probabilities are shares of the larger one, so that log M is right where both are too small for float32.
+    of_x, of_y = (1.0 - beta) * _power(x), beta * _power(y)
+    log_mixed = log2(of_x + of_y)
+    slope = of_x * (x - log_mixed)
+    return of_y * (y - log_mixed) + slope, slope, of_x
+
+
+def between_close(x, y, beta):
+    """The same where P and Q may differ by less than the last bits of their logarithms, which 16 bits cannot tell.
+
+    Probabilities are shares of the larger one: their difference is rounded once, and equal ones have no divergence.
+    """
+    x, y = _raised(x), _raised(y)
     gap = x - y
-    largest = ct.exp2(ct.maximum(x, y) * _LOG2_E)
-    smaller = ct.exp2(ct.abs(gap) * -_LOG2_E)
-    share_y = beta * ct.where(gap > 0.0, smaller, 1.0)
-    share_x = (1.0 - beta) * ct.where(gap > 0.0, 1.0, smaller)
-    log_mixed = ct.log(share_x + share_y)
-    slope = largest * share_x * (ct.minimum(gap, 0.0) - log_mixed)
-    return slope + largest * share_y * (ct.minimum(-gap, 0.0) - log_mixed), slope
+    is_above = gap > 0.0
+    largest = _power(ct.maximum(x, y))
+    smaller = _power(-ct.abs(gap))
+    share_x = (1.0 - beta) * ct.where(is_above, 1.0, smaller)
+    share_y = beta * ct.where(is_above, smaller, 1.0)
+    log_mixed = log2(share_x + share_y)
+    of_x = largest * share_x
+    slope = of_x * (ct.minimum(gap, 0.0) - log_mixed)
+    return largest * share_y * (ct.minimum(-gap, 0.0) - log_mixed) + slope, slope, of_x
 
 
 def at_end(x, y, beta):
     """The same for a beta of 0 or 1."""
-    forward = beta == 0.0
-    probability = ct.exp2(ct.where(forward, y, x) * _LOG2_E)
-    ratio = ct.where(forward, y - x, x - y)
-    term = ct.where(probability == 0.0, 0.0, probability * ratio)
-    return term, ct.where(forward, -probability, term + probability)
+    is_forward = beta == 0.0
+    of_x, of_y = _power(x), _power(y)
+    probability = ct.where(is_forward, of_y, of_x)
+    term = ct.where(probability == 0.0, 0.0, probability * ct.where(is_forward, y - x, x - y))
+    return term, ct.where(is_forward, of_y * -_LOG2_E, term + of_x * _LOG2_E), of_x
+
+
+def terms(x, y, beta, pure, close):
+    """By the formula of a beta and of a dtype, which is ``close`` where it has more than 16 bits."""
+    formula = at_end if ct.static_eval(pure) else between_close if ct.static_eval(close) else between
+    return formula(x, y, beta)
+
+
+def _of_logs(x, y, beta, pure, close):
+    term, slope, _ = terms(x * _LOG2_E + LOG2_LN_2, y * _LOG2_E + LOG2_LN_2, beta, pure, close)
+    return term, slope
 
 
 @ct.kernel
@@ -53,8 +87,10 @@ def jsd_losses(
     pure: ConstBool,
 ):  # fmt: skip
     """input and target [rows, columns], slope and loss [rows]."""
-    formula = at_end if ct.static_eval(pure) else between
-    losses.each_row(formula, input, target, slope, loss, None, (beta,), columns, tile_n, persistent, tma)
+    close = ct.static_eval(input.dtype == ct.float32)
+    losses.each_row(
+        _of_logs, input, target, slope, loss, None, (beta, pure, close), columns, tile_n, persistent, tma
+    )  # fmt: skip
 
 
 @ct.kernel
@@ -63,8 +99,10 @@ def jsd_gradients(
     tma: ConstBool, pure: ConstBool,
 ):  # fmt: skip
     """The same, and the gradient [rows, columns]."""
-    formula = at_end if ct.static_eval(pure) else between
-    losses.each_row(formula, input, target, slope, loss, gradient, (beta,), columns, tile_n, persistent, tma)
+    close = ct.static_eval(input.dtype == ct.float32)
+    losses.each_row(
+        _of_logs, input, target, slope, loss, gradient, (beta, pure, close), columns, tile_n, persistent, tma
+    )  # fmt: skip
 
 
 def reference_terms(x: Any, y: Any, beta: float, pure: bool) -> tuple[Any, Any]:
