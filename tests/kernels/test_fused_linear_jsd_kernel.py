@@ -10,15 +10,16 @@ from hypothesis import strategies as st
 from spec_samples import inputs_of
 
 from tilekern.kernels import spec_named
+from tilekern.kernels.common import head
 from tilekern.kernels.fused_linear_cross_entropy import split
 from tilekern.kernels.fused_linear_jsd import Options
 from tilekern.runtime.dispatch import counters, plan_for
 from tilekern.spec import DTYPES, Config
-from tilekern.targets import INTERPRETED
+from tilekern.targets import INTERPRETED, resolve
 from tuning.plan.given import plan_of_problem
 from tuning.verify.check import compare, expected_results
 
-SPEC = spec_named("fused_linear_jsd")
+SPEC, H200 = spec_named("fused_linear_jsd"), resolve("H200")
 WAYS = ("cublas", "tuned")
 
 
@@ -43,7 +44,7 @@ def test_loss_and_gradients_over_chunks_match_float64(way, data):
     widths = (data.draw(st.integers(16, 60), label=name) for name in ("hidden", "teacher_hidden"))
     problem = problem_of(rows, vocabulary, *widths, data.draw(st.sampled_from(DTYPES), label="dtype"))
     inputs = inputs_of(SPEC, problem, seed=data.draw(st.integers(0, 3), label="seed"))
-    outputs = run(Config(chunk=chunk, products=way), problem, inputs)
+    outputs = run(Config(chunk=chunk, parts=data.draw(st.integers(1, 4), label="parts"), products=way), problem, inputs)
     check = compare(SPEC, problem, outputs, expected_results(SPEC, problem, inputs))
     # Each chunk rounds the weight's gradient once more.
     few = len(split(rows, chunk)) <= 3
@@ -55,7 +56,7 @@ def test_an_infinite_slope_makes_nan_of_its_row_and_of_the_whole_weight_s_gradie
     problem = problem_of()
     inputs = inputs_of(SPEC, problem)
     inputs["slope"][7] = math.inf
-    for found in (run(Config(chunk=4, products="cublas"), problem, inputs), expected_results(SPEC, problem, inputs)):
+    for found in (run(Config(chunk=4, parts=1, products="cublas"), problem, inputs), expected_results(SPEC, problem, inputs)):
         assert found["dhidden"].isnan().any(-1).nonzero().tolist() == [[7]]
         assert bool(found["dweight"].isnan().all())
         assert found["loss"].isnan().nonzero().tolist() == [[7]]
@@ -67,7 +68,7 @@ def test_only_what_is_wanted_is_multiplied(hidden_gradient, weight_gradient):
     problem = problem_of()
     wanted = Options(hidden_gradient=hidden_gradient, weight_gradient=weight_gradient)
     inputs, before = inputs_of(SPEC, problem), counters("matmul").launches
-    outputs = run(Config(chunk=4, products="tuned"), problem, inputs | {"options": wanted})
+    outputs = run(Config(chunk=4, parts=1, products="tuned"), problem, inputs | {"options": wanted})
     assert counters("matmul").launches - before == 3 * (2 + hidden_gradient + weight_gradient)
     assert (outputs["dhidden"] is None, outputs["dweight"] is None) == (not hidden_gradient, not weight_gradient)
     assert compare(SPEC, problem, outputs, {"loss": expected_results(SPEC, problem, inputs)["loss"]}).passed
@@ -79,22 +80,42 @@ def test_wide_sums_lose_nothing_over_many_chunks():
     expected, errors = expected_results(SPEC, problem, inputs)["dweight"], {}
     for wide in (False, True):
         options = {"options": Options(wide_sums=wide)}
-        found = run(Config(chunk=2, products="cublas"), problem, inputs | options)["dweight"]
+        found = run(Config(chunk=2, parts=1, products="cublas"), problem, inputs | options)["dweight"]
         assert found.dtype == (torch.float32 if wide else torch.bfloat16)
         errors[wide] = float((found.double() - expected).norm() / expected.norm())
     assert errors[True] < 4e-3 < errors[False]
 
 
-def test_the_default_holds_two_chunks_of_logits_in_700_mib():
+def test_the_default_holds_the_logits_of_both_heads_in_700_mib():
     problem = problem_of(4096, 128256, 4096, 4096, "bfloat16")
-    chunk = SPEC.default(problem, INTERPRETED)["chunk"]
-    assert chunk == 1408
-    assert 2 * chunk * 128256 * 2 <= 700 << 20
+    default = SPEC.default(problem, INTERPRETED)
+    assert (default["chunk"], default["parts"]) == (2048, 3)
+    assert (2048 + 768) * 128256 * 2 <= 700 << 20
+    assert "700 MiB" in SPEC.space.violated(problem, default.but(parts=2), INTERPRETED)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3])
+def test_the_teacher_s_logits_are_held_for_a_part_of_a_chunk_alone(parts, monkeypatch):
+    problem = problem_of(1000, 40)
+    inputs, held = inputs_of(SPEC, problem), []
+    room = head.room_for_logits
+    monkeypatch.setattr(head, "room_for_logits", lambda rows, *rest: held.append(rows) or room(rows, *rest))
+    outputs = run(Config(chunk=512, parts=parts, products="cublas"), problem, inputs)
+    assert held == [512, {1: 512, 2: 256, 3: 256}[parts]]
+    assert compare(SPEC, problem, outputs, expected_results(SPEC, problem, inputs)).passed
+
+
+@examples(15)
+@given(
+    st.integers(1, 20000), st.sampled_from([83, 32000, 128256, 262144, 1_000_000]), st.sampled_from(DTYPES),
+)  # fmt: skip
+def test_any_problem_has_a_config_that_fits(rows, vocabulary, dtype):
+    problem = SPEC.bucketed(problem_of(rows, vocabulary, 64, 64, dtype))
+    for target in (INTERPRETED, H200):
+        assert SPEC.space.violated(problem, SPEC.default(problem, target), target) is None
 
 
 def test_the_parts_are_planned_with_the_op():
-    from tilekern.targets import resolve
-
     text = "fused_linear_jsd rows=4096,hidden=4096,teacher_hidden=2048,vocabulary=128256,dtype=bfloat16"
-    names = {name for name, _ in plan_of_problem(text, resolve("H200")).problems}
-    assert names == {"fused_linear_jsd", "logits_jsd", "matmul", "scale"}
+    names = {name for name, _ in plan_of_problem(text, H200).problems}
+    assert names == {"fused_linear_jsd", "logits_jsd_forward", "logits_jsd_backward", "matmul", "scale"}

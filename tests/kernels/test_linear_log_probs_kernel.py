@@ -72,15 +72,14 @@ def test_only_what_is_wanted_is_multiplied(wanted):
     assert tuple(x is not None for x in found.values()) == wanted
 
 
-@pytest.mark.parametrize("heads", [1, 2])
 @pytest.mark.parametrize(("vocabulary", "dtype"), [(128256, "bfloat16"), (151936, "bfloat16"), (50304, "float32")])
-def test_the_chunks_of_all_heads_take_no_more_than_700_mib_together(heads, vocabulary, dtype):
-    problem, space = problem_of(FORWARD, 8192, vocabulary, dtype=dtype), head.space(heads)
+def test_chunks_take_no_more_than_700_mib(vocabulary, dtype):
+    problem, space = problem_of(FORWARD, 8192, vocabulary, dtype=dtype), head.space()
     chunks = {config["chunk"] for config in space.candidates(problem, H200)}
     assert chunks
-    assert max(chunks) * heads * vocabulary * ITEM_BYTES[dtype] <= 700 << 20
+    assert max(chunks) * vocabulary * ITEM_BYTES[dtype] <= 700 << 20
     for target in (*KNOWN, INTERPRETED):
-        default = head.default(problem, target, heads)
+        default = head.default(problem, target)
         assert default == Config(chunk=max(chunks), products="cublas")
         assert space.violated(problem, default, target) is None
     assert "700 MiB" in space.violated(problem, Config(chunk=8192, products="cublas"), H200)

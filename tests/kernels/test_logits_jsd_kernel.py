@@ -14,38 +14,56 @@ from tilekern.kernels import spec_named
 from tilekern.targets import INTERPRETED
 from tuning.verify.check import launch_arguments, make_outputs
 
-SPEC = spec_named("logits_jsd")
+FORWARD, BACKWARD = spec_named("logits_jsd_forward"), spec_named("logits_jsd_backward")
+BOTH = (FORWARD, BACKWARD)
 BETAS = (0.0, 0.1, 0.5, 0.9, 1.0)
+SUMS = ("student_total", "teacher_total", "pull")
 betas = pytest.mark.parametrize("beta", BETAS)
 
 
-def drawn(dtype="float32", vocabulary=83, beta=0.5, seed=0, graded=True):
-    problem = sized(SPEC, dtype, rows=5, vocabulary=vocabulary).but(graded=graded, pure=beta in (0, 1))
-    return problem, SPEC.inputs(problem, torch.Generator().manual_seed(seed), "cpu") | {"beta": beta}
+def drawn(dtype="float32", vocabulary=83, beta=0.5, seed=0):
+    problem = sized(FORWARD, dtype, rows=5, vocabulary=vocabulary).but(pure=beta in (0, 1))
+    return problem, FORWARD.inputs(problem, torch.Generator().manual_seed(seed), "cpu") | {"beta": beta}
 
 
-def one_of_each(problem):
+def with_sums(problem, inputs):
+    """Inputs of the backward: with what the reference of the forward makes of them."""
+    known = FORWARD.reference(**inputs, pure=problem["pure"])
+    return inputs | {name: known[name].float() for name in SUMS}
+
+
+def one_of_each(spec, problem):
     found = {}
-    for config in configs(SPEC, problem):
-        found.setdefault((config["schedule"], config["tile_n"], config["unroll"]), config)
+    for config in configs(spec, problem):
+        found.setdefault((config["schedule"], config["tile_n"], config.get("unroll")), config)
     return found.values()
 
 
 def check(problem, inputs):
-    for config in one_of_each(problem):
-        found = interpret(SPEC, problem, config, inputs)
-        assert found.passed, (config, found.reason)
+    for spec, given_to in ((FORWARD, inputs), (BACKWARD, with_sums(problem, inputs))):
+        for config in one_of_each(spec, problem):
+            found = interpret(spec, problem, config, given_to)
+            assert found.passed, (spec.name, config, found.reason)
+
+
+def launched(spec, problem, config, inputs, outputs=None):
+    """The outputs of one config."""
+    implementation = spec.device(problem, config)
+    blocks = implementation.grid(problem, INTERPRETED.sm_count)
+    outputs = make_outputs(spec, problem, blocks, "cpu") if outputs is None else outputs
+    interpreter.launch(implementation.function, (blocks,), launch_arguments(implementation, inputs, outputs))
+    return outputs
 
 
 @examples(25)
 @given(
-    st.sampled_from(BETAS), st.sampled_from(["float32", "bfloat16", "float16"]), st.integers(2, 3000), st.booleans(),
-    st.data(),
+    st.sampled_from(BETAS), st.sampled_from(["float32", "bfloat16", "float16"]), st.integers(2, 3000),
+    st.sampled_from(BOTH), st.data(),
 )  # fmt: skip
-def test_any_beta_is_right(beta, dtype, vocabulary, graded, data):
-    problem, inputs = drawn(dtype, vocabulary, beta, graded=graded)
-    config = data.draw(st.sampled_from(configs(SPEC, problem)), label="config")
-    found = interpret(SPEC, problem, config, inputs)
+def test_any_beta_is_right(beta, dtype, vocabulary, spec, data):
+    problem, inputs = drawn(dtype, vocabulary, beta)
+    config = data.draw(st.sampled_from(configs(spec, problem)), label="config")
+    found = interpret(spec, problem, config, inputs if spec is FORWARD else with_sums(problem, inputs))
     assert found.passed, found.reason
 
 
@@ -60,15 +78,14 @@ def test_probabilities_of_0_make_no_nan(beta):
     for name in ("student", "teacher"):
         inputs[name][2, 5::3] = -math.inf
     inputs["student"][3, 6], inputs["teacher"][3, 6] = -200.0, -300.0
-    expected = SPEC.reference(**inputs, graded=True, pure=beta in (0, 1))
+    expected = FORWARD.reference(**inputs, pure=beta in (0, 1))
     assert all(x.isfinite().all() for x in expected.values())
     check(problem, inputs)
 
 
 @betas
-@pytest.mark.parametrize("graded", [False, True])
-def test_rows_that_do_not_count_add_nothing_whatever_they_hold(beta, graded):
-    problem, inputs = drawn(beta=beta, graded=graded)
+def test_rows_that_do_not_count_add_nothing_whatever_they_hold(beta):
+    problem, inputs = drawn(beta=beta)
     inputs["student"][1], inputs["teacher"][3] = math.nan, math.inf
     inputs["slope"][[1, 3]] = 0
     check(problem, inputs)
@@ -78,36 +95,45 @@ def test_rows_that_do_not_count_add_nothing_whatever_they_hold(beta, graded):
 def test_a_slope_that_is_not_finite_makes_its_row_nan(slope):
     problem, inputs = drawn()
     inputs["slope"][2] = slope
-    expected = SPEC.reference(**inputs, graded=True, pure=False)
-    assert expected["loss"].isnan().nonzero().tolist() == [[2]]
-    assert bool(expected["gradient"][2].isnan().all())
+    assert FORWARD.reference(**inputs, pure=False)["loss"].isnan().nonzero().tolist() == [[2]]
+    gradient = BACKWARD.reference(**with_sums(problem, inputs), pure=False)["gradient"]
+    assert bool(gradient[2].isnan().all())
     check(problem, inputs)
 
 
 def test_equal_heads_have_no_divergence_and_no_gradient():
     problem, inputs = drawn(vocabulary=300)
     inputs["teacher"] = inputs["student"].clone()
-    for config in one_of_each(problem):
-        implementation = SPEC.device(problem, config)
-        blocks = implementation.grid(problem, INTERPRETED.sm_count)
-        outputs = make_outputs(SPEC, problem, blocks, "cpu")
-        interpreter.launch(implementation.function, (blocks,), launch_arguments(implementation, inputs, outputs))
-        assert all(float(x.abs().max()) < 1e-9 for x in outputs.values())
+    for config in one_of_each(FORWARD, problem):
+        sums = launched(FORWARD, problem, config, inputs)
+        assert float(sums.pop("loss").abs().max()) < 1e-9
+        for other in one_of_each(BACKWARD, problem):
+            assert float(launched(BACKWARD, problem, other, inputs | sums)["gradient"].abs().max()) < 1e-9
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_likely_column_leaves_no_more_than_its_rounding(dtype):
+    """What the sum of g takes away there is g itself but for the last bits."""
+    problem, inputs = drawn(dtype, vocabulary=300, beta=0.5)
+    inputs["student"][:, 7] = inputs["student"].amax() + 12
+    sums = launched(FORWARD, problem, FORWARD.default(problem, INTERPRETED), inputs)
+    del sums["loss"]
+    found = launched(BACKWARD, problem, BACKWARD.default(problem, INTERPRETED), inputs | sums)["gradient"]
+    wanted = BACKWARD.reference(**with_sums(problem, inputs), pure=False)["gradient"]
+    error = (found.double() - wanted).norm() / wanted.norm()
+    assert error < {"bfloat16": 4e-3, "float32": 5e-5}[dtype]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("vocabulary", [83, 700])
 def test_the_gradient_may_take_the_memory_of_the_student_s_logits(dtype, vocabulary):
     problem, inputs = drawn(dtype, vocabulary)
-    for config in one_of_each(problem):
-        implementation = SPEC.device(problem, config)
-        blocks = implementation.grid(problem, INTERPRETED.sm_count)
-        apart, within = (make_outputs(SPEC, problem, blocks, "cpu") for _ in range(2))
-        within["gradient"] = inputs["student"].clone()
-        for given_to, student in ((apart, inputs["student"]), (within, within["gradient"])):
-            arguments = launch_arguments(implementation, inputs | {"student": student}, given_to)
-            interpreter.launch(implementation.function, (blocks,), arguments)
-        assert all(torch.equal(apart[name], within[name]) for name in apart)
+    inputs = with_sums(problem, inputs)
+    for config in one_of_each(BACKWARD, problem):
+        apart = launched(BACKWARD, problem, config, inputs)
+        within = {"gradient": inputs["student"].clone()}
+        launched(BACKWARD, problem, config, inputs | {"student": within["gradient"]}, within)
+        assert torch.equal(apart["gradient"], within["gradient"])
 
 
 @betas
@@ -127,6 +153,8 @@ def test_the_gradient_is_that_of_the_loss(beta):
         mixed = (beta * y.exp() + (1 - beta) * x.exp()).log()
         loss = beta * divergence(y, mixed) + (1 - beta) * divergence(x, mixed)
     loss = loss * inputs["slope"].double()
-    found = SPEC.reference(**inputs, graded=True, pure=beta in (0, 1))
-    torch.testing.assert_close(found["loss"], loss.detach())
+    pure = beta in (0, 1)
+    known = FORWARD.reference(**inputs, pure=pure)
+    found = BACKWARD.reference(**inputs | {name: known[name] for name in SUMS}, pure=pure)
+    torch.testing.assert_close(known["loss"], loss.detach())
     torch.testing.assert_close(found["gradient"], torch.autograd.grad(loss.sum(), student)[0])

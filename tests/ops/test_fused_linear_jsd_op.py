@@ -88,14 +88,11 @@ def test_any_options_shape_and_dtype(data):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("rows", [1, 5, 12])
 def test_several_chunks_with_a_tail(rows, dtype, monkeypatch):
-    for place in (module, kernels):
-        monkeypatch.setattr(
-            place, "chunk_plans", lambda lookup, spec, _, *rest: head.chunk_plans(lookup, spec, 4, *rest)
-        )
-    before = counters("logits_jsd").launches
+    monkeypatch.setattr(kernels, "split", lambda rows, _: head.split(rows, 4))
+    before = counters("logits_jsd_forward").launches
     check(sample((rows,), dtype=dtype)[:4])
     # In float16 the logits are made once for the loss, and once more for the gradients.
-    assert counters("logits_jsd").launches - before == -(-rows // 4) * (2 if dtype == torch.float16 else 1)
+    assert counters("logits_jsd_forward").launches - before == -(-rows // 4) * (2 if dtype == torch.float16 else 1)
 
 
 @pytest.mark.parametrize("frozen", [0, 1])
@@ -146,11 +143,11 @@ def test_float16_under_a_loss_scale_keeps_gradients_that_would_vanish_without():
 
 def test_a_second_backward_makes_the_gradients_once_more():
     given = sample()
-    loss, launches = fused_linear_jsd(*given), counters("logits_jsd").launches
+    loss, launches = fused_linear_jsd(*given), counters("logits_jsd_forward").launches
     first = torch.autograd.grad(loss, given[:2], retain_graph=True)
-    assert counters("logits_jsd").launches == launches
+    assert counters("logits_jsd_forward").launches == launches
     again = torch.autograd.grad(loss, given[:2], torch.tensor(2.0))
-    assert counters("logits_jsd").launches == launches + 1
+    assert counters("logits_jsd_forward").launches == launches + 1
     for one, other in zip(first, again, strict=True):
         torch.testing.assert_close(other, 2 * one)
 

@@ -1,8 +1,11 @@
 """The Jensen-Shannon divergence of a student's head from a teacher's, without the logits of either: chunk by chunk.
 
-For each chunk of rows: the logits of both heads, the loss and the gradient in the place of the student's by one kernel
-(:mod:`tilekern.kernels.logits_jsd`), then the products for the student's hidden states and weight
-(:mod:`tilekern.kernels.common.head`). The teacher gets no gradient.
+For each chunk of rows: the student's logits; part by part of the chunk the teacher's, the loss and the gradient in the
+place of the student's (:mod:`tilekern.kernels.logits_jsd`); then the products for the student's hidden states and weight
+(:mod:`tilekern.kernels.common.head`). The teacher gets no gradient, so that its logits are of no use once the student's
+gradient is made. The fewer of its rows are held, the more of the student's may be: a product for the hidden states of
+1408 rows of 4096 leaves a third of an H200 idle for half of its time, and 2048 are one addition to the weight's gradient
+less.
 """
 
 from __future__ import annotations
@@ -12,10 +15,26 @@ from typing import Any
 
 from tilekern.kernels import logits_jsd
 from tilekern.kernels.common import head
-from tilekern.kernels.common.head import Head, PlanFor, chunk_plans
-from tilekern.spec import ITEM_BYTES, Config, Dimension, KernelSpec, LibraryCall, Problem
+from tilekern.kernels.common.head import Head, PlanFor, chunk_plans, split
+from tilekern.spec import (
+    ITEM_BYTES,
+    Config,
+    Constraint,
+    Dimension,
+    KernelSpec,
+    LibraryCall,
+    Problem,
+    Space,
+    Value,
+    cdiv,
+)
+from tilekern.targets import Target
 
-_HEADS = 2
+# A chunk of the student's rows with, for each part of it, the plans of the loss and of the gradient.
+Plans = list[tuple[slice, list[tuple[slice, Any, Any]]]]
+_PARTS = (1, 2, 3, 4)
+# Parts are whole tiles of the products.
+_STEP = 128
 
 
 @dataclass(frozen=True)
@@ -29,9 +48,31 @@ class Options:
     wide_sums: bool = False
 
     @property
-    def flags(self) -> tuple[bool, bool]:
-        """The flags of the kernel over rows, of which the first says whether it makes the gradient."""
-        return self.hidden_gradient or self.weight_gradient, logits_jsd.is_pure(self.beta)
+    def graded(self) -> bool:
+        """Whether a gradient is wanted."""
+        return self.hidden_gradient or self.weight_gradient
+
+
+def _rows_of_part(config: Config) -> int:
+    """The teacher's rows whose logits are held at the same time."""
+    return min(int(config["chunk"]), cdiv(cdiv(config["chunk"], config["parts"]), _STEP) * _STEP)
+
+
+def plans(
+    plan_for: PlanFor, config: Config, device: Any, rows: int, vocabulary: int, dtype: Any, options: Options
+) -> Plans | None:
+    """All chunks; None where a kernel over rows has no plan. Without a gradient the second plan of a part is None."""
+    found: Plans = []
+    sizes = (vocabulary, dtype, logits_jsd.is_pure(options.beta))
+    for part in split(rows, config["chunk"]):
+        given = (_rows_of_part(config), device, part.stop - part.start, *sizes)
+        forward = chunk_plans(plan_for, logits_jsd.FORWARD, *given)
+        backward = chunk_plans(plan_for, logits_jsd.BACKWARD, *given) if options.graded else forward
+        if forward is None or backward is None:
+            return None
+        pairs = zip(forward, backward, strict=True)
+        found.append((part, [(of, plan, other if options.graded else None) for (of, plan), (_, other) in pairs]))
+    return found
 
 
 def loss_and_gradients(
@@ -41,8 +82,9 @@ def loss_and_gradients(
     """Loss of each row times its slope, and the gradients of the sum of these.
 
     Args:
-        plan_for: gives the plan of the kernel over rows, and of the products.
-        config: ``chunk`` rows have their logits at a time; ``products`` says who multiplies.
+        plan_for: gives the plans of the kernels over rows, and of the products.
+        config: ``chunk`` rows have the student's logits at a time, and one of so many ``parts`` of them the teacher's;
+            ``products`` says who multiplies.
         student_input: [rows, hidden].
         student_weight: [vocabulary, hidden].
         teacher_input: [rows, teacher_hidden].
@@ -56,22 +98,28 @@ def loss_and_gradients(
     """
     import torch
 
-    rows, vocabulary = len(slope), student_weight.shape[0]
-    device, sizes = student_input.device, (rows, vocabulary, student_input.dtype, *options.flags)
-    plans = chunk_plans(plan_for, logits_jsd.SPEC, config["chunk"], device, *sizes)
-    if plans is None:
+    rows, vocabulary, device = len(slope), student_weight.shape[0], student_input.device
+    chunks = plans(plan_for, config, device, rows, vocabulary, student_input.dtype, options)
+    if chunks is None:
         return None
-    most, graded = plans[0][0].stop, (options.hidden_gradient, options.weight_gradient, False)
+    most, most_of_teacher = chunks[0][0].stop, chunks[0][1][0][0].stop
+    graded = (options.hidden_gradient, options.weight_gradient, False)
     student = Head(plan_for, config, student_input, student_weight, most, graded, wide_sums=options.wide_sums)
-    teacher = Head(plan_for, config, teacher_input, teacher_weight, most)
+    teacher = Head(plan_for, config, teacher_input, teacher_weight, most_of_teacher)
     loss = torch.empty(rows, dtype=torch.float32, device=device)
-    scalars = logits_jsd.arguments(options.beta, options.temperature)
-    for part, plan in plans:
-        logits, others = student.logits(part), teacher.logits(part)
-        written = (loss[part], logits) if options.flags[0] else (loss[part],)
-        plan.launch(student_input.get_device(), logits, others, slope[part], *scalars, *written)
-        if options.flags[0]:
-            student.take(part, logits)
+    sums = [torch.empty_like(loss[:most_of_teacher]) for _ in range(3)]
+    scalars, number = logits_jsd.arguments(options.beta, options.temperature), student_input.get_device()
+    for chunk, parts in chunks:
+        logits = student.logits(chunk)
+        for part, forward, backward in parts:
+            of_all = slice(chunk.start + part.start, chunk.start + part.stop)
+            mine, others, of_rows = logits[part], teacher.logits(of_all), slope[of_all]
+            of_part = [x[: part.stop - part.start] for x in sums]
+            forward.launch(number, mine, others, of_rows, *scalars, loss[of_all], *of_part)
+            if backward is not None:
+                backward.launch(number, mine, others, of_rows, *of_part, *scalars, mine)
+        if options.graded:
+            student.take(chunk, logits)
     return loss, *student.gradients[:2]
 
 
@@ -131,6 +179,37 @@ def _outputs(problem: Problem, blocks: int) -> dict[str, tuple[tuple[int, ...], 
     }  # fmt: skip
 
 
+def _chunks(problem: Problem) -> list[Value]:
+    return list(head.space().axes(problem)["chunk"])
+
+
+def _fits(problem: Problem, config: Config, target: Target) -> bool:
+    """Whether both heads' logits take no more than those of one head may; the least chunk always does."""
+    held, few_bytes = config["chunk"] + _rows_of_part(config), head.space().constraints[0]
+    return config["chunk"] == min(_chunks(problem)) or bool(few_bytes.holds(problem, config.but(chunk=held), target))
+
+
+def _is_large(problem: Problem, config: Config, target: Target) -> bool:
+    pairs = ((chunk, config.but(chunk=chunk, parts=parts)) for chunk in _chunks(problem) for parts in _PARTS)
+    return bool(2 * config["chunk"] > max(chunk for chunk, other in pairs if _fits(problem, other, target)))
+
+
+_FEW_BYTES = Constraint("the student's and the teacher's logits take more than 700 MiB together", _fits)
+_FEW_CHUNKS = Constraint("twice as many rows fit, and the weight's gradient is read and written half as often", _is_large)
+_WHOLE = Constraint(
+    "parts are less than a tile of the products",
+    lambda problem, config, target: config["parts"] == 1 or config["chunk"] >= _STEP * config["parts"],
+)
+
+
+def _default(problem: Problem, target: Target) -> Config:
+    """The student's largest chunk: the fewest sums of the weight's gradient. Then the teacher's largest part."""
+    found = SPEC.space.candidates(problem, target)
+    return min(
+        (config for config in found if config["products"] == "cublas"), key=lambda c: (-c["chunk"], c["parts"])
+    )
+
+
 def _bytes(problem: Problem) -> int:
     """Inputs and gradients."""
     widths = 2 * problem["hidden"] + problem["teacher_hidden"]
@@ -148,11 +227,11 @@ SPEC = KernelSpec(
         Dimension("vocabulary", "exact"),
         Dimension("dtype", "dtype"),
     ),
-    space=head.space(_HEADS),
+    space=Space(lambda problem: head.space().axes(problem) | {"parts": [*_PARTS]}, (_FEW_BYTES, _FEW_CHUNKS, _WHOLE)),
     ops=("fused_linear_jsd",),
     implement=_implement,
-    default=lambda problem, target: head.default(problem, target, _HEADS),
-    generic=head.generic,
+    default=_default,
+    generic=lambda problem: head.generic(problem).but(parts=1),
     inputs=_inputs,
     outputs=_outputs,
     reference=reference,

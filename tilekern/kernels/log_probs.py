@@ -37,7 +37,7 @@ from tilekern.kernels.cross_entropy.tiles import (
     store_zeros,
     target_logit,
 )
-from tilekern.kernels.tiles import ConstBool, ConstInt, grid_of, hints, power_of_two
+from tilekern.kernels.tiles import TMA_NEEDS_HOPPER, ConstBool, ConstInt, grid_of, hints, power_of_two
 from tilekern.spec import (
     ITEM_BYTES,
     ArrayParameter,
@@ -54,14 +54,14 @@ from tilekern.spec import (
 )
 
 # The first running maximum: finite, so that no difference of two maxima is infinity less infinity.
-_LOWEST = -3.4028234663852886e38
+LOWEST = -3.4028234663852886e38
 # In the place of differences below it: the exponential is 0 in float32 all the same, and products with it are not NaN.
 LEAST = -1000.0
 
 
-def load_scores(logits, bias, row, c, tile_n, bounded, columns, scale, softcap, biased, capped):
+def load_scores(logits, bias, row, c, tile_n, bounded, columns, scale, softcap, biased, capped, tma):
     """Tile ``c`` of a row's z, minus infinity beyond the edge, and the derivative of z by the logit."""
-    x = load_logits(logits, row, c, tile_n, bounded, False)
+    x = load_logits(logits, row, c, tile_n, bounded, tma)
     slope = ct.full((1, tile_n), 1.0, ct.float32)
     if biased:
         x = x + load_weights(bias, c, tile_n, bounded).astype(ct.float32)
@@ -73,60 +73,59 @@ def load_scores(logits, bias, row, c, tile_n, bounded, columns, scale, softcap, 
 
 
 def _scan_step(
-    peak, mass, pull, logits, bias, row, first, count, partial, columns, tile_n, scale, softcap, biased, capped, pulled
+    peak, mass, pull, logits, bias, row, first, count, partial, columns, tile_n, scale, softcap, biased, capped, tma
 ):  # fmt: skip
     """Add ``count`` tiles, the last of them partial or not, to each lane's running maximum and sums."""
     tiles = ()
     for i in ct.static_iter(range(count)):
         bounded = ct.static_eval(partial and i == count - 1)
-        z, _ = load_scores(logits, bias, row, first + i, tile_n, bounded, columns, scale, softcap, biased, capped)
+        z, _ = load_scores(
+            logits, bias, row, first + i, tile_n, bounded, columns, scale, softcap, biased, capped, tma
+        )  # fmt: skip
         tiles = tiles + (z,)
     top = peak
     for i in ct.static_iter(range(count)):
         top = ct.maximum(top, tiles[i])
-    mass, pull = moved(mass, pull, peak, top, pulled)
+    mass, pull = _moved(mass, pull, peak, top)
     for i in ct.static_iter(range(count)):
         left = tiles[i] - top
         share = exponential(left)
         mass = mass + share
-        if pulled:
-            pull = pull + share * ct.maximum(left, LEAST)
+        pull = pull + share * ct.maximum(left, LEAST)
     return top, mass, pull
 
 
-def moved(mass, pull, peak, top, pulled):
+def _moved(mass, pull, peak, top):
     """Sums of ``exp(z - peak)`` and of that times ``z - peak``, for a maximum ``top`` in the place of ``peak``."""
     left = ct.maximum(peak - top, LEAST)
     fading = exponential(left)
-    if pulled:
-        pull = fading * (pull + left * mass)
-    return mass * fading, pull
+    return mass * fading, fading * (pull + left * mass)
 
 
-def scan_row(logits, bias, row, columns, tile_n, unroll, scale, softcap, biased, capped, pulled):
-    """One read of a row: the maximum of z, the sum of ``e = exp(z - maximum)``, and, if ``pulled``, of
-    ``e * (z - maximum)``; (1, 1) each.
+def _scan_row(logits, bias, row, columns, tile_n, unroll, scale, softcap, biased, capped, tma):
+    """One read of a row: the maximum of z, the sum of ``e = exp(z - maximum)``, and that of ``e * (z - maximum)``;
+    (1, 1) each.
 
     Each lane of a tile keeps a maximum of its own. Steps of ``unroll`` whole tiles need no check of bounds; the rest is
     one step.
     """
-    peak = ct.full((1, tile_n), _LOWEST, ct.float32)
+    peak = ct.full((1, tile_n), LOWEST, ct.float32)
     mass = ct.zeros((1, tile_n), ct.float32)
     pull = ct.zeros((1, tile_n), ct.float32)
     whole = ct.static_eval(columns // (tile_n * unroll))
     for step in range(whole):
         peak, mass, pull = _scan_step(
             peak, mass, pull, logits, bias, row, step * unroll, unroll, False, columns, tile_n, scale, softcap, biased,
-            capped, pulled,
+            capped, tma,
         )  # fmt: skip
     rest = ct.static_eval(-(-columns // tile_n) - whole * unroll)
     if rest > 0:
         peak, mass, pull = _scan_step(
             peak, mass, pull, logits, bias, row, whole * unroll, rest, columns % tile_n != 0, columns, tile_n, scale,
-            softcap, biased, capped, pulled,
+            softcap, biased, capped, tma,
         )  # fmt: skip
     top = ct.max(peak, axis=1, keepdims=True)
-    mass, pull = moved(mass, pull, peak, top, pulled)
+    mass, pull = _moved(mass, pull, peak, top)
     return top, ct.sum(mass, axis=1, keepdims=True), ct.sum(pull, axis=1, keepdims=True)
 
 
@@ -143,7 +142,7 @@ def _score_of(logits, bias, row, label, scale, softcap, biased, capped):
 
 def _forward_row(
     logits, bias, ids, ignore_index, scale, softcap, log_probs, entropy, lse, row, columns, tile_n, unroll, biased,
-    capped,
+    capped, tma,
 ):  # fmt: skip
     label = ct.load(ids, (row,), ())
     if label == ignore_index:
@@ -151,7 +150,9 @@ def _forward_row(
             store_row(result, row, ct.zeros((1, 1), ct.float32))
     else:
         at_id = _score_of(logits, bias, row, label, scale, softcap, biased, capped)
-        top, total, pull = scan_row(logits, bias, row, columns, tile_n, unroll, scale, softcap, biased, capped, True)
+        top, total, pull = _scan_row(
+            logits, bias, row, columns, tile_n, unroll, scale, softcap, biased, capped, tma
+        )  # fmt: skip
         log_total = ct.log2(total) * LN_2
         store_row(log_probs, row, (at_id - top) - log_total)
         store_row(entropy, row, log_total - pull / total)
@@ -161,19 +162,19 @@ def _forward_row(
 @ct.kernel
 def log_probs_forward(
     logits, bias, ids, ignore_index, scale, softcap, log_probs, entropy, lse, columns: ConstInt, tile_n: ConstInt,
-    unroll: ConstInt, persistent: ConstBool, biased: ConstBool, capped: ConstBool,
+    unroll: ConstInt, persistent: ConstBool, biased: ConstBool, capped: ConstBool, tma: ConstBool,
 ):  # fmt: skip
     """One row a block, or resident blocks that loop; ids and the results [rows]."""
     if ct.static_eval(persistent):
         for row in range(ct.bid(0), logits.shape[0], ct.num_blocks(0)):
             _forward_row(
                 logits, bias, ids, ignore_index, scale, softcap, log_probs, entropy, lse, row, columns, tile_n, unroll,
-                biased, capped,
+                biased, capped, tma,
             )  # fmt: skip
     else:
         _forward_row(
             logits, bias, ids, ignore_index, scale, softcap, log_probs, entropy, lse, ct.bid(0), columns, tile_n,
-            unroll, biased, capped,
+            unroll, biased, capped, tma,
         )  # fmt: skip
 
 
@@ -197,7 +198,7 @@ def _backward_tile(
         share = of_lse - at_id
         finite = (ct.abs(share) < INFINITY) & (ct.abs(at_id) < INFINITY) & (ct.abs(of_entropy) < INFINITY)
         shift = ct.where(finite, _element(lse, row), NAN)
-        z, slope = load_scores(logits, bias, row, c, tile_n, bounded, columns, scale, softcap, biased, capped)
+        z, slope = load_scores(logits, bias, row, c, tile_n, bounded, columns, scale, softcap, biased, capped, False)
         left = z - shift
         surprise = ct.maximum(left, LEAST) + _element(entropy, row)
         gradient = exponential(left) * (share - of_entropy * surprise)
@@ -312,7 +313,7 @@ def _implement_forward(problem: Problem, config: Config) -> Implementation:
         ),
         constants=(
             ("columns", problem["vocabulary"]), ("tile_n", config["tile_n"]), ("unroll", config["unroll"]),
-            *_constants(problem, config),
+            *_constants(problem, config), ("tma", config["tma"]),
         ),
         grid=lambda sizes, sm_count: grid_of(sizes["rows"], config, sm_count),
         hints=hints(config),
@@ -334,10 +335,15 @@ def _implement_backward(problem: Problem, config: Config) -> Implementation:
 
 
 def _forward_axes(problem: Problem) -> dict[str, list[Value]]:
-    return {"schedule": ["persistent", "block"], **step_axes(problem["vocabulary"]), "occupancy": [2, 4, 8]}
+    return {
+        "schedule": ["persistent", "block"],
+        **step_axes(problem["vocabulary"]),
+        "occupancy": [2, 4, 8],
+        "tma": [True, False],
+    }
 
 
-def _backward_axes(problem: Problem) -> dict[str, list[Value]]:
+def backward_axes(problem: Problem) -> dict[str, list[Value]]:
     width = power_of_two(problem["vocabulary"])
     return {
         "schedule": ["persistent", "block"],
@@ -353,7 +359,7 @@ STEPS_FIT = Constraint(
         config["tile_n"] * (config["unroll"] + 3) * config["occupancy"] <= 0.8 * target.registers
     ),
 )
-_THREADS_FULL = Constraint(
+TILES_FULL = Constraint(
     "a tile gives each thread 8 to 32 elements, fewer only where a row is shorter than that",
     lambda problem, config, target: (
         8 <= config["tile_n"] // (32 * (config["num_worker_warps"] or 4)) <= 32
@@ -363,7 +369,7 @@ _THREADS_FULL = Constraint(
 
 
 def _forward_config(schedule: str, tile_n: int, unroll: int) -> Config:
-    return Config(schedule=schedule, tile_n=tile_n, unroll=unroll, num_worker_warps=0, occupancy=4)
+    return Config(schedule=schedule, tile_n=tile_n, unroll=unroll, num_worker_warps=0, occupancy=4, tma=False)
 
 
 def _forward_default(problem: Problem) -> Config:
@@ -372,7 +378,7 @@ def _forward_default(problem: Problem) -> Config:
     return _forward_config("block" if len(shapes) < 4 else "persistent", *shapes[0])
 
 
-def _backward_config(problem: Problem, schedule: str, widest: int, occupancy: int) -> Config:
+def backward_config(problem: Problem, schedule: str, widest: int, occupancy: int) -> Config:
     tile_n = min(widest, power_of_two(problem["vocabulary"]))
     return Config(schedule=schedule, tile_n=tile_n, num_worker_warps=0, occupancy=occupancy)
 
@@ -488,7 +494,7 @@ FORWARD = KernelSpec(
     summary="log-probability of one id, entropy, and log of the sum of exponentials of every row of logits",
     module=__name__,
     dimensions=_DIMENSIONS,
-    space=Space(_forward_axes, (STEPS_MATCH, STEPS_FIT)),
+    space=Space(_forward_axes, (STEPS_MATCH, STEPS_FIT, TMA_NEEDS_HOPPER)),
     ops=("linear_log_probs",),
     implement=_implement_forward,
     default=lambda problem, target: _forward_default(problem),
@@ -505,11 +511,11 @@ BACKWARD = KernelSpec(
     summary="gradient of log-probabilities, entropies and lse by the logits, in place if asked",
     module=__name__,
     dimensions=_DIMENSIONS,
-    space=Space(_backward_axes, (_THREADS_FULL,)),
+    space=Space(backward_axes, (TILES_FULL,)),
     ops=("linear_log_probs",),
     implement=_implement_backward,
-    default=lambda problem, target: _backward_config(problem, "block", 4096, 8),
-    generic=lambda problem: _backward_config(problem, "persistent", 512, 4),
+    default=lambda problem, target: backward_config(problem, "block", 4096, 8),
+    generic=lambda problem: backward_config(problem, "persistent", 512, 4),
     inputs=_backward_inputs,
     outputs=lambda problem, blocks: {"dlogits": ((problem["rows"], problem["vocabulary"]), problem["dtype"])},
     reference=reference_backward,

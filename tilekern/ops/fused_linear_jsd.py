@@ -14,8 +14,6 @@ import contextlib
 import torch
 
 from tilekern.kernels import fused_linear_jsd as kernels
-from tilekern.kernels import logits_jsd
-from tilekern.kernels.common.head import chunk_plans
 from tilekern.kernels.fused_linear_jsd import Options
 from tilekern.ops import made_ahead, row_losses
 from tilekern.ops.jsd import terms
@@ -161,10 +159,8 @@ def _plan(
     plan = plan_for(_SPEC, student.device, *student.shape, teacher.shape[1], vocabulary, dtype)
     if plan is None:
         return None
-    ways = {options.flags} if dtype != torch.float16 else {options.flags, _ungraded(options).flags}
-    sizes, chunk = (len(student), vocabulary, dtype), plan.config["chunk"]
-    found = [chunk_plans(plan_for, logits_jsd.SPEC, chunk, student.device, *sizes, *flags) for flags in ways]
-    return None if None in found else plan
+    found = kernels.plans(plan_for, plan.config, student.device, len(student), vocabulary, dtype, options)
+    return None if found is None else plan
 
 
 def _run(plan: Plan, *inputs: object) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:

@@ -6,12 +6,11 @@ written more often, large ones need more memory, so the number of rows in a chun
 whether cuBLAS runs the products or what won each of them (:mod:`tilekern.kernels.matmul.product`).
 
 :class:`Head` is what a chunk goes through. A spec has its :func:`space`, its :func:`default` and its :func:`generic`
-config from here, for one head or for several, whose chunks are held at the same time.
+config from here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from tilekern.kernels.fused_linear_cross_entropy import (
@@ -26,10 +25,10 @@ from tilekern.kernels.fused_linear_cross_entropy import (
     split,
 )
 from tilekern.kernels.fused_linear_cross_entropy import SPEC as LOSS
-from tilekern.spec import Config, Constraint, KernelSpec, Problem, Space
+from tilekern.spec import Config, KernelSpec, Problem, Space
 from tilekern.targets import Target
 
-__all__ = ["Head", "PlanFor", "chunk_plans", "default", "generic", "space"]
+__all__ = ["Head", "PlanFor", "chunk_plans", "default", "generic", "space", "split"]
 
 
 class Head:
@@ -98,25 +97,14 @@ def chunk_plans(
     return None if None in plans else list(zip(parts, plans, strict=True))
 
 
-def _as_one(problem: Problem, heads: int) -> Problem:
-    """The problem of one head whose logits take as much memory as those of several."""
-    return problem.but(vocabulary=heads * problem["vocabulary"])
+def space() -> Space:
+    """Chunks whose logits take up to 700 MiB, and who multiplies: as for ``fused_linear_cross_entropy``."""
+    return LOSS.space
 
 
-def _constraint(of_one: Constraint, heads: int) -> Constraint:
-    holds: Callable[..., bool] = of_one.holds
-    return Constraint(of_one.reason, lambda problem, config, target: holds(_as_one(problem, heads), config, target))
-
-
-def space(heads: int = 1) -> Space:
-    """Chunks of up to 700 MiB for all heads together, and who multiplies: as for ``fused_linear_cross_entropy``."""
-    constraints = tuple(_constraint(one, heads) for one in LOSS.space.constraints)
-    return Space(lambda problem: LOSS.space.axes(_as_one(problem, heads)), constraints)
-
-
-def default(problem: Problem, target: Target, heads: int = 1) -> Config:
+def default(problem: Problem, target: Target) -> Config:
     """The largest chunk, since each one more rounds the weight's gradient once more; cuBLAS needs no record."""
-    return LOSS.default(_as_one(problem, heads), target)
+    return LOSS.default(problem, target)
 
 
 def generic(problem: Problem) -> Config:
