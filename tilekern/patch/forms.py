@@ -72,30 +72,45 @@ _MLPS = {
         replacements.joined_mlp, activation="activation", layers=("input_linear", "output_linear")
     ),
 }
-# ``cat((-second half, first half))``, and ``(-x[2i + 1], x[2i])`` for each pair, in two ways.
+# ``cat((-second half, first half))``; ``(-x[2i + 1], x[2i])`` for each pair, in two ways; both halves by turns.
 _HALVES = "6bb1d912795ebafbd980d054c74f863791fed174c6fee5abb5d3a79b7756d119"
 _PAIRS = (
     "7e41828ec489fbef7e83548170dbde0e44a8f8f3e1cffacb85217c2aba72087e",
     "edde18d4c0c6bd1aeb892b07d0dab9308cff666dacfbfc8cfbafff69a1e9ef37",
 )
-_ROTATIONS = {
+_CHUNKS = "0c855edfba59b95fbaa11f92aac89f94ddfb9a0c21c986c11e69442c45dd5b1f"
+# By the shapes of a rotation and of the function of the module that it calls. Angles are stored twice, halves or not:
+_TWICE = {
     # ``q * cos + rotate_half(q) * sin``, and so for k.
     ("5c512eaee8adfce5bb118d0a6ae7d4a8d0531b96ba508496782a2839bf2e1c84", _HALVES): replacements.rope,
-    # The same, cast to the dtypes of q and k.
+    # The same by angles of three positions.
+    ("c7b26c8a0b28e92361ec7ae04461605b87c28c96f88e8c5d115051921a5a2847", _HALVES): replacements.rope_multimodal,
+    # The same, cast to the dtypes of q and k, and in float32 before that.
     ("bece90e1691b797048f14475f6bffff75c730b189b76c41ca69e3eb9ca4525b2", _HALVES): replacements.rope_cast_back,
-    # The same of the beginning of each head.
+    ("303ea2b0f50f0aa98fafb5033a59b81742a62fbe29fa3b9fb108a866c514214a", _HALVES): replacements.rope_cast_back,
+    # The same of the beginning of each head, in three ways.
     ("e9ab7d7970cffe824d749380ee04e09eaffcf02a3e3314eff6f52d509d56fc58", _HALVES): replacements.rope_part,
+    ("16814712639fccf8c793f0bfda7f4dc5ce9617308ca0829eb74292876cc84b4a", _HALVES): replacements.rope_part,
+    ("2319eb3f6f3aaac1984d10d863640f4f0cceca6350459e34f85ec9546c48b10b", _HALVES): replacements.rope_part,
     # Pairs by the first half of the angles, each for two numbers: of a part of each head, of all of it, cast back.
     ("e2effc6efdfa420807a9212145b50cc47a21fdebfbe1dba1a3b4f8d5506f0e45", _PAIRS[0]): replacements.rope_pairs,
     ("a08c805df0ec0d650a717a6de393be5ee9211ff3c128625114f4358ea905b006", _PAIRS[0]): replacements.rope_pairs,
     ("3db0eaf5cb8aa3bf251e16bb93b53c83116a1324c5b284f85eef8fb89db3a50a", _PAIRS[0]): replacements.rope_pairs_cast_back,
 }
-# Pairs by angles that are stored twice in a row, in float32, cast back.
+# Pairs by angles that are stored twice in a row: in float32, cast back, and of a part of each head.
 _IN_A_ROW = {
     ("fc077fffca05e54936fba83f3ca440e9932918389d3fe1084c52b74d8929a2df", _PAIRS[1]): replacements.rope_pairs_in_a_row,
+    ("d1369a425a406f6b60c352d54d76d5fa3c93d8ea981a9cc74d634e367d86602c", _PAIRS[0]): replacements.rope_pairs_in_a_row,
+    ("e1ac2ac823dab41f3edb22fdd5f948253db6ec808c7d8cc2984d0fafc92008f9", _PAIRS[0]): replacements.rope_part_in_a_row,
 }
-# The product of pairs, taken for complex numbers, with complex angles.
-_COMPLEX = {"33759f0e733bdd0e8afdcc9abf33adce54afe3a63c25e5bd99539188ae3f81cb": replacements.rope_complex}
+# By the angles as they are: whole heads, cast back or not; halves by halves; pairs taken for complex numbers.
+_AS_THEY_ARE = {
+    ("5c512eaee8adfce5bb118d0a6ae7d4a8d0531b96ba508496782a2839bf2e1c84", _HALVES): replacements.rope_whole,
+    ("303ea2b0f50f0aa98fafb5033a59b81742a62fbe29fa3b9fb108a866c514214a", _HALVES): replacements.rope_whole_cast_back,
+    ("fcd9d9dae21834da0799b32adba80c40ff54dfcceb13a404d0616edbf30a69f5", _CHUNKS): replacements.rope_once,
+    ("33759f0e733bdd0e8afdcc9abf33adce54afe3a63c25e5bd99539188ae3f81cb", ""): replacements.rope_complex,
+    ("12b48959aef90bb52bdfb205f6cfdb3ad3437699954a31884bd055a7d84c476d", ""): replacements.rope_complex_by_heads,
+}
 
 
 class Module:
@@ -155,16 +170,29 @@ class Module:
         return {kind: forms[shape] for kind, shape in shapes.items() if shape in forms}
 
     @functools.cached_property
-    def rotation(self) -> Callable[..., Any] | None:
-        """The replacement of ``apply_rotary_pos_emb``, where its angles are stored as that takes them."""
-        function, half = self.functions.get("apply_rotary_pos_emb"), self.functions.get("rotate_half")
-        if function is None or half is None or not self.rotaries:
-            return None
-        shapes = (shape_of(function), shape_of(half))
-        for forms, in_a_row in ((_ROTATIONS, False), (_IN_A_ROW, True)):
-            if all(patterns.stores_twice(self.classes[kind], in_a_row) for kind in self.rotaries) and shapes in forms:
-                return forms[shapes]
-        return None
+    def rotations(self) -> dict[str, tuple[Callable[..., Any], tuple[str, ...]]]:
+        """The functions that are rotations of a known form: the replacement of each, and the paths it relies on.
+
+        A rotation has a replacement where its angles are stored as that takes them.
+        """
+        found = {}
+        angles = tuple(f"{kind}.forward" for kind in self.rotaries)
+        twice, in_a_row = (
+            bool(self.rotaries) and all(patterns.stores_twice(self.classes[kind], rows) for kind in self.rotaries)
+            for rows in (False, True)
+        )
+        for name, function in self.functions.items():
+            if "rotary" not in name or not self.callers(name):
+                continue
+            helpers = tuple(other for other in self.functions if _names(function, other))
+            key = (shape_of(function), "".join(shape_of(self.functions[other]) for other in helpers))
+            if key in _TWICE and twice:
+                found[name] = (_TWICE[key], (*helpers, *angles))
+            elif key in _IN_A_ROW and in_a_row:
+                found[name] = (_IN_A_ROW[key], (*helpers, *angles))
+            elif key in _AS_THEY_ARE:
+                found[name] = (_AS_THEY_ARE[key], helpers)
+        return found
 
     @functools.cached_property
     def rotaries(self) -> list[str]:
@@ -184,11 +212,7 @@ class Module:
 
     def callers(self, function: str) -> list[str]:
         """The methods that call a function of the module."""
-        return [
-            path
-            for path, method in self.methods.items()
-            if any(isinstance(x, ast.Name) and x.id == function for x in ast.walk(method))
-        ]
+        return [path for path, method in self.methods.items() if _names(method, function)]
 
     def digest(self, path: str) -> str:
         """The digest of the function at a path."""
@@ -204,23 +228,19 @@ def patches_of(module: Module, model_type: str) -> list[Patch]:
         found.append(row("rms_norm", f"{kind}.forward", make, _code(module, {"": kind})[1:]))
     found += [row("layer_norm", f"{kind}.forward", make) for kind, make in module.layer_norms.items()]
     found += [row("swiglu", f"{kind}.forward", make) for kind, make in module.mlps.items()]
-    if module.rotation is not None:
-        angles = ("rotate_half", *(f"{kind}.forward" for kind in module.rotaries))
-        # The rotation that is one op with the norms of q and k before it.
-        for kind in module.forwards if module.rotation is replacements.rope else ():
-            norms = {name: norm for name, norm in module.attributes(kind).items() if name in ("q_norm", "k_norm")}
-            plain = len(norms) == 2 and all(module.norms[norm] == PLAIN for norm in norms.values())
-            if plain and _has(module, kind, patterns.qk_norm_rope):
-                relied = (*_code(module, norms), "apply_rotary_pos_emb", *angles)
-                make = partial(layers.qk_norm_rope, kinds=frozenset(norms.values()))
-                found.append(row("qk_norm_rope", f"{kind}.forward", make, relied, covers=("rope",)))
-        callers = tuple(module.callers("apply_rotary_pos_emb"))
-        found.append(row("rope", "apply_rotary_pos_emb", module.rotation, angles, callers=callers))
-    turning = module.functions.get("apply_rotary_emb")
-    if turning is not None and (shape := shape_of(turning)) in _COMPLEX:
-        found.append(
-            row("rope", "apply_rotary_emb", _COMPLEX[shape], callers=tuple(module.callers("apply_rotary_emb")))
-        )
+    # The rotation that is one op with the norms of q and k before it.
+    rotation, angles = module.rotations.get("apply_rotary_pos_emb", (None, ()))
+    for kind in module.forwards if rotation is replacements.rope else ():
+        norms = {name: norm for name, norm in module.attributes(kind).items() if name in ("q_norm", "k_norm")}
+        plain = len(norms) == 2 and all(module.norms[norm] == PLAIN for norm in norms.values())
+        if plain and _has(module, kind, patterns.qk_norm_rope):
+            relied = (*_code(module, norms), "apply_rotary_pos_emb", *angles)
+            make = partial(layers.qk_norm_rope, kinds=frozenset(norms.values()))
+            found.append(row("qk_norm_rope", f"{kind}.forward", make, relied, covers=("rope",)))
+    found += [
+        row("rope", name, make, relied, callers=tuple(module.callers(name)))
+        for name, (make, relied) in module.rotations.items()
+    ]
     for kind in module.forwards:
         norms = module.attributes(kind)
         if norms and _has(module, kind, partial(patterns.add_norm, norms=norms)):
@@ -251,6 +271,11 @@ def _row(
 def _code(module: Module, norms: dict[str, str]) -> tuple[str, ...]:
     """The paths of what some norms are made of."""
     return tuple(path for kind in dict.fromkeys(norms.values()) for path in module.methods_of(kind) or ())
+
+
+def _names(function: ast.FunctionDef, name: str) -> bool:
+    """Whether a function names another one."""
+    return any(isinstance(x, ast.Name) and x.id == name for x in ast.walk(function))
 
 
 def _has(module: Module, kind: str, pattern: Callable[[ast.FunctionDef], int]) -> bool:

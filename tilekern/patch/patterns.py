@@ -275,7 +275,7 @@ def stores_twice(rotary: ast.ClassDef, in_a_row: bool = False) -> bool:
     texts = [_text(x) for x in _statements(forward)]
     passed = all(f"{name} = self.recomposition_frequencies({name})" in texts for name in ("cos", "sin"))
     last = joined.body[-1]
-    return passed and not doubled and not in_a_row and isinstance(last, ast.Return) and _is_doubled(last.value)
+    return passed and not doubled and isinstance(last, ast.Return) and is_doubled(last.value)
 
 
 def _is_doubled(value: ast.expr | None) -> bool:
@@ -290,7 +290,9 @@ def _is_doubled(value: ast.expr | None) -> bool:
 def _is_repeated(value: ast.expr | None) -> bool:
     text = "" if value is None else _text(value)
     name = text.removeprefix("torch.repeat_interleave(").removesuffix(", 2, dim=-1)")
-    return name.isidentifier() and text == f"torch.repeat_interleave({name}, 2, dim=-1)"
+    name = name.removesuffix(".repeat_interleave(2, dim=-1)")
+    ways = (f"torch.repeat_interleave({name}, 2, dim=-1)", f"{name}.repeat_interleave(2, dim=-1)")
+    return name.isidentifier() and text in ways
 
 
 def _calls(function: ast.FunctionDef) -> list[ast.Call]:

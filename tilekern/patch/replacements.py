@@ -16,6 +16,7 @@ from tilekern import ops
 from tilekern.ops.geglu import geglu
 from tilekern.ops.layer_norm import layer_norm
 from tilekern.ops.llama4_rope import llama4_rope
+from tilekern.ops.qwen2vl_mrope import qwen2vl_mrope
 from tilekern.patch.plain import has_hooks, is_bare_linear, is_plain
 from tilekern.patch.rewriting import named_as
 from tilekern.patch.table import PLAIN, Norm
@@ -205,6 +206,44 @@ def rope_pairs_in_a_row(original: Function) -> Function:
     return _cast_back(_turning(original, partial(ops.rope, interleaved=True), lambda size, angles: angles == size))
 
 
+def rope_part_in_a_row(original: Function) -> Function:
+    """As :func:`rope_pairs_in_a_row`, of as much of each head as cos has, without a cast."""
+
+    def turn(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+        return ops.rope(q, k, cos, sin, rotary_dim=cos.shape[-1], interleaved=True)
+
+    return _turning(original, turn, lambda size, angles: angles <= size and angles % 2 == 0)
+
+
+def rope_whole(original: Function) -> Function:
+    """As :func:`rope`, where the two halves of cos and sin may differ."""
+    return _turning(original, ops.rope, lambda size, angles: angles == size)
+
+
+def rope_whole_cast_back(original: Function) -> Function:
+    """As :func:`rope_whole`, for a rotation that casts what it made to the dtypes of q and k."""
+    return _cast_back(rope_whole(original))
+
+
+def rope_once(original: Function) -> Function:
+    """As :func:`rope`, where cos and sin hold each angle once."""
+    return _turning(original, ops.rope, lambda size, angles: 2 * angles == size)
+
+
+def rope_multimodal(original: Function) -> Function:
+    """For a rotation by angles [3, batch, tokens, head_dim], of which each section has one of a token's positions."""
+
+    def apply_multimodal_rotary_pos_emb(
+        q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mrope_section: Any,
+        unsqueeze_dim: int = 1,
+    ) -> Any:  # fmt: skip
+        if cos.dim() != 4 or not _is_usual(q, k, cos[0], unsqueeze_dim) or cos.shape[3] != q.shape[3]:
+            return original(q, k, cos, sin, mrope_section, unsqueeze_dim)
+        return qwen2vl_mrope(q, k, cos, sin, mrope_section, unsqueeze_dim)
+
+    return apply_multimodal_rotary_pos_emb
+
+
 def rope_complex(original: Function) -> Function:
     """For Llama 4's rotation of pairs: q and k [batch, tokens, heads, head_dim] by complex angles.
 
@@ -212,12 +251,27 @@ def rope_complex(original: Function) -> Function:
     """
 
     def apply_rotary_emb(xq: torch.Tensor, xk: torch.Tensor, freqs_cis: torch.Tensor) -> Any:
-        plain = type(xq) is torch.Tensor and type(freqs_cis) is torch.Tensor and xq.dtype == xk.dtype
-        if not plain or xq.dim() != 4 or freqs_cis.dim() != 3:
+        if not _is_complex(xq, xk, freqs_cis):
             return original(xq, xk, freqs_cis)
         return llama4_rope(xq, xk, freqs_cis)
 
     return apply_rotary_emb
+
+
+def rope_complex_by_heads(original: Function) -> Function:
+    """As :func:`rope_complex`, of q and k [batch, heads, tokens, head_dim]; DeepSeek V2's."""
+
+    def apply_rotary_emb(xq: torch.Tensor, xk: torch.Tensor, freqs_cis: torch.Tensor) -> Any:
+        if not _is_complex(xq, xk, freqs_cis):
+            return original(xq, xk, freqs_cis)
+        q, k = llama4_rope(xq.transpose(1, 2), xk.transpose(1, 2), freqs_cis.to(xq.device))
+        return q.transpose(1, 2), k.transpose(1, 2)
+
+    return apply_rotary_emb
+
+
+def _is_complex(q: torch.Tensor, k: torch.Tensor, angles: torch.Tensor) -> bool:
+    return is_plain(q, k, angles) and q.dtype == k.dtype and q.dim() == k.dim() == 4 and angles.dim() == 3
 
 
 def _turning(original: Function, turn: Function, fits: Callable[[int, int], bool]) -> Function:
