@@ -33,5 +33,9 @@ class RanksDiffer(TilekernError):  # noqa: N818
     """The ranks of a job cannot be brought to run the same kernels, or one of them did not answer in time."""
 
 
+class LogitsSkipped(InputError, AttributeError):  # noqa: N818
+    """Logits are used that a patched model's forward did not make; as an attribute that is missing to ``hasattr``."""
+
+
 class TilekernWarning(UserWarning, RuntimeWarning):
     """Every warning of tilekern's own (:mod:`tilekern.warning`); filters for either of its bases hold for it, too."""

@@ -341,20 +341,53 @@ def test_checkpointing_gives_the_same():
     assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
 
 
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_torch_compile_traces_torch_s_own_operations(reduction):
+COMPILED = {
+    "mean": {}, "num_items": {"num_items": 5, "wide_sums": True},
+    "options": {"label_smoothing": 0.1, "softcap": 4.0, "z_loss": 0.1, "class_weight": torch.linspace(0.5, 2, 83)},
+    "none": {"label_smoothing": 0.1, "softcap": 4.0, "z_loss": 0.1, "reduction": "none"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("options", COMPILED.values(), ids=COMPILED)
+@pytest.mark.parametrize("frozen", [None, 0, 1])
+def test_torch_compile_has_it_as_one_step_of_its_graph(options, frozen):
     torch._dynamo.reset()
-    inputs = sample()
-    options = {"label_smoothing": 0.1, "softcap": 4.0, "z_loss": 0.1, "reduction": reduction}
+    inputs = [x.detach().requires_grad_(n not in (frozen, 2)) for n, x in enumerate(sample())]
+    wanted = [x for x in inputs if x.requires_grad]
     compiled = torch.compile(
         lambda *given: fused_linear_cross_entropy(*given, **options), fullgraph=True, backend="aot_eager"
     )
-    loss, eager = compiled(*inputs), fused_linear_cross_entropy(*inputs, **options)
+    eager, (before, _) = fused_linear_cross_entropy(*inputs, **options), counted()
+    loss = compiled(*inputs)
     torch.testing.assert_close(loss, eager)
     slope = torch.rand_like(loss)
-    got = torch.autograd.grad(loss, inputs[:2], slope)
-    for a, b in zip(got, torch.autograd.grad(eager, inputs[:2], slope), strict=True):
+    got = torch.autograd.grad(loss, wanted, slope)
+    assert counted()[0] == before + (2 if options.get("reduction") == "none" else 1)
+    for a, b in zip(got, torch.autograd.grad(eager, wanted, slope), strict=True):
         assert_near(a, b, 1e-5)
+
+
+def test_torch_compile_traces_torch_s_own_operations_for_a_bias():
+    torch._dynamo.reset()
+    inputs, bias = sample(), torch.randn(83, requires_grad=True)
+    compiled = torch.compile(
+        lambda *given: fused_linear_cross_entropy(*given[:3], bias=given[3]), fullgraph=True, backend="aot_eager"
+    )
+    before, loss = counted(), compiled(*inputs, bias)
+    assert counted() == before
+    got, eager = torch.autograd.grad(loss, bias)[0], fused_linear_cross_entropy(*inputs, bias=bias)
+    assert_near(got, torch.autograd.grad(eager, bias)[0], 1e-5)
+
+
+@pytest.mark.parametrize("name", ["by_row", "gradients", "total"])
+@pytest.mark.parametrize("wanted", [(True, True), (True, False), (False, True)])
+def test_what_is_registered_with_torch_is_as_it_says(name, wanted):
+    hidden, weight, target = (x.detach() for x in sample())
+    given = (hidden.requires_grad_(wanted[0]), weight.requires_grad_(wanted[1]), target, None, -100, 0.1, None, 0.0)
+    first = {"gradients": (torch.rand(7),), "total": (torch.tensor(0.3),)}.get(name, ())
+    tests = ("test_schema", "test_faketensor") + (() if name == "gradients" else ("test_autograd_registration",))
+    op = getattr(torch.ops.tilekern, f"linear_cross_entropy_{name}").default
+    torch.library.opcheck(op, (*first, *given, *wanted, False), test_utils=tests)
 
 
 @pytest.mark.filterwarnings("ignore::tilekern.errors.TilekernWarning")

@@ -117,6 +117,15 @@ def test_under_compile_loss_and_gradient_are_the_same(beta):
     assert torch.equal(torch.autograd.grad(3 * loss, x)[0], gradient)
 
 
+@pytest.mark.filterwarnings("ignore::tilekern.errors.TilekernWarning")
+def test_under_compile_what_no_kernel_serves_has_its_gradient():
+    x, y, labels = drawn()
+    x, y = x.detach().double().requires_grad_(), y.double()
+    loss = torch.compile(jsd, backend="aot_eager", fullgraph=True)(x, y, labels, 0.5, 1)
+    (gradient,) = torch.autograd.grad(3 * loss, x)
+    torch.testing.assert_close(gradient, torch.autograd.grad(3 * jsd(x, y, labels, 0.5, 1), x)[0])
+
+
 @pytest.mark.parametrize("beta", [-0.1, 1.1, math.nan])
 def test_a_beta_that_is_no_share_raises(beta):
     x, y, _ = drawn()

@@ -15,6 +15,7 @@ from tiny_qwen3 import make as make_tiny
 
 import tilekern
 from tilekern.patch import registry
+from tilekern.patch.skipped import SKIPPED
 from tilekern.runtime.dispatch import counters
 
 NAME = "fused_linear_cross_entropy"
@@ -180,11 +181,12 @@ def test_what_training_returns(way):
     way(model)
     found = model(input_ids=IDS, labels=IDS, output_hidden_states=True, use_cache=True)
     assert type(found) is type(wanted)
-    assert found.logits is None
+    assert found.logits is SKIPPED
     assert same(found.hidden_states, wanted.hidden_states)
     assert found.past_key_values.get_seq_length() == 7
-    (loss,) = model(input_ids=IDS, labels=IDS, return_dict=False, use_cache=False)
+    loss, logits = model(input_ids=IDS, labels=IDS, return_dict=False, use_cache=False)
     assert torch.equal(loss, found.loss)
+    assert logits is SKIPPED
 
 
 @ways
@@ -290,15 +292,84 @@ def test_bfloat16_is_as_exact_as_torch():
         assert worst([ours], [reference]) <= 1.25 * worst([torchs], [reference]) + 4e-3
 
 
-def test_torch_compile_in_one_graph_takes_the_model_s_own_loss():
+@pytest.mark.parametrize(
+    ("way", "more"),
+    [
+        (tilekern.apply, {}),
+        (tilekern.apply, {"labels": MASKED, "num_items_in_batch": torch.tensor(9.0), "factor": 3.0}),
+        (tilekern.apply_to_model, {"shift_labels": SHIFTED, "num_items_in_batch": 5}),
+    ],
+    ids=["plain", "masked", "shifted"],
+)
+def test_torch_compile_of_the_whole_model_keeps_it_in_one_graph(way, more):
     torch._dynamo.reset()
     model = make().train()
-    reference = step(model)
-    tilekern.apply(**ALONE)
+    run = functools.partial(step, **more)
+    reference = run(model)
+    way(*[model] * (way is tilekern.apply_to_model), **ALONE)
     before = fused()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    assert worst(step(compiled), reference) < 1e-5
-    assert fused() == before
+    assert worst(run(compiled), reference) < 1e-5
+    assert worst(run(compiled), reference) < 1e-5, "gradients of a second step are its own"
+    assert fused() == before + 2
+    assert compiled(input_ids=IDS, labels=IDS).logits is SKIPPED
+    with torch.no_grad():
+        wanted, found = (x(input_ids=IDS, labels=IDS, skip_logits=False) for x in (model, compiled))
+    assert worst([found.loss, found.logits], [wanted.loss, wanted.logits]) < 1e-6
+
+
+def test_compiled_evaluation_without_logits_and_under_autocast():
+    torch._dynamo.reset()
+    model = make()
+    wanted, exact = model(input_ids=IDS, labels=IDS).loss, step(model.train())
+    with torch.autocast("cpu", torch.bfloat16):
+        plain = step(model)
+    tilekern.apply(**ALONE)
+    compiled, before = torch.compile(model, fullgraph=True, backend="aot_eager"), fused()
+    with torch.no_grad():
+        assert worst([compiled.eval()(input_ids=IDS, labels=IDS, skip_logits=True).loss], [wanted]) < 1e-6
+    with torch.autocast("cpu", torch.bfloat16):
+        patched = step(compiled.train())
+    assert fused() == before + 2
+    for ours, torchs, reference in zip(patched, plain, exact, strict=True):
+        assert worst([ours], [reference]) <= 1.25 * worst([torchs], [reference]) + 4e-3
+
+
+@pytest.mark.parametrize("frozen", ["head", "body"])
+def test_compiled_with_frozen_parameters(frozen):
+    torch._dynamo.reset()
+    model = make().train()
+    for parameter in (model.lm_head if frozen == "head" else model.model).parameters():
+        parameter.requires_grad_(False)
+    reference, before = step(model), fused()
+    tilekern.apply(**ALONE)
+    assert worst(step(torch.compile(model, fullgraph=True, backend="aot_eager")), reference) < 1e-5
+    assert fused() == before + 1
+
+
+def test_a_compiled_head_that_does_more_says_so_while_it_is_traced(monkeypatch):
+    torch._dynamo.reset()
+    monkeypatch.setattr("tilekern.warning._said", set())
+    model = make().train()
+    model.lm_head.bias = torch.nn.Parameter(torch.randn(331))
+    reference = step(model)
+    tilekern.apply(**ALONE)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with pytest.warns(UserWarning, match="its head has a bias"):
+        assert worst(step(compiled, skip_logits=True), reference) < 1e-6
+
+
+def test_compiled_on_a_cpu_without_the_interpreter_torch_s_operations_make_the_gradients(monkeypatch):
+    torch._dynamo.reset()
+    monkeypatch.delenv("TILEKERN_INTERPRET", raising=False)
+    monkeypatch.setattr("tilekern.warning._said", set())
+    model = make().train()
+    reference, before = step(model), counters(NAME).fallbacks
+    tilekern.apply(**ALONE)
+    with pytest.warns(UserWarning, match="TILEKERN_INTERPRET=1"):
+        found = step(torch.compile(model, fullgraph=True, backend="aot_eager"))
+    assert worst(found, reference) < 1e-6
+    assert counters(NAME).fallbacks == before + 1
 
 
 def test_another_loss_of_transformers_is_not_replaced(monkeypatch):

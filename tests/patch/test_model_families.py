@@ -8,6 +8,7 @@ from tiny_qwen3 import worst
 
 import tilekern
 from tilekern.patch.families import FAMILIES, family_of
+from tilekern.patch.skipped import SKIPPED
 
 KERNELS = {
     "rms_norm": {"rms_norm_forward", "rms_norm_offset_forward"},
@@ -24,14 +25,14 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*TILEKERN_INTERPRET=1")
 
 
 def run(model, ids=IDS, **inputs):
-    """The loss and its gradients by name, the logits, and tokens that are generated with a cache."""
+    """The loss and its gradients by name, logits and loss in evaluation, and tokens that are generated with a cache."""
     model.train().zero_grad()
     loss = model(input_ids=ids, labels=ids, **inputs).loss
     loss.backward()
     gradients = {name: x.grad.clone() for name, x in model.named_parameters() if x.grad is not None}
     with torch.no_grad():
-        logits = model.eval()(input_ids=ids, **inputs).logits
-    return loss.detach(), gradients, logits, generated(model, ids, inputs)
+        evaluated = model.eval()(input_ids=ids, labels=ids, **inputs)
+    return loss.detach(), gradients, (evaluated.logits, evaluated.loss), generated(model, ids, inputs)
 
 
 def generated(model, ids, inputs):
@@ -59,27 +60,36 @@ def ops_of(families):
 
 
 def check(ops, apply, run):
-    """Hold what a patched model computes to what it does as it is; every one of some ops must run."""
-    loss, gradients, logits, tokens = run()
+    """Hold what a patched model computes to what it does as it is, in which every one of some ops must run.
+
+    Returns logits and loss in evaluation.
+    """
+    loss, gradients, evaluated, tokens = run()
     before = fallbacks()
     assert set(ops) <= set(apply())
-    patched_loss, patched_gradients, patched_logits, patched_tokens = run()
+    patched_loss, patched_gradients, patched_evaluated, patched_tokens = run()
     ran = {kernel for kernel, number in fallbacks().items() if number > before.get(kernel, 0)}
     # Where the norms of q and k are fused with it, rope serves those alone that call it by itself.
     assert [op for op in ops if not KERNELS[op] & ran and (op, "qk_norm_rope" in ops) != ("rope", True)] == []
-    assert worst([patched_loss, patched_logits], [loss, logits]) < 1e-5
+    assert worst([patched_loss, *patched_evaluated], [loss, *evaluated]) < 1e-5
     assert torch.equal(patched_tokens, tokens)
     assert patched_gradients.keys() == gradients.keys()
     for name, gradient in gradients.items():
         assert torch.allclose(patched_gradients[name], gradient, rtol=1e-4, atol=1e-6 * float(gradient.norm())), name
+    return evaluated
 
 
 @pytest.mark.parametrize("family", [x.model_type for x in FAMILIES.values() if x.is_here])
 def test_a_patched_model_computes_what_it_does_as_it_is(family):
     model, ids, inputs = make(family)
     ops = ops_of([FAMILIES[family]])
-    check(ops, lambda: tilekern.apply(model_type=family), lambda: run(model, ids, **inputs))
+    _, loss = check(ops, lambda: tilekern.apply(model_type=family), lambda: run(model, ids, **inputs))
     assert tilekern.apply(model_type=family) == ops
+    if "fused_linear_cross_entropy" in ops:
+        with torch.no_grad():
+            alone = model(input_ids=ids, labels=ids, skip_logits=True, **inputs)
+        assert alone.logits is SKIPPED
+        assert worst([alone.loss], [loss]) < 1e-5
 
 
 @pytest.mark.parametrize("name", [name for name in SEEING if FAMILIES[name].is_here])

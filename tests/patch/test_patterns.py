@@ -126,8 +126,8 @@ def test_a_head_and_its_loss(text, call):
     number, body = changed(text, patterns.head_and_loss)
     assert number == 1
     kept = ast.unparse(ast.parse(text)).splitlines()
-    assert body[1:3] == ["logits = None", f"loss = tilekern_loss({call}, **kwargs)"]
-    assert body[0] == f"if tilekern_serves(self, {call.partition(',')[0]}, labels, logits_to_keep):"
+    assert body[1:3] == ["logits = tilekern_skipped", f"loss = tilekern_loss({call}, **kwargs)"]
+    assert body[0] == f"if tilekern_serves(self, {call.partition(',')[0]}, labels, logits_to_keep, skip_logits):"
     assert [line.strip() for line in kept[1:]] == [line for line in body if line != "else:"][3:]
 
 
@@ -150,7 +150,13 @@ def test_those_who_ask_for_tuples_get_logits():
     text = head(after=TUPLE).replace("logits_to_keep=0", "return_dict=None")
     number, body = changed(text, patterns.head_and_loss)
     assert number == 1
-    assert body[0] == "if return_dict and tilekern_serves(self, self.lm_head, labels, 0):"
+    assert body[0] == "if return_dict and tilekern_serves(self, self.lm_head, labels, 0, skip_logits):"
+
+
+def test_a_forward_gets_an_argument_that_says_whether_there_are_logits():
+    function = ast.parse(head()).body[0]
+    patterns.head_and_loss(function)
+    assert ast.unparse(function.args) == "self, x, labels=None, logits_to_keep=0, *, skip_logits=None, **kwargs"
 
 
 @pytest.mark.parametrize(
@@ -174,6 +180,7 @@ def test_those_who_ask_for_tuples_get_logits():
         head().replace("labels is not None", "self.training"),
         head().replace("logits=logits, more", "scores=logits, more"),
         head().replace("self, x, labels=None, ", "self, x, "),
+        head().replace("labels=None, ", "labels=None, skip_logits=None, "),
     ],
 )
 def test_logits_that_are_used_otherwise_are_left(text):

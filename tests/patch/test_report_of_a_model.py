@@ -77,13 +77,13 @@ def test_what_somebody_else_has_replaced_is_said(qwen3, monkeypatch):
     assert "Qwen3RMSNorm.forward is not the code that the patch was made for" in reason
 
 
-def test_torch_compile_is_said_of_the_loss(qwen3):
+def test_a_head_or_a_loss_that_does_more_is_said_of_the_model(qwen3):
     tilekern.apply()
-    compiled = torch.compile(qwen3)
-    said = "torch.compile traces the model's own head and loss"
-    assert reasons(compiled, "fused_linear_cross_entropy") == {"_orig_mod": said}
-    qwen3.compile()
-    assert reasons(qwen3, "fused_linear_cross_entropy") == {"": said}
+    assert reasons(torch.compile(qwen3), "fused_linear_cross_entropy") == {"_orig_mod": ""}
+    qwen3.lm_head.bias = torch.nn.Parameter(torch.zeros(61))
+    assert reasons(qwen3, "fused_linear_cross_entropy") == {"": "its head has a bias"}
+    qwen3.loss_function = lambda **_: 0
+    assert reasons(qwen3, "fused_linear_cross_entropy")[""].startswith("its loss is not the one of transformers")
 
 
 def test_code_of_no_known_form_and_families_that_are_not_tested_are_told_apart(qwen3, monkeypatch):

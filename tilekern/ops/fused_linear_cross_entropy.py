@@ -1,7 +1,8 @@
 """fused_linear_cross_entropy: the loss of a language model's head, ``cross_entropy(hidden @ weight.T, target)``.
 
 The logits [tokens, vocabulary] never exist: both gradients are made chunk by chunk together with the loss
-(:mod:`tilekern.ops.made_ahead`). ``torch.compile`` gets torch's own operations, with logits.
+(:mod:`tilekern.ops.made_ahead`). ``torch.compile`` takes them as one step of its graph; with a bias, or with
+anything to give beside the loss, it gets torch's own operations, with logits.
 
 It is written by hand and not declared: its forward makes the gradients, which one backward takes away, and what it
 runs is a composite, whose parts look their plans up themselves.
@@ -21,10 +22,19 @@ from tilekern.kernels.fused_linear_cross_entropy import LossOptions
 from tilekern.ops import made_ahead
 from tilekern.ops.cross_entropy import CrossEntropyOutput, composed, weights_by_rows, wide, with_others
 from tilekern.ops.labels import checked
-from tilekern.ops.registration import check_devices, check_softcap, disjoint, is_autocast, needs_gradient
+from tilekern.ops.registration import (
+    by_autograd,
+    check_devices,
+    check_softcap,
+    disjoint,
+    is_autocast,
+    needs_gradient,
+    register,
+    register_gradient,
+)
 from tilekern.runtime.dispatch import Plan, count_fallback, plan_for
 
-_SPEC = kernels.SPEC
+_SPEC, _NAME = kernels.SPEC, "fused_linear_cross_entropy"
 _INT32 = torch.iinfo(torch.int32)
 
 
@@ -93,10 +103,13 @@ def fused_linear_cross_entropy(
         beside if any(wanted) or use_token_scaling or is_graded else None,
     )  # fmt: skip
     rows, labels = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1)
-    plan = None if torch.compiler.is_compiling() else _plan(rows, weight, options, reduction)
-    counted = None
+    plan = counted = None
+    if not torch.compiler.is_compiling():
+        graded = _is_graded(rows, weight, options)
+        at_once = graded and reduction != "none" and rows.dtype != torch.float16
+        plan = _plan(rows, weight, options, loss=not at_once or use_token_scaling, gradient=graded)
     if plan is not None:
-        labels, counted = checked("fused_linear_cross_entropy", labels, weight.shape[0], ignore_index)
+        labels, counted = checked(_NAME, labels, weight.shape[0], ignore_index)
     factor = _factor(labels, counted, options, reduction, num_items, dtype)
     with torch.autocast(kind, enabled=False) if cast else contextlib.nullcontext():
         loss = _loss(plan, rows, weight, labels, factor, options)
@@ -194,6 +207,9 @@ def _loss(
     options: LossOptions,
 ) -> torch.Tensor:  # fmt: skip
     """The total where its gradients are made with it, else the loss of each row; by torch where there is no plan."""
+    if torch.compiler.is_compiling() and options.beside is None and options.bias is None:
+        at_once = _is_graded(rows, weight, options) and rows.dtype != torch.float16
+        return _in_graph(rows, weight, target, factor if at_once else None, options)
     if plan is None:
         return _composed(rows, weight, target, options)
     rows, weight = disjoint(rows), disjoint(weight)
@@ -226,15 +242,17 @@ def _composed(rows: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, op
     return loss if beside.shares is None else loss * beside.shares
 
 
-def _plan(rows: torch.Tensor, weight: torch.Tensor, options: LossOptions, reduction: str) -> Plan | None:
-    """The plan of the problem; None, which is counted, where torch must do the work."""
-    plan = _served(rows, weight, options, reduction)
+def _plan(rows: torch.Tensor, weight: torch.Tensor, options: LossOptions, *, loss: bool, gradient: bool) -> Plan | None:
+    """The plan of the problem, of the loss alone or with its gradient; None, which is counted, where torch works."""
+    plan = _served(rows, weight, options, loss=loss, gradient=gradient)
     if plan is None:
         count_fallback(_SPEC)
     return plan
 
 
-def _served(rows: torch.Tensor, weight: torch.Tensor, options: LossOptions, reduction: str) -> Plan | None:
+def _served(
+    rows: torch.Tensor, weight: torch.Tensor, options: LossOptions, *, loss: bool, gradient: bool
+) -> Plan | None:  # fmt: skip
     if rows.dtype != weight.dtype or not rows.numel() or not weight.numel():
         return None
     if not _INT32.min <= options.ignore_index <= _INT32.max:
@@ -242,10 +260,7 @@ def _served(rows: torch.Tensor, weight: torch.Tensor, options: LossOptions, redu
     plan = plan_for(_SPEC, rows.device, *rows.shape, weight.shape[0], rows.dtype)
     if plan is None:
         return None
-    graded = _is_graded(rows, weight, options)
-    at_once = reduction != "none" and rows.dtype != torch.float16
-    specs = [cross_entropy.FORWARD] * (not (graded and at_once) or options.token_scaling)
-    specs += [cross_entropy_fused.FUSED] * graded
+    specs = [cross_entropy.FORWARD] * loss + [cross_entropy_fused.FUSED] * gradient
     chunk, vocabulary = plan.config["chunk"], weight.shape[0]
     found = [kernels.chunk_plans(plan_for, spec, chunk, rows, vocabulary, options) for spec in specs]
     return None if None in found else plan
@@ -269,3 +284,120 @@ def _made(
         return loss, gradients
     beside = options.beside if options.bias_gradient else None
     return loss, (*gradients, None if beside is None else beside.dbias.to(weight.dtype))
+
+
+# The registered ops, which torch.compile has in its graphs: their arguments are those of LossOptions by name.
+_SCHEMA = (
+    "Tensor rows, Tensor weight, Tensor labels, Tensor? class_weight, int ignore_index, float label_smoothing, "
+    "float? softcap, float z_loss, bool hidden_gradient, bool weight_gradient, bool wide_sums"
+)
+
+
+def _in_graph(
+    rows: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, factor: torch.Tensor | None, options: LossOptions
+) -> torch.Tensor:
+    """The total with its gradients, in a graph of torch.compile; without a factor the loss of each row."""
+    given = (
+        rows, weight, labels, options.class_weight, options.ignore_index, options.label_smoothing, options.softcap,
+        options.z_loss, options.hidden_gradient, options.weight_gradient, options.wide_sums,
+    )  # fmt: skip
+    loss: torch.Tensor = _BY_ROW(*given) if factor is None else _TOTAL(factor, *given)[0]
+    return loss
+
+
+def _run_by_row(rows: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, *others: Any) -> torch.Tensor:
+    """The loss of each row."""
+    options = LossOptions(*others)
+    plan = _plan(rows, weight, options, loss=True, gradient=False)
+    if plan is None:
+        return _composed(rows, weight, labels, options)
+    target, _ = checked(_NAME, labels, weight.shape[0], options.ignore_index)
+    return _losses(plan, disjoint(rows), disjoint(weight), target, options)
+
+
+def _run_gradients(
+    slope: torch.Tensor, rows: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, *others: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradients of the sum of ``slope`` [rows] times the loss of each row."""
+    return _with_gradients(slope, rows, weight, labels, LossOptions(*others))[1:]
+
+
+def _run_total(factor: torch.Tensor, *given: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The sum of all losses times ``factor``, and its gradients."""
+    rows, weight, labels, *others = given
+    slope = factor.expand(labels.shape)
+    loss, drows, dweight = _with_gradients(slope, rows, weight, labels, LossOptions(*others))
+    return (loss * slope).sum(), drows, dweight
+
+
+def _with_gradients(
+    slope: torch.Tensor, rows: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, options: LossOptions
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The loss of each row and the gradients by rows and weight of their sum with slopes; empty for one not wanted."""
+    plan = _plan(rows, weight, options, loss=False, gradient=True)
+    wanted = (options.hidden_gradient, options.weight_gradient)
+    if plan is None:
+        loss = _composed(rows, weight, labels, options)
+        places = [place for place, is_wanted in enumerate(wanted) if is_wanted]
+        made = by_autograd(_composed, (rows, weight, labels, options), places, (slope.to(loss.dtype),))
+        found = dict(zip(places, made, strict=True))
+    else:
+        target, _ = checked(_NAME, labels, weight.shape[0], options.ignore_index)
+        given = disjoint(rows), disjoint(weight), target
+        loss, made = _made(plan, slope.float().contiguous(), given, options)
+        found = {place: x for place, x in enumerate(made) if x is not None}
+    drows, dweight = (found.get(place, x.new_empty(0)) for place, x in enumerate((rows, weight)))
+    return loss, drows, dweight
+
+
+def _fake_by_row(rows: torch.Tensor, *_: Any) -> torch.Tensor:
+    return rows.new_empty(rows.shape[:1], dtype=torch.promote_types(rows.dtype, torch.float32))
+
+
+def _fake_gradients(_: torch.Tensor, *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, weight, options = *given[:2], LossOptions(*given[3:])
+    return (
+        rows.new_empty(rows.shape if options.hidden_gradient else (0,)),
+        weight.new_empty(weight.shape if options.weight_gradient else (0,)),
+    )
+
+
+def _fake_total(factor: torch.Tensor, *given: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return torch.empty_like(factor), *_fake_gradients(factor, *given)
+
+
+def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    ctx.save_for_backward(*inputs[:4])
+    ctx.others = inputs[4:]
+
+
+def _from_inputs(ctx: Any, dloss: torch.Tensor) -> tuple[Any, ...]:
+    made = _GRADIENTS(dloss, *ctx.saved_tensors, *ctx.others)
+    return *_wanted(ctx.others, made), *(None for _ in range(2 + len(ctx.others)))
+
+
+def _keep_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    ctx.save_for_backward(*output[1:])
+    ctx.others = inputs[5:]
+
+
+def _from_gradients(ctx: Any, dloss: torch.Tensor, *_: torch.Tensor) -> tuple[Any, ...]:
+    """A graph's saved gradients belong to it, and its compiler may multiply them in place."""
+    made = tuple((x * dloss).to(x.dtype) for x in ctx.saved_tensors)
+    return None, *_wanted(ctx.others, made), *(None for _ in range(2 + len(ctx.others)))
+
+
+def _wanted(others: tuple[Any, ...], made: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor | None, ...]:
+    hidden_gradient, weight_gradient = others[4:6]
+    return made[0] if hidden_gradient else None, made[1] if weight_gradient else None
+
+
+_BY_ROW = register(f"linear_cross_entropy_by_row({_SCHEMA}) -> Tensor", _run_by_row, _fake_by_row)
+_GRADIENTS = register(
+    f"linear_cross_entropy_gradients(Tensor slope, {_SCHEMA}) -> (Tensor, Tensor)", _run_gradients, _fake_gradients
+)
+_TOTAL = register(
+    f"linear_cross_entropy_total(Tensor factor, {_SCHEMA}) -> (Tensor, Tensor, Tensor)", _run_total, _fake_total
+)
+register_gradient(_BY_ROW, _from_inputs, _keep_inputs)
+register_gradient(_TOTAL, _from_gradients, _keep_gradients)

@@ -185,12 +185,16 @@ def fresh(like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
 def by_autograd(
     formula: Callable[..., Any], arguments: Sequence[Any], places: Sequence[int], slopes: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor | None, ...]:
-    """The gradients of a formula's results with respect to the arguments at some places; None for one that is None."""
+    """The gradients of a formula's results with respect to the arguments at some places; None for one that is None.
+
+    It works inside of a registered op too, where torch's dispatcher has left autograd behind.
+    """
     given = list(arguments)
     for place in places:
         given[place] = None if given[place] is None else given[place].detach().requires_grad_()
     leaves = [given[place] for place in places if given[place] is not None]
-    with torch.enable_grad():
+    autograd = torch._C.DispatchKey.AutogradFunctionality
+    with torch._C._SetExcludeDispatchKeyGuard(autograd, False), torch.enable_grad():
         found = iter(torch.autograd.grad(formula(*given), leaves, slopes))
     return tuple(None if given[place] is None else next(found).contiguous() for place in places)
 

@@ -19,7 +19,7 @@ from tilekern.ops.layer_norm import layer_norm as layer_norm_op
 from tilekern.patch import patterns, replacements
 from tilekern.patch.checkpointing import checkpointed
 from tilekern.patch.digests import is_checkpointing
-from tilekern.patch.plain import has_hooks, is_bare_linear, is_from, is_plain
+from tilekern.patch.plain import forward_of, has_hooks, is_bare_linear, is_from, is_plain
 from tilekern.patch.rewriting import rewritten
 from tilekern.patch.table import Norm
 
@@ -140,5 +140,4 @@ def _is_ordinary(norm: Any, home: str, kinds: Collection[str]) -> bool:
     weight = getattr(norm, "weight", None)
     if weight is not None and not is_plain(weight):
         return False
-    own = norm.__dict__.get("forward")
-    return is_from(kind.forward if own is None else getattr(own, "__func__", None), home, replacements.__name__)
+    return is_from(forward_of(norm), home, replacements.__name__)

@@ -1,4 +1,4 @@
-"""What stands in for a causal language model's forward: in training, the loss without the logits."""
+"""What stands in for a causal language model's forward: in training, or where it is asked for, no logits are made."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import torch
 from tilekern import ops
 from tilekern.patch import patterns
 from tilekern.patch.digests import digest_of
-from tilekern.patch.plain import has_global_hooks, is_from, is_plain
+from tilekern.patch.plain import forward_of, has_global_hooks, is_from, is_plain
 from tilekern.patch.rewriting import rewritten
+from tilekern.patch.skipped import SKIPPED
 from tilekern.warning import warn_once
 
 Function = Callable[..., Any]
@@ -24,10 +25,14 @@ _ITS_CROSS_ENTROPY = "c91f2e93eccd4694e06d3b61bb5c6d774f281c3d61ff5c94d817344c47
 def fused_linear_cross_entropy(original: Function) -> Function:
     """For ``forward`` of a ``ForCausalLM`` whose text makes logits by one linear layer and Hugging Face's loss of them.
 
-    While the model trains and labels are given, the output's ``logits`` are None and its loss is Hugging Face's: the
-    labels are shifted by one (or taken from ``shift_labels``), and the sum is divided by ``num_items_in_batch`` or by
-    the number of labels that count. Everything else runs the statements that were there: a head with a bias, an
-    adapter, or hooks that expect its logits, and a forward that ``torch.compile`` traces.
+    Without logits the loss is Hugging Face's: the labels are shifted by one (or taken from ``shift_labels``), and the
+    sum is divided by ``num_items_in_batch`` or by the number of labels that count. The output's ``logits`` are
+    :data:`tilekern.patch.skipped.SKIPPED`, which says how to get them.
+
+    The forward has an argument more, ``skip_logits``, as Liger's have: True makes no logits, in evaluation too, and
+    raises ``ValueError`` without labels; False makes them; None, the default, makes none while the model trains and
+    labels are given, unless ``logits_to_keep`` asks for some. Everything else runs the statements that were there: a
+    head with a bias, an adapter, or hooks that expect its logits.
     """
     from transformers.loss.loss_utils import ForCausalLMLoss, fixed_cross_entropy
 
@@ -35,26 +40,53 @@ def fused_linear_cross_entropy(original: Function) -> Function:
     if not known:
         warn_once("transformers' ForCausalLMLoss is another one than tilekern knows, so it runs as it is")
 
-    def serves(model: Any, head: Any, labels: Any, logits_to_keep: Any) -> bool:
-        if not known or labels is None or not model.training or torch.compiler.is_compiling():
+    def serves(model: Any, head: Any, labels: Any, logits_to_keep: Any, skip_logits: bool | None) -> bool:
+        if skip_logits and labels is None:
+            raise ValueError("skip_logits=True needs labels: without logits there is nothing but their loss")
+        if skip_logits is None:
+            whole = isinstance(logits_to_keep, int) and logits_to_keep == 0
+            if not whole or not model.training:
+                return False
+        elif not skip_logits:
             return False
-        whole = isinstance(logits_to_keep, int) and logits_to_keep == 0
-        return whole and model.loss_function is ForCausalLMLoss and _is_linear(head)
+        if labels is None:
+            return False
+        reason = unserved(model, head, ForCausalLMLoss if known else None)
+        if reason and skip_logits:
+            _say(f"{type(model).__name__} makes logits in spite of skip_logits=True: {reason}")
+        return not reason
 
-    return rewritten(original, patterns.head_and_loss, {patterns.SERVES: serves, patterns.LOSS: _loss})
+    variables = {patterns.SERVES: serves, patterns.LOSS: _loss, patterns.SKIPPED: SKIPPED}
+    return rewritten(original, patterns.head_and_loss, variables)
 
 
-def _is_linear(head: Any) -> bool:
-    """Whether calling a head is a linear layer without bias, around which only FSDP's hooks may run."""
-    own = getattr(head.forward, "__func__", None)
-    if not isinstance(head, torch.nn.Linear) or head.bias is not None or has_global_hooks():
-        return False
-    if not is_from(own, torch.nn.Linear.__module__):
-        return False
+def unserved(model: Any, head: Any, loss: Any) -> str:
+    """Why a model's own head and loss run, where ``loss`` is the one that tilekern knows; else empty."""
+    if model.loss_function is not loss:
+        return "its loss is not the one of transformers that tilekern knows"
+    return _other_than_linear(head)
+
+
+@torch.compiler.assume_constant_result
+def _say(message: str) -> None:
+    """Warn once, in a graph while it is traced."""
+    warn_once(message)
+
+
+def _other_than_linear(head: Any) -> str:
+    """Why calling a head is more than a linear layer without bias, around which only FSDP's hooks may run; or empty."""
+    if not isinstance(head, torch.nn.Linear) or not is_from(forward_of(head), torch.nn.Linear.__module__):
+        return f"its head is {type(head).__name__} with a forward of its own"
+    if head.bias is not None:
+        return "its head has a bias"
     hooks = (*head._forward_pre_hooks.values(), *head._forward_hooks.values())
-    if head._backward_hooks or head._backward_pre_hooks or not all(map(_is_sharding, hooks)):
-        return False
-    return bool(hooks) or is_plain(head.weight)
+    if has_global_hooks() or head._backward_hooks or head._backward_pre_hooks or not all(map(_is_sharding, hooks)):
+        return "its head has hooks"
+    if hooks and torch.compiler.is_compiling():
+        reason = "FSDP gathers its head, whose hooks torch.compile cannot have around another function"
+        _say(f"the fused loss does not run: {reason}; compile the layers and not the whole model")
+        return reason
+    return "" if hooks or is_plain(head.weight) else f"its head's weight is of the type {type(head.weight).__name__}"
 
 
 def _is_sharding(hook: Any) -> bool:

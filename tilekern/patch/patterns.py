@@ -13,6 +13,9 @@ from collections.abc import Collection, Iterable, Iterator
 # The names under which a changed function calls what stands in.
 ADD_NORM, TURNED, SERVES, LOSS = "tilekern_add_norm", "tilekern_turned", "tilekern_serves", "tilekern_loss"
 NORMED = "tilekern_normed"
+SKIPPED = "tilekern_skipped"
+# The argument that a forward gets whose logits may be skipped.
+SKIP_LOGITS = "skip_logits"
 _UNUSED = "tilekern_sum"
 
 
@@ -121,6 +124,7 @@ def _head(value: ast.expr | None) -> tuple[str | None, str, str]:
 def head_and_loss(function: ast.FunctionDef) -> int:
     """``logits = self.lm_head(x)`` and the loss of them: in training one call makes the loss, and there are no logits.
 
+    The function gets an argument more, ``skip_logits``, by which a call says whether there are.
     Between the two, logits may be multiplied, divided, or capped by a number of the configuration. A forward that
     gives a tuple to those who ask for it gives it with logits.
     """
@@ -132,7 +136,7 @@ def head_and_loss(function: ast.FunctionDef) -> int:
         if logits is None or head is None or call is None or len(call.args) != 1 or call.keywords:
             continue
         found = _loss_after(body, place + 1, logits, scale)
-        if found is None or "labels" not in names or _uses([*body[:place], call], logits):
+        if found is None or "labels" not in names or _uses([*body[:place], call], logits) or SKIP_LOGITS in names:
             continue
         end, loss, arguments, settings = found
         tuples = [x for x in body[end:] if _gives_tuple(x)]
@@ -140,8 +144,8 @@ def head_and_loss(function: ast.FunctionDef) -> int:
             continue
         keep = "logits_to_keep" if "logits_to_keep" in names else "0"
         served = _statement(
-            f"if {'return_dict and ' if tuples else ''}{SERVES}(self, self.{head}, labels, {keep}):\n"
-            f"    {logits} = None\n"
+            f"if {'return_dict and ' if tuples else ''}{SERVES}(self, self.{head}, labels, {keep}, {SKIP_LOGITS}):\n"
+            f"    {logits} = {SKIPPED}\n"
             f"    {loss} = {LOSS}(self.{head}, 0)\n"
             "else:\n    pass",
             statement,
@@ -151,6 +155,8 @@ def head_and_loss(function: ast.FunctionDef) -> int:
         made.args[1], made.keywords = copy.deepcopy((call.args[0], arguments))
         served.orelse = [x for x in body[place:end] if x not in settings]
         body[place:end] = [*settings, served]
+        function.args.kwonlyargs.append(ast.arg(SKIP_LOGITS))
+        function.args.kw_defaults.append(ast.Constant(None))
         return 1
     return 0
 

@@ -39,6 +39,12 @@ def is_from(function: Any, *homes: str) -> bool:
     return getattr(function, "__globals__", {}).get("__name__") in homes
 
 
+def forward_of(module: torch.nn.Module) -> Any:
+    """The function of a module's forward: its own method's, else its class's; None for an own one that is no method."""
+    own = module.__dict__.get("forward")
+    return type(module).forward if own is None else getattr(own, "__func__", None)
+
+
 def is_bare_linear(module: torch.nn.Module) -> bool:
     """Whether calling a module is ``x @ weight.T`` and nothing else: no bias, adapter, hook, or forward of its own."""
     return (

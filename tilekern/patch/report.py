@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
-from tilekern.patch import patcher, replacements
+from tilekern.patch import loss, patcher, replacements
 from tilekern.patch.bound import Bound
 from tilekern.patch.families import family_of, is_of_transformers
 from tilekern.patch.installed import Found, examine
@@ -29,7 +29,6 @@ _CALLED = {
     "DecoderLayer": "fused_add_rms_norm",
     "ForCausalLM": "fused_linear_cross_entropy",
 }
-_COMPILED = "torch.compile traces the model's own head and loss"
 
 
 @dataclass(frozen=True)
@@ -87,8 +86,6 @@ def report(model: torch.nn.Module) -> Report:
     with patcher.held() as ledger:
         judged = [(patch, examine(patch, ledger)) for patch in patcher.patches_of_model(model, "any")]
         rows = [row for name, module in model.named_modules() for row in _rows(name, module, judged)]
-    if hasattr(model, "_orig_mod"):
-        rows = [replace(row, reason=_COMPILED) if row.op == "fused_linear_cross_entropy" else row for row in rows]
     counted = dispatch.stats()
     return Report(tuple(rows), {k: counts["fallbacks"] for k, counts in counted.items() if counts["fallbacks"]})
 
@@ -161,8 +158,10 @@ def _of_the_call(patch: Patch, module: Any) -> str:
     hooked = [name for name in norms if (norm := getattr(module, name, None)) is not None and has_hooks(norm)]
     if hooked:
         return f"hooks on {', '.join(hooked)} have the steps run one by one"
-    if patch.op == "fused_linear_cross_entropy" and getattr(module, "_compiled_call_impl", None) is not None:
-        return _COMPILED
+    if patch.op == "fused_linear_cross_entropy" and hasattr(module, "get_output_embeddings"):
+        from transformers.loss.loss_utils import ForCausalLMLoss
+
+        return loss.unserved(module, module.get_output_embeddings(), ForCausalLMLoss)
     activation = getattr(module, "act_fn", getattr(module, "activation_fn", None))
     if patch.op == "swiglu" and type(activation) not in replacements.gates():
         return f"no op has its activation, {type(activation).__name__}"

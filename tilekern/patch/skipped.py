@@ -1,0 +1,80 @@
+"""What an output has in the place of logits that were not made: it passes through all that moves outputs, and no use.
+
+A trainer's wrappers move, cast, pickle and gather an output without reading it; so they may do with this. Whatever asks
+for a value, a shape or a dtype gets :class:`tilekern.errors.LogitsSkipped`, which says how to get logits.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+from tilekern.errors import LogitsSkipped
+
+_SAYS = "there are no logits, as tilekern computed the loss without them; call the model with skip_logits=False"
+# Methods of tensors by which whole outputs are moved or cast.
+_PASSING = {"to", "cpu", "cuda", "detach", "clone", "contiguous", "float", "half", "bfloat16", "double"}
+_BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor")
+_REFUSED = (
+    "len", "getitem", "setitem", "contains", "bool", "float", "int", "index", "array", "eq", "ne", "lt", "le", "gt",
+    "ge", "neg", "pos", "abs", "invert", *_BINARY, *(f"r{name}" for name in _BINARY),
+)  # fmt: skip
+_GATHER = "torch.nn.parallel.scatter_gather"
+
+
+class _Named(type):
+    """Has the class named in others' errors, which tell the type of what they cannot take, by what is to be done."""
+
+    def __repr__(cls) -> str:
+        return f"<logits that were skipped: {_SAYS}>"
+
+
+class SkippedLogits(metaclass=_Named):
+    """The only instance of its kind, :data:`SKIPPED`, stands for logits of any shape."""
+
+    _only: SkippedLogits | None = None
+
+    def __new__(cls, *_: Any) -> SkippedLogits:
+        """The instance; DataParallel makes the gathered output of the replicas' by calling its type."""
+        if cls._only is None:
+            cls._only = super().__new__(cls)
+        return cls._only
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _PASSING:
+            refuse()
+        return lambda *_, **__: self
+
+    def __iter__(self) -> Iterator[Any]:
+        """Nothing for DataParallel, which goes through what the replicas gave without knowing what it is."""
+        if sys._getframe(1).f_globals.get("__name__") != _GATHER:
+            refuse()
+        return iter(())
+
+    @classmethod
+    def __torch_function__(cls, *_: Any, **__: Any) -> NoReturn:
+        refuse()
+
+    __hash__ = object.__hash__
+
+    def __repr__(self) -> str:
+        return repr(type(self))
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        return SkippedLogits, ()
+
+
+def refuse(*_: Any, **__: Any) -> NoReturn:
+    """Say how to get logits.
+
+    Raises:
+        LogitsSkipped: always.
+    """
+    raise LogitsSkipped(_SAYS)
+
+
+for _name in _REFUSED:
+    setattr(SkippedLogits, f"__{_name}__", refuse)
+
+SKIPPED = SkippedLogits()
