@@ -1,5 +1,11 @@
 """What all tests share: hypothesis' profiles, and settings of their own."""
 
+import os
+
+# Before numpy and torch are imported. Arrays are so small here that their threads only wait for each other: the tests of
+# two kernels of products took 123 s of the processor's time on two busy cores, and take 10 s.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import pytest
 from examples import load_profile
 
