@@ -2,8 +2,8 @@
 
 import os
 
-# Before numpy and torch are imported. Arrays are so small here that their threads only wait for each other: the tests of
-# two kernels of products took 123 s of the processor's time on two busy cores, and take 10 s.
+# Before numpy and torch are imported. Arrays are so small here that their threads only wait for each other: the tests
+# of two kernels of products took 123 s of the processor's time on two busy cores, and take 10 s.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
