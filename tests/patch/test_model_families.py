@@ -103,3 +103,5 @@ def test_a_patched_model_that_sees_computes_what_it_does_as_it_is(name):
 @pytest.mark.skipif(OLDER, reason="an older transformers has fewer families")
 def test_the_page_of_models_says_what_is_tested():
     assert models_page.PAGE.read_text(encoding="utf-8") == models_page.page()
+    readme = models_page.PAGE.parents[1] / "README.md"
+    assert f"| {len(FAMILIES)} families of transformers" in readme.read_text(encoding="utf-8")
