@@ -344,6 +344,7 @@ def _forward_axes(problem: Problem) -> dict[str, list[Value]]:
 
 
 def backward_axes(problem: Problem) -> dict[str, list[Value]]:
+    """The axes of a gradient that is made of each tile of the logits alone; :data:`TILES_FULL` constrains them."""
     width = power_of_two(problem["vocabulary"])
     return {
         "schedule": ["persistent", "block"],
@@ -379,6 +380,7 @@ def _forward_default(problem: Problem) -> Config:
 
 
 def backward_config(problem: Problem, schedule: str, widest: int, occupancy: int) -> Config:
+    """A config of such a gradient."""
     tile_n = min(widest, power_of_two(problem["vocabulary"]))
     return Config(schedule=schedule, tile_n=tile_n, num_worker_warps=0, occupancy=occupancy)
 

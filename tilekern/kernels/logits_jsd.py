@@ -2,10 +2,10 @@
 
 With ``x = log_softmax(student / t)`` and ``y = log_softmax(teacher / t)`` each element adds what
 :mod:`tilekern.kernels.jsd` says, with the derivative g by x. The gradient by the student's logits is
-``g - softmax(student / t) * sum(g)``, over t. Two kernels: the forward reads a row once for both sums of exponentials and
-once more for the loss and the sum of g; the backward reads these sums of each row, so that each tile of the gradient
-needs that tile of the logits alone. One kernel for both would have all of its rows write at the same time: where a chunk
-has no more rows than the GPU has room for, it takes 20 % more time on H200.
+``g - softmax(student / t) * sum(g)``, over t. Two kernels: the forward reads a row once for both sums of exponentials
+and once more for the loss and the sum of g; the backward reads these sums of each row, so that each tile of the
+gradient needs that tile of the logits alone. In one kernel all rows of a chunk would be in the same phase: of bfloat16
+with 128256 columns, an H200 took 308 us for 512 rows and 1050 us for 2048.
 
 A row's loss and gradient are multiplied by its ``slope``; a row whose slope is 0 is not read, whatever it holds. One
 whose slope is not finite is NaN: infinity times a derivative near 0 would have the sign of a rounding error.
@@ -310,9 +310,7 @@ def _multiple(beta: float, pure: bool) -> float:
     return LN_2 * (1.0 if pure else 1.0 - beta)
 
 
-def reference_forward(
-    student: Any, teacher: Any, slope: Any, beta: float, scale: float, pure: bool
-) -> dict[str, Any]:
+def reference_forward(student: Any, teacher: Any, slope: Any, beta: float, scale: float, pure: bool) -> dict[str, Any]:
     """The results in float64: losses, logarithms to base 2 of sums of exponentials, and what pulls the gradient."""
     wide, other = student.double() * scale, teacher.double() * scale
     terms, derivative = jsd.reference_terms(wide.log_softmax(-1), other.log_softmax(-1), beta, pure)
