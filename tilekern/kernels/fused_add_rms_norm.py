@@ -29,6 +29,7 @@ from tilekern.kernels.rms_norm import (
     share,
     slopes,
     statistics,
+    with_offset,
 )
 from tilekern.kernels.tiles import ConstBool, ConstInt
 from tilekern.spec import Array, ScalarParameter
@@ -103,7 +104,6 @@ def fused_add_rms_norm_offset_backward(
 
 _ROWS, _NORMED = ("rows", "columns"), "dtype*weight_dtype"
 _WEIGHT, _EPS = Array("weight", "weight_dtype", ("columns",)), ScalarParameter("eps", "float32")
-_OFFSET = ScalarParameter("offset", "float32")
 
 
 def reference_forward(residual: Any, x: Any, weight: Any, eps: float) -> dict[str, Any]:
@@ -187,15 +187,7 @@ OFFSET_FORWARD = spec(
     module=__name__,
     op="fused_add_rms_norm",
     function=fused_add_rms_norm_offset_forward,
-    arrays=(
-        Array("residual", "dtype", _ROWS),
-        Array("x", "dtype", _ROWS),
-        _WEIGHT,
-        _EPS,
-        _OFFSET,
-        Array("total", "dtype", _ROWS, "output"),
-        Array("y", "dtype", _ROWS, "output"),
-    ),
+    arrays=with_offset(FORWARD.arrays),
     scalars={"eps": 1e-6, "offset": 1.0},
     sums=(),
     direction="forward",
@@ -212,16 +204,7 @@ OFFSET_BACKWARD = spec(
     module=__name__,
     op="fused_add_rms_norm",
     function=fused_add_rms_norm_offset_backward,
-    arrays=(
-        Array("dtotal", "dtype", _ROWS),
-        Array("dy", "dtype", _ROWS),
-        Array("total", "dtype", _ROWS),
-        _WEIGHT,
-        _EPS,
-        _OFFSET,
-        Array("dx", "dtype", _ROWS, "output"),
-        Array("partial", "float32", ("blocks", "columns"), "scratch"),
-    ),
+    arrays=with_offset(BACKWARD.arrays),
     scalars={"eps": 1e-6, "offset": 1.0},
     sums=("dweight",),
     direction="backward",

@@ -13,10 +13,12 @@ makes the inner cast only where ``cast``; without it the row is rounded once, at
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import cuda.tile as ct
 
+from tilekern.kernels.common.arrays import Arrays
 from tilekern.kernels.common.rows import add_up, backward, forward, spec
 from tilekern.kernels.tiles import ConstBool, ConstInt
 from tilekern.spec import Array, ScalarParameter
@@ -151,6 +153,12 @@ _EPS = ScalarParameter("eps", "float32")
 _OFFSET = ScalarParameter("offset", "float32")
 
 
+def with_offset(arrays: Arrays) -> Arrays:
+    """The arrays of a kernel whose weights have an offset, which comes behind eps; its dtypes are those of x."""
+    plain = (replace(x, dtype="dtype") if isinstance(x, Array) and x.dtype == _PRODUCT else x for x in arrays)
+    return tuple(one for x in plain for one in ((x, _OFFSET) if x == _EPS else (x,)))
+
+
 def reference_forward(x: Any, weight: Any, eps: float) -> dict[str, Any]:
     """The formula in float64 but for the cast of the normalised row, which is part of what the op means."""
     import torch
@@ -227,7 +235,7 @@ OFFSET_FORWARD = spec(
     module=__name__,
     op="rms_norm",
     function=rms_norm_offset_forward,
-    arrays=(_X, _WEIGHT, Array("y", "dtype", _ROWS, "output"), _EPS, _OFFSET),
+    arrays=with_offset(FORWARD.arrays),
     scalars={"eps": 1e-6, "offset": 1.0},
     sums=(),
     direction="forward",
@@ -244,15 +252,7 @@ OFFSET_BACKWARD = spec(
     module=__name__,
     op="rms_norm",
     function=rms_norm_offset_backward,
-    arrays=(
-        Array("dy", "dtype", _ROWS),
-        _X,
-        _WEIGHT,
-        Array("dx", "dtype", _ROWS, "output"),
-        Array("partial", "float32", ("blocks", "columns"), "scratch"),
-        _EPS,
-        _OFFSET,
-    ),
+    arrays=with_offset(BACKWARD.arrays),
     scalars={"eps": 1e-6, "offset": 1.0},
     sums=("dweight",),
     direction="backward",
