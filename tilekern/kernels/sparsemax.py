@@ -23,7 +23,7 @@ from typing import Any
 
 import cuda.tile as ct
 
-from tilekern.kernels.common.rows import add_up, default_in_blocks, forward, maxima, spec
+from tilekern.kernels.common.rows import add_up, default_in_blocks, forward, maxima, space_of_narrow_chunks, spec
 from tilekern.kernels.tiles import ConstBool, ConstInt
 from tilekern.spec import Array
 
@@ -147,21 +147,25 @@ def reference_backward(dy: Any, y: Any) -> dict[str, Any]:
 
 _ROWS = ("rows", "columns")
 
-FORWARD = spec(
-    name="sparsemax_forward",
-    summary="y = max(x - tau, 0) with the tau for which y sums to 1, row by row",
-    module=__name__,
-    op="sparsemax",
-    function=sparsemax_forward,
-    arrays=(Array("x", "dtype", _ROWS), Array("y", "dtype", _ROWS, "output")),
-    scalars={},
-    sums=(),
-    direction="forward",
-    live=1,
-    exact_as="y",
-    dependent=False,
-    reference=reference_forward,
-    flops=30,
+FORWARD = dataclasses.replace(
+    spec(
+        name="sparsemax_forward",
+        summary="y = max(x - tau, 0) with the tau for which y sums to 1, row by row",
+        module=__name__,
+        op="sparsemax",
+        function=sparsemax_forward,
+        arrays=(Array("x", "dtype", _ROWS), Array("y", "dtype", _ROWS, "output")),
+        scalars={},
+        sums=(),
+        direction="forward",
+        live=1,
+        exact_as="y",
+        dependent=False,
+        reference=reference_forward,
+        flops=30,
+    ),
+    space=space_of_narrow_chunks(1),
+    default=lambda problem, target: default_in_blocks(1, 2, problem, target, 512),
 )
 BACKWARD = dataclasses.replace(
     spec(

@@ -336,6 +336,17 @@ def _axes(problem: Problem, direction: str) -> dict[str, list[Value]]:
     }
 
 
+def space_of_narrow_chunks(live: int) -> Space:
+    """That of a forward for which it matters that a row is cut into many chunks."""
+    return Space(_narrow_axes, (fits_registers(live), TMA_NEEDS_HOPPER, _TMA_PAYS, PASSES_MATCH, FEW_CHUNKS))
+
+
+def _narrow_axes(problem: Problem) -> dict[str, list[Value]]:
+    axes = _axes(problem, "forward")
+    widths = [512, 1024] if 1024 < problem["columns"] <= LONGEST_HELD["forward"] else []
+    return {**axes, "tile_n": sorted({*axes["tile_n"], *widths})}
+
+
 def _implement(
     function: Any, arrays: Arrays, flags: tuple[str, ...], direction: str, dependent: bool, problem: Problem,
     config: Config,
