@@ -75,7 +75,24 @@ def _less(x, mean, piece, channels, positions, shape):
 
 def _sum(x):
     """Over each group, [tile_g, 1, 1]."""
+    if ct.static_eval(x.shape[0] == 1):
+        # As one row: one reduction for a block's warps to wait for.
+        row = x.reshape((1, x.shape[1] * x.shape[2]))
+        return ct.sum(row, axis=1, keepdims=True).reshape((1, 1, 1))
     return ct.sum(ct.sum(x, axis=2, keepdims=True), axis=1, keepdims=True)
+
+
+def _add_three(a, b, c, d, e, f):
+    return a + d, b + e, c + f
+
+
+def _sums(x, y, z, axis):
+    """Of three tiles along an axis, by one reduction where a step is one group: of several, compilers take minutes."""
+    if ct.static_eval(x.shape[0] == 1):
+        return ct.reduce((x, y, z), axis, _add_three, (0.0, 0.0, 0.0), keepdims=True)
+    return (
+        ct.sum(x, axis=axis, keepdims=True), ct.sum(y, axis=axis, keepdims=True), ct.sum(z, axis=axis, keepdims=True)
+    )  # fmt: skip
 
 
 def _store(array, tile, b, g, piece, shape):
@@ -132,12 +149,11 @@ def _forward(arrays, b, g, channels, positions, eps, long, shape):
             scale, shift = _each(weight, g, piece // across, shape), _each(bias, g, piece // across, shape)
             _store(y, left * rstd * scale + shift, b, g, piece, shape)
     else:
-        tile = _tile(x, b, g, 0, shape)
-        mean = _sum(tile) / (channels * positions)
-        left = _less(tile, mean, 0, channels, positions, shape)
-        rstd = ct.rsqrt(_sum(left * left) / (channels * positions) + eps)
+        tile, share = _tile(x, b, g, 0, shape), 1.0 / (channels * positions)
         scale, shift = _each(weight, g, 0, shape), _each(bias, g, 0, shape)
-        _store(y, left * rstd * scale + shift, b, g, 0, shape)
+        left = _less(tile, _sum(tile) * share, 0, channels, positions, shape)
+        rstd = ct.rsqrt(_sum(left * left) * share + eps)
+        _store(y, left * (rstd * scale) + shift, b, g, 0, shape)
 
 
 def _keep(array, sums, b, g, c, shape):
@@ -198,17 +214,15 @@ def _backward(arrays, b, g, channels, positions, eps, long, shape):
             _store(dx, (above - slope - left * pull) * rstd, b, g, piece, shape)
     else:
         tile, above = _tile(x, b, g, 0, shape), _tile(dy, b, g, 0, shape)
-        mean = _sum(tile) / (channels * positions)
-        left = _less(tile, mean, 0, channels, positions, shape)
-        rstd = ct.rsqrt(_sum(left * left) / (channels * positions) + eps)
-        sums = ct.sum(above, axis=2, keepdims=True)
-        products = ct.sum(above * left, axis=2, keepdims=True) * rstd
-        _keep(shifts, sums, b, g, 0, shape)
-        _keep(scales, products, b, g, 0, shape)
-        each = _each(weight, g, 0, shape)
-        slope = ct.sum(sums * each, axis=1, keepdims=True) / (channels * positions)
-        pull = ct.sum(products * each, axis=1, keepdims=True) * rstd / (channels * positions)
+        each, share = _each(weight, g, 0, shape), 1.0 / (channels * positions)
+        left = _less(tile, _sum(tile) * share, 0, channels, positions, shape)
+        squares, sums, products = _sums(left * left, above, above * left, 2)
+        square, slope, pull = _sums(squares, sums * each, products * each, 1)
+        rstd = ct.rsqrt(square * share + eps)
+        slope, pull = slope * share, pull * rstd * rstd * share
         _store(dx, (above * each - slope - left * pull) * rstd, b, g, 0, shape)
+        _keep(shifts, sums, b, g, 0, shape)
+        _keep(scales, products * rstd, b, g, 0, shape)
 
 
 _SHAPE, _CHANNELS, _PRODUCT = ("batch", "groups", "channels", "positions"), ("groups", "channels"), "dtype*weight_dtype"
@@ -314,14 +328,17 @@ def _implement(function: Any, arrays: tuple[Any, ...], problem: Problem, config:
     )
 
 
-def _default(problem: Problem, target: Target, live: int) -> Config:
+def _default(problem: Problem, target: Target, live: int, schedule: str) -> Config:
     piece = _piece(problem, 2048)
-    elements = math.prod(piece.values())
-    held = (n for n in (8, 4, 2) if elements * live * n <= target.registers and live * n <= 16)
-    warps = 8 if elements > 4096 else 0
-    return Config(
-        {"schedule": "persistent", **piece, "occupancy": next(held, 1), "num_worker_warps": warps, "tma": False}
+    elements, whole = math.prod(piece.values()), piece["tile_g"] == 1 and not _is_long(problem)
+    most = 4 if schedule == "block" else 8
+    held = (n for n in (8, 4, 2) if n <= most and elements * live * n <= target.registers and live * n <= 16)
+    config = Config(
+        schedule="persistent", **piece, occupancy=next(held, 1), num_worker_warps=8 if elements > 4096 else 0, tma=False
     )
+    if not whole:
+        return config
+    return config.but(schedule=schedule, tma=schedule == "persistent" and target.capability >= 90)
 
 
 def _generic(problem: Problem) -> Config:
@@ -388,7 +405,7 @@ _FORWARD_SIZES, _BACKWARD_SIZES = (1024, 2048, 4096), (1024, 2048, 4096)
 
 def _spec(
     name: str, summary: str, function: Any, arrays: tuple[Any, ...], sizes: tuple[int, ...], live: int,
-    exact_as: Array, reference: Any, results: Any, flops: int,
+    schedule: str, exact_as: Array, reference: Any, results: Any, flops: int,
 ) -> KernelSpec:  # fmt: skip
     return KernelSpec(
         name=name,
@@ -398,7 +415,7 @@ def _spec(
         space=Space(lambda problem: _axes(problem, sizes), (_whole(sizes), _fits(live), TMA_NEEDS_HOPPER)),
         ops=("group_norm",),
         implement=lambda problem, config: _implement(function, arrays, problem, config),
-        default=lambda problem, target: _default(problem, target, live),
+        default=lambda problem, target: _default(problem, target, live, schedule),
         generic=_generic,
         inputs=lambda problem, generator, device: {**drawn(arrays, problem, generator, device), "eps": 1e-6},
         outputs=outputs_of(arrays),
@@ -418,6 +435,7 @@ FORWARD = _spec(
     arrays=_FORWARD_ARRAYS,
     sizes=_FORWARD_SIZES,
     live=2,
+    schedule="persistent",
     exact_as=_FORWARD_ARRAYS[3],
     reference=reference_forward,
     results=dict,
@@ -430,6 +448,7 @@ BACKWARD = _spec(
     arrays=_BACKWARD_ARRAYS,
     sizes=_BACKWARD_SIZES,
     live=3,
+    schedule="block",
     exact_as=_BACKWARD_ARRAYS[3],
     reference=reference_backward,
     results=_results,
