@@ -21,6 +21,8 @@ _LOG2_E = 1.4426950408889634
 LOG2_LN_2 = -0.5287663729448977
 # In the place of logarithms to base 2 below it: the exponential is 0 all the same, and products with it are not NaN.
 _LEAST = -1442.0
+# Rows of fewer columns may hold certain ones, whose divergence is 0 to the last bit.
+SHORT = 1024
 
 
 def _raised(x):
@@ -71,7 +73,7 @@ def at_end(x, y, beta):
 
 
 def terms(x, y, beta, pure, close):
-    """By the formula of a beta and of a dtype, which is ``close`` where it has more than 16 bits."""
+    """By the formula for a beta; ``close`` where the dtype has more than 16 bits, or rows are short."""
     formula = at_end if ct.static_eval(pure) else between_close if ct.static_eval(close) else between
     return formula(x, y, beta)
 
@@ -87,7 +89,7 @@ def jsd_losses(
     pure: ConstBool,
 ):  # fmt: skip
     """input and target [rows, columns], slope and loss [rows]."""
-    close = ct.static_eval(input.dtype == ct.float32)
+    close = ct.static_eval(input.dtype == ct.float32 or columns < SHORT)
     losses.each_row(
         _of_logs, input, target, slope, loss, None, (beta, pure, close), columns, tile_n, persistent, tma
     )  # fmt: skip
@@ -99,7 +101,7 @@ def jsd_gradients(
     tma: ConstBool, pure: ConstBool,
 ):  # fmt: skip
     """The same, and the gradient [rows, columns]."""
-    close = ct.static_eval(input.dtype == ct.float32)
+    close = ct.static_eval(input.dtype == ct.float32 or columns < SHORT)
     losses.each_row(
         _of_logs, input, target, slope, loss, gradient, (beta, pure, close), columns, tile_n, persistent, tma
     )  # fmt: skip

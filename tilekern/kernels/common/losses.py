@@ -160,7 +160,7 @@ def spec(
         space=Space(_axes, (_FITS, TMA_NEEDS_HOPPER)),
         ops=(op,),
         implement=lambda problem, config: _implement(losses, gradients, inputs, tuple(scalars), flags, problem, config),
-        default=lambda problem, target: _config(problem, 1024, 8, tma=target.capability >= 90),
+        default=lambda problem, target: _config(problem, 2048, 4, tma=target.capability >= 90),
         generic=lambda problem: _config(problem, 512, 1, tma=False),
         inputs=lambda problem, generator, device: {
             name: of_draws(x) if name in inputs else x
