@@ -333,8 +333,9 @@ def _default(problem: Problem, target: Target, live: int, schedule: str) -> Conf
     elements, whole = math.prod(piece.values()), piece["tile_g"] == 1 and not _is_long(problem)
     most = 4 if schedule == "block" else 8
     held = (n for n in (8, 4, 2) if n <= most and elements * live * n <= target.registers and live * n <= 16)
+    warps = 8 if elements > 4096 else 0
     config = Config(
-        schedule="persistent", **piece, occupancy=next(held, 1), num_worker_warps=8 if elements > 4096 else 0, tma=False
+        {"schedule": "persistent", **piece, "occupancy": next(held, 1), "num_worker_warps": warps, "tma": False}
     )
     if not whole:
         return config

@@ -343,8 +343,8 @@ def space_of_narrow_chunks(live: int) -> Space:
 
 def _narrow_axes(problem: Problem) -> dict[str, list[Value]]:
     axes = _axes(problem, "forward")
-    widths = [512, 1024] if 1024 < problem["columns"] <= LONGEST_HELD["forward"] else []
-    return {**axes, "tile_n": sorted({*axes["tile_n"], *widths})}
+    narrow: list[Value] = [512] if 1024 < problem["columns"] <= LONGEST_HELD["forward"] else []
+    return {**axes, "tile_n": [*narrow, *axes["tile_n"]]}
 
 
 def _implement(
