@@ -1,6 +1,6 @@
 """One of two processes that train a small network under FSDP2 on the CPU, against the same network in one piece.
 
-    python adamw_fsdp_worker.py STORE RANK
+    python adamw_fsdp_worker.py MEET RANK COUNT
 
 Exit status: 0 where all agree, 77 where this torch cannot shard on the CPU, which the last line of output explains.
 """
@@ -59,13 +59,13 @@ def compare(mesh, rank):
 
 def main():
     """Train, or say why that is not possible."""
-    store, rank = sys.argv[1], int(sys.argv[2])
+    meet, rank, count = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     torch.set_num_threads(1)
     try:
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
+        dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=count)
         from torch.distributed.fsdp import fully_shard
 
-        mesh = dist.init_device_mesh("cpu", (RANKS,))
+        mesh = dist.init_device_mesh("cpu", (count,))
         fully_shard(torch.nn.Linear(4, 4), mesh=mesh)(torch.ones(1, 4)).sum().backward()
     except (ImportError, RuntimeError, NotImplementedError, AttributeError) as error:
         print(f"this torch cannot run FSDP2 on the CPU: {str(error).splitlines()[0]}")  # noqa: T201

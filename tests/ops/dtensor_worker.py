@@ -1,6 +1,6 @@
 """One of two processes that run norms and swiglu on DTensors, against torch's own operations on whole tensors.
 
-python dtensor_worker.py STORE RANK
+python dtensor_worker.py MEET RANK COUNT
 """
 
 import sys
@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from tilekern.ops import fused_add_rms_norm, rms_norm, swiglu
 from tilekern.runtime.dispatch import counters
 
-RANKS, EPS = 2, 1e-3
+EPS = 1e-3
 
 
 def norm(x, weight, offset=0.0):
@@ -43,10 +43,10 @@ def compare(mesh, call, reference, placements, *shapes):
 
 def main():
     """All ops in all placements."""
-    store, rank = sys.argv[1], int(sys.argv[2])
+    meet, rank, count = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
-    mesh = dist.init_device_mesh("cpu", (RANKS,))
+    dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=count)
+    mesh = dist.init_device_mesh("cpu", (count,))
     shape, sums = (3, 5, 16), (lambda r, x, w: fused_add_rms_norm(r, x, w, EPS))
     for placement in (Shard(0), Shard(1), Shard(2), Replicate()):
         places = (placement, Replicate())

@@ -1,15 +1,13 @@
 """tilekern.AdamW as one of torch's optimizers: groups, schedules, hooks, state dicts, scalers, shards."""
 
 import copy
-import os
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from adamw_samples import DTYPES, error, give_gradients, parameters, train, twins
+from rank_jobs import finish, start
 
 import tilekern
 
@@ -245,20 +243,7 @@ def test_a_compiled_step_is_the_same_step():
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no distributed package")
 def test_fsdp2_on_two_processes_gives_the_parameters_of_one(tmp_path):
     worker = Path(__file__).parent / "adamw_fsdp_worker.py"
-    environment = os.environ | {"TILEKERN_INTERPRET": "1", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    environment["PYTHONPATH"] = str(worker.parents[2])
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(worker), str(tmp_path / "store"), str(rank)],
-            env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    try:
-        said = [process.communicate(timeout=120)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    if any(process.returncode == 77 for process in processes):
-        pytest.skip(said[0].strip().splitlines()[-1])
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(said)
+    ended = finish(start(tmp_path, worker, 2, TILEKERN_INTERPRET="1", GLOO_SOCKET_IFNAME="lo"))
+    if any(code == 77 for _, _, code in ended):
+        pytest.skip(next(said for said, _, code in ended if code == 77).strip().splitlines()[-1])
+    assert [code for _, _, code in ended] == [0, 0], "\n".join(error for _, error, _ in ended)
