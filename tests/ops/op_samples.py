@@ -8,9 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import strategies as st
 
+import tilekern
 from tilekern import ops
 from tilekern.ops.declaration import Declaration, arrays_of
 from tilekern.ops.operation import DECLARED
@@ -175,3 +177,48 @@ def assert_near(actual: torch.Tensor, reference: torch.Tensor, tolerance: float)
     actual, reference = actual.detach().double(), reference.detach().double()
     error, size = float((actual - reference).norm()), float(reference.norm())
     assert error <= tolerance * size + 1e-12, f"relative error {error / size:.2e}, allowed {tolerance}"
+
+
+# Allowed ||error|| / ||reference|| of a kernel that rounds once.
+ONCE = {torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+
+
+def leaves_of(shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
+    """The same normal numbers at every call, each tensor with a gradient to come."""
+    generator = torch.Generator().manual_seed(0)
+    return [
+        torch.randn(size, generator=generator).to(dtype).requires_grad_()
+        for size, dtype in zip(shapes, dtypes, strict=True)
+    ]
+
+
+def assert_as_in_float64(
+    op: Callable[..., torch.Tensor], formula: Callable[..., torch.Tensor], leaves: Sequence[torch.Tensor]
+) -> None:
+    """Hold the result and the gradients of an op that rounds once to those of a formula, by autograd in float64."""
+    wide = [x.detach().double().requires_grad_() for x in leaves]
+    y, expected = op(*leaves), formula(*wide)
+    assert y.dtype == torch.promote_types(leaves[0].dtype, leaves[1].dtype)
+    slope = torch.randn_like(y)
+    gradients, references = torch.autograd.grad(y, leaves, slope), torch.autograd.grad(expected, wide, slope.double())
+    for got, right in zip((y, *gradients), (expected, *references), strict=True):
+        assert got.shape == right.shape
+        assert (got.double() - right).norm() <= ONCE[got.dtype] * right.norm()
+
+
+def launched_by(step: Callable[[], Any]) -> dict[str, int]:
+    """How often a step launches each kernel, of those that it launches."""
+
+    def launches() -> dict[str, int]:
+        return {name: counts["launches"] for name, counts in tilekern.stats().items()}
+
+    before = launches()
+    step()
+    return {name: count - before[name] for name, count in launches().items() if count > before[name]}
+
+
+def assert_differentiable_once(op: Callable[..., torch.Tensor], leaves: Sequence[torch.Tensor]) -> None:
+    """Hold an op to refusing a gradient of its gradient."""
+    (first,) = torch.autograd.grad(op(*leaves).square().sum(), leaves[0], create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        first.sum().backward()

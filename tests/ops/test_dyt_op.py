@@ -1,5 +1,6 @@
 import pytest
 import torch
+from op_samples import DTYPES, assert_as_in_float64, assert_differentiable_once, launched_by, leaves_of
 
 import tilekern
 from tilekern.kernels.dyt import BACKWARD, groups_of
@@ -7,19 +8,10 @@ from tilekern.ops import dyt
 from tilekern.spec import bucket
 from tilekern.targets import resolve
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-BOUNDS = {torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
-
 
 def given(dtype, weight_dtype=None, shape=(3, 5, 83)):
     """x, alpha, gamma and beta."""
-    generator = torch.Generator().manual_seed(0)
-    shapes = (shape, (1,), shape[-1:], shape[-1:])
-    dtypes = (dtype, *[weight_dtype or dtype] * 3)
-    return [
-        torch.randn(size, generator=generator).to(kind).requires_grad_()
-        for size, kind in zip(shapes, dtypes, strict=True)
-    ]
+    return leaves_of((shape, (1,), shape[-1:], shape[-1:]), (dtype, *[weight_dtype or dtype] * 3))
 
 
 def formula(x, alpha, gamma, beta=None):
@@ -31,16 +23,7 @@ def formula(x, alpha, gamma, beta=None):
 @pytest.mark.parametrize("weight_dtype", DTYPES)
 @pytest.mark.parametrize("shifted", [True, False])
 def test_result_and_gradients_match_autograd_in_float64(dtype, weight_dtype, shifted):
-    leaves = given(dtype, weight_dtype)[: 3 + shifted]
-    wide = [x.detach().double().requires_grad_() for x in leaves]
-    y, expected = dyt(*leaves), formula(*wide)
-    assert y.dtype == torch.promote_types(dtype, weight_dtype)
-    # alpha's gradient is one number, which other slopes may bring near to 0.
-    slope = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y.dtype)
-    gradients, references = torch.autograd.grad(y, leaves, slope), torch.autograd.grad(expected, wide, slope.double())
-    for got, right in zip((y, *gradients), (expected, *references), strict=True):
-        assert got.shape == right.shape
-        assert (got.double() - right).norm() <= BOUNDS[got.dtype] * right.norm()
+    assert_as_in_float64(dyt, formula, given(dtype, weight_dtype)[: 3 + shifted])
 
 
 def test_numbers_near_0_keep_their_digits():
@@ -58,14 +41,8 @@ def test_alpha_may_have_no_dimension_and_keeps_its_shape():
 
 
 def test_each_way_is_one_launch_and_all_sums_for_columns_another():
-    def launches():
-        return {name: counts.get("launches", 0) for name, counts in tilekern.stats().items()}
-
-    leaves, before = given(torch.float32), launches()
-    dyt(*leaves).sum().backward()
-    more = {name: count - before.get(name, 0) for name, count in launches().items()}
-    expected = {"dyt_forward": 1, "dyt_backward": 1, "dyt_sums": 1}
-    assert {name: count for name, count in more.items() if count} == expected
+    launched = launched_by(lambda: dyt(*given(torch.float32)).sum().backward())
+    assert launched == {"dyt_forward": 1, "dyt_backward": 1, "dyt_sums": 1}
 
 
 def test_a_trace_has_the_sums_of_every_config_that_may_win():
@@ -101,10 +78,7 @@ def test_weights_of_several_dtypes_run_the_formula():
 
 
 def test_a_gradient_of_the_gradient_is_refused():
-    leaves = given(torch.float32)
-    (first,) = torch.autograd.grad(dyt(*leaves).square().sum(), leaves[0], create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiate twice"):
-        first.sum().backward()
+    assert_differentiable_once(dyt, given(torch.float32))
 
 
 @pytest.mark.parametrize(

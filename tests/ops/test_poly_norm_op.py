@@ -1,35 +1,22 @@
 import pytest
 import torch
+from op_samples import DTYPES, assert_as_in_float64, assert_differentiable_once, launched_by, leaves_of
 
-import tilekern
 from tilekern.kernels.poly_norm import reference_forward
 from tilekern.ops import poly_norm
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-BOUNDS = {torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
-
 
 def given(dtype, weight_dtype=None, shape=(3, 5, 83), bias_shape=()):
-    generator = torch.Generator().manual_seed(0)
-    shapes, dtypes = (shape, (3,), bias_shape), (dtype, *[weight_dtype or dtype] * 2)
-    return [
-        torch.randn(size, generator=generator).to(kind).requires_grad_()
-        for size, kind in zip(shapes, dtypes, strict=True)
-    ]
+    return leaves_of((shape, (3,), bias_shape), (dtype, *[weight_dtype or dtype] * 2))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("weight_dtype", DTYPES)
 def test_result_and_gradients_match_autograd_in_float64(dtype, weight_dtype):
-    leaves = given(dtype, weight_dtype)
-    wide = [x.detach().double().requires_grad_() for x in leaves]
-    y, expected = poly_norm(*leaves, 1e-3), reference_forward(*wide, 1e-3)["y"]
-    assert y.dtype == torch.promote_types(dtype, weight_dtype)
-    slope = torch.randn_like(y)
-    gradients, references = torch.autograd.grad(y, leaves, slope), torch.autograd.grad(expected, wide, slope.double())
-    for got, right in zip((y, *gradients), (expected, *references), strict=True):
-        assert got.shape == right.shape
-        assert (got.double() - right).norm() <= BOUNDS[got.dtype] * right.norm()
+    assert_as_in_float64(
+        lambda *leaves: poly_norm(*leaves, 1e-3), lambda *wide: reference_forward(*wide, 1e-3)["y"],
+        given(dtype, weight_dtype),
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("in_place", [True, False])
@@ -49,14 +36,8 @@ def test_a_bias_of_one_element_gets_a_gradient_of_its_shape():
 
 
 def test_each_way_is_one_launch_and_all_sums_another():
-    def launches():
-        return {name: counts.get("launches", 0) for name, counts in tilekern.stats().items()}
-
-    leaves, before = given(torch.float32), launches()
-    poly_norm(*leaves).sum().backward()
-    more = {name: count - before.get(name, 0) for name, count in launches().items()}
-    expected = {"poly_norm_forward": 1, "poly_norm_backward": 1, "column_sum": 1}
-    assert {name: count for name, count in more.items() if count} == expected
+    launched = launched_by(lambda: poly_norm(*given(torch.float32)).sum().backward())
+    assert launched == {"poly_norm_forward": 1, "poly_norm_backward": 1, "column_sum": 1}
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (2, 0)])
@@ -77,10 +58,7 @@ def test_a_bias_of_another_dtype_than_the_weight_runs_the_formula():
 
 
 def test_a_gradient_of_the_gradient_is_refused():
-    leaves = given(torch.float32)
-    (first,) = torch.autograd.grad(poly_norm(*leaves).square().sum(), leaves[0], create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiate twice"):
-        first.sum().backward()
+    assert_differentiable_once(poly_norm, given(torch.float32))
 
 
 @pytest.mark.parametrize(
