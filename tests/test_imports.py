@@ -66,6 +66,7 @@ MAY_IMPORT = {
     "tilekern.trl": LEAVES | {"tilekern.ops"},
     "tilekern.patch": {"tilekern"},
     "tilekern.awaiting": set(),
+    "tilekern.implementation": {"tilekern.awaiting", "tilekern.patch"},
     "tilekern.switches": {"tilekern.errors"},
     "tilekern.startup": {"tilekern.awaiting", "tilekern.errors", "tilekern.switches"},
     "tilekern.run": {"tilekern"},

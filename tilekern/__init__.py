@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from tilekern.implementation import register_later as _register_later
+
 __version__ = "0.1.0"
 
 _WHERE = {
@@ -60,3 +62,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+_register_later()

@@ -44,6 +44,15 @@ class Arrivals(importlib.abc.MetaPathFinder):
         return spec
 
 
+def when_imported(name: str, then: Callable[[str], object]) -> None:
+    """Call ``then`` with a module's name: now where it is imported, else as soon as it is."""
+    module = sys.modules.get(name)
+    if module is not None and not is_being_imported(module):
+        then(name)
+    else:
+        Arrivals(name.__eq__, then).watch()
+
+
 def is_being_imported(module: Any) -> bool:
     """Whether a module of ``sys.modules`` is not whole yet."""
     return getattr(getattr(module, "__spec__", None), "_initializing", False)

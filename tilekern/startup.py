@@ -50,14 +50,10 @@ def apply_later(**options: Any) -> None:
 
     A program that calls it before, by itself, has its own way.
     """
-    from tilekern.awaiting import Arrivals, is_being_imported
+    from tilekern.awaiting import when_imported
 
     # By name: the patches stand above this file.
-    models = sys.modules.get(_MODELS)
-    if models is not None and not is_being_imported(models):
-        import_module("tilekern.patch.patcher").apply(**options)
-    else:
-        Arrivals(_MODELS.__eq__, lambda _: import_module("tilekern.patch.patcher").apply_first(**options)).watch()
+    when_imported(_MODELS, lambda _: import_module("tilekern.patch.patcher").apply_first(**options))
 
 
 def variables() -> list[str]:

@@ -10,7 +10,7 @@ import weakref
 import pytest
 import torch
 from test_apply_and_reset import MODULE, everything, identical, warned, without
-from tiny_qwen3 import SINGLE, launched, launches, make, same, step, worst
+from tiny_qwen3 import IDS, SINGLE, launched, launches, make, same, step, worst
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 import tilekern
@@ -265,6 +265,130 @@ def test_a_module_with_a_hooks_forward_is_left_alone():
     tilekern.reset()
     assert mlp.forward is hooked
     assert norm.forward == types.MethodType(type(norm).forward, norm)
+
+
+def by_instances(model):
+    """Another library's patch of single modules, as Liger makes it of a model that exists."""
+
+    def forward(self, hidden_states):
+        return self.weight * torch.nn.functional.rms_norm(hidden_states, self.weight.shape, eps=self.variance_epsilon)
+
+    norms = [module for module in model.modules() if isinstance(module, qwen3.Qwen3RMSNorm)]
+    for norm in norms:
+        norm.forward = types.MethodType(forward, norm)
+    return norms, forward
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["below", "on top"])
+def test_another_library_s_patch_of_modules_runs_and_is_not_called_ours(first):
+    model, switches = make(), SINGLE | {"swiglu": False, "rope": False}
+    reference = step(model)
+    if first:
+        norms, theirs = by_instances(model)
+        patched, said = warned(lambda: tilekern.apply_to_model(model, **switches))
+        assert patched == []
+        assert f"{len(norms)} modules have another forward" in said[0]
+    else:
+        assert tilekern.apply_to_model(model, **switches) == ["rms_norm"]
+        norms, theirs = by_instances(model)
+    assert tilekern.get_patched_ops() == {}
+    told = [row for row in tilekern.report(model).rows if row.kind == "Qwen3RMSNorm"]
+    assert {row.reason for row in told} == {"its forward is its own, a hook's or another patch's"}
+    before = launches()
+    assert worst(step(model), reference) < 1e-5
+    assert not launched(before)
+    _, said = warned(tilekern.reset)
+    assert bool(said) != first
+    assert all((norm.__dict__.get("forward") is not None) == first for norm in norms)
+    assert not first or all(norm.forward.__func__ is theirs for norm in norms)
+
+
+def test_users_hooks_run_before_and_after_in_patched_modules():
+    model, seen = make(), []
+    early = model.model.layers[0].mlp.register_forward_hook(lambda *_: seen.append("early"))
+    reference = step(model)
+    tilekern.apply_to_model(model)
+    late = model.model.norm.register_forward_pre_hook(lambda *_: seen.append("late"))
+    assert worst(step(model), reference) < 1e-5
+    assert seen == ["early", "early", "late"]
+    tilekern.reset()
+    assert same(step(model), reference)
+    assert seen[3:] == ["early", "late"]
+    early.remove()
+    late.remove()
+    step(model)
+    assert len(seen) == 5
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["hooked first", "patched first"])
+def test_accelerate_s_hooks_around_modules_of_a_patched_class(first):
+    hooks = pytest.importorskip("accelerate.hooks", reason="accelerate is not installed")
+    model = make()
+    reference, norm = step(model), model.model.norm
+    if first:
+        hooks.add_hook_to_module(norm, hooks.ModelHook())
+    patched, said = warned(lambda: tilekern.apply_to_model(model, **SINGLE))
+    assert [("1 modules have another forward" in line) for line in said] == [True] * first
+    if not first:
+        hooks.add_hook_to_module(norm, hooks.ModelHook())
+    before = launches()
+    assert worst(step(model), reference) < 1e-5
+    # Two in each layer, two of heads in each attention, and the last one, which the hook may hold unpatched.
+    assert launched(before)["rms_norm_forward"] == 8 + (not first)
+    hooks.remove_hook_from_module(norm)
+    tilekern.reset()
+    assert same(step(model), reference)
+
+
+class Adapter(torch.nn.Module):
+    """A linear layer with an adapter around it, as PEFT puts it in its place."""
+
+    def __init__(self, base_layer):
+        super().__init__()
+        self.base_layer = base_layer.requires_grad_(False)
+        self.a = torch.nn.Linear(base_layer.in_features, 2, bias=False)
+        self.b = torch.nn.Linear(2, base_layer.out_features, bias=False)
+
+    @property
+    def weight(self):
+        return self.base_layer.weight
+
+    @property
+    def bias(self):
+        return self.base_layer.bias
+
+    def forward(self, x):
+        return self.base_layer(x) + self.b(self.a(x))
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["adapters first", "patched first"])
+def test_adapters_in_the_place_of_projections_count(first):
+    def adapted(model):
+        torch.manual_seed(1)
+        model.requires_grad_(False)
+        for layer in model.model.layers:
+            for home, name in [(layer.self_attn, "q_proj"), (layer.self_attn, "v_proj"), (layer.mlp, "gate_proj"),
+                               (layer.mlp, "down_proj")]:  # fmt: skip
+                setattr(home, name, Adapter(getattr(home, name)))
+        return model.train()
+
+    def trained(model):
+        model.zero_grad()
+        loss = model(input_ids=IDS, labels=IDS).loss
+        loss.backward()
+        return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.requires_grad)]
+
+    reference = trained(adapted(make()))
+    model = make()
+    if first:
+        adapted(model)
+    assert tilekern.apply_to_model(model) == OPS
+    if not first:
+        adapted(model)
+    before = launches()
+    assert worst(trained(model), reference) < 1e-5
+    ran = launched(before)
+    assert {"swiglu_forward", "qk_norm_rope_forward", "fused_linear_cross_entropy"} <= set(ran)
 
 
 def test_a_subclass_with_its_own_forward_is_left_alone():

@@ -10,6 +10,7 @@ from tiny_qwen3 import IDS, launches, make, same, step, worst
 from transformers import DynamicCache, StaticCache
 
 import tilekern
+from tilekern.implementation import NAMES
 from tilekern.patch import attention as implementation
 from tilekern.patch import masking, registry
 
@@ -47,7 +48,7 @@ def logits(model, **given):
 
 @pytest.mark.parametrize("other", ["sdpa", "eager"])
 @pytest.mark.parametrize("kv_heads", [1, 5])
-@pytest.mark.parametrize("name", implementation.NAMES)
+@pytest.mark.parametrize("name", NAMES)
 def test_loss_and_gradients_agree(name, kv_heads, other):
     check(step, *pair(other, name, kv_heads=kv_heads), 2)
 
@@ -301,7 +302,7 @@ def test_apply_to_model_makes_the_names_known_too():
     from transformers import AttentionInterface, AttentionMaskInterface
 
     for interface in (AttentionInterface, AttentionMaskInterface):
-        for name in implementation.NAMES:
+        for name in NAMES:
             del interface._global_mapping[name]
     model = make(attention="sdpa").train()
     tilekern.apply_to_model(model, **NONE | {"rms_norm": True})
@@ -316,7 +317,7 @@ def test_the_names_promise_what_they_say(monkeypatch):
     monkeypatch.setattr(
         implementation, "attention", lambda q, *_, deterministic, **__: promised.append(deterministic) or q
     )
-    for name in implementation.NAMES:
+    for name in NAMES:
         make(attention=name, layers=1)(input_ids=IDS)
     assert promised == [True, False]
 

@@ -6,12 +6,12 @@ that do not, too.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from tilekern import implementation
 from tilekern.errors import InputError
 from tilekern.kernels.attention.forward import SPEC
 from tilekern.ops.attention import Call, attention, formula, shown
@@ -19,7 +19,6 @@ from tilekern.ops.registration import is_autocast
 from tilekern.patch.masking import mask, says_packing_alone
 from tilekern.runtime.dispatch import count_fallback
 
-NAMES = {"tilekern": True, "tilekern_nondeterministic": False}
 # Further arguments that change the numbers, by which some models ask for what neither the kernels nor SDPA compute:
 # chosen keys, sinks of each query, the paged cache of continuous batching.
 UNSERVED = ("indices", "block_indices", "sinks", "cache")
@@ -155,9 +154,5 @@ def _sdpa() -> Callable[..., Any]:
 
 
 def register() -> None:
-    """Make the names known to transformers."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-
-    for name, deterministic in NAMES.items():
-        AttentionInterface.register(name, functools.partial(attend, deterministic))
-        AttentionMaskInterface.register(name, mask)
+    """Make the names known to transformers with this code itself, which costs a call less than the names alone."""
+    implementation.register(attend, mask)

@@ -325,9 +325,13 @@ def held() -> Iterator[Ledger]:
 
 
 def get_patched_ops() -> dict[str, list[str]]:
-    """Where each op is patched now: paths, with the number of modules where single models are patched."""
+    """Where each op is patched now: paths, with the number of modules where single models are patched.
+
+    What something else has replaced since is not among them. Modules that have a forward of their own run no patch of
+    their class; :func:`tilekern.report` tells of them.
+    """
     with _lock:
-        places = Counter((touch.op, touch.where, touch.is_bound) for touch in _ledger)
+        places = Counter((touch.op, touch.where, touch.is_bound) for touch in _ledger if touch.in_place)
     found: dict[str, list[str]] = {op: [] for op in _in_order({op for op, _, _ in places})}
     for (op, where, is_bound), number in places.items():
         found[op].append(f"{where} of {number} module{'s' if number > 1 else ''}" if is_bound else where)

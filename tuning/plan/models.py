@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from tilekern import implementation
 from tilekern.errors import InputError, TilekernWarning
 from tilekern.kernels import spec_named
 from tilekern.patch import attention, registry
@@ -46,8 +47,8 @@ def plan_of_model(model: Any, steps: Steps, target: Target) -> Planned:
         if op not in known_ops():
             raise InputError(f"unknown op {op!r}; known: {', '.join(known_ops())}; others are planned by --problem")
     for name in steps.attention:
-        if name not in attention.NAMES:
-            raise InputError(f"unknown attention {name!r}; known: {', '.join(attention.NAMES)}")
+        if name not in implementation.NAMES:
+            raise InputError(f"unknown attention {name!r}; known: {', '.join(implementation.NAMES)}")
     found = Trace(target)
     with _quiet():
         if hasattr(model, "named_modules"):

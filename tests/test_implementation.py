@@ -1,0 +1,77 @@
+"""The names of ``attn_implementation`` that transformers knows after ``import tilekern`` alone."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, Qwen3Config
+
+from tilekern import implementation
+from tilekern.patch import attention
+from tilekern.runtime.dispatch import counters
+
+SIZES = {
+    "hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "intermediate_size": 24,
+    "vocab_size": 31, "num_hidden_layers": 1,
+}  # fmt: skip
+ALONE = f"""
+import sys
+import tilekern
+assert "torch" not in sys.modules
+from transformers import AutoModelForCausalLM, Qwen3Config
+model = AutoModelForCausalLM.from_config(Qwen3Config(**{SIZES}), attn_implementation="tilekern")
+assert "tilekern.patch.attention" not in sys.modules, "its code comes with its first call"
+import torch
+assert model(input_ids=torch.arange(6)[None]).logits.isfinite().all()
+print(tilekern.stats()["attention_forward"]["launches"], tilekern.get_patched_ops())
+"""
+IDS = torch.arange(6).view(1, 6)
+
+
+@pytest.fixture
+def by_name(monkeypatch):
+    """The names as ``import tilekern`` leaves them, with no code behind them yet."""
+    monkeypatch.setenv("TILEKERN_INTERPRET", "1")
+    for interface in (AttentionInterface, AttentionMaskInterface):
+        for name in implementation.NAMES:
+            interface._global_mapping.pop(name, None)
+    implementation.register_later()
+    yield
+    attention.register()
+
+
+def made(name):
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(Qwen3Config(**SIZES), attn_implementation=name)
+
+
+def test_after_import_tilekern_alone_a_model_can_be_made(tmp_path):
+    environment = os.environ | {"TILEKERN_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), environment.get("PYTHONPATH", "")])
+    command = [sys.executable, "-c", ALONE]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert (done.returncode, done.stdout) == (0, "1 {}\n"), done.stderr
+
+
+@pytest.mark.usefixtures("by_name")
+@pytest.mark.parametrize("name", implementation.NAMES)
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_what_is_behind_a_name_is_called_and_compiled_in_one_graph(name, is_compiled):
+    torch._dynamo.reset()
+    model, before = made(name), counters("attention_forward").launches
+    wanted = made("sdpa")(input_ids=IDS).logits
+    run = torch.compile(model, fullgraph=True, backend="aot_eager") if is_compiled else model
+    torch.testing.assert_close(run(input_ids=IDS).logits, wanted, rtol=1e-4, atol=1e-5)
+    assert counters("attention_forward").launches == before + 1
+
+
+@pytest.mark.usefixtures("by_name")
+def test_a_transformers_without_these_doors_is_imported_all_the_same(monkeypatch):
+    import transformers
+
+    monkeypatch.delattr(transformers, "AttentionMaskInterface")
+    monkeypatch.setattr(type(transformers), "__getattr__", lambda _, name: (_ for _ in ()).throw(AttributeError(name)))
+    implementation.register_later()

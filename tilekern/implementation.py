@@ -1,0 +1,48 @@
+"""``attn_implementation="tilekern"``: its names, known to transformers from ``import tilekern`` on.
+
+The code behind them is imported when it is first called, and takes their place where :func:`tilekern.apply` is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from tilekern.awaiting import when_imported
+
+# For each name, whether gradients are the same bits in every run.
+NAMES = {"tilekern": True, "tilekern_nondeterministic": False}
+
+
+def register(attend: Callable[..., Any], mask: Callable[..., Any]) -> None:
+    """Make the names known to transformers, with what computes attention, by ``deterministic`` first, and masks."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    for name, deterministic in NAMES.items():
+        AttentionInterface.register(name, partial(attend, deterministic))
+        AttentionMaskInterface.register(name, mask)
+
+
+def register_later() -> None:
+    """Make the names known once transformers can make models, which an older release cannot with them."""
+    when_imported("transformers.modeling_utils", _register)
+
+
+def _register(_: str) -> None:
+    with contextlib.suppress(ImportError):
+        register(_attend, _mask)
+
+
+# An import is a statement that torch.compile traces.
+def _attend(deterministic: bool, *args: Any, **kwargs: Any) -> Any:
+    from tilekern.patch.attention import attend
+
+    return attend(deterministic, *args, **kwargs)
+
+
+def _mask(**kwargs: Any) -> Any:
+    from tilekern.patch.masking import mask
+
+    return mask(**kwargs)
