@@ -359,6 +359,26 @@ def test_a_compiled_head_that_does_more_says_so_while_it_is_traced(monkeypatch):
         assert worst(step(compiled, skip_logits=True), reference) < 1e-6
 
 
+def test_a_compiled_head_that_fsdp_gathers_has_the_model_s_own_loss_and_a_warning(monkeypatch):
+    def gathered(*_):
+        """As FSDP2's hook, which is traced into the graph."""
+
+    gathered.__module__ = "torch.distributed.fsdp._fully_shard._fsdp_state"
+    torch._dynamo.reset()
+    monkeypatch.setattr("tilekern.warning._said", set())
+    model = make().train()
+    model.lm_head.register_forward_pre_hook(gathered)
+    reference = step(model)
+    tilekern.apply(**ALONE)
+    before = fused()
+    assert worst(step(model), reference) < 1e-5
+    assert fused() == before + 1
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with pytest.warns(UserWarning, match="FSDP gathers its head.*compile the layers"):
+        assert worst(step(compiled), reference) < 1e-6
+    assert fused() == before + 1
+
+
 def test_compiled_on_a_cpu_without_the_interpreter_torch_s_operations_make_the_gradients(monkeypatch):
     torch._dynamo.reset()
     monkeypatch.delenv("TILEKERN_INTERPRET", raising=False)
