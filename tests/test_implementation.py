@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -68,10 +69,8 @@ def test_what_is_behind_a_name_is_called_and_compiled_in_one_graph(name, is_comp
     assert counters("attention_forward").launches == before + 1
 
 
-@pytest.mark.usefixtures("by_name")
 def test_a_transformers_without_these_doors_is_imported_all_the_same(monkeypatch):
-    import transformers
-
-    monkeypatch.delattr(transformers, "AttentionMaskInterface")
-    monkeypatch.setattr(type(transformers), "__getattr__", lambda _, name: (_ for _ in ()).throw(AttributeError(name)))
+    monkeypatch.setitem(sys.modules, "transformers", ModuleType("transformers"))
+    with pytest.raises(ImportError, match="AttentionInterface"):
+        attention.register()
     implementation.register_later()

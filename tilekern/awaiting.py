@@ -1,16 +1,20 @@
-"""Modules of other packages that are imported later: what waits for one is told as soon as it is there."""
+"""Modules of other packages that are imported later: what waits for one is told as soon as it is there.
+
+Nothing here is of ``importlib.abc``, which imports a dozen modules: this is part of ``import torch``.
+"""
 
 from __future__ import annotations
 
-import importlib.abc
 import importlib.machinery
 import sys
-from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
 
 
-class Arrivals(importlib.abc.MetaPathFinder):
+class Arrivals:
     """Calls ``arrived`` with the name of each module, of those that ``awaits`` says, after it was imported.
 
     A module that is being imported when the watch begins is one of them. What ``arrived`` raises is raised by the
@@ -40,17 +44,14 @@ class Arrivals(importlib.abc.MetaPathFinder):
         spec = next(filter(None, (finder.find_spec(name, path, target) for finder in after)), None)
         if spec is None or spec.loader is None:
             return None
-        spec.loader = _Telling(spec.loader, self._arrived)
+        spec.loader = _Telling(spec.loader, self._arrived)  # type: ignore[assignment]
         return spec
 
 
-def when_imported(name: str, then: Callable[[str], object]) -> None:
-    """Call ``then`` with a module's name: now where it is imported, else as soon as it is."""
+def is_imported(name: str) -> bool:
+    """Whether a module is there as a whole."""
     module = sys.modules.get(name)
-    if module is not None and not is_being_imported(module):
-        then(name)
-    else:
-        Arrivals(name.__eq__, then).watch()
+    return module is not None and not is_being_imported(module)
 
 
 def is_being_imported(module: Any) -> bool:
@@ -80,7 +81,7 @@ def _tell_at_the_end(spec: Any, arrived: Callable[[str], object]) -> None:
     spec.tells.append(arrived)
 
 
-class _Telling(importlib.abc.Loader):
+class _Telling:
     """Loads a module as the loader in it does, and tells that it is there; the module knows that one alone."""
 
     def __init__(self, loader: importlib.abc.Loader, arrived: Callable[[str], object]) -> None:

@@ -10,8 +10,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from tilekern.awaiting import when_imported
+from tilekern.awaiting import Arrivals, is_imported
 
+_MODELS = "transformers.modeling_utils"
 # For each name, whether gradients are the same bits in every run.
 NAMES = {"tilekern": True, "tilekern_nondeterministic": False}
 
@@ -27,10 +28,13 @@ def register(attend: Callable[..., Any], mask: Callable[..., Any]) -> None:
 
 def register_later() -> None:
     """Make the names known once transformers can make models, which an older release cannot with them."""
-    when_imported("transformers.modeling_utils", _register)
+    if is_imported(_MODELS):
+        _register()
+    else:
+        Arrivals(_MODELS.__eq__, _register).watch()
 
 
-def _register(_: str) -> None:
+def _register(_: str = _MODELS) -> None:
     with contextlib.suppress(ImportError):
         register(_attend, _mask)
 

@@ -50,10 +50,13 @@ def apply_later(**options: Any) -> None:
 
     A program that calls it before, by itself, has its own way.
     """
-    from tilekern.awaiting import when_imported
+    from tilekern.awaiting import Arrivals, is_imported
 
     # By name: the patches stand above this file.
-    when_imported(_MODELS, lambda _: import_module("tilekern.patch.patcher").apply_first(**options))
+    if is_imported(_MODELS):
+        import_module("tilekern.patch.patcher").apply(**options)
+    else:
+        Arrivals(_MODELS.__eq__, lambda _: import_module("tilekern.patch.patcher").apply_first(**options)).watch()
 
 
 def variables() -> list[str]:
