@@ -30,7 +30,7 @@ def served(call):
 
 @pytest.mark.parametrize("way", WAYS, ids=["class", "model"])
 def test_those_of_gpt2_are_served_and_put_back(way):
-    model = make("gpt2").eval()
+    model = make("gpt2")[0].eval()
     reference = step(model)
     for _ in range(2):
         way(model)
@@ -44,7 +44,7 @@ def test_those_of_gpt2_are_served_and_put_back(way):
 
 
 def test_one_op_can_be_left_out_and_taken_back():
-    model = make("gpt2")
+    model = make("gpt2")[0]
     assert tilekern.apply(model_type="gpt2", layer_norm=False) == ["fused_linear_cross_entropy"]
     assert served(lambda: step(model)) == 0
     tilekern.apply(model_type="gpt2")
@@ -55,7 +55,7 @@ def test_one_op_can_be_left_out_and_taken_back():
 
 @pytest.mark.parametrize("way", WAYS, ids=["class", "model"])
 def test_checkpointing_and_captured_states_stay(way):
-    model = make("gpt2").train()
+    model = make("gpt2")[0].train()
     with torch.no_grad():
         expected = model(input_ids=IDS, output_hidden_states=True).hidden_states
     reference = step(model)
@@ -101,7 +101,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
 def test_other_norms_run_as_they_are(other):
-    model = make("gpt2").eval()
+    model = make("gpt2")[0].eval()
     tilekern.apply(model_type="gpt2")
     first = model.transformer.h[0]
     first.ln_1 = other(first.ln_1)
@@ -121,7 +121,7 @@ def test_other_norms_run_as_they_are(other):
 )
 def test_a_norm_without_bias_or_weight_is_served_one_of_two_dimensions_is_not(norm, number):
     tilekern.apply(model_type="gpt2")
-    block = make("gpt2").transformer.h[0].eval()
+    block = make("gpt2")[0].transformer.h[0].eval()
     block.ln_1 = norm
     x = torch.randn(2, 3, 24)
     results = []
@@ -131,7 +131,7 @@ def test_a_norm_without_bias_or_weight_is_served_one_of_two_dimensions_is_not(no
 
 
 def test_autocast_has_norms_give_what_they_do_without_the_op():
-    block = make("gpt2").transformer.h[0].eval()
+    block = make("gpt2")[0].transformer.h[0].eval()
     results = []
     for apply in (False, True):
         if apply:

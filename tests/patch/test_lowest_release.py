@@ -9,7 +9,16 @@ from pathlib import Path
 import pytest
 
 # The release, and packages of its time where it refuses the newest ones.
-LOWEST = ("transformers==5.0.0", "huggingface_hub<2", "tokenizers<0.23", "httpx", "httpcore", "h11", "anyio")
+LOWEST = (
+    "transformers==5.0.0",
+    "huggingface_hub<2",
+    "tokenizers<0.23",
+    "kernels<0.11",
+    "httpx",
+    "httpcore",
+    "h11",
+    "anyio",
+)
 FAMILIES = Path(__file__).with_name("test_model_families.py")
 ROOT = FAMILIES.parents[2]
 
