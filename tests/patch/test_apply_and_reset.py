@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny_qwen3 import OPS, launched, launches, make, same, step, worst
+from tiny_qwen3 import OPS, apply, launched, launches, make, same, step, worst
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 import tilekern
@@ -18,8 +18,6 @@ from tilekern.errors import InputError
 from tilekern.patch import Patch, digest_of, registry, replacements
 from tilekern.runtime import dispatch
 
-# Other tests may have imported other families.
-apply_qwen3 = functools.partial(tilekern.apply, model_type="qwen3")
 MODULE = qwen3.__name__
 HOLDERS = (qwen3, *(v for v in vars(qwen3).values() if isinstance(v, type)))
 
@@ -46,7 +44,7 @@ def without(*names):
 
 def test_reset_restores_the_very_objects():
     before = everything()
-    assert apply_qwen3() == OPS
+    assert apply() == OPS
     assert qwen3.Qwen3RMSNorm.forward is not before[HOLDERS.index(qwen3.Qwen3RMSNorm)]["forward"]
     assert tilekern.reset() == OPS
     assert identical(everything(), before)
@@ -55,9 +53,9 @@ def test_reset_restores_the_very_objects():
 
 def test_applying_twice_is_harmless():
     before = everything()
-    assert apply_qwen3() == OPS
+    assert apply() == OPS
     once = everything()
-    assert apply_qwen3() == OPS
+    assert apply() == OPS
     assert identical(everything(), once)
     tilekern.reset()
     assert identical(everything(), before)
@@ -65,7 +63,7 @@ def test_applying_twice_is_harmless():
 
 @pytest.mark.parametrize("names", ["swiglu", ["swiglu"], ("rope", "swiglu")])
 def test_reset_of_some(names):
-    apply_qwen3()
+    apply()
     gone = [names] if isinstance(names, str) else names
     assert set(tilekern.reset(names)) == set(gone)
     assert list(tilekern.get_patched_ops()) == [op for op in OPS if op not in gone]
@@ -73,13 +71,11 @@ def test_reset_of_some(names):
 
 def test_an_op_that_is_switched_off_is_not_patched_and_a_second_call_takes_it_back():
     before = everything()
-    assert apply_qwen3(rope=False, fused_add_rms_norm=False) == without("rope", "fused_add_rms_norm")
+    assert apply(rope=False, fused_add_rms_norm=False) == without("rope", "fused_add_rms_norm")
     assert list(tilekern.get_patched_ops()) == without("rope", "fused_add_rms_norm")
-    assert apply_qwen3(rms_norm=False, swiglu=False, qk_norm_rope=False) == without(
-        "rms_norm", "swiglu", "qk_norm_rope"
-    )
+    assert apply(rms_norm=False, swiglu=False, qk_norm_rope=False) == without("rms_norm", "swiglu", "qk_norm_rope")
     assert list(tilekern.get_patched_ops()) == without("rms_norm", "swiglu", "qk_norm_rope")
-    assert apply_qwen3(**dict.fromkeys(OPS, False)) == []
+    assert apply(**dict.fromkeys(OPS, False)) == []
     assert identical(everything(), before)
 
 
@@ -116,7 +112,7 @@ def test_a_family_that_is_imported_later_is_patched_then():
 
 
 def test_patched_ops_name_their_places():
-    apply_qwen3()
+    apply()
     assert tilekern.get_patched_ops() == {patch.op: [patch.target] for patch in registry.patches("qwen3")}
     assert tilekern.get_patched_ops()["qk_norm_rope"] == [f"{MODULE}.Qwen3Attention.forward"]
     assert tilekern.get_patched_ops()["fused_add_rms_norm"] == [f"{MODULE}.Qwen3DecoderLayer.forward"]
@@ -170,7 +166,7 @@ def test_a_changed_target_is_left_alone_with_one_warning(monkeypatch):
         return hidden_states * self.weight
 
     monkeypatch.setattr(qwen3.Qwen3RMSNorm, "forward", forward)
-    patched, said = warned(apply_qwen3)
+    patched, said = warned(apply)
     assert patched == without("rms_norm", "qk_norm_rope", "fused_add_rms_norm")
     assert qwen3.Qwen3RMSNorm.forward is forward
     assert len(said) == 3, "the op's own, and those of the two that compute the norm as well"
@@ -191,7 +187,7 @@ def test_a_wrapped_target_is_left_alone(monkeypatch):
         return original(self, x)
 
     monkeypatch.setattr(qwen3.Qwen3MLP, "forward", timed)
-    patched, said = warned(apply_qwen3)
+    patched, said = warned(apply)
     assert patched == without("swiglu")
     assert "something has been wrapped around it" in said[0]
 
@@ -199,7 +195,7 @@ def test_a_wrapped_target_is_left_alone(monkeypatch):
 @pytest.mark.parametrize("name", ["apply_rotary_pos_emb", "rotate_half", "Qwen3RotaryEmbedding", "Qwen3Attention"])
 def test_a_missing_target_or_support_is_left_alone(monkeypatch, name):
     monkeypatch.delattr(qwen3, name)
-    patched, said = warned(apply_qwen3)
+    patched, said = warned(apply)
     assert patched == without("rope", "qk_norm_rope")
     assert len(said) == 2
     assert all(name in text for text in said)
@@ -211,16 +207,16 @@ def test_rope_needs_the_angles_to_be_stored_twice(monkeypatch):
         return angles.cos(), angles.sin()
 
     monkeypatch.setattr(qwen3.Qwen3RotaryEmbedding, "forward", forward)
-    patched, said = warned(apply_qwen3)
+    patched, said = warned(apply)
     assert patched == without("rope", "qk_norm_rope")
     assert all("Qwen3RotaryEmbedding.forward" in text for text in said)
 
 
 def test_what_was_put_over_a_patch_is_taken_away_with_a_warning():
     original = qwen3.Qwen3MLP.forward
-    apply_qwen3()
+    apply()
     qwen3.Qwen3MLP.forward = torch.nn.Identity.forward
-    patched, said = warned(apply_qwen3)
+    patched, said = warned(apply)
     assert patched == without("swiglu")
     assert "replaced by something else" in said[0]
     _, said = warned(tilekern.reset)
@@ -231,7 +227,7 @@ def test_what_was_put_over_a_patch_is_taken_away_with_a_warning():
 def test_models_of_both_kinds_take_each_others_state():
     plain = make()
     state = {name: tensor.clone() for name, tensor in plain.state_dict().items()}
-    tilekern.apply()
+    apply()
     patched = make()
     assert list(patched.state_dict()) == list(state)
     patched.load_state_dict(state, strict=True)
@@ -247,7 +243,7 @@ def test_threads():
 
     def work():
         for _ in range(20):
-            tilekern.apply()
+            apply()
             tilekern.get_patched_ops()
             tilekern.reset()
 
@@ -333,7 +329,7 @@ def test_a_function_without_named_callers_is_for_all_models_or_none(monkeypatch)
 def test_a_model_that_is_older_than_the_patch_is_patched():
     model = make()
     before = launches()
-    tilekern.apply()
+    apply()
     step(model)
     assert launched(before)
 
@@ -346,7 +342,7 @@ def sharded(model):
 
 
 @pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize("way", [lambda _: apply_qwen3(), tilekern.apply_to_model], ids=["class", "model"])
+@pytest.mark.parametrize("way", [lambda _: apply(), tilekern.apply_to_model], ids=["class", "model"])
 @pytest.mark.parametrize("first", [True, False], ids=["sharded first", "patched first"])
 def test_classes_made_of_a_layer_s_are_patched_and_put_back(way, first):
     model = make()

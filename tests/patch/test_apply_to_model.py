@@ -10,7 +10,7 @@ import weakref
 import pytest
 import torch
 from test_apply_and_reset import MODULE, everything, identical, warned, without
-from tiny_qwen3 import IDS, SINGLE, launched, launches, make, same, step, worst
+from tiny_qwen3 import IDS, SINGLE, apply, launched, launches, make, same, step, worst
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 import tilekern
@@ -69,7 +69,7 @@ def test_twice_and_together_with_apply():
     model = make()
     reference, before, classes = step(model), own_attributes(model), everything()
     assert tilekern.apply_to_model(model) == OPS
-    assert set(tilekern.apply()) == {*OPS, "rope"}
+    assert set(apply()) == {*OPS, "rope"}
     assert tilekern.apply_to_model(model) == OPS
     counted = launches()
     assert worst(step(model), reference) < 1e-5
@@ -221,7 +221,7 @@ def test_a_saved_model_can_be_patched_in_both_ways(copied):
     tilekern.apply_to_model(model)
     loaded = copied(saved_and_loaded(model))
     tilekern.reset()
-    assert set(tilekern.apply()) == {*OPS, "rope"}
+    assert set(apply()) == {*OPS, "rope"}
     before = launches()
     assert worst(step(loaded), reference) < 1e-5
     wanted = launched(before)

@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from tiny_qwen3 import IDS, launches, make, same, step, worst
+from tiny_qwen3 import IDS, apply, launches, make, same, step, worst
 from transformers import DynamicCache, StaticCache
 
 import tilekern
@@ -56,7 +56,7 @@ def test_loss_and_gradients_agree(name, kv_heads, other):
 def test_together_with_every_patch():
     ours, theirs = pair()
     reference, before = step(theirs), forwards()
-    tilekern.apply()
+    apply()
     assert worst(step(ours), reference) < 1e-5
     assert forwards() == before + 2
 

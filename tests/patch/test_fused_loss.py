@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_qwen3 import IDS, launched, launches, same, worst
+from tiny_qwen3 import IDS, apply, launched, launches, same, worst
 from tiny_qwen3 import make as make_tiny
 
 import tilekern
@@ -26,7 +26,7 @@ SHIFTED = torch.nn.functional.pad(IDS, (0, 1), value=-100)[:, 1:].roll(1, 0)
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 ways = pytest.mark.parametrize(
-    "way", [lambda _: tilekern.apply(**ALONE), lambda m: tilekern.apply_to_model(m, **ALONE)], ids=["class", "model"]
+    "way", [lambda _: apply(**ALONE), lambda m: tilekern.apply_to_model(m, **ALONE)], ids=["class", "model"]
 )
 
 
@@ -55,7 +55,7 @@ def fused():
     return counters(NAME).launches
 
 
-def check(model, way=lambda _: tilekern.apply(**ALONE), tolerance=1e-5, run=step):
+def check(model, way=lambda _: apply(**ALONE), tolerance=1e-5, run=step):
     """``run`` of the model agrees with that of the unpatched one, through the fused loss."""
     reference, before = run(model), fused()
     way(model)
@@ -93,7 +93,7 @@ def test_loss_and_gradients_agree_and_reset_is_exact(way, more):
 
 
 def test_together_with_every_other_patch():
-    check(make(attention="sdpa").train(), lambda _: tilekern.apply())
+    check(make(attention="sdpa").train(), lambda _: apply())
 
 
 def test_more_tokens_than_a_chunk_and_float32_exactly(products, monkeypatch):
@@ -131,7 +131,7 @@ def test_tied_embeddings_get_both_gradients():
 
 def test_labels_of_another_number_are_refused_as_by_torch():
     model = make().train()
-    for way in (dict, lambda: tilekern.apply(**ALONE)):
+    for way in (dict, lambda: apply(**ALONE)):
         way()
         with pytest.raises(ValueError, match=r"batch_size \(10\)|each of 14 tokens, got 10"):
             step(model, labels=IDS[:, :5])
@@ -140,7 +140,7 @@ def test_labels_of_another_number_are_refused_as_by_torch():
 def test_labels_that_are_all_left_out():
     model = make().train()
     labels = torch.full_like(IDS, -100)
-    tilekern.apply(**ALONE)
+    apply(**ALONE)
     loss, *gradients = step(model, labels=labels)
     assert loss.isnan()
     assert not any(gradient.any() for gradient in gradients)
@@ -283,7 +283,7 @@ def test_bfloat16_is_as_exact_as_torch():
     exact = step(make().train())
     model = make().bfloat16().train()
     plain = step(model)
-    tilekern.apply(**ALONE)
+    apply(**ALONE)
     before = fused()
     patched = step(model)
     assert fused() == before + 1
@@ -369,7 +369,7 @@ def test_a_compiled_head_that_fsdp_gathers_has_the_model_s_own_loss_and_a_warnin
     model = make().train()
     model.lm_head.register_forward_pre_hook(gathered)
     reference = step(model)
-    tilekern.apply(**ALONE)
+    apply(**ALONE)
     before = fused()
     assert worst(step(model), reference) < 1e-5
     assert fused() == before + 1
@@ -399,7 +399,7 @@ def test_another_loss_of_transformers_is_not_replaced(monkeypatch):
     model = make().train()
     reference = step(model)
     with pytest.warns(UserWarning, match="ForCausalLMLoss is another one"):
-        tilekern.apply(**ALONE)
+        apply(**ALONE)
     assert same(step(model), reference)
 
 
@@ -407,7 +407,7 @@ def test_on_a_cpu_without_the_interpreter_torch_s_operations_run(monkeypatch):
     monkeypatch.delenv("TILEKERN_INTERPRET", raising=False)
     model = make().train()
     reference = step(model)
-    tilekern.apply(**ALONE)
+    apply(**ALONE)
     before = counters(NAME).fallbacks
     monkeypatch.setattr("tilekern.warning._said", set())
     with pytest.warns(UserWarning, match="TILEKERN_INTERPRET=1"):

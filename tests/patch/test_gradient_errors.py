@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from tiny_qwen3 import launched, launches
+from tiny_qwen3 import apply, launched, launches
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 import tilekern
@@ -36,7 +36,7 @@ def gradients(model, seed):
 
 
 def patched_gradients(seed):
-    tilekern.apply()
+    apply()
     try:
         return gradients(make(seed, "tilekern"), seed)
     finally:

@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from tiny_qwen3 import FORWARD, IDS, launched, launches, make, same, step, worst
+from tiny_qwen3 import FORWARD, IDS, apply, launched, launches, make, same, step, worst
 from torch.autograd import forward_ad
 
 import tilekern
@@ -13,7 +13,7 @@ pytestmark = [
     pytest.mark.usefixtures("interpreted"),
     pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning"),
 ]
-ways = pytest.mark.parametrize("way", [lambda _: tilekern.apply(), tilekern.apply_to_model], ids=["class", "model"])
+ways = pytest.mark.parametrize("way", [lambda _: apply(), tilekern.apply_to_model], ids=["class", "model"])
 
 
 @ways
@@ -77,7 +77,7 @@ def test_without_gradients(way, mode):
 @pytest.mark.parametrize("patched", [True, False])
 def test_forward_mode_derivatives_are_refused_and_not_wrong(attention, patched):
     """Also where nothing needs a gradient, so that autograd does not know of the ops."""
-    tilekern.apply()
+    apply()
     if not patched:
         tilekern.reset()
     model = make(attention=attention).requires_grad_(False)
@@ -132,7 +132,7 @@ def test_compiled_by_inductor(monkeypatch):
     torch._dynamo.reset()
     model = make(layers=1)
     reference, before = step(model), launches()
-    tilekern.apply()
+    apply()
     compiled = torch.compile(model, fullgraph=True)
     assert worst(step(compiled), reference) < 1e-5
     assert launched(before)["qk_norm_rope_backward"] == 1

@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from tiny_qwen3 import FORWARD, IDS, KERNELS, SINGLE, launched, launches, make, same, step, worst
+from tiny_qwen3 import FORWARD, IDS, KERNELS, SINGLE, apply, launched, launches, make, same, step, worst
 from torch.nn.modules import module as modules
 from transformers.models.qwen3 import modeling_qwen3
 
@@ -28,9 +28,7 @@ HOOKS = [
     modules.register_module_full_backward_hook,
     modules.register_module_full_backward_pre_hook,
 ]
-ways = pytest.mark.parametrize(
-    "way", [lambda _, **ops: tilekern.apply(**ops), tilekern.apply_to_model], ids=["class", "model"]
-)
+ways = pytest.mark.parametrize("way", [lambda _, **ops: apply(**ops), tilekern.apply_to_model], ids=["class", "model"])
 
 
 @pytest.mark.usefixtures("interpreted")
@@ -60,7 +58,7 @@ def test_one_op_alone(op, whole):
     model = make()
     reference, before = step(model), launches()
     switches = {name: name == op for name in registry.known_ops()}
-    assert (tilekern.apply(**switches) if whole else tilekern.apply_to_model(model, **switches)) == [op]
+    assert (apply(**switches) if whole else tilekern.apply_to_model(model, **switches)) == [op]
     assert worst(step(model), reference) < 1e-5
     assert {kernel for kernel in launched(before) if kernel != "column_sum"} == KERNELS[op]
 
@@ -91,7 +89,7 @@ def test_layers_with_a_sliding_window():
     model = make(use_sliding_window=True, sliding_window=3, max_window_layers=1)
     assert [layer.self_attn.sliding_window for layer in model.model.layers] == [None, 3]
     reference = step(model)
-    tilekern.apply()
+    apply()
     assert worst(step(model), reference) < 1e-5
 
 
@@ -206,7 +204,7 @@ def test_bfloat16_is_as_exact_as_torch(attention):
     exact = step(make(attention=attention))
     model = make(attention=attention).bfloat16()
     plain = step(model)
-    tilekern.apply()
+    apply()
     patched = step(model)
     for ours, torchs, reference in zip(patched, plain, exact, strict=True):
         assert worst([ours], [reference]) <= 1.25 * worst([torchs], [reference]) + 4e-3
@@ -217,7 +215,7 @@ def test_on_a_cpu_without_the_interpreter_the_models_own_ops_run(monkeypatch):
     monkeypatch.setattr("tilekern.warning._said", set())
     model = make()
     reference = step(model)
-    tilekern.apply(**SINGLE)
+    apply(**SINGLE)
     before = {kernel: counts["fallbacks"] for kernel, counts in tilekern.stats().items()}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -236,7 +234,7 @@ def test_fused_ops_on_a_cpu_without_the_interpreter_run_the_models_own_formulas(
     reference = step(model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        tilekern.apply(**{op: op in ("qk_norm_rope", "fused_add_rms_norm") for op in registry.known_ops()})
+        apply(**{op: op in ("qk_norm_rope", "fused_add_rms_norm") for op in registry.known_ops()})
         before = tilekern.stats()
         assert worst(step(model), reference) < 1e-6
     for kernel, number in {"fused_add_rms_norm_forward": 2, "qk_norm_rope_forward": 2}.items():
@@ -247,7 +245,7 @@ def test_fused_ops_on_a_cpu_without_the_interpreter_run_the_models_own_formulas(
 def test_an_mlp_with_another_activation_keeps_its_own_forward():
     model = make(hidden_act="relu")
     reference, before = step(model), launches()
-    tilekern.apply(**{op: op == "swiglu" for op in registry.known_ops()})
+    apply(**{op: op == "swiglu" for op in registry.known_ops()})
     assert same(step(model), reference)
     assert not launched(before)
 
@@ -257,7 +255,7 @@ def test_an_mlp_with_another_activation_keeps_its_own_forward():
 def test_gates_by_gelu(activation):
     model = make(hidden_act=activation)
     reference, before = step(model), launches()
-    tilekern.apply(**{op: op == "swiglu" for op in registry.known_ops()})
+    apply(**{op: op == "swiglu" for op in registry.known_ops()})
     assert worst(step(model), reference) < 1e-5
     assert launched(before) == {"geglu_forward": 2, "geglu_backward": 2}
 
@@ -267,7 +265,7 @@ def test_gates_by_gelu(activation):
 def test_both_names_of_silu_are_known(activation):
     model = make(hidden_act=activation)
     before = launches()
-    tilekern.apply(**{op: op == "swiglu" for op in registry.known_ops()})
+    apply(**{op: op == "swiglu" for op in registry.known_ops()})
     step(model)
     assert launched(before) == {"swiglu_forward": 2, "swiglu_backward_remake": 2}
 
@@ -285,7 +283,7 @@ def test_rope_takes_both_layouts(unsqueeze_dim, angles):
     if unsqueeze_dim == 2:
         q, k = q.transpose(1, 2).contiguous(), k.transpose(1, 2).contiguous()
     wanted = modeling_qwen3.apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
-    tilekern.apply()
+    apply()
     before = launches()
     found = modeling_qwen3.apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
     assert launched(before) == {"rope": 1}
@@ -303,7 +301,7 @@ def test_rope_leaves_unusual_shapes_to_the_model(q_shape, angle_shape, unsqueeze
 
     q, angle = torch.randn(q_shape), torch.randn(angle_shape)
     wanted = modeling_qwen3.apply_rotary_pos_emb(q, q, angle.cos(), angle.sin(), unsqueeze_dim)
-    tilekern.apply()
+    apply()
     before = launches()
     assert same(modeling_qwen3.apply_rotary_pos_emb(q, q, angle.cos(), angle.sin(), unsqueeze_dim), wanted)
     assert not launched(before)
@@ -314,7 +312,7 @@ def test_generation_with_a_cache_gives_the_same_tokens():
     model = make().eval()
     settings = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     wanted = model.generate(IDS, **settings)
-    tilekern.apply()
+    apply()
     before = launches()
     assert torch.equal(model.generate(IDS, **settings), wanted)
     assert set(launched(before)) == FORWARD

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from tiny_families import IDS, make
+from tiny_qwen3 import apply
 
 import tilekern
 from tilekern.patch import families
@@ -37,7 +38,7 @@ def test_it_says_what_is_patched(qwen3, patch):
 
 
 def test_what_is_switched_off_is_named(qwen3):
-    tilekern.apply(swiglu=False)
+    apply(swiglu=False)
     assert set(reasons(qwen3, "swiglu").values()) == {"it is not patched; tilekern.apply(swiglu=True) does so"}
     assert set(reasons(qwen3, "rms_norm").values()) == {""}
 
@@ -46,7 +47,7 @@ def test_methods_of_a_module_s_own_and_subclasses_are_seen(qwen3):
     norm, first, second = qwen3.model.norm, *(layer.mlp for layer in qwen3.model.layers)
     norm.forward = lambda x: x
     second.__class__ = type("Mine", (type(second),), {"forward": lambda _, x: x})
-    tilekern.apply()
+    apply()
     assert reasons(qwen3, "rms_norm")["model.norm"] == "its forward is its own, a hook's or another patch's"
     assert reasons(qwen3, "swiglu") == {"model.layers.0.mlp": "", "model.layers.1.mlp": "Mine has a forward of its own"}
     first.act_fn = torch.nn.ReLU()
@@ -55,13 +56,13 @@ def test_methods_of_a_module_s_own_and_subclasses_are_seen(qwen3):
 
 def test_a_hook_that_holds_the_patched_method_changes_nothing(qwen3):
     accelerate = pytest.importorskip("accelerate.hooks", reason="accelerate is not installed")
-    tilekern.apply()
+    apply()
     accelerate.add_hook_to_module(qwen3.model.norm, accelerate.ModelHook())
     assert reasons(qwen3, "rms_norm")["model.norm"] == ""
 
 
 def test_hooks_on_a_norm_keep_a_layer_from_being_fused(qwen3):
-    tilekern.apply()
+    apply()
     qwen3.model.layers[1].post_attention_layernorm.register_forward_hook(lambda *_: None)
     assert reasons(qwen3, "fused_add_rms_norm") == {
         "model.layers.0": "",
@@ -72,13 +73,13 @@ def test_hooks_on_a_norm_keep_a_layer_from_being_fused(qwen3):
 def test_what_somebody_else_has_replaced_is_said(qwen3, monkeypatch):
     kind = type(qwen3.model.norm)
     monkeypatch.setattr(kind, "forward", lambda _, x: x)
-    tilekern.apply()
+    apply()
     (reason,) = set(reasons(qwen3, "rms_norm").values())
     assert "Qwen3RMSNorm.forward is not the code that the patch was made for" in reason
 
 
 def test_a_head_or_a_loss_that_does_more_is_said_of_the_model(qwen3):
-    tilekern.apply()
+    apply()
     assert reasons(torch.compile(qwen3), "fused_linear_cross_entropy") == {"_orig_mod": ""}
     qwen3.lm_head.bias = torch.nn.Parameter(torch.zeros(61))
     assert reasons(qwen3, "fused_linear_cross_entropy") == {"": "its head has a bias"}
@@ -95,7 +96,7 @@ def test_code_of_no_known_form_and_families_that_are_not_tested_are_told_apart(q
 
 def test_printed_it_has_a_line_for_modules_that_are_alike_and_the_fallbacks(qwen3, monkeypatch):
     monkeypatch.setattr(dispatch._state, "counters", {})
-    tilekern.apply(rms_norm=False)
+    apply(rms_norm=False)
     qwen3.eval()(input_ids=IDS)
     lines = str(tilekern.report(qwen3)).splitlines()
     assert "swiglu                     yes    2 x model.layers.*.mlp (Qwen3MLP)" in lines

@@ -3,7 +3,7 @@
 import pytest
 import tiny_families
 import torch
-from tiny_qwen3 import IDS, SINGLE, make
+from tiny_qwen3 import IDS, SINGLE, apply, make
 
 import tilekern
 from tilekern.errors import InputError
@@ -65,7 +65,7 @@ def traced(model, batch):
 @pytest.mark.parametrize("switches", [{}, SINGLE], ids=["fused", "single"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_step_asks_for_what_was_traced_and_nothing_else(h200, family, switches, attention, step):
-    tilekern.apply(**switches)
+    apply(**switches)
     model = FAMILIES[family](attention=attention).train().to(torch.bfloat16)
     batch, inputs = STEPS[step]
     found = traced(model, batch)
@@ -94,7 +94,7 @@ def test_so_it_is_in_other_families(h200, family):
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_so_it_is_in_other_dtypes_and_with_checkpointing(h200, dtype, checkpointing):
     """In float16 the fused loss goes by another way: forward and backward each make the logits."""
-    tilekern.apply()
+    apply()
     model = make(attention="tilekern").train().to(dtype)
     if checkpointing:
         model.gradient_checkpointing_enable()
@@ -105,7 +105,7 @@ def test_so_it_is_in_other_dtypes_and_with_checkpointing(h200, dtype, checkpoint
 @pytest.mark.parametrize("tokens", [1, 33, 600, pytest.param(1100, marks=pytest.mark.slow)])
 def test_so_it_is_in_steps_of_odd_lengths(h200, tokens):
     """Beyond a chunk of the fused loss, with a part that is left over."""
-    tilekern.apply()
+    apply()
     model = make().train().to(torch.bfloat16)
     ids = torch.arange(tokens).remainder(331).view(1, -1)
     asked = asked_by_a_real_step(model, {"input_ids": ids, "labels": ids})
@@ -125,7 +125,7 @@ def test_a_model_is_as_it_was_and_counts_nothing(h200):
 
 
 def test_parameters_that_do_not_train_have_no_optimizer_and_no_gradient(h200):
-    tilekern.apply()
+    apply()
     model = make()
     for parameter in model.parameters():
         parameter.requires_grad_(False)
@@ -141,7 +141,7 @@ def test_wrappers_are_looked_through_and_shards_are_made_whole(h200):
     from torch.distributed.fsdp import fully_shard
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    tilekern.apply()
+    apply()
     expected = traced(make(), STEPS["plain"][0])
     compiled = torch.compile(torch.nn.Sequential(make()))
     assert traced(compiled, STEPS["plain"][0]).problems == expected.problems
