@@ -14,6 +14,7 @@ from tilekern.patch.families import FAMILIES
 from tilekern.patch.registry import patches
 
 pytestmark = pytest.mark.processes
+SOME = ("gemma3", "gpt2", "llama4", "qwen3")
 
 PLAIN = """
 class Norm:
@@ -117,12 +118,20 @@ def test_the_command_prints_digests(tmp_path, capsys):
         out, errors = capsys.readouterr()
         return subprocess.CompletedProcess(arguments, code, out, errors)
 
-    home = Path(importlib.util.find_spec("transformers").origin).parents[1]
-    done = run(str(home))
+    installed, models = (
+        Path(importlib.util.find_spec("transformers").origin).parent,
+        tmp_path / "some/transformers/models",
+    )
+    models.mkdir(parents=True)
+    for family in SOME:
+        (models / family).symlink_to(installed / "models" / family)
+    done = run(str(tmp_path / "some"))
     assert done.returncode == 0
     lines = [line.split() for line in done.stdout.splitlines()[1:]]
-    assert {line[0] for line in lines} == {"known"}
-    assert {(line[1], line[3]) for line in lines} >= {(patch.op, patch.target) for patch in patches()}
+    assert [line[0] for line in lines].count("missing") == len(FAMILIES) - len(SOME)
+    assert {line[0] for line in lines} == {"known", "missing"}
+    known = {(line[1], line[3]) for line in lines if line[0] == "known"}
+    assert known >= {(patch.op, patch.target) for family in SOME for patch in patches(family)}
     old = tmp_path / "transformers" / "models" / "qwen3"
     old.mkdir(parents=True)
     (old / "modeling_qwen3.py").write_text("class Qwen3RMSNorm:\n    def forward(self, x):\n        return x\n")

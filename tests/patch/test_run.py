@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from tiny_qwen3 import OPS as SERVED
+from transformers.models.qwen3 import modeling_qwen3
 
 import tilekern
 from tilekern.patch import patcher
@@ -28,6 +29,8 @@ def folder(tmp_path, monkeypatch):
     tmp_path = tmp_path.resolve()
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.setenv("TILEKERN_APPLY", "0")
+    # Other tests may have imported other families, which take a second.
+    monkeypatch.setattr(patcher, "imported", lambda: [modeling_qwen3.__name__])
     monkeypatch.setattr(sys, "argv", ["pytest"])
     monkeypatch.setattr(sys, "path", ["", *sys.path])
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
