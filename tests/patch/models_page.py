@@ -1,12 +1,17 @@
 """docs/models.md as the families' tests make it; ``python tests/patch/models_page.py`` writes it."""
 
 import ast
+import re
 from pathlib import Path
 
 from tiny_families import SEEING
 
 from tilekern.patch.families import FAMILIES
 from tilekern.patch.forms import OPS, Module, path_of
+from tilekern.patch.table import PLAIN
+
+HEADS = re.compile(r"self\.(q_norm|query_layernorm)\(")
+BEFORE = re.compile(r"(\w+) = self\.\w*norm\(\1\)\n\s+\w+ = \w+ \+ \1\n")
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 HEAD = """# Models
@@ -25,7 +30,15 @@ transformers, too, wherever their code has a form that is known. `python -m tile
 - `rope` and `qk_norm_rope` are of the language model; vision towers keep their own rotation.
 - "of its text": the text model is of another family, which has a row of its own.
 - "-": the family has no such code.
-- "another form": it has, and tilekern has no op that computes the same.
+- "norm, then sum": each norm is of a layer's result, before the sum, and no op has the two in that order; `rms_norm`
+  serves it.
+- "norm of all heads": the norms of q and k are of whole rows; `rms_norm` serves them.
+- "norm after", "another norm": that of q and k follows the rotation, or is not Llama's; each of them that has an op by
+  itself runs that.
+- "another form": it has such code, and what of it an op could compute stands in statements that are not known.
+
+An MLP without a gate, as GPT-2's (`c_proj(act(c_fc(x)))`, with biases), has no op: the matmul's epilogue takes a bias
+and gelu, but for training, what goes into gelu must be kept, and then gelu is a pass of its own.
 
 """
 
@@ -45,19 +58,34 @@ def reason(op, module):
     text = path_of(module.name).read_text(encoding="utf-8")
     if op != "fused_linear_cross_entropy" and "AutoModel.from_config(" in text and "DecoderLayer" not in text:
         return "of its text"
-    bodies = {kind: ast.unparse(forward) for kind, forward in module.forwards.items()}
+    bodies = {
+        kind: ast.unparse(x) for kind, x in module.forwards.items() if "Vision" not in kind and "Cross" not in kind
+    }
+    if op == "qk_norm_rope":
+        return next((of_heads(module, kind, x) for kind, x in bodies.items() if HEADS.search(x) and "rotary" in x), "-")
+    if op == "fused_add_rms_norm":
+        layers = [x for kind, x in bodies.items() if "Layer" in kind and module.attributes(kind)]
+        return "-" if not layers else "norm, then sum" if any(map(BEFORE.search, layers)) else "another form"
     gated = [kind for kind, body in bodies.items() if "self.gate_proj(" in body or "self.gate_up_proj(" in body]
     has = {
         "rms_norm": any("RMSNorm" in name for name in module.classes),
         # Those of towers that see are not of the language model.
         "layer_norm": False,
         "swiglu": any(f"= {kind}(" in text for kind in gated),
-        "qk_norm_rope": "self.q_norm(" in text or "self.query_layernorm(" in text,
-        "rope": "apply_rotary" in text,
-        "fused_add_rms_norm": "RMSNorm" in text and any("Layer" in name for name in module.forwards),
+        "rope": "apply_rotary" in text and module.rotaries,
         "fused_linear_cross_entropy": "labels" in text,
     }
     return "another form" if has[op] else "-"
+
+
+def of_heads(module, kind, text):
+    """Why the norms of q and k and their rotation are not one op in an attention."""
+    if HEADS.search(text).start() > text.index("rotary_pos_emb("):
+        return "norm after"
+    if "self.q_norm(self.q_proj(hidden_states))" in text:
+        return "norm of all heads"
+    norms = [norm for name, norm in module.attributes(kind).items() if name in ("q_norm", "k_norm")]
+    return "another form" if norms and all(module.norms[norm] == PLAIN for norm in norms) else "another norm"
 
 
 if __name__ == "__main__":

@@ -31,6 +31,11 @@ def layer(*lines):
         (["x = r + x", "r = x", "y = self.norm(x)"], ["r, y = tilekern_add_norm(r, x, self.norm)", "x = r"]),
         (["x = r + self.drop(x) * 2", "r = x", "x = self.norm(x)"],
          ["r, x = tilekern_add_norm(r, self.drop(x) * 2, self.norm)"]),
+        (["x = r + x", "x = x + self.mlp(self.norm(x))"],
+         ["x, tilekern_normal = tilekern_add_norm(r, x, self.norm)", "x = x + self.mlp(tilekern_normal)"]),
+        (["x = r + x", "r = x", "x, y = self.mlp(x=self.norm(r), r=r)"],
+         ["r, tilekern_normal = tilekern_add_norm(r, x, self.norm)", "x = r",
+          "x, y = self.mlp(x=tilekern_normal, r=r)"]),
     ],
 )  # fmt: skip
 def test_a_sum_and_the_norm_of_it(lines, expected):
@@ -49,6 +54,10 @@ def test_a_sum_and_the_norm_of_it(lines, expected):
         ["x = r + x", "r = x", "r = self.norm(x)"],
         ["x = r + x", "x = self.norm(x, True)"],
         ["x += r", "x = self.norm(x)"],
+        ["x = r + x", "x = x + self.mlp(self.norm(x), self.other(r))"],
+        ["x = r + x", "x = self.norm(x) + self.norm(x)"],
+        ["x = r + x", "x = self.norm(x) if r is None else r"],
+        ["x = r + x", "x = [self.norm(x) for _ in r]"],
         ["x = r + x"],
     ],
 )

@@ -83,7 +83,12 @@ _CHUNKS = "0c855edfba59b95fbaa11f92aac89f94ddfb9a0c21c986c11e69442c45dd5b1f"
 _TWICE = {
     # ``q * cos + rotate_half(q) * sin``, and so for k.
     ("5c512eaee8adfce5bb118d0a6ae7d4a8d0531b96ba508496782a2839bf2e1c84", _HALVES): replacements.rope,
-    # The same by angles of three positions.
+    # The same the other way around, by ``cat((second half, -first half))``.
+    (
+        "5c512eaee8adfce5bb118d0a6ae7d4a8d0531b96ba508496782a2839bf2e1c84",
+        "8f22c20a9b3b3070bf39aa54449308ac0c6fb13c3ca21584bed7f88ce1fa828a",
+    ): replacements.rope_back,
+    # The first by angles of three positions.
     ("c7b26c8a0b28e92361ec7ae04461605b87c28c96f88e8c5d115051921a5a2847", _HALVES): replacements.rope_multimodal,
     # The same, cast to the dtypes of q and k, and in float32 before that.
     ("bece90e1691b797048f14475f6bffff75c730b189b76c41ca69e3eb9ca4525b2", _HALVES): replacements.rope_cast_back,
@@ -94,8 +99,12 @@ _TWICE = {
     ("2319eb3f6f3aaac1984d10d863640f4f0cceca6350459e34f85ec9546c48b10b", _HALVES): replacements.rope_part,
     # Pairs by the first half of the angles, each for two numbers: of a part of each head, of all of it, cast back.
     ("e2effc6efdfa420807a9212145b50cc47a21fdebfbe1dba1a3b4f8d5506f0e45", _PAIRS[0]): replacements.rope_pairs,
+    ("8a4af7a1b3ff3ec813e468d0553996524b639c101bb866b019c831a012ebb1b8", _PAIRS[0]): replacements.rope_pairs,
     ("a08c805df0ec0d650a717a6de393be5ee9211ff3c128625114f4358ea905b006", _PAIRS[0]): replacements.rope_pairs,
     ("3db0eaf5cb8aa3bf251e16bb93b53c83116a1324c5b284f85eef8fb89db3a50a", _PAIRS[0]): replacements.rope_pairs_cast_back,
+    # Pairs, all first numbers of which come first in the result; by their slices, and moved there before.
+    ("0e8830bc8e8cd5707b10e72205ee2dd347ac5cf1059287b83a8debe75b275a3f", ""): replacements.rope_pairs_apart,
+    ("ff7a101f2efdfe4fc497c43c51905297f88a4fb43fa7c223dc0e88e7ff7bcde2", _HALVES): replacements.rope_pairs_apart,
 }
 # Pairs by angles that are stored twice in a row: in float32, cast back, and of a part of each head.
 _IN_A_ROW = {
@@ -108,6 +117,7 @@ _AS_THEY_ARE = {
     ("5c512eaee8adfce5bb118d0a6ae7d4a8d0531b96ba508496782a2839bf2e1c84", _HALVES): replacements.rope_whole,
     ("303ea2b0f50f0aa98fafb5033a59b81742a62fbe29fa3b9fb108a866c514214a", _HALVES): replacements.rope_whole_cast_back,
     ("fcd9d9dae21834da0799b32adba80c40ff54dfcceb13a404d0616edbf30a69f5", _CHUNKS): replacements.rope_once,
+    ("984e7942ca96e21e5c57c49fae1e682a4519fd2acdd94d74f2c83a9eaf30ed68", _CHUNKS): replacements.rope_once,
     ("33759f0e733bdd0e8afdcc9abf33adce54afe3a63c25e5bd99539188ae3f81cb", ""): replacements.rope_complex,
     ("12b48959aef90bb52bdfb205f6cfdb3ad3437699954a31884bd055a7d84c476d", ""): replacements.rope_complex_by_heads,
 }

@@ -18,8 +18,12 @@ if TYPE_CHECKING:
     import torch
 
 
-def patch_modules(found: Found, model: torch.nn.Module, ledger: Ledger) -> tuple[int, str]:
+def patch_modules(
+    found: Found, model: torch.nn.Module, ledger: Ledger, beside: Iterable[Found] = ()
+) -> tuple[int, str]:
     """Patch every module of ``model`` that has the function which ``found`` describes.
+
+    A method that calls several functions of one op is given the replacements of all of them, those ``beside`` too.
 
     Returns:
         The number of modules that are patched now, and what was left alone with its reason (empty where nothing was).
@@ -31,11 +35,14 @@ def patch_modules(found: Found, model: torch.nn.Module, ledger: Ledger) -> tuple
     if not patch.callers:
         return 0, f"{patch.target} is a plain function that all models share; tilekern.apply() patches it for all"
     total, left = 0, ""
+    rows = [found, *(x for x in beside if x.patch.module == patch.module and x.patch.callers)]
     module = sys.modules[patch.module]
     for caller in patch.callers:
         try:
             function = original_at(module, caller, ledger)
-            twin = rewritten(function, lambda _: 1, {patch.attribute: patch.replacement(found.original)})
+            called = [x for x in rows if caller in x.patch.callers]
+            named = {x.patch.attribute: x.patch.replacement(x.original) for x in called}
+            twin = rewritten(function, lambda _: 1, named)
         except ValueError as error:
             return total, f"{patch.module}.{caller} {error}"
         number, reason = _give(found, caller, twin, model, ledger)

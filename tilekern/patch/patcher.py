@@ -259,16 +259,18 @@ def apply_to_model(
     done = set()
     with _lock:
         _take_back(model, {patch.op for patch in rows} - wish.ops)
-        for patch in (patch for patch in rows if patch.op in wish.ops):
-            found = examine(patch, _ledger)
+        judged = [examine(patch, _ledger) for patch in rows if patch.op in wish.ops]
+        for found in judged:
+            op = found.patch.op
             if not found.usable:
                 _warn(found)
                 continue
-            number, left = patch_modules(found, model, _ledger)
+            beside = [x for x in judged if x.usable and x.patch.op == op and x is not found]
+            number, left = patch_modules(found, model, _ledger, beside)
             if number:
-                done.add(patch.op)
+                done.add(op)
             if left:
-                warn(f"{patch.op} is not patched everywhere: {left}")
+                warn(f"{op} is not patched everywhere: {left}")
     ranks.agree_when_up()
     return _in_order(done)
 

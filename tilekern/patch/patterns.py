@@ -16,11 +16,15 @@ NORMED = "tilekern_normed"
 SKIPPED = "tilekern_skipped"
 # The argument that a forward gets whose logits may be skipped.
 SKIP_LOGITS = "skip_logits"
-_UNUSED = "tilekern_sum"
+_UNUSED, _NORMAL = "tilekern_sum", "tilekern_normal"
+# What may leave a part of a statement out, or run it later.
+_NOT_AT_ONCE = (ast.Lambda, ast.IfExp, ast.BoolOp, ast.Compare, ast.comprehension, ast.NamedExpr)
 
 
 def add_norm(function: ast.FunctionDef, norms: Collection[str]) -> int:
     """A sum and the norm of it: ``a = x + y``, perhaps ``residual = a``, then ``b = self.norm(a)``.
+
+    The norm may be inside of the last statement: ``b = a + self.mlp(self.norm(a))``.
 
     Args:
         function: changed in place.
@@ -50,15 +54,44 @@ def _sum_and_norm(statements: list[ast.stmt], norms: Collection[str]) -> tuple[l
             kept, length = name, 3
     if len(statements) < length:
         return None
-    normed, call = _assigned(statements[length - 1])
-    given = _argument(call)
-    if normed is None or _own_call(call) not in norms or given is None or given not in (total, kept) or normed == kept:
+    last, sums = statements[length - 1], [name for name in (kept, total) if name is not None]
+    call = _norm_of(last, norms, sums)
+    if call is None:
         return None
-    names = [name for name in (kept, total) if name is not None and name != normed]
+    normed, whole = _assigned(last)
+    if whole is not call:
+        normed = _NORMAL
+    elif normed is None or normed == kept:
+        return None
+    names = [name for name in sums if name != normed]
     called = f"{names[0] if names else _UNUSED}, {normed} = {ADD_NORM}(0, 0, self.{_own_call(call)})"
     first = _statement(called, statements[0])
     _called(first, ADD_NORM).args[:2] = [value.left, value.right]
-    return [first, *[_statement(f"{name} = {names[0]}", statements[0]) for name in names[1:]]], length
+    rest = (
+        [] if whole is call else [_Exchanged(call, ast.copy_location(ast.Name(_NORMAL, ast.Load()), call)).visit(last)]
+    )
+    return [first, *[_statement(f"{name} = {names[0]}", statements[0]) for name in names[1:]], *rest], length
+
+
+def _norm_of(statement: ast.stmt, norms: Collection[str], names: Collection[str]) -> ast.Call | None:
+    """The call of a norm of one of some variables in a statement that makes no other calls but with its result."""
+    nodes = list(ast.walk(statement))
+    at_once = isinstance(statement, ast.Assign | ast.AnnAssign)
+    if not at_once or any(isinstance(x, _NOT_AT_ONCE) for x in nodes):
+        return None
+    calls = [x for x in nodes if isinstance(x, ast.Call)]
+    found = [x for x in calls if _own_call(x) in norms and _argument(x) in names]
+    if len(found) != 1 or not all(any(y is found[0] for y in ast.walk(x)) for x in calls):
+        return None
+    return found[0]
+
+
+class _Exchanged(ast.NodeTransformer):
+    def __init__(self, call: ast.Call, value: ast.expr) -> None:
+        self.call, self.value = call, value
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        return self.value if node is self.call else self.generic_visit(node)
 
 
 def normed(function: ast.FunctionDef, norms: Collection[str]) -> int:

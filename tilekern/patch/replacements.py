@@ -6,6 +6,7 @@ the like), shapes that only broadcasting makes fit.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -168,6 +169,15 @@ def rope(original: Function) -> Function:
     return _turning(original, partial(ops.rope, twice=True), lambda size, angles: angles == size)
 
 
+def rope_back(original: Function) -> Function:
+    """As :func:`rope`, for a rotation by the angles' negatives."""
+
+    def turn(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+        return ops.rope(q, k, cos, -sin, twice=True)
+
+    return _turning(original, turn, lambda size, angles: angles == size)
+
+
 def rope_cast_back(original: Function) -> Function:
     """As :func:`rope`, for a rotation that casts what it made to the dtypes of q and k."""
     return _cast_back(rope(original))
@@ -226,8 +236,18 @@ def rope_whole_cast_back(original: Function) -> Function:
 
 
 def rope_once(original: Function) -> Function:
-    """As :func:`rope`, where cos and sin hold each angle once."""
-    return _turning(original, ops.rope, lambda size, angles: 2 * angles == size)
+    """As :func:`rope`, by angles [batch or 1, tokens, head_dim / 2] that are stored once."""
+    return _named(original, _turning(_unplaced(original), ops.rope, lambda size, angles: 2 * angles == size))
+
+
+def rope_pairs_apart(original: Function) -> Function:
+    """As :func:`rope`, for a rotation of pairs (x[2i], x[2i + 1]) whose results are halves as :func:`rope`'s are."""
+
+    def turn(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+        q, k = (x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for x in (q, k))
+        return ops.rope(q, k, cos, sin, twice=True)
+
+    return _named(original, _turning(_unplaced(original), turn, lambda size, angles: angles == size))
 
 
 def rope_multimodal(original: Function) -> Function:
@@ -251,7 +271,7 @@ def rope_complex(original: Function) -> Function:
     """
 
     def apply_rotary_emb(xq: torch.Tensor, xk: torch.Tensor, freqs_cis: torch.Tensor) -> Any:
-        if not _is_complex(xq, xk, freqs_cis):
+        if not _is_complex(xq, xk, freqs_cis, 1):
             return original(xq, xk, freqs_cis)
         return llama4_rope(xq, xk, freqs_cis)
 
@@ -262,7 +282,7 @@ def rope_complex_by_heads(original: Function) -> Function:
     """As :func:`rope_complex`, of q and k [batch, heads, tokens, head_dim]; DeepSeek V2's."""
 
     def apply_rotary_emb(xq: torch.Tensor, xk: torch.Tensor, freqs_cis: torch.Tensor) -> Any:
-        if not _is_complex(xq, xk, freqs_cis):
+        if not _is_complex(xq, xk, freqs_cis, 2):
             return original(xq, xk, freqs_cis)
         q, k = llama4_rope(xq.transpose(1, 2), xk.transpose(1, 2), freqs_cis.to(xq.device))
         return q.transpose(1, 2), k.transpose(1, 2)
@@ -270,8 +290,33 @@ def rope_complex_by_heads(original: Function) -> Function:
     return apply_rotary_emb
 
 
-def _is_complex(q: torch.Tensor, k: torch.Tensor, angles: torch.Tensor) -> bool:
-    return is_plain(q, k, angles) and q.dtype == k.dtype and q.dim() == k.dim() == 4 and angles.dim() == 3
+def _is_complex(q: torch.Tensor, k: torch.Tensor, angles: torch.Tensor, tokens: int) -> bool:
+    """Whether the arguments are the ordinary ones; ``tokens`` is their dimension in q and k."""
+    return is_plain(q, k, angles) and angles.is_complex() and _is_usual(q, k, angles, 3 - tokens)
+
+
+def _unplaced(original: Function) -> Function:
+    """A rotation of q, k, cos, sin and ``unsqueeze_dim``, whatever else its place is for."""
+
+    def apply_rotary_pos_emb(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> Any:
+        return original(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
+
+    return apply_rotary_pos_emb
+
+
+def _named(original: Function, turned: Function) -> Function:
+    """``turned`` with the arguments of the original, one of which may be ``position_ids``, which it does not read."""
+    if "position_ids" not in inspect.signature(original).parameters:
+        return turned
+
+    def apply_rotary_pos_emb(
+        q: Any, k: Any, cos: Any, sin: Any,
+        position_ids: Any = None,  # noqa: ARG001 (callers may give it)
+        unsqueeze_dim: int = 1,
+    ) -> Any:  # fmt: skip
+        return turned(q, k, cos, sin, unsqueeze_dim)
+
+    return apply_rotary_pos_emb
 
 
 def _turning(original: Function, turn: Function, fits: Callable[[int, int], bool]) -> Function:
