@@ -26,6 +26,7 @@ LINEAR = {
     "layer_types": ["linear_attention", "full_attention"], "linear_key_head_dim": 6, "linear_value_head_dim": 10,
     "linear_num_key_heads": 2, "linear_num_value_heads": 4,
 }  # fmt: skip
+DROPOUTS = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
 # The part of a multimodal model that is not tested here.
 VISION = {
     "depth": 1, "num_hidden_layers": 1, "hidden_size": 16, "embed_dim": 16, "out_hidden_size": 24, "num_heads": 2,
@@ -87,7 +88,20 @@ OWN: dict[str, dict] = {
     "glm4v_moe": _seeing(**EXPERTS | {"rope_parameters": MROPE["rope_parameters"] | {"mrope_section": [1, 1, 0]}}),
     "ernie4_5_vl_moe": _seeing(**EXPERTS | MROPE | {"moe_intermediate_size": [20, 20]}),
     "mllama": _seeing(cross_attention_layers=[]),
-    "gpt2": {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
+    **dict.fromkeys(("gpt2", "gpt_bigcode"), DROPOUTS),
+    "gptj": DROPOUTS | {"rotary_dim": 4},
+    "phi": DROPOUTS | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+    "falcon": {"hidden_dropout": 0.0, "head_dim": None},
+    "gpt_neo": {
+        "num_layers": 2, "num_heads": 3, "attention_types": [[["global", "local"], 1]], "resid_dropout": 0.0,
+        "embed_dropout": 0.0,
+    },
+    "mpt": {"d_model": 24, "n_layers": 2, "n_heads": 4},
+    "opt": {"dropout": 0.0, "word_embed_proj_dim": 24, "ffn_dim": 36},
+    "xglm": {
+        "d_model": 24, "ffn_dim": 36, "num_layers": 2, "attention_heads": 3, "dropout": 0.0, "layerdrop": 0.0,
+        "activation_dropout": 0.0,
+    },
     "biogpt": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "layerdrop": 0.0},
     "phimoe": EXPERTS | {"router_jitter_noise": 0.0, "input_jitter_noise": 0.0},
     **dict.fromkeys(
@@ -198,8 +212,8 @@ def make_seeing(name):
 
 
 def _config(arguments):
-    # Copied, as configurations write into what they are given.
-    return AutoConfig.for_model(**deepcopy(arguments))
+    """A configuration of what is not None; copied, as it writes into what it is given."""
+    return AutoConfig.for_model(**deepcopy({name: x for name, x in arguments.items() if x is not None}))
 
 
 def _made(auto, config):

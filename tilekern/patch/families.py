@@ -29,7 +29,9 @@ _SERVED = {
     "nms": "pixtral",
     "nrh": "flex_olmo",
     "lrh": "gpt_neox nemotron persimmon phimoe starcoder2",
-    "lh": "biogpt bloom gpt2",
+    "lr": "falcon phi",
+    "lh": "biogpt bloom gpt2 gpt_bigcode xglm",
+    "l": "gpt_neo gptj mpt opt",
     "h": "aya_vision got_ocr2 idefics3 internvl llava llava_next mistral3 paligemma smolvlm",
 }
 

@@ -18,6 +18,7 @@ from tilekern.ops.geglu import geglu
 from tilekern.ops.layer_norm import layer_norm
 from tilekern.ops.llama4_rope import llama4_rope
 from tilekern.ops.qwen2vl_mrope import qwen2vl_mrope
+from tilekern.ops.registration import is_autocast
 from tilekern.patch.plain import has_hooks, is_bare_linear, is_plain
 from tilekern.patch.rewriting import named_as
 from tilekern.patch.table import PLAIN, Norm
@@ -81,7 +82,7 @@ def are_normed_alike(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.T
     """Whether torch's layer norm of ``x`` over the last dimension gives what the op does, in the same dtype."""
     given = [part for part in (weight, bias) if part is not None]
     # Autocast has layer norms give float32.
-    cast = x.dtype != torch.float32 and torch.is_autocast_enabled(x.device.type)
+    cast = x.dtype != torch.float32 and is_autocast(x.device.type)
     return not cast and is_plain(*given) and all(y.shape == x.shape[-1:] and y.dtype == x.dtype for y in given)
 
 
