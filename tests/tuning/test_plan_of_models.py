@@ -46,7 +46,7 @@ SMALL = {
     "num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": 3, "vocab_size": 336,
 }  # fmt: skip
 LLAMA = {"model_type": "llama", **{name: value for name, value in SMALL.items() if name != "model_type"}}
-BERT = SMALL | {"model_type": "bert", "is_decoder": True}
+JAIS = SMALL | {"model_type": "jais2"}
 NOT_PATCHED = (
     "rms_norm, layer_norm, swiglu, qk_norm_rope, rope, fused_add_rms_norm, fused_linear_cross_entropy have no patch"
 )
@@ -185,12 +185,12 @@ def test_a_llama_is_planned_whole(name):
 
 
 def test_what_has_no_patch_is_not_planned_and_is_named():
-    plan = planned(BERT)
+    plan = planned(JAIS)
     assert {kernel.partition("_")[0] for kernel in by_kernel(plan)} == {"attention", "adamw"}
-    assert plan.notes == (f"bert: attention and adamw only; {NOT_PATCHED}",)
-    assert planned(BERT, ops=["attention"]).notes == ()
-    with pytest.raises(InputError, match="asks for no kernel of --ops rope; bert: nothing only; rope has no patch"):
-        planned(BERT, ops=["rope"])
+    assert plan.notes == (f"jais2: attention and adamw only; {NOT_PATCHED}",)
+    assert planned(JAIS, ops=["attention"]).notes == ()
+    with pytest.raises(InputError, match="asks for no kernel of --ops rope; jais2: nothing only; rope has no patch"):
+        planned(JAIS, ops=["rope"])
     some = planned(AutoConfig.for_model("olmo2", **FAMILIES["olmo2"]))
     assert some.notes[0].endswith(" and adamw only; fused_add_rms_norm has no patch")
 
