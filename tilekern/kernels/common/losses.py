@@ -31,6 +31,7 @@ from tilekern.spec import (
     outputs_of,
     parameters_of,
 )
+from tilekern.targets import Target
 
 # Float32 values for each element of a tile: both inputs, the total, the derivative.
 _LIVE = 4
@@ -110,6 +111,12 @@ def _arrays(inputs: tuple[str, str], scalars: tuple[str, ...], problem: Problem)
     return (*matrices, _SLOPE, *results, *(ScalarParameter(name, "float32") for name in scalars))
 
 
+def _default(problem: Problem, target: Target) -> Config:
+    # Long rows of 16 bits are bound by arithmetic, which eight blocks overlap best; on sm_100 they would spill.
+    many = problem["dtype"] != "float32" and problem["columns"] >= 1024 and target.capability < 100
+    return _config(problem, *((1024, 8) if many else (2048, 4)), tma=target.capability >= 90)
+
+
 def _implement(
     losses: Any, gradients: Any, inputs: tuple[str, str], scalars: tuple[str, ...], flags: tuple[str, ...],
     problem: Problem, config: Config,
@@ -160,7 +167,7 @@ def spec(
         space=Space(_axes, (_FITS, TMA_NEEDS_HOPPER)),
         ops=(op,),
         implement=lambda problem, config: _implement(losses, gradients, inputs, tuple(scalars), flags, problem, config),
-        default=lambda problem, target: _config(problem, 2048, 4, tma=target.capability >= 90),
+        default=_default,
         generic=lambda problem: _config(problem, 512, 1, tma=False),
         inputs=lambda problem, generator, device: {
             name: of_draws(x) if name in inputs else x
