@@ -348,7 +348,11 @@ def sft(folder, arguments, data):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("make", [dpo, grpo, sft], ids=lambda make: make.__name__)
+@pytest.mark.parametrize(
+    "make",
+    [pytest.param(dpo, marks=pytest.mark.slow), pytest.param(grpo, marks=pytest.mark.slow), sft],
+    ids=lambda make: make.__name__,
+)
 def test_three_steps_of_a_trainer_are_the_same(bound, make, tmp_path):
     from datasets import Dataset
 

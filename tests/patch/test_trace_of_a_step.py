@@ -1,5 +1,7 @@
 """What is traced on meta tensors is what a step of a patched model asks for, and nothing else."""
 
+import itertools
+
 import pytest
 import tiny_families
 import torch
@@ -14,7 +16,6 @@ from tilekern.tracing.recorder import Trace, tracing
 from tilekern.tracing.stepping import Batch, step_as_it_is
 
 H200 = resolve("H200")
-FAMILIES = {"qwen3": make}
 SEQUENCES, LENGTH = IDS.shape
 PACKED = {
     "input_ids": IDS.view(1, -1),
@@ -32,6 +33,13 @@ STEPS = {
     "packed": (Batch(SEQUENCES, LENGTH, packed=True), PACKED),
     "padded": (Batch(SEQUENCES, LENGTH, padded=True), {"input_ids": IDS, "labels": IDS, "attention_mask": PADDING}),
 }
+FAMILIES = {"qwen3": make}
+ATTENTIONS = ("eager", "tilekern", "tilekern_nondeterministic")
+# Every attention with every step; ops by themselves with each of them once, as neither depends on the other.
+ASKING = [
+    *(pytest.param({}, *pair, id="-".join(("fused", *pair))) for pair in itertools.product(ATTENTIONS, STEPS)),
+    *(pytest.param(SINGLE, *pair, id="-".join(("single", *pair))) for pair in zip(ATTENTIONS, STEPS, strict=True)),
+]
 
 
 @pytest.fixture
@@ -60,9 +68,7 @@ def traced(model, batch):
     return found
 
 
-@pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize("attention", ["eager", "tilekern", "tilekern_nondeterministic"])
-@pytest.mark.parametrize("switches", [{}, SINGLE], ids=["fused", "single"])
+@pytest.mark.parametrize(("switches", "attention", "step"), ASKING)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_step_asks_for_what_was_traced_and_nothing_else(h200, family, switches, attention, step):
     apply(**switches)
