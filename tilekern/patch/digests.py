@@ -17,6 +17,8 @@ from typing import Any
 _DOCUMENTED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 # What older and newer parsers note beside the code itself.
 _NOTES = ("kind", "type_comment")
+# By the identity of code objects, which stay alive here: code that is equal may have another text around it.
+_found: dict[int, tuple[Any, str, bool]] = {}
 
 
 def digest_of(value: Any) -> str:
@@ -29,14 +31,24 @@ def digest_of(value: Any) -> str:
     if function is None:
         raise ValueError("it is not a plain Python function")
     function = _uncheckpointed(function)
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-    except (OSError, TypeError, SyntaxError):
-        raise ValueError("its source is not at hand") from None
-    definition = tree.body[0]
-    if hasattr(function, "__wrapped__") and not getattr(definition, "decorator_list", None):
+    digest, is_decorated = _read(function)
+    if hasattr(function, "__wrapped__") and not is_decorated:
         raise ValueError("something has been wrapped around it")
-    return digest_of_tree(definition)
+    return digest
+
+
+def _read(function: FunctionType) -> tuple[str, bool]:
+    """The digest of a function's definition, and whether that has decorators; read once for each code object."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    known = _found.get(id(code))
+    if known is None:
+        try:
+            definition = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+        except (OSError, TypeError, SyntaxError):
+            raise ValueError("its source is not at hand") from None
+        known = code, digest_of_tree(definition), bool(getattr(definition, "decorator_list", None))
+        _found[id(code)] = known
+    return known[1:]
 
 
 def _uncheckpointed(function: FunctionType) -> FunctionType:
