@@ -101,7 +101,7 @@ def test_both_modules_run(installed, arguments):
 @pytest.mark.parametrize(
     ("name", "arguments", "part"),
     [
-        ("tilekern-tune", ["--help"], "Tune the kernels of MODEL"),
+        ("tilekern-tune", ["--help"], "Tune the kernels of one MODEL"),
         ("tilekern-cache", ["ls", "--cache-dir", "empty"], "there is no cache at empty yet"),
     ],
 )

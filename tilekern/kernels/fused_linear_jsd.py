@@ -179,8 +179,13 @@ def _outputs(problem: Problem, blocks: int) -> dict[str, tuple[tuple[int, ...], 
     }  # fmt: skip
 
 
-def _chunks(problem: Problem) -> list[Value]:
-    return list(head.space().axes(problem)["chunk"])
+def _axes(problem: Problem) -> dict[str, list[Value]]:
+    axes: dict[str, list[Value]] = {name: [*values] for name, values in head.space().axes(problem).items()}
+    return axes | {"parts": [*_PARTS]}
+
+
+def _chunks(problem: Problem) -> list[int]:
+    return [int(chunk) for chunk in head.space().axes(problem)["chunk"] if chunk is not None]
 
 
 def _fits(problem: Problem, config: Config, target: Target) -> bool:
@@ -225,7 +230,7 @@ SPEC = KernelSpec(
         Dimension("vocabulary", "exact"),
         Dimension("dtype", "dtype"),
     ),
-    space=Space(lambda problem: head.space().axes(problem) | {"parts": [*_PARTS]}, (_FEW_BYTES, _FEW_CHUNKS, _WHOLE)),
+    space=Space(_axes, (_FEW_BYTES, _FEW_CHUNKS, _WHOLE)),
     ops=("fused_linear_jsd",),
     implement=_implement,
     default=_default,

@@ -43,6 +43,15 @@ class Touch:
         found = vars(self.owner()).get(self.name)
         return (getattr(found, "__func__", None) if self.is_bound else found) is self.replacement
 
+    @property
+    def still_runs(self) -> bool:
+        """Whether the replacement stands where it was put, or inside of what wraps it, as accelerate's casts do."""
+        found = vars(self.owner()).get(self.name)
+        found = getattr(found, "__func__", None) if self.is_bound else found
+        while found is not None and found is not self.replacement:
+            found = getattr(found, "__wrapped__", None)
+        return found is not None
+
     def undo(self) -> None:
         """Put back what stood there, or delete the attribute where nothing did."""
         owner = self.owner()

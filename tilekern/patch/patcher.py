@@ -333,7 +333,7 @@ def get_patched_ops() -> dict[str, list[str]]:
     their class; :func:`tilekern.report` tells of them.
     """
     with _lock:
-        places = Counter((touch.op, touch.where, touch.is_bound) for touch in _ledger if touch.in_place)
+        places = Counter((touch.op, touch.where, touch.is_bound) for touch in _ledger if touch.still_runs)
     found: dict[str, list[str]] = {op: [] for op in _in_order({op for op, _, _ in places})}
     for (op, where, is_bound), number in places.items():
         found[op].append(f"{where} of {number} module{'s' if number > 1 else ''}" if is_bound else where)
