@@ -11,6 +11,7 @@ from tilekern.patch.forms import OPS, Module, path_of
 from tilekern.patch.table import PLAIN
 
 HEADS = re.compile(r"self\.(q_norm|query_layernorm)\(")
+BIASED = re.compile(r"self\.lm_head = nn\.Linear\((?!.*bias=False)")
 BEFORE = re.compile(r"(\w+) = self\.\w*norm\(\1\)\n\s+\w+ = \w+ \+ \1\n")
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
@@ -35,6 +36,7 @@ transformers, too, wherever their code has a form that is known. `python -m tile
 - "norm of all heads": the norms of q and k are of whole rows; `rms_norm` serves them.
 - "norm after", "another norm": that of q and k follows the rotation, or is not Llama's; each of them that has an op by
   itself runs that.
+- "a bias": the head adds one, which the loss's op does not take.
 - "another form": it has such code, and what of it an op could compute stands in statements that are not known.
 
 An MLP without a gate, as GPT-2's (`c_proj(act(c_fc(x)))`, with biases), has no op: the matmul's epilogue takes a bias
@@ -58,6 +60,8 @@ def reason(op, module):
     text = path_of(module.name).read_text(encoding="utf-8")
     if op != "fused_linear_cross_entropy" and "AutoModel.from_config(" in text and "DecoderLayer" not in text:
         return "of its text"
+    if op == "fused_linear_cross_entropy" and BIASED.search(text):
+        return "a bias"
     bodies = {
         kind: ast.unparse(x) for kind, x in module.forwards.items() if "Vision" not in kind and "Cross" not in kind
     }

@@ -28,10 +28,10 @@ _SERVED = {
     "lmrh": "cohere cohere2 olmo stablelm",
     "nms": "pixtral",
     "nrh": "flex_olmo",
-    "lrh": "gpt_neox nemotron persimmon phimoe starcoder2",
-    "lr": "falcon phi",
-    "lh": "biogpt bloom gpt2 gpt_bigcode xglm",
-    "l": "gpt_neo gptj mpt opt",
+    "lrh": "falcon gpt_neox nemotron persimmon phimoe starcoder2",
+    "lr": "phi",
+    "lh": "biogpt bloom gpt2 gpt_bigcode gpt_neo mpt xglm",
+    "l": "gptj opt",
     "h": "aya_vision got_ocr2 idefics3 internvl llava llava_next mistral3 paligemma smolvlm",
 }
 

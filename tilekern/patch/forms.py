@@ -186,7 +186,8 @@ class Module:
         A rotation has a replacement where its angles are stored as that takes them.
         """
         found = {}
-        angles = tuple(f"{kind}.forward" for kind in self.rotaries)
+        made_by = (f"{kind}.{name}" for kind in self.rotaries for name in ("forward", "recomposition_frequencies"))
+        angles = tuple(path for path in made_by if path in self.methods)
         twice, in_a_row = (
             bool(self.rotaries) and all(patterns.stores_twice(self.classes[kind], rows) for kind in self.rotaries)
             for rows in (False, True)

@@ -299,7 +299,7 @@ def _uses(nodes: Iterable[ast.AST], name: str) -> int:
 def stores_twice(rotary: ast.ClassDef, in_a_row: bool = False) -> bool:
     """Whether a rotary embedding gives cosines and sines of angles that were doubled by ``cat((angles, angles))``.
 
-    ``in_a_row``: by ``repeat_interleave(angles, 2)``.
+    ``in_a_row``: by ``repeat_interleave(angles, 2)``. A method ``recomposition_frequencies`` may do it to both.
     """
     methods = {x.name: x for x in rotary.body if isinstance(x, ast.FunctionDef)}
     forward, joined = methods.get("forward"), methods.get("recomposition_frequencies")

@@ -293,7 +293,8 @@ def rope_complex_by_heads(original: Function) -> Function:
 
 def _is_complex(q: torch.Tensor, k: torch.Tensor, angles: torch.Tensor, tokens: int) -> bool:
     """Whether the arguments are the ordinary ones; ``tokens`` is their dimension in q and k."""
-    return is_plain(q, k, angles) and angles.is_complex() and _is_usual(q, k, angles, 3 - tokens)
+    usual = is_plain(q, k, angles) and angles.is_complex() and _is_usual(q, k, angles, 3 - tokens)
+    return usual and 2 * angles.shape[2] == q.shape[3]
 
 
 def _unplaced(original: Function) -> Function:
