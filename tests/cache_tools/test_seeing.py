@@ -323,7 +323,10 @@ def test_why_tells_the_lookup_that_dispatch_does(as_json, cli, cache):
     assert [(step["layer"], step["outcome"]) for step in document["steps"]] == [
         ("user", "stale"),
         ("user", "not_there"),
+        ("prebuilt:gemma-2-9b-h200", "not_there"),
         ("prebuilt:llama-3-8b-h200", "not_there"),
+        ("prebuilt:mistral-7b-h200", "not_there"),
+        ("prebuilt:qwen2.5-7b-h200", "not_there"),
         ("prebuilt:qwen3-8b-b200", "no_records"),
         ("prebuilt:qwen3-8b-h200", "taken"),
     ]

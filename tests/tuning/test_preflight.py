@@ -156,7 +156,7 @@ def test_the_command_lists_what_lacks_and_ends_with_3(model, capsys):
 
 
 def test_the_command_has_nothing_to_say_against_a_full_cache(capsys):
-    assert run("qwen3-8b", "--gpu", "H200", "--tokens", "2048,8192", "--need", "measured") == 0
+    assert run("qwen3-8b", "--gpu", "H200", "--tokens", "2048,8192", "--need", "exact") == 0
     assert capsys.readouterr().out.splitlines()[-1] == "nothing is missing"
 
 
