@@ -330,7 +330,10 @@ def test_gpt2_counts_its_heads_by_another_name():
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ({"ops": ["conv"]}, "unknown op 'conv'; known: rms_norm, layer_norm, swiglu, .*, attention, adamw; others are planned by"),
+        (
+            {"ops": ["conv"]},
+            "unknown op 'conv'; known: rms_norm, layer_norm, swiglu, .*, attention, adamw; others are planned by",
+        ),
         ({"attention": ["flash"]}, "unknown attention 'flash'; known: tilekern, tilekern_nondeterministic"),
     ],
 )
