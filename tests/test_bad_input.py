@@ -109,7 +109,7 @@ def said(ran, code):
         (["qwen3-8b", "--gpu", "B9000"], ["unknown GPU 'B9000'", "H200", "sm_100"]),
         (
             ["qwen3-8b", "--gpu", "B200", "--ops", "rope,conv"],
-            ["unknown op 'conv'", "rms_norm, swiglu", "attention, adamw"],
+            ["unknown op 'conv'", "swiglu, qk_norm_rope", "attention, adamw"],
         ),
         (["qwen3-8b", "--gpu", "B200", "--ops", ","], ["--ops is empty"]),
         (["qwen3-8b", "--gpu", "B200", "--dtype", "int8"], ["unknown dtype 'int8'", "bfloat16, float16, float32"]),
@@ -128,7 +128,7 @@ def said(ran, code):
         (["serve", "--gpu", "B200", "--once", "--jobs", "100000"], ["--jobs 100000 is too many"]),
         (["qwen3-8b", "--gpu", "B200", "--timeout", "soon"], ["--timeout", "soon"]),
         (["qwen3-8b", "--gpu", "B200", "--colour"], ["--colour"]),
-        (["qwen3-8b", "qwen3-4b", "--gpu", "B200"], ["qwen3-4b"]),
+        (["qwen3-8b", "qwen3-9b", "--gpu", "B200"], ["qwen3-9b", "qwen3-8b"]),
         (["qwen3-8b", "--gpu", "B200", "--stages", "compile"], ["--sweep"]),
         (["--stages", "measure", "--sweep", "nowhere"], ["nowhere is not a sweep folder", "--stages plan,compile"]),
         (["missing/config.json", "--gpu", "B200"], ["missing/config.json does not exist"]),

@@ -33,7 +33,7 @@ def print_table(
         right: columns that are flushed right.
         grouped: columns whose texts are said once, above the rows that have them; such rows must stand together.
         below: columns of long texts. One that the terminal has no room for stands below its row, broken at commas and
-            blanks.
+            blanks. A first column's that has no room beside the others stands on a line of its own above them.
     """
     said = [at for at, name in enumerate(header) if name in grouped]
     shown = [at for at, name in enumerate(header) if name not in grouped]
@@ -69,7 +69,7 @@ class _Table:
         below: Sequence[str],
         columns: int,
     ) -> None:
-        self._names, self._rows, self._columns = names, rows, columns
+        self._names, self._rows, self._below, self._columns = names, rows, below, columns
         self._widths = self._fitted(below)
         self._forms = [
             f"{{:{'>' if name in right else '<'}{width}}}"
@@ -86,21 +86,28 @@ class _Table:
     def _fitted(self, below: Sequence[str]) -> list[int]:
         """The width of each column; 0 where all that it holds stands below the rows."""
         lengths = [[len(row[at]) for row in self._rows] for at in range(len(self._names))]
+        whole = [max([len(name), *found]) for name, found in zip(self._names, lengths, strict=True)]
         left = self._columns - _GAP * (len(self._names) - 1)
-        left -= sum(max([len(n), *found]) for n, found in zip(self._names, lengths, strict=True) if n not in below)
+        left -= sum(width for name, width in zip(self._names, whole, strict=True) if name not in below)
         widths = []
-        for name, found in zip(self._names, lengths, strict=True):
+        for at, (name, found) in enumerate(zip(self._names, lengths, strict=True)):
             if name in below:
                 fits = [length for length in found if length <= left]
                 width = max(len(name), *fits) if fits and len(name) <= left else 0
                 left -= width
+            elif at == 0 and left < 0:
+                width = max([len(name), *(length for length in found if length <= whole[at] + left)])
+                left += whole[at] - width
             else:
-                width = max([len(name), *found])
+                width = whole[at]
             widths.append(width)
         return widths
 
     def _line(self, texts: Sequence[str]) -> Iterator[str]:
         pairs = list(zip(texts, self._widths, strict=True))
+        if self._names[0] not in self._below and len(texts[0]) > self._widths[0]:
+            yield texts[0]
+            pairs[0] = ("", self._widths[0])
         cells = [text if len(text) <= width else "" for text, width in pairs if width]
         yield (" " * _GAP).join(form.format(cell) for form, cell in zip(self._forms, cells, strict=True)).rstrip()
         if texts is not self._names:

@@ -318,7 +318,9 @@ def reference_forward(student: Any, teacher: Any, slope: Any, beta: float, scale
     """The results in float64: losses, logarithms to base 2 of sums of exponentials, and what pulls the gradient."""
     wide, other = student.double() * scale, teacher.double() * scale
     terms, derivative = jsd.reference_terms(wide.log_softmax(-1), other.log_softmax(-1), beta, pure)
-    sums = (wide.logsumexp(-1) / LN_2, other.logsumexp(-1) / LN_2, derivative.sum(-1) / _multiple(beta, pure))
+    # A pure divergence's derivative is the teacher's alone; over the student's sum, too, since that may be no number.
+    pull = derivative.sum(-1) / (_multiple(beta, pure) * wide.softmax(-1).sum(-1))
+    sums = (wide.logsumexp(-1) / LN_2, other.logsumexp(-1) / LN_2, pull)
     factor = slope.where(slope.isfinite(), float("nan"))
     found = losses.expected(terms, derivative, factor, False)
     return found | {name: x.where(slope != 0, 0) for name, x in zip(_SUMS, sums, strict=True)}
