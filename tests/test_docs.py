@@ -34,7 +34,7 @@ PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 README = ROOT / "README.md"
 DOCS = ROOT / "docs"
 ARCHITECTURE = DOCS / "architecture.md"
-SMALLER = " --ops rope --tokens 64"
+SMALLER = " --ops swiglu --tokens 64"
 SET_UP = "python3 -m venv .venv && .venv/bin/pip install -q torch==2.13.0 -e '.[compile]' && "
 MARKERS = ("", "test: smaller", "test: set-up", "test: needs a GPU", "test: has results", "run")
 needs_compiler = pytest.mark.skipif(toolkit() is None, reason="no tile compiler is installed")
