@@ -11,7 +11,7 @@ import torch
 from tilekern import ops
 from tilekern.patch import patterns
 from tilekern.patch.digests import digest_of
-from tilekern.patch.plain import forward_of, has_global_hooks, is_from, is_plain
+from tilekern.patch.plain import forward_of, has_global_hooks, has_hooks, is_from, is_plain
 from tilekern.patch.rewriting import rewritten
 from tilekern.patch.skipped import SKIPPED
 from tilekern.warning import warn_once
@@ -60,11 +60,29 @@ def fused_linear_cross_entropy(original: Function) -> Function:
     return rewritten(original, patterns.head_and_loss, variables)
 
 
-def unserved(model: Any, head: Any, loss: Any) -> str:
-    """Why a model's own head and loss run, where ``loss`` is the one that tilekern knows; else empty."""
+def unserved(model: Any, head: Any, loss: Any, is_gathered: bool = False) -> str:
+    """Why a model's own head and loss run, where ``loss`` is the one that tilekern knows; else empty.
+
+    ``is_gathered`` says that the head's weight is a plain tensor whenever the model runs, as FSDP makes it.
+    """
     if model.loss_function is not loss:
         return "its loss is not the one of transformers that tilekern knows"
-    return _other_than_linear(head)
+    head = _trained_in(head)
+    reason = _other_than_linear(head)
+    if reason or is_gathered or head._forward_pre_hooks or is_plain(head.weight):
+        return reason
+    return f"its head's weight is of the type {type(head.weight).__name__}"
+
+
+def _trained_in(head: Any) -> Any:
+    """The layer that is called for a head: in PEFT's ``modules_to_save`` that of the adapter which is active."""
+    kind = type(head)
+    wraps = (kind.__module__, kind.__name__) == ("peft.utils.other", "ModulesToSaveWrapper")
+    if not wraps or has_hooks(head) or "forward" in vars(head):
+        return head
+    adapters = head.active_adapters
+    trained = not head.disable_adapters and bool(adapters) and all(name in head.modules_to_save for name in adapters)
+    return head.modules_to_save[adapters[0]] if trained else head.original_module
 
 
 @torch.compiler.assume_constant_result
@@ -75,8 +93,11 @@ def _say(message: str) -> None:
 
 def _other_than_linear(head: Any) -> str:
     """Why calling a head is more than a linear layer without bias, around which only FSDP's hooks may run; or empty."""
-    if not isinstance(head, torch.nn.Linear) or not is_from(forward_of(head), torch.nn.Linear.__module__):
-        return f"its head is {type(head).__name__} with a forward of its own"
+    kind = type(head)
+    if not isinstance(head, torch.nn.Linear):
+        return f"its head is {kind.__name__} of {kind.__module__}"
+    if not is_from(forward_of(head), torch.nn.Linear.__module__):
+        return f"its head is {kind.__name__} with a forward of its own"
     if head.bias is not None:
         return "its head has a bias"
     hooks = (*head._forward_pre_hooks.values(), *head._forward_hooks.values())
@@ -86,7 +107,7 @@ def _other_than_linear(head: Any) -> str:
         reason = "FSDP gathers its head, whose hooks torch.compile cannot have around another function"
         _say(f"the fused loss does not run: {reason}; compile the layers and not the whole model")
         return reason
-    return "" if hooks or is_plain(head.weight) else f"its head's weight is of the type {type(head.weight).__name__}"
+    return ""
 
 
 def _is_sharding(hook: Any) -> bool:
@@ -104,6 +125,7 @@ def _loss(
     **_: Any,
 ) -> torch.Tensor:  # fmt: skip
     """Hugging Face's ``ForCausalLMLoss`` of ``head(hidden) * factor / divisor``, capped."""
+    head = _trained_in(head)
     if shift_labels is None:
         shift_labels = torch.nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     tokens, given = hidden.shape[:-1].numel(), shift_labels.numel()
