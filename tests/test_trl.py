@@ -10,6 +10,7 @@ from collections import defaultdict
 import pytest
 import torch
 
+import tilekern
 from tilekern import losses
 from tilekern import trl as door
 from tilekern.errors import TilekernWarning
@@ -35,20 +36,25 @@ def accelerator():
     )
 
 
-def model_of(log_probs):
+class Scored(torch.nn.Module):
     """A model that gives these log-probabilities to whoever asks for its fused head."""
-    some = torch.zeros_like(log_probs.detach())
-    outputs = types.SimpleNamespace(log_probs=log_probs, entropy=some, mean_logits=some, is_top1=some.bool())
-    model = lambda **_: outputs  # noqa: E731
-    model.training, model.is_gradient_checkpointing = True, False
-    return model
+
+    is_gradient_checkpointing = False
+
+    def __init__(self, log_probs):
+        super().__init__()
+        some = torch.zeros_like(log_probs.detach())
+        self.outputs = types.SimpleNamespace(log_probs=log_probs, entropy=some, mean_logits=some, is_top1=some.bool())
+
+    def forward(self, **_):
+        return self.outputs
 
 
 def trainer(kind, batch, **options):
     """What a trainer's methods read of it, without making one."""
     shared = {
         "accelerator": accelerator(), "_metrics": {"train": defaultdict(list)}, "aux_loss_enabled": False,
-        "_total_train_tokens": 0, "_tp_size": 1, "model": model_of(batch.log_probs), "ref_model": model_of(batch.ref),
+        "_total_train_tokens": 0, "_tp_size": 1, "model": Scored(batch.log_probs), "ref_model": Scored(batch.ref),
     }  # fmt: skip
     return types.SimpleNamespace(**shared | options)
 
@@ -380,3 +386,30 @@ def test_three_steps_of_a_trainer_are_the_same(bound, make, tmp_path):
     assert not door.calls()["left"]
     for one, other in zip(got, theirs, strict=True):
         assert one == pytest.approx(other, rel=1e-3, abs=1e-5, nan_ok=True)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_adapters_are_trained_in_a_model_that_is_put_back_inside_of_trl_s_head(bound, tmp_path):
+    """TRL wraps the model's forward after the callback has patched it."""
+    from datasets import Dataset
+    from peft import LoraConfig
+    from trl import SFTConfig, SFTTrainer
+
+    rows = Dataset.from_list([{"text": f"w1 w{n} w4 w5"} for n in range(3, 9)])
+    options = SFTConfig(
+        output_dir=str(tmp_path), max_length=8, max_steps=3, per_device_train_batch_size=2, report_to=[],
+        save_strategy="no", learning_rate=1e-2, use_cpu=True, disable_tqdm=True, bf16=False,
+        gradient_checkpointing=False,
+    )  # fmt: skip
+    found = []
+    for callbacks in ([], [tilekern.TrainerCallback(reset=True)]):
+        torch.manual_seed(1)
+        run = SFTTrainer(
+            tiny_model(tmp_path), args=options, train_dataset=rows, eval_dataset=rows, processing_class=tokenizer(),
+            peft_config=LoraConfig(target_modules="all-linear"), callbacks=callbacks,
+        )  # fmt: skip
+        before = tilekern.stats()["swiglu_forward"]["fallbacks"]
+        found.append([run.train().training_loss, run.evaluate()["eval_loss"]])
+        assert (tilekern.stats()["swiglu_forward"]["fallbacks"] > before) == bool(callbacks)
+    assert found[1] == pytest.approx(found[0], rel=1e-4)
+    assert tilekern.get_patched_ops() == {}

@@ -55,9 +55,10 @@ def test_methods_of_a_module_s_own_and_subclasses_are_seen(qwen3):
 
 
 def test_a_hook_that_holds_the_patched_method_changes_nothing(qwen3):
-    accelerate = pytest.importorskip("accelerate.hooks", reason="accelerate is not installed")
+    from accelerate import hooks
+
     apply()
-    accelerate.add_hook_to_module(qwen3.model.norm, accelerate.ModelHook())
+    hooks.add_hook_to_module(qwen3.model.norm, hooks.ModelHook())
     assert reasons(qwen3, "rms_norm")["model.norm"] == ""
 
 
@@ -68,6 +69,20 @@ def test_hooks_on_a_norm_keep_a_layer_from_being_fused(qwen3):
         "model.layers.0": "",
         "model.layers.1": "hooks on post_attention_layernorm have the steps run one by one",
     }
+
+
+def test_hooks_on_what_an_op_has_inside_are_seen(qwen3):
+    apply()
+    first, second = qwen3.model.layers
+    first.self_attn.q_norm.register_forward_hook(lambda *_: None)
+    second.self_attn.k_norm.forward = lambda x: x
+    assert reasons(qwen3, "qk_norm_rope") == {
+        "model.layers.0.self_attn": "hooks on q_norm have the steps run one by one",
+        "model.layers.1.self_attn": "the op does not know its k_norm",
+    }
+    first.mlp.act_fn.register_forward_hook(lambda *_: None)
+    said = "hooks on its activation have the steps run one by one"
+    assert reasons(qwen3, "swiglu") == {"model.layers.0.mlp": said, "model.layers.1.mlp": ""}
 
 
 def test_what_somebody_else_has_replaced_is_said(qwen3, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import weakref
 from collections.abc import Callable
 from types import MethodType
 from typing import Any, NamedTuple
@@ -51,7 +52,13 @@ class Bound:
         return getattr(self.__func__, name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Bound:
-        return Bound(copy.deepcopy(self.__self__, memo), self.method, self.stand_in)
+        copied = Bound(copy.deepcopy(self.__self__, memo), self.method, self.stand_in)
+        COPIES.add(copied)
+        return copied
 
     def __reduce__(self) -> tuple[type[Bound], tuple[Any, str]]:
         return Bound, (self.__self__, self.method)
+
+
+# Those of deep copies, as PEFT makes them of single modules too, until the ledger has noted them.
+COPIES: weakref.WeakSet[Bound] = weakref.WeakSet()

@@ -67,7 +67,7 @@ def examine(patch: Patch, ledger: Ledger) -> Found:
     if touch is None:
         return _compared(patch, module, owner, name, ledger)
     digest = _digest(touch.original)[0]
-    if not touch.in_place:
+    if not touch.still_runs:
         reason = f"{patch.target} was replaced by something else after tilekern had patched it"
         return Found(patch, "changed", reason, digest, owner, name, touch.original)
     return Found(patch, "applied", "", digest, owner, name, touch.original)

@@ -13,6 +13,7 @@ from tilekern.patch.checkpointing import wraps_around
 from tilekern.patch.installed import Found, holder, original_at
 from tilekern.patch.ledger import Ledger
 from tilekern.patch.rewriting import rewritten
+from tilekern.patch.wrapped import is_inside, place_of
 
 if TYPE_CHECKING:
     import torch
@@ -61,11 +62,12 @@ def _give(found: Found, path: str, replacement: Any, model: torch.nn.Module, led
         if touch is not None and touch.op in found.patch.covers:
             ledger.undo_one(touch)
             touch = None
-        if touch is None and _is_ordinary(instance, name, methods):
-            ledger.put_bound(found.patch.op, where, instance, name, replacement)
+        known = _ordinary(instance, name, methods) if touch is None else None
+        if known is not None:
+            ledger.put_bound(found.patch.op, where, instance, name, replacement, known)
             touch = ledger.held(instance, name)
-        patched += touch is not None and touch.in_place and touch.op == found.patch.op
-        left += touch is None or not touch.in_place
+        patched += touch is not None and touch.still_runs and touch.op == found.patch.op
+        left += touch is None or not touch.still_runs
     return patched, f"{left} modules have another {name} than {where}, a hook's or another patch's" if left else ""
 
 
@@ -76,12 +78,13 @@ def _having(modules: Iterable[Any], owner: type, name: str) -> list[Any]:
     return [m for m in mine if (own := getattr(type(m), name)) is method or wraps_around(own, method)]
 
 
-def _is_ordinary(instance: Any, name: str, methods: list[Any]) -> bool:
-    """Whether an instance has its class's method: none of its own, or that one bound.
+def _ordinary(instance: Any, name: str, methods: list[Any]) -> Any:
+    """Which of its class's methods an instance has: it has none of its own, or that one bound, perhaps in wrappers.
 
-    Output capturing leaves it so, and unpickling.
+    Output capturing leaves it so, unpickling, and accelerate's hooks and casts. None where it has another.
     """
-    own = vars(instance).get(name)
+    own = vars(instance).get(place_of(instance, name))
     if own is None:
-        return True
-    return isinstance(own, (MethodType, Bound)) and own.__self__ is instance and own.__func__ in methods
+        return methods[0]
+    mine = isinstance(own, (MethodType, Bound)) and own.__self__ is instance
+    return next((method for method in methods if mine and is_inside(method, own.__func__)), None)

@@ -53,7 +53,7 @@ def layer_norm(original: Function, norms: Collection[str]) -> Function:
     """For ``forward`` of a module whose attributes ``norms`` are torch's LayerNorm: each call of one as the op."""
 
     def normed(norm: Any, x: Any) -> Any:
-        if _is_layer_norm(norm) and is_plain(x) and replacements.are_normed_alike(x, norm.weight, norm.bias):
+        if is_layer_norm(norm) and is_plain(x) and replacements.are_normed_alike(x, norm.weight, norm.bias):
             return layer_norm_op(x, norm.weight, norm.bias, norm.eps)
         return norm(x)
 
@@ -61,7 +61,7 @@ def layer_norm(original: Function, norms: Collection[str]) -> Function:
     return checkpointed(run) if is_checkpointing(original) else run
 
 
-def _is_layer_norm(norm: Any) -> bool:
+def is_layer_norm(norm: Any) -> bool:
     """Whether calling a norm is what torch's class for one dimension does, and nothing else."""
     return (
         type(norm) is torch.nn.LayerNorm
@@ -129,15 +129,17 @@ def _alike(one: Any, other: Any) -> bool:
 
 
 def _is_ordinary(norm: Any, home: str, kinds: Collection[str]) -> bool:
+    """Whether a norm :func:`is_known`, with a plain weight or none."""
+    weight = getattr(norm, "weight", None)
+    return is_known(norm, home, kinds) and (weight is None or is_plain(weight))
+
+
+def is_known(norm: Any, home: str, kinds: Collection[str]) -> bool:
     """Whether calling a norm computes what its class, one of ``kinds`` in ``home``, was written to do and nothing else.
 
     Its forward, the class's or one of its own, must be that class's code or tilekern's stand-in for it: output
     capturing leaves the class's with an instance, and either may be replaced at any time.
     """
     kind = type(norm)
-    if kind.__module__ != home or kind.__name__ not in kinds or has_hooks(norm):
-        return False
-    weight = getattr(norm, "weight", None)
-    if weight is not None and not is_plain(weight):
-        return False
-    return is_from(forward_of(norm), home, replacements.__name__)
+    ordinary = kind.__module__ == home and kind.__name__ in kinds and not has_hooks(norm)
+    return ordinary and is_from(forward_of(norm), home, replacements.__name__)

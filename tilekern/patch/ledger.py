@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from types import MethodType, ModuleType
 from typing import Any
 
-from tilekern.patch.bound import Bound, StandIn
+from tilekern.patch.bound import COPIES, Bound, StandIn
 from tilekern.patch.checkpointing import follow
+from tilekern.patch.wrapped import exchange, is_inside, place_of, retire, settled
 from tilekern.warning import warn
 
 ABSENT = object()
+
+
+def _none() -> None:
+    """No method, as a reference that is gone."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +26,9 @@ class Touch:
     """One touched attribute.
 
     ``where`` is its path, for people. ``original`` is what the owner's own dictionary held, or :data:`ABSENT`; methods
-    bound to a single instance are kept as their functions, so that nothing here keeps a model alive.
+    bound to a single instance are kept as their functions, so that nothing here keeps a model alive. ``retires`` says
+    that the replacement was made for this place alone, so that once it is taken back it may stand for the original;
+    ``bound`` is the method of a single instance, where one was made.
     """
 
     op: str
@@ -30,6 +38,8 @@ class Touch:
     original: Any
     replacement: Any
     is_bound: bool
+    retires: bool = False
+    bound: Callable[[], Bound | None] = _none
 
     @property
     def module(self) -> str:
@@ -38,31 +48,73 @@ class Touch:
         return owner.__name__ if isinstance(owner, ModuleType) else owner.__module__
 
     @property
+    def place(self) -> str:
+        """The attribute that holds it now."""
+        return place_of(self.owner(), self.name) if self.is_bound else self.name
+
+    @property
+    def _now(self) -> Any:
+        """The function that stands there now."""
+        found = vars(self.owner()).get(self.place)
+        return getattr(found, "__func__", None) if self.is_bound else found
+
+    @property
     def in_place(self) -> bool:
         """Whether the replacement still stands where it was put."""
-        found = vars(self.owner()).get(self.name)
-        return (getattr(found, "__func__", None) if self.is_bound else found) is self.replacement
+        return self._now is self.replacement
 
     @property
     def still_runs(self) -> bool:
         """Whether the replacement stands where it was put, or inside of what wraps it, as accelerate's casts do."""
-        found = vars(self.owner()).get(self.name)
-        found = getattr(found, "__func__", None) if self.is_bound else found
-        while found is not None and found is not self.replacement:
-            found = getattr(found, "__wrapped__", None)
-        return found is not None
+        return is_inside(self.replacement, self._now)
+
+    @property
+    def has_its_name(self) -> bool:
+        """Whether the owner is found where its name says; another library may have put a class of its own there."""
+        owner = self.owner()
+        if self.is_bound or isinstance(owner, ModuleType):
+            return True
+        found: Any = sys.modules.get(owner.__module__)
+        for name in owner.__qualname__.split("."):
+            found = getattr(found, name, None)
+        return found is owner
 
     def undo(self) -> None:
-        """Put back what stood there, or delete the attribute where nothing did."""
-        owner = self.owner()
-        if not self.in_place:
+        """Put back what stood there, or delete the attribute where nothing did.
+
+        What is wrapped around the replacement stays, and runs the original. What replaced it is taken away.
+        """
+        in_place, runs = self.in_place, self.still_runs
+        if not runs:
             warn(f"{self.where} was replaced by something else after it was patched; the original is back")
-        if self.original is not ABSENT:
-            setattr(owner, self.name, MethodType(self.original, owner) if self.is_bound else self.original)
-        elif self.name in vars(owner):
-            delattr(owner, self.name)
-        if not self.is_bound:
+        if self.is_bound:
+            self._undo_bound(stays=runs and not in_place)
+        else:
+            self._undo_shared(stays=runs and not in_place and self.retires)
+
+    def _undo_bound(self, stays: bool) -> None:
+        owner, place, bound = self.owner(), self.place, self.bound()
+        original = getattr(type(owner), self.name) if self.original is ABSENT else self.original
+        now = self._now
+        if bound is not None:
+            bound.stand_in = None
+        if stays:
+            exchange(now, self.replacement, original)
+        elif self.original is not ABSENT or place != self.name:
+            setattr(owner, place, MethodType(original, owner))
+        elif place in vars(owner):
+            delattr(owner, place)
+
+    def _undo_shared(self, stays: bool) -> None:
+        owner = self.owner()
+        if not stays:
+            if self.original is not ABSENT:
+                setattr(owner, self.name, self.original)
+            elif self.name in vars(owner):
+                delattr(owner, self.name)
             follow(owner, self.name, self.replacement, getattr(owner, self.name, None))
+        if self.retires:
+            retire(self.replacement, self.original if self.original is not ABSENT else getattr(owner, self.name))
 
 
 class Ledger:
@@ -77,35 +129,56 @@ class Ledger:
 
     def held(self, owner: Any, name: str) -> Touch | None:
         """What is noted of an attribute, or None."""
+        self.adopt()
         touch = self._touches.get((id(owner), name))
         return touch if touch is not None and touch.owner() is owner else None
 
-    def put(self, op: str, where: str, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
-        """Set an attribute of a class or module."""
+    def put(
+        self, op: str, where: str, owner: Any, name: str, replacement: Callable[..., Any], retires: bool = False
+    ) -> None:
+        """Set an attribute of a class or module; ``retires`` as of :class:`Touch`."""
         original = vars(owner).get(name, ABSENT)
-        self._touches[id(owner), name] = Touch(op, where, lambda: owner, name, original, replacement, False)
+        self._touches[id(owner), name] = Touch(op, where, lambda: owner, name, original, replacement, False, retires)
         before = getattr(owner, name, None)
         setattr(owner, name, replacement)
         follow(owner, name, before, replacement)
 
-    def put_bound(self, op: str, where: str, instance: Any, name: str, replacement: Callable[..., Any]) -> None:
-        """Give one instance a method of its own; a bound method that stood there must be one of this instance."""
-        before = vars(instance).get(name)
+    def put_bound(
+        self, op: str, where: str, instance: Any, name: str, replacement: Callable[..., Any], known: Callable[..., Any]
+    ) -> None:
+        """Give one instance a method of its own in the place of ``known``, its class's, which it may have bound.
+
+        Where that is inside of a wrapper of the instance's own, the wrapper calls the replacement from then on; one
+        that has no variable for what it calls is left alone.
+        """
+        place = place_of(instance, name)
+        before = vars(instance).get(place)
         # What unpickling left calls the class's method, as having none does.
         original = None if before is None or isinstance(before, Bound) else before.__func__
-        given = StandIn(replacement, op, where, original)
-        setattr(instance, name, Bound(instance, name, given))
-        self._note(instance, name, given)
+        if original is None or original is getattr(type(instance), name) or settled(original) is known:
+            bound = Bound(instance, name, StandIn(replacement, op, where, original))
+            setattr(instance, place, bound)
+            self._note(bound)
+        elif exchange(original, known, replacement):
+            self._touches[id(instance), name] = Touch(
+                op, where, weakref.ref(instance), name, known, replacement, is_bound=True
+            )
 
-    def adopt(self, instance: Any) -> None:
-        """Note the methods that a deep copy of a patched instance came with."""
-        for name, own in vars(instance).items():
-            if isinstance(own, Bound) and own.__self__ is instance and own.stand_in and not self.held(instance, name):
-                self._note(instance, name, own.stand_in)
+    def adopt(self) -> None:
+        """Note the methods that deep copies of patched instances came with."""
+        for bound in list(COPIES):
+            instance = bound.__self__
+            if bound.stand_in and vars(instance).get(place_of(instance, bound.method)) is bound:
+                self._note(bound)
+                COPIES.discard(bound)
 
-    def _note(self, instance: Any, name: str, given: StandIn) -> None:
-        original, owner = given.original or ABSENT, weakref.ref(instance)
-        self._touches[id(instance), name] = Touch(given.op, given.where, owner, name, original, given.function, True)
+    def _note(self, bound: Bound) -> None:
+        given, instance, name = bound.stand_in, bound.__self__, bound.method
+        assert given is not None
+        self._touches[id(instance), name] = Touch(
+            given.op, given.where, weakref.ref(instance), name, given.original or ABSENT, given.function, is_bound=True,
+            bound=weakref.ref(bound),
+        )  # fmt: skip
 
     def undo_one(self, touch: Touch) -> None:
         """Put back one attribute, whose owner is alive."""
@@ -124,6 +197,7 @@ class Ledger:
 
     def _alive(self) -> list[tuple[Any, Touch]]:
         """The touches with their owners, which the list keeps alive; those of owners that are gone are dropped."""
+        self.adopt()
         pairs = [(touch.owner(), touch) for touch in self._touches.values()]
         alive = [(owner, touch) for owner, touch in pairs if owner is not None]
         self._touches = {(id(owner), touch.name): touch for owner, touch in alive}

@@ -181,7 +181,8 @@ def _apply(patch: Patch) -> Found:
     """Apply a patch unless it is, or its target is another code than it knows; what the target was like before."""
     found = examine(patch, _ledger)
     if found.status == "available":
-        _ledger.put(patch.op, patch.target, found.owner, found.name, patch.replacement(found.original))
+        own = patch not in registered()
+        _ledger.put(patch.op, patch.target, found.owner, found.name, patch.replacement(found.original), retires=own)
     return found
 
 
@@ -228,13 +229,13 @@ def apply_to_model(
     """Patch one model that exists and no other; arguments, result and warnings as of :func:`apply`.
 
     The model's modules get methods of their own. Wrappers (PEFT, torch.compile, DistributedDataParallel) are looked
-    through, since their modules contain the model's. A module that has its own method already, from a hook or from
-    another patch, is left alone with a warning. ``rope`` is left out of models whose attention ``qk_norm_rope``
-    serves.
+    through, since their modules contain the model's; accelerate's hooks and casts stay around what runs. A module that
+    has another method of its own already is left alone with a warning. ``rope`` is left out of models whose attention
+    ``qk_norm_rope`` serves.
 
-    A deep copy made afterwards is patched too; :func:`reset` knows of it once it was given here as well. A pickle is
-    not patched, and needs tilekern where it is loaded. A shallow copy shares the methods, and they work on the modules
-    of the model it was copied from: so do the replicas of ``torch.nn.DataParallel``, for which there is :func:`apply`.
+    A deep copy made afterwards is patched too, until :func:`reset`. A pickle is not patched, and needs tilekern where
+    it is loaded. A shallow copy shares the methods, and they work on the modules of the model it was copied from: so do
+    the replicas of ``torch.nn.DataParallel``, for which there is :func:`apply`.
 
     Raises:
         InputError: as :func:`apply`, and where nothing in the model is of a supported family.
@@ -276,11 +277,8 @@ def apply_to_model(
 
 
 def _take_back(model: torch.nn.Module, ops: Collection[str]) -> None:
-    """Put back what patches of some ops gave a model's modules, which are all known afterwards."""
-    modules = list(model.modules())
-    for module in modules:
-        _ledger.adopt(module)
-    owners = set(map(id, modules))
+    """Put back what patches of some ops gave a model's modules."""
+    owners = set(map(id, model.modules()))
     for touch in list(_ledger):
         if touch.is_bound and touch.op in ops and id(touch.owner()) in owners:
             _ledger.undo_one(touch)
@@ -301,7 +299,8 @@ def _may_be_any(home: str) -> bool:
 def reset(names: str | Iterable[str] | None = None) -> list[str]:
     """Put back every attribute that patches of the named ops (None: of all) have touched, models' own included.
 
-    The miss policy stays as it is.
+    What others have wrapped around a patch meanwhile (accelerate's hooks and casts) stays, and runs the original. The
+    miss policy stays as it is.
 
     Returns:
         The ops that had been patched, in the table's order.
@@ -329,14 +328,18 @@ def held() -> Iterator[Ledger]:
 def get_patched_ops() -> dict[str, list[str]]:
     """Where each op is patched now: paths, with the number of modules where single models are patched.
 
-    What something else has replaced since is not among them. Modules that have a forward of their own run no patch of
+    What something else has replaced since is not among them; a class that another one has replaced in its module is
+    said to be that of older models. Modules that have a forward of their own run no patch of
     their class; :func:`tilekern.report` tells of them.
     """
     with _lock:
-        places = Counter((touch.op, touch.where, touch.is_bound) for touch in _ledger if touch.still_runs)
-    found: dict[str, list[str]] = {op: [] for op in _in_order({op for op, _, _ in places})}
-    for (op, where, is_bound), number in places.items():
-        found[op].append(f"{where} of {number} module{'s' if number > 1 else ''}" if is_bound else where)
+        places = Counter(
+            (touch.op, touch.where, touch.is_bound, touch.has_its_name) for touch in _ledger if touch.still_runs
+        )
+    found: dict[str, list[str]] = {op: [] for op in _in_order({place[0] for place in places})}
+    for (op, where, is_bound, has_its_name), number in places.items():
+        modules = f" of {number} module{'s' if number > 1 else ''}" if is_bound else ""
+        found[op].append(f"{where}{modules}" if has_its_name else f"{where} of models made before it was replaced")
     return found
 
 

@@ -9,12 +9,15 @@ from dataclasses import dataclass
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
-from tilekern.patch import loss, patcher, replacements
+from tilekern.patch import layers, loss, patcher, replacements
 from tilekern.patch.bound import Bound
+from tilekern.patch.checkpointing import wraps_around
 from tilekern.patch.families import family_of, is_of_transformers
 from tilekern.patch.installed import Found, examine
+from tilekern.patch.ledger import Ledger, Touch
 from tilekern.patch.plain import has_hooks
 from tilekern.patch.table import Patch
+from tilekern.patch.wrapped import is_inside, place_of
 from tilekern.runtime import dispatch
 
 if TYPE_CHECKING:
@@ -29,6 +32,8 @@ _CALLED = {
     "DecoderLayer": "fused_add_rms_norm",
     "ForCausalLM": "fused_linear_cross_entropy",
 }
+
+_OWN = "its {} is its own, a hook's or another patch's"
 
 
 @dataclass(frozen=True)
@@ -83,27 +88,30 @@ def report(model: torch.nn.Module) -> Report:
     Args:
         model: any module; of wrappers (PEFT, torch.compile, DistributedDataParallel) the modules in them are told of.
     """
+    shards = any(base.__name__ == "FSDPModule" for module in model.modules() for base in type(module).__mro__)
     with patcher.held() as ledger:
         judged = [(patch, examine(patch, ledger)) for patch in patcher.patches_of_model(model, "any")]
-        rows = [row for name, module in model.named_modules() for row in _rows(name, module, judged)]
+        rows = [row for name, module in model.named_modules() for row in _rows(name, module, judged, ledger, shards)]
     counted = dispatch.stats()
     return Report(tuple(rows), {k: counts["fallbacks"] for k, counts in counted.items() if counts["fallbacks"]})
 
 
-def _rows(name: str, module: Any, judged: list[tuple[Patch, Found]]) -> Iterator[Row]:
+def _rows(name: str, module: Any, judged: list[tuple[Patch, Found]], ledger: Ledger, shards: bool) -> Iterator[Row]:
     kind = type(module)
     told: dict[str, str] = {}
     for patch, found in judged:
         path = _path(patch, module)
         if path:
-            told[patch.op] = _reason(patch, found, module, path)
+            told[patch.op] = _reason(patch, found, module, path, ledger, shards)
+    for op, reason in _by_touches(module, ledger):
+        told.setdefault(op, reason)
     if told.get("qk_norm_rope") == "":
         told.pop("rope", None)
     if is_of_transformers(kind.__module__):
         for part, op in _CALLED.items():
             fused = op == "rope" and "qk_norm_rope" in told
             if kind.__name__.endswith(part) and not fused and not (part == "Norm" and "Layer" in kind.__name__):
-                told.setdefault(op, "its code has no form that is known")
+                told.setdefault(op, _unknown(kind))
         if kind.__name__.endswith("Attention") and hasattr(module, "config"):
             chosen = str(getattr(module.config, "_attn_implementation", None))
             own = chosen.startswith("tilekern")
@@ -121,18 +129,45 @@ def _path(patch: Patch, module: Any) -> str:
     return ""
 
 
-def _reason(patch: Patch, found: Found, module: Any, path: str) -> str:
+def _reason(patch: Patch, found: Found, module: Any, path: str, ledger: Ledger, shards: bool) -> str:
     """Why a patch does not serve a module; empty where it does."""
     kind, method = path.split(".")
-    owner, own = getattr(sys.modules[patch.module], kind), vars(module).get(method)
-    stand_in = own.stand_in if isinstance(own, Bound) else None
-    if stand_in is not None:
-        return _of_the_call(patch, module) if stand_in.op == patch.op else f"{stand_in.op} has its {method}"
+    owner, own = getattr(sys.modules[patch.module], kind), vars(module).get(place_of(module, method))
+    op = _given(own, ledger.held(module, method))
+    if op:
+        return _of_the_call(patch, module, shards) if op == patch.op else f"{op} has its {method}"
     if own is not None and not _is_the_class_s(own, module, method):
-        return f"its {method} is its own, a hook's or another patch's"
-    if getattr(type(module), method) is not getattr(owner, method):
+        return _OWN.format(method)
+    inherited, current = getattr(type(module), method), getattr(owner, method)
+    if inherited is not current and not wraps_around(inherited, current):
         return f"{type(module).__name__} has a {method} of its own"
-    return _of_the_call(patch, module) if found.status == "applied" else found.reason or _unpatched(patch)
+    return _of_the_call(patch, module, shards) if found.status == "applied" else found.reason or _unpatched(patch)
+
+
+def _by_touches(module: Any, ledger: Ledger) -> Iterator[tuple[str, str]]:
+    """The op that has a module's forward, wherever its class is by now, and why it does not run."""
+    own = vars(module).get(place_of(module, "forward"))
+    op = _given(own, ledger.held(module, "forward"))
+    base = next(base for base in type(module).__mro__ if "forward" in vars(base))
+    touch = ledger.held(base, "forward")
+    if op:
+        yield op, ""
+    elif touch is not None and touch.still_runs:
+        yield touch.op, "" if own is None or _is_the_class_s(own, module, "forward") else _OWN.format("forward")
+
+
+def _unknown(kind: type) -> str:
+    """Why no patch is of a class."""
+    if getattr(sys.modules.get(kind.__module__), kind.__name__, kind) is not kind:
+        return f"its module has another {kind.__name__} by now, another library's"
+    return "its code has no form that is known"
+
+
+def _given(own: Any, touch: Touch | None) -> str:
+    """The op whose stand-in a module has of its own, noted or not, as a copy's is not; empty where it has none."""
+    if isinstance(own, Bound) and own.stand_in is not None:
+        return own.stand_in.op
+    return touch.op if touch is not None and touch.still_runs else ""
 
 
 def _unpatched(patch: Patch) -> str:
@@ -144,25 +179,46 @@ def _unpatched(patch: Patch) -> str:
 
 
 def _is_the_class_s(own: Any, module: Any, name: str) -> bool:
-    """Whether what an instance has of its own calls its class's method: bound, unpickled, or in accelerate's hook."""
-    old = vars(module).get("_old_forward") if hasattr(module, "_hf_hook") else None
-    bound = own if old is None else old
-    if isinstance(bound, Bound):
+    """Whether what an instance has of its own calls its class's method: bound, unpickled, or in accelerate's casts."""
+    if isinstance(own, Bound):
         return True
-    return isinstance(bound, MethodType) and bound.__func__ is getattr(type(module), name)
+    return isinstance(own, MethodType) and is_inside(getattr(type(module), name), own.__func__)
 
 
-def _of_the_call(patch: Patch, module: Any) -> str:
-    """Why a patched module runs its steps one by one all the same."""
-    norms = getattr(patch.replacement, "keywords", {}).get("norms", {})
-    hooked = [name for name in norms if (norm := getattr(module, name, None)) is not None and has_hooks(norm)]
-    if hooked:
-        return f"hooks on {', '.join(hooked)} have the steps run one by one"
+def _of_the_call(patch: Patch, module: Any, shards: bool) -> str:
+    """Why a patched module runs its steps one by one all the same; ``shards``: parts of the model are FSDP's."""
+    others = [(name, norm) for name, norm in _norms_of(patch, module) if not _is_known(norm, patch)]
+    if others:
+        names = ", ".join(name for name, _ in others)
+        hooked = any(has_hooks(norm) for _, norm in others)
+        return f"hooks on {names} have the steps run one by one" if hooked else f"the op does not know its {names}"
     if patch.op == "fused_linear_cross_entropy" and hasattr(module, "get_output_embeddings"):
         from transformers.loss.loss_utils import ForCausalLMLoss
 
-        return loss.unserved(module, module.get_output_embeddings(), ForCausalLMLoss)
-    activation = getattr(module, "act_fn", getattr(module, "activation_fn", None))
-    if patch.op == "swiglu" and type(activation) not in replacements.gates():
-        return f"no op has its activation, {type(activation).__name__}"
+        head = module.get_output_embeddings()
+        return loss.unserved(module, head, ForCausalLMLoss, is_gathered=shards and _is_sharded_once(head))
+    named = getattr(patch.replacement, "keywords", {}).get("activation", "act_fn")
+    activation = getattr(module, named, getattr(module, "activation_fn", None)) if named else None
+    if patch.op == "swiglu" and activation is not None:
+        if type(activation) not in replacements.gates():
+            return f"no op has its activation, {type(activation).__name__}"
+        return "hooks on its activation have the steps run one by one" if has_hooks(activation) else ""
     return ""
+
+
+def _norms_of(patch: Patch, module: Any) -> list[tuple[str, Any]]:
+    """The norms of a module that an op fuses, by their names."""
+    named = getattr(patch.replacement, "keywords", {}).get("norms", ())
+    names = ("q_norm", "k_norm") if patch.op == "qk_norm_rope" else named
+    return [(name, norm) for name in names if (norm := getattr(module, name, None)) is not None]
+
+
+def _is_known(norm: Any, patch: Patch) -> bool:
+    kinds = getattr(patch.replacement, "keywords", {}).get("kinds", ())
+    return layers.is_layer_norm(norm) if patch.op == "layer_norm" else layers.is_known(norm, patch.module, kinds)
+
+
+def _is_sharded_once(head: Any) -> bool:
+    """Whether a head's weight is spread over one dimension of ranks, as FSDP alone does it."""
+    placements = getattr(getattr(head, "weight", None), "placements", ())
+    return sum(not placement.is_replicate() for placement in placements) == 1
