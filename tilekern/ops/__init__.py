@@ -18,6 +18,7 @@ from tilekern.ops.fused_neighborhood_attention import fused_neighborhood_attenti
 from tilekern.ops.gated_mlp import gated_mlp
 from tilekern.ops.linear import linear
 from tilekern.ops.linear_log_probs import linear_log_probs
+from tilekern.ops.mlp import mlp
 from tilekern.ops.modules import CLASSES
 from tilekern.ops.operation import DECLARED
 from tilekern.ops.projections import projections
@@ -40,6 +41,7 @@ __all__ = [
     "gated_mlp",
     "linear",
     "linear_log_probs",
+    "mlp",
     "projections",
     "qk_norm_rope",
     "qwen2vl_mrope",

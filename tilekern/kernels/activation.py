@@ -1,0 +1,226 @@
+"""Activations without a gate: ``y = x * p(x)``, forward and backward.
+
+| erf | relu | p(x) | for |
+|---|---|---|---|
+| False | False | ``sigmoid(linear * x + cubic * x^3)`` | silu, gelu by tanh, and by a sigmoid (quick_gelu) |
+| True | False | the normal distribution function ``(1 + erf(x / sqrt(2))) / 2`` | gelu |
+| False | True | ``max(x, 0)`` | the square of relu (So et al. 2021, arXiv:2109.08668) |
+| True | True | 1 where x is positive, else 0 | relu |
+
+gelu (Hendrycks and Gimpel 2016, arXiv:1606.08415) by tanh is a sigmoid of twice the argument:
+``(1 + tanh(u)) / 2 = sigmoid(2 u)``, so that ``linear = sqrt(8 / pi)`` and ``cubic = 0.044715 * linear``.
+Then ``dx = dy * (p + x * p')``. All in float32 registers, rounded once.
+
+For an MLP the backward also makes y again, which the gradient of the next layer's weight is made of, and sums dx over
+all rows, the gradient of a bias that was added to x. No row depends on its other columns, so a block goes down one
+stripe of columns of its share of the rows, as that of ``dyt`` does, and stores one row of sums for that stripe; the
+spec ``column_sum`` adds them up.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cuda.tile as ct
+
+from tilekern.kernels.common.arrays import bytes_of, drawn, tensors
+from tilekern.kernels.common.elements import dimensions_of, each_tile, matrices, spec
+
+# Another name where they are written would make the shipped records of dyt and geglu stale.
+from tilekern.kernels.dyt import BACKWARD as STRIPED
+from tilekern.kernels.dyt import _grid as _resident_groups
+from tilekern.kernels.dyt import groups_of, stripe_of
+from tilekern.kernels.geglu import _exact as _normal
+from tilekern.kernels.tiles import ConstBool, ConstInt, hints, load
+from tilekern.spec import Array, Config, Implementation, KernelSpec, Problem, ScalarParameter, outputs_of, parameters_of
+
+_LOG2_E = 1.4426950408889634
+# Where |x| is the root of this, any such sigmoid is 0 or 1; a larger square would overflow, and times 0 be NaN.
+_FAR = 1e8
+
+
+def _sigmoid(x, linear, cubic):
+    """p and p' of float32 tiles."""
+    square = ct.minimum(x * x, _FAR)
+    grown = 1.0 + ct.exp2(x * (linear + cubic * square) * -_LOG2_E, flush_to_zero=True)
+    p = ct.truediv(1.0, grown, rounding_mode=ct.RoundingMode.APPROX, flush_to_zero=True)
+    return p, p * (1.0 - p) * (linear + 3.0 * cubic * square)
+
+
+def _value_and_slope(x, linear, cubic, erf, relu):
+    """y and dy/dx of float32 tiles."""
+    if ct.static_eval(relu):
+        # NaN stays what it is.
+        ramp = ct.where(x <= 0.0, 0.0, x)
+        if ct.static_eval(erf):
+            return ramp, ct.where(x <= 0.0, 0.0, 1.0)
+        return ramp * ramp, 2.0 * ramp
+    p, slope = _normal(x) if ct.static_eval(erf) else _sigmoid(x, linear, cubic)
+    return x * p, p + x * slope
+
+
+def _gradient(dy, x, linear, cubic, erf, relu):
+    """dx, and y."""
+    y, slope = _value_and_slope(x, linear, cubic, erf, relu)
+    if ct.static_eval(relu):
+        # No slope, even an infinite one, comes through where nothing went.
+        return ct.where(x <= 0.0, 0.0, dy * slope), y
+    return dy * slope, y
+
+
+@ct.kernel
+def activation_forward(
+    x, y, linear, cubic, columns: ConstInt, tile_m: ConstInt, tile_n: ConstInt, persistent: ConstBool,
+    bounded: ConstBool, erf: ConstBool, relu: ConstBool,
+):  # fmt: skip
+    """All arrays [rows, columns]."""
+
+    def formula(x_tile):
+        return (_value_and_slope(x_tile, linear, cubic, erf, relu)[0],)
+
+    each_tile(formula, (x,), (y,), columns, tile_m, tile_n, persistent, bounded)
+
+
+@ct.kernel
+def activation_backward(
+    dy, x, dx, linear, cubic, columns: ConstInt, tile_m: ConstInt, tile_n: ConstInt, persistent: ConstBool,
+    bounded: ConstBool, erf: ConstBool, relu: ConstBool,
+):  # fmt: skip
+    """All arrays [rows, columns]."""
+
+    def formula(dy_tile, x_tile):
+        return (_gradient(dy_tile, x_tile, linear, cubic, erf, relu)[0],)
+
+    each_tile(formula, (dy, x), (dx,), columns, tile_m, tile_n, persistent, bounded)
+
+
+@ct.kernel
+def activation_backward_remake(
+    dy, x, dx, y, partial, linear, cubic, columns: ConstInt, stripe: ConstInt, tile_m: ConstInt, tile_n: ConstInt,
+    bounded: ConstBool, tma: ConstBool, erf: ConstBool, relu: ConstBool,
+):  # fmt: skip
+    """Resident blocks; dy, x, dx and y [rows, columns], partial [groups, columns]."""
+    across = ct.cdiv(columns, stripe)
+    groups = ct.cdiv(ct.num_blocks(0), across)
+    for item in range(ct.bid(0), across * groups, ct.num_blocks(0)):
+        group, first = item // across, (item % across) * (stripe // tile_n)
+        for c in range(first, ct.minimum(first + stripe // tile_n, ct.cdiv(columns, tile_n))):
+            total = ct.zeros((tile_m, tile_n), ct.float32)
+            for step in range(group, ct.cdiv(x.shape[0], tile_m), groups):
+                above = load(dy, (step, c), (tile_m, tile_n), bounded, 0, tma).astype(ct.float32)
+                below = load(x, (step, c), (tile_m, tile_n), bounded, 0, tma).astype(ct.float32)
+                slope, value = _gradient(above, below, linear, cubic, erf, relu)
+                ct.store(dx, (step, c), slope.astype(dx.dtype), check_bounds=bounded, allow_tma=tma)
+                ct.store(y, (step, c), value.astype(y.dtype), check_bounds=bounded, allow_tma=tma)
+                total = total + slope
+            ct.store(partial, (group, c), ct.sum(total, axis=0, keepdims=True))
+
+
+def reference_forward(x: Any, linear: float, cubic: float, erf: bool, relu: bool) -> dict[str, Any]:
+    """The formula in float64."""
+    import torch
+
+    wide = x.double()
+    if relu:
+        ramp = wide.relu()
+        return {"y": ramp if erf else ramp.square()}
+    return {"y": torch.nn.functional.gelu(wide) if erf else wide * torch.sigmoid(linear * wide + cubic * wide**3)}
+
+
+def reference_backward(dy: Any, x: Any, linear: float, cubic: float, erf: bool, relu: bool) -> dict[str, Any]:
+    """What autograd makes of :func:`reference_forward` in float64."""
+    import torch
+
+    wide = x.detach().double().requires_grad_()
+    with torch.enable_grad():
+        y = reference_forward(wide, linear, cubic, erf, relu)["y"]
+    return {"dx": torch.autograd.grad(y, wide, dy.double())[0]}
+
+
+def reference_remake(dy: Any, x: Any, linear: float, cubic: float, erf: bool, relu: bool) -> dict[str, Any]:
+    """The gradient, y itself and the gradient's sums in float64."""
+    dx = reference_backward(dy, x, linear, cubic, erf, relu)["dx"]
+    return {"dx": dx, **reference_forward(x, linear, cubic, erf, relu), "dbias": dx.sum(0)}
+
+
+# Those of gelu by tanh.
+_NUMBERS = {"linear": 1.5957691216057308, "cubic": 0.07135481282636}
+_SCALARS = tuple(ScalarParameter(name, "float32") for name in _NUMBERS)
+_FLAGS = ("erf", "relu")
+
+FORWARD = spec(
+    name="activation_forward",
+    summary="y = x * p(x): gelu, silu, relu or the square of relu",
+    module=__name__,
+    op="mlp",
+    function=activation_forward,
+    arrays=(*matrices(("x",), ("y",)), *_SCALARS),
+    flags=_FLAGS,
+    reference=reference_forward,
+    flops=12,
+    scalars=_NUMBERS,
+)
+BACKWARD = spec(
+    name="activation_backward",
+    summary="gradient of an activation",
+    module=__name__,
+    op="mlp",
+    function=activation_backward,
+    arrays=(*matrices(("dy", "x"), ("dx",)), *_SCALARS),
+    flags=_FLAGS,
+    reference=reference_backward,
+    flops=18,
+    scalars=_NUMBERS,
+)
+_ARRAYS = (
+    *matrices(("dy", "x"), ("dx", "y")),
+    Array("partial", "float32", ("blocks", "columns"), "scratch"),
+    *_SCALARS,
+)
+
+
+def _implement(problem: Problem, config: Config) -> Implementation:
+    columns, tile_m, tile_n = problem["columns"], config["tile_m"], config["tile_n"]
+    stripe = stripe_of(columns)
+    return Implementation(
+        function=activation_backward_remake,
+        parameters=parameters_of(_ARRAYS, dimensions_of(_FLAGS), problem),
+        constants=(
+            ("columns", columns),
+            ("stripe", stripe),
+            ("tile_m", tile_m),
+            ("tile_n", tile_n),
+            ("bounded", tile_m > 1 or columns % stripe != 0),
+            ("tma", config["tma"]),
+            ("erf", problem["erf"]),
+            ("relu", problem["relu"]),
+        ),
+        grid=lambda sizes, sm_count: _resident_groups(sizes, config, sm_count),
+        hints=hints(config),
+    )
+
+
+def _results(outputs: dict[str, Any]) -> dict[str, Any]:
+    """The partial sums added up."""
+    return {"dx": outputs["dx"], "y": outputs["y"], "dbias": outputs["partial"].double().sum(0)}
+
+
+REMAKE = KernelSpec(
+    name="activation_backward_remake",
+    summary="gradient of an activation, its result once more, and the gradient's sums over rows, by groups of them",
+    module=__name__,
+    dimensions=dimensions_of(_FLAGS),
+    space=STRIPED.space,
+    ops=("mlp",),
+    implement=_implement,
+    default=STRIPED.default,
+    generic=STRIPED.generic,
+    inputs=lambda problem, generator, device: {**drawn(_ARRAYS, problem, generator, device), **_NUMBERS},
+    outputs=lambda problem, blocks: outputs_of(_ARRAYS)(problem, groups_of(blocks, problem["columns"])),
+    reference=reference_remake,
+    results=_results,
+    bytes_moved=lambda problem: bytes_of(tensors(_ARRAYS), problem),
+    flops=lambda problem: 20 * problem["rows"] * problem["columns"],
+    result_dtype=lambda problem: str(problem["dtype"]),
+)
+SPECS = (FORWARD, BACKWARD, REMAKE)

@@ -1,0 +1,156 @@
+"""mlp: ``down(activation(up(x)))``, an MLP without a gate, as one function of autograd.
+
+A layer's own operations keep two matrices [tokens, intermediate]: what goes into the activation, and what comes out, of
+which a weight's gradient is made. This keeps the first one. In the backward a single kernel makes the activation again
+together with the gradient of what went into it, and adds that up over the tokens, which is the gradient of the first
+bias. It reads two such matrices and writes two; an activation's own backward reads two and writes one, and the bias's
+gradient then reads that one again. The biases are added inside the products.
+
+It is written by hand and not declared, as it is an order of torch's matrix products around three launches: where it is
+traced, cast by autocast or needs no gradient, the ops that it is made of run, so there is nothing to register.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from tilekern.kernels import activation as kernels
+from tilekern.kernels import column_sum
+from tilekern.kernels.dyt import groups_of
+from tilekern.ops.activation import Curve, activation, curve_of
+from tilekern.ops.registration import check_devices, differentiable_once, is_eager, needs_gradient, shaped
+from tilekern.runtime.dispatch import Plan, keep, memo, plan_for
+
+
+class _Plans(NamedTuple):
+    """The backward with the activation once more has ``sums``; a plain one, where no weight asks for it, has none."""
+
+    forward: Plan
+    backward: Plan
+    sums: Plan | None
+
+
+_plans: dict[Any, _Plans | None] = memo()
+
+
+def mlp(
+    x: torch.Tensor, up_weight: torch.Tensor, up_bias: torch.Tensor | None, down_weight: torch.Tensor,
+    down_bias: torch.Tensor | None, kind: str = "gelu",
+) -> torch.Tensor:  # fmt: skip
+    """``activation(x @ up_weight.T + up_bias, kind) @ down_weight.T + down_bias``.
+
+    Args:
+        x: [..., hidden].
+        up_weight: [intermediate, hidden], of x's dtype, any strides; its gradient has the same. The transpose of a
+            weight that is stored [hidden, intermediate], as GPT-2's, is taken as it is.
+        up_bias: [intermediate], of x's dtype, or None.
+        down_weight: [out, intermediate], of x's dtype, any strides.
+        down_bias: [out], of x's dtype, or None.
+        kind: of :func:`tilekern.ops.activation`.
+
+    Returns:
+        [..., out].
+
+    Raises:
+        ValueError: the kind of activation is unknown, or the devices differ.
+    """
+    curve = curve_of("mlp", kind)
+    parts = [x, up_weight, down_weight, *(bias for bias in (up_bias, down_bias) if bias is not None)]
+    plans = None
+    if is_eager(*parts) and needs_gradient(*parts):
+        plans = _found(x, up_weight, up_bias, down_weight, down_bias, curve)
+    if plans is None:
+        linear = torch.nn.functional.linear
+        return linear(activation(linear(x, up_weight, up_bias), kind), down_weight, down_bias)
+    return _Mlp.apply(x, up_weight, up_bias, down_weight, down_bias, curve, plans)
+
+
+def _found(
+    x: torch.Tensor, up_weight: torch.Tensor, up_bias: torch.Tensor | None, down_weight: torch.Tensor,
+    down_bias: torch.Tensor | None, curve: Curve,
+) -> _Plans | None:  # fmt: skip
+    given = (x, up_weight, up_bias, down_weight, down_bias)
+    remade = down_weight.requires_grad or (up_bias is not None and up_bias.requires_grad)
+    told = tuple([None if one is None else (one.shape, one.dtype, one.get_device()) for one in given])
+    key = (told, curve, remade)
+    try:
+        return _plans[key]
+    except KeyError:
+        check_devices("mlp", x=x, up_weight=up_weight, up_bias=up_bias, down_weight=down_weight, down_bias=down_bias)
+        found = _find(x, up_weight.shape[0], curve, remade=remade)
+        return keep(_plans, key, found) if x.is_cuda else found
+
+
+def _find(x: torch.Tensor, columns: int, curve: Curve, *, remade: bool) -> _Plans | None:
+    if not x.numel() or not columns:
+        return None
+    device, sizes = x.device, (x.numel() // x.shape[-1], columns, x.dtype, curve.erf, curve.relu)
+    forward = plan_for(kernels.FORWARD, device, *sizes)
+    backward = plan_for(kernels.REMAKE if remade else kernels.BACKWARD, device, *sizes)
+    if forward is None or backward is None:
+        return None
+    if not remade:
+        return _Plans(forward, backward, None)
+    sums = plan_for(column_sum.SPEC, device, groups_of(backward.blocks, columns), columns, x.dtype)
+    return None if sums is None else _Plans(forward, backward, sums)
+
+
+class _Mlp(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, up_weight: torch.Tensor, up_bias: torch.Tensor | None, down_weight: torch.Tensor,
+        down_bias: torch.Tensor | None, curve: Curve, plans: _Plans,
+    ) -> torch.Tensor:  # fmt: skip
+        value = _linear(x.reshape(-1, x.shape[-1]), up_weight, up_bias)
+        y = torch.empty_like(value)
+        plans.forward.launch(x.get_device(), value, y, curve.linear, curve.cubic)
+        ctx.save_for_backward(x, value, up_weight, down_weight)
+        ctx.curve, ctx.plans = curve, plans
+        return shaped(_linear(y, down_weight, down_bias), *x.shape[:-1], down_weight.shape[0])
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, value, up_weight, down_weight = ctx.saved_tensors
+        wants = ctx.needs_input_grad
+        slope, rows = dout.reshape(-1, dout.shape[-1]), x.reshape(-1, x.shape[-1])
+        dvalue, y, dup_bias = _before(ctx, torch.mm(slope, down_weight), value, biased=wants[2])
+        ddown = _weight_gradient(slope, y, down_weight) if wants[3] and y is not None else None
+        del y
+        dx = shaped(torch.mm(dvalue, up_weight), *x.shape) if wants[0] else None
+        dup = _weight_gradient(dvalue, rows, up_weight) if wants[1] else None
+        return dx, dup, dup_bias, ddown, slope.sum(0) if wants[4] else None, None, None
+
+
+def _before(
+    ctx: Any, dy: torch.Tensor, value: torch.Tensor, *, biased: bool
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """The gradient of what went into the activation, what came out, and the gradient's sum over rows."""
+    plans, numbers, device = ctx.plans, (ctx.curve.linear, ctx.curve.cubic), value.get_device()
+    dvalue = torch.empty_like(value)
+    if plans.sums is None:
+        plans.backward.launch(device, dy, value, dvalue, *numbers)
+        return dvalue, None, None
+    y, columns = torch.empty_like(value), value.shape[1]
+    partial = torch.empty(groups_of(plans.backward.blocks, columns), columns, dtype=torch.float32, device=value.device)
+    plans.backward.launch(device, dy, value, dvalue, y, partial, *numbers)
+    if not biased:
+        return dvalue, y, None
+    dbias = torch.empty(columns, dtype=value.dtype, device=value.device)
+    plans.sums.launch(device, partial, dbias)
+    return dvalue, y, dbias
+
+
+def _linear(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    if bias is None:
+        return torch.mm(rows, weight.t())
+    return torch.addmm(bias, rows, weight.t())
+
+
+def _weight_gradient(slope: torch.Tensor, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """``slope.T @ rows`` [out, in] in the layout of the weight, in which autograd takes it over without a copy."""
+    if weight.is_contiguous():
+        return torch.mm(slope.t(), rows)
+    return torch.mm(rows.t(), slope).t()
