@@ -5,7 +5,10 @@ from __future__ import annotations
 from tilekern.errors import InputError
 
 # In the order in which they are applied.
-OPS = ("rms_norm", "layer_norm", "swiglu", "qk_norm_rope", "rope", "fused_add_rms_norm", "fused_linear_cross_entropy")
+OPS = (
+    "rms_norm", "layer_norm", "swiglu", "mlp", "qk_norm_rope", "rope", "fused_add_rms_norm",
+    "fused_linear_cross_entropy",
+)  # fmt: skip
 # Which families: those whose tests pass here, or all whose code has a form that is known.
 FORMS = ("tested", "any")
 

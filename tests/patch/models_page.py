@@ -7,7 +7,7 @@ from pathlib import Path
 from tiny_families import SEEING
 
 from tilekern.patch.families import FAMILIES
-from tilekern.patch.forms import OPS, Module, path_of
+from tilekern.patch.forms import OPS, Module, patches_of, path_of
 from tilekern.patch.table import PLAIN
 
 HEADS = re.compile(r"self\.(q_norm|query_layernorm)\(")
@@ -28,6 +28,8 @@ transformers, too, wherever their code has a form that is known. `python -m tile
 - `layer_norm` is of the layers of language models. Torch's own class runs in an attention or an indexer whose rotation
   is patched (Persimmon's, DeepSeek V3.2's), and in vision towers.
 - `swiglu` is any MLP with a gate, by silu or gelu; experts are not among them.
+- `mlp` is any MLP of the language model without a gate, by gelu, silu, relu or its square, with biases or without; of
+  BLOOM's the activation alone is exchanged. Vision towers keep their own.
 - `rope` and `qk_norm_rope` are of the language model; vision towers keep their own rotation.
 - "of its text": the text model is of another family, which has a row of its own.
 - "-": the family has no such code.
@@ -37,10 +39,9 @@ transformers, too, wherever their code has a form that is known. `python -m tile
 - "norm after", "another norm": that of q and k follows the rotation, or is not Llama's; each of them that has an op by
   itself runs that.
 - "a bias": the head adds one, which the loss's op does not take.
-- "another form": it has such code, and what of it an op could compute stands in statements that are not known.
-
-An MLP without a gate, as GPT-2's (`c_proj(act(c_fc(x)))`, with biases), has no op: the matmul's epilogue takes a bias
-and gelu, but for training, what goes into gelu must be kept, and then gelu is a pass of its own.
+- "another activation": its own has no op.
+- "another form": it has such code, and what of it an op could compute stands in statements that are not known, or in a
+  method that another op changes already (the MLPs of BioGPT, OPT and XGLM, in the layer's own).
 
 """
 
@@ -70,6 +71,8 @@ def reason(op, module):
     if op == "fused_add_rms_norm":
         layers = [x for kind, x in bodies.items() if "Layer" in kind and module.attributes(kind)]
         return "-" if not layers else "norm, then sum" if any(map(BEFORE.search, layers)) else "another form"
+    if op == "mlp":
+        return of_mlp(module, bodies)
     gated = [kind for kind, body in bodies.items() if "self.gate_proj(" in body or "self.gate_up_proj(" in body]
     has = {
         "rms_norm": any("RMSNorm" in name for name in module.classes),
@@ -80,6 +83,14 @@ def reason(op, module):
         "fused_linear_cross_entropy": "labels" in text,
     }
     return "another form" if has[op] else "-"
+
+
+def of_mlp(module, bodies):
+    """Why an MLP without a gate is not one op."""
+    known = {patch.attribute for patch in patches_of(module, "") if patch.op == "mlp"}
+    if any(f"{kind}.forward" in known for kind in bodies if kind.endswith("MLP") and "Projector" not in kind):
+        return "another activation"
+    return "another form" if any("self.fc2(" in x for kind, x in bodies.items() if "Layer" in kind) else "-"
 
 
 def of_heads(module, kind, text):

@@ -86,6 +86,40 @@ def test_other_calls_are_left(line):
     assert changed(layer(line), patterns.normed, ["norm"]) == (0, [line, "return x"])
 
 
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        (["x = self.down(self.act(self.up(x)))"], ["x = tilekern_mlp(self.up, self.act, self.down, x)"]),
+        (["x = self.up(x)", "x = self.act(x)", "x = self.down(x)", "x = self.drop(x)"],
+         ["x = tilekern_mlp(self.up, self.act, self.down, x)", "x = self.drop(x)"]),
+        (["h = self.act(self.up(x + r))", "x = self.down(h)"],
+         ["x = tilekern_mlp(self.up, self.act, self.down, x + r)"]),
+        (["h = self.up(x)", "x = self.down(self.act(h))"], ["x = tilekern_mlp(self.up, self.act, self.down, x)"]),
+        (["x = r + self.down(self.act(self.up(x)))"], ["x = r + tilekern_mlp(self.up, self.act, self.down, x)"]),
+    ],
+)  # fmt: skip
+def test_an_mlp_without_a_gate(lines, expected):
+    assert changed(layer(*lines), patterns.mlp, ["up", "down"], ["act"]) == (1, [*expected, "return x"])
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ["x = self.down(self.act(self.gate(x)) * self.up(x))"],
+        ["x = self.down(self.drop(self.act(self.up(x))))"],
+        ["x = self.act(self.up(x))", "x = self.drop(x)", "x = self.down(x)"],
+        ["x = self.up(x)", "r = self.act(x)", "r = self.down(r)"],
+        ["x = self.up(x)", "x = self.act(x)", "x = r + self.down(x)"],
+        ["x = self.down(self.act(self.up(x, r)))"],
+        ["x = self.down(self.act(self.up(*x)))"],
+        ["x = self.act(self.up(x))"],
+        ["x = self.down(self.up(self.act(x)))"],
+    ],
+)
+def test_what_is_no_mlp_without_a_gate_is_left(lines):
+    assert changed(layer(*lines), patterns.mlp, ["up", "down"], ["act"]) == (0, [*lines, "return x"])
+
+
 HEAD = """
 def forward(self, x, labels=None, logits_to_keep=0, **kwargs):
     {head}
@@ -331,6 +365,26 @@ def test_layer_norms_of_torch_are_served_where_they_are_called():
     assert found(NORMED.replace("nn.LayerNorm", "LayerNorm")) == [("layer_norm", "MyBlock.forward")]
     assert found(NORMED.replace("return self.ln(x)", "return self.other(x)")) == []
     own = NORMED.replace("nn.LayerNorm", "LayerNorm") + "\n\nclass LayerNorm(nn.Module):\n    pass\n"
+    assert found(own) == []
+
+
+UNGATED = """
+class MyMLP(nn.Module):
+    def __init__(self, config):
+        self.up = Conv1D(4, 4)
+        self.down = nn.Linear(4, 4)
+        self.act = {act}
+
+    def forward(self, x):
+        return self.down(self.act(self.up(x)))
+"""
+
+
+def test_mlps_of_linear_layers_and_an_activation_are_served():
+    assert found(UNGATED.format(act="ACT2FN[config.hidden_act]")) == [("mlp", "MyMLP.forward")]
+    assert found(UNGATED.format(act="nn.GELU()")) == [("mlp", "MyMLP.forward")]
+    assert found(UNGATED.format(act="nn.Dropout(0.1)")) == []
+    own = UNGATED.format(act="nn.GELU()") + "\n\nclass Conv1D(nn.Module):\n    pass\n"
     assert found(own) == []
 
 

@@ -11,8 +11,8 @@ from tilekern.patch.forms import patches_in, path_of
 from tilekern.patch.table import Patch
 from tilekern.switches import OPS
 
-# By their first letters: norm, layer norm, mlp, qk_norm_rope, rope, sum and norm, head and loss.
-_LETTERS = dict(zip("nlmqrsh", OPS, strict=True))
+# By their first letters: norm, layer norm, mlp, plain mlp, qk_norm_rope, rope, sum and norm, head and loss.
+_LETTERS = dict(zip("nlmpqrsh", OPS, strict=True))
 # The families with each set of ops; the test of each runs every op that is named here.
 _SERVED = {
     "nmqrsh": "doge dots1 mellum qwen3 qwen3_moe qwen3_vl qwen3_vl_moe",
@@ -24,14 +24,18 @@ _SERVED = {
     "vaultgemma youtu",
     "nmrh": "exaone4 olmo2 olmo3",
     "nmsh": "flint gemma4 jamba",
-    "nrsh": "apertus arcee bitnet gpt_oss granitemoe jetmoe minimax minimax_m2 mixtral nanochat olmoe seed_oss",
+    "nprsh": "arcee nanochat",
+    "nrsh": "apertus bitnet gpt_oss granitemoe jetmoe minimax minimax_m2 mixtral olmoe seed_oss",
     "lmrh": "cohere cohere2 olmo stablelm",
     "nms": "pixtral",
     "nrh": "flex_olmo",
-    "lrh": "falcon gpt_neox nemotron persimmon phimoe starcoder2",
-    "lr": "phi",
-    "lh": "biogpt bloom gpt2 gpt_bigcode gpt_neo mpt xglm",
-    "l": "gptj opt",
+    "lprh": "falcon gpt_neox nemotron persimmon starcoder2",
+    "lrh": "phimoe",
+    "lpr": "phi",
+    "lph": "bloom gpt2 gpt_bigcode gpt_neo mpt",
+    "lh": "biogpt xglm",
+    "lp": "gptj",
+    "l": "opt",
     "h": "aya_vision got_ocr2 idefics3 internvl llava llava_next mistral3 paligemma smolvlm",
 }
 

@@ -72,6 +72,20 @@ _MLPS = {
         replacements.joined_mlp, activation="activation", layers=("input_linear", "output_linear")
     ),
 }
+# The linear layers of families' own that compute what torch's do: ``input @ weight.T``, and the bias added to that.
+_LINEARS = ("43d817a081b3169e27350c0c494b5e48785e0c4409a811639b0e0105f2756e93",)
+# An activation's forward and what that calls, each with the activation that it is: BLOOM's, with a gradient of its own.
+_ACTIVATIONS = {
+    (
+        "f6b074225573d27b9a6ae818953d0dc47c50ab35734474b01b6fb299d3b361a2",
+        "a2dbac289260bcdbe3c19445768ee07f92a491e248e9c8efab045968ec2f87cb",
+        "08c4b91a43908912027eb56f4700f54e4d6b9ec1075f582f5ae934d355f61a23",
+        "a025b2c7a0d11fbb61b7394744a08b30a54997f5be1dceaf6fd8632e3b4f0ea7",
+        "93f73694112d1a8326a945ba0197f097e4db9b4d0b4fbef0ea870129d904cd38",
+    ): "gelu_tanh"
+}
+# How ``__init__`` makes linear layers and activations.
+_MADE_LINEAR, _MADE_ACTIVE = ("nn.Linear", "torch.nn.Linear", "Conv1D"), ("ACT2FN[", "get_activation(", "nn.GELU(")
 # ``cat((-second half, first half))``; ``(-x[2i + 1], x[2i])`` for each pair, in two ways; both halves by turns.
 _HALVES = "6bb1d912795ebafbd980d054c74f863791fed174c6fee5abb5d3a79b7756d119"
 _PAIRS = (
@@ -174,6 +188,37 @@ class Module:
         """The classes that are MLPs of a known form, each with its replacement."""
         return self._shaped(_MLPS, "")
 
+    @functools.cached_property
+    def linears(self) -> list[str]:
+        """The classes of linear layers that compute what torch's do."""
+        return [kind for kind, x in self.forwards.items() if "Linear" in kind and shape_of(x) in _LINEARS]
+
+    def parts_of_mlp(self, kind: str) -> dict[str, tuple[str, ...]]:
+        """The attributes that ``__init__`` of a class sets to linear layers, and those that it sets to activations."""
+        found: dict[str, tuple[str, ...]] = {"linears": (), "activations": ()}
+        known = [name for name in (*_MADE_LINEAR, *self.linears) if name not in self.classes or name in self.linears]
+        for node in ast.walk(self.classes[kind]):
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute):
+                made = ast.unparse(node.value)
+                part = "activations" if made.startswith(_MADE_ACTIVE) else ""
+                part = "linears" if made.partition("(")[0] in known else part
+                found |= {part: (*found[part], node.targets[0].attr)} if part else {}
+        return found
+
+    @functools.cached_property
+    def activations(self) -> dict[str, tuple[str, tuple[str, ...]]]:
+        """The classes that are activations of a known form: which, and the paths of what their forwards call."""
+        found = {}
+        for kind, forward in self.forwards.items():
+            if "gelu" in kind.lower():
+                methods = [path for path in self.methods if _names(forward, path.partition(".")[0])]
+                helpers = [name for name in self.functions if any(_names(self.methods[path], name) for path in methods)]
+                called = [*(self.methods[path] for path in methods), *(self.functions[name] for name in helpers)]
+                shapes = tuple(shape_of(x) for x in (forward, *called))
+                if shapes in _ACTIVATIONS:
+                    found[kind] = (_ACTIVATIONS[shapes], (*methods, *helpers))
+        return found
+
     def _shaped(self, forms: dict[str, Any], part: str) -> dict[str, Any]:
         small = {kind: x for kind, x in self.forwards.items() if part in kind and len(x.body) < 8}
         shapes = {kind: shape_of(x) for kind, x in small.items() if not x.decorator_list}
@@ -239,6 +284,8 @@ def patches_of(module: Module, model_type: str) -> list[Patch]:
         found.append(row("rms_norm", f"{kind}.forward", make, _code(module, {"": kind})[1:]))
     found += [row("layer_norm", f"{kind}.forward", make) for kind, make in module.layer_norms.items()]
     found += [row("swiglu", f"{kind}.forward", make) for kind, make in module.mlps.items()]
+    for kind, (name, relied) in module.activations.items():
+        found.append(row("mlp", f"{kind}.forward", partial(replacements.activation, kind=name), relied))
     # The rotation that is one op with the norms of q and k before it.
     rotation, angles = module.rotations.get("apply_rotary_pos_emb", (None, ()))
     for kind in module.forwards if rotation is replacements.rope else ():
@@ -268,6 +315,11 @@ def patches_of(module: Module, model_type: str) -> list[Patch]:
         if named and free and _has(module, kind, partial(patterns.normed, norms=named)):
             make = partial(layers.layer_norm, norms=tuple(named))
             found.append(row("layer_norm", f"{kind}.forward", make))
+            free = False
+        parts = module.parts_of_mlp(kind)
+        if free and all(parts.values()) and _has(module, kind, partial(patterns.mlp, **parts)):
+            make = partial(layers.mlp, **parts, others=tuple(module.linears))
+            found.append(row("mlp", f"{kind}.forward", make, [f"{other}.forward" for other in module.linears]))
     return sorted(found, key=lambda patch: OPS.index(patch.op))
 
 

@@ -15,11 +15,12 @@ from typing import Any
 import torch
 
 from tilekern import ops
+from tilekern.ops.activation import activation
 from tilekern.ops.layer_norm import layer_norm as layer_norm_op
 from tilekern.patch import patterns, replacements
 from tilekern.patch.checkpointing import checkpointed
 from tilekern.patch.digests import is_checkpointing
-from tilekern.patch.plain import forward_of, has_hooks, is_bare_linear, is_from, is_plain
+from tilekern.patch.plain import forward_of, has_hooks, is_as_written, is_bare_linear, is_from, is_plain
 from tilekern.patch.rewriting import rewritten
 from tilekern.patch.table import Norm
 
@@ -59,6 +60,42 @@ def layer_norm(original: Function, norms: Collection[str]) -> Function:
 
     run = rewritten(original, partial(patterns.normed, norms=norms), {patterns.NORMED: normed})
     return checkpointed(run) if is_checkpointing(original) else run
+
+
+def mlp(
+    original: Function, linears: Collection[str], activations: Collection[str], others: Collection[str] = ()
+) -> Function:
+    """For ``forward`` of an MLP without a gate: two linear layers and the activation between them as one op.
+
+    Args:
+        original: the forward.
+        linears: the attributes that are linear layers.
+        activations: those that are activations.
+        others: classes beside the original, of linear layers that compute what torch's do.
+    """
+    names, kinds = inspect.unwrap(original).__globals__, replacements.kinds()
+
+    def run(up: Any, act: Any, down: Any, x: Any) -> Any:
+        kind = replacements.kind_of(act, kinds) if is_plain(x) else None
+        if kind is None:
+            return down(act(up(x)))
+        known = [names[name] for name in others]
+        first, last = _linear(up, known), _linear(down, known)
+        if first is None or last is None:
+            value = up(x)
+            return down(activation(value, kind) if is_plain(value) else act(value))
+        return ops.mlp(x, *first, *last, kind)
+
+    return rewritten(original, partial(patterns.mlp, linears=linears, activations=activations), {patterns.MLP: run})
+
+
+def _linear(layer: Any, known: Collection[type]) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+    """The weight [out, in] and the bias of a linear layer of torch's, of GPT-2's or of another known class."""
+    kind = type(layer)
+    transposed = (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D")
+    if not (transposed or kind is torch.nn.Linear or kind in known) or not is_as_written(layer):
+        return None
+    return layer.weight.t() if transposed else layer.weight, layer.bias
 
 
 def is_layer_norm(norm: Any) -> bool:

@@ -56,6 +56,7 @@ def apply(
     fused_linear_cross_entropy: bool = True,
     *,
     layer_norm: bool = True,
+    mlp: bool = True,
     fused_add_rms_norm: bool = True,
     qk_norm_rope: bool = True,
     model_type: str | None = None,
@@ -76,9 +77,9 @@ def apply(
     torch.distributed comes up later (:mod:`tilekern.runtime.ranks.comparing`).
 
     Args:
-        rms_norm, swiglu, rope, fused_linear_cross_entropy, layer_norm, fused_add_rms_norm, qk_norm_rope: which ops to
-            patch. ``swiglu`` is for MLPs with a gate, by gelu too. With the fused loss a model in training gives a loss
-            and no logits.
+        rms_norm, swiglu, rope, fused_linear_cross_entropy, layer_norm, mlp, fused_add_rms_norm, qk_norm_rope: which
+            ops to patch. ``swiglu`` is for MLPs with a gate, by gelu too, ``mlp`` for those without one. With the fused
+            loss a model in training gives a loss and no logits.
         model_type: one family only, for example ``qwen3``; the others stay as they are. None means all.
         forms: ``tested`` patches the families whose tests pass here (``python -m tilekern.patch`` lists them), ``any``
             all families of transformers whose code has a form that is known.
@@ -95,7 +96,8 @@ def apply(
     """
     wish = _wish(
         {"rms_norm": rms_norm, "layer_norm": layer_norm, "swiglu": swiglu, "qk_norm_rope": qk_norm_rope, "rope": rope}
-        | {"fused_add_rms_norm": fused_add_rms_norm, "fused_linear_cross_entropy": fused_linear_cross_entropy, **ops},
+        | {"fused_add_rms_norm": fused_add_rms_norm, "fused_linear_cross_entropy": fused_linear_cross_entropy}
+        | {"mlp": mlp, **ops},
         model_type,
         forms,
     )
@@ -219,6 +221,7 @@ def apply_to_model(
     fused_linear_cross_entropy: bool = True,
     *,
     layer_norm: bool = True,
+    mlp: bool = True,
     fused_add_rms_norm: bool = True,
     qk_norm_rope: bool = True,
     model_type: str | None = None,
@@ -242,7 +245,8 @@ def apply_to_model(
     """
     wish = _wish(
         {"rms_norm": rms_norm, "layer_norm": layer_norm, "swiglu": swiglu, "qk_norm_rope": qk_norm_rope, "rope": rope}
-        | {"fused_add_rms_norm": fused_add_rms_norm, "fused_linear_cross_entropy": fused_linear_cross_entropy, **ops},
+        | {"fused_add_rms_norm": fused_add_rms_norm, "fused_linear_cross_entropy": fused_linear_cross_entropy}
+        | {"mlp": mlp, **ops},
         model_type,
         forms,
     )

@@ -9,10 +9,12 @@ from __future__ import annotations
 import ast
 import copy
 from collections.abc import Collection, Iterable, Iterator
+from typing import Any
 
 # The names under which a changed function calls what stands in.
 ADD_NORM, TURNED, SERVES, LOSS = "tilekern_add_norm", "tilekern_turned", "tilekern_serves", "tilekern_loss"
 NORMED = "tilekern_normed"
+MLP = "tilekern_mlp"
 SKIPPED = "tilekern_skipped"
 # The argument that a forward gets whose logits may be skipped.
 SKIP_LOGITS = "skip_logits"
@@ -107,6 +109,58 @@ def normed(function: ast.FunctionDef, norms: Collection[str]) -> int:
         call.args.insert(0, call.func)
         call.func = ast.copy_location(ast.Name(NORMED, ast.Load()), call)
     return len(calls)
+
+
+def mlp(function: ast.FunctionDef, linears: Collection[str], activations: Collection[str]) -> int:
+    """``self.down(self.act(self.up(x)))``, at once or statement by statement.
+
+    Args:
+        function: changed in place.
+        linears: the attributes of ``self`` that are linear layers.
+        activations: those that are activations.
+    """
+    body = function.body
+    for place, statement in enumerate(body):
+        for call in [x for x in ast.walk(statement) if _own_call(x) in linears]:
+            found = _chain_before(body, place, call, linears, activations)
+            if found is not None:
+                first, activation, up, given = found
+                call.args = [up, activation, call.func, given]
+                call.func = ast.copy_location(ast.Name(MLP, ast.Load()), call)
+                del body[first:place]
+                return 1
+    return 0
+
+
+def _chain_before(
+    body: list[ast.stmt], place: int, call: ast.Call, linears: Collection[str], activations: Collection[str]
+) -> tuple[int, ast.expr, ast.expr, ast.expr] | None:
+    """Where the statements begin that make what ``down`` is called with; the activation, ``up``, and its argument."""
+    value, first = _given_to(call, body, place)
+    if _own_call(value) not in activations:
+        return None
+    inner, first = _given_to(value, body, first)
+    if _own_call(inner) not in linears or _given_to(inner, body, 0)[0] is None:
+        return None
+    last = body[place]
+    target = _assigned(last)[0]
+    whole = last.value if isinstance(last, ast.Return | ast.Assign | ast.AnnAssign) else None
+    set_before = {_assigned(x)[0] for x in body[first:place]} - {target}
+    if first < place and (whole is not call or any(_uses(body[place + 1 :], name) for name in set_before if name)):
+        return None
+    return first, value.func, inner.func, inner.args[0]
+
+
+def _given_to(call: Any, body: list[ast.stmt], place: int) -> tuple[Any, int]:
+    """The only argument of a call, and its statement: the one before, where that sets the variable which it is."""
+    if len(call.args) != 1 or call.keywords or isinstance(call.args[0], ast.Starred):
+        return None, place
+    given = call.args[0]
+    if isinstance(given, ast.Name) and place > 0:
+        name, value = _assigned(body[place - 1])
+        if name == given.id:
+            return value, place - 1
+    return given, place
 
 
 def qk_norm_rope(function: ast.FunctionDef) -> int:
@@ -364,7 +418,7 @@ def _assigned(statement: ast.stmt) -> tuple[str | None, ast.expr | None]:
     return None, None
 
 
-def _own_call(call: ast.expr | None) -> str | None:
+def _own_call(call: ast.AST | None) -> str | None:
     """The name of the attribute of ``self`` that an expression calls."""
     function = call.func if isinstance(call, ast.Call) else None
     if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name) and function.value.id == "self":

@@ -47,11 +47,15 @@ def forward_of(module: torch.nn.Module) -> Any:
 
 def is_bare_linear(module: torch.nn.Module) -> bool:
     """Whether calling a module is ``x @ weight.T`` and nothing else: no bias, adapter, hook, or forward of its own."""
+    return type(module) is torch.nn.Linear and module.bias is None and is_as_written(module)
+
+
+def is_as_written(module: torch.nn.Module) -> bool:
+    """Whether calling a linear layer is its class's own forward, on plain weights, and nothing else."""
+    kind = type(module)
     return (
-        type(module) is torch.nn.Linear
-        and module.bias is None
-        and is_plain(module.weight)
-        and "forward" not in module.__dict__
-        and is_from(torch.nn.Linear.forward, torch.nn.Linear.__module__)
+        "forward" not in module.__dict__
+        and is_from(kind.forward, kind.__module__)
+        and is_plain(*(x for x in (module.weight, module.bias) if x is not None))
         and not has_hooks(module)
     )

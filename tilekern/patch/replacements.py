@@ -7,13 +7,14 @@ the like), shapes that only broadcasting makes fit.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 
 from tilekern import ops
+from tilekern.ops.activation import activation as activation_op
 from tilekern.ops.geglu import geglu
 from tilekern.ops.layer_norm import layer_norm
 from tilekern.ops.llama4_rope import llama4_rope
@@ -159,6 +160,46 @@ def gates() -> dict[type, Function]:
         **dict.fromkeys((SiLUActivation, torch.nn.SiLU), ops.swiglu),
         **dict.fromkeys((GELUTanh, NewGELUActivation), partial(geglu, tanh=True)),
         GELUActivation: geglu,
+    }
+
+
+def activation(original: Function, kind: str) -> Function:
+    """For ``forward(self, x)`` of an activation."""
+
+    def forward(self: Any, x: torch.Tensor) -> Any:
+        return activation_op(x, kind) if type(x) is torch.Tensor else original(self, x)
+
+    return named_as(forward, original)
+
+
+def kind_of(module: Any, known: Mapping[type, str]) -> str | None:
+    """The activation of :func:`tilekern.ops.activation` that calling a module computes; None where it does another."""
+    if has_hooks(module) or "forward" in module.__dict__:
+        return None
+    if type(module) is torch.nn.GELU:
+        return {"none": "gelu", "tanh": "gelu_tanh"}.get(module.approximate)
+    return known.get(type(module))
+
+
+def kinds() -> dict[type, str]:
+    """The activation of :func:`tilekern.ops.activation` that a class's instances all compute."""
+    from transformers import activations
+
+    return {
+        activations.GELUActivation: "gelu",
+        **dict.fromkeys(
+            (
+                activations.AccurateGELUActivation,
+                activations.FastGELUActivation,
+                activations.GELUTanh,
+                activations.NewGELUActivation,
+            ),
+            "gelu_tanh",
+        ),
+        activations.QuickGELUActivation: "quick_gelu",
+        **dict.fromkeys((activations.SiLUActivation, torch.nn.SiLU), "silu"),
+        torch.nn.ReLU: "relu",
+        activations.ReLUSquaredActivation: "relu2",
     }
 
 

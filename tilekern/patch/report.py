@@ -109,7 +109,7 @@ def _rows(name: str, module: Any, judged: list[tuple[Patch, Found]], ledger: Led
         told.pop("rope", None)
     if is_of_transformers(kind.__module__):
         for part, op in _CALLED.items():
-            fused = op == "rope" and "qk_norm_rope" in told
+            fused = (op == "rope" and "qk_norm_rope" in told) or (op == "swiglu" and "mlp" in told)
             if kind.__name__.endswith(part) and not fused and not (part == "Norm" and "Layer" in kind.__name__):
                 told.setdefault(op, _unknown(kind))
         if kind.__name__.endswith("Attention") and hasattr(module, "config"):
@@ -197,6 +197,10 @@ def _of_the_call(patch: Patch, module: Any, shards: bool) -> str:
 
         head = module.get_output_embeddings()
         return loss.unserved(module, head, ForCausalLMLoss, is_gathered=shards and _is_sharded_once(head))
+    if patch.op == "mlp":
+        names, known = getattr(patch.replacement, "keywords", {}).get("activations", ()), replacements.kinds()
+        other = [act for name in names if replacements.kind_of(act := getattr(module, name), known) is None]
+        return f"no op has its activation, {type(other[0]).__name__}" if other else ""
     named = getattr(patch.replacement, "keywords", {}).get("activation", "act_fn")
     activation = getattr(module, named, getattr(module, "activation_fn", None)) if named else None
     if patch.op == "swiglu" and activation is not None:
