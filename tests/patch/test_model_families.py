@@ -76,7 +76,7 @@ def check(families, ops, run):
     assert torch.equal(patched_tokens, tokens)
     assert patched_gradients.keys() == gradients.keys()
     for name, gradient in gradients.items():
-        assert torch.allclose(patched_gradients[name], gradient, rtol=1e-4, atol=1e-6 * float(gradient.norm())), name
+        assert torch.allclose(patched_gradients[name], gradient, rtol=1e-4, atol=2e-6 * float(gradient.norm())), name
     return evaluated
 
 

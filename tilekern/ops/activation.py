@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ class Curve(NamedTuple):
 
 CURVES = {
     "gelu": Curve(erf=True),
-    "gelu_tanh": Curve(1.5957691216057308, 0.07135481282636),
+    "gelu_tanh": Curve((8 / math.pi) ** 0.5, 0.044715 * (8 / math.pi) ** 0.5),
     "quick_gelu": Curve(1.702),
     "silu": Curve(1.0),
     "relu": Curve(erf=True, relu=True),
