@@ -133,7 +133,7 @@ def test_the_table_has_a_status():
 @pytest.mark.parametrize("call", [tilekern.apply, lambda **more: tilekern.apply_to_model(make(), **more)])
 @pytest.mark.parametrize("given", [True, False])
 def test_unknown_ops_are_named(call, given):
-    with pytest.raises(InputError, match="unknown op 'group_norm'; known: rms_norm, layer_norm, swiglu, qk_norm"):
+    with pytest.raises(InputError, match="unknown op 'group_norm'; known: rms_norm, layer_norm, swiglu, mlp, qk_norm"):
         call(group_norm=given)
     assert not tilekern.get_patched_ops()
 

@@ -49,7 +49,8 @@ SMALL = {
 LLAMA = {"model_type": "llama", **{name: value for name, value in SMALL.items() if name != "model_type"}}
 JAIS = SMALL | {"model_type": "jais2"}
 NOT_PATCHED = (
-    "rms_norm, layer_norm, swiglu, qk_norm_rope, rope, fused_add_rms_norm, fused_linear_cross_entropy have no patch"
+    "rms_norm, layer_norm, swiglu, mlp, qk_norm_rope, rope, fused_add_rms_norm, fused_linear_cross_entropy have no "
+    "patch"
 )
 
 
@@ -293,6 +294,14 @@ def test_heads_of_two_sizes_take_torchs_attention_and_one_latent_size_is_planned
 def test_the_decoder_of_a_multimodal_model_is_planned():
     whole = {"model_type": "llava", "text_config": LLAMA, "vision_config": {"model_type": "clip_vision_model"}}
     assert planned(whole).problems == planned(LLAMA).problems
+
+
+def test_an_mlp_without_a_gate_is_planned_with_its_sums():
+    plan = planned(AutoConfig.for_model("gpt2", **FAMILIES["gpt2"]))
+    found = by_kernel(plan)
+    for kernel in ("activation_forward", "activation_backward_remake", "column_sum"):
+        assert (3072,) in sizes(found[kernel], "columns"), kernel
+    assert not [note for note in plan.notes if "mlp" in note or "swiglu" in note]
 
 
 def test_a_step_that_reads_values_is_refused_with_what_to_do():

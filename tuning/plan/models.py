@@ -159,9 +159,9 @@ def _without_patch(config: Any, ops: Iterable[str], found: Trace) -> list[str]:
     known = {patch.op for patch in (*registry.patches_for(module), *registry.registered()) if patch.module == module}
     if "rope" in known:
         known.add("qk_norm_rope")
-    if "rms_norm" in known or "layer_norm" in known:
-        # A family has norms of one of these kinds.
-        known |= {"rms_norm", "layer_norm"}
+    # A family has norms of one of these kinds, and MLPs of one of those.
+    for kinds in ({"rms_norm", "layer_norm"}, {"swiglu", "mlp"}):
+        known |= kinds if kinds & known else set()
     lacking = [op for op in ops if op in registry.known_ops() and op not in known]
     if not lacking:
         return []
