@@ -4,7 +4,9 @@ import pytest
 import torch
 from tiny_families import IDS, make
 from tiny_qwen3 import launched, launches, same, worst
+from transformers import GPT2Config
 from transformers.models.cohere import modeling_cohere as cohere
+from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 from transformers.models.nemotron import modeling_nemotron as nemotron
 from transformers.models.olmo import modeling_olmo as olmo
 
@@ -22,10 +24,10 @@ def step(model):
 
 
 def served(call):
-    """How often the forward kernel ran."""
+    """How many norms a forward kernel made, alone or with a sum."""
     before = launches()
     call()
-    return launched(before).get("layer_norm_forward", 0)
+    return sum(launched(before).get(name, 0) for name in ("layer_norm_forward", "fused_add_layer_norm_forward"))
 
 
 @pytest.mark.parametrize("way", WAYS, ids=["class", "model"])
@@ -37,7 +39,9 @@ def test_those_of_gpt2_are_served_and_put_back(way):
         assert "layer_norm" in tilekern.get_patched_ops()
         before = launches()
         assert worst(step(model), reference) < 1e-5
-        assert launched(before)["layer_norm_forward"] == launched(before)["layer_norm_backward"] == 5
+        ran = launched(before)
+        assert ran["layer_norm_forward"] == ran["layer_norm_backward"] == 3
+        assert ran["fused_add_layer_norm_forward"] == ran["fused_add_layer_norm_backward"] == 2
         tilekern.reset()
         assert served(lambda: step(model)) == 0
         assert same(step(model), reference)
@@ -66,7 +70,8 @@ def test_checkpointing_and_captured_states_stay(way):
     model.gradient_checkpointing_enable()
     before = launches()
     assert worst(step(model), reference) < 1e-5
-    assert launched(before)["layer_norm_forward"] == 9, "each block's norms run twice"
+    ran = launched(before)
+    assert (ran["layer_norm_forward"], ran["fused_add_layer_norm_forward"]) == (5, 4), "each block's norms run twice"
 
 
 class Own(torch.nn.LayerNorm):
@@ -126,6 +131,37 @@ def test_a_norm_without_bias_or_weight_is_served_one_of_two_dimensions_is_not(no
     x = torch.randn(2, 3, 24)
     results = []
     assert served(lambda: results.append(block(x))) == 1 + number
+    tilekern.reset()
+    assert worst(results, [block(x)]) < 1e-5
+
+
+def test_a_sum_and_its_norm_have_the_steps_of_cross_attention_between_them():
+    """GPT-2's layer has an ``if`` there; the sum of its branch runs as it is, and the norms by themselves."""
+    block = GPT2Block(GPT2Config(n_embd=24, n_head=3, add_cross_attention=True), layer_idx=0).eval()
+    x, other = torch.randn(2, 3, 24), torch.randn(2, 4, 24)
+    expected = block(x, encoder_hidden_states=other)
+    tilekern.apply(model_type="gpt2")
+    results, before = [], launches()
+    results.append(block(x, encoder_hidden_states=other))
+    assert launched(before).keys() == {"layer_norm_forward", "activation_forward"}
+    assert worst(results, [expected]) < 1e-5
+
+
+@pytest.mark.parametrize("changed", ["dtype", "shape"])
+def test_a_sum_of_other_terms_runs_by_itself(changed):
+    """Of two dtypes, or one of which is broadcast."""
+    tilekern.apply(model_type="gpt2")
+    block = make("gpt2")[0].transformer.h[0].eval()
+    attend = block.attn.forward
+
+    def other(*given, **named):
+        y, *rest = attend(*given, **named)
+        return (y.bfloat16() if changed == "dtype" else y[:, :1], *rest)
+
+    block.attn.forward = other
+    x, results, before = torch.randn(2, 3, 24), [], launches()
+    results.append(block(x))
+    assert "fused_add_layer_norm_forward" not in launched(before)
     tilekern.reset()
     assert worst(results, [block(x)]) < 1e-5
 

@@ -44,6 +44,24 @@ def test_a_sum_and_the_norm_of_it(lines, expected):
     assert body == ["x = self.attention(x)", *expected, "return x"]
 
 
+def test_a_sum_and_the_norm_of_it_around_a_branch():
+    lines = ["x = r + x", "if y is not None:", "    x = self.more(x, y)", "r = x", "x = self.norm(x)"]
+    expected = [
+        "if y is not None:", "x = r + x", "x = self.more(x, y)", "r = x", "x = self.norm(x)", "else:",
+        "r, x = tilekern_add_norm(r, x, self.norm)", "return x",
+    ]  # fmt: skip
+    assert changed(layer(*lines), patterns.add_norm, {"norm"}) == (1, expected)
+
+
+@pytest.mark.parametrize(
+    ("test", "more"),
+    [("x is not None", []), ("r is not None", []), ("self.asks()", []), ("y", ["else:", "    r = y"])],
+)
+def test_a_branch_that_may_see_the_sum_keeps_it(test, more):
+    lines = ["x = r + x", f"if {test}:", "    y = x", *more, "r = x", "x = self.norm(x)"]
+    assert changed(layer(*lines), patterns.add_norm, {"norm"}) == (0, [*(line.strip() for line in lines), "return x"])
+
+
 @pytest.mark.parametrize(
     "lines",
     [

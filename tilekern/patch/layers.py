@@ -7,6 +7,7 @@ taken one by one, by the modules and functions that are there.
 
 from __future__ import annotations
 
+import ast
 import inspect
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
@@ -16,6 +17,7 @@ import torch
 
 from tilekern import ops
 from tilekern.ops.activation import activation
+from tilekern.ops.fused_add_layer_norm import fused_add_layer_norm
 from tilekern.ops.layer_norm import layer_norm as layer_norm_op
 from tilekern.patch import patterns, replacements
 from tilekern.patch.checkpointing import checkpointed
@@ -51,14 +53,28 @@ def fused_add_rms_norm(original: Function, norms: Collection[str], kinds: Mappin
 
 
 def layer_norm(original: Function, norms: Collection[str]) -> Function:
-    """For ``forward`` of a module whose attributes ``norms`` are torch's LayerNorm: each call of one as the op."""
+    """For ``forward`` of a module whose attributes ``norms`` are torch's LayerNorm: each call of one as the op.
+
+    A sum that stands right before the call of its norm is one op with that.
+    """
+
+    def is_served(norm: Any, x: Any) -> bool:
+        return is_layer_norm(norm) and is_plain(x) and replacements.are_normed_alike(x, norm.weight, norm.bias)
 
     def normed(norm: Any, x: Any) -> Any:
-        if is_layer_norm(norm) and is_plain(x) and replacements.are_normed_alike(x, norm.weight, norm.bias):
-            return layer_norm_op(x, norm.weight, norm.bias, norm.eps)
-        return norm(x)
+        return layer_norm_op(x, norm.weight, norm.bias, norm.eps) if is_served(norm, x) else norm(x)
 
-    run = rewritten(original, partial(patterns.normed, norms=norms), {patterns.NORMED: normed})
+    def add_norm(residual: torch.Tensor, x: torch.Tensor, norm: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        alike = residual.dtype == x.dtype and residual.shape == x.shape
+        if alike and is_plain(residual) and is_served(norm, x):
+            return fused_add_layer_norm(residual, x, norm.weight, norm.bias, norm.eps)
+        total = residual + x
+        return total, normed(norm, total)
+
+    def change(function: ast.FunctionDef) -> int:
+        return patterns.add_norm(function, norms) + patterns.normed(function, norms)
+
+    run = rewritten(original, change, {patterns.NORMED: normed, patterns.ADD_NORM: add_norm})
     return checkpointed(run) if is_checkpointing(original) else run
 
 

@@ -26,7 +26,8 @@ _NOT_AT_ONCE = (ast.Lambda, ast.IfExp, ast.BoolOp, ast.Compare, ast.comprehensio
 def add_norm(function: ast.FunctionDef, norms: Collection[str]) -> int:
     """A sum and the norm of it: ``a = x + y``, perhaps ``residual = a``, then ``b = self.norm(a)``.
 
-    The norm may be inside of the last statement: ``b = a + self.mlp(self.norm(a))``.
+    The norm may be inside of the last statement: ``b = a + self.mlp(self.norm(a))``. Behind the sum there may be an
+    ``if`` of its own, as GPT-2 has one for cross attention: where that holds, the steps are those that there were.
 
     Args:
         function: changed in place.
@@ -36,7 +37,7 @@ def add_norm(function: ast.FunctionDef, norms: Collection[str]) -> int:
     for body in _bodies(function):
         place = 0
         while place < len(body):
-            changed = _sum_and_norm(body[place : place + 3], norms)
+            changed = _sum_and_norm(body[place : place + 3], norms) or _parted(body[place : place + 4], norms)
             if changed is not None:
                 statements, length = changed
                 body[place : place + length] = statements
@@ -73,6 +74,31 @@ def _sum_and_norm(statements: list[ast.stmt], norms: Collection[str]) -> tuple[l
         [] if whole is call else [_Exchanged(call, ast.copy_location(ast.Name(_NORMAL, ast.Load()), call)).visit(last)]
     )
     return [first, *[_statement(f"{name} = {names[0]}", statements[0]) for name in names[1:]], *rest], length
+
+
+def _parted(statements: list[ast.stmt], norms: Collection[str]) -> tuple[list[ast.stmt], int] | None:
+    """A sum of two variables and the norm of it around an ``if`` that asks neither of its terms nor of the sum."""
+    if len(statements) < 3 or not isinstance(asked := statements[1], ast.If) or asked.orelse:
+        return None
+    first, rest = statements[0], statements[2:]
+    total, value = _assigned(first)
+    terms = [value.left, value.right] if isinstance(value, ast.BinOp) else []
+    names = [total, *(x.id for x in terms if isinstance(x, ast.Name))]
+    if len(names) != 3 or not _asks_of_others(asked.test, names):
+        return None
+    found = _sum_and_norm(copy.deepcopy([first, *rest]), norms)
+    if found is None:
+        return None
+    changed, length = found
+    before = [copy.deepcopy(first), *asked.body, *copy.deepcopy(rest[: length - 1])]
+    return [ast.copy_location(ast.If(asked.test, before, changed), asked)], length + 1
+
+
+def _asks_of_others(test: ast.expr, names: Collection[str | None]) -> bool:
+    """Whether a test compares variables that are not among some, and calls nothing."""
+    nodes = [x for x in ast.walk(test) if isinstance(x, ast.expr)]
+    simple = all(isinstance(x, ast.Compare | ast.Name | ast.Constant) for x in nodes)
+    return simple and not any(isinstance(x, ast.Name) and x.id in names for x in nodes)
 
 
 def _norm_of(statement: ast.stmt, norms: Collection[str], names: Collection[str]) -> ast.Call | None:
