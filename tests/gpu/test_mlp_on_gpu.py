@@ -3,21 +3,13 @@
 import pytest
 import torch
 from op_samples import assert_near
+from test_activation_op import REFERENCES
 
 from tilekern.ops import mlp
 from tilekern.ops.activation import CURVES
 from tilekern.runtime import dispatch
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2}
-functional = torch.nn.functional
-REFERENCES = {
-    "gelu": functional.gelu,
-    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
-    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
-    "silu": functional.silu,
-    "relu": functional.relu,
-    "relu2": lambda x: functional.relu(x).square(),
-}
 
 
 def leaves(dtype, rows=1009, hidden=96, columns=1000):
