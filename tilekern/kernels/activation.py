@@ -23,7 +23,7 @@ from typing import Any
 
 import cuda.tile as ct
 
-from tilekern.kernels.common.arrays import bytes_of, drawn, tensors
+from tilekern.kernels.common.arrays import Arrays, bytes_of, drawn, tensors
 from tilekern.kernels.common.elements import dimensions_of, each_tile, matrices, spec
 
 # Another name where they are written would make the shipped records of dyt and geglu stale.
@@ -172,7 +172,7 @@ BACKWARD = spec(
     flops=18,
     scalars=_NUMBERS,
 )
-_ARRAYS = (
+_ARRAYS: Arrays = (
     *matrices(("dy", "x"), ("dx", "y")),
     Array("partial", "float32", ("blocks", "columns"), "scratch"),
     *_SCALARS,

@@ -193,17 +193,16 @@ class Module:
         """The classes of linear layers that compute what torch's do."""
         return [kind for kind, x in self.forwards.items() if "Linear" in kind and shape_of(x) in _LINEARS]
 
-    def parts_of_mlp(self, kind: str) -> dict[str, tuple[str, ...]]:
+    def parts_of_mlp(self, kind: str) -> tuple[list[str], list[str]]:
         """The attributes that ``__init__`` of a class sets to linear layers, and those that it sets to activations."""
-        found: dict[str, tuple[str, ...]] = {"linears": (), "activations": ()}
+        linears, activations = [], []
         known = [name for name in (*_MADE_LINEAR, *self.linears) if name not in self.classes or name in self.linears]
         for node in ast.walk(self.classes[kind]):
             if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute):
                 made = ast.unparse(node.value)
-                part = "activations" if made.startswith(_MADE_ACTIVE) else ""
-                part = "linears" if made.partition("(")[0] in known else part
-                found |= {part: (*found[part], node.targets[0].attr)} if part else {}
-        return found
+                linears += [node.targets[0].attr] if made.partition("(")[0] in known else []
+                activations += [node.targets[0].attr] if made.startswith(_MADE_ACTIVE) else []
+        return linears, activations
 
     @functools.cached_property
     def activations(self) -> dict[str, tuple[str, tuple[str, ...]]]:
@@ -316,9 +315,10 @@ def patches_of(module: Module, model_type: str) -> list[Patch]:
             make = partial(layers.layer_norm, norms=tuple(named))
             found.append(row("layer_norm", f"{kind}.forward", make))
             free = False
-        parts = module.parts_of_mlp(kind)
-        if free and all(parts.values()) and _has(module, kind, partial(patterns.mlp, **parts)):
-            make = partial(layers.mlp, **parts, others=tuple(module.linears))
+        linears, activations = module.parts_of_mlp(kind)
+        chain = partial(patterns.mlp, linears=linears, activations=activations)
+        if free and linears and activations and _has(module, kind, chain):
+            make = partial(layers.mlp, linears=linears, activations=activations, others=tuple(module.linears))
             found.append(row("mlp", f"{kind}.forward", make, [f"{other}.forward" for other in module.linears]))
     return sorted(found, key=lambda patch: OPS.index(patch.op))
 

@@ -147,7 +147,8 @@ def mlp(function: ast.FunctionDef, linears: Collection[str], activations: Collec
     """
     body = function.body
     for place, statement in enumerate(body):
-        for call in [x for x in ast.walk(statement) if _own_call(x) in linears]:
+        calls = [x for x in ast.walk(statement) if isinstance(x, ast.Call)]
+        for call in [x for x in calls if _own_call(x) in linears]:
             found = _chain_before(body, place, call, linears, activations)
             if found is not None:
                 first, activation, up, given = found
@@ -444,7 +445,7 @@ def _assigned(statement: ast.stmt) -> tuple[str | None, ast.expr | None]:
     return None, None
 
 
-def _own_call(call: ast.AST | None) -> str | None:
+def _own_call(call: ast.expr | None) -> str | None:
     """The name of the attribute of ``self`` that an expression calls."""
     function = call.func if isinstance(call, ast.Call) else None
     if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name) and function.value.id == "self":
