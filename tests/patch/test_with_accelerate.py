@@ -10,7 +10,10 @@ from tiny_qwen3 import apply, launched, launches, make, same, step, worst
 
 import tilekern
 
-pytestmark = pytest.mark.usefixtures("interpreted")
+pytestmark = [
+    pytest.mark.usefixtures("interpreted"),
+    pytest.mark.filterwarnings("ignore:.*checkpointing.*:FutureWarning"),
+]
 
 
 @pytest.fixture
@@ -103,6 +106,11 @@ def test_hooks_stay_around_what_runs(early, late):
     assert len(served(model, "rms_norm")) == 5
     assert not served(model, "fused_add_rms_norm")
     assert not served(model, "qk_norm_rope")
+    model.train().gradient_checkpointing_enable()
+    before = launches()
+    step(model)
+    assert launched(before)["swiglu_forward"] == 2, "the layer's forward runs twice"
+    model.gradient_checkpointing_disable()
     tilekern.reset()
     before, calls = launches(), hook.calls
     assert same(step(model), reference)

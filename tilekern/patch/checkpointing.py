@@ -10,6 +10,7 @@ from functools import partial, wraps
 from typing import Any
 
 from tilekern.patch.digests import is_checkpointing
+from tilekern.patch.wrapped import place_of
 
 Function = Callable[..., Any]
 
@@ -24,8 +25,8 @@ def checkpointed(run: Function) -> Function:
 
     @wraps(run)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        mine = getattr(vars(self).get("forward"), "__func__", None) is wrapper
-        if mine and self.gradient_checkpointing and self.training and type(self).forward is not wrapper:
+        wanted = self.gradient_checkpointing and self.training and type(self).forward is not wrapper
+        if wanted and getattr(vars(self).get(place_of(self, "forward")), "__func__", None) is wrapper:
             keeps = getattr(self, "_can_checkpoint_with_cache", False)
             none = {"use_cache": False} if keeps else {"use_cache": False, "past_key_values": None, "layer_past": None}
             # By keyword alone: a layer need not have these, and may have been given them by place.
