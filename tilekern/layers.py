@@ -21,8 +21,8 @@ from tilekern.patch import replacements
 from tilekern.patch.table import Norm
 
 __all__ = [
-    "CrossEntropyLoss", "GatedMLP", "GeluAndMul", "GeluTanhAndMul", "LayerNorm", "RMSNorm", "RMSNormZeroCentered",
-    "RotaryPosEmb", "SiluAndMul",
+    "CrossEntropyLoss", "GatedMLP", "GeLU", "GeluAndMul", "GeluTanh", "GeluTanhAndMul", "LayerNorm", "QuickGELU",
+    "RMSNorm", "RMSNormZeroCentered", "RotaryPosEmb", "SiLU", "SiluAndMul",
 ]  # fmt: skip
 
 
@@ -34,9 +34,16 @@ def _layer_as_it_is(self: Any, x: torch.Tensor) -> Any:
     return type(self).forward(self, x)
 
 
+def _activation_as_it_is(self: Any, input: torch.Tensor) -> Any:
+    return type(self).forward(self, input)
+
+
 _rms_norm = replacements.rms_norm(_norm_as_it_is)
 _zero_centered = replacements.rms_norm(_layer_as_it_is, Norm("eps", 1.0, "gemma"))
 _gated_mlp = replacements.gated_mlp(_layer_as_it_is)
+_gelu, _gelu_tanh, _quick_gelu, _silu = (
+    replacements.activation(_activation_as_it_is, kind) for kind in ("gelu", "gelu_tanh", "quick_gelu", "silu")
+)
 
 
 class RMSNorm(torch.nn.Module):
@@ -77,6 +84,47 @@ class GatedMLP(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> Any:
         """``down_proj(act_fn(gate_proj(x)) * up_proj(x))`` of ``x`` [..., hidden]."""
         return _gated_mlp(self, x)
+
+
+class GeLU(torch.nn.Module):
+    """``torch.nn.GELU``, by tanh where its ``approximate`` says so, and the gelu of transformers that has this name."""
+
+    can_torch_compile = True
+
+    def forward(self, input: torch.Tensor) -> Any:
+        """The activation of each element of ``input`` [..., columns]."""
+        by_tanh = getattr(self, "approximate", "none") == "tanh"
+        return (_gelu_tanh if by_tanh else _gelu)(self, input)
+
+
+class GeluTanh(torch.nn.Module):
+    """The gelu that is made of tanh, which transformers has as ``NewGELU`` and ``FastGELU``, too."""
+
+    can_torch_compile = True
+
+    def forward(self, input: torch.Tensor) -> Any:
+        """The activation of each element of ``input`` [..., columns]."""
+        return _gelu_tanh(self, input)
+
+
+class QuickGELU(torch.nn.Module):
+    """``x * sigmoid(1.702 * x)``."""
+
+    can_torch_compile = True
+
+    def forward(self, input: torch.Tensor) -> Any:
+        """The activation of each element of ``input`` [..., columns]."""
+        return _quick_gelu(self, input)
+
+
+class SiLU(torch.nn.Module):
+    """``torch.nn.SiLU``."""
+
+    can_torch_compile = True
+
+    def forward(self, input: torch.Tensor) -> Any:
+        """The activation of each element of ``input`` [..., columns]."""
+        return _silu(self, input)
 
 
 class SiluAndMul(torch.nn.Module):

@@ -14,7 +14,7 @@ from kernels import LocalLayerRepository, Mode, kernelize, replace_kernel_forwar
 from kernels._rust import Digest, DigestAlgorithm, DigestValidationError, KernelLocks, Metadata
 from ship_samples import Commands, make_pack
 from torch import nn
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM, activations
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, apply_rotary_pos_emb
 
@@ -260,6 +260,10 @@ MODULES = {
     "RMSNormZeroCentered": lambda: (GemmaRMSNorm(80), [torch.randn(3, 80)]),
     "LayerNorm": lambda: (nn.LayerNorm((5, 16)), [torch.randn(3, 5, 16)]),
     "GatedMLP": lambda: (Qwen3MLP(CONFIG), [torch.randn(3, 80)]),
+    "GeLU": lambda: (nn.GELU(), [torch.randn(3, 34)]),
+    "GeluTanh": lambda: (activations.NewGELUActivation(), [torch.randn(3, 34)]),
+    "QuickGELU": lambda: (activations.QuickGELUActivation(), [torch.randn(3, 34)]),
+    "SiLU": lambda: (nn.SiLU(), [torch.randn(3, 34)]),
     "SiluAndMul": lambda: (halves(nn.functional.silu), [torch.randn(3, 34)]),
     "GeluAndMul": lambda: (halves(nn.functional.gelu), [torch.randn(3, 34)]),
     "GeluTanhAndMul": lambda: (halves(nn.GELU("tanh")), [torch.randn(3, 34)]),
