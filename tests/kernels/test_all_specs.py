@@ -171,13 +171,16 @@ BY_HAND = {
     "fused_add_rms_norm_backward": ("fused_add_rms_norm_forward", {"y": "dy", "total": "dtotal"}),
     "rms_norm_offset_backward": ("rms_norm_offset_forward", {"y": "dy"}),
     "fused_add_rms_norm_offset_backward": ("fused_add_rms_norm_offset_forward", {"y": "dy", "total": "dtotal"}),
+    "fused_rms_norm_add_rms_norm_backward": (
+        "fused_rms_norm_add_rms_norm_forward", {"y": "dy", "total": "dtotal"},
+    ),
     "swiglu_scaled_backward": ("swiglu_scaled_forward", {"y": "dy"}),
     "swiglu_backward": ("swiglu_forward", {"y": "dy"}),
     "swiglu_backward_remake": ("swiglu_forward", {"y": "dy"}),
     "cross_entropy_backward": ("cross_entropy_forward", {"loss": "scale"}),
     "attention_dq": ("attention_forward", {"out": "dout"}),
     "attention_dkdv": ("attention_forward", {"out": "dout"}),
-}
+}  # fmt: skip
 
 
 def _taken(function, given):

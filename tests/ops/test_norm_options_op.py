@@ -5,6 +5,8 @@ import torch
 from op_samples import assert_near
 
 from tilekern.ops import fused_add_rms_norm, layer_norm, rms_norm, swiglu
+from tilekern.ops.fused_rms_norm_add import fused_rms_norm_add
+from tilekern.ops.fused_rms_norm_add_rms_norm import fused_rms_norm_add_rms_norm
 from tilekern.runtime import dispatch
 
 EPS = 1e-3
@@ -75,6 +77,27 @@ def test_sums_with_options_match_autograd_in_float64(offset, mode, weighted):
         return residual + x, norm(residual + x, weight, offset, mode, torch.float32)
 
     compare(lambda r, x, weight=None: fused_add_rms_norm(r, x, weight, EPS, offset, mode), reference, leaves)
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize(("offset", "mode"), MODES)
+def test_norms_around_a_sum_match_autograd_in_float64(offset, mode, weighted):
+    options = (EPS, offset, mode)
+    leaves = [leaf(3, 5, 48), leaf(3, 5, 48), leaf(48), *([leaf(48)] if weighted else [])]
+
+    def total(residual, x, weight):
+        return residual + norm(x, weight, offset, mode, torch.float32)
+
+    def both(residual, x, weight, following=None):
+        y = total(residual, x, weight)
+        return y, norm(y, following, offset, mode, torch.float32)
+
+    compare(lambda r, x, *weights: fused_rms_norm_add_rms_norm(r, x, *weights, *[None][weighted:], *options), both, leaves)
+    without = leaves[: 2 + weighted]
+    compare(
+        lambda r, x, weight=None: (fused_rms_norm_add(r, x, weight, *options),),
+        lambda r, x, weight=None: (total(r, x, weight),), without,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("used", [0, 1])

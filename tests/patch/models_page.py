@@ -11,8 +11,6 @@ from tilekern.patch.forms import OPS, Module, patches_of, path_of
 from tilekern.patch.table import PLAIN
 
 HEADS = re.compile(r"self\.(q_norm|query_layernorm)\(")
-BIASED = re.compile(r"self\.lm_head = nn\.Linear\((?!.*bias=False)")
-BEFORE = re.compile(r"(\w+) = self\.\w*norm\(\1\)\n\s+\w+ = \w+ \+ \1\n")
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 HEAD = """# Models
@@ -33,12 +31,11 @@ transformers, too, wherever their code has a form that is known. `python -m tile
 - `rope` and `qk_norm_rope` are of the language model; vision towers keep their own rotation.
 - "of its text": the text model is of another family, which has a row of its own.
 - "-": the family has no such code.
-- "norm, then sum": each norm is of a layer's result, before the sum, and no op has the two in that order; `rms_norm`
-  serves it.
+- `fused_add_rms_norm` is a sum with the norm of it, with that of the sublayer's result, or with both.
 - "norm of all heads": the norms of q and k are of whole rows; `rms_norm` serves them.
 - "norm after", "another norm": that of q and k follows the rotation, or is not Llama's; each of them that has an op by
   itself runs that.
-- "a bias": the head adds one, which the loss's op does not take.
+- "another gate": squared ReLU.
 - "another activation": its own has no op.
 - "another form": it has such code, and what of it an op could compute stands in statements that are not known, or in a
   method that another op changes already (the MLPs of BioGPT, OPT and XGLM, in the layer's own).
@@ -61,8 +58,6 @@ def reason(op, module):
     text = path_of(module.name).read_text(encoding="utf-8")
     if op != "fused_linear_cross_entropy" and "AutoModel.from_config(" in text and "DecoderLayer" not in text:
         return "of its text"
-    if op == "fused_linear_cross_entropy" and BIASED.search(text):
-        return "a bias"
     bodies = {
         kind: ast.unparse(x) for kind, x in module.forwards.items() if "Vision" not in kind and "Cross" not in kind
     }
@@ -70,7 +65,7 @@ def reason(op, module):
         return next((of_heads(module, kind, x) for kind, x in bodies.items() if HEADS.search(x) and "rotary" in x), "-")
     if op == "fused_add_rms_norm":
         layers = [x for kind, x in bodies.items() if "Layer" in kind and module.attributes(kind)]
-        return "-" if not layers else "norm, then sum" if any(map(BEFORE.search, layers)) else "another form"
+        return "another form" if layers else "-"
     if op == "mlp":
         return of_mlp(module, bodies)
     gated = [kind for kind, body in bodies.items() if "self.gate_proj(" in body or "self.gate_up_proj(" in body]
@@ -82,6 +77,8 @@ def reason(op, module):
         "rope": "apply_rotary" in text and module.rotaries,
         "fused_linear_cross_entropy": "labels" in text,
     }
+    if op == "swiglu" and has[op] and "relu2" in _configuration(module):
+        return "another gate"
     return "another form" if has[op] else "-"
 
 
@@ -91,6 +88,11 @@ def of_mlp(module, bodies):
     if any(f"{kind}.forward" in known for kind in bodies if kind.endswith("MLP") and "Projector" not in kind):
         return "another activation"
     return "another form" if any("self.fc2(" in x for kind, x in bodies.items() if "Layer" in kind) else "-"
+
+
+def _configuration(module):
+    """The text of a module's configuration."""
+    return path_of(module.name.replace(".modeling_", ".configuration_")).read_text(encoding="utf-8")
 
 
 def of_heads(module, kind, text):

@@ -129,6 +129,23 @@ def test_tied_embeddings_get_both_gradients():
     check(model)
 
 
+@ways
+def test_a_head_with_a_bias(way):
+    model = make().train()
+    model.lm_head.bias = torch.nn.Parameter(torch.randn(331, generator=torch.Generator().manual_seed(1)))
+    check(model, way)
+
+
+def test_a_bias_is_scaled_and_capped_with_the_logits():
+    head, hidden, more = torch.nn.Linear(16, 31), torch.randn(2, 5, 16), {"labels": IDS[:, :5] % 31}
+    logits = torch.tanh(head(hidden) * 0.6 / 2) * 2
+    wanted = ForCausalLMLoss(logits, vocab_size=31, **more)
+    found = loss._loss(head, hidden, factor=1.2, divisor=2.0, softcap=2.0, **more)
+    torch.testing.assert_close(found, wanted)
+    for one, other in zip(*(torch.autograd.grad(x, list(head.parameters())) for x in (found, wanted)), strict=True):
+        torch.testing.assert_close(one, other)
+
+
 def test_labels_of_another_number_are_refused_as_by_torch():
     model = make().train()
     for way in (dict, lambda: apply(**ALONE)):
@@ -217,7 +234,7 @@ def test_evaluation_and_calls_without_labels_give_logits_as_before(way):
 
 @ways
 @pytest.mark.parametrize(
-    "place", ["bias", "forward hook", "pre-hook", "backward hook", "adapter", "own forward", "subclass", "loss"]
+    "place", ["forward hook", "pre-hook", "backward hook", "adapter", "own forward", "subclass", "loss"]
 )
 def test_heads_and_losses_that_do_more_keep_their_own_way(way, place):
     class Adapter(torch.nn.Module):
@@ -240,9 +257,7 @@ def test_heads_and_losses_that_do_more_keep_their_own_way(way, place):
 
     model, seen = make().train(), []
     head = model.lm_head
-    if place == "bias":
-        head.bias = torch.nn.Parameter(torch.randn(331))
-    elif place == "forward hook":
+    if place == "forward hook":
         head.register_forward_hook(lambda *given: seen.append(given[-1].shape) or 2 * given[-1])
     elif place == "pre-hook":
         head.register_forward_pre_hook(lambda *given: seen.append(given[1][0].shape) or (2 * given[1][0],))

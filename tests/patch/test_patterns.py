@@ -84,6 +84,51 @@ def test_what_is_no_sum_and_norm_of_it_is_left(lines):
 
 
 @pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        (["x = self.norm(x)", "x = r + x"], ["x = tilekern_norm_add(r, x, self.norm)"]),
+        (["x = self.norm(self.mlp(x))", "x = x + r"], ["x = tilekern_norm_add(r, self.mlp(x), self.norm)"]),
+        (["y = self.norm(x)", "r = r + y", "x = r"], ["r = tilekern_norm_add(r, x, self.norm)", "x = r"]),
+        (["x = self.norm(x)", "y = r + x", "x = y"], ["y = tilekern_norm_add(r, x, self.norm)", "x = y"]),
+        (["x = self.norm(x)", "x = r + x", "r = x", "x = self.other(x)"],
+         ["r, x = tilekern_norm_add_norm(r, x, self.norm, self.other)"]),
+        (["x = self.norm(x)", "x = r + x", "r = x", "y = self.other(x)"],
+         ["r, y = tilekern_norm_add_norm(r, x, self.norm, self.other)", "x = r"]),
+        (["x = self.norm(x)", "x = r + x", "x = x + self.mlp(self.other(x))"],
+         ["x, tilekern_normal = tilekern_norm_add_norm(r, x, self.norm, self.other)",
+          "x = x + self.mlp(tilekern_normal)"]),
+    ],
+)  # fmt: skip
+def test_a_norm_and_the_sum_with_it(lines, expected):
+    number, body = changed(layer(*lines), patterns.sums_and_norms, {"norm", "other"})
+    assert number
+    assert body == [*expected, "return x"]
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ["x = self.norm(x)", "x = r - x"],
+        ["x = self.third(x)", "x = r + x"],
+        ["x = self.norm(x)", "x = r + self.mlp(x)"],
+        ["x = self.norm(x)", "x = x + x"],
+        ["x = self.norm(x)", "x = 2 + x"],
+        ["x = self.norm(x)", "x += r"],
+        ["x = self.norm(x, r)", "x = r + x"],
+        ["x = self.norm(*x)", "x = r + x"],
+        ["x = self.norm((r := x))", "x = r + x"],
+        ["x = self.norm(x)", "x = self.drop(x)", "x = r + x"],
+        ["x = self.norm(x)", "y = r + x", "x = x + y"],
+        ["y = self.norm(x)", "x = r + y", "x = x + y"],
+        ["for _ in r:", "    x = self.mlp(y)", "    y = self.norm(x)", "    x = r + y"],
+    ],
+)
+def test_norms_that_are_used_otherwise_are_left(lines):
+    expected = [line.strip() for line in lines]
+    assert changed(layer(*lines), patterns.sums_and_norms, {"norm", "other"}) == (0, [*expected, "return x"])
+
+
+@pytest.mark.parametrize(
     ("line", "expected"),
     [
         ("x = self.norm(x)", "x = tilekern_normed(self.norm, x)"),
@@ -170,6 +215,7 @@ NAMED_CAP = CAP.replace("self.config.", "").replace(
     [
         (head(), "self.lm_head, x, labels=labels, vocab_size=5"),
         (head("logits = self.embed_out(x[:, s, :])"), "self.embed_out, x[:, s, :], labels=labels, vocab_size=5"),
+        (head("logits = self.lm_head(x).contiguous()"), "self.lm_head, x, labels=labels, vocab_size=5"),
         (head("logits = self.lm_head(x).float()"), "self.lm_head, x, labels=labels, vocab_size=5"),
         (head(given="logits, labels, self.n"), "self.lm_head, x, labels=labels, vocab_size=self.n"),
         (head(between="logits = logits.float()"), "self.lm_head, x, labels=labels, vocab_size=5"),

@@ -147,15 +147,19 @@ class Seen(NamedTuple):
         config: of a model of the type ``model_type``, or of the name under which it is listed.
         tokens: how many tokens each image takes.
         inputs: the forward's other arguments.
+        without: ops of its families that such a model does not run.
     """
 
     config: dict
     tokens: int
     inputs: dict
     model_type: str = ""
+    without: tuple[str, ...] = ()
 
 
 PIXELS = {"pixel_values": IMAGES}
+# Of each of 4 by 4 patches its column and its row.
+PLACES = torch.stack(torch.meshgrid(torch.arange(4), torch.arange(4), indexing="xy"), -1).view(1, 16, 2).expand(2, -1, -1)
 SIZED = PIXELS | {"image_sizes": torch.tensor([[28, 28]] * 2)}
 SEEING = {
     "llava": Seen(_towers("llama", "clip_vision_model"), 4, PIXELS),
@@ -188,6 +192,21 @@ SEEING = {
     "qwen3_vl": Seen(_grids(), 2, PATCHES),
     "qwen3_5": Seen(_grids(LINEAR), 2, PATCHES),
     "glm4v": Seen(_grids(), 2, PATCHES),
+    # Its head and its loss are in two classes.
+    "llama4": Seen(
+        _towers(
+            "llama4_text", "llama4_vision_model", OWN["llama4"], patch_size=7, vision_output_dim=20,
+            projector_input_dim=20, projector_output_dim=20, intermediate_size=64,
+        ),
+        4, PIXELS, without=("fused_linear_cross_entropy",),
+    ),
+    "gemma4": Seen(
+        _towers(
+            "gemma4_text", "gemma4_vision", OWN["gemma4"], head_dim=8, num_key_value_heads=2, patch_size=4,
+            pooling_kernel_size=2, position_embedding_size=8,
+        ),
+        4, {"pixel_values": IMAGES[:, :, :16, :16].reshape(2, 16, 48), "image_position_ids": PLACES},
+    ),
 }  # fmt: skip
 
 

@@ -196,8 +196,27 @@ def test_what_has_no_patch_is_not_planned_and_is_named():
     assert planned(JAIS, ops=["attention"]).notes == ()
     with pytest.raises(InputError, match="asks for no kernel of --ops rope; jais2: nothing only; rope has no patch"):
         planned(JAIS, ops=["rope"])
-    some = planned(AutoConfig.for_model("olmo2", **FAMILIES["olmo2"]))
+    some = planned(AutoConfig.for_model("olmo", num_hidden_layers=1))
     assert some.notes[0].endswith(" and adamw only; fused_add_rms_norm has no patch")
+
+
+@pytest.mark.parametrize(
+    ("family", "kernels"),
+    [
+        ("gemma2", {
+            "rms_norm_offset_forward", "rms_norm_offset_backward", "fused_rms_norm_add_forward",
+            "fused_rms_norm_add_rms_norm_forward", "fused_rms_norm_add_rms_norm_backward",
+        }),
+        ("olmo2", {
+            "rms_norm_offset_forward", "rms_norm_offset_backward", "fused_rms_norm_add_forward",
+        }),
+    ],
+)  # fmt: skip
+def test_norms_and_sums_that_are_one_kernel_are_planned(family, kernels):
+    config = AutoConfig.for_model(family, **FAMILIES[family])
+    found = by_kernel(planned(config))
+    assert {kernel for kernel in found if "norm" in kernel} == kernels
+    assert sizes(found["fused_rms_norm_add_forward"], "rows", "columns") == {(64, config.hidden_size)}
 
 
 @pytest.mark.parametrize(

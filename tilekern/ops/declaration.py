@@ -174,8 +174,8 @@ class Declaration:
 
     @property
     def made(self) -> tuple[str, ...]:
-        """The gradients, each once."""
-        return tuple(dict.fromkeys(self.gradients.values()))
+        """The gradients that the backward makes, each once; one that is a slope as it came in is there already."""
+        return tuple(dict.fromkeys(name for name in self.gradients.values() if name not in self.slopes))
 
     @functools.cached_property
     def stand_ins(self) -> dict[str, str]:

@@ -16,26 +16,21 @@ _LETTERS = dict(zip("nlmpqrsh", OPS, strict=True))
 # The families with each set of ops; the test of each runs every op that is named here.
 _SERVED = {
     "nmqrsh": "doge dots1 mellum qwen3 qwen3_moe qwen3_vl qwen3_vl_moe",
-    "nmrsh": "afmoe aria axk1 cwm deepseek_v2 deepseek_v3 deepseek_v32 diffllama ernie4_5 ernie4_5_moe ernie4_5_vl_moe "
-    "exaone_moe falcon_h1 gemma gemma2 gemma3 glm glm4 glm4_moe glm4_moe_lite glm4v glm4v_moe granite "
-    "granite_swa granitemoe_swa granitemoehybrid granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe "
-    "hunyuan_vl hy_v3 laguna lfm2 lfm2_moe llama llama4 minicpm3 ministral ministral3 mistral mllama "
-    "paddleocr_vl phi3 qwen2 qwen2_5_vl qwen2_moe qwen2_vl qwen3_5 qwen3_5_moe qwen3_next smollm3 solar_open "
-    "vaultgemma youtu",
-    "nmrh": "exaone4 olmo2 olmo3",
-    "nmsh": "flint gemma4 jamba",
+    "nmrsh": "afmoe aria axk1 cwm deepseek_v2 deepseek_v3 deepseek_v32 diffllama ernie4_5 ernie4_5_moe "
+    "ernie4_5_vl_moe exaone4 exaone_moe falcon_h1 gemma gemma2 gemma3 glm glm4 glm4_moe glm4_moe_lite glm4v "
+    "glm4v_moe granite granite_swa granitemoe_swa granitemoehybrid granitemoeshared helium hunyuan_v1_dense "
+    "hunyuan_v1_moe hunyuan_vl hy_v3 laguna lfm2 lfm2_moe llama llama4 minicpm3 ministral ministral3 mistral mllama "
+    "olmo2 olmo3 paddleocr_vl phi3 qwen2 qwen2_5_vl qwen2_moe qwen2_vl qwen3_5 qwen3_5_moe qwen3_next seed_oss "
+    "smollm3 solar_open vaultgemma youtu",
     "nprsh": "arcee nanochat",
-    "nrsh": "apertus bitnet gpt_oss granitemoe jetmoe minimax minimax_m2 mixtral olmoe seed_oss",
+    "nmsh": "flint gemma4 jamba",
+    "nrsh": "apertus bitnet flex_olmo gpt_oss granitemoe jetmoe minimax minimax_m2 mixtral olmoe",
     "lmrh": "cohere cohere2 olmo stablelm",
+    "lprh": "falcon gpt_neox nemotron persimmon phi starcoder2",
     "nms": "pixtral",
-    "nrh": "flex_olmo",
-    "lprh": "falcon gpt_neox nemotron persimmon starcoder2",
+    "lph": "bloom gpt2 gpt_bigcode gpt_neo gptj mpt",
     "lrh": "phimoe",
-    "lpr": "phi",
-    "lph": "bloom gpt2 gpt_bigcode gpt_neo mpt",
-    "lh": "biogpt xglm",
-    "lp": "gptj",
-    "l": "opt",
+    "lh": "biogpt opt xglm",
     "h": "aya_vision got_ocr2 idefics3 internvl llava llava_next mistral3 paligemma smolvlm",
 }
 

@@ -60,6 +60,10 @@ _MLPS = {
     "37a2e5ae033e56501cc51d6e0e9775fa4195aa0d1484000300ca001f92fdb9b9": partial(
         replacements.gated_mlp, activation="activation_fn"
     ),
+    # The first one with dropout of its result.
+    "c47901667edb199c1d1c614aa680aa73ab7bdcf3f75a7533fdf89077993a22e0": partial(
+        replacements.gated_mlp, dropout="residual_dropout"
+    ),
     # ``w2(silu(w1(x)) * w3(x))``.
     "5b997711e2dd5c179353efbae71827d6c6f131d8b93d0a39d2616a2df006197e": partial(
         replacements.gated_mlp, activation="", layers=("w1", "w3", "w2")
@@ -300,7 +304,7 @@ def patches_of(module: Module, model_type: str) -> list[Patch]:
     ]
     for kind in module.forwards:
         norms = module.attributes(kind)
-        if norms and _has(module, kind, partial(patterns.add_norm, norms=norms)):
+        if norms and _has(module, kind, partial(patterns.sums_and_norms, norms=norms)):
             written = {norm: module.norms[norm] for norm in norms.values()}
             make = partial(layers.fused_add_rms_norm, norms=tuple(norms), kinds=written)
             found.append(row("fused_add_rms_norm", f"{kind}.forward", make, _code(module, norms)))

@@ -18,6 +18,8 @@ import torch
 from tilekern import ops
 from tilekern.ops.activation import activation
 from tilekern.ops.fused_add_layer_norm import fused_add_layer_norm
+from tilekern.ops.fused_rms_norm_add import fused_rms_norm_add
+from tilekern.ops.fused_rms_norm_add_rms_norm import fused_rms_norm_add_rms_norm
 from tilekern.ops.layer_norm import layer_norm as layer_norm_op
 from tilekern.patch import patterns, replacements
 from tilekern.patch.checkpointing import checkpointed
@@ -30,7 +32,7 @@ Function = Callable[..., Any]
 
 
 def fused_add_rms_norm(original: Function, norms: Collection[str], kinds: Mapping[str, Norm]) -> Function:
-    """For ``forward`` of a decoder layer: a sum and the norm of it as one op.
+    """For ``forward`` of a decoder layer: a sum with the norm of it, with that of one of its terms, or both, as one op.
 
     Args:
         original: the forward.
@@ -39,16 +41,41 @@ def fused_add_rms_norm(original: Function, norms: Collection[str], kinds: Mappin
     """
     home = inspect.unwrap(original).__globals__["__name__"]
 
-    def add_norm(residual: torch.Tensor, x: torch.Tensor, norm: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def options_of(norm: Any, residual: torch.Tensor, x: torch.Tensor) -> tuple[float, float, str] | None:
+        """A norm's eps, offset and casting mode; None where an op would not do what it and the sum do."""
         alike = residual.dtype == x.dtype and residual.shape == x.shape
-        if alike and is_plain(residual, x) and _is_ordinary(norm, home, kinds):
-            kind = kinds[type(norm).__name__]
-            options = (kind.offset, kind.casting_mode)
-            return ops.fused_add_rms_norm(residual, x, kind.weight_of(norm), getattr(norm, kind.eps), *options)
+        if not alike or not is_plain(residual, x) or not _is_ordinary(norm, home, kinds):
+            return None
+        kind = kinds[type(norm).__name__]
+        return getattr(norm, kind.eps), kind.offset, kind.casting_mode
+
+    def weight_of(norm: Any) -> torch.Tensor | None:
+        weight: torch.Tensor | None = kinds[type(norm).__name__].weight_of(norm)
+        return weight
+
+    def add_norm(residual: torch.Tensor, x: torch.Tensor, norm: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        options = options_of(norm, residual, x)
+        if options is not None:
+            return ops.fused_add_rms_norm(residual, x, weight_of(norm), *options)
         total = residual + x
         return total, norm(total)
 
-    run = rewritten(original, partial(patterns.add_norm, norms=norms), {patterns.ADD_NORM: add_norm})
+    def norm_add(residual: torch.Tensor, x: torch.Tensor, norm: Any) -> torch.Tensor:
+        options = options_of(norm, residual, x)
+        return residual + norm(x) if options is None else fused_rms_norm_add(residual, x, weight_of(norm), *options)
+
+    def norm_add_norm(
+        residual: torch.Tensor, x: torch.Tensor, norm: Any, following: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        options = options_of(norm, residual, x)
+        if options is None or options != options_of(following, residual, x):
+            return add_norm(residual, norm(x), following)
+        return fused_rms_norm_add_rms_norm(residual, x, weight_of(norm), weight_of(following), *options)
+
+    ours = {
+        patterns.ADD_NORM: add_norm, patterns.NORM_ADD: norm_add, patterns.NORM_ADD_NORM: norm_add_norm,
+    }  # fmt: skip
+    run = rewritten(original, partial(patterns.sums_and_norms, norms=norms), ours)
     return checkpointed(run) if is_checkpointing(original) else run
 
 

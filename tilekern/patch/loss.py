@@ -32,7 +32,7 @@ def fused_linear_cross_entropy(original: Function) -> Function:
     The forward has an argument more, ``skip_logits``, as Liger's have: True makes no logits, in evaluation too, and
     raises ``ValueError`` without labels; False makes them; None, the default, makes none while the model trains and
     labels are given, unless ``logits_to_keep`` asks for some. Everything else runs the statements that were there: a
-    head with a bias, an adapter, or hooks that expect its logits.
+    head with an adapter, or with hooks that expect its logits.
     """
     from transformers.loss.loss_utils import ForCausalLMLoss, fixed_cross_entropy
 
@@ -63,15 +63,16 @@ def fused_linear_cross_entropy(original: Function) -> Function:
 def unserved(model: Any, head: Any, loss: Any, is_gathered: bool = False) -> str:
     """Why a model's own head and loss run, where ``loss`` is the one that tilekern knows; else empty.
 
-    ``is_gathered`` says that the head's weight is a plain tensor whenever the model runs, as FSDP makes it.
+    ``is_gathered`` says that the head's parameters are plain tensors whenever the model runs, as FSDP makes it.
     """
     if model.loss_function is not loss:
         return "its loss is not the one of transformers that tilekern knows"
     head = _trained_in(head)
     reason = _other_than_linear(head)
-    if reason or is_gathered or head._forward_pre_hooks or is_plain(head.weight):
+    if reason or is_gathered or head._forward_pre_hooks:
         return reason
-    return f"its head's weight is of the type {type(head.weight).__name__}"
+    odd = [type(x).__name__ for x in (head.weight, head.bias) if x is not None and not is_plain(x)]
+    return f"its head's parameters are of the type {odd[0]}" if odd else ""
 
 
 def _trained_in(head: Any) -> Any:
@@ -92,14 +93,14 @@ def _say(message: str) -> None:
 
 
 def _other_than_linear(head: Any) -> str:
-    """Why calling a head is more than a linear layer without bias, around which only FSDP's hooks may run; or empty."""
+    """Why calling a head is more than a linear layer, around which only FSDP's hooks may run; or empty."""
     kind = type(head)
     if not isinstance(head, torch.nn.Linear):
         return f"its head is {kind.__name__} of {kind.__module__}"
     if not is_from(forward_of(head), torch.nn.Linear.__module__):
         return f"its head is {kind.__name__} with a forward of its own"
-    if head.bias is not None:
-        return "its head has a bias"
+    if head.bias is not None and torch.compiler.is_compiling():
+        return "its head has a bias, with which a compiled loss has logits in any case"
     hooks = (*head._forward_pre_hooks.values(), *head._forward_hooks.values())
     if has_global_hooks() or head._backward_hooks or head._backward_pre_hooks or not all(map(_is_sharding, hooks)):
         return "its head has hooks"
@@ -132,13 +133,15 @@ def _loss(
     if given != tokens:
         raise ValueError(f"there must be a label for each of {tokens} tokens, got {given}")
     target = shift_labels.reshape(hidden.shape[:-1]).to(hidden.device)
-    if (scale := factor / divisor) != 1.0:
-        hidden = hidden * scale
+    scale = factor / divisor
 
     def compute(hidden: torch.Tensor) -> torch.Tensor:
+        bias = head.bias
+        if scale != 1.0:
+            hidden, bias = hidden * scale, None if bias is None else bias * scale
         return ops.fused_linear_cross_entropy(
             hidden, head.weight, target, ignore_index=ignore_index, num_items=num_items_in_batch, softcap=softcap,
-            wide_sums=_wide(),
+            wide_sums=_wide(), bias=bias,
         )  # fmt: skip
 
     if not head._forward_pre_hooks:

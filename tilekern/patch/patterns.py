@@ -12,15 +12,28 @@ from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 # The names under which a changed function calls what stands in.
-ADD_NORM, TURNED, SERVES, LOSS = "tilekern_add_norm", "tilekern_turned", "tilekern_serves", "tilekern_loss"
+ADD_NORM, NORM_ADD, NORM_ADD_NORM = "tilekern_add_norm", "tilekern_norm_add", "tilekern_norm_add_norm"
+TURNED, SERVES, LOSS = "tilekern_turned", "tilekern_serves", "tilekern_loss"
 NORMED = "tilekern_normed"
 MLP = "tilekern_mlp"
 SKIPPED = "tilekern_skipped"
 # The argument that a forward gets whose logits may be skipped.
 SKIP_LOGITS = "skip_logits"
+# What may be done to logits and leaves their loss as it is.
+_SAME_LOGITS = (").float()", ").contiguous()")
 _UNUSED, _NORMAL = "tilekern_sum", "tilekern_normal"
 # What may leave a part of a statement out, or run it later.
 _NOT_AT_ONCE = (ast.Lambda, ast.IfExp, ast.BoolOp, ast.Compare, ast.comprehension, ast.NamedExpr)
+
+
+def sums_and_norms(function: ast.FunctionDef, norms: Collection[str]) -> int:
+    """Sums with the norm of them, with a norm as one of their terms, and with both.
+
+    Args:
+        function: changed in place.
+        norms: the attributes of ``self`` that are norms.
+    """
+    return add_norm(function, norms) + norm_add(function, norms)
 
 
 def add_norm(function: ast.FunctionDef, norms: Collection[str]) -> int:
@@ -112,6 +125,65 @@ def _norm_of(statement: ast.stmt, norms: Collection[str], names: Collection[str]
     if len(found) != 1 or not all(any(y is found[0] for y in ast.walk(x)) for x in calls):
         return None
     return found[0]
+
+
+def norm_add(function: ast.FunctionDef, norms: Collection[str]) -> int:
+    """A norm and the sum of it and a variable: ``x = self.norm(x)``, then ``x = residual + x``.
+
+    The sum may be one that :func:`add_norm` has changed; the norm must not be used in any other way.
+
+    Args:
+        function: changed in place.
+        norms: the attributes of ``self`` that are norms.
+    """
+    number = 0
+    for body in _bodies(function):
+        for place in range(len(body) - 2, -1, -1):
+            changed = _norm_and_sum(body[place:], norms, function)
+            if changed is not None:
+                body[place : place + 2] = [changed]
+                number += 1
+    return number
+
+
+def _norm_and_sum(statements: list[ast.stmt], norms: Collection[str], function: ast.FunctionDef) -> ast.stmt | None:
+    normed, call = _assigned(statements[0])
+    if normed is None or not isinstance(call, ast.Call) or _own_call(call) not in norms:
+        return None
+    if len(call.args) != 1 or call.keywords or any(isinstance(x, ast.Starred | ast.NamedExpr) for x in ast.walk(call)):
+        return None
+    terms, following = _terms(statements[1])
+    names = [x.id for x in terms if isinstance(x, ast.Name)]
+    if len(names) != 2 or names.count(normed) != 1 or not _is_dead(normed, statements, function):
+        return None
+    residual = terms[1 - names.index(normed)]
+    changed = copy.deepcopy(statements[1])
+    assert isinstance(changed, ast.Assign | ast.AnnAssign)
+    name = ast.Name(NORM_ADD_NORM if following else NORM_ADD, ast.Load())
+    changed.value = ast.copy_location(ast.Call(name, [residual, call.args[0], call.func, *following], []), changed)
+    return changed
+
+
+def _terms(statement: ast.stmt) -> tuple[list[ast.expr], list[ast.expr]]:
+    """The two terms of a sum, and the norm of it where :func:`add_norm` has found one."""
+    value = statement.value if isinstance(statement, ast.Assign | ast.AnnAssign) else None
+    if isinstance(value, ast.Call) and _text(value.func) == ADD_NORM:
+        return value.args[:2], value.args[2:]
+    if _assigned(statement)[0] is not None and isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add):
+        return [value.left, value.right], []
+    return [], []
+
+
+def _is_dead(name: str, statements: list[ast.stmt], function: ast.FunctionDef) -> bool:
+    """Whether a variable that the first of some statements sets is read by the second alone."""
+    for statement in statements[1:]:
+        copied = _assigned(statement)[1]
+        is_copy = isinstance(copied, ast.Name) and copied.id != name
+        if statement is not statements[1] and not is_copy:
+            break
+        if any(isinstance(x, ast.Name) and x.id == name and isinstance(x.ctx, ast.Store) for x in ast.walk(statement)):
+            return True
+    return _uses([function], name) == 2
 
 
 class _Exchanged(ast.NodeTransformer):
@@ -276,12 +348,12 @@ def head_and_loss(function: ast.FunctionDef) -> int:
 
 
 def _scaled_call(value: ast.expr | None) -> tuple[ast.Call | None, list[ast.keyword]]:
-    """A call that may be cast to float32 and multiplied afterwards, and the factor as an argument of the loss."""
+    """A call whose result may be cast to float32, made contiguous or multiplied; a factor as an argument of the loss."""
     scale = []
     if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Mult) and _text(value.right).startswith("self."):
         scale, value = [ast.keyword("factor", value.right)], value.left
-    if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and _text(value).endswith(").float()"):
-        # The loss is computed in float32 in any case.
+    if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and _text(value).endswith(_SAME_LOGITS):
+        # The loss is computed in float32 in any case, and by rows.
         value = value.func.value
     return (value if isinstance(value, ast.Call) else None), scale
 

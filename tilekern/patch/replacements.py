@@ -88,11 +88,15 @@ def are_normed_alike(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.T
 
 
 def gated_mlp(
-    original: Function, activation: str = "act_fn", layers: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-) -> Function:
+    original: Function, activation: str = "act_fn",
+    layers: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"), dropout: str = "",
+) -> Function:  # fmt: skip
     """For ``forward(self, x)`` of an MLP whose layers make gate, up and the result.
 
-    ``activation`` is the attribute that holds it; empty for ``torch.nn.functional.silu``.
+    Args:
+        activation: the attribute that holds it; empty for ``torch.nn.functional.silu``.
+        layers: the attributes that hold the layers.
+        dropout: the attribute with the share of the result that training leaves out; empty where it leaves out none.
     """
     gate_of = _gates_by(activation)
     first, second, last = layers
@@ -107,7 +111,12 @@ def gated_mlp(
         gate_layer, up_layer, down_layer = made
         return down_layer(gate(gate_layer(x), up_layer(x)))
 
-    return named_as(forward, original)
+    def forward_with_dropout(self: Any, x: torch.Tensor) -> Any:
+        if gate_of(self) is None or type(x) is not torch.Tensor:
+            return original(self, x)
+        return torch.nn.functional.dropout(forward(self, x), getattr(self, dropout), self.training)
+
+    return named_as(forward_with_dropout if dropout else forward, original)
 
 
 def joined_mlp(

@@ -142,12 +142,17 @@ def _shape(op: Declaration, array: Array) -> str:
 def fake_backward(op: Declaration) -> str:
     """``fake_backward(*slopes, *saved, *scalars)``: the gradients without values."""
     made: dict[str, str] = {}
-    for name, gradient in op.gradients.items():
+    for name, gradient in _made(op):
         like = op.stand_ins[name]
         blank = f"empty_like({like})" if op.strided else f"{like}.new_empty({like}.shape)"
         made.setdefault(gradient, _present(op, name, blank))
     body = [f"{gradient} = {blank}" for gradient, blank in made.items()]
     return function("fake_backward", op.backward_arguments, [*body, f"return {', '.join(op.made)}"])
+
+
+def _made(op: Declaration) -> list[tuple[str, str]]:
+    """The tensors whose gradients the backward makes, each with its gradient."""
+    return [(name, gradient) for name, gradient in op.gradients.items() if gradient in op.made]
 
 
 def _present(op: Declaration, name: str, gradient: str) -> str:
@@ -175,7 +180,7 @@ def run_backward(op: Declaration) -> str:
     like = ", ".join(op.stand_ins.get(name, name) for name in op.arguments)
     graded = row(["True"] * len(op.apart)) if op.apart else "True"
     results: dict[str, str] = {}
-    for name, gradient in op.gradients.items():
+    for name, gradient in _made(op):
         own = f"{gradient}.clone()" if name in op.sums and len(op.sums) > 1 else gradient
         results.setdefault(gradient, _present(op, name, own))
     launched = f"{made} = launch_backward(plans, {row(['True'] * len(op.arguments))}, {given})"

@@ -1,0 +1,88 @@
+"""A sublayer's RMSNorm and the residual sum behind it in one pass over memory.
+
+Forward, for rows r (residual) and x of n columns, with ``rstd = 1 / sqrt(mean(x^2) + eps)``: ``y = cast(r +
+cast((weight + offset) * x * rstd))`` (RMSNorm: Zhang and Sennrich 2019, arXiv:1910.07467). Both casts go to the dtype of
+the arrays and stand where Hugging Face's decoder layers have them: the norm's result is rounded before the sum. Llama's
+norm rounds before the weight as well (``cast``), Gemma's and OLMo's do not.
+One launch reads r and x and writes y: three matrices, where a norm and a sum move five. Backward, the gradient of r is
+that of y as it is, and those of x and the weight are the norm's: ``rms_norm_offset_backward``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import cuda.tile as ct
+
+from tilekern.kernels import rms_norm
+from tilekern.kernels.common.rows import default_in_blocks, forward, spec
+from tilekern.kernels.rms_norm import offset_normal, statistics
+from tilekern.kernels.tiles import ConstBool, ConstInt
+from tilekern.spec import Array, ScalarParameter
+
+
+def norm_statistics(rows, columns, eps, offset, dtype, rounded):
+    """rstd of x [tile_m, 1]."""
+    return statistics(rows, columns, eps, dtype)
+
+
+def norm_and_sum(tiles, weights, known):
+    """y of x and the residual, not rounded yet."""
+    rstd, eps, offset, dtype, rounded = known
+    normed = offset_normal(tiles, weights, (rstd, eps, offset, dtype))[0]
+    return (tiles[1] + normed.astype(rounded).astype(ct.float32),)
+
+
+@ct.kernel
+def fused_rms_norm_add_forward(
+    residual, x, weight, eps, offset, y, columns: ConstInt, tile_m: ConstInt, tile_n: ConstInt, chunks: ConstInt,
+    persistent: ConstBool, long: ConstBool, bounded: ConstBool, tma: ConstBool, cast: ConstBool,
+):  # fmt: skip
+    """One step of rows a block, or resident blocks; matrices [rows, columns], weight [columns]."""
+    # Its launch overlaps the end of the kernel that writes x.
+    ct.grid_dependency_control_wait()
+    dtype = x.dtype if ct.static_eval(cast) else ct.float32
+    forward(
+        norm_statistics, norm_and_sum, (x, residual), (weight,), (y,), (eps, offset, dtype, x.dtype), columns, tile_m,
+        tile_n, chunks, persistent, long, bounded, tma,
+    )  # fmt: skip
+
+
+_ROWS = ("rows", "columns")
+
+
+def reference(residual: Any, x: Any, weight: Any, eps: float, offset: float, cast: bool) -> dict[str, Any]:
+    """The formula in float64 but for the casts of the norm, which belong to the op."""
+    normed = rms_norm.reference_offset_forward(x, weight, eps, offset, cast)["y"]
+    return {"y": residual.double() + normed.to(x.dtype).double()}
+
+
+SPEC = dataclasses.replace(
+    spec(
+        name="fused_rms_norm_add_forward",
+        summary="y = residual + (weight + offset) * x / sqrt(mean(x^2) + eps), row by row",
+        module=__name__,
+        op="fused_rms_norm_add",
+        function=fused_rms_norm_add_forward,
+        arrays=(
+            Array("residual", "dtype", _ROWS),
+            Array("x", "dtype", _ROWS),
+            Array("weight", "weight_dtype", ("columns",)),
+            ScalarParameter("eps", "float32"),
+            ScalarParameter("offset", "float32"),
+            Array("y", "dtype", _ROWS, "output"),
+        ),
+        scalars={"eps": 1e-6, "offset": 1.0},
+        sums=(),
+        direction="forward",
+        live=3,
+        exact_as="y",
+        dependent=True,
+        reference=reference,
+        flops=6,
+        flags=("cast",),
+    ),
+    default=lambda problem, target: default_in_blocks(3, 8, problem, target),
+)
+SPECS = (SPEC,)

@@ -1,0 +1,197 @@
+"""The RMSNorm of a sublayer, the residual sum behind it and the norm of that sum in one pass, forward and backward.
+
+Gemma and GLM-4 have two norms around each sum. Forward, for rows r (residual) and x: ``total = cast(r + norm(x,
+weight))`` as the module ``fused_rms_norm_add`` has it, and ``y = norm(total, next_weight)``; both norms have one eps,
+one offset and one order of casts.
+Backward, with g = dy * (next_weight + offset) and the sum's rstd: ``dresidual = dtotal + rstd * (g - total * rstd^2 *
+mean(g * total))``, where dtotal is what reaches the sum past its norm. It is the gradient of the first norm's result as
+well, and dx follows from it and x in the same way. Rows are read anyway, so both rstd are computed again, and x, total
+and the weights are all that is saved. Each block stores its rows' share of the gradients of both weights as one row of
+``partial``, which the spec ``column_sum`` adds up in a fixed order.
+The forward moves four matrices and the backward six, where a norm and a sum with its norm move six and seven.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cuda.tile as ct
+
+from tilekern.kernels import fused_rms_norm_add, rms_norm
+from tilekern.kernels.common.rows import add_up, backward, forward, spec
+from tilekern.kernels.fused_rms_norm_add import norm_and_sum
+from tilekern.kernels.rms_norm import gradient, normal, share, statistics
+from tilekern.kernels.tiles import ConstBool, ConstInt
+from tilekern.spec import Array, ScalarParameter
+
+
+def _total(tiles, weights, known):
+    """Of x's rstd and the scalars; the sum as it is stored, in float32."""
+    return norm_and_sum(tiles, weights, known)[0].astype(known[4]).astype(ct.float32)
+
+
+def _square_of_total(tiles, weights, known):
+    total = _total(tiles, weights, known)
+    return (total * total,)
+
+
+def _statistics(rows, columns, eps, offset, dtype, rounded):
+    """The rstd of x and that of the sum, [tile_m, 1] each."""
+    rstd = statistics(rows, columns, eps, dtype)[0]
+    square = add_up(_square_of_total, 1, rows, (rstd, eps, offset, dtype, rounded), False)[0]
+    return rstd, ct.rsqrt(square / columns + eps)
+
+
+def _sum_and_norm(tiles, weights, known):
+    """The sum, and y."""
+    rstd, next_rstd, eps, offset, dtype, rounded = known
+    total = _total(tiles, weights, (rstd, eps, offset, dtype, rounded))
+    return total, normal((total,), (weights[1] + offset,), (next_rstd, eps, dtype))[0]
+
+
+@ct.kernel
+def fused_rms_norm_add_rms_norm_forward(
+    residual, x, weight, next_weight, eps, offset, total, y, columns: ConstInt, tile_m: ConstInt, tile_n: ConstInt,
+    chunks: ConstInt, persistent: ConstBool, long: ConstBool, bounded: ConstBool, tma: ConstBool, cast: ConstBool,
+):  # fmt: skip
+    """One step of rows a block, or resident blocks; matrices [rows, columns], weights [columns]."""
+    # Its launch overlaps the end of the kernel that writes x.
+    ct.grid_dependency_control_wait()
+    dtype = x.dtype if ct.static_eval(cast) else ct.float32
+    forward(
+        _statistics, _sum_and_norm, (x, residual), (weight, next_weight), (total, y), (eps, offset, dtype, x.dtype),
+        columns, tile_m, tile_n, chunks, persistent, long, bounded, tma,
+    )  # fmt: skip
+
+
+def _of_total(tiles, weights, known):
+    """The sum's squares, and g * total."""
+    return tiles[2] * tiles[2], tiles[1] * (weights[1] + known[0]) * tiles[2]
+
+
+def _dresidual(tiles, weights, known):
+    """Of the sum's rstd, what pulls its gradient along it, and the offset."""
+    rstd, pull, offset = known
+    return tiles[0] + gradient((tiles[1], tiles[2]), (weights[1] + offset,), (rstd, pull, 0, 0))[0]
+
+
+def _of_x(tiles, weights, known):
+    """x^2, and its product with the gradient of the normalised row."""
+    return tiles[3] * tiles[3], _dresidual(tiles, weights, known) * (weights[0] + known[2]) * tiles[3]
+
+
+def _slopes(rows, columns, eps, offset, dtype):
+    """For the sum and for x the rstd and what pulls the gradient along it, [tile_m, 1] each."""
+    square, product = add_up(_of_total, 2, rows, (offset,), False)
+    next_rstd = ct.rsqrt(square / columns + eps)
+    next_pull = product * next_rstd * next_rstd / columns
+    square, product = add_up(_of_x, 2, rows, (next_rstd, next_pull, offset), False)
+    rstd = ct.rsqrt(square / columns + eps)
+    return next_rstd, next_pull, rstd, product * rstd * rstd / columns
+
+
+def _gradients(tiles, weights, known):
+    """dresidual, and dx."""
+    next_rstd, next_pull, rstd, pull, _, offset, _ = known
+    dresidual = _dresidual(tiles, weights, (next_rstd, next_pull, offset))
+    return dresidual, gradient((dresidual, tiles[3]), (weights[0] + offset,), (rstd, pull, 0, 0))[0]
+
+
+def _shares(tiles, weights, known):
+    """Of dweight, and of dnext_weight."""
+    next_rstd, next_pull, rstd, pull, _, offset, dtype = known
+    dresidual = _dresidual(tiles, weights, (next_rstd, next_pull, offset))
+    dweight = share((dresidual, tiles[3]), (), (rstd, 0, 0, dtype))[0]
+    return dweight, share((tiles[1], tiles[2]), (), (next_rstd, 0, 0, dtype))[0]
+
+
+@ct.kernel
+def fused_rms_norm_add_rms_norm_backward(
+    dtotal, dy, total, x, weight, next_weight, eps, offset, dresidual, dx, partial, columns: ConstInt,
+    tile_m: ConstInt, tile_n: ConstInt, chunks: ConstInt, long: ConstBool, bounded: ConstBool, tma: ConstBool,
+    cast: ConstBool,
+):  # fmt: skip
+    """Resident blocks; matrices [rows, columns], weights [columns], partial [blocks, 2 * columns]."""
+    ct.grid_dependency_control_wait()
+    dtype = x.dtype if ct.static_eval(cast) else ct.float32
+    backward(
+        _slopes, _gradients, _shares, (dtotal, dy, total, x), (weight, next_weight), (dresidual, dx), partial, 2,
+        (eps, offset, dtype), columns, tile_m, tile_n, chunks, long, bounded, tma,
+    )  # fmt: skip
+
+
+_ROWS, _COLUMNS = ("rows", "columns"), ("columns",)
+_WEIGHTS = (Array("weight", "weight_dtype", _COLUMNS), Array("next_weight", "weight_dtype", _COLUMNS))
+_SCALARS = (ScalarParameter("eps", "float32"), ScalarParameter("offset", "float32"))
+
+
+def reference_forward(
+    residual: Any, x: Any, weight: Any, next_weight: Any, eps: float, offset: float, cast: bool
+) -> dict[str, Any]:
+    """The formula in float64 but for its casts, which belong to the op."""
+    total = fused_rms_norm_add.reference(residual, x, weight, eps, offset, cast)["y"]
+    return {"total": total, **rms_norm.reference_offset_forward(total.to(x.dtype), next_weight, eps, offset, cast)}
+
+
+def reference_backward(
+    dtotal: Any, dy: Any, total: Any, x: Any, weight: Any, next_weight: Any, eps: float, offset: float, cast: bool
+) -> dict[str, Any]:
+    """The gradients of :func:`reference_forward`, the casts' own slopes taken as 1, as autograd does."""
+    second = rms_norm.reference_offset_backward(dy, total, next_weight, eps, offset, cast)
+    dresidual = dtotal.double() + second["dx"]
+    first = rms_norm.reference_offset_backward(dresidual, x, weight, eps, offset, cast)
+    return {"dresidual": dresidual, **first, "dnext_weight": second["dweight"]}
+
+
+FORWARD = spec(
+    name="fused_rms_norm_add_rms_norm_forward",
+    summary="total = residual + rms_norm(x, weight) and y = rms_norm(total, next_weight), row by row",
+    module=__name__,
+    op="fused_rms_norm_add_rms_norm",
+    function=fused_rms_norm_add_rms_norm_forward,
+    arrays=(
+        Array("residual", "dtype", _ROWS),
+        Array("x", "dtype", _ROWS),
+        *_WEIGHTS,
+        *_SCALARS,
+        Array("total", "dtype", _ROWS, "output"),
+        Array("y", "dtype", _ROWS, "output"),
+    ),
+    scalars={"eps": 1e-6, "offset": 1.0},
+    sums=(),
+    direction="forward",
+    live=4,
+    exact_as="total",
+    dependent=True,
+    reference=reference_forward,
+    flops=11,
+    flags=("cast",),
+)
+BACKWARD = spec(
+    name="fused_rms_norm_add_rms_norm_backward",
+    summary="gradients of fused_rms_norm_add_rms_norm: dresidual, dx, and both weights' as a float32 row of each block",
+    module=__name__,
+    op="fused_rms_norm_add_rms_norm",
+    function=fused_rms_norm_add_rms_norm_backward,
+    arrays=(
+        Array("dtotal", "dtype", _ROWS),
+        Array("dy", "dtype", _ROWS),
+        Array("total", "dtype", _ROWS),
+        Array("x", "dtype", _ROWS),
+        *_WEIGHTS,
+        *_SCALARS,
+        Array("dresidual", "dtype", _ROWS, "output"),
+        Array("dx", "dtype", _ROWS, "output"),
+        Array("partial", "float32", ("blocks", "2*columns"), "scratch"),
+    ),
+    scalars={"eps": 1e-6, "offset": 1.0},
+    sums=("dweight", "dnext_weight"),
+    direction="backward",
+    live=6,
+    exact_as="dx",
+    dependent=True,
+    reference=reference_backward,
+    flops=24,
+    flags=("cast",),
+)
+SPECS = (FORWARD, BACKWARD)
