@@ -92,7 +92,8 @@ def test_norms_around_a_sum_match_autograd_in_float64(offset, mode, weighted):
         y = total(residual, x, weight)
         return y, norm(y, following, offset, mode, torch.float32)
 
-    compare(lambda r, x, *weights: fused_rms_norm_add_rms_norm(r, x, *weights, *[None][weighted:], *options), both, leaves)
+    absent = [] if weighted else [None]
+    compare(lambda *given: fused_rms_norm_add_rms_norm(*given, *absent, *options), both, leaves)
     without = leaves[: 2 + weighted]
     compare(
         lambda r, x, weight=None: (fused_rms_norm_add(r, x, weight, *options),),

@@ -12,9 +12,10 @@ import pytest
 import torch
 from tiny_qwen3 import IDS, apply, launched, launches, same, worst
 from tiny_qwen3 import make as make_tiny
+from transformers.loss.loss_utils import ForCausalLMLoss
 
 import tilekern
-from tilekern.patch import registry
+from tilekern.patch import loss, registry
 from tilekern.patch.skipped import SKIPPED
 from tilekern.runtime.dispatch import counters
 

@@ -159,7 +159,7 @@ class Seen(NamedTuple):
 
 PIXELS = {"pixel_values": IMAGES}
 # Of each of 4 by 4 patches its column and its row.
-PLACES = torch.stack(torch.meshgrid(torch.arange(4), torch.arange(4), indexing="xy"), -1).view(1, 16, 2).expand(2, -1, -1)
+PLACES = torch.tensor([[[x, y] for y in range(4) for x in range(4)]] * 2)
 SIZED = PIXELS | {"image_sizes": torch.tensor([[28, 28]] * 2)}
 SEEING = {
     "llava": Seen(_towers("llama", "clip_vision_model"), 4, PIXELS),

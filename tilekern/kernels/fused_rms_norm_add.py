@@ -1,9 +1,9 @@
 """A sublayer's RMSNorm and the residual sum behind it in one pass over memory.
 
 Forward, for rows r (residual) and x of n columns, with ``rstd = 1 / sqrt(mean(x^2) + eps)``: ``y = cast(r +
-cast((weight + offset) * x * rstd))`` (RMSNorm: Zhang and Sennrich 2019, arXiv:1910.07467). Both casts go to the dtype of
-the arrays and stand where Hugging Face's decoder layers have them: the norm's result is rounded before the sum. Llama's
-norm rounds before the weight as well (``cast``), Gemma's and OLMo's do not.
+cast((weight + offset) * x * rstd))`` (RMSNorm: Zhang and Sennrich 2019, arXiv:1910.07467). Both casts go to the arrays'
+dtype and stand where Hugging Face's decoder layers have them: the norm's result is rounded before the sum. Llama's norm
+rounds before the weight as well (``cast``), Gemma's and OLMo's do not.
 One launch reads r and x and writes y: three matrices, where a norm and a sum move five. Backward, the gradient of r is
 that of y as it is, and those of x and the weight are the norm's: ``rms_norm_offset_backward``.
 """

@@ -99,7 +99,7 @@ def _gradients(tiles, weights, known):
 
 def _shares(tiles, weights, known):
     """Of dweight, and of dnext_weight."""
-    next_rstd, next_pull, rstd, pull, _, offset, dtype = known
+    next_rstd, next_pull, rstd, _, _, offset, dtype = known
     dresidual = _dresidual(tiles, weights, (next_rstd, next_pull, offset))
     dweight = share((dresidual, tiles[3]), (), (rstd, 0, 0, dtype))[0]
     return dweight, share((tiles[1], tiles[2]), (), (next_rstd, 0, 0, dtype))[0]

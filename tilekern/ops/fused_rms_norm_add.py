@@ -1,4 +1,4 @@
-"""fused_rms_norm_add: the root mean square normalisation of a sublayer's result, and the residual sum, in one launch."""
+"""fused_rms_norm_add: the root mean square normalisation of a sublayer's result and the residual sum, in one launch."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def fused_rms_norm_add(
 ) -> torch.Tensor:  # fmt: skip
     """``residual + rms_norm(x, weight, eps, offset, casting_mode)``, as OLMo 2's and EXAONE 4's layers have it.
 
-    The norm is rounded to the dtype of ``x`` before the sum, as that of a module of its own is. Of the casting mode
-    ``llama``, where the dtypes of ``x`` and ``weight`` differ, the norm and the sum are two steps.
+    The norm is rounded to the dtype of ``x`` before the sum, as that of a module of its own is. Where the casting mode
+    ``llama`` gives the norm another dtype than that of ``x``, the norm and the sum are two steps.
 
     Args:
         residual, x: [..., columns] of one shape; bfloat16, float16 or float32, any strides; DTensors as in
@@ -42,9 +42,14 @@ def fused_rms_norm_add(
         )
         return sharded
     weight, offset, cast = weight_of("fused_rms_norm_add", x, weight, offset, casting_mode)
-    if cast and weight.dtype != x.dtype:
+    if cast and has_another_dtype(x, weight):
         return residual + rms_norm(x, weight, eps, offset)
     return rms_norm_add(residual, x, weight, eps, offset, cast)
+
+
+def has_another_dtype(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether the product of two tensors has a dtype that is not that of the first."""
+    return weight.dtype != x.dtype and torch.promote_types(weight.dtype, x.dtype) != x.dtype
 
 
 def _fallback_backward(

@@ -8,7 +8,7 @@ import torch
 
 from tilekern.kernels.fused_rms_norm_add_rms_norm import BACKWARD, FORWARD
 from tilekern.ops.dtensors import by_shards, is_dtensor
-from tilekern.ops.fused_rms_norm_add import fused_rms_norm_add
+from tilekern.ops.fused_rms_norm_add import fused_rms_norm_add, has_another_dtype
 from tilekern.ops.operation import operation
 from tilekern.ops.rms_norm import CASTING_MODES, rms_norm, rms_norm_offset
 
@@ -22,8 +22,8 @@ def fused_rms_norm_add_rms_norm(
     """``total = fused_rms_norm_add(residual, x, weight, ...)`` and ``rms_norm(total, next_weight, ...)``.
 
     Gemma's and GLM-4's layers have the two norms around a sum, both with one eps, offset and casting mode. The second
-    norm reads the rounded sum. Of the casting mode ``llama``, where the dtypes of ``x`` and a weight differ, and where
-    the weights' differ, the steps are two.
+    norm reads the rounded sum. The steps are two where the casting mode ``llama`` gives a norm another dtype than that
+    of ``x``, where the weights' dtypes differ, and where a weight is None.
 
     Args:
         residual, x: [..., columns] of one shape; bfloat16, float16 or float32, any strides; DTensors as in
@@ -49,7 +49,7 @@ def fused_rms_norm_add_rms_norm(
     cast = casting_mode == "llama"
     if (
         weight is None or next_weight is None or weight.dtype != next_weight.dtype
-        or (cast and weight.dtype != x.dtype) or casting_mode not in CASTING_MODES
+        or (cast and has_another_dtype(x, weight)) or casting_mode not in CASTING_MODES
     ):  # fmt: skip
         total = fused_rms_norm_add(residual, x, weight, *options)
         return total, rms_norm(total, next_weight, *options)

@@ -49,8 +49,8 @@ def operation(
         sums: the arguments, vectors, whose gradients the backward leaves as ``partial`` [blocks, ...], one after the
             other, for ``column_sum`` to add up. Nothing is added up where none of them needs a gradient.
         ungraded: the tensors that get no gradient; where one needs it, the formula runs.
-        gradients: names of gradients that are not ``d<argument>``, as where two arguments have one, or where one is that
-            of a result as it is.
+        gradients: names of gradients that are not ``d<argument>``, as where two arguments have one, or where that of a
+            result is one as it is.
         flags: the values of the specs' flags, as expressions of the scalars and of which optional tensors are None;
             ``backward_flags`` has those that differ in the backward.
         key: further expressions that plans depend on.

@@ -348,7 +348,7 @@ def head_and_loss(function: ast.FunctionDef) -> int:
 
 
 def _scaled_call(value: ast.expr | None) -> tuple[ast.Call | None, list[ast.keyword]]:
-    """A call whose result may be cast to float32, made contiguous or multiplied; a factor as an argument of the loss."""
+    """A call whose result may be cast to float32, made contiguous or multiplied; a factor as the loss's argument."""
     scale = []
     if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Mult) and _text(value.right).startswith("self."):
         scale, value = [ast.keyword("factor", value.right)], value.left
