@@ -13,16 +13,18 @@ The forward moves four matrices and the backward six, where a norm and a sum wit
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import cuda.tile as ct
 
 from tilekern.kernels import fused_rms_norm_add, rms_norm
-from tilekern.kernels.common.rows import add_up, backward, forward, spec
+from tilekern.kernels.common.rows import add_up, backward, default_in_blocks, forward, spec
 from tilekern.kernels.fused_rms_norm_add import norm_and_sum
 from tilekern.kernels.rms_norm import gradient, normal, share, statistics
-from tilekern.kernels.tiles import ConstBool, ConstInt
-from tilekern.spec import Array, ScalarParameter
+from tilekern.kernels.tiles import HELD_BY_DEFAULT, ConstBool, ConstInt, power_of_two
+from tilekern.spec import Array, Config, Problem, ScalarParameter
+from tilekern.targets import Target
 
 
 def _total(tiles, weights, known):
@@ -143,55 +145,76 @@ def reference_backward(
     return {"dresidual": dresidual, **first, "dnext_weight": second["dweight"]}
 
 
-FORWARD = spec(
-    name="fused_rms_norm_add_rms_norm_forward",
-    summary="total = residual + rms_norm(x, weight) and y = rms_norm(total, next_weight), row by row",
-    module=__name__,
-    op="fused_rms_norm_add_rms_norm",
-    function=fused_rms_norm_add_rms_norm_forward,
-    arrays=(
-        Array("residual", "dtype", _ROWS),
-        Array("x", "dtype", _ROWS),
-        *_WEIGHTS,
-        *_SCALARS,
-        Array("total", "dtype", _ROWS, "output"),
-        Array("y", "dtype", _ROWS, "output"),
+def _default_backward(problem: Problem, target: Target) -> Config:
+    """One resident block of eight warps, two of short rows: more would spill, and so would chunks of 1024 columns."""
+    columns, hopper = problem["columns"], target.capability >= 90
+    width, held = power_of_two(columns), columns <= (4096 if problem["dtype"] == "float32" else HELD_BY_DEFAULT)
+    return Config(
+        schedule="persistent",
+        passes=1 if held else 2,
+        tile_m=max(1, min(64, 2048 // width)) if held else 1,
+        tile_n=min(width, 4096) if held else 1024,
+        occupancy=2 if width <= 2048 else 1,
+        num_worker_warps=8 if hopper else 0,
+        tma=hopper,
+    )
+
+
+FORWARD = dataclasses.replace(
+    spec(
+        name="fused_rms_norm_add_rms_norm_forward",
+        summary="total = residual + rms_norm(x, weight) and y = rms_norm(total, next_weight), row by row",
+        module=__name__,
+        op="fused_rms_norm_add_rms_norm",
+        function=fused_rms_norm_add_rms_norm_forward,
+        arrays=(
+            Array("residual", "dtype", _ROWS),
+            Array("x", "dtype", _ROWS),
+            *_WEIGHTS,
+            *_SCALARS,
+            Array("total", "dtype", _ROWS, "output"),
+            Array("y", "dtype", _ROWS, "output"),
+        ),
+        scalars={"eps": 1e-6, "offset": 1.0},
+        sums=(),
+        direction="forward",
+        live=2,
+        exact_as="total",
+        dependent=True,
+        reference=reference_forward,
+        flops=11,
+        flags=("cast",),
     ),
-    scalars={"eps": 1e-6, "offset": 1.0},
-    sums=(),
-    direction="forward",
-    live=4,
-    exact_as="total",
-    dependent=True,
-    reference=reference_forward,
-    flops=11,
-    flags=("cast",),
+    default=lambda problem, target: default_in_blocks(4, 4, problem, target, num_worker_warps=8),
 )
-BACKWARD = spec(
-    name="fused_rms_norm_add_rms_norm_backward",
-    summary="gradients of fused_rms_norm_add_rms_norm: dresidual, dx, and both weights' as a float32 row of each block",
-    module=__name__,
-    op="fused_rms_norm_add_rms_norm",
-    function=fused_rms_norm_add_rms_norm_backward,
-    arrays=(
-        Array("dtotal", "dtype", _ROWS),
-        Array("dy", "dtype", _ROWS),
-        Array("total", "dtype", _ROWS),
-        Array("x", "dtype", _ROWS),
-        *_WEIGHTS,
-        *_SCALARS,
-        Array("dresidual", "dtype", _ROWS, "output"),
-        Array("dx", "dtype", _ROWS, "output"),
-        Array("partial", "float32", ("blocks", "2*columns"), "scratch"),
+BACKWARD = dataclasses.replace(
+    spec(
+        name="fused_rms_norm_add_rms_norm_backward",
+        summary="gradients of fused_rms_norm_add_rms_norm: dresidual, dx, and the weights' as float32 rows of blocks",
+        module=__name__,
+        op="fused_rms_norm_add_rms_norm",
+        function=fused_rms_norm_add_rms_norm_backward,
+        arrays=(
+            Array("dtotal", "dtype", _ROWS),
+            Array("dy", "dtype", _ROWS),
+            Array("total", "dtype", _ROWS),
+            Array("x", "dtype", _ROWS),
+            *_WEIGHTS,
+            *_SCALARS,
+            Array("dresidual", "dtype", _ROWS, "output"),
+            Array("dx", "dtype", _ROWS, "output"),
+            Array("partial", "float32", ("blocks", "2*columns"), "scratch"),
+        ),
+        scalars={"eps": 1e-6, "offset": 1.0},
+        sums=("dweight", "dnext_weight"),
+        direction="backward",
+        live=6,
+        exact_as="dx",
+        dependent=True,
+        reference=reference_backward,
+        flops=24,
+        flags=("cast",),
     ),
-    scalars={"eps": 1e-6, "offset": 1.0},
-    sums=("dweight", "dnext_weight"),
-    direction="backward",
-    live=6,
-    exact_as="dx",
-    dependent=True,
-    reference=reference_backward,
-    flops=24,
-    flags=("cast",),
+    default=_default_backward,
 )
 SPECS = (FORWARD, BACKWARD)
