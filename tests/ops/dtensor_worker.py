@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from tilekern.ops import fused_add_rms_norm, rms_norm, swiglu
+from tilekern.ops.fused_rms_norm_add import fused_rms_norm_add
+from tilekern.ops.fused_rms_norm_add_rms_norm import fused_rms_norm_add_rms_norm
 from tilekern.runtime.dispatch import counters
 
 EPS = 1e-3
@@ -23,6 +25,16 @@ def norm(x, weight, offset=0.0):
 def gemma(x, weight):
     """The norm of Gemma."""
     return (rms_norm(x, weight, EPS, 1.0, "gemma"),)
+
+
+def added(residual, x, weight):
+    """The norm of Gemma and the sum of it and a residual."""
+    return (fused_rms_norm_add(residual, x, weight, EPS, 1.0, "gemma"),)
+
+
+def around(residual, x, weight, following):
+    """The same with the norm of the sum."""
+    return fused_rms_norm_add_rms_norm(residual, x, weight, following, EPS, 1.0, "gemma")
 
 
 def compare(mesh, call, reference, placements, *shapes):
@@ -53,6 +65,11 @@ def main():
         compare(mesh, lambda x, w: (rms_norm(x, w, EPS),), lambda x, w: (norm(x, w),), places, shape, (16,))
         compare(mesh, gemma, lambda x, w: (norm(x, w, 1.0),), places, shape, (16,))
         compare(mesh, sums, lambda r, x, w: (r + x, norm(r + x, w)), (placement, *places), shape, shape, (16,))
+        compare(mesh, added, lambda r, x, w: (r + norm(x, w, 1.0),), (placement, *places), shape, shape, (16,))
+        compare(
+            mesh, around, lambda r, x, w, v: (r + norm(x, w, 1.0), norm(r + norm(x, w, 1.0), v, 1.0)),
+            (placement, *places, Replicate()), shape, shape, (16,), (16,),
+        )  # fmt: skip
         for factors in ((1.0, 1.0), (0.5, 2.0)):
             (y,) = compare(
                 mesh,
@@ -61,7 +78,10 @@ def main():
                 (placement, placement), shape, shape,
             )  # fmt: skip
             assert y.placements == (placement,)
-    for kernel in ("rms_norm_backward", "rms_norm_offset_backward", "fused_add_rms_norm_backward", "swiglu_backward"):
+    for kernel in (
+        "rms_norm_backward", "rms_norm_offset_backward", "fused_add_rms_norm_backward", "fused_rms_norm_add_forward",
+        "fused_rms_norm_add_rms_norm_backward", "swiglu_backward",
+    ):  # fmt: skip
         assert counters(kernel).launches, kernel
         assert not counters(kernel).fallbacks, kernel
     dist.destroy_process_group()

@@ -50,7 +50,13 @@ def page():
         module = Module(family.module, path_of(family.module).read_text(encoding="utf-8"))
         cells = ["yes" if op in family.ops else reason(op, module) for op in OPS]
         rows.append(f"| {' | '.join((family.model_type, *cells))} |")
-    return HEAD + "\n".join(rows) + f"\n\nThese are tested with images, too: {', '.join(sorted(SEEING))}.\n"
+    seeing = [f"{name}{_without(SEEING[name].without)}" for name in sorted(SEEING)]
+    return HEAD + "\n".join(rows) + f"\n\nThese are tested with images, too: {', '.join(seeing)}.\n"
+
+
+def _without(ops):
+    """Which ops a model does not run once it is one that sees."""
+    return f" (without {' and '.join(ops)}: its head and its loss are in two classes)" if ops else ""
 
 
 def reason(op, module):

@@ -102,7 +102,11 @@ def test_a_patched_model_computes_what_it_does_as_it_is(family):
         assert worst([alone.loss], [loss]) < 1e-5
 
 
-@pytest.mark.parametrize("name", [name for name in SEEING if FAMILIES[name].is_here])
+# transformers 5.0.0 asks the tower of Llama 4 for a result that it does not give.
+HERE = [name for name in SEEING if FAMILIES[name].is_here and not (OLDER and name == "llama4")]
+
+
+@pytest.mark.parametrize("name", HERE)
 def test_a_patched_model_that_sees_computes_what_it_does_as_it_is(name):
     model, ids, inputs = make_seeing(name)
     families = {family_of(type(module).__module__) for module in model.modules()} - {None}

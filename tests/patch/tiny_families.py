@@ -192,12 +192,11 @@ SEEING = {
     "qwen3_vl": Seen(_grids(), 2, PATCHES),
     "qwen3_5": Seen(_grids(LINEAR), 2, PATCHES),
     "glm4v": Seen(_grids(), 2, PATCHES),
-    # Its head and its loss are in two classes.
     "llama4": Seen(
         _towers(
             "llama4_text", "llama4_vision_model", OWN["llama4"], patch_size=7, vision_output_dim=20,
             projector_input_dim=20, projector_output_dim=20, intermediate_size=64,
-        ),
+        ) | {"pad_token_id": 0},
         4, PIXELS, without=("fused_linear_cross_entropy",),
     ),
     "gemma4": Seen(
