@@ -43,7 +43,10 @@ LARGE = {
 }
 VIEWS = ("contiguous", "wide_rows", "offset", "reversed")
 # A problem of each spec with sizes that are no powers of two, for what a single case suffices for.
-ODD = {"rows": 13, "columns": 83, "vocabulary": 83, "tokens": 7, "batch": 2, "heads": 5, "kv_heads": 3, "head_dim": 10}
+ODD = {
+    "rows": 13, "columns": 83, "vocabulary": 83, "tokens": 7, "batch": 2, "heads": 5, "kv_heads": 3, "head_dim": 10,
+    "pairs": 3,
+}  # fmt: skip
 
 
 # Dimensions that take the size given for another where none is given for them.
@@ -74,7 +77,14 @@ def problems(spec: KernelSpec) -> st.SearchStrategy[Problem]:
     kinds = {"dtype": st.sampled_from(DTYPES), "flag": st.booleans()}
     fallback = st.integers(1, 40)
     dimensions = {d.name: kinds.get(d.kind, SIZES.get(d.name, fallback)) for d in spec.dimensions}
-    return st.fixed_dictionaries(dimensions).map(lambda values: spec.problem(**values))
+    return st.fixed_dictionaries(dimensions).map(lambda values: spec.problem(**fitting(values)))
+
+
+def fitting(values: dict[str, Any]) -> dict[str, Any]:
+    """Values of dimensions with no more pairs than a head has."""
+    if "pairs" not in values:
+        return values
+    return values | {"pairs": 1 + (values["pairs"] - 1) % (values["head_dim"] // 2)}
 
 
 def large_problems(spec: KernelSpec) -> st.SearchStrategy[Problem]:
@@ -83,7 +93,7 @@ def large_problems(spec: KernelSpec) -> st.SearchStrategy[Problem]:
     dimensions = {d.name: kinds.get(d.kind, LARGE.get(d.name, st.integers(1, 65536))) for d in spec.dimensions}
     if "rope" in spec.name:
         dimensions["head_dim"] = dimensions["head_dim"].map(lambda size: size + size % 2)
-    return st.fixed_dictionaries(dimensions).map(lambda values: spec.bucketed(spec.problem(**values)))
+    return st.fixed_dictionaries(dimensions).map(lambda values: spec.bucketed(spec.problem(**fitting(values))))
 
 
 def sized(spec: KernelSpec, dtype: str = "float32", *, flags: bool = False, **sizes: int) -> Problem:
@@ -92,7 +102,7 @@ def sized(spec: KernelSpec, dtype: str = "float32", *, flags: bool = False, **si
     sizes = {name: sizes[other] for name, other in SAME.items() if other in sizes} | sizes
     for d in spec.dimensions:
         values[d.name] = values[d.kind] if d.kind in ("dtype", "flag") else sizes.get(d.name, ODD.get(d.name, 5))
-    return spec.problem(**{d.name: values[d.name] for d in spec.dimensions})
+    return spec.problem(**fitting({d.name: values[d.name] for d in spec.dimensions}))
 
 
 def configs(spec: KernelSpec, problem: Problem) -> list[Config]:

@@ -26,7 +26,7 @@ LAYOUTS = ("contiguous", "transposed", "sliced", "spread", "expanded")
 # Sizes of dimensions, for tensors of which nobody asks for others; a batch of one can be packed. Others are 16.
 SIZES = {
     "rows": 6, "vocabulary": 12, "batch": 1, "tokens": 5, "queries": 5, "keys": 5, "heads": 4, "kv_heads": 2,
-    "head_dim": 8, "in_features": 12, "out_features": 6, "starts": 2, "terms": 3,
+    "head_dim": 8, "in_features": 12, "out_features": 6, "starts": 2, "terms": 3, "pairs": 3,
 }  # fmt: skip
 # Numbers in tensors that mean something.
 NUMBERS = {"cu_seqlens": torch.tensor([0, 5], dtype=torch.int32)}
@@ -102,6 +102,7 @@ def _op(op: Declaration) -> Op:
         leading = shape[: len(shape) - len(first.shape) + 1] if rows else ()
         values = dict(zip(first.shape[rows:], shape[len(leading) :], strict=True))
         values["kv_heads"] = max(1, values.get("heads", 0) // 2)
+        values["pairs"] = values.get("head_dim", 0) // 3
         return [
             (*(leading if a.shape[:1] == ("rows",) else ()), *_shape(a.shape[a.shape[:1] == ("rows",) :], values))
             for a in op.inputs.values()

@@ -15,7 +15,7 @@ KERNELS = {
     "layer_norm": {"layer_norm_forward"},
     "swiglu": {"swiglu_forward", "swiglu_scaled_forward", "geglu_forward"},
     "mlp": {"activation_forward"},
-    "qk_norm_rope": {"qk_norm_rope_forward"},
+    "qk_norm_rope": {"qk_norm_rope_forward", "qk_norm_rope_general_forward"},
     "rope": {"rope", "llama4_rope"},
     "fused_add_rms_norm": {
         "fused_add_rms_norm_forward", "fused_add_rms_norm_offset_forward", "fused_rms_norm_add_forward",

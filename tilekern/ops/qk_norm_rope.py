@@ -6,55 +6,113 @@ import torch
 
 from tilekern.kernels.qk_norm_rope import SPEC as FORWARD
 from tilekern.kernels.qk_norm_rope_backward import SPEC as BACKWARD
+from tilekern.kernels.qk_norm_rope_general import SPEC as GENERAL_FORWARD
+from tilekern.kernels.qk_norm_rope_general_backward import SPEC as GENERAL_BACKWARD
 from tilekern.ops.angles import check_angles
 from tilekern.ops.operation import operation
-from tilekern.ops.registration import check_devices
+from tilekern.ops.registration import check_devices, promoted
+from tilekern.ops.rms_norm import CASTING_MODES, constant_row
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 def qk_norm_rope(
-    q: torch.Tensor, k: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, cos: torch.Tensor,
-    sin: torch.Tensor, eps: float = 1e-6,
+    q: torch.Tensor, k: torch.Tensor, q_weight: torch.Tensor | None, k_weight: torch.Tensor | None, cos: torch.Tensor,
+    sin: torch.Tensor, eps: float = 1e-6, *, offset: float = 0.0, casting_mode: str = "llama",
+    rotary_dim: int | None = None, interleaved: bool = False, norm_last: bool = False,
 ) -> Pair:  # fmt: skip
     """Normalise every head of ``q`` and ``k`` to a root mean square of 1, scale it, and rotate its halves.
 
     Args:
         q: [batch, tokens, heads, head_dim]; bfloat16, float16 or float32, any strides.
         k: [batch, tokens, kv_heads, head_dim], any strides.
-        q_weight, k_weight: [head_dim], the norms' weights.
+        q_weight, k_weight: [head_dim], the norms' weights; None for norms without one, which have no offset either.
         cos, sin: [1 or batch, tokens, head_dim] (or without the first dimension), of which the second half repeats
             the first, as Hugging Face stores angles, and is not read; or [.., head_dim / 2]. Where they need a
             gradient torch's own operations run.
         eps: added to the mean squares.
+        offset: added to the weights, in float32; 1 for Gemma.
+        casting_mode: ``llama`` gives the dtype that torch promotes ``q``, its weight and ``cos`` to, ``gemma`` that of
+            ``q`` and ``cos``, ``none`` that of ``q``. Nothing but the result is rounded in any of them.
+        rotary_dim: how many numbers at the beginning of each head are rotated, an even number; the others are
+            normalised alone. cos and sin then have this size, or half of it. None for the whole head.
+        interleaved: rotate the pairs (x[2i], x[2i + 1]) by angle i in the place of (x[i], x[i + rotary_dim / 2]).
+            Angles of the size ``rotary_dim`` then have each angle twice in a row.
+        norm_last: normalise what is rotated, in the place of rotating what is normalised.
 
     Returns:
-        The new q and k in the layout of the arguments, in the dtype that torch promotes q, its weight and cos to.
+        The new q and k in the layout of the arguments.
 
     Raises:
-        ValueError: the shapes do not go together, or the devices differ.
+        ValueError: the shapes do not go together, ``rotary_dim`` is odd or larger than a head, the devices differ, or
+            the casting mode is unknown.
     """
     if cos.dim() == 2:
         cos, sin = cos.unsqueeze(0), sin.unsqueeze(0)
-    return _qk_norm_rope(q, k, q_weight, k_weight, cos, sin, eps)
+    weighted = q_weight is not None and k_weight is not None
+    if weighted and not (offset or rotary_dim or interleaved or norm_last or casting_mode != "llama"):
+        return _qk_norm_rope(q, k, q_weight, k_weight, cos, sin, eps)
+    return _with_options(
+        q, k, q_weight, k_weight, cos, sin, eps, offset, casting_mode, rotary_dim, interleaved, norm_last
+    )
+
+
+def _with_options(
+    q: torch.Tensor, k: torch.Tensor, q_weight: torch.Tensor | None, k_weight: torch.Tensor | None, cos: torch.Tensor,
+    sin: torch.Tensor, eps: float, offset: float, casting_mode: str, rotary_dim: int | None, interleaved: bool,
+    norm_last: bool,
+) -> Pair:  # fmt: skip
+    if casting_mode not in CASTING_MODES:
+        raise ValueError(f"qk_norm_rope: casting_mode must be llama, gemma or none, got {casting_mode!r}")
+    if (q_weight is None) != (k_weight is None):
+        raise ValueError("qk_norm_rope: q_weight and k_weight must both be there, or both None")
+    size, width = q.shape[-1], cos.shape[-1]
+    rotary = size if rotary_dim is None else rotary_dim
+    if rotary % 2 or not 0 < rotary <= size or width not in (rotary, rotary // 2):
+        raise ValueError(
+            f"qk_norm_rope: rotary_dim must be even, at most {size} as the heads' size, and that of cos "
+            f"{list(cos.shape)} or twice that, got {rotary}"
+        )
+    if q_weight is None or k_weight is None:
+        q_weight, k_weight, offset = constant_row(q, 1.0), constant_row(k, 1.0), 0.0
+    counted = {"llama": (q, q_weight, cos), "gemma": (q, cos), "none": (q,)}[casting_mode]
+    dtype = promoted(*(x.dtype for x in counted))
+    whole = rotary == size and not (offset or interleaved or norm_last)
+    if whole and dtype == promoted(q.dtype, q_weight.dtype, cos.dtype):
+        return _qk_norm_rope(q, k, q_weight, k_weight, cos, sin, eps)
+    if width == rotary:
+        cos, sin = (x[..., ::2] if interleaved else x[..., : rotary // 2] for x in (cos, sin))
+    if promoted(q.dtype, q_weight.dtype) != dtype:
+        # The kernel's result has the dtype of q and its weight.
+        q_weight, k_weight = (x.to(promoted(x.dtype, dtype)) for x in (q_weight, k_weight))
+    made = qk_norm_rope_general(q, k, q_weight, k_weight, cos, sin, eps, offset, norm_last, interleaved)
+    return made[0].to(dtype), made[1].to(dtype)
 
 
 def _check(
     q: torch.Tensor, k: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, cos: torch.Tensor,
     sin: torch.Tensor, eps: float,
 ) -> None:  # fmt: skip
+    _refuse("qk_norm_rope", q, k, q_weight, k_weight, cos, sin, q.shape[-1])
+
+
+def _refuse(
+    op: str, q: torch.Tensor, k: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, cos: torch.Tensor,
+    sin: torch.Tensor, rotary_dim: int,
+) -> None:  # fmt: skip
+    """Refuse what does not go together; ``rotary_dim`` numbers of each head turn."""
     if q.dim() != 4 or k.dim() != 4 or k.shape[:2] != q.shape[:2] or k.shape[3] != q.shape[3]:
         raise ValueError(
-            f"qk_norm_rope: q {list(q.shape)} and k {list(k.shape)} must be [batch, tokens, heads, head_dim] and may "
+            f"{op}: q {list(q.shape)} and k {list(k.shape)} must be [batch, tokens, heads, head_dim] and may "
             "differ in heads only"
         )
-    batch, tokens, _, size = q.shape
+    size = q.shape[3]
     if q_weight.shape != (size,) or k_weight.shape != (size,):
         raise ValueError(
-            f"qk_norm_rope: q_weight {list(q_weight.shape)} and k_weight {list(k_weight.shape)} must be [{size}]"
+            f"{op}: q_weight {list(q_weight.shape)} and k_weight {list(k_weight.shape)} must be [{size}]"
         )
-    check_angles("qk_norm_rope", cos, sin, batch, tokens, size)
-    check_devices("qk_norm_rope", q=q, k=k, q_weight=q_weight, k_weight=k_weight, cos=cos, sin=sin)
+    check_angles(op, cos, sin, *q.shape[:2], rotary_dim)
+    check_devices(op, q=q, k=k, q_weight=q_weight, k_weight=k_weight, cos=cos, sin=sin)
 
 
 @operation(FORWARD, BACKWARD, name="qk_norm_rope", sums=("q_weight", "k_weight"), ungraded=("cos", "sin"), check=_check)
@@ -76,3 +134,48 @@ def _qk_norm_rope(
         return (z * cos + torch.cat((-z[..., half:], z[..., :half]), -1) * sin).transpose(1, 2)
 
     return turned(q, q_weight), turned(k, k_weight)
+
+
+def _check_general(
+    q: torch.Tensor, k: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, cos: torch.Tensor,
+    sin: torch.Tensor, eps: float, offset: float, norm_last: bool, interleaved: bool,
+) -> None:  # fmt: skip
+    _refuse("qk_norm_rope_general", q, k, q_weight, k_weight, cos, sin, 2 * cos.shape[-1])
+    if 2 * cos.shape[-1] > q.shape[-1]:
+        raise ValueError(f"qk_norm_rope_general: heads of {q.shape[-1]} have fewer than {cos.shape[-1]} pairs")
+
+
+@operation(
+    GENERAL_FORWARD, GENERAL_BACKWARD, sums=("q_weight", "k_weight"), ungraded=("cos", "sin"),
+    flags={"norm_last": "norm_last", "interleaved": "interleaved"}, check=_check_general,
+)  # fmt: skip
+def qk_norm_rope_general(
+    q: torch.Tensor, k: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, cos: torch.Tensor,
+    sin: torch.Tensor, eps: float = 1e-6, offset: float = 0.0, norm_last: bool = False, interleaved: bool = False,
+) -> Pair:  # fmt: skip
+    """The op with options; cos and sin [1 or batch, tokens, pairs] have each angle once.
+
+    The results have the dtype that torch promotes q and its weight to.
+    """
+    size = 2 * cos.shape[-1]
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+
+    def turned(x: torch.Tensor) -> torch.Tensor:
+        part, rest = x[..., :size], x[..., size:]
+        one, other = (part[..., ::2], part[..., 1::2]) if interleaved else part.chunk(2, -1)
+        both = one * cos - other * sin, other * cos + one * sin
+        joined = torch.stack(both, -1).flatten(-2) if interleaved else torch.cat(both, -1)
+        return torch.cat((joined, rest.to(joined.dtype)), -1)
+
+    def normal(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        wide = x.to(torch.float32)
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+        return (wide * (weight.to(torch.float32) + offset)).to(x.dtype)
+
+    def made(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        # Heads before tokens, as Hugging Face rotates them.
+        y = x.transpose(1, 2)
+        y = normal(turned(y), weight) if norm_last else turned(normal(y, weight))
+        return y.transpose(1, 2).to(torch.promote_types(x.dtype, weight.dtype))
+
+    return made(q, q_weight), made(k, k_weight)

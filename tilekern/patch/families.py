@@ -15,16 +15,17 @@ from tilekern.switches import OPS
 _LETTERS = dict(zip("nlmpqrsh", OPS, strict=True))
 # The families with each set of ops; the test of each runs every op that is named here.
 _SERVED = {
-    "nmqrsh": "doge dots1 mellum qwen3 qwen3_moe qwen3_vl qwen3_vl_moe",
-    "nmrsh": "afmoe aria axk1 cwm deepseek_v2 deepseek_v3 deepseek_v32 diffllama ernie4_5 ernie4_5_moe "
-    "ernie4_5_vl_moe exaone4 exaone_moe falcon_h1 gemma gemma2 gemma3 glm glm4 glm4_moe glm4_moe_lite glm4v "
-    "glm4v_moe granite granite_swa granitemoe_swa granitemoehybrid granitemoeshared helium hunyuan_v1_dense "
-    "hunyuan_v1_moe hunyuan_vl hy_v3 laguna lfm2 lfm2_moe llama llama4 minicpm3 ministral ministral3 mistral mllama "
-    "olmo2 olmo3 paddleocr_vl phi3 qwen2 qwen2_5_vl qwen2_moe qwen2_vl qwen3_5 qwen3_5_moe qwen3_next seed_oss "
-    "smollm3 solar_open vaultgemma youtu",
-    "nprsh": "arcee nanochat",
-    "nmsh": "flint gemma4 jamba",
-    "nrsh": "apertus bitnet flex_olmo gpt_oss granitemoe jetmoe minimax minimax_m2 mixtral olmoe",
+    "nmqrsh": "afmoe doge dots1 exaone4 exaone_moe flint gemma3 glm4_moe hunyuan_v1_dense hunyuan_v1_moe hy_v3 "
+    "laguna lfm2 lfm2_moe llama4 mellum qwen3 qwen3_5 qwen3_5_moe qwen3_moe qwen3_next qwen3_vl qwen3_vl_moe",
+    "npqrsh": "nanochat",
+    "nmrsh": "aria axk1 cwm deepseek_v2 deepseek_v3 deepseek_v32 diffllama ernie4_5 ernie4_5_moe ernie4_5_vl_moe "
+    "falcon_h1 gemma gemma2 glm glm4 glm4_moe_lite glm4v glm4v_moe granite granite_swa granitemoe_swa "
+    "granitemoehybrid granitemoeshared helium hunyuan_vl llama minicpm3 ministral ministral3 mistral mllama olmo2 "
+    "olmo3 paddleocr_vl phi3 qwen2 qwen2_5_vl qwen2_moe qwen2_vl seed_oss smollm3 solar_open vaultgemma youtu",
+    "nprsh": "arcee",
+    "nqrsh": "apertus",
+    "nmsh": "gemma4 jamba",
+    "nrsh": "bitnet flex_olmo gpt_oss granitemoe jetmoe minimax minimax_m2 mixtral olmoe",
     "lmrh": "cohere cohere2 olmo stablelm",
     "lprh": "falcon gpt_neox nemotron persimmon phi starcoder2",
     "nms": "pixtral",

@@ -289,15 +289,8 @@ def patches_of(module: Module, model_type: str) -> list[Patch]:
     found += [row("swiglu", f"{kind}.forward", make) for kind, make in module.mlps.items()]
     for kind, (name, relied) in module.activations.items():
         found.append(row("mlp", f"{kind}.forward", partial(replacements.activation, kind=name), relied))
-    # The rotation that is one op with the norms of q and k before it.
-    rotation, angles = module.rotations.get("apply_rotary_pos_emb", (None, ()))
-    for kind in module.forwards if rotation is replacements.rope else ():
-        norms = {name: norm for name, norm in module.attributes(kind).items() if name in ("q_norm", "k_norm")}
-        plain = len(norms) == 2 and all(module.norms[norm] == PLAIN for norm in norms.values())
-        if plain and _has(module, kind, patterns.qk_norm_rope):
-            relied = (*_code(module, norms), "apply_rotary_pos_emb", *angles)
-            make = partial(layers.qk_norm_rope, kinds=frozenset(norms.values()))
-            found.append(row("qk_norm_rope", f"{kind}.forward", make, relied, covers=("rope",)))
+    for kind in module.forwards:
+        found += _head_norms(module, kind, row)
     found += [
         row("rope", name, make, relied, callers=tuple(module.callers(name)))
         for name, (make, relied) in module.rotations.items()
@@ -325,6 +318,21 @@ def patches_of(module: Module, model_type: str) -> list[Patch]:
             make = partial(layers.mlp, linears=linears, activations=activations, others=tuple(module.linears))
             found.append(row("mlp", f"{kind}.forward", make, [f"{other}.forward" for other in module.linears]))
     return sorted(found, key=lambda patch: OPS.index(patch.op))
+
+
+def _head_norms(module: Module, kind: str, row: Callable[..., Patch]) -> list[Patch]:
+    """The patch of an attention that normalises each head of q and k beside their rotation."""
+    norms = module.attributes(kind)
+    for rotation, (make, angles) in module.rotations.items():
+        pattern = partial(patterns.qk_norm_rope, norms=norms, rotation=rotation)
+        if norms and make in layers.TURNS and _has(module, kind, pattern):
+            written = {norm: module.norms[norm] for norm in norms.values()}
+            stand_in = partial(
+                layers.qk_norm_rope, norms=tuple(norms), kinds=written, rotation=rotation, make=make
+            )
+            relied = (*_code(module, norms), rotation, *angles)
+            return [row("qk_norm_rope", f"{kind}.forward", stand_in, relied, covers=("rope",))]
+    return []
 
 
 def _row(

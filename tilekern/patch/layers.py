@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import inspect
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -152,22 +153,113 @@ def is_layer_norm(norm: Any) -> bool:
     )
 
 
-def qk_norm_rope(original: Function, kinds: Collection[str]) -> Function:
-    """For ``forward`` of an attention with ``q_norm`` and ``k_norm``: both norms and the rotation as one op.
+@dataclass(frozen=True)
+class Turn:
+    """A rotation as the op that is fused with norms takes it.
 
-    cos and sin [1 or batch, tokens, head_dim] hold each angle twice. ``kinds`` are the norms' classes.
+    Attributes:
+        part: of as much of each head as cos has.
+        back: by the angles' negatives.
+        cast_back: what it made has the dtypes of q and k.
+        paired: of pairs by complex angles; q and k then are [batch, tokens, heads, head_dim], else heads stand before
+            tokens.
     """
-    names = inspect.unwrap(original).__globals__
+
+    part: bool = False
+    back: bool = False
+    cast_back: bool = False
+    paired: bool = False
+
+    def placed(self, x: torch.Tensor) -> torch.Tensor:
+        """``x`` with tokens before heads; of such a one the other way around."""
+        return x if self.paired else x.transpose(1, 2)
+
+    def fits(self, q: torch.Tensor, k: torch.Tensor, angles: tuple[torch.Tensor, ...]) -> bool:
+        """Whether the arguments are plain tensors of one dtype with angles for each token."""
+        if not is_plain(q, k, *angles) or q.dtype != k.dtype or q.dim() != 4 or angles[0].dim() != 3:
+            return False
+        batch, tokens, size = q.shape[0], q.shape[1 if self.paired else 2], q.shape[3]
+        width = angles[0].shape[2]
+        fits = width <= size and width % 2 == 0 if self.part else width == (size // 2 if self.paired else size)
+        alike = angles[0].dtype == angles[-1].dtype and angles[0].is_complex() == self.paired
+        return fits and alike and angles[0].shape[0] in (1, batch) and angles[0].shape[1] == tokens
+
+    def angles(self, given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines."""
+        if self.paired:
+            cos, sin = torch.view_as_real(given[0].resolve_conj()).movedim(-1, 0).contiguous()
+            return cos, sin
+        cos, sin = given
+        return cos, -sin if self.back else sin
+
+    def options(self, norm: Norm, angles: tuple[torch.Tensor, ...]) -> dict[str, Any]:
+        """What the op is told beside its tensors."""
+        return {
+            "offset": norm.offset,
+            "casting_mode": "none" if self.cast_back else norm.casting_mode,
+            "rotary_dim": angles[0].shape[2] if self.part else None,
+            "interleaved": self.paired,
+        }
+
+
+# The rotations that are fused with norms, by what makes their stand-ins.
+TURNS: dict[Function, Turn] = {
+    replacements.rope: Turn(),
+    replacements.rope_back: Turn(back=True),
+    replacements.rope_part: Turn(part=True),
+    replacements.rope_cast_back: Turn(cast_back=True),
+    replacements.rope_complex: Turn(cast_back=True, paired=True),
+}
+
+
+def qk_norm_rope(
+    original: Function, norms: Collection[str], kinds: Mapping[str, Norm], rotation: str, make: Function
+) -> Function:
+    """For ``forward`` of an attention: the norms of each head of q and k and their rotation as one op.
+
+    Args:
+        original: the forward.
+        norms: the attributes that are norms.
+        kinds: their classes' names, and how each is written.
+        rotation: the name of the function that rotates.
+        make: makes that function's stand-in; one of :data:`TURNS`.
+    """
+    names, turn = inspect.unwrap(original).__globals__, TURNS[make]
+    home = names["__name__"]
     # transformers' own or tilekern's stand-in, as the patch's digests say; with the kernels package it is no function.
-    rotation = names["apply_rotary_pos_emb"]
+    known = names[rotation]
+    stand_in = make(known)
+
+    def is_known() -> bool:
+        return names[rotation] is known or is_from(names[rotation], home, replacements.__name__)
+
+    def rotated(*given: Any) -> Any:
+        return (stand_in if is_known() else names[rotation])(*given)
 
     def turned(
-        self: Any, hidden_states: torch.Tensor, heads: tuple[int, ...], cos: torch.Tensor, sin: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        query, key, value = (x.view(heads) for x in _projected(self, hidden_states))
-        return *_turned(self, query, key, cos, sin, names, rotation, kinds), value.transpose(1, 2)
+        one: Any, other: Any, q: torch.Tensor, k: torch.Tensor, *angles: torch.Tensor, swapped: bool = False,
+        norm_last: bool = False,
+    ) -> Any:  # fmt: skip
+        ordinary = is_known() and _is_ordinary(one, home, kinds) and _is_ordinary(other, home, kinds)
+        if ordinary and turn.fits(q, k, angles) and _alike(one, other, q, kinds, turn):
+            norm = kinds[type(one).__name__]
+            weights, eps = (norm.weight_of(one), norm.weight_of(other)), getattr(one, norm.eps)
+            options, angles = turn.options(norm, angles), turn.angles(angles)
+            q, k = turn.placed(q), turn.placed(k)
+            q, k = ops.qk_norm_rope(q, k, *weights, *angles, eps, norm_last=norm_last, **options)
+            return turn.placed(q), turn.placed(k)
+        if norm_last:
+            q, k = names[rotation](q, k, *angles)
+            return one(q), other(k)
+        if swapped:
+            q, k = one(q.transpose(1, 2)).transpose(1, 2), other(k.transpose(1, 2)).transpose(1, 2)
+        else:
+            q, k = one(q), other(k)
+        return names[rotation](q, k, *angles)
 
-    return rewritten(original, patterns.qk_norm_rope, {patterns.TURNED: turned})
+    change = partial(patterns.qk_norm_rope, norms=norms, rotation=rotation)
+    variables = {patterns.TURNED: turned, patterns.ROTATED: rotated, patterns.PROJECTED: _projected}
+    return rewritten(original, change, variables)
 
 
 def _projected(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -178,34 +270,16 @@ def _projected(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ..
     return tuple(layer(hidden_states) for layer in layers)
 
 
-def _turned(
-    self: Any, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, names: dict[str, Any],
-    known: Any, kinds: Collection[str],
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """q and k [batch, tokens, heads, head_dim] normalised and rotated, as [batch, heads, tokens, head_dim].
-
-    ``known`` is a rotation that the fused op equals; the one in ``names`` now may be another.
-    """
-    one, other, home, rotate = self.q_norm, self.k_norm, names["__name__"], names["apply_rotary_pos_emb"]
-    ordinary = rotate is known or is_from(rotate, home, replacements.__name__)
-    ordinary = ordinary and _is_ordinary(one, home, kinds) and _is_ordinary(other, home, kinds)
-    if ordinary and _fits(q, k, cos, sin) and _alike(one, other):
-        q, k = ops.qk_norm_rope(q, k, one.weight, other.weight, cos, sin, one.variance_epsilon)
-        return q.transpose(1, 2), k.transpose(1, 2)
-    rotated: tuple[torch.Tensor, torch.Tensor] = rotate(one(q).transpose(1, 2), other(k).transpose(1, 2), cos, sin)
-    return rotated
-
-
-def _fits(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
-    """Whether the arguments are plain tensors of one dtype with an angle for each token and position in a head."""
-    if not is_plain(q, k, cos, sin) or q.dtype != k.dtype or q.dim() != 4 or cos.dim() != 3:
+def _alike(one: Any, other: Any, q: torch.Tensor, kinds: Mapping[str, Norm], turn: Turn) -> bool:
+    """Whether two norms are of heads as those of q, written alike, and give the dtype that the op does."""
+    norm = kinds[type(one).__name__]
+    if kinds[type(other).__name__] != norm or getattr(one, norm.eps) != getattr(other, norm.eps):
         return False
-    batch, tokens, _, size = q.shape
-    return cos.shape[0] in (1, batch) and cos.shape[1:] == (tokens, size) and cos.dtype == sin.dtype
-
-
-def _alike(one: Any, other: Any) -> bool:
-    return one.variance_epsilon == other.variance_epsilon and one.weight.dtype == other.weight.dtype
+    weights = norm.weight_of(one), norm.weight_of(other)
+    if weights[0] is None or weights[1] is None:
+        return weights[0] is weights[1]
+    fits = all(weight.shape == q.shape[3:] and weight.dtype == weights[0].dtype for weight in weights)
+    return fits and (weights[0].dtype == q.dtype or norm.casting_mode == "gemma" or not turn.cast_back)
 
 
 def _is_ordinary(norm: Any, home: str, kinds: Collection[str]) -> bool:

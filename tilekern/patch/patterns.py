@@ -9,13 +9,12 @@ from __future__ import annotations
 import ast
 import copy
 from collections.abc import Collection, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 # The names under which a changed function calls what stands in.
 ADD_NORM, NORM_ADD, NORM_ADD_NORM = "tilekern_add_norm", "tilekern_norm_add", "tilekern_norm_add_norm"
 TURNED, SERVES, LOSS = "tilekern_turned", "tilekern_serves", "tilekern_loss"
-NORMED = "tilekern_normed"
-MLP = "tilekern_mlp"
+NORMED, ROTATED, PROJECTED, MLP = "tilekern_normed", "tilekern_rotated", "tilekern_projected", "tilekern_mlp"
 SKIPPED = "tilekern_skipped"
 # The argument that a forward gets whose logits may be skipped.
 SKIP_LOGITS = "skip_logits"
@@ -262,49 +261,188 @@ def _given_to(call: Any, body: list[ast.stmt], place: int) -> tuple[Any, int]:
     return given, place
 
 
-def qk_norm_rope(function: ast.FunctionDef) -> int:
-    """The projections, the norms of each head of q and k, and their rotation, in an attention's forward."""
+def qk_norm_rope(function: ast.FunctionDef, norms: Collection[str], rotation: str) -> int:
+    """The norms of each head of q and k, and their rotation ``q, k = rotation(q, k, ...)``, in an attention's forward.
+
+    The norms ``q = self.q_norm(q)`` stand before it, each perhaps in the statement that makes q or with a transpose of
+    tokens and heads, or right behind it. Either may be under a condition. The layers that make q, k and v of one input
+    are called together where they are there too.
+
+    Args:
+        function: changed in place.
+        norms: the attributes of ``self`` that are norms.
+        rotation: the name of the function that rotates.
+    """
     for body in _bodies(function):
-        for place in range(len(body) - 4):
-            found = _projected_and_turned(body[place : place + 5])
-            if found is not None:
-                body[place : place + 5] = found
+        for place in range(len(body)):
+            turn = _rotated(body[place], rotation)
+            if turn is not None and (_normed_before(body, place, turn, norms) or _normed_after(body, place, turn, norms)):
+                _project_together(function)
                 return 1
     return 0
 
 
-def _projected_and_turned(statements: list[ast.stmt]) -> list[ast.stmt] | None:
-    *others, angles, turned = statements
-    heads: dict[str, tuple[str, str, str]] = {}
-    for statement in others:
-        name, value = _assigned(statement)
-        kind, given, shape = _head(value)
-        if name is None or kind is None:
-            return None
-        heads[kind] = (name, given, shape)
-    if set(heads) != set("qkv") or len({head[1:] for head in heads.values()}) != 1:
-        return None
-    (query, given, shape), (key, _, _), (value_name, _, _) = (heads[kind] for kind in "qkv")
-    pair = _text(angles).split(" = ")
-    if len({query, key, value_name, given, shape}) != 5 or pair[0] not in ("cos, sin", "(cos, sin)"):
-        return None
-    if _text(turned) not in _both(f"{query}, {key}", f"apply_rotary_pos_emb({query}, {key}, cos, sin)"):
-        return None
-    text = f"{query}, {key}, {value_name} = {TURNED}(self, {given}, {shape}, cos, sin)"
-    return [angles, _statement(text, others[0])]
+class _Turn(NamedTuple):
+    """A rotation ``q, k = rotation(q, k, ...)``: the call, and the condition around it, if any."""
+
+    q: str
+    k: str
+    call: ast.Call
+    condition: ast.If | None
+
+    def fused(self, norms: tuple[str, str], **said: bool) -> str:
+        """The call of what stands in for it and the norms of q and k."""
+        more = [_text(x) for x in self.call.args[2:]] + [f"{name}={value}" for name, value in said.items()]
+        of = f"self.{norms[0]}, self.{norms[1]}, {self.q}, {self.k}"
+        return f"{self.q}, {self.k} = {TURNED}({', '.join((of, *more))})"
+
+    def alone(self) -> str:
+        """The call of the rotation by itself."""
+        return f"{self.q}, {self.k} = {ROTATED}({', '.join(_text(x) for x in self.call.args)})"
 
 
-def _head(value: ast.expr | None) -> tuple[str | None, str, str]:
-    """Which of q, k and v an expression is, what is projected, and the shape of its heads."""
-    text = "" if value is None else ast.unparse(value)
-    for kind in "qkv":
-        start = f"self.{kind}_proj(" if kind == "v" else f"self.{kind}_norm(self.{kind}_proj("
-        end = ").transpose(1, 2)" if kind == "v" else ")).transpose(1, 2)"
-        if text.startswith(start) and text.endswith(end):
-            given, _, shape = text.removeprefix(start).removesuffix(end).partition(").view(")
-            if given.isidentifier() and shape.isidentifier():
-                return kind, given, shape
-    return None, "", ""
+def _rotated(statement: ast.stmt, rotation: str) -> _Turn | None:
+    """The rotation that a statement is, or that is last in a condition without an alternative."""
+    condition = statement if isinstance(statement, ast.If) and not statement.orelse else None
+    last = statement if condition is None else condition.body[-1]
+    if not isinstance(last, ast.Assign) or not isinstance(last.targets[0], ast.Tuple) or len(last.targets) > 1:
+        return None
+    names, call = [_text(x) for x in last.targets[0].elts], last.value
+    if not isinstance(call, ast.Call) or _text(call.func) != rotation or call.keywords or len(names) != 2:
+        return None
+    if not all(name.isidentifier() for name in names) or [_text(x) for x in call.args[:2]] != names:
+        return None
+    if condition is not None and any(_uses([*condition.body[:-1], condition.test], name) for name in names):
+        return None
+    return _Turn(names[0], names[1], call, condition)
+
+
+def _normed_before(body: list[ast.stmt], place: int, turn: _Turn, norms: Collection[str]) -> bool:
+    """Take away the norms of q and k before a rotation, and call what does both in its place."""
+    if not all(isinstance(x, ast.Name) for x in turn.call.args):
+        return False
+    found: dict[str, tuple[str, bool]] = {}
+    swapped, asked = dict.fromkeys((turn.q, turn.k), False), None
+    changes: list[tuple[ast.stmt, list[ast.stmt]]] = []
+    for statement in reversed(body[:place]):
+        named = [name for name in (turn.q, turn.k) if name not in found and _uses([statement], name)]
+        if _is_norms(statement, turn, norms) and isinstance(statement, ast.If) and not found:
+            asked = statement
+            found = {name: (norm, swapped[name]) for name, norm in _norms_in(statement.body, norms).items()}
+            changes.append((statement, []))
+        elif named:
+            name, value = _assigned(statement)
+            value, transposed = _untransposed(value)
+            norm = _own_call(value)
+            if name is None or [name] != named or any(_uses([statement], x) for x in (turn.q, turn.k) if x != name):
+                return False
+            swapped[name] ^= transposed
+            if norm in norms and isinstance(value, ast.Call) and len(value.args) == 1 and not value.keywords:
+                found[name] = str(norm), swapped[name]
+                text = f"{name} = {_text(value.args[0])}{_SWAP if transposed else ''}"
+                changes.append((statement, [] if text == f"{name} = {name}" else [_statement(text, statement)]))
+            elif not transposed or _text(value or statement) != name:
+                return False
+        if len(found) == 2:
+            break
+    if len(found) != 2 or len({swap for _, swap in found.values()}) != 1 or (asked and turn.condition):
+        return False
+    names, swap = (found[turn.q][0], found[turn.k][0]), found[turn.q][1]
+    fused = turn.fused(names, swapped=swap)
+    first = body[place]
+    if asked is not None:
+        made = _statement(f"if {_text(asked.test)}:\n    {fused}\nelse:\n    {turn.alone()}", first)
+        changes.append((first, [made]))
+    elif turn.condition is None:
+        changes.append((first, [_statement(fused, first)]))
+    else:
+        turn.condition.body[-1] = _statement(fused, first)
+        swapping = _SWAP if swap else ""
+        alone = [f"{x} = self.{norm}({x}{swapping}){swapping}" for x, norm in zip(turn[:2], names, strict=True)]
+        turn.condition.orelse = [_statement(text, first) for text in alone]
+    for statement, others in changes:
+        at = next(i for i, x in enumerate(body) if x is statement)
+        body[at : at + 1] = others
+    return True
+
+
+def _normed_after(body: list[ast.stmt], place: int, turn: _Turn, norms: Collection[str]) -> bool:
+    """Take away the norms of q and k right behind a rotation, and call what does both in its place."""
+    last = body[place + 1 : place + 2]
+    asked = last[0] if last and isinstance(last[0], ast.If) else None
+    behind = body[place + 1 : place + 3] if asked is None else asked.body
+    found = _norms_in(behind, norms)
+    if found.keys() != {turn.q, turn.k} or len(behind) != 2 or (asked is None) != (turn.condition is None):
+        return False
+    fused = turn.fused((found[turn.q], found[turn.k]), norm_last=True)
+    first = body[place]
+    if asked is None or turn.condition is None:
+        body[place : place + 3] = [_statement(fused, first)]
+        return True
+    tests = [_text(x.test) for x in (turn.condition, asked)]
+    if asked.orelse or len(turn.condition.body) > 1 or not all(x.startswith(("self.", "hasattr(self, ")) for x in tests):
+        return False
+    turn.condition.body[0] = _statement(turn.alone(), first)
+    made = _statement(f"if {tests[0]} and {tests[1]}:\n    {fused}\nelse:\n    pass", first)
+    assert isinstance(made, ast.If)
+    made.orelse = [turn.condition, asked]
+    body[place : place + 2] = [made]
+    return True
+
+
+# Between heads before tokens and tokens before heads.
+_SWAP = ".transpose(1, 2)"
+
+
+def _untransposed(value: ast.expr | None) -> tuple[ast.expr | None, bool]:
+    """What is transposed, where tokens and heads of something are; else the value as it is."""
+    if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
+        swaps = f".{value.func.attr}({', '.join(map(_text, value.args))})" == _SWAP and not value.keywords
+        return (value.func.value, True) if swaps else (value, False)
+    return value, False
+
+
+def _is_norms(statement: ast.stmt, turn: _Turn, norms: Collection[str]) -> bool:
+    """Whether a statement is the norms of q and k under a condition that ``self`` tells."""
+    if not isinstance(statement, ast.If) or statement.orelse or len(statement.body) != 2:
+        return False
+    told = isinstance(statement.test, ast.Attribute) and _text(statement.test.value) == "self"
+    return told and _norms_in(statement.body, norms).keys() == {turn.q, turn.k}
+
+
+def _norms_in(statements: list[ast.stmt], norms: Collection[str]) -> dict[str, str]:
+    """The norm of each variable ``x`` that a statement ``x = self.norm(x)`` normalises."""
+    found = {}
+    for name, value in map(_assigned, statements):
+        norm = _own_call(value)
+        if name is not None and norm in norms and _argument(value) == name:
+            found[name] = str(norm)
+    return found
+
+
+def _project_together(function: ast.FunctionDef) -> None:
+    """``self.q_proj(x)``, ``self.k_proj(x)`` and ``self.v_proj(x)`` of one variable, in three statements, as one call."""
+    layers = {f"{kind}_proj": f"tilekern_{kind}" for kind in "qkv"}
+    for body in _bodies(function):
+        made = {}
+        for place, statement in enumerate(body):
+            whole = isinstance(statement, ast.Assign | ast.AnnAssign)
+            if whole and not any(isinstance(x, _NOT_AT_ONCE) for x in ast.walk(statement)):
+                calls = [x for x in ast.walk(statement) if isinstance(x, ast.Call) and _argument(x)]
+                made |= {layer: (place, x) for x in calls if (layer := _own_call(x)) in layers}
+        if made.keys() != layers.keys() or len({_argument(call) for _, call in made.values()}) != 1:
+            continue
+        given, first = _argument(made["q_proj"][1]), min(place for place, _ in made.values())
+        last = max(place for place, _ in made.values())
+        stored = [x for s in body[first:last] for x in ast.walk(s) if isinstance(x, ast.Name) and x.id == given]
+        if any(isinstance(x.ctx, ast.Store) for x in stored):
+            continue
+        for layer, (place, call) in made.items():
+            name = ast.copy_location(ast.Name(layers[layer], ast.Load()), call)
+            body[place] = _Exchanged(call, name).visit(body[place])
+        text = f"{', '.join(layers.values())} = {PROJECTED}(self, {given})"
+        body.insert(first, _statement(text, body[first]))
+        return
 
 
 def head_and_loss(function: ast.FunctionDef) -> int:

@@ -1,0 +1,251 @@
+"""The gradients of qk_norm_rope_general: dq, dk, and the two weights' as one float32 row for each block.
+
+With the forward's names (see ``qk_norm_rope_general``): the norm is of u, which is x, or x rotated where ``norm_last``,
+and its gradient dz is dy, rotated back unless ``norm_last``. Then, with g = dz * (weight + offset), ``du = rstd * (g - u
+* rstd^2 * mean(g * u))``, which is dx, or dx after it is rotated back; dw is the sum of ``dz * u * rstd`` over all
+tokens and heads. As in ``qk_norm_rope_backward`` u and rstd are computed again, and each block stores its tokens' share
+of both dw as one row of ``partial`` [blocks, 2 * head_dim], the weight of q first, for ``column_sum`` to add up.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cuda.tile as ct
+
+from tilekern.kernels.qk_norm_rope import SIZED, K, Q, default_tiles, elements, grid, head_shapes, read_angles, tile_axes
+from tilekern.kernels.qk_norm_rope_general import (
+    DIMENSIONS,
+    GIVEN,
+    PRODUCT,
+    constants,
+    generic,
+    inputs,
+    joined,
+    numbers_of,
+    out_dtype,
+    read_parts,
+    read_weights,
+    small_bytes,
+    turned,
+    write_parts,
+)
+from tilekern.kernels.qk_norm_rope_general import reference as reference_forward
+from tilekern.kernels.tiles import TMA_NEEDS_HOPPER, ConstBool, ConstInt, hints, power_of_two
+from tilekern.spec import ITEM_BYTES, Array, Config, Implementation, KernelSpec, Problem, Space, outputs_of
+from tilekern.targets import Target
+
+
+def _add_pairs(a, b, c, d):
+    """Two sums in one reduction: one barrier among a block's warps in place of two."""
+    return a + c, b + d
+
+
+def _pull(dx, slopes, tiles, weights, sums, c, s, eps, b, t, h, tile_t, tile_h, form, norm_last):
+    """The gradients of one step of tokens and heads: dx is stored, the shares of dw are added to ``sums``."""
+    rest, size = form[1], 2 * form[0] + form[1]
+    u, dz = numbers_of(tiles, tile_t, tile_h, form), numbers_of(slopes, tile_t, tile_h, form)
+    if ct.static_eval(norm_last):
+        u = turned(u, c, s)
+    else:
+        dz = turned(dz, c, -s)
+    g = (dz[0] * weights[0], dz[1] * weights[1])
+    square, product = ct.reduce(
+        (u[0] * u[0] + u[1] * u[1], g[0] * u[0] + g[1] * u[1]), 3, _add_pairs, (0.0, 0.0), keepdims=True
+    )  # fmt: skip
+    if ct.static_eval(rest > 0):
+        g = g + (dz[2] * weights[2],)
+        more = ct.reduce((u[2] * u[2], g[2] * u[2]), 3, _add_pairs, (0.0, 0.0), keepdims=True)
+        square, product = square + more[0], product + more[1]
+    rstd = ct.rsqrt(square / size + eps)
+    pull = product * rstd * rstd / size
+    du = ((g[0] - u[0] * pull) * rstd, (g[1] - u[1] * pull) * rstd)
+    shares = (sums[0] + dz[0] * u[0] * rstd, sums[1] + dz[1] * u[1] * rstd)
+    if ct.static_eval(rest > 0):
+        du = du + ((g[2] - u[2] * pull) * rstd,)
+        shares = shares + (sums[2] + dz[2] * u[2] * rstd,)
+    if ct.static_eval(norm_last):
+        du = turned(du, c, -s)
+    write_parts(dx, du, b, t, h, tile_t, tile_h, form)
+    return shares
+
+
+def _zeros(tile_t, tile_h, form):
+    """Nothing yet of a weight's gradient."""
+    rest, width, rest_width = form[1], form[2], form[3]
+    zeros = ct.zeros((1, tile_t, tile_h, width), ct.float32)
+    sums = (zeros, zeros)
+    if ct.static_eval(rest > 0):
+        sums = sums + (ct.zeros((1, tile_t, tile_h, rest_width), ct.float32),)
+    return sums
+
+
+def _added(sums, width):
+    """The sum over tokens and heads."""
+    return ct.reshape(ct.sum(ct.sum(sums, axis=2), axis=1), (1, width))
+
+
+def _store_sums(partial, sums, start, form):
+    """One weight's gradient as a piece of this block's row."""
+    pairs, rest, width, rest_width, whole, interleaved, bounded, tma = form
+    one, other = _added(sums[0], width), _added(sums[1], width)
+    if ct.static_eval(interleaved):
+        row = ct.reshape(joined(one, other, 1, 1, width), (1, 2 * width))
+        ct.store(partial.slice(1, start, start + 2 * pairs), (ct.bid(0), 0), row)
+    else:
+        ct.store(partial.slice(1, start, start + pairs), (ct.bid(0), 0), one)
+        ct.store(partial.slice(1, start + pairs, start + 2 * pairs), (ct.bid(0), 0), other)
+    if ct.static_eval(rest > 0):
+        piece = partial.slice(1, start + 2 * pairs, start + 2 * pairs + rest)
+        ct.store(piece, (ct.bid(0), 0), _added(sums[2], rest_width))
+
+
+@ct.kernel
+def qk_norm_rope_general_backward(
+    dq_out, dk_out, q, k, q_weight, k_weight, cos, sin, eps, offset, dq, dk, partial, heads: ConstInt,
+    kv_heads: ConstInt, pairs: ConstInt, rest: ConstInt, tile_t: ConstInt, tile_h: ConstInt, tile_hk: ConstInt,
+    width: ConstInt, rest_width: ConstInt, whole: ConstBool, norm_last: ConstBool, interleaved: ConstBool,
+    unrolled: ConstBool, bounded: ConstBool, tma: ConstBool,
+):  # fmt: skip
+    """Resident blocks that loop over steps of tokens; weights and the sums for their gradients stay in registers."""
+    ct.grid_dependency_control_wait()
+    form = (pairs, rest, width, rest_width, whole, interleaved, bounded, tma)
+    q_weights, k_weights = read_weights(q_weight, offset, form), read_weights(k_weight, offset, form)
+    q_sums, k_sums = _zeros(tile_t, tile_h, form), _zeros(tile_t, tile_hk, form)
+    across = ct.cdiv(q.shape[1], tile_t)
+    for item in range(ct.bid(0), q.shape[0] * across, ct.num_blocks(0)):
+        b, t = item // across, item % across
+        at = ct.minimum(b, cos.shape[0] - 1)
+        if ct.static_eval(unrolled):
+            q_tiles, q_slopes, k_tiles, k_slopes = (), (), (), ()
+            for h in ct.static_iter(range(ct.cdiv(heads, tile_h))):
+                q_tiles = q_tiles + (read_parts(q, b, t, h, tile_t, tile_h, form),)
+                q_slopes = q_slopes + (read_parts(dq_out, b, t, h, tile_t, tile_h, form),)
+            for h in ct.static_iter(range(ct.cdiv(kv_heads, tile_hk))):
+                k_tiles = k_tiles + (read_parts(k, b, t, h, tile_t, tile_hk, form),)
+                k_slopes = k_slopes + (read_parts(dk_out, b, t, h, tile_t, tile_hk, form),)
+        c = read_angles(cos, at, t, pairs, tile_t, width, whole, bounded)
+        s = read_angles(sin, at, t, pairs, tile_t, width, whole, bounded)
+        if ct.static_eval(unrolled):
+            for h in ct.static_iter(range(ct.cdiv(heads, tile_h))):
+                q_sums = _pull(
+                    dq, q_slopes[h], q_tiles[h], q_weights, q_sums, c, s, eps, b, t, h, tile_t, tile_h, form, norm_last
+                )
+            for h in ct.static_iter(range(ct.cdiv(kv_heads, tile_hk))):
+                k_sums = _pull(
+                    dk, k_slopes[h], k_tiles[h], k_weights, k_sums, c, s, eps, b, t, h, tile_t, tile_hk, form, norm_last
+                )
+        else:
+            for h in range(ct.cdiv(q.shape[2], tile_h)):
+                tiles = read_parts(q, b, t, h, tile_t, tile_h, form)
+                slopes = read_parts(dq_out, b, t, h, tile_t, tile_h, form)
+                q_sums = _pull(
+                    dq, slopes, tiles, q_weights, q_sums, c, s, eps, b, t, h, tile_t, tile_h, form, norm_last
+                )
+            for h in range(ct.cdiv(k.shape[2], tile_hk)):
+                tiles = read_parts(k, b, t, h, tile_t, tile_hk, form)
+                slopes = read_parts(dk_out, b, t, h, tile_t, tile_hk, form)
+                k_sums = _pull(
+                    dk, slopes, tiles, k_weights, k_sums, c, s, eps, b, t, h, tile_t, tile_hk, form, norm_last
+                )
+    _store_sums(partial, q_sums, 0, form)
+    _store_sums(partial, k_sums, 2 * pairs + rest, form)
+
+
+_ARRAYS = (
+    Array("dq_out", PRODUCT, Q),
+    Array("dk_out", PRODUCT, K),
+    *GIVEN,
+    Array("dq", "dtype", Q, "output"),
+    Array("dk", "dtype", K, "output"),
+    Array("partial", "float32", ("blocks", "2*head_dim"), "scratch"),
+)
+
+
+def _implement(problem: Problem, config: Config) -> Implementation:
+    return Implementation(
+        function=qk_norm_rope_general_backward,
+        parameters=SPEC.parameters(problem),
+        constants=constants(problem, config, ITEM_BYTES[problem["dtype"]] + ITEM_BYTES[out_dtype(problem)]),
+        grid=lambda sizes, sm_count: grid(sizes, config, sm_count),
+        hints=hints(config),
+        dependent=True,
+    )
+
+
+def _default(problem: Problem, target: Target) -> Config:
+    pairs = problem["pairs"]
+    # As of qk_norm_rope_backward: more elements of float32, or of heads that fill no tile, compile for long.
+    short = out_dtype(problem) != "float32" and pairs == power_of_two(pairs)
+    tile_t, tile_h = default_tiles(problem, 1024 if short else 512)
+    return Config(schedule="persistent", tile_t=tile_t, tile_h=tile_h, occupancy=2, num_worker_warps=0, tma=False)
+
+
+def _inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
+    import torch
+
+    dtype = getattr(torch, out_dtype(problem))
+    slopes = {
+        name: torch.randn(shape, generator=generator, device=device).to(dtype)
+        for name, shape in zip(("dq_out", "dk_out"), head_shapes(problem), strict=True)
+    }
+    return {**slopes, **inputs(problem, generator, device)}
+
+
+def reference(
+    dq_out: Any, dk_out: Any, q: Any, k: Any, q_weight: Any, k_weight: Any, cos: Any, sin: Any, eps: float,
+    offset: float, norm_last: bool, interleaved: bool,
+) -> dict[str, Any]:  # fmt: skip
+    """What autograd makes of the forward's reference in float64."""
+    import torch
+
+    given = {"q": q, "k": k, "q_weight": q_weight, "k_weight": k_weight}
+    leaves = {name: value.detach().double().requires_grad_() for name, value in given.items()}
+    with torch.enable_grad():
+        results = reference_forward(
+            **leaves, cos=cos, sin=sin, eps=eps, offset=offset, norm_last=norm_last, interleaved=interleaved
+        )
+    slopes = [dq_out.double(), dk_out.double()]
+    gradients = torch.autograd.grad(list(results.values()), list(leaves.values()), slopes)
+    return {f"d{name}": gradient for name, gradient in zip(leaves, gradients, strict=True)}
+
+
+def _results(outputs: dict[str, Any]) -> dict[str, Any]:
+    dq_weight, dk_weight = outputs["partial"].double().sum(0).chunk(2)
+    return {"dq": outputs["dq"], "dk": outputs["dk"], "dq_weight": dq_weight, "dk_weight": dk_weight}
+
+
+SPEC = KernelSpec(
+    name="qk_norm_rope_general_backward",
+    summary="gradients of qk_norm_rope_general: dq, dk, and the weights' as one float32 row for each block",
+    module=__name__,
+    dimensions=DIMENSIONS,
+    space=Space(
+        lambda problem: {
+            "schedule": ["persistent"],
+            **tile_axes(problem),
+            "occupancy": [2, 3, 4],
+            "num_worker_warps": [0, 8],
+            "tma": [False, True],
+        },
+        (SIZED, TMA_NEEDS_HOPPER),
+    ),
+    ops=("qk_norm_rope",),
+    implement=_implement,
+    default=_default,
+    generic=generic,
+    inputs=_inputs,
+    outputs=outputs_of(_ARRAYS),
+    reference=reference,
+    results=_results,
+    bytes_moved=lambda problem: (
+        elements(problem) * (2 * ITEM_BYTES[problem["dtype"]] + ITEM_BYTES[out_dtype(problem)])
+        + small_bytes(problem)
+        + 2 * problem["head_dim"] * ITEM_BYTES[problem["weight_dtype"]]
+    ),
+    flops=lambda problem: 16 * elements(problem),
+    result_dtype=lambda problem: problem["dtype"],
+    arrays=_ARRAYS,
+)
+
+SPECS = (SPEC,)
