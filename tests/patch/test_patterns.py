@@ -303,31 +303,127 @@ def forward(self, h, position_embeddings):
     k = self.k_norm(self.k_proj(h).view(s)).transpose(1, 2)
     v = self.v_proj(h).view(s).transpose(1, 2)
     cos, sin = position_embeddings
-    q, k = apply_rotary_pos_emb(q, k, cos, sin)
+    q, k = rotate(q, k, cos, sin)
     return q, k, v
 """
+# What follows s, where q and k are made in other statements.
+MADE = ["q = self.q_proj(h).view(s)", "k = self.k_proj(h).view(s)", "v = self.v_proj(h).view(s)"]
+SWAPPED = [f"{x} = {x}.transpose(1, 2)" for x in "qkv"]
+NORMS, ROTATION = ["q = self.q_norm(q)", "k = self.k_norm(k)"], "q, k = rotate(q, k, cos, sin)"
+
+
+def heads(text):
+    """How often a pattern of head norms was there, and the lines behind the projections."""
+    number, body = changed(text, patterns.qk_norm_rope, {"q_norm", "k_norm", "norm"}, "rotate")
+    return number, body[1:-1]
+
+
+def attention(*lines):
+    return "def forward(self, h, cos, sin):\n    s = (1, 2)\n" + "".join(f"    {x}\n" for x in lines) + "    return q, k"
 
 
 def test_the_norms_of_heads_and_their_rotation():
-    number, body = changed(ATTENTION, patterns.qk_norm_rope)
+    number, body = heads(ATTENTION)
     assert number == 1
-    assert body[1].strip("()").startswith("cos, sin")
-    assert body[2] == "q, k, v = tilekern_turned(self, h, s, cos, sin)"
+    assert body.pop(4).strip("()").startswith("cos, sin")
+    assert body == [
+        "tilekern_q, tilekern_k, tilekern_v = tilekern_projected(self, h)",
+        *(f"{x} = tilekern_{x}.view(s).transpose(1, 2)" for x in "qkv"),
+        "q, k = tilekern_turned(self.q_norm, self.k_norm, q, k, cos, sin, swapped=True)",
+    ]
+
+
+TURNED = "q, k = tilekern_turned(self.q_norm, self.k_norm, q, k, cos, sin, {})"
+# The statements behind those that make q, k and v, and what is made of them.
+ORDERS = {
+    "heads first": ([*SWAPPED, *NORMS, ROTATION], [*SWAPPED, TURNED.format("swapped=False")]),
+    "tokens first": ([*NORMS, *SWAPPED, ROTATION], [*SWAPPED, TURNED.format("swapped=True")]),
+    "under a condition": (
+        ["if self.has:", *(f"    {x}" for x in NORMS), *SWAPPED, ROTATION],
+        [*SWAPPED, "if self.has:", TURNED.format("swapped=True"), "else:", "q, k = tilekern_rotated(q, k, cos, sin)"],
+    ),
+    "of some layers": (
+        [*SWAPPED, *NORMS, "if self.a is None or self.b:", f"    {ROTATION}"],
+        [*SWAPPED, "if self.a is None or self.b:", TURNED.format("swapped=False"), "else:", *NORMS],
+    ),
+    "of some layers, tokens first": (
+        [*NORMS, *SWAPPED, "if self.a:", "    c = h", f"    {ROTATION}"],
+        [*SWAPPED, "if self.a:", "c = h", TURNED.format("swapped=True"), "else:",
+         *(f"{x} = self.{x}_norm({x}.transpose(1, 2)).transpose(1, 2)" for x in "qk")],
+    ),
+    "behind the rotation": ([*SWAPPED, ROTATION, *NORMS], [*SWAPPED, TURNED.format("norm_last=True")]),
+    "both under conditions": (
+        ["if self.a:", f"    {ROTATION}", "if hasattr(self, 'norm'):", *(f"    {x}" for x in NORMS)],
+        ["if self.a and hasattr(self, 'norm'):", TURNED.format("norm_last=True"), "else:", "if self.a:",
+         "q, k = tilekern_rotated(q, k, cos, sin)", "if hasattr(self, 'norm'):", *NORMS],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("lines", "expected"), ORDERS.values(), ids=ORDERS)
+def test_norms_and_rotations_in_other_orders(lines, expected):
+    number, body = heads(attention(*MADE, *lines))
+    assert number == 1
+    assert body[4:] == expected
 
 
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("self.k_norm(self.k_proj(h).view(s))", "self.k_norm(self.k_proj(x).view(s))"),
-        ("self.k_norm(self.k_proj(h).view(s))", "self.k_norm(self.k_proj(h)).view(s)"),
-        ("self.v_proj(h).view(s)", "self.v_norm(self.v_proj(h).view(s))"),
-        ("apply_rotary_pos_emb(q, k, cos, sin)", "apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=2)"),
-        ("    q, k = apply", "    k = k + 1\n    q, k = apply"),
-        ("cos, sin = position", "sin, cos = position"),
+        ("self.k_norm(self.k_proj(h).view(s))", "self.k_norm(q)"),
+        ("self.k_norm(self.k_proj(h).view(s)).transpose(1, 2)", "self.k_norm(self.k_proj(h)).view(s)"),
+        ("self.k_norm(self.k_proj(h).view(s))", "self.other(self.k_proj(h).view(s))"),
+        ("self.k_norm(self.k_proj(h).view(s)).transpose(1, 2)", "self.k_norm(self.k_proj(h).view(s))"),
+        ("self.k_norm(self.k_proj(h).view(s)).transpose(1, 2)", "self.k_norm(self.k_proj(h).view(s)).transpose(1, 3)"),
+        ("rotate(q, k, cos, sin)", "rotate(q, k, cos, sin, unsqueeze_dim=2)"),
+        ("rotate(q, k, cos, sin)", "rotate(k, q, cos, sin)"),
+        ("rotate(q, k, cos, sin)", "rotate(q, k, self.turned(q), sin)"),
+        ("    q, k = rotate", "    k = k + 1\n    q, k = rotate"),
+        ("    q, k = rotate", "    seen(q)\n    q, k = rotate"),
+        ("    q, k = rotate", "    if q.any():\n        q, k = rotate"),
+        ("    return", "    q = self.q_norm(q)\n    return"),
     ],
 )
 def test_other_norms_and_rotations_are_left(old, new):
-    assert changed(ATTENTION.replace(old, new), patterns.qk_norm_rope)[0] == 0
+    text = ATTENTION.replace(old, new)
+    assert text != ATTENTION
+    if "return" not in old:
+        assert heads(text)[0] == 0
+        assert "tilekern" not in "".join(heads(text)[1])
+    else:
+        # The norms before the rotation are fused with it; another one stays.
+        assert heads(text)[1][-1] == "q = self.q_norm(q)"
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        [*SWAPPED, ROTATION, NORMS[0]],
+        [*SWAPPED, ROTATION, "q = self.q_norm(k)", NORMS[1]],
+        ["if self.has:", *(f"    {x}" for x in NORMS), *SWAPPED, "if self.a:", f"    {ROTATION}"],
+        ["if h.any():", *(f"    {x}" for x in NORMS), *SWAPPED, ROTATION],
+        ["if self.a:", f"    {ROTATION}", *NORMS],
+        [ROTATION, "if self.a:", *(f"    {x}" for x in NORMS)],
+        ["if h.any():", f"    {ROTATION}", "if self.a:", *(f"    {x}" for x in NORMS)],
+        ["if self.a:", f"    {ROTATION}", "else:", "    h = h", *NORMS],
+        [*NORMS, "q = q.transpose(1, 2)", ROTATION],
+    ],
+)
+def test_orders_that_are_not_known_are_left(lines):
+    number, body = heads(attention(*MADE, *lines))
+    assert number == 0
+    assert body == [*MADE, *(x.strip() for x in lines)]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [("v = self.v_proj(h)", "v = self.v_proj(x)"), ("k = self.k_proj", "h = h + 1\n    k = self.k_proj"),
+     ("v = self.v_proj(h).view(s)", "v = self.v_proj(h).view(s) if self.has else k")],
+)  # fmt: skip
+def test_projections_that_are_not_of_one_variable_stay(change):
+    number, body = heads(attention(*MADE, *SWAPPED, *NORMS, ROTATION).replace(*change))
+    assert number == 1
+    assert "tilekern_projected" not in "".join(body)
 
 
 ROTARY = """

@@ -26,6 +26,8 @@ LINEAR = {
     "layer_types": ["linear_attention", "full_attention"], "linear_key_head_dim": 6, "linear_value_head_dim": 10,
     "linear_num_key_heads": 2, "linear_num_value_heads": 4,
 }  # fmt: skip
+# A layer that sees a few tokens and one that sees all, of which some families rotate the first one's heads alone.
+WINDOWED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}
 DROPOUTS = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
 # The part of a multimodal model that is not tested here.
 VISION = {
@@ -43,7 +45,10 @@ def _seeing(**text):
 # What a family needs beside the sizes.
 OWN: dict[str, dict] = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu", "axk1", "dots1"), EXPERTS | LATENT),
-    **dict.fromkeys(("glm4_moe", "hy_v3", "laguna", "solar_open"), EXPERTS),
+    **dict.fromkeys(("hy_v3", "solar_open"), EXPERTS),
+    **dict.fromkeys(("afmoe", "exaone_moe", "laguna"), EXPERTS | WINDOWED),
+    **dict.fromkeys(("exaone4", "flint"), WINDOWED),
+    "glm4_moe": EXPERTS | {"use_qk_norm": True},
     "mellum": EXPERTS | {"mlp_layer_types": ["sparse", "dense"]},
     "qwen2_moe": EXPERTS | {"mlp_only_layers": [1], "shared_expert_intermediate_size": 20},
     "qwen3_moe": EXPERTS | {"mlp_only_layers": [1]},
@@ -69,7 +74,7 @@ OWN: dict[str, dict] = {
     "aria": {"model_type": "aria_text"},
     "deepseek_v32": EXPERTS | LATENT | {"index_topk": 4, "index_head_dim": 8, "index_n_heads": 2},
     "diffllama": {"num_attention_heads": 4, "num_key_value_heads": 2},
-    "gemma3": {"model_type": "gemma3_text"},
+    "gemma3": WINDOWED | {"model_type": "gemma3_text"},
     "granitemoehybrid": {
         "mamba_n_heads": 6, "layer_types": ["attention", "attention"], "shared_intermediate_size": 20,
         "position_embedding_type": "rope",

@@ -51,91 +51,132 @@ from tilekern.spec import (
 from tilekern.targets import Target
 
 
+def pieces_of(pairs: int, rest: int) -> tuple[tuple[int, int], ...]:
+    """Where the numbers of a head begin that do not turn, and how many there are, in pieces that tiles are of.
+
+    A piece that a power of two of its size lies before is a tile of the array itself, whose rows need no mask. Odd
+    sizes are one piece.
+    """
+    start, end, found = 2 * pairs, 2 * pairs + rest, []
+    while start < end:
+        size = min(start & -start, 1 << ((end - start).bit_length() - 1))
+        found.append((start, size))
+        start += size
+    small = len(found) > 3 or any(size < 16 for _, size in found)
+    return ((2 * pairs, rest),) if small and rest else tuple(found)
+
+
+def is_tile(start: int, size: int) -> bool:
+    """Whether a piece of a head is a tile of the array itself."""
+    return size == power_of_two(size) and start % size == 0
+
+
+def piece_of(x, axis, start, size):
+    """The view of an array that has a piece of heads as a tile, and the tile's index along the axis."""
+    if ct.static_eval(is_tile(start, size)):
+        return x, ct.static_eval(start // size)
+    return x.slice(axis, start, start + size), 0
+
+
+def shaped(tile_t, tile_h, width, interleaved):
+    """The shape of a tile of numbers: what pairs are taken apart to has a last axis of 1."""
+    return ct.static_eval((1, tile_t, tile_h, width, 1) if interleaved else (1, tile_t, tile_h, width))
+
+
 def read_parts(x, b, t, h, tile_t, tile_h, form):
     """One step of tokens and heads, in the array's dtype: two halves or a tile of pairs, and what does not turn."""
-    pairs, rest, width, rest_width, whole, interleaved, bounded, tma = form
+    pairs, rest, width, whole, interleaved, bounded, tma = form
     if ct.static_eval(interleaved):
         turning = x if ct.static_eval(whole) else x.slice(3, 0, 2 * pairs)
         tiles = (load(turning, (b, t, h, 0), (1, tile_t, tile_h, 2 * width), bounded, 0, tma),)
     else:
         tiles = read_heads(x, b, t, h, pairs, tile_t, tile_h, width, whole, bounded, tma)
-    if ct.static_eval(rest > 0):
-        others = x.slice(3, 2 * pairs, 2 * pairs + rest)
-        tiles = tiles + (load(others, (b, t, h, 0), (1, tile_t, tile_h, rest_width), bounded, 0, tma),)
+    for start, size in ct.static_iter(pieces_of(pairs, rest)):
+        view, place = piece_of(x, 3, start, size)
+        shape = ct.static_eval((1, tile_t, tile_h, power_of_two(size)))
+        tiles = tiles + (load(view, (b, t, h, place), shape, bounded, 0, tma),)
     return tiles
 
 
 def numbers_of(tiles, tile_t, tile_h, form):
     """A step in float32: the first numbers of the pairs, the second ones, and what does not turn."""
-    pairs, rest, width, rest_width, whole, interleaved, bounded, tma = form
+    pairs, rest, width, whole, interleaved, bounded, tma = form
     if ct.static_eval(interleaved):
-        one, other = parts_of_pairs(ct.reshape(tiles[0].astype(ct.float32), (1, tile_t, tile_h, width, 2)))
-        shape = (1, tile_t, tile_h, width)
-        numbers = (ct.reshape(one, shape), ct.reshape(other, shape))
+        numbers = parts_of_pairs(ct.reshape(tiles[0].astype(ct.float32), (1, tile_t, tile_h, width, 2)))
+        others = tiles[1:]
     else:
         numbers = (tiles[0].astype(ct.float32), tiles[1].astype(ct.float32))
-    if ct.static_eval(rest > 0):
-        numbers = numbers + (tiles[-1].astype(ct.float32),)
+        others = tiles[2:]
+    for i in ct.static_iter(range(len(pieces_of(pairs, rest)))):
+        other = others[i].astype(ct.float32)
+        numbers = numbers + (ct.reshape(other, shaped(tile_t, tile_h, other.shape[3], interleaved)),)
     return numbers
 
 
 def read_weights(weight, offset, form):
     """What a norm multiplies by, as numbers that broadcast over tokens and heads."""
-    pairs, rest, width, rest_width, whole, interleaved, bounded, tma = form
+    pairs, rest, width, whole, interleaved, bounded, tma = form
     if ct.static_eval(interleaved):
         turning = weight if ct.static_eval(whole) else weight.slice(0, 0, 2 * pairs)
         tiles = (ct.reshape(load(turning, (0,), (2 * width,), bounded, 0, False), (1, 1, 1, 2 * width)),)
     else:
         tiles = read_weight(weight, pairs, width, whole, bounded)
-    if ct.static_eval(rest > 0):
-        others = load(weight.slice(0, 2 * pairs, 2 * pairs + rest), (0,), (rest_width,), bounded, 0, False)
-        tiles = tiles + (ct.reshape(others, (1, 1, 1, rest_width)),)
-    numbers = numbers_of(tiles, 1, 1, form)
-    found = (numbers[0] + offset, numbers[1] + offset)
-    if ct.static_eval(rest > 0):
-        found = found + (numbers[2] + offset,)
+    for start, size in ct.static_iter(pieces_of(pairs, rest)):
+        view, place = piece_of(weight, 0, start, size)
+        length = ct.static_eval(power_of_two(size))
+        tiles = tiles + (ct.reshape(load(view, (place,), (length,), bounded, 0, False), (1, 1, 1, length)),)
+    numbers, found = numbers_of(tiles, 1, 1, form), ()
+    for i in ct.static_iter(range(2 + len(pieces_of(pairs, rest)))):
+        found = found + (numbers[i] + offset,)
     return found
+
+
+def read_turns(array, at, t, tile_t, form):
+    """The tokens' cosines or sines, as numbers that broadcast over heads."""
+    pairs, rest, width, whole, interleaved, bounded, tma = form
+    tile = read_angles(array, at, t, pairs, tile_t, width, whole, bounded)
+    return ct.reshape(tile, shaped(tile_t, 1, width, interleaved))
 
 
 def joined(one, other, tile_t, tile_h, width):
     """The tile of pairs of which ``one`` and ``other`` are the first and the second numbers."""
-    shape = (1, tile_t, tile_h, width, 1)
-    pairs = ct.where(is_odd(), ct.reshape(other, shape), ct.reshape(one, shape))
-    return ct.reshape(pairs, (1, tile_t, tile_h, 2 * width))
+    return ct.reshape(ct.where(is_odd(), other, one), (1, tile_t, tile_h, 2 * width))
 
 
 def write_parts(y, numbers, b, t, h, tile_t, tile_h, form):
     """Store one step of tokens and heads."""
-    pairs, rest, width, rest_width, whole, interleaved, bounded, tma = form
+    pairs, rest, width, whole, interleaved, bounded, tma = form
     if ct.static_eval(interleaved):
         turning = y if ct.static_eval(whole) else y.slice(3, 0, 2 * pairs)
         tile = joined(numbers[0], numbers[1], tile_t, tile_h, width).astype(y.dtype)
         ct.store(turning, (b, t, h, 0), tile, check_bounds=bounded, allow_tma=False)
     else:
         write_heads(y, numbers[0], numbers[1], b, t, h, pairs, whole, bounded)
-    if ct.static_eval(rest > 0):
-        others = y.slice(3, 2 * pairs, 2 * pairs + rest)
-        ct.store(others, (b, t, h, 0), numbers[2].astype(y.dtype), check_bounds=bounded, allow_tma=False)
+    others = numbers[2:]
+    for i in ct.static_iter(range(len(pieces_of(pairs, rest)))):
+        start, size = ct.static_eval(pieces_of(pairs, rest)[i])
+        view, place = piece_of(y, 3, start, size)
+        tile = ct.reshape(others[i], ct.static_eval((1, tile_t, tile_h, power_of_two(size)))).astype(y.dtype)
+        ct.store(view, (b, t, h, place), tile, check_bounds=bounded, allow_tma=False)
 
 
 def turned(numbers, c, s):
     """Numbers of which the pairs are rotated; by ``-s`` they are rotated back."""
-    return (numbers[0] * c - numbers[1] * s, numbers[1] * c + numbers[0] * s) + numbers[2:]  # noqa: RUF005
+    return (numbers[0] * c - numbers[1] * s, numbers[1] * c + numbers[0] * s) + numbers[2:]
 
 
 def _turn(y, tiles, weights, c, s, eps, b, t, h, tile_t, tile_h, form, norm_last):
     """Normalise and rotate one step of tokens and heads, and store it."""
-    rest, size = form[1], 2 * form[0] + form[1]
-    x = numbers_of(tiles, tile_t, tile_h, form)
+    pairs, rest = form[0], form[1]
+    x, z = numbers_of(tiles, tile_t, tile_h, form), ()
     if ct.static_eval(norm_last):
         x = turned(x, c, s)
     square = ct.sum(x[0] * x[0] + x[1] * x[1], axis=3, keepdims=True)
-    if ct.static_eval(rest > 0):
-        square = square + ct.sum(x[2] * x[2], axis=3, keepdims=True)
-    rstd = ct.rsqrt(square / size + eps)
-    z = (x[0] * rstd * weights[0], x[1] * rstd * weights[1])
-    if ct.static_eval(rest > 0):
-        z = z + (x[2] * rstd * weights[2],)
+    for i in ct.static_iter(range(len(pieces_of(pairs, rest)))):
+        square = square + ct.sum(x[2 + i] * x[2 + i], axis=3, keepdims=True)
+    rstd = ct.rsqrt(square / (2 * pairs + rest) + eps)
+    for i in ct.static_iter(range(2 + len(pieces_of(pairs, rest)))):
+        z = z + (x[i] * rstd * weights[i],)
     if ct.static_eval(not norm_last):
         z = turned(z, c, s)
     write_parts(y, z, b, t, h, tile_t, tile_h, form)
@@ -145,12 +186,12 @@ def _turn(y, tiles, weights, c, s, eps, b, t, h, tile_t, tile_h, form, norm_last
 def qk_norm_rope_general_forward(
     q, k, q_weight, k_weight, cos, sin, eps, offset, q_out, k_out, heads: ConstInt, kv_heads: ConstInt,
     pairs: ConstInt, rest: ConstInt, tile_t: ConstInt, tile_h: ConstInt, tile_hk: ConstInt, width: ConstInt,
-    rest_width: ConstInt, whole: ConstBool, norm_last: ConstBool, interleaved: ConstBool, unrolled: ConstBool,
-    bounded: ConstBool, tma: ConstBool,
+    whole: ConstBool, norm_last: ConstBool, interleaved: ConstBool, unrolled: ConstBool, bounded: ConstBool,
+    tma: ConstBool,
 ):  # fmt: skip
     """Blocks that take steps of tokens of one batch entry; unrolled, every load is issued before its first use."""
     ct.grid_dependency_control_wait()
-    form = (pairs, rest, width, rest_width, whole, interleaved, bounded, tma)
+    form = (pairs, rest, width, whole, interleaved, bounded, tma)
     q_weights, k_weights = read_weights(q_weight, offset, form), read_weights(k_weight, offset, form)
     across = ct.cdiv(q.shape[1], tile_t)
     for item in range(ct.bid(0), q.shape[0] * across, ct.num_blocks(0)):
@@ -163,8 +204,7 @@ def qk_norm_rope_general_forward(
             k_tiles = ()
             for h in ct.static_iter(range(ct.cdiv(kv_heads, tile_hk))):
                 k_tiles = k_tiles + (read_parts(k, b, t, h, tile_t, tile_hk, form),)
-        c = read_angles(cos, at, t, pairs, tile_t, width, whole, bounded)
-        s = read_angles(sin, at, t, pairs, tile_t, width, whole, bounded)
+        c, s = read_turns(cos, at, t, tile_t, form), read_turns(sin, at, t, tile_t, form)
         if ct.static_eval(unrolled):
             for h in ct.static_iter(range(ct.cdiv(heads, tile_h))):
                 _turn(q_out, q_tiles[h], q_weights, c, s, eps, b, t, h, tile_t, tile_h, form, norm_last)
@@ -222,8 +262,9 @@ def constants(problem: Problem, config: Config, item_bytes: int) -> tuple[tuple[
     rest = problem["head_dim"] - 2 * pairs
     if rest < 0:
         raise ValueError(f"qk_norm_rope: {pairs} pairs are more than heads of {problem['head_dim']} numbers have")
-    tile_hk, width, rest_width = tile_of_kv_heads(problem, config), power_of_two(pairs), power_of_two(rest)
-    tails = problem["heads"] % tile_h or problem["kv_heads"] % tile_hk or (rest and rest_width != rest)
+    tile_hk, width = tile_of_kv_heads(problem, config), power_of_two(pairs)
+    whole = width == pairs and all(is_tile(*piece) for piece in pieces_of(pairs, rest))
+    tails = problem["heads"] % tile_h or problem["kv_heads"] % tile_hk
     return (
         ("heads", problem["heads"]),
         ("kv_heads", problem["kv_heads"]),
@@ -233,12 +274,11 @@ def constants(problem: Problem, config: Config, item_bytes: int) -> tuple[tuple[
         ("tile_h", tile_h),
         ("tile_hk", tile_hk),
         ("width", width),
-        ("rest_width", rest_width),
         ("whole", width == pairs),
         ("norm_last", problem["norm_last"]),
         ("interleaved", problem["interleaved"]),
         ("unrolled", is_unrolled(problem, config, item_bytes)),
-        ("bounded", bool(tile_t > 1 or width != pairs or tails)),
+        ("bounded", bool(tile_t > 1 or tails or not whole)),
         ("tma", config["tma"]),
     )
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import cuda.tile as ct
 
-from tilekern.kernels.qk_norm_rope import SIZED, K, Q, default_tiles, elements, grid, head_shapes, read_angles, tile_axes
+from tilekern.kernels.qk_norm_rope import SIZED, K, Q, default_tiles, elements, grid, head_shapes, tile_axes
 from tilekern.kernels.qk_norm_rope_general import (
     DIMENSIONS,
     GIVEN,
@@ -24,8 +24,11 @@ from tilekern.kernels.qk_norm_rope_general import (
     joined,
     numbers_of,
     out_dtype,
+    pieces_of,
     read_parts,
+    read_turns,
     read_weights,
+    shaped,
     small_bytes,
     turned,
     write_parts,
@@ -43,27 +46,25 @@ def _add_pairs(a, b, c, d):
 
 def _pull(dx, slopes, tiles, weights, sums, c, s, eps, b, t, h, tile_t, tile_h, form, norm_last):
     """The gradients of one step of tokens and heads: dx is stored, the shares of dw are added to ``sums``."""
-    rest, size = form[1], 2 * form[0] + form[1]
+    pairs, rest = form[0], form[1]
     u, dz = numbers_of(tiles, tile_t, tile_h, form), numbers_of(slopes, tile_t, tile_h, form)
     if ct.static_eval(norm_last):
         u = turned(u, c, s)
     else:
         dz = turned(dz, c, -s)
-    g = (dz[0] * weights[0], dz[1] * weights[1])
+    g, du, shares = (dz[0] * weights[0], dz[1] * weights[1]), (), ()
     square, product = ct.reduce(
         (u[0] * u[0] + u[1] * u[1], g[0] * u[0] + g[1] * u[1]), 3, _add_pairs, (0.0, 0.0), keepdims=True
     )  # fmt: skip
-    if ct.static_eval(rest > 0):
-        g = g + (dz[2] * weights[2],)
-        more = ct.reduce((u[2] * u[2], g[2] * u[2]), 3, _add_pairs, (0.0, 0.0), keepdims=True)
+    for i in ct.static_iter(range(2, 2 + len(pieces_of(pairs, rest)))):
+        g = g + (dz[i] * weights[i],)
+        more = ct.reduce((u[i] * u[i], g[i] * u[i]), 3, _add_pairs, (0.0, 0.0), keepdims=True)
         square, product = square + more[0], product + more[1]
-    rstd = ct.rsqrt(square / size + eps)
-    pull = product * rstd * rstd / size
-    du = ((g[0] - u[0] * pull) * rstd, (g[1] - u[1] * pull) * rstd)
-    shares = (sums[0] + dz[0] * u[0] * rstd, sums[1] + dz[1] * u[1] * rstd)
-    if ct.static_eval(rest > 0):
-        du = du + ((g[2] - u[2] * pull) * rstd,)
-        shares = shares + (sums[2] + dz[2] * u[2] * rstd,)
+    rstd = ct.rsqrt(square / (2 * pairs + rest) + eps)
+    pull = product * rstd * rstd / (2 * pairs + rest)
+    for i in ct.static_iter(range(2 + len(pieces_of(pairs, rest)))):
+        du = du + ((g[i] - u[i] * pull) * rstd,)
+        shares = shares + (sums[i] + dz[i] * u[i] * rstd,)
     if ct.static_eval(norm_last):
         du = turned(du, c, -s)
     write_parts(dx, du, b, t, h, tile_t, tile_h, form)
@@ -72,44 +73,46 @@ def _pull(dx, slopes, tiles, weights, sums, c, s, eps, b, t, h, tile_t, tile_h, 
 
 def _zeros(tile_t, tile_h, form):
     """Nothing yet of a weight's gradient."""
-    rest, width, rest_width = form[1], form[2], form[3]
-    zeros = ct.zeros((1, tile_t, tile_h, width), ct.float32)
+    pairs, rest, width, whole, interleaved, bounded, tma = form
+    zeros = ct.zeros(shaped(tile_t, tile_h, width, interleaved), ct.float32)
     sums = (zeros, zeros)
-    if ct.static_eval(rest > 0):
-        sums = sums + (ct.zeros((1, tile_t, tile_h, rest_width), ct.float32),)
+    for start, size in ct.static_iter(pieces_of(pairs, rest)):
+        sums = sums + (ct.zeros(shaped(tile_t, tile_h, ct.static_eval(power_of_two(size)), interleaved), ct.float32),)
     return sums
 
 
-def _added(sums, width):
-    """The sum over tokens and heads."""
-    return ct.reshape(ct.sum(ct.sum(sums, axis=2), axis=1), (1, width))
+def _added(sums):
+    """The sum over tokens and heads, of which one is left."""
+    return ct.sum(ct.sum(sums, axis=2, keepdims=True), axis=1, keepdims=True)
 
 
-def _store_sums(partial, sums, start, form):
+def _store_sums(partial, sums, first, form):
     """One weight's gradient as a piece of this block's row."""
-    pairs, rest, width, rest_width, whole, interleaved, bounded, tma = form
-    one, other = _added(sums[0], width), _added(sums[1], width)
+    pairs, rest, width, whole, interleaved, bounded, tma = form
+    one, other = _added(sums[0]), _added(sums[1])
     if ct.static_eval(interleaved):
         row = ct.reshape(joined(one, other, 1, 1, width), (1, 2 * width))
-        ct.store(partial.slice(1, start, start + 2 * pairs), (ct.bid(0), 0), row)
+        ct.store(partial.slice(1, first, first + 2 * pairs), (ct.bid(0), 0), row)
     else:
-        ct.store(partial.slice(1, start, start + pairs), (ct.bid(0), 0), one)
-        ct.store(partial.slice(1, start + pairs, start + 2 * pairs), (ct.bid(0), 0), other)
-    if ct.static_eval(rest > 0):
-        piece = partial.slice(1, start + 2 * pairs, start + 2 * pairs + rest)
-        ct.store(piece, (ct.bid(0), 0), _added(sums[2], rest_width))
+        ct.store(partial.slice(1, first, first + pairs), (ct.bid(0), 0), ct.reshape(one, (1, width)))
+        ct.store(partial.slice(1, first + pairs, first + 2 * pairs), (ct.bid(0), 0), ct.reshape(other, (1, width)))
+    others = sums[2:]
+    for i in ct.static_iter(range(len(pieces_of(pairs, rest)))):
+        start, size = ct.static_eval(pieces_of(pairs, rest)[i])
+        row = ct.reshape(_added(others[i]), ct.static_eval((1, power_of_two(size))))
+        ct.store(partial.slice(1, first + start, first + start + size), (ct.bid(0), 0), row)
 
 
 @ct.kernel
 def qk_norm_rope_general_backward(
     dq_out, dk_out, q, k, q_weight, k_weight, cos, sin, eps, offset, dq, dk, partial, heads: ConstInt,
     kv_heads: ConstInt, pairs: ConstInt, rest: ConstInt, tile_t: ConstInt, tile_h: ConstInt, tile_hk: ConstInt,
-    width: ConstInt, rest_width: ConstInt, whole: ConstBool, norm_last: ConstBool, interleaved: ConstBool,
-    unrolled: ConstBool, bounded: ConstBool, tma: ConstBool,
+    width: ConstInt, whole: ConstBool, norm_last: ConstBool, interleaved: ConstBool, unrolled: ConstBool,
+    bounded: ConstBool, tma: ConstBool,
 ):  # fmt: skip
     """Resident blocks that loop over steps of tokens; weights and the sums for their gradients stay in registers."""
     ct.grid_dependency_control_wait()
-    form = (pairs, rest, width, rest_width, whole, interleaved, bounded, tma)
+    form = (pairs, rest, width, whole, interleaved, bounded, tma)
     q_weights, k_weights = read_weights(q_weight, offset, form), read_weights(k_weight, offset, form)
     q_sums, k_sums = _zeros(tile_t, tile_h, form), _zeros(tile_t, tile_hk, form)
     across = ct.cdiv(q.shape[1], tile_t)
@@ -124,8 +127,7 @@ def qk_norm_rope_general_backward(
             for h in ct.static_iter(range(ct.cdiv(kv_heads, tile_hk))):
                 k_tiles = k_tiles + (read_parts(k, b, t, h, tile_t, tile_hk, form),)
                 k_slopes = k_slopes + (read_parts(dk_out, b, t, h, tile_t, tile_hk, form),)
-        c = read_angles(cos, at, t, pairs, tile_t, width, whole, bounded)
-        s = read_angles(sin, at, t, pairs, tile_t, width, whole, bounded)
+        c, s = read_turns(cos, at, t, tile_t, form), read_turns(sin, at, t, tile_t, form)
         if ct.static_eval(unrolled):
             for h in ct.static_iter(range(ct.cdiv(heads, tile_h))):
                 q_sums = _pull(
