@@ -64,6 +64,13 @@ TURNS = (
     (32, 8, 128, BF16, BF16, BF16), (5, 3, 80, BF16, BF16, BF16), (5, 5, 16, FP32, FP32, FP32),
     (16, 1, 64, BF16, FP32, FP32), (4, 2, 10, FP16, FP16, FP16),
 )  # fmt: skip
+# heads, kv_heads, head_dim, pairs, norm_last, interleaved, dtype, weight_dtype, angle_dtype: Gemma 3's, Qwen3-Next's,
+# HunYuan's, Llama 4's, and odd ones.
+PARTS = (
+    (16, 8, 256, 128, False, False, BF16, BF16, BF16), (16, 2, 256, 32, False, False, BF16, FP32, FP32),
+    (32, 8, 128, 64, True, False, BF16, BF16, BF16), (40, 8, 128, 64, True, True, BF16, BF16, FP32),
+    (5, 3, 13, 3, True, False, FP32, FP32, FP32), (4, 2, 10, 5, False, True, FP16, FP16, FP16),
+)  # fmt: skip
 # rows' sizes of the head's input and its vocabulary
 HEADS = ((512, 331), (83, 4099))
 # Sizes, dtype, all flags set or none: for a spec without cases of its own. Aligned sizes first, tails, odd sizes.
@@ -101,6 +108,11 @@ def _rotation_cases() -> Iterator[Case]:
         sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
         dtypes = {"dtype": dtype, "weight_dtype": weight_dtype, "angle_dtype": angle_dtype}
         yield from ((f"qk_norm_rope_{direction}", sizes | dtypes) for direction in ("forward", "backward"))
+    general = spec_named("qk_norm_rope_general_forward")
+    names = [d.name for d in general.dimensions if d.kind != "bucketed"]
+    for values in PARTS:
+        case = dict(zip(names, values, strict=True))
+        yield from ((f"qk_norm_rope_general_{direction}", case) for direction in ("forward", "backward"))
 
 
 def _attention_cases() -> Iterator[Case]:

@@ -24,6 +24,7 @@ QWEN3 = {
     "heads": 16,
     "kv_heads": 8,
     "head_dim": 128,
+    "pairs": 64,
     "vocabulary": 151936,
 }
 QWEN3_8B = QWEN3 | {"columns": 4096, "heads": 32}

@@ -87,9 +87,7 @@ def test_options_match_autograd_in_float64(options, dtypes, layout):
     assert [x.dtype for x in found] == [x.dtype for x in leaves_of(inputs)]
 
 
-@pytest.mark.parametrize(
-    ("mode", "dtype"), [("llama", FLOAT32), ("gemma", BFLOAT16), ("none", BFLOAT16)], ids=lambda x: str(x)
-)
+@pytest.mark.parametrize(("mode", "dtype"), [("llama", FLOAT32), ("gemma", BFLOAT16), ("none", BFLOAT16)], ids=str)
 def test_the_casting_mode_says_which_dtypes_count(mode, dtype):
     inputs = given({}, (BFLOAT16, FLOAT32, BFLOAT16))
     assert {y.dtype for y in call({"offset": 1.0, "casting_mode": mode}, *inputs)} == {dtype}

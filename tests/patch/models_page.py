@@ -8,9 +8,8 @@ from tiny_families import SEEING
 
 from tilekern.patch.families import FAMILIES
 from tilekern.patch.forms import OPS, Module, patches_of, path_of
-from tilekern.patch.table import PLAIN
 
-HEADS = re.compile(r"self\.(q_norm|query_layernorm)\(")
+HEADS = re.compile(r"self\.(q_norm|q_layernorm|query_layernorm)\(")
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 HEAD = """# Models
@@ -33,8 +32,8 @@ transformers, too, wherever their code has a form that is known. `python -m tile
 - "-": the family has no such code.
 - `fused_add_rms_norm` is a sum with the norm of it, with that of the sublayer's result, or with both.
 - "norm of all heads": the norms of q and k are of whole rows; `rms_norm` serves them.
-- "norm after", "another norm": that of q and k follows the rotation, or is not Llama's; each of them that has an op by
-  itself runs that.
+- "another norm", "norm after": that of q and k is a layer norm, or follows a rotation whose two halves have angles of
+  their own; each of them that has an op by itself runs that.
 - "another gate": squared ReLU.
 - "another activation": its own has no op.
 - "another form": it has such code, and what of it an op could compute stands in statements that are not known, or in a
@@ -107,8 +106,7 @@ def of_heads(module, kind, text):
         return "norm after"
     if "self.q_norm(self.q_proj(hidden_states))" in text:
         return "norm of all heads"
-    norms = [norm for name, norm in module.attributes(kind).items() if name in ("q_norm", "k_norm")]
-    return "another form" if norms and all(module.norms[norm] == PLAIN for norm in norms) else "another norm"
+    return "another form" if module.attributes(kind) else "another norm"
 
 
 if __name__ == "__main__":

@@ -319,7 +319,8 @@ def heads(text):
 
 
 def attention(*lines):
-    return "def forward(self, h, cos, sin):\n    s = (1, 2)\n" + "".join(f"    {x}\n" for x in lines) + "    return q, k"
+    body = "".join(f"    {line}\n" for line in lines)
+    return f"def forward(self, h, cos, sin):\n    s = (1, 2)\n{body}    return q, k"
 
 
 def test_the_norms_of_heads_and_their_rotation():

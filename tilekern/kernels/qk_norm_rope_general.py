@@ -100,7 +100,7 @@ def read_parts(x, b, t, h, tile_t, tile_h, form):
 
 def numbers_of(tiles, tile_t, tile_h, form):
     """A step in float32: the first numbers of the pairs, the second ones, and what does not turn."""
-    pairs, rest, width, whole, interleaved, bounded, tma = form
+    pairs, rest, width, _, interleaved, _, _ = form
     if ct.static_eval(interleaved):
         numbers = parts_of_pairs(ct.reshape(tiles[0].astype(ct.float32), (1, tile_t, tile_h, width, 2)))
         others = tiles[1:]
@@ -115,7 +115,7 @@ def numbers_of(tiles, tile_t, tile_h, form):
 
 def read_weights(weight, offset, form):
     """What a norm multiplies by, as numbers that broadcast over tokens and heads."""
-    pairs, rest, width, whole, interleaved, bounded, tma = form
+    pairs, rest, width, whole, interleaved, bounded, _ = form
     if ct.static_eval(interleaved):
         turning = weight if ct.static_eval(whole) else weight.slice(0, 0, 2 * pairs)
         tiles = (ct.reshape(load(turning, (0,), (2 * width,), bounded, 0, False), (1, 1, 1, 2 * width)),)
@@ -133,7 +133,7 @@ def read_weights(weight, offset, form):
 
 def read_turns(array, at, t, tile_t, form):
     """The tokens' cosines or sines, as numbers that broadcast over heads."""
-    pairs, rest, width, whole, interleaved, bounded, tma = form
+    pairs, _, width, whole, interleaved, bounded, _ = form
     tile = read_angles(array, at, t, pairs, tile_t, width, whole, bounded)
     return ct.reshape(tile, shaped(tile_t, 1, width, interleaved))
 
@@ -145,7 +145,7 @@ def joined(one, other, tile_t, tile_h, width):
 
 def write_parts(y, numbers, b, t, h, tile_t, tile_h, form):
     """Store one step of tokens and heads."""
-    pairs, rest, width, whole, interleaved, bounded, tma = form
+    pairs, rest, width, whole, interleaved, bounded, _ = form
     if ct.static_eval(interleaved):
         turning = y if ct.static_eval(whole) else y.slice(3, 0, 2 * pairs)
         tile = joined(numbers[0], numbers[1], tile_t, tile_h, width).astype(y.dtype)

@@ -1,10 +1,10 @@
 """The gradients of qk_norm_rope_general: dq, dk, and the two weights' as one float32 row for each block.
 
 With the forward's names (see ``qk_norm_rope_general``): the norm is of u, which is x, or x rotated where ``norm_last``,
-and its gradient dz is dy, rotated back unless ``norm_last``. Then, with g = dz * (weight + offset), ``du = rstd * (g - u
-* rstd^2 * mean(g * u))``, which is dx, or dx after it is rotated back; dw is the sum of ``dz * u * rstd`` over all
-tokens and heads. As in ``qk_norm_rope_backward`` u and rstd are computed again, and each block stores its tokens' share
-of both dw as one row of ``partial`` [blocks, 2 * head_dim], the weight of q first, for ``column_sum`` to add up.
+and its gradient dz is dy, rotated back unless ``norm_last``. Then, with g = dz * (weight + offset), ``du = rstd *
+(g - u * rstd^2 * mean(g * u))``, which is dx, or dx after it is rotated back; dw is the sum of ``dz * u * rstd`` over
+all tokens and heads. As in ``qk_norm_rope_backward`` u and rstd are computed again, and each block stores its tokens'
+share of both dw as one row of ``partial`` [blocks, 2 * head_dim], the weight of q first, for ``column_sum`` to add up.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from tilekern.kernels.qk_norm_rope_general import (
     read_parts,
     read_turns,
     read_weights,
-    shaped,
     small_bytes,
     turned,
     write_parts,
@@ -64,43 +63,59 @@ def _pull(dx, slopes, tiles, weights, sums, c, s, eps, b, t, h, tile_t, tile_h, 
     pull = product * rstd * rstd / (2 * pairs + rest)
     for i in ct.static_iter(range(2 + len(pieces_of(pairs, rest)))):
         du = du + ((g[i] - u[i] * pull) * rstd,)
-        shares = shares + (sums[i] + dz[i] * u[i] * rstd,)
+        shares = shares + (dz[i] * u[i] * rstd,)
     if ct.static_eval(norm_last):
         du = turned(du, c, -s)
     write_parts(dx, du, b, t, h, tile_t, tile_h, form)
-    return shares
+    return _plus(sums, shares, tile_t, tile_h, form)
+
+
+def _plus(sums, shares, tile_t, tile_h, form):
+    """What was summed up with one step's shares; pairs in one tile, as they are loaded."""
+    pairs, rest, width, _, interleaved, _, _ = form
+    if ct.static_eval(interleaved):
+        found, others = (sums[0] + joined(shares[0], shares[1], tile_t, tile_h, width),), shares[2:]
+    else:
+        found, others = (sums[0] + shares[0], sums[1] + shares[1]), shares[2:]
+    so_far = sums[1:] if ct.static_eval(interleaved) else sums[2:]
+    for i in ct.static_iter(range(len(pieces_of(pairs, rest)))):
+        found = found + (so_far[i] + ct.reshape(others[i], so_far[i].shape),)
+    return found
 
 
 def _zeros(tile_t, tile_h, form):
     """Nothing yet of a weight's gradient."""
-    pairs, rest, width, whole, interleaved, bounded, tma = form
-    zeros = ct.zeros(shaped(tile_t, tile_h, width, interleaved), ct.float32)
-    sums = (zeros, zeros)
-    for start, size in ct.static_iter(pieces_of(pairs, rest)):
-        sums = sums + (ct.zeros(shaped(tile_t, tile_h, ct.static_eval(power_of_two(size)), interleaved), ct.float32),)
+    pairs, rest, width, _, interleaved, _, _ = form
+    if ct.static_eval(interleaved):
+        sums = (ct.zeros((1, tile_t, tile_h, 2 * width), ct.float32),)
+    else:
+        zeros = ct.zeros((1, tile_t, tile_h, width), ct.float32)
+        sums = (zeros, zeros)
+    for _, size in ct.static_iter(pieces_of(pairs, rest)):
+        shape = ct.static_eval((1, tile_t, tile_h, power_of_two(size)))
+        sums = sums + (ct.zeros(shape, ct.float32),)
     return sums
 
 
-def _added(sums):
-    """The sum over tokens and heads, of which one is left."""
-    return ct.sum(ct.sum(sums, axis=2, keepdims=True), axis=1, keepdims=True)
+def _store_piece(partial, sums, start, size):
+    """The sum over tokens and heads as a piece of this block's row."""
+    row = ct.reshape(ct.sum(ct.sum(sums, axis=2), axis=1), (1, sums.shape[3]))
+    ct.store(partial.slice(1, start, start + size), (ct.bid(0), 0), row)
 
 
 def _store_sums(partial, sums, first, form):
-    """One weight's gradient as a piece of this block's row."""
-    pairs, rest, width, whole, interleaved, bounded, tma = form
-    one, other = _added(sums[0]), _added(sums[1])
+    """One weight's gradient as a part of this block's row."""
+    pairs, rest, _, _, interleaved, _, _ = form
     if ct.static_eval(interleaved):
-        row = ct.reshape(joined(one, other, 1, 1, width), (1, 2 * width))
-        ct.store(partial.slice(1, first, first + 2 * pairs), (ct.bid(0), 0), row)
+        _store_piece(partial, sums[0], first, 2 * pairs)
+        others = sums[1:]
     else:
-        ct.store(partial.slice(1, first, first + pairs), (ct.bid(0), 0), ct.reshape(one, (1, width)))
-        ct.store(partial.slice(1, first + pairs, first + 2 * pairs), (ct.bid(0), 0), ct.reshape(other, (1, width)))
-    others = sums[2:]
+        _store_piece(partial, sums[0], first, pairs)
+        _store_piece(partial, sums[1], first + pairs, pairs)
+        others = sums[2:]
     for i in ct.static_iter(range(len(pieces_of(pairs, rest)))):
         start, size = ct.static_eval(pieces_of(pairs, rest)[i])
-        row = ct.reshape(_added(others[i]), ct.static_eval((1, power_of_two(size))))
-        ct.store(partial.slice(1, first + start, first + start + size), (ct.bid(0), 0), row)
+        _store_piece(partial, others[i], first + start, size)
 
 
 @ct.kernel
@@ -177,8 +192,8 @@ def _implement(problem: Problem, config: Config) -> Implementation:
 
 def _default(problem: Problem, target: Target) -> Config:
     pairs = problem["pairs"]
-    # As of qk_norm_rope_backward: more elements of float32, or of heads that fill no tile, compile for long.
-    short = out_dtype(problem) != "float32" and pairs == power_of_two(pairs)
+    # As of qk_norm_rope_backward: more elements of float32, or of heads that fill no tile, take long; pairs spill.
+    short = out_dtype(problem) != "float32" and pairs == power_of_two(pairs) and not problem["interleaved"]
     tile_t, tile_h = default_tiles(problem, 1024 if short else 512)
     return Config(schedule="persistent", tile_t=tile_t, tile_h=tile_h, occupancy=2, num_worker_warps=0, tma=False)
 

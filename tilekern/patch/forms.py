@@ -327,9 +327,7 @@ def _head_norms(module: Module, kind: str, row: Callable[..., Patch]) -> list[Pa
         pattern = partial(patterns.qk_norm_rope, norms=norms, rotation=rotation)
         if norms and make in layers.TURNS and _has(module, kind, pattern):
             written = {norm: module.norms[norm] for norm in norms.values()}
-            stand_in = partial(
-                layers.qk_norm_rope, norms=tuple(norms), kinds=written, rotation=rotation, make=make
-            )
+            stand_in = partial(layers.qk_norm_rope, norms=tuple(norms), kinds=written, rotation=rotation, make=make)
             relied = (*_code(module, norms), rotation, *angles)
             return [row("qk_norm_rope", f"{kind}.forward", stand_in, relied, covers=("rope",))]
     return []

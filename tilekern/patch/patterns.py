@@ -276,7 +276,9 @@ def qk_norm_rope(function: ast.FunctionDef, norms: Collection[str], rotation: st
     for body in _bodies(function):
         for place in range(len(body)):
             turn = _rotated(body[place], rotation)
-            if turn is not None and (_normed_before(body, place, turn, norms) or _normed_after(body, place, turn, norms)):
+            if turn is None:
+                continue
+            if _normed_before(body, place, turn, norms) or _normed_after(body, place, turn, norms):
                 _project_together(function)
                 return 1
     return 0
@@ -317,50 +319,82 @@ def _rotated(statement: ast.stmt, rotation: str) -> _Turn | None:
     return _Turn(names[0], names[1], call, condition)
 
 
-def _normed_before(body: list[ast.stmt], place: int, turn: _Turn, norms: Collection[str]) -> bool:
-    """Take away the norms of q and k before a rotation, and call what does both in its place."""
-    if not all(isinstance(x, ast.Name) for x in turn.call.args):
-        return False
+class _Before(NamedTuple):
+    """The norms of q and k before a rotation.
+
+    ``swapped``: they are taken before heads are put before tokens. ``asked`` is the condition that they are under, if
+    any; ``changes`` are what stands in the place of some statements, without them.
+    """
+
+    names: tuple[str, str]
+    swapped: bool
+    asked: ast.If | None
+    changes: list[tuple[ast.stmt, list[ast.stmt]]]
+
+
+def _norms_before(statements: list[ast.stmt], turn: _Turn, norms: Collection[str]) -> _Before | None:
+    """The norms of q and k in what stands before a rotation, where nothing else is done with them in between."""
     found: dict[str, tuple[str, bool]] = {}
-    swapped, asked = dict.fromkeys((turn.q, turn.k), False), None
+    swapped = dict.fromkeys((turn.q, turn.k), False)
     changes: list[tuple[ast.stmt, list[ast.stmt]]] = []
-    for statement in reversed(body[:place]):
-        named = [name for name in (turn.q, turn.k) if name not in found and _uses([statement], name)]
-        if _is_norms(statement, turn, norms) and isinstance(statement, ast.If) and not found:
+    asked = None
+    for statement in reversed(statements):
+        named = [name for name in swapped if name not in found and _uses([statement], name)]
+        if not found and isinstance(statement, ast.If) and _is_norms(statement, turn, norms):
             asked = statement
             found = {name: (norm, swapped[name]) for name, norm in _norms_in(statement.body, norms).items()}
             changes.append((statement, []))
         elif named:
-            name, value = _assigned(statement)
-            value, transposed = _untransposed(value)
-            norm = _own_call(value)
-            if name is None or [name] != named or any(_uses([statement], x) for x in (turn.q, turn.k) if x != name):
-                return False
-            swapped[name] ^= transposed
-            if norm in norms and isinstance(value, ast.Call) and len(value.args) == 1 and not value.keywords:
-                found[name] = str(norm), swapped[name]
-                text = f"{name} = {_text(value.args[0])}{_SWAP if transposed else ''}"
-                changes.append((statement, [] if text == f"{name} = {name}" else [_statement(text, statement)]))
-            elif not transposed or _text(value or statement) != name:
-                return False
+            norm, others = _without_norm(statement, norms, swapped)
+            if [_assigned(statement)[0]] != named or others is None:
+                return None
+            if norm is not None:
+                found[named[0]] = norm, swapped[named[0]]
+                changes.append((statement, others))
         if len(found) == 2:
-            break
-    if len(found) != 2 or len({swap for _, swap in found.values()}) != 1 or (asked and turn.condition):
+            names = found[turn.q][0], found[turn.k][0]
+            alike = found[turn.q][1] == found[turn.k][1]
+            return _Before(names, found[turn.q][1], asked, changes) if alike else None
+    return None
+
+
+def _without_norm(
+    statement: ast.stmt, norms: Collection[str], swapped: dict[str, bool]
+) -> tuple[str | None, list[ast.stmt] | None]:
+    """The norm in a statement that makes q or k, and what stands in its place without; None, None where it does more.
+
+    ``swapped`` learns of a transpose of tokens and heads, which may be all that the statement does.
+    """
+    name, value = _assigned(statement)
+    value, transposed = _untransposed(value)
+    if name not in swapped or any(_uses([statement], other) for other in swapped if other != name):
+        return None, None
+    swapped[name] ^= transposed
+    norm = _own_call(value)
+    if norm in norms and isinstance(value, ast.Call) and len(value.args) == 1 and not value.keywords:
+        text = f"{name} = {_text(value.args[0])}{_SWAP if transposed else ''}"
+        return norm, [] if text == f"{name} = {name}" else [_statement(text, statement)]
+    return None, [statement] if transposed and value is not None and _text(value) == name else None
+
+
+def _normed_before(body: list[ast.stmt], place: int, turn: _Turn, norms: Collection[str]) -> bool:
+    """Take away the norms of q and k before a rotation, and call what does both in its place."""
+    before, first = _norms_before(body[:place], turn, norms), body[place]
+    named = all(isinstance(x, ast.Name) for x in turn.call.args)
+    if before is None or not named or (before.asked is not None and turn.condition is not None):
         return False
-    names, swap = (found[turn.q][0], found[turn.k][0]), found[turn.q][1]
-    fused = turn.fused(names, swapped=swap)
-    first = body[place]
-    if asked is not None:
-        made = _statement(f"if {_text(asked.test)}:\n    {fused}\nelse:\n    {turn.alone()}", first)
-        changes.append((first, [made]))
+    fused = turn.fused(before.names, swapped=before.swapped)
+    if before.asked is not None:
+        made = _statement(f"if {_text(before.asked.test)}:\n    {fused}\nelse:\n    {turn.alone()}", first)
+        before.changes.append((first, [made]))
     elif turn.condition is None:
-        changes.append((first, [_statement(fused, first)]))
+        before.changes.append((first, [_statement(fused, first)]))
     else:
+        swap = _SWAP if before.swapped else ""
+        alone = [f"{x} = self.{norm}({x}{swap}){swap}" for x, norm in zip(turn[:2], before.names, strict=True)]
         turn.condition.body[-1] = _statement(fused, first)
-        swapping = _SWAP if swap else ""
-        alone = [f"{x} = self.{norm}({x}{swapping}){swapping}" for x, norm in zip(turn[:2], names, strict=True)]
         turn.condition.orelse = [_statement(text, first) for text in alone]
-    for statement, others in changes:
+    for statement, others in before.changes:
         at = next(i for i, x in enumerate(body) if x is statement)
         body[at : at + 1] = others
     return True
@@ -380,7 +414,8 @@ def _normed_after(body: list[ast.stmt], place: int, turn: _Turn, norms: Collecti
         body[place : place + 3] = [_statement(fused, first)]
         return True
     tests = [_text(x.test) for x in (turn.condition, asked)]
-    if asked.orelse or len(turn.condition.body) > 1 or not all(x.startswith(("self.", "hasattr(self, ")) for x in tests):
+    told = all(x.startswith(("self.", "hasattr(self, ")) for x in tests)
+    if asked.orelse or len(turn.condition.body) > 1 or not told:
         return False
     turn.condition.body[0] = _statement(turn.alone(), first)
     made = _statement(f"if {tests[0]} and {tests[1]}:\n    {fused}\nelse:\n    pass", first)
@@ -421,7 +456,7 @@ def _norms_in(statements: list[ast.stmt], norms: Collection[str]) -> dict[str, s
 
 
 def _project_together(function: ast.FunctionDef) -> None:
-    """``self.q_proj(x)``, ``self.k_proj(x)`` and ``self.v_proj(x)`` of one variable, in three statements, as one call."""
+    """``self.q_proj(x)``, ``self.k_proj(x)`` and ``self.v_proj(x)`` of a variable, in three statements, as one call."""
     layers = {f"{kind}_proj": f"tilekern_{kind}" for kind in "qkv"}
     for body in _bodies(function):
         made = {}
