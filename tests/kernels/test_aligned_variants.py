@@ -9,7 +9,10 @@ from tilekern.targets import resolve
 from tilekern.toolchain import assumptions
 from tuning.verify.check import odd_problem
 
-SIZES = {"columns": 1024, "vocabulary": 1024, "hidden": 256, "inner": 256, "heads": 16, "kv_heads": 8, "head_dim": 128}
+SIZES = {
+    "columns": 1024, "vocabulary": 1024, "hidden": 256, "inner": 256, "heads": 16, "kv_heads": 8, "head_dim": 128,
+    "pairs": 64,
+}  # fmt: skip
 COMPILED = compiled()
 
 

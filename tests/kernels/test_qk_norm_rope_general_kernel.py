@@ -36,7 +36,7 @@ def test_sizes_of_models(spec, form):
     seen = {}
     for config in configs(spec, problem):
         constants = dict(spec.device(problem, config).constants)
-        seen.setdefault((constants["unrolled"], constants["bounded"], constants["tile_t"]), config)
+        seen.setdefault((constants["unrolled"], constants["bounded"]), config)
     for config in seen.values():
         check = interpret(spec, problem, config, inputs)
         assert check.passed, (config, check.reason)

@@ -70,8 +70,11 @@ def leaves_of(inputs):
 
 
 @every_form
-@pytest.mark.parametrize("dtypes", [(FLOAT32,) * 3, (BFLOAT16,) * 3, (BFLOAT16, FLOAT32, FLOAT32)], ids=str)
-@pytest.mark.parametrize("layout", ["contiguous", "transposed"])
+@pytest.mark.parametrize(
+    ("dtypes", "layout"),
+    [((FLOAT32,) * 3, "transposed"), ((BFLOAT16,) * 3, "contiguous"), ((BFLOAT16, FLOAT32, FLOAT32), "contiguous")],
+    ids=["float32", "bfloat16", "mixed"],
+)
 def test_options_match_autograd_in_float64(options, dtypes, layout):
     inputs = given(options, dtypes, layout=layout, twice=layout == "contiguous", batch=2)
     wide = [x if x is None else x.detach().double().requires_grad_(x.requires_grad) for x in inputs]

@@ -18,7 +18,8 @@ from typing import Any
 
 import cuda.tile as ct
 
-from tilekern.kernels.llama4_rope import is_odd, parts_of_pairs
+# By the names that they have there, since shipped records are of its source as it is.
+from tilekern.kernels.llama4_rope import _is_odd, _parts
 from tilekern.kernels.qk_norm_rope import (
     SIZED,
     K,
@@ -102,7 +103,7 @@ def numbers_of(tiles, tile_t, tile_h, form):
     """A step in float32: the first numbers of the pairs, the second ones, and what does not turn."""
     pairs, rest, width, _, interleaved, _, _ = form
     if ct.static_eval(interleaved):
-        numbers = parts_of_pairs(ct.reshape(tiles[0].astype(ct.float32), (1, tile_t, tile_h, width, 2)))
+        numbers = _parts(ct.reshape(tiles[0].astype(ct.float32), (1, tile_t, tile_h, width, 2)))
         others = tiles[1:]
     else:
         numbers = (tiles[0].astype(ct.float32), tiles[1].astype(ct.float32))
@@ -140,7 +141,7 @@ def read_turns(array, at, t, tile_t, form):
 
 def joined(one, other, tile_t, tile_h, width):
     """The tile of pairs of which ``one`` and ``other`` are the first and the second numbers."""
-    return ct.reshape(ct.where(is_odd(), other, one), (1, tile_t, tile_h, 2 * width))
+    return ct.reshape(ct.where(_is_odd(), other, one), (1, tile_t, tile_h, 2 * width))
 
 
 def write_parts(y, numbers, b, t, h, tile_t, tile_h, form):

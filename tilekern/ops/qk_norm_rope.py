@@ -109,7 +109,7 @@ def _refuse(
     size = q.shape[3]
     if q_weight.shape != (size,) or k_weight.shape != (size,):
         raise ValueError(f"{op}: q_weight {list(q_weight.shape)} and k_weight {list(k_weight.shape)} must be [{size}]")
-    check_angles(op, cos, sin, *q.shape[:2], rotary_dim)
+    check_angles(op, cos, sin, q.shape[0], q.shape[1], rotary_dim)
     check_devices(op, q=q, k=k, q_weight=q_weight, k_weight=k_weight, cos=cos, sin=sin)
 
 

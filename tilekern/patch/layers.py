@@ -176,7 +176,8 @@ class Turn:
 
     def fits(self, q: torch.Tensor, k: torch.Tensor, angles: tuple[torch.Tensor, ...]) -> bool:
         """Whether the arguments are plain tensors of one dtype with angles for each token."""
-        if not is_plain(q, k, *angles) or q.dtype != k.dtype or q.dim() != 4 or angles[0].dim() != 3:
+        known = len(angles) == (1 if self.paired else 2) and is_plain(q, k, *angles)
+        if not known or q.dtype != k.dtype or q.dim() != 4 or angles[0].dim() != 3:
             return False
         batch, tokens, size = q.shape[0], q.shape[1 if self.paired else 2], q.shape[3]
         width = angles[0].shape[2]

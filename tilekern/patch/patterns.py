@@ -459,7 +459,7 @@ def _project_together(function: ast.FunctionDef) -> None:
     """``self.q_proj(x)``, ``self.k_proj(x)`` and ``self.v_proj(x)`` of a variable, in three statements, as one call."""
     layers = {f"{kind}_proj": f"tilekern_{kind}" for kind in "qkv"}
     for body in _bodies(function):
-        made = {}
+        made: dict[str | None, tuple[int, ast.Call]] = {}
         for place, statement in enumerate(body):
             whole = isinstance(statement, ast.Assign | ast.AnnAssign)
             if whole and not any(isinstance(x, _NOT_AT_ONCE) for x in ast.walk(statement)):
