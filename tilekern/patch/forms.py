@@ -324,8 +324,9 @@ def _head_norms(module: Module, kind: str, row: Callable[..., Patch]) -> list[Pa
     """The patch of an attention that normalises each head of q and k beside their rotation."""
     norms = module.attributes(kind)
     for rotation, (make, angles) in module.rotations.items():
+        turns = make in layers.TURNS and _names(module.forwards[kind], rotation)
         pattern = partial(patterns.qk_norm_rope, norms=norms, rotation=rotation)
-        if norms and make in layers.TURNS and _has(module, kind, pattern):
+        if norms and turns and _has(module, kind, pattern):
             written = {norm: module.norms[norm] for norm in norms.values()}
             stand_in = partial(layers.qk_norm_rope, norms=tuple(norms), kinds=written, rotation=rotation, make=make)
             relied = (*_code(module, norms), rotation, *angles)
