@@ -459,12 +459,12 @@ def _project_together(function: ast.FunctionDef) -> None:
     """``self.q_proj(x)``, ``self.k_proj(x)`` and ``self.v_proj(x)`` of a variable, in three statements, as one call."""
     layers = {f"{kind}_proj": f"tilekern_{kind}" for kind in "qkv"}
     for body in _bodies(function):
-        made: dict[str | None, tuple[int, ast.Call]] = {}
+        made: dict[str, tuple[int, ast.Call]] = {}
         for place, statement in enumerate(body):
             whole = isinstance(statement, ast.Assign | ast.AnnAssign)
             if whole and not any(isinstance(x, _NOT_AT_ONCE) for x in ast.walk(statement)):
                 calls = [x for x in ast.walk(statement) if isinstance(x, ast.Call) and _argument(x)]
-                made |= {layer: (place, x) for x in calls if (layer := _own_call(x)) in layers}
+                made |= {layer: (place, x) for x in calls if (layer := _own_call(x)) and layer in layers}
         if made.keys() != layers.keys() or len({_argument(call) for _, call in made.values()}) != 1:
             continue
         given, first = _argument(made["q_proj"][1]), min(place for place, _ in made.values())
