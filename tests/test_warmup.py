@@ -14,7 +14,7 @@ from tilekern.targets import INTERPRETED, resolve
 
 SIZES = {
     "rows": 4096, "columns": 96, "tokens": 2048, "batch": 4, "heads": 3, "kv_heads": 1, "head_dim": 16,
-    "exact": 48, "bucketed": 128, "dtype": "float32", "flag": False,
+    "pairs": 8, "exact": 48, "bucketed": 128, "dtype": "float32", "flag": False,
 }  # fmt: skip
 
 
