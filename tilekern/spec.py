@@ -229,6 +229,10 @@ class KernelSpec:
         roundings: how many times values are rounded to that dtype on the way to a result; widens the tolerance.
         inputs_in_l2: whether it runs right after the kernel that wrote its inputs, and is timed with them in L2.
         arrays: the device function's arrays and scalars, in its order.
+        variations: other inputs of the same problem by name, for what belongs to no problem but changes the time, as
+            how evenly rows are spread over experts: as ``inputs``, but only those that differ. All are checked.
+        timed: the variations on which candidates are timed beside ``inputs``; they are ranked by the worst of their
+            losses against the fastest on each.
     """
 
     name: str
@@ -250,6 +254,8 @@ class KernelSpec:
     roundings: int = 1
     inputs_in_l2: bool = False
     arrays: tuple[Array | ScalarParameter, ...] = ()
+    variations: Mapping[str, Callable[[Problem, Any, str], dict[str, Any]]] = field(default_factory=dict, hash=False)
+    timed: tuple[str, ...] = ()
 
     def problem(self, **values: Value) -> Problem:
         """A problem with real sizes, checked against the dimensions.

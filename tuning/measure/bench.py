@@ -47,7 +47,8 @@ class Bench:
         self._spec, self._announce, self._kept = spec_named(task.kernel), announce, kept or Kept()
         self._battery = Battery(self._spec, task.problem, task.target.sm_count, kept=self._kept)
         self._kernels: dict[str, PrebuiltKernel | None] = {}
-        self._inputs: dict[str, Any] | None = None
+        # By the name of a variation; those of ordinary inputs by None.
+        self._inputs: dict[str | None, dict[str, Any]] = {}
         self._outputs: dict[Any, Any] = {}
         self._prepared: dict[str, Launch] = {}
 
@@ -98,19 +99,27 @@ class Bench:
 
         return self._battery.confirm(entrant.candidate.config, self._runner(entrant), between, self._code(entrant))
 
-    def load(self) -> dict[str, Any]:
-        """The inputs at full size, which all entrants share; they are made at the first call."""
-        if self._inputs is None:
-            generator = self._torch.Generator(device="cuda").manual_seed(0)
-            self._inputs = self._spec.inputs(self._problem, generator, "cuda")
-        return self._inputs
+    def load(self, variation: str | None = None) -> dict[str, Any]:
+        """The inputs at full size, which all entrants share; they are made at the first call.
 
-    def prepare(self, entrant: Entrant) -> Launch:
+        Those of a variation are the same but for what it changes.
+        """
+        if variation not in self._inputs:
+            generator = self._torch.Generator(device="cuda").manual_seed(0)
+            if variation is None:
+                found = self._spec.inputs(self._problem, generator, "cuda")
+            else:
+                found = self.load() | self._spec.variations[variation](self._problem, generator, "cuda")
+            self._inputs[variation] = found
+        return self._inputs[variation]
+
+    def prepare(self, entrant: Entrant, variation: str | None = None) -> Launch:
         """A function that launches the entrant at full size."""
-        inputs, blocks = self.load(), self._blocks(entrant)
+        inputs, blocks = self.load(variation), self._blocks(entrant)
         outputs = self._shared_outputs(blocks) if blocks else {}
         found = self._launch(self.kernel(entrant), entrant, self._problem, inputs, outputs, in_place=True)
-        self._prepared[entrant.key] = found
+        if variation is None:
+            self._prepared[entrant.key] = found
         return found
 
     def load_code(self, key: str) -> bool:
@@ -137,7 +146,7 @@ class Bench:
         """What puts the inputs into L2 before a launch that finds them there in use; None for one that does not."""
         if not self._spec.inputs_in_l2:
             return None
-        inputs = (self._inputs or {}).values()
+        inputs = self._inputs.get(None, {}).values()
         return rewriting(value for value in inputs if isinstance(value, self._torch.Tensor))
 
     def _runner(self, entrant: Entrant) -> Any:

@@ -231,7 +231,7 @@ def tasks(sweep: Sweep, named: Sequence[tuple[str, Problem]], strategy: str) -> 
         stay = racing[0].key
         racing.sort(key=lambda entrant: order.get(entrant.key, len(order)))
         yield Task(kernel, problem, target, tuple(racing), {name: sweep.cubin(name) for name in hashes}, stay, checks,
-                   strategy, predicted)  # fmt: skip
+                   strategy, predicted, timed=spec_named(kernel).timed)  # fmt: skip
 
 
 class Settled:

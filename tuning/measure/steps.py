@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 from multiprocessing.context import BaseContext
 
-from tuning.measure.tasks import Task
+from tuning.measure.tasks import Task, on
 from tuning.sweep.lines import COPY
 
 # Steps that are no candidate's: the start of the process, of CUDA, making inputs and references, deciding who runs,
@@ -30,9 +30,11 @@ class Steps:
         """Name steps by a task: each side calls it before the task's first step."""
         self._names = (*_COMMON, *(entrant.key for entrant in task.entrants))
         self._places = {name: place for place, name in enumerate(self._names)}
+        for name in task.timed:
+            self._places |= {on(entrant.key, name): self._places[entrant.key] for entrant in task.entrants}
 
     def begin(self, name: str) -> None:
-        """Announce a step: one of those above, the copy, or an entrant's key."""
+        """Announce a step: one of those above, the copy, or an entrant's key, whichever inputs it is on."""
         self._memory[1] = self._places[name]
         self._memory[0] += 1
 

@@ -12,6 +12,11 @@ from tuning.sweep.candidates import Candidate
 from tuning.verify.check import Check
 
 
+def on(key: str, variation: str) -> str:
+    """The name of an entrant's launch on other inputs."""
+    return f"{key} on {variation}"
+
+
 @dataclass(frozen=True)
 class Entrant:
     """A candidate with its compiled artifact's journal line."""
@@ -37,7 +42,8 @@ class Task:
     ``entrants`` are checked unless ``checks`` knows them already; those that pass are timed by ``strategy``. The
     entrant of key ``stay`` gets a figure however slow it is, as the default that gains are told against. ``cubins``
     holds the artifacts by sha256. ``predicted`` holds times in seconds by the entrants' keys. ``careful`` asks for one
-    launch at a time, so that it is known which one faults.
+    launch at a time, so that it is known which one faults. ``timed`` names the variations of the spec's inputs that
+    are timed too.
     """
 
     kernel: str
@@ -50,6 +56,7 @@ class Task:
     strategy: str = "race"
     predicted: Mapping[str, float] = field(default_factory=dict)
     careful: bool = False
+    timed: tuple[str, ...] = ()
 
     def without(self, key: str) -> Task:
         """The task that is left when an entrant is taken out."""

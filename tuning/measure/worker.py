@@ -19,10 +19,11 @@ from tuning import disposable
 from tuning.measure.bench import Bench, to_confirm
 from tuning.measure.gpu import serve_any_size
 from tuning.measure.steps import CUDA, INPUTS, QUEUE, STRATEGY, Steps
-from tuning.measure.tasks import Entrant, Task
+from tuning.measure.tasks import Entrant, Task, on
 from tuning.measure.timing import Launch, Stopwatch
 from tuning.strategies import Lineup, Runner, strategy_named
 from tuning.strategies.runner import GpuRunner
+from tuning.strategies.several import Several
 from tuning.sweep.lines import COPY
 from tuning.verify.check import Check
 
@@ -172,14 +173,20 @@ class _Measuring:
         lineup = Lineup(tuple(configs), stay, beside, task.predicted)
         steps.begin(STRATEGY)
         self._connection.send((RACING, True))
-        runner: Runner = GpuRunner(watch, launches, bench.load_code, bench.refresh(), steps.begin)
+        gpu: Runner = GpuRunner(watch, launches, bench.load_code, bench.refresh(), steps.begin)
+        runner = Several(_Rounds(gpu, steps, careful=task.careful), configs, task.timed)
         with self._part("race"):
-            timings = strategy_named(task.strategy)(_Rounds(runner, steps, careful=task.careful), lineup)
+            timings = runner.told(strategy_named(task.strategy)(runner, lineup))
         self._connection.send((RACING, False))
         with self._part("battery"):
             for entrant in to_confirm(task.entrants, timings, self._checks):
                 self._check(entrant, bench.confirm)
         self._connection.send((TIMED, timings))
+
+    def _on_all_inputs(self, entrant: Entrant) -> dict[str, Launch]:
+        """An entrant's launches: on ordinary inputs, and on those variations of them that are timed."""
+        prepare, varied = self._bench.prepare, self._task.timed
+        return {entrant.key: prepare(entrant)} | {on(entrant.key, name): prepare(entrant, name) for name in varied}
 
     def _launches(self, racing: Sequence[Entrant]) -> dict[str, Launch]:
         """What to time by key; what cannot be made ready has failed."""
@@ -187,11 +194,11 @@ class _Measuring:
         self._bench.load()
         launches: dict[str, Launch] = {}
         for entrant in racing:
-            found = self._own(entrant, self._bench.prepare)
+            found = self._own(entrant, self._on_all_inputs)
             if isinstance(found, Check):
                 self._tell(entrant, found)
             else:
-                launches[entrant.key] = found
+                launches |= found
         self._steps.begin(COPY)
         with contextlib.suppress(self._torch.OutOfMemoryError):
             launches[COPY] = self._bench.copy()

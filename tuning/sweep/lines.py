@@ -55,7 +55,10 @@ def _all(form: Any) -> Callable[[Any], bool]:
 # ends with a question mark may be lacking.
 _RESOURCES = dict.fromkeys(("registers", "stack_bytes", "shared_bytes", "threads", "code_bytes"), _is_count)
 _CHECK = {"passed": bool, "relative_error": _is_error, "elementwise_error": _is_error}
-_TIMING = {"median_us": _is_time, "spread_us?": _is_number, "samples": _is_count, "left?": str, "behind?": _is_number}
+_TIMING = {
+    "median_us": _is_time, "spread_us?": _is_number, "samples": _is_count, "left?": str, "behind?": _is_number,
+    "on?": _all(_is_time),
+}  # fmt: skip
 _FORMS: Mapping[str, Mapping[str, Any]] = {
     "compiled": {
         "key": str, "status": str, "kernel?": str, "frontend_s?": _is_number, "tileiras_s?": _is_number,

@@ -1,10 +1,11 @@
 """What a candidate has to stand before it may win.
 
 Every candidate is screened, on odd sizes with ordinary inputs. The few that could win run all cases of their problem:
-sizes at the edges of its bucket, padded rows, large magnitudes, zeros, one-hot rows, NaN and infinity in each draw,
-and the full size twice for the same bits. Cases that do not grow with the problem's sizes are run once for the same
-code. The backward of an op is a spec of its own, or several, and each is judged against its own reference in float64:
-that is how forward and backward are covered. Around all arrays stand canaries.
+sizes at the edges of its bucket, padded rows, large magnitudes, zeros, one-hot rows, the variations of its spec's
+inputs, NaN and infinity in each draw, and the full size twice for the same bits. Cases that do not grow with the
+problem's sizes are run once for the same code. The backward of an op is a spec of its own, or several, and each is
+judged against its own reference in float64: that is how forward and backward are covered. Around all arrays stand
+canaries.
 """
 
 from __future__ import annotations

@@ -158,6 +158,7 @@ class ValueCases:
             self._large,
             lambda: [self._changed("zeros", adversarial.zeros)],
             lambda: [self._changed("one-hot rows", adversarial.one_hot_rows)],
+            *(functools.partial(self._varied, name) for name in self._spec.variations),
             *(functools.partial(self._poisoned, draw) for draw in range(self._draws)),
         ]
         for place, make in enumerate(makers):
@@ -183,6 +184,12 @@ class ValueCases:
         """A case of ordinary inputs."""
         inputs = drawn(self._spec, problem, self._device)
         return Case(name, problem, inputs, expected_results(self._spec, problem, inputs), **more)
+
+    def _varied(self, name: str) -> list[Case]:
+        """A variation of the inputs, at the sizes of the random case."""
+        generator = torch.Generator(device=self._device).manual_seed(adversarial.SEED)
+        inputs = self.random.inputs | self._spec.variations[name](self._odd, generator, self._device)
+        return [Case(name, self._odd, inputs, expected_results(self._spec, self._odd, inputs))]
 
     def _tails(self) -> list[Case]:
         """One row less than whole tiles have, and gaps between rows."""
