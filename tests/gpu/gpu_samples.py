@@ -59,6 +59,11 @@ PRODUCTS = (
     (264, 520, ("a_transposed", "accumulated"), BF16), (131, 67, ("a_transposed", "b_transposed"), BF16),
     (1, 1, ("biased",), BF16), (250, 83, ("b_transposed",), FP32),
 )  # fmt: skip
+# inner, columns, experts, flags of the product, dtype
+EXPERTS = (
+    (512, 1536, 8, ("partial",), BF16), (256, 512, 4, ("gathered", "biased", "inner_first"), BF16),
+    (250, 83, 3, ("gathered", "biased", "partial"), FP16), (83, 250, 5, ("inner_first",), BF16), (64, 96, 1, (), FP32),
+)  # fmt: skip
 # heads, kv_heads, head_dim, dtype, weight_dtype, angle_dtype
 TURNS = (
     (32, 8, 128, BF16, BF16, BF16), (5, 3, 80, BF16, BF16, BF16), (5, 5, 16, FP32, FP32, FP32),
@@ -134,6 +139,12 @@ def _product_cases() -> Iterator[Case]:
     for inner, columns, chosen, dtype in PRODUCTS:
         flags = _flags(spec_named("matmul"), chosen)
         yield "matmul", {"inner": inner, "columns": columns, "dtype": dtype, **flags}
+    for inner, columns, experts, chosen, dtype in EXPERTS:
+        sizes = {"inner": inner, "columns": columns, "experts": experts, "dtype": dtype}
+        yield "grouped_linear", sizes | _flags(spec_named("grouped_linear"), chosen)
+        sides = ("b_gathered",) if "gathered" in chosen else ()
+        yield "grouped_weight_gradient", sizes | _flags(spec_named("grouped_weight_gradient"), sides)
+        yield "grouped_bias_gradient", {"columns": columns, "experts": experts, "dtype": dtype}
     fused = spec_named("cross_entropy_fused")
     for hidden, vocabulary in HEADS:
         # It launches the one after it.

@@ -11,7 +11,10 @@ from tilekern.targets import here
 
 CASES = cases()
 every_case = pytest.mark.parametrize("case", CASES, ids=name_of)
-LIBRARIES = ("attention_forward", "attention_backward", "matmul", "fused_linear_cross_entropy")
+LIBRARIES = (
+    "attention_forward", "attention_backward", "matmul", "fused_linear_cross_entropy", "grouped_linear",
+    "grouped_weight_gradient",
+)  # fmt: skip
 
 
 def test_every_spec_has_a_case():

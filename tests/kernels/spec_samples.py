@@ -31,6 +31,7 @@ SIZES = {
     "heads": st.integers(1, 9),
     "kv_heads": st.integers(1, 5),
     "head_dim": st.integers(1, 24).map(lambda half: 2 * half),
+    "experts": st.integers(1, 9),
 }
 # Sizes without a bound in practice by the name of a dimension; a size of another name goes up to 65536. Heads go up to
 # what attention has kernels for: its gradients for 512 would take the compiler up to 4 s, for 1024 up to 12 s.
@@ -40,6 +41,7 @@ LARGE = {
     "heads": st.integers(1, 256),
     "kv_heads": st.integers(1, 256),
     "head_dim": st.one_of(st.integers(1, 256), st.sampled_from([41, 64, 92, 128, 192, 256])),
+    "experts": st.integers(1, 512),
 }
 VIEWS = ("contiguous", "wide_rows", "offset", "reversed")
 # A problem of each spec with sizes that are no powers of two, for what a single case suffices for.
@@ -120,7 +122,7 @@ def inputs_of(spec: KernelSpec, problem: Problem, seed: int = 0, device: str = "
     if problem.get("columns", 16) >= 16:
         return inputs
     # A share of something stays one that leaves a rest.
-    numbers = {name: 1.0 for name, value in inputs.items() if not isinstance(value, torch.Tensor) and name != "beta"}
+    numbers = {name: 1.0 for name, value in inputs.items() if isinstance(value, float) and name != "beta"}
     tame = {name: value.abs() if isinstance(value, torch.Tensor) else value for name, value in inputs.items()} | numbers
     return tame | {name: tame[name] / 4 for name in ("x",) if "dy" in tame and name in tame}
 

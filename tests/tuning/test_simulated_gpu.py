@@ -20,9 +20,11 @@ PROBLEMS = [
     ("column_sum", {"rows": 64, "columns": 128, "dtype": "bfloat16"}),
     ("scale", {"rows": 64, "columns": 32, "dtype": "bfloat16"}),
     ("adamw", {"rows": 4, "columns": 16, "dtype": "float32"}),
+    ("grouped_weight_gradient", {"rows": 64, "inner": 32, "columns": 64, "experts": 4, "dtype": "bfloat16",
+                                 "a_gathered": False, "b_gathered": False}),
     ("matmul", {"rows": 64, "inner": 32, "columns": 64, "dtype": "float32", **NO_FLAGS}),
     ("matmul", {"rows": 64, "inner": 32, "columns": 64, "dtype": "bfloat16", **NO_FLAGS}),
-]
+]  # fmt: skip
 
 
 class SimulatedExecutor(LocalExecutor):
@@ -46,7 +48,8 @@ def compiled(tmp_path_factory, h200):
     # Of the last, cuBLAS and two kernels are enough.
     by_cublas, tile = (spec_named("matmul").default(problem, h200) for _, problem in named[-2:])
     few = [by_cublas.but(tile_k=64), tile, tile.but(schedule="block")]
-    sweep.begin(h200, "test", named, {named[-1]: few})
+    gradient = spec_named(named[3][0]).default(named[3][1], h200)
+    sweep.begin(h200, "test", named, {named[-1]: few, named[3]: [gradient, gradient.but(implementation="torch")]})
     assert compile_all(sweep, jobs=2).failed == 0
     return sweep
 
@@ -64,6 +67,10 @@ def test_every_problem_has_a_confirmed_winner(simulated, compiled):
         assert record.measurement["median_us"] > 0
         assert record.check["passed"]
         assert len(record.check["cases"]) > 3
+    routed = found[3].record
+    assert routed.measurement["on"].keys() == {"zipf"}
+    assert routed.measurement["on"]["zipf"] > 0
+    assert {case["case"] for case in routed.check["cases"]} >= {"zipf", "one expert gets all", "one row each"}
     float32, bfloat16 = (winner.record for winner in found[-2:])
     assert float32.config["implementation"] == bfloat16.config["implementation"] == "cublas"
     assert (float32.artifacts, float32.best_kernel) == ({}, None), "no kernel multiplies float32"

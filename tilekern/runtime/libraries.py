@@ -24,7 +24,13 @@ def _has_cudnn() -> bool:
     return bool(torch.backends.cudnn.is_available() and torch.backends.cudnn.enabled)
 
 
-_IS_HERE: dict[str, Callable[[], bool]] = {"cublas": _has_cublas, "cudnn": _has_cudnn}
+def _has_grouped_mm() -> bool:
+    import torch
+
+    return hasattr(torch, "_grouped_mm")
+
+
+_IS_HERE: dict[str, Callable[[], bool]] = {"cublas": _has_cublas, "cudnn": _has_cudnn, "torch": _has_grouped_mm}
 
 
 def library_of(config: Mapping[str, Any]) -> str | None:

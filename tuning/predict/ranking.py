@@ -11,10 +11,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from tilekern.cubin import Resources
+from tilekern.runtime.libraries import library_of
 from tilekern.spec import ALIGNED, LibraryCall, Problem
 from tilekern.targets import Target
 from tuning.compile.machine_code import MachineCode
-from tuning.predict.cost_model import COMPOSITE, DEFAULT_BONUS, LIBRARY, LIBRARY_OVERHEAD_S, MEMORY, PRODUCTS, Weights
+from tuning.predict.cost_model import (
+    COMPOSITE,
+    DEFAULT_BONUS,
+    LIBRARIES,
+    LIBRARY,
+    LIBRARY_OVERHEAD_S,
+    MEMORY,
+    PRODUCTS,
+    Weights,
+)
 from tuning.predict.launch_costs import Costs, memory_costs, product_costs, resident_blocks, unread
 from tuning.predict.roofline import ARITHMETIC, roofline
 from tuning.sweep.candidates import Candidate
@@ -69,7 +79,8 @@ def costs_of(candidate: Candidate, resources: Resources, target: Target, code: M
 def predict_library(candidate: Candidate, target: Target) -> Prediction:
     """The roofline's time by what libraries reached of it where they were measured."""
     call = candidate.spec.implement(candidate.problem, candidate.config)
-    factor = COMPOSITE if isinstance(call, LibraryCall) and call.composite else LIBRARY
+    factor = LIBRARIES.get(library_of(candidate.config) or "", LIBRARY)
+    factor = COMPOSITE if isinstance(call, LibraryCall) and call.composite else factor
     seconds = LIBRARY_OVERHEAD_S + factor * roofline(candidate.kernel, candidate.problem, target).seconds
     bonus = DEFAULT_BONUS if candidate.config == candidate.spec.default(candidate.problem, target) else 0.0
     return Prediction(seconds, 1, 0.0, spills=False, bonus=bonus)

@@ -1,0 +1,257 @@
+"""Grouped products: what is special to them beside the tests of all specs."""
+
+import itertools
+
+import pytest
+import torch
+from examples import examples
+from hypothesis import given
+from hypothesis import strategies as st
+from spec_samples import configs, inputs_of, interpret
+
+from tilekern import interpreter
+from tilekern.cubin import read_resources
+from tilekern.kernels import spec_named
+from tilekern.kernels.grouped import product, weight_gradient
+from tilekern.kernels.grouped.routing import VARIATIONS, held
+from tilekern.kernels.grouped.space import is_tile
+from tilekern.kernels.grouped.tiles import group_at, rows_of
+from tilekern.kernels.tiles import ConstInt
+from tilekern.spec import ALIGNED, DTYPES
+from tilekern.targets import INTERPRETED, KNOWN, resolve
+from tilekern.toolchain import compile_candidate, toolkit
+from tuning.verify.check import compare, expected_results, launch_arguments, make_outputs
+
+LINEAR, GRADIENT, BIAS = map(spec_named, ("grouped_linear", "grouped_weight_gradient", "grouped_bias_gradient"))
+SPECS = (LINEAR, GRADIENT, BIAS)
+FLAGS = ("inner_first", "gathered", "biased", "partial")
+GPT_OSS = (32768, 2880, 5760, 32, "bfloat16")
+QWEN3 = (65536, 2048, 1536, 128, "bfloat16")
+
+
+def problem_of(spec, rows, inner, columns, experts, *on, dtype="float32"):
+    if spec is BIAS:
+        return spec.problem(rows=rows, columns=columns, experts=experts, dtype=dtype)
+    sizes = product.sizes if spec is LINEAR else weight_gradient.sizes
+    return spec.problem(**sizes(rows, inner, columns, experts, dtype, on))
+
+
+def offsets_of(counts):
+    return {"offsets": torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32)}
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+@examples(40)
+@given(data=st.data())
+def test_any_routing(spec, data):
+    """Empty experts anywhere, rows beyond the last one, tiles that end with an expert or go on behind it."""
+    counts = data.draw(st.lists(st.sampled_from([0, 0, 1, 3, 63, 64, 65, 150]), min_size=1, max_size=7))
+    flags = data.draw(st.sets(st.sampled_from([d.name for d in spec.dimensions if d.kind == "flag"] or ["none"])))
+    nobody = data.draw(st.sampled_from([0, 1, 70])) if spec is not LINEAR or "partial" in flags else 0
+    rows = max(1, sum(counts) + nobody)
+    if not sum(counts) + nobody:
+        counts[-1] = 1
+    sizes = (rows, data.draw(st.integers(1, 100)), data.draw(st.integers(1, 100)), len(counts))
+    problem = problem_of(spec, *sizes, *flags, dtype=data.draw(st.sampled_from(DTYPES)))
+    config = data.draw(st.sampled_from(configs(spec, problem)))
+    inputs = inputs_of(spec, problem) | offsets_of(counts)
+    check = interpret(spec, problem, config, inputs)
+    assert check.passed, check.reason
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+def test_rows_of_others_never_reach_a_result_even_if_they_are_nan(spec):
+    """Each expert's rows, and those of nobody, stand beside rows of the others in the same tiles."""
+    counts, flags = [5, 0, 66, 3], ("partial", "inner_first", "biased")
+    problem = problem_of(spec, sum(counts) + 7, 20, 24, 4, *(f for f in flags if spec is LINEAR))
+    plain = inputs_of(spec, problem) | offsets_of(counts)
+    ends = [0, *plain["offsets"].tolist(), problem["rows"]]
+    for group, (begin, end) in enumerate(itertools.pairwise(ends)):
+        inputs = {
+            name: value.clone().index_fill_(0, torch.arange(begin, end), torch.nan)
+            if name in ("x", "a", "b", "dy")
+            else value
+            for name, value in plain.items()
+        }
+        expected = expected_results(spec, problem, plain)
+        for config in (spec.default(problem, INTERPRETED), spec.generic(problem)):
+            made = spec.device(problem, config)
+            blocks = made.grid(problem, INTERPRETED.sm_count)
+            outputs = make_outputs(spec, problem, blocks, "cpu")
+            interpreter.launch(made.function, (blocks,), launch_arguments(made, inputs, outputs))
+            (result,), (right,) = outputs.values(), expected.values()
+            own = torch.zeros(len(result), dtype=torch.bool)
+            if spec is LINEAR:
+                own[begin:end] = group < len(counts)
+            elif group < len(counts):
+                own[group] = begin < end
+            assert result[own].isnan().all()
+            torch.testing.assert_close(result[~own].double(), right[~own], rtol=1e-4, atol=1e-5)
+
+
+def test_gathered_rows_are_those_of_the_slots_tokens():
+    """The result is that of copied rows, whatever the number of slots."""
+    counts, slots = [9, 0, 12], 3
+    order = torch.randperm(21)
+    x = torch.randn(7, 16)
+    flags = {"gathered": True, "inner_first": True}
+    problem = problem_of(LINEAR, 21, 16, 24, 3, *flags)
+    inputs = inputs_of(LINEAR, problem) | offsets_of(counts) | {"x": x, "order": order.int(), "slots": slots}
+    copied = problem_of(LINEAR, 21, 16, 24, 3, "inner_first")
+    rows = {"x": x[order // slots], "weight": inputs["weight"], "offsets": inputs["offsets"]}
+    expected = expected_results(LINEAR, copied, rows)
+    for config in configs(LINEAR, problem):
+        implementation = LINEAR.implement(problem, config)
+        if not is_tile(config):
+            (y,) = implementation.call(*(inputs[name] for name in implementation.inputs))
+            assert compare(LINEAR, problem, {"y": y}, expected).passed
+            continue
+        outputs = make_outputs(LINEAR, problem, 2, "cpu")
+        blocks = implementation.grid(problem, INTERPRETED.sm_count)
+        interpreter.launch(implementation.function, (blocks,), launch_arguments(implementation, inputs, outputs))
+        assert compare(LINEAR, problem, outputs, expected).passed
+
+
+def test_the_products_are_those_of_each_expert_s_linear_layer():
+    x, weight = torch.randn(10, 12, requires_grad=True), torch.randn(2, 8, 12, requires_grad=True)
+    bias = torch.randn(2, 8, requires_grad=True)
+    offsets = offsets_of([4, 6])["offsets"]
+    y = torch.cat(
+        [torch.nn.functional.linear(x[:4], weight[0], bias[0]), torch.nn.functional.linear(x[4:], weight[1], bias[1])]
+    )
+    dy = torch.randn_like(y)
+    dx, dweight, dbias = torch.autograd.grad(y, (x, weight, bias), dy)
+    x, weight, bias = x.detach(), weight.detach(), bias.detach()
+    near = torch.testing.assert_close
+    near(LINEAR.reference(x, weight, offsets, bias=bias, inner_first=False)["y"].float(), y.detach())
+    near(LINEAR.reference(x, weight.mT, offsets, bias=bias, inner_first=True)["y"].float(), y.detach())
+    near(LINEAR.reference(dy, weight, offsets, inner_first=True)["y"].float(), dx)
+    of_weight = GRADIENT.reference(dy, x, offsets, a_gathered=False, b_gathered=False)["c"]
+    near(of_weight.float(), dweight)
+    near(GRADIENT.reference(x, dy, offsets, a_gathered=False, b_gathered=False)["c"].mT.float(), dweight)
+    near(BIAS.reference(dy, offsets)["dbias"].float(), dbias)
+
+
+@examples(20)
+@given(data=st.data())
+def test_every_row_has_exactly_one_place(data):
+    """The places that the grid goes over, as blocks find them, against a list of each group's tiles."""
+    import cuda.tile as ct
+
+    def find(offsets, found, rows, experts: ConstInt, groups: ConstInt, turns: ConstInt, tile_m: ConstInt):
+        place = ct.bid(0)
+        group = group_at(offsets, place, tile_m, groups, turns)
+        begin, end = rows_of(offsets, group, experts, rows)
+        ct.store(found, (place, 0), ct.full((1, 1), group, ct.int32))
+        ct.store(found, (place, 1), ct.full((1, 1), begin + (place - (begin // tile_m + group)) * tile_m, ct.int32))
+        ct.store(found, (place, 2), ct.full((1, 1), end, ct.int32))
+
+    counts = data.draw(st.lists(st.integers(0, 30), min_size=1, max_size=9))
+    nobody, tile_m = data.draw(st.integers(0, 20)), data.draw(st.sampled_from([1, 4, 16]))
+    experts, rows, groups = len(counts), sum(counts) + nobody, len(counts) + 1
+    found = torch.full((rows // tile_m + groups, 3), -1, dtype=torch.int32)
+    given_to = (offsets_of(counts)["offsets"], found, rows, experts, groups, (groups - 1).bit_length(), tile_m)
+    interpreter.launch(find, (len(found),), given_to)
+    begins = [0, *offsets_of(counts)["offsets"].tolist(), rows]
+    wanted = {
+        (group, first, begins[group + 1])
+        for group in range(groups)
+        for first in range(begins[group], begins[group + 1], tile_m)
+    }
+    taken = [tuple(line) for line in found.tolist() if line[1] < line[2]]
+    assert len(taken) == len(set(taken))
+    assert set(taken) == wanted
+
+
+@pytest.mark.parametrize("name", VARIATIONS)
+@pytest.mark.parametrize("on", [(), ("partial",)])
+def test_variations_are_routings_of_all_rows_that_somebody_gets(name, on):
+    for rows, experts in ((1, 1), (3, 8), (1000, 7), (64, 64)):
+        problem = problem_of(LINEAR, rows, 8, 8, experts, *on)
+        offsets = VARIATIONS[name](problem, torch.Generator(), "cpu")["offsets"]
+        assert offsets.dtype == torch.int32
+        assert offsets.shape == (experts,)
+        ends = [0, *offsets.tolist()]
+        assert ends == sorted(ends)
+        assert ends[-1] == held(problem)
+        counts = [end - begin for begin, end in itertools.pairwise(ends)]
+        if rows == 1000 and name == "zipf":
+            assert counts == sorted(counts, reverse=True)
+            assert counts[0] > 3 * counts[-1]
+        if rows == 1000 and name == "one expert gets all":
+            assert sorted(counts)[:-1] == [0] * (experts - 1)
+
+
+@pytest.mark.parametrize("target", KNOWN, ids=lambda target: target.key)
+@pytest.mark.parametrize("sizes", [GPT_OSS, QWEN3, (64, 64, 64, 256, "bfloat16"), (1, 80, 96, 4, "float16")], ids=str)
+def test_spaces_are_small_and_hold_the_library_once(target, sizes):
+    *sizes, dtype = sizes
+    for spec, flags in ((LINEAR, ()), (LINEAR, FLAGS), (GRADIENT, ()), (GRADIENT, ("b_gathered",))):
+        problem = problem_of(spec, *sizes, *flags, dtype=dtype)
+        found = list(spec.space.candidates(problem, target))
+        assert 2 <= len(found) <= 48
+        assert sum(not is_tile(config) for config in found) == 1
+        assert is_tile(spec.default(problem, target))
+
+
+def test_persistent_blocks_take_as_many_sms_as_their_cluster():
+    *sizes, dtype = QWEN3
+    for spec in (LINEAR, GRADIENT):
+        problem, target = problem_of(spec, *sizes, dtype=dtype), resolve("H200")
+        config = spec.default(problem, target)
+        assert spec.device(problem, config).grid(problem, 132) == 132
+        assert spec.device(problem, config.but(num_ctas=2)).grid(problem, 132) == 66
+        clusters = [c for c in spec.space.candidates(problem, target) if c["num_ctas"] == 2]
+        assert {(256, 256), (256, 128)} <= {(c["tile_m"], c["tile_n"]) for c in clusters}
+
+
+def test_sizes_that_torch_does_not_take_have_kernels_alone():
+    target = resolve("H200")
+    for dtype, inner in (("bfloat16", 20), ("float32", 6)):
+        problem = problem_of(LINEAR, 64, inner, 64, 4, dtype=dtype)
+        assert all(is_tile(config) for config in LINEAR.space.candidates(problem, target))
+        assert is_tile(LINEAR.default(problem, target))
+    assert not is_tile(LINEAR.default(problem_of(LINEAR, 64, 8, 64, 4), target))
+
+
+def test_bytes_and_operations_counted_by_hand():
+    flags = ("gathered", "biased")
+    problem = problem_of(LINEAR, 8, 3, 5, 2, *flags, dtype="bfloat16")
+    assert LINEAR.bytes_moved(problem) == 2 * (2 * 3 + 8 * 5 + 2 * 5 * 3 + 2 * 5) + 4 * (2 + 8)
+    assert LINEAR.flops(problem) == 2 * 8 * 3 * 5
+    problem = problem_of(GRADIENT, 8, 3, 5, 2, "b_gathered", dtype="bfloat16")
+    assert GRADIENT.bytes_moved(problem) == 2 * (8 * 3 + 2 * 5 + 2 * 3 * 5) + 4 * (2 + 8)
+    assert BIAS.bytes_moved(problem_of(BIAS, 8, 0, 5, 2, dtype="bfloat16")) == 2 * (8 * 5 + 2 * 5) + 4 * 2
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+def test_two_runs_and_two_grids_give_the_same_bits(spec):
+    """Each element is summed by one block in one order, so neither the grid nor the order of blocks matters."""
+    problem = problem_of(spec, 300, 70, 90, 3, dtype="bfloat16")
+    inputs = inputs_of(spec, problem) | VARIATIONS["zipf"](problem, torch.Generator(), "cpu")
+    made = spec.device(problem, spec.generic(problem))
+    seen = []
+    for blocks in (1, 7, 7, 100):
+        outputs = make_outputs(spec, problem, blocks, "cpu")
+        interpreter.launch(made.function, (blocks,), launch_arguments(made, inputs, outputs))
+        seen.append(*outputs.values())
+    assert all(torch.equal(seen[0], other) for other in seen[1:])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(toolkit() is None, reason="no tile compiler is installed")
+@pytest.mark.parametrize(
+    ("arch", "spec", "sizes", "on"),
+    [
+        ("sm_100", LINEAR, QWEN3, ("inner_first", "gathered", "partial")),
+        ("sm_90", LINEAR, GPT_OSS, ("gathered", "biased", "partial")),
+        ("sm_90", GRADIENT, QWEN3, ()),
+    ],
+)
+def test_defaults_of_large_layers_spill_nothing(arch, spec, sizes, on):
+    *sizes, dtype = sizes
+    target, problem = resolve(arch), problem_of(spec, *sizes, *on, dtype=dtype)
+    made = compile_candidate(spec, problem, spec.default(problem, target), target, ALIGNED)
+    resources = read_resources(made.cubin, made.symbol)
+    assert resources.stack_bytes == 0
+    assert resources.shared_bytes <= target.shared_bytes

@@ -1,0 +1,290 @@
+"""Grouped products: ``y[r] = x[r] @ weight[e(r)] + bias[e(r)]`` for rows sorted by expert, in float32, rounded once.
+
+The layout is that of ``torch._grouped_mm``: ``offsets`` [experts] (int32) are the ends of the experts' rows. Where a
+problem is ``gathered``, row r of the product reads row ``order[r] // slots`` of x, so that no rows are copied; for each
+sorted row ``order`` (int32) holds the slot ``token * slots + k`` that it is from. Where it is ``partial``, rows beyond
+the last offset belong to no expert (sentinels of expert parallel), and their results are zeros; where it is not, they
+are not written. Weights are stored [experts, columns, inner], as ``torch.nn.Linear`` stores one, or, ``inner_first``,
+[experts, inner, columns], as GPT-OSS does; the gradient of x is the product with the weight in its other role.
+
+A block finds the rows of its tiles by itself (:mod:`tilekern.kernels.grouped.tiles`): the host waits for no counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import cuda.tile as ct
+
+from tilekern.kernels.grouped.routing import SLOTS, VARIATIONS, balanced, expert_rows, shuffled
+from tilekern.kernels.grouped.space import SPACE, default, generic, grid, groups_of, hints, is_tile, readable
+from tilekern.kernels.grouped.tiles import gathered, group_at, place_and_column, rows_of, sources, weight_tile
+from tilekern.kernels.tiles import ConstBool, ConstInt, load
+from tilekern.spec import (
+    ITEM_BYTES,
+    ArrayParameter,
+    Config,
+    Dimension,
+    Implementation,
+    KernelSpec,
+    LibraryCall,
+    Problem,
+    ScalarParameter,
+    cdiv,
+)
+
+
+def _tile(
+    x, weight, offsets, order, slots, bias, y, item, experts, groups, turns, tile_m, tile_n, tile_k, group_m, latency,
+    inner_first,
+):  # fmt: skip
+    """Tile number ``item`` of all places, if it is not empty. The last rows of a tile may be the next expert's."""
+    place, j = place_and_column(item, y.shape[0] // tile_m + groups, ct.cdiv(y.shape[1], tile_n), group_m)
+    group = group_at(offsets, place, tile_m, groups, turns)
+    begin, end = rows_of(offsets, group, experts, y.shape[0])
+    i = place - (begin // tile_m + group)
+    first = begin + i * tile_m
+    if first < end:
+        expert = min(group, experts - 1)
+        steps = ct.cdiv(x.shape[1], tile_k)
+        if group == experts:
+            steps = 0
+        if ct.static_eval(order is not None):
+            tokens = sources(order, first, slots, tile_m)
+        else:
+            view = x.tiled_view((tile_m, tile_k), padding_mode=ct.PaddingMode.ZERO, traversal_steps=(1, tile_k))
+        total = ct.zeros((tile_m, tile_n), ct.float32)
+        for step in range(steps):
+            if ct.static_eval(order is not None):
+                left = gathered(x, tokens, step, tile_k, latency)
+            else:
+                left = view.load((first, step), latency=ct.static_eval(latency if latency > 0 else None))
+            right = weight_tile(weight, expert, j, step, tile_n, tile_k, inner_first, latency)
+            total = ct.mma(left, right.transpose(), total)
+        if ct.static_eval(bias is not None):
+            biased = total + load(bias, (expert, j), (1, tile_n), True, 0, True).astype(ct.float32)
+            total = ct.where(group < experts, biased, total) if ct.static_eval(groups > experts) else biased
+        ct.store(y.slice(0, begin, end), (i, j), total.astype(y.dtype))
+
+
+def _product(
+    x, weight, offsets, order, slots, bias, y, persistent, experts, groups, turns, tile_m, tile_n, tile_k, group_m,
+    latency, inner_first,
+):  # fmt: skip
+    """One place a block, or resident blocks that loop, so that a tile's loads overlap the end of the one before it."""
+    if ct.static_eval(persistent):
+        places = (y.shape[0] // tile_m + groups) * ct.cdiv(y.shape[1], tile_n)
+        for item in range(ct.bid(0), places, ct.num_blocks(0)):
+            _tile(
+                x, weight, offsets, order, slots, bias, y, item, experts, groups, turns, tile_m, tile_n, tile_k,
+                group_m, latency, inner_first,
+            )  # fmt: skip
+    else:
+        _tile(
+            x, weight, offsets, order, slots, bias, y, ct.bid(0), experts, groups, turns, tile_m, tile_n, tile_k,
+            group_m, latency, inner_first,
+        )  # fmt: skip
+
+
+@ct.kernel
+def grouped_plain(
+    x, weight, offsets, y, persistent: ConstBool, experts: ConstInt, groups: ConstInt, turns: ConstInt,
+    tile_m: ConstInt, tile_n: ConstInt, tile_k: ConstInt, group_m: ConstInt, latency: ConstInt, inner_first: ConstBool,
+):  # fmt: skip
+    """Of rows that are sorted already."""
+    _product(
+        x, weight, offsets, None, None, None, y, persistent, experts, groups, turns, tile_m, tile_n, tile_k, group_m,
+        latency, inner_first,
+    )  # fmt: skip
+
+
+@ct.kernel
+def grouped_biased(
+    x, weight, offsets, bias, y, persistent: ConstBool, experts: ConstInt, groups: ConstInt, turns: ConstInt,
+    tile_m: ConstInt, tile_n: ConstInt, tile_k: ConstInt, group_m: ConstInt, latency: ConstInt, inner_first: ConstBool,
+):  # fmt: skip
+    """With a bias of each expert."""
+    _product(
+        x, weight, offsets, None, None, bias, y, persistent, experts, groups, turns, tile_m, tile_n, tile_k, group_m,
+        latency, inner_first,
+    )  # fmt: skip
+
+
+@ct.kernel
+def grouped_gathered(
+    x, weight, offsets, order, slots, y, persistent: ConstBool, experts: ConstInt, groups: ConstInt, turns: ConstInt,
+    tile_m: ConstInt, tile_n: ConstInt, tile_k: ConstInt, group_m: ConstInt, latency: ConstInt, inner_first: ConstBool,
+):  # fmt: skip
+    """Of rows that are read where they are."""
+    _product(
+        x, weight, offsets, order, slots, None, y, persistent, experts, groups, turns, tile_m, tile_n, tile_k, group_m,
+        latency, inner_first,
+    )  # fmt: skip
+
+
+@ct.kernel
+def grouped_gathered_biased(
+    x, weight, offsets, order, slots, bias, y, persistent: ConstBool, experts: ConstInt, groups: ConstInt,
+    turns: ConstInt, tile_m: ConstInt, tile_n: ConstInt, tile_k: ConstInt, group_m: ConstInt, latency: ConstInt,
+    inner_first: ConstBool,
+):  # fmt: skip
+    """Both."""
+    _product(
+        x, weight, offsets, order, slots, bias, y, persistent, experts, groups, turns, tile_m, tile_n, tile_k, group_m,
+        latency, inner_first,
+    )  # fmt: skip
+
+
+# By whether rows are gathered, and whether there is a bias.
+_FUNCTIONS = {
+    (False, False): grouped_plain,
+    (False, True): grouped_biased,
+    (True, False): grouped_gathered,
+    (True, True): grouped_gathered_biased,
+}
+
+DIMENSIONS = (
+    Dimension("rows", "bucketed"),
+    Dimension("inner", "exact"),
+    Dimension("columns", "exact"),
+    Dimension("experts", "exact"),
+    Dimension("inner_first", "flag"),
+    Dimension("gathered", "flag"),
+    Dimension("biased", "flag"),
+    Dimension("partial", "flag"),
+    Dimension("dtype", "dtype"),
+)
+
+
+def sizes(rows: int, inner: int, columns: int, experts: int, dtype: Any, on: Collection[str]) -> dict[str, Any]:
+    """The values of the dimensions in their order, with the flags that ``on`` names set."""
+    flags = {d.name: d.name in on for d in DIMENSIONS if d.kind == "flag"}
+    return {"rows": rows, "inner": inner, "columns": columns, "experts": experts, **flags, "dtype": dtype}
+
+
+def _library(problem: Problem) -> LibraryCall:
+    def call(x: Any, weight: Any, offsets: Any, *more: Any) -> tuple[Any]:
+        import torch
+
+        if problem["gathered"]:
+            order, slots, *more = more
+            x = x.index_select(0, order // slots)
+        y = torch._grouped_mm(
+            readable(x), readable(weight if problem["inner_first"] else weight.transpose(1, 2)), offs=offsets
+        )
+        if problem["biased"]:
+            y += more[0].index_select(0, expert_rows(offsets, len(y)).clamp_(max=problem["experts"] - 1))
+        if problem["partial"]:
+            y.masked_fill_((torch.arange(len(y), device=y.device) >= offsets[-1])[:, None], 0)
+        return (y,)
+
+    return LibraryCall(call, tuple(_names(problem)))
+
+
+def _names(problem: Problem) -> list[str]:
+    """The inputs, in the order of the device functions."""
+    gathering = ["order", "slots"] if problem["gathered"] else []
+    return ["x", "weight", "offsets", *gathering, *(["bias"] if problem["biased"] else [])]
+
+
+def _implement(problem: Problem, config: Config) -> Implementation | LibraryCall:
+    if not is_tile(config):
+        return _library(problem)
+    dtype, inner, columns = problem["dtype"], problem["inner"], problem["columns"]
+    parameters: dict[str, ArrayParameter | ScalarParameter] = {
+        "x": ArrayParameter("x", dtype, 2, inner),
+        "weight": ArrayParameter("weight", dtype, 3, columns if problem["inner_first"] else inner),
+        "offsets": ArrayParameter("offsets", "int32", 1, problem["experts"], aligned=False),
+        "order": ArrayParameter("order", "int32", 1, aligned=False),
+        "slots": ScalarParameter("slots", "int32"),
+        "bias": ArrayParameter("bias", dtype, 2, columns),
+    }
+    groups = groups_of(problem)
+    return Implementation(
+        function=_FUNCTIONS[problem["gathered"], problem["biased"]],
+        parameters=(*(parameters[name] for name in _names(problem)), ArrayParameter("y", dtype, 2, columns, "output")),
+        constants=(
+            ("persistent", config["schedule"] == "persistent"),
+            ("experts", problem["experts"]),
+            ("groups", groups),
+            ("turns", (groups - 1).bit_length()),
+            *((name, config[name]) for name in ("tile_m", "tile_n", "tile_k", "group_m", "latency")),
+            ("inner_first", problem["inner_first"]),
+        ),
+        grid=lambda real, sm_count: grid(real, config, sm_count),
+        hints=hints(config),
+    )
+
+
+def tokens_of(problem: Problem) -> int:
+    """Rows of x: of :data:`SLOTS` slots each where they are gathered."""
+    return cdiv(problem["rows"], SLOTS) if problem["gathered"] else int(problem["rows"])
+
+
+def _inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
+    import torch
+
+    rows, inner, columns, experts = (problem[name] for name in ("rows", "inner", "columns", "experts"))
+    shape = (experts, inner, columns) if problem["inner_first"] else (experts, columns, inner)
+
+    # In the problem's dtype from the start: the weights of a layer are a GiB.
+    def normal(*size: int) -> Any:
+        return torch.randn(size, generator=generator, device=device, dtype=getattr(torch, problem["dtype"]))
+
+    found = {
+        "x": normal(tokens_of(problem), inner),
+        # The variance of a row is kept.
+        "weight": normal(*shape).mul_(inner**-0.5),
+        "offsets": balanced(problem, device),
+    }
+    if problem["gathered"]:
+        found |= {"order": shuffled(rows, generator, device), "slots": SLOTS}
+    return found | ({"bias": normal(experts, columns)} if problem["biased"] else {})
+
+
+def reference(
+    x: Any, weight: Any, offsets: Any, order: Any = None, slots: int = 1, bias: Any = None, *, inner_first: bool
+) -> dict[str, Any]:
+    """The formula in float64."""
+    import torch
+
+    rows = x.double() if order is None else x.double()[order.long() // slots]
+    wide = weight.double()
+    parts, begin = [], 0
+    for expert, end in enumerate(offsets.tolist()):
+        part = rows[begin:end] @ (wide[expert] if inner_first else wide[expert].t())
+        parts.append(part if bias is None else part + bias[expert].double())
+        begin = end
+    columns = weight.shape[2 if inner_first else 1]
+    return {"y": torch.cat([*parts, rows.new_zeros(len(rows) - begin, columns)])}
+
+
+def _bytes(problem: Problem) -> int:
+    rows, inner, columns, experts = (problem[name] for name in ("rows", "inner", "columns", "experts"))
+    elements = tokens_of(problem) * inner + rows * columns + experts * columns * (inner + problem["biased"])
+    whole = ITEM_BYTES["int32"] * (experts + rows * problem["gathered"])
+    return int(elements * ITEM_BYTES[problem["dtype"]] + whole)
+
+
+SPEC = KernelSpec(
+    name="grouped_linear",
+    summary="y = x @ weight of each row's expert + bias, for rows sorted by expert, summed in float32",
+    module=__name__,
+    dimensions=DIMENSIONS,
+    space=SPACE,
+    ops=("grouped_linear",),
+    implement=_implement,
+    default=default,
+    generic=generic,
+    inputs=_inputs,
+    outputs=lambda problem, blocks: {"y": ((problem["rows"], problem["columns"]), problem["dtype"])},
+    reference=reference,
+    bytes_moved=_bytes,
+    flops=lambda problem: 2 * problem["rows"] * problem["inner"] * problem["columns"],
+    result_dtype=lambda problem: problem["dtype"],
+    variations=VARIATIONS,
+    timed=("zipf",),
+)
+
+SPECS = (SPEC,)

@@ -1,0 +1,72 @@
+"""How rows are spread over experts where grouped products are timed and checked.
+
+A tuned record serves any routing, so how uneven one is belongs to no problem. Candidates are timed where each expert
+gets as many rows as the others and where their numbers fall as 1 / rank (Zipf), and checked on extremes beside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tilekern.spec import Problem
+
+# Slots of a token where rows are gathered: GPT-OSS has four experts for each token.
+SLOTS = 4
+
+
+def held(problem: Problem) -> int:
+    """How many rows belong to an expert: seven eighths of them where the rest is nobody's."""
+    rows = int(problem["rows"])
+    return rows - rows // 8 if problem.get("partial", False) else rows
+
+
+def _ends(problem: Problem, device: str, shares: list[float]) -> Any:
+    """Offsets of experts that get these shares of all rows that belong to one."""
+    import torch
+
+    total, rows, sums = sum(shares), held(problem), [sum(shares[: n + 1]) for n in range(len(shares))]
+    ends = [min(rows, int(rows * part / total + 0.5)) for part in sums]
+    return torch.tensor([*ends[:-1], rows], dtype=torch.int32, device=device)
+
+
+def balanced(problem: Problem, device: str) -> Any:
+    """Offsets [experts] of equal shares."""
+    return _ends(problem, device, [1.0] * problem["experts"])
+
+
+def _varied(shares: Callable[[Problem], list[float]]) -> Callable[[Problem, Any, str], dict[str, Any]]:
+    return lambda problem, generator, device: {"offsets": _ends(problem, device, shares(problem))}
+
+
+def _one_each(problem: Problem) -> list[float]:
+    """A row for each expert, while there are any, and the rest for the last one."""
+    rows, others = held(problem), problem["experts"] - 1
+    return [float(n < rows) for n in range(others)] + [float(max(0, rows - others))]
+
+
+# By name: what stands in place of the balanced offsets.
+VARIATIONS = {
+    "zipf": _varied(lambda problem: [1.0 / rank for rank in range(1, problem["experts"] + 1)]),
+    "one expert gets all": _varied(
+        lambda problem: [float(n == problem["experts"] // 2) for n in range(problem["experts"])]
+    ),
+    "empty experts": _varied(
+        lambda problem: [float(n % 3 == 1 or problem["experts"] < 2) for n in range(problem["experts"])]
+    ),
+    "one row each": _varied(_one_each),
+}
+
+
+def shuffled(rows: int, generator: Any, device: str) -> Any:
+    """An order [rows] of all slots."""
+    import torch
+
+    return torch.rand(rows, generator=generator, device=device).argsort(stable=True).int()
+
+
+def expert_rows(offsets: Any, rows: int) -> Any:
+    """The expert of each row [rows] (int64), the number of experts for rows beyond the last offset."""
+    import torch
+
+    return torch.searchsorted(offsets, torch.arange(rows, dtype=torch.int32, device=offsets.device), right=True)

@@ -1,0 +1,70 @@
+"""What the grouped products share on the device: which rows a tile has, and in which order tiles are taken.
+
+``offsets`` [experts] (int32) says where the rows of each expert end; they begin where those of the one before it end.
+Rows beyond the last offset are the group number ``experts``, which belongs to nobody. How many tiles of rows each group
+has is known on the device alone, so each gets as many places as it may need: it has no more than
+``end // tile_m - begin // tile_m + 1`` tiles, so with the first at place ``begin // tile_m + group`` no two groups
+overlap, and ``rows // tile_m + groups`` places are enough. A place behind a group's last tile stays empty.
+"""
+
+from __future__ import annotations
+
+import cuda.tile as ct
+
+from tilekern.kernels.tiles import load
+
+
+def group_at(offsets, place, tile_m, groups, turns):
+    """The group of a place, by ``turns`` halvings: the last one whose first place is not behind it."""
+    low = 0
+    high = groups - 1
+    for _ in range(turns):
+        middle = (low + high + 1) // 2
+        begin = ct.load(offsets, (max(middle - 1, 0),), ())
+        if begin // tile_m + middle <= place:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def rows_of(offsets, group, experts, rows):
+    """(first row, end) of a group, of ``rows`` in all."""
+    begin = 0
+    if group > 0:
+        begin = ct.load(offsets, (group - 1,), ())
+    end = rows
+    if group < experts:
+        end = ct.load(offsets, (group,), ())
+    return begin, end
+
+
+def place_and_column(item, down, across, height):
+    """Row and column of a tile: bands of ``height`` rows of tiles, each column by column, so that L2 holds operands."""
+    band = height * across
+    first = item // band * height
+    rows = min(down - first, height)
+    inside = item % band
+    return first + inside % rows, inside // rows
+
+
+def sources(order, row, slots, tile):
+    """Which rows [tile] of a gathered array stand at ``row`` and behind it: each slot in ``order`` is of one token."""
+    view = order.tiled_view((tile,), padding_mode=ct.PaddingMode.ZERO, traversal_steps=(1,))
+    return view.load((row,)) // slots
+
+
+def gathered(array, tokens, step, tile_k, latency):
+    """Columns [step * tile_k, ...) of some rows of an array."""
+    hint = ct.static_eval(latency if latency > 0 else None)
+    columns = ct.Slice(step * tile_k, tile_k)
+    return ct.load_advanced_indexing(array, (tokens, columns), padding_mode=ct.PaddingMode.ZERO, latency=hint)
+
+
+def weight_tile(weight, expert, outer, step, tile_outer, tile_k, depth_first, latency):
+    """A tile [tile_outer, tile_k] of an expert's weight, which is stored that way or, ``depth_first``, transposed."""
+    if ct.static_eval(depth_first):
+        found = load(weight, (expert, step, outer), (1, tile_k, tile_outer), True, latency, True)
+        return ct.reshape(found, (tile_k, tile_outer)).transpose()
+    found = load(weight, (expert, outer, step), (1, tile_outer, tile_k), True, latency, True)
+    return ct.reshape(found, (tile_outer, tile_k))

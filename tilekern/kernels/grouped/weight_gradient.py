@@ -1,0 +1,242 @@
+"""Gradients of the experts' weights: ``c[e] = a_e^T @ b_e`` over the rows of expert e, in float32, rounded once.
+
+With rows sorted by expert and dy [rows, columns], the gradient of a weight that is stored [experts, columns, inner] has
+a = dy and b = x, of one that is stored [experts, inner, columns] a = x and b = dy. Rows are added up in their order, so
+that every run gives the same bits; an expert without rows gets zeros; rows beyond the last offset count for nobody.
+x may be read where it is, through ``order``, as in :mod:`tilekern.kernels.grouped.product`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection
+from typing import Any
+
+import cuda.tile as ct
+
+from tilekern.kernels.grouped.routing import SLOTS, VARIATIONS, balanced, shuffled
+from tilekern.kernels.grouped.space import SPACE, default, generic, grid, hints, is_tile, readable
+from tilekern.kernels.grouped.tiles import gathered, place_and_column, rows_of, sources
+from tilekern.kernels.tiles import ConstBool, ConstInt, load
+from tilekern.spec import (
+    ITEM_BYTES,
+    ArrayParameter,
+    Config,
+    Dimension,
+    Implementation,
+    KernelSpec,
+    LibraryCall,
+    Problem,
+    ScalarParameter,
+    cdiv,
+)
+
+
+def _rows(array, tokens, part, step, i, tile_k, tile, latency):
+    """Step ``step`` of an expert's rows, columns [i * tile, ...), as (tile_k, tile); zeros behind its last row."""
+    if ct.static_eval(tokens is not None):
+        return gathered(array, tokens, i, tile, latency)
+    return load(part, (step, i), (tile_k, tile), True, latency, True)
+
+
+def _sums(
+    a, b, order, slots, begin, end, i, j, tile_m, tile_n, tile_k, latency, a_gathered, b_gathered,
+):  # fmt: skip
+    """A tile of an expert's gradient, of rows [begin, end)."""
+    total = ct.zeros((tile_m, tile_n), ct.float32)
+    if begin < end:
+        a_part = None if ct.static_eval(a_gathered) else a.slice(0, begin, end)
+        b_part = None if ct.static_eval(b_gathered) else b.slice(0, begin, end)
+        for step in range(ct.cdiv(end - begin, tile_k)):
+            a_tokens, b_tokens = None, None
+            if ct.static_eval(order is not None):
+                first = begin + step * tile_k
+                tokens = sources(order, first, slots, tile_k)
+                inside = first + ct.arange(tile_k, dtype=ct.int32) < end
+                if ct.static_eval(a_gathered):
+                    a_tokens = ct.where(inside, tokens, a.shape[0])
+                if ct.static_eval(b_gathered):
+                    b_tokens = ct.where(inside, tokens, b.shape[0])
+            one = _rows(a, a_tokens, a_part, step, i, tile_k, tile_m, latency)
+            other = _rows(b, b_tokens, b_part, step, j, tile_k, tile_n, latency)
+            total = ct.mma(one.transpose(), other, total)
+    return total
+
+
+def _tile(
+    a, b, offsets, order, slots, c, item, tile_m, tile_n, tile_k, group_m, latency, a_gathered, b_gathered,
+):  # fmt: skip
+    """Tile number ``item`` of all experts' gradients."""
+    down, across = ct.cdiv(c.shape[1], tile_m), ct.cdiv(c.shape[2], tile_n)
+    expert = item // (down * across)
+    i, j = place_and_column(item % (down * across), down, across, group_m)
+    begin, end = rows_of(offsets, expert, c.shape[0], a.shape[0])
+    total = _sums(a, b, order, slots, begin, end, i, j, tile_m, tile_n, tile_k, latency, a_gathered, b_gathered)
+    ct.store(c, (expert, i, j), ct.reshape(total.astype(c.dtype), (1, tile_m, tile_n)))
+
+
+def _gradient(
+    a, b, offsets, order, slots, c, persistent, tile_m, tile_n, tile_k, group_m, latency, a_gathered, b_gathered,
+):  # fmt: skip
+    """One tile a block, or resident blocks that loop."""
+    if ct.static_eval(persistent):
+        tiles = c.shape[0] * ct.cdiv(c.shape[1], tile_m) * ct.cdiv(c.shape[2], tile_n)
+        for item in range(ct.bid(0), tiles, ct.num_blocks(0)):
+            _tile(
+                a, b, offsets, order, slots, c, item, tile_m, tile_n, tile_k, group_m, latency, a_gathered, b_gathered,
+            )  # fmt: skip
+    else:
+        _tile(
+            a, b, offsets, order, slots, c, ct.bid(0), tile_m, tile_n, tile_k, group_m, latency, a_gathered,
+            b_gathered,
+        )  # fmt: skip
+
+
+@ct.kernel
+def grouped_weight_gradient(
+    a, b, offsets, c, persistent: ConstBool, tile_m: ConstInt, tile_n: ConstInt, tile_k: ConstInt, group_m: ConstInt,
+    latency: ConstInt, a_gathered: ConstBool, b_gathered: ConstBool,
+):  # fmt: skip
+    """Of rows that are sorted already; a [rows, inner], b [rows, columns], c [experts, inner, columns]."""
+    _gradient(
+        a, b, offsets, None, None, c, persistent, tile_m, tile_n, tile_k, group_m, latency, a_gathered, b_gathered
+    )
+
+
+@ct.kernel
+def grouped_weight_gradient_gathered(
+    a, b, offsets, order, slots, c, persistent: ConstBool, tile_m: ConstInt, tile_n: ConstInt, tile_k: ConstInt,
+    group_m: ConstInt, latency: ConstInt, a_gathered: ConstBool, b_gathered: ConstBool,
+):  # fmt: skip
+    """Where a, b or both are read where they are."""
+    _gradient(
+        a, b, offsets, order, slots, c, persistent, tile_m, tile_n, tile_k, group_m, latency, a_gathered, b_gathered
+    )
+
+
+DIMENSIONS = (
+    Dimension("rows", "bucketed"),
+    Dimension("inner", "exact"),
+    Dimension("columns", "exact"),
+    Dimension("experts", "exact"),
+    Dimension("a_gathered", "flag"),
+    Dimension("b_gathered", "flag"),
+    Dimension("dtype", "dtype"),
+)
+
+
+def sizes(rows: int, inner: int, columns: int, experts: int, dtype: Any, on: Collection[str]) -> dict[str, Any]:
+    """The values of the dimensions in their order, with the flags that ``on`` names set."""
+    flags = {d.name: d.name in on for d in DIMENSIONS if d.kind == "flag"}
+    return {"rows": rows, "inner": inner, "columns": columns, "experts": experts, **flags, "dtype": dtype}
+
+
+def _is_gathered(problem: Problem) -> bool:
+    return bool(problem["a_gathered"] or problem["b_gathered"])
+
+
+def _library(problem: Problem) -> LibraryCall:
+    def call(a: Any, b: Any, offsets: Any, order: Any = None, slots: int = 1) -> tuple[Any]:
+        import torch
+
+        if order is not None:
+            tokens = order // slots
+            a = a.index_select(0, tokens) if problem["a_gathered"] else a
+            b = b.index_select(0, tokens) if problem["b_gathered"] else b
+        return (torch._grouped_mm(readable(a.t()), readable(b), offs=offsets),)
+
+    return LibraryCall(call, tuple(_names(problem)))
+
+
+def _names(problem: Problem) -> list[str]:
+    """The inputs, in the order of the device functions."""
+    return ["a", "b", "offsets", *(["order", "slots"] if _is_gathered(problem) else [])]
+
+
+def _implement(problem: Problem, config: Config) -> Implementation | LibraryCall:
+    if not is_tile(config):
+        return _library(problem)
+    dtype, inner, columns = problem["dtype"], problem["inner"], problem["columns"]
+    parameters: dict[str, ArrayParameter | ScalarParameter] = {
+        "a": ArrayParameter("a", dtype, 2, inner),
+        "b": ArrayParameter("b", dtype, 2, columns),
+        "offsets": ArrayParameter("offsets", "int32", 1, problem["experts"], aligned=False),
+        "order": ArrayParameter("order", "int32", 1, aligned=False),
+        "slots": ScalarParameter("slots", "int32"),
+    }
+    return Implementation(
+        function=grouped_weight_gradient_gathered if _is_gathered(problem) else grouped_weight_gradient,
+        parameters=(*(parameters[name] for name in _names(problem)), ArrayParameter("c", dtype, 3, columns, "output")),
+        constants=(
+            ("persistent", config["schedule"] == "persistent"),
+            *((name, config[name]) for name in ("tile_m", "tile_n", "tile_k", "group_m", "latency")),
+            *((name, problem[name]) for name in ("a_gathered", "b_gathered")),
+        ),
+        grid=lambda real, sm_count: grid(real, config, sm_count),
+        hints=hints(config),
+    )
+
+
+def _rows_in(problem: Problem, name: str) -> int:
+    return cdiv(problem["rows"], SLOTS) if problem[f"{name}_gathered"] else int(problem["rows"])
+
+
+def _inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
+    import torch
+
+    found = {
+        name: torch.randn((_rows_in(problem, name), problem[width]), generator=generator, device=device).to(
+            getattr(torch, problem["dtype"])
+        )
+        for name, width in (("a", "inner"), ("b", "columns"))
+    }
+    found["offsets"] = balanced(problem, device)
+    if _is_gathered(problem):
+        found |= {"order": shuffled(problem["rows"], generator, device), "slots": SLOTS}
+    return found
+
+
+def reference(
+    a: Any, b: Any, offsets: Any, order: Any = None, slots: int = 1, *, a_gathered: bool, b_gathered: bool
+) -> dict[str, Any]:
+    """The formula in float64."""
+    import torch
+
+    one, other = a.double(), b.double()
+    if order is not None:
+        tokens = order.long() // slots
+        one, other = one[tokens] if a_gathered else one, other[tokens] if b_gathered else other
+    begins = [0, *offsets.tolist()]
+    return {"c": torch.stack([one[begin:end].t() @ other[begin:end] for begin, end in itertools.pairwise(begins)])}
+
+
+def _bytes(problem: Problem) -> int:
+    elements = _rows_in(problem, "a") * problem["inner"] + _rows_in(problem, "b") * problem["columns"]
+    elements += problem["experts"] * problem["inner"] * problem["columns"]
+    whole = ITEM_BYTES["int32"] * (problem["experts"] + problem["rows"] * _is_gathered(problem))
+    return int(elements * ITEM_BYTES[problem["dtype"]] + whole)
+
+
+SPEC = KernelSpec(
+    name="grouped_weight_gradient",
+    summary="gradients of the experts' weights: a^T @ b over the rows of each, in a fixed order, summed in float32",
+    module=__name__,
+    dimensions=DIMENSIONS,
+    space=SPACE,
+    ops=("grouped_linear",),
+    implement=_implement,
+    default=default,
+    generic=generic,
+    inputs=_inputs,
+    outputs=lambda problem, blocks: {
+        "c": ((problem["experts"], problem["inner"], problem["columns"]), problem["dtype"])
+    },
+    reference=reference,
+    bytes_moved=_bytes,
+    flops=lambda problem: 2 * problem["rows"] * problem["inner"] * problem["columns"],
+    result_dtype=lambda problem: problem["dtype"],
+    variations=VARIATIONS,
+    timed=("zipf",),
+)
+
+SPECS = (SPEC,)
