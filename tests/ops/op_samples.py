@@ -26,10 +26,13 @@ LAYOUTS = ("contiguous", "transposed", "sliced", "spread", "expanded")
 # Sizes of dimensions, for tensors of which nobody asks for others; a batch of one can be packed. Others are 16.
 SIZES = {
     "rows": 6, "vocabulary": 12, "batch": 1, "tokens": 5, "queries": 5, "keys": 5, "heads": 4, "kv_heads": 2,
-    "head_dim": 8, "in_features": 12, "out_features": 6, "starts": 2, "terms": 3, "pairs": 3,
+    "head_dim": 8, "in_features": 12, "out_features": 6, "starts": 2, "terms": 3, "pairs": 3, "experts": 3,
 }  # fmt: skip
 # Numbers in tensors that mean something.
-NUMBERS = {"cu_seqlens": torch.tensor([0, 5], dtype=torch.int32)}
+NUMBERS = {
+    "cu_seqlens": torch.tensor([0, 5], dtype=torch.int32), "offsets": torch.tensor([2, 2, 4], dtype=torch.int32),
+    "order": torch.tensor([3, 0, 4, 1, 2], dtype=torch.int32),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -87,13 +88,18 @@ def plan_of_problem(text: str, target: Target) -> Planned:
     except (CacheError, ValueError) as error:
         raise InputError(f"--problem {text!r}: {error}") from None
     found, op, inputs = Trace(target), _op(name), spec.inputs(problem, None, "meta")
+    named = (spec.name, spec.bucketed(problem))
     with tracing(found):
-        if op is not None and inputs.keys() >= set(_needed(op)):
-            _call(op, inputs, problem)
-        else:
+        called = op is not None and inputs.keys() >= set(_needed(op))
+        if called:
+            # An op that refuses the inputs asks for nothing.
+            with contextlib.suppress(ValueError):
+                _call(op, inputs if name == spec.name else {key: inputs[key] for key in _needed(op)}, problem)
+        # An op may have the very name of its kernel, so there is no other name for what no call asks for.
+        if not called or (name == spec.name and named not in found.asked):
             found.plan(spec, problem)
             found.take_apart(spec, problem)
-    if (spec.name, spec.bucketed(problem)) not in found.asked:
+    if named not in found.asked:
         raise InputError(
             f"--problem {text!r}: a call of {name} cannot be made of these sizes; name the kernel, {spec.name}"
         )
@@ -131,7 +137,8 @@ def _call(op: Any, inputs: Mapping[str, Any], problem: Problem) -> None:
     """Call an op on what its forward kernel is given, and go backward through all that may have a gradient."""
     import torch
 
-    takes, arguments = inspect.signature(op).parameters, {name: inputs[name] for name in _needed(op)}
+    takes = inspect.signature(op).parameters
+    arguments = {name: inputs[name] for name in takes if name in inputs}
     for value in arguments.values():
         if isinstance(value, torch.Tensor) and value.is_floating_point():
             value.requires_grad_()

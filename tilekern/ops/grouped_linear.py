@@ -1,0 +1,249 @@
+"""grouped_linear: each row's product with the weight of its expert, for rows that are sorted by expert.
+
+Its launches are written by hand: the gradients of weights and biases are specs of their own, a weight may lie either
+way, and rows may be read where they are.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, Literal
+
+import torch
+
+from tilekern.kernels.grouped import bias_gradient, product, weight_gradient
+from tilekern.kernels.matmul.product import MOST_ELEMENTS
+from tilekern.ops.operation import operation
+from tilekern.ops.registration import as_rows, by_autograd, is_autocast, readable
+from tilekern.runtime.dispatch import Plan, count_fallback, plan_for
+from tilekern.spec import Array
+
+# The forward's plan, and those of the gradients of x, the weight and the bias where they are asked for.
+Plans = tuple[Plan, Plan | None, Plan | None, Plan | None]
+Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+_ARRAYS = (
+    Array("x", "dtype", ("tokens", "inner")),
+    Array("weight", "dtype", ("experts", "outer", "last")),
+    Array("bias", "dtype", ("experts", "columns")),
+    Array("offsets", "int32", ("experts",)),
+    Array("order", "int32", ("tokens_and_slots",)),
+    Array("y", "dtype", ("tokens_and_slots", "columns"), "output"),
+)
+
+
+def grouped_linear(
+    x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, bias: torch.Tensor | None = None,
+    order: torch.Tensor | None = None, slots: int = 1, *, partial: bool = True,
+) -> torch.Tensor:  # fmt: skip
+    """``x[r] @ weight[e]^T + bias[e]`` for each row r and its expert e, summed in float32.
+
+    Nothing waits for the host: which rows an expert has is read on the GPU. The gradients of the weights and biases are
+    summed in a fixed order; those of experts without rows are zeros.
+
+    Args:
+        x: [rows, in_features], sorted by expert, or, with ``order``, [tokens, in_features]; bfloat16, float16 or
+            float32.
+        weight: [experts, out_features, in_features] of the dtype of ``x``; a view of
+            [experts, in_features, out_features], as GPT-OSS has it, is read as it lies.
+        offsets: [experts], int32: the end of each expert's rows, as torch's grouped product takes them.
+        bias: [experts, out_features], of the dtype of ``x``, or None.
+        order: [tokens * slots], int32, a permutation: the slot ``token * slots + k`` of each sorted row. Row r of the
+            product then reads row ``order[r] // slots`` of x, and no rows are copied.
+        slots: how many experts each token has; read with ``order`` alone.
+        partial: whether rows behind the last offset, which belong to no expert, are to be zeros. Where not, they are
+            not written, in the result and in the gradient of x.
+
+    Returns:
+        [rows, out_features], contiguous.
+
+    Raises:
+        ValueError: shapes or devices do not fit.
+    """
+    inner_first = weight.dim() == 3 and weight.stride(1) == 1 != weight.stride(2)
+    stored = weight.transpose(1, 2) if inner_first else weight
+    offsets, order = offsets.int(), None if order is None else order.int()
+    if is_autocast(x.device.type):
+        # As torch's linear layers: what goes into a product is cast.
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, stored, bias = x.to(dtype), stored.to(dtype), None if bias is None else bias.to(dtype)
+    return _grouped_linear(x, stored, bias, offsets, order, slots, inner_first, partial)
+
+
+def _check(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, offsets: torch.Tensor,
+    order: torch.Tensor | None, slots: int, inner_first: bool, partial: bool,
+) -> None:  # fmt: skip
+    if x.dim() != 2:
+        raise ValueError(f"grouped_linear: x must have the shape [rows, in_features], got {list(x.shape)}")
+    seen = list(weight.transpose(1, 2).shape if inner_first else weight.shape)
+    if weight.dim() != 3 or seen[2] != x.shape[1]:
+        raise ValueError(
+            f"grouped_linear: weight must have the shape [experts, out_features, {x.shape[1]}], got {seen}"
+        )
+    if list(offsets.shape) != seen[:1]:
+        raise ValueError(f"grouped_linear: offsets must have the shape {seen[:1]}, got {list(offsets.shape)}")
+    if bias is not None and list(bias.shape) != seen[:2]:
+        raise ValueError(f"grouped_linear: bias must have the shape {seen[:2]}, got {list(bias.shape)}")
+    if order is not None and (slots < 1 or list(order.shape) != [x.shape[0] * slots]):
+        raise ValueError(
+            f"grouped_linear: order must have the shape [{x.shape[0]} tokens * {slots} slots], got {list(order.shape)}"
+        )
+    for name, other in (("weight", weight), ("bias", bias), ("offsets", offsets), ("order", order)):
+        if other is not None and other.device != x.device:
+            raise ValueError(f"grouped_linear: {name} is on {other.device}, and must be on {x.device} as x is")
+
+
+def _columns(weight: torch.Tensor, *, inner_first: bool) -> int:
+    return int(weight.shape[2 if inner_first else 1])
+
+
+def _find(
+    graded: tuple[bool, bool] | Literal[False], x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
+    offsets: torch.Tensor, order: torch.Tensor | None, slots: int, inner_first: bool, partial: bool,
+) -> Plans | None:  # fmt: skip
+    if weight.dtype != x.dtype or (bias is not None and bias.dtype != x.dtype):
+        return None
+    if any(tensor is not None and tensor.dtype != torch.int32 for tensor in (offsets, order)):
+        return None
+    rows, inner = (x if order is None else order).shape[0], x.shape[1]
+    experts, columns = weight.shape[0], _columns(weight, inner_first=inner_first)
+    if not rows * inner * experts * columns or max(rows * max(inner, columns), weight.numel()) > MOST_ELEMENTS:
+        return None
+    to_x, to_weight = graded or (False, False)
+    gathers, zeros = order is not None, ("partial" if partial else "")
+
+    def linear(inner: int, columns: int, *on: str) -> Plan | None:
+        found = product.sizes(rows, inner, columns, experts, x.dtype, {*on, zeros})
+        return plan_for(product.SPEC, x.device, *found.values())
+
+    ahead = ("inner_first" if inner_first else "", "gathered" if gathers else "", "" if bias is None else "biased")
+    forward = linear(inner, columns, *ahead)
+    of_x = linear(columns, inner, "" if inner_first else "inner_first") if to_x else None
+    of_weight = of_bias = None
+    if to_weight:
+        (one, other), which = ((inner, columns), "a_gathered") if inner_first else ((columns, inner), "b_gathered")
+        sizes = weight_gradient.sizes(rows, one, other, experts, x.dtype, {which} if gathers else ())
+        of_weight = plan_for(weight_gradient.SPEC, x.device, *sizes.values())
+    if graded is not False and bias is not None:
+        of_bias = plan_for(bias_gradient.SPEC, x.device, rows, columns, experts, x.dtype)
+        if of_bias is None:
+            return None
+    if forward is None or (to_x and of_x is None) or (to_weight and of_weight is None):
+        return None
+    return forward, of_x, of_weight, of_bias
+
+
+def _run(plan: Plan, shape: tuple[int, ...], *inputs: Any) -> torch.Tensor:
+    like = inputs[0]
+    y: torch.Tensor
+    (y,) = plan.run(like.get_device(), inputs, lambda: (torch.empty(shape, dtype=like.dtype, device=like.device),))
+    return y
+
+
+def _launch(
+    plans: Plans, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, offsets: torch.Tensor,
+    order: torch.Tensor | None, slots: int, inner_first: bool, partial: bool,
+) -> torch.Tensor:  # fmt: skip
+    gathering = () if order is None else (order.contiguous(), slots)
+    more = () if bias is None else (readable(bias),)
+    shape = ((x if order is None else order).shape[0], _columns(weight, inner_first=inner_first))
+    return _run(plans[0], shape, as_rows(x), readable(weight), offsets.contiguous(), *gathering, *more)
+
+
+def _launch_backward(
+    plans: Plans, needs: tuple[bool, ...], dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor,
+    bias: torch.Tensor | None, offsets: torch.Tensor, order: torch.Tensor | None, slots: int, inner_first: bool,
+    partial: bool,
+) -> Gradients:  # fmt: skip
+    _, of_x, of_weight, of_bias = plans
+    slopes, ends = as_rows(dy), offsets.contiguous()
+    dx = dweight = dbias = None
+    if of_x is not None:
+        dx = _run(of_x, (slopes.shape[0], x.shape[1]), slopes, readable(weight), ends)
+        dx = dx if order is None else _added(dx, order, slots)
+    if of_weight is not None:
+        sides = (as_rows(x), slopes) if inner_first else (slopes, as_rows(x))
+        gathering = () if order is None else (order.contiguous(), slots)
+        dweight = _run(of_weight, weight.shape, *sides, ends, *gathering)
+    if of_bias is not None and bias is not None and needs[2]:
+        dbias = _run(of_bias, bias.shape, slopes, ends)
+    return dx, dweight, dbias
+
+
+def _added(rows: torch.Tensor, order: torch.Tensor, slots: int) -> torch.Tensor:
+    """The sum over each token's slots of sorted rows, in the order of the slots."""
+    places = torch.empty_like(order)
+    places[order.long()] = torch.arange(len(order), dtype=order.dtype, device=order.device)
+    return rows.index_select(0, places).view(-1, slots, rows.shape[1]).sum(1)
+
+
+def _fallback_backward(
+    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, offsets: torch.Tensor,
+    order: torch.Tensor | None, slots: int, inner_first: bool, partial: bool,
+) -> Gradients:  # fmt: skip
+    given = (x, weight, bias, offsets, order, slots, inner_first, partial)
+    dx, dweight, dbias = by_autograd(_formula, given, (0, 1, 2), (dy,))
+    return dx, dweight, dbias
+
+
+def _fake(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, offsets: torch.Tensor,
+    order: torch.Tensor | None, slots: int, inner_first: bool, partial: bool,
+) -> torch.Tensor:  # fmt: skip
+    return x.new_empty((x if order is None else order).shape[0], weight.shape[2 if inner_first else 1])
+
+
+def _formula(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, offsets: torch.Tensor,
+    order: torch.Tensor | None, slots: int, inner_first: bool, partial: bool,
+) -> torch.Tensor:  # fmt: skip
+    """By torch's product for each expert, whose rows the host must know."""
+    rows = x if order is None else x.index_select(0, order // slots)
+    matrices = weight if inner_first else weight.transpose(1, 2)
+    if rows.is_meta:
+        y = rows @ matrices[0]
+        return y if bias is None else y + bias[0]
+    ends = offsets.tolist()
+    parts = [
+        rows[begin:end] @ matrix for matrix, (begin, end) in zip(matrices, itertools.pairwise([0, *ends]), strict=True)
+    ]
+    if bias is not None:
+        parts = [part + own for part, own in zip(parts, bias, strict=True)]
+    return torch.cat([*parts, rows.new_zeros(len(rows) - ends[-1], matrices.shape[2])])
+
+
+@operation(
+    product.SPEC, weight_gradient.SPEC, name="grouped_linear", arrays=_ARRAYS,
+    reads=("x", "weight", "bias", "offsets", "order"), ungraded=("offsets", "order"), apart=("x", "weight"),
+    key=("inner_first", "partial"), check=_check, find=_find, launch=_launch, launch_backward=_launch_backward,
+    fake=_fake, fallback_backward=_fallback_backward,
+)  # fmt: skip
+def _grouped_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, offsets: torch.Tensor,
+    order: torch.Tensor | None, slots: int, inner_first: bool, partial: bool,
+) -> torch.Tensor:  # fmt: skip
+    return _formula(x, weight, bias, offsets, order, slots, inner_first, partial)
+
+
+def grouped_outer(dy: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """``dy_e^T @ x_e`` over the rows of each expert: the gradient of a weight alone, for backwards written by hand.
+
+    Args:
+        dy: [rows, out_features], sorted by expert; bfloat16, float16 or float32.
+        x: [rows, in_features], of the dtype of ``dy``.
+        offsets: [experts], int32: the end of each expert's rows.
+
+    Returns:
+        [experts, out_features, in_features], contiguous; zeros for experts without rows. It has no gradient.
+    """
+    (rows, columns), inner, experts = dy.shape, x.shape[1], len(offsets)
+    plan = None
+    if dy.dtype == x.dtype and dy.numel() and x.numel() and experts * columns * inner <= MOST_ELEMENTS:
+        sizes = weight_gradient.sizes(rows, columns, inner, experts, dy.dtype, ())
+        plan = plan_for(weight_gradient.SPEC, dy.device, *sizes.values())
+    if plan is None:
+        count_fallback(weight_gradient.SPEC)
+        pieces = itertools.pairwise([0, *offsets.tolist()])
+        return torch.stack([dy[begin:end].t() @ x[begin:end] for begin, end in pieces])
+    with torch.no_grad():
+        return _run(plan, (experts, columns, inner), as_rows(dy), as_rows(x), offsets.int().contiguous())
