@@ -6,6 +6,7 @@ import pytest
 from accelerate import Accelerator
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_submodules
 from accelerate.state import AcceleratorState
+from accelerate.utils import compile_regions
 from tiny_qwen3 import apply, launched, launches, make, same, step, worst
 
 import tilekern
@@ -121,6 +122,27 @@ def test_hooks_stay_around_what_runs(early, late):
     assert same(step(model), reference)
     assert tilekern.apply_to_model(model)
     assert len(served(model, "fused_add_rms_norm")) == 1
+
+
+@pytest.mark.parametrize("way", [lambda _: apply(), tilekern.apply_to_model], ids=["class", "model"])
+@pytest.mark.parametrize("first", [True, False], ids=["patched first", "compiled first"])
+def test_regions_that_are_compiled_by_themselves_have_the_fused_loss(way, first):
+    """Accelerate makes shallow copies of a model's modules and wraps its layers and its head."""
+    model = make(layers=1)
+    reference = step(model)
+    if first:
+        way(model)
+    regions = compile_regions(model, backend="eager")
+    if not first:
+        way(regions)
+    assert served(regions, "fused_linear_cross_entropy") == [""]
+    before = launches()
+    assert worst(step(regions), reference) < 1e-5
+    assert launched(before)["fused_linear_cross_entropy"] == launched(before)["swiglu_forward"] == 1
+    tilekern.reset()
+    before = launches()
+    assert worst(step(regions), reference) < 1e-6
+    assert not launched(before)
 
 
 def test_hooks_that_hold_what_the_class_had_before_are_reported():

@@ -13,13 +13,15 @@ from typing import Any, NamedTuple
 class StandIn(NamedTuple):
     """What a patch gave one module: the function, the patched op, the path of what it stands in for, for people.
 
-    ``original`` is the function of a bound method that the module had of its own before, or None.
+    ``original`` is the function of a bound method that the module had of its own before, or None. ``retires`` says that
+    nothing but one model and its copies has the function.
     """
 
     function: Callable[..., Any]
     op: str
     where: str
     original: Callable[..., Any] | None
+    retires: bool = False
 
 
 class Bound:

@@ -8,10 +8,11 @@ from collections.abc import Iterable
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
-from tilekern.patch.bound import Bound
+from tilekern.patch.bound import Bound, StandIn
 from tilekern.patch.checkpointing import wraps_around
 from tilekern.patch.installed import Found, holder, original_at
 from tilekern.patch.ledger import Ledger
+from tilekern.patch.registry import registered
 from tilekern.patch.rewriting import rewritten
 from tilekern.patch.wrapped import is_inside, place_of
 
@@ -56,6 +57,7 @@ def _give(found: Found, path: str, replacement: Any, model: torch.nn.Module, led
     where = f"{found.patch.module}.{path}"
     before = ledger.held(owner, name)
     methods = [getattr(owner, name), *([before.original] if before else [])]
+    given = StandIn(replacement, found.patch.op, where, None, retires=found.patch not in registered())
     patched = left = 0
     for instance in _having(model.modules(), owner, name):
         touch = ledger.held(instance, name)
@@ -64,7 +66,7 @@ def _give(found: Found, path: str, replacement: Any, model: torch.nn.Module, led
             touch = None
         known = _ordinary(instance, name, methods) if touch is None else None
         if known is not None:
-            ledger.put_bound(found.patch.op, where, instance, name, replacement, known)
+            ledger.put_bound(instance, name, given, known)
             touch = ledger.held(instance, name)
         patched += touch is not None and touch.still_runs and touch.op == found.patch.op
         left += touch is None or not touch.still_runs

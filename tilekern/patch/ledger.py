@@ -143,9 +143,7 @@ class Ledger:
         setattr(owner, name, replacement)
         follow(owner, name, before, replacement)
 
-    def put_bound(
-        self, op: str, where: str, instance: Any, name: str, replacement: Callable[..., Any], known: Callable[..., Any]
-    ) -> None:
+    def put_bound(self, instance: Any, name: str, given: StandIn, known: Callable[..., Any]) -> None:
         """Give one instance a method of its own in the place of ``known``, its class's, which it may have bound.
 
         Where that is inside of a wrapper of the instance's own, the wrapper calls the replacement from then on; one
@@ -156,12 +154,12 @@ class Ledger:
         # What unpickling left calls the class's method, as having none does.
         original = None if before is None or isinstance(before, Bound) else before.__func__
         if original is None or original is getattr(type(instance), name) or settled(original) is known:
-            bound = Bound(instance, name, StandIn(replacement, op, where, original))
+            bound = Bound(instance, name, given._replace(original=original))
             setattr(instance, place, bound)
             self._note(bound)
-        elif exchange(original, known, replacement):
+        elif exchange(original, known, given.function):
             self._touches[id(instance), name] = Touch(
-                op, where, weakref.ref(instance), name, known, replacement, is_bound=True
+                given.op, given.where, weakref.ref(instance), name, known, given.function, True, given.retires
             )
 
     def adopt(self) -> None:
@@ -176,8 +174,8 @@ class Ledger:
         given, instance, name = bound.stand_in, bound.__self__, bound.method
         assert given is not None
         self._touches[id(instance), name] = Touch(
-            given.op, given.where, weakref.ref(instance), name, given.original or ABSENT, given.function, is_bound=True,
-            bound=weakref.ref(bound),
+            given.op, given.where, weakref.ref(instance), name, given.original or ABSENT, given.function, True,
+            given.retires, weakref.ref(bound),
         )  # fmt: skip
 
     def undo_one(self, touch: Touch) -> None:
@@ -186,14 +184,20 @@ class Ledger:
         touch.undo()
         del self._touches[id(owner), touch.name]
 
+    def undo_all(self, touches: Collection[Touch]) -> None:
+        """Put back attributes, whose owners are alive; what shallow copies of modules still hold is retired."""
+        for touch in touches:
+            self.undo_one(touch)
+        held = {id(touch.replacement) for touch in self._touches.values()}
+        for touch in touches:
+            if touch.is_bound and touch.retires and id(touch.replacement) not in held:
+                retire(touch.replacement, getattr(type(touch.owner()), touch.name))
+
     def undo(self, ops: Collection[str]) -> set[str]:
         """Put back every attribute that the ops touched, and say which of the ops had touched any."""
-        undone = set()
-        for _, touch in self._alive():
-            if touch.op in ops:
-                self.undo_one(touch)
-                undone.add(touch.op)
-        return undone
+        alive = [(owner, touch) for owner, touch in self._alive() if touch.op in ops]
+        self.undo_all([touch for _, touch in alive])
+        return {touch.op for _, touch in alive}
 
     def _alive(self) -> list[tuple[Any, Touch]]:
         """The touches with their owners, which the list keeps alive; those of owners that are gone are dropped."""

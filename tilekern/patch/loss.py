@@ -67,7 +67,7 @@ def unserved(model: Any, head: Any, loss: Any, is_gathered: bool = False) -> str
     """
     if model.loss_function is not loss:
         return "its loss is not the one of transformers that tilekern knows"
-    head = _trained_in(head)
+    head = _called_for(head)
     reason = _other_than_linear(head)
     if reason or is_gathered or head._forward_pre_hooks:
         return reason
@@ -75,9 +75,14 @@ def unserved(model: Any, head: Any, loss: Any, is_gathered: bool = False) -> str
     return f"its head's parameters are of the type {odd[0]}" if odd else ""
 
 
-def _trained_in(head: Any) -> Any:
-    """The layer that is called for a head: in PEFT's ``modules_to_save`` that of the adapter which is active."""
+def _called_for(head: Any) -> Any:
+    """The layer that is called for a head: that of the active adapter in PEFT's ``modules_to_save``.
+
+    In what torch.compile made of a head alone, as accelerate's regions have it, the one that was compiled.
+    """
     kind = type(head)
+    if kind.__name__ == "OptimizedModule" and kind.__module__ == "torch._dynamo.eval_frame" and not has_hooks(head):
+        return _called_for(head._orig_mod)
     wraps = (kind.__module__, kind.__name__) == ("peft.utils.other", "ModulesToSaveWrapper")
     if not wraps or has_hooks(head) or "forward" in vars(head):
         return head
@@ -126,7 +131,7 @@ def _loss(
     **_: Any,
 ) -> torch.Tensor:  # fmt: skip
     """Hugging Face's ``ForCausalLMLoss`` of ``head(hidden) * factor / divisor``, capped."""
-    head = _trained_in(head)
+    head = _called_for(head)
     if shift_labels is None:
         shift_labels = torch.nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     tokens, given = hidden.shape[:-1].numel(), shift_labels.numel()

@@ -283,9 +283,7 @@ def apply_to_model(
 def _take_back(model: torch.nn.Module, ops: Collection[str]) -> None:
     """Put back what patches of some ops gave a model's modules."""
     owners = set(map(id, model.modules()))
-    for touch in list(_ledger):
-        if touch.is_bound and touch.op in ops and id(touch.owner()) in owners:
-            _ledger.undo_one(touch)
+    _ledger.undo_all([x for x in _ledger if x.is_bound and x.op in ops and id(x.owner()) in owners])
 
 
 def patches_of_model(model: torch.nn.Module, forms: str = "tested") -> list[Patch]:

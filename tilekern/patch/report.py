@@ -14,7 +14,7 @@ from tilekern.patch.bound import Bound
 from tilekern.patch.checkpointing import wraps_around
 from tilekern.patch.families import family_of, is_of_transformers
 from tilekern.patch.installed import Found, examine
-from tilekern.patch.ledger import Ledger, Touch
+from tilekern.patch.ledger import Ledger
 from tilekern.patch.plain import has_hooks
 from tilekern.patch.table import Patch
 from tilekern.patch.wrapped import is_inside, place_of
@@ -133,7 +133,7 @@ def _reason(patch: Patch, found: Found, module: Any, path: str, ledger: Ledger, 
     """Why a patch does not serve a module; empty where it does."""
     kind, method = path.split(".")
     owner, own = getattr(sys.modules[patch.module], kind), vars(module).get(place_of(module, method))
-    op = _given(own, ledger.held(module, method))
+    op = _given(own, module, method, ledger)
     if op:
         return _of_the_call(patch, module, shards) if op == patch.op else f"{op} has its {method}"
     if own is not None and not _is_the_class_s(own, module, method):
@@ -147,7 +147,7 @@ def _reason(patch: Patch, found: Found, module: Any, path: str, ledger: Ledger, 
 def _by_touches(module: Any, ledger: Ledger) -> Iterator[tuple[str, str]]:
     """The op that has a module's forward, wherever its class is by now, and why it does not run."""
     own = vars(module).get(place_of(module, "forward"))
-    op = _given(own, ledger.held(module, "forward"))
+    op = _given(own, module, "forward", ledger)
     base = next(base for base in type(module).__mro__ if "forward" in vars(base))
     touch = ledger.held(base, "forward")
     if op:
@@ -163,11 +163,15 @@ def _unknown(kind: type) -> str:
     return "its code has no form that is known"
 
 
-def _given(own: Any, touch: Touch | None) -> str:
+def _given(own: Any, module: Any, method: str, ledger: Ledger) -> str:
     """The op whose stand-in a module has of its own, noted or not, as a copy's is not; empty where it has none."""
     if isinstance(own, Bound) and own.stand_in is not None:
         return own.stand_in.op
-    return touch.op if touch is not None and touch.still_runs else ""
+    touch = ledger.held(module, method)
+    if touch is not None and touch.still_runs:
+        return touch.op
+    function = own.__func__ if isinstance(own, MethodType) else None
+    return next((touch.op for touch in ledger if touch.is_bound and touch.replacement is function), "")
 
 
 def _unpatched(patch: Patch) -> str:
