@@ -27,6 +27,7 @@ SIZES = {
     "columns": st.one_of(st.integers(1, 300), st.sampled_from([1, 2, 63, 64, 65, 127, 128, 255, 256, 257])),
     "vocabulary": st.one_of(st.integers(1, 300), st.sampled_from([255, 256, 257])),
     "tokens": st.integers(1, 9),
+    "choices": st.integers(1, 10),
     "batch": st.integers(1, 3),
     "heads": st.integers(1, 9),
     "kv_heads": st.integers(1, 5),
@@ -41,7 +42,8 @@ LARGE = {
     "heads": st.integers(1, 256),
     "kv_heads": st.integers(1, 256),
     "head_dim": st.one_of(st.integers(1, 256), st.sampled_from([41, 64, 92, 128, 192, 256])),
-    "experts": st.integers(1, 512),
+    "experts": st.integers(1, 256),
+    "choices": st.integers(1, 64),
 }
 VIEWS = ("contiguous", "wide_rows", "offset", "reversed")
 # A problem of each spec with sizes that are no powers of two, for what a single case suffices for.

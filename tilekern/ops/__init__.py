@@ -11,6 +11,7 @@ import pkgutil
 
 from tilekern.ops.attention import attention
 from tilekern.ops.cross_entropy import cross_entropy
+from tilekern.ops.experts import experts
 from tilekern.ops.fused_add_rms_norm import fused_add_rms_norm
 from tilekern.ops.fused_linear_cross_entropy import fused_linear_cross_entropy
 from tilekern.ops.fused_linear_jsd import fused_linear_jsd
@@ -26,6 +27,7 @@ from tilekern.ops.qk_norm_rope import qk_norm_rope
 from tilekern.ops.qwen2vl_mrope import qwen2vl_mrope
 from tilekern.ops.rms_norm import rms_norm
 from tilekern.ops.rope import rope
+from tilekern.ops.route import route
 from tilekern.ops.sharded_linear_log_probs import sharded_linear_log_probs
 from tilekern.ops.swiglu import swiglu
 from tilekern.ops.tiled_geglu import tiled_geglu
@@ -34,6 +36,7 @@ from tilekern.ops.tiled_swiglu import tiled_swiglu
 __all__ = [
     "attention",
     "cross_entropy",
+    "experts",
     "fused_add_rms_norm",
     "fused_linear_cross_entropy",
     "fused_linear_jsd",
@@ -47,6 +50,7 @@ __all__ = [
     "qwen2vl_mrope",
     "rms_norm",
     "rope",
+    "route",
     "sharded_linear_log_probs",
     "swiglu",
     "tiled_geglu",

@@ -1,0 +1,84 @@
+import math
+
+import pytest
+import torch
+from spec_samples import inputs_of, interpret, sized
+
+from tilekern.kernels import spec_named
+from tilekern.kernels.experts.route import PART
+
+ROUTE = ("route_count", "route_place")
+
+
+def defaults(spec, problem):
+    """The default and the generic config."""
+    return dict.fromkeys((spec.default(problem, None), spec.generic(problem)))
+
+
+@pytest.mark.parametrize("name", ROUTE)
+@pytest.mark.parametrize("blocks", [1, 2, None])
+def test_slots_of_several_parts_are_routed_by_any_number_of_blocks(name, blocks):
+    spec = spec_named(name)
+    problem = sized(spec, rows=2 * PART + 77, experts=33)
+    for config in defaults(spec, problem):
+        check = interpret(spec, problem, config, inputs_of(spec, problem), blocks)
+        assert check.passed, check.reason
+
+
+@pytest.mark.parametrize("ids", [[3] * 40, [7] * 40, [-1, 9, 0] * 13])
+def test_one_expert_may_have_all_slots_or_none(ids):
+    """An id beyond the experts, or below 0, is of no expert."""
+    problem = sized(spec_named(ROUTE[0]), rows=len(ids), experts=7)
+    given = torch.tensor(ids, dtype=torch.int32)
+    counts = torch.stack([(given == e).sum() for e in range(7)]).to(torch.int32)[None]
+    for name, inputs in zip(ROUTE, ({}, {"counts": counts}), strict=True):
+        spec = spec_named(name)
+        for config in defaults(spec, problem):
+            assert interpret(spec, problem, config, {"ids": given, "experts": 7, **inputs}).relative_error == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "numbers"),
+    [("experts_combine", ("x",)), ("experts_gate", ("pre",)), ("experts_gate_backward", ("pre", "dy"))],
+)
+def test_rows_of_no_expert_may_hold_anything(name, numbers):
+    spec = spec_named(name)
+    problem = sized(spec, flags=True, choices=3)
+    inputs = inputs_of(spec, problem)
+    assert (inputs["experts"] == inputs["total"]).any()
+    for number in numbers:
+        inputs[number][inputs["experts"] == inputs["total"]] = math.nan
+    for config in defaults(spec, problem):
+        check = interpret(spec, problem, config, inputs)
+        assert check.passed, check.reason
+
+
+def test_a_gate_without_a_limit_is_silu():
+    spec = spec_named("experts_gate")
+    problem = sized(spec)
+    inputs = inputs_of(spec, problem) | {"alpha": 1.0, "limit": math.inf, "shift": 0.0}
+    inputs["experts"].zero_()
+    gate, up = inputs["pre"].double().chunk(2, 1)
+    expected = torch.nn.functional.silu(gate) * up
+    assert torch.allclose(spec.reference(**inputs, tanh=False, interleaved=False, biased=False)["y"], expected)
+    for config in defaults(spec, problem):
+        assert interpret(spec, problem, config, inputs).passed
+
+
+@pytest.mark.parametrize("rows", [[40, 0, 0], [0, 0, 40], [0, 0, 0], [1, 38, 1]])
+def test_sums_of_experts_with_all_rows_or_none(rows):
+    spec = spec_named("experts_sum")
+    problem = sized(spec, rows=40, experts=3, columns=20, flags=True)
+    offsets = torch.tensor(rows).cumsum(0).to(torch.int32)
+    inputs = inputs_of(spec, problem) | {"offsets": offsets}
+    for config in defaults(spec, problem):
+        check = interpret(spec, problem, config, inputs)
+        assert check.passed, check.reason
+
+
+def test_more_choices_than_are_written_out():
+    spec = spec_named("experts_combine")
+    problem = sized(spec, flags=True, tokens=3, choices=11, columns=40)
+    constants = dict(spec.device(problem, spec.generic(problem)).constants)
+    assert not constants["unrolled"]
+    assert interpret(spec, problem, spec.generic(problem), inputs_of(spec, problem)).passed

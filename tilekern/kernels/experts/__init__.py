@@ -1,0 +1,12 @@
+"""What surrounds the products of a layer of experts: routing, the copying of rows, the gate, the weighted sum.
+
+T tokens, K experts for each, E experts. A slot t * K + k is a token's k-th choice. Rows are slots sorted by expert:
+``offsets`` int32 [E] are the ends of the experts' rows (``offs`` of torch's grouped product), ``order`` int32 [T * K]
+the slot of each row, ``ranks`` int32 [T * K] the row of each slot, ``experts`` int32 [T * K] the expert of each row. An
+id that is not from 0 to E - 1, as ranks of expert parallelism have them for the experts of others, stands for no
+expert: its rows come last, with E as their expert, no product writes them, and nothing here reads them as numbers.
+"""
+
+from tilekern.kernels.experts import combine, gate, gather, route, sums
+
+SPECS = (*route.SPECS, *gather.SPECS, *gate.SPECS, *combine.SPECS, *sums.SPECS)

@@ -1,0 +1,254 @@
+"""Routing: the slots of a layer of experts sorted by expert, those of one expert in their order, by two launches.
+
+The first counts, for each part of ``PART`` slots, those of each expert. The second adds up the counts of all parts,
+which are the ends of the experts' rows, and of the parts before its own, which are its first row of each expert, and
+places its slots behind them. Both take ``chunk`` slots at a time, as rows of a matrix [chunk, experts] of zeros and
+ones. Nothing comes to the host, and nothing is atomic: the order is the same in every run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import cuda.tile as ct
+
+from tilekern.kernels.tiles import ConstInt, hints, power_of_two
+from tilekern.spec import (
+    ITEM_BYTES,
+    ArrayParameter,
+    Config,
+    Constraint,
+    Dimension,
+    Implementation,
+    KernelSpec,
+    Problem,
+    ScalarParameter,
+    Space,
+    Value,
+    cdiv,
+)
+
+# Slots of one block.
+PART = 512
+# Of more experts, a matrix of ones and zeros for 16 slots is long code.
+MOST_EXPERTS = 256
+_MOST_ELEMENTS = 8192
+# Parts whose counts are read at once.
+_ROWS = 8
+
+
+def _chosen(ids, step, chunk, width, experts):
+    """For ``chunk`` slots: ones where they chose an expert [chunk, width], the expert or -1, and which slots exist."""
+    number = ct.load(ids, (step,), (chunk,), padding_mode=ct.PaddingMode.ZERO, allow_tma=False)
+    is_slot = step * chunk + ct.arange(chunk, dtype=ct.int32) < ids.shape[0]
+    expert = ct.where(is_slot & (number >= 0) & (number < experts), number, -1).astype(ct.int32)
+    lane = ct.reshape(ct.arange(width, dtype=ct.int32), (1, width))
+    return ct.where(ct.reshape(expert, (chunk, 1)) == lane, 1, 0), expert, is_slot
+
+
+def _earlier(expert, chunk):
+    """For each slot how many before it in the tile chose its expert: pairs, as a scan of a matrix is long code."""
+    number = ct.arange(chunk, dtype=ct.int32)
+    is_before = ct.reshape(number, (1, chunk)) < ct.reshape(number, (chunk, 1))
+    is_same = ct.reshape(expert, (1, chunk)) == ct.reshape(expert, (chunk, 1))
+    return ct.sum(ct.where(is_before & is_same, 1, 0), axis=1)
+
+
+@ct.kernel
+def route_count(ids, experts, counts, width: ConstInt, chunk: ConstInt, part: ConstInt):
+    """How many slots of each part chose each expert."""
+    steps = ct.cdiv(ids.shape[0], chunk)
+    for number in range(ct.bid(0), ct.cdiv(ids.shape[0], part), ct.num_blocks(0)):
+        total = ct.zeros((chunk, width), ct.int32)
+        for step in range(number * (part // chunk), ct.minimum((number + 1) * (part // chunk), steps)):
+            ones, _, _ = _chosen(ids, step, chunk, width, experts)
+            total = total + ones
+        ct.store(counts, (number, 0), ct.sum(total, axis=0, keepdims=True), allow_tma=False)
+
+
+@ct.kernel
+def route_place(ids, counts, experts, offsets, order, ranks, chosen, width: ConstInt, chunk: ConstInt, part: ConstInt):
+    """The row of each slot, the slot and the expert of each row, and the ends of the experts' rows."""
+    steps = ct.cdiv(ids.shape[0], chunk)
+    for number in range(ct.bid(0), ct.cdiv(ids.shape[0], part), ct.num_blocks(0)):
+        total, before = ct.zeros((_ROWS, width), ct.int32), ct.zeros((_ROWS, width), ct.int32)
+        # Sums of each step would be twice as much code.
+        for step in range(ct.cdiv(counts.shape[0], _ROWS)):
+            found = ct.load(counts, (step, 0), (_ROWS, width), padding_mode=ct.PaddingMode.ZERO, allow_tma=False)
+            is_before = step * _ROWS + ct.arange(_ROWS, dtype=ct.int32) < number
+            total = total + found
+            before = before + ct.where(ct.reshape(is_before, (_ROWS, 1)), found, 0)
+        total, before = ct.sum(total, axis=0, keepdims=True), ct.sum(before, axis=0, keepdims=True)
+        ends = ct.cumsum(total, axis=1)
+        if number == 0:
+            ct.store(offsets, (0,), ct.reshape(ends, (width,)), allow_tma=False)
+        first = ends - total + before
+        # Slots of no expert stand behind all others.
+        behind = ct.sum(total) + number * part - ct.sum(before)
+        for step in range(number * (part // chunk), ct.minimum((number + 1) * (part // chunk), steps)):
+            ones, expert, is_slot = _chosen(ids, step, chunk, width, experts)
+            is_left = is_slot & (expert < 0)
+            rank = ct.where(is_left, behind, ct.sum(ones * first, axis=1)) + _earlier(expert, chunk)
+            place = step * chunk + ct.arange(chunk, dtype=ct.int32)
+            ct.scatter(order, rank, place, mask=is_slot)
+            ct.scatter(chosen, rank, ct.where(is_left, experts, expert), mask=is_slot)
+            ct.store(ranks, (step,), rank, allow_tma=False)
+            first = first + ct.sum(ones, axis=0, keepdims=True)
+            behind = behind + ct.sum(ct.where(is_left, 1, 0))
+
+
+def parts(rows: int) -> int:
+    """How many parts the slots are cut into."""
+    return cdiv(rows, PART)
+
+
+def _width(problem: Problem) -> int:
+    """The experts' matrix in columns; narrower ones leave threads without an element, and are longer code."""
+    return max(32, power_of_two(problem["experts"]))
+
+
+def _axes(problem: Problem) -> dict[str, list[Value]]:
+    width = _width(problem)
+    return {
+        "schedule": ["persistent"],
+        "chunk": [n for n in (16, 32, 64) if n == 16 or n * width <= _MOST_ELEMENTS],
+        "num_worker_warps": [0, 8],
+    }
+
+
+def _config(problem: Problem, elements: int, warps: int) -> Config:
+    chunk = max(16, min(32, elements // _width(problem)))
+    return Config(schedule="persistent", chunk=chunk, num_worker_warps=warps)
+
+
+def _implement(
+    function: Any, inputs: tuple[ArrayParameter, ...], outputs: tuple[ArrayParameter, ...], problem: Problem,
+    config: Config,
+) -> Implementation:  # fmt: skip
+    """Of a function that takes ids, more inputs, the number of experts, and outputs."""
+    ids = ArrayParameter("ids", "int64" if problem["wide"] else "int32", 1)
+    return Implementation(
+        function=function,
+        parameters=(ids, *inputs, ScalarParameter("experts", "int32"), *outputs),
+        constants=(("width", _width(problem)), ("chunk", config["chunk"]), ("part", PART)),
+        grid=lambda sizes, sm_count: max(1, min(parts(sizes["rows"]), 4 * sm_count)),
+        hints=hints(config),
+    )
+
+
+def _ids(problem: Problem, generator: Any, device: str) -> Any:
+    """Any experts, one of them more often than the others, and no expert."""
+    import torch
+
+    shape, dtype = (problem["rows"],), torch.int64 if problem["wide"] else torch.int32
+    ids = torch.randint(problem["experts"] + 1, shape, generator=generator, device=device, dtype=dtype)
+    ids[::3] = problem["experts"] // 2
+    return ids
+
+
+def counted(ids: Any, experts: int) -> Any:
+    """How many slots of each part chose each expert, [parts, experts]."""
+    import torch
+
+    padded = torch.nn.functional.pad(ids.long(), (0, -len(ids) % PART), value=experts).view(-1, PART)
+    return (padded[..., None] == torch.arange(experts, device=ids.device)).sum(1)
+
+
+def routed(ids: Any, experts: int) -> tuple[Any, Any, Any, Any]:
+    """(offsets, order, ranks, experts of rows), int32, of slots, by torch's operations, none of which waits."""
+    import torch
+
+    ids = ids.reshape(-1).long()
+    ids = torch.where((ids < 0) | (ids >= experts), experts, ids)
+    chosen, order = torch.sort(ids, stable=True)
+    ends = torch.arange(experts, device=ids.device)
+    offsets = torch.searchsorted(chosen, ends, right=True)
+    ranks = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=ids.device))
+    offsets, order, ranks, chosen = (x.to(torch.int32) for x in (offsets, order, ranks, chosen))
+    return offsets, order, ranks, chosen
+
+
+def _placed(ids: Any, counts: Any, experts: int) -> dict[str, Any]:
+    return dict(zip(_NAMES, (x.double() for x in routed(ids, experts)), strict=True))
+
+
+def _place_inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
+    import torch
+
+    ids, experts = _ids(problem, generator, device), problem["experts"]
+    return {"ids": ids, "counts": counted(ids, experts).to(torch.int32), "experts": experts}
+
+
+def _bytes(arrays: int) -> Any:
+    """Ids read, the counts of all parts once, and some numbers written for each slot."""
+
+    def moved(problem: Problem) -> int:
+        ids = ITEM_BYTES["int64" if problem["wide"] else "int32"]
+        return problem["rows"] * (ids + 4 * arrays) + 4 * problem["experts"] * parts(problem["rows"])
+
+    return moved
+
+
+_DIMENSIONS = (Dimension("rows", "bucketed"), Dimension("experts", "exact"), Dimension("wide", "flag"))
+_SPACE = Space(
+    _axes,
+    (
+        Constraint(
+            f"more than {_MOST_ELEMENTS} elements of ones and zeros spill",
+            lambda problem, config, target: (
+                config["chunk"] == 16 or config["chunk"] * _width(problem) <= _MOST_ELEMENTS
+            ),
+        ),
+    ),
+)
+_NAMES = ("offsets", "order", "ranks", "chosen")
+_COUNTS = ArrayParameter("counts", "int32", 2)
+_PLACED = tuple(ArrayParameter(name, "int32", 1, role="output") for name in _NAMES)
+
+COUNT = KernelSpec(
+    name="route_count",
+    summary="how many slots of each part of 512 chose each expert",
+    module=__name__,
+    dimensions=_DIMENSIONS,
+    space=_SPACE,
+    ops=("experts",),
+    implement=lambda problem, config: _implement(
+        route_count, (), (dataclasses.replace(_COUNTS, role="output"),), problem, config
+    ),
+    default=lambda problem, target: _config(problem, 1024, 0),
+    generic=lambda problem: _config(problem, 1024, 0),
+    inputs=lambda problem, generator, device: {
+        "ids": _ids(problem, generator, device),
+        "experts": problem["experts"],
+    },
+    outputs=lambda problem, blocks: {"counts": ((parts(problem["rows"]), problem["experts"]), "int32")},
+    reference=lambda ids, experts: {"counts": counted(ids, experts).double()},
+    bytes_moved=_bytes(0),
+    flops=lambda problem: problem["rows"] * problem["experts"],
+    result_dtype=lambda problem: "float32",
+)
+
+PLACE = KernelSpec(
+    name="route_place",
+    summary="slots sorted by expert, stable: offsets, the slot of each row, the row of each slot",
+    module=__name__,
+    dimensions=_DIMENSIONS,
+    space=_SPACE,
+    ops=("experts",),
+    implement=lambda problem, config: _implement(route_place, (_COUNTS,), _PLACED, problem, config),
+    default=lambda problem, target: _config(problem, 1024, 0),
+    generic=lambda problem: _config(problem, 1024, 0),
+    inputs=_place_inputs,
+    outputs=lambda problem, blocks: {
+        "offsets": ((problem["experts"],), "int32"),
+        **dict.fromkeys(_NAMES[1:], ((problem["rows"],), "int32")),
+    },
+    reference=_placed,
+    bytes_moved=_bytes(3),
+    flops=lambda problem: 3 * problem["rows"] * problem["experts"],
+    result_dtype=lambda problem: "float32",
+    inputs_in_l2=True,
+)
+
+SPECS = (COUNT, PLACE)

@@ -1,0 +1,64 @@
+"""What kernels that take one row of a layer of experts at a time share: the row's expert, tiles, and test routing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cuda.tile as ct
+
+from tilekern.kernels.tiles import power_of_two
+from tilekern.spec import Config, Problem, Space, Value, cdiv
+
+# Experts of the inputs that kernels are checked and timed with.
+EXPERTS = 5
+
+
+def expert_of(experts, row, weights):
+    """The expert of a row; the last one for a row of none, of which no number counts."""
+    return ct.minimum(ct.load(experts, (row,), ()), weights.shape[0] - 1)
+
+
+def widths(columns: int) -> list[int]:
+    """Widths of tiles, wide ones first, of which at most a third lies beyond the row's end."""
+    fitting = [n for n in (4096, 2048, 1024, 512, 256) if n <= power_of_two(columns)]
+    return [n for n in fitting if cdiv(columns, n) * n <= 1.5 * columns] or [min(256, power_of_two(columns))]
+
+
+def _axes(problem: Problem) -> dict[str, list[Value]]:
+    return {
+        "schedule": ["persistent", "block"],
+        "tile_n": sorted(widths(problem["columns"])[:3]),
+        "occupancy": [4, 8],
+        "num_worker_warps": [0, 8],
+    }
+
+
+SPACE = Space(_axes)
+
+
+def default(problem: Problem, widest: int) -> Config:
+    """One block a row, with the widest tile that is not wider than ``widest``."""
+    tile_n = next((n for n in widths(problem["columns"]) if n <= widest), widths(problem["columns"])[-1])
+    return Config(schedule="block", tile_n=tile_n, occupancy=8 if tile_n < 2048 else 4, num_worker_warps=0)
+
+
+def generic(problem: Problem) -> Config:
+    """Narrow tiles: loads of single elements are long code."""
+    tile_n = min(256, power_of_two(problem["columns"]))
+    return Config(schedule="persistent", tile_n=tile_n, occupancy=1, num_worker_warps=0)
+
+
+def constants(problem: Problem, config: Config) -> tuple[tuple[str, int], ...]:
+    """The width of a tile, and whether one reaches over the end of a row."""
+    return ("tile_n", config["tile_n"]), ("bounded", problem["columns"] % config["tile_n"] != 0)
+
+
+def expert_ids(problem: Problem, generator: Any, device: str) -> Any:
+    """The expert of each slot, of :data:`EXPERTS`; one has most of them, one has none, and some slots have none."""
+    import torch
+
+    ids = torch.randint(EXPERTS, (problem["rows"],), generator=generator, device=device)
+    ids[ids == 1] = 2
+    ids[::2] = 3
+    ids[1::4] = EXPERTS
+    return ids

@@ -1,0 +1,75 @@
+"""route: the slots of a layer of experts, a token's choices, sorted by expert; without a gradient.
+
+It is written by hand and not declared: it is two launches, and its results are whole numbers.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from tilekern.kernels.experts import route as kernels
+from tilekern.runtime.dispatch import Plan, count_fallback, plan_for
+
+
+class Routing(NamedTuple):
+    """The slots t * choices + k sorted by expert, the first of an expert first.
+
+    Attributes:
+        offsets: int32 [experts], the end of each expert's rows, as torch's grouped product takes them (``offs``).
+        order: int32 [tokens * choices], the slot of each row.
+        ranks: int32 [tokens, choices], the row of each slot.
+        experts: int32 [tokens * choices], the expert of each row.
+    """
+
+    offsets: torch.Tensor
+    order: torch.Tensor
+    ranks: torch.Tensor
+    experts: torch.Tensor
+
+
+def route(ids: torch.Tensor, experts: int) -> Routing:
+    """Sort the slots of tokens by their experts, with no word to the host.
+
+    Args:
+        ids: [tokens, choices], any integers. A slot whose id is not from 0 to ``experts`` - 1, as ranks of expert
+            parallelism mark the experts of others, comes last; its row's expert is ``experts``.
+        experts: how many there are.
+
+    Raises:
+        ValueError: ``ids`` has another shape, or there are no experts.
+    """
+    if ids.dim() != 2 or experts < 1:
+        raise ValueError(
+            f"route: ids must be [tokens, choices] of at least one expert, got {list(ids.shape)} and {experts}"
+        )
+    plans = None if torch.compiler.is_compiling() else plans_of(ids, experts)
+    if plans is not None:
+        return launched(plans, ids, experts)
+    if not torch.compiler.is_compiling():
+        count_fallback(kernels.PLACE)
+    offsets, order, ranks, chosen = kernels.routed(ids, experts)
+    return Routing(offsets, order, ranks.view(ids.shape), chosen)
+
+
+def plans_of(ids: torch.Tensor, experts: int) -> tuple[Plan, Plan] | None:
+    """The plans of both launches, or None where torch must sort."""
+    if not ids.numel() or experts > kernels.MOST_EXPERTS or ids.dtype not in (torch.int32, torch.int64):
+        return None
+    sizes = (ids.numel(), experts, ids.dtype == torch.int64)
+    count, place = (plan_for(spec, ids.device, *sizes) for spec in (kernels.COUNT, kernels.PLACE))
+    return None if count is None or place is None else (count, place)
+
+
+def launched(plans: tuple[Plan, Plan], ids: torch.Tensor, experts: int) -> Routing:
+    """The routing by two kernels."""
+    device, rows = ids.get_device(), ids.numel()
+    slots = ids.contiguous().view(-1)
+    counts = torch.empty(kernels.parts(rows), experts, dtype=torch.int32, device=ids.device)
+    plans[0].launch(device, slots, experts, counts)
+    offsets, order, ranks, chosen = (
+        torch.empty(size, dtype=torch.int32, device=ids.device) for size in (experts, rows, rows, rows)
+    )
+    plans[1].launch(device, slots, counts, experts, offsets, order, ranks, chosen)
+    return Routing(offsets, order, ranks.view(ids.shape), chosen)
