@@ -1,4 +1,4 @@
-"""``attn_implementation="tilekern"``: its names, known to transformers from ``import tilekern`` on.
+"""``attn_implementation="tilekern"`` and ``experts_implementation="tilekern"``, known from ``import tilekern`` on.
 
 The code behind them is imported when it is first called, and takes their place where :func:`tilekern.apply` is.
 """
@@ -15,6 +15,7 @@ from tilekern.awaiting import Arrivals, is_imported
 _MODELS = "transformers.modeling_utils"
 # For each name, whether gradients are the same bits in every run.
 NAMES = {"tilekern": True, "tilekern_nondeterministic": False}
+EXPERTS = "tilekern"
 
 
 def register(attend: Callable[..., Any], mask: Callable[..., Any]) -> None:
@@ -24,6 +25,14 @@ def register(attend: Callable[..., Any], mask: Callable[..., Any]) -> None:
     for name, deterministic in NAMES.items():
         AttentionInterface.register(name, partial(attend, deterministic))
         AttentionMaskInterface.register(name, mask)
+
+
+def register_experts(run: Callable[..., Any]) -> None:
+    """Make the name of experts known to transformers, with what computes them; without the door nothing is done."""
+    with contextlib.suppress(ImportError):
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+        ALL_EXPERTS_FUNCTIONS.register(EXPERTS, run)
 
 
 def register_later() -> None:
@@ -37,6 +46,7 @@ def register_later() -> None:
 def _register(_: str = _MODELS) -> None:
     with contextlib.suppress(ImportError):
         register(_attend, _mask)
+    register_experts(_experts)
 
 
 # An import is a statement that torch.compile traces.
@@ -50,3 +60,9 @@ def _mask(**kwargs: Any) -> Any:
     from tilekern.patch.masking import mask
 
     return mask(**kwargs)
+
+
+def _experts(*args: Any, **kwargs: Any) -> Any:
+    from tilekern.patch.experts import run_experts
+
+    return run_experts(*args, **kwargs)

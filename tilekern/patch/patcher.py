@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from tilekern.awaiting import Arrivals
 from tilekern.errors import InputError
 from tilekern.patch import attention
+from tilekern.patch import experts as experts_door
 from tilekern.patch.families import FAMILIES, Family, imported, is_of_transformers
 from tilekern.patch.installed import Found, as_read, examine, transformers_version
 from tilekern.patch.instances import patch_modules
@@ -59,6 +60,7 @@ def apply(
     mlp: bool = True,
     fused_add_rms_norm: bool = True,
     qk_norm_rope: bool = True,
+    experts: bool = False,
     model_type: str | None = None,
     forms: str = "tested",
     on_miss: str | None = None,
@@ -80,6 +82,8 @@ def apply(
         rms_norm, swiglu, rope, fused_linear_cross_entropy, layer_norm, mlp, fused_add_rms_norm, qk_norm_rope: which
             ops to patch. ``swiglu`` is for MLPs with a gate, by gelu too, ``mlp`` for those without one. With the fused
             loss a model in training gives a loss and no logits.
+        experts: whether models of all families whose experts run by transformers' grouped products, its default, run
+            ``experts_implementation="tilekern"`` in their place.
         model_type: one family only, for example ``qwen3``; the others stay as they are. None means all.
         forms: ``tested`` patches the families whose tests pass here (``python -m tilekern.patch`` lists them), ``any``
             all families of transformers whose code has a form that is known.
@@ -108,6 +112,8 @@ def apply(
         _note(wish, model_type, families)
         _arrivals.watch()
     attention.register()
+    experts_door.register()
+    experts_door.stand_in(experts)
     with _lock:
         mine = {family.module for family in families}
         homes = [name for name in imported() if model_type is None or name in mine]
@@ -224,6 +230,7 @@ def apply_to_model(
     mlp: bool = True,
     fused_add_rms_norm: bool = True,
     qk_norm_rope: bool = True,
+    experts: bool = False,
     model_type: str | None = None,
     forms: str = "tested",
     on_miss: str | None = None,
@@ -261,6 +268,8 @@ def apply_to_model(
     if on_miss is not None:
         dispatch.set_miss_policy(on_miss)
     attention.register()
+    experts_door.register()
+    experts_door.choose(model, experts)
     done = set()
     with _lock:
         _take_back(model, {patch.op for patch in rows} - wish.ops)
@@ -301,8 +310,8 @@ def _may_be_any(home: str) -> bool:
 def reset(names: str | Iterable[str] | None = None) -> list[str]:
     """Put back every attribute that patches of the named ops (None: of all) have touched, models' own included.
 
-    What others have wrapped around a patch meanwhile (accelerate's hooks and casts) stays, and runs the original. The
-    miss policy stays as it is.
+    What others have wrapped around a patch meanwhile (accelerate's hooks and casts) stays, and runs the original.
+    Experts that :func:`apply` chose are put back where all ops are. The miss policy stays as it is.
 
     Returns:
         The ops that had been patched, in the table's order.
@@ -312,6 +321,7 @@ def reset(names: str | Iterable[str] | None = None) -> list[str]:
     """
     if names is None:
         ranks.unarm()
+        experts_door.put_back()
     wanted = known_ops() if names is None else [names] if isinstance(names, str) else list(names)
     check_ops(wanted)
     with _lock:

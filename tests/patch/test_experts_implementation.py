@@ -1,0 +1,137 @@
+"""``experts_implementation="tilekern"``: models with experts compute what they do by transformers' own functions."""
+
+import pytest
+import torch
+from tiny_families import IDS, make
+from transformers.activations import GELUTanh
+from transformers.integrations import moe
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+import tilekern
+from tilekern.patch import experts
+from tilekern.runtime.dispatch import counters
+
+FAMILIES = (
+    "gpt_oss", "qwen3_moe", "mixtral", "granitemoe", "olmoe", "deepseek_v3", "qwen2_moe", "glm4_moe"
+)  # fmt: skip
+pytestmark = pytest.mark.usefixtures("interpreted")
+
+
+@pytest.fixture(autouse=True)
+def registered():
+    experts.register()
+
+
+def step(model, name):
+    """The loss, the logits, and every gradient, by transformers' or our experts."""
+    model.set_experts_implementation(name)
+    model.train().zero_grad()
+    out = model(input_ids=IDS, labels=IDS)
+    out.loss.backward()
+    return {"loss": out.loss.detach(), "logits": out.logits.detach()} | {
+        path: x.grad.clone() for path, x in model.named_parameters() if x.grad is not None
+    }
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_loss_logits_and_gradients_are_those_of_the_model_as_it_is(family):
+    model, _, _ = make(family)
+    expected, before = step(model, "eager"), counters("experts_gate").launches
+    found = step(model, "tilekern")
+    layers = sum(hasattr(type(module), "_apply_gate") for module in model.modules())
+    assert counters("experts_gate").launches == before + layers > before
+    assert found.keys() == expected.keys()
+    for name, x in expected.items():
+        assert torch.allclose(found[name], x, rtol=1e-4, atol=1e-6 + 1e-5 * float(x.norm())), name
+
+
+def module_of(**changes):
+    """The experts of a tiny model, with some attributes changed."""
+    model, _, _ = make("qwen3_moe")
+    module = next(x for x in model.modules() if type(x) is Qwen3MoeExperts)
+    for name, value in changes.items():
+        setattr(module, name, value)
+    return module
+
+
+def routed(module, tokens=5, choices=2):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(tokens, module.gate_up_proj.shape[2], generator=generator)
+    ids = torch.rand(tokens, module.num_experts, generator=generator).topk(choices).indices
+    return x, ids, torch.rand(tokens, choices, generator=generator)
+
+
+class Squared(torch.nn.Module):
+    def forward(self, x):
+        return x * x
+
+
+@pytest.mark.filterwarnings("ignore:.*transformers' own grouped products run")
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"act_fn": Squared()}, "no op has its activation, Squared"),
+        ({"has_post_expert_norm": True, "post_expert_norm": torch.nn.Identity()}, "a norm follows"),
+        ({"_apply_gate": lambda x: x.chunk(2, -1)[0]}, "its gate has no form that is known"),
+    ],
+)
+def test_what_no_op_serves_runs_transformers_own_and_is_counted(changes, reason):
+    module = module_of(**changes)
+    given, before = routed(module), counters("experts_gate").fallbacks
+    expected = moe.grouped_mm_experts_forward(module, *given)
+    assert torch.equal(experts.run_experts(module, *given), expected)
+    assert counters("experts_gate").fallbacks == before + 1
+    assert reason in experts.unserved(module)
+
+
+def test_ids_of_other_ranks_add_nothing():
+    module = module_of()
+    x, ids, weights = routed(module)
+    kept = torch.ones_like(ids, dtype=torch.bool)
+    kept[1], kept[3, 0] = False, False
+    found = experts.run_experts(module, x, ids.where(kept, module.num_experts), weights)
+    expected = moe.grouped_mm_experts_forward(module, x, ids, weights * kept)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    assert not found[1].any()
+
+
+def test_gelu_by_tanh_is_served():
+    module = module_of(act_fn=GELUTanh())
+    given, before = routed(module), counters("experts_gate").launches
+    expected = moe.grouped_mm_experts_forward(module, *given)
+    torch.testing.assert_close(experts.run_experts(module, *given), expected, rtol=1e-4, atol=1e-5)
+    assert counters("experts_gate").launches == before + 1
+
+
+def test_the_gate_of_most_classes_is_known_by_its_shape():
+    assert experts.form_of(moe._default_apply_gate) == experts.GateForm()
+
+
+def test_apply_and_reset_choose_the_experts_of_all_models():
+    tilekern.apply(experts=True, model_type="qwen3")
+    assert moe.ALL_EXPERTS_FUNCTIONS["grouped_mm"] is experts.run_experts
+    tilekern.apply(model_type="qwen3")
+    assert moe.ALL_EXPERTS_FUNCTIONS["grouped_mm"] is moe.grouped_mm_experts_forward
+    tilekern.apply(experts=True, model_type="qwen3")
+    tilekern.reset()
+    assert moe.ALL_EXPERTS_FUNCTIONS["grouped_mm"] is moe.grouped_mm_experts_forward
+
+
+def test_apply_to_model_and_reset_choose_the_experts_of_one_model():
+    model, other = (make("qwen3_moe")[0] for _ in range(2))
+    tilekern.apply_to_model(model, experts=True)
+    assert model.get_experts_implementation()[""] == "tilekern"
+    assert other.get_experts_implementation()[""] == "grouped_mm"
+    tilekern.apply_to_model(model)
+    assert model.get_experts_implementation()[""] == "grouped_mm"
+    tilekern.apply_to_model(model, experts=True)
+    tilekern.reset()
+    assert model.get_experts_implementation()[""] == "grouped_mm"
+
+
+def test_compiled_it_is_transformers_own_in_one_graph():
+    torch._dynamo.reset()
+    module = module_of()
+    given = routed(module)
+    run = torch.compile(experts.run_experts, fullgraph=True, backend="eager")
+    torch.testing.assert_close(run(module, *given), moe.grouped_mm_experts_forward(module, *given))

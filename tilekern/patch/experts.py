@@ -1,0 +1,209 @@
+"""``experts_implementation="tilekern"``: layers of experts behind transformers' own door for them.
+
+A module of experts says by its attributes how its weights lie, and its gate is a method, which is known by its shape
+(:mod:`tilekern.patch.shapes`). Modules with another gate, an activation that has no op, a norm behind the experts,
+hooks on their activation or tensors that are not plain run transformers' own grouped products.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import inspect
+import textwrap
+import weakref
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import torch
+
+from tilekern import implementation, ops
+from tilekern.kernels.experts.gate import FORWARD
+from tilekern.patch.plain import has_hooks, is_plain
+from tilekern.patch.shapes import shape_of
+from tilekern.runtime.dispatch import count_fallback
+from tilekern.warning import warn_once
+
+# What transformers runs where nothing is chosen, and where a configuration notes what is; the same without the suffix
+# is a property that would choose for the configurations inside of it, too.
+_DEFAULT, _NAME = "grouped_mm", "_experts_implementation_internal"
+# Models whose experts were chosen here.
+_chosen: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class GateForm(NamedTuple):
+    """How a gate is written; attributes are the module's, empty where it has none.
+
+    Attributes:
+        activation: holds the activation; empty for silu, or for ``x * sigmoid(alpha * x)`` where there is an alpha.
+        limit: holds the limit of both halves.
+        alpha: holds the factor inside of the sigmoid.
+        shift: is added to the up half.
+        interleaved: whether the halves stand in turn.
+    """
+
+    activation: str = "act_fn"
+    limit: str = ""
+    alpha: str = ""
+    shift: float = 0.0
+    interleaved: bool = False
+
+
+_GATES = {
+    # ``act_fn(gate) * up`` of two halves, and the same in float32.
+    "50c5b085eb764a6d23249be5dab353b225cc90e71852f8bc3080ea6a92ff32a6": GateForm(),
+    "c8f574b81c76dd11fb316eba91c436716b3bda0a531ade9f8ecbce50901d1e82": GateForm(),
+    # The first with ``min(gate, limit)`` and up within it: DeepSeek-V4; GLM-5-Next and HunYuan-V4 by silu.
+    "c74a23fa0f0fe5e30d295c92925d645a753e9dd9b4a1612031c330ad5bbe097c": GateForm(limit="limit"),
+    "3b4fcbb3013d779d326f5633d9acf7eaecb69e6ab20fd2c20b19c12dd7167c38": GateForm("", "swiglu_limit"),
+    # ``gate * sigmoid(alpha * gate) * (up + 1)`` with limits: GPT-OSS, and of halves MiniMax-M3's and OpenAI's filter.
+    "8cc4305077bcd147509aea7646cd942edd6ec2b43b716a8a827230bb62af9927": GateForm(
+        "", "limit", "alpha", 1.0, interleaved=True
+    ),
+    "33551c14e0de53e0a518368520c005bd4a5f1f67001f8f7690cb5a13596c9d90": GateForm(
+        "", "swiglu_limit", "swiglu_alpha", 1.0
+    ),
+    "3b341d6f270ffccc0e0dd3bb55514ddd131622601c91e4bd2e7cb629d7e855ae": GateForm("", "limit", "alpha", 1.0),
+}
+
+
+@functools.cache
+def form_of(method: FunctionType) -> GateForm | None:
+    """The form of a gate's method, or None where it has none that is known."""
+    try:
+        definition = ast.parse(textwrap.dedent(inspect.getsource(method))).body[0]
+    except (OSError, TypeError, SyntaxError):
+        return None
+    return _GATES.get(shape_of(definition)) if isinstance(definition, ast.FunctionDef) else None
+
+
+def unserved(module: torch.nn.Module) -> str:
+    """Why the op does not serve a module of experts; empty where it does."""
+    form, weights = _form(module), _weights(module)
+    if not getattr(module, "has_gate", True):
+        return "its experts have no gate"
+    if getattr(module, "has_post_expert_norm", False):
+        return "a norm follows its experts"
+    if form is None:
+        return "its gate has no form that is known"
+    if _activation(module, form) is None:
+        return f"no op has its activation, {type(getattr(module, form.activation, None)).__name__}, or it has hooks"
+    plain = all(isinstance(x, torch.Tensor) for x in weights) and is_plain(*weights)
+    same = plain and len({x.dtype for x in weights}) == 1 and weights[0].dtype in _DTYPES
+    return "" if same else "its weights are not plain tensors of one dtype that are called as usual"
+
+
+def _form(module: torch.nn.Module) -> GateForm | None:
+    method = getattr(type(module), "_apply_gate", None)
+    if "_apply_gate" in vars(module) or not isinstance(method, FunctionType):
+        return None
+    return form_of(method)
+
+
+def _activation(module: torch.nn.Module, form: GateForm) -> str | None:
+    """The op's name of a module's activation."""
+    if not form.activation:
+        return "silu"
+    function = getattr(module, form.activation, None)
+    return None if function is None or has_hooks(function) else _activations().get(type(function))
+
+
+@functools.cache
+def _activations() -> dict[type, str]:
+    from transformers.activations import GELUTanh, NewGELUActivation, SiLUActivation
+
+    return {
+        **dict.fromkeys((SiLUActivation, torch.nn.SiLU), "silu"),
+        **dict.fromkeys((GELUTanh, NewGELUActivation), "gelu_tanh"),
+    }
+
+
+def _weights(module: Any) -> tuple[Any, ...]:
+    """The weights of both products, then their biases where it has them."""
+    names = ("gate_up_proj", "down_proj")
+    biases = tuple(f"{name}_bias" for name in names) if getattr(module, "has_bias", False) else ()
+    return tuple(getattr(module, name, None) for name in (*names, *biases))
+
+
+def run_experts(
+    module: torch.nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """A function of experts as transformers calls it.
+
+    A call that runs no kernel counts among the ``fallbacks`` of ``experts_gate``, unless it was compiled.
+
+    Args:
+        module: the experts, with their weights; ``is_transposed`` says how these lie.
+        hidden_states: [tokens, hidden].
+        top_k_index: [tokens, choices]; an id that is not below the number of experts, as those of other ranks under
+            expert parallelism, adds nothing.
+        top_k_weights: [tokens, choices].
+
+    Returns:
+        [tokens, hidden].
+    """
+    if torch.compiler.is_compiling():
+        return _otherwise()(module, hidden_states, top_k_index, top_k_weights)
+    reason = unserved(module)
+    if not reason and not is_plain(hidden_states, top_k_index, top_k_weights):
+        reason = "its inputs are not plain tensors"
+    if reason:
+        warn_once(f"{type(module).__name__}: {reason}; transformers' own grouped products run")
+        count_fallback(FORWARD)
+        return _otherwise()(module, hidden_states, top_k_index, top_k_weights)
+    form = _form(module)
+    assert form is not None
+    gate_up, down, *biases = _weights(module)
+    if getattr(module, "is_transposed", False):
+        gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
+    return ops.experts(
+        hidden_states, top_k_index, top_k_weights, gate_up, down, *biases, activation=_activation(module, form) or "",
+        alpha=getattr(module, form.alpha) if form.alpha else 1.0,
+        limit=getattr(module, form.limit) if form.limit else None, shift=form.shift, interleaved=form.interleaved,
+    )  # fmt: skip
+
+
+def _otherwise() -> Callable[..., torch.Tensor]:
+    from transformers.integrations.moe import grouped_mm_experts_forward
+
+    return grouped_mm_experts_forward  # type: ignore[no-any-return]
+
+
+def register() -> None:
+    """Make the name known to transformers with this code itself."""
+    implementation.register_experts(run_experts)
+
+
+def stand_in(is_on: bool) -> None:
+    """Have all models that run transformers' grouped products, its default, run the op in their place, or not."""
+    with contextlib.suppress(ImportError):
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+        ALL_EXPERTS_FUNCTIONS.register(_DEFAULT, run_experts if is_on else _otherwise())
+
+
+def choose(model: torch.nn.Module, is_on: bool) -> None:
+    """Have the models inside of a model run the op in the place of transformers' grouped products, or no longer."""
+    for module in model.modules():
+        config = getattr(module, "config", None) if hasattr(module, "set_experts_implementation") else None
+        if is_on and getattr(config, _NAME, None) == _DEFAULT:
+            setattr(config, _NAME, implementation.EXPERTS)
+            _chosen.add(module)
+        elif not is_on and module in _chosen:
+            _put_back(module)
+
+
+def put_back() -> None:
+    """Undo :func:`stand_in` and :func:`choose`."""
+    stand_in(False)
+    for module in list(_chosen):
+        _put_back(module)
+
+
+def _put_back(module: Any) -> None:
+    _chosen.discard(module)
+    if getattr(module.config, _NAME) == implementation.EXPERTS:
+        setattr(module.config, _NAME, _DEFAULT)
