@@ -20,11 +20,12 @@ every op with a "yes" ran. This page is made by those tests (`python tests/patch
 
 What is patched is found by the form of the code, whatever the family: `forms="any"` patches other families of
 transformers, too, wherever their code has a form that is known. `python -m tilekern.patch` says what it is here.
-`attn_implementation="tilekern"` is a door of its own, which all families that ask for an attention function have.
+`attn_implementation="tilekern"` is a door of its own, which all families that ask for an attention function have, and
+`experts_implementation="tilekern"` one that families with experts have ([gates](reference.md#experts)).
 
 - `layer_norm` is of the layers of language models. Torch's own class runs in an attention or an indexer whose rotation
   is patched (Persimmon's, DeepSeek V3.2's), and in vision towers.
-- `swiglu` is any MLP with a gate, by silu or gelu; experts are not among them.
+- `swiglu` is any MLP with a gate, by silu or gelu; experts are not among them: they have that door.
 - `mlp` is any MLP of the language model without a gate, by gelu, silu, relu or its square, with biases or without; of
   BLOOM's the activation alone is exchanged. Vision towers keep their own.
 - `rope` and `qk_norm_rope` are of the language model; vision towers keep their own rotation.
