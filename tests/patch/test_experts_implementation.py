@@ -8,6 +8,7 @@ from transformers.integrations import moe
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 import tilekern
+from tilekern import implementation
 from tilekern.patch import experts
 from tilekern.runtime.dispatch import counters
 
@@ -127,6 +128,26 @@ def test_apply_to_model_and_reset_choose_the_experts_of_one_model():
     tilekern.apply_to_model(model, experts=True)
     tilekern.reset()
     assert model.get_experts_implementation()[""] == "grouped_mm"
+
+
+def test_after_import_tilekern_alone_the_name_is_known():
+    moe.ALL_EXPERTS_FUNCTIONS._global_mapping.pop("tilekern")
+    implementation.register_later()
+    module = module_of()
+    given = routed(module)
+    found = moe.ALL_EXPERTS_FUNCTIONS["tilekern"](module, *given)
+    assert torch.equal(found, experts.run_experts(module, *given))
+
+
+def test_the_report_says_whether_experts_run_the_op():
+    model, _, _ = make("qwen3_moe")
+
+    def said():
+        return {row.reason for row in tilekern.report(model).rows if row.op == "experts"}
+
+    assert said() == {"experts_implementation is 'grouped_mm'; \"tilekern\" chooses the op"}
+    tilekern.apply_to_model(model, experts=True)
+    assert said() == {""}
 
 
 def test_compiled_it_is_transformers_own_in_one_graph():

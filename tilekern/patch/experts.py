@@ -96,6 +96,15 @@ def unserved(module: torch.nn.Module) -> str:
     return "" if same else "its weights are not plain tensors of one dtype that are called as usual"
 
 
+def reason_of(module: torch.nn.Module) -> str:
+    """Why the op does not run for a module of experts as it is now; empty where it does."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    chosen = str(getattr(getattr(module, "config", None), _NAME, None))
+    is_ours = chosen == implementation.EXPERTS or ALL_EXPERTS_FUNCTIONS.get(chosen) is run_experts
+    return unserved(module) if is_ours else f'experts_implementation is {chosen!r}; "tilekern" chooses the op'
+
+
 def _form(module: torch.nn.Module) -> GateForm | None:
     method = getattr(type(module), "_apply_gate", None)
     if "_apply_gate" in vars(module) or not isinstance(method, FunctionType):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
-from tilekern.patch import layers, loss, patcher, replacements
+from tilekern.patch import experts, layers, loss, patcher, replacements
 from tilekern.patch.bound import Bound
 from tilekern.patch.checkpointing import wraps_around
 from tilekern.patch.families import family_of, is_of_transformers
@@ -116,6 +116,8 @@ def _rows(name: str, module: Any, judged: list[tuple[Patch, Found]], ledger: Led
             chosen = str(getattr(module.config, "_attn_implementation", None))
             own = chosen.startswith("tilekern")
             told["attention"] = "" if own else f'attn_implementation is {chosen!r}; "tilekern" chooses the op'
+        if hasattr(kind, "_apply_gate"):
+            told["experts"] = experts.reason_of(module)
     yield from (Row(name, kind.__name__, op, reason) for op, reason in told.items())
 
 

@@ -1,0 +1,54 @@
+"""A layer of experts on the GPU: gradients, bits, and no wait for the device."""
+
+import pytest
+import torch
+from experts_samples import GATES, by_loop, layer, results, wide
+
+from tilekern import ops
+from tilekern.runtime import dispatch
+
+LAYERS = {
+    "gpt_oss": (300, 4, 32, 320, 352, {"biased": True, "transposed": True}),
+    "silu": (300, 8, 128, 256, 96, {}),
+}
+
+
+def on_gpu(gate, dtype=torch.bfloat16):
+    *sizes, more = LAYERS[gate]
+    given = layer(*sizes, dtype=dtype, weight_dtype=torch.float32, **more)
+    return {name: x.detach().cuda().requires_grad_(x.requires_grad) for name, x in given.items()}
+
+
+@pytest.mark.parametrize("gate", LAYERS)
+def test_results_and_gradients(gate):
+    given = on_gpu(gate)
+    slope = torch.randn(given["x"].shape)
+    found = results(ops.experts, given, slope.cuda(), **GATES[gate])
+    expected = results(by_loop, {name: x.cpu() for name, x in wide(given).items()}, slope, **GATES[gate])
+    for name, x in expected.items():
+        assert (found[name].cpu().double() - x).norm() < 1.6e-2 * x.norm(), name
+    for kernel in ("route_place", "experts_gate", "experts_gate_backward", "experts_combine"):
+        assert dispatch.counters(kernel).launches > 0
+        assert dispatch.counters(kernel).fallbacks == 0
+
+
+@pytest.mark.parametrize("gate", LAYERS)
+def test_nothing_waits_for_the_gpu_and_two_runs_give_the_same_bits(gate):
+    given = on_gpu(gate)
+    slope = torch.randn(given["x"].shape, device="cuda", dtype=torch.bfloat16)
+    first = results(ops.experts, given, slope, **GATES[gate])
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        second = results(ops.experts, given, slope, **GATES[gate])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(torch.equal(x, second[name]) for name, x in first.items())
+
+
+def test_experts_without_rows_have_gradients_of_zeros():
+    given = on_gpu("silu")
+    given["ids"] = torch.randint(3, given["ids"].shape, device="cuda")
+    found = results(ops.experts, given, torch.randn_like(given["x"]))
+    for name in ("gate_up", "down"):
+        assert found[name][:3].any()
+        assert not found[name][3:].any()
