@@ -182,7 +182,7 @@ def _found(tensors: Tensors, ids: torch.Tensor, how: Gate) -> _Plans | None:
         return _known[key]
     except KeyError:
         found = _find(tensors, ids, how, needs)
-        return keep(_known, key, found) if x.is_cuda else found  # type: ignore[no-any-return]
+        return keep(_known, key, found) if x.is_cuda else found
 
 
 def _find(tensors: Tensors, ids: torch.Tensor, how: Gate, needs: _Needs) -> _Plans | None:

@@ -66,7 +66,7 @@ def launched(plans: tuple[Plan, Plan], ids: torch.Tensor, experts: int) -> Routi
     """The routing by two kernels."""
     device, rows = ids.get_device(), ids.numel()
     slots = ids.contiguous().view(-1)
-    counts = torch.empty(kernels.parts(rows), experts, dtype=torch.int32, device=ids.device)
+    counts = torch.empty(kernels.parts(rows), kernels.width_of(experts), dtype=torch.int32, device=ids.device)
     plans[0].launch(device, slots, experts, counts)
     offsets, order, ranks, chosen = (
         torch.empty(size, dtype=torch.int32, device=ids.device) for size in (experts, rows, rows, rows)

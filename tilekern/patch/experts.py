@@ -8,9 +8,9 @@ hooks on their activation or tensors that are not plain run transformers' own gr
 from __future__ import annotations
 
 import ast
-import contextlib
 import functools
 import inspect
+import sys
 import textwrap
 import weakref
 from collections.abc import Callable
@@ -178,7 +178,7 @@ def run_experts(
 def _otherwise() -> Callable[..., torch.Tensor]:
     from transformers.integrations.moe import grouped_mm_experts_forward
 
-    return grouped_mm_experts_forward  # type: ignore[no-any-return]
+    return grouped_mm_experts_forward
 
 
 def register() -> None:
@@ -187,11 +187,15 @@ def register() -> None:
 
 
 def stand_in(is_on: bool) -> None:
-    """Have all models that run transformers' grouped products, its default, run the op in their place, or not."""
-    with contextlib.suppress(ImportError):
-        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+    """Have all models that run transformers' grouped products, its default, run the op in their place, or no longer."""
+    if is_on:
+        from transformers.integrations import moe
 
-        ALL_EXPERTS_FUNCTIONS.register(_DEFAULT, run_experts if is_on else _otherwise())
+        moe.ALL_EXPERTS_FUNCTIONS.register(_DEFAULT, run_experts)
+        return
+    moe = sys.modules.get("transformers.integrations.moe")
+    if moe is not None and moe.ALL_EXPERTS_FUNCTIONS.get(_DEFAULT) is run_experts:
+        moe.ALL_EXPERTS_FUNCTIONS.register(_DEFAULT, moe.grouped_mm_experts_forward)
 
 
 def choose(model: torch.nn.Module, is_on: bool) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import cuda.tile as ct
 
 from tilekern.kernels.experts.route import routed
-from tilekern.kernels.experts.rows import EXPERTS, SPACE, constants, default, expert_ids, generic
+from tilekern.kernels.experts.rows import EXPERTS, SPACE, bias_of, constants, default, expert_ids, generic
 from tilekern.kernels.tiles import ConstBool, ConstInt, grid_of, hints, load
 from tilekern.spec import (
     ITEM_BYTES,
@@ -74,10 +74,11 @@ def _implement(problem: Problem, config: Config) -> Implementation:
         function=experts_combine,
         parameters=(
             ArrayParameter("x", dtype, 2, columns),
-            ArrayParameter("ranks", "int32", 2, choices),
+            # Read one by one, so their rows may begin anywhere.
+            ArrayParameter("ranks", "int32", 2, choices, aligned=False),
             ArrayParameter("experts", "int32", 1),
-            ArrayParameter("weights", problem["weight_dtype"], 2, choices if problem["weighted"] else None),
-            ArrayParameter("bias", dtype, 2, columns if problem["biased"] else None),
+            ArrayParameter("weights", problem["weight_dtype"], 2, aligned=False),
+            bias_of(dtype, columns, problem["biased"]),
             ScalarParameter("total", "int32"),
             ArrayParameter("y", dtype, 2, columns, "output"),
         ),

@@ -20,7 +20,7 @@ from typing import Any
 import cuda.tile as ct
 
 from tilekern.kernels.experts.route import routed
-from tilekern.kernels.experts.rows import EXPERTS, expert_ids, expert_of, widths
+from tilekern.kernels.experts.rows import EXPERTS, bias_of, expert_ids, expert_of, widths
 from tilekern.kernels.geglu import _by_tanh
 from tilekern.kernels.swiglu import _sigmoid
 from tilekern.kernels.tiles import ConstBool, ConstInt, grid_of, hints, load
@@ -199,7 +199,7 @@ def _rows(name: str, dtype: str = "int32", role: Any = "input") -> ArrayParamete
 
 
 def _inputs_of(problem: Problem) -> tuple[ArrayParameter, ...]:
-    bias = ArrayParameter("bias", problem["dtype"], 2, 2 * problem["columns"] if problem["biased"] else None)
+    bias = bias_of(problem["dtype"], 2 * problem["columns"], problem["biased"])
     return _matrix("pre", problem, 2), bias, _rows("experts")
 
 
@@ -216,7 +216,9 @@ def _backward_parameters(problem: Problem) -> tuple[ArrayParameter | ScalarParam
         _rows("shares", "float32"),
         *_SCALARS,
         _matrix("dpre", problem, 2, "output"),
-        ArrayParameter("y", problem["dtype"], 2, problem["columns"] if problem["remade"] else None, "output"),
+        _matrix("y", problem, 1, "output")
+        if problem["remade"]
+        else ArrayParameter("y", problem["dtype"], 2, role="output", aligned=False),
         _rows("dweights", "float32", "output"),
     )
 
@@ -316,7 +318,7 @@ def backward_reference(
 
 def _bytes(matrices: int, problem: Problem) -> int:
     """Of so many matrices [rows, columns], and numbers of each row."""
-    remade, biased = problem.get("remade", False), problem["biased"]
+    remade, biased = bool(problem.get("remade", False)), problem["biased"]
     item = ITEM_BYTES[problem["dtype"]]
     each = (matrices + remade) * item * problem["columns"]
     return problem["rows"] * (each + 4) + (EXPERTS * 2 * problem["columns"] * item if biased else 0)

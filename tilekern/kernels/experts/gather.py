@@ -11,7 +11,7 @@ from typing import Any
 import cuda.tile as ct
 
 from tilekern.kernels.experts.route import routed
-from tilekern.kernels.experts.rows import EXPERTS, SPACE, constants, default, expert_ids, expert_of, generic
+from tilekern.kernels.experts.rows import EXPERTS, SPACE, bias_of, constants, default, expert_ids, expert_of, generic
 from tilekern.kernels.tiles import ConstBool, ConstInt, grid_of, hints, load
 from tilekern.spec import (
     ITEM_BYTES,
@@ -51,7 +51,7 @@ def _implement(problem: Problem, config: Config) -> Implementation:
             ArrayParameter("x", dtype, 2, columns),
             ArrayParameter("order", "int32", 1),
             ArrayParameter("experts", "int32", 1),
-            ArrayParameter("bias", dtype, 2, columns if problem["biased"] else None),
+            bias_of(dtype, columns, problem["biased"]),
             ScalarParameter("choices", "int32"),
             ArrayParameter("y", dtype, 2, columns, "output"),
             ArrayParameter("shares", "float32", 1, role="output"),

@@ -103,13 +103,16 @@ def parts(rows: int) -> int:
     return cdiv(rows, PART)
 
 
-def _width(problem: Problem) -> int:
-    """The experts' matrix in columns; narrower ones leave threads without an element, and are longer code."""
-    return max(32, power_of_two(problem["experts"]))
+def width_of(experts: int) -> int:
+    """The columns of the matrix of ones and of the counts, those beyond the experts zeros.
+
+    Narrower ones leave threads without an element, and are longer code; rows of counts are aligned so.
+    """
+    return max(32, power_of_two(experts))
 
 
 def _axes(problem: Problem) -> dict[str, list[Value]]:
-    width = _width(problem)
+    width = width_of(problem["experts"])
     return {
         "schedule": ["persistent"],
         "chunk": [n for n in (16, 32, 64) if n == 16 or n * width <= _MOST_ELEMENTS],
@@ -118,7 +121,7 @@ def _axes(problem: Problem) -> dict[str, list[Value]]:
 
 
 def _config(problem: Problem, elements: int, warps: int) -> Config:
-    chunk = max(16, min(32, elements // _width(problem)))
+    chunk = max(16, min(32, elements // width_of(problem["experts"])))
     return Config(schedule="persistent", chunk=chunk, num_worker_warps=warps)
 
 
@@ -131,7 +134,7 @@ def _implement(
     return Implementation(
         function=function,
         parameters=(ids, *inputs, ScalarParameter("experts", "int32"), *outputs),
-        constants=(("width", _width(problem)), ("chunk", config["chunk"]), ("part", PART)),
+        constants=(("width", width_of(problem["experts"])), ("chunk", config["chunk"]), ("part", PART)),
         grid=lambda sizes, sm_count: max(1, min(parts(sizes["rows"]), 4 * sm_count)),
         hints=hints(config),
     )
@@ -148,11 +151,12 @@ def _ids(problem: Problem, generator: Any, device: str) -> Any:
 
 
 def counted(ids: Any, experts: int) -> Any:
-    """How many slots of each part chose each expert, [parts, experts]."""
+    """How many slots of each part chose each expert, [parts, width]."""
     import torch
 
-    padded = torch.nn.functional.pad(ids.long(), (0, -len(ids) % PART), value=experts).view(-1, PART)
-    return (padded[..., None] == torch.arange(experts, device=ids.device)).sum(1)
+    known = ids.long().where((ids >= 0) & (ids < experts), -1)
+    padded = torch.nn.functional.pad(known, (0, -len(ids) % PART), value=-1).view(-1, PART)
+    return (padded[..., None] == torch.arange(width_of(experts), device=ids.device)).sum(1)
 
 
 def routed(ids: Any, experts: int) -> tuple[Any, Any, Any, Any]:
@@ -185,7 +189,7 @@ def _bytes(arrays: int) -> Any:
 
     def moved(problem: Problem) -> int:
         ids = ITEM_BYTES["int64" if problem["wide"] else "int32"]
-        return problem["rows"] * (ids + 4 * arrays) + 4 * problem["experts"] * parts(problem["rows"])
+        return problem["rows"] * (ids + 4 * arrays) + 4 * width_of(problem["experts"]) * parts(problem["rows"])
 
     return moved
 
@@ -197,7 +201,7 @@ _SPACE = Space(
         Constraint(
             f"more than {_MOST_ELEMENTS} elements of ones and zeros spill",
             lambda problem, config, target: (
-                config["chunk"] == 16 or config["chunk"] * _width(problem) <= _MOST_ELEMENTS
+                config["chunk"] == 16 or config["chunk"] * width_of(problem["experts"]) <= _MOST_ELEMENTS
             ),
         ),
     ),
@@ -222,7 +226,7 @@ COUNT = KernelSpec(
         "ids": _ids(problem, generator, device),
         "experts": problem["experts"],
     },
-    outputs=lambda problem, blocks: {"counts": ((parts(problem["rows"]), problem["experts"]), "int32")},
+    outputs=lambda problem, blocks: {"counts": ((parts(problem["rows"]), width_of(problem["experts"])), "int32")},
     reference=lambda ids, experts: {"counts": counted(ids, experts).double()},
     bytes_moved=_bytes(0),
     flops=lambda problem: problem["rows"] * problem["experts"],

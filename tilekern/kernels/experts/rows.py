@@ -7,7 +7,7 @@ from typing import Any
 import cuda.tile as ct
 
 from tilekern.kernels.tiles import power_of_two
-from tilekern.spec import Config, Problem, Space, Value, cdiv
+from tilekern.spec import ArrayParameter, Config, Problem, Space, Value, cdiv
 
 # Experts of the inputs that kernels are checked and timed with.
 EXPERTS = 5
@@ -16,6 +16,11 @@ EXPERTS = 5
 def expert_of(experts, row, weights):
     """The expert of a row; the last one for a row of none, of which no number counts."""
     return ct.minimum(ct.load(experts, (row,), ()), weights.shape[0] - 1)
+
+
+def bias_of(dtype: str, columns: int, is_there: bool) -> ArrayParameter:
+    """The bias of each expert; one element in its place, which is not aligned, where there is none."""
+    return ArrayParameter("bias", dtype, 2, columns if is_there else None, aligned=is_there)
 
 
 def widths(columns: int) -> list[int]:
