@@ -12,8 +12,8 @@ from tuning.verify.adversarial import changed_names, drawn, drawn_and_counted, p
 from tuning.verify.check import expected_results
 
 every_spec = pytest.mark.parametrize("spec", SPECS, ids=NAMES)
-# labels takes and gives whole numbers alone, which nothing draws and nothing rounds.
-OF_NUMBERS = [spec for spec in SPECS if spec.name != "labels"]
+# They take and give whole numbers alone, which nothing draws and nothing rounds.
+OF_NUMBERS = [spec for spec in SPECS if spec.name not in ("labels", "route_count", "route_place")]
 every_spec_of_numbers = pytest.mark.parametrize("spec", OF_NUMBERS, ids=lambda spec: spec.name)
 
 
@@ -82,8 +82,8 @@ def test_every_reference_can_be_computed_in_float32(spec):
         assert narrow[name].dtype == torch.float32
         error = (narrow[name].double() - reference).norm() / (reference.norm() + 1e-30)
         assert error < 1e-5
-    # Half of a slope is as exact in float32.
-    if spec.name != "tvd_elements_backward":
+    # Half of a slope is as exact in float32, and a copied row.
+    if spec.name not in ("tvd_elements_backward", "gather_rows"):
         assert any(not torch.equal(narrow[name].double(), reference) for name, reference in wide.items())
 
 

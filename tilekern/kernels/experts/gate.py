@@ -216,9 +216,10 @@ def _backward_parameters(problem: Problem) -> tuple[ArrayParameter | ScalarParam
         _rows("shares", "float32"),
         *_SCALARS,
         _matrix("dpre", problem, 2, "output"),
+        # Not written where nobody asks for it.
         _matrix("y", problem, 1, "output")
         if problem["remade"]
-        else ArrayParameter("y", problem["dtype"], 2, role="output", aligned=False),
+        else ArrayParameter("y", problem["dtype"], 2, aligned=False),
         _rows("dweights", "float32", "output"),
     )
 
@@ -269,6 +270,8 @@ def _backward_inputs(problem: Problem, generator: Any, device: str) -> dict[str,
     shares = torch.randn(rows, generator=generator, device=device)
     order = torch.randperm(rows, generator=generator, device=device).to(torch.int32)
     known = {"order": order, "weights": weights, "shares": shares}
+    if not problem["remade"]:
+        known["y"] = torch.zeros((1, 1), dtype=dy.dtype, device=device)
     return {"dy": dy, **_inputs(problem, generator, device), **known}
 
 
@@ -299,7 +302,7 @@ def reference(
 
 def backward_reference(
     dy: Any, pre: Any, bias: Any, experts: Any, order: Any, weights: Any, shares: Any, total: int, alpha: float,
-    limit: float, shift: float, tanh: bool, interleaved: bool, biased: bool, remade: bool,
+    limit: float, shift: float, tanh: bool, interleaved: bool, biased: bool, remade: bool, y: Any = None,
 ) -> dict[str, Any]:  # fmt: skip
     """The gradients of the pre-activation and of the routing weights, and the weighted value."""
     import torch
@@ -347,7 +350,7 @@ def _backward_outputs(problem: Problem, blocks: int) -> dict[str, tuple[tuple[in
     rows, columns, dtype = problem["rows"], problem["columns"], problem["dtype"]
     return {
         "dpre": ((rows, 2 * columns), dtype),
-        "y": ((rows, columns) if problem["remade"] else (1, 1), dtype),
+        **({"y": ((rows, columns), dtype)} if problem["remade"] else {}),
         "dweights": ((rows,), "float32"),
     }
 

@@ -54,7 +54,8 @@ def _implement(problem: Problem, config: Config) -> Implementation:
             bias_of(dtype, columns, problem["biased"]),
             ScalarParameter("choices", "int32"),
             ArrayParameter("y", dtype, 2, columns, "output"),
-            ArrayParameter("shares", "float32", 1, role="output"),
+            # Not written without a bias.
+            ArrayParameter("shares", "float32", 1, role="output" if problem["biased"] else "input"),
         ),
         constants=(*constants(problem, config), ("biased", problem["biased"])),
         grid=lambda sizes, sm_count: grid_of(sizes["rows"], config, sm_count),
@@ -71,10 +72,13 @@ def _inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
     shape = (-(-rows // choices), columns)
     bias = (EXPERTS, columns) if problem["biased"] else (1, 1)
     x, bias = (torch.randn(size, generator=generator, device=device).to(dtype) for size in (shape, bias))
-    return {"x": x, "order": order, "experts": chosen, "bias": bias, "choices": choices}
+    given = {"x": x, "order": order, "experts": chosen, "bias": bias, "choices": choices}
+    return given if problem["biased"] else given | {"shares": torch.zeros(1, device=device)}
 
 
-def reference(x: Any, order: Any, experts: Any, bias: Any, choices: int, biased: bool) -> dict[str, Any]:
+def reference(
+    x: Any, order: Any, experts: Any, bias: Any, choices: int, biased: bool, shares: Any = None
+) -> dict[str, Any]:
     """The rows, and where there is a bias their products with it."""
     y = x.double()[order.long() // choices]
     if not biased:
@@ -84,10 +88,8 @@ def reference(x: Any, order: Any, experts: Any, bias: Any, choices: int, biased:
 
 def _outputs(problem: Problem, blocks: int) -> dict[str, tuple[tuple[int, ...], str]]:
     rows, columns = problem["rows"], problem["columns"]
-    return {
-        "y": ((rows, columns), problem["dtype"]),
-        "shares": ((rows if problem["biased"] else 1,), "float32"),
-    }
+    shares = {"shares": ((rows,), "float32")} if problem["biased"] else {}
+    return {"y": ((rows, columns), problem["dtype"]), **shares}
 
 
 def _bytes(problem: Problem) -> int:
