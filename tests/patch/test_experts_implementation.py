@@ -1,14 +1,18 @@
 """``experts_implementation="tilekern"``: models with experts compute what they do by transformers' own functions."""
 
+import json
+
 import pytest
 import torch
 from tiny_families import IDS, make
+from transformers import AutoModelForCausalLM
 from transformers.activations import GELUTanh
 from transformers.integrations import moe
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 import tilekern
 from tilekern import implementation
+from tilekern.kernels import experts as kernels
 from tilekern.patch import experts
 from tilekern.runtime.dispatch import counters
 
@@ -148,6 +152,19 @@ def test_the_report_says_whether_experts_run_the_op():
     assert said() == {"experts_implementation is 'grouped_mm'; \"tilekern\" chooses the op"}
     tilekern.apply_to_model(model, experts=True)
     assert said() == {""}
+
+
+def test_a_traced_step_asks_for_the_kernels_of_experts(tmp_path):
+    config = make("gpt_oss")[0].config
+    with torch.device("meta"):
+        kind = {"attn_implementation": "eager", "experts_implementation": "tilekern", "dtype": torch.bfloat16}
+        model = AutoModelForCausalLM.from_config(config, **kind)
+    ids, path = IDS.to("meta"), tmp_path / "plan.json"
+    with tilekern.trace(path, gpu="H200"):
+        model(input_ids=ids, labels=ids).loss.backward()
+    asked = {problem["kernel"] for problem in json.loads(path.read_text())["problems"]}
+    own = {spec.name for spec in kernels.SPECS}
+    assert own | {"column_sum"} <= asked
 
 
 def test_compiled_it_is_transformers_own_in_one_graph():
