@@ -18,7 +18,7 @@ import torch
 
 from tilekern.kernels import column_sum
 from tilekern.kernels.experts import combine, gate, gather, route, sums
-from tilekern.ops.grouped_products import grouped_linear, grouped_outer
+from tilekern.ops.grouped_linear import grouped_linear, grouped_outer
 from tilekern.ops.registration import check_devices, differentiable_once, needs_gradient, placeholder
 from tilekern.ops.route import Routing, launched, plans_of
 from tilekern.runtime.dispatch import Plan, count_fallback, keep, memo, plan_for
@@ -229,12 +229,17 @@ def _run(
     """The result, the pre-activation and the routing."""
     device, number = x.get_device(), gate_up.shape[0]
     routing = launched(plans.route, ids, number)
-    pre = grouped_linear(_gathered(plans.gather, x, routing, None)[0], gate_up, routing.offsets)
+    pre = _product(_gathered(plans.gather, x, routing, None)[0], gate_up, routing.offsets)
     y = pre.new_empty(pre.shape[0], pre.shape[1] // 2)
     plans.gate.launch(device, pre, _bias(gate_up_bias, x), routing.experts, number, *how.numbers, y)
-    rows = grouped_linear(y, down, routing.offsets)
+    rows = _product(y, down, routing.offsets)
     del y
     return _combined(plans.combine, rows, routing, weights, down_bias, number), pre, routing
+
+
+def _product(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Each row's product with its expert's weight; rows of no expert are not written, since nothing reads them."""
+    return grouped_linear(x, weight, offsets, partial=False)
 
 
 def _bias(bias: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
@@ -305,7 +310,7 @@ class _Experts(torch.autograd.Function):
         routing, needs, plans = Routing(*kept), _Needs(*ctx.needs_input_grad[:6]), ctx.plans
         device, number, offsets = x.get_device(), gate_up.shape[0], routing.offsets
         slopes, shares = _gathered(plans.gather_slopes, dout, routing, down_bias)
-        dy = grouped_linear(slopes, down.transpose(1, 2), offsets)
+        dy = _product(slopes, down.transpose(1, 2), offsets)
         dpre, dweights = torch.empty_like(pre), torch.empty(weights.numel(), dtype=torch.float32, device=x.device)
         y = torch.empty_like(dy) if needs.down else placeholder(2, x.dtype, x.device)
         plans.gate_backward.launch(
@@ -321,7 +326,7 @@ class _Experts(torch.autograd.Function):
         if needs.gate_up:
             dgate_up = _outer(dpre, _gathered(plans.gather, x, routing, None)[0], gate_up, offsets)
         if needs.x:
-            drows = grouped_linear(dpre, gate_up.transpose(1, 2), offsets)
+            drows = _product(dpre, gate_up.transpose(1, 2), offsets)
             dx = _combined(plans.add_up, drows, routing, None, None, number)
         dweights = dweights.view(weights.shape).to(weights.dtype) if needs.weights else None
         return dx, dweights, dgate_up, ddown, dgate_up_bias, ddown_bias, None, None, None
@@ -339,10 +344,10 @@ def formula(
     wide = torch.promote_types(x.dtype, torch.float32)
     # The products write no rows of no expert, and read none.
     rows = x[order.long() // max(1, choices)].where(counts, 0.0)
-    pre = grouped_linear(rows, gate_up, offsets).where(counts, 0.0).to(wide)
+    pre = _product(rows, gate_up, offsets).where(counts, 0.0).to(wide)
     biased = gate_up_bias is not None
     y = gate.value_of(pre, gate_up_bias, chosen, alpha, limit, shift, tanh, interleaved, biased)
-    out = grouped_linear(y.to(x.dtype), down, offsets).where(counts, 0.0).to(wide)
+    out = _product(y.to(x.dtype), down, offsets).where(counts, 0.0).to(wide)
     if down_bias is not None:
         out = out + down_bias[chosen.long().clamp(max=number - 1)].to(wide).where(counts, 0.0)
     places = ranks.long()
