@@ -149,14 +149,14 @@ def preflight(
     config: Any, tokens: Sequence[int] = TOKENS, *, gpu: str = "auto", sequence: Sequence[int] = (),
     dtype: Sequence[str] = ("bfloat16",), ops: Sequence[str] | None = None, attention: Sequence[str] = ("tilekern",),
     tp: int = 1, packed: bool = False, padded: bool = False, checkpointing: bool = False, optimizer: str = "adamw",
-    need: str = SERVED, cache_dir: str | Path | None = None,
+    experts: bool = False, need: str = SERVED, cache_dir: str | Path | None = None,
 ) -> Preflight:  # fmt: skip
     """Which records a job will need, and which of them the caches have; nothing is written, compiled or launched.
 
     Args:
         config: what the job trains: a preset's name, the path of a config.json, a hub id, a configuration of
             transformers or its dictionary, all of which are patched for this; a model, which is asked as it is; or a
-            traced plan (:func:`tilekern.trace`) or its file, to which none of the arguments down to ``optimizer``
+            traced plan (:func:`tilekern.trace`) or its file, to which none of the arguments down to ``experts``
             applies. Of a model, the lengths and whether they are packed or padded count.
         tokens: tokens of a step, batch times sequence.
         gpu: the GPU that the job will run on: ``auto`` (the one here), a name, an arch or a key.
@@ -169,6 +169,7 @@ def preflight(
         padded: whether they are padded to one length, with a mask.
         checkpointing: whether activations are made again in the backward.
         optimizer: ``adamw`` or ``none``.
+        experts: whether layers of experts run tilekern's, as ``apply(experts=True)`` has it.
         need: what is asked of a problem's record: ``served`` by any, ``exact``: of the very bucket and GPU,
             ``measured``: there and measured.
         cache_dir: the cache that stands in for the user's; further layers are read as ever.
@@ -176,7 +177,7 @@ def preflight(
     Raises:
         InputError: anything that was named is not known, a step cannot be traced, or it asks for no kernel.
     """
-    steps = Steps(tokens, sequence, dtype, ops, attention, tp, packed, padded, checkpointing, optimizer)
+    steps = Steps(tokens, sequence, dtype, ops, attention, tp, packed, padded, checkpointing, optimizer, experts)
     target = resolve(gpu)
     if isinstance(config, Trace):
         if config.target.key != target.key:

@@ -40,6 +40,8 @@ PUBLISHED = {
     "phi-4": 14_659_507_200,
     "qwen2.5-vl-7b": 8_292_166_656,
     "olmo-2-7b": 7_298_617_344,
+    "gpt-oss-20b": 20_914_757_184,
+    "qwen3-30b-a3b": 30_532_122_624,
     "gpt2": 124_439_808,
 }
 SMALL = {
@@ -472,3 +474,21 @@ def test_known_ops_are_those_of_the_patches_with_attention_and_the_optimizer():
 def test_a_plan_does_not_disturb_a_trace_that_runs():
     with tracing(Trace(H200)), pytest.raises(InputError, match="a trace runs already"):
         planned(SMALL)
+
+
+MOE = SMALL | {
+    "model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
+    "norm_topk_prob": True,
+}  # fmt: skip
+
+
+def test_experts_are_planned_where_the_job_asks_for_them():
+    """24 tokens of 3 experts each are 72 rows, in the bucket of 128; every kernel of the layer is there."""
+    plan = by_kernel(planned(MOE, [24], experts=True))
+    kernels = {"route_count", "route_place", "gather_rows", "experts_gate", "experts_gate_backward", "experts_combine"}
+    assert kernels <= plan.keys()
+    assert {problem["rows"] for problem in plan["grouped_linear"]} == {128}
+    assert sizes(plan["grouped_weight_gradient"], "experts") == {(6,)}
+    without = by_kernel(planned(MOE, [24]))
+    assert not [kernel for kernel in without if kernel.startswith(("experts", "grouped", "route"))]
+    assert by_kernel(planned(MOE, [24])) == without, "what was chosen for a plan is put back"

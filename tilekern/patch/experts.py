@@ -8,12 +8,13 @@ hooks on their activation or tensors that are not plain run transformers' own gr
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import inspect
 import sys
 import textwrap
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -207,6 +208,18 @@ def choose(model: torch.nn.Module, is_on: bool) -> None:
             _chosen.add(module)
         elif not is_on and module in _chosen:
             _put_back(module)
+
+
+@contextlib.contextmanager
+def chosen(model: torch.nn.Module, is_on: bool) -> Iterator[None]:
+    """Have the models inside of a model run the op, where asked, for a while."""
+    if is_on:
+        choose(model, True)
+    try:
+        yield
+    finally:
+        if is_on:
+            choose(model, False)
 
 
 def put_back() -> None:

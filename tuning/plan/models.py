@@ -11,7 +11,7 @@ from typing import Any
 from tilekern import implementation
 from tilekern.errors import InputError, TilekernWarning
 from tilekern.kernels import spec_named
-from tilekern.patch import attention, registry
+from tilekern.patch import attention, experts, registry
 from tilekern.patch.patcher import applied
 from tilekern.targets import Target
 from tilekern.tracing.recorder import Trace, tracing
@@ -140,7 +140,7 @@ class _Unattended(Exception):  # noqa: N818
 def _step(model: Any, steps: Steps, ops: Collection[str], *, is_split: bool) -> None:
     if steps.checkpointing:
         model.gradient_checkpointing_enable()
-    with applied(model, [op for op in ops if op in registry.known_ops()]):
+    with applied(model, [op for op in ops if op in registry.known_ops()]), experts.chosen(model, steps.experts):
         if is_split:
             give_own_forwards(model)
         thin_out(model)

@@ -40,6 +40,15 @@ _GEMMA_2 = {
 _GEMMA_3 = {"head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 1024, "tie_word_embeddings": True}
 _QWEN_2_5 = (3584, 18944, 28, (28, 4), 152064)
 _MROPE = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}
+_GPT_OSS = {"head_dim": 64, "num_experts_per_tok": 4, "sliding_window": 128, "attention_bias": True}
+_QWEN_3_MOE = {
+    "head_dim": 128,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "rope_theta": 1e6,
+}
 # GPT-2 was published with dropout of 0.1, and is trained without today.
 _NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 PRESETS: dict[str, dict[str, Any]] = {
@@ -62,5 +71,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
     "olmo-2-7b": _sizes("olmo2", 4096, 11008, 32, (32, 32), 100352, rope_theta=5e5),
+    "gpt-oss-20b": _sizes("gpt_oss", 2880, 2880, 24, (64, 8), 201088, num_local_experts=32, **_GPT_OSS),
+    "qwen3-30b-a3b": _sizes("qwen3_moe", 2048, 6144, 48, (32, 4), 151936, **_QWEN_3_MOE),
     "gpt2": _sizes("gpt2", 768, 3072, 12, (12, 12), 50257, tie_word_embeddings=True, **_NO_DROPOUT),
 }
