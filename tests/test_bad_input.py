@@ -109,7 +109,7 @@ def said(ran, code):
         (["qwen3-8b", "--gpu", "B9000"], ["unknown GPU 'B9000'", "H200", "sm_100"]),
         (
             ["qwen3-8b", "--gpu", "B200", "--ops", "rope,conv"],
-            ["unknown op 'conv'", "swiglu, qk_norm_rope", "attention, adamw"],
+            ["unknown op 'conv'", "rms_norm, layer_norm, swiglu", "attention, adamw"],
         ),
         (["qwen3-8b", "--gpu", "B200", "--ops", ","], ["--ops is empty"]),
         (["qwen3-8b", "--gpu", "B200", "--dtype", "int8"], ["unknown dtype 'int8'", "bfloat16, float16, float32"]),

@@ -6,7 +6,7 @@ from importlib import metadata
 import cuda.tile as ct
 import pytest
 from cuda.tile.compilation import ArrayConstraint, ConstantConstraint, ScalarConstraint
-from spec_samples import compiled
+from spec_samples import alike, compiled
 
 from tilekern.cache import Launch
 from tilekern.errors import CannotRun, TilekernError
@@ -64,8 +64,7 @@ def chosen(parameters, *names):
 @pytest.mark.parametrize("spec", compiled(), ids=lambda spec: spec.name)
 @pytest.mark.parametrize("size", [64, 80, 100])
 def test_aligned_implies_generic_and_never_the_reverse(spec, size):
-    values = {"dtype": "bfloat16", "flag": False}
-    problem = spec.problem(**{d.name: values.get(d.kind, size) for d in spec.dimensions})
+    problem = alike(spec, size, "bfloat16")
     implementation = spec.device(problem, spec.generic(problem))
     strong, plain = (assumptions(implementation, variant) for variant in (ALIGNED, GENERIC))
     seen = {ALIGNED: [constraint(a) for a in strong], GENERIC: [constraint(a) for a in plain]}
@@ -193,8 +192,7 @@ def test_a_cubin_is_loaded_only_when_it_is_chosen():
 
 @pytest.mark.parametrize("spec", compiled(), ids=lambda spec: spec.name)
 def test_a_prebuilt_kernel_of_every_function_can_be_made(spec):
-    values = {"dtype": "float32", "flag": True}
-    problem = spec.problem(**{d.name: values.get(d.kind, 64) for d in spec.dimensions})
+    problem = alike(spec, 64, "float32", flags=True)
     function = spec.device(problem, spec.generic(problem)).function
     made = PrebuiltKernel(function, [])
     assert isinstance(made, ct.kernel)

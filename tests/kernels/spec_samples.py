@@ -109,6 +109,12 @@ def sized(spec: KernelSpec, dtype: str = "float32", *, flags: bool = False, **si
     return spec.problem(**fitting({d.name: values[d.name] for d in spec.dimensions}))
 
 
+def alike(spec: KernelSpec, size: int, dtype: str, *, flags: bool = False) -> Problem:
+    """The problem of a spec whose sizes are all the same, and its dtypes as well."""
+    values = {"dtype": dtype, "flag": flags}
+    return spec.problem(**fitting({d.name: values.get(d.kind, size) for d in spec.dimensions}))
+
+
 def configs(spec: KernelSpec, problem: Problem) -> list[Config]:
     """The default and generic configs, then the whole space."""
     found = [spec.default(problem, INTERPRETED), spec.generic(problem), *spec.space.candidates(problem, INTERPRETED)]

@@ -48,14 +48,15 @@ def drawn(spec, random):
     return found.but(**{d.name: random.choice(kinds[d.kind]) for d in spec.dimensions if d.kind in kinds})
 
 
-# The default is compiled for both GPUs of users below, at the sizes of a real model; the generic config for one of them
-# here, for the other, at any sizes, in test_time_to_compile.py. Dtypes and flags are drawn there and here.
+# The default is compiled for both GPUs of users below, at the sizes of a real model; here the generic config for one of
+# them or either for an older one, which is drawn, as are dtypes and flags here and, at any sizes, in
+# test_time_to_compile.py.
 @every_spec
 def test_any_dtypes_and_flags_compile_with_tails_and_without_tma(spec):
     random = draws_of(spec)
     for _ in range(scaled(1)):
-        judge(spec, spec.bucketed(drawn(spec, random)), resolve("sm_80"), random.choice([ALIGNED, GENERIC]))
-        judge(spec, spec.bucketed(drawn(spec, random)), resolve(gpus_of(spec)[0]), GENERIC)
+        arch, variant = random.choice([("sm_80", ALIGNED), ("sm_80", GENERIC), (gpus_of(spec)[0], GENERIC)])
+        judge(spec, spec.bucketed(drawn(spec, random)), resolve(arch), variant)
 
 
 @pytest.mark.parametrize("kernel", ["swiglu_forward", "rms_norm_backward", "attention_forward", "matmul"])

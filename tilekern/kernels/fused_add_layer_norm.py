@@ -102,7 +102,7 @@ FORWARD = dataclasses.replace(
         reference=reference_forward,
         flops=9,
     ),
-    default=lambda problem, target: default_in_blocks(3, 8, problem, target),
+    default=lambda problem, target: default_in_blocks(3, 4, problem, target),
 )
 BACKWARD = dataclasses.replace(
     spec(
