@@ -19,7 +19,9 @@ FOLDER = Path(tilekern.__file__).parent / "prebuilt"
 MODELS = {"qwen3-8b-h200.pack": ("H200", "measured"), "qwen3-8b-b200.pack": ("B200", "predicted")}
 # The first has ops of the Liger suite at the sizes of a model, too.
 OTHERS = {
-    f"{model}-h200.pack": ("H200", "measured") for model in ("llama-3-8b", "qwen2.5-7b", "gemma-2-9b", "mistral-7b")
+    f"{model}-{gpu.lower()}.pack": (gpu, provenance)
+    for model in ("llama-3-8b", "qwen2.5-7b", "gemma-2-9b", "mistral-7b")
+    for gpu, provenance in (("H200", "measured"), ("B200", "predicted"))
 }
 PACKS = MODELS | OTHERS
 # Kernels of which an H200 pack has records that no race measured, by why: a run ended before, or the kernel is newer
