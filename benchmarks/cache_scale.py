@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,23 +63,21 @@ def _blob(root: Path, number: int) -> str:
     return digest
 
 
-def measure(records: int = RECORDS, repeats: int = 3) -> Results:
-    """Time the commands and lookups on caches of many records and of few.
+def measure(records: Sequence[int] = (FEW_RECORDS, RECORDS), repeats: int = 3) -> Results:
+    """Time the commands and lookups on caches of few records and of many.
 
     Args:
-        records: of the large cache; there is a small one beside it.
+        records: how many each cache has.
         repeats: samples of what takes a whole process.
     """
     results = Results(facts(gpu=NO_GPU))
     with tempfile.TemporaryDirectory() as folder:
-        few, many = (Path(folder) / name for name in ("few", "many"))
-        fill(few, FEW_RECORDS, 100)
-        fill(many, records, 100)
-        for root, count in ((few, FEW_RECORDS), (many, records)):
-            case = f"{count:,} records"
+        for count in records:
+            root, case = Path(folder) / str(count), f"{count:,} records"
+            fill(root, count, 100)
             results.rows.extend(_lookups(case, root, count, repeats))
             results.rows.extend(_listing(case, root, repeats))
-        checked = min(CHECKED_RECORDS, records)
+        checked = min(CHECKED_RECORDS, max(records))
         for case, blobs in (("usual mix", int(checked / RECORDS_OF_A_BLOB)), ("mostly artifacts", 3 * checked)):
             root = Path(folder) / case
             written = fill(root, checked if case == "usual mix" else checked // 20, blobs)

@@ -1,11 +1,11 @@
 """Jobs of several ranks in processes of their own, and the caches that these read; nothing in them is launched."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
+from environments import environment
 from msgspec.structs import replace
 from one_record import H200, PROBLEM, SPEC
 
@@ -32,9 +32,8 @@ def fill(root, compiled, *columns, config=DEFAULT, **changes):
     return str(root)
 
 
-def environment(**more):
-    kept = {k: v for k, v in os.environ.items() if not k.startswith("TILEKERN_")}
-    return kept | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"} | more
+def rank_environment(**more):
+    return environment(ROOT, ROOT / "tests", OMP_NUM_THREADS="1", **more)
 
 
 def start(tmp_path, code_or_file, count, *arguments, meet=None, **env):
@@ -43,7 +42,7 @@ def start(tmp_path, code_or_file, count, *arguments, meet=None, **env):
     return [
         subprocess.Popen(
             [*command, meet, str(rank), str(count), *map(str, arguments)],
-            env=environment(**env), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env=rank_environment(**env), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )
         for rank in range(count)
     ]  # fmt: skip

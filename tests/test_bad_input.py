@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from environments import environment
 from interrupts import hear_interrupts
 
 import tuning.cli
@@ -64,8 +65,7 @@ class CommandLines:
     def __init__(self, folder):
         self.folder = folder
         self.cache = folder / "cache"
-        self.env = {k: v for k, v in os.environ.items() if not k.startswith("TILEKERN_")}
-        self.env |= {"PYTHONPATH": str(ROOT), "TILEKERN_CACHE_DIR": str(self.cache), "CUDA_VISIBLE_DEVICES": ""}
+        self.env = environment(TILEKERN_CACHE_DIR=str(self.cache))
 
     def run(self, *command, **env):
         return subprocess.run(

@@ -2,7 +2,6 @@
 
 import gc
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from environments import environment
 from msgspec.structs import replace
 from one_record import GPU, H200, PROBLEM, SIZES, SPEC
 
@@ -283,8 +283,7 @@ def op():
 
 
 def job(code, root, **more):
-    env = {k: v for k, v in os.environ.items() if not k.startswith("TILEKERN_")}
-    env |= {"PYTHONPATH": str(ROOT), "TILEKERN_CACHE_DIR": str(root), "TILEKERN_ON_MISS": "fallback", **more}
+    env = environment(TILEKERN_CACHE_DIR=str(root), TILEKERN_ON_MISS="fallback", **more)
     return subprocess.Popen([sys.executable, "-c", JOB + code], env=env, stdout=subprocess.PIPE, text=True)
 
 
@@ -330,8 +329,7 @@ with torch.no_grad():
 
 @pytest.mark.parametrize("asked", [False, True])
 def test_ranks_of_a_job_look_nothing_up_unless_they_are_told_to(root, compiled, tmp_path, asked):
-    env = {k: v for k, v in os.environ.items() if not k.startswith("TILEKERN_")}
-    env |= {"PYTHONPATH": str(ROOT), "TILEKERN_CACHE_DIR": str(root), "TILEKERN_ON_MISS": "fallback"}
+    env = environment(TILEKERN_CACHE_DIR=str(root), TILEKERN_ON_MISS="fallback")
     env |= {"TILEKERN_LOOKUP_AGAIN_S": EVERY_S} if asked else {}
     arguments = [str(tmp_path / "meet"), str(PATIENCE_S if asked else 1)]
     ranks = [
@@ -368,7 +366,7 @@ with torch.no_grad():
     process = job(code, root, TILEKERN_LOOKUP_AGAIN_S="0.1")
     try:
         until(lambda: cache.read_wanted(root))
-        env = {k: v for k, v in os.environ.items() if not k.startswith("TILEKERN_")} | {"PYTHONPATH": str(ROOT)}
+        env = environment()
         served = subprocess.run(
             [sys.executable, "-m", "tilekern.tune", "serve", "--once", "--gpu", "H200", "--cache-dir", root, "--json"],
             env=env, capture_output=True, text=True, check=False,

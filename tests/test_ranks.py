@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from one_record import H200, PROBLEM, SPEC
-from rank_jobs import DEFAULT, OTHER, ROOT, environment, fill, finish, go_through, record, start
+from rank_jobs import DEFAULT, OTHER, ROOT, fill, finish, go_through, rank_environment, record, start
 
 from tilekern import cache, toolchain
 from tilekern.runtime.ranks import comparing as ranks
@@ -330,7 +330,7 @@ print(plan() is not None, flush=True)
 
 def test_ranks_that_agreed_take_what_is_published_when_they_agree_again(compiled, tmp_path):
     root = fill(tmp_path / "cache", compiled)
-    env = environment(TILEKERN_LOOKUP_AGAIN_S="0.05", TILEKERN_ON_MISS="fallback")
+    env = rank_environment(TILEKERN_LOOKUP_AGAIN_S="0.05", TILEKERN_ON_MISS="fallback")
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", RUNNING, f"file://{tmp_path / 'meet'}", str(rank), "2", root],

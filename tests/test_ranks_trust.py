@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 from one_record import H200, PROBLEM
-from rank_jobs import DEFAULT, OTHER, environment, fill, go_through, record
+from rank_jobs import DEFAULT, OTHER, fill, go_through, rank_environment, record
 from torch.distributed import TCPStore
 
 from tilekern import cache, toolchain
@@ -311,7 +311,7 @@ def attacked(tmp_path):
 
     def go(keys, situation):
         written = json.dumps({key: value.hex() for key, value in keys.items()})
-        subprocess.run([sys.executable, "-c", WRITE, str(store.port), written], env=environment(), check=True)
+        subprocess.run([sys.executable, "-c", WRITE, str(store.port), written], env=rank_environment(), check=True)
         meet = f"store://127.0.0.1:{store.port}"
         return go_through(tmp_path, [{"name": "attacked"} | situation], 2, TIMEOUT_S, meet)["attacked"]
 

@@ -1,6 +1,5 @@
 """Warnings of the library: a plain line for people, and an ordinary warning for programs."""
 
-import os
 import re
 import subprocess
 import sys
@@ -8,6 +7,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+from environments import environment
 
 from tilekern import warning
 from tilekern.errors import TilekernWarning
@@ -27,8 +27,7 @@ def nothing_said(monkeypatch):
 
 
 def python(code, *flags, folder=ROOT, **env):
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("TILEKERN_", "PYTHONWARNINGS"))}
-    env = kept | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""} | env
+    env = environment(without=("TILEKERN_", "PYTHONWARNINGS"), **env)
     return subprocess.run(
         [sys.executable, *flags, *code], cwd=folder, env=env, capture_output=True, text=True, check=False
     )

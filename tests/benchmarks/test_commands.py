@@ -150,7 +150,7 @@ def test_kernels_are_measured_on_the_gpu(tmp_path):
 def test_a_cache_of_many_records_is_timed():
     from benchmarks.cache_scale import measure as measure_scale
 
-    metrics = {row.metric for row in measure_scale(records=1000, repeats=1).rows}
+    metrics = {row.metric for row in measure_scale(records=[400], repeats=1).rows}
     assert {"first_lookup_off_disk", "disk_alone", "lookup", "ls_filtered", "verify_rate", "start"} <= metrics
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -10,11 +11,13 @@ from examples import profile
 from hypothesis import strategies as st
 
 from tilekern import interpreter
+from tilekern.cubin import Resources, read_resources
 from tilekern.kernels import all_specs
 from tilekern.runtime.dispatch import plan_for
 from tilekern.source.digests import digests_of
-from tilekern.spec import DTYPES, Config, KernelSpec, LibraryCall, Problem
-from tilekern.targets import INTERPRETED
+from tilekern.spec import ALIGNED, DTYPES, Config, KernelSpec, LibraryCall, Problem
+from tilekern.targets import INTERPRETED, Target
+from tilekern.toolchain import Compiled
 from tuning.verify.check import Check, compare, expected_results, launch_arguments, make_outputs
 
 SPECS = list(all_specs().values())
@@ -37,14 +40,8 @@ SIZES = {
 # Sizes without a bound in practice by the name of a dimension; a size of another name goes up to 65536. Heads go up to
 # what attention has kernels for: its gradients for 512 would take the compiler up to 4 s, for 1024 up to 12 s.
 LARGE = {
-    "vocabulary": st.integers(1, 300_000),
-    "batch": st.integers(1, 64),
-    "heads": st.integers(1, 256),
-    "kv_heads": st.integers(1, 256),
-    "head_dim": st.one_of(st.integers(1, 256), st.sampled_from([41, 64, 92, 128, 192, 256])),
-    "experts": st.integers(1, 256),
-    "choices": st.integers(1, 64),
-}
+    "vocabulary": 300_000, "batch": 64, "heads": 256, "kv_heads": 256, "head_dim": 256, "experts": 256, "choices": 64,
+}  # fmt: skip
 VIEWS = ("contiguous", "wide_rows", "offset", "reversed")
 # A problem of each spec with sizes that are no powers of two, for what a single case suffices for.
 ODD = {
@@ -71,11 +68,6 @@ def draws_of(spec: KernelSpec) -> Random:
     return Random(None if profile == "thorough" else digests_of(spec.module, spec.name).source)
 
 
-def gpus_of(spec: KernelSpec) -> list[str]:
-    """The GPUs of users, in a drawn order: what is compiled for the first one and for the second one are two tests'."""
-    return draws_of(spec).sample(["H200", "B200"], 2)
-
-
 def problems(spec: KernelSpec) -> st.SearchStrategy[Problem]:
     """Any small problem of a spec."""
     kinds = {"dtype": st.sampled_from(DTYPES), "flag": st.booleans()}
@@ -91,13 +83,38 @@ def fitting(values: dict[str, Any]) -> dict[str, Any]:
     return values | {"pairs": 1 + (values["pairs"] - 1) % (values["head_dim"] // 2)}
 
 
-def large_problems(spec: KernelSpec) -> st.SearchStrategy[Problem]:
-    """Any problem of a spec at its buckets, up to sizes that no model has."""
-    kinds = {"dtype": st.sampled_from(DTYPES), "flag": st.booleans()}
-    dimensions = {d.name: kinds.get(d.kind, LARGE.get(d.name, st.integers(1, 65536))) for d in spec.dimensions}
-    if "rope" in spec.name:
-        dimensions["head_dim"] = dimensions["head_dim"].map(lambda size: size + size % 2)
-    return st.fixed_dictionaries(dimensions).map(lambda values: spec.bucketed(spec.problem(**fitting(values))))
+def drawn_problem(spec: KernelSpec, random: Random) -> Problem:
+    """A problem of a spec at its buckets, of any dtypes and flags: small, or up to sizes that no model has."""
+    kinds = {"dtype": DTYPES, "flag": (False, True)}
+    is_large = random.random() < 0.5
+    values: dict[str, Any] = {}
+    for d in spec.dimensions:
+        most = LARGE.get(d.name, 65536)
+        size = random.randint(1, most if is_large else min(most, 300))
+        values[d.name] = random.choice(kinds[d.kind]) if d.kind in kinds else size
+    if "head_dim" in values and "rope" in spec.name:
+        values["head_dim"] += values["head_dim"] % 2
+    return spec.bucketed(spec.problem(**fitting(values)))
+
+
+def config_of(spec: KernelSpec, problem: Problem, target: Target, variant: str) -> Config:
+    """The default config for a variant that a kernel runs, else the generic one."""
+    default = spec.default(problem, target)
+    return default if variant == ALIGNED and not spec.is_library(problem, default) else spec.generic(problem)
+
+
+def resources_of(spec: KernelSpec, problem: Problem, made: Compiled, target: Target) -> Resources:
+    """What a cubin takes; it is checked for what is so of every one."""
+    resources = read_resources(made.cubin, made.symbol)
+    assert resources.registers > 0
+    assert 32 <= resources.threads <= 1024
+    assert 0 <= resources.shared_bytes <= target.shared_bytes
+    assert resources.code_bytes > 0
+    assert made.symbol.startswith(spec.device(problem, spec.generic(problem)).function._pyfunc.__name__[:8])
+    for folder in (Path(__file__).parents[2], Path.home()):
+        assert str(folder).encode() not in made.cubin
+    assert spec.module.rpartition(".")[2].encode() + b".py" not in made.cubin
+    return resources
 
 
 def sized(spec: KernelSpec, dtype: str = "float32", *, flags: bool = False, **sizes: int) -> Problem:

@@ -11,6 +11,7 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+from environments import environment
 from tuning_samples import SMALL
 
 from tilekern.cache import note_wanted
@@ -32,11 +33,6 @@ def want(root: Path, named: tuple[str, Problem] = SMALL, gpu: str = "H200") -> N
     """What dispatch does at a miss."""
     kernel, problem = named
     assert note_wanted(root, kernel, dict(problem), resolve(gpu).describe(), REASON)
-
-
-def environment(**more: str) -> dict[str, str]:
-    kept = {k: v for k, v in os.environ.items() if not k.startswith("TILEKERN_")}
-    return kept | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", **more}
 
 
 class Running:

@@ -1,7 +1,6 @@
 """A sweep on a real Ray cluster, of a head and two nodes on this host that say to have an H200 each."""
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from cluster_samples import LackingNode, RecordedNode, broken, dying, dying_at_first, noting, of_two_drivers, waiting
+from environments import environment, python_path
 from recorded import COPY_US, GPU, RecordedExecutor
 from tuning_samples import SMALL
 
@@ -71,7 +71,7 @@ def nodes():
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         # The samples are the nodes' own, what is tested comes along with the job.
-        patch.setenv("PYTHONPATH", str(Path(__file__).parent))
+        patch.setenv("PYTHONPATH", python_path(Path(__file__).parent))
         door = free_port()
         head = {"num_cpus": 0, "num_gpus": 0, "include_dashboard": False, "ray_client_server_port": door}
         found = Cluster(initialize_head=True, head_node_args=head | {"object_store_memory": STORE_BYTES})
@@ -163,7 +163,9 @@ def test_a_sweep_is_compiled_and_measured_as_on_one_host(executor, compiled_swee
 
 def test_a_cluster_measures_what_it_has_compiled_while_it_compiles_the_rest(executor, tmp_path, h200):
     sweep, on_cluster = Sweep(tmp_path / "sweep"), executor(noting(tmp_path), most=1)
-    sweep.begin(h200, "test", [*THREE, WIDE], {WIDE: compiled_limit(h200)})
+    # Of each problem a few configs are enough.
+    few = {one: [item.config for item in candidates(*one, h200)][:3] for one in (*THREE, WIDE)}
+    sweep.begin(h200, "test", list(few), few)
     assert (on_cluster.spare_cores(h200), executor(noting(tmp_path)).spare_cores(h200)) == (1, 0)
     with Compiling(lambda it: compile_all(sweep, 1, pool=on_cluster.compile_in_order, beside=it)) as compiling:
         measure_all(sweep, on_cluster, keep_winners, coming=compiling.problems())
@@ -173,11 +175,6 @@ def test_a_cluster_measures_what_it_has_compiled_while_it_compiles_the_rest(exec
 
 
 WIDE = ("column_sum", SMALL[1].but(columns=4096))
-
-
-def compiled_limit(target):
-    """A few configs are enough."""
-    return [item.config for item in candidates(*WIDE, target)][:3]
 
 
 def test_lines_come_in_the_order_of_their_task_and_composites_find_the_winners(executor, sweep, three):
@@ -242,10 +239,9 @@ def test_a_worker_that_dies_before_it_answers_is_replaced(executor, three, tmp_p
     assert len(list(tmp_path.glob("death-*"))) == 2
 
 
-@pytest.mark.parametrize("call", ["describe", "begin"])
-def test_workers_that_all_die_before_they_answer_are_said(executor, three, tmp_path, call):
+def test_workers_that_all_die_before_they_answer_are_said(executor, three, tmp_path):
     with pytest.raises(InputError, match="The actor died unexpectedly"):
-        list(executor(dying_at_first(tmp_path, call, times=9), most=1).run(three[:1]))
+        list(executor(dying_at_first(tmp_path, "describe", times=9), most=1).run(three[:1]))
     assert len(list(tmp_path.glob("death-*"))) == ray_nodes.TRIES
 
 
@@ -355,8 +351,7 @@ NO_DOOR = "Starting Ray client server failed"
 
 def test_through_the_door_for_clients(nodes, compiled_sweep, tmp_path):
     """As from a host that is not of the cluster: the command line, and measuring on recorded GPUs."""
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("TILEKERN_", "RAY_ADDRESS"))}
-    env |= {"PYTHONPATH": os.pathsep.join([str(ROOT), str(Path(__file__).parent)])}
+    env = environment(ROOT, Path(__file__).parent, without=("TILEKERN_", "RAY_ADDRESS"))
     sweep = Sweep(Path(shutil.copytree(compiled_sweep.folder, tmp_path / "sweep")))
     door = f"ray://127.0.0.1:{nodes.door}"
     lacking = sorted({line["sha256"] for line in sweep.compiled().values()})[:3]

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from environments import environment
 
 from tilekern.kernels import spec_named
 from tilekern.runtime.records import record_of
@@ -27,9 +28,8 @@ OPS = ["rope", "swiglu", "attention"]
 DRY = ["qwen3-0.6b", "--gpu", "B200", "--ops", ",".join(OPS), "--tokens", "512", "--dry-run"]
 
 
-def environment(tmp_path, **more):
-    kept = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
-    return kept | {"PYTHONPATH": str(ROOT), "TILEKERN_CACHE_DIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""} | more
+def of_terminal(tmp_path, **more):
+    return environment(without=("TILEKERN_", "COLUMNS", "LINES"), TILEKERN_CACHE_DIR=str(tmp_path), **more)
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def in_a_terminal(tmp_path, columns, **env):
     subprocess.run(["stty", "cols", str(columns)], stdin=child, check=True)
     with subprocess.Popen(
         [sys.executable, "-m", "tilekern.tune", *DRY],
-        env=environment(tmp_path, **env),
+        env=of_terminal(tmp_path, **env),
         stdin=child,
         stdout=child,
         stderr=child,

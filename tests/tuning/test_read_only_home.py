@@ -13,6 +13,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from environments import environment
 
 from tilekern.cache import Store
 from tilekern.toolchain import toolkit
@@ -77,8 +78,7 @@ def run(home, hub):
     away = ("TILEKERN_", "XDG_", "HF_", "HUGGINGFACE_", "COLUMNS")
 
     def run(*command, code=0, **env):
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(away)}
-        kept |= {"HOME": str(home), "PYTHONPATH": str(ROOT), "HF_ENDPOINT": hub, "CUDA_VISIBLE_DEVICES": ""}
+        kept = environment(without=away, HOME=str(home), HF_ENDPOINT=hub)
         ran = subprocess.run(
             [*BOUND, sys.executable, *command],
             env=kept | env, cwd=home, capture_output=True, text=True, timeout=500, check=False,

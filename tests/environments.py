@@ -1,0 +1,22 @@
+"""The environment of processes that tests start."""
+
+import os
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def environment(*folders: Path | str, without: tuple[str, ...] = ("TILEKERN_",), **more: str) -> dict[str, str]:
+    """What a user without a GPU has: this process's variables but for tilekern's settings, and ``more``.
+
+    Args:
+        folders: where Python looks first; the checkout where none is given.
+        without: how the names begin that are left out.
+    """
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(without)}
+    return kept | {"PYTHONPATH": python_path(*(folders or (ROOT,))), "CUDA_VISIBLE_DEVICES": ""} | more
+
+
+def python_path(*folders: Path | str) -> str:
+    """Folders, and behind them those that the tests were given, as that of the compiler which keeps its cubins."""
+    return os.pathsep.join([*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])])
