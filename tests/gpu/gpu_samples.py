@@ -144,7 +144,9 @@ def _product_cases() -> Iterator[Case]:
         yield "grouped_linear", sizes | _flags(spec_named("grouped_linear"), chosen)
         sides = ("b_gathered",) if "gathered" in chosen else ()
         yield "grouped_weight_gradient", sizes | _flags(spec_named("grouped_weight_gradient"), sides)
-        yield "grouped_bias_gradient", {"columns": columns, "experts": experts, "dtype": dtype}
+        for weighted in (False, True):
+            summed = {"columns": columns, "experts": experts, "dtype": dtype, "weight_dtype": dtype}
+            yield "grouped_sum", summed | {"weighted": weighted}
     fused = spec_named("cross_entropy_fused")
     for hidden, vocabulary in HEADS:
         # It launches the one after it.

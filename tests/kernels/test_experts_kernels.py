@@ -65,17 +65,6 @@ def test_a_gate_without_a_limit_is_silu():
         assert interpret(spec, problem, config, inputs).passed
 
 
-@pytest.mark.parametrize("rows", [[40, 0, 0], [0, 0, 40], [0, 0, 0], [1, 38, 1]])
-def test_sums_of_experts_with_all_rows_or_none(rows):
-    spec = spec_named("experts_sum")
-    problem = sized(spec, rows=40, experts=3, columns=20, flags=True)
-    offsets = torch.tensor(rows).cumsum(0).to(torch.int32)
-    inputs = inputs_of(spec, problem) | {"offsets": offsets}
-    for config in defaults(spec, problem):
-        check = interpret(spec, problem, config, inputs)
-        assert check.passed, check.reason
-
-
 def test_more_choices_than_are_written_out():
     spec = spec_named("experts_combine")
     problem = sized(spec, flags=True, tokens=3, choices=11, columns=40)

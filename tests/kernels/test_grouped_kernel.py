@@ -13,7 +13,7 @@ from tilekern import interpreter
 from tilekern.cubin import read_resources
 from tilekern.kernels import spec_named
 from tilekern.kernels.grouped import product, weight_gradient
-from tilekern.kernels.grouped.routing import VARIATIONS, held
+from tilekern.kernels.grouped.routing import OF_SUMS, VARIATIONS, held
 from tilekern.kernels.grouped.space import first_tile, is_tile
 from tilekern.kernels.grouped.tiles import group_at, rows_of
 from tilekern.kernels.tiles import ConstInt
@@ -22,16 +22,17 @@ from tilekern.targets import INTERPRETED, KNOWN, resolve
 from tilekern.toolchain import compile_candidate, toolkit
 from tuning.verify.check import compare, expected_results, launch_arguments, make_outputs
 
-LINEAR, GRADIENT, BIAS = map(spec_named, ("grouped_linear", "grouped_weight_gradient", "grouped_bias_gradient"))
-SPECS = (LINEAR, GRADIENT, BIAS)
+LINEAR, GRADIENT, SUM = map(spec_named, ("grouped_linear", "grouped_weight_gradient", "grouped_sum"))
+SPECS = (LINEAR, GRADIENT, SUM)
 FLAGS = ("inner_first", "gathered", "biased", "partial")
 GPT_OSS = (32768, 2880, 5760, 32, "bfloat16")
 QWEN3 = (65536, 2048, 1536, 128, "bfloat16")
 
 
 def problem_of(spec, rows, inner, columns, experts, *on, dtype="float32"):
-    if spec is BIAS:
-        return spec.problem(rows=rows, columns=columns, experts=experts, dtype=dtype)
+    if spec is SUM:
+        sizes = {"rows": rows, "columns": columns, "experts": experts, "weighted": "weighted" in on}
+        return spec.problem(**sizes, dtype=dtype, weight_dtype=dtype)
     sizes = product.sizes if spec is LINEAR else weight_gradient.sizes
     return spec.problem(**sizes(rows, inner, columns, experts, dtype, on))
 
@@ -79,7 +80,7 @@ def test_rows_of_others_never_reach_a_result_even_if_they_are_nan(spec):
             blocks = made.grid(problem, INTERPRETED.sm_count)
             outputs = make_outputs(spec, problem, blocks, "cpu")
             interpreter.launch(made.function, (blocks,), launch_arguments(made, inputs, outputs))
-            (result,), (right,) = outputs.values(), expected.values()
+            (result,), (right,) = spec.results(outputs).values(), expected.values()
             own = torch.zeros(len(result), dtype=torch.bool)
             if spec is LINEAR:
                 own[begin:end] = group < len(counts)
@@ -129,7 +130,7 @@ def test_the_products_are_those_of_each_expert_s_linear_layer():
     of_weight = GRADIENT.reference(dy, x, offsets, a_gathered=False, b_gathered=False)["c"]
     near(of_weight.float(), dweight)
     near(GRADIENT.reference(x, dy, offsets, a_gathered=False, b_gathered=False)["c"].mT.float(), dweight)
-    near(BIAS.reference(dy, offsets)["dbias"].float(), dbias)
+    near(SUM.reference(dy, offsets, weighted=False)["partial"].float(), dbias)
 
 
 @examples(20)
@@ -163,17 +164,17 @@ def test_every_row_has_exactly_one_place(data):
     assert set(taken) == wanted
 
 
-@pytest.mark.parametrize("name", VARIATIONS)
+@pytest.mark.parametrize("name", OF_SUMS)
 @pytest.mark.parametrize("on", [(), ("partial",)])
 def test_variations_are_routings_of_all_rows_that_somebody_gets(name, on):
     for rows, experts in ((1, 1), (3, 8), (1000, 7), (64, 64)):
         problem = problem_of(LINEAR, rows, 8, 8, experts, *on)
-        offsets = VARIATIONS[name](problem, torch.Generator(), "cpu")["offsets"]
+        offsets = OF_SUMS[name](problem, torch.Generator(), "cpu")["offsets"]
         assert offsets.dtype == torch.int32
         assert offsets.shape == (experts,)
         ends = [0, *offsets.tolist()]
         assert ends == sorted(ends)
-        assert ends[-1] == held(problem)
+        assert ends[-1] == (held(problem) if name in VARIATIONS else held(problem) * 7 // 8)
         counts = [end - begin for begin, end in itertools.pairwise(ends)]
         if rows == 1000 and name == "zipf":
             assert counts == sorted(counts, reverse=True)
@@ -222,7 +223,8 @@ def test_bytes_and_operations_counted_by_hand():
     assert LINEAR.flops(problem) == 2 * 8 * 3 * 5
     problem = problem_of(GRADIENT, 8, 3, 5, 2, "b_gathered", dtype="bfloat16")
     assert GRADIENT.bytes_moved(problem) == 2 * (8 * 3 + 2 * 5 + 2 * 3 * 5) + 4 * (2 + 8)
-    assert BIAS.bytes_moved(problem_of(BIAS, 8, 0, 5, 2, dtype="bfloat16")) == 2 * (8 * 5 + 2 * 5) + 4 * 2
+    assert SUM.bytes_moved(problem_of(SUM, 8, 0, 5, 2, dtype="bfloat16")) == 2 * 8 * 5 + 4 * 2 * 5
+    assert SUM.bytes_moved(problem_of(SUM, 8, 0, 5, 2, "weighted", dtype="bfloat16")) == 2 * 8 * 6 + 4 * (8 + 2 * 5)
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)

@@ -10,7 +10,7 @@ from op_samples import DTYPES, LAYOUTS, TOLERANCE, assert_near, laid_out
 from tilekern.ops.grouped_linear import _find, grouped_linear, grouped_outer
 from tilekern.runtime import dispatch
 
-SPECS = ("grouped_linear", "grouped_weight_gradient", "grouped_bias_gradient")
+SPECS = ("grouped_linear", "grouped_weight_gradient", "grouped_sum")
 
 
 def reference(x, weight, offsets, bias=None, order=None, slots=1):

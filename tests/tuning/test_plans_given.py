@@ -122,7 +122,7 @@ def test_problems_that_are_no_composites_have_no_parts():
         ("adamw rows=64,columns=64,dtype=float32", {"adamw"}),
         (
             "grouped_linear rows=64,inner=32,columns=64,experts=4,gathered=True,biased=True,dtype=bfloat16",
-            {"grouped_linear", "grouped_weight_gradient", "grouped_bias_gradient"},
+            {"grouped_linear", "grouped_weight_gradient", "grouped_sum", "column_sum"},
         ),
         ("grouped_linear rows=64,inner=32,columns=64,experts=4,inner_first=True,dtype=bfloat16", {"grouped_linear"}),
         ("attention_forward batch=1,queries=8,keys=8,heads=1,kv_heads=1,head_dim=16,windowed=True,dtype=float32",

@@ -16,9 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tilekern.kernels import column_sum
-from tilekern.kernels.experts import combine, gate, gather, route, sums
-from tilekern.ops.grouped_linear import grouped_linear, grouped_outer
+from tilekern.kernels.experts import combine, gate, gather, route
+from tilekern.ops.grouped_linear import SumPlans, grouped_linear, grouped_outer, plans_of_sum, summed
 from tilekern.ops.registration import check_devices, differentiable_once, needs_gradient, placeholder
 from tilekern.ops.route import Routing, launched, plans_of
 from tilekern.runtime.dispatch import Plan, count_fallback, keep, memo, plan_for
@@ -67,8 +66,8 @@ class _Plans(NamedTuple):
     gather_slopes: Plan | None = None
     gate_backward: Plan | None = None
     add_up: Plan | None = None
-    sums: tuple[Plan, Plan] | None = None
-    down_sums: tuple[Plan, Plan] | None = None
+    sums: SumPlans | None = None
+    down_sums: SumPlans | None = None
 
 
 _known: dict[Any, _Plans | None] = memo()
@@ -195,12 +194,6 @@ def _find(tensors: Tensors, ids: torch.Tensor, how: Gate, needs: _Needs) -> _Pla
     def plan(spec: Any, *sizes: Any) -> Plan | None:
         return plan_for(spec, x.device, *sizes)
 
-    def added(columns: int, weighted: bool) -> tuple[Plan | None, Plan | None]:
-        return (
-            plan(sums.SPEC, rows, number, columns, dtype, weights.dtype if weighted else dtype, weighted),
-            plan(column_sum.SPEC, sums.SHARES, number * columns, dtype),
-        )
-
     has_bias, has_down_bias = gate_up_bias is not None, down_bias is not None
     whole = (rows, inner, dtype, *how.flags, has_bias)
     found: list[Any] = [
@@ -214,10 +207,10 @@ def _find(tensors: Tensors, ids: torch.Tensor, how: Gate, needs: _Needs) -> _Pla
             plan(gather.SPEC, rows, hidden, dtype, has_down_bias),
             plan(gate.BACKWARD, *whole, weights.dtype, needs.down),
             plan(combine.SPEC, tokens, choices, hidden, dtype, dtype, False, False),
-            added(double, False) if needs.gate_up_bias else (),
-            added(hidden, True) if needs.down_bias else (),
+            plans_of_sum(x.device, rows, double, number, dtype) if needs.gate_up_bias else (),
+            plans_of_sum(x.device, rows, hidden, number, dtype, weights.dtype) if needs.down_bias else (),
         ]
-    if any(part is None or (isinstance(part, tuple) and None in part) for part in found):
+    if None in found:
         return None
     return _Plans(*found)
 
@@ -274,17 +267,6 @@ def _combined(
     return y
 
 
-def _summed(plans: tuple[Plan, Plan], x: torch.Tensor, routing: Routing, weights: torch.Tensor | None) -> torch.Tensor:
-    """The rows of each expert added up, [experts, columns]."""
-    number, columns = routing.offsets.shape[0], x.shape[1]
-    factors = placeholder(1, x.dtype, x.device) if weights is None else weights.contiguous().view(-1)
-    partial = torch.empty(sums.SHARES, number * columns, dtype=torch.float32, device=x.device)
-    plans[0].launch(x.get_device(), x, routing.offsets, routing.order, factors, partial)
-    total = x.new_empty(number * columns)
-    plans[1].launch(x.get_device(), partial, total)
-    return total.view(number, columns)
-
-
 def _outer(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """The gradient of a weight, in memory as the weight is: else autograd would copy it into that order."""
     if weight.stride(2) != 1 and weight.stride(1) == 1:
@@ -312,16 +294,17 @@ class _Experts(torch.autograd.Function):
         slopes, shares = _gathered(plans.gather_slopes, dout, routing, down_bias)
         dy = _product(slopes, down.transpose(1, 2), offsets)
         dpre, dweights = torch.empty_like(pre), torch.empty(weights.numel(), dtype=torch.float32, device=x.device)
+        factors = weights.contiguous().view(-1)
         y = torch.empty_like(dy) if needs.down else placeholder(2, x.dtype, x.device)
         plans.gate_backward.launch(
-            device, dy, pre, _bias(gate_up_bias, x), routing.experts, routing.order, weights.contiguous().view(-1),
-            shares, number, *ctx.how.numbers, dpre, y, dweights,
+            device, dy, pre, _bias(gate_up_bias, x), routing.experts, routing.order, factors, shares, number,
+            *ctx.how.numbers, dpre, y, dweights,
         )  # fmt: skip
         del dy, shares
         ddown = _outer(slopes, y, down, offsets) if needs.down else None
-        ddown_bias = _summed(plans.down_sums, slopes, routing, weights) if needs.down_bias else None
+        ddown_bias = summed(plans.down_sums, slopes, offsets, routing.order, factors) if needs.down_bias else None
         del slopes, y
-        dgate_up_bias = _summed(plans.sums, dpre, routing, None) if needs.gate_up_bias else None
+        dgate_up_bias = summed(plans.sums, dpre, offsets) if needs.gate_up_bias else None
         dx = dgate_up = None
         if needs.gate_up:
             dgate_up = _outer(dpre, _gathered(plans.gather, x, routing, None)[0], gate_up, offsets)

@@ -11,15 +11,18 @@ from typing import Any, Literal
 
 import torch
 
-from tilekern.kernels.grouped import bias_gradient, product, weight_gradient
+from tilekern.kernels import column_sum
+from tilekern.kernels.grouped import product, sums, weight_gradient
 from tilekern.kernels.matmul.product import MOST_ELEMENTS
 from tilekern.ops.operation import operation
 from tilekern.ops.registration import as_rows, by_autograd, is_autocast, readable
 from tilekern.runtime.dispatch import Plan, count_fallback, plan_for
 from tilekern.spec import Array
 
+# Of the sums of each expert's rows in shares, and of the sum of these.
+SumPlans = tuple[Plan, Plan]
 # The forward's plan, and those of the gradients of x, the weight and the bias where they are asked for.
-Plans = tuple[Plan, Plan | None, Plan | None, Plan | None]
+Plans = tuple[Plan, Plan | None, Plan | None, SumPlans | None]
 Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 _ARRAYS = (
     Array("x", "dtype", ("tokens", "inner")),
@@ -125,7 +128,7 @@ def _find(
         sizes = weight_gradient.sizes(rows, one, other, experts, x.dtype, {which} if gathers else ())
         of_weight = plan_for(weight_gradient.SPEC, x.device, *sizes.values())
     if graded is not False and bias is not None:
-        of_bias = plan_for(bias_gradient.SPEC, x.device, rows, columns, experts, x.dtype)
+        of_bias = plans_of_sum(x.device, rows, columns, experts, x.dtype)
         if of_bias is None:
             return None
     if forward is None or (to_x and of_x is None) or (to_weight and of_weight is None):
@@ -166,7 +169,7 @@ def _launch_backward(
         gathering = () if order is None else (order.contiguous(), slots)
         dweight = _run(of_weight, weight.shape, *sides, ends, *gathering)
     if of_bias is not None and bias is not None and needs[2]:
-        dbias = _run(of_bias, bias.shape, slopes, ends)
+        dbias = summed(of_bias, slopes, ends)
     return dx, dweight, dbias
 
 
@@ -247,3 +250,33 @@ def grouped_outer(dy: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor) -> t
         return torch.stack([dy[begin:end].t() @ x[begin:end] for begin, end in pieces])
     with torch.no_grad():
         return _run(plan, (experts, columns, inner), as_rows(dy), as_rows(x), offsets.int().contiguous())
+
+
+def plans_of_sum(
+    device: torch.device, rows: int, columns: int, experts: int, dtype: torch.dtype,
+    weight_dtype: torch.dtype | None = None,
+) -> SumPlans | None:  # fmt: skip
+    """The plans of :func:`summed`, of weighted rows where their weights have a dtype; None where torch must add up."""
+    if sums.SHARES * columns * experts > MOST_ELEMENTS:
+        return None
+    weighted = weight_dtype is not None
+    in_shares = plan_for(sums.SPEC, device, rows, experts, columns, dtype, weight_dtype or dtype, weighted)
+    whole = plan_for(column_sum.SPEC, device, sums.SHARES, experts * columns, dtype)
+    return None if in_shares is None or whole is None else (in_shares, whole)
+
+
+def summed(plans: SumPlans, x: torch.Tensor, offsets: torch.Tensor, *weighting: torch.Tensor) -> torch.Tensor:
+    """The rows of each expert added up, [experts, columns].
+
+    Args:
+        plans: of :func:`plans_of_sum`.
+        x: [rows, columns], sorted by expert.
+        offsets: [experts], int32: the end of each expert's rows.
+        weighting: the slot of each row [rows] (int32), and the weight of each slot [rows], where rows are weighted.
+    """
+    device, experts, columns = x.get_device(), offsets.shape[0], x.shape[1]
+    partial = torch.empty(sums.SHARES, experts, columns, dtype=torch.float32, device=x.device)
+    plans[0].launch(device, x, offsets, *weighting, partial)
+    total = x.new_empty(experts, columns)
+    plans[1].launch(device, partial.view(sums.SHARES, -1), total.view(-1))
+    return total

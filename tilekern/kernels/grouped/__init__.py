@@ -1,7 +1,7 @@
-"""Products of rows that are sorted by expert with each expert's own weight, and the gradients of these."""
+"""Products of rows that are sorted by expert with each expert's own weight, the gradients of these, and sums."""
 
-from tilekern.kernels.grouped import bias_gradient, product, weight_gradient
+from tilekern.kernels.grouped import product, sums, weight_gradient
 
-SPECS = (*product.SPECS, *weight_gradient.SPECS, *bias_gradient.SPECS)
+SPECS = (*product.SPECS, *weight_gradient.SPECS, *sums.SPECS)
 
 __all__ = ["SPECS"]

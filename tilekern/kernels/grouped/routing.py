@@ -56,6 +56,10 @@ VARIATIONS = {
     ),
     "one row each": _varied(_one_each),
 }
+# Of sums over rows, to which those beyond the last offset add nothing.
+OF_SUMS = VARIATIONS | {
+    "rows of nobody": lambda problem, generator, device: {"offsets": balanced(problem, device) * 7 // 8}
+}
 
 
 def shuffled(rows: int, generator: Any, device: str) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 
 import cuda.tile as ct
 
-from tilekern.kernels.grouped.routing import SLOTS, VARIATIONS, balanced, shuffled
+from tilekern.kernels.grouped.routing import OF_SUMS, SLOTS, balanced, shuffled
 from tilekern.kernels.grouped.space import SPACE, default, generic, grid, hints, is_tile, readable
 from tilekern.kernels.grouped.tiles import gathered, place_and_column, rows_of, sources
 from tilekern.kernels.tiles import ConstBool, ConstInt, load
@@ -235,7 +235,7 @@ SPEC = KernelSpec(
     bytes_moved=_bytes,
     flops=lambda problem: 2 * problem["rows"] * problem["inner"] * problem["columns"],
     result_dtype=lambda problem: problem["dtype"],
-    variations=VARIATIONS,
+    variations=OF_SUMS,
     timed=("zipf",),
 )
 
