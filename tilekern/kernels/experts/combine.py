@@ -11,7 +11,8 @@ from typing import Any
 import cuda.tile as ct
 
 from tilekern.kernels.experts.route import routed
-from tilekern.kernels.experts.rows import EXPERTS, SPACE, bias_of, constants, default, expert_ids, generic
+from tilekern.kernels.experts.rows import EXPERTS, SPACE, bias_of, constants, default, generic
+from tilekern.kernels.grouped.routing import drawn_experts
 from tilekern.kernels.tiles import ConstBool, ConstInt, grid_of, hints, load
 from tilekern.spec import (
     ITEM_BYTES,
@@ -99,7 +100,7 @@ def _inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
 
     tokens, choices, columns = problem["tokens"], problem["choices"], problem["columns"]
     rows = tokens * choices
-    _, _, ranks, chosen = routed(expert_ids(Problem({"rows": rows}), generator, device), EXPERTS)
+    _, _, ranks, chosen = routed(drawn_experts(rows, EXPERTS, generator, device), EXPERTS)
     bias = (EXPERTS, columns) if problem["biased"] else (1, 1)
     weights = (tokens, choices) if problem["weighted"] else (1, 1)
     x, bias, weights = (

@@ -20,8 +20,9 @@ from typing import Any
 import cuda.tile as ct
 
 from tilekern.kernels.experts.route import routed
-from tilekern.kernels.experts.rows import EXPERTS, bias_of, expert_ids, expert_of, widths
+from tilekern.kernels.experts.rows import EXPERTS, bias_of, expert_of, widths
 from tilekern.kernels.geglu import _by_tanh
+from tilekern.kernels.grouped.routing import drawn_experts
 from tilekern.kernels.swiglu import _sigmoid
 from tilekern.kernels.tiles import ConstBool, ConstInt, grid_of, hints, load
 from tilekern.spec import (
@@ -249,7 +250,7 @@ def _inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
     import torch
 
     rows, columns = problem["rows"], problem["columns"]
-    _, _, _, chosen = routed(expert_ids(problem, generator, device), EXPERTS)
+    _, _, _, chosen = routed(drawn_experts(rows, EXPERTS, generator, device), EXPERTS)
     bias = (EXPERTS, 2 * columns) if problem["biased"] else (1, 1)
     pre, bias = (
         torch.randn(size, generator=generator, device=device).to(getattr(torch, problem["dtype"]))

@@ -11,7 +11,8 @@ from typing import Any
 import cuda.tile as ct
 
 from tilekern.kernels.experts.route import routed
-from tilekern.kernels.experts.rows import EXPERTS, SPACE, bias_of, constants, default, expert_ids, expert_of, generic
+from tilekern.kernels.experts.rows import EXPERTS, SPACE, bias_of, constants, default, expert_of, generic
+from tilekern.kernels.grouped.routing import drawn_experts
 from tilekern.kernels.tiles import ConstBool, ConstInt, grid_of, hints, load
 from tilekern.spec import (
     ITEM_BYTES,
@@ -67,7 +68,7 @@ def _inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
     import torch
 
     rows, columns, dtype = problem["rows"], problem["columns"], getattr(torch, problem["dtype"])
-    _, order, _, chosen = routed(expert_ids(problem, generator, device), EXPERTS)
+    _, order, _, chosen = routed(drawn_experts(rows, EXPERTS, generator, device), EXPERTS)
     choices = min(2, rows)
     shape = (-(-rows // choices), columns)
     bias = (EXPERTS, columns) if problem["biased"] else (1, 1)

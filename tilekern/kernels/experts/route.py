@@ -13,6 +13,7 @@ from typing import Any
 
 import cuda.tile as ct
 
+from tilekern.kernels.grouped.routing import drawn_experts
 from tilekern.kernels.tiles import ConstInt, hints, power_of_two
 from tilekern.spec import (
     ITEM_BYTES,
@@ -140,14 +141,11 @@ def _implement(
     )
 
 
-def _ids(problem: Problem, generator: Any, device: str) -> Any:
-    """Any experts, one of them more often than the others, and no expert."""
+def _count_inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
     import torch
 
-    shape, dtype = (problem["rows"],), torch.int64 if problem["wide"] else torch.int32
-    ids = torch.randint(problem["experts"] + 1, shape, generator=generator, device=device, dtype=dtype)
-    ids[::3] = problem["experts"] // 2
-    return ids
+    ids = drawn_experts(problem["rows"], problem["experts"], generator, device)
+    return {"ids": ids if problem["wide"] else ids.to(torch.int32), "experts": problem["experts"]}
 
 
 def counted(ids: Any, experts: int) -> Any:
@@ -180,8 +178,8 @@ def _placed(ids: Any, counts: Any, experts: int) -> dict[str, Any]:
 def _place_inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
     import torch
 
-    ids, experts = _ids(problem, generator, device), problem["experts"]
-    return {"ids": ids, "counts": counted(ids, experts).to(torch.int32), "experts": experts}
+    given = _count_inputs(problem, generator, device)
+    return given | {"counts": counted(**given).to(torch.int32)}
 
 
 def _bytes(arrays: int) -> Any:
@@ -222,10 +220,7 @@ COUNT = KernelSpec(
     ),
     default=lambda problem, target: _config(problem, 1024, 0),
     generic=lambda problem: _config(problem, 1024, 0),
-    inputs=lambda problem, generator, device: {
-        "ids": _ids(problem, generator, device),
-        "experts": problem["experts"],
-    },
+    inputs=_count_inputs,
     outputs=lambda problem, blocks: {"counts": ((parts(problem["rows"]), width_of(problem["experts"])), "int32")},
     reference=lambda ids, experts: {"counts": counted(ids, experts).double()},
     bytes_moved=_bytes(0),

@@ -1,8 +1,6 @@
-"""What kernels that take one row of a layer of experts at a time share: the row's expert, tiles, and test routing."""
+"""What kernels that take one row of a layer of experts at a time share: the row's expert, and tiles."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import cuda.tile as ct
 
@@ -56,14 +54,3 @@ def generic(problem: Problem) -> Config:
 def constants(problem: Problem, config: Config) -> tuple[tuple[str, int], ...]:
     """The width of a tile, and whether one reaches over the end of a row."""
     return ("tile_n", config["tile_n"]), ("bounded", problem["columns"] % config["tile_n"] != 0)
-
-
-def expert_ids(problem: Problem, generator: Any, device: str) -> Any:
-    """The expert of each slot, of :data:`EXPERTS`; one has most of them, one has none, and some slots have none."""
-    import torch
-
-    ids = torch.randint(EXPERTS, (problem["rows"],), generator=generator, device=device)
-    ids[ids == 1] = 2
-    ids[::2] = 3
-    ids[1::4] = EXPERTS
-    return ids

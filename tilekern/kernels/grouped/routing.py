@@ -1,7 +1,8 @@
-"""How rows are spread over experts where grouped products are timed and checked.
+"""How rows are spread over experts where kernels are timed and checked.
 
-A tuned record serves any routing, so how uneven one is belongs to no problem. Candidates are timed where each expert
-gets as many rows as the others and where their numbers fall as 1 / rank (Zipf), and checked on extremes beside.
+A tuned record serves any routing, so how uneven one is belongs to no problem. Candidates of grouped products are timed
+where each expert gets as many rows as the others and where their numbers fall as 1 / rank (Zipf), and checked on
+extremes beside. What the layer's other kernels do for a row hardly depends on its expert: they have one uneven routing.
 """
 
 from __future__ import annotations
@@ -74,3 +75,17 @@ def expert_rows(offsets: Any, rows: int) -> Any:
     import torch
 
     return torch.searchsorted(offsets, torch.arange(rows, dtype=torch.int32, device=offsets.device), right=True)
+
+
+def drawn_experts(rows: int, experts: int, generator: Any, device: str) -> Any:
+    """The expert of each slot [rows] (int64): half of them have the same, one has none, and a quarter of them has none.
+
+    A slot without an expert has the number ``experts``.
+    """
+    import torch
+
+    ids = torch.randint(experts, (rows,), generator=generator, device=device)
+    ids[ids == 0] = experts - 1
+    ids[::2] = experts // 2
+    ids[1::4] = experts
+    return ids
