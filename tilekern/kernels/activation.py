@@ -25,12 +25,9 @@ import cuda.tile as ct
 
 from tilekern.kernels.common.arrays import Arrays, bytes_of, drawn, tensors
 from tilekern.kernels.common.elements import dimensions_of, each_tile, matrices, spec
-
-# Another name where they are written would make the shipped records of dyt and geglu stale.
 from tilekern.kernels.dyt import BACKWARD as STRIPED
-from tilekern.kernels.dyt import _grid as _resident_groups
-from tilekern.kernels.dyt import groups_of, stripe_of
-from tilekern.kernels.geglu import _exact as _normal
+from tilekern.kernels.dyt import grid, groups_of, stripe_of
+from tilekern.kernels.geglu import exact
 from tilekern.kernels.tiles import ConstBool, ConstInt, hints, load
 from tilekern.spec import Array, Config, Implementation, KernelSpec, Problem, ScalarParameter, outputs_of, parameters_of
 
@@ -55,7 +52,7 @@ def _value_and_slope(x, linear, cubic, erf, relu):
         if ct.static_eval(erf):
             return ramp, ct.where(x <= 0.0, 0.0, 1.0)
         return ramp * ramp, 2.0 * ramp
-    p, slope = _normal(x) if ct.static_eval(erf) else _sigmoid(x, linear, cubic)
+    p, slope = exact(x) if ct.static_eval(erf) else _sigmoid(x, linear, cubic)
     return x * p, p + x * slope
 
 
@@ -195,7 +192,7 @@ def _implement(problem: Problem, config: Config) -> Implementation:
             ("erf", problem["erf"]),
             ("relu", problem["relu"]),
         ),
-        grid=lambda sizes, sm_count: _resident_groups(sizes, config, sm_count),
+        grid=lambda sizes, sm_count: grid(sizes, config, sm_count),
         hints=hints(config),
     )
 

@@ -17,10 +17,7 @@ import cuda.tile as ct
 
 from tilekern.kernels import layer_norm
 from tilekern.kernels.common.rows import backward, default_in_blocks, default_of_two_sums, forward, spec
-
-# Another name where they are written would make the shipped records of layer_norm stale.
-from tilekern.kernels.layer_norm import _dweight_and_dbias, _normal, _slopes, _statistics
-from tilekern.kernels.layer_norm import _dx as _dx_of_norm
+from tilekern.kernels.layer_norm import gradient, normal, shares, slopes, statistics
 from tilekern.kernels.tiles import ConstBool, ConstInt
 from tilekern.spec import Array, ScalarParameter
 
@@ -38,13 +35,13 @@ def fused_add_layer_norm_forward(
     # Its launch overlaps the end of the kernel that writes x.
     ct.grid_dependency_control_wait()
     forward(
-        _statistics, _normal, (residual, x), (weight, bias), (y,), (eps,), columns, tile_m, tile_n, chunks, persistent,
+        statistics, normal, (residual, x), (weight, bias), (y,), (eps,), columns, tile_m, tile_n, chunks, persistent,
         long, bounded, tma, _sum, (total,),
     )  # fmt: skip
 
 
 def _dx(tiles, weights, known):
-    return (_dx_of_norm(tiles, weights, known)[0] + tiles[2],)
+    return (gradient(tiles, weights, known)[0] + tiles[2],)
 
 
 @ct.kernel
@@ -55,7 +52,7 @@ def fused_add_layer_norm_backward(
     """Resident blocks; matrices [rows, columns], weight [columns], partial [blocks, 2 * columns]."""
     ct.grid_dependency_control_wait()
     backward(
-        _slopes, _dx, _dweight_and_dbias, (dy, total, dtotal), (weight,), (dx,), partial, 2, (eps,), columns, tile_m,
+        slopes, _dx, shares, (dy, total, dtotal), (weight,), (dx,), partial, 2, (eps,), columns, tile_m,
         tile_n, chunks, long, bounded, tma,
     )  # fmt: skip
 

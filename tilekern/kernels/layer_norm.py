@@ -81,6 +81,11 @@ def _dweight_and_dbias(tiles, weights, known):
     return tiles[0] * ((tiles[1] - known[0]) * known[2]), tiles[0]
 
 
+# Public names, for other kernels: renamed where they are written, the records of this one would be stale.
+statistics, normal = _statistics, _normal
+slopes, gradient, shares = _slopes, _dx, _dweight_and_dbias
+
+
 @ct.kernel
 def layer_norm_backward(
     dy, x, weight, dx, partial, eps, columns: ConstInt, tile_m: ConstInt, tile_n: ConstInt, chunks: ConstInt,

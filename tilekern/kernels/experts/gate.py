@@ -21,9 +21,9 @@ import cuda.tile as ct
 
 from tilekern.kernels.experts.route import routed
 from tilekern.kernels.experts.rows import EXPERTS, bias_of, expert_of, widths
-from tilekern.kernels.geglu import _by_tanh
+from tilekern.kernels.geglu import by_tanh
 from tilekern.kernels.grouped.routing import drawn_experts
-from tilekern.kernels.swiglu import _sigmoid
+from tilekern.kernels.swiglu import sigmoid
 from tilekern.kernels.tiles import ConstBool, ConstInt, grid_of, hints, load
 from tilekern.spec import (
     ITEM_BYTES,
@@ -84,9 +84,9 @@ def _parts(gate, up, alpha, limit, shift, tanh):
     g = ct.where(gate > limit, limit, gate)
     u = ct.where(up > limit, limit, ct.where(up < -limit, -limit, up))
     if ct.static_eval(tanh):
-        share, slope = _by_tanh(g)
+        share, slope = by_tanh(g)
         return g * share, share + g * slope, u + shift
-    s = _sigmoid(alpha * g)
+    s = sigmoid(alpha * g)
     return g * s, s * (1.0 + alpha * g * (1.0 - s)), u + shift
 
 
