@@ -6,7 +6,7 @@ import torch
 from tilekern.kernels import spec_named
 from tilekern.kernels.grouped import product, weight_gradient
 from tilekern.kernels.grouped.routing import VARIATIONS
-from tilekern.kernels.grouped.space import is_tile
+from tilekern.kernels.matmul.space import is_tile
 from tilekern.launcher import PrebuiltKernel, Variant
 from tilekern.ops.grouped_linear import grouped_linear
 from tilekern.runtime.plans import plan_of

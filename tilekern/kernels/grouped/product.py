@@ -18,8 +18,10 @@ from typing import Any
 import cuda.tile as ct
 
 from tilekern.kernels.grouped.routing import SLOTS, VARIATIONS, balanced, expert_rows, shuffled
-from tilekern.kernels.grouped.space import SPACE, default, generic, grid, groups_of, hints, is_tile, readable
-from tilekern.kernels.grouped.tiles import gathered, group_at, place_and_column, rows_of, sources, weight_tile
+from tilekern.kernels.grouped.space import SPACE, default, generic, grid, groups_of, hints, readable
+from tilekern.kernels.grouped.tiles import gathered, group_at, rows_of, sources, weight_tile
+from tilekern.kernels.matmul.product import place_and_column
+from tilekern.kernels.matmul.space import is_tile
 from tilekern.kernels.tiles import ConstBool, ConstInt, load
 from tilekern.spec import (
     ITEM_BYTES,

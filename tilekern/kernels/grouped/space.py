@@ -7,25 +7,25 @@ a view by four warps, so eight work there. Units and where they hold their sums 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from tilekern.kernels.matmul.space import Unit, unit_of
-from tilekern.kernels.tiles import power_of_two
+from tilekern.kernels.matmul.space import (
+    Unit,
+    elements,
+    fits_shared,
+    holds_sums,
+    is_square_enough,
+    is_tile,
+    of_tiles,
+    pipelines,
+    sides,
+    unit_of,
+)
 from tilekern.spec import ITEM_BYTES, Config, Constraint, Problem, Space, Value, cdiv
 from tilekern.targets import INTERPRETED, Target
 
-# The most sums in a thread that left registers for the rest.
-_SUMS_A_THREAD = {"mma": 64, "wgmma": 128}
-_TENSOR_MEMORY = 128 * 512
-_SIDES = (64, 128, 256)
 # What torch's grouped product asks of strides and addresses.
 _LIBRARY_BYTES = 16
-
-
-def is_tile(config: Config) -> bool:
-    """Whether a device function, and not a library, runs the config."""
-    return bool(config["implementation"] == "tile")
 
 
 def readable(x: Any) -> Any:
@@ -72,17 +72,13 @@ def hints(config: Config) -> dict[str, int | None]:
     return {name: config[name] or None for name in ("occupancy", "num_ctas", "num_worker_warps")}
 
 
-def _sides(size: int) -> list[Value]:
-    return [side for side in _SIDES if side <= max(_SIDES[0], power_of_two(size))]
-
-
 def _axes(problem: Problem) -> dict[str, list[Value]]:
     m, n, _ = _extents(problem)
     return {
         "implementation": ["tile", "torch"],
         "schedule": ["persistent", "block"],
-        "tile_m": _sides(m),
-        "tile_n": _sides(n),
+        "tile_m": sides(m),
+        "tile_n": sides(n),
         "tile_k": [64, 32, 128],
         "group_m": [8, 1],
         "occupancy": [1],
@@ -90,11 +86,6 @@ def _axes(problem: Problem) -> dict[str, list[Value]]:
         "num_worker_warps": [0, 8],
         "latency": [0, 6],
     }
-
-
-def _elements(config: Config) -> int:
-    """Sums of a tile on one SM."""
-    return int(config["tile_m"] * config["tile_n"] // config["num_ctas"])
 
 
 def _gathers(problem: Problem) -> bool:
@@ -122,26 +113,9 @@ def _is_exact(problem: Problem, config: Config, target: Target) -> bool:
     return problem["dtype"] != "float32" or target == INTERPRETED or not _has_library(problem)
 
 
-def _holds_sums(problem: Problem, config: Config, target: Target) -> bool:
-    unit = unit_of(target)
-    if unit == "tcgen05":
-        return _elements(config) <= _TENSOR_MEMORY
-    return bool(_elements(config) <= 32 * (config["num_worker_warps"] or 4) * _SUMS_A_THREAD[unit])
-
-
-def _fits_shared(problem: Problem, config: Config, target: Target) -> bool:
-    column = (config["tile_m"] + config["tile_n"]) * ITEM_BYTES[problem["dtype"]] // config["num_ctas"]
-    return bool(2 * column * config["tile_k"] <= target.shared_bytes)
-
-
-def _is_square_enough(problem: Problem, config: Config, target: Target) -> bool:
-    small, large = sorted((config["tile_m"], config["tile_n"]))
-    return bool(large <= 2 * small)
-
-
 def _is_wide_enough(problem: Problem, config: Config, target: Target) -> bool:
     least = 128 * 64 if unit_of(target) == "mma" else 128 * 128
-    return _elements(config) >= least or not _is_large(problem, target)
+    return elements(config) >= least or not _is_large(problem, target)
 
 
 def _addresses_rows(problem: Problem, target: Target) -> bool:
@@ -150,7 +124,7 @@ def _addresses_rows(problem: Problem, target: Target) -> bool:
 
 
 def _suits_depth(problem: Problem, config: Config, target: Target) -> bool:
-    small, addresses = _elements(config) <= 128 * 128, _addresses_rows(problem, target)
+    small, addresses = elements(config) <= 128 * 128, _addresses_rows(problem, target)
     if config["tile_k"] == 64:
         return small or not addresses
     if addresses or unit_of(target) == "mma":
@@ -167,40 +141,32 @@ def _has_its_warps(problem: Problem, config: Config, target: Target) -> bool:
     if unit == "tcgen05" and not _is_gradient(problem):
         return eight
     few = unit == "mma" or _addresses_rows(problem, target)
-    return not eight or _elements(config) >= (128 * 128 if few else 128 * 256)
+    return not eight or elements(config) >= (128 * 128 if few else 128 * 256)
 
 
 def _clusters(problem: Problem, config: Config, target: Target) -> bool:
-    large = _is_large(problem, target) and _elements(config) >= 128 * 128 and not _gathers(problem)
+    large = _is_large(problem, target) and elements(config) >= 128 * 128 and not _gathers(problem)
     return config["num_ctas"] == 1 or (large and config["schedule"] == "persistent" and unit_of(target) != "mma")
-
-
-def _pipelines(problem: Problem, config: Config, target: Target) -> bool:
-    return not config["latency"] or (unit_of(target) == "wgmma" and _elements(config) >= 128 * 256)
-
-
-def _of_tiles(reason: str, holds: Callable[[Problem, Config, Target], bool]) -> Constraint:
-    return Constraint(reason, lambda problem, config, target: not is_tile(config) or holds(problem, config, target))
 
 
 SPACE = Space(
     _axes,
     (
         Constraint("torch takes no tile: one config stands for it, where rows are whole 16 bytes", _stands_for_library),
-        _of_tiles("float32 products run on a GPU's scalar units, since TF32 would round the inputs", _is_exact),
-        _of_tiles("the sums exceed the registers of the warps that add, or tensor memory", _holds_sums),
-        _of_tiles("two stages of operands exceed shared memory", _fits_shared),
-        _of_tiles("a side of more than twice the other reads more operands for the same work", _is_square_enough),
-        _of_tiles("a small tile on a large problem is bound by operand traffic", _is_wide_enough),
-        _of_tiles(
+        of_tiles("float32 products run on a GPU's scalar units, since TF32 would round the inputs", _is_exact),
+        of_tiles("the sums exceed the registers of the warps that add, or tensor memory", holds_sums),
+        of_tiles("two stages of operands exceed shared memory", fits_shared),
+        of_tiles("a side of more than twice the other reads more operands for the same work", is_square_enough),
+        of_tiles("a small tile on a large problem is bound by operand traffic", _is_wide_enough),
+        of_tiles(
             "64 elements are the 128 bytes that TMA swizzles; 128 are for small tiles, 32 for units that read operands "
             "through registers, and for gathered rows on wgmma, whose addresses spill beside many sums",
             _suits_depth,
         ),
-        _of_tiles("bands of 8 rows of tiles; of 1 where blocks stay", _bands),
-        _of_tiles("8 warps are for sums that are too many for 4, and for tcgen05, always", _has_its_warps),
-        _of_tiles("clusters are for large tiles of large problems, and for operands that TMA brings", _clusters),
-        _of_tiles("the latency hint gains a stage for Hopper's largest tiles alone", _pipelines),
+        of_tiles("bands of 8 rows of tiles; of 1 where blocks stay", _bands),
+        of_tiles("8 warps are for sums that are too many for 4, and for tcgen05, always", _has_its_warps),
+        of_tiles("clusters are for large tiles of large problems, and for operands that TMA brings", _clusters),
+        of_tiles("the latency hint gains a stage for Hopper's largest tiles alone", pipelines),
     ),
 )
 
@@ -235,7 +201,7 @@ def first_tile(problem: Problem, target: Target) -> Config:
     """The first tile of the unit's that gives each SM one, or the smallest."""
     m, n, _ = _extents(problem)
     unit = unit_of(target)
-    fitting = [_config(*tile) for tile in _TILES[unit] if tile[0] in _sides(m) and tile[1] in _sides(n)]
+    fitting = [_config(*tile) for tile in _TILES[unit] if tile[0] in sides(m) and tile[1] in sides(n)]
     if unit == "mma" or _addresses_rows(problem, target):
         fitting = [config.but(schedule="block", tile_k=32) for config in fitting]
     elif unit == "tcgen05" and _is_gradient(problem):

@@ -39,15 +39,6 @@ def rows_of(offsets, group, experts, rows):
     return begin, end
 
 
-def place_and_column(item, down, across, height):
-    """Row and column of a tile: bands of ``height`` rows of tiles, each column by column, so that L2 holds operands."""
-    band = height * across
-    first = item // band * height
-    rows = min(down - first, height)
-    inside = item % band
-    return first + inside % rows, inside // rows
-
-
 def sources(order, row, slots, tile):
     """Which rows [tile] of a gathered array stand at ``row`` and behind it: each slot in ``order`` is of one token."""
     view = order.tiled_view((tile,), padding_mode=ct.PaddingMode.ZERO, traversal_steps=(1,))

@@ -15,8 +15,10 @@ from typing import Any
 import cuda.tile as ct
 
 from tilekern.kernels.grouped.routing import OF_SUMS, SLOTS, balanced, shuffled
-from tilekern.kernels.grouped.space import SPACE, default, generic, grid, hints, is_tile, readable
-from tilekern.kernels.grouped.tiles import gathered, place_and_column, rows_of, sources
+from tilekern.kernels.grouped.space import SPACE, default, generic, grid, hints, readable
+from tilekern.kernels.grouped.tiles import gathered, rows_of, sources
+from tilekern.kernels.matmul.product import place_and_column
+from tilekern.kernels.matmul.space import is_tile
 from tilekern.kernels.tiles import ConstBool, ConstInt, load
 from tilekern.spec import (
     ITEM_BYTES,

@@ -58,6 +58,10 @@ def _place(item, down, across, group):
     return first + inside % height, inside // height
 
 
+# A public name, for other kernels: renamed where it is written, the records of this one would be stale.
+place_and_column = _place
+
+
 def _operand(array, outer, step, tile_outer, tile_k, depth_first, latency):
     """A tile [tile_outer, tile_k] of an array that is stored that way or, where ``depth_first``, transposed."""
     if ct.static_eval(depth_first):

@@ -162,6 +162,11 @@ def _of_tiles(reason: str, holds: Callable[[Problem, Config, Target], bool]) -> 
     return Constraint(reason, lambda problem, config, target: not is_tile(config) or holds(problem, config, target))
 
 
+# Public names, for the products of experts: renamed where they are written, the records of matmul would be stale.
+sides, elements, of_tiles = _sides, _elements, _of_tiles
+holds_sums, fits_shared, is_square_enough, pipelines = _holds_sums, _fits_shared, _is_square_enough, _pipelines
+
+
 SPACE = Space(
     _axes,
     (
