@@ -15,6 +15,7 @@ from typing import Any
 
 import cuda.tile as ct
 
+from tilekern.kernels.common.arrays import drawn, drawn_angles
 from tilekern.kernels.qk_norm_rope import (
     SIZED,
     K,
@@ -22,8 +23,8 @@ from tilekern.kernels.qk_norm_rope import (
     default_tiles,
     elements,
     grid,
-    head_shapes,
     is_unrolled,
+    rotated,
     tile_axes,
     tile_of_kv_heads,
 )
@@ -56,6 +57,10 @@ def _parts(pairs):
     """
     one = ct.sum(ct.where(_is_odd(), 0.0, pairs), axis=4, keepdims=True)
     return one, ct.sum(ct.where(_is_odd(), pairs, 0.0), axis=4, keepdims=True)
+
+
+# Public names, for other kernels: renamed where they are written, the records of this one would be stale.
+is_second, parts_of_pairs = _is_odd, _parts
 
 
 def _read(x, b, t, h, tile_t, tile_h, width, bounded):
@@ -175,28 +180,16 @@ def _inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
     """Random q and k, and angles of any size."""
     import torch
 
-    q_shape, k_shape = head_shapes(problem)
-    dtype, angle_dtype = getattr(torch, problem["dtype"]), getattr(torch, problem["angle_dtype"])
-    turns = torch.rand((*q_shape[:2], problem["head_dim"] // 2), generator=generator, device=device) * 6.0
-    return {
-        "q": torch.randn(q_shape, generator=generator, device=device).to(dtype),
-        "k": torch.randn(k_shape, generator=generator, device=device).to(dtype),
-        "angles": torch.stack((turns.cos(), turns.sin()), -1).flatten(-2).to(angle_dtype),
-    }
+    angles = drawn_angles(problem, problem["head_dim"] // 2, generator, device)
+    in_turn = torch.stack((angles["cos"], angles["sin"]), -1).flatten(-2)
+    return drawn(_ARRAYS[:2], problem, generator, device) | {"angles": in_turn}
 
 
 def reference(q: Any, k: Any, angles: Any, inverse: bool) -> dict[str, Any]:
     """The rotation, or its transpose, in float64."""
-    import torch
-
-    c, s = angles.double()[..., ::2].unsqueeze(2), angles.double()[..., 1::2].unsqueeze(2)
-    s = -s if inverse else s
-
-    def turned(x: Any) -> Any:
-        one, other = x.double()[..., ::2], x.double()[..., 1::2]
-        return torch.stack((one * c - other * s, other * c + one * s), -1).flatten(-2)
-
-    return {"q_out": turned(q), "k_out": turned(k)}
+    c, s = angles.double()[..., ::2], angles.double()[..., 1::2]
+    turned = (rotated(x.double(), c, -s if inverse else s, interleaved=True) for x in (q, k))
+    return dict(zip(("q_out", "k_out"), turned, strict=True))
 
 
 def _bytes(problem: Problem) -> int:

@@ -16,6 +16,7 @@ from typing import Any
 
 import cuda.tile as ct
 
+from tilekern.kernels.common.arrays import drawn, drawn_angles
 from tilekern.kernels.tiles import ConstBool, ConstInt, grid_of, hints, load, power_of_two, promoted
 from tilekern.spec import (
     ITEM_BYTES,
@@ -256,47 +257,38 @@ def generic(problem: Problem) -> Config:
     return Config(schedule="persistent", tile_t=1, tile_h=tile_h, occupancy=1, num_worker_warps=0, tma=False)
 
 
-def head_shapes(problem: Problem) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The shapes of q and of k."""
-    batch, tokens, size = problem["batch"], problem["tokens"], problem["head_dim"]
-    return (batch, tokens, problem["heads"], size), (batch, tokens, problem["kv_heads"], size)
-
-
 def inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
     """Random q and k, weights near 1, and angles that are stored twice."""
     import torch
 
-    def random(shape: tuple[int, ...], dtype: str) -> Any:
-        return torch.randn(shape, generator=generator, device=device).to(getattr(torch, dtype))
+    angles = drawn_angles(problem, problem["head_dim"] // 2, generator, device)
+    twice = {name: torch.cat((x, x), -1) for name, x in angles.items()}
+    return drawn(GIVEN[:4], problem, generator, device) | twice | {"eps": 1e-6}
 
-    q_shape, k_shape = head_shapes(problem)
-    half = torch.rand((*q_shape[:2], problem["head_dim"] // 2), generator=generator, device=device) * 6.0
-    angles, angle_dtype = torch.cat((half, half), -1), getattr(torch, problem["angle_dtype"])
-    return {
-        "q": random(q_shape, problem["dtype"]),
-        "k": random(k_shape, problem["dtype"]),
-        "q_weight": 1 + random(q_shape[-1:], problem["weight_dtype"]) / 4,
-        "k_weight": 1 + random(k_shape[-1:], problem["weight_dtype"]) / 4,
-        "cos": angles.cos().to(angle_dtype),
-        "sin": angles.sin().to(angle_dtype),
-        "eps": 1e-6,
-    }
+
+def normed(x: Any, weight: Any, eps: float) -> Any:
+    """Heads and their RMSNorm, in the dtype of ``x``."""
+    return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
+
+
+def rotated(x: Any, cos: Any, sin: Any, *, interleaved: bool = False) -> Any:
+    """Heads [batch, tokens, heads, head_dim] by angles [batch, tokens, pairs]; numbers behind the pairs stay."""
+    import torch
+
+    size, c, s = 2 * cos.shape[-1], cos.unsqueeze(2), sin.unsqueeze(2)
+    part, rest = x[..., :size], x[..., size:]
+    one, other = (part[..., ::2], part[..., 1::2]) if interleaved else part.chunk(2, -1)
+    both = one * c - other * s, other * c + one * s
+    return torch.cat((torch.stack(both, -1).flatten(-2) if interleaved else torch.cat(both, -1), rest), -1)
 
 
 def reference(q: Any, k: Any, q_weight: Any, k_weight: Any, cos: Any, sin: Any, eps: float) -> dict[str, Any]:
     """The formula in float64."""
-    import torch
-
-    half = q.shape[-1] // 2
-    c, s = (angles[..., :half].double().unsqueeze(2) for angles in (cos, sin))
-
-    def turned(x: Any, weight: Any) -> Any:
-        wide = x.double()
-        z = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.double()
-        z1, z2 = z[..., :half], z[..., half:]
-        return torch.cat((z1 * c - z2 * s, z2 * c + z1 * s), -1)
-
-    return {"q_out": turned(q, q_weight), "k_out": turned(k, k_weight)}
+    c, s = (angles[..., : q.shape[-1] // 2].double() for angles in (cos, sin))
+    return {
+        "q_out": rotated(normed(q.double(), q_weight.double(), eps), c, s),
+        "k_out": rotated(normed(k.double(), k_weight.double(), eps), c, s),
+    }
 
 
 def elements(problem: Problem) -> int:

@@ -9,10 +9,12 @@ its inputs. Each block adds up its tokens' share of both dw in float32 and store
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import cuda.tile as ct
 
+from tilekern.kernels.common.arrays import drawn
 from tilekern.kernels.qk_norm_rope import (
     DIMENSIONS,
     GIVEN,
@@ -25,7 +27,6 @@ from tilekern.kernels.qk_norm_rope import (
     elements,
     generic,
     grid,
-    head_shapes,
     inputs,
     out_dtype,
     read_angles,
@@ -53,6 +54,10 @@ from tilekern.targets import Target
 def _add_pairs(a, b, c, d):
     """Two sums in one reduction: one barrier among a block's warps in place of two."""
     return a + c, b + d
+
+
+# A public name, for other kernels: renamed where it is written, the records of this one would be stale.
+add_pairs = _add_pairs
 
 
 def _pull(dx, slopes, tiles, weights, sums, c, s, eps, b, t, h, half, whole, bounded):
@@ -156,29 +161,29 @@ def _default(problem: Problem, target: Target) -> Config:
 
 
 def _inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
+    return drawn(_ARRAYS[:2], problem, generator, device) | inputs(problem, generator, device)
+
+
+def gradients_of(forward: Callable[..., dict[str, Any]], dq_out: Any, dk_out: Any, **given: Any) -> dict[str, Any]:
+    """What autograd makes of a forward's reference in float64; ``given`` are its inputs."""
     import torch
 
-    dtype = getattr(torch, out_dtype(problem))
-    slopes = {
-        name: torch.randn(shape, generator=generator, device=device).to(dtype)
-        for name, shape in zip(("dq_out", "dk_out"), head_shapes(problem), strict=True)
-    }
-    return {**slopes, **inputs(problem, generator, device)}
-
-
-def reference(dq_out: Any, dk_out: Any, cos: Any, sin: Any, eps: float, **given: Any) -> dict[str, Any]:
-    """What autograd makes of the forward's reference in float64; ``given`` are q, k and their weights."""
-    import torch
-
-    leaves = {name: value.detach().double().requires_grad_() for name, value in given.items()}
+    names = ("q", "k", "q_weight", "k_weight")
+    leaves = {name: given[name].detach().double().requires_grad_() for name in names}
     with torch.enable_grad():
-        results = reference_forward(**leaves, cos=cos, sin=sin, eps=eps)
+        made = forward(**given | leaves)
     slopes = [dq_out.double(), dk_out.double()]
-    gradients = torch.autograd.grad(list(results.values()), list(leaves.values()), slopes)
-    return {f"d{name}": gradient for name, gradient in zip(leaves, gradients, strict=True)}
+    gradients = torch.autograd.grad(list(made.values()), list(leaves.values()), slopes)
+    return {f"d{name}": gradient for name, gradient in zip(names, gradients, strict=True)}
 
 
-def _results(outputs: dict[str, Any]) -> dict[str, Any]:
+def reference(dq_out: Any, dk_out: Any, **given: Any) -> dict[str, Any]:
+    """The gradients of the forward's reference in float64; ``given`` are its inputs."""
+    return gradients_of(reference_forward, dq_out, dk_out, **given)
+
+
+def results(outputs: dict[str, Any]) -> dict[str, Any]:
+    """The gradients, those of the weights added up over blocks."""
     dq_weight, dk_weight = outputs["partial"].double().sum(0).chunk(2)
     return {"dq": outputs["dq"], "dk": outputs["dk"], "dq_weight": dq_weight, "dk_weight": dk_weight}
 
@@ -205,7 +210,7 @@ SPEC = KernelSpec(
     inputs=_inputs,
     outputs=outputs_of(_ARRAYS),
     reference=reference,
-    results=_results,
+    results=results,
     bytes_moved=lambda problem: (
         elements(problem) * (2 * ITEM_BYTES[problem["dtype"]] + ITEM_BYTES[out_dtype(problem)])
         + small_bytes(problem)

@@ -18,8 +18,8 @@ from typing import Any
 
 import cuda.tile as ct
 
-# By the names that they have there, since shipped records are of its source as it is.
-from tilekern.kernels.llama4_rope import _is_odd, _parts
+from tilekern.kernels.common.arrays import drawn, drawn_angles
+from tilekern.kernels.llama4_rope import is_second, parts_of_pairs
 from tilekern.kernels.qk_norm_rope import (
     SIZED,
     K,
@@ -27,11 +27,12 @@ from tilekern.kernels.qk_norm_rope import (
     default_tiles,
     elements,
     grid,
-    head_shapes,
     is_unrolled,
+    normed,
     read_angles,
     read_heads,
     read_weight,
+    rotated,
     tile_axes,
     tile_of_kv_heads,
     write_heads,
@@ -103,7 +104,7 @@ def numbers_of(tiles, tile_t, tile_h, form):
     """A step in float32: the first numbers of the pairs, the second ones, and what does not turn."""
     pairs, rest, width, _, interleaved, _, _ = form
     if ct.static_eval(interleaved):
-        numbers = _parts(ct.reshape(tiles[0].astype(ct.float32), (1, tile_t, tile_h, width, 2)))
+        numbers = parts_of_pairs(ct.reshape(tiles[0].astype(ct.float32), (1, tile_t, tile_h, width, 2)))
         others = tiles[1:]
     else:
         numbers = (tiles[0].astype(ct.float32), tiles[1].astype(ct.float32))
@@ -141,7 +142,7 @@ def read_turns(array, at, t, tile_t, form):
 
 def joined(one, other, tile_t, tile_h, width):
     """The tile of pairs of which ``one`` and ``other`` are the first and the second numbers."""
-    return ct.reshape(ct.where(_is_odd(), other, one), (1, tile_t, tile_h, 2 * width))
+    return ct.reshape(ct.where(is_second(), other, one), (1, tile_t, tile_h, 2 * width))
 
 
 def write_parts(y, numbers, b, t, h, tile_t, tile_h, form):
@@ -307,25 +308,9 @@ def generic(problem: Problem) -> Config:
 
 
 def inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
-    """Random q and k, weights near 1 with an offset that is most of that, and angles of any size."""
-    import torch
-
-    def random(shape: tuple[int, ...], dtype: str) -> Any:
-        return torch.randn(shape, generator=generator, device=device).to(getattr(torch, dtype))
-
-    q_shape, k_shape = head_shapes(problem)
-    angles = torch.rand((*q_shape[:2], problem["pairs"]), generator=generator, device=device) * 6.0
-    angle_dtype = getattr(torch, problem["angle_dtype"])
-    return {
-        "q": random(q_shape, problem["dtype"]),
-        "k": random(k_shape, problem["dtype"]),
-        "q_weight": 0.25 + random(q_shape[-1:], problem["weight_dtype"]) / 4,
-        "k_weight": 0.25 + random(k_shape[-1:], problem["weight_dtype"]) / 4,
-        "cos": angles.cos().to(angle_dtype),
-        "sin": angles.sin().to(angle_dtype),
-        "eps": 1e-6,
-        "offset": 0.75,
-    }
+    """Random q and k, weights near 1, and angles of any size."""
+    angles = drawn_angles(problem, problem["pairs"], generator, device)
+    return drawn(GIVEN[:4], problem, generator, device) | angles | {"eps": 1e-6, "offset": 0.75}
 
 
 def reference(
@@ -333,20 +318,12 @@ def reference(
     interleaved: bool,
 ) -> dict[str, Any]:  # fmt: skip
     """The formula in float64."""
-    import torch
-
-    c, s = (angles.double().unsqueeze(2) for angles in (cos, sin))
-    size = 2 * cos.shape[-1]
 
     def turned(x: Any) -> Any:
-        part, rest = x[..., :size], x[..., size:]
-        one, other = (part[..., ::2], part[..., 1::2]) if interleaved else part.chunk(2, -1)
-        both = one * c - other * s, other * c + one * s
-        return torch.cat((torch.stack(both, -1).flatten(-2) if interleaved else torch.cat(both, -1), rest), -1)
+        return rotated(x, cos.double(), sin.double(), interleaved=interleaved)
 
     def made(x: Any, weight: Any) -> Any:
-        x = turned(x.double()) if norm_last else x.double()
-        z = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * (weight.double() + offset)
+        z = normed(turned(x.double()) if norm_last else x.double(), weight.double() + offset, eps)
         return z if norm_last else turned(z)
 
     return {"q_out": made(q, q_weight), "k_out": made(k, k_weight)}

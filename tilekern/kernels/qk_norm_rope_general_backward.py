@@ -13,7 +13,9 @@ from typing import Any
 
 import cuda.tile as ct
 
-from tilekern.kernels.qk_norm_rope import SIZED, K, Q, default_tiles, elements, grid, head_shapes, tile_axes
+from tilekern.kernels.common.arrays import drawn
+from tilekern.kernels.qk_norm_rope import SIZED, K, Q, default_tiles, elements, grid, tile_axes
+from tilekern.kernels.qk_norm_rope_backward import add_pairs, gradients_of, results
 from tilekern.kernels.qk_norm_rope_general import (
     DIMENSIONS,
     GIVEN,
@@ -38,11 +40,6 @@ from tilekern.spec import ITEM_BYTES, Array, Config, Implementation, KernelSpec,
 from tilekern.targets import Target
 
 
-def _add_pairs(a, b, c, d):
-    """Two sums in one reduction: one barrier among a block's warps in place of two."""
-    return a + c, b + d
-
-
 def _pull(dx, slopes, tiles, weights, sums, c, s, eps, b, t, h, tile_t, tile_h, form, norm_last):
     """The gradients of one step of tokens and heads: dx is stored, the shares of dw are added to ``sums``."""
     pairs, rest = form[0], form[1]
@@ -53,11 +50,11 @@ def _pull(dx, slopes, tiles, weights, sums, c, s, eps, b, t, h, tile_t, tile_h, 
         dz = turned(dz, c, -s)
     g, du, shares = (dz[0] * weights[0], dz[1] * weights[1]), (), ()
     square, product = ct.reduce(
-        (u[0] * u[0] + u[1] * u[1], g[0] * u[0] + g[1] * u[1]), 3, _add_pairs, (0.0, 0.0), keepdims=True
+        (u[0] * u[0] + u[1] * u[1], g[0] * u[0] + g[1] * u[1]), 3, add_pairs, (0.0, 0.0), keepdims=True
     )  # fmt: skip
     for i in ct.static_iter(range(2, 2 + len(pieces_of(pairs, rest)))):
         g = g + (dz[i] * weights[i],)
-        more = ct.reduce((u[i] * u[i], g[i] * u[i]), 3, _add_pairs, (0.0, 0.0), keepdims=True)
+        more = ct.reduce((u[i] * u[i], g[i] * u[i]), 3, add_pairs, (0.0, 0.0), keepdims=True)
         square, product = square + more[0], product + more[1]
     rstd = ct.rsqrt(square / (2 * pairs + rest) + eps)
     pull = product * rstd * rstd / (2 * pairs + rest)
@@ -199,37 +196,12 @@ def _default(problem: Problem, target: Target) -> Config:
 
 
 def _inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
-    import torch
-
-    dtype = getattr(torch, out_dtype(problem))
-    slopes = {
-        name: torch.randn(shape, generator=generator, device=device).to(dtype)
-        for name, shape in zip(("dq_out", "dk_out"), head_shapes(problem), strict=True)
-    }
-    return {**slopes, **inputs(problem, generator, device)}
+    return drawn(_ARRAYS[:2], problem, generator, device) | inputs(problem, generator, device)
 
 
-def reference(
-    dq_out: Any, dk_out: Any, q: Any, k: Any, q_weight: Any, k_weight: Any, cos: Any, sin: Any, eps: float,
-    offset: float, norm_last: bool, interleaved: bool,
-) -> dict[str, Any]:  # fmt: skip
-    """What autograd makes of the forward's reference in float64."""
-    import torch
-
-    given = {"q": q, "k": k, "q_weight": q_weight, "k_weight": k_weight}
-    leaves = {name: value.detach().double().requires_grad_() for name, value in given.items()}
-    with torch.enable_grad():
-        results = reference_forward(
-            **leaves, cos=cos, sin=sin, eps=eps, offset=offset, norm_last=norm_last, interleaved=interleaved
-        )
-    slopes = [dq_out.double(), dk_out.double()]
-    gradients = torch.autograd.grad(list(results.values()), list(leaves.values()), slopes)
-    return {f"d{name}": gradient for name, gradient in zip(leaves, gradients, strict=True)}
-
-
-def _results(outputs: dict[str, Any]) -> dict[str, Any]:
-    dq_weight, dk_weight = outputs["partial"].double().sum(0).chunk(2)
-    return {"dq": outputs["dq"], "dk": outputs["dk"], "dq_weight": dq_weight, "dk_weight": dk_weight}
+def reference(dq_out: Any, dk_out: Any, norm_last: bool, interleaved: bool, **given: Any) -> dict[str, Any]:
+    """The gradients of the forward's reference in float64; ``given`` are its inputs."""
+    return gradients_of(reference_forward, dq_out, dk_out, norm_last=norm_last, interleaved=interleaved, **given)
 
 
 SPEC = KernelSpec(
@@ -254,7 +226,7 @@ SPEC = KernelSpec(
     inputs=_inputs,
     outputs=outputs_of(_ARRAYS),
     reference=reference,
-    results=_results,
+    results=results,
     bytes_moved=lambda problem: (
         elements(problem) * (2 * ITEM_BYTES[problem["dtype"]] + ITEM_BYTES[out_dtype(problem)])
         + small_bytes(problem)

@@ -16,6 +16,7 @@ from typing import Any
 
 import cuda.tile as ct
 
+from tilekern.kernels.common.arrays import drawn_angles
 from tilekern.kernels.tiles import (
     TMA_NEEDS_HOPPER,
     ConstBool,
@@ -252,23 +253,14 @@ def _inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
     """q and k as projections leave them: [batch, tokens, heads, head_dim] in memory, seen with heads before tokens."""
     import torch
 
-    batch, tokens, size = problem["batch"], problem["tokens"], problem["head_dim"]
-    given = _given(problem)
+    size, dtype = problem["head_dim"], getattr(torch, _given(problem))
 
-    def random(*shape: int) -> Any:
-        return torch.randn(shape, generator=generator, device=device).to(getattr(torch, given))
+    def random(heads: str) -> Any:
+        shape = (problem["batch"], problem["tokens"], problem[heads], size)
+        return torch.randn(shape, generator=generator, device=device).to(dtype).transpose(1, 2)
 
-    angles = torch.rand(
-        (batch, tokens, size if problem["full"] else size // 2),
-        generator=generator, device=device,
-    )  # fmt: skip
-    angle_dtype = getattr(torch, problem["angle_dtype"])
-    return {
-        "q": random(batch, tokens, problem["heads"], size).transpose(1, 2),
-        "k": random(batch, tokens, problem["kv_heads"], size).transpose(1, 2),
-        "cos": (angles * 6.0).cos().to(angle_dtype),
-        "sin": (angles * 6.0).sin().to(angle_dtype),
-    }
+    angles = drawn_angles(problem, size if problem["full"] else size // 2, generator, device)
+    return {"q": random("heads"), "k": random("kv_heads"), **angles}
 
 
 def reference(q: Any, k: Any, cos: Any, sin: Any, inverse: bool) -> dict[str, Any]:
