@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -166,16 +167,55 @@ def seen_as(x: torch.Tensor, view: str) -> torch.Tensor:
     return out.copy_(x)
 
 
+def one_of_each(spec: KernelSpec, problem: Problem, *axes: str) -> list[Config]:
+    """The first config of each combination of values that some axes have, an axis that a config lacks being None."""
+    found: dict[tuple[Any, ...], Config] = {}
+    for config in configs(spec, problem):
+        found.setdefault(tuple(config.get(axis) for axis in axes), config)
+    return list(found.values())
+
+
+def one_of_each_code(spec: KernelSpec, problem: Problem) -> list[Config]:
+    """The first config of each device function and its constants, and each config that a library runs."""
+    found: dict[Any, Config] = {}
+    for config in configs(spec, problem):
+        made = spec.implement(problem, config)
+        found.setdefault(config if isinstance(made, LibraryCall) else (made.function, made.constants), config)
+    return list(found.values())
+
+
+def launched(
+    spec: KernelSpec, problem: Problem, config: Config, inputs: dict[str, Any], blocks: int | None = None,
+    outputs: dict[str, torch.Tensor] | None = None,
+) -> dict[str, torch.Tensor]:  # fmt: skip
+    """The outputs of one config on the CPU: on its own grid or another, in some memory or in one full of NaN.
+
+    Those of a library's call are new tensors.
+    """
+    made = spec.implement(problem, config)
+    if isinstance(made, LibraryCall):
+        given = made.bound(plan_for)(*(inputs[name] for name in made.inputs))
+        return dict(zip(spec.outputs(problem, 1), given, strict=True))
+    blocks = blocks or made.grid(problem, INTERPRETED.sm_count)
+    outputs = make_outputs(spec, problem, blocks, "cpu") if outputs is None else outputs
+    interpreter.launch(made.function, (blocks,), launch_arguments(made, inputs, outputs))
+    return outputs
+
+
 def interpret(
     spec: KernelSpec, problem: Problem, config: Config, inputs: dict[str, Any], blocks: int | None = None
 ) -> Check:
-    """Run one config on the CPU, on its own grid or another, into outputs full of NaN, and judge the results."""
-    implementation = spec.implement(problem, config)
-    if isinstance(implementation, LibraryCall):
-        given = implementation.bound(plan_for)(*(inputs[name] for name in implementation.inputs))
-        outputs = dict(zip(spec.outputs(problem, 1), given, strict=True))
-        return compare(spec, problem, outputs, expected_results(spec, problem, inputs))
-    blocks = blocks or implementation.grid(problem, INTERPRETED.sm_count)
-    outputs = make_outputs(spec, problem, blocks, "cpu")
-    interpreter.launch(implementation.function, (blocks,), launch_arguments(implementation, inputs, outputs))
+    """Run one config as :func:`launched` does, and judge the results."""
+    outputs = launched(spec, problem, config, inputs, blocks)
     return compare(spec, problem, outputs, expected_results(spec, problem, inputs))
+
+
+def assert_right(
+    spec: KernelSpec, problem: Problem, found: Iterable[Config], inputs: dict[str, Any], blocks: int | None = None
+) -> None:
+    """Hold some configs, of which there must be one, to the reference."""
+    tried, expected = list(found), expected_results(spec, problem, inputs)
+    assert tried
+    for config in tried:
+        check = compare(spec, problem, launched(spec, problem, config, inputs, blocks), expected)
+        assert check.passed, (config, check.reason)

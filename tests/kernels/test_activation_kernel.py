@@ -1,12 +1,10 @@
 import pytest
 import torch
-from spec_samples import interpret, sized
+from spec_samples import interpret, launched, sized
 
-from tilekern import interpreter
 from tilekern.kernels import spec_named
 from tilekern.ops.activation import CURVES
 from tilekern.targets import INTERPRETED
-from tuning.verify.check import launch_arguments, make_outputs
 
 FORWARD, BACKWARD, REMAKE = (spec_named(f"activation_{name}") for name in ("forward", "backward", "backward_remake"))
 every_curve = pytest.mark.parametrize("curve", CURVES.values(), ids=CURVES)
@@ -35,10 +33,7 @@ def made(spec, curve, **given):
     """The outputs of a spec's default config."""
     rows, columns = given["x"].shape
     problem = problem_of(spec, curve, rows=rows, columns=columns)
-    outputs = make_outputs(spec, problem, 1, "cpu")
-    implementation = spec.device(problem, spec.default(problem, INTERPRETED))
-    interpreter.launch(implementation.function, (1,), launch_arguments(implementation, given | numbers(curve), outputs))
-    return outputs
+    return launched(spec, problem, spec.default(problem, INTERPRETED), given | numbers(curve), 1)
 
 
 @every_curve

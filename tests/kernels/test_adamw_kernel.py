@@ -3,16 +3,15 @@ import torch
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from spec_samples import configs, inputs_of, problems, sized
+from spec_samples import configs, inputs_of, launched, problems, sized
 
-from tilekern import interpreter
 from tilekern.cubin import read_resources
 from tilekern.kernels import spec_named
 from tilekern.kernels.adamw import WIDTHS, flat_shape
 from tilekern.spec import ALIGNED, DTYPES, GENERIC
 from tilekern.targets import INTERPRETED, KNOWN, resolve
 from tilekern.toolchain import compile_candidate, toolkit
-from tuning.verify.check import compare, expected_results, launch_arguments, make_outputs
+from tuning.verify.check import compare, expected_results
 
 SPEC = spec_named("adamw")
 PLACES = {"new_param": "param", "new_exp_avg": "exp_avg", "new_exp_avg_sq": "exp_avg_sq"}
@@ -21,14 +20,10 @@ needs_compiler = pytest.mark.skipif(toolkit() is None, reason="no tile compiler 
 
 def step(problem, config, inputs, *, in_place=False, blocks=None):
     """The results by name, in outputs of their own or in the memory of the inputs."""
-    implementation = SPEC.device(problem, config)
-    blocks = blocks or implementation.grid(problem, INTERPRETED.sm_count)
-    outputs = make_outputs(SPEC, problem, blocks, "cpu")
-    if in_place:
-        inputs = {name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
-        outputs = {name: inputs[place] for name, place in PLACES.items()}
-    interpreter.launch(implementation.function, (blocks,), launch_arguments(implementation, inputs, outputs))
-    return outputs
+    if not in_place:
+        return launched(SPEC, problem, config, inputs, blocks)
+    inputs = {name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
+    return launched(SPEC, problem, config, inputs, blocks, {name: inputs[place] for name, place in PLACES.items()})
 
 
 @examples(60)

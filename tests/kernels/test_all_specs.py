@@ -7,7 +7,21 @@ import torch
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from spec_samples import NAMES, SPECS, VIEWS, compiled, configs, inputs_of, interpret, problems, seen_as, sized
+from spec_samples import (
+    NAMES,
+    SPECS,
+    VIEWS,
+    assert_right,
+    compiled,
+    configs,
+    inputs_of,
+    interpret,
+    one_of_each,
+    one_of_each_code,
+    problems,
+    seen_as,
+    sized,
+)
 
 from tilekern import interpreter
 from tilekern.kernels import spec_named
@@ -59,9 +73,7 @@ def test_every_function_is_right_on_any_grid(spec, blocks, dtype):
     for config in configs(spec, problem):
         if config.get("schedule") == "persistent" and not spec.is_library(problem, config):
             persistent.setdefault(spec.device(problem, config).function, config)
-    for config in {spec.generic(problem), *persistent.values()}:
-        check = interpret(spec, problem, config, inputs, blocks)
-        assert check.passed, (config, check.reason)
+    assert_right(spec, problem, {spec.generic(problem), *persistent.values()}, inputs, blocks)
 
 
 @every_spec
@@ -69,16 +81,7 @@ def test_every_function_is_right_on_any_grid(spec, blocks, dtype):
 def test_every_config_of_one_odd_problem_is_right(spec, dtype):
     problem = sized(spec, dtype, rows=5, columns=83, tokens=3, heads=3, kv_heads=2)
     inputs = inputs_of(spec, problem)
-    functions = {}
-    for config in configs(spec, problem):
-        if spec.is_library(problem, config):
-            functions.setdefault(config, config)
-            continue
-        implementation = spec.device(problem, config)
-        functions.setdefault((implementation.function, implementation.constants), config)
-    for config in functions.values():
-        check = interpret(spec, problem, config, inputs)
-        assert check.passed, (config, check.reason)
+    assert_right(spec, problem, one_of_each_code(spec, problem), inputs)
 
 
 @pytest.mark.parametrize(("kernel", "rows", "columns"), [("column_sum", 300, 1030), ("scale", 3, 5121)])
@@ -87,7 +90,7 @@ def test_many_chunks(kernel, rows, columns):
     spec = spec_named(kernel)
     problem = sized(spec, "bfloat16", rows=rows, columns=columns)
     inputs = inputs_of(spec, problem)
-    for config in {config["tile_n"]: config for config in configs(spec, problem)}.values():
+    for config in one_of_each(spec, problem, "tile_n"):
         check = interpret(spec, problem, config, inputs, 1 if config["schedule"] == "persistent" else None)
         assert check.passed, (config, check.reason)
 
@@ -134,13 +137,9 @@ def test_rope_rounds_nothing_but_its_results():
 def test_rope_of_more_heads_than_are_written_out():
     spec = spec_named("rope")
     problem = sized(spec, "bfloat16", tokens=2, batch=1, heads=33, kv_heads=9, head_dim=128)
-    inputs, seen = inputs_of(spec, problem), {}
-    for config in configs(spec, problem):
-        seen.setdefault(spec.device(problem, config).constants, config)
-    assert {dict(constants)["unrolled"] for constants in seen} == {False, True}
-    for config in seen.values():
-        check = interpret(spec, problem, config, inputs)
-        assert check.passed, (config, check.reason)
+    inputs, seen = inputs_of(spec, problem), one_of_each_code(spec, problem)
+    assert {dict(spec.device(problem, config).constants)["unrolled"] for config in seen} == {False, True}
+    assert_right(spec, problem, seen, inputs)
 
 
 @pytest.mark.parametrize("factor", [0.0, 1.0])

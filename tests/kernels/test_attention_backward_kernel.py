@@ -4,9 +4,8 @@ import itertools
 
 import pytest
 import torch
-from spec_samples import interpret, sized
+from spec_samples import interpret, launched, sized
 
-from tilekern import interpreter
 from tilekern.cubin import read_resources
 from tilekern.kernels.attention import backward_problem as attention_backward_problem
 from tilekern.kernels.attention import problem as attention_problem
@@ -14,7 +13,6 @@ from tilekern.kernels.attention.backward import DELTA, DKDV, DQ
 from tilekern.spec import ALIGNED
 from tilekern.targets import INTERPRETED, resolve
 from tilekern.toolchain import compile_candidate, toolkit
-from tuning.verify.check import launch_arguments, make_outputs
 
 SIZES = {"batch": 2, "queries": 100, "keys": 100, "heads": 2, "kv_heads": 1, "head_dim": 20}
 FLAGS = ("causal", "windowed", "capped", "packed")
@@ -37,14 +35,10 @@ def small(spec, problem, **changes):
     return spec.generic(problem).but(tile_m=32, tile_n=32, **changes)
 
 
-def launched(spec, problem, inputs):
+def outputs_of(spec, problem, inputs):
     """The outputs of a spec's small config for inputs that may be another spec's outputs."""
     config = spec.default(problem, INTERPRETED) if spec is DELTA else small(spec, problem)
-    implementation = spec.implement(problem, config)
-    blocks = implementation.grid(problem, INTERPRETED.sm_count)
-    outputs = make_outputs(spec, problem, blocks, "cpu")
-    interpreter.launch(implementation.function, (blocks,), launch_arguments(implementation, inputs, outputs))
-    return outputs
+    return launched(spec, problem, config, inputs)
 
 
 @every_flag
@@ -126,10 +120,10 @@ def test_queries_that_see_no_key_get_and_give_nothing():
     inputs = inputs_of(DQ, problem)
     blind = slice(0, 40)
     assert inputs["lse"][:, :, blind].isneginf().all()
-    assert (launched(DQ, problem, inputs)["dq"][:, blind] == 0).all()
-    full = launched(DKDV, problem, inputs)
+    assert (outputs_of(DQ, problem, inputs)["dq"][:, blind] == 0).all()
+    full = outputs_of(DKDV, problem, inputs)
     inputs["dout"][:, blind], inputs["q"][:, blind] = 7.0, -3.0
-    again = launched(DKDV, problem, inputs)
+    again = outputs_of(DKDV, problem, inputs)
     assert all(torch.equal(full[name], again[name]) for name in ("dk", "dv"))
 
 
@@ -161,7 +155,7 @@ def test_a_packed_sequence_is_not_touched_by_the_nan_of_the_next(spec):
 def test_keys_that_no_query_sees_get_zeros():
     problem = problem_of(DKDV, flags={"causal": True, "windowed": True}, queries=10, keys=150)
     inputs = inputs_of(DKDV, problem)
-    outputs = launched(DKDV, problem, inputs)
+    outputs = outputs_of(DKDV, problem, inputs)
     unseen = 150 - 10 - inputs["window"] + 1
     assert all((outputs[name][:, :unseen] == 0).all() for name in ("dk", "dv"))
     assert outputs["dv"][:, unseen:].abs().amin(-1).gt(0).all()
@@ -179,9 +173,9 @@ def test_the_three_kernels_in_a_row_give_the_gradients_of_the_forward(sinks, pac
     expected = torch.autograd.grad(made["out"], leaves, dout.double())
     out = made["out"].detach().float()
     sizes = {"batch": out.shape[0], "queries": out.shape[1], "heads": SIZES["heads"], "head_dim": SIZES["head_dim"]}
-    delta = launched(DELTA, DELTA.problem(**sizes, dtype="float32"), {"out": out, "dout": dout})["delta"]
+    delta = outputs_of(DELTA, DELTA.problem(**sizes, dtype="float32"), {"out": out, "dout": dout})["delta"]
     inputs = given | {"dout": dout, "lse": made["lse"].detach().float(), "delta": delta}
-    got = launched(DQ, problem, inputs) | launched(DKDV, problem, inputs)
+    got = outputs_of(DQ, problem, inputs) | outputs_of(DKDV, problem, inputs)
     for name, gradient in zip(("dq", "dk", "dv"), expected, strict=True):
         torch.testing.assert_close(got[name].double(), gradient, rtol=1e-4, atol=1e-5)
 

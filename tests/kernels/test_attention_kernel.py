@@ -8,7 +8,7 @@ import torch
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from spec_samples import configs, inputs_of, interpret, sized
+from spec_samples import assert_right, configs, inputs_of, interpret, sized
 
 from tilekern import interpreter
 from tilekern.cubin import read_resources
@@ -130,9 +130,7 @@ def test_many_tiles_by_every_kind_of_config(flags, queries, keys):
     for config in configs(SPEC, problem):
         if config["implementation"] == "tile":
             kinds.setdefault((config["tile_m"], config["tile_n"], config.get("ahead")), config)
-    for config in kinds.values():
-        check = interpret(SPEC, problem, config, inputs)
-        assert check.passed, (config, check.reason)
+    assert_right(SPEC, problem, kinds.values(), inputs)
 
 
 @pytest.mark.parametrize("flag", FLAGS)

@@ -5,9 +5,8 @@ import math
 
 import pytest
 import torch
-from spec_samples import configs, inputs_of, interpret, sized
+from spec_samples import assert_right, configs, inputs_of, interpret, launched, sized
 
-from tilekern import interpreter
 from tilekern.cubin import read_resources
 from tilekern.kernels import spec_named
 from tilekern.kernels.cross_entropy import separate as cross_entropy
@@ -16,7 +15,7 @@ from tilekern.kernels.cross_entropy.problem import capped_logits
 from tilekern.spec import GENERIC
 from tilekern.targets import INTERPRETED, resolve
 from tilekern.toolchain import compile_candidate, toolkit
-from tuning.verify.check import compare, expected_results, launch_arguments, make_outputs
+from tuning.verify.check import compare, expected_results, make_outputs
 
 FORWARD, BACKWARD = cross_entropy.FORWARD, cross_entropy.BACKWARD
 every_spec = pytest.mark.parametrize("spec", [FORWARD, BACKWARD, FUSED], ids=lambda spec: spec.name)
@@ -28,14 +27,12 @@ FLAGS = [{name: bool(value) for name, value in flags.items()} for flags in FLAGS
 
 def run(spec, problem, config, inputs, in_place=False):
     """The outputs of one config; with the gradient over a copy of the logits if asked."""
-    implementation = spec.device(problem, config)
-    blocks = implementation.grid(problem, INTERPRETED.sm_count)
-    outputs = make_outputs(spec, problem, blocks, "cpu")
-    inputs = dict(inputs)
-    if in_place:
-        inputs["logits"] = outputs["dlogits"] = inputs["logits"].clone()
-    interpreter.launch(implementation.function, (blocks,), launch_arguments(implementation, inputs, outputs))
-    return outputs
+    if not in_place:
+        return launched(spec, problem, config, inputs)
+    blocks = spec.device(problem, config).grid(problem, INTERPRETED.sm_count)
+    logits = inputs["logits"].clone()
+    outputs = make_outputs(spec, problem, blocks, "cpu") | {"dlogits": logits}
+    return launched(spec, problem, config, inputs | {"logits": logits}, blocks, outputs)
 
 
 def one_of_each_function_and_step(spec, problem):
@@ -53,9 +50,7 @@ def test_long_rows(spec, flags, vocabulary):
     """Rows of several steps, with and without whole tiles after the last step and a partial tile at the end."""
     problem = sized(spec, "bfloat16", rows=4, vocabulary=vocabulary).but(**flags)
     inputs = inputs_of(spec, problem)
-    for config in one_of_each_function_and_step(spec, problem):
-        check = interpret(spec, problem, config, inputs)
-        assert check.passed, (config, check.reason)
+    assert_right(spec, problem, one_of_each_function_and_step(spec, problem), inputs)
 
 
 @every_spec
@@ -64,9 +59,7 @@ def test_long_rows(spec, flags, vocabulary):
 def test_every_combination_of_flags(spec, flags, vocabulary):
     problem = sized(spec, "float32", rows=5, vocabulary=vocabulary).but(**flags)
     inputs = inputs_of(spec, problem)
-    for config in (spec.default(problem, INTERPRETED), spec.generic(problem)):
-        check = interpret(spec, problem, config, inputs)
-        assert check.passed, (config, check.reason)
+    assert_right(spec, problem, (spec.default(problem, INTERPRETED), spec.generic(problem)), inputs)
 
 
 @pytest.mark.parametrize("spec", [BACKWARD, FUSED], ids=lambda spec: spec.name)

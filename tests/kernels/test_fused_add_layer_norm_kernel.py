@@ -1,5 +1,5 @@
 import torch
-from spec_samples import configs, inputs_of, interpret, sized
+from spec_samples import assert_right, configs, inputs_of, interpret, sized
 
 from tilekern.kernels import spec_named
 
@@ -14,9 +14,7 @@ def test_the_norm_is_that_of_the_rounded_sum():
     inputs["x"][:, 1:] = 2**-7
     inputs["weight"], inputs["bias"] = torch.ones(64), torch.full((64,), 0.5)
     assert torch.equal(FORWARD.reference(**inputs)["y"], torch.full((2, 64), 0.5).double())
-    for config in configs(FORWARD, problem)[:4]:
-        check = interpret(FORWARD, problem, config, inputs)
-        assert check.passed, check.reason
+    assert_right(FORWARD, problem, configs(FORWARD, problem)[:4], inputs)
 
 
 def test_a_mean_far_from_zero_costs_no_more_than_its_own_rounding():

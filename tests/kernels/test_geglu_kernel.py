@@ -1,11 +1,9 @@
 import pytest
 import torch
-from spec_samples import interpret, sized
+from spec_samples import interpret, launched, sized
 
-from tilekern import interpreter
 from tilekern.kernels import spec_named
 from tilekern.targets import INTERPRETED
-from tuning.verify.check import launch_arguments, make_outputs
 
 FORWARD, BACKWARD = spec_named("geglu_forward"), spec_named("geglu_backward")
 forms = pytest.mark.parametrize("tanh", [False, True])
@@ -26,9 +24,8 @@ def test_the_exact_form_differs_from_that_by_tanh_as_erf_does():
     """Element by element, no further from erf than torch's float32 is from float64 by some units."""
     problem = sized(FORWARD, rows=1, columns=4096).but(tanh=False)
     gate = torch.linspace(-8, 8, 4096)[None]
-    given, made = {"gate": gate, "up": torch.ones_like(gate)}, make_outputs(FORWARD, problem, 4, "cpu")
-    implementation = FORWARD.device(problem, FORWARD.default(problem, INTERPRETED))
-    interpreter.launch(implementation.function, (4,), launch_arguments(implementation, given, made))
+    given = {"gate": gate, "up": torch.ones_like(gate)}
+    made = launched(FORWARD, problem, FORWARD.default(problem, INTERPRETED), given, 4)
     exact = torch.nn.functional.gelu(gate.double())
     assert (made["y"].double() - exact).abs().max() < 1e-6
     by_tanh = torch.nn.functional.gelu(gate.double(), approximate="tanh")

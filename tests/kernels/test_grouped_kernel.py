@@ -7,20 +7,21 @@ import torch
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from spec_samples import configs, inputs_of, interpret
+from spec_samples import configs, inputs_of, interpret, launched
 
 from tilekern import interpreter
 from tilekern.cubin import read_resources
 from tilekern.kernels import spec_named
 from tilekern.kernels.grouped import product, weight_gradient
 from tilekern.kernels.grouped.routing import OF_SUMS, VARIATIONS, held
-from tilekern.kernels.grouped.space import first_tile, is_tile
+from tilekern.kernels.grouped.space import first_tile
 from tilekern.kernels.grouped.tiles import group_at, rows_of
+from tilekern.kernels.matmul.space import is_tile
 from tilekern.kernels.tiles import ConstInt
 from tilekern.spec import ALIGNED, DTYPES
 from tilekern.targets import INTERPRETED, KNOWN, resolve
 from tilekern.toolchain import compile_candidate, toolkit
-from tuning.verify.check import compare, expected_results, launch_arguments, make_outputs
+from tuning.verify.check import compare, expected_results
 
 LINEAR, GRADIENT, SUM = map(spec_named, ("grouped_linear", "grouped_weight_gradient", "grouped_sum"))
 SPECS = (LINEAR, GRADIENT, SUM)
@@ -76,10 +77,7 @@ def test_rows_of_others_never_reach_a_result_even_if_they_are_nan(spec):
         }
         expected = expected_results(spec, problem, plain)
         for config in (spec.default(problem, INTERPRETED), spec.generic(problem)):
-            made = spec.device(problem, config)
-            blocks = made.grid(problem, INTERPRETED.sm_count)
-            outputs = make_outputs(spec, problem, blocks, "cpu")
-            interpreter.launch(made.function, (blocks,), launch_arguments(made, inputs, outputs))
+            outputs = launched(spec, problem, config, inputs)
             (result,), (right,) = spec.results(outputs).values(), expected.values()
             own = torch.zeros(len(result), dtype=torch.bool)
             if spec is LINEAR:
@@ -102,15 +100,7 @@ def test_gathered_rows_are_those_of_the_slots_tokens():
     rows = {"x": x[order // slots], "weight": inputs["weight"], "offsets": inputs["offsets"]}
     expected = expected_results(LINEAR, copied, rows)
     for config in configs(LINEAR, problem):
-        implementation = LINEAR.implement(problem, config)
-        if not is_tile(config):
-            (y,) = implementation.call(*(inputs[name] for name in implementation.inputs))
-            assert compare(LINEAR, problem, {"y": y}, expected).passed
-            continue
-        outputs = make_outputs(LINEAR, problem, 2, "cpu")
-        blocks = implementation.grid(problem, INTERPRETED.sm_count)
-        interpreter.launch(implementation.function, (blocks,), launch_arguments(implementation, inputs, outputs))
-        assert compare(LINEAR, problem, outputs, expected).passed
+        assert compare(LINEAR, problem, launched(LINEAR, problem, config, inputs), expected).passed
 
 
 def test_the_products_are_those_of_each_expert_s_linear_layer():
@@ -232,13 +222,8 @@ def test_two_runs_and_two_grids_give_the_same_bits(spec):
     """Each element is summed by one block in one order, so neither the grid nor the order of blocks matters."""
     problem = problem_of(spec, 300, 70, 90, 3, dtype="bfloat16")
     inputs = inputs_of(spec, problem) | VARIATIONS["zipf"](problem, torch.Generator(), "cpu")
-    made = spec.device(problem, spec.generic(problem))
-    seen = []
-    for blocks in (1, 7, 7, 100):
-        outputs = make_outputs(spec, problem, blocks, "cpu")
-        interpreter.launch(made.function, (blocks,), launch_arguments(made, inputs, outputs))
-        seen.append(*outputs.values())
-    assert all(torch.equal(seen[0], other) for other in seen[1:])
+    first, *others = (launched(spec, problem, spec.generic(problem), inputs, blocks) for blocks in (1, 7, 7, 100))
+    assert all(torch.equal(first[name], other[name]) for other in others for name in first)
 
 
 @pytest.mark.slow

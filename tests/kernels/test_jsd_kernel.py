@@ -5,7 +5,7 @@ import torch
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from spec_samples import configs, interpret, sized
+from spec_samples import assert_right, configs, interpret, sized
 
 from tilekern.kernels import spec_named
 from tuning.verify.adversarial import one_hot_rows
@@ -29,9 +29,7 @@ def test_its_inputs_are_log_probabilities_whatever_is_drawn(columns, graded, mon
     inputs = drawn(problem, 0.25)
     for name in ("input", "target"):
         torch.testing.assert_close(inputs[name].exp().sum(-1), torch.ones(3))
-    for config in configs(LOSS, problem)[:2]:
-        check = interpret(LOSS, problem, config, inputs)
-        assert check.passed, (config, check.reason)
+    assert_right(LOSS, problem, configs(LOSS, problem)[:2], inputs)
 
 
 @examples(40)
@@ -58,9 +56,7 @@ def test_probabilities_of_0_make_no_nan(beta):
     inputs["input"][3, 6], inputs["target"][3, 6] = -200.0, -300.0
     expected = LOSS.reference(**inputs, graded=True, pure=beta in (0, 1))
     assert all(x.isfinite().all() for x in expected.values())
-    for config in configs(LOSS, problem)[:3]:
-        check = interpret(LOSS, problem, config, inputs)
-        assert check.passed, (config, check.reason)
+    assert_right(LOSS, problem, configs(LOSS, problem)[:3], inputs)
 
 
 @pytest.mark.parametrize("beta", BETAS)
@@ -69,6 +65,4 @@ def test_rows_that_do_not_count_add_nothing_whatever_they_hold(beta):
     inputs = drawn(problem, beta)
     inputs["input"][1], inputs["target"][3] = math.nan, math.inf
     inputs["slope"][[1, 3]] = 0
-    for config in configs(LOSS, problem)[:3]:
-        check = interpret(LOSS, problem, config, inputs)
-        assert check.passed, (config, check.reason)
+    assert_right(LOSS, problem, configs(LOSS, problem)[:3], inputs)

@@ -2,13 +2,11 @@ import math
 
 import pytest
 import torch
-from spec_samples import configs, interpret, sized
+from spec_samples import assert_right, configs, interpret, launched, one_of_each, sized
 
-from tilekern import interpreter
 from tilekern.kernels import spec_named
 from tilekern.targets import INTERPRETED
 from tuning.verify.adversarial import one_hot_rows
-from tuning.verify.check import launch_arguments, make_outputs
 
 ROWS, ELEMENTS = spec_named("kl_div_forward"), spec_named("kl_div_elements_forward")
 SPECS = [spec_named(f"kl_div_{name}backward") for name in ("", "elements_")] + [ROWS, ELEMENTS]
@@ -25,9 +23,7 @@ def test_infinite_logarithms_and_probabilities_of_0_give_what_torch_gives(spec, 
     if log_target:
         targets[1, 0] = -200.0  # exp gives 0
     problem = sized(spec, rows=3, columns=3).but(log_target=log_target)
-    for config in configs(spec, problem):
-        check = interpret(spec, problem, config, {"input": logs, "target": targets})
-        assert check.passed, (config, check.reason)
+    assert_right(spec, problem, configs(spec, problem), {"input": logs, "target": targets})
 
 
 def test_every_probability_and_what_is_none_adds_what_torch_adds():
@@ -38,11 +34,8 @@ def test_every_probability_and_what_is_none_adds_what_torch_adds():
         torch.tensor([0.0, -0.0, tiny, tiny / 8, 1.0, math.inf, -1.0, -tiny, -math.inf, math.nan]),
     ])[None]  # fmt: skip
     problem = sized(ELEMENTS, rows=1, columns=numbers.shape[1]).but(log_target=False)
-    config = ELEMENTS.default(problem, INTERPRETED)
-    implementation, made = ELEMENTS.device(problem, config), make_outputs(ELEMENTS, problem, 8, "cpu")
-    blocks = implementation.grid(problem, INTERPRETED.sm_count)
     inputs = {"input": torch.zeros_like(numbers), "target": numbers}
-    interpreter.launch(implementation.function, (blocks,), launch_arguments(implementation, inputs, made))
+    made = launched(ELEMENTS, problem, ELEMENTS.default(problem, INTERPRETED), inputs)
     expected = torch.xlogy(numbers.double(), numbers.double()) - numbers * 0
     assert torch.equal(made["loss"].isnan(), expected.isnan())
     torch.testing.assert_close(made["loss"].double(), expected, rtol=3e-7, atol=1.5e-7, equal_nan=True)
@@ -57,9 +50,7 @@ def test_inputs_are_what_the_target_is_taken_for_whatever_is_drawn(spec, log_tar
     monkeypatch.setattr(torch, "randn", lambda *size, **rest: one_hot_rows(0, randn(*size, **rest)))
     inputs = spec.inputs(problem, torch.Generator().manual_seed(0), "cpu")
     assert bool((-inputs["target"] if log_target else inputs["target"]).ge(0).all())
-    for config in configs(spec, problem)[:2]:
-        check = interpret(spec, problem, config, inputs)
-        assert check.passed, (config, check.reason)
+    assert_right(spec, problem, configs(spec, problem)[:2], inputs)
 
 
 @forms
@@ -68,7 +59,6 @@ def test_what_is_beyond_the_end_of_a_row_adds_nothing(log_target, columns):
     """Zeros there would add exp(0) * 0, or 0 * log(0)."""
     problem = sized(ROWS, rows=3, columns=columns).but(log_target=log_target)
     inputs = ROWS.inputs(problem, torch.Generator().manual_seed(0), "cpu")
-    found = {(config["passes"], config["tile_n"]): config for config in configs(ROWS, problem)}
-    for config in found.values():
+    for config in one_of_each(ROWS, problem, "passes", "tile_n"):
         check = interpret(ROWS, problem, config, inputs)
         assert check.relative_error < 1e-6, (config, check.reason)

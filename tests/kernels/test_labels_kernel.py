@@ -3,12 +3,10 @@ import torch
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from spec_samples import configs
+from spec_samples import configs, launched
 
-from tilekern import interpreter
 from tilekern.kernels.labels import SPAN, SPEC
 from tilekern.targets import INTERPRETED
-from tuning.verify.check import launch_arguments, make_outputs
 
 VOCABULARY, OP = 83, 3
 INSIDE = (0, 1, VOCABULARY - 1)
@@ -19,10 +17,9 @@ FAR = (2**31, 2**32 + 5, 2**46, -(2**40))
 def run(labels, config, ignore_index=-100, blocks=1):
     """Labels, their number, and what is left for the host."""
     problem = SPEC.problem(rows=len(labels), wide=labels.dtype == torch.int64)
-    outputs, seen = make_outputs(SPEC, problem, blocks, "cpu"), torch.zeros(1, dtype=torch.int64)
+    seen = torch.zeros(1, dtype=torch.int64)
     inputs = {"target": labels, "ignore_index": ignore_index, "vocabulary": VOCABULARY, "op": OP, "seen": seen}
-    implementation = SPEC.device(problem, config)
-    interpreter.launch(implementation.function, (blocks,), launch_arguments(implementation, inputs, outputs))
+    outputs = launched(SPEC, problem, config, inputs, blocks)
     return outputs["labels"], outputs["counted"], int(seen)
 
 

@@ -2,7 +2,7 @@ import math
 
 import pytest
 import torch
-from spec_samples import configs, inputs_of, interpret, sized
+from spec_samples import assert_right, configs, inputs_of, interpret, one_of_each_code, sized
 
 from tilekern.cubin import code_of
 from tilekern.kernels import spec_named
@@ -32,12 +32,7 @@ def test_sizes_of_models(inverse, heads, kv_heads, head_dim):
     sizes = {"tokens": 3, "batch": 2, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
     problem = SPEC.problem(**sizes, inverse=inverse, dtype="bfloat16", angle_dtype="float32")
     inputs = inputs_of(SPEC, problem)
-    seen = {}
-    for config in configs(SPEC, problem):
-        seen.setdefault(SPEC.device(problem, config).constants, config)
-    for config in seen.values():
-        check = interpret(SPEC, problem, config, inputs)
-        assert check.passed, (config, check.reason)
+    assert_right(SPEC, problem, one_of_each_code(SPEC, problem), inputs)
 
 
 def test_the_reference_is_the_product_of_complex_numbers_and_its_inverse_undoes_it():
@@ -57,9 +52,7 @@ def test_a_number_that_is_not_finite_stays_in_its_pair():
     inputs = inputs_of(SPEC, problem)
     for place, value in ((0, math.nan), (3, math.inf), (6, -math.inf)):
         inputs["q"][..., place] = value
-    for config in configs(SPEC, problem)[:6]:
-        check = interpret(SPEC, problem, config, inputs)
-        assert check.passed, (config, check.reason)
+    assert_right(SPEC, problem, configs(SPEC, problem)[:6], inputs)
 
 
 def test_bytes_counted_by_hand():

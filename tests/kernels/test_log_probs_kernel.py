@@ -4,23 +4,17 @@ import math
 
 import pytest
 import torch
-from spec_samples import configs, interpret, sized
+from spec_samples import assert_right, interpret, launched, one_of_each, sized
 
 from tilekern import interpreter
 from tilekern.kernels import spec_named
 from tilekern.targets import INTERPRETED
-from tuning.verify.check import launch_arguments, make_outputs
+from tuning.verify.check import launch_arguments
 
 FORWARD, BACKWARD = spec_named("log_probs_forward"), spec_named("log_probs_backward")
 both = pytest.mark.parametrize("spec", [FORWARD, BACKWARD], ids=lambda spec: spec.name)
-
-
-def one_of_each(spec, problem):
-    """A config for each schedule and each shape of steps."""
-    found = {}
-    for config in configs(spec, problem):
-        found.setdefault((config["schedule"], config["tile_n"], config.get("unroll")), config)
-    return found.values()
+# The schedule, and the shape of steps.
+WAYS = ("schedule", "tile_n", "unroll")
 
 
 def given(spec, dtype="float32", vocabulary=83, seed=0, **flags):
@@ -29,22 +23,12 @@ def given(spec, dtype="float32", vocabulary=83, seed=0, **flags):
     return problem, inputs
 
 
-def launched(spec, problem, config, inputs):
-    implementation = spec.device(problem, config)
-    blocks = implementation.grid(problem, INTERPRETED.sm_count)
-    outputs = make_outputs(spec, problem, blocks, "cpu")
-    interpreter.launch(implementation.function, (blocks,), launch_arguments(implementation, inputs, outputs))
-    return outputs
-
-
 @both
 @pytest.mark.parametrize("vocabulary", [1, 2, 83, 513, 5000])
 @pytest.mark.parametrize("flags", [{}, {"biased": True}, {"capped": True}], ids=str)
 def test_every_step_and_its_rest_are_right(spec, vocabulary, flags):
     problem, inputs = given(spec, vocabulary=vocabulary, **flags)
-    for config in one_of_each(spec, problem):
-        check = interpret(spec, problem, config, inputs)
-        assert check.passed, (config, check.reason)
+    assert_right(spec, problem, one_of_each(spec, problem, *WAYS), inputs)
 
 
 @both
@@ -58,7 +42,7 @@ def test_probabilities_of_0_add_nothing(spec):
         names = ("logits", "bias", "ids", "ignore_index", "scale", "softcap")
         saved = FORWARD.reference(**{name: inputs[name] for name in names}, biased=True, capped=False)
         inputs |= {name: saved[name].float() for name in ("lse", "entropy")}
-    for config in one_of_each(spec, problem):
+    for config in one_of_each(spec, problem, *WAYS):
         assert all(x.isfinite().all() for x in launched(spec, problem, config, inputs).values())
         check = interpret(spec, problem, config, inputs)
         assert check.passed, (config, check.reason)
@@ -69,7 +53,7 @@ def test_logits_far_from_zero_cost_no_digits(offset):
     problem, inputs = given(FORWARD, vocabulary=3000)
     inputs["logits"] = (16 * inputs["logits"]).round() / 16 + offset  # so that the sum is exact
     inputs["scale"] = 1.0
-    for config in one_of_each(FORWARD, problem):
+    for config in one_of_each(FORWARD, problem, *WAYS):
         outputs, expected = (
             launched(FORWARD, problem, config, inputs),
             FORWARD.reference(**inputs, biased=False, capped=False),
@@ -86,7 +70,7 @@ def test_nearly_certain_rows_keep_their_entropy():
     inputs["logits"][:, 8] = 980.0
     inputs["scale"], inputs["ids"][:] = 1.0, 7
     share = math.exp(-20)
-    for config in one_of_each(FORWARD, problem):
+    for config in one_of_each(FORWARD, problem, *WAYS):
         outputs = launched(FORWARD, problem, config, inputs)
         assert outputs["entropy"].tolist() == pytest.approx(6 * [21 * share], rel=6e-2)
         assert outputs["log_probs"].tolist() == pytest.approx(6 * [-share], abs=1.2e-7)
@@ -123,7 +107,7 @@ def test_rows_that_do_not_count_are_0_whatever_they_hold(spec):
         inputs[name][[1, 3]] = math.inf
     if spec is BACKWARD:
         inputs["dlog_probs"][5] = 1.0  # drawn as a row without slopes
-    for config in one_of_each(spec, problem):
+    for config in one_of_each(spec, problem, *WAYS):
         for result in launched(spec, problem, config, inputs).values():
             assert bool(result[[1, 3]].eq(0).all())
             assert bool(result[[0, 2, 4, 5]].ne(0).any(-1).all() if result.dim() == 2 else result[0] != 0)
@@ -134,7 +118,7 @@ def test_rows_whose_slopes_are_0_have_no_gradient_whatever_they_hold():
     inputs["logits"][2], inputs["lse"][2] = -math.inf, math.nan
     for name in ("dlog_probs", "dentropy", "dlse"):
         inputs[name][2] = 0
-    for config in one_of_each(BACKWARD, problem):
+    for config in one_of_each(BACKWARD, problem, *WAYS):
         assert not launched(BACKWARD, problem, config, inputs)["dlogits"][2].any()
 
 
@@ -144,7 +128,7 @@ def test_a_slope_that_is_not_finite_makes_its_row_nan(name, slope):
     problem, inputs = given(BACKWARD)
     inputs["ids"][:] = 5
     inputs[name][2] = slope
-    for config in one_of_each(BACKWARD, problem):
+    for config in one_of_each(BACKWARD, problem, *WAYS):
         (dlogits,) = launched(BACKWARD, problem, config, inputs).values()
         assert bool(dlogits[2].isnan().all())
         assert bool(dlogits[torch.arange(6) != 2].isfinite().all())
@@ -155,7 +139,7 @@ def test_a_slope_that_is_not_finite_makes_its_row_nan(name, slope):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_gradient_may_take_the_memory_of_the_logits(flags, dtype):
     problem, inputs = given(BACKWARD, dtype, 700, **flags)
-    for config in one_of_each(BACKWARD, problem):
+    for config in one_of_each(BACKWARD, problem, *WAYS):
         expected = launched(BACKWARD, problem, config, inputs)["dlogits"]
         logits = inputs["logits"].clone()
         implementation = BACKWARD.device(problem, config)

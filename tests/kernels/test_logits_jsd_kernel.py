@@ -4,21 +4,22 @@ import math
 
 import pytest
 import torch
+from divergence import divergence
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from spec_samples import configs, interpret, sized
+from spec_samples import configs, interpret, launched, one_of_each, sized
 
-from tilekern import interpreter
 from tilekern.kernels import spec_named
 from tilekern.targets import INTERPRETED
-from tuning.verify.check import launch_arguments, make_outputs
 
 FORWARD, BACKWARD = spec_named("logits_jsd_forward"), spec_named("logits_jsd_backward")
 BOTH = (FORWARD, BACKWARD)
 BETAS = (0.0, 0.1, 0.5, 0.9, 1.0)
 SUMS = ("student_total", "teacher_total", "pull")
 betas = pytest.mark.parametrize("beta", BETAS)
+# The schedule, and the shape of steps.
+WAYS = ("schedule", "tile_n", "unroll")
 
 
 def drawn(dtype="float32", vocabulary=83, beta=0.5, seed=0):
@@ -32,27 +33,11 @@ def with_sums(problem, inputs):
     return inputs | {name: known[name].float() for name in SUMS}
 
 
-def one_of_each(spec, problem):
-    found = {}
-    for config in configs(spec, problem):
-        found.setdefault((config["schedule"], config["tile_n"], config.get("unroll")), config)
-    return found.values()
-
-
 def check(problem, inputs):
     for spec, given_to in ((FORWARD, inputs), (BACKWARD, with_sums(problem, inputs))):
-        for config in one_of_each(spec, problem):
+        for config in one_of_each(spec, problem, *WAYS):
             found = interpret(spec, problem, config, given_to)
             assert found.passed, (spec.name, config, found.reason)
-
-
-def launched(spec, problem, config, inputs, outputs=None):
-    """The outputs of one config."""
-    implementation = spec.device(problem, config)
-    blocks = implementation.grid(problem, INTERPRETED.sm_count)
-    outputs = make_outputs(spec, problem, blocks, "cpu") if outputs is None else outputs
-    interpreter.launch(implementation.function, (blocks,), launch_arguments(implementation, inputs, outputs))
-    return outputs
 
 
 @examples(25)
@@ -104,10 +89,10 @@ def test_a_slope_that_is_not_finite_makes_its_row_nan(slope):
 def test_equal_heads_have_no_divergence_and_no_gradient():
     problem, inputs = drawn(vocabulary=300)
     inputs["teacher"] = inputs["student"].clone()
-    for config in one_of_each(FORWARD, problem):
+    for config in one_of_each(FORWARD, problem, *WAYS):
         sums = launched(FORWARD, problem, config, inputs)
         assert float(sums.pop("loss").abs().max()) < 1e-9
-        for other in one_of_each(BACKWARD, problem):
+        for other in one_of_each(BACKWARD, problem, *WAYS):
             assert float(launched(BACKWARD, problem, other, inputs | sums)["gradient"].abs().max()) < 1e-9
 
 
@@ -129,10 +114,10 @@ def test_a_likely_column_leaves_no_more_than_its_rounding(dtype):
 def test_the_gradient_may_take_the_memory_of_the_student_s_logits(dtype, vocabulary):
     problem, inputs = drawn(dtype, vocabulary)
     inputs = with_sums(problem, inputs)
-    for config in one_of_each(BACKWARD, problem):
+    for config in one_of_each(BACKWARD, problem, *WAYS):
         apart = launched(BACKWARD, problem, config, inputs)
         within = {"gradient": inputs["student"].clone()}
-        launched(BACKWARD, problem, config, inputs | {"student": within["gradient"]}, within)
+        launched(BACKWARD, problem, config, inputs | {"student": within["gradient"]}, outputs=within)
         assert torch.equal(apart["gradient"], within["gradient"])
 
 
@@ -143,16 +128,7 @@ def test_the_gradient_is_that_of_the_loss(beta):
     student = inputs["student"].double().requires_grad_()
     x = (student * inputs["scale"]).log_softmax(-1)
     y = (inputs["teacher"].double() * inputs["scale"]).log_softmax(-1)
-
-    def divergence(log, other):
-        return torch.nn.functional.kl_div(other, log, reduction="none", log_target=True).sum(-1)
-
-    if beta in (0, 1):
-        loss = divergence(y, x) if beta == 0 else divergence(x, y)
-    else:
-        mixed = (beta * y.exp() + (1 - beta) * x.exp()).log()
-        loss = beta * divergence(y, mixed) + (1 - beta) * divergence(x, mixed)
-    loss = loss * inputs["slope"].double()
+    loss = divergence(x, y, beta) * inputs["slope"].double()
     pure = beta in (0, 1)
     known = FORWARD.reference(**inputs, pure=pure)
     found = BACKWARD.reference(**inputs | {name: known[name] for name in SUMS}, pure=pure)

@@ -1,13 +1,11 @@
 import pytest
 import torch
-from spec_samples import configs, inputs_of, interpret, sized
+from spec_samples import assert_right, configs, inputs_of, launched, sized
 
-from tilekern import interpreter
 from tilekern.kernels import spec_named
 from tilekern.spec import ALIGNED
 from tilekern.targets import INTERPRETED, resolve
 from tilekern.toolchain import compile_candidate, toolkit
-from tuning.verify.check import launch_arguments, make_outputs
 
 FORWARD, BACKWARD = spec_named("qk_norm_rope_general_forward"), spec_named("qk_norm_rope_general_backward")
 every_spec = pytest.mark.parametrize("spec", [FORWARD, BACKWARD], ids=lambda spec: spec.name)
@@ -37,9 +35,7 @@ def test_sizes_of_models(spec, form):
     for config in configs(spec, problem):
         constants = dict(spec.device(problem, config).constants)
         seen.setdefault((constants["unrolled"], constants["bounded"]), config)
-    for config in seen.values():
-        check = interpret(spec, problem, config, inputs)
-        assert check.passed, (config, check.reason)
+    assert_right(spec, problem, seen.values(), inputs)
 
 
 @every_spec
@@ -49,9 +45,7 @@ def test_the_angles_of_a_single_batch_entry_are_shared(spec, interleaved):
     inputs = inputs_of(spec, problem)
     shared = {name: inputs[name][:1] for name in ("cos", "sin")}
     for angles in (shared, {name: value.expand(3, -1, -1) for name, value in shared.items()}):
-        for config in configs(spec, problem)[:2]:
-            check = interpret(spec, problem, config, {**inputs, **angles})
-            assert check.passed, (config, check.reason)
+        assert_right(spec, problem, configs(spec, problem)[:2], {**inputs, **angles})
 
 
 @every_spec
@@ -74,9 +68,7 @@ def test_the_offset_is_added_in_float32(interleaved):
         inputs[name].fill_(2**-8)
     inputs["cos"].fill_(1)
     inputs["sin"].fill_(0)
-    implementation = FORWARD.device(problem, FORWARD.default(problem, INTERPRETED))
-    outputs = make_outputs(FORWARD, problem, 1, "cpu")
-    interpreter.launch(implementation.function, (1,), launch_arguments(implementation, inputs, outputs))
+    outputs = launched(FORWARD, problem, FORWARD.default(problem, INTERPRETED), inputs, 1)
     expected = FORWARD.reference(**inputs, norm_last=False, interleaved=interleaved)
     for name in ("q_out", "k_out"):
         error = (outputs[name].double() - expected[name]).norm() / expected[name].norm()

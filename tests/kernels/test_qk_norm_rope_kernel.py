@@ -1,11 +1,9 @@
 import pytest
 import torch
-from spec_samples import configs, inputs_of, interpret, sized
+from spec_samples import assert_right, configs, inputs_of, interpret, launched, one_of_each_code, sized
 
-from tilekern import interpreter
 from tilekern.kernels import spec_named
 from tilekern.targets import INTERPRETED
-from tuning.verify.check import launch_arguments, make_outputs
 
 FORWARD, BACKWARD = spec_named("qk_norm_rope_forward"), spec_named("qk_norm_rope_backward")
 every_spec = pytest.mark.parametrize("spec", [FORWARD, BACKWARD], ids=lambda spec: spec.name)
@@ -41,12 +39,7 @@ def test_only_the_first_half_of_the_angles_is_read(spec):
 def test_sizes_of_models(spec, heads, kv_heads, head_dim):
     problem = sized(spec, "bfloat16", tokens=3, batch=2, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
     inputs = inputs_of(spec, problem)
-    seen = {}
-    for config in configs(spec, problem):
-        seen.setdefault(spec.device(problem, config).constants, config)
-    for config in seen.values():
-        check = interpret(spec, problem, config, inputs)
-        assert check.passed, (config, check.reason)
+    assert_right(spec, problem, one_of_each_code(spec, problem), inputs)
 
 
 def test_gradients_of_both_weights_come_from_their_own_heads():
@@ -84,9 +77,7 @@ def test_the_norm_is_not_rounded_before_the_rotation():
         inputs[f"{name}_weight"][:half], inputs[f"{name}_weight"][half:] = 1, 1 - 2**-8
     inputs["cos"].fill_(1)
     inputs["sin"].fill_(1)
-    implementation = FORWARD.device(problem, FORWARD.default(problem, INTERPRETED))
-    outputs = make_outputs(FORWARD, problem, 1, "cpu")
-    interpreter.launch(implementation.function, (1,), launch_arguments(implementation, inputs, outputs))
+    outputs = launched(FORWARD, problem, FORWARD.default(problem, INTERPRETED), inputs, 1)
     for name, expected in FORWARD.reference(**inputs).items():
         torch.testing.assert_close(outputs[name][..., :half].double(), expected[..., :half], rtol=2**-7, atol=0)
 

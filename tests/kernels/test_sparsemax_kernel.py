@@ -5,18 +5,14 @@ import torch
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from spec_samples import configs, interpret, sized
+from spec_samples import assert_right, configs, interpret, one_of_each, sized
 
 from tilekern.kernels import spec_named
 from tilekern.kernels.sparsemax import by_sorting
 
 FORWARD, BACKWARD = spec_named("sparsemax_forward"), spec_named("sparsemax_backward")
-
-
-def one_of_each(spec, problem):
-    """A config for each way to hold rows and each width of tiles."""
-    found = {(config["passes"], config["tile_n"]): config for config in configs(spec, problem)}
-    return found.values()
+# How rows are held, and the width of tiles.
+WAYS = ("passes", "tile_n")
 
 
 def stairs(columns, ratio, height):
@@ -34,9 +30,7 @@ def test_the_steps_reach_the_threshold_of_rows_that_take_many(columns):
     rows += [-torch.logspace(-7, 0, columns), torch.linspace(-1, 0, columns), torch.zeros(columns)]
     x = torch.stack([*rows, 100 - torch.arange(columns) * 1e-6])
     problem = sized(FORWARD, rows=len(x), columns=columns)
-    for config in one_of_each(FORWARD, problem):
-        check = interpret(FORWARD, problem, config, {"x": x})
-        assert check.passed, (config, check.reason)
+    assert_right(FORWARD, problem, one_of_each(FORWARD, problem, *WAYS), {"x": x})
 
 
 @examples(20)
@@ -57,7 +51,7 @@ def test_large_numbers_of_one_sign_cost_no_digits(columns, level):
     """And zeros beyond the end of a row are not in its support."""
     problem = sized(FORWARD, rows=3, columns=columns)
     x = torch.randn(3, columns, generator=torch.Generator().manual_seed(0)) + level
-    for config in one_of_each(FORWARD, problem):
+    for config in one_of_each(FORWARD, problem, *WAYS):
         check = interpret(FORWARD, problem, config, {"x": x})
         assert check.relative_error < 1e-6, (config, check.reason)
 
@@ -78,6 +72,6 @@ def test_outside_the_support_there_is_no_gradient_whatever_the_slope(columns):
     problem = sized(BACKWARD, rows=3, columns=columns)
     inputs = BACKWARD.inputs(problem, torch.Generator().manual_seed(0), "cpu")
     inputs["dy"][inputs["y"] <= 0] = math.nan
-    for config in one_of_each(BACKWARD, problem):
+    for config in one_of_each(BACKWARD, problem, *WAYS):
         check = interpret(BACKWARD, problem, config, inputs)
         assert check.relative_error < 1e-6, (config, check.reason)
