@@ -333,8 +333,8 @@ def test_an_index_to_ignore_that_is_no_int32(far, dtype):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"target": torch.zeros(4, dtype=torch.long)}, r"target must have the shape .* got \[4\] for \[3, 8\]"),
-        ({"target": torch.zeros(3, 8)}, r"target must have the shape"),
+        ({"target": torch.zeros(4, dtype=torch.long)}, r"target must be \[3\] as the rows of logits are, got \[4\]"),
+        ({"target": torch.zeros(3, 8)}, r"target must be \[3\] .*, got \[3, 8\]"),
         ({"target": torch.zeros(3)}, r"integer dtype, got torch.float32"),
         ({"target": torch.zeros(3, dtype=torch.bool)}, r"integer dtype, got torch.bool"),
         ({"target": torch.zeros(3, dtype=torch.long, device="meta")}, "target is on meta, and must be on cpu"),

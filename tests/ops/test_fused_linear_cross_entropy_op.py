@@ -431,7 +431,7 @@ def test_a_gradient_kernel_without_a_plan_falls_back_as_a_whole(monkeypatch):
         ({"hidden": torch.zeros(())}, "hidden must be"),
         ({"weight": torch.zeros(8)}, "hidden must be"),
         ({"weight": torch.zeros(5, 7)}, r"got \[3, 8\] and \[5, 7\]"),
-        ({"target": torch.zeros(4, dtype=torch.long)}, r"target must be \[3\] like hidden, got \[4\]"),
+        ({"target": torch.zeros(4, dtype=torch.long)}, r"target must be \[3\] as the rows of hidden are, got \[4\]"),
         ({"target": torch.zeros(3)}, "integer dtype, got torch.float32"),
         ({"target": torch.zeros(3, dtype=torch.bool)}, "integer dtype, got torch.bool"),
         ({"target": torch.zeros(3, dtype=torch.long, device="meta")}, "target is on meta, and must be on cpu"),

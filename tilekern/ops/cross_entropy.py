@@ -11,7 +11,16 @@ import torch
 from tilekern.kernels.cross_entropy import separate as kernels
 from tilekern.ops.labels import checked, total
 from tilekern.ops.operation import operation
-from tilekern.ops.registration import as_rows, by_autograd, check_devices, check_softcap, fresh, shaped
+from tilekern.ops.registration import (
+    as_rows,
+    by_autograd,
+    check_devices,
+    check_ids,
+    check_share,
+    check_softcap,
+    fresh,
+    shaped,
+)
 from tilekern.runtime.dispatch import Plan, plan_for
 from tilekern.spec import Array
 
@@ -111,8 +120,7 @@ def cross_entropy(
         raise ValueError("cross_entropy: weight gets no gradient; detach it")
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"cross_entropy: reduction must be mean, sum or none, got {reduction!r}")
-    if not 0 <= label_smoothing <= 1:
-        raise ValueError(f"cross_entropy: label_smoothing must be from 0 to 1, got {label_smoothing}")
+    check_share("cross_entropy", "label_smoothing", label_smoothing)
     check_softcap("cross_entropy", softcap)
     if not _INT32.min <= ignore_index <= _INT32.max:
         # Kernels take targets as int32; those of a narrower dtype are never ignored here.
@@ -171,13 +179,7 @@ def with_others(
 
 
 def _check(logits: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, *options: Any) -> None:
-    if not logits.dim() or target.shape != logits.shape[:-1]:
-        raise ValueError(
-            f"cross_entropy: target must have the shape of logits without the last dimension, got {list(target.shape)} "
-            f"for {list(logits.shape)}"
-        )
-    if target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
-        raise ValueError(f"cross_entropy: target must hold class indices of an integer dtype, got {target.dtype}")
+    check_ids("cross_entropy", "target", target, logits=logits)
     check_devices("cross_entropy", logits=logits, target=target, weight=weight)
     if weight is not None and weight.shape != logits.shape[-1:]:
         raise ValueError(f"cross_entropy: weight must have the shape [{logits.shape[-1]}], got {list(weight.shape)}")

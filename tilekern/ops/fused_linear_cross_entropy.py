@@ -25,6 +25,9 @@ from tilekern.ops.labels import checked
 from tilekern.ops.registration import (
     by_autograd,
     check_devices,
+    check_head,
+    check_ids,
+    check_share,
     check_softcap,
     disjoint,
     is_autocast,
@@ -137,20 +140,8 @@ def _check(
     hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, class_weight: torch.Tensor | None,
     bias: torch.Tensor | None,
 ) -> None:  # fmt: skip
-    if not hidden.dim() or weight.dim() != 2 or hidden.shape[-1] != weight.shape[1]:
-        raise ValueError(
-            "fused_linear_cross_entropy: hidden must be [..., hidden] and weight [vocabulary, hidden], "
-            f"got {list(hidden.shape)} and {list(weight.shape)}"
-        )
-    if target.shape != hidden.shape[:-1]:
-        raise ValueError(
-            f"fused_linear_cross_entropy: target must be {list(hidden.shape[:-1])} like hidden, "
-            f"got {list(target.shape)}"
-        )
-    if target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
-        raise ValueError(
-            f"fused_linear_cross_entropy: target must hold class indices of an integer dtype, got {target.dtype}"
-        )
+    check_head("fused_linear_cross_entropy", hidden=hidden, weight=weight)
+    check_ids("fused_linear_cross_entropy", "target", target, hidden=hidden)
     if class_weight is not None and class_weight.shape != weight.shape[:1]:
         raise ValueError(
             f"fused_linear_cross_entropy: class_weight must be [{weight.shape[0]}], got {list(class_weight.shape)}"
@@ -171,8 +162,7 @@ def _check_options(reduction: str, num_items: Any, label_smoothing: float, softc
         raise ValueError(f"fused_linear_cross_entropy: num_items goes with the reduction mean, not {reduction}")
     if isinstance(num_items, torch.Tensor) and num_items.numel() != 1:
         raise ValueError(f"fused_linear_cross_entropy: num_items must be one number, got {list(num_items.shape)}")
-    if not 0 <= label_smoothing <= 1:
-        raise ValueError(f"fused_linear_cross_entropy: label_smoothing must be from 0 to 1, got {label_smoothing}")
+    check_share("fused_linear_cross_entropy", "label_smoothing", label_smoothing)
     check_softcap("fused_linear_cross_entropy", softcap)
 
 

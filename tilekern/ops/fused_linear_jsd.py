@@ -17,7 +17,15 @@ from tilekern.kernels import fused_linear_jsd as kernels
 from tilekern.kernels.fused_linear_jsd import Options
 from tilekern.ops import made_ahead, row_losses
 from tilekern.ops.jsd import terms
-from tilekern.ops.registration import check_devices, disjoint, is_autocast, needs_gradient
+from tilekern.ops.registration import (
+    check_devices,
+    check_head,
+    check_share,
+    check_temperature,
+    disjoint,
+    is_autocast,
+    needs_gradient,
+)
 from tilekern.runtime.dispatch import Plan, count_fallback, plan_for
 
 _SPEC = kernels.SPEC
@@ -75,12 +83,8 @@ def fused_linear_jsd(
 
 def _check(given: dict[str, torch.Tensor], labels: torch.Tensor | None) -> None:
     student, student_weight, teacher, teacher_weight = given.values()
-    for name, x, weight in (("student", student, student_weight), ("teacher", teacher, teacher_weight)):
-        if not x.dim() or weight.dim() != 2 or x.shape[-1] != weight.shape[1]:
-            raise ValueError(
-                f"fused_linear_jsd: {name}_input must be [..., hidden] and {name}_weight [vocabulary, hidden], "
-                f"got {list(x.shape)} and {list(weight.shape)}"
-            )
+    check_head("fused_linear_jsd", student_input=student, student_weight=student_weight)
+    check_head("fused_linear_jsd", teacher_input=teacher, teacher_weight=teacher_weight)
     if student.shape[:-1] != teacher.shape[:-1] or student_weight.shape[0] != teacher_weight.shape[0]:
         raise ValueError(
             "fused_linear_jsd: student and teacher must have the same rows and vocabulary, got "
@@ -96,12 +100,8 @@ def _check(given: dict[str, torch.Tensor], labels: torch.Tensor | None) -> None:
 
 
 def _check_options(beta: float, temperature: float, accum_dtype: torch.dtype | None) -> None:
-    if not 0 <= beta <= 1:
-        raise ValueError(f"fused_linear_jsd: jsd_beta must be from 0 to 1, got {beta}")
-    if not 1e-30 <= temperature <= 1e30:
-        raise ValueError(
-            f"fused_linear_jsd: temperature must be positive and finite (1e-30 to 1e+30), got {temperature}"
-        )
+    check_share("fused_linear_jsd", "jsd_beta", beta)
+    check_temperature("fused_linear_jsd", temperature)
     if accum_dtype not in (None, torch.float32):
         raise ValueError(f"fused_linear_jsd: accum_dtype must be torch.float32 or None, got {accum_dtype}")
 

@@ -7,13 +7,14 @@ way, and rows may be read where they are.
 from __future__ import annotations
 
 import itertools
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
 from tilekern.kernels import column_sum
 from tilekern.kernels.grouped import product, sums, weight_gradient
 from tilekern.kernels.matmul.product import MOST_ELEMENTS
+from tilekern.ops.linear import run_product
 from tilekern.ops.operation import operation
 from tilekern.ops.registration import as_rows, by_autograd, is_autocast, readable
 from tilekern.runtime.dispatch import Plan, count_fallback, plan_for
@@ -136,13 +137,6 @@ def _find(
     return forward, of_x, of_weight, of_bias
 
 
-def _run(plan: Plan, shape: tuple[int, ...], *inputs: Any) -> torch.Tensor:
-    like = inputs[0]
-    y: torch.Tensor
-    (y,) = plan.run(like.get_device(), inputs, lambda: (torch.empty(shape, dtype=like.dtype, device=like.device),))
-    return y
-
-
 def _launch(
     plans: Plans, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, offsets: torch.Tensor,
     order: torch.Tensor | None, slots: int, inner_first: bool, partial: bool,
@@ -150,7 +144,7 @@ def _launch(
     gathering = () if order is None else (order.contiguous(), slots)
     more = () if bias is None else (readable(bias),)
     shape = ((x if order is None else order).shape[0], _columns(weight, inner_first=inner_first))
-    return _run(plans[0], shape, as_rows(x), readable(weight), offsets.contiguous(), *gathering, *more)
+    return run_product(plans[0], shape, as_rows(x), readable(weight), offsets.contiguous(), *gathering, *more)
 
 
 def _launch_backward(
@@ -162,12 +156,12 @@ def _launch_backward(
     slopes, ends = as_rows(dy), offsets.contiguous()
     dx = dweight = dbias = None
     if of_x is not None:
-        dx = _run(of_x, (slopes.shape[0], x.shape[1]), slopes, readable(weight), ends)
+        dx = run_product(of_x, (slopes.shape[0], x.shape[1]), slopes, readable(weight), ends)
         dx = dx if order is None else _added(dx, order, slots)
     if of_weight is not None:
         sides = (as_rows(x), slopes) if inner_first else (slopes, as_rows(x))
         gathering = () if order is None else (order.contiguous(), slots)
-        dweight = _run(of_weight, weight.shape, *sides, ends, *gathering)
+        dweight = run_product(of_weight, weight.shape, *sides, ends, *gathering)
     if of_bias is not None and bias is not None and needs[2]:
         dbias = summed(of_bias, slopes, ends)
     return dx, dweight, dbias
@@ -249,7 +243,7 @@ def grouped_outer(dy: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor) -> t
         pieces = itertools.pairwise([0, *offsets.tolist()])
         return torch.stack([dy[begin:end].t() @ x[begin:end] for begin, end in pieces])
     with torch.no_grad():
-        return _run(plan, (experts, columns, inner), as_rows(dy), as_rows(x), offsets.int().contiguous())
+        return run_product(plan, (experts, columns, inner), as_rows(dy), as_rows(x), offsets.int().contiguous())
 
 
 def plans_of_sum(

@@ -10,6 +10,7 @@ from tilekern.kernels import scale
 from tilekern.kernels.jsd import LOSS
 from tilekern.ops import row_losses
 from tilekern.ops.operation import operation
+from tilekern.ops.registration import check_share
 
 
 def jsd(
@@ -37,8 +38,7 @@ def jsd(
     Raises:
         ValueError: ``beta`` is not from 0 to 1, or the shapes or the devices differ.
     """
-    if not 0 <= beta <= 1:
-        raise ValueError(f"jsd: beta must be from 0 to 1, got {beta}")
+    check_share("jsd", "beta", beta)
     slope = row_losses.slopes("jsd", _input, shift_labels, ignore_index, 1)
     return _loss(_input, target, slope, float(beta), *row_losses.modes(_input)).to(_input.dtype)
 

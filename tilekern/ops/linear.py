@@ -5,7 +5,7 @@ Its launches are written by hand: the three directions are problems of one spec,
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -104,7 +104,8 @@ def _inside(activation: str | None) -> str | None:
     return activation if activation in _FUSED else None
 
 
-def _product(plan: Plan, shape: tuple[int, int], *inputs: torch.Tensor) -> torch.Tensor:
+def run_product(plan: Plan, shape: tuple[int, ...], *inputs: Any) -> torch.Tensor:
+    """The result [shape] of a product, in the dtype of its first input."""
     like = inputs[0]
     c: torch.Tensor
     (c,) = plan.run(like.get_device(), inputs, lambda: (torch.empty(shape, dtype=like.dtype, device=like.device),))
@@ -116,7 +117,7 @@ def _launch(
 ) -> torch.Tensor:
     rows, out = as_rows(x), weight.shape[0]
     more = () if bias is None else (bias.contiguous(),)
-    y = shaped(_product(plans[0], (rows.shape[0], out), rows, as_rows(weight), *more), *x.shape[:-1], out)
+    y = shaped(run_product(plans[0], (rows.shape[0], out), rows, as_rows(weight), *more), *x.shape[:-1], out)
     return y if _inside(activation) == activation else _activated(y, activation)
 
 
@@ -126,8 +127,8 @@ def _launch_backward(
 ) -> Gradients:  # fmt: skip
     slopes, rows = as_rows(_before(dy, x, weight, bias, activation)), as_rows(x)
     _, of_x, of_weight = plans
-    dx = None if of_x is None else shaped(_product(of_x, rows.shape, slopes, as_rows(weight)), *x.shape)
-    dweight = None if of_weight is None else _product(of_weight, weight.shape, slopes, rows)
+    dx = None if of_x is None else shaped(run_product(of_x, rows.shape, slopes, as_rows(weight)), *x.shape)
+    dweight = None if of_weight is None else run_product(of_weight, weight.shape, slopes, rows)
     return dx, dweight, slopes.sum(0) if bias is not None and needs[2] else None
 
 

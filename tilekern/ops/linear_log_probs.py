@@ -12,7 +12,17 @@ from tilekern.kernels import log_probs
 from tilekern.kernels.common.head import chunk_plans
 from tilekern.ops.labels import checked, refuse_outside
 from tilekern.ops.operation import operation
-from tilekern.ops.registration import check_devices, check_softcap, disjoint, fresh, is_autocast, shaped
+from tilekern.ops.registration import (
+    check_devices,
+    check_head,
+    check_ids,
+    check_softcap,
+    check_temperature,
+    disjoint,
+    fresh,
+    is_autocast,
+    shaped,
+)
 from tilekern.runtime.dispatch import Plan, plan_for
 from tilekern.spec import Array, KernelSpec
 
@@ -65,8 +75,7 @@ def linear_log_probs(
 def check_options(op: str, temperature: float, softcap: float | None) -> None:
     """Refuse a temperature or a cap by which no logits can be divided."""
     check_softcap(op, softcap)
-    if not 1e-30 <= temperature <= 1e30:
-        raise ValueError(f"{op}: temperature must be positive and finite (1e-30 to 1e+30), got {temperature}")
+    check_temperature(op, temperature)
 
 
 def rows_of_head(
@@ -88,17 +97,8 @@ def rows_of_head(
 
 
 def _check(hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, bias: torch.Tensor | None, *_: Any) -> None:
-    if not hidden.dim() or weight.dim() != 2 or hidden.shape[-1] != weight.shape[1]:
-        raise ValueError(
-            "linear_log_probs: hidden must be [..., hidden] and weight [vocabulary, hidden], "
-            f"got {list(hidden.shape)} and {list(weight.shape)}"
-        )
-    if ids.shape != hidden.shape[:-1]:
-        raise ValueError(
-            f"linear_log_probs: ids must be {list(hidden.shape[:-1])} as the rows of hidden are, got {list(ids.shape)}"
-        )
-    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-        raise ValueError(f"linear_log_probs: ids must be of an integer dtype, got {ids.dtype}")
+    check_head("linear_log_probs", hidden=hidden, weight=weight)
+    check_ids("linear_log_probs", "ids", ids, hidden=hidden)
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"linear_log_probs: bias must be [{weight.shape[0]}], got {list(bias.shape)}")
     check_devices("linear_log_probs", hidden=hidden, weight=weight, ids=ids, bias=bias)

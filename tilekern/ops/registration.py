@@ -13,7 +13,8 @@ from torch.autograd import forward_ad
 _LIBRARY = torch.library.Library("tilekern", "DEF")
 # How the CUDA array interface names dtypes; bfloat16, which it does not know, is two bytes to it and to cuda.tile.
 _TYPES = {torch.bfloat16: "<V2", torch.float16: "<f2", torch.float32: "<f4", torch.int32: "<i4", torch.int64: "<i8"}
-_LEAST_SOFTCAP, _MOST_SOFTCAP = 1e-30, 1e30
+# Of what kernels divide by and multiply by in float32, each of which must stay finite.
+_LEAST, _MOST = 1e-30, 1e30
 
 
 def register(signature: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
@@ -56,12 +57,44 @@ def check_devices(op: str, **tensors: torch.Tensor | None) -> None:
 
 
 def check_softcap(op: str, softcap: float | None) -> None:
-    """Refuse a cap that is none: kernels divide by it and multiply by it in float32, each of which must stay finite."""
-    if softcap is not None and not _LEAST_SOFTCAP <= softcap <= _MOST_SOFTCAP:
+    """Refuse a cap that kernels cannot divide by."""
+    if softcap is not None and not _LEAST <= softcap <= _MOST:
         raise ValueError(
-            f"{op}: softcap must be positive and finite ({_LEAST_SOFTCAP:g} to {_MOST_SOFTCAP:g}), or None for no cap, "
-            f"got {softcap}"
+            f"{op}: softcap must be positive and finite ({_LEAST:g} to {_MOST:g}), or None for no cap, got {softcap}"
         )
+
+
+def check_temperature(op: str, temperature: float) -> None:
+    """Refuse a temperature that kernels cannot divide by."""
+    if not _LEAST <= temperature <= _MOST:
+        raise ValueError(f"{op}: temperature must be positive and finite ({_LEAST:g} to {_MOST:g}), got {temperature}")
+
+
+def check_share(op: str, name: str, share: float) -> None:
+    """Refuse a number that is not from 0 to 1."""
+    if not 0 <= share <= 1:
+        raise ValueError(f"{op}: {name} must be from 0 to 1, got {share}")
+
+
+def check_head(op: str, **given: torch.Tensor) -> None:
+    """Refuse rows [..., hidden] and the weight [vocabulary, hidden] of a head that do not go together."""
+    (rows, hidden), (head, weight) = given.items()
+    if not hidden.dim() or weight.dim() != 2 or hidden.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"{op}: {rows} must be [..., hidden] and {head} [vocabulary, hidden], "
+            f"got {list(hidden.shape)} and {list(weight.shape)}"
+        )
+
+
+def check_ids(op: str, name: str, ids: torch.Tensor, **given: torch.Tensor) -> None:
+    """Refuse whole numbers that are not one for each row of a tensor, or not of an integer dtype."""
+    ((rows, values),) = given.items()
+    if not values.dim() or ids.shape != values.shape[:-1]:
+        raise ValueError(
+            f"{op}: {name} must be {list(values.shape[:-1])} as the rows of {rows} are, got {list(ids.shape)}"
+        )
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise ValueError(f"{op}: {name} must be of an integer dtype, got {ids.dtype}")
 
 
 def is_autocast(kind: str) -> bool:
