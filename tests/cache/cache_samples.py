@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import random
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -166,3 +167,10 @@ def outcome(call: Callable[[], Any]) -> tuple[Any, str | None]:
 def files_of(root: Path) -> dict[str, tuple[int, int]]:
     """Every file of a folder with its time and size."""
     return {str(path): (path.stat().st_mtime_ns, path.stat().st_size) for path in root.rglob("*")}
+
+
+def quietly(layers: list[Any]) -> Any:
+    """What :func:`find` finds, without its warnings."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return find(layers)

@@ -1,10 +1,9 @@
 """Folders, records and packs that others can write are not loaded, unless that is allowed."""
 
 import os
-import warnings
 
 import pytest
-from cache_samples import find, make, put
+from cache_samples import find, make, put, quietly
 
 from tilekern.cache import FolderLayer, PackLayer, Store, write_pack
 
@@ -18,12 +17,6 @@ def usual_umask(monkeypatch):
     before = os.umask(0o022)
     yield
     os.umask(before)
-
-
-def quietly(layers):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return find(layers)
 
 
 @pytest.mark.parametrize("mode", [0o775, 0o757, 0o777, 0o2775])

@@ -10,7 +10,7 @@ import warnings
 from pathlib import Path
 
 import pytest
-from cache_samples import PROBLEM, blob_file, files_of, find, make, put, sealed
+from cache_samples import PROBLEM, blob_file, files_of, find, make, put, quietly, sealed
 from msgspec.structs import replace
 
 from tilekern.cache import (
@@ -68,12 +68,6 @@ def signed_pack(path, *keys, records=None):
 def another_key(path):
     generate_key(path)
     return SigningKey(path)
-
-
-def quietly(layers):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return find(layers)
 
 
 def test_any_loads_what_is_unsigned_and_makes_no_secret(tmp_path, monkeypatch, settings):

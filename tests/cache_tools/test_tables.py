@@ -1,14 +1,13 @@
 """Tables as people see them: as wide as the terminal, with numbers in the order of numbers."""
 
 import os
-import pty
 import re
-import subprocess
 import sys
 
 import pytest
 from cache_samples import B200, put, toolkit
 from command_line import ROOT, process
+from terminal import printed_in_a_terminal
 
 from cache_tools.shared.tables import natural, print_table
 from tilekern.cache import Store, install_pack, note_wanted
@@ -37,25 +36,8 @@ def printed(*arguments, **env):
 
 def in_a_terminal(columns, *arguments):
     """What a command prints in a terminal of that width."""
-    parent, child = pty.openpty()
-    subprocess.run(["stty", "cols", str(columns)], stdin=child, check=True)
     env = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
-    with subprocess.Popen(
-        [sys.executable, "-m", "cache_tools", *arguments], cwd=ROOT, env=env, stdin=child, stdout=child, stderr=child
-    ):
-        os.close(child)
-        text = b""
-        while part := read(parent):
-            text += part
-    os.close(parent)
-    return text.decode().replace("\r\n", "\n")
-
-
-def read(terminal):
-    try:
-        return os.read(terminal, 2**16)
-    except OSError:  # its other end is closed
-        return b""
+    return printed_in_a_terminal([sys.executable, "-m", "cache_tools", *arguments], columns, cwd=ROOT, env=env)
 
 
 def widest(text):

@@ -5,7 +5,7 @@ import time
 
 import pytest
 import torch
-from adamw_samples import KERNEL, error, launches, parameters, twins
+from adamw_samples import KERNEL, error, give_gradients, launches, parameters, train, twins
 
 import tilekern
 from tilekern.runtime import dispatch
@@ -18,21 +18,6 @@ SHAPES = ((96, 4096), (4096,), (33, 256), (256,), (128,), (16,), (4097,), (1,), 
 
 def on_gpu(shapes, dtype):
     return [torch.nn.Parameter(p.detach().cuda()) for p in parameters(shapes, dtype)]
-
-
-def give_gradients(step, *groups):
-    generator = torch.Generator("cuda").manual_seed(step)
-    for same in zip(*groups, strict=True):
-        grad = torch.randn(same[0].shape, generator=generator, device="cuda").to(same[0].dtype)
-        for p in same:
-            p.grad = grad.to(p.dtype, copy=True)
-
-
-def train(steps, *pairs, first=0):
-    for number in range(first, first + steps):
-        give_gradients(number, *(params for _, params in pairs))
-        for optimizer, _ in pairs:
-            optimizer.step()
 
 
 @pytest.mark.parametrize("maximize", [False, True])

@@ -1,12 +1,12 @@
 """Training with patches is training without them: the same losses, and gradients that are as exact."""
 
-import math
 import os
 
 import pytest
 import torch
 from curve_spread import rank_of_division
 from gpu_training import CONFIG, ORDERS, ROWS, TOKENS, batches, curve, gradients, patched
+from gradient_errors import bound, relative_error
 
 import tilekern
 from tilekern import cache
@@ -118,22 +118,6 @@ def test_a_patched_training_gives_the_same_bits_each_time():
         first, second = (curve("tilekern", 20) for _ in range(2))
     assert_all_ran(KERNELS, 2 * 20)
     assert torch.equal(first, second)
-
-
-def relative_error(found, references, names):
-    """||found - reference|| / ||reference|| over the named parameters of all batches."""
-    pairs = [(own[name], exact[name]) for own, exact in zip(found, references, strict=True) for name in names]
-    wrong = sum(float((own - exact).square().sum()) for own, exact in pairs)
-    return math.sqrt(wrong / sum(float(exact.square().sum()) for _, exact in pairs))
-
-
-def bound(count):
-    """By how much the error over ``count`` values may exceed the other's: a tenth, and twice what chance does.
-
-    A norm of n independent errors has a relative standard deviation of 1 / sqrt(2 n), and the ratio of two such norms
-    one of 1 / sqrt(n): nothing for a matrix, 3 % for the 1024 values of a head's norm in all batches.
-    """
-    return 1.1 * (1 + 2 / math.sqrt(count))
 
 
 @pytest.mark.usefixtures("own_cache")

@@ -20,12 +20,12 @@ def twins(params, dtype=None):
 
 
 def give_gradients(step, *groups):
-    """The same gradients to the parameters of each list, cast to their dtypes."""
+    """The same gradients to the parameters of each list, in their dtypes and where they are."""
     for number, same in enumerate(zip(*groups, strict=True)):
         generator = torch.Generator().manual_seed(1000 * step + number)
         grad = torch.randn(same[0].shape, generator=generator).to(same[0].dtype)
         for p in same:
-            p.grad = grad.to(p.dtype, copy=True)
+            p.grad = grad.to(p, copy=True)
 
 
 def train(steps, *pairs, first=0):

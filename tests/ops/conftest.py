@@ -12,3 +12,11 @@ def interpreted():
         dispatch.forget()
         yield
     dispatch.forget()
+
+
+@pytest.fixture
+def without_interpreter(monkeypatch):
+    monkeypatch.delenv("TILEKERN_INTERPRET")
+    dispatch.forget()
+    yield
+    dispatch.forget()

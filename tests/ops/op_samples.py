@@ -23,6 +23,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Allowed ||error|| / ||reference||: some units in the last place, of which rms_norm rounds twice.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 LAYOUTS = ("contiguous", "transposed", "sliced", "spread", "expanded")
+# Weights whose rows are all the same make sums that cancel, of which rounded terms say nothing.
+APART = tuple(layout for layout in LAYOUTS if layout != "expanded")
 # Sizes of dimensions, for tensors of which nobody asks for others; a batch of one can be packed. Others are 16.
 SIZES = {
     "rows": 6, "vocabulary": 12, "batch": 1, "tokens": 5, "queries": 5, "keys": 5, "heads": 4, "kv_heads": 2,
@@ -174,6 +176,35 @@ def expected(op: Op, inputs: Sequence[torch.Tensor], slopes: Sequence[torch.Tens
     return results, torch.autograd.grad(results, leaves, [s.double() for s in slopes])
 
 
+def slopes_of(results: Sequence[torch.Tensor], layout: str = "contiguous", seed: int = 1) -> list[torch.Tensor]:
+    """Normal numbers as gradients of results."""
+    generator = torch.Generator().manual_seed(seed)
+    return [laid_out(torch.randn(y.shape, generator=generator).to(y.dtype), layout) for y in results]
+
+
+def assert_like_float64(
+    op: Callable[..., Sequence[torch.Tensor]], formula: Callable[..., Sequence[torch.Tensor]],
+    inputs: Sequence[torch.Tensor | None], layout: str = "contiguous", factors: tuple[int, int] = (1, 1),
+) -> Sequence[torch.Tensor]:  # fmt: skip
+    """Hold the results of an op, and the gradients of the inputs that need one, to a formula's in float64.
+
+    ``factors`` widen the tolerance of both. The results are given back.
+    """
+    results, leaves = op(*inputs), [x for x in inputs if x is not None and x.requires_grad]
+    wide = [None if x is None else x.detach().double().requires_grad_(x.requires_grad) for x in inputs]
+    expected, slopes = formula(*wide), slopes_of(results, layout)
+    gradients = torch.autograd.grad(results, leaves, slopes)
+    graded = [x for x in wide if x is not None and x.requires_grad]
+    wanted = torch.autograd.grad(expected, graded, [slope.double() for slope in slopes])
+    tolerance = max(TOLERANCE[x.dtype] for x in inputs if x is not None)
+    for factor, found, right in zip(factors, (results, gradients), (expected, wanted), strict=True):
+        for one, other in zip(found, right, strict=True):
+            assert_near(one, other, factor * tolerance)
+    for leaf, gradient in zip(leaves, gradients, strict=True):
+        assert gradient.dtype == leaf.dtype
+    return results
+
+
 def assert_near(actual: torch.Tensor, reference: torch.Tensor, tolerance: float) -> None:
     """Shapes agree and the norm of the error is small against that of the reference."""
     assert actual.shape == reference.shape
@@ -219,7 +250,8 @@ def launched_by(step: Callable[[], Any]) -> dict[str, int]:
 
     before = launches()
     step()
-    return {name: count - before[name] for name, count in launches().items() if count > before[name]}
+    more = {name: count - before.get(name, 0) for name, count in launches().items()}
+    return {name: count for name, count in more.items() if count}
 
 
 def assert_differentiable_once(op: Callable[..., torch.Tensor], leaves: Sequence[torch.Tensor]) -> None:

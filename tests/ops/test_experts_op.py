@@ -1,15 +1,12 @@
 import pytest
 import torch
 from experts_samples import GATES, by_loop, layer, results, wide
+from op_samples import launched_by
 
 import tilekern
 from tilekern import ops
 
 TOLERANCES = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
-
-
-def launches():
-    return {name: counts["launches"] for name, counts in tilekern.stats().items() if counts["launches"]}
 
 
 def differences(given, **how):
@@ -31,10 +28,10 @@ def differences(given, **how):
 @pytest.mark.parametrize("biased", [False, True])
 def test_result_and_gradients_are_those_of_a_loop_in_float64(gate, biased):
     given = layer(11, 3, 5, 7, 9, biased=biased, transposed=biased)
-    before = launches().get("experts_gate", 0)
-    errors = differences(given, **GATES[gate])
+    errors = {}
+    launched = launched_by(lambda: errors.update(differences(given, **GATES[gate])))
     assert max(errors.values()) < TOLERANCES[torch.float32], errors
-    assert launches()["experts_gate"] == before + 1
+    assert launched["experts_gate"] == 1
 
 
 @pytest.mark.parametrize(("tokens", "choices", "experts"), [(1, 1, 1), (3, 8, 16), (40, 2, 3), (5, 5, 4)])
@@ -89,9 +86,8 @@ def test_gradients_are_the_same_whichever_are_asked_for_and_others_are_not_made(
     for name, x in given.items():
         if name != "ids":
             x.requires_grad_(name in wanted)
-    before = launches()
-    found = results(ops.experts, given, slope)
-    made = {name: number - before.get(name, 0) for name, number in launches().items()}
+    found = {}
+    made = launched_by(lambda: found.update(results(ops.experts, given, slope)))
     assert found.keys() == {"y", *wanted}
     assert all(torch.equal(x, everything[name]) for name, x in found.items())
     assert made.get("grouped_sum", 0) == ("down_bias" in wanted)

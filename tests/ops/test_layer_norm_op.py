@@ -1,7 +1,7 @@
 import pytest
 import torch
+from op_samples import launched_by
 
-import tilekern
 from tilekern.ops.layer_norm import layer_norm
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -30,14 +30,8 @@ def test_result_and_gradients_match_autograd_in_float64(dtype, weight_dtype):
 
 
 def test_both_sums_are_one_launch():
-    def launches():
-        return {name: counts.get("launches", 0) for name, counts in tilekern.stats().items()}
-
-    leaves, before = given(torch.float32), launches()
-    layer_norm(*leaves).sum().backward()
-    after = launches()
-    for kernel in ("layer_norm_forward", "layer_norm_backward", "column_sum"):
-        assert after[kernel] == before.get(kernel, 0) + 1
+    launched = launched_by(lambda: layer_norm(*given(torch.float32)).sum().backward())
+    assert launched == {"layer_norm_forward": 1, "layer_norm_backward": 1, "column_sum": 1}
 
 
 def test_it_is_the_layer_norm_of_torch_to_the_last_bits():

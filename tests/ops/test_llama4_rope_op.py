@@ -5,7 +5,6 @@ from transformers.models.llama4.modeling_llama4 import apply_rotary_emb
 
 import tilekern
 from tilekern.ops import llama4_rope
-from tilekern.runtime import dispatch
 
 forms = pytest.mark.parametrize("form", ["complex", "real view", "conjugated twice"])
 
@@ -101,14 +100,6 @@ def test_freqs_cis_that_need_a_gradient_get_that_of_torch():
     found = gradients(llama4_rope(*leaves), leaves)
     for got, right in zip(found, gradients(apply_rotary_emb(*leaves), leaves), strict=True):
         torch.testing.assert_close(got, right)
-
-
-@pytest.fixture
-def without_interpreter(monkeypatch):
-    monkeypatch.delenv("TILEKERN_INTERPRET")
-    dispatch.forget()
-    yield
-    dispatch.forget()
 
 
 @pytest.mark.usefixtures("without_interpreter")

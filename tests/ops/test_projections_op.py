@@ -5,15 +5,11 @@ import torch
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from op_samples import DTYPES, LAYOUTS, TOLERANCE, assert_near, laid_out
+from op_samples import APART, DTYPES, TOLERANCE, assert_near, laid_out
 
 from tilekern.ops import projections
 
 linear = torch.nn.functional.linear
-
-
-# Weights whose rows are all the same make sums that cancel, of which rounded terms say nothing.
-APART = tuple(layout for layout in LAYOUTS if layout != "expanded")
 
 
 def leaves(dtype=torch.float32, leading=(2, 5), features=24, outs=(19, 8, 8), layouts=("contiguous",)):

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from op_samples import DTYPES, EPS, TOLERANCE, assert_near, laid_out
+from op_samples import DTYPES, EPS, TOLERANCE, assert_like_float64, assert_near, laid_out, slopes_of
 
 from tilekern.kernels import qk_norm_rope as kernels
 from tilekern.ops.qk_norm_rope import qk_norm_rope
@@ -34,23 +34,8 @@ def reference(*inputs):
     return list(kernels.reference(*inputs, EPS).values())
 
 
-def slopes_of(results, layout="contiguous", seed=1):
-    generator = torch.Generator().manual_seed(seed)
-    return [laid_out(torch.randn(y.shape, generator=generator).to(y.dtype), layout) for y in results]
-
-
 def check(inputs, layout="contiguous"):
-    results = qk_norm_rope(*inputs, EPS)
-    slopes = slopes_of(results, layout)
-    gradients = torch.autograd.grad(results, inputs[:4], slopes)
-    wide = [x.detach().double().requires_grad_(x.requires_grad) for x in inputs]
-    wide_results = reference(*wide)
-    wide_gradients = torch.autograd.grad(wide_results, wide[:4], [s.double() for s in slopes])
-    tolerance = max(TOLERANCE[x.dtype] for x in inputs)
-    for got, expected in zip((*results, *gradients), (*wide_results, *wide_gradients), strict=True):
-        assert_near(got, expected, tolerance)
-    for leaf, gradient in zip(inputs, gradients, strict=False):
-        assert gradient.dtype == leaf.dtype
+    assert_like_float64(lambda *inputs: qk_norm_rope(*inputs, EPS), reference, inputs, layout)
 
 
 @pytest.mark.parametrize("one", DTYPES)

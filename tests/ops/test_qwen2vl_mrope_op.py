@@ -6,7 +6,6 @@ from transformers.models.qwen2_vl import modeling_qwen2_vl as qwen2_vl
 
 import tilekern
 from tilekern.ops import qwen2vl_mrope
-from tilekern.runtime import dispatch
 
 SECTIONS = [1, 3, 2]
 
@@ -129,14 +128,6 @@ def test_compiled_it_gives_the_same_bits_in_one_graph():
         (*results, *gradients(results, (q, k))), (*right, *gradients(right, (q, k))), strict=True
     ):
         assert torch.equal(got, reference)
-
-
-@pytest.fixture
-def without_interpreter(monkeypatch):
-    monkeypatch.delenv("TILEKERN_INTERPRET")
-    dispatch.forget()
-    yield
-    dispatch.forget()
 
 
 @pytest.mark.usefixtures("without_interpreter")

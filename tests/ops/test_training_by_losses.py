@@ -5,15 +5,6 @@ import torch
 from loss_trainings import LOSSES, curve
 
 import tilekern
-from tilekern.runtime import dispatch
-
-
-@pytest.fixture(autouse=True)
-def interpreted(monkeypatch):
-    monkeypatch.setenv("TILEKERN_INTERPRET", "1")
-    dispatch.forget()
-    yield
-    dispatch.forget()
 
 
 @pytest.mark.parametrize("name", LOSSES)

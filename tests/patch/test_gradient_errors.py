@@ -1,9 +1,8 @@
 """Gradients of a patched bfloat16 model are as near to float64 as Hugging Face's own."""
 
-import math
-
 import pytest
 import torch
+from gradient_errors import bound, relative_error
 from tiny_qwen3 import apply, launched, launches
 from transformers import AutoModelForCausalLM, Qwen3Config
 
@@ -41,22 +40,6 @@ def patched_gradients(seed):
         return gradients(make(seed, "tilekern"), seed)
     finally:
         tilekern.reset()
-
-
-def relative_error(found, references, names):
-    """||found - reference|| / ||reference|| over the named parameters of all seeds."""
-    pairs = [(own[name], exact[name]) for own, exact in zip(found, references, strict=True) for name in names]
-    wrong = sum(float((own - exact).square().sum()) for own, exact in pairs)
-    return math.sqrt(wrong / sum(float(exact.square().sum()) for _, exact in pairs))
-
-
-def bound(count):
-    """By how much the error over ``count`` values may exceed the other's: a tenth, and twice what chance does.
-
-    A norm of n independent errors has a relative standard deviation of 1 / sqrt(2 n), and the ratio of two such norms
-    one of 1 / sqrt(n): nothing for a matrix, an eighth for the 64 values of a head's norm in all models.
-    """
-    return 1.1 * (1 + 2 / math.sqrt(count))
 
 
 @pytest.mark.usefixtures("interpreted")

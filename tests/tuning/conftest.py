@@ -1,5 +1,6 @@
 """Sweeps that the tests of the tuner share."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -23,3 +24,10 @@ def compiled_sweep(tmp_path_factory: pytest.TempPathFactory, h200: Target) -> Sw
     summary = compile_all(sweep, jobs=2)
     assert summary.failed == 0
     return sweep
+
+
+@pytest.fixture
+def sweep(compiled_sweep: Sweep, tmp_path: Path) -> Sweep:
+    """A copy that a test may add measurements to."""
+    shutil.copytree(compiled_sweep.folder, tmp_path / "sweep")
+    return Sweep(tmp_path / "sweep")

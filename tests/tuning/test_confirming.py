@@ -1,7 +1,5 @@
 """Who has to stand the whole battery after a race, and that who fails it does not win."""
 
-import shutil
-
 import pytest
 from tuning_samples import SMALL
 
@@ -20,13 +18,6 @@ CASE = {"case": "random", "sizes": "rows=251", "passed": True, "relative_error":
 CONFIRMED = Check(True, 1e-3, 2e-3, cases=[CASE])
 WRONG = Check(False, float("inf"), float("inf"), "nan in x: y: 1 elements are finite where the reference is not",
               cases=[CASE, {**CASE, "case": "nan in x", "passed": False}])  # fmt: skip
-
-
-@pytest.fixture
-def sweep(compiled_sweep, tmp_path):
-    """A copy that a test may add measurements to."""
-    shutil.copytree(compiled_sweep.folder, tmp_path / "sweep")
-    return Sweep(tmp_path / "sweep")
 
 
 @pytest.fixture

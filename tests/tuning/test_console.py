@@ -1,14 +1,12 @@
 """Tables of the tuner as people see them: as wide as the terminal or COLUMNS says, with everything in them."""
 
-import os
-import pty
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from environments import environment
+from terminal import printed_in_a_terminal
 
 from tilekern.kernels import spec_named
 from tilekern.runtime.records import record_of
@@ -49,28 +47,9 @@ def in_a_pipe(tmp_path, monkeypatch, capfd):
 
 def in_a_terminal(tmp_path, columns, **env):
     """What is printed where all streams are a terminal of that width."""
-    parent, child = pty.openpty()
-    subprocess.run(["stty", "cols", str(columns)], stdin=child, check=True)
-    with subprocess.Popen(
-        [sys.executable, "-m", "tilekern.tune", *DRY],
-        env=of_terminal(tmp_path, **env),
-        stdin=child,
-        stdout=child,
-        stderr=child,
-    ):
-        os.close(child)
-        text = b""
-        while part := read(parent):
-            text += part
-    os.close(parent)
-    return tables(re.sub("\x1b\\[[0-9;]*m", "", text.decode()).replace("\r\n", "\n"))
-
-
-def read(terminal):
-    try:
-        return os.read(terminal, 2**16)
-    except OSError:  # its other end is closed
-        return b""
+    command = [sys.executable, "-m", "tilekern.tune", *DRY]
+    text = printed_in_a_terminal(command, columns, env=of_terminal(tmp_path, **env))
+    return tables(re.sub("\x1b\\[[0-9;]*m", "", text))
 
 
 def tables(text):

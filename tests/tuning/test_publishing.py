@@ -1,9 +1,9 @@
 """From a journal to records: who wins, what the record says, and that dispatch finds it."""
 
-import shutil
 from pathlib import Path
 
 import pytest
+from report_samples import timing
 from tuning_samples import SMALL
 
 from tilekern.cache import FolderLayer, PackLayer, Store, lookup
@@ -18,17 +18,6 @@ from tuning.sweep.lines import copy_key
 TOOLKIT = {"key": "tileiras-1-cuda_tile-1", "tileiras": "1", "cuda_tile": "1"}
 RIGHT = {"passed": True, "relative_error": 1e-7, "elementwise_error": 1e-7}
 WRONG = {"passed": False, "relative_error": 0.5, "elementwise_error": 0.9, "reason": "y: relative error"}
-
-
-@pytest.fixture
-def sweep(compiled_sweep: Sweep, tmp_path: Path) -> Sweep:
-    """A copy that a test may add measurements to."""
-    shutil.copytree(compiled_sweep.folder, tmp_path / "sweep")
-    return Sweep(tmp_path / "sweep")
-
-
-def timing(median_us: float, samples: int = 85) -> dict:
-    return {"median_us": median_us, "spread_us": 0.1, "samples": samples}
 
 
 def measure(sweep: Sweep, times: list[tuple[int, dict, dict]]) -> None:
