@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.cases import Part, SpecCase, Tensors, small_cases
 from benchmarks.environment import facts, require_gpu, version_of
 from benchmarks.kernels import backward, clone, forward, right_ones
-from benchmarks.prebuilt import launcher_of, sizes_of
+from benchmarks.prebuilt import launcher_of
 from benchmarks.providers import OURS, Provider, load
 from benchmarks.results import Results, Row
 from tilekern.targets import Target
@@ -82,6 +82,7 @@ def _ours_alone(part: Part, target: Target) -> dict[tuple[str, str], Batch]:
     import torch
 
     from tilekern.runtime.dispatch import plan_for
+    from tilekern.runtime.warmup import sizes_of
 
     spec, problem = part
     device, sizes = torch.device("cuda", torch.cuda.current_device()), sizes_of(spec, problem)

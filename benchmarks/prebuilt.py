@@ -46,10 +46,3 @@ def launcher_of(spec: KernelSpec, problem: Problem, target: Target) -> Callable[
     plan, stream = bare_plan(spec, problem, target), torch.cuda.current_stream().cuda_stream
     arguments = arguments_of(spec, problem, plan) + plan._tail
     return lambda: ct.launch(stream, plan.grid, plan._kernel, arguments)
-
-
-def sizes_of(spec: KernelSpec, problem: Problem) -> list[Any]:
-    """A problem as ops hand it to dispatch: dtypes are torch's."""
-    import torch
-
-    return [getattr(torch, problem[d.name]) if d.kind == "dtype" else problem[d.name] for d in spec.dimensions]

@@ -12,6 +12,7 @@ from spec_samples import inputs_of, sized
 from tilekern.kernels import all_specs, spec_named
 from tilekern.launcher import PrebuiltKernel
 from tilekern.runtime import dispatch
+from tilekern.runtime.warmup import sizes_of
 from tilekern.spec import ArrayParameter, KernelSpec, LibraryCall, Problem
 from tilekern.targets import resolve
 from tuning.plan.given import plan_of_problem
@@ -208,9 +209,7 @@ def problem_of(case: Case, rows: int) -> tuple[KernelSpec, Problem]:
 
 def plan_of(spec: KernelSpec, problem: Problem) -> dispatch.Plan:
     """What dispatch finds for a problem on the current GPU."""
-    kinds = {d.name: d.kind for d in spec.dimensions}
-    sizes = [getattr(torch, value) if kinds[name] == "dtype" else value for name, value in problem.items()]
-    plan = dispatch.plan_for(spec, torch.device("cuda", torch.cuda.current_device()), *sizes)
+    plan = dispatch.plan_for(spec, torch.device("cuda", torch.cuda.current_device()), *sizes_of(spec, problem))
     assert plan is not None
     return plan
 

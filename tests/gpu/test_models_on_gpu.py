@@ -8,6 +8,7 @@ from tilekern import cache, toolchain
 from tilekern.errors import CacheMiss
 from tilekern.kernels import spec_named
 from tilekern.runtime import dispatch
+from tilekern.runtime.warmup import sizes_of
 from tilekern.targets import here
 from tuning.plan.models import plan_of_model
 from tuning.plan.steps import Steps
@@ -84,10 +85,8 @@ def test_the_prebuilt_packs_serve_qwen3_8b_with_no_compiler_and_an_empty_cache(t
         device = torch.device("cuda", torch.cuda.current_device())
         for kernel, problem in plan_of_model("qwen3-8b", Steps([8192]), target).problems:
             spec = spec_named(kernel)
-            kinds = {d.name: d.kind for d in spec.dimensions}
-            sizes = [getattr(torch, v) if kinds[name] == "dtype" else v for name, v in problem.items()]
             try:
-                assert dispatch.plan_for(spec, device, *sizes) is not None
+                assert dispatch.plan_for(spec, device, *sizes_of(spec, problem)) is not None
             except CacheMiss as error:
                 pytest.fail(str(error))
         x, weight = torch.randn(64, 4096, device="cuda").bfloat16(), torch.ones(4096, device="cuda").bfloat16()

@@ -211,3 +211,11 @@ def unlink_seen(path: Path, identity: tuple[int, int, int]) -> bool:
     except FileNotFoundError:
         return False
     return True
+
+
+def remove_empty(folder: Path, stop: Path) -> None:
+    """Delete ``folder`` and those above it while they are empty, up to ``stop``."""
+    with contextlib.suppress(OSError):
+        while folder != stop:
+            folder.rmdir()
+            folder = folder.parent

@@ -18,6 +18,7 @@ from tilekern.cache.files import (
     TEMPORARY_SUFFIX,
     read_if_there,
     read_whole,
+    remove_empty,
     unlink_seen,
     write_whole,
 )
@@ -172,7 +173,7 @@ class Store:
             removed = unlink_seen(path, identity)
         except OSError as error:
             raise CacheError(f"cannot delete {path}: {error.strerror}") from None
-        _prune(path.parent, self._layout)
+        remove_empty(path.parent, self._layout)
         return removed
 
     def collect_garbage(self, released: Collection[str] = (), grace_s: float = GRACE_S) -> Garbage:
@@ -248,7 +249,7 @@ class Store:
         except OSError:
             return None
         _unlink(dropped)
-        _prune(dropped.parent, self._layout)
+        remove_empty(dropped.parent, self._layout)
         return size_bytes
 
     @property
@@ -369,11 +370,3 @@ def _unlink(path: Path) -> None:
         path.unlink(missing_ok=True)
     except OSError as error:
         raise CacheError(f"cannot delete {path}: {error.strerror}") from None
-
-
-def _prune(folder: Path, stop: Path) -> None:
-    """Delete ``folder`` and those above it while they are empty, up to ``stop``."""
-    with contextlib.suppress(OSError):
-        while folder != stop:
-            folder.rmdir()
-            folder = folder.parent

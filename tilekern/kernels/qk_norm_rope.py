@@ -267,12 +267,12 @@ def inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
 
 
 def normed(x: Any, weight: Any, eps: float) -> Any:
-    """Heads and their RMSNorm, in the dtype of ``x``."""
+    """The RMSNorm of each head, in the dtype of ``x``."""
     return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
 
 
 def rotated(x: Any, cos: Any, sin: Any, *, interleaved: bool = False) -> Any:
-    """Heads [batch, tokens, heads, head_dim] by angles [batch, tokens, pairs]; numbers behind the pairs stay."""
+    """Heads [batch, tokens, heads, head_dim] turned by angles [batch, tokens, pairs]; numbers behind the pairs stay."""
     import torch
 
     size, c, s = 2 * cos.shape[-1], cos.unsqueeze(2), sin.unsqueeze(2)

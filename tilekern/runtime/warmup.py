@@ -61,7 +61,7 @@ def warmup_all_kernels(
         if asked is not None and exact_part(spec, problem) not in asked:
             continue
         found = dispatch.find(spec, problem, target)
-        plan = dispatch.plan_for(spec, place, *_as_torch(spec, problem)) if found is not None else None
+        plan = dispatch.plan_for(spec, place, *sizes_of(spec, problem)) if found is not None else None
         if plan is not None:
             launch_small(spec, problem, plan, place, target.sm_count)
         counts["skipped" if plan is None else "kernels"] += 1
@@ -112,7 +112,8 @@ def launch_small(spec: KernelSpec, problem: Problem, plan: dispatch.Plan, device
     own.launch(device.index, *(arrays[parameter.name] for parameter in implementation.parameters))
 
 
-def _as_torch(spec: KernelSpec, problem: Problem) -> list[Any]:
+def sizes_of(spec: KernelSpec, problem: Problem) -> list[Any]:
+    """A problem as ops hand it to dispatch: dtypes are torch's."""
     import torch
 
     return [getattr(torch, problem[d.name]) if d.kind == "dtype" else problem[d.name] for d in spec.dimensions]

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 
-from tilekern.cache.files import TEMPORARY_SUFFIX, make_folder, write_whole
+from tilekern.cache.files import TEMPORARY_SUFFIX, make_folder, remove_empty, write_whole
 from tilekern.cache.keys import BLOBS, INCOMING, LAYOUT, SIGNATURES
 
 # Of a move whose folder keeps vanishing.
@@ -39,7 +39,7 @@ class Incoming:
             left = _files_of(self._growing)
         shutil.rmtree(self._growing, ignore_errors=True)
         for folder in {(self.root / path).parent for path in left} | {self._whole.parent}:
-            _remove_empty(folder, self.root)
+            remove_empty(folder, self.root)
 
     def add(self, files: Mapping[PurePosixPath, bytes]) -> None:
         """Write files, by the path that they will have below the root.
@@ -91,7 +91,7 @@ def remove_abandoned(root: Path, older_than: float) -> None:
             gone = folder.with_name(f".{folder.name}")
             os.rename(folder, gone)
             shutil.rmtree(gone, ignore_errors=True)
-        _remove_empty(folder.parent, root)
+        remove_empty(folder.parent, root)
 
 
 def _move(whole: Path, root: Path) -> None:
@@ -101,7 +101,7 @@ def _move(whole: Path, root: Path) -> None:
     for place, _, _ in os.walk(whole, topdown=False):
         with contextlib.suppress(OSError):
             os.rmdir(place)
-    _remove_empty(whole.parent, root)
+    remove_empty(whole.parent, root)
 
 
 def _move_file(source: Path, to: Path) -> None:
@@ -148,10 +148,3 @@ def _last_written(folder: Path) -> float:
             with contextlib.suppress(OSError):
                 newest = max(newest, os.stat(path).st_mtime)
     return newest or time.time()
-
-
-def _remove_empty(folder: Path, root: Path) -> None:
-    with contextlib.suppress(OSError):
-        while folder != root:
-            folder.rmdir()
-            folder = folder.parent
