@@ -1,11 +1,10 @@
 import pytest
 import torch
-from op_samples import launched_by
+from op_samples import ONCE, launched_by
 
 from tilekern.ops import group_norm
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-BOUNDS = {torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
 
 def given(dtype, weight_dtype=None, shape=(2, 12, 5, 7)):
@@ -25,7 +24,7 @@ def compare(leaves, groups, eps=1e-3):
     gradients, references = torch.autograd.grad(y, leaves, slope), torch.autograd.grad(expected, wide, slope.double())
     for got, right in zip((y, *gradients), (expected, *references), strict=True):
         assert got.shape == right.shape
-        assert (got.double() - right).norm() <= BOUNDS[got.dtype] * right.norm()
+        assert (got.double() - right).norm() <= ONCE[got.dtype] * right.norm()
     return y
 
 
@@ -67,13 +66,6 @@ def test_a_bias_of_another_dtype_than_the_weight_runs_the_formula():
     assert y.dtype == torch.float32
     y.sum().backward()
     assert weight.grad.dtype == torch.bfloat16
-
-
-def test_a_gradient_of_the_gradient_is_refused():
-    leaves = given(torch.float32)
-    (first,) = torch.autograd.grad(group_norm(*leaves, 12, 4).square().sum(), leaves[0], create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiate twice"):
-        first.sum().backward()
 
 
 @pytest.mark.parametrize(
