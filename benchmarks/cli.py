@@ -146,12 +146,9 @@ def train(
     from benchmarks import train as bench
     from benchmarks.trainers import TRAINERS, USUAL
 
-    if device is Device.cuda:
-        require_gpu()
-    elif profile:
+    if device is Device.cpu and profile:
         raise InputError("--profile says where the GPU's time goes; it needs --device cuda")
-    elif out is None:
-        raise InputError("on the CPU the figures mean nothing; say with --out where they go")
+    _needs_gpu_or_out(device, out)
     lengths = sorted(counts(tokens))
     timed = bench.timed_steps(lengths, steps)
     if sequence and any(length % sequence for length in lengths):
@@ -193,6 +190,54 @@ def families(
             write_results(_path(out, stem), figures)
 
     _keep(bench.measure(chosen, names, steps, keep, say=lambda line: print(line, flush=True)), out, stem)
+
+
+@app.command()
+def experts(
+    out: Out = None,
+    name: Name = None,
+    models: Annotated[
+        str, typer.Option(help="Models whose layers are measured, by commas; default those of the table.")
+    ] = "",
+    tokens: Annotated[str, typer.Option(help="Token counts, by commas.")] = "4096,8192",
+    kinds: Annotated[
+        str, typer.Option(help="By commas: trained with `balanced` or `zipf` routing, `frozen`, `lora`; default all.")
+    ] = "",
+    providers: Annotated[str, typer.Option(help="Who computes the layers, by commas; default all.")] = "",
+    samples: Annotated[int, typer.Option(min=1, help="Samples of each figure.")] = 40,
+    seconds: Annotated[float, typer.Option(help="Seconds for each case's times, after which there are fewer.")] = 4,
+    device: Annotated[Device, typer.Option(help="Where the layers are computed.")] = Device.cuda,
+    plan: Annotated[
+        Path | None, typer.Option(help="Measure nothing; write the plan of these cases for `tilekern.tune --plan`.")
+    ] = None,
+    gpu: Annotated[str, typer.Option(help="GPU that the plan is for.")] = "auto",
+) -> None:
+    """One layer of experts at real width, forward and backward, tilekern and its peers: time, memory, waits."""
+    from benchmarks import experts as bench
+    from benchmarks.experts_cases import KINDS, MAKERS, MODELS
+    from benchmarks.kernels import Effort
+
+    chosen = [model.strip() for model in models.split(",")] if models else list(MODELS)
+    wanted, peers = among(kinds, KINDS, "kind"), among(providers, list(MAKERS), "provider")
+    if plan is not None:
+        for note in bench.write_plan(plan, chosen, counts(tokens), wanted, gpu):
+            print(f"note: {note}")
+        print(f"wrote {plan}")
+        return
+    _needs_gpu_or_out(device, out)
+    stem = name or bench.BENCHMARK
+
+    def keep(results: Results) -> None:
+        if results.rows:
+            write_results(_path(out, stem), results)
+
+    effort = Effort(samples, seconds)
+    results = bench.measure(
+        chosen, counts(tokens), wanted, peers, effort, keep, lambda line: print(line, flush=True), device.value
+    )
+    _keep(results, out, stem)
+    if failed := bench.failures(results):
+        raise InputError(f"tilekern failed: {'; '.join(failed)}")
 
 
 @app.command()
@@ -353,6 +398,13 @@ def report(
         print(f"wrote {path}")
     for path in sorted(results.rglob("*.json")):
         _plot(path)
+
+
+def _needs_gpu_or_out(device: Device, out: Path | None) -> None:
+    if device is Device.cuda:
+        require_gpu()
+    elif out is None:
+        raise InputError("on the CPU the figures mean nothing; say with --out where they go")
 
 
 def counts(text: str) -> list[int]:

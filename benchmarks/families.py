@@ -20,6 +20,11 @@ _CAPPED = (
     OURS, "hf-eager", "hf-flex", "hf-flash", "liger-triton-eager", "liger-triton-flex", "torch.compile-layers-eager",
     "torch.compile-layers-flex",
 )  # fmt: skip
+# transformers gives sinks to its eager attention and to FlexAttention alone.
+_SINKS = (
+    OURS, "hf-eager", "hf-flex", "liger-triton-eager", "liger-triton-flex", "torch.compile-layers-eager",
+    "torch.compile-layers-flex",
+)  # fmt: skip
 # With a mask for its window SDPA chooses by itself.
 _WINDOWED = (
     OURS, "hf-sdpa", "hf-flex", "hf-flash", "liger-triton-sdpa", "liger-triton-flex", "torch.compile-layers",
@@ -51,6 +56,8 @@ FAMILIES: Mapping[str, Family] = {
         Family("phi-4"),
         Family("qwen2.5-vl-7b"),
         Family("olmo-2-7b"),
+        Family("gpt-oss-20b", _SINKS),
+        Family("qwen3-30b-a3b"),
         Family("gpt2", _OF_GPT_2, layers=0, tokens=8192, sequence=1024),
     )
 }

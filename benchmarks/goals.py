@@ -6,6 +6,9 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from benchmarks.experts import BENCHMARK as EXPERTS
+from benchmarks.experts import KEPT, WAITS
+from benchmarks.experts_cases import BALANCED, FROZEN, LORA, ZIPF, label
 from benchmarks.families import BENCHMARK as FAMILIES
 from benchmarks.kernels import COPY, PRODUCTS
 from benchmarks.providers import OURS
@@ -29,13 +32,15 @@ class Verdict:
 class Goal:
     """A line of the table of targets: its title, the benchmark that it reads, and its verdicts on results.
 
-    ``needs_gpu`` is False for what is measured on a machine without one, where the others are not missed.
+    ``needs_gpu`` is False for what is measured on a machine without one, where the others are not missed; ``target`` is
+    what stands beside the title where nothing was measured.
     """
 
     title: str
     benchmark: str
     judge: Callable[[Results], Iterator[Verdict]]
     needs_gpu: bool = True
+    target: str = ""
 
 
 def _kernel_goal(
@@ -167,7 +172,7 @@ def _at_most(
                 wanted = target or f"≤ {limit:g}{unit}"
                 yield Verdict(what, case, wanted, f"{shown(row)}{unit}", row.value <= limit, peers)
 
-    return Goal(what, benchmark, judge, needs_gpu)
+    return Goal(what, benchmark, judge, needs_gpu, target)
 
 
 def _at_least(benchmark: str, metric: str, limit: float, what: str, needs_gpu: bool = True) -> Goal:
@@ -201,6 +206,7 @@ def _no_worse_than_peers(metric: str, factor: float, what: str, target: str, *, 
 def _family(model: str, factor: float, most_gib: float | None = None) -> list[Goal]:
     """The goals of a family's model: ``factor`` times the best peer's speed in the run, and at most so much memory."""
     speed, memory = f"training {model}, tokens a second", f"training {model}, peak memory"
+    wanted = f"≥ {factor:.2f} x the best peer"
 
     def cases(results: Results) -> Iterator[str]:
         return (case for case in results.cases() if case.split(" ")[0] == model)
@@ -211,8 +217,7 @@ def _family(model: str, factor: float, most_gib: float | None = None) -> list[Go
             if ours is not None and peers:
                 ratio = ours.value / peers[0].value
                 figure = f"{shown(ours)} tok/s, {ratio:.2f} x"
-                target = f"≥ {factor:.2f} x the best peer"
-                yield Verdict(speed, case, target, figure, ratio >= factor, _listed(peers))
+                yield Verdict(speed, case, wanted, figure, ratio >= factor, _listed(peers))
 
     def small_enough(results: Results) -> Iterator[Verdict]:
         for case in cases(results):
@@ -221,8 +226,45 @@ def _family(model: str, factor: float, most_gib: float | None = None) -> list[Go
                 met, peers = ours.value <= most_gib, _listed(_peers(results, case, "peak_gib"))
                 yield Verdict(memory, case, f"≤ {most_gib:g} GiB", f"{shown(ours)} GiB", met, peers)
 
-    goals = [Goal(speed, FAMILIES, fast_enough)]
+    goals = [Goal(speed, FAMILIES, fast_enough, target=wanted)]
     return goals if most_gib is None else [*goals, Goal(memory, FAMILIES, small_enough)]
+
+
+def _layer(model: str, tokens: int, most_ms: float) -> Goal:
+    """A goal of the GPU time of one layer of experts, forward and backward, with balanced routing."""
+    what, case = f"layer of experts, {model} {tokens} tokens", label(model, tokens, BALANCED)
+    return _at_most(
+        EXPERTS, "forward_backward", 1000 * most_ms, what, cases=case, target=f"≤ {most_ms:g} ms"
+    )  # fmt: skip
+
+
+def _skewed(most: float) -> Goal:
+    """A goal of Zipf routing: at most so many times the time of the same layer with balanced routing."""
+    what, target = "layer of experts with Zipf routing", f"≤ {most:g} x balanced"
+
+    def judge(results: Results) -> Iterator[Verdict]:
+        for case in results.cases():
+            skewed = results.row(case, OURS, "forward_backward")
+            even = results.row(case.replace(f", {ZIPF}", f", {BALANCED}"), OURS, "forward_backward")
+            if case.endswith(f", {ZIPF}") and skewed and even:
+                ratio, peers = skewed.value / even.value, _listed(_peers(results, case, "forward_backward"))
+                yield Verdict(what, case, target, f"{ratio:.2f} x ({shown(skewed)} us)", ratio <= most, peers)
+
+    return Goal(what, EXPERTS, judge, target=target)
+
+
+def _faster_layer(kind: str, factor: float) -> Goal:
+    """A goal of layers of this kind: at least so many times the best peer's speed."""
+    what, target = f"layer of experts, {kind}", f"≥ {factor:g} x the best peer"
+
+    def judge(results: Results) -> Iterator[Verdict]:
+        for case in results.cases():
+            ours, peers = results.row(case, OURS, "forward_backward"), _peers(results, case, "forward_backward")
+            if case.endswith(f", {kind}") and ours and peers:
+                ratio = peers[0].value / ours.value
+                yield Verdict(what, case, target, f"{ratio:.2f} x ({shown(ours)} us)", ratio >= factor, _listed(peers))
+
+    return Goal(what, EXPERTS, judge, target=target)
 
 
 def _lag_beside_unpatched(most_s: float) -> Goal:
@@ -316,6 +358,24 @@ GOALS = (
     *_family("gemma-2-9b", 1.7),
     *(goal for model in _OTHERS for goal in _family(model, 1.2)),
     *_family("gpt2", 1.3),
+    *_family("gpt-oss-20b", 2.2),
+    *_family("qwen3-30b-a3b", 1.3),
+    _layer("gpt-oss-20b", 4096, 5.0),
+    _layer("gpt-oss-20b", 8192, 9.8),
+    _layer("qwen3-30b-a3b", 4096, 3.2),
+    _layer("qwen3-30b-a3b", 8192, 4.8),
+    _skewed(1.15),
+    _at_most(
+        EXPERTS,
+        KEPT,
+        0.45,
+        "layer of experts, kept for the backward",
+        cases=label("gpt-oss-20b", 8192, BALANCED),
+        target="≤ 0.45 GiB",
+    ),
+    _faster_layer(FROZEN, 1.2),
+    _faster_layer(LORA, 1.2),
+    _at_most(EXPERTS, WAITS, 0, "layer of experts, waits of the host for the GPU", target="0"),
     _lag_beside_unpatched(0.3),
     Goal("host time of one op call", "host", _host),
     _at_most(

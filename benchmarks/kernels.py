@@ -63,12 +63,17 @@ def write_plan(path: Path, cases: Sequence[Case], gpu: str) -> list[str]:
     Raises:
         InputError: there is no such GPU, or nothing is asked for.
     """
+    ours = load([OURS], [])[0]
+    return plan_of(path, [(case, ours) for case in cases], gpu)
+
+
+def plan_of(path: Path, calls: Sequence[tuple[Case, Provider]], gpu: str) -> list[str]:
+    """The same of cases each with tilekern's calls for it."""
     from tilekern import trace
 
     notes: list[str] = []
-    ours = load([OURS], [])[0]
     with trace(path, gpu=gpu) as found:
-        for case in cases:
+        for case, ours in calls:
             if case.op not in ours.calls:
                 notes.append(f"{case.label} is not in the plan: tilekern has no {case.op}")
                 continue
@@ -104,6 +109,16 @@ def _measure_case(race: Race, case: Case, providers: Sequence[Provider], effort:
     tensors = case.tensors("cuda")
     right = right_ones(case, tensors, providers, notes)
     torch.cuda.empty_cache()  # of the references
+    rows = timed_rows(race, case, tensors, right, effort, notes)
+    rows.extend(memory_row(case, tensors, provider) for provider in right)
+    torch.cuda.empty_cache()
+    return rows
+
+
+def timed_rows(
+    race: Race, case: Case, tensors: Tensors, right: Sequence[Provider], effort: Effort, notes: list[str]
+) -> list[Row]:  # fmt: skip
+    """Rows of the times of these providers, who take turns, beside a copy or the products alone."""
     rows: list[Row] = []
     for metric in case.metrics:
         entrants = {provider.name: entrant(case, tensors, provider, metric) for provider in right}
@@ -118,8 +133,6 @@ def _measure_case(race: Race, case: Case, providers: Sequence[Provider], effort:
                 notes.append(f"{case.label} {metric}: {name} waits for the GPU; its time holds the host's work")
         rows.extend(rows_of(case, metric, timings))
         del entrants
-    rows.extend(_memory_row(case, tensors, provider) for provider in right)
-    torch.cuda.empty_cache()
     return rows
 
 
@@ -145,7 +158,7 @@ def rows_of(case: Case, metric: str, timings: dict[str, Timing]) -> list[Row]:
     return rows
 
 
-def _memory_row(case: Case, tensors: Tensors, provider: Provider) -> Row:
+def memory_row(case: Case, tensors: Tensors, provider: Provider) -> Row:
     """The peak of memory in forward and backward above the inputs and the gradients that are given back."""
     import torch
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.environment import NO_GPU
+from benchmarks.experts import BENCHMARK as EXPERTS
+from benchmarks.experts import KEPT, WAITS
+from benchmarks.experts_cases import MAKERS
 from benchmarks.families import BENCHMARK as FAMILIES
 from benchmarks.goals import GOALS, Goal, Verdict
+from benchmarks.kernels import PRODUCTS
 from benchmarks.providers import OURS
 from benchmarks.results import ALL, RUN_FIELDS, Results, Row, shown
 from tilekern.errors import InputError
@@ -40,6 +45,7 @@ def render(everything: Sequence[Results]) -> str:
             f"## {'No GPU' if gpu == NO_GPU else gpu}\n",
             *_targets(mine, gpu != NO_GPU),
             *(_of_families(results) for results in mine if results.benchmark == FAMILIES),
+            *(_of_experts(results) for results in mine if results.benchmark == EXPERTS),
             *(_against_length(results) for results in mine if results.benchmark == "kernels_sweep"),
             "### All figures\n",
             *(_figures(results) for results in mine),
@@ -104,7 +110,11 @@ def _targets(mine: Sequence[Results], has_gpu: bool) -> Iterator[str]:
         why = explanations()
         yield "".join(f"- **{v.what}, {v.case}**: {why.get((v.what, v.case), UNEXPLAINED)}\n" for v in missed)
     due = [goal for goal in GOALS if goal.needs_gpu == has_gpu]
-    missing = [goal.title for goal in due if goal not in [one for one, _ in judged]]
+    missing = [
+        f"{goal.title} ({goal.target})" if goal.target else goal.title
+        for goal in due
+        if goal not in [one for one, _ in judged]
+    ]
     if missing:
         yield f"Not measured here: {'; '.join(missing)}.\n"
 
@@ -180,6 +190,34 @@ def _of_families(results: Results) -> str:
     head = ("model", *_TRAINERS.values(), "of the best", "first step's lag, s", "Hugging Face's")
     title = f"### Training of the families ({results.run['date']})\n"
     return "\n".join([title, _table(head, lines)])
+
+
+def _of_experts(results: Results) -> str:
+    """A table with a line for each layer: milliseconds of each provider, what is kept and how often the host waits."""
+    lines = []
+    for case in results.cases():
+        times = {name: results.row(case, name, "forward_backward") for name in (*MAKERS, PRODUCTS)}
+        cells = [
+            f"{row.value / 1000:.3g}" if row else _why_left_out(results, case, name) for name, row in times.items()
+        ]
+        pairs = [
+            " / ".join(shown(results.row(case, name, metric)) for name in (OURS, "transformers"))
+            for metric in (KEPT, WAITS)
+        ]
+        lines.append((case, *cells, *pairs))
+    both = f"{OURS} / transformers"
+    head = ("layer", *(f"{name}, ms" for name in (*MAKERS, PRODUCTS)), f"kept, GiB: {both}", f"waits: {both}")
+    return "\n".join([f"### A layer of experts, forward and backward ({results.run['date']})\n", _table(head, lines)])
+
+
+def _why_left_out(results: Results, case: str, provider: str) -> str:
+    """The error of a provider that has no figure of a case."""
+    model = case.partition(",")[0]
+    found = re.compile(
+        rf"({re.escape(case)}|{re.escape(model)}): ([^:]*, )?{re.escape(provider)}\b[^:]* left out: (.*)"
+    )
+    said = [match[3] for note in results.run["notes"] if (match := found.match(note))]
+    return said[0] if said else "-"
 
 
 def _with_variant(cell: str, row: Row | None) -> str:

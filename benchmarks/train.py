@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from benchmarks.environment import ROOT, facts
 from benchmarks.profiling import TOTAL
@@ -36,6 +36,7 @@ GIB = 1 << 30
 MOST_AT_THE_LONGEST = 3
 # Losses of one case are of the same weights and tokens; bf16 and a few steps leave them this far apart at most.
 SAME_LOSS = 0.02
+T = TypeVar("T")
 Keep = Callable[[Results, Results], None]
 Say = Callable[[str], None]
 
@@ -83,7 +84,7 @@ def measure_jobs(
     notes.append(NO_PATCHES)
     before = len(notes)
     figures, profile = Results(run), Results(run)
-    with _one_ahead(_installed(jobs, notes)) as started:
+    with one_ahead(_installed(jobs, notes), _start) as started:
         for job, process in started:
             name = full_name(job.provider)
             say(f"{name_of(job.model)}, {name}: {', '.join(map(str, job.tokens))} tokens")
@@ -110,17 +111,17 @@ def _installed(jobs: Sequence[Job], notes: list[str]) -> list[Job]:
 
 
 @contextlib.contextmanager
-def _one_ahead(jobs: Sequence[Job]) -> Iterator[Iterator[tuple[Job, Process]]]:
+def one_ahead(jobs: Sequence[T], start: Callable[[T], Process]) -> Iterator[Iterator[tuple[T, Process]]]:
     """Each job with its process, while that of the next one gets ready; all are ended at the end."""
     running: list[Process] = []
 
-    def start() -> Iterator[tuple[Job, Process]]:
+    def starting() -> Iterator[tuple[T, Process]]:
         for job in jobs:
-            running.append(_start(job))
+            running.append(start(job))
             yield job, running[-1]
 
-    def ahead() -> Iterator[tuple[Job, Process]]:
-        started = start()
+    def ahead() -> Iterator[tuple[T, Process]]:
+        started = starting()
         now = next(started, None)
         while now is not None:
             following = next(started, None)

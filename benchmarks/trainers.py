@@ -77,7 +77,14 @@ class Trainer:
 
 
 def _tilekern(_: Any) -> None:
-    """All patches, as they are by default: gradients repeat bit by bit."""
+    """All patches, that of experts among them: gradients repeat bit by bit."""
+    import tilekern
+
+    tilekern.apply(experts=True)
+
+
+def _without_experts(_: Any) -> None:
+    """The patches that are on by default: experts run transformers' grouped products."""
     import tilekern
 
     tilekern.apply()
@@ -99,6 +106,7 @@ TRAINERS: Mapping[str, Trainer] = {
     # As the peers' attention is: dq is added up in any order.
     f"{OURS}-nondeterministic": Trainer("", _tilekern, f"{OURS}_nondeterministic", own_optimizer=True),
     f"{OURS}-torch-adamw": Trainer("", _tilekern, OURS),
+    f"{OURS}-grouped_mm": Trainer("", _without_experts, OURS, own_optimizer=True),
     "hf-sdpa-flash": Trainer(backend=_FLASH),
     "hf-sdpa-cudnn": Trainer(backend=_CUDNN),
     "hf-sdpa": Trainer(),

@@ -168,7 +168,7 @@ def test_a_process_waits_for_its_turn_and_ends_with_whoever_started_it(tmp_path)
     assert not waiting.kept.exists()
 
 
-def test_jobs_are_done_in_order_while_the_next_one_gets_ready(monkeypatch):
+def test_jobs_are_done_in_order_while_the_next_one_gets_ready():
     live = set()
 
     class Standing:
@@ -179,14 +179,13 @@ def test_jobs_are_done_in_order_while_the_next_one_gets_ready(monkeypatch):
         def end(self):
             live.discard(self.job)
 
-    monkeypatch.setattr(train, "_start", Standing)
     done = []
-    with train._one_ahead(["a", "b", "c"]) as started:
+    with train.one_ahead(["a", "b", "c"], Standing) as started:
         for job, process in started:
             done.append((job, set(live)))
             process.end()
     assert done == [("a", {"a", "b"}), ("b", {"b", "c"}), ("c", {"c"})]
-    with train._one_ahead(["a", "b", "c"]) as started:
+    with train.one_ahead(["a", "b", "c"], Standing) as started:
         next(started)
         assert live == {"a", "b"}
     assert not live, "a run that ends early leaves no process behind"

@@ -20,6 +20,7 @@ SIZES = {
     "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 160,
     "num_hidden_layers": 3, "max_position_embeddings": 64, "pad_token_id": 0,
 }  # fmt: skip
+EXPERTS = {"num_experts": 8, "num_local_experts": 8, "moe_intermediate_size": 32}
 MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
 
 
@@ -35,7 +36,7 @@ def tiny(family, folder):
     """The family with its model's config.json in small."""
     config = dict(PRESETS[family.model])
     text = config.get("text_config", config)
-    text = text | SIZES | ({"head_dim": 16} if "head_dim" in text else {})
+    text = text | SIZES | {name: size for name, size in ({"head_dim": 16} | EXPERTS).items() if name in text}
     if "sliding_window" in text:
         text["sliding_window"] = text["sliding_window"] and 8
     if "text_config" in config:

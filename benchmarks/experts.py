@@ -1,0 +1,305 @@
+"""One layer of experts at real width, forward and backward: GPU time, memory and waits of tilekern and its peers.
+
+Providers take turns in a process for each model and token count; those who are known to die or to hang have one of
+their own. A process that dies is started once more, without whoever it was at, or with the cases that are left.
+
+python -m benchmarks.experts JOB LINES
+
+is that process, and JOB a :class:`Job` as JSON. Each line of LINES is an object with a ``kind``: ``at`` (what is tried
+now: a case, and a provider where it is not a race of all), ``row``, ``note``, or ``case`` (one that is done).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from benchmarks import experts_cases as layers
+from benchmarks.cases import Case, Tensors
+from benchmarks.clock import Entrant, Race
+from benchmarks.environment import facts, require_gpu
+from benchmarks.kernels import Effort, backward, check, clone, forward, memory_row, plan_of, timed_rows
+from benchmarks.providers import OURS, Provider, one_line
+from benchmarks.results import Results, Row
+from benchmarks.served import doubts
+from benchmarks.train import GIB, Process, name_of, one_ahead
+from tilekern.errors import InputError
+from tuning.measure.timing import Timing
+
+BENCHMARK = "experts"
+# Seconds that a process may take for each of its cases: compilers and autotuners take most of them.
+CASE_S = 45.0
+KEPT, WAITS = "kept_for_backward", "waits"
+Line = dict[str, Any]
+Keep = Callable[[Results], None]
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one process does: cases of one model and token count, by these providers."""
+
+    model: str
+    tokens: int
+    kinds: tuple[str, ...]
+    providers: tuple[str, ...]
+    samples: int
+    seconds: float
+    device: str = "cuda"
+
+    @classmethod
+    def read(cls, text: str) -> Job:
+        """The job of :meth:`written`."""
+        found = json.loads(text)
+        return cls(**{**found, "kinds": tuple(found["kinds"]), "providers": tuple(found["providers"])})
+
+    def written(self) -> str:
+        """The job as text."""
+        return json.dumps(asdict(self))
+
+    def after(self, lines: Sequence[Line]) -> Job | None:
+        """What is left when a process has died: without whoever it tried, or without the case that it was at."""
+        done = [line["case"] for line in lines if line["kind"] == "case"]
+        kinds = tuple(kind for kind in self.kinds if layers.label(self.model, self.tokens, kind) not in done)
+        tried = next((line["provider"] for line in reversed(lines) if line["kind"] == "at"), "")
+        providers = tuple(one for one in self.providers if one != tried)
+        if not tried:
+            kinds = kinds[1:]
+        return replace(self, kinds=kinds, providers=providers) if kinds and providers else None
+
+
+def measure(
+    models: Sequence[str], tokens: Sequence[int], kinds: Sequence[str], names: Sequence[str], effort: Effort,
+    keep: Keep, say: Say, device: str = "cuda",
+) -> Results:  # fmt: skip
+    """Measure the layers of models at token counts.
+
+    Args:
+        models: presets or paths of configurations.
+        tokens: token counts.
+        kinds: of :data:`benchmarks.experts_cases.KINDS`.
+        names: of :data:`benchmarks.experts_cases.MAKERS`.
+        effort: how much is measured.
+        keep: called after each process with what there is by then, so that a run that is cut off leaves something.
+        say: told what is done at the moment.
+        device: where; the times of the CPU mean nothing.
+
+    Raises:
+        InputError: nothing was measured.
+    """
+    results = Results(facts() | {"models": [name_of(model) for model in models]})
+    notes = results.run["notes"]
+    groups = _groups(_installed(names, notes))
+    jobs = [
+        Job(model, count, tuple(kinds), group, effort.samples, effort.seconds, device)
+        for model in models for count in tokens for group in groups
+    ]  # fmt: skip
+    with one_ahead(jobs, _start) as started:
+        for job, process in started:
+            say(f"{name_of(job.model)} {job.tokens} tokens: {', '.join(job.providers)}")
+            for lines in _tries(job, process, notes):
+                notes.extend(line["text"] for line in lines if line["kind"] == "note")
+                results.rows.extend(Row(**line["row"]) for line in lines if line["kind"] == "row")
+                _once(results)
+            keep(results)
+    if not results.rows:
+        raise InputError(f"nothing was measured, and nothing is written: {'; '.join(notes)}")
+    notes[:] = dict.fromkeys(notes)
+    return results
+
+
+def failures(results: Results) -> list[str]:
+    """The notes on cases that tilekern failed in, alone or with those with whom it took turns."""
+    return [note for note in results.run["notes"] if re.search(rf": {OURS}(, [^:]*)? left out: ", note)]
+
+
+def _installed(names: Sequence[str], notes: list[str]) -> list[str]:
+    found = []
+    for name in names:
+        try:
+            layers.full_name(name)
+            found.append(name)
+        except metadata.PackageNotFoundError as error:
+            notes.append(f"{name} left out: {error.name} is not installed")
+    return found
+
+
+def _groups(names: Sequence[str]) -> list[tuple[str, ...]]:
+    """Those who take turns in one process, then each who has one of its own."""
+    together = tuple(name for name in names if not layers.MAKERS[name].apart)
+    return [group for group in (together, *((name,) for name in names if layers.MAKERS[name].apart)) if group]
+
+
+def _start(job: Job) -> Process:
+    command = [sys.executable, "-m", "benchmarks.experts", job.written()]
+    return Process(command, dict(os.environ), CASE_S * len(job.kinds))
+
+
+def _tries(job: Job, process: Process, notes: list[str]) -> Iterator[list[Line]]:
+    """The lines of a job's processes, of which there is another after each that died while anything is left."""
+    left: Job | None = job
+    while left is not None:
+        trouble, lines = process.done()
+        yield lines
+        if not trouble:
+            return
+        at = next((line for line in reversed(lines) if line["kind"] == "at"), {"case": "", "provider": ""})
+        where = at["case"] or f"{name_of(job.model)} {job.tokens} tokens"
+        notes.append(f"{where}: {at['provider'] or ', '.join(left.providers)} left out: {trouble}")
+        left = left.after(lines)
+        if left is not None:
+            process = _start(left)
+
+
+def _once(results: Results) -> None:
+    """One row of each figure: the products alone are timed in each process, and those beside tilekern count."""
+    rows: dict[tuple[str, str, str], Row] = {}
+    for row in results.rows:
+        rows.setdefault((row.case, row.provider, row.metric), row)
+    results.rows[:] = rows.values()
+
+
+def write_plan(path: Path, models: Sequence[str], tokens: Sequence[int], kinds: Sequence[str], gpu: str) -> list[str]:
+    """Write the plan of what tilekern asks for in these cases; return notes about what no kernel serves.
+
+    Raises:
+        InputError: there is no such GPU, or nothing is asked for.
+    """
+    ours = {model: layers.provider(OURS, model) for model in models}
+    return plan_of(
+        path, [(case, one) for model, one in ours.items() for case in layers.cases(model, tokens, kinds)], gpu
+    )
+
+
+class HostClock:
+    """Takes the time of each entrant by the host's clock, for runs on the CPU, whose times mean nothing."""
+
+    def run(self, entrants: Mapping[str, Entrant], samples: int, seconds: float) -> dict[str, Timing]:
+        """A timing for each entrant: of so many samples, or of fewer when these seconds are over."""
+        times: dict[str, list[float]] = {name: [] for name in entrants}
+        until = time.perf_counter() + seconds
+        for turn in range(samples):
+            if turn and time.perf_counter() > until:
+                break
+            for name, entrant in entrants.items():
+                entrant.prepare()
+                started = time.perf_counter()
+                entrant.run()
+                times[name].append(1e6 * (time.perf_counter() - started))
+        return {name: Timing.of(samples_us) for name, samples_us in times.items()}
+
+
+def run(job: Job) -> Iterator[Line]:
+    """Check and time a job's cases, one after the other."""
+    providers = []
+    for name in job.providers:
+        try:
+            providers.append(layers.provider(name, job.model))
+        except Exception as error:  # noqa: BLE001 (an import that breaks half-way raises what it likes)
+            yield _note(f"{name_of(job.model)} {job.tokens} tokens: {name} left out: {one_line(error)}")
+    clock = _clock(job.device)
+    for case in layers.cases(job.model, [job.tokens], job.kinds) if providers else []:
+        yield from _run_case(case, providers, clock, job)
+        yield {"kind": "case", "case": case.label}
+    yield from map(_note, doubts())
+
+
+def _clock(device: str) -> Any:
+    if device == "cpu":
+        return HostClock()
+    race = Race(2 * require_gpu().l2_bytes)
+    race.warm_clocks()
+    return race
+
+
+def _run_case(case: Case, providers: Sequence[Provider], clock: Any, job: Job) -> Iterator[Line]:
+    import torch
+
+    torch._dynamo.reset()  # a function is compiled anew for at most eight kinds of calls, then no more
+    tensors, notes = case.tensors(job.device), []
+    expected, right = case.expected(tensors), []
+    for one in providers:
+        yield _at(case, one.name.split(" ")[0])
+        try:
+            check(case, tensors, expected, one)
+            right.append(one)
+        except Exception as error:  # noqa: BLE001 (whatever a peer's kernels raise, the others go on)
+            yield _note(f"{case.label}: {one.name} left out: {one_line(error)}")
+            _wait(job.device)  # an error that the GPU keeps ends the process here
+    del expected
+    yield _at(case)
+    rows = timed_rows(clock, case, tensors, right, Effort(job.samples, job.seconds), notes) if right else []
+    for one in right if job.device == "cuda" else []:
+        yield _at(case, one.name.split(" ")[0])
+        rows += [memory_row(case, tensors, one), kept_row(case, tensors, one), waits_row(case, tensors, one)]
+    yield from ({"kind": "row", "row": asdict(replace(row, benchmark=BENCHMARK))} for row in rows)
+    yield from map(_note, notes)
+
+
+def _at(case: Case, provider: str = "") -> Line:
+    return {"kind": "at", "case": case.label, "provider": provider}
+
+
+def _note(text: str) -> Line:
+    return {"kind": "note", "text": text}
+
+
+def _wait(device: str) -> None:
+    import torch
+
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def kept_row(case: Case, tensors: Tensors, provider: Provider) -> Row:
+    """What a forward leaves in memory for its backward, above its inputs and its result."""
+    import torch
+
+    mine = clone(tensors)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    outputs = forward(case, mine, provider)
+    torch.cuda.synchronize()
+    kept = torch.cuda.memory_allocated() - before - sum(y.numel() * y.element_size() for y in outputs)
+    return Row(BENCHMARK, case.label, provider.name, KEPT, round(kept / GIB, 4), "GiB")
+
+
+def waits_row(case: Case, tensors: Tensors, provider: Provider) -> Row:
+    """How often the host waits for the GPU in forward and backward, as far as torch knows of it."""
+    import torch
+
+    mine = clone(tensors)
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            backward(mine, forward(case, mine, provider))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    count = sum("called a synchronizing" in str(one.message) for one in said)
+    return Row(BENCHMARK, case.label, provider.name, WAITS, count, "1")
+
+
+def main(text: str, lines: str) -> None:
+    """Do a job when told to, and append its lines to a file as they come, so that none is lost with the process."""
+    import transformers.integrations.moe  # noqa: F401 (takes seconds, in which another process measures)
+
+    if not sys.stdin.readline():  # whoever started it has gone
+        return
+    with Path(lines).open("a", encoding="utf-8") as file:
+        for line in run(Job.read(text)):
+            file.write(json.dumps(line) + "\n")
+            file.flush()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2])
