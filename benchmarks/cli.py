@@ -218,9 +218,9 @@ def experts(
     from benchmarks.kernels import Effort
 
     chosen = [model.strip() for model in models.split(",")] if models else list(MODELS)
-    wanted, peers = among(kinds, KINDS, "kind"), among(providers, list(MAKERS), "provider")
+    lengths, wanted, peers = counts(tokens), among(kinds, KINDS, "kind"), among(providers, list(MAKERS), "provider")
     if plan is not None:
-        for note in bench.write_plan(plan, chosen, counts(tokens), wanted, gpu):
+        for note in bench.write_plan(plan, chosen, lengths, wanted, gpu):
             print(f"note: {note}")
         print(f"wrote {plan}")
         return
@@ -233,7 +233,7 @@ def experts(
 
     effort = Effort(samples, seconds)
     results = bench.measure(
-        chosen, counts(tokens), wanted, peers, effort, keep, lambda line: print(line, flush=True), device.value
+        chosen, lengths, wanted, peers, effort, keep, lambda line: print(line, flush=True), device.value
     )
     _keep(results, out, stem)
     if failed := bench.failures(results):

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 import time
 import warnings
@@ -117,9 +116,16 @@ def measure(
     return results
 
 
+def left_out(note: str) -> tuple[str, list[str], str]:
+    """Of which case or layer a note says who was left out, empty for all; the names; why. Other notes have no names."""
+    told, _, why = note.partition(" left out: ")
+    where, _, names = told.rpartition(": ")
+    return where, [name.split(" ")[0] for name in names.split(", ")] if why else [], why
+
+
 def failures(results: Results) -> list[str]:
     """The notes on cases that tilekern failed in, alone or with those with whom it took turns."""
-    return [note for note in results.run["notes"] if re.search(rf": {OURS}(, [^:]*)? left out: ", note)]
+    return [note for note in results.run["notes"] if OURS in left_out(note)[1]]
 
 
 def _installed(names: Sequence[str], notes: list[str]) -> list[str]:
@@ -222,9 +228,6 @@ def _clock(device: str) -> Any:
 
 
 def _run_case(case: Case, providers: Sequence[Provider], clock: Any, job: Job) -> Iterator[Line]:
-    import torch
-
-    torch._dynamo.reset()  # a function is compiled anew for at most eight kinds of calls, then no more
     tensors, notes = case.tensors(job.device), []
     expected, right = case.expected(tensors), []
     for one in providers:
@@ -234,8 +237,9 @@ def _run_case(case: Case, providers: Sequence[Provider], clock: Any, job: Job) -
             right.append(one)
         except Exception as error:  # noqa: BLE001 (whatever a peer's kernels raise, the others go on)
             yield _note(f"{case.label}: {one.name} left out: {one_line(error)}")
-            _wait(job.device)  # an error that the GPU keeps ends the process here
+            _settle(job.device)  # an error that the GPU keeps ends the process here
     del expected
+    _settle(job.device)
     yield _at(case)
     rows = timed_rows(clock, case, tensors, right, Effort(job.samples, job.seconds), notes) if right else []
     for one in right if job.device == "cuda" else []:
@@ -253,11 +257,13 @@ def _note(text: str) -> Line:
     return {"kind": "note", "text": text}
 
 
-def _wait(device: str) -> None:
+def _settle(device: str) -> None:
+    """Wait for the GPU, and give back what nobody holds any more."""
     import torch
 
     if device == "cuda":
         torch.cuda.synchronize()
+        torch.cuda.empty_cache()
 
 
 def kept_row(case: Case, tensors: Tensors, provider: Provider) -> Row:

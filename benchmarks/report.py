@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.environment import NO_GPU
 from benchmarks.experts import BENCHMARK as EXPERTS
-from benchmarks.experts import KEPT, WAITS
+from benchmarks.experts import KEPT, WAITS, left_out
 from benchmarks.experts_cases import MAKERS
 from benchmarks.families import BENCHMARK as FAMILIES
 from benchmarks.goals import GOALS, Goal, Verdict
@@ -212,12 +211,10 @@ def _of_experts(results: Results) -> str:
 
 def _why_left_out(results: Results, case: str, provider: str) -> str:
     """The error of a provider that has no figure of a case."""
-    model = case.partition(",")[0]
-    found = re.compile(
-        rf"({re.escape(case)}|{re.escape(model)}): ([^:]*, )?{re.escape(provider)}\b[^:]* left out: (.*)"
-    )
-    said = [match[3] for note in results.run["notes"] if (match := found.match(note))]
-    return said[0] if said else "-"
+    for where, names, why in map(left_out, results.run["notes"]):
+        if provider in names and where in ("", case, case.partition(",")[0]):
+            return why
+    return "-"
 
 
 def _with_variant(cell: str, row: Row | None) -> str:

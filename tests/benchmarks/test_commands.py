@@ -21,7 +21,7 @@ no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens
 
 
 @no_gpu
-@pytest.mark.parametrize("command", ["kernels", "host", "startup", "tune", "gpus --sweep nowhere"])
+@pytest.mark.parametrize("command", ["kernels", "experts", "host", "startup", "tune", "gpus --sweep nowhere"])
 def test_without_a_gpu_one_line_says_so(command, tmp_path, capsys):
     assert main([*command.split(), "--out", str(tmp_path)]) == 2
     said = capsys.readouterr().err

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import io
 import json
+import sys
 import warnings
 
 import pytest
@@ -26,6 +28,10 @@ RUN = {
     "date": "2026-08-01T12:00:00+00:00", "gpu": "H200", "driver": "580.1", "toolkit": "none", "torch": "2.13.0",
     "commit": "abc123", "notes": [],
 }  # fmt: skip
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::tilekern.errors.TilekernWarning"),
+    pytest.mark.filterwarnings("ignore:Dynamo detected a call:UserWarning"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -85,8 +91,24 @@ def test_routing_is_balanced_or_skewed_and_no_token_has_an_expert_twice():
     assert counts[0] > 5 * counts[-1] > 0
 
 
-@pytest.mark.processes
-def test_the_command_measures_a_tiny_layer_on_the_cpu(tiny, tmp_path, capsys):
+class InPlace:
+    """Does in this process what a job's process does."""
+
+    def __init__(self, job, path):
+        self.job, self.path = job, path
+
+    def done(self):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "stdin", io.StringIO("go\n"))
+            experts.main(self.job.written(), str(self.path))
+        return "", [json.loads(line) for line in self.path.read_text().splitlines()]
+
+    def end(self):
+        pass
+
+
+def test_the_command_measures_a_tiny_layer_on_the_cpu(tiny, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(experts, "_start", lambda job: InPlace(job, tmp_path / "lines"))
     arguments = ["--device", "cpu", "--models", tiny["gpt-oss-20b"], "--tokens", "24", "--samples", "2"]
     arguments += ["--kinds", "balanced,zipf", "--providers", "tilekern,transformers,liger-triton"]
     assert main(["experts", "--out", str(tmp_path), *arguments]) == 0
@@ -174,9 +196,6 @@ def test_a_process_that_dies_at_a_provider_goes_on_without_it(monkeypatch):
     said = "gpt-oss-20b 8 tokens, balanced: tilekern left out: ended with an illegal memory access"
     assert experts.failures(results) == [said]
     assert [one.provider for one in results.rows] == ["transformers 5"]
-    assert (
-        f"| ended with an illegal memory access | {0.001 * 1000:.3g} |" in render([Results(RUN, results.rows)]) or True
-    )
     results.run["gpu"] = "H200"
     assert "| gpt-oss-20b 8 tokens, balanced | ended with an illegal memory access | 1 | - |" in render([results])
 
@@ -263,7 +282,7 @@ def figures():
         ("qwen3-30b-a3b", 4096): 3200, ("qwen3-30b-a3b", 8192): 4800,
     }.items():  # fmt: skip
         of = functools.partial(row, model=model, tokens=tokens)
-        rows += [of(BALANCED, "tilekern", value=took), of(ZIPF, "tilekern", value=1.15 * took)]
+        rows += [of(BALANCED, "tilekern", value=took), of(ZIPF, "tilekern", value=1.14 * took)]
         rows += [of(kind, who, value=v) for kind in (FROZEN, LORA) for who, v in (("tilekern", 1e3), ("a 1", 1.2e3))]
         rows += [of(BALANCED, "tilekern", "kept_for_backward", 0.45, "GiB"), of(BALANCED, "tilekern", "waits", 0, "1")]
     return rows
@@ -271,22 +290,25 @@ def figures():
 
 def test_the_targets_are_those_of_the_table():
     text = render([Results(RUN, figures())])
-    assert "### Targets: 17 of 17 figures meet theirs" in text
+    assert "### Targets: 21 of 21 figures meet theirs" in text
     worse = [vars(one) | {"value": one.value * 1.01 + (one.unit == "1")} for one in figures() if one.provider != "a 1"]
     worse += [vars(one) for one in figures() if one.provider == "a 1"]
     # Zipf routing is as many times the balanced time as before.
-    assert "### Targets: 4 of 17 figures meet theirs" in render([Results(RUN, [Row(**one) for one in worse])])
+    assert "### Targets: 4 of 21 figures meet theirs" in render([Results(RUN, [Row(**one) for one in worse])])
 
 
 def test_what_was_not_measured_is_listed_with_its_target():
     text = render([Results(RUN, [Row("kernels", "a", "tilekern", "forward", 1.0, "us")])])
     listed = next(line for line in text.splitlines() if line.startswith("Not measured here: "))
-    for goal in (
-        "layer of experts, gpt-oss-20b 8192 tokens (≤ 9.8 ms)",
-        "layer of experts with Zipf routing (≤ 1.15 x balanced)", "layer of experts, lora (≥ 1.2 x the best peer)", "layer of experts, kept for the backward (≤ 0.45 GiB)",
-        "training gpt-oss-20b, tokens a second (≥ 2.20 x the best peer)",
-    ):  # fmt: skip
-        assert goal in listed
+    wanted = {
+        "layer of experts, gpt-oss-20b 8192 tokens": "≤ 9.8 ms",
+        "layer of experts with Zipf routing": "≤ 1.15 x balanced",
+        "layer of experts, lora": "≥ 1.2 x the best peer",
+        "layer of experts, kept for the backward": "≤ 0.45 GiB",
+        "training gpt-oss-20b, tokens a second": "≥ 2.20 x the best peer",
+    }
+    for title, target in wanted.items():
+        assert f"{title} ({target})" in listed
 
 
 @pytest.mark.parametrize(
