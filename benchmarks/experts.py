@@ -228,8 +228,10 @@ def _clock(device: str) -> Any:
 
 
 def _run_case(case: Case, providers: Sequence[Provider], clock: Any, job: Job) -> Iterator[Line]:
-    tensors, notes = case.tensors(job.device), []
-    expected, right = case.expected(tensors), []
+    tensors = case.tensors(job.device)
+    expected = case.expected(tensors)
+    right: list[Provider] = []
+    notes: list[str] = []
     for one in providers:
         yield _at(case, one.name.split(" ")[0])
         try:
@@ -241,12 +243,15 @@ def _run_case(case: Case, providers: Sequence[Provider], clock: Any, job: Job) -
     del expected
     _settle(job.device)
     yield _at(case)
-    rows = timed_rows(clock, case, tensors, right, Effort(job.samples, job.seconds), notes) if right else []
+    yield from _rows(timed_rows(clock, case, tensors, right, Effort(job.samples, job.seconds), notes) if right else [])
     for one in right if job.device == "cuda" else []:
         yield _at(case, one.name.split(" ")[0])
-        rows += [memory_row(case, tensors, one), kept_row(case, tensors, one), waits_row(case, tensors, one)]
-    yield from ({"kind": "row", "row": asdict(replace(row, benchmark=BENCHMARK))} for row in rows)
+        yield from _rows([memory_row(case, tensors, one), kept_row(case, tensors, one), waits_row(case, tensors, one)])
     yield from map(_note, notes)
+
+
+def _rows(rows: Sequence[Row]) -> Iterator[Line]:
+    return ({"kind": "row", "row": asdict(replace(row, benchmark=BENCHMARK))} for row in rows)
 
 
 def _at(case: Case, provider: str = "") -> Line:
