@@ -4,11 +4,13 @@ import ast
 import re
 from pathlib import Path
 
-from tiny_families import SEEING
+from tiny_families import SEEING, make
 
+from tilekern.patch import experts
 from tilekern.patch.families import FAMILIES
 from tilekern.patch.forms import OPS, Module, patches_of, path_of
 
+EXPERTS = re.compile("Experts|MoE$")
 HEADS = re.compile(r"self\.(q_norm|q_layernorm|query_layernorm)\(")
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
@@ -43,13 +45,13 @@ transformers, too, wherever their code has a form that is known. `python -m tile
 """
 
 
-def page():
-    """The text of the page."""
-    rows = [f"| {' | '.join(('family', *OPS))} |", "|---" * (len(OPS) + 1) + "|"]
+def page(of_experts):
+    """The text of the page; ``of_experts`` gives the last cell of a family's row."""
+    rows = [f"| {' | '.join(('family', *OPS, 'experts'))} |", "|---" * (len(OPS) + 2) + "|"]
     for family in sorted(FAMILIES.values()):
         module = Module(family.module, path_of(family.module).read_text(encoding="utf-8"))
         cells = ["yes" if op in family.ops else reason(op, module) for op in OPS]
-        rows.append(f"| {' | '.join((family.model_type, *cells))} |")
+        rows.append(f"| {' | '.join((family.model_type, *cells, of_experts(family.model_type)))} |")
     seeing = [f"{name}{_without(SEEING[name].without)}" for name in sorted(SEEING)]
     return HEAD + "\n".join(rows) + f"\n\nThese are tested with images, too: {', '.join(seeing)}.\n"
 
@@ -88,6 +90,23 @@ def reason(op, module):
     return "another form" if has[op] else "-"
 
 
+def experts_said(model_type):
+    """What the page says of a family's experts."""
+    rows = (line.strip("| ").split(" | ") for line in PAGE.read_text(encoding="utf-8").splitlines())
+    return next((row[-1] for row in rows if row[0] == model_type), "")
+
+
+def experts_of(family, model):
+    """Whether the op serves the experts in a family's model, or why not."""
+    if "experts" in family.ops:
+        return "yes"
+    own = [x for x in model.modules() if type(x).__module__ == family.module]
+    reasons = {experts.unserved(x) for x in own if hasattr(type(x), "_apply_gate")}
+    if not reasons:
+        return "another form" if any(EXPERTS.search(type(x).__name__) for x in own) else "-"
+    return "; ".join(sorted(reasons - {""})) or "yes"
+
+
 def of_mlp(module, bodies):
     """Why an MLP without a gate is not one op."""
     known = {patch.attribute for patch in patches_of(module, "") if patch.op == "mlp"}
@@ -111,4 +130,4 @@ def of_heads(module, kind, text):
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")
+    PAGE.write_text(page(lambda name: experts_of(FAMILIES[name], make(name)[0])), encoding="utf-8")

@@ -11,7 +11,7 @@ from tilekern.patch import registry
 pytestmark = pytest.mark.filterwarnings("ignore:.*TILEKERN_INTERPRET=1")
 PLAIN, GENERAL = "qk_norm_rope_forward", "qk_norm_rope_general_forward"
 # The kernel and the layers that it serves, of two: Gemma 3's weights from 1 on, a part of each head, both; layers
-# without a rotation; the norm last, without weights, and of pairs.
+# without a rotation; the norm last, without weights, and of pairs; q and k apart, and a layer of q alone.
 CASES = {
     "gemma3": (GENERAL, 2),
     "glm4_moe": (GENERAL, 2),
@@ -21,6 +21,7 @@ CASES = {
     "hunyuan_v1_dense": (GENERAL, 2),
     "nanochat": (GENERAL, 2),
     "llama4": (GENERAL, 1),
+    "gemma4": (PLAIN, 3),
 }
 ALONE = {op: op == "qk_norm_rope" for op in registry.known_ops()}
 
@@ -50,7 +51,7 @@ def test_the_kernel_of_each_form(family):
     assert not launched(before)
 
 
-@pytest.mark.parametrize("family", ["gemma3", "laguna", "hunyuan_v1_dense", "llama4"])
+@pytest.mark.parametrize("family", ["gemma3", "laguna", "hunyuan_v1_dense", "llama4", "gemma4"])
 def test_norms_with_hooks_are_called_as_they_were(family):
     model, _, _ = make(family)
     model.eval()
@@ -81,7 +82,7 @@ def test_models_without_the_norms_run_their_rotation(family, kernel, layers, mon
     assert not {PLAIN, GENERAL} & counted.keys()
 
 
-@pytest.mark.parametrize("family", ["gemma3", "exaone4", "hunyuan_v1_dense", "nanochat", "llama4"])
+@pytest.mark.parametrize("family", ["gemma3", "exaone4", "hunyuan_v1_dense", "nanochat", "llama4", "gemma4"])
 @pytest.mark.parametrize("mode", ["bfloat16", "autocast", "float32 norms"])
 def test_keys_have_the_dtype_that_they_had(family, mode):
     """As the cache holds those of the first layer."""

@@ -9,6 +9,7 @@ from transformers.models.cohere import modeling_cohere as cohere
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 from transformers.models.nemotron import modeling_nemotron as nemotron
 from transformers.models.olmo import modeling_olmo as olmo
+from transformers.models.stablelm import modeling_stablelm as stablelm
 
 import tilekern
 
@@ -180,10 +181,13 @@ def test_autocast_has_norms_give_what_they_do_without_the_op():
         assert worst([other], [one]) < 1e-2
 
 
+# Norms and their arguments; the last two have weights for each of five heads.
 NORMS = [
     (cohere.CohereLayerNorm, {"hidden_size": 24}),
     (nemotron.NemotronLayerNorm1P, {"normalized_shape": 24}),
     (olmo.OlmoLayerNorm, {"hidden_size": 24}),
+    (cohere.CohereLayerNorm, {"hidden_size": (5, 24)}),
+    (stablelm.StableLmLayerNormPerHead, {"dim": 24, "num_heads": 5}),
 ]
 
 
@@ -193,7 +197,8 @@ def test_norms_of_families_own_give_what_they_did(kind, arguments, dtype):
     norm = kind(**arguments).to(dtype)
     for parameter in norm.parameters():
         torch.nn.init.uniform_(parameter, 0.5, 1.5)
-    x = torch.randn(2, 5, 24, dtype=dtype, requires_grad=True)
+    x = torch.randn(2, 5, 24, dtype=dtype)
+    x = (x[:, :, None] if kind is stablelm.StableLmLayerNormPerHead else x).requires_grad_()
 
     def run():
         y = norm(x)
@@ -207,7 +212,11 @@ def test_norms_of_families_own_give_what_they_did(kind, arguments, dtype):
     assert worst(found, expected) < (1e-5 if dtype == torch.float32 else 1e-2)
 
 
-def test_cohere_s_norm_of_heads_runs_as_it_is():
-    tilekern.apply(model_type="cohere")
-    norm = cohere.CohereLayerNorm(hidden_size=(3, 8))
-    assert served(lambda: norm(torch.randn(2, 5, 3, 8))) == 0
+def test_norms_of_heads_that_differ_run_as_they_are():
+    tilekern.apply(model_type="stablelm")
+    norm = stablelm.StableLmLayerNormPerHead(8, 3)
+    norm.norms[1].eps = 0.1
+    assert served(lambda: norm(torch.randn(2, 3, 5, 8))) == 0
+    norm = stablelm.StableLmLayerNormPerHead(8, 3)
+    norm.norms[2].register_forward_hook(lambda *told: told[-1])
+    assert served(lambda: norm(torch.randn(2, 3, 5, 8))) == 0

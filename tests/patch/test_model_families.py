@@ -26,6 +26,8 @@ KERNELS = {
 # Of layers with norms before their sums: in one kernel with the norm behind the sum where there is one, else in one.
 NORM_ADD = {"exaone4", "flex_olmo", "olmo2", "olmo3"}
 NORM_ADD_NORM = {"afmoe", "gemma2", "gemma3", "gemma4", "glm4", "glm4v"}
+# Whose loss has a part of the router's.
+ROUTED = {"gpt_oss", "granitemoe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"}
 OLDER = not all(family.is_here for family in FAMILIES.values())
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*TILEKERN_INTERPRET=1")
@@ -69,11 +71,11 @@ def ops_of(families):
 def check(families, ops, run):
     """Hold what a model computes where its families are patched to what it does as it is; some ops must all run.
 
-    Returns logits and loss in evaluation.
+    Returns logits and loss in evaluation, and the kernels that ran.
     """
     loss, gradients, evaluated, tokens = run()
     before = fallbacks()
-    assert set(ops) <= {op for family in families for op in tilekern.apply(model_type=family.model_type)}
+    assert set(ops) <= {op for family in families for op in tilekern.apply(model_type=family.model_type, experts=True)}
     patched_loss, patched_gradients, patched_evaluated, patched_tokens = run()
     ran = {kernel for kernel, number in fallbacks().items() if number > before.get(kernel, 0)}
     # Where the norms of q and k are fused with it, rope serves those alone that call it by itself.
@@ -86,20 +88,24 @@ def check(families, ops, run):
     assert patched_gradients.keys() == gradients.keys()
     for name, gradient in gradients.items():
         assert torch.allclose(patched_gradients[name], gradient, rtol=1e-4, atol=2e-6 * float(gradient.norm())), name
-    return evaluated
+    return evaluated, ran
 
 
 @pytest.mark.parametrize("family", [x.model_type for x in FAMILIES.values() if x.is_here])
 def test_a_patched_model_computes_what_it_does_as_it_is(family):
     model, ids, inputs = make(family)
     ops = ops_of([FAMILIES[family]])
-    _, loss = check([FAMILIES[family]], ops, lambda: run(model, ids, **inputs))
+    (_, loss), ran = check([FAMILIES[family]], ops, lambda: run(model, ids, **inputs))
     assert tilekern.apply(model_type=family) == ops
+    if not OLDER:
+        assert models_page.experts_of(FAMILIES[family], model) == models_page.experts_said(family)
+        assert ("experts_gate" in ran) == (models_page.experts_said(family) == "yes")
     if "fused_linear_cross_entropy" in ops:
         with torch.no_grad():
             alone = model(input_ids=ids, labels=ids, skip_logits=True, **inputs)
         assert alone.logits is SKIPPED
         assert worst([alone.loss], [loss]) < 1e-5
+        assert family not in ROUTED or alone.aux_loss > 0
 
 
 # transformers 5.0.0 asks the tower of Llama 4 for a result that it does not give.
@@ -117,6 +123,6 @@ def test_a_patched_model_that_sees_computes_what_it_does_as_it_is(name):
 
 @pytest.mark.skipif(OLDER, reason="an older transformers has fewer families")
 def test_the_page_of_models_says_what_is_tested():
-    assert models_page.PAGE.read_text(encoding="utf-8") == models_page.page()
+    assert models_page.PAGE.read_text(encoding="utf-8") == models_page.page(models_page.experts_said)
     readme = models_page.PAGE.parents[1] / "README.md"
     assert f"| {len(FAMILIES)} families of transformers" in readme.read_text(encoding="utf-8")

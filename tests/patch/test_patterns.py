@@ -368,6 +368,58 @@ def test_norms_and_rotations_in_other_orders(lines, expected):
     assert body[4:] == expected
 
 
+# Gemma 4's: q and k by themselves, and layers without keys of their own.
+APART = """
+def forward(self, h, cos, sin, before):
+    q = self.q_proj(h).view((1, 2))
+    q = self.q_norm(q)
+    q = rotate(q, cos, sin, unsqueeze_dim=2)
+    q = q.transpose(1, 2)
+    if self.is_shared:
+        k = before.to(q.device)
+    else:
+        k = self.k_proj(h).view((1, 2))
+        k = self.k_norm(k)
+        k = rotate(k, cos, sin, unsqueeze_dim=2)
+        k = k.transpose(1, 2)
+    return q, k
+"""
+
+
+def test_norms_and_rotations_of_q_and_of_k_alone():
+    assert heads(APART) == (
+        1,
+        [
+            "if self.is_shared:",
+            "q = tilekern_turned_alone(self.q_norm, q, cos, sin)", "q = q.transpose(1, 2)", "k = before.to(q.device)",
+            "else:",
+            "k = self.k_proj(h).view((1, 2))", "q, k = tilekern_turned(self.q_norm, self.k_norm, q, k, cos, sin)",
+            "q = q.transpose(1, 2)", "k = k.transpose(1, 2)",
+        ],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("if self.is_shared", "if q.any()"),
+        ("if self.is_shared", "if before is None"),
+        ("        k = self.k_proj(h)", "        cos = h\n        k = self.k_proj(h)"),
+        ("        k = self.k_proj(h)", "        k = self.k_proj(q)"),
+        ("k = rotate(k, cos, sin", "k = rotate(k, sin, cos"),
+        ("k = rotate(k, cos, sin, unsqueeze_dim=2)", "k = rotate(k, cos, sin, unsqueeze_dim=1)"),
+        ("k = self.k_norm(k)", "k = self.other(k)"),
+        ("    q = q.transpose(1, 2)\n", "    q = q.transpose(1, 2) + h\n"),
+        ("    q = q.transpose(1, 2)\n", "    q = q.transpose(1, 2)\n    before = q\n"),
+        ("    q = self.q_norm(q)\n", ""),
+    ],
+)
+def test_those_in_other_places_are_left(old, new):
+    text = APART.replace(old, new, 1)
+    assert text != APART
+    assert heads(text) == (0, changed(text, lambda _: 0)[1][1:-1])
+
+
 @pytest.mark.parametrize(
     ("old", "new"),
     [

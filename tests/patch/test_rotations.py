@@ -8,10 +8,13 @@ from tiny_families import IDS, OWN, make
 from tiny_qwen3 import launched, launches, worst
 from transformers.models.deepseek_v2 import modeling_deepseek_v2 as deepseek_v2
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek_v3
+from transformers.models.gemma4 import modeling_gemma4 as gemma4
 from transformers.models.gpt_oss import modeling_gpt_oss as gpt_oss
+from transformers.models.gptj import modeling_gptj as gptj
 from transformers.models.nanochat import modeling_nanochat as nanochat
 from transformers.models.nemotron import modeling_nemotron as nemotron
 from transformers.models.phi3 import modeling_phi3 as phi3
+from transformers.models.pixtral import modeling_pixtral as pixtral
 
 import tilekern
 
@@ -80,6 +83,45 @@ def test_complex_angles(dtype):
     short = turned(deepseek_v2.apply_rotary_emb, q, k, freqs[:, :1])
     assert not launched(before)
     assert worst(short, turned(original, q, k, freqs[:, :1])) == 0
+
+
+@pytest.mark.parametrize(
+    ("module", "options"), [(gemma4, {"unsqueeze_dim": 1}), (gemma4, {"unsqueeze_dim": 2}), (gptj, {})]
+)
+def test_rotations_of_one_tensor_turn_the_halves_of_its_heads(module, options):
+    """GPT-J's, in pairs, by sines and then cosines that are stored once; of one head it is the function as it was."""
+    original, pairs = module.apply_rotary_pos_emb, module is gptj
+    given = [x[..., : SIZE // 2] for x in angles(SIZE, True)[::-1]] if pairs else angles(SIZE, True)
+
+    def run(function, x):
+        x = x.requires_grad_()
+        made = function(x, *given, **options)
+        return [made, *torch.autograd.grad(made, [x], torch.ones_like(made).cumsum(-1))]
+
+    q, k = (torch.randn(2, 5, heads, SIZE) for heads in (3, 1))
+    if options.get("unsqueeze_dim") == 1:
+        q, k = q.transpose(1, 2), k.transpose(1, 2)
+    expected = [run(original, x) for x in (q, k)]
+    assert "rope" in tilekern.apply(model_type=module.__name__.split(".")[-2])
+    before = launches()
+    found = run(module.apply_rotary_pos_emb, q)
+    assert launched(before) == {"llama4_rope" if pairs else "rope": 2}
+    assert worst(found, expected[0]) < 1e-5
+    before = launches()
+    assert worst(run(module.apply_rotary_pos_emb, k), expected[1]) == 0
+    assert not launched(before)
+
+
+def test_angles_without_a_batch():
+    """Pixtral's tower has one sequence of all images' patches."""
+    original = pixtral.apply_rotary_pos_emb
+    (cos,), (sin,) = angles(SIZE, True)
+    q, k = torch.randn(2, 1, 3, 5, SIZE)
+    expected = turned(original, q, k, cos, sin, unsqueeze_dim=0)
+    tilekern.apply(model_type="pixtral")
+    before = launches()
+    assert worst(turned(pixtral.apply_rotary_pos_emb, q, k, cos, sin, unsqueeze_dim=0), expected) < 1e-5
+    assert launched(before) == {"rope": 2}
 
 
 def test_what_only_broadcasting_makes_fit_is_left():

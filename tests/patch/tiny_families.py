@@ -62,9 +62,11 @@ OWN: dict[str, dict] = {
         "model_type": "llama4_text", "intermediate_size_mlp": 20, "moe_layers": [1], "no_rope_layers": [1, 0],
         "output_router_logits": False,
     },
+    # The last layer takes the keys of the second.
     "gemma4": {
         "model_type": "gemma4_text", "hidden_size_per_layer_input": 6, "vocab_size_per_layer_input": 61,
-        "layer_types": ["sliding_attention", "full_attention"], "final_logit_softcapping": 20.0,
+        "num_hidden_layers": 3, "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+        "num_kv_shared_layers": 1, "final_logit_softcapping": 20.0,
     },
     "falcon_h1": {
         "mamba_d_ssm": 24, "mamba_n_heads": 6, "mamba_d_head": 4, "mamba_d_state": 6, "mamba_chunk_size": 4,
@@ -84,6 +86,9 @@ OWN: dict[str, dict] = {
         "mamba_dt_rank": 4,
     },
     "lfm2_moe": EXPERTS | {"layer_types": ["full_attention", "conv"]},
+    **dict.fromkeys(("granitemoe", "gpt_oss", "olmoe"), EXPERTS),
+    "cohere": {"use_qk_norm": True},
+    "stablelm": {"qk_layernorm": True},
     "granitemoeshared": {"shared_intermediate_size": 20},
     "granitemoe_swa": {"shared_intermediate_size": 20},
     "minicpm3": LATENT,

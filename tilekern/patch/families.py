@@ -15,7 +15,7 @@ from tilekern.switches import OPS
 _LETTERS = dict(zip("nlmpqrsh", OPS, strict=True))
 # The families with each set of ops; the test of each runs every op that is named here.
 _SERVED = {
-    "nmqrsh": "afmoe doge dots1 exaone4 exaone_moe flint gemma3 glm4_moe hunyuan_v1_dense hunyuan_v1_moe hy_v3 "
+    "nmqrsh": "afmoe doge dots1 exaone4 exaone_moe flint gemma3 gemma4 glm4_moe hunyuan_v1_dense hunyuan_v1_moe hy_v3 "
     "laguna lfm2 lfm2_moe llama4 mellum qwen3 qwen3_5 qwen3_5_moe qwen3_moe qwen3_next qwen3_vl qwen3_vl_moe",
     "npqrsh": "nanochat",
     "nmrsh": "aria axk1 cwm deepseek_v2 deepseek_v3 deepseek_v32 diffllama ernie4_5 ernie4_5_moe ernie4_5_vl_moe "
@@ -24,12 +24,12 @@ _SERVED = {
     "olmo3 paddleocr_vl phi3 qwen2 qwen2_5_vl qwen2_moe qwen2_vl seed_oss smollm3 solar_open vaultgemma youtu",
     "nprsh": "arcee",
     "nqrsh": "apertus",
-    "nmsh": "gemma4 jamba",
+    "nmsh": "jamba",
     "nrsh": "bitnet flex_olmo gpt_oss granitemoe jetmoe minimax minimax_m2 mixtral olmoe",
     "lmrh": "cohere cohere2 olmo stablelm",
-    "lprh": "falcon gpt_neox nemotron persimmon phi starcoder2",
-    "nms": "pixtral",
-    "lph": "bloom gpt2 gpt_bigcode gpt_neo gptj mpt",
+    "lprh": "falcon gpt_neox gptj nemotron persimmon phi starcoder2",
+    "nmrs": "pixtral",
+    "lph": "bloom gpt2 gpt_bigcode gpt_neo mpt",
     "lrh": "phimoe",
     "lh": "biogpt opt xglm",
     "h": "aya_vision got_ocr2 idefics3 internvl llava llava_next mistral3 paligemma smolvlm",

@@ -49,6 +49,8 @@ _LAYER_NORMS = {
     # torch's by ``weight + 1``, of two releases, whose devices alone differ.
     "b60f1767055586b26945691f01568363a51a8a982d3e09bc27b08741f8db2888": replacements.layer_norm_from_1,
     "83993e6b3108dc4dbed91dd70e24356886c860be2415d9228adf37b04daef69d": replacements.layer_norm_from_1,
+    # torch's of each head by itself.
+    "e0c4736c7a9d7c4a1521b0c3ad0d57196351d6b483487dab6b446faff232e748": layers.layer_norm_per_head,
     # torch's without weight and bias, in float32.
     "20e27ada9aaef997076ab2bda7bc78390d1d580d8a6edad592ebbcb05b6dc007": replacements.layer_norm_alone,
 }
@@ -111,6 +113,8 @@ _TWICE = {
     # The same, cast to the dtypes of q and k, and in float32 before that.
     ("bece90e1691b797048f14475f6bffff75c730b189b76c41ca69e3eb9ca4525b2", _HALVES): replacements.rope_cast_back,
     ("303ea2b0f50f0aa98fafb5033a59b81742a62fbe29fa3b9fb108a866c514214a", _HALVES): replacements.rope_cast_back,
+    # The first of one tensor.
+    ("fe84855ae6de80b8ce1c422f3d55c1adf4c9d72c4ec5ce2d2546dcfe8a5b0f1f", _HALVES): replacements.rope_alone,
     # The same of the beginning of each head, in three ways.
     ("e9ab7d7970cffe824d749380ee04e09eaffcf02a3e3314eff6f52d509d56fc58", _HALVES): replacements.rope_part,
     ("16814712639fccf8c793f0bfda7f4dc5ce9617308ca0829eb74292876cc84b4a", _HALVES): replacements.rope_part,
@@ -138,6 +142,11 @@ _AS_THEY_ARE = {
     ("984e7942ca96e21e5c57c49fae1e682a4519fd2acdd94d74f2c83a9eaf30ed68", _CHUNKS): replacements.rope_once,
     ("33759f0e733bdd0e8afdcc9abf33adce54afe3a63c25e5bd99539188ae3f81cb", ""): replacements.rope_complex,
     ("12b48959aef90bb52bdfb205f6cfdb3ad3437699954a31884bd055a7d84c476d", ""): replacements.rope_complex_by_heads,
+    # Pairs of one tensor, by angles that are doubled in the function.
+    (
+        "38dbcba4270dc97e7b235f245f0099c0e8fb46eafa8bcfba11811444fd8f66a6",
+        "b21841385dc49d912103a92acaf778a7829b708eb89962f5098ba310ff7b52c9",
+    ): replacements.rope_pairs_alone,
 }
 
 

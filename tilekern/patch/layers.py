@@ -26,7 +26,7 @@ from tilekern.patch import patterns, replacements
 from tilekern.patch.checkpointing import checkpointed
 from tilekern.patch.digests import is_checkpointing
 from tilekern.patch.plain import forward_of, has_hooks, is_as_written, is_bare_linear, is_from, is_plain
-from tilekern.patch.rewriting import rewritten
+from tilekern.patch.rewriting import named_as, rewritten
 from tilekern.patch.table import Norm
 
 Function = Callable[..., Any]
@@ -106,6 +106,23 @@ def layer_norm(original: Function, norms: Collection[str]) -> Function:
     return checkpointed(run) if is_checkpointing(original) else run
 
 
+def layer_norm_per_head(original: Function) -> Function:
+    """For ``forward(self, hidden_states)`` of torch's layer norms ``norms``, one for each head, without biases.
+
+    ``hidden_states`` is [batch, heads, tokens, size].
+    """
+
+    def forward(self: Any, hidden_states: torch.Tensor) -> Any:
+        x, norms = hidden_states, list(self.norms)
+        known = is_plain(x) and x.dim() == 4 and x.shape[1] == len(norms) and all(map(is_layer_norm, norms))
+        alike = known and all(norm.eps == norms[0].eps and norm.bias is None for norm in norms)
+        if not alike or not all(replacements.are_normed_alike(x, norm.weight, None) for norm in norms):
+            return original(self, x)
+        return replacements.by_heads(x, torch.stack([norm.weight for norm in norms])[:, None], norms[0].eps)
+
+    return named_as(forward, original)
+
+
 def mlp(
     original: Function, linears: Collection[str], activations: Collection[str], others: Collection[str] = ()
 ) -> Function:
@@ -161,25 +178,34 @@ class Turn:
         part: of as much of each head as cos has.
         back: by the angles' negatives.
         cast_back: what it made has the dtypes of q and k.
-        paired: of pairs by complex angles; q and k then are [batch, tokens, heads, head_dim], else heads stand before
-            tokens.
+        paired: of pairs by complex angles.
+        single: q and k have a call each.
+
+    With the last two q and k are [batch, tokens, heads, head_dim], else heads stand before tokens.
     """
 
     part: bool = False
     back: bool = False
     cast_back: bool = False
     paired: bool = False
+    single: bool = False
 
     def placed(self, x: torch.Tensor) -> torch.Tensor:
         """``x`` with tokens before heads; of such a one the other way around."""
-        return x if self.paired else x.transpose(1, 2)
+        return x if self.paired or self.single else x.transpose(1, 2)
+
+    def by(self, rotation: Function, q: torch.Tensor, k: torch.Tensor, *angles: torch.Tensor) -> Any:
+        """What the model's own function makes of q and k."""
+        if self.single:
+            return rotation(q, *angles, unsqueeze_dim=2), rotation(k, *angles, unsqueeze_dim=2)
+        return rotation(q, k, *angles)
 
     def fits(self, q: torch.Tensor, k: torch.Tensor, angles: tuple[torch.Tensor, ...]) -> bool:
         """Whether the arguments are plain tensors of one dtype with angles for each token."""
         known = len(angles) == (1 if self.paired else 2) and is_plain(q, k, *angles)
         if not known or q.dtype != k.dtype or q.dim() != 4 or angles[0].dim() != 3:
             return False
-        batch, tokens, size = q.shape[0], q.shape[1 if self.paired else 2], q.shape[3]
+        batch, tokens, size = q.shape[0], q.shape[1 if self.paired or self.single else 2], q.shape[3]
         width = angles[0].shape[2]
         fits = width <= size and width % 2 == 0 if self.part else width == (size // 2 if self.paired else size)
         alike = angles[0].dtype == angles[-1].dtype and angles[0].is_complex() == self.paired
@@ -210,6 +236,7 @@ TURNS: dict[Function, Turn] = {
     replacements.rope_part: Turn(part=True),
     replacements.rope_cast_back: Turn(cast_back=True),
     replacements.rope_complex: Turn(cast_back=True, paired=True),
+    replacements.rope_alone: Turn(single=True),
 }
 
 
@@ -237,18 +264,32 @@ def qk_norm_rope(
     def rotated(*given: Any) -> Any:
         return (stand_in if is_known() else names[rotation])(*given)
 
+    def fused(
+        one: Any,
+        other: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        angles: tuple[torch.Tensor, ...],
+        norm_last: bool = False,
+    ) -> Any:
+        """The rotated q and k; None where the op would not do what the norms and the rotation do."""
+        ordinary = is_known() and _is_ordinary(one, home, kinds) and _is_ordinary(other, home, kinds)
+        if not ordinary or not turn.fits(q, k, angles) or not _alike(one, other, q, kinds, turn):
+            return None
+        norm = kinds[type(one).__name__]
+        weights, eps = (norm.weight_of(one), norm.weight_of(other)), getattr(one, norm.eps)
+        options, angles = turn.options(norm, angles), turn.angles(angles)
+        q, k = turn.placed(q), turn.placed(k)
+        q, k = ops.qk_norm_rope(q, k, *weights, *angles, eps, norm_last=norm_last, **options)
+        return turn.placed(q), turn.placed(k)
+
     def turned(
         one: Any, other: Any, q: torch.Tensor, k: torch.Tensor, *angles: torch.Tensor, swapped: bool = False,
         norm_last: bool = False,
     ) -> Any:  # fmt: skip
-        ordinary = is_known() and _is_ordinary(one, home, kinds) and _is_ordinary(other, home, kinds)
-        if ordinary and turn.fits(q, k, angles) and _alike(one, other, q, kinds, turn):
-            norm = kinds[type(one).__name__]
-            weights, eps = (norm.weight_of(one), norm.weight_of(other)), getattr(one, norm.eps)
-            options, angles = turn.options(norm, angles), turn.angles(angles)
-            q, k = turn.placed(q), turn.placed(k)
-            q, k = ops.qk_norm_rope(q, k, *weights, *angles, eps, norm_last=norm_last, **options)
-            return turn.placed(q), turn.placed(k)
+        made = fused(one, other, q, k, angles, norm_last)
+        if made is not None:
+            return made
         if norm_last:
             q, k = names[rotation](q, k, *angles)
             return one(q), other(k)
@@ -256,10 +297,18 @@ def qk_norm_rope(
             q, k = one(q.transpose(1, 2)).transpose(1, 2), other(k.transpose(1, 2)).transpose(1, 2)
         else:
             q, k = one(q), other(k)
-        return names[rotation](q, k, *angles)
+        return turn.by(names[rotation], q, k, *angles)
+
+    def turned_alone(norm: Any, x: torch.Tensor, *angles: torch.Tensor) -> Any:
+        # The halves of its heads are q and k to the op.
+        made = fused(norm, norm, *x.tensor_split(2, 2), angles) if is_plain(x) and x.dim() == 4 else None
+        return names[rotation](norm(x), *angles, unsqueeze_dim=2) if made is None else torch.cat(made, 2)
 
     change = partial(patterns.qk_norm_rope, norms=norms, rotation=rotation)
-    variables = {patterns.TURNED: turned, patterns.ROTATED: rotated, patterns.PROJECTED: _projected}
+    variables = {
+        patterns.TURNED: turned, patterns.TURNED_ALONE: turned_alone, patterns.ROTATED: rotated,
+        patterns.PROJECTED: _projected,
+    }  # fmt: skip
     return rewritten(original, change, variables)
 
 

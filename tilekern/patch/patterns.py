@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 # The names under which a changed function calls what stands in.
 ADD_NORM, NORM_ADD, NORM_ADD_NORM = "tilekern_add_norm", "tilekern_norm_add", "tilekern_norm_add_norm"
-TURNED, SERVES, LOSS = "tilekern_turned", "tilekern_serves", "tilekern_loss"
+TURNED, TURNED_ALONE = "tilekern_turned", "tilekern_turned_alone"
+SERVES, LOSS = "tilekern_serves", "tilekern_loss"
 NORMED, ROTATED, PROJECTED, MLP = "tilekern_normed", "tilekern_rotated", "tilekern_projected", "tilekern_mlp"
 SKIPPED = "tilekern_skipped"
 # The argument that a forward gets whose logits may be skipped.
@@ -266,7 +267,8 @@ def qk_norm_rope(function: ast.FunctionDef, norms: Collection[str], rotation: st
 
     The norms ``q = self.q_norm(q)`` stand before it, each perhaps in the statement that makes q or with a transpose of
     tokens and heads, or right behind it. Either may be under a condition. The layers that make q, k and v of one input
-    are called together where they are there too.
+    are called together where they are there too. Or q and k have one statement each, ``q = rotation(q, ...)``, k's in
+    the alternative of a condition (:func:`_normed_apart`).
 
     Args:
         function: changed in place.
@@ -281,7 +283,67 @@ def qk_norm_rope(function: ast.FunctionDef, norms: Collection[str], rotation: st
             if _normed_before(body, place, turn, norms) or _normed_after(body, place, turn, norms):
                 _project_together(function)
                 return 1
+        if _normed_apart(body, norms, rotation):
+            return 1
     return 0
+
+
+class _Single(NamedTuple):
+    """``x = self.norm(x)`` and ``x = rotation(x, *angles, unsqueeze_dim=2)``, statements from ``place`` on."""
+
+    place: int
+    name: str
+    norm: str
+    angles: tuple[str, ...]
+
+
+def _singles(body: list[ast.stmt], norms: Collection[str], rotation: str) -> list[_Single]:
+    """The variables that are normalised and rotated by themselves."""
+    found = []
+    for place, (name, value) in enumerate(map(_assigned, body[:-1])):
+        turned, call = _assigned(body[place + 1])
+        if name is None or name != turned or name != _argument(value) or not isinstance(call, ast.Call):
+            continue
+        given = tuple(_text(x) for x in (*call.args, *call.keywords))
+        known = _text(call.func) == rotation and given[0] == name and given[-1] == "unsqueeze_dim=2"
+        if known and (norm := _own_call(value)) in norms and all(x.isidentifier() for x in given[1:-1]):
+            found.append(_Single(place, name, str(norm), given[1:-1]))
+    return found
+
+
+def _normed_apart(body: list[ast.stmt], norms: Collection[str], rotation: str) -> bool:
+    """Take q's norm and rotation to those of k, which stand in the alternative of a condition that ``self`` tells.
+
+    What else is done with q before the condition is done in both of its branches. Where it holds, q has one call alone.
+    """
+    for q in _singles(body, norms, rotation):
+        last = next((i for i, x in enumerate(body) if i > q.place + 1 and _assigned(x)[0] != q.name), q.place)
+        asked, moved = body[last], body[q.place : last]
+        if not isinstance(asked, ast.If) or not _is_own(asked.test) or _uses(asked.orelse, q.name):
+            continue
+        turned = [k for k in _singles(asked.orelse, norms, rotation) if k.angles == q.angles]
+        read = {x.id for part in moved[2:] for x in ast.walk(part) if isinstance(x, ast.Name)}
+        if len(turned) != 1 or read - {q.name} or _stores(asked.orelse, q.angles):
+            continue
+        k, angles = turned[0], ", ".join(q.angles)
+        alone = _statement(f"{q.name} = {TURNED_ALONE}(self.{q.norm}, {q.name}, {angles})", moved[0])
+        fused = f"{q.name}, {k.name} = {TURNED}(self.{q.norm}, self.{k.norm}, {q.name}, {k.name}, {angles})"
+        asked.orelse[k.place : k.place + 2] = [_statement(fused, asked.orelse[k.place]), *copy.deepcopy(moved[2:])]
+        asked.body[:0] = [alone, *moved[2:]]
+        del body[q.place : last]
+        return True
+    return False
+
+
+def _is_own(test: ast.expr) -> bool:
+    """Whether an expression is an attribute of ``self``."""
+    return isinstance(test, ast.Attribute) and _text(test.value) == "self"
+
+
+def _stores(statements: list[ast.stmt], names: Collection[str]) -> bool:
+    """Whether statements set one of some variables."""
+    nodes = (x for statement in statements for x in ast.walk(statement))
+    return any(isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store) and x.id in names for x in nodes)
 
 
 class _Turn(NamedTuple):
@@ -441,8 +503,7 @@ def _is_norms(statement: ast.stmt, turn: _Turn, norms: Collection[str]) -> bool:
     """Whether a statement is the norms of q and k under a condition that ``self`` tells."""
     if not isinstance(statement, ast.If) or statement.orelse or len(statement.body) != 2:
         return False
-    told = isinstance(statement.test, ast.Attribute) and _text(statement.test.value) == "self"
-    return told and _norms_in(statement.body, norms).keys() == {turn.q, turn.k}
+    return _is_own(statement.test) and _norms_in(statement.body, norms).keys() == {turn.q, turn.k}
 
 
 def _norms_in(statements: list[ast.stmt], norms: Collection[str]) -> dict[str, str]:
@@ -469,8 +530,7 @@ def _project_together(function: ast.FunctionDef) -> None:
             continue
         given, first = _argument(made["q_proj"][1]), min(place for place, _ in made.values())
         last = max(place for place, _ in made.values())
-        stored = [x for s in body[first:last] for x in ast.walk(s) if isinstance(x, ast.Name) and x.id == given]
-        if any(isinstance(x.ctx, ast.Store) for x in stored):
+        if _stores(body[first:last], {given}):
             continue
         for layer, (place, call) in made.items():
             name = ast.copy_location(ast.Name(layers[layer], ast.Load()), call)

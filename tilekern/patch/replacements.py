@@ -48,12 +48,22 @@ def layer_norm_unbiased(original: Function) -> Function:
     """For ``forward(self, hidden_states)`` of a layer norm with ``weight`` [columns] and no bias, rounded last."""
 
     def forward(self: Any, hidden_states: torch.Tensor) -> Any:
-        if type(hidden_states) is not torch.Tensor or self.weight.shape != hidden_states.shape[-1:]:
+        if type(hidden_states) is not torch.Tensor:
+            return original(self, hidden_states)
+        if self.weight.shape == hidden_states.shape[-2:]:
+            return by_heads(hidden_states, self.weight, self.variance_epsilon)
+        if self.weight.shape != hidden_states.shape[-1:]:
             return original(self, hidden_states)
         normal = layer_norm(hidden_states, self.weight, None, self.variance_epsilon)
         return normal.to(hidden_states.dtype)
 
     return named_as(forward, original)
+
+
+def by_heads(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """A layer norm over the last dimension by weights that differ along others, too, rounded last."""
+    ones = torch.ones(x.shape[-1], device=x.device)
+    return (layer_norm(x, ones, None, eps) * weight).to(x.dtype)
 
 
 def layer_norm_from_1(original: Function) -> Function:
@@ -286,6 +296,40 @@ def rope_whole_cast_back(original: Function) -> Function:
     return _cast_back(rope_whole(original))
 
 
+def rope_alone(original: Function) -> Function:
+    """As :func:`rope_whole`, for a rotation of one tensor, q or k."""
+    return _one_by_one(original, rope_whole)
+
+
+def rope_pairs_alone(original: Function) -> Function:
+    """For GPT-J's rotation of one tensor [batch, tokens, heads, head_dim] in pairs (x[2i], x[2i + 1]).
+
+    Its sines come before its cosines, each [batch, tokens, head_dim / 2].
+    """
+
+    def both(apart: Function) -> Function:
+        return _turning(apart, partial(ops.rope, interleaved=True), lambda size, angles: 2 * angles == size)
+
+    turned = _one_by_one(lambda x, cos, sin, _: original(x, sin, cos), both)
+
+    def apply_rotary_pos_emb(tensor: torch.Tensor, sin: torch.Tensor, cos: torch.Tensor) -> Any:
+        return turned(tensor, cos, sin, 2)
+
+    return apply_rotary_pos_emb
+
+
+def _one_by_one(original: Function, pair: Callable[[Function], Function]) -> Function:
+    """A rotation of one tensor: ``pair`` makes one of two, which here are the halves of its heads."""
+    turned = pair(lambda q, k, *more: (original(q, *more), original(k, *more)))
+
+    def apply_rotary_pos_emb(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1) -> Any:
+        if type(x) is not torch.Tensor or x.dim() != 4 or unsqueeze_dim not in (1, 2) or x.shape[unsqueeze_dim] < 2:
+            return original(x, cos, sin, unsqueeze_dim)
+        return torch.cat(turned(*x.tensor_split(2, unsqueeze_dim), cos, sin, unsqueeze_dim), unsqueeze_dim)
+
+    return apply_rotary_pos_emb
+
+
 def rope_once(original: Function) -> Function:
     """As :func:`rope`, by angles [batch or 1, tokens, head_dim / 2] that are stored once."""
     return _named(original, _turning(_unplaced(original), ops.rope, lambda size, angles: 2 * angles == size))
@@ -372,11 +416,16 @@ def _named(original: Function, turned: Function) -> Function:
 
 
 def _turning(original: Function, turn: Function, fits: Callable[[int, int], bool]) -> Function:
-    """A rotation by ``turn`` of q and k [batch, heads, tokens, head_dim], where sizes of heads and angles fit."""
+    """A rotation by ``turn`` of q and k [batch, heads, tokens, head_dim], where sizes of heads and angles fit.
+
+    Pixtral's angles [tokens, head_dim] get their batch by an ``unsqueeze_dim`` of 0.
+    """
 
     def apply_rotary_pos_emb(
         q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1
     ) -> Any:
+        if unsqueeze_dim == 0 and cos.dim() == 2:
+            return apply_rotary_pos_emb(q, k, cos[None], sin[None])
         if not _is_usual(q, k, cos, unsqueeze_dim) or not fits(q.shape[3], cos.shape[2]):
             return original(q, k, cos, sin, unsqueeze_dim)
         if unsqueeze_dim == 1:
