@@ -1,16 +1,17 @@
 """docs/models.md as the families' tests make it; ``python tests/patch/models_page.py`` writes it."""
 
 import ast
+import functools
 import re
 from pathlib import Path
 
 from tiny_families import SEEING, make
 
-from tilekern.patch import experts
+from tilekern.patch import experts, patterns
 from tilekern.patch.families import FAMILIES
-from tilekern.patch.forms import OPS, Module, patches_of, path_of
+from tilekern.patch.forms import OPS, Module, path_of
 
-EXPERTS = re.compile("Experts|MoE$")
+EXPERTS = re.compile(r"^class \w+(Experts|MoE)\(", re.MULTILINE)
 HEADS = re.compile(r"self\.(q_norm|q_layernorm|query_layernorm)\(")
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
@@ -27,16 +28,21 @@ transformers, too, wherever their code has a form that is known. `python -m tile
 
 - `layer_norm` is of the layers of language models. Torch's own class runs in an attention or an indexer whose rotation
   is patched (Persimmon's, DeepSeek V3.2's), and in vision towers.
-- `swiglu` is any MLP with a gate, by silu or gelu; experts are not among them: they have that door.
+- `swiglu` is any MLP with a gate, by silu or gelu; experts are not among them: they have a column of their own.
 - `mlp` is any MLP of the language model without a gate, by gelu, silu, relu or its square, with biases or without; of
   BLOOM's the activation alone is exchanged. Vision towers keep their own.
-- `rope` and `qk_norm_rope` are of the language model; vision towers keep their own rotation.
+- `rope` and `qk_norm_rope` are of the language model; vision towers keep their own rotation, but for Gemma 4's and
+  Pixtral's, which `rope` serves.
+- `experts` run the op by `experts_implementation="tilekern"` or `apply(experts=True)`, or by neither for the reason
+  that is given.
 - "of its text": the text model is of another family, which has a row of its own.
 - "-": the family has no such code.
 - `fused_add_rms_norm` is a sum with the norm of it, with that of the sublayer's result, or with both.
 - "norm of all heads": the norms of q and k are of whole rows; `rms_norm` serves them.
-- "another norm", "norm after": that of q and k is a layer norm, or follows a rotation whose two halves have angles of
-  their own; each of them that has an op by itself runs that.
+- "another norm": that of q and k is a layer norm. `layer_norm` serves Cohere's and StableLM's; Phi's and Persimmon's,
+  of torch's class, run that.
+- "norm after": that of q and k follows a rotation whose two halves have angles of their own; `rope` and `rms_norm`
+  serve them.
 - "another gate": squared ReLU.
 - "another activation": its own has no op.
 - "another form": it has such code, and what of it an op could compute stands in statements that are not known, or in a
@@ -61,14 +67,18 @@ def _without(ops):
     return f" (without {' and '.join(ops)}: its head and its loss are in two classes)" if ops else ""
 
 
+@functools.cache
+def bodies_of(module):
+    """The texts of the forwards of a module's classes of language models."""
+    kinds = [kind for kind in module.forwards if "Vision" not in kind and "Cross" not in kind]
+    return {kind: ast.unparse(module.forwards[kind]) for kind in kinds}
+
+
 def reason(op, module):
     """Why an op does not serve a module's classes."""
-    text = path_of(module.name).read_text(encoding="utf-8")
-    if op != "fused_linear_cross_entropy" and "AutoModel.from_config(" in text and "DecoderLayer" not in text:
+    text, bodies = path_of(module.name).read_text(encoding="utf-8"), bodies_of(module)
+    if op != "fused_linear_cross_entropy" and is_of_its_text(text):
         return "of its text"
-    bodies = {
-        kind: ast.unparse(x) for kind, x in module.forwards.items() if "Vision" not in kind and "Cross" not in kind
-    }
     if op == "qk_norm_rope":
         return next((of_heads(module, kind, x) for kind, x in bodies.items() if HEADS.search(x) and "rotary" in x), "-")
     if op == "fused_add_rms_norm":
@@ -90,6 +100,11 @@ def reason(op, module):
     return "another form" if has[op] else "-"
 
 
+def is_of_its_text(text):
+    """Whether a module's language model is one of another family."""
+    return "AutoModel.from_config(" in text and "DecoderLayer" not in text
+
+
 def experts_said(model_type):
     """What the page says of a family's experts."""
     rows = (line.strip("| ").split(" | ") for line in PAGE.read_text(encoding="utf-8").splitlines())
@@ -103,14 +118,17 @@ def experts_of(family, model):
     own = [x for x in model.modules() if type(x).__module__ == family.module]
     reasons = {experts.unserved(x) for x in own if hasattr(type(x), "_apply_gate")}
     if not reasons:
-        return "another form" if any(EXPERTS.search(type(x).__name__) for x in own) else "-"
+        text = path_of(family.module).read_text(encoding="utf-8")
+        if is_of_its_text(text):
+            return "of its text"
+        return "another form" if EXPERTS.search(text) else "-"
     return "; ".join(sorted(reasons - {""})) or "yes"
 
 
 def of_mlp(module, bodies):
     """Why an MLP without a gate is not one op."""
-    known = {patch.attribute for patch in patches_of(module, "") if patch.op == "mlp"}
-    if any(f"{kind}.forward" in known for kind in bodies if kind.endswith("MLP") and "Projector" not in kind):
+    kinds = [kind for kind in bodies if kind.endswith("MLP") and "Projector" not in kind]
+    if any(patterns.mlp(ast.parse(bodies[kind]).body[0], *module.parts_of_mlp(kind)) for kind in kinds):
         return "another activation"
     return "another form" if any("self.fc2(" in x for kind, x in bodies.items() if "Layer" in kind) else "-"
 

@@ -47,7 +47,8 @@ OWN: dict[str, dict] = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu", "axk1", "dots1"), EXPERTS | LATENT),
     **dict.fromkeys(("hy_v3", "solar_open"), EXPERTS),
     **dict.fromkeys(("afmoe", "exaone_moe", "laguna"), EXPERTS | WINDOWED),
-    **dict.fromkeys(("exaone4", "flint"), WINDOWED),
+    "exaone4": WINDOWED,
+    "flint": EXPERTS | WINDOWED | {"mlp_only_layers": [1]},
     "glm4_moe": EXPERTS | {"use_qk_norm": True},
     "mellum": EXPERTS | {"mlp_layer_types": ["sparse", "dense"]},
     "qwen2_moe": EXPERTS | {"mlp_only_layers": [1], "shared_expert_intermediate_size": 20},
@@ -66,7 +67,8 @@ OWN: dict[str, dict] = {
     "gemma4": {
         "model_type": "gemma4_text", "hidden_size_per_layer_input": 6, "vocab_size_per_layer_input": 61,
         "num_hidden_layers": 3, "layer_types": ["sliding_attention", "full_attention", "full_attention"],
-        "num_kv_shared_layers": 1, "final_logit_softcapping": 20.0,
+        "num_kv_shared_layers": 1, "final_logit_softcapping": 20.0, "enable_moe_block": True, "num_experts": 4,
+        "top_k_experts": 2, "moe_intermediate_size": 20,
     },
     "falcon_h1": {
         "mamba_d_ssm": 24, "mamba_n_heads": 6, "mamba_d_head": 4, "mamba_d_state": 6, "mamba_chunk_size": 4,
@@ -85,7 +87,7 @@ OWN: dict[str, dict] = {
         "attn_layer_period": 2, "attn_layer_offset": 0, "use_mamba_kernels": False,
         "mamba_dt_rank": 4,
     },
-    "lfm2_moe": EXPERTS | {"layer_types": ["full_attention", "conv"]},
+    "lfm2_moe": EXPERTS | {"num_dense_layers": 1, "layer_types": ["full_attention", "conv"]},
     **dict.fromkeys(("granitemoe", "gpt_oss", "olmoe"), EXPERTS),
     "cohere": {"use_qk_norm": True},
     "stablelm": {"qk_layernorm": True},

@@ -118,15 +118,20 @@ def _activation(module: torch.nn.Module, form: GateForm) -> str | None:
     if not form.activation:
         return "silu"
     function = getattr(module, form.activation, None)
-    return None if function is None or has_hooks(function) else _activations().get(type(function))
+    return None if function is None or has_hooks(function) else _activations().get(_kind(function))
+
+
+def _kind(function: Any) -> Any:
+    """The class of an activation, or a plain function itself."""
+    return type(function) if isinstance(function, torch.nn.Module) else function
 
 
 @functools.cache
-def _activations() -> dict[type, str]:
+def _activations() -> dict[Any, str]:
     from transformers.activations import GELUTanh, NewGELUActivation, SiLUActivation
 
     return {
-        **dict.fromkeys((SiLUActivation, torch.nn.SiLU), "silu"),
+        **dict.fromkeys((SiLUActivation, torch.nn.SiLU, torch.nn.functional.silu), "silu"),
         **dict.fromkeys((GELUTanh, NewGELUActivation), "gelu_tanh"),
     }
 
