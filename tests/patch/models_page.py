@@ -26,21 +26,20 @@ transformers, too, wherever their code has a form that is known. `python -m tile
 `attn_implementation="tilekern"` is a door of its own, which all families that ask for an attention function have, and
 `experts_implementation="tilekern"` one that families with experts have ([gates](reference.md#experts)).
 
-- `layer_norm` is of the layers of language models. Torch's own class runs in an attention or an indexer whose rotation
-  is patched (Persimmon's, DeepSeek V3.2's), and in vision towers.
+- `layer_norm` is of language models; vision towers keep their own. In an attention or an indexer whose rotation is
+  patched (Persimmon's, Phi's, DeepSeek V3.2's) it runs with `apply`, and torch's class with `apply_to_model`.
 - `swiglu` is any MLP with a gate, by silu or gelu; experts are not among them: they have a column of their own.
 - `mlp` is any MLP of the language model without a gate, by gelu, silu, relu or its square, with biases or without; of
   BLOOM's the activation alone is exchanged. Vision towers keep their own.
-- `rope` and `qk_norm_rope` are of the language model; vision towers keep their own rotation, but for Gemma 4's and
-  Pixtral's, which `rope` serves.
+- `rope` and `qk_norm_rope` are of the language model; vision towers keep their own rotation, but for Pixtral's and,
+  with `apply`, Gemma 4's, which `rope` serves.
 - `experts` run the op by `experts_implementation="tilekern"` or `apply(experts=True)`, or by neither for the reason
   that is given.
 - "of its text": the text model is of another family, which has a row of its own.
 - "-": the family has no such code.
 - `fused_add_rms_norm` is a sum with the norm of it, with that of the sublayer's result, or with both.
 - "norm of all heads": the norms of q and k are of whole rows; `rms_norm` serves them.
-- "another norm": that of q and k is a layer norm. `layer_norm` serves Cohere's and StableLM's; Phi's and Persimmon's,
-  of torch's class, run that.
+- "another norm": that of q and k is a layer norm, which `layer_norm` serves.
 - "norm after": that of q and k follows a rotation whose two halves have angles of their own; `rope` and `rms_norm`
   serve them.
 - "another gate": squared ReLU.

@@ -75,6 +75,23 @@ def test_checkpointing_and_captured_states_stay(way):
     assert (ran["layer_norm_forward"], ran["fused_add_layer_norm_forward"]) == (5, 4), "each block's norms run twice"
 
 
+@pytest.mark.parametrize(
+    ("way", "number"), [(lambda _: tilekern.apply(model_type="phi"), 7), (tilekern.apply_to_model, 3)]
+)
+def test_those_of_heads_are_served_where_the_rotation_is_not_the_method_s_own_stand_in(way, number):
+    """One method of a model has one stand-in: the rotation's."""
+    model = make("phi")[0].eval()
+    expected = model(input_ids=IDS).logits
+    for _ in range(2):
+        assert {"layer_norm", "rope"} <= set(way(model))
+        before = launches()
+        assert worst([model(input_ids=IDS).logits], [expected]) < 1e-5
+        counted = launched(before)
+        assert (counted["layer_norm_forward"], counted["rope"]) == (number, 2)
+    told = {row.reason for row in tilekern.report(model).rows if (row.kind, row.op) == ("PhiAttention", "layer_norm")}
+    assert told == {"" if number == 7 else "rope has its forward"}
+
+
 class Own(torch.nn.LayerNorm):
     def forward(self, input):
         return super().forward(input) * 2

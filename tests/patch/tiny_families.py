@@ -102,7 +102,10 @@ OWN: dict[str, dict] = {
     "mllama": _seeing(cross_attention_layers=[]),
     **dict.fromkeys(("gpt2", "gpt_bigcode"), DROPOUTS),
     "gptj": DROPOUTS | {"rotary_dim": 4},
-    "phi": DROPOUTS | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+    "phi": DROPOUTS | {
+        "qk_layernorm": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    },
     "falcon": {"hidden_dropout": 0.0, "head_dim": None},
     "gpt_neo": {
         "num_layers": 2, "num_heads": 3, "attention_types": [[["global", "local"], 1]], "resid_dropout": 0.0,

@@ -18,10 +18,11 @@ _SERVED = {
     "nmqrsh": "afmoe doge dots1 exaone4 exaone_moe flint gemma3 gemma4 glm4_moe hunyuan_v1_dense hunyuan_v1_moe hy_v3 "
     "laguna lfm2 lfm2_moe llama4 mellum qwen3 qwen3_5 qwen3_5_moe qwen3_moe qwen3_next qwen3_vl qwen3_vl_moe",
     "npqrsh": "nanochat",
-    "nmrsh": "aria axk1 cwm deepseek_v2 deepseek_v3 deepseek_v32 diffllama ernie4_5 ernie4_5_moe ernie4_5_vl_moe "
+    "nmrsh": "aria axk1 cwm deepseek_v2 deepseek_v3 diffllama ernie4_5 ernie4_5_moe ernie4_5_vl_moe "
     "falcon_h1 gemma gemma2 glm glm4 glm4_moe_lite glm4v glm4v_moe granite granite_swa granitemoe_swa "
     "granitemoehybrid granitemoeshared helium hunyuan_vl llama minicpm3 ministral ministral3 mistral mllama olmo2 "
     "olmo3 paddleocr_vl phi3 qwen2 qwen2_5_vl qwen2_moe qwen2_vl seed_oss smollm3 solar_open vaultgemma youtu",
+    "nlmrsh": "deepseek_v32",
     "nprsh": "arcee",
     "nqrsh": "apertus",
     "nmsh": "jamba",

@@ -301,7 +301,7 @@ def patches_of(module: Module, model_type: str) -> list[Patch]:
     for kind in module.forwards:
         found += _head_norms(module, kind, row)
     found += [
-        row("rope", name, make, relied, callers=tuple(module.callers(name)))
+        row("rope", name, make, relied, callers=tuple(module.callers(name)), covers=("layer_norm",))
         for name, (make, relied) in module.rotations.items()
     ]
     for kind in module.forwards:
@@ -312,8 +312,8 @@ def patches_of(module: Module, model_type: str) -> list[Patch]:
             found.append(row("fused_add_rms_norm", f"{kind}.forward", make, _code(module, norms)))
     heads = [kind for kind in module.forwards if _has(module, kind, patterns.head_and_loss)]
     found += [row(OPS[-1], f"{kind}.forward", loss.fused_linear_cross_entropy) for kind in heads]
-    # One method has one stand-in.
-    taken = {path for patch in found for path in (patch.attribute, *patch.callers)}
+    # One method has one stand-in; a function that it calls may have one of its own.
+    taken = {patch.attribute for patch in found}
     for kind in module.forwards:
         named = module.has_layer_norms(kind)
         free = f"{kind}.forward" not in taken
