@@ -100,6 +100,14 @@ def test_ids_of_other_ranks_add_nothing():
     assert not found[1].any()
 
 
+def test_weights_of_all_experts_are_read_where_they_were_chosen():
+    """As PhiMoE's router gives them in transformers 5.0."""
+    module = module_of()
+    x, ids, weights = routed(module)
+    of_all = torch.zeros(len(x), module.num_experts).scatter(1, ids, weights)
+    assert torch.equal(experts.run_experts(module, x, ids, of_all), experts.run_experts(module, x, ids, weights))
+
+
 def test_gelu_by_tanh_is_served():
     module = module_of(act_fn=GELUTanh())
     given, before = routed(module), counters("experts_gate").launches

@@ -169,6 +169,9 @@ def run_experts(
         warn_once(f"{type(module).__name__}: {reason}; transformers' own grouped products run")
         count_fallback(FORWARD)
         return _otherwise()(module, hidden_states, top_k_index, top_k_weights)
+    if top_k_weights.shape != top_k_index.shape:
+        # As routers of some families give them in older releases of transformers: for every expert.
+        top_k_weights = top_k_weights.gather(1, top_k_index)
     form = _form(module)
     assert form is not None
     gate_up, down, *biases = _weights(module)
