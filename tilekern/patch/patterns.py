@@ -340,7 +340,7 @@ def _is_own(test: ast.expr) -> bool:
     return isinstance(test, ast.Attribute) and _text(test.value) == "self"
 
 
-def _stores(statements: list[ast.stmt], names: Collection[str]) -> bool:
+def _stores(statements: list[ast.stmt], names: Collection[str | None]) -> bool:
     """Whether statements set one of some variables."""
     nodes = (x for statement in statements for x in ast.walk(statement))
     return any(isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store) and x.id in names for x in nodes)

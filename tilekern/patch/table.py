@@ -47,7 +47,7 @@ class Patch:
         relies_on: paths in the module of further functions that must be as they were, each with its digests.
         callers: for a plain function, the ``Class.method`` paths that call it by its global name; they are what
             ``apply_to_model`` exchanges, so that other models keep the function. Empty: all models or none.
-        covers: ops whose stand-ins this one makes superfluous where both want the same method of one model.
+        covers: ops whose stand-ins give way to this one where both want the same method of one model.
         releases: the transformers releases whose sources were compared, for people.
     """
 
