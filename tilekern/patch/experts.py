@@ -22,6 +22,7 @@ import torch
 
 from tilekern import implementation, ops
 from tilekern.kernels.experts.gate import FORWARD
+from tilekern.patch import parallel
 from tilekern.patch.plain import has_hooks, is_plain
 from tilekern.patch.shapes import shape_of
 from tilekern.runtime.dispatch import count_fallback
@@ -81,8 +82,11 @@ def form_of(method: FunctionType) -> GateForm | None:
     return _GATES.get(shape_of(definition)) if isinstance(definition, ast.FunctionDef) else None
 
 
-def unserved(module: torch.nn.Module) -> str:
-    """Why the op does not serve a module of experts; empty where it does."""
+def unserved(module: torch.nn.Module, is_gathered: bool = False) -> str:
+    """Why the op does not serve a module of experts; empty where it does.
+
+    ``is_gathered`` says that its weights are plain tensors whenever it runs.
+    """
     form, weights = _form(module), _weights(module)
     if not getattr(module, "has_gate", True):
         return "its experts have no gate"
@@ -92,18 +96,24 @@ def unserved(module: torch.nn.Module) -> str:
         return "its gate has no form that is known"
     if _activation(module, form) is None:
         return f"no op has its activation, {type(getattr(module, form.activation, None)).__name__}, or it has hooks"
-    plain = all(isinstance(x, torch.Tensor) for x in weights) and is_plain(*weights)
+    plain = all(isinstance(x, torch.Tensor) for x in weights) and (is_gathered or is_plain(*weights))
     same = plain and len({x.dtype for x in weights}) == 1 and weights[0].dtype in _DTYPES
     return "" if same else "its weights are not plain tensors of one dtype that are called as usual"
 
 
-def reason_of(module: torch.nn.Module) -> str:
-    """Why the op does not run for a module of experts as it is now; empty where it does."""
+def reason_of(module: torch.nn.Module, shards: bool = False) -> str:
+    """Why the op does not run for a module of experts as it is now; empty where it does.
+
+    ``shards`` says that parts of the model are FSDP's, which gathers weights before it runs them; the forwards of
+    transformers' parallelism give it this rank's part.
+    """
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     chosen = str(getattr(getattr(module, "config", None), _NAME, None))
     is_ours = chosen == implementation.EXPERTS or ALL_EXPERTS_FUNCTIONS.get(chosen) is run_experts
-    return unserved(module) if is_ours else f'experts_implementation is {chosen!r}; "tilekern" chooses the op'
+    if is_ours:
+        return unserved(module, is_gathered=shards or parallel.around(module) is not None)
+    return f'experts_implementation is {chosen!r}; "tilekern" chooses the op'
 
 
 def _form(module: torch.nn.Module) -> GateForm | None:

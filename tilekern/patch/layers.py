@@ -22,10 +22,10 @@ from tilekern.ops.fused_add_layer_norm import fused_add_layer_norm
 from tilekern.ops.fused_rms_norm_add import fused_rms_norm_add
 from tilekern.ops.fused_rms_norm_add_rms_norm import fused_rms_norm_add_rms_norm
 from tilekern.ops.layer_norm import layer_norm as layer_norm_op
-from tilekern.patch import patterns, replacements
+from tilekern.patch import parallel, patterns, replacements
 from tilekern.patch.checkpointing import checkpointed
 from tilekern.patch.digests import is_checkpointing
-from tilekern.patch.plain import forward_of, has_hooks, is_as_written, is_bare_linear, is_from, is_plain
+from tilekern.patch.plain import has_hooks, is_as_written, is_bare_linear, is_from, is_plain
 from tilekern.patch.rewriting import named_as, rewritten
 from tilekern.patch.table import Norm
 
@@ -47,6 +47,7 @@ def fused_add_rms_norm(original: Function, norms: Collection[str], kinds: Mappin
         alike = residual.dtype == x.dtype and residual.shape == x.shape
         if not alike or not is_plain(residual, x) or not _is_ordinary(norm, home, kinds):
             return None
+        parallel.see_to_sums(norm)
         kind = kinds[type(norm).__name__]
         return getattr(norm, kind.eps), kind.offset, kind.casting_mode
 
@@ -276,6 +277,7 @@ def qk_norm_rope(
         ordinary = is_known() and _is_ordinary(one, home, kinds) and _is_ordinary(other, home, kinds)
         if not ordinary or not turn.fits(q, k, angles) or not _alike(one, other, q, kinds, turn):
             return None
+        parallel.see_to_sums(one, other)
         norm = kinds[type(one).__name__]
         weights, eps = (norm.weight_of(one), norm.weight_of(other)), getattr(one, norm.eps)
         options, angles = turn.options(norm, angles), turn.angles(angles)
@@ -346,4 +348,4 @@ def is_known(norm: Any, home: str, kinds: Collection[str]) -> bool:
     """
     kind = type(norm)
     ordinary = kind.__module__ == home and kind.__name__ in kinds and not has_hooks(norm)
-    return ordinary and is_from(forward_of(norm), home, replacements.__name__)
+    return ordinary and is_from(parallel.forward_of(norm), home, replacements.__name__)

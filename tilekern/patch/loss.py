@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tilekern import ops
-from tilekern.patch import patterns
+from tilekern.patch import parallel, patterns
 from tilekern.patch.digests import digest_of
 from tilekern.patch.plain import forward_of, has_global_hooks, has_hooks, is_from, is_plain
 from tilekern.patch.rewriting import rewritten
@@ -32,7 +32,8 @@ def fused_linear_cross_entropy(original: Function) -> Function:
     The forward has an argument more, ``skip_logits``, as Liger's have: True makes no logits, in evaluation too, and
     raises ``ValueError`` without labels; False makes them; None, the default, makes none while the model trains and
     labels are given, unless ``logits_to_keep`` asks for some. Everything else runs the statements that were there: a
-    head with an adapter, or with hooks that expect its logits.
+    head with an adapter, or with hooks that expect its logits. Of a head whose vocabulary tensor parallelism has spread
+    over ranks each makes the loss of its part (:func:`tilekern.ops.sharded_linear_log_probs`).
     """
     from transformers.loss.loss_utils import ForCausalLMLoss, fixed_cross_entropy
 
@@ -69,7 +70,7 @@ def unserved(model: Any, head: Any, loss: Any, is_gathered: bool = False) -> str
         return "its loss is not the one of transformers that tilekern knows"
     head = _called_for(head)
     reason = _other_than_linear(head)
-    if reason or is_gathered or head._forward_pre_hooks:
+    if reason or is_gathered or head._forward_pre_hooks or _is_shared(head):
         return reason
     odd = [type(x).__name__ for x in (head.weight, head.bias) if x is not None and not is_plain(x)]
     return f"its head's parameters are of the type {odd[0]}" if odd else ""
@@ -102,7 +103,7 @@ def _other_than_linear(head: Any) -> str:
     kind = type(head)
     if not isinstance(head, torch.nn.Linear):
         return f"its head is {kind.__name__} of {kind.__module__}"
-    if not is_from(forward_of(head), torch.nn.Linear.__module__):
+    if not is_from(forward_of(head), torch.nn.Linear.__module__) and not _is_shared(head):
         return f"its head is {kind.__name__} with a forward of its own"
     if head.bias is not None and torch.compiler.is_compiling():
         return "its head has a bias, with which a compiled loss has logits in any case"
@@ -114,6 +115,11 @@ def _other_than_linear(head: Any) -> str:
         _say(f"the fused loss does not run: {reason}; compile the layers and not the whole model")
         return reason
     return ""
+
+
+def _is_shared(head: Any) -> bool:
+    """Whether tensor parallelism has spread a head's vocabulary over the ranks."""
+    return not torch.compiler.is_compiling() and not has_hooks(head) and parallel.part_of_head(head) is not None
 
 
 def _is_sharding(hook: Any) -> bool:
@@ -141,13 +147,16 @@ def _loss(
     scale = factor / divisor
 
     def compute(hidden: torch.Tensor) -> torch.Tensor:
-        bias = head.bias
+        part = parallel.part_of_head(head)
+        weight, bias = (head.weight, head.bias) if part is None else (part.weight, part.bias)
         if scale != 1.0:
             hidden, bias = hidden * scale, None if bias is None else bias * scale
-        return ops.fused_linear_cross_entropy(
-            hidden, head.weight, target, ignore_index=ignore_index, num_items=num_items_in_batch, softcap=softcap,
-            wide_sums=_wide(), bias=bias,
-        )  # fmt: skip
+        options = {"ignore_index": ignore_index, "softcap": softcap, "wide_sums": _wide(), "bias": bias}
+        if part is None:
+            return ops.fused_linear_cross_entropy(hidden, weight, target, num_items=num_items_in_batch, **options)
+        log_probs = ops.sharded_linear_log_probs(hidden, weight, target, part.first, part.group, **options)[0]
+        counted = (target != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
+        return -log_probs.sum() / torch.as_tensor(counted, device=log_probs.device)
 
     if not head._forward_pre_hooks:
         return compute(hidden)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
-from tilekern.patch import experts, layers, loss, patcher, replacements
+from tilekern.patch import experts, layers, loss, parallel, patcher, replacements
 from tilekern.patch.bound import Bound
 from tilekern.patch.checkpointing import wraps_around
 from tilekern.patch.families import family_of, is_of_transformers
@@ -34,6 +34,7 @@ _CALLED = {
 }
 
 _OWN = "its {} is its own, a hook's or another patch's"
+_HELD = "transformers' parallelism holds its forward of before; patch before the model is made"
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ def _rows(name: str, module: Any, judged: list[tuple[Patch, Found]], ledger: Led
             own = chosen.startswith("tilekern")
             told["attention"] = "" if own else f'attn_implementation is {chosen!r}; "tilekern" chooses the op'
         if hasattr(kind, "_apply_gate"):
-            told["experts"] = experts.reason_of(module)
+            told["experts"] = experts.reason_of(module, shards)
     yield from (Row(name, kind.__name__, op, reason) for op, reason in told.items())
 
 
@@ -134,12 +135,12 @@ def _path(patch: Patch, module: Any) -> str:
 def _reason(patch: Patch, found: Found, module: Any, path: str, ledger: Ledger, shards: bool) -> str:
     """Why a patch does not serve a module; empty where it does."""
     kind, method = path.split(".")
-    owner, own = getattr(sys.modules[patch.module], kind), vars(module).get(place_of(module, method))
+    owner, own = getattr(sys.modules[patch.module], kind), _own(module, method)
     op = _given(own, module, method, ledger)
     if op:
         return _of_the_call(patch, module, shards) if op == patch.op else f"{op} has its {method}"
     if own is not None and not _is_the_class_s(own, module, method):
-        return _OWN.format(method)
+        return _HELD if method == "forward" and parallel.around(module) else _OWN.format(method)
     inherited, current = getattr(type(module), method), getattr(owner, method)
     if inherited is not current and not wraps_around(inherited, current):
         return f"{type(module).__name__} has a {method} of its own"
@@ -148,7 +149,7 @@ def _reason(patch: Patch, found: Found, module: Any, path: str, ledger: Ledger, 
 
 def _by_touches(module: Any, ledger: Ledger) -> Iterator[tuple[str, str]]:
     """The op that has a module's forward, wherever its class is by now, and why it does not run."""
-    own = vars(module).get(place_of(module, "forward"))
+    own = _own(module, "forward")
     op = _given(own, module, "forward", ledger)
     base = next(base for base in type(module).__mro__ if "forward" in vars(base))
     touch = ledger.held(base, "forward")
@@ -156,6 +157,11 @@ def _by_touches(module: Any, ledger: Ledger) -> Iterator[tuple[str, str]]:
         yield op, ""
     elif touch is not None and touch.still_runs:
         yield touch.op, "" if own is None or _is_the_class_s(own, module, "forward") else _OWN.format("forward")
+
+
+def _own(module: Any, method: str) -> Any:
+    """The method that an instance has of its own; a forward's is the one inside of transformers' parallelism."""
+    return (method == "forward" and parallel.inside(module)) or vars(module).get(place_of(module, method))
 
 
 def _unknown(kind: type) -> str:

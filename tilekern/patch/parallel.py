@@ -1,0 +1,106 @@
+"""What transformers' tensor and expert parallelism put around modules: forwards that move tensors between ranks.
+
+They are functions that a module has of its own, around the forward that it had. Inside of those of experts the weights
+are this rank's parts, plain tensors; the parameters outside are DTensors.
+"""
+
+from __future__ import annotations
+
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import torch
+
+from tilekern.ops.dtensors import is_dtensor
+from tilekern.patch import plain
+
+_HOME = "transformers.distributed."
+# Around modules that all ranks have whole: it adds the gradients of their parameters up over the ranks.
+_SUMMED = "ReplicatedWithGradAllReduce.install_forward.<locals>.tp_forward"
+_SPLIT = "TensorParallelLayer.install_forward.<locals>.tp_forward"
+
+
+class Part(NamedTuple):
+    """This rank's rows of a head.
+
+    Attributes:
+        weight: [part, hidden].
+        bias: [part] or None.
+        first: the id of the first row.
+        group: the process group of the ranks that have the others.
+    """
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    first: int
+    group: Any
+
+
+def around(module: torch.nn.Module) -> FunctionType | None:
+    """The function that transformers has put around a module's forward; None where none is."""
+    own = vars(module).get("forward")
+    is_its = isinstance(own, FunctionType) and own.__globals__.get("__name__", "").startswith(_HOME)
+    return own if is_its else None
+
+
+def inside(module: torch.nn.Module) -> Any:
+    """The method inside of what transformers has put around a module's forward; None where that does not say."""
+    outer = around(module)
+    return None if outer is None else _variables(outer).get("original_forward")
+
+
+def forward_of(module: torch.nn.Module) -> Any:
+    """As :func:`tilekern.patch.plain.forward_of`; where the sums of gradients are around it, the one inside."""
+    outer = around(module)
+    if outer is None or outer.__qualname__ != _SUMMED or torch.compiler.is_compiling():
+        return plain.forward_of(module)
+    return getattr(inside(module), "__func__", None)
+
+
+def see_to_sums(*modules: torch.nn.Module) -> None:
+    """Have the gradients of modules' parameters added up over the ranks, though their forwards are not called.
+
+    These put a hook on each parameter when they are first called, which stays there.
+    """
+    for module in modules:
+        outer = around(module)
+        if outer is None or not torch.is_grad_enabled():
+            continue
+        variables = _variables(outer)
+        hooked = variables["is_already_hooked"]
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.requires_grad and hooked.get(name) is not parameter:
+                parameter.register_post_accumulate_grad_hook(variables["_all_reduce_grad"])
+                hooked[name] = parameter
+
+
+def part_of_head(head: Any) -> Part | None:
+    """This rank's part of a linear layer whose outputs are spread over ranks and gathered; None of any other head."""
+    outer = around(head)
+    if outer is None or outer.__qualname__ != _SPLIT:
+        return None
+    style = _variables(outer)["self"]
+    usual = (
+        type(style).__name__ == "ColwiseParallel" and style.output_layouts.is_replicate() and style.use_local_output
+        and plain.is_from(getattr(inside(head), "__func__", None), torch.nn.Linear.__module__)
+        and not getattr(head, "_hf_quantized_needs_local_tp", False)
+    )  # fmt: skip
+    tensors = [x for x in (head.weight, head.bias) if x is not None]
+    if not usual or not all(map(_is_split_by_rows, tensors)):
+        return None
+    weight, bias, mesh = head.weight, head.bias, head.weight.device_mesh
+    # As torch.chunk cuts, which DTensors follow.
+    first = min(len(weight), mesh.get_local_rank() * -(-len(weight) // mesh.size()))
+    return Part(weight.to_local(), None if bias is None else bias.to_local(), first, mesh.get_group())
+
+
+def _is_split_by_rows(x: Any) -> bool:
+    return is_dtensor(x) and len(x.placements) == 1 and x.placements[0].is_shard(0)
+
+
+def _variables(function: FunctionType) -> dict[str, Any]:
+    """What a function took from where it was made, by name."""
+    return {
+        name: cell.cell_contents
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    }
