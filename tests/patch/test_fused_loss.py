@@ -3,10 +3,6 @@
 import dataclasses
 import functools
 import importlib
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -430,27 +426,3 @@ def test_on_a_cpu_without_the_interpreter_torch_s_operations_run(monkeypatch):
         found = step(model)
     assert worst(found, reference) < 1e-6
     assert counters(NAME).fallbacks == before + 1
-
-
-@pytest.mark.processes
-@pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no distributed package")
-def test_fsdp2_on_two_processes_gives_the_gradients_of_one(tmp_path):
-    """Layers and root sharded; the head by itself; the head with the norm; with mixed precision."""
-    folder = Path(__file__).parent
-    environment = os.environ | {"TILEKERN_INTERPRET": "1", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(folder), str(folder.parents[1])])
-    command = [sys.executable, str(folder / "fsdp_worker.py"), str(tmp_path / "store")]
-    processes = [
-        subprocess.Popen(
-            [*command, str(rank)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        for rank in range(2)
-    ]
-    try:
-        said = [process.communicate(timeout=120)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    if any(process.returncode == 77 for process in processes):
-        pytest.skip(said[0].strip().splitlines()[-1])
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(said)

@@ -1,4 +1,4 @@
-"""``fully_shard`` before and after the patches, by one process on the CPU; two processes are in ``fsdp_worker.py``."""
+"""``fully_shard`` before and after the patches, by one process on the CPU; ``parallel_worker.py`` has two processes."""
 
 import pytest
 import torch
