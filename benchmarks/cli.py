@@ -241,6 +241,48 @@ def experts(
 
 
 @app.command()
+def parallel(
+    out: Out = None,
+    name: Name = None,
+    models: Annotated[str, typer.Option(help="Models to train, by commas.")] = "qwen3-8b,qwen3-30b-a3b",
+    ways: Annotated[str, typer.Option(help="Ways to share a model, by commas; default all that it has.")] = "",
+    providers: Annotated[str, typer.Option(help="Who trains, by commas; default the best peers.")] = "",
+    count: Annotated[int, typer.Option("--gpus", min=2, help="How many GPUs of this host share a model.")] = 2,
+    layers: Annotated[int, typer.Option(min=0, help="Layers of the model; 0 means all.")] = 2,
+    sequences: Annotated[int, typer.Option(min=1, help="Sequences of a step on each GPU.")] = 1,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")] = 4096,
+    steps: Annotated[int, typer.Option(min=1, help="Timed steps, after three that warm up.")] = 10,
+    device: Annotated[Device, typer.Option(help="Where the models train.")] = Device.cuda,
+) -> None:
+    """Training steps of models that GPUs of this host share, tilekern and its peers, beside those of one GPU."""
+    import torch
+
+    from benchmarks import parallel as bench
+    from benchmarks.sharing import WAYS
+    from benchmarks.trainers import TRAINERS
+    from benchmarks.training import Job
+
+    if device is Device.cuda:
+        require_gpu()
+        if (here := torch.cuda.device_count()) < count:
+            raise InputError(f"--gpus {count}: this host has {here}")
+    elif out is None:
+        raise InputError("on the CPU the figures mean nothing; say with --out where they go")
+    names = among(providers, list(TRAINERS), "provider") if providers else list(bench.PROVIDERS)
+    stem = name or bench.BENCHMARK
+    total = count * sequences * tokens
+    job = Job("", "", layers, (total,), (steps,), bench.WARM_UP, device.value, sequence=tokens, ranks=count)
+
+    def keep(figures: Results, _: Results) -> None:
+        if figures.rows:
+            write_results(_path(out, stem), figures)
+
+    chosen = among(ways, list(WAYS), "way")
+    results = bench.measure(models.split(","), chosen, names, job, keep, say=lambda line: print(line, flush=True))
+    _keep(results, out, stem)
+
+
+@app.command()
 def host(out: Out = None, name: Name = None) -> None:
     """Host time of one op call."""
     from benchmarks.host import measure

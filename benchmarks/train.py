@@ -26,6 +26,7 @@ from benchmarks.environment import ROOT, facts
 from benchmarks.profiling import TOTAL
 from benchmarks.providers import OURS
 from benchmarks.results import Results, Row
+from benchmarks.sharing import WAYS
 from benchmarks.trainers import NO_PATCHES, full_name, trainer_named
 from benchmarks.training import Job, Line
 from tilekern.errors import InputError
@@ -87,7 +88,7 @@ def measure_jobs(
     with one_ahead(_installed(jobs, notes), _start) as started:
         for job, process in started:
             name = full_name(job.provider)
-            say(f"{name_of(job.model)}, {name}: {', '.join(map(str, job.tokens))} tokens")
+            say(f"{name}: {', '.join(label(job, tokens) for tokens in job.tokens)}")
             lines = list(with_a_loss(_lines(job, notes, process), name, job, notes))
             figures.rows.extend(replace(row, benchmark=benchmark) for line in lines for row in rows_of(line, name, job))
             profile.rows.extend(profile_rows(lines, name, job))
@@ -146,6 +147,7 @@ def label(job: Job, tokens: int) -> str:
     batch = f"{tokens // job.sequence} x {job.sequence}" if job.sequence else f"{tokens}"
     said = f"{name_of(job.model)} {batch} tokens"
     said += f", {job.layers} layers" if job.layers else ""
+    said += f", {WAYS[job.way]} on {job.ranks} GPUs" if job.way else ""
     return said + (", checkpointing" if job.checkpointing else "")
 
 
@@ -251,7 +253,7 @@ def _notes(lines: Sequence[Line]) -> Iterator[str]:
 def _start(job: Job) -> Process:
     trainer = trainer_named(job.provider)
     command = [sys.executable, "-m", "benchmarks.training", job.written()]
-    return Process(command, {**os.environ, **trainer.environment}, trainer.limit_s)
+    return Process(command, {**os.environ, **trainer.environment}, job.limit_s or trainer.limit_s)
 
 
 class Process:

@@ -65,7 +65,12 @@ class Trainer:
             import tilekern
 
             return tilekern.AdamW(model.parameters(), lr=learning_rate)
-        return torch.optim.AdamW(model.parameters(), lr=learning_rate, fused=True)
+        # torch's fused step takes DTensors of one mesh, or plain tensors, and no mixture.
+        groups: dict[Any, list[Any]] = {}
+        for parameter in model.parameters():
+            groups.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+        alike = [{"params": parameters} for parameters in groups.values()]
+        return torch.optim.AdamW(alike, lr=learning_rate, fused=True)
 
     def compile(self, model: Any) -> None:
         """Hand the model to torch.compile, which works at its first call."""

@@ -3,14 +3,15 @@
 python -m benchmarks.training JOB LINES
 
 JOB is a :class:`Job` as JSON. The process loads its modules and patches, then waits for a line on its standard input,
-so that it may be started while another one measures. Each line of LINES is an object with a ``kind``: ``length`` (the
-times of a length's steps, peak memory, loss, power and clock), ``begun``, ``profile``, ``floor``, ``note``, or
-``out_of_memory``, the last length's.
+so that it may be started while another one measures. Where several share a model it starts the others, which write no
+lines. Each line of LINES is an object with a ``kind``: ``length`` (the times of a length's steps, peak memory, loss,
+power and clock), ``begun``, ``profile``, ``floor``, ``note``, or ``out_of_memory``, the last length's.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import profiling
+from benchmarks import profiling, sharing
 from benchmarks.models import make_model
 from benchmarks.power import PowerMeter
 from benchmarks.served import doubts
@@ -34,7 +35,9 @@ Line = dict[str, Any]
 class Job:
     """What one process does: ``timed`` is the number of timed steps of each of ``tokens``, after ``warm_up``.
 
-    A step is a batch of sequences of ``sequence`` tokens, or one sequence where that is 0.
+    A step is a batch of sequences of ``sequence`` tokens, or one sequence where that is 0. ``ranks`` processes share
+    the model in one of :data:`benchmarks.sharing.WAYS`; ``limit_s`` are the seconds that they may take, 0 for the
+    provider's.
     """
 
     provider: str
@@ -47,6 +50,9 @@ class Job:
     checkpointing: bool = False
     profile: bool = False
     sequence: int = 0
+    way: str = ""
+    ranks: int = 1
+    limit_s: float = 0.0
 
     @classmethod
     def read(cls, text: str) -> Job:
@@ -67,6 +73,7 @@ class Loop:
     model: Any
     optimizer: Any
     device: str
+    shares: int = 1
 
     def step(self, ids: Any) -> Any:
         """One step on random tokens; its loss."""
@@ -102,12 +109,16 @@ class Loop:
             torch.cuda.reset_peak_memory_stats()
 
     def tokens(self, count: int, sequence: int) -> Any:
-        """The same random tokens for every provider, [batch, sequence]; one sequence where ``sequence`` is 0."""
+        """The same random tokens for every provider, [batch, sequence]; one sequence where ``sequence`` is 0.
+
+        Of several shares of the batch it is this rank's.
+        """
         import torch
 
         generator = torch.Generator(device=self.device).manual_seed(count)
         vocabulary, length = self.model.config.get_text_config().vocab_size, sequence or count
-        return torch.randint(0, vocabulary, (count // length, length), device=self.device, generator=generator)
+        ids = torch.randint(0, vocabulary, (count // length, length), device=self.device, generator=generator)
+        return ids.chunk(self.shares)[sharing.rank() % self.shares]
 
 
 def run(job: Job) -> Iterator[Line]:
@@ -147,10 +158,13 @@ def begin(job: Job) -> Loop:
     """Make the model on its device, and its optimizer."""
     trainer, config = trainer_named(job.provider), config_named(job.model)[1]
     model = make_model(config, job.layers, trainer.attention, job.device)
+    if job.way:
+        model = sharing.shared(model, job.way, job.ranks, job.device)
     if job.checkpointing:
         model.gradient_checkpointing_enable()
     trainer.compile(model)
-    return Loop(trainer, model, trainer.optimizer(model, LEARNING_RATE), job.device)
+    shares = job.ranks if job.way == "fsdp" else 1
+    return Loop(trainer, model, trainer.optimizer(model, LEARNING_RATE), job.device, shares)
 
 
 def train(loop: Loop, ids: Any, warm_up: int, timed: int) -> Line:
@@ -163,7 +177,7 @@ def train(loop: Loop, ids: Any, warm_up: int, timed: int) -> Line:
         draw = meter.between(started, time.perf_counter())
     seconds = [taken for taken, _ in steps]
     line: Line = {"warm_up": seconds[:warm_up], "timed": seconds[warm_up:]}
-    line |= {"loss": float(steps[-1][1])} | _peaks(loop.device)
+    line |= {"loss": float(sharing.averaged(steps[-1][1]))} | _peaks(loop.device)
     return line | ({"draw": asdict(draw)} if draw else {})
 
 
@@ -190,13 +204,18 @@ def _patched() -> list[str]:
 def main(text: str, lines: str) -> None:
     """Do a job when told to, and append its lines to a file as they come, so that none is lost with the process."""
     job = Job.read(text)
-    prepare(job)
-    if not sys.stdin.readline():  # whoever started it has gone
-        return
-    with Path(lines).open("a", encoding="utf-8") as file:
-        for line in run(job):
-            file.write(json.dumps(line) + "\n")
-            file.flush()
+    with sharing.others(job.ranks, [text, lines]):
+        prepare(job)
+        first = sharing.rank() == 0
+        if first and not sys.stdin.readline():  # whoever started it has gone
+            return
+        sharing.join(job.ranks, job.device, f"{lines}.meet")
+        with Path(lines if first else os.devnull).open("a", encoding="utf-8") as file:
+            for line in run(job):
+                file.write(json.dumps(line) + "\n")
+                file.flush()
+                if not first and line["kind"] == "out_of_memory":
+                    raise SystemExit("another rank is out of memory")
 
 
 if __name__ == "__main__":

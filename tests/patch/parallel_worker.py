@@ -6,7 +6,6 @@ DEVICE is ``cpu`` or ``cuda``; checkpoints go into FOLDER. Exit status: 0 where 
 shard, which the last line of output explains.
 """
 
-import inspect
 import os
 import sys
 from pathlib import Path
@@ -20,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
 import tilekern
+from benchmarks.sharing import configured
 from tilekern.runtime.dispatch import counters
 
 RANKS = 2
@@ -134,21 +134,9 @@ class Reference:
         return [*of_rows(self.rows, rank)[:-1], self.rows[rank][-1]] if by_rows else self.batch
 
 
-def sharing(settings):
-    """transformers' configuration of a way to share; None where this release has no such way."""
-    from transformers.distributed import DistributedConfig
-
-    if "ep_size" in settings and "ep_size" not in inspect.signature(DistributedConfig).parameters:
-        # Up to 5.20 the experts are those of the ranks of tensor parallelism.
-        if "fsdp_size" in settings:
-            return None
-        settings = {"tp_size": settings["tp_size"], "enable_expert_parallel": True}
-    return DistributedConfig(**settings)
-
-
 def compare_shared(reference, family, settings, rank, device, first):
     """A model that transformers shares out, patched before that or after it, then with activations made anew."""
-    shared = sharing(settings)
+    shared = configured(settings)
     if shared is None:
         return
     if first:

@@ -1,0 +1,105 @@
+"""Ranks that train one model: the processes of the others, and how the model is shared out among all."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from benchmarks.models import layers_of
+
+# What each way is called; expert parallelism has the tensors of the other layers shared as well.
+WAYS = {"fsdp": "FSDP2", "tp": "tensor parallel", "ep": "tensor and expert parallel"}
+
+
+def rank() -> int:
+    """This process's number among those that train the model."""
+    return int(os.environ.get("RANK", "0"))
+
+
+@contextlib.contextmanager
+def others(ranks: int, arguments: list[str]) -> Iterator[None]:
+    """Start the other ranks where this is the first of several; all of them end with it, and it with any that fails."""
+    environment = os.environ | {"WORLD_SIZE": str(ranks)}
+    children = [
+        subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.training", *arguments], stdin=subprocess.DEVNULL,
+            env=environment | {"RANK": str(other), "LOCAL_RANK": str(other)},
+        )
+        for other in range(1, ranks if rank() == 0 else 1)
+    ]  # fmt: skip
+    for child in children:
+        threading.Thread(target=_end_with, args=(child, children), daemon=True).start()
+    try:
+        yield
+    finally:
+        for child in children:
+            child.kill()
+
+
+def _end_with(child: subprocess.Popen[bytes], children: list[subprocess.Popen[bytes]]) -> None:
+    # Who waits for a rank that is gone would wait until the benchmark's limit; that rank has said why it ended.
+    if child.wait() > 0:
+        for other in children:
+            other.kill()
+        os._exit(child.returncode)
+
+
+def join(ranks: int, device: str, meet: str) -> None:
+    """Meet the other ranks at a file, each with a GPU of its own."""
+    import torch
+
+    if ranks == 1:
+        return
+    os.environ |= {"RANK": str(rank()), "LOCAL_RANK": str(rank()), "WORLD_SIZE": str(ranks)}
+    if device == "cuda":
+        torch.cuda.set_device(rank())
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    torch.distributed.init_process_group(backend, init_method=f"file://{meet}", rank=rank(), world_size=ranks)
+
+
+def shared(model: Any, way: str, ranks: int, device: str) -> Any:
+    """A model of which each rank has made the whole, and keeps its part: by FSDP2 of its layers, or its own plan."""
+    import torch
+
+    if way == "fsdp":
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = torch.distributed.init_device_mesh(device, (ranks,))
+        for layer in layers_of(model):
+            fully_shard(layer, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+    kind, settings = type(model), {"tp_size": ranks} | ({"ep_size": ranks} if way == "ep" else {})
+    config, _, meshes = kind.prepare_distribute_model(configured(settings))
+    model = kind.maybe_distribute_model(model, config, meshes)
+    # A part by rows is a view, which would keep the whole in memory.
+    model.load_state_dict({name: x.clone() for name, x in model.state_dict().items()}, assign=True)
+    return model
+
+
+def configured(settings: dict[str, int]) -> Any:
+    """transformers' configuration of how a model is shared out; None where this release has no such way."""
+    from transformers.distributed import DistributedConfig
+
+    if "ep_size" in settings and "ep_size" not in inspect.signature(DistributedConfig).parameters:
+        # Up to 5.20 experts are shared by the ranks of tensor parallelism, and no other parts then.
+        if "fsdp_size" in settings:
+            return None
+        return DistributedConfig(tp_size=settings["tp_size"], enable_expert_parallel=True)
+    return DistributedConfig(**settings)
+
+
+def averaged(loss: Any) -> Any:
+    """The mean of the ranks' losses: under FSDP2 each has that of its own sequences."""
+    import torch
+
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        loss = loss.clone()
+        torch.distributed.all_reduce(loss)
+        loss /= torch.distributed.get_world_size()
+    return loss
