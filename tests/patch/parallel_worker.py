@@ -154,19 +154,22 @@ def compare_shared(reference, family, settings, rank, device, first):
     for name, x, wanted in zip(reference.names, found, reference.expected(rank, by_rows), strict=True):
         error = float((x.double() - wanted.double()).norm() / wanted.double().norm())
         assert error < tolerance(device), f"{where}: {name} has a relative error of {error}"
+    # Older releases, 5.17 among them, have hooks on norms of heads, which run as they are then.
+    hooked = any(module._backward_hooks for module in model.modules())
     lacking = RUN[family] | {FUSED_LOSS if by_rows else SHARED_LOSS, "attention_forward"}
+    lacking -= {"qk_norm_rope_backward"} if hooked else set()
     for name, counts in tilekern.stats().items():
         launches, fallbacks = before.get(name, (0, 0))
         lacking -= {name} if counts["launches"] > launches else set()
         assert counts["fallbacks"] == fallbacks, f"{where}: {name} fell back"
     assert not lacking, f"{where}: {lacking} did not run"
-    odd = [row for row in tilekern.report(model).rows if row.reason and row.kind != NO_MLP]
-    held = [row for row in odd if "transformers' parallelism holds its forward" in row.reason]
-    assert odd == held, f"{where}: {odd}"
-    # Norms of heads alone, which run with their rotation all the same.
-    assert {row.module.rpartition(".")[2] for row in held} == (
-        set() if first or by_rows or family == "gpt_oss" else {"q_norm", "k_norm"}
-    )
+    odd = {(row.op, row.reason) for row in tilekern.report(model).rows if row.reason and row.kind != NO_MLP}
+    expected = {("qk_norm_rope", "hooks on q_norm, k_norm have the steps run one by one")} if hooked else set()
+    if not (first or by_rows or hooked):
+        # Norms of heads, which run with their rotation all the same.
+        held = "transformers' parallelism holds its forward of before; patch before the model is made"
+        expected = {("rms_norm", held)}
+    assert odd == expected, f"{where}: {odd}"
     tilekern.reset()
 
 
