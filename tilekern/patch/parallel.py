@@ -38,7 +38,7 @@ class Part(NamedTuple):
 
 def around(module: torch.nn.Module) -> FunctionType | None:
     """The function that transformers has put around a module's forward; None where none is."""
-    own = vars(module).get("forward")
+    own = module.__dict__.get("forward")
     is_its = isinstance(own, FunctionType) and own.__globals__.get("__name__", "").startswith(_HOME)
     return own if is_its else None
 
