@@ -24,7 +24,8 @@ every op with a "yes" ran. This page is made by those tests (`python tests/patch
 What is patched is found by the form of the code, whatever the family: `forms="any"` patches other families of
 transformers, too, wherever their code has a form that is known. `python -m tilekern.patch` says what it is here.
 `attn_implementation="tilekern"` is a door of its own, which all families that ask for an attention function have, and
-`experts_implementation="tilekern"` one that families with experts have ([gates](reference.md#experts)).
+`experts_implementation="tilekern"` one that families with experts have ([gates](reference.md#experts)); the experts of
+`llama4` have none, and are patched by the same switch, `experts=True`.
 
 - `layer_norm` is of language models; vision towers keep their own. In an attention or an indexer whose rotation is
   patched (Persimmon's, Phi's, DeepSeek V3.2's) it runs with `apply`, and torch's class with `apply_to_model`.

@@ -8,13 +8,15 @@ from tiny_families import IDS, make
 from transformers import AutoModelForCausalLM
 from transformers.activations import GELUTanh
 from transformers.integrations import moe
+from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 import tilekern
-from tilekern import implementation
+from tilekern import implementation, ops
 from tilekern.kernels import experts as kernels
 from tilekern.patch import experts
 from tilekern.runtime.dispatch import counters
+from tilekern.switches import OPS
 
 FAMILIES = (
     "gpt_oss", "qwen3_moe", "mixtral", "granitemoe", "olmoe", "deepseek_v3", "qwen2_moe", "glm4_moe"
@@ -27,9 +29,10 @@ def registered():
     experts.register()
 
 
-def step(model, name):
-    """The loss, the logits, and every gradient, by transformers' or our experts."""
-    model.set_experts_implementation(name)
+def step(model, name=None):
+    """The loss, the logits, and every gradient, by transformers' or our experts, or by those that there are."""
+    if name is not None:
+        model.set_experts_implementation(name)
     model.train().zero_grad()
     out = model(input_ids=IDS, labels=IDS)
     out.loss.backward()
@@ -45,6 +48,10 @@ def test_loss_logits_and_gradients_are_those_of_the_model_as_it_is(family):
     found = step(model, "tilekern")
     layers = sum(hasattr(type(module), "_apply_gate") for module in model.modules())
     assert counters("experts_gate").launches == before + layers > before
+    assert_alike(found, expected)
+
+
+def assert_alike(found, expected):
     assert found.keys() == expected.keys()
     for name, x in expected.items():
         assert torch.allclose(found[name], x, rtol=1e-4, atol=1e-6 + 1e-5 * float(x.norm())), name
@@ -151,15 +158,55 @@ def test_after_import_tilekern_alone_the_name_is_known():
     assert torch.equal(found, experts.run_experts(module, *given))
 
 
+def said(model):
+    """What the report has on a model's experts."""
+    return {row.reason for row in tilekern.report(model).rows if row.op == "experts"}
+
+
 def test_the_report_says_whether_experts_run_the_op():
     model, _, _ = make("qwen3_moe")
-
-    def said():
-        return {row.reason for row in tilekern.report(model).rows if row.op == "experts"}
-
-    assert said() == {"experts_implementation is 'grouped_mm'; \"tilekern\" chooses the op"}
+    assert said(model) == {"experts_implementation is 'grouped_mm'; \"tilekern\" chooses the op"}
     tilekern.apply_to_model(model, experts=True)
-    assert said() == {""}
+    assert said(model) == {""}
+
+
+def test_llama_4_computes_the_chosen_experts_alone(monkeypatch):
+    """By a patch: transformers has no choice of its experts, which compute all tokens."""
+    model, rows, run = make("llama4")[0], [], ops.experts
+    monkeypatch.setattr(ops, "experts", lambda x, *more, **how: rows.append(len(x)) or run(x, *more, **how))
+    expected = step(model)
+    assert said(model) == {"it is not patched; tilekern.apply(experts=True) does so"}
+    assert tilekern.apply_to_model(model, experts=True, **dict.fromkeys(OPS, False)) == ["experts"]
+    assert said(model) == {""}
+    assert_alike(step(model), expected)
+    assert rows == [IDS.numel() * model.config.num_experts_per_tok]
+    assert tilekern.reset("experts") == ["experts"]
+    assert all(torch.equal(x, expected[name]) for name, x in step(model).items())
+    assert len(rows) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda experts: experts.register_forward_hook(lambda *_: None), "its experts are called by hooks"),
+        (lambda experts: setattr(experts, "act_fn", Squared()), "no op has its activation, Squared"),
+    ],
+)
+def test_llama_4_s_own_code_runs_where_the_op_would_compute_something_else(change, reason):
+    model = make("llama4")[0]
+    tilekern.apply(experts=True, model_type="llama4", **dict.fromkeys(OPS, False))
+    change(next(x for x in model.modules() if type(x) is Llama4TextExperts))
+    before = counters("experts_gate").launches
+    found = step(model)
+    assert [line.partition(reason)[:2] for line in said(model)] == [("", reason)]
+    assert counters("experts_gate").launches == before
+    tilekern.reset()
+    assert_alike(found, step(model))
+
+
+def test_apply_patches_llama_4_where_experts_are_asked_for():
+    assert "experts" in tilekern.apply(experts=True, model_type="llama4")
+    assert "experts" not in tilekern.apply(model_type="llama4")
 
 
 def test_a_traced_step_asks_for_the_kernels_of_experts(tmp_path):

@@ -1,4 +1,4 @@
-"""``experts_implementation="tilekern"``: layers of experts behind transformers' own door for them.
+"""``experts_implementation="tilekern"``: layers of experts behind transformers' own door, and Llama 4's, by a patch.
 
 A module of experts says by its attributes how its weights lie, and its gate is a method, which is known by its shape
 (:mod:`tilekern.patch.shapes`). Modules with another gate, an activation that has no op, a norm behind the experts,
@@ -23,7 +23,8 @@ import torch
 from tilekern import implementation, ops
 from tilekern.kernels.experts.gate import FORWARD
 from tilekern.patch import parallel
-from tilekern.patch.plain import has_hooks, is_plain
+from tilekern.patch.plain import forward_of, has_hooks, is_from, is_plain
+from tilekern.patch.rewriting import named_as
 from tilekern.patch.shapes import shape_of
 from tilekern.runtime.dispatch import count_fallback
 from tilekern.warning import warn_once
@@ -87,13 +88,21 @@ def unserved(module: torch.nn.Module, is_gathered: bool = False) -> str:
 
     ``is_gathered`` says that its weights are plain tensors whenever it runs.
     """
-    form, weights = _form(module), _weights(module)
+    return _unserved(module, _weights(module), is_gathered)
+
+
+def _unserved(module: torch.nn.Module, weights: tuple[Any, ...], is_gathered: bool = False) -> str:
+    form = _form(module)
     if not getattr(module, "has_gate", True):
         return "its experts have no gate"
     if getattr(module, "has_post_expert_norm", False):
         return "a norm follows its experts"
-    if form is None:
-        return "its gate has no form that is known"
+    return "its gate has no form that is known" if form is None else _unserved_by(module, form, weights, is_gathered)
+
+
+def _unserved_by(
+    module: torch.nn.Module, form: GateForm, weights: tuple[Any, ...], is_gathered: bool = False
+) -> str:  # fmt: skip
     if _activation(module, form) is None:
         return f"no op has its activation, {type(getattr(module, form.activation, None)).__name__}, or it has hooks"
     plain = all(isinstance(x, torch.Tensor) for x in weights) and (is_gathered or is_plain(*weights))
@@ -172,7 +181,9 @@ def run_experts(
     """
     if torch.compiler.is_compiling():
         return _otherwise()(module, hidden_states, top_k_index, top_k_weights)
-    reason = unserved(module)
+    # Asked for once: LoRA adds its product to them each time.
+    weights = _weights(module)
+    reason = _unserved(module, weights)
     if not reason and not is_plain(hidden_states, top_k_index, top_k_weights):
         reason = "its inputs are not plain tensors"
     if reason:
@@ -184,7 +195,7 @@ def run_experts(
         top_k_weights = top_k_weights.gather(1, top_k_index)
     form = _form(module)
     assert form is not None
-    gate_up, down, *biases = _weights(module)
+    gate_up, down, *biases = weights
     if getattr(module, "is_transposed", False):
         gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
     return ops.experts(
@@ -192,6 +203,35 @@ def run_experts(
         alpha=getattr(module, form.alpha) if form.alpha else 1.0,
         limit=getattr(module, form.limit) if form.limit else None, shift=form.shift, interleaved=form.interleaved,
     )  # fmt: skip
+
+
+def unserved_layer(module: Any) -> str:
+    """Why :func:`scaled_layer` runs a layer's own code; empty where it does not."""
+    experts, homes = module.experts, {kind.__module__ for kind in type(module).__mro__}
+    if has_hooks(experts) or not is_from(forward_of(experts), *homes):
+        return "its experts are called by hooks or by another forward than their own"
+    return _unserved_by(experts, GateForm(), _weights(experts))
+
+
+def scaled_layer(original: Callable[..., Any]) -> Callable[..., Any]:
+    """For ``forward(self, hidden_states)`` of a layer whose router scales what goes into an expert: Llama 4's.
+
+    Its own code has every expert compute every token, in most of them zeros, as the scores of others are.
+    """
+
+    def forward(self: Any, hidden_states: torch.Tensor) -> Any:
+        if not is_plain(hidden_states) or unserved_layer(self):
+            return original(self, hidden_states)
+        x, experts = hidden_states.reshape(-1, self.hidden_dim), self.experts
+        scores, logits = self.router(x)
+        chosen, ids = scores.topk(self.top_k, dim=1)
+        slots = (x[:, None] * chosen[..., None]).flatten(0, 1)
+        gate_up, down = (weight.transpose(1, 2) for weight in _weights(experts))
+        ones, activation = slots.new_ones(len(slots), 1), _activation(experts, GateForm()) or ""
+        y = ops.experts(slots, ids.view(-1, 1), ones, gate_up, down, activation=activation)
+        return self.shared_expert(x).add_(y.view(*ids.shape, -1).sum(1)), logits
+
+    return named_as(forward, original)
 
 
 def _otherwise() -> Callable[..., torch.Tensor]:

@@ -16,11 +16,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tilekern.patch import layers, loss, patterns, replacements
+from tilekern.patch import experts, layers, loss, patterns, replacements
 from tilekern.patch.digests import digest_of_tree
 from tilekern.patch.shapes import shape_of
 from tilekern.patch.table import PLAIN, Norm, Patch
-from tilekern.switches import OPS
+from tilekern.switches import ASKED, OPS
 
 _NORMS = {
     # ``weight * (x / sqrt(mean(x^2) + variance_epsilon)).to(dtype of x)``.
@@ -77,6 +77,14 @@ _MLPS = {
     "a6332b0ade6c4a29dc60bbce244b37bc78ecccf9bf46184b9c9c4f38f791098f": partial(
         replacements.joined_mlp, activation="activation", layers=("input_linear", "output_linear")
     ),
+}
+# A layer of experts, what it calls ``experts``, and what it calls ``router``: Llama 4's.
+_EXPERTS = {
+    (
+        "72508cc3ec86af0fd78080bef932372f6b30590f1f8c26b03c2622a25334db9f",
+        "641203c7773d12d4bfe628b79dd47a9cd6cfd3a514f2b6c1a331f777b88d4f7a",
+        "8c4b5bda85bf3d304040dd5136aeae73e801bf8b0bc81f063480c1023e7b9a90",
+    ): experts.scaled_layer
 }
 # The linear layers of families' own that compute what torch's do: ``input @ weight.T``, and the bias added to that.
 _LINEARS = ("43d817a081b3169e27350c0c494b5e48785e0c4409a811639b0e0105f2756e93",)
@@ -202,6 +210,18 @@ class Module:
         return self._shaped(_MLPS, "")
 
     @functools.cached_property
+    def experts(self) -> dict[str, tuple[Callable[..., Any], tuple[str, ...]]]:
+        """The classes that are layers of experts of a known form: the replacement, and the paths that it relies on."""
+        found = {}
+        for kind, forward in self.forwards.items():
+            parts = self.parts(kind) if "Mo" in kind else {}
+            paths = [f"{parts.get(name)}.forward" for name in ("experts", "router")]
+            if all(path in self.methods for path in paths):
+                make = _EXPERTS.get((shape_of(forward), *(shape_of(self.methods[path]) for path in paths)))
+                found |= {kind: (make, tuple(paths))} if make is not None else {}
+        return found
+
+    @functools.cached_property
     def linears(self) -> list[str]:
         """The classes of linear layers that compute what torch's do."""
         return [kind for kind, x in self.forwards.items() if "Linear" in kind and shape_of(x) in _LINEARS]
@@ -269,6 +289,10 @@ class Module:
 
     def attributes(self, kind: str) -> dict[str, str]:
         """Of which of the module's norms each attribute is that ``__init__`` of a class sets."""
+        return {name: made for name, made in self.parts(kind).items() if made in self.norms}
+
+    def parts(self, kind: str) -> dict[str, str]:
+        """Of which class of the module each attribute is that ``__init__`` of a class sets."""
         found: dict[str, str | None] = {}
         for node in ast.walk(self.classes[kind]):
             if not isinstance(node, ast.Assign) or not isinstance(node.targets[0], ast.Attribute):
@@ -276,7 +300,7 @@ class Module:
             name, call = node.targets[0].attr, node.value
             made = call.func.id if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) else None
             found[name] = made if found.get(name, made) == made else None
-        return {name: made for name, made in found.items() if made in self.norms}
+        return {name: made for name, made in found.items() if made in self.classes}
 
     def callers(self, function: str) -> list[str]:
         """The methods that call a function of the module."""
@@ -288,7 +312,7 @@ class Module:
 
 
 def patches_of(module: Module, model_type: str) -> list[Patch]:
-    """What in a module has one of the forms, in the order of :data:`OPS`."""
+    """What in a module has one of the forms, in the order of the table."""
     row = partial(_row, module, model_type)
     found = []
     for kind, norm in module.norms.items():
@@ -296,6 +320,7 @@ def patches_of(module: Module, model_type: str) -> list[Patch]:
         found.append(row("rms_norm", f"{kind}.forward", make, _code(module, {"": kind})[1:]))
     found += [row("layer_norm", f"{kind}.forward", make) for kind, make in module.layer_norms.items()]
     found += [row("swiglu", f"{kind}.forward", make) for kind, make in module.mlps.items()]
+    found += [row(ASKED[0], f"{kind}.forward", *known) for kind, known in module.experts.items()]
     for kind, (name, relied) in module.activations.items():
         found.append(row("mlp", f"{kind}.forward", partial(replacements.activation, kind=name), relied))
     for kind in module.forwards:
@@ -326,7 +351,7 @@ def patches_of(module: Module, model_type: str) -> list[Patch]:
         if free and linears and activations and _has(module, kind, chain):
             make = partial(layers.mlp, linears=linears, activations=activations, others=tuple(module.linears))
             found.append(row("mlp", f"{kind}.forward", make, [f"{other}.forward" for other in module.linears]))
-    return sorted(found, key=lambda patch: OPS.index(patch.op))
+    return sorted(found, key=lambda patch: (*OPS, *ASKED).index(patch.op))
 
 
 def _head_norms(module: Module, kind: str, row: Callable[..., Patch]) -> list[Patch]:

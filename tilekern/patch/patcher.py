@@ -83,7 +83,7 @@ def apply(
             ops to patch. ``swiglu`` is for MLPs with a gate, by gelu too, ``mlp`` for those without one. With the fused
             loss a model in training gives a loss and no logits.
         experts: whether models of all families whose experts run by transformers' grouped products, its default, run
-            ``experts_implementation="tilekern"`` in their place.
+            ``experts_implementation="tilekern"`` in their place, and Llama 4's, which have no such choice, the same op.
         model_type: one family only, for example ``qwen3``; the others stay as they are. None means all.
         forms: ``tested`` patches the families whose tests pass here (``python -m tilekern.patch`` lists them), ``any``
             all families of transformers whose code has a form that is known.
@@ -101,7 +101,7 @@ def apply(
     wish = _wish(
         {"rms_norm": rms_norm, "layer_norm": layer_norm, "swiglu": swiglu, "qk_norm_rope": qk_norm_rope, "rope": rope}
         | {"fused_add_rms_norm": fused_add_rms_norm, "fused_linear_cross_entropy": fused_linear_cross_entropy}
-        | {"mlp": mlp, **ops},
+        | {"mlp": mlp, "experts": experts, **ops},
         model_type,
         forms,
     )
@@ -253,7 +253,7 @@ def apply_to_model(
     wish = _wish(
         {"rms_norm": rms_norm, "layer_norm": layer_norm, "swiglu": swiglu, "qk_norm_rope": qk_norm_rope, "rope": rope}
         | {"fused_add_rms_norm": fused_add_rms_norm, "fused_linear_cross_entropy": fused_linear_cross_entropy}
-        | {"mlp": mlp, **ops},
+        | {"mlp": mlp, "experts": experts, **ops},
         model_type,
         forms,
     )
@@ -311,7 +311,7 @@ def reset(names: str | Iterable[str] | None = None) -> list[str]:
     """Put back every attribute that patches of the named ops (None: of all) have touched, models' own included.
 
     What others have wrapped around a patch meanwhile (accelerate's hooks and casts) stays, and runs the original.
-    Experts that :func:`apply` chose are put back where all ops are. The miss policy stays as it is.
+    The miss policy stays as it is.
 
     Returns:
         The ops that had been patched, in the table's order.
@@ -321,9 +321,10 @@ def reset(names: str | Iterable[str] | None = None) -> list[str]:
     """
     if names is None:
         ranks.unarm()
-        experts_door.put_back()
     wanted = known_ops() if names is None else [names] if isinstance(names, str) else list(names)
     check_ops(wanted)
+    if "experts" in wanted:
+        experts_door.put_back()
     with _lock:
         for home, wish in _wishes.items():
             _wishes[home] = wish._replace(ops=wish.ops.difference(wanted))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import MethodType
 from typing import TYPE_CHECKING, Any
@@ -204,22 +204,42 @@ def _of_the_call(patch: Patch, module: Any, shards: bool) -> str:
         names = ", ".join(name for name, _ in others)
         hooked = any(has_hooks(norm) for _, norm in others)
         return f"hooks on {names} have the steps run one by one" if hooked else f"the op does not know its {names}"
-    if patch.op == "fused_linear_cross_entropy" and hasattr(module, "get_output_embeddings"):
-        from transformers.loss.loss_utils import ForCausalLMLoss
+    judge = _JUDGES.get(patch.op)
+    return judge(patch, module, shards) if judge else ""
 
-        head = module.get_output_embeddings()
-        return loss.unserved(module, head, ForCausalLMLoss, is_gathered=shards and _is_sharded_once(head))
-    if patch.op == "mlp":
-        names, known = getattr(patch.replacement, "keywords", {}).get("activations", ()), replacements.kinds()
-        other = [act for name in names if replacements.kind_of(act := getattr(module, name), known) is None]
-        return f"no op has its activation, {type(other[0]).__name__}" if other else ""
+
+def _of_the_head(_: Patch, module: Any, shards: bool) -> str:
+    if not hasattr(module, "get_output_embeddings"):
+        return ""
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    head = module.get_output_embeddings()
+    return loss.unserved(module, head, ForCausalLMLoss, is_gathered=shards and _is_sharded_once(head))
+
+
+def _of_the_mlp(patch: Patch, module: Any, _: bool) -> str:
+    names, known = getattr(patch.replacement, "keywords", {}).get("activations", ()), replacements.kinds()
+    other = [act for name in names if replacements.kind_of(act := getattr(module, name), known) is None]
+    return f"no op has its activation, {type(other[0]).__name__}" if other else ""
+
+
+def _of_the_gate(patch: Patch, module: Any, _: bool) -> str:
     named = getattr(patch.replacement, "keywords", {}).get("activation", "act_fn")
     activation = getattr(module, named, getattr(module, "activation_fn", None)) if named else None
-    if patch.op == "swiglu" and activation is not None:
-        if type(activation) not in replacements.gates():
-            return f"no op has its activation, {type(activation).__name__}"
-        return "hooks on its activation have the steps run one by one" if has_hooks(activation) else ""
-    return ""
+    if activation is None:
+        return ""
+    if type(activation) not in replacements.gates():
+        return f"no op has its activation, {type(activation).__name__}"
+    return "hooks on its activation have the steps run one by one" if has_hooks(activation) else ""
+
+
+# By op: why a patched module runs its steps one by one, from the patch, the module and whether parts are FSDP's.
+_JUDGES: dict[str, Callable[[Patch, Any, bool], str]] = {
+    "experts": lambda _patch, module, _shards: experts.unserved_layer(module),
+    "fused_linear_cross_entropy": _of_the_head,
+    "mlp": _of_the_mlp,
+    "swiglu": _of_the_gate,
+}
 
 
 def _norms_of(patch: Patch, module: Any) -> list[tuple[str, Any]]:

@@ -13,6 +13,7 @@ from tilekern.errors import InputError, TilekernWarning
 from tilekern.kernels import spec_named
 from tilekern.patch import attention, experts, registry
 from tilekern.patch.patcher import applied
+from tilekern.switches import ASKED
 from tilekern.targets import Target
 from tilekern.tracing.recorder import Trace, tracing
 from tilekern.tracing.stepping import Batch, core_of, model_of, one_line, step, step_as_it_is
@@ -21,7 +22,7 @@ from tuning.plan.configs import config_named, config_of
 from tuning.plan.sharding import give_own_forwards, share_of
 from tuning.plan.steps import ADAMW, Planned, Steps
 
-ATTENTION = "attention"
+ATTENTION, EXPERTS = "attention", "experts"
 
 
 def known_ops() -> list[str]:
@@ -42,7 +43,8 @@ def plan_of_model(model: Any, steps: Steps, target: Target) -> Planned:
     Raises:
         InputError: the model or an op is not known, its step cannot be traced, or it asks for nothing.
     """
-    ops = list(known_ops() if steps.ops is None else steps.ops)
+    ops = [op for op in known_ops() if op not in ASKED] if steps.ops is None else list(steps.ops)
+    ops += [EXPERTS] * (steps.experts and EXPERTS not in ops)
     for op in ops:
         if op not in known_ops():
             raise InputError(f"unknown op {op!r}; known: {', '.join(known_ops())}; others are planned by --problem")
@@ -140,7 +142,7 @@ class _Unattended(Exception):  # noqa: N818
 def _step(model: Any, steps: Steps, ops: Collection[str], *, is_split: bool) -> None:
     if steps.checkpointing:
         model.gradient_checkpointing_enable()
-    with applied(model, [op for op in ops if op in registry.known_ops()]), experts.chosen(model, steps.experts):
+    with applied(model, [op for op in ops if op in registry.known_ops()]), experts.chosen(model, EXPERTS in ops):
         if is_split:
             give_own_forwards(model)
         thin_out(model)
@@ -162,10 +164,12 @@ def _without_patch(config: Any, ops: Iterable[str], found: Trace) -> list[str]:
     # A family has norms of one of these kinds, and MLPs of one of those.
     for kinds in ({"rms_norm", "layer_norm"}, {"swiglu", "mlp"}):
         known |= kinds if kinds & known else set()
+    asked = {op for kernel, _ in found.asked for op in spec_named(kernel).ops}
+    # Experts may have transformers' door.
+    known |= {EXPERTS} & asked
     lacking = [op for op in ops if op in registry.known_ops() and op not in known]
     if not lacking:
         return []
-    asked = {op for kernel, _ in found.asked for op in spec_named(kernel).ops}
     served = [op for op in ops if op in asked and op not in lacking]
     has = "has" if len(lacking) == 1 else "have"
     return [f"{config.model_type}: {' and '.join(served) or 'nothing'} only; {', '.join(lacking)} {has} no patch"]
