@@ -1,4 +1,4 @@
-"""What surrounds the products of a layer of experts: routing, the copying of rows, the gate, the weighted sum.
+"""What surrounds the products of a layer of experts: router, routing, copies of rows, the gate, the weighted sum.
 
 T tokens, K experts for each, E experts. A slot t * K + k is a token's k-th choice. Rows are slots sorted by expert:
 ``offsets`` int32 [E] are the ends of the experts' rows (``offs`` of torch's grouped product), ``order`` int32 [T * K]
@@ -7,6 +7,6 @@ id that is not from 0 to E - 1, as ranks of expert parallelism have them for the
 expert: its rows come last, with E as their expert, no product writes them, and nothing here reads them as numbers.
 """
 
-from tilekern.kernels.experts import combine, gate, gather, route
+from tilekern.kernels.experts import combine, gate, gather, route, router
 
-SPECS = (*route.SPECS, *gather.SPECS, *gate.SPECS, *combine.SPECS)
+SPECS = (*router.SPECS, *route.SPECS, *gather.SPECS, *gate.SPECS, *combine.SPECS)

@@ -1,0 +1,522 @@
+"""Routers: of each token's logits its K experts and their weights, in float32, and the gradient of the logits.
+
+By softmax: the experts are those of the K largest logits. With p the softmax of all logits, ``weights[k] = scale *
+p[ids[k]]``; normalised, p is the softmax of the chosen logits alone, which is the same as p of all over its sum.
+``dlogits = scale * p * (g - sum(g * p))``, g being dweights at the chosen experts and 0 elsewhere.
+
+By sigmoid (DeepSeek-V3, arXiv:2412.19437): ``s = sigmoid(logits)``, and the experts are those of the K largest s + bias
+in the groups that are kept, which are those with the largest sums of their two best. ``weights[k] = scale *
+s[ids[k]]``, normalised over ``sum_k s[ids[k]] + 1e-20``. The bias is for the choice alone and has no gradient.
+
+The largest are found one after the other, as the maximum of what is left. Among equals the lower id is first, and NaN
+counts as infinity, so ids are K different experts whatever the logits hold, and the same in every run.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import cuda.tile as ct
+
+from tilekern.kernels.tiles import ConstBool, ConstInt, grid_of, hints, load, power_of_two, row_tiles
+from tilekern.spec import (
+    ITEM_BYTES,
+    ArrayParameter,
+    Config,
+    Dimension,
+    Implementation,
+    KernelSpec,
+    Problem,
+    ScalarParameter,
+    Space,
+    Value,
+    cdiv,
+)
+
+# A row of more logits is more than a step holds.
+MOST_EXPERTS = 256
+# Each group is compared with each.
+MOST_GROUPS = 32
+_LOG2_E = 1.4426950408889634
+_INFINITY = math.inf
+# The lane of what is not to be chosen: behind all experts.
+_NOWHERE = 1 << 20
+# Keeps a sum of sigmoids that are all 0 a divisor.
+_LEAST = 1e-20
+# Elements of the tiles of a step.
+_FEWEST, _MOST = 256, 4096
+
+
+def _better(value, lane, other, other_lane):
+    """Of two the larger one; of equals the one of the lower lane."""
+    takes = (other > value) | ((other == value) & (other_lane < lane))
+    return ct.where(takes, other, value), ct.where(takes, other_lane, lane)
+
+
+def _best(keys, lanes):
+    """The largest of each row and its lane, [tile_m, 1] each."""
+    return ct.reduce((keys, lanes), 1, _better, (-_INFINITY, _NOWHERE), keepdims=True)
+
+
+def _ordered(x):
+    """NaN is the largest of all."""
+    return ct.where(ct.isnan(x), _INFINITY, x)
+
+
+def _chosen(keys, lanes, number, tile_m, wide):
+    """The ``number`` largest of each row and their lanes, [tile_m, wide] each; -infinity and 0 behind them."""
+    place = ct.reshape(ct.arange(wide, dtype=ct.int32), (1, wide))
+    values, ids = ct.full((tile_m, wide), -_INFINITY, ct.float32), ct.zeros((tile_m, wide), ct.int32)
+    for k in range(number):
+        value, lane = _best(keys, lanes)
+        values, ids = ct.where(place == k, value, values), ct.where(place == k, lane, ids)
+        keys, lanes = ct.where(lanes == lane, -_INFINITY, keys), ct.where(lanes == lane, _NOWHERE, lanes)
+    return values, ids
+
+
+def _power(x, top):
+    # The difference first: one fused product and sum would lose the digits of large x.
+    return ct.exp2((x - top) * _LOG2_E, flush_to_zero=True)
+
+
+def _sigmoid(x):
+    """sigmoid(x) and its derivative, neither by a difference nor by an infinite power."""
+    power = ct.exp2(-ct.abs(x) * _LOG2_E, flush_to_zero=True)
+    share = 1.0 / (1.0 + power)
+    return ct.where(x < 0.0, power, 1.0) * share, power * share * share
+
+
+def _lanes(tile_m, width, experts):
+    """The expert of each element of [tile_m, width], and whether there is such an expert [1, width]."""
+    lane = ct.reshape(ct.arange(width, dtype=ct.int32), (1, width))
+    return lane + ct.zeros((tile_m, width), ct.int32), lane < experts
+
+
+def _stored(array, step, tile):
+    ct.store(array, (step, 0), tile.astype(array.dtype), allow_tma=False)
+
+
+@ct.kernel
+def router_softmax_forward(
+    logits, choices, scale, ids, weights, experts: ConstInt, tile_m: ConstInt, width: ConstInt, wide: ConstInt,
+    normalized: ConstBool,
+):  # fmt: skip
+    """``tile_m`` rows a step; logits [tokens, experts], ids and weights [tokens, choices]."""
+    lane, is_expert = _lanes(tile_m, width, experts)
+    for step in range(ct.bid(0), ct.cdiv(logits.shape[0], tile_m), ct.num_blocks(0)):
+        x = load(logits, (step, 0), (tile_m, width), True, 0, False).astype(ct.float32)
+        keys = ct.where(is_expert, _ordered(x), -_INFINITY)
+        values, found = _chosen(keys, ct.where(is_expert, lane, _NOWHERE), choices, tile_m, wide)
+        top = ct.max(values, axis=1, keepdims=True)
+        powers = _power(values, top)
+        if ct.static_eval(normalized):
+            total = ct.sum(powers, axis=1, keepdims=True)
+        else:
+            total = ct.sum(_power(keys, top), axis=1, keepdims=True)
+        _stored(ids, step, found)
+        _stored(weights, step, powers * (scale / total))
+
+
+def _slopes(dweights, ids, step, lane, tile_m, width):
+    """dweights at the chosen experts and 0 elsewhere, and whether an expert is chosen, [tile_m, width] each."""
+    slopes, is_chosen = ct.zeros((tile_m, width), ct.float32), ct.zeros((tile_m, width), ct.float32)
+    for k in range(ids.shape[1]):
+        here = load(ids, (step, k), (tile_m, 1), True, 0, False).astype(ct.int32) == lane
+        slope = load(dweights, (step, k), (tile_m, 1), True, 0, False).astype(ct.float32)
+        slopes, is_chosen = ct.where(here, slope, slopes), ct.where(here, 1.0, is_chosen)
+    return slopes, is_chosen > 0.0
+
+
+@ct.kernel
+def router_softmax_backward(
+    dweights, logits, ids, scale, dlogits, experts: ConstInt, tile_m: ConstInt, width: ConstInt,
+    normalized: ConstBool,
+):  # fmt: skip
+    """``tile_m`` rows a step; logits and dlogits [tokens, experts], ids and dweights [tokens, choices]."""
+    lane, is_expert = _lanes(tile_m, width, experts)
+    for step in range(ct.bid(0), ct.cdiv(logits.shape[0], tile_m), ct.num_blocks(0)):
+        x = load(logits, (step, 0), (tile_m, width), True, 0, False).astype(ct.float32)
+        slopes, is_chosen = _slopes(dweights, ids, step, lane, tile_m, width)
+        x = ct.where(is_expert, x, -_INFINITY)
+        powers = _power(x, ct.max(x, axis=1, keepdims=True))
+        if ct.static_eval(normalized):
+            powers = ct.where(is_chosen, powers, 0.0)
+        p = powers * (1.0 / ct.sum(powers, axis=1, keepdims=True))
+        mean = ct.sum(p * slopes, axis=1, keepdims=True)
+        _stored(dlogits, step, p * (slopes - mean) * scale)
+
+
+def _in_kept_groups(keys, kept, tile_m, groups, wide_groups, wide_size):
+    """Whether an expert's group is one of the ``kept`` best, [tile_m, wide_groups, 1]."""
+    lane = ct.reshape(ct.arange(wide_size, dtype=ct.int32), (1, 1, wide_size))
+    lanes = lane + ct.zeros((tile_m, wide_groups, wide_size), ct.int32)
+    first, at = ct.reduce((keys, lanes), 2, _better, (-_INFINITY, _NOWHERE), keepdims=True)
+    second = ct.max(ct.where(lanes == at, -_INFINITY, keys), axis=2, keepdims=True)
+    group = ct.arange(wide_groups, dtype=ct.int32)
+    mine, other = ct.reshape(group, (1, wide_groups, 1)), ct.reshape(group, (1, 1, wide_groups))
+    score = _ordered(first + second)
+    of_other = ct.reshape(score, (tile_m, 1, wide_groups))
+    is_ahead = (of_other > score) | ((of_other == score) & (other < mine))
+    return ct.sum(ct.where(is_ahead & (other < groups), 1, 0), axis=2, keepdims=True) < kept
+
+
+@ct.kernel
+def router_sigmoid_forward(
+    logits, bias, kept, choices, scale, ids, weights, groups: ConstInt, size: ConstInt, tile_m: ConstInt,
+    wide_groups: ConstInt, wide_size: ConstInt, wide: ConstInt, normalized: ConstBool,
+):  # fmt: skip
+    """``tile_m`` rows a step; logits [tokens, groups, size], bias [groups, size], ids and weights [tokens, choices]."""
+    shape, width = (tile_m, wide_groups, wide_size), ct.static_eval(wide_groups * wide_size)
+    group = ct.reshape(ct.arange(wide_groups, dtype=ct.int32), (1, wide_groups, 1))
+    member = ct.reshape(ct.arange(wide_size, dtype=ct.int32), (1, 1, wide_size))
+    is_expert = (group < groups) & (member < size)
+    lane = ct.where(is_expert, group * size + member, _NOWHERE) + ct.zeros(shape, ct.int32)
+    added = load(bias, (0, 0), (wide_groups, wide_size), True, 0, False).astype(ct.float32)
+    added = ct.reshape(added, (1, wide_groups, wide_size))
+    is_choice = ct.reshape(ct.arange(wide, dtype=ct.int32), (1, wide)) < choices
+    for step in range(ct.bid(0), ct.cdiv(logits.shape[0], tile_m), ct.num_blocks(0)):
+        x = load(logits, (step, 0, 0), shape, True, 0, False).astype(ct.float32)
+        share, _ = _sigmoid(x)
+        keys = ct.where(is_expert, _ordered(share + added), -_INFINITY)
+        lanes = lane
+        if ct.static_eval(groups > 1):
+            is_kept = _in_kept_groups(keys, kept, tile_m, groups, wide_groups, wide_size)
+            keys, lanes = ct.where(is_kept, keys, -_INFINITY), ct.where(is_kept, lane, _NOWHERE)
+        flat = (tile_m, width)
+        _, found = _chosen(ct.reshape(keys, flat), ct.reshape(lanes, flat), choices, tile_m, wide)
+        row = step * tile_m + ct.reshape(ct.arange(tile_m, dtype=ct.int32), (tile_m, 1))
+        # The choice was made by a sum, of which the bias cannot be taken away again without a loss.
+        value, _ = _sigmoid(ct.gather(logits, (row, found // size, found % size)).astype(ct.float32))
+        value = ct.where(is_choice, value, 0.0)
+        if ct.static_eval(normalized):
+            value = value / (ct.sum(value, axis=1, keepdims=True) + _LEAST)
+        _stored(ids, step, found)
+        _stored(weights, step, value * scale)
+
+
+@ct.kernel
+def router_sigmoid_backward(
+    dweights, logits, ids, scale, dlogits, experts: ConstInt, tile_m: ConstInt, width: ConstInt,
+    normalized: ConstBool,
+):  # fmt: skip
+    """``tile_m`` rows a step; logits and dlogits [tokens, experts], ids and dweights [tokens, choices]."""
+    lane, _ = _lanes(tile_m, width, experts)
+    for step in range(ct.bid(0), ct.cdiv(logits.shape[0], tile_m), ct.num_blocks(0)):
+        x = load(logits, (step, 0), (tile_m, width), True, 0, False).astype(ct.float32)
+        slopes, is_chosen = _slopes(dweights, ids, step, lane, tile_m, width)
+        value, rise = _sigmoid(x)
+        if ct.static_eval(normalized):
+            value = ct.where(is_chosen, value, 0.0)
+            total = ct.sum(value, axis=1, keepdims=True) + _LEAST
+            mean = ct.sum(value / total * slopes, axis=1, keepdims=True)
+            slopes, rise = slopes - mean, rise / total
+        _stored(dlogits, step, ct.where(is_chosen, rise * slopes * scale, 0.0))
+
+
+def choices_of(problem: Problem) -> int:
+    """A token chooses no expert twice."""
+    return min(problem["choices"], problem["experts"])
+
+
+def groups_of(problem: Problem) -> int:
+    """The number of groups; 1 where the experts cannot be cut into so many of at least two."""
+    groups, experts = problem.get("expert_groups", 1), problem["experts"]
+    return groups if groups <= MOST_GROUPS and experts % groups == 0 and experts >= 2 * groups else 1
+
+
+def _widths(problem: Problem) -> tuple[int, int]:
+    """Of the tile's axes of groups and of experts of a group."""
+    groups = groups_of(problem)
+    return power_of_two(groups), power_of_two(problem["experts"] // groups)
+
+
+def _elements(problem: Problem) -> int:
+    """What a row takes: its experts, or pairs of groups where these are more."""
+    groups, size = _widths(problem)
+    return max(groups * size, groups * groups)
+
+
+def _axes(problem: Problem) -> dict[str, list[Value]]:
+    return {
+        "schedule": ["block"],
+        "tile_m": row_tiles(_elements(problem), _FEWEST, _MOST),
+        "occupancy": [4, 8],
+        "num_worker_warps": [0, 8],
+    }
+
+
+def _config(problem: Problem, occupancy: int) -> Config:
+    tile_m = int(row_tiles(_elements(problem), _FEWEST, 2 * _FEWEST)[-1])
+    return Config(schedule="block", tile_m=tile_m, occupancy=occupancy, num_worker_warps=0)
+
+
+def _implement(
+    function: Any, parameters: tuple[Any, ...], constants: tuple[tuple[str, int], ...], problem: Problem, config: Config
+) -> Implementation:
+    """Of constants before ``tile_m`` and behind it."""
+    return Implementation(
+        function=function,
+        parameters=parameters,
+        constants=constants,
+        grid=lambda sizes, sm_count: grid_of(cdiv(sizes["tokens"], config["tile_m"]), config, sm_count),
+        hints=hints(config),
+    )
+
+
+def _choice(problem: Problem, role: Any) -> tuple[ArrayParameter, ArrayParameter]:
+    """ids and weights, whose rows may begin anywhere."""
+    extent = choices_of(problem)
+    return (
+        ArrayParameter("ids", "int64", 2, extent, role, aligned=False),
+        ArrayParameter("weights", problem["weight_dtype"], 2, extent, role, aligned=False),
+    )
+
+
+_NUMBER, _SCALE = ScalarParameter("choices", "int32"), ScalarParameter("scale", "float32")
+
+
+def _softmax_forward(problem: Problem, config: Config) -> Implementation:
+    logits = ArrayParameter("logits", problem["dtype"], 2, problem["experts"])
+    constants = (
+        ("experts", problem["experts"]), ("tile_m", config["tile_m"]), ("width", power_of_two(problem["experts"])),
+        ("wide", power_of_two(choices_of(problem))), ("normalized", problem["normalized"]),
+    )  # fmt: skip
+    parameters = (logits, _NUMBER, _SCALE, *_choice(problem, "output"))
+    return _implement(router_softmax_forward, parameters, constants, problem, config)
+
+
+def _sigmoid_forward(problem: Problem, config: Config) -> Implementation:
+    groups, (wide_groups, wide_size) = groups_of(problem), _widths(problem)
+    size = problem["experts"] // groups
+    constants = (
+        ("groups", groups), ("size", size), ("tile_m", config["tile_m"]), ("wide_groups", wide_groups),
+        ("wide_size", wide_size), ("wide", power_of_two(choices_of(problem))), ("normalized", problem["normalized"]),
+    )  # fmt: skip
+    parameters = (
+        ArrayParameter("logits", "float32", 3, size), ArrayParameter("bias", "float32", 2, size),
+        ScalarParameter("kept", "int32"), _NUMBER, _SCALE, *_choice(problem, "output"),
+    )  # fmt: skip
+    return _implement(router_sigmoid_forward, parameters, constants, problem, config)
+
+
+def _backward(function: Any, problem: Problem, config: Config) -> Implementation:
+    dtype, experts, choices = problem.get("dtype", "float32"), problem["experts"], choices_of(problem)
+    constants = (
+        ("experts", experts), ("tile_m", config["tile_m"]), ("width", power_of_two(experts)),
+        ("normalized", problem["normalized"]),
+    )  # fmt: skip
+    parameters = (
+        # Read one by one, so their rows may begin anywhere.
+        ArrayParameter("dweights", problem["weight_dtype"], 2, choices, aligned=False),
+        ArrayParameter("logits", dtype, 2, experts), ArrayParameter("ids", "int64", 2, choices, aligned=False),
+        _SCALE, ArrayParameter("dlogits", dtype, 2, experts, "output"),
+    )  # fmt: skip
+    return _implement(function, parameters, constants, problem, config)
+
+
+def largest(keys: Any, number: int) -> Any:
+    """The ids of the ``number`` largest of the last dimension, by torch: lower ids first among equals, NaN first."""
+    return keys.masked_fill(keys.isnan(), math.inf).sort(dim=-1, descending=True, stable=True).indices[..., :number]
+
+
+def by_softmax(logits: Any, choices: int, scale: float, normalized: bool) -> tuple[Any, Any]:
+    """(ids, weights) by torch's operations, in the dtype of ``logits``."""
+    ids = largest(logits.detach(), choices)
+    if normalized:
+        return ids, scale * logits.gather(-1, ids).softmax(-1)
+    return ids, scale * logits.softmax(-1).gather(-1, ids)
+
+
+def by_sigmoid(logits: Any, bias: Any, kept: int, choices: int, scale: float, normalized: bool) -> tuple[Any, Any]:
+    """(ids, weights) by torch's operations, in the dtype of ``logits`` [tokens, groups, size]; bias [groups, size]."""
+    import torch
+
+    share = logits.sigmoid()
+    keys = share.detach() + bias
+    if keys.shape[1] > 1:
+        best = largest(keys.masked_fill(keys.isnan(), math.inf).topk(2).values.sum(-1), kept)
+        is_left_out = torch.ones_like(keys[..., 0], dtype=torch.bool).scatter_(1, best, False)
+        # Behind all experts of the groups that are kept.
+        keys = keys.clamp(min=torch.finfo(keys.dtype).min).masked_fill(is_left_out[..., None], -math.inf)
+    ids = largest(keys.flatten(1), choices)
+    weights = share.flatten(1).gather(1, ids)
+    if normalized:
+        weights = weights / (weights.sum(-1, keepdim=True) + _LEAST)
+    return ids, scale * weights
+
+
+def _reference_softmax(logits: Any, choices: int, scale: float, normalized: bool) -> dict[str, Any]:
+    ids, weights = by_softmax(logits.double(), choices, scale, normalized)
+    return {"ids": ids.double(), "weights": weights}
+
+
+def _reference_sigmoid(
+    logits: Any, bias: Any, kept: int, choices: int, scale: float, normalized: bool
+) -> dict[str, Any]:
+    ids, weights = by_sigmoid(logits.double(), bias.double(), kept, choices, scale, normalized)
+    return {"ids": ids.double(), "weights": weights}
+
+
+def _spread(dweights: Any, ids: Any, logits: Any) -> tuple[Any, Any]:
+    """In float64: dweights at the chosen experts and 0 elsewhere, and whether an expert is chosen."""
+    slopes = logits.new_zeros(logits.shape).double().scatter_(1, ids, dweights.double())
+    return slopes, slopes.new_zeros(slopes.shape).scatter_(1, ids, 1.0) > 0
+
+
+def _reference_softmax_backward(dweights: Any, logits: Any, ids: Any, scale: float, normalized: bool) -> dict[str, Any]:
+    slopes, is_chosen = _spread(dweights, ids, logits)
+    wide = logits.double()
+    powers = (wide - wide.amax(1, keepdim=True)).exp()
+    if normalized:
+        powers = powers.where(is_chosen, 0.0)
+    p = powers / powers.sum(1, keepdim=True)
+    return {"dlogits": scale * p * (slopes - (p * slopes).sum(1, keepdim=True))}
+
+
+def _reference_sigmoid_backward(dweights: Any, logits: Any, ids: Any, scale: float, normalized: bool) -> dict[str, Any]:
+    slopes, is_chosen = _spread(dweights, ids, logits)
+    share = logits.double().sigmoid()
+    rise = share * (-logits.double()).sigmoid()
+    if normalized:
+        share = share.where(is_chosen, 0.0)
+        total = share.sum(1, keepdim=True) + _LEAST
+        slopes, rise = slopes - (share / total * slopes).sum(1, keepdim=True), rise / total
+    return {"dlogits": (scale * rise * slopes).where(is_chosen, 0.0)}
+
+
+_SCALE_OF_INPUTS = 1.5
+
+
+def _softmax_inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
+    import torch
+
+    logits = 2 * torch.randn((problem["tokens"], problem["experts"]), generator=generator, device=device)
+    logits = logits.to(getattr(torch, problem["dtype"]))
+    return {"logits": logits, "choices": choices_of(problem), "scale": _SCALE_OF_INPUTS}
+
+
+def _sigmoid_inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
+    """Sigmoids in 64 steps, and a bias that parts those of one step by more than float32 errs, sums of two too."""
+    import torch
+
+    tokens, experts, groups = problem["tokens"], problem["experts"], groups_of(problem)
+    drawn = torch.rand((tokens, experts), generator=generator, device=device)
+    step = (64 * drawn).floor() % 64
+    bias = torch.arange(experts, device=device) / (256 * experts)
+    return {
+        "logits": ((step + 0.5) / 64).logit().view(tokens, groups, -1),
+        "bias": bias.view(groups, -1),
+        "kept": max(cdiv(choices_of(problem) * groups, experts), groups // 2),
+        "choices": choices_of(problem),
+        "scale": _SCALE_OF_INPUTS,
+    }
+
+
+def _backward_inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
+    """Logits near to each other and slopes of either sign: no result is a small difference of large terms."""
+    import torch
+
+    shape, dtype = (problem["tokens"], problem["experts"]), getattr(torch, problem.get("dtype", "float32"))
+    logits = torch.rand(shape, generator=generator, device=device).to(dtype)
+    ids = largest(logits, choices_of(problem))
+    dweights = 0.5 + torch.rand(ids.shape, generator=generator, device=device)
+    dweights[:, ::2] *= -1
+    dweights = dweights.to(getattr(torch, problem["weight_dtype"]))
+    return {"dweights": dweights, "logits": logits, "ids": ids, "scale": _SCALE_OF_INPUTS}
+
+
+def _bytes(matrices: int) -> Any:
+    """Of so many matrices of logits, and of ids and weights."""
+
+    def moved(problem: Problem) -> int:
+        choice = choices_of(problem) * (8 + ITEM_BYTES[problem["weight_dtype"]])
+        return problem["tokens"] * (
+            matrices * problem["experts"] * ITEM_BYTES[problem.get("dtype", "float32")] + choice
+        )
+
+    return moved
+
+
+def _choice_outputs(problem: Problem, blocks: int) -> dict[str, tuple[tuple[int, ...], str]]:
+    shape = (problem["tokens"], choices_of(problem))
+    return {"ids": (shape, "int64"), "weights": (shape, problem["weight_dtype"])}
+
+
+def _gradient_outputs(problem: Problem, blocks: int) -> dict[str, tuple[tuple[int, ...], str]]:
+    return {"dlogits": ((problem["tokens"], problem["experts"]), problem.get("dtype", "float32"))}
+
+
+_TOKENS, _CHOICES = Dimension("tokens", "bucketed"), Dimension("choices", "exact")
+_EXPERTS, _GROUPS = Dimension("experts", "exact"), Dimension("expert_groups", "exact")
+_WEIGHT, _NORMALIZED = Dimension("weight_dtype", "dtype"), Dimension("normalized", "flag")
+
+SOFTMAX = KernelSpec(
+    name="router_softmax_forward",
+    summary="the K largest logits of each token and their shares of the softmax",
+    module=__name__,
+    dimensions=(_TOKENS, _CHOICES, _EXPERTS, Dimension("dtype", "dtype"), _WEIGHT, _NORMALIZED),
+    space=Space(_axes),
+    ops=("router",),
+    implement=_softmax_forward,
+    default=lambda problem, target: _config(problem, 8),
+    generic=lambda problem: _config(problem, 4),
+    inputs=_softmax_inputs,
+    outputs=_choice_outputs,
+    reference=_reference_softmax,
+    bytes_moved=_bytes(1),
+    flops=lambda problem: problem["tokens"] * problem["experts"] * (4 + choices_of(problem)),
+    result_dtype=lambda problem: problem["weight_dtype"],
+)
+SOFTMAX_BACKWARD = KernelSpec(
+    name="router_softmax_backward",
+    summary="gradient of the logits of a router by softmax",
+    module=__name__,
+    dimensions=(_TOKENS, _CHOICES, _EXPERTS, Dimension("dtype", "dtype"), _WEIGHT, _NORMALIZED),
+    space=Space(_axes),
+    ops=("router",),
+    implement=lambda problem, config: _backward(router_softmax_backward, problem, config),
+    default=lambda problem, target: _config(problem, 8),
+    generic=lambda problem: _config(problem, 4),
+    inputs=_backward_inputs,
+    outputs=_gradient_outputs,
+    reference=_reference_softmax_backward,
+    bytes_moved=_bytes(2),
+    flops=lambda problem: problem["tokens"] * problem["experts"] * (8 + choices_of(problem)),
+    result_dtype=lambda problem: problem["dtype"],
+)
+SIGMOID = KernelSpec(
+    name="router_sigmoid_forward",
+    summary="the K experts of each token with the largest sigmoid and bias in the best groups, and their sigmoids",
+    module=__name__,
+    dimensions=(_TOKENS, _CHOICES, _EXPERTS, _GROUPS, _WEIGHT, _NORMALIZED),
+    space=Space(_axes),
+    ops=("router",),
+    implement=_sigmoid_forward,
+    default=lambda problem, target: _config(problem, 8),
+    generic=lambda problem: _config(problem, 4),
+    inputs=_sigmoid_inputs,
+    outputs=_choice_outputs,
+    reference=_reference_sigmoid,
+    bytes_moved=_bytes(1),
+    flops=lambda problem: problem["tokens"] * problem["experts"] * (6 + choices_of(problem)),
+    result_dtype=lambda problem: problem["weight_dtype"],
+)
+SIGMOID_BACKWARD = KernelSpec(
+    name="router_sigmoid_backward",
+    summary="gradient of the logits of a router by sigmoid",
+    module=__name__,
+    dimensions=(_TOKENS, _CHOICES, _EXPERTS, _WEIGHT, _NORMALIZED),
+    space=Space(_axes),
+    ops=("router",),
+    implement=lambda problem, config: _backward(router_sigmoid_backward, problem, config),
+    default=lambda problem, target: _config(problem, 8),
+    generic=lambda problem: _config(problem, 4),
+    inputs=_backward_inputs,
+    outputs=_gradient_outputs,
+    reference=_reference_sigmoid_backward,
+    bytes_moved=_bytes(2),
+    flops=lambda problem: problem["tokens"] * problem["experts"] * (8 + choices_of(problem)),
+    result_dtype=lambda problem: "float32",
+)
+SPECS = (SOFTMAX, SOFTMAX_BACKWARD, SIGMOID, SIGMOID_BACKWARD)
