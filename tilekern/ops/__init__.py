@@ -28,6 +28,7 @@ from tilekern.ops.qwen2vl_mrope import qwen2vl_mrope
 from tilekern.ops.rms_norm import rms_norm
 from tilekern.ops.rope import rope
 from tilekern.ops.route import route
+from tilekern.ops.router import router
 from tilekern.ops.sharded_linear_log_probs import sharded_linear_log_probs
 from tilekern.ops.swiglu import swiglu
 from tilekern.ops.tiled_geglu import tiled_geglu
@@ -51,6 +52,7 @@ __all__ = [
     "rms_norm",
     "rope",
     "route",
+    "router",
     "sharded_linear_log_probs",
     "swiglu",
     "tiled_geglu",

@@ -1,0 +1,202 @@
+"""router: the experts of each token and their weights, of the logits of a layer's router.
+
+It is written by hand and not declared: its ids are whole numbers, and both ways to choose stand behind one function.
+Where it is traced by ``torch.compile``, torch's own operations run.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from tilekern.kernels.experts import router as kernels
+from tilekern.ops.dtensors import is_dtensor
+from tilekern.ops.registration import check_devices, differentiable_once, needs_gradient
+from tilekern.runtime.dispatch import Plan, count_fallback, keep, memo, plan_for
+
+SCORES = ("softmax", "sigmoid")
+
+
+class Choice(NamedTuple):
+    """The experts of tokens.
+
+    Attributes:
+        ids: int64 [tokens, choices], without a gradient; those of a token differ, the best one first.
+        weights: [tokens, choices].
+    """
+
+    ids: torch.Tensor
+    weights: torch.Tensor
+
+
+class _Plans(NamedTuple):
+    forward: Plan
+    backward: Plan | None
+
+
+class _How(NamedTuple):
+    """What is chosen and by what."""
+
+    choices: int
+    scores: str
+    normalized: bool
+    groups: int
+    kept: int
+    scale: float
+    dtype: torch.dtype
+
+
+_known: dict[Any, _Plans | None] = memo()
+
+
+def router(
+    logits: torch.Tensor,
+    choices: int,
+    *,
+    scores: str = "softmax",
+    normalized: bool = True,
+    bias: torch.Tensor | None = None,
+    groups: int = 1,
+    kept_groups: int = 1,
+    scale: float = 1.0,
+    dtype: torch.dtype | None = None,
+) -> Choice:
+    """Choose the experts of each token, in float32.
+
+    By ``softmax`` the experts are those of the largest logits, and the weights are their shares of the softmax. Where
+    they are normalised it is the softmax of the chosen logits alone, so the softmax may as well come behind the choice,
+    as in GPT-OSS. By ``sigmoid`` they are those of the largest ``sigmoid(logits) + bias`` in the ``kept_groups``
+    groups with the largest sums of their two best, and the weights are the sigmoids, normalised over their sum and
+    1e-20 (DeepSeek-V3, arXiv:2412.19437). Among equals the lower id comes first, and NaN is the largest.
+
+    Args:
+        logits: [tokens, experts]; bfloat16, float16 or float32. Sigmoids are computed of float32, to which they are
+            cast.
+        choices: for each token, from 1 to experts.
+        scores: ``softmax`` or ``sigmoid``.
+        normalized: whether the weights of a token sum to ``scale``.
+        bias: [experts], added to sigmoids for the choice alone, without a gradient; None for none.
+        groups: of as many experts each, one after the other; for sigmoids.
+        kept_groups: those whose experts may be chosen.
+        scale: a factor of all weights.
+        dtype: of the weights; that of ``logits`` where None.
+
+    Raises:
+        ValueError: shapes or devices do not fit, or an option has a value that it cannot have.
+    """
+    how = _How(choices, scores, normalized, groups, kept_groups, float(scale), dtype or logits.dtype)
+    _check(logits, bias, how)
+    if scores == "sigmoid" and logits.dtype != torch.float64:
+        logits = logits.float()
+    if bias is not None:
+        bias = bias.detach().to(logits.dtype)
+    plans = None
+    if not torch.compiler.is_compiling():
+        plans = None if is_dtensor(logits) else _found(logits, how)
+        if plans is None:
+            count_fallback(kernels.SIGMOID if scores == "sigmoid" else kernels.SOFTMAX)
+    if plans is None:
+        return formula(logits, bias, how)
+    if needs_gradient(logits):
+        return Choice(*_Router.apply(logits, bias, how, plans))
+    return _run(logits, bias, how, plans.forward)
+
+
+def _check(logits: torch.Tensor, bias: torch.Tensor | None, how: _How) -> None:
+    if logits.dim() != 2 or not logits.is_floating_point():
+        raise ValueError(f"router: logits must be [tokens, experts] of floats, got {logits.dtype} {list(logits.shape)}")
+    experts = logits.shape[1]
+    if not 1 <= how.choices <= experts:
+        raise ValueError(f"router: choices must be from 1 to {experts}, the number of experts, got {how.choices}")
+    if how.scores not in SCORES:
+        raise ValueError(f"router: scores must be one of {', '.join(SCORES)}, got {how.scores!r}")
+    if how.scores == "softmax" and (bias is not None or how.groups != 1):
+        raise ValueError("router: only scores='sigmoid' takes a bias and groups")
+    if bias is not None and bias.shape != (experts,):
+        raise ValueError(f"router: bias must have the shape [{experts}], got {list(bias.shape)}")
+    if how.groups < 1 or experts % how.groups or (how.groups > 1 and experts < 2 * how.groups):
+        raise ValueError(f"router: groups must cut {experts} experts into parts of two or more, got {how.groups}")
+    if not 1 <= how.kept <= how.groups or how.kept * (experts // how.groups) < how.choices:
+        raise ValueError(
+            f"router: kept_groups must be from 1 to {how.groups}, of {how.choices} experts or more, got {how.kept}"
+        )
+    check_devices("router", logits=logits, bias=bias)
+
+
+def _found(logits: torch.Tensor, how: _How) -> _Plans | None:
+    """The plans of a kind of call; None where torch must do the work."""
+    graded = needs_gradient(logits)
+    key = (logits.get_device(), logits.shape, logits.dtype, how._replace(kept=0, scale=0.0), graded)
+    try:
+        return _known[key]
+    except KeyError:
+        found = _find(logits, how, graded)
+        return keep(_known, key, found) if logits.is_cuda else found
+
+
+def _find(logits: torch.Tensor, how: _How, graded: bool) -> _Plans | None:
+    tokens, experts = logits.shape
+    if not tokens or experts > kernels.MOST_EXPERTS or how.groups > kernels.MOST_GROUPS:
+        return None
+    if torch.float64 in (logits.dtype, how.dtype):
+        return None
+    sizes, last = (tokens, how.choices, experts), (how.dtype, how.normalized)
+    if how.scores == "sigmoid":
+        forward, found = plan_for(kernels.SIGMOID, logits.device, *sizes, how.groups, *last), kernels.SIGMOID_BACKWARD
+    else:
+        last = (logits.dtype, *last)
+        forward, found = plan_for(kernels.SOFTMAX, logits.device, *sizes, *last), kernels.SOFTMAX_BACKWARD
+    backward = plan_for(found, logits.device, *sizes, *last) if graded else None
+    return None if forward is None or (graded and backward is None) else _Plans(forward, backward)
+
+
+def _run(logits: torch.Tensor, bias: torch.Tensor | None, how: _How, plan: Plan) -> Choice:
+    """By one launch."""
+    tokens, experts = logits.shape
+    shape, device, logits = (tokens, how.choices), logits.get_device(), logits.contiguous()
+    ids = torch.empty(shape, dtype=torch.int64, device=logits.device)
+    weights = torch.empty(shape, dtype=how.dtype, device=logits.device)
+    if how.scores == "sigmoid":
+        added = logits.new_zeros(experts) if bias is None else bias.contiguous()
+        parts = (logits.view(tokens, how.groups, -1), added.view(how.groups, -1), how.kept)
+    else:
+        parts = (logits,)
+    plan.launch(device, *parts, how.choices, how.scale, ids, weights)
+    return Choice(ids, weights)
+
+
+class _Router(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits: torch.Tensor, bias: torch.Tensor | None, how: _How, plans: _Plans
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ids, weights = _run(logits, bias, how, plans.forward)
+        ctx.save_for_backward(logits, ids)
+        ctx.mark_non_differentiable(ids)
+        ctx.how, ctx.plan = how, plans.backward
+        return ids, weights
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, _: torch.Tensor | None, dweights: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        logits, ids = ctx.saved_tensors
+        logits = logits.contiguous()
+        dlogits = torch.empty_like(logits)
+        ctx.plan.launch(logits.get_device(), dweights.contiguous(), logits, ids, ctx.how.scale, dlogits)
+        return dlogits, None, None, None
+
+
+def formula(logits: torch.Tensor, bias: torch.Tensor | None, how: _How) -> Choice:
+    """The op in torch's own operations."""
+    (tokens, experts), number = logits.shape, (how.choices, how.scale, how.normalized)
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if how.scores == "sigmoid":
+        bias = wide.new_zeros(experts) if bias is None else bias
+        size = experts // how.groups
+        ids, weights = kernels.by_sigmoid(
+            wide.reshape(tokens, how.groups, size), bias.view(how.groups, size), how.kept, *number
+        )
+    else:
+        ids, weights = kernels.by_softmax(wide, *number)
+    return Choice(ids, weights.to(how.dtype))
