@@ -11,7 +11,7 @@ from tuning.verify.check import odd_problem
 
 SIZES = {
     "columns": 1024, "vocabulary": 1024, "hidden": 256, "inner": 256, "heads": 16, "kv_heads": 8, "head_dim": 128,
-    "pairs": 64,
+    "pairs": 64, "experts": 16, "expert_groups": 2,
 }  # fmt: skip
 COMPILED = compiled()
 

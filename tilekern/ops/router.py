@@ -141,13 +141,16 @@ def _find(logits: torch.Tensor, how: _How, graded: bool) -> _Plans | None:
         return None
     if torch.float64 in (logits.dtype, how.dtype):
         return None
-    sizes, last = (tokens, how.choices, experts), (how.dtype, how.normalized)
+    device, sizes, last = logits.device, (tokens, how.choices, experts), (how.dtype, how.normalized)
+    backward = None
     if how.scores == "sigmoid":
-        forward, found = plan_for(kernels.SIGMOID, logits.device, *sizes, how.groups, *last), kernels.SIGMOID_BACKWARD
+        forward = plan_for(kernels.SIGMOID, device, *sizes, how.groups, *last)
+        if graded:
+            backward = plan_for(kernels.SIGMOID_BACKWARD, device, *sizes, *last)
     else:
-        last = (logits.dtype, *last)
-        forward, found = plan_for(kernels.SOFTMAX, logits.device, *sizes, *last), kernels.SOFTMAX_BACKWARD
-    backward = plan_for(found, logits.device, *sizes, *last) if graded else None
+        forward = plan_for(kernels.SOFTMAX, device, *sizes, logits.dtype, *last)
+        if graded:
+            backward = plan_for(kernels.SOFTMAX_BACKWARD, device, *sizes, logits.dtype, *last)
     return None if forward is None or (graded and backward is None) else _Plans(forward, backward)
 
 
@@ -157,12 +160,11 @@ def _run(logits: torch.Tensor, bias: torch.Tensor | None, how: _How, plan: Plan)
     shape, device, logits = (tokens, how.choices), logits.get_device(), logits.contiguous()
     ids = torch.empty(shape, dtype=torch.int64, device=logits.device)
     weights = torch.empty(shape, dtype=how.dtype, device=logits.device)
+    given: tuple[Any, ...] = (logits,)
     if how.scores == "sigmoid":
         added = logits.new_zeros(experts) if bias is None else bias.contiguous()
-        parts = (logits.view(tokens, how.groups, -1), added.view(how.groups, -1), how.kept)
-    else:
-        parts = (logits,)
-    plan.launch(device, *parts, how.choices, how.scale, ids, weights)
+        given = (logits.view(tokens, how.groups, -1), added.view(how.groups, -1), how.kept)
+    plan.launch(device, *given, how.choices, how.scale, ids, weights)
     return Choice(ids, weights)
 
 

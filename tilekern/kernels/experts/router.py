@@ -219,9 +219,16 @@ def choices_of(problem: Problem) -> int:
     return min(problem["choices"], problem["experts"])
 
 
+def _dtype(problem: Problem) -> str:
+    """Of the logits."""
+    return str(problem.get("dtype", "float32"))
+
+
 def groups_of(problem: Problem) -> int:
     """The number of groups; 1 where the experts cannot be cut into so many of at least two."""
-    groups, experts = problem.get("expert_groups", 1), problem["experts"]
+    if "expert_groups" not in problem:
+        return 1
+    groups, experts = problem["expert_groups"], problem["experts"]
     return groups if groups <= MOST_GROUPS and experts % groups == 0 and experts >= 2 * groups else 1
 
 
@@ -247,7 +254,7 @@ def _axes(problem: Problem) -> dict[str, list[Value]]:
 
 
 def _config(problem: Problem, occupancy: int) -> Config:
-    tile_m = int(row_tiles(_elements(problem), _FEWEST, 2 * _FEWEST)[-1])
+    tile_m = row_tiles(_elements(problem), _FEWEST, 2 * _FEWEST)[-1]
     return Config(schedule="block", tile_m=tile_m, occupancy=occupancy, num_worker_warps=0)
 
 
@@ -301,7 +308,7 @@ def _sigmoid_forward(problem: Problem, config: Config) -> Implementation:
 
 
 def _backward(function: Any, problem: Problem, config: Config) -> Implementation:
-    dtype, experts, choices = problem.get("dtype", "float32"), problem["experts"], choices_of(problem)
+    dtype, experts, choices = _dtype(problem), problem["experts"], choices_of(problem)
     constants = (
         ("experts", experts), ("tile_m", config["tile_m"]), ("width", power_of_two(experts)),
         ("normalized", problem["normalized"]),
@@ -417,7 +424,7 @@ def _backward_inputs(problem: Problem, generator: Any, device: str) -> dict[str,
     """Logits near to each other and slopes of either sign: no result is a small difference of large terms."""
     import torch
 
-    shape, dtype = (problem["tokens"], problem["experts"]), getattr(torch, problem.get("dtype", "float32"))
+    shape, dtype = (problem["tokens"], problem["experts"]), getattr(torch, _dtype(problem))
     logits = torch.rand(shape, generator=generator, device=device).to(dtype)
     ids = largest(logits, choices_of(problem))
     dweights = 0.5 + torch.rand(ids.shape, generator=generator, device=device)
@@ -431,9 +438,7 @@ def _bytes(matrices: int) -> Any:
 
     def moved(problem: Problem) -> int:
         choice = choices_of(problem) * (8 + ITEM_BYTES[problem["weight_dtype"]])
-        return problem["tokens"] * (
-            matrices * problem["experts"] * ITEM_BYTES[problem.get("dtype", "float32")] + choice
-        )
+        return problem["tokens"] * (matrices * problem["experts"] * ITEM_BYTES[_dtype(problem)] + choice)
 
     return moved
 
@@ -444,7 +449,7 @@ def _choice_outputs(problem: Problem, blocks: int) -> dict[str, tuple[tuple[int,
 
 
 def _gradient_outputs(problem: Problem, blocks: int) -> dict[str, tuple[tuple[int, ...], str]]:
-    return {"dlogits": ((problem["tokens"], problem["experts"]), problem.get("dtype", "float32"))}
+    return {"dlogits": ((problem["tokens"], problem["experts"]), _dtype(problem))}
 
 
 _TOKENS, _CHOICES = Dimension("tokens", "bucketed"), Dimension("choices", "exact")

@@ -1,0 +1,53 @@
+"""Routers on the GPU: ids and weights, the gradient of the logits, bits, and no wait for the device."""
+
+import pytest
+import torch
+
+from tilekern import ops
+from tilekern.runtime import dispatch
+
+ROUTERS = {
+    "gpt_oss": (32, 4, {}),
+    "qwen3_moe": (128, 8, {}),
+    "qwen2_moe": (60, 4, {"normalized": False}),
+    "deepseek_v3": (256, 8, {"scores": "sigmoid", "groups": 8, "kept_groups": 4, "scale": 2.5}),
+}
+
+
+def step(logits, choices, **how):
+    leaf = logits.clone().requires_grad_()
+    ids, weights = ops.router(leaf, choices, **how)
+    (slope,) = torch.autograd.grad(weights, leaf, torch.linspace(-1, 1, choices).to(weights).expand(weights.shape))
+    return ids, weights.detach(), slope
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_choice_weights_and_gradient(name):
+    experts, choices, how = ROUTERS[name]
+    order = torch.rand(1000, experts, generator=torch.Generator().manual_seed(0)).argsort(1)
+    logits = (order - experts / 2) * (4 / experts)
+    ids, weights, slope = (x.cpu() for x in step(logits.cuda(), choices, **how))
+    expected = step(logits.double(), choices, **how)
+    assert torch.equal(ids, expected[0])
+    for found, right in ((weights, expected[1]), (slope, expected[2])):
+        assert (found.double() - right).norm() < 3e-6 * right.norm()
+    kernel = f"router_{how.get('scores', 'softmax')}_"
+    for direction in ("forward", "backward"):
+        assert dispatch.counters(kernel + direction).launches > 0
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_nothing_waits_for_the_gpu_and_two_runs_give_the_same_bits(name):
+    experts, choices, how = ROUTERS[name]
+    # In bfloat16 many are equal.
+    logits = torch.randn(1000, experts, device="cuda", dtype=torch.bfloat16)
+    first = step(logits, choices, **how)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        second = step(logits, choices, **how)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
+    expected = ops.router(logits.cpu().double(), choices, **how).ids
+    if name != "deepseek_v3":
+        assert torch.equal(first[0].cpu(), expected)
