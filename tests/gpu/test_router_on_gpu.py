@@ -1,4 +1,4 @@
-"""Routers on the GPU: ids and weights, the gradient of the logits, bits, and no wait for the device."""
+"""Routers and their losses on the GPU: choices, gradients, the same bits, and no wait for the device."""
 
 import pytest
 import torch
@@ -51,3 +51,27 @@ def test_nothing_waits_for_the_gpu_and_two_runs_give_the_same_bits(name):
     expected = ops.router(logits.cpu().double(), choices, **how).ids
     if name != "deepseek_v3":
         assert torch.equal(first[0].cpu(), expected)
+
+
+def test_losses_and_their_gradient():
+    logits = torch.randn(1000, 60, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    shares, ids = (torch.arange(1000) % 3).clamp(max=1).double(), ops.router(logits, 4).ids
+
+    def losses(device, dtype):
+        leaf = logits.to(device, dtype, copy=True).requires_grad_()
+        found = ops.router_losses(leaf, ids.to(device), shares.to(device))
+        return torch.stack(found).detach(), torch.autograd.grad(found.balance + found.z, leaf)[0]
+
+    losses("cuda", torch.float32)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        leaf = torch.zeros(4, 6, device="cuda", requires_grad=True)
+        sum(ops.router_losses(leaf, torch.zeros(4, 2, device="cuda", dtype=torch.int64))).backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for found, again, right in zip(
+        losses("cuda", torch.float32), losses("cuda", torch.float32), losses("cpu", torch.float64), strict=True
+    ):
+        assert torch.equal(found, again)
+        assert (found.cpu().double() - right).norm() < 3e-6 * right.norm()
+    assert dispatch.counters("router_losses_backward").launches > 0

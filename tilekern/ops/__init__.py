@@ -29,6 +29,7 @@ from tilekern.ops.rms_norm import rms_norm
 from tilekern.ops.rope import rope
 from tilekern.ops.route import route
 from tilekern.ops.router import router
+from tilekern.ops.router_losses import router_losses
 from tilekern.ops.sharded_linear_log_probs import sharded_linear_log_probs
 from tilekern.ops.swiglu import swiglu
 from tilekern.ops.tiled_geglu import tiled_geglu
@@ -53,6 +54,7 @@ __all__ = [
     "rope",
     "route",
     "router",
+    "router_losses",
     "sharded_linear_log_probs",
     "swiglu",
     "tiled_geglu",

@@ -7,6 +7,6 @@ id that is not from 0 to E - 1, as ranks of expert parallelism have them for the
 expert: its rows come last, with E as their expert, no product writes them, and nothing here reads them as numbers.
 """
 
-from tilekern.kernels.experts import combine, gate, gather, route, router
+from tilekern.kernels.experts import combine, gate, gather, route, router, router_losses
 
-SPECS = (*router.SPECS, *route.SPECS, *gather.SPECS, *gate.SPECS, *combine.SPECS)
+SPECS = (*router.SPECS, *router_losses.SPECS, *route.SPECS, *gather.SPECS, *gate.SPECS, *combine.SPECS)

@@ -1,0 +1,260 @@
+"""Losses of a router: how unevenly it spreads tokens, and how large its logits are; and the gradient of the logits.
+
+With p the softmax of a row of logits, ``counts[e]`` the rows whose ids have expert e, and R rows, the balance is
+``experts * sum_e (counts[e] / R) * (sum_rows p[e] / R)`` (Fedus, Zoph and Shazeer 2021, arXiv:2101.03961, equations 4
+to 6) and z is the mean of ``lse^2``, lse being the logarithm of the sum of exp(logits) (Zoph and others 2022,
+arXiv:2202.08906, equation 5). Each row counts as often as its share says, of which R is the sum then.
+
+The forward leaves sums of each block: of p, the counts, and of lse^2. For the gradient, ``slopes[e]`` is what the
+losses gain by p[e] and ``pull`` by lse^2 / 2: ``dlogits = share * p * (slopes - sum(p * slopes) + pull * lse)``.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import cuda.tile as ct
+
+from tilekern.kernels.experts.router import choices_of, largest
+from tilekern.kernels.tiles import ConstBool, ConstInt, grid_of, hints, load, power_of_two, row_tiles
+from tilekern.spec import (
+    ITEM_BYTES,
+    ArrayParameter,
+    Config,
+    Dimension,
+    Implementation,
+    KernelSpec,
+    Problem,
+    ScalarParameter,
+    Space,
+    Value,
+    cdiv,
+)
+
+_LOG2_E, _LN_2 = 1.4426950408889634, 0.6931471805599453
+_INFINITY = math.inf
+# Elements of the tiles of a step.
+_FEWEST, _MOST = 256, 4096
+
+
+def _softmax(logits, step, lane, experts, tile_m, width):
+    """The softmax [tile_m, width] of a step of rows, and the logarithm of its divisor [tile_m, 1]."""
+    x = load(logits, (step, 0), (tile_m, width), True, 0, False).astype(ct.float32)
+    x = ct.where(lane < experts, x, -_INFINITY)
+    top = ct.max(x, axis=1, keepdims=True)
+    # The difference first: one fused product and sum would lose the digits of large x.
+    powers = ct.exp2((x - top) * _LOG2_E, flush_to_zero=True)
+    total = ct.sum(powers, axis=1, keepdims=True)
+    return powers * (1.0 / total), top + ct.log2(total) * _LN_2
+
+
+def _share(shares, step, tile_m, rows, masked):
+    """How often each row counts [tile_m, 1]; those beyond the last one do not."""
+    row = step * tile_m + ct.reshape(ct.arange(tile_m, dtype=ct.int32), (tile_m, 1))
+    share = ct.where(row < rows, 1.0, 0.0)
+    if ct.static_eval(masked):
+        share = ct.reshape(load(shares, (step,), (tile_m,), True, 0, False).astype(ct.float32), (tile_m, 1))
+    return share
+
+
+@ct.kernel
+def router_losses_forward(
+    logits, ids, shares, choices, probabilities, counts, squares, experts: ConstInt, tile_m: ConstInt,
+    width: ConstInt, masked: ConstBool,
+):  # fmt: skip
+    """Resident blocks; logits [rows, experts], ids [rows, choices], shares [rows].
+
+    probabilities and counts are [blocks, experts], squares [blocks, 1].
+    """
+    lane = ct.reshape(ct.arange(width, dtype=ct.int32), (1, width))
+    added, chosen = ct.zeros((tile_m, width), ct.float32), ct.zeros((tile_m, width), ct.float32)
+    square = ct.zeros((tile_m, 1), ct.float32)
+    for step in range(ct.bid(0), ct.cdiv(logits.shape[0], tile_m), ct.num_blocks(0)):
+        p, lse = _softmax(logits, step, lane, experts, tile_m, width)
+        share = _share(shares, step, tile_m, logits.shape[0], masked)
+        # A row that does not count may hold anything.
+        added = added + ct.where(share > 0.0, p * share, 0.0)
+        square = square + ct.where(share > 0.0, lse * lse * share, 0.0)
+        for k in range(choices):
+            here = load(ids, (step, k), (tile_m, 1), True, 0, False).astype(ct.int32) == lane
+            chosen = chosen + ct.where(here, share, 0.0)
+    block = ct.bid(0)
+    ct.store(probabilities, (block, 0), ct.sum(added, axis=0, keepdims=True), allow_tma=False)
+    ct.store(counts, (block, 0), ct.sum(chosen, axis=0, keepdims=True), allow_tma=False)
+    ct.store(squares, (block, 0), ct.sum(square, axis=0, keepdims=True), allow_tma=False)
+
+
+@ct.kernel
+def router_losses_backward(
+    logits, shares, slopes, pull, dlogits, experts: ConstInt, tile_m: ConstInt, width: ConstInt, masked: ConstBool
+):
+    """``tile_m`` rows a step; logits and dlogits [rows, experts], shares [rows], slopes [1, experts], pull [1, 1]."""
+    lane = ct.reshape(ct.arange(width, dtype=ct.int32), (1, width))
+    slope = load(slopes, (0, 0), (1, width), True, 0, False)
+    gain = load(pull, (0, 0), (1, 1), False, 0, False)
+    for step in range(ct.bid(0), ct.cdiv(logits.shape[0], tile_m), ct.num_blocks(0)):
+        p, lse = _softmax(logits, step, lane, experts, tile_m, width)
+        share = _share(shares, step, tile_m, logits.shape[0], masked)
+        gradient = p * (slope - ct.sum(p * slope, axis=1, keepdims=True) + gain * lse)
+        gradient = ct.where(share > 0.0, gradient * share, 0.0)
+        ct.store(dlogits, (step, 0), gradient.astype(dlogits.dtype), allow_tma=False)
+
+
+def _axes(problem: Problem) -> dict[str, list[Value]]:
+    return {
+        "schedule": ["persistent"],
+        "tile_m": row_tiles(problem["experts"], _FEWEST, _MOST),
+        "occupancy": [2, 4],
+        "num_worker_warps": [0, 8],
+    }
+
+
+def _config(problem: Problem) -> Config:
+    tile_m = row_tiles(problem["experts"], _FEWEST, 4 * _FEWEST)[-1]
+    return Config(schedule="persistent", tile_m=tile_m, occupancy=4, num_worker_warps=0)
+
+
+def _implement(function: Any, parameters: tuple[Any, ...], problem: Problem, config: Config) -> Implementation:
+    """Of what comes behind the logits."""
+    experts = problem["experts"]
+    return Implementation(
+        function=function,
+        parameters=(ArrayParameter("logits", problem["dtype"], 2, experts), *parameters),
+        constants=(
+            ("experts", experts),
+            ("tile_m", config["tile_m"]),
+            ("width", power_of_two(experts)),
+            ("masked", problem["masked"]),
+        ),
+        grid=lambda sizes, sm_count: grid_of(cdiv(sizes["rows"], config["tile_m"]), config, sm_count),
+        hints=hints(config),
+    )
+
+
+def _shares(problem: Problem) -> ArrayParameter:
+    """One element in its place, which is not aligned, where all rows count once."""
+    return ArrayParameter("shares", "float32", 1, aligned=problem["masked"])
+
+
+def _forward(problem: Problem, config: Config) -> Implementation:
+    experts = problem["experts"]
+    parameters = (
+        # Read one by one, so their rows may begin anywhere.
+        ArrayParameter("ids", "int64", 2, choices_of(problem), aligned=False), _shares(problem),
+        ScalarParameter("choices", "int32"),
+        *(ArrayParameter(name, "float32", 2, experts, "output") for name in ("probabilities", "counts")),
+        ArrayParameter("squares", "float32", 2, 1, "output", aligned=False),
+    )  # fmt: skip
+    return _implement(router_losses_forward, parameters, problem, config)
+
+
+def _backward(problem: Problem, config: Config) -> Implementation:
+    experts = problem["experts"]
+    parameters = (
+        _shares(problem), ArrayParameter("slopes", "float32", 2, experts),
+        ArrayParameter("pull", "float32", 2, 1, aligned=False),
+        ArrayParameter("dlogits", problem["dtype"], 2, experts, "output"),
+    )  # fmt: skip
+    return _implement(router_losses_backward, parameters, problem, config)
+
+
+def sums(logits: Any, ids: Any, shares: Any) -> tuple[Any, Any, Any]:
+    """(sums of p, counts, sum of lse^2) by torch's operations, [experts], [experts] and [1]; shares None for ones."""
+    if shares is None:
+        shares = logits.new_ones(len(logits))
+    share = shares.to(logits.dtype)[:, None]
+    logits = logits.where(share > 0, 0.0)
+    counts = logits.new_zeros(logits.shape).scatter_add_(1, ids, share.expand(ids.shape)).sum(0)
+    squares = (logits.logsumexp(1, keepdim=True).square() * share).sum(0)
+    return (logits.softmax(1) * share).sum(0), counts, squares
+
+
+def _reference(logits: Any, ids: Any, shares: Any, choices: int, masked: bool) -> dict[str, Any]:
+    found = sums(logits.double(), ids, shares.double() if masked else None)
+    return dict(zip(("probabilities", "counts", "squares"), found, strict=True))
+
+
+def _reference_backward(logits: Any, shares: Any, slopes: Any, pull: Any, masked: bool) -> dict[str, Any]:
+    wide, slopes = logits.double(), slopes.double()
+    p = wide.softmax(1)
+    gradient = p * (slopes - (p * slopes).sum(1, keepdim=True) + pull.double() * wide.logsumexp(1, keepdim=True))
+    if masked:
+        share = shares.double()[:, None]
+        gradient = (gradient * share).where(share > 0, 0.0)
+    return {"dlogits": gradient}
+
+
+def _inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
+    """Logits near to each other; with shares each third row does not count."""
+    import torch
+
+    rows, dtype = problem["rows"], getattr(torch, problem["dtype"])
+    logits = 0.5 + torch.rand((rows, problem["experts"]), generator=generator, device=device)
+    shares = 0.5 + torch.rand((rows,), generator=generator, device=device)
+    shares[2::3] = 0
+    return {"logits": logits.to(dtype), "shares": shares if problem["masked"] else shares.new_zeros(1)}
+
+
+def _forward_inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
+    given, choices = _inputs(problem, generator, device), choices_of(problem)
+    return given | {"ids": largest(given["logits"], choices), "choices": choices}
+
+
+def _backward_inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
+    import torch
+
+    given, shape = _inputs(problem, generator, device), (1, problem["experts"])
+    slopes = 0.5 + torch.rand(shape, generator=generator, device=device)
+    return given | {"slopes": slopes, "pull": 0.5 + torch.rand((1, 1), generator=generator, device=device)}
+
+
+def _outputs(problem: Problem, blocks: int) -> dict[str, tuple[tuple[int, ...], str]]:
+    wide = ((blocks, problem["experts"]), "float32")
+    return {"probabilities": wide, "counts": wide, "squares": ((blocks, 1), "float32")}
+
+
+def _matrix(problem: Problem) -> int:
+    """Bytes of logits and shares."""
+    return int(problem["rows"] * (problem["experts"] * ITEM_BYTES[problem["dtype"]] + 4 * problem["masked"]))
+
+
+_DIMENSIONS = (Dimension("rows", "bucketed"), Dimension("experts", "exact"))
+_KINDS = (Dimension("dtype", "dtype"), Dimension("masked", "flag"))
+
+FORWARD = KernelSpec(
+    name="router_losses_forward",
+    summary="sums of a router's probabilities, of its choices and of the squares of its logsumexps",
+    module=__name__,
+    dimensions=(*_DIMENSIONS, Dimension("choices", "exact"), *_KINDS),
+    space=Space(_axes),
+    ops=("router_losses",),
+    implement=_forward,
+    default=lambda problem, target: _config(problem),
+    generic=_config,
+    inputs=_forward_inputs,
+    outputs=_outputs,
+    reference=_reference,
+    results=lambda outputs: {name: x.double().sum(0) for name, x in outputs.items()},
+    bytes_moved=lambda problem: _matrix(problem) + 8 * problem["rows"] * choices_of(problem),
+    flops=lambda problem: problem["rows"] * problem["experts"] * (6 + choices_of(problem)),
+    result_dtype=lambda problem: "float32",
+)
+BACKWARD = KernelSpec(
+    name="router_losses_backward",
+    summary="gradient of a router's losses by its logits",
+    module=__name__,
+    dimensions=(*_DIMENSIONS, *_KINDS),
+    space=Space(_axes),
+    ops=("router_losses",),
+    implement=_backward,
+    default=lambda problem, target: _config(problem),
+    generic=_config,
+    inputs=_backward_inputs,
+    outputs=lambda problem, blocks: {"dlogits": ((problem["rows"], problem["experts"]), problem["dtype"])},
+    reference=_reference_backward,
+    bytes_moved=lambda problem: _matrix(problem) + problem["rows"] * problem["experts"] * ITEM_BYTES[problem["dtype"]],
+    flops=lambda problem: 10 * problem["rows"] * problem["experts"],
+    result_dtype=lambda problem: problem["dtype"],
+)
+SPECS = (FORWARD, BACKWARD)
