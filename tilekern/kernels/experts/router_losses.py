@@ -111,7 +111,7 @@ def _axes(problem: Problem) -> dict[str, list[Value]]:
 
 
 def _config(problem: Problem) -> Config:
-    tile_m = row_tiles(problem["experts"], _FEWEST, 4 * _FEWEST)[-1]
+    tile_m = row_tiles(problem["experts"], _FEWEST, 2 * _FEWEST)[-1]
     return Config(schedule="persistent", tile_m=tile_m, occupancy=4, num_worker_warps=0)
 
 
