@@ -25,7 +25,8 @@ What is patched is found by the form of the code, whatever the family: `forms="a
 transformers, too, wherever their code has a form that is known. `python -m tilekern.patch` says what it is here.
 `attn_implementation="tilekern"` is a door of its own, which all families that ask for an attention function have, and
 `experts_implementation="tilekern"` one that families with experts have ([gates](reference.md#experts)); the experts of
-`llama4` have none, and are patched by the same switch, `experts=True`.
+`llama4` have none, and are patched by the same switch, `experts=True`, which patches the
+[routers](reference.md#routers) of these families, too.
 
 - `layer_norm` is of language models; vision towers keep their own. In an attention or an indexer whose rotation is
   patched (Persimmon's, Phi's, DeepSeek V3.2's) it runs with `apply`, and torch's class with `apply_to_model`.
@@ -113,7 +114,7 @@ def experts_said(model_type):
 
 def experts_of(family, model):
     """Whether the op serves the experts in a family's model, or why not."""
-    if "experts" in family.ops:
+    if any(patch.replacement is experts.scaled_layer for patch in family.patches()):
         return "yes"
     own = [x for x in model.modules() if type(x).__module__ == family.module]
     reasons = {experts.unserved(x) for x in own if hasattr(type(x), "_apply_gate")}

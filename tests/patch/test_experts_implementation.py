@@ -165,7 +165,10 @@ def said(model):
 
 def test_the_report_says_whether_experts_run_the_op():
     model, _, _ = make("qwen3_moe")
-    assert said(model) == {"experts_implementation is 'grouped_mm'; \"tilekern\" chooses the op"}
+    assert said(model) == {
+        "experts_implementation is 'grouped_mm'; \"tilekern\" chooses the op",
+        "it is not patched; tilekern.apply(experts=True) does so",
+    }
     tilekern.apply_to_model(model, experts=True)
     assert said(model) == {""}
 
@@ -218,8 +221,10 @@ def test_a_traced_step_asks_for_the_kernels_of_experts(tmp_path):
     with tilekern.trace(path, gpu="H200"):
         model(input_ids=ids, labels=ids).loss.backward()
     asked = {problem["kernel"] for problem in json.loads(path.read_text())["problems"]}
-    own = {spec.name for spec in kernels.SPECS}
+    routers = {spec.name for spec in (*kernels.router.SPECS, *kernels.router_losses.SPECS)}
+    own = {spec.name for spec in kernels.SPECS} - routers
     assert own | {"column_sum"} <= asked
+    assert not routers & asked, "the name is of experts alone"
 
 
 def test_compiled_it_is_transformers_own_in_one_graph():

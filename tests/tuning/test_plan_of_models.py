@@ -489,6 +489,16 @@ def test_experts_are_planned_where_the_job_asks_for_them():
     assert kernels <= plan.keys()
     assert {problem["rows"] for problem in plan["grouped_linear"]} == {128}
     assert sizes(plan["grouped_weight_gradient"], "experts") == {(6,)}
+    (router,) = plan["router_softmax_forward"]
+    assert (router["tokens"], router["choices"], router["experts"], router["normalized"]) == (32, 3, 6, True)
+    assert plan["router_softmax_backward"] == [router]
+    assert "router_losses_forward" not in plan
     without = by_kernel(planned(MOE, [24]))
     assert not [kernel for kernel in without if kernel.startswith(("experts", "grouped", "route"))]
     assert by_kernel(planned(MOE, [24])) == without, "what was chosen for a plan is put back"
+
+
+def test_the_auxiliary_loss_is_planned_for_the_logits_of_all_layers():
+    plan = by_kernel(planned(MOE | {"num_hidden_layers": 5, "output_router_logits": True}, [24], experts=True))
+    for kernel in ("router_losses_forward", "router_losses_backward"):
+        assert {problem["rows"] for problem in plan[kernel]} == {128}, "5 times 24 in their bucket"

@@ -9,15 +9,14 @@ from typing import Any, NamedTuple
 from tilekern.awaiting import is_being_imported
 from tilekern.patch.forms import patches_in, path_of
 from tilekern.patch.table import Patch
-from tilekern.switches import ASKED, OPS
+from tilekern.switches import EXPERTS, OPS
 
-# By their first letters: norm, layer norm, mlp, plain mlp, qk_norm_rope, rope, sum and norm, head and loss, experts.
-_LETTERS = dict(zip("nlmpqrshe", (*OPS, *ASKED), strict=True))
+# By their first letters: norm, layer norm, mlp, plain mlp, qk_norm_rope, rope, sum and norm, head and loss.
+_LETTERS = dict(zip("nlmpqrsh", OPS, strict=True))
 # The families with each set of ops; the test of each runs every op that is named here.
 _SERVED = {
     "nmqrsh": "afmoe doge dots1 exaone4 exaone_moe flint gemma3 gemma4 glm4_moe hunyuan_v1_dense hunyuan_v1_moe hy_v3 "
-    "laguna lfm2 lfm2_moe mellum qwen3 qwen3_5 qwen3_5_moe qwen3_moe qwen3_next qwen3_vl qwen3_vl_moe",
-    "nmqrshe": "llama4",
+    "laguna lfm2 lfm2_moe llama4 mellum qwen3 qwen3_5 qwen3_5_moe qwen3_moe qwen3_next qwen3_vl qwen3_vl_moe",
     "npqrsh": "nanochat",
     "nmrsh": "aria axk1 cwm deepseek_v2 deepseek_v3 diffllama ernie4_5 ernie4_5_moe ernie4_5_vl_moe "
     "falcon_h1 gemma gemma2 glm glm4 glm4_moe_lite glm4v glm4v_moe granite granite_swa granitemoe_swa "
@@ -43,7 +42,7 @@ class Family(NamedTuple):
 
     Attributes:
         model_type: as a configuration names it, and transformers the folder of its code.
-        ops: what is patched of it, on the newest release of transformers that tilekern knows.
+        ops: what is patched of it, on the newest release of transformers that tilekern knows; its routers beside them.
     """
 
     model_type: str
@@ -66,7 +65,7 @@ class Family(NamedTuple):
         """
         found = patches_in(self.module, self.model_type)
         lacking = [op for op in self.ops if op not in {patch.op for patch in found}]
-        known = [patch for patch in found if patch.op in self.ops]
+        known = [patch for patch in found if patch.op in (*self.ops, EXPERTS)]
         return (*known, *(Patch(op, self.model_type, self.module, "", _nothing, ()) for op in lacking))
 
 

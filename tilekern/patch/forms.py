@@ -1,8 +1,8 @@
 """Forms: functions of which many families of models have copies, by their shapes, and what stands in for each.
 
-A form is matched against the classes and functions of a module, whatever the family. Norms, MLPs and rotations are
-known by their shapes (:mod:`tilekern.patch.shapes`); attentions, layers and heads, of which most of the text does not
-matter, by the statements in them that are exchanged (:mod:`tilekern.patch.patterns`).
+A form is matched against the classes and functions of a module, whatever the family. Norms, MLPs, rotations and
+routers are known by their shapes (:mod:`tilekern.patch.shapes`); attentions, layers and heads, of which most of the
+text does not matter, by the statements in them that are exchanged (:mod:`tilekern.patch.patterns`).
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tilekern.patch import experts, layers, loss, patterns, replacements
+from tilekern.patch import experts, layers, loss, patterns, replacements, routers
 from tilekern.patch.digests import digest_of_tree
 from tilekern.patch.shapes import shape_of
 from tilekern.patch.table import PLAIN, Norm, Patch
-from tilekern.switches import ASKED, OPS
+from tilekern.switches import EXPERTS, OPS
 
 _NORMS = {
     # ``weight * (x / sqrt(mean(x^2) + variance_epsilon)).to(dtype of x)``.
@@ -156,6 +156,33 @@ _AS_THEY_ARE = {
         "b21841385dc49d912103a92acaf778a7829b708eb89962f5098ba310ff7b52c9",
     ): replacements.rope_pairs_alone,
 }
+_ROUTERS = {
+    # ``softmax(linear(x))`` in float32 and its largest: normalised where an attribute says so, or always.
+    "7559368512e56e692b82c5987ad344ecdf098cae54012252f1cb9c6d85e0938b": partial(
+        routers.by_softmax, normalized="norm_topk_prob"
+    ),
+    "3194864c4027aa3e248d6d2fa58d409c49e855661fcf95cc76a1cbcf82099891": routers.by_softmax,
+    # The second with weights in float32: Mixtral. Never normalised: Jamba.
+    "fa60ae6d85adea0f57ee540b9b2242e78b39ea6b2ba75ae8bacbc194e6f3335e": partial(routers.by_softmax, weights="float32"),
+    "739d4046465dc1e4b61f8c85b60462c56ff7187932952c8e662889de783ac298": partial(
+        routers.by_softmax, normalized=False, weights="hidden_states"
+    ),
+    # The softmax of the largest logits: GPT-OSS, Aria, and GraniteMoE in float32.
+    "852b92d631744e8fdebe5e87f7ee3a3d6510bd7259a1456fb9b29f027c211fe3": partial(routers.by_softmax, biased=True),
+    "216320f1c40a36621cb74655d98abcb15d7b5dc2f21ef4d69aee410c1a3b805a": routers.by_softmax,
+    "50f3f7443ae401e40c19ce5578e900134d9bd3e02317ba1ef44dbfb26bc9ee17": partial(
+        routers.by_softmax, wide=True, weights="hidden_states"
+    ),
+    # Sigmoids in groups, with a bias of the choice: DeepSeek-V3.
+    "5102fbef7e77148c22c97986f96888bce7e49c5c79f436876b43867bf3315f51": routers.by_sigmoid,
+}
+# The auxiliary loss, ``load_balancing_loss_func``: from 5.23, from 5.17 and from 5.0 on.
+_BALANCE = "load_balancing_loss_func"
+_BALANCES = (
+    "e6d3e72b198ce995b9aeea8c5cf4cbae5f74aa62c28a02081dbab6146142adb3",
+    "68b94f8c77ef4c3e463970cac6ad6cdea43648332b9f45aa4970c86a84172571",
+    "351dc8085a407412c3d5e111133ee8f865ea27222c3ef3f7209119f21474f5d9",
+)
 
 
 class Module:
@@ -212,13 +239,14 @@ class Module:
     @functools.cached_property
     def experts(self) -> dict[str, tuple[Callable[..., Any], tuple[str, ...]]]:
         """The classes that are layers of experts of a known form: the replacement, and the paths that it relies on."""
-        found = {}
+        found: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {}
         for kind, forward in self.forwards.items():
             parts = self.parts(kind) if "Mo" in kind else {}
-            paths = [f"{parts.get(name)}.forward" for name in ("experts", "router")]
-            if all(path in self.methods for path in paths):
-                make = _EXPERTS.get((shape_of(forward), *(shape_of(self.methods[path]) for path in paths)))
-                found |= {kind: (make, tuple(paths))} if make is not None else {}
+            experts, router = (f"{parts.get(name)}.forward" for name in ("experts", "router"))
+            if experts in self.methods and router in self.methods:
+                shapes = shape_of(forward), shape_of(self.methods[experts]), shape_of(self.methods[router])
+                make = _EXPERTS.get(shapes)
+                found |= {kind: (make, (experts, router))} if make is not None else {}
         return found
 
     @functools.cached_property
@@ -251,8 +279,13 @@ class Module:
                     found[kind] = (_ACTIVATIONS[shapes], (*methods, *helpers))
         return found
 
-    def _shaped(self, forms: dict[str, Any], part: str) -> dict[str, Any]:
-        small = {kind: x for kind, x in self.forwards.items() if part in kind and len(x.body) < 8}
+    @functools.cached_property
+    def routers(self) -> dict[str, Callable[..., Any]]:
+        """The classes that are routers of a known form, each with its replacement."""
+        return self._shaped(_ROUTERS, "Router", 20)
+
+    def _shaped(self, forms: dict[str, Any], part: str, most: int = 7) -> dict[str, Any]:
+        small = {kind: x for kind, x in self.forwards.items() if part in kind and len(x.body) <= most}
         shapes = {kind: shape_of(x) for kind, x in small.items() if not x.decorator_list}
         return {kind: forms[shape] for kind, shape in shapes.items() if shape in forms}
 
@@ -312,7 +345,7 @@ class Module:
 
 
 def patches_of(module: Module, model_type: str) -> list[Patch]:
-    """What in a module has one of the forms, in the order of the table."""
+    """What in a module has one of the forms: routers, and the rest in the order of :data:`OPS`."""
     row = partial(_row, module, model_type)
     found = []
     for kind, norm in module.norms.items():
@@ -320,7 +353,7 @@ def patches_of(module: Module, model_type: str) -> list[Patch]:
         found.append(row("rms_norm", f"{kind}.forward", make, _code(module, {"": kind})[1:]))
     found += [row("layer_norm", f"{kind}.forward", make) for kind, make in module.layer_norms.items()]
     found += [row("swiglu", f"{kind}.forward", make) for kind, make in module.mlps.items()]
-    found += [row(ASKED[0], f"{kind}.forward", *known) for kind, known in module.experts.items()]
+    found += [row(EXPERTS, f"{kind}.forward", *known) for kind, known in module.experts.items()]
     for kind, (name, relied) in module.activations.items():
         found.append(row("mlp", f"{kind}.forward", partial(replacements.activation, kind=name), relied))
     for kind in module.forwards:
@@ -336,7 +369,7 @@ def patches_of(module: Module, model_type: str) -> list[Patch]:
             make = partial(layers.fused_add_rms_norm, norms=tuple(norms), kinds=written)
             found.append(row("fused_add_rms_norm", f"{kind}.forward", make, _code(module, norms)))
     heads = [kind for kind in module.forwards if _has(module, kind, patterns.head_and_loss)]
-    found += [row(OPS[-1], f"{kind}.forward", loss.fused_linear_cross_entropy) for kind in heads]
+    found += [row(OPS[-1], f"{kind}.forward", loss.fused_linear_cross_entropy, takes_in=(EXPERTS,)) for kind in heads]
     # One method has one stand-in; a function that it calls may have one of its own.
     taken = {patch.attribute for patch in found}
     for kind in module.forwards:
@@ -351,7 +384,17 @@ def patches_of(module: Module, model_type: str) -> list[Patch]:
         if free and linears and activations and _has(module, kind, chain):
             make = partial(layers.mlp, linears=linears, activations=activations, others=tuple(module.linears))
             found.append(row("mlp", f"{kind}.forward", make, [f"{other}.forward" for other in module.linears]))
-    return sorted(found, key=lambda patch: (*OPS, *ASKED).index(patch.op))
+    return [*_routers(module, row), *sorted(found, key=lambda patch: (*OPS, EXPERTS).index(patch.op))]
+
+
+def _routers(module: Module, row: Callable[..., Patch]) -> list[Patch]:
+    """The patches of a module's routers and of their auxiliary loss."""
+    found = [row(EXPERTS, f"{kind}.forward", make) for kind, make in module.routers.items()]
+    balance = module.functions.get(_BALANCE)
+    callers = tuple(module.callers(_BALANCE))
+    if balance is not None and callers and shape_of(balance) in _BALANCES:
+        found.append(row(EXPERTS, _BALANCE, routers.balance, callers=callers))
+    return found
 
 
 def _head_norms(module: Module, kind: str, row: Callable[..., Patch]) -> list[Patch]:

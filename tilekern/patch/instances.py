@@ -5,15 +5,16 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Iterable
-from types import MethodType
+from types import CodeType, MethodType
 from typing import TYPE_CHECKING, Any
 
 from tilekern.patch.bound import Bound, StandIn
 from tilekern.patch.checkpointing import wraps_around
 from tilekern.patch.installed import Found, holder, original_at
-from tilekern.patch.ledger import Ledger
+from tilekern.patch.ledger import Ledger, Touch
 from tilekern.patch.registry import registered
 from tilekern.patch.rewriting import rewritten
+from tilekern.patch.table import Patch
 from tilekern.patch.wrapped import is_inside, place_of
 
 if TYPE_CHECKING:
@@ -25,31 +26,35 @@ def patch_modules(
 ) -> tuple[int, str]:
     """Patch every module of ``model`` that has the function which ``found`` describes.
 
-    A method that calls several functions of one op is given the replacements of all of them, those ``beside`` too.
+    A method that calls several functions of one op, or some of an op that it takes in, is given the replacements of
+    all of them, those ``beside`` too.
 
     Returns:
         The number of modules that are patched now, and what was left alone with its reason (empty where nothing was).
     """
     patch = found.patch
     if inspect.isclass(found.owner):
-        replacement = patch.replacement(found.original)
+        replacement = patch.replacement(found.original, **_replaced(patch.attribute, patch.module, beside))
         return _give(found, patch.attribute, replacement, model, ledger)
     if not patch.callers:
         return 0, f"{patch.target} is a plain function that all models share; tilekern.apply() patches it for all"
     total, left = 0, ""
-    rows = [found, *(x for x in beside if x.patch.module == patch.module and x.patch.callers)]
     module = sys.modules[patch.module]
     for caller in patch.callers:
         try:
             function = original_at(module, caller, ledger)
-            called = [x for x in rows if caller in x.patch.callers]
-            named = {x.patch.attribute: x.patch.replacement(x.original) for x in called}
-            twin = rewritten(function, lambda _: 1, named)
+            twin = rewritten(function, lambda _: 1, _replaced(caller, patch.module, (found, *beside)))
         except ValueError as error:
             return total, f"{patch.module}.{caller} {error}"
         number, reason = _give(found, caller, twin, model, ledger)
         total, left = total + number, left or reason
     return total, left
+
+
+def _replaced(caller: str, module: str, rows: Iterable[Found]) -> dict[str, Any]:
+    """What stands in for the functions of a module that a method of it calls, by their names."""
+    called = [x for x in rows if x.patch.module == module and caller in x.patch.callers]
+    return {x.patch.attribute: x.patch.replacement(x.original) for x in called}
 
 
 def _give(found: Found, path: str, replacement: Any, model: torch.nn.Module, ledger: Ledger) -> tuple[int, str]:
@@ -61,7 +66,7 @@ def _give(found: Found, path: str, replacement: Any, model: torch.nn.Module, led
     patched = left = 0
     for instance in _having(model.modules(), owner, name):
         touch = ledger.held(instance, name)
-        if touch is not None and touch.op in found.patch.covers:
+        if touch is not None and _gives_way(touch, found.patch, replacement):
             ledger.undo_one(touch)
             touch = None
         known = _ordinary(instance, name, methods) if touch is None else None
@@ -71,6 +76,19 @@ def _give(found: Found, path: str, replacement: Any, model: torch.nn.Module, led
         patched += touch is not None and touch.still_runs and touch.op == found.patch.op
         left += touch is None or not touch.still_runs
     return patched, f"{left} modules have another {name} than {where}, a hook's or another patch's" if left else ""
+
+
+def _gives_way(touch: Touch, patch: Patch, replacement: Any) -> bool:
+    """Whether a stand-in is superfluous beside a patch's, or one of the same patch that was given other functions."""
+    if touch.op != patch.op or not patch.takes_in:
+        return touch.op in (*patch.covers, *patch.takes_in)
+    return code_of(touch.replacement).co_freevars != code_of(replacement).co_freevars
+
+
+def code_of(function: Any) -> CodeType:
+    """The code of a function inside of its decorators."""
+    code: CodeType = inspect.unwrap(function).__code__
+    return code
 
 
 def _having(modules: Iterable[Any], owner: type, name: str) -> list[Any]:

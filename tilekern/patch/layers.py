@@ -266,13 +266,9 @@ def qk_norm_rope(
         return (stand_in if is_known() else names[rotation])(*given)
 
     def fused(
-        one: Any,
-        other: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        angles: tuple[torch.Tensor, ...],
+        one: Any, other: Any, q: torch.Tensor, k: torch.Tensor, angles: tuple[torch.Tensor, ...],
         norm_last: bool = False,
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         """The rotated q and k; None where the op would not do what the norms and the rotation do."""
         ordinary = is_known() and _is_ordinary(one, home, kinds) and _is_ordinary(other, home, kinds)
         if not ordinary or not turn.fits(q, k, angles) or not _alike(one, other, q, kinds, turn):
@@ -302,8 +298,11 @@ def qk_norm_rope(
         return turn.by(names[rotation], q, k, *angles)
 
     def turned_alone(norm: Any, x: torch.Tensor, *angles: torch.Tensor) -> Any:
-        # The halves of its heads are q and k to the op.
-        made = fused(norm, norm, *x.tensor_split(2, 2), angles) if is_plain(x) and x.dim() == 4 else None
+        made = None
+        if is_plain(x) and x.dim() == 4:
+            # The halves of its heads are q and k to the op.
+            q, k = x.tensor_split(2, 2)
+            made = fused(norm, norm, q, k, angles)
         return names[rotation](norm(x), *angles, unsqueeze_dim=2) if made is None else torch.cat(made, 2)
 
     change = partial(patterns.qk_norm_rope, norms=norms, rotation=rotation)

@@ -22,7 +22,7 @@ _LOSS = "ffd01ac8e9fd6e791f2f7933e4b94d1dd65a32d7fcede585281a108b1b919e67"
 _ITS_CROSS_ENTROPY = "c91f2e93eccd4694e06d3b61bb5c6d774f281c3d61ff5c94d817344c472b8009"
 
 
-def fused_linear_cross_entropy(original: Function) -> Function:
+def fused_linear_cross_entropy(original: Function, **functions: Function) -> Function:
     """For ``forward`` of a ``ForCausalLM`` whose text makes logits by one linear layer and Hugging Face's loss of them.
 
     Without logits the loss is Hugging Face's: the labels are shifted by one (or taken from ``shift_labels``), and the
@@ -33,7 +33,8 @@ def fused_linear_cross_entropy(original: Function) -> Function:
     raises ``ValueError`` without labels; False makes them; None, the default, makes none while the model trains and
     labels are given, unless ``logits_to_keep`` asks for some. Everything else runs the statements that were there: a
     head with an adapter, or with hooks that expect its logits. Of a head whose vocabulary tensor parallelism has spread
-    over ranks each makes the loss of its part (:func:`tilekern.ops.sharded_linear_log_probs`).
+    over ranks each makes the loss of its part (:func:`tilekern.ops.sharded_linear_log_probs`). ``functions`` stand in,
+    by their names, for others that it calls.
     """
     from transformers.loss.loss_utils import ForCausalLMLoss, fixed_cross_entropy
 
@@ -58,7 +59,7 @@ def fused_linear_cross_entropy(original: Function) -> Function:
         return not reason
 
     variables = {patterns.SERVES: serves, patterns.LOSS: _loss, patterns.SKIPPED: SKIPPED}
-    return rewritten(original, patterns.head_and_loss, variables)
+    return rewritten(original, patterns.head_and_loss, variables | functions)
 
 
 def unserved(model: Any, head: Any, loss: Any, is_gathered: bool = False) -> str:
@@ -151,7 +152,7 @@ def _loss(
         weight, bias = (head.weight, head.bias) if part is None else (part.weight, part.bias)
         if scale != 1.0:
             hidden, bias = hidden * scale, None if bias is None else bias * scale
-        options = {"ignore_index": ignore_index, "softcap": softcap, "wide_sums": _wide(), "bias": bias}
+        options: dict[str, Any] = {"ignore_index": ignore_index, "softcap": softcap, "wide_sums": _wide(), "bias": bias}
         if part is None:
             return ops.fused_linear_cross_entropy(hidden, weight, target, num_items=num_items_in_batch, **options)
         log_probs = ops.sharded_linear_log_probs(hidden, weight, target, part.first, part.group, **options)[0]

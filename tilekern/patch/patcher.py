@@ -30,6 +30,7 @@ from tilekern.patch.registry import (
 from tilekern.patch.table import Patch
 from tilekern.runtime import dispatch
 from tilekern.runtime.ranks import comparing as ranks
+from tilekern.switches import EXPERTS
 from tilekern.warning import warn
 
 if TYPE_CHECKING:
@@ -83,7 +84,8 @@ def apply(
             ops to patch. ``swiglu`` is for MLPs with a gate, by gelu too, ``mlp`` for those without one. With the fused
             loss a model in training gives a loss and no logits.
         experts: whether models of all families whose experts run by transformers' grouped products, its default, run
-            ``experts_implementation="tilekern"`` in their place, and Llama 4's, which have no such choice, the same op.
+            ``experts_implementation="tilekern"`` in their place, and Llama 4's, which have no such choice, the same op;
+            and routers of known forms, with their auxiliary loss, the ops ``router`` and ``router_losses``.
         model_type: one family only, for example ``qwen3``; the others stay as they are. None means all.
         forms: ``tested`` patches the families whose tests pass here (``python -m tilekern.patch`` lists them), ``any``
             all families of transformers whose code has a form that is known.
@@ -101,7 +103,7 @@ def apply(
     wish = _wish(
         {"rms_norm": rms_norm, "layer_norm": layer_norm, "swiglu": swiglu, "qk_norm_rope": qk_norm_rope, "rope": rope}
         | {"fused_add_rms_norm": fused_add_rms_norm, "fused_linear_cross_entropy": fused_linear_cross_entropy}
-        | {"mlp": mlp, "experts": experts, **ops},
+        | {"mlp": mlp, EXPERTS: experts, **ops},
         model_type,
         forms,
     )
@@ -253,7 +255,7 @@ def apply_to_model(
     wish = _wish(
         {"rms_norm": rms_norm, "layer_norm": layer_norm, "swiglu": swiglu, "qk_norm_rope": qk_norm_rope, "rope": rope}
         | {"fused_add_rms_norm": fused_add_rms_norm, "fused_linear_cross_entropy": fused_linear_cross_entropy}
-        | {"mlp": mlp, "experts": experts, **ops},
+        | {"mlp": mlp, EXPERTS: experts, **ops},
         model_type,
         forms,
     )
@@ -279,7 +281,8 @@ def apply_to_model(
             if not found.usable:
                 _warn(found)
                 continue
-            beside = [x for x in judged if x.usable and x.patch.op == op and x is not found]
+            taken_in = (op, *found.patch.takes_in)
+            beside = [x for x in judged if x.usable and x.patch.op in taken_in and x is not found]
             number, left = patch_modules(found, model, _ledger, beside)
             if number:
                 done.add(op)
@@ -311,7 +314,7 @@ def reset(names: str | Iterable[str] | None = None) -> list[str]:
     """Put back every attribute that patches of the named ops (None: of all) have touched, models' own included.
 
     What others have wrapped around a patch meanwhile (accelerate's hooks and casts) stays, and runs the original.
-    The miss policy stays as it is.
+    Experts that :func:`apply` chose are put back with the op ``experts``. The miss policy stays as it is.
 
     Returns:
         The ops that had been patched, in the table's order.
@@ -323,7 +326,7 @@ def reset(names: str | Iterable[str] | None = None) -> list[str]:
         ranks.unarm()
     wanted = known_ops() if names is None else [names] if isinstance(names, str) else list(names)
     check_ops(wanted)
-    if "experts" in wanted:
+    if EXPERTS in wanted:
         experts_door.put_back()
     with _lock:
         for home, wish in _wishes.items():

@@ -8,7 +8,7 @@ from tilekern.errors import InputError
 from tilekern.patch.families import FAMILIES, family_of
 from tilekern.patch.forms import patches_in
 from tilekern.patch.table import Patch
-from tilekern.switches import ASKED, FORMS, OPS
+from tilekern.switches import EXPERTS, FORMS, OPS
 
 _registered: list[Patch] = []
 
@@ -70,7 +70,7 @@ def register_patch(patch: Patch) -> None:
 
 def known_ops() -> list[str]:
     """The ops of the table, each once, in its order."""
-    return list(dict.fromkeys((*OPS, *ASKED, *(patch.op for patch in _registered))))
+    return list(dict.fromkeys((*OPS, EXPERTS, *(patch.op for patch in _registered))))
 
 
 def known_families() -> list[str]:

@@ -14,11 +14,13 @@ from tilekern.patch.bound import Bound
 from tilekern.patch.checkpointing import wraps_around
 from tilekern.patch.families import family_of, is_of_transformers
 from tilekern.patch.installed import Found, examine
+from tilekern.patch.instances import code_of
 from tilekern.patch.ledger import Ledger
 from tilekern.patch.plain import has_hooks
 from tilekern.patch.table import Patch
 from tilekern.patch.wrapped import is_inside, place_of
 from tilekern.runtime import dispatch
+from tilekern.switches import EXPERTS
 
 if TYPE_CHECKING:
     import torch
@@ -31,6 +33,7 @@ _CALLED = {
     "Attention": "rope",
     "DecoderLayer": "fused_add_rms_norm",
     "ForCausalLM": "fused_linear_cross_entropy",
+    "Router": EXPERTS,
 }
 
 _OWN = "its {} is its own, a hook's or another patch's"
@@ -118,7 +121,7 @@ def _rows(name: str, module: Any, judged: list[tuple[Patch, Found]], ledger: Led
             own = chosen.startswith("tilekern")
             told["attention"] = "" if own else f'attn_implementation is {chosen!r}; "tilekern" chooses the op'
         if hasattr(kind, "_apply_gate"):
-            told["experts"] = experts.reason_of(module, shards)
+            told[EXPERTS] = experts.reason_of(module, shards)
     yield from (Row(name, kind.__name__, op, reason) for op, reason in told.items())
 
 
@@ -136,9 +139,10 @@ def _reason(patch: Patch, found: Found, module: Any, path: str, ledger: Ledger, 
     """Why a patch does not serve a module; empty where it does."""
     kind, method = path.split(".")
     owner, own = getattr(sys.modules[patch.module], kind), _own(module, method)
-    op = _given(own, module, method, ledger)
+    op, function = _given(own, module, method, ledger)
     if op:
-        return _of_the_call(patch, module, shards) if op == patch.op else f"{op} has its {method}"
+        runs = op == patch.op or (patch.callers and _calls(function, found))
+        return _of_the_call(patch, module, shards) if runs else f"{op} has its {method}"
     if own is not None and not _is_the_class_s(own, module, method):
         return _HELD if method == "forward" and parallel.around(module) else _OWN.format(method)
     inherited, current = getattr(type(module), method), getattr(owner, method)
@@ -147,10 +151,16 @@ def _reason(patch: Patch, found: Found, module: Any, path: str, ledger: Ledger, 
     return _of_the_call(patch, module, shards) if found.status == "applied" else found.reason or _unpatched(patch)
 
 
+def _calls(function: Any, found: Found) -> bool:
+    """Whether another op's stand-in calls what stands in for a plain function: its own, or that of all models."""
+    code, name = code_of(function), found.patch.attribute
+    return name in code.co_freevars or (found.status == "applied" and name in code.co_names)
+
+
 def _by_touches(module: Any, ledger: Ledger) -> Iterator[tuple[str, str]]:
     """The op that has a module's forward, wherever its class is by now, and why it does not run."""
     own = _own(module, "forward")
-    op = _given(own, module, "forward", ledger)
+    op, _ = _given(own, module, "forward", ledger)
     base = next(base for base in type(module).__mro__ if "forward" in vars(base))
     touch = ledger.held(base, "forward")
     if op:
@@ -171,15 +181,15 @@ def _unknown(kind: type) -> str:
     return "its code has no form that is known"
 
 
-def _given(own: Any, module: Any, method: str, ledger: Ledger) -> str:
-    """The op whose stand-in a module has of its own, noted or not, as a copy's is not; empty where it has none."""
+def _given(own: Any, module: Any, method: str, ledger: Ledger) -> tuple[str, Any]:
+    """The op whose stand-in a module has of its own, noted or not, as a copy's is not, and that; empty without one."""
     if isinstance(own, Bound) and own.stand_in is not None:
-        return own.stand_in.op
+        return own.stand_in.op, own.stand_in.function
     touch = ledger.held(module, method)
     if touch is not None and touch.still_runs:
-        return touch.op
+        return touch.op, touch.replacement
     function = own.__func__ if isinstance(own, MethodType) else None
-    return next((touch.op for touch in ledger if touch.is_bound and touch.replacement is function), "")
+    return next((touch.op for touch in ledger if touch.is_bound and touch.replacement is function), ""), function
 
 
 def _unpatched(patch: Patch) -> str:
@@ -235,7 +245,8 @@ def _of_the_gate(patch: Patch, module: Any, _: bool) -> str:
 
 # By op: why a patched module runs its steps one by one, from the patch, the module and whether parts are FSDP's.
 _JUDGES: dict[str, Callable[[Patch, Any, bool], str]] = {
-    "experts": lambda _patch, module, _shards: experts.unserved_layer(module),
+    # Llama 4's layer; else a router.
+    EXPERTS: lambda _patch, module, _shards: experts.unserved_layer(module) if hasattr(module, "experts") else "",
     "fused_linear_cross_entropy": _of_the_head,
     "mlp": _of_the_mlp,
     "swiglu": _of_the_gate,

@@ -48,6 +48,7 @@ class Patch:
         callers: for a plain function, the ``Class.method`` paths that call it by its global name; they are what
             ``apply_to_model`` exchanges, so that other models keep the function. Empty: all models or none.
         covers: ops whose stand-ins give way to this one where both want the same method of one model.
+        takes_in: ops whose stand-ins for plain functions that the method calls its replacement is given by name.
         releases: the transformers releases whose sources were compared, for people.
     """
 
@@ -55,11 +56,12 @@ class Patch:
     model_type: str
     module: str
     attribute: str
-    replacement: Callable[[Callable[..., Any]], Callable[..., Any]]
+    replacement: Callable[..., Callable[..., Any]]
     digests: tuple[str, ...]
     relies_on: tuple[tuple[str, tuple[str, ...]], ...] = ()
     callers: tuple[str, ...] = ()
     covers: tuple[str, ...] = ()
+    takes_in: tuple[str, ...] = ()
     releases: str = ""
 
     @property

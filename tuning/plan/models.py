@@ -13,7 +13,7 @@ from tilekern.errors import InputError, TilekernWarning
 from tilekern.kernels import spec_named
 from tilekern.patch import attention, experts, registry
 from tilekern.patch.patcher import applied
-from tilekern.switches import ASKED
+from tilekern.switches import EXPERTS
 from tilekern.targets import Target
 from tilekern.tracing.recorder import Trace, tracing
 from tilekern.tracing.stepping import Batch, core_of, model_of, one_line, step, step_as_it_is
@@ -22,7 +22,7 @@ from tuning.plan.configs import config_named, config_of
 from tuning.plan.sharding import give_own_forwards, share_of
 from tuning.plan.steps import ADAMW, Planned, Steps
 
-ATTENTION, EXPERTS = "attention", "experts"
+ATTENTION = "attention"
 
 
 def known_ops() -> list[str]:
@@ -43,7 +43,7 @@ def plan_of_model(model: Any, steps: Steps, target: Target) -> Planned:
     Raises:
         InputError: the model or an op is not known, its step cannot be traced, or it asks for nothing.
     """
-    ops = [op for op in known_ops() if op not in ASKED] if steps.ops is None else list(steps.ops)
+    ops = [op for op in known_ops() if op != EXPERTS] if steps.ops is None else list(steps.ops)
     ops += [EXPERTS] * (steps.experts and EXPERTS not in ops)
     for op in ops:
         if op not in known_ops():
@@ -142,10 +142,13 @@ class _Unattended(Exception):  # noqa: N818
 def _step(model: Any, steps: Steps, ops: Collection[str], *, is_split: bool) -> None:
     if steps.checkpointing:
         model.gradient_checkpointing_enable()
-    with applied(model, [op for op in ops if op in registry.known_ops()]), experts.chosen(model, EXPERTS in ops):
+    patched = [op for op in ops if op in registry.known_ops()]
+    with applied(model, patched), experts.chosen(model, EXPERTS in ops):
         if is_split:
             give_own_forwards(model)
-        thin_out(model)
+        # Logits of all layers are one problem of the routers' loss.
+        if not (EXPERTS in ops and getattr(model.config.get_text_config(), "output_router_logits", False)):
+            thin_out(model)
         for batch in _batches(steps):
             step(model, batch, adamw=ADAMW in ops and steps.optimizer == ADAMW)
 

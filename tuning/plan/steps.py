@@ -41,7 +41,8 @@ class Steps:
         packed: sequences stand one after the other in a batch of one, which says where each begins.
         padded: sequences are padded to one length, so that their mask says more than causality.
         checkpointing: activations are made again in the backward.
-        experts: layers of experts run ``experts_implementation="tilekern"``, as ``apply(experts=True)`` has it.
+        experts: layers of experts run ``experts_implementation="tilekern"``, and routers the op, as
+            ``apply(experts=True)`` has it.
         optimizer: ``adamw``, which is ``tilekern.AdamW``, or ``none``.
 
     Raises:
