@@ -84,8 +84,8 @@ def apply(
             ops to patch. ``swiglu`` is for MLPs with a gate, by gelu too, ``mlp`` for those without one. With the fused
             loss a model in training gives a loss and no logits.
         experts: whether models of all families whose experts run by transformers' grouped products, its default, run
-            ``experts_implementation="tilekern"`` in their place, and Llama 4's, which have no such choice, the same op;
-            and routers of known forms, with their auxiliary loss, the ops ``router`` and ``router_losses``.
+            ``experts_implementation="tilekern"`` in their place; and routers of known forms, with their auxiliary
+            loss, the ops ``router`` and ``router_losses``.
         model_type: one family only, for example ``qwen3``; the others stay as they are. None means all.
         forms: ``tested`` patches the families whose tests pass here (``python -m tilekern.patch`` lists them), ``any``
             all families of transformers whose code has a form that is known.
@@ -281,8 +281,8 @@ def apply_to_model(
             if not found.usable:
                 _warn(found)
                 continue
-            taken_in = (op, *found.patch.takes_in)
-            beside = [x for x in judged if x.usable and x.patch.op in taken_in and x is not found]
+            named = (op, *found.patch.takes_in)
+            beside = [x for x in judged if x.usable and x.patch.op in named and x is not found]
             number, left = patch_modules(found, model, _ledger, beside)
             if number:
                 done.add(op)
