@@ -36,7 +36,7 @@ from tuning.measure.timing import Timing
 
 BENCHMARK = "experts"
 # Seconds that a process may take for each of its cases: compilers and autotuners take most of them.
-CASE_S = 45.0
+CASE_S = 60.0
 KEPT, WAITS = "kept_for_backward", "waits"
 Line = dict[str, Any]
 Keep = Callable[[Results], None]

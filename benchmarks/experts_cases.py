@@ -299,16 +299,16 @@ def _by_liger(experts: Experts) -> Layer:
     return layer
 
 
-def _compiled(experts: Experts) -> Layer:
+def _compiled(layer: Layer) -> Layer:
     import torch
 
-    compiled: Layer = torch.compile(experts.run("grouped_mm"), dynamic=False)
+    compiled: Layer = torch.compile(layer, dynamic=False)
     return compiled
 
 
 @dataclass(frozen=True)
 class Maker:
-    """How a provider's layer is made, of which distribution it is, and seconds that all of a model's cases may take.
+    """How a provider's layer is made, and of which distribution it is; tilekern's is none.
 
     Those who are ``apart`` run in a process of their own, as they are known to die or to hang.
     """
@@ -321,8 +321,9 @@ class Maker:
 MAKERS: Mapping[str, Maker] = {
     OURS: Maker(lambda experts: experts.run(OURS)),
     "transformers": Maker(lambda experts: experts.run("grouped_mm"), "transformers"),
-    "torch.compile": Maker(_compiled, "torch"),
+    "torch.compile": Maker(lambda experts: _compiled(experts.run("grouped_mm")), "torch"),
     "torch-grouped": Maker(_by_hand, "torch"),
+    "torch.compile-grouped": Maker(lambda experts: _compiled(_by_hand(experts)), "torch"),
     "liger-triton": Maker(_by_liger, "liger-kernel", apart=True),
 }
 

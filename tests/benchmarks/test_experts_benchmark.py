@@ -66,11 +66,13 @@ def test_providers_equal_the_loop_in_float64(model, kind, tiny):
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_the_compiled_layer_equals_it_too(model, tiny, monkeypatch):
+def test_compiled_layers_equal_it_too(model, tiny, monkeypatch):
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager", fullgraph=True))
     (case,) = cases(tiny[model], [24], [BALANCED])
     tensors = case.tensors("cpu")
-    check(case, tensors, case.expected(tensors), provider("torch.compile", tiny[model]))
+    expected = case.expected(tensors)
+    for name in ("torch.compile", "torch.compile-grouped"):
+        check(case, tensors, expected, provider(name, tiny[model]))
 
 
 def test_layers_have_the_published_widths():
