@@ -298,12 +298,13 @@ def qk_norm_rope(
         return turn.by(names[rotation], q, k, *angles)
 
     def turned_alone(norm: Any, x: torch.Tensor, *angles: torch.Tensor) -> Any:
-        made = None
         if is_plain(x) and x.dim() == 4:
             # The halves of its heads are q and k to the op.
             q, k = x.tensor_split(2, 2)
             made = fused(norm, norm, q, k, angles)
-        return names[rotation](norm(x), *angles, unsqueeze_dim=2) if made is None else torch.cat(made, 2)
+            if made is not None:
+                return torch.cat(made, 2)
+        return names[rotation](norm(x), *angles, unsqueeze_dim=2)
 
     change = partial(patterns.qk_norm_rope, norms=norms, rotation=rotation)
     variables = {
