@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+import tilekern
 from tilekern import ops
+from tilekern.patch.registry import known_ops
 from tilekern.runtime import dispatch
 
 ROUTERS = {
@@ -75,3 +77,39 @@ def test_losses_and_their_gradient():
         assert torch.equal(found, again)
         assert (found.cpu().double() - right).norm() < 3e-6 * right.norm()
     assert dispatch.counters("router_losses_backward").launches > 0
+
+
+def test_a_patched_model_chooses_and_computes_what_it_does_as_it_is():
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        hidden_size=80, num_attention_heads=5, num_key_value_heads=5, head_dim=16, vocab_size=331,
+        num_hidden_layers=2, num_experts=60, num_experts_per_tok=4, moe_intermediate_size=32, norm_topk_prob=True,
+        output_router_logits=True, attn_implementation="eager", experts_implementation="eager",
+    )  # fmt: skip
+    model, ids = Qwen3MoeForCausalLM(config).cuda(), torch.randint(331, (2, 37), device="cuda")
+
+    def step():
+        chosen = []
+        hooks = [x.mlp.gate.register_forward_hook(lambda _, __, out: chosen.append(out[2])) for x in model.model.layers]
+        model.zero_grad()
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        for hook in hooks:
+            hook.remove()
+        gate = model.model.layers[0].mlp.gate.weight
+        return [x.sort(1).values for x in chosen], [loss.detach(), gate.grad.clone()]
+
+    expected = step()
+    tilekern.apply_to_model(model, **{op: op == "experts" for op in known_ops()})
+    kernels = [f"router_{name}_{way}" for name in ("softmax", "losses") for way in ("forward", "backward")]
+    before = {kernel: dispatch.counters(kernel).launches for kernel in kernels}
+    try:
+        found = step()
+    finally:
+        tilekern.reset()
+    assert all(torch.equal(x, y) for x, y in zip(found[0], expected[0], strict=True))
+    for one, other in zip(found[1], expected[1], strict=True):
+        assert (one - other).norm() < 1e-4 * other.norm()
+    assert all(dispatch.counters(kernel).launches > number for kernel, number in before.items())

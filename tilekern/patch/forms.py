@@ -167,9 +167,8 @@ _ROUTERS = {
     "739d4046465dc1e4b61f8c85b60462c56ff7187932952c8e662889de783ac298": partial(
         routers.by_softmax, normalized=False, weights="hidden_states"
     ),
-    # The softmax of the largest logits: GPT-OSS, Aria, and GraniteMoE in float32.
+    # The softmax of the largest logits: GPT-OSS, and in float32 GraniteMoE.
     "852b92d631744e8fdebe5e87f7ee3a3d6510bd7259a1456fb9b29f027c211fe3": partial(routers.by_softmax, biased=True),
-    "216320f1c40a36621cb74655d98abcb15d7b5dc2f21ef4d69aee410c1a3b805a": routers.by_softmax,
     "50f3f7443ae401e40c19ce5578e900134d9bd3e02317ba1ef44dbfb26bc9ee17": partial(
         routers.by_softmax, wide=True, weights="hidden_states"
     ),
