@@ -68,7 +68,7 @@ OWN: dict[str, dict] = {
         "model_type": "gemma4_text", "hidden_size_per_layer_input": 6, "vocab_size_per_layer_input": 61,
         "num_hidden_layers": 3, "layer_types": ["sliding_attention", "full_attention", "full_attention"],
         "num_kv_shared_layers": 1, "final_logit_softcapping": 20.0, "enable_moe_block": True, "num_experts": 4,
-        "top_k_experts": 2, "moe_intermediate_size": 20,
+        "top_k_experts": 2, "moe_intermediate_size": 24,
     },
     "falcon_h1": {
         "mamba_d_ssm": 24, "mamba_n_heads": 6, "mamba_d_head": 4, "mamba_d_state": 6, "mamba_chunk_size": 4,
