@@ -17,6 +17,8 @@ from tilekern.patch import plain
 _HOME = "transformers.distributed."
 # Around modules that all ranks have whole: it adds the gradients of their parameters up over the ranks.
 _SUMMED = "ReplicatedWithGradAllReduce.install_forward.<locals>.tp_forward"
+# What it knows: the hook that does so, and the parameters that have it.
+_HOOK, _HOOKED = "_all_reduce_grad", "is_already_hooked"
 _SPLIT = "TensorParallelLayer.install_forward.<locals>.tp_forward"
 
 
@@ -54,7 +56,9 @@ def forward_of(module: torch.nn.Module) -> Any:
     outer = around(module)
     if outer is None or outer.__qualname__ != _SUMMED or torch.compiler.is_compiling():
         return plain.forward_of(module)
-    return getattr(inside(module), "__func__", None)
+    # Another release may do it in another way, which is not known then.
+    is_known = {_HOOK, _HOOKED} <= _variables(outer).keys()
+    return getattr(inside(module), "__func__", None) if is_known else None
 
 
 def see_to_sums(*modules: torch.nn.Module) -> None:
@@ -67,10 +71,10 @@ def see_to_sums(*modules: torch.nn.Module) -> None:
         if outer is None or not torch.is_grad_enabled():
             continue
         variables = _variables(outer)
-        hooked = variables["is_already_hooked"]
+        hooked = variables[_HOOKED]
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.requires_grad and hooked.get(name) is not parameter:
-                parameter.register_post_accumulate_grad_hook(variables["_all_reduce_grad"])
+                parameter.register_post_accumulate_grad_hook(variables[_HOOK])
                 hooked[name] = parameter
 
 
