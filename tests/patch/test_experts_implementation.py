@@ -128,7 +128,7 @@ def test_the_gate_of_most_classes_is_known_by_its_shape():
 
 
 def test_apply_and_reset_choose_the_experts_of_all_models():
-    tilekern.apply(experts=True, model_type="qwen3")
+    assert tilekern.apply(experts=True, model_type="qwen3")[-1] == "experts"
     assert moe.ALL_EXPERTS_FUNCTIONS["grouped_mm"] is experts.run_experts
     tilekern.apply(model_type="qwen3")
     assert moe.ALL_EXPERTS_FUNCTIONS["grouped_mm"] is moe.grouped_mm_experts_forward
@@ -139,7 +139,7 @@ def test_apply_and_reset_choose_the_experts_of_all_models():
 
 def test_apply_to_model_and_reset_choose_the_experts_of_one_model():
     model, other = (make("qwen3_moe")[0] for _ in range(2))
-    tilekern.apply_to_model(model, experts=True)
+    assert tilekern.apply_to_model(model, experts=True)[-1] == "experts"
     assert model.get_experts_implementation()[""] == "tilekern"
     assert other.get_experts_implementation()[""] == "grouped_mm"
     tilekern.apply_to_model(model)

@@ -257,8 +257,12 @@ def stand_in(is_on: bool) -> None:
         moe.ALL_EXPERTS_FUNCTIONS.register(_DEFAULT, moe.grouped_mm_experts_forward)
 
 
-def choose(model: torch.nn.Module, is_on: bool) -> None:
-    """Have the models inside of a model run the op in the place of transformers' grouped products, or no longer."""
+def choose(model: torch.nn.Module, is_on: bool) -> bool:
+    """Have the models inside of a model run the op in the place of transformers' grouped products, or no longer.
+
+    Returns:
+        Whether one of them does now by this choice.
+    """
     for module in model.modules():
         config = getattr(module, "config", None) if hasattr(module, "set_experts_implementation") else None
         if is_on and getattr(config, _NAME, None) == _DEFAULT:
@@ -266,6 +270,7 @@ def choose(model: torch.nn.Module, is_on: bool) -> None:
             _chosen.add(module)
         elif not is_on and module in _chosen:
             _put_back(module)
+    return any(module in _chosen for module in model.modules())
 
 
 @contextlib.contextmanager

@@ -129,7 +129,8 @@ def apply(
     rows += [patch for patch in own if patch.op in wish.ops]
     done = _put(rows, {*homes, *(patch.module for patch in own)})
     ranks.agree_when_up()
-    return _in_order(done | {op for family in later for op in family.ops if op in wish.ops})
+    done |= {op for family in later for op in family.ops if op in wish.ops} | ({EXPERTS} & wish.ops)
+    return _in_order(done)
 
 
 def apply_first(**options: Any) -> None:
@@ -271,8 +272,7 @@ def apply_to_model(
         dispatch.set_miss_policy(on_miss)
     attention.register()
     experts_door.register()
-    experts_door.choose(model, experts)
-    done = set()
+    done = {EXPERTS} if experts_door.choose(model, experts) else set()
     with _lock:
         _take_back(model, {patch.op for patch in rows} - wish.ops)
         judged = [examine(patch, _ledger) for patch in rows if patch.op in wish.ops]
