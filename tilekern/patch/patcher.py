@@ -314,7 +314,8 @@ def reset(names: str | Iterable[str] | None = None) -> list[str]:
     """Put back every attribute that patches of the named ops (None: of all) have touched, models' own included.
 
     What others have wrapped around a patch meanwhile (accelerate's hooks and casts) stays, and runs the original.
-    Experts that :func:`apply` chose are put back with the op ``experts``. The miss policy stays as it is.
+    Experts that :func:`apply` chose are put back with the op ``experts``; the auxiliary loss of one patched model stays
+    with its ``fused_linear_cross_entropy``, where it has that. The miss policy stays as it is.
 
     Returns:
         The ops that had been patched, in the table's order.
