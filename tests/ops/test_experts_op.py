@@ -1,3 +1,5 @@
+import sys
+
 import pytest
 import torch
 from experts_samples import GATES, by_loop, layer, results, wide
@@ -5,8 +7,22 @@ from op_samples import launched_by
 
 import tilekern
 from tilekern import ops
+from tilekern.ops.experts import _find
+from tilekern.runtime import dispatch
 
 TOLERANCES = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+
+
+def made_by(function):
+    """What a function gives, and how often it launches each kernel."""
+    found = []
+    launched = launched_by(lambda: found.append(function()))
+    return found[0], launched
+
+
+def only(given, wanted):
+    """A layer's arguments, of which some alone need gradients."""
+    return given | {name: given[name].detach().requires_grad_(name in wanted) for name in given if name != "ids"}
 
 
 def differences(given, **how):
@@ -34,9 +50,11 @@ def test_result_and_gradients_are_those_of_a_loop_in_float64(gate, biased):
     assert launched["experts_gate"] == 1
 
 
-@pytest.mark.parametrize(("tokens", "choices", "experts"), [(1, 1, 1), (3, 8, 16), (40, 2, 3), (5, 5, 4)])
-def test_any_number_of_choices_and_experts(tokens, choices, experts):
-    errors = differences(layer(tokens, choices, experts, 8, 16))
+@pytest.mark.parametrize(
+    "sizes", [(1, 1, 1, 8, 16), (3, 8, 256, 20, 12), (40, 2, 3, 90, 45), (7, 4, 32, 45, 90), (5, 5, 4, 33, 31)]
+)
+def test_any_number_of_choices_and_experts_and_sizes_that_divide_nothing(sizes):
+    errors = differences(layer(*sizes))
     assert max(errors.values()) < TOLERANCES[torch.float32], errors
 
 
@@ -52,6 +70,12 @@ def test_no_token_at_all_gives_gradients_of_zeros():
     given = layer(0, 2, 3, 8, 16)
     errors = differences(given)
     assert max(errors.values()) == 0
+
+
+def test_slots_of_no_expert_alone_give_zeros():
+    given = layer(6, 2, 3, 8, 16, biased=True)
+    given["ids"].copy_(torch.tensor([3, -1]))
+    assert not any(x.any() for x in results(ops.experts, given, torch.ones(6, 8)).values())
 
 
 def test_one_expert_may_have_all_tokens():
@@ -83,17 +107,63 @@ def test_gradients_are_the_same_whichever_are_asked_for_and_others_are_not_made(
     given = layer(12, 3, 5, 8, 16, biased=True, transposed=True)
     slope = torch.randn(given["x"].shape)
     everything = results(ops.experts, given, slope)
-    for name, x in given.items():
-        if name != "ids":
-            x.requires_grad_(name in wanted)
-    found = {}
-    made = launched_by(lambda: found.update(results(ops.experts, given, slope)))
+    found, made = made_by(lambda: results(ops.experts, only(given, wanted), slope))
     assert found.keys() == {"y", *wanted}
     assert all(torch.equal(x, everything[name]) for name, x in found.items())
     assert made.get("grouped_sum", 0) == ("down_bias" in wanted)
-    # Rows of x are copied again for the gradient of gate_up alone, rows are added up for that of x.
-    assert made["gather_rows"] == 2 + ("gate_up" in wanted)
+    assert made.get("grouped_weight_gradient", 0) == ("gate_up" in wanted) + ("down" in wanted)
+    # Two in the forward; that of the slopes, and that of the gradient of x, whose rows are then added up.
+    assert made["grouped_linear"] == 3 + ("x" in wanted)
     assert made["experts_combine"] == 1 + ("x" in wanted)
+    assert made["gather_rows"] == 1
+
+
+def test_the_activation_is_not_made_again_for_frozen_weights(monkeypatch):
+    asked, module = {}, sys.modules[_find.__module__]
+
+    def plan_for(spec, device, *sizes):
+        asked[spec.name] = dict(zip([d.name for d in spec.dimensions], sizes, strict=True))
+        return dispatch.plan_for(spec, device, *sizes)
+
+    monkeypatch.setattr(module, "plan_for", plan_for)
+    given = layer(12, 3, 5, 8, 16)
+    for wanted in (("x", "down"), ("x", "gate_up"), ("x", "weights")):
+        results(ops.experts, only(given, wanted), torch.ones(12, 8))
+        assert asked["experts_gate_backward"]["remade"] == ("down" in wanted)
+
+
+@pytest.mark.parametrize("wanted", [("x", "weights"), ("gate_up", "down", "gate_up_bias", "down_bias")])
+def test_torch_compile_traces_it_whole_with_the_same_launches_and_bits(wanted):
+    torch._dynamo.reset()
+    given = only(layer(11, 3, 5, 8, 16, biased=True, transposed=True), wanted)
+    slope = torch.randn(given["x"].shape)
+    compiled = torch.compile(ops.experts, backend="aot_eager", fullgraph=True)
+    expected, launched = made_by(lambda: results(ops.experts, given, slope, **GATES["gpt_oss"]))
+    found, again = made_by(lambda: results(compiled, given, slope, **GATES["gpt_oss"]))
+    assert again == launched
+    assert found.keys() == {"y", *wanted}
+    assert all(torch.equal(x, expected[name]) for name, x in found.items())
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_the_registered_op_is_sound(biased):
+    given = layer(6, 2, 3, 8, 16, biased=biased)
+    names = ("x", "weights", "gate_up", "down", "gate_up_bias", "down_bias", "ids")
+    # All slots are of an expert: rows of none are not written.
+    given["ids"].remainder_(3)
+    tensors = [given.get(name) for name in names]
+    how = ("silu", 1.0, None, 0.0, False, False, False)
+    torch.library.opcheck(torch.ops.tilekern.experts.default, (*tensors, *how))
+
+
+def test_autocast_casts_what_goes_into_products():
+    given = layer(6, 2, 3, 8, 16, biased=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = ops.experts(**given)
+    cast = {name: x.bfloat16() if name not in ("ids", "weights") else x for name, x in given.items()}
+    assert torch.equal(y, ops.experts(**cast).float())
+    y.sum().backward()
+    assert given["gate_up"].grad.dtype == torch.float32
 
 
 @pytest.mark.filterwarnings("ignore:.*TILEKERN_INTERPRET=1")

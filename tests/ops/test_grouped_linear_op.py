@@ -199,6 +199,16 @@ def test_torch_compile_traces_it_whole(slots, turned):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
+def test_torch_compile_makes_no_gradient_that_nobody_asks_for():
+    torch._dynamo.reset()
+    x, weight, bias, offsets, _ = layer([4, 0, 6])
+    compiled = torch.compile(grouped_linear, backend="aot_eager", fullgraph=True)
+    begun = launched()
+    (dx,) = torch.autograd.grad(compiled(x, weight.detach(), offsets, bias.detach()).sum(), x)
+    assert [now - before for now, before in zip(launched(), begun, strict=True)] == [2, 0, 0]
+    assert torch.equal(dx, torch.autograd.grad(grouped_linear(x, weight, offsets, bias).sum(), x)[0])
+
+
 def test_the_registered_op_is_sound():
     x, weight, bias, offsets, order = layer([4, 0, 6], slots=2)
     torch.library.opcheck(torch.ops.tilekern.grouped_linear.default, (x, weight, bias, offsets, order, 2, False, True))

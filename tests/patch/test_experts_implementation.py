@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from tiny_families import IDS, make
 from transformers import AutoModelForCausalLM
 from transformers.activations import GELUTanh
@@ -227,9 +228,52 @@ def test_a_traced_step_asks_for_the_kernels_of_experts(tmp_path):
     assert not routers & asked, "the name is of experts alone"
 
 
-def test_compiled_it_is_transformers_own_in_one_graph():
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe", "llama4"])
+def test_torch_compile_traces_a_layer_of_experts_whole(family):
+    """The same launches and bits as without it: no break of the graph, and no fallback."""
     torch._dynamo.reset()
-    module = module_of()
-    given = routed(module)
-    run = torch.compile(experts.run_experts, fullgraph=True, backend="eager")
-    torch.testing.assert_close(run(module, *given), moe.grouped_mm_experts_forward(module, *given))
+    model = make(family)[0]
+    tilekern.apply_to_model(model, experts=True, **dict.fromkeys(OPS, False))
+    module = model.model.layers[1].feed_forward if family == "llama4" else model.model.layers[0].mlp
+    x = torch.randn(1, 5, 24, requires_grad=True)
+    taken = []
+    for function in (module, torch.compile(module, backend="aot_eager", fullgraph=True)):
+        counted = counters("experts_gate"), counters("experts_gate_backward")
+        before = [(x.launches, x.fallbacks) for x in counted]
+        y = function(x)
+        y = y[0] if isinstance(y, tuple) else y
+        leaves = [x, *(w for w in module.parameters() if w.requires_grad)]
+        gradients = torch.autograd.grad(y.square().sum(), leaves, allow_unused=True, materialize_grads=True)
+        taken.append([y.detach(), *gradients])
+        assert [(x.launches - n, x.fallbacks - m) for x, (n, m) in zip(counted, before, strict=True)] == [(1, 0)] * 2
+    assert all(torch.equal(*pair) for pair in zip(*taken, strict=True))
+
+
+def adapted(family, **targets):
+    torch.manual_seed(1)
+    model, config = make(family)[0], LoraConfig(r=2, init_lora_weights=False, **targets)
+    return model, get_peft_model(model, config)
+
+
+@pytest.mark.filterwarnings("ignore:.*checkpointing.*:FutureWarning")
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe", "llama4"])
+def test_adapters_of_the_weights_of_experts_count(family):
+    """PEFT adds their product to weights while its wrapper calls the experts; Llama 4's layer would not see that."""
+    targets = ["experts.gate_up_proj", "experts.down_proj"]
+    _, with_adapters = adapted(family, target_modules=[], target_parameters=targets)
+    expected, before = step(with_adapters), counters("experts_gate").launches
+    tilekern.apply_to_model(with_adapters, experts=True, **dict.fromkeys(OPS, False))
+    assert_alike(step(with_adapters), expected)
+    of_another_forward = "its experts are called by hooks or by another forward than their own"
+    assert said(with_adapters) == {of_another_forward if family == "llama4" else ""}
+    assert (counters("experts_gate").launches > before) == (family != "llama4")
+
+
+@pytest.mark.filterwarnings("ignore:.*checkpointing.*:FutureWarning")
+def test_frozen_experts_have_no_gradients_of_weights_and_no_sums():
+    model, with_adapters = adapted("gpt_oss", target_modules=["q_proj"])
+    names = ("experts_gate_backward", "experts_combine", "grouped_weight_gradient", "experts_sum", "column_sum")
+    before = [counters(name).launches for name in names]
+    step(with_adapters.base_model.model, "tilekern")
+    layers = model.config.num_hidden_layers
+    assert [counters(name).launches - n for name, n in zip(names, before, strict=True)] == [layers, 2 * layers, 0, 0, 0]

@@ -163,8 +163,13 @@ class Declaration:
 
     @property
     def backward_arguments(self) -> tuple[str, ...]:
-        """Names of what the registered backward takes."""
+        """Names of what the backward reads."""
         return (*self.slopes, *self.saved, *self.scalars)
+
+    @property
+    def registered_backward_arguments(self) -> tuple[str, ...]:
+        """Names of what the registered backward takes: where gradients are apart, which arguments need one, too."""
+        return (*self.backward_arguments, *(["needs"] if self.apart else []))
 
     @functools.cached_property
     def gradients(self) -> dict[str, str]:
@@ -201,7 +206,8 @@ class Declaration:
     @property
     def backward_schema(self) -> str:
         """Its backward in the same."""
-        given = ", ".join(f"{self.kinds.get(name, 'Tensor')} {name}" for name in self.backward_arguments)
+        kinds = self.kinds | ({"needs": "bool[]"} if self.apart else {})
+        given = ", ".join(f"{kinds.get(name, 'Tensor')} {name}" for name in self.registered_backward_arguments)
         return f"{self.name}_backward({given}) -> {_several(self.made)}"
 
 

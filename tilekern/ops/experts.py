@@ -1,38 +1,58 @@
 """experts: a layer of experts, ``y = sum_k weights[k] * down_e(gate(up_e(x)))`` over the experts e of each token.
 
-As one function of autograd it keeps x, the pre-activation and the routing. The backward copies rows again, and makes
-the activation again inside of the kernel that makes its gradients. That kernel makes the gradient of the routing
-weights too, from the gradient of the activation, so the rows that were added up are not needed: :mod:`the gate
-<tilekern.kernels.experts.gate>`. Nothing waits for the GPU, and all sums have a fixed order.
+It keeps x, the pre-activation and the routing. The backward makes the activation again inside of the kernel that makes
+its gradients. That kernel makes the gradient of the routing weights too, from the gradient of the activation, so the
+rows that were added up are not needed: :mod:`the gate <tilekern.kernels.experts.gate>`. Nothing waits for the GPU, and
+all sums have a fixed order.
 
-It is written by hand and not declared, as it is an order of grouped products around launches. Where it is traced by
-``torch.compile``, torch's own operations run.
+Its launches are written by hand: they are an order of grouped products with kernels around them.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from tilekern.kernels.experts import combine, gate, gather, route
-from tilekern.ops.grouped_linear import SumPlans, grouped_linear, grouped_outer, plans_of_sum, summed
-from tilekern.ops.registration import check_devices, differentiable_once, needs_gradient, placeholder
+from tilekern.ops.grouped_linear import SumPlans, grouped_linear, grouped_outer, plans_of_sum, stored, summed
+from tilekern.ops.operation import operation
+from tilekern.ops.registration import check_devices, is_autocast, placeholder
 from tilekern.ops.route import Routing, launched, plans_of
-from tilekern.runtime.dispatch import Plan, count_fallback, keep, memo, plan_for
+from tilekern.runtime.dispatch import Plan, plan_for
+from tilekern.spec import Array
 
 ACTIVATIONS = ("silu", "gelu_tanh")
+# The arguments that may get a gradient, in their order.
+_GRADED = ("x", "weights", "gate_up", "down", "gate_up_bias", "down_bias")
+_ARRAYS = (
+    Array("x", "dtype", ("tokens", "hidden")),
+    Array("weights", "weight_dtype", ("tokens", "choices")),
+    Array("gate_up", "dtype", ("experts", "outer", "last")),
+    Array("down", "dtype", ("experts", "down_outer", "down_last")),
+    Array("gate_up_bias", "dtype", ("experts", "double")),
+    Array("down_bias", "dtype", ("experts", "hidden")),
+    Array("ids", "int64", ("tokens", "choices")),
+    Array("y", "dtype", ("tokens", "hidden"), "output"),
+    Array("pre", "dtype", ("rows_of_slots", "double"), "output"),
+    Array("offsets", "int32", ("experts",), "output"),
+    Array("order", "int32", ("rows_of_slots",), "output"),
+    Array("ranks", "int32", ("tokens", "choices"), "output"),
+    Array("chosen", "int32", ("rows_of_slots",), "output"),
+)
 
 
 class Gate(NamedTuple):
-    """What stands between the two products: how :func:`experts` has it."""
+    """What stands between the two products, how :func:`experts` has it, and which weights are stored turned."""
 
-    activation: str = "silu"
-    alpha: float = 1.0
-    limit: float | None = None
-    shift: float = 0.0
-    interleaved: bool = False
+    activation: str
+    alpha: float
+    limit: float | None
+    shift: float
+    interleaved: bool
+    up_turned: bool = False
+    down_turned: bool = False
 
     @property
     def numbers(self) -> tuple[float, float, float]:
@@ -48,29 +68,30 @@ class Gate(NamedTuple):
 class _Needs(NamedTuple):
     """Which tensors need a gradient."""
 
-    x: bool
-    weights: bool
-    gate_up: bool
-    down: bool
-    gate_up_bias: bool
-    down_bias: bool
+    x: bool = False
+    weights: bool = False
+    gate_up: bool = False
+    down: bool = False
+    gate_up_bias: bool = False
+    down_bias: bool = False
 
 
 class _Plans(NamedTuple):
     """The plans of a call; those of the backward are None where nobody asks for what they make."""
 
+    needs: _Needs
     route: tuple[Plan, Plan]
-    gather: Plan
     gate: Plan
     combine: Plan
-    gather_slopes: Plan | None = None
+    gather: Plan | None = None
     gate_backward: Plan | None = None
     add_up: Plan | None = None
     sums: SumPlans | None = None
     down_sums: SumPlans | None = None
 
 
-_known: dict[Any, _Plans | None] = memo()
+# The result, then what is kept: the pre-activation and the routing.
+Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def experts(
@@ -113,30 +134,27 @@ def experts(
     Raises:
         ValueError: shapes, dtypes or devices do not fit, or an option has a value that it cannot have.
     """
-    how = Gate(activation, alpha, limit, shift, interleaved)
     if (gate_up_bias is None) != (down_bias is None):
         # Kernels know both or none.
         gate_up_bias = gate_up.new_zeros(gate_up.shape[:2]) if gate_up_bias is None else gate_up_bias
         down_bias = down.new_zeros(down.shape[:2]) if down_bias is None else down_bias
-    _check(x, ids, weights, gate_up, down, gate_up_bias, down_bias, how)
-    rows = x.to(gate_up.dtype)
-    plans = None
-    tensors = (rows, weights, gate_up, down, gate_up_bias, down_bias)
-    if not torch.compiler.is_compiling():
-        plans = _found(tensors, ids, how)
-        if plans is None:
-            count_fallback(gate.FORWARD)
-    if plans is None:
-        return formula(rows, ids, *tensors[1:], how).to(x.dtype)
-    if needs_gradient(*(tensor for tensor in tensors if tensor is not None)):
-        return _Experts.apply(*tensors, ids, how, plans).to(x.dtype)
-    return _run(*tensors, ids, how, plans)[0].to(x.dtype)
+    dtype, given = x.dtype, (x, gate_up, down, gate_up_bias, down_bias)
+    if is_autocast(x.device.type):
+        # As torch's products: what goes into one is cast.
+        to = torch.get_autocast_dtype(x.device.type)
+        x, gate_up, down, gate_up_bias, down_bias = (None if part is None else part.to(to) for part in given)
+    (gate_up, up_turned), (down, down_turned) = stored(gate_up), stored(down)
+    how = (activation, alpha, limit, shift, interleaved, up_turned, down_turned)
+    return _experts(x.to(gate_up.dtype), weights, gate_up, down, gate_up_bias, down_bias, ids, *how).to(dtype)
 
 
 def _check(
-    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor,
-    gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None, how: Gate,
+    x: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor,
+    gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None, ids: torch.Tensor, *options: Any,
 ) -> None:  # fmt: skip
+    how = Gate(*options)
+    gate_up = gate_up.mT if how.up_turned else gate_up
+    down = down.mT if how.down_turned else down
     if gate_up.dim() != 3 or gate_up.shape[1] % 2:
         raise ValueError(f"experts: gate_up must be [experts, 2 * inner, hidden], got {list(gate_up.shape)}")
     number, inner, hidden = gate_up.shape[0], gate_up.shape[1] // 2, gate_up.shape[2]
@@ -163,30 +181,13 @@ def _check(
     )  # fmt: skip
 
 
-Tensors = tuple[
-    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None
-]  # fmt: skip
-
-
-def _found(tensors: Tensors, ids: torch.Tensor, how: Gate) -> _Plans | None:
-    """The plans of a kind of call; None where torch must do the work."""
-    x, weights, gate_up, _, gate_up_bias, down_bias = tensors
-    graded = torch.is_grad_enabled()
-    needs = _Needs(*(graded and tensor is not None and tensor.requires_grad for tensor in tensors))
-    biased = (gate_up_bias is not None, down_bias is not None)
-    key = (
-        x.get_device(), ids.shape, gate_up.shape, x.dtype, weights.dtype, ids.dtype, how.flags, biased, needs,
-    )  # fmt: skip
-    try:
-        return _known[key]
-    except KeyError:
-        found = _find(tensors, ids, how, needs)
-        return keep(_known, key, found) if x.is_cuda else found
-
-
-def _find(tensors: Tensors, ids: torch.Tensor, how: Gate, needs: _Needs) -> _Plans | None:
-    x, weights, gate_up, _, gate_up_bias, down_bias = tensors
-    (tokens, choices), (number, double, hidden) = ids.shape, gate_up.shape
+def _find(
+    graded: tuple[bool, ...] | Literal[False], x: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor,
+    down: torch.Tensor, gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None, ids: torch.Tensor,
+    *options: Any,
+) -> _Plans | None:  # fmt: skip
+    how, needs = Gate(*options), _Needs(*graded or ())
+    (tokens, choices), (number, double), hidden = ids.shape, _sides(gate_up, how), x.shape[1]
     rows, inner, dtype = tokens * choices, double // 2, x.dtype
     if not rows or not hidden or not inner or number > route.MOST_EXPERTS or dtype == torch.float64:
         return None
@@ -194,45 +195,50 @@ def _find(tensors: Tensors, ids: torch.Tensor, how: Gate, needs: _Needs) -> _Pla
     def plan(spec: Any, *sizes: Any) -> Plan | None:
         return plan_for(spec, x.device, *sizes)
 
-    has_bias, has_down_bias = gate_up_bias is not None, down_bias is not None
-    whole = (rows, inner, dtype, *how.flags, has_bias)
+    is_biased = gate_up_bias is not None
+    whole = (rows, inner, dtype, *how.flags, is_biased)
     found: list[Any] = [
         plans_of(ids, number),
-        plan(gather.SPEC, rows, hidden, dtype, False),
         plan(gate.FORWARD, *whole),
-        plan(combine.SPEC, tokens, choices, hidden, dtype, weights.dtype, has_down_bias, True),
+        plan(combine.SPEC, tokens, choices, hidden, dtype, weights.dtype, is_biased, True),
     ]
     if any(needs):
         found += [
-            plan(gather.SPEC, rows, hidden, dtype, has_down_bias),
+            plan(gather.SPEC, rows, hidden, dtype, is_biased),
             plan(gate.BACKWARD, *whole, weights.dtype, needs.down),
-            plan(combine.SPEC, tokens, choices, hidden, dtype, dtype, False, False),
+            plan(combine.SPEC, tokens, choices, hidden, dtype, dtype, False, False) if needs.x else (),
             plans_of_sum(x.device, rows, double, number, dtype) if needs.gate_up_bias else (),
             plans_of_sum(x.device, rows, hidden, number, dtype, weights.dtype) if needs.down_bias else (),
         ]
     if None in found:
         return None
-    return _Plans(*found)
+    return _Plans(needs, *found)
 
 
-def _run(
-    x: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor,
-    gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None, ids: torch.Tensor, how: Gate, plans: _Plans,
-) -> tuple[torch.Tensor, torch.Tensor, Routing]:  # fmt: skip
-    """The result, the pre-activation and the routing."""
-    device, number = x.get_device(), gate_up.shape[0]
+def _sides(gate_up: torch.Tensor, how: Gate) -> tuple[int, int]:
+    """The number of experts, and the columns of their first product."""
+    return gate_up.shape[0], gate_up.shape[2 if how.up_turned else 1]
+
+
+def _launch(
+    plans: _Plans, x: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor,
+    gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None, ids: torch.Tensor, *options: Any,
+) -> Results:  # fmt: skip
+    how, number = Gate(*options), gate_up.shape[0]
     routing = launched(plans.route, ids, number)
-    pre = _product(_gathered(plans.gather, x, routing, None)[0], gate_up, routing.offsets)
+    first, second = _seen(gate_up, down, how)
+    # Rows of no expert are not written, and nothing reads them.
+    pre = grouped_linear(x, first, routing.offsets, None, routing.order, ids.shape[1], partial=False)
     y = pre.new_empty(pre.shape[0], pre.shape[1] // 2)
-    plans.gate.launch(device, pre, _bias(gate_up_bias, x), routing.experts, number, *how.numbers, y)
-    rows = _product(y, down, routing.offsets)
+    plans.gate.launch(x.get_device(), pre, _bias(gate_up_bias, x), routing.experts, number, *how.numbers, y)
+    rows = grouped_linear(y, second, routing.offsets, partial=False)
     del y
-    return _combined(plans.combine, rows, routing, weights, down_bias, number), pre, routing
+    return _combined(plans.combine, rows, routing, weights, down_bias, number), pre, *routing
 
 
-def _product(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """Each row's product with its expert's weight; rows of no expert are not written, since nothing reads them."""
-    return grouped_linear(x, weight, offsets, partial=False)
+def _seen(gate_up: torch.Tensor, down: torch.Tensor, how: Gate) -> tuple[torch.Tensor, torch.Tensor]:
+    """The weights as products take them."""
+    return gate_up.mT if how.up_turned else gate_up, down.mT if how.down_turned else down
 
 
 def _bias(bias: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
@@ -267,72 +273,85 @@ def _combined(
     return y
 
 
-def _outer(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """The gradient of a weight, in memory as the weight is: else autograd would copy it into that order."""
-    if weight.stride(2) != 1 and weight.stride(1) == 1:
-        return grouped_outer(x, dy, offsets).transpose(1, 2)
-    return grouped_outer(dy, x, offsets)
+def _launch_backward(
+    plans: _Plans, asked: tuple[bool, ...], dout: torch.Tensor, x: torch.Tensor, weights: torch.Tensor,
+    gate_up: torch.Tensor, down: torch.Tensor, gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None,
+    ids: torch.Tensor, pre: torch.Tensor, offsets: torch.Tensor, order: torch.Tensor, ranks: torch.Tensor,
+    chosen: torch.Tensor, *options: Any,
+) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
+    how, needs, routing = Gate(*options), plans.needs, Routing(offsets, order, ranks, chosen)
+    device, number, (first, second) = x.get_device(), gate_up.shape[0], _seen(gate_up, down, how)
+    assert plans.gather is not None
+    assert plans.gate_backward is not None
+    slopes, shares = _gathered(plans.gather, dout, routing, down_bias)
+    dy = grouped_linear(slopes, second.mT, offsets, partial=False)
+    dpre, dweights = torch.empty_like(pre), torch.empty(weights.numel(), dtype=torch.float32, device=x.device)
+    y = torch.empty_like(dy) if needs.down else placeholder(2, x.dtype, x.device)
+    factors = weights.contiguous().view(-1)
+    plans.gate_backward.launch(
+        device, dy, pre, _bias(gate_up_bias, x), chosen, order, factors, shares, number, *how.numbers, dpre, y,
+        dweights,
+    )  # fmt: skip
+    del dy, shares
+    dx = dgate_up = ddown = dgate_up_bias = ddown_bias = None
+    if needs.down:
+        ddown = grouped_outer(slopes, y, offsets, inner_first=how.down_turned)
+    if plans.down_sums:
+        ddown_bias = summed(plans.down_sums, slopes, offsets, order, factors)
+    del slopes, y
+    if plans.sums:
+        dgate_up_bias = summed(plans.sums, dpre, offsets)
+    if needs.gate_up:
+        dgate_up = grouped_outer(dpre, x, offsets, order, ids.shape[1], inner_first=how.up_turned)
+    if plans.add_up:
+        drows = grouped_linear(dpre, first.mT, offsets, partial=False)
+        dx = _combined(plans.add_up, drows, routing, None, None, number)
+    made = dweights.view(weights.shape).to(weights.dtype) if needs.weights else None
+    return dx, made, dgate_up, ddown, dgate_up_bias, ddown_bias
 
 
-class _Experts(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor,
-        gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None, ids: torch.Tensor, how: Gate, plans: _Plans,
-    ) -> torch.Tensor:  # fmt: skip
-        y, pre, routing = _run(x, weights, gate_up, down, gate_up_bias, down_bias, ids, how, plans)
-        ctx.save_for_backward(x, weights, gate_up, down, gate_up_bias, down_bias, pre, *routing)
-        ctx.how, ctx.plans = how, plans
-        return y
-
-    @staticmethod
-    @differentiable_once
-    def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, weights, gate_up, down, gate_up_bias, down_bias, pre, *kept = ctx.saved_tensors
-        routing, needs, plans = Routing(*kept), _Needs(*ctx.needs_input_grad[:6]), ctx.plans
-        device, number, offsets = x.get_device(), gate_up.shape[0], routing.offsets
-        slopes, shares = _gathered(plans.gather_slopes, dout, routing, down_bias)
-        dy = _product(slopes, down.transpose(1, 2), offsets)
-        dpre, dweights = torch.empty_like(pre), torch.empty(weights.numel(), dtype=torch.float32, device=x.device)
-        factors = weights.contiguous().view(-1)
-        y = torch.empty_like(dy) if needs.down else placeholder(2, x.dtype, x.device)
-        plans.gate_backward.launch(
-            device, dy, pre, _bias(gate_up_bias, x), routing.experts, routing.order, factors, shares, number,
-            *ctx.how.numbers, dpre, y, dweights,
-        )  # fmt: skip
-        del dy, shares
-        ddown = _outer(slopes, y, down, offsets) if needs.down else None
-        ddown_bias = summed(plans.down_sums, slopes, offsets, routing.order, factors) if needs.down_bias else None
-        del slopes, y
-        dgate_up_bias = summed(plans.sums, dpre, offsets) if needs.gate_up_bias else None
-        dx = dgate_up = None
-        if needs.gate_up:
-            dgate_up = _outer(dpre, _gathered(plans.gather, x, routing, None)[0], gate_up, offsets)
-        if needs.x:
-            drows = _product(dpre, gate_up.transpose(1, 2), offsets)
-            dx = _combined(plans.add_up, drows, routing, None, None, number)
-        dweights = dweights.view(weights.shape).to(weights.dtype) if needs.weights else None
-        return dx, dweights, dgate_up, ddown, dgate_up_bias, ddown_bias, None, None, None
+def _fake(
+    x: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor,
+    gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None, ids: torch.Tensor, *options: Any,
+) -> Results:  # fmt: skip
+    (tokens, choices), (number, double) = ids.shape, _sides(gate_up, Gate(*options))
+    rows = tokens * choices
+    routing = (ids.new_empty(size, dtype=torch.int32) for size in ((number,), (rows,), ids.shape, (rows,)))
+    return x.new_empty(x.shape), x.new_empty(rows, double), *routing
 
 
-def formula(
-    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor,
-    gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None, how: Gate,
+def _rest(x: torch.Tensor, *given: Any) -> tuple[torch.Tensor, ...]:
+    """No backward kernel reads these: without plans of the forward there are none of the backward."""
+    return tuple(kept.zero_() for kept in _fake(x, *given)[1:])
+
+
+def _formula(
+    x: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor,
+    gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None, ids: torch.Tensor, activation: str, alpha: float,
+    limit: float | None, shift: float, interleaved: bool, up_turned: bool, down_turned: bool,
 ) -> torch.Tensor:  # fmt: skip
-    """The op in torch's own operations; arguments as those of :func:`experts`."""
+    how = Gate(activation, alpha, limit, shift, interleaved, up_turned, down_turned)
     number, (tokens, choices) = gate_up.shape[0], ids.shape
     offsets, order, ranks, chosen = route.routed(ids, number)
+    first, second = _seen(gate_up, down, how)
     counts = (chosen < number)[:, None]
-    (alpha, limit, shift), (tanh, interleaved) = how.numbers, how.flags
     wide = torch.promote_types(x.dtype, torch.float32)
     # The products write no rows of no expert, and read none.
     rows = x[order.long() // max(1, choices)].where(counts, 0.0)
-    pre = _product(rows, gate_up, offsets).where(counts, 0.0).to(wide)
-    biased = gate_up_bias is not None
-    y = gate.value_of(pre, gate_up_bias, chosen, alpha, limit, shift, tanh, interleaved, biased)
-    out = _product(y.to(x.dtype), down, offsets).where(counts, 0.0).to(wide)
+    pre = grouped_linear(rows, first, offsets, partial=False).where(counts, 0.0).to(wide)
+    y = gate.value_of(pre, gate_up_bias, chosen, *how.numbers, *how.flags, gate_up_bias is not None)
+    out = grouped_linear(y.to(x.dtype), second, offsets, partial=False).where(counts, 0.0).to(wide)
     if down_bias is not None:
         out = out + down_bias[chosen.long().clamp(max=number - 1)].to(wide).where(counts, 0.0)
     places = ranks.long()
     slots = out[places].view(tokens, choices, x.shape[1]) * weights.to(wide)[..., None]
     return slots.where(counts[places].view(tokens, choices, 1), 0.0).sum(1).to(x.dtype)
+
+
+_experts = operation(
+    gate.FORWARD, gate.BACKWARD, name="experts", ungraded=("ids",), arrays=_ARRAYS,
+    kept=("pre", "offsets", "order", "ranks", "chosen"),
+    reads=(*_GRADED, "ids", "pre", "offsets", "order", "ranks", "chosen"), apart=_GRADED,
+    key=("activation == 'gelu_tanh'", "interleaved", "up_turned", "down_turned"), check=_check, find=_find,
+    launch=_launch, launch_backward=_launch_backward, fake=_fake, rest=_rest,
+)(_formula)  # fmt: skip

@@ -63,14 +63,22 @@ def grouped_linear(
     Raises:
         ValueError: shapes or devices do not fit.
     """
-    inner_first = weight.dim() == 3 and weight.stride(1) == 1 != weight.stride(2)
-    stored = weight.transpose(1, 2) if inner_first else weight
+    weight, inner_first = stored(weight)
     offsets, order = offsets.int(), None if order is None else order.int()
     if is_autocast(x.device.type):
         # As torch's linear layers: what goes into a product is cast.
         dtype = torch.get_autocast_dtype(x.device.type)
-        x, stored, bias = x.to(dtype), stored.to(dtype), None if bias is None else bias.to(dtype)
-    return _grouped_linear(x, stored, bias, offsets, order, slots, inner_first, partial)
+        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    return _grouped_linear(x, weight, bias, offsets, order, slots, inner_first, partial)
+
+
+def stored(weight: torch.Tensor) -> tuple[torch.Tensor, bool]:
+    """A weight [experts, out_features, in_features] as it lies in memory, and whether that is with the last two turned.
+
+    Gradients of what lies so lie so too: those of a view autograd would copy.
+    """
+    inner_first = weight.dim() == 3 and weight.stride(1) == 1 != weight.stride(2)
+    return weight.transpose(1, 2) if inner_first else weight, inner_first
 
 
 def _check(
@@ -125,9 +133,7 @@ def _find(
     of_x = linear(columns, inner, "" if inner_first else "inner_first") if to_x else None
     of_weight = of_bias = None
     if to_weight:
-        (one, other), which = ((inner, columns), "a_gathered") if inner_first else ((columns, inner), "b_gathered")
-        sizes = weight_gradient.sizes(rows, one, other, experts, x.dtype, {which} if gathers else ())
-        of_weight = plan_for(weight_gradient.SPEC, x.device, *sizes.values())
+        of_weight = _plan_of_weight(x, rows, columns, experts, inner_first=inner_first, gathers=gathers)
     if graded is not False and bias is not None:
         of_bias = plans_of_sum(x.device, rows, columns, experts, x.dtype)
         if of_bias is None:
@@ -135,6 +141,15 @@ def _find(
     if forward is None or (to_x and of_x is None) or (to_weight and of_weight is None):
         return None
     return forward, of_x, of_weight, of_bias
+
+
+def _plan_of_weight(
+    x: torch.Tensor, rows: int, columns: int, experts: int, *, inner_first: bool, gathers: bool
+) -> Plan | None:
+    inner = x.shape[1]
+    (one, other), which = ((inner, columns), "a_gathered") if inner_first else ((columns, inner), "b_gathered")
+    sizes = weight_gradient.sizes(rows, one, other, experts, x.dtype, {which} if gathers else ())
+    return plan_for(weight_gradient.SPEC, x.device, *sizes.values())
 
 
 def _launch(
@@ -159,12 +174,19 @@ def _launch_backward(
         dx = run_product(of_x, (slopes.shape[0], x.shape[1]), slopes, readable(weight), ends)
         dx = dx if order is None else _added(dx, order, slots)
     if of_weight is not None:
-        sides = (as_rows(x), slopes) if inner_first else (slopes, as_rows(x))
-        gathering = () if order is None else (order.contiguous(), slots)
-        dweight = run_product(of_weight, weight.shape, *sides, ends, *gathering)
+        dweight = _run_of_weight(of_weight, slopes, x, ends, order, slots, inner_first=inner_first)
     if of_bias is not None and bias is not None and needs[2]:
         dbias = summed(of_bias, slopes, ends)
     return dx, dweight, dbias
+
+
+def _run_of_weight(
+    plan: Plan, slopes: torch.Tensor, x: torch.Tensor, ends: torch.Tensor, order: torch.Tensor | None, slots: int, *,
+    inner_first: bool,
+) -> torch.Tensor:  # fmt: skip
+    one, other = (as_rows(x), slopes) if inner_first else (slopes, as_rows(x))
+    gathering = () if order is None else (order.contiguous(), slots)
+    return run_product(plan, (len(ends), one.shape[1], other.shape[1]), one, other, ends, *gathering)
 
 
 def _added(rows: torch.Tensor, order: torch.Tensor, slots: int) -> torch.Tensor:
@@ -222,28 +244,36 @@ def _grouped_linear(
     return _formula(x, weight, bias, offsets, order, slots, inner_first, partial)
 
 
-def grouped_outer(dy: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+def grouped_outer(
+    dy: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor, order: torch.Tensor | None = None, slots: int = 1, *,
+    inner_first: bool = False,
+) -> torch.Tensor:  # fmt: skip
     """``dy_e^T @ x_e`` over the rows of each expert: the gradient of a weight alone, for backwards written by hand.
 
     Args:
         dy: [rows, out_features], sorted by expert; bfloat16, float16 or float32.
-        x: [rows, in_features], of the dtype of ``dy``.
+        x: [rows, in_features], of the dtype of ``dy``, or, with ``order``, [tokens, in_features].
         offsets: [experts], int32: the end of each expert's rows.
+        order, slots: as those of :func:`grouped_linear`.
+        inner_first: whether the result is turned.
 
     Returns:
-        [experts, out_features, in_features], contiguous; zeros for experts without rows. It has no gradient.
+        [experts, out_features, in_features], or [experts, in_features, out_features] where it is turned, contiguous;
+        zeros for experts without rows. It has no gradient.
     """
-    (rows, columns), inner, experts = dy.shape, x.shape[1], len(offsets)
+    (rows, columns), experts = dy.shape, len(offsets)
     plan = None
-    if dy.dtype == x.dtype and dy.numel() and x.numel() and experts * columns * inner <= MOST_ELEMENTS:
-        sizes = weight_gradient.sizes(rows, columns, inner, experts, dy.dtype, ())
-        plan = plan_for(weight_gradient.SPEC, dy.device, *sizes.values())
-    if plan is None:
-        count_fallback(weight_gradient.SPEC)
-        pieces = itertools.pairwise([0, *offsets.tolist()])
-        return torch.stack([dy[begin:end].t() @ x[begin:end] for begin, end in pieces])
+    if dy.dtype == x.dtype and dy.numel() and x.numel() and experts * columns * x.shape[1] <= MOST_ELEMENTS:
+        plan = _plan_of_weight(x, rows, columns, experts, inner_first=inner_first, gathers=order is not None)
     with torch.no_grad():
-        return run_product(plan, (experts, columns, inner), as_rows(dy), as_rows(x), offsets.int().contiguous())
+        if plan is not None:
+            ends = offsets.int().contiguous()
+            return _run_of_weight(plan, as_rows(dy), x, ends, order, slots, inner_first=inner_first)
+        count_fallback(weight_gradient.SPEC)
+        x = x if order is None else x.index_select(0, order // slots)
+        one, other = (x, dy) if inner_first else (dy, x)
+        pieces = itertools.pairwise([0, *offsets.tolist()])
+        return torch.stack([one[begin:end].t() @ other[begin:end] for begin, end in pieces])
 
 
 def plans_of_sum(

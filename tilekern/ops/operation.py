@@ -55,6 +55,7 @@ def operation(
             ``backward_flags`` has those that differ in the backward.
         key: further expressions that plans depend on.
         apart: the arguments whose gradients have plans of their own; ``graded`` says for each whether it needs one.
+            The registered backward of such an op makes no gradient that nobody asks for.
         strided: results have the strides of the tensors of their shape, where others are contiguous.
         arrays: the tensors and the results, where the forward's arrays are others.
         kept: the last results, if they are for the backward alone. The formula does not give them.

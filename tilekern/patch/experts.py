@@ -73,9 +73,14 @@ _GATES = {
 }
 
 
-@functools.cache
+@torch.compiler.assume_constant_result
 def form_of(method: FunctionType) -> GateForm | None:
     """The form of a gate's method, or None where it has none that is known."""
+    return _form_of(method)
+
+
+@functools.cache
+def _form_of(method: FunctionType) -> GateForm | None:
     try:
         definition = ast.parse(textwrap.dedent(inspect.getsource(method))).body[0]
     except (OSError, TypeError, SyntaxError):
@@ -137,12 +142,17 @@ def _activation(module: torch.nn.Module, form: GateForm) -> str | None:
     if not form.activation:
         return "silu"
     function = getattr(module, form.activation, None)
-    return None if function is None or has_hooks(function) else _activations().get(_kind(function))
+    return None if function is None or has_hooks(function) else _activation_of(_kind(function))
 
 
 def _kind(function: Any) -> Any:
     """The class of an activation, or a plain function itself."""
     return type(function) if isinstance(function, torch.nn.Module) else function
+
+
+@torch.compiler.assume_constant_result
+def _activation_of(kind: Any) -> str | None:
+    return _activations().get(kind)
 
 
 @functools.cache
@@ -179,16 +189,14 @@ def run_experts(
     Returns:
         [tokens, hidden].
     """
-    if torch.compiler.is_compiling():
-        return _otherwise()(module, hidden_states, top_k_index, top_k_weights)
-    # Asked for once: LoRA adds its product to them each time.
     weights = _weights(module)
     reason = _unserved(module, weights)
     if not reason and not is_plain(hidden_states, top_k_index, top_k_weights):
         reason = "its inputs are not plain tensors"
-    if reason:
+    if reason and not torch.compiler.is_compiling():
         warn_once(f"{type(module).__name__}: {reason}; transformers' own grouped products run")
         count_fallback(FORWARD)
+    if reason:
         return _otherwise()(module, hidden_states, top_k_index, top_k_weights)
     if top_k_weights.shape != top_k_index.shape:
         # As routers of some families give them in older releases of transformers: for every expert.

@@ -79,7 +79,7 @@ _MLPS = {
     ),
 }
 # A layer of experts, what it calls ``experts``, and what it calls ``router``: Llama 4's.
-_EXPERTS = {
+_EXPERTS: dict[tuple[str, ...], Callable[..., Any]] = {
     (
         "72508cc3ec86af0fd78080bef932372f6b30590f1f8c26b03c2622a25334db9f",
         "641203c7773d12d4bfe628b79dd47a9cd6cfd3a514f2b6c1a331f777b88d4f7a",

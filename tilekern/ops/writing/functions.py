@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from tilekern.ops.declaration import Declaration
 from tilekern.ops.writing.shapes import Lines, axes, block, either, function, leading, leads, row, sized, twin
@@ -21,7 +21,7 @@ def public(op: Declaration) -> str:
         *(block(f"if {op.unless}:", left) if op.unless else []),
         *block("if is_compiling():", [f"check({given})", f"return {_shown(op, f'registered({given})')}"]),
         f"graded = is_grad_enabled() and {wanted}",
-        *([f"graded = graded and {row([f'{n}.requires_grad' for n in op.apart])}"] if op.apart else []),
+        *([f"graded = graded and {row([_requires(op, name) for name in op.apart])}"] if op.apart else []),
         f"plans = plans_of(graded, {given})",
         *block(f"if plans is None{unserved}:", [f"return fallback({given})"]),
         *block("if graded:", [f"return apply({given}, plans)"]),
@@ -147,7 +147,7 @@ def fake_backward(op: Declaration) -> str:
         blank = f"empty_like({like})" if op.strided else f"{like}.new_empty({like}.shape)"
         made.setdefault(gradient, _present(op, name, blank))
     body = [f"{gradient} = {blank}" for gradient, blank in made.items()]
-    return function("fake_backward", op.backward_arguments, [*body, f"return {', '.join(op.made)}"])
+    return function("fake_backward", op.registered_backward_arguments, [*body, f"return {', '.join(op.made)}"])
 
 
 def _made(op: Declaration) -> list[tuple[str, str]]:
@@ -156,8 +156,21 @@ def _made(op: Declaration) -> list[tuple[str, str]]:
 
 
 def _present(op: Declaration, name: str, gradient: str) -> str:
-    """A gradient as the result of a registered op, which has to be there: empty where there is no such argument."""
-    return f"{op.slopes[0]}.new_empty(0) if {name} is None else {gradient}" if name in op.optional else gradient
+    """A gradient as the result of a registered op, which has to be there: empty where there is or need be none."""
+    absent = f"{op.slopes[0]}.new_empty(0)"
+    if op.apart:
+        return f"{gradient} if {_need(op, name)} else {absent}"
+    return f"{absent} if {name} is None else {gradient}" if name in op.optional else gradient
+
+
+def _gathered(op: Declaration, gradients: Iterable[str]) -> str:
+    """Gradients one behind the other; expressions of several words in brackets, in which a line may be broken."""
+    return row(list(gradients)) if op.apart else ", ".join(gradients)
+
+
+def _need(op: Declaration, name: str) -> str:
+    """Whether an argument needs a gradient, where ``needs`` says so."""
+    return f"needs[{op.arguments.index(name)}]"
 
 
 def run(op: Declaration) -> str:
@@ -172,26 +185,28 @@ def run(op: Declaration) -> str:
 
 
 def run_backward(op: Declaration) -> str:
-    """``run_backward(*slopes, *saved, *scalars)``: the registered backward on real tensors, for all gradients.
+    """``run_backward(*slopes, *saved, *scalars)``: the registered backward on real tensors.
 
-    Results of a registered op are there, and each has memory of its own.
+    It is for all gradients, or, of an op whose gradients are apart, for those that the last argument asks for. Results
+    of a registered op are there, and each has memory of its own.
     """
     given, made = ", ".join(op.backward_arguments), ", ".join(op.made)
     like = ", ".join(op.stand_ins.get(name, name) for name in op.arguments)
-    graded = row(["True"] * len(op.apart)) if op.apart else "True"
+    graded = row([_need(op, name) for name in op.apart]) if op.apart else "True"
+    needs = "needs" if op.apart else row(["True"] * len(op.arguments))
     results: dict[str, str] = {}
     for name, gradient in _made(op):
         own = f"{gradient}.clone()" if name in op.sums and len(op.sums) > 1 else gradient
         results.setdefault(gradient, _present(op, name, own))
-    launched = f"{made} = launch_backward(plans, {row(['True'] * len(op.arguments))}, {given})"
+    launched = f"{made} = launch_backward(plans, {needs}, {given})"
     counted = ["count_fallback(BACKWARD)"] if op.backward is not None else []
     body = [
         f"plans = plans_of({graded}, {like})",
         *block("if plans is None:", [*counted, f"{made} = fallback_backward({given})"]),
         *block("else:", [launched]),
-        f"return {', '.join(results.values())}",
+        f"return {_gathered(op, results.values())}",
     ]
-    return function("run_backward", op.backward_arguments, body)
+    return function("run_backward", op.registered_backward_arguments, body)
 
 
 def save(op: Declaration) -> str:
@@ -207,12 +222,17 @@ def save(op: Declaration) -> str:
 
 def derive(op: Declaration) -> str:
     """``derive(ctx, *slopes)``: the registered op's gradient; what is kept has none."""
-    given = ", ".join((*op.slopes, *op.saved, "*ctx.scalars"))
+    given = ", ".join((*op.slopes, *op.saved, "*ctx.scalars", *(["needs"] if op.apart else [])))
     gradients = dict.fromkeys(op.arguments, "None") | op.gradients
-    gradients |= {name: f"None if {name} is None else {gradients[name]}" for name in op.optional & op.gradients.keys()}
+    if op.apart:
+        gradients |= {name: f"{made} if {_need(op, name)} else None" for name, made in op.gradients.items()}
+    else:
+        absent = op.optional & op.gradients.keys()
+        gradients |= {name: f"None if {name} is None else {gradients[name]}" for name in absent}
     body = [
         *_recalled(op),
+        *([f"needs = list(ctx.needs_input_grad[:{len(op.arguments)}])"] if op.apart else []),
         f"{', '.join(op.made)} = registered_backward({given})",
-        f"return {', '.join(gradients.values())}",
+        f"return {_gathered(op, gradients.values())}",
     ]
     return function("derive", ("ctx", *(f"d{name}" for name in op.results)), body)

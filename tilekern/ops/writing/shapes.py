@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -10,6 +11,8 @@ from tilekern.spec import Array, size_of
 
 Lines = list[str]
 _WIDTH = 112
+# Names that are returned or assigned to, and no bracket anywhere.
+_BARE = re.compile(r"^(\s*(?:return )?)([\w, ]+?)( = [\w.]+)?$")
 
 
 def function(name: str, arguments: Iterable[str], body: Lines) -> str:
@@ -19,10 +22,11 @@ def function(name: str, arguments: Iterable[str], body: Lines) -> str:
 
 
 def _broken(line: str) -> Lines:
-    """A line that is too long, broken inside its last bracket; text in quotes stays as it is."""
+    """A line that is too long, broken inside its last bracket, which bare names get; text in quotes stays as it is."""
     if len(line) <= _WIDTH or '"' in line:
         return [line]
     indent = " " * (len(line) - len(line.lstrip()))
+    line = _BARE.sub(r"\1(\2)\3", line)
     end = line.rindex(")") if not line.startswith(f"{indent}if ") else len(line) - 1
     start = _opening(line, end) if line[end] == ")" else len(indent) + 2
     head, inside, tail = line[: start + 1], line[start + 1 : end], line[end:]
