@@ -212,7 +212,9 @@ def registered_arguments(name, optional):
     results = getattr(torch.ops.tilekern, op.name).default(*arguments)
     found = given | dict(zip(op.results, results if isinstance(results, tuple) else (results,), strict=True))
     found |= {slope: torch.randn_like(found[name]) for slope, name in zip(op.slopes, op.shown, strict=True)}
-    return [x.detach() if isinstance(x, torch.Tensor) else x for x in map(found.get, op.backward_arguments)]
+    needs = [isinstance(x, torch.Tensor) and x.requires_grad for x in arguments]
+    taken = map((found | {"needs": needs}).get, op.registered_backward_arguments)
+    return [x.detach() if isinstance(x, torch.Tensor) else x for x in taken]
 
 
 REGISTERED = [
