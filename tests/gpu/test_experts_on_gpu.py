@@ -52,3 +52,20 @@ def test_experts_without_rows_have_gradients_of_zeros():
     for name in ("gate_up", "down"):
         assert found[name][:3].any()
         assert not found[name][3:].any()
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_torch_compile_gives_the_same_bits_with_the_same_launches(frozen):
+    given = on_gpu("gpt_oss")
+    if frozen:
+        given |= {name: given[name].detach() for name in given if name not in ("x", "weights", "ids")}
+    slope, taken = torch.randn_like(given["x"]), []
+    for function in (ops.experts, torch.compile(ops.experts, fullgraph=True)):
+        names = ("experts_gate_backward", "grouped_linear", "grouped_weight_gradient", "experts_sum")
+        before = [dispatch.counters(name).launches for name in names]
+        found = results(function, given, slope, **GATES["gpt_oss"])
+        taken.append((found, [dispatch.counters(name).launches - n for name, n in zip(names, before, strict=True)]))
+    (expected, launched), (found, again) = taken
+    assert again == launched
+    assert launched[2:] == ([0, 0] if frozen else [2, 2])
+    assert all(torch.equal(x, expected[name]) for name, x in found.items())

@@ -153,8 +153,7 @@ def _check(
     gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None, ids: torch.Tensor, *options: Any,
 ) -> None:  # fmt: skip
     how = Gate(*options)
-    gate_up = gate_up.mT if how.up_turned else gate_up
-    down = down.mT if how.down_turned else down
+    gate_up, down = _seen(gate_up, down, how)
     if gate_up.dim() != 3 or gate_up.shape[1] % 2:
         raise ValueError(f"experts: gate_up must be [experts, 2 * inner, hidden], got {list(gate_up.shape)}")
     number, inner, hidden = gate_up.shape[0], gate_up.shape[1] // 2, gate_up.shape[2]
