@@ -61,7 +61,7 @@ def test_torch_compile_gives_the_same_bits_with_the_same_launches(frozen):
         given |= {name: given[name].detach() for name in given if name not in ("x", "weights", "ids")}
     slope, taken = torch.randn_like(given["x"]), []
     for function in (ops.experts, torch.compile(ops.experts, fullgraph=True)):
-        names = ("experts_gate_backward", "grouped_linear", "grouped_weight_gradient", "experts_sum")
+        names = ("experts_gate_backward", "grouped_linear", "grouped_weight_gradient", "grouped_sum")
         before = [dispatch.counters(name).launches for name in names]
         found = results(function, given, slope, **GATES["gpt_oss"])
         taken.append((found, [dispatch.counters(name).launches - n for name, n in zip(names, before, strict=True)]))
