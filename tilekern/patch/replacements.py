@@ -424,7 +424,7 @@ def _turning(original: Function, turn: Function, fits: Callable[[int, int], bool
     def apply_rotary_pos_emb(
         q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1
     ) -> Any:
-        if unsqueeze_dim == 0 and cos.dim() == 2:
+        if unsqueeze_dim == 0 and cos.dim() == 2 and q.dim() == k.dim() == 4:
             return apply_rotary_pos_emb(q, k, cos[None], sin[None])
         if not _is_usual(q, k, cos, unsqueeze_dim) or not fits(q.shape[3], cos.shape[2]):
             return original(q, k, cos, sin, unsqueeze_dim)
