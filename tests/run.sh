@@ -59,8 +59,9 @@ else
     [ -s "$scratch/lacking" ] && tail -n 1 "$scratch/lacking"
     python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "python3 must be 3.11 or newer" >&2; exit 2; }
     [ -x "$python" ] || python3 -m venv "$venv"
-    # This torch has a build without CUDA; a plain `torch` may bring gigabytes of it.
-    "$python" -m pip install -q torch==2.13.0 -e '.[test]'
+    # This torch has a build without CUDA; a plain `torch` may bring gigabytes of it. Compiling all that is installed,
+    # of which the tests import little, would take pip a minute.
+    "$python" -m pip install -q --no-compile torch==2.13.0 -e '.[test]'
 fi
 "$python" -V
 

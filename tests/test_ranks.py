@@ -35,7 +35,9 @@ def situations(compiled, tmp_path_factory):
     listed = []
 
     def give(name, roots, asks=((50, 48), (50, 64)), **more):
-        listed.append({"name": name, "roots": roots, "asks": more.pop("each", [asks] * RANKS), **more})
+        # The first one reads the wheel's packs too, which takes a second each time.
+        given = {"name": name, "roots": roots, "asks": more.pop("each", [asks] * RANKS), "alone": bool(listed)}
+        listed.append(given | more)
 
     def alike(name, *columns):
         return [fill(home / name / str(rank), compiled, *columns) for rank in range(RANKS)]
