@@ -66,3 +66,14 @@ def test_rows_that_do_not_count_add_nothing_whatever_they_hold(beta):
     inputs["input"][1], inputs["target"][3] = math.nan, math.inf
     inputs["slope"][[1, 3]] = 0
     assert_right(LOSS, problem, configs(LOSS, problem)[:3], inputs)
+
+
+@pytest.mark.parametrize("columns", [1025, 5000])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_what_lies_beyond_a_row_adds_no_rounding_to_a_small_loss(dtype, columns):
+    problem = sized(LOSS, dtype, rows=4, columns=columns).but(graded=False, pure=False)
+    inputs = drawn(problem, 0.1)
+    # As of a student that has learnt its teacher.
+    other = inputs["input"].float() + 0.3 * torch.randn(4, columns, generator=torch.Generator().manual_seed(1))
+    inputs["target"] = other.log_softmax(-1).to(inputs["input"].dtype)
+    assert_right(LOSS, problem, configs(LOSS, problem)[:4], inputs)

@@ -1,9 +1,9 @@
 """Losses over rows of two matrices, each row's total and the gradient of each element in one read of both.
 
 A kernel is its formula, ``formula(first, second, *scalars)``, which gives two float32 tiles: what each element adds to
-its row's loss, and the derivative of that by the first matrix. What it adds must be 0 where both elements are 0, as
-they are beyond the end of a row. :func:`each_row` surrounds it: a row's loss and gradient are multiplied by its
-``slope``, and a row whose slope is 0 is not read, whatever it holds. What surrounds that is :func:`spec`.
+its row's loss, and the derivative of that by the first matrix. :func:`each_row` surrounds it: a row's loss and gradient
+are multiplied by its ``slope``, and a row whose slope is 0 is not read, whatever it holds. What surrounds that is
+:func:`spec`.
 
 A loss has one kernel with the gradient and one without, which the flag ``graded`` tells apart.
 """
@@ -60,6 +60,11 @@ def _row(formula, first, second, slope, loss, gradient, scalars, row, columns, t
             one = load(first, (row, c), (1, tile_n), bounded, 0, tma).astype(ct.float32)
             other = load(second, (row, c), (1, tile_n), bounded, 0, tma).astype(ct.float32)
             added, derivative = formula(one, other, *scalars)
+            if ct.static_eval(bounded):
+                # A formula's roundings of elements that are not there may be as large as a small loss.
+                if c == columns // tile_n:
+                    inside = c * tile_n + ct.arange(tile_n, dtype=ct.int32)[None, :] < columns
+                    added = ct.where(inside, added, 0.0)
             total = total + added
             if ct.static_eval(gradient is not None):
                 scaled = (derivative * factor).astype(gradient.dtype)
