@@ -86,7 +86,9 @@ def kernels(
     providers: Annotated[str, typer.Option(help="Providers to measure, by commas; default all.")] = "",
     model: Annotated[str, typer.Option(help="Take the sizes of this model.")] = "",
     sweep: Annotated[Sweep | None, typer.Option(help="What to measure the model's ops over.")] = None,
-    tokens: Annotated[str, typer.Option(help="Token counts of the sweep, by commas.")] = "1024,2048,4096,8192,16384",
+    tokens: Annotated[
+        str, typer.Option(help="Token counts of the sweep, by commas, in their order.")
+    ] = "1024,2048,4096,8192,16384",
     plan: Annotated[
         Path | None, typer.Option(help="Measure nothing; write the plan of these cases for `tilekern.tune --plan`.")
     ] = None,

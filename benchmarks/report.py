@@ -161,7 +161,8 @@ def _against_length(results: Results) -> str:
     parts = [f"### Ops of {results.run.get('model', 'a model')}, forward and backward ({results.run['date']})\n"]
     for op, cases in ops.items():
         head = ("tokens", "torch us", "Liger us", "tilekern us", "speed-up", "memory: torch, Liger, tilekern MiB")
-        parts += [f"#### {op}\n", _table(head, [_length(results, case) for case in cases])]
+        by_length = sorted(cases, key=lambda case: int(case.split(" ")[1]))
+        parts += [f"#### {op}\n", _table(head, [_length(results, case) for case in by_length])]
     return "\n".join(parts)
 
 

@@ -54,5 +54,5 @@ def model_cases(config: Any, tokens: int) -> list[Case]:
 
 
 def sweep_cases(config: Any, tokens: Sequence[int], ops: Sequence[str]) -> list[tuple[int, Case]]:
-    """A model's cases of these ops over token counts, each with its count."""
-    return [(count, case) for count in sorted(tokens) for case in model_cases(config, count) if case.op in ops]
+    """A model's cases of these ops over token counts, in their order, each with its count."""
+    return [(count, case) for count in tokens for case in model_cases(config, count) if case.op in ops]

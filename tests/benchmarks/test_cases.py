@@ -181,7 +181,7 @@ def test_suites_hold_each_op_once_and_the_sizes_of_the_targets():
     assert "cross_entropy 2048x128256" in [case.label for case in llama]
     swept = sweep_cases(config_named("llama-3-8b")[1], [4096, 1024], ["attention", "linear"])
     assert [(tokens, case.op) for tokens, case in swept] == [
-        (1024, "attention"), (1024, "linear"), (4096, "attention"), (4096, "linear"),
+        (4096, "attention"), (4096, "linear"), (1024, "attention"), (1024, "linear"),
     ]  # fmt: skip
 
 
