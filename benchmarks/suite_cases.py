@@ -317,10 +317,10 @@ def _log_probs_of_head(sizes: Sizes, dtype: str) -> Case:
 
 
 def _liger_linear_log_probs(apply: Call) -> Call:
-    """Its loss is the log-probability without the sign; temperature 1, and the entropy too."""
+    """Its loss is the log-probability without the sign; temperature 1, one tile of rows a cluster, the entropy too."""
 
     def call(hidden: Any, weight: Any, ids: Any) -> tuple[Any, Any]:
-        losses, entropy = apply(hidden, weight, ids, 1.0, -100, True)[:2]
+        losses, entropy = apply(hidden, weight, ids, 1.0, -100, 1, True)[:2]
         return -losses, entropy
 
     return call

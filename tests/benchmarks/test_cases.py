@@ -192,6 +192,24 @@ def test_products_are_timed_beside_an_op_that_is_judged_by_them():
     assert [(row.provider, row.value) for row in rows if row.metric == "products_time"] == [("tilekern", 1.1)]
 
 
+@pytest.mark.parametrize(
+    ("op", "given", "expected"),
+    [
+        ("linear_log_probs", ("h", "w", "ids"), ("h", "w", "ids", 1.0, -100, 1, True)),
+    ],
+)  # fmt: skip
+def test_ligers_functions_take_their_arguments_in_their_order(op, given, expected):
+    """Signatures of Liger 0.8.5, all back ends'; its cuTile functions have no defaults."""
+    calls = []
+
+    def apply(*arguments):
+        calls.append(arguments)
+        return torch.ones(2), torch.ones(2)
+
+    SUITE[op].call(apply)(*given)
+    assert calls == [expected]
+
+
 SMALL = {"tokens": 8, "hidden": 64, "intermediate": 48, "vocabulary": 40, "heads": 4, "kv_heads": 2, "head_dim": 16}
 
 
