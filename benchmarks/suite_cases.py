@@ -359,11 +359,13 @@ SUITE: Mapping[str, SuiteOp] = {
         ours=lambda op: lambda gate, up: op(gate, up, tanh=True),
     ),
     "kl_div": SuiteOp(
-        formula=formulas.kl_div, case=_divergence("kl_div", (True, False), (2, 2)), liger="LigerKLDivLossFunction"
+        formula=formulas.kl_div, case=_divergence("kl_div", (True, False), (2, 2)), liger="LigerKLDivLossFunction",
+        call=lambda apply: lambda x, target: apply(x, target, "batchmean", False, 1e-10),
     ),
     # The gradients of these are made with the loss, so both directions are one.
     "jsd": SuiteOp(
-        formula=formulas.jsd, case=_divergence("jsd", (True, True), (2, 1), _ONE_WAY), liger="LigerJSDFunction"
+        formula=formulas.jsd, case=_divergence("jsd", (True, True), (2, 1), _ONE_WAY), liger="LigerJSDFunction",
+        call=lambda apply: lambda x, target: apply(x, target, None, 0.5, -100),
     ),
     "tvd": SuiteOp(
         formula=formulas.tvd, case=_divergence("tvd", (False, False), (2, 1), _ONE_WAY), liger="LigerTVDLossFunction"

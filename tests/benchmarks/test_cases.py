@@ -196,6 +196,8 @@ def test_products_are_timed_beside_an_op_that_is_judged_by_them():
     ("op", "given", "expected"),
     [
         ("linear_log_probs", ("h", "w", "ids"), ("h", "w", "ids", 1.0, -100, 1, True)),
+        ("kl_div", ("x", "t"), ("x", "t", "batchmean", False, 1e-10)),
+        ("jsd", ("x", "t"), ("x", "t", None, 0.5, -100)),
     ],
 )  # fmt: skip
 def test_ligers_functions_take_their_arguments_in_their_order(op, given, expected):
