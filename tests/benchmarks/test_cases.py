@@ -212,6 +212,21 @@ def test_ligers_functions_take_their_arguments_in_their_order(op, given, expecte
     assert calls == [expected]
 
 
+def test_ligers_poly_norm_may_give_its_biass_gradient_without_a_dimension():
+    class WithoutADimension(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight, bias, eps, in_place):
+            return x + bias
+
+        @staticmethod
+        def backward(ctx, dy):
+            return dy, None, dy.sum(), None, None
+
+    bias = torch.zeros(1, requires_grad=True)
+    SUITE["poly_norm"].call(WithoutADimension.apply)(torch.ones(2, 3), torch.ones(3), bias, 1e-6).sum().backward()
+    assert bias.grad.tolist() == [6]
+
+
 SMALL = {"tokens": 8, "hidden": 64, "intermediate": 48, "vocabulary": 40, "heads": 4, "kv_heads": 2, "head_dim": 16}
 
 
