@@ -8,6 +8,7 @@ backward writes gradients over gate and up, rope (Triton and cuTile) turns q, k 
 entropy writes the gradient over the logits, as tilekern and quack are then asked to do. The benchmark restores all
 arguments before each call, outside of the timed region. Liger's RMSNorm backward may write dx over dy (its default,
 which Qwen3 gets) or fills a new dx with zeros first; both are measured, the default as ``liger-triton-inplace``.
+TileGym's is measured as its default has it, dx over dy.
 """
 
 from __future__ import annotations
@@ -144,10 +145,18 @@ def _liger(name: str, package: str, *, in_place: bool = False) -> Provider:
 
 
 def _tilegym() -> Provider:
-    """TileGym's suite of Liger's ops, which has functions of their names."""
+    """TileGym's suite of Liger's ops, which has functions of their names, called with their defaults."""
     suite = importlib.import_module("tilegym.suites.liger")
+
+    def fused_add_rms_norm(residual: Any, x: Any, weight: Any, eps: float) -> tuple[Any, Any]:
+        y, total = suite.fused_add_rms_norm(x, residual, weight, eps)
+        return total, y
+
+    calls = {"fused_add_rms_norm": fused_add_rms_norm}
+    for op in ("rms_norm", "swiglu", "rope", "cross_entropy", "fused_linear_cross_entropy"):
+        calls[op] = getattr(suite, op)
     found = {op: (one.tilegym, getattr(suite, op, None)) for op, one in SUITE.items()}
-    calls = {op: fit(function) for op, (fit, function) in found.items() if fit and function}
+    calls |= {op: fit(function) for op, (fit, function) in found.items() if fit and function}
     return Provider(f"tilegym {version_of('tilegym')}", calls)
 
 

@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 
+from benchmarks import providers
 from benchmarks.cases import METRICS, in_batches, rms_norm_case, rope_case, small_cases, swiglu_case, training_cases
 from benchmarks.formulas import swiglu
 from benchmarks.fused_cases import (
@@ -212,19 +213,27 @@ def test_ligers_functions_take_their_arguments_in_their_order(op, given, expecte
     assert calls == [expected]
 
 
-def test_ligers_poly_norm_may_give_its_biass_gradient_without_a_dimension():
-    class WithoutADimension(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, weight, bias, eps, in_place):
-            return x + bias
+def test_ligers_poly_norm_has_a_bias_without_a_dimension_as_is_its_gradient():
+    calls = []
+    SUITE["poly_norm"].call(lambda *arguments: calls.append(arguments))("x", "weight", torch.zeros(1), 1e-6)
+    assert (*calls[0][:2], calls[0][2].dim(), *calls[0][3:]) == ("x", "weight", 0, 1e-6, False)
 
-        @staticmethod
-        def backward(ctx, dy):
-            return dy, None, dy.sum(), None, None
 
-    bias = torch.zeros(1, requires_grad=True)
-    SUITE["poly_norm"].call(WithoutADimension.apply)(torch.ones(2, 3), torch.ones(3), bias, 1e-6).sum().backward()
-    assert bias.grad.tolist() == [6]
+def test_tilegyms_ops_take_and_give_what_the_formulas_do(monkeypatch):
+    class Suite:
+        def __getattr__(self, op):
+            return lambda *given: (op, given)
+
+        def fused_add_rms_norm(self, *given):
+            return given, "total"
+
+    monkeypatch.setattr(providers.importlib, "import_module", lambda _: Suite())
+    monkeypatch.setattr(providers, "version_of", lambda _: "1.5.1")
+    calls = LOADERS["tilegym"]().calls
+    assert calls["fused_add_rms_norm"]("residual", "x", "w", 1e-6) == ("total", ("x", "residual", "w", 1e-6))
+    assert calls["group_norm"]("x", "w", "b", 8, 2, 1e-6) == ("group_norm", ("x", 8, 2, "w", "b", 1e-6))
+    for op in ("rms_norm", "swiglu", "rope", "cross_entropy", "fused_linear_cross_entropy", "jsd"):
+        assert calls[op]("a", "b") == (op, ("a", "b"))
 
 
 SMALL = {"tokens": 8, "hidden": 64, "intermediate": 48, "vocabulary": 40, "heads": 4, "kv_heads": 2, "head_dim": 16}
