@@ -161,14 +161,25 @@ def _tilegym() -> Provider:
 
 
 def _trl() -> Provider:
-    """TRL's log-probabilities and entropies of a head, as its trainers compute them of logits."""
+    """TRL's log-probabilities and entropies of a head, as the fused heads of its trainers compute them, in chunks."""
+    trainers = importlib.import_module("trl.trainer.utils")
+    apply, chunk = trainers._ChunkedLogProbFunction.apply, trainers._CHUNKED_LOGPROB_CHUNK_SIZE
+
+    def linear_log_probs(hidden: Any, weight: Any, ids: Any) -> tuple[Any, Any]:
+        return apply(hidden, weight, None, ids, 1.0, chunk, None, 1.0, ("log_probs", "entropy"))[:2]
+
+    return Provider(f"trl {version_of('trl')}", {"linear_log_probs": linear_log_probs})
+
+
+def _trl_logits() -> Provider:
+    """The same as TRL's trainers compute them of logits, where a head is not fused."""
     trainers = importlib.import_module("trl.trainer.utils")
 
     def linear_log_probs(hidden: Any, weight: Any, ids: Any) -> tuple[Any, Any]:
         logits = hidden @ weight.T
         return trainers.selective_log_softmax(logits, ids), trainers.entropy_from_logits(logits)
 
-    return Provider(f"trl {version_of('trl')}", {"linear_log_probs": linear_log_probs})
+    return Provider(f"trl-logits {version_of('trl')}", {"linear_log_probs": linear_log_probs})
 
 
 def _quack() -> Provider:
@@ -217,6 +228,7 @@ LOADERS: Mapping[str, Callable[[], Provider]] = {
     "quack": _quack,
     "tilegym": _tilegym,
     "trl": _trl,
+    "trl-logits": _trl_logits,
 }
 
 

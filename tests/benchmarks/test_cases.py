@@ -236,6 +236,20 @@ def test_tilegyms_ops_take_and_give_what_the_formulas_do(monkeypatch):
         assert calls[op]("a", "b") == (op, ("a", "b"))
 
 
+def test_trls_chunks_are_those_of_its_trainers(monkeypatch):
+    class Utils:
+        _CHUNKED_LOGPROB_CHUNK_SIZE = 32768
+
+        class _ChunkedLogProbFunction:
+            apply = staticmethod(lambda *given: (given, "entropy", None, None, None))
+
+    monkeypatch.setattr(providers.importlib, "import_module", lambda _: Utils)
+    monkeypatch.setattr(providers, "version_of", lambda _: "1.16.0")
+    given, entropy = LOADERS["trl"]().calls["linear_log_probs"]("h", "w", "ids")
+    assert given == ("h", "w", None, "ids", 1.0, 32768, None, 1.0, ("log_probs", "entropy"))
+    assert entropy == "entropy"
+
+
 SMALL = {"tokens": 8, "hidden": 64, "intermediate": 48, "vocabulary": 40, "heads": 4, "kv_heads": 2, "head_dim": 16}
 
 
