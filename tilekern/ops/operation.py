@@ -112,7 +112,7 @@ def names_of(op: Declaration) -> dict[str, Any]:
     for helper in (
         registration.Rows, registration.as_rows, registration.by_autograd, registration.check_devices,
         registration.differentiable_once, registration.fresh, registration.other, registration.placeholder,
-        registration.promoted, registration.readable, registration.viewed,
+        registration.promoted, registration.readable, registration.uncast, registration.viewed,
     ):  # fmt: skip
         names[helper.__name__] = helper
     own = {*op.arguments, *op.results, *op.made, *(array.name for spec in op.specs for array in spec.arrays)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -100,6 +101,11 @@ def check_ids(op: str, name: str, ids: torch.Tensor, **given: torch.Tensor) -> N
 def is_autocast(kind: str) -> bool:
     """Whether autocast is on for a type of device; torch raises where it is asked that of ``meta``."""
     return kind != "meta" and torch.is_autocast_enabled(kind)
+
+
+def uncast(kind: str) -> contextlib.AbstractContextManager[Any]:
+    """No autocast for a type of device: torch's operations in a kernel's place give the dtypes that it gives."""
+    return torch.autocast(kind, enabled=False) if is_autocast(kind) else contextlib.nullcontext()
 
 
 def is_eager(*tensors: torch.Tensor) -> bool:

@@ -89,8 +89,9 @@ def _recalled(op: Declaration) -> Lines:
 
 
 def fallback(op: Declaration) -> str:
-    """``fallback(*arguments)``: the formula, counted."""
-    return function("fallback", op.arguments, ["count_fallback(FORWARD)", f"return formula({', '.join(op.arguments)})"])
+    """``fallback(*arguments)``: the formula, counted, in the dtypes that a kernel would give under autocast."""
+    by_torch = block(f"with uncast({op.tensors[0]}.device.type):", [f"return formula({', '.join(op.arguments)})"])
+    return function("fallback", op.arguments, ["count_fallback(FORWARD)", *by_torch])
 
 
 def fallback_backward(op: Declaration) -> str:
