@@ -110,6 +110,12 @@ PAIRED = {
 }  # fmt: skip
 
 
+def naive_vespo(log_weight, advantage, ratio):
+    """The factor of a sequence whose weights and whose engine's are these."""
+    weight, (k, decay) = torch.exp(log_weight) * ratio, (2, 3) if advantage >= 0 else (3, 2)
+    return (weight**k * torch.exp(decay * (1 - weight))).detach()
+
+
 def naive_grpo(b, p, loss_type, level="token", low=0.2, high=0.2, delta=None, beta=0.0, kl_weighted=False, ratio=1.0):
     """Token by token."""
     rows = []
@@ -121,25 +127,34 @@ def naive_grpo(b, p, loss_type, level="token", low=0.2, high=0.2, delta=None, be
             weight = torch.exp(log if level == "token" else logs.mean())
             if loss_type == "cispo":
                 term = -min(weight.detach(), torch.tensor(high)) * advantage * p[row][at][number]
+            elif loss_type == "sapo":
+                t = 1.0 if advantage > 0 else 1.05
+                term = -4 / t * sigmoid(t * (weight - 1)) * advantage
+            elif loss_type == "vespo":
+                term = -naive_vespo(logs.sum(), advantage, ratio) * advantage * p[row][at][number]
             else:
                 clipped = min(max(weight, 1 - low), 1 + high)
                 bounded = weight if delta is None else min(weight, delta)
                 term = -min(bounded * advantage, clipped * advantage)
-            term = term * ratio
+            term = term if loss_type == "vespo" else term * ratio
             difference = (b.ref - p)[row][at][number]
             divergence = torch.exp(difference) - difference - 1
             terms.append(term + beta * divergence * (weight if kl_weighted else 1))
         rows.append(torch.stack(terms))
-    if loss_type == "grpo":
+    if loss_type in ("grpo", "sapo"):
         return average(x.mean() for x in rows)
-    divisors = {"bnpo": b.mask.sum(), "dr_grpo": len(p) * 11, "dapo": 29, "cispo": 29}
+    divisors = {"bnpo": b.mask.sum(), "dr_grpo": len(p) * 11, "luspo": len(p)}
+    divisors |= dict.fromkeys(("dapo", "cispo", "vespo"), 29)
     return torch.cat(rows).sum() / divisors[loss_type]
 
 
-NEEDED = {"dr_grpo": {"max_completion_length": 11}, "dapo": {"num_items": 29}, "cispo": {"num_items": 29}}
+NEEDED = {"dr_grpo": {"max_completion_length": 11}} | {name: {"num_items": 29} for name in ("dapo", "cispo", "vespo")}
 VARIANTS = [
-    *({"loss_type": name} for name in ("grpo", "bnpo", "dr_grpo", "dapo")),
+    *({"loss_type": name} for name in ("grpo", "bnpo", "dr_grpo", "dapo", "sapo", "vespo")),
     {"loss_type": "cispo", "epsilon_high": 1.1},
+    {"loss_type": "luspo", "level": "sequence"},
+    {"loss_type": "vespo", "sampling_ratio": 0.8, "beta": 0.1},
+    {"loss_type": "sapo", "level": "sequence", "sampling_ratio": 0.8},
     {"loss_type": "grpo", "level": "sequence", "epsilon": 0.1},
     {"loss_type": "dapo", "level": "sequence", "beta": 0.3, "kl_weighted": True},
     {"loss_type": "bnpo", "beta": 0.2, "epsilon": 0.1, "epsilon_high": 0.28, "delta": 1.3},
@@ -282,7 +297,8 @@ def test_sequences_and_batches_without_tokens_give_numbers():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"loss_type": "ppo"}, "loss_type must be one of grpo, bnpo, dr_grpo, dapo, cispo, got 'ppo'"),
+        ({"loss_type": "ppo"}, "loss_type must be one of grpo, bnpo, .*, luspo, vespo, got 'ppo'"),
+        ({"loss_type": "luspo"}, "luspo has weights of sequences; pass level='sequence'"),
         ({"level": "word"}, "level must be token or sequence, got 'word'"),
         ({"beta": 0.1}, "ref_log_probs, which beta asks for, is missing"),
         ({"loss_type": "dr_grpo"}, "max_completion_length, which dr_grpo divides by, is missing"),

@@ -140,6 +140,11 @@ def test_cpo_simpo_and_orpo_are_trl_s():
         {"loss_type": "dr_grpo", "level": "sequence"},
         {"loss_type": "dapo", "epsilon_high": 0.28, "beta": 0.1, "kl_weighted": True},
         {"loss_type": "cispo", "epsilon_high": 1.05},
+        {"loss_type": "sapo"},
+        {"loss_type": "sapo", "level": "sequence", "beta": 0.2, "sapo_temperatures": (0.8, 1.4)},
+        {"loss_type": "luspo", "level": "sequence"},
+        {"loss_type": "vespo"},
+        {"loss_type": "vespo", "beta": 0.2, "vespo_gammas": ((1.5, 2.5), (2.0, 1.0)), "sampling_ratio": True},
     ],
     ids=str,
 )
@@ -148,21 +153,31 @@ def test_grpo_is_trl_s(options):
 
     b = Batch()
     known = {"epsilon": 0.2, "epsilon_high": None, "delta": None, "beta": 0.0, "kl_weighted": False, "level": "token"}
+    known |= {"sapo_temperatures": (1.0, 1.05), "vespo_gammas": ((2.0, 3.0), (3.0, 2.0)), "sampling_ratio": None}
+    if "sampling_ratio" in options:
+        # As TRL has it: 1 where nothing counts.
+        options = options | {"sampling_ratio": torch.exp(0.3 * (b.old - b.ref) * b.mask)}
     given = known | options
+    (k, decay), (k_negative, decay_negative) = given["vespo_gammas"]
     high = given["epsilon"] if given["epsilon_high"] is None else given["epsilon_high"]
     stub = trainer(
         GRPOTrainer, b, top_entropy_quantile=1.0, off_policy_mask_threshold=None, beta=given["beta"],
         importance_sampling_level=given["level"], loss_type=given["loss_type"], epsilon_low=given["epsilon"],
         epsilon_high=high, use_vllm=False, _entropy_bonus_enabled=False, max_completion_length=9,
         current_gradient_accumulation_steps=1,
-        args=types.SimpleNamespace(delta=given["delta"], use_bias_correction_kl=given["kl_weighted"],
-                                   steps_per_generation=1),
+        args=types.SimpleNamespace(
+            delta=given["delta"], use_bias_correction_kl=given["kl_weighted"], steps_per_generation=1,
+            sapo_temperature_pos=given["sapo_temperatures"][0], sapo_temperature_neg=given["sapo_temperatures"][1],
+            vespo_k_pos=k, vespo_lambda_pos=decay, vespo_k_neg=k_negative, vespo_lambda_neg=decay_negative,
+        ),
+        get_gamma_weights=GRPOTrainer.get_gamma_weights,
         _get_per_token_logps_and_entropies=lambda *_, **__: (b.log_probs, torch.zeros_like(b.log_probs), None),
     )  # fmt: skip
     inputs = {
         "prompt_ids": torch.ones(4, 2), "prompt_mask": torch.ones(4, 2), "completion_ids": torch.ones(4, TOKENS),
         "completion_mask": b.mask.double(), "advantages": b.advantages, "old_per_token_logps": b.old,
         "ref_per_token_logps": b.ref, "num_items_in_batch": torch.tensor(13.0),
+        "importance_sampling_ratio": given["sampling_ratio"],
     }  # fmt: skip
     ours = losses.grpo(
         b.log_probs, b.advantages, b.mask, old_log_probs=b.old, ref_log_probs=b.ref, max_completion_length=9,

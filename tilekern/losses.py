@@ -23,7 +23,9 @@ __all__ = [
     "cpo", "dpo", "grpo", "ipo", "jsd", "kto", "kto_baseline", "orpo", "simpo", "top_k_distillation",
     "top_k_log_probs",
 ]  # fmt: skip
-_REDUCTIONS = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo")
+_REDUCTIONS = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
+# What logarithms of VESPO's importance weights are held between, of a token and of a sequence.
+_MOST, _LEAST = 20.0, math.log(1e-8)
 
 
 def dpo(
@@ -138,6 +140,8 @@ def grpo(
     level: str = "token", epsilon: float = 0.2, epsilon_high: float | None = None, delta: float | None = None,
     beta: float = 0.0, kl_weighted: bool = False, sampling_ratio: torch.Tensor | None = None,
     max_completion_length: int | None = None, num_items: torch.Tensor | float | None = None,
+    sapo_temperatures: tuple[float, float] = (1.0, 1.05),
+    vespo_gammas: tuple[tuple[float, float], tuple[float, float]] = ((2.0, 3.0), (3.0, 2.0)),
 ) -> torch.Tensor:  # fmt: skip
     """``-min(w * A, clip(w) * A)`` with the importance weight ``w = p / p_old``, plus a divergence (arXiv 2402.03300).
 
@@ -150,7 +154,11 @@ def grpo(
         loss_type: how tokens are added up. ``grpo`` takes the mean of each sequence and then of these; ``bnpo`` the
             mean over all tokens; ``dr_grpo`` (arXiv 2503.20783) divides by sequences times ``max_completion_length``;
             ``dapo`` (arXiv 2503.14476) by ``num_items``; ``cispo`` (arXiv 2506.13585) too, and bounds the weight from
-            above by ``epsilon_high``, without a gradient, as a factor of ``A * log p``.
+            above by ``epsilon_high``, without a gradient, as a factor of ``A * log p``. ``sapo`` (arXiv 2511.20347)
+            has ``4 / t * sigmoid(t * (w - 1)) * A`` in the place of the clipped terms, and the mean of ``grpo``.
+            ``luspo`` (arXiv 2602.05261) adds up each sequence's terms and takes the mean of these, of weights of
+            sequences. ``vespo`` (arXiv 2602.10693) has the factor ``w^k * exp(lambda * (1 - w))`` of ``A * log p``,
+            without a gradient, where ``w`` is the product of a sequence's weights, and divides as ``dapo`` does.
         level: of the importance weight: ``token``, or ``sequence`` for the mean of a sequence's logarithms (GSPO,
             arXiv 2507.18071).
         epsilon: weights are clipped from below at ``1 - epsilon``.
@@ -159,12 +167,15 @@ def grpo(
         beta: the weight of the divergence ``exp(d) - d - 1``, ``d = log(p_ref / p)``.
         kl_weighted: multiplies the divergence by the importance weight, which makes its gradient unbiased.
         sampling_ratio: a factor for each token, [sequences, tokens] or [sequences, 1], that corrects for samples of
-            another engine.
+            another engine. For ``vespo`` it is a factor of the sequence's weight.
         max_completion_length: the divisor of ``dr_grpo``.
         num_items: how many tokens count, over all batches of a step; those of ``mask`` where None.
+        sapo_temperatures: t for positive advantages and for others.
+        vespo_gammas: (k, lambda) for advantages of 0 or more, and for negative ones.
 
     Raises:
-        ValueError: ``loss_type`` or ``level`` is unknown, or an argument that they or ``beta`` need is None.
+        ValueError: ``loss_type`` or ``level`` is unknown, they do not go together, or an argument that they or ``beta``
+            need is None.
     """
     _check_grpo(loss_type, level, beta, ref_log_probs, max_completion_length, epsilon_high)
     mask = mask.to(log_probs.dtype)
@@ -173,26 +184,48 @@ def grpo(
     weight = torch.exp(ratio if level == "token" else _means(ratio, mask)[:, None])
     if loss_type == "cispo":
         loss = -weight.clamp(max=epsilon_high).detach() * advantages * log_probs
+    elif loss_type == "sapo":
+        temperature = torch.where(advantages > 0, *sapo_temperatures)
+        loss = -torch.sigmoid(temperature * (weight - 1)) * 4 / temperature * advantages
+    elif loss_type == "vespo":
+        loss = -_vespo_factor(ratio, advantages, mask, sampling_ratio, vespo_gammas) * advantages * log_probs
     else:
         clipped = weight.clamp(1 - epsilon, 1 + (epsilon if epsilon_high is None else epsilon_high))
         loss = -torch.minimum(
             weight.clamp(max=delta) * advantages if delta else weight * advantages, clipped * advantages
         )
-    if sampling_ratio is not None:
+    if sampling_ratio is not None and loss_type != "vespo":
         loss = loss * sampling_ratio
     if beta and ref_log_probs is not None:
         difference = ref_log_probs - log_probs
         divergence = torch.exp(difference) - difference - 1
         loss = loss + beta * (divergence * weight if kl_weighted else divergence)
     loss = loss.expand_as(log_probs)
-    if loss_type == "grpo":
+    if loss_type in ("grpo", "sapo"):
         return _means(loss, mask).mean()
     divisor: Any = mask.sum().clamp(min=1)
     if loss_type == "dr_grpo":
         divisor = len(loss) * (max_completion_length or 1)
-    elif loss_type in ("dapo", "cispo") and num_items is not None:
+    elif loss_type == "luspo":
+        divisor = max(1, len(loss))
+    elif loss_type in ("dapo", "cispo", "vespo") and num_items is not None:
         divisor = num_items
     return (loss * mask).sum() / divisor
+
+
+@torch.no_grad()
+def _vespo_factor(
+    ratio: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor, sampling_ratio: torch.Tensor | None,
+    gammas: tuple[tuple[float, float], tuple[float, float]],
+) -> torch.Tensor:  # fmt: skip
+    """``w^k * exp(lambda * (1 - w))`` of each sequence, [sequences, 1], or [sequences, tokens] as advantages are."""
+    log = (ratio.clamp(-_MOST, _MOST) * mask).sum(-1, keepdim=True)
+    if sampling_ratio is not None:
+        each = sampling_ratio.log().clamp(_LEAST, _MOST)
+        log = log + (each if each.shape[-1] == 1 else (each * mask).sum(-1, keepdim=True))
+    log = log.clamp(_LEAST, _MOST)
+    power, decay = (torch.where(advantages >= 0, *both) for both in zip(*gammas, strict=True))
+    return torch.exp(power * log + decay * (1 - log.exp()))
 
 
 def _check_grpo(
@@ -202,6 +235,8 @@ def _check_grpo(
         raise ValueError(f"grpo: loss_type must be one of {', '.join(_REDUCTIONS)}, got {loss_type!r}")
     if level not in ("token", "sequence"):
         raise ValueError(f"grpo: level must be token or sequence, got {level!r}")
+    if loss_type == "luspo" and level != "sequence":
+        raise ValueError("grpo: luspo has weights of sequences; pass level='sequence'")
     needed = {
         "ref_log_probs, which beta asks for": beta and ref_log_probs is None,
         "max_completion_length, which dr_grpo divides by": loss_type == "dr_grpo" and most is None,

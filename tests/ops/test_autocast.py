@@ -61,8 +61,6 @@ def results_of(call, leaves):
     return found, torch.autograd.grad(found, leaves, slopes, allow_unused=True)
 
 
-
-
 def check(name, dtype):
     call, shapes, wide = CALLS[name]
     leaves = leaves_of(shapes, [dtype] * len(shapes))
