@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -184,6 +186,12 @@ def test_suites_hold_each_op_once_and_the_sizes_of_the_targets():
     assert [(tokens, case.op) for tokens, case in swept] == [
         (4096, "attention"), (4096, "linear"), (1024, "attention"), (1024, "linear"),
     ]  # fmt: skip
+
+
+def test_the_documentation_names_the_ops_of_the_suite():
+    page = Path(__file__).parents[2] / "docs" / "benchmarks.md"
+    sentence = page.read_text(encoding="utf-8").partition("`--ops suite` stands for ")[2].partition(".")[0]
+    assert re.findall(r"`(\w+)`", sentence) == list(SUITE)
 
 
 def test_products_are_timed_beside_an_op_that_is_judged_by_them():

@@ -71,6 +71,27 @@ def test_a_slow_peer_must_be_beaten_by_its_factor_at_every_length():
     assert "| no slower than the best peer | 10 ± 0.1 us | **no** |" in heads
 
 
+def test_ops_from_before_the_suite_are_judged_at_every_length():
+    good, slow = (render([swept(10, 25, torch, 0.86, case="rms_norm 1024 tokens")]) for torch in (40, 9))
+    assert "86.0% of a copy | yes |" in line_of(good, "rms_norm forward_backward")
+    assert "86.0% of a copy | **no** |" in line_of(slow, "rms_norm forward_backward")
+    head = render([swept(10, 9, 40, 0.9, case="fused_linear_cross_entropy 1024 tokens")])
+    assert "| no slower than the best peer | 10 ± 0.1 us | **no** |" in head
+
+
+def test_neighbours_are_judged_by_peers_alone():
+    text = render([swept(10, 25, 40, 0.3, case="fused_neighborhood_attention 1024 tokens")])
+    assert "| no slower than the best peer | 10 ± 0.1 us | yes |" in text
+    assert "of a copy | **no** |" not in text
+
+
+def test_a_divergence_of_the_targets_is_judged_by_the_best_peer_as_well():
+    text = render([kernels(10, 0.9, 9, case="jsd 4096x128256", metric="forward_backward")])
+    assert "| jsd forward_backward | jsd 4096x128256 | no slower than the best peer | 10 ± 0.2 us | **no** |" in text
+    wide = render([kernels(10, 0.9, 9, case="jsd 2048x128256 float32", metric="forward_backward")])
+    assert "no slower than the best peer" not in wide
+
+
 def test_a_difference_within_the_spreads_is_no_slower():
     assert "| yes |" in line_of(render([kernels(40, 0.93, 39.8)]), "rms_norm forward")
 
