@@ -185,6 +185,7 @@ def _trl_logits() -> Provider:
 def _quack() -> Provider:
     from quack.cross_entropy import cross_entropy as loss
     from quack.rmsnorm import rmsnorm
+    from quack.rotary import apply_rotary_emb
     from quack.softmax import softmax
 
     def rms_norm(x: Any, weight: Any, eps: float) -> Any:
@@ -197,13 +198,41 @@ def _quack() -> Provider:
     def cross_entropy(logits: Any, target: Any) -> Any:
         return loss(logits, target, inplace_backward=True)
 
+    def rope(q: Any, k: Any, cos: Any, sin: Any) -> tuple[Any, Any]:
+        """Of views: tokens before heads, and a half of the angles, which all sequences share."""
+        angles = [x[0, :, : x.shape[-1] // 2] for x in (cos, sin)]
+        q, k = (apply_rotary_emb(x.transpose(1, 2), *angles).transpose(1, 2) for x in (q, k))
+        return q, k
+
     calls: dict[str, Call] = {
         "rms_norm": rms_norm,
+        "layer_norm": _quack_layer_norm(),
         "fused_add_rms_norm": fused_add_rms_norm,
+        "rope": rope,
         "cross_entropy": cross_entropy,
         "softmax": softmax,
     }
     return Provider(f"quack {version_of('quack-kernels')}", calls | _quack_fused_linear_cross_entropy())
+
+
+def _quack_layer_norm() -> Call:
+    """Its forward and backward, which it has without autograd; weights go to float32, which they ask for."""
+    import torch
+    from quack.rmsnorm import layernorm_bwd, layernorm_fwd
+
+    class LayerNorm(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Any, weight: Any, bias: Any, eps: float) -> Any:
+            y, rstd, mean = layernorm_fwd(x, weight, bias, eps, return_rstd=True, return_mean=True)
+            ctx.save_for_backward(x, weight, rstd, mean)
+            return y
+
+        @staticmethod
+        def backward(ctx: Any, dy: Any) -> tuple[Any, ...]:
+            x, weight, rstd, mean = ctx.saved_tensors
+            return *layernorm_bwd(x, weight, dy, rstd, mean), None
+
+    return lambda x, weight, bias, eps: LayerNorm.apply(x, weight.float(), bias.float(), eps)
 
 
 def _quack_fused_linear_cross_entropy() -> dict[str, Call]:

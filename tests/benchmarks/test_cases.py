@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -256,6 +258,42 @@ def test_trls_chunks_are_those_of_its_trainers(monkeypatch):
     given, entropy = LOADERS["trl"]().calls["linear_log_probs"]("h", "w", "ids")
     assert given == ("h", "w", None, "ids", 1.0, 32768, None, 1.0, ("log_probs", "entropy"))
     assert entropy == "entropy"
+
+
+def turned(x, cos, sin):
+    """As quack has it: tokens before heads, angles of a half [tokens, head_dim / 2]."""
+    low, high = x.chunk(2, -1)
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.cat((low * cos - high * sin, high * cos + low * sin), -1)
+
+
+def layernorm_fwd(x, weight, bias, eps, *, return_rstd, return_mean):
+    assert (weight.dtype, bias.dtype, return_rstd, return_mean) == (torch.float32, torch.float32, True, True)
+    y, mean, rstd = torch.native_layer_norm(x.float(), x.shape[-1:], weight, bias, eps)
+    return y.to(x.dtype), rstd, mean
+
+
+def layernorm_bwd(x, weight, dout, rstd, mean):
+    every, shape = [True] * 3, x.shape[-1:]
+    dx, *others = torch.ops.aten.native_layer_norm_backward(
+        dout.float(), x.float(), shape, mean, rstd, weight, weight, every
+    )
+    return dx.to(x.dtype), *others
+
+
+@pytest.mark.parametrize(
+    "case", [rope_case(2, 5, 3, 1, 16, "float32"), suite_case("layer_norm", tokens=6, hidden=64)], ids=lambda c: c.op
+)
+def test_quacks_functions_get_what_they_take(case, monkeypatch):
+    parts = {"rmsnorm": {"rmsnorm": None, "layernorm_fwd": layernorm_fwd, "layernorm_bwd": layernorm_bwd}}
+    parts |= {"rotary": {"apply_rotary_emb": turned}, "softmax": {"softmax": None}}
+    parts |= {"cross_entropy": {"cross_entropy": None}, "linear_cross_entropy": {}}
+    for name, functions in parts.items():
+        monkeypatch.setitem(sys.modules, f"quack.{name}", SimpleNamespace(**functions))
+    monkeypatch.setitem(sys.modules, "quack", SimpleNamespace(__path__=[]))
+    monkeypatch.setattr(providers, "version_of", lambda _: "0.6.5")
+    tensors = case.tensors("cpu")
+    check(case, tensors, case.expected(tensors), LOADERS["quack"]())
 
 
 SMALL = {"tokens": 8, "hidden": 64, "intermediate": 48, "vocabulary": 40, "heads": 4, "kv_heads": 2, "head_dim": 16}
