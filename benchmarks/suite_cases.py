@@ -313,7 +313,7 @@ def _log_probs_of_head(sizes: Sizes, dtype: str) -> Case:
 
     size, op = f"{rows}x{hidden}x{vocabulary}", "linear_log_probs"
     work = Work(flops=(product, 3 * product))
-    return _case(op, size, dtype, tensors, work, cut=(0, 2), roundings=3, metrics=("forward", "forward_backward"))
+    return _case(op, size, dtype, tensors, work, cut=(0, 2), roundings=3)
 
 
 def _liger_linear_log_probs(apply: Call) -> Call:
@@ -363,7 +363,7 @@ SUITE: Mapping[str, SuiteOp] = {
         formula=formulas.kl_div, case=_divergence("kl_div", (True, False), (2, 2)), liger="LigerKLDivLossFunction",
         call=lambda apply: lambda x, target: apply(x, target, "batchmean", False, 1e-10),
     ),
-    # The gradients of these are made with the loss, so both directions are one.
+    # The gradients of these are made with the loss, here and by peers, so neither direction says much alone.
     "jsd": SuiteOp(
         formula=formulas.jsd, case=_divergence("jsd", (True, True), (2, 1), _ONE_WAY), liger="LigerJSDFunction",
         call=lambda apply: lambda x, target: apply(x, target, None, 0.5, -100),

@@ -246,18 +246,16 @@ def test_tilegyms_ops_take_and_give_what_the_formulas_do(monkeypatch):
         assert calls[op]("a", "b") == (op, ("a", "b"))
 
 
-def test_trls_chunks_are_those_of_its_trainers(monkeypatch):
-    class Utils:
-        _CHUNKED_LOGPROB_CHUNK_SIZE = 32768
+@pytest.mark.parametrize("name", ["trl", "trl-logits"])
+def test_trl_gives_log_probabilities_and_entropies(name):
+    case = suite_case("linear_log_probs", "float32", tokens=6, hidden=64, vocabulary=40)
+    tensors = case.tensors("cpu")
+    check(case, tensors, case.expected(tensors), LOADERS[name]())
 
-        class _ChunkedLogProbFunction:
-            apply = staticmethod(lambda *given: (given, "entropy", None, None, None))
 
-    monkeypatch.setattr(providers.importlib, "import_module", lambda _: Utils)
-    monkeypatch.setattr(providers, "version_of", lambda _: "1.16.0")
-    given, entropy = LOADERS["trl"]().calls["linear_log_probs"]("h", "w", "ids")
-    assert given == ("h", "w", None, "ids", 1.0, 32768, None, 1.0, ("log_probs", "entropy"))
-    assert entropy == "entropy"
+def test_directions_are_timed_alone_where_the_gradient_is_not_made_with_the_loss():
+    together = {case.op for case in TINY if case.metrics != METRICS}
+    assert together == {"jsd", "tvd", "fused_linear_jsd", "fused_linear_cross_entropy"}
 
 
 def turned(x, cos, sin):
