@@ -133,6 +133,40 @@ def test_parameters_are_called_as_in_liger_s_classes(module, op, parameters):
     torch.testing.assert_close(module(X), op(X, *module.parameters()))
 
 
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "out_proj")
+# Parameters of Liger-Kernel 0.8.5's classes, as the same arguments make them.
+OF_LIGER = {
+    "DyT": (ops.DyT(24), {"alpha": (1,), "gamma": (24,), "beta": (24,)}),
+    "DyT without beta": (ops.DyT(24, beta=False), {"alpha": (1,), "gamma": (24,)}),
+    "PolyNorm": (ops.PolyNorm(), {"weight": (3,), "bias": ()}),
+    "FusedAddRMSNorm": (ops.FusedAddRMSNorm(24), {"weight": (24,)}),
+    "FusedNeighborhoodAttention": (
+        ops.FusedNeighborhoodAttention(24, 3, dropout=0.1),
+        {f"{name}.weight": (24, 24) for name in PROJECTIONS} | {f"{name}.bias": (24,) for name in PROJECTIONS},
+    ),
+    "FusedNeighborhoodAttention without biases": (
+        ops.FusedNeighborhoodAttention(24, 3, bias=False), {f"{name}.weight": (24, 24) for name in PROJECTIONS},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OF_LIGER)
+def test_state_dicts_have_the_names_and_shapes_of_liger_s_classes(name):
+    module, shapes = OF_LIGER[name]
+    assert {name: tuple(value.shape) for name, value in module.state_dict().items()} == shapes
+    assert {value.dtype for value in module.state_dict().values()} == {torch.float32}
+    module.load_state_dict({name: torch.zeros(shape) for name, shape in shapes.items()}, strict=True)
+
+
+def test_new_parameters_have_the_values_of_liger_s():
+    dyt, poly = ops.DyT(24, init_alpha=0.7).state_dict(), ops.PolyNorm().state_dict()
+    assert torch.equal(dyt["alpha"], torch.tensor([0.7]))
+    assert torch.equal(dyt["gamma"], torch.ones(24))
+    assert not dyt["beta"].any()
+    assert torch.equal(poly["weight"], torch.full((3,), 1 / 3))
+    assert poly["bias"] == 1
+
+
 def test_the_fused_head_takes_the_options_of_its_op():
     hidden, weight = random(6, 8), random(24, 8)
     bias, options = random(24), {"label_smoothing": 0.1, "softcap": 5.0, "z_loss": 1e-3, "reduction": "mean"}
