@@ -28,6 +28,16 @@ def test_the_formula_is_of_the_same_form(tanh):
     torch.testing.assert_close(geglu(gate, up, tanh), expected)
 
 
+@forms
+@pytest.mark.parametrize("shape", [(0, 5), (2, 0), (2, 3, 0), (0,)], ids=str)
+def test_no_rows_and_no_columns_give_results_and_gradients_of_their_shapes(shape, tanh):
+    gate, up = (torch.randn(shape, requires_grad=True) for _ in range(2))
+    y = geglu(gate, up, tanh)
+    assert y.shape == shape
+    y.sum().backward()
+    assert gate.grad.shape == up.grad.shape == shape
+
+
 def test_shapes_that_differ_raise():
     with pytest.raises(ValueError, match="gate and up must have one shape"):
         geglu(torch.randn(2, 3), torch.randn(3))

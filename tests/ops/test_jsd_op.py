@@ -6,7 +6,7 @@ from divergence import divergence
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from op_samples import launched_by
+from op_samples import LAYOUTS, assert_near, laid_out, launched_by
 
 from tilekern.ops import jsd
 
@@ -46,6 +46,19 @@ def test_loss_and_gradient_match_float64(dtype, leading, columns, beta, labelled
     # Gradients in float16 are rounded before the slope comes.
     least = 1e-5 if dtype == torch.float16 else 0
     assert (x.grad.double() - reference).norm() <= BOUNDS[dtype] * reference.norm() + least
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("of_target", LAYOUTS)
+@pytest.mark.parametrize("beta", [0.0, 0.3])
+def test_any_strides(layout, of_target, beta):
+    x, y, labels = drawn()
+    x, y = laid_out(x.detach(), layout).requires_grad_(), laid_out(y, of_target)
+    labels = laid_out(labels, layout)
+    wide = x.detach().double().requires_grad_()
+    loss, right = jsd(x, y, labels, beta, 1), expected(wide, y.double(), labels, beta, 1)
+    torch.testing.assert_close(loss.double(), right, rtol=1e-5, atol=0)
+    assert_near(torch.autograd.grad(loss, x)[0], torch.autograd.grad(right, wide)[0], BOUNDS[torch.float32])
 
 
 @betas

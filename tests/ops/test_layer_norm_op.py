@@ -40,6 +40,16 @@ def test_it_is_the_layer_norm_of_torch_to_the_last_bits():
     torch.testing.assert_close(layer_norm(x, weight, bias), expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("shape", [(0, 5), (2, 0), (2, 3, 0), (0,)], ids=str)
+def test_no_rows_and_no_columns_give_results_and_gradients_of_their_shapes(shape):
+    leaves = given(torch.float32, shape=shape)
+    y = layer_norm(*leaves)
+    assert y.shape == shape
+    y.sum().backward()
+    assert [x.grad.shape for x in leaves] == [x.shape for x in leaves]
+    assert not any(x.grad.any() for x in leaves)
+
+
 def test_a_bias_of_another_dtype_than_the_weight_runs_the_formula():
     x, weight, bias = given(torch.bfloat16)
     y = layer_norm(x, weight, bias.detach().float())

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from op_samples import TOLERANCE, assert_near
+from op_samples import LAYOUTS, TOLERANCE, assert_like_float64, assert_near, laid_out
 
 from tilekern.ops import tiled_geglu, tiled_swiglu
 from tilekern.runtime.dispatch import counters
@@ -45,6 +45,17 @@ def test_results_and_gradients_match_float64(op, dtype, shape, num_shards):
     for got, wanted in zip(gradients, torch.autograd.grad(reference, wide, slope.double()), strict=True):
         assert got.dtype == dtype
         assert_near(got, wanted, 4 * TOLERANCE[dtype])
+
+
+@both
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("of_weights", LAYOUTS)
+def test_any_strides(op, layout, of_weights):
+    layouts = (layout, *[of_weights] * 3)
+    inputs = [laid_out(x.detach(), way).requires_grad_() for x, way in zip(leaves(), layouts, strict=True)]
+    assert_like_float64(
+        lambda *given: (op(*given, num_shards=3),), lambda *given: (expected(op, *given),), inputs, layout, (2, 4)
+    )
 
 
 @pytest.mark.parametrize(("tokens", "shards"), [(24, 1), (25, 2), (49, 3)])
