@@ -16,10 +16,12 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from benchmarks.cases import Case
 from benchmarks.environment import facts, require_gpu
 from benchmarks.kernels import clone, entrant
 from benchmarks.providers import OURS, load
 from benchmarks.results import Results, Row
+from benchmarks.suite_cases import suite_case
 from benchmarks.suites import fixed_cases
 from tilekern.errors import InputError, TilekernError
 
@@ -31,7 +33,17 @@ CASES = (
     ("attention 4x4096 32+32x128 causal", "backward"),
     ("linear 8192x4096x14336", "forward"),
     ("fused_linear_cross_entropy 8192x4096x128256", "forward_backward"),
+    ("sparsemax 8192x4096", "forward"),
+    ("dyt 8192x4096", "backward"),
+    ("group_norm 64x1024x512", "forward"),
+    ("group_norm 64x1024x512", "backward"),
+    ("poly_norm 8192x4096", "backward"),
+    ("layer_norm 8192x4096", "backward"),
+    ("kl_div 8192x128256", "forward"),
+    ("softmax 8192x4096", "backward"),
 )
+# Ops of the Liger suite in the sizes that a sweep of Llama-3-8B has at these tokens.
+_SWEPT, _TOKENS = ("sparsemax", "dyt", "group_norm", "poly_norm", "kl_div"), 8192
 SECTIONS = ("SpeedOfLight", "Occupancy", "LaunchStats", "ComputeWorkloadAnalysis")
 # A fused loss launches the same kernels for each of its chunks.
 MOST_LAUNCHES = 24
@@ -51,6 +63,11 @@ _TENSOR = re.compile(r"^sm__(inst_executed_)?pipe_tensor\w*\.avg\.pct_of_peak_su
 _MICROSECONDS = {"ns": 1e-3, "nsecond": 1e-3, "us": 1.0, "usecond": 1.0, "ms": 1e3, "msecond": 1e3}
 # A cubin's symbol is the kernel's name, then what its arguments are.
 _SYMBOL = re.compile(r"^(\w+?)_Kt\d")
+
+
+def counted_cases() -> list[Case]:
+    """All cases of which some have their counters read."""
+    return [*fixed_cases(), *(suite_case(op, tokens=_TOKENS) for op in _SWEPT)]
 
 
 def measure() -> Results:
@@ -142,7 +159,7 @@ def main(label: str, metric: str) -> None:
     """Run one pass of a case under ncu; all before it is not profiled."""
     import torch
 
-    case = next(case for case in fixed_cases() if case.label == label)
+    case = next(case for case in counted_cases() if case.label == label)
     (provider,) = load([OURS], [])
     tensors = clone(case.tensors("cuda"))
     measured = entrant(case, tensors, provider, metric)

@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.counters import read_table, rows_of, short_name
+from benchmarks.counters import CASES, counted_cases, read_table, rows_of, short_name
+from benchmarks.suites import model_cases
+from tuning.plan.configs import config_named
 
 TABLE = """==PROF== Connected to process 7
 "ID","Kernel Name","gpu__time_duration.sum","gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed",\
@@ -42,6 +44,14 @@ def test_times_are_microseconds_whatever_ncu_says_them_in():
 )
 def test_names_of_kernels_are_without_their_arguments(symbol, name):
     assert short_name(symbol) == name
+
+
+def test_each_case_is_there_once_and_the_suite_s_are_of_a_sweep():
+    metrics = {case.label: case.metrics for case in counted_cases()}
+    assert len(metrics) == len(counted_cases())
+    assert all(metric in metrics[label] for label, metric in CASES)
+    swept = {case.label for case in model_cases(config_named("llama-3-8b")[1], 8192)}
+    assert {label for label, _ in CASES if label.split(" ")[0] in ("sparsemax", "group_norm", "kl_div")} <= swept
 
 
 def test_a_run_without_kernels_has_no_rows():
