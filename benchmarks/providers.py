@@ -141,7 +141,38 @@ def _liger(name: str, package: str, *, in_place: bool = False) -> Provider:
     for op, one in SUITE.items():
         if one.liger and hasattr(ops, one.liger):
             calls[op] = one.call(getattr(ops, one.liger).apply)
+    if hasattr(ops, "apply_tiled_mlp"):  # nor this
+        calls["tiled_swiglu"] = tiled_mlp(ops.apply_tiled_mlp, ops.LigerSiLUMulFunction.apply)
+        calls["tiled_geglu"] = tiled_mlp(ops.apply_tiled_mlp, ops.LigerGELUMulFunction.apply)
     return Provider(f"{name} {version_of('liger-kernel')}", calls)
+
+
+def tiled_mlp(apply: Call, activation: Call) -> Call:
+    """A gated MLP by ``apply(fn, module, x)``, as Liger and TileGym have it, with the weights' gradients as results.
+
+    Its backward adds them to the module's parameters; these are new ones at each call, in the memory of the weights.
+    """
+    import torch
+    from torch.nn.functional import linear
+
+    def mlp(module: Any, x: Any) -> Any:
+        gate, up, down = module
+        return linear(activation(linear(x, gate), linear(x, up)), down)
+
+    class TiledMLP(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *given: Any) -> Any:
+            ctx.leaves = [x.detach().requires_grad_() for x in given]
+            with torch.enable_grad():
+                ctx.out = apply(mlp, ctx.leaves[1:], ctx.leaves[0])
+            return ctx.out.detach()
+
+        @staticmethod
+        def backward(ctx: Any, dy: Any) -> tuple[Any, ...]:
+            torch.autograd.backward(ctx.out, dy)
+            return tuple(x.grad for x in ctx.leaves)
+
+    return TiledMLP.apply
 
 
 def _tilegym() -> Provider:
@@ -157,6 +188,8 @@ def _tilegym() -> Provider:
         calls[op] = getattr(suite, op)
     found = {op: (one.tilegym, getattr(suite, op, None)) for op, one in SUITE.items()}
     calls |= {op: fit(function) for op, (fit, function) in found.items() if fit and function}
+    calls["tiled_swiglu"] = tiled_mlp(suite.tiled_mlp, suite.swiglu)
+    calls["tiled_geglu"] = tiled_mlp(suite.tiled_mlp, suite.geglu)
     return Provider(f"tilegym {version_of('tilegym')}", calls)
 
 

@@ -377,7 +377,7 @@ SUITE: Mapping[str, SuiteOp] = {
         formula=formulas.fused_neighborhood_attention, case=_neighbours,
         liger="LigerFusedNeighborhoodAttentionFunction",
     ),
-    # Liger's and TileGym's take a module, to whose parameters they add the gradients by themselves.
+    # Liger and TileGym have one function for both, which takes a module; the providers call it.
     "tiled_geglu": SuiteOp(formula=formulas.tiled_geglu, case=_tiled("tiled_geglu"), tilegym=None),
     "tiled_swiglu": SuiteOp(formula=formulas.tiled_swiglu, case=_tiled("tiled_swiglu"), tilegym=None),
     "fused_linear_jsd": SuiteOp(

@@ -294,6 +294,34 @@ def test_quacks_functions_get_what_they_take(case, monkeypatch):
     check(case, tensors, case.expected(tensors), LOADERS["quack"]())
 
 
+class InShards(torch.autograd.Function):
+    """As Liger and TileGym have it: the backward computes again, and adds gradients to the module's parameters."""
+
+    @staticmethod
+    def forward(ctx, fn, module, x):
+        ctx.fn, ctx.module = fn, module
+        ctx.save_for_backward(x)
+        return torch.cat([fn(module, part) for part in x.chunk(2)])
+
+    @staticmethod
+    def backward(ctx, dy):
+        dx = []
+        for part, slope in zip(ctx.saved_tensors[0].detach().chunk(2), dy.chunk(2), strict=True):
+            leaf = part.detach().requires_grad_()
+            with torch.enable_grad():
+                torch.autograd.backward(ctx.fn(ctx.module, leaf), slope)
+            dx.append(leaf.grad)
+        return None, None, torch.cat(dx)
+
+
+def test_an_mlp_whose_gradients_go_to_a_module_gives_them_back():
+    case = suite_case("tiled_swiglu", "float32", tokens=6, hidden=64, intermediate=48)
+    tensors = case.tensors("cpu")
+    call = providers.tiled_mlp(InShards.apply, swiglu)
+    for _ in range(2):  # nothing is left of the first
+        check(case, tensors, case.expected(tensors), Provider("tiled 1", {"tiled_swiglu": call}))
+
+
 SMALL = {"tokens": 8, "hidden": 64, "intermediate": 48, "vocabulary": 40, "heads": 4, "kv_heads": 2, "head_dim": 16}
 
 
