@@ -193,6 +193,17 @@ def _tilegym() -> Provider:
     return Provider(f"tilegym {version_of('tilegym')}", calls)
 
 
+def _tilegym_unsloth() -> Provider:
+    """Those of its suite of Unsloth's ops that have gradients of their own and take what the formulas take."""
+    suite = importlib.import_module("tilegym.suites.unsloth")
+
+    def cross_entropy(logits: Any, target: Any) -> Any:
+        return suite.cross_entropy_loss(logits[None], target[None])
+
+    calls = {"rms_norm": suite.rms_layernorm, "layer_norm": suite.layernorm, "cross_entropy": cross_entropy}
+    return Provider(f"tilegym-unsloth {version_of('tilegym')}", calls)
+
+
 def _trl() -> Provider:
     """TRL's log-probabilities and entropies of a head, as the fused heads of its trainers compute them, in chunks."""
     trainers = importlib.import_module("trl.trainer.utils")
@@ -289,6 +300,7 @@ LOADERS: Mapping[str, Callable[[], Provider]] = {
     "liger-cutedsl": _liger_cutedsl,
     "quack": _quack,
     "tilegym": _tilegym,
+    "tilegym-unsloth": _tilegym_unsloth,
     "trl": _trl,
     "trl-logits": _trl_logits,
 }

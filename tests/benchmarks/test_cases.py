@@ -244,6 +244,10 @@ def test_tilegyms_ops_take_and_give_what_the_formulas_do(monkeypatch):
     assert calls["group_norm"]("x", "w", "b", 8, 2, 1e-6) == ("group_norm", ("x", 8, 2, "w", "b", 1e-6))
     for op in ("rms_norm", "swiglu", "rope", "cross_entropy", "fused_linear_cross_entropy", "jsd"):
         assert calls[op]("a", "b") == (op, ("a", "b"))
+    others = LOADERS["tilegym-unsloth"]().calls
+    assert others["layer_norm"]("x", "w", "b", 1e-6) == ("layernorm", ("x", "w", "b", 1e-6))
+    op, (logits, target) = others["cross_entropy"](torch.zeros(6, 40), torch.zeros(6))
+    assert (op, logits.shape, target.shape) == ("cross_entropy_loss", (1, 6, 40), (1, 6))
 
 
 @pytest.mark.parametrize("name", ["trl", "trl-logits"])
