@@ -7,9 +7,10 @@ import sys
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from tilekern.ops import fused_add_rms_norm, rms_norm, swiglu
+from tilekern.ops import dyt, fused_add_rms_norm, group_norm, layer_norm, poly_norm, rms_norm, swiglu
 from tilekern.ops.fused_rms_norm_add import fused_rms_norm_add
 from tilekern.ops.fused_rms_norm_add_rms_norm import fused_rms_norm_add_rms_norm
 from tilekern.runtime.dispatch import counters
@@ -37,8 +38,14 @@ def around(residual, x, weight, following):
     return fused_rms_norm_add_rms_norm(residual, x, weight, following, EPS, 1.0, "gemma")
 
 
+def powers(x, weight, bias):
+    """PolyNorm in torch's own operations."""
+    norms = (x**power * torch.rsqrt((x**power).square().mean(-1, keepdim=True) + EPS) for power in (3, 2, 1))
+    return (sum(w * u for w, u in zip(weight, norms, strict=True)) + bias,)
+
+
 def compare(mesh, call, reference, placements, *shapes):
-    """Results and gradients of a call on DTensors of some placements, the last one a weight that all ranks have."""
+    """Results and gradients of a call on DTensors of some placements, the last ones weights that all ranks have."""
     generator = torch.Generator().manual_seed(0)
     whole = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
     given = [distribute_tensor(x.detach(), mesh, [p]).requires_grad_() for x, p in zip(whole, placements, strict=True)]
@@ -70,17 +77,36 @@ def main():
             mesh, around, lambda r, x, w, v: (r + norm(x, w, 1.0), norm(r + norm(x, w, 1.0), v, 1.0)),
             (placement, *places, Replicate()), shape, shape, (16,), (16,),
         )  # fmt: skip
+        weighted = (placement, Replicate(), Replicate())
+        compare(
+            mesh, lambda x, w, b: (layer_norm(x, w, b, EPS),),
+            lambda x, w, b: (F.layer_norm(x, (16,), w, b, EPS),), weighted, shape, (16,), (16,),
+        )  # fmt: skip
+        compare(
+            mesh, lambda x, w: (layer_norm(x, w, None, EPS),), lambda x, w: (F.layer_norm(x, (16,), w, None, EPS),),
+            places, shape, (16,),
+        )  # fmt: skip
+        compare(
+            mesh, lambda x, w, b: (group_norm(x, w, b, 6, 2, EPS),),
+            lambda x, w, b: (F.group_norm(x, 2, w, b, EPS),), weighted, (3, 6, 5), (6,), (6,),
+        )  # fmt: skip
+        compare(mesh, lambda x, w, b: (poly_norm(x, w, b, EPS),), powers, weighted, shape, (3,), ())
+        compare(
+            mesh, lambda x, a, g, b: (dyt(x, a, g, b),), lambda x, a, g, b: (g * torch.tanh(a * x) + b,),
+            (*weighted, Replicate()), shape, (1,), (16,), (16,),
+        )  # fmt: skip
         for factors in ((1.0, 1.0), (0.5, 2.0)):
             (y,) = compare(
                 mesh,
                 lambda gate, up, factors=factors: (swiglu(gate, up, *factors),),
-                lambda gate, up, f=factors: (torch.nn.functional.silu(gate * f[0]) * up * f[1],),
+                lambda gate, up, f=factors: (F.silu(gate * f[0]) * up * f[1],),
                 (placement, placement), shape, shape,
             )  # fmt: skip
             assert y.placements == (placement,)
     for kernel in (
         "rms_norm_backward", "rms_norm_offset_backward", "fused_add_rms_norm_backward", "fused_rms_norm_add_forward",
-        "fused_rms_norm_add_rms_norm_backward", "swiglu_backward",
+        "fused_rms_norm_add_rms_norm_backward", "swiglu_backward", "layer_norm_backward", "group_norm_backward",
+        "poly_norm_backward", "dyt_backward",
     ):  # fmt: skip
         assert counters(kernel).launches, kernel
         assert not counters(kernel).fallbacks, kernel

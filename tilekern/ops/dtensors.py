@@ -16,18 +16,18 @@ def is_dtensor(*tensors: torch.Tensor | None) -> bool:
 
 
 def by_shards(
-    op: Callable[..., Any], rows: tuple[torch.Tensor, ...], vectors: tuple[Any, ...], *options: Any, gathered: bool
+    op: Callable[..., Any], rows: tuple[torch.Tensor, ...], vectors: tuple[Any, ...], *options: Any, gathered: int
 ) -> Any:
     """An op of matrices of one shape, of which each rank has a part, and of vectors that all rows share.
 
-    Sums are completed before; dimensions that are sharded stay so, but for the last one where it is gathered.
+    Sums are completed before; dimensions that are sharded stay so, but for the last ones that are gathered.
 
     Args:
         op: called with local tensors, ``op(*rows, *vectors, *options)``.
         rows: [..., columns], of which one at least is a DTensor; others are taken for whole on each rank.
-        vectors: [columns] or None; DTensors of any placement, or whole on each rank.
+        vectors: of any shape, or None; DTensors of any placement, or whole on each rank.
         options: what else the op takes.
-        gathered: the op works on whole rows; else on each element by itself.
+        gathered: how many of the last dimensions the op must have whole: 1 for rows, 0 for single elements.
 
     Returns:
         The op's results as DTensors, sharded as the first DTensor of the rows is, but for what was gathered.

@@ -43,7 +43,7 @@ def _otherwise(
     residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float, casting_mode: str
 ) -> Pair:
     if is_dtensor(residual, x, weight):
-        one, other = by_shards(fused_add_rms_norm, (residual, x), (weight,), eps, offset, casting_mode, gathered=True)
+        one, other = by_shards(fused_add_rms_norm, (residual, x), (weight,), eps, offset, casting_mode, gathered=1)
         return one, other
     weight, offset, cast = weight_of("fused_add_rms_norm", x, weight, offset, casting_mode)
     if cast and not offset:

@@ -38,7 +38,7 @@ def fused_rms_norm_add(
     """
     if x.__class__ is not torch.Tensor and is_dtensor(residual, x, weight):
         sharded: torch.Tensor = by_shards(
-            fused_rms_norm_add, (residual, x), (weight,), eps, offset, casting_mode, gathered=True
+            fused_rms_norm_add, (residual, x), (weight,), eps, offset, casting_mode, gathered=1
         )
         return sharded
     weight, offset, cast = weight_of("fused_rms_norm_add", x, weight, offset, casting_mode)

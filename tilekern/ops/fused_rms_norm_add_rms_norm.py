@@ -44,7 +44,7 @@ def fused_rms_norm_add_rms_norm(
     options = (eps, offset, casting_mode)
     if x.__class__ is not torch.Tensor and is_dtensor(residual, x, weight, next_weight):
         vectors = (weight, next_weight)
-        one, other = by_shards(fused_rms_norm_add_rms_norm, (residual, x), vectors, *options, gathered=True)
+        one, other = by_shards(fused_rms_norm_add_rms_norm, (residual, x), vectors, *options, gathered=1)
         return one, other
     cast = casting_mode == "llama"
     if (

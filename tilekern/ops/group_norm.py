@@ -8,6 +8,7 @@ import torch
 
 from tilekern.kernels import column_sum
 from tilekern.kernels.group_norm import BACKWARD, FORWARD
+from tilekern.ops.dtensors import by_shards, is_dtensor
 from tilekern.ops.operation import operation
 from tilekern.ops.registration import check_devices, fresh
 from tilekern.runtime.dispatch import Plan, plan_for
@@ -25,7 +26,8 @@ def group_norm(
 
     Args:
         x: [batch, channels, ...], three dimensions or more; bfloat16, float16 or float32, any strides. What is not
-            contiguous is copied.
+            contiguous is copied. Of a DTensor each rank works on its own entries of the batch; what is sharded in
+            another dimension is gathered.
         weight, bias: [channels], of the dtype of ``x`` or another of the three. Where theirs differ, the formula runs.
         num_channels: the number of channels.
         num_groups: into how many groups the channels of each batch entry are cut, of as many neighbours each.
@@ -40,6 +42,8 @@ def group_norm(
     """
     if x.dim() < 3 or x.shape[1] != num_channels:
         raise ValueError(f"group_norm: x must have the shape [batch, {num_channels}, ...], got {list(x.shape)}")
+    if x.__class__ is not torch.Tensor and is_dtensor(x, weight, bias):
+        return by_shards(_groups, (x,), (weight, bias), num_groups, eps, gathered=x.dim() - 1)
     return _groups(x, weight, bias, num_groups, eps)
 
 

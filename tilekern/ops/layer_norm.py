@@ -5,12 +5,15 @@ from __future__ import annotations
 import torch
 
 from tilekern.kernels.layer_norm import BACKWARD, FORWARD
+from tilekern.ops.dtensors import by_shards, is_dtensor
 from tilekern.ops.operation import operation
 from tilekern.ops.rms_norm import constant_row
 
 
 def _otherwise(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
-    """With ones for a weight and zeros for a bias that is not there."""
+    """With ones for a weight and zeros for a bias that is not there, and of DTensors."""
+    if is_dtensor(x, weight, bias):
+        return by_shards(layer_norm, (x,), (weight, bias), eps, gathered=1)
     if weight is None:
         weight = constant_row(x if bias is None else bias, 1.0)
     return layer_norm(x, weight, constant_row(weight, 0.0) if bias is None else bias, eps)
@@ -18,7 +21,8 @@ def _otherwise(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor 
 
 @operation(
     FORWARD, BACKWARD, sums=("weight", "bias"), reads=("x", "weight", "bias"),
-    unless="weight is None or bias is None", otherwise=_otherwise,
+    unless="weight is None or bias is None or (x.__class__ is not Tensor and is_dtensor(x, weight, bias))",
+    otherwise=_otherwise,
 )  # fmt: skip
 def layer_norm(
     x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float = 1e-5
@@ -26,7 +30,7 @@ def layer_norm(
     """``(x - mean(x)) / sqrt(var(x) + eps) * weight + bias`` over the last dimension, rounded once.
 
     Args:
-        x: [..., columns]; bfloat16, float16 or float32, any strides.
+        x: [..., columns]; bfloat16, float16 or float32, any strides; DTensors as in :func:`tilekern.ops.rms_norm`.
         weight, bias: [columns], of the dtype of ``x`` or another of the three, or None for a norm without it. Where
             theirs differ, the formula runs.
         eps: added to the variance, which is the mean square of what differs from the mean.

@@ -60,7 +60,7 @@ def _otherwise(
     x: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float, casting_mode: str
 ) -> torch.Tensor:
     if is_dtensor(x, weight):
-        return by_shards(rms_norm, (x,), (weight,), eps, offset, casting_mode, gathered=True)
+        return by_shards(rms_norm, (x,), (weight,), eps, offset, casting_mode, gathered=1)
     weight, offset, cast = weight_of("rms_norm", x, weight, offset, casting_mode)
     return rms_norm(x, weight, eps) if cast and not offset else rms_norm_offset(x, weight, eps, offset, cast)
 

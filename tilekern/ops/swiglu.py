@@ -11,7 +11,7 @@ from tilekern.ops.operation import operation
 
 def _otherwise(gate: torch.Tensor, up: torch.Tensor, gate_multiplier: float, down_multiplier: float) -> torch.Tensor:
     if is_dtensor(gate, up):
-        return by_shards(swiglu, (gate, up), (), gate_multiplier, down_multiplier, gathered=False)
+        return by_shards(swiglu, (gate, up), (), gate_multiplier, down_multiplier, gathered=0)
     return swiglu_scaled(gate, up, gate_multiplier, down_multiplier)
 
 
