@@ -128,7 +128,9 @@ def room_for_logits(rows: int, vocabulary: int, like: Any) -> Any:
     import torch
 
     pitch = -(-vocabulary // _PITCH) * _PITCH
-    return torch.empty((rows, pitch), dtype=like.dtype, device=like.device)[:, :vocabulary]
+    # oneDNN's bfloat16 products on AMX read what lies behind a row, and NaN there would spread.
+    make = torch.zeros if like.device.type == "cpu" else torch.empty
+    return make((rows, pitch), dtype=like.dtype, device=like.device)[:, :vocabulary]
 
 
 def _room(held: Any, part: slice) -> Any:

@@ -27,7 +27,7 @@ def _reciprocal(x):
     return ct.truediv(1.0, x, rounding_mode=ct.RoundingMode.APPROX, flush_to_zero=True)
 
 
-def _exact(x):
+def exact(x):
     """p and p' of float32 tiles."""
     z = ct.abs(x) * _SQRT_HALF
     t = _reciprocal(1.0 + _P * z)
@@ -37,32 +37,28 @@ def _exact(x):
     return ct.where(x < 0.0, tail, 1.0 - tail), _DENSITY_AT_0 * decay
 
 
-def _by_tanh(x):
+def by_tanh(x):
     """p and p' of float32 tiles."""
     square = x * x
     p = _reciprocal(1.0 + ct.exp2(x * (_LINEAR + _CUBIC * square) * -_LOG2_E, flush_to_zero=True))
     return p, p * (1.0 - p) * (_LINEAR + 3.0 * _CUBIC * square)
 
 
-# Public names, for other kernels: renamed where they are written, the records of this one would be stale.
-exact, by_tanh = _exact, _by_tanh
-
-
 def _forward_exact(gate, up):
-    return (gate * _exact(gate)[0] * up,)
+    return (gate * exact(gate)[0] * up,)
 
 
 def _forward_by_tanh(gate, up):
-    return (gate * _by_tanh(gate)[0] * up,)
+    return (gate * by_tanh(gate)[0] * up,)
 
 
 def _backward_exact(dy, gate, up):
-    p, slope = _exact(gate)
+    p, slope = exact(gate)
     return dy * up * (p + gate * slope), dy * gate * p
 
 
 def _backward_by_tanh(dy, gate, up):
-    p, slope = _by_tanh(gate)
+    p, slope = by_tanh(gate)
     return dy * up * (p + gate * slope), dy * gate * p
 
 

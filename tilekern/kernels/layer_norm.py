@@ -30,13 +30,13 @@ def _spread(tiles, weights, known):
     return (left * left,)
 
 
-def _statistics(rows, columns, eps):
+def statistics(rows, columns, eps):
     """The mean and rstd, [tile_m, 1] each."""
     mean = add_up(_level, 1, rows, (), False)[0] / columns
     return mean, ct.rsqrt(add_up(_spread, 1, rows, (mean,), True)[0] / columns + eps)
 
 
-def _normal(tiles, weights, known):
+def normal(tiles, weights, known):
     """Of the mean and rstd."""
     return ((tiles[0] - known[0]) * known[1] * weights[0] + weights[1],)
 
@@ -48,7 +48,7 @@ def layer_norm_forward(
 ):  # fmt: skip
     """One step of rows a block, or resident blocks; x and y [rows, columns], weight and bias [columns]."""
     forward(
-        _statistics, _normal, (x,), (weight, bias), (y,), (eps,), columns, tile_m, tile_n, chunks, persistent, long,
+        statistics, normal, (x,), (weight, bias), (y,), (eps,), columns, tile_m, tile_n, chunks, persistent, long,
         bounded, tma,
     )  # fmt: skip
 
@@ -64,7 +64,7 @@ def _spreads(tiles, weights, known):
     return left * left, tiles[0] * weights[0] * left
 
 
-def _slopes(rows, columns, eps):
+def slopes(rows, columns, eps):
     """The means of x and g, rstd, and what pulls dx along x, [tile_m, 1] each."""
     level, slope = add_up(_levels, 2, rows, (), False)
     means = (level / columns, slope / columns)
@@ -73,17 +73,14 @@ def _slopes(rows, columns, eps):
     return means[0], means[1], rstd, products * rstd * rstd / columns
 
 
-def _dx(tiles, weights, known):
+def gradient(tiles, weights, known):
+    """dx, of what :func:`slopes` gives."""
     return ((tiles[0] * weights[0] - known[1] - (tiles[1] - known[0]) * known[3]) * known[2],)
 
 
-def _dweight_and_dbias(tiles, weights, known):
+def shares(tiles, weights, known):
+    """What each element adds to dweight and to dbias."""
     return tiles[0] * ((tiles[1] - known[0]) * known[2]), tiles[0]
-
-
-# Public names, for other kernels: renamed where they are written, the records of this one would be stale.
-statistics, normal = _statistics, _normal
-slopes, gradient, shares = _slopes, _dx, _dweight_and_dbias
 
 
 @ct.kernel
@@ -93,7 +90,7 @@ def layer_norm_backward(
 ):  # fmt: skip
     """Resident blocks; dy, x and dx [rows, columns], weight [columns], partial [blocks, 2 * columns]."""
     backward(
-        _slopes, _dx, _dweight_and_dbias, (dy, x), (weight,), (dx,), partial, 2, (eps,), columns, tile_m, tile_n,
+        slopes, gradient, shares, (dy, x), (weight,), (dx,), partial, 2, (eps,), columns, tile_m, tile_n,
         chunks, long, bounded, tma,
     )  # fmt: skip
 

@@ -44,23 +44,19 @@ from tilekern.spec import (
 from tilekern.targets import Target
 
 
-def _is_odd():
+def is_second():
     """Which of a pair is its second number."""
     return ct.reshape(ct.arange(2, dtype=ct.int32), (1, 1, 1, 1, 2)) == 1
 
 
-def _parts(pairs):
+def parts_of_pairs(pairs):
     """The first and the second numbers of pairs, with a last axis of 1.
 
     They are sums of which one term is 0: a thread that has loaded 16 bytes has whole pairs. Tiles that are extracted
     and concatenated would go through shared memory.
     """
-    one = ct.sum(ct.where(_is_odd(), 0.0, pairs), axis=4, keepdims=True)
-    return one, ct.sum(ct.where(_is_odd(), pairs, 0.0), axis=4, keepdims=True)
-
-
-# Public names, for other kernels: renamed where they are written, the records of this one would be stale.
-is_second, parts_of_pairs = _is_odd, _parts
+    one = ct.sum(ct.where(is_second(), 0.0, pairs), axis=4, keepdims=True)
+    return one, ct.sum(ct.where(is_second(), pairs, 0.0), axis=4, keepdims=True)
 
 
 def _read(x, b, t, h, tile_t, tile_h, width, bounded):
@@ -70,8 +66,8 @@ def _read(x, b, t, h, tile_t, tile_h, width, bounded):
 
 def _write(y, tile, c, s, b, t, h, tile_t, tile_h, width, bounded):
     """Rotate one step of tokens and heads, and store it."""
-    one, other = _parts(ct.reshape(tile.astype(ct.float32), (1, tile_t, tile_h, width // 2, 2)))
-    turned = ct.where(_is_odd(), other * c + one * s, one * c - other * s)
+    one, other = parts_of_pairs(ct.reshape(tile.astype(ct.float32), (1, tile_t, tile_h, width // 2, 2)))
+    turned = ct.where(is_second(), other * c + one * s, one * c - other * s)
     ct.store(
         y, (b, t, h, 0), ct.reshape(turned, (1, tile_t, tile_h, width)).astype(y.dtype), check_bounds=bounded,
         allow_tma=False,
@@ -96,7 +92,7 @@ def llama4_rope(
             for h in ct.static_iter(range(ct.cdiv(kv_heads, tile_hk))):
                 k_tiles = k_tiles + (_read(k, b, t, h, tile_t, tile_hk, width, bounded),)
         turns = load(angles, (at, t, 0), (1, tile_t, width), bounded, 0, False).astype(ct.float32)
-        c, s = _parts(ct.reshape(turns, (1, tile_t, 1, width // 2, 2)))
+        c, s = parts_of_pairs(ct.reshape(turns, (1, tile_t, 1, width // 2, 2)))
         if ct.static_eval(inverse):
             s = -s
         if ct.static_eval(unrolled):

@@ -60,16 +60,18 @@ def _row(formula, first, second, slope, loss, gradient, scalars, row, columns, t
             one = load(first, (row, c), (1, tile_n), bounded, 0, tma).astype(ct.float32)
             other = load(second, (row, c), (1, tile_n), bounded, 0, tma).astype(ct.float32)
             added, derivative = formula(one, other, *scalars)
-            if ct.static_eval(bounded):
-                # A formula's roundings of elements that are not there may be as large as a small loss.
-                if c == columns // tile_n:
-                    inside = c * tile_n + ct.arange(tile_n, dtype=ct.int32)[None, :] < columns
-                    added = ct.where(inside, added, 0.0)
-            total = total + added
+            total = total + (_within(added, c, columns, tile_n) if ct.static_eval(bounded) else added)
             if ct.static_eval(gradient is not None):
                 scaled = (derivative * factor).astype(gradient.dtype)
                 ct.store(gradient, (row, c), scaled, check_bounds=bounded, allow_tma=tma)
     ct.store(loss, (row,), ct.sum(total, axis=1) * factor, allow_tma=False)
+
+
+def _within(added, c, columns, tile_n):
+    """Zeros beyond the row's end, where a formula's roundings may add up to as much as a small loss."""
+    if c == columns // tile_n:
+        added = ct.where(c * tile_n + ct.arange(tile_n, dtype=ct.int32)[None, :] < columns, added, 0.0)
+    return added
 
 
 def expected(terms: Any, derivatives: Any, slope: Any, graded: bool) -> dict[str, Any]:
