@@ -82,7 +82,6 @@ SPEC = KernelSpec(
     module=__name__,
     dimensions=(Dimension("rows", "exact"),),
     space=Space(_axes, (Constraint("a narrow tile starves", _wide), FITS, of_tiles("too many of them", _wide))),
-    ops=("twice",),
     implement=_implement,
     default=_default,
     generic=lambda problem: Config(tile_n=128),
@@ -178,7 +177,6 @@ NEITHER = [
     ("def _double(x, factor):", "def _double(\n    x,\n    factor,  # why\n):"),
     ("_UNUSED = 3.0\n", ""),
     ('summary="y = 2 x"', 'summary="twice x"'),
-    ('ops=("twice",)', 'ops=("twice", "another_op")'),
     ("torch.randn(", "torch.rand("),
     ('{"y": 2 * x}', '{"y": x + x}'),
     ("8 * problem", "4 * problem"),
@@ -196,7 +194,7 @@ SOURCE = [
     ('(("rows", rows),)', '(("columns", rows),)'),
     ('grid_of(problem["rows"], sm_count)', 'grid_of(2 * problem["rows"], sm_count)'),
     ('Dimension("rows", "exact")', 'Dimension("rows", "bucketed")'),
-    ("    ops=", "    unheard_of=_UNUSED,\n    ops="),
+    ("    implement=", "    unheard_of=_UNUSED,\n    implement="),
     ("load as read", "unused as read"),
 ]
 SPACE = [
@@ -205,7 +203,7 @@ SPACE = [
     ('(Constraint("a narrow tile starves", _wide), ', "("),
     ("generic=lambda problem: Config(tile_n=128)", "generic=lambda problem: Config(tile_n=64)"),
     ('"tile_n": [min', '"tile_m": [1], "tile_n": [min'),
-    ("    ops=", "    inputs_in_l2=True,\n    ops="),
+    ("    implement=", "    inputs_in_l2=True,\n    implement="),
 ]
 
 
@@ -385,7 +383,7 @@ def test_a_spec_that_another_launches_counts_by_what_makes_it_valid(digests):
     ("old", "new"),
     [
         ("SPEC = KernelSpec(", "SPEC = functools.partial(KernelSpec)("),
-        ("    ops=", "    **{},\n    ops="),
+        ("    implement=", "    **{},\n    implement="),
         ('name="twice"', 'name="".join(["twice"])'),
     ],
 )

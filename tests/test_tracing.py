@@ -9,7 +9,7 @@ import tilekern
 from tilekern.errors import InputError
 from tilekern.kernels import spec_named
 from tilekern.kernels.fused_linear_cross_entropy import split
-from tilekern.ops import fused_linear_cross_entropy, rms_norm, swiglu
+from tilekern.ops import fused_linear_cross_entropy, gated_mlp, rms_norm, swiglu
 from tilekern.runtime import dispatch
 from tilekern.spec import bucket
 from tilekern.targets import resolve
@@ -53,6 +53,33 @@ def test_an_op_on_meta_is_noted_at_its_bucket_and_launches_nothing():
     assert of("rms_norm_forward", found.asked) == [forward.problem(**sizes)]
     assert [kernel for kernel, _ in found.asked] == ["rms_norm_forward", "rms_norm_backward", "column_sum"]
     assert tilekern.stats() == before
+
+
+def test_who_asked_is_noted_the_innermost_patch_or_else_the_outermost_op():
+    """An op asks for the kernels of others: ``gated_mlp`` for SwiGLU's, which stand in for an MLP here."""
+
+    def stand_in(x):
+        return gated_mlp(x, weight, weight, weight)
+
+    def around(x):
+        norm(8)
+        return stand_in(x)
+
+    x, weight = torch.zeros(8, 16, device="meta"), torch.zeros(16, 16, device="meta", requires_grad=True)
+    found = Trace(H200)
+    with tracing(found):
+        stand_in(x).sum().backward()
+    assert {name for names in found.askers.values() for name in names} == {"gated_mlp"}
+    found = Trace(H200)
+    found.patches = {stand_in.__code__: "swiglu", around.__code__: "layer"}
+    with tracing(found):
+        norm(64)
+        around(x)
+    assert {kernel: names for (kernel, problem), names in found.askers.items() if problem.get("rows") == 8} == {
+        "swiglu_forward": {"swiglu"}, "swiglu_backward_remake": {"swiglu"}, "rms_norm_forward": {"layer"},
+        "rms_norm_backward": {"layer"},
+    }  # fmt: skip
+    assert {name for named in found.asked for name in found.askers[named]} == {"swiglu", "layer", "rms_norm"}
 
 
 def test_sums_are_traced_for_the_grids_of_all_configs():

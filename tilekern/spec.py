@@ -214,7 +214,6 @@ class KernelSpec:
         module: dotted name of the module that holds the device code; its source is digested.
         dimensions: the problem's dimensions, in the order of its key.
         space: the search space.
-        ops: names of the ops that launch it, as ``--ops`` selects them.
         implement: (problem, config) -> how it runs; the problem may hold real or bucketed sizes.
         default: (problem, target) -> the heuristic config, always inside the space's constraints.
         generic: problem -> the config of the generic variant, chosen to compile fast and run anywhere.
@@ -240,7 +239,6 @@ class KernelSpec:
     module: str
     dimensions: tuple[Dimension, ...]
     space: Space
-    ops: tuple[str, ...]
     implement: Callable[[Problem, Config], Implementation | LibraryCall]
     default: Callable[[Problem, Target], Config]
     generic: Callable[[Problem], Config]

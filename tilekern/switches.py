@@ -9,6 +9,8 @@ OPS = (
     "rms_norm", "layer_norm", "swiglu", "mlp", "qk_norm_rope", "rope", "fused_add_rms_norm",
     "fused_linear_cross_entropy",
 )  # fmt: skip
+# The op that a model's configuration chooses: its attention.
+ATTENTION = "attention"
 # The op that runs only where it is asked for: layers of experts, with their routers.
 EXPERTS = "experts"
 # Which families: those whose tests pass here, or all whose code has a form that is known.

@@ -109,7 +109,6 @@ SPEC = KernelSpec(
     module=__name__,
     dimensions=(Dimension("rows", "bucketed"), Dimension("columns", "exact"), Dimension("dtype", "dtype")),
     space=Space(lambda problem: {name: [value] for name, value in config("none").items()}),
-    ops=("faulty",),
     implement=_implement,
     default=lambda problem, target: config("none"),
     generic=lambda problem: config("none", 256),

@@ -198,8 +198,29 @@ def test_what_has_no_patch_is_not_planned_and_is_named():
     assert planned(JAIS, ops=["attention"]).notes == ()
     with pytest.raises(InputError, match="asks for no kernel of --ops rope; jais2: nothing only; rope has no patch"):
         planned(JAIS, ops=["rope"])
-    some = planned(AutoConfig.for_model("olmo", num_hidden_layers=1))
-    assert some.notes[0].endswith(" and adamw only; fused_add_rms_norm has no patch")
+
+
+@pytest.mark.parametrize(
+    ("family", "served", "lacking"),
+    [
+        ("cohere", "layer_norm and swiglu and rope", "fused_add_rms_norm has no patch"),
+        ("nemotron", "layer_norm and mlp and rope", "fused_add_rms_norm has no patch"),
+        ("olmo", "layer_norm and swiglu and rope", "fused_add_rms_norm has no patch"),
+        ("gpt2", "layer_norm and mlp", "qk_norm_rope, rope, fused_add_rms_norm have no patch"),
+    ],
+)
+def test_the_ops_that_are_named_are_those_that_a_model_runs(family, served, lacking):
+    """Kernels that several ops launch (``column_sum``), or that are called otherwise (``llama4_rope``), name none."""
+    attends = "" if family == "gpt2" else "attention and "
+    plan = planned(AutoConfig.for_model(family, num_hidden_layers=1, num_key_value_heads=8))
+    said = f"{family}: {served} and fused_linear_cross_entropy and {attends}adamw only; {lacking}"
+    assert plan.notes[0] == said
+
+
+def test_a_part_of_a_plan_names_what_that_part_lacks():
+    plan = planned(AutoConfig.for_model("cohere", num_hidden_layers=1), ops=["rope", "fused_add_rms_norm"])
+    assert plan.notes == ("cohere: rope only; fused_add_rms_norm has no patch",)
+    assert by_kernel(plan).keys() == {"llama4_rope"}
 
 
 @pytest.mark.parametrize(

@@ -213,7 +213,6 @@ SPEC = KernelSpec(
     module=__name__,
     dimensions=(Dimension("rows", "bucketed"), Dimension("columns", "exact"), Dimension("dtype", "dtype")),
     space=Space(_axes, (_SIZED, _IN_ONE_PIECE, _IN_FLIGHT, _FITS_REGISTERS)),
-    ops=("adamw",),
     implement=_implement,
     default=lambda problem, target: _config(problem, "block", 1024, 8),
     generic=lambda problem: _config(problem, "persistent", 512, 1),

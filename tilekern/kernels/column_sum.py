@@ -89,7 +89,6 @@ SPEC = KernelSpec(
             ),
         ),
     ),
-    ops=("rms_norm", "fused_add_rms_norm", "qk_norm_rope"),
     implement=_implement,
     default=_default,
     generic=lambda problem: Config(

@@ -203,7 +203,6 @@ FORWARD = dataclasses.replace(
         name="dyt_forward",
         summary="y = gamma * tanh(alpha * x) + beta, or without beta",
         module=__name__,
-        op="dyt",
         function=dyt_forward,
         arrays=(_X, _ALPHA, _GAMMA, _BETA, Array("y", _PRODUCT, _ROWS, "output")),
         scalars={},
@@ -356,7 +355,6 @@ BACKWARD = KernelSpec(
     module=__name__,
     dimensions=_DIMENSIONS,
     space=Space(_axes, (_SIZED, _FITS, TMA_NEEDS_HOPPER)),
-    ops=("dyt",),
     implement=_implement,
     default=_default,
     generic=_generic,
@@ -443,7 +441,6 @@ SUMS = KernelSpec(
             ),
         ),
     ),
-    ops=("dyt",),
     implement=_implement_sums,
     default=lambda problem, target: Config(
         schedule="block", tile_m=min(64, max(16, power_of_two(problem["rows"]))), tile_n=32, occupancy=1,

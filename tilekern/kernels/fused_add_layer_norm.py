@@ -79,7 +79,6 @@ FORWARD = dataclasses.replace(
         name="fused_add_layer_norm_forward",
         summary="total = residual + x and y = layer_norm(total), row by row",
         module=__name__,
-        op="layer_norm",
         function=fused_add_layer_norm_forward,
         arrays=(
             Array("residual", "dtype", _ROWS),
@@ -106,7 +105,6 @@ BACKWARD = dataclasses.replace(
         name="fused_add_layer_norm_backward",
         summary="gradients of fused_add_layer_norm: dx, which is dresidual too, and dweight and dbias by blocks",
         module=__name__,
-        op="layer_norm",
         function=fused_add_layer_norm_backward,
         arrays=(
             Array("dtotal", "dtype", _ROWS),

@@ -138,7 +138,6 @@ FORWARD = spec(
     name="fused_add_rms_norm_forward",
     summary="total = residual + x and y = weight * cast(total / sqrt(mean(total^2) + eps)), row by row",
     module=__name__,
-    op="fused_add_rms_norm",
     function=fused_add_rms_norm_forward,
     arrays=(
         Array("residual", "dtype", _ROWS),
@@ -161,7 +160,6 @@ BACKWARD = spec(
     name="fused_add_rms_norm_backward",
     summary="gradients of fused_add_rms_norm: dx, which is dresidual too, and dweight as a float32 row of each block",
     module=__name__,
-    op="fused_add_rms_norm",
     function=fused_add_rms_norm_backward,
     arrays=(
         Array("dtotal", "dtype", _ROWS),
@@ -185,7 +183,6 @@ OFFSET_FORWARD = spec(
     name="fused_add_rms_norm_offset_forward",
     summary="total = residual + x and y = (weight + offset) * total / sqrt(mean(total^2) + eps), row by row",
     module=__name__,
-    op="fused_add_rms_norm",
     function=fused_add_rms_norm_offset_forward,
     arrays=with_offset(FORWARD.arrays),
     scalars={"eps": 1e-6, "offset": 1.0},
@@ -202,7 +199,6 @@ OFFSET_BACKWARD = spec(
     name="fused_add_rms_norm_offset_backward",
     summary="gradients of fused_add_rms_norm with an offset: dx, which is dresidual too, and dweight by blocks",
     module=__name__,
-    op="fused_add_rms_norm",
     function=fused_add_rms_norm_offset_backward,
     arrays=with_offset(BACKWARD.arrays),
     scalars={"eps": 1e-6, "offset": 1.0},

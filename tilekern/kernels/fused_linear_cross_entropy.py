@@ -364,7 +364,6 @@ SPEC = KernelSpec(
         Dimension("dtype", "dtype"),
     ),
     space=Space(_axes, (_FEW_BYTES, _FEW_CHUNKS)),
-    ops=("fused_linear_cross_entropy",),
     implement=_implement,
     default=_default,
     generic=lambda problem: Config(chunk=_GENERIC_CHUNK, products="cublas"),

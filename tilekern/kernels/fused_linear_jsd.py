@@ -231,7 +231,6 @@ SPEC = KernelSpec(
         Dimension("dtype", "dtype"),
     ),
     space=Space(_axes, (_FEW_BYTES, _FEW_CHUNKS, _WHOLE)),
-    ops=("fused_linear_jsd",),
     implement=_implement,
     default=_default,
     generic=lambda problem: head.generic(problem).but(parts=1),

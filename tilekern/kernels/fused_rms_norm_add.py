@@ -63,7 +63,6 @@ SPEC = dataclasses.replace(
         name="fused_rms_norm_add_forward",
         summary="y = residual + (weight + offset) * x / sqrt(mean(x^2) + eps), row by row",
         module=__name__,
-        op="fused_rms_norm_add",
         function=fused_rms_norm_add_forward,
         arrays=(
             Array("residual", "dtype", _ROWS),

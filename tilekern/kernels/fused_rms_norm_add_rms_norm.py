@@ -165,7 +165,6 @@ FORWARD = dataclasses.replace(
         name="fused_rms_norm_add_rms_norm_forward",
         summary="total = residual + rms_norm(x, weight) and y = rms_norm(total, next_weight), row by row",
         module=__name__,
-        op="fused_rms_norm_add_rms_norm",
         function=fused_rms_norm_add_rms_norm_forward,
         arrays=(
             Array("residual", "dtype", _ROWS),
@@ -192,7 +191,6 @@ BACKWARD = dataclasses.replace(
         name="fused_rms_norm_add_rms_norm_backward",
         summary="gradients of fused_rms_norm_add_rms_norm: dresidual, dx, and the weights' as float32 rows of blocks",
         module=__name__,
-        op="fused_rms_norm_add_rms_norm",
         function=fused_rms_norm_add_rms_norm_backward,
         arrays=(
             Array("dtotal", "dtype", _ROWS),

@@ -414,7 +414,6 @@ def _spec(
         module=__name__,
         dimensions=_DIMENSIONS,
         space=Space(lambda problem: _axes(problem, sizes), (_whole(sizes), _fits(live), TMA_NEEDS_HOPPER)),
-        ops=("group_norm",),
         implement=lambda problem, config: _implement(function, arrays, problem, config),
         default=lambda problem, target: _default(problem, target, live, schedule),
         generic=_generic,

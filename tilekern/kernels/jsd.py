@@ -135,7 +135,6 @@ LOSS = losses.spec(
     name="jsd",
     summary="loss = slope * JSD(target || input) of each row of log-probabilities, and its gradient by the input",
     module=__name__,
-    op="jsd",
     losses=jsd_losses,
     gradients=jsd_gradients,
     inputs=("input", "target"),

@@ -123,7 +123,6 @@ SPEC = KernelSpec(
     space=Space(
         lambda problem: {"schedule": ["persistent"], "tile_n": [1024, 2048], "num_worker_warps": [0, 8]},
     ),
-    ops=("cross_entropy", "fused_linear_cross_entropy", "linear_log_probs"),
     implement=_implement,
     default=lambda problem, target: _config(2048, 8) if problem["rows"] <= _ONE_BLOCK else _config(1024, 0),
     generic=lambda problem: _config(1024, 0),

@@ -124,7 +124,6 @@ FORWARD = dataclasses.replace(
         name="layer_norm_forward",
         summary="y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias, row by row",
         module=__name__,
-        op="layer_norm",
         function=layer_norm_forward,
         arrays=(_X, _WEIGHT, _BIAS, Array("y", _PRODUCT, _ROWS, "output"), _EPS),
         scalars={"eps": 1e-5},
@@ -143,7 +142,6 @@ BACKWARD = dataclasses.replace(
         name="layer_norm_backward",
         summary="gradients of layer_norm: dx, and dweight and dbias as one float32 row for each block",
         module=__name__,
-        op="layer_norm",
         function=layer_norm_backward,
         arrays=(
             Array("dy", _PRODUCT, _ROWS),

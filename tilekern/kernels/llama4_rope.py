@@ -207,7 +207,6 @@ SPEC = KernelSpec(
         },
         (SIZED,),
     ),
-    ops=("llama4_rope",),
     implement=_implement,
     default=_default,
     generic=_generic,

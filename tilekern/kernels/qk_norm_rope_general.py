@@ -350,7 +350,6 @@ SPEC = KernelSpec(
         },
         (SIZED,),
     ),
-    ops=("qk_norm_rope",),
     implement=_implement,
     default=_default,
     generic=generic,

@@ -219,7 +219,6 @@ SPEC = KernelSpec(
         },
         (SIZED, TMA_NEEDS_HOPPER),
     ),
-    ops=("qk_norm_rope",),
     implement=_implement,
     default=_default,
     generic=generic,

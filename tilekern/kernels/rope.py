@@ -298,7 +298,6 @@ SPEC = KernelSpec(
     module=__name__,
     dimensions=DIMENSIONS,
     space=Space(_axes, (_SIZED, TMA_NEEDS_HOPPER)),
-    ops=("rope",),
     implement=_implement,
     default=_default,
     generic=_generic,

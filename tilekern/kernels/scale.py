@@ -81,7 +81,6 @@ SPEC = KernelSpec(
     module=__name__,
     dimensions=(Dimension("rows", "bucketed"), Dimension("columns", "exact"), Dimension("dtype", "dtype")),
     space=Space(_axes),
-    ops=("fused_linear_cross_entropy",),
     implement=_implement,
     default=lambda problem, target: _config(min(1024, power_of_two(problem["columns"])), 8),
     generic=lambda problem: _config(min(256, power_of_two(problem["columns"])), 4),

@@ -96,7 +96,6 @@ FORWARD = dataclasses.replace(
         name="softmax_forward",
         summary="y = exp(x) / sum(exp(x)), row by row",
         module=__name__,
-        op="softmax",
         function=softmax_forward,
         arrays=(Array("x", "dtype", _ROWS), Array("y", "dtype", _ROWS, "output")),
         scalars={},
@@ -115,7 +114,6 @@ BACKWARD = dataclasses.replace(
         name="softmax_backward",
         summary="gradient of softmax from its result: dx = y * (dy - sum(dy * y)), row by row",
         module=__name__,
-        op="softmax",
         function=softmax_backward,
         arrays=(
             Array("dy", "dtype", _ROWS),

@@ -152,7 +152,6 @@ FORWARD = dataclasses.replace(
         name="sparsemax_forward",
         summary="y = max(x - tau, 0) with the tau for which y sums to 1, row by row",
         module=__name__,
-        op="sparsemax",
         function=sparsemax_forward,
         arrays=(Array("x", "dtype", _ROWS), Array("y", "dtype", _ROWS, "output")),
         scalars={},
@@ -172,7 +171,6 @@ BACKWARD = dataclasses.replace(
         name="sparsemax_backward",
         summary="gradient of sparsemax from its result: dx = dy - mean(dy) over the support, row by row",
         module=__name__,
-        op="sparsemax",
         function=sparsemax_backward,
         # Of normal numbers half are a support.
         arrays=(Array("dy", "dtype", _ROWS), Array("y", "dtype", _ROWS), Array("dx", "dtype", _ROWS, "output")),

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
 import sys
 import threading
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from types import CodeType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tilekern.awaiting import Arrivals
@@ -30,7 +32,7 @@ from tilekern.patch.registry import (
 from tilekern.patch.table import Patch
 from tilekern.runtime import dispatch
 from tilekern.runtime.ranks import comparing as ranks
-from tilekern.switches import EXPERTS
+from tilekern.switches import ATTENTION, EXPERTS
 from tilekern.warning import warn
 
 if TYPE_CHECKING:
@@ -358,6 +360,14 @@ def get_patched_ops() -> dict[str, list[str]]:
         modules = f" of {number} module{'s' if number > 1 else ''}" if is_bound else ""
         found[op].append(f"{where}{modules}" if has_its_name else f"{where} of models made before it was replaced")
     return found
+
+
+def codes() -> dict[CodeType, str]:
+    """The code of everything that stands in for a model's now, with its op."""
+    with _lock:
+        functions = [(inspect.unwrap(touch.replacement), touch.op) for touch in _ledger]
+    doors = [(attention.attend, ATTENTION), (experts_door.run_experts, EXPERTS)]
+    return {function.__code__: op for function, op in functions + doors if hasattr(function, "__code__")}
 
 
 def list_patches() -> list[Found]:

@@ -143,7 +143,7 @@ def _defined(module: Module, name: str, rest: list[str]) -> list[Code | str]:
 # known here counts among those that say what runs.
 OF_FRESHNESS = frozenset({"space", "default", "generic", "inputs_in_l2"})
 _OF_NEITHER = frozenset(
-    {"name", "summary", "module", "ops", "inputs", "outputs", "reference", "results"}
+    {"name", "summary", "module", "inputs", "outputs", "reference", "results"}
     | {"bytes_moved", "flops", "result_dtype", "roundings"}
 )
 

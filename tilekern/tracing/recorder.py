@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import CodeType, FrameType
 from typing import Any
 
 from tilekern.cache.files import write_whole
@@ -92,6 +94,9 @@ class Trace:
         asked: problems that the steps asked for, at their buckets, in order.
         others: those that they would ask for if other configs won.
         fallbacks: calls that took torch's own operations, by kernel; of steps on meta tensors alone.
+        patches: the code of functions that stand in for a model's, with the ops of their patches.
+        askers: by whom each problem was asked for: the patch whose code called, or else the op that was called. A plan
+            that dispatch gives again has the first one alone.
     """
 
     def __init__(self, target: Target, *, real: bool = False) -> None:
@@ -99,6 +104,8 @@ class Trace:
         self.asked: dict[Named, None] = {}
         self.others: dict[Named, None] = {}
         self.fallbacks: Counter[str] = Counter()
+        self.patches: dict[CodeType, str] = {}
+        self.askers: defaultdict[Named, set[str]] = defaultdict(set)
         self._into = self.asked
         self._grids: dict[Named, frozenset[int]] = {}
         self._composites: dict[Named, list[Config]] = {}
@@ -168,11 +175,25 @@ class Trace:
             raise InputError(f"cannot write {path}: {error.strerror}") from None
 
     def _note(self, spec: KernelSpec, problem: Problem) -> None:
-        self._into.setdefault((spec.name, spec.bucketed(problem)))
+        named = spec.name, spec.bucketed(problem)
+        self._into.setdefault(named)
+        if asker := self._asker():
+            self.askers[named].add(asker)
         for name, size in problem.items():
             if isinstance(size, Blocks):
                 for other in size.others():
                     self.others.setdefault((spec.name, spec.bucketed(problem.but(**{name: other}))))
+
+    def _asker(self) -> str | None:
+        """The op of the innermost patch that is being called, else the outermost op; None where neither is."""
+        frame: FrameType | None = sys._getframe(1)
+        op = None
+        while frame is not None:
+            if frame.f_code in self.patches:
+                return self.patches[frame.f_code]
+            op = _op_of(frame) or op
+            frame = frame.f_back
+        return op
 
     def _other_grids(self, spec: KernelSpec, problem: Problem) -> frozenset[int]:
         named = spec.name, problem
@@ -181,6 +202,15 @@ class Trace:
             grids = (way.grid(problem, self.target.sm_count) for way in ways if not isinstance(way, LibraryCall))
             self._grids[named] = frozenset(grids)
         return self._grids[named]
+
+
+def _op_of(frame: FrameType) -> str | None:
+    """The op that a frame's code is of: written out (:func:`tilekern.ops.operation.operation`), or of its module."""
+    written = frame.f_code.co_filename.removeprefix("<tilekern op ")
+    if written != frame.f_code.co_filename:
+        return written.removesuffix(">")
+    package, _, module = str(frame.f_globals.get("__name__")).rpartition(".")
+    return module if package == "tilekern.ops" else None
 
 
 class Blocks(int):

@@ -10,10 +10,9 @@ from typing import Any
 
 from tilekern import implementation
 from tilekern.errors import InputError, TilekernWarning
-from tilekern.kernels import spec_named
 from tilekern.patch import attention, experts, registry
-from tilekern.patch.patcher import applied
-from tilekern.switches import EXPERTS
+from tilekern.patch.patcher import applied, codes
+from tilekern.switches import ATTENTION, EXPERTS
 from tilekern.targets import Target
 from tilekern.tracing.recorder import Trace, tracing
 from tilekern.tracing.stepping import Batch, core_of, model_of, one_line, step, step_as_it_is
@@ -21,8 +20,6 @@ from tuning.plan.alike import thin_out
 from tuning.plan.configs import config_named, config_of
 from tuning.plan.sharding import give_own_forwards, share_of
 from tuning.plan.steps import ADAMW, Planned, Steps
-
-ATTENTION = "attention"
 
 
 def known_ops() -> list[str]:
@@ -92,7 +89,7 @@ def _trace_config(config: Any, name: str, steps: Steps, ops: Collection[str], fo
     for dtype in steps.dtype:
         for share, is_split in _shares(config, name, steps.tp):
             for kind in attending:
-                for line in _trace(share, name, dtype, kind, steps, ops, is_split=is_split):
+                for line in _trace(share, name, dtype, kind, steps, ops, found, is_split=is_split):
                     notes.setdefault(line)
     return [*_without_patch(config, ops, found), *notes]
 
@@ -111,8 +108,9 @@ def _shares(config: Any, name: str, tp: int) -> Iterator[tuple[Any, bool]]:
 
 
 def _trace(
-    config: Any, name: str, dtype: str, kind: str | None, steps: Steps, ops: Collection[str], *, is_split: bool
-) -> list[str]:
+    config: Any, name: str, dtype: str, kind: str | None, steps: Steps, ops: Collection[str], found: Trace, *,
+    is_split: bool,
+) -> list[str]:  # fmt: skip
     """Step a model by one attention implementation, or by transformers' own where that does not serve; why not."""
     try:
         attention.register()
@@ -122,11 +120,12 @@ def _trace(
             if kind is None:
                 raise
             raise _Unattended(f"its classes take no attn_implementation={kind!r}") from error
-        _step(model, steps, ops, is_split=is_split)
+        _step(model, steps, ops, found, is_split=is_split)
     except (_Unattended, InputError) as error:
         if kind is None:
             raise
-        return [f"{ATTENTION} is left out: {error}", *_trace(config, name, dtype, None, steps, ops, is_split=is_split)]
+        rest = _trace(config, name, dtype, None, steps, ops, found, is_split=is_split)
+        return [f"{ATTENTION} is left out: {error}", *rest]
     except Exception as error:
         raise InputError(
             f"{name}: a training step cannot be traced on meta tensors: {one_line(error)}; run your own inside "
@@ -139,11 +138,12 @@ class _Unattended(Exception):  # noqa: N818
     """The model cannot be made with an attention implementation."""
 
 
-def _step(model: Any, steps: Steps, ops: Collection[str], *, is_split: bool) -> None:
+def _step(model: Any, steps: Steps, ops: Collection[str], found: Trace, *, is_split: bool) -> None:
     if steps.checkpointing:
         model.gradient_checkpointing_enable()
     patched = [op for op in ops if op in registry.known_ops()]
     with applied(model, patched), experts.chosen(model, EXPERTS in ops):
+        found.patches |= codes()
         if is_split:
             give_own_forwards(model)
         # Logits of all layers are one problem of the routers' loss.
@@ -167,7 +167,7 @@ def _without_patch(config: Any, ops: Iterable[str], found: Trace) -> list[str]:
     # A family has norms of one of these kinds, and MLPs of one of those.
     for kinds in ({"rms_norm", "layer_norm"}, {"swiglu", "mlp"}):
         known |= kinds if kinds & known else set()
-    asked = {op for kernel, _ in found.asked for op in spec_named(kernel).ops}
+    asked = set().union(*found.askers.values())
     # Experts may have transformers' door.
     known |= {EXPERTS} & asked
     lacking = [op for op in ops if op in registry.known_ops() and op not in known]

@@ -318,7 +318,6 @@ def _spec(
         module=__name__,
         dimensions=shared.DIMENSIONS,
         space=space,
-        ops=("attention",),
         implement=lambda problem, config: _implementation(problem, config, functions, side, outputs),
         default=lambda problem, target: default(problem, target, space, side),
         generic=generic,

@@ -112,7 +112,6 @@ SPEC = KernelSpec(
         Dimension("dtype", "dtype"),
     ),
     space=Space(_axes, (TMA_NEEDS_HOPPER, _SIZED)),
-    ops=("attention",),
     implement=_implement,
     default=lambda problem, target: _config(_rows(problem), 1),
     generic=lambda problem: _config(_rows(problem), 1, "persistent"),

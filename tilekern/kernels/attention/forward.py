@@ -355,7 +355,6 @@ SPEC = KernelSpec(
     module=__name__,
     dimensions=shared.DIMENSIONS,
     space=Space(_axes, _CONSTRAINTS),
-    ops=("attention",),
     implement=_implement,
     default=_default,
     generic=_generic,

@@ -92,7 +92,6 @@ SPEC = KernelSpec(
     space=Space(
         lambda problem: {"implementation": ["kernels", "cudnn"]}, (attention_cudnn.SERVES, attention_cudnn.REPEATS)
     ),
-    ops=("attention",),
     implement=_implement,
     default=lambda problem, target: Config(implementation="kernels"),
     generic=lambda problem: Config(implementation="kernels"),

@@ -136,7 +136,7 @@ def dimensions_of(flags: tuple[str, ...]) -> tuple[Dimension, ...]:
 
 
 def spec(
-    name: str, summary: str, module: str, op: str, function: Any, arrays: Arrays, flags: tuple[str, ...],
+    name: str, summary: str, module: str, function: Any, arrays: Arrays, flags: tuple[str, ...],
     reference: Callable[..., dict[str, Any]], flops: int, scalars: Mapping[str, float] = MappingProxyType({}),
 ) -> KernelSpec:  # fmt: skip
     """The spec of a kernel over elements.
@@ -154,7 +154,6 @@ def spec(
         module=module,
         dimensions=dimensions_of(flags),
         space=Space(_axes, (_sized(len(arrays)),)),
-        ops=(op,),
         # The annotations of `_implement` are part of the digests of shipped records.
         implement=lambda problem, config: _implement(function, arrays, dimensions_of(flags), problem, config),  # type: ignore[arg-type]
         default=_default,

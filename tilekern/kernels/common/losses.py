@@ -149,7 +149,7 @@ def log_probabilities(x: Any) -> Any:
 
 
 def spec(
-    name: str, summary: str, module: str, op: str, losses: Any, gradients: Any, inputs: tuple[str, str],
+    name: str, summary: str, module: str, losses: Any, gradients: Any, inputs: tuple[str, str],
     scalars: Mapping[str, float], flags: tuple[str, ...], reference: Callable[..., dict[str, Any]], flops: int,
     of_draws: Callable[[Any], Any] = lambda x: x,
 ) -> KernelSpec:  # fmt: skip
@@ -172,7 +172,6 @@ def spec(
         module=module,
         dimensions=_dimensions(flags),
         space=Space(_axes, (_FITS, TMA_NEEDS_HOPPER)),
-        ops=(op,),
         implement=lambda problem, config: _implement(losses, gradients, inputs, tuple(scalars), flags, problem, config),
         default=_default,
         generic=lambda problem: _config(problem, 512, 1, tma=False),

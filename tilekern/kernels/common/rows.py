@@ -441,7 +441,7 @@ def _results(outputs: dict[str, Any], sums: tuple[str, ...]) -> dict[str, Any]:
 
 
 def spec(
-    name: str, summary: str, module: str, op: str, function: Any, arrays: Arrays, scalars: Mapping[str, float],
+    name: str, summary: str, module: str, function: Any, arrays: Arrays, scalars: Mapping[str, float],
     sums: tuple[str, ...], direction: str, live: int, exact_as: str, dependent: bool,
     reference: Callable[..., dict[str, Any]], flops: int,
     flags: tuple[str, ...] = (),
@@ -472,7 +472,6 @@ def spec(
             lambda problem: _axes(problem, direction),
             (fits_registers(live), TMA_NEEDS_HOPPER, _TMA_PAYS, PASSES_MATCH, FEW_CHUNKS),
         ),
-        ops=(op,),
         implement=lambda problem, config: _implement(function, arrays, flags, direction, dependent, problem, config),
         default=lambda problem, target: _default(live, direction, problem, target),
         generic=_generic,

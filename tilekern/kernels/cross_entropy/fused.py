@@ -213,7 +213,6 @@ FUSED = KernelSpec(
     module=__name__,
     dimensions=DIMENSIONS,
     space=Space(_axes, (STEPS_MATCH, STEPS_FIT, _THREADS_ENOUGH, TMA_NEEDS_HOPPER)),
-    ops=("fused_linear_cross_entropy",),
     implement=_implement,
     default=lambda problem, target: _config(8, 2, *step_shapes(problem["vocabulary"], 8)[0]),
     generic=lambda problem: _config(0, 4, min(512, power_of_two(problem["vocabulary"])), 1),

@@ -143,7 +143,6 @@ SPEC = KernelSpec(
         Dimension("weighted", "flag"),
     ),
     space=SPACE,
-    ops=("experts",),
     implement=_implement,
     default=lambda problem, target: default(problem, 1024),
     generic=generic,

@@ -109,7 +109,6 @@ SPEC = KernelSpec(
         Dimension("biased", "flag"),
     ),
     space=SPACE,
-    ops=("experts",),
     implement=_implement,
     default=lambda problem, target: default(problem, 2048),
     generic=generic,

@@ -214,7 +214,6 @@ COUNT = KernelSpec(
     module=__name__,
     dimensions=_DIMENSIONS,
     space=_SPACE,
-    ops=("experts",),
     implement=lambda problem, config: _implement(
         route_count, (), (dataclasses.replace(_COUNTS, role="output"),), problem, config
     ),
@@ -234,7 +233,6 @@ PLACE = KernelSpec(
     module=__name__,
     dimensions=_DIMENSIONS,
     space=_SPACE,
-    ops=("experts",),
     implement=lambda problem, config: _implement(route_place, (_COUNTS,), _PLACED, problem, config),
     default=lambda problem, target: _config(problem, 1024, 0),
     generic=lambda problem: _config(problem, 1024, 0),

@@ -275,7 +275,6 @@ SPEC = KernelSpec(
     module=__name__,
     dimensions=DIMENSIONS,
     space=SPACE,
-    ops=("grouped_linear",),
     implement=_implement,
     default=default,
     generic=generic,

@@ -148,7 +148,6 @@ SPEC = KernelSpec(
         Dimension("weighted", "flag"),
     ),
     space=Space(_axes),
-    ops=("grouped_linear", "experts"),
     implement=_implement,
     default=lambda problem, target: _config(problem, "block", 32, 128, 4),
     generic=lambda problem: _config(problem, "persistent", 16, 64, 1),

@@ -225,7 +225,6 @@ SPEC = KernelSpec(
     module=__name__,
     dimensions=DIMENSIONS,
     space=SPACE,
-    ops=("grouped_linear",),
     implement=_implement,
     default=default,
     generic=generic,

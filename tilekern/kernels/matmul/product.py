@@ -352,7 +352,6 @@ SPEC = KernelSpec(
     module=__name__,
     dimensions=DIMENSIONS,
     space=SPACE,
-    ops=("linear", "fused_linear_cross_entropy"),
     implement=_implement,
     default=default,
     generic=generic,
