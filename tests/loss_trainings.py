@@ -179,7 +179,8 @@ def _group(kind: str, level: str = "token") -> tuple[Callable[[Step, bool], torc
     """GRPO with a divergence, of completions that a policy made which lay a little nearer to the reference."""
 
     def near(step: Step, p: torch.Tensor) -> torch.Tensor:
-        return torch.lerp(p.detach(), step.reference_log_probs, 0.2)
+        # VESPO's factor, of a product over all tokens, would be 0 further away.
+        return torch.lerp(p.detach(), step.reference_log_probs, 0.02 if kind == "vespo" else 0.2)
 
     def fused(step: Step, p: torch.Tensor) -> torch.Tensor:
         tokens = step.labels.shape[1]

@@ -1,4 +1,4 @@
-"""One of two processes that run norms and swiglu on DTensors, against torch's own operations on whole tensors.
+"""One of two processes that run norms and swiglu on DTensors, by Liger's functions too, against torch's operations.
 
 python dtensor_worker.py MEET RANK COUNT
 """
@@ -10,6 +10,8 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from tilekern.liger.binding import _serving
+from tilekern.liger.table import TABLE
 from tilekern.ops import dyt, fused_add_rms_norm, group_norm, layer_norm, poly_norm, rms_norm, swiglu
 from tilekern.ops.fused_rms_norm_add import fused_rms_norm_add
 from tilekern.ops.fused_rms_norm_add_rms_norm import fused_rms_norm_add_rms_norm
@@ -60,6 +62,38 @@ def compare(mesh, call, reference, placements, *shapes):
     return results
 
 
+def left(*_, **__):
+    """The function of Liger's."""
+    raise AssertionError("the call is one of tilekern's")
+
+
+def liger(mesh):
+    """Calls of Liger's functions: its norm gives whole rows, whose slope may be a DTensor, its others DTensors."""
+    apply = {name: _serving(row, left) for name, row in TABLE.items()}
+    shape, places = (3, 5, 16), (Shard(2), Replicate())
+    compare(mesh, lambda x, w: (apply["LigerLayerNormFunction"](x, w, w, EPS),),
+            lambda x, w: (F.layer_norm(x, (16,), w, w, EPS),), places, shape, (16,))  # fmt: skip
+    compare(mesh, lambda x, w: apply["LigerFusedAddRMSNormFunction"](x, x, w, EPS)[::-1],
+            lambda x, w: (2 * x, norm(2 * x, w)), places, shape, (16,))  # fmt: skip
+    compare(mesh, lambda a, b: (apply["LigerSiLUMulFunction"](a, b),), lambda a, b: (F.silu(a) * b,),
+            (Shard(2), Shard(2)), shape, shape)  # fmt: skip
+    compare(mesh, lambda x: (apply["LigerFusedGateUpSiLUMulFunction"](x),),
+            lambda x: (F.silu(x[..., :8]) * x[..., 8:],), (Shard(2),), shape)  # fmt: skip
+    generator = torch.Generator().manual_seed(3)
+    x, w, slope = (torch.randn(size, generator=generator).requires_grad_() for size in (shape, (16,), shape))
+    expected, weight = norm(x, w), w.detach().clone().requires_grad_()
+    wanted = torch.autograd.grad(expected, (x, w), slope.detach())
+    for shared_slope in (False, True):
+        shared = distribute_tensor(x.detach(), mesh, [Shard(2)]).requires_grad_()
+        y = apply["LigerRMSNormFunction"](shared, weight, EPS)
+        assert type(y) is torch.Tensor
+        torch.testing.assert_close(y, expected)
+        dy = distribute_tensor(slope.detach(), mesh, [Shard(2)]) if shared_slope else slope.detach()
+        dx, dweight = torch.autograd.grad(y, (shared, weight), dy)
+        torch.testing.assert_close(dx.full_tensor(), wanted[0])
+        torch.testing.assert_close(dweight, wanted[1])
+
+
 def main():
     """All ops in all placements."""
     meet, rank, count = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
@@ -103,6 +137,7 @@ def main():
                 (placement, placement), shape, shape,
             )  # fmt: skip
             assert y.placements == (placement,)
+    liger(mesh)
     for kernel in (
         "rms_norm_backward", "rms_norm_offset_backward", "fused_add_rms_norm_backward", "fused_rms_norm_add_forward",
         "fused_rms_norm_add_rms_norm_backward", "swiglu_backward", "layer_norm_backward", "group_norm_backward",

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from tilekern.liger.table import TABLE, Function, NotServed
+from tilekern.ops.dtensors import is_dtensor
 from tilekern.patch.plain import is_plain
 from tilekern.warning import warn_once
 
@@ -140,7 +141,8 @@ def _serving(row: Function, theirs: Callable[..., Any]) -> Callable[..., Any]:
     def apply(*args: Any, **kwargs: Any) -> Any:
         compiling = torch.compiler.is_compiling()
         try:
-            if not is_plain(*[x for x in args if isinstance(x, torch.Tensor)]):
+            tensors = [x for x in args if isinstance(x, torch.Tensor)]
+            if not is_plain(*tensors) and not _is_shared(row, args, tensors):
                 raise NotServed("a subclass of Tensor")
             result = row.call(*args, **kwargs)
         except NotServed as reason:
@@ -152,6 +154,13 @@ def _serving(row: Function, theirs: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return apply
+
+
+def _is_shared(row: Function, args: tuple[Any, ...], tensors: list[torch.Tensor]) -> bool:
+    """Whether a call that is not of plain tensors is one of DTensors, and has them where its op takes them."""
+    if not row.dtensors or not all(is_dtensor(x) for x in args[: row.dtensors]):
+        return False
+    return all(is_plain(x) or is_dtensor(x) for x in tensors)
 
 
 def _note(row: Function, reason: str) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from tilekern import ops as _modules
+from tilekern.ops.dtensors import is_dtensor
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 Losses = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
@@ -39,20 +40,24 @@ class Function:
         op: the op's name in ``tilekern.ops``.
         call: takes the arguments of that class's ``apply``.
         dispatched: the function's name in ``liger_kernel.functional``, or None where it is not there.
+        dtensors: of how many of the first arguments the call takes DTensors, for all of them; 0 where it takes none.
     """
 
     name: str
     op: str
     call: Callable[..., Any]
     dispatched: str | None
+    dtensors: int = 0
 
 
 TABLE: dict[str, Function] = {}
 
 
-def _serves(name: str, op: str, dispatched: str | None = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def _serves(
+    name: str, op: str, dispatched: str | None = None, dtensors: int = 0
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def enter(call: Callable[..., Any]) -> Callable[..., Any]:
-        TABLE[name] = Function(name, op, call, dispatched)
+        TABLE[name] = Function(name, op, call, dispatched, dtensors)
         return call
 
     return enter
@@ -83,15 +88,22 @@ def _rows_that_count(target: torch.Tensor, ignore_index: int, weight: torch.Tens
     return found.where(counts.any(), 1)
 
 
-@_serves("LigerRMSNormFunction", "rms_norm", dispatched="rms_norm")
+@_serves("LigerRMSNormFunction", "rms_norm", dispatched="rms_norm", dtensors=1)
 def _rms_norm(
     X: torch.Tensor, W: torch.Tensor | None, eps: float, offset: float = 0.0, casting_mode: str | int = "llama",
     in_place: bool = True, row_mode: bool | None = None,
 ) -> torch.Tensor:  # fmt: skip
+    if is_dtensor(X):
+        # Liger's norm gives every rank the whole rows, no DTensor, and takes DTensors as their gradient.
+        weight = W.full_tensor() if W is not None and is_dtensor(W) else W
+        y = _rms_norm(X.full_tensor(), weight, eps, offset, casting_mode)
+        if y.requires_grad:
+            y.register_hook(lambda dy: dy.full_tensor() if is_dtensor(dy) else dy)
+        return y
     return ops.rms_norm(X, W, eps, offset, _mode(X, W, casting_mode)).to(X.dtype)
 
 
-@_serves("LigerFusedAddRMSNormFunction", "fused_add_rms_norm", dispatched="fused_add_rms_norm")
+@_serves("LigerFusedAddRMSNormFunction", "fused_add_rms_norm", dispatched="fused_add_rms_norm", dtensors=2)
 def _fused_add_rms_norm(
     X: torch.Tensor, R: torch.Tensor, W: torch.Tensor, eps: float, offset: float = 0.0,
     casting_mode: str | int = "llama", in_place: bool = False,
@@ -107,12 +119,12 @@ def _mode(x: torch.Tensor, weight: torch.Tensor | None, casting_mode: str | int)
     return _CASTING_MODES.get(casting_mode, casting_mode)
 
 
-@_serves("LigerLayerNormFunction", "layer_norm", dispatched="layer_norm")
+@_serves("LigerLayerNormFunction", "layer_norm", dispatched="layer_norm", dtensors=1)
 def _layer_norm(X: torch.Tensor, W: torch.Tensor, B: torch.Tensor, eps: float) -> torch.Tensor:
     return ops.layer_norm(X, W, B, eps).to(X.dtype)
 
 
-@_serves("LigerGroupNormFunction", "group_norm")
+@_serves("LigerGroupNormFunction", "group_norm", dtensors=1)
 def _group_norm(
     X: torch.Tensor, affine_scaling_weight: torch.Tensor, affine_shifting_bias: torch.Tensor, num_channels: int,
     num_groups: int, eps: float,
@@ -121,26 +133,26 @@ def _group_norm(
     return ops.group_norm(X, *weights, num_channels, num_groups, eps).to(X.dtype)
 
 
-@_serves("LigerPolyNormFunction", "poly_norm")
+@_serves("LigerPolyNormFunction", "poly_norm", dtensors=1)
 def _poly_norm(
     X: torch.Tensor, W: torch.Tensor, B: torch.Tensor, eps: float = 1e-6, in_place: bool = True
 ) -> torch.Tensor:
     return ops.poly_norm(X, W, B, eps).to(X.dtype)
 
 
-@_serves("LigerDyTFunction", "dyt")
+@_serves("LigerDyTFunction", "dyt", dtensors=1)
 def _dyt(x: torch.Tensor, alpha: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor | None) -> torch.Tensor:
     return ops.dyt(x, alpha, gamma, beta).to(x.dtype)
 
 
-@_serves("LigerSiLUMulFunction", "swiglu", dispatched="swiglu")
+@_serves("LigerSiLUMulFunction", "swiglu", dispatched="swiglu", dtensors=2)
 def _swiglu(
     a: torch.Tensor, b: torch.Tensor, gate_multiplier: float = 1.0, down_multiplier: float = 1.0
 ) -> torch.Tensor:
     return ops.swiglu(a, b, float(gate_multiplier), float(down_multiplier))
 
 
-@_serves("LigerFusedGateUpSiLUMulFunction", "swiglu")
+@_serves("LigerFusedGateUpSiLUMulFunction", "swiglu", dtensors=1)
 def _fused_gate_up(y: torch.Tensor, in_place: bool = False) -> torch.Tensor:
     if y.shape[-1] % 2:
         raise ValueError(f"fused gate-up input must have an even last dimension, got {list(y.shape)}")
