@@ -65,7 +65,6 @@ def test_a_view_that_starts_one_element_late_uses_the_generic_cubin(variants):
     assert variants == ["generic", "aligned"]
 
 
-@pytest.mark.slow
 def expanded_and_plain(*inputs):
     """Each given as ``(tensor, shape)``: leaves expanded to their shapes, and leaves that hold the same in memory."""
     views = [x.expand(shape) for x, shape in inputs]
