@@ -1,3 +1,4 @@
+import inspect
 import math
 
 import pytest
@@ -67,3 +68,28 @@ def test_more_choices_than_are_written_out():
     constants = dict(spec.device(problem, spec.generic(problem)).constants)
     assert not constants["unrolled"]
     assert interpret(spec, problem, spec.generic(problem), inputs_of(spec, problem)).passed
+
+
+@pytest.mark.parametrize("flags", [False, True])
+def test_the_gate_s_gradients_are_what_autograd_says(flags):
+    """Of its value times the routing weight of each row's slot, and of what the second product's bias adds to that."""
+    forward, backward = spec_named("experts_gate"), spec_named("experts_gate_backward")
+    problem = sized(backward, flags=flags, rows=9, columns=6)
+    inputs = {k: x.double() if _is_float(x) else x for k, x in inputs_of(backward, problem).items()}
+    named = {d.name: problem[d.name] for d in backward.dimensions if d.kind == "flag"}
+    pre, weights = (inputs[name].clone().requires_grad_() for name in ("pre", "weights"))
+    takes = inspect.signature(forward.reference).parameters
+    given = {name: x for name, x in (inputs | named | {"pre": pre}).items() if name in takes}
+    counts = inputs["experts"] < inputs["total"]
+    of_rows = weights[inputs["order"].long()] * counts
+    loss = (inputs["dy"] * of_rows[:, None] * forward.reference(**given)["y"]).sum()
+    if named["biased"]:
+        loss = loss + (of_rows * inputs["shares"]).sum()
+    loss.backward()
+    found = backward.reference(**inputs, **named)
+    torch.testing.assert_close(found["dpre"], pre.grad, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(found["dweights"], weights.grad, rtol=1e-9, atol=1e-9)
+
+
+def _is_float(value):
+    return isinstance(value, torch.Tensor) and value.is_floating_point()

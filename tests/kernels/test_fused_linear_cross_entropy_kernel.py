@@ -229,3 +229,14 @@ def test_the_products_of_every_chunk_are_planned_with_the_loss(model, tokens):
     assert set(asked) <= products
     parts = {bucket(part.stop - part.start) for chunk in chunks_of(loss) for part in split(loss["rows"], chunk)}
     assert {problem["rows"] for problem in products} == parts, "what no config launches is not tuned"
+
+
+def test_the_reference_s_gradients_are_what_autograd_says():
+    inputs = inputs_of(SPEC, problem_of(7, 30, 16, "float32"))
+    hidden, weight = (inputs[name].double().requires_grad_() for name in ("hidden", "weight"))
+    loss = torch.nn.functional.cross_entropy(hidden @ weight.t(), inputs["target"].long(), reduction="none")
+    expected = torch.autograd.grad((inputs["scale"] * loss).sum(), (hidden, weight))
+    with torch.no_grad():
+        found = SPEC.reference(**inputs | {"hidden": hidden, "weight": weight})
+    for name, gradient in zip(("dhidden", "dweight"), expected, strict=True):
+        torch.testing.assert_close(found[name], gradient, rtol=1e-9, atol=1e-9)

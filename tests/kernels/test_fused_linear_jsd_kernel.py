@@ -120,3 +120,17 @@ def test_the_parts_are_planned_with_the_op():
     text = "fused_linear_jsd rows=4096,hidden=4096,teacher_hidden=2048,vocabulary=128256,dtype=bfloat16"
     names = {name for name, _ in plan_of_problem(text, H200).problems}
     assert names == {"fused_linear_jsd", "logits_jsd_forward", "logits_jsd_backward", "matmul", "scale"}
+
+
+def test_the_reference_s_gradients_are_what_autograd_says_of_its_losses():
+    inputs = {k: x.double() if isinstance(x, torch.Tensor) else x for k, x in inputs_of(SPEC, problem_of()).items()}
+    student = [inputs[name].requires_grad_() for name in ("student_input", "student_weight")]
+    x, y = (inputs[f"{name}_input"] @ inputs[f"{name}_weight"].t() for name in ("student", "teacher"))
+    p, q = x.log_softmax(-1), y.log_softmax(-1)
+    middle = ((p.exp() + q.exp()) / 2).log()
+    terms = (p.exp() * (p - middle) + q.exp() * (q - middle)) / 2
+    expected = torch.autograd.grad((inputs["slope"] * terms.sum(-1)).sum(), student)
+    with torch.no_grad():
+        found = SPEC.reference(**inputs)
+    for name, gradient in zip(("dhidden", "dweight"), expected, strict=True):
+        torch.testing.assert_close(found[name], gradient, rtol=1e-9, atol=1e-9)

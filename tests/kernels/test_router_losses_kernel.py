@@ -1,6 +1,7 @@
 import math
 
 import pytest
+import torch
 from spec_samples import inputs_of, interpret, sized
 
 from tilekern.kernels import spec_named
@@ -39,3 +40,18 @@ def test_large_logits_keep_their_digits():
     inputs["logits"] += 1000
     check = interpret(spec, problem, spec.generic(problem), inputs)
     assert check.passed, check.reason
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_gradient_s_reference_is_what_autograd_says(masked):
+    """Of sums of probabilities by their slopes, and of sums of squares by half the pull; counts have no gradient."""
+    forward, backward = map(spec_named, BOTH)
+    problem = sized(backward, rows=9, experts=6).but(masked=masked)
+    inputs = {name: x.double() for name, x in inputs_of(backward, problem).items()}
+    logits = inputs["logits"].clone().requires_grad_()
+    ids = logits.detach().topk(2, 1).indices
+    sums = forward.reference(logits, ids, inputs["shares"], 2, masked)
+    pulled = (sums["squares"] * inputs["pull"][0] / 2).sum()
+    ((inputs["slopes"][0] * sums["probabilities"]).sum() + pulled).backward()
+    found = backward.reference(**inputs, masked=masked)["dlogits"]
+    torch.testing.assert_close(found, logits.grad, rtol=1e-9, atol=1e-9)
