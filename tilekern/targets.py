@@ -18,7 +18,9 @@ class Target:
         arch: GPU code for the compiler, for example ``sm_90``.
         sm_count: streaming multiprocessors.
         memory_gbs: device memory bandwidth by datasheet, in 1e9 bytes a second.
-        matmul_tflops: dense bfloat16 rate of the matrix units by datasheet, in 1e12 operations a second.
+        half_tflops: dense rate of the matrix units for bfloat16 and float16, summed in float32, by datasheet, in 1e12
+            operations a second; that for TF32 is half of it on every one of these GPUs.
+        scalar_tflops: rate of the scalar units for float32 by datasheet, in 1e12 operations a second.
         copy_gbs: what a large copy reaches, reads plus writes, in 1e9 bytes a second (measured on the H200;
             86 % of the datasheet's rate, the H200's share, elsewhere).
         l2_bytes: size of the L2 cache.
@@ -35,7 +37,8 @@ class Target:
     l2_bytes: int
     shared_bytes: int
     threads: int
-    matmul_tflops: float
+    half_tflops: float
+    scalar_tflops: float
     blocks: int = 32
     registers: int = 65536
 
@@ -49,6 +52,14 @@ class Target:
         """Bandwidth that a large copy reaches, in 1e9 bytes a second."""
         return 0.865 * self.memory_gbs
 
+    def product_tflops(self, dtype: str) -> float:
+        """The peak rate of products of matrices of a dtype, in 1e12 operations a second.
+
+        A product of float32 keeps float32's digits, as kernels and torch's default do: by the scalar units, or by the
+        matrix units as three products of TF32, whichever is faster. One of TF32 alone would round the inputs.
+        """
+        return max(self.scalar_tflops, self.half_tflops / 2 / 3) if dtype == "float32" else self.half_tflops
+
     @property
     def key(self) -> str:
         """The target's folder in a cache: ``sm_90-h200-132``."""
@@ -61,20 +72,24 @@ class Target:
 
 _MIB = 1 << 20
 _KIB = 1 << 10
-# Datasheets and the CUDA programming guide's table of technical specifications by compute capability.
+# NVIDIA's datasheets (rates without sparsity; of the HGX B200 and B300 an eighth, of the GB200 NVL72 a 72nd), for the
+# GeForce the RTX Blackwell whitepaper, and the CUDA programming guide's table of technical specifications by compute
+# capability. GB10's rates are those of its 6144 cores at 2.5 GHz.
 KNOWN = (
-    Target("A100-SXM4-80GB", "sm_80", 108, 2039, 40 * _MIB, 164 * _KIB, 2048, 312),
-    Target("A10", "sm_86", 72, 600, 6 * _MIB, 100 * _KIB, 1536, 125, blocks=16),
-    Target("L4", "sm_89", 58, 300, 48 * _MIB, 100 * _KIB, 1536, 121, blocks=24),
-    Target("L40S", "sm_89", 142, 864, 96 * _MIB, 100 * _KIB, 1536, 362, blocks=24),
-    Target("H100 80GB HBM3", "sm_90", 132, 3352, 50 * _MIB, 228 * _KIB, 2048, 989),
-    Target("H200", "sm_90", 132, 4800, 60 * _MIB, 228 * _KIB, 2048, 989),
-    Target("B200", "sm_100", 148, 8000, 126 * _MIB, 228 * _KIB, 2048, 2250),
-    Target("GB200", "sm_100", 152, 8000, 126 * _MIB, 228 * _KIB, 2048, 2500),
-    Target("B300", "sm_103", 148, 8000, 126 * _MIB, 228 * _KIB, 2048, 2250),
-    Target("GeForce RTX 5090", "sm_120", 170, 1792, 96 * _MIB, 100 * _KIB, 1536, 210, blocks=24),
-    Target("RTX PRO 6000 Blackwell Server Edition", "sm_120", 188, 1792, 128 * _MIB, 100 * _KIB, 1536, 250, blocks=24),
-    Target("GB10", "sm_121", 48, 273, 24 * _MIB, 100 * _KIB, 1536, 62, blocks=24),
+    Target("A100-SXM4-80GB", "sm_80", 108, 2039, 40 * _MIB, 164 * _KIB, 2048, 312, 19.5),
+    Target("A10", "sm_86", 72, 600, 6 * _MIB, 100 * _KIB, 1536, 125, 31.2, blocks=16),
+    Target("L4", "sm_89", 58, 300, 48 * _MIB, 100 * _KIB, 1536, 121, 30.3, blocks=24),
+    Target("L40S", "sm_89", 142, 864, 96 * _MIB, 100 * _KIB, 1536, 362, 91.6, blocks=24),
+    Target("H100 80GB HBM3", "sm_90", 132, 3352, 50 * _MIB, 228 * _KIB, 2048, 989, 67),
+    Target("H200", "sm_90", 132, 4800, 60 * _MIB, 228 * _KIB, 2048, 989, 67),
+    Target("B200", "sm_100", 148, 8000, 126 * _MIB, 228 * _KIB, 2048, 2250, 75),
+    Target("GB200", "sm_100", 152, 8000, 126 * _MIB, 228 * _KIB, 2048, 2500, 80),
+    Target("B300", "sm_103", 148, 8000, 126 * _MIB, 228 * _KIB, 2048, 2250, 75),
+    Target("GeForce RTX 5090", "sm_120", 170, 1792, 96 * _MIB, 100 * _KIB, 1536, 210, 104.8, blocks=24),
+    Target(
+        "RTX PRO 6000 Blackwell Server Edition", "sm_120", 188, 1792, 128 * _MIB, 100 * _KIB, 1536, 250, 120, blocks=24
+    ),
+    Target("GB10", "sm_121", 48, 273, 24 * _MIB, 100 * _KIB, 1536, 62, 31, blocks=24),
 )
 _ALIASES = {
     "a100": "A100-SXM4-80GB",
@@ -86,7 +101,7 @@ _ALIASES = {
 _STANDARD = {"sm_80": "A100-SXM4-80GB", "sm_86": "A10", "sm_89": "L40S", "sm_90": "H200", "sm_100": "B200"}
 _STANDARD |= {"sm_103": "B300", "sm_120": "GeForce RTX 5090", "sm_121": "GB10"}
 # Stands in where kernels are interpreted: few SMs, so that persistent loops take several steps.
-INTERPRETED = Target("interpreter", "sm_90", 3, 100, _MIB, 228 * _KIB, 2048, 1)
+INTERPRETED = Target("interpreter", "sm_90", 3, 100, _MIB, 228 * _KIB, 2048, 1, 1)
 
 
 def resolve(name: str) -> Target:
@@ -134,5 +149,6 @@ def here(device: int | None = None) -> Target | None:
         l2_bytes=properties.L2_cache_size,
         threads=properties.max_threads_per_multi_processor,
         memory_gbs=like.memory_gbs * properties.multi_processor_count / like.sm_count,
-        matmul_tflops=like.matmul_tflops * properties.multi_processor_count / like.sm_count,
+        half_tflops=like.half_tflops * properties.multi_processor_count / like.sm_count,
+        scalar_tflops=like.scalar_tflops * properties.multi_processor_count / like.sm_count,
     )

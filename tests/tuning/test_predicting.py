@@ -189,7 +189,7 @@ def test_a_library_takes_longer_than_the_roofline_and_its_overhead():
     assert rows
     for row in rows:
         said, flops = row.predict(), row.item.spec.flops(row.item.problem)
-        assert said.seconds > flops / (H200.matmul_tflops * 1e12) + 50e-6
+        assert said.seconds > flops / (1e12 * H200.product_tflops(row.item.problem["dtype"])) + 50e-6
         assert not said.spills
 
 

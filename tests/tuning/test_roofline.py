@@ -17,11 +17,39 @@ def problem_of(kernel, sizes):
     return spec.problem(**drawn | sizes)
 
 
-def test_a_product_is_bound_by_arithmetic_however_fast_a_copy_of_its_bytes_is():
-    problem = problem_of(*MATMUL)
-    found = roofline("matmul", problem, H200, copy_s=1e-6)
+@pytest.mark.parametrize(
+    ("gpu", "dtype", "tflops"),
+    [
+        ("H200", "bfloat16", 989),
+        ("H200", "float16", 989),
+        ("H200", "float32", 989 / 6),  # 494.5 for TF32, of which a product of float32 takes three
+        ("B200", "float32", 2250 / 6),
+        ("A100", "float32", 312 / 6),
+        ("L40S", "float32", 91.6),  # of the scalar units: three products of TF32 would be 60
+        ("L40S", "bfloat16", 362),
+        ("RTX5090", "float32", 104.8),
+    ],
+)
+def test_a_product_is_bound_by_the_peak_of_its_dtype_however_fast_a_copy_of_its_bytes_is(gpu, dtype, tflops):
+    problem = problem_of(MATMUL[0], MATMUL[1] | {"dtype": dtype})
+    found = roofline("matmul", problem, resolve(gpu), copy_s=1e-6)
     assert found.bound == ARITHMETIC
-    assert found.seconds == pytest.approx(2 * 8192 * 4096 * 4096 / (H200.matmul_tflops * 1e12))
+    assert found.seconds == pytest.approx(2 * 8192 * 4096 * 4096 / (tflops * 1e12))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "sizes", "dtype"),
+    [
+        ("matmul", MATMUL[1] | {"dtype": "float16"}, "float16"),
+        # Of its rows, and not of the weight beside them.
+        ("rms_norm_forward", {"rows": 9, "columns": 64, "dtype": "bfloat16", "weight_dtype": "float32"}, "bfloat16"),
+        ("route_count", {"rows": 64, "experts": 8}, "float32"),
+    ],
+)
+def test_the_dtype_of_a_roofline_is_that_of_what_is_multiplied(kernel, sizes, dtype):
+    problem = problem_of(kernel, sizes)
+    operations = spec_named(kernel).flops(problem)
+    assert roofline(kernel, problem, H200).arithmetic_s == operations / (1e12 * H200.product_tflops(dtype))
 
 
 def test_what_moves_more_than_it_multiplies_is_bound_by_the_copy_that_was_timed_or_else_the_memory_s_rate():

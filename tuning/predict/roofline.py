@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tilekern.kernels import spec_named
-from tilekern.spec import Problem
+from tilekern.spec import KernelSpec, Problem
 from tilekern.targets import Target
 
 MEMORY, ARITHMETIC = "memory", "arithmetic"
@@ -19,7 +19,7 @@ class Roofline:
 
     Attributes:
         memory_s: seconds of a copy of the bytes that must move, each read or written once.
-        arithmetic_s: seconds of the floating-point operations at the matrix units' peak by datasheet.
+        arithmetic_s: seconds of the floating-point operations at the peak by datasheet of products of the dtype.
     """
 
     memory_s: float
@@ -48,7 +48,12 @@ def roofline(kernel: str, problem: Problem, target: Target, copy_s: float | None
     spec = spec_named(kernel)
     if copy_s is None:
         copy_s = spec.bytes_moved(problem) / (target.copy_gbs * 1e9)
-    return Roofline(copy_s, spec.flops(problem) / (target.matmul_tflops * 1e12))
+    return Roofline(copy_s, spec.flops(problem) / (1e12 * target.product_tflops(_dtype_of(spec, problem))))
+
+
+def _dtype_of(spec: KernelSpec, problem: Problem) -> str:
+    """The dtype of what is multiplied, which is a problem's first one; float32 where it has none."""
+    return next((str(problem[d.name]) for d in spec.dimensions if d.kind == "dtype"), "float32")
 
 
 def launch_s(kernel: str, problem: Problem, target: Target) -> float:

@@ -53,7 +53,7 @@ class Row:
             competes, as clocks drift in between.
         predicted_us: the cost model's time, microseconds.
         share_of_roofline: the time at the roofline over ``time_us``: of a copy of the bytes that must move, or of the
-            operations at the matrix units' peak, whichever is longer; as the records have it.
+            operations at the peak of products of the dtype, whichever is longer; as the records have it.
         gain_over_default: ``time_us`` of the default config over this one's; more than 1 is faster.
         bound: ``memory`` or ``arithmetic``: which of the two bounds the problem on this target.
         gigabytes_per_s: bytes that must move over ``time_us``, 1e9 bytes a second.
