@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import cuda.tile.tune._tune as cutile
+from replay_runner import Noise, ReplayRunner
 
 from tuning.strategies import WON, Lineup
-from tuning.strategies.replay import Noise, ReplayRunner
 from tuning.sweep.lines import COPY
 
 DEFAULT = "default"

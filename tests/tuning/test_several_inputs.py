@@ -5,6 +5,7 @@ import json
 
 import pytest
 from race_samples import winner
+from replay_runner import Noise, ReplayRunner
 
 from tilekern.kernels import spec_named
 from tilekern.spec import ALIGNED
@@ -13,7 +14,6 @@ from tuning.measure.steps import Steps
 from tuning.measure.tasks import Entrant, Task, on
 from tuning.measure.timing import Timing
 from tuning.strategies import Lineup, strategy_named
-from tuning.strategies.replay import Noise, ReplayRunner
 from tuning.strategies.several import Several
 from tuning.sweep.candidates import Candidate
 from tuning.sweep.lines import COPY

@@ -5,10 +5,10 @@ import random
 import statistics
 
 import pytest
+from replay_runner import Noise, ReplayRunner
 
 from tuning.measure.timing import Timing
 from tuning.strategies.drift import between_neighbours
-from tuning.strategies.replay import Noise, ReplayRunner
 from tuning.strategies.selection import ranked
 from tuning.strategies.standing import standing, student_quantile, trimmed_mean
 

@@ -11,10 +11,10 @@ from examples import examples, stressed
 from hypothesis import given
 from hypothesis import strategies as st
 from race_samples import DEFAULT, cutile_search, races, winner
+from replay_runner import Noise, ReplayRunner
 
 from tilekern.errors import InputError
 from tuning.strategies import BESIDE, HOPELESS, SLOWER, STRATEGIES, TIED, WON, Lineup, exhaustive, race, strategy_named
-from tuning.strategies.replay import Noise, ReplayRunner
 from tuning.sweep.lines import COPY
 
 CALM = Noise(outliers=0.0)

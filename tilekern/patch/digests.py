@@ -78,23 +78,6 @@ def function_of(value: Any) -> FunctionType | None:
     return None
 
 
-def digest_in(text: str, path: str) -> str:
-    """The digest of the function or class at a dotted path in a module's text, which is not executed.
-
-    Raises:
-        ValueError: nothing is defined there.
-    """
-    body: list[ast.stmt] = ast.parse(text).body
-    found: ast.stmt | None = None
-    for name in path.split("."):
-        found = next((node for node in body if isinstance(node, _DOCUMENTED) and node.name == name), None)
-        if found is None:
-            raise ValueError(f"{path} is not defined there")
-        body = found.body
-    assert found is not None
-    return digest_of_tree(found)
-
-
 def digest_of_tree(tree: ast.AST) -> str:
     """The sha256 of a syntax tree."""
     return hashlib.sha256("".join(_pieces(tree)).encode()).hexdigest()

@@ -1,7 +1,7 @@
 """How the candidates of a problem are timed until the fastest is known: strategies over a runner.
 
 A strategy decides who runs and when to stop, and touches no device. A runner takes the times: on a GPU
-(:mod:`tuning.strategies.runner`), or from recorded measurements (:mod:`tuning.strategies.replay`).
+(:mod:`tuning.strategies.runner`), or in tests from recorded measurements.
 """
 
 from __future__ import annotations
