@@ -9,7 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tilekern.space import DANGEROUS
-from tilekern.spec import Config, Constraint, Problem, Space, bucket, cdiv
+from tilekern.spec import (
+    ArrayParameter,
+    Config,
+    Constraint,
+    Implementation,
+    Problem,
+    ScalarParameter,
+    Space,
+    bucket,
+    cdiv,
+)
 from tilekern.targets import resolve
 
 H200, A100 = resolve("H200"), resolve("A100")
@@ -136,3 +146,37 @@ def test_dangerous_points_are_out_of_every_space():
     assert all((occupancy or 1) < 16 for _, occupancy in found)
     assert all((config["num_ctas"] or 1) == 1 for config in space.candidates(Problem(), A100))
     assert all(constraint.reason for constraint in DANGEROUS)
+
+
+def scaled(x, y, factor, tile_n):
+    """Stands for a device function."""
+
+
+@pytest.mark.parametrize(
+    ("names", "constants", "words"),
+    [
+        (("x", "y", "factor"), ("tile_n",), None),
+        (("y", "x", "factor"), ("tile_n",), "scaled: parameter 1 of the kernel is 'x', its implementation gives 'y'; "),
+        (("x", "y", "factor"), ("tile_m",), "parameter 4 of the kernel is 'tile_n', its implementation gives 'tile_m'"),
+        (("x", "y", "factor"), (), "parameter 4 of the kernel is 'tile_n', its implementation gives nothing more"),
+        (
+            ("x", "y", "factor"),
+            ("tile_n", "b"),
+            "parameter 5 of the kernel is nothing more, its implementation gives 'b'",
+        ),
+        (("x", "factor"), ("tile_n",), "parameter 2 of the kernel is 'y', its implementation gives 'factor'"),
+    ],
+)
+def test_an_implementation_gives_a_device_function_its_parameters_by_name_and_in_order(names, constants, words):
+    arrays = [ArrayParameter(name, "float32", 1) for name in names if name in ("x", "y")]
+    scalars = [ScalarParameter(name, "float32") for name in names if name == "factor"]
+
+    def made():
+        return Implementation(scaled, (*arrays, *scalars), tuple((name, 1) for name in constants), lambda *_: 1)
+
+    if words is None:
+        assert made().function is scaled
+        return
+    with pytest.raises(TypeError) as refused:
+        made()
+    assert words in str(refused.value)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Literal
 
 from tilekern.points import Config, Problem, Value
@@ -141,12 +142,12 @@ def size_of(text: str) -> tuple[str, int, int]:
 class Implementation:
     """How one config of a spec runs: the device function, its parameters, its constants and compiler hints.
 
-    ``parameters`` are the arrays and scalars in the order of the device function; its compile-time constants come
-    after them, in the order of ``constants``. ``grid`` gives the number of blocks for real sizes and a number of SMs.
-    The implementation of a spec's generic config must be right on any one-dimensional grid (a loop over its work in
-    steps of the grid), since it is launched on the aligned one's. ``dependent`` says that the
-    device function waits for its predecessor by itself (``grid_dependency_control_wait``), so that it may be launched
-    before that has ended (programmatic dependent launch, sm_90 and newer).
+    ``parameters`` are the arrays and scalars by the device function's own names and in its order; its compile-time
+    constants come after them, as ``constants`` has them. ``grid`` gives the number of blocks for real sizes and a
+    number of SMs. The implementation of a spec's generic config must be right on any one-dimensional grid (a loop over
+    its work in steps of the grid), since it is launched on the aligned one's. ``dependent`` says that the device
+    function waits for its predecessor by itself (``grid_dependency_control_wait``), so that it may be launched before
+    that has ended (programmatic dependent launch, sm_90 and newer).
     """
 
     function: Any
@@ -155,6 +156,25 @@ class Implementation:
     grid: Callable[[Problem, int], int]
     hints: Mapping[str, int | None] = field(default_factory=dict)
     dependent: bool = False
+
+    def __post_init__(self) -> None:
+        """Hold the names of parameters and constants to those of the function's own parameters (1 us).
+
+        Raises:
+            TypeError: they are others, or in another order.
+        """
+        code = getattr(getattr(self.function, "_pyfunc", self.function), "__code__", None)
+        if code is None:
+            return
+        given = (*(parameter.name for parameter in self.parameters), *(name for name, _ in self.constants))
+        taken = code.co_varnames[: code.co_argcount]
+        if given != taken:
+            place = next(n for n, (one, other) in enumerate(zip_longest(given, taken)) if one != other)
+            at = [repr(names[place]) if place < len(names) else "nothing more" for names in (taken, given)]
+            raise TypeError(
+                f"{code.co_name}: parameter {place + 1} of the kernel is {at[0]}, its implementation gives {at[1]}; "
+                "name the arrays and scalars, then the constants, as the kernel does and in its order"
+            )
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from tilekern.ops.operation import operation
 from tilekern.ops.registration import Rows
 from tilekern.runtime import dispatch
 from tilekern.runtime.plans import Plan
-from tilekern.spec import DTYPES, Array, Config, Dimension, Implementation, ScalarParameter, outputs_of
+from tilekern.spec import DTYPES, Array, Config, Dimension, Implementation, ScalarParameter, outputs_of, parameters_of
 
 GOLDEN = Path(__file__).parent / "golden"
 ConstBool, ConstInt = ct.Constant[bool], ct.Constant[int]
@@ -135,7 +135,9 @@ def spec(name, function, arrays, *constants):
 
     def implement(problem, config):
         values = tuple((constant, problem[constant]) for constant in ("columns", *constants))
-        return Implementation(function, (), values, lambda *_: 1 if "moments" in name else 3)
+        return Implementation(
+            function, parameters_of(arrays, (), problem), values, lambda *_: 1 if "moments" in name else 3
+        )
 
     return dataclasses.replace(
         rms_norm_kernels.FORWARD, name=name, implement=implement, default=lambda *_: Config(),
