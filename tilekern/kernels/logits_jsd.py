@@ -233,12 +233,16 @@ _ROW_IS_LONGER = Constraint(
         config["unroll"] == 1 or config["tile_n"] * config["unroll"] <= problem["vocabulary"]
     ),
 )
+_NO_LOOP_AROUND_TMA = Constraint(
+    "resident blocks whose loops over a row load by TMA have hung on an H200 in their second row (tileiras 13.4)",
+    lambda problem, config, target: not (config["tma"] and config["schedule"] == "persistent"),
+)
 
 
-def _forward_config(problem: Problem, most: int, unroll: int, *, tma: bool) -> Config:
+def _forward_config(problem: Problem, schedule: str, most: int, unroll: int, *, tma: bool) -> Config:
     tile_n = min(most, power_of_two(problem["vocabulary"]))
     unroll = unroll if tile_n * unroll <= problem["vocabulary"] else 1
-    return Config(schedule="persistent", tile_n=tile_n, unroll=unroll, num_worker_warps=0, occupancy=4, tma=tma)
+    return Config(schedule=schedule, tile_n=tile_n, unroll=unroll, num_worker_warps=0, occupancy=4, tma=tma)
 
 
 _SCALARS = (ScalarParameter("beta", "float32"), ScalarParameter("scale", "float32"))
@@ -361,10 +365,10 @@ FORWARD = KernelSpec(
     summary="loss = slope * JSD(softmax(teacher) || softmax(student)) of each row of logits, and sums for its gradient",
     module=__name__,
     dimensions=_DIMENSIONS,
-    space=Space(_forward_axes, (_THREADS_FULL, _ROW_IS_LONGER, STEPS_FIT, TMA_NEEDS_HOPPER)),
+    space=Space(_forward_axes, (_THREADS_FULL, _ROW_IS_LONGER, STEPS_FIT, TMA_NEEDS_HOPPER, _NO_LOOP_AROUND_TMA)),
     implement=_implement_forward,
-    default=lambda problem, target: _forward_config(problem, 1024, 4, tma=target.capability >= 90),
-    generic=lambda problem: _forward_config(problem, 256, 1, tma=False),
+    default=lambda problem, target: _forward_config(problem, "block", 1024, 4, tma=target.capability >= 90),
+    generic=lambda problem: _forward_config(problem, "persistent", 256, 1, tma=False),
     inputs=_inputs,
     outputs=lambda problem, blocks: dict.fromkeys(("loss", *_SUMS), ((problem["rows"],), "float32")),
     reference=reference_forward,
