@@ -19,7 +19,8 @@ ROUTERS = {
 def step(logits, choices, **how):
     leaf = logits.clone().requires_grad_()
     ids, weights = ops.router(leaf, choices, **how)
-    (slope,) = torch.autograd.grad(weights, leaf, torch.linspace(-1, 1, choices).to(weights).expand(weights.shape))
+    slopes = torch.linspace(-1, 1, choices, dtype=weights.dtype, device=weights.device)
+    (slope,) = torch.autograd.grad(weights, leaf, slopes.expand(weights.shape))
     return ids, weights.detach(), slope
 
 

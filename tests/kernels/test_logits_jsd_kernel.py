@@ -106,7 +106,8 @@ def test_a_likely_column_leaves_no_more_than_its_rounding(dtype):
     found = launched(BACKWARD, problem, BACKWARD.default(problem, INTERPRETED), inputs | sums)["gradient"]
     wanted = BACKWARD.reference(**with_sums(problem, inputs), pure=False)["gradient"]
     error = (found.double() - wanted).norm() / wanted.norm()
-    assert error < {"bfloat16": 4e-3, "float32": 5e-5}[dtype]
+    # A likely column's gradient is what its probability lacks of 1, here 1e-3, of which a rounding of 1 is 6e-5.
+    assert error < {"bfloat16": 4e-3, "float32": 1e-4}[dtype]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

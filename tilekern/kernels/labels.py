@@ -55,7 +55,9 @@ def check_labels(target, ignore_index, vocabulary, op, labels, counted, seen, ti
         place = tile * tile_n + ct.arange(tile_n, dtype=ct.int32)
         counts = (label != ignore_index) & (place < target.shape[0])
         outside = counts & ((label < 0) | (label >= vocabulary))
-        ct.store(labels, (tile,), ct.where(outside, outside_label(ignore_index), label.astype(ct.int32)))
+        # By TMA on sm_90 (tileiras 13.4), the battery saw memory behind the labels written to.
+        found = ct.where(outside, outside_label(ignore_index), label.astype(ct.int32))
+        ct.store(labels, (tile,), found, allow_tma=False)
         count = count + ct.where(counts, 1, 0)
         lowest = ct.minimum(lowest, ct.where(outside, label, 0))
         highest = ct.maximum(highest, ct.where(outside, label, 0))

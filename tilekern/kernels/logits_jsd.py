@@ -47,18 +47,18 @@ def _scan_step(peak, mass, logits, row, first, count, partial, tile_n, factor, t
     tiles = ()
     for i in ct.static_iter(range(count)):
         bounded = ct.static_eval(partial and i == count - 1)
-        tiles = tiles + (load_logits(logits, row, first + i, tile_n, bounded, tma) * factor,)
+        tiles = tiles + (load_logits(logits, row, first + i, tile_n, bounded, tma),)
     top = peak
     for i in ct.static_iter(range(count)):
         top = ct.maximum(top, tiles[i])
-    mass = mass * _power(peak - top)
+    mass = mass * _power((peak - top) * factor)
     for i in ct.static_iter(range(count)):
-        mass = mass + _power(tiles[i] - top)
+        mass = mass + _power((tiles[i] - top) * factor)
     return top, mass
 
 
-def _log_total(logits, row, columns, tile_n, unroll, factor, tma):
-    """The logarithm to base 2 of a row's sum of powers of 2 of ``factor`` times its logits, (1, 1)."""
+def _sums(logits, row, columns, tile_n, unroll, factor, tma):
+    """A row's largest logit, and the logarithm to base 2 of its sum of powers of 2, over that; (1, 1) each."""
     peak, mass = ct.full((1, tile_n), LOWEST, ct.float32), ct.zeros((1, tile_n), ct.float32)
     whole = ct.static_eval(columns // (tile_n * unroll))
     for step in range(logits.shape[1] // (tile_n * unroll)):
@@ -69,7 +69,17 @@ def _log_total(logits, row, columns, tile_n, unroll, factor, tma):
             peak, mass, logits, row, whole * unroll, rest, columns % tile_n != 0, tile_n, factor, tma
         )
     top = ct.max(peak, axis=1, keepdims=True)
-    return top + ct.log2(ct.sum(mass * _power(peak - top), axis=1, keepdims=True))
+    return top, ct.log2(ct.sum(mass * _power((peak - top) * factor), axis=1, keepdims=True))
+
+
+def _logarithms(logits, row, c, tile_n, bounded, factor, sums, tma):
+    """To base 2, of a tile's probabilities, shifted so that terms are in natural units.
+
+    The largest logit goes off before the factor: of a large product and a rounded one, little but roundings would be
+    left, and the product is not rounded where the compiler fuses it with the difference.
+    """
+    tile = load_logits(logits, row, c, tile_n, bounded, tma)
+    return (tile - sums[0]) * factor - (sums[1] - jsd.LOG2_LN_2)
 
 
 def _terms(student, teacher, row, c, tile_n, bounded, factor, beta, totals, form, tma):
@@ -80,8 +90,10 @@ def _terms(student, teacher, row, c, tile_n, bounded, factor, beta, totals, form
     return jsd.terms(x, y, beta, form[0], form[1])
 
 
-def _added(total, pull, weight, student, teacher, row, c, tile_n, bounded, factor, beta, totals, form, tma):
-    term, derivative, share = _terms(student, teacher, row, c, tile_n, bounded, factor, beta, totals, form, tma)
+def _added(total, pull, weight, student, teacher, row, c, tile_n, bounded, factor, beta, sums, form, tma):
+    x = _logarithms(student, row, c, tile_n, bounded, factor, sums[0], tma)
+    y = _logarithms(teacher, row, c, tile_n, bounded, factor, sums[1], tma)
+    term, derivative, share = jsd.terms(x, y, beta, form[0], form[1])
     return total + term, pull + derivative, weight + share
 
 
@@ -95,26 +107,26 @@ def _forward_row(
             store_row(result, row, ct.zeros((1, 1), ct.float32))
     else:
         factor = scale * LOG2_E
-        totals = (
-            _log_total(student, row, columns, tile_n, unroll, factor, tma),
-            _log_total(teacher, row, columns, tile_n, unroll, factor, tma),
+        sums = (
+            _sums(student, row, columns, tile_n, unroll, factor, tma),
+            _sums(teacher, row, columns, tile_n, unroll, factor, tma),
         )
         form = (pure, ct.static_eval(student.dtype == ct.float32 or columns < jsd.SHORT))
         none = ct.zeros((1, tile_n), ct.float32)
         terms, derivatives, shares = none, none, none
         for c in range(student.shape[1] // tile_n):
             terms, derivatives, shares = _added(
-                terms, derivatives, shares, student, teacher, row, c, tile_n, False, factor, beta, totals, form, tma
+                terms, derivatives, shares, student, teacher, row, c, tile_n, False, factor, beta, sums, form, tma
             )
         if ct.static_eval(columns % tile_n != 0):
             terms, derivatives, shares = _added(
                 terms, derivatives, shares, student, teacher, row, ct.static_eval(columns // tile_n), tile_n, True,
-                factor, beta, totals, form, tma,
+                factor, beta, sums, form, tma,
             )  # fmt: skip
         of_row = ct.where(ct.abs(of_row) < INFINITY, of_row, NAN)
         store_row(loss, row, ct.sum(terms, axis=1, keepdims=True) * of_row)
-        store_row(student_total, row, totals[0])
-        store_row(teacher_total, row, totals[1])
+        store_row(student_total, row, sums[0][0] * factor + sums[0][1])
+        store_row(teacher_total, row, sums[1][0] * factor + sums[1][1])
         # Over the sum of the very shares that take it away: where g is alike in a few likely columns, little is left.
         pulled = ct.sum(derivatives, axis=1, keepdims=True) / ct.sum(shares, axis=1, keepdims=True)
         store_row(pull, row, pulled)
