@@ -62,7 +62,7 @@ def fault_of(hit: Hit, number: int) -> str | None:
     version = hit.record.config.get("version")
     size_bytes = hit.record.artifacts[VARIANTS[0]].size if VARIANTS[0] in hit.record.artifacts else 0
     if not isinstance(version, int) or hit.record != sample(number, version, size_bytes)[0]:
-        return f"the record of problem {number} is none that was written: {hit.record!r:.300}"
+        return f"the record of problem {number} is not one that was written: {hit.record!r:.300}"
     wrong = [variant for variant in VARIANTS if hit.load(variant) != content(number, version, variant, size_bytes)]
     return f"problem {number}, version {version}: wrong bytes of {', '.join(wrong)}" if wrong else None
 

@@ -46,7 +46,7 @@ def _folder(path: Path | None) -> Path | None:
     while there and not there.exists():
         there = there.parent
     if there and not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
-        raise InputError(f"--out {path} cannot be written: {there} is no folder that this user can write to")
+        raise InputError(f"--out {path} cannot be written: {there} is not a folder that this user can write to")
     return path
 
 
@@ -85,7 +85,7 @@ def kernels(
     ] = "",
     providers: Annotated[str, typer.Option(help="Providers to measure, by commas; default all.")] = "",
     model: Annotated[str, typer.Option(help="Take the sizes of this model.")] = "",
-    sweep: Annotated[Sweep | None, typer.Option(help="What to measure the model's ops over.")] = None,
+    sweep: Annotated[Sweep | None, typer.Option(help="Sizes to measure the model's ops over.")] = None,
     tokens: Annotated[
         str, typer.Option(help="Token counts of the sweep, by commas, in their order.")
     ] = "1024,2048,4096,8192,16384",
@@ -139,7 +139,7 @@ def train(
     sequence: Annotated[int, typer.Option(min=0, help="Tokens of a sequence; 0 means that a step is one.")] = 0,
     layers: Annotated[int, typer.Option(min=0, help="Layers of the model; 0 means all.")] = 0,
     steps: Annotated[int, typer.Option(min=1, help="Timed steps at each length, after two that warm up.")] = 5,
-    providers: Annotated[str, typer.Option(help="Who trains, by commas; default all but the compilers.")] = "",
+    providers: Annotated[str, typer.Option(help="Trainers, by commas; default all but the compilers.")] = "",
     checkpointing: Annotated[bool, typer.Option("--checkpointing", help="Compute activations again.")] = False,
     profile: Annotated[bool, typer.Option("--profile", help="Say where tilekern's steps spend the GPU.")] = False,
     device: Annotated[Device, typer.Option(help="Where the model trains.")] = Device.cuda,
@@ -176,7 +176,7 @@ def families(
     name: Name = None,
     models: Annotated[str, typer.Option(help="Models to train, by commas; default all of the table.")] = "",
     steps: Annotated[int, typer.Option(min=1, help="Timed steps, after two that warm up.")] = 20,
-    providers: Annotated[str, typer.Option(help="Who trains, by commas; default all that a model's table has.")] = "",
+    providers: Annotated[str, typer.Option(help="Trainers, by commas; default all that a model's table has.")] = "",
 ) -> None:
     """Training steps of a model of each family, two layers at real width, tilekern and its peers, into one file."""
     from benchmarks import families as bench
@@ -205,7 +205,7 @@ def experts(
     kinds: Annotated[
         str, typer.Option(help="By commas: trained with `balanced` or `zipf` routing, `frozen`, `lora`; default all.")
     ] = "",
-    providers: Annotated[str, typer.Option(help="Who computes the layers, by commas; default all.")] = "",
+    providers: Annotated[str, typer.Option(help="Implementations of the layers, by commas; default all.")] = "",
     samples: Annotated[int, typer.Option(min=1, help="Samples of each figure.")] = 40,
     seconds: Annotated[float, typer.Option(help="Seconds for each case's times, after which there are fewer.")] = 4,
     device: Annotated[Device, typer.Option(help="Where the layers are computed.")] = Device.cuda,
@@ -248,7 +248,7 @@ def parallel(
     name: Name = None,
     models: Annotated[str, typer.Option(help="Models to train, by commas.")] = "qwen3-8b,qwen3-30b-a3b",
     ways: Annotated[str, typer.Option(help="Ways to share a model, by commas; default all that it has.")] = "",
-    providers: Annotated[str, typer.Option(help="Who trains, by commas; default the best peers.")] = "",
+    providers: Annotated[str, typer.Option(help="Trainers, by commas; default the best peers.")] = "",
     count: Annotated[int, typer.Option("--gpus", min=2, help="How many GPUs of this host share a model.")] = 2,
     layers: Annotated[int, typer.Option(min=0, help="Layers of the model; 0 means all.")] = 2,
     sequences: Annotated[int, typer.Option(min=1, help="Sequences of a step on each GPU.")] = 1,
@@ -302,7 +302,7 @@ def startup(out: Out = None, name: Name = None) -> None:
 
 @app.command()
 def counters(out: Out = None, name: Name = None) -> None:
-    """What the GPU's counters say of the kernels whose targets are hard, by Nsight Compute (ncu)."""
+    """Read the GPU's counters for the kernels whose targets are hard, by Nsight Compute (ncu)."""
     from benchmarks.counters import measure
 
     _keep(measure(), out, name or "counters")
@@ -392,7 +392,7 @@ def tune(
 
 @app.command()
 def gpus(
-    sweep: Annotated[Path, typer.Option("--sweep", help="Where to leave the sweeps; a folder that has none of them.")],
+    sweep: Annotated[Path, typer.Option("--sweep", help="Folder for the sweeps, without earlier ones.")],
     count: Annotated[int, typer.Option("--gpus", min=2, help="How many GPUs of this host are several.")] = 2,
     model: Tuned = TUNED,
     tokens: TunedTokens = TUNED_TOKENS,

@@ -93,7 +93,7 @@ def measure_sample(folder: Path, count: int) -> Results:
     _, after = _made(sweep, 1, sample)
     compiled = before.keys() & together.keys() & after.keys()
     if not compiled:
-        raise InputError(f"none of {len(sample)} candidates of {folder} can be compiled; draw more with --sample")
+        raise InputError(f"not one of {len(sample)} candidates of {folder} can be compiled; draw more with --sample")
     kept = [item for item in drawn if item.artifact in compiled]
     alone_s, crowded_s, again_s = (_together(kept, sweep.target, processes) for processes in (1, jobs, 1))
     bound = (alone_s + again_s) / 2 / crowded_s

@@ -31,7 +31,7 @@ def measure(model: str, tokens: str, folder: Path, count: int = 2) -> Results:
     if (here := len(devices())) < count:
         raise InputError(f"--gpus {count}: this host's GPUs that are alike are {here}")
     if taken := [name for name in ("compiled", "1", str(count)) if (folder / name).exists()]:
-        raise InputError(f"{folder} holds {', '.join(taken)} already; give --sweep a folder that has none of them")
+        raise InputError(f"{folder} holds {', '.join(taken)} already; give --sweep another folder")
     tuned(model, "--tokens", tokens, "--stages", "plan,compile", "--sweep", folder / "compiled")
     seconds = {}
     for gpus in (1, count):

@@ -37,7 +37,7 @@ keep_cubins() {
 }
 
 has_all() {
-    [ -x "$python" ] && "$python" - 2>"$scratch/lacking" <<'PY'
+    [ -x "$python" ] && "$python" - 2>"$scratch/missing" <<'PY'
 import tomllib
 from importlib.metadata import version
 from packaging.requirements import Requirement
@@ -45,9 +45,9 @@ from packaging.requirements import Requirement
 project = tomllib.load(open("pyproject.toml", "rb"))["project"]
 extras = project["optional-dependencies"]
 needed = map(Requirement, [*project["dependencies"], *extras["compile"], *extras["inspect"], *extras["test"]])
-lacking = [str(need) for need in needed if version(need.name) not in need.specifier]
-if lacking:
-    raise SystemExit(f"lacking: {', '.join(lacking)}")
+missing = [str(need) for need in needed if version(need.name) not in need.specifier]
+if missing:
+    raise SystemExit(f"missing: {', '.join(missing)}")
 version("nvidia-cuda-tileiras")
 PY
 }
@@ -56,7 +56,7 @@ step "environment $venv"
 if has_all; then
     echo "has everything"
 else
-    [ -s "$scratch/lacking" ] && tail -n 1 "$scratch/lacking"
+    [ -s "$scratch/missing" ] && tail -n 1 "$scratch/missing"
     python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "python3 must be 3.11 or newer" >&2; exit 2; }
     [ -x "$python" ] || python3 -m venv "$venv"
     # This torch has a build without CUDA; a plain `torch` may bring gigabytes of it. Compiling all that is installed,
@@ -102,8 +102,8 @@ import torch
 
 outcome, plan = (json.load(open(path)) for path in sys.argv[1:])
 named = {(p["kernel"], json.dumps(p["problem"])) for p in outcome["problems"]}
-lacking = [p for p in plan["problems"] if (p["kernel"], json.dumps(p["problem"])) not in named]
-assert not lacking, f"no winner for {lacking}"
+missing = [p for p in plan["problems"] if (p["kernel"], json.dumps(p["problem"])) not in named]
+assert not missing, f"no winner for {missing}"
 assert len(named) >= 8, f"only {len(named)} problems"
 assert outcome["target"]["name"] == "B200", outcome["target"]
 for p in outcome["problems"]:

@@ -117,10 +117,10 @@ def said(ran, code):
         (["qwen3-8b", "--gpu", "B200", "--tokens", "many"], ["--tokens 'many'", "2048,8192"]),
         (["qwen3-8b", "--gpu", "B200", "--tokens", "2048,0"], ["--tokens 0", "from 1 to"]),
         (["qwen3-8b", "--gpu", "B200", "--tokens", "-5"], ["--tokens -5", "from 1 to"]),
-        (["qwen3-8b", "--gpu", "B200", "--timeout", "nan"], ["'--timeout': nan is no time in seconds"]),
+        (["qwen3-8b", "--gpu", "B200", "--timeout", "nan"], ["'--timeout': nan is not a time in seconds"]),
         (["qwen3-8b", "--gpu", "B200", "--timeout", "inf"], ["'--timeout': inf is not in the range 1<=x<=86400"]),
-        (["preflight", "qwen3-8b", "--gpu", "B200", "--timeout", "nan"], ["'--timeout': nan is no time in seconds"]),
-        (["serve", "--gpu", "B200", "--poll", "nan"], ["'--poll': nan is no time in seconds"]),
+        (["preflight", "qwen3-8b", "--gpu", "B200", "--timeout", "nan"], ["'--timeout': nan is not a time in seconds"]),
+        (["serve", "--gpu", "B200", "--poll", "nan"], ["'--poll': nan is not a time in seconds"]),
         (["serve", "--gpu", "B200", "--poll", "1e300"], ["'--poll': 1e+300 is not in the range 0.1<=x<=86400"]),
         (["qwen3-8b", "--gpu", "B200", "--jobs", "0"], ["--jobs", "x>=1"]),
         (["qwen3-8b", "--gpu", "B200", "--jobs", "100000"], ["--jobs 100000 is too many", "at most 4 for each"]),
@@ -232,7 +232,7 @@ def test_a_sweep_folder_of_another_target_is_left_as_it_is(here):
 
 
 @pytest.mark.parametrize(
-    ("text", "part"), [("{", "cannot be read"), ('{"format": 99}', "is no plan of this version of tilekern")]
+    ("text", "part"), [("{", "cannot be read"), ('{"format": 99}', "is not a plan of this version of tilekern")]
 )
 def test_a_plan_that_cannot_be_read_is_named(here, text, part):
     (here.folder / "sweep").mkdir()
@@ -257,7 +257,7 @@ def test_measuring_needs_a_gpu(here):
         (["ls", "--colour"], "--colour"),
         (["ls", "--provenance", "guessed"], "measured, predicted, default"),
         (["ls", "--cache-dir", "/dev/null"], "a cache is a folder"),
-        (["show", "rope", "no-key"], "no problem key"),
+        (["show", "rope", "no-key"], "not a problem key"),
         (["show", "rope", "tokens=64"], "there is no cache"),
         (["clear", "--older-than", "soon"], "30d or 12h"),
         (["clear"], "--all"),

@@ -88,7 +88,7 @@ def _symbol_index(elf: Any, symbol: str) -> int:
     for index, entry in enumerate(elf.get_section_by_name(".symtab").iter_symbols()):
         if entry.name == symbol and entry["st_info"]["type"] == "STT_FUNC":
             return index
-    raise ValueError(f"the cubin's symbol table lacks {symbol}")
+    raise ValueError(f"the cubin's symbol table has no function {symbol}")
 
 
 def _attributes(section: Any) -> list[tuple[int, bytes]]:

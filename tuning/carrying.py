@@ -165,7 +165,7 @@ def _objections(
     try:
         winner, compiled = Config(record.config), _configs(record.artifacts)
     except TypeError as error:
-        yield f"its config is none: {error}"
+        yield f"its config cannot be read: {error}"
         return
     axes = spec.space.axes(problem).keys()
     if any(config.keys() != axes for config in (winner, *compiled)):

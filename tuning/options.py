@@ -177,7 +177,7 @@ class Seconds(click.FloatRange):
         """The number; fails as click's own types do."""
         found = float(super().convert(value, param, ctx))
         if math.isnan(found):
-            self.fail(f"{value} is no time in seconds.", param, ctx)
+            self.fail(f"{value} is not a time in seconds; pass a number such as 30.", param, ctx)
         return found
 
 

@@ -248,7 +248,7 @@ def why_not(sweep: Sweep, kernel: str, problem: Problem) -> str:
             return f"{item.config.key} is in quarantine: {quarantined[item.key]}"
         if not check.get("passed", True):
             return f"{item.config.key} failed its check: {check.get('reason', 'wrong')}"
-    return "none of its candidates came to a time"
+    return "no candidate was timed"
 
 
 def compiled_with(sweep: Sweep) -> dict[str, str] | None:

@@ -77,7 +77,7 @@ def survey(
             if configs := _configs(record, spec, target, top):
                 found.outdated.append((record, configs))
             else:
-                found.stale.append(Stale(record, "none of its configs is in the search space any more"))
+                found.stale.append(Stale(record, "its configs are not in the search space any more"))
     return found
 
 
@@ -108,7 +108,7 @@ def _stale(record: Record, spec: KernelSpec) -> str | None:
     try:
         spec.problem(**record.problem)
     except (TypeError, ValueError) as error:
-        return f"its problem is none of today's: {error}"
+        return f"its problem is not one that the kernel has today: {error}"
     return None
 
 

@@ -48,7 +48,7 @@ _Side = dict[tuple[str, ...], _Kept]
 @click.option("--any-toolkit", is_flag=True, help="Compare the newest toolkit's record of each problem.")
 @as_json
 def diff(before: Path, after: Path, any_toolkit: bool, as_json: bool, **filters: Any) -> None:
-    """Compare two caches or packs: what B has more, lacks, and does faster or slower than A.
+    """Compare two caches or packs: which records B has more or fewer, and which are faster or slower than in A.
 
     A time counts as another one where the two differ by more than both their spreads.
 

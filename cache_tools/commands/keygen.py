@@ -16,7 +16,7 @@ from tilekern.cache.trust.signing import generate_key
 
 @command
 @click.argument("file", metavar="FILE", type=click.Path(path_type=Path))
-@click.option("--name", help="What the key's owner is called (else the file's name).")
+@click.option("--name", help="Name of the key's owner; default the file's name.")
 @as_json
 def keygen(file: Path, name: str | None, as_json: bool) -> None:
     """Make a key to sign with: FILE, for you alone, and FILE.pub, the line for others' trust roots.

@@ -90,7 +90,7 @@ def prune(
     """Remove what is of no use any more: stale, of old toolkits, or the least used; asks first.
 
     A record's last use is when a job last read its file, as the file system notes it: on Linux to a day, and not at
-    all where it is mounted with noatime, which is said; then age decides. Looking at a cache is no use of it. A job
+    all where it is mounted with noatime, which is said; then age decides. Inspecting a cache does not count. A job
     keeps what it has loaded, and one that has read a record finds its artifacts still there.
 
     JSON (needs --yes or --dry-run): cache_dir, dry_run, evidence, records[] {path, kernel, problem_key, target,

@@ -39,7 +39,7 @@ _LOADER = Path(__file__).parents[1] / "shared" / "hub_kernel.py"
 
 @command
 @click.argument("out_dir", metavar="OUT_DIR", type=click.Path(path_type=Path))
-@click.option("--repo-id", required=True, help="What the hub and jobs call it, such as acme/tilekern.")
+@click.option("--repo-id", required=True, help="Name by which the hub and jobs know it, such as acme/tilekern.")
 @click.option("--kernel-version", type=click.IntRange(min=0), default=1, help="The version that jobs ask for; 1.")
 @click.option(
     "--pack", "packs", multiple=True, type=click.Path(path_type=Path),

@@ -297,7 +297,7 @@ def _print_survey(signatures: Mapping[str, Any]) -> None:
     by = ", ".join(f"{number} by {name}" for name, number in signatures["by"].items())
     click.echo(
         f"signatures: {signatures['trusted']} trusted{f' ({by})' if by else ''}, "
-        f"{signatures['other_key']} by keys that are no trust root, {signatures['unsigned']} unsigned"
+        f"{signatures['other_key']} by keys that are not trust roots, {signatures['unsigned']} unsigned"
     )
 
 

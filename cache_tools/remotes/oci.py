@@ -57,7 +57,7 @@ class OciTag:
         found = _REFERENCE.fullmatch(url)
         if not found or not re.search(r"[.:]|^localhost$", found["host"]):
             raise CacheError(
-                f"{url} is no place in a registry; one looks like oci://registry.example.com/team/kernels:h200"
+                f"{url} is not a place in a registry; one looks like oci://registry.example.com/team/kernels:h200"
             )
         self.url = url
         self._host = found["host"]
@@ -214,7 +214,7 @@ def _pack_layer(url: str, data: bytes) -> _Layer:
         algorithm, _, digest = layer["digest"].partition(":")
         size = layer["size"]
     except (Corrupt, ValueError, TypeError, AttributeError, LookupError):
-        raise Corrupt(f"{url} has a manifest that is none of a pack: {data[:60]!r}") from None
+        raise Corrupt(f"{url} is not a pack: its manifest reads {data[:60]!r}") from None
     if algorithm != "sha256" or not re.fullmatch("[0-9a-f]{64}", digest) or type(size) is not int:
         raise Corrupt(f"{url} has a manifest that names no sha256 and size of its pack")
     return _Layer(digest, size)

@@ -44,7 +44,7 @@ class _Chosen:
         found = False
         for entry in filter(self._selection.matches, self._store.entries(self._selection.where)):
             if entry.is_folder:
-                raise CacheError(f"{entry.problem}; a pack would lack the records that are there")
+                raise CacheError(f"{entry.problem}; its records would be missing from the pack")
             if entry.record is None:
                 self.left_out += 1
             elif self._is_needed(entry.record):

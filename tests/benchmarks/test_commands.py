@@ -55,7 +55,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_runs(command
     assert main([*command.split(), "--out", str(tmp_path / "file" / "deeper")]) == 2
     said = capsys.readouterr()
     assert said.err.count("\n") == 1
-    assert f"{tmp_path / 'file'} is no folder that this user can write to" in said.err
+    assert f"{tmp_path / 'file'} is not a folder that this user can write to" in said.err
     assert said.out == ""
 
 

@@ -230,7 +230,7 @@ def test_matmul_and_mma():
         (lambda t: ct.exp(t, rounding_mode=ct.RoundingMode.RZ), "rounding mode zero is not supported for exp"),
         (lambda t: ct.add(t.astype(ct.bfloat16), 1, flush_to_zero=True), "float32 only"),
         (lambda t: ct.assume_divisible_by(6, 4) + t, "6 is not divisible by 4"),
-        (lambda t: ct.ensure_constant(t > 0), "no constant"),
+        (lambda t: ct.ensure_constant(t > 0), "not a constant"),
         (lambda t: ct.static_assert(t.shape == (2,), "four"), "four"),
         (lambda t: ct.assert_(t > 9, "small"), "small"),  # noqa: PT009
         (lambda t: [t for _ in ct.static_iter(range(2000))], "1000 at most"),

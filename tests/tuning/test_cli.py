@@ -217,7 +217,7 @@ def test_the_measure_stage_is_given_the_strategy_and_the_gpus(compiled_sweep: Sw
     assert cli.main([*arguments, "--strategy", "exhaustive", "--gpus", "3"]) == 0
     assert asked == {"cache": compiled_sweep.cache, "most": 3, "strategy": "exhaustive"}
     notes = json.loads(capsys.readouterr().out)["notes"]
-    assert notes == [f"not measured: {SMALL[0]} {SMALL[1].key}: none of its candidates came to a time"]
+    assert notes == [f"not measured: {SMALL[0]} {SMALL[1].key}: no candidate was timed"]
 
 
 def test_a_run_that_compiles_and_measures_does_both_at_once(compiled_sweep: Sweep, h200, monkeypatch, tmp_path, capsys):

@@ -61,7 +61,7 @@ def test_a_plan_in_the_place_of_a_model_has_its_own_sizes(plan, tmp_path):
     [
         (None, "does not exist; give a file that tilekern.trace wrote"),
         ("{", "cannot be read"),
-        ('{"format": 99, "problems": []}', "is no plan of this version of tilekern"),
+        ('{"format": 99, "problems": []}', "is not a plan of this version of tilekern"),
         ('{"format": 1, "problems": [{}]}', "is damaged"),
     ],
 )
@@ -159,8 +159,8 @@ def test_every_op_that_is_called_on_what_its_kernel_takes_can_be_named():
     [
         ("fly rows=1", "unknown op or kernel 'fly'; known: .*rms_norm"),
         ("", "unknown op or kernel ''"),
-        ("rms_norm", "is no problem key"),
-        ("rms_norm rows", "is no problem key"),
+        ("rms_norm", "is not a problem key"),
+        ("rms_norm rows", "is not a problem key"),
         ("rms_norm rows=64,columns=64", "expected the dimensions rows, columns, dtype, weight_dtype"),
         ("rms_norm rows=0,columns=64,dtype=bfloat16", "rows must be a whole number of at least 1"),
         ("rms_norm rows=64,columns=64,dtype=int8", "dtype must be one of bfloat16, float16, float32"),

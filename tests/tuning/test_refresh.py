@@ -194,7 +194,7 @@ def test_configs_that_are_in_the_space_no_more_are_left_out(fill, tmp_path):
     fill(records=slice(0, 1), toolkit=OLD, runners_up=[{"config": gone}], config={"tile_m": 7})
     found = survey([layer], H200, toolkit().key, None, top=2, everything=False)
     assert found.outdated == []
-    assert found.stale[0].reason == "none of its configs is in the search space any more"
+    assert found.stale[0].reason == "its configs are not in the search space any more"
 
 
 def test_a_pack_s_records_are_timed_into_the_cache(measured, tune, tmp_path):

@@ -132,7 +132,7 @@ def test_what_cannot_be_judged_stays_stale_and_says_why(scale):
         "is not known here": replaced(record, target={**record.target, "key": "sm_90-other"}),
         "does not have the kernel": replaced(record, kernel="no_such_kernel"),
         "no artifacts": replaced(record, artifacts={}),
-        "its config is none": replaced(record, config={**record.config, "tile_n": [1]}),
+        "its config cannot be read": replaced(record, config={**record.config, "tile_n": [1]}),
     }
     today = replaced(record, source_digest=digests_of(record.module, record.kernel).source)
     found = carried(*((one, blobs) for one in held.values()), (today, blobs))

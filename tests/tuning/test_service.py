@@ -422,7 +422,7 @@ def test_a_service_takes_what_is_wanted_while_it_runs(tmp_path: Path):
         (["--gpu", "H200", "--listen", "127.0.0.1:99999"], "expected HOST:PORT"),
         (["--gpu", "H200", "--listen", "0.0.0.0:0"], "can be reached from other machines: set TILEKERN_SERVE_TOKEN"),
         (["--gpu", "H200", "--listen", ":0"], "can be reached from other machines"),
-        (["--gpu", "H200", "--listen", "no.such.host.invalid:1"], "is no host"),
+        (["--gpu", "H200", "--listen", "no.such.host.invalid:1"], "is not a known host"),
         (["--gpu", "H200", "--token-file", "/nowhere/token"], "the token file /nowhere/token cannot be read"),
         (["--gpu", "H200", "--cache-dir", "/dev/null/cache"], "cannot write the cache /dev/null/cache"),
     ],

@@ -62,7 +62,7 @@ def parse_path(parts: Sequence[str]) -> Address:
         CacheError: no record may stand there.
     """
     if len(parts) != 5 or parts[0] != LAYOUT or not parts[4].endswith(".json"):
-        raise CacheError(f"{'/'.join(parts)!r:.300} is no path of a record")
+        raise CacheError(f"{'/'.join(parts)!r:.300} is not the path of a record")
     address = Address(parts[1], parts[2], parts[3], parts[4].removesuffix(".json"))
     for what, name in zip(("a target's key", "a toolkit's key", "a kernel"), address[:3], strict=True):
         check_name(what, name)
@@ -109,7 +109,7 @@ def parse_signature_path(parts: Sequence[str]) -> tuple[str, str]:
     """
     found = _SIGNATURE.fullmatch(parts[-1])
     if found is None or tuple(parts) != signature_path(found[1], found[2]).parts:
-        raise CacheError(f"{'/'.join(parts)!r:.300} is no path of a signature")
+        raise CacheError(f"{'/'.join(parts)!r:.300} is not the path of a signature")
     return found[1], found[2]
 
 
@@ -167,7 +167,7 @@ def parse_problem_key(text: str) -> dict[str, Value]:
     for part in text.split(","):
         name, equals, value = part.partition("=")
         if not equals or name in problem or not _DIMENSION.fullmatch(name) or not _TEXT.fullmatch(value):
-            raise CacheError(f"{text!r} is no problem key; one looks like rows=8192,columns=4096,dtype=bfloat16")
+            raise CacheError(f"{text!r} is not a problem key; one looks like rows=8192,columns=4096,dtype=bfloat16")
         problem[name] = _value(value)
     return problem
 

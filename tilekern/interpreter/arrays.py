@@ -147,7 +147,7 @@ def axis_order(order: Any, rank: int) -> tuple[int, ...]:
         return tuple(reversed(range(rank)))
     result = tuple(normal_axis(axis, rank) for axis in order)
     if sorted(result) != list(range(rank)):
-        raise InterpreterError(f"order {order!r} is no permutation of {rank} axes")
+        raise InterpreterError(f"order {order!r} is not a permutation of {rank} axes")
     return result
 
 

@@ -216,7 +216,7 @@ def assume_divisible_by(x: Any, divisor: int) -> Any:
 def ensure_constant(value: Any, /) -> Any:
     """See ``ct.ensure_constant``."""
     if isinstance(value, Tile):
-        raise InterpreterError("ensure_constant: a tile is no constant")
+        raise InterpreterError("ensure_constant: a tile is not a constant")
     return value
 
 

@@ -66,7 +66,7 @@ class Tile:
         """See ``ct.permute``."""
         order = tuple(normal_axis(axis, self.ndim) for axis in axes)
         if sorted(order) != list(range(self.ndim)):
-            raise InterpreterError(f"permute: {tuple(axes)} is no permutation of {self.ndim} axes")
+            raise InterpreterError(f"permute: {tuple(axes)} is not a permutation of {self.ndim} axes")
         return Tile(self.data.permute(order), self.dtype)
 
     def transpose(self, axis0: int | None = None, axis1: int | None = None) -> Tile:

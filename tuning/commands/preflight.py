@@ -17,12 +17,12 @@ from tuning.terminal.progress import progress_bar
 EXIT_MISSING = 3
 
 
-@tuner_command(short_help="Say which records a job will need, and which its caches lack.")
+@tuner_command(short_help="List the records that a job needs, and the missing ones.")
 @plan_options
 @click.option("--gpu", default="auto", show_default=True, help="The job's GPU: auto, a GPU (B200), an arch or a key.")
 @click.option(
     "--need", type=click.Choice(checks.DEMANDS), default=checks.SERVED, show_default=True,
-    help="What is asked: served by any record, exact (of the very bucket and GPU), or measured there.",
+    help="How good a record must be: served by any record, exact (of the very bucket and GPU), or measured there.",
 )  # fmt: skip
 @click.option("--fix", is_flag=True, help="Build the missing records, and put them into the cache.")
 @click.option(
@@ -50,7 +50,7 @@ def command(
     does; missing), provenance (measured, predicted, default), serving (the record's address), layer, stale (a record of
     the very problem is there and an edit of the kernel made it stale), fresh (false: what serves is not known to be the
     best, since the search space has changed), why (what --fix could not do); cannot_fix (why
-    --fix cannot make what lacks on this machine, or null); notes.
+    --fix cannot build missing records on this machine, or null); notes.
     """
     request, target = PlanRequest.of(given), resolve(gpu)
     from tuning.plan.choosing import plan_of

@@ -22,7 +22,7 @@ from tuning.sweep.folder import Sweep
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document in place of lines.")
 def command(folder: Path, as_json: bool) -> None:
-    """Say where the sweep in FOLDER stands: what is compiled and measured, what failed, what is left, who works on it.
+    """Say where the sweep in FOLDER stands: what is compiled and measured, what failed, what is left, and who runs it.
 
     Needs no GPU and no lock; a run that is at work is not disturbed.
     """

@@ -69,7 +69,7 @@ def check_node(code: str, *needs: str) -> None:
         )
     if lacking := [name for name in needs if not _is_there(name)]:
         raise InputError(
-            f"the node {platform.node()} lacks {', '.join(lacking)}; install tilekern's dependencies there"
+            f"{', '.join(lacking)} missing on the node {platform.node()}; install tilekern's dependencies there"
         )
 
 

@@ -93,7 +93,7 @@ def _is_loopback(host: str) -> bool:
     try:
         found = {info[4][0] for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
     except OSError as error:
-        raise InputError(f"--listen: {host!r} is no host: {error.strerror or error}") from None
+        raise InputError(f"--listen: {host!r} is not a known host: {error.strerror or error}") from None
     return all(ipaddress.ip_address(str(address).partition("%")[0]).is_loopback for address in found)
 
 

@@ -99,7 +99,7 @@ class PlanFile:
 
     def _parse(self, plan: Any) -> Plan:
         if not isinstance(plan, dict) or plan.get("format") != FORMAT:
-            raise InputError(f"{self._path} is no plan of this version of tilekern; plan it again")
+            raise InputError(f"{self._path} is not a plan of this version of tilekern; plan it again")
         try:
             items = [(str(item["kernel"]), Problem(item["problem"]), item.get("configs")) for item in plan["problems"]]
             return Plan(
