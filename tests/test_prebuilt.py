@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import tilekern
-from tilekern.cache import DATED, FRESH, PackLayer, lookup, standing
+from tilekern.cache import FRESH, PackLayer, lookup, standing
 from tilekern.cache.packs.pack import Pack, checked_contents
 from tilekern.kernels import spec_named
 from tilekern.source.digests import digests_of
@@ -24,28 +24,22 @@ OTHERS = {
     for gpu, provenance in (("H200", "measured"), ("B200", "predicted"))
 }
 PACKS = MODELS | OTHERS
-# Kernels of which an H200 pack has records that no race measured, by why: a run ended before, or the kernel is newer
-# than the last one. They are defaults, or predicted, and say so.
-NOT_RACED = {
+# Kernels of which a pack has records that are not of its kind, by why: a run ended before, or the kernel is newer than
+# the last one. They are defaults, or predicted, and say so.
+OTHERWISE = {
     "qwen3-8b-h200.pack": {"labels"},
     "llama-3-8b-h200.pack": {
-        "labels", "column_sum", "dyt_forward", "dyt_backward", "dyt_sums", "fused_linear_jsd", "group_norm_forward",
-        "group_norm_backward", "jsd", "kl_div_forward", "linear_log_probs_forward", "linear_log_probs_backward",
-        "log_probs_forward", "logits_jsd_forward", "logits_jsd_backward", "sparsemax_forward",
+        "attention_backward", "fused_linear_cross_entropy", "fused_linear_jsd", "labels", "linear_log_probs_forward",
+        "logits_jsd_forward",
     },
+    "llama-3-8b-b200.pack": {"fused_linear_jsd"},
     "qwen2.5-7b-h200.pack": {"labels"},
     "gemma-2-9b-h200.pack": {
-        "labels", "matmul", "column_sum", "fused_rms_norm_add_forward", "fused_rms_norm_add_rms_norm_forward",
-        "fused_rms_norm_add_rms_norm_backward",
+        "labels", "matmul", "column_sum", "fused_linear_cross_entropy", "fused_rms_norm_add_forward",
+        "fused_rms_norm_add_rms_norm_forward", "fused_rms_norm_add_rms_norm_backward",
     },
+    "gemma-2-9b-b200.pack": {"fused_linear_cross_entropy"},
     "mistral-7b-h200.pack": {"labels"},
-}  # fmt: skip
-# Kernels whose space or default has changed since their race: what won is still right, and may not be the best.
-OLDER = {
-    "llama-3-8b-h200.pack": {
-        "layer_norm_forward", "layer_norm_backward", "poly_norm_forward", "poly_norm_backward", "softmax_backward",
-        "sparsemax_backward", "tvd",
-    },
 }  # fmt: skip
 MEASURED = [name for name, (_, provenance) in PACKS.items() if provenance == "measured"]
 TOKENS = [2048, 4096, 8192, 16384, 32768]
@@ -62,10 +56,9 @@ def test_every_record_is_whole_and_of_todays_source(name: str):
     assert len(records) >= 30
     for record in records:
         worth = standing(record, digests_of(record.module, record.kernel))
-        allowed = {FRESH, DATED} if record.kernel in OLDER.get(name, ()) else {FRESH}
-        assert worth in allowed, f"{record.kernel} is {worth}: tune again"
+        assert worth == FRESH, f"{record.kernel} is {worth}: tune again"
         assert record.target["name"] == gpu
-        assert record.provenance == provenance or record.kernel in NOT_RACED.get(name, ())
+        assert record.provenance == provenance or record.kernel in OTHERWISE.get(name, ())
         # Where a library runs the winner, the artifacts are the best kernel's.
         runs = record.config if record.best_kernel is None else record.best_kernel.config
         library = spec_named(record.kernel).is_library(Problem(record.problem), Config(runs))

@@ -318,21 +318,22 @@ def test_why_tells_the_lookup_that_dispatch_does(as_json, cli, cache):
     layers = default_layers(cache, looking=True)
     hit = dispatch.find(spec, spec.bucketed(problem), resolve("H200"), layers=layers)
     assert (document["hit"]["layer"], document["hit"]["config"]) == (hit.layer.name, hit.record.config)
-    assert document["hit"]["layer"] == "prebuilt:qwen3-8b-h200"
+    pack = document["hit"]["layer"].removeprefix("prebuilt:")
+    assert pack.endswith("-h200")
     assert document["problem_key"] == "rows=8192,columns=12288,dtype=bfloat16"
     packs = sorted(path.stem for path in (ROOT / "tilekern" / "prebuilt").glob("*.pack"))
-    asked = packs[: packs.index("qwen3-8b-h200")]
+    asked = packs[: packs.index(pack)]
     before = [(f"prebuilt:{name}", "not_there" if name.endswith("-h200") else "no_records") for name in asked]
     assert {outcome for _, outcome in before} == {"not_there", "no_records"}
     assert [(step["layer"], step["outcome"]) for step in document["steps"]] == [
         ("user", "stale"),
         ("user", "not_there"),
         *before,
-        ("prebuilt:qwen3-8b-h200", "taken"),
+        (f"prebuilt:{pack}", "taken"),
     ]
     out = cli("why", "swiglu_forward", SWIGLU, "--target", "H200")[1]
     assert "1. user: " in out
-    assert "taken: from prebuilt:qwen3-8b-h200, measured, of this very GPU, its own bucket" in out
+    assert f"taken: from prebuilt:{pack}, measured, of this very GPU, its own bucket" in out
 
 
 def test_why_nothing_serves_or_a_relative_does(as_json, cli):

@@ -40,14 +40,25 @@ def qwen2vl_mrope(
         )
     if unsqueeze_dim not in (1, 2):
         raise ValueError(f"qwen2vl_mrope: unsqueeze_dim must be 1 or 2, got {unsqueeze_dim}")
-    angles = (_chosen(cos, mrope_section), _chosen(sin, mrope_section))
+    angles = _chosen(cos, sin, mrope_section)
     if unsqueeze_dim == 1:
         return rope(q, k, *angles)
     q_out, k_out = rope(q.transpose(1, 2), k.transpose(1, 2), *angles)
     return q_out.transpose(1, 2), k_out.transpose(1, 2)
 
 
-def _chosen(angles: torch.Tensor, sections: Sequence[int]) -> torch.Tensor:
-    """Of [3, batch, tokens, head_dim] the first half of the last dimension, each section from its position."""
-    parts = angles[..., : sum(sections)].split(list(sections), -1)
-    return torch.cat([part[position % 3] for position, part in enumerate(parts)], -1)
+def _chosen(
+    cos: torch.Tensor, sin: torch.Tensor, sections: Sequence[int]
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Of each [3, batch, tokens, head_dim] the first half of the last dimension, each section from its position.
+
+    Both come out of one launch, as views of what it writes.
+    """
+    half = sum(sections)
+    parts = [
+        part[position % 3]
+        for angles in (cos, sin)
+        for position, part in enumerate(angles[..., :half].split(list(sections), -1))
+    ]
+    chosen = torch.cat(parts, -1)
+    return chosen[..., :half], chosen[..., half:]
