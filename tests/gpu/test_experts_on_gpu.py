@@ -24,9 +24,13 @@ def test_results_and_gradients(gate):
     given = on_gpu(gate)
     slope = torch.randn(given["x"].shape)
     found = results(ops.experts, given, slope.cuda(), **GATES[gate])
-    expected = results(by_loop, {name: x.cpu() for name, x in wide(given).items()}, slope, **GATES[gate])
+    on_cpu = {name: x.detach().cpu().requires_grad_(x.requires_grad) for name, x in given.items()}
+    expected = results(by_loop, wide(on_cpu), slope, **GATES[gate])
+    # Where a gate is clamped, a rounding decides whether there is a gradient: torch's own is off by 4 %.
+    torchs = results(by_loop, on_cpu, slope, **GATES[gate])
     for name, x in expected.items():
-        assert (found[name].cpu().double() - x).norm() < 1.6e-2 * x.norm(), name
+        error, least = ((y.cpu().double() - x).norm() / x.norm() for y in (found[name], torchs[name]))
+        assert error < max(1.6e-2, 1.1 * least), name
     for kernel in ("route_place", "experts_gate", "experts_gate_backward", "experts_combine"):
         assert dispatch.counters(kernel).launches > 0
         assert dispatch.counters(kernel).fallbacks == 0
