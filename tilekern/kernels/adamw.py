@@ -69,7 +69,7 @@ def adamw_step_block(
     param, grad, exp_avg, exp_avg_sq, sign, decay, weight1, beta2, weight2, step_size, eps, new_param, new_exp_avg,
     new_exp_avg_sq, columns: ConstInt, tile_m: ConstInt, tile_n: ConstInt, bounded: ConstBool,
 ):  # fmt: skip
-    """One tile a block. Each ``new_`` array is the memory of the one that it follows."""
+    """One tile a block; all arrays [rows, columns]. Each ``new_`` array is the memory of the one that it follows."""
     # Its launch overlaps the end of the kernel before it, mostly the same one for another parameter.
     ct.grid_dependency_control_wait()
     _step_tile(
@@ -83,7 +83,7 @@ def adamw_step_persistent(
     param, grad, exp_avg, exp_avg_sq, sign, decay, weight1, beta2, weight2, step_size, eps, new_param, new_exp_avg,
     new_exp_avg_sq, columns: ConstInt, tile_m: ConstInt, tile_n: ConstInt, bounded: ConstBool,
 ):  # fmt: skip
-    """Resident blocks that loop over tiles."""
+    """Resident blocks that loop over tiles; all arrays [rows, columns]."""
     ct.grid_dependency_control_wait()
     tiles = ct.cdiv(param.shape[0], tile_m) * ct.cdiv(columns, tile_n)
     for item in range(ct.bid(0), tiles, ct.num_blocks(0)):

@@ -24,7 +24,7 @@ from tilekern.targets import Target
 
 @ct.kernel
 def column_sum(x, y, columns: ConstInt, tile_m: ConstInt, tile_n: ConstInt, latency: ConstInt, tma: ConstBool):
-    """Each block adds up ``tile_n`` columns, ``tile_m`` rows at a time."""
+    """Each block adds up ``tile_n`` columns, ``tile_m`` rows at a time; x [rows, columns], y [columns]."""
     # Its launch overlaps the end of the kernel that writes x.
     ct.grid_dependency_control_wait()
     for c in range(ct.bid(0), ct.cdiv(columns, tile_n), ct.num_blocks(0)):

@@ -46,7 +46,7 @@ def word_of(op, label):
 
 @ct.kernel
 def check_labels(target, ignore_index, vocabulary, op, labels, counted, seen, tile_n: ConstInt):
-    """Resident blocks that loop over tiles; ``counted`` has one number for each block."""
+    """Resident blocks that loop over tiles; target and labels [rows], counted [blocks], seen [1]."""
     count = ct.zeros((tile_n,), ct.int32)
     lowest = ct.zeros((tile_n,), target.dtype)
     highest = ct.zeros((tile_n,), target.dtype)

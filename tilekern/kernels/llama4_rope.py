@@ -79,7 +79,11 @@ def llama4_rope(
     q, k, angles, q_out, k_out, heads: ConstInt, kv_heads: ConstInt, tile_t: ConstInt, tile_h: ConstInt,
     tile_hk: ConstInt, width: ConstInt, inverse: ConstBool, unrolled: ConstBool, bounded: ConstBool,
 ):  # fmt: skip
-    """Blocks that take steps of tokens of one batch entry; unrolled, every load is issued before its first use."""
+    """Blocks that take steps of tokens of one batch entry; unrolled, every load is issued before its first use.
+
+    q and q_out [batch, tokens, heads, head_dim], k and k_out [batch, tokens, kv_heads, head_dim].
+    angles [1 or batch, tokens, head_dim].
+    """
     across = ct.cdiv(q.shape[1], tile_t)
     for item in range(ct.bid(0), q.shape[0] * across, ct.num_blocks(0)):
         b, t = item // across, item % across

@@ -164,7 +164,10 @@ def log_probs_forward(
     logits, bias, ids, ignore_index, scale, softcap, log_probs, entropy, lse, columns: ConstInt, tile_n: ConstInt,
     unroll: ConstInt, persistent: ConstBool, biased: ConstBool, capped: ConstBool, tma: ConstBool,
 ):  # fmt: skip
-    """One row a block, or resident blocks that loop; ids and the results [rows]."""
+    """One row a block, or resident blocks that loop; logits [rows, columns], bias [1, columns].
+
+    ids and the results [rows].
+    """
     if ct.static_eval(persistent):
         for row in range(ct.bid(0), logits.shape[0], ct.num_blocks(0)):
             _forward_row(
@@ -232,7 +235,10 @@ def log_probs_backward(
     logits, bias, ids, lse, entropy, dlog_probs, dentropy, dlse, ignore_index, scale, softcap, dlogits,
     columns: ConstInt, tile_n: ConstInt, persistent: ConstBool, biased: ConstBool, capped: ConstBool,
 ):  # fmt: skip
-    """One tile a block, or resident blocks that loop; dlogits may be the memory of logits."""
+    """One tile a block, or resident blocks that loop; dlogits may be the memory of logits, both [rows, columns].
+
+    bias [1, columns], ids, lse, entropy and their slopes [rows].
+    """
     if ct.static_eval(persistent):
         for item in range(ct.bid(0), logits.shape[0] * ct.cdiv(columns, tile_n), ct.num_blocks(0)):
             _backward_item(

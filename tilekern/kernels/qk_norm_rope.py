@@ -89,7 +89,11 @@ def qk_norm_rope_forward(
     tile_t: ConstInt, tile_h: ConstInt, tile_hk: ConstInt, width: ConstInt, whole: ConstBool, unrolled: ConstBool,
     bounded: ConstBool, tma: ConstBool,
 ):  # fmt: skip
-    """Blocks that take steps of tokens of one batch entry; unrolled, every load is issued before its first use."""
+    """Blocks that take steps of tokens of one batch entry; unrolled, every load is issued before its first use.
+
+    q and q_out [batch, tokens, heads, 2 half], k and k_out [batch, tokens, kv_heads, 2 half], weights [2 half].
+    cos and sin [1 or batch, tokens, half or 2 half].
+    """
     # Its launch overlaps the end of the kernel that writes k.
     ct.grid_dependency_control_wait()
     q_weights = read_weight(q_weight, half, width, whole, bounded)

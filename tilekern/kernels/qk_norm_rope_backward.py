@@ -92,7 +92,11 @@ def qk_norm_rope_backward(
     half: ConstInt, tile_t: ConstInt, tile_h: ConstInt, tile_hk: ConstInt, width: ConstInt, whole: ConstBool,
     unrolled: ConstBool, bounded: ConstBool, tma: ConstBool,
 ):  # fmt: skip
-    """Resident blocks that loop over steps of tokens; weights and the sums for their gradients stay in registers."""
+    """Resident blocks that loop over steps of tokens; weights and the sums for their gradients stay in registers.
+
+    dq_out, q and dq [batch, tokens, heads, 2 half], dk_out, k and dk [batch, tokens, kv_heads, 2 half].
+    weights [2 half], cos and sin [1 or batch, tokens, half or 2 half], partial [blocks, 4 half].
+    """
     ct.grid_dependency_control_wait()
     q_weights = read_weight(q_weight, half, width, whole, bounded)
     k_weights = read_weight(k_weight, half, width, whole, bounded)

@@ -191,7 +191,11 @@ def qk_norm_rope_general_forward(
     whole: ConstBool, norm_last: ConstBool, interleaved: ConstBool, unrolled: ConstBool, bounded: ConstBool,
     tma: ConstBool,
 ):  # fmt: skip
-    """Blocks that take steps of tokens of one batch entry; unrolled, every load is issued before its first use."""
+    """Blocks that take steps of tokens of one batch entry; unrolled, every load is issued before its first use.
+
+    q and q_out [batch, tokens, heads, head_dim], k and k_out [batch, tokens, kv_heads, head_dim].
+    weights [head_dim], cos and sin [1 or batch, tokens, pairs].
+    """
     ct.grid_dependency_control_wait()
     form = (pairs, rest, width, whole, interleaved, bounded, tma)
     q_weights, k_weights = read_weights(q_weight, offset, form), read_weights(k_weight, offset, form)

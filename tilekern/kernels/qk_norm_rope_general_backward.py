@@ -122,7 +122,11 @@ def qk_norm_rope_general_backward(
     width: ConstInt, whole: ConstBool, norm_last: ConstBool, interleaved: ConstBool, unrolled: ConstBool,
     bounded: ConstBool, tma: ConstBool,
 ):  # fmt: skip
-    """Resident blocks that loop over steps of tokens; weights and the sums for their gradients stay in registers."""
+    """Resident blocks that loop over steps of tokens; weights and the sums for their gradients stay in registers.
+
+    dq_out, q and dq [batch, tokens, heads, head_dim], dk_out, k and dk [batch, tokens, kv_heads, head_dim].
+    weights [head_dim], cos and sin [1 or batch, tokens, pairs], partial [blocks, 2 * head_dim].
+    """
     ct.grid_dependency_control_wait()
     form = (pairs, rest, width, whole, interleaved, bounded, tma)
     q_weights, k_weights = read_weights(q_weight, offset, form), read_weights(k_weight, offset, form)

@@ -95,7 +95,11 @@ def rope(
     tile_hk: ConstInt, tile_t: ConstInt, width: ConstInt, whole: ConstBool, full: ConstBool,
     inverse: ConstBool, unrolled: ConstBool, bounded: ConstBool, latency: ConstInt, tma: ConstBool,
 ):  # fmt: skip
-    """Blocks that take steps of tokens of one batch entry; unrolled, every load is issued before its first use."""
+    """Blocks that take steps of tokens of one batch entry; unrolled, every load is issued before its first use.
+
+    q and q_out [batch, heads, tokens, 2 half], k and k_out [batch, kv_heads, tokens, 2 half].
+    cos and sin [1 or batch, tokens, half or 2 half].
+    """
     across = ct.cdiv(q.shape[2], tile_t)
     for item in range(ct.bid(0), q.shape[0] * across, ct.num_blocks(0)):
         b, t = item // across, item % across

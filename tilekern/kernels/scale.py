@@ -27,7 +27,10 @@ from tilekern.spec import (
 
 @ct.kernel
 def scale_persistent(x, factor, y, columns: ConstInt, tile_n: ConstInt, bounded: ConstBool):
-    """Resident blocks that loop over tiles, unless there is nothing to do. ``y`` is the memory of ``x``."""
+    """Resident blocks that loop over tiles, unless there is nothing to do; x and y [rows, columns], factor [1].
+
+    ``y`` is the memory of ``x``.
+    """
     by = ct.load(factor, (0,), ())
     if by != 1.0:
         across = ct.cdiv(columns, tile_n)

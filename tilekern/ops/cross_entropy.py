@@ -1,4 +1,8 @@
-"""cross_entropy: the loss of logits against class indices; the backward computes the softmax again from ``lse``."""
+"""cross_entropy: the loss of logits against class indices; the backward computes the softmax again from ``lse``.
+
+Its launches are written by hand: another kernel checks and counts the labels first, the reduction is part of the op,
+and the backward may write the gradient over the logits.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""dyt: Dynamic Tanh, which stands where a norm would; the backward computes tanh again and keeps nothing but x."""
+"""dyt: Dynamic Tanh, which stands where a norm would; the backward computes tanh again and keeps nothing but x.
+
+Its launches are written by hand: the backward leaves partial sums for alpha beside those for gamma and beta, and a
+kernel of its own (``dyt_sums``) adds up all three.
+"""
 
 from __future__ import annotations
 

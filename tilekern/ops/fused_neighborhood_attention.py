@@ -8,6 +8,8 @@ Tokens whose positions leave one remainder by the dilation see nobody but each o
 distance of less than ``kernel_size // 2 + 1``: every remainder is a sequence with a window. All of them run as heads of
 one call of :func:`attention`, or of two, where some remainders have one token more. Where the heads of a token lie side
 by side, as a projection writes them, sequences of one length are views.
+
+It is written by hand and not declared: it has no kernel of its own, and arranges one or two calls of another op.
 """
 
 from __future__ import annotations

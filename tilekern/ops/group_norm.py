@@ -1,4 +1,9 @@
-"""group_norm: normalisation of groups of channels; the backward computes the statistics again from x."""
+"""group_norm: normalisation of groups of channels; the backward computes the statistics again from x.
+
+Its launches are written by hand: the kernels take x [batch, groups, channels of a group, positions] and weights
+[groups, channels of a group], which the shapes of the op's tensors do not say, and the weights' gradients are summed
+over the batch and not over blocks.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""jsd: the generalised Jensen-Shannon divergence, with the arguments of Liger's ``LigerJSDFunction``."""
+"""jsd: the generalised Jensen-Shannon divergence, with the arguments of Liger's ``LigerJSDFunction``.
+
+Its launches are written by hand, shared with tvd (:mod:`tilekern.ops.row_losses`): the forward makes the gradient too,
+and the backward only multiplies it, in place.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""linear_log_probs: log-probabilities and entropies of a language model's head, ``log_softmax(hidden @ weight.T)``."""
+"""linear_log_probs: log-probabilities and entropies of a language model's head, ``log_softmax(hidden @ weight.T)``.
+
+Its launches are written by hand: both directions are composites, which run only where every chunk's kernel has a plan,
+and another kernel checks the ids first.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 Each frequency has the angle of one of a token's three positions (time, height, width). These angles are put together
 by torch, and ``rope`` does the rest: they are a thirtieth of what it moves.
+
+It is written by hand and not declared, as it has no kernel of its own.
 """
 
 from __future__ import annotations

@@ -200,7 +200,11 @@ def rope_part(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, full: bool = False, rotary: int = 0,
     interleaved: bool = False,
 ) -> Pair:  # fmt: skip
-    """The rotation of the first ``rotary`` numbers of each head, or of all for 0; of pairs where ``interleaved``."""
+    """The rotation of the first ``rotary`` numbers of each head, or of all for 0; of pairs where ``interleaved``.
+
+    Its launches are written by hand: they take views of the part that turns and copy the rest, and pairs are turned by
+    the kernel of ``llama4_rope``.
+    """
     size = rotary or q.shape[-1]
     turned = (_pairs_turned if interleaved else _turned)(q[..., :size], k[..., :size], cos, sin)
     rest = (x[..., size:].to(y.dtype) for x, y in zip((q, k), turned, strict=True))

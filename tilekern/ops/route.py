@@ -1,6 +1,6 @@
 """route: the slots of a layer of experts, a token's choices, sorted by expert; without a gradient.
 
-It is written by hand and not declared: it is two launches, and its results are whole numbers.
+It is written by hand and not declared: it is two launches, and its results are whole numbers without a gradient.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """router: the experts of each token and their weights, of the logits of a layer's router.
 
-It is written by hand and not declared: its ids are whole numbers, and both ways to choose stand behind one function.
+It is written by hand and not declared: its ids are a result without a gradient, which the backward reads, and each of
+both ways to choose has specs of its own.
 Where it is traced by ``torch.compile``, torch's own operations run.
 """
 

@@ -3,6 +3,8 @@
 Each rank has the results of its own part; a maximum and one sum over the ranks make those of the whole. With ``lse_r``
 and ``H_r`` the logarithm of the sum of exponentials and the entropy of part r, ``w_r = exp(lse_r - lse)`` is the
 probability of the part, and the entropy is ``sum_r w_r * (H_r - log(w_r))``.
+
+It is written by hand and not declared: it has no kernel of its own, but collectives around another op.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""tiled_geglu: a gated MLP with gelu over shards of the tokens, for sequences whose activations do not fit."""
+"""tiled_geglu: a gated MLP with gelu over shards of the tokens, for sequences whose activations do not fit.
+
+It is written by hand and not declared: it has no kernel of its own, but runs torch's products and another op once for
+each shard, and again in the backward.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""tvd: the total variation distance of two distributions, with the arguments of Liger's ``LigerTVDLossFunction``."""
+"""tvd: the total variation distance of two distributions, with the arguments of Liger's ``LigerTVDLossFunction``.
+
+The launches of a reduced loss are written by hand, shared with jsd (:mod:`tilekern.ops.row_losses`): the forward makes
+the gradient too, and the backward only multiplies it, in place.
+"""
 
 from __future__ import annotations
 

@@ -146,7 +146,11 @@ def attention_dkdv_block(
     one_loop: ConstBool, causal: ConstBool, windowed: ConstBool, capped: ConstBool, packed: ConstBool,
     precise: ConstBool,
 ):  # fmt: skip
-    """One tile of keys a block."""
+    """One tile of keys a block; k, v, dk and dv [batch, keys, kv_heads, head_dim].
+
+    q and dout [batch, queries, heads, head_dim], lse and delta [batch, heads, queries], query_starts and key_starts
+    [batch + 1]; where ``packed`` the sequences stand one after the other in a batch of one.
+    """
     _keys_gradients(
         ct.bid(0), q, k, v, dout, lse, delta, query_starts, key_starts, most_keys, scale, softcap, window, dk, dv,
         heads, kv_heads, depth, tile_m, tile_n, budget, latency, one_loop, causal, windowed, capped, packed, precise,
@@ -160,7 +164,7 @@ def attention_dkdv_persistent(
     one_loop: ConstBool, causal: ConstBool, windowed: ConstBool, capped: ConstBool, packed: ConstBool,
     precise: ConstBool,
 ):  # fmt: skip
-    """Resident blocks that loop over tiles of keys."""
+    """Resident blocks that loop over tiles of keys; arrays as in :func:`attention_dkdv_block`."""
     batch = ct.static_eval(query_starts.shape[0] - 1 if packed else q.shape[0])
     for item in range(ct.bid(0), batch * kv_heads * ct.cdiv(most_keys, tile_n), ct.num_blocks(0)):
         _keys_gradients(
@@ -251,7 +255,7 @@ def attention_dq_block(
     one_loop: ConstBool, causal: ConstBool, windowed: ConstBool, capped: ConstBool, packed: ConstBool,
     precise: ConstBool,
 ):  # fmt: skip
-    """One tile of queries a block."""
+    """One tile of queries a block; dq [batch, queries, heads, head_dim], others as in :func:`attention_dkdv_block`."""
     _queries_gradients(
         ct.bid(0), q, k, v, dout, lse, delta, query_starts, key_starts, most_queries, scale, softcap, window, dq, heads,
         kv_heads, depth, tile_m, tile_n, budget, latency, one_loop, causal, windowed, capped, packed, precise,
@@ -265,7 +269,7 @@ def attention_dq_persistent(
     one_loop: ConstBool, causal: ConstBool, windowed: ConstBool, capped: ConstBool, packed: ConstBool,
     precise: ConstBool,
 ):  # fmt: skip
-    """Resident blocks that loop over tiles of queries."""
+    """Resident blocks that loop over tiles of queries; arrays as in :func:`attention_dq_block`."""
     batch = ct.static_eval(query_starts.shape[0] - 1 if packed else q.shape[0])
     for item in range(ct.bid(0), batch * heads * ct.cdiv(most_queries, tile_m), ct.num_blocks(0)):
         _queries_gradients(

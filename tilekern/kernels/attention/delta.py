@@ -27,7 +27,10 @@ from tilekern.spec import (
 def attention_delta(
     out, dout, delta, depth: ConstInt, tile_m: ConstInt, tile_h: ConstInt, bounded: ConstBool, tma: ConstBool
 ):
-    """Blocks that loop over tiles of tokens and heads in steps of the grid."""
+    """Blocks that loop over tiles of tokens and heads in steps of the grid.
+
+    out and dout [batch, queries, heads, head_dim], delta [batch, heads, queries].
+    """
     across = ct.cdiv(out.shape[2], tile_h)
     rows = ct.cdiv(out.shape[1], tile_m)
     for item in range(ct.bid(0), out.shape[0] * rows * across, ct.num_blocks(0)):

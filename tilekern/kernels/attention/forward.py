@@ -159,7 +159,11 @@ def attention_forward_block(
     one_loop: ConstBool, ahead: ConstBool, causal: ConstBool, windowed: ConstBool, capped: ConstBool, sinks: ConstBool,
     packed: ConstBool, precise: ConstBool,
 ):  # fmt: skip
-    """One tile of queries a block."""
+    """One tile of queries a block; q and out [batch, queries, heads, head_dim], lse [batch, heads, queries].
+
+    k and v [batch, keys, kv_heads, head_dim], sink_logits [heads], query_starts and key_starts [batch + 1]; where
+    ``packed`` the sequences stand one after the other in a batch of one.
+    """
     numbers = (most_queries, scale, softcap, window)
     sizes = (heads, kv_heads, depth, tile_m, tile_n, budget, latency)
     flags = (one_loop, ahead, causal, windowed, capped, sinks, packed, precise)
@@ -173,7 +177,7 @@ def attention_forward_persistent(
     one_loop: ConstBool, ahead: ConstBool, causal: ConstBool, windowed: ConstBool, capped: ConstBool, sinks: ConstBool,
     packed: ConstBool, precise: ConstBool,
 ):  # fmt: skip
-    """Resident blocks that loop over tiles of queries."""
+    """Resident blocks that loop over tiles of queries; arrays as in :func:`attention_forward_block`."""
     numbers = (most_queries, scale, softcap, window)
     sizes = (heads, kv_heads, depth, tile_m, tile_n, budget, latency)
     flags = (one_loop, ahead, causal, windowed, capped, sinks, packed, precise)

@@ -1,1 +1,1 @@
-"""Families of kernels, each stated once: over elements (``elements``), and over rows (``rows``)."""
+"""Families of kernels, each stated once: ``elements``, ``rows``, ``losses``, and composites over a ``head``."""

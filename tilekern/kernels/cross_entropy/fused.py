@@ -1,9 +1,9 @@
-"""Cross entropy of a chunk of rows, loss and gradient in one launch; formulas in ``cross_entropy_tiles``.
+"""Cross entropy of a chunk of rows, loss and gradient in one launch; the formulas stand in the module ``tiles``.
 
 A block reads a row, then reads it once more while it writes the gradient, last tile first, so that what it has just
 read comes out of the L2 cache; how many rows are under way at once decides whether they fit there. ``dlogits`` may be
 the memory of ``logits``. The gradient is that of ``(scale * loss).sum()``; rows whose scale is 0 still get their loss.
-Ignored rows and targets that are no class are treated as in the module ``cross_entropy``.
+Ignored rows and targets that are no class are treated as in the module ``separate``.
 """
 
 from __future__ import annotations
@@ -111,7 +111,10 @@ def cross_entropy_fused_block(
     columns: ConstInt, tile_n: ConstInt, unroll: ConstInt, weighted: ConstBool, smoothed: ConstBool,
     capped: ConstBool, tma: ConstBool,
 ):  # fmt: skip
-    """One row a block."""
+    """One row a block; logits and dlogits [rows, columns], target, scale, loss and lse [rows].
+
+    weight [1, columns], weight_sum [1].
+    """
     _fused_row(
         logits, target, scale, weight, weight_sum, ignore_index, smoothing, z_loss, softcap, loss, lse, dlogits,
         ct.bid(0), columns, tile_n, unroll, weighted, smoothed, capped, tma,
@@ -124,7 +127,10 @@ def cross_entropy_fused_persistent(
     columns: ConstInt, tile_n: ConstInt, unroll: ConstInt, weighted: ConstBool, smoothed: ConstBool,
     capped: ConstBool, tma: ConstBool,
 ):  # fmt: skip
-    """Resident blocks, as many as occupancy says, that loop over rows."""
+    """Resident blocks, as many as occupancy says, that loop over rows.
+
+    Arrays as in :func:`cross_entropy_fused_block`.
+    """
     for row in range(ct.bid(0), logits.shape[0], ct.num_blocks(0)):
         _fused_row(
             logits, target, scale, weight, weight_sum, ignore_index, smoothing, z_loss, softcap, loss, lse, dlogits,

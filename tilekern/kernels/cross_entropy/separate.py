@@ -1,4 +1,4 @@
-"""Cross entropy of rows of logits, forward and backward; its formulas are those of ``cross_entropy_tiles``.
+"""Cross entropy of rows of logits, forward and backward; the formulas stand in the module ``tiles``.
 
 The forward reads each row once (online softmax, Milakov and Gimelshein 2018, arXiv:1805.02867); the backward computes
 the softmax again from the row's ``lse``. ``dlogits`` may be the memory of ``logits``.
@@ -87,7 +87,7 @@ def cross_entropy_forward_block(
     logits, target, weight, weight_sum, ignore_index, smoothing, z_loss, softcap, loss, lse, columns: ConstInt,
     tile_n: ConstInt, unroll: ConstInt, weighted: ConstBool, smoothed: ConstBool, capped: ConstBool, tma: ConstBool,
 ):  # fmt: skip
-    """One row a block."""
+    """One row a block; logits [rows, columns], target, loss and lse [rows], weight [1, columns], weight_sum [1]."""
     _forward_row(
         logits, target, weight, weight_sum, ignore_index, smoothing, z_loss, softcap, loss, lse, ct.bid(0), columns,
         tile_n, unroll, weighted, smoothed, capped, tma,
@@ -99,7 +99,7 @@ def cross_entropy_forward_persistent(
     logits, target, weight, weight_sum, ignore_index, smoothing, z_loss, softcap, loss, lse, columns: ConstInt,
     tile_n: ConstInt, unroll: ConstInt, weighted: ConstBool, smoothed: ConstBool, capped: ConstBool, tma: ConstBool,
 ):  # fmt: skip
-    """Resident blocks that loop over rows."""
+    """Resident blocks that loop over rows; arrays as in :func:`cross_entropy_forward_block`."""
     for row in range(ct.bid(0), logits.shape[0], ct.num_blocks(0)):
         _forward_row(
             logits, target, weight, weight_sum, ignore_index, smoothing, z_loss, softcap, loss, lse, row, columns,
@@ -150,7 +150,10 @@ def cross_entropy_backward_block(
     logits, target, lse, scale, weight, weight_sum, ignore_index, smoothing, z_loss, softcap, dlogits,
     columns: ConstInt, tile_n: ConstInt, weighted: ConstBool, smoothed: ConstBool, capped: ConstBool, tma: ConstBool,
 ):  # fmt: skip
-    """One tile a block."""
+    """One tile a block; logits and dlogits [rows, columns], target, lse and scale [rows].
+
+    weight [1, columns], weight_sum [1].
+    """
     _backward_item(
         logits, target, lse, scale, weight, weight_sum, ignore_index, smoothing, z_loss, softcap, dlogits, ct.bid(0),
         columns, tile_n, weighted, smoothed, capped, tma,
@@ -162,7 +165,7 @@ def cross_entropy_backward_persistent(
     logits, target, lse, scale, weight, weight_sum, ignore_index, smoothing, z_loss, softcap, dlogits,
     columns: ConstInt, tile_n: ConstInt, weighted: ConstBool, smoothed: ConstBool, capped: ConstBool, tma: ConstBool,
 ):  # fmt: skip
-    """Resident blocks that loop over tiles."""
+    """Resident blocks that loop over tiles; arrays as in :func:`cross_entropy_backward_block`."""
     for item in range(ct.bid(0), logits.shape[0] * ct.cdiv(columns, tile_n), ct.num_blocks(0)):
         _backward_item(
             logits, target, lse, scale, weight, weight_sum, ignore_index, smoothing, z_loss, softcap, dlogits, item,

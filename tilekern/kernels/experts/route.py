@@ -58,7 +58,7 @@ def _earlier(expert, chunk):
 
 @ct.kernel
 def route_count(ids, experts, counts, width: ConstInt, chunk: ConstInt, part: ConstInt):
-    """How many slots of each part chose each expert."""
+    """How many slots of each part chose each expert; ids [slots], counts [parts, width]."""
     steps = ct.cdiv(ids.shape[0], chunk)
     for number in range(ct.bid(0), ct.cdiv(ids.shape[0], part), ct.num_blocks(0)):
         total = ct.zeros((chunk, width), ct.int32)
@@ -70,7 +70,10 @@ def route_count(ids, experts, counts, width: ConstInt, chunk: ConstInt, part: Co
 
 @ct.kernel
 def route_place(ids, counts, experts, offsets, order, ranks, chosen, width: ConstInt, chunk: ConstInt, part: ConstInt):
-    """The row of each slot, the slot and the expert of each row, and the ends of the experts' rows."""
+    """The row of each slot, the slot and the expert of each row, and the ends of the experts' rows.
+
+    ids, order, ranks and chosen [slots], counts [parts, width], offsets [experts].
+    """
     steps = ct.cdiv(ids.shape[0], chunk)
     for number in range(ct.bid(0), ct.cdiv(ids.shape[0], part), ct.num_blocks(0)):
         total, before = ct.zeros((_ROWS, width), ct.int32), ct.zeros((_ROWS, width), ct.int32)

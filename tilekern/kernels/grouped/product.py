@@ -94,7 +94,10 @@ def grouped_plain(
     x, weight, offsets, y, persistent: ConstBool, experts: ConstInt, groups: ConstInt, turns: ConstInt,
     tile_m: ConstInt, tile_n: ConstInt, tile_k: ConstInt, group_m: ConstInt, latency: ConstInt, inner_first: ConstBool,
 ):  # fmt: skip
-    """Of rows that are sorted already."""
+    """Of rows that are sorted already; x [rows, inner], weight [experts, columns, inner], offsets [experts].
+
+    y [rows, columns]; the weight is [experts, inner, columns] where ``inner_first``.
+    """
     _product(
         x, weight, offsets, None, None, None, y, persistent, experts, groups, turns, tile_m, tile_n, tile_k, group_m,
         latency, inner_first,
@@ -106,7 +109,7 @@ def grouped_biased(
     x, weight, offsets, bias, y, persistent: ConstBool, experts: ConstInt, groups: ConstInt, turns: ConstInt,
     tile_m: ConstInt, tile_n: ConstInt, tile_k: ConstInt, group_m: ConstInt, latency: ConstInt, inner_first: ConstBool,
 ):  # fmt: skip
-    """With a bias of each expert."""
+    """With a bias of each expert [experts, columns]; others as in :func:`grouped_plain`."""
     _product(
         x, weight, offsets, None, None, bias, y, persistent, experts, groups, turns, tile_m, tile_n, tile_k, group_m,
         latency, inner_first,
@@ -118,7 +121,7 @@ def grouped_gathered(
     x, weight, offsets, order, slots, y, persistent: ConstBool, experts: ConstInt, groups: ConstInt, turns: ConstInt,
     tile_m: ConstInt, tile_n: ConstInt, tile_k: ConstInt, group_m: ConstInt, latency: ConstInt, inner_first: ConstBool,
 ):  # fmt: skip
-    """Of rows that are read where they are."""
+    """Of rows that are read where they are: x [tokens, inner], order [rows]; others as in :func:`grouped_plain`."""
     _product(
         x, weight, offsets, order, slots, None, y, persistent, experts, groups, turns, tile_m, tile_n, tile_k, group_m,
         latency, inner_first,
@@ -131,7 +134,7 @@ def grouped_gathered_biased(
     turns: ConstInt, tile_m: ConstInt, tile_n: ConstInt, tile_k: ConstInt, group_m: ConstInt, latency: ConstInt,
     inner_first: ConstBool,
 ):  # fmt: skip
-    """Both."""
+    """Both: x [tokens, inner], order [rows], bias [experts, columns]; others as in :func:`grouped_plain`."""
     _product(
         x, weight, offsets, order, slots, bias, y, persistent, experts, groups, turns, tile_m, tile_n, tile_k, group_m,
         latency, inner_first,

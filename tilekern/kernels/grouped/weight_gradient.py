@@ -99,7 +99,10 @@ def grouped_weight_gradient(
     a, b, offsets, c, persistent: ConstBool, tile_m: ConstInt, tile_n: ConstInt, tile_k: ConstInt, group_m: ConstInt,
     latency: ConstInt, a_gathered: ConstBool, b_gathered: ConstBool,
 ):  # fmt: skip
-    """Of rows that are sorted already; a [rows, inner], b [rows, columns], c [experts, inner, columns]."""
+    """Of rows that are sorted already; a [rows, inner], b [rows, columns], offsets [experts].
+
+    c [experts, inner, columns].
+    """
     _gradient(
         a, b, offsets, None, None, c, persistent, tile_m, tile_n, tile_k, group_m, latency, a_gathered, b_gathered
     )
@@ -110,7 +113,10 @@ def grouped_weight_gradient_gathered(
     a, b, offsets, order, slots, c, persistent: ConstBool, tile_m: ConstInt, tile_n: ConstInt, tile_k: ConstInt,
     group_m: ConstInt, latency: ConstInt, a_gathered: ConstBool, b_gathered: ConstBool,
 ):  # fmt: skip
-    """Where a, b or both are read where they are."""
+    """Where a, b or both are read where they are, with a row for each token; order [rows].
+
+    a [rows or tokens, inner], b [rows or tokens, columns], offsets [experts], c [experts, inner, columns].
+    """
     _gradient(
         a, b, offsets, order, slots, c, persistent, tile_m, tile_n, tile_k, group_m, latency, a_gathered, b_gathered
     )

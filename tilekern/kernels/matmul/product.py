@@ -125,7 +125,11 @@ def matmul_plain(
     latency: ConstInt, from_addend: ConstBool, a_transposed: ConstBool, b_transposed: ConstBool,
     gelu_tanh: ConstBool, silu: ConstBool,
 ):  # fmt: skip
-    """The product and its activations."""
+    """The product and its activations; a [rows, inner], b [inner, columns], c [rows, columns].
+
+    b is [columns, inner] where ``b_transposed``. Where ``a_transposed`` the sums are over rows: b is [rows, columns]
+    and c [inner, columns].
+    """
     _product(
         a, b, None, None, c, persistent, tile_m, tile_n, tile_k, group_m, latency, from_addend, a_transposed,
         b_transposed, gelu_tanh, silu,
@@ -138,7 +142,7 @@ def matmul_biased(
     latency: ConstInt, from_addend: ConstBool, a_transposed: ConstBool, b_transposed: ConstBool,
     gelu_tanh: ConstBool, silu: ConstBool,
 ):  # fmt: skip
-    """With a bias."""
+    """With a bias [columns]; others as in :func:`matmul_plain`."""
     _product(
         a, b, bias, None, c, persistent, tile_m, tile_n, tile_k, group_m, latency, from_addend, a_transposed,
         b_transposed, gelu_tanh, silu,
@@ -151,7 +155,7 @@ def matmul_accumulated(
     latency: ConstInt, from_addend: ConstBool, a_transposed: ConstBool, b_transposed: ConstBool,
     gelu_tanh: ConstBool, silu: ConstBool,
 ):  # fmt: skip
-    """Added to what there is."""
+    """Added to what there is: the addend, of the shape of c; others as in :func:`matmul_plain`."""
     _product(
         a, b, None, addend, c, persistent, tile_m, tile_n, tile_k, group_m, latency, from_addend, a_transposed,
         b_transposed, gelu_tanh, silu,
@@ -164,7 +168,7 @@ def matmul_biased_accumulated(
     group_m: ConstInt, latency: ConstInt, from_addend: ConstBool, a_transposed: ConstBool, b_transposed: ConstBool,
     gelu_tanh: ConstBool, silu: ConstBool,
 ):  # fmt: skip
-    """With a bias, added to what there is."""
+    """With a bias [columns], added to the addend, of the shape of c; others as in :func:`matmul_plain`."""
     _product(
         a, b, bias, addend, c, persistent, tile_m, tile_n, tile_k, group_m, latency, from_addend, a_transposed,
         b_transposed, gelu_tanh, silu,
