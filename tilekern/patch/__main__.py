@@ -70,7 +70,7 @@ def _width() -> int:
 
 
 def _of_release(folder: Path) -> str:
-    """What in an unpacked release has one of the forms, and which families it has no code for."""
+    """Find the code of one of the forms in an unpacked release, and the families it has no code for."""
     lines = [f"{folder}\n"]
     if not (folder / "transformers" / "models").is_dir():
         raise FileNotFoundError(errno.ENOENT, "it is not there", str(folder / "transformers" / "models"))

@@ -143,7 +143,7 @@ def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def _is_foreign(query: torch.Tensor) -> bool:
-    """Whether it is no plain tensor (DTensor and the like), for which the kernels are not made."""
+    """Whether it is another tensor than a plain one (DTensor and the like), for which the kernels are not made."""
     return type(query) is not torch.Tensor
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 
 class StandIn(NamedTuple):
-    """What a patch gave one module: the function, the patched op, the path of what it stands in for, for people.
+    """A patch's replacement in one module: the function, the patched op, the path of what it stands in for, for people.
 
     ``original`` is the function of a bound method that the module had of its own before, or None. ``retires`` says that
     nothing but one model and its copies has the function.

@@ -25,7 +25,7 @@ def digest_of(value: Any) -> str:
     """The digest of a function, or of the function inside a module that the ``kernels`` package made of one.
 
     Raises:
-        ValueError: ``value`` is no Python function, its source is not at hand, or something has been wrapped around it.
+        ValueError: ``value`` is not a Python function, its source is missing, or something has been wrapped around it.
     """
     function = function_of(value)
     if function is None:

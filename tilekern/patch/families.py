@@ -59,7 +59,7 @@ class Family(NamedTuple):
         return path_of(self.module) is not None
 
     def patches(self) -> tuple[Patch, ...]:
-        """What of it has one of the forms, in the installed transformers; for an op that has nothing, a row of no code.
+        """Its code of one of the forms, in the installed transformers; for an op without any, an empty row.
 
         Its module is read, and not imported.
         """

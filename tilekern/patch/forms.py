@@ -344,7 +344,7 @@ class Module:
 
 
 def patches_of(module: Module, model_type: str) -> list[Patch]:
-    """What in a module has one of the forms: routers, and the rest in the order of :data:`OPS`."""
+    """The code of a module that has one of the forms: routers, and the rest in the order of :data:`OPS`."""
     row = partial(_row, module, model_type)
     found = []
     for kind, norm in module.norms.items():
@@ -436,7 +436,7 @@ def _has(module: Module, kind: str, pattern: Callable[[ast.FunctionDef], int]) -
 
 @functools.cache
 def patches_in(name: str, model_type: str) -> tuple[Patch, ...]:
-    """What in an installed module has one of the forms; nothing where its source is not at hand."""
+    """The code of an installed module that has one of the forms; nothing where its source is not at hand."""
     path = path_of(name)
     try:
         return tuple(patches_of(Module(name, path.read_text(encoding="utf-8")), model_type)) if path else ()
@@ -445,7 +445,7 @@ def patches_in(name: str, model_type: str) -> tuple[Patch, ...]:
 
 
 def path_of(name: str) -> Path | None:
-    """Where a module's source is; one that is not imported is not imported for it, and lies in its package's folder."""
+    """The path of a module's source; one that is not imported is looked for in its package's folder."""
     module = sys.modules.get(name)
     if module is not None:
         file = getattr(module, "__file__", None)

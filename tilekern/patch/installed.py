@@ -17,7 +17,7 @@ Status = Literal["applied", "available", "changed", "missing"]
 
 @dataclass(frozen=True)
 class Found:
-    """What a patch's target is like here.
+    """The state of a patch's target here.
 
     Attributes:
         patch: the row.
@@ -45,7 +45,7 @@ class Found:
 
 
 def as_read(patch: Patch) -> Found:
-    """What a form's target is like in the text of a module that is not imported."""
+    """The state of a form's target in the text of a module that is not imported."""
     if not patch.attribute:
         return Found(patch, "missing", f"no code of {patch.module} has a form that is known")
     return Found(patch, "available", digest=patch.digests[0])
@@ -96,7 +96,7 @@ def transformers_version() -> str:
 
 
 def original_at(module: Any, path: str, ledger: Ledger) -> Any:
-    """What transformers has at a path, even where another op's patch stands there now.
+    """The object of transformers at a path, even where another op's patch stands there now.
 
     Raises:
         AttributeError: there is nothing.
@@ -135,7 +135,7 @@ def _digest(value: Any) -> tuple[str | None, str]:
 
 
 def _uncalled(module: Any, path: str, patch: Patch, ledger: Ledger) -> str:
-    """What is wrong with a method that ought to call the patched function by its global name."""
+    """The fault of a method that should call the patched function by its global name; empty if it does."""
     try:
         function = function_of(inspect.unwrap(original_at(module, path, ledger)))
     except AttributeError:

@@ -52,7 +52,7 @@ def patch_modules(
 
 
 def _replaced(caller: str, module: str, rows: Iterable[Found]) -> dict[str, Any]:
-    """What stands in for the functions of a module that a method of it calls, by their names."""
+    """The replacements of a module's functions that a method of it calls, by their names."""
     called = [x for x in rows if x.patch.module == module and caller in x.patch.callers]
     return {x.patch.attribute: x.patch.replacement(x.original) for x in called}
 

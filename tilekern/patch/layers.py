@@ -1,4 +1,4 @@
-"""What stands in for the forwards of a decoder's layer and of its attention, so that ops that meet there can be fused.
+"""Replacements for the forwards of a decoder's layer and of its attention, so that ops that meet there can be fused.
 
 Where a fused op would not compute the same (a norm of another class, a norm's forward or a rotation that somebody
 replaced, hooks on a norm or on all modules, DTensor and other subclasses of Tensor, terms of two dtypes), the steps are
@@ -196,7 +196,7 @@ class Turn:
         return x if self.paired or self.single else x.transpose(1, 2)
 
     def by(self, rotation: Function, q: torch.Tensor, k: torch.Tensor, *angles: torch.Tensor) -> Any:
-        """What the model's own function makes of q and k."""
+        """The results of the model's own function on q and k."""
         if self.single:
             return rotation(q, *angles, unsqueeze_dim=2), rotation(k, *angles, unsqueeze_dim=2)
         return rotation(q, k, *angles)
@@ -221,7 +221,7 @@ class Turn:
         return cos, -sin if self.back else sin
 
     def options(self, norm: Norm, angles: tuple[torch.Tensor, ...]) -> dict[str, Any]:
-        """What the op is told beside its tensors."""
+        """The op's arguments beside its tensors."""
         return {
             "offset": norm.offset,
             "casting_mode": "none" if self.cast_back else norm.casting_mode,
@@ -315,7 +315,7 @@ def qk_norm_rope(
 
 
 def _projected(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """What q_proj, k_proj and v_proj make of the hidden states."""
+    """The results of q_proj, k_proj and v_proj on the hidden states."""
     layers = (self.q_proj, self.k_proj, self.v_proj)
     if is_plain(hidden_states) and all(map(is_bare_linear, layers)):
         return ops.projections(hidden_states, *(layer.weight for layer in layers))

@@ -82,7 +82,7 @@ class Touch:
     def undo(self) -> None:
         """Put back what stood there, or delete the attribute where nothing did.
 
-        What is wrapped around the replacement stays, and runs the original. What replaced it is taken away.
+        A wrapper around the replacement stays, and runs the original. Code that replaced it is taken away.
         """
         in_place, runs = self.in_place, self.still_runs
         if not runs:
@@ -128,7 +128,7 @@ class Ledger:
         return (touch for _, touch in self._alive())
 
     def held(self, owner: Any, name: str) -> Touch | None:
-        """What is noted of an attribute, or None."""
+        """The note of an attribute, or None."""
         self.adopt()
         touch = self._touches.get((id(owner), name))
         return touch if touch is not None and touch.owner() is owner else None

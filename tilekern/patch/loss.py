@@ -1,4 +1,4 @@
-"""What stands in for a causal language model's forward: in training, or where it is asked for, no logits are made."""
+"""Replacement for a causal language model's forward: in training, or where asked for, it makes no logits."""
 
 from __future__ import annotations
 

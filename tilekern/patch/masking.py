@@ -72,7 +72,7 @@ def says_packing_alone(made: Any) -> bool:
 
 
 class Reading(NamedTuple):
-    """What a model's code makes of its masks.
+    """How a model's code uses its masks.
 
     Attributes:
         alone: the model's name, where it never asks for an attention function; else empty.
@@ -91,7 +91,7 @@ _readings: dict[type, Reading] = {}
 
 @torch.compiler.assume_constant_result
 def reading_of(config: type) -> Reading:
-    """What the code of the models with such a configuration makes of masks; of code that is not found, nothing bad."""
+    """How the code of models with such a configuration uses masks; code that is not found counts as harmless."""
     if config in _readings:
         return _readings[config]
     models = next(filter(None, map(_models, config.__mro__)), [])

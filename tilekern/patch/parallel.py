@@ -1,4 +1,4 @@
-"""What transformers' tensor and expert parallelism put around modules: forwards that move tensors between ranks.
+"""The wrappers of transformers' tensor and expert parallelism around modules: forwards that move tensors between ranks.
 
 They are functions that a module has of its own, around the forward that it had. Inside of those of experts the weights
 are this rank's parts, plain tensors; the parameters outside are DTensors.
@@ -103,7 +103,7 @@ def _is_split_by_rows(x: Any) -> bool:
 
 
 def _variables(function: FunctionType) -> dict[str, Any]:
-    """What a function took from where it was made, by name."""
+    """The variables that a function took from where it was made, by name."""
     return {
         name: cell.cell_contents
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)

@@ -43,7 +43,7 @@ _ledger = Ledger()
 
 
 class _Wish(NamedTuple):
-    """What was asked for of families: the ops that are on, and whether those that are not tested are patched too."""
+    """The request for families: the ops that are on, and whether those that are not tested are patched too."""
 
     ops: frozenset[str] = frozenset()
     forms: str = "tested"
@@ -339,13 +339,13 @@ def reset(names: str | Iterable[str] | None = None) -> list[str]:
 
 @contextlib.contextmanager
 def held() -> Iterator[Ledger]:
-    """What is patched, which nobody changes meanwhile."""
+    """The table of what is patched, which nobody changes meanwhile."""
     with _lock:
         yield _ledger
 
 
 def get_patched_ops() -> dict[str, list[str]]:
-    """Where each op is patched now: paths, with the number of modules where single models are patched.
+    """The paths at which each op is patched now, with the number of modules where single models are patched.
 
     What something else has replaced since is not among them; a class that another one has replaced in its module is
     said to be that of older models. Modules that have a forward of their own run no patch of

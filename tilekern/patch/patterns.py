@@ -1,4 +1,4 @@
-"""Statements of a function that are exchanged for a call, in the function's own text; all its other code stays.
+"""Replace statements of a function by a call, in the function's own text; all its other code stays.
 
 Each pattern changes a definition in place and says how often it was there. What it does not know exactly is left: a
 statement in between, a result that is used in another way.
@@ -234,7 +234,7 @@ def mlp(function: ast.FunctionDef, linears: Collection[str], activations: Collec
 def _chain_before(
     body: list[ast.stmt], place: int, call: ast.Call, linears: Collection[str], activations: Collection[str]
 ) -> tuple[int, ast.expr, ast.expr, ast.expr] | None:
-    """Where the statements begin that make what ``down`` is called with; the activation, ``up``, and its argument."""
+    """The first of the statements that make what ``down`` is called with; the activation, ``up``, and its argument."""
     value, first = _given_to(call, body, place)
     if _own_call(value) not in activations:
         return None
@@ -492,7 +492,7 @@ _SWAP = ".transpose(1, 2)"
 
 
 def _untransposed(value: ast.expr | None) -> tuple[ast.expr | None, bool]:
-    """What is transposed, where tokens and heads of something are; else the value as it is."""
+    """The value before a transpose of tokens and heads; else the value as it is."""
     if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
         swaps = f".{value.func.attr}({', '.join(map(_text, value.args))})" == _SWAP and not value.keywords
         return (value.func.value, True) if swaps else (value, False)
@@ -541,7 +541,7 @@ def _project_together(function: ast.FunctionDef) -> None:
 
 
 def head_and_loss(function: ast.FunctionDef) -> int:
-    """``logits = self.lm_head(x)`` and the loss of them: in training one call makes the loss, and there are no logits.
+    """``logits = self.lm_head(x)`` and the loss of them: in training one call makes the loss, without logits.
 
     The function gets an argument more, ``skip_logits``, by which a call says whether there are.
     Between the two, logits may be multiplied, divided, or capped by a number of the configuration. A forward that
@@ -600,7 +600,7 @@ def _gives_tuple(statement: ast.stmt) -> bool:
 def _loss_after(
     body: list[ast.stmt], place: int, logits: str, options: list[ast.keyword]
 ) -> tuple[int, str, list[ast.keyword], list[ast.stmt]] | None:
-    """Where the loss ends that follows a head, its variable, and the arguments that say how it is made.
+    """The end of the loss that follows a head, its variable, and the arguments that say how it is made.
 
     And what in between sets variables that these arguments name.
     """

@@ -40,7 +40,7 @@ def is_from(function: Any, *homes: str) -> bool:
 
 
 def forward_of(module: torch.nn.Module) -> Any:
-    """The function of a module's forward: its own method's, else its class's; None for an own one that is no method."""
+    """The function of a module's forward: its own method's, else its class's; None if its own is not a method."""
     own = module.__dict__.get("forward")
     return type(module).forward if own is None else getattr(own, "__func__", None)
 

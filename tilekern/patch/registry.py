@@ -1,4 +1,4 @@
-"""What can be patched: families by their forms, then the patches that people register; and choosing from it."""
+"""Everything that can be patched: families by their forms, then patches that people register; and the choice."""
 
 from __future__ import annotations
 

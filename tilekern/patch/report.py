@@ -59,7 +59,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """What runs in a model; printed, it has a line for all modules that are alike.
+    """The code that runs in a model; printed, it has a line for all modules that are alike.
 
     Attributes:
         rows: in the order of the model's modules.

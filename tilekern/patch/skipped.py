@@ -1,4 +1,4 @@
-"""What an output has in the place of logits that were not made: it passes through all that moves outputs, and no use.
+"""Placeholder for logits that were not made: an output with it can be moved, but it cannot be used.
 
 A trainer's wrappers move, cast, pickle and gather an output without reading it; so they may do with this. Whatever asks
 for a value, a shape or a dtype gets :class:`tilekern.errors.LogitsSkipped`, which says how to get logits.

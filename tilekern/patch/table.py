@@ -1,4 +1,4 @@
-"""What a patch is: one row that says which function of a model family is replaced by what, and when it may be."""
+"""A patch: one row that says which function of a model family is replaced by what, and when."""
 
 from __future__ import annotations
 

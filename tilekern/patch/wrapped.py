@@ -39,7 +39,7 @@ def exchange(wrapper: Any, function: Any, other: Any) -> bool:
 
 
 def _around(function: Any, wrapper: Any) -> Any:
-    """What is wrapped around a function with nothing in between, or None."""
+    """The wrapper directly around a function, or None."""
     while wrapper is not None:
         wrapper, outer = settled(getattr(wrapper, "__wrapped__", None)), wrapper
         if wrapper is function:
