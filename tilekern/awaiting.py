@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class Arrivals:
     """Calls ``arrived`` with the name of each module, of those that ``awaits`` says, after it was imported.
 
-    A module that is being imported when the watch begins is one of them. What ``arrived`` raises is raised by the
+    A module that is being imported when the watch begins is one of them. Errors of ``arrived`` are raised by the
     import.
     """
 

@@ -18,7 +18,7 @@ _ARGUMENTS = ".nv.constant0"
 
 @dataclass(frozen=True)
 class Resources:
-    """What one kernel of a cubin needs of an SM.
+    """The resources of an SM that one kernel of a cubin needs.
 
     Attributes:
         registers: 32-bit registers of a thread.

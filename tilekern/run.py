@@ -23,7 +23,7 @@ from tilekern.switches import FORMS, OPS, text_of
 
 
 class Program(NamedTuple):
-    """What is run: a script's path or, where ``is_module``, a module's name; with its arguments."""
+    """The program to run: a script's path or, where ``is_module``, a module's name; with its arguments."""
 
     name: str
     arguments: tuple[str, ...]
@@ -78,7 +78,7 @@ def command(program: str, arguments: tuple[str, ...], is_module: bool, forms: st
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; the exit code, 2 for bad input. What the program raises is raised."""
+    """Run the command line; the exit code, 2 for bad input. The program's errors are raised."""
     try:
         program = command.main(args=arguments, prog_name="python -m tilekern.run", standalone_mode=False)
     except click.ClickException as error:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class Constraint:
     """A condition that every candidate must meet, with the reason that a person reads when it does not.
 
-    What ``holds`` says must follow from the problem, the target and the axes that it looks at: points that agree in
+    The result of ``holds`` must follow from the problem, the target and the axes that it looks at: points that agree in
     these are not shown to it again.
     """
 
@@ -82,7 +82,7 @@ class _Odometer:
         self.places: list[int] | None = [0] * len(axes) if all(axes) else None
 
     def values(self) -> Iterator[Value]:
-        """That of each axis."""
+        """The value of each axis."""
         return (axis[place] for axis, place in zip(self._axes, self.places or (), strict=True))
 
     def turn(self, axis: int) -> None:

@@ -86,7 +86,7 @@ class Array:
         dtype: the dimension that says it, two with ``*`` between (what torch promotes them to), or a dtype.
         shape: a size for each axis: a dimension, or ``blocks`` for the number of blocks, with a factor before it
             (``2*columns``) or a divisor behind it (``head_dim/2``) where it has one. No size is one element.
-        role: ``scratch`` is written for another kernel to read, and is no result.
+        role: ``scratch`` is written for another kernel to read, and is not a result.
         aligned: as that of :class:`ArrayParameter`.
         nonnegative: the kernel gives NaN for a negative number, as for a probability; tests and the tuner draw none.
     """
@@ -112,7 +112,7 @@ class Array:
 def outputs_of(
     arrays: Iterable[Array | ScalarParameter],
 ) -> Callable[[Problem, int], dict[str, tuple[tuple[int, ...], str]]]:
-    """What :attr:`KernelSpec.outputs` is for some arrays."""
+    """The :attr:`KernelSpec.outputs` of some arrays."""
     written = [array for array in arrays if isinstance(array, Array) and array.role != "input"]
     return lambda problem, blocks: {a.name: (a.shape_in(problem, blocks), a.dtype_in(problem)) for a in written}
 
@@ -120,7 +120,7 @@ def outputs_of(
 def parameters_of(
     arrays: Iterable[Array | ScalarParameter], dimensions: Iterable[Dimension], problem: Problem
 ) -> tuple[ArrayParameter | ScalarParameter, ...]:
-    """What :attr:`Implementation.parameters` is for some arrays."""
+    """The :attr:`Implementation.parameters` of some arrays."""
     exact = {dimension.name for dimension in dimensions if dimension.kind == "exact"}
 
     def parameter(array: Array) -> ArrayParameter:
@@ -307,7 +307,7 @@ class KernelSpec:
         return found
 
     def parameters(self, problem: Problem) -> tuple[ArrayParameter | ScalarParameter, ...]:
-        """What :attr:`arrays` says of the parameters of the device function."""
+        """The parameters of the device function, by :attr:`arrays`."""
         return parameters_of(self.arrays, self.dimensions, problem)
 
     def is_library(self, problem: Problem, config: Config) -> bool:

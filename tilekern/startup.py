@@ -22,7 +22,7 @@ def begin() -> None:
     """Do what variables in the environment ask for, once the packages that it is about are imported.
 
     Liger-Kernel is offered the ops where one of its variables names ``tilekern``; ``TILEKERN_APPLY`` calls
-    :func:`tilekern.apply`. What it says is checked at once: a process exits with 2 and one line where it is wrong.
+    :func:`tilekern.apply`. Its value is checked at once: a process exits with 2 and one line where it is wrong.
     """
     if os.environ.get(APPLY, "").strip() not in ("", "0"):
         _apply_by_variable()

@@ -24,7 +24,7 @@ def switches_of(text: str) -> dict[str, bool]:
         text: ``1`` for all ops; names with commas between for those alone; names that begin with ``-`` for all others.
 
     Raises:
-        InputError: it is none of these, or names an unknown op.
+        InputError: it has another form, or names an unknown op.
     """
     words = [word.strip() for word in text.split(",")]
     if words == ["1"]:

@@ -134,7 +134,7 @@ def compile_candidate(
 
 
 def assumptions(implementation: Implementation, variant: str) -> list[dict[str, Any]]:
-    """What a variant takes for granted of each argument, as plain data for a record."""
+    """The assumptions of a variant about each argument, as plain data for a record."""
     found: list[dict[str, Any]] = []
     for parameter in implementation.parameters:
         if isinstance(parameter, ArrayParameter):

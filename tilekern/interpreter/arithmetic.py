@@ -261,7 +261,7 @@ def _product(x: Tile, y: Tile) -> torch.Tensor:
 
 
 def quotient_and_remainder(left: Any, right: Any, /) -> tuple[Any, Any]:
-    """What ``divmod`` gives; as in cuTile, not for floats."""
+    """Both results of ``divmod``; as in cuTile, not for floats."""
     quotient, remainder = arithmetic("floordiv", left, right), arithmetic("mod", left, right)
     if isinstance(quotient, Tile) and is_float(quotient.dtype):
         raise InterpreterError("divmod is not supported for floats")

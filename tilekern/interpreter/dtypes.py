@@ -127,7 +127,7 @@ def promoted_with_scalar(dtype: Any, value: Scalar, force_float: bool = False) -
 
 
 def first_line(error: Exception) -> str:
-    """What a compiler's error says, without its lines on a place in the source, which is not known here."""
+    """The text of a compiler's error, without its lines on a place in the source, which is not known here."""
     return str(error).partition("\n")[0]
 
 

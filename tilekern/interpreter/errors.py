@@ -1,4 +1,4 @@
-"""What the interpreter raises."""
+"""Errors of the interpreter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a launch knows while it runs, and the check that its blocks do not race.
+"""The state of a launch while it runs, and the check that its blocks do not race.
 
 Blocks run one after another and are numbered in that order, so the running block has the greatest number yet. Each
 storage that is stored to gets one int32 "owner" for each element: the number of the block that stored it, or FREE,

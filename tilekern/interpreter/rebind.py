@@ -45,7 +45,7 @@ _STUBS = {id(getattr(ct, name)): name for name in ct.__all__ if isinstance(getat
 
 
 class Namespace:
-    """What stands for the module ``cuda.tile`` while a launch runs."""
+    """Stand-in for the module ``cuda.tile`` while a launch runs."""
 
     def __init__(self, launch: Launch) -> None:
         self.__dict__.update(OFFERED)
@@ -105,7 +105,7 @@ class Rebinder:
         return copy
 
     def value(self, value: Any) -> Any:
-        """What stands for a global's, closure's or module's value."""
+        """The stand-in for a global's, closure's or module's value."""
         if isinstance(value, FunctionType):
             return self._function_value(value)
         if isinstance(value, ModuleType):

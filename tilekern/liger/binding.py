@@ -1,4 +1,4 @@
-"""What is known of Liger-Kernel's modules: its two registries, its functions, and who holds them.
+"""Knowledge of Liger-Kernel's modules: its two registries, its functions, and who holds them.
 
 Liger chooses in two places. ``liger_kernel.ops`` is a module of classes, each with an ``apply``; an implementation is a
 module whose names replace those when it is imported and ``LIGER_KERNEL_IMPL`` names that implementation. Modules above
@@ -178,7 +178,7 @@ def _dispatched_ops() -> list[str]:
 
 
 def _dispatched(name: str) -> Callable[..., Any]:
-    """What Liger's dispatcher calls for an op: the table's row, or for want of one the best of the others."""
+    """The callee of Liger's dispatcher for an op: the table's row, or for want of one the best of the others."""
 
     def other(*args: Any, **kwargs: Any) -> Any:
         backends = importlib.import_module("liger_kernel.backends")

@@ -80,7 +80,7 @@ def _alike(x: torch.Tensor, y: torch.Tensor) -> Pair:
 
 
 def _rows_that_count(target: torch.Tensor, ignore_index: int, weight: torch.Tensor | None) -> torch.Tensor:
-    """What Liger's mean divides by; 1 where no row counts, whose sum is 0."""
+    """The divisor of Liger's mean; 1 where no row counts, whose sum is 0."""
     counts = target != ignore_index
     if weight is None:
         return counts.sum().clamp(min=1)

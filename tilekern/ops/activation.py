@@ -12,7 +12,7 @@ from tilekern.ops.operation import operation
 
 
 class Curve(NamedTuple):
-    """What the kernels take for an activation; :mod:`tilekern.kernels.activation` has their table."""
+    """The kernels' arguments for an activation; :mod:`tilekern.kernels.activation` has their table."""
 
     linear: float = 0.0
     cubic: float = 0.0

@@ -1,12 +1,12 @@
 """AdamW: torch's optimizer, each parameter's step by one launch of the kernel ``adamw``, in place.
 
 The kernel knows nothing of shapes: memory that has no gaps is seen as rows of it, in whatever order the dimensions lie
-(channels last, transposed), if the gradient and the moments lie as their parameter does. What lies otherwise is copied
-into the parameter's order for the step, and what the step writes is copied back; so is a parameter with gaps. A DTensor
-(FSDP2, tensor parallelism) is worked on shard by shard. What no kernel serves (the CPU, other dtypes than bfloat16,
-float16 and float32, a cache's miss) goes through torch's own AdamW, counted as a fallback.
+(channels last, transposed), if the gradient and the moments lie as their parameter does. Others are copied
+into the parameter's order for the step, and its results are copied back; so is a parameter with gaps. A DTensor
+(FSDP2, tensor parallelism) is worked on shard by shard. Tensors that no kernel serves (the CPU, other dtypes than
+bfloat16, float16 and float32, a cache's miss) go through torch's own AdamW, counted as a fallback.
 
-It is written by hand and not declared: an optimizer's step is no function with results and gradients.
+It is written by hand and not declared: an optimizer's step is not a function with results and gradients.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class AdamW(torch.optim.AdamW):
             closure: computes the loss and the gradients once more.
 
         Returns:
-            What ``closure`` does, or None.
+            The result of ``closure``, or None.
 
         Raises:
             RuntimeError: a gradient is sparse, a CUDA graph is being captured, or somebody has set ``grad_scale`` or

@@ -36,7 +36,7 @@ _ARRAYS = (
 
 
 class Call(NamedTuple):
-    """What a call asks for beside its tensors, worked out; ``window`` is None where it would show every key."""
+    """A call's arguments beside its tensors, worked out; ``window`` is None where it would show every key."""
 
     causal: bool
     scale: float
@@ -299,7 +299,7 @@ def _fake(
 
 
 def _rest(q: torch.Tensor, *rest: Any) -> tuple[torch.Tensor]:
-    """No backward kernel reads this: without a plan of the forward there is none of the backward."""
+    """A placeholder for lse: without a plan of the forward no backward kernel runs that would read it."""
     return (_row_values(q).fill_(torch.nan),)
 
 

@@ -65,7 +65,7 @@ _ARRAYS = (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Options:
-    """What a loss is made of beside logits and target, as the arguments of :func:`cross_entropy` in their order."""
+    """The parameters of a loss beside logits and target, as the arguments of :func:`cross_entropy` in their order."""
 
     class_weight: torch.Tensor | None
     ignore_index: int
@@ -228,7 +228,7 @@ def wide(logits: torch.Tensor, softcap: float | None) -> torch.Tensor:
 
 
 def _count(target: torch.Tensor, options: _Options) -> torch.Tensor:
-    """What the mean divides by: the class weights of the rows that count; empty for another reduction."""
+    """The divisor of the mean: the class weights of the rows that count; empty for another reduction."""
     if options.reduction != "mean":
         return target.new_empty(0, dtype=torch.int64)
     valid, weight = target != options.ignore_index, options.class_weight

@@ -1,4 +1,4 @@
-"""What an op's declaration says, and what follows from it; :mod:`tilekern.ops.writing` makes text of that."""
+"""An op's declaration, and what follows from it; :mod:`tilekern.ops.writing` makes text of that."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class Parts:
-    """What an op knows better than what would be written for it.
+    """The parts of an op that it brings itself, in place of written ones.
 
     ``arguments`` are those of the formula, ``slopes`` the gradients of the results, ``saved`` the arguments and results
     that the backward reads, ``scalars`` the arguments that are not tensors. Gradients are a tuple, or a tensor where
@@ -121,7 +121,7 @@ class Declaration:
 
     @functools.cached_property
     def inputs(self) -> dict[str, Array]:
-        """What each tensor is to the forward."""
+        """The forward's array of each tensor."""
         arrays = {array.name: array for array in self.arrays or arrays_of(self.forward, "input")}
         if missing := [name for name in self.tensors if name not in arrays]:
             raise TypeError(f"{self.name}: no array is called {missing[0]}")
@@ -129,7 +129,7 @@ class Declaration:
 
     @functools.cached_property
     def outputs(self) -> dict[str, Array]:
-        """What each result is to the forward."""
+        """The forward's array of each result."""
         arrays = [array for array in self.arrays if array.role == "output"]
         return {array.name: array for array in arrays or arrays_of(self.forward, "output")}
 

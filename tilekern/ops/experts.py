@@ -44,7 +44,7 @@ _ARRAYS = (
 
 
 class Gate(NamedTuple):
-    """What stands between the two products, how :func:`experts` has it, and which weights are stored turned."""
+    """The gate between the two products, as :func:`experts` has it, and which weights are stored turned."""
 
     activation: str
     alpha: float
@@ -56,12 +56,12 @@ class Gate(NamedTuple):
 
     @property
     def numbers(self) -> tuple[float, float, float]:
-        """What kernels take."""
+        """The kernels' scalars."""
         return float(self.alpha), math.inf if self.limit is None else float(self.limit), float(self.shift)
 
     @property
     def flags(self) -> tuple[bool, bool]:
-        """What kernels are compiled for."""
+        """The kernels' flags."""
         return self.activation == "gelu_tanh", self.interleaved
 
 
@@ -241,7 +241,7 @@ def _seen(gate_up: torch.Tensor, down: torch.Tensor, how: Gate) -> tuple[torch.T
 
 
 def _bias(bias: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
-    """What kernels take where there is none, too."""
+    """The bias, or a placeholder for the kernels."""
     return placeholder(2, x.dtype, x.device) if bias is None else bias.contiguous()
 
 

@@ -15,7 +15,7 @@ Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
 
 def _absent(needs: tuple[bool, ...], dtotal: torch.Tensor | None, dy: torch.Tensor | None, *rest: Any) -> Gradients:
-    """Where nothing reached the sum past the norm, or nothing the norm."""
+    """The gradients where none reached the sum past the norm, or none the norm."""
     return (dtotal, None, None) if dy is None else torch.ops.tilekern.layer_norm_backward.default(dy, *rest)
 
 

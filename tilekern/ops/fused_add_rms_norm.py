@@ -25,7 +25,7 @@ def _gradients(norm: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
     def absent(
         needs: tuple[bool, ...], dtotal: torch.Tensor | None, dy: torch.Tensor | None, *rest: Any
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Where nothing reached the sum past the norm, or nothing the norm."""
+        """The gradients where none reached the sum past the norm, or none the norm."""
         return (dtotal, None) if dy is None else alone(dy, *rest)
 
     def fallback_backward(dtotal: torch.Tensor, dy: torch.Tensor, *rest: Any) -> Pair:

@@ -56,7 +56,7 @@ def fused_linear_cross_entropy(
     Args:
         hidden: [..., hidden].
         weight: [vocabulary, hidden], of the same dtype as ``hidden``.
-        target: [...], of a whole-number dtype; ``ignore_index`` leaves a row out, any other number that is no class
+        target: [...], of a whole-number dtype; ``ignore_index`` leaves a row out, any other number that is not a class
             makes the loss NaN, and a later call raises, where torch raises at once.
         class_weight: [vocabulary] or None; it gets no gradient.
         ignore_index: the target of rows that do not count.
@@ -170,7 +170,7 @@ def _factor(
     labels: torch.Tensor, counted: torch.Tensor | None, options: LossOptions, reduction: str, num_items: Any,
     dtype: torch.dtype,
 ) -> torch.Tensor | None:  # fmt: skip
-    """What the sum of all losses is multiplied by, a scalar of ``dtype``; None where the rows are not added up.
+    """The factor of the sum of all losses, a scalar of ``dtype``; None where the rows are not added up.
 
     ``counted`` adds up to the number of labels that count; None where nobody has counted them.
     """

@@ -69,7 +69,7 @@ def _absent(
     needs: tuple[bool, ...], dtotal: torch.Tensor | None, dy: torch.Tensor | None, total: torch.Tensor,
     x: torch.Tensor, weight: torch.Tensor, next_weight: torch.Tensor, *scalars: Any,
 ) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
-    """Where nothing reached the sum past its norm, or nothing the norm."""
+    """The gradients where none reached the sum past its norm, or none the norm."""
     dresidual, dnext_weight = dtotal, None
     if dy is not None:
         dresidual, dnext_weight = _backward(dy, total, next_weight, *scalars)

@@ -48,7 +48,7 @@ def jsd(
 
 
 def terms(x: torch.Tensor, y: torch.Tensor, beta: float) -> torch.Tensor:
-    """What each element of the log-probabilities x of the input and y of the target adds, in torch's operations."""
+    """The term of each element of the log-probabilities x of the input and y of the target, in torch's operations."""
     if beta == 0:
         return _weighed(y, y, x)
     if beta == 1:

@@ -128,7 +128,7 @@ class PolyNorm(torch.nn.Module):
         return _ops.poly_norm(x, self.weight, self.bias, self.eps)
 
     def extra_repr(self) -> str:
-        """What is added to each mean square."""
+        """Show the number that is added to each mean square."""
         return f"eps={self.eps}"
 
 

@@ -97,7 +97,7 @@ def _written(op: Declaration) -> Any:
 
 
 def names_of(op: Declaration) -> dict[str, Any]:
-    """What an op's text refers to, with a memo of its own.
+    """The names that an op's text refers to, with a memo of its own.
 
     Raises:
         TypeError: a tensor or a scalar has such a name.

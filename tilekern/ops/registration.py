@@ -119,7 +119,7 @@ def differentiable_once(backward: Callable[..., tuple[torch.Tensor | None, ...]]
     """The backward of an autograd function, whose results refuse to be differentiated.
 
     torch's ``once_differentiable`` takes them for constants where no slope needs a gradient, as behind a sum, though
-    what was saved may: a gradient of theirs would silently lack a part.
+    what was saved may: a part of their gradient would be missing in silence.
     """
 
     @functools.wraps(backward)
@@ -182,19 +182,19 @@ class Rows:
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        """Where the array is, its shape and its dtype; strides are those of memory without gaps."""
+        """Address, shape and dtype of the array; strides are those of memory without gaps."""
         tensor = self.tensor
         return {"typestr": _TYPES[tensor.dtype], "shape": self.shape, "data": (tensor.data_ptr(), False), "version": 3}
 
 
 def viewed(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """What :class:`Rows` are on the CPU."""
+    """A tensor as rows, on the CPU in place of :class:`Rows`."""
     return x.view(shape)
 
 
 @functools.lru_cache(maxsize=64)
 def placeholder(ndim: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """What stands for a tensor that a call does not have: one zero, in an array of as many axes."""
+    """A placeholder for a tensor that a call does not have: one zero, in an array of as many axes."""
     return torch.zeros((1,) * ndim, dtype=dtype, device=device)
 
 
@@ -204,7 +204,7 @@ def promoted(*dtypes: torch.dtype) -> torch.dtype:
 
 
 def other(dtype: torch.dtype, than: torch.dtype) -> torch.dtype | None:
-    """A dtype, or None where it is no other than the second one."""
+    """A dtype, or None where it is the second one."""
     return None if dtype == than else dtype
 
 

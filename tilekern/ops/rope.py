@@ -57,7 +57,7 @@ def _rotated(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, twice: bool, rotary_dim: int | None,
     interleaved: bool,
 ) -> Pair:  # fmt: skip
-    """What :func:`rope` does of a part of each head, or of pairs."""
+    """Rotate a part of each head, or pairs, for :func:`rope`."""
     size, width = q.shape[-1], cos.shape[-1]
     rotary = rotary_dim or (size if width == size or 2 * width == size else width)
     if rotary % 2 or not 0 < rotary <= size or width not in (rotary, rotary // 2):

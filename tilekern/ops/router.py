@@ -37,7 +37,7 @@ class _Plans(NamedTuple):
 
 
 class _How(NamedTuple):
-    """What is chosen and by what."""
+    """How experts are chosen."""
 
     choices: int
     scores: str

@@ -104,7 +104,7 @@ def _find(logits: torch.Tensor, ids: torch.Tensor, masked: bool, graded: bool) -
 
 
 def _shares(shares: torch.Tensor | None, logits: torch.Tensor) -> torch.Tensor:
-    """What kernels take where there are none, too."""
+    """The shares, or a placeholder for the kernels."""
     return placeholder(1, torch.float32, logits.device) if shares is None else shares.contiguous()
 
 

@@ -32,7 +32,7 @@ def arrays(first: str, second: str) -> tuple[Array, ...]:
 def slopes(
     op: str, like: torch.Tensor, labels: torch.Tensor | None, ignore_index: int, columns: int | None
 ) -> torch.Tensor:
-    """What the loss of each row is multiplied by, [...] in float32 (float64 for float64): 0 where it does not count.
+    """The factor of each row's loss, [...] in float32 (float64 for float64): 0 where it does not count.
 
     Args:
         op: the name for errors.
@@ -75,7 +75,7 @@ def parts(
     spec: KernelSpec, name: str, names: tuple[str, str], terms: Callable[..., torch.Tensor],
     flags: Callable[..., tuple[bool, ...]] = lambda *_: (),
 ) -> dict[str, Any]:  # fmt: skip
-    """What an op (first, second, slope, *own, with_gradient, in_place) -> loss has of its own.
+    """The parts that an op (first, second, slope, *own, with_gradient, in_place) -> loss brings itself.
 
     Args:
         spec: the kernel, of :func:`tilekern.kernels.common.losses.spec`.

@@ -83,7 +83,7 @@ class _Added(torch.autograd.Function):
 
 
 class _Copied(torch.autograd.Function):
-    """What all ranks have, whose gradient is the sum of those that the ranks' parts make."""
+    """A tensor that all ranks have; its gradient is the sum of those of the ranks' parts."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What the tiled MLPs share: a function of single tokens runs over shards of them, again in the backward."""
+"""Code that the tiled MLPs share: a function of single tokens runs over shards of them, again in the backward."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ NOTES = Path(__file__).with_name("source_digests.json")
 
 @dataclass(frozen=True)
 class Digests:
-    """What today's source of a kernel is known by, in hexadecimal; ``module`` is where it stands."""
+    """The digests of a kernel's source of today, in hexadecimal; ``module`` is where it stands."""
 
     module: str
     source: str
@@ -123,7 +123,7 @@ def _noted(noted: dict[str, Any] | None) -> dict[str, Any] | None:
 
 @functools.cache
 def _notes(path: Path) -> dict[str, Any]:
-    """What a wheel noted; nothing in a checkout."""
+    """The digests that a wheel noted; nothing in a checkout."""
     if not path.exists():
         return {"files": {}, "modules": {}, "specs": {}}
     return dict(json.loads(path.read_text(encoding="utf-8")))

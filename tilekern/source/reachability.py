@@ -89,7 +89,7 @@ class Walk:
 
 
 def resolve(chain: Chain, code: Code) -> list[Code | str]:
-    """What a name stands for in a piece of source; text stands for what is of another package."""
+    """The object of a name in a piece of source; text stands for an object of another package."""
     name, *rest = chain
     module = code.module
     if name in code.scope:
@@ -114,7 +114,7 @@ def resolve(chain: Chain, code: Code) -> list[Code | str]:
 
 
 def _imported(target: Import, rest: list[str], importer: Module) -> list[Code | str]:
-    """What an import brings, or an attribute of it; a whole module where it is not said which of its names."""
+    """The object of an import, or an attribute of it; a whole module where it is not said which of its names."""
     package, attribute = target
     path = [*([] if attribute in (None, "*") else [attribute]), *rest]
     root = root_of(importer.name)
@@ -205,7 +205,7 @@ def _keywords(code: Code, call: ast.Call) -> dict[str, Code] | None:
 
 
 def _bound(code: Code, call: ast.Call, function: ast.FunctionDef, module: Module) -> dict[str, Code] | None:
-    """What a call binds the parameters of a module's function to; None where that cannot be read."""
+    """The code that a call binds to the parameters of a module's function; None where that cannot be read."""
     given = function.args
     names = [argument.arg for argument in given.args]
     keywords = _keywords(code, call)
@@ -325,7 +325,7 @@ def is_module(name: str) -> bool:
 
 
 def modules_within(package: str) -> Iterator[str]:
-    """The modules below a package; none where it is no package, or not at hand."""
+    """The modules below a package; none where it is not a package, or not at hand."""
     path = _found(package)
     if path is not None and path.name == "__init__.py":
         for file in sorted(path.parent.rglob("*.py")):

@@ -1,4 +1,4 @@
-"""What a piece of source says: the names that it looks up, those that it binds, and its form without the words."""
+"""The content of a piece of source: the names that it looks up, those that it binds, and its form without the words."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def tracing(found: Trace) -> Iterator[Trace]:
 
 
 class Trace:
-    """What was asked for so far.
+    """The problems that were asked for so far.
 
     Args:
         target: the GPU whose defaults and grids are taken.
@@ -151,7 +151,7 @@ class Trace:
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """What is asked for inside is asked for only if another config wins."""
+        """Problems that are asked for inside count only if another config wins."""
         before, self._into = self._into, self.others
         try:
             yield

@@ -21,7 +21,7 @@ _META = torch.device("meta")
 
 @dataclass(frozen=True)
 class Batch:
-    """What a step is given: ``sequences`` of ``length`` tokens each.
+    """The inputs of a step: ``sequences`` of ``length`` tokens each.
 
     ``packed`` ones stand one after the other in a batch of one, with ``cu_seq_lens_q`` and the like, as transformers'
     ``DataCollatorWithFlattening`` makes them. ``padded`` ones have a mask that says more than causality.

@@ -1,4 +1,4 @@
-"""What users, autograd and torch's dispatcher call; all of it goes to the plans and the launches."""
+"""The functions that users, autograd and torch's dispatcher call; all go to the plans and the launches."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def launch_backward(op: Declaration) -> str:
 
 
 def facts(op: Declaration) -> dict[str, str]:
-    """What the plans' tuple holds behind the plans: the names that the launches use, and what ``find`` gives them."""
+    """The plans' tuple behind the plans: the names that the launches use, and what ``find`` gives them."""
     first = op.tensors[0]
     known = {"device": f"{first}.device", "index": f"{first}.get_device()"}
     if any(map(leads, op.inputs.values())):
@@ -61,7 +61,7 @@ def plan_names(op: Declaration) -> Lines:
 
 
 def partial(op: Declaration) -> Array:
-    """What the backward leaves for the sum."""
+    """The partial gradients that the backward leaves for the sum."""
     found = [array for spec in op.specs for array in arrays_of(spec, "scratch")]
     if len(found) != 1 or len(found[0].shape) != 2:
         raise TypeError(f"{op.name}: for sums, its backward must have one scratch array [blocks, ...]")

@@ -1,4 +1,4 @@
-"""What runs when the memo has nothing for a call: the checks, and the search for its plans."""
+"""The code for a call that is not in the memo: the checks, and the search for its plans."""
 
 from __future__ import annotations
 

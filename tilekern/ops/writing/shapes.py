@@ -37,7 +37,7 @@ def _broken(line: str) -> Lines:
 
 
 def _opening(line: str, end: int) -> int:
-    """Where the bracket opens that closes at ``end``."""
+    """The position of the bracket that closes at ``end``."""
     depth = 0
     for place in range(end, -1, -1):
         depth += (line[place] == ")") - (line[place] == "(")
