@@ -125,7 +125,7 @@ def reference_forward(x: Any, linear: float, cubic: float, erf: bool, relu: bool
 
 
 def reference_backward(dy: Any, x: Any, linear: float, cubic: float, erf: bool, relu: bool) -> dict[str, Any]:
-    """What autograd makes of :func:`reference_forward` in float64."""
+    """The gradients of :func:`reference_forward` by autograd in float64."""
     import torch
 
     wide = x.detach().double().requires_grad_()

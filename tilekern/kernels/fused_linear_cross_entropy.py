@@ -40,7 +40,7 @@ _GENERIC_CHUNK = 256
 
 @dataclass
 class Beside:
-    """What a loss leaves beside its value and the gradients of the spec, chunk by chunk.
+    """The results of a loss beside its value and the gradients of the spec, chunk by chunk.
 
     Attributes:
         lse: the log of the sum of exponentials of each row, float32 [rows]; made for all losses.
@@ -57,7 +57,7 @@ class Beside:
 
 @dataclass(frozen=True)
 class LossOptions:
-    """What a loss is made of beside logits and targets; the fields of torch's ``cross_entropy`` mean the same here.
+    """A loss's parameters beside logits and targets; the fields of torch's ``cross_entropy`` mean the same here.
 
     ``class_weight`` is float32 [vocabulary]. ``hidden_gradient`` and ``weight_gradient`` say which gradients are
     wanted; ``wide_sums`` adds the weight's gradient up in float32. ``bias`` [vocabulary], of the dtype of the weight,
@@ -119,7 +119,7 @@ def chunk_plans(
 
 
 def product_of(plan_for: PlanFor, config: Config) -> Product:
-    """Who multiplies by a config: cuBLAS, or what won each product."""
+    """The product of a config: cuBLAS, or the winner of each product."""
     return functools.partial(linear.by_winner, plan_for) if config["products"] == "tuned" else linear.by_cublas
 
 
@@ -235,7 +235,7 @@ def _biased(logits: Any, options: LossOptions) -> Any:
 
 
 def note(beside: Beside, part: slice, logits: Any, target: Any, options: LossOptions) -> None:
-    """What is asked for of a chunk's logits, whose ``lse`` is known where shares are."""
+    """Keep the wanted results of a chunk's logits, whose ``lse`` is known where shares are."""
     if options.predicted:
         beside.predicted[part] = logits.argmax(-1)
     if options.token_scaling:

@@ -39,7 +39,7 @@ _STEP = 128
 
 @dataclass(frozen=True)
 class Options:
-    """What the loss is made of beside logits; which gradients are wanted, and whether the weight's is float32."""
+    """The loss's parameters beside logits; which gradients are wanted, and whether the weight's is float32."""
 
     beta: float = 0.5
     temperature: float = 1.0

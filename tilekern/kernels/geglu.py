@@ -90,7 +90,7 @@ def reference_forward(gate: Any, up: Any, tanh: bool) -> dict[str, Any]:
 
 
 def reference_backward(dy: Any, gate: Any, up: Any, tanh: bool) -> dict[str, Any]:
-    """What autograd makes of :func:`reference_forward` in float64."""
+    """The gradients of :func:`reference_forward` by autograd in float64."""
     import torch
 
     gate, up = (x.detach().double().requires_grad_() for x in (gate, up))

@@ -65,7 +65,7 @@ def _inside(x, piece, channels, positions, shape):
 
 
 def _less(x, mean, piece, channels, positions, shape):
-    """What differs from the mean; 0 beyond a group's edges."""
+    """The difference from the mean; 0 beyond a group's edges."""
     _, tile_c, tile_n, _, _, _ = shape
     left = x - mean
     if ct.static_eval(channels % tile_c != 0 or positions % tile_n != 0):

@@ -34,7 +34,7 @@ def _power(x):
 
 
 def between(x, y, beta):
-    """What each element adds for a beta inside (0, 1), the derivative of that by the input, and a multiple of Q.
+    """Each element's term for a beta inside (0, 1), its derivative by the input, and a multiple of Q.
 
     Of logarithms to base 2, x of Q and y of P: the results are divided by ln(2). So are all of this module.
     """
@@ -108,7 +108,7 @@ def jsd_gradients(
 
 
 def reference_terms(x: Any, y: Any, beta: float, pure: bool) -> tuple[Any, Any]:
-    """What each element of float64 tensors adds, and the derivative of that by the input."""
+    """The term of each element of float64 tensors, and its derivative by the input."""
     import torch
 
     def weighed(probability: Any, ratio: Any) -> Any:

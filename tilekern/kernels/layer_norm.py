@@ -79,7 +79,7 @@ def gradient(tiles, weights, known):
 
 
 def shares(tiles, weights, known):
-    """What each element adds to dweight and to dbias."""
+    """The share of each element in dweight and in dbias."""
     return tiles[0] * ((tiles[1] - known[0]) * known[2]), tiles[0]
 
 

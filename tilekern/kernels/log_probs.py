@@ -254,7 +254,7 @@ def log_probs_backward(
 
 @dataclass(frozen=True)
 class Options:
-    """What the results are made of beside logits, bias and ids."""
+    """The parameters beside logits, bias and ids."""
 
     ignore_index: int = -100
     temperature: float = 1.0

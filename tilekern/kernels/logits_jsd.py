@@ -83,7 +83,7 @@ def _logarithms(logits, row, c, tile_n, bounded, factor, sums, tma):
 
 
 def _terms(student, teacher, row, c, tile_n, bounded, factor, beta, totals, form, tma):
-    """What each element of a tile adds, the derivative g, and a multiple of the student's probability."""
+    """The term of each element of a tile, the derivative g, and a multiple of the student's probability."""
     # So shifted, logarithms to base 2 have terms in natural units.
     x = load_logits(student, row, c, tile_n, bounded, tma) * factor - totals[0] + jsd.LOG2_LN_2
     y = load_logits(teacher, row, c, tile_n, bounded, tma) * factor - totals[1] + jsd.LOG2_LN_2
@@ -326,7 +326,7 @@ def _backward_inputs(problem: Problem, generator: Any, device: str) -> dict[str,
 
 
 def _multiple(beta: float, pure: bool) -> float:
-    """What the formulas' last result is of a probability."""
+    """The multiple of a probability in the formulas' last result."""
     return LN_2 * (1.0 if pure else 1.0 - beta)
 
 

@@ -119,7 +119,7 @@ def _read(dy, x, step, c, tile_m, tile_n, bounded, tma):
 
 
 def _slopes(sums, columns, eps, weight):
-    """What makes dx, a polynomial of x with dy in some terms, of a step's sums; and the shares of the gradients."""
+    """The factors of dx, a polynomial of x with dy in some terms, from a step's sums; and the gradients' shares."""
     r1 = ct.rsqrt(sums[0] / columns + eps)
     r2 = ct.rsqrt(sums[1] / columns + eps)
     r3 = ct.rsqrt(sums[2] / columns + eps)

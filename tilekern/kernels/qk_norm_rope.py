@@ -206,7 +206,7 @@ def tile_axes(problem: Problem) -> dict[str, list[Value]]:
 
 
 def constants(problem: Problem, config: Config, item_bytes: int) -> tuple[tuple[str, int | bool], ...]:
-    """What both kernels are compiled for; ``item_bytes`` as of :func:`is_unrolled`."""
+    """The constants of both kernels; ``item_bytes`` as of :func:`is_unrolled`."""
     half, tile_t, tile_h = problem["head_dim"] // 2, config["tile_t"], config["tile_h"]
     tile_hk, width = tile_of_kv_heads(problem, config), power_of_two(half)
     bounded = bool(tile_t > 1 or width != half or problem["heads"] % tile_h or problem["kv_heads"] % tile_hk)

@@ -169,7 +169,7 @@ def _inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
 
 
 def gradients_of(forward: Callable[..., dict[str, Any]], dq_out: Any, dk_out: Any, **given: Any) -> dict[str, Any]:
-    """What autograd makes of a forward's reference in float64; ``given`` are its inputs."""
+    """The gradients of a forward's reference by autograd in float64; ``given`` are its inputs."""
     import torch
 
     names = ("q", "k", "q_weight", "k_weight")

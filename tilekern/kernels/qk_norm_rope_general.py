@@ -54,7 +54,7 @@ from tilekern.targets import Target
 
 
 def pieces_of(pairs: int, rest: int) -> tuple[tuple[int, int], ...]:
-    """Where the numbers of a head begin that do not turn, and how many there are, in pieces that tiles are of.
+    """The first and the count of a head's numbers that do not turn, in pieces that tiles are of.
 
     A piece that a power of two of its size lies before is a tile of the array itself, whose rows need no mask. Odd
     sizes are one piece.
@@ -116,7 +116,7 @@ def numbers_of(tiles, tile_t, tile_h, form):
 
 
 def read_weights(weight, offset, form):
-    """What a norm multiplies by, as numbers that broadcast over tokens and heads."""
+    """A norm's factors, as numbers that broadcast over tokens and heads."""
     pairs, rest, width, whole, interleaved, bounded, _ = form
     if ct.static_eval(interleaved):
         turning = weight if ct.static_eval(whole) else weight.slice(0, 0, 2 * pairs)
@@ -259,7 +259,7 @@ def out_dtype(problem: Problem) -> str:
 
 
 def constants(problem: Problem, config: Config, item_bytes: int) -> tuple[tuple[str, int | bool], ...]:
-    """What both kernels are compiled for; a block reads ``item_bytes`` for each element of q and k.
+    """The constants of both kernels; a block reads ``item_bytes`` for each element of q and k.
 
     Raises:
         ValueError: more numbers would turn than a head has.

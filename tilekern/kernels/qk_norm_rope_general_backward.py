@@ -68,7 +68,7 @@ def _pull(dx, slopes, tiles, weights, sums, c, s, eps, b, t, h, tile_t, tile_h, 
 
 
 def _plus(sums, shares, tile_t, tile_h, form):
-    """What was summed up with one step's shares; pairs in one tile, as they are loaded."""
+    """The sums with one step's shares added; pairs in one tile, as they are loaded."""
     pairs, rest, width, _, interleaved, _, _ = form
     if ct.static_eval(interleaved):
         found, others = (sums[0] + joined(shares[0], shares[1], tile_t, tile_h, width),), shares[2:]

@@ -6,8 +6,8 @@ They are Newton's on the excess ``sum(max(x - tau, 0)) - 1``, convex and falling
 once a step finds as many numbers as the one before. Each step divides the product of excess and count by 4 or more: 32
 are enough for float32 and 2^20 columns, and rows of normal numbers take about five.
 
-Most steps look at a part of the row: the largest of each column over the chunks that the row is cut into. What is left
-out can only raise tau, so the tau of that part is one that the steps over the whole row may begin at. They mostly end
+Most steps look at a part of the row: the largest of each column over the chunks that the row is cut into. The rest
+can only raise tau, so the tau of that part is one that the steps over the whole row may begin at. They mostly end
 with the first, which finds no number above tau that the part did not have.
 
 Backward, from the y that was stored: dx is dy less its mean over the support, where y > 0, and 0 elsewhere.

@@ -1,4 +1,4 @@
-"""What kernels share: loads with their hints, the shape of a tile, and the axes that most spaces have."""
+"""Code that kernels share: loads with their hints, the shape of a tile, and the axes that most spaces have."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def tvd_elements_backward(
 
 
 def reference_terms(p: Any, q: Any) -> tuple[Any, Any]:
-    """What each element adds, and the derivative of that by p."""
+    """The term of each element, and its derivative by p."""
     gap = p - q
     return 0.5 * gap.abs(), 0.5 * gap.sign().where(~gap.isnan(), gap)
 

@@ -53,7 +53,7 @@ from tilekern.targets import Target
 
 
 def _scores(q_tile, k_tile, slope, capped, precise):
-    """What, times the factor of :func:`_factors`, gives the scores of a tile in base 2."""
+    """The scores of a tile in base 2, but for the factor of :func:`_factors`."""
     products = product(q_tile, ct.transpose(k_tile), ct.zeros((q_tile.shape[0], k_tile.shape[0]), ct.float32))
     if ct.static_eval(capped):
         products = soft_tanh(products * slope, precise)

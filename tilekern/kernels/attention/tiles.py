@@ -1,4 +1,4 @@
-"""What attention's forward and backward share on the device: tiles of heads, which of them see each other, masks.
+"""Device code of attention's forward and backward: tiles of heads, which of them see each other, masks.
 
 Query q of a sequence of ``queries`` queries and ``keys`` keys stands at position q + keys - queries (the last query
 at the last key, as in FlashAttention 2). ``causal``: it sees the keys up to its position. ``windowed``: it sees the

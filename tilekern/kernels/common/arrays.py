@@ -1,4 +1,4 @@
-"""What follows from a kernel's arrays whatever its family: numbers to run it on, and the bytes that it moves."""
+"""From a kernel's arrays, whatever its family: numbers to run it on, and the bytes that it moves."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Arrays = tuple[Array | ScalarParameter, ...]
 
 
 def tensors(arrays: Arrays, *roles: str) -> list[Array]:
-    """The arrays that have one of some roles; without roles, all that are no scalars."""
+    """The arrays that have one of some roles; without roles, all that are not scalars."""
     return [x for x in arrays if isinstance(x, Array) and (not roles or x.role in roles)]
 
 

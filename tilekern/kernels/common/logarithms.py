@@ -12,7 +12,7 @@ import cuda.tile as ct
 def log2(x):
     """Of float32 tiles of positive numbers from 2^-126 to 2^126, within 2e-7 or a rounding of the result; 0 for 1.
 
-    A number's bits, taken for an integer, are nearly a multiple of its logarithm. What they leave is that of a number
+    A number's bits, taken for an integer, are nearly a multiple of its logarithm. The remainder is that of a number
     from 1 to 1.0615, of which a polynomial (of least error, 4e-8) is as good as float32 is. 0 gives some finite number;
     NaN gives NaN, and so does infinity.
     """

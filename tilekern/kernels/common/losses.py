@@ -2,7 +2,7 @@
 
 A kernel is its formula, ``formula(first, second, *scalars)``, which gives two float32 tiles: what each element adds to
 its row's loss, and the derivative of that by the first matrix. :func:`each_row` surrounds it: a row's loss and gradient
-are multiplied by its ``slope``, and a row whose slope is 0 is not read, whatever it holds. What surrounds that is
+are multiplied by its ``slope``, and a row whose slope is 0 is not read, whatever it holds. Its spec is made by
 :func:`spec`.
 
 A loss has one kernel with the gradient and one without, which the flag ``graded`` tells apart.

@@ -14,7 +14,7 @@ Without a formula (None) the statistics are the results: each is stored as an ou
 behind them the scalars, of which a dtype may be one. Rows stay in registers, in the dtype of their array; those that
 registers cannot hold (``long``) are read again for each sum, out of the L2 cache.
 Each block stores its sums over rows as one row of ``partial``, one weight behind the other, which the spec
-``column_sum`` adds up in a fixed order. What surrounds that is :func:`spec`.
+``column_sum`` adds up in a fixed order. Its spec is made by :func:`spec`.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def forward(
 ):  # fmt: skip
     """Outputs for all rows: one step of ``tile_m`` rows a block, or resident blocks that loop.
 
-    What ``made(tiles)`` gives is stored first, in the arrays ``kept``, and stands as it was rounded there in the place
+    The results of ``made(tiles)`` are stored first, in the arrays ``kept``, and stand as rounded there in the place
     of the inputs.
     """
     shape = (columns, tile_m, tile_n, chunks, long, bounded, tma)
@@ -256,7 +256,7 @@ def _held_rows(inputs, step, shape):
 
 
 def _all_made(made, kept, held, step, shape):
-    """What is made of the rows, and stored; the rows themselves where nothing is."""
+    """The tiles that are made of the rows, and stored; the rows themselves where none are."""
     rows = ()
     for c in ct.static_iter(range(len(held))):
         tiles = _made(made, kept, held[c])
@@ -337,7 +337,7 @@ def _axes(problem: Problem, direction: str) -> dict[str, list[Value]]:
 
 
 def space_of_narrow_chunks(live: int) -> Space:
-    """That of a forward for which it matters that a row is cut into many chunks."""
+    """The space of a forward for which it matters that a row is cut into many chunks."""
     return Space(_narrow_axes, (fits_registers(live), TMA_NEEDS_HOPPER, _TMA_PAYS, PASSES_MATCH, FEW_CHUNKS))
 
 
@@ -410,7 +410,7 @@ def in_blocks(problem: Problem, occupancy: int, tile_n: int = 4096, num_worker_w
 def default_in_blocks(
     live: int, occupancy: int, problem: Problem, target: Target, tile_n: int = 4096, num_worker_warps: int = 0
 ) -> Config:
-    """That of :func:`in_blocks`, or else what other kernels of the family have."""
+    """The default of :func:`in_blocks`, or else that of other kernels of the family."""
     in_block = in_blocks(problem, occupancy, tile_n, num_worker_warps)
     return in_block or _default(live, "forward", problem, target)
 

@@ -3,7 +3,7 @@
 A block reads a row, then reads it once more while it writes the gradient, last tile first, so that what it has just
 read comes out of the L2 cache; how many rows are under way at once decides whether they fit there. ``dlogits`` may be
 the memory of ``logits``. The gradient is that of ``(scale * loss).sum()``; rows whose scale is 0 still get their loss.
-Ignored rows and targets that are no class are treated as in the module ``separate``.
+Ignored rows and targets that are not a class are treated as in the module ``separate``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the cross-entropy specs share: dimensions, parameters, spaces, inputs, references and counts."""
+"""The common parts of the cross-entropy specs: dimensions, parameters, spaces, inputs, references and counts."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def scan_row(
 
 
 def target_logit(logits, row, label, softcap, capped):
-    """The target's logit after the cap, (1, 1); NaN where the target is no class."""
+    """The target's logit after the cap, (1, 1); NaN where the target is not a class."""
     value = ct.gather(logits, (ct.full((1, 1), row, ct.int32), ct.full((1, 1), label, ct.int32)), padding_value=NAN)
     value = value.astype(ct.float32)
     if capped:
@@ -150,7 +150,7 @@ def row_loss(
 
 
 def gradient_factors(scale, share, lse, weight_sum, smoothing, z_loss, columns, weighted, smoothed):
-    """What a row's gradient takes of the softmax, takes away at the target, and takes away of every class weight."""
+    """A row gradient's factor of the softmax, and those subtracted at the target and of every class weight."""
     at_target = share
     spread = ct.zeros((1, 1), ct.float32)
     of_softmax = share + 2.0 * z_loss * lse

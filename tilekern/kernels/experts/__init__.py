@@ -1,4 +1,4 @@
-"""What surrounds the products of a layer of experts: router, routing, copies of rows, the gate, the weighted sum.
+"""Kernels around the products of a layer of experts: router, routing, copies of rows, the gate, the weighted sum.
 
 T tokens, K experts for each, E experts. A slot t * K + k is a token's k-th choice. Rows are slots sorted by expert:
 ``offsets`` int32 [E] are the ends of the experts' rows (``offs`` of torch's grouped product), ``order`` int32 [T * K]

@@ -30,7 +30,7 @@ _UNROLLED = 8
 
 
 def _row(x, ranks, experts, weights, bias, total, token, k, c, shape, bounded, biased, weighted):
-    """What the k-th expert adds to tile ``c`` of a token."""
+    """The share of the k-th expert in tile ``c`` of a token."""
     rank = ct.load(ranks, (token, k), ())
     expert = ct.load(experts, (rank,), ())
     tile = load(x, (rank, c), shape, bounded, 0, False).astype(ct.float32)

@@ -239,7 +239,7 @@ def _widths(problem: Problem) -> tuple[int, int]:
 
 
 def _elements(problem: Problem) -> int:
-    """What a row takes: its experts, or pairs of groups where these are more."""
+    """The elements of a row: its experts, or pairs of groups where these are more."""
     groups, size = _widths(problem)
     return max(groups * size, groups * groups)
 

@@ -1,4 +1,4 @@
-"""What kernels that take one row of a layer of experts at a time share: the row's expert, and tiles."""
+"""Device code of kernels that take one row of a layer of experts at a time: the row's expert, and tiles."""
 
 from __future__ import annotations
 

@@ -189,7 +189,7 @@ _TILES: dict[Unit, tuple[tuple[int, int, int], ...]] = {
 def default(problem: Problem, target: Target) -> Config:
     """torch where it can and the host does not wait for it; else :func:`first_tile`.
 
-    What torch reaches is known, on an H200 350 to 520 TFLOP/s in bfloat16; which tile is faster is for a race to say.
+    Torch's speed is known, on an H200 350 to 520 TFLOP/s in bfloat16; which tile is faster is for a race to say.
     """
     waits = problem["dtype"] == "float16"
     if target != INTERPRETED and _has_library(problem) and not waits:

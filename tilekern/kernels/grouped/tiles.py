@@ -1,4 +1,4 @@
-"""What the grouped products share on the device: which rows a tile has, and in which order tiles are taken.
+"""Device code of the grouped products: which rows a tile has, and in which order tiles are taken.
 
 ``offsets`` [experts] (int32) says where the rows of each expert end; they begin where those of the one before it end.
 Rows beyond the last offset are the group number ``experts``, which belongs to nobody. How many tiles of rows each group

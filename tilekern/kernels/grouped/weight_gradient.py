@@ -113,7 +113,7 @@ def grouped_weight_gradient_gathered(
     a, b, offsets, order, slots, c, persistent: ConstBool, tile_m: ConstInt, tile_n: ConstInt, tile_k: ConstInt,
     group_m: ConstInt, latency: ConstInt, a_gathered: ConstBool, b_gathered: ConstBool,
 ):  # fmt: skip
-    """Where a, b or both are read where they are, with a row for each token; order [rows].
+    """Of a, b or both as they lie, with a row for each token; order [rows].
 
     a [rows or tokens, inner], b [rows or tokens, columns], offsets [experts], c [experts, inner, columns].
     """
