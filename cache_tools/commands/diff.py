@@ -21,7 +21,7 @@ _LISTED = ("new", "gone", "faster", "slower", "changed", "stale")
 
 
 class _Kept(NamedTuple):
-    """Of a record: what is compared and shown; so little that a hundred thousand are no burden."""
+    """The fields of a record that are compared and shown; so few that a hundred thousand are no burden."""
 
     path: str
     address: Address

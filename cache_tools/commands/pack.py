@@ -53,7 +53,7 @@ def pack(out: Path, model: str | None, tp: int, store: Store, as_json: bool, **f
 
 
 class _Needed(NamedTuple):
-    """What the records of one kernel must have: all but the bucketed dimensions."""
+    """The dimensions that the records of one kernel must have: all but the bucketed dimensions."""
 
     kernel: str
     exact: frozenset[tuple[str, Value]]
@@ -71,7 +71,7 @@ def _is_needed(record: Record, model: str, tp: int) -> bool:
 
 @functools.cache
 def _needed_by(model: str, target_key: str, tp: int) -> set[_Needed]:
-    """What a model needs on a target, in any dtype, for steps of any size.
+    """The records that a model needs on a target, in any dtype, for steps of any size.
 
     Raises:
         CacheError: the tuner cannot plan it; the error is its own.

@@ -48,7 +48,7 @@ class _Size(click.ParamType):
 
 @dataclass(frozen=True)
 class _Limits:
-    """What a cache shall not hold any more.
+    """Limits of what a cache keeps.
 
     Attributes:
         stale: records from another source of the kernel than today's.

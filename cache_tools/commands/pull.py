@@ -75,7 +75,7 @@ def pull(
 
 
 class _Pulled(NamedTuple):
-    """What a pull did: the pack's sha256, whether it was downloaded, and how many records were written."""
+    """The outcome of a pull: the pack's sha256, whether it was downloaded, and how many records were written."""
 
     sha256: str
     downloaded: bool
@@ -87,7 +87,7 @@ def _pull_into_cache(url: str, pinned: str | None, plain_http: bool, store: Stor
 
     Raises:
         Missing: there is nothing at the place.
-        Corrupt: what is there is no sound pack, or not the one that was wanted; nothing was written.
+        Corrupt: the pack there is damaged, or not the one that was wanted; nothing was written.
         CacheError: the place cannot be reached, or the cache cannot be written.
     """
     with _fetched(url, pinned, plain_http, lambda sha256: was_pulled(store, sha256)) as (sha256, pack):
@@ -103,7 +103,7 @@ def _pull_to_file(url: str, pinned: str | None, plain_http: bool, path: Path) ->
 
     Raises:
         Missing: there is nothing at the place.
-        Corrupt: what is there is no sound pack, or not the one that was wanted; the file is as it was.
+        Corrupt: the pack there is damaged, or not the one that was wanted; the file is as it was.
         CacheError: the place cannot be reached, or the file cannot be written.
     """
     if not path.parent.is_dir():

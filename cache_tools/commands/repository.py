@@ -97,7 +97,7 @@ class _Build:
 
     Attributes:
         variant: its name, by which `kernels` knows whether it fits.
-        id: its module's name in Python, which is no other build's.
+        id: its module's name in Python, different for each build.
         archs: the compute capabilities that its cubins are for.
     """
 

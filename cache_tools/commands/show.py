@@ -99,7 +99,7 @@ def _of_one_gpu(store: Store, kernel: str, key: str, selection: Selection) -> li
 def _steps_of_a_lookup(
     store: Store, kernel: str, problem: dict[str, Any], found: list[tuple[Source, Entry]]
 ) -> dict[tuple[str | None, str | None], Step]:
-    """What a lookup of the very problem on that GPU says of each layer and toolkit."""
+    """The steps of a lookup of the very problem on that GPU, by layer and toolkit."""
     record = next((entry.record for _, entry in found if entry.record), None)
     today = digests_today(record.module, record.kernel) if record else None
     if record is None or today is None:

@@ -59,9 +59,9 @@ def stats(store: Store, all_layers: bool, as_json: bool) -> None:
 
 
 class _Seen:
-    """What was counted of records, one after the other, so that none is held.
+    """Counts of records, taken one after the other, so that none is held.
 
-    A blob that two records share counts in each of them, and once in the total. What packs hold counts by its records
+    A blob that two records share counts in each of them, and once in the total. Packs count by their records
     alone: their blobs are compressed and shared.
     """
 

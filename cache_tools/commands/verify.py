@@ -55,8 +55,8 @@ _NOTES = (
 def verify(context: click.Context, path: Path | None, signed: bool, store: Store, as_json: bool) -> None:
     """Check every record, artifact and signature of a pack or a cache; exit code 1 where one is broken.
 
-    Stale records are reported, and are no fault; nor are those that are not known to be the best any more, nor records
-    that others can write, which no job loads. A reason is said once, with how many it holds for and the first of them;
+    Reported, but not a fault, are stale records, those that are not known to be the best any more, and those that
+    others can write, which no job loads. A reason is said once, with how many it holds for and the first of them;
     --json names all. A folder that --cache-dir names must be there; the user's own cache may be empty.
 
     JSON: cache_dir or pack, records, blobs, broken[] {path, problem}, stale[], not_fresh[], unknown_source[],
@@ -109,7 +109,7 @@ def _of_cache(store: Store) -> dict[str, Any]:
 
 
 def _of_pack(path: Path) -> dict[str, Any]:
-    """That of a pack: its form, every hash, every record and signature.
+    """The document of a pack: its form, every hash, every record and signature.
 
     Raises:
         Missing: there is no such file.
@@ -140,7 +140,7 @@ def _of_pack(path: Path) -> dict[str, Any]:
 
 
 class _Seen:
-    """What was seen of a cache's records, one after the other; so little that a hundred thousand are no burden."""
+    """Findings on a cache's records, one after the other; so little that a hundred thousand are no burden."""
 
     def __init__(self, store: Store) -> None:
         self.records: dict[str, _Kept] = {}
@@ -242,7 +242,7 @@ class _Signed(NamedTuple):
 
 
 def _records_of_store(store: Store, note: Callable[[Entry], None]) -> Iterator[_Signed]:
-    """Records of a cache, by their files; ``note`` is given each entry of the cache, also of what is no record."""
+    """Records of a cache, by their files; ``note`` is given each entry of the cache, records or not."""
     names = signature_names(store.root)
 
     def read(path: PurePosixPath) -> bytes:
@@ -269,7 +269,7 @@ def _survey(records: Iterable[_Signed]) -> dict[str, Any]:
     """How many records are trusted and by whom, signed by others, unsigned, and wrongly signed.
 
     ``trusted``, ``other_key``, ``unsigned``: numbers of records; ``by``: records by the trust root's name; ``bad``:
-    path and problem of each signature that is none of its record; ``unchecked``: why some records' signatures could not
+    path and problem of each signature that is not of its record; ``unchecked``: why some records' signatures could not
     be checked, or None.
     """
     counted: Counter[str] = Counter()

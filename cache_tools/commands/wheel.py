@@ -69,7 +69,7 @@ def wheel(
 
 @dataclass(frozen=True)
 class _Package:
-    """What pip will call a package.
+    """A package as pip will name it.
 
     Attributes:
         name: its normalised name.
@@ -81,7 +81,7 @@ class _Package:
 
     @property
     def module(self) -> str:
-        """Its folder among the installed ones, which is no other package's."""
+        """Its folder among the installed ones, which no other package has."""
         return f"tilekern_packs_{self.name.replace('-', '_')}"
 
 

@@ -48,7 +48,7 @@ def open_remote(url: str, plain_http: bool = False) -> Remote:
         plain_http: talk to the registry by HTTP; one on this machine always is.
 
     Raises:
-        CacheError: the URL is none of a pack, or what its place needs is not installed.
+        CacheError: the URL is not that of a pack, or a package that its place needs is not installed.
     """
     scheme, colon, rest = url.partition("://")
     if not (scheme and colon and rest):

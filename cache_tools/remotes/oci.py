@@ -44,7 +44,7 @@ _HERE = re.compile(r"(localhost|127\.[0-9.]+|\[::1\])(:[0-9]+)?")
 
 
 class _Layer(NamedTuple):
-    """What a manifest says of the pack: sha256 in hexadecimal, size in bytes."""
+    """The manifest's entry of the pack: sha256 in hexadecimal, size in bytes."""
 
     sha256: str
     size: int

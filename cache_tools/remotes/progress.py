@@ -13,7 +13,7 @@ import click
 def progress_bar(label: str, size_bytes: int | None) -> Iterator[Callable[[int], object]]:
     """A function that takes the number of bytes that were moved since its last call.
 
-    Nothing is shown where standard error is no terminal, or the size in bytes is not known.
+    Nothing is shown where standard error is not a terminal, or the size in bytes is not known.
     """
     if size_bytes is None or not sys.stderr.isatty():
         yield lambda _: None

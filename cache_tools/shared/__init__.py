@@ -1,1 +1,1 @@
-"""What several commands use: their options, what they list and choose, and how they print it."""
+"""Code of several commands: their options, what they list and choose, and how they print it."""

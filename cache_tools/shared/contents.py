@@ -1,4 +1,4 @@
-"""What a pack is and holds, found by reading all of it as an installation would."""
+"""The form and contents of a pack, found by reading all of it as an installation would."""
 
 from __future__ import annotations
 

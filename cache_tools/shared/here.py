@@ -1,4 +1,4 @@
-"""What of this machine a lookup goes by: the GPU, the toolkit and the kernels' specs, loaded when asked for."""
+"""Parts of this machine that a lookup goes by: the GPU, the toolkit and the kernels' specs, loaded when asked for."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ READING_S = 0.5
 
 
 class Kept(NamedTuple):
-    """Of an entry: what deleting it goes by, so little that a hundred thousand are no burden.
+    """The fields of an entry that deleting it goes by, so few that a hundred thousand are no burden.
 
     The fields are those of :class:`tilekern.cache.Entry`; ``digests`` are the blobs that it refers to, and of what
     cannot be read none. Whether it is stale is asked of few, and takes loading Python's parser.
@@ -45,7 +45,7 @@ class Kept(NamedTuple):
 
 
 def kept_of(entry: Entry) -> Kept:
-    """What deleting an entry goes by."""
+    """The fields that deleting an entry goes by."""
     record = entry.record
     return Kept(
         entry.path,
@@ -65,7 +65,7 @@ def kept_of(entry: Entry) -> Kept:
 
 
 class Removed(NamedTuple):
-    """What was deleted: numbers of records and blobs, bytes of both; ``kept`` says why no blob was, if so."""
+    """The deleted files: numbers of records and blobs, bytes of both; ``kept`` says why no blob was, if so."""
 
     records: int
     blobs: int
@@ -76,8 +76,8 @@ class Removed(NamedTuple):
 def remove(store: Store, entries: Sequence[Kept]) -> Removed:
     """Delete records, and a moment later the blobs that nothing refers to any more.
 
-    A job that has read a record just before finds its blobs still there; one that has them needs no file. What was
-    written anew since it was listed stays.
+    A job that has read a record just before finds its blobs still there; one that has them needs no file. Files
+    that were written anew since they were listed stay.
 
     Raises:
         CacheError: a file cannot be deleted.
@@ -91,7 +91,7 @@ def remove(store: Store, entries: Sequence[Kept]) -> Removed:
 
 
 def would_go(store: Store, entries: Sequence[Kept]) -> Removed:
-    """What :func:`remove` would delete, if nothing changed until then; nothing is changed."""
+    """The files that :func:`remove` would delete, if nothing changed until then; nothing is changed."""
     blobs, kept = garbage_of(store, entries)
     size_bytes = sum(entry.file_bytes for entry in entries) + sum(blob.size_bytes for blob in blobs)
     return Removed(len(entries), len(blobs), size_bytes, kept)

@@ -1,4 +1,4 @@
-"""Where records are listed from: a cache's folder, a pack, or each layer of a lookup."""
+"""The places that records are listed from: a cache's folder, a pack, or each layer of a lookup."""
 
 from __future__ import annotations
 

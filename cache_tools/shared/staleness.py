@@ -1,4 +1,4 @@
-"""What a record is worth beside the kernel's source of today."""
+"""The standing of a record beside the kernel's source of today."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Made(MadeOf, Protocol):
-    """What says which source a record was made from: a record, or what is kept of one."""
+    """The source that a record was made from, told by a record or what is kept of one."""
 
     @property
     def module(self) -> str:

@@ -1,4 +1,4 @@
-"""What a store says of the files that it holds."""
+"""The files of a store, as its lists show them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Entry:
 
     Attributes:
         path: the file.
-        address: what its path says it is a record of; None where the path is none of a record.
+        address: the record's address by its path; None where it is not the path of a record.
         record: its contents, or None where it is unreadable.
         problem: why it is unreadable, or None.
         unknown_schema: True where another version of tilekern wrote it.
@@ -35,7 +35,7 @@ class Entry:
             a day, where it is not mounted with ``noatime``), else when it was written; in seconds since 1970.
         identity: which file it was (:func:`tilekern.cache.files.identity_of`); None in a pack, and where it
             could not be told.
-        is_folder: True where it is no record file but a folder that cannot be listed.
+        is_folder: True where it is not a record file but a folder that cannot be listed.
     """
 
     path: Path
@@ -52,7 +52,7 @@ class Entry:
 
 
 class Outline(NamedTuple):
-    """What a list says of a record, so little that a hundred thousand are no burden; fields as of :class:`Record`."""
+    """The fields of a record in a list, so few that a hundred thousand are no burden; fields as of :class:`Record`."""
 
     address: Address
     problem: dict[str, Value]
@@ -95,7 +95,7 @@ class BlobFile:
 
 @dataclass(frozen=True)
 class Garbage:
-    """What a garbage collection removed; ``kept`` says why it removed no blob at all where it could not tell."""
+    """The outcome of a garbage collection; ``kept`` says why it removed no blob at all where it could not tell."""
 
     blobs: int
     size_bytes: int

@@ -1,4 +1,4 @@
-"""What goes wrong with a cache; every message is one line that names the wrong thing and what would be right."""
+"""Errors of a cache; every message is one line that names the wrong thing and what would be right."""
 
 
 class CacheError(Exception):

@@ -62,7 +62,7 @@ def ask_for(paths: Iterable[str]) -> None:
 
 
 def read_if_there(path: str, largest: int) -> tuple[bytes, os.stat_result] | None:
-    """What :func:`read_whole` gives, which counts as no use; None where the file was deleted since it was listed.
+    """The result of :func:`read_whole`, without counting as a use; None where the file was deleted since it was listed.
 
     Raises:
         CacheError: it is there and cannot be read.
@@ -117,7 +117,7 @@ def write_whole(path: Path, data: bytes, mode: int = 0o644) -> None:
 
 
 def write_by(path: Path, write: Callable[[BinaryIO], object], mode: int = 0o644) -> None:
-    """What :func:`write_whole` does with what ``write`` puts into a file; it may be called more than once."""
+    """Write a file as :func:`write_whole` does, by ``write``, which may be called more than once."""
     for _ in range(_ATTEMPTS):
         # A `clear` or `prune` may take the folder or the temporary file away in the middle.
         with contextlib.suppress(FileNotFoundError):
@@ -188,7 +188,7 @@ def set_aside(path: Path, seen: os.stat_result) -> bool:
 
 
 def identity_of(status: os.stat_result) -> tuple[int, int, int]:
-    """What tells a file from another that was put in its place: inode, time of writing in nanoseconds, bytes."""
+    """The identity of a file, to tell it from another in its place: inode, time of writing in nanoseconds, bytes."""
     return status.st_ino, status.st_mtime_ns, status.st_size
 
 

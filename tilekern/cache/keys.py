@@ -37,7 +37,7 @@ _WORDS: dict[str, Value] = {"True": True, "False": False, "None": None}
 
 
 class Address(NamedTuple):
-    """Where a record stands in a cache or pack: the four names of its path."""
+    """The four names of a record's path in a cache or pack."""
 
     target_key: str
     toolkit_key: str
@@ -74,7 +74,7 @@ def blob_name(sha256: str) -> str:
     """A blob's path below the cache's root, as text.
 
     Raises:
-        CacheError: ``sha256`` is no digest.
+        CacheError: ``sha256`` is not a digest.
     """
     check_digest("a blob", sha256)
     return f"{LAYOUT}/{BLOBS}/{sha256[:2]}/{sha256}"
@@ -159,7 +159,7 @@ def parse_problem_key(text: str) -> dict[str, Value]:
     """The problem that a key names: whole numbers, True, False, None and text; inverse of :func:`problem_key`.
 
     Raises:
-        CacheError: ``text`` is no problem key.
+        CacheError: ``text`` is not a problem key.
     """
     if len(text) > LONGEST_PROBLEM_KEY:
         raise CacheError(f"a problem's key may have {LONGEST_PROBLEM_KEY} characters, got {len(text)}")

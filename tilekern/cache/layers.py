@@ -35,7 +35,7 @@ class Layer(Protocol):
 
     @property
     def name(self) -> str:
-        """What people call the layer."""
+        """The layer's name for people."""
         ...
 
     def targets(self) -> list[str]:
@@ -182,7 +182,7 @@ class FolderLayer:
 
 
 def problems_of(keys: Iterable[str]) -> list[dict[str, Value]]:
-    """The problems that the given keys name; what is no problem key is left out."""
+    """The problems that the given keys name; other texts are left out."""
     problems = []
     for key in keys:
         with contextlib.suppress(CacheError):

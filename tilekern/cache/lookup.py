@@ -124,7 +124,7 @@ def lookup(
         trace: where given, takes each step: what was passed over and why, and last what was taken.
 
     Raises:
-        CacheError: ``problem`` has no key, or ``TILEKERN_TRUST`` is no policy.
+        CacheError: ``problem`` has no key, or ``TILEKERN_TRUST`` is not a policy.
     """
     problem_key(problem)
     must_be_signed()
@@ -161,7 +161,7 @@ def _candidates(
     layers: Sequence[Layer],
     steps: list[Step],
 ) -> Iterator[Iterable[_Candidate]]:
-    """Where to look on one target: the places of the problem itself, then those of each other that may serve for it."""
+    """The places to look on one target: those of the problem itself, then those of others that may serve for it."""
     places = []
 
     def own() -> Iterator[_Candidate]:

@@ -1,4 +1,4 @@
-"""Where caches are: the user's folder, and the layers that a lookup reads by default."""
+"""The places of caches: the user's folder, and the layers that a lookup reads by default."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class Launch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Artifact(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a candidate compiled to; the bytes themselves are the blob of the name ``sha256``.
+    """The compiled form of a candidate; the bytes themselves are the blob of the name ``sha256``.
 
     Attributes:
         sha256: digest of the bytes, in hexadecimal.
@@ -142,7 +142,7 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     @cached_property
     def address(self) -> Address:
-        """Where the record belongs in a cache."""
+        """The address of the record in a cache."""
         return Address(self.target["key"], self.toolkit["key"], self.kernel, problem_key(self.problem))
 
     @cached_property
@@ -176,7 +176,7 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
         Raises:
             UnknownSchema: it was written under another schema.
-            Corrupt: it is no JSON, a field is missing, unknown, or not what it must be, or the text was changed since.
+            Corrupt: it is not JSON, a field is missing, unknown, or not what it must be, or the text was changed since.
         """
         data = text.encode(errors="surrogatepass") if isinstance(text, str) else text
         contents, ending = data[:-_ENDING_BYTES], data[-_ENDING_BYTES:]
@@ -232,7 +232,7 @@ _ENDING_BYTES = len(_ending(b""))
 
 
 def _schema_in(data: bytes) -> int | None:
-    """The schema that a text names which is no record of today's; None where it names none."""
+    """The schema that a text names, where it is not a record of today; None where it names none."""
     try:
         return _ONLY_SCHEMA.decode(data).schema
     except _NOT_PARSED:
@@ -259,7 +259,7 @@ def _check_schema(schema: int | None, is_sealed: bool) -> None:
 
 
 def _not_parsed(what: str, error: Exception) -> Corrupt:
-    """What msgspec says of a text, as an error of one line."""
+    """The error of msgspec about a text, in one line."""
     said = " ".join(str(error).split())[:200]
     return Corrupt(f"{what}: {said}" if isinstance(error, msgspec.ValidationError) else f"not valid JSON: {said}")
 
@@ -269,7 +269,7 @@ def decode_record(data: bytes, address: Address | None) -> Record:
 
     Raises:
         UnknownSchema: it was written under another schema.
-        Corrupt: it is no whole record, or it belongs at another address.
+        Corrupt: it is not a whole record, or it belongs at another address.
     """
     record = record_of(data)
     if record.address != address:
@@ -282,7 +282,7 @@ def record_of(data: bytes) -> Record:
 
     Raises:
         UnknownSchema: it was written under another schema.
-        Corrupt: it is no whole record.
+        Corrupt: it is not a whole record.
     """
     record = Record.from_json(data)
     record.__dict__["data"] = data
@@ -322,7 +322,7 @@ def parse_object(text: str | bytes) -> dict[str, Any]:
 
 
 def _check_sense(record: Record) -> None:
-    """What the types alone do not say."""
+    """Check the rules that the types alone do not state."""
     for name, artifact in record.artifacts.items():
         check_name("a variant", name)
         if artifact.launch and math.prod(artifact.launch.block) > _MOST_THREADS:

@@ -1,4 +1,4 @@
-"""What a record is worth beside today's source of its kernel: may it be used, and is it still known to be the best."""
+"""Standing of a record beside today's source of its kernel: may it be used, and is it still known to be the best."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NOT_FRESH = "not known to be the best: the space has changed since"
 
 
 class Made(Protocol):
-    """What says which source a record was made from: a record, or what is kept of one."""
+    """The source that a record was made from, told by a record or what is kept of one."""
 
     @property
     def schema(self) -> int:
@@ -33,7 +33,7 @@ class Made(Protocol):
 
 
 class Source(Protocol):
-    """What today's source of a kernel is known by, as :class:`tilekern.source.digests.Digests` has it."""
+    """The digests of a kernel's source of today, as :class:`tilekern.source.digests.Digests` has it."""
 
     @property
     def source(self) -> str:
@@ -52,7 +52,7 @@ class Source(Protocol):
 
 
 def standing(record: Made, today: Source) -> Standing:
-    """What a record is worth beside today's source of its kernel: ``fresh``, ``dated`` or ``stale``."""
+    """The standing of a record beside today's source of its kernel: ``fresh``, ``dated`` or ``stale``."""
     if record.schema <= WITHOUT_SPACE:
         return "fresh" if record.source_digest == today.whole else "stale"
     if record.source_digest != today.source:

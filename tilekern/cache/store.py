@@ -96,13 +96,13 @@ class Store:
 
         Args:
             where: whether to look at a place, given the names that lead there: of a target, then with a toolkit, a
-                kernel, a problem's key. What it refuses is neither listed nor read.
+                kernel, a problem's key. Files that it refuses are neither listed nor read.
         """
         for entry, _ in self.read_entries(where):
             yield entry
 
     def read_entries(self, where: Where | None = None) -> Iterator[tuple[Entry, bytes]]:
-        """What :meth:`entries` gives, each with the bytes of its file; none where it cannot be read."""
+        """The entries of :meth:`entries`, each with the bytes of its file; none where it cannot be read."""
         finish_incoming(self.root)
         unlisted: list[Entry] = []
         for path in self._record_files(where, self._noted_in(unlisted)):
@@ -266,7 +266,7 @@ class Store:
         return (path for path in files_below(self._layout, skip, where, fail) if path.endswith(".json"))
 
     def _noted_in(self, unlisted: list[Entry]) -> Callable[[OSError], None]:
-        """What makes an entry of each folder that is there and cannot be listed."""
+        """A function that notes an entry for each folder that is there and cannot be listed."""
 
         def note(error: OSError) -> None:
             if not is_gone(error):
@@ -275,7 +275,7 @@ class Store:
         return note
 
     def _address(self, path: str) -> Address | None:
-        """What a record's file at this path is of, unchecked; None where no record may stand."""
+        """The address of a record's file by its path, unchecked; None where no record may stand."""
         parts = path.removeprefix(f"{self.root}{os.sep}").removesuffix(".json").split(os.sep)
         return Address(*parts[1:]) if len(parts) == 5 else None
 

@@ -46,7 +46,7 @@ def files_below(
 def must_list(folder: Path) -> Callable[[OSError], NoReturn]:
     """A ``fail`` for where every file below ``folder`` counts.
 
-    What it makes raises Missing where ``folder`` was not there, though it may have come since, else CacheError.
+    The function raises Missing where ``folder`` was not there, though it may have come since, else CacheError.
     """
 
     def fail(error: OSError) -> NoReturn:
@@ -63,5 +63,5 @@ def is_gone(error: OSError) -> bool:
 
 
 def cannot_list(error: OSError) -> str:
-    """What is said of a folder that cannot be listed."""
+    """The message about a folder that cannot be listed."""
     return f"cannot list {error.filename}: {error.strerror}"

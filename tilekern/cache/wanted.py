@@ -34,7 +34,7 @@ def note_wanted(root: Path, kernel: str, problem: Mapping[str, Value], target: M
         True where this call wrote it down; False where it stood there already or the folder cannot be written.
 
     Raises:
-        CacheError: the kernel or the problem cannot be the name of a record, or the target is no JSON data.
+        CacheError: the kernel or the problem cannot be the name of a record, or the target is not JSON data.
     """
     wanted = _wanted(kernel, problem, target)
     path = _folder(root) / f"{_digest(wanted)}.json"
@@ -49,7 +49,7 @@ def note_wanted(root: Path, kernel: str, problem: Mapping[str, Value], target: M
 
 
 def wanted_name(kernel: str, problem: Mapping[str, Value], target: Mapping[str, Any]) -> str:
-    """What the list calls a problem: 64 hexadecimal digits; raises as :func:`note_wanted` does."""
+    """The name of a problem in the list: 64 hexadecimal digits; raises as :func:`note_wanted` does."""
     return _digest(_wanted(kernel, problem, target))
 
 
@@ -68,7 +68,7 @@ def _digest(wanted: Mapping[str, Any]) -> str:
 
 
 def read_wanted(root: Path) -> list[dict[str, Any]]:
-    """What was asked for, oldest first: ``kernel``, ``problem``, ``target``, ``reason``, ``created``.
+    """The problems that were asked for, oldest first: ``kernel``, ``problem``, ``target``, ``reason``, ``created``.
 
     Files that are not whole are left out.
     """
@@ -95,7 +95,7 @@ def note_misses(root: Path, process: str, misses: Mapping[str, int]) -> bool:
         False where there is no list, or the folder cannot be written.
 
     Raises:
-        CacheError: a name is none of a process or problem.
+        CacheError: a name is not that of a process or a problem.
     """
     if not _PROCESS.fullmatch(process):
         raise CacheError(f"a process is named by 8 to 64 hexadecimal digits, got {process!r}")
@@ -112,7 +112,7 @@ def note_misses(root: Path, process: str, misses: Mapping[str, int]) -> bool:
 def read_misses(root: Path) -> dict[str, int]:
     """How often the problems of the list were run in place of a tuned kernel, by name, over all processes.
 
-    What cannot be read counts for nothing.
+    Files that cannot be read count for nothing.
     """
     found: Counter[str] = Counter()
     for path in _files(root, _MISSES):
@@ -121,12 +121,12 @@ def read_misses(root: Path) -> dict[str, int]:
 
 
 def remove_wanted(root: Path, names: Collection[str]) -> int:
-    """Take problems off the list, and counts that speak of none that is left; how many problems stood there.
+    """Take problems off the list, and counts of none that is left; how many problems stood there.
 
     Counts that another version of tilekern wrote are left alone.
 
     Raises:
-        CacheError: a name is none of a problem, or a file cannot be deleted.
+        CacheError: a name is not that of a problem, or a file cannot be deleted.
     """
     removed = sum(_unlink(_folder(root) / f"{check_digest('a problem', name)}.json") for name in names)
     left = {path.stem for path in _files(root)}
@@ -161,7 +161,7 @@ def _unlink(path: Path) -> bool:
 
 
 def _misses_of(path: Path) -> dict[str, int] | None:
-    """What a file of counts says, nothing where it is damaged; None where another version of tilekern wrote it."""
+    """The counts of a file, empty where it is damaged; None where another version of tilekern wrote it."""
     try:
         item = parse_object(read_whole(path, LARGEST_RECORD)[0].decode())
     except (CacheError, UnicodeDecodeError):

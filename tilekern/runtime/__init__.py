@@ -1,1 +1,1 @@
-"""What happens at call time: from a spec and sizes to the plan that is launched, what a miss does, what is counted."""
+"""Call time: from a spec and sizes to the plan that is launched, what a miss does, what is counted."""

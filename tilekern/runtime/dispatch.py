@@ -1,8 +1,8 @@
 """Call time: (spec, problem) -> plan, in microseconds; what happens on a miss; and the counters.
 
-A plan is looked up once for each combination of real sizes, then found in a dictionary. What a lookup costs the
-first time is a few file reads; what it never needs is a compiler, unless the miss policy ``compile`` has to fill in.
-What a miss led to is looked up again now and then, off the calls' path (:mod:`tilekern.runtime.provisional`).
+A plan is looked up once for each combination of real sizes, then found in a dictionary. A lookup costs a few
+file reads the first time, and never needs a compiler, unless the miss policy ``compile`` has to fill in.
+The plan of a miss is looked up again now and then, off the calls' path (:mod:`tilekern.runtime.provisional`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MOST_PLANS = 65536
 
 @dataclass
 class State:
-    """What one process keeps of its calls.
+    """The state that one process keeps of its calls.
 
     ``plans`` are by real sizes, ``memos`` what ops keep beside them; ``resolved`` is what the problems that were asked
     for run by, at their buckets, where None is the model's own op. ``layers`` are those of this process once they were
@@ -65,7 +65,7 @@ def interpreting() -> bool:
 
 
 def set_miss_policy(policy: str | None) -> None:
-    """What a lookup that finds nothing does; None goes by ``TILEKERN_ON_MISS``, else ``compile``.
+    """Set what a lookup does that finds nothing; None goes by ``TILEKERN_ON_MISS``, else ``compile``.
 
     Raises:
         InputError: no such policy.
@@ -108,7 +108,7 @@ def agree_on(agreement: Agreement | None) -> None:
 
 
 def resolved() -> dict[tuple[str, Problem], Record | None]:
-    """What each problem that was asked for, at its bucket, runs by: a record, or None for the model's own op."""
+    """The record by which each problem that was asked for, at its bucket, runs, or None for the model's own op."""
     with _state.lock:
         return dict(_state.resolved)
 
@@ -116,7 +116,7 @@ def resolved() -> dict[tuple[str, Problem], Record | None]:
 def forget() -> None:
     """Drop all plans and kernels of this process: the next calls look the cache up again. Counters stay.
 
-    What ranks agreed on stays in force.
+    The agreement of ranks stays in force.
     """
     with _state.lock:
         for found in _state.counters.values():

@@ -1,4 +1,4 @@
-"""What a lookup leads to: a kernel object with its grid and constants, ready to be launched."""
+"""The result of a lookup: a kernel object with its grid and constants, ready to be launched."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def _disjoint(x: Any) -> bool:
 
 
 class LibraryPlan(Plan):
-    """A plan that a library runs, on any device that the library serves; there is no kernel to launch.
+    """A plan that a library runs, on any device that the library serves; it launches no kernel of ours.
 
     Tangents of forward-mode AD are the library's: torch's operations carry them on or refuse them.
     """
@@ -137,7 +137,7 @@ class LibraryPlan(Plan):
 
 @dataclass
 class Counters:
-    """What happened to one kernel in this process.
+    """Counts of one kernel in this process.
 
     ``nearest`` counts those hits that another bucket's record served, ``fallbacks`` calls that ran the model's own
     op, ``launches`` launches of the kernel.

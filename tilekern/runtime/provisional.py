@@ -1,4 +1,4 @@
-"""What a miss led to, until something better is there: looked up again now and then, off the calls' path.
+"""Plans of misses, until something better is there: looked up again now and then, off the calls' path.
 
 A plan is settled where its record was measured on this very GPU for the problem's own bucket, and is fresh. Any other
 (the model's own op, a default, a prediction, a neighbour's record, one of another search space) is provisional. A
@@ -53,7 +53,7 @@ def interval_s() -> float:
     """Seconds between two lookups of what is provisional, by ``TILEKERN_LOOKUP_AGAIN_S``; 0: none.
 
     Raises:
-        InputError: the variable is no such number.
+        InputError: the variable is not such a number.
     """
     text = os.environ.get(_VARIABLE, str(INTERVAL_S))
     with contextlib.suppress(ValueError):
@@ -106,7 +106,7 @@ class Watch:
         self._begin()
 
     def _begin(self) -> None:
-        """What belongs to one process: a child that was forked has neither the thread nor who held the lock."""
+        """Make anew what belongs to one process: a forked child has neither the thread nor the lock's holder."""
         self._lock = threading.Lock()
         # Set to end the thread; None where there is none.
         self._end: threading.Event | None = None
@@ -132,7 +132,7 @@ class Watch:
             take: puts the plan of what is found later in its place, and gives it.
 
         Raises:
-            InputError: ``TILEKERN_LOOKUP_AGAIN_S`` is no number.
+            InputError: ``TILEKERN_LOOKUP_AGAIN_S`` is not a number.
         """
         from tilekern import cache
 

@@ -22,7 +22,7 @@ _WHY_LONG = "which no cache holds; Ctrl-C stops it, and a tune of the model befo
 
 
 def artifact_of(made: Compiled, config: Config) -> Artifact:
-    """What a record says of a compiled candidate."""
+    """The entry of a compiled candidate in a record."""
     return Artifact(
         sha256=hashlib.sha256(made.cubin).hexdigest(),
         size=len(made.cubin),

@@ -120,7 +120,7 @@ def sizes_of(spec: KernelSpec, problem: Problem) -> list[Any]:
 
 
 def asked_by(model: torch.nn.Module, target: Target) -> set[Exact]:
-    """What a training step of a model asks for, whatever the number of tokens.
+    """The problems that a training step of a model asks for, whatever the number of tokens.
 
     Raises:
         InputError: the model has no configuration, or its step cannot be traced.

@@ -1,4 +1,4 @@
-"""What a zip file may be before anything in it is read: bounds that keep a crafted one from taking memory or disk.
+"""Bounds of a zip file, checked before anything in it is read: they keep a crafted one from taking memory or disk.
 
 The bounds are far above what a pack of a whole model has (250 members, 7:1) and far below what hurts.
 """

@@ -97,7 +97,7 @@ def has_better(store: Store, offered: Record) -> bool:
 def _files(
     pack: Pack, store: Store, address: Address, signatures: _Signatures, own: Collection[str]
 ) -> dict[PurePosixPath, bytes]:
-    """What a record brings along, and the record, byte for byte as the pack has it."""
+    """The blobs and signatures of a record, and the record, byte for byte as the pack has it."""
     name = str(address.path)
     data, digest = pack.read(name), pack.members[name].sha256
     files = {signature_path(digest, key): text for key, text in signatures.get(digest, {}).items()}

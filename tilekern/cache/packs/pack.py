@@ -54,7 +54,7 @@ _UNSOUND = (
 
 
 class Member(NamedTuple):
-    """What the manifest says of a member: digest in hexadecimal, size in bytes."""
+    """The manifest's entry of a member: digest in hexadecimal, size in bytes."""
 
     sha256: str
     size: int
@@ -64,7 +64,7 @@ class Pack:
     """An open pack whose manifest and list of members were checked; contents are checked as they are read.
 
     Raises:
-        Corrupt: it is no sound pack.
+        Corrupt: it is not a sound pack.
         UnknownSchema: another version of tilekern wrote it.
         Missing: there is no such file.
         CacheError: it cannot be read.

@@ -1,1 +1,1 @@
-"""What may be loaded, by whom it was made and who could have changed it."""
+"""The rules of what may be loaded: who made it, and who could have changed it."""

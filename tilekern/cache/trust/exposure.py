@@ -1,4 +1,4 @@
-"""Who can write what a job would load: a record that others can put there or change is code that others can run."""
+"""Find out who can write what a job would load: a record that others can write is code that others can run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What may be loaded: the policy ``TILEKERN_TRUST``, the trust roots, signatures beside records, and seals.
+"""Rules of what may be loaded: the policy ``TILEKERN_TRUST``, the trust roots, signatures beside records, and seals.
 
 Under ``signed`` a record is loaded only where one of these holds, whatever layer it stands in:
 
@@ -78,7 +78,7 @@ def require_trusted(record: bytes, read: Reader) -> None:
 
 
 class Signers:
-    """Who is trusted: this user by the secret of seals, and the trust roots; each is read once, when first needed."""
+    """Trusted signers: this user by the secret of seals, and the trust roots; each is read once, when first needed."""
 
     def signer_of(self, record: bytes, read: Reader) -> str | None:
         """The name of the trust root that signed a record, ``"this user"`` where it is sealed, or None.
@@ -152,7 +152,7 @@ def user_trust_roots() -> Path:
 
 
 def seal_of(record: bytes) -> tuple[PurePosixPath, bytes]:
-    """Where the seal of this user for a record stands, and what it is; the secret is made where there is none.
+    """The path of this user's seal for a record, and the seal; a missing secret is made.
 
     Raises:
         NoSecret: there is none, and it cannot be written.
@@ -163,13 +163,13 @@ def seal_of(record: bytes) -> tuple[PurePosixPath, bytes]:
 
 
 def own_seal(record: bytes) -> dict[PurePosixPath, bytes]:
-    """Where the seal of a record stands that this user's own process made, and what it is.
+    """The path of the seal of a record that this user's own process made, and the seal.
 
     It is empty where the policy asks for none. So it is, with one warning, where the secret of seals cannot be written,
     as in a home that is read-only: the record is then one that nobody signed, which other machines may still use.
 
     Raises:
-        CacheError: the secret cannot be read, or ``TILEKERN_TRUST`` is no policy.
+        CacheError: the secret cannot be read, or ``TILEKERN_TRUST`` is not a policy.
     """
     if not must_be_signed():
         return {}
@@ -186,7 +186,7 @@ def own_seal(record: bytes) -> dict[PurePosixPath, bytes]:
 
 
 def read_signatures(root: Path, record_sha256: str) -> dict[str, bytes]:
-    """The signatures that a cache folder holds for a record, by public key; what is no signature is left out."""
+    """The signatures that a cache folder holds for a record, by public key; other contents are left out."""
     names: list[str] = []
     with contextlib.suppress(OSError):
         names = os.listdir(root.joinpath(LAYOUT, SIGNATURES, record_sha256[:2]))
@@ -198,7 +198,7 @@ def read_signatures(root: Path, record_sha256: str) -> dict[str, bytes]:
 
 
 def signature_files(root: Path, record_sha256: str, names: Iterable[str]) -> dict[str, bytes]:
-    """What the signatures' files of a record hold, by public key, be it a signature or not.
+    """The contents of a record's signature files, by public key, be they a signature or not.
 
     Args:
         root: the cache's root.

@@ -1,4 +1,4 @@
-"""What the ranks of a job agreed to run: one snapshot, one target and one miss policy for all of them."""
+"""The agreement of a job's ranks on what to run: one snapshot, one target and one miss policy for all of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tilekern.targets import Target
 
 @dataclass
 class Agreement:
-    """What every lookup of this process goes by while it is in force.
+    """The rules that every lookup of this process goes by while they are in force.
 
     Attributes:
         snapshot: where records are looked up, and nowhere else.

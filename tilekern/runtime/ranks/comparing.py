@@ -11,7 +11,7 @@ exchange.
 How. All ranks go through the same steps (:class:`tilekern.runtime.ranks.peers.Peers`). Each says in some hundred bytes
 what it has; every rank finds from that who leads: of each arch the lowest rank with such a GPU
 (:mod:`tilekern.runtime.ranks.verdict`). Where all digests of an arch are equal nothing else is sent. Else the leader
-names its records, the others say which of them they lack, the leader gives these once for all, and each says which of
+names its records, the others say which of them they need, the leader gives these once for all, and each says which of
 them it does not trust: those are dropped on all. At the end all compare what they now hold.
 
 Whom to believe. No rank believes another more than it would a cache: what arrives is checked field by field, a record
@@ -63,15 +63,15 @@ _unarm: Callable[[], None] | None = None
 
 @dataclass(frozen=True)
 class Agreed:
-    """What came of an exchange on this rank.
+    """The outcome of an exchange on this rank.
 
     Attributes:
         ranks: how many took part.
         leader: whose records are run here.
         digest: of the records that were agreed on, in hexadecimal.
         records: how many these are.
-        received: how many of them came from the leader, since the caches here lacked them.
-        untrusted: how many of the leader's records are none of them, since a rank does not trust them.
+        received: how many of them came from the leader, since the caches here did not have them.
+        untrusted: how many of the leader's records were left out, since a rank does not trust them.
         sent_bytes: how much this rank said.
         received_bytes: how much the others said to it.
         seconds: what it took, the caches' reading included.
@@ -116,7 +116,7 @@ def agree() -> Agreed | None:
 
 
 def agree_when_up() -> None:
-    """What patching does: agree at once where torch.distributed is up and has not agreed, else as soon as it is up."""
+    """Agree, as patching does: at once where torch.distributed is up and has not agreed, else as soon as it is up."""
     import torch.distributed as dist
 
     if not dist.is_available():

@@ -22,7 +22,7 @@ _LARGEST_CONTENTS = 2**31
 
 
 class Taken(NamedTuple):
-    """What a rank has taken over.
+    """The records that a rank has taken over.
 
     Attributes:
         snapshot: the leader's records less those that a rank does not trust.
@@ -115,7 +115,7 @@ def _chosen_by_any(
     """The records of the index that some rank chose, each with the lowest such rank.
 
     Raises:
-        RanksDiffer: on all ranks, where one of them has an error in place of a choice, or says what is no choice.
+        RanksDiffer: on all ranks, where one of them has an error in place of a choice, or sends no valid choice.
     """
     size = -(-len(index) // 8)
     flags = chosen if isinstance(chosen, Exception) else _flags(index, chosen, size)

@@ -25,7 +25,7 @@ _HEAD = 8
 
 
 class Place(NamedTuple):
-    """What a record is for: two records of one place never serve at once, whatever their toolkits are."""
+    """The purpose of a record: two records of one place never serve at once, whatever their toolkits are."""
 
     target_key: str
     kernel: str
@@ -72,7 +72,7 @@ class Held:
 
 
 def identity(record: Record) -> str:
-    """The digest of what a record makes a GPU run, in hexadecimal; times, checks and dates are no part of it."""
+    """The digest of what a record makes a GPU run, in hexadecimal; times, checks and dates do not count."""
     parts = {
         "kernel": record.kernel,
         "problem": record.problem,

@@ -63,7 +63,7 @@ class Peers:
             dist.destroy_process_group(self._made)
 
     def gather(self, what: str, said: bytes | Exception, largest: int) -> list[bytes]:
-        """What each rank says, by rank; an error where it has nothing to say but that.
+        """Collect what each rank says, by rank; an error where it has nothing else to say.
 
         Args:
             what: what a rank that says an error cannot do, for the message.
@@ -87,7 +87,7 @@ class Peers:
         return [data[1:] for data in found]
 
     def broadcast(self, said: bytes | None, source: int, largest: int) -> bytes:
-        """What one rank says.
+        """Send what one rank says to all.
 
         Args:
             said: by this rank; looked at on the source alone.

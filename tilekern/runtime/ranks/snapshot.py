@@ -1,4 +1,4 @@
-"""What the caches of one machine hold for a GPU, read once and kept in memory: what ranks compare and take over.
+"""The contents of one machine's caches for a GPU, read once and kept in memory: what ranks compare and take over.
 
 A snapshot answers lookups as the layers did that it was taken from, and goes on doing so when their files are gone. It
 holds, for each GPU of the arch, the one record of a problem that a lookup would have found, with its artifacts.
@@ -48,7 +48,7 @@ class Snapshot:
         cls, arch: str, layers: Sequence[Layer], toolkit_key: str | None,
         wanted: Callable[[KernelSpec, Problem], bool] | None = None,
     ) -> Snapshot:  # fmt: skip
-        """What lookups for GPUs of an arch would find now, bad and stale records left out.
+        """The records that lookups for GPUs of an arch would find now, bad and stale records left out.
 
         Args:
             arch: the GPUs' arch, ``sm_90``.
@@ -150,7 +150,7 @@ def digest_of(lines: Iterable[str]) -> str:
 
 
 def _signatures(record: Record, layer: Layer) -> dict[str, bytes]:
-    """What another rank needs to trust a record; no rank asks for it where the policy is not ``signed``."""
+    """Signatures by which another rank trusts a record; no rank asks for it where the policy is not ``signed``."""
     return layer.signatures(hashlib.sha256(record.data).hexdigest()) if must_be_signed() else {}
 
 

@@ -1,4 +1,4 @@
-"""What each rank says of itself, and what follows from that: every rank comes to the same verdict by itself."""
+"""The status of each rank, and the verdict that follows: every rank comes to the same verdict by itself."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What follows from the statuses of all ranks.
+    """The verdict on the statuses of all ranks.
 
     Attributes:
         groups: by arch, sorted.
