@@ -70,7 +70,7 @@ class Left:
 
 @dataclass
 class Carried:
-    """What became of the records of a pack or a cache.
+    """The outcome for the records of a pack or a cache.
 
     ``carried`` holds each old record with the new one and its artifacts; ``current`` counts those of today's source.
     """
@@ -157,7 +157,7 @@ def _planned(record: Record, blobs: Mapping[str, bytes], toolkit_key: str, *, sa
 def _objections(
     record: Record, spec: KernelSpec, problem: Problem, toolkit_key: str, *, same_calls: bool
 ) -> Iterator[str]:  # fmt: skip
-    """What keeps a stale record from being judged by its machine code."""
+    """The reasons why a stale record cannot be judged by its machine code."""
     if record.toolkit["key"] != toolkit_key:
         yield f"{record.toolkit['key']} made it, and {toolkit_key} is installed"
     if record.measurement is None and record.prediction is None:
@@ -192,7 +192,7 @@ def _problem_today(spec: KernelSpec, values: Mapping[str, Any]) -> Problem | Non
 def _compiled(
     items: Iterable[Candidate], plans: Iterable[_Plan], jobs: int, progress: Callable[[int, int], None] | None
 ) -> dict[str, Answer | Lost]:
-    """What became of each artifact, by its key."""
+    """The outcome for each artifact, by its key."""
     targets = {item.artifact: plan.target for plan in plans for item in plan.items.values()}
     by_target: dict[str, dict[str, Candidate]] = {}
     for item in items:

@@ -1,7 +1,7 @@
 """Processes that may be killed at any moment: with all that they started, and without outliving their parent.
 
-A disposable process is the leader of a session. What it starts (a compiler, and what that starts) belongs to the
-session, whatever process groups are made in it, and goes with it. Linux only: sessions are read from ``/proc``.
+A disposable process is the leader of a session. Processes that it starts, and that these start, belong to the
+session, whatever process groups are made in it, and go with it. Linux only: sessions are read from ``/proc``.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Obituary:
         self._out_of_memory = _out_of_memory_kills()
 
     def of(self, process: BaseProcess) -> str:
-        """What became of an ended process: ``exit code 7``, ``SIGSEGV``, or who killed it and why."""
+        """How a process ended: ``exit code 7``, ``SIGSEGV``, or who killed it and why."""
         code = process.exitcode
         if code is None:
             return f"not gone {GONE_WITHIN_S:g} s after it was killed"

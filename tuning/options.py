@@ -58,7 +58,7 @@ class Request:
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What is to be planned: steps of models, plans that are there, problems that are named; at least one of them.
+    """A request for a plan: steps of models, plans that are there, problems that are named; at least one of them.
 
     ``described`` is the first option that describes the steps of a model, which a plan that is there has no use for.
     """
@@ -75,7 +75,7 @@ class PlanRequest:
 
         Raises:
             InputError: a value is not known, or steps are described and no model is named.
-            tuning.plan.configs.UnknownModel: a model is no preset, no path and no hub id.
+            tuning.plan.configs.UnknownModel: a model is not a preset, a path or a hub id.
         """
         named = {name: given[name] for name in _STEPS if given[name] not in (None, False)}
         for name, such_as in (("tokens", "2048,8192"), ("sequence", "2048,4096")):
@@ -195,7 +195,7 @@ class Folder(click.Path):
 
 
 def tuner_command(**options: Any) -> Callable[[Callable[..., None]], click.Command]:
-    """What ``click.command`` does, with what every command of the tuner has: ``-h`` and ``--version``."""
+    """``click.command`` with the options of every command of the tuner: ``-h`` and ``--version``."""
     settings = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
     version = click.version_option(__version__, prog_name="tilekern", message="%(prog)s %(version)s")
     return lambda function: version(click.command(context_settings=settings, **options)(function))

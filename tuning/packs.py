@@ -18,7 +18,7 @@ def pack_paths(folder: Path, models: Sequence[Planned], target: Target) -> dict[
     """The file of each model's pack, ``<model>-<gpu>.pack``, by the plans of the models.
 
     Raises:
-        InputError: two models have one name, so that one pack would overwrite the other; or there is no model.
+        InputError: two models have one name, so that one pack would overwrite the other; or no model is named.
     """
     if not models:
         raise InputError("--packs writes a pack for each MODEL, and no MODEL is named")

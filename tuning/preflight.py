@@ -100,7 +100,7 @@ class Need:
 
 @dataclass(frozen=True)
 class Preflight:
-    """What a job will need, in the plan's order, and what is asked of it; ``is_here``: the GPU here is the target."""
+    """The needs of a job, in the plan's order, and the demand on them; ``is_here``: the GPU here is the target."""
 
     model: str
     target: Target
@@ -111,12 +111,12 @@ class Preflight:
 
     @property
     def missing(self) -> list[Need]:
-        """What lacks, or is not as good as asked."""
+        """The needs whose record is missing, or not as good as asked."""
         return [need for need in self.needs if not need.meets(self.demand)]
 
     @property
     def cannot_fix(self) -> str | None:
-        """Why :func:`fix` cannot make what lacks on this machine; None where it can, or nothing lacks."""
+        """Why :func:`fix` cannot make missing records on this machine; None where it can, or none are missing."""
         if self.demand != MEASURED or self.is_here or not self.missing:
             return None
         return (
@@ -213,7 +213,7 @@ def fix(
     found: Preflight, by: str = TUNE, *, cache_dir: str | Path | None = None, jobs: int | None = None,
     gpus: int | None = None, timeout_s: float | None = None, progress: Progress | None = None,
 ) -> Preflight:  # fmt: skip
-    """Make the records that lack, put them into the cache, and look again.
+    """Make the missing records, put them into the cache, and look again.
 
     Args:
         found: what a preflight found.
@@ -291,7 +291,7 @@ def _compile(named: Sequence[Named], target: Target, root: Path, how: How, tell:
 
 
 def _layers(cache_dir: str | Path | None) -> list[Layer]:
-    """Where the job will look; the user's cache is only read."""
+    """The layers where the job will look; the user's cache is only read."""
     return default_layers(Path(cache_dir) if cache_dir else None, looking=True)
 
 
@@ -329,7 +329,7 @@ def _has_stale(kernel: str, problem: Problem, target: Target, layers: Sequence[L
 
 
 def line_of(need: Need) -> str:
-    """What lacks, in one line for people."""
+    """A missing record, in one line for people."""
     state = f"{need.state}, {need.provenance}" if need.provenance else need.state
     stale = "; there is one, which an edit of the kernel made stale" if need.is_stale else ""
     dated = f"; {NOT_FRESH}" if need.fresh is False else ""

@@ -81,7 +81,7 @@ def winners(sweep: Sweep, toolkit: dict[str, str]) -> Iterator[tuple[Winner, dic
 
 @dataclass(frozen=True)
 class Known:
-    """What the journals say, read once."""
+    """The contents of the journals, read once."""
 
     compiled: dict[str, Line]
     measured: dict[str, Line]

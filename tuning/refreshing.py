@@ -142,7 +142,7 @@ def _configs(record: Record, spec: KernelSpec, target: Target, top: int) -> list
 
 @dataclass(frozen=True)
 class Change:
-    """What became of one record.
+    """The outcome for one record.
 
     ``same_us`` is the time of the old config as it is now, None where it has none, for which ``reason`` says why;
     ``after`` is the new record, None where nothing could be timed. Times are medians in microseconds.
@@ -312,7 +312,7 @@ def stale_json(stale: Stale) -> dict[str, Any]:
 
 
 def _clear(folder: Path) -> None:
-    """Remove what an older refresh left, but for the lock; the plan first, without which the folder is no sweep."""
+    """Remove what an older refresh left, but for the lock; the plan first, without which the folder is not a sweep."""
     (folder / "sweep.json").unlink(missing_ok=True)
     for path in folder.iterdir():
         if path.is_dir():

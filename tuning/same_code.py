@@ -19,7 +19,7 @@ from tuning.terminal.progress import progress_bar
 
 @dataclass(frozen=True)
 class Place:
-    """What became of a pack or a cache; ``unsigned`` records were signed before they were carried over."""
+    """The outcome for a pack or a cache; ``unsigned`` records were signed before they were carried over."""
 
     path: Path
     found: Carried

@@ -1,4 +1,4 @@
-"""``python -m tilekern.tune preflight MODEL``: what a job will need, and what of it the caches lack."""
+"""``python -m tilekern.tune preflight MODEL``: the records that a job will need, and those that are missing."""
 
 from __future__ import annotations
 

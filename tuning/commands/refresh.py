@@ -40,7 +40,7 @@ NO_TOOLKIT = {"key": "none", "tileiras": "none", "cuda_tile": "none"}
 
 @dataclass
 class Outcome:
-    """What a refresh did, in the form of ``--json``."""
+    """The outcome of a refresh, in the form of ``--json``."""
 
     target: Target
     toolkit: str | None
@@ -86,7 +86,7 @@ def command(
 ) -> None:  # fmt: skip
     """Time measured records again that another toolkit or driver made: the old winner, its runners-up, the default.
 
-    What is compiled here is measured where the GPU is; elsewhere the folder of the refresh can be carried to it and
+    Artifacts compiled here are measured where the GPU is; elsewhere the folder of the refresh can be carried to it and
     gone on with by --sweep. A refresh that was stopped goes on where it was. Records of another toolkit stay; a record
     of a kernel that was edited since needs a whole tune and is listed.
 
@@ -150,7 +150,7 @@ def _nothing(found: Survey, outcome: Outcome) -> str:
 
 
 def _offer(looked_at: Sequence[Layer], outcome: Outcome, top: int) -> list[str]:
-    """What to run for the packs beside the cache that serve this GPU by records of another toolkit or driver."""
+    """Commands to run for the packs beside the cache that serve this GPU by records of another toolkit or driver."""
     known = {layer.path.resolve() for layer in looked_at if isinstance(layer, PackLayer)}
     found: list[Path] = []
     count = 0

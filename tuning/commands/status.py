@@ -31,12 +31,12 @@ def command(folder: Path, as_json: bool) -> None:
 
 
 def standing(sweep: Sweep) -> dict[str, Any]:
-    """Where a sweep stands, as ``--json`` prints it; ages and times in seconds.
+    """The state of a sweep, as ``--json`` prints it; ages and times in seconds.
 
     ``left_s`` is an estimate of what a stage still takes, on this machine's cores and on one GPU.
 
     Raises:
-        InputError: the folder is no sweep.
+        InputError: the folder is not a sweep.
     """
     target = sweep.target
     stages = {"compile": _compile(sweep), "measure": _measure(sweep)}
@@ -113,7 +113,7 @@ def _measure(sweep: Sweep) -> dict[str, Any]:
 
 
 def _parts(races: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """What the measuring processes took over all races, by part of the way, the longest first."""
+    """The time of the measuring processes over all races, by part of the way, the longest first."""
     total: Counter[str] = Counter()
     for race in races:
         total.update(race.get("seconds", {}))

@@ -296,7 +296,7 @@ def _absent(target: Target, stages: Sequence[str]) -> str | None:
 
 @contextlib.contextmanager
 def _ready(request: Request, sweep: Sweep, outcome: Outcome) -> Iterator[Executor | None]:
-    """Who measures, or None; on this host its processes load their modules while others compile."""
+    """The executor that measures, or None; on this host its processes load their modules while others compile."""
     if "measure" not in request.stages:
         yield None
     elif request.executor != LOCAL:
@@ -315,7 +315,7 @@ def _ready(request: Request, sweep: Sweep, outcome: Outcome) -> Iterator[Executo
 
 
 def _check_gpus(cluster: ClusterExecutor, target: Target) -> None:
-    """What the measure stage would find out when all is compiled."""
+    """Raise at once what the measure stage would find out when all is compiled."""
     try:
         cluster.require_gpu(target)
     except InputError as error:

@@ -1,10 +1,10 @@
-"""Counts in machine code: what a kernel issues in one pass, and where its threads wait for memory.
+"""Counts in machine code: the instructions of one pass of a kernel, and the waits of its threads for memory.
 
 An instruction takes 16 bytes on every architecture since sm_70. Its low 9 bits are the opcode; memory accesses have
 their width in bits 73 to 75; and since no hardware tracks dependences, each instruction says in bits 105 to 125 how
 many cycles pass before the next one, which of six barriers it will release, and which it waits for (Jia et al. 2018,
 arXiv:1804.06826, "Control information"). That is enough to count what costs time, in milliseconds and with no
-disassembler. What a thread repeats is told from what it does once by the branches that go back.
+disassembler. Branches that go back tell what a thread repeats from what it does once.
 
 ``tests/tuning/test_machine_code.py`` holds opcodes, widths and branches against nvdisasm, and the counts against the
 compiler's own remarks.
@@ -46,7 +46,7 @@ _TRAFFIC = ("global_loads", "global_stores", "shared_accesses", "bulk_loads", "b
 
 @dataclass(frozen=True)
 class Counts:
-    """What stands in a piece of code, each instruction taken once.
+    """Counts of a piece of code, each instruction taken once.
 
     Attributes:
         instructions: all but padding.

@@ -141,7 +141,7 @@ def turns_of(problems: Iterable[Named]) -> dict[str, int]:
 
 
 def lowered_as(item: Candidate) -> tuple[object, Hashable, tuple[object, ...]]:
-    """What a candidate is lowered as, the same for all of a batch: its device function, parameters and constants."""
+    """The key of a candidate's lowering, the same for all of a batch: its device function, parameters and constants."""
     made = item.spec.device(item.problem, item.config)
     return made.function, made.parameters, (*made.constants, item.variant)
 

@@ -26,7 +26,7 @@ from tuning.sweep.candidates import Candidate
 
 @dataclass(frozen=True)
 class Answer:
-    """What a worker says of a candidate.
+    """A worker's answer on a candidate.
 
     Attributes:
         line: for the journal.
@@ -180,7 +180,7 @@ class _Worker:
         return self._limit_s - self.seconds
 
     def answer(self) -> Answer | Lost | None:
-        """What it says, waiting for nothing; None where it is only now ready. One that is dead or late is ended."""
+        """Its answer, waiting for nothing; None where it is only now ready. One that is dead or late is ended."""
         assert self.connection is not None
         assert self.item is not None
         if not self.connection.poll():
@@ -196,7 +196,7 @@ class _Worker:
         return said
 
     def _mourned(self, item: Candidate, how: str) -> Lost | None:
-        """What a death means: it is the candidate's only where the worker had come so far as to take it."""
+        """Judge a death: it is the candidate's only where the worker had come so far as to take it."""
         if self._is_ready:
             return Lost(item, f"the compile worker died ({how})", timed_out=False)
         self._stillborn += 1

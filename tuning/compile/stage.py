@@ -64,7 +64,7 @@ Pool = Callable[[Order, Compile, int, float, int], Iterator[Answer | Lost]]
 
 @dataclass(frozen=True)
 class CompileSummary:
-    """What the compile stage did.
+    """The outcome of the compile stage.
 
     ``tileiras_share`` is the compiler's part of the time that the cores were held, 0 to 1; ``work_share`` that of all
     the work (:func:`work_s`), which is what one core alone would have to do as well.
@@ -91,7 +91,7 @@ class Readiness:
         self._tried: set[str] = set()
 
     def list(self, named: Named, lacking: set[str]) -> None:
-        """Know a problem, and the artifacts that the sweep lacked of it at first."""
+        """Know a problem, and the artifacts that were missing of it at first."""
         self._lacks[named] = lacking - self._tried
         self._look([named])
 
@@ -122,13 +122,13 @@ def wanted(
     sweep: Sweep, timeout_s: float = TIMEOUT_S, named: Sequence[Named] | None = None,
     listed: Callable[[Named, set[str]], None] = lambda _named, _lacking: None,
 ) -> Iterator[Candidate]:  # fmt: skip
-    """The distinct artifacts that the sweep lacks (:func:`settled`), one candidate of each, as they are listed.
+    """The distinct artifacts missing from the sweep (:func:`settled`), one candidate of each, as they are listed.
 
     Args:
         sweep: the sweep.
         timeout_s: wall seconds that the compiler may take for one.
         named: the problems in the order to list them; the plan's where None.
-        listed: called with each problem and the keys that the sweep lacks of it, before its candidates come.
+        listed: called with each problem and the keys that are missing of it, before its candidates come.
     """
     settled_before = settled(sweep, timeout_s)
     known = set(settled_before)
@@ -144,7 +144,7 @@ def wanted(
 def settled(sweep: Sweep, timeout_s: float = TIMEOUT_S) -> set[str]:
     """The keys of the artifacts that need not be compiled.
 
-    What failed is tried again by another toolkit, and what ran out of time also where it is given more.
+    Failed ones are tried again by another toolkit, and those that ran out of time also where they are given more.
     """
     tools = toolkit()
     return {
@@ -165,7 +165,7 @@ def compile_all(
     memory_bytes: int = MEMORY_BYTES, pool: Pool = compile_in_order, only: Collection[str] | None = None,
     beside: Beside | None = None,
 ) -> CompileSummary:  # fmt: skip
-    """Compile what the sweep lacks; each result is journalled as it comes.
+    """Compile what is missing from the sweep; each result is journalled as it comes.
 
     Args:
         sweep: the sweep.
@@ -178,7 +178,7 @@ def compile_all(
         beside: the measure stage that runs at the same time, if one does.
 
     Raises:
-        ToolchainMissing: artifacts are lacking and no compiler is installed.
+        ToolchainMissing: artifacts are missing and no compiler is installed.
     """
     order = _order(sweep, timeout_s, only, beside)
     started = time.perf_counter()
@@ -209,7 +209,7 @@ def compile_all(
 
 
 def _order(sweep: Sweep, timeout_s: float, only: Collection[str] | None, beside: Beside | None) -> Order:
-    """What is to be compiled, as it is listed."""
+    """The candidates to be compiled, as they are listed."""
     if beside is None:
         return Order(item for item in wanted(sweep, timeout_s) if only is None or item.artifact in only)
     turns = turns_of(sweep.problems())
@@ -271,7 +271,7 @@ class Compiling:
         self.summary()
 
     def summary(self) -> CompileSummary:
-        """What the stage did, when it is over; raises as :meth:`problems` does."""
+        """The outcome of the stage, when it is over; raises as :meth:`problems` does."""
         self._thread.join()
         if self._error is not None:
             raise self._error
@@ -280,7 +280,7 @@ class Compiling:
 
 
 def work_s(line: Mapping[str, Any]) -> float:
-    """What a worker took for the candidate of a line of the journal, in seconds."""
+    """The time that a worker took for the candidate of a journal's line, in seconds."""
     return sum(float(line.get(part, 0.0)) for part in _PARTS)
 
 

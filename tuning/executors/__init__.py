@@ -1,4 +1,4 @@
-"""Who runs the tasks of the measure stage: this host's GPUs, or a cluster's."""
+"""Executors run the tasks of the measure stage: this host's GPUs, or a cluster's."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Executor(Protocol):
         """The GPU, its driver and torch, as records keep them.
 
         Raises:
-            InputError: there is no GPU to be had that is the target.
+            InputError: no GPU of the target can be had.
         """
 
     def run(self, tasks: Iterable[Task]) -> Iterator[Noted]:

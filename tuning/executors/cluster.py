@@ -140,7 +140,7 @@ class ClusterExecutor:
         return compile_on_cluster(order, compile_one, jobs, limit_s, memory_bytes)
 
     def _pack(self) -> bytes:
-        """What the cache holds, in one piece; empty where it holds nothing."""
+        """The contents of the cache, in one piece; empty where it holds nothing."""
         store = Store(self._cache)
         found = [entry.record for entry in store.entries() if entry.record]
         if not found:

@@ -101,7 +101,7 @@ class LocalExecutor:
 
 
 class _Work:
-    """What the threads of some GPUs share: the tasks that are left, and what was found.
+    """The state that the threads of some GPUs share: the tasks that are left, and what was found.
 
     Args:
         tasks: the tasks, as they come.
@@ -139,7 +139,7 @@ class _Work:
         self._waiting.close()
 
     def lines(self) -> Iterator[Noted]:
-        """What all threads find, as it comes; then the first of their errors, or the tasks' own, is raised."""
+        """The findings of all threads, as they come; then the first of their errors, or the tasks' own, is raised."""
         errors: list[BaseException] = []
         at_work = self._threads
         while at_work:

@@ -1,6 +1,6 @@
-"""What runs on the nodes of a cluster.
+"""The code that runs on the nodes of a cluster.
 
-What a node needs is imported when the node is known to have it, so that one which lacks something can say so.
+A node's needs are imported when the node is known to have them, so that a node can say what is missing.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def code_digest() -> str:
 
 
 def package_folder(package: str) -> Path:
-    """Where a package was imported from."""
+    """The folder that a package was imported from."""
     return Path(importlib.import_module(package).__path__[0])
 
 

@@ -84,7 +84,7 @@ def _learn(order: Order, items: list[Candidate], answers: list[Answer | Lost]) -
 
 
 def _answers(ref: Any, items: list[Candidate], lost: list[str]) -> list[Answer | Lost]:
-    """What became of candidates; of those that were lost it is only noted why, as they are to be tried again."""
+    """The outcome for candidates; of those that were lost it is only noted why, as they are to be tried again."""
     try:
         found: list[Answer | Lost] = ray.get(ref)
         return found

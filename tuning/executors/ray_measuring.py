@@ -1,6 +1,6 @@
 """The measure stage on a Ray cluster: actors, each with one GPU, are handed one task after another.
 
-What is lost with a node is done again: the task that an actor was at goes back, with the checks that are known, and is
+Work lost with a node is done again: the task that an actor was at goes back, with the checks that are known, and is
 begun once more, on another node where there is one. The second time its problem is given up with the reason.
 """
 
@@ -74,7 +74,7 @@ class Measuring:
         """Measure on so many GPUs; lines as they come, and ``FINISHED`` after each task.
 
         Raises:
-            InputError: no GPU is left that could measure. What the tasks raised is raised at the end.
+            InputError: no GPU is left that could measure. Errors of the tasks are raised at the end.
         """
         try:
             for _ in range(count):
@@ -129,7 +129,7 @@ class Measuring:
         raise InputError("; ".join(dict.fromkeys(self._left_out)))
 
     def _take(self, call: Any, gpu: _Gpu) -> Iterator[Noted]:
-        """What an answer says."""
+        """Take in an answer of an actor."""
         try:
             answer = ray.get(call)
         except ray.exceptions.RayError as error:

@@ -27,7 +27,7 @@ _T = TypeVar("_T")
 
 
 def ask_again(ask: Callable[[], _T], may_pass: Callable[[Exception], bool]) -> _T:
-    """What a cluster answers; it is asked again, up to :data:`TRIES` times in all, while its error may pass.
+    """The answer of a cluster; it is asked again, up to :data:`TRIES` times in all, while its error may pass.
 
     Args:
         ask: asks, and leaves nothing behind where it fails.

@@ -1,4 +1,4 @@
-"""What executors do with tasks: who takes which, what is left of one that was broken off, how its end is said.
+"""Work of executors on tasks: who takes which, what is left of one that was broken off, how its end is said.
 
 Problems of one family share the cases about values and the screening of code, so a GPU stays with a family while it has
 problems left.
@@ -126,7 +126,7 @@ def _about_s(task: Task) -> float:
 
 
 def left_of(task: Task, lines: Iterable[Noted]) -> Task:
-    """What is left of a task that was broken off after these lines: known checks are not made again.
+    """The rest of a task that was broken off after these lines: known checks are not made again.
 
     Timings are dropped, since those that were not timed must race against the others.
     """

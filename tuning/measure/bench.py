@@ -143,14 +143,14 @@ class Bench:
         return lambda: sink.copy_(source)
 
     def refresh(self) -> Launch | None:
-        """What puts the inputs into L2 before a launch that finds them there in use; None for one that does not."""
+        """A launch that puts the inputs into L2, before one that finds them there in use; None for others."""
         if not self._spec.inputs_in_l2:
             return None
         inputs = self._inputs.get(None, {}).values()
         return rewriting(value for value in inputs if isinstance(value, self._torch.Tensor))
 
     def _runner(self, entrant: Entrant) -> Any:
-        """What the battery runs an entrant with."""
+        """The function by which the battery runs an entrant."""
         kernel = self.kernel(entrant)
 
         def run(problem: Problem, inputs: dict[str, Any], outputs: dict[str, Any]) -> Any:
@@ -203,7 +203,7 @@ class Bench:
 def to_confirm(
     entrants: Sequence[Entrant], timings: Mapping[str, Timing], checks: Mapping[str, Check]
 ) -> Iterator[Entrant]:
-    """Who has to stand the whole battery after a race.
+    """The entrants that must stand the whole battery after a race.
 
     First the generic variant, which every record carries; then those that raced from the one that would win on, until
     one has passed; and where that one needs a library, on from there until one that needs none has, which its record

@@ -144,7 +144,7 @@ def measure_task(worker: Worker, task: Task) -> Iterator[Noted]:
 
     They are of the journals ``measured``, ``quarantine`` (a candidate that killed or stalled its process; the others
     go on without it) and ``skipped`` (a problem that cannot be measured at all, as when its inputs do not fit). One of
-    :data:`TOOK` says how long each part of the way took; it is no journal's.
+    :data:`TOOK` says how long each part of the way took, and goes into no journal.
 
     Raises:
         InputError: the GPU cannot be used.

@@ -1,6 +1,6 @@
-"""The measure stage: what is to be measured becomes tasks, an executor has them measured, the journals take it in.
+"""The measure stage: open problems become tasks, an executor has them measured, the journals take the lines in.
 
-Problems may come while the compile stage is at work on others. What is timed then is safe from the compilers: GPU time
+Problems may come while the compile stage is at work on others. Timings are safe from the compilers: GPU time
 between two CUDA events, of launches that were queued ahead, and one for which the host came late is timed again
 (:mod:`tuning.measure.timing`). Composites, of which the host launches one part after the other, wait for the compilers.
 """
@@ -37,7 +37,7 @@ LEADERS = 4
 
 @dataclass(frozen=True)
 class MeasureSummary:
-    """What the measure stage did."""
+    """The outcome of the measure stage."""
 
     timed: int
     wrong: int
@@ -49,7 +49,7 @@ def measure_all(
     sweep: Sweep, executor: Executor, keep_winners: Callable[[Sweep], None], strategy: str = "race",
     progress: Callable[[int, int], None] | None = None, coming: Iterable[Sequence[Named]] | None = None,
 ) -> MeasureSummary:  # fmt: skip
-    """Check and time what the sweep lacks; each check is journalled as it comes, a race when it is over.
+    """Check and time what is missing from the sweep; each check is journalled as it comes, a race when it is over.
 
     Composites come last, when ``keep_winners`` has put the winners of their parts into the sweep's own cache.
 
@@ -216,7 +216,7 @@ def is_composite(kernel: str, problem: Problem, target: Target) -> bool:
 def tasks(sweep: Sweep, named: Sequence[tuple[str, Problem]], strategy: str) -> Iterator[Task]:
     """A task for each problem of which something is still to be measured, its entrants in the predicted order.
 
-    What was timed before does not race again, but for the fastest and the first: the new ones need their company.
+    Candidates timed before do not race again, but for the fastest and the first: the new ones need their company.
     """
     target, settled = sweep.target, Settled(sweep, strategy)
     for kernel, problem in named:
@@ -235,7 +235,7 @@ def tasks(sweep: Sweep, named: Sequence[tuple[str, Problem]], strategy: str) -> 
 
 
 class Settled:
-    """What the journals say that need not be measured again; they are read once.
+    """The checks and timings that need not be measured again, by the journals; these are read once.
 
     Args:
         sweep: the sweep.

@@ -18,7 +18,7 @@ _COMMON = (START, CUDA, INPUTS, STRATEGY, QUEUE, COPY)
 
 
 class Steps:
-    """What one process is at; made by its parent and handed to it."""
+    """The step that one process is at; made by its parent and handed to it."""
 
     def __init__(self, context: BaseContext) -> None:
         # How many steps were begun, and which one is at work.

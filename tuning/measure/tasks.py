@@ -1,4 +1,4 @@
-"""What a measuring process is handed and what it answers: plain data that travels between processes and machines."""
+"""Tasks and answers of a measuring process: plain data that travels between processes and machines."""
 
 from __future__ import annotations
 

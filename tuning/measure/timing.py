@@ -95,12 +95,12 @@ class Events:
 
     @property
     def time_us(self) -> float:
-        """What the launch took."""
+        """The time of the launch."""
         return 1000 * float(self.start.elapsed_time(self.end))
 
     @property
     def spent_us(self) -> float:
-        """What the GPU was busy with, the flush included."""
+        """The time that the GPU was busy, the flush included."""
         return 1000 * float(self.flush.elapsed_time(self.end))
 
 
@@ -113,7 +113,7 @@ class Queue:
 
     @property
     def spent_us(self) -> float:
-        """What the GPU was kept busy with, waits and flushes included, once all is over."""
+        """The time that the GPU was kept busy, waits and flushes included, once all is over."""
         return self.lead_us + sum(events.spent_us for events in self.events)
 
 

@@ -1,4 +1,4 @@
-"""What runs in a disposable measuring process: check candidates, then time them.
+"""The work of a disposable measuring process: check candidates, then time them.
 
 Every error that is not one candidate's own is told to the parent, which then takes another process: what is left of
 this one could spoil the next candidate.
@@ -136,7 +136,7 @@ class _Measuring:
         self._connection.send((CHECKED, (entrant.key, check)))
 
     def _own(self, entrant: Entrant, take: Callable[[Entrant], _T]) -> _T | Check:
-        """What a function makes of an entrant; a failed check where it raises and the process is as good as before."""
+        """A function's result on an entrant; a failed check where it raises and the process is as good as before."""
         torch = self._torch
         self._steps.begin(entrant.key)
         try:
@@ -157,7 +157,7 @@ class _Measuring:
         return self._free_bytes() >= _BACK * self._free
 
     def _free_bytes(self) -> int:
-        """What could be allocated."""
+        """The bytes that could be allocated."""
         cuda = self._torch.cuda
         return int(cuda.mem_get_info()[0] + cuda.memory_reserved() - cuda.memory_allocated())
 
@@ -189,7 +189,7 @@ class _Measuring:
         return {entrant.key: prepare(entrant)} | {on(entrant.key, name): prepare(entrant, name) for name in varied}
 
     def _launches(self, racing: Sequence[Entrant]) -> dict[str, Launch]:
-        """What to time by key; what cannot be made ready has failed."""
+        """The launches to time, by key; one that cannot be made ready has failed."""
         self._steps.begin(INPUTS)
         self._bench.load()
         launches: dict[str, Launch] = {}

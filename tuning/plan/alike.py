@@ -83,7 +83,7 @@ def _form(value: Any) -> Hashable:
 
 
 def _kind(module: torch.nn.Module) -> Hashable:
-    """What two modules have in common that compute the same of the same, their parameters' values aside."""
+    """The key that modules share which compute the same of the same, their parameters' values aside."""
     own = {
         name: value for name, value in vars(module).items() if name not in _OF_MODULES and not _PLACE.fullmatch(name)
     }

@@ -63,7 +63,7 @@ def require_model_name(word: str) -> None:
     """Refuse a word that can name no model, whatever the hub has.
 
     Raises:
-        UnknownModel: it is no preset, no path of a config and no hub id.
+        UnknownModel: it is not a preset, the path of a config or a hub id.
         InputError: a folder on the way to it cannot be read.
     """
     is_hub_id = word.count("/") == 1 and not word.startswith((".", "/"))

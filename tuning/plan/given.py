@@ -38,7 +38,7 @@ def plan_of_file(path: Path, target: Target) -> Planned:
 
 
 def plan_of_wanted(root: Path, target: Target) -> Planned:
-    """What jobs asked for on a GPU and did not find, in a cache's wanted list, with the parts of composites.
+    """The problems that jobs did not find on a GPU, by a cache's wanted list, with the parts of composites.
 
     Raises:
         InputError: nothing is wanted there for this GPU.
@@ -68,7 +68,7 @@ def with_parts(problems: Iterable[Named], target: Target) -> list[Named]:
 
 
 def plan_of_problem(text: str, target: Target) -> Planned:
-    """What a call of an op asks for, forward and backward, or a single problem of a kernel.
+    """The problems that a call of an op asks for, forward and backward, or a single problem of a kernel.
 
     Args:
         text: the name of an op of :mod:`tilekern.ops` or of a kernel, and sizes: ``rms_norm rows=8192,columns=4096,
@@ -118,7 +118,7 @@ def _op(name: str) -> Any:
 
 
 def _needed(op: Any) -> list[str]:
-    """What an op must be given."""
+    """The arguments that an op must be given."""
     return [name for name, taken in inspect.signature(op).parameters.items() if taken.default is taken.empty]
 
 

@@ -95,7 +95,7 @@ def _trace_config(config: Any, name: str, steps: Steps, ops: Collection[str], fo
 
 
 def _shares(config: Any, name: str, tp: int) -> Iterator[tuple[Any, bool]]:
-    """What a rank has of a model, and whether transformers has split it.
+    """A rank's share of a model, and whether transformers has split it.
 
     transformers gathers the logits before its loss, and puts a forward of its own around each layer that it splits. A
     split of one's own, such as Megatron's, has plain layers, and takes the loss of its share of the vocabulary.
@@ -159,7 +159,7 @@ def _batches(steps: Steps) -> list[Batch]:
 
 
 def _without_patch(config: Any, ops: Iterable[str], found: Trace) -> list[str]:
-    """What of a model runs no kernel, since no patch knows its code; few families have norms of q and k to fuse."""
+    """The ops of a model without a kernel, as no patch knows its code; few families have norms of q and k to fuse."""
     module = type(config).__module__.replace(".configuration_", ".modeling_")
     known = {patch.op for patch in (*registry.patches_for(module), *registry.registered()) if patch.module == module}
     if "rope" in known:

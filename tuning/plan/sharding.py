@@ -1,4 +1,4 @@
-"""What one rank of a tensor-parallel model has: a configuration with its share of the sizes."""
+"""The share of one rank of a tensor-parallel model: a configuration with its share of the sizes."""
 
 from __future__ import annotations
 
@@ -71,5 +71,5 @@ class OwnForward:
     forward: Callable[..., Any]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the one that it had gives."""
+        """The result of its former forward."""
         return self.forward(*args, **kwargs)

@@ -1,8 +1,8 @@
 """From the terms of a launch (:mod:`tuning.predict.launch_costs`) to its time: one formula, two sets of weights.
 
-What one thread does after another (its waits, its chain of instructions, its barriers) adds up; what the units of an SM
-do side by side overlaps, but never wholly, for which the p-norm of the terms stands; then there is what every launch
-costs, and a factor for traits of the code that no count tells:
+The steps of one thread (its waits, its chain of instructions, its barriers) add up; the work of an SM's units side by
+side overlaps, but never wholly, for which the p-norm of the terms stands; then there is the cost of every launch, and
+a factor for traits of the code that no count tells:
 
     seconds = (overhead + (sum of (w_i t_i)^p over the parallel terms + (sum of w_j t_j over the serial ones)^p)^(1/p))
               * exp(sum of v_k trait_k)

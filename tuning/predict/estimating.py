@@ -1,4 +1,4 @@
-"""What a plan will cost before it is paid for: its candidates counted, and the time of each stage estimated.
+"""The cost of a plan before it is paid for: its candidates counted, and the time of each stage estimated.
 
 Nothing here compiles, measures or writes. The counts are exact, but for one thing: candidates whose machine code turns
 out the same are timed once, and that is known of compiled ones alone. The times are means of what earlier sweeps took.
@@ -81,7 +81,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class PlanReport:
-    """What a dry run says: the plan in numbers, and what each stage will take.
+    """The report of a dry run: the plan in numbers, and what each stage will take.
 
     ``together`` is what both take where the one measures what the other has compiled; None where they do not.
     """
@@ -295,14 +295,14 @@ def estimate_measure(
 
 
 def _rounds_s(item: Count, target: Target) -> float:
-    """What the rounds of an exhaustive race take."""
+    """The time of the rounds of an exhaustive race."""
     round_s = item.to_measure * (OVER_ROOFLINE * launch_s(item.kernel, item.problem, target) + SAMPLE_S)
     affordable = math.ceil(1e-6 * LONGEST_US / round_s) if round_s else 0
     return min(ROUNDS, max(LEAST_ROUNDS, affordable)) * round_s
 
 
 def _problem_s(kernel: str, problem: Problem, candidates: int, target: Target) -> float:
-    """What a problem takes to measure, by what the shipped sweep took."""
+    """The time to measure a problem, by that of the shipped sweep."""
     launches = PROBLEM_ROOFLINES + CANDIDATE_ROOFLINES * candidates
     return PROBLEM_S + CANDIDATE_S * candidates + launches * launch_s(kernel, problem, target)
 

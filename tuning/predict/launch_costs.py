@@ -1,4 +1,4 @@
-"""What a launch of a candidate has to do, as seconds of each resource that it uses: the terms of the cost model.
+"""The work of a candidate's launch, as seconds of each resource that it uses: the terms of the cost model.
 
 Each term is a count from the problem, the launch grid or the machine code over a rate of the target, so that it carries
 over to another GPU. :mod:`tuning.predict.cost_model` weighs the terms and puts them together.
@@ -43,7 +43,7 @@ _PLAIN_DENSITY = 16
 
 @dataclass(frozen=True)
 class Costs:
-    """What a launch costs: seconds of each term, and traits that the weights turn into a factor.
+    """The cost of a launch: seconds of each term, and traits that the weights turn into a factor.
 
     ``roofline_s`` is the time of a copy of the bytes, or of the products at the datasheet's rate.
     """
@@ -208,6 +208,6 @@ def _is_persistent(config: Config) -> bool:
 
 
 def unread(resources: Resources) -> MachineCode:
-    """What the size of the code lets one suppose of it, for an artifact whose code was not counted."""
+    """Counts supposed from the size of the code, for an artifact whose code was not counted."""
     instructions = resources.code_bytes // 16
     return MachineCode(Counts(instructions=instructions, cycles=2 * instructions, load_waits=1))

@@ -35,7 +35,7 @@ __all__ = ["Prediction", "predict", "predict_best", "predict_library", "ranking"
 
 @dataclass(frozen=True)
 class Prediction:
-    """What the model says of a candidate: seconds, and the facts that it rests on.
+    """The model's prediction of a candidate: seconds, and the facts that it rests on.
 
     ``bonus`` is the share by which others must be faster to be preferred to it.
     """

@@ -19,7 +19,7 @@ def as_json(report: Report) -> str:
     """One JSON object: ``format`` (1), ``model``, ``target``, ``gpu``, ``toolkits``, ``date`` and ``rows``.
 
     Each row is an object on a line of its own, with the fields of :class:`tuning.report.rows.Row`; problem and
-    config are objects. What is not known is null, and so is an infinite error, whose reason says that it is.
+    config are objects. Unknown values are null, and so is an infinite error, whose reason says that it is.
     """
     names = ("model", "target", "gpu", "toolkits", "date")
     head = {"format": FORMAT} | {name: getattr(report, name) for name in names}
@@ -37,7 +37,7 @@ def _object(row: Row) -> dict[str, Any]:
 def as_csv(report: Report) -> str:
     """A line for each row under a line of the fields' names; problem and config as ``name=value`` with commas between.
 
-    What is not known is empty, flags are 0 or 1, an infinite error is ``inf``.
+    Unknown values are empty, flags are 0 or 1, an infinite error is ``inf``.
     """
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")

@@ -1,4 +1,4 @@
-"""What a sweep knows of each candidate, as one flat row: what the report's CSV and JSON hold and its page draws."""
+"""All that a sweep knows of each candidate, as one flat row: the report's CSV and JSON hold it, its page draws it."""
 
 from __future__ import annotations
 
@@ -157,14 +157,14 @@ class _Journals:
 
     @classmethod
     def of(cls, sweep: Sweep) -> _Journals:
-        """What a sweep's journals say; of a problem's races the name of the last."""
+        """The contents of a sweep's journals; of a problem's races the name of the last."""
         found = sweep.races().values()
         races = {(line["kernel"], line["problem"]): line["race"] for line in found}
         untimed = {key for line in found for key in line["untimed"]}
         return cls(sweep.target, sweep.compiled(), sweep.measured(), sweep.quarantined(), races, untimed)
 
     def line(self, item: Candidate) -> Mapping[str, Any]:
-        """What the compile stage says of a candidate."""
+        """The compile stage's line of a candidate."""
         return LIBRARY_LINE if item.is_library else self.compiled.get(item.artifact, {"status": "planned"})
 
     def check(self, item: Candidate) -> Mapping[str, Any]:

@@ -1,4 +1,4 @@
-"""Who may see the status: this machine alone, or who has the token; and what browsers may do with the page."""
+"""Access to the status: for this machine alone, or for those with the token; and what browsers may do with the page."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _HEADERS = {
 
 @dataclass(frozen=True)
 class Access:
-    """Who may see the status.
+    """The rules of who may see the status.
 
     ``token`` is what a client must know, None on loopback where none was given; ``is_loopback`` says whether requests
     can only come from this machine. A cookie stands for the token in one run of the service and is not the token.
@@ -54,7 +54,7 @@ class Access:
 
     @property
     def cookie(self) -> str:
-        """What the page's cookie holds."""
+        """The content of the page's cookie."""
         return hmac.new(self.key, b"page", hashlib.sha256).hexdigest()
 
     def is_cookie(self, given: str) -> bool:
@@ -63,7 +63,7 @@ class Access:
 
 
 def access_for(host: str, token_file: Path | None) -> Access:
-    """Who may see what is served on a host: who has the token of a file or of ``TILEKERN_SERVE_TOKEN``, if any.
+    """Access to what is served on a host: for those with the token of a file or of ``TILEKERN_SERVE_TOKEN``, if any.
 
     Raises:
         InputError: the host can be reached from elsewhere and there is no token, the token is too short, or its file
@@ -140,7 +140,7 @@ class Guard:
         return is_bearer or self._access.is_cookie(_cookie(headers.get("cookie", "")))
 
     def _sign_in(self, scope: MutableMapping[str, Any]) -> Response:
-        """The page takes the token in its address, once; anything else is told that it lacks one."""
+        """The page takes the token in its address, once; anything else is told that one is missing."""
         challenge = {"WWW-Authenticate": "Bearer"}
         if scope["path"] != "/":
             return PlainTextResponse("this needs the service's token\n", 401, challenge)

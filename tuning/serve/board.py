@@ -1,4 +1,4 @@
-"""What the service says of itself: one document, written by the loop and read by the server's thread."""
+"""The service's status: one document, written by the loop and read by the server's thread."""
 
 from __future__ import annotations
 

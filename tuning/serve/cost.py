@@ -1,4 +1,4 @@
-"""What a miss costs: the time that each launch loses until the problem is tuned, estimated before anything is timed."""
+"""Cost of a miss: the time that each launch loses until the problem is tuned, estimated before anything is timed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Lost:
 def lost(
     kernel: str, problem: Problem, target: Target, sweep: Sweep, record: Record | None, read_blob: ReadBlob
 ) -> Lost:
-    """What one launch of a problem loses: the time of what runs now, less that of the predicted winner.
+    """The loss of one launch of a problem: the time of what runs now, less that of the predicted winner.
 
     Args:
         kernel: the spec's name.

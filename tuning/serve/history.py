@@ -1,4 +1,4 @@
-"""What a service did and what failed, in the cache's root: ``service/history.jsonl`` and ``service/failed.jsonl``."""
+"""A service's work and failures, in the cache's root: ``service/history.jsonl`` and ``service/failed.jsonl``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def now() -> str:
 
 
 class History:
-    """What became of items, newest last, in a file of bounded size. Only the service at work writes it."""
+    """The outcome for items, newest last, in a file of bounded size. Only the service at work writes it."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._journal = path, Journal(path, "item")

@@ -126,7 +126,7 @@ class WatchedCache:
         return done
 
     def queue(self) -> list[Item]:
-        """What is wanted, the costliest first; then what cannot be tuned here or now."""
+        """The wanted problems, the costliest first; then those that cannot be tuned here or now."""
         found = [self._costed(self._judged(item)) for item in self._items()]
         return sorted(found, key=lambda item: (item.state != WAITING, -item.cost_s, item.created, item.name))
 
@@ -180,7 +180,7 @@ class WatchedCache:
         return replace(item, state=FAILED, why=why) if why is not None else item
 
     def _state(self, item: Item) -> dict[str, str]:
-        """What a failure of an item depends on."""
+        """The state that a failure of an item depends on."""
         digests = digests_of(all_specs()[item.kernel].module, item.kernel)
         return {"source": digests.source, "space": digests.space, "toolkit": self._toolkit_key, "goal": self.goal}
 

@@ -38,7 +38,7 @@ class Runner(Protocol):
 
 @dataclass(frozen=True)
 class Lineup:
-    """Who runs.
+    """The field of a race.
 
     Attributes:
         keys: the candidates, the best predicted first.
@@ -54,7 +54,7 @@ class Lineup:
 
     @property
     def yardsticks(self) -> tuple[str, ...]:
-        """What needs a figure whether it is fast or slow."""
+        """The keys that need a figure whether fast or slow."""
         return (*(() if self.default is None else (self.default,)), *self.beside)
 
 
@@ -66,7 +66,7 @@ def strategy_named(name: str) -> Strategy:
     """The strategy of a name.
 
     Raises:
-        InputError: there is none of this name.
+        InputError: no strategy has this name.
     """
     if name not in STRATEGIES:
         raise InputError(f"unknown strategy {name!r}; known: {', '.join(STRATEGIES)}")

@@ -41,7 +41,7 @@ class Board:
 
     @property
     def standing(self) -> Standing:
-        """What the rounds say."""
+        """The standing by the rounds so far."""
         if self._standing is None:
             self._standing = standing(self._rounds)
         return self._standing
@@ -65,7 +65,7 @@ class Board:
         return self.standing.doubt(key, leader, len(self.lineup.keys) - 1)
 
     def contenders(self) -> list[str]:
-        """Who may still be faster than the leader by more than what it is to be certain to, the fastest first."""
+        """The keys that may still be faster than the leader by more than :data:`CERTAIN`, the fastest first."""
         leader = self.leader
         found = [key for key in self.candidates if key != leader and self.doubt(key, leader) > CERTAIN]
         return sorted(found, key=lambda key: self.standing.typical[key])

@@ -18,7 +18,7 @@ LONG_US, MOST_LAUNCHES = 40.0, 16
 class GpuRunner:
     """Times launches in interleaved rounds.
 
-    What is asked for at once is queued as a whole and waited for launch by launch, so that whoever hangs is the one
+    Launches asked for at once are queued as a whole and waited for one by one, so that the one that hangs is the one
     announced last. The first launch of each key has the GPU to itself, so that one that faults is known too.
 
     Args:
@@ -58,7 +58,7 @@ class GpuRunner:
         return [sample / self._launches_a_sample for sample in samples]
 
     def _sampled(self, key: str) -> Launch:
-        """What one sample times: a launch, or several in a row."""
+        """The launch that one sample times: a launch, or several in a row."""
         launch, times = self._launches[key], self._launches_a_sample
 
         def in_a_row() -> None:

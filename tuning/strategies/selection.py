@@ -1,4 +1,4 @@
-"""Who has won, and who would have in its place, read from the timings of a journal."""
+"""Select the winner, and who would have won in its place, from the timings of a journal."""
 
 from __future__ import annotations
 

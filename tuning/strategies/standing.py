@@ -1,4 +1,4 @@
-"""What samples taken in rounds say of candidates: typical times without the clocks' drift, and how certain they are.
+"""Candidates by samples taken in rounds: typical times without the clocks' drift, and how certain they are.
 
 The logarithm of a sample is modelled as a candidate's typical time, plus an effect of its round that is common to all
 who ran in it (the clocks), plus noise. The first two are fitted by medians and trimmed means in turn (after Tukey's
@@ -37,7 +37,7 @@ ERROR = 0.05
 
 @dataclass(frozen=True)
 class Standing:
-    """What is known by now, times as natural logarithms of microseconds.
+    """The knowledge by now, times as natural logarithms of microseconds.
 
     Attributes:
         typical: by key, the typical time.
@@ -104,7 +104,7 @@ def standing(rounds: Sequence[Mapping[str, float]]) -> Standing:
 def _effects(
     values: Mapping[str, Sequence[tuple[int, float]]], typical: Mapping[str, float], rounds: int
 ) -> list[float]:
-    """What the samples of each round have in common; nothing in rounds of one."""
+    """The common effect of each round's samples; nothing in rounds of one."""
     left: list[list[float]] = [[] for _ in range(rounds)]
     for key, found in values.items():
         for number, value in found:

@@ -47,9 +47,9 @@ class Candidate:
 
 
 def artifact_key(implementation: Implementation | LibraryCall, variant: str, target: Target, source_digest: str) -> str:
-    """Names what is compiled: equal keys compile to the same cubin, whatever problem or config asks for it.
+    """Name the compiled code: equal keys compile to the same cubin, whatever problem or config asks for it.
 
-    What a library runs is not compiled; its key only tells that the source is still the same.
+    A library's call is not compiled; its key only tells that the source is still the same.
     """
     if isinstance(implementation, LibraryCall):
         return hashlib.sha256(f"library {source_digest}".encode()).hexdigest()

@@ -173,7 +173,7 @@ class Sweep:
         return list(self._candidates[asked])
 
     def compiled(self) -> dict[str, Line]:
-        """What is known of each artifact key: status ``ok`` or ``failed``, and facts or the reason."""
+        """The state of each artifact key: status ``ok`` or ``failed``, and facts or the reason."""
         return self._journals["compiled"].latest()
 
     @property
@@ -202,7 +202,7 @@ class Sweep:
         return self._journals["races"].latest()
 
     def measured(self) -> dict[str, Line]:
-        """What is known of each candidate's check and time.
+        """The check and the time of each candidate, as far as known.
 
         A line about other machine code than the artifact's of today is left out, and one that has lost its check; of a
         race that did not come to its end the timing is: what it left out would be judged by another race's clock.
@@ -223,8 +223,8 @@ class Sweep:
     def quarantined(self) -> dict[str, str]:
         """The reason for each candidate that crashed or hung with the toolkit and driver of today, or unknown ones.
 
-        The toolkit is that of the candidate's artifact, the driver that of the GPU that measured last. What a library
-        runs has no artifact: it is freed by another torch, cuDNN or cuBLAS than the line names.
+        The toolkit is that of the candidate's artifact, the driver that of the GPU that measured last. A library's
+        call has no artifact: it is freed by another torch, cuDNN or cuBLAS than the line names.
         """
         toolkits = {key[:ARTIFACT_DIGITS]: _toolkit_key(line) for key, line in self.compiled().items()}
         gpu = self.gpu()

@@ -1,4 +1,4 @@
-"""Who works on a sweep folder: one run at a time holds it, and a journal keeps how long each has run.
+"""The holder of a sweep folder: one run at a time holds it, and a journal keeps how long each has run.
 
 The lock goes with the process that holds it, however that ends. Readers need none.
 """

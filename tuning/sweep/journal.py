@@ -3,7 +3,7 @@
 - An append is one write with ``O_APPEND``, so lines of two processes never mix.
 - A writer that finds a torn last line, left by a kill in the middle of a write, begins on a fresh one. Readers skip it,
   and any other that is not whole. Where another journal was appended to it, they take the line that follows it.
-- What was written outlives the process at once. It outlives a crash of the machine once it is synced, which is at most
+- A line outlives the process at once. It outlives a crash of the machine once it is synced, which is at most
   every second and at the end of a stage: a sync for each of some ten thousand lines would cost more than the seconds
   of work that it saves.
 - The last line of a key stands, and keys name what a line is about, not who wrote it. Two machines' journals become
@@ -141,7 +141,7 @@ class Journal:
 
 
 def _parsed(text: bytes) -> Any:
-    """What a line holds; of one that follows a torn one with no end between them, what follows. None of any other."""
+    """The content of a line; behind a torn line with no end between them, that of what follows; None of any other."""
     start = 0
     while start >= 0:
         try:

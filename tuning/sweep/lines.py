@@ -1,4 +1,4 @@
-"""What the lines of a sweep's journals must hold to be read; others are passed over as torn ones are."""
+"""The fields that lines of a sweep's journals must have to be read; others are passed over as torn ones are."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ Limits = Mapping[Named, Sequence[Config]]
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be tuned; ``target`` has a ``key`` and a ``name``, ``problems`` are named by their kernels."""
+    """The problems to be tuned; ``target`` has a ``key`` and a ``name``, ``problems`` are named by their kernels."""
 
     target: Mapping[str, Any]
     model: str

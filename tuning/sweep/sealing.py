@@ -1,4 +1,4 @@
-"""Whose lines of a sweep's journals count: this user's, which carry a seal, and those that a trust root signed.
+"""The lines of a sweep's journals that count: this user's, which carry a seal, and those that a trust root signed.
 
 A sweep folder says of itself which cubin belongs to which candidate, and how fast it was; whoever can write the folder
 can write that. So each line that a record is made of is sealed when it is appended (:mod:`tilekern.cache.trust.seals`).
@@ -127,7 +127,7 @@ def require_own_folder(folder: Path, names: Iterable[str]) -> None:
 
 
 def _text(line: Mapping[str, Any]) -> bytes:
-    """What is sealed and signed of a line: all of it but the seal."""
+    """The part of a line that is sealed and signed: all of it but the seal."""
     return json.dumps({name: line[name] for name in line if name != _SEAL}, sort_keys=True).encode()
 
 

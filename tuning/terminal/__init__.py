@@ -1,1 +1,1 @@
-"""What the tuner prints for people: tables, progress bars, and what a run did."""
+"""The tuner's output for people: tables, progress bars, and what a run did."""

@@ -1,4 +1,4 @@
-"""What a tuning run did, for people and programs."""
+"""The outcome of a tuning run, for people and programs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Outcome:
-    """What a run did, in the form of ``--json``; ``packs`` are the records of each model's pack, by its path."""
+    """The outcome of a run, in the form of ``--json``; ``packs`` are the records of each model's pack, by its path."""
 
     model: str
     target: Target

@@ -1,4 +1,4 @@
-"""What a tuning run and a dry run print for people."""
+"""The output of a tuning run and a dry run for people."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def print_report(done: Outcome | PlanReport) -> None:
-    """What a run did, or what a dry run found."""
+    """Print what a run did, or what a dry run found."""
     if isinstance(done, Outcome):
         _print_outcome(done)
     else:

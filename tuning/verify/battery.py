@@ -1,4 +1,4 @@
-"""What a candidate has to stand before it may win.
+"""The checks that a candidate must stand before it may win.
 
 Every candidate is screened, on odd sizes with ordinary inputs. The few that could win run all cases of their problem:
 sizes at the edges of its bucket, padded rows, large magnitudes, zeros, one-hot rows, the variations of its spec's
@@ -119,7 +119,7 @@ class Battery:
         return outputs, self._damage(case, inputs, made)
 
     def _damage(self, case: Case, inputs: GuardedInputs, outputs: dict[str, Guarded]) -> str:
-        """What a run did to its inputs and around its outputs, and what it did not write."""
+        """The damage of a run to its inputs and around its outputs, and what it did not write."""
         found = {f"the input {name} or memory around it was written to": x for name, x in inputs.changes().items()}
         found |= {f"memory around {name} was written to": made.is_torn() for name, made in outputs.items()}
         found |= {f"elements of {name} were not written": made.unwritten() for name, made in outputs.items()}
@@ -143,7 +143,7 @@ class Battery:
         return damage or (f"two runs on the same inputs differ in {', '.join(differ)}" if differ else "")
 
     def _repeat(self, config: Config, run: Run, between: Callable[[], None]) -> str:
-        """What is wrong with two runs at full size, with other launches between them."""
+        """The fault of two runs at full size, with other launches between them."""
         full = self._cases.full
         outputs, damage = self._launched(full, config, run)
         if damage:

@@ -41,7 +41,7 @@ Outcomes = tuple[Sequence[Mapping[str, Any]], str]
 
 @dataclass(frozen=True)
 class Room:
-    """What a reference may cost: bytes that calls of torch's functions write, and floating-point operations."""
+    """The limit of a reference: bytes that calls of torch's functions write, and floating-point operations."""
 
     bytes: int
     flops: int
@@ -83,7 +83,7 @@ class Case:
 
     @property
     def bytes(self) -> int:
-        """What its arrays take, but for those that it shares with other cases."""
+        """The bytes of its arrays, but for those that it shares with other cases."""
         guarded = (value for found in self._guarded.values() for value in found.values.values())
         extra = (value for found in self.leeway.values() for value in (found.reached, found.tainted))
         return _bytes_of([*self.inputs.values(), *self.expected.values(), *guarded, *extra])
@@ -146,7 +146,7 @@ class ValueCases:
 
     @property
     def bytes(self) -> int:
-        """What the arrays of all cases that are kept take."""
+        """The bytes of the arrays of all cases that are kept."""
         shared = (value for found in self.__dict__.get("_unpoisoned", ()) for value in found.values())
         kept = [self.random, *(case for made in self._made.values() for case in made)]
         return sum(case.bytes for case in kept) + _bytes_of(shared)
@@ -265,7 +265,7 @@ class ValueCases:
 
 
 class Kept:
-    """What the problems that one process checks share, so that it is worked out once.
+    """The data that problems of one process share, so that it is worked out once.
 
     Attributes:
         checks: outcomes of screening, by all that they depend on.
