@@ -1,4 +1,4 @@
-"""What a fresh process pays for the cache: ``python -m benchmarks.cache_cold CLOCK KERNELS NUMBER [NEAR]``.
+"""The cost of the cache in a fresh process: ``python -m benchmarks.cache_cold CLOCK KERNELS NUMBER [NEAR]``.
 
 It imports the cache, makes the default layers, looks up problem ``NUMBER`` of the first ``KERNELS`` kernels, with
 ``NEAR`` in another bucket, and prints JSON. It has imported torch before the clock starts, as every job has that runs

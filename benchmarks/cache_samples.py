@@ -58,7 +58,7 @@ def find(layers: Sequence[Layer], number: int) -> Hit | None:
 
 
 def fault_of(hit: Hit, number: int) -> str | None:
-    """What is wrong with a hit on a problem, or None: it must be one of its versions, whole, with that one's blobs."""
+    """The fault of a hit on a problem, or None: it must be one of its versions, whole, with that one's blobs."""
     version = hit.record.config.get("version")
     size_bytes = hit.record.artifacts[VARIANTS[0]].size if VARIANTS[0] in hit.record.artifacts else 0
     if not isinstance(version, int) or hit.record != sample(number, version, size_bytes)[0]:

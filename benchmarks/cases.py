@@ -1,5 +1,5 @@
-"""What is measured: an op at a size, its tensors, what it must equal and what it must move. Sizes and references come
-from the specs."""
+"""Cases to measure: an op at a size, its tensors, what it must equal and what it must move. Sizes and references
+come from the specs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Tensors:
 
 @dataclass(frozen=True)
 class Work:
-    """What forward and backward must do: bytes moved through device memory, and floating-point operations.
+    """The work of forward and backward: bytes moved through device memory, and floating-point operations.
 
     An op whose ``flops`` are given is bound by arithmetic: its speed is said in TFLOP/s. The others are set against a
     copy of their bytes.

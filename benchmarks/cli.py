@@ -62,13 +62,13 @@ TUNED, TUNED_TOKENS = "qwen3-8b", "2048,4096,8192,16384,32768"
 
 
 class Sweep(Enum):
-    """What a model's ops are measured over."""
+    """The sizes that a model's ops are measured over."""
 
     tokens = "tokens"
 
 
 class Device(Enum):
-    """What a model trains on."""
+    """The device that a model trains on."""
 
     cuda = "cuda"
     cpu = "cpu"
@@ -455,7 +455,7 @@ def counts(text: str) -> list[int]:
     """Token counts in a list by commas, each once.
 
     Raises:
-        InputError: one of them is no whole number from 1 on.
+        InputError: one of them is not a whole number from 1 on.
     """
     found = [part.strip() for part in text.split(",")]
     for part in found:

@@ -129,7 +129,7 @@ def _sample(candidates: Iterable[Candidate], count: int) -> list[Candidate]:
 
 
 def _together(items: Sequence[Candidate], target: Target, processes: int) -> float:
-    """What the compiler takes for candidates where so many processes each compile all of them, seconds a process.
+    """The compiler's time for candidates where so many processes each compile all of them, seconds a process.
 
     Each begins at another candidate, so that they do not do the same at the same time.
     """
@@ -150,7 +150,7 @@ def _compiler_s(items: Iterable[Candidate], target: Target) -> float:
 def _made(
     sweep: Sweep, jobs: int, only: Collection[str] | None = None
 ) -> tuple[CompileSummary, dict[str, dict[str, Any]]]:
-    """What compiling a sweep's candidates in an empty folder took, and the lines of those that compile."""
+    """The time to compile a sweep's candidates in an empty folder, and the lines of those that compile."""
     with tempfile.TemporaryDirectory() as folder:
         again = sweep.again(Path(folder))
         done = compile_all(again, jobs, only=only)

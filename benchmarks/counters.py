@@ -1,4 +1,4 @@
-"""What the GPU's own counters say of the kernels whose targets are hard, as Nsight Compute (``ncu``) reads them.
+"""The GPU's own counters of the kernels whose targets are hard, as Nsight Compute (``ncu``) reads them.
 
 Kernels run one at a time and several times over, each time with cold caches, at the clocks that the GPU chooses: their
 shares of peak rates say what bounds them, and their times are not those of the other benchmarks.
@@ -93,7 +93,7 @@ def measure() -> Results:
 
 
 def _launches(ncu: str, label: str, metric: str) -> list[dict[str, str]]:
-    """What ncu says of each launch, by its names; the unit of a figure stands under the name with ``unit of``."""
+    """The figures of ncu for each launch, by its names; the unit of a figure stands under the name with ``unit of``."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "log.csv")
         sections = [argument for section in SECTIONS for argument in ("--section", section)]

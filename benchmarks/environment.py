@@ -1,4 +1,4 @@
-"""What a run ran on: the facts that every results file carries."""
+"""The environment of a run: the facts that every results file carries."""
 
 from __future__ import annotations
 

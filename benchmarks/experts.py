@@ -45,7 +45,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Job:
-    """What one process does: cases of one model and token count, by these providers."""
+    """The work of one process: cases of one model and token count, by these providers."""
 
     model: str
     tokens: int
@@ -66,7 +66,7 @@ class Job:
         return json.dumps(asdict(self))
 
     def after(self, lines: Sequence[Line]) -> Job | None:
-        """What is left when a process has died: without whoever it tried, or without the case that it was at."""
+        """The rest of a job when a process has died: without the provider that it tried, or without its case."""
         done = [line["case"] for line in lines if line["kind"] == "case"]
         kinds = tuple(kind for kind in self.kinds if layers.label(self.model, self.tokens, kind) not in done)
         tried = next((line["provider"] for line in reversed(lines) if line["kind"] == "at"), "")
@@ -272,7 +272,7 @@ def _settle(device: str) -> None:
 
 
 def kept_row(case: Case, tensors: Tensors, provider: Provider) -> Row:
-    """What a forward leaves in memory for its backward, above its inputs and its result."""
+    """The bytes that a forward leaves in memory for its backward, above its inputs and its result."""
     import torch
 
     mine = clone(tensors)

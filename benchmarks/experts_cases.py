@@ -216,7 +216,7 @@ def _expected(loop: Layer, t: Tensors) -> tuple[Any, ...]:
 class Products:
     """The grouped products of a case alone, by torch: two forward, two of rows and two of weights backward.
 
-    What they multiply is made at the first call. Weights' gradients are left out where nobody asks for them.
+    Their factors are made at the first call. Weights' gradients are left out where nobody asks for them.
     """
 
     def __init__(self, experts: Experts, weighted: bool) -> None:
@@ -282,7 +282,7 @@ def _by_hand(experts: Experts) -> Layer:
 
 
 def _by_liger(experts: Experts) -> Layer:
-    """What Liger puts in the place of Qwen3-MoE's experts.
+    """Liger's replacement for Qwen3-MoE's experts.
 
     Raises:
         InputError: it has nothing for such a layer.
@@ -339,5 +339,5 @@ def full_name(name: str) -> str:
 
 
 def provider(name: str, model: str) -> Provider:
-    """Who computes a model's layer, by name of :data:`MAKERS`; raises what its import does."""
+    """The provider of a model's layer, by name of :data:`MAKERS`; raises what its import does."""
     return Provider(full_name(name), calls_of(MAKERS[name].make(experts_of(model))))

@@ -153,7 +153,7 @@ class _Fit:
         return (columns - (1 - _SHARED) * common[self._groups]) * np.sqrt(self._share)[:, None]
 
     def _logarithms(self, at: Any) -> Any:
-        """What :meth:`tuning.predict.cost_model.Weights.seconds` computes, for all samples at once."""
+        """The logarithms of :meth:`tuning.predict.cost_model.Weights.seconds`, for all samples at once."""
         count = len(self._terms)
         weighed, norm = self._counted * np.exp(at[:count]), 1 + math.exp(at[count + 1])
         work = (weighed[:, ~self._serial] ** norm).sum(1) + weighed[:, self._serial].sum(1) ** norm

@@ -60,7 +60,7 @@ def _kernel_goal(
 
 
 def _no_slower(op: str, metrics: Sequence[str], benchmark: str = _SWEEP, only: str = "") -> Goal:
-    """A goal of an op for which a copy is no measure: no slower than the best peer, at every length or in one case."""
+    """A goal of an op that a copy cannot measure: no slower than the best peer, at every length or in one case."""
 
     def judge(results: Results) -> Iterator[Verdict]:
         for case, metric in itertools.product(results.cases(), metrics):

@@ -23,7 +23,7 @@ def measure(calls: int = CALLS, batches: int = BATCHES) -> Results:
     """Time a bare launch, the lookup, and each provider's forward and backward, per call.
 
     Raises:
-        InputError: there is no GPU, or the cache lacks a kernel.
+        InputError: there is no GPU, or a kernel is missing from the cache.
     """
     target = require_gpu()
     results = Results(facts())

@@ -56,7 +56,7 @@ def _possible(model: str, ways: Sequence[str]) -> list[str]:
 
 
 def beside_one(results: Results, jobs: Sequence[Job]) -> Iterator[Row]:
-    """What one GPU has of each figure that several have: its loss, and the rate of several over its."""
+    """One GPU's figures beside those of several: its loss, and the rate of several over its."""
     for job in jobs:
         for tokens in job.tokens if job.way else ():
             case, alone = label(job, tokens), label(replace(job, way="", ranks=1), tokens)

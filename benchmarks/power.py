@@ -1,4 +1,4 @@
-"""What the GPU draws and how fast it is clocked while something runs, as nvidia-smi reads it."""
+"""The GPU's power and clock while something runs, as nvidia-smi reads it."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class PowerMeter:
 
 
 def parsed(line: str) -> list[float] | None:
-    """A line of nvidia-smi as watts, MHz and the limit in watts; None where a figure is lacking."""
+    """A line of nvidia-smi as watts, MHz and the limit in watts; None where a figure is missing."""
     try:
         values = [float(part) for part in line.split(",")]
     except ValueError:

@@ -30,7 +30,7 @@ def bare_plan(spec: KernelSpec, problem: Problem, target: Target) -> Plan:
 
 
 def arguments_of(spec: KernelSpec, problem: Problem, plan: Plan) -> tuple[Any, ...]:
-    """What a plan is launched with: inputs drawn, and outputs."""
+    """The arguments of a plan's launch: inputs drawn, and outputs."""
     import torch
 
     inputs = spec.inputs(problem, torch.Generator(device="cuda").manual_seed(0), "cuda")

@@ -1,4 +1,4 @@
-"""Where the GPU's time of a training step goes, and the floor under it: its matmuls alone, one by one."""
+"""The GPU's time of a training step by parts, and the floor under it: its matmuls alone, one by one."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SAMPLES = 12
 
 
 def category(kernel: str) -> str:
-    """What a kernel of this name does."""
+    """The category of a kernel of this name."""
     return next((name for name, pattern in CATEGORIES if pattern.search(kernel)), OTHER)
 
 

@@ -1,4 +1,4 @@
-"""Who is measured: tilekern and its peers, each with a call for every op that it has.
+"""The implementations that are measured: tilekern and its peers, each with a call for every op that it has.
 
 Calls take what :mod:`benchmarks.formulas` takes, and ``attention(q, k, v)`` causally with [batch, tokens, heads,
 head_dim]; all are what a user of the peer calls. torch's ``linear`` is cuBLAS. Liger's Triton back end is its default;

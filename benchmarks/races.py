@@ -119,7 +119,7 @@ class _Field:
         return GpuRunner(self._watch, self._launches, self._bench.load_code, self._bench.refresh())
 
     def rows(self, effort: Effort) -> list[Row]:
-        """What the races and the search came to."""
+        """The results of the races and the search."""
         with_code = [entrant for entrant in self._task.entrants if not entrant.candidate.is_library]
         searched, rows = self._beside_search(with_code) if with_code else (None, [])
         fields = [self._lineup.keys, [entrant.key for entrant in with_code]]
@@ -130,7 +130,7 @@ class _Field:
         return [*figures, *rows, Row(BENCHMARK, self._case, SEARCH, "quality", round(times[searched] / best, 5), "1")]
 
     def _beside_search(self, found: list[Entrant]) -> tuple[str, list[Row]]:
-        """What cuda.tile's search chooses, and the GPU time of it and of a race over the same candidates."""
+        """The choice of cuda.tile's search, and the GPU time of it and of a race over the same candidates."""
         runner, started = self._runner(), time.perf_counter()
         race.run(runner, Lineup(tuple(entrant.key for entrant in found), predicted=self._predicted))
         ours_s = time.perf_counter() - started
@@ -209,7 +209,7 @@ def judged(
 def _close(
     fresh: Callable[[], Runner], keys: Sequence[str], fields: Sequence[Sequence[str]], chosen: Collection[str]
 ) -> tuple[str, ...]:
-    """Who was chosen or may be the best of a field, by sweeps whose second leaves out who is far behind."""
+    """The chosen keys and those that may be the best of a field, by sweeps whose second leaves out the far slower."""
     for rounds, most in ((GLANCE_ROUNDS, FAR), (exhaustive.LEAST_ROUNDS, CLOSE)):
         swept = exhaustive.run(fresh(), Lineup(tuple(keys)), rounds)
         times = {key: 1 + (timing.behind or 0.0) for key, timing in swept.items()}

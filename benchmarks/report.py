@@ -119,7 +119,7 @@ def _targets(mine: Sequence[Results], has_gpu: bool) -> Iterator[str]:
 
 
 def explanations() -> dict[tuple[str, str], str]:
-    """What ``misses.md`` says of figures that miss their targets, by what they are and of which case."""
+    """The text of ``misses.md`` on figures that miss their targets, by what they are and of which case."""
     found: dict[tuple[str, str], str] = {}
     for paragraph in _MISSES.read_text(encoding="utf-8").split("\n\n## ")[1:]:
         headings, _, text = paragraph.partition("\n\n")

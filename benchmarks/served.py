@@ -1,4 +1,4 @@
-"""What tilekern's kernels were served by in this process, where that was not a config measured for the problem."""
+"""The configs that served tilekern's kernels in this process, where that was not a config measured for the problem."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def measure() -> Results:
     """Time first steps, first launches, the import and ``cache_tools ls``.
 
     Raises:
-        InputError: there is no GPU, or the cache lacks a kernel.
+        InputError: there is no GPU, or a kernel is missing from the cache.
     """
     target = require_gpu()
     results = Results(facts())

@@ -24,7 +24,7 @@ POSITIONS, CHANNELS_OF_A_GROUP = 512, 4
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a case may be made of: a model's sizes, and how many tokens."""
+    """The sizes of a case: a model's, and the number of tokens."""
 
     tokens: int
     hidden: int

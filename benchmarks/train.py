@@ -152,7 +152,7 @@ def label(job: Job, tokens: int) -> str:
 
 
 def with_a_loss(lines: Iterable[Line], name: str, job: Job, notes: list[str]) -> Iterator[Line]:
-    """The lines but for lengths whose loss is no number, which are noted: the figures of a broken step mean nothing."""
+    """The lines but for lengths whose loss is not a number; they are noted: figures of a broken step mean nothing."""
     for line in lines:
         if line["kind"] == "length" and not math.isfinite(line["loss"]):
             notes.append(f"{label(job, line['tokens'])}: {name} left out, its loss is {line['loss']}")

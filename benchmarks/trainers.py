@@ -1,4 +1,4 @@
-"""Who trains a whole model: tilekern and its peers, each as its users switch it on before the model is made.
+"""The trainers of a whole model: tilekern and its peers, each as its users switch it on before the model is made.
 
 Each runs in processes of its own, since patches and compiler settings hold for a process. Liger chooses its back end
 by ``LIGER_KERNEL_IMPL``. quack is not among them: it has kernels and modules, but no patch for a model of transformers.
@@ -50,7 +50,7 @@ class Trainer:
     needs: str = ""
 
     def held_to_backend(self) -> contextlib.AbstractContextManager[Any]:
-        """What the steps run in: torch's SDPA is held to one back end where the trainer names it."""
+        """The context of the steps: torch's SDPA is held to one back end where the trainer names it."""
         if not self.backend:
             return contextlib.nullcontext()
         from torch.nn.attention import SDPBackend, sdpa_kernel

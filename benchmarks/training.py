@@ -33,7 +33,7 @@ Line = dict[str, Any]
 
 @dataclass(frozen=True)
 class Job:
-    """What one process does: ``timed`` is the number of timed steps of each of ``tokens``, after ``warm_up``.
+    """The work of one process: ``timed`` is the number of timed steps of each of ``tokens``, after ``warm_up``.
 
     A step is a batch of sequences of ``sequence`` tokens, or one sequence where that is 0. ``ranks`` processes share
     the model in one of :data:`benchmarks.sharing.WAYS`; ``limit_s`` are the seconds that they may take, 0 for the

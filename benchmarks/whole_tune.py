@@ -38,7 +38,7 @@ def measure(model: str, tokens: str, sweep: Path | None = None) -> Results:
 
 
 def tuned(*arguments: str | Path) -> dict[str, Any]:
-    """What the tuner prints with ``--json``, run with an empty cache that is dropped.
+    """The output of the tuner with ``--json``, run with an empty cache that is dropped.
 
     Raises:
         TilekernError: the tuner failed.
