@@ -1,21 +1,41 @@
 """What all tests share: hypothesis' profiles, and settings of their own."""
 
+import datetime
 import os
+from random import Random
 
 # Before numpy and torch are imported. Arrays are so small here that their threads only wait for each other: the tests
 # of two kernels of products took 123 s of the processor's time on two busy cores, and take 10 s.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
-from examples import load_profile
+from examples import load_profile, profile
 
 load_profile()
 # What takes long goes first, so that no worker is left alone with it at the end.
 LONG = ("xdist_group", "slow", "processes")
+# The quick tests try a third of a test's parameters where it has more than so many.
+MANY = 6
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    if profile == "quick":
+        keep_a_share(config, items)
     items.sort(key=lambda item: next((at for at, mark in enumerate(LONG) if item.get_closest_marker(mark)), len(LONG)))
+
+
+def keep_a_share(config, items):
+    """Leave out two thirds of the parameters of each test that has many: each day others, alike in all workers."""
+    tests = {}
+    for item in items:
+        tests.setdefault((item.path, item.cls, getattr(item, "originalname", item.name)), []).append(item)
+    draw, day = Random(), datetime.datetime.now(datetime.UTC).date().isoformat()
+    kept = set()
+    for test, mine in tests.items():
+        draw.seed(f"{day} {test[0].name} {test[2]}")
+        kept.update(draw.sample(mine, max(MANY, len(mine) // 3)) if len(mine) > MANY else mine)
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -2,7 +2,8 @@
 # Lint, types and tests that need no GPU.
 #
 #   bash tests/run.sh          all tests, and one whole tuning run with its result checked
-#   bash tests/run.sh quick    those that start no processes and are not slow, with few examples: for while one works
+#   bash tests/run.sh quick    those that start no processes and are not slow, with few examples and parameters: for
+#                              while one works
 #   bash tests/run.sh stress   the cache under processes, kills, failing calls and mutations, for long
 #
 # Needs Python 3.11 or newer and a package index; no GPU. Works in .venv, or in the environment that TILEKERN_VENV
