@@ -9,17 +9,17 @@ from random import Random
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
-from examples import load_profile, profile
+from examples import load_profile
 
 load_profile()
 # What takes long goes first, so that no worker is left alone with it at the end.
 LONG = ("xdist_group", "slow", "processes")
-# The quick tests try a third of a test's parameters where it has more than so many.
+# `TEST_PARAMETERS=few`, as for the quick tests, tries a third of a test's parameters where it has more than so many.
 MANY = 6
 
 
 def pytest_collection_modifyitems(config, items):
-    if profile == "quick":
+    if os.environ.get("TEST_PARAMETERS") == "few":
         keep_a_share(config, items)
     items.sort(key=lambda item: next((at for at, mark in enumerate(LONG) if item.get_closest_marker(mark)), len(LONG)))
 

@@ -1,8 +1,7 @@
 """How much is tried: a test says how many examples it would like, and the profile scales them.
 
-``HYPOTHESIS_PROFILE``: ``default`` draws the same examples at every run, ``quick`` a fifth of them, and a third of the
-parameters of tests that have many; ``thorough`` draws new examples and more, and puts the cache under the whole stress
-of which the others take a share.
+``HYPOTHESIS_PROFILE``: ``default`` draws the same examples at every run, ``quick`` a fifth of them; ``thorough`` draws
+new ones and more, and puts the cache under the whole stress of which the others take a share.
 
 What takes seconds for each spec goes over a share of its dtypes, flags and configs: ``spec_samples.draws_of``.
 """

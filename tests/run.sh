@@ -85,7 +85,7 @@ step "mypy"
 if [ "$tier" = quick ]; then
     step "pytest, the quick ones"
     keep_cubins "$PWD/.cubins"
-    HYPOTHESIS_PROFILE=quick pytest -m "not gpu and not processes and not slow and not stress"
+    HYPOTHESIS_PROFILE=quick TEST_PARAMETERS=few pytest -m "not gpu and not processes and not slow and not stress"
     printf '\n== all passed in %d s\n' "$SECONDS"
     exit
 fi
