@@ -5,6 +5,7 @@ from importlib import metadata
 
 import cuda.tile as ct
 import pytest
+import torch
 from cuda.tile.compilation import ArrayConstraint, ConstantConstraint, ScalarConstraint
 from spec_samples import alike, compiled
 
@@ -12,6 +13,7 @@ from tilekern.cache import Launch
 from tilekern.errors import CannotRun, TilekernError
 from tilekern.kernels import rms_norm, spec_named
 from tilekern.launcher import NoVariant, PrebuiltKernel, Variant, implies
+from tilekern.runtime import plans
 from tilekern.runtime.plans import may_depend
 from tilekern.spec import ALIGNED, GENERIC
 from tilekern.targets import KNOWN
@@ -236,6 +238,15 @@ class TestTheContractWithCudaTile:
 
     def test_launch_can_be_dependent(self):
         assert "programmatic_dependent_launch" in (ct.launch.__doc__ or "") + str(inspect.signature(ct.launch))
+
+    def test_a_library_that_replaces_launch_does_not_reach_tilekern(self, monkeypatch):
+        """As TileGym does when it is imported, by a function that knows no dependent launch."""
+        monkeypatch.setattr(ct, "launch", lambda stream, grid, kernel, arguments, /: pytest.fail("the other's launch"))
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+        monkeypatch.setattr(plans, "_raw_stream", plans._raw_stream)
+        monkeypatch.setattr(plans, "_ct_launch", plans._ct_launch)
+        with pytest.raises(TypeError, match="kernel"):
+            plans._ct_launch(0, (1,), None, (), programmatic_dependent_launch=True)
 
     def test_constraints_have_the_fields_that_are_read(self):
         for name in ("dtype", "ndim", "index_dtype", "stride_lower_bound_incl", "may_alias_internally"):

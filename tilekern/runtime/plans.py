@@ -182,10 +182,13 @@ def _refuse_tangents(arguments: tuple[Any, ...]) -> None:
 
 
 def _ct_launch(*arguments: Any, **options: Any) -> None:
-    """Replaces itself by cuda.tile's launch when first called, so that importing this file loads neither."""
+    """Replaces itself by cuda.tile's launch when first called, so that importing this file loads neither.
+
+    Its own, not what ``cuda.tile.launch`` is by then: TileGym puts a function there that takes no options.
+    """
     global _ct_launch, _raw_stream
     import torch
-    from cuda.tile import launch
+    from cuda.tile._cext import launch
 
     _ct_launch, _raw_stream = launch, torch._C._cuda_getCurrentRawStream
     launch(*arguments, **options)
