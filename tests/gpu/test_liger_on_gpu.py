@@ -58,8 +58,9 @@ def test_ligers_functions_run_kernels_and_are_right(call, dtype):
         error = (got.double() - wide).abs()
         if bool((error > atol + rtol * wide.abs()).any()):
             # Liger's tolerances are for sizes of its own tests; at these its kernels may be outside of them as well.
-            ligers = ligers_own(call, arguments)[number]
-            assert error.norm() <= 1.1 * (ligers.double() - wide).norm()
+            # Its MLP rounds neither gate nor up before it multiplies them, as a model's own MLP does.
+            peers = ligers_own(call, arguments)[number], results_and_gradients(call.reference, arguments)[number]
+            assert error.norm() <= 1.1 * max((peer.double() - wide).norm() for peer in peers)
 
 
 @pytest.mark.parametrize("name", sorted(name for name, row in TABLE.items() if row.dispatched))

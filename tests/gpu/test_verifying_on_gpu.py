@@ -22,7 +22,7 @@ needs_a_compiler = pytest.mark.skipif(toolkit() is None, reason="no tile compile
 # Sizes of a small model that is real.
 SIZES = {
     "rows": 2048, "tokens": 2048, "batch": 1, "columns": 1024, "inner": 3072, "hidden": 1024, "vocabulary": 32000,
-    "heads": 16, "kv_heads": 8, "head_dim": 128, "experts": 64, "expert_groups": 8, "choices": 8,
+    "heads": 16, "kv_heads": 8, "head_dim": 128, "pairs": 32, "experts": 64, "expert_groups": 8, "choices": 8,
 }  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from tilekern.cubin import read_resources
 from tilekern.kernels import spec_named
 from tilekern.kernels.grouped import product, weight_gradient
 from tilekern.kernels.grouped.routing import OF_SUMS, VARIATIONS, held
-from tilekern.kernels.grouped.space import first_tile
+from tilekern.kernels.grouped.space import first_tile, readable
 from tilekern.kernels.grouped.tiles import group_at, rows_of
 from tilekern.kernels.matmul.space import is_tile
 from tilekern.kernels.tiles import ConstInt
@@ -40,6 +40,30 @@ def problem_of(spec, rows, inner, columns, experts, *on, dtype="float32"):
 
 def offsets_of(counts):
     return {"offsets": torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32)}
+
+
+MATRIX = torch.arange(5 * 64.0).view(5, 64).bfloat16()
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        MATRIX,
+        MATRIX.t(),
+        MATRIX.view(-1)[1:257].view(4, 64),  # whole, at an address that is not
+        MATRIX.view(-1)[:310].view(5, 62)[:, :56],  # rows of 124 bytes
+        MATRIX[:, ::2],
+        MATRIX[:, 4:60],
+    ],
+    ids=["whole", "transposed", "offset", "wide rows", "every second column", "columns within"],
+)
+def test_torchs_product_reads_whole_16_bytes(given):
+    """A GPU's refuses any other; the CPU's does not say so."""
+    read = readable(given)
+    assert torch.equal(read, given)
+    assert read.data_ptr() % 16 == 0
+    assert sorted(stride * 2 % 16 for stride in read.stride()) == [0, 2]
+    assert (read is given) == (given is MATRIX or given.stride(0) == 1)
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)

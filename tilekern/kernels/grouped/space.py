@@ -29,12 +29,19 @@ _LIBRARY_BYTES = 16
 
 
 def readable(x: Any) -> Any:
-    """A tensor as torch's grouped product reads it: one of its last two strides is 1, the others whole 16 bytes."""
+    """A tensor as torch's grouped product reads it: one of its last two strides is 1, the others whole 16 bytes.
+
+    What is not so is copied. A row of its last axis is whole 16 bytes, as the library's constraint has it.
+    """
     strides = x.stride()
     unit = -1 if strides[-1] == 1 else -2
     others = [stride for axis, stride in enumerate(strides) if axis != x.dim() + unit]
     even = all(stride * x.element_size() % _LIBRARY_BYTES == 0 for stride in others)
-    return x if strides[unit] == 1 and even and x.data_ptr() % _LIBRARY_BYTES == 0 else x.contiguous()
+    if strides[unit] == 1 and even and x.data_ptr() % _LIBRARY_BYTES == 0:
+        return x
+    import torch
+
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def groups_of(problem: Problem) -> int:

@@ -151,7 +151,7 @@ def _library(problem: Problem) -> LibraryCall:
             tokens = order // slots
             a = a.index_select(0, tokens) if problem["a_gathered"] else a
             b = b.index_select(0, tokens) if problem["b_gathered"] else b
-        return (torch._grouped_mm(readable(a.t()), readable(b), offs=offsets),)
+        return (torch._grouped_mm(readable(a).t(), readable(b), offs=offsets),)
 
     return LibraryCall(call, tuple(_names(problem)))
 
