@@ -241,8 +241,8 @@ class TestTheContractWithCudaTile:
 
     def test_a_library_that_replaces_launch_does_not_reach_tilekern(self, monkeypatch):
         """As TileGym does when it is imported, by a function that knows no dependent launch."""
-        monkeypatch.setattr(ct, "launch", lambda stream, grid, kernel, arguments, /: pytest.fail("the other's launch"))
-        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+        monkeypatch.setattr(ct, "launch", lambda *_: pytest.fail("the other's launch"))
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
         monkeypatch.setattr(plans, "_raw_stream", plans._raw_stream)
         monkeypatch.setattr(plans, "_ct_launch", plans._ct_launch)
         with pytest.raises(TypeError, match="kernel"):
