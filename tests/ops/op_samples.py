@@ -29,6 +29,7 @@ APART = tuple(layout for layout in LAYOUTS if layout != "expanded")
 SIZES = {
     "rows": 6, "vocabulary": 12, "batch": 1, "tokens": 5, "queries": 5, "keys": 5, "heads": 4, "kv_heads": 2,
     "head_dim": 8, "in_features": 12, "out_features": 6, "starts": 2, "terms": 3, "pairs": 3, "experts": 3,
+    "positions": 3, "angles": 8,
 }  # fmt: skip
 # Numbers in tensors that mean something.
 NUMBERS = {
@@ -108,6 +109,7 @@ def _op(op: Declaration) -> Op:
         values = dict(zip(first.shape[rows:], shape[len(leading) :], strict=True))
         values["kv_heads"] = max(1, values.get("heads", 0) // 2)
         values["pairs"] = values.get("head_dim", 0) // 3
+        values |= {"positions": 3, "angles": values.get("head_dim", 0)}
         return [
             (*(leading if a.shape[:1] == ("rows",) else ()), *_shape(a.shape[a.shape[:1] == ("rows",) :], values))
             for a in op.inputs.values()

@@ -6,6 +6,7 @@ from transformers.models.qwen2_vl import modeling_qwen2_vl as qwen2_vl
 
 import tilekern
 from tilekern.ops import qwen2vl_mrope
+from tilekern.ops.operation import DECLARED
 
 SECTIONS = [1, 3, 2]
 
@@ -25,7 +26,7 @@ def given(dtype=torch.float32, layout="contiguous", batch=2, angle_batch=None, s
 def expected(q, k, cos, sin, sections=SECTIONS):
     """In float64, frequency by frequency."""
     q, k, cos, sin = (x.double() for x in (q, k, cos, sin))
-    position = [i for i, width in enumerate(sections) for _ in range(width)]
+    position = [i % 3 for i, width in enumerate(sections) for _ in range(width)]
     half = len(position)
 
     def turned(x):
@@ -45,8 +46,8 @@ def gradients(results, leaves):
     return torch.autograd.grad(results, leaves, [s.to(y.dtype) for s, y in zip(slopes, results, strict=True)])
 
 
-def launches():
-    return tilekern.stats().get("rope", {}).get("launches", 0)
+def counted(kernel="qwen2vl_mrope", what="launches"):
+    return tilekern.stats().get(kernel, {}).get(what, 0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -55,14 +56,14 @@ def launches():
 @pytest.mark.parametrize("unsqueeze_dim", [1, 2])
 def test_results_and_gradients_match_float64(dtype, layout, angle_batch, unsqueeze_dim):
     q, k, cos, sin = given(dtype, layout, angle_batch=angle_batch)
-    before = launches()
+    before, fallbacks = counted(), counted(what="fallbacks")
     if unsqueeze_dim == 1:
         results = qwen2vl_mrope(q, k, cos, sin, SECTIONS)
     else:
         turned = qwen2vl_mrope(q.transpose(1, 2), k.transpose(1, 2), cos, sin, SECTIONS, unsqueeze_dim)
         results = [y.transpose(1, 2) for y in turned]
     found = gradients(results, (q, k))
-    assert launches() == before + 2
+    assert (counted(), counted(what="fallbacks")) == (before + 2, fallbacks)
     right = expected(q, k, cos, sin)
     for got, reference in zip((*results, *found), (*right, *gradients(right, (q, k))), strict=True):
         assert got.dtype == dtype
@@ -112,11 +113,70 @@ def test_the_second_half_of_the_angles_is_not_read():
         assert torch.equal(got, reference)
 
 
-@pytest.mark.parametrize("sections", [[4, 0, 2], [2, 2, 2], (1, 1, 1)])
-def test_any_sections(sections):
+@pytest.mark.parametrize("sections", [[4, 0, 2], [2, 2, 2], (1, 1, 1), [0, 0, 5], [3, 0, 0], [0, 46, 0]], ids=str)
+def test_any_three_sections_take_one_launch_forward(sections):
     q, k, cos, sin = given(sections=sections)
-    for got, reference in zip(qwen2vl_mrope(q, k, cos, sin, sections), expected(q, k, cos, sin, sections), strict=True):
+    before = counted()
+    results = qwen2vl_mrope(q, k, cos, sin, sections)
+    assert counted() == before + 1
+    for got, reference in zip(results, expected(q, k, cos, sin, sections), strict=True):
         assert_near(got, reference, 1e-5)
+
+
+@pytest.mark.parametrize("sections", [[6], [2, 4], [1, 2, 1, 2], [1] * 6], ids=str)
+def test_other_than_three_sections_are_turned_by_rope(sections):
+    q, k, cos, sin = given(sections=sections)
+    before, ropes = counted(), counted("rope")
+    results = qwen2vl_mrope(q, k, cos, sin, sections)
+    found = gradients(results, (q, k))
+    assert (counted(), counted("rope")) == (before, ropes + 2)
+    right = expected(q, k, cos, sin, sections)
+    for got, reference in zip((*results, *found), (*right, *gradients(right, (q, k))), strict=True):
+        assert_near(got, reference, 1e-5)
+
+
+def test_float32_angles_of_bfloat16_heads_give_float32_and_bfloat16_gradients():
+    q, k, cos, sin = given(torch.bfloat16)
+    cos, sin = cos.float(), sin.float()
+    results = qwen2vl_mrope(q, k, cos, sin, SECTIONS)
+    found, right = gradients(results, (q, k)), expected(q, k, cos, sin)
+    assert [x.dtype for x in (*results, *found)] == [torch.float32] * 2 + [torch.bfloat16] * 2
+    for got, reference in zip((*results, *found), (*right, *gradients(right, (q, k))), strict=True):
+        assert_near(got, reference, TOLERANCE[got.dtype])
+
+
+def test_angles_that_need_a_gradient_get_that_of_torch():
+    leaves = [x.detach().requires_grad_() for x in given()]
+    found = gradients(qwen2vl_mrope(*leaves, SECTIONS), leaves)
+    for got, right in zip(found, gradients(expected(*leaves), leaves), strict=True):
+        torch.testing.assert_close(got, right, check_dtype=False)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_without_a_kernel_of_its_own_it_is_turned_by_that_of_rope(monkeypatch, compiled):
+    torch._dynamo.reset()
+    q, k, cos, sin = given()
+    right = qwen2vl_mrope(q, k, cos, sin, SECTIONS)
+    declared = DECLARED["qwen2vl_mrope_sections"].formula.__globals__["_turned"]
+    monkeypatch.setitem(declared.functions, "plan_for", lambda *_: None)
+    before, ropes = counted(), counted("rope")
+    call = torch.compile(qwen2vl_mrope, fullgraph=True, backend="aot_eager") if compiled else qwen2vl_mrope
+    results = call(q, k, cos, sin, SECTIONS)
+    found = gradients(results, (q, k))
+    assert (counted(), counted("rope")) == (before, ropes + 2)
+    monkeypatch.undo()
+    for got, reference in zip((*results, *found), (*right, *gradients(right, (q, k))), strict=True):
+        assert torch.equal(got, reference)
+
+
+@pytest.mark.parametrize("shape", [(0, 4, 5, 12), (2, 4, 0, 12), (2, 0, 5, 12)], ids=str)
+def test_nothing_to_rotate(shape):
+    q, k = torch.ones(shape, requires_grad=True), torch.ones(shape, requires_grad=True)
+    angles = torch.ones(3, shape[0], shape[2], 12)
+    results = qwen2vl_mrope(q, k, angles, angles, SECTIONS)
+    assert [y.shape for y in results] == [q.shape, k.shape]
+    for gradient in gradients(results, (q, k)):
+        assert gradient.shape == shape
 
 
 def test_compiled_it_gives_the_same_bits_in_one_graph():
@@ -133,10 +193,9 @@ def test_compiled_it_gives_the_same_bits_in_one_graph():
 @pytest.mark.usefixtures("without_interpreter")
 def test_without_the_interpreter_the_cpu_runs_the_formula():
     q, k, cos, sin = given()
-    before, fallbacks = launches(), tilekern.stats().get("rope", {}).get("fallbacks", 0)
+    before, fallbacks = counted(), counted(what="fallbacks")
     results, right = qwen2vl_mrope(q, k, cos, sin, SECTIONS), expected(q, k, cos, sin)
-    assert launches() == before
-    assert tilekern.stats()["rope"]["fallbacks"] == fallbacks + 1
+    assert (counted(), counted(what="fallbacks")) == (before, fallbacks + 1)
     for got, reference in zip(
         (*results, *gradients(results, (q, k))), (*right, *gradients(right, (q, k))), strict=True
     ):
@@ -148,6 +207,7 @@ def test_without_the_interpreter_the_cpu_runs_the_formula():
     [
         ((2, 2, 5, 12), (2, 2, 5, 12), SECTIONS), ((2, 5, 12), (2, 5, 12), SECTIONS),
         ((3, 2, 5, 12), (3, 2, 5, 10), SECTIONS), ((3, 2, 5, 12), (3, 2, 5, 12), [1, 3, 3]),
+        ((3, 2, 5, 12), (3, 2, 5, 12), [-1, 5, 2]), ((), (), SECTIONS),
     ],
 )  # fmt: skip
 def test_angles_and_sections_that_do_not_fit_are_refused(cos, sin, sections):
@@ -158,7 +218,7 @@ def test_angles_and_sections_that_do_not_fit_are_refused(cos, sin, sections):
 
 def test_shapes_that_do_not_go_together_are_refused():
     q, k, cos, sin = given()
-    with pytest.raises(ValueError, match=r"^rope: "):
+    with pytest.raises(ValueError, match=r"^qwen2vl_mrope_sections: "):
         qwen2vl_mrope(q, k[..., :4, :], cos, sin, SECTIONS)
     with pytest.raises(ValueError, match="unsqueeze_dim must be 1 or 2, got 3"):
         qwen2vl_mrope(q, k, cos, sin, SECTIONS, 3)

@@ -1,10 +1,4 @@
-"""qwen2vl_mrope: multimodal rotary position embedding of q and k, as Qwen2-VL has it, out of place.
-
-Each frequency has the angle of one of a token's three positions (time, height, width). These angles are put together
-by torch, and ``rope`` does the rest: they are a thirtieth of what it moves.
-
-It is written by hand and not declared, as it has no kernel of its own.
-"""
+"""qwen2vl_mrope: multimodal rotary position embedding of q and k, as Qwen2-VL has it, in one launch, out of place."""
 
 from __future__ import annotations
 
@@ -12,13 +6,17 @@ from collections.abc import Sequence
 
 import torch
 
-from tilekern.ops.rope import rope
+from tilekern.kernels.qwen2vl_mrope import INVERSE, SPEC
+from tilekern.ops.operation import operation
+from tilekern.ops.rope import refuse, rope
+
+Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 def qwen2vl_mrope(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mrope_section: Sequence[int],
     unsqueeze_dim: int = 1,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> Pair:  # fmt: skip
     """Rotate the halves of every head of ``q`` and ``k`` by the angles of their tokens' three positions.
 
     Args:
@@ -26,7 +24,8 @@ def qwen2vl_mrope(
         k: [batch, kv_heads, tokens, head_dim], of the dtype of ``q``.
         cos, sin: [3, batch, tokens, head_dim], of which the second half of the last dimension repeats the first, as
             Hugging Face stores angles, and is not read. Where they need a gradient torch's own operations run.
-        mrope_section: how many frequencies take the angle of each position in turn, head_dim / 2 in all.
+        mrope_section: how many frequencies take the angle of each position in turn, head_dim / 2 in all. Of other than
+            three sections torch puts the angles together, and ``rope`` does the rest.
         unsqueeze_dim: the dimension of the heads; 2 where q is [batch, tokens, heads, head_dim], and k likewise.
 
     Returns:
@@ -35,23 +34,29 @@ def qwen2vl_mrope(
     Raises:
         ValueError: the shapes or the sections do not go together, or the devices differ.
     """
-    if cos.dim() != 4 or cos.shape[0] != 3 or sin.shape != cos.shape or 2 * sum(mrope_section) != cos.shape[-1]:
+    if (
+        cos.dim() != 4
+        or cos.shape[0] != 3
+        or sin.shape != cos.shape
+        or 2 * sum(mrope_section) != cos.shape[-1]
+        or min(mrope_section, default=0) < 0
+    ):
         raise ValueError(
             f"qwen2vl_mrope: cos {list(cos.shape)} and sin {list(sin.shape)} must be [3, batch, tokens, head_dim], and "
             f"mrope_section {list(mrope_section)} must add up to half of head_dim"
         )
     if unsqueeze_dim not in (1, 2):
         raise ValueError(f"qwen2vl_mrope: unsqueeze_dim must be 1 or 2, got {unsqueeze_dim}")
-    angles = _chosen(cos, sin, mrope_section)
-    if unsqueeze_dim == 1:
-        return rope(q, k, *angles)
-    q_out, k_out = rope(q.transpose(1, 2), k.transpose(1, 2), *angles)
-    return q_out.transpose(1, 2), k_out.transpose(1, 2)
+    if unsqueeze_dim == 2:
+        q_out, k_out = qwen2vl_mrope(q.transpose(1, 2), k.transpose(1, 2), cos, sin, mrope_section)
+        return q_out.transpose(1, 2), k_out.transpose(1, 2)
+    if len(mrope_section) != 3 or cos.shape[-1] != q.shape[-1]:
+        return rope(q, k, *_chosen(cos, sin, mrope_section))
+    time, height, _ = mrope_section
+    return _turned(q, k, cos, sin, time, height)
 
 
-def _chosen(
-    cos: torch.Tensor, sin: torch.Tensor, sections: Sequence[int]
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+def _chosen(cos: torch.Tensor, sin: torch.Tensor, sections: Sequence[int]) -> Pair:
     """Of each [3, batch, tokens, head_dim] the first half of the last dimension, each section from its position.
 
     Both come out of one launch, as views of what it writes.
@@ -64,3 +69,32 @@ def _chosen(
     ]
     chosen = torch.cat(parts, -1)
     return chosen[..., :half], chosen[..., half:]
+
+
+def _check(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, time: int, height: int) -> None:
+    refuse("qwen2vl_mrope_sections", q, k, cos[0], sin[0], q.shape[-1])
+
+
+def _turned_back(
+    dq: torch.Tensor, dk: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, time: int, height: int
+) -> Pair:  # fmt: skip
+    """The transpose, which is the rotation by the angles' negatives."""
+    return _by_rope(dq, dk, cos, -sin, time, height)
+
+
+def _by_rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, time: int, height: int) -> Pair:
+    return rope(q, k, *_chosen(cos, sin, (time, height, cos.shape[-1] // 2 - time - height)))
+
+
+@operation(
+    SPEC, INVERSE, name="qwen2vl_mrope_sections", ungraded=("cos", "sin"), flags={"inverse": "False"},
+    backward_flags={"inverse": "True"}, strided=True, check=_check, fallback_backward=_turned_back,
+)  # fmt: skip
+def _turned(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, time: int = 0, height: int = 0
+) -> Pair:  # fmt: skip
+    """The rotation; the first ``time`` frequencies are of the first position, the next ``height`` of the second.
+
+    Without a kernel of its own it is that of ``rope``, whose records may be there.
+    """
+    return _by_rope(q, k, cos, sin, time, height)

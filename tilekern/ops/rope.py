@@ -76,10 +76,10 @@ def _rotated(
 
 
 def _check(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, full: bool) -> None:
-    _refuse("rope", q, k, cos, sin, q.shape[-1])
+    refuse("rope", q, k, cos, sin, q.shape[-1])
 
 
-def _refuse(op: str, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, size: int) -> None:
+def refuse(op: str, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, size: int) -> None:
     """Refuse what does not go together; ``size`` numbers of each head turn."""
     if q.dim() != 4 or k.dim() != 4 or k.shape[0] != q.shape[0] or k.shape[2:] != q.shape[2:] or k.dtype != q.dtype:
         raise ValueError(f"{op}: q {list(q.shape)} {q.dtype} and k {list(k.shape)} {k.dtype} may differ in heads only")
@@ -120,7 +120,7 @@ def _rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 def _check_part(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, full: bool, rotary: int, interleaved: bool
 ) -> None:
-    _refuse("rope_part", q, k, cos, sin, rotary or q.shape[-1])
+    refuse("rope_part", q, k, cos, sin, rotary or q.shape[-1])
 
 
 def _find(graded: bool, q: torch.Tensor, k: torch.Tensor, *rest: Any) -> Plans | None:
