@@ -13,7 +13,7 @@ from tilekern.ops import fused_linear_cross_entropy, gated_mlp, rms_norm, swiglu
 from tilekern.runtime import dispatch
 from tilekern.spec import bucket
 from tilekern.targets import resolve
-from tilekern.tracing.recorder import Trace, tracing
+from tilekern.tracing.recorder import Trace, ordinary_values, tracing
 
 H200 = resolve("H200")
 COLUMNS = 512
@@ -170,6 +170,16 @@ def test_real_tensors_run_by_their_own_plans_and_are_noted(monkeypatch):
         loss(300, vocabulary=700)
     assert set(real.asked) == set(meta.asked)
     assert set(real.problems) == set(meta.problems)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_grouped_products_have_a_shape_in_every_dtype(dtype):
+    x, slope = (torch.empty(64, columns, dtype=dtype, device="meta") for columns in (32, 48))
+    weight, offsets = torch.empty(4, 32, 48, dtype=dtype, device="meta"), torch.empty(4, dtype=torch.int32, device="meta")
+    with ordinary_values():
+        assert torch._grouped_mm(x, weight, offs=offsets).shape == (64, 48)
+        assert torch._grouped_mm(x.t(), slope, offs=offsets).shape == (4, 32, 48)
+        assert torch._grouped_mm(x.t(), slope, offs=offsets).dtype == dtype
 
 
 def test_yes_or_no_about_values_is_answered_as_for_an_ordinary_batch():

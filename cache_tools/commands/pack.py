@@ -37,7 +37,8 @@ _ATTENTION = "tilekern,tilekern_nondeterministic"
 def pack(out: Path, model: str | None, tp: int, store: Store, as_json: bool, **filters: Any) -> None:
     """Write records, their artifacts and signatures into one file; the same records give the same bytes.
 
-    A model's records are those of its sizes, in any dtype and for steps of any length.
+    A model's records are those of its sizes, in any dtype and for steps of any length, and those of its layers of
+    experts.
 
     JSON: pack, records, bytes, left_out.
     """
@@ -76,7 +77,7 @@ def _needed_by(model: str, target_key: str, tp: int) -> set[_Needed]:
     Raises:
         CacheError: the tuner cannot plan it; the error is its own.
     """
-    steps = ["--tp", str(tp), "--dtype", _DTYPES, "--attention", _ATTENTION]
+    steps = ["--tp", str(tp), "--dtype", _DTYPES, "--attention", _ATTENTION, "--experts"]
     planning = [sys.executable, "-m", "tilekern.tune", model, "--gpu", target_key, *steps, "--dry-run", "--json"]
     done = subprocess.run(planning, capture_output=True, text=True, check=False)
     if done.returncode:

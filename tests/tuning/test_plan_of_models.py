@@ -144,6 +144,13 @@ def test_an_optimizer_can_be_left_out_and_checkpointing_asks_for_the_same():
     assert set(whole.problems) - set(without.problems) == {p for p in whole.problems if p[0] == "adamw"}
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_experts_are_planned_in_dtypes_whose_products_torch_does_not_describe(dtype):
+    """As `cache_tools pack --model` asks for them."""
+    found = plan_of_model("gpt-oss-20b", Steps([256], dtype=(dtype,), experts=True), H200)
+    assert {problem["dtype"] for kernel, problem in found.problems if kernel == "grouped_linear"} == {dtype}
+
+
 def test_dtypes_and_attention_implementations_are_all_planned():
     found = by_kernel(
         planned(SMALL, dtype=["bfloat16", "float16"], attention=["tilekern", "tilekern_nondeterministic"])

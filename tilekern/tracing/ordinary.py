@@ -17,7 +17,8 @@ class OrdinaryValues(TorchDispatchMode):
     """Answers where a model's code branches on values: is a mask all ones, do positions all run on?
 
     What ``all`` and comparisons give is taken to be so, what ``any`` and ``!=`` give is not. Any other question of
-    values raises, as it does on meta tensors.
+    values raises, as it does on meta tensors. Grouped products of other dtypes than bfloat16, which torch computes and
+    whose shape on meta tensors it refuses to say, are said here.
     """
 
     def __torch_dispatch__(
@@ -25,8 +26,15 @@ class OrdinaryValues(TorchDispatchMode):
     ) -> Any:
         if func is _aten._local_scalar_dense.default and hasattr(args[0], "is_so"):
             return args[0].is_so
+        if func is _aten._grouped_mm.default and args[0].is_meta and args[0].dtype != torch.bfloat16:
+            return _grouped(*args[:2], (kwargs or {}).get("offs", args[2] if len(args) > 2 else None))
         made = func(*args, **(kwargs or {}))
         kind = func.overloadpacket
         if (kind in _YES or kind in _NO) and made.device.type == "meta":
             made.is_so = kind in _YES
         return made
+
+
+def _grouped(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """A product for each group of rows of a [rows, inner], or, where b is [inner, columns], of columns of a."""
+    return a.new_empty((len(offsets), len(a), b.shape[1]) if b.dim() == 2 else (len(a), b.shape[2]))
