@@ -27,6 +27,7 @@ PACKS = MODELS | OTHERS
 # Kernels of which a pack has records that are not of its kind: no run has come to them yet. They are predicted or
 # defaults, and say so.
 OTHERWISE = {
+    "llama-3-8b-h200.pack": {"qwen2vl_mrope"},
     "llama-3-8b-b200.pack": {"fused_linear_jsd"},
     "gemma-2-9b-h200.pack": {"matmul"},
     "gemma-2-9b-b200.pack": {"fused_linear_cross_entropy"},
