@@ -20,7 +20,7 @@ MODELS = {"qwen3-8b-h200.pack": ("H200", "measured"), "qwen3-8b-b200.pack": ("B2
 # The first has ops of the Liger suite at the sizes of a model, too.
 OTHERS = {
     f"{model}-{gpu.lower()}.pack": (gpu, provenance)
-    for model in ("llama-3-8b", "qwen2.5-7b", "gemma-2-9b", "mistral-7b")
+    for model in ("llama-3-8b", "qwen2.5-7b", "gemma-2-9b", "mistral-7b", "gpt-oss-20b", "qwen3-30b-a3b")
     for gpu, provenance in (("H200", "measured"), ("B200", "predicted"))
 }
 PACKS = MODELS | OTHERS
@@ -28,9 +28,9 @@ PACKS = MODELS | OTHERS
 # defaults, and say so.
 OTHERWISE = {
     "llama-3-8b-h200.pack": {"qwen2vl_mrope"},
-    "llama-3-8b-b200.pack": {"fused_linear_jsd"},
     "gemma-2-9b-h200.pack": {"matmul"},
-    "gemma-2-9b-b200.pack": {"fused_linear_cross_entropy"},
+    "gpt-oss-20b-h200.pack": {"grouped_linear", "grouped_weight_gradient"},
+    "qwen3-30b-a3b-h200.pack": {"grouped_linear", "grouped_weight_gradient"},
 }
 MEASURED = [name for name, (_, provenance) in PACKS.items() if provenance == "measured"]
 TOKENS = [2048, 4096, 8192, 16384, 32768]
