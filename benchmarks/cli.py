@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
@@ -56,6 +56,7 @@ Out = Annotated[
 ]
 CpuOut = Annotated[Path, typer.Option("--out", callback=_folder, help="Folder for the JSON file.")]
 Name = Annotated[str | None, typer.Option("--name", help="Name of the JSON file, without its ending.")]
+Providers = Annotated[str, typer.Option("--providers", help="Providers to measure, by commas; default all.")]
 Tuned = Annotated[str, typer.Option("--model", help="Model to tune.")]
 TunedTokens = Annotated[str, typer.Option("--tokens", help="Tokens of a step, by commas.")]
 TUNED, TUNED_TOKENS = "qwen3-8b", "2048,4096,8192,16384,32768"
@@ -83,7 +84,7 @@ def kernels(
     ops: Annotated[
         str, typer.Option(help="Ops to measure, by commas; default all. `suite` stands for those of the Liger suite.")
     ] = "",
-    providers: Annotated[str, typer.Option(help="Providers to measure, by commas; default all.")] = "",
+    providers: Providers = "",
     model: Annotated[str, typer.Option(help="Take the sizes of this model.")] = "",
     sweep: Annotated[Sweep | None, typer.Option(help="Sizes to measure the model's ops over.")] = None,
     tokens: Annotated[
@@ -116,11 +117,7 @@ def kernels(
         return
     stem = name or (f"kernels-{Path(model).name}" if model else "kernels")
 
-    def keep(case: str, results: Results) -> None:
-        print(case, flush=True)
-        if results.rows:  # so that a run that is cut off leaves something
-            write_results(_path(out, stem), results)
-
+    keep = _kept_by_case(out, stem)
     if model:
         _keep(bench.sweep(model, counts(tokens), chosen, peers, effort, keep), out, stem)
     else:
@@ -285,19 +282,21 @@ def parallel(
 
 
 @app.command()
-def host(out: Out = None, name: Name = None) -> None:
+def host(out: Out = None, name: Name = None, providers: Providers = "") -> None:
     """Host time of one op call."""
-    from benchmarks.host import measure
+    from benchmarks.host import NAMES, measure
 
-    _keep(measure(), out, name or "host")
+    stem = name or "host"
+    _keep(measure(among(providers, NAMES, "provider"), _kept_by_case(out, stem)), out, stem)
 
 
 @app.command()
-def startup(out: Out = None, name: Name = None) -> None:
+def startup(out: Out = None, name: Name = None, providers: Providers = "") -> None:
     """Lag of the first step, the first launch, the import and the cache's command line."""
-    from benchmarks.startup import measure
+    from benchmarks.startup import NAMES, measure
 
-    _keep(measure(), out, name or "startup")
+    stem = name or "startup"
+    _keep(measure(among(providers, NAMES, "provider"), _kept_by_case(out, stem)), out, stem)
 
 
 @app.command()
@@ -344,12 +343,8 @@ def races(
     from tilekern.kernels import all_specs
 
     chosen = among(kernels, list(all_specs()), "kernel") if kernels else []
-
-    def keep(case: str, results: Results) -> None:
-        print(case, flush=True)
-        write_results(_path(out, name or "races"), results)
-
-    _keep(measure(sweep, chosen, Effort(rounds, seconds), keep), out, name or "races")
+    stem = name or "races"
+    _keep(measure(sweep, chosen, Effort(rounds, seconds), _kept_by_case(out, stem)), out, stem)
 
 
 @app.command("compile")
@@ -479,6 +474,17 @@ def among(text: str, known: Sequence[str], kind: str) -> list[str]:
 
 def _path(out: Path | None, name: str) -> Path:
     return (out or RESULTS / require_gpu().key) / f"{name}.json"
+
+
+def _kept_by_case(out: Path | None, name: str) -> Callable[[str, Results], None]:
+    """A function that says which case is done and writes what there is, so that a run that is cut off leaves it."""
+
+    def keep(case: str, results: Results) -> None:
+        print(case, flush=True)
+        if results.rows:
+            write_results(_path(out, name), results)
+
+    return keep
 
 
 def _keep(results: Results, out: Path | None, name: str) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from benchmarks.cases import Part, SpecCase, Tensors, small_cases
 from benchmarks.environment import facts, require_gpu, version_of
-from benchmarks.kernels import backward, clone, forward, right_ones
+from benchmarks.kernels import Keep, backward, clone, forward, right_ones
 from benchmarks.prebuilt import launcher_of
 from benchmarks.providers import OURS, Provider, load
 from benchmarks.results import Results, Row
@@ -19,15 +19,21 @@ NAMES = (OURS, "liger-triton", "torch")
 CALLS, BATCHES = 1000, 11
 
 
-def measure(calls: int = CALLS, batches: int = BATCHES) -> Results:
+def measure(names: Sequence[str], keep: Keep, calls: int = CALLS, batches: int = BATCHES) -> Results:
     """Time a bare launch, the lookup, and each provider's forward and backward, per call.
+
+    Args:
+        names: of :data:`NAMES`.
+        keep: called after each case with its label and what there is by then, so that a run that is cut off leaves it.
+        calls: in each batch.
+        batches: that count.
 
     Raises:
         InputError: there is no GPU, or a kernel is missing from the cache.
     """
     target = require_gpu()
     results = Results(facts())
-    providers = load(NAMES, results.run["notes"])
+    providers = load(names, results.run["notes"])
     for case in small_cases():
         tensors = case.tensors("cuda")
         todo = _ours_alone(case.forward, target)
@@ -36,6 +42,7 @@ def measure(calls: int = CALLS, batches: int = BATCHES) -> Results:
         for (name, metric), timing in host_times(todo, calls, batches).items():
             time_us, spread_us = round(timing.median_us, 3), round(timing.spread_us, 3)
             results.rows.append(Row("host", case.label, name, metric, time_us, "us", spread_us))
+        keep(case.label, results)
     return results
 
 

@@ -6,6 +6,7 @@ provider's first process gets empty compiler caches (``first_step_lag_cold``), t
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import statistics
@@ -13,13 +14,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from benchmarks.cases import training_cases
 from benchmarks.environment import ROOT, facts, require_gpu, version_of
+from benchmarks.kernels import Keep
 from benchmarks.prebuilt import arguments_of, bare_plan, launcher_of
 from benchmarks.providers import OURS
 from benchmarks.records import fill
@@ -29,6 +31,7 @@ from tuning.measure.timing import Timing
 
 LAYERS, TOKENS, WARM_PROCESSES = 2, 2048, 3
 RECORDS = 1000
+NAMES = (OURS, "transformers", "liger-triton")
 _DISTRIBUTIONS = {"transformers": "transformers", "liger-triton": "liger-kernel"}
 _IMPORT = """
 import sys, time
@@ -39,18 +42,27 @@ assert "torch" not in sys.modules and "cuda.tile" not in sys.modules
 """
 
 
-def measure() -> Results:
+def measure(names: Sequence[str], keep: Keep) -> Results:
     """Time first steps, first launches, the import and ``cache_tools ls``.
+
+    Args:
+        names: of :data:`NAMES`.
+        keep: called after each part with its name and what there is by then, so that a run that is cut off leaves it.
 
     Raises:
         InputError: there is no GPU, or a kernel is missing from the cache.
     """
     target = require_gpu()
     results = Results(facts())
-    results.rows.extend(command_rows())
-    for provider in (OURS, *_DISTRIBUTIONS):
-        results.rows.extend(_first_steps(provider, results.run["notes"]))
-    results.rows.extend(_first_loads(target))
+    notes = results.run["notes"]
+    parts: dict[str, Callable[[], list[Row]]] = {
+        "commands": command_rows,
+        "first launches": lambda: _first_loads(target),
+    }
+    parts |= {f"first steps of {name}": functools.partial(_first_steps, name, notes) for name in names}
+    for part, rows in parts.items():
+        results.rows.extend(rows())
+        keep(part, results)
     return results
 
 

@@ -175,7 +175,10 @@ def test_real_tensors_run_by_their_own_plans_and_are_noted(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_grouped_products_have_a_shape_in_every_dtype(dtype):
     x, slope = (torch.empty(64, columns, dtype=dtype, device="meta") for columns in (32, 48))
-    weight, offsets = torch.empty(4, 32, 48, dtype=dtype, device="meta"), torch.empty(4, dtype=torch.int32, device="meta")
+    weight, offsets = (
+        torch.empty(4, 32, 48, dtype=dtype, device="meta"),
+        torch.empty(4, dtype=torch.int32, device="meta"),
+    )
     with ordinary_values():
         assert torch._grouped_mm(x, weight, offs=offsets).shape == (64, 48)
         assert torch._grouped_mm(x.t(), slope, offs=offsets).shape == (4, 32, 48)

@@ -27,7 +27,7 @@ class OrdinaryValues(TorchDispatchMode):
         if func is _aten._local_scalar_dense.default and hasattr(args[0], "is_so"):
             return args[0].is_so
         if func is _aten._grouped_mm.default and args[0].is_meta and args[0].dtype != torch.bfloat16:
-            return _grouped(*args[:2], (kwargs or {}).get("offs", args[2] if len(args) > 2 else None))
+            return _grouped(*args, **(kwargs or {}))
         made = func(*args, **(kwargs or {}))
         kind = func.overloadpacket
         if (kind in _YES or kind in _NO) and made.device.type == "meta":
@@ -35,6 +35,6 @@ class OrdinaryValues(TorchDispatchMode):
         return made
 
 
-def _grouped(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+def _grouped(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
     """A product for each group of rows of a [rows, inner], or, where b is [inner, columns], of columns of a."""
-    return a.new_empty((len(offsets), len(a), b.shape[1]) if b.dim() == 2 else (len(a), b.shape[2]))
+    return a.new_empty((len(offs), len(a), b.shape[1]) if b.dim() == 2 else (len(a), b.shape[2]))

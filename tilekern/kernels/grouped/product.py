@@ -176,9 +176,7 @@ def _library(problem: Problem) -> LibraryCall:
             order, slots, *more = more
             x = x.index_select(0, order // slots)
         weight = readable(weight)
-        y = torch._grouped_mm(
-            readable(x), weight if problem["inner_first"] else weight.transpose(1, 2), offs=offsets
-        )
+        y = torch._grouped_mm(readable(x), weight if problem["inner_first"] else weight.transpose(1, 2), offs=offsets)
         if problem["biased"]:
             y += more[0].index_select(0, expert_rows(offsets, len(y)).clamp_(max=problem["experts"] - 1))
         if problem["partial"]:
