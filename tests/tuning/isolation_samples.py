@@ -96,7 +96,7 @@ def process_of(
             except EOFError:
                 return
             with started.open("a") as file:
-                print("careful" if task.careful else "queued", file=file)
+                print("careful" if task.careful else "queued", *["frugal"] * task.frugal, sep="+", file=file)
             steps.follow(task)
             for name in (CUDA, INPUTS):
                 steps.begin(name)

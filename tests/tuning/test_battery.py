@@ -296,6 +296,19 @@ def test_references_are_computed_once_for_all_candidates(monkeypatch):
     assert len(computed) == count
 
 
+def test_a_frugal_battery_makes_its_cases_anew_and_finds_the_same(monkeypatch):
+    """But for the random one, which screens all candidates."""
+    problem, config = PROBLEMS[SWIGLU], SWIGLU.generic(PROBLEMS[SWIGLU])
+    room = Room.of("cpu", keeps=False)
+    battery, run = battery_of(SWIGLU, problem, room), functools.partial(interpret, SWIGLU, config)
+    first, computed = battery.confirm(config, run), []
+    assert first == battery_of(SWIGLU, problem).confirm(config, run)
+    for name in ("tuning.verify.cases.expected_results", "tuning.verify.adversarial.expected_results"):
+        monkeypatch.setattr(name, lambda *given: computed.append(given) or SWIGLU.reference(**given[2]))
+    assert battery.confirm(config, run) == first
+    assert len(computed) > 5
+
+
 def test_problems_of_a_family_share_their_cases_until_there_is_no_room():
     small, large = (
         NORM.problem(rows=rows, columns=83, dtype="float16", weight_dtype="float16") for rows in (1024, 4096)

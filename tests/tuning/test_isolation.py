@@ -193,8 +193,9 @@ def test_what_happens_twice_is_the_candidates_own(measure, keys, act, reason):
 
 
 def test_inputs_that_fail_once_cost_nothing(measure, keys, tmp_path):
-    lines, _ = measure({INPUTS: once(tmp_path / "mark", memory_is_gone)})
+    lines, started = measure({INPUTS: once(tmp_path / "mark", memory_is_gone)})
     assert timed(lines) == keys
+    assert started == ["queued", "queued+frugal"]
 
 
 def test_inputs_that_do_not_fit_cost_their_problem_and_not_the_stage(measure, task):

@@ -41,11 +41,12 @@ class Bench:
 
         # Here, since the parent of a measuring process imports this module too and has no use for torch.
         from tuning.verify.battery import Battery
-        from tuning.verify.cases import Kept
+        from tuning.verify.cases import Kept, Room
 
         self._torch, self._task, self._target, self._problem = torch, task, task.target, task.problem
         self._spec, self._announce, self._kept = spec_named(task.kernel), announce, kept or Kept()
-        self._battery = Battery(self._spec, task.problem, task.target.sm_count, kept=self._kept)
+        room = Room.of("cuda", keeps=not task.frugal)
+        self._battery = Battery(self._spec, task.problem, task.target.sm_count, room=room, kept=self._kept)
         self._kernels: dict[str, PrebuiltKernel | None] = {}
         # By the name of a variation; those of ordinary inputs by None.
         self._inputs: dict[str | None, dict[str, Any]] = {}

@@ -157,6 +157,7 @@ def measure_task(worker: Worker, task: Task) -> Iterator[Noted]:
             return
         task = replace(task, checks=checks)
         tries[loss.step] += 1
+        task = replace(task, frugal=task.frugal or loss.doubtful)
         if loss.queued and not task.careful:
             task = replace(task, careful=True)
         elif task.entrant(loss.step) is not None:

@@ -42,7 +42,8 @@ class Task:
     ``entrants`` are checked unless ``checks`` knows them already; those that pass are timed by ``strategy``. The
     entrant of key ``stay`` gets a figure however slow it is, as the default that gains are told against. ``cubins``
     holds the artifacts by sha256. ``predicted`` holds times in seconds by the entrants' keys. ``careful`` asks for one
-    launch at a time, so that it is known which one faults. ``timed`` names the variations of the spec's inputs that
+    launch at a time, so that it is known which one faults; ``frugal``, for a battery that makes its cases anew for each
+    candidate, where the GPU's memory did not hold them. ``timed`` names the variations of the spec's inputs that
     are timed too.
     """
 
@@ -56,6 +57,7 @@ class Task:
     strategy: str = "race"
     predicted: Mapping[str, float] = field(default_factory=dict)
     careful: bool = False
+    frugal: bool = False
     timed: tuple[str, ...] = ()
 
     def without(self, key: str) -> Task:

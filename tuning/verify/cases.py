@@ -41,17 +41,21 @@ Outcomes = tuple[Sequence[Mapping[str, Any]], str]
 
 @dataclass(frozen=True)
 class Room:
-    """The limit of a reference: bytes that calls of torch's functions write, and floating-point operations."""
+    """The limit of a reference: bytes that calls of torch's functions write, and floating-point operations.
+
+    ``keeps`` says whether cases stay for the next candidate, of as many bytes together.
+    """
 
     bytes: int
     flops: int
+    keeps: bool = True
 
     @classmethod
-    def of(cls, device: str) -> Room:
+    def of(cls, device: str, *, keeps: bool = True) -> Room:
         """A quarter of a GPU's memory, and what operations a data-centre one does in about a tenth of a second."""
         if torch.device(device).type != "cuda":
-            return cls(1 << 28, 1 << 30)
-        return cls(torch.cuda.get_device_properties(device).total_memory // 4, 4 * 10**12)
+            return cls(1 << 28, 1 << 30, keeps)
+        return cls(torch.cuda.get_device_properties(device).total_memory // 4, 4 * 10**12, keeps)
 
 
 @dataclass
@@ -167,7 +171,7 @@ class ValueCases:
                 continue
             cases = make()
             yield from cases
-            if self.bytes + sum(case.bytes for case in cases) <= self._room.bytes:
+            if self._room.keeps and self.bytes + sum(case.bytes for case in cases) <= self._room.bytes:
                 self._made[place] = cases
 
     def fits(self, problem: Problem, room: Room | None = None) -> bool:
