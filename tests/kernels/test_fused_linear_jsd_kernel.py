@@ -87,6 +87,36 @@ def test_wide_sums_lose_nothing_over_many_chunks():
     assert errors[True] < 4e-3 < errors[False]
 
 
+@examples(20)
+@given(data=st.data())
+def test_wide_logits_are_rounded_nowhere(data):
+    rows, chunk = data.draw(st.integers(1, 300), label="rows"), data.draw(st.integers(1, 600), label="chunk")
+    dtype = data.draw(st.sampled_from(["bfloat16", "float16"]), label="dtype")
+    problem = problem_of(rows, data.draw(st.integers(2, 150), label="vocabulary"), dtype=dtype)
+    inputs = inputs_of(SPEC, problem) | {"options": Options(wide_logits=True)}
+    config = Config(chunk=chunk, parts=data.draw(st.integers(1, 4), label="parts"), products="cublas")
+    check = compare(SPEC, problem, run(config, problem, inputs), expected_results(SPEC, problem, inputs))
+    assert check.passed, check.reason
+
+
+def test_a_student_that_is_almost_its_teacher_has_a_gradient_by_wide_logits():
+    """16 bits of a logit leave little of a difference of two that are alike."""
+    problem = problem_of(200, 1000, dtype="bfloat16", hidden=40)
+    inputs, errors = inputs_of(SPEC, problem), {}
+    for name in ("input", "weight"):
+        inputs[f"teacher_{name}"] = inputs[f"student_{name}"] * (
+            1 + 0.02 * torch.randn(inputs[f"student_{name}"].shape)
+        )
+        inputs[f"teacher_{name}"] = inputs[f"teacher_{name}"].bfloat16()
+    exact = SPEC.reference(**inputs | {"options": Options(wide_logits=True)})["dhidden"]
+    for wide in (False, True):
+        options = {"options": Options(wide_logits=wide)}
+        found = run(Config(chunk=128, parts=1, products="cublas"), problem, inputs | options)["dhidden"]
+        errors[wide] = float((found.double() - exact).norm() / exact.norm())
+    assert errors[True] < 4e-3
+    assert errors[False] > 10 * errors[True]
+
+
 def test_the_default_holds_the_logits_of_both_heads_in_700_mib():
     problem = problem_of(4096, 128256, 4096, 4096, "bfloat16")
     default = SPEC.default(problem, INTERPRETED)
@@ -104,6 +134,17 @@ def test_the_teacher_s_logits_are_held_for_a_part_of_a_chunk_alone(parts, monkey
     outputs = run(Config(chunk=512, parts=parts, products="cublas"), problem, inputs)
     assert held == [512, {1: 512, 2: 256, 3: 256}[parts]]
     assert compare(SPEC, problem, outputs, expected_results(SPEC, problem, inputs)).passed
+
+
+@pytest.mark.parametrize("products", WAYS)
+def test_wide_logits_take_no_more_memory(products, monkeypatch):
+    problem = problem_of(4096, 40, dtype="bfloat16")
+    inputs, held = inputs_of(SPEC, problem) | {"options": Options(wide_logits=True)}, []
+    room = head.room_for_logits
+    monkeypatch.setattr(head, "room_for_logits", lambda *given: held.append(room(*given)) or held[-1])
+    run(Config(chunk=2048, parts=4, products=products), problem, inputs)
+    assert [(len(x), x.dtype) for x in held] == [(1024, torch.bfloat16), (256, torch.float32), (256, torch.float32)]
+    assert sum(len(x) * x.element_size() for x in held) <= (2048 + 512) * 2
 
 
 @examples(15)

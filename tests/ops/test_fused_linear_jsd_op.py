@@ -41,11 +41,11 @@ def expected(student, weight, teacher, other, labels=None, beta=0.5, ignored=-10
     return (divergence(x, y, beta) * counted).sum() / max(1, int(counted.sum()))
 
 
-def check(given, *options, slope=1.0, accum_dtype=None, tolerance=None):
+def check(given, *options, slope=1.0, accum_dtype=None, tolerance=None, wide_logits=False):
     """The loss and the student's gradients against :func:`expected`."""
     wide = [x.detach().double().requires_grad_() for x in given[:2]]
     reference = expected(*wide, *given[2:], *options)
-    loss = fused_linear_jsd(*given, *options, accum_dtype=accum_dtype)
+    loss = fused_linear_jsd(*given, *options, accum_dtype=accum_dtype, wide_logits=wide_logits)
     assert (loss.dtype, loss.shape) == (torch.float32, ())
     tolerance = tolerance or 2 * TOLERANCE[given[0].dtype]
     assert abs(loss.item() - reference.item()) <= tolerance * abs(reference.item()) + 1e-7
@@ -74,6 +74,7 @@ def test_any_options_shape_and_dtype(data):
         data.draw(st.sampled_from([1.0, 0.7, 3.0]), label="temperature"),
         slope=data.draw(st.sampled_from([1.0, 0.37, 8.0]), label="upstream"),
         accum_dtype=data.draw(st.sampled_from([None, torch.float32]), label="accum_dtype"),
+        wide_logits=data.draw(st.booleans(), label="wide_logits"),
     )  # fmt: skip
 
 

@@ -6,6 +6,10 @@ weight (:mod:`tilekern.kernels.common.head`). The teacher gets no gradient, so i
 student's gradient is made. The fewer of its rows are held, the more of the student's may be: of 4096 rows by 128256
 columns, two chunks of 2048 in the place of three of 1408 take 2 to 6 % less time on an H200, where 1408 rows do not
 fill the last wave of the product for the hidden states and each chunk adds to the weight's gradient.
+
+Where two distributions are almost alike, their divergence is a small difference, and 16 bits of a logit are too few for
+its gradient. With ``wide_logits`` the logits of both heads are float32, of a part of the chunk at a time, and the
+gradient is rounded when it is made. Chunks are half as long then, so that no more memory is held.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from typing import Any
 
 from tilekern.kernels import logits_jsd
 from tilekern.kernels.common import head
-from tilekern.kernels.common.head import Head, PlanFor, chunk_plans, split
+from tilekern.kernels.common.head import Head, PlanFor, WideLogits, chunk_plans, split
 from tilekern.spec import (
     ITEM_BYTES,
     Config,
@@ -39,13 +43,14 @@ _STEP = 128
 
 @dataclass(frozen=True)
 class Options:
-    """The loss's parameters beside logits; which gradients are wanted, and whether the weight's is float32."""
+    """The loss's parameters beside logits; which gradients are wanted; what is float32 for inputs of 16 bits."""
 
     beta: float = 0.5
     temperature: float = 1.0
     hidden_gradient: bool = True
     weight_gradient: bool = True
     wide_sums: bool = False
+    wide_logits: bool = False
 
     @property
     def graded(self) -> bool:
@@ -58,12 +63,22 @@ def _rows_of_part(config: Config) -> int:
     return min(int(config["chunk"]), cdiv(cdiv(config["chunk"], config["parts"]), _STEP) * _STEP)
 
 
+def _of_options(config: Config, options: Options) -> Config:
+    """The config of the rows that are held; with ``wide_logits`` half as many, and of a quarter of them the logits."""
+    if not options.wide_logits:
+        return config
+    return config.but(chunk=max(_STEP, config["chunk"] // 2 // _STEP * _STEP), parts=max(_PARTS))
+
+
 def plans(
     plan_for: PlanFor, config: Config, device: Any, rows: int, vocabulary: int, dtype: Any, options: Options
 ) -> Plans | None:
     """All chunks; None where a kernel over rows has no plan. Without a gradient the second plan of a part is None."""
+    import torch
+
+    config = _of_options(config, options)
     found: Plans = []
-    sizes = (vocabulary, dtype, logits_jsd.is_pure(options.beta))
+    sizes = (vocabulary, torch.float32 if options.wide_logits else dtype, logits_jsd.is_pure(options.beta))
     for part in split(rows, config["chunk"]):
         given = (_rows_of_part(config), device, part.stop - part.start, *sizes)
         forward = chunk_plans(plan_for, logits_jsd.FORWARD, *given)
@@ -105,19 +120,26 @@ def loss_and_gradients(
     most, most_of_teacher = chunks[0][0].stop, chunks[0][1][0][0].stop
     graded = (options.hidden_gradient, options.weight_gradient, False)
     student = Head(plan_for, config, student_input, student_weight, most, graded, wide_sums=options.wide_sums)
-    teacher = Head(plan_for, config, teacher_input, teacher_weight, most_of_teacher)
+    if options.wide_logits:
+        wide = WideLogits(student_input, student_weight, most_of_teacher)
+        teacher: Head | WideLogits = WideLogits(teacher_input, teacher_weight, most_of_teacher)
+    else:
+        teacher = Head(plan_for, config, teacher_input, teacher_weight, most_of_teacher)
     loss = torch.empty(rows, dtype=torch.float32, device=device)
     sums = [torch.empty_like(loss[:most_of_teacher]) for _ in range(3)]
     scalars, number = logits_jsd.arguments(options.beta, options.temperature), student_input.get_device()
     for chunk, parts in chunks:
-        logits = student.logits(chunk)
+        logits = student.room(chunk) if options.wide_logits else student.logits(chunk)
         for part, forward, backward in parts:
             of_all = slice(chunk.start + part.start, chunk.start + part.stop)
-            mine, others, of_rows = logits[part], teacher.logits(of_all), slope[of_all]
+            mine = wide.logits(of_all) if options.wide_logits else logits[part]
+            others, of_rows = teacher.logits(of_all), slope[of_all]
             of_part = [x[: part.stop - part.start] for x in sums]
             forward.launch(number, mine, others, of_rows, *scalars, loss[of_all], *of_part)
             if backward is not None:
                 backward.launch(number, mine, others, of_rows, *of_part, *scalars, mine)
+                if options.wide_logits:
+                    logits[part].copy_(mine)
         if options.graded:
             student.take(chunk, logits)
     return loss, *student.gradients[:2]
@@ -157,15 +179,16 @@ def _inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
 def reference(
     student_input: Any, student_weight: Any, teacher_input: Any, teacher_weight: Any, slope: Any, options: Options
 ) -> dict[str, Any]:
-    """Losses and gradients in float64 through logits and their gradient as they are held, for plain options.
+    """Losses and gradients in float64 through logits and their gradient as they are held, for a plain loss.
 
     Where many columns are alike, all that is left of their sums may be what the rounding of each has made.
     """
-    assert options == Options(), "the reference knows the plain loss only"
-    x, w = student_input.double(), student_weight.double()
+    assert options in (Options(), Options(wide_logits=True)), "the reference knows the plain loss only"
+    x, w, y = student_input.double(), student_weight.double(), teacher_input.double()
     dtype = student_input.dtype
-    student = (x @ w.t()).to(dtype).double()
-    teacher = (teacher_input.double() @ teacher_weight.double().t()).to(dtype).double()
+    student, teacher = x @ w.t(), y @ teacher_weight.double().t()
+    if not options.wide_logits:
+        student, teacher = (logits.to(dtype).double() for logits in (student, teacher))
     found = logits_jsd.expected(student, teacher, slope, options.beta, 1.0, True, False)
     dlogits = found["gradient"].to(dtype).double()
     return {"loss": found["loss"], "dhidden": dlogits @ w, "dweight": dlogits.t() @ x}

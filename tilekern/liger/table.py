@@ -319,7 +319,7 @@ def _fused_linear_jsd(
     )  # fmt: skip
     sums = torch.float32 if accum_dtype == torch.float32 else None
     heads = (student_input, student_weight, teacher_input, teacher_weight)
-    return ops.fused_linear_jsd(*heads, shift_labels, jsd_beta, ignore_index, temperature, sums)
+    return ops.fused_linear_jsd(*heads, shift_labels, jsd_beta, ignore_index, temperature, sums, wide_logits=True)
 
 
 @_serves("LigerKLDivLossFunction", "kl_div", dispatched="kl_div")

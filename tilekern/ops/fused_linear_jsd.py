@@ -10,6 +10,7 @@ runs is a composite, whose parts look their plans up themselves.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 
 import torch
 
@@ -34,7 +35,8 @@ _SPEC = kernels.SPEC
 def fused_linear_jsd(
     student_input: torch.Tensor, student_weight: torch.Tensor, teacher_input: torch.Tensor,
     teacher_weight: torch.Tensor, shift_labels: torch.Tensor | None = None, jsd_beta: float = 0.5,
-    ignore_index: int = -100, temperature: float = 1.0, accum_dtype: torch.dtype | None = None,
+    ignore_index: int = -100, temperature: float = 1.0, accum_dtype: torch.dtype | None = None, *,
+    wide_logits: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     """:func:`tilekern.ops.jsd` of ``log_softmax(input @ weight.T / temperature)`` of a student and a teacher.
 
@@ -51,6 +53,8 @@ def fused_linear_jsd(
         temperature: positive and finite.
         accum_dtype: ``torch.float32`` adds the gradient of the weight up over chunks of rows in float32; None in the
             weight's dtype.
+        wide_logits: keep logits in float32, which are rounded to the inputs' dtype else. A student that is almost its
+            teacher needs them: of inputs in bfloat16 its gradient may be off by a tenth without.
 
     Returns:
         The sum of the rows' divergences over the number of rows that count, a scalar in float32 (float64 for float64);
@@ -75,7 +79,7 @@ def fused_linear_jsd(
     slope = row_losses.slopes("fused_linear_jsd", student, labels, ignore_index, 1)
     options = Options(
         float(jsd_beta), float(temperature), student.requires_grad, given["student_weight"].requires_grad,
-        accum_dtype == torch.float32,
+        accum_dtype == torch.float32, wide_logits and student.dtype in (torch.bfloat16, torch.float16),
     )  # fmt: skip
     with torch.autocast(kind, enabled=False) if cast else contextlib.nullcontext():
         return _loss(student, given["student_weight"], teacher, given["teacher_weight"], slope, options)
@@ -144,7 +148,7 @@ def _rows(plan: Plan, tensors: tuple[torch.Tensor, ...], counted: torch.Tensor, 
 
 
 def _ungraded(options: Options) -> Options:
-    return Options(options.beta, options.temperature, hidden_gradient=False, weight_gradient=False)
+    return dataclasses.replace(options, hidden_gradient=False, weight_gradient=False)
 
 
 def _plan(
@@ -179,7 +183,7 @@ def _composed(
     """The loss in torch's own operations."""
 
     def log_probs(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        dtype = torch.promote_types(x.dtype, weight.dtype)
+        dtype = torch.float32 if options.wide_logits else torch.promote_types(x.dtype, weight.dtype)
         logits = x.to(dtype) @ weight.to(dtype).t()
         return (logits.to(slope.dtype) / options.temperature).log_softmax(-1)
 

@@ -242,11 +242,11 @@ class FusedLinearJSD(torch.nn.Module):
 
     def __init__(
         self, jsd_beta: float = 0.5, ignore_index: int = -100, temperature: float = 1.0,
-        accum_dtype: torch.dtype | None = None,
+        accum_dtype: torch.dtype | None = None, *, wide_logits: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
         self.jsd_beta, self.ignore_index = jsd_beta, ignore_index
-        self.temperature, self.accum_dtype = temperature, accum_dtype
+        self.temperature, self.accum_dtype, self.wide_logits = temperature, accum_dtype, wide_logits
 
     def forward(
         self, student_input: torch.Tensor, student_weight: torch.Tensor, teacher_input: torch.Tensor,
@@ -255,7 +255,7 @@ class FusedLinearJSD(torch.nn.Module):
         """The divergence of two heads, each of inputs [..., hidden] and a weight [vocabulary, hidden]."""
         return _ops.fused_linear_jsd(
             student_input, student_weight, teacher_input, teacher_weight, shift_labels, self.jsd_beta,
-            self.ignore_index, self.temperature, self.accum_dtype,
+            self.ignore_index, self.temperature, self.accum_dtype, wide_logits=self.wide_logits,
         )  # fmt: skip
 
 

@@ -62,9 +62,11 @@ class Head:
 
     def logits(self, part: slice) -> Any:
         """Those of some rows, in memory that the next chunk's take."""
-        return self._product(
-            self._hidden[part], self._weight, self._held[: part.stop - part.start], LOGITS
-        )  # fmt: skip
+        return self._product(self._hidden[part], self._weight, self.room(part), LOGITS)
+
+    def room(self, part: slice) -> Any:
+        """That memory, as it is."""
+        return self._held[: part.stop - part.start]
 
     def take(self, part: slice, dlogits: Any) -> None:
         """Add what the gradient of a chunk's logits makes of the head's gradients."""
@@ -83,6 +85,31 @@ class Head:
             added = dlogits.sum(0, dtype=torch.float32)
             dbias = added if dbias is None else dbias.add_(added)
         self.gradients = (dhidden, dweight, dbias)
+
+
+class WideLogits:
+    """Logits of a head as its products add them up, in float32, where the head's own dtype would round them.
+
+    Args:
+        hidden: [rows, hidden].
+        weight: [vocabulary, hidden], of the same dtype.
+        most_rows: whose logits are held.
+    """
+
+    def __init__(self, hidden: Any, weight: Any, most_rows: int) -> None:
+        import torch
+
+        self._hidden, self._weight = hidden, weight
+        self._held = room_for_logits(most_rows, weight.shape[0], hidden.new_empty(0, dtype=torch.float32))
+
+    def logits(self, part: slice) -> Any:
+        """Those of some rows, in memory that the next ones take."""
+        import torch
+
+        held, hidden, weight = self._held[: part.stop - part.start], self._hidden[part], self._weight
+        if hidden.is_cuda and hidden.dtype != torch.float32:
+            return torch.mm(hidden, weight.t(), out_dtype=torch.float32, out=held)
+        return torch.mm(hidden.float(), weight.float().t(), out=held)
 
 
 def chunk_plans(
