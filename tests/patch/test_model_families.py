@@ -1,5 +1,7 @@
 """A patched model of each family computes what an unpatched one does; torch's formulas stand for the kernels here."""
 
+from importlib import metadata
+
 import models_page
 import pytest
 import torch
@@ -28,6 +30,8 @@ NORM_ADD = {"exaone4", "flex_olmo", "olmo2", "olmo3"}
 NORM_ADD_NORM = {"afmoe", "gemma2", "gemma3", "gemma4", "glm4", "glm4v"}
 # Whose loss has a part of the router's.
 ROUTED = {"gpt_oss", "granitemoe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"}
+# Models that raise without a patch too, by release, and the attribute that their results lack.
+BROKEN = {("llama4", "5.24.0"): "image_outputs"}
 OLDER = not all(family.is_here for family in FAMILIES.values())
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*TILEKERN_INTERPRET=1")
@@ -126,6 +130,10 @@ def check_alone(family, model, loss, input_ids, **inputs):
 @pytest.mark.parametrize("name", HERE)
 def test_a_patched_model_that_sees_computes_what_it_does_as_it_is(name):
     model, ids, inputs = make_seeing(name)
+    if lacking := BROKEN.get((name, metadata.version("transformers"))):
+        with pytest.raises(AttributeError, match=lacking):
+            run(model, ids, **inputs)
+        pytest.skip(f"as it is, the model reads {lacking} of results that do not have it")
     families = {family_of(type(module).__module__) for module in model.modules()} - {None}
     # The forwards that see have other forms in older releases.
     ops = [] if OLDER else [op for op in ops_of(families) if op not in SEEING[name].without]

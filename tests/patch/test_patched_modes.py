@@ -32,6 +32,25 @@ def test_activation_checkpointing(way, reentrant):
 
 
 @ways
+def test_a_cache_is_not_filled_twice_by_a_layer_that_runs_twice(way):
+    from transformers import DynamicCache
+
+    model = make().train()
+    layer, given = model.model.layers[0], {}
+    layer.register_forward_pre_hook(lambda _, args, kwargs: given.update(kwargs), with_kwargs=True)
+    model(input_ids=IDS)
+    (name,) = {"cache", "past_key_values"} & given.keys()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    way(model)
+    x = torch.randn(1, 7, model.config.hidden_size, requires_grad=True)
+    cache = DynamicCache()
+    places = {key: given[key] for key in ("position_embeddings", "position_ids") if key in given}
+    out = layer(x, attention_mask=None, use_cache=True, **places, **{name: cache})
+    (out[0] if isinstance(out, tuple) else out).sum().backward()
+    assert cache.get_seq_length() == 0
+
+
+@ways
 def test_autocast(way):
     model = make()
     exact = step(model)

@@ -254,7 +254,13 @@ def test_norms_and_sums_that_are_one_kernel_are_planned(family, kernels):
     [
         ({"model_type": "bloom", "hidden_size": 64, "n_head": 4, "n_layer": 2}, "BloomModel computes its attention by"),
         (
-            {"model_type": "gptj", "n_embd": 64, "n_head": 4, "n_layer": 2, "rotary_dim": 8},
+            {
+                "model_type": "gpt_neo",
+                "hidden_size": 64,
+                "num_heads": 4,
+                "num_layers": 2,
+                "attention_types": [[["global", "local"], 1]],
+            },
             "its classes take no attn_implementation='tilekern'",
         ),
         (

@@ -28,7 +28,9 @@ def checkpointed(run: Function) -> Function:
         wanted = self.gradient_checkpointing and self.training and type(self).forward is not wrapper
         if wanted and getattr(vars(self).get(place_of(self, "forward")), "__func__", None) is wrapper:
             keeps = getattr(self, "_can_checkpoint_with_cache", False)
-            none = {"use_cache": False} if keeps else {"use_cache": False, "past_key_values": None, "layer_past": None}
+            # transformers calls it `cache` from 5.24 on.
+            caches = () if keeps else ("cache", "past_key_values", "layer_past")
+            none = {"use_cache": False, **dict.fromkeys(caches)}
             # By keyword alone: a layer need not have these, and may have been given them by place.
             kwargs |= {name: value for name, value in none.items() if name in kwargs}
             return self._gradient_checkpointing_func(partial(run, self, **kwargs), *args)

@@ -18,7 +18,7 @@ _DOCUMENTED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 # What older and newer parsers note beside the code itself.
 _NOTES = ("kind", "type_comment")
 # By the identity of code objects, which stay alive here: code that is equal may have another text around it.
-_found: dict[int, tuple[Any, str, bool]] = {}
+_found: dict[int, tuple[Any, str, int]] = {}
 
 
 def digest_of(value: Any) -> str:
@@ -31,14 +31,22 @@ def digest_of(value: Any) -> str:
     if function is None:
         raise ValueError("it is not a plain Python function")
     function = _uncheckpointed(function)
-    digest, is_decorated = _read(function)
-    if hasattr(function, "__wrapped__") and not is_decorated:
+    digest, decorators = _read(function)
+    if _wrappers(function) > decorators:
         raise ValueError("something has been wrapped around it")
     return digest
 
 
-def _read(function: FunctionType) -> tuple[str, bool]:
-    """The digest of a function's definition, and whether that has decorators; read once for each code object."""
+def _wrappers(function: Any) -> int:
+    """The number of functions around the innermost one, as far as they tell; each decorator makes one at most."""
+    count = 0
+    while (function := getattr(function, "__wrapped__", None)) is not None:
+        count += 1
+    return count
+
+
+def _read(function: FunctionType) -> tuple[str, int]:
+    """The digest of a function's definition, and how many decorators that has; read once for each code object."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     known = _found.get(id(code))
     if known is None:
@@ -46,7 +54,7 @@ def _read(function: FunctionType) -> tuple[str, bool]:
             definition = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
         except (OSError, TypeError, SyntaxError):
             raise ValueError("its source is not at hand") from None
-        known = code, digest_of_tree(definition), bool(getattr(definition, "decorator_list", None))
+        known = code, digest_of_tree(definition), len(getattr(definition, "decorator_list", ()))
         _found[id(code)] = known
     return known[1:]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import sys
+from collections.abc import Iterator
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -33,7 +34,7 @@ def mask(*, local_size: int | None = None, config: Any = None, **given: Any) -> 
         return eager_mask(**given | {"allow_is_bidirectional_skip": False}, local_size=local_size, config=config)
     own = local_size is None or (reading.hands_window and _is_own(local_size, config, given))
     made = sdpa_mask(**given, local_size=None if own else local_size, config=config)
-    if made is not None and own and _is_packing(given):
+    if made is not None and own and _is_packing(given, reading):
         made.says_packing_alone = True
     return made
 
@@ -51,16 +52,33 @@ def _is_causal(given: dict[str, Any]) -> bool:
     return "allow_is_bidirectional_skip" not in given
 
 
-def _is_packing(given: dict[str, Any]) -> bool:
+def _is_packing(given: dict[str, Any], reading: Reading) -> bool:
     """Whether a mask, aside from its window, says no more than causality and where sequences begin.
 
     It does not where the user gave a mask, where a function of the model's shapes it (which is called by vmap), or
-    where blocks are shown beside what it is made of.
+    where blocks are shown beside what it is made of: before sequences are kept apart (transformers 5.24) or after.
     """
     shaped = given.get("attention_mask") is not None or given.get("use_vmap", False)
     function = given["mask_function"]
     joined = isinstance(function, FunctionType) and function.__qualname__.startswith("and_masks.")
-    return joined and not shaped and _is_causal(given)
+    return joined and not shaped and _is_causal(given) and not _shows_blocks(function, reading)
+
+
+def _shows_blocks(function: FunctionType, reading: Reading) -> bool:
+    if torch.compiler.is_compiling():  # which cannot look into a function
+        return reading.shows_blocks
+    return any(one.__qualname__.startswith("or_masks.") for one in _functions(function))
+
+
+def _functions(made: Any) -> Iterator[FunctionType]:
+    """A function, and those that it has been made of."""
+    if isinstance(made, FunctionType):
+        yield made
+        for cell in made.__closure__ or ():
+            yield from _functions(cell.cell_contents)
+    elif isinstance(made, tuple):
+        for one in made:
+            yield from _functions(one)
 
 
 def says_packing_alone(made: Any) -> bool:
@@ -79,11 +97,13 @@ class Reading(NamedTuple):
         by_mask_alone: whether its layers may say nothing, or what is not so, of their causality, and add the mask by
             themselves here and there.
         hands_window: whether layers hand their window to the attention function.
+        shows_blocks: whether blocks of tokens, as of an image, may see each other beside what is causal.
     """
 
     alone: str = ""
     by_mask_alone: bool = False
     hands_window: bool = True
+    shows_blocks: bool = False
 
 
 _readings: dict[type, Reading] = {}
@@ -122,14 +142,17 @@ def _read(models: list[Any]) -> Reading:
     if not (asks or sdpa or any_backend):
         names = [model.__name__ for model in models]
         return Reading(alone=next((name for name in names if not name.endswith("PreTrainedModel")), names[0]))
-    hands_window = any(map(_hands_window, {model.__module__ for model in models}))
-    return Reading(by_mask_alone=not (sdpa or flash or any_backend), hands_window=hands_window)
+    sources = [_source(module) for module in {model.__module__ for model in models}]
+    return Reading(
+        by_mask_alone=not (sdpa or flash or any_backend),
+        hands_window=any(re.search(r"^\s+sliding_window=", source, re.MULTILINE) for source in sources),
+        shows_blocks=any(not source or "block_sequence_ids" in source for source in sources),
+    )
 
 
-def _hands_window(module: str) -> bool:
-    """Whether a call in a module's code has the argument; without its source, a mask is what is right in any case."""
+def _source(module: str) -> str:
+    """The code of a module; empty where it is not at hand, for which a mask is what is right in any case."""
     try:
-        source = inspect.getsource(sys.modules[module])
+        return inspect.getsource(sys.modules[module])
     except OSError:
-        return False
-    return re.search(r"^\s+sliding_window=", source, re.MULTILINE) is not None
+        return ""
