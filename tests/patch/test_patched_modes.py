@@ -37,7 +37,7 @@ def test_a_cache_is_not_filled_twice_by_a_layer_that_runs_twice(way):
 
     model = make().train()
     layer, given = model.model.layers[0], {}
-    layer.register_forward_pre_hook(lambda _, args, kwargs: given.update(kwargs), with_kwargs=True)
+    layer.register_forward_pre_hook(lambda _layer, _args, kwargs: given.update(kwargs), with_kwargs=True)
     model(input_ids=IDS)
     (name,) = {"cache", "past_key_values"} & given.keys()
     model.gradient_checkpointing_enable({"use_reentrant": False})

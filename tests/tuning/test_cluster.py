@@ -137,21 +137,23 @@ ALL = sorted(problem.key for _, problem in THREE)
 
 def test_a_sweep_is_compiled_and_measured_as_on_one_host(executor, compiled_sweep, tmp_path, h200):
     sweep, on_cluster = Sweep(tmp_path / "sweep"), executor(noting(tmp_path, together=2))
-    sweep.begin(h200, "test", THREE)
+    # Of each problem some configs are enough.
+    few = {one: [item.config for item in candidates(*one, h200)][:8] for one in THREE}
+    sweep.begin(h200, "test", THREE, few)
     assert on_cluster.cores == 2
     summary = compile_all(sweep, on_cluster.cores, pool=on_cluster.compile_in_order)
     compiled, expected = sweep.compiled(), compiled_sweep.compiled()
-    assert summary.compiled == len(expected)
+    assert summary.compiled == len(compiled) >= 8
     assert summary.failed == 0
     took = ("frontend_s", "tileiras_s", "reading_s", "seal")
-    for key, line in expected.items():
-        assert {n: v for n, v in compiled[key].items() if n not in took} == {
+    for key, line in compiled.items():
+        assert {n: v for n, v in expected[key].items() if n not in took} == {
             n: v for n, v in line.items() if n not in took
         }
         assert sweep.cubin(line["sha256"]) == compiled_sweep.cubin(line["sha256"])
     measure_all(sweep, on_cluster, keep_winners)
     alone = Sweep(Path(shutil.copytree(compiled_sweep.folder, tmp_path / "alone")))
-    alone.begin(h200, "test", THREE)
+    alone.begin(h200, "test", THREE, few)
     measure_all(alone, RecordedExecutor(), keep_winners)
     configs = [[winner.record.config for winner, _ in winners(one, TOOLKIT)] for one in (sweep, alone)]
     assert configs[0] == configs[1]

@@ -19,7 +19,7 @@ from tilekern.toolchain import toolkit
 pytestmark = pytest.mark.processes
 
 ROOT = Path(__file__).parents[2]
-KILLS = 4
+KILLS = 3
 KERNEL = "swiglu_forward"
 PROBLEM = f"{KERNEL} rows=64,columns=48,dtype=bfloat16"
 needs_compiler = pytest.mark.skipif(toolkit() is None, reason="no tile compiler is installed")

@@ -144,11 +144,10 @@ def test_an_optimizer_can_be_left_out_and_checkpointing_asks_for_the_same():
     assert set(whole.problems) - set(without.problems) == {p for p in whole.problems if p[0] == "adamw"}
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_experts_are_planned_in_dtypes_whose_products_torch_does_not_describe(dtype):
+def test_experts_are_planned_in_a_dtype_whose_products_torch_does_not_describe():
     """As `cache_tools pack --model` asks for them."""
-    found = plan_of_model("gpt-oss-20b", Steps([256], dtype=(dtype,), experts=True), H200)
-    assert {problem["dtype"] for kernel, problem in found.problems if kernel == "grouped_linear"} == {dtype}
+    found = plan_of_model("gpt-oss-20b", Steps([256], dtype=("float32",), experts=True), H200)
+    assert {problem["dtype"] for kernel, problem in found.problems if kernel == "grouped_linear"} == {"float32"}
 
 
 def test_dtypes_and_attention_implementations_are_all_planned():
