@@ -97,10 +97,10 @@ def test_results_gradients_and_state_dicts_are_those_of_the_class_it_stands_for(
             (X, X, torch.zeros(24), 1e-6, 1.0, "gemma"),
         ),
         (
-            ops.FusedLinearJSD(0.3, 7, 2.0),
+            ops.FusedLinearJSD(0.3, 7, 2.0, wide_logits=True),
             (X, LOGITS, X, LOGITS, TARGET),
             ops.fused_linear_jsd,
-            (X, LOGITS, X, LOGITS, TARGET, 0.3, 7, 2.0, None),
+            (X, LOGITS, X, LOGITS, TARGET, 0.3, 7, 2.0, None, True),
         ),
         (ops.Sparsemax(1), (X,), ops.sparsemax, (X, 1)),
         (ops.JSD(0.3, 7), (LOGITS, X, TARGET), ops.jsd, (LOGITS, X, TARGET, 0.3, 7)),
@@ -110,7 +110,7 @@ def test_results_gradients_and_state_dicts_are_those_of_the_class_it_stands_for(
 )
 def test_options_go_to_the_op(module, inputs, op, arguments, monkeypatch):
     seen = []
-    monkeypatch.setattr(ops, op.__name__, lambda *given: seen.append(given))
+    monkeypatch.setattr(ops, op.__name__, lambda *given, **more: seen.append((*given, *more.values())))
     module(*inputs)
     assert len(seen[0]) == len(arguments)
     for got, wanted in zip(seen[0], arguments, strict=True):
