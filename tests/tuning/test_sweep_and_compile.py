@@ -78,8 +78,11 @@ def test_a_candidate_that_takes_too_long_is_recorded_and_the_sweep_goes_on(tmp_p
     sweep = Sweep(tmp_path)
     sweep.begin(h200, "test", [SMALL])
     summary = compile_all(sweep, jobs=2, timeout_s=0.001)
-    assert summary.failed == summary.compiled == len(sweep.compiled())
-    assert {line["reason"] for line in sweep.compiled().values()} == {"tileiras exceeded 0.001 s"}
+    assert summary.compiled == len(sweep.compiled())
+    # A compiler that has kept the artifact may be done in time.
+    late = [line["reason"] for line in sweep.compiled().values() if line["status"] != "ok"]
+    assert summary.failed == len(late)
+    assert set(late) == {"tileiras exceeded 0.001 s"}
 
 
 def test_a_damaged_artifact_is_refused(tmp_path: Path, h200: Target):
