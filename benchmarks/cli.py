@@ -158,8 +158,7 @@ def train(
 
     def keep(figures: Results, parts: Results) -> None:
         for results, path in ((figures, stem), (parts, f"{stem}_profile")):
-            if results.rows:
-                write_results(_path(out, path), results)
+            _write_some(results, out, path)
 
     figures, parts = bench.measure(job, names, keep, say=lambda line: print(line, flush=True))
     _keep(figures, out, stem)
@@ -185,8 +184,7 @@ def families(
     stem = name or bench.BENCHMARK
 
     def keep(figures: Results, _: Results) -> None:
-        if figures.rows:
-            write_results(_path(out, stem), figures)
+        _write_some(figures, out, stem)
 
     _keep(bench.measure(chosen, names, steps, keep, say=lambda line: print(line, flush=True)), out, stem)
 
@@ -227,8 +225,7 @@ def experts(
     stem = name or bench.BENCHMARK
 
     def keep(results: Results) -> None:
-        if results.rows:
-            write_results(_path(out, stem), results)
+        _write_some(results, out, stem)
 
     effort = Effort(samples, seconds)
     results = bench.measure(
@@ -273,8 +270,7 @@ def parallel(
     job = Job("", "", layers, (total,), (steps,), bench.WARM_UP, device.value, sequence=tokens, ranks=count)
 
     def keep(figures: Results, _: Results) -> None:
-        if figures.rows:
-            write_results(_path(out, stem), figures)
+        _write_some(figures, out, stem)
 
     chosen = among(ways, list(WAYS), "way")
     results = bench.measure(models.split(","), chosen, names, job, keep, say=lambda line: print(line, flush=True))
@@ -477,14 +473,19 @@ def _path(out: Path | None, name: str) -> Path:
 
 
 def _kept_by_case(out: Path | None, name: str) -> Callable[[str, Results], None]:
-    """A function that says which case is done and writes what there is, so that a run that is cut off leaves it."""
+    """A function that says which case is done and writes what there is by then."""
 
     def keep(case: str, results: Results) -> None:
         print(case, flush=True)
-        if results.rows:
-            write_results(_path(out, name), results)
+        _write_some(results, out, name)
 
     return keep
+
+
+def _write_some(results: Results, out: Path | None, name: str) -> None:
+    """Write what there is, if anything, so that a run that is cut off leaves it."""
+    if results.rows:
+        write_results(_path(out, name), results)
 
 
 def _keep(results: Results, out: Path | None, name: str) -> None:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tilekern.errors import InputError
+from tilekern.patch.wrapped import content
 
 
 def mask(*, local_size: int | None = None, config: Any = None, **given: Any) -> Any:
@@ -75,7 +76,7 @@ def _functions(made: Any) -> Iterator[FunctionType]:
     if isinstance(made, FunctionType):
         yield made
         for cell in made.__closure__ or ():
-            yield from _functions(cell.cell_contents)
+            yield from _functions(content(cell))
     elif isinstance(made, tuple):
         for one in made:
             yield from _functions(one)

@@ -21,7 +21,7 @@ def is_inside(function: Any, wrapper: Any) -> bool:
     """
     while wrapper is not None:
         wrapper = settled(wrapper)
-        methods = (_content(cell) for cell in getattr(wrapper, "__closure__", None) or ())
+        methods = (content(cell) for cell in getattr(wrapper, "__closure__", None) or ())
         if wrapper is function or any(_is_bound_to(function, method) for method in methods):
             return True
         wrapper = getattr(wrapper, "__wrapped__", None)
@@ -31,7 +31,7 @@ def is_inside(function: Any, wrapper: Any) -> bool:
 def exchange(wrapper: Any, function: Any, other: Any) -> bool:
     """Have what is wrapped around a function call another one in its place; whether it does so now."""
     around = _around(function, wrapper)
-    cells = [cell for cell in getattr(around, "__closure__", None) or () if settled(_content(cell)) is function]
+    cells = [cell for cell in getattr(around, "__closure__", None) or () if settled(content(cell)) is function]
     for cell in cells:
         cell.cell_contents = other
         around.__wrapped__ = other
@@ -47,7 +47,8 @@ def _around(function: Any, wrapper: Any) -> Any:
     return None
 
 
-def _content(cell: Any) -> Any:
+def content(cell: Any) -> Any:
+    """The content of a closure's cell; None of an empty one."""
     try:
         return cell.cell_contents
     except ValueError:  # it is empty

@@ -155,9 +155,8 @@ def measure_task(worker: Worker, task: Task) -> Iterator[Noted]:
         loss = yield from _attempt(worker, task, checks)
         if loss is None:
             return
-        task = replace(task, checks=checks)
+        task = replace(task, checks=checks, frugal=task.frugal or loss.doubtful)
         tries[loss.step] += 1
-        task = replace(task, frugal=task.frugal or loss.doubtful)
         if loss.queued and not task.careful:
             task = replace(task, careful=True)
         elif task.entrant(loss.step) is not None:
