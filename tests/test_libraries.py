@@ -9,7 +9,7 @@ import torch
 from one_record import GPU, H200, SIZES, SPEC
 
 from tilekern import cache, toolchain
-from tilekern.errors import CacheMiss, TilekernWarning
+from tilekern.errors import CacheMiss, TilekernWarning, ToolchainMissing
 from tilekern.kernels import spec_named
 from tilekern.runtime import dispatch, libraries
 from tilekern.runtime.plans import LibraryPlan
@@ -100,6 +100,42 @@ def test_a_record_that_holds_no_kernel_leaves_the_model_its_own_op(root, here):
     dispatch.set_miss_policy("error")
     with pytest.raises(CacheMiss, match="cublas, which won matmul rows=64"):
         dispatch.plan_for(MATMUL, GPU, *ASKED)
+
+
+GROUPED = spec_named("grouped_linear")
+GROUPED_PROBLEM = GROUPED.problem(
+    rows=64, inner=64, columns=64, experts=4, dtype="bfloat16",
+    **{d.name: False for d in GROUPED.dimensions if d.kind == "flag"},
+)  # fmt: skip
+ASKED_OF_GROUPED = tuple(getattr(torch, v) if v == "bfloat16" else v for v in GROUPED_PROBLEM.values())
+
+
+@pytest.fixture
+def no_compiler(monkeypatch):
+    for module in ("toolchain", "runtime.records"):
+        monkeypatch.setattr(f"tilekern.{module}.require_toolkit", toolkit_is_missing)
+
+
+def toolkit_is_missing():
+    raise ToolchainMissing("the tile compiler is not installed")
+
+
+def test_a_default_that_a_library_runs_needs_no_compiler(no_compiler, root, here):
+    here(torch=True)
+    with pytest.warns(TilekernWarning, match="the call of torch that is its default runs"):
+        plan = dispatch.plan_for(GROUPED, GPU, *ASKED_OF_GROUPED)
+    assert isinstance(plan, LibraryPlan)
+    assert plan.config == GROUPED.default(GROUPED_PROBLEM, H200)
+    assert dispatch.stats()["grouped_linear"]["misses"] == 1
+    assert not list(root.rglob("grouped_linear/*.json"))
+
+
+@pytest.mark.parametrize("policy", ["fallback", "compile"])
+def test_the_model_s_own_op_runs_where_the_policy_or_the_library_says_so(policy, no_compiler, here):
+    here(torch=policy == "fallback")
+    dispatch.set_miss_policy(policy)
+    with pytest.warns(TilekernWarning):
+        assert dispatch.plan_for(GROUPED, GPU, *ASKED_OF_GROUPED) is None
 
 
 def test_a_composite_of_kernels_runs_where_the_library_is_not(root, here):

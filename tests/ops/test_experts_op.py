@@ -132,6 +132,21 @@ def test_the_activation_is_not_made_again_for_frozen_weights(monkeypatch):
         assert asked["experts_gate_backward"]["remade"] == ("down" in wanted)
 
 
+def test_frozen_weights_are_served_by_what_is_known_of_trained_ones(monkeypatch):
+    given = only(layer(12, 3, 5, 8, 16), ("x", "weights"))
+    expected = results(ops.experts, given, torch.ones(12, 8))
+
+    def plan_for(spec, device, *sizes):
+        problem = dict(zip([d.name for d in spec.dimensions], sizes, strict=True))
+        return dispatch.plan_for(spec, device, *sizes) if problem.get("remade", True) else None
+
+    monkeypatch.setattr(sys.modules[_find.__module__], "plan_for", plan_for)
+    dispatch.forget()
+    found, launched = made_by(lambda: results(ops.experts, given, torch.ones(12, 8)))
+    assert launched["experts_gate_backward"] == 1
+    assert all(torch.equal(x, expected[name]) for name, x in found.items())
+
+
 @pytest.mark.parametrize("wanted", [("x", "weights"), ("gate_up", "down", "gate_up_bias", "down_bias")])
 def test_torch_compile_traces_it_whole_with_the_same_launches_and_bits(wanted):
     torch._dynamo.reset()

@@ -85,6 +85,7 @@ class _Plans(NamedTuple):
     combine: Plan
     gather: Plan | None = None
     gate_backward: Plan | None = None
+    remade: bool = False
     add_up: Plan | None = None
     sums: SumPlans | None = None
     down_sums: SumPlans | None = None
@@ -204,7 +205,7 @@ def _find(
     if any(needs):
         found += [
             plan(gather.SPEC, rows, hidden, dtype, is_biased),
-            plan(gate.BACKWARD, *whole, weights.dtype, needs.down),
+            *_plan_of_gate_backward(x.device, (*whole, weights.dtype), remade=needs.down),
             plan(combine.SPEC, tokens, choices, hidden, dtype, dtype, False, False) if needs.x else (),
             plans_of_sum(x.device, rows, double, number, dtype) if needs.gate_up_bias else (),
             plans_of_sum(x.device, rows, hidden, number, dtype, weights.dtype) if needs.down_bias else (),
@@ -212,6 +213,14 @@ def _find(
     if None in found:
         return None
     return _Plans(needs, *found)
+
+
+def _plan_of_gate_backward(device: torch.device, sizes: tuple[Any, ...], *, remade: bool) -> tuple[Plan | None, bool]:
+    """The plan, and whether its kernel makes the activation too: where no cache knows it without, that one serves."""
+    found = plan_for(gate.BACKWARD, device, *sizes, remade)
+    if found is None and not remade:
+        return plan_for(gate.BACKWARD, device, *sizes, True), True
+    return found, remade
 
 
 def _sides(gate_up: torch.Tensor, how: Gate) -> tuple[int, int]:
@@ -285,7 +294,7 @@ def _launch_backward(
     slopes, shares = _gathered(plans.gather, dout, routing, down_bias)
     dy = grouped_linear(slopes, second.mT, offsets, partial=False)
     dpre, dweights = torch.empty_like(pre), torch.empty(weights.numel(), dtype=torch.float32, device=x.device)
-    y = torch.empty_like(dy) if needs.down else placeholder(2, x.dtype, x.device)
+    y = torch.empty_like(dy) if plans.remade else placeholder(2, x.dtype, x.device)
     factors = weights.contiguous().view(-1)
     plans.gate_backward.launch(
         device, dy, pre, _bias(gate_up_bias, x), chosen, order, factors, shares, number, *how.numbers, dpre, y,

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from tilekern.errors import CacheMiss, CannotRun, InputError, RanksDiffer, TilekernError
-from tilekern.runtime.libraries import runnable
+from tilekern.runtime.libraries import libraries_here, library_of, runnable
 from tilekern.runtime.plans import Counters, InterpretedPlan, LibraryPlan, Plan, plan_of
 from tilekern.runtime.provisional import Watch, is_settled, of_several_ranks
 from tilekern.spec import ALIGNED, GENERIC, Config, KernelSpec, LibraryCall, Problem
@@ -263,12 +263,30 @@ def _cached(spec: KernelSpec, problem: Problem, target: Target, key: tuple[Any, 
         count.hits += 1
         found = _own_default(spec, wanted, target, found)
         count.nearest += not found.exact_bucket
-    plan = None if found is None else _made_or_own(spec, problem, target, key[1], found)
+    if found is None:
+        plan = _by_library(spec, problem, wanted, target)
+    else:
+        plan = _made_or_own(spec, problem, target, key[1], found)
     _state.resolved[spec.name, wanted] = None if found is None or plan is None else found.record
     if not is_settled(found):
         look, take = functools.partial(find, spec, wanted, target), functools.partial(_take, spec, problem, target, key)
         _watch.add(spec.name, wanted, target, look, found, plan, key, take)
     return plan
+
+
+def _by_library(spec: KernelSpec, problem: Problem, wanted: Problem, target: Target) -> Plan | None:
+    """The default of a problem that a library runs, which needs no compiler; else None.
+
+    It runs for this process alone, where no record of it could be kept: without a compiler there is no toolkit to keep
+    it under.
+    """
+    if miss_policy() != "compile" or _state.agreement is not None:
+        return None
+    config = spec.default(wanted, target)
+    implementation = spec.implement(problem, config)
+    if not isinstance(implementation, LibraryCall) or library_of(config) not in libraries_here():
+        return None
+    return LibraryPlan(implementation.bound(plan_for), config)
 
 
 def _made_or_own(spec: KernelSpec, problem: Problem, target: Target, device: int, found: Hit) -> Plan | None:
@@ -381,7 +399,7 @@ def _on_miss(spec: KernelSpec, wanted: Problem, target: Target) -> Hit | None:
     tune = f"tune it with: python -m tilekern.tune MODEL --gpu {target.name}"
     if policy == "error":
         raise CacheMiss(f"no cache holds {spec.name} for {wanted.key} on {target.name}; {tune}")
-    why = ""
+    why, runs = "", "the model's own op runs"
     if policy == "compile":
         try:
             if _state.agreement is None:
@@ -394,7 +412,9 @@ def _on_miss(spec: KernelSpec, wanted: Problem, target: Target) -> Hit | None:
             raise
         except (TilekernError, cache.CacheError) as error:
             why = f" and its default config could not be compiled and kept ({error})"
-    warn_once(f"no cache holds {spec.name} for this model on {target.name}{why}; the model's own op runs; {tune}")
+            if library := library_of(spec.default(wanted, target)):
+                why, runs = "", f"the call of {library} that is its default runs"
+    warn_once(f"no cache holds {spec.name} for this model on {target.name}{why}; {runs}; {tune}")
     return None
 
 
