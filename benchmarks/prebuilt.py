@@ -44,5 +44,5 @@ def launcher_of(spec: KernelSpec, problem: Problem, target: Target) -> Callable[
     import torch
 
     plan, stream = bare_plan(spec, problem, target), torch.cuda.current_stream().cuda_stream
-    arguments = arguments_of(spec, problem, plan) + plan._tail
+    arguments = arguments_of(spec, problem, plan)
     return lambda: ct.launch(stream, plan.grid, plan._kernel, arguments)

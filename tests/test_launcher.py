@@ -12,7 +12,7 @@ from spec_samples import alike, compiled
 from tilekern.cache import Launch
 from tilekern.errors import CannotRun, TilekernError
 from tilekern.kernels import rms_norm, spec_named
-from tilekern.launcher import NoVariant, PrebuiltKernel, Variant, implies
+from tilekern.launcher import NoVariant, PrebuiltKernel, Variant, implies, without_constants
 from tilekern.runtime import plans
 from tilekern.runtime.plans import may_depend
 from tilekern.spec import ALIGNED, GENERIC
@@ -42,9 +42,8 @@ def array(ndim=2, dtype=ct.bfloat16, **changes):
 
 def arguments(x=None, **others):
     """The arguments of a launch with ``x`` in the place of the first."""
-    rest = [ConstantConstraint(value) for _, value in IMPLEMENTATION.constants]
     weight, eps = others.get("weight", array(1)), others.get("eps", ScalarConstraint(ct.float32))
-    return [x or array(), weight, array(), eps, *rest]
+    return [x or array(), weight, array(), eps]
 
 
 def kernel(*names):
@@ -175,10 +174,12 @@ def test_a_wrong_number_or_order_of_arguments_raises():
             chosen(wrong)
 
 
-def test_constants_of_the_launch_need_not_be_those_of_the_generic_variant():
-    parameters = arguments(array(base_addr_divisible_by=2))
-    parameters[-1] = ConstantConstraint(value=True)
-    assert chosen(parameters)[0] == b"generic"
+def test_a_launch_passes_no_constants():
+    assert implies(arguments(), without_constants(STRONG))
+    assert not implies(arguments(), STRONG)
+    constants = [ConstantConstraint(value) for _, value in IMPLEMENTATION.constants]
+    with pytest.raises(NoVariant):
+        chosen([*arguments(), *constants])
 
 
 def test_a_cubin_is_loaded_only_when_it_is_chosen():
@@ -197,8 +198,8 @@ def test_a_prebuilt_kernel_of_every_function_can_be_made(spec):
     problem = alike(spec, 64, "float32", flags=True)
     function = spec.device(problem, spec.generic(problem)).function
     made = PrebuiltKernel(function, [])
-    assert isinstance(made, ct.kernel)
-    assert made._pyfunc is function._pyfunc
+    with pytest.raises(NoVariant, match=f"^{function._pyfunc.__name__}: "):
+        made._compile(Signature([]), None, (9, 0))
 
 
 @pytest.mark.parametrize("target", KNOWN, ids=lambda target: target.key)
@@ -236,6 +237,10 @@ class TestTheContractWithCudaTile:
     def test_a_kernel_gives_its_python_function(self):
         assert inspect.isfunction(rms_norm.rms_norm_forward._pyfunc)
 
+    def test_a_kernel_says_which_of_its_parameters_are_constants(self):
+        annotations = rms_norm.rms_norm_forward._annotated_function.parameter_annotations
+        assert [one.constant for one in annotations] == [a["kind"] == "constant" for a in STRONG]
+
     def test_launch_can_be_dependent(self):
         assert "programmatic_dependent_launch" in (ct.launch.__doc__ or "") + str(inspect.signature(ct.launch))
 
@@ -260,5 +265,6 @@ class TestTheContractWithCudaTile:
     def test_a_signature_of_the_front_end_is_judged_as_one_of_the_launcher(self):
         from cuda.tile.compilation import CallingConvention, KernelSignature
 
-        signature = KernelSignature([constraint(a) for a in STRONG], CallingConvention.cutile_python_v1())
+        stated = [constraint(a) for a in without_constants(STRONG)]
+        signature = KernelSignature(stated, CallingConvention.cutile_python_v1())
         assert kernel(ALIGNED)._compile(signature, None)[1] == "aligned_symbol"

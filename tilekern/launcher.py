@@ -4,16 +4,20 @@
 ``_compile``, private to cuda-tile 1.7 and guarded by a contract test). :class:`PrebuiltKernel` answers with the
 strongest stored variant whose assumptions the signature implies, so that the choice is checked for every kind of
 tensor and costs nothing once it is made.
+
+The constants of a kernel are in its cubin, so a launch passes none: ``ct.launch`` would look at each of them, every
+time.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cuda.tile as ct
+from cuda.tile._cext import TileDispatcher
 
 from tilekern.errors import CannotRun, TilekernError
 from tilekern.spec import ALIGNED, GENERIC
@@ -37,18 +41,15 @@ class Variant:
     launch: Any = None
 
 
-class PrebuiltKernel(ct.kernel):
-    """A kernel that is never compiled: it hands ``ct.launch`` stored cubins.
+class PrebuiltKernel(TileDispatcher):
+    """What ``ct.launch`` takes for a kernel, and never compiles: it hands ``ct.launch`` stored cubins.
 
+    It is launched with the arrays and scalars of its function, in their order, and without the constants.
     ``ct.launch`` gives no block, cluster or dynamic shared memory but those that cuTile's cubins say themselves.
 
-    The generic variant may have been compiled for other constants than the launch passes: constants are part of the
-    cubin, not of its parameters, and every implementation is right on any grid.
+    The generic variant may have been compiled for other constants than the config has: every implementation is right
+    on any grid.
     """
-
-    def __new__(cls, function: Any, variants: Sequence[Variant]) -> PrebuiltKernel:  # noqa: ARG004
-        """Make the launcher's object for the device function."""
-        return super().__new__(cls, function._pyfunc)
 
     def __init__(self, function: Any, variants: Sequence[Variant]) -> None:
         """Take the variants.
@@ -62,8 +63,10 @@ class PrebuiltKernel(ct.kernel):
                     f"the {variant.name} artifact of {function._pyfunc.__name__} is launched with {variant.launch}, "
                     "which this version of tilekern cannot; install a newer one, or tune again with this one"
                 )
-        super().__init__(function._pyfunc)
-        self._variants = tuple(variants)
+        annotations = function._annotated_function.parameter_annotations
+        super().__init__(tuple(one for one in annotations if not one.constant))
+        self._name = function._pyfunc.__name__
+        self._variants = [replace(one, assumptions=without_constants(one.assumptions)) for one in variants]
 
     def _compile(
         self,
@@ -75,7 +78,7 @@ class PrebuiltKernel(ct.kernel):
             if implies(signature.parameters, variant.assumptions):
                 return variant.load(), variant.symbol, None, ()
         raise NoVariant(
-            f"{self._pyfunc.__name__}: none of the variants {', '.join(v.name for v in self._variants)} "
+            f"{self._name}: none of the variants {', '.join(v.name for v in self._variants)} "
             f"allows the arguments {signature.parameters}"
         )
 
@@ -98,6 +101,11 @@ def prebuilt(function: Any, artifacts: Mapping[str, Any], load: Callable[[str], 
             Variant(name, artifact.symbol, artifact.assumptions, functools.partial(load, name), artifact.launch)
         )
     return PrebuiltKernel(function, variants)
+
+
+def without_constants(assumptions: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """What a variant assumes of the arrays and scalars that it is launched with."""
+    return [assumed for assumed in assumptions if assumed["kind"] != "constant"]
 
 
 def implies(parameters: Sequence[Any], assumptions: Sequence[Mapping[str, Any]]) -> bool:

@@ -69,8 +69,7 @@ def test_rows_say_where_memory_is_and_what_is_in_it(dtype):
 
 
 def test_a_tangent_of_what_is_seen_as_rows_is_refused():
-    implementation = Implementation(None, (), (), lambda *_: 1)
-    plan = Plan(None, implementation, Config(), 1)
+    plan = Plan(None, Config(), 1)
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(torch.ones(1, 2, 3), torch.ones(1, 2, 3))
         with pytest.raises(NotImplementedError, match="forward-mode AD"):

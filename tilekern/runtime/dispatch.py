@@ -244,7 +244,7 @@ def _interpreted(spec: KernelSpec, problem: Problem) -> Plan:
     if isinstance(implementation, LibraryCall):
         return LibraryPlan(implementation.bound(plan_for), config)
     blocks = implementation.grid(problem, INTERPRETED.sm_count)
-    return InterpretedPlan(implementation.function, implementation, config, blocks)
+    return InterpretedPlan(implementation, config, blocks)
 
 
 def _cached(spec: KernelSpec, problem: Problem, target: Target, key: tuple[Any, ...]) -> Plan | None:

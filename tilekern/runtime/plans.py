@@ -1,4 +1,4 @@
-"""The result of a lookup: a kernel object with its grid and constants, ready to be launched."""
+"""The result of a lookup: a kernel object with its grid, ready to be launched."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ _DEPENDENT_LAUNCH = 90
 
 
 class Plan:
-    """How one problem runs: the kernel object, its grid and constants. ``blocks`` is the grid's size."""
+    """How one problem runs: the kernel object, which has its constants, and the grid of ``blocks`` blocks."""
 
-    __slots__ = ("_forward_ad", "_kernel", "_tail", "blocks", "config", "grid", "launches")
+    __slots__ = ("_forward_ad", "_kernel", "blocks", "config", "grid", "launches")
 
-    def __init__(self, kernel: Any, implementation: Implementation, config: Config, blocks: int) -> None:
+    def __init__(self, kernel: Any, config: Config, blocks: int) -> None:
         self._kernel = kernel
-        self._tail = tuple(value for _, value in implementation.constants)
         self.config, self.blocks, self.grid = config, blocks, (blocks,)
         self.launches = 0
         self._forward_ad = _forward_ad()
@@ -34,7 +33,7 @@ class Plan:
         if self._forward_ad._current_level >= 0:
             _refuse_tangents(arguments)
         self.launches += 1
-        _ct_launch(_raw_stream(device), self.grid, self._kernel, arguments + self._tail)
+        _ct_launch(_raw_stream(device), self.grid, self._kernel, arguments)
 
     def by_config(self, function: Callable[[Config], Any]) -> Any:
         """The result of a function for the plan's config; a traced plan calls it for the others that may win too."""
@@ -57,15 +56,13 @@ class DependentPlan(Plan):
         if self._forward_ad._current_level >= 0:
             _refuse_tangents(arguments)
         self.launches += 1
-        _ct_launch(
-            _raw_stream(device), self.grid, self._kernel, arguments + self._tail, programmatic_dependent_launch=True
-        )
+        _ct_launch(_raw_stream(device), self.grid, self._kernel, arguments, programmatic_dependent_launch=True)
 
 
 def plan_of(kernel: Any, implementation: Implementation, config: Config, problem: Problem, target: Target) -> Plan:
     """How a kernel object is launched on a GPU: by jobs, by the tuner that times it, and by benchmarks."""
     kind = DependentPlan if may_depend(implementation, target) else Plan
-    return kind(kernel, implementation, config, implementation.grid(problem, target.sm_count))
+    return kind(kernel, config, implementation.grid(problem, target.sm_count))
 
 
 def may_depend(implementation: Implementation, target: Target) -> bool:
@@ -74,9 +71,13 @@ def may_depend(implementation: Implementation, target: Target) -> bool:
 
 
 class InterpretedPlan(Plan):
-    """A plan whose kernel runs on the CPU, block by block."""
+    """A plan whose kernel runs on the CPU, block by block, and is given its constants behind the arguments."""
 
-    __slots__ = ()
+    __slots__ = ("_constants",)
+
+    def __init__(self, implementation: Implementation, config: Config, blocks: int) -> None:
+        super().__init__(implementation.function, config, blocks)
+        self._constants = tuple(value for _, value in implementation.constants)
 
     def launch(self, device: int, *arguments: Any) -> None:  # noqa: ARG002
         """Run the kernel at once.
@@ -96,7 +97,7 @@ class InterpretedPlan(Plan):
                     f"argument {number}: elements share memory, shape {shape}, strides {strides}"
                 )
         self.launches += 1
-        interpreter.launch(self._kernel, self.grid, arguments + self._tail)
+        interpreter.launch(self._kernel, self.grid, arguments + self._constants)
 
 
 def _disjoint(x: Any) -> bool:
@@ -119,7 +120,7 @@ class LibraryPlan(Plan):
 
     def __init__(self, call: Callable[..., tuple[Any, ...]], config: Config) -> None:
         self._call, self.config, self.launches = call, config, 0
-        self._kernel, self._tail, self.blocks, self.grid = None, (), 1, (1,)
+        self._kernel, self.blocks, self.grid = None, 1, (1,)
 
     def launch(self, device: int, *arguments: Any) -> None:  # noqa: ARG002
         """Not for a library.
