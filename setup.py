@@ -19,10 +19,9 @@ class BuildWithDigests(build_py):
     def note_digests(self, root):
         """Have the copied package work out its own digests: it imports nothing but the standard library for that."""
         sys.path.insert(0, str(root))
-        from tilekern.source.digests import NOTES, note_digests
+        from tilekern.source.digests import NOTES, note_digests, spec_modules
 
-        kernels = sorted((root / "tilekern" / "kernels").rglob("[!_]*.py"))
-        note_digests([".".join(path.relative_to(root).with_suffix("").parts) for path in kernels], NOTES)
+        note_digests(spec_modules(root), NOTES)
 
 
 setup(cmdclass={"build_py": BuildWithDigests})

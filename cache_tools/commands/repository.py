@@ -27,7 +27,7 @@ from cache_tools.shared.selection import Selection
 from cache_tools.shared.text import count, print_json, size
 from tilekern import __version__
 from tilekern.cache import PACK_SUFFIX, CacheError, Store
-from tilekern.source.digests import NOTES, note_digests
+from tilekern.source.digests import NOTES, note_digests, spec_modules
 
 _NAME = "tilekern"
 _REPO_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
@@ -159,8 +159,7 @@ def _write_build(folder: Path, backend: str, packs: list[Contents], repo_id: str
     for source in sorted(ours.rglob("*.py")):
         if source != ours / _LEFT_BEHIND:
             _copy(source, folder / _NAME / source.relative_to(ours))
-    names = sorted(path.relative_to(ours.parent) for path in (ours / "kernels").rglob("[!_]*.py"))
-    note_digests([".".join(path.with_suffix("").parts) for path in names], folder / _NAME / NOTES.relative_to(ours))
+    note_digests(spec_modules(ours.parent), folder / _NAME / NOTES.relative_to(ours))
     for position, pack in enumerate(packs):
         _copy(pack.path, folder / _NAME / "prebuilt" / f"{position}-{pack.path.name}")
     _copy(_LOADER, folder / "__init__.py")

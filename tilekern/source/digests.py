@@ -48,7 +48,7 @@ def digests_of(module: str, kernel: str) -> Digests:
 
     Args:
         module: dotted module name, for example ``tilekern.kernels.rms_norm``; records name the one where the spec
-            stood, which may have moved within its package since.
+            stood, which may have moved within its packages since.
         kernel: the spec's name.
 
     Raises:
@@ -63,17 +63,18 @@ def digests_of(module: str, kernel: str) -> Digests:
 
 @functools.cache
 def _home(module: str, kernel: str) -> str:
-    """The module where a spec stands today; the one that was given where no other of its package has the spec."""
+    """The module where a spec stands today; the one that was given where no other of its packages has the spec."""
     noted = _notes(NOTES)["specs"]
     if kernel in noted.get(module, {}):
         return module
-    from tilekern.source.reachability import is_module, module_named, modules_within, root_of, specs_of
+    from tilekern.source.reachability import is_module, module_named, modules_within, roots_of, specs_of
 
     if is_module(module) and kernel in specs_of(module_named(module)):
         return module
-    package = root_of(module)
-    homes = [name for name, kernels in noted.items() if kernel in kernels and root_of(name) == package]
-    homes = homes or [name for name in modules_within(package) if kernel in specs_of(module_named(name))]
+    roots = roots_of(module)
+    homes = [name for name, kernels in noted.items() if kernel in kernels and roots_of(name) == roots]
+    found = (name for package in roots for name in modules_within(package))
+    homes = homes or [name for name in found if kernel in specs_of(module_named(name))]
     return homes[0] if len(homes) == 1 else module
 
 
@@ -90,6 +91,14 @@ def digest_of_module(name: str) -> str:
     from tilekern.source.whole_modules import digest_of_closure
 
     return digest_of_closure(name)
+
+
+def spec_modules(folder: Path) -> list[str]:
+    """The modules that may hold specs, of the tilekern in a folder."""
+    from tilekern.source.reachability import SPEC_PACKAGES
+
+    files = [file for name in SPEC_PACKAGES for file in folder.joinpath(*name.split(".")).rglob("[!_]*.py")]
+    return sorted(".".join(file.relative_to(folder).with_suffix("").parts) for file in files)
 
 
 def note_digests(names: Iterable[str], path: Path) -> None:

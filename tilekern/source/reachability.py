@@ -1,8 +1,9 @@
 """Which definitions a piece of source reaches by name, read from the source alone: nothing is imported or run.
 
 A definition is a function, a class or an assignment at the top level of a module; names lead from one to the next, into
-the modules of the same package too. Other packages count by the names that are imported of them. Where a name cannot be
-followed (a module that is passed on as a value, ``globals()``), all that it may lead to is reached.
+other modules too (of which packages says :func:`roots_of`). Other packages count by the names that are imported of
+them. Where a name cannot be followed (a module that is passed on as a value, ``globals()``), all that it may lead to is
+reached.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ _NO_SCOPE: Mapping[str, Code] = MappingProxyType({})
 # These reach names that stand nowhere in the source.
 _DYNAMIC = frozenset({"globals", "eval", "exec", "__import__", "importlib.import_module", "sys.modules"})
 _SPEC = "tilekern.spec.KernelSpec"
+SPEC_PACKAGES = ("tilekern.kernels", "tilekern.composites")
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,11 +119,11 @@ def _imported(target: Import, rest: list[str], importer: Module) -> list[Code | 
     """The object of an import, or an attribute of it; a whole module where it is not said which of its names."""
     package, attribute = target
     path = [*([] if attribute in (None, "*") else [attribute]), *rest]
-    root = root_of(importer.name)
+    roots = roots_of(importer.name)
     package = _absolute(package, importer.name)
-    while path and _is_module(f"{package}.{path[0]}", root):
+    while path and _is_module(f"{package}.{path[0]}", roots):
         package, path = f"{package}.{path[0]}", path[1:]
-    if not _is_within(package, root):
+    if not _is_within(package, roots):
         return [".".join([package, *path[:1]])]
     module = module_named(package)
     if path and path[0] in module.definitions:
@@ -292,10 +294,14 @@ def _is_plain(statement: ast.Assign | ast.AnnAssign | ast.AugAssign) -> bool:
     return all(isinstance(node, ast.Name | ast.Tuple | ast.Store) for each in targets for node in ast.walk(each))
 
 
-def root_of(module: str) -> str:
-    """The package in which names are followed: the second one of a dotted name's, or the first where it has two."""
+def roots_of(module: str) -> tuple[str, ...]:
+    """The packages in which names are followed: the second one of a dotted name's, or the first where it has two.
+
+    Of tilekern all that hold specs, as composites reach into kernels.
+    """
     parts = module.split(".")
-    return ".".join(parts[:2]) if len(parts) > 2 else parts[0]
+    root = ".".join(parts[:2]) if len(parts) > 2 else parts[0]
+    return SPEC_PACKAGES if root in SPEC_PACKAGES else (root,)
 
 
 def _absolute(package: str, importer: str) -> str:
@@ -309,14 +315,14 @@ def _absolute(package: str, importer: str) -> str:
     return ".".join([*above, *filter(None, [name])])
 
 
-def _is_within(name: str, root: str) -> bool:
-    return name == root or name.startswith(f"{root}.")
+def _is_within(name: str, roots: tuple[str, ...]) -> bool:
+    return any(name == root or name.startswith(f"{root}.") for root in roots)
 
 
 @functools.cache
-def _is_module(name: str, root: str) -> bool:
-    """Whether a dotted name is a module within a package, or a package above it."""
-    return root.startswith(f"{name}.") or (_is_within(name, root) and is_module(name))
+def _is_module(name: str, roots: tuple[str, ...]) -> bool:
+    """Whether a dotted name is a module within some packages, or a package above one."""
+    return any(root.startswith(f"{name}.") for root in roots) or (_is_within(name, roots) and is_module(name))
 
 
 def is_module(name: str) -> bool:
