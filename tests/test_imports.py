@@ -14,7 +14,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("tilekern", "tuning", "cache_tools")
 FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 # What the files of a room may import of tilekern and its friends; the longest matching prefix counts. Imports run
-# downwards only: patch, ops, kernels and dispatch, cache and launcher and toolchain, spec and targets and errors.
+# downwards only: patch, ops, composites, kernels and dispatch, cache and launcher and toolchain, spec and targets and
+# errors.
 LEAVES = {"tilekern.spec", "tilekern.targets", "tilekern.errors", "tilekern.warning"}
 RUNTIME, RANKS, TRACING = "tilekern.runtime", "tilekern.runtime.ranks", "tilekern.tracing"
 DIGESTS = "tilekern.source.digests"
@@ -37,6 +38,7 @@ MAY_IMPORT = {
     "tilekern.launcher": LEAVES,
     "tilekern.interpreter": {"tilekern.errors", "tilekern.interpreter"},
     "tilekern.kernels": LEAVES | {"tilekern.kernels"},
+    "tilekern.composites": LEAVES | {"tilekern.kernels", "tilekern.composites"},
     RUNTIME: set(),
     TRACING: set(),
     f"{RUNTIME}.libraries": LEAVES,
@@ -60,7 +62,7 @@ MAY_IMPORT = {
     f"{TRACING}.recorder": LEAVES
     | {"tilekern.cache", f"{RUNTIME}.dispatch", f"{RUNTIME}.plans", f"{TRACING}.ordinary"},
     f"{TRACING}.stepping": LEAVES | {"tilekern.ops", "tilekern.patch"},
-    "tilekern.ops": LEAVES | {"tilekern.kernels", "tilekern.ops", f"{RUNTIME}.dispatch"},
+    "tilekern.ops": LEAVES | {"tilekern.composites", "tilekern.kernels", "tilekern.ops", f"{RUNTIME}.dispatch"},
     "tilekern.losses": {"tilekern.ops"},
     "tilekern.layers": {"tilekern.ops", "tilekern.patch"},
     "tilekern.trl": LEAVES | {"tilekern.ops"},
@@ -187,7 +189,7 @@ def test_the_cache_needs_the_standard_library_and_a_parser_alone():
 
 
 def test_kernels_import_torch_inside_functions_only():
-    kernels = within("tilekern.kernels")
+    kernels = within("tilekern.kernels", "tilekern.composites")
     assert not list(strangers(kernels, {"cuda", "tilekern"}, everywhere=False))
     assert not list(strangers(kernels, {"cuda", "tilekern", "torch"}))
 

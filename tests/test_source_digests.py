@@ -417,6 +417,13 @@ def test_a_spec_that_two_modules_have_goes_by_the_one_that_was_named(digests):
     assert digests(moved=KERNEL) == before
 
 
+def test_a_composite_counts_the_kernels_that_it_launches_and_is_found_where_records_say_that_it_stood():
+    name = "fused_linear_cross_entropy"
+    assert digests_of(f"tilekern.kernels.{name}", name).module == f"tilekern.composites.{name}"
+    files = source._worked_out(f"tilekern.composites.{name}", name)[1]
+    assert {f"tilekern.{file}" for file in ("composites.head", "kernels.cross_entropy.fused")} <= set(files)
+
+
 def test_every_spec_of_the_kernels_can_be_read():
     for name, spec in all_specs().items():
         readable = specs_of(module_named(spec.module))

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import tilekern
+from tilekern.composites.head import split
 from tilekern.errors import InputError
 from tilekern.kernels import spec_named
-from tilekern.kernels.fused_linear_cross_entropy import split
 from tilekern.ops import fused_linear_cross_entropy, gated_mlp, rms_norm, swiglu
 from tilekern.runtime import dispatch
 from tilekern.spec import bucket

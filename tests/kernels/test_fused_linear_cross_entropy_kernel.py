@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from spec_samples import inputs_of, interpret
 
+from tilekern.composites.fused_linear_cross_entropy import LossOptions, loss_and_gradients
+from tilekern.composites.head import split
 from tilekern.errors import CacheMiss
 from tilekern.kernels import spec_named
-from tilekern.kernels.fused_linear_cross_entropy import LossOptions, gradients, losses, split
 from tilekern.kernels.matmul import product as linear
 from tilekern.runtime.dispatch import LibraryPlan, counters, plan_for
 from tilekern.spec import DTYPES, ITEM_BYTES, Config, bucket, cdiv
@@ -36,7 +37,8 @@ def chunks_of(problem, target=H200):
 
 
 def run(config, problem, inputs, lookup=plan_for):
-    given = gradients(lookup, config, *(inputs[name] for name in ("hidden", "weight", "target", "scale", "options")))
+    names = ("hidden", "weight", "target", "scale", "options")
+    given = loss_and_gradients(lookup, config, *(inputs[name] for name in names))
     return dict(zip(SPEC.outputs(problem, 1), given, strict=True))
 
 
@@ -122,8 +124,7 @@ def test_loss_and_gradients_over_chunks_match_float64(way, data):
     check = compare(SPEC, problem, outputs, expected)
     # Each chunk rounds the weight's gradient once more.
     assert check.passed or (not few and check.relative_error < 2e-2), check.reason
-    loss = losses(plan_for, Config(chunk=chunk, products=way), *(inputs[n] for n in ("hidden", "weight", "target")),
-                  LossOptions())  # fmt: skip
+    loss = run(Config(chunk=chunk, products=way), problem, inputs | {"scale": None})["loss"]
     assert compare(SPEC, problem, {"loss": loss}, {"loss": expected["loss"]}).passed
 
 

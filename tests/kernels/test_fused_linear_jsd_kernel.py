@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from spec_samples import inputs_of
 
+from tilekern.composites import head
+from tilekern.composites.fused_linear_jsd import Options
+from tilekern.composites.head import split
 from tilekern.kernels import spec_named
-from tilekern.kernels.common import head
-from tilekern.kernels.fused_linear_cross_entropy import split
-from tilekern.kernels.fused_linear_jsd import Options
 from tilekern.runtime.dispatch import counters, plan_for
 from tilekern.spec import DTYPES, Config
 from tilekern.targets import INTERPRETED, resolve
@@ -136,13 +136,16 @@ def test_the_teacher_s_logits_are_held_for_a_part_of_a_chunk_alone(parts, monkey
     assert compare(SPEC, problem, outputs, expected_results(SPEC, problem, inputs)).passed
 
 
-def test_wide_logits_take_no_more_memory(monkeypatch):
+@pytest.mark.parametrize("graded", [True, False])
+def test_wide_logits_take_no_more_memory(graded, monkeypatch):
     problem = problem_of(4096, 40, dtype="bfloat16")
-    inputs, held = inputs_of(SPEC, problem) | {"options": Options(wide_logits=True)}, []
+    options = Options(wide_logits=True, hidden_gradient=graded, weight_gradient=graded)
+    inputs, held = inputs_of(SPEC, problem) | {"options": options}, []
     room = head.room_for_logits
     monkeypatch.setattr(head, "room_for_logits", lambda *given: held.append(room(*given)) or held[-1])
     run(Config(chunk=2048, parts=4, products="cublas"), problem, inputs)
-    assert [(len(x), x.dtype) for x in held] == [(1024, torch.bfloat16), (256, torch.float32), (256, torch.float32)]
+    wide, gradient = [(256, torch.float32)] * 2, [(1024, torch.bfloat16)]
+    assert [(len(x), x.dtype) for x in held] == wide + gradient * graded
     assert sum(len(x) * x.element_size() for x in held) <= (2048 + 512) * 2
 
 

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from spec_samples import inputs_of
 
-from tilekern.kernels import linear_log_probs, log_probs, spec_named
-from tilekern.kernels.common import head
-from tilekern.kernels.fused_linear_cross_entropy import split
+from tilekern.composites import head, linear_log_probs
+from tilekern.composites.head import split
+from tilekern.kernels import log_probs, spec_named
 from tilekern.runtime.dispatch import counters, plan_for
 from tilekern.spec import DTYPES, ITEM_BYTES, Config
 from tilekern.targets import INTERPRETED, KNOWN, resolve
@@ -74,7 +74,7 @@ def test_only_what_is_wanted_is_multiplied(wanted):
 
 @pytest.mark.parametrize(("vocabulary", "dtype"), [(128256, "bfloat16"), (151936, "bfloat16"), (50304, "float32")])
 def test_chunks_take_no_more_than_700_mib(vocabulary, dtype):
-    problem, space = problem_of(FORWARD, 8192, vocabulary, dtype=dtype), head.space()
+    problem, space = problem_of(FORWARD, 8192, vocabulary, dtype=dtype), FORWARD.space
     chunks = {config["chunk"] for config in space.candidates(problem, H200)}
     assert chunks
     assert max(chunks) * vocabulary * ITEM_BYTES[dtype] <= 700 << 20

@@ -186,7 +186,7 @@ def test_specs_have_a_name_a_summary_and_a_module_of_their_own():
     for name, spec in all_specs().items():
         assert spec.name == name
         assert spec.summary
-        assert spec.module.startswith("tilekern.kernels.")
+        assert spec.module.startswith(("tilekern.kernels.", "tilekern.composites."))
         assert len({d.name for d in spec.dimensions}) == len(spec.dimensions)
 
 

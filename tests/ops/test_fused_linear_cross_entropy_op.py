@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from op_samples import DTYPES, TOLERANCE, assert_near
 
 import tilekern
-from tilekern.kernels import fused_linear_cross_entropy as kernels
+from tilekern.composites import fused_linear_cross_entropy as composite
 from tilekern.ops.fused_linear_cross_entropy import fused_linear_cross_entropy
 from tilekern.runtime import dispatch
 from tilekern.runtime.dispatch import counters
@@ -27,10 +27,10 @@ def products(request, interpreted):
     """Who multiplies; every test of this file runs with each."""
 
     def default(problem, target):
-        return kernels.SPEC.default(problem, target).but(products=request.param)
+        return composite.SPEC.default(problem, target).but(products=request.param)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_SPEC", dataclasses.replace(kernels.SPEC, default=default))
+        patch.setattr(module, "_SPEC", dataclasses.replace(composite.SPEC, default=default))
         dispatch.forget()
         yield request.param
     dispatch.forget()
@@ -43,8 +43,8 @@ def chunked(monkeypatch):
     def small(plan_for, spec, chunk, *rest):
         return chunk_plans(plan_for, spec, CHUNK, *rest)
 
-    chunk_plans = kernels.chunk_plans
-    monkeypatch.setattr(kernels, "chunk_plans", small)
+    chunk_plans = composite.chunk_plans
+    monkeypatch.setattr(composite, "chunk_plans", small)
 
 
 def sample(rows=7, width=16, vocabulary=83, dtype=torch.float32, ignored=2, seed=0):
@@ -160,9 +160,9 @@ def test_any_shape_over_any_chunks_with_any_upstream(data):
     frozen = data.draw(st.sampled_from([None, 0, 1]), label="frozen")
     if frozen is not None:
         inputs[frozen].requires_grad_(False)
-    chunk_plans = kernels.chunk_plans
+    chunk_plans = composite.chunk_plans
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "chunk_plans", lambda lookup, spec, _, *rest: chunk_plans(lookup, spec, chunk, *rest))
+        patch.setattr(composite, "chunk_plans", lambda lookup, spec, _, *rest: chunk_plans(lookup, spec, chunk, *rest))
         check(*inputs, slope=torch.tensor(data.draw(st.sampled_from([1.0, 0.37, -2.5]), label="upstream")))
 
 

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from op_samples import DTYPES, TOLERANCE, assert_near
 
-from tilekern.kernels import fused_linear_jsd as kernels
-from tilekern.kernels.common import head
+from tilekern.composites import fused_linear_jsd as composite
+from tilekern.composites import head
 from tilekern.ops import fused_linear_jsd
 from tilekern.runtime.dispatch import counters
 
@@ -81,7 +81,7 @@ def test_any_options_shape_and_dtype(data):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("rows", [1, 5, 12])
 def test_several_chunks_with_a_tail(rows, dtype, monkeypatch):
-    monkeypatch.setattr(kernels, "split", lambda rows, _: head.split(rows, 4))
+    monkeypatch.setattr(composite, "split", lambda rows, _: head.split(rows, 4))
     before = counters("logits_jsd_forward").launches
     check(sample((rows,), dtype=dtype)[:4])
     # In float16 the logits are made once for the loss, and once more for the gradients.

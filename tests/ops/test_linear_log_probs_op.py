@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from op_samples import DTYPES, TOLERANCE, assert_near
 
 import tilekern
-from tilekern.kernels.common import head
+from tilekern.composites import head
 from tilekern.ops import linear_log_probs
 from tilekern.runtime.dispatch import counters, plan_for
 
@@ -104,9 +104,9 @@ def test_a_frozen_tensor_gets_no_gradient_and_the_others_the_same(frozen):
 @pytest.mark.parametrize("rows", [1, 5, 12])
 def test_several_chunks_with_a_tail(rows, monkeypatch):
     chunks = -(-rows // 4)
-    for place in (module, module.kernels):
+    for place in (module, module.composite):
         monkeypatch.setattr(
-            place, "chunk_plans", lambda lookup, spec, _, *rest: head.chunk_plans(lookup, spec, 4, *rest)
+            place, "chunk_plans", lambda lookup, specs, _, *rest: head.chunk_plans(lookup, specs, 4, *rest)
         )
     before = {name: counters(name).launches for name in ("log_probs_forward", "log_probs_backward")}
     check(*sample((rows,))[:3])

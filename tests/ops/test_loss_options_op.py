@@ -7,7 +7,7 @@ import pytest
 import torch
 from op_samples import assert_near
 
-from tilekern.kernels import fused_linear_cross_entropy as kernels
+from tilekern.composites import fused_linear_cross_entropy as composite
 from tilekern.ops import cross_entropy, fused_linear_cross_entropy
 from tilekern.ops.cross_entropy import CrossEntropyOutput
 from tilekern.runtime import dispatch
@@ -109,10 +109,12 @@ def test_what_is_not_asked_for_is_none(name):
 @pytest.fixture
 def chunked(products, monkeypatch):
     """Chunks of a few rows, multiplied by cuBLAS or by kernels."""
-    module, plans = importlib.import_module("tilekern.ops.fused_linear_cross_entropy"), kernels.chunk_plans
-    spec = dataclasses.replace(kernels.SPEC, default=lambda *given: kernels.SPEC.default(*given).but(products=products))
+    module, plans = importlib.import_module("tilekern.ops.fused_linear_cross_entropy"), composite.chunk_plans
+    spec = dataclasses.replace(
+        composite.SPEC, default=lambda *given: composite.SPEC.default(*given).but(products=products)
+    )
     monkeypatch.setattr(module, "_SPEC", spec)
-    monkeypatch.setattr(kernels, "chunk_plans", lambda plan_for, which, _, *rest: plans(plan_for, which, 4, *rest))
+    monkeypatch.setattr(composite, "chunk_plans", lambda plan_for, which, _, *rest: plans(plan_for, which, 4, *rest))
     dispatch.forget()
     yield
     dispatch.forget()

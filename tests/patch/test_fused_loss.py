@@ -95,8 +95,7 @@ def test_together_with_every_other_patch():
 
 def test_more_tokens_than_a_chunk_and_float32_exactly(products, monkeypatch):
     model, multiplied = make().train(), counters("matmul").launches
-    kernels = importlib.import_module("tilekern.kernels.fused_linear_cross_entropy")
-    monkeypatch.setattr(kernels, "_MOST_CHUNK_BYTES", 128 * 331 * 4)
+    monkeypatch.setattr(importlib.import_module("tilekern.composites.head"), "_MOST_CHUNK_BYTES", 128 * 331 * 4)
     ids = torch.randint(0, 331, (3, 100), generator=torch.Generator().manual_seed(2))
 
     def run(model):

@@ -1,6 +1,6 @@
 """Kernels: one file each, device code first, then its specs; families of them in ``common``.
 
-The registry below finds them all.
+The registry below finds them all, and the composites that launch them (:mod:`tilekern.composites`).
 """
 
 from __future__ import annotations
@@ -13,15 +13,19 @@ from collections.abc import Iterable
 from tilekern.errors import InputError
 from tilekern.spec import KernelSpec
 
+_PACKAGES = (__name__, "tilekern.composites")
+
 
 @functools.cache
 def all_specs() -> dict[str, KernelSpec]:
-    """Every spec of this package by name: each module's public ``SPECS``, in the order of the modules' names.
+    """Every spec by name: the public ``SPECS`` of each module of these packages, in the order of the modules' names.
 
     Raises:
         ValueError: two specs have one name.
     """
-    modules = [importlib.import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__)]
+    packages = [importlib.import_module(name) for name in _PACKAGES]
+    found = (x for package in packages for x in pkgutil.iter_modules(package.__path__, f"{package.__name__}."))
+    modules = [importlib.import_module(x.name) for x in found]
     return by_name(spec for module in modules for spec in getattr(module, "SPECS", ()))
 
 

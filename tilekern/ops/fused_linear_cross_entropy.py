@@ -15,10 +15,8 @@ from typing import Any
 
 import torch
 
-from tilekern.kernels import fused_linear_cross_entropy as kernels
-from tilekern.kernels.cross_entropy import fused as cross_entropy_fused
-from tilekern.kernels.cross_entropy import separate as cross_entropy
-from tilekern.kernels.fused_linear_cross_entropy import LossOptions
+from tilekern.composites import fused_linear_cross_entropy as composite
+from tilekern.composites.fused_linear_cross_entropy import LossOptions
 from tilekern.ops import made_ahead
 from tilekern.ops.cross_entropy import CrossEntropyOutput, composed, weights_by_rows, wide, with_others
 from tilekern.ops.labels import checked
@@ -37,7 +35,7 @@ from tilekern.ops.registration import (
 )
 from tilekern.runtime.dispatch import Plan, count_fallback, plan_for
 
-_SPEC, _NAME = kernels.SPEC, "fused_linear_cross_entropy"
+_SPEC, _NAME = composite.SPEC, "fused_linear_cross_entropy"
 _INT32 = torch.iinfo(torch.int32)
 
 
@@ -96,7 +94,7 @@ def fused_linear_cross_entropy(
     bias = None if bias is None else bias.to(weight.dtype)
     if z_loss_by_rows and z_loss and class_weight is not None and reduction == "mean" and num_items is None:
         class_weight = weights_by_rows(class_weight, target, ignore_index)
-    wanted, beside = (return_z_loss, return_token_accuracy, return_predicted_tokens), kernels.Beside()
+    wanted, beside = (return_z_loss, return_token_accuracy, return_predicted_tokens), composite.Beside()
     is_graded = bias is not None and bias.requires_grad
     dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     options = LossOptions(
@@ -227,8 +225,8 @@ def _composed(rows: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, op
     if options.beside is None:
         return loss
     known = logits.detach()
-    beside = kernels.room_beside(options, wide(known, options.softcap).logsumexp(-1))
-    kernels.note(beside, slice(None), known, labels, options)
+    beside = composite.room_beside(options, wide(known, options.softcap).logsumexp(-1))
+    composite.note(beside, slice(None), known, labels, options)
     return loss if beside.shares is None else loss * beside.shares
 
 
@@ -250,17 +248,15 @@ def _served(
     plan = plan_for(_SPEC, rows.device, *rows.shape, weight.shape[0], rows.dtype)
     if plan is None:
         return None
-    specs = [cross_entropy.FORWARD] * loss + [cross_entropy_fused.FUSED] * gradient
-    chunk, vocabulary = plan.config["chunk"], weight.shape[0]
-    found = [kernels.chunk_plans(plan_for, spec, chunk, rows, vocabulary, options) for spec in specs]
-    return None if None in found else plan
+    found = composite.plans(plan_for, plan.config, rows, weight, options, loss=loss, gradient=gradient)
+    return None if found is None else plan
 
 
 def _losses(
     plan: Plan, rows: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, options: LossOptions
 ) -> torch.Tensor:
-    plan.launches += 1
-    return plan.by_config(lambda config: kernels.losses(plan_for, config, rows, weight, target, options))
+    loss: torch.Tensor = plan.run(rows.get_device(), (rows, weight, target, None, options), tuple)[0]
+    return loss
 
 
 def _made(

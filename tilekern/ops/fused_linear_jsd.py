@@ -14,8 +14,8 @@ import dataclasses
 
 import torch
 
-from tilekern.kernels import fused_linear_jsd as kernels
-from tilekern.kernels.fused_linear_jsd import Options
+from tilekern.composites import fused_linear_jsd as composite
+from tilekern.composites.fused_linear_jsd import Options
 from tilekern.ops import made_ahead, row_losses
 from tilekern.ops.jsd import terms
 from tilekern.ops.registration import (
@@ -29,7 +29,7 @@ from tilekern.ops.registration import (
 )
 from tilekern.runtime.dispatch import Plan, count_fallback, plan_for
 
-_SPEC = kernels.SPEC
+_SPEC = composite.SPEC
 
 
 def fused_linear_jsd(
@@ -163,7 +163,7 @@ def _plan(
     plan = plan_for(_SPEC, student.device, *student.shape, teacher.shape[1], vocabulary, dtype)
     if plan is None:
         return None
-    found = kernels.plans(plan_for, plan.config, student.device, len(student), vocabulary, dtype, options)
+    found = composite.plans(plan_for, plan.config, student.device, len(student), vocabulary, dtype, options)
     return None if found is None else plan
 
 

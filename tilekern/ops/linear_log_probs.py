@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from tilekern.kernels import linear_log_probs as kernels
+from tilekern.composites import linear_log_probs as composite
+from tilekern.composites.head import chunk_plans
 from tilekern.kernels import log_probs
-from tilekern.kernels.common.head import chunk_plans
 from tilekern.ops.labels import checked, refuse_outside
 from tilekern.ops.operation import operation
 from tilekern.ops.registration import (
@@ -120,16 +120,16 @@ def _find(
     rows, vocabulary, dtype = ids.numel(), weight.shape[0], hidden.dtype
     sizes = (rows, vocabulary, dtype, bias is not None, softcap is not None)
 
-    def find(composite: KernelSpec, spec: KernelSpec) -> Plan | None:
-        plan = plan_for(composite, hidden.device, rows, hidden.shape[-1], vocabulary, dtype)
-        if plan is None or chunk_plans(plan_for, spec, plan.config["chunk"], hidden.device, *sizes) is None:
+    def find(whole: KernelSpec, part: KernelSpec) -> Plan | None:
+        plan = plan_for(whole, hidden.device, rows, hidden.shape[-1], vocabulary, dtype)
+        if plan is None or chunk_plans(plan_for, (part,), plan.config["chunk"], hidden.device, *sizes) is None:
             return None
         return plan
 
-    forward = find(kernels.FORWARD, log_probs.FORWARD)
+    forward = find(composite.FORWARD, log_probs.FORWARD)
     if forward is None or not graded:
         return None if forward is None else (forward, None)
-    backward = find(kernels.BACKWARD, log_probs.BACKWARD)
+    backward = find(composite.BACKWARD, log_probs.BACKWARD)
     return None if backward is None else (forward, backward)
 
 
@@ -163,7 +163,7 @@ def _launch_backward(
     wide_sums: bool,
 ) -> Gradients:  # fmt: skip
     options = log_probs.Options(ignore_index, temperature, softcap)
-    wanted = kernels.Wanted(needs[0], needs[1], bias is not None and needs[3], wide_sums)
+    wanted = composite.Wanted(needs[0], needs[1], bias is not None and needs[3], wide_sums)
     of_rows = (x.float().contiguous().view(-1) for x in (lse, entropy, dlog_probs, dentropy, dlse))
     rows, table = _matrices(hidden, weight)
     inputs = (rows, table, _labels(ids), None if bias is None else bias.contiguous(), *of_rows, options, wanted)
@@ -181,7 +181,7 @@ def _launch_backward(
 
 
 @operation(
-    kernels.FORWARD, kernels.BACKWARD, name="linear_log_probs", ungraded=("ids",), arrays=_ARRAYS,
+    composite.FORWARD, composite.BACKWARD, name="linear_log_probs", ungraded=("ids",), arrays=_ARRAYS,
     reads=("hidden", "weight", "ids", "bias", "entropy", "lse"), key=("softcap is not None", "ignore_index"),
     check=_check, find=_find, launch=_launch, launch_backward=_launch_backward,
 )  # fmt: skip

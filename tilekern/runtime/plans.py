@@ -35,10 +35,6 @@ class Plan:
         self.launches += 1
         _ct_launch(_raw_stream(device), self.grid, self._kernel, arguments)
 
-    def by_config(self, function: Callable[[Config], Any]) -> Any:
-        """The result of a function for the plan's config; a traced plan calls it for the others that may win too."""
-        return function(self.config)
-
     def run(self, device: int, inputs: tuple[Any, ...], allocate: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
         """The outputs for ``inputs``: the kernel fills those of ``allocate``, a library gives its own."""
         outputs = allocate()

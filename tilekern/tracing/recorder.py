@@ -249,16 +249,8 @@ class TracedPlan(Plan):
     def launch(self, device: int, *arguments: Any) -> None:
         """Nothing."""
 
-    def by_config(self, function: Callable[[Config], Any]) -> Any:
-        """The result for the default config; the function is called for the composites among the others, too."""
-        with self._trace.aside():
-            for config in self._trace.composites(self._spec, self._problem):
-                if config != self.config:
-                    function(config)
-        return function(self.config)
-
     def run(self, device: int, inputs: tuple[Any, ...], allocate: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:  # noqa: ARG002
-        """The outputs, of which nothing is computed."""
+        """The outputs for the default config, of which nothing is computed; the other composites run too."""
 
         def results(config: Config) -> tuple[Any, ...]:
             is_library = self._spec.is_library(self._problem, config)
@@ -266,8 +258,11 @@ class TracedPlan(Plan):
                 return allocate()
             return _call_of(self._spec, self._problem, config).bound(dispatch.plan_for)(*inputs)
 
-        outputs: tuple[Any, ...] = self.by_config(results)
-        return outputs
+        with self._trace.aside():
+            for config in self._trace.composites(self._spec, self._problem):
+                if config != self.config:
+                    results(config)
+        return results(self.config)
 
 
 def _call_of(spec: KernelSpec, problem: Problem, config: Config) -> LibraryCall:

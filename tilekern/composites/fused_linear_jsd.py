@@ -2,7 +2,7 @@
 
 For each chunk of rows: the student's logits; part by part of the chunk the teacher's, the loss and the gradient in the
 place of the student's (:mod:`tilekern.kernels.logits_jsd`); then the products for the student's hidden states and
-weight (:mod:`tilekern.kernels.common.head`). The teacher gets no gradient, so its logits are of no use once the
+weight (:mod:`tilekern.composites.head`). The teacher gets no gradient, so its logits are of no use once the
 student's gradient is made. The fewer of its rows are held, the more of the student's may be: of 4096 rows by 128256
 columns, two chunks of 2048 in the place of three of 1408 take 2 to 6 % less time on an H200, where 1408 rows do not
 fill the last wave of the product for the hidden states and each chunk adds to the weight's gradient.
@@ -17,28 +17,27 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from tilekern.kernels import logits_jsd
-from tilekern.kernels.common import head
-from tilekern.kernels.common.head import Head, PlanFor, WideLogits, chunk_plans, split
-from tilekern.spec import (
-    ITEM_BYTES,
-    Config,
-    Constraint,
-    Dimension,
-    KernelSpec,
-    LibraryCall,
-    Problem,
-    Space,
-    Value,
-    cdiv,
+from tilekern.composites.head import (
+    STEP,
+    Head,
+    PlanFor,
+    axes,
+    chunk_plans,
+    chunks,
+    generic,
+    gradients_of,
+    implemented_by,
+    rows_that_fit,
+    split,
+    whole,
 )
+from tilekern.kernels import logits_jsd
+from tilekern.spec import ITEM_BYTES, Config, Constraint, Dimension, KernelSpec, Problem, Space, Value, cdiv
 from tilekern.targets import Target
 
 # A chunk of the student's rows with, for each part of it, the plans of the loss and of the gradient.
-Plans = list[tuple[slice, list[tuple[slice, Any, Any]]]]
+Plans = list[tuple[slice, list[tuple[Any, ...]]]]
 _PARTS = (1, 2, 4)
-# Parts are whole tiles of the products.
-_STEP = 128
 
 
 @dataclass(frozen=True)
@@ -60,14 +59,14 @@ class Options:
 
 def _rows_of_part(config: Config) -> int:
     """The teacher's rows whose logits are held at the same time."""
-    return min(int(config["chunk"]), cdiv(cdiv(config["chunk"], config["parts"]), _STEP) * _STEP)
+    return min(int(config["chunk"]), whole(cdiv(config["chunk"], config["parts"])))
 
 
 def _of_options(config: Config, options: Options) -> Config:
     """The config of the rows that are held; with ``wide_logits`` half as many, and of a quarter of them the logits."""
     if not options.wide_logits:
         return config
-    return config.but(chunk=max(_STEP, config["chunk"] // 2 // _STEP * _STEP), parts=max(_PARTS))
+    return config.but(chunk=max(STEP, config["chunk"] // 2 // STEP * STEP), parts=max(_PARTS))
 
 
 def plans(
@@ -77,16 +76,14 @@ def plans(
     import torch
 
     config = _of_options(config, options)
-    found: Plans = []
+    specs = (logits_jsd.FORWARD, logits_jsd.BACKWARD if options.graded else None)
     sizes = (vocabulary, torch.float32 if options.wide_logits else dtype, logits_jsd.is_pure(options.beta))
-    for part in split(rows, config["chunk"]):
-        given = (_rows_of_part(config), device, part.stop - part.start, *sizes)
-        forward = chunk_plans(plan_for, logits_jsd.FORWARD, *given)
-        backward = chunk_plans(plan_for, logits_jsd.BACKWARD, *given) if options.graded else forward
-        if forward is None or backward is None:
+    found: Plans = []
+    for chunk in split(rows, config["chunk"]):
+        parts = chunk_plans(plan_for, specs, _rows_of_part(config), device, chunk.stop - chunk.start, *sizes)
+        if parts is None:
             return None
-        pairs = zip(forward, backward, strict=True)
-        found.append((part, [(of, plan, other if options.graded else None) for (of, plan), (_, other) in pairs]))
+        found.append((chunk, parts))
     return found
 
 
@@ -114,45 +111,33 @@ def loss_and_gradients(
     import torch
 
     rows, vocabulary, device = len(slope), student_weight.shape[0], student_input.device
-    chunks = plans(plan_for, config, device, rows, vocabulary, student_input.dtype, options)
-    if chunks is None:
+    found = plans(plan_for, config, device, rows, vocabulary, student_input.dtype, options)
+    if found is None:
         return None
-    most, most_of_teacher = chunks[0][0].stop, chunks[0][1][0][0].stop
+    most, most_of_part = found[0][0].stop, found[0][1][0][0].stop
     graded = (options.hidden_gradient, options.weight_gradient, False)
-    student = Head(plan_for, config, student_input, student_weight, most, graded, wide_sums=options.wide_sums)
-    if options.wide_logits:
-        wide = WideLogits(student_input, student_weight, most_of_teacher)
-        teacher: Head | WideLogits = WideLogits(teacher_input, teacher_weight, most_of_teacher)
-    else:
-        teacher = Head(plan_for, config, teacher_input, teacher_weight, most_of_teacher)
+    student = Head(plan_for, config, student_input, student_weight, most, graded=graded, wide_sums=options.wide_sums)
+    # For wide logits, which are held for a part of a chunk alone.
+    wide = Head(plan_for, config, student_input, student_weight, most_of_part, wide_logits=True)
+    teacher = Head(plan_for, config, teacher_input, teacher_weight, most_of_part, wide_logits=options.wide_logits)
     loss = torch.empty(rows, dtype=torch.float32, device=device)
-    sums = [torch.empty_like(loss[:most_of_teacher]) for _ in range(3)]
+    sums = [torch.empty_like(loss[:most_of_part]) for _ in range(3)]
     scalars, number = logits_jsd.arguments(options.beta, options.temperature), student_input.get_device()
-    for chunk, parts in chunks:
-        logits = student.room(chunk) if options.wide_logits else student.logits(chunk)
+    for chunk, parts in found:
+        logits = None if options.wide_logits else student.logits(chunk)
         for part, forward, backward in parts:
             of_all = slice(chunk.start + part.start, chunk.start + part.stop)
-            mine = wide.logits(of_all) if options.wide_logits else logits[part]
+            mine = wide.logits(of_all) if logits is None else logits[part]
             others, of_rows = teacher.logits(of_all), slope[of_all]
             of_part = [x[: part.stop - part.start] for x in sums]
             forward.launch(number, mine, others, of_rows, *scalars, loss[of_all], *of_part)
             if backward is not None:
                 backward.launch(number, mine, others, of_rows, *of_part, *scalars, mine)
-                if options.wide_logits:
-                    logits[part].copy_(mine)
+                if logits is None:
+                    student.room(chunk)[part].copy_(mine)
         if options.graded:
-            student.take(chunk, logits)
+            student.take(chunk)
     return loss, *student.gradients[:2]
-
-
-_INPUTS = ("student_input", "student_weight", "teacher_input", "teacher_weight", "slope", "options")
-
-
-def _implement(problem: Problem, config: Config) -> LibraryCall:
-    def call(plan_for: PlanFor, *inputs: Any) -> Any:
-        return loss_and_gradients(plan_for, config, *inputs)
-
-    return LibraryCall(call, _INPUTS, composite=True)
 
 
 def _inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
@@ -194,31 +179,18 @@ def reference(
     return {"loss": found["loss"], "dhidden": dlogits @ w, "dweight": dlogits.t() @ x}
 
 
-def _outputs(problem: Problem, blocks: int) -> dict[str, tuple[tuple[int, ...], str]]:
-    rows, width, dtype = problem["rows"], problem["hidden"], problem["dtype"]
-    return {
-        "loss": ((rows,), "float32"), "dhidden": ((rows, width), dtype),
-        "dweight": ((problem["vocabulary"], width), dtype),
-    }  # fmt: skip
-
-
 def _axes(problem: Problem) -> dict[str, list[Value]]:
-    axes: dict[str, list[Value]] = {name: [*values] for name, values in head.space().axes(problem).items()}
-    return axes | {"parts": [*_PARTS]}
-
-
-def _chunks(problem: Problem) -> list[int]:
-    return [int(chunk) for chunk in head.space().axes(problem)["chunk"] if chunk is not None]
+    return axes(problem) | {"parts": [*_PARTS]}
 
 
 def _fits(problem: Problem, config: Config, target: Target) -> bool:
     """Whether both heads' logits take no more than those of one head may; the least chunk always does."""
-    held, few_bytes = config["chunk"] + _rows_of_part(config), head.space().constraints[0]
-    return config["chunk"] == min(_chunks(problem)) or bool(few_bytes.holds(problem, config.but(chunk=held), target))
+    chunk = config["chunk"]
+    return chunk == min(chunks(problem)) or chunk + _rows_of_part(config) <= rows_that_fit(problem)
 
 
 def _is_large(problem: Problem, config: Config, target: Target) -> bool:
-    pairs = ((chunk, config.but(chunk=chunk, parts=parts)) for chunk in _chunks(problem) for parts in _PARTS)
+    pairs = ((chunk, config.but(chunk=chunk, parts=parts)) for chunk in chunks(problem) for parts in _PARTS)
     return bool(2 * config["chunk"] > max(chunk for chunk, other in pairs if _fits(problem, other, target)))
 
 
@@ -226,7 +198,7 @@ _FEW_BYTES = Constraint("the student's and the teacher's logits take more than 7
 _FEW_CHUNKS = Constraint("twice as many rows fit, which read and write the weight's gradient half as often", _is_large)
 _WHOLE = Constraint(
     "parts are less than a tile of the products",
-    lambda problem, config, target: config["parts"] == 1 or config["chunk"] >= _STEP * config["parts"],
+    lambda problem, config, target: config["parts"] == 1 or config["chunk"] >= STEP * config["parts"],
 )
 
 
@@ -254,11 +226,14 @@ SPEC = KernelSpec(
         Dimension("dtype", "dtype"),
     ),
     space=Space(_axes, (_FEW_BYTES, _FEW_CHUNKS, _WHOLE)),
-    implement=_implement,
+    implement=implemented_by(
+        loss_and_gradients,
+        ("student_input", "student_weight", "teacher_input", "teacher_weight", "slope", "options"),
+    ),
     default=_default,
-    generic=lambda problem: head.generic(problem).but(parts=1),
+    generic=lambda problem: generic(problem).but(parts=1),
     inputs=_inputs,
-    outputs=_outputs,
+    outputs=lambda problem, blocks: {"loss": ((problem["rows"],), "float32")} | gradients_of(problem),
     reference=reference,
     bytes_moved=_bytes,
     flops=lambda problem: (

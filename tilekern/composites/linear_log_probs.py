@@ -1,7 +1,7 @@
 """Log-probabilities and entropies of a language model's head, and their gradients, chunk by chunk of its rows.
 
-:mod:`tilekern.kernels.common.head` has what a chunk goes through, :mod:`tilekern.kernels.log_probs` the kernels over
-its rows. The backward makes each chunk's logits once more.
+:mod:`tilekern.composites.head` has what a chunk goes through, :mod:`tilekern.kernels.log_probs` the kernels over its
+rows. The backward makes each chunk's logits once more.
 """
 
 from __future__ import annotations
@@ -9,9 +9,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from tilekern.composites.head import (
+    Head,
+    PlanFor,
+    chunk_plans,
+    gradients_of,
+    matrices,
+    matrix_bytes,
+    product_flops,
+    spec_of_head,
+)
 from tilekern.kernels import log_probs
-from tilekern.kernels.common.head import Head, PlanFor, chunk_plans, default, generic, space
-from tilekern.spec import ITEM_BYTES, Config, Dimension, KernelSpec, LibraryCall, Problem
+from tilekern.spec import Config, Problem
 
 
 @dataclass(frozen=True)
@@ -44,7 +53,7 @@ def results(
     import torch
 
     sizes = (len(hidden), weight.shape[0], hidden.dtype, *options.flags(bias))
-    plans = chunk_plans(plan_for, log_probs.FORWARD, config["chunk"], hidden.device, *sizes)
+    plans = chunk_plans(plan_for, (log_probs.FORWARD,), config["chunk"], hidden.device, *sizes)
     if plans is None:
         return None
     head = Head(plan_for, config, hidden, weight, plans[0][0].stop)
@@ -67,45 +76,23 @@ def gradients(
     dbias is float32, and dweight where its sums are wide.
     """
     sizes = (len(hidden), weight.shape[0], hidden.dtype, *options.flags(bias))
-    plans = chunk_plans(plan_for, log_probs.BACKWARD, config["chunk"], hidden.device, *sizes)
+    plans = chunk_plans(plan_for, (log_probs.BACKWARD,), config["chunk"], hidden.device, *sizes)
     if plans is None:
         return None
     graded = (wanted.hidden, wanted.weight, wanted.bias)
-    head = Head(plan_for, config, hidden, weight, plans[0][0].stop, graded, wide_sums=wanted.wide_sums)
+    head = Head(plan_for, config, hidden, weight, plans[0][0].stop, graded=graded, wide_sums=wanted.wide_sums)
     for part, plan in plans:
         logits = head.logits(part)
         of_rows = (x[part] for x in (ids, lse, entropy, dlog_probs, dentropy, dlse))
         plan.launch(hidden.get_device(), *log_probs.before_ids(logits, bias), *of_rows, *options.scalars, logits)
-        head.take(part, logits)
+        head.take(part)
     return head.gradients
 
 
-def _implement_forward(problem: Problem, config: Config) -> LibraryCall:
-    def call(plan_for: PlanFor, *inputs: Any) -> Any:
-        return results(plan_for, config, *inputs)
-
-    return LibraryCall(call, ("hidden", "weight", "ids", "bias", "options"), composite=True)
-
-
-_SAVED = ("lse", "entropy", "dlog_probs", "dentropy", "dlse")
-
-
-def _implement_backward(problem: Problem, config: Config) -> LibraryCall:
-    def call(plan_for: PlanFor, *inputs: Any) -> Any:
-        return gradients(plan_for, config, *inputs)
-
-    return LibraryCall(call, ("hidden", "weight", "ids", "bias", *_SAVED, "options", "wanted"), composite=True)
-
-
 def _inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
-    import torch
-
-    rows, width, vocabulary = problem["rows"], problem["hidden"], problem["vocabulary"]
-    dtype = getattr(torch, problem["dtype"])
-    hidden = torch.randn((rows, width), generator=generator, device=device).to(dtype)
-    weight = torch.randn((vocabulary, width), generator=generator, device=device).div_(width**0.5).to(dtype)
+    inputs = matrices(problem, generator, device)
     ids = log_probs.drawn_ids(problem, generator, device)
-    return {"hidden": hidden, "weight": weight, "ids": ids, "bias": None, "options": log_probs.Options()}
+    return inputs | {"ids": ids, "bias": None, "options": log_probs.Options()}
 
 
 _PART_ROWS = 1024
@@ -152,60 +139,28 @@ def reference_backward(
     return {"dhidden": dlogits @ w, "dweight": dlogits.t() @ x, "dbias": dlogits.sum(0)}
 
 
-def _gradients(problem: Problem, blocks: int) -> dict[str, tuple[tuple[int, ...], str]]:
-    rows, width, vocabulary, dtype = (problem[name] for name in ("rows", "hidden", "vocabulary", "dtype"))
-    return {
-        "dhidden": ((rows, width), dtype), "dweight": ((vocabulary, width), dtype), "dbias": ((vocabulary,), "float32")
-    }  # fmt: skip
-
-
-def _matrices(problem: Problem) -> int:
-    """Bytes of hidden and weight."""
-    return int(problem["hidden"] * (problem["rows"] + problem["vocabulary"]) * ITEM_BYTES[problem["dtype"]])
-
-
-def _product_flops(problem: Problem) -> int:
-    return int(2 * problem["rows"] * problem["hidden"] * problem["vocabulary"])
-
-
-_DIMENSIONS = (
-    Dimension("rows", "bucketed"),
-    Dimension("hidden", "exact"),
-    Dimension("vocabulary", "exact"),
-    Dimension("dtype", "dtype"),
-)
-FORWARD = KernelSpec(
+FORWARD = spec_of_head(
+    results,
+    ("hidden", "weight", "ids", "bias", "options"),
     name="linear_log_probs_forward",
     summary="log-probabilities and entropies of hidden @ weight.T, without the logits",
     module=__name__,
-    dimensions=_DIMENSIONS,
-    space=space(),
-    implement=_implement_forward,
-    default=default,
-    generic=generic,
     inputs=_inputs,
     outputs=lambda problem, blocks: dict.fromkeys(("log_probs", "entropy", "lse"), ((problem["rows"],), "float32")),
     reference=reference_forward,
-    bytes_moved=_matrices,
-    flops=_product_flops,
-    result_dtype=lambda problem: problem["dtype"],
-    roundings=2,
+    bytes_moved=matrix_bytes,
+    flops=product_flops,
 )
-BACKWARD = KernelSpec(
+BACKWARD = spec_of_head(
+    gradients,
+    ("hidden", "weight", "ids", "bias", "lse", "entropy", "dlog_probs", "dentropy", "dlse", "options", "wanted"),
     name="linear_log_probs_backward",
     summary="gradients of the log-probabilities and entropies of hidden @ weight.T, without the logits",
     module=__name__,
-    dimensions=_DIMENSIONS,
-    space=space(),
-    implement=_implement_backward,
-    default=default,
-    generic=generic,
     inputs=_backward_inputs,
-    outputs=_gradients,
+    outputs=lambda problem, blocks: gradients_of(problem) | {"dbias": ((problem["vocabulary"],), "float32")},
     reference=reference_backward,
-    bytes_moved=lambda problem: 2 * _matrices(problem),
-    flops=lambda problem: 3 * _product_flops(problem),
-    result_dtype=lambda problem: problem["dtype"],
-    roundings=2,
+    bytes_moved=lambda problem: 2 * matrix_bytes(problem),
+    flops=lambda problem: 3 * product_flops(problem),
 )
 SPECS = (FORWARD, BACKWARD)
