@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tuning.verify.canaries import BAND_BYTES, GuardedInputs, bits, guarded, guarded_copy
+from tuning.verify.canaries import BAND_BYTES, GuardedInputs, bits, guarded, guarded_copy, in_whole_rows
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 LAYOUTS = pytest.mark.parametrize("padded", [False, True])
@@ -50,7 +50,7 @@ def test_one_element_beyond_either_end_tears_a_band(dtype, padded, place):
 
 
 def test_an_element_behind_a_row_tears_only_a_padded_array():
-    dense, padded = (guarded((3, 5), torch.float32, "cpu", padded=padded) for padded in (False, True))
+    dense, padded = (guarded((3, 8), torch.float32, "cpu", padded=padded) for padded in (False, True))
     for found in (dense, padded):
         element_after(found.array[1]).zero_()
     assert not dense.is_torn()
@@ -60,16 +60,24 @@ def test_an_element_behind_a_row_tears_only_a_padded_array():
 @LAYOUTS
 @pytest.mark.parametrize("columns", [1, 5, 83, 128])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_arrays_begin_where_allocations_do_and_padded_rows_at_16_bytes(dtype, columns, padded):
+def test_arrays_begin_where_allocations_do_and_rows_at_16_bytes(dtype, columns, padded):
     found = guarded((2, 3, columns), dtype, "cpu", padded=padded)
     offset = found.array.data_ptr() - found.array.untyped_storage().data_ptr()
     assert offset == BAND_BYTES
     assert offset % 256 == 0
-    if padded:
-        assert all(stride * dtype.itemsize % 16 == 0 for stride in found.array.stride()[:-1])
-        assert found.array.stride(1) > columns
-    else:
-        assert found.array.stride() == torch.empty(2, 3, columns).stride()
+    assert all(stride * dtype.itemsize % 16 == 0 for stride in found.array.stride()[:-1])
+    gap = found.array.stride(1) - columns
+    assert gap * dtype.itemsize >= 128 if padded else gap * dtype.itemsize < 16
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_odd_rows_are_laid_out_as_aligned_artifacts_assume(dtype):
+    x = torch.ones(2, 3, 83, dtype=dtype)
+    found = in_whole_rows(x)
+    assert torch.equal(found, x)
+    assert all(stride * dtype.itemsize % 16 == 0 for stride in found.stride()[:-1])
+    for even in (torch.ones(3, 16, dtype=dtype), torch.ones(83, dtype=dtype), x.transpose(1, 2)):
+        assert in_whole_rows(even) is even
 
 
 @LAYOUTS

@@ -41,6 +41,7 @@ class Bench:
 
         # Here, since the parent of a measuring process imports this module too and has no use for torch.
         from tuning.verify.battery import Battery
+        from tuning.verify.canaries import in_whole_rows
         from tuning.verify.cases import Kept, Room
 
         self._torch, self._task, self._target, self._problem = torch, task, task.target, task.problem
@@ -52,6 +53,7 @@ class Bench:
         self._inputs: dict[str | None, dict[str, Any]] = {}
         self._outputs: dict[Any, Any] = {}
         self._prepared: dict[str, Launch] = {}
+        self._laid_out = in_whole_rows
 
     def kernel(self, entrant: Entrant) -> PrebuiltKernel | None:
         """The launchable kernel of an entrant, whose code is loaded once; None where a library runs it."""
@@ -111,7 +113,10 @@ class Bench:
                 found = self._spec.inputs(self._problem, generator, "cuda")
             else:
                 found = self.load() | self._spec.variations[variation](self._problem, generator, "cuda")
-            self._inputs[variation] = found
+            self._inputs[variation] = {
+                name: self._laid_out(value) if isinstance(value, self._torch.Tensor) else value
+                for name, value in found.items()
+            }
         return self._inputs[variation]
 
     def prepare(self, entrant: Entrant, variation: str | None = None) -> Launch:
@@ -173,7 +178,8 @@ class Bench:
         for name, kind in self._spec.outputs(self._problem, blocks).items():
             if (name, kind) not in self._outputs:
                 shape, dtype = kind
-                self._outputs[name, kind] = self._torch.empty(shape, dtype=getattr(self._torch, dtype), device="cuda")
+                made = self._torch.empty(shape, dtype=getattr(self._torch, dtype), device="cuda")
+                self._outputs[name, kind] = self._laid_out(made)
             found[name] = self._outputs[name, kind]
         return found
 

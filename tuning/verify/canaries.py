@@ -58,24 +58,36 @@ def guarded(
         shape: its extents.
         dtype: its torch dtype.
         device: where it is.
-        padded: whether a gap follows each row.
+        padded: whether a gap follows each row. Rows begin at whole 16 bytes in any case, as callers lay out what odd
+            sizes have, and as aligned artifacts assume.
         order: the axes as they lie in memory, the one of neighbouring elements last; as in ``shape`` where None.
         pattern: two bytes as a signed integer.
     """
     order = list(range(len(shape))) if order is None else list(order)
     lying = [shape[axis] for axis in order]
     columns, lines = lying[-1], math.prod(lying[:-1])
-    row_bytes = columns * dtype.itemsize
-    pitch = (cdiv(row_bytes, _ROW_BYTES) * _ROW_BYTES + _GAP_BYTES) // dtype.itemsize if padded else columns
+    pitch = pitch_of(columns, dtype) + (_GAP_BYTES // dtype.itemsize if padded else 0) if len(lying) > 1 else columns
     first, end = BAND_BYTES // 2, (BAND_BYTES + lines * pitch * dtype.itemsize) // 2
     raw = torch.full((end + BAND_BYTES // 2,), pattern, dtype=torch.int16, device=device)
     body = raw[first:end].view(dtype).view(*lying[:-1], pitch)
     # Both bands as one tensor: one look at it is one launch.
     bands = [raw.as_strided((2, first), (end, 1))]
-    if padded:
+    if pitch > columns:
         bands.append(body[..., columns:].view(torch.int16))
     places = [order.index(axis) for axis in range(len(shape))]
     return Guarded(body[..., :columns].permute(places), tuple(bands), pattern)
+
+
+def pitch_of(columns: int, dtype: Any) -> int:
+    """Elements from the start of a row to that of the next, where each begins at whole 16 bytes."""
+    return int(cdiv(columns * dtype.itemsize, _ROW_BYTES) * _ROW_BYTES // dtype.itemsize)
+
+
+def in_whole_rows(array: Any) -> Any:
+    """A contiguous array with its rows at whole 16 bytes, as aligned artifacts assume; any other array as it is."""
+    columns = array.shape[-1] if array.dim() > 1 and array.is_contiguous() else 0
+    pitch = pitch_of(columns, array.dtype)
+    return array if pitch == columns else array.new_empty(*array.shape[:-1], pitch)[..., :columns].copy_(array)
 
 
 def guarded_copy(array: Any, *, padded: bool = False) -> Guarded:
