@@ -122,7 +122,7 @@ def toolkit_is_missing():
 
 def test_a_default_that_a_library_runs_needs_no_compiler(no_compiler, root, here):
     here(torch=True)
-    with pytest.warns(TilekernWarning, match="the call of torch that is its default runs"):
+    with pytest.warns(TilekernWarning, match="its default, a call of torch, runs"):
         plan = dispatch.plan_for(GROUPED, GPU, *ASKED_OF_GROUPED)
     assert isinstance(plan, LibraryPlan)
     assert plan.config == GROUPED.default(GROUPED_PROBLEM, H200)

@@ -399,7 +399,7 @@ def _on_miss(spec: KernelSpec, wanted: Problem, target: Target) -> Hit | None:
     tune = f"tune it with: python -m tilekern.tune MODEL --gpu {target.name}"
     if policy == "error":
         raise CacheMiss(f"no cache holds {spec.name} for {wanted.key} on {target.name}; {tune}")
-    why, runs = "", "the model's own op runs"
+    why = ""
     if policy == "compile":
         try:
             if _state.agreement is None:
@@ -413,8 +413,11 @@ def _on_miss(spec: KernelSpec, wanted: Problem, target: Target) -> Hit | None:
         except (TilekernError, cache.CacheError) as error:
             why = f" and its default config could not be compiled and kept ({error})"
             if library := library_of(spec.default(wanted, target)):
-                why, runs = "", f"the call of {library} that is its default runs"
-    warn_once(f"no cache holds {spec.name} for this model on {target.name}{why}; {runs}; {tune}")
+                warn_once(
+                    f"no cache holds {spec.name} on {target.name}; its default, a call of {library}, runs; {tune}"
+                )
+                return None
+    warn_once(f"no cache holds {spec.name} for this model on {target.name}{why}; the model's own op runs; {tune}")
     return None
 
 
