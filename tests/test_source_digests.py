@@ -352,6 +352,14 @@ def test_what_a_call_leaves_out_is_the_default(digests, star):
     assert second == written_out[1]
 
 
+def test_a_name_may_be_that_of_a_function(digests):
+    kernel = changed(KERNEL, "Space, cdiv", "Space, cdiv, name_of")
+    assert digests(changed(kernel, 'name="twice"', "name=name_of(twice)")) == digests(kernel)
+    factory = "\n\ndef _spec(function):\n    return KernelSpec(name=name_of(function))\n"
+    digests(kernel + factory + "\n\nFIRST = _spec(_double)\nSECOND = _spec(read)\nTHIRD = _spec(lambda x: x)\n")
+    assert set(specs_of(module_named("sample_kernels.kernel"))) == {"twice", "_double", "load"}
+
+
 def test_a_spec_that_is_another_but_for_a_field_counts_by_that_field(digests):
     def with_field(field):
         kernel = changed(KERNEL, "import functools", "import dataclasses")

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 __all__ = [
     "ALIGNED", "DTYPES", "GENERIC", "ITEM_BYTES", "TOLERANCES",
     "Array", "ArrayParameter", "Config", "Constraint", "Dimension", "Implementation", "KernelSpec", "LibraryCall",
-    "Problem", "ScalarParameter", "Space", "Tolerance", "Value", "bucket", "cdiv", "outputs_of", "parameters_of",
-    "size_of",
+    "Problem", "ScalarParameter", "Space", "Tolerance", "Value", "bucket", "cdiv", "module_of", "name_of", "outputs_of",
+    "parameters_of", "python_of", "size_of",
 ]  # fmt: skip
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -71,10 +71,14 @@ class ArrayParameter:
 
 @dataclass(frozen=True)
 class ScalarParameter:
-    """A scalar given at launch time; ``dtype`` is ``float32`` or ``int32``."""
+    """A scalar given at launch time; ``dtype`` is ``float32`` or ``int32``.
+
+    ``sample`` is the value to check and time the kernel with, where its family draws the inputs.
+    """
 
     name: str
     dtype: str
+    sample: float | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -131,6 +135,21 @@ def parameters_of(
     return tuple(array if isinstance(array, ScalarParameter) else parameter(array) for array in arrays)
 
 
+def python_of(function: Any) -> Any:
+    """The Python function inside a device function; any other function itself."""
+    return getattr(function, "_pyfunc", function)
+
+
+def name_of(function: Any) -> str:
+    """The name of a device function, by which :mod:`tilekern.source` reads a spec's."""
+    return str(python_of(function).__name__)
+
+
+def module_of(function: Any) -> str:
+    """The dotted name of the module that holds a device function."""
+    return str(python_of(function).__module__)
+
+
 def size_of(text: str) -> tuple[str, int, int]:
     """The dimension, the factor and the divisor of a size of :class:`Array`."""
     whole, _, by = text.partition("/")
@@ -163,7 +182,7 @@ class Implementation:
         Raises:
             TypeError: they are others, or in another order.
         """
-        code = getattr(getattr(self.function, "_pyfunc", self.function), "__code__", None)
+        code = getattr(python_of(self.function), "__code__", None)
         if code is None:
             return
         given = (*(parameter.name for parameter in self.parameters), *(name for name, _ in self.constants))

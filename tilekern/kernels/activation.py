@@ -23,13 +23,13 @@ from typing import Any
 
 import cuda.tile as ct
 
-from tilekern.kernels.common.arrays import Arrays, bytes_of, drawn, tensors
-from tilekern.kernels.common.elements import dimensions_of, each_tile, matrices, spec
+from tilekern.kernels.common.arrays import Arrays, bytes_of, drawn, gradients, matrices, partial_sums, tensors
+from tilekern.kernels.common.elements import dimensions_of, each_tile, spec
 from tilekern.kernels.dyt import BACKWARD as STRIPED
 from tilekern.kernels.dyt import grid, groups_of, stripe_of
 from tilekern.kernels.geglu import exact
 from tilekern.kernels.tiles import ConstBool, ConstInt, hints, load
-from tilekern.spec import Array, Config, Implementation, KernelSpec, Problem, ScalarParameter, outputs_of, parameters_of
+from tilekern.spec import Config, Implementation, KernelSpec, Problem, ScalarParameter, outputs_of, parameters_of
 
 _LOG2_E = 1.4426950408889634
 # Where |x| is the root of this, any such sigmoid is 0 or 1; a larger square would overflow, and times 0 be NaN.
@@ -125,13 +125,8 @@ def reference_forward(x: Any, linear: float, cubic: float, erf: bool, relu: bool
 
 
 def reference_backward(dy: Any, x: Any, linear: float, cubic: float, erf: bool, relu: bool) -> dict[str, Any]:
-    """The gradients of :func:`reference_forward` by autograd in float64."""
-    import torch
-
-    wide = x.detach().double().requires_grad_()
-    with torch.enable_grad():
-        y = reference_forward(wide, linear, cubic, erf, relu)["y"]
-    return {"dx": torch.autograd.grad(y, wide, dy.double())[0]}
+    """The gradient of :func:`reference_forward`."""
+    return gradients(reference_forward, {"y": dy}, x=x, linear=linear, cubic=cubic, erf=erf, relu=relu)
 
 
 def reference_remake(dy: Any, x: Any, linear: float, cubic: float, erf: bool, relu: bool) -> dict[str, Any]:
@@ -141,37 +136,29 @@ def reference_remake(dy: Any, x: Any, linear: float, cubic: float, erf: bool, re
 
 
 # Those of gelu by tanh.
-_NUMBERS = {"linear": 1.5957691216057308, "cubic": 0.07135481627260026}
-_SCALARS = tuple(ScalarParameter(name, "float32") for name in _NUMBERS)
+_SCALARS = (
+    ScalarParameter("linear", "float32", 1.5957691216057308),
+    ScalarParameter("cubic", "float32", 0.07135481627260026),
+)
 _FLAGS = ("erf", "relu")
 
 FORWARD = spec(
-    name="activation_forward",
-    summary="y = x * p(x): gelu, silu, relu or the square of relu",
-    module=__name__,
-    function=activation_forward,
-    arrays=(*matrices(("x",), ("y",)), *_SCALARS),
+    activation_forward,
+    "y = x * p(x): gelu, silu, relu or the square of relu",
+    (*matrices(("x",), ("y",)), *_SCALARS),
+    reference_forward,
     flags=_FLAGS,
-    reference=reference_forward,
     flops=12,
-    scalars=_NUMBERS,
 )
 BACKWARD = spec(
-    name="activation_backward",
-    summary="gradient of an activation",
-    module=__name__,
-    function=activation_backward,
-    arrays=(*matrices(("dy", "x"), ("dx",)), *_SCALARS),
+    activation_backward,
+    "gradient of an activation",
+    (*matrices(("dy", "x"), ("dx",)), *_SCALARS),
+    reference_backward,
     flags=_FLAGS,
-    reference=reference_backward,
     flops=18,
-    scalars=_NUMBERS,
 )
-_ARRAYS: Arrays = (
-    *matrices(("dy", "x"), ("dx", "y")),
-    Array("partial", "float32", ("blocks", "columns"), "scratch"),
-    *_SCALARS,
-)
+_ARRAYS: Arrays = (*matrices(("dy", "x"), ("dx", "y")), partial_sums(1), *_SCALARS)
 
 
 def _implement(problem: Problem, config: Config) -> Implementation:
@@ -209,7 +196,7 @@ REMAKE = KernelSpec(
     implement=_implement,
     default=STRIPED.default,
     generic=STRIPED.generic,
-    inputs=lambda problem, generator, device: {**drawn(_ARRAYS, problem, generator, device), **_NUMBERS},
+    inputs=lambda problem, generator, device: drawn(_ARRAYS, problem, generator, device),
     outputs=lambda problem, blocks: outputs_of(_ARRAYS)(problem, groups_of(blocks, problem["columns"])),
     reference=reference_remake,
     results=_results,

@@ -11,12 +11,12 @@ blocks are some hundred rows of a stripe's width, not of the row's. The spec ``d
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import cuda.tile as ct
 
 from tilekern.kernels.common import rows
+from tilekern.kernels.common.arrays import COLUMNS, PRODUCT, ROWS
 from tilekern.kernels.tiles import TMA_NEEDS_HOPPER, ConstBool, ConstInt, hints, load, power_of_two, promoted
 from tilekern.spec import (
     ITEM_BYTES,
@@ -173,9 +173,8 @@ def groups_of(blocks: int, columns: int) -> int:
     return cdiv(blocks, stripes_of(columns))
 
 
-_ROWS, _PRODUCT = ("rows", "columns"), "dtype*weight_dtype"
-_X, _ALPHA = Array("x", "dtype", _ROWS), Array("alpha", "weight_dtype", ())
-_GAMMA, _BETA = Array("gamma", "weight_dtype", ("columns",)), Array("beta", "weight_dtype", ("columns",))
+_X, _ALPHA = Array("x", "dtype", ROWS), Array("alpha", "weight_dtype", ())
+_GAMMA, _BETA = (Array(name, "weight_dtype", COLUMNS) for name in ("gamma", "beta"))
 
 
 def reference_forward(x: Any, alpha: Any, gamma: Any, beta: Any, shifted: bool) -> dict[str, Any]:
@@ -198,23 +197,14 @@ def reference_backward(dy: Any, x: Any, alpha: Any, gamma: Any, shifted: bool) -
     return {"dx": pull * factor, "sums": torch.cat(sums)}
 
 
-FORWARD = dataclasses.replace(
-    rows.spec(
-        name="dyt_forward",
-        summary="y = gamma * tanh(alpha * x) + beta, or without beta",
-        module=__name__,
-        function=dyt_forward,
-        arrays=(_X, _ALPHA, _GAMMA, _BETA, Array("y", _PRODUCT, _ROWS, "output")),
-        scalars={},
-        sums=(),
-        direction="forward",
-        live=2,
-        exact_as="y",
-        dependent=False,
-        reference=reference_forward,
-        flops=20,
-        flags=("shifted",),
-    ),
+FORWARD = rows.spec(
+    dyt_forward,
+    "y = gamma * tanh(alpha * x) + beta, or without beta",
+    (_X, _ALPHA, _GAMMA, _BETA, Array("y", PRODUCT, ROWS, "output")),
+    reference_forward,
+    flags=("shifted",),
+    live=2,
+    flops=20,
     default=lambda problem, target: rows.default_in_blocks(3, 8, problem, target, 1024, 8),
 )
 

@@ -10,12 +10,12 @@ is read or written once.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import cuda.tile as ct
 
 from tilekern.kernels import layer_norm
+from tilekern.kernels.common.arrays import COLUMNS, PRODUCT, ROWS, partial_sums
 from tilekern.kernels.common.rows import backward, default_in_blocks, default_of_two_sums, forward, spec
 from tilekern.kernels.layer_norm import gradient, normal, shares, slopes, statistics
 from tilekern.kernels.tiles import ConstBool, ConstInt
@@ -57,9 +57,8 @@ def fused_add_layer_norm_backward(
     )  # fmt: skip
 
 
-_ROWS, _NORMED = ("rows", "columns"), "dtype*weight_dtype"
-_WEIGHT, _BIAS = (Array(name, "weight_dtype", ("columns",)) for name in ("weight", "bias"))
-_EPS = ScalarParameter("eps", "float32")
+_WEIGHT, _BIAS = (Array(name, "weight_dtype", COLUMNS) for name in ("weight", "bias"))
+_EPS = ScalarParameter("eps", "float32", 1e-5)
 
 
 def reference_forward(residual: Any, x: Any, weight: Any, bias: Any, eps: float) -> dict[str, Any]:
@@ -74,56 +73,41 @@ def reference_backward(dtotal: Any, dy: Any, total: Any, weight: Any, eps: float
     return {**gradients, "dx": dtotal.double() + gradients["dx"]}
 
 
-FORWARD = dataclasses.replace(
-    spec(
-        name="fused_add_layer_norm_forward",
-        summary="total = residual + x and y = layer_norm(total), row by row",
-        module=__name__,
-        function=fused_add_layer_norm_forward,
-        arrays=(
-            Array("residual", "dtype", _ROWS),
-            Array("x", "dtype", _ROWS),
-            _WEIGHT,
-            _BIAS,
-            _EPS,
-            Array("total", "dtype", _ROWS, "output"),
-            Array("y", _NORMED, _ROWS, "output"),
-        ),
-        scalars={"eps": 1e-5},
-        sums=(),
-        direction="forward",
-        live=3,
-        exact_as="total",
-        dependent=True,
-        reference=reference_forward,
-        flops=9,
+FORWARD = spec(
+    fused_add_layer_norm_forward,
+    "total = residual + x and y = layer_norm(total), row by row",
+    (
+        Array("residual", "dtype", ROWS),
+        Array("x", "dtype", ROWS),
+        _WEIGHT,
+        _BIAS,
+        _EPS,
+        Array("total", "dtype", ROWS, "output"),
+        Array("y", PRODUCT, ROWS, "output"),
     ),
+    reference_forward,
+    dependent=True,
+    live=3,
+    flops=9,
     default=lambda problem, target: default_in_blocks(3, 4, problem, target),
 )
-BACKWARD = dataclasses.replace(
-    spec(
-        name="fused_add_layer_norm_backward",
-        summary="gradients of fused_add_layer_norm: dx, which is dresidual too, and dweight and dbias by blocks",
-        module=__name__,
-        function=fused_add_layer_norm_backward,
-        arrays=(
-            Array("dtotal", "dtype", _ROWS),
-            Array("dy", _NORMED, _ROWS),
-            Array("total", "dtype", _ROWS),
-            _WEIGHT,
-            _EPS,
-            Array("dx", "dtype", _ROWS, "output"),
-            Array("partial", "float32", ("blocks", "2*columns"), "scratch"),
-        ),
-        scalars={"eps": 1e-5},
-        sums=("dweight", "dbias"),
-        direction="backward",
-        live=6,
-        exact_as="dx",
-        dependent=True,
-        reference=reference_backward,
-        flops=19,
+BACKWARD = spec(
+    fused_add_layer_norm_backward,
+    "gradients of fused_add_layer_norm: dx, which is dresidual too, and dweight and dbias by blocks",
+    (
+        Array("dtotal", "dtype", ROWS),
+        Array("dy", PRODUCT, ROWS),
+        Array("total", "dtype", ROWS),
+        _WEIGHT,
+        _EPS,
+        Array("dx", "dtype", ROWS, "output"),
+        partial_sums(2),
     ),
+    reference_backward,
+    sums=("dweight", "dbias"),
+    dependent=True,
+    live=6,
+    flops=19,
     default=lambda problem, target: default_of_two_sums(6, problem, target),
 )
 SPECS = (FORWARD, BACKWARD)

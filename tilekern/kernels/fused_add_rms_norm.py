@@ -17,8 +17,10 @@ from typing import Any
 import cuda.tile as ct
 
 from tilekern.kernels import rms_norm
+from tilekern.kernels.common.arrays import COLUMNS, PRODUCT, ROWS, partial_sums
 from tilekern.kernels.common.rows import backward, forward, spec
 from tilekern.kernels.rms_norm import (
+    EPS,
     gradient,
     normal,
     offset_gradient,
@@ -32,7 +34,7 @@ from tilekern.kernels.rms_norm import (
     with_offset,
 )
 from tilekern.kernels.tiles import ConstBool, ConstInt
-from tilekern.spec import Array, ScalarParameter
+from tilekern.spec import Array
 
 
 def _sum(tiles):
@@ -102,8 +104,7 @@ def fused_add_rms_norm_offset_backward(
     )  # fmt: skip
 
 
-_ROWS, _NORMED = ("rows", "columns"), "dtype*weight_dtype"
-_WEIGHT, _EPS = Array("weight", "weight_dtype", ("columns",)), ScalarParameter("eps", "float32")
+_WEIGHT = Array("weight", "weight_dtype", COLUMNS)
 
 
 def reference_forward(residual: Any, x: Any, weight: Any, eps: float) -> dict[str, Any]:
@@ -135,80 +136,58 @@ def reference_offset_backward(
 
 
 FORWARD = spec(
-    name="fused_add_rms_norm_forward",
-    summary="total = residual + x and y = weight * cast(total / sqrt(mean(total^2) + eps)), row by row",
-    module=__name__,
-    function=fused_add_rms_norm_forward,
-    arrays=(
-        Array("residual", "dtype", _ROWS),
-        Array("x", "dtype", _ROWS),
+    fused_add_rms_norm_forward,
+    "total = residual + x and y = weight * cast(total / sqrt(mean(total^2) + eps)), row by row",
+    (
+        Array("residual", "dtype", ROWS),
+        Array("x", "dtype", ROWS),
         _WEIGHT,
-        _EPS,
-        Array("total", "dtype", _ROWS, "output"),
-        Array("y", _NORMED, _ROWS, "output"),
+        EPS,
+        Array("total", "dtype", ROWS, "output"),
+        Array("y", PRODUCT, ROWS, "output"),
     ),
-    scalars={"eps": 1e-6},
-    sums=(),
-    direction="forward",
-    live=2,
-    exact_as="total",
+    reference_forward,
     dependent=True,
-    reference=reference_forward,
+    live=2,
     flops=5,
 )
 BACKWARD = spec(
-    name="fused_add_rms_norm_backward",
-    summary="gradients of fused_add_rms_norm: dx, which is dresidual too, and dweight as a float32 row of each block",
-    module=__name__,
-    function=fused_add_rms_norm_backward,
-    arrays=(
-        Array("dtotal", "dtype", _ROWS),
-        Array("dy", _NORMED, _ROWS),
-        Array("total", "dtype", _ROWS),
+    fused_add_rms_norm_backward,
+    "gradients of fused_add_rms_norm: dx, which is dresidual too, and dweight as a float32 row of each block",
+    (
+        Array("dtotal", "dtype", ROWS),
+        Array("dy", PRODUCT, ROWS),
+        Array("total", "dtype", ROWS),
         _WEIGHT,
-        _EPS,
-        Array("dx", "dtype", _ROWS, "output"),
-        Array("partial", "float32", ("blocks", "columns"), "scratch"),
+        EPS,
+        Array("dx", "dtype", ROWS, "output"),
+        partial_sums(1),
     ),
-    scalars={"eps": 1e-6},
+    reference_backward,
     sums=("dweight",),
-    direction="backward",
-    live=4,
-    exact_as="dx",
     dependent=True,
-    reference=reference_backward,
+    live=4,
     flops=11,
 )
 OFFSET_FORWARD = spec(
-    name="fused_add_rms_norm_offset_forward",
-    summary="total = residual + x and y = (weight + offset) * total / sqrt(mean(total^2) + eps), row by row",
-    module=__name__,
-    function=fused_add_rms_norm_offset_forward,
-    arrays=with_offset(FORWARD.arrays),
-    scalars={"eps": 1e-6, "offset": 1.0},
-    sums=(),
-    direction="forward",
-    live=2,
-    exact_as="total",
-    dependent=True,
-    reference=reference_offset_forward,
-    flops=6,
+    fused_add_rms_norm_offset_forward,
+    "total = residual + x and y = (weight + offset) * total / sqrt(mean(total^2) + eps), row by row",
+    with_offset(FORWARD.arrays),
+    reference_offset_forward,
     flags=("cast",),
+    dependent=True,
+    live=2,
+    flops=6,
 )
 OFFSET_BACKWARD = spec(
-    name="fused_add_rms_norm_offset_backward",
-    summary="gradients of fused_add_rms_norm with an offset: dx, which is dresidual too, and dweight by blocks",
-    module=__name__,
-    function=fused_add_rms_norm_offset_backward,
-    arrays=with_offset(BACKWARD.arrays),
-    scalars={"eps": 1e-6, "offset": 1.0},
+    fused_add_rms_norm_offset_backward,
+    "gradients of fused_add_rms_norm with an offset: dx, which is dresidual too, and dweight by blocks",
+    with_offset(BACKWARD.arrays),
+    reference_offset_backward,
     sums=("dweight",),
-    direction="backward",
-    live=4,
-    exact_as="dx",
-    dependent=True,
-    reference=reference_offset_backward,
-    flops=12,
     flags=("cast",),
+    dependent=True,
+    live=4,
+    flops=12,
 )
 SPECS = (FORWARD, BACKWARD, OFFSET_FORWARD, OFFSET_BACKWARD)

@@ -10,16 +10,16 @@ that of y as it is, and those of x and the weight are the norm's: ``rms_norm_off
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import cuda.tile as ct
 
 from tilekern.kernels import rms_norm
+from tilekern.kernels.common.arrays import COLUMNS, ROWS
 from tilekern.kernels.common.rows import default_in_blocks, forward, spec
-from tilekern.kernels.rms_norm import offset_normal, statistics
+from tilekern.kernels.rms_norm import EPS, OFFSET, offset_normal, statistics
 from tilekern.kernels.tiles import ConstBool, ConstInt
-from tilekern.spec import Array, ScalarParameter
+from tilekern.spec import Array
 
 
 def norm_statistics(rows, columns, eps, offset, dtype, rounded):
@@ -49,39 +49,28 @@ def fused_rms_norm_add_forward(
     )  # fmt: skip
 
 
-_ROWS = ("rows", "columns")
-
-
 def reference(residual: Any, x: Any, weight: Any, eps: float, offset: float, cast: bool) -> dict[str, Any]:
     """The formula in float64 but for the casts of the norm, which belong to the op."""
     normed = rms_norm.reference_offset_forward(x, weight, eps, offset, cast)["y"]
     return {"y": residual.double() + normed.to(x.dtype).double()}
 
 
-SPEC = dataclasses.replace(
-    spec(
-        name="fused_rms_norm_add_forward",
-        summary="y = residual + (weight + offset) * x / sqrt(mean(x^2) + eps), row by row",
-        module=__name__,
-        function=fused_rms_norm_add_forward,
-        arrays=(
-            Array("residual", "dtype", _ROWS),
-            Array("x", "dtype", _ROWS),
-            Array("weight", "weight_dtype", ("columns",)),
-            ScalarParameter("eps", "float32"),
-            ScalarParameter("offset", "float32"),
-            Array("y", "dtype", _ROWS, "output"),
-        ),
-        scalars={"eps": 1e-6, "offset": 1.0},
-        sums=(),
-        direction="forward",
-        live=2,
-        exact_as="y",
-        dependent=True,
-        reference=reference,
-        flops=6,
-        flags=("cast",),
+SPEC = spec(
+    fused_rms_norm_add_forward,
+    "y = residual + (weight + offset) * x / sqrt(mean(x^2) + eps), row by row",
+    (
+        Array("residual", "dtype", ROWS),
+        Array("x", "dtype", ROWS),
+        Array("weight", "weight_dtype", COLUMNS),
+        EPS,
+        OFFSET,
+        Array("y", "dtype", ROWS, "output"),
     ),
+    reference,
+    flags=("cast",),
+    dependent=True,
+    live=2,
+    flops=6,
     # More blocks of longer rows would spill.
     default=lambda problem, target: default_in_blocks(2, 8 if problem["columns"] <= 4096 else 4, problem, target),
 )

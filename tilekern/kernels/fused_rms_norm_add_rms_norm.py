@@ -13,17 +13,17 @@ The forward moves four matrices and the backward six, where a norm and a sum wit
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import cuda.tile as ct
 
 from tilekern.kernels import fused_rms_norm_add, rms_norm
+from tilekern.kernels.common.arrays import COLUMNS, ROWS, partial_sums
 from tilekern.kernels.common.rows import add_up, backward, default_in_blocks, forward, spec
 from tilekern.kernels.fused_rms_norm_add import norm_and_sum
-from tilekern.kernels.rms_norm import gradient, normal, share, statistics
+from tilekern.kernels.rms_norm import EPS, OFFSET, gradient, normal, share, statistics
 from tilekern.kernels.tiles import HELD_BY_DEFAULT, ConstBool, ConstInt, power_of_two
-from tilekern.spec import Array, Config, Problem, ScalarParameter
+from tilekern.spec import Array, Config, Problem
 from tilekern.targets import Target
 
 
@@ -122,9 +122,7 @@ def fused_rms_norm_add_rms_norm_backward(
     )  # fmt: skip
 
 
-_ROWS, _COLUMNS = ("rows", "columns"), ("columns",)
-_WEIGHTS = (Array("weight", "weight_dtype", _COLUMNS), Array("next_weight", "weight_dtype", _COLUMNS))
-_SCALARS = (ScalarParameter("eps", "float32"), ScalarParameter("offset", "float32"))
+_WEIGHTS = (Array("weight", "weight_dtype", COLUMNS), Array("next_weight", "weight_dtype", COLUMNS))
 
 
 def reference_forward(
@@ -160,59 +158,46 @@ def _default_backward(problem: Problem, target: Target) -> Config:
     )
 
 
-FORWARD = dataclasses.replace(
-    spec(
-        name="fused_rms_norm_add_rms_norm_forward",
-        summary="total = residual + rms_norm(x, weight) and y = rms_norm(total, next_weight), row by row",
-        module=__name__,
-        function=fused_rms_norm_add_rms_norm_forward,
-        arrays=(
-            Array("residual", "dtype", _ROWS),
-            Array("x", "dtype", _ROWS),
-            *_WEIGHTS,
-            *_SCALARS,
-            Array("total", "dtype", _ROWS, "output"),
-            Array("y", "dtype", _ROWS, "output"),
-        ),
-        scalars={"eps": 1e-6, "offset": 1.0},
-        sums=(),
-        direction="forward",
-        live=2,
-        exact_as="total",
-        dependent=True,
-        reference=reference_forward,
-        flops=11,
-        flags=("cast",),
+FORWARD = spec(
+    fused_rms_norm_add_rms_norm_forward,
+    "total = residual + rms_norm(x, weight) and y = rms_norm(total, next_weight), row by row",
+    (
+        Array("residual", "dtype", ROWS),
+        Array("x", "dtype", ROWS),
+        *_WEIGHTS,
+        EPS,
+        OFFSET,
+        Array("total", "dtype", ROWS, "output"),
+        Array("y", "dtype", ROWS, "output"),
     ),
+    reference_forward,
+    flags=("cast",),
+    dependent=True,
+    live=2,
+    flops=11,
     default=lambda problem, target: default_in_blocks(4, 4, problem, target, num_worker_warps=8),
 )
-BACKWARD = dataclasses.replace(
-    spec(
-        name="fused_rms_norm_add_rms_norm_backward",
-        summary="gradients of fused_rms_norm_add_rms_norm: dresidual, dx, and the weights' as float32 rows of blocks",
-        module=__name__,
-        function=fused_rms_norm_add_rms_norm_backward,
-        arrays=(
-            Array("dtotal", "dtype", _ROWS),
-            Array("dy", "dtype", _ROWS),
-            Array("total", "dtype", _ROWS),
-            Array("x", "dtype", _ROWS),
-            *_WEIGHTS,
-            *_SCALARS,
-            Array("dresidual", "dtype", _ROWS, "output"),
-            Array("dx", "dtype", _ROWS, "output"),
-            Array("partial", "float32", ("blocks", "2*columns"), "scratch"),
-        ),
-        scalars={"eps": 1e-6, "offset": 1.0},
-        sums=("dweight", "dnext_weight"),
-        direction="backward",
-        live=6,
-        exact_as="dx",
-        dependent=True,
-        reference=reference_backward,
-        flops=24,
-        flags=("cast",),
+BACKWARD = spec(
+    fused_rms_norm_add_rms_norm_backward,
+    "gradients of fused_rms_norm_add_rms_norm: dresidual, dx, and the weights' as float32 rows of blocks",
+    (
+        Array("dtotal", "dtype", ROWS),
+        Array("dy", "dtype", ROWS),
+        Array("total", "dtype", ROWS),
+        Array("x", "dtype", ROWS),
+        *_WEIGHTS,
+        EPS,
+        OFFSET,
+        Array("dresidual", "dtype", ROWS, "output"),
+        Array("dx", "dtype", ROWS, "output"),
+        partial_sums(2),
     ),
+    reference_backward,
+    sums=("dweight", "dnext_weight"),
+    flags=("cast",),
+    dependent=True,
+    live=6,
+    flops=24,
     default=_default_backward,
 )
 SPECS = (FORWARD, BACKWARD)

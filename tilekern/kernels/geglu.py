@@ -12,7 +12,8 @@ from typing import Any
 
 import cuda.tile as ct
 
-from tilekern.kernels.common.elements import each_tile, matrices, spec
+from tilekern.kernels.common.arrays import gradients, matrices
+from tilekern.kernels.common.elements import each_tile, spec
 from tilekern.kernels.tiles import ConstBool, ConstInt
 
 _LOG2_E, _SQRT_HALF = 1.4426950408889634, 0.7071067811865476
@@ -90,34 +91,24 @@ def reference_forward(gate: Any, up: Any, tanh: bool) -> dict[str, Any]:
 
 
 def reference_backward(dy: Any, gate: Any, up: Any, tanh: bool) -> dict[str, Any]:
-    """The gradients of :func:`reference_forward` by autograd in float64."""
-    import torch
-
-    gate, up = (x.detach().double().requires_grad_() for x in (gate, up))
-    with torch.enable_grad():
-        y = reference_forward(gate, up, tanh)["y"]
-    dgate, dup = torch.autograd.grad(y, (gate, up), dy.double())
-    return {"dgate": dgate, "dup": dup}
+    """The gradients of :func:`reference_forward`."""
+    return gradients(reference_forward, {"y": dy}, gate=gate, up=up, tanh=tanh)
 
 
 FORWARD = spec(
-    name="geglu_forward",
-    summary="y = gelu(gate) * up",
-    module=__name__,
-    function=geglu_forward,
-    arrays=matrices(("gate", "up"), ("y",)),
+    geglu_forward,
+    "y = gelu(gate) * up",
+    matrices(("gate", "up"), ("y",)),
+    reference_forward,
     flags=("tanh",),
-    reference=reference_forward,
     flops=20,
 )
 BACKWARD = spec(
-    name="geglu_backward",
-    summary="gradients of geglu with respect to gate and up",
-    module=__name__,
-    function=geglu_backward,
-    arrays=matrices(("dy", "gate", "up"), ("dgate", "dup")),
+    geglu_backward,
+    "gradients of geglu with respect to gate and up",
+    matrices(("dy", "gate", "up"), ("dgate", "dup")),
+    reference_backward,
     flags=("tanh",),
-    reference=reference_backward,
     flops=28,
 )
 SPECS = (FORWARD, BACKWARD)

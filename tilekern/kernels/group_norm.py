@@ -19,7 +19,7 @@ from typing import Any
 
 import cuda.tile as ct
 
-from tilekern.kernels.common.arrays import bytes_of, drawn, tensors
+from tilekern.kernels.common.arrays import bytes_of, drawn, gradients, tensors
 from tilekern.kernels.tiles import TMA_NEEDS_HOPPER, ConstBool, ConstInt, grid_of, hints, load, power_of_two
 from tilekern.spec import (
     ITEM_BYTES,
@@ -228,7 +228,7 @@ def _backward(arrays, b, g, channels, positions, eps, long, shape):
 _SHAPE, _CHANNELS, _PRODUCT = ("batch", "groups", "channels", "positions"), ("groups", "channels"), "dtype*weight_dtype"
 # Rows of a few channels begin anywhere.
 _X, _WEIGHT = Array("x", "dtype", _SHAPE), Array("weight", "weight_dtype", _CHANNELS, aligned=False)
-_BIAS, _EPS = Array("bias", "weight_dtype", _CHANNELS, aligned=False), ScalarParameter("eps", "float32")
+_BIAS, _EPS = Array("bias", "weight_dtype", _CHANNELS, aligned=False), ScalarParameter("eps", "float32", 1e-6)
 _DIMENSIONS = (
     Dimension("batch", "bucketed"),
     Dimension("groups", "bucketed"),
@@ -368,37 +368,22 @@ def _elements(problem: Problem) -> int:
     return int(problem["batch"] * problem["groups"] * problem["channels"] * problem["positions"])
 
 
-def _normal(x: Any, weight: Any, eps: float) -> tuple[Any, Any, tuple[int, ...], Any]:
-    """x normalised and rstd in float64, a group's dimensions, and the weight as it goes with x.
-
-    The weight says which these are: its last dimension has the channels of a group.
-    """
-    wide, dims = x.double(), tuple(range(weight.dim(), x.dim()))
-    left = wide - wide.mean(dims, keepdim=True)
-    rstd = (left.square().mean(dims, keepdim=True) + eps).rsqrt()
-    return left * rstd, rstd, dims, _beside(weight.double(), x)
-
-
 def _beside(weight: Any, x: Any) -> Any:
     """A number for each channel, as it goes with x [batch, ...]."""
     return weight.reshape(*weight.shape, *[1] * (x.dim() - 1 - weight.dim()))
 
 
 def reference_forward(x: Any, weight: Any, bias: Any, eps: float) -> dict[str, Any]:
-    """The formula in float64."""
-    normal, _, _, scale = _normal(x, weight, eps)
-    return {"y": normal * scale + _beside(bias.double(), x)}
+    """The formula in float64; the weight's last dimension has the channels of a group."""
+    wide, dims = x.double(), tuple(range(weight.dim(), x.dim()))
+    left = wide - wide.mean(dims, keepdim=True)
+    rstd = (left.square().mean(dims, keepdim=True) + eps).rsqrt()
+    return {"y": left * rstd * _beside(weight.double(), x) + _beside(bias.double(), x)}
 
 
 def reference_backward(dy: Any, x: Any, weight: Any, eps: float) -> dict[str, Any]:
-    """The gradients of :func:`reference_forward` in float64."""
-    normal, rstd, dims, scale = _normal(x, weight, eps)
-    slope = dy.double()
-    pulled = slope * scale
-    pull = (pulled * normal).mean(dims, keepdim=True)
-    dx = rstd * (pulled - pulled.mean(dims, keepdim=True) - normal * pull)
-    shared = (0, *range(1 + weight.dim(), x.dim()))
-    return {"dx": dx, "dweight": (slope * normal).sum(shared), "dbias": slope.sum(shared)}
+    """The gradients of :func:`reference_forward`, which are the same for any bias."""
+    return gradients(reference_forward, {"y": dy}, x=x, weight=weight, bias=weight, eps=eps)
 
 
 _FORWARD_SIZES, _BACKWARD_SIZES = (1024, 2048, 4096), (1024, 2048, 4096)
@@ -417,7 +402,7 @@ def _spec(
         implement=lambda problem, config: _implement(function, arrays, problem, config),
         default=lambda problem, target: _default(problem, target, live, schedule),
         generic=_generic,
-        inputs=lambda problem, generator, device: {**drawn(arrays, problem, generator, device), "eps": 1e-6},
+        inputs=lambda problem, generator, device: drawn(arrays, problem, generator, device),
         outputs=outputs_of(arrays),
         reference=reference,
         results=results,

@@ -15,6 +15,7 @@ import cuda.tile as ct
 from tilekern.kernels.common import losses
 from tilekern.kernels.common.logarithms import log2
 from tilekern.kernels.tiles import ConstBool, ConstInt
+from tilekern.spec import ScalarParameter
 
 _LOG2_E = 1.4426950408889634
 # log2(ln(2)): added to the logarithms to base 2 of probabilities, it makes natural logarithms of what they weigh.
@@ -132,15 +133,14 @@ def reference(input: Any, target: Any, slope: Any, beta: float, graded: bool, pu
 
 
 LOSS = losses.spec(
-    name="jsd",
-    summary="loss = slope * JSD(target || input) of each row of log-probabilities, and its gradient by the input",
-    module=__name__,
-    losses=jsd_losses,
-    gradients=jsd_gradients,
-    inputs=("input", "target"),
-    scalars={"beta": 0.25},
+    "jsd",
+    "loss = slope * JSD(target || input) of each row of log-probabilities, and its gradient by the input",
+    jsd_losses,
+    jsd_gradients,
+    ("input", "target"),
+    reference,
+    scalars=(ScalarParameter("beta", "float32", 0.25),),
     flags=("pure",),
-    reference=reference,
     flops=20,
     of_draws=losses.log_probabilities,
 )

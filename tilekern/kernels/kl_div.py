@@ -14,6 +14,7 @@ from typing import Any
 import cuda.tile as ct
 
 from tilekern.kernels.common import elements, rows
+from tilekern.kernels.common.arrays import ROWS
 from tilekern.kernels.common.logarithms import log2
 from tilekern.kernels.tiles import ConstBool, ConstInt
 from tilekern.spec import Array, KernelSpec, Problem
@@ -112,54 +113,44 @@ def reference_backward(dloss: Any, target: Any, log_target: bool) -> dict[str, A
     return {"dinput": -probabilities * (dloss if dloss.dim() == 2 else dloss[:, None]).double()}
 
 
-_ROWS = ("rows", "columns")
-_INPUT, _TARGET = Array("input", "dtype", _ROWS), Array("target", "dtype", _ROWS, nonnegative=True)
+_INPUT, _TARGET = Array("input", "dtype", ROWS), Array("target", "dtype", ROWS, nonnegative=True)
+_FLAGS = ("log_target",)
 
 FORWARD = rows.spec(
-    name="kl_div_forward",
-    summary="loss = sum(target * (log(target) - input)) of each row",
-    module=__name__,
-    function=kl_div_forward,
-    arrays=(_INPUT, _TARGET, Array("loss", "dtype*float32", ("rows",), "output")),
-    scalars={},
-    sums=(),
-    direction="forward",
+    kl_div_forward,
+    "loss = sum(target * (log(target) - input)) of each row",
+    (_INPUT, _TARGET, Array("loss", "dtype*float32", ("rows",), "output")),
+    reference_rows,
+    flags=_FLAGS,
     live=2,
-    exact_as="loss",
-    dependent=False,
-    reference=reference_rows,
     flops=4,
-    flags=("log_target",),
 )
 BACKWARD = elements.spec(
-    name="kl_div_backward",
-    summary="gradient of the sums over rows of kl_div with respect to input",
-    module=__name__,
-    function=kl_div_backward,
-    arrays=(Array("dloss", "float32", ("rows",)), _TARGET, Array("dinput", "dtype", _ROWS, "output")),
-    flags=("log_target",),
-    reference=reference_backward,
+    kl_div_backward,
+    "gradient of the sums over rows of kl_div with respect to input",
+    (Array("dloss", "float32", ("rows",)), _TARGET, Array("dinput", "dtype", ROWS, "output")),
+    reference_backward,
+    flags=_FLAGS,
     flops=1,
 )
 ELEMENTS_FORWARD = elements.spec(
-    name="kl_div_elements_forward",
-    summary="loss = target * (log(target) - input)",
-    module=__name__,
-    function=kl_div_elements_forward,
-    arrays=(_INPUT, _TARGET, Array("loss", "dtype", _ROWS, "output")),
-    flags=("log_target",),
-    reference=reference_elements,
+    kl_div_elements_forward,
+    "loss = target * (log(target) - input)",
+    (_INPUT, _TARGET, Array("loss", "dtype", ROWS, "output")),
+    reference_elements,
+    flags=_FLAGS,
     flops=4,
 )
-ELEMENTS_BACKWARD = elements.spec(
+ELEMENTS_BACKWARD = replace(
+    elements.spec(
+        kl_div_backward,
+        "gradient of kl_div, element by element, with respect to input",
+        (Array("dloss", "dtype", ROWS), _TARGET, Array("dinput", "dtype", ROWS, "output")),
+        reference_backward,
+        flags=_FLAGS,
+        flops=1,
+    ),
     name="kl_div_elements_backward",
-    summary="gradient of kl_div, element by element, with respect to input",
-    module=__name__,
-    function=kl_div_backward,
-    arrays=(Array("dloss", "dtype", _ROWS), _TARGET, Array("dinput", "dtype", _ROWS, "output")),
-    flags=("log_target",),
-    reference=reference_backward,
-    flops=1,
 )
 
 

@@ -9,11 +9,11 @@ its statistics are computed again.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import cuda.tile as ct
 
+from tilekern.kernels.common.arrays import COLUMNS, PRODUCT, ROWS, gradients, partial_sums
 from tilekern.kernels.common.rows import add_up, backward, default_in_blocks, default_of_two_sums, forward, spec
 from tilekern.kernels.tiles import ConstBool, ConstInt
 from tilekern.spec import Array, ScalarParameter
@@ -95,9 +95,8 @@ def layer_norm_backward(
     )  # fmt: skip
 
 
-_ROWS, _PRODUCT = ("rows", "columns"), "dtype*weight_dtype"
-_X, _WEIGHT = Array("x", "dtype", _ROWS), Array("weight", "weight_dtype", ("columns",))
-_BIAS, _EPS = Array("bias", "weight_dtype", ("columns",)), ScalarParameter("eps", "float32")
+_X, _EPS = Array("x", "dtype", ROWS), ScalarParameter("eps", "float32", 1e-5)
+_WEIGHT, _BIAS = (Array(name, "weight_dtype", COLUMNS) for name in ("weight", "bias"))
 
 
 def reference_forward(x: Any, weight: Any, bias: Any, eps: float) -> dict[str, Any]:
@@ -109,57 +108,27 @@ def reference_forward(x: Any, weight: Any, bias: Any, eps: float) -> dict[str, A
 
 
 def reference_backward(dy: Any, x: Any, weight: Any, eps: float) -> dict[str, Any]:
-    """The gradients of :func:`reference_forward` in float64."""
-    wide, slope = x.double(), dy.double()
-    left = wide - wide.mean(-1, keepdim=True)
-    rstd = (left.square().mean(-1, keepdim=True) + eps).rsqrt()
-    normal, pulled = left * rstd, slope * weight.double()
-    pull = (pulled * normal).mean(-1, keepdim=True)
-    dx = rstd * (pulled - pulled.mean(-1, keepdim=True) - normal * pull)
-    return {"dx": dx, "dweight": (slope * normal).sum(0), "dbias": slope.sum(0)}
+    """The gradients of :func:`reference_forward`, which are the same for any bias."""
+    return gradients(reference_forward, {"y": dy}, x=x, weight=weight, bias=weight, eps=eps)
 
 
-FORWARD = dataclasses.replace(
-    spec(
-        name="layer_norm_forward",
-        summary="y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias, row by row",
-        module=__name__,
-        function=layer_norm_forward,
-        arrays=(_X, _WEIGHT, _BIAS, Array("y", _PRODUCT, _ROWS, "output"), _EPS),
-        scalars={"eps": 1e-5},
-        sums=(),
-        direction="forward",
-        live=2,
-        exact_as="y",
-        dependent=False,
-        reference=reference_forward,
-        flops=8,
-    ),
+FORWARD = spec(
+    layer_norm_forward,
+    "y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias, row by row",
+    (_X, _WEIGHT, _BIAS, Array("y", PRODUCT, ROWS, "output"), _EPS),
+    reference_forward,
+    live=2,
+    flops=8,
     default=lambda problem, target: default_in_blocks(3, 8, problem, target),
 )
-BACKWARD = dataclasses.replace(
-    spec(
-        name="layer_norm_backward",
-        summary="gradients of layer_norm: dx, and dweight and dbias as one float32 row for each block",
-        module=__name__,
-        function=layer_norm_backward,
-        arrays=(
-            Array("dy", _PRODUCT, _ROWS),
-            _X,
-            _WEIGHT,
-            Array("dx", "dtype", _ROWS, "output"),
-            Array("partial", "float32", ("blocks", "2*columns"), "scratch"),
-            _EPS,
-        ),
-        scalars={"eps": 1e-5},
-        sums=("dweight", "dbias"),
-        direction="backward",
-        live=5,
-        exact_as="dx",
-        dependent=False,
-        reference=reference_backward,
-        flops=18,
-    ),
+BACKWARD = spec(
+    layer_norm_backward,
+    "gradients of layer_norm: dx, and dweight and dbias as one float32 row for each block",
+    (Array("dy", PRODUCT, ROWS), _X, _WEIGHT, Array("dx", "dtype", ROWS, "output"), partial_sums(2), _EPS),
+    reference_backward,
+    sums=("dweight", "dbias"),
+    live=5,
+    flops=18,
     default=lambda problem, target: default_of_two_sums(5, problem, target),
 )
 SPECS = (FORWARD, BACKWARD)

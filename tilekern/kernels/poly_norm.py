@@ -14,6 +14,7 @@ from typing import Any
 
 import cuda.tile as ct
 
+from tilekern.kernels.common.arrays import gradients
 from tilekern.kernels.common.rows import add_up, forward, in_blocks
 from tilekern.kernels.tiles import (
     FEW_CHUNKS,
@@ -196,21 +197,14 @@ def reference_forward(x: Any, weight: Any, bias: Any, eps: float) -> dict[str, A
 
 
 def reference_backward(dy: Any, x: Any, weight: Any, eps: float) -> dict[str, Any]:
-    """The gradients of :func:`reference_forward` in float64.
+    """The gradients of :func:`reference_forward`, which are the same for any bias.
 
     Those of weight and bias are one vector: alone, a sum of terms of both signs may be 0 but for its rounding.
     """
     import torch
 
-    wide, slope = x.double(), dy.double()
-    dx, shares = torch.zeros_like(wide), []
-    for w, p in zip(weight.double(), _POWERS, strict=True):
-        power = wide**p
-        r = power.square().mean(-1, keepdim=True).add(eps).rsqrt()
-        pull = (slope * power).mean(-1, keepdim=True) * r**3
-        dx = dx + w * p * wide ** (p - 1) * (r * slope - power * pull)
-        shares.append((slope * power * r).sum())
-    return {"dx": dx, "sums": torch.stack([*shares, slope.sum()])}
+    found = gradients(reference_forward, {"y": dy}, x=x, weight=weight, bias=weight[:1], eps=eps)
+    return {"dx": found["dx"], "sums": torch.cat((found["dweight"], found["dbias"]))}
 
 
 def _wide(problem: Problem) -> str:

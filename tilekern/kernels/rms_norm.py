@@ -18,7 +18,7 @@ from typing import Any
 
 import cuda.tile as ct
 
-from tilekern.kernels.common.arrays import Arrays
+from tilekern.kernels.common.arrays import COLUMNS, PRODUCT, ROWS, Arrays, partial_sums
 from tilekern.kernels.common.rows import add_up, backward, forward, spec
 from tilekern.kernels.tiles import ConstBool, ConstInt
 from tilekern.spec import Array, ScalarParameter
@@ -147,16 +147,14 @@ def rms_norm_offset_backward(
     )  # fmt: skip
 
 
-_ROWS, _PRODUCT = ("rows", "columns"), "dtype*weight_dtype"
-_X, _WEIGHT = Array("x", "dtype", _ROWS), Array("weight", "weight_dtype", ("columns",))
-_EPS = ScalarParameter("eps", "float32")
-_OFFSET = ScalarParameter("offset", "float32")
+_X, _WEIGHT = Array("x", "dtype", ROWS), Array("weight", "weight_dtype", COLUMNS)
+EPS, OFFSET = ScalarParameter("eps", "float32", 1e-6), ScalarParameter("offset", "float32", 1.0)
 
 
 def with_offset(arrays: Arrays) -> Arrays:
     """The arrays of a kernel whose weights have an offset, which comes behind eps; its dtypes are those of x."""
-    plain = (replace(x, dtype="dtype") if isinstance(x, Array) and x.dtype == _PRODUCT else x for x in arrays)
-    return tuple(one for x in plain for one in ((x, _OFFSET) if x == _EPS else (x,)))
+    plain = (replace(x, dtype="dtype") if isinstance(x, Array) and x.dtype == PRODUCT else x for x in arrays)
+    return tuple(one for x in plain for one in ((x, OFFSET) if x == EPS else (x,)))
 
 
 def reference_forward(x: Any, weight: Any, eps: float) -> dict[str, Any]:
@@ -190,73 +188,44 @@ def reference_offset_backward(dy: Any, x: Any, weight: Any, eps: float, offset: 
     return reference_backward(dy, x if cast else x.double(), weight.double() + offset, eps)
 
 
-FORWARD = spec(
-    name="rms_norm_forward",
-    summary="y = weight * cast(x / sqrt(mean(x^2) + eps)), row by row",
-    module=__name__,
-    function=rms_norm_forward,
-    arrays=(_X, _WEIGHT, Array("y", _PRODUCT, _ROWS, "output"), _EPS),
-    scalars={"eps": 1e-6},
-    sums=(),
-    direction="forward",
-    live=2,
-    exact_as="x",
-    dependent=False,
-    reference=reference_forward,
-    flops=4,
+# The row is rounded to the dtype of x on its way to y, which may be wider.
+FORWARD = replace(
+    spec(
+        rms_norm_forward,
+        "y = weight * cast(x / sqrt(mean(x^2) + eps)), row by row",
+        (_X, _WEIGHT, Array("y", PRODUCT, ROWS, "output"), EPS),
+        reference_forward,
+        live=2,
+        flops=4,
+    ),
+    result_dtype=_X.dtype_in,
 )
 BACKWARD = spec(
-    name="rms_norm_backward",
-    summary="gradients of rms_norm: dx, and dweight as one float32 row for each block",
-    module=__name__,
-    function=rms_norm_backward,
-    arrays=(
-        Array("dy", _PRODUCT, _ROWS),
-        _X,
-        _WEIGHT,
-        Array("dx", "dtype", _ROWS, "output"),
-        Array("partial", "float32", ("blocks", "columns"), "scratch"),
-        _EPS,
-    ),
-    scalars={"eps": 1e-6},
+    rms_norm_backward,
+    "gradients of rms_norm: dx, and dweight as one float32 row for each block",
+    (Array("dy", PRODUCT, ROWS), _X, _WEIGHT, Array("dx", "dtype", ROWS, "output"), partial_sums(1), EPS),
+    reference_backward,
     sums=("dweight",),
-    direction="backward",
     live=4,
-    exact_as="dx",
-    dependent=False,
-    reference=reference_backward,
     flops=10,
 )
 OFFSET_FORWARD = spec(
-    name="rms_norm_offset_forward",
-    summary="y = (weight + offset) * x / sqrt(mean(x^2) + eps), row by row, with or without the inner cast",
-    module=__name__,
-    function=rms_norm_offset_forward,
-    arrays=with_offset(FORWARD.arrays),
-    scalars={"eps": 1e-6, "offset": 1.0},
-    sums=(),
-    direction="forward",
-    live=2,
-    exact_as="x",
-    dependent=False,
-    reference=reference_offset_forward,
-    flops=5,
+    rms_norm_offset_forward,
+    "y = (weight + offset) * x / sqrt(mean(x^2) + eps), row by row, with or without the inner cast",
+    with_offset(FORWARD.arrays),
+    reference_offset_forward,
     flags=("cast",),
+    live=2,
+    flops=5,
 )
 OFFSET_BACKWARD = spec(
-    name="rms_norm_offset_backward",
-    summary="gradients of rms_norm with an offset: dx, and dweight as one float32 row for each block",
-    module=__name__,
-    function=rms_norm_offset_backward,
-    arrays=with_offset(BACKWARD.arrays),
-    scalars={"eps": 1e-6, "offset": 1.0},
+    rms_norm_offset_backward,
+    "gradients of rms_norm with an offset: dx, and dweight as one float32 row for each block",
+    with_offset(BACKWARD.arrays),
+    reference_offset_backward,
     sums=("dweight",),
-    direction="backward",
-    live=4,
-    exact_as="dx",
-    dependent=False,
-    reference=reference_offset_backward,
-    flops=11,
     flags=("cast",),
+    live=4,
+    flops=11,
 )
 SPECS = (FORWARD, BACKWARD, OFFSET_FORWARD, OFFSET_BACKWARD)

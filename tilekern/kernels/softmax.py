@@ -7,11 +7,11 @@ NaN where it holds NaN or +inf, or nothing but -inf.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import cuda.tile as ct
 
+from tilekern.kernels.common.arrays import ROWS, matrices
 from tilekern.kernels.common.rows import add_up, default_in_blocks, forward, largest, spec
 from tilekern.kernels.tiles import ConstBool, ConstInt
 from tilekern.spec import Array
@@ -89,46 +89,22 @@ def reference_backward(dy: Any, y: Any) -> dict[str, Any]:
     return {"dx": wide * (slope - (slope * wide).sum(-1, keepdim=True))}
 
 
-_ROWS = ("rows", "columns")
-
-FORWARD = dataclasses.replace(
-    spec(
-        name="softmax_forward",
-        summary="y = exp(x) / sum(exp(x)), row by row",
-        module=__name__,
-        function=softmax_forward,
-        arrays=(Array("x", "dtype", _ROWS), Array("y", "dtype", _ROWS, "output")),
-        scalars={},
-        sums=(),
-        direction="forward",
-        live=1,
-        exact_as="y",
-        dependent=False,
-        reference=reference_forward,
-        flops=5,
-    ),
+FORWARD = spec(
+    softmax_forward,
+    "y = exp(x) / sum(exp(x)), row by row",
+    matrices(("x",), ("y",)),
+    reference_forward,
+    live=1,
+    flops=5,
     default=lambda problem, target: default_in_blocks(1, 8, problem, target),
 )
-BACKWARD = dataclasses.replace(
-    spec(
-        name="softmax_backward",
-        summary="gradient of softmax from its result: dx = y * (dy - sum(dy * y)), row by row",
-        module=__name__,
-        function=softmax_backward,
-        arrays=(
-            Array("dy", "dtype", _ROWS),
-            Array("y", "dtype", _ROWS, nonnegative=True),
-            Array("dx", "dtype", _ROWS, "output"),
-        ),
-        scalars={},
-        sums=(),
-        direction="forward",
-        live=2,
-        exact_as="dx",
-        dependent=False,
-        reference=reference_backward,
-        flops=4,
-    ),
+BACKWARD = spec(
+    softmax_backward,
+    "gradient of softmax from its result: dx = y * (dy - sum(dy * y)), row by row",
+    (Array("dy", "dtype", ROWS), Array("y", "dtype", ROWS, nonnegative=True), Array("dx", "dtype", ROWS, "output")),
+    reference_backward,
+    live=2,
+    flops=4,
     default=lambda problem, target: default_in_blocks(2, 2, problem, target),
 )
 SPECS = (FORWARD, BACKWARD)

@@ -23,9 +23,9 @@ from typing import Any
 
 import cuda.tile as ct
 
+from tilekern.kernels.common.arrays import matrices
 from tilekern.kernels.common.rows import add_up, default_in_blocks, forward, maxima, space_of_narrow_chunks, spec
 from tilekern.kernels.tiles import ConstBool, ConstInt
-from tilekern.spec import Array
 
 _STEPS = 32
 
@@ -145,44 +145,26 @@ def reference_backward(dy: Any, y: Any) -> dict[str, Any]:
     return {"dx": slope(dy.double(), y)}
 
 
-_ROWS = ("rows", "columns")
-
 FORWARD = dataclasses.replace(
     spec(
-        name="sparsemax_forward",
-        summary="y = max(x - tau, 0) with the tau for which y sums to 1, row by row",
-        module=__name__,
-        function=sparsemax_forward,
-        arrays=(Array("x", "dtype", _ROWS), Array("y", "dtype", _ROWS, "output")),
-        scalars={},
-        sums=(),
-        direction="forward",
+        sparsemax_forward,
+        "y = max(x - tau, 0) with the tau for which y sums to 1, row by row",
+        matrices(("x",), ("y",)),
+        reference_forward,
         live=1,
-        exact_as="y",
-        dependent=False,
-        reference=reference_forward,
         flops=30,
+        default=lambda problem, target: default_in_blocks(1, 2, problem, target, 512),
     ),
     space=space_of_narrow_chunks(1),
-    default=lambda problem, target: default_in_blocks(1, 2, problem, target, 512),
 )
-BACKWARD = dataclasses.replace(
-    spec(
-        name="sparsemax_backward",
-        summary="gradient of sparsemax from its result: dx = dy - mean(dy) over the support, row by row",
-        module=__name__,
-        function=sparsemax_backward,
-        # Of normal numbers half are a support.
-        arrays=(Array("dy", "dtype", _ROWS), Array("y", "dtype", _ROWS), Array("dx", "dtype", _ROWS, "output")),
-        scalars={},
-        sums=(),
-        direction="forward",
-        live=2,
-        exact_as="dx",
-        dependent=False,
-        reference=reference_backward,
-        flops=3,
-    ),
+BACKWARD = spec(
+    sparsemax_backward,
+    "gradient of sparsemax from its result: dx = dy - mean(dy) over the support, row by row",
+    # Of normal numbers half are a support.
+    matrices(("dy", "y"), ("dx",)),
+    reference_backward,
+    live=2,
+    flops=3,
     default=lambda problem, target: default_in_blocks(2, 2, problem, target),
 )
 SPECS = (FORWARD, BACKWARD)

@@ -13,7 +13,8 @@ from typing import Any
 
 import cuda.tile as ct
 
-from tilekern.kernels.common.elements import each_tile, matrices, spec
+from tilekern.kernels.common.arrays import gradients, matrices
+from tilekern.kernels.common.elements import each_tile, spec
 from tilekern.kernels.tiles import ConstBool, ConstInt
 from tilekern.spec import ScalarParameter
 
@@ -95,15 +96,14 @@ def swiglu_scaled_backward(
 
 def reference_forward(gate: Any, up: Any) -> dict[str, Any]:
     """The formula in float64."""
-    wide = gate.double()
-    return {"y": wide * wide.sigmoid() * up.double()}
+    import torch
+
+    return {"y": torch.nn.functional.silu(gate.double()) * up.double()}
 
 
 def reference_backward(dy: Any, gate: Any, up: Any) -> dict[str, Any]:
-    """The gradients of :func:`reference_forward` in float64."""
-    d, g, u = dy.double(), gate.double(), up.double()
-    s = g.sigmoid()
-    return {"dgate": d * u * s * (1 + g * (1 - s)), "dup": d * g * s}
+    """The gradients of :func:`reference_forward`."""
+    return gradients(reference_forward, {"y": dy}, gate=gate, up=up)
 
 
 def reference_remake(dy: Any, gate: Any, up: Any) -> dict[str, Any]:
@@ -116,70 +116,44 @@ def reference_scaled_forward(gate: Any, up: Any, gate_multiplier: float, down_mu
     return reference_forward(gate.double() * gate_multiplier, up.double() * down_multiplier)
 
 
-def reference_scaled_backward(
-    dy: Any, gate: Any, up: Any, gate_multiplier: float, down_multiplier: float
-) -> dict[str, Any]:
-    """The gradients of :func:`reference_scaled_forward` in float64."""
-    made = reference_backward(dy.double() * down_multiplier, gate.double() * gate_multiplier, up)
-    return {"dgate": made["dgate"] * gate_multiplier, "dup": made["dup"]}
+def reference_scaled_backward(dy: Any, gate: Any, up: Any, **multipliers: float) -> dict[str, Any]:
+    """The gradients of :func:`reference_scaled_forward`."""
+    return gradients(reference_scaled_forward, {"y": dy}, gate=gate, up=up, **multipliers)
 
 
 # Those of Falcon-H1-34B.
-_MULTIPLIERS = {"gate_multiplier": 0.8838834764831844, "down_multiplier": 0.3535533905932738}
-
-
-_SCALARS = tuple(ScalarParameter(name, "float32") for name in _MULTIPLIERS)
-
-FORWARD = spec(
-    name="swiglu_forward",
-    summary="y = silu(gate) * up",
-    module=__name__,
-    function=swiglu_forward,
-    arrays=matrices(("gate", "up"), ("y",)),
-    flags=(),
-    reference=reference_forward,
-    flops=5,
+_MULTIPLIERS = (
+    ScalarParameter("gate_multiplier", "float32", 0.8838834764831844),
+    ScalarParameter("down_multiplier", "float32", 0.3535533905932738),
 )
+
+FORWARD = spec(swiglu_forward, "y = silu(gate) * up", matrices(("gate", "up"), ("y",)), reference_forward, flops=5)
 BACKWARD = spec(
-    name="swiglu_backward",
-    summary="gradients of swiglu with respect to gate and up",
-    module=__name__,
-    function=swiglu_backward,
-    arrays=matrices(("dy", "gate", "up"), ("dgate", "dup")),
-    flags=(),
-    reference=reference_backward,
+    swiglu_backward,
+    "gradients of swiglu with respect to gate and up",
+    matrices(("dy", "gate", "up"), ("dgate", "dup")),
+    reference_backward,
     flops=12,
 )
 REMAKE = spec(
-    name="swiglu_backward_remake",
-    summary="gradients of swiglu, and its result once more",
-    module=__name__,
-    function=swiglu_backward_remake,
-    arrays=matrices(("dy", "gate", "up"), ("dgate", "dup", "y")),
-    flags=(),
-    reference=reference_remake,
+    swiglu_backward_remake,
+    "gradients of swiglu, and its result once more",
+    matrices(("dy", "gate", "up"), ("dgate", "dup", "y")),
+    reference_remake,
     flops=14,
 )
 SCALED_FORWARD = spec(
-    name="swiglu_scaled_forward",
-    summary="y = silu(gate_multiplier * gate) * up * down_multiplier",
-    module=__name__,
-    function=swiglu_scaled_forward,
-    arrays=(*matrices(("gate", "up"), ("y",)), *_SCALARS),
-    flags=(),
-    reference=reference_scaled_forward,
+    swiglu_scaled_forward,
+    "y = silu(gate_multiplier * gate) * up * down_multiplier",
+    (*matrices(("gate", "up"), ("y",)), *_MULTIPLIERS),
+    reference_scaled_forward,
     flops=7,
-    scalars=_MULTIPLIERS,
 )
 SCALED_BACKWARD = spec(
-    name="swiglu_scaled_backward",
-    summary="gradients of swiglu with multipliers with respect to gate and up",
-    module=__name__,
-    function=swiglu_scaled_backward,
-    arrays=(*matrices(("dy", "gate", "up"), ("dgate", "dup")), *_SCALARS),
-    flags=(),
-    reference=reference_scaled_backward,
+    swiglu_scaled_backward,
+    "gradients of swiglu with multipliers with respect to gate and up",
+    (*matrices(("dy", "gate", "up"), ("dgate", "dup")), *_MULTIPLIERS),
+    reference_scaled_backward,
     flops=15,
-    scalars=_MULTIPLIERS,
 )
 SPECS = (FORWARD, BACKWARD, REMAKE, SCALED_FORWARD, SCALED_BACKWARD)

@@ -12,6 +12,7 @@ from typing import Any
 import cuda.tile as ct
 
 from tilekern.kernels.common import elements, losses
+from tilekern.kernels.common.arrays import ROWS
 from tilekern.kernels.tiles import ConstBool, ConstInt
 from tilekern.spec import Array
 
@@ -90,40 +91,29 @@ def reference_backward(dloss: Any, p: Any, q: Any, counted: Any) -> dict[str, An
     return {"dp": (dloss.double() * derivative).where(counted[..., None] != 0, 0)}
 
 
-_ROWS = ("rows", "columns")
-_P, _Q = Array("p", "dtype", _ROWS), Array("q", "dtype", _ROWS)
-_COUNTED = Array("counted", "float32", ("rows",))
+_P, _Q, _COUNTED = Array("p", "dtype", ROWS), Array("q", "dtype", ROWS), Array("counted", "float32", ("rows",))
 
 LOSS = losses.spec(
-    name="tvd",
-    summary="loss = slope * sum(0.5 * |p - q|) of each row, and its gradient by p",
-    module=__name__,
-    losses=tvd_losses,
-    gradients=tvd_gradients,
-    inputs=("p", "q"),
-    scalars={},
-    flags=(),
-    reference=reference,
+    "tvd",
+    "loss = slope * sum(0.5 * |p - q|) of each row, and its gradient by p",
+    tvd_losses,
+    tvd_gradients,
+    ("p", "q"),
+    reference,
     flops=4,
 )
 ELEMENTS_FORWARD = elements.spec(
-    name="tvd_elements_forward",
-    summary="loss = 0.5 * |p - q|",
-    module=__name__,
-    function=tvd_elements_forward,
-    arrays=(_P, _Q, _COUNTED, Array("loss", "float32", _ROWS, "output")),
-    flags=(),
-    reference=reference_elements,
+    tvd_elements_forward,
+    "loss = 0.5 * |p - q|",
+    (_P, _Q, _COUNTED, Array("loss", "float32", ROWS, "output")),
+    reference_elements,
     flops=2,
 )
 ELEMENTS_BACKWARD = elements.spec(
-    name="tvd_elements_backward",
-    summary="gradient of tvd, element by element, with respect to p",
-    module=__name__,
-    function=tvd_elements_backward,
-    arrays=(Array("dloss", "float32", _ROWS), _P, _Q, _COUNTED, Array("dp", "dtype", _ROWS, "output")),
-    flags=(),
-    reference=reference_backward,
+    tvd_elements_backward,
+    "gradient of tvd, element by element, with respect to p",
+    (Array("dloss", "float32", ROWS), _P, _Q, _COUNTED, Array("dp", "dtype", ROWS, "output")),
+    reference_backward,
     flops=3,
 )
 SPECS = (LOSS, ELEMENTS_FORWARD, ELEMENTS_BACKWARD)

@@ -22,7 +22,7 @@ from tilekern.source.syntax import Chain, Import, bindings, chain_of, form, is_d
 _NO_SCOPE: Mapping[str, Code] = MappingProxyType({})
 # These reach names that stand nowhere in the source.
 _DYNAMIC = frozenset({"globals", "eval", "exec", "__import__", "importlib.import_module", "sys.modules"})
-_SPEC = "tilekern.spec.KernelSpec"
+_SPEC, _NAME = "tilekern.spec.KernelSpec", "tilekern.spec.name_of"
 SPEC_PACKAGES = ("tilekern.kernels", "tilekern.composites")
 
 
@@ -250,9 +250,22 @@ def _text(code: Code) -> str | None:
             return _text(code.scope[name])
         case ast.FormattedValue(value=value):
             return _text(Code(value, code.module, code.scope))
+        case ast.Call(func=called, args=[function]) if resolve(chain_of(called) or ("",), code) == [_NAME]:
+            return _function_name(Code(function, code.module, code.scope))
         case ast.JoinedStr(values=values):
             parts = [_text(Code(value, code.module, code.scope)) for value in values]
             return None if None in parts else "".join(part for part in parts if part is not None)
+    return None
+
+
+def _function_name(code: Code) -> str | None:
+    """The name under which the function is defined that an expression is, where that can be read."""
+    chain = chain_of(code.node) if isinstance(code.node, ast.expr) else None
+    match resolve(chain, code) if chain else []:
+        case [Code(node=ast.FunctionDef(name=name))]:
+            return name
+        case [Code() as passed]:
+            return _function_name(passed)
     return None
 
 

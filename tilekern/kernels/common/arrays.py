@@ -1,14 +1,27 @@
-"""From a kernel's arrays, whatever its family: numbers to run it on, and the bytes that it moves."""
+"""A kernel's arrays, whatever its family, what to run it on, the bytes that it moves, and gradients by autograd."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from tilekern.spec import ITEM_BYTES, Array, Problem, ScalarParameter
 
 Arrays = tuple[Array | ScalarParameter, ...]
+# Shapes of matrices and of weights, and the dtype of what is a product of both.
+ROWS, COLUMNS, PRODUCT = ("rows", "columns"), ("columns",), "dtype*weight_dtype"
+
+
+def matrices(inputs: tuple[str, ...], outputs: tuple[str, ...]) -> Arrays:
+    """Matrices by their names, all of one dtype."""
+    given = tuple(Array(name, "dtype", ROWS) for name in inputs)
+    return given + tuple(Array(name, "dtype", ROWS, "output") for name in outputs)
+
+
+def partial_sums(count: int) -> Array:
+    """The array in which each block leaves its ``count`` sums over rows."""
+    return Array("partial", "float32", ("blocks", "columns" if count == 1 else f"{count}*columns"), "scratch")
 
 
 def tensors(arrays: Arrays, *roles: str) -> list[Array]:
@@ -17,8 +30,10 @@ def tensors(arrays: Arrays, *roles: str) -> list[Array]:
 
 
 def drawn(arrays: Arrays, problem: Problem, generator: Any, device: str) -> dict[str, Any]:
-    """Normal numbers for every input: without their signs where it takes none that are negative, about 1 for a weight,
-    as norms have them."""
+    """Normal numbers for every input, and the samples of scalars.
+
+    They have no signs where an input takes none that are negative, and are about 1 for a weight, as norms have them.
+    """
     import torch
 
     def normal(array: Array) -> Any:
@@ -28,7 +43,8 @@ def drawn(arrays: Arrays, problem: Problem, generator: Any, device: str) -> dict
         values = 1 + values / 4 if array.name.endswith("weight") else values
         return values.to(getattr(torch, array.dtype_in(problem)))
 
-    return {array.name: normal(array) for array in tensors(arrays, "input")}
+    samples = {x.name: x.sample for x in arrays if isinstance(x, ScalarParameter) and x.sample is not None}
+    return {array.name: normal(array) for array in tensors(arrays, "input")} | samples
 
 
 def drawn_angles(problem: Problem, pairs: int, generator: Any, device: str) -> dict[str, Any]:
@@ -43,3 +59,23 @@ def drawn_angles(problem: Problem, pairs: int, generator: Any, device: str) -> d
 def bytes_of(arrays: Iterable[Array], problem: Problem) -> int:
     """Each array read or written once; partial sums count as the one row that is made of them."""
     return sum(math.prod(array.shape_in(problem)) * ITEM_BYTES[array.dtype_in(problem)] for array in arrays)
+
+
+def gradients(reference: Callable[..., dict[str, Any]], slopes: dict[str, Any], **given: Any) -> dict[str, Any]:
+    """The gradients of a forward's reference, by autograd in float64, as ``d<name>`` of each tensor that is given.
+
+    The reference rounds nothing on its way: a cast would round the gradients too.
+
+    Args:
+        reference: the forward's.
+        slopes: the gradients of its results by their names.
+        given: its arguments.
+    """
+    import torch
+
+    leaves = {k: x.detach().double().requires_grad_() for k, x in given.items() if isinstance(x, torch.Tensor)}
+    with torch.enable_grad():
+        results = reference(**given | leaves)
+        asked = [results[name] for name in slopes]
+    found = torch.autograd.grad(asked, list(leaves.values()), [slope.double() for slope in slopes.values()])
+    return {f"d{name}": gradient for name, gradient in zip(leaves, found, strict=True)}

@@ -13,8 +13,7 @@ Flags of the problem are further constants, in the order of the spec's ``flags``
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
 from typing import Any
 
 import cuda.tile as ct
@@ -22,7 +21,6 @@ import cuda.tile as ct
 from tilekern.kernels.common.arrays import Arrays, bytes_of, drawn, tensors
 from tilekern.kernels.tiles import grid_of, hints, is_bounded, load, power_of_two
 from tilekern.spec import (
-    Array,
     Config,
     Constraint,
     Dimension,
@@ -32,6 +30,8 @@ from tilekern.spec import (
     Space,
     Value,
     cdiv,
+    module_of,
+    name_of,
     outputs_of,
     parameters_of,
 )
@@ -60,13 +60,6 @@ def _tile(formula, inputs, outputs, item, columns, tile_m, tile_n, bounded):
     results = formula(*tiles)
     for n in ct.static_iter(range(len(outputs))):
         ct.store(outputs[n], index, results[n].astype(outputs[n].dtype), check_bounds=bounded, allow_tma=False)
-
-
-def matrices(inputs: tuple[str, ...], outputs: tuple[str, ...]) -> tuple[Array, ...]:
-    """The arrays of such a kernel by their names."""
-    shape = ("rows", "columns")
-    given = tuple(Array(name, "dtype", shape) for name in inputs)
-    return given + tuple(Array(name, "dtype", shape, "output") for name in outputs)
 
 
 def _wastes_little(columns: int, tile_n: int) -> bool:
@@ -100,7 +93,7 @@ def _sized(arrays: int) -> Constraint:
 
 
 def _implement(
-    function: Any, arrays: tuple[Array, ...], dimensions: tuple[Dimension, ...], problem: Problem, config: Config
+    function: Any, arrays: Arrays, dimensions: tuple[Dimension, ...], problem: Problem, config: Config
 ) -> Implementation:
     columns, tile_m, tile_n = problem["columns"], config["tile_m"], config["tile_n"]
     return Implementation(
@@ -136,29 +129,27 @@ def dimensions_of(flags: tuple[str, ...]) -> tuple[Dimension, ...]:
 
 
 def spec(
-    name: str, summary: str, module: str, function: Any, arrays: Arrays, flags: tuple[str, ...],
-    reference: Callable[..., dict[str, Any]], flops: int, scalars: Mapping[str, float] = MappingProxyType({}),
+    function: Any, summary: str, arrays: Arrays, reference: Callable[..., dict[str, Any]], *, flops: int,
+    flags: tuple[str, ...] = (),
 ) -> KernelSpec:  # fmt: skip
-    """The spec of a kernel over elements.
+    """The spec of a kernel over elements, which has the kernel's name.
 
     Args:
         function: the kernel; its parameters are the arrays, the constants of :func:`each_tile` and the flags.
-        arrays: in the order of the kernel, matrices as :func:`matrices` gives them, and scalars.
-        flags: names of dimensions that are True or False, of which the formula depends.
+        arrays: in the order of the kernel, ``arrays.matrices`` and scalars with their samples.
         flops: floating-point operations for each element.
-        scalars: values to check and time the kernel with.
+        flags: names of dimensions that are True or False, of which the formula depends.
     """
     return KernelSpec(
-        name=name,
+        name=name_of(function),
         summary=summary,
-        module=module,
+        module=module_of(function),
         dimensions=dimensions_of(flags),
         space=Space(_axes, (_sized(len(arrays)),)),
-        # The annotations of `_implement` are part of the digests of shipped records.
-        implement=lambda problem, config: _implement(function, arrays, dimensions_of(flags), problem, config),  # type: ignore[arg-type]
+        implement=lambda problem, config: _implement(function, arrays, dimensions_of(flags), problem, config),
         default=_default,
         generic=_generic,
-        inputs=lambda problem, generator, device: {**drawn(arrays, problem, generator, device), **scalars},
+        inputs=lambda problem, generator, device: drawn(arrays, problem, generator, device),
         outputs=outputs_of(arrays),
         reference=reference,
         bytes_moved=lambda problem: bytes_of(tensors(arrays), problem),

@@ -10,12 +10,12 @@ A loss has one kernel with the gradient and one without, which the flag ``graded
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import cuda.tile as ct
 
-from tilekern.kernels.common.arrays import Arrays, bytes_of, drawn, tensors
+from tilekern.kernels.common.arrays import ROWS, Arrays, bytes_of, drawn, tensors
 from tilekern.kernels.tiles import TMA_NEEDS_HOPPER, grid_of, hints, load, power_of_two
 from tilekern.spec import (
     Array,
@@ -28,6 +28,7 @@ from tilekern.spec import (
     ScalarParameter,
     Space,
     Value,
+    module_of,
     outputs_of,
     parameters_of,
 )
@@ -81,9 +82,8 @@ def expected(terms: Any, derivatives: Any, slope: Any, graded: bool) -> dict[str
     return {"loss": losses} | ({"gradient": (derivatives * factor).where(counted, 0)} if graded else {})
 
 
-_ROWS = ("rows", "columns")
 _SLOPE = Array("slope", "float32", ("rows",))
-_LOSS, _GRADIENT = Array("loss", "float32", ("rows",), "output"), Array("gradient", "dtype", _ROWS, "output")
+_LOSS, _GRADIENT = Array("loss", "float32", ("rows",), "output"), Array("gradient", "dtype", ROWS, "output")
 _FITS = Constraint(
     "tiles of so many columns exceed the SM's registers at this occupancy",
     lambda problem, config, target: config["tile_n"] * _LIVE * config["occupancy"] <= target.registers,
@@ -111,11 +111,11 @@ def _dimensions(flags: tuple[str, ...]) -> tuple[Dimension, ...]:
     return (*sizes, *(Dimension(flag, "flag") for flag in ("graded", *flags)))
 
 
-def _arrays(inputs: tuple[str, str], scalars: tuple[str, ...], problem: Problem) -> Arrays:
+def _arrays(inputs: tuple[str, str], scalars: tuple[ScalarParameter, ...], problem: Problem) -> Arrays:
     """In the order of the kernel."""
-    matrices = [Array(name, "dtype", _ROWS) for name in inputs]
+    matrices = [Array(name, "dtype", ROWS) for name in inputs]
     results = (_LOSS, _GRADIENT) if problem["graded"] else (_LOSS,)
-    return (*matrices, _SLOPE, *results, *(ScalarParameter(name, "float32") for name in scalars))
+    return (*matrices, _SLOPE, *results, *scalars)
 
 
 def _default(problem: Problem, target: Target) -> Config:
@@ -125,8 +125,8 @@ def _default(problem: Problem, target: Target) -> Config:
 
 
 def _implement(
-    losses: Any, gradients: Any, inputs: tuple[str, str], scalars: tuple[str, ...], flags: tuple[str, ...],
-    problem: Problem, config: Config,
+    losses: Any, gradients: Any, inputs: tuple[str, str], scalars: tuple[ScalarParameter, ...],
+    flags: tuple[str, ...], problem: Problem, config: Config,
 ) -> Implementation:  # fmt: skip
     return Implementation(
         function=gradients if problem["graded"] else losses,
@@ -149,9 +149,9 @@ def log_probabilities(x: Any) -> Any:
 
 
 def spec(
-    name: str, summary: str, module: str, losses: Any, gradients: Any, inputs: tuple[str, str],
-    scalars: Mapping[str, float], flags: tuple[str, ...], reference: Callable[..., dict[str, Any]], flops: int,
-    of_draws: Callable[[Any], Any] = lambda x: x,
+    name: str, summary: str, losses: Any, gradients: Any, inputs: tuple[str, str],
+    reference: Callable[..., dict[str, Any]], *, flops: int, scalars: tuple[ScalarParameter, ...] = (),
+    flags: tuple[str, ...] = (), of_draws: Callable[[Any], Any] = lambda x: x,
 ) -> KernelSpec:  # fmt: skip
     """The spec of such a loss.
 
@@ -160,28 +160,28 @@ def spec(
             ``loss``, ``gradient`` where there is one, the scalars, then ``columns``, ``tile_n``, ``persistent``,
             ``tma`` and the flags.
         inputs: the names of both matrices.
-        scalars: values to check and time the kernel with.
-        flags: names of dimensions that are True or False, of which the formula depends.
         reference: of the inputs, ``slope``, the scalars, ``graded`` and the flags, as :func:`expected` gives it.
         flops: floating-point operations for each element.
+        scalars: with their samples.
+        flags: names of dimensions that are True or False, of which the formula depends.
         of_draws: makes either input of normal numbers, where the loss does not take any number.
     """
     return KernelSpec(
         name=name,
         summary=summary,
-        module=module,
+        module=module_of(losses),
         dimensions=_dimensions(flags),
         space=Space(_axes, (_FITS, TMA_NEEDS_HOPPER)),
-        implement=lambda problem, config: _implement(losses, gradients, inputs, tuple(scalars), flags, problem, config),
+        implement=lambda problem, config: _implement(losses, gradients, inputs, scalars, flags, problem, config),
         default=_default,
         generic=lambda problem: _config(problem, 512, 1, tma=False),
         inputs=lambda problem, generator, device: {
             name: of_draws(x) if name in inputs else x
-            for name, x in drawn(_arrays(inputs, (), problem), problem, generator, device).items()
-        } | dict(scalars),
+            for name, x in drawn(_arrays(inputs, scalars, problem), problem, generator, device).items()
+        },
         outputs=lambda problem, blocks: outputs_of(_arrays(inputs, (), problem))(problem, blocks),
         reference=reference,
         bytes_moved=lambda problem: bytes_of(tensors(_arrays(inputs, (), problem)), problem),
         flops=lambda problem: flops * problem["rows"] * problem["columns"],
         result_dtype=lambda problem: problem["dtype"],
-    )  # fmt: skip
+    )

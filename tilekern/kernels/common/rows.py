@@ -19,7 +19,7 @@ Each block stores its sums over rows as one row of ``partial``, one weight behin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import cuda.tile as ct
@@ -50,6 +50,8 @@ from tilekern.spec import (
     Space,
     Value,
     cdiv,
+    module_of,
+    name_of,
     outputs_of,
     parameters_of,
 )
@@ -441,46 +443,45 @@ def _results(outputs: dict[str, Any], sums: tuple[str, ...]) -> dict[str, Any]:
 
 
 def spec(
-    name: str, summary: str, module: str, function: Any, arrays: Arrays, scalars: Mapping[str, float],
-    sums: tuple[str, ...], direction: str, live: int, exact_as: str, dependent: bool,
-    reference: Callable[..., dict[str, Any]], flops: int,
-    flags: tuple[str, ...] = (),
+    function: Any, summary: str, arrays: Arrays, reference: Callable[..., dict[str, Any]], *, live: int, flops: int,
+    sums: tuple[str, ...] = (), flags: tuple[str, ...] = (), dependent: bool = False,
+    default: Callable[[Problem, Target], Config] | None = None,
 ) -> KernelSpec:  # fmt: skip
-    """The spec of a kernel over rows.
+    """The spec of a kernel over rows, which has the kernel's name.
 
     Args:
         function: the kernel; its parameters are the arrays, then the constants of :func:`forward` or :func:`backward`,
             then the flags.
         arrays: in the order of the kernel; matrices [rows, columns], weights [columns], statistics [rows] as outputs
-            of a kernel without a formula, and for sums over rows the scratch array ``partial`` [blocks, columns times
-            the number of sums].
-        scalars: values to check and time the kernel with.
-        sums: names of the sums over all rows, in the order of ``partial``.
-        direction: of :func:`forward` or :func:`backward`, whichever ``function`` calls.
+            of a kernel without a formula, ``arrays.partial_sums`` for sums over rows, and scalars with their samples.
+            The first output's dtype sets the tolerance.
         live: float32 values for each element of a step that stay in registers: rows, weights, and sums over rows.
-        exact_as: the array whose dtype sets the tolerance.
-        dependent: as :attr:`Implementation.dependent`.
         flops: floating-point operations for each element.
+        sums: names of the sums over all rows, in the order of ``partial``; a kernel that has some calls
+            :func:`backward`, any other one :func:`forward`.
         flags: names of dimensions that are True or False, of which the kernel depends.
+        dependent: as :attr:`Implementation.dependent`.
+        default: the heuristic config, where measurements say that it is another than the family's.
     """
+    direction = "backward" if sums else "forward"
     return KernelSpec(
-        name=name,
+        name=name_of(function),
         summary=summary,
-        module=module,
+        module=module_of(function),
         dimensions=dimensions_of(arrays, flags),
         space=Space(
             lambda problem: _axes(problem, direction),
             (fits_registers(live), TMA_NEEDS_HOPPER, _TMA_PAYS, PASSES_MATCH, FEW_CHUNKS),
         ),
         implement=lambda problem, config: _implement(function, arrays, flags, direction, dependent, problem, config),
-        default=lambda problem, target: _default(live, direction, problem, target),
+        default=default or (lambda problem, target: _default(live, direction, problem, target)),
         generic=_generic,
-        inputs=lambda problem, generator, device: {**drawn(arrays, problem, generator, device), **scalars},
+        inputs=lambda problem, generator, device: drawn(arrays, problem, generator, device),
         outputs=outputs_of(arrays),
         reference=reference,
         results=lambda outputs: _results(outputs, sums),
         bytes_moved=lambda problem: bytes_of(tensors(arrays), problem),
         flops=lambda problem: flops * problem["rows"] * problem["columns"],
-        result_dtype={array.name: array for array in tensors(arrays)}[exact_as].dtype_in,
+        result_dtype=tensors(arrays, "output")[0].dtype_in,
         arrays=arrays,
     )
