@@ -331,6 +331,28 @@ def test_calls_that_are_left_to_other_ops():
     assert [(x.name, str(x.type)) for x in arguments] == [("x", "Tensor"), ("bias", "Tensor"), ("scale", "float")]
 
 
+def test_constants_stand_for_vectors_that_are_missing():
+    def probe_shifted(x: torch.Tensor, bias: torch.Tensor | None = None, scale: float = 1.0) -> torch.Tensor:
+        return scale * x + bias
+
+    arrays = (X, Array("bias", "float32", ("columns",)), SCALE, Y)
+    op = operation(spec("probe_shifted_forward", scaled, arrays), constants={"bias": 2.0})(probe_shifted)
+    x, bias = torch.randn(3, 16, dtype=torch.float64), torch.randn(16)
+    torch.testing.assert_close(op(x, scale=3.0), 3 * x + 2)
+    torch.testing.assert_close(op(x, bias, 3.0), 3 * x + bias)
+    arguments = torch.ops.tilekern.probe_shifted.default._schema.arguments
+    assert [(x.name, str(x.type)) for x in arguments] == [("x", "Tensor"), ("bias", "Tensor"), ("scale", "float")]
+
+
+def test_what_ranks_have_parts_of_comes_before_what_all_have():
+    def probe_turned(x: torch.Tensor, bias: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        return x + bias + residual
+
+    arrays = (X, Array("bias", "dtype", ("columns",)), Array("residual", "dtype", ROWS), Y)
+    with pytest.raises(TypeError, match="probe_turned: tensors of the shape of x must come first"):
+        operation(spec("probe_turned_forward", scaled, arrays), gathered=1)(probe_turned)
+
+
 Y, DY, DX = (Array(name, "dtype", ROWS, role) for name, role in (("y", "output"), ("dy", "input"), ("dx", "output")))
 
 

@@ -77,6 +77,8 @@ class Declaration:
     reads: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
     unless: str = ""
+    constants: Mapping[str, float] = field(default_factory=dict)
+    gathered: int | None = None
     parts: Parts = field(default_factory=Parts)
 
     @functools.cached_property
@@ -92,12 +94,12 @@ class Declaration:
         if unknown := [name for name, kind in found.items() if kind not in _KINDS]:
             raise TypeError(f"{self.name}: the type of {unknown[0]} must be one of {', '.join(_KINDS)}")
         served = {name: kind for name, kind in found.items() if name not in self.options}
-        # What `unless` says is None never comes here as None.
+        # What is left to others where it is None, or has a constant then, never comes here as None.
         return {name: _KINDS[kind].rstrip("?" * self.is_left(name)) for name, kind in served.items()}
 
     def is_left(self, name: str) -> bool:
-        """Whether calls in which a tensor is None are left to other ops."""
-        return f"{name} is None" in self.unless
+        """Whether calls in which a tensor is None are left to other ops, or a constant stands for it."""
+        return f"{name} is None" in self.unless or name in self.constants
 
     @property
     def arguments(self) -> tuple[str, ...]:
@@ -108,6 +110,23 @@ class Declaration:
     def tensors(self) -> tuple[str, ...]:
         """The arguments that are tensors; the first is never None."""
         return tuple(name for name, kind in self.kinds.items() if kind.startswith("Tensor"))
+
+    @functools.cached_property
+    def sharded(self) -> tuple[str, ...]:
+        """The tensors of which each rank has a part, where they are DTensors: those of the first one's shape."""
+        shape = self.inputs[self.tensors[0]].shape
+        return tuple(name for name, array in self.inputs.items() if array.shape == shape)
+
+    @functools.cached_property
+    def shared(self) -> tuple[str, ...]:
+        """The other tensors, which all ranks have.
+
+        Raises:
+            TypeError: one stands before a tensor that is sharded.
+        """
+        if self.tensors[: len(self.sharded)] != self.sharded:
+            raise TypeError(f"{self.name}: tensors of the shape of {self.tensors[0]} must come first")
+        return self.tensors[len(self.sharded) :]
 
     @functools.cached_property
     def optional(self) -> frozenset[str]:

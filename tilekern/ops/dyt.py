@@ -9,7 +9,6 @@ from __future__ import annotations
 import torch
 
 from tilekern.kernels.dyt import BACKWARD, FORWARD, SUMS, groups_of, stripes_of
-from tilekern.ops.dtensors import by_shards
 from tilekern.ops.operation import operation
 from tilekern.ops.registration import as_rows, check_devices, fresh, placeholder
 from tilekern.runtime.dispatch import Plan, plan_for
@@ -78,14 +77,10 @@ def _launch_backward(
     return dx, dalpha.view(alpha.shape), dgamma, dbeta
 
 
-def _of_shards(x: torch.Tensor, alpha: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor | None) -> torch.Tensor:
-    return by_shards(dyt, (x,), (alpha, gamma, beta), gathered=1)
-
-
 @operation(
     FORWARD, BACKWARD, flags={"shifted": "beta is not None"}, sums=("gamma", "beta"),
     reads=("x", "alpha", "gamma", "beta"), check=_check, find=_find, launch=_launch, launch_backward=_launch_backward,
-    unless="x.__class__ is not Tensor and is_dtensor(x, alpha, gamma, beta)", otherwise=_of_shards,
+    gathered=1,
 )  # fmt: skip
 def dyt(x: torch.Tensor, alpha: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor | None = None) -> torch.Tensor:
     """``gamma * tanh(alpha * x) + beta``, computed in float32 and rounded once.

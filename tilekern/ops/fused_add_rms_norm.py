@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from tilekern.kernels.fused_add_rms_norm import BACKWARD, FORWARD, OFFSET_BACKWARD, OFFSET_FORWARD
-from tilekern.ops.dtensors import by_shards, is_dtensor
 from tilekern.ops.operation import operation
 from tilekern.ops.rms_norm import WITH_OPTIONS, rms_norm, rms_norm_offset, weight_of
 
@@ -42,9 +41,6 @@ _absent_with_offset, _fallback_backward_with_offset = _gradients("rms_norm_offse
 def _otherwise(
     residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float, casting_mode: str
 ) -> Pair:
-    if is_dtensor(residual, x, weight):
-        one, other = by_shards(fused_add_rms_norm, (residual, x), (weight,), eps, offset, casting_mode, gathered=1)
-        return one, other
     weight, offset, cast = weight_of("fused_add_rms_norm", x, weight, offset, casting_mode)
     if cast and not offset:
         return fused_add_rms_norm(residual, x, weight, eps)
@@ -53,7 +49,7 @@ def _otherwise(
 
 @operation(
     FORWARD, BACKWARD, sums=("weight",), gradients={"residual": "dx"}, options=("offset", "casting_mode"),
-    unless=WITH_OPTIONS, otherwise=_otherwise, absent=_absent, fallback_backward=_fallback_backward,
+    unless=WITH_OPTIONS, otherwise=_otherwise, gathered=1, absent=_absent, fallback_backward=_fallback_backward,
 )  # fmt: skip
 def fused_add_rms_norm(
     residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None, eps: float = 1e-6, offset: float = 0.0,

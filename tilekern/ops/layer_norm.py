@@ -5,24 +5,12 @@ from __future__ import annotations
 import torch
 
 from tilekern.kernels.layer_norm import BACKWARD, FORWARD
-from tilekern.ops.dtensors import by_shards, is_dtensor
 from tilekern.ops.operation import operation
-from tilekern.ops.rms_norm import constant_row
-
-
-def _otherwise(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
-    """With ones for a weight and zeros for a bias that is not there, and of DTensors."""
-    if is_dtensor(x, weight, bias):
-        return by_shards(layer_norm, (x,), (weight, bias), eps, gathered=1)
-    if weight is None:
-        weight = constant_row(x if bias is None else bias, 1.0)
-    return layer_norm(x, weight, constant_row(weight, 0.0) if bias is None else bias, eps)
 
 
 @operation(
     FORWARD, BACKWARD, sums=("weight", "bias"), reads=("x", "weight", "bias"),
-    unless="weight is None or bias is None or (x.__class__ is not Tensor and is_dtensor(x, weight, bias))",
-    otherwise=_otherwise,
+    constants={"weight": 1.0, "bias": 0.0}, gathered=1,
 )  # fmt: skip
 def layer_norm(
     x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float = 1e-5
@@ -41,7 +29,7 @@ def layer_norm(
     Raises:
         ValueError: ``weight`` or ``bias`` does not have one value for each column, or is on another device.
     """
-    # `unless` has seen to that.
+    # `constants` has seen to that.
     assert weight is not None
     assert bias is not None
     dtype = torch.promote_types(torch.promote_types(x.dtype, weight.dtype), bias.dtype)

@@ -19,7 +19,7 @@ import torch
 from tilekern.kernels import column_sum
 from tilekern.ops import registration, writing
 from tilekern.ops.declaration import Declaration, Parts
-from tilekern.ops.dtensors import is_dtensor
+from tilekern.ops.dtensors import by_shards, is_dtensor
 from tilekern.runtime import dispatch
 from tilekern.spec import Array, KernelSpec
 
@@ -34,6 +34,7 @@ def operation(
     flags: Mapping[str, str] | None = None, backward_flags: Mapping[str, str] | None = None,
     key: tuple[str, ...] = (), apart: tuple[str, ...] = (), strided: bool = False, arrays: tuple[Array, ...] = (),
     kept: tuple[str, ...] = (), reads: tuple[str, ...] = (), options: tuple[str, ...] = (), unless: str = "",
+    constants: Mapping[str, float] | None = None, gathered: int | None = None,
     **parts: Callable[..., Any],
 ) -> Callable[[F], F]:  # fmt: skip
     """Make the op of a function, which gives its signature, its documentation and its formula.
@@ -63,6 +64,9 @@ def operation(
         options: the last arguments of the function, with defaults, that the op itself does not have.
         unless: an expression of the arguments and options; where it holds, ``otherwise`` is called in the op's place.
             A tensor that it asks for (``weight is None``) is one that the op itself always has.
+        constants: the number in each element of the row that stands for a vector, by the vectors that may be None.
+        gathered: makes the op take DTensors, of which those of the first one's shape may be sharded: how many of the
+            last dimensions each rank must have whole, as :func:`tilekern.ops.dtensors.by_shards` has it.
         parts: functions in the place of those that would be written (:class:`tilekern.ops.declaration.Parts`).
 
     Raises:
@@ -74,7 +78,8 @@ def operation(
             formula=formula, name=name or formula.__name__, forward=forward, backward=backward, sums=sums,
             ungraded=ungraded, named_gradients=dict(gradients or {}), flags=dict(flags or {}),
             backward_flags=dict(backward_flags or {}), key=key, apart=apart, strided=strided, arrays=arrays,
-            kept=kept, reads=reads, options=options, unless=unless, parts=Parts(**parts),
+            kept=kept, reads=reads, options=options, unless=unless, constants=dict(constants or {}), gathered=gathered,
+            parts=Parts(**parts),
         )  # fmt: skip
         public: F = _written(op)
         DECLARED[op.name] = op
@@ -107,12 +112,14 @@ def names_of(op: Declaration) -> dict[str, Any]:
         "known": dispatch.memo(), "keep": dispatch.keep, "plan_for": dispatch.plan_for,
         "count_fallback": dispatch.count_fallback, "empty": torch.empty, "empty_like": torch.empty_like,
         "float32": torch.float32, "is_compiling": torch.compiler.is_compiling,
-        "is_grad_enabled": torch.is_grad_enabled, "Tensor": torch.Tensor, "is_dtensor": is_dtensor,
+        "is_grad_enabled": torch.is_grad_enabled, "Tensor": torch.Tensor, "by_shards": by_shards,
+        "is_dtensor": is_dtensor,
     }  # fmt: skip
     for helper in (
         registration.Rows, registration.as_rows, registration.by_autograd, registration.check_devices,
-        registration.differentiable_once, registration.fresh, registration.other, registration.placeholder,
-        registration.promoted, registration.readable, registration.uncast, registration.viewed,
+        registration.constant_row, registration.differentiable_once, registration.fresh, registration.other,
+        registration.placeholder, registration.promoted, registration.readable, registration.uncast,
+        registration.viewed,
     ):  # fmt: skip
         names[helper.__name__] = helper
     own = {*op.arguments, *op.results, *op.made, *(array.name for spec in op.specs for array in spec.arrays)}

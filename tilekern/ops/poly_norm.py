@@ -12,7 +12,6 @@ import torch
 
 from tilekern.kernels import column_sum
 from tilekern.kernels.poly_norm import BACKWARD, FORWARD
-from tilekern.ops.dtensors import by_shards
 from tilekern.ops.operation import operation
 from tilekern.ops.registration import as_rows, check_devices, fresh
 from tilekern.runtime.dispatch import Plan, plan_for
@@ -72,13 +71,8 @@ def _launch_backward(
     return dx, sums[:3] if needs[1] else None, sums[3:].view(bias.shape) if needs[2] else None
 
 
-def _of_shards(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float, in_place: bool) -> torch.Tensor:
-    return by_shards(poly_norm, (x,), (weight, bias), eps, in_place, gathered=1)
-
-
 @operation(
-    FORWARD, BACKWARD, sums=("weight", "bias"), reads=("x", "weight", "bias"),
-    unless="x.__class__ is not Tensor and is_dtensor(x, weight, bias)", otherwise=_of_shards,
+    FORWARD, BACKWARD, sums=("weight", "bias"), reads=("x", "weight", "bias"), gathered=1,
     arrays=(
         Array("x", "dtype", _ROWS), Array("weight", "weight_dtype", ("terms",)), Array("bias", "weight_dtype", ()),
         Array("y", "dtype*weight_dtype", _ROWS, "output"),

@@ -10,8 +10,8 @@ from tilekern.kernels.qk_norm_rope_general import SPEC as GENERAL_FORWARD
 from tilekern.kernels.qk_norm_rope_general_backward import SPEC as GENERAL_BACKWARD
 from tilekern.ops.angles import check_angles
 from tilekern.ops.operation import operation
-from tilekern.ops.registration import check_devices, promoted
-from tilekern.ops.rms_norm import CASTING_MODES, constant_row
+from tilekern.ops.registration import check_devices, constant_row, promoted
+from tilekern.ops.rms_norm import CASTING_MODES
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 

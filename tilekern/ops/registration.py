@@ -198,6 +198,24 @@ def placeholder(ndim: int, dtype: torch.dtype, device: torch.device) -> torch.Te
     return torch.zeros((1,) * ndim, dtype=dtype, device=device)
 
 
+def constant_row(x: torch.Tensor, value: float) -> torch.Tensor:
+    """A row [columns] of one value in the dtype of ``x``.
+
+    It is kept, unless ``x`` stands for another tensor or the memory is a graph's.
+    """
+    if type(x) not in (torch.Tensor, torch.nn.Parameter) or torch.compiler.is_compiling():
+        return x.new_full(x.shape[-1:], value)
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        return x.new_full(x.shape[-1:], value)
+    return _constant(x.shape[-1], value, x.dtype, x.device)
+
+
+@functools.lru_cache(maxsize=64)
+def _constant(columns: int, value: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    with torch.inference_mode(False):
+        return torch.full((columns,), value, dtype=dtype, device=device)
+
+
 def promoted(*dtypes: torch.dtype) -> torch.dtype:
     """The dtype of a product of tensors of some dtypes."""
     return functools.reduce(torch.promote_types, dtypes)

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 
 from tilekern.kernels.rms_norm import BACKWARD, FORWARD, OFFSET_BACKWARD, OFFSET_FORWARD
-from tilekern.ops.dtensors import by_shards, is_dtensor
 from tilekern.ops.operation import operation
+from tilekern.ops.registration import constant_row
 
 CASTING_MODES = ("llama", "gemma", "none")
-# Calls that are not for the plain ops: with options, or on DTensors, of which a kernel would read no memory.
-WITH_OPTIONS = (
-    'offset or casting_mode != "llama" or weight is None or (x.__class__ is not Tensor and is_dtensor(x, weight))'
-)
+# Calls that are not for the plain ops.
+WITH_OPTIONS = 'offset or casting_mode != "llama" or weight is None'
 
 
 def weight_of(
@@ -38,36 +34,17 @@ def weight_of(
     return weight, offset, cast
 
 
-def constant_row(x: torch.Tensor, value: float) -> torch.Tensor:
-    """A row [columns] of one value in the dtype of ``x``.
-
-    It is kept, unless ``x`` stands for another tensor or the memory is a graph's.
-    """
-    if type(x) not in (torch.Tensor, torch.nn.Parameter) or torch.compiler.is_compiling():
-        return x.new_full(x.shape[-1:], value)
-    if x.is_cuda and torch.cuda.is_current_stream_capturing():
-        return x.new_full(x.shape[-1:], value)
-    return _constant(x.shape[-1], value, x.dtype, x.device)
-
-
-@functools.lru_cache(maxsize=64)
-def _constant(columns: int, value: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    with torch.inference_mode(False):
-        return torch.full((columns,), value, dtype=dtype, device=device)
-
-
 def _otherwise(
     x: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float, casting_mode: str
 ) -> torch.Tensor:
-    if is_dtensor(x, weight):
-        return by_shards(rms_norm, (x,), (weight,), eps, offset, casting_mode, gathered=1)
     weight, offset, cast = weight_of("rms_norm", x, weight, offset, casting_mode)
     return rms_norm(x, weight, eps) if cast and not offset else rms_norm_offset(x, weight, eps, offset, cast)
 
 
 @operation(
-    FORWARD, BACKWARD, sums=("weight",), options=("offset", "casting_mode"), unless=WITH_OPTIONS, otherwise=_otherwise
-)
+    FORWARD, BACKWARD, sums=("weight",), options=("offset", "casting_mode"), unless=WITH_OPTIONS, otherwise=_otherwise,
+    gathered=1,
+)  # fmt: skip
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor | None, eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "llama"
 ) -> torch.Tensor:

@@ -5,20 +5,22 @@ from __future__ import annotations
 import torch
 
 from tilekern.kernels.swiglu import BACKWARD, FORWARD, SCALED_BACKWARD, SCALED_FORWARD
-from tilekern.ops.dtensors import by_shards, is_dtensor
 from tilekern.ops.operation import operation
 
 
-def _otherwise(gate: torch.Tensor, up: torch.Tensor, gate_multiplier: float, down_multiplier: float) -> torch.Tensor:
-    if is_dtensor(gate, up):
-        return by_shards(swiglu, (gate, up), (), gate_multiplier, down_multiplier, gathered=0)
-    return swiglu_scaled(gate, up, gate_multiplier, down_multiplier)
+@operation(SCALED_FORWARD, SCALED_BACKWARD)
+def swiglu_scaled(
+    gate: torch.Tensor, up: torch.Tensor, gate_multiplier: float = 1.0, down_multiplier: float = 1.0
+) -> torch.Tensor:
+    """``swiglu`` with multipliers that are not both 1."""
+    dtype = torch.promote_types(gate.dtype, torch.float32)
+    y = torch.nn.functional.silu(gate.to(dtype) * gate_multiplier) * up.to(dtype) * down_multiplier
+    return y.to(torch.promote_types(gate.dtype, up.dtype))
 
 
 @operation(
-    FORWARD, BACKWARD, options=("gate_multiplier", "down_multiplier"),
-    unless="gate_multiplier != 1.0 or down_multiplier != 1.0 or (up.__class__ is not Tensor and is_dtensor(gate, up))",
-    otherwise=_otherwise,
+    FORWARD, BACKWARD, options=("gate_multiplier", "down_multiplier"), gathered=0,
+    unless="gate_multiplier != 1.0 or down_multiplier != 1.0", otherwise=swiglu_scaled,
 )  # fmt: skip
 def swiglu(
     gate: torch.Tensor, up: torch.Tensor, gate_multiplier: float = 1.0, down_multiplier: float = 1.0
@@ -38,13 +40,3 @@ def swiglu(
         ValueError: the shapes or the devices differ.
     """
     return torch.nn.functional.silu(gate) * up
-
-
-@operation(SCALED_FORWARD, SCALED_BACKWARD)
-def swiglu_scaled(
-    gate: torch.Tensor, up: torch.Tensor, gate_multiplier: float = 1.0, down_multiplier: float = 1.0
-) -> torch.Tensor:
-    """The same with multipliers that are not both 1."""
-    dtype = torch.promote_types(gate.dtype, torch.float32)
-    y = torch.nn.functional.silu(gate.to(dtype) * gate_multiplier) * up.to(dtype) * down_multiplier
-    return y.to(torch.promote_types(gate.dtype, up.dtype))

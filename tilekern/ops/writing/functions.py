@@ -16,9 +16,8 @@ def public(op: Declaration) -> str:
     refused = [_requires(op, name) for name in op.ungraded if "int" not in op.inputs[name].dtype]
     unserved = f" or ({either(refused)} and is_grad_enabled())" if refused else ""
     called_by = (*op.arguments, *(f"{name}={op.signature.parameters[name].default!r}" for name in op.options))
-    left = [f"return otherwise({', '.join((*op.arguments, *op.options))})"]
     body = [
-        *(block(f"if {op.unless}:", left) if op.unless else []),
+        *_special(op),
         *block("if is_compiling():", [f"check({given})", f"return {_shown(op, f'registered({given})')}"]),
         f"graded = is_grad_enabled() and {wanted}",
         *([f"graded = graded and {row([_requires(op, name) for name in op.apart])}"] if op.apart else []),
@@ -28,6 +27,37 @@ def public(op: Declaration) -> str:
         f"return {_shown(op, f'launch(plans, {given})')}",
     ]
     return function(op.name, called_by, body)
+
+
+def _special(op: Declaration) -> Lines:
+    """Calls that do not go the op's own way, or need a constant first: one test of all, in it those of each."""
+    missing = [f"{name} is None" for name in op.constants]
+    conditions, body = [*filter(None, [op.unless]), *missing], []
+    if op.gathered is not None:
+        given = f"is_dtensor({', '.join(op.tensors)})"
+        body = block(f"if {given}:", [_by_shards(op)]) if conditions else [_by_shards(op)]
+        sharded = f"{op.sharded[-1]}.__class__ is not Tensor and {given}"
+        conditions.append(f"({sharded})" if conditions else sharded)
+    if op.unless:
+        left = [f"return otherwise({', '.join((*op.arguments, *op.options))})"]
+        body += block(f"if {op.unless}:", left) if missing else left
+    for name, number in op.constants.items():
+        body += block(f"if {name} is None:", [f"{name} = constant_row({_like(op, name)}, {number})"])
+    return block(f"if {' or '.join(conditions)}:", body) if conditions else []
+
+
+def _by_shards(op: Declaration) -> str:
+    """The return of a call on DTensors."""
+    given = [op.name, row(op.sharded), row(op.shared), *op.scalars, *op.options, f"gathered={op.gathered}"]
+    return f"return by_shards({', '.join(given)})"
+
+
+def _like(op: Declaration, name: str) -> str:
+    """The tensor whose dtype a constant gets: another that may be missing, or the first one."""
+    first, names = op.tensors[0], list(op.constants)
+    if name != names[0]:
+        return names[0]
+    return f"{first} if {names[1]} is None else {names[1]}" if len(names) > 1 else first
 
 
 def _shown(op: Declaration, results: str) -> str:
