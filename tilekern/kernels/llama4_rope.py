@@ -15,63 +15,49 @@ from typing import Any
 
 import cuda.tile as ct
 
-from tilekern.kernels.common.arrays import drawn, drawn_angles
-from tilekern.kernels.qk_norm_rope import (
-    SIZED,
-    K,
-    Q,
-    default_tiles,
-    elements,
-    grid,
-    is_unrolled,
+from tilekern.kernels.common.rotations import (
+    GRADIENTS,
+    TOKENS_FIRST,
+    arrays_of,
+    default_of,
+    drawn_angles,
+    each_step,
+    is_second,
+    parts_of_pairs,
     rotated,
-    tile_axes,
-    tile_of_kv_heads,
+    space_of,
+    spec,
 )
-from tilekern.kernels.tiles import ConstBool, ConstInt, hints, load, power_of_two
-from tilekern.spec import (
-    ITEM_BYTES,
-    Array,
-    Config,
-    Dimension,
-    Implementation,
-    KernelSpec,
-    Problem,
-    Space,
-    outputs_of,
-    parameters_of,
-)
+from tilekern.kernels.tiles import ConstBool, ConstInt, load, power_of_two
+from tilekern.spec import ITEM_BYTES, Array, Config, Problem
 from tilekern.targets import Target
 
 
-def is_second():
-    """Which of a pair is its second number."""
-    return ct.reshape(ct.arange(2, dtype=ct.int32), (1, 1, 1, 1, 2)) == 1
-
-
-def parts_of_pairs(pairs):
-    """The first and the second numbers of pairs, with a last axis of 1.
-
-    They are sums of which one term is 0: a thread that has loaded 16 bytes has whole pairs. Tiles that are extracted
-    and concatenated would go through shared memory.
-    """
-    one = ct.sum(ct.where(is_second(), 0.0, pairs), axis=4, keepdims=True)
-    return one, ct.sum(ct.where(is_second(), pairs, 0.0), axis=4, keepdims=True)
-
-
-def _read(x, b, t, h, tile_t, tile_h, width, bounded):
+def _read(x, place, shape, form):
     """One step of tokens and heads, in the array's dtype."""
-    return load(x, (b, t, h, 0), (1, tile_t, tile_h, width), bounded, 0, False)
+    width, bounded = form[:2]
+    return load(x, place + (0,), shape + (width,), bounded, 0, False)
 
 
-def _write(y, tile, c, s, b, t, h, tile_t, tile_h, width, bounded):
+def _angles(turns, at, t, tile_t, form):
+    """The tokens' cosines and sines in float32, shaped to broadcast over heads."""
+    width, bounded, inverse = form
+    tile = load(turns[0], (at, t, 0), (1, tile_t, width), bounded, 0, False).astype(ct.float32)
+    c, s = parts_of_pairs(ct.reshape(tile, (1, tile_t, 1, width // 2, 2)))
+    if ct.static_eval(inverse):
+        s = -s
+    return c, s
+
+
+def _turn(y, tiles, weights, angles, sums, place, shape, form):
     """Rotate one step of tokens and heads, and store it."""
-    one, other = parts_of_pairs(ct.reshape(tile.astype(ct.float32), (1, tile_t, tile_h, width // 2, 2)))
+    width, bounded = form[:2]
+    c, s = angles
+    one, other = parts_of_pairs(ct.reshape(tiles[0].astype(ct.float32), shape + (width // 2, 2)))
     turned = ct.where(is_second(), other * c + one * s, one * c - other * s)
-    ct.store(
-        y, (b, t, h, 0), ct.reshape(turned, (1, tile_t, tile_h, width)).astype(y.dtype), check_bounds=bounded,
-        allow_tma=False,
-    )  # fmt: skip
+    tile = ct.reshape(turned, shape + (width,)).astype(y.dtype)
+    ct.store(y, place + (0,), tile, check_bounds=bounded, allow_tma=False)
+    return sums
 
 
 @ct.kernel
@@ -79,95 +65,24 @@ def llama4_rope(
     q, k, angles, q_out, k_out, heads: ConstInt, kv_heads: ConstInt, tile_t: ConstInt, tile_h: ConstInt,
     tile_hk: ConstInt, width: ConstInt, inverse: ConstBool, unrolled: ConstBool, bounded: ConstBool,
 ):  # fmt: skip
-    """Blocks that take steps of tokens of one batch entry; unrolled, every load is issued before its first use.
+    """q and q_out [batch, tokens, heads, head_dim], k and k_out [batch, tokens, kv_heads, head_dim].
 
-    q and q_out [batch, tokens, heads, head_dim], k and k_out [batch, tokens, kv_heads, head_dim].
     angles [1 or batch, tokens, head_dim].
     """
-    across = ct.cdiv(q.shape[1], tile_t)
-    for item in range(ct.bid(0), q.shape[0] * across, ct.num_blocks(0)):
-        b, t = item // across, item % across
-        at = ct.minimum(b, angles.shape[0] - 1)
-        if ct.static_eval(unrolled):
-            q_tiles = ()
-            for h in ct.static_iter(range(ct.cdiv(heads, tile_h))):
-                q_tiles = q_tiles + (_read(q, b, t, h, tile_t, tile_h, width, bounded),)
-            k_tiles = ()
-            for h in ct.static_iter(range(ct.cdiv(kv_heads, tile_hk))):
-                k_tiles = k_tiles + (_read(k, b, t, h, tile_t, tile_hk, width, bounded),)
-        turns = load(angles, (at, t, 0), (1, tile_t, width), bounded, 0, False).astype(ct.float32)
-        c, s = parts_of_pairs(ct.reshape(turns, (1, tile_t, 1, width // 2, 2)))
-        if ct.static_eval(inverse):
-            s = -s
-        if ct.static_eval(unrolled):
-            for h in ct.static_iter(range(ct.cdiv(heads, tile_h))):
-                _write(q_out, q_tiles[h], c, s, b, t, h, tile_t, tile_h, width, bounded)
-            for h in ct.static_iter(range(ct.cdiv(kv_heads, tile_hk))):
-                _write(k_out, k_tiles[h], c, s, b, t, h, tile_t, tile_hk, width, bounded)
-        else:
-            for h in range(ct.cdiv(q.shape[2], tile_h)):
-                tile = _read(q, b, t, h, tile_t, tile_h, width, bounded)
-                _write(q_out, tile, c, s, b, t, h, tile_t, tile_h, width, bounded)
-            for h in range(ct.cdiv(k.shape[2], tile_hk)):
-                tile = _read(k, b, t, h, tile_t, tile_hk, width, bounded)
-                _write(k_out, tile, c, s, b, t, h, tile_t, tile_hk, width, bounded)
+    form, sizes = (width, bounded, inverse), (heads, kv_heads, tile_t, tile_h, tile_hk, unrolled, False)
+    of_q, of_k = ((q,), q_out, ()), ((k,), k_out, ())
+    each_step(_read, _angles, _turn, of_q, of_k, (angles,), ((), ()), sizes, form)
 
 
-DIMENSIONS = (
-    Dimension("tokens", "bucketed"),
-    Dimension("batch", "bucketed"),
-    Dimension("heads", "exact"),
-    Dimension("kv_heads", "exact"),
-    Dimension("head_dim", "exact"),
-    Dimension("inverse", "flag"),
-    Dimension("dtype", "dtype"),
-    Dimension("angle_dtype", "dtype"),
-)
-
-
-def _arrays(q: str, k: str, q_out: str, k_out: str) -> tuple[Array, ...]:
-    """The arrays of one direction."""
-    return (
-        Array(q, "dtype", Q),
-        Array(k, "dtype", K),
-        Array("angles", "angle_dtype", ("batch", "tokens", "2*head_dim/2")),
-        Array(q_out, "dtype", Q, "output"),
-        Array(k_out, "dtype", K, "output"),
-    )
-
-
-_ARRAYS = _arrays("q", "k", "q_out", "k_out")
-
-
-def _implement(problem: Problem, config: Config) -> Implementation:
-    size, tile_t, tile_h = problem["head_dim"], config["tile_t"], config["tile_h"]
-    tile_hk, width = tile_of_kv_heads(problem, config), power_of_two(size)
-    bounded = bool(tile_t > 1 or width != size or problem["heads"] % tile_h or problem["kv_heads"] % tile_hk)
-    constants = (
-        ("heads", problem["heads"]),
-        ("kv_heads", problem["kv_heads"]),
-        ("tile_t", tile_t),
-        ("tile_h", tile_h),
-        ("tile_hk", tile_hk),
-        ("width", width),
-        ("inverse", problem["inverse"]),
-        ("unrolled", is_unrolled(problem, config, ITEM_BYTES[problem["dtype"]])),
-        ("bounded", bounded),
-    )
-    return Implementation(
-        function=llama4_rope,
-        parameters=parameters_of(_ARRAYS, DIMENSIONS, problem),
-        constants=constants,
-        grid=lambda sizes, sm_count: grid(sizes, config, sm_count),
-        hints=hints(config),
-    )
+def _cut(problem: Problem) -> dict[str, int | bool]:
+    width = power_of_two(problem["head_dim"])
+    return {"width": width, "bounded": width != problem["head_dim"]}
 
 
 def _default(problem: Problem, target: Target) -> Config:
     # Wide numbers spill, and where no vector ends with a head each load of a single element makes the code longer.
     wide = ITEM_BYTES[problem["dtype"]] > 2 or problem["head_dim"] % 16
-    tile_t, tile_h = default_tiles(problem, 512 if wide else 1024)
-    return Config(schedule="block", tile_t=tile_t, tile_h=tile_h, occupancy=4, num_worker_warps=0)
+    return default_of(problem, "block", 512 if wide else 1024, 4)
 
 
 def _generic(problem: Problem) -> Config:
@@ -176,13 +91,12 @@ def _generic(problem: Problem) -> Config:
     return Config(schedule="persistent", tile_t=1, tile_h=tile_h, occupancy=1, num_worker_warps=8)
 
 
-def _inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
-    """Random q and k, and angles of any size."""
+def _in_turn(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
+    """Angles of any size, each cosine with its sine."""
     import torch
 
-    angles = drawn_angles(problem, problem["head_dim"] // 2, generator, device)
-    in_turn = torch.stack((angles["cos"], angles["sin"]), -1).flatten(-2)
-    return drawn(_ARRAYS[:2], problem, generator, device) | {"angles": in_turn}
+    angles = drawn_angles(problem, generator, device)
+    return {"angles": torch.stack((angles["cos"], angles["sin"]), -1).flatten(-2)}
 
 
 def reference(q: Any, k: Any, angles: Any, inverse: bool) -> dict[str, Any]:
@@ -192,37 +106,26 @@ def reference(q: Any, k: Any, angles: Any, inverse: bool) -> dict[str, Any]:
     return dict(zip(("q_out", "k_out"), turned, strict=True))
 
 
-def _bytes(problem: Problem) -> int:
-    turned = 2 * elements(problem) * ITEM_BYTES[problem["dtype"]]
-    return int(turned + problem["tokens"] * problem["head_dim"] * ITEM_BYTES[problem["angle_dtype"]])
-
-
-SPEC = KernelSpec(
+_ANGLES = (Array("angles", "angle_dtype", ("batch", "tokens", "2*head_dim/2")),)
+SPEC = spec(
     name="llama4_rope",
     summary="rotary embedding of adjacent pairs of q and k, or its inverse",
     module=__name__,
-    dimensions=DIMENSIONS,
-    space=Space(
-        lambda problem: {
-            "schedule": ["block", "persistent"],
-            **tile_axes(problem),
-            "occupancy": [2, 4, 8],
-            "num_worker_warps": [0, 8],
-        },
-        (SIZED,),
+    function=llama4_rope,
+    arrays=arrays_of(TOKENS_FIRST, _ANGLES, "dtype", "dtype"),
+    constants=(
+        "heads", "kv_heads", "tile_t", "tile_h", "tile_hk", "width", "inverse", "unrolled", "bounded",
     ),
-    implement=_implement,
+    cut=_cut,
+    flags=("inverse",),
+    space=space_of(),
     default=_default,
     generic=_generic,
-    inputs=_inputs,
-    outputs=outputs_of(_ARRAYS),
+    angles=_in_turn,
     reference=reference,
-    bytes_moved=_bytes,
-    flops=lambda problem: 3 * elements(problem),
-    result_dtype=lambda problem: str(problem["dtype"]),
-    arrays=_ARRAYS,
-)
+    flops=3,
+)  # fmt: skip
 # As the backward calls it: the conjugate turns gradients back.
-INVERSE = dataclasses.replace(SPEC, arrays=_arrays("dq_out", "dk_out", "dq", "dk"))
+INVERSE = dataclasses.replace(SPEC, arrays=arrays_of(TOKENS_FIRST, _ANGLES, "dtype", "dtype", GRADIENTS))
 
 SPECS = (SPEC,)

@@ -3,8 +3,7 @@
 With the forward's names (see ``qk_norm_rope_general``): the norm is of u, which is x, or x rotated where ``norm_last``,
 and its gradient dz is dy, rotated back unless ``norm_last``. Then, with g = dz * (weight + offset), ``du = rstd *
 (g - u * rstd^2 * mean(g * u))``, which is dx, or dx after it is rotated back; dw is the sum of ``dz * u * rstd`` over
-all tokens and heads. As in ``qk_norm_rope_backward`` u and rstd are computed again, and each block stores its tokens'
-share of both dw as one row of ``partial`` [blocks, 2 * head_dim], the weight of q first, for ``column_sum`` to add up.
+all tokens and heads.
 """
 
 from __future__ import annotations
@@ -13,37 +12,41 @@ from typing import Any
 
 import cuda.tile as ct
 
-from tilekern.kernels.common.arrays import drawn
-from tilekern.kernels.qk_norm_rope import SIZED, K, Q, default_tiles, elements, grid, tile_axes
-from tilekern.kernels.qk_norm_rope_backward import add_pairs, gradients_of, results
+from tilekern.kernels.common.normed_rotations import (
+    SPACE_OF_GRADIENTS,
+    add_pairs,
+    arrays_of_gradients,
+    default_of_gradients,
+    gradients_of,
+    results,
+)
+from tilekern.kernels.common.rotations import each_step, spec
 from tilekern.kernels.qk_norm_rope_general import (
-    DIMENSIONS,
+    CONSTANTS,
+    FLAGS,
     GIVEN,
     PRODUCT,
-    constants,
-    generic,
-    inputs,
+    SCALARS,
+    SIZES,
+    angles,
+    cut,
     joined,
     numbers_of,
-    out_dtype,
     pieces_of,
     read_parts,
-    read_turns,
     read_weights,
-    small_bytes,
     turned,
     write_parts,
 )
 from tilekern.kernels.qk_norm_rope_general import reference as reference_forward
-from tilekern.kernels.tiles import TMA_NEEDS_HOPPER, ConstBool, ConstInt, hints, power_of_two
-from tilekern.spec import ITEM_BYTES, Array, Config, Implementation, KernelSpec, Problem, Space, outputs_of
-from tilekern.targets import Target
+from tilekern.kernels.tiles import ConstBool, ConstInt, power_of_two
 
 
-def _pull(dx, slopes, tiles, weights, sums, c, s, eps, b, t, h, tile_t, tile_h, form, norm_last):
+def _pull(dx, tiles, weights, angles, sums, place, shape, form):
     """The gradients of one step of tokens and heads: dx is stored, the shares of dw are added to ``sums``."""
-    pairs, rest = form[0], form[1]
-    u, dz = numbers_of(tiles, tile_t, tile_h, form), numbers_of(slopes, tile_t, tile_h, form)
+    (pairs, _, _, _, _, _), rest, _, eps, norm_last = form
+    c, s = angles
+    u, dz = numbers_of(tiles[0], shape, form), numbers_of(tiles[1], shape, form)
     if ct.static_eval(norm_last):
         u = turned(u, c, s)
     else:
@@ -63,15 +66,15 @@ def _pull(dx, slopes, tiles, weights, sums, c, s, eps, b, t, h, tile_t, tile_h, 
         shares = shares + (dz[i] * u[i] * rstd,)
     if ct.static_eval(norm_last):
         du = turned(du, c, -s)
-    write_parts(dx, du, b, t, h, tile_t, tile_h, form)
-    return _plus(sums, shares, tile_t, tile_h, form)
+    write_parts(dx, du, place, shape, form)
+    return _plus(sums, shares, shape, form)
 
 
-def _plus(sums, shares, tile_t, tile_h, form):
+def _plus(sums, shares, shape, form):
     """The sums with one step's shares added; pairs in one tile, as they are loaded."""
-    pairs, rest, width, _, interleaved, _, _ = form
+    (pairs, width, _, _, _, _), rest, interleaved, _, _ = form
     if ct.static_eval(interleaved):
-        found, others = (sums[0] + joined(shares[0], shares[1], tile_t, tile_h, width),), shares[2:]
+        found, others = (sums[0] + joined(shares[0], shares[1], shape, width),), shares[2:]
     else:
         found, others = (sums[0] + shares[0], sums[1] + shares[1]), shares[2:]
     so_far = sums[1:] if ct.static_eval(interleaved) else sums[2:]
@@ -80,17 +83,17 @@ def _plus(sums, shares, tile_t, tile_h, form):
     return found
 
 
-def _zeros(tile_t, tile_h, form):
+def _zeros(shape, form):
     """Nothing yet of a weight's gradient."""
-    pairs, rest, width, _, interleaved, _, _ = form
+    (pairs, width, _, _, _, _), rest, interleaved, _, _ = form
     if ct.static_eval(interleaved):
-        sums = (ct.zeros((1, tile_t, tile_h, 2 * width), ct.float32),)
+        sums = (ct.zeros(shape + (2 * width,), ct.float32),)
     else:
-        zeros = ct.zeros((1, tile_t, tile_h, width), ct.float32)
+        zeros = ct.zeros(shape + (width,), ct.float32)
         sums = (zeros, zeros)
     for _, size in ct.static_iter(pieces_of(pairs, rest)):
-        shape = ct.static_eval((1, tile_t, tile_h, power_of_two(size)))
-        sums = sums + (ct.zeros(shape, ct.float32),)
+        length = ct.static_eval(power_of_two(size))
+        sums = sums + (ct.zeros(shape + (length,), ct.float32),)
     return sums
 
 
@@ -102,7 +105,7 @@ def _store_piece(partial, sums, start, size):
 
 def _store_sums(partial, sums, first, form):
     """One weight's gradient as a part of this block's row."""
-    pairs, rest, _, _, interleaved, _, _ = form
+    (pairs, _, _, _, _, _), rest, interleaved, _, _ = form
     if ct.static_eval(interleaved):
         _store_piece(partial, sums[0], first, 2 * pairs)
         others = sums[1:]
@@ -122,85 +125,19 @@ def qk_norm_rope_general_backward(
     width: ConstInt, whole: ConstBool, norm_last: ConstBool, interleaved: ConstBool, unrolled: ConstBool,
     bounded: ConstBool, tma: ConstBool,
 ):  # fmt: skip
-    """Resident blocks that loop over steps of tokens; weights and the sums for their gradients stay in registers.
+    """dq_out, q and dq [batch, tokens, heads, head_dim], dk_out, k and dk [batch, tokens, kv_heads, head_dim].
 
-    dq_out, q and dq [batch, tokens, heads, head_dim], dk_out, k and dk [batch, tokens, kv_heads, head_dim].
     weights [head_dim], cos and sin [1 or batch, tokens, pairs], partial [blocks, 2 * head_dim].
     """
     ct.grid_dependency_control_wait()
-    form = (pairs, rest, width, whole, interleaved, bounded, tma)
-    q_weights, k_weights = read_weights(q_weight, offset, form), read_weights(k_weight, offset, form)
-    q_sums, k_sums = _zeros(tile_t, tile_h, form), _zeros(tile_t, tile_hk, form)
-    across = ct.cdiv(q.shape[1], tile_t)
-    for item in range(ct.bid(0), q.shape[0] * across, ct.num_blocks(0)):
-        b, t = item // across, item % across
-        at = ct.minimum(b, cos.shape[0] - 1)
-        if ct.static_eval(unrolled):
-            q_tiles, q_slopes, k_tiles, k_slopes = (), (), (), ()
-            for h in ct.static_iter(range(ct.cdiv(heads, tile_h))):
-                q_tiles = q_tiles + (read_parts(q, b, t, h, tile_t, tile_h, form),)
-                q_slopes = q_slopes + (read_parts(dq_out, b, t, h, tile_t, tile_h, form),)
-            for h in ct.static_iter(range(ct.cdiv(kv_heads, tile_hk))):
-                k_tiles = k_tiles + (read_parts(k, b, t, h, tile_t, tile_hk, form),)
-                k_slopes = k_slopes + (read_parts(dk_out, b, t, h, tile_t, tile_hk, form),)
-        c, s = read_turns(cos, at, t, tile_t, form), read_turns(sin, at, t, tile_t, form)
-        if ct.static_eval(unrolled):
-            for h in ct.static_iter(range(ct.cdiv(heads, tile_h))):
-                q_sums = _pull(
-                    dq, q_slopes[h], q_tiles[h], q_weights, q_sums, c, s, eps, b, t, h, tile_t, tile_h, form, norm_last
-                )
-            for h in ct.static_iter(range(ct.cdiv(kv_heads, tile_hk))):
-                k_sums = _pull(
-                    dk, k_slopes[h], k_tiles[h], k_weights, k_sums, c, s, eps, b, t, h, tile_t, tile_hk, form, norm_last
-                )
-        else:
-            for h in range(ct.cdiv(q.shape[2], tile_h)):
-                tiles = read_parts(q, b, t, h, tile_t, tile_h, form)
-                slopes = read_parts(dq_out, b, t, h, tile_t, tile_h, form)
-                q_sums = _pull(
-                    dq, slopes, tiles, q_weights, q_sums, c, s, eps, b, t, h, tile_t, tile_h, form, norm_last
-                )
-            for h in range(ct.cdiv(k.shape[2], tile_hk)):
-                tiles = read_parts(k, b, t, h, tile_t, tile_hk, form)
-                slopes = read_parts(dk_out, b, t, h, tile_t, tile_hk, form)
-                k_sums = _pull(
-                    dk, slopes, tiles, k_weights, k_sums, c, s, eps, b, t, h, tile_t, tile_hk, form, norm_last
-                )
+    form = ((pairs, width, whole, bounded, tma, 0), rest, interleaved, eps, norm_last)
+    of_q = ((q, dq_out), dq, read_weights(q_weight, offset, form))
+    of_k = ((k, dk_out), dk, read_weights(k_weight, offset, form))
+    sums = (_zeros((1, tile_t, tile_h), form), _zeros((1, tile_t, tile_hk), form))
+    sizes = (heads, kv_heads, tile_t, tile_h, tile_hk, unrolled, False)
+    q_sums, k_sums = each_step(read_parts, angles, _pull, of_q, of_k, (cos, sin), sums, sizes, form)
     _store_sums(partial, q_sums, 0, form)
     _store_sums(partial, k_sums, 2 * pairs + rest, form)
-
-
-_ARRAYS = (
-    Array("dq_out", PRODUCT, Q),
-    Array("dk_out", PRODUCT, K),
-    *GIVEN,
-    Array("dq", "dtype", Q, "output"),
-    Array("dk", "dtype", K, "output"),
-    Array("partial", "float32", ("blocks", "2*head_dim"), "scratch"),
-)
-
-
-def _implement(problem: Problem, config: Config) -> Implementation:
-    return Implementation(
-        function=qk_norm_rope_general_backward,
-        parameters=SPEC.parameters(problem),
-        constants=constants(problem, config, ITEM_BYTES[problem["dtype"]] + ITEM_BYTES[out_dtype(problem)]),
-        grid=lambda sizes, sm_count: grid(sizes, config, sm_count),
-        hints=hints(config),
-        dependent=True,
-    )
-
-
-def _default(problem: Problem, target: Target) -> Config:
-    pairs = problem["pairs"]
-    # As of qk_norm_rope_backward: more elements of float32, or of heads that fill no tile, take long; pairs spill.
-    short = out_dtype(problem) != "float32" and pairs == power_of_two(pairs) and not problem["interleaved"]
-    tile_t, tile_h = default_tiles(problem, 1024 if short else 512)
-    return Config(schedule="persistent", tile_t=tile_t, tile_h=tile_h, occupancy=2, num_worker_warps=0, tma=False)
-
-
-def _inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
-    return drawn(_ARRAYS[:2], problem, generator, device) | inputs(problem, generator, device)
 
 
 def reference(dq_out: Any, dk_out: Any, norm_last: bool, interleaved: bool, **given: Any) -> dict[str, Any]:
@@ -208,36 +145,24 @@ def reference(dq_out: Any, dk_out: Any, norm_last: bool, interleaved: bool, **gi
     return gradients_of(reference_forward, dq_out, dk_out, norm_last=norm_last, interleaved=interleaved, **given)
 
 
-SPEC = KernelSpec(
+_ARRAYS = arrays_of_gradients(GIVEN, PRODUCT)
+SPEC = spec(
     name="qk_norm_rope_general_backward",
     summary="gradients of qk_norm_rope_general: dq, dk, and the weights' as one float32 row for each block",
     module=__name__,
-    dimensions=DIMENSIONS,
-    space=Space(
-        lambda problem: {
-            "schedule": ["persistent"],
-            **tile_axes(problem),
-            "occupancy": [2, 3, 4],
-            "num_worker_warps": [0, 8],
-            "tma": [False, True],
-        },
-        (SIZED, TMA_NEEDS_HOPPER),
-    ),
-    implement=_implement,
-    default=_default,
-    generic=generic,
-    inputs=_inputs,
-    outputs=outputs_of(_ARRAYS),
+    function=qk_norm_rope_general_backward,
+    arrays=_ARRAYS,
+    constants=CONSTANTS,
+    cut=cut,
+    sizes=SIZES,
+    flags=FLAGS,
+    space=SPACE_OF_GRADIENTS,
+    default=lambda problem, target: default_of_gradients(_ARRAYS, problem),
+    scalars=SCALARS,
     reference=reference,
     results=results,
-    bytes_moved=lambda problem: (
-        elements(problem) * (2 * ITEM_BYTES[problem["dtype"]] + ITEM_BYTES[out_dtype(problem)])
-        + small_bytes(problem)
-        + 2 * problem["head_dim"] * ITEM_BYTES[problem["weight_dtype"]]
-    ),
-    flops=lambda problem: 16 * elements(problem),
-    result_dtype=lambda problem: problem["dtype"],
-    arrays=_ARRAYS,
+    flops=16,
+    dependent=True,
 )
 
 SPECS = (SPEC,)

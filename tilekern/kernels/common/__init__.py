@@ -1,1 +1,1 @@
-"""Families of kernels, each stated once: ``elements``, ``rows`` and ``losses``."""
+"""Families of kernels, each stated once: ``elements``, ``rows``, ``losses`` and ``rotations``."""

@@ -47,15 +47,6 @@ def drawn(arrays: Arrays, problem: Problem, generator: Any, device: str) -> dict
     return {array.name: normal(array) for array in tensors(arrays, "input")} | samples
 
 
-def drawn_angles(problem: Problem, pairs: int, generator: Any, device: str) -> dict[str, Any]:
-    """The cosines and sines of angles of any size, [batch, tokens, pairs]."""
-    import torch
-
-    angles = torch.rand((problem["batch"], problem["tokens"], pairs), generator=generator, device=device) * 6.0
-    dtype = getattr(torch, problem["angle_dtype"])
-    return {"cos": angles.cos().to(dtype), "sin": angles.sin().to(dtype)}
-
-
 def bytes_of(arrays: Iterable[Array], problem: Problem) -> int:
     """Each array read or written once; partial sums count as the one row that is made of them."""
     return sum(math.prod(array.shape_in(problem)) * ITEM_BYTES[array.dtype_in(problem)] for array in arrays)
