@@ -10,6 +10,7 @@ import torch
 from spec_samples import NAMES, SPECS, draws_of, sized
 
 from tilekern import interpreter
+from tilekern.errors import CannotRun
 from tilekern.kernels import spec_named
 from tilekern.kernels.tiles import ConstInt
 from tilekern.runtime import dispatch
@@ -246,6 +247,13 @@ def test_wrong_kernels_that_the_screening_finds(run, spec, reason):
     check = battery_of(spec, problem).screen(spec.generic(problem), run)
     assert not check.passed
     assert check.reason.startswith(reason)
+
+
+def test_a_composite_without_a_kernel_of_its_parts_says_so():
+    spec = spec_named("fused_linear_cross_entropy")
+    problem = spec.problem(rows=64, hidden=32, vocabulary=50, dtype="float32")
+    with pytest.raises(CannotRun, match=r"a kernel that fused_linear_cross_entropy launches at rows=.*tune that first"):
+        battery_of(spec, problem).screen(spec.generic(problem), lambda *_: None)
 
 
 @wrong_ones(CONFIRMED)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from tilekern.errors import CannotRun
 from tilekern.spec import Config, KernelSpec, LibraryCall, Problem
 from tuning.verify.canaries import Guarded, GuardedInputs, bits, guarded
 from tuning.verify.cases import Case, Cases, Kept, Outcomes, Room
@@ -107,16 +108,18 @@ class Battery:
         implementation = spec.implement(problem, config)
         if isinstance(implementation, LibraryCall):
             inputs = case.guarded(padded=False)
-            outputs = dict(zip(spec.outputs(problem, 1), run(problem, inputs.values, {}), strict=True))
-            return outputs, self._damage(case, inputs, {})
+            made = run(problem, inputs.values, {})
+            if made is None:
+                raise CannotRun(f"no cache holds a kernel that {spec.name} launches at {problem.key}; tune that first")
+            return dict(zip(spec.outputs(problem, 1), made, strict=True)), self._damage(case, inputs, {})
         inputs = case.guarded(padded=case.padded)
-        made = {
+        arrays = {
             name: guarded(shape, getattr(torch, dtype), self._device, padded=case.padded)
             for name, (shape, dtype) in spec.outputs(problem, implementation.grid(problem, self._sm_count)).items()
         }
-        outputs = {name: found.array for name, found in made.items()}
+        outputs = {name: found.array for name, found in arrays.items()}
         run(problem, inputs.values, outputs)
-        return outputs, self._damage(case, inputs, made)
+        return outputs, self._damage(case, inputs, arrays)
 
     def _damage(self, case: Case, inputs: GuardedInputs, outputs: dict[str, Guarded]) -> str:
         """The damage of a run to its inputs and around its outputs, and what it did not write."""
