@@ -108,11 +108,10 @@ def reference(q: Any, k: Any, angles: Any, inverse: bool) -> dict[str, Any]:
 
 _ANGLES = (Array("angles", "angle_dtype", ("batch", "tokens", "2*head_dim/2")),)
 SPEC = spec(
-    name="llama4_rope",
-    summary="rotary embedding of adjacent pairs of q and k, or its inverse",
-    module=__name__,
-    function=llama4_rope,
-    arrays=arrays_of(TOKENS_FIRST, _ANGLES, "dtype", "dtype"),
+    llama4_rope,
+    "rotary embedding of adjacent pairs of q and k, or its inverse",
+    arrays_of(TOKENS_FIRST, _ANGLES, "dtype", "dtype"),
+    reference,
     constants=(
         "heads", "kv_heads", "tile_t", "tile_h", "tile_hk", "width", "inverse", "unrolled", "bounded",
     ),
@@ -122,7 +121,6 @@ SPEC = spec(
     default=_default,
     generic=_generic,
     angles=_in_turn,
-    reference=reference,
     flops=3,
 )  # fmt: skip
 # As the backward calls it: the conjugate turns gradients back.

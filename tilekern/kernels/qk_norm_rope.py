@@ -16,7 +16,7 @@ from typing import Any
 
 import cuda.tile as ct
 
-from tilekern.kernels.common.normed_rotations import SPACE, default, given, normed, read_weight
+from tilekern.kernels.common.normed_rotations import EPS, SPACE, default, given, normed, read_weight
 from tilekern.kernels.common.rotations import (
     TOKENS_FIRST,
     angles_of,
@@ -75,22 +75,19 @@ def reference(q: Any, k: Any, q_weight: Any, k_weight: Any, cos: Any, sin: Any, 
     }
 
 
-PRODUCT, GIVEN = "dtype*weight_dtype*angle_dtype", given(angles_of("batch", "tokens", "head_dim/2"), "eps")
+PRODUCT, GIVEN = "dtype*weight_dtype*angle_dtype", given(angles_of("batch", "tokens", "head_dim/2"), EPS)
 CONSTANTS = (
     "heads", "kv_heads", "half", "tile_t", "tile_h", "tile_hk", "width", "whole", "unrolled", "bounded", "tma",
 )  # fmt: skip
 SPEC = spec(
-    name="qk_norm_rope_forward",
-    summary="RMSNorm of each head of q and k, then their rotary embedding",
-    module=__name__,
-    function=qk_norm_rope_forward,
-    arrays=arrays_of(TOKENS_FIRST, GIVEN, "dtype", PRODUCT),
+    qk_norm_rope_forward,
+    "RMSNorm of each head of q and k, then their rotary embedding",
+    arrays_of(TOKENS_FIRST, GIVEN, "dtype", PRODUCT),
+    reference,
     constants=CONSTANTS,
     space=SPACE,
     default=default,
     angles=drawn_angles_twice,
-    scalars={"eps": 1e-6},
-    reference=reference,
     flops=7,
     dependent=True,
 )

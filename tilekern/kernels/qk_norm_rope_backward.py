@@ -82,17 +82,14 @@ def reference(dq_out: Any, dk_out: Any, **given: Any) -> dict[str, Any]:
 
 _ARRAYS = arrays_of_gradients(GIVEN, PRODUCT)
 SPEC = spec(
-    name="qk_norm_rope_backward",
-    summary="gradients of qk_norm_rope: dq, dk, and the weights' as one float32 row for each block",
-    module=__name__,
-    function=qk_norm_rope_backward,
-    arrays=_ARRAYS,
+    qk_norm_rope_backward,
+    "gradients of qk_norm_rope: dq, dk, and the weights' as one float32 row for each block",
+    _ARRAYS,
+    reference,
     constants=CONSTANTS,
     space=SPACE_OF_GRADIENTS,
     default=lambda problem, target: default_of_gradients(_ARRAYS, problem),
     angles=drawn_angles_twice,
-    scalars={"eps": 1e-6},
-    reference=reference,
     results=results,
     flops=16,
     dependent=True,

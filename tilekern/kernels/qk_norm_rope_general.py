@@ -19,7 +19,7 @@ from typing import Any
 
 import cuda.tile as ct
 
-from tilekern.kernels.common.normed_rotations import SPACE, default, given, normed, read_weight
+from tilekern.kernels.common.normed_rotations import EPS, SPACE, default, given, normed, read_weight
 from tilekern.kernels.common.rotations import (
     TOKENS_FIRST,
     angles_of,
@@ -34,7 +34,7 @@ from tilekern.kernels.common.rotations import (
     write_halves,
 )
 from tilekern.kernels.tiles import ConstBool, ConstInt, load, power_of_two
-from tilekern.spec import Problem
+from tilekern.spec import Problem, ScalarParameter
 
 
 def pieces_of(pairs: int, rest: int) -> tuple[tuple[int, int], ...]:
@@ -220,26 +220,24 @@ def reference(
     return {"q_out": made(q, q_weight), "k_out": made(k, k_weight)}
 
 
-PRODUCT, GIVEN = "dtype*weight_dtype", given(angles_of("batch", "tokens", "pairs"), "eps", "offset")
-SIZES, FLAGS, SCALARS = ("pairs",), ("norm_last", "interleaved"), {"eps": 1e-6, "offset": 0.75}
+PRODUCT = "dtype*weight_dtype"
+GIVEN = given(angles_of("batch", "tokens", "pairs"), EPS, ScalarParameter("offset", "float32", 0.75))
+SIZES, FLAGS = ("pairs",), ("norm_last", "interleaved")
 CONSTANTS = (
     "heads", "kv_heads", "pairs", "rest", "tile_t", "tile_h", "tile_hk", "width", "whole", "norm_last", "interleaved",
     "unrolled", "bounded", "tma",
 )  # fmt: skip
 SPEC = spec(
-    name="qk_norm_rope_general_forward",
-    summary="RMSNorm of each head of q and k and a rotation of pairs in it, in either order, weights with an offset",
-    module=__name__,
-    function=qk_norm_rope_general_forward,
-    arrays=arrays_of(TOKENS_FIRST, GIVEN, "dtype", PRODUCT),
+    qk_norm_rope_general_forward,
+    "RMSNorm of each head of q and k and a rotation of pairs in it, in either order, weights with an offset",
+    arrays_of(TOKENS_FIRST, GIVEN, "dtype", PRODUCT),
+    reference,
     constants=CONSTANTS,
     cut=cut,
     sizes=SIZES,
     flags=FLAGS,
     space=SPACE,
     default=default,
-    scalars=SCALARS,
-    reference=reference,
     flops=7,
     dependent=True,
 )

@@ -116,11 +116,10 @@ _GIVEN = (
     ScalarParameter("height", "int32"),
 )
 SPEC = spec(
-    name="qwen2vl_mrope",
-    summary="rotary embedding of q and k by three positions, or its inverse",
-    module=__name__,
-    function=qwen2vl_mrope,
-    arrays=arrays_of(HEADS_FIRST, _GIVEN, "dtype", _PRODUCT),
+    qwen2vl_mrope,
+    "rotary embedding of q and k by three positions, or its inverse",
+    arrays_of(HEADS_FIRST, _GIVEN, "dtype", _PRODUCT),
+    reference,
     inverse=arrays_of(HEADS_FIRST, _GIVEN, _PRODUCT, "dtype"),
     constants=(
         "heads", "kv_heads", "half", "tile_t", "tile_h", "tile_hk", "width", "whole", "unrolled", "bounded", "tma",
@@ -130,7 +129,6 @@ SPEC = spec(
     space=space_of(tma=[False]),
     default=_default,
     angles=_of_three,
-    reference=reference,
     flops=3,
 )  # fmt: skip
 # As the backward calls it: the rotation's transpose turns gradients back.

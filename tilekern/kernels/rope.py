@@ -141,11 +141,10 @@ def reference(q: Any, k: Any, cos: Any, sin: Any, inverse: bool) -> dict[str, An
 
 
 SPEC = spec(
-    name="rope",
-    summary="rotary embedding of q and k, or its inverse",
-    module=__name__,
-    function=rope,
-    arrays=arrays_of(HEADS_FIRST, _ANGLES, "dtype", _PRODUCT),
+    rope,
+    "rotary embedding of q and k, or its inverse",
+    arrays_of(HEADS_FIRST, _ANGLES, "dtype", _PRODUCT),
+    reference,
     inverse=arrays_of(HEADS_FIRST, _ANGLES, _PRODUCT, "dtype"),
     constants=(
         "heads", "kv_heads", "half", "tile_h", "tile_hk", "tile_t", "width", "whole", "full", "inverse", "unrolled",
@@ -156,7 +155,6 @@ SPEC = spec(
     default=_default,
     generic=_generic,
     unrolls_lone=True,
-    reference=reference,
     flops=3,
 )  # fmt: skip
 # As the backward calls it: the rotation's transpose turns gradients back.

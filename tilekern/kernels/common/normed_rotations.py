@@ -13,11 +13,13 @@ from typing import Any
 
 import cuda.tile as ct
 
-from tilekern.kernels.common.arrays import Arrays, tensors
+from tilekern.kernels.common.arrays import Arrays, gradients, tensors
 from tilekern.kernels.common.rotations import GRADIENTS, TOKENS_FIRST, arrays_of, default_of, halves, space_of
 from tilekern.kernels.tiles import TMA_NEEDS_HOPPER, load, power_of_two
 from tilekern.spec import Array, Config, Problem, ScalarParameter
 from tilekern.targets import Target
+
+EPS = ScalarParameter("eps", "float32", 1e-6)
 
 
 def read_weight(weight, form):
@@ -34,10 +36,10 @@ def add_pairs(a, b, c, d):
     return a + c, b + d
 
 
-def given(angles: Arrays, *scalars: str) -> Arrays:
+def given(angles: Arrays, *scalars: ScalarParameter) -> Arrays:
     """What both directions read beside q and k."""
     weights = (Array("q_weight", "weight_dtype", ("head_dim",)), Array("k_weight", "weight_dtype", ("head_dim",)))
-    return (*weights, *angles, *(ScalarParameter(name, "float32") for name in scalars))
+    return (*weights, *angles, *scalars)
 
 
 def arrays_of_gradients(rest: Arrays, product: str) -> Arrays:
@@ -70,16 +72,9 @@ def normed(x: Any, weight: Any, eps: float) -> Any:
 
 
 def gradients_of(forward: Callable[..., dict[str, Any]], dq_out: Any, dk_out: Any, **given: Any) -> dict[str, Any]:
-    """The gradients of a forward's reference by autograd in float64; ``given`` are its inputs."""
-    import torch
-
-    names = ("q", "k", "q_weight", "k_weight")
-    leaves = {name: given[name].detach().double().requires_grad_() for name in names}
-    with torch.enable_grad():
-        made = forward(**given | leaves)
-    slopes = [dq_out.double(), dk_out.double()]
-    gradients = torch.autograd.grad(list(made.values()), list(leaves.values()), slopes)
-    return {f"d{name}": gradient for name, gradient in zip(names, gradients, strict=True)}
+    """The gradients of a forward's reference, but for those of the angles; ``given`` are its inputs."""
+    found = gradients(forward, {"q_out": dq_out, "k_out": dk_out}, **given)
+    return {name: found[name] for name in ("dq", "dk", "dq_weight", "dk_weight")}
 
 
 def results(outputs: dict[str, Any]) -> dict[str, Any]:

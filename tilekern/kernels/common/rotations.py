@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import Any
 
 import cuda.tile as ct
@@ -34,9 +33,12 @@ from tilekern.spec import (
     Implementation,
     KernelSpec,
     Problem,
+    ScalarParameter,
     Space,
     Value,
     cdiv,
+    module_of,
+    name_of,
     outputs_of,
     parameters_of,
 )
@@ -323,7 +325,8 @@ def _drawn_heads(arrays: Arrays, problem: Problem, generator: Any, device: str) 
     """All inputs but the angles; heads as projections leave them in memory, where tokens come before them."""
     given = [array for array in tensors(arrays, "input") if array.dtype != "angle_dtype"]
     stored = [dataclasses.replace(array, shape=_IN_MEMORY.get(array.shape, array.shape)) for array in given]
-    values = drawn(tuple(stored), problem, generator, device)
+    scalars = [scalar for scalar in arrays if isinstance(scalar, ScalarParameter)]
+    values = drawn((*stored, *scalars), problem, generator, device)
     seen = {array.name: values[array.name].transpose(1, 2) for array in given if array.shape in _IN_MEMORY}
     return values | seen
 
@@ -358,27 +361,26 @@ def _bytes(arrays: Arrays, problem: Problem) -> int:
 
 
 def spec(
-    name: str, summary: str, module: str, function: Any, arrays: Arrays, constants: tuple[str, ...], space: Space,
-    default: Callable[[Problem, Target], Config], reference: Callable[..., dict[str, Any]], flops: int,
+    function: Any, summary: str, arrays: Arrays, reference: Callable[..., dict[str, Any]], *,
+    constants: tuple[str, ...], space: Space, default: Callable[[Problem, Target], Config], flops: int,
     generic: Callable[[Problem], Config] = generic,
     cut: Callable[[Problem], dict[str, int | bool]] = cut_in_halves,
     angles: Callable[[Problem, Any, str], dict[str, Any]] = drawn_angles,
-    scalars: Mapping[str, float] = MappingProxyType({}),
     sizes: tuple[str, ...] = (), flags: tuple[str, ...] = (), inverse: Arrays = (), unrolls_lone: bool = False,
     dependent: bool = False, results: Callable[[dict[str, Any]], dict[str, Any]] = dict,
 ) -> KernelSpec:  # fmt: skip
-    """The spec of a kernel that turns heads.
+    """The spec of a kernel that turns heads, which has the kernel's name.
 
     Args:
         function: the kernel, which calls :func:`each_step`; its parameters are the arrays and scalars, then the
             constants.
-        arrays: in the order of the kernel; in front and at the back heads as :func:`arrays_of` gives them.
+        arrays: in the order of the kernel; in front and at the back heads as :func:`arrays_of` gives them; scalars with
+            their samples, where ``angles`` does not draw them. The first output's dtype sets the tolerance.
         constants: their names in the order of the kernel: of the problem, of the config, of ``cut``, ``tile_hk`` for
             the heads of k in a tile, ``unrolled`` and ``bounded``.
         cut: the constants that say how heads are cut into tiles, and whether these make a tile ``bounded``.
         flops: floating-point operations for each element of q and k.
         angles: draws the angles, and other inputs that are not in ``arrays``.
-        scalars: values to check and time the kernel with.
         sizes: names of exact dimensions beyond those of heads.
         flags: names of dimensions that are True or False.
         inverse: the arrays of problems that turn back, where their dtypes are others.
@@ -387,9 +389,9 @@ def spec(
     """
     dimensions = dimensions_of(arrays, sizes, flags)
     return KernelSpec(
-        name=name,
+        name=name_of(function),
         summary=summary,
-        module=module,
+        module=module_of(function),
         dimensions=dimensions,
         space=space,
         implement=lambda problem, config: _implement(
@@ -401,7 +403,6 @@ def spec(
         inputs=lambda problem, generator, device: {
             **angles(problem, generator, device),
             **_drawn_heads(_of(problem, arrays, inverse), problem, generator, device),
-            **scalars,
         },
         outputs=lambda problem, blocks: outputs_of(_of(problem, arrays, inverse))(problem, blocks),
         reference=reference,
