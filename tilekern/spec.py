@@ -88,11 +88,13 @@ class Array:
     Attributes:
         name: the parameter of the device function.
         dtype: the dimension that says it, two with ``*`` between (what torch promotes them to), or a dtype.
-        shape: a size for each axis: a dimension, or ``blocks`` for the number of blocks, with a factor before it
-            (``2*columns``) or a divisor behind it (``head_dim/2``) where it has one. No size is one element.
+        shape: a size for each axis: a number, a dimension, or ``blocks`` for the number of blocks, with a factor before
+            it (``2*columns``) or a divisor behind it (``head_dim/2``) where it has one. No size is one element.
         role: ``scratch`` is written for another kernel to read, and is not a result.
         aligned: as that of :class:`ArrayParameter`.
         nonnegative: the kernel gives NaN for a negative number, as for a probability; tests and the tuner draw none.
+        flag: the dimension that says whether there is such an array. Without one the kernel takes one element in its
+            place, in as many axes, and does not read it.
     """
 
     name: str
@@ -101,6 +103,11 @@ class Array:
     role: Literal["input", "output", "scratch"] = "input"
     aligned: bool = True
     nonnegative: bool = False
+    flag: str | None = None
+
+    def is_in(self, problem: Problem) -> bool:
+        """Whether a problem has the array."""
+        return self.flag is None or bool(problem[self.flag])
 
     def dtype_in(self, problem: Problem) -> str:
         """Its dtype in a problem."""
@@ -109,8 +116,10 @@ class Array:
 
     def shape_in(self, problem: Problem, blocks: int = 1) -> tuple[int, ...]:
         """Its shape in a problem that runs on a number of blocks."""
+        if not self.is_in(problem):
+            return (1,) * len(self.shape)
         sizes = {**problem, "blocks": blocks}
-        return tuple(times * int(sizes[name]) // by for name, times, by in map(size_of, self.shape))
+        return tuple(times * int(sizes.get(name, name)) // by for name, times, by in map(size_of, self.shape))
 
 
 def outputs_of(
@@ -128,9 +137,12 @@ def parameters_of(
     exact = {dimension.name for dimension in dimensions if dimension.kind == "exact"}
 
     def parameter(array: Array) -> ArrayParameter:
-        extent = array.shape_in(problem)[-1] if array.shape and size_of(array.shape[-1])[0] in exact else None
+        last, is_there = size_of(array.shape[-1])[0] if array.shape else "", array.is_in(problem)
+        extent = array.shape_in(problem)[-1] if is_there and (last in exact or last.isdigit()) else None
         role: Literal["input", "output"] = "input" if array.role == "input" else "output"
-        return ArrayParameter(array.name, array.dtype_in(problem), len(array.shape) or 1, extent, role, array.aligned)
+        # Nothing divides the stride of rows of one element.
+        aligned = array.aligned and (is_there or len(array.shape) < 2)
+        return ArrayParameter(array.name, array.dtype_in(problem), len(array.shape) or 1, extent, role, aligned)
 
     return tuple(array if isinstance(array, ScalarParameter) else parameter(array) for array in arrays)
 

@@ -29,10 +29,11 @@ def tensors(arrays: Arrays, *roles: str) -> list[Array]:
     return [x for x in arrays if isinstance(x, Array) and (not roles or x.role in roles)]
 
 
-def drawn(arrays: Arrays, problem: Problem, generator: Any, device: str) -> dict[str, Any]:
+def drawn(arrays: Arrays, problem: Problem, generator: Any, device: str, *, about_one: bool = True) -> dict[str, Any]:
     """Normal numbers for every input, and the samples of scalars.
 
-    They have no signs where an input takes none that are negative, and are about 1 for a weight, as norms have them.
+    They have no signs where an input takes none that are negative, and are about 1 for a weight, as norms have them,
+    unless ``about_one`` is false.
     """
     import torch
 
@@ -40,7 +41,7 @@ def drawn(arrays: Arrays, problem: Problem, generator: Any, device: str) -> dict
         # An array of no size is one element, in one axis.
         values = torch.randn(array.shape_in(problem) or (1,), generator=generator, device=device)
         values = values.abs() if array.nonnegative else values
-        values = 1 + values / 4 if array.name.endswith("weight") else values
+        values = 1 + values / 4 if about_one and array.name.endswith("weight") else values
         return values.to(getattr(torch, array.dtype_in(problem)))
 
     samples = {x.name: x.sample for x in arrays if isinstance(x, ScalarParameter) and x.sample is not None}
@@ -49,7 +50,8 @@ def drawn(arrays: Arrays, problem: Problem, generator: Any, device: str) -> dict
 
 def bytes_of(arrays: Iterable[Array], problem: Problem) -> int:
     """Each array read or written once; partial sums count as the one row that is made of them."""
-    return sum(math.prod(array.shape_in(problem)) * ITEM_BYTES[array.dtype_in(problem)] for array in arrays)
+    read = (array for array in arrays if array.is_in(problem))
+    return sum(math.prod(array.shape_in(problem)) * ITEM_BYTES[array.dtype_in(problem)] for array in read)
 
 
 def gradients(reference: Callable[..., dict[str, Any]], slopes: dict[str, Any], **given: Any) -> dict[str, Any]:
