@@ -11,15 +11,15 @@ blocks are some hundred rows of a stripe's width, not of the row's. The spec ``d
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import cuda.tile as ct
 
 from tilekern.kernels.common import rows
-from tilekern.kernels.common.arrays import COLUMNS, PRODUCT, ROWS
-from tilekern.kernels.tiles import TMA_NEEDS_HOPPER, ConstBool, ConstInt, hints, load, power_of_two, promoted
+from tilekern.kernels.common.arrays import COLUMNS, PRODUCT, ROWS, Arrays, bytes_of, drawn, tensors
+from tilekern.kernels.tiles import TMA_NEEDS_HOPPER, ConstBool, ConstInt, hints, load, power_of_two
 from tilekern.spec import (
-    ITEM_BYTES,
     Array,
     ArrayParameter,
     Config,
@@ -28,9 +28,12 @@ from tilekern.spec import (
     Implementation,
     KernelSpec,
     Problem,
+    ScalarParameter,
     Space,
     Value,
     cdiv,
+    outputs_of,
+    parameters_of,
 )
 from tilekern.targets import Target
 
@@ -208,13 +211,22 @@ FORWARD = rows.spec(
     default=lambda problem, target: rows.default_in_blocks(3, 8, problem, target, 1024, 8),
 )
 
-_DIMENSIONS = (
-    Dimension("rows", "bucketed"),
-    Dimension("columns", "exact"),
-    Dimension("dtype", "dtype"),
-    Dimension("weight_dtype", "dtype"),
-    Dimension("shifted", "flag"),
-)
+_BACKWARD_ARRAYS = (
+    Array("dy", PRODUCT, ROWS), _X, _ALPHA, _GAMMA, Array("dx", "dtype", ROWS, "output"),
+    Array("partial", "float32", ("blocks", "width"), "scratch"), Array("slopes", "float32", ("slopes",), "scratch"),
+)  # fmt: skip
+_DIMENSIONS = rows.dimensions_of(_BACKWARD_ARRAYS, ("shifted",))
+
+
+def _sized(problem: Problem, groups: int = 1) -> Problem:
+    """A problem with the sizes that arrays of sums have."""
+    columns = problem["columns"]
+    width, slopes = sums_of(problem["shifted"]) * columns, groups * stripes_of(columns)
+    return Problem(problem, width=width, slopes=slopes)
+
+
+def _parameters(arrays: Arrays, problem: Problem) -> tuple[ArrayParameter | ScalarParameter, ...]:
+    return parameters_of(arrays, (*_DIMENSIONS, Dimension("width", "exact")), _sized(problem))
 
 
 def _axes(problem: Problem) -> dict[str, list[Value]]:
@@ -260,15 +272,7 @@ def _implement(problem: Problem, config: Config) -> Implementation:
     stripe = stripe_of(columns)
     return Implementation(
         function=dyt_backward,
-        parameters=(
-            ArrayParameter("dy", promoted(problem["dtype"], problem["weight_dtype"]), 2, columns),
-            ArrayParameter("x", problem["dtype"], 2, columns),
-            ArrayParameter("alpha", problem["weight_dtype"], 1),
-            ArrayParameter("gamma", problem["weight_dtype"], 1, columns),
-            ArrayParameter("dx", problem["dtype"], 2, columns, "output"),
-            ArrayParameter("partial", "float32", 2, sums_of(problem["shifted"]) * columns, "output"),
-            ArrayParameter("slopes", "float32", 1, role="output"),
-        ),
+        parameters=_parameters(_BACKWARD_ARRAYS, problem),
         constants=(
             ("columns", columns),
             ("stripe", stripe),
@@ -299,28 +303,9 @@ def _generic(problem: Problem) -> Config:
     )
 
 
-def _inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
-    import torch
-
-    def normal(*shape: int, dtype: str) -> Any:
-        return torch.randn(shape, generator=generator, device=device).to(getattr(torch, dtype))
-
-    shape, weight_dtype = (problem["rows"], problem["columns"]), problem["weight_dtype"]
-    return {
-        "dy": normal(*shape, dtype=promoted(problem["dtype"], weight_dtype)),
-        "x": normal(*shape, dtype=problem["dtype"]),
-        "alpha": normal(1, dtype=weight_dtype),
-        "gamma": normal(problem["columns"], dtype=weight_dtype),
-    }
-
-
 def _outputs(problem: Problem, blocks: int) -> dict[str, tuple[tuple[int, ...], str]]:
-    columns, groups = problem["columns"], groups_of(blocks, problem["columns"])
-    return {
-        "dx": ((problem["rows"], columns), problem["dtype"]),
-        "partial": ((groups, sums_of(problem["shifted"]) * columns), "float32"),
-        "slopes": ((groups * stripes_of(columns),), "float32"),
-    }
+    groups = groups_of(blocks, problem["columns"])
+    return outputs_of(_BACKWARD_ARRAYS)(_sized(problem, groups), groups)
 
 
 def _results(outputs: dict[str, Any]) -> dict[str, Any]:
@@ -329,14 +314,6 @@ def _results(outputs: dict[str, Any]) -> dict[str, Any]:
 
     total = outputs["slopes"].double().sum().reshape(1)
     return {"dx": outputs["dx"], "sums": torch.cat((total, outputs["partial"].double().sum(0)))}
-
-
-def _bytes(problem: Problem) -> int:
-    """Partial sums count as the one row that is made of them."""
-    columns, size = problem["columns"], ITEM_BYTES[problem["dtype"]]
-    weight, dy = ITEM_BYTES[problem["weight_dtype"]], ITEM_BYTES[promoted(problem["dtype"], problem["weight_dtype"])]
-    sums = sums_of(problem["shifted"]) * columns + stripes_of(columns)
-    return int(problem["rows"] * columns * (dy + 2 * size) + (columns + 1) * weight + 4 * sums)
 
 
 BACKWARD = KernelSpec(
@@ -348,27 +325,31 @@ BACKWARD = KernelSpec(
     implement=_implement,
     default=_default,
     generic=_generic,
-    inputs=_inputs,
+    inputs=functools.partial(drawn, _BACKWARD_ARRAYS),
     outputs=_outputs,
     reference=reference_backward,
     results=_results,
-    bytes_moved=_bytes,
+    bytes_moved=lambda problem: bytes_of(_BACKWARD_ARRAYS, _sized(problem)),
     flops=lambda problem: 30 * problem["rows"] * problem["columns"],
     result_dtype=lambda problem: str(problem["dtype"]),
 )
 
 
+def _sums_arrays(problem: Problem) -> Arrays:
+    # A store by 16 bytes would reach beyond a result that is shorter.
+    return (
+        Array("partial", "float32", ("rows", "width")),
+        Array("slopes", "float32", ("slopes",)),
+        Array("slope", "dtype", ("1",), "output", aligned=False),
+        Array("sums", "dtype", ("width",), "output", aligned=_sized(problem)["width"] >= 8),
+    )
+
+
 def _implement_sums(problem: Problem, config: Config) -> Implementation:
-    width, dtype = sums_of(problem["shifted"]) * problem["columns"], problem["dtype"]
+    width = _sized(problem)["width"]
     return Implementation(
         function=dyt_sums,
-        parameters=(
-            ArrayParameter("partial", "float32", 2, width),
-            ArrayParameter("slopes", "float32", 1),
-            ArrayParameter("slope", dtype, 1, 1, "output", aligned=False),
-            # A store by 16 bytes would reach beyond a result that is shorter.
-            ArrayParameter("sums", dtype, 1, width, "output", width >= 8),
-        ),
+        parameters=_parameters(_sums_arrays(problem), problem),
         constants=(
             ("columns", width),
             ("tile_m", config["tile_m"]),
@@ -379,16 +360,6 @@ def _implement_sums(problem: Problem, config: Config) -> Implementation:
         hints=hints(config),
         dependent=True,
     )
-
-
-def _sums_inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
-    import torch
-
-    rows, columns, width = problem["rows"], problem["columns"], sums_of(problem["shifted"]) * problem["columns"]
-    return {
-        "partial": torch.randn((rows, width), generator=generator, device=device),
-        "slopes": torch.randn((rows * stripes_of(columns),), generator=generator, device=device),
-    }
 
 
 def reference_sums(partial: Any, slopes: Any) -> dict[str, Any]:
@@ -408,12 +379,7 @@ SUMS = KernelSpec(
     name="dyt_sums",
     summary="the sums of dyt_backward added up in a fixed order: one for alpha, and those for gamma and beta",
     module=__name__,
-    dimensions=(
-        Dimension("rows", "bucketed"),
-        Dimension("columns", "exact"),
-        Dimension("dtype", "dtype"),
-        Dimension("shifted", "flag"),
-    ),
+    dimensions=rows.dimensions_of((), ("shifted",)),
     space=Space(
         lambda problem: {
             "schedule": ["block"],
@@ -439,18 +405,14 @@ SUMS = KernelSpec(
     generic=lambda problem: Config(
         schedule="block", tile_m=32, tile_n=16, occupancy=1, num_worker_warps=0, tma=False
     ),
-    inputs=_sums_inputs,
-    outputs=lambda problem, blocks: {
-        "slope": ((1,), problem["dtype"]),
-        "sums": ((sums_of(problem["shifted"]) * problem["columns"],), problem["dtype"]),
-    },
+    inputs=lambda problem, generator, device: drawn(
+        _sums_arrays(problem), _sized(problem, problem["rows"]), generator, device
+    ),
+    outputs=lambda problem, blocks: outputs_of(_sums_arrays(problem))(_sized(problem), blocks),
     reference=reference_sums,
     results=_all_sums,
-    bytes_moved=lambda problem: (
-        4 * problem["rows"] * (sums_of(problem["shifted"]) * problem["columns"] + stripes_of(problem["columns"]))
-        + ITEM_BYTES[problem["dtype"]] * (sums_of(problem["shifted"]) * problem["columns"] + 1)
-    ),
-    flops=lambda problem: problem["rows"] * sums_of(problem["shifted"]) * problem["columns"],
+    bytes_moved=lambda problem: bytes_of(tensors(_sums_arrays(problem)), _sized(problem, problem["rows"])),
+    flops=lambda problem: problem["rows"] * _sized(problem)["width"],
     result_dtype=lambda problem: str(problem["dtype"]),
     inputs_in_l2=True,
 )  # fmt: skip

@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import cuda.tile as ct
 
-from tilekern.kernels.common.arrays import bytes_of, drawn, gradients, tensors
+from tilekern.kernels.common.arrays import PRODUCT, Arrays, bytes_of, drawn, gradients, tensors
 from tilekern.kernels.tiles import TMA_NEEDS_HOPPER, ConstBool, ConstInt, grid_of, hints, load, power_of_two
 from tilekern.spec import (
     ITEM_BYTES,
@@ -35,6 +36,7 @@ from tilekern.spec import (
     Space,
     Value,
     cdiv,
+    name_of,
     outputs_of,
     parameters_of,
 )
@@ -225,10 +227,10 @@ def _backward(arrays, b, g, channels, positions, eps, long, shape):
         _keep(scales, products * rstd, b, g, 0, shape)
 
 
-_SHAPE, _CHANNELS, _PRODUCT = ("batch", "groups", "channels", "positions"), ("groups", "channels"), "dtype*weight_dtype"
+_SHAPE, _CHANNELS = ("batch", "groups", "channels", "positions"), ("groups", "channels")
 # Rows of a few channels begin anywhere.
 _X, _WEIGHT = Array("x", "dtype", _SHAPE), Array("weight", "weight_dtype", _CHANNELS, aligned=False)
-_BIAS, _EPS = Array("bias", "weight_dtype", _CHANNELS, aligned=False), ScalarParameter("eps", "float32", 1e-6)
+_EPS = ScalarParameter("eps", "float32", 1e-6)
 _DIMENSIONS = (
     Dimension("batch", "bucketed"),
     Dimension("groups", "bucketed"),
@@ -237,18 +239,10 @@ _DIMENSIONS = (
     Dimension("dtype", "dtype"),
     Dimension("weight_dtype", "dtype"),
 )
-_FORWARD_ARRAYS = (_X, _WEIGHT, _BIAS, Array("y", _PRODUCT, _SHAPE, "output"), _EPS)
-_BACKWARD_ARRAYS = (
-    Array("dy", _PRODUCT, _SHAPE),
-    _X,
-    _WEIGHT,
-    Array("dx", "dtype", _SHAPE, "output"),
-    Array("scales", "float32", ("batch", *_CHANNELS), "scratch", aligned=False),
-    Array("shifts", "float32", ("batch", *_CHANNELS), "scratch", aligned=False),
-    _EPS,
-)
 # Elements of a group, padded to powers of two, that a step may hold in registers.
 _MOST_HELD = 8192
+# Elements of a tile.
+_SIZES = (1024, 2048, 4096)
 
 
 def _widths(problem: Problem) -> tuple[int, int]:
@@ -269,8 +263,8 @@ def _piece(problem: Problem, size: int) -> dict[str, int]:
     return {"tile_g": tile_g, "tile_c": tile_c, "tile_n": tile_n}
 
 
-def _axes(problem: Problem, sizes: tuple[int, ...]) -> dict[str, list[Value]]:
-    pieces = [_piece(problem, size) for size in sizes]
+def _axes(problem: Problem) -> dict[str, list[Value]]:
+    pieces = [_piece(problem, size) for size in _SIZES]
     return {
         "schedule": ["persistent", "block"],
         **{name: sorted({piece[name] for piece in pieces}) for name in ("tile_g", "tile_c", "tile_n")},
@@ -280,13 +274,12 @@ def _axes(problem: Problem, sizes: tuple[int, ...]) -> dict[str, list[Value]]:
     }
 
 
-def _whole(sizes: tuple[int, ...]) -> Constraint:
-    return Constraint(
-        f"a tile is a group, a part of one or some groups, of about {sizes[0]} to {sizes[-1]} elements",
-        lambda problem, config, target: any(
-            all(config[name] == size for name, size in _piece(problem, most).items()) for most in sizes
-        ),
-    )
+_WHOLE = Constraint(
+    "a tile is a group, a part of one or some groups, of about 1024 to 4096 elements",
+    lambda problem, config, target: any(
+        all(config[name] == size for name, size in _piece(problem, most).items()) for most in _SIZES
+    ),
+)
 
 
 def _fits(live: int) -> Constraint:
@@ -306,7 +299,7 @@ def _placed(parameter: ArrayParameter | ScalarParameter, positions: int) -> Arra
     return dataclasses.replace(parameter, aligned=False)
 
 
-def _implement(function: Any, arrays: tuple[Any, ...], problem: Problem, config: Config) -> Implementation:
+def _implement(function: Any, arrays: Arrays, problem: Problem, config: Config) -> Implementation:
     tile_g, tile_c, tile_n = config["tile_g"], config["tile_c"], config["tile_n"]
     channels, positions = problem["channels"], problem["positions"]
     return Implementation(
@@ -357,7 +350,7 @@ def _results(outputs: dict[str, Any]) -> dict[str, Any]:
     return {"dx": outputs["dx"], **sums}
 
 
-def _bytes(arrays: tuple[Any, ...], problem: Problem) -> int:
+def _bytes(arrays: Arrays, problem: Problem) -> int:
     """Shares of sums count as the one row that is made of them."""
     once = [array for array in tensors(arrays) if array.role == "scratch"]
     whole = [array for array in tensors(arrays) if array.role != "scratch"]
@@ -386,19 +379,16 @@ def reference_backward(dy: Any, x: Any, weight: Any, eps: float) -> dict[str, An
     return gradients(reference_forward, {"y": dy}, x=x, weight=weight, bias=weight, eps=eps)
 
 
-_FORWARD_SIZES, _BACKWARD_SIZES = (1024, 2048, 4096), (1024, 2048, 4096)
-
-
 def _spec(
-    name: str, summary: str, function: Any, arrays: tuple[Any, ...], sizes: tuple[int, ...], live: int,
-    schedule: str, exact_as: Array, reference: Any, results: Any, flops: int,
+    function: Any, summary: str, arrays: Arrays, reference: Any, *, live: int, flops: int, schedule: str,
+    results: Callable[[dict[str, Any]], dict[str, Any]],
 ) -> KernelSpec:  # fmt: skip
     return KernelSpec(
-        name=name,
+        name=name_of(function),
         summary=summary,
         module=__name__,
         dimensions=_DIMENSIONS,
-        space=Space(lambda problem: _axes(problem, sizes), (_whole(sizes), _fits(live), TMA_NEEDS_HOPPER)),
+        space=Space(_axes, (_WHOLE, _fits(live), TMA_NEEDS_HOPPER)),
         implement=lambda problem, config: _implement(function, arrays, problem, config),
         default=lambda problem, target: _default(problem, target, live, schedule),
         generic=_generic,
@@ -408,35 +398,33 @@ def _spec(
         results=results,
         bytes_moved=lambda problem: _bytes(arrays, problem),
         flops=lambda problem: flops * _elements(problem),
-        result_dtype=exact_as.dtype_in,
+        result_dtype=tensors(arrays, "output")[0].dtype_in,
         arrays=arrays,
     )
 
 
 FORWARD = _spec(
-    name="group_norm_forward",
-    summary="y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias, group by group",
-    function=group_norm_forward,
-    arrays=_FORWARD_ARRAYS,
-    sizes=_FORWARD_SIZES,
+    group_norm_forward,
+    "y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias, group by group",
+    (_X, _WEIGHT, Array("bias", "weight_dtype", _CHANNELS, aligned=False), Array("y", PRODUCT, _SHAPE, "output"), _EPS),
+    reference_forward,
     live=2,
-    schedule="persistent",
-    exact_as=_FORWARD_ARRAYS[3],
-    reference=reference_forward,
-    results=dict,
     flops=8,
+    schedule="persistent",
+    results=dict,
 )
 BACKWARD = _spec(
-    name="group_norm_backward",
-    summary="gradients of group_norm: dx, and each batch entry's share of dweight and dbias in float32",
-    function=group_norm_backward,
-    arrays=_BACKWARD_ARRAYS,
-    sizes=_BACKWARD_SIZES,
+    group_norm_backward,
+    "gradients of group_norm: dx, and each batch entry's share of dweight and dbias in float32",
+    (
+        Array("dy", PRODUCT, _SHAPE), _X, _WEIGHT, Array("dx", "dtype", _SHAPE, "output"),
+        Array("scales", "float32", ("batch", *_CHANNELS), "scratch", aligned=False),
+        Array("shifts", "float32", ("batch", *_CHANNELS), "scratch", aligned=False), _EPS,
+    ),
+    reference_backward,
     live=3,
-    schedule="block",
-    exact_as=_BACKWARD_ARRAYS[3],
-    reference=reference_backward,
-    results=_results,
     flops=18,
-)
+    schedule="block",
+    results=_results,
+)  # fmt: skip
 SPECS = (FORWARD, BACKWARD)

@@ -10,44 +10,23 @@ which the spec ``column_sum`` adds up.
 
 from __future__ import annotations
 
+import functools
+from dataclasses import replace
 from typing import Any
 
 import cuda.tile as ct
 
-from tilekern.kernels.common.arrays import gradients
-from tilekern.kernels.common.rows import add_up, forward, in_blocks
-from tilekern.kernels.tiles import (
-    FEW_CHUNKS,
-    HELD_BY_DEFAULT,
-    LONGEST_HELD,
-    PASSES_MATCH,
-    TMA_NEEDS_HOPPER,
-    ConstBool,
-    ConstInt,
-    fits_registers,
-    grid_of,
-    hints,
-    is_bounded,
-    load,
-    passes,
-    power_of_two,
-    promoted,
-    row_tiles,
+from tilekern.kernels.common.arrays import PRODUCT, ROWS, drawn, gradients
+from tilekern.kernels.common.rows import (
+    add_up,
+    default_in_blocks,
+    default_of_two_sums,
+    forward,
+    space_of_short_steps,
+    spec,
 )
-from tilekern.spec import (
-    ITEM_BYTES,
-    ArrayParameter,
-    Config,
-    Constraint,
-    Dimension,
-    Implementation,
-    KernelSpec,
-    Problem,
-    ScalarParameter,
-    Space,
-    Value,
-    cdiv,
-)
+from tilekern.kernels.tiles import HELD_BY_DEFAULT, ConstBool, ConstInt, load, power_of_two
+from tilekern.spec import Array, Config, Problem, ScalarParameter
 from tilekern.targets import Target
 
 
@@ -207,78 +186,16 @@ def reference_backward(dy: Any, x: Any, weight: Any, eps: float) -> dict[str, An
     return {"dx": found["dx"], "sums": torch.cat((found["dweight"], found["dbias"]))}
 
 
-def _wide(problem: Problem) -> str:
-    """The dtype of y."""
-    return promoted(problem["dtype"], problem["weight_dtype"])
-
-
-def _parameters(problem: Problem, *, backward: bool) -> tuple[ArrayParameter | ScalarParameter, ...]:
-    columns, dtype, weight_dtype = problem["columns"], problem["dtype"], problem["weight_dtype"]
-    x, eps = ArrayParameter("x", dtype, 2, columns), ScalarParameter("eps", "float32")
-    weight = ArrayParameter("weight", weight_dtype, 1, 3)
-    if backward:
-        dy, dx = ArrayParameter("dy", _wide(problem), 2, columns), ArrayParameter("dx", dtype, 2, columns, "output")
-        return dy, x, weight, dx, ArrayParameter("partial", "float32", 2, 4, "output"), eps
-    bias, y = ArrayParameter("bias", weight_dtype, 1, 1), ArrayParameter("y", _wide(problem), 2, columns, "output")
-    return x, weight, bias, y, eps
-
-
-def _axes(problem: Problem, direction: str) -> dict[str, list[Value]]:
-    columns, backward = problem["columns"], direction == "backward"
-    width, resident = power_of_two(columns), columns <= LONGEST_HELD[direction]
-    return {
-        "schedule": ["persistent"] if backward or not resident else ["persistent", "block"],
-        "passes": passes(columns, direction),
-        "tile_m": row_tiles(columns, 2048, 8192) if resident else [1],
-        "tile_n": sorted({width, min(width, 1024)}) if resident else [1024, 2048],
-        "occupancy": [1, 2, 3, 4] if backward else [2, 4, 8],
-        "num_worker_warps": [0, 8],
-        "tma": [True, False],
-    }
-
-
-def _implement(function: Any, backward: bool, problem: Problem, config: Config) -> Implementation:
-    columns, tile_m, tile_n = problem["columns"], config["tile_m"], config["tile_n"]
-    schedule = () if backward else (("persistent", config["schedule"] == "persistent"),)
-    return Implementation(
-        function=function,
-        parameters=_parameters(problem, backward=backward),
-        constants=(
-            ("columns", columns),
-            ("tile_m", tile_m),
-            ("tile_n", tile_n),
-            ("chunks", cdiv(columns, tile_n)),
-            *schedule,
-            ("long", config["passes"] == 2),
-            ("bounded", is_bounded(tile_m, columns, tile_n)),
-            ("tma", config["tma"]),
-        ),
-        grid=lambda sizes, sm_count: grid_of(cdiv(sizes["rows"], tile_m), config, sm_count),
-        hints=hints(config),
-    )
-
-
-def _default(backward: bool, problem: Problem, target: Target) -> Config:
-    columns = problem["columns"]
-    in_block = None if backward else in_blocks(problem, 8)
-    if in_block is not None:
-        return in_block
-    resident, width = columns <= HELD_BY_DEFAULT, power_of_two(columns)
-    if backward and 1024 <= width <= 4096 and problem["dtype"] != "float32":
+def _default_backward(problem: Problem, target: Target) -> Config:
+    width = power_of_two(problem["columns"])
+    if 1024 <= width <= 4096 and problem["dtype"] != "float32":
         # Seven sums are many registers: short chunks leave some for another block.
         return Config(
             schedule="persistent", passes=1, tile_m=2048 // min(width, 2048), tile_n=1024, occupancy=3,
             num_worker_warps=0, tma=target.capability >= 90,
         )  # fmt: skip
-    return Config(
-        schedule="persistent",
-        passes=1 if resident else 2,
-        tile_m=max(1, min(64, (2048 if backward else 4096) // width)) if resident else 1,
-        tile_n=width if resident and width <= 4096 else 1024,
-        occupancy=(2 if backward else 4) if width <= 4096 else 1 if backward else 2,
-        num_worker_warps=8 if resident and width > 2048 else 0,
-        tma=target.capability >= 90,
-    )
+    warps = 8 if 2048 < problem["columns"] <= HELD_BY_DEFAULT else 0
+    return default_of_two_sums(4, problem, target).but(num_worker_warps=warps)
 
 
 def _generic(problem: Problem) -> Config:
@@ -289,99 +206,39 @@ def _generic(problem: Problem) -> Config:
     )  # fmt: skip
 
 
-def _inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
-    """Of either direction, each of which takes some."""
-    import torch
-
-    def normal(*shape: int, dtype: str) -> Any:
-        return torch.randn(shape, generator=generator, device=device).to(getattr(torch, dtype))
-
-    shape, weight_dtype = (problem["rows"], problem["columns"]), problem["weight_dtype"]
-    return {
-        "x": normal(*shape, dtype=problem["dtype"]), "weight": normal(3, dtype=weight_dtype), "eps": 1e-6
-    }  # fmt: skip
-
-
-def _forward_inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
-    import torch
-
-    bias = torch.randn((1,), generator=generator, device=device).to(getattr(torch, problem["weight_dtype"]))
-    return _inputs(problem, generator, device) | {"bias": bias}
-
-
-def _backward_inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
-    import torch
-
-    dy = torch.randn((problem["rows"], problem["columns"]), generator=generator, device=device)
-    return {"dy": dy.to(getattr(torch, _wide(problem)))} | _inputs(problem, generator, device)
-
-
-def _outputs(problem: Problem, blocks: int) -> dict[str, tuple[tuple[int, ...], str]]:
-    shape = (problem["rows"], problem["columns"])
-    return {"dx": (shape, problem["dtype"]), "partial": ((blocks, 4), "float32")}
-
-
-def _results(outputs: dict[str, Any]) -> dict[str, Any]:
-    """The shares of all blocks, added up."""
-    return {"dx": outputs["dx"], "sums": outputs["partial"].double().sum(0)}
-
-
-def _bytes(problem: Problem, *, backward: bool) -> int:
-    """Partial sums count as the one row that is made of them."""
-    elements, size = problem["rows"] * problem["columns"], ITEM_BYTES[problem["dtype"]]
-    wide, weight = ITEM_BYTES[_wide(problem)], ITEM_BYTES[problem["weight_dtype"]]
-    return int(elements * (wide + 2 * size) + 3 * weight + 16 if backward else elements * (wide + size) + 4 * weight)
-
-
-_DIMENSIONS = (
-    Dimension("rows", "bucketed"),
-    Dimension("columns", "exact"),
-    Dimension("dtype", "dtype"),
-    Dimension("weight_dtype", "dtype"),
-)
-_TMA_PAYS = Constraint(
-    "one block a step has no loop in which its own TMA loads could run ahead, which pays for short rows alone",
-    lambda problem, config, target: (
-        config["schedule"] == "persistent" or not config["tma"] or problem["columns"] <= 1024
+_X, _WEIGHT = Array("x", "dtype", ROWS), Array("weight", "weight_dtype", ("3",))
+_EPS = ScalarParameter("eps", "float32", 1e-6)
+_FORWARD_ARRAYS = (_X, _WEIGHT, Array("bias", "weight_dtype", ("1",)), Array("y", PRODUCT, ROWS, "output"), _EPS)
+_BACKWARD_ARRAYS = (
+    Array("dy", PRODUCT, ROWS), _X, _WEIGHT, Array("dx", "dtype", ROWS, "output"),
+    Array("partial", "float32", ("blocks", "4"), "scratch"), _EPS,
+)  # fmt: skip
+FORWARD = replace(
+    spec(
+        poly_norm_forward,
+        "y = the sum of x^3, x^2 and x, each divided by its root mean square and weighted, and a bias",
+        _FORWARD_ARRAYS,
+        reference_forward,
+        live=2,
+        flops=14,
+        default=lambda problem, target: default_in_blocks(2, 8, problem, target),
     ),
-)
-FORWARD = KernelSpec(
-    name="poly_norm_forward",
-    summary="y = the sum of x^3, x^2 and x, each divided by its root mean square and weighted, and a bias",
-    module=__name__,
-    dimensions=_DIMENSIONS,
-    space=Space(
-        lambda problem: _axes(problem, "forward"),
-        (fits_registers(2), TMA_NEEDS_HOPPER, _TMA_PAYS, PASSES_MATCH, FEW_CHUNKS),
-    ),
-    implement=lambda problem, config: _implement(poly_norm_forward, False, problem, config),
-    default=lambda problem, target: _default(False, problem, target),
+    space=space_of_short_steps(2, 8192),
     generic=_generic,
-    inputs=_forward_inputs,
-    outputs=lambda problem, blocks: {"y": ((problem["rows"], problem["columns"]), _wide(problem))},
-    reference=reference_forward,
-    bytes_moved=lambda problem: _bytes(problem, backward=False),
-    flops=lambda problem: 14 * problem["rows"] * problem["columns"],
-    result_dtype=_wide,
+    inputs=functools.partial(drawn, _FORWARD_ARRAYS, about_one=False),
 )
-BACKWARD = KernelSpec(
-    name="poly_norm_backward",
-    summary="gradients of poly_norm: dx, and those of weight and bias as one float32 row of four for each block",
-    module=__name__,
-    dimensions=_DIMENSIONS,
-    space=Space(
-        lambda problem: _axes(problem, "backward"),
-        (fits_registers(5), TMA_NEEDS_HOPPER, PASSES_MATCH, FEW_CHUNKS),
+BACKWARD = replace(
+    spec(
+        poly_norm_backward,
+        "gradients of poly_norm: dx, and those of weight and bias as one float32 row of four for each block",
+        _BACKWARD_ARRAYS,
+        reference_backward,
+        sums=("sums",),
+        live=5,
+        flops=34,
+        default=_default_backward,
     ),
-    implement=lambda problem, config: _implement(poly_norm_backward, True, problem, config),
-    default=lambda problem, target: _default(True, problem, target),
     generic=_generic,
-    inputs=_backward_inputs,
-    outputs=_outputs,
-    reference=reference_backward,
-    results=_results,
-    bytes_moved=lambda problem: _bytes(problem, backward=True),
-    flops=lambda problem: 34 * problem["rows"] * problem["columns"],
-    result_dtype=lambda problem: str(problem["dtype"]),
+    inputs=functools.partial(drawn, _BACKWARD_ARRAYS, about_one=False),
 )
 SPECS = (FORWARD, BACKWARD)

@@ -343,6 +343,19 @@ def space_of_narrow_chunks(live: int) -> Space:
     return Space(_narrow_axes, (fits_registers(live), TMA_NEEDS_HOPPER, _TMA_PAYS, PASSES_MATCH, FEW_CHUNKS))
 
 
+def space_of_short_steps(live: int, most: int) -> Space:
+    """The space of a forward whose steps hold at most ``most`` elements."""
+    return Space(
+        lambda problem: _short_axes(problem, most),
+        (fits_registers(live), TMA_NEEDS_HOPPER, _TMA_PAYS, PASSES_MATCH, FEW_CHUNKS),
+    )
+
+
+def _short_axes(problem: Problem, most: int) -> dict[str, list[Value]]:
+    held = problem["columns"] <= LONGEST_HELD["forward"]
+    return {**_axes(problem, "forward"), "tile_m": row_tiles(problem["columns"], 2048, most) if held else [1]}
+
+
 def _narrow_axes(problem: Problem) -> dict[str, list[Value]]:
     axes = _axes(problem, "forward")
     narrow: list[Value] = [512] if 1024 < problem["columns"] <= LONGEST_HELD["forward"] else []
