@@ -107,31 +107,19 @@ def fused_add_rms_norm_offset_backward(
 _WEIGHT = Array("weight", "weight_dtype", COLUMNS)
 
 
-def reference_forward(residual: Any, x: Any, weight: Any, eps: float) -> dict[str, Any]:
+def reference_forward(
+    residual: Any, x: Any, weight: Any, eps: float, offset: float = 0.0, cast: bool = True
+) -> dict[str, Any]:
     """The formula in float64 but for the casts of the sum and of the normalised row, which belong to the op."""
     total = residual.double() + x.double()
-    return {"total": total, **rms_norm.reference_forward(total.to(x.dtype), weight, eps)}
+    return {"total": total, **rms_norm.reference_forward(total.to(x.dtype), weight, eps, offset, cast)}
 
 
-def reference_backward(dtotal: Any, dy: Any, total: Any, weight: Any, eps: float) -> dict[str, Any]:
+def reference_backward(
+    dtotal: Any, dy: Any, total: Any, weight: Any, eps: float, offset: float = 0.0, cast: bool = True
+) -> dict[str, Any]:
     """The gradients of :func:`reference_forward`, the casts' own slopes taken as 1, as autograd does."""
-    gradients = rms_norm.reference_backward(dy, total, weight, eps)
-    return {**gradients, "dx": dtotal.double() + gradients["dx"]}
-
-
-def reference_offset_forward(
-    residual: Any, x: Any, weight: Any, eps: float, offset: float, cast: bool
-) -> dict[str, Any]:
-    """The formula in float64 but for its casts, which belong to the op."""
-    total = residual.double() + x.double()
-    return {"total": total, **rms_norm.reference_offset_forward(total.to(x.dtype), weight, eps, offset, cast)}
-
-
-def reference_offset_backward(
-    dtotal: Any, dy: Any, total: Any, weight: Any, eps: float, offset: float, cast: bool
-) -> dict[str, Any]:
-    """The gradients of :func:`reference_offset_forward`."""
-    gradients = rms_norm.reference_offset_backward(dy, total, weight, eps, offset, cast)
+    gradients = rms_norm.reference_backward(dy, total, weight, eps, offset, cast)
     return {**gradients, "dx": dtotal.double() + gradients["dx"]}
 
 
@@ -173,7 +161,7 @@ OFFSET_FORWARD = spec(
     fused_add_rms_norm_offset_forward,
     "total = residual + x and y = (weight + offset) * total / sqrt(mean(total^2) + eps), row by row",
     with_offset(FORWARD.arrays),
-    reference_offset_forward,
+    reference_forward,
     flags=("cast",),
     dependent=True,
     live=2,
@@ -183,7 +171,7 @@ OFFSET_BACKWARD = spec(
     fused_add_rms_norm_offset_backward,
     "gradients of fused_add_rms_norm with an offset: dx, which is dresidual too, and dweight by blocks",
     with_offset(BACKWARD.arrays),
-    reference_offset_backward,
+    reference_backward,
     sums=("dweight",),
     flags=("cast",),
     dependent=True,

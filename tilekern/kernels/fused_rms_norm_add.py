@@ -51,7 +51,7 @@ def fused_rms_norm_add_forward(
 
 def reference(residual: Any, x: Any, weight: Any, eps: float, offset: float, cast: bool) -> dict[str, Any]:
     """The formula in float64 but for the casts of the norm, which belong to the op."""
-    normed = rms_norm.reference_offset_forward(x, weight, eps, offset, cast)["y"]
+    normed = rms_norm.reference_forward(x, weight, eps, offset, cast)["y"]
     return {"y": residual.double() + normed.to(x.dtype).double()}
 
 

@@ -130,16 +130,16 @@ def reference_forward(
 ) -> dict[str, Any]:
     """The formula in float64 but for its casts, which belong to the op."""
     total = fused_rms_norm_add.reference(residual, x, weight, eps, offset, cast)["y"]
-    return {"total": total, **rms_norm.reference_offset_forward(total.to(x.dtype), next_weight, eps, offset, cast)}
+    return {"total": total, **rms_norm.reference_forward(total.to(x.dtype), next_weight, eps, offset, cast)}
 
 
 def reference_backward(
     dtotal: Any, dy: Any, total: Any, x: Any, weight: Any, next_weight: Any, eps: float, offset: float, cast: bool
 ) -> dict[str, Any]:
     """The gradients of :func:`reference_forward`, the casts' own slopes taken as 1, as autograd does."""
-    second = rms_norm.reference_offset_backward(dy, total, next_weight, eps, offset, cast)
+    second = rms_norm.reference_backward(dy, total, next_weight, eps, offset, cast)
     dresidual = dtotal.double() + second["dx"]
-    first = rms_norm.reference_offset_backward(dresidual, x, weight, eps, offset, cast)
+    first = rms_norm.reference_backward(dresidual, x, weight, eps, offset, cast)
     return {"dresidual": dresidual, **first, "dnext_weight": second["dweight"]}
 
 

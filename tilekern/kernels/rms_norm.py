@@ -157,35 +157,30 @@ def with_offset(arrays: Arrays) -> Arrays:
     return tuple(one for x in plain for one in ((x, OFFSET) if x == EPS else (x,)))
 
 
-def reference_forward(x: Any, weight: Any, eps: float) -> dict[str, Any]:
-    """The formula in float64 but for the cast of the normalised row, which is part of what the op means."""
+def reference_forward(x: Any, weight: Any, eps: float, offset: float = 0.0, cast: bool = True) -> dict[str, Any]:
+    """The formula in float64 but for the cast of the normalised row, where there is one: it belongs to the op."""
     import torch
 
     wide = x.double()
     normal = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return {"y": normal.to(x.dtype).double() * weight.double()}
+    return {"y": _cast(normal, x, cast) * (weight.double() + offset)}
 
 
-def reference_backward(dy: Any, x: Any, weight: Any, eps: float) -> dict[str, Any]:
+def reference_backward(
+    dy: Any, x: Any, weight: Any, eps: float, offset: float = 0.0, cast: bool = True
+) -> dict[str, Any]:
     """The gradients of :func:`reference_forward`, the cast's own slope taken as 1, as autograd does."""
     import torch
 
     wide, gradient = x.double(), dy.double()
     rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    pulled = gradient * weight.double()
+    pulled = gradient * (weight.double() + offset)
     dx = rstd * (pulled - wide * rstd.square() * (pulled * wide).mean(-1, keepdim=True))
-    dweight = (gradient * (wide * rstd).to(x.dtype).double()).sum(0)
-    return {"dx": dx, "dweight": dweight}
+    return {"dx": dx, "dweight": (gradient * _cast(wide * rstd, x, cast)).sum(0)}
 
 
-def reference_offset_forward(x: Any, weight: Any, eps: float, offset: float, cast: bool) -> dict[str, Any]:
-    """The formula in float64, but for the inner cast where there is one."""
-    return reference_forward(x if cast else x.double(), weight.double() + offset, eps)
-
-
-def reference_offset_backward(dy: Any, x: Any, weight: Any, eps: float, offset: float, cast: bool) -> dict[str, Any]:
-    """The gradients of :func:`reference_offset_forward`."""
-    return reference_backward(dy, x if cast else x.double(), weight.double() + offset, eps)
+def _cast(normal: Any, x: Any, cast: bool) -> Any:
+    return normal.to(x.dtype).double() if cast else normal
 
 
 # The row is rounded to the dtype of x on its way to y, which may be wider.
@@ -213,7 +208,7 @@ OFFSET_FORWARD = spec(
     rms_norm_offset_forward,
     "y = (weight + offset) * x / sqrt(mean(x^2) + eps), row by row, with or without the inner cast",
     with_offset(FORWARD.arrays),
-    reference_offset_forward,
+    reference_forward,
     flags=("cast",),
     live=2,
     flops=5,
@@ -222,7 +217,7 @@ OFFSET_BACKWARD = spec(
     rms_norm_offset_backward,
     "gradients of rms_norm with an offset: dx, and dweight as one float32 row for each block",
     with_offset(BACKWARD.arrays),
-    reference_offset_backward,
+    reference_backward,
     sums=("dweight",),
     flags=("cast",),
     live=4,
