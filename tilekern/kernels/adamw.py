@@ -18,29 +18,10 @@ from typing import Any
 
 import cuda.tile as ct
 
-from tilekern.kernels.tiles import (
-    ConstBool,
-    ConstInt,
-    grid_of,
-    hints,
-    is_bounded,
-    load,
-    power_of_two,
-)
-from tilekern.spec import (
-    ITEM_BYTES,
-    ArrayParameter,
-    Config,
-    Constraint,
-    Dimension,
-    Implementation,
-    KernelSpec,
-    Problem,
-    ScalarParameter,
-    Space,
-    Value,
-    cdiv,
-)
+from tilekern.kernels.common.arrays import ROWS, Arrays
+from tilekern.kernels.common.tables import MATRIX, spec
+from tilekern.kernels.tiles import ConstBool, ConstInt, grid_of, is_bounded, load, power_of_two
+from tilekern.spec import Array, Config, Constraint, Problem, ScalarParameter, Space, Value, cdiv
 
 
 def _step_tile(
@@ -137,30 +118,19 @@ _FITS_REGISTERS = Constraint(
     "five live values for each element of a tile exceed the SM's registers at this occupancy",
     lambda problem, config, target: _elements(config) * 5 * config["occupancy"] <= 1.25 * target.registers,
 )
-_SCALARS = ("sign", "decay", "weight1", "beta2", "weight2", "step_size", "eps")
 _READ, _WRITTEN = ("param", "grad", "exp_avg", "exp_avg_sq"), ("new_param", "new_exp_avg", "new_exp_avg_sq")
+_SCALARS = {
+    "sign": -1.0, "decay": 0.95, "weight1": 0.1, "beta2": 0.98, "weight2": 0.02, "step_size": 0.1, "eps": 1e-3,
+}  # fmt: skip
+_ARRAYS: Arrays = (
+    *(Array(name, "dtype", ROWS) for name in _READ),
+    *(ScalarParameter(name, "float32", sample) for name, sample in _SCALARS.items()),
+    *(Array(name, "dtype", ROWS, "output") for name in _WRITTEN),
+)
 
 
-def _implement(problem: Problem, config: Config) -> Implementation:
-    columns, dtype, tile_m, tile_n = problem["columns"], problem["dtype"], config["tile_m"], config["tile_n"]
-    across = cdiv(columns, tile_n)
-    return Implementation(
-        function=adamw_step_block if config["schedule"] == "block" else adamw_step_persistent,
-        parameters=(
-            *(ArrayParameter(name, dtype, 2, columns) for name in _READ),
-            *(ScalarParameter(name, "float32") for name in _SCALARS),
-            *(ArrayParameter(name, dtype, 2, columns, "output") for name in _WRITTEN),
-        ),
-        constants=(
-            ("columns", columns),
-            ("tile_m", tile_m),
-            ("tile_n", tile_n),
-            ("bounded", is_bounded(tile_m, columns, tile_n)),
-        ),
-        grid=lambda sizes, sm_count: grid_of(cdiv(sizes["rows"], tile_m) * across, config, sm_count),
-        hints=hints(config),
-        dependent=True,
-    )
+def _grid(sizes: Problem, config: Config, sm_count: int) -> int:
+    return grid_of(cdiv(sizes["rows"], config["tile_m"]) * cdiv(sizes["columns"], config["tile_n"]), config, sm_count)
 
 
 def _config(problem: Problem, schedule: str, elements: int, occupancy: int) -> Config:
@@ -170,29 +140,19 @@ def _config(problem: Problem, schedule: str, elements: int, occupancy: int) -> C
     )
 
 
-def _inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
+def _given(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
     """Parameters that a step does not bring near zero, where they had no relative accuracy, but moves by many ulps."""
     import torch
 
     shape, dtype = (problem["rows"], problem["columns"]), getattr(torch, problem["dtype"])
 
-    def drawn(least: float = 0.0) -> Any:
+    def drawn(least: float) -> Any:
         x = torch.randn(shape, generator=generator, device=device)
         return x.add_(x.sign(), alpha=least)
 
-    return {
-        "param": drawn(2.0).to(dtype),
-        "grad": drawn(0.5).to(dtype),
-        "exp_avg": drawn(0.5).to(dtype),
-        "exp_avg_sq": drawn(0.5).square_().to(dtype),
-        "sign": -1.0,
-        "decay": 0.95,
-        "weight1": 0.1,
-        "beta2": 0.98,
-        "weight2": 0.02,
-        "step_size": 0.1,
-        "eps": 1e-3,
-    }
+    param, grad, exp_avg, exp_avg_sq = (drawn(least) for least in (2.0, 0.5, 0.5, 0.5))
+    read = (param, grad, exp_avg, exp_avg_sq.square_())
+    return {name: x.to(dtype) for name, x in zip(_READ, read, strict=True)}
 
 
 def reference(
@@ -207,23 +167,21 @@ def reference(
     return {"new_param": p, "new_exp_avg": m, "new_exp_avg_sq": v}
 
 
-SPEC = KernelSpec(
-    name="adamw",
-    summary="a step of AdamW: a parameter and its two moments, in place",
-    module=__name__,
-    dimensions=(Dimension("rows", "bucketed"), Dimension("columns", "exact"), Dimension("dtype", "dtype")),
+SPEC = spec(
+    "adamw",
+    "a step of AdamW: a parameter and its two moments, in place",
+    MATRIX,
+    lambda problem: _ARRAYS,
+    reference,
+    function=lambda problem, config: adamw_step_block if config["schedule"] == "block" else adamw_step_persistent,
+    constants=lambda problem, config: {"bounded": is_bounded(config["tile_m"], problem["columns"], config["tile_n"])},
+    grid=_grid,
     space=Space(_axes, (_SIZED, _IN_ONE_PIECE, _IN_FLIGHT, _FITS_REGISTERS)),
-    implement=_implement,
     default=lambda problem, target: _config(problem, "block", 1024, 8),
     generic=lambda problem: _config(problem, "persistent", 512, 1),
-    inputs=_inputs,
-    outputs=lambda problem, blocks: dict.fromkeys(_WRITTEN, ((problem["rows"], problem["columns"]), problem["dtype"])),
-    reference=reference,
-    bytes_moved=lambda problem: (
-        (len(_READ) + len(_WRITTEN)) * problem["rows"] * problem["columns"] * ITEM_BYTES[problem["dtype"]]
-    ),
+    given=_given,
     flops=lambda problem: 15 * problem["rows"] * problem["columns"],
-    result_dtype=lambda problem: problem["dtype"],
+    dependent=True,
 )
 
 SPECS = (SPEC,)

@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import cuda.tile as ct
 
-from tilekern.kernels.tiles import TMA_NEEDS_HOPPER, ConstBool, ConstInt, grid_of, hints, load, power_of_two
-from tilekern.spec import (
-    ITEM_BYTES,
-    ArrayParameter,
-    Config,
-    Constraint,
-    Dimension,
-    Implementation,
-    KernelSpec,
-    Problem,
-    Space,
-    cdiv,
-)
+from tilekern.kernels.common.arrays import COLUMNS, ROWS, Arrays
+from tilekern.kernels.common.tables import MATRIX, spec
+from tilekern.kernels.tiles import TMA_NEEDS_HOPPER, ConstBool, ConstInt, grid_of, load, power_of_two
+from tilekern.spec import Array, Config, Constraint, Problem, Space, cdiv
 from tilekern.targets import Target
 
 
@@ -34,25 +23,9 @@ def column_sum(x, y, columns: ConstInt, tile_m: ConstInt, tile_n: ConstInt, late
         ct.store(y, (c,), ct.sum(total, axis=0).astype(y.dtype))
 
 
-def _implement(problem: Problem, config: Config) -> Implementation:
-    return Implementation(
-        function=column_sum,
-        parameters=(
-            ArrayParameter("x", "float32", 2, problem["columns"]),
-            # A store by 16 bytes would reach beyond a result that is shorter.
-            ArrayParameter("y", problem["dtype"], 1, problem["columns"], "output", problem["columns"] >= 8),
-        ),
-        constants=(
-            ("columns", problem["columns"]),
-            ("tile_m", config["tile_m"]),
-            ("tile_n", config["tile_n"]),
-            ("latency", config["latency"]),
-            ("tma", config["tma"]),
-        ),
-        grid=lambda sizes, sm_count: grid_of(cdiv(sizes["columns"], config["tile_n"]), config, sm_count),
-        hints=hints(config),
-        dependent=True,
-    )
+def _arrays(problem: Problem) -> Arrays:
+    # A store by 16 bytes would reach beyond a result that is shorter.
+    return Array("x", "float32", ROWS), Array("y", "dtype", COLUMNS, "output", problem["columns"] >= 8)
 
 
 def _default(problem: Problem, target: Target) -> Config:
@@ -60,17 +33,14 @@ def _default(problem: Problem, target: Target) -> Config:
     return Config(schedule="block", tile_m=tile_m, tile_n=32, occupancy=1, num_worker_warps=0, tma=False, latency=0)
 
 
-def _inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
-    import torch
-
-    return {"x": torch.randn((problem["rows"], problem["columns"]), generator=generator, device=device)}
-
-
-SPEC = KernelSpec(
-    name="column_sum",
-    summary="y = sum of x over its rows, float32 sums in a fixed order",
-    module=__name__,
-    dimensions=(Dimension("rows", "bucketed"), Dimension("columns", "exact"), Dimension("dtype", "dtype")),
+SPEC = spec(
+    "column_sum",
+    "y = sum of x over its rows, float32 sums in a fixed order",
+    MATRIX,
+    _arrays,
+    lambda x: {"y": x.double().sum(0)},
+    function=lambda problem, config: column_sum,
+    grid=lambda sizes, config, sm_count: grid_of(cdiv(sizes["columns"], config["tile_n"]), config, sm_count),
     space=Space(
         lambda problem: {
             "schedule": ["block"],
@@ -89,17 +59,12 @@ SPEC = KernelSpec(
             ),
         ),
     ),
-    implement=_implement,
     default=_default,
     generic=lambda problem: Config(
         schedule="block", tile_m=32, tile_n=16, occupancy=1, num_worker_warps=0, tma=False, latency=0
     ),
-    inputs=_inputs,
-    outputs=lambda problem, blocks: {"y": ((problem["columns"],), problem["dtype"])},
-    reference=lambda x: {"y": x.double().sum(0)},
-    bytes_moved=lambda problem: problem["columns"] * (problem["rows"] * 4 + ITEM_BYTES[problem["dtype"]]),
     flops=lambda problem: problem["rows"] * problem["columns"],
-    result_dtype=lambda problem: problem["dtype"],
+    dependent=True,
     inputs_in_l2=True,
 )
 

@@ -12,19 +12,9 @@ from typing import Any
 
 import cuda.tile as ct
 
-from tilekern.kernels.tiles import ConstInt, hints
-from tilekern.spec import (
-    ITEM_BYTES,
-    ArrayParameter,
-    Config,
-    Dimension,
-    Implementation,
-    KernelSpec,
-    Problem,
-    ScalarParameter,
-    Space,
-    cdiv,
-)
+from tilekern.kernels.common.tables import spec
+from tilekern.kernels.tiles import ConstInt
+from tilekern.spec import Array, Config, Dimension, Problem, ScalarParameter, Space, cdiv
 
 # A word holds the number of an op, which is not 0, times this, and a label of less than half of it.
 SPAN = 1 << 48
@@ -67,43 +57,30 @@ def check_labels(target, ignore_index, vocabulary, op, labels, counted, seen, ti
         ct.atomic_xchg(seen, (0,), word_of(op, ct.where(high != 0, high, low)))
 
 
-def _implement(problem: Problem, config: Config) -> Implementation:
-    dtype = "int64" if problem["wide"] else "int32"
-    return Implementation(
-        function=check_labels,
-        parameters=(
-            ArrayParameter("target", dtype, 1),
-            ScalarParameter("ignore_index", "int32"),
-            ScalarParameter("vocabulary", "int32"),
-            ScalarParameter("op", "int32"),
-            ArrayParameter("labels", "int32", 1, role="output"),
-            ArrayParameter("counted", "int64", 1, role="output"),
-            # Written to where a label is outside alone.
-            ArrayParameter("seen", "int64", 1),
-        ),
-        constants=(("tile_n", config["tile_n"]),),
-        grid=lambda sizes, sm_count: (
-            1 if sizes["rows"] <= _ONE_BLOCK else min(cdiv(sizes["rows"], config["tile_n"]), sm_count)
-        ),
-        hints=hints(config),
-    )
-
-
 def _config(tile_n: int, warps: int) -> Config:
     return Config(schedule="persistent", tile_n=tile_n, num_worker_warps=warps)
 
 
-def _inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
+_VOCABULARY = 151936
+_ARRAYS = (
+    Array("target", "label", ("rows",)),
+    ScalarParameter("ignore_index", "int32", -100),
+    ScalarParameter("vocabulary", "int32", _VOCABULARY),
+    ScalarParameter("op", "int32", 1),
+    Array("labels", "int32", ("rows",), "output"),
+    Array("counted", "int64", ("blocks",), "output"),
+    # Written to where a label is outside alone.
+    Array("seen", "int64", ("1",)),
+)
+
+
+def _given(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
     import torch
 
-    shape, dtype = (problem["rows"],), torch.int64 if problem["wide"] else torch.int32
-    target = torch.randint(_VOCABULARY, shape, generator=generator, device=device, dtype=dtype)
+    dtype = torch.int64 if problem["wide"] else torch.int32
+    target = torch.randint(_VOCABULARY, (problem["rows"],), generator=generator, device=device, dtype=dtype)
     target[3::7] = -100
-    seen = torch.zeros(1, dtype=torch.int64, device=device)
-    return {"target": target, "ignore_index": -100, "vocabulary": _VOCABULARY, "op": 1, "seen": seen}
-
-
-_VOCABULARY = 151936
+    return {"target": target, "seen": torch.zeros(1, dtype=torch.int64, device=device)}
 
 
 def reference(target: Any, ignore_index: int, vocabulary: int, op: int, seen: Any) -> dict[str, Any]:
@@ -113,28 +90,23 @@ def reference(target: Any, ignore_index: int, vocabulary: int, op: int, seen: An
     return {"labels": labels.double(), "counted": (target != ignore_index).sum().double()}
 
 
-def _bytes(problem: Problem) -> int:
-    return problem["rows"] * (ITEM_BYTES["int64" if problem["wide"] else "int32"] + ITEM_BYTES["int32"])
-
-
-SPEC = KernelSpec(
-    name="labels",
-    summary="labels as int32, how many count, and whether one is outside the vocabulary",
-    module=__name__,
-    dimensions=(Dimension("rows", "bucketed"), Dimension("wide", "flag")),
-    space=Space(
-        lambda problem: {"schedule": ["persistent"], "tile_n": [1024, 2048], "num_worker_warps": [0, 8]},
+SPEC = spec(
+    "labels",
+    "labels as int32, how many count, and whether one is outside the vocabulary",
+    (Dimension("rows", "bucketed"), Dimension("wide", "flag")),
+    lambda problem: _ARRAYS,
+    reference,
+    function=lambda problem, config: check_labels,
+    sizes=lambda problem: {"label": "int64" if problem["wide"] else "int32"},
+    grid=lambda sizes, config, sm_count: (
+        1 if sizes["rows"] <= _ONE_BLOCK else min(cdiv(sizes["rows"], config["tile_n"]), sm_count)
     ),
-    implement=_implement,
+    space=Space(lambda problem: {"schedule": ["persistent"], "tile_n": [1024, 2048], "num_worker_warps": [0, 8]}),
     default=lambda problem, target: _config(2048, 8) if problem["rows"] <= _ONE_BLOCK else _config(1024, 0),
     generic=lambda problem: _config(1024, 0),
-    inputs=_inputs,
-    outputs=lambda problem, blocks: {"labels": ((problem["rows"],), "int32"), "counted": ((blocks,), "int64")},
-    reference=reference,
+    given=_given,
     results=lambda found: found | {"counted": found["counted"].sum()},
-    bytes_moved=_bytes,
     flops=lambda problem: 4 * problem["rows"],
-    result_dtype=lambda problem: "float32",
 )
 
 SPECS = (SPEC,)

@@ -10,19 +10,10 @@ from typing import Any
 
 import cuda.tile as ct
 
-from tilekern.kernels.tiles import ConstBool, ConstInt, grid_of, hints, load, power_of_two
-from tilekern.spec import (
-    ITEM_BYTES,
-    ArrayParameter,
-    Config,
-    Dimension,
-    Implementation,
-    KernelSpec,
-    Problem,
-    Space,
-    Value,
-    cdiv,
-)
+from tilekern.kernels.common.arrays import ROWS
+from tilekern.kernels.common.tables import MATRIX, spec
+from tilekern.kernels.tiles import ConstBool, ConstInt, grid_of, load, power_of_two
+from tilekern.spec import Array, Config, Problem, Space, Value, cdiv
 
 
 @ct.kernel
@@ -40,21 +31,6 @@ def scale_persistent(x, factor, y, columns: ConstInt, tile_n: ConstInt, bounded:
             ct.store(y, index, tile.astype(y.dtype), check_bounds=bounded, allow_tma=False)
 
 
-def _implement(problem: Problem, config: Config) -> Implementation:
-    columns, tile_n = problem["columns"], config["tile_n"]
-    return Implementation(
-        function=scale_persistent,
-        parameters=(
-            ArrayParameter("x", problem["dtype"], 2, columns),
-            ArrayParameter("factor", "float32", 1),
-            ArrayParameter("y", problem["dtype"], 2, columns, "output"),
-        ),
-        constants=(("columns", columns), ("tile_n", tile_n), ("bounded", columns % tile_n != 0)),
-        grid=lambda sizes, sm_count: grid_of(sizes["rows"] * cdiv(columns, tile_n), config, sm_count),
-        hints=hints(config),
-    )
-
-
 def _config(tile_n: int, occupancy: int) -> Config:
     return Config(schedule="persistent", tile_n=tile_n, occupancy=occupancy, num_worker_warps=0, tma=False)
 
@@ -70,29 +46,30 @@ def _axes(problem: Problem) -> dict[str, list[Value]]:
     }
 
 
-def _inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
+def _given(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
     import torch
 
-    shape, dtype = (problem["rows"], problem["columns"]), getattr(torch, problem["dtype"])
-    x = torch.randn(shape, generator=generator, device=device).to(dtype)
-    return {"x": x, "factor": torch.full((1,), 0.37, device=device)}
+    return {"factor": torch.full((1,), 0.37, device=device)}
 
 
-SPEC = KernelSpec(
-    name="scale",
-    summary="x *= factor in place, nothing where the factor is 1",
-    module=__name__,
-    dimensions=(Dimension("rows", "bucketed"), Dimension("columns", "exact"), Dimension("dtype", "dtype")),
+SPEC = spec(
+    "scale",
+    "x *= factor in place, nothing where the factor is 1",
+    MATRIX,
+    lambda problem: (
+        Array("x", "dtype", ROWS), Array("factor", "float32", ("1",)), Array("y", "dtype", ROWS, "output")
+    ),
+    lambda x, factor: {"y": x.double() * factor.double()},
+    function=lambda problem, config: scale_persistent,
+    constants=lambda problem, config: {"bounded": problem["columns"] % config["tile_n"] != 0},
+    grid=lambda sizes, config, sm_count: grid_of(
+        sizes["rows"] * cdiv(sizes["columns"], config["tile_n"]), config, sm_count
+    ),
     space=Space(_axes),
-    implement=_implement,
     default=lambda problem, target: _config(min(1024, power_of_two(problem["columns"])), 8),
     generic=lambda problem: _config(min(256, power_of_two(problem["columns"])), 4),
-    inputs=_inputs,
-    outputs=lambda problem, blocks: {"y": ((problem["rows"], problem["columns"]), problem["dtype"])},
-    reference=lambda x, factor: {"y": x.double() * factor.double()},
-    bytes_moved=lambda problem: 2 * problem["rows"] * problem["columns"] * ITEM_BYTES[problem["dtype"]],
+    given=_given,
     flops=lambda problem: problem["rows"] * problem["columns"],
-    result_dtype=lambda problem: problem["dtype"],
-)
+)  # fmt: skip
 
 SPECS = (SPEC,)

@@ -2,25 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import cuda.tile as ct
 
 from tilekern.kernels.attention import problem as shared
-from tilekern.kernels.tiles import TMA_NEEDS_HOPPER, ConstBool, ConstInt, grid_of, hints, load
-from tilekern.spec import (
-    ITEM_BYTES,
-    ArrayParameter,
-    Config,
-    Constraint,
-    Dimension,
-    Implementation,
-    KernelSpec,
-    Problem,
-    Space,
-    Value,
-    cdiv,
-)
+from tilekern.kernels.common.tables import spec
+from tilekern.kernels.tiles import TMA_NEEDS_HOPPER, ConstBool, ConstInt, grid_of, load
+from tilekern.spec import Array, Config, Constraint, Dimension, Problem, Space, Value, cdiv
 
 
 @ct.kernel
@@ -41,31 +28,6 @@ def attention_delta(
         sums = ct.reshape(ct.sum(left * right, axis=3), (tile_m, tile_h))
         values = ct.reshape(ct.transpose(sums), (1, tile_h, tile_m))
         ct.store(delta, (batch, head, row), values, check_bounds=bounded, allow_tma=False)
-
-
-def _implement(problem: Problem, config: Config) -> Implementation:
-    head_dim, heads, depth = problem["head_dim"], problem["heads"], shared.depth_of(problem)
-    tile_m, tile_h = config["tile_m"], config["tile_h"]
-    across = cdiv(heads, tile_h)
-    return Implementation(
-        function=attention_delta,
-        parameters=(
-            ArrayParameter("out", problem["dtype"], 4, head_dim),
-            ArrayParameter("dout", problem["dtype"], 4, head_dim),
-            ArrayParameter("delta", "float32", 3, None, "output", aligned=False),
-        ),
-        constants=(
-            ("depth", depth),
-            ("tile_m", tile_m),
-            ("tile_h", tile_h),
-            ("bounded", tile_m > 1 or heads % tile_h != 0 or head_dim != depth),
-            ("tma", config["tma"]),
-        ),
-        grid=lambda sizes, sm_count: grid_of(
-            sizes["batch"] * cdiv(sizes["queries"], tile_m) * across, config, sm_count
-        ),
-        hints=hints(config),
-    )
 
 
 def _config(tile_m: int, tile_h: int, schedule: str = "block", occupancy: int = 4) -> Config:
@@ -95,38 +57,41 @@ def _rows(problem: Problem) -> int:
     return max(2, min(64, 2048 // shared.depth_of(problem)))
 
 
-def _inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
-    import torch
-
-    shape = (problem["batch"], problem["queries"], problem["heads"], problem["head_dim"])
-    dtype = getattr(torch, problem["dtype"])
-    return {name: torch.randn(shape, generator=generator, device=device).to(dtype) for name in ("out", "dout")}
+def _is_bounded(problem: Problem, config: Config) -> bool:
+    whole = problem["heads"] % config["tile_h"] == 0 and problem["head_dim"] == problem["depth"]
+    return bool(config["tile_m"] > 1 or not whole)
 
 
-SPEC = KernelSpec(
-    name="attention_delta",
-    summary="delta = sum of out * dout over each head's channels, in float32",
-    module=__name__,
-    dimensions=(
-        Dimension("batch", "bucketed"),
-        Dimension("queries", "bucketed"),
-        Dimension("heads", "exact"),
-        Dimension("head_dim", "exact"),
+def _grid(sizes: Problem, config: Config, sm_count: int) -> int:
+    tiles = cdiv(sizes["queries"], config["tile_m"]) * cdiv(sizes["heads"], config["tile_h"])
+    return grid_of(sizes["batch"] * tiles, config, sm_count)
+
+
+_SHAPE = ("batch", "queries", "heads", "head_dim")
+_ARRAYS = (
+    *(Array(name, "dtype", _SHAPE) for name in ("out", "dout")),
+    Array("delta", "float32", ("batch", "heads", "queries"), "output", aligned=False),
+)
+
+SPEC = spec(
+    "attention_delta",
+    "delta = sum of out * dout over each head's channels, in float32",
+    (
+        *(Dimension(name, "bucketed") for name in ("batch", "queries")),
+        *(Dimension(name, "exact") for name in ("heads", "head_dim")),
         Dimension("dtype", "dtype"),
     ),
+    lambda problem: _ARRAYS,
+    lambda out, dout: {"delta": (out.double() * dout.double()).sum(-1).transpose(1, 2)},
+    function=lambda problem, config: attention_delta,
+    sizes=lambda problem: {"depth": shared.depth_of(problem)},
+    constants=lambda problem, config: {"bounded": _is_bounded(problem, config)},
+    grid=_grid,
     space=Space(_axes, (TMA_NEEDS_HOPPER, _SIZED)),
-    implement=_implement,
     default=lambda problem, target: _config(_rows(problem), 1),
     generic=lambda problem: _config(_rows(problem), 1, "persistent"),
-    inputs=_inputs,
-    outputs=lambda problem, blocks: {"delta": ((problem["batch"], problem["heads"], problem["queries"]), "float32")},
-    reference=lambda out, dout: {"delta": (out.double() * dout.double()).sum(-1).transpose(1, 2)},
-    bytes_moved=lambda problem: (
-        problem["batch"] * problem["queries"] * problem["heads"]
-        * (2 * problem["head_dim"] * ITEM_BYTES[problem["dtype"]] + 4)
-    ),
     flops=lambda problem: 2 * problem["batch"] * problem["queries"] * problem["heads"] * problem["head_dim"],
     result_dtype=lambda problem: problem["dtype"],
-)  # fmt: skip
+)
 
 SPECS = (SPEC,)
