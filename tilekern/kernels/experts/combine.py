@@ -10,20 +10,11 @@ from typing import Any
 
 import cuda.tile as ct
 
-from tilekern.kernels.experts.route import routed
-from tilekern.kernels.experts.rows import EXPERTS, SPACE, bias_of, constants, default, generic
-from tilekern.kernels.grouped.routing import drawn_experts
-from tilekern.kernels.tiles import ConstBool, ConstInt, grid_of, hints, load
-from tilekern.spec import (
-    ITEM_BYTES,
-    ArrayParameter,
-    Config,
-    Dimension,
-    Implementation,
-    KernelSpec,
-    Problem,
-    ScalarParameter,
-)
+from tilekern.kernels.common.arrays import ROWS
+from tilekern.kernels.common.tables import spec
+from tilekern.kernels.experts.rows import EXPERTS, SPACE, bias_of, constants, default, generic, routing, sizes
+from tilekern.kernels.tiles import ConstBool, ConstInt, grid_of, load
+from tilekern.spec import Array, Config, Dimension, Problem, ScalarParameter
 
 # The rows of so many experts are all asked for before the first one is used.
 _UNROLLED = 8
@@ -69,46 +60,27 @@ def experts_combine(
             ct.store(y, (token, c), added.astype(y.dtype), check_bounds=bounded, allow_tma=False)
 
 
-def _implement(problem: Problem, config: Config) -> Implementation:
-    dtype, columns, choices = problem["dtype"], problem["columns"], problem["choices"]
-    return Implementation(
-        function=experts_combine,
-        parameters=(
-            ArrayParameter("x", dtype, 2, columns),
-            # Read one by one, so their rows may begin anywhere.
-            ArrayParameter("ranks", "int32", 2, choices, aligned=False),
-            ArrayParameter("experts", "int32", 1),
-            ArrayParameter("weights", problem["weight_dtype"], 2, aligned=False),
-            bias_of(dtype, columns, problem["biased"]),
-            ScalarParameter("total", "int32"),
-            ArrayParameter("y", dtype, 2, columns, "output"),
-        ),
-        constants=(
-            ("choices", choices),
-            *constants(problem, config),
-            ("biased", problem["biased"]),
-            ("weighted", problem["weighted"]),
-            ("unrolled", choices <= _UNROLLED and config["tile_n"] * choices <= 8 * 1024),
-        ),
-        grid=lambda sizes, sm_count: grid_of(sizes["tokens"], config, sm_count),
-        hints=hints(config),
-    )
+_ARRAYS = (
+    Array("x", "dtype", ROWS),
+    # Read one by one, so their rows may begin anywhere.
+    Array("ranks", "int32", ("tokens", "choices"), aligned=False),
+    Array("experts", "int32", ("rows",)),
+    Array("weights", "weight_dtype", ("tokens", "choices"), aligned=False, flag="weighted"),
+    bias_of(),
+    ScalarParameter("total", "int32", EXPERTS),
+    Array("y", "dtype", ("tokens", "columns"), "output"),
+)
 
 
-def _inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
-    import torch
+def _constants(problem: Problem, config: Config) -> dict[str, bool]:
+    choices = problem["choices"]
+    unrolled = choices <= _UNROLLED and config["tile_n"] * choices <= 8 * 1024
+    return constants(problem, config) | {"unrolled": unrolled}
 
-    tokens, choices, columns = problem["tokens"], problem["choices"], problem["columns"]
-    rows = tokens * choices
-    _, _, ranks, chosen = routed(drawn_experts(rows, EXPERTS, generator, device), EXPERTS)
-    bias = (EXPERTS, columns) if problem["biased"] else (1, 1)
-    weights = (tokens, choices) if problem["weighted"] else (1, 1)
-    x, bias, weights = (
-        torch.randn(size, generator=generator, device=device).to(getattr(torch, problem[dtype]))
-        for size, dtype in (((rows, columns), "dtype"), (bias, "dtype"), (weights, "weight_dtype"))
-    )
-    ranks = ranks.view(tokens, choices)
-    return {"x": x, "ranks": ranks, "experts": chosen, "weights": weights, "bias": bias, "total": EXPERTS}
+
+def _given(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
+    known = routing(problem["rows"], generator, device)
+    return {"ranks": known["ranks"].view(problem["tokens"], problem["choices"]), "experts": known["experts"]}
 
 
 def reference(
@@ -123,35 +95,26 @@ def reference(
     return {"y": rows.where((chosen < total)[..., None], 0.0).sum(1)}
 
 
-def _bytes(problem: Problem) -> int:
-    tokens, choices = problem["tokens"], problem["choices"]
-    each = ITEM_BYTES[problem["dtype"]] * problem["columns"] * (choices + 1)
-    return tokens * (each + choices * (8 + ITEM_BYTES[problem["weight_dtype"]] * problem["weighted"]))
-
-
-SPEC = KernelSpec(
-    name="experts_combine",
-    summary="the rows of each token's experts, weighted and added up in a fixed order",
-    module=__name__,
-    dimensions=(
+SPEC = spec(
+    "experts_combine",
+    "the rows of each token's experts, weighted and added up in a fixed order",
+    (
         Dimension("tokens", "bucketed"),
-        Dimension("choices", "exact"),
-        Dimension("columns", "exact"),
-        Dimension("dtype", "dtype"),
-        Dimension("weight_dtype", "dtype"),
-        Dimension("biased", "flag"),
-        Dimension("weighted", "flag"),
+        *(Dimension(name, "exact") for name in ("choices", "columns")),
+        *(Dimension(name, "dtype") for name in ("dtype", "weight_dtype")),
+        *(Dimension(name, "flag") for name in ("biased", "weighted")),
     ),
+    lambda problem: _ARRAYS,
+    reference,
+    function=lambda problem, config: experts_combine,
+    sizes=lambda problem: sizes(problem) | {"rows": problem["tokens"] * problem["choices"]},
+    constants=_constants,
+    grid=lambda sizes, config, sm_count: grid_of(sizes["tokens"], config, sm_count),
     space=SPACE,
-    implement=_implement,
     default=lambda problem, target: default(problem, 1024),
     generic=generic,
-    inputs=_inputs,
-    outputs=lambda problem, blocks: {"y": ((problem["tokens"], problem["columns"]), problem["dtype"])},
-    reference=reference,
-    bytes_moved=_bytes,
+    given=_given,
     flops=lambda problem: 2 * problem["tokens"] * problem["choices"] * problem["columns"],
-    result_dtype=lambda problem: problem["dtype"],
 )
 
 SPECS = (SPEC,)

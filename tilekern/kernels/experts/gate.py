@@ -13,32 +13,19 @@ gradient of the down weight needs, so that of both products nothing but a and b 
 
 from __future__ import annotations
 
-import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import cuda.tile as ct
 
-from tilekern.kernels.experts.route import routed
-from tilekern.kernels.experts.rows import EXPERTS, bias_of, expert_of, widths
+from tilekern.kernels.common.arrays import ROWS, Arrays, gradients
+from tilekern.kernels.common.tables import MATRIX, Table, spec
+from tilekern.kernels.experts.rows import EXPERTS, bias_of, expert_of, routing, sizes, widths
 from tilekern.kernels.geglu import by_tanh
-from tilekern.kernels.grouped.routing import drawn_experts
 from tilekern.kernels.swiglu import sigmoid
-from tilekern.kernels.tiles import ConstBool, ConstInt, grid_of, hints, load
-from tilekern.spec import (
-    ITEM_BYTES,
-    ArrayParameter,
-    Config,
-    Constraint,
-    Dimension,
-    Implementation,
-    KernelSpec,
-    Problem,
-    ScalarParameter,
-    Space,
-    Value,
-    cdiv,
-)
+from tilekern.kernels.tiles import ConstBool, ConstInt, grid_of, load
+from tilekern.spec import Array, Config, Constraint, Dimension, KernelSpec, Problem, ScalarParameter, Space, Value, cdiv
 
 
 def _is_odd():
@@ -176,104 +163,44 @@ def _config(problem: Problem, elements: int, schedule: str, occupancy: int) -> C
     return Config(schedule=schedule, tile_m=tile_m, tile_n=tile_n, occupancy=occupancy, num_worker_warps=0)
 
 
-_DIMENSIONS = (
-    Dimension("rows", "bucketed"),
-    Dimension("columns", "exact"),
-    Dimension("dtype", "dtype"),
-    Dimension("tanh", "flag"),
-    Dimension("interleaved", "flag"),
-    Dimension("biased", "flag"),
-)
-BACKWARD_DIMENSIONS = (*_DIMENSIONS, Dimension("weight_dtype", "dtype"), Dimension("remade", "flag"))
+_DIMENSIONS = (*MATRIX, *(Dimension(name, "flag") for name in ("tanh", "interleaved", "biased")))
 _SCALARS = (
-    ScalarParameter("total", "int32"),
-    *(ScalarParameter(name, "float32") for name in ("alpha", "limit", "shift")),
+    ScalarParameter("total", "int32", EXPERTS),
+    ScalarParameter("alpha", "float32", 1.702),
+    ScalarParameter("limit", "float32", 1.5),
+    ScalarParameter("shift", "float32", 1.0),
 )
+_WIDE = ("rows", "2*columns")
 
 
-def _matrix(name: str, problem: Problem, times: int, role: Any = "input") -> ArrayParameter:
-    return ArrayParameter(name, problem["dtype"], 2, times * problem["columns"], role)
+_READ_BY_BOTH = (Array("pre", "dtype", _WIDE), bias_of("2*columns"), Array("experts", "int32", ("rows",)))
+_ARRAYS = (*_READ_BY_BOTH, *_SCALARS, Array("y", "dtype", ROWS, "output"))
 
 
-def _rows(name: str, dtype: str = "int32", role: Any = "input") -> ArrayParameter:
-    return ArrayParameter(name, dtype, 1, role=role)
-
-
-def _inputs_of(problem: Problem) -> tuple[ArrayParameter, ...]:
-    bias = bias_of(problem["dtype"], 2 * problem["columns"], problem["biased"])
-    return _matrix("pre", problem, 2), bias, _rows("experts")
-
-
-def _forward_parameters(problem: Problem) -> tuple[ArrayParameter | ScalarParameter, ...]:
-    return (*_inputs_of(problem), *_SCALARS, _matrix("y", problem, 1, "output"))
-
-
-def _backward_parameters(problem: Problem) -> tuple[ArrayParameter | ScalarParameter, ...]:
+def _backward_arrays(problem: Problem) -> Arrays:
     return (
-        _matrix("dy", problem, 1),
-        *_inputs_of(problem),
-        _rows("order"),
-        _rows("weights", problem["weight_dtype"]),
-        _rows("shares", "float32"),
+        Array("dy", "dtype", ROWS),
+        *_READ_BY_BOTH,
+        Array("order", "int32", ("rows",)),
+        Array("weights", "weight_dtype", ("rows",)),
+        Array("shares", "float32", ("rows",)),
         *_SCALARS,
-        _matrix("dpre", problem, 2, "output"),
+        Array("dpre", "dtype", _WIDE, "output"),
         # Not written where nobody asks for it.
-        _matrix("y", problem, 1, "output")
-        if problem["remade"]
-        else ArrayParameter("y", problem["dtype"], 2, aligned=False),
-        _rows("dweights", "float32", "output"),
+        Array("y", "dtype", ROWS, "output" if problem["remade"] else "input", flag="remade"),
+        Array("dweights", "float32", ("rows",), "output"),
     )
 
 
-def _implement(function: Any, parameters: Any, across: bool, problem: Problem, config: Config) -> Implementation:
-    """``across``: a block takes one tile of its rows and not all of them."""
-    columns, tile_m, tile_n = problem["columns"], config["tile_m"], config["tile_n"]
-    flags = [name for name in ("tanh", "interleaved", "biased", "remade") if name in problem]
-    return Implementation(
-        function=function,
-        parameters=parameters(problem),
-        constants=(
-            ("columns", columns),
-            ("tile_m", tile_m),
-            ("tile_n", tile_n),
-            ("bounded", tile_m > 1 or columns % tile_n != 0),
-            *((name, problem[name]) for name in flags),
-        ),
-        grid=lambda sizes, sm_count: grid_of(
-            cdiv(sizes["rows"], tile_m) * (cdiv(columns, tile_n) if across else 1), config, sm_count
-        ),
-        hints=hints(config),
-    )
+def _given(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
+    return {"experts": routing(problem["rows"], generator, device)["experts"]}
 
 
-def _inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
+def _backward_given(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
     import torch
 
-    rows, columns = problem["rows"], problem["columns"]
-    _, _, _, chosen = routed(drawn_experts(rows, EXPERTS, generator, device), EXPERTS)
-    bias = (EXPERTS, 2 * columns) if problem["biased"] else (1, 1)
-    pre, bias = (
-        torch.randn(size, generator=generator, device=device).to(getattr(torch, problem["dtype"]))
-        for size in ((rows, 2 * columns), bias)
-    )
-    numbers = {"total": EXPERTS, "alpha": 1.702, "limit": 1.5, "shift": 1.0}
-    return {"pre": pre, "bias": bias, "experts": chosen, **numbers}
-
-
-def _backward_inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
-    import torch
-
-    rows, columns = problem["rows"], problem["columns"]
-    dy, weights = (
-        torch.randn(size, generator=generator, device=device).to(getattr(torch, problem[dtype]))
-        for size, dtype in (((rows, columns), "dtype"), ((rows,), "weight_dtype"))
-    )
-    shares = torch.randn(rows, generator=generator, device=device)
-    order = torch.randperm(rows, generator=generator, device=device).to(torch.int32)
-    known = {"order": order, "weights": weights, "shares": shares}
-    if not problem["remade"]:
-        known["y"] = torch.zeros((1, 1), dtype=dy.dtype, device=device)
-    return {"dy": dy, **_inputs(problem, generator, device), **known}
+    order = torch.randperm(problem["rows"], generator=generator, device=device).to(torch.int32)
+    return _given(problem, generator, device) | {"order": order}
 
 
 def value_of(
@@ -302,74 +229,66 @@ def reference(
 
 
 def backward_reference(
-    dy: Any, pre: Any, bias: Any, experts: Any, order: Any, weights: Any, shares: Any, total: int, alpha: float,
-    limit: float, shift: float, tanh: bool, interleaved: bool, biased: bool, remade: bool, y: Any = None,
+    dy: Any, pre: Any, experts: Any, order: Any, weights: Any, shares: Any, total: int, tanh: bool, interleaved: bool,
+    biased: bool, remade: bool, y: Any = None, **rest: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """The gradients of the pre-activation and of the routing weights, and the weighted value."""
-    import torch
+    slot, factor = order.long(), weights.double()[order.long()][:, None]
 
-    slot, counts = order.long(), experts < total
-    factor = weights.double()[slot][:, None]
-    with torch.enable_grad():
-        wide = pre.detach().double().requires_grad_()
-        y = value_of(wide, bias.double(), experts, alpha, limit, shift, tanh, interleaved, biased)
-        (dpre,) = torch.autograd.grad(y, wide, dy.double() * factor)
-    summed = (y.detach() * dy.double()).sum(1) + (shares.double() if biased else 0.0)
-    dweights = torch.zeros_like(summed).scatter_(0, slot, summed.where(counts, 0.0))
-    made = {"y": (y.detach() * factor).where(counts[:, None], 0.0)} if remade else {}
-    return {"dpre": dpre.where(counts[:, None], 0.0), "dweights": dweights, **made}
+    def of(pre: Any) -> dict[str, Any]:
+        flags = {"tanh": tanh, "interleaved": interleaved, "biased": biased}
+        return reference(pre, experts=experts, total=total, **flags, **rest)
 
-
-def _bytes(matrices: int, problem: Problem) -> int:
-    """Of so many matrices [rows, columns], and numbers of each row."""
-    remade, biased = bool(problem.get("remade", False)), problem["biased"]
-    item = ITEM_BYTES[problem["dtype"]]
-    each = (matrices + remade) * item * problem["columns"]
-    return problem["rows"] * (each + 4) + (EXPERTS * 2 * problem["columns"] * item if biased else 0)
+    y, counts = of(pre)["y"], experts < total
+    summed = (y * dy.double()).sum(1) + (shares.double() if biased else 0.0)
+    dweights = summed.new_zeros(len(summed)).scatter_(0, slot, summed.where(counts, 0.0))
+    made = {"y": y * factor} if remade else {}
+    return gradients(of, {"y": dy.double() * factor}, pre=pre) | {"dweights": dweights, **made}
 
 
-FORWARD = KernelSpec(
-    name="experts_gate",
-    summary="the gate between the products of experts, with the bias of each row's expert",
-    module=__name__,
-    dimensions=_DIMENSIONS,
-    space=_space(4096),
-    implement=lambda problem, config: _implement(experts_gate, _forward_parameters, True, problem, config),
-    default=lambda problem, target: _config(problem, 1024, "block", 4),
-    generic=lambda problem: _config(problem, 256, "persistent", 1),
-    inputs=_inputs,
-    outputs=lambda problem, blocks: {"y": ((problem["rows"], problem["columns"]), problem["dtype"])},
-    reference=reference,
-    bytes_moved=functools.partial(_bytes, 3),
+def _spec(
+    name: str, summary: str, dimensions: tuple[Dimension, ...], arrays: Table, of: Callable[..., dict[str, Any]],
+    most: int, **more: Any,
+) -> KernelSpec:  # fmt: skip
+    """Of the gate or its gradient, with tiles of at most so many elements."""
+    return spec(
+        name, summary, dimensions, arrays, of,
+        sizes=sizes,
+        constants=lambda problem, config: {
+            "bounded": config["tile_m"] > 1 or problem["columns"] % config["tile_n"] != 0
+        },
+        space=_space(most),
+        default=lambda problem, target: _config(problem, 1024, "block", 4),
+        generic=lambda problem: _config(problem, 256, "persistent", 1),
+        **more,
+    )  # fmt: skip
+
+
+FORWARD = _spec(
+    "experts_gate",
+    "the gate between the products of experts, with the bias of each row's expert",
+    _DIMENSIONS,
+    lambda problem: _ARRAYS,
+    reference,
+    4096,
+    function=lambda problem, config: experts_gate,
+    grid=lambda sizes, config, sm_count: grid_of(
+        cdiv(sizes["rows"], config["tile_m"]) * cdiv(sizes["columns"], config["tile_n"]), config, sm_count
+    ),
+    given=_given,
     flops=lambda problem: 10 * problem["rows"] * problem["columns"],
-    result_dtype=lambda problem: problem["dtype"],
 )
-
-
-def _backward_outputs(problem: Problem, blocks: int) -> dict[str, tuple[tuple[int, ...], str]]:
-    rows, columns, dtype = problem["rows"], problem["columns"], problem["dtype"]
-    return {
-        "dpre": ((rows, 2 * columns), dtype),
-        **({"y": ((rows, columns), dtype)} if problem["remade"] else {}),
-        "dweights": ((rows,), "float32"),
-    }
-
-
-BACKWARD = KernelSpec(
-    name="experts_gate_backward",
-    summary="gradients of the gate between the products of experts and of the routing weights",
-    module=__name__,
-    dimensions=BACKWARD_DIMENSIONS,
-    space=_space(2048),
-    implement=lambda problem, config: _implement(experts_gate_backward, _backward_parameters, False, problem, config),
-    default=lambda problem, target: _config(problem, 1024, "block", 4),
-    generic=lambda problem: _config(problem, 256, "persistent", 1),
-    inputs=_backward_inputs,
-    outputs=_backward_outputs,
-    reference=backward_reference,
-    bytes_moved=functools.partial(_bytes, 5),
+BACKWARD = _spec(
+    "experts_gate_backward",
+    "gradients of the gate between the products of experts and of the routing weights",
+    (*_DIMENSIONS, Dimension("weight_dtype", "dtype"), Dimension("remade", "flag")),
+    _backward_arrays,
+    backward_reference,
+    2048,
+    function=lambda problem, config: experts_gate_backward,
+    grid=lambda sizes, config, sm_count: grid_of(cdiv(sizes["rows"], config["tile_m"]), config, sm_count),
+    given=_backward_given,
     flops=lambda problem: 24 * problem["rows"] * problem["columns"],
-    result_dtype=lambda problem: problem["dtype"],
 )
 
 SPECS = (FORWARD, BACKWARD)

@@ -10,20 +10,11 @@ from typing import Any
 
 import cuda.tile as ct
 
-from tilekern.kernels.experts.route import routed
-from tilekern.kernels.experts.rows import EXPERTS, SPACE, bias_of, constants, default, expert_of, generic
-from tilekern.kernels.grouped.routing import drawn_experts
-from tilekern.kernels.tiles import ConstBool, ConstInt, grid_of, hints, load
-from tilekern.spec import (
-    ITEM_BYTES,
-    ArrayParameter,
-    Config,
-    Dimension,
-    Implementation,
-    KernelSpec,
-    Problem,
-    ScalarParameter,
-)
+from tilekern.kernels.common.arrays import ROWS, Arrays
+from tilekern.kernels.common.tables import MATRIX, spec
+from tilekern.kernels.experts.rows import SPACE, bias_of, constants, default, expert_of, generic, routing, sizes
+from tilekern.kernels.tiles import ConstBool, ConstInt, grid_of, load
+from tilekern.spec import ITEM_BYTES, Array, Dimension, Problem, ScalarParameter, cdiv
 
 
 @ct.kernel
@@ -44,37 +35,28 @@ def gather_rows(x, order, experts, bias, choices, y, shares, tile_n: ConstInt, b
             ct.store(shares, (row,), ct.sum(share, axis=1), allow_tma=False)
 
 
-def _implement(problem: Problem, config: Config) -> Implementation:
-    dtype, columns = problem["dtype"], problem["columns"]
-    return Implementation(
-        function=gather_rows,
-        parameters=(
-            ArrayParameter("x", dtype, 2, columns),
-            ArrayParameter("order", "int32", 1),
-            ArrayParameter("experts", "int32", 1),
-            bias_of(dtype, columns, problem["biased"]),
-            ScalarParameter("choices", "int32"),
-            ArrayParameter("y", dtype, 2, columns, "output"),
-            # Not written without a bias.
-            ArrayParameter("shares", "float32", 1, role="output" if problem["biased"] else "input"),
-        ),
-        constants=(*constants(problem, config), ("biased", problem["biased"])),
-        grid=lambda sizes, sm_count: grid_of(sizes["rows"], config, sm_count),
-        hints=hints(config),
+def _sizes(problem: Problem) -> dict[str, int]:
+    """Of inputs with two choices for each token, where there are two rows."""
+    choices = min(2, problem["rows"])
+    return sizes(problem) | {"choices": choices, "tokens": cdiv(problem["rows"], choices)}
+
+
+def _arrays(problem: Problem) -> Arrays:
+    return (
+        Array("x", "dtype", ("tokens", "columns")),
+        Array("order", "int32", ("rows",)),
+        Array("experts", "int32", ("rows",)),
+        bias_of(),
+        ScalarParameter("choices", "int32", problem["choices"]),
+        Array("y", "dtype", ROWS, "output"),
+        # Not written without a bias.
+        Array("shares", "float32", ("rows",), "output" if problem["biased"] else "input", flag="biased"),
     )
 
 
-def _inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
-    import torch
-
-    rows, columns, dtype = problem["rows"], problem["columns"], getattr(torch, problem["dtype"])
-    _, order, _, chosen = routed(drawn_experts(rows, EXPERTS, generator, device), EXPERTS)
-    choices = min(2, rows)
-    shape = (-(-rows // choices), columns)
-    bias = (EXPERTS, columns) if problem["biased"] else (1, 1)
-    x, bias = (torch.randn(size, generator=generator, device=device).to(dtype) for size in (shape, bias))
-    given = {"x": x, "order": order, "experts": chosen, "bias": bias, "choices": choices}
-    return given if problem["biased"] else given | {"shares": torch.zeros(1, device=device)}
+def _given(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
+    known = routing(problem["rows"], generator, device)
+    return {name: known[name] for name in ("order", "experts")}
 
 
 def reference(
@@ -87,37 +69,28 @@ def reference(
     return {"y": y, "shares": (y * bias.double()[experts.long().clamp(max=len(bias) - 1)]).sum(1)}
 
 
-def _outputs(problem: Problem, blocks: int) -> dict[str, tuple[tuple[int, ...], str]]:
-    rows, columns = problem["rows"], problem["columns"]
-    shares = {"shares": ((rows,), "float32")} if problem["biased"] else {}
-    return {"y": ((rows, columns), problem["dtype"]), **shares}
-
-
 def _bytes(problem: Problem) -> int:
+    """Of each row those of its token and of its expert's bias, which may have left the cache."""
     each = ITEM_BYTES[problem["dtype"]] * problem["columns"] * (2 + problem["biased"])
     return problem["rows"] * (each + (12 if problem["biased"] else 4))
 
 
-SPEC = KernelSpec(
-    name="gather_rows",
-    summary="rows of tokens copied in the order of experts",
-    module=__name__,
-    dimensions=(
-        Dimension("rows", "bucketed"),
-        Dimension("columns", "exact"),
-        Dimension("dtype", "dtype"),
-        Dimension("biased", "flag"),
-    ),
+SPEC = spec(
+    "gather_rows",
+    "rows of tokens copied in the order of experts",
+    (*MATRIX, Dimension("biased", "flag")),
+    _arrays,
+    reference,
+    function=lambda problem, config: gather_rows,
+    sizes=_sizes,
+    constants=constants,
+    grid=lambda sizes, config, sm_count: grid_of(sizes["rows"], config, sm_count),
     space=SPACE,
-    implement=_implement,
     default=lambda problem, target: default(problem, 2048),
     generic=generic,
-    inputs=_inputs,
-    outputs=_outputs,
-    reference=reference,
+    given=_given,
     bytes_moved=_bytes,
     flops=lambda problem: 2 * problem["rows"] * problem["columns"],
-    result_dtype=lambda problem: problem["dtype"],
 )
 
 SPECS = (SPEC,)

@@ -8,27 +8,16 @@ ones. Nothing comes to the host, and nothing is atomic: the order is the same in
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import cuda.tile as ct
 
+from tilekern.kernels.common.arrays import Arrays
+from tilekern.kernels.common.tables import spec
 from tilekern.kernels.grouped.routing import drawn_experts
-from tilekern.kernels.tiles import ConstInt, hints, power_of_two
-from tilekern.spec import (
-    ITEM_BYTES,
-    ArrayParameter,
-    Config,
-    Constraint,
-    Dimension,
-    Implementation,
-    KernelSpec,
-    Problem,
-    ScalarParameter,
-    Space,
-    Value,
-    cdiv,
-)
+from tilekern.kernels.tiles import ConstInt, power_of_two
+from tilekern.spec import Array, Config, Constraint, Dimension, KernelSpec, Problem, ScalarParameter, Space, Value, cdiv
 
 # Slots of one block.
 PART = 512
@@ -129,19 +118,15 @@ def _config(problem: Problem, elements: int, warps: int) -> Config:
     return Config(schedule="persistent", chunk=chunk, num_worker_warps=warps)
 
 
-def _implement(
-    function: Any, inputs: tuple[ArrayParameter, ...], outputs: tuple[ArrayParameter, ...], problem: Problem,
-    config: Config,
-) -> Implementation:  # fmt: skip
-    """Of a function that takes ids, more inputs, the number of experts, and outputs."""
-    ids = ArrayParameter("ids", "int64" if problem["wide"] else "int32", 1)
-    return Implementation(
-        function=function,
-        parameters=(ids, *inputs, ScalarParameter("experts", "int32"), *outputs),
-        constants=(("width", width_of(problem["experts"])), ("chunk", config["chunk"]), ("part", PART)),
-        grid=lambda sizes, sm_count: max(1, min(parts(sizes["rows"]), 4 * sm_count)),
-        hints=hints(config),
-    )
+def _sizes(problem: Problem) -> dict[str, Any]:
+    return {
+        "id": "int64" if problem["wide"] else "int32",
+        "parts": parts(problem["rows"]),
+        "width": width_of(problem["experts"]),
+        "part": PART,
+        # Of no known extent for the compiler.
+        "ends": problem["experts"],
+    }
 
 
 def _count_inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
@@ -185,16 +170,6 @@ def _place_inputs(problem: Problem, generator: Any, device: str) -> dict[str, An
     return given | {"counts": counted(**given).to(torch.int32)}
 
 
-def _bytes(arrays: int) -> Any:
-    """Ids read, the counts of all parts once, and some numbers written for each slot."""
-
-    def moved(problem: Problem) -> int:
-        ids = ITEM_BYTES["int64" if problem["wide"] else "int32"]
-        return problem["rows"] * (ids + 4 * arrays) + 4 * width_of(problem["experts"]) * parts(problem["rows"])
-
-    return moved
-
-
 _DIMENSIONS = (Dimension("rows", "bucketed"), Dimension("experts", "exact"), Dimension("wide", "flag"))
 _SPACE = Space(
     _axes,
@@ -208,46 +183,50 @@ _SPACE = Space(
     ),
 )
 _NAMES = ("offsets", "order", "ranks", "chosen")
-_COUNTS = ArrayParameter("counts", "int32", 2)
-_PLACED = tuple(ArrayParameter(name, "int32", 1, role="output") for name in _NAMES)
+_IDS, _NUMBER, _COUNTS = Array("ids", "id", ("rows",)), ScalarParameter("experts", "int32"), ("parts", "width")
 
-COUNT = KernelSpec(
-    name="route_count",
-    summary="how many slots of each part of 512 chose each expert",
-    module=__name__,
-    dimensions=_DIMENSIONS,
-    space=_SPACE,
-    implement=lambda problem, config: _implement(
-        route_count, (), (dataclasses.replace(_COUNTS, role="output"),), problem, config
-    ),
-    default=lambda problem, target: _config(problem, 1024, 0),
-    generic=lambda problem: _config(problem, 1024, 0),
-    inputs=_count_inputs,
-    outputs=lambda problem, blocks: {"counts": ((parts(problem["rows"]), width_of(problem["experts"])), "int32")},
-    reference=lambda ids, experts: {"counts": counted(ids, experts).double()},
-    bytes_moved=_bytes(0),
-    flops=lambda problem: problem["rows"] * problem["experts"],
-    result_dtype=lambda problem: "float32",
+
+def _spec(
+    name: str, summary: str, function: Any, arrays: Arrays, reference: Callable[..., dict[str, Any]], given: Any,
+    flops: int, **more: Any,
+) -> KernelSpec:  # fmt: skip
+    """Of one of the two launches; ``flops`` for each slot and expert."""
+    return spec(
+        name, summary, _DIMENSIONS, lambda problem: arrays, reference,
+        function=lambda problem, config: function,
+        sizes=_sizes,
+        grid=lambda sizes, config, sm_count: max(1, min(parts(sizes["rows"]), 4 * sm_count)),
+        space=_SPACE,
+        default=lambda problem, target: _config(problem, 1024, 0),
+        generic=lambda problem: _config(problem, 1024, 0),
+        given=given,
+        flops=lambda problem: flops * problem["rows"] * problem["experts"],
+        **more,
+    )  # fmt: skip
+
+
+COUNT = _spec(
+    "route_count",
+    "how many slots of each part of 512 chose each expert",
+    route_count,
+    (_IDS, _NUMBER, Array("counts", "int32", _COUNTS, "output")),
+    lambda ids, experts: {"counts": counted(ids, experts).double()},
+    _count_inputs,
+    1,
 )
-
-PLACE = KernelSpec(
-    name="route_place",
-    summary="slots sorted by expert, stable: offsets, the slot of each row, the row of each slot",
-    module=__name__,
-    dimensions=_DIMENSIONS,
-    space=_SPACE,
-    implement=lambda problem, config: _implement(route_place, (_COUNTS,), _PLACED, problem, config),
-    default=lambda problem, target: _config(problem, 1024, 0),
-    generic=lambda problem: _config(problem, 1024, 0),
-    inputs=_place_inputs,
-    outputs=lambda problem, blocks: {
-        "offsets": ((problem["experts"],), "int32"),
-        **dict.fromkeys(_NAMES[1:], ((problem["rows"],), "int32")),
-    },
-    reference=_placed,
-    bytes_moved=_bytes(3),
-    flops=lambda problem: 3 * problem["rows"] * problem["experts"],
-    result_dtype=lambda problem: "float32",
+PLACE = _spec(
+    "route_place",
+    "slots sorted by expert, stable: offsets, the slot of each row, the row of each slot",
+    route_place,
+    (
+        _IDS,
+        Array("counts", "int32", _COUNTS),
+        _NUMBER,
+        *(Array(name, "int32", ("ends",) if name == "offsets" else ("rows",), "output") for name in _NAMES),
+    ),
+    _placed,
+    _place_inputs,
+    3,
     inputs_in_l2=True,
 )
 

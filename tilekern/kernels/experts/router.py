@@ -15,24 +15,15 @@ counts as infinity, so ids are K different experts whatever the logits hold, and
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import cuda.tile as ct
 
-from tilekern.kernels.tiles import ConstBool, ConstInt, grid_of, hints, load, power_of_two, row_tiles
-from tilekern.spec import (
-    ITEM_BYTES,
-    ArrayParameter,
-    Config,
-    Dimension,
-    Implementation,
-    KernelSpec,
-    Problem,
-    ScalarParameter,
-    Space,
-    Value,
-    cdiv,
-)
+from tilekern.kernels.common.arrays import Arrays
+from tilekern.kernels.common.tables import Table, spec
+from tilekern.kernels.tiles import ConstBool, ConstInt, grid_of, load, power_of_two, row_tiles
+from tilekern.spec import Array, Config, Dimension, KernelSpec, Problem, ScalarParameter, Space, Value, cdiv
 
 # A row of more logits is more than a step holds.
 MOST_EXPERTS = 256
@@ -219,11 +210,6 @@ def choices_of(problem: Problem) -> int:
     return min(problem["choices"], problem["experts"])
 
 
-def _dtype(problem: Problem) -> str:
-    """Of the logits."""
-    return str(problem.get("dtype", "float32"))
-
-
 def groups_of(problem: Problem) -> int:
     """The number of groups; 1 where the experts cannot be cut into so many of at least two."""
     if "expert_groups" not in problem:
@@ -258,68 +244,41 @@ def _config(problem: Problem, occupancy: int) -> Config:
     return Config(schedule="block", tile_m=tile_m, occupancy=occupancy, num_worker_warps=0)
 
 
-def _implement(
-    function: Any, parameters: tuple[Any, ...], constants: tuple[tuple[str, int], ...], problem: Problem, config: Config
-) -> Implementation:
-    """Of constants before ``tile_m`` and behind it."""
-    return Implementation(
-        function=function,
-        parameters=parameters,
-        constants=constants,
-        grid=lambda sizes, sm_count: grid_of(cdiv(sizes["tokens"], config["tile_m"]), config, sm_count),
-        hints=hints(config),
-    )
+def _sizes(problem: Problem) -> dict[str, Any]:
+    wide_groups, wide_size = _widths(problem)
+    groups, experts = groups_of(problem), problem["experts"]
+    return {
+        "dtype": problem.get("dtype", "float32"),
+        "picked": choices_of(problem),
+        "groups": groups,
+        "size": experts // groups,
+        "wide_groups": wide_groups,
+        "wide_size": wide_size,
+        "width": power_of_two(experts),
+        "wide": power_of_two(choices_of(problem)),
+    }
 
 
-def _choice(problem: Problem, role: Any) -> tuple[ArrayParameter, ArrayParameter]:
-    """ids and weights, whose rows may begin anywhere."""
-    extent = choices_of(problem)
+# Read and written one by one, so their rows may begin anywhere.
+_WEIGHTS, _PICKED = ("weights", "weight_dtype", ("tokens", "picked")), ("ids", "int64", ("tokens", "picked"))
+_CHOICE = (Array(*_PICKED, "output", aligned=False), Array(*_WEIGHTS, "output", aligned=False))
+_NUMBER, _SCALE = ScalarParameter("choices", "int32"), ScalarParameter("scale", "float32", 1.5)
+_LOGITS = ("tokens", "experts")
+_BACKWARD_ARRAYS = (
+    Array("dweights", "weight_dtype", ("tokens", "picked"), aligned=False),
+    Array("logits", "dtype", _LOGITS),
+    Array(*_PICKED, aligned=False),
+    _SCALE,
+    Array("dlogits", "dtype", _LOGITS, "output"),
+)
+
+
+def _sigmoid_arrays(problem: Problem) -> Arrays:
+    of_group = f"experts/{problem['groups']}"
     return (
-        ArrayParameter("ids", "int64", 2, extent, role, aligned=False),
-        ArrayParameter("weights", problem["weight_dtype"], 2, extent, role, aligned=False),
-    )
-
-
-_NUMBER, _SCALE = ScalarParameter("choices", "int32"), ScalarParameter("scale", "float32")
-
-
-def _softmax_forward(problem: Problem, config: Config) -> Implementation:
-    logits = ArrayParameter("logits", problem["dtype"], 2, problem["experts"])
-    constants = (
-        ("experts", problem["experts"]), ("tile_m", config["tile_m"]), ("width", power_of_two(problem["experts"])),
-        ("wide", power_of_two(choices_of(problem))), ("normalized", problem["normalized"]),
+        Array("logits", "dtype", ("tokens", "groups", of_group)), Array("bias", "dtype", ("groups", of_group)),
+        ScalarParameter("kept", "int32"), _NUMBER, _SCALE, *_CHOICE,
     )  # fmt: skip
-    parameters = (logits, _NUMBER, _SCALE, *_choice(problem, "output"))
-    return _implement(router_softmax_forward, parameters, constants, problem, config)
-
-
-def _sigmoid_forward(problem: Problem, config: Config) -> Implementation:
-    groups, (wide_groups, wide_size) = groups_of(problem), _widths(problem)
-    size = problem["experts"] // groups
-    constants = (
-        ("groups", groups), ("size", size), ("tile_m", config["tile_m"]), ("wide_groups", wide_groups),
-        ("wide_size", wide_size), ("wide", power_of_two(choices_of(problem))), ("normalized", problem["normalized"]),
-    )  # fmt: skip
-    parameters = (
-        ArrayParameter("logits", "float32", 3, size), ArrayParameter("bias", "float32", 2, size),
-        ScalarParameter("kept", "int32"), _NUMBER, _SCALE, *_choice(problem, "output"),
-    )  # fmt: skip
-    return _implement(router_sigmoid_forward, parameters, constants, problem, config)
-
-
-def _backward(function: Any, problem: Problem, config: Config) -> Implementation:
-    dtype, experts, choices = _dtype(problem), problem["experts"], choices_of(problem)
-    constants = (
-        ("experts", experts), ("tile_m", config["tile_m"]), ("width", power_of_two(experts)),
-        ("normalized", problem["normalized"]),
-    )  # fmt: skip
-    parameters = (
-        # Read one by one, so their rows may begin anywhere.
-        ArrayParameter("dweights", problem["weight_dtype"], 2, choices, aligned=False),
-        ArrayParameter("logits", dtype, 2, experts), ArrayParameter("ids", "int64", 2, choices, aligned=False),
-        _SCALE, ArrayParameter("dlogits", dtype, 2, experts, "output"),
-    )  # fmt: skip
-    return _implement(function, parameters, constants, problem, config)
 
 
 def largest(keys: Any, number: int) -> Any:
@@ -339,18 +298,15 @@ def by_sigmoid(logits: Any, bias: Any, kept: int, choices: int, scale: float, no
     """(ids, weights) by torch's operations, in the dtype of ``logits`` [tokens, groups, size]; bias [groups, size]."""
     import torch
 
-    share = logits.sigmoid()
-    keys = share.detach() + bias
+    keys = logits.detach().sigmoid() + bias
     if keys.shape[1] > 1:
         best = largest(keys.masked_fill(keys.isnan(), math.inf).topk(2).values.sum(-1), kept)
         is_left_out = torch.ones_like(keys[..., 0], dtype=torch.bool).scatter_(1, best, False)
         # Behind all experts of the groups that are kept.
         keys = keys.clamp(min=torch.finfo(keys.dtype).min).masked_fill(is_left_out[..., None], -math.inf)
     ids = largest(keys.flatten(1), choices)
-    weights = share.flatten(1).gather(1, ids)
-    if normalized:
-        weights = weights / (weights.sum(-1, keepdim=True) + _LEAST)
-    return ids, scale * weights
+    weights = logits.flatten(1).gather(1, ids).sigmoid()
+    return ids, scale * (weights / (weights.sum(-1, keepdim=True) + _LEAST) if normalized else weights)
 
 
 def _reference_softmax(logits: Any, choices: int, scale: float, normalized: bool) -> dict[str, Any]:
@@ -365,42 +321,32 @@ def _reference_sigmoid(
     return {"ids": ids.double(), "weights": weights}
 
 
-def _spread(dweights: Any, ids: Any, logits: Any) -> tuple[Any, Any]:
-    """In float64: dweights at the chosen experts and 0 elsewhere, and whether an expert is chosen."""
-    slopes = logits.new_zeros(logits.shape).double().scatter_(1, ids, dweights.double())
-    return slopes, slopes.new_zeros(slopes.shape).scatter_(1, ids, 1.0) > 0
-
-
 def _reference_softmax_backward(dweights: Any, logits: Any, ids: Any, scale: float, normalized: bool) -> dict[str, Any]:
-    slopes, is_chosen = _spread(dweights, ids, logits)
+    """Written out: a logit that is not finite spoils its row, even where it is not chosen."""
     wide = logits.double()
+    slopes = wide.new_zeros(wide.shape).scatter_(1, ids, dweights.double())
     powers = (wide - wide.amax(1, keepdim=True)).exp()
     if normalized:
-        powers = powers.where(is_chosen, 0.0)
+        powers = powers.where(slopes.new_zeros(slopes.shape).scatter_(1, ids, 1.0) > 0, 0.0)
     p = powers / powers.sum(1, keepdim=True)
     return {"dlogits": scale * p * (slopes - (p * slopes).sum(1, keepdim=True))}
 
 
 def _reference_sigmoid_backward(dweights: Any, logits: Any, ids: Any, scale: float, normalized: bool) -> dict[str, Any]:
-    slopes, is_chosen = _spread(dweights, ids, logits)
-    share = logits.double().sigmoid()
-    rise = share * (-logits.double()).sigmoid()
+    """Written out: of a single expert, autograd would leave the rounding error of a difference that is 0."""
+    slopes, chosen = dweights.double(), logits.double().gather(1, ids)
+    share, rise = chosen.sigmoid(), chosen.sigmoid() * (-chosen).sigmoid()
     if normalized:
-        share = share.where(is_chosen, 0.0)
         total = share.sum(1, keepdim=True) + _LEAST
         slopes, rise = slopes - (share / total * slopes).sum(1, keepdim=True), rise / total
-    return {"dlogits": (scale * rise * slopes).where(is_chosen, 0.0)}
-
-
-_SCALE_OF_INPUTS = 1.5
+    return {"dlogits": slopes.new_zeros(logits.shape).scatter_(1, ids, scale * rise * slopes)}
 
 
 def _softmax_inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
     import torch
 
     logits = 2 * torch.randn((problem["tokens"], problem["experts"]), generator=generator, device=device)
-    logits = logits.to(getattr(torch, problem["dtype"]))
-    return {"logits": logits, "choices": choices_of(problem), "scale": _SCALE_OF_INPUTS}
+    return {"logits": logits.to(getattr(torch, problem["dtype"])), "choices": choices_of(problem)}
 
 
 def _sigmoid_inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
@@ -416,7 +362,6 @@ def _sigmoid_inputs(problem: Problem, generator: Any, device: str) -> dict[str, 
         "bias": bias.view(groups, -1),
         "kept": max(cdiv(choices_of(problem) * groups, experts), groups // 2),
         "choices": choices_of(problem),
-        "scale": _SCALE_OF_INPUTS,
     }
 
 
@@ -424,100 +369,78 @@ def _backward_inputs(problem: Problem, generator: Any, device: str) -> dict[str,
     """Logits near to each other and slopes of either sign: no result is a small difference of large terms."""
     import torch
 
-    shape, dtype = (problem["tokens"], problem["experts"]), getattr(torch, _dtype(problem))
+    shape, dtype = (problem["tokens"], problem["experts"]), getattr(torch, problem["dtype"])
     logits = torch.rand(shape, generator=generator, device=device).to(dtype)
     ids = largest(logits, choices_of(problem))
     dweights = 0.5 + torch.rand(ids.shape, generator=generator, device=device)
     dweights[:, ::2] *= -1
     dweights = dweights.to(getattr(torch, problem["weight_dtype"]))
-    return {"dweights": dweights, "logits": logits, "ids": ids, "scale": _SCALE_OF_INPUTS}
+    return {"dweights": dweights, "logits": logits, "ids": ids}
 
 
-def _bytes(matrices: int) -> Any:
-    """Of so many matrices of logits, and of ids and weights."""
+def _spec(
+    name: str, summary: str, function: Any, arrays: Table, reference: Callable[..., dict[str, Any]], given: Any,
+    flops: int, of_kind: tuple[Dimension, ...],
+) -> KernelSpec:  # fmt: skip
+    """Of a router or its gradient; ``flops`` for each logit, and one more for each choice."""
+    return spec(
+        name, summary,
+        (
+            Dimension("tokens", "bucketed"), Dimension("choices", "exact"), Dimension("experts", "exact"), *of_kind,
+            Dimension("weight_dtype", "dtype"), Dimension("normalized", "flag"),
+        ),
+        arrays, reference,
+        function=lambda problem, config: function,
+        sizes=_sizes,
+        grid=lambda sizes, config, sm_count: grid_of(cdiv(sizes["tokens"], config["tile_m"]), config, sm_count),
+        space=Space(_axes),
+        default=lambda problem, target: _config(problem, 8),
+        generic=lambda problem: _config(problem, 4),
+        given=given,
+        flops=lambda problem: problem["tokens"] * problem["experts"] * (flops + choices_of(problem)),
+    )  # fmt: skip
 
-    def moved(problem: Problem) -> int:
-        choice = choices_of(problem) * (8 + ITEM_BYTES[problem["weight_dtype"]])
-        return problem["tokens"] * (matrices * problem["experts"] * ITEM_BYTES[_dtype(problem)] + choice)
 
-    return moved
+_DTYPE = (Dimension("dtype", "dtype"),)
 
-
-def _choice_outputs(problem: Problem, blocks: int) -> dict[str, tuple[tuple[int, ...], str]]:
-    shape = (problem["tokens"], choices_of(problem))
-    return {"ids": (shape, "int64"), "weights": (shape, problem["weight_dtype"])}
-
-
-def _gradient_outputs(problem: Problem, blocks: int) -> dict[str, tuple[tuple[int, ...], str]]:
-    return {"dlogits": ((problem["tokens"], problem["experts"]), _dtype(problem))}
-
-
-_TOKENS, _CHOICES = Dimension("tokens", "bucketed"), Dimension("choices", "exact")
-_EXPERTS, _GROUPS = Dimension("experts", "exact"), Dimension("expert_groups", "exact")
-_WEIGHT, _NORMALIZED = Dimension("weight_dtype", "dtype"), Dimension("normalized", "flag")
-
-SOFTMAX = KernelSpec(
-    name="router_softmax_forward",
-    summary="the K largest logits of each token and their shares of the softmax",
-    module=__name__,
-    dimensions=(_TOKENS, _CHOICES, _EXPERTS, Dimension("dtype", "dtype"), _WEIGHT, _NORMALIZED),
-    space=Space(_axes),
-    implement=_softmax_forward,
-    default=lambda problem, target: _config(problem, 8),
-    generic=lambda problem: _config(problem, 4),
-    inputs=_softmax_inputs,
-    outputs=_choice_outputs,
-    reference=_reference_softmax,
-    bytes_moved=_bytes(1),
-    flops=lambda problem: problem["tokens"] * problem["experts"] * (4 + choices_of(problem)),
-    result_dtype=lambda problem: problem["weight_dtype"],
+SOFTMAX = _spec(
+    "router_softmax_forward",
+    "the K largest logits of each token and their shares of the softmax",
+    router_softmax_forward,
+    lambda problem: (Array("logits", "dtype", _LOGITS), _NUMBER, _SCALE, *_CHOICE),
+    _reference_softmax,
+    _softmax_inputs,
+    4,
+    _DTYPE,
 )
-SOFTMAX_BACKWARD = KernelSpec(
-    name="router_softmax_backward",
-    summary="gradient of the logits of a router by softmax",
-    module=__name__,
-    dimensions=(_TOKENS, _CHOICES, _EXPERTS, Dimension("dtype", "dtype"), _WEIGHT, _NORMALIZED),
-    space=Space(_axes),
-    implement=lambda problem, config: _backward(router_softmax_backward, problem, config),
-    default=lambda problem, target: _config(problem, 8),
-    generic=lambda problem: _config(problem, 4),
-    inputs=_backward_inputs,
-    outputs=_gradient_outputs,
-    reference=_reference_softmax_backward,
-    bytes_moved=_bytes(2),
-    flops=lambda problem: problem["tokens"] * problem["experts"] * (8 + choices_of(problem)),
-    result_dtype=lambda problem: problem["dtype"],
+SOFTMAX_BACKWARD = _spec(
+    "router_softmax_backward",
+    "gradient of the logits of a router by softmax",
+    router_softmax_backward,
+    lambda problem: _BACKWARD_ARRAYS,
+    _reference_softmax_backward,
+    _backward_inputs,
+    8,
+    _DTYPE,
 )
-SIGMOID = KernelSpec(
-    name="router_sigmoid_forward",
-    summary="the K experts of each token with the largest sigmoid and bias in the best groups, and their sigmoids",
-    module=__name__,
-    dimensions=(_TOKENS, _CHOICES, _EXPERTS, _GROUPS, _WEIGHT, _NORMALIZED),
-    space=Space(_axes),
-    implement=_sigmoid_forward,
-    default=lambda problem, target: _config(problem, 8),
-    generic=lambda problem: _config(problem, 4),
-    inputs=_sigmoid_inputs,
-    outputs=_choice_outputs,
-    reference=_reference_sigmoid,
-    bytes_moved=_bytes(1),
-    flops=lambda problem: problem["tokens"] * problem["experts"] * (6 + choices_of(problem)),
-    result_dtype=lambda problem: problem["weight_dtype"],
+SIGMOID = _spec(
+    "router_sigmoid_forward",
+    "the K experts of each token with the largest sigmoid and bias in the best groups, and their sigmoids",
+    router_sigmoid_forward,
+    _sigmoid_arrays,
+    _reference_sigmoid,
+    _sigmoid_inputs,
+    6,
+    (Dimension("expert_groups", "exact"),),
 )
-SIGMOID_BACKWARD = KernelSpec(
-    name="router_sigmoid_backward",
-    summary="gradient of the logits of a router by sigmoid",
-    module=__name__,
-    dimensions=(_TOKENS, _CHOICES, _EXPERTS, _WEIGHT, _NORMALIZED),
-    space=Space(_axes),
-    implement=lambda problem, config: _backward(router_sigmoid_backward, problem, config),
-    default=lambda problem, target: _config(problem, 8),
-    generic=lambda problem: _config(problem, 4),
-    inputs=_backward_inputs,
-    outputs=_gradient_outputs,
-    reference=_reference_sigmoid_backward,
-    bytes_moved=_bytes(2),
-    flops=lambda problem: problem["tokens"] * problem["experts"] * (8 + choices_of(problem)),
-    result_dtype=lambda problem: "float32",
+SIGMOID_BACKWARD = _spec(
+    "router_sigmoid_backward",
+    "gradient of the logits of a router by sigmoid",
+    router_sigmoid_backward,
+    lambda problem: _BACKWARD_ARRAYS,
+    _reference_sigmoid_backward,
+    _backward_inputs,
+    8,
+    (),
 )
 SPECS = (SOFTMAX, SOFTMAX_BACKWARD, SIGMOID, SIGMOID_BACKWARD)

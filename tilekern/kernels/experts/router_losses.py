@@ -12,25 +12,16 @@ losses gain by p[e] and ``pull`` by lse^2 / 2: ``dlogits = share * p * (slopes -
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import cuda.tile as ct
 
+from tilekern.kernels.common.arrays import Arrays
+from tilekern.kernels.common.tables import Table, spec
 from tilekern.kernels.experts.router import choices_of, largest
-from tilekern.kernels.tiles import ConstBool, ConstInt, grid_of, hints, load, power_of_two, row_tiles
-from tilekern.spec import (
-    ITEM_BYTES,
-    ArrayParameter,
-    Config,
-    Dimension,
-    Implementation,
-    KernelSpec,
-    Problem,
-    ScalarParameter,
-    Space,
-    Value,
-    cdiv,
-)
+from tilekern.kernels.tiles import ConstBool, ConstInt, grid_of, load, power_of_two, row_tiles
+from tilekern.spec import Array, Config, Dimension, KernelSpec, Problem, ScalarParameter, Space, Value, cdiv
 
 _LOG2_E, _LN_2 = 1.4426950408889634, 0.6931471805599453
 _INFINITY = math.inf
@@ -115,48 +106,35 @@ def _config(problem: Problem) -> Config:
     return Config(schedule="persistent", tile_m=tile_m, occupancy=4, num_worker_warps=0)
 
 
-def _implement(function: Any, parameters: tuple[Any, ...], problem: Problem, config: Config) -> Implementation:
-    """Of what comes behind the logits."""
-    experts = problem["experts"]
-    return Implementation(
-        function=function,
-        parameters=(ArrayParameter("logits", problem["dtype"], 2, experts), *parameters),
-        constants=(
-            ("experts", experts),
-            ("tile_m", config["tile_m"]),
-            ("width", power_of_two(experts)),
-            ("masked", problem["masked"]),
-        ),
-        grid=lambda sizes, sm_count: grid_of(cdiv(sizes["rows"], config["tile_m"]), config, sm_count),
-        hints=hints(config),
+_LOGITS, _SUMS = ("rows", "experts"), ("blocks", "experts")
+
+
+def _shares(problem: Problem) -> Array:
+    """Those of all rows, or one element that is not aligned."""
+    return Array("shares", "float32", ("rows",), aligned=problem["masked"], flag="masked")
+
+
+def _arrays(problem: Problem) -> Arrays:
+    choices = choices_of(problem)
+    return (
+        Array("logits", "dtype", _LOGITS),
+        # Read one by one, so their rows may begin anywhere.
+        Array("ids", "int64", ("rows", f"{choices}"), aligned=False),
+        _shares(problem),
+        ScalarParameter("choices", "int32", choices),
+        *(Array(name, "float32", _SUMS, "output") for name in ("probabilities", "counts")),
+        Array("squares", "float32", ("blocks", "1"), "output", aligned=False),
     )
 
 
-def _shares(problem: Problem) -> ArrayParameter:
-    """One element in its place, which is not aligned, where all rows count once."""
-    return ArrayParameter("shares", "float32", 1, aligned=problem["masked"])
-
-
-def _forward(problem: Problem, config: Config) -> Implementation:
-    experts = problem["experts"]
-    parameters = (
-        # Read one by one, so their rows may begin anywhere.
-        ArrayParameter("ids", "int64", 2, choices_of(problem), aligned=False), _shares(problem),
-        ScalarParameter("choices", "int32"),
-        *(ArrayParameter(name, "float32", 2, experts, "output") for name in ("probabilities", "counts")),
-        ArrayParameter("squares", "float32", 2, 1, "output", aligned=False),
-    )  # fmt: skip
-    return _implement(router_losses_forward, parameters, problem, config)
-
-
-def _backward(problem: Problem, config: Config) -> Implementation:
-    experts = problem["experts"]
-    parameters = (
-        _shares(problem), ArrayParameter("slopes", "float32", 2, experts),
-        ArrayParameter("pull", "float32", 2, 1, aligned=False),
-        ArrayParameter("dlogits", problem["dtype"], 2, experts, "output"),
-    )  # fmt: skip
-    return _implement(router_losses_backward, parameters, problem, config)
+def _backward_arrays(problem: Problem) -> Arrays:
+    return (
+        Array("logits", "dtype", _LOGITS),
+        _shares(problem),
+        Array("slopes", "float32", ("1", "experts")),
+        Array("pull", "float32", ("1", "1"), aligned=False),
+        Array("dlogits", "dtype", _LOGITS, "output"),
+    )
 
 
 def sums(logits: Any, ids: Any, shares: Any) -> tuple[Any, Any, Any]:
@@ -197,8 +175,8 @@ def _inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
 
 
 def _forward_inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
-    given, choices = _inputs(problem, generator, device), choices_of(problem)
-    return given | {"ids": largest(given["logits"], choices), "choices": choices}
+    given = _inputs(problem, generator, device)
+    return given | {"ids": largest(given["logits"], choices_of(problem))}
 
 
 def _backward_inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
@@ -209,50 +187,49 @@ def _backward_inputs(problem: Problem, generator: Any, device: str) -> dict[str,
     return given | {"slopes": slopes, "pull": 0.5 + torch.rand((1, 1), generator=generator, device=device)}
 
 
-def _outputs(problem: Problem, blocks: int) -> dict[str, tuple[tuple[int, ...], str]]:
-    wide = ((blocks, problem["experts"]), "float32")
-    return {"probabilities": wide, "counts": wide, "squares": ((blocks, 1), "float32")}
+def _spec(
+    name: str, summary: str, function: Any, arrays: Table, reference: Callable[..., dict[str, Any]], given: Any,
+    flops: Callable[[Problem], int], exact: tuple[str, ...], **more: Any,
+) -> KernelSpec:  # fmt: skip
+    """Of the sums or of the gradient; ``flops`` for each logit."""
+    return spec(
+        name, summary,
+        (
+            Dimension("rows", "bucketed"), *(Dimension(size, "exact") for size in exact),
+            Dimension("dtype", "dtype"), Dimension("masked", "flag"),
+        ),
+        arrays, reference,
+        function=lambda problem, config: function,
+        sizes=lambda problem: {"width": power_of_two(problem["experts"])},
+        grid=lambda sizes, config, sm_count: grid_of(cdiv(sizes["rows"], config["tile_m"]), config, sm_count),
+        space=Space(_axes),
+        default=lambda problem, target: _config(problem),
+        generic=_config,
+        given=given,
+        flops=lambda problem: problem["rows"] * problem["experts"] * flops(problem),
+        **more,
+    )  # fmt: skip
 
 
-def _matrix(problem: Problem) -> int:
-    """Bytes of logits and shares."""
-    return int(problem["rows"] * (problem["experts"] * ITEM_BYTES[problem["dtype"]] + 4 * problem["masked"]))
-
-
-_DIMENSIONS = (Dimension("rows", "bucketed"), Dimension("experts", "exact"))
-_KINDS = (Dimension("dtype", "dtype"), Dimension("masked", "flag"))
-
-FORWARD = KernelSpec(
-    name="router_losses_forward",
-    summary="sums of a router's probabilities, of its choices and of the squares of its logsumexps",
-    module=__name__,
-    dimensions=(*_DIMENSIONS, Dimension("choices", "exact"), *_KINDS),
-    space=Space(_axes),
-    implement=_forward,
-    default=lambda problem, target: _config(problem),
-    generic=_config,
-    inputs=_forward_inputs,
-    outputs=_outputs,
-    reference=_reference,
+FORWARD = _spec(
+    "router_losses_forward",
+    "sums of a router's probabilities, of its choices and of the squares of its logsumexps",
+    router_losses_forward,
+    _arrays,
+    _reference,
+    _forward_inputs,
+    lambda problem: 6 + choices_of(problem),
+    ("experts", "choices"),
     results=lambda outputs: {name: x.double().sum(0) for name, x in outputs.items()},
-    bytes_moved=lambda problem: _matrix(problem) + 8 * problem["rows"] * choices_of(problem),
-    flops=lambda problem: problem["rows"] * problem["experts"] * (6 + choices_of(problem)),
-    result_dtype=lambda problem: "float32",
 )
-BACKWARD = KernelSpec(
-    name="router_losses_backward",
-    summary="gradient of a router's losses by its logits",
-    module=__name__,
-    dimensions=(*_DIMENSIONS, *_KINDS),
-    space=Space(_axes),
-    implement=_backward,
-    default=lambda problem, target: _config(problem),
-    generic=_config,
-    inputs=_backward_inputs,
-    outputs=lambda problem, blocks: {"dlogits": ((problem["rows"], problem["experts"]), problem["dtype"])},
-    reference=_reference_backward,
-    bytes_moved=lambda problem: _matrix(problem) + problem["rows"] * problem["experts"] * ITEM_BYTES[problem["dtype"]],
-    flops=lambda problem: 10 * problem["rows"] * problem["experts"],
-    result_dtype=lambda problem: problem["dtype"],
+BACKWARD = _spec(
+    "router_losses_backward",
+    "gradient of a router's losses by its logits",
+    router_losses_backward,
+    _backward_arrays,
+    _reference_backward,
+    _backward_inputs,
+    lambda problem: 10,
+    ("experts",),
 )
 SPECS = (FORWARD, BACKWARD)

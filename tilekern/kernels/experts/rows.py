@@ -1,11 +1,15 @@
-"""Device code of kernels that take one row of a layer of experts at a time: the row's expert, and tiles."""
+"""Kernels that take one row of a layer of experts at a time: the row's expert, its bias, routing, and tiles."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import cuda.tile as ct
 
+from tilekern.kernels.experts.route import routed
+from tilekern.kernels.grouped.routing import drawn_experts
 from tilekern.kernels.tiles import power_of_two
-from tilekern.spec import ArrayParameter, Config, Problem, Space, Value, cdiv
+from tilekern.spec import Array, Config, Problem, Space, Value, cdiv
 
 # Experts of the inputs that kernels are checked and timed with.
 EXPERTS = 5
@@ -16,9 +20,14 @@ def expert_of(experts, row, weights):
     return ct.minimum(ct.load(experts, (row,), ()), weights.shape[0] - 1)
 
 
-def bias_of(dtype: str, columns: int, is_there: bool) -> ArrayParameter:
-    """The bias of each expert; one element in its place, which is not aligned, where there is none."""
-    return ArrayParameter("bias", dtype, 2, columns if is_there else None, aligned=is_there)
+def bias_of(columns: str = "columns") -> Array:
+    """The bias of each expert, where there is one."""
+    return Array("bias", "dtype", ("experts", columns), flag="biased")
+
+
+def sizes(problem: Problem) -> dict[str, int]:
+    """The number of experts, which belongs to no problem."""
+    return {"experts": EXPERTS}
 
 
 def widths(columns: int) -> list[int]:
@@ -51,6 +60,12 @@ def generic(problem: Problem) -> Config:
     return Config(schedule="persistent", tile_n=tile_n, occupancy=1, num_worker_warps=0)
 
 
-def constants(problem: Problem, config: Config) -> tuple[tuple[str, int], ...]:
-    """The width of a tile, and whether one reaches over the end of a row."""
-    return ("tile_n", config["tile_n"]), ("bounded", problem["columns"] % config["tile_n"] != 0)
+def constants(problem: Problem, config: Config) -> dict[str, bool]:
+    """Whether a tile reaches over the end of a row."""
+    return {"bounded": problem["columns"] % config["tile_n"] != 0}
+
+
+def routing(slots: int, generator: Any, device: str) -> dict[str, Any]:
+    """An uneven routing of slots: ``order``, ``ranks`` and ``experts``."""
+    _, order, ranks, experts = routed(drawn_experts(slots, EXPERTS, generator, device), EXPERTS)
+    return {"order": order, "ranks": ranks, "experts": experts}
