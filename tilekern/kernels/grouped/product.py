@@ -12,29 +12,20 @@ A block finds the rows of its tiles by itself (:mod:`tilekern.kernels.grouped.ti
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import cuda.tile as ct
 
-from tilekern.kernels.grouped.routing import SLOTS, VARIATIONS, balanced, expert_rows, shuffled
-from tilekern.kernels.grouped.space import SPACE, default, generic, grid, groups_of, hints, readable
+from tilekern.kernels.common.arrays import ROWS, Arrays
+from tilekern.kernels.grouped.declaration import OFFSETS, ORDER, dimensions, grouped_spec, rows_in, values
+from tilekern.kernels.grouped.routing import VARIATIONS, expert_rows
+from tilekern.kernels.grouped.space import groups_of, readable
 from tilekern.kernels.grouped.tiles import gathered, group_at, rows_of, sources, weight_tile
 from tilekern.kernels.matmul.product import place_and_column
-from tilekern.kernels.matmul.space import is_tile
 from tilekern.kernels.tiles import ConstBool, ConstInt, load
-from tilekern.spec import (
-    ITEM_BYTES,
-    ArrayParameter,
-    Config,
-    Dimension,
-    Implementation,
-    KernelSpec,
-    LibraryCall,
-    Problem,
-    ScalarParameter,
-    cdiv,
-)
+from tilekern.spec import Array, Config, Problem
 
 
 def _tile(
@@ -149,26 +140,23 @@ _FUNCTIONS = {
     (True, True): grouped_gathered_biased,
 }
 
-DIMENSIONS = (
-    Dimension("rows", "bucketed"),
-    Dimension("inner", "exact"),
-    Dimension("columns", "exact"),
-    Dimension("experts", "exact"),
-    Dimension("inner_first", "flag"),
-    Dimension("gathered", "flag"),
-    Dimension("biased", "flag"),
-    Dimension("partial", "flag"),
-    Dimension("dtype", "dtype"),
-)
+DIMENSIONS = dimensions("inner_first", "gathered", "biased", "partial")
+sizes = functools.partial(values, DIMENSIONS)
 
 
-def sizes(rows: int, inner: int, columns: int, experts: int, dtype: Any, on: Collection[str]) -> dict[str, Any]:
-    """The values of the dimensions in their order, with the flags that ``on`` names set."""
-    flags = {d.name: d.name in on for d in DIMENSIONS if d.kind == "flag"}
-    return {"rows": rows, "inner": inner, "columns": columns, "experts": experts, **flags, "dtype": dtype}
+def _arrays(problem: Problem) -> Arrays:
+    of_expert = ("inner", "columns") if problem["inner_first"] else ("columns", "inner")
+    return (
+        Array("x", "dtype", (rows_in(problem["gathered"]), "inner")),
+        Array("weight", "dtype", ("experts", *of_expert)),
+        OFFSETS,
+        *(ORDER if problem["gathered"] else ()),
+        *([Array("bias", "dtype", ("experts", "columns"))] if problem["biased"] else []),
+        Array("y", "dtype", ROWS, "output"),
+    )
 
 
-def _library(problem: Problem) -> LibraryCall:
+def _by_torch(problem: Problem) -> Callable[..., tuple[Any, ...]]:
     def call(x: Any, weight: Any, offsets: Any, *more: Any) -> tuple[Any]:
         import torch
 
@@ -183,68 +171,22 @@ def _library(problem: Problem) -> LibraryCall:
             y.masked_fill_((torch.arange(len(y), device=y.device) >= offsets[-1])[:, None], 0)
         return (y,)
 
-    return LibraryCall(call, tuple(_names(problem)))
+    return call
 
 
-def _names(problem: Problem) -> list[str]:
-    """The inputs, in the order of the device functions."""
-    gathering = ["order", "slots"] if problem["gathered"] else []
-    return ["x", "weight", "offsets", *gathering, *(["bias"] if problem["biased"] else [])]
-
-
-def _implement(problem: Problem, config: Config) -> Implementation | LibraryCall:
-    if not is_tile(config):
-        return _library(problem)
-    dtype, inner, columns = problem["dtype"], problem["inner"], problem["columns"]
-    parameters: dict[str, ArrayParameter | ScalarParameter] = {
-        "x": ArrayParameter("x", dtype, 2, inner),
-        "weight": ArrayParameter("weight", dtype, 3, columns if problem["inner_first"] else inner),
-        "offsets": ArrayParameter("offsets", "int32", 1, problem["experts"], aligned=False),
-        "order": ArrayParameter("order", "int32", 1, aligned=False),
-        "slots": ScalarParameter("slots", "int32"),
-        "bias": ArrayParameter("bias", dtype, 2, columns),
-    }
+def _constants(problem: Problem, config: Config) -> dict[str, int]:
     groups = groups_of(problem)
-    return Implementation(
-        function=_FUNCTIONS[problem["gathered"], problem["biased"]],
-        parameters=(*(parameters[name] for name in _names(problem)), ArrayParameter("y", dtype, 2, columns, "output")),
-        constants=(
-            ("persistent", config["schedule"] == "persistent"),
-            ("experts", problem["experts"]),
-            ("groups", groups),
-            ("turns", (groups - 1).bit_length()),
-            *((name, config[name]) for name in ("tile_m", "tile_n", "tile_k", "group_m", "latency")),
-            ("inner_first", problem["inner_first"]),
-        ),
-        grid=lambda real, sm_count: grid(real, config, sm_count),
-        hints=hints(config),
-    )
+    return {"groups": groups, "turns": (groups - 1).bit_length()}
 
 
-def tokens_of(problem: Problem) -> int:
-    """Rows of x: of :data:`SLOTS` slots each where they are gathered."""
-    return cdiv(problem["rows"], SLOTS) if problem["gathered"] else int(problem["rows"])
-
-
-def _inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
+def _given(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
+    """The weight, of which rows keep their variance."""
     import torch
 
-    rows, inner, columns, experts = (problem[name] for name in ("rows", "inner", "columns", "experts"))
-    shape = (experts, inner, columns) if problem["inner_first"] else (experts, columns, inner)
-
+    inner, columns, dtype = problem["inner"], problem["columns"], getattr(torch, problem["dtype"])
+    shape = (problem["experts"], *((inner, columns) if problem["inner_first"] else (columns, inner)))
     # In the problem's dtype from the start: the weights of a layer are a GiB.
-    def normal(*size: int) -> Any:
-        return torch.randn(size, generator=generator, device=device, dtype=getattr(torch, problem["dtype"]))
-
-    found = {
-        "x": normal(tokens_of(problem), inner),
-        # The variance of a row is kept.
-        "weight": normal(*shape).mul_(inner**-0.5),
-        "offsets": balanced(problem, device),
-    }
-    if problem["gathered"]:
-        found |= {"order": shuffled(rows, generator, device), "slots": SLOTS}
-    return found | ({"bias": normal(experts, columns)} if problem["biased"] else {})
+    return {"weight": torch.randn(shape, generator=generator, device=device, dtype=dtype).mul_(inner**-0.5)}
 
 
 def reference(
@@ -264,30 +206,17 @@ def reference(
     return {"y": torch.cat([*parts, rows.new_zeros(len(rows) - begin, columns)])}
 
 
-def _bytes(problem: Problem) -> int:
-    rows, inner, columns, experts = (problem[name] for name in ("rows", "inner", "columns", "experts"))
-    elements = tokens_of(problem) * inner + rows * columns + experts * columns * (inner + problem["biased"])
-    whole = ITEM_BYTES["int32"] * (experts + rows * problem["gathered"])
-    return int(elements * ITEM_BYTES[problem["dtype"]] + whole)
-
-
-SPEC = KernelSpec(
-    name="grouped_linear",
-    summary="y = x @ weight of each row's expert + bias, for rows sorted by expert, summed in float32",
-    module=__name__,
-    dimensions=DIMENSIONS,
-    space=SPACE,
-    implement=_implement,
-    default=default,
-    generic=generic,
-    inputs=_inputs,
-    outputs=lambda problem, blocks: {"y": ((problem["rows"], problem["columns"]), problem["dtype"])},
-    reference=reference,
-    bytes_moved=_bytes,
-    flops=lambda problem: 2 * problem["rows"] * problem["inner"] * problem["columns"],
-    result_dtype=lambda problem: problem["dtype"],
+SPEC = grouped_spec(
+    "grouped_linear",
+    "y = x @ weight of each row's expert + bias, for rows sorted by expert, summed in float32",
+    DIMENSIONS,
+    _arrays,
+    reference,
+    function=lambda problem, config: _FUNCTIONS[problem["gathered"], problem["biased"]],
+    call=_by_torch,
+    constants=_constants,
+    given=_given,
     variations=VARIATIONS,
-    timed=("zipf",),
 )
 
 SPECS = (SPEC,)

@@ -12,21 +12,12 @@ from typing import Any
 
 import cuda.tile as ct
 
+from tilekern.kernels.common.arrays import ROWS, Arrays
+from tilekern.kernels.common.tables import spec
 from tilekern.kernels.grouped.routing import OF_SUMS, balanced, expert_rows, shuffled
 from tilekern.kernels.grouped.tiles import rows_of
-from tilekern.kernels.tiles import ConstInt, grid_of, hints, load, power_of_two
-from tilekern.spec import (
-    ITEM_BYTES,
-    ArrayParameter,
-    Config,
-    Dimension,
-    Implementation,
-    KernelSpec,
-    Problem,
-    Space,
-    Value,
-    cdiv,
-)
+from tilekern.kernels.tiles import ConstInt, grid_of, load, power_of_two
+from tilekern.spec import ITEM_BYTES, Array, Config, Dimension, Problem, Space, Value, cdiv
 
 SHARES = 8
 
@@ -81,42 +72,19 @@ def _config(problem: Problem, schedule: str, tile_m: int, width: int, occupancy:
     return Config(schedule=schedule, tile_m=tile_m, tile_n=tile_n, occupancy=occupancy, num_worker_warps=0)
 
 
-def _implement(problem: Problem, config: Config) -> Implementation:
-    dtype, columns, experts = problem["dtype"], problem["columns"], problem["experts"]
-    weighting = (ArrayParameter("order", "int32", 1), ArrayParameter("weights", problem["weight_dtype"], 1))
-    return Implementation(
-        function=grouped_sum_weighted if problem["weighted"] else grouped_sum,
-        parameters=(
-            ArrayParameter("x", dtype, 2, columns),
-            ArrayParameter("offsets", "int32", 1, experts, aligned=False),
-            *(weighting if problem["weighted"] else ()),
-            ArrayParameter("partial", "float32", 3, columns, "output"),
-        ),
-        constants=(
-            ("columns", columns),
-            ("shares", SHARES),
-            ("tile_m", config["tile_m"]),
-            ("tile_n", config["tile_n"]),
-        ),
-        grid=lambda sizes, sm_count: grid_of(
-            sizes["experts"] * SHARES * cdiv(columns, config["tile_n"]), config, sm_count
-        ),
-        hints=hints(config),
+def _arrays(problem: Problem) -> Arrays:
+    weighting = (Array("order", "int32", ("rows",)), Array("weights", "weight_dtype", ("rows",)))
+    return (
+        Array("x", "dtype", ROWS),
+        Array("offsets", "int32", ("experts",), aligned=False),
+        *(weighting if problem["weighted"] else ()),
+        Array("partial", "float32", ("shares", "experts", "columns"), "output"),
     )
 
 
-def _inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
-    import torch
-
-    def normal(dtype: str, *shape: int) -> Any:
-        return torch.randn(shape, generator=generator, device=device).to(getattr(torch, dtype))
-
-    rows = problem["rows"]
-    found = {"x": normal(problem["dtype"], rows, problem["columns"]), "offsets": balanced(problem, device)}
-    if problem["weighted"]:
-        weights = normal(problem["weight_dtype"], rows)
-        found |= {"order": shuffled(rows, generator, device), "weights": weights}
-    return found
+def _given(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
+    order = {"order": shuffled(problem["rows"], generator, device)} if problem["weighted"] else {}
+    return {"offsets": balanced(problem, device), **order}
 
 
 def reference(x: Any, offsets: Any, order: Any = None, weights: Any = None, *, weighted: bool) -> dict[str, Any]:
@@ -130,34 +98,35 @@ def reference(x: Any, offsets: Any, order: Any = None, weights: Any = None, *, w
 
 
 def _bytes(problem: Problem) -> int:
+    """Of all shares together what their sum has."""
     each = problem["columns"] * ITEM_BYTES[problem["dtype"]]
     numbers = 4 + ITEM_BYTES[problem["weight_dtype"]] if problem["weighted"] else 0
     return problem["rows"] * (each + numbers) + 4 * problem["experts"] * problem["columns"]
 
 
-SPEC = KernelSpec(
-    name="grouped_sum",
-    summary="the rows of each expert added up in shares, float32 in a fixed order",
-    module=__name__,
-    dimensions=(
+SPEC = spec(
+    "grouped_sum",
+    "the rows of each expert added up in shares, float32 in a fixed order",
+    (
         Dimension("rows", "bucketed"),
-        Dimension("experts", "exact"),
-        Dimension("columns", "exact"),
-        Dimension("dtype", "dtype"),
-        Dimension("weight_dtype", "dtype"),
+        *(Dimension(name, "exact") for name in ("experts", "columns")),
+        *(Dimension(name, "dtype") for name in ("dtype", "weight_dtype")),
         Dimension("weighted", "flag"),
     ),
+    _arrays,
+    reference,
+    function=lambda problem, config: grouped_sum_weighted if problem["weighted"] else grouped_sum,
+    sizes=lambda problem: {"shares": SHARES},
+    grid=lambda sizes, config, sm_count: grid_of(
+        sizes["experts"] * SHARES * cdiv(sizes["columns"], config["tile_n"]), config, sm_count
+    ),
     space=Space(_axes),
-    implement=_implement,
     default=lambda problem, target: _config(problem, "block", 32, 128, 4),
     generic=lambda problem: _config(problem, "persistent", 16, 64, 1),
-    inputs=_inputs,
-    outputs=lambda problem, blocks: {"partial": ((SHARES, problem["experts"], problem["columns"]), "float32")},
-    reference=reference,
+    given=_given,
     results=lambda found: {"partial": found["partial"].double().sum(0)},
     bytes_moved=_bytes,
     flops=lambda problem: 2 * problem["rows"] * problem["columns"],
-    result_dtype=lambda problem: "float32",
     variations=OF_SUMS,
     timed=("zipf",),
 )

@@ -8,30 +8,21 @@ x may be read where it is, through ``order``, as in :mod:`tilekern.kernels.group
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Collection
+from collections.abc import Callable
 from typing import Any
 
 import cuda.tile as ct
 
-from tilekern.kernels.grouped.routing import OF_SUMS, SLOTS, balanced, shuffled
-from tilekern.kernels.grouped.space import SPACE, default, generic, grid, hints, readable
+from tilekern.kernels.common.arrays import Arrays
+from tilekern.kernels.grouped.declaration import OFFSETS, ORDER, dimensions, grouped_spec, rows_in, values
+from tilekern.kernels.grouped.routing import OF_SUMS
+from tilekern.kernels.grouped.space import readable
 from tilekern.kernels.grouped.tiles import gathered, rows_of, sources
 from tilekern.kernels.matmul.product import place_and_column
-from tilekern.kernels.matmul.space import is_tile
 from tilekern.kernels.tiles import ConstBool, ConstInt, load
-from tilekern.spec import (
-    ITEM_BYTES,
-    ArrayParameter,
-    Config,
-    Dimension,
-    Implementation,
-    KernelSpec,
-    LibraryCall,
-    Problem,
-    ScalarParameter,
-    cdiv,
-)
+from tilekern.spec import Array, Problem
 
 
 def _rows(array, tokens, part, step, i, tile_k, tile, latency):
@@ -122,28 +113,25 @@ def grouped_weight_gradient_gathered(
     )
 
 
-DIMENSIONS = (
-    Dimension("rows", "bucketed"),
-    Dimension("inner", "exact"),
-    Dimension("columns", "exact"),
-    Dimension("experts", "exact"),
-    Dimension("a_gathered", "flag"),
-    Dimension("b_gathered", "flag"),
-    Dimension("dtype", "dtype"),
-)
-
-
-def sizes(rows: int, inner: int, columns: int, experts: int, dtype: Any, on: Collection[str]) -> dict[str, Any]:
-    """The values of the dimensions in their order, with the flags that ``on`` names set."""
-    flags = {d.name: d.name in on for d in DIMENSIONS if d.kind == "flag"}
-    return {"rows": rows, "inner": inner, "columns": columns, "experts": experts, **flags, "dtype": dtype}
+DIMENSIONS = dimensions("a_gathered", "b_gathered")
+sizes = functools.partial(values, DIMENSIONS)
 
 
 def _is_gathered(problem: Problem) -> bool:
     return bool(problem["a_gathered"] or problem["b_gathered"])
 
 
-def _library(problem: Problem) -> LibraryCall:
+def _arrays(problem: Problem) -> Arrays:
+    return (
+        Array("a", "dtype", (rows_in(problem["a_gathered"]), "inner")),
+        Array("b", "dtype", (rows_in(problem["b_gathered"]), "columns")),
+        OFFSETS,
+        *(ORDER if _is_gathered(problem) else ()),
+        Array("c", "dtype", ("experts", "inner", "columns"), "output"),
+    )
+
+
+def _by_torch(problem: Problem) -> Callable[..., tuple[Any, ...]]:
     def call(a: Any, b: Any, offsets: Any, order: Any = None, slots: int = 1) -> tuple[Any]:
         import torch
 
@@ -153,55 +141,7 @@ def _library(problem: Problem) -> LibraryCall:
             b = b.index_select(0, tokens) if problem["b_gathered"] else b
         return (torch._grouped_mm(readable(a).t(), readable(b), offs=offsets),)
 
-    return LibraryCall(call, tuple(_names(problem)))
-
-
-def _names(problem: Problem) -> list[str]:
-    """The inputs, in the order of the device functions."""
-    return ["a", "b", "offsets", *(["order", "slots"] if _is_gathered(problem) else [])]
-
-
-def _implement(problem: Problem, config: Config) -> Implementation | LibraryCall:
-    if not is_tile(config):
-        return _library(problem)
-    dtype, inner, columns = problem["dtype"], problem["inner"], problem["columns"]
-    parameters: dict[str, ArrayParameter | ScalarParameter] = {
-        "a": ArrayParameter("a", dtype, 2, inner),
-        "b": ArrayParameter("b", dtype, 2, columns),
-        "offsets": ArrayParameter("offsets", "int32", 1, problem["experts"], aligned=False),
-        "order": ArrayParameter("order", "int32", 1, aligned=False),
-        "slots": ScalarParameter("slots", "int32"),
-    }
-    return Implementation(
-        function=grouped_weight_gradient_gathered if _is_gathered(problem) else grouped_weight_gradient,
-        parameters=(*(parameters[name] for name in _names(problem)), ArrayParameter("c", dtype, 3, columns, "output")),
-        constants=(
-            ("persistent", config["schedule"] == "persistent"),
-            *((name, config[name]) for name in ("tile_m", "tile_n", "tile_k", "group_m", "latency")),
-            *((name, problem[name]) for name in ("a_gathered", "b_gathered")),
-        ),
-        grid=lambda real, sm_count: grid(real, config, sm_count),
-        hints=hints(config),
-    )
-
-
-def _rows_in(problem: Problem, name: str) -> int:
-    return cdiv(problem["rows"], SLOTS) if problem[f"{name}_gathered"] else int(problem["rows"])
-
-
-def _inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
-    import torch
-
-    found = {
-        name: torch.randn((_rows_in(problem, name), problem[width]), generator=generator, device=device).to(
-            getattr(torch, problem["dtype"])
-        )
-        for name, width in (("a", "inner"), ("b", "columns"))
-    }
-    found["offsets"] = balanced(problem, device)
-    if _is_gathered(problem):
-        found |= {"order": shuffled(problem["rows"], generator, device), "slots": SLOTS}
-    return found
+    return call
 
 
 def reference(
@@ -218,32 +158,17 @@ def reference(
     return {"c": torch.stack([one[begin:end].t() @ other[begin:end] for begin, end in itertools.pairwise(begins)])}
 
 
-def _bytes(problem: Problem) -> int:
-    elements = _rows_in(problem, "a") * problem["inner"] + _rows_in(problem, "b") * problem["columns"]
-    elements += problem["experts"] * problem["inner"] * problem["columns"]
-    whole = ITEM_BYTES["int32"] * (problem["experts"] + problem["rows"] * _is_gathered(problem))
-    return int(elements * ITEM_BYTES[problem["dtype"]] + whole)
-
-
-SPEC = KernelSpec(
-    name="grouped_weight_gradient",
-    summary="gradients of the experts' weights: a^T @ b over the rows of each, in a fixed order, summed in float32",
-    module=__name__,
-    dimensions=DIMENSIONS,
-    space=SPACE,
-    implement=_implement,
-    default=default,
-    generic=generic,
-    inputs=_inputs,
-    outputs=lambda problem, blocks: {
-        "c": ((problem["experts"], problem["inner"], problem["columns"]), problem["dtype"])
-    },
-    reference=reference,
-    bytes_moved=_bytes,
-    flops=lambda problem: 2 * problem["rows"] * problem["inner"] * problem["columns"],
-    result_dtype=lambda problem: problem["dtype"],
+SPEC = grouped_spec(
+    "grouped_weight_gradient",
+    "gradients of the experts' weights: a^T @ b over the rows of each, in a fixed order, summed in float32",
+    DIMENSIONS,
+    _arrays,
+    reference,
+    function=lambda problem, config: (
+        grouped_weight_gradient_gathered if _is_gathered(problem) else grouped_weight_gradient
+    ),
+    call=_by_torch,
     variations=OF_SUMS,
-    timed=("zipf",),
 )
 
 SPECS = (SPEC,)
