@@ -171,8 +171,6 @@ _SCALARS = (
     ScalarParameter("shift", "float32", 1.0),
 )
 _WIDE = ("rows", "2*columns")
-
-
 _READ_BY_BOTH = (Array("pre", "dtype", _WIDE), bias_of("2*columns"), Array("experts", "int32", ("rows",)))
 _ARRAYS = (*_READ_BY_BOTH, *_SCALARS, Array("y", "dtype", ROWS, "output"))
 
@@ -233,17 +231,17 @@ def backward_reference(
     biased: bool, remade: bool, y: Any = None, **rest: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """The gradients of the pre-activation and of the routing weights, and the weighted value."""
-    slot, factor = order.long(), weights.double()[order.long()][:, None]
+    slot, counts = order.long(), (experts < total)[:, None]
+    factor, flags = weights.double()[slot][:, None], {"tanh": tanh, "interleaved": interleaved, "biased": biased}
 
-    def of(pre: Any) -> dict[str, Any]:
-        flags = {"tanh": tanh, "interleaved": interleaved, "biased": biased}
+    def forward(pre: Any) -> dict[str, Any]:
         return reference(pre, experts=experts, total=total, **flags, **rest)
 
-    y, counts = of(pre)["y"], experts < total
+    y, found = forward(pre)["y"], gradients(forward, {"y": dy.double() * factor}, pre=pre)
     summed = (y * dy.double()).sum(1) + (shares.double() if biased else 0.0)
-    dweights = summed.new_zeros(len(summed)).scatter_(0, slot, summed.where(counts, 0.0))
-    made = {"y": y * factor} if remade else {}
-    return gradients(of, {"y": dy.double() * factor}, pre=pre) | {"dweights": dweights, **made}
+    dweights = summed.new_zeros(len(summed)).scatter_(0, slot, summed.where(counts[:, 0], 0.0))
+    found |= {"y": y * factor} if remade else {}
+    return {name: x.where(counts, 0.0) for name, x in found.items()} | {"dweights": dweights}
 
 
 def _spec(
