@@ -22,11 +22,30 @@ from typing import Any
 
 import cuda.tile as ct
 
-from tilekern.kernels.cross_entropy.problem import STEPS_MATCH, matrix, matrix_bytes, step_axes, step_shapes
-from tilekern.kernels.cross_entropy.problem import vector as rows_of
+from tilekern.kernels.common.vocabulary import (
+    COLUMNS,
+    LOGITS,
+    ROWS,
+    SPACE_OF_TILES,
+    STEPS_MATCH,
+    by_parts,
+    each_part,
+    each_step,
+    each_tile,
+    generic_steps,
+    generic_tiles,
+    load_number,
+    of_rows,
+    spec,
+    step_axes,
+    step_config,
+    step_shapes,
+    tile_config,
+)
 from tilekern.kernels.cross_entropy.tiles import (
     INFINITY,
     LN_2,
+    LOWEST,
     NAN,
     capped_and_slope,
     columns_of,
@@ -37,30 +56,17 @@ from tilekern.kernels.cross_entropy.tiles import (
     store_zeros,
     target_logit,
 )
-from tilekern.kernels.tiles import TMA_NEEDS_HOPPER, ConstBool, ConstInt, grid_of, hints, power_of_two
-from tilekern.spec import (
-    ITEM_BYTES,
-    ArrayParameter,
-    Config,
-    Constraint,
-    Dimension,
-    Implementation,
-    KernelSpec,
-    Problem,
-    ScalarParameter,
-    Space,
-    Value,
-    cdiv,
-)
+from tilekern.kernels.tiles import TMA_NEEDS_HOPPER, ConstBool, ConstInt
+from tilekern.spec import Array, Config, Constraint, Problem, ScalarParameter, Space, Value
+from tilekern.targets import Target
 
-# The first running maximum: finite, so that no difference of two maxima is infinity less infinity.
-LOWEST = -3.4028234663852886e38
 # In the place of differences below it: the exponential is 0 in float32 all the same, and products with it are not NaN.
 LEAST = -1000.0
 
 
-def load_scores(logits, bias, row, c, tile_n, bounded, columns, scale, softcap, biased, capped, tma):
+def _load_scores(logits, bias, row, c, bounded, form):
     """Tile ``c`` of a row's z, minus infinity beyond the edge, and the derivative of z by the logit."""
+    columns, tile_n, scale, softcap, biased, capped, tma = form
     x = load_logits(logits, row, c, tile_n, bounded, tma)
     slope = ct.full((1, tile_n), 1.0, ct.float32)
     if biased:
@@ -72,16 +78,12 @@ def load_scores(logits, bias, row, c, tile_n, bounded, columns, scale, softcap, 
     return x * scale, slope * scale
 
 
-def _scan_step(
-    peak, mass, pull, logits, bias, row, first, count, partial, columns, tile_n, scale, softcap, biased, capped, tma
-):  # fmt: skip
+def _scan_step(sums, first, count, partial, logits, bias, row, form):
     """Add ``count`` tiles, the last of them partial or not, to each lane's running maximum and sums."""
+    mass, peak, pull = sums
     tiles = ()
     for i in ct.static_iter(range(count)):
-        bounded = ct.static_eval(partial and i == count - 1)
-        z, _ = load_scores(
-            logits, bias, row, first + i, tile_n, bounded, columns, scale, softcap, biased, capped, tma
-        )  # fmt: skip
+        z, _ = _load_scores(logits, bias, row, first + i, ct.static_eval(partial and i == count - 1), form)
         tiles = tiles + (z,)
     top = peak
     for i in ct.static_iter(range(count)):
@@ -92,7 +94,7 @@ def _scan_step(
         share = exponential(left)
         mass = mass + share
         pull = pull + share * ct.maximum(left, LEAST)
-    return top, mass, pull
+    return mass, top, pull
 
 
 def _moved(mass, pull, peak, top):
@@ -102,35 +104,25 @@ def _moved(mass, pull, peak, top):
     return mass * fading, fading * (pull + left * mass)
 
 
-def _scan_row(logits, bias, row, columns, tile_n, unroll, scale, softcap, biased, capped, tma):
+def _scan_row(logits, bias, row, unroll, form):
     """One read of a row: the maximum of z, the sum of ``e = exp(z - maximum)``, and that of ``e * (z - maximum)``;
     (1, 1) each.
 
-    Each lane of a tile keeps a maximum of its own. Steps of ``unroll`` whole tiles need no check of bounds; the rest is
-    one step.
+    Each lane of a tile keeps a maximum of its own.
     """
-    peak = ct.full((1, tile_n), LOWEST, ct.float32)
-    mass = ct.zeros((1, tile_n), ct.float32)
-    pull = ct.zeros((1, tile_n), ct.float32)
+    columns, tile_n, _, _, _, _, _ = form
+    zeros = ct.zeros((1, tile_n), ct.float32)
+    none = (zeros, ct.full((1, tile_n), LOWEST, ct.float32), zeros)
     whole = ct.static_eval(columns // (tile_n * unroll))
-    for step in range(whole):
-        peak, mass, pull = _scan_step(
-            peak, mass, pull, logits, bias, row, step * unroll, unroll, False, columns, tile_n, scale, softcap, biased,
-            capped, tma,
-        )  # fmt: skip
-    rest = ct.static_eval(-(-columns // tile_n) - whole * unroll)
-    if rest > 0:
-        peak, mass, pull = _scan_step(
-            peak, mass, pull, logits, bias, row, whole * unroll, rest, columns % tile_n != 0, columns, tile_n, scale,
-            softcap, biased, capped, tma,
-        )  # fmt: skip
+    mass, peak, pull = each_part(_scan_step, none, whole, columns, tile_n, unroll, (logits, bias, row, form))
     top = ct.max(peak, axis=1, keepdims=True)
     mass, pull = _moved(mass, pull, peak, top)
     return top, ct.sum(mass, axis=1, keepdims=True), ct.sum(pull, axis=1, keepdims=True)
 
 
-def _score_of(logits, bias, row, label, scale, softcap, biased, capped):
+def _score_of(logits, bias, row, label, form):
     """z of the row's id, (1, 1); NaN where that is not in the vocabulary."""
+    _, _, scale, softcap, biased, capped, _ = form
     x = target_logit(logits, row, label, softcap, False)
     if biased:
         place = (ct.zeros((1, 1), ct.int32), ct.full((1, 1), label, ct.int32))
@@ -140,23 +132,18 @@ def _score_of(logits, bias, row, label, scale, softcap, biased, capped):
     return x * scale
 
 
-def _forward_row(
-    logits, bias, ids, ignore_index, scale, softcap, log_probs, entropy, lse, row, columns, tile_n, unroll, biased,
-    capped, tma,
-):  # fmt: skip
+def _forward_row(row, logits, bias, ids, ignore_index, log_probs, entropy, lse, unroll, form):
     label = ct.load(ids, (row,), ())
     if label == ignore_index:
         for result in ct.static_iter((log_probs, entropy, lse)):
             store_row(result, row, ct.zeros((1, 1), ct.float32))
     else:
-        at_id = _score_of(logits, bias, row, label, scale, softcap, biased, capped)
-        top, total, pull = _scan_row(
-            logits, bias, row, columns, tile_n, unroll, scale, softcap, biased, capped, tma
-        )  # fmt: skip
+        at_id = _score_of(logits, bias, row, label, form)
+        top, total, pull = _scan_row(logits, bias, row, unroll, form)
         log_total = ct.log2(total) * LN_2
         store_row(log_probs, row, (at_id - top) - log_total)
         store_row(entropy, row, log_total - pull / total)
-        store_row(lse, row, ct.where((label < 0) | (label >= columns), NAN, top + log_total))
+        store_row(lse, row, ct.where((label < 0) | (label >= form[0]), NAN, top + log_total))
 
 
 @ct.kernel
@@ -168,65 +155,32 @@ def log_probs_forward(
 
     ids and the results [rows].
     """
-    if ct.static_eval(persistent):
-        for row in range(ct.bid(0), logits.shape[0], ct.num_blocks(0)):
-            _forward_row(
-                logits, bias, ids, ignore_index, scale, softcap, log_probs, entropy, lse, row, columns, tile_n, unroll,
-                biased, capped, tma,
-            )  # fmt: skip
-    else:
-        _forward_row(
-            logits, bias, ids, ignore_index, scale, softcap, log_probs, entropy, lse, ct.bid(0), columns, tile_n,
-            unroll, biased, capped, tma,
-        )  # fmt: skip
+    form = (columns, tile_n, scale, softcap, biased, capped, tma)
+    arguments = (logits, bias, ids, ignore_index, log_probs, entropy, lse, unroll, form)
+    each_step(_forward_row, logits.shape[0], persistent, arguments)
 
 
-def _element(vector, row):
-    return ct.reshape(ct.load(vector, (row,), (1,)), (1, 1))
-
-
-def _backward_tile(
-    logits, bias, ids, lse, entropy, dlog_probs, dentropy, dlse, ignore_index, scale, softcap, dlogits, row, c, columns,
-    tile_n, bounded, biased, capped,
-):  # fmt: skip
+def _backward_tile(row, c, bounded, logits, bias, ids, saved, slopes, ignore_index, dlogits, form):
     label = ct.load(ids, (row,), ())
     at_id, of_entropy, of_lse = (
-        ct.load(dlog_probs, (row,), ()),
-        ct.load(dentropy, (row,), ()),
-        ct.load(dlse, (row,), ()),
+        ct.load(slopes[0], (row,), ()),
+        ct.load(slopes[1], (row,), ()),
+        ct.load(slopes[2], (row,), ()),
     )
+    tile_n = ct.static_eval(form[1])
     if (label == ignore_index) | ((at_id == 0.0) & (of_entropy == 0.0) & (of_lse == 0.0)):
         store_zeros(dlogits, row, c, tile_n, bounded)
     else:
         share = of_lse - at_id
         finite = (ct.abs(share) < INFINITY) & (ct.abs(at_id) < INFINITY) & (ct.abs(of_entropy) < INFINITY)
-        shift = ct.where(finite, _element(lse, row), NAN)
-        z, slope = load_scores(logits, bias, row, c, tile_n, bounded, columns, scale, softcap, biased, capped, False)
+        shift = ct.where(finite, load_number(saved[0], row), NAN)
+        z, slope = _load_scores(logits, bias, row, c, bounded, form)
         left = z - shift
-        surprise = ct.maximum(left, LEAST) + _element(entropy, row)
+        surprise = ct.maximum(left, LEAST) + load_number(saved[1], row)
         gradient = exponential(left) * (share - of_entropy * surprise)
         gradient = ct.where(columns_of(c, tile_n) == label, gradient + at_id, gradient)
         ct.store(
             dlogits, (row, c), (gradient * slope).astype(dlogits.dtype), check_bounds=bounded, allow_tma=False
-        )  # fmt: skip
-
-
-def _backward_item(
-    logits, bias, ids, lse, entropy, dlog_probs, dentropy, dlse, ignore_index, scale, softcap, dlogits, item, columns,
-    tile_n, biased, capped,
-):  # fmt: skip
-    """One tile; only the last of a row has its bounds checked."""
-    across = ct.static_eval(-(-columns // tile_n))
-    row, c = item // across, item % across
-    if c < columns // tile_n:
-        _backward_tile(
-            logits, bias, ids, lse, entropy, dlog_probs, dentropy, dlse, ignore_index, scale, softcap, dlogits, row, c,
-            columns, tile_n, False, biased, capped,
-        )  # fmt: skip
-    elif columns % tile_n != 0:
-        _backward_tile(
-            logits, bias, ids, lse, entropy, dlog_probs, dentropy, dlse, ignore_index, scale, softcap, dlogits, row, c,
-            columns, tile_n, True, biased, capped,
         )  # fmt: skip
 
 
@@ -239,17 +193,10 @@ def log_probs_backward(
 
     bias [1, columns], ids, lse, entropy and their slopes [rows].
     """
-    if ct.static_eval(persistent):
-        for item in range(ct.bid(0), logits.shape[0] * ct.cdiv(columns, tile_n), ct.num_blocks(0)):
-            _backward_item(
-                logits, bias, ids, lse, entropy, dlog_probs, dentropy, dlse, ignore_index, scale, softcap, dlogits,
-                item, columns, tile_n, biased, capped,
-            )  # fmt: skip
-    else:
-        _backward_item(
-            logits, bias, ids, lse, entropy, dlog_probs, dentropy, dlse, ignore_index, scale, softcap, dlogits,
-            ct.bid(0), columns, tile_n, biased, capped,
-        )  # fmt: skip
+    form = (columns, tile_n, scale, softcap, biased, capped, False)
+    slopes = (dlog_probs, dentropy, dlse)
+    arguments = (logits, bias, ids, (lse, entropy), slopes, ignore_index, dlogits, form)
+    each_tile(_backward_tile, logits.shape[0], columns, tile_n, persistent, arguments)
 
 
 @dataclass(frozen=True)
@@ -282,62 +229,14 @@ def _no_bias(dtype: Any, device: Any) -> Any:
     return torch.zeros((1, 1), dtype=dtype, device=device)
 
 
-_DIMENSIONS = (
-    Dimension("rows", "bucketed"),
-    Dimension("vocabulary", "exact"),
-    Dimension("dtype", "dtype"),
-    Dimension("biased", "flag"),
-    Dimension("capped", "flag"),
-)
-_FORWARD_RESULTS = ("log_probs", "entropy", "lse")
-_SLOPES = ("dlog_probs", "dentropy", "dlse")
+_FLAGS = ("biased", "capped")
+_RESULTS, _SLOPES = ("log_probs", "entropy", "lse"), ("dlog_probs", "dentropy", "dlse")
+_READ = (
+    Array("logits", "dtype", LOGITS), Array("bias", "dtype", COLUMNS, flag="biased"), Array("ids", "int32", ROWS)
+)  # fmt: skip
 _SCALARS = (
     ScalarParameter("ignore_index", "int32"), ScalarParameter("scale", "float32"), ScalarParameter("softcap", "float32")
 )  # fmt: skip
-
-
-def _bias(problem: Problem) -> ArrayParameter:
-    """The bias [1, vocabulary]; [1, 1], unread and of a stride that nothing divides, where there is none."""
-    extent = problem["vocabulary"] if problem["biased"] else None
-    return ArrayParameter("bias", problem["dtype"], 2, extent, aligned=problem["biased"])
-
-
-def _constants(problem: Problem, config: Config) -> tuple[tuple[str, Any], ...]:
-    return (
-        ("persistent", config["schedule"] == "persistent"),
-        ("biased", problem["biased"]),
-        ("capped", problem["capped"]),
-    )
-
-
-def _implement_forward(problem: Problem, config: Config) -> Implementation:
-    return Implementation(
-        function=log_probs_forward,
-        parameters=(
-            matrix("logits", problem), _bias(problem), rows_of("ids", "int32"), *_SCALARS,
-            *(rows_of(name, role="output") for name in _FORWARD_RESULTS),
-        ),
-        constants=(
-            ("columns", problem["vocabulary"]), ("tile_n", config["tile_n"]), ("unroll", config["unroll"]),
-            *_constants(problem, config), ("tma", config["tma"]),
-        ),
-        grid=lambda sizes, sm_count: grid_of(sizes["rows"], config, sm_count),
-        hints=hints(config),
-    )  # fmt: skip
-
-
-def _implement_backward(problem: Problem, config: Config) -> Implementation:
-    vocabulary, tile_n = problem["vocabulary"], config["tile_n"]
-    return Implementation(
-        function=log_probs_backward,
-        parameters=(
-            matrix("logits", problem), _bias(problem), rows_of("ids", "int32"), rows_of("lse"), rows_of("entropy"),
-            *map(rows_of, _SLOPES), *_SCALARS, matrix("dlogits", problem, "output"),
-        ),
-        constants=(("columns", vocabulary), ("tile_n", tile_n), *_constants(problem, config)),
-        grid=lambda sizes, sm_count: grid_of(sizes["rows"] * cdiv(vocabulary, tile_n), config, sm_count),
-        hints=hints(config),
-    )  # fmt: skip
 
 
 def _forward_axes(problem: Problem) -> dict[str, list[Value]]:
@@ -349,46 +248,18 @@ def _forward_axes(problem: Problem) -> dict[str, list[Value]]:
     }
 
 
-def backward_axes(problem: Problem) -> dict[str, list[Value]]:
-    """The axes of a gradient that is made of each tile of the logits alone; :data:`TILES_FULL` constrains them."""
-    width = power_of_two(problem["vocabulary"])
-    return {
-        "schedule": ["persistent", "block"],
-        "tile_n": sorted({min(width, n) for n in (1024, 2048, 4096)}),
-        "num_worker_warps": [0, 8],
-        "occupancy": [4, 8],
-    }
-
-
 STEPS_FIT = Constraint(
     "the registers cannot hold a step's elements, maxima and two sums at this occupancy",
     lambda problem, config, target: (
         config["tile_n"] * (config["unroll"] + 3) * config["occupancy"] <= 0.8 * target.registers
     ),
 )
-TILES_FULL = Constraint(
-    "a tile gives each thread 8 to 32 elements, fewer only where a row is shorter than that",
-    lambda problem, config, target: (
-        8 <= config["tile_n"] // (32 * (config["num_worker_warps"] or 4)) <= 32
-        or config["tile_n"] == power_of_two(problem["vocabulary"]) < 4096
-    ),
-)
 
 
-def _forward_config(schedule: str, tile_n: int, unroll: int) -> Config:
-    return Config(schedule=schedule, tile_n=tile_n, unroll=unroll, num_worker_warps=0, occupancy=4, tma=False)
-
-
-def _forward_default(problem: Problem) -> Config:
+def _forward_default(problem: Problem, target: Target) -> Config:
     """Long rows by resident blocks, which end together; short ones by as many blocks as there are rows."""
     shapes = step_shapes(problem["vocabulary"], 0)
-    return _forward_config("block" if len(shapes) < 4 else "persistent", *shapes[0])
-
-
-def backward_config(problem: Problem, schedule: str, widest: int, occupancy: int) -> Config:
-    """A config of such a gradient."""
-    tile_n = min(widest, power_of_two(problem["vocabulary"]))
-    return Config(schedule=schedule, tile_n=tile_n, num_worker_warps=0, occupancy=occupancy)
+    return step_config("block" if len(shapes) < 4 else "persistent", *shapes[0])
 
 
 def drawn_ids(problem: Problem, generator: Any, device: str) -> Any:
@@ -415,19 +286,15 @@ def _drawn(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-_PART_ROWS = 2048
-
-
 def _backward_inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
     import torch
 
     inputs = _drawn(problem, generator, device)
     options = {name: inputs[name] for name in ("bias", "ignore_index", "scale", "softcap")}
-    options |= {"biased": problem["biased"], "capped": problem["capped"]}
-    # In parts, since in float64 all logits at once may not fit.
-    parts = zip(inputs["logits"].split(_PART_ROWS), inputs["ids"].split(_PART_ROWS), strict=True)
-    known = [reference_forward(logits, ids=ids, **options) for logits, ids in parts]
-    saved = {name: torch.cat([part[name] for part in known]).float() for name in ("lse", "entropy")}
+    known = functools.partial(reference_forward, **options, **{flag: problem[flag] for flag in _FLAGS})
+    saved = by_parts(
+        lambda logits, ids: known(logits, ids=ids), inputs["logits"], inputs["ids"], names=("lse", "entropy")
+    )
     slopes = {name: torch.randn((problem["rows"],), generator=generator, device=device) for name in _SLOPES}
     slopes["dentropy"][4::11] = 0
     for slope in slopes.values():
@@ -493,40 +360,31 @@ def reference_backward(
     return {"dlogits": gradient.where(_has_gradient(ids, ignore_index, dlog_probs, dentropy, dlse)[:, None], 0)}
 
 
-def _bias_bytes(problem: Problem) -> int:
-    return problem["vocabulary"] * ITEM_BYTES[problem["dtype"]] if problem["biased"] else 0
-
-
-FORWARD = KernelSpec(
-    name="log_probs_forward",
-    summary="log-probability of one id, entropy, and log of the sum of exponentials of every row of logits",
-    module=__name__,
-    dimensions=_DIMENSIONS,
+FORWARD = spec(
+    "log_probs_forward",
+    "log-probability of one id, entropy, and log of the sum of exponentials of every row of logits",
+    log_probs_forward,
+    (*_READ, *_SCALARS, *of_rows(*_RESULTS, role="output")),
+    reference_forward,
+    flags=_FLAGS,
+    flops=8,
     space=Space(_forward_axes, (STEPS_MATCH, STEPS_FIT, TMA_NEEDS_HOPPER)),
-    implement=_implement_forward,
-    default=lambda problem, target: _forward_default(problem),
-    generic=lambda problem: _forward_config("persistent", min(512, power_of_two(problem["vocabulary"])), 1),
+    default=_forward_default,
+    generic=generic_steps,
     inputs=_drawn,
-    outputs=lambda problem, blocks: dict.fromkeys(_FORWARD_RESULTS, ((problem["rows"],), "float32")),
-    reference=reference_forward,
-    bytes_moved=lambda problem: matrix_bytes(problem) + _bias_bytes(problem) + 16 * problem["rows"],
-    flops=lambda problem: 8 * problem["rows"] * problem["vocabulary"],
-    result_dtype=lambda problem: "float32",
+    exact_as="float32",
 )
-BACKWARD = KernelSpec(
-    name="log_probs_backward",
-    summary="gradient of log-probabilities, entropies and lse by the logits, in place if asked",
-    module=__name__,
-    dimensions=_DIMENSIONS,
-    space=Space(backward_axes, (TILES_FULL,)),
-    implement=_implement_backward,
-    default=lambda problem, target: backward_config(problem, "block", 4096, 8),
-    generic=lambda problem: backward_config(problem, "persistent", 512, 4),
+BACKWARD = spec(
+    "log_probs_backward",
+    "gradient of log-probabilities, entropies and lse by the logits, in place if asked",
+    log_probs_backward,
+    (*_READ, *of_rows("lse", "entropy", *_SLOPES), *_SCALARS, Array("dlogits", "dtype", LOGITS, "output")),
+    reference_backward,
+    flags=_FLAGS,
+    flops=10,
+    space=SPACE_OF_TILES,
+    default=lambda problem, target: tile_config(problem, "block", 4096, 8),
+    generic=generic_tiles,
     inputs=_backward_inputs,
-    outputs=lambda problem, blocks: {"dlogits": ((problem["rows"], problem["vocabulary"]), problem["dtype"])},
-    reference=reference_backward,
-    bytes_moved=lambda problem: 2 * matrix_bytes(problem) + _bias_bytes(problem) + 24 * problem["rows"],
-    flops=lambda problem: 10 * problem["rows"] * problem["vocabulary"],
-    result_dtype=lambda problem: problem["dtype"],
 )
 SPECS = (FORWARD, BACKWARD)

@@ -13,37 +13,50 @@ whose slope is not finite is NaN: infinity times a derivative near 0 would have 
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import cuda.tile as ct
 
 from tilekern.kernels import jsd
 from tilekern.kernels.common import losses
-from tilekern.kernels.cross_entropy.problem import matrix, matrix_bytes
-from tilekern.kernels.cross_entropy.problem import vector as rows_of
-from tilekern.kernels.cross_entropy.tiles import INFINITY, LN_2, LOG2_E, NAN, load_logits, store_row, store_zeros
-from tilekern.kernels.log_probs import LOWEST, STEPS_FIT, TILES_FULL, backward_axes, backward_config
-from tilekern.kernels.tiles import TMA_NEEDS_HOPPER, ConstBool, ConstInt, grid_of, hints, power_of_two
-from tilekern.spec import (
-    Config,
-    Constraint,
-    Dimension,
-    Implementation,
-    KernelSpec,
-    Problem,
-    ScalarParameter,
-    Space,
-    Value,
-    cdiv,
+from tilekern.kernels.common.vocabulary import (
+    LOGITS,
+    SPACE_OF_TILES,
+    by_parts,
+    each_part,
+    each_step,
+    each_tile,
+    generic_tiles,
+    load_number,
+    of_rows,
+    spec,
+    step_config,
+    tile_config,
+    tiles_full,
 )
+from tilekern.kernels.cross_entropy.tiles import (
+    INFINITY,
+    LN_2,
+    LOG2_E,
+    LOWEST,
+    NAN,
+    load_logits,
+    store_row,
+    store_zeros,
+)
+from tilekern.kernels.log_probs import STEPS_FIT
+from tilekern.kernels.tiles import TMA_NEEDS_HOPPER, ConstBool, ConstInt, power_of_two
+from tilekern.spec import Array, Config, Constraint, Problem, ScalarParameter, Space, Value
 
 
 def _power(x):
     return ct.exp2(x, flush_to_zero=True)
 
 
-def _scan_step(peak, mass, logits, row, first, count, partial, tile_n, factor, tma):
+def _scan_step(sums, first, count, partial, logits, row, tile_n, factor, tma):
     """Add ``count`` tiles, the last of them partial or not, to each lane's running maximum and sum."""
+    mass, peak = sums
     tiles = ()
     for i in ct.static_iter(range(count)):
         bounded = ct.static_eval(partial and i == count - 1)
@@ -54,20 +67,16 @@ def _scan_step(peak, mass, logits, row, first, count, partial, tile_n, factor, t
     mass = mass * _power((peak - top) * factor)
     for i in ct.static_iter(range(count)):
         mass = mass + _power((tiles[i] - top) * factor)
-    return top, mass
+    return mass, top
 
 
 def _sums(logits, row, columns, tile_n, unroll, factor, tma):
     """A row's largest logit, and the logarithm to base 2 of its sum of powers of 2, over that; (1, 1) each."""
-    peak, mass = ct.full((1, tile_n), LOWEST, ct.float32), ct.zeros((1, tile_n), ct.float32)
-    whole = ct.static_eval(columns // (tile_n * unroll))
-    for step in range(logits.shape[1] // (tile_n * unroll)):
-        peak, mass = _scan_step(peak, mass, logits, row, step * unroll, unroll, False, tile_n, factor, tma)
-    rest = ct.static_eval(-(-columns // tile_n) - whole * unroll)
-    if rest > 0:
-        peak, mass = _scan_step(
-            peak, mass, logits, row, whole * unroll, rest, columns % tile_n != 0, tile_n, factor, tma
-        )
+    none = ct.zeros((1, tile_n), ct.float32), ct.full((1, tile_n), LOWEST, ct.float32)
+    mass, peak = each_part(
+        _scan_step, none, logits.shape[1] // (tile_n * unroll), columns, tile_n, unroll,
+        (logits, row, tile_n, factor, tma),
+    )  # fmt: skip
     top = ct.max(peak, axis=1, keepdims=True)
     return top, ct.log2(ct.sum(mass * _power((peak - top) * factor), axis=1, keepdims=True))
 
@@ -98,7 +107,7 @@ def _added(total, pull, weight, student, teacher, row, c, tile_n, bounded, facto
 
 
 def _forward_row(
-    student, teacher, slope, loss, student_total, teacher_total, pull, beta, scale, row, columns, tile_n, unroll, pure,
+    row, student, teacher, slope, loss, student_total, teacher_total, pull, beta, scale, columns, tile_n, unroll, pure,
     tma,
 ):  # fmt: skip
     of_row = ct.load(slope, (row,), ())
@@ -138,56 +147,27 @@ def logits_jsd_forward(
     tile_n: ConstInt, unroll: ConstInt, persistent: ConstBool, pure: ConstBool, tma: ConstBool,
 ):  # fmt: skip
     """One row a block, or resident blocks that loop; student and teacher [rows, vocabulary], all others [rows]."""
-    if ct.static_eval(persistent):
-        for row in range(ct.bid(0), student.shape[0], ct.num_blocks(0)):
-            _forward_row(
-                student, teacher, slope, loss, student_total, teacher_total, pull, beta, scale, row, columns, tile_n,
-                unroll, pure, tma,
-            )  # fmt: skip
-    else:
-        _forward_row(
-            student, teacher, slope, loss, student_total, teacher_total, pull, beta, scale, ct.bid(0), columns, tile_n,
-            unroll, pure, tma,
-        )  # fmt: skip
-
-
-def _element(vector, row):
-    return ct.reshape(ct.load(vector, (row,), (1,)), (1, 1))
+    arguments = (
+        student, teacher, slope, loss, student_total, teacher_total, pull, beta, scale, columns, tile_n, unroll, pure,
+        tma,
+    )  # fmt: skip
+    each_step(_forward_row, student.shape[0], persistent, arguments)
 
 
 def _backward_tile(
-    student, teacher, slope, student_total, teacher_total, pull, beta, scale, gradient, row, c, tile_n, bounded, form
+    row, c, bounded, student, teacher, slope, student_total, teacher_total, pull, beta, scale, gradient, tile_n, form
 ):  # fmt: skip
     of_row = ct.load(slope, (row,), ())
     if of_row == 0.0:
         store_zeros(gradient, row, c, tile_n, bounded)
     else:
-        totals = (_element(student_total, row), _element(teacher_total, row))
+        totals = (load_number(student_total, row), load_number(teacher_total, row))
         _, derivative, share = _terms(
             student, teacher, row, c, tile_n, bounded, scale * LOG2_E, beta, totals, form, False
         )
         of_row = ct.where(ct.abs(of_row) < INFINITY, of_row, NAN) * scale
-        by_logits = (share * -_element(pull, row) + derivative) * of_row
+        by_logits = (share * -load_number(pull, row) + derivative) * of_row
         ct.store(gradient, (row, c), by_logits.astype(gradient.dtype), check_bounds=bounded, allow_tma=False)
-
-
-def _backward_item(
-    student, teacher, slope, student_total, teacher_total, pull, beta, scale, gradient, item, columns, tile_n, pure
-):  # fmt: skip
-    """One tile; only the last of a row has its bounds checked."""
-    across = ct.static_eval(-(-columns // tile_n))
-    row, c = item // across, item % across
-    form = (pure, ct.static_eval(student.dtype == ct.float32 or columns < jsd.SHORT))
-    if c < columns // tile_n:
-        _backward_tile(
-            student, teacher, slope, student_total, teacher_total, pull, beta, scale, gradient, row, c, tile_n, False,
-            form,
-        )  # fmt: skip
-    elif columns % tile_n != 0:
-        _backward_tile(
-            student, teacher, slope, student_total, teacher_total, pull, beta, scale, gradient, row, c, tile_n, True,
-            form,
-        )  # fmt: skip
 
 
 @ct.kernel
@@ -196,18 +176,9 @@ def logits_jsd_backward(
     tile_n: ConstInt, persistent: ConstBool, pure: ConstBool,
 ):  # fmt: skip
     """One tile a block, or resident blocks that loop; the gradient [rows, vocabulary] may be the student's memory."""
-    if ct.static_eval(persistent):
-        tiles = student.shape[0] * ct.cdiv(columns, tile_n)
-        for item in range(ct.bid(0), tiles, ct.num_blocks(0)):
-            _backward_item(
-                student, teacher, slope, student_total, teacher_total, pull, beta, scale, gradient, item, columns,
-                tile_n, pure,
-            )  # fmt: skip
-    else:
-        _backward_item(
-            student, teacher, slope, student_total, teacher_total, pull, beta, scale, gradient, ct.bid(0), columns,
-            tile_n, pure,
-        )  # fmt: skip
+    form = (pure, ct.static_eval(student.dtype == ct.float32 or columns < jsd.SHORT))
+    arguments = (student, teacher, slope, student_total, teacher_total, pull, beta, scale, gradient, tile_n, form)
+    each_tile(_backward_tile, student.shape[0], columns, tile_n, persistent, arguments)
 
 
 def arguments(beta: float, temperature: float) -> tuple[float, float]:
@@ -232,13 +203,7 @@ def _forward_axes(problem: Problem) -> dict[str, list[Value]]:
     }
 
 
-_THREADS_FULL = Constraint(
-    "a tile gives each thread 4 or 8 elements, fewer only where a row is shorter than that",
-    lambda problem, config, target: (
-        config["tile_n"] // (32 * (config["num_worker_warps"] or 4)) in (4, 8)
-        or config["tile_n"] == power_of_two(problem["vocabulary"]) < 2048
-    ),
-)
+_THREADS_FULL = tiles_full(4, 8, 2048)
 _ROW_IS_LONGER = Constraint(
     "a step of several tiles is no longer than a row",
     lambda problem, config, target: (
@@ -253,45 +218,12 @@ _NO_LOOP_AROUND_TMA = Constraint(
 
 def _forward_config(problem: Problem, schedule: str, most: int, unroll: int, *, tma: bool) -> Config:
     tile_n = min(most, power_of_two(problem["vocabulary"]))
-    unroll = unroll if tile_n * unroll <= problem["vocabulary"] else 1
-    return Config(schedule=schedule, tile_n=tile_n, unroll=unroll, num_worker_warps=0, occupancy=4, tma=tma)
+    return step_config(schedule, tile_n, unroll if tile_n * unroll <= problem["vocabulary"] else 1, tma=tma)
 
 
 _SCALARS = (ScalarParameter("beta", "float32"), ScalarParameter("scale", "float32"))
 _SUMS = ("student_total", "teacher_total", "pull")
-
-
-def _implement_forward(problem: Problem, config: Config) -> Implementation:
-    return Implementation(
-        function=logits_jsd_forward,
-        parameters=(
-            matrix("student", problem), matrix("teacher", problem), rows_of("slope"), *_SCALARS,
-            *(rows_of(name, role="output") for name in ("loss", *_SUMS)),
-        ),
-        constants=(
-            ("columns", problem["vocabulary"]), ("tile_n", config["tile_n"]), ("unroll", config["unroll"]),
-            ("persistent", config["schedule"] == "persistent"), ("pure", problem["pure"]), ("tma", config["tma"]),
-        ),
-        grid=lambda sizes, sm_count: grid_of(sizes["rows"], config, sm_count),
-        hints=hints(config),
-    )  # fmt: skip
-
-
-def _implement_backward(problem: Problem, config: Config) -> Implementation:
-    vocabulary, tile_n = problem["vocabulary"], config["tile_n"]
-    return Implementation(
-        function=logits_jsd_backward,
-        parameters=(
-            matrix("student", problem), matrix("teacher", problem), rows_of("slope"), *map(rows_of, _SUMS), *_SCALARS,
-            matrix("gradient", problem, "output"),
-        ),
-        constants=(
-            ("columns", vocabulary), ("tile_n", tile_n), ("persistent", config["schedule"] == "persistent"),
-            ("pure", problem["pure"]),
-        ),
-        grid=lambda sizes, sm_count: grid_of(sizes["rows"] * cdiv(vocabulary, tile_n), config, sm_count),
-        hints=hints(config),
-    )  # fmt: skip
+_READ = (Array("student", "dtype", LOGITS), Array("teacher", "dtype", LOGITS), *of_rows("slope"))
 
 
 def _inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
@@ -307,20 +239,11 @@ def _inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
     return logits | {"slope": slope, "beta": 0.0 if problem["pure"] else 0.25, "scale": 0.75}
 
 
-_PART_ROWS = 1024
-
-
 def _backward_inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
-    import torch
-
     inputs = _inputs(problem, generator, device)
-    # In parts, since in float64 all logits at once may not fit.
-    names, scalars = ("student", "teacher", "slope"), {name: inputs[name] for name in ("beta", "scale")}
-    parts = zip(*(inputs[name].split(_PART_ROWS) for name in names), strict=True)
-    known = [
-        reference_forward(**dict(zip(names, part, strict=True)), **scalars, pure=problem["pure"]) for part in parts
-    ]
-    sums = {name: torch.cat([part[name] for part in known]).float() for name in _SUMS}
+    scalars = {name: inputs[name] for name in ("beta", "scale")}
+    known = functools.partial(reference_forward, **scalars, pure=problem["pure"])
+    sums = by_parts(known, inputs["student"], inputs["teacher"], inputs["slope"], names=_SUMS)
     # With the pull of the forward the gradient of a short row may be a small difference of rounded numbers.
     return inputs | sums | {"pull": sums["pull"] + 1}
 
@@ -366,42 +289,30 @@ def expected(
     return losses.expected(terms, by_logits, factor, graded)
 
 
-_DIMENSIONS = (
-    Dimension("rows", "bucketed"),
-    Dimension("vocabulary", "exact"),
-    Dimension("dtype", "dtype"),
-    Dimension("pure", "flag"),
-)
-FORWARD = KernelSpec(
-    name="logits_jsd_forward",
-    summary="loss = slope * JSD(softmax(teacher) || softmax(student)) of each row of logits, and sums for its gradient",
-    module=__name__,
-    dimensions=_DIMENSIONS,
+FORWARD = spec(
+    "logits_jsd_forward",
+    "loss = slope * JSD(softmax(teacher) || softmax(student)) of each row of logits, and sums for its gradient",
+    logits_jsd_forward,
+    (*_READ, *_SCALARS, *of_rows("loss", *_SUMS, role="output")),
+    reference_forward,
+    flags=("pure",),
+    flops=40,
     space=Space(_forward_axes, (_THREADS_FULL, _ROW_IS_LONGER, STEPS_FIT, TMA_NEEDS_HOPPER, _NO_LOOP_AROUND_TMA)),
-    implement=_implement_forward,
     default=lambda problem, target: _forward_config(problem, "block", 1024, 4, tma=target.capability >= 90),
     generic=lambda problem: _forward_config(problem, "persistent", 256, 1, tma=False),
     inputs=_inputs,
-    outputs=lambda problem, blocks: dict.fromkeys(("loss", *_SUMS), ((problem["rows"],), "float32")),
-    reference=reference_forward,
-    bytes_moved=lambda problem: 2 * matrix_bytes(problem) + 20 * problem["rows"],
-    flops=lambda problem: 40 * problem["rows"] * problem["vocabulary"],
-    result_dtype=lambda problem: problem["dtype"],
 )
-BACKWARD = KernelSpec(
-    name="logits_jsd_backward",
-    summary="gradient of logits_jsd_forward by the student's logits, in place if asked",
-    module=__name__,
-    dimensions=_DIMENSIONS,
-    space=Space(backward_axes, (TILES_FULL,)),
-    implement=_implement_backward,
-    default=lambda problem, target: backward_config(problem, "block", 2048, 8),
-    generic=lambda problem: backward_config(problem, "persistent", 512, 4),
+BACKWARD = spec(
+    "logits_jsd_backward",
+    "gradient of logits_jsd_forward by the student's logits, in place if asked",
+    logits_jsd_backward,
+    (*_READ, *of_rows(*_SUMS), *_SCALARS, Array("gradient", "dtype", LOGITS, "output")),
+    reference_backward,
+    flags=("pure",),
+    flops=30,
+    space=SPACE_OF_TILES,
+    default=lambda problem, target: tile_config(problem, "block", 2048, 8),
+    generic=generic_tiles,
     inputs=_backward_inputs,
-    outputs=lambda problem, blocks: {"gradient": ((problem["rows"], problem["vocabulary"]), problem["dtype"])},
-    reference=reference_backward,
-    bytes_moved=lambda problem: 3 * matrix_bytes(problem) + 16 * problem["rows"],
-    flops=lambda problem: 30 * problem["rows"] * problem["vocabulary"],
-    result_dtype=lambda problem: problem["dtype"],
 )
 SPECS = (FORWARD, BACKWARD)

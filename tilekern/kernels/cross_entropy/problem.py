@@ -1,4 +1,4 @@
-"""The common parts of the cross-entropy specs: dimensions, parameters, spaces, inputs, references and counts."""
+"""The common parts of the cross-entropy specs: arrays, scalars, spaces, inputs and references."""
 
 from __future__ import annotations
 
@@ -6,58 +6,23 @@ import functools
 import math
 from typing import Any
 
-from tilekern.kernels.tiles import power_of_two
-from tilekern.spec import (
-    ITEM_BYTES,
-    ArrayParameter,
-    Config,
-    Constraint,
-    Dimension,
-    Problem,
-    ScalarParameter,
-    Value,
-)
+from tilekern.kernels.common.vocabulary import COLUMNS, LOGITS, ROWS
+from tilekern.spec import Array, Config, Constraint, Problem, ScalarParameter, Value
 from tilekern.targets import Target
 
-DIMENSIONS = (
-    Dimension("rows", "bucketed"),
-    Dimension("vocabulary", "exact"),
-    Dimension("dtype", "dtype"),
-    Dimension("weighted", "flag"),
-    Dimension("smoothed", "flag"),
-    Dimension("capped", "flag"),
-)
 FLAGS = ("weighted", "smoothed", "capped")
 PLAIN: dict[str, Value] = dict.fromkeys(FLAGS, False)
-SCALARS = (
+READ = (Array("logits", "dtype", LOGITS), Array("target", "int32", ROWS))
+OPTIONS = (
+    Array("weight", "float32", COLUMNS, flag="weighted"),
+    # The sum of the class weights.
+    Array("weight_sum", "float32", (), flag="weighted"),
     ScalarParameter("ignore_index", "int32"),
     ScalarParameter("smoothing", "float32"),
     ScalarParameter("z_loss", "float32"),
     ScalarParameter("softcap", "float32"),
 )
-
-
-def vector(name: str, dtype: str = "float32", role: Any = "input") -> ArrayParameter:
-    """A parameter with one value for each row."""
-    return ArrayParameter(name, dtype, 1, None, role)
-
-
-def matrix(name: str, problem: Problem, role: Any = "input") -> ArrayParameter:
-    """A parameter of the logits' shape and dtype."""
-    return ArrayParameter(name, problem["dtype"], 2, problem["vocabulary"], role)
-
-
-def weights(problem: Problem) -> tuple[ArrayParameter, ArrayParameter]:
-    """The class weights [1, vocabulary] and their sum [1]; the weights are [1, 1], and unread, where there are none."""
-    extent = problem["vocabulary"] if problem["weighted"] else None
-    # The placeholder has rows of one element, whose stride nothing divides.
-    weight = ArrayParameter("weight", "float32", 2, extent, aligned=problem["weighted"])
-    return weight, vector("weight_sum")
-
-
-def flags(problem: Problem) -> tuple[tuple[str, bool], ...]:
-    """The problem's flags as constants."""
-    return tuple((name, problem[name]) for name in FLAGS)
+DLOGITS = Array("dlogits", "dtype", LOGITS, "output")
 
 
 @functools.cache
@@ -76,32 +41,6 @@ def option_arguments(
     else:
         weight, weight_sum = class_weight.view(1, -1), class_weight.sum().view(1)
     return weight, weight_sum, ignore_index, float(label_smoothing), float(z_loss), float(softcap or 1.0)
-
-
-def step_shapes(vocabulary: int, warps: int) -> list[tuple[int, int]]:
-    """Pairs of tile_n and unroll for a pass over a row: 8 or 16 neighbours a thread, 32 or 64 elements a step."""
-    threads = 32 * (warps or 4)
-    pairs = ((8, 4), (8, 8), (16, 2), (16, 4))
-    found = [(n * threads, unroll) for n, unroll in pairs if n * threads * unroll <= vocabulary]
-    return found or [(min(8 * threads, power_of_two(vocabulary)), 1)]
-
-
-def step_axes(vocabulary: int) -> dict[str, list[Value]]:
-    """The axes of a pass over a row; :data:`STEPS_MATCH` picks the pairs of them that make sense."""
-    shapes = [shape for warps in (0, 8) for shape in step_shapes(vocabulary, warps)]
-    return {
-        "tile_n": sorted({tile_n for tile_n, _ in shapes}),
-        "unroll": sorted({unroll for _, unroll in shapes}),
-        "num_worker_warps": [0, 8],
-    }
-
-
-STEPS_MATCH = Constraint(
-    "a step over a row gives each thread 32 or 64 elements in 2 to 8 tiles; rows that are shorter take one tile",
-    lambda problem, config, target: (
-        (config["tile_n"], config["unroll"]) in step_shapes(problem["vocabulary"], config["num_worker_warps"])
-    ),
-)
 
 
 def _registers(config: Config, target: Target) -> float:
@@ -201,13 +140,3 @@ def reference_gradient(
     if capped:
         gradient *= 1 - (x / softcap).square()
     return {"dlogits": gradient * (scale.double() * valid)[:, None]}
-
-
-def matrix_bytes(problem: Problem) -> int:
-    """Bytes of the logits."""
-    return int(problem["rows"] * problem["vocabulary"] * ITEM_BYTES[problem["dtype"]])
-
-
-def weight_bytes(problem: Problem) -> int:
-    """Bytes of the class weights and their sum."""
-    return 4 * problem["vocabulary"] + 4 if problem["weighted"] else 0

@@ -5,18 +5,22 @@ weights (1 without), W their sum, V the number of classes, e the label smoothing
 the weight of the z-loss (PaLM, arXiv:2204.02311), y the target and ``lse = log sum_c exp(x_c)``:
 ``loss = (1 - e) w_y (lse - x_y) + e / V (W lse - sum_c w_c x_c) + z lse^2``;
 ``dloss / dx_c = a exp(x_c - lse) - (1 - e) w_y [c = y] - e / V w_c`` with ``a = (1 - e) w_y + e / V W + 2 z lse``.
+``options`` has all that the kernels take beside logits and rows: the class weights and their sum, ``smoothing``,
+``z_loss``, ``softcap``, ``columns``, ``weighted``, ``smoothed``, ``capped`` and ``tma``.
 """
 
 from __future__ import annotations
 
 import cuda.tile as ct
 
+from tilekern.kernels.common.vocabulary import each_part
+
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
 INFINITY = float("inf")
 NAN = float("nan")
 # The first running maximum: finite, so that no difference of two maxima is infinity less infinity.
-_LOWEST = -3.4028234663852886e38
+LOWEST = -3.4028234663852886e38
 
 
 def exponential(x):
@@ -50,15 +54,14 @@ def load_weights(weight, c, tile_n, bounded):
     return ct.load(weight, (0, c), (1, tile_n), padding_mode=padding, check_bounds=bounded, allow_tma=False)
 
 
-def _scan_step(
-    peak, mass, pull, logits, weight, row, first, softcap, count, partial, columns, tile_n, weighted, smoothed, capped,
-    tma,
-):  # fmt: skip
+def _scan_step(sums, first, count, partial, logits, row, tile_n, options):
     """Add ``count`` tiles, the last of them partial or not, to each lane's running maximum and sums.
 
     Each lane of a tile keeps a maximum of its own, so that no thread waits for another before the row's end; several
     tiles at once share the exponential that rescales the lane's sum.
     """
+    weight, _, _, _, softcap, columns, weighted, smoothed, capped, tma = options
+    mass, peak, pull = sums
     tiles = ()
     for i in ct.static_iter(range(count)):
         bounded = ct.static_eval(partial and i == count - 1)
@@ -81,31 +84,17 @@ def _scan_step(
     mass = mass * exponential(peak - top)
     for i in ct.static_iter(range(count)):
         mass = mass + exponential(tiles[i] - top)
-    return top, mass, pull
+    return mass, top, pull
 
 
-def scan_row(
-    logits, weight, row, softcap, columns, tile_n, unroll, weighted, smoothed, capped, tma
-):  # fmt: skip
+def _scan_row(logits, row, tile_n, unroll, options):
     """One read of a row: its maximum, the sum of ``exp(x - maximum)``, and the (weighted) sum of x if smoothed.
 
-    All three have the shape (1, 1). Steps of ``unroll`` whole tiles need no check of bounds; the rest is one step.
+    All three have the shape (1, 1).
     """
-    peak = ct.full((1, tile_n), _LOWEST, ct.float32)
-    mass = ct.zeros((1, tile_n), ct.float32)
-    pull = ct.zeros((1, tile_n), ct.float32)
-    whole = ct.static_eval(columns // (tile_n * unroll))
-    for step in range(whole):
-        peak, mass, pull = _scan_step(
-            peak, mass, pull, logits, weight, row, step * unroll, softcap, unroll, False, columns, tile_n, weighted,
-            smoothed, capped, tma,
-        )  # fmt: skip
-    rest = ct.static_eval(-(-columns // tile_n) - whole * unroll)
-    if rest > 0:
-        peak, mass, pull = _scan_step(
-            peak, mass, pull, logits, weight, row, whole * unroll, softcap, rest, columns % tile_n != 0, columns,
-            tile_n, weighted, smoothed, capped, tma,
-        )  # fmt: skip
+    columns, zeros = ct.static_eval(options[5]), ct.zeros((1, tile_n), ct.float32)
+    none, whole = (zeros, ct.full((1, tile_n), LOWEST, ct.float32), zeros), ct.static_eval(columns // (tile_n * unroll))
+    mass, peak, pull = each_part(_scan_step, none, whole, columns, tile_n, unroll, (logits, row, tile_n, options))
     top = ct.max(peak, axis=1, keepdims=True)
     total = ct.sum(mass * exponential(peak - top), axis=1, keepdims=True)
     return top, total, ct.sum(pull, axis=1, keepdims=True)
@@ -133,10 +122,9 @@ def store_row(array, row, value):
     ct.store(array, (row,), ct.reshape(value, (1,)))
 
 
-def row_loss(
-    top, total, pull, target_x, share, weight_sum, smoothing, z_loss, columns, weighted, smoothed
-):  # fmt: skip
+def _row_loss(top, total, pull, target_x, share, options):
     """The row's loss and lse; the loss is made of differences to the maximum, so that it is exact near zero."""
+    _, weight_sum, smoothing, z_loss, _, columns, weighted, smoothed, _, _ = options
     log_total = ct.log2(total) * LN_2
     lse = top + log_total
     loss = share * (log_total - (target_x - top))
@@ -149,8 +137,24 @@ def row_loss(
     return loss + z_loss * lse * lse, lse
 
 
-def gradient_factors(scale, share, lse, weight_sum, smoothing, z_loss, columns, weighted, smoothed):
+def store_loss(logits, loss, lse, row, label, tile_n, unroll, options):
+    """Store the loss and the lse of a row.
+
+    Returns:
+        the target's logit and weight, the row's maximum, the sum of ``exp(x - maximum)``, and the lse.
+    """
+    weight, _, _, _, softcap, _, weighted, _, capped, _ = options
+    target_x, share = target_logit(logits, row, label, softcap, capped), target_weight(weight, label, weighted)
+    top, total, pull = _scan_row(logits, row, tile_n, unroll, options)
+    row_of_loss, row_of_lse = _row_loss(top, total, pull, target_x, share, options)
+    store_row(loss, row, row_of_loss)
+    store_row(lse, row, row_of_lse)
+    return target_x, share, top, total, row_of_lse
+
+
+def gradient_factors(scale, share, lse, options):
     """A row gradient's factor of the softmax, and those subtracted at the target and of every class weight."""
+    _, weight_sum, smoothing, z_loss, _, columns, weighted, smoothed, _, _ = options
     at_target = share
     spread = ct.zeros((1, 1), ct.float32)
     of_softmax = share + 2.0 * z_loss * lse
@@ -164,15 +168,14 @@ def gradient_factors(scale, share, lse, weight_sum, smoothing, z_loss, columns, 
     return scale * of_softmax, scale * at_target, scale * spread
 
 
-def store_gradient(
-    logits, dlogits, weight, row, c, label, shift, of_softmax, at_target, spread, softcap, tile_n, bounded, weighted,
-    smoothed, capped, tma,
-):  # fmt: skip
+def store_gradient(logits, dlogits, row, c, label, shift, factors, tile_n, bounded, options):
     """Gradient of a tile: ``of_softmax * exp(x - shift)`` less what the target and the smoothing take away.
 
     It is made of the tile's own elements alone, so ``dlogits`` may be the memory of ``logits``. One wide tile at a
     time: between two stores to one array the compiler puts a barrier.
     """
+    weight, _, _, _, softcap, _, weighted, smoothed, capped, tma = options
+    of_softmax, at_target, spread = factors
     tile = load_logits(logits, row, c, tile_n, bounded, tma)
     slope = ct.full((1, tile_n), 1.0, ct.float32)
     if capped:
