@@ -243,7 +243,7 @@ def test_options_that_say_nothing_together_are_refused(tmp_path, capsys):
 OFF = {
     "ConstBool):\n": "ConstBool, twice: ConstBool):\n",
     " * by\n": " * by\n            if twice:\n                tile = tile * 2.0\n",
-    "% tile_n != 0)),": "% tile_n != 0), (\"twice\", False)),",
+    " != 0},": " != 0, \"twice\": False},",
 }  # fmt: skip
 OTHER = {" * by\n": " * by * 1.5\n"}
 
