@@ -3,7 +3,7 @@
 import tracemalloc
 
 import pytest
-from cache_samples import PROBLEM, put
+from cache_samples import PROBLEM, made_today, put
 
 from cache_tools.__main__ import main
 from tilekern.cache import Pack
@@ -15,7 +15,8 @@ MOST_BYTES = 3_000_000
 
 @pytest.fixture
 def large(root):
-    """A cache of large records, all of the same artifacts."""
+    """A cache of large records, all of the same artifacts; what a process keeps of their kernel's source is kept."""
+    made_today()
     runners_up = [{"config": {"occupancy": number, "tile": 1024}, "median_us": 38.1 + number} for number in range(400)]
     for rows in range(1, RECORDS + 1):
         put(root, problem={**PROBLEM, "rows": rows}, runners_up=runners_up)

@@ -15,7 +15,7 @@ from tuning.measure.gpu import load_code
 from tuning.measure.tasks import Entrant, Task
 from tuning.measure.timing import Launch, Timing, rewriting
 from tuning.strategies.selection import ranked
-from tuning.verify.check import Check, arguments_of, launch_arguments, odd_problem
+from tuning.verify.check import Check, arguments_of, odd_problem
 
 if TYPE_CHECKING:
     from tuning.verify.cases import Kept
@@ -138,7 +138,7 @@ class Bench:
     def arguments(self, entrant: Entrant) -> tuple[Any, ...]:
         """The arguments of a kernel's launch at full size; all entrants share the arrays."""
         implementation = self._spec.device(self._problem, entrant.candidate.config)
-        return launch_arguments(implementation, self.load(), self._shared_outputs(self._blocks(entrant)))
+        return arguments_of(implementation, self.load(), self._shared_outputs(self._blocks(entrant)))
 
     def copy(self) -> Launch:
         """A function that copies as many bytes as the problem must move, half read and half written."""

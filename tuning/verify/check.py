@@ -90,12 +90,12 @@ def make_outputs(spec: KernelSpec, problem: Problem, blocks: int, device: str) -
 def launch_arguments(
     implementation: Implementation, inputs: dict[str, Any], outputs: dict[str, Any]
 ) -> tuple[Any, ...]:
-    """All arguments of a launch in the device function's order."""
+    """What the interpreter launches with: all arguments in the device function's order."""
     return (*arguments_of(implementation, inputs, outputs), *(value for _, value in implementation.constants))
 
 
 def arguments_of(implementation: Implementation, inputs: dict[str, Any], outputs: dict[str, Any]) -> tuple[Any, ...]:
-    """A launch's arguments in the device function's order, but for the constants, which a plan adds."""
+    """A launch's arguments in the device function's order, but for the constants, which a cubin has in it."""
     return tuple(
         outputs[p.name] if isinstance(p, ArrayParameter) and p.role == "output" else inputs[p.name]
         for p in implementation.parameters

@@ -240,8 +240,9 @@ def backward_reference(
     y, found = forward(pre)["y"], gradients(forward, {"y": dy.double() * factor}, pre=pre)
     summed = (y * dy.double()).sum(1) + (shares.double() if biased else 0.0)
     dweights = summed.new_zeros(len(summed)).scatter_(0, slot, summed.where(counts[:, 0], 0.0))
-    found |= {"y": y * factor} if remade else {}
-    return {name: x.where(counts, 0.0) for name, x in found.items()} | {"dweights": dweights}
+    # Of rows of no expert, which nobody reads, 0 times a weight that is not finite is NaN.
+    made = {"y": y * factor} if remade else {}
+    return {"dpre": found["dpre"].where(counts, 0.0), "dweights": dweights, **made}
 
 
 def _spec(
