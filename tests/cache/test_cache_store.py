@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 import resource
@@ -13,6 +14,7 @@ from msgspec.structs import replace
 
 from tilekern.cache import CacheError, FolderLayer, Missing, Store, UnknownSchema
 from tilekern.cache.files import read_whole, set_aside, write_whole
+from tilekern.cache.walking import is_gone
 
 HERE = Path(__file__).parent
 WORKER = HERE / "cache_worker.py"
@@ -338,3 +340,14 @@ def test_a_killed_writer_leaves_only_whole_records(tmp_path, delay_s):
     assert hit.load("aligned")
     put(tmp_path, b"next")
     assert find([FolderLayer(tmp_path, "user")]).load("aligned") == b"next"
+
+
+def test_a_folder_that_was_deleted_and_came_back_is_no_fault(tmp_path):
+    """Another process may make it anew between the listing that did not find it and the look at why."""
+    (tmp_path / "nothing").symlink_to(tmp_path / "gone")
+    assert is_gone(FileNotFoundError(errno.ENOENT, "No such file or directory", str(tmp_path)))
+    assert is_gone(NotADirectoryError(errno.ENOTDIR, "Not a directory", str(tmp_path / "file" / "below")))
+    for there in (tmp_path / "nothing", tmp_path):
+        kind = FileNotFoundError if there.is_symlink() else NotADirectoryError
+        assert not is_gone(kind(errno.ENOENT, "", str(there)))
+    assert not is_gone(PermissionError(errno.EACCES, "Permission denied", str(tmp_path)))

@@ -58,8 +58,13 @@ def must_list(folder: Path) -> Callable[[OSError], NoReturn]:
 
 
 def is_gone(error: OSError) -> bool:
-    """Whether a folder could not be listed since it is not there; where that cannot be told, it is there."""
-    return isinstance(error, FileNotFoundError | NotADirectoryError) and not os.path.lexists(error.filename)
+    """Whether a folder could not be listed since it was not there, though it may have come since.
+
+    A link to nothing is there, and where it cannot be told, the folder is.
+    """
+    if isinstance(error, FileNotFoundError):
+        return not os.path.islink(error.filename)
+    return isinstance(error, NotADirectoryError) and not os.path.lexists(error.filename)
 
 
 def cannot_list(error: OSError) -> str:
