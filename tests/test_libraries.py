@@ -134,7 +134,7 @@ def test_a_default_that_a_library_runs_needs_no_compiler(no_compiler, root, here
 def test_the_model_s_own_op_runs_where_the_policy_or_the_library_says_so(policy, no_compiler, here):
     here(torch=policy == "fallback")
     dispatch.set_miss_policy(policy)
-    with pytest.warns(TilekernWarning):
+    with pytest.warns(TilekernWarning, match="the model's own op runs"):
         assert dispatch.plan_for(GROUPED, GPU, *ASKED_OF_GROUPED) is None
 
 

@@ -20,7 +20,7 @@ import cuda.tile as ct
 from cuda.tile._cext import TileDispatcher
 
 from tilekern.errors import CannotRun, TilekernError
-from tilekern.spec import ALIGNED, GENERIC
+from tilekern.spec import ALIGNED, GENERIC, name_of
 
 
 class NoVariant(TilekernError):  # noqa: N818 (the name says the state)
@@ -57,15 +57,15 @@ class PrebuiltKernel(TileDispatcher):
         Raises:
             CannotRun: one of them is launched in another way than cuTile's.
         """
+        self._name = name_of(function)
         for variant in variants:
             if variant.launch is not None:
                 raise CannotRun(
-                    f"the {variant.name} artifact of {function._pyfunc.__name__} is launched with {variant.launch}, "
+                    f"the {variant.name} artifact of {self._name} is launched with {variant.launch}, "
                     "which this version of tilekern cannot; install a newer one, or tune again with this one"
                 )
         annotations = function._annotated_function.parameter_annotations
         super().__init__(tuple(one for one in annotations if not one.constant))
-        self._name = function._pyfunc.__name__
         self._variants = [replace(one, assumptions=without_constants(one.assumptions)) for one in variants]
 
     def _compile(

@@ -39,9 +39,9 @@ class State:
     """The state that one process keeps of its calls.
 
     ``plans`` are by real sizes, ``memos`` what ops keep beside them; ``resolved`` is what the problems that were asked
-    for run by, at their buckets, where None is the model's own op. ``layers`` are those of this process once they were
-    looked up; ``policy`` is None where the environment says it. Where ranks agreed, ``agreement`` stands for the
-    caches; a ``trace`` answers for meta tensors.
+    for run by, at their buckets, where None is the model's own op, or a library's default that no record could be kept
+    of. ``layers`` are those of this process once they were looked up; ``policy`` is None where the environment says it.
+    Where ranks agreed, ``agreement`` stands for the caches; a ``trace`` answers for meta tensors.
     """
 
     lock: threading.RLock = field(default_factory=threading.RLock)
@@ -275,7 +275,17 @@ def _cached(spec: KernelSpec, problem: Problem, target: Target, key: tuple[Any, 
 
 
 def _by_library(spec: KernelSpec, problem: Problem, wanted: Problem, target: Target) -> Plan | None:
-    """The default of a problem that a library runs, which needs no compiler; else None.
+    """The plan of :func:`_library_default`."""
+    config = _library_default(spec, wanted, target)
+    if config is None:
+        return None
+    implementation = spec.implement(problem, config)
+    assert isinstance(implementation, LibraryCall)
+    return LibraryPlan(implementation.bound(plan_for), config)
+
+
+def _library_default(spec: KernelSpec, wanted: Problem, target: Target) -> Config | None:
+    """The default of a problem where a library that is here runs it, which needs no compiler; else None.
 
     It runs for this process alone, where no record of it could be kept: without a compiler there is no toolkit to keep
     it under.
@@ -283,10 +293,7 @@ def _by_library(spec: KernelSpec, problem: Problem, wanted: Problem, target: Tar
     if miss_policy() != "compile" or _state.agreement is not None:
         return None
     config = spec.default(wanted, target)
-    implementation = spec.implement(problem, config)
-    if not isinstance(implementation, LibraryCall) or library_of(config) not in libraries_here():
-        return None
-    return LibraryPlan(implementation.bound(plan_for), config)
+    return config if library_of(config) in libraries_here() else None
 
 
 def _made_or_own(spec: KernelSpec, problem: Problem, target: Target, device: int, found: Hit) -> Plan | None:
@@ -412,7 +419,8 @@ def _on_miss(spec: KernelSpec, wanted: Problem, target: Target) -> Hit | None:
             raise
         except (TilekernError, cache.CacheError) as error:
             why = f" and its default config could not be compiled and kept ({error})"
-            if library := library_of(spec.default(wanted, target)):
+            if config := _library_default(spec, wanted, target):
+                library = library_of(config)
                 warn_once(
                     f"no cache holds {spec.name} on {target.name}; its default, a call of {library}, runs; {tune}"
                 )

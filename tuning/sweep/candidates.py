@@ -10,7 +10,7 @@ from typing import Any
 
 from tilekern.kernels import spec_named
 from tilekern.source.digests import digests_of
-from tilekern.spec import ALIGNED, GENERIC, Config, Implementation, KernelSpec, LibraryCall, Problem
+from tilekern.spec import ALIGNED, GENERIC, Config, Implementation, KernelSpec, LibraryCall, Problem, name_of
 from tilekern.targets import Target
 from tilekern.toolchain import assumptions
 
@@ -54,7 +54,7 @@ def artifact_key(implementation: Implementation | LibraryCall, variant: str, tar
     if isinstance(implementation, LibraryCall):
         return hashlib.sha256(f"library {source_digest}".encode()).hexdigest()
     parts = {
-        "function": implementation.function._pyfunc.__name__,
+        "function": name_of(implementation.function),
         "assumptions": assumptions(implementation, variant),
         "hints": dict(implementation.hints),
         "arch": target.arch,
