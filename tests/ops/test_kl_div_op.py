@@ -34,7 +34,7 @@ def test_loss_and_gradient_match_torch_in_float64(dtype, log_target, reduction, 
     loss = kl_div(log, target, reduction, log_target)
     assert loss.dtype == (dtype if reduction == "none" else torch.float32)
     assert loss.shape == expected.shape
-    slope = 100 * torch.rand_like(loss)  # else float16 has no numbers for the gradients of means
+    slope = 100 * (1 + torch.rand_like(loss))  # else float16 has no numbers for the gradients of means
     loss.backward(slope)
     assert fallbacks() == before
     reference = torch.autograd.grad(expected, wide, slope.double())[0]
