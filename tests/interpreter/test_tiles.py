@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from tilekern.interpreter import InterpreterError, launch
 from tilekern.interpreter.dtypes import FLOATS, IN_MEMORY, INTEGERS
-from tilekern.interpreter.rebind import LAUNCH_FUNCTIONS, OFFERED, Namespace
+from tilekern.interpreter.namespace import LAUNCH_FUNCTIONS, OFFERED, Namespace
 
 NUMBERS = (*INTEGERS, *FLOATS)
 

@@ -21,9 +21,10 @@ import torch
 
 from tilekern.interpreter.arrays import Array
 from tilekern.interpreter.errors import InterpreterError, OutOfBounds
+from tilekern.interpreter.namespace import BUILTINS, Namespace
 from tilekern.interpreter.races import Launch
-from tilekern.interpreter.rebind import Namespace, Rebinder
 from tilekern.interpreter.tiles import as_tile
+from tilekern.rebinding import Rebinder
 
 __all__ = ["InterpreterError", "OutOfBounds", "launch"]
 
@@ -44,7 +45,7 @@ def launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], *, ch
     values = [
         _argument(running, name, constant, value) for (name, constant), value in zip(parameters, arguments, strict=True)
     ]
-    body = Rebinder(Namespace(running)).function(function)
+    body = Rebinder(Namespace(running), builtin=BUILTINS).function(function)
     with torch.no_grad():
         for number in range(len(running.order)):
             running.enter(number)

@@ -1,72 +1,23 @@
-"""Kernels' own Python functions, with ``ct`` and everything made from it bound to the interpreter.
+"""Kernels' own Python functions, with ``ct`` and everything made from it bound to something else.
 
 A kernel's function is copied with new globals. The names that its code uses are looked up in its real globals: the
-module ``cuda.tile`` becomes the interpreter's namespace, a function of ``cuda.tile`` the interpreter's function of
-that name, and another plain function (a helper, from whichever module) is copied in the same way, closures included.
+module ``cuda.tile`` becomes a namespace of the caller's, a function of ``cuda.tile`` the namespace's function of that
+name, and another plain function (a helper, from whichever module) is copied in the same way, closures included. So the
+interpreter runs a kernel on the CPU, and CuTe DSL compiles the formulas of kernels that cuTile compiles.
 """
 
 from __future__ import annotations
 
 import builtins
-import functools
 import operator
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
 
 import cuda.tile as ct
 
-from tilekern.interpreter import functions, memory, reductions
-from tilekern.interpreter.arithmetic import arithmetic
-from tilekern.interpreter.arrays import Array
-from tilekern.interpreter.dtypes import CARRIERS
-from tilekern.interpreter.errors import InterpreterError
-from tilekern.interpreter.races import Launch
-from tilekern.interpreter.tiles import Tile
-from tilekern.interpreter.views import TiledView
-
-_AS_THEY_ARE = (
-    *(dtype.name for dtype in CARRIERS),
-    *("ArrayAnnotation", "ByTarget", "Constant", "ConstantAnnotation", "DType", "IndexedWithInt64", "ListAnnotation"),
-    *("MemoryOrder", "MemoryScope", "PaddingMode", "RoundingMode", "Scalar", "ScalarInt64", "function", "kernel"),
-)
-OFFERED: dict[str, Any] = {
-    **{name: getattr(ct, name) for name in _AS_THEY_ARE},
-    **functions.FUNCTIONS,
-    **reductions.FUNCTIONS,
-    **memory.FUNCTIONS,
-    "Array": Array,
-    "Tile": Tile,
-    "TiledView": TiledView,
-}
-LAUNCH_FUNCTIONS = ("bid", "num_blocks")
 _STUBS = {id(getattr(ct, name)): name for name in ct.__all__ if isinstance(getattr(ct, name), FunctionType)}
-
-
-class Namespace:
-    """Stand-in for the module ``cuda.tile`` while a launch runs."""
-
-    def __init__(self, launch: Launch) -> None:
-        self.__dict__.update(OFFERED)
-        self.__dict__["bid"] = lambda axis: launch.block[axis]
-        self.__dict__["num_blocks"] = lambda axis: launch.sizes[axis]
-
-    def __getattr__(self, name: str) -> Any:
-        raise InterpreterError(f"the interpreter does not know ct.{name}")
-
-
-def _elementwise(name: str, python: Callable[..., Any]) -> Callable[..., Any]:
-    def choose(*values: Any, **options: Any) -> Any:
-        if any(isinstance(value, Tile) for value in values):
-            return functools.reduce(functools.partial(arithmetic, name), values)
-        return python(*values, **options)
-
-    return choose
-
-
-# In kernels, the built-in min and max of tiles are elementwise; the other built-ins reach tiles by their operators.
-_BUILTINS = {**vars(builtins), "min": _elementwise("minimum", min), "max": _elementwise("maximum", max)}
 
 
 class _Module:
@@ -80,17 +31,27 @@ class _Module:
 
 
 class Rebinder:
-    """Copies functions for one launch; each function once, so that helpers may be recursive."""
+    """Copies functions, each once, so that helpers may be recursive.
 
-    def __init__(self, namespace: Namespace) -> None:
-        self._namespace = namespace
+    Args:
+        namespace: takes the place of the module ``cuda.tile``.
+        instead: helpers that are not copied, by the function that stands in their place.
+        builtin: the built-ins that copies see.
+    """
+
+    def __init__(
+        self, namespace: Any, instead: Mapping[FunctionType, Callable[..., Any]] | None = None,
+        builtin: Mapping[str, Any] | None = None,
+    ) -> None:  # fmt: skip
+        self._namespace, self._instead = namespace, instead or {}
+        self._builtins = dict(vars(builtins) if builtin is None else builtin)
         self._copies: dict[int, FunctionType] = {}
 
     def function(self, original: FunctionType) -> FunctionType:
         """The copy of a function."""
         if id(original) in self._copies:
             return self._copies[id(original)]
-        names: dict[str, Any] = {"__builtins__": _BUILTINS, "__name__": original.__module__}
+        names: dict[str, Any] = {"__builtins__": self._builtins, "__name__": original.__module__}
         cells = tuple(CellType() for _ in original.__closure__ or ())
         copy = FunctionType(original.__code__, names, original.__name__, original.__defaults__, cells)
         copy.__kwdefaults__ = original.__kwdefaults__
@@ -120,6 +81,8 @@ class Rebinder:
         return value
 
     def _function_value(self, value: FunctionType) -> Any:
+        if value in self._instead:
+            return self._instead[value]
         if id(value) in _STUBS:
             return getattr(self._namespace, _STUBS[id(value)])
         if getattr(value, "_cutile_function_wrapper", False):
