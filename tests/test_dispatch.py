@@ -105,8 +105,8 @@ def test_a_problem_in_the_cache_becomes_a_plan(filled, no_compiler):
 def test_the_plan_s_kernel_holds_both_variants_and_their_bytes(filled):
     kernel = dispatch.plan_for(SPEC, GPU, *SIZES)._kernel
     record = json.loads(record_of(filled).read_text())
-    assert [variant.name for variant in kernel._variants] == ["aligned", "generic"]
-    for variant in kernel._variants:
+    assert [variant.name for variant in kernel.variants] == ["aligned", "generic"]
+    for variant in kernel.variants:
         assert variant.load()[:4] == b"\x7fELF"
         assert variant.symbol == record["artifacts"][variant.name]["symbol"]
 

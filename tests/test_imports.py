@@ -34,15 +34,19 @@ MAY_IMPORT = {
     "tilekern.cubin": set(),
     "tilekern.cache": {"tilekern.cache", "tilekern.warning"},
     "tilekern.frontend": LEAVES,
-    "tilekern.toolchain": LEAVES | {"tilekern.frontend"},
+    "tilekern.cute_compiler": LEAVES | {"tilekern.cubin"},
+    "tilekern.toolchain": LEAVES | {"tilekern.frontend", "tilekern.cute_compiler"},
     "tilekern.launcher": LEAVES,
-    "tilekern.interpreter": {"tilekern.errors", "tilekern.interpreter"},
+    "tilekern.rebinding": set(),
+    "tilekern.interpreter": {"tilekern.errors", "tilekern.interpreter", "tilekern.rebinding"},
     "tilekern.kernels": LEAVES | {"tilekern.kernels"},
+    "tilekern.kernels.cute": LEAVES | {"tilekern.kernels", "tilekern.rebinding"},
     "tilekern.composites": LEAVES | {"tilekern.kernels", "tilekern.composites"},
     RUNTIME: set(),
     TRACING: set(),
     f"{RUNTIME}.libraries": LEAVES,
-    f"{RUNTIME}.plans": LEAVES | {"tilekern.interpreter"},
+    "tilekern.driver": LEAVES | {"tilekern.launcher"},
+    f"{RUNTIME}.plans": LEAVES | {"tilekern.driver", "tilekern.interpreter", "tilekern.launcher"},
     f"{RUNTIME}.records": LEAVES | {"tilekern.cache", "tilekern.cubin", "tilekern.toolchain", DIGESTS},
     f"{RUNTIME}.provisional": LEAVES | {"tilekern.cache", f"{RUNTIME}.plans"},
     f"{RANKS}.held": {"tilekern.cache"},
@@ -85,7 +89,7 @@ MAY_IMPORT = {
 }
 # `from tilekern import __version__` and the like are attributes of the package, not files of a room.
 ATTRIBUTES = {"tilekern.__version__"}
-COMPILING = re.compile(r"\bexport_kernel\(|cuda\.tile\._compile|--gpu-name")
+COMPILING = re.compile(r"\bexport_kernel\(|cuda\.tile\._compile|--gpu-name|\bcute\.compile\(")
 CACHE_NEEDS = {"filelock", "msgspec", "platformdirs", "tilekern"}
 # What one file of the cache imports inside functions, from an extra.
 CACHE_EXTRAS = {"tilekern.cache.trust.signing": {"cryptography"}}
@@ -189,9 +193,20 @@ def test_the_cache_needs_the_standard_library_and_a_parser_alone():
 
 
 def test_kernels_import_torch_inside_functions_only():
-    kernels = within("tilekern.kernels", "tilekern.composites")
+    in_cute = within("tilekern.kernels.cute")
+    kernels = [module for module in within("tilekern.kernels", "tilekern.composites") if module not in in_cute]
     assert not list(strangers(kernels, {"cuda", "tilekern"}, everywhere=False))
     assert not list(strangers(kernels, {"cuda", "tilekern", "torch"}))
+    assert not list(strangers(in_cute, {"cuda", "cutlass", "tilekern"}))
+
+
+def test_kernels_of_cute_dsl_are_imported_to_compile_alone():
+    importers = {
+        module
+        for module, path in MODULES.items()
+        if any(name.startswith("tilekern.kernels.cute.") for name in imports(path))
+    }
+    assert importers == {"tilekern.kernels.cute.rows", "tilekern.kernels.cute.words"}
 
 
 def test_the_lowest_files_need_the_standard_library_alone():
@@ -201,7 +216,7 @@ def test_the_lowest_files_need_the_standard_library_alone():
 def test_one_file_compiles_and_one_knows_the_launcher():
     for module, path in MODULES.items():
         text = path.read_text(encoding="utf-8")
-        if module not in ("tilekern.toolchain", "tilekern.frontend"):
+        if module not in ("tilekern.toolchain", "tilekern.frontend", "tilekern.cute_compiler"):
             assert not COMPILING.search(text), f"{module} compiles; tilekern.toolchain does"
         if module != "tilekern.launcher":
             assert "def _compile(self, signature" not in text, f"{module} has the launcher's hook"

@@ -11,7 +11,7 @@ from typing import Any
 # Attribute codes of the .nv.info sections, as `cuobjdump -elf` names them.
 _FORMAT_SIZED_VALUE = 0x04
 _FRAME_SIZE, _MIN_STACK_SIZE, _REGISTER_COUNT = 0x11, 0x12, 0x2F
-_REQUIRED_THREADS, _MAX_THREADS = 0x10, 0x05
+_REQUIRED_THREADS, _MAX_THREADS, _PARAMETER = 0x10, 0x05, 0x17
 # The bank that a launch writes the arguments to.
 _ARGUMENTS = ".nv.constant0"
 
@@ -82,6 +82,26 @@ def constants_of(cubin: bytes, symbol: str) -> list[tuple[str, bytes]]:
         for name, section in sections
         if name.startswith((".nv.constant", ".nv.global")) and not name.startswith(_ARGUMENTS)
     )
+
+
+def parameter_bytes(cubin: bytes, symbol: str) -> list[int]:
+    """The size of each parameter of kernel ``symbol``, in their order.
+
+    Raises:
+        ValueError: the cubin has no such kernel.
+        ImportError: pyelftools (part of ``tilekern[compile]``) is not installed.
+    """
+    from elftools.elf.elffile import ELFFile
+
+    section = ELFFile(io.BytesIO(cubin)).get_section_by_name(f".nv.info.{symbol}")
+    if section is None:
+        raise ValueError(f"the cubin holds no kernel {symbol}")
+    found = {}
+    for code, value in _attributes(section):
+        if code == _PARAMETER:
+            _, ordinal, _, flags = struct.unpack("<IHHI", value)
+            found[ordinal] = flags >> 18
+    return [found[ordinal] for ordinal in sorted(found)]
 
 
 def _symbol_index(elf: Any, symbol: str) -> int:

@@ -44,29 +44,32 @@ class Variant:
 class PrebuiltKernel(TileDispatcher):
     """What ``ct.launch`` takes for a kernel, and never compiles: it hands ``ct.launch`` stored cubins.
 
-    It is launched with the arrays and scalars of its function, in their order, and without the constants.
-    ``ct.launch`` gives no block, cluster or dynamic shared memory but those that cuTile's cubins say themselves.
+    It is launched with the arrays and scalars of its function, in their order, and without the constants. cuTile's
+    cubins say their block and cluster themselves; those of CuTe DSL are launched with the ``attributes``.
 
     The generic variant may have been compiled for other constants than the config has: every implementation is right
     on any grid.
+
+    Args:
+        function: the device function.
+        variants: the cubins, all launched in one way.
+        otherwise: takes the launches that none of the variants allows; None where they are refused.
+
+    Raises:
+        CannotRun: a variant is launched with dynamic shared memory.
     """
 
-    def __init__(self, function: Any, variants: Sequence[Variant]) -> None:
-        """Take the variants.
-
-        Raises:
-            CannotRun: one of them is launched in another way than cuTile's.
-        """
-        self._name = name_of(function)
-        for variant in variants:
-            if variant.launch is not None:
-                raise CannotRun(
-                    f"the {variant.name} artifact of {self._name} is launched with {variant.launch}, "
-                    "which this version of tilekern cannot; install a newer one, or tune again with this one"
-                )
+    def __init__(self, function: Any, variants: Sequence[Variant], otherwise: PrebuiltKernel | None = None) -> None:
+        self.name, self.otherwise = name_of(function), otherwise
+        self.attributes = variants[0].launch if variants else None
+        if self.attributes is not None and self.attributes.shared_bytes:
+            raise CannotRun(
+                f"the {variants[0].name} artifact of {self.name} is launched with {self.attributes}, "
+                "which this version of tilekern cannot; install a newer one, or tune again with this one"
+            )
         annotations = function._annotated_function.parameter_annotations
         super().__init__(tuple(one for one in annotations if not one.constant))
-        self._variants = [replace(one, assumptions=without_constants(one.assumptions)) for one in variants]
+        self.variants = [replace(one, assumptions=without_constants(one.assumptions)) for one in variants]
 
     def _compile(
         self,
@@ -74,11 +77,11 @@ class PrebuiltKernel(TileDispatcher):
         context: Any,  # noqa: ARG002
         compute_capability: Any = None,  # noqa: ARG002
     ) -> tuple[bytes, str, None, tuple[()]]:
-        for variant in self._variants:
+        for variant in self.variants:
             if implies(signature.parameters, variant.assumptions):
                 return variant.load(), variant.symbol, None, ()
         raise NoVariant(
-            f"{self._name}: none of the variants {', '.join(v.name for v in self._variants)} "
+            f"{self.name}: none of the variants {', '.join(v.name for v in self.variants)} "
             f"allows the arguments {signature.parameters}"
         )
 
@@ -92,15 +95,15 @@ def prebuilt(function: Any, artifacts: Mapping[str, Any], load: Callable[[str], 
         load: gives the cubin of a variant.
 
     Raises:
-        CannotRun: an artifact is launched in another way than cuTile's.
+        CannotRun: as :class:`PrebuiltKernel` does.
     """
-    variants = []
-    for name in (ALIGNED, GENERIC):
-        artifact = artifacts[name]
-        variants.append(
-            Variant(name, artifact.symbol, artifact.assumptions, functools.partial(load, name), artifact.launch)
-        )
-    return PrebuiltKernel(function, variants)
+    aligned, generic = (
+        Variant(name, artifact.symbol, artifact.assumptions, functools.partial(load, name), artifact.launch)
+        for name, artifact in ((name, artifacts[name]) for name in (ALIGNED, GENERIC))
+    )
+    if aligned.launch == generic.launch:
+        return PrebuiltKernel(function, [aligned, generic])
+    return PrebuiltKernel(function, [aligned], PrebuiltKernel(function, [generic]))
 
 
 def without_constants(assumptions: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -98,14 +98,22 @@ class _Odometer:
 
 @dataclass(frozen=True)
 class Space:
-    """A search space: axes that may depend on the problem, and constraints with reasons."""
+    """A search space: axes that may depend on the problem, and constraints with reasons.
+
+    ``beside`` are spaces with other axes whose configs are candidates too, for other implementations.
+    """
 
     axes: Callable[[Problem], Mapping[str, Sequence[Value]]]
     constraints: tuple[Constraint, ...] = ()
+    beside: tuple[Space, ...] = ()
+
+    def of(self, problem: Problem, config: Config) -> Space | None:
+        """The space that has the axes of a config: this one, or one of those beside it; None where none has them."""
+        return next((one for one in (self, *self.beside) if one.axes(problem).keys() == config.keys()), None)
 
     def violated(self, problem: Problem, config: Config, target: Target) -> str | None:
         """The reason why ``config`` is not allowed, or None where it is."""
-        for constraint in (*DANGEROUS, *self.constraints):
+        for constraint in (*DANGEROUS, *(self.of(problem, config) or self).constraints):
             if not constraint.holds(problem, config, target):
                 return constraint.reason
         return None
@@ -116,6 +124,10 @@ class Space:
         What a constraint turns down for the values of some axes, it turns down whatever the axes after these hold, so
         none of those is looked at.
         """
+        for space in (self, *self.beside):
+            yield from space._allowed(problem, target)
+
+    def _allowed(self, problem: Problem, target: Target) -> Iterator[Config]:
         axes = self.axes(problem)
         conditions = [constraint.holds for constraint in (*DANGEROUS, *self.constraints)]
         odometer = _Odometer(list(axes.values()))

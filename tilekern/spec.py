@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ALIGNED", "DTYPES", "GENERIC", "ITEM_BYTES", "TOLERANCES",
-    "Array", "ArrayParameter", "Config", "Constraint", "Dimension", "Implementation", "KernelSpec", "LibraryCall",
-    "Problem", "ScalarParameter", "Space", "Tolerance", "Value", "bucket", "cdiv", "module_of", "name_of", "outputs_of",
-    "parameters_of", "python_of", "size_of",
+    "Array", "ArrayParameter", "Config", "Constraint", "CuteKernel", "Dimension", "Implementation", "KernelSpec",
+    "LibraryCall", "Problem", "ScalarParameter", "Space", "Tolerance", "Value", "bucket", "cdiv", "module_of",
+    "name_of", "outputs_of", "parameters_of", "python_of", "size_of",
 ]  # fmt: skip
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -209,6 +209,34 @@ class Implementation:
 
 
 @dataclass(frozen=True)
+class CuteKernel:
+    """How one config of a spec runs as a kernel of CuTe DSL; the generic variant beside it is cuTile's.
+
+    Attributes:
+        function: the device function in cuTile whose arrays and scalars it takes, and whose formulas it may compile.
+        kernel: its class as ``module:Class``, which is imported to compile alone. It is called with ``function``,
+            ``parameters``, and by their names the GPU's ``capability``, ``block``, ``cluster`` and the ``constants``.
+        parameters: the arrays and scalars, as those of :class:`Implementation`.
+        constants: what the config decides.
+        grid: gives the number of blocks for real sizes and a number of SMs: whole clusters.
+        block: threads of a block.
+        cluster: blocks of a cluster; 1 for none.
+        cooperative: whether all blocks must be resident at once.
+        dependent: as that of :class:`Implementation`.
+    """
+
+    function: Any
+    kernel: str
+    parameters: tuple[ArrayParameter | ScalarParameter, ...]
+    constants: tuple[tuple[str, int | float | bool], ...]
+    grid: Callable[[Problem, int], int]
+    block: int
+    cluster: int = 1
+    cooperative: bool = False
+    dependent: bool = False
+
+
+@dataclass(frozen=True)
 class LibraryCall:
     """One config of a spec that a library runs (cuBLAS, cuDNN, a sequence of such calls); it makes no artifact.
 
@@ -290,7 +318,7 @@ class KernelSpec:
     module: str
     dimensions: tuple[Dimension, ...]
     space: Space
-    implement: Callable[[Problem, Config], Implementation | LibraryCall]
+    implement: Callable[[Problem, Config], Implementation | CuteKernel | LibraryCall]
     default: Callable[[Problem, Target], Config]
     generic: Callable[[Problem], Config]
     inputs: Callable[[Problem, Any, str], dict[str, Any]]
@@ -326,7 +354,7 @@ class KernelSpec:
         except (TypeError, ValueError):
             return None
 
-    def device(self, problem: Problem, config: Config) -> Implementation:
+    def device(self, problem: Problem, config: Config) -> Implementation | CuteKernel:
         """The implementation of a config that runs a device function.
 
         Raises:

@@ -3,7 +3,7 @@
 cuda-tile's Python front end lowers the device function to Tile IR bytecode (:mod:`tilekern.frontend`); the ``tileiras``
 compiler turns that into a cubin for any GPU that it knows, with no GPU at hand. tilekern runs
 ``tileiras`` itself, so that it owns the time limit, and asks for no line tables: they triple a cubin's size and
-hold the paths of the machine that compiled it.
+hold the paths of the machine that compiled it. Kernels of CuTe DSL are compiled by :mod:`tilekern.cute_compiler`.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tilekern import cute_compiler
 from tilekern import spec as specs
 from tilekern.errors import CompileFailed, CompileTimeout, ToolchainMissing
-from tilekern.spec import ArrayParameter, Config, Implementation, KernelSpec, Problem
+from tilekern.spec import ArrayParameter, Config, CuteKernel, Implementation, KernelSpec, Problem
 from tilekern.targets import Target
 
 _MISSING = "the tile compiler (tileiras) is not installed; install it with: pip install 'tilekern[compile]'"
@@ -56,7 +57,8 @@ class Toolkit:
 class Compiled:
     """A cubin with its entry symbol, what it assumes of its arguments, and what making it took.
 
-    ``frontend_s`` and ``tileiras_s`` are wall seconds in Python and in the compiler.
+    ``frontend_s`` and ``tileiras_s`` are wall seconds in Python and in the compiler; CuTe DSL is all compiler.
+    ``launch`` and ``compiler`` are as those of :class:`tilekern.cache.Artifact`; None for cuTile's own.
     """
 
     cubin: bytes
@@ -64,6 +66,8 @@ class Compiled:
     assumptions: list[dict[str, Any]]
     frontend_s: float
     tileiras_s: float
+    launch: dict[str, Any] | None = None
+    compiler: str | None = None
 
 
 @functools.cache
@@ -117,23 +121,39 @@ def compile_candidate(
     Args:
         variant: ``aligned`` (16-byte base addresses and row strides, last stride 1) or ``generic`` (only dtypes and
             ranks are assumed).
-        timeout_s: wall seconds that the compiler may take.
+        timeout_s: wall seconds that tileiras may take. CuTe DSL compiles inside this process, which only another one
+            can end.
 
     Raises:
         ToolchainMissing: no compiler is installed.
         CompileFailed: the front end or the compiler rejected the candidate, crashed, or took too long.
     """
-    tools = require_toolkit()
     implementation = spec.device(problem, config)
     assumed = assumptions(implementation, variant)
     started = time.perf_counter()
+    if isinstance(implementation, CuteKernel):
+        assert variant == specs.ALIGNED, "the generic variant of any record is cuTile's"
+        cubin, symbol = cute_compiler.compile_kernel(implementation, target)
+        seconds = time.perf_counter() - started
+        return Compiled(cubin, symbol, assumed, 0.0, seconds, launch_of(implementation), cute_compiler.compiler())
+    tools = require_toolkit()
     bytecode, symbol = _lower(implementation, assumed, target, tools)
     lowered = time.perf_counter()
     cubin = _assemble(bytecode, target, tools, timeout_s)
     return Compiled(cubin, symbol, assumed, lowered - started, time.perf_counter() - lowered)
 
 
-def assumptions(implementation: Implementation, variant: str) -> list[dict[str, Any]]:
+def launch_of(kernel: CuteKernel) -> dict[str, Any]:
+    """The fields of :class:`tilekern.cache.Launch` for a kernel; none of ours has dynamic shared memory."""
+    return {
+        "block": [kernel.block, 1, 1],
+        "cluster": kernel.cluster,
+        "cooperative": kernel.cooperative,
+        "shared_bytes": 0,
+    }
+
+
+def assumptions(implementation: Implementation | CuteKernel, variant: str) -> list[dict[str, Any]]:
     """The assumptions of a variant about each argument, as plain data for a record."""
     found: list[dict[str, Any]] = []
     for parameter in implementation.parameters:

@@ -44,6 +44,7 @@ from tilekern.cache import (
 from tilekern.cache.packs.pack import Pack
 from tilekern.cubin import code_of, constants_of, read_resources
 from tilekern.kernels import all_specs
+from tilekern.runtime.records import launch_in
 from tilekern.source.digests import digests_of
 from tilekern.spec import Config, KernelSpec, LibraryCall, Problem
 from tilekern.targets import KNOWN, Target
@@ -167,8 +168,7 @@ def _objections(
     except TypeError as error:
         yield f"its config cannot be read: {error}"
         return
-    axes = spec.space.axes(problem).keys()
-    if any(config.keys() != axes for config in (winner, *compiled)):
+    if any(spec.space.of(problem, config) is None for config in (winner, *compiled)):
         yield "its config has other parameters today"
         return
     if any(spec.is_library(problem, config) for config in compiled):
@@ -279,6 +279,7 @@ def _carried(plan: _Plan, made: Mapping[str, Answer | Lost]) -> Held:
         artifacts[variant] = msgspec.structs.replace(
             record.artifacts[variant], sha256=digest, size=len(answer.cubin), symbol=answer.line["symbol"],
             assumptions=answer.line["assumptions"], resources=answer.line["resources"],
+            launch=launch_in(answer.line.get("launch")), compiler=answer.line.get("compiler"),
         )  # fmt: skip
     digests = digests_of(plan.spec.module, plan.spec.name)
     figures = "measurement" if record.measurement else "prediction"
@@ -307,12 +308,16 @@ def _with_history(record: Record, figures: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_same_space(plan: _Plan) -> bool:
-    """Whether today's space has as many candidates as were tried, and all configs that the record names."""
+    """Whether today's space has as many candidates as were tried, and all configs that the record names.
+
+    A tune without CuTe DSL tries none of its candidates.
+    """
     record = plan.record
     found = candidates(plan.spec.name, plan.problem, plan.target)
     known = {item.config for item in found}
+    tried = {len(found), sum(not item.is_cute for item in found)}
     try:
-        return len(found) == record.candidates and known.issuperset(_named_configs(record))
+        return record.candidates in tried and known.issuperset(_named_configs(record))
     except TypeError:  # values that no config can have
         return False
 

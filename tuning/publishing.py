@@ -11,7 +11,7 @@ from typing import Any
 from tilekern.cache import Artifact, BestKernel, Record, Store, install_pack, write_pack
 from tilekern.cache.trust.signing import SigningKey
 from tilekern.runtime.libraries import library_of
-from tilekern.runtime.records import record_of
+from tilekern.runtime.records import launch_in, record_of
 from tilekern.spec import ALIGNED, GENERIC, Problem
 from tilekern.targets import Target
 from tuning.measure.stage import identity
@@ -143,6 +143,8 @@ def _artifact(sweep: Sweep, item: Candidate, line: dict[str, Any]) -> Artifact:
         config=dict(item.config),
         assumptions=line["assumptions"],
         resources=line["resources"],
+        launch=launch_in(line.get("launch")),
+        compiler=line.get("compiler"),
     )
 
 

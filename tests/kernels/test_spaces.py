@@ -7,7 +7,7 @@ from spec_samples import NAMES, SPECS, sized
 
 from tilekern.errors import InputError
 from tilekern.kernels import all_specs, spec_named
-from tilekern.spec import DTYPES, Config
+from tilekern.spec import DTYPES, Config, CuteKernel
 from tilekern.targets import INTERPRETED, KNOWN, resolve
 from tuning.plan.presets import PRESETS
 
@@ -55,9 +55,11 @@ def test_defaults_of_the_presets_are_candidates(model, gpu):
 def test_candidates_are_all_points_that_no_constraint_turns_down(spec, gpu):
     target = resolve(gpu)
     problem = next(problem for other, problem in problems_of(PRESETS["qwen3-8b"]) if other is spec)
-    axes = spec.space.axes(problem)
-    points = (Config(dict(zip(axes, values, strict=True))) for values in itertools.product(*axes.values()))
-    allowed = [point for point in points if spec.space.violated(problem, point, target) is None]
+    allowed = []
+    for space in (spec.space, *spec.space.beside):
+        axes = space.axes(problem)
+        points = (Config(dict(zip(axes, values, strict=True))) for values in itertools.product(*axes.values()))
+        allowed += [point for point in points if spec.space.violated(problem, point, target) is None]
     assert list(spec.space.candidates(problem, target)) == allowed
 
 
@@ -101,7 +103,8 @@ def test_two_configs_of_one_implementation_differ_in_what_the_compiler_sees(spec
         if spec.is_library(problem, config):
             continue
         made = spec.device(problem, config)
-        key = (made.function, made.constants, tuple(made.hints.items()), made.grid(problem, target.sm_count))
+        options = (made.block, made.cluster) if isinstance(made, CuteKernel) else tuple(made.hints.items())
+        key = (type(made), made.function, made.constants, options, made.grid(problem, target.sm_count))
         assert seen.setdefault(key, config) is config, (config, seen[key])
 
 

@@ -13,7 +13,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from tilekern import interpreter
+from tilekern.kernels import spec_named
 from tilekern.runtime import plans
+from tilekern.spec import CuteKernel, name_of
 from tuning.measure import bench, worker
 
 
@@ -63,7 +65,11 @@ class SimulatedPlan(plans.InterpretedPlan):
 
 
 def _plan_of(kernel: Any, implementation: Any, config: Any, problem: Any, target: Any) -> SimulatedPlan:
-    return SimulatedPlan(implementation, config, implementation.grid(problem, target.sm_count))
+    blocks = implementation.grid(problem, target.sm_count)
+    if isinstance(implementation, CuteKernel):  # the interpreter runs the same formulas in cuTile, right on any grid
+        spec = spec_named(name_of(implementation.function))
+        implementation = spec.device(problem, spec.generic(problem))
+    return SimulatedPlan(implementation, config, blocks)
 
 
 def serve(*arguments: Any) -> None:

@@ -66,6 +66,7 @@ class Artifact(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         assumptions: what its arguments must satisfy; not looked at by the cache.
         resources: registers, spill_bytes, shared_bytes, threads and the like; not looked at by the cache.
         launch: how it is launched; None for cuTile's own way, in which the artifact says what it needs.
+        compiler: name and version of the compiler that made it; None where that is the record's toolkit.
     """
 
     sha256: Digest
@@ -75,6 +76,7 @@ class Artifact(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     assumptions: list[Any]
     resources: dict[str, Any]
     launch: Launch | None = None
+    compiler: str | None = None
 
 
 class BestKernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -199,7 +201,7 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 # Fields that stand in the text only where they hold something.
-_LEFT_OUT = frozenset({"space_digest", "best_kernel", "launch"})
+_LEFT_OUT = frozenset({"space_digest", "best_kernel", "launch", "compiler"})
 
 
 def _fields(item: object) -> dict[str, Any]:
@@ -330,8 +332,8 @@ def _check_sense(record: Record) -> None:
     if record.schema > WITHOUT_SPACE:
         if record.space_digest is None:
             raise Corrupt(f"a record of schema {record.schema} must have a space_digest")
-    elif record.space_digest or record.best_kernel or any(one.launch for one in record.artifacts.values()):
-        raise Corrupt(f"a record of schema {record.schema} has no space_digest, best_kernel or launch")
+    elif record.space_digest or record.best_kernel or any(x.launch or x.compiler for x in record.artifacts.values()):
+        raise Corrupt(f"a record of schema {record.schema} has no space_digest, best_kernel, launch or compiler")
     check_name("kernel", record.kernel)
     if not _MODULE.fullmatch(record.module):
         raise Corrupt(f"module must be the dotted name of a module, got {record.module!r:.60}")

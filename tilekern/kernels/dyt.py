@@ -209,6 +209,7 @@ FORWARD = rows.spec(
     live=2,
     flops=20,
     default=lambda problem, target: rows.default_in_blocks(3, 8, problem, target, 1024, 8),
+    cute=False,
 )
 
 _BACKWARD_ARRAYS = (

@@ -124,6 +124,7 @@ FORWARD = rows.spec(
     flags=_FLAGS,
     live=2,
     flops=4,
+    cute=False,
 )
 BACKWARD = elements.spec(
     kl_div_backward,

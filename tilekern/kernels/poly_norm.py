@@ -240,6 +240,7 @@ BACKWARD = replace(
         live=5,
         flops=34,
         default=_default_backward,
+        cute=False,
     ),
     generic=_generic,
     inputs=functools.partial(drawn, _BACKWARD_ARRAYS, about_one=False),

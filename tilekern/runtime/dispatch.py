@@ -19,7 +19,7 @@ from tilekern.errors import CacheMiss, CannotRun, InputError, RanksDiffer, Tilek
 from tilekern.runtime.libraries import libraries_here, library_of, runnable
 from tilekern.runtime.plans import Counters, InterpretedPlan, LibraryPlan, Plan, plan_of
 from tilekern.runtime.provisional import Watch, is_settled, of_several_ranks
-from tilekern.spec import ALIGNED, GENERIC, Config, KernelSpec, LibraryCall, Problem
+from tilekern.spec import ALIGNED, GENERIC, Config, Implementation, KernelSpec, LibraryCall, Problem
 from tilekern.targets import INTERPRETED, Target, here
 from tilekern.warning import warn_once
 
@@ -243,6 +243,7 @@ def _interpreted(spec: KernelSpec, problem: Problem) -> Plan:
     implementation = spec.implement(problem, config)
     if isinstance(implementation, LibraryCall):
         return LibraryPlan(implementation.bound(plan_for), config)
+    assert isinstance(implementation, Implementation), "the interpreter runs cuTile's kernels alone"
     blocks = implementation.grid(problem, INTERPRETED.sm_count)
     return InterpretedPlan(implementation, config, blocks)
 

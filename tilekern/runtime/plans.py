@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from tilekern.spec import Config, Implementation, Problem
+from tilekern.spec import Config, CuteKernel, Implementation, Problem
 from tilekern.targets import Target
 
 # The compute capability from which programmatic dependent launch exists.
@@ -55,13 +55,57 @@ class DependentPlan(Plan):
         _ct_launch(_raw_stream(device), self.grid, self._kernel, arguments, programmatic_dependent_launch=True)
 
 
-def plan_of(kernel: Any, implementation: Implementation, config: Config, problem: Problem, target: Target) -> Plan:
+class ExtendedPlan(Plan):
+    """A plan whose launch says the block, and the cluster where there is one: that of a kernel of CuTe DSL.
+
+    Arguments that its cubin does not allow run the kernel's other variant, on the same grid.
+
+    Args:
+        kernel: the kernel object.
+        config: its config.
+        blocks: blocks of the grid.
+        dependent: whether its launch overlaps the end of its predecessor.
+    """
+
+    __slots__ = ("_block", "_no_variant", "_options")
+
+    def __init__(self, kernel: Any, config: Config, blocks: int, *, dependent: bool) -> None:
+        super().__init__(kernel, config, blocks)
+        from tilekern.launcher import NoVariant
+
+        attributes, self._no_variant = kernel.attributes, NoVariant
+        self._block = attributes.block
+        cluster = {"block_in_cluster_count": (attributes.cluster,)} if attributes.cluster > 1 else {}
+        cooperative = {"cooperative": True} if attributes.cooperative else {}
+        self._options: dict[str, Any] = {**cluster, **cooperative}
+        if dependent:
+            self._options["programmatic_dependent_launch"] = True
+
+    def launch(self, device: int, *arguments: Any) -> None:
+        """Queue the kernel; raises as a plan of any kernel does."""
+        if self._forward_ad._current_level >= 0:
+            _refuse_tangents(arguments)
+        self.launches += 1
+        stream = _raw_stream(device)
+        try:
+            _extended_launch(stream, self.grid, self._block, self._kernel, arguments, **self._options)
+        except self._no_variant:
+            if self._kernel.otherwise is None:
+                raise
+            _ct_launch(stream, self.grid, self._kernel.otherwise, arguments)
+
+
+def plan_of(
+    kernel: Any, implementation: Implementation | CuteKernel, config: Config, problem: Problem, target: Target
+) -> Plan:
     """How a kernel object is launched on a GPU: by jobs, by the tuner that times it, and by benchmarks."""
-    kind = DependentPlan if may_depend(implementation, target) else Plan
-    return kind(kernel, config, implementation.grid(problem, target.sm_count))
+    blocks, dependent = implementation.grid(problem, target.sm_count), may_depend(implementation, target)
+    if kernel.attributes is not None:
+        return ExtendedPlan(kernel, config, blocks, dependent=dependent)
+    return (DependentPlan if dependent else Plan)(kernel, config, blocks)
 
 
-def may_depend(implementation: Implementation, target: Target) -> bool:
+def may_depend(implementation: Implementation | CuteKernel, target: Target) -> bool:
     """Whether an implementation is launched before its predecessor has ended on this target."""
     return implementation.dependent and target.capability >= _DEPENDENT_LAUNCH
 
@@ -183,12 +227,24 @@ def _ct_launch(*arguments: Any, **options: Any) -> None:
 
     Its own, not what ``cuda.tile.launch`` is by then: TileGym puts a function there that takes no options.
     """
-    global _ct_launch, _raw_stream
+    _load_launchers()
+    _ct_launch(*arguments, **options)
+
+
+def _extended_launch(*arguments: Any, **options: Any) -> None:
+    """As :func:`_ct_launch`, for launches that say their block."""
+    _load_launchers()
+    _extended_launch(*arguments, **options)
+
+
+def _load_launchers() -> None:
+    global _ct_launch, _extended_launch, _raw_stream
     import torch
     from cuda.tile._cext import launch
 
-    _ct_launch, _raw_stream = launch, torch._C._cuda_getCurrentRawStream
-    launch(*arguments, **options)
+    from tilekern.driver import launcher
+
+    _ct_launch, _extended_launch, _raw_stream = launch, launcher(), torch._C._cuda_getCurrentRawStream
 
 
 def _raw_stream(device: int) -> int:

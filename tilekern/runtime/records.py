@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tilekern import __version__
-from tilekern.cache import SCHEMA, Artifact, BestKernel, Record
+from tilekern.cache import SCHEMA, Artifact, BestKernel, Launch, Record
 from tilekern.cubin import read_resources
 from tilekern.source.digests import digests_of
 from tilekern.spec import ALIGNED, GENERIC, Config, KernelSpec, Problem
@@ -30,7 +30,14 @@ def artifact_of(made: Compiled, config: Config) -> Artifact:
         config=dict(config),
         assumptions=made.assumptions,
         resources=read_resources(made.cubin, made.symbol).as_dict(),
+        launch=launch_in(made.launch),
+        compiler=made.compiler,
     )
+
+
+def launch_in(fields: Mapping[str, Any] | None) -> Launch | None:
+    """How an artifact is launched, from plain data; None for cuTile's own way."""
+    return None if fields is None else Launch(**{**fields, "block": tuple(fields["block"])})
 
 
 def record_of(

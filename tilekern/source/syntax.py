@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -13,6 +14,8 @@ Chain = tuple[str, ...]
 Import = tuple[str, str | None]
 # Fields that a Python adds to each node without the source saying so.
 _UNSAID = frozenset({"ctx", "type_comment", "kind"})
+# A class that is named as text, so that it is imported only where it is wanted.
+_NAMED_CLASS = re.compile(r"([a-z_]\w*(?:\.[a-z_]\w*)+):([A-Z]\w*)")
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
@@ -43,6 +46,10 @@ class _Reader:
     def read(self, node: ast.AST, bound: frozenset[str]) -> None:
         if isinstance(node, ast.Name | ast.Attribute):
             self._read_chain(node, bound)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            if named := _NAMED_CLASS.fullmatch(node.value):
+                self.imports[node.value] = (named[1], named[2])
+                self.chains.add((node.value,))
         elif isinstance(node, ast.Import | ast.ImportFrom):
             self.imports.update(bindings(node))
             self.chains.update((name,) for name, (_, attribute) in bindings(node) if attribute is not None)

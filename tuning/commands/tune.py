@@ -8,7 +8,7 @@ import importlib.util
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from tilekern.cache import Store, user_root
 from tilekern.cache.trust.policy import own_seal
 from tilekern.cache.trust.signing import SigningKey
 from tilekern.errors import InputError
+from tilekern.kernels import spec_named
 from tilekern.targets import Target, here, resolve
 from tuning.commands import COMMANDS, command_named
 from tuning.options import (
@@ -36,6 +37,7 @@ from tuning.packs import pack_paths, write_packs
 from tuning.publishing import compiled_with, keep_winners, publish, why_not, winners
 from tuning.strategies import STRATEGIES, strategy_named
 from tuning.sweep.folder import Sweep
+from tuning.sweep.plan import Named
 from tuning.terminal.outcome import Outcome
 from tuning.terminal.progress import progress_bar, progress_bars
 
@@ -130,6 +132,8 @@ def _run(request: Request, *, quiet: bool) -> Outcome:
     else:
         sweep, planned, notes = _given(request), None, []
     outcome = Outcome(sweep.model, sweep.target, _toolkit(), seconds, notes=notes)
+    if "compile" in request.stages:
+        outcome.notes += _without_cute(sweep, sweep.problems())
     packs = pack_paths(request.packs, planned.models, sweep.target) if request.packs and planned else {}
     sweep.require_own()
     if "compile" not in request.stages:
@@ -246,6 +250,17 @@ def _lacking(outcome: Outcome, sweep: Sweep) -> Iterator[str]:
             yield f"{what}: {kernel} {problem.key}: {why_not(sweep, kernel, problem)}"
 
 
+def _without_cute(sweep: Sweep, problems: Iterable[Named]) -> Iterator[str]:
+    """Say that kernels of CuTe DSL are left out, where there are some."""
+    names = dict.fromkeys(kernel for kernel, _ in problems)
+    able = sum(bool(spec_named(name).space.beside) for name in names)
+    if able and not sweep.has_cute:
+        yield (
+            f"nvidia-cutlass-dsl is not installed: {able} of {len(names)} kernels are swept in cuTile alone "
+            "(pip install 'tilekern[cute]')"
+        )
+
+
 def _dry_run(request: Request) -> PlanReport:
     """The plan and what it will cost; nothing is written, compiled or measured."""
     from tuning.compile.stage import default_jobs, jobs_of, settled
@@ -261,6 +276,8 @@ def _dry_run(request: Request) -> PlanReport:
     else:
         sweep, notes = _given(request), []
         name, target, problems, limits = sweep.model, sweep.target, sweep.problems(), sweep.limits
+    if "compile" in request.stages:
+        notes = [*notes, *_without_cute(sweep, problems)]
     is_here = request.executor == LOCAL
     jobs = jobs_of(request.jobs) if is_here else request.jobs or default_jobs()
     absent = _absent(target, request.stages) if is_here else None

@@ -7,9 +7,10 @@ import sys
 
 sys.modules["torch"] = None  # type: ignore[assignment]
 
-from tilekern.frontend import preload  # noqa: E402
+from tilekern import cute_compiler, frontend  # noqa: E402
 from tilekern.kernels import all_specs  # noqa: E402
 from tuning.compile import stage as compiling  # noqa: E402, F401 (holds what a worker runs)
 
-preload()
+frontend.preload()
+cute_compiler.preload()
 all_specs()

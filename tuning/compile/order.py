@@ -21,7 +21,7 @@ from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from tilekern.kernels import spec_named
-from tilekern.spec import Config
+from tilekern.spec import Config, CuteKernel
 from tuning.compile.typical import COMPILE_S, OTHER_S
 from tuning.sweep.candidates import Candidate
 from tuning.sweep.plan import Named
@@ -143,7 +143,8 @@ def turns_of(problems: Iterable[Named]) -> dict[str, int]:
 def lowered_as(item: Candidate) -> tuple[object, Hashable, tuple[object, ...]]:
     """The key of a candidate's lowering, the same for all of a batch: its device function, parameters and constants."""
     made = item.spec.device(item.problem, item.config)
-    return made.function, made.parameters, (*made.constants, item.variant)
+    function = (made.function, made.kernel) if isinstance(made, CuteKernel) else made.function
+    return function, made.parameters, (*made.constants, item.variant)
 
 
 def _tile_elements(config: Config) -> int:

@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import Any
 
 from tilekern.cubin import code_of, read_resources
+from tilekern.cute_compiler import compiler
 from tilekern.errors import CompileFailed, CompileTimeout, InputError
 from tilekern.targets import Target
 from tilekern.toolchain import Compiled, compile_candidate, require_toolkit, toolkit
@@ -156,6 +157,9 @@ def settled(sweep: Sweep, timeout_s: float = TIMEOUT_S) -> set[str]:
 
 
 def _made_by(line: dict[str, Any], toolkit_key: str) -> bool:
+    """Whether the compiler of a line is the one that would compile it now."""
+    if "compiler" in line:
+        return bool(line["compiler"] == compiler())
     return bool(line.get("toolkit", {}).get("key") == toolkit_key)
 
 
@@ -285,7 +289,8 @@ def work_s(line: Mapping[str, Any]) -> float:
 
 
 def _line(item: Candidate) -> dict[str, Any]:
-    return {"key": item.artifact, "kernel": item.kernel, "variant": item.variant, "config": dict(item.config)}
+    line = {"key": item.artifact, "kernel": item.kernel, "variant": item.variant, "config": dict(item.config)}
+    return line | {"compiler": compiler()} if item.is_cute else line
 
 
 def _lost_line(lost: Lost, timeout_s: float) -> dict[str, Any]:
@@ -314,13 +319,15 @@ def compile_one(item: Candidate, target: Target, timeout_s: float, memory_bytes:
 def _facts(made: Compiled, target: Target) -> dict[str, Any]:
     started = time.perf_counter()
     code = code_of(made.cubin, made.symbol)
-    facts = {
+    facts: dict[str, Any] = {
         "symbol": made.symbol,
         "assumptions": made.assumptions,
         "resources": read_resources(made.cubin, made.symbol).as_dict(),
         "code_sha256": hashlib.sha256(code).hexdigest(),
         "machine_code": read_machine_code(code, target.capability).as_dict(),
     }
+    if made.launch is not None:
+        facts["launch"] = made.launch
     seconds = zip(_PARTS, (made.frontend_s, made.tileiras_s, time.perf_counter() - started), strict=True)
     return facts | dict(seconds)
 

@@ -10,6 +10,7 @@ from tilekern.kernels import spec_named
 from tilekern.launcher import PrebuiltKernel, Variant
 from tilekern.runtime.libraries import library_of
 from tilekern.runtime.plans import plan_of
+from tilekern.runtime.records import launch_in
 from tilekern.spec import LibraryCall, Problem
 from tuning.measure.gpu import load_code
 from tuning.measure.tasks import Entrant, Task
@@ -66,7 +67,8 @@ class Bench:
         if item.is_library:
             return None
         function = self._spec.device(item.problem, item.config).function
-        variant = Variant(item.variant, line["symbol"], line["assumptions"], lambda: self._task.cubins[line["sha256"]])
+        load = lambda: self._task.cubins[line["sha256"]]  # noqa: E731
+        variant = Variant(item.variant, line["symbol"], line["assumptions"], load, launch_in(line.get("launch")))
         return PrebuiltKernel(function, [variant])
 
     def check(self, entrant: Entrant) -> Check:

@@ -180,7 +180,7 @@ def count(
     found = []
     for kernel, problem in problems:
         spec, limit = spec_named(kernel), (limits or {}).get((kernel, problem))
-        items = candidates(kernel, problem, target, limit)
+        items = candidates(kernel, problem, target, limit, with_cute=sweep.has_cute)
         artifacts = {item.artifact for item in items if not item.is_library} - seen
         seen |= artifacts
         running = entrants(kernel, problem, target, compiled, quarantined, items)
@@ -190,7 +190,7 @@ def count(
             for item in items
             if not (item.is_library or item.artifact in usable or item.artifact in done)
         }
-        ruled_out = _ruled_out(spec, problem, target) if limit is None else Counter({"": len(limit)})
+        ruled_out = _ruled_out(spec, problem, target, sweep) if limit is None else Counter({"": len(limit)})
         found.append(
             Count(
                 kernel=kernel,
@@ -208,11 +208,14 @@ def count(
     return found
 
 
-def _ruled_out(spec: KernelSpec, problem: Problem, target: Target) -> Counter[str]:
+def _ruled_out(spec: KernelSpec, problem: Problem, target: Target, sweep: Sweep) -> Counter[str]:
     """How many points of a space each reason forbids; under the empty reason, how many are allowed."""
-    axes = spec.space.axes(problem)
-    points = (Config(dict(zip(axes, values, strict=True))) for values in itertools.product(*axes.values()))
-    return Counter(spec.space.violated(problem, config, target) or "" for config in points)
+    found: Counter[str] = Counter()
+    for space in (spec.space, *(spec.space.beside if sweep.has_cute else ())):
+        axes = space.axes(problem)
+        points = (Config(dict(zip(axes, values, strict=True))) for values in itertools.product(*axes.values()))
+        found.update(space.violated(problem, config, target) or "" for config in points)
+    return found
 
 
 def _launch(item: Candidate, target: Target) -> tuple[str, int]:

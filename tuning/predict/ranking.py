@@ -87,7 +87,10 @@ def predict_library(candidate: Candidate, target: Target) -> Prediction:
 
 
 def ranking(sweep: Sweep, kernel: str, problem: Problem, target: Target) -> list[tuple[Candidate, Prediction]]:
-    """The compiled candidates of a problem, the best predicted first; only aligned variants can win."""
+    """The compiled candidates of a problem, the best predicted first; only aligned variants can win.
+
+    The cost model was fitted to cuTile's kernels alone, so those of CuTe DSL stand behind them until they are timed.
+    """
     compiled = sweep.compiled()
     found = []
     for item in sweep.candidates(kernel, problem):
@@ -96,7 +99,7 @@ def ranking(sweep: Sweep, kernel: str, problem: Problem, target: Target) -> list
             found.append((item, predict_library(item, target)))
         elif item.variant == ALIGNED and line is not None and line["status"] == "ok":
             found.append((item, predict(item, Resources(**line["resources"]), target, code_in(line))))
-    return sorted(found, key=lambda pair: pair[1].rank)
+    return sorted(found, key=lambda pair: (pair[0].is_cute, pair[1].rank))
 
 
 def code_in(line: dict[str, Any]) -> MachineCode | None:

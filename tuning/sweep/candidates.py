@@ -10,9 +10,19 @@ from typing import Any
 
 from tilekern.kernels import spec_named
 from tilekern.source.digests import digests_of
-from tilekern.spec import ALIGNED, GENERIC, Config, Implementation, KernelSpec, LibraryCall, Problem, name_of
+from tilekern.spec import (
+    ALIGNED,
+    GENERIC,
+    Config,
+    CuteKernel,
+    Implementation,
+    KernelSpec,
+    LibraryCall,
+    Problem,
+    name_of,
+)
 from tilekern.targets import Target
-from tilekern.toolchain import assumptions
+from tilekern.toolchain import assumptions, launch_of
 
 # Stands for the journal's line of an artifact where a library runs a candidate.
 LIBRARY_LINE: dict[str, Any] = {"status": "ok"}
@@ -41,25 +51,35 @@ class Candidate:
         return self.spec.is_library(self.problem, self.config)
 
     @property
+    def is_cute(self) -> bool:
+        """Whether CuTe DSL compiles it."""
+        return isinstance(self.spec.implement(self.problem, self.config), CuteKernel)
+
+    @property
     def key(self) -> str:
         """One line that names the candidate and its artifact: after an edit of the kernel it is another one."""
         return f"{self.kernel}|{self.problem.key}|{self.config.key}|{self.variant}|{self.artifact[:ARTIFACT_DIGITS]}"
 
 
-def artifact_key(implementation: Implementation | LibraryCall, variant: str, target: Target, source_digest: str) -> str:
+def artifact_key(
+    implementation: Implementation | CuteKernel | LibraryCall, variant: str, target: Target, source_digest: str
+) -> str:
     """Name the compiled code: equal keys compile to the same cubin, whatever problem or config asks for it.
 
     A library's call is not compiled; its key only tells that the source is still the same.
     """
     if isinstance(implementation, LibraryCall):
         return hashlib.sha256(f"library {source_digest}".encode()).hexdigest()
-    parts = {
+    parts: dict[str, Any] = {
         "function": name_of(implementation.function),
         "assumptions": assumptions(implementation, variant),
-        "hints": dict(implementation.hints),
         "arch": target.arch,
         "source": source_digest,
     }
+    if isinstance(implementation, CuteKernel):
+        parts |= {"kernel": implementation.kernel, "launch": launch_of(implementation)}
+    else:
+        parts |= {"hints": dict(implementation.hints)}
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
@@ -70,12 +90,16 @@ def candidate(kernel: str, problem: Problem, config: Config, variant: str, targe
     return Candidate(kernel, problem, config, variant, key)
 
 
-def candidates(kernel: str, problem: Problem, target: Target, limit: Sequence[Config] | None = None) -> list[Candidate]:
+def candidates(
+    kernel: str, problem: Problem, target: Target, limit: Sequence[Config] | None = None, *, with_cute: bool = True
+) -> list[Candidate]:
     """The candidates of a problem, and last the generic variant that every record carries.
 
-    They are the space, the default config first, or those of ``limit`` in its order where that is given.
+    They are the space, the default config first, or those of ``limit`` in its order where that is given; with those
+    that CuTe DSL compiles, or without.
     """
     spec = spec_named(kernel)
     space = [spec.default(problem, target), *spec.space.candidates(problem, target)] if limit is None else limit
     found = [candidate(kernel, problem, config, ALIGNED, target) for config in dict.fromkeys(space)]
+    found = found if with_cute else [item for item in found if not item.is_cute]
     return [*found, candidate(kernel, problem, spec.generic(problem), GENERIC, target)]

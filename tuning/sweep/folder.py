@@ -34,6 +34,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from tilekern.cache.files import make_folder
 from tilekern.cache.trust.policy import must_be_signed
 from tilekern.cache.trust.signing import SigningKey
+from tilekern.cute_compiler import compiler
 from tilekern.errors import InputError
 from tilekern.spec import Problem
 from tilekern.targets import KNOWN, Target
@@ -166,11 +167,16 @@ class Sweep:
     def candidates(self, kernel: str, problem: Problem) -> list[Candidate]:
         """The candidates of a problem, as the plan limits them; each stage asks for them anew."""
         plan = self._plan.read()
-        limit = plan.limits.get((kernel, problem))
-        asked = (kernel, problem, plan.target["key"], None if limit is None else tuple(limit))
+        limit, with_cute = plan.limits.get((kernel, problem)), self.has_cute
+        asked = (kernel, problem, plan.target["key"], None if limit is None else tuple(limit), with_cute)
         if asked not in self._candidates:
-            self._candidates[asked] = candidates(kernel, problem, self.target, limit)
+            self._candidates[asked] = candidates(kernel, problem, self.target, limit, with_cute=with_cute)
         return list(self._candidates[asked])
+
+    @property
+    def has_cute(self) -> bool:
+        """Whether kernels of CuTe DSL are candidates: it is installed here, or was where artifacts were compiled."""
+        return compiler() is not None or any("compiler" in line for line in self.compiled().values())
 
     def compiled(self) -> dict[str, Line]:
         """The state of each artifact key: status ``ok`` or ``failed``, and facts or the reason."""

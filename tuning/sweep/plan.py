@@ -86,8 +86,7 @@ class PlanFile:
             spec = all_specs().get(kernel)
             if spec is None or spec.problem_of(problem) is None:
                 raise self._other_version(f"a problem of {kernel}")
-            axes = spec.space.axes(problem).keys()
-            if any(config.keys() != axes for config in plan.limits.get((kernel, problem), ())):
+            if any(spec.space.of(problem, config) is None for config in plan.limits.get((kernel, problem), ())):
                 raise self._other_version(f"a config of {kernel}")
         return list(plan.problems)
 

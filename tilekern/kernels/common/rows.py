@@ -24,6 +24,7 @@ from typing import Any
 
 import cuda.tile as ct
 
+from tilekern.kernels.common import cute_rows
 from tilekern.kernels.common.arrays import Arrays, bytes_of, drawn, tensors
 from tilekern.kernels.tiles import (
     FEW_CHUNKS,
@@ -43,6 +44,7 @@ from tilekern.kernels.tiles import (
 from tilekern.spec import (
     Config,
     Constraint,
+    CuteKernel,
     Dimension,
     Implementation,
     KernelSpec,
@@ -365,12 +367,15 @@ def _narrow_axes(problem: Problem) -> dict[str, list[Value]]:
 def _implement(
     function: Any, arrays: Arrays, flags: tuple[str, ...], direction: str, dependent: bool, problem: Problem,
     config: Config,
-) -> Implementation:  # fmt: skip
+) -> Implementation | CuteKernel:  # fmt: skip
+    parameters = parameters_of(arrays, dimensions_of(arrays, flags), problem)
+    if cute_rows.is_cute(config):
+        return cute_rows.implement(function, parameters, flags, dependent, problem, config)
     columns, tile_m, tile_n = problem["columns"], config["tile_m"], config["tile_n"]
     schedule = () if direction == "backward" else (("persistent", config["schedule"] == "persistent"),)
     return Implementation(
         function=function,
-        parameters=parameters_of(arrays, dimensions_of(arrays, flags), problem),
+        parameters=parameters,
         constants=(
             ("columns", columns),
             ("tile_m", tile_m),
@@ -458,7 +463,7 @@ def _results(outputs: dict[str, Any], sums: tuple[str, ...]) -> dict[str, Any]:
 def spec(
     function: Any, summary: str, arrays: Arrays, reference: Callable[..., dict[str, Any]], *, live: int, flops: int,
     sums: tuple[str, ...] = (), flags: tuple[str, ...] = (), dependent: bool = False,
-    default: Callable[[Problem, Target], Config] | None = None,
+    default: Callable[[Problem, Target], Config] | None = None, cute: bool = True,
 ) -> KernelSpec:  # fmt: skip
     """The spec of a kernel over rows, which has the kernel's name.
 
@@ -475,6 +480,8 @@ def spec(
         flags: names of dimensions that are True or False, of which the kernel depends.
         dependent: as :attr:`Implementation.dependent`.
         default: the heuristic config, where measurements say that it is another than the family's.
+        cute: whether CuTe DSL compiles the kernel too, as it can where its function calls nothing of this module but
+            :func:`forward` or :func:`backward`, :func:`add_up` and :func:`largest`.
     """
     direction = "backward" if sums else "forward"
     return KernelSpec(
@@ -485,6 +492,7 @@ def spec(
         space=Space(
             lambda problem: _axes(problem, direction),
             (fits_registers(live), TMA_NEEDS_HOPPER, _TMA_PAYS, PASSES_MATCH, FEW_CHUNKS),
+            (cute_rows.space(live, direction),) if cute else (),
         ),
         implement=lambda problem, config: _implement(function, arrays, flags, direction, dependent, problem, config),
         default=default or (lambda problem, target: _default(live, direction, problem, target)),

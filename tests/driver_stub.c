@@ -1,0 +1,67 @@
+/* A CUDA driver without a GPU, for tests of launchers: it accepts all that it is asked for, and writes each launch as a
+   line of JSON to the standard error, with the first array's address, sizes and strides. */
+#include <stdint.h>
+#include <stdio.h>
+#include <string.h>
+
+typedef struct { int id; char pad[4]; uint32_t value[16]; } Attribute;
+typedef struct {
+    uint32_t grid[3], block[3], shared;
+    void *stream;
+    Attribute *attributes;
+    uint32_t count;
+} Config;
+
+enum { MULTIPROCESSORS = 16, CAPABILITY_MAJOR = 75, CAPABILITY_MINOR = 76, PLENTY = 65535 };
+
+static int accept(void) { return 0; }
+static int one_device(int *count) { *count = 1; return 0; }
+static int context(void **found) { *found = (void *)0x1000; return 0; }
+static int context_of_stream(void *stream, void **found) { return context(found); }
+static int context_of_pointer(void *found, int attribute, uint64_t pointer) { return context(found); }
+static int context_id(void *of, unsigned long long *id) { *id = 1; return 0; }
+static int device(int *found) { *found = 0; return 0; }
+static int nth_device(int *found, int number) { *found = number; return 0; }
+static int version(int *found) { *found = 13000; return 0; }
+static int text(int error, const char **said) { *said = "an error of the stub"; return 0; }
+static int attribute(int *value, int which, int of) {
+    *value = which == CAPABILITY_MAJOR ? 9 : which == CAPABILITY_MINOR ? 0 : which == MULTIPROCESSORS ? 132 : PLENTY;
+    return 0;
+}
+/* A cubin is its own library, and a library's kernel is its bytes: a launch says which cubin it runs. */
+int cuLibraryLoadData(const void **library, const void *code, void *a, void *b, int c, void *d, void *e, int f) {
+    *library = strdup(code);
+    return 0;
+}
+int cuLibraryGetKernel(const void **found, const void *library, const char *name) { *found = library; return 0; }
+
+int cuLaunchKernelEx(const Config *config, const char *function, void **parameters, void **extra) {
+    fprintf(stderr, "{\"cubin\": \"%s\", \"grid\": %u, \"block\": [%u, %u, %u], \"attributes\": {", function,
+            config->grid[0], config->block[0], config->block[1], config->block[2]);
+    for (uint32_t n = 0; n < config->count; n++)
+        fprintf(stderr, "%s\"%d\": %u", n ? ", " : "", config->attributes[n].id, config->attributes[n].value[0]);
+    fprintf(stderr, "}, \"address\": %llu, \"numbers\": [", *(unsigned long long *)parameters[0]);
+    for (int n = 1; n < 5; n++)
+        fprintf(stderr, "%s%d", n > 1 ? ", " : "", *(int *)parameters[n]);
+    fprintf(stderr, "]}\n");
+    return 0;
+}
+
+static const struct { const char *name; void *function; } FUNCTIONS[] = {
+    {"cuDeviceGetCount", one_device}, {"cuStreamGetCtx", context_of_stream}, {"cuCtxGetCurrent", context},
+    {"cuCtxGetId", context_id}, {"cuCtxGetDevice", device}, {"cuDeviceGet", nth_device},
+    {"cuDeviceGetAttribute", attribute}, {"cuPointerGetAttribute", context_of_pointer},
+    {"cuLibraryLoadData", cuLibraryLoadData}, {"cuLibraryGetKernel", cuLibraryGetKernel},
+    {"cuDriverGetVersion", version}, {"cuGetErrorString", text}, {"cuGetErrorName", text},
+    {"cuLaunchKernelEx", cuLaunchKernelEx},
+};
+
+int cuGetProcAddress_v2(const char *name, void **found, int asked, uint64_t flags, int *status) {
+    if (status) *status = 0;
+    *found = accept;
+    for (size_t n = 0; n < sizeof FUNCTIONS / sizeof *FUNCTIONS; n++)
+        if (!strcmp(name, FUNCTIONS[n].name)) *found = FUNCTIONS[n].function;
+    return 0;
+}
+
+int cuInit(unsigned flags) { return 0; }

@@ -1,0 +1,177 @@
+"""Kernels of CuTe DSL compile for all GPUs, and take their arguments as cuTile's launcher passes them."""
+
+import importlib
+from types import SimpleNamespace
+
+import pytest
+from spec_samples import SPECS, sized
+
+from tilekern import cute_compiler
+from tilekern.cubin import code_of, parameter_bytes, read_resources
+from tilekern.cute_compiler import compile_kernel, compiler, passed_bytes
+from tilekern.errors import CompileFailed, ToolchainMissing
+from tilekern.kernels import spec_named
+from tilekern.spec import ALIGNED, Config, CuteKernel
+from tilekern.targets import INTERPRETED, KNOWN, resolve
+from tilekern.toolchain import assumptions, compile_candidate
+from tuning.compile.machine_code import read_machine_code
+
+needs_cute = pytest.mark.skipif(compiler() is None, reason="nvidia-cutlass-dsl is not installed")
+ABLE = [spec for spec in SPECS if spec.space.beside]
+H200, A100 = resolve("H200"), next(target for target in KNOWN if target.arch == "sm_80")
+# Of each architecture one GPU; some kernels are compiled for all of them.
+GPUS = list({target.arch: target for target in KNOWN}.values())
+EVERYWHERE = ("rms_norm_backward", "fused_add_rms_norm_forward")
+COMPILED = [
+    pytest.param(spec, target, id=f"{spec.name}-{target.arch}")
+    for spec in ABLE
+    for target in GPUS
+    if spec.name in EVERYWHERE or target.arch in ("sm_90", "sm_100")
+]
+
+
+def problem_of(spec, columns=4096, dtype="bfloat16", rows=8192):
+    return sized(spec, dtype, rows=rows, columns=columns)
+
+
+def configs(spec, problem, target=H200):
+    return [config for config in spec.space.candidates(problem, target) if config.get("implementation") == "cute"]
+
+
+def made_of(spec, columns=4096, target=H200, **axes):
+    """The first config that has some values of axes, and the kernel of it."""
+    problem = problem_of(spec, columns)
+    config = next(c for c in configs(spec, problem, target) if axes.items() <= c.items())
+    return problem, config, spec.device(problem, config)
+
+
+def test_kernels_over_rows_are_compiled_by_both():
+    names = {spec.name.removesuffix("_forward").removesuffix("_backward") for spec in ABLE}
+    assert {"rms_norm", "fused_add_rms_norm", "layer_norm", "softmax"} <= names
+
+
+@needs_cute
+@pytest.mark.parametrize(("spec", "target"), COMPILED)
+def test_they_compile_for_each_gpu_with_the_parameters_that_are_passed(spec, target):
+    problem, config, kernel = made_of(spec, target=target)
+    made = compile_candidate(spec, problem, config, target, ALIGNED)
+    assert parameter_bytes(made.cubin, made.symbol) == passed_bytes(kernel)
+    assert read_resources(made.cubin, made.symbol).threads == kernel.block
+    assert made.launch == {"block": [kernel.block, 1, 1], "cluster": 1, "cooperative": False, "shared_bytes": 0}
+    assert made.compiler == compiler()
+    assert made.assumptions == assumptions(kernel, ALIGNED)
+    counts = read_machine_code(code_of(made.cubin, made.symbol), target.capability).whole
+    matrices = [p for p in kernel.parameters if getattr(p, "ndim", 0) == 2 and p.role == "input"]
+    # A thread's part of each matrix comes by loads of 16 bytes, as many as it holds vectors.
+    vectors = -(-4096 // (8 * config["threads"]))
+    assert counts.global_loads >= len(matrices) * vectors
+    assert counts.load_bytes >= 16 * len(matrices) * vectors
+
+
+@needs_cute
+@pytest.mark.parametrize(
+    ("columns", "dtype", "axes"),
+    [
+        (1000, "float16", {"threads": 32, "rows": 4, "schedule": "persistent"}),
+        (5120, "float32", {"rows": 1, "schedule": "block"}),
+        (65536, "bfloat16", {"cluster": 8}),
+        (16384, "bfloat16", {"cluster": 2, "schedule": "persistent"}),
+        (64, "bfloat16", {"threads": 8, "rows": 16}),
+    ],
+)
+def test_they_compile_with_tails_several_rows_and_clusters(columns, dtype, axes):
+    spec = spec_named("softmax_forward")
+    problem = problem_of(spec, columns, dtype)
+    config = next(c for c in configs(spec, problem) if axes.items() <= c.items())
+    made = compile_candidate(spec, problem, config, H200, ALIGNED)
+    assert made.launch["cluster"] == config["cluster"]
+    assert made.launch["block"] == [config["threads"] * config["rows"], 1, 1]
+
+
+@needs_cute
+def test_two_configs_compiled_one_after_the_other_are_each_its_own():
+    """The DSL passes a cubin on in a file whose name does not say which config it is of."""
+    spec = spec_named("rms_norm_forward")
+    found = [made_of(spec, threads=threads, rows=1, schedule="block") for threads in (64, 256)]
+    cubins = [compile_candidate(spec, problem, config, H200, ALIGNED) for problem, config, _ in [*found, found[0]]]
+    assert [read_resources(made.cubin, made.symbol).threads for made in cubins] == [64, 256, 64]
+    assert cubins[0].cubin == cubins[2].cubin
+
+
+def test_rows_that_are_no_whole_vectors_are_left_to_cutile():
+    spec = spec_named("rms_norm_forward")
+    assert not configs(spec, problem_of(spec, 4100))
+    assert configs(spec, problem_of(spec, 4100, "float32"))
+    assert not configs(spec, problem_of(spec), INTERPRETED)
+
+
+@pytest.mark.parametrize("spec", ABLE, ids=lambda spec: spec.name)
+@pytest.mark.parametrize("columns", [64, 1000, 4096, 16384])
+def test_their_grids_are_whole_clusters_that_reach_all_rows(spec, columns):
+    problem = problem_of(spec, columns)
+    for config in configs(spec, problem):
+        kernel = spec.device(problem, config)
+        for rows in (1, 7, 8192, 100_000):
+            blocks = kernel.grid(problem.but(rows=rows), 132)
+            steps = -(-rows // config["rows"])
+            assert blocks % config["cluster"] == 0
+            assert 1 <= blocks // config["cluster"] <= steps
+            if config["schedule"] == "block":
+                assert blocks == steps * config["cluster"]
+        assert config["threads"] * config["cluster"] * 8 * 8 >= columns  # held in registers, eight vectors at most
+
+
+def test_no_clusters_before_sm_90():
+    spec = spec_named("softmax_forward")
+    problem = problem_of(spec, 65536)
+    assert {config["cluster"] for config in configs(spec, problem)} == {2, 4, 8}
+    assert {config["cluster"] for config in configs(spec, problem, A100)} <= {1}
+
+
+def test_the_class_of_each_kernel_is_there():
+    named = {made_of(spec)[2].kernel for spec in ABLE}
+    for name in named:
+        module, _, attribute = name.partition(":")
+        assert module.startswith("tilekern.kernels.cute.")
+        if compiler() is not None:
+            assert isinstance(getattr(importlib.import_module(module), attribute), type)
+
+
+def test_without_the_dsl_the_way_to_get_it_is_said(monkeypatch):
+    monkeypatch.setattr(cute_compiler, "compiler", lambda: None)
+    spec = spec_named("rms_norm_forward")
+    with pytest.raises(ToolchainMissing, match=r"pip install 'tilekern\[cute\]'"):
+        compile_kernel(made_of(spec)[2], H200)
+
+
+@needs_cute
+def test_a_word_that_formulas_do_not_have_yet_fails_the_candidate_and_is_named():
+    spec = spec_named("poly_norm_backward")  # whose own loops are cuTile's
+    problem = problem_of(spec)
+    generic = spec.device(problem, spec.generic(problem))
+    sizes = (("columns", 4096), ("threads", 256), ("rows", 1), ("vector", 8), ("persistent", True), ("occupancy", 1))
+    kernel = CuteKernel(
+        generic.function, "tilekern.kernels.cute.rows:Rows", generic.parameters, sizes, generic.grid, 256
+    )
+    with pytest.raises(CompileFailed, match=r"do not know ct\.\w+; add it to tilekern\.kernels\.cute\.words"):
+        compile_kernel(kernel, H200)
+
+
+@needs_cute
+def test_a_cubin_with_other_parameters_than_are_passed_is_refused(monkeypatch):
+    monkeypatch.setattr(cute_compiler, "parameter_bytes", lambda *_: [8])
+    with pytest.raises(CompileFailed, match=r"Rows has parameters of \[8\] bytes, where the launcher passes \[8, 4"):
+        compile_kernel(made_of(spec_named("rms_norm_forward"))[2], H200)
+
+
+def test_the_record_s_launch_says_how_a_plan_launches():
+    from tilekern.runtime.plans import ExtendedPlan, plan_of
+
+    spec = spec_named("softmax_forward")
+    problem, config, kernel = made_of(spec, 16384, cluster=2)
+    launch = SimpleNamespace(block=(kernel.block, 1, 1), cluster=2, cooperative=False)
+    plan = plan_of(SimpleNamespace(attributes=launch), kernel, config, problem, H200)
+    assert isinstance(plan, ExtendedPlan)
+    assert plan.blocks == kernel.grid(problem, 132)
+    assert plan._options == {"block_in_cluster_count": (2,)}
+    assert Config(plan.config) == config

@@ -1,0 +1,135 @@
+"""Launches that say their block and cluster, by cuda-tile's own launcher and by the driver alone, on a stub of it."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tilekern.driver import launcher
+from tilekern.errors import InputError
+
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(shutil.which("gcc") is None, reason="gcc is not installed, which compiles the driver's stub"),
+]
+COOPERATIVE, CLUSTER, DEPENDENT = "2", "4", "6"
+JOB = """
+import torch
+from tilekern.cache import Launch
+from tilekern.kernels import spec_named
+from tilekern.launcher import PrebuiltKernel, Variant
+from tilekern.runtime.plans import ExtendedPlan
+from tilekern.spec import Config
+from tilekern.toolchain import assumptions
+
+class OnGpu:
+    '''A CPU tensor that says of itself that it lies on a GPU.'''
+
+    def __init__(self, tensor):
+        self.tensor, self.shape, self.dtype = tensor, tensor.shape, tensor.dtype
+        self.stride, self.data_ptr, self.dim = tensor.stride, tensor.data_ptr, tensor.dim
+
+    @property
+    def __cuda_array_interface__(self):
+        x = self.tensor
+        strides = tuple(stride * x.element_size() for stride in x.stride())
+        return dict(shape=tuple(x.shape), strides=strides, typestr="<f2", data=(x.data_ptr(), False), version=3,
+                    stream=None)
+
+spec = spec_named("rms_norm_forward")
+problem = spec.problem(rows=64, columns=64, dtype="float16", weight_dtype="float16")
+made = spec.device(problem, spec.generic(problem))
+
+def kernel(name, launch=None, otherwise=None):
+    variant = Variant(name, "symbol", assumptions(made, name), name.encode, launch)
+    return PrebuiltKernel(made.function, [variant], otherwise)
+
+torch._C._cuda_getCurrentRawStream = lambda device: 0  # which torch without CUDA does not have
+memory = torch.zeros(64 * 96 + 1, dtype=torch.float16)
+whole, moved = (OnGpu(memory[at : at + 64 * 96].view(64, 96)[:, :64]) for at in (0, 1))
+weight = OnGpu(torch.zeros(64, dtype=torch.float16))
+print(whole.data_ptr(), moved.data_ptr())
+
+def plan(launch, dependent=False, otherwise=None):
+    return ExtendedPlan(kernel("aligned", launch, otherwise), Config(), 8, dependent=dependent)
+"""
+
+
+@pytest.fixture(scope="module")
+def stub(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("driver")
+    source = Path(__file__).with_name("driver_stub.c")
+    subprocess.run(["gcc", "-shared", "-fPIC", "-w", "-o", folder / "libcuda.so.1", source], check=True)
+    return folder
+
+
+def run(stub, launcher, calls):
+    """The addresses of both matrices, the launches of a job, and what it printed behind them."""
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(stub), "TILEKERN_LAUNCHER": launcher}
+    job = subprocess.run(
+        [sys.executable, "-c", JOB + textwrap.dedent(calls)],
+        env=environment,
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert job.returncode == 0, job.stderr
+    addresses, *printed = job.stdout.splitlines()
+    launches = [json.loads(line) for line in job.stderr.splitlines() if line.startswith("{")]
+    return [int(one) for one in addresses.split()], launches, printed
+
+
+@pytest.mark.parametrize("launcher", ["cuda-tile", "driver"])
+def test_a_launch_has_the_attributes_of_its_record(stub, launcher):
+    (address, _), launches, _ = run(
+        stub,
+        launcher,
+        """
+        arguments = (whole, weight, whole, 1e-6)
+        plan(Launch((256, 1, 1), 1, False, 0)).launch(0, *arguments)
+        plan(Launch((128, 2, 1), 2, False, 0), dependent=True).launch(0, *arguments)
+        plan(Launch((64, 1, 1), 1, True, 0)).launch(0, *arguments)
+        """,
+    )
+    assert [one["block"] for one in launches] == [[256, 1, 1], [128, 2, 1], [64, 1, 1]]
+    assert [one["attributes"] for one in launches] == [{}, {CLUSTER: 2, DEPENDENT: 1}, {COOPERATIVE: 1}]
+    for one in launches:
+        assert one["cubin"] == "aligned"
+        assert one["grid"] == 8
+        assert one["address"] == address
+        assert one["numbers"] == [64, 64, 96, 1]  # sizes, then strides in elements
+
+
+@pytest.mark.parametrize("launcher", ["cuda-tile", "driver"])
+def test_arguments_that_the_cubin_does_not_allow_run_the_generic_variant_on_the_same_grid(stub, launcher):
+    (_, address), launches, printed = run(
+        stub,
+        launcher,
+        """
+        launch = Launch((256, 1, 1), 2, False, 0)
+        both = plan(launch, otherwise=kernel("generic"))
+        both.launch(0, moved, weight, whole, 1e-6)
+        both.launch(0, whole, weight, whole, 1e-6)
+        print(both.launches)
+        try:
+            plan(launch).launch(0, moved, weight, whole, 1e-6)
+        except Exception as error:
+            print(type(error).__name__)
+        """,
+    )
+    assert [one["cubin"] for one in launches] == ["generic", "aligned"]
+    assert launches[0]["address"] == address
+    assert [one["grid"] for one in launches] == [8, 8]
+    assert printed == ["2", "NoVariant"]
+
+
+def test_a_launcher_that_is_not_known_is_named(monkeypatch):
+    monkeypatch.setenv("TILEKERN_LAUNCHER", "torch")
+    with pytest.raises(InputError, match="TILEKERN_LAUNCHER must be cuda-tile or driver, got 'torch'"):
+        launcher()

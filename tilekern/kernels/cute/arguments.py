@@ -1,0 +1,76 @@
+"""The arguments of a kernel, as cuTile's launcher passes them.
+
+An array of n axes is 1 + 2 n parameters of the cubin: its address, then its n sizes and its n strides in elements, all
+int32; a scalar is one. CuTe DSL makes a parameter of each value of a tuple, in its order.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import cuda.tile as ct
+import cutlass
+from cutlass import Float32, Int32, cute
+
+from tilekern.spec import ArrayParameter, ScalarParameter
+
+ALIGNED_BYTES = 16
+NUMERIC = {
+    "bfloat16": cutlass.BFloat16,
+    "float16": cutlass.Float16,
+    "float32": cutlass.Float32,
+    "int32": cutlass.Int32,
+    "int64": cutlass.Int64,
+}
+
+
+class Matrix(NamedTuple):
+    """An array of two axes."""
+
+    address: cute.Pointer
+    rows: Int32
+    columns: Int32
+    stride: Int32
+    unit: Int32
+
+
+class Vector(NamedTuple):
+    """An array of one axis."""
+
+    address: cute.Pointer
+    size: Int32
+    unit: Int32
+
+
+_FORMS = {1: Vector, 2: Matrix}
+
+
+class Argument:
+    """An array in a kernel: its parameter, and the values that stand for it."""
+
+    def __init__(self, parameter: ArrayParameter, values: Any) -> None:
+        self.parameter, self.values = parameter, values
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype as cuTile has it."""
+        return getattr(ct, self.parameter.dtype)
+
+    @property
+    def numeric(self) -> Any:
+        """The dtype as CuTe DSL has it."""
+        return NUMERIC[self.parameter.dtype]
+
+
+def samples(parameters: tuple[ArrayParameter | ScalarParameter, ...]) -> tuple[Any, ...]:
+    """What the compiler needs to know of the arguments of an aligned variant: dtypes, ranks and alignment."""
+    return tuple(map(_sample, parameters))
+
+
+def _sample(parameter: ArrayParameter | ScalarParameter) -> Any:
+    if isinstance(parameter, ScalarParameter):
+        return Float32(0.0) if parameter.dtype == "float32" else Int32(0)
+    address = cute.runtime.make_ptr(
+        NUMERIC[parameter.dtype], ALIGNED_BYTES, cute.AddressSpace.gmem, assumed_align=ALIGNED_BYTES
+    )
+    return _FORMS[parameter.ndim](address, *(Int32(0) for _ in range(2 * parameter.ndim)))
