@@ -218,6 +218,8 @@ def _print(document: Mapping[str, Any], record: Record) -> None:
         click.echo(f"  {number}. {json.dumps(runner_up)}")
     for variant, artifact in record.artifacts.items():
         facts = {"sha256": artifact.sha256, "size": size(artifact.size), "symbol": artifact.symbol}
+        if artifact.compiler:
+            facts["compiler"] = artifact.compiler
         _print_section(f"artifact {variant}", {**facts, **artifact.resources})
     click.echo("in the layers:")
     for place in document["places"]:

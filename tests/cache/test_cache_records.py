@@ -190,12 +190,13 @@ def test_a_record_of_schema_1_is_written_as_it_was_read():
         {"space_digest": RECORD.space_digest},
         {"best_kernel": BestKernel({}, None, None)},
         {"artifacts": {"aligned": artifact(b"x", launch=Launch((32, 1, 1), 1, False, 0))}},
+        {"artifacts": {"aligned": artifact(b"x", compiler="nvidia-cutlass-dsl 4.8.1")}},
     ],
-    ids=["space_digest", "best_kernel", "launch"],
+    ids=["space_digest", "best_kernel", "launch", "compiler"],
 )
 def test_the_first_schemas_have_none_of_the_fields_of_the_third(schema, more):
     record = replace(RECORD, schema=schema, **{"space_digest": None, **more})
-    with pytest.raises(Corrupt, match="has no space_digest, best_kernel or launch"):
+    with pytest.raises(Corrupt, match="has no space_digest, best_kernel, launch or compiler"):
         Record.from_json(record.to_json())
 
 
@@ -209,6 +210,14 @@ def test_how_an_artifact_is_launched_reads_back_as_it_was():
     assert record.artifacts["aligned"].launch == Launch((256, 1, 1), 2, True, 4096)
     assert Record.from_json(record.to_json()) == record
     assert "launch" not in json.loads(TEXT)["artifacts"]["aligned"]
+
+
+def test_the_compiler_of_an_artifact_stands_there_where_it_is_not_the_toolkit():
+    record = replace(RECORD, artifacts={"aligned": artifact(b"x", compiler="nvidia-cutlass-dsl 4.8.1")})
+    text = record.to_json()
+    assert json.loads(text)["artifacts"]["aligned"]["compiler"] == "nvidia-cutlass-dsl 4.8.1"
+    assert Record.from_json(text) == record
+    assert "compiler" not in json.loads(TEXT)["artifacts"]["aligned"]
 
 
 @pytest.mark.parametrize(
