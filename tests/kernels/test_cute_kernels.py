@@ -149,9 +149,17 @@ def test_a_word_that_formulas_do_not_have_yet_fails_the_candidate_and_is_named()
     spec = spec_named("poly_norm_backward")  # whose own loops are cuTile's
     problem = problem_of(spec)
     generic = spec.device(problem, spec.generic(problem))
-    sizes = (("columns", 4096), ("threads", 256), ("rows", 1), ("vector", 8), ("persistent", True), ("occupancy", 1))
+    sizes = {
+        "columns": 4096,
+        "threads": 256,
+        "rows": 1,
+        "vector": 8,
+        "persistent": True,
+        "ahead": False,
+        "occupancy": 1,
+    }
     kernel = CuteKernel(
-        generic.function, "tilekern.kernels.cute.rows:Rows", generic.parameters, sizes, generic.grid, 256
+        generic.function, "tilekern.kernels.cute.rows:Rows", generic.parameters, tuple(sizes.items()), generic.grid, 256
     )
     with pytest.raises(CompileFailed, match=r"do not know ct\.\w+; add it to tilekern\.kernels\.cute\.words"):
         compile_kernel(kernel, H200)

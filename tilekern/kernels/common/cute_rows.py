@@ -59,12 +59,14 @@ def _axes(problem: Problem, direction: str) -> dict[str, list[Value]]:
         "threads": threads if columns % vector == 0 else [],
         "rows": [1] if backward else [1, 2, 4, 8, 16],
         "cluster": [1, 2, 4, 8] if columns >= _LONG and not backward else [1],
+        "ahead": [True, False] if backward else [False, True],
         "occupancy": [1, 2, 3, 4] if backward else [1, 2, 4, 8],
     }
 
 
 def _registers(problem: Problem, config: Config, live: int) -> int:
-    return _OWN_REGISTERS + live * _chunks(problem, config) * _vector(problem)
+    # What is loaded ahead is as it is stored, most of it in 16 bits.
+    return _OWN_REGISTERS + (live + config["ahead"]) * _chunks(problem, config) * _vector(problem)
 
 
 def _fits_registers(problem: Problem, config: Config, target: Target, live: int) -> bool:
@@ -101,8 +103,10 @@ _CONSTRAINTS = (
         ),
     ),
     Constraint(
-        "a block that ends with its rows needs no other occupancy than the most",
-        lambda problem, config, target: config["schedule"] == "persistent" or config["occupancy"] == 1,
+        "a block that ends with its rows loads none ahead, and needs no other occupancy than the most",
+        lambda problem, config, target: (
+            config["schedule"] == "persistent" or (config["occupancy"] == 1 and not config["ahead"])
+        ),
     ),
     Constraint(
         "resident blocks fill an eighth of an SM's threads, and no more than it has",
@@ -144,6 +148,7 @@ def implement(
             ("rows", rows),
             ("vector", _vector(problem)),
             ("persistent", persistent),
+            ("ahead", config["ahead"]),
             ("occupancy", config["occupancy"] if persistent else 0),
             *((flag, problem[flag]) for flag in flags),
         ),

@@ -59,18 +59,19 @@ class Rows:
         rows: rows that a block has at work at once.
         vector: elements of a vector.
         persistent: whether blocks go on with further rows.
+        ahead: whether those load the next rows while they are at these.
         occupancy: blocks for which an SM must have registers; 0 for any number.
         flags: the kernel's constants that are no sizes.
     """
 
     def __init__(
         self, function: Any, parameters: tuple[ArrayParameter | ScalarParameter, ...], *, capability: int, block: int,
-        cluster: int, columns: int, threads: int, rows: int, vector: int, persistent: bool, occupancy: int,
-        **flags: bool,
+        cluster: int, columns: int, threads: int, rows: int, vector: int, persistent: bool, ahead: bool,
+        occupancy: int, **flags: bool,
     ) -> None:  # fmt: skip
         self.parameters, self.sample = parameters, samples(parameters)
         self.block, self.cluster, self.columns, self.threads, self.rows = block, cluster, columns, threads, rows
-        self.vector, self.persistent, self.occupancy = vector, persistent, occupancy
+        self.vector, self.persistent, self.ahead, self.occupancy = vector, persistent, ahead, occupancy
         self.chunks = math.ceil(columns / (threads * cluster * vector))
         self.warps = max(1, threads // WARP)
         self.slots = self.warps * cluster
@@ -136,23 +137,28 @@ class Rows:
     def run_forward(self, statistics, formula, inputs, weights, outputs, scalars, made, kept):
         """One step of rows, or all that are this block's."""
         vectors = tuple(self.wide(self.held(weight, None, None)) for weight in weights)
-        count = inputs[0].values.rows
-        work = (statistics, formula, inputs, vectors, outputs, scalars, made, kept, count)
+        work = (statistics, formula, inputs, vectors, outputs, scalars, made, kept)
+        now = self.rows_of(inputs, self.first, may_be_outside=self.rows > 1)
         if const_expr(self.persistent):
             turn = Int32(0)
-            for step in cutlass.range(self.first, (count + (self.rows - 1)) // self.rows, self.stride):
-                self.forward_step(work, step, turn)
+            for step in cutlass.range(self.first, self.steps(inputs), self.stride):
+                if const_expr(self.ahead):
+                    following = self.rows_of(inputs, step + self.stride, may_be_outside=True)
+                self.forward_step(work, now, step, turn)
+                if const_expr(not self.ahead):
+                    following = self.rows_of(inputs, step + self.stride, may_be_outside=True)
+                self.move(following, now)
                 turn = turn ^ 1
         else:
-            self.forward_step(work, self.first, Int32(0))
+            self.forward_step(work, now, self.first, Int32(0))
 
     @cute.jit
-    def forward_step(self, work, step, turn):
-        """Outputs of one row for each group of threads."""
-        statistics, formula, inputs, weights, outputs, scalars, made, kept, count = work
+    def forward_step(self, work, held, step, turn):
+        """Outputs of one row for each group of threads, whose inputs are in registers."""
+        statistics, formula, inputs, weights, outputs, scalars, made, kept = work
         row = step * self.rows + self.slot
-        inside = row < count if const_expr(self.rows > 1) else None
-        tiles = tuple(self.wide(self.held(x, row, inside)) for x in inputs)
+        inside = row < inputs[0].values.rows if const_expr(self.rows > 1) else None
+        tiles = tuple(self.wide(values) for values in held)
         if const_expr(len(kept) > 0):
             rounded = [self.rounded(array, part) for array, part in zip(kept, made(tiles), strict=True)]
             for array, values in zip(kept, rounded, strict=True):
@@ -170,23 +176,44 @@ class Rows:
         for total in totals:
             total.fill(0.0)
         turn = Int32(0)
-        work = (statistics, formula, share, inputs, vectors, outputs, scalars, totals)
-        for row in cutlass.range(self.first, inputs[0].values.rows, self.stride):
-            self.backward_step(work, row, turn)
+        work = (statistics, formula, share, vectors, outputs, scalars, totals)
+        now = self.rows_of(inputs, self.first, may_be_outside=False)
+        for row in cutlass.range(self.first, self.steps(inputs), self.stride):
+            if const_expr(self.ahead):
+                following = self.rows_of(inputs, row + self.stride, may_be_outside=True)
+            self.backward_step(work, now, row, turn)
+            if const_expr(not self.ahead):
+                following = self.rows_of(inputs, row + self.stride, may_be_outside=True)
+            self.move(following, now)
             turn = turn ^ 1
         for n in cutlass.range_constexpr(sums):
             self.put(partial, self.first, None, n * self.columns, totals[n])
 
     @cute.jit
-    def backward_step(self, work, row, turn):
-        """Outputs of a row, and its share of the sums."""
-        statistics, formula, share, inputs, weights, outputs, scalars, totals = work
-        tiles = tuple(self.wide(self.held(x, row, None)) for x in inputs)
+    def backward_step(self, work, held, row, turn):
+        """Outputs of a row whose inputs are in registers, and its share of the sums."""
+        statistics, formula, share, weights, outputs, scalars, totals = work
+        tiles = tuple(self.wide(values) for values in held)
         known = statistics(Step(tiles, weights, turn), self.columns, *scalars) + scalars
         for array, part in zip(outputs, formula(tiles, weights, known), strict=True):
             self.put(array, row, None, 0, self.rounded(array, part))
         for total, part in zip(totals, share(tiles, weights, known), strict=True):
             total.store(total.load() + part.value)
+
+    def steps(self, inputs: Any) -> Any:
+        """How many steps take all rows."""
+        return (inputs[0].values.rows + (self.rows - 1)) // self.rows
+
+    def rows_of(self, inputs: Any, step: Any, *, may_be_outside: bool) -> list[Any]:
+        """A thread's parts of a step's row, of each input; zeros of a row that is not there."""
+        row = step * self.rows + self.slot
+        inside = row < inputs[0].values.rows if may_be_outside else None
+        return [self.held(x, row, inside) for x in inputs]
+
+    def move(self, source: list[Any], target: list[Any]) -> None:
+        """Copy registers."""
+        for one, other in zip(source, target, strict=True):
+            other.store(one.load())
 
     # Sums and maxima over a row.
 
