@@ -75,6 +75,8 @@ class Rows:
         self.chunks = math.ceil(columns / (threads * cluster * vector))
         self.warps = max(1, threads // WARP)
         self.slots = self.warps * cluster
+        # Each block of a cluster gets a warp's sums from one of its threads.
+        assert cluster <= min(WARP, threads), f"{threads} threads of a row cannot reach {cluster} blocks"
         # Of the cuTile loops, which are not run.
         sizes = {"tile_m": 1, "tile_n": columns, "chunks": 1, "long": False, "bounded": False, "tma": False}
         known = {"columns": columns, "persistent": persistent, **sizes, **flags}
@@ -138,7 +140,7 @@ class Rows:
         """One step of rows, or all that are this block's."""
         vectors = tuple(self.wide(self.held(weight, None, None)) for weight in weights)
         work = (statistics, formula, inputs, vectors, outputs, scalars, made, kept)
-        now = self.rows_of(inputs, self.first, may_be_outside=self.rows > 1)
+        now = self.rows_of(inputs, self.first, may_be_outside=self.persistent or self.rows > 1)
         if const_expr(self.persistent):
             turn = Int32(0)
             for step in cutlass.range(self.first, self.steps(inputs), self.stride):
@@ -177,7 +179,7 @@ class Rows:
             total.fill(0.0)
         turn = Int32(0)
         work = (statistics, formula, share, vectors, outputs, scalars, totals)
-        now = self.rows_of(inputs, self.first, may_be_outside=False)
+        now = self.rows_of(inputs, self.first, may_be_outside=True)
         for row in cutlass.range(self.first, self.steps(inputs), self.stride):
             if const_expr(self.ahead):
                 following = self.rows_of(inputs, row + self.stride, may_be_outside=True)
@@ -241,6 +243,8 @@ class Rows:
         """Each thread's values put together over all threads of the row, in one exchange."""
         combine, neutral = {"add": (operator.add, 0.0), "max": (cute.arch.fmax, -math.inf)}[how]
         number, step.reduction = step.reduction, step.reduction + 1
+        assert number < _REDUCTIONS, f"a row has more than {_REDUCTIONS} reductions"
+        assert len(values) <= _VALUES, f"a reduction has more than {_VALUES} values"
         return tuple(Part(x) for x in self.exchange(values, combine, neutral, number, step.turn))
 
     @cute.jit

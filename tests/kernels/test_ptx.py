@@ -1,0 +1,738 @@
+"""The interpreter of PTX, held to torch and to what a GPU forbids; then kernels of CuTe DSL in it, held to float64."""
+
+import importlib
+import math
+import re
+import tempfile
+
+import pytest
+import torch
+from examples import examples
+from hypothesis import given
+from hypothesis import strategies as st
+from ptx import PtxError, run
+from spec_samples import draws_of, inputs_of
+
+from tilekern.kernels import spec_named
+from tilekern.kernels.common.cute_rows import is_cute
+from tilekern.spec import DTYPES, ITEM_BYTES, Config, cdiv
+from tilekern.targets import resolve
+from tuning.verify.check import arguments_of, compare, expected_results, make_outputs
+
+INFINITY, NAN = math.inf, math.nan
+
+
+# Pieces of PTX.
+
+
+def module(body, arguments, threads=64, shared=256):
+    """A kernel around some instructions: %r0 is the thread, %r1 its number in the grid; parameters are p0, p1, ..."""
+    kinds = []
+    for argument in arguments:
+        scalar = "f32" if isinstance(argument, float) else "u32"
+        kinds += ["u64", *["u32"] * (2 * argument.dim())] if isinstance(argument, torch.Tensor) else [scalar]
+    parameters = ",\n".join(f".param .{kind} p{n}" for n, kind in enumerate(kinds))
+    return f"""
+        .version 8.8 .target sm_90 .address_size 64 // a comment
+        .visible .entry kernel({parameters})
+        .reqntid {threads}, 1, 1
+        {{
+            .reg .pred %p<9>;
+            .reg .b16 %rs<9>;
+            .reg .b32 %r<40>, %f<20>;
+            .reg .b64 %rd<20>;
+            .shared .align 16 .b8 memory[{shared}];
+            mov.u32 %r0, %tid.x;
+            mov.u32 %r2, %ctaid.x;
+            mad.lo.s32 %r1, %r2, {threads}, %r0;
+            {body}
+            ret;
+        }}"""
+
+
+def execute(body, *arguments, grid=1, cluster=1, **options):
+    run(module(body, arguments, **options), grid, arguments, cluster=cluster)
+
+
+def results(body, *arguments, threads=64, grid=1, dtype=torch.int32, **options):
+    """The value of %r9 in each thread, after some instructions; more arguments begin with p3."""
+    out = torch.full((threads * grid,), -1, dtype=torch.int32)
+    store = "ld.param.u64 %rd0, [p0]; mul.wide.u32 %rd1, %r1, 4; add.s64 %rd0, %rd0, %rd1; st.global.b32 [%rd0], %r9;"
+    execute(body + store, out, *arguments, threads=threads, grid=grid, **options)
+    return out.view(dtype)
+
+
+def fails(what, body, *arguments, **options):
+    with pytest.raises(PtxError, match=what):
+        results("mov.b32 %r9, 0;" + body, *arguments, **options)
+
+
+def applied(opcode, *arguments, bits=32, result="%r9"):
+    """An instruction's results for the numbers of each thread, given by their bits."""
+    names = {16: "%rs", 32: "%r", 64: "%rd"}[bits]
+    loads = ""
+    for n in range(len(arguments)):
+        loads += f"ld.param.u64 %rd9, [p{3 * n + 3}]; mul.wide.u32 %rd8, %r1, {bits // 8}; add.s64 %rd9, %rd9, %rd8;"
+        loads += f"ld.global.b{bits} {names}{n + 3}, [%rd9];"
+    operands = ", ".join(f"{names}{n + 3}" for n in range(len(arguments)))
+    return results(f"{loads} {opcode} {result}, {operands}; {WIDENED.get(result, '')}", *arguments)
+
+
+WIDENED = {"%rs0": "cvt.u32.u16 %r9, %rs0;", "%p0": "selp.b32 %r9, 1, 0, %p0;", "%rd2": "cvt.u32.u64 %r9, %rd2;"}
+THREADS = torch.arange(64)
+LANES = THREADS % 32
+
+
+def numbers(seed):
+    """Float32 of any bits, among them zeros, subnormals, infinities and quiet NaN."""
+    generator = torch.Generator().manual_seed(seed)
+    bits = torch.randint(-(2**31), 2**31, (64,), generator=generator, dtype=torch.int64).to(torch.int32)
+    x = torch.where(bits.view(torch.float32).isnan(), NAN, bits.view(torch.float32))
+    x[:10] = torch.tensor([0.0, -0.0, 1e-45, -1e-39, INFINITY, -INFINITY, NAN, 3.4e38, 1.00390625, -1.01171875])
+    return x[torch.randperm(64, generator=generator)]
+
+
+def same(actual, expected):
+    """Whether numbers are the same bit by bit, or both NaN."""
+    bits = {2: torch.int16, 4: torch.int32}[expected.element_size()]
+    return bool((expected.isnan() & actual.isnan() | (actual.view(bits) == expected.view(bits))).all())
+
+
+def test_threads_that_a_branch_takes_apart_meet_again():
+    body = """
+        mov.b32 %r9, 1;
+        setp.lt.u32 %p0, %r0, 5;
+        @%p0 bra INNER;
+        mov.b32 %r9, 2;
+        bra JOIN;
+    INNER:
+        setp.eq.u32 %p1, %r0, 3;
+        @!%p1 bra JOIN;
+        mov.b32 %r9, 3;
+    JOIN:
+        shfl.sync.idx.b32 %r10, %r9, 3, 31, -1;
+        shl.b32 %r9, %r9, 4;
+        or.b32 %r9, %r9, %r10;
+    """
+    expected = torch.where(THREADS == 3, 3, torch.where(THREADS < 5, 1, 2)) * 16 + torch.where(THREADS < 32, 3, 2)
+    assert results(body).equal(expected.int())
+
+
+def test_each_thread_goes_round_a_loop_as_often_as_it_must():
+    body = """
+        mov.b32 %r9, 0;
+        mov.b32 %r3, 0;
+    LOOP:
+        add.s32 %r9, %r9, %r3;
+        add.s32 %r3, %r3, 1;
+        setp.le.s32 %p0, %r3, %r0;
+        @%p0 bra LOOP;
+    """
+    assert results(body).equal((THREADS * (THREADS + 1) // 2).int())
+
+
+def test_threads_may_end_early():
+    out = torch.full((64,), -1, dtype=torch.int32)
+    body = """
+        setp.gt.u32 %p0, %r0, 9;
+        @%p0 ret;
+        ld.param.u64 %rd0, [p0]; mul.wide.u32 %rd1, %r1, 4; add.s64 %rd0, %rd0, %rd1;
+        st.global.b32 [%rd0], %r0;
+    """
+    execute(body, out)
+    assert out.equal(torch.where(THREADS > 9, -1, THREADS).int())
+
+
+# Each thread stores its number in shared memory and reads that of the thread across the block.
+EXCHANGE = """
+    shl.b32 %r3, %r0, 2;
+    mov.b32 %r4, memory;
+    add.s32 %r5, %r4, %r3;
+    st.shared.b32 [%r5], %r0;
+    bar.sync 0;
+    sub.s32 %r6, %r4, %r3;
+    ld.shared.b32 %r9, [%r6+252];
+"""
+
+
+def test_a_block_exchanges_through_shared_memory():
+    assert results(EXCHANGE, grid=2).equal((63 - THREADS).repeat(2).int())
+
+
+SHUFFLES = {
+    "bfly.b32 %r9, %r0, 5, 31, -1": THREADS ^ 5,
+    "bfly.b32 %r9, %r0, 4, 6175, -1": THREADS ^ 4,
+    "idx.b32 %r9, %r0, 7, 31, -1": THREADS - LANES + 7,
+    "idx.b32 %r9, %r0, 3, 6175, -1": THREADS - THREADS % 8 + 3,
+    "up.b32 %r9, %r0, 3, 0, -1": torch.where(LANES >= 3, THREADS - 3, THREADS),
+    "up.b32 %r9, %r0, 3, 6144, -1": torch.where(THREADS % 8 >= 3, THREADS - 3, THREADS),
+    "down.b32 %r9, %r0, 3, 31, -1": torch.where(LANES < 29, THREADS + 3, THREADS),
+    "down.b32 %r9, %r0, 3, 6175, -1": torch.where(THREADS % 8 < 5, THREADS + 3, THREADS),
+    "down.b32 %r8|%p0, %r0, 3, 31, -1; selp.b32 %r9, 1, 0, %p0": (LANES < 29).long(),
+}
+
+
+@pytest.mark.parametrize("shuffle", SHUFFLES)
+def test_lanes_of_a_warp_shuffle(shuffle):
+    """6175 and 6144 are groups of 8 lanes."""
+    assert results(f"shfl.sync.{shuffle};").equal(SHUFFLES[shuffle].int())
+
+
+# Each thread stores its number into the next block, and reads what the block before has stored.
+ARRIVE = "barrier.cluster.arrive; barrier.cluster.wait;"
+SEND = """
+    shl.b32 %r3, %r0, 2;
+    mov.b32 %r4, memory;
+    add.s32 %r5, %r4, %r3;
+    mov.u32 %r6, %cluster_ctarank;
+    mov.u32 %r7, %cluster_nctarank;
+    add.s32 %r8, %r6, 1;
+    rem.u32 %r8, %r8, %r7;
+    mapa.shared::cluster.u32 %r10, %r5, %r8;
+    st.shared::cluster.b32 [%r10], %r1;
+"""
+RECEIVE = "ld.shared.b32 %r9, [%r5];"
+
+
+@pytest.mark.parametrize("cluster", [1, 2, 4])
+def test_a_cluster_exchanges_through_its_blocks_shared_memory(cluster):
+    sent = torch.arange(64 * 8).view(-1, cluster, 64)
+    expected = sent.roll(1, dims=1).reshape(-1).int()
+    assert results(ARRIVE + SEND + ARRIVE + RECEIVE, grid=8, cluster=cluster).equal(expected)
+
+
+def test_a_cluster_does_not_wait_for_threads_that_have_ended():
+    out = torch.full((128,), -1, dtype=torch.int32)
+    own = "ld.param.u64 %rd0, [p0]; mul.wide.u32 %rd1, %r1, 4; add.s64 %rd0, %rd0, %rd1;"
+    some = "setp.gt.u32 %p0, %r0, 31; @%p0 ret;"
+    execute(some + ARRIVE + SEND + ARRIVE + RECEIVE + own + "st.global.b32 [%rd0], %r9;", out, grid=2, cluster=2)
+    assert out.view(2, 64)[:, :32].equal(torch.stack([64 + THREADS[:32], THREADS[:32]]).int())
+    assert out.view(2, 64)[:, 32:].eq(-1).all()
+
+
+def test_only_ordered_accesses_of_a_cluster_are_allowed():
+    fails("may not have begun", SEND + ARRIVE + RECEIVE, grid=2, cluster=2)
+    fails("nobody has written|race", ARRIVE + SEND + RECEIVE, grid=2, cluster=2)
+    fails("race", ARRIVE + SEND + "bar.sync 0;" + RECEIVE, grid=2, cluster=2)
+    fails("ends while another", ARRIVE + SEND, grid=2, cluster=2)
+    relaxed = "barrier.cluster.arrive.relaxed.aligned; barrier.cluster.wait.acquire.aligned;"
+    fails("race", ARRIVE + SEND + relaxed + RECEIVE, grid=2, cluster=2)
+    fails("before it has arrived", "barrier.cluster.wait;" + SEND, grid=2, cluster=2)
+    fails("has 2 blocks", ARRIVE + SEND.replace("rem.u32 %r8, %r8, %r7;", ""), grid=2, cluster=2)
+    fails("needs shared::cluster", ARRIVE + SEND.replace("st.shared::cluster", "st.shared"), grid=2, cluster=2)
+
+
+def test_instructions_depend_on_predicates():
+    body = """
+        and.b32 %r3, %r0, 1;
+        setp.eq.b32 %p0, %r3, 0;
+        mov.b32 %r9, 7;
+        @%p0 mov.b32 %r9, 8;
+        @!%p0 add.s32 %r9, %r9, 2;
+        setp.lt.and.u32 %p1, %r0, 4, %p0;
+        @%p1 mov.b32 %r9, 1;
+        not.pred %p2, %p0;
+        or.pred %p2, %p2, %p1;
+        selp.b32 %r10, 16, 32, %p2;
+        or.b32 %r9, %r9, %r10;
+    """
+    even, low = THREADS % 2 == 0, THREADS < 4
+    first = torch.where(even & low, 1, torch.where(even, 8, 9))
+    assert results(body).equal((first | torch.where(~even | low, 16, 32)).int())
+
+
+COMPARISONS = {
+    "eq": torch.eq, "lt": torch.lt, "le": torch.le, "gt": torch.gt, "ge": torch.ge, "neu": torch.ne,
+    "ne": lambda x, y: (x != y) & ~(x.isnan() | y.isnan()),
+    "equ": lambda x, y: (x == y) | x.isnan() | y.isnan(),
+    "ltu": lambda x, y: ~(x >= y),
+    "leu": lambda x, y: ~(x > y),
+    "gtu": lambda x, y: ~(x <= y),
+    "geu": lambda x, y: ~(x < y),
+    "num": lambda x, y: ~(x.isnan() | y.isnan()),
+    "nan": lambda x, y: x.isnan() | y.isnan(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COMPARISONS)
+def test_floats_compare_as_ptx_says_of_nan(name):
+    x, y = numbers(0), numbers(1)
+    y = torch.where(THREADS % 4 == 0, x, y)
+    assert applied(f"setp.{name}.f32", x, y, result="%p0").equal(COMPARISONS[name](x, y).int())
+
+
+FLOATS = {
+    "add.f32": torch.add,
+    "sub.rn.f32": torch.sub,
+    "mul.f32": torch.mul,
+    "div.rn.f32": torch.div,
+    "max.f32": torch.fmax,
+    "min.f32": torch.fmin,
+    "max.NaN.f32": torch.maximum,
+    "min.NaN.f32": torch.minimum,
+}
+FUNCTIONS = {
+    "sqrt.rn.f32": torch.sqrt, "rcp.rn.f32": torch.reciprocal, "rsqrt.approx.f32": torch.rsqrt,
+    "ex2.approx.f32": torch.exp2, "lg2.approx.f32": torch.log2, "tanh.approx.f32": torch.tanh,
+    "neg.f32": torch.neg, "abs.f32": torch.abs,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("opcode", FLOATS)
+def test_floats_have_torchs_bits(opcode):
+    x, y = numbers(2), numbers(3)
+    # Torch does not say which of two zeros is the larger.
+    y = torch.where((x == 0) & (y == 0), x, y)
+    assert same(applied(opcode, x, y).view(torch.float32), FLOATS[opcode](x, y))
+
+
+@pytest.mark.parametrize("opcode", FUNCTIONS)
+def test_functions_are_exact(opcode):
+    x = numbers(4)
+    assert same(applied(opcode, x).view(torch.float32), FUNCTIONS[opcode](x.double()).float())
+
+
+def test_a_fused_product_is_not_rounded():
+    x, y = numbers(5).where(THREADS % 3 != 0, 1 + 2.0**-12), numbers(6).where(THREADS % 3 != 0, 1 + 2.0**-12)
+    z = numbers(7).where(THREADS % 3 != 0, -1.0)
+    assert same(applied("fma.rn.f32", x, y, z).view(torch.float32), (x.double() * y + z).float())
+
+
+def test_the_extremes_of_two_zeros_have_the_right_sign():
+    x, y = torch.tensor([0.0, -0.0]).repeat(32), torch.tensor([0.0, 0.0, -0.0, -0.0]).repeat(16)
+    for opcode, negative in {"max": x.signbit() & y.signbit(), "min": x.signbit() | y.signbit()}.items():
+        assert applied(f"{opcode}.f32", x, y).view(torch.float32).signbit().equal(negative)
+
+
+def test_subnormals_are_flushed_before_and_after():
+    x = torch.tensor([1e-39, -1e-39, 2.0**-126, 1.0]).repeat(16)
+    doubled = applied("add.ftz.f32", x, x).view(torch.float32)
+    halved = applied("mul.ftz.f32", x, torch.full((64,), 0.5)).view(torch.float32)
+    assert same(doubled[:4].contiguous(), torch.tensor([0.0, -0.0, 2.0**-125, 2.0]))
+    assert same(halved[:4].contiguous(), torch.tensor([0.0, -0.0, 0.0, 0.5]))
+    assert same(applied("ex2.approx.ftz.f32", torch.full((64,), -127.5)).view(torch.float32), torch.zeros(64))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("seed", range(8))
+def test_conversions_round_as_torch_does(dtype, seed):
+    """All of them, and those where a tie is: the random bits of float32 and the middles between narrow numbers."""
+    name = {torch.bfloat16: "bf16", torch.float16: "f16"}[dtype]
+    x, other = numbers(seed), numbers(seed + 100)
+    if seed % 2:
+        below = torch.randint(-(2**15), 2**15 - 1, (64,), generator=torch.Generator().manual_seed(seed)).short()
+        x = ((below.view(dtype).double() + (below + 1).view(dtype).double()) / 2).float()
+    rounded = applied(f"cvt.rn.{name}.f32", x, result="%rs0").short().view(dtype)
+    assert same(rounded, x.to(dtype))
+    pairs = applied(f"cvt.rn.{name}x2.f32", x, other).view(dtype).view(64, 2)
+    assert same(pairs, torch.stack([other, x], 1).to(dtype))
+    assert same(applied(f"cvt.f32.{name}", rounded, bits=16).view(torch.float32), rounded.float())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("opcode", ["add", "sub", "mul", "max", "min"])
+def test_narrow_arithmetic_has_torchs_bits(dtype, opcode):
+    name = {torch.bfloat16: "bf16", torch.float16: "f16"}[dtype]
+    generator = torch.Generator().manual_seed(0)
+    pairs = [torch.randn(64, 2, generator=generator).to(dtype) for _ in range(2)]
+    function = FLOATS[f"{opcode}.rn.f32" if opcode == "sub" else f"{opcode}.f32"]
+    packed = applied(f"{opcode}.{name}x2", *[pair.flatten().view(torch.int32) for pair in pairs])
+    assert same(packed.view(dtype).view(64, 2), function(*pairs))
+    x, y = (pair[:, 0].contiguous() for pair in pairs)
+    assert same(applied(f"{opcode}.{name}", x, y, bits=16, result="%rs0").short().view(dtype), function(x, y))
+
+
+def test_mixed_and_packed_arithmetic_of_blackwell():
+    generator = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(64, 2, generator=generator) for _ in range(2))
+    body = """
+        ld.param.u64 %rd2, [p3]; ld.param.u64 %rd3, [p8];
+        mul.wide.u32 %rd4, %r0, 8; add.s64 %rd2, %rd2, %rd4; add.s64 %rd3, %rd3, %rd4;
+        ld.global.b64 %rd5, [%rd2]; ld.global.v2.b32 {%r3, %r4}, [%rd3];
+        mov.b64 %rd6, {%r3, %r4};
+        fma.rn.f32x2 %rd7, %rd5, %rd6, %rd6;
+        mov.b64 {_, %r5}, %rd7;
+        cvt.rn.bf16x2.f32 %r6, %r3, %r4;
+        mov.b32 {%rs0, %rs1}, %r6;
+        fma.rn.f32.bf16 %r7, %rs0, %rs1, %r5;
+        add.rn.f32.bf16 %r8, %rs1, %r7;
+        max.f32 %r9, %r8, %r3, %r4;
+    """
+    last = (x[:, 1].double() * y[:, 1] + y[:, 1]).float()
+    low, high = y[:, 1].bfloat16(), y[:, 0].bfloat16()
+    total = high.float() + (low.double() * high.double() + last).float()
+    assert same(results(body, x, y, dtype=torch.float32), torch.maximum(total, y.amax(1)))
+
+
+def wrapped(value, signed=True):
+    value %= 2**32
+    return value - 2**32 if signed and value >= 2**31 else value
+
+
+def unsigned(value):
+    return wrapped(value, signed=False)
+
+
+INTEGERS = {
+    "add.s32": lambda x, y: x + y,
+    "sub.u32": lambda x, y: x - y,
+    "mul.lo.s32": lambda x, y: x * y,
+    "mul.hi.s32": lambda x, y: (x * y) >> 32,
+    "mul.hi.u32": lambda x, y: (unsigned(x) * unsigned(y)) >> 32,
+    "div.s32": lambda x, y: abs(x) // abs(y) * (1 if (x < 0) == (y < 0) else -1),
+    "rem.s32": lambda x, y: math.copysign(1, x) * (abs(x) % abs(y)),
+    "div.u32": lambda x, y: unsigned(x) // unsigned(y),
+    "min.s32": min,
+    "max.u32": lambda x, y: max(unsigned(x), unsigned(y)),
+    "and.b32": lambda x, y: x & y,
+    "or.b32": lambda x, y: x | y,
+    "xor.b32": lambda x, y: x ^ y,
+    "shl.b32": lambda x, y: x << unsigned(y) if unsigned(y) < 32 else 0,
+    "shr.s32": lambda x, y: x >> min(unsigned(y), 31),
+    "shr.u32": lambda x, y: unsigned(x) >> unsigned(y) if unsigned(y) < 32 else 0,
+}
+
+
+@pytest.mark.parametrize("opcode", INTEGERS)
+def test_integers_wrap_and_shift(opcode):
+    generator = torch.Generator().manual_seed(0)
+    x, y = (torch.randint(-(2**31), 2**31, (64,), generator=generator).int() for _ in range(2))
+    y[:48] = y[:48] % 40 + 1
+    expected = [wrapped(int(INTEGERS[opcode](*pair))) for pair in zip(x.tolist(), y.tolist(), strict=True)]
+    assert applied(opcode, x, y).tolist() == expected
+
+
+def test_wide_products_and_conversions_keep_the_sign():
+    x = torch.tensor([-3, 2**31 - 1, -(2**31), 5] * 16, dtype=torch.int32)
+    high = "shr.u64 %rd2, %rd2, 32; cvt.u32.u64 %r9, %rd2;"
+    load = "ld.param.u64 %rd9, [p3]; mul.wide.u32 %rd8, %r0, 4; add.s64 %rd9, %rd9, %rd8; ld.global.b32 %r3, [%rd9];"
+    product = (x.long() ** 2) >> 32
+    assert results(f"{load} mul.wide.s32 %rd2, %r3, %r3; {high}", x).equal(product.int())
+    assert results(f"{load} cvt.s64.s32 %rd2, %r3; {high}", x).equal((x >> 31).int())
+    assert results(f"{load} cvt.u64.u32 %rd2, %r3; {high}", x).equal(torch.zeros(64).int())
+    assert results("ld.param.s32 %rd2, [p3]; shr.s64 %rd2, %rd2, 1; cvt.u32.u64 %r9, %rd2;", -6).eq(-3).all()
+
+
+def test_conversions_between_integers_and_floats():
+    x = torch.tensor([2.5, 3.5, -2.5, 3e9, -3e9, NAN, INFINITY, -0.75] * 8)
+    expected = {"rni": [2, 4, -2], "rzi": [2, 3, -2], "rmi": [2, 3, -3], "rpi": [3, 4, -2]}
+    for rounding, first in expected.items():
+        last = -1 if rounding in ("rni", "rmi") else 0
+        whole = [*first, 2**31 - 1, -(2**31), 0, 2**31 - 1, last]
+        assert applied(f"cvt.{rounding}.s32.f32", x)[:8].tolist() == whole
+    big = torch.tensor([2**24 + 1, 2**24 + 3, -(2**31), 7] * 16, dtype=torch.int32)
+    assert same(applied("cvt.rn.f32.s32", big).view(torch.float32), big.float())
+
+
+@pytest.mark.parametrize(("kind", "count"), [("b16", 4), ("b32", 2), ("b32", 4), ("b64", 2), ("f32", 4)])
+def test_vectors_are_loaded_and_stored(kind, count):
+    size, register = int(kind[1:]) // 8 * count, {"b16": "%rs", "b64": "%rd1"}.get(kind, "%r1")
+    names = ", ".join(f"{register}{n}" for n in range(count))
+    x = torch.randint(0, 255, (64 * size,), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    out = torch.zeros_like(x)
+    body = f"""
+        ld.param.u64 %rd1, [p0]; ld.param.u64 %rd2, [p3];
+        mul.wide.u32 %rd3, %r0, {size}; add.s64 %rd1, %rd1, %rd3; add.s64 %rd2, %rd2, %rd3;
+        ld.global.v{count}.{kind} {{{names}}}, [%rd1];
+        st.global.v{count}.{kind} [%rd2], {{{names}}};
+    """
+    execute(body, x, out)
+    assert out.equal(x)
+
+
+def test_arguments_are_the_parameters_of_a_cubin():
+    x = torch.zeros(3, 8)[:, :4]
+    values = [results(f"ld.param.b32 %r9, [p{n}];", x, 1.5, -7)[0].item() for n in (4, 5, 6, 7, 9)]
+    assert values == [3, 4, 8, 1, -7]
+    assert results("ld.param.b32 %r9, [p8];", x, 1.5, -7, dtype=torch.float32).eq(1.5).all()
+    with pytest.raises(PtxError, match="has 3 parameters"):
+        run(module("", [x[0]]), 1, [x])
+    with pytest.raises(PtxError, match="type f32"):
+        run(module("", [1.5]), 1, [1])
+
+
+# What a GPU does not allow.
+
+OWN = "ld.param.u64 %rd2, [p3]; mul.wide.u32 %rd3, %r1, 4; add.s64 %rd2, %rd2, %rd3;"
+
+
+@pytest.mark.parametrize("address", ["[%rd2+4]", "[%rd2+-4]", "[%rd3]"])
+@pytest.mark.parametrize("access", ["ld.global.b32 %r9, {}", "st.global.b32 {}, %r0"])
+def test_accesses_outside_of_tensors_fail(address, access):
+    """One element behind the end, one before the begin, and near 0."""
+    fails("outside of all tensors", f"{OWN} {access.format(address)};", torch.zeros(256)[64:128])
+
+
+def test_accesses_between_rows_fail():
+    x = torch.zeros(2, 64)[:, :32]
+    fails("outside of all tensors' elements", OWN + "ld.global.b32 %r9, [%rd2];", x)
+    assert results(OWN + "ld.global.b32 %r9, [%rd2];", x, threads=32).eq(0).all()
+
+
+@pytest.mark.parametrize("access", ["ld.global.v2.b32 {%r9, %r8}, [%rd2]", "st.global.v2.b32 [%rd2], {%r0, %r0}"])
+def test_misaligned_accesses_fail(access):
+    fails("not aligned to 8 bytes", f"{OWN} {access};", torch.zeros(128))
+
+
+def test_misaligned_shared_accesses_fail():
+    fails("not aligned to 8 bytes", EXCHANGE.replace("st.shared.b32 [%r5], %r0", "st.shared.v2.b32 [%r5], {%r0, %r0}"))
+
+
+def test_elements_belong_to_one_block():
+    fails("another block has stored", "ld.param.u64 %rd2, [p3]; st.global.b32 [%rd2], 1;", torch.zeros(1), grid=2)
+    body = "ld.param.u64 %rd2, [p3]; ld.global.b32 %r3, [%rd2]; st.global.b32 [%rd2], 1;"
+    fails("another block stores", body, torch.zeros(1), grid=2)
+
+
+def test_threads_must_agree_on_what_they_store():
+    fails("different values", "ld.param.u64 %rd2, [p3]; st.global.b32 [%rd2], %r0;", torch.zeros(1))
+    fails("different values", "mov.b32 %r3, memory; st.shared.b32 [%r3], %r0;", threads=32)
+
+
+UNKNOWN = [
+    "atom.global.add.u32 %r9, [%rd0], 1", "add.rz.f32 %r9, %r0, %r0", "ld.local.b32 %r9, [%r0]", "mov.u32 %r9, %clock",
+    "bar.sync 1", "shfl.sync.bfly.b64 %r9, %r0, 1, 31, -1", "add.f32 %rs0, %r0, %r0", "max.f32 %r9, %r0",
+    "ld.global.b64 %r9, [%rd0]", "cvt.rz.bf16.f32 %rs0, %r0", "bra NOWHERE", "fence.proxy.async", "st.global.b32 x, 1",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("instruction", UNKNOWN)
+def test_unknown_instructions_are_named(instruction):
+    with pytest.raises(PtxError, match=re.escape(instruction)):
+        results(f"{instruction};")
+
+
+def test_unknown_declarations_are_named():
+    fails("unknown directive: .local", ".local .align 8 .b8 depot[16];")
+    fails("unknown declaration of shared memory", ".shared .align 16 .b8 dynamic[];")
+    with pytest.raises(PtxError, match="reqntid"):
+        run(module("", []).replace(".reqntid 64, 1, 1", ""), 1, [])
+    with pytest.raises(PtxError, match=r"exactly one \.entry"):
+        run(module("", []) * 2, 1, [])
+
+
+def test_deadlocks_are_named():
+    some = "setp.lt.u32 %p0, %r0, 32;"
+    fails("deadlock: 32 threads wait at @%p0 bar.sync 0; 32 have ended", f"{some} @%p0 bar.sync 0;")
+    fails("deadlock", f"{some} @%p0 ret; {EXCHANGE}")
+    fails("deadlock", f"{some} @%p0 bra LATE; bar.sync 0; LATE: {ARRIVE}")
+
+
+def test_what_nobody_has_written_is_not_read():
+    fails("a register is read that was not written", "add.s32 %r9, %r8, 1;")
+    fails("a register is read that was not written", "setp.lt.u32 %p0, %r0, 9; @%p0 mov.b32 %r8, 0; mov.b32 %r9, %r8;")
+    fails("shared memory that nobody has written is read", EXCHANGE.replace("[%r6+252]", "[%r4+128]"), threads=32)
+    fails("outside of shared memory", EXCHANGE.replace("[%r6+252]", "[%r6+256]"))
+    fails("outside of shared memory", "mov.b32 %r3, 0; st.shared.b32 [%r3], %r3;", threads=32)
+
+
+def test_races_of_warps_are_found():
+    fails("race", EXCHANGE.replace("bar.sync 0;", "st.shared.b32 [%r5], %r0; bar.sync 0; st.shared.b32 [%r5], %r0;"))
+    fails("race", EXCHANGE + "st.shared.b32 [%r5], %r0;")
+    fails("race", "mov.b32 %r3, memory; st.shared.b32 [%r3], 1;")
+    fails("race|nobody has written", EXCHANGE.replace("bar.sync 0;", ""))
+    # Lanes of one warp are in step, and reads are no races.
+    within = EXCHANGE.replace("bar.sync 0;", "").replace("252", "124")
+    assert results(within, threads=32).equal((31 - THREADS[:32]).int())
+    assert results(EXCHANGE + "ld.shared.b32 %r9, [%r4+8];").eq(2).all()
+
+
+def test_a_shuffle_needs_the_lanes_that_it_names():
+    some = "setp.lt.u32 %p0, %r0, 8; mov.b32 %r9, 0;"
+    fails("threads that a shuffle names", f"{some} @%p0 shfl.sync.bfly.b32 %r9, %r0, 1, 31, -1;")
+    fails("a lane that is not there", "shfl.sync.bfly.b32 %r9, %r0, 16, 31, -1;", threads=16)
+    alone = results(f"{some} @%p0 shfl.sync.bfly.b32 %r9, %r0, 1, 31, 255;", threads=32)
+    assert alone[:8].equal((THREADS[:8] ^ 1).int())
+
+
+# Kernels of CuTe DSL.
+
+NAMES = [
+    "rms_norm_forward", "rms_norm_backward", "layer_norm_forward", "layer_norm_backward", "softmax_forward",
+    "softmax_backward", "fused_add_rms_norm_forward", "fused_add_rms_norm_backward",
+    "fused_rms_norm_add_rms_norm_forward", "fused_rms_norm_add_rms_norm_backward",
+]  # fmt: skip
+
+
+def kernel_of(spec, problem, threads, rows=1, cluster=1, persistent=True, ahead=False):
+    """The kernel of a config, whether the search space has it or not."""
+    schedule = "persistent" if persistent else "block"
+    return spec.implement(
+        problem,
+        Config(
+            implementation="cute", schedule=schedule, threads=threads, rows=rows, cluster=cluster, ahead=ahead,
+            occupancy=1,
+        ),
+    )  # fmt: skip
+
+
+def ptx_of(kernel, arch="sm_90"):
+    """What CuTe DSL makes of a kernel, as :func:`tilekern.cute_compiler.compile_kernel` has it compiled."""
+    cute = pytest.importorskip("cutlass.cute", reason="nvidia-cutlass-dsl is not installed")
+    module, _, name = kernel.kernel.partition(":")
+    program = getattr(importlib.import_module(module), name)(
+        kernel.function, kernel.parameters, capability=int(arch.removeprefix("sm_")), block=kernel.block,
+        cluster=kernel.cluster, **dict(kernel.constants),
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        made = cute.compile(program, program.sample, options=f"--gpu-arch {arch} --keep-ptx --dump-dir {folder}")
+        text = made.artifacts.PTX
+    return text if isinstance(text, str) else text.decode()
+
+
+def problem_of(spec, rows, columns, dtype, weight_dtype="float32", flag=True):
+    values = {"rows": rows, "columns": columns, "dtype": dtype, "weight_dtype": weight_dtype}
+    return spec.problem(**{d.name: values.get(d.name, flag) for d in spec.dimensions})
+
+
+def with_gaps(x, gap):
+    """A matrix with NaN between its rows, of whole 16 bytes; anything else as it is."""
+    if not isinstance(x, torch.Tensor) or x.dim() != 2 or gap == 0:
+        return x
+    width = x.shape[1] + gap * 16 // x.element_size()
+    return x.new_full((x.shape[0], width), NAN)[:, : x.shape[1]].copy_(x)
+
+
+def launched(spec, problem, kernel, text, inputs, clusters=None, gap=0):
+    """The outputs of a kernel on some clusters, as many as its rows take or others, its rows apart."""
+    clusters = clusters or kernel.grid(problem, 64) // kernel.cluster
+    inputs = {name: with_gaps(x, gap) for name, x in inputs.items()}
+    outputs = make_outputs(spec, problem, clusters, "cpu")
+    outputs = {name: x if name == "partial" else with_gaps(x, gap) for name, x in outputs.items()}
+    run(text, clusters * kernel.cluster, arguments_of(kernel, inputs, outputs), cluster=kernel.cluster)
+    return outputs
+
+
+def assert_right(spec, problem, kernel, clusters=None, inputs=None, arch="sm_90", gap=0):
+    """Hold a kernel to the reference in float64."""
+    inputs = inputs or inputs_of(spec, problem)
+    outputs = launched(spec, problem, kernel, ptx_of(kernel, arch), inputs, clusters, gap)
+    check = compare(spec, problem, outputs, expected_results(spec, problem, inputs))
+    assert check.passed, check.reason
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("ahead", [False, True])
+def test_rows_that_leave_threads_idle_are_right(name, ahead):
+    spec = spec_named(name)
+    problem = problem_of(spec, 7, 1000, "bfloat16")
+    assert_right(spec, problem, kernel_of(spec, problem, threads=128, ahead=ahead), clusters=3, gap=1)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_short_rows_are_right(name):
+    """Four rows share a warp, and the last block has one; kernels with sums over rows have one row a block."""
+    spec = spec_named(name)
+    problem = problem_of(spec, 9, 64, "float16", "float16")
+    rows = 1 if "backward" in name else 4
+    assert_right(spec, problem, kernel_of(spec, problem, threads=8, rows=rows, persistent=rows == 1), gap=2)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("cluster", "threads"), [(2, 256), (4, 64)])
+def test_rows_of_a_cluster_are_right(name, cluster, threads):
+    spec = spec_named(name)
+    problem = problem_of(spec, 5, 1992, "float32", "bfloat16", flag=False)
+    assert_right(spec, problem, kernel_of(spec, problem, threads, cluster=cluster), clusters=2, gap=1)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_candidates_of_the_search_space_are_right(name):
+    spec = spec_named(name)
+    random, target = draws_of(spec), resolve("H200")
+    problem = problem_of(spec, random.randint(1, 9), random.choice([520, 1000]), random.choice(DTYPES))
+    candidates = [config for config in spec.space.candidates(problem, target) if is_cute(config)]
+    for config in random.sample(candidates, 2):
+        kernel = spec.implement(problem, config)
+        assert_right(spec, problem, kernel, kernel.grid(problem, 2) // kernel.cluster)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_blocks_without_a_row_read_nothing(name):
+    spec = spec_named(name)
+    problem = problem_of(spec, 3, 520, "bfloat16")
+    assert_right(spec, problem, kernel_of(spec, problem, threads=64, ahead=True), clusters=5)
+
+
+@st.composite
+def launches(draw):
+    """A spec, its problem, a kernel, a number of clusters and a GPU."""
+    spec = spec_named(draw(st.sampled_from(NAMES)))
+    is_backward = "backward" in spec.name
+    dtype, weight_dtype = draw(st.sampled_from(DTYPES)), draw(st.sampled_from(DTYPES))
+    threads, cluster = draw(st.sampled_from([8, 16, 32, 64, 128, 256])), draw(st.sampled_from([1, 1, 2, 4]))
+    rows = 1 if is_backward else draw(st.sampled_from([1, 2, 4]))
+    persistent = is_backward or draw(st.booleans())
+    most = threads * cluster * draw(st.integers(1, 3))
+    columns = 16 // ITEM_BYTES[dtype] * draw(st.one_of(st.just(most), st.integers(1, most)))
+    problem = problem_of(spec, draw(st.integers(1, 9)), columns, dtype, weight_dtype, draw(st.booleans()))
+    steps = cdiv(problem["rows"], rows)
+    # There are no clusters before Hopper.
+    arch = draw(st.sampled_from(["sm_80", "sm_90", "sm_100"][cluster > 1 :]))
+    kernel = kernel_of(spec, problem, threads, rows, cluster, persistent, persistent and draw(st.booleans()))
+    return spec, problem, kernel, draw(st.integers(1, steps + 2)) if persistent else steps, None, arch
+
+
+@examples(40)
+@given(launches(), st.integers(0, 2))
+def test_any_rows_are_right(launch, gap):
+    assert_right(*launch, gap)
+
+
+@pytest.mark.parametrize(
+    "options", [{"threads": 128, "ahead": True}, {"threads": 32, "cluster": 2, "rows": 2}], ids=str
+)
+@pytest.mark.parametrize("level", [-1000.0, 0.0])
+def test_softmax_of_numbers_that_are_not_finite_is_torchs(options, level):
+    """Zeros beyond the end of a row must not be the maximum of a row of negative numbers."""
+    spec = spec_named("softmax_forward")
+    x = torch.randn(6, 1000, generator=torch.Generator().manual_seed(0)) + level
+    x[1, 999], x[2, 0], x[3, 500], x[4] = INFINITY, NAN, -INFINITY, -INFINITY
+    problem = problem_of(spec, 6, 1000, "float32")
+    assert_right(spec, problem, kernel_of(spec, problem, **options), clusters=2, inputs={"x": x})
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("fused")])
+def test_a_dependent_kernel_waits_before_it_touches_memory(name):
+    spec = spec_named(name)
+    before, _, after = ptx_of(kernel_of(spec, problem_of(spec, 9, 64, "float32"), 16)).partition("griddepcontrol.wait")
+    assert "ld.global" not in before
+    assert "ld.global" in after
+
+
+# Kernels that somebody has broken: the interpreter finds it.
+
+BARRIERS = {1: ["bar.sync"], 2: ["barrier.cluster.arrive", "barrier.cluster.wait"]}
+
+
+def fails_once(change, what, gap=0, **options):
+    """Hold a kernel whose text is changed to the error that it must give; the whole one is right."""
+    spec = spec_named("rms_norm_forward")
+    problem = problem_of(spec, 4, 1000, "bfloat16")
+    kernel, inputs = kernel_of(spec, problem, **options), inputs_of(spec, problem)
+    assert_right(spec, problem, kernel, clusters=1, gap=gap)
+    text = ptx_of(kernel)
+    assert change(text) != text
+    with pytest.raises(PtxError, match=what):
+        launched(spec, problem, kernel, change(text), inputs, 1, gap)
+
+
+@pytest.mark.parametrize("cluster", BARRIERS)
+def test_a_kernel_without_its_barrier_fails(cluster):
+    def without_last(text):
+        lines = text.splitlines()
+        last = [max(n for n, line in enumerate(lines) if word in line) for word in BARRIERS[cluster]]
+        return "\n".join(line for n, line in enumerate(lines) if n not in last)
+
+    fails_once(without_last, r"race|nobody has written", threads=64, cluster=cluster)
+
+
+@pytest.mark.parametrize("cluster", BARRIERS)
+def test_a_kernel_that_keeps_all_sums_in_one_place_fails(cluster):
+    """The turn changes with each row: a fast warp may be at the next one."""
+    fails_once(lambda text: re.sub(r"xor.b32.*;", "", text), "race", threads=64, cluster=cluster)
+
+
+def test_a_kernel_that_forgets_the_end_of_a_row_fails():
+    """Thread 125 would read the gap behind column 1000."""
+    fails_once(lambda text: text.replace(", 124;", ", 999;"), "outside of all tensors", gap=1, threads=128)
