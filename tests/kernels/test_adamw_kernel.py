@@ -85,7 +85,7 @@ def test_what_changes_from_step_to_step_is_in_no_artifact():
     problem = sized(SPEC, "bfloat16")
     for config in configs(SPEC, problem):
         made = SPEC.device(problem, config)
-        assert [name for name, _ in made.constants] == ["columns", "tile_m", "tile_n", "bounded"]
+        assert [name for name, _ in made.constants] == ["columns", "tile_m", "tile_n", "persistent", "bounded"]
         arrays_and_scalars = {p.name for p in made.parameters}
         assert arrays_and_scalars == set(SPEC.inputs(problem, torch.Generator(), "cpu")) | set(PLACES)
 

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from spec_samples import assert_right, configs, inputs_of, interpret, launched, sized
+from spec_samples import assert_right, inputs_of, interpret, launched, one_of_each_code, sized
 
 from tilekern.cubin import read_resources
 from tilekern.kernels import spec_named
@@ -35,14 +35,6 @@ def run(spec, problem, config, inputs, in_place=False):
     return launched(spec, problem, config, inputs | {"logits": logits}, blocks, outputs)
 
 
-def one_of_each_function_and_step(spec, problem):
-    seen = {}
-    for config in configs(spec, problem):
-        made = spec.device(problem, config)
-        seen.setdefault((made.function, config["tile_n"], config.get("unroll")), config)
-    return seen.values()
-
-
 @every_spec
 @pytest.mark.parametrize("flags", [FLAGS[0], FLAGS[-1]], ids=["plain", "all"])
 @pytest.mark.parametrize("vocabulary", [8192, 20483])
@@ -50,7 +42,7 @@ def test_long_rows(spec, flags, vocabulary):
     """Rows of several steps, with and without whole tiles after the last step and a partial tile at the end."""
     problem = sized(spec, "bfloat16", rows=4, vocabulary=vocabulary).but(**flags)
     inputs = inputs_of(spec, problem)
-    assert_right(spec, problem, one_of_each_function_and_step(spec, problem), inputs)
+    assert_right(spec, problem, one_of_each_code(spec, problem), inputs)
 
 
 @every_spec
@@ -67,7 +59,7 @@ def test_every_combination_of_flags(spec, flags, vocabulary):
 def test_the_gradient_in_place_of_the_logits_is_the_same(spec, vocabulary):
     problem = sized(spec, "bfloat16", rows=6, vocabulary=vocabulary, flags=True)
     inputs = inputs_of(spec, problem)
-    for config in one_of_each_function_and_step(spec, problem):
+    for config in one_of_each_code(spec, problem):
         apart, over = (run(spec, problem, config, inputs, in_place) for in_place in (False, True))
         assert all(torch.equal(apart[name], over[name]) for name in apart)
 
@@ -140,7 +132,7 @@ def test_large_logits_and_minus_infinity(spec):
     inputs["target"].fill_(3)
     if "lse" in inputs:
         inputs["lse"] = inputs["logits"].double().logsumexp(1).float()
-    for config in one_of_each_function_and_step(spec, problem):
+    for config in one_of_each_code(spec, problem):
         outputs = run(spec, problem, config, inputs)
         for name, reference in expected_results(spec, problem, inputs).items():
             torch.testing.assert_close(outputs[name].double(), reference, rtol=1e-3, atol=1e-6)

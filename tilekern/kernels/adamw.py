@@ -25,8 +25,8 @@ from tilekern.spec import Array, Config, Constraint, Problem, ScalarParameter, S
 
 
 def _step_tile(
-    param, grad, exp_avg, exp_avg_sq, sign, decay, weight1, beta2, weight2, step_size, eps, new_param, new_exp_avg,
-    new_exp_avg_sq, item, columns, tile_m, tile_n, bounded,
+    item, param, grad, exp_avg, exp_avg_sq, sign, decay, weight1, beta2, weight2, step_size, eps, new_param,
+    new_exp_avg, new_exp_avg_sq, columns, tile_m, tile_n, bounded,
 ):  # fmt: skip
     across = ct.cdiv(columns, tile_n)
     index, shape = (item // across, item % across), (tile_m, tile_n)
@@ -46,32 +46,26 @@ def _step_tile(
 
 
 @ct.kernel
-def adamw_step_block(
+def adamw(
     param, grad, exp_avg, exp_avg_sq, sign, decay, weight1, beta2, weight2, step_size, eps, new_param, new_exp_avg,
-    new_exp_avg_sq, columns: ConstInt, tile_m: ConstInt, tile_n: ConstInt, bounded: ConstBool,
+    new_exp_avg_sq, columns: ConstInt, tile_m: ConstInt, tile_n: ConstInt, persistent: ConstBool, bounded: ConstBool,
 ):  # fmt: skip
-    """One tile a block; all arrays [rows, columns]. Each ``new_`` array is the memory of the one that it follows."""
+    """One tile a block, or resident blocks that loop; all arrays [rows, columns].
+
+    Each ``new_`` array is the memory of the one that it follows.
+    """
     # Its launch overlaps the end of the kernel before it, mostly the same one for another parameter.
     ct.grid_dependency_control_wait()
-    _step_tile(
+    arguments = (
         param, grad, exp_avg, exp_avg_sq, sign, decay, weight1, beta2, weight2, step_size, eps, new_param, new_exp_avg,
-        new_exp_avg_sq, ct.bid(0), columns, tile_m, tile_n, bounded,
+        new_exp_avg_sq, columns, tile_m, tile_n, bounded,
     )  # fmt: skip
-
-
-@ct.kernel
-def adamw_step_persistent(
-    param, grad, exp_avg, exp_avg_sq, sign, decay, weight1, beta2, weight2, step_size, eps, new_param, new_exp_avg,
-    new_exp_avg_sq, columns: ConstInt, tile_m: ConstInt, tile_n: ConstInt, bounded: ConstBool,
-):  # fmt: skip
-    """Resident blocks that loop over tiles; all arrays [rows, columns]."""
-    ct.grid_dependency_control_wait()
-    tiles = ct.cdiv(param.shape[0], tile_m) * ct.cdiv(columns, tile_n)
-    for item in range(ct.bid(0), tiles, ct.num_blocks(0)):
-        _step_tile(
-            param, grad, exp_avg, exp_avg_sq, sign, decay, weight1, beta2, weight2, step_size, eps, new_param,
-            new_exp_avg, new_exp_avg_sq, item, columns, tile_m, tile_n, bounded,
-        )  # fmt: skip
+    if ct.static_eval(persistent):
+        tiles = ct.cdiv(param.shape[0], tile_m) * ct.cdiv(columns, tile_n)
+        for item in range(ct.bid(0), tiles, ct.num_blocks(0)):
+            _step_tile(item, *arguments)
+    else:
+        _step_tile(ct.bid(0), *arguments)
 
 
 # Rows as wide as the widest tile; a norm's weight of 128 elements; whatever is left, one element a row and unaligned.
@@ -173,7 +167,7 @@ SPEC = spec(
     MATRIX,
     lambda problem: _ARRAYS,
     reference,
-    function=lambda problem, config: adamw_step_block if config["schedule"] == "block" else adamw_step_persistent,
+    function=lambda problem, config: adamw,
     constants=lambda problem, config: {"bounded": is_bounded(config["tile_m"], problem["columns"], config["tile_n"])},
     grid=_grid,
     space=Space(_axes, (_SIZED, _IN_ONE_PIECE, _IN_FLIGHT, _FITS_REGISTERS)),

@@ -140,38 +140,27 @@ def _keys_gradients(
 
 
 @ct.kernel
-def attention_dkdv_block(
+def attention_dkdv(
     q, k, v, dout, lse, delta, query_starts, key_starts, most_keys, scale, softcap, window, dk, dv, heads: ConstInt,
     kv_heads: ConstInt, depth: ConstInt, tile_m: ConstInt, tile_n: ConstInt, budget: ConstInt, latency: ConstInt,
-    one_loop: ConstBool, causal: ConstBool, windowed: ConstBool, capped: ConstBool, packed: ConstBool,
-    precise: ConstBool,
+    persistent: ConstBool, one_loop: ConstBool, causal: ConstBool, windowed: ConstBool, capped: ConstBool,
+    packed: ConstBool, precise: ConstBool,
 ):  # fmt: skip
-    """One tile of keys a block; k, v, dk and dv [batch, keys, kv_heads, head_dim].
+    """One tile of keys a block, or resident blocks that loop; k, v, dk and dv [batch, keys, kv_heads, head_dim].
 
     q and dout [batch, queries, heads, head_dim], lse and delta [batch, heads, queries], query_starts and key_starts
     [batch + 1]; where ``packed`` the sequences stand one after the other in a batch of one.
     """
-    _keys_gradients(
-        ct.bid(0), q, k, v, dout, lse, delta, query_starts, key_starts, most_keys, scale, softcap, window, dk, dv,
-        heads, kv_heads, depth, tile_m, tile_n, budget, latency, one_loop, causal, windowed, capped, packed, precise,
+    arguments = (
+        q, k, v, dout, lse, delta, query_starts, key_starts, most_keys, scale, softcap, window, dk, dv, heads, kv_heads,
+        depth, tile_m, tile_n, budget, latency, one_loop, causal, windowed, capped, packed, precise,
     )  # fmt: skip
-
-
-@ct.kernel
-def attention_dkdv_persistent(
-    q, k, v, dout, lse, delta, query_starts, key_starts, most_keys, scale, softcap, window, dk, dv, heads: ConstInt,
-    kv_heads: ConstInt, depth: ConstInt, tile_m: ConstInt, tile_n: ConstInt, budget: ConstInt, latency: ConstInt,
-    one_loop: ConstBool, causal: ConstBool, windowed: ConstBool, capped: ConstBool, packed: ConstBool,
-    precise: ConstBool,
-):  # fmt: skip
-    """Resident blocks that loop over tiles of keys; arrays as in :func:`attention_dkdv_block`."""
-    batch = ct.static_eval(query_starts.shape[0] - 1 if packed else q.shape[0])
-    for item in range(ct.bid(0), batch * kv_heads * ct.cdiv(most_keys, tile_n), ct.num_blocks(0)):
-        _keys_gradients(
-            item, q, k, v, dout, lse, delta, query_starts, key_starts, most_keys, scale, softcap, window, dk, dv,
-            heads, kv_heads, depth, tile_m, tile_n, budget, latency, one_loop, causal, windowed, capped, packed,
-            precise,
-        )  # fmt: skip
+    if ct.static_eval(persistent):
+        batch = ct.static_eval(query_starts.shape[0] - 1 if packed else q.shape[0])
+        for item in range(ct.bid(0), batch * kv_heads * ct.cdiv(most_keys, tile_n), ct.num_blocks(0)):
+            _keys_gradients(item, *arguments)
+    else:
+        _keys_gradients(ct.bid(0), *arguments)
 
 
 def _add_keys(
@@ -249,33 +238,26 @@ def _queries_gradients(
 
 
 @ct.kernel
-def attention_dq_block(
+def attention_dq(
     q, k, v, dout, lse, delta, query_starts, key_starts, most_queries, scale, softcap, window, dq, heads: ConstInt,
     kv_heads: ConstInt, depth: ConstInt, tile_m: ConstInt, tile_n: ConstInt, budget: ConstInt, latency: ConstInt,
-    one_loop: ConstBool, causal: ConstBool, windowed: ConstBool, capped: ConstBool, packed: ConstBool,
-    precise: ConstBool,
+    persistent: ConstBool, one_loop: ConstBool, causal: ConstBool, windowed: ConstBool, capped: ConstBool,
+    packed: ConstBool, precise: ConstBool,
 ):  # fmt: skip
-    """One tile of queries a block; dq [batch, queries, heads, head_dim], others as in :func:`attention_dkdv_block`."""
-    _queries_gradients(
-        ct.bid(0), q, k, v, dout, lse, delta, query_starts, key_starts, most_queries, scale, softcap, window, dq, heads,
-        kv_heads, depth, tile_m, tile_n, budget, latency, one_loop, causal, windowed, capped, packed, precise,
+    """One tile of queries a block, or resident blocks that loop; dq [batch, queries, heads, head_dim].
+
+    Other arrays as in :func:`attention_dkdv`.
+    """
+    arguments = (
+        q, k, v, dout, lse, delta, query_starts, key_starts, most_queries, scale, softcap, window, dq, heads, kv_heads,
+        depth, tile_m, tile_n, budget, latency, one_loop, causal, windowed, capped, packed, precise,
     )  # fmt: skip
-
-
-@ct.kernel
-def attention_dq_persistent(
-    q, k, v, dout, lse, delta, query_starts, key_starts, most_queries, scale, softcap, window, dq, heads: ConstInt,
-    kv_heads: ConstInt, depth: ConstInt, tile_m: ConstInt, tile_n: ConstInt, budget: ConstInt, latency: ConstInt,
-    one_loop: ConstBool, causal: ConstBool, windowed: ConstBool, capped: ConstBool, packed: ConstBool,
-    precise: ConstBool,
-):  # fmt: skip
-    """Resident blocks that loop over tiles of queries; arrays as in :func:`attention_dq_block`."""
-    batch = ct.static_eval(query_starts.shape[0] - 1 if packed else q.shape[0])
-    for item in range(ct.bid(0), batch * heads * ct.cdiv(most_queries, tile_m), ct.num_blocks(0)):
-        _queries_gradients(
-            item, q, k, v, dout, lse, delta, query_starts, key_starts, most_queries, scale, softcap, window, dq, heads,
-            kv_heads, depth, tile_m, tile_n, budget, latency, one_loop, causal, windowed, capped, packed, precise,
-        )  # fmt: skip
+    if ct.static_eval(persistent):
+        batch = ct.static_eval(query_starts.shape[0] - 1 if packed else q.shape[0])
+        for item in range(ct.bid(0), batch * heads * ct.cdiv(most_queries, tile_m), ct.num_blocks(0)):
+            _queries_gradients(item, *arguments)
+    else:
+        _queries_gradients(ct.bid(0), *arguments)
 
 
 # Bytes that the blocks at work at one time should read again and again: they stay in any data-centre GPU's L2.
@@ -283,7 +265,7 @@ _WAVE_BYTES = 16 << 20
 
 
 def _implementation(
-    problem: Problem, config: Config, functions: dict[str, Any], side: str, outputs: tuple[str, ...]
+    problem: Problem, config: Config, function: Any, side: str, outputs: tuple[str, ...]
 ) -> Implementation:
     """A config of either spec, whose blocks own tiles of ``side`` (queries or keys)."""
     heads = problem["heads" if side == "queries" else "kv_heads"]
@@ -294,7 +276,7 @@ def _implementation(
         return min(items, sm_count * config["occupancy"]) if config["schedule"] == "persistent" else items
 
     return Implementation(
-        function=functions[config["schedule"]],
+        function=function,
         parameters=shared.parameters(problem, f"most_{side}", outputs),
         constants=(
             *((name, problem[name]) for name in ("heads", "kv_heads")),
@@ -302,6 +284,7 @@ def _implementation(
             *((name, config[name]) for name in ("tile_m", "tile_n")),
             ("budget", _WAVE_BYTES // ITEM_BYTES[problem["dtype"]]),
             ("latency", config["latency"]),
+            ("persistent", config["schedule"] == "persistent"),
             # Loads of packed rows are long code, which a second loop would have twice.
             ("one_loop", problem["packed"] or is_one_loop(config)),
             *((flag, problem[flag]) for flag in shared.FLAGS),
@@ -312,9 +295,7 @@ def _implementation(
     )
 
 
-def _spec(
-    name: str, summary: str, side: str, outputs: tuple[str, ...], functions: dict[str, Any], products: int
-) -> KernelSpec:
+def _spec(name: str, summary: str, side: str, outputs: tuple[str, ...], function: Any, products: int) -> KernelSpec:
     space = space_of(side)
     return KernelSpec(
         name=name,
@@ -322,7 +303,7 @@ def _spec(
         module=__name__,
         dimensions=shared.DIMENSIONS,
         space=space,
-        implement=lambda problem, config: _implementation(problem, config, functions, side, outputs),
+        implement=lambda problem, config: _implementation(problem, config, function, side, outputs),
         default=lambda problem, target: default(problem, target, space, side),
         generic=generic,
         inputs=shared.inputs,
@@ -335,13 +316,7 @@ def _spec(
     )
 
 
-DKDV = _spec(
-    "attention_dkdv", "dk and dv of attention, by tiles of keys", "keys", ("dk", "dv"),
-    {"block": attention_dkdv_block, "persistent": attention_dkdv_persistent}, 4,
-)  # fmt: skip
-DQ = _spec(
-    "attention_dq", "dq of attention, by tiles of queries", "queries", ("dq",),
-    {"block": attention_dq_block, "persistent": attention_dq_persistent}, 3,
-)  # fmt: skip
+DKDV = _spec("attention_dkdv", "dk and dv of attention, by tiles of keys", "keys", ("dk", "dv"), attention_dkdv, 4)
+DQ = _spec("attention_dq", "dq of attention, by tiles of queries", "queries", ("dq",), attention_dq, 3)
 
 SPECS = (DKDV, DQ)

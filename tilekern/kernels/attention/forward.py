@@ -153,37 +153,27 @@ def _attend(item, q, k, v, sink_logits, query_starts, key_starts, numbers, out, 
 
 
 @ct.kernel
-def attention_forward_block(
+def attention_forward(
     q, k, v, sink_logits, query_starts, key_starts, most_queries, scale, softcap, window, out, lse, heads: ConstInt,
     kv_heads: ConstInt, depth: ConstInt, tile_m: ConstInt, tile_n: ConstInt, budget: ConstInt, latency: ConstInt,
-    one_loop: ConstBool, ahead: ConstBool, causal: ConstBool, windowed: ConstBool, capped: ConstBool, sinks: ConstBool,
-    packed: ConstBool, precise: ConstBool,
+    persistent: ConstBool, one_loop: ConstBool, ahead: ConstBool, causal: ConstBool, windowed: ConstBool,
+    capped: ConstBool, sinks: ConstBool, packed: ConstBool, precise: ConstBool,
 ):  # fmt: skip
-    """One tile of queries a block; q and out [batch, queries, heads, head_dim], lse [batch, heads, queries].
+    """One tile of queries a block, or resident blocks that loop; q and out [batch, queries, heads, head_dim].
 
-    k and v [batch, keys, kv_heads, head_dim], sink_logits [heads], query_starts and key_starts [batch + 1]; where
-    ``packed`` the sequences stand one after the other in a batch of one.
+    k and v [batch, keys, kv_heads, head_dim], lse [batch, heads, queries], sink_logits [heads], query_starts and
+    key_starts [batch + 1]; where ``packed`` the sequences stand one after the other in a batch of one.
     """
     numbers = (most_queries, scale, softcap, window)
     sizes = (heads, kv_heads, depth, tile_m, tile_n, budget, latency)
     flags = (one_loop, ahead, causal, windowed, capped, sinks, packed, precise)
-    _attend(ct.bid(0), q, k, v, sink_logits, query_starts, key_starts, numbers, out, lse, sizes, flags)
-
-
-@ct.kernel
-def attention_forward_persistent(
-    q, k, v, sink_logits, query_starts, key_starts, most_queries, scale, softcap, window, out, lse, heads: ConstInt,
-    kv_heads: ConstInt, depth: ConstInt, tile_m: ConstInt, tile_n: ConstInt, budget: ConstInt, latency: ConstInt,
-    one_loop: ConstBool, ahead: ConstBool, causal: ConstBool, windowed: ConstBool, capped: ConstBool, sinks: ConstBool,
-    packed: ConstBool, precise: ConstBool,
-):  # fmt: skip
-    """Resident blocks that loop over tiles of queries; arrays as in :func:`attention_forward_block`."""
-    numbers = (most_queries, scale, softcap, window)
-    sizes = (heads, kv_heads, depth, tile_m, tile_n, budget, latency)
-    flags = (one_loop, ahead, causal, windowed, capped, sinks, packed, precise)
-    batch = ct.static_eval(query_starts.shape[0] - 1 if packed else q.shape[0])
-    for item in range(ct.bid(0), batch * heads * ct.cdiv(most_queries, tile_m), ct.num_blocks(0)):
-        _attend(item, q, k, v, sink_logits, query_starts, key_starts, numbers, out, lse, sizes, flags)
+    arguments = (q, k, v, sink_logits, query_starts, key_starts, numbers, out, lse, sizes, flags)
+    if ct.static_eval(persistent):
+        batch = ct.static_eval(query_starts.shape[0] - 1 if packed else q.shape[0])
+        for item in range(ct.bid(0), batch * heads * ct.cdiv(most_queries, tile_m), ct.num_blocks(0)):
+            _attend(item, *arguments)
+    else:
+        _attend(ct.bid(0), *arguments)
 
 
 # Bytes of keys and values that the blocks at work at one time should read: they stay in any data-centre GPU's L2.
@@ -198,7 +188,7 @@ def _implement(problem: Problem, config: Config) -> Implementation | LibraryCall
     rows = [ArrayParameter(name, dtype, 4, head_dim) for name in ("q", "k", "v")]
     scalars = [ScalarParameter(name, "float32") for name in ("scale", "softcap")]
     return Implementation(
-        function=attention_forward_persistent if config["schedule"] == "persistent" else attention_forward_block,
+        function=attention_forward,
         parameters=(
             *rows,
             ArrayParameter("sink_logits", "float32", 1),
@@ -218,6 +208,7 @@ def _implement(problem: Problem, config: Config) -> Implementation | LibraryCall
             ("tile_n", config["tile_n"]),
             ("budget", _WAVE_BYTES // ITEM_BYTES[dtype]),
             ("latency", config["latency"]),
+            ("persistent", config["schedule"] == "persistent"),
             ("one_loop", shared.is_one_loop(config)),
             ("ahead", config["ahead"]),
             *((flag, problem[flag]) for flag in flags),

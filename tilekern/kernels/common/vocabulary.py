@@ -180,9 +180,9 @@ def _dimensions(flags: tuple[str, ...]) -> tuple[Dimension, ...]:
 
 
 def _implement(
-    function: Any, resident: Any, arrays: Arrays, flags: tuple[str, ...], problem: Problem, config: Config
+    function: Any, arrays: Arrays, flags: tuple[str, ...], problem: Problem, config: Config
 ) -> Implementation:
-    columns, tile_n, persistent = problem["vocabulary"], config["tile_n"], config["schedule"] == "persistent"
+    columns, tile_n = problem["vocabulary"], config["tile_n"]
     # A pass over a row has steps of several tiles; else each tile is a step.
     across = 1 if "unroll" in config else cdiv(columns, tile_n)
     # None: the kernel does not take the constant.
@@ -190,12 +190,12 @@ def _implement(
         "columns": columns,
         "tile_n": tile_n,
         "unroll": config.get("unroll"),
-        "persistent": persistent if resident is None else None,
+        "persistent": config["schedule"] == "persistent",
         **{flag: problem[flag] for flag in flags},
         "tma": config.get("tma"),
     }
     return Implementation(
-        function=resident if resident is not None and persistent else function,
+        function=function,
         parameters=parameters_of(arrays, _dimensions(flags), problem),
         constants=tuple((name, value) for name, value in constants.items() if value is not None),
         grid=lambda sizes, sm_count: grid_of(sizes["rows"] * across, config, sm_count),
@@ -207,7 +207,7 @@ def spec(
     name: str, summary: str, function: Any, arrays: Arrays, reference: Callable[..., dict[str, Any]], *,
     flags: tuple[str, ...], flops: int, space: Space, default: Callable[[Problem, Target], Config],
     generic: Callable[[Problem], Config], inputs: Callable[[Problem, Any, str], dict[str, Any]],
-    exact_as: str = "dtype", resident: Any = None,
+    exact_as: str = "dtype",
 ) -> KernelSpec:  # fmt: skip
     """The spec of a kernel over rows of logits.
 
@@ -218,7 +218,6 @@ def spec(
         flags: names of dimensions that are True or False, of which the kernel depends.
         flops: floating-point operations for each logit.
         exact_as: the dtype that sets the tolerance, or the dimension that says it.
-        resident: the kernel of the persistent schedule where that is another one; neither takes ``persistent``.
     """
     return KernelSpec(
         name=name,
@@ -226,7 +225,7 @@ def spec(
         module=module_of(function),
         dimensions=_dimensions(flags),
         space=space,
-        implement=lambda problem, config: _implement(function, resident, arrays, flags, problem, config),
+        implement=lambda problem, config: _implement(function, arrays, flags, problem, config),
         default=default,
         generic=generic,
         inputs=inputs,

@@ -14,6 +14,7 @@ import cuda.tile as ct
 
 from tilekern.kernels.common.vocabulary import (
     STEPS_MATCH,
+    each_step,
     generic_steps,
     of_rows,
     spec,
@@ -79,32 +80,18 @@ def _fused_row(row, logits, target, scale, ignore_index, loss, lse, dlogits, til
 
 
 @ct.kernel
-def cross_entropy_fused_block(
+def cross_entropy_fused(
     logits, target, scale, weight, weight_sum, ignore_index, smoothing, z_loss, softcap, loss, lse, dlogits,
-    columns: ConstInt, tile_n: ConstInt, unroll: ConstInt, weighted: ConstBool, smoothed: ConstBool,
-    capped: ConstBool, tma: ConstBool,
+    columns: ConstInt, tile_n: ConstInt, unroll: ConstInt, persistent: ConstBool, weighted: ConstBool,
+    smoothed: ConstBool, capped: ConstBool, tma: ConstBool,
 ):  # fmt: skip
-    """One row a block; logits and dlogits [rows, columns], target, scale, loss and lse [rows].
+    """One row a block, or resident blocks, as many as occupancy says, that loop; logits and dlogits [rows, columns].
 
-    weight [1, columns], weight_sum [1].
+    target, scale, loss and lse [rows], weight [1, columns], weight_sum [1].
     """
     options = (weight, weight_sum, smoothing, z_loss, softcap, columns, weighted, smoothed, capped, tma)
-    _fused_row(ct.bid(0), logits, target, scale, ignore_index, loss, lse, dlogits, tile_n, unroll, options)
-
-
-@ct.kernel
-def cross_entropy_fused_persistent(
-    logits, target, scale, weight, weight_sum, ignore_index, smoothing, z_loss, softcap, loss, lse, dlogits,
-    columns: ConstInt, tile_n: ConstInt, unroll: ConstInt, weighted: ConstBool, smoothed: ConstBool,
-    capped: ConstBool, tma: ConstBool,
-):  # fmt: skip
-    """Resident blocks, as many as occupancy says, that loop over rows.
-
-    Arrays as in :func:`cross_entropy_fused_block`.
-    """
-    options = (weight, weight_sum, smoothing, z_loss, softcap, columns, weighted, smoothed, capped, tma)
-    for row in range(ct.bid(0), logits.shape[0], ct.num_blocks(0)):
-        _fused_row(row, logits, target, scale, ignore_index, loss, lse, dlogits, tile_n, unroll, options)
+    arguments = (logits, target, scale, ignore_index, loss, lse, dlogits, tile_n, unroll, options)
+    each_step(_fused_row, logits.shape[0], persistent, arguments)
 
 
 def _axes(problem: Problem) -> dict[str, list[Value]]:
@@ -140,10 +127,9 @@ def reference(
 FUSED = spec(
     "cross_entropy_fused",
     "loss of every row of logits and its gradient, in place if asked, in one launch",
-    cross_entropy_fused_block,
+    cross_entropy_fused,
     (*READ, *of_rows("scale"), *OPTIONS, *of_rows("loss", "lse", role="output"), DLOGITS),
     reference,
-    resident=cross_entropy_fused_persistent,
     flags=FLAGS,
     flops=11,
     space=Space(_axes, (STEPS_MATCH, STEPS_FIT, _THREADS_ENOUGH, TMA_NEEDS_HOPPER)),

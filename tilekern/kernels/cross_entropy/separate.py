@@ -16,6 +16,7 @@ import cuda.tile as ct
 from tilekern.kernels.common.vocabulary import (
     STEPS_MATCH,
     by_parts,
+    each_step,
     generic_steps,
     in_tile,
     load_number,
@@ -68,24 +69,18 @@ def _forward_row(row, logits, target, ignore_index, loss, lse, tile_n, unroll, o
 
 
 @ct.kernel
-def cross_entropy_forward_block(
+def cross_entropy_forward(
     logits, target, weight, weight_sum, ignore_index, smoothing, z_loss, softcap, loss, lse, columns: ConstInt,
-    tile_n: ConstInt, unroll: ConstInt, weighted: ConstBool, smoothed: ConstBool, capped: ConstBool, tma: ConstBool,
+    tile_n: ConstInt, unroll: ConstInt, persistent: ConstBool, weighted: ConstBool, smoothed: ConstBool,
+    capped: ConstBool, tma: ConstBool,
 ):  # fmt: skip
-    """One row a block; logits [rows, columns], target, loss and lse [rows], weight [1, columns], weight_sum [1]."""
-    options = (weight, weight_sum, smoothing, z_loss, softcap, columns, weighted, smoothed, capped, tma)
-    _forward_row(ct.bid(0), logits, target, ignore_index, loss, lse, tile_n, unroll, options)
+    """One row a block, or resident blocks that loop; logits [rows, columns], target, loss and lse [rows].
 
-
-@ct.kernel
-def cross_entropy_forward_persistent(
-    logits, target, weight, weight_sum, ignore_index, smoothing, z_loss, softcap, loss, lse, columns: ConstInt,
-    tile_n: ConstInt, unroll: ConstInt, weighted: ConstBool, smoothed: ConstBool, capped: ConstBool, tma: ConstBool,
-):  # fmt: skip
-    """Resident blocks that loop over rows; arrays as in :func:`cross_entropy_forward_block`."""
+    weight [1, columns], weight_sum [1].
+    """
     options = (weight, weight_sum, smoothing, z_loss, softcap, columns, weighted, smoothed, capped, tma)
-    for row in range(ct.bid(0), logits.shape[0], ct.num_blocks(0)):
-        _forward_row(row, logits, target, ignore_index, loss, lse, tile_n, unroll, options)
+    arguments = (logits, target, ignore_index, loss, lse, tile_n, unroll, options)
+    each_step(_forward_row, logits.shape[0], persistent, arguments)
 
 
 def _backward_tile(row, c, bounded, logits, dlogits, label, ignore_index, upstream, lse, tile_n, options):
@@ -109,27 +104,18 @@ def _backward_item(item, logits, target, lse, scale, ignore_index, dlogits, tile
 
 
 @ct.kernel
-def cross_entropy_backward_block(
+def cross_entropy_backward(
     logits, target, lse, scale, weight, weight_sum, ignore_index, smoothing, z_loss, softcap, dlogits,
-    columns: ConstInt, tile_n: ConstInt, weighted: ConstBool, smoothed: ConstBool, capped: ConstBool, tma: ConstBool,
+    columns: ConstInt, tile_n: ConstInt, persistent: ConstBool, weighted: ConstBool, smoothed: ConstBool,
+    capped: ConstBool, tma: ConstBool,
 ):  # fmt: skip
-    """One tile a block; logits and dlogits [rows, columns], target, lse and scale [rows].
+    """One tile a block, or resident blocks that loop; logits and dlogits [rows, columns].
 
-    weight [1, columns], weight_sum [1].
+    target, lse and scale [rows], weight [1, columns], weight_sum [1].
     """
     options = (weight, weight_sum, smoothing, z_loss, softcap, columns, weighted, smoothed, capped, tma)
-    _backward_item(ct.bid(0), logits, target, lse, scale, ignore_index, dlogits, tile_n, options)
-
-
-@ct.kernel
-def cross_entropy_backward_persistent(
-    logits, target, lse, scale, weight, weight_sum, ignore_index, smoothing, z_loss, softcap, dlogits,
-    columns: ConstInt, tile_n: ConstInt, weighted: ConstBool, smoothed: ConstBool, capped: ConstBool, tma: ConstBool,
-):  # fmt: skip
-    """Resident blocks that loop over tiles; arrays as in :func:`cross_entropy_backward_block`."""
-    options = (weight, weight_sum, smoothing, z_loss, softcap, columns, weighted, smoothed, capped, tma)
-    for item in range(ct.bid(0), logits.shape[0] * ct.cdiv(columns, tile_n), ct.num_blocks(0)):
-        _backward_item(item, logits, target, lse, scale, ignore_index, dlogits, tile_n, options)
+    arguments = (logits, target, lse, scale, ignore_index, dlogits, tile_n, options)
+    each_step(_backward_item, logits.shape[0] * ct.cdiv(columns, tile_n), persistent, arguments)
 
 
 def _forward_axes(problem: Problem) -> dict[str, list[Value]]:
@@ -173,10 +159,9 @@ def _backward_inputs(problem: Problem, generator: Any, device: str) -> dict[str,
 FORWARD = spec(
     "cross_entropy_forward",
     "loss and log of the sum of exponentials of every row of logits, in one read",
-    cross_entropy_forward_block,
+    cross_entropy_forward,
     (*READ, *OPTIONS, *of_rows("loss", "lse", role="output")),
     reference_rows,
-    resident=cross_entropy_forward_persistent,
     flags=FLAGS,
     flops=5,
     space=Space(_forward_axes, (STEPS_MATCH, STEPS_FIT, _TMA_IS_PERSISTENT, TMA_NEEDS_HOPPER)),
@@ -188,10 +173,9 @@ FORWARD = spec(
 BACKWARD = spec(
     "cross_entropy_backward",
     "gradient of cross_entropy with respect to the logits",
-    cross_entropy_backward_block,
+    cross_entropy_backward,
     (*READ, *of_rows("lse", "scale"), *OPTIONS, DLOGITS),
     reference_gradient,
-    resident=cross_entropy_backward_persistent,
     flags=FLAGS,
     flops=6,
     space=Space(
