@@ -9,6 +9,8 @@ import json
 import math
 from typing import Any
 
+from tuning.report.columns import problems_of
+from tuning.report.implementations import standings
 from tuning.report.rows import Report, Row
 
 FORMAT = 1
@@ -16,13 +18,16 @@ FIELDS = tuple(field.name for field in dataclasses.fields(Row))
 
 
 def as_json(report: Report) -> str:
-    """One JSON object: ``format`` (1), ``model``, ``target``, ``gpu``, ``toolkits``, ``date`` and ``rows``.
+    """One JSON object.
 
-    Each row is an object on a line of its own, with the fields of :class:`tuning.report.rows.Row`; problem and
-    config are objects. Unknown values are null, and so is an infinite error, whose reason says that it is.
+    It has ``format`` (1), ``model``, ``target``, ``gpu``, ``toolkits``, ``date``, ``implementations`` and ``rows``. Each
+    of ``implementations`` has the fields of :class:`tuning.report.implementations.Standing`. Each row is an object on a
+    line of its own, with the fields of :class:`tuning.report.rows.Row`; problem and config are objects. Unknown values
+    are null, and so is an infinite error, whose reason says that it is.
     """
     names = ("model", "target", "gpu", "toolkits", "date")
     head = {"format": FORMAT} | {name: getattr(report, name) for name in names}
+    head |= {"implementations": [dataclasses.asdict(one) for one in standings(problems_of(report.rows))]}
     rows = ",\n".join(json.dumps(_object(row), allow_nan=False) for row in report.rows)
     return f'{json.dumps(head, indent=1)[:-2]},\n "rows": [\n{rows}\n]}}\n'
 

@@ -16,6 +16,7 @@ from bokeh.models.widgets import Div, Select
 from bokeh.resources import Resources
 
 from tuning.report.columns import candidate_columns, frontier_columns, problem_columns, problems_of
+from tuning.report.implementations import standings
 from tuning.report.plots import candidate_plots, overview_plots
 from tuning.report.rows import STATUSES, Report, Row
 from tuning.report.tables import candidate_table, overview_table
@@ -37,6 +38,9 @@ h1 {{ font-size: 1.5rem; margin: 0 0 .5rem }}
 dl {{ display: grid; grid-template-columns: max-content auto; gap: .1rem 1rem; margin: 0 0 1rem }}
 dt {{ color: #595959 }}
 dd {{ margin: 0 }}
+.implementations {{ border-collapse: collapse; margin: 0 0 1rem }}
+.implementations th, .implementations td {{ padding: .1rem 1rem .1rem 0; text-align: left }}
+.implementations caption {{ color: #595959; text-align: left }}
 .notice {{ border-left: 4px solid #d55e00; padding: .4rem .8rem; background: #fdf3ec; max-width: 60rem }}
 .printed {{ display: none }}
 @page {{ size: landscape }}
@@ -51,6 +55,7 @@ dd {{ margin: 0 }}
 <h1>{title}</h1>
 {notice}
 <dl>{facts}</dl>
+{implementations}
 <noscript><p class="notice">The plots and tables need JavaScript, which is off.</p></noscript>
 <div id="report"></div>
 <table class="printed">{winners}</table>
@@ -86,8 +91,9 @@ def as_html(report: Report) -> str:
     # A script's text ends at the first "</", wherever it stands.
     data = json.dumps(_renumbered(item), separators=(",", ":"), allow_nan=False).replace("</", "<\\/")
     return _PAGE.format(
-        title=html.escape(title), notice=_notice(report), facts=_facts(report), winners=_printed(problems), data=data,
-        start=_START, scripts=Resources("inline", components=["bokeh", "bokeh-widgets", "bokeh-tables"]).render(),
+        title=html.escape(title), notice=_notice(report), facts=_facts(report),
+        implementations=_implementations(problems), winners=_printed(problems), data=data, start=_START,
+        scripts=Resources("inline", components=["bokeh", "bokeh-widgets", "bokeh-tables"]).render(),
     )  # fmt: skip
 
 
@@ -157,6 +163,20 @@ def _facts(report: Report) -> str:
         "candidates": f"{len(report.rows)}: {states}",
     }
     return "".join(f"<dt>{name}</dt><dd>{html.escape(str(value))}</dd>" for name, value in facts.items())
+
+
+def _implementations(problems: Sequence[Sequence[Row]]) -> str:
+    """How often each implementation of a kernel won; nothing where no two raced."""
+    lines = [
+        (one.kernel, one.implementation, f"{one.won} of {one.raced}", f"{one.ahead:.3f} x" if one.ahead else "")
+        for one in standings(problems)
+    ]
+    if not lines:
+        return ""
+    heads = "".join(f"<th>{head}</th>" for head in ("kernel", "implementation", "won", "ahead of the next, median"))
+    body = "".join(f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in line)}</tr>" for line in lines)
+    caption = "<caption>Implementations that raced each other</caption>"
+    return f'<table class="implementations">{caption}<tr>{heads}</tr>{body}</table>'
 
 
 def _printed(problems: Sequence[Sequence[Row]]) -> str:

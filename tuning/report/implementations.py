@@ -1,0 +1,74 @@
+"""The implementations of each kernel that raced: how often each won, and by how much."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from tuning.report.rows import Row
+
+CUTILE, CUTE = "cuTile", "CuTe DSL"
+# By what a config calls its implementation; a config of a spec that has but one calls it nothing.
+_NAMES = {None: CUTILE, "tile": CUTILE, "cute": CUTE}
+
+
+@dataclass(frozen=True)
+class Standing:
+    """One implementation of a kernel, over the problems in which it raced another.
+
+    Attributes:
+        kernel: name of the spec.
+        implementation: ``cuTile``, ``CuTe DSL``, or the library's name as configs have it.
+        raced: problems in which it and another implementation were timed in the last race.
+        won: problems of these in which it was the fastest.
+        ahead: median over those that it won of the best other implementation's time over its own; None where it won
+            none.
+    """
+
+    kernel: str
+    implementation: str
+    raced: int
+    won: int
+    ahead: float | None
+
+
+def standings(problems: Iterable[Sequence[Row]]) -> list[Standing]:
+    """The implementations of each kernel, in the order of the plan; none of a kernel that has but one.
+
+    Args:
+        problems: the rows, problem by problem.
+    """
+    raced: dict[tuple[str, str], int] = defaultdict(int)
+    ahead: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for rows in problems:
+        best = _best(rows)
+        if len(best) < 2:
+            continue
+        (first, time_us), (_, second_us), *_ = sorted(best.items(), key=lambda pair: pair[1])
+        ahead[rows[0].kernel, first].append(second_us / time_us)
+        for implementation in best:
+            raced[rows[0].kernel, implementation] += 1
+    return [
+        Standing(*key, count, len(ahead[key]), statistics.median(ahead[key]) if ahead[key] else None)
+        for _, group in itertools.groupby(raced.items(), key=lambda pair: pair[0][0])
+        for key, count in sorted(group, key=lambda pair: -len(ahead[pair[0]]))
+    ]
+
+
+def _best(rows: Sequence[Row]) -> dict[str, float]:
+    """The least time of each implementation in a problem's last race, in microseconds."""
+    best: dict[str, float] = {}
+    for row in rows:
+        if row.measured_us is not None and not row.earlier_race and row.status == "timed":
+            name = implementation_of(row)
+            best[name] = min(row.measured_us, best.get(name, row.measured_us))
+    return best
+
+
+def implementation_of(row: Row) -> str:
+    """The implementation that runs a candidate."""
+    name = row.config.get("implementation")
+    return _NAMES.get(name, str(name))
