@@ -20,10 +20,10 @@ FIELDS = tuple(field.name for field in dataclasses.fields(Row))
 def as_json(report: Report) -> str:
     """One JSON object.
 
-    It has ``format`` (1), ``model``, ``target``, ``gpu``, ``toolkits``, ``date``, ``implementations`` and ``rows``. Each
-    of ``implementations`` has the fields of :class:`tuning.report.implementations.Standing`. Each row is an object on a
-    line of its own, with the fields of :class:`tuning.report.rows.Row`; problem and config are objects. Unknown values
-    are null, and so is an infinite error, whose reason says that it is.
+    It has ``format`` (1), ``model``, ``target``, ``gpu``, ``toolkits``, ``date``, ``implementations`` and ``rows``.
+    Each of ``implementations`` has the fields of :class:`tuning.report.implementations.Standing`. Each row is an object
+    on a line of its own, with the fields of :class:`tuning.report.rows.Row`; problem and config are objects. Unknown
+    values are null, and so is an infinite error, whose reason says that it is.
     """
     names = ("model", "target", "gpu", "toolkits", "date")
     head = {"format": FORMAT} | {name: getattr(report, name) for name in names}

@@ -12,7 +12,7 @@ from tuning.report.rows import Row
 
 CUTILE, CUTE = "cuTile", "CuTe DSL"
 # By what a config calls its implementation; a config of a spec that has but one calls it nothing.
-_NAMES = {None: CUTILE, "tile": CUTILE, "cute": CUTE}
+_NAMES: dict[object, str] = {None: CUTILE, "tile": CUTILE, "cute": CUTE}
 
 
 @dataclass(frozen=True)
