@@ -294,6 +294,17 @@ def test_what_a_function_imports_counts(digests):
     assert digests(kernel, extra=extra.replace("return 2", "return 3")) == before
 
 
+def test_a_class_that_is_named_as_text_counts(digests):
+    """As that of a kernel in CuTe DSL, whose module is imported to compile alone."""
+    kernel = changed(KERNEL, "_SCALE = 2.0\n", '_SCALE = 2.0\n_LOOPS = "sample_kernels.lazy:Loops"\n')
+    kernel = changed(kernel, "parameters=shared.arrays(problem)", "parameters=_LOOPS")
+    lazy = "import cutlass\n\n\nclass Loops:\n    unroll = 2\n\n\nclass Others:\n    unroll = 3\n"
+    before = digests(kernel, lazy=lazy)
+    assert digests(kernel, lazy=lazy.replace("unroll = 2", "unroll = 4"))[0] != before[0]
+    assert digests(kernel, lazy=lazy.replace("unroll = 2", "unroll = 4"))[1] == before[1]
+    assert digests(kernel, lazy=lazy.replace("unroll = 3", "unroll = 4")) == before
+
+
 def test_a_local_name_is_not_the_module_s(digests):
     kernel = changed(KERNEL, "def _grid(problem, sm_count):\n", "def _grid(problem, sm_count):\n    _UNUSED = 1\n")
     before = digests(kernel)
