@@ -1,0 +1,216 @@
+"""Rows that threads share: the frame of a kernel, what a thread holds of a row, and what goes from thread to thread.
+
+Sums over a row go through shuffles, then through shared memory, that of all blocks of a cluster.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import cutlass
+from cutlass import Float32, Int32, Int64, const_expr, cute
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import dsl_user_op
+
+from tilekern.kernels.cute.arguments import ALIGNED_BYTES, Argument, samples
+from tilekern.kernels.cute.words import Part, Words
+from tilekern.rebinding import Rebinder
+from tilekern.spec import ArrayParameter, ScalarParameter, python_of
+
+_WARP = 32
+_BITS = 8 * ALIGNED_BYTES
+
+
+def parameter_in_kernel(parameter: Any, values: Any) -> Argument | Part:
+    """A parameter as the kernel's function takes it: an array, or a scalar that all threads have."""
+    return Argument(parameter, values) if isinstance(parameter, ArrayParameter) else Part(values)
+
+
+class Program:
+    """A kernel of cuTile, with other loops around its formulas.
+
+    Args:
+        function: the kernel in cuTile, whose formulas are compiled.
+        parameters: its arrays and scalars.
+        capability: of the GPU, as one number: 90 for sm_90.
+        block: threads of a block.
+        cluster: blocks over which a row is spread.
+        threads: those that share a row in a block.
+        rows: rows that a block has at work at once.
+        occupancy: blocks for which an SM must have registers; 0 for any number.
+        known: values of the function's constants, among others.
+        instead: the loops, by the functions of cuTile in whose place they stand.
+    """
+
+    # Reductions of a row, and values of each, for which there is shared memory.
+    reductions, values = 1, 1
+
+    def __init__(
+        self, function: Any, parameters: tuple[ArrayParameter | ScalarParameter, ...], *, capability: int, block: int,
+        cluster: int, threads: int, rows: int, occupancy: int, known: Mapping[str, Any], instead: Mapping[Any, Any],
+    ) -> None:  # fmt: skip
+        self.parameters, self.sample = parameters, samples(parameters)
+        self.block, self.cluster, self.threads, self.rows = block, cluster, threads, rows
+        self.occupancy = occupancy
+        self.warps = max(1, threads // _WARP)
+        self.slots = self.warps * cluster
+        # Each block of a cluster gets a warp's sums from one of its threads.
+        assert cluster <= min(_WARP, threads), f"{threads} threads of a row cannot reach {cluster} blocks"
+        taken = python_of(function).__code__
+        names = taken.co_varnames[len(parameters) : taken.co_argcount]
+        self._constants = {name: known[name] for name in names}
+        self._body = Rebinder(Words(capability), instead).function(python_of(function))
+
+    @cute.jit
+    def __call__(self, arguments: tuple):
+        """Make a kernel of it; the launch is another's, so that its grid does not count."""
+        self.kernel(arguments).launch(
+            grid=(self.cluster, 1, 1),
+            block=(self.block, 1, 1),
+            cluster=(self.cluster, 1, 1) if const_expr(self.cluster > 1) else None,
+            min_blocks_per_mp=self.occupancy,
+            # Else the compiler asks the driver how much shared memory there is.
+            preferred_smem_carveout=0,
+        )
+
+    @cute.kernel
+    def kernel(self, arguments: tuple):
+        """Run the cuTile kernel's function with this class' loops."""
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        blocks, _, _ = cute.arch.grid_dim()
+        self.lane, self.slot, self.rank = thread % self.threads, thread // self.threads, Int32(0)
+        self.first, self.stride = block, blocks
+        if const_expr(self.cluster > 1):
+            self.rank = cute.arch.block_idx_in_cluster()
+            self.first, self.stride = block // self.cluster, blocks // self.cluster
+        self.place = self.rank * self.threads + self.lane
+        shape = (self.slots, self.values, self.rows, self.reductions, 2)
+        memory = cute.arch.alloc_smem(Float32, math.prod(shape), alignment=ALIGNED_BYTES)
+        self.sums = cute.make_tensor(memory, cute.make_layout(shape))
+        if const_expr(self.cluster > 1):
+            # Another block may write into this one's memory only when it runs.
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+        given = zip(self.parameters, arguments, strict=True)
+        self._body(*(parameter_in_kernel(*pair) for pair in given), **self._constants)
+
+    @cute.jit
+    def exchange(self, values, combine: Callable, neutral: float, number: int, turn):
+        """The values of all threads of a row, put together in the order of the warps.
+
+        ``turn`` is 0 and 1 in turns: a fast thread may be at the next row while a slow one reads the sums of this one.
+        """
+        width = min(_WARP, self.threads)
+        mine = [cute.arch.warp_reduction(value, combine, threads_in_group=width) for value in values]
+        if const_expr(self.slots == 1):
+            return mine
+        warp, in_warp = self.lane // _WARP, self.lane % _WARP
+        sums, slot = self.sums, self.slot
+        if const_expr(self.cluster == 1):
+            if in_warp == 0:
+                for n in cutlass.range_constexpr(len(mine)):
+                    sums[warp, n, slot, number, turn] = mine[n]
+            cute.arch.sync_threads()
+        else:
+            if in_warp < self.cluster:
+                for n in cutlass.range_constexpr(len(mine)):
+                    place = (self.rank * self.warps + warp, n, slot, number, turn)
+                    store_remote(cute.domain_offset(place, sums).iterator, in_warp, mine[n])
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+        totals = []
+        for n in cutlass.range_constexpr(len(mine)):
+            total = Float32(neutral)
+            for i in cutlass.range_constexpr(self.slots):
+                total = combine(total, sums[i, n, slot, number, turn])
+            totals.append(total)
+        return totals
+
+
+class Share:
+    """A thread's share of some columns of a row: vectors in registers, ``chunks`` of them.
+
+    Args:
+        program: whose threads share the columns.
+        columns: whole vectors.
+        vector: elements of a vector.
+    """
+
+    def __init__(self, program: Program, columns: int, vector: int) -> None:
+        self._program, self.columns, self.vector = program, columns, vector
+        self.chunks = math.ceil(columns / (program.threads * program.cluster * vector))
+
+    def registers(self, dtype: Any) -> Any:
+        """Registers for the share."""
+        return cute.make_rmem_tensor((self.vector, self.chunks), dtype)
+
+    def column(self, chunk: int) -> Any:
+        """The column of the first element of a thread's vector."""
+        program = self._program
+        return (chunk * program.threads * program.cluster + program.place) * self.vector
+
+    def may_end(self, chunk: int) -> bool:
+        """Whether some thread's vector of a chunk is behind the end of the columns."""
+        program = self._program
+        return (chunk + 1) * program.threads * program.cluster * self.vector > self.columns
+
+    @cute.jit
+    def held(self, array, row, inside, start):
+        """The share of a row, or of a weight where the row is None; zeros where it is not inside.
+
+        The columns are those from ``start`` on.
+        """
+        values = self.registers(array.numeric)
+        if const_expr(inside is not None or self.may_end(self.chunks - 1)):
+            values.fill(0)
+        self.copy(array, row, inside, start, values, is_store=False)
+        return values
+
+    def put(self, array: Argument, row: Any, inside: Any, start: Any, values: Any) -> None:
+        """Store the share, whose columns are those of a row from ``start`` on."""
+        self.copy(array, row, inside, start, values, is_store=True)
+
+    @cute.jit
+    def copy(self, array, row, inside, start, values, is_store: bool):
+        """Copy the share of a row, if that is inside."""
+        if const_expr(inside is None) or inside:
+            self.each(lambda chunk: self.copy_vector(array, row, start, chunk, values, is_store))
+
+    @cute.jit
+    def each(self, do: Callable):
+        """Do something for each chunk whose vector is not behind the end of the columns."""
+        for c in cutlass.range_constexpr(self.chunks):
+            if const_expr(self.may_end(c)):
+                if self.column(c) < self.columns:
+                    do(c)
+            else:
+                do(c)
+
+    def copy_vector(self, array: Argument, row: Any, start: Any, chunk: int, values: Any, is_store: bool) -> None:
+        """Copy one vector, 16 bytes at a time."""
+        piece = min(self.vector, _BITS // array.numeric.width)
+        atom = cute.make_copy_atom(
+            cute.nvgpu.CopyUniversalOp(), array.numeric, num_bits_per_copy=piece * array.numeric.width
+        )
+        offset = Int64(0)
+        if row is not None:
+            # The variant's assumptions promise rows that begin at whole 16 bytes.
+            offset = row * cute.assume(Int64(array.values.stride), divby=_BITS // array.numeric.width)
+        for p in range(self.vector // piece):
+            column = cute.assume(Int64(self.column(chunk) + start + p * piece), divby=piece)
+            there = cute.make_tensor(array.values.address + (offset + column), cute.make_layout(piece))
+            here = cute.make_tensor(values.iterator + (chunk * self.vector + p * piece), cute.make_layout(piece))
+            cute.copy(atom, *((here, there) if is_store else (there, here)))
+
+
+@dsl_user_op
+def store_remote(address: Any, peer: Any, value: Any, *, loc: Any = None, ip: Any = None) -> None:
+    """Store a float32 at the place of ``address`` in another block of the cluster."""
+    where = cute.arch.map_dsmem_ptr(address, peer, loc=loc, ip=ip).toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip)
+    llvm.inline_asm(
+        None, [where, Float32(value).ir_value(loc=loc, ip=ip)], "st.shared::cluster.f32 [$0], $1;", "r,f",
+        has_side_effects=True, is_align_stack=False,
+    )  # fmt: skip
