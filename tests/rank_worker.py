@@ -189,7 +189,7 @@ def run_by(sizes):
     plan = dispatch.plan_for(SPEC, GPU, *sizes, torch.bfloat16)
     if plan is None:
         return None
-    return plan.config.key, sorted(len(variant.load()) for variant in plan._kernel._variants)
+    return plan.config.key, sorted(len(variant.load()) for variant in plan._kernel.variants)
 
 
 def situation(given, rank):
