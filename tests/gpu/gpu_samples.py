@@ -254,7 +254,7 @@ def watch_variants(monkeypatch: Any) -> list[str]:
 
     def noted(self: PrebuiltKernel, *arguments: Any) -> Any:
         made = original(self, *arguments)
-        seen.append(next(variant.name for variant in self._variants if variant.load() is made[0]))
+        seen.append(next(variant.name for variant in self.variants if variant.load() is made[0]))
         return made
 
     monkeypatch.setattr(PrebuiltKernel, "_compile", noted)
