@@ -85,47 +85,32 @@ def run(stub, launcher, calls):
     return [int(one) for one in addresses.split()], launches, printed
 
 
+CALLS = """
+    launch = Launch((128, 2, 1), 2, False, 0)
+    plan(Launch((256, 1, 1), 1, False, 0)).launch(0, whole, weight, whole, 1e-6)
+    plan(launch, dependent=True).launch(0, whole, weight, whole, 1e-6)
+    plan(Launch((64, 1, 1), 1, True, 0)).launch(0, whole, weight, whole, 1e-6)
+    both = plan(launch, otherwise=kernel("generic"))
+    both.launch(0, moved, weight, whole, 1e-6)
+    both.launch(0, whole, weight, whole, 1e-6)
+    print(both.launches)
+    try:
+        plan(launch).launch(0, moved, weight, whole, 1e-6)
+    except Exception as error:
+        print(type(error).__name__)
+"""
+
+
 @pytest.mark.parametrize("launcher", ["cuda-tile", "driver"])
-def test_a_launch_has_the_attributes_of_its_record(stub, launcher):
-    (address, _), launches, _ = run(
-        stub,
-        launcher,
-        """
-        arguments = (whole, weight, whole, 1e-6)
-        plan(Launch((256, 1, 1), 1, False, 0)).launch(0, *arguments)
-        plan(Launch((128, 2, 1), 2, False, 0), dependent=True).launch(0, *arguments)
-        plan(Launch((64, 1, 1), 1, True, 0)).launch(0, *arguments)
-        """,
-    )
-    assert [one["block"] for one in launches] == [[256, 1, 1], [128, 2, 1], [64, 1, 1]]
-    assert [one["attributes"] for one in launches] == [{}, {CLUSTER: 2, DEPENDENT: 1}, {COOPERATIVE: 1}]
+def test_launches_are_as_the_record_says_and_what_its_cubin_does_not_allow_runs_the_generic_variant(stub, launcher):
+    (whole, moved), launches, printed = run(stub, launcher, CALLS)
+    assert [one["block"] for one in launches[:3]] == [[256, 1, 1], [128, 2, 1], [64, 1, 1]]
+    assert [one["attributes"] for one in launches[:3]] == [{}, {CLUSTER: 2, DEPENDENT: 1}, {COOPERATIVE: 1}]
+    assert [one["cubin"] for one in launches] == ["aligned", "aligned", "aligned", "generic", "aligned"]
+    assert [one["address"] for one in launches] == [whole, whole, whole, moved, whole]
     for one in launches:
-        assert one["cubin"] == "aligned"
         assert one["grid"] == 8
-        assert one["address"] == address
         assert one["numbers"] == [64, 64, 96, 1]  # sizes, then strides in elements
-
-
-@pytest.mark.parametrize("launcher", ["cuda-tile", "driver"])
-def test_arguments_that_the_cubin_does_not_allow_run_the_generic_variant_on_the_same_grid(stub, launcher):
-    (_, address), launches, printed = run(
-        stub,
-        launcher,
-        """
-        launch = Launch((256, 1, 1), 2, False, 0)
-        both = plan(launch, otherwise=kernel("generic"))
-        both.launch(0, moved, weight, whole, 1e-6)
-        both.launch(0, whole, weight, whole, 1e-6)
-        print(both.launches)
-        try:
-            plan(launch).launch(0, moved, weight, whole, 1e-6)
-        except Exception as error:
-            print(type(error).__name__)
-        """,
-    )
-    assert [one["cubin"] for one in launches] == ["generic", "aligned"]
-    assert launches[0]["address"] == address
-    assert [one["grid"] for one in launches] == [8, 8]
     assert printed == ["2", "NoVariant"]
 
 

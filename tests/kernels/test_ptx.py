@@ -673,7 +673,7 @@ def launches(draw):
     return spec, problem, kernel, draw(st.integers(1, steps + 2)) if persistent else steps, None, arch
 
 
-@examples(40)
+@examples(20)
 @given(launches(), st.integers(0, 2))
 def test_any_rows_are_right(launch, gap):
     assert_right(*launch, gap)
