@@ -26,11 +26,12 @@ GPU times are medians with half the distance between the quartiles; tilekern and
 _MISSES = Path(__file__).with_name("misses.md")
 UNEXPLAINED = "not explained yet"
 
-# Between these lines of the README stands the table of a training run, with the best provider of each family.
+# Between these lines of the README stands the table of this model's training, with the best provider of each family.
 _TRAINING = (
     "<!-- training: `python -m benchmarks report --readme README.md` writes this table -->",
     "<!-- training ends -->",
 )
+_MODEL = "qwen3-8b"
 _FAMILIES = {"tilekern": "tilekern", "liger": "Liger", "hf": "Hugging Face"}
 _TRAINERS = {"tilekern": "tilekern", "hf": "Hugging Face", "liger": "Liger", "torch.compile": "torch.compile by layer"}
 
@@ -54,7 +55,7 @@ def render(everything: Sequence[Results]) -> str:
 
 
 def with_training(text: str, everything: Sequence[Results]) -> str:
-    """Return a Markdown text with the table of the newest training run that has all of these peers.
+    """Return a Markdown text with the table of the model's newest training run that has all of these peers.
 
     Raises:
         InputError: the text has no place for the table, or there is no such run.
@@ -64,9 +65,11 @@ def with_training(text: str, everything: Sequence[Results]) -> str:
     _, ends, tail = rest.partition(end)
     if not (begins and ends):
         raise InputError(f"the line {begin if not begins else end} is missing; put it where the training table belongs")
-    runs = [run for run in everything if run.benchmark == "train" and all(_fastest(run, None, f) for f in _FAMILIES)]
+    trained = [run for run in everything if run.benchmark == "train" and run.run["model"] == _MODEL]
+    runs = [run for run in trained if all(_fastest(run, None, family) for family in _FAMILIES)]
     if not runs:
-        raise InputError(f"no results of train have {', '.join(_FAMILIES.values())}; run python -m benchmarks train")
+        wanted = f"no results of train {_MODEL} have {', '.join(_FAMILIES.values())}"
+        raise InputError(f"{wanted}; run python -m benchmarks train {_MODEL}")
     newest = max(runs, key=lambda run: str(run.run["date"]))
     return f"{head}{begin}\n\n{_training(newest)}\n{end}{tail}"
 

@@ -305,11 +305,11 @@ PLACE = (
 )
 
 
-def trained(*speeds, notes=()):
+def trained(*speeds, notes=(), model="qwen3-8b", date=RUN["date"]):
     """A run of training from (case, provider, tokens per second, GiB)."""
     rows = [Row("train", case, who, "tokens_per_s", speed, "tok/s") for case, who, speed, _ in speeds]
     rows += [Row("train", case, who, "peak_gib", peak, "GiB") for case, who, _, peak in speeds]
-    return Results(RUN | {"notes": list(notes)}, rows)
+    return Results(RUN | {"notes": list(notes), "model": model, "date": date}, rows)
 
 
 def test_the_readme_s_table_has_the_fastest_of_each_family_and_says_what_ran_out_of_memory():
@@ -330,11 +330,14 @@ def test_the_readme_s_table_has_the_fastest_of_each_family_and_says_what_ran_out
     table = "\n".join(lines)
     assert text == f"before\n{PLACE[0]}\n\n{table}\n\n{PLACE[1]}\nafter\n"
     assert with_training(text, [run]) == text
+    newer = "2027-01-01T12:00:00+00:00"
+    other = trained(*(("m 1 tokens", who, 1, 1) for who in ("tilekern", "liger", "hf")), model="m", date=newer)
+    assert with_training(text, [run, other]) == text, "the table is of one model"
 
 
 def test_a_table_without_a_place_or_a_run_is_refused():
     run = trained(("m 1 tokens", "tilekern", 1, 1), ("m 1 tokens", "liger", 1, 1), ("m 1 tokens", "hf", 1, 1))
     with pytest.raises(InputError, match="training ends --> is missing"):
         with_training(PLACE[0], [run])
-    with pytest.raises(InputError, match="no results of train have tilekern, Liger, Hugging Face"):
+    with pytest.raises(InputError, match="no results of train qwen3-8b have tilekern, Liger, Hugging Face"):
         with_training("\n".join(PLACE), [kernels(40, 0.9, 44)])
