@@ -20,6 +20,10 @@ trap 'rm -rf "$scratch"' EXIT
 mkdir "$scratch/tmp" "$scratch/home"
 export TMPDIR="$scratch/tmp" XDG_CACHE_HOME="$scratch/home" XDG_CONFIG_HOME="$scratch/home/settings" HF_HOME="$scratch/home/hub" PIP_CACHE_DIR="$scratch/home/pip"
 export TILEKERN_CACHE_DIR="$scratch/cache" PYTHONPATH="$PWD" PIP_DISABLE_PIP_VERSION_CHECK=1
+# Where Python is told to keep no bytecode, each process that a test starts would compile the source of torch and
+# transformers anew: a `python -m tilekern.tune` took 7.7 s then, and takes 4.2 s.
+unset PYTHONDONTWRITEBYTECODE
+export PYTHONPYCACHEPREFIX="$scratch/bytecode"
 unset TILEKERN_CACHE_PATH TILEKERN_ON_MISS TILEKERN_INTERPRET
 unset TILEKERN_TRUST TILEKERN_TRUST_ROOTS TILEKERN_TRUST_SHARED
 
