@@ -20,9 +20,9 @@ HEADINGS = ["sm_90-h200-132, tileiras-13.4.92-cuda_tile-1.7.0", "sm_100-b200-148
 
 @pytest.fixture(scope="module")
 def filled(tmp_path_factory):
-    """A cache with the prebuilt packs: kernels of all sizes, keys of 153 characters, two GPUs."""
+    """A cache with a model's prebuilt packs: kernels of all sizes, keys of 153 characters, two GPUs."""
     root = tmp_path_factory.mktemp("filled")
-    for pack in sorted(PREBUILT.glob("*.pack")):
+    for pack in sorted(PREBUILT.glob("qwen3-8b-*.pack")):
         install_pack(pack, Store(root))
     return root
 
@@ -68,7 +68,7 @@ def test_a_key_that_does_not_fit_stands_unbroken_below_its_row_where_it_can(fill
     lines = printed("ls", "--kernel", "attention_delta", "--target", "H200", COLUMNS="80", **cache(filled)).splitlines()
     assert lines[1].split() == ["KERNEL", "PROVENANCE", "TIME", "GAIN", "SIZE", "AGE"]
     assert lines[2].startswith("attention_delta  measured ")
-    assert lines[3] == "  batch=1,queries=1024,heads=32,head_dim=128,dtype=bfloat16"
+    assert lines[3] == "  batch=1,queries=2048,heads=32,head_dim=128,dtype=bfloat16"
 
 
 def test_ls_sorts_numbers_as_numbers(filled):
