@@ -49,6 +49,15 @@ def fresh(monkeypatch):
 
 
 @pytest.fixture
+def full_float32():
+    """Products of float32 in float32. By hand: what monkeypatch puts back, torch's module of flags cannot delete."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
+@pytest.fixture
 def variants(monkeypatch):
     """The names of the variants that the launcher has asked for, in order."""
     return gpu_samples.watch_variants(monkeypatch)

@@ -32,8 +32,7 @@ def theirs(x, up, up_bias, down, down_bias, kind):
 
 @pytest.mark.parametrize("kind", CURVES)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_results_and_gradients_match_float64(dtype, kind, monkeypatch):
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+def test_results_and_gradients_match_float64(dtype, kind, full_float32):
     inputs = leaves(dtype)
     wide = [x.detach().double().requires_grad_() for x in inputs]
     y, expected = ours(*inputs, kind), theirs(*wide, kind)

@@ -50,24 +50,23 @@ def errors(results, references):
     return [float((a - b).norm() / (b.norm() + 1e-30)) for a, b in zip(results, references, strict=True)]
 
 
-def launches():
-    return {kernel: counts["launches"] for kernel, counts in tilekern.stats().items()}
+def launched():
+    return {kernel for kernel, counts in tilekern.stats().items() if counts["launches"]}
 
 
 def test_a_patched_model_is_as_near_to_float32_as_the_model_itself(patched):
     reference = step(torch.float32)
-    assert not launches()
+    assert not launched()
     ours, theirs = errors(patched(torch.bfloat16), reference), errors(step(torch.bfloat16), reference)
     forward = {"rms_norm_forward", "fused_add_rms_norm_forward", "qk_norm_rope_forward", "swiglu_forward"}
     backward = {"rms_norm_backward", "fused_add_rms_norm_backward", "qk_norm_rope_backward", "swiglu_backward_remake"}
-    assert set(launches()) >= forward | backward
+    assert launched() >= forward | backward
     assert all(counts["fallbacks"] == 0 for counts in tilekern.stats().values())
     for own, other in zip(ours, theirs, strict=True):
         assert own <= 2 * other + 1e-2, (ours, theirs)
 
 
-def test_a_patched_model_in_float32_gives_the_same_gradients(patched):
-    torch.backends.cuda.matmul.allow_tf32 = False
+def test_a_patched_model_in_float32_gives_the_same_gradients(patched, full_float32):
     for error in errors(patched(torch.float32), step(torch.float32)):
         assert error < 1e-4
 

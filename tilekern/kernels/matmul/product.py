@@ -39,7 +39,7 @@ _LOG2_E = 1.4426950408889634
 _GELU_LINEAR, _GELU_CUBIC = 1.5957691216057308, 0.07135481627260025
 # Kernels index with 32 bits.
 MOST_ELEMENTS = (1 << 31) - 1
-# Where the rows of an array begin for loads of full width.
+# Where the rows of an array begin for loads of full width, and what a store by TMA is made of.
 _ALIGNMENT_BYTES = 16
 
 
@@ -79,9 +79,19 @@ def _finish(z, bias, column, tile_n, gelu_tanh, silu):
     return z
 
 
+def _store(c, i, j, tile, tile_n, whole_rows):
+    """A tile of ``c``; TMA writes 16 bytes at a time, so the end of rows that are not whole is stored without it."""
+    if ct.static_eval(whole_rows):
+        ct.store(c, (i, j), tile)
+    elif (j + 1) * tile_n <= c.shape[1]:
+        ct.store(c, (i, j), tile)
+    else:
+        ct.store(c, (i, j), tile, allow_tma=False)
+
+
 def _tile(
     a, b, bias, addend, c, item, tile_m, tile_n, tile_k, group_m, latency, from_addend, a_transposed, b_transposed,
-    gelu_tanh, silu,
+    gelu_tanh, silu, whole_rows,
 ):  # fmt: skip
     """Tile number ``item`` of the result; its sums begin at the addend, or at zero."""
     i, j = _place(item, ct.cdiv(c.shape[0], tile_m), ct.cdiv(c.shape[1], tile_n), group_m)
@@ -97,12 +107,12 @@ def _tile(
     z = _finish(total, bias, j, tile_n, gelu_tanh, silu)
     if ct.static_eval(addend is not None and not from_addend):
         z = z + load(addend, (i, j), (tile_m, tile_n), True, 0, True).astype(ct.float32)
-    ct.store(c, (i, j), z.astype(c.dtype))
+    _store(c, i, j, z.astype(c.dtype), tile_n, whole_rows)
 
 
 def _product(
     a, b, bias, addend, c, persistent, tile_m, tile_n, tile_k, group_m, latency, from_addend, a_transposed,
-    b_transposed, gelu_tanh, silu,
+    b_transposed, gelu_tanh, silu, whole_rows,
 ):  # fmt: skip
     """One tile a block, or resident blocks that loop, so that a tile's loads overlap the epilogue before it."""
     if ct.static_eval(persistent):
@@ -110,12 +120,12 @@ def _product(
         for item in range(ct.bid(0), tiles, ct.num_blocks(0)):
             _tile(
                 a, b, bias, addend, c, item, tile_m, tile_n, tile_k, group_m, latency, from_addend, a_transposed,
-                b_transposed, gelu_tanh, silu,
+                b_transposed, gelu_tanh, silu, whole_rows,
             )  # fmt: skip
     else:
         _tile(
             a, b, bias, addend, c, ct.bid(0), tile_m, tile_n, tile_k, group_m, latency, from_addend, a_transposed,
-            b_transposed, gelu_tanh, silu,
+            b_transposed, gelu_tanh, silu, whole_rows,
         )  # fmt: skip
 
 
@@ -123,16 +133,16 @@ def _product(
 def matmul_plain(
     a, b, c, persistent: ConstBool, tile_m: ConstInt, tile_n: ConstInt, tile_k: ConstInt, group_m: ConstInt,
     latency: ConstInt, from_addend: ConstBool, a_transposed: ConstBool, b_transposed: ConstBool,
-    gelu_tanh: ConstBool, silu: ConstBool,
+    gelu_tanh: ConstBool, silu: ConstBool, whole_rows: ConstBool,
 ):  # fmt: skip
     """The product and its activations; a [rows, inner], b [inner, columns], c [rows, columns].
 
     b is [columns, inner] where ``b_transposed``. Where ``a_transposed`` the sums are over rows: b is [rows, columns]
-    and c [inner, columns].
+    and c [inner, columns]. ``whole_rows`` says that the rows of c are whole 16 bytes.
     """
     _product(
         a, b, None, None, c, persistent, tile_m, tile_n, tile_k, group_m, latency, from_addend, a_transposed,
-        b_transposed, gelu_tanh, silu,
+        b_transposed, gelu_tanh, silu, whole_rows,
     )  # fmt: skip
 
 
@@ -140,12 +150,12 @@ def matmul_plain(
 def matmul_biased(
     a, b, bias, c, persistent: ConstBool, tile_m: ConstInt, tile_n: ConstInt, tile_k: ConstInt, group_m: ConstInt,
     latency: ConstInt, from_addend: ConstBool, a_transposed: ConstBool, b_transposed: ConstBool,
-    gelu_tanh: ConstBool, silu: ConstBool,
+    gelu_tanh: ConstBool, silu: ConstBool, whole_rows: ConstBool,
 ):  # fmt: skip
     """With a bias [columns]; others as in :func:`matmul_plain`."""
     _product(
         a, b, bias, None, c, persistent, tile_m, tile_n, tile_k, group_m, latency, from_addend, a_transposed,
-        b_transposed, gelu_tanh, silu,
+        b_transposed, gelu_tanh, silu, whole_rows,
     )  # fmt: skip
 
 
@@ -153,12 +163,12 @@ def matmul_biased(
 def matmul_accumulated(
     a, b, addend, c, persistent: ConstBool, tile_m: ConstInt, tile_n: ConstInt, tile_k: ConstInt, group_m: ConstInt,
     latency: ConstInt, from_addend: ConstBool, a_transposed: ConstBool, b_transposed: ConstBool,
-    gelu_tanh: ConstBool, silu: ConstBool,
+    gelu_tanh: ConstBool, silu: ConstBool, whole_rows: ConstBool,
 ):  # fmt: skip
     """Added to what there is: the addend, of the shape of c; others as in :func:`matmul_plain`."""
     _product(
         a, b, None, addend, c, persistent, tile_m, tile_n, tile_k, group_m, latency, from_addend, a_transposed,
-        b_transposed, gelu_tanh, silu,
+        b_transposed, gelu_tanh, silu, whole_rows,
     )  # fmt: skip
 
 
@@ -166,12 +176,12 @@ def matmul_accumulated(
 def matmul_biased_accumulated(
     a, b, bias, addend, c, persistent: ConstBool, tile_m: ConstInt, tile_n: ConstInt, tile_k: ConstInt,
     group_m: ConstInt, latency: ConstInt, from_addend: ConstBool, a_transposed: ConstBool, b_transposed: ConstBool,
-    gelu_tanh: ConstBool, silu: ConstBool,
+    gelu_tanh: ConstBool, silu: ConstBool, whole_rows: ConstBool,
 ):  # fmt: skip
     """With a bias [columns], added to the addend, of the shape of c; others as in :func:`matmul_plain`."""
     _product(
         a, b, bias, addend, c, persistent, tile_m, tile_n, tile_k, group_m, latency, from_addend, a_transposed,
-        b_transposed, gelu_tanh, silu,
+        b_transposed, gelu_tanh, silu, whole_rows,
     )  # fmt: skip
 
 
@@ -284,6 +294,7 @@ def _implement(problem: Problem, config: Config) -> Implementation | LibraryCall
             *((name, config[name]) for name in ("tile_m", "tile_n", "tile_k", "group_m", "latency")),
             ("from_addend", config["sums_begin"] == "addend"),
             *((name, problem[name]) for name in (*_LAYOUT, *_ACTIVATIONS)),
+            ("whole_rows", columns * ITEM_BYTES[dtype] % _ALIGNMENT_BYTES == 0),
         ),
         grid=lambda sizes, sm_count: _grid(sizes, config, sm_count),
         hints={name: config[name] or None for name in ("occupancy", "num_ctas", "num_worker_warps")},
