@@ -308,7 +308,10 @@ def _batches(sizes: Sizes) -> tuple[torch.Tensor, torch.Tensor]:
     return ids[..., :-1].to(sizes.device), labels.to(sizes.device)
 
 
-def curve(name: str, *, fused: bool, sizes: Sizes | None = None, order: Sequence[int] | None = None) -> torch.Tensor:
+def curve(
+    name: str, *, fused: bool, sizes: Sizes | None = None, order: Sequence[int] | None = None,
+    features: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """The losses of a training, float64 [steps] on the CPU; always from the same weights, on the same batches.
 
     Args:
@@ -316,6 +319,7 @@ def curve(name: str, *, fused: bool, sizes: Sizes | None = None, order: Sequence
         fused: whether tilekern's ops make the loss.
         sizes: of the model and its training.
         order: of a batch's sequences, in which sums over them are taken; pairs of sequences must stay pairs.
+        features: the order of the head's input, in which each logit is summed.
     """
     sizes = sizes or Sizes()
     loss_of, _ = LOSSES[name]
@@ -329,7 +333,9 @@ def curve(name: str, *, fused: bool, sizes: Sizes | None = None, order: Sequence
         with torch.no_grad():
             taught = teacher(ids[at]).last_hidden_state
         hidden = model(ids[at]).last_hidden_state
-        loss = loss_of(Step(hidden, head.weight, taught, teacher_head.weight, labels[at]), fused)
+        heads = (hidden, head.weight, taught, teacher_head.weight)
+        inputs = heads if features is None else [x[..., features] for x in heads]
+        loss = loss_of(Step(*inputs, labels[at]), fused)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
