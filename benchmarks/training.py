@@ -11,6 +11,7 @@ power and clock), ``begun``, ``profile``, ``floor``, ``note``, or ``out_of_memor
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import time
@@ -21,13 +22,15 @@ from typing import Any
 
 from benchmarks import profiling, sharing
 from benchmarks.models import make_model
-from benchmarks.power import PowerMeter
+from benchmarks.power import Draw, PowerMeter
 from benchmarks.served import doubts
 from benchmarks.trainers import Trainer, trainer_named
 from tilekern.tracing.stepping import auto_class
 from tuning.plan.configs import config_named
 
 LEARNING_RATE = 1e-5
+# Long enough for a dozen readings and more.
+_METERED_S = 1.5
 Line = dict[str, Any]
 
 
@@ -168,17 +171,29 @@ def begin(job: Job) -> Loop:
 
 
 def train(loop: Loop, ids: Any, warm_up: int, timed: int) -> Line:
-    """Steps on these tokens: seconds of each, the peak of memory, the last loss."""
+    """Steps on these tokens: seconds of each, the peak of memory, the last loss; then steps that power is read in."""
     loop.free()
-    with PowerMeter() as meter:
-        steps = [loop.seconds_of_step(ids) for _ in range(warm_up)]
-        started = time.perf_counter()
-        steps += [loop.seconds_of_step(ids) for _ in range(timed)]
-        draw = meter.between(started, time.perf_counter())
+    steps = [loop.seconds_of_step(ids) for _ in range(warm_up + timed)]
     seconds = [taken for taken, _ in steps]
     line: Line = {"warm_up": seconds[:warm_up], "timed": seconds[warm_up:]}
     line |= {"loss": float(sharing.averaged(steps[-1][1]))} | _peaks(loop.device)
+    draw = _draw(loop, ids, min(seconds)) if loop.device == "cuda" else None
     return line | ({"draw": asdict(draw)} if draw else {})
+
+
+def _draw(loop: Loop, ids: Any, step_s: float) -> Draw | None:
+    """Power and clock in steps of their own, as many on every rank.
+
+    The driver holds launches up while it reads them: steps that wait for the host took twice as long.
+    """
+    import torch
+
+    of_all = float(sharing.averaged(torch.tensor(step_s, device=loop.device)))
+    with PowerMeter() as meter:
+        started = time.perf_counter()
+        for _ in range(math.ceil(_METERED_S / of_all)):
+            loop.seconds_of_step(ids)
+        return meter.between(started, time.perf_counter())
 
 
 def _peaks(device: str) -> Line:
