@@ -5,8 +5,9 @@ their own. A process that dies is started once more, without whoever it was at, 
 
 python -m benchmarks.experts JOB LINES
 
-is that process, and JOB a :class:`Job` as JSON. Each line of LINES is an object with a ``kind``: ``at`` (what is tried
-now: a case, and a provider where it is not a race of all), ``row``, ``note``, or ``case`` (one that is done).
+is that process, and JOB a :class:`Job` as JSON. Each line of LINES is an object with a ``kind``: ``ready``, ``at``
+(what is tried now: a case, and a provider where it is not a race of all), ``row``, ``note``, or ``case`` (one that is
+done).
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from benchmarks.kernels import Effort, backward, check, clone, forward, memory_r
 from benchmarks.providers import OURS, Provider, one_line
 from benchmarks.results import Results, Row
 from benchmarks.served import doubts
-from benchmarks.train import GIB, Process, name_of, one_ahead
+from benchmarks.train import GIB, Process, in_turns, name_of
+from benchmarks.training import has_a_turn
 from tilekern.errors import InputError
 from tuning.measure.timing import Timing
 
@@ -102,7 +104,7 @@ def measure(
         Job(model, count, tuple(kinds), group, effort.samples, effort.seconds, device)
         for model in models for count in tokens for group in groups
     ]  # fmt: skip
-    with one_ahead(jobs, _start) as started:
+    with in_turns(jobs, _start) as started:
         for job, process in started:
             say(f"{name_of(job.model)} {job.tokens} tokens: {', '.join(job.providers)}")
             for lines in _tries(job, process, notes):
@@ -302,9 +304,9 @@ def waits_row(case: Case, tensors: Tensors, provider: Provider) -> Row:
 
 def main(text: str, lines: str) -> None:
     """Do a job when told to, and append its lines to a file as they come, so that none is lost with the process."""
-    import transformers.integrations.moe  # noqa: F401 (takes seconds, in which another process measures)
+    import transformers.integrations.moe  # noqa: F401 (takes seconds, in which others load, too)
 
-    if not sys.stdin.readline():  # whoever started it has gone
+    if not has_a_turn(lines):
         return
     with Path(lines).open("a", encoding="utf-8") as file:
         for line in run(Job.read(text)):

@@ -2,16 +2,15 @@
 
 python -m benchmarks.training JOB LINES
 
-JOB is a :class:`Job` as JSON. The process loads its modules and patches, then waits for a line on its standard input,
-so that it may be started while another one measures. Where several share a model it starts the others, which write no
-lines. Each line of LINES is an object with a ``kind``: ``length`` (the times of a length's steps, peak memory, loss,
-power and clock), ``begun``, ``profile``, ``floor``, ``note``, or ``out_of_memory``, the last length's.
+JOB is a :class:`Job` as JSON. The process loads its modules and patches, says that it is ready, and waits for a line on
+its standard input. Where several share a model it starts the others, which write no lines. Each line of LINES is an
+object with a ``kind``: ``ready``, ``length`` (the times of a length's steps, peak memory, loss, power and clock),
+``begun``, ``profile``, ``floor``, ``note``, or ``out_of_memory``, the last length's.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import sys
 import time
@@ -22,16 +21,16 @@ from typing import Any
 
 from benchmarks import profiling, sharing
 from benchmarks.models import make_model
-from benchmarks.power import Draw, PowerMeter
+from benchmarks.power import PowerMeter
 from benchmarks.served import doubts
 from benchmarks.trainers import Trainer, trainer_named
 from tilekern.tracing.stepping import auto_class
 from tuning.plan.configs import config_named
 
 LEARNING_RATE = 1e-5
-# Long enough for a dozen readings and more.
-_METERED_S = 1.5
 Line = dict[str, Any]
+# The line that a process writes before it waits for its turn.
+READY: Line = {"kind": "ready"}
 
 
 @dataclass(frozen=True)
@@ -171,29 +170,17 @@ def begin(job: Job) -> Loop:
 
 
 def train(loop: Loop, ids: Any, warm_up: int, timed: int) -> Line:
-    """Steps on these tokens: seconds of each, the peak of memory, the last loss; then steps that power is read in."""
+    """Steps on these tokens: seconds of each, the peak of memory, the last loss."""
     loop.free()
-    steps = [loop.seconds_of_step(ids) for _ in range(warm_up + timed)]
+    with PowerMeter() as meter:
+        steps = [loop.seconds_of_step(ids) for _ in range(warm_up)]
+        started = time.perf_counter()
+        steps += [loop.seconds_of_step(ids) for _ in range(timed)]
+        draw = meter.between(started, time.perf_counter())
     seconds = [taken for taken, _ in steps]
     line: Line = {"warm_up": seconds[:warm_up], "timed": seconds[warm_up:]}
     line |= {"loss": float(sharing.averaged(steps[-1][1]))} | _peaks(loop.device)
-    draw = _draw(loop, ids, min(seconds)) if loop.device == "cuda" else None
     return line | ({"draw": asdict(draw)} if draw else {})
-
-
-def _draw(loop: Loop, ids: Any, step_s: float) -> Draw | None:
-    """Power and clock in steps of their own, as many on every rank.
-
-    The driver holds launches up while it reads them: steps that wait for the host took twice as long.
-    """
-    import torch
-
-    of_all = float(sharing.averaged(torch.tensor(step_s, device=loop.device)))
-    with PowerMeter() as meter:
-        started = time.perf_counter()
-        for _ in range(math.ceil(_METERED_S / of_all)):
-            loop.seconds_of_step(ids)
-        return meter.between(started, time.perf_counter())
 
 
 def _peaks(device: str) -> Line:
@@ -216,13 +203,20 @@ def _patched() -> list[str]:
     return list(tilekern.get_patched_ops())
 
 
+def has_a_turn(lines: str) -> bool:
+    """Say in a file that this process is ready, and wait for its turn; there is none once who started it has gone."""
+    with Path(lines).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(READY) + "\n")
+    return bool(sys.stdin.readline())
+
+
 def main(text: str, lines: str) -> None:
     """Do a job when told to, and append its lines to a file as they come, so that none is lost with the process."""
     job = Job.read(text)
     with sharing.others(job.ranks, [text, lines]):
         prepare(job)
         first = sharing.rank() == 0
-        if first and not sys.stdin.readline():  # whoever started it has gone
+        if first and not has_a_turn(lines):
             return
         sharing.join(job.ranks, job.device, f"{lines}.meet")
         with Path(lines if first else os.devnull).open("a", encoding="utf-8") as file:

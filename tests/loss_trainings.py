@@ -334,7 +334,7 @@ def curve(
             taught = teacher(ids[at]).last_hidden_state
         hidden = model(ids[at]).last_hidden_state
         heads = (hidden, head.weight, taught, teacher_head.weight)
-        inputs = heads if features is None else [x[..., features] for x in heads]
+        inputs = heads if features is None else [x[..., features.to(x.device)] for x in heads]
         loss = loss_of(Step(*inputs, labels[at]), fused)
         loss.backward()
         optimizer.step()

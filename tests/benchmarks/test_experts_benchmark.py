@@ -99,6 +99,9 @@ class InPlace:
     def __init__(self, job, path):
         self.job, self.path = job, path
 
+    def wait_until_ready(self):
+        pass
+
     def done(self):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sys, "stdin", io.StringIO("go\n"))
@@ -157,6 +160,9 @@ def answering(monkeypatch, *answers):
     class Answering:
         def __init__(self, job):
             jobs.append((job.kinds, job.providers))
+
+        def wait_until_ready(self):
+            pass
 
         def done(self):
             return next(left)

@@ -168,27 +168,46 @@ def test_a_process_waits_for_its_turn_and_ends_with_whoever_started_it(tmp_path)
     assert not waiting.kept.exists()
 
 
-def test_jobs_are_done_in_order_while_the_next_one_gets_ready():
-    live = set()
+def test_nobody_has_a_turn_while_another_gets_ready(monkeypatch):
+    monkeypatch.setattr(train, "READY_TOGETHER", 2)
+    live, ready = set(), set()
 
     class Standing:
         def __init__(self, job):
             self.job = job
             live.add(job)
 
+        def wait_until_ready(self):
+            ready.add(self.job)
+
         def end(self):
             live.discard(self.job)
 
     done = []
-    with train.one_ahead(["a", "b", "c"], Standing) as started:
+    with train.in_turns(["a", "b", "c"], Standing) as started:
         for job, process in started:
-            done.append((job, set(live)))
+            done.append((job, set(live), set(ready)))
             process.end()
-    assert done == [("a", {"a", "b"}), ("b", {"b", "c"}), ("c", {"c"})]
-    with train.one_ahead(["a", "b", "c"], Standing) as started:
+    assert done == [("a", {"a", "b"}, {"a", "b"}), ("b", {"b"}, {"a", "b"}), ("c", {"c"}, {"a", "b", "c"})]
+    with train.in_turns(["a", "b", "c"], Standing) as started:
         next(started)
         assert live == {"a", "b"}
     assert not live, "a run that ends early leaves no process behind"
+
+
+def test_a_process_is_ready_when_it_says_so_or_has_ended():
+    code = "import json, sys; from benchmarks.training import has_a_turn; has_a_turn(sys.argv[1]); 1 / 0"
+    command = [sys.executable, "-c", code]
+    process = train.Process(command, os.environ | {"PYTHONPATH": str(train.ROOT)}, 60)
+    process.wait_until_ready()
+    assert process.child.poll() is None
+    trouble, lines = process.done()
+    assert "ZeroDivisionError" in trouble
+    assert lines == [], "that it is ready is no result"
+    ended = train.Process([sys.executable, "-c", "pass"], dict(os.environ), 60)
+    ended.wait_until_ready()
+    assert ended.child.poll() == 0
+    ended.end()
 
 
 def test_a_loss_that_only_one_has_is_noted():

@@ -81,9 +81,7 @@ def _finish(z, bias, column, tile_n, gelu_tanh, silu):
 
 def _store(c, i, j, tile, tile_n, whole_rows):
     """A tile of ``c``; TMA writes 16 bytes at a time, so the end of rows that are not whole is stored without it."""
-    if ct.static_eval(whole_rows):
-        ct.store(c, (i, j), tile)
-    elif (j + 1) * tile_n <= c.shape[1]:
+    if ct.static_eval(whole_rows) or (j + 1) * tile_n <= c.shape[1]:
         ct.store(c, (i, j), tile)
     else:
         ct.store(c, (i, j), tile, allow_tma=False)
