@@ -6,11 +6,13 @@ int32; a scalar is one. CuTe DSL makes a parameter of each value of a tuple, in 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import functools
+import operator
+from typing import Any
 
 import cuda.tile as ct
 import cutlass
-from cutlass import Float32, Int32, cute
+from cutlass import Float32, Int32, Int64, cute
 
 from tilekern.spec import ArrayParameter, ScalarParameter
 
@@ -24,32 +26,12 @@ NUMERIC = {
 }
 
 
-class Matrix(NamedTuple):
-    """An array of two axes."""
-
-    address: cute.Pointer
-    rows: Int32
-    columns: Int32
-    stride: Int32
-    unit: Int32
-
-
-class Vector(NamedTuple):
-    """An array of one axis."""
-
-    address: cute.Pointer
-    size: Int32
-    unit: Int32
-
-
-_FORMS = {1: Vector, 2: Matrix}
-
-
 class Argument:
-    """An array in a kernel: its parameter, and the values that stand for it."""
+    """An array in a kernel: its parameter, and of the values that stand for it its address and sizes."""
 
     def __init__(self, parameter: ArrayParameter, values: Any) -> None:
-        self.parameter, self.values = parameter, values
+        self.parameter, self.address = parameter, values[0]
+        self.sizes, self._strides = values[1 : 1 + parameter.ndim], values[1 + parameter.ndim :]
 
     @property
     def dtype(self) -> Any:
@@ -60,6 +42,16 @@ class Argument:
     def numeric(self) -> Any:
         """The dtype as CuTe DSL has it."""
         return NUMERIC[self.parameter.dtype]
+
+    def row(self, place: tuple[Any, ...]) -> Any:
+        """Where a row begins: the elements before it. ``place`` has its index in each axis but the last."""
+        # The variant's assumptions promise rows that begin at whole 16 bytes.
+        divisor = 8 * ALIGNED_BYTES // self.numeric.width
+        steps = [
+            index * cute.assume(Int64(stride), divby=divisor)
+            for index, stride in zip(place, self._strides[:-1], strict=True)
+        ]
+        return functools.reduce(operator.add, steps) if steps else Int64(0)
 
 
 def samples(parameters: tuple[ArrayParameter | ScalarParameter, ...]) -> tuple[Any, ...]:
@@ -73,4 +65,4 @@ def _sample(parameter: ArrayParameter | ScalarParameter) -> Any:
     address = cute.runtime.make_ptr(
         NUMERIC[parameter.dtype], ALIGNED_BYTES, cute.AddressSpace.gmem, assumed_align=ALIGNED_BYTES
     )
-    return _FORMS[parameter.ndim](address, *(Int32(0) for _ in range(2 * parameter.ndim)))
+    return (address, *(Int32(0) for _ in range(2 * parameter.ndim)))

@@ -16,8 +16,7 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, const_expr, cute
 
 from tilekern.kernels.common import rows as family
-from tilekern.kernels.cute.arguments import Argument
-from tilekern.kernels.cute.sharing import Program, Share
+from tilekern.kernels.cute.sharing import Program, Share, wide
 from tilekern.kernels.cute.words import Part
 from tilekern.spec import ArrayParameter, ScalarParameter
 
@@ -84,7 +83,7 @@ class Rows(Program):
     @cute.jit
     def run_forward(self, statistics, formula, inputs, weights, outputs, scalars, made, kept):
         """One step of rows, or all that are this block's."""
-        vectors = tuple(self.wide(self.share.held(weight, None, None, 0)) for weight in weights)
+        vectors = tuple(wide(self.share.held(weight, (), None, 0)) for weight in weights)
         work = (statistics, formula, inputs, vectors, outputs, scalars, made, kept)
         now = self.rows_of(inputs, self.first, may_be_outside=self.persistent or self.rows > 1)
         if const_expr(self.persistent):
@@ -105,21 +104,21 @@ class Rows(Program):
         """Outputs of one row for each group of threads, whose inputs are in registers."""
         statistics, formula, inputs, weights, outputs, scalars, made, kept = work
         row = step * self.rows + self.slot
-        inside = row < inputs[0].values.rows if const_expr(self.rows > 1) else None
-        tiles = tuple(self.wide(values) for values in held)
+        inside = row < inputs[0].sizes[0] if const_expr(self.rows > 1) else None
+        tiles = tuple(wide(values) for values in held)
         if const_expr(len(kept) > 0):
-            rounded = [self.rounded(array, part) for array, part in zip(kept, made(tiles), strict=True)]
+            rounded = [self.share.rounded(array, part) for array, part in zip(kept, made(tiles), strict=True)]
             for array, values in zip(kept, rounded, strict=True):
-                self.share.put(array, row, inside, 0, values)
-            tiles = tuple(self.wide(values) for values in rounded)
+                self.share.put(array, (row,), inside, 0, values)
+            tiles = tuple(wide(values) for values in rounded)
         known = statistics(Step(tiles, weights, turn), self.columns, *scalars) + scalars
         for array, part in zip(outputs, formula(tiles, weights, known), strict=True):
-            self.share.put(array, row, inside, 0, self.rounded(array, part))
+            self.share.put(array, (row,), inside, 0, self.share.rounded(array, part))
 
     @cute.jit
     def run_backward(self, statistics, formula, share, inputs, weights, outputs, partial, sums, scalars):
         """All rows that are this block's, then its row of ``partial``."""
-        vectors = tuple(self.wide(self.share.held(weight, None, None, 0)) for weight in weights)
+        vectors = tuple(wide(self.share.held(weight, (), None, 0)) for weight in weights)
         totals = [self.share.registers(Float32) for _ in range(sums)]
         for total in totals:
             total.fill(0.0)
@@ -135,28 +134,28 @@ class Rows(Program):
             self.move(following, now)
             turn = turn ^ 1
         for n in cutlass.range_constexpr(sums):
-            self.share.put(partial, self.first, None, n * self.columns, totals[n])
+            self.share.put(partial, (self.first,), None, n * self.columns, totals[n])
 
     @cute.jit
     def backward_step(self, work, held, row, turn):
         """Outputs of a row whose inputs are in registers, and its share of the sums."""
         statistics, formula, share, weights, outputs, scalars, totals = work
-        tiles = tuple(self.wide(values) for values in held)
+        tiles = tuple(wide(values) for values in held)
         known = statistics(Step(tiles, weights, turn), self.columns, *scalars) + scalars
         for array, part in zip(outputs, formula(tiles, weights, known), strict=True):
-            self.share.put(array, row, None, 0, self.rounded(array, part))
+            self.share.put(array, (row,), None, 0, self.share.rounded(array, part))
         for total, part in zip(totals, share(tiles, weights, known), strict=True):
             total.store(total.load() + part.value)
 
     def steps(self, inputs: Any) -> Any:
         """How many steps take all rows."""
-        return (inputs[0].values.rows + (self.rows - 1)) // self.rows
+        return (inputs[0].sizes[0] + (self.rows - 1)) // self.rows
 
     def rows_of(self, inputs: Any, step: Any, *, may_be_outside: bool) -> list[Any]:
         """A thread's parts of a step's row, of each input; zeros of a row that is not there."""
         row = step * self.rows + self.slot
-        inside = row < inputs[0].values.rows if may_be_outside else None
-        return [self.share.held(x, row, inside, 0) for x in inputs]
+        inside = row < inputs[0].sizes[0] if may_be_outside else None
+        return [self.share.held(x, (row,), inside, 0) for x in inputs]
 
     def move(self, source: list[Any], target: list[Any]) -> None:
         """Copy registers."""
@@ -193,15 +192,3 @@ class Rows(Program):
         assert number < self.reductions, f"a row has more than {self.reductions} reductions"
         assert len(values) <= self.values, f"a reduction has more than {self.values} values"
         return tuple(Part(x) for x in self.exchange(values, combine, neutral, number, step.turn))
-
-    # Registers.
-
-    def wide(self, values: Any) -> Part:
-        """Registers as a part in float32."""
-        return Part(values.load().to(Float32))
-
-    def rounded(self, array: Argument, part: Part) -> Any:
-        """A part in registers of an array's dtype."""
-        values = self.share.registers(array.numeric)
-        values.store(part.value.to(array.numeric))
-        return values

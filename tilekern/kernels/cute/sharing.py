@@ -19,7 +19,7 @@ from tilekern.kernels.cute.words import Part, Words
 from tilekern.rebinding import Rebinder
 from tilekern.spec import ArrayParameter, ScalarParameter, python_of
 
-_WARP = 32
+WARP = 32
 _BITS = 8 * ALIGNED_BYTES
 
 
@@ -54,14 +54,19 @@ class Program:
         self.parameters, self.sample = parameters, samples(parameters)
         self.block, self.cluster, self.threads, self.rows = block, cluster, threads, rows
         self.occupancy = occupancy
-        self.warps = max(1, threads // _WARP)
+        self.warps = max(1, threads // WARP)
         self.slots = self.warps * cluster
         # Each block of a cluster gets a warp's sums from one of its threads.
-        assert cluster <= min(_WARP, threads), f"{threads} threads of a row cannot reach {cluster} blocks"
+        assert cluster <= min(WARP, threads), f"{threads} threads of a row cannot reach {cluster} blocks"
         taken = python_of(function).__code__
         names = taken.co_varnames[len(parameters) : taken.co_argcount]
         self._constants = {name: known[name] for name in names}
         self._body = Rebinder(Words(capability), instead).function(python_of(function))
+
+    @property
+    def shape_of_sums(self) -> tuple[int, ...]:
+        """Of the float32 values in shared memory."""
+        return self.slots, self.values, self.rows, self.reductions, 2
 
     @cute.jit
     def __call__(self, arguments: tuple):
@@ -87,9 +92,8 @@ class Program:
             self.rank = cute.arch.block_idx_in_cluster()
             self.first, self.stride = block // self.cluster, blocks // self.cluster
         self.place = self.rank * self.threads + self.lane
-        shape = (self.slots, self.values, self.rows, self.reductions, 2)
-        memory = cute.arch.alloc_smem(Float32, math.prod(shape), alignment=ALIGNED_BYTES)
-        self.sums = cute.make_tensor(memory, cute.make_layout(shape))
+        memory = cute.arch.alloc_smem(Float32, math.prod(self.shape_of_sums), alignment=ALIGNED_BYTES)
+        self.sums = cute.make_tensor(memory, cute.make_layout(self.shape_of_sums))
         if const_expr(self.cluster > 1):
             # Another block may write into this one's memory only when it runs.
             cute.arch.cluster_arrive()
@@ -103,11 +107,11 @@ class Program:
 
         ``turn`` is 0 and 1 in turns: a fast thread may be at the next row while a slow one reads the sums of this one.
         """
-        width = min(_WARP, self.threads)
+        width = min(WARP, self.threads)
         mine = [cute.arch.warp_reduction(value, combine, threads_in_group=width) for value in values]
         if const_expr(self.slots == 1):
             return mine
-        warp, in_warp = self.lane // _WARP, self.lane % _WARP
+        warp, in_warp = self.lane // WARP, self.lane % WARP
         sums, slot = self.sums, self.slot
         if const_expr(self.cluster == 1):
             if in_warp == 0:
@@ -147,6 +151,12 @@ class Share:
         """Registers for the share."""
         return cute.make_rmem_tensor((self.vector, self.chunks), dtype)
 
+    def rounded(self, array: Argument, part: Part) -> Any:
+        """A part in registers of an array's dtype."""
+        values = self.registers(array.numeric)
+        values.store(part.value.to(array.numeric))
+        return values
+
     def column(self, chunk: int) -> Any:
         """The column of the first element of a thread's vector."""
         program = self._program
@@ -158,26 +168,26 @@ class Share:
         return (chunk + 1) * program.threads * program.cluster * self.vector > self.columns
 
     @cute.jit
-    def held(self, array, row, inside, start):
-        """The share of a row, or of a weight where the row is None; zeros where it is not inside.
+    def held(self, array, place, inside, start):
+        """The share of the row at a place, see :meth:`Argument.row`; zeros where it is not inside.
 
         The columns are those from ``start`` on.
         """
         values = self.registers(array.numeric)
         if const_expr(inside is not None or self.may_end(self.chunks - 1)):
             values.fill(0)
-        self.copy(array, row, inside, start, values, is_store=False)
+        self.copy(array, place, inside, start, values, is_store=False)
         return values
 
-    def put(self, array: Argument, row: Any, inside: Any, start: Any, values: Any) -> None:
+    def put(self, array: Argument, place: tuple[Any, ...], inside: Any, start: Any, values: Any) -> None:
         """Store the share, whose columns are those of a row from ``start`` on."""
-        self.copy(array, row, inside, start, values, is_store=True)
+        self.copy(array, place, inside, start, values, is_store=True)
 
     @cute.jit
-    def copy(self, array, row, inside, start, values, is_store: bool):
+    def copy(self, array, place, inside, start, values, is_store: bool):
         """Copy the share of a row, if that is inside."""
         if const_expr(inside is None) or inside:
-            self.each(lambda chunk: self.copy_vector(array, row, start, chunk, values, is_store))
+            self.each(lambda chunk: self.copy_vector(array, place, start, chunk, values, is_store))
 
     @cute.jit
     def each(self, do: Callable):
@@ -189,21 +199,25 @@ class Share:
             else:
                 do(c)
 
-    def copy_vector(self, array: Argument, row: Any, start: Any, chunk: int, values: Any, is_store: bool) -> None:
+    def copy_vector(
+        self, array: Argument, place: tuple[Any, ...], start: Any, chunk: int, values: Any, is_store: bool
+    ) -> None:  # fmt: skip
         """Copy one vector, 16 bytes at a time."""
         piece = min(self.vector, _BITS // array.numeric.width)
         atom = cute.make_copy_atom(
             cute.nvgpu.CopyUniversalOp(), array.numeric, num_bits_per_copy=piece * array.numeric.width
         )
-        offset = Int64(0)
-        if row is not None:
-            # The variant's assumptions promise rows that begin at whole 16 bytes.
-            offset = row * cute.assume(Int64(array.values.stride), divby=_BITS // array.numeric.width)
+        offset = array.row(place)
         for p in range(self.vector // piece):
             column = cute.assume(Int64(self.column(chunk) + start + p * piece), divby=piece)
-            there = cute.make_tensor(array.values.address + (offset + column), cute.make_layout(piece))
+            there = cute.make_tensor(array.address + (offset + column), cute.make_layout(piece))
             here = cute.make_tensor(values.iterator + (chunk * self.vector + p * piece), cute.make_layout(piece))
             cute.copy(atom, *((here, there) if is_store else (there, here)))
+
+
+def wide(values: Any) -> Part:
+    """Registers as a part in float32."""
+    return Part(values.load().to(Float32))
 
 
 @dsl_user_op
