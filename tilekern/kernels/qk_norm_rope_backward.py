@@ -13,14 +13,15 @@ import cuda.tile as ct
 
 from tilekern.kernels.common.normed_rotations import (
     SPACE_OF_GRADIENTS,
-    add_pairs,
     arrays_of_gradients,
     default_of_gradients,
+    each_step_with_sums,
     gradients_of,
+    over_heads,
     read_weight,
     results,
 )
-from tilekern.kernels.common.rotations import drawn_angles_twice, each_step, read_halves, spec, write_halves
+from tilekern.kernels.common.rotations import drawn_angles_twice, read_halves, spec, write_halves
 from tilekern.kernels.qk_norm_rope import CONSTANTS, GIVEN, PRODUCT, angles
 from tilekern.kernels.qk_norm_rope import reference as reference_forward
 from tilekern.kernels.tiles import ConstBool, ConstInt
@@ -34,24 +35,11 @@ def _pull(dx, tiles, weights, angles, sums, place, shape, form):
     dy1, dy2 = tiles[1][0].astype(ct.float32), tiles[1][1].astype(ct.float32)
     dz1, dz2 = dy1 * c + dy2 * s, dy2 * c - dy1 * s
     g1, g2 = dz1 * weights[0], dz2 * weights[1]
-    square, product = ct.reduce(
-        (x1 * x1 + x2 * x2, g1 * x1 + g2 * x2), 3, add_pairs, (0.0, 0.0), keepdims=True
-    )  # fmt: skip
+    square, product = over_heads(x1 * x1 + x2 * x2, g1 * x1 + g2 * x2)
     rstd = ct.rsqrt(square / (2 * half) + eps)
     pull = product * rstd * rstd / (2 * half)
     write_halves(dx, (g1 - x1 * pull) * rstd, (g2 - x2 * pull) * rstd, place, form)
     return sums[0] + dz1 * x1 * rstd, sums[1] + dz2 * x2 * rstd
-
-
-def _store_sums(partial, sums, offset, half, width, whole):
-    """One weight's gradient as a piece of this block's row."""
-    for i in ct.static_iter(range(2)):
-        row = ct.reshape(ct.sum(ct.sum(sums[i], axis=2), axis=1), (1, width))
-        if ct.static_eval(whole):
-            ct.store(partial, (ct.bid(0), offset + i), row)
-        else:
-            piece = partial.slice(1, (offset + i) * half, (offset + i + 1) * half)
-            ct.store(piece, (ct.bid(0), 0), row)
 
 
 @ct.kernel
@@ -67,12 +55,8 @@ def qk_norm_rope_backward(
     ct.grid_dependency_control_wait()
     form = ((half, width, whole, bounded, tma, 0), eps)
     of_q, of_k = ((q, dq_out), dq, read_weight(q_weight, form)), ((k, dk_out), dk, read_weight(k_weight, form))
-    q_zeros = ct.zeros((1, tile_t, tile_h, width), ct.float32)
-    k_zeros = ct.zeros((1, tile_t, tile_hk, width), ct.float32)
-    sums, sizes = ((q_zeros, q_zeros), (k_zeros, k_zeros)), (heads, kv_heads, tile_t, tile_h, tile_hk, unrolled, False)
-    q_sums, k_sums = each_step(read_halves, angles, _pull, of_q, of_k, (cos, sin), sums, sizes, form)
-    _store_sums(partial, q_sums, 0, half, width, whole)
-    _store_sums(partial, k_sums, 2, half, width, whole)
+    sizes = (heads, kv_heads, tile_t, tile_h, tile_hk, unrolled, False)
+    each_step_with_sums(read_halves, angles, _pull, of_q, of_k, (cos, sin), partial, sizes, form)
 
 
 def reference(dq_out: Any, dk_out: Any, **given: Any) -> dict[str, Any]:

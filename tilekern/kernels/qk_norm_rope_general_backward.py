@@ -14,10 +14,10 @@ import cuda.tile as ct
 
 from tilekern.kernels.common.normed_rotations import (
     SPACE_OF_GRADIENTS,
-    add_pairs,
     arrays_of_gradients,
     default_of_gradients,
     gradients_of,
+    over_heads,
     results,
 )
 from tilekern.kernels.common.rotations import each_step, spec
@@ -51,12 +51,10 @@ def _pull(dx, tiles, weights, angles, sums, place, shape, form):
     else:
         dz = turned(dz, c, -s)
     g, du, shares = (dz[0] * weights[0], dz[1] * weights[1]), (), ()
-    square, product = ct.reduce(
-        (u[0] * u[0] + u[1] * u[1], g[0] * u[0] + g[1] * u[1]), 3, add_pairs, (0.0, 0.0), keepdims=True
-    )  # fmt: skip
+    square, product = over_heads(u[0] * u[0] + u[1] * u[1], g[0] * u[0] + g[1] * u[1])
     for i in ct.static_iter(range(2, 2 + len(pieces_of(pairs, rest)))):
         g = g + (dz[i] * weights[i],)
-        more = ct.reduce((u[i] * u[i], g[i] * u[i]), 3, add_pairs, (0.0, 0.0), keepdims=True)
+        more = over_heads(u[i] * u[i], g[i] * u[i])
         square, product = square + more[0], product + more[1]
     rstd = ct.rsqrt(square / (2 * pairs + rest) + eps)
     pull = product * rstd * rstd / (2 * pairs + rest)

@@ -14,7 +14,15 @@ from typing import Any
 import cuda.tile as ct
 
 from tilekern.kernels.common.arrays import Arrays, gradients, tensors
-from tilekern.kernels.common.rotations import GRADIENTS, TOKENS_FIRST, arrays_of, default_of, halves, space_of
+from tilekern.kernels.common.rotations import (
+    GRADIENTS,
+    TOKENS_FIRST,
+    arrays_of,
+    default_of,
+    each_step,
+    halves,
+    space_of,
+)
 from tilekern.kernels.tiles import TMA_NEEDS_HOPPER, load, power_of_two
 from tilekern.spec import Array, Config, Problem, ScalarParameter
 from tilekern.targets import Target
@@ -31,9 +39,36 @@ def read_weight(weight, form):
     return ct.reshape(one, (1, 1, 1, width)), ct.reshape(other, (1, 1, 1, width))
 
 
-def add_pairs(a, b, c, d):
-    """Two sums in one reduction: one barrier among a block's warps in place of two."""
+def _add_pairs(a, b, c, d):
     return a + c, b + d
+
+
+def over_heads(one, other):
+    """Two sums over each head, in one reduction: one barrier among a block's warps in place of two."""
+    return ct.reduce((one, other), 3, _add_pairs, (0.0, 0.0), keepdims=True)
+
+
+def each_step_with_sums(read, angles, pull, q, k, turns, partial, sizes, form):
+    """:func:`each_step` for heads in halves, and the sums of both weights' gradients as this block's row of partial."""
+    _, _, tile_t, tile_h, tile_hk, _, _ = sizes
+    half, width, whole, _, _, _ = form[0]
+    q_zeros = ct.zeros((1, tile_t, tile_h, width), ct.float32)
+    k_zeros = ct.zeros((1, tile_t, tile_hk, width), ct.float32)
+    zeros = ((q_zeros, q_zeros), (k_zeros, k_zeros))
+    q_sums, k_sums = each_step(read, angles, pull, q, k, turns, zeros, sizes, form)
+    _store_sums(partial, q_sums, 0, half, width, whole)
+    _store_sums(partial, k_sums, 2, half, width, whole)
+
+
+def _store_sums(partial, sums, offset, half, width, whole):
+    """One weight's gradient as a piece of this block's row."""
+    for i in ct.static_iter(range(2)):
+        row = ct.reshape(ct.sum(ct.sum(sums[i], axis=2), axis=1), (1, width))
+        if ct.static_eval(whole):
+            ct.store(partial, (ct.bid(0), offset + i), row)
+        else:
+            piece = partial.slice(1, (offset + i) * half, (offset + i + 1) * half)
+            ct.store(piece, (ct.bid(0), 0), row)
 
 
 def given(angles: Arrays, *scalars: ScalarParameter) -> Arrays:
