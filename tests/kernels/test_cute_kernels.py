@@ -18,10 +18,12 @@ from tuning.compile.machine_code import read_machine_code
 
 needs_cute = pytest.mark.skipif(compiler() is None, reason="nvidia-cutlass-dsl is not installed")
 ABLE = [spec for spec in SPECS if spec.space.beside]
+HEADS = [spec for spec in ABLE if any(d.name == "heads" for d in spec.dimensions)]
+ROWS = [spec for spec in ABLE if spec not in HEADS]
 H200, A100 = resolve("H200"), next(target for target in KNOWN if target.arch == "sm_80")
 # Of each architecture one GPU; some kernels are compiled for all of them.
 GPUS = list({target.arch: target for target in KNOWN}.values())
-EVERYWHERE = ("rms_norm_backward", "fused_add_rms_norm_forward")
+EVERYWHERE = ("rms_norm_backward", "fused_add_rms_norm_forward", "qk_norm_rope_backward")
 COMPILED = [
     pytest.param(spec, target, id=f"{spec.name}-{target.arch}")
     for spec in ABLE
@@ -30,8 +32,9 @@ COMPILED = [
 ]
 
 
-def problem_of(spec, columns=4096, dtype="bfloat16", rows=8192):
-    return sized(spec, dtype, rows=rows, columns=columns)
+def problem_of(spec, columns=4096, dtype="bfloat16", rows=8192, heads=32, kv_heads=8, head_dim=128):
+    heads = {"tokens": rows, "batch": 1, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
+    return sized(spec, dtype, rows=rows, columns=columns, **heads)
 
 
 def configs(spec, problem, target=H200):
@@ -46,8 +49,20 @@ def made_of(spec, columns=4096, target=H200, **axes):
 
 
 def test_kernels_over_rows_are_compiled_by_both():
-    names = {spec.name.removesuffix("_forward").removesuffix("_backward") for spec in ABLE}
+    names = {spec.name.removesuffix("_forward").removesuffix("_backward") for spec in ROWS}
     assert {"rms_norm", "fused_add_rms_norm", "layer_norm", "softmax"} <= names
+
+
+def test_so_are_gradients_of_heads():
+    assert [spec.name for spec in HEADS] == ["qk_norm_rope_backward"]
+
+
+def vectors_of(kernel, config):
+    """Vectors of 16 bytes that a thread has on their way at once: its parts of rows, or both halves of its heads."""
+    if "warps" in config:
+        return 2 * 2 * config["together"] * config["ahead"]
+    matrices = [p for p in kernel.parameters if getattr(p, "ndim", 0) == 2 and p.role == "input"]
+    return len(matrices) * -(-4096 // (8 * config["threads"]))
 
 
 @needs_cute
@@ -61,11 +76,10 @@ def test_they_compile_for_each_gpu_with_the_parameters_that_are_passed(spec, tar
     assert made.compiler == compiler()
     assert made.assumptions == assumptions(kernel, ALIGNED)
     counts = read_machine_code(code_of(made.cubin, made.symbol), target.capability).whole
-    matrices = [p for p in kernel.parameters if getattr(p, "ndim", 0) == 2 and p.role == "input"]
-    # A thread's part of each matrix comes by loads of 16 bytes, as many as it holds vectors.
-    vectors = -(-4096 // (8 * config["threads"]))
-    assert counts.global_loads >= len(matrices) * vectors
-    assert counts.load_bytes >= 16 * len(matrices) * vectors
+    # What a thread holds of each array comes by loads of 16 bytes.
+    vectors = vectors_of(kernel, config)
+    assert counts.global_loads >= vectors
+    assert counts.load_bytes >= 16 * vectors
 
 
 @needs_cute
@@ -105,7 +119,28 @@ def test_rows_that_are_no_whole_vectors_are_left_to_cutile():
     assert not configs(spec, problem_of(spec), INTERPRETED)
 
 
-@pytest.mark.parametrize("spec", ABLE, ids=lambda spec: spec.name)
+@pytest.mark.parametrize("spec", HEADS, ids=lambda spec: spec.name)
+def test_heads_that_no_power_of_two_of_vectors_makes_are_left_to_cutile(spec):
+    assert {config["together"] for config in configs(spec, problem_of(spec))} == {1, 2}
+    for head_dim in (80, 96, 10, 8, 1024):
+        assert not configs(spec, problem_of(spec, head_dim=head_dim)), head_dim
+    assert configs(spec, problem_of(spec, dtype="float32", head_dim=8))
+    assert {config["together"] for config in configs(spec, problem_of(spec, heads=12, kv_heads=4))} == {1}
+    assert not configs(spec, problem_of(spec), INTERPRETED)
+
+
+@pytest.mark.parametrize("spec", HEADS, ids=lambda spec: spec.name)
+@pytest.mark.parametrize(("heads", "kv_heads"), [(32, 8), (5, 3), (64, 1)])
+def test_their_blocks_are_for_q_and_for_k_and_fill_the_gpu(spec, heads, kv_heads):
+    problem = problem_of(spec, heads=heads, kv_heads=kv_heads)
+    for config in configs(spec, problem):
+        kernel = spec.device(problem, config)
+        assert kernel.grid(problem.but(tokens=1), 132) >= 2
+        assert kernel.grid(problem.but(tokens=3), 132) <= 3 * (heads + kv_heads)
+        assert kernel.grid(problem.but(tokens=100_000), 132) == 132 * config["occupancy"]
+
+
+@pytest.mark.parametrize("spec", ROWS, ids=lambda spec: spec.name)
 @pytest.mark.parametrize("columns", [64, 1000, 4096, 16384])
 def test_their_grids_are_whole_clusters_that_reach_all_rows(spec, columns):
     problem = problem_of(spec, columns)

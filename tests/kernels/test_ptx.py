@@ -14,7 +14,7 @@ from ptx import PtxError, run
 from spec_samples import draws_of, inputs_of
 
 from tilekern.kernels import spec_named
-from tilekern.kernels.common.cute_rows import is_cute
+from tilekern.kernels.common.cute_configs import is_cute
 from tilekern.spec import DTYPES, ITEM_BYTES, Config, cdiv
 from tilekern.targets import resolve
 from tuning.verify.check import arguments_of, compare, expected_results, make_outputs
@@ -586,11 +586,11 @@ def problem_of(spec, rows, columns, dtype, weight_dtype="float32", flag=True):
 
 
 def with_gaps(x, gap):
-    """A matrix with NaN between its rows, of whole 16 bytes; anything else as it is."""
-    if not isinstance(x, torch.Tensor) or x.dim() != 2 or gap == 0:
+    """A tensor with NaN between its rows, of whole 16 bytes; a weight and a number as they are."""
+    if not isinstance(x, torch.Tensor) or x.dim() < 2 or gap == 0:
         return x
-    width = x.shape[1] + gap * 16 // x.element_size()
-    return x.new_full((x.shape[0], width), NAN)[:, : x.shape[1]].copy_(x)
+    *leading, size = x.shape
+    return x.new_full((*leading, size + gap * 16 // x.element_size()), NAN)[..., :size].copy_(x)
 
 
 def launched(spec, problem, kernel, text, inputs, clusters=None, gap=0):
@@ -692,10 +692,125 @@ def test_softmax_of_numbers_that_are_not_finite_is_torchs(options, level):
     assert_right(spec, problem, kernel_of(spec, problem, **options), clusters=2, inputs={"x": x})
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("fused")])
+# Those of heads.
+
+HEADS = spec_named("qk_norm_rope_backward")
+
+
+def heads_of(tokens=5, batch=2, heads=8, kv_heads=4, head_dim=128, dtype="bfloat16", others=("bfloat16", "bfloat16")):
+    sizes = {"tokens": tokens, "batch": batch, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
+    return HEADS.problem(**sizes, dtype=dtype, weight_dtype=others[0], angle_dtype=others[1])
+
+
+def kernel_of_heads(problem, warps=4, together=1, ahead=1):
+    """The kernel of a config, whether the search space has it or not."""
+    axes = {"warps": warps, "together": together, "ahead": ahead, "occupancy": 1}
+    return HEADS.implement(problem, Config(implementation="cute", schedule="persistent", **axes))
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "together", "ahead"),
+    [(8, 4, 1, 1), (8, 4, 2, 3), (16, 8, 2, 1), (16, 8, 2, 2), (5, 3, 1, 1), (5, 3, 1, 2), (1, 1, 2, 1), (6, 6, 4, 2)],
+)
+def test_heads_are_right(heads, kv_heads, together, ahead):
+    """Warps whose heads are of several tokens or fewer than they have room for, and some whose steps are cut short."""
+    problem = heads_of(heads=heads, kv_heads=kv_heads)
+    assert_right(HEADS, problem, kernel_of_heads(problem, 4, together, ahead), clusters=3, gap=1)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "others"),
+    [
+        ("bfloat16", 16, ("bfloat16", "float32")),
+        ("bfloat16", 256, ("float32", "bfloat16")),
+        ("float16", 512, ("float16", "float16")),
+        ("float32", 8, ("float32", "float32")),
+        ("float32", 128, ("bfloat16", "float16")),
+    ],
+)
+def test_heads_of_any_dtypes_and_sizes_are_right(dtype, head_dim, others):
+    problem = heads_of(3, 2, 4, 2, head_dim, dtype, others)
+    assert_right(HEADS, problem, kernel_of_heads(problem, 2, 1, 2), clusters=2, gap=2)
+
+
+def test_candidates_for_heads_are_right():
+    random = draws_of(HEADS)
+    heads = random.choice([{"heads": 16, "kv_heads": 8}, {"heads": 8, "kv_heads": 1}, {"heads": 5, "kv_heads": 3}])
+    problem = heads_of(random.choice([5, 9]), dtype=random.choice(DTYPES), **heads)
+    for config in random.sample([c for c in HEADS.space.candidates(problem, resolve("H200")) if is_cute(c)], 3):
+        kernel = HEADS.implement(problem, config)
+        assert_right(HEADS, problem, kernel, kernel.grid(problem, 2))
+
+
+@pytest.mark.parametrize("blocks", [2, 40])
+def test_blocks_without_a_head_store_sums_of_zero(blocks):
+    problem = heads_of(tokens=1, batch=1, heads=5, kv_heads=1)
+    assert_right(HEADS, problem, kernel_of_heads(problem, ahead=2), clusters=blocks)
+    problem, kernel = problem.but(tokens=0), kernel_of_heads(problem)
+    inputs = {name: x[:, :0] if getattr(x, "ndim", 0) > 2 else x for name, x in inputs_of(HEADS, heads_of()).items()}
+    assert not launched(HEADS, problem, kernel, ptx_of(kernel), inputs, blocks)["partial"].any()
+
+
+@pytest.mark.parametrize("columns", [128, 64])
+def test_heads_share_the_angles_of_one_batch_entry(columns):
+    problem = heads_of(batch=3)
+    inputs = inputs_of(HEADS, problem)
+    inputs |= {name: inputs[name][:1, :, :columns].contiguous() for name in ("cos", "sin")}
+    for name in ("cos", "sin"):
+        inputs[name][..., 64:] = NAN
+    assert_right(HEADS, problem, kernel_of_heads(problem, ahead=2), clusters=5, inputs=inputs)
+
+
+def test_heads_may_be_parts_of_one_projection():
+    """Tokens are further apart than their heads are, and batch entries and tokens change places."""
+    problem = heads_of(tokens=3, batch=2)
+    inputs = inputs_of(HEADS, problem)
+    both = torch.randn(3, 2, 8 + 4 + 4, 128, generator=torch.Generator().manual_seed(0)).bfloat16().transpose(0, 1)
+    inputs |= {"q": both[:, :, :8], "k": both[:, :, 8:12]}
+    assert_right(HEADS, problem, kernel_of_heads(problem, together=2), clusters=4, inputs=inputs)
+
+
+def test_a_number_that_is_not_finite_stays_in_its_head():
+    problem = heads_of(tokens=3, batch=1, heads=5, kv_heads=3)
+    for x, y in (("q", "k"), ("dq_out", "dk_out")):
+        inputs = inputs_of(HEADS, problem)
+        inputs[x][0, 2, 4, 3], inputs[y][0, 0, 0, 127] = NAN, NAN
+        assert_right(HEADS, problem, kernel_of_heads(problem, ahead=2), clusters=3, inputs=inputs)
+
+
+@st.composite
+def launches_of_heads(draw):
+    """A problem, its kernel, a number of blocks and a GPU."""
+    dtype, others = draw(st.sampled_from(DTYPES)), (draw(st.sampled_from(DTYPES)), draw(st.sampled_from(DTYPES)))
+    head_dim = 2 * (16 // ITEM_BYTES[dtype]) * draw(st.sampled_from([1, 2, 4, 8, 16, 32]))
+    heads, kv_heads = draw(st.integers(1, 17)), draw(st.integers(1, 9))
+    problem = heads_of(draw(st.integers(1, 5)), draw(st.integers(1, 3)), heads, kv_heads, head_dim, dtype, others)
+    axes = draw(st.sampled_from([1, 2, 4, 8])), draw(st.sampled_from([1, 2, 4])), draw(st.integers(1, 3))
+    return problem, kernel_of_heads(problem, *axes), draw(st.integers(2, 9)), draw(st.sampled_from(["sm_80", "sm_100"]))
+
+
+@examples(12)
+@given(launches_of_heads(), st.integers(0, 2))
+def test_any_heads_are_right(launch, gap):
+    problem, kernel, blocks, arch = launch
+    assert_right(HEADS, problem, kernel, blocks, None, arch, gap)
+
+
+def test_sums_over_heads_have_a_fixed_order():
+    """No thread adds to what another has stored in global memory."""
+    assert not re.search(r"\b(atom|red)\b", ptx_of(kernel_of_heads(heads_of())))
+
+
+DEPENDENT = [name for name in NAMES if name.startswith("fused")]
+
+
+@pytest.mark.parametrize("name", [*DEPENDENT, HEADS.name])
 def test_a_dependent_kernel_waits_before_it_touches_memory(name):
     spec = spec_named(name)
-    before, _, after = ptx_of(kernel_of(spec, problem_of(spec, 9, 64, "float32"), 16)).partition("griddepcontrol.wait")
+    is_of_heads = name == HEADS.name
+    kernel = kernel_of_heads(heads_of()) if is_of_heads else kernel_of(spec, problem_of(spec, 9, 64, "float32"), 16)
+    assert kernel.dependent
+    before, _, after = ptx_of(kernel).partition("griddepcontrol.wait")
     assert "ld.global" not in before
     assert "ld.global" in after
 
@@ -731,6 +846,23 @@ def test_a_kernel_without_its_barrier_fails(cluster):
 def test_a_kernel_that_keeps_all_sums_in_one_place_fails(cluster):
     """The turn changes with each row: a fast warp may be at the next one."""
     fails_once(lambda text: re.sub(r"xor.b32.*;", "", text), "race", threads=64, cluster=cluster)
+
+
+def fails_on_heads(change, what):
+    problem = heads_of(heads=5, kv_heads=3)
+    kernel, inputs = kernel_of_heads(problem), inputs_of(HEADS, problem)
+    text = ptx_of(kernel)
+    assert change(text) != text
+    with pytest.raises(PtxError, match=what):
+        launched(HEADS, problem, kernel, change(text), inputs, 3)
+
+
+def test_a_kernel_over_heads_without_its_barrier_fails():
+    fails_on_heads(lambda text: text.replace("bar.sync", "// bar.sync"), r"race|nobody has written")
+
+
+def test_a_kernel_over_heads_that_forgets_their_number_fails():
+    fails_on_heads(lambda text: re.sub(r"setp.lt.s32", "setp.ne.s32", text), "outside of all tensors")
 
 
 def test_a_kernel_that_forgets_the_end_of_a_row_fails():

@@ -77,6 +77,7 @@ SPEC = spec(
     results=results,
     flops=16,
     dependent=True,
+    cute=True,
 )
 
 SPECS = (SPEC,)

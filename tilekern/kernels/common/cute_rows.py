@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from tilekern.kernels.common.cute_configs import MOST_REGISTERS, NOT_INTERPRETED, vector_of
 from tilekern.kernels.tiles import grid_of, power_of_two
 from tilekern.spec import (
-    ITEM_BYTES,
     ArrayParameter,
     Config,
     Constraint,
@@ -21,34 +21,24 @@ from tilekern.spec import (
     Value,
     cdiv,
 )
-from tilekern.targets import INTERPRETED, Target
+from tilekern.targets import Target
 
 _KERNEL = "tilekern.kernels.cute.rows:Rows"
-_VECTOR_BYTES = 16
-_WARP, _LARGEST_BLOCK = 32, 1024
+_LARGEST_BLOCK = 1024
 # Vectors of each array that a thread may hold.
 _MOST_CHUNKS = 8
-# Registers that a thread has at most, and those that it needs for addresses and the like.
-_MOST_REGISTERS, _OWN_REGISTERS = 255, 24
+# Registers that a thread needs for addresses and the like.
+_OWN_REGISTERS = 24
 # From so many columns on a row may be shared by several blocks.
 _LONG = 16384
 
 
-def is_cute(config: Config) -> bool:
-    """Whether CuTe DSL compiles a config."""
-    return config.get("implementation") == "cute"
-
-
-def _vector(problem: Problem) -> int:
-    return _VECTOR_BYTES // ITEM_BYTES[problem["dtype"]]
-
-
 def _chunks(problem: Problem, config: Config) -> int:
-    return cdiv(problem["columns"], config["threads"] * config["cluster"] * _vector(problem))
+    return cdiv(problem["columns"], config["threads"] * config["cluster"] * vector_of(problem))
 
 
 def _axes(problem: Problem, direction: str) -> dict[str, list[Value]]:
-    columns, vector = problem["columns"], _vector(problem)
+    columns, vector = problem["columns"], vector_of(problem)
     vectors = columns // vector
     most = min(_LARGEST_BLOCK, power_of_two(vectors))
     threads = [n for n in (8, 16, 32, 64, 128, 256, 512, 1024) if cdiv(vectors, 8 * _MOST_CHUNKS) <= n <= most]
@@ -66,16 +56,16 @@ def _axes(problem: Problem, direction: str) -> dict[str, list[Value]]:
 
 def _registers(problem: Problem, config: Config, live: int) -> int:
     # What is loaded ahead is as it is stored, most of it in 16 bits.
-    return _OWN_REGISTERS + (live + config["ahead"]) * _chunks(problem, config) * _vector(problem)
+    return _OWN_REGISTERS + (live + config["ahead"]) * _chunks(problem, config) * vector_of(problem)
 
 
 def _fits_registers(problem: Problem, config: Config, target: Target, live: int) -> bool:
     most = target.registers // (config["threads"] * config["rows"] * config["occupancy"])
-    return _registers(problem, config, live) <= min(most, _MOST_REGISTERS)
+    return _registers(problem, config, live) <= min(most, MOST_REGISTERS)
 
 
 _CONSTRAINTS = (
-    Constraint("the interpreter runs cuTile's kernels alone", lambda problem, config, target: target != INTERPRETED),
+    NOT_INTERPRETED,
     Constraint(
         "clusters need sm_90 or newer",
         lambda problem, config, target: config["cluster"] == 1 or target.capability >= 90,
@@ -87,7 +77,7 @@ _CONSTRAINTS = (
     Constraint(
         "more than half of the threads of a row would have nothing to do",
         lambda problem, config, target: (
-            (config["threads"] * config["cluster"]) * _vector(problem) < 2 * problem["columns"]
+            (config["threads"] * config["cluster"]) * vector_of(problem) < 2 * problem["columns"]
         ),
     ),
     Constraint(
@@ -146,7 +136,7 @@ def implement(
             ("columns", problem["columns"]),
             ("threads", config["threads"]),
             ("rows", rows),
-            ("vector", _vector(problem)),
+            ("vector", vector_of(problem)),
             ("persistent", persistent),
             ("ahead", config["ahead"]),
             ("occupancy", config["occupancy"] if persistent else 0),

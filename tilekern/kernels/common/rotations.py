@@ -22,13 +22,16 @@ from typing import Any
 
 import cuda.tile as ct
 
+from tilekern.kernels.common import cute_heads
 from tilekern.kernels.common.arrays import Arrays, bytes_of, drawn, tensors
+from tilekern.kernels.common.cute_configs import is_cute
 from tilekern.kernels.tiles import grid_of, hints, load, power_of_two
 from tilekern.spec import (
     ITEM_BYTES,
     Array,
     Config,
     Constraint,
+    CuteKernel,
     Dimension,
     Implementation,
     KernelSpec,
@@ -273,7 +276,10 @@ def _implement(
     function: Any, arrays: Arrays, dimensions: tuple[Dimension, ...], constants: tuple[str, ...],
     cut: Callable[[Problem], dict[str, int | bool]], unrolls_lone: bool, dependent: bool, problem: Problem,
     config: Config,
-) -> Implementation:  # fmt: skip
+) -> Implementation | CuteKernel:  # fmt: skip
+    parameters = parameters_of(arrays, dimensions, problem)
+    if is_cute(config):
+        return cute_heads.implement(function, parameters, dependent, problem, config)
     tile_t, tile_hk, cuts = config["tile_t"], _tile_of_kv_heads(problem, config), cut(problem)
     tails = problem["heads"] % config["tile_h"] or problem["kv_heads"] % tile_hk
     read = [array.dtype_in(problem) for array in tensors(arrays, "input") if "heads" in array.shape]
@@ -288,7 +294,7 @@ def _implement(
     }
     return Implementation(
         function=function,
-        parameters=parameters_of(arrays, dimensions, problem),
+        parameters=parameters,
         constants=tuple((name, values[name]) for name in constants),
         grid=lambda sizes, sm_count: grid_of(sizes["batch"] * cdiv(sizes["tokens"], tile_t), config, sm_count),
         hints=hints(config),
@@ -368,6 +374,7 @@ def spec(
     angles: Callable[[Problem, Any, str], dict[str, Any]] = drawn_angles,
     sizes: tuple[str, ...] = (), flags: tuple[str, ...] = (), inverse: Arrays = (), unrolls_lone: bool = False,
     dependent: bool = False, results: Callable[[dict[str, Any]], dict[str, Any]] = dict,
+    cute: bool = False,
 ) -> KernelSpec:  # fmt: skip
     """The spec of a kernel that turns heads, which has the kernel's name.
 
@@ -386,6 +393,8 @@ def spec(
         inverse: the arrays of problems that turn back, where their dtypes are others.
         unrolls_lone: whether steps are written out where one block is on an SM, too. As the generic config has it,
             its loads of single elements are long code.
+        cute: whether CuTe DSL compiles the kernel too, as it can where its steps are those of
+            :func:`tilekern.kernels.common.normed_rotations.each_step_with_sums`.
     """
     dimensions = dimensions_of(arrays, sizes, flags)
     return KernelSpec(
@@ -393,7 +402,7 @@ def spec(
         summary=summary,
         module=module_of(function),
         dimensions=dimensions,
-        space=space,
+        space=dataclasses.replace(space, beside=(cute_heads.SPACE,)) if cute else space,
         implement=lambda problem, config: _implement(
             function, _of(problem, arrays, inverse), dimensions, constants, cut, unrolls_lone, dependent, problem,
             config,

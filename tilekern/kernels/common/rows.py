@@ -26,6 +26,7 @@ import cuda.tile as ct
 
 from tilekern.kernels.common import cute_rows
 from tilekern.kernels.common.arrays import Arrays, bytes_of, drawn, tensors
+from tilekern.kernels.common.cute_configs import is_cute
 from tilekern.kernels.tiles import (
     FEW_CHUNKS,
     HELD_BY_DEFAULT,
@@ -369,7 +370,7 @@ def _implement(
     config: Config,
 ) -> Implementation | CuteKernel:  # fmt: skip
     parameters = parameters_of(arrays, dimensions_of(arrays, flags), problem)
-    if cute_rows.is_cute(config):
+    if is_cute(config):
         return cute_rows.implement(function, parameters, flags, dependent, problem, config)
     columns, tile_m, tile_n = problem["columns"], config["tile_m"], config["tile_n"]
     schedule = () if direction == "backward" else (("persistent", config["schedule"] == "persistent"),)
