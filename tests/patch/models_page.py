@@ -28,13 +28,15 @@ transformers, too, wherever their code has a form that is known. `python -m tile
 `llama4` have none, and are patched by the same switch, `experts=True`, which patches the
 [routers](reference.md#routers) of these families, too.
 
-- `layer_norm` is of language models; vision towers keep their own. In an attention or an indexer whose rotation is
-  patched (Persimmon's, Phi's, DeepSeek V3.2's) it runs with `apply`, and torch's class with `apply_to_model`.
+- "images": what sees alone has such code, the tower or what brings its results to the text, and the op serves it.
+  Towers that are families of their own have rows: `clip`, `pixtral` and `siglip`.
+- `layer_norm` in an attention or an indexer whose rotation is patched (Persimmon's, Phi's, DeepSeek V3.2's) runs with
+  `apply`, and torch's class with `apply_to_model`.
 - `swiglu` is any MLP with a gate, by silu or gelu; experts are not among them: they have a column of their own.
-- `mlp` is any MLP of the language model without a gate, by gelu, silu, relu or its square, with biases or without; of
-  BLOOM's the activation alone is exchanged. Vision towers keep their own.
-- `rope` and `qk_norm_rope` are of the language model; vision towers keep their own rotation, but for Pixtral's and,
-  with `apply`, Gemma 4's, which `rope` serves.
+- `mlp` is any MLP without a gate, by gelu, silu, relu or its square, with biases or without; of BLOOM's the activation
+  alone is exchanged.
+- `rope` serves the rotations of towers, too: those of Pixtral, Llama 4, Qwen-VL from 2 on, GLM-V, ERNIE-VL and
+  PaddleOCR-VL and, with `apply`, of Gemma 4. The norms of heads in Gemma 4's tower run `rms_norm`.
 - `experts` run the op by `experts_implementation="tilekern"` or `apply(experts=True)`, or by neither for the reason
   that is given.
 - "of its text": the text model is of another family, which has a row of its own.
@@ -57,10 +59,15 @@ def page(of_experts):
     rows = [f"| {' | '.join(('family', *OPS, 'experts'))} |", "|---" * (len(OPS) + 2) + "|"]
     for family in sorted(FAMILIES.values()):
         module = Module(family.module, path_of(family.module).read_text(encoding="utf-8"))
-        cells = ["yes" if op in family.ops else reason(op, module) for op in OPS]
+        cells = [served(op, family) or reason(op, module) for op in OPS]
         rows.append(f"| {' | '.join((family.model_type, *cells, of_experts(family.model_type)))} |")
     seeing = [f"{name}{_without(SEEING[name].without)}" for name in sorted(SEEING)]
     return HEAD + "\n".join(rows) + f"\n\nThese are tested with images, too: {', '.join(seeing)}.\n"
+
+
+def served(op, family):
+    """What the page says of an op that serves a family; nothing where it does not."""
+    return "images" if op in family.seen else "yes" if op in family.ops else ""
 
 
 def _without(ops):
@@ -94,7 +101,7 @@ def reason(op, module):
         "layer_norm": False,
         "swiglu": any(f"= {kind}(" in text for kind in gated),
         "rope": "apply_rotary" in text and module.rotaries,
-        "fused_linear_cross_entropy": "labels" in text,
+        "fused_linear_cross_entropy": "labels" in text and "ForCausalLM" in text,
     }
     if op == "swiglu" and has[op] and "relu2" in _configuration(module):
         return "another gate"

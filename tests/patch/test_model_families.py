@@ -91,7 +91,9 @@ def check(families, ops, run):
     assert torch.equal(patched_tokens, tokens)
     assert patched_gradients.keys() == gradients.keys()
     for name, gradient in gradients.items():
-        assert torch.allclose(patched_gradients[name], gradient, rtol=1e-4, atol=2e-6 * float(gradient.norm())), name
+        # A key's bias adds the same to all scores of a query: its gradient is what rounding leaves of others.
+        whole = float(gradients[name.replace("k_proj.bias", "q_proj.bias")].norm())
+        assert torch.allclose(patched_gradients[name], gradient, rtol=1e-4, atol=2e-6 * whole), name
     return evaluated, ran
 
 
@@ -106,7 +108,7 @@ def test_a_patched_model_computes_what_it_does_as_it_is(family):
     if OLDER and family == "granitemoe":
         # transformers 5.0.0 fails for want of its router's logits.
         model.config.output_router_logits = False
-    ops = ops_of([FAMILIES[family]])
+    ops = [op for op in ops_of([FAMILIES[family]]) if op not in FAMILIES[family].seen]
     (_, loss), ran = check([FAMILIES[family]], ops, lambda: run(model, ids, **inputs))
     check_alone(family, model, loss, input_ids=ids, **inputs)
     if not OLDER:
@@ -140,6 +142,24 @@ def test_a_patched_model_that_sees_computes_what_it_does_as_it_is(name):
     (_, loss), _ = check(families, ops, lambda: run(model, ids, **inputs))
     if name not in BLIND:
         check_alone(name, model, loss, input_ids=ids, **inputs)
+
+
+@pytest.mark.skipif(OLDER, reason="an older transformers has other forms of it")
+def test_the_tower_of_llama4_computes_what_it_does_as_it_is():
+    """By itself: there are releases that cannot run the whole model."""
+    tower, pixels = make_seeing("llama4")[0].vision_model, SEEING["llama4"].inputs["pixel_values"]
+
+    def step():
+        tower.zero_grad()
+        made = tower(pixel_values=pixels).last_hidden_state
+        made.square().sum().backward()
+        return [made.detach(), *(x.grad for x in tower.parameters())]
+
+    expected, before = step(), fallbacks()
+    tilekern.apply(model_type="llama4")
+    assert worst(step(), expected) < 1e-5
+    ran = {kernel for kernel, number in fallbacks().items() if number > before.get(kernel, 0)}
+    assert not [op for op in (*FAMILIES["llama4"].seen, "rope") if not KERNELS[op] & ran]
 
 
 @pytest.mark.skipif(OLDER, reason="an older transformers has fewer families")

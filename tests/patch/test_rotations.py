@@ -11,10 +11,12 @@ from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek_v3
 from transformers.models.gemma4 import modeling_gemma4 as gemma4
 from transformers.models.gpt_oss import modeling_gpt_oss as gpt_oss
 from transformers.models.gptj import modeling_gptj as gptj
+from transformers.models.llama4 import modeling_llama4 as llama4
 from transformers.models.nanochat import modeling_nanochat as nanochat
 from transformers.models.nemotron import modeling_nemotron as nemotron
 from transformers.models.phi3 import modeling_phi3 as phi3
 from transformers.models.pixtral import modeling_pixtral as pixtral
+from transformers.models.qwen2_vl import modeling_qwen2_vl as qwen2_vl
 
 import tilekern
 
@@ -122,6 +124,43 @@ def test_angles_without_a_batch():
     before = launches()
     assert worst(turned(pixtral.apply_rotary_pos_emb, q, k, cos, sin, unsqueeze_dim=0), expected) < 1e-5
     assert launched(before) == {"rope": 2}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("twice", [True, False])
+def test_patches_without_a_batch_are_turned_in_float32(twice, dtype):
+    """As Qwen2-VL's tower has q and k, views of one product. The halves of the angles may differ."""
+    original = qwen2_vl.apply_rotary_pos_emb_vision
+    (cos,), (sin,) = angles(SIZE, twice)
+    q, k = torch.randn(5, 2, 3, SIZE).to(dtype).unbind(1)
+    expected = turned(original, q, k, cos, sin)
+    tilekern.apply(model_type="qwen2_vl")
+    ours = qwen2_vl.apply_rotary_pos_emb_vision
+    before = launches()
+    found = turned(ours, q, k, cos, sin)
+    assert launched(before) == {"rope": 2}
+    assert [x.dtype for x in found] == [dtype] * 4
+    assert worst(found, expected) < (1e-5 if dtype == torch.float32 else 1e-2)
+    # With a batch it is the function as it was, and so for angles that only broadcasting makes fit.
+    for given in ((q[None], k[None], cos, sin), (q, k, cos[:1], sin[:1])):
+        before = launches()
+        assert worst(ours(*given), original(*given)) == 0
+        assert not launched(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_complex_angles_of_patches(dtype):
+    """Llama 4's tower has them for one head, without a batch."""
+    original = llama4.vision_apply_rotary_emb
+    freqs = torch.polar(torch.ones(5, 1, SIZE // 2), torch.rand(5, 1, SIZE // 2) * 6)
+    q, k = torch.randn(2, 2, 5, 3, SIZE).to(dtype)
+    expected = turned(original, q, k, freqs_ci=freqs)
+    tilekern.apply(model_type="llama4")
+    before = launches()
+    found = turned(llama4.vision_apply_rotary_emb, q, k, freqs_ci=freqs)
+    assert launched(before) == {"llama4_rope": 2}
+    assert [x.dtype for x in found] == [dtype] * 4
+    assert worst(found, expected) < (1e-5 if dtype == torch.float32 else 1e-2)
 
 
 def test_what_only_broadcasting_makes_fit_is_left():

@@ -185,10 +185,22 @@ SEEING = {
     "paligemma": Seen(
         _towers("gemma", "siglip_vision_model", projection_dim=24) | {"projection_dim": 24}, 4, PIXELS
     ),
+    "clip": Seen(_towers("llama", "clip_vision_model", hidden_act="gelu"), 4, PIXELS, "llava"),
+    "siglip": Seen(_towers("gemma3_text", "siglip_vision_model") | {"mm_tokens_per_image": 4}, 4, PIXELS, "gemma3"),
+    "llava_next": Seen(
+        _towers("llama", "clip_vision_model") | {"image_grid_pinpoints": [[28, 28]]},
+        10, {"pixel_values": torch.stack((IMAGES, IMAGES), 1), "image_sizes": SIZED["image_sizes"]},
+    ),
+    "aya_vision": Seen(_towers("cohere2", "siglip_vision_model") | {"downsample_factor": 2}, 1, PIXELS),
     "gemma3": Seen(_towers("gemma3_text", "siglip_vision_model") | {"mm_tokens_per_image": 4}, 4, PIXELS),
-    "internvl": Seen(_towers("qwen2", "internvl_vision", image_size=[28, 28], patch_size=[14, 14]), 1, PIXELS),
+    "internvl": Seen(
+        _towers("qwen2", "internvl_vision", image_size=[28, 28], patch_size=[14, 14], use_qk_norm=True), 1, PIXELS
+    ),
     "smolvlm": Seen(
         _towers("llama", "smolvlm_vision") | {"scale_factor": 2}, 1, {"pixel_values": IMAGES[:, None]}
+    ),
+    "idefics3": Seen(
+        _towers("llama", "idefics3_vision") | {"scale_factor": 2}, 1, {"pixel_values": IMAGES[:, None]}
     ),
     "mllama": Seen(
         _towers(
@@ -206,7 +218,13 @@ SEEING = {
     "qwen2_5_vl": Seen(_grids(fullatt_block_indexes=[0]), 2, PATCHES),
     "qwen3_vl": Seen(_grids(), 2, PATCHES),
     "qwen3_5": Seen(_grids(LINEAR), 2, PATCHES),
+    "qwen3_vl_moe": Seen(_grids(EXPERTS | {"mlp_only_layers": [1]}), 2, PATCHES),
+    "qwen3_5_moe": Seen(_grids(EXPERTS | LINEAR | {"shared_expert_intermediate_size": 20}), 2, PATCHES),
     "glm4v": Seen(_grids(), 2, PATCHES),
+    "glm4v_moe": Seen(_grids(OWN["glm4v_moe"]["text_config"]), 2, PATCHES),
+    "hunyuan_vl": Seen(
+        _grids(max_image_size=56, text_hidden_size=24), 6, PATCHES | {"pixel_values": PATCHES["pixel_values"][:, ::2]}
+    ),
     "llama4": Seen(
         _towers(
             "llama4_text", "llama4_vision_model", OWN["llama4"], patch_size=7, vision_output_dim=20,

@@ -33,7 +33,16 @@ _SERVED = {
     "lph": "bloom gpt2 gpt_bigcode gpt_neo mpt",
     "lrh": "phimoe",
     "lh": "biogpt opt xglm",
+    "lp": "clip siglip",
     "h": "aya_vision got_ocr2 idefics3 internvl llava llava_next mistral3 paligemma smolvlm",
+}
+# What of them runs for images alone: towers, and what brings the towers' results to the text.
+_SEEN = {
+    "nlp": "internvl",
+    "np": "mistral3",
+    "lp": "hunyuan_vl idefics3 llama4 mllama qwen2_vl qwen3_5 qwen3_5_moe qwen3_vl qwen3_vl_moe smolvlm",
+    "l": "aya_vision glm4v glm4v_moe",
+    "p": "llava llava_next",
 }
 
 
@@ -43,10 +52,12 @@ class Family(NamedTuple):
     Attributes:
         model_type: as a configuration names it, and transformers the folder of its code.
         ops: what is patched of it, on the newest release of transformers that tilekern knows; its routers beside them.
+        seen: those of its ops that run for images alone.
     """
 
     model_type: str
     ops: tuple[str, ...]
+    seen: tuple[str, ...] = ()
 
     @property
     def module(self) -> str:
@@ -73,10 +84,17 @@ def _nothing(original: Callable[..., Any]) -> Callable[..., Any]:
     return original
 
 
+def _ops(letters: str) -> tuple[str, ...]:
+    return tuple(op for letter, op in _LETTERS.items() if letter in letters)
+
+
+def _family(name: str, letters: str) -> Family:
+    seen = "".join(more for more, names in _SEEN.items() if name in names.split())
+    return Family(name, _ops(letters + seen), _ops(seen))
+
+
 FAMILIES: dict[str, Family] = {
-    name: Family(name, tuple(_LETTERS[letter] for letter in letters))
-    for letters, names in _SERVED.items()
-    for name in names.split()
+    name: _family(name, letters) for letters, names in _SERVED.items() for name in names.split()
 }
 
 

@@ -54,7 +54,8 @@ _LAYER_NORMS = {
     # torch's without weight and bias, in float32.
     "20e27ada9aaef997076ab2bda7bc78390d1d580d8a6edad592ebbcb05b6dc007": replacements.layer_norm_alone,
 }
-_TORCHS = ("nn.LayerNorm", "torch.nn.LayerNorm", "LayerNorm")
+# How ``__init__`` makes torch's layer norms; the last may make another one, which then runs as it is.
+_TORCHS = ("nn.LayerNorm", "torch.nn.LayerNorm", "LayerNorm", "NORM2FN[config.norm_type]")
 _MLPS = {
     # ``down_proj(act_fn(gate_proj(x)) * up_proj(x))``, by way of a variable and at once.
     "054836297e76c35300f38c2c34570cc1817a980b8e556862f9d05134300f9be7": replacements.gated_mlp,
@@ -148,8 +149,14 @@ _AS_THEY_ARE = {
     ("303ea2b0f50f0aa98fafb5033a59b81742a62fbe29fa3b9fb108a866c514214a", _HALVES): replacements.rope_whole_cast_back,
     ("fcd9d9dae21834da0799b32adba80c40ff54dfcceb13a404d0616edbf30a69f5", _CHUNKS): replacements.rope_once,
     ("984e7942ca96e21e5c57c49fae1e682a4519fd2acdd94d74f2c83a9eaf30ed68", _CHUNKS): replacements.rope_once,
+    # Of patches without a batch.
+    ("85f866739404c4f78eed8b25b440d1e8d6bc7812fadcab4059bb7b4bcddaa1af", _HALVES): replacements.rope_of_patches,
     ("33759f0e733bdd0e8afdcc9abf33adce54afe3a63c25e5bd99539188ae3f81cb", ""): replacements.rope_complex,
     ("12b48959aef90bb52bdfb205f6cfdb3ad3437699954a31884bd055a7d84c476d", ""): replacements.rope_complex_by_heads,
+    (
+        "995578b887ca06eb1f67a12badcdcd91130c20dcc566e50fb51f4d7e1775fa78",
+        "2f614a0af4b7a08feeec85d79906c3a7ef71fcf23f860de04a841fa8a7be8811",
+    ): replacements.rope_complex_of_patches,
     # Pairs of one tensor, by angles that are doubled in the function.
     (
         "38dbcba4270dc97e7b235f245f0099c0e8fb46eafa8bcfba11811444fd8f66a6",

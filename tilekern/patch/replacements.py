@@ -296,6 +296,23 @@ def rope_whole_cast_back(original: Function) -> Function:
     return _cast_back(rope_whole(original))
 
 
+def rope_of_patches(original: Function) -> Function:
+    """As :func:`rope_whole_cast_back`, of q and k [patches, heads, head_dim] by cos and sin [patches, head_dim]."""
+
+    def of_one_batch(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, _: int = 1) -> Any:
+        return tuple(x[None] for x in original(q[0], k[0], cos[0], sin[0]))
+
+    turned = rope_whole_cast_back(of_one_batch)
+
+    def apply_rotary_pos_emb_vision(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+        if not is_plain(q, k, cos, sin) or q.dim() != 3 or k.dim() != 3 or cos.dim() != 2:
+            return original(q, k, cos, sin)
+        q, k = turned(q[None], k[None], cos[None], sin[None], 2)
+        return q[0], k[0]
+
+    return apply_rotary_pos_emb_vision
+
+
 def rope_alone(original: Function) -> Function:
     """As :func:`rope_whole`, for a rotation of one tensor, q or k."""
     return _one_by_one(original, rope_whole)
@@ -383,6 +400,18 @@ def rope_complex_by_heads(original: Function) -> Function:
         return q.transpose(1, 2), k.transpose(1, 2)
 
     return apply_rotary_emb
+
+
+def rope_complex_of_patches(original: Function) -> Function:
+    """As :func:`rope_complex`, by complex angles [tokens, 1, head_dim / 2]; of Llama 4's tower."""
+
+    def vision_apply_rotary_emb(query: torch.Tensor, key: torch.Tensor, freqs_ci: torch.Tensor) -> Any:
+        angles = freqs_ci.transpose(0, 1)
+        if not _is_complex(query, key, angles, 1) or len(angles) > 1:
+            return original(query, key, freqs_ci)
+        return llama4_rope(query, key, angles.to(query.device))
+
+    return vision_apply_rotary_emb
 
 
 def _is_complex(q: torch.Tensor, k: torch.Tensor, angles: torch.Tensor, tokens: int) -> bool:
