@@ -20,3 +20,12 @@ def environment(*folders: Path | str, without: tuple[str, ...] = ("TILEKERN_",),
 def python_path(*folders: Path | str) -> str:
     """Folders, and behind them those that the tests were given, as that of the compiler which keeps its cubins."""
     return os.pathsep.join([*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+def installed(folder: Path) -> Path:
+    """A folder by which Python takes tilekern for installed, so that ``import torch`` calls its entry point."""
+    info = folder / "tilekern-0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tilekern\nVersion: 0\n")
+    (info / "entry_points.txt").write_text("[torch.backends]\ntilekern = tilekern.startup:begin\n")
+    return folder

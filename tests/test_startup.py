@@ -9,6 +9,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from environments import installed, python_path
 
 from tilekern import startup
 from tilekern.awaiting import Arrivals, is_being_imported
@@ -162,12 +163,7 @@ print(*tilekern.get_patched_ops())
 @pytest.mark.processes
 def test_the_variable_has_a_family_patched_when_it_is_imported(tmp_path):
     """Torch is first imported by the code of the models here, and looks for entry points in the midst of that."""
-    info = tmp_path / "tilekern-0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tilekern\nVersion: 0\n")
-    (info / "entry_points.txt").write_text("[torch.backends]\ntilekern = tilekern.startup:begin\n")
-    path = os.pathsep.join([str(tmp_path), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    env = os.environ | {"PYTHONPATH": path, "TILEKERN_APPLY": "-rope"}
+    env = os.environ | {"PYTHONPATH": python_path(installed(tmp_path), ROOT), "TILEKERN_APPLY": "-rope"}
     ran = subprocess.run(
         [sys.executable, "-c", CODE], env=env, capture_output=True, text=True, check=False, cwd=tmp_path
     )
