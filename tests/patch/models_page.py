@@ -48,8 +48,7 @@ transformers, too, wherever their code has a form that is known. `python -m tile
   serve them.
 - "another gate": squared ReLU.
 - "another activation": its own has no op.
-- "another form": it has such code, and what of it an op could compute stands in statements that are not known, or in a
-  method that another op changes already (the MLPs of BioGPT, OPT and XGLM, in the layer's own).
+- "another form": it has such code, and what of it an op could compute stands in statements that are not known.
 
 """
 

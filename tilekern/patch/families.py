@@ -30,9 +30,8 @@ _SERVED = {
     "lmrh": "cohere cohere2 olmo stablelm",
     "lprh": "falcon gpt_neox gptj nemotron persimmon phi starcoder2",
     "nmrs": "pixtral",
-    "lph": "bloom gpt2 gpt_bigcode gpt_neo mpt",
+    "lph": "biogpt bloom gpt2 gpt_bigcode gpt_neo mpt opt xglm",
     "lrh": "phimoe",
-    "lh": "biogpt opt xglm",
     "lp": "clip siglip",
     "h": "aya_vision got_ocr2 idefics3 internvl llava llava_next mistral3 paligemma smolvlm",
 }
@@ -76,7 +75,7 @@ class Family(NamedTuple):
         """
         found = patches_in(self.module, self.model_type)
         lacking = [op for op in self.ops if op not in {patch.op for patch in found}]
-        known = [patch for patch in found if patch.op in (*self.ops, EXPERTS)]
+        known = [patch for patch in found if {*self.ops, EXPERTS}.issuperset(patch.ops)]
         return (*known, *(Patch(op, self.model_type, self.module, "", _nothing, ()) for op in lacking))
 
 

@@ -379,18 +379,25 @@ def patches_of(module: Module, model_type: str) -> list[Patch]:
     # One method has one stand-in; a function that it calls may have one of its own.
     taken = {patch.attribute for patch in found}
     for kind in module.forwards:
-        named = module.has_layer_norms(kind)
-        free = f"{kind}.forward" not in taken
-        if named and free and _has(module, kind, partial(patterns.normed, norms=named)):
-            make = partial(layers.layer_norm, norms=tuple(named))
-            found.append(row("layer_norm", f"{kind}.forward", make))
-            free = False
-        linears, activations = module.parts_of_mlp(kind)
-        chain = partial(patterns.mlp, linears=linears, activations=activations)
-        if free and linears and activations and _has(module, kind, chain):
-            make = partial(layers.mlp, linears=linears, activations=activations, others=tuple(module.linears))
-            found.append(row("mlp", f"{kind}.forward", make, [f"{other}.forward" for other in module.linears]))
-    return [*_routers(module, row), *sorted(found, key=lambda patch: (*OPS, EXPERTS).index(patch.op))]
+        if f"{kind}.forward" not in taken:
+            found += _torchs_layers(module, kind, row)
+    return [*_routers(module, row), *sorted(found, key=lambda patch: (*OPS, EXPERTS).index(patch.ops[-1]))]
+
+
+def _torchs_layers(module: Module, kind: str, row: Callable[..., Patch]) -> list[Patch]:
+    """The patches of a forward that calls torch's layer norms, of one that is an MLP without a gate, and of both."""
+    named, found = module.has_layer_norms(kind), []
+    if named and _has(module, kind, partial(patterns.normed, norms=named)):
+        found.append(row("layer_norm", f"{kind}.forward", partial(layers.layer_norm, norms=tuple(named))))
+    linears, activations = module.parts_of_mlp(kind)
+    if linears and activations and _has(module, kind, partial(patterns.mlp, linears=linears, activations=activations)):
+        relied = [f"{other}.forward" for other in module.linears]
+        make = partial(layers.mlp, linears=linears, activations=activations, others=tuple(module.linears))
+        if found:
+            both = partial(make, norms=tuple(named))
+            found.append(row("layer_norm+mlp", f"{kind}.forward", both, relied, covers=("layer_norm", "mlp")))
+        found.append(row("mlp", f"{kind}.forward", make, relied))
+    return found
 
 
 def _routers(module: Module, row: Callable[..., Patch]) -> list[Patch]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from tilekern.patch.digests import digest_of, function_of
-from tilekern.patch.ledger import Ledger
+from tilekern.patch.ledger import Ledger, Touch
 from tilekern.patch.table import Patch
 
 Status = Literal["applied", "available", "changed", "missing"]
@@ -64,13 +64,7 @@ def examine(patch: Patch, ledger: Ledger) -> Found:
     except AttributeError as error:
         return Found(patch, "missing", f"{patch.target} is not there ({error})")
     touch = ledger.held(owner, name)
-    if touch is None:
-        return _compared(patch, module, owner, name, ledger)
-    digest = _digest(touch.original)[0]
-    if not touch.still_runs:
-        reason = f"{patch.target} was replaced by something else after tilekern had patched it"
-        return Found(patch, "changed", reason, digest, owner, name, touch.original)
-    return Found(patch, "applied", "", digest, owner, name, touch.original)
+    return _compared(patch, module, owner, name, ledger) if touch is None else _touched(patch, touch, owner, name)
 
 
 def holder(module: Any, path: str) -> tuple[Any, str]:
@@ -104,6 +98,15 @@ def original_at(module: Any, path: str, ledger: Ledger) -> Any:
     owner, name = holder(module, path)
     touch = ledger.held(owner, name)
     return touch.original if touch is not None and touch.in_place else getattr(owner, name)
+
+
+def _touched(patch: Patch, touch: Touch, owner: Any, name: str) -> Found:
+    """The state of a target where a patch stands; that of another op for it leaves it available."""
+    status: Status = "applied" if set(patch.ops).issubset(touch.ops) else "available"
+    reason = ""
+    if not touch.still_runs:
+        status, reason = "changed", f"{patch.target} was replaced by something else after tilekern had patched it"
+    return Found(patch, status, reason, _digest(touch.original)[0], owner, name, touch.original)
 
 
 def _compared(patch: Patch, module: Any, owner: Any, name: str, ledger: Ledger) -> Found:

@@ -86,6 +86,12 @@ def layer_norm(original: Function, norms: Collection[str]) -> Function:
 
     A sum that stands right before the call of its norm is one op with that.
     """
+    run = rewritten(original, *_normed(norms))
+    return checkpointed(run) if is_checkpointing(original) else run
+
+
+def _normed(norms: Collection[str]) -> tuple[Callable[[ast.FunctionDef], int], dict[str, Function]]:
+    """What :func:`layer_norm` changes in a forward, and what the changed text names."""
 
     def is_served(norm: Any, x: Any) -> bool:
         return is_layer_norm(norm) and is_plain(x) and replacements.are_normed_alike(x, norm.weight, norm.bias)
@@ -103,8 +109,7 @@ def layer_norm(original: Function, norms: Collection[str]) -> Function:
     def change(function: ast.FunctionDef) -> int:
         return patterns.add_norm(function, norms) + patterns.normed(function, norms)
 
-    run = rewritten(original, change, {patterns.NORMED: normed, patterns.ADD_NORM: add_norm})
-    return checkpointed(run) if is_checkpointing(original) else run
+    return change, {patterns.NORMED: normed, patterns.ADD_NORM: add_norm}
 
 
 def layer_norm_per_head(original: Function) -> Function:
@@ -125,30 +130,40 @@ def layer_norm_per_head(original: Function) -> Function:
 
 
 def mlp(
-    original: Function, linears: Collection[str], activations: Collection[str], others: Collection[str] = ()
-) -> Function:
+    original: Function, linears: Collection[str], activations: Collection[str], others: Collection[str] = (),
+    norms: Collection[str] = (),
+) -> Function:  # fmt: skip
     """For ``forward`` of an MLP without a gate: two linear layers and the activation between them as one op.
+
+    Dropout of the activation leaves that one alone to an op.
 
     Args:
         original: the forward.
         linears: the attributes that are linear layers.
         activations: those that are activations.
         others: classes beside the original, of linear layers that compute what torch's do.
+        norms: attributes that are torch's LayerNorm, whose calls are what :func:`layer_norm` makes of them.
     """
     names, kinds = inspect.unwrap(original).__globals__, replacements.kinds()
 
-    def run(up: Any, act: Any, down: Any, x: Any) -> Any:
+    def run(up: Any, act: Any, down: Any, x: Any, dropout: float = 0.0) -> Any:
         kind = replacements.kind_of(act, kinds) if is_plain(x) else None
-        if kind is None:
-            return down(act(up(x)))
         known = [names[name] for name in others]
         first, last = _linear(up, known), _linear(down, known)
-        if first is None or last is None:
-            value = up(x)
-            return down(activation(value, kind) if is_plain(value) else act(value))
-        return ops.mlp(x, *first, *last, kind)
+        if kind is not None and first is not None and last is not None and not dropout:
+            return ops.mlp(x, *first, *last, kind)
+        value = up(x)
+        value = act(value) if kind is None or not is_plain(value) else activation(value, kind)
+        return down(torch.nn.functional.dropout(value, dropout) if dropout else value)
 
-    return rewritten(original, partial(patterns.mlp, linears=linears, activations=activations), {patterns.MLP: run})
+    change_norms, variables = _normed(norms)
+
+    def change(function: ast.FunctionDef) -> int:
+        found = patterns.mlp(function, linears, activations)
+        return found + change_norms(function) if found and norms else found
+
+    run_all = rewritten(original, change, {**variables, patterns.MLP: run})
+    return checkpointed(run_all) if is_checkpointing(original) else run_all
 
 
 def _linear(layer: Any, known: Collection[type]) -> tuple[torch.Tensor, torch.Tensor | None] | None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from tilekern.patch.bound import COPIES, Bound, StandIn
 from tilekern.patch.checkpointing import follow
+from tilekern.patch.table import ops_in
 from tilekern.patch.wrapped import exchange, is_inside, place_of, retire, settled
 from tilekern.warning import warn
 
@@ -40,6 +41,11 @@ class Touch:
     is_bound: bool
     retires: bool = False
     bound: Callable[[], Bound | None] = _none
+
+    @property
+    def ops(self) -> tuple[str, ...]:
+        """The ops that the replacement serves, as of :class:`tilekern.patch.table.Patch`."""
+        return ops_in(self.op)
 
     @property
     def module(self) -> str:
@@ -195,9 +201,9 @@ class Ledger:
 
     def undo(self, ops: Collection[str]) -> set[str]:
         """Put back every attribute that the ops touched, and say which of the ops had touched any."""
-        alive = [(owner, touch) for owner, touch in self._alive() if touch.op in ops]
+        alive = [(owner, touch) for owner, touch in self._alive() if not set(ops).isdisjoint(touch.ops)]
         self.undo_all([touch for _, touch in alive])
-        return {touch.op for _, touch in alive}
+        return {op for _, touch in alive for op in touch.ops if op in ops}
 
     def _alive(self) -> list[tuple[Any, Touch]]:
         """The touches with their owners, which the list keeps alive; those of owners that are gone are dropped."""

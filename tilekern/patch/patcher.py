@@ -8,7 +8,8 @@ import inspect
 import sys
 import threading
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Set
+from dataclasses import replace
 from types import CodeType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,7 +20,7 @@ from tilekern.patch import experts as experts_door
 from tilekern.patch.families import FAMILIES, Family, imported, is_of_transformers
 from tilekern.patch.installed import Found, as_read, examine, transformers_version
 from tilekern.patch.instances import patch_modules
-from tilekern.patch.ledger import Ledger
+from tilekern.patch.ledger import Ledger, Touch
 from tilekern.patch.registry import (
     check_choice,
     check_ops,
@@ -29,7 +30,7 @@ from tilekern.patch.registry import (
     patches_for,
     registered,
 )
-from tilekern.patch.table import Patch
+from tilekern.patch.table import Patch, chosen
 from tilekern.runtime import dispatch
 from tilekern.runtime.ranks import comparing as ranks
 from tilekern.switches import ATTENTION, EXPERTS
@@ -161,7 +162,7 @@ def _awaits(name: str) -> bool:
 def _wanted(name: str) -> list[Patch]:
     """The patches of a module's classes that were asked for."""
     wish = _wishes.get(name, _wishes[None])
-    return [patch for patch in patches_for(name, wish.forms) if patch.op in wish.ops]
+    return chosen(list(patches_for(name, wish.forms)), wish.ops)
 
 
 def _arrived(name: str) -> None:
@@ -175,24 +176,29 @@ _arrivals = Arrivals(_awaits, _arrived)
 def _put(rows: Iterable[Patch], homes: Collection[str]) -> set[str]:
     """Apply patches and take back those of the same modules that are not among them; the ops that are patched now."""
     rows = list(rows)
-    kept = {patch.target for patch in rows}
-    done = set()
+    kept = {patch.target: patch.op for patch in rows}
+    done: set[str] = set()
     with _lock:
         for touch in list(_ledger):
-            if not touch.is_bound and touch.where not in kept and touch.module in homes:
+            if not touch.is_bound and kept.get(touch.where) != touch.op and touch.module in homes:
                 _ledger.undo_one(touch)
         for patch in rows:
             found = _apply(patch)
             if found.usable:
-                done.add(patch.op)
+                done.update(patch.ops)
             else:
                 _warn(found)
     return done
 
 
 def _apply(patch: Patch) -> Found:
-    """Apply a patch unless it is, or its target is another code than it knows; what the target was like before."""
+    """Apply a patch unless it is, or its target is another code than it knows; what the target was like before.
+
+    Where a patch of another op has the target, that one stays.
+    """
     found = examine(patch, _ledger)
+    if found.status == "available" and _ledger.held(found.owner, found.name) is not None:
+        return replace(found, status="applied")
     if found.status == "available":
         own = patch not in registered()
         _ledger.put(patch.op, patch.target, found.owner, found.name, patch.replacement(found.original), retires=own)
@@ -210,7 +216,7 @@ def applied(model: torch.nn.Module, ops: Collection[str]) -> Iterator[None]:
     """
     check_ops(ops)
     with _lock:
-        tried = [_apply(patch) for patch in patches_of_model(model) if patch.op in ops]
+        tried = [_apply(patch) for patch in chosen(patches_of_model(model), ops)]
     try:
         for found in tried:
             if not found.usable:
@@ -276,8 +282,8 @@ def apply_to_model(
     experts_door.register()
     done = {EXPERTS} if experts_door.choose(model, experts) else set()
     with _lock:
-        _take_back(model, {patch.op for patch in rows} - wish.ops)
-        judged = [examine(patch, _ledger) for patch in rows if patch.op in wish.ops]
+        _take_back(model, {op for patch in rows for op in patch.ops} - wish.ops)
+        judged = [examine(patch, _ledger) for patch in chosen(rows, wish.ops)]
         for found in judged:
             op = found.patch.op
             if not found.usable:
@@ -287,17 +293,17 @@ def apply_to_model(
             beside = [x for x in judged if x.usable and x.patch.op in named and x is not found]
             number, left = patch_modules(found, model, _ledger, beside)
             if number:
-                done.add(op)
+                done.update(found.patch.ops)
             if left:
                 warn(f"{op} is not patched everywhere: {left}")
     ranks.agree_when_up()
     return _in_order(done)
 
 
-def _take_back(model: torch.nn.Module, ops: Collection[str]) -> None:
+def _take_back(model: torch.nn.Module, ops: Set[str]) -> None:
     """Put back what patches of some ops gave a model's modules."""
     owners = set(map(id, model.modules()))
-    _ledger.undo_all([x for x in _ledger if x.is_bound and x.op in ops and id(x.owner()) in owners])
+    _ledger.undo_all([x for x in _ledger if x.is_bound and not ops.isdisjoint(x.ops) and id(x.owner()) in owners])
 
 
 def patches_of_model(model: torch.nn.Module, forms: str = "tested") -> list[Patch]:
@@ -334,7 +340,21 @@ def reset(names: str | Iterable[str] | None = None) -> list[str]:
     with _lock:
         for home, wish in _wishes.items():
             _wishes[home] = wish._replace(ops=wish.ops.difference(wanted))
-        return _in_order(_ledger.undo(wanted))
+        shared = [(x.owner(), x) for x in _ledger if 0 < len({*x.ops}.difference(wanted)) < len(x.ops)]
+        done = _ledger.undo(wanted)
+        for owner, touch in shared:
+            _put_the_rest(owner, touch, {*touch.ops}.difference(wanted))
+        return _in_order(done)
+
+
+def _put_the_rest(owner: Any, touch: Touch, ops: set[str]) -> None:
+    """Patch what a stand-in for several ops was taken from with those that stay."""
+    home, _, _ = touch.where.rsplit(".", 2)
+    for patch in chosen([patch for patch in patches_for(home, "any") if patch.target == touch.where], ops):
+        if touch.is_bound:
+            patch_modules(examine(patch, _ledger), owner, _ledger)
+        else:
+            _apply(patch)
 
 
 @contextlib.contextmanager
@@ -352,9 +372,8 @@ def get_patched_ops() -> dict[str, list[str]]:
     their class; :func:`tilekern.report` tells of them.
     """
     with _lock:
-        places = Counter(
-            (touch.op, touch.where, touch.is_bound, touch.has_its_name) for touch in _ledger if touch.still_runs
-        )
+        runs = [touch for touch in _ledger if touch.still_runs]
+        places = Counter((op, x.where, x.is_bound, x.has_its_name) for x in runs for op in x.ops)
     found: dict[str, list[str]] = {op: [] for op in _in_order({place[0] for place in places})}
     for (op, where, is_bound, has_its_name), number in places.items():
         modules = f" of {number} module{'s' if number > 1 else ''}" if is_bound else ""
@@ -377,6 +396,7 @@ def list_patches() -> list[Found]:
         return [
             examine(patch, _ledger) if patch in own or patch.module in sys.modules else as_read(patch)
             for patch in patches()
+            if len(patch.ops) == 1
         ]
 
 

@@ -22,6 +22,7 @@ SKIP_LOGITS = "skip_logits"
 # What may be done to logits and leaves their loss as it is.
 _SAME_LOGITS = (").float()", ").contiguous()")
 _UNUSED, _NORMAL = "tilekern_sum", "tilekern_normal"
+_DROPOUTS = ("nn.functional.dropout", "torch.nn.functional.dropout", "F.dropout")
 # What may leave a part of a statement out, or run it later.
 _NOT_AT_ONCE = (ast.Lambda, ast.IfExp, ast.BoolOp, ast.Compare, ast.comprehension, ast.NamedExpr)
 
@@ -210,7 +211,7 @@ def normed(function: ast.FunctionDef, norms: Collection[str]) -> int:
 
 
 def mlp(function: ast.FunctionDef, linears: Collection[str], activations: Collection[str]) -> int:
-    """``self.down(self.act(self.up(x)))``, at once or statement by statement.
+    """``self.down(self.act(self.up(x)))``, at once or statement by statement, perhaps with dropout before the last.
 
     Args:
         function: changed in place.
@@ -223,8 +224,8 @@ def mlp(function: ast.FunctionDef, linears: Collection[str], activations: Collec
         for call in [x for x in calls if _own_call(x) in linears]:
             found = _chain_before(body, place, call, linears, activations)
             if found is not None:
-                first, activation, up, given = found
-                call.args = [up, activation, call.func, given]
+                first, activation, up, given, dropout = found
+                call.args, call.keywords = [up, activation, call.func, given], dropout
                 call.func = ast.copy_location(ast.Name(MLP, ast.Load()), call)
                 del body[first:place]
                 return 1
@@ -233,9 +234,15 @@ def mlp(function: ast.FunctionDef, linears: Collection[str], activations: Collec
 
 def _chain_before(
     body: list[ast.stmt], place: int, call: ast.Call, linears: Collection[str], activations: Collection[str]
-) -> tuple[int, ast.expr, ast.expr, ast.expr] | None:
-    """The first of the statements that make what ``down`` is called with; the activation, ``up``, and its argument."""
+) -> tuple[int, ast.expr, ast.expr, ast.expr, list[ast.keyword]] | None:
+    """The first of the statements that make what ``down`` is called with; the activation, ``up``, and its argument.
+
+    And the share that a dropout in between leaves out.
+    """
     value, first = _given_to(call, body, place)
+    dropout = _dropout(value)
+    if dropout:
+        value, first = _given_to(ast.Call(value.func, value.args, []), body, first)
     if _own_call(value) not in activations:
         return None
     inner, first = _given_to(value, body, first)
@@ -247,7 +254,18 @@ def _chain_before(
     set_before = {_assigned(x)[0] for x in body[first:place]} - {target}
     if first < place and (whole is not call or any(_uses(body[place + 1 :], name) for name in set_before if name)):
         return None
-    return first, value.func, inner.func, inner.args[0]
+    return first, value.func, inner.func, inner.args[0], dropout
+
+
+def _dropout(value: Any) -> list[ast.keyword]:
+    """The share that ``dropout(x, p=share, training=self.training)`` leaves out, as an argument."""
+    if not isinstance(value, ast.Call) or _text(value.func) not in _DROPOUTS:
+        return []
+    given = {keyword.arg: keyword.value for keyword in value.keywords}
+    if given.keys() != {"p", "training"} or _text(given["training"]) != "self.training":
+        return []
+    share = ast.IfExp(given["training"], given["p"], ast.Constant(0.0))
+    return [ast.copy_location(ast.keyword("dropout", share), value)]
 
 
 def _given_to(call: Any, body: list[ast.stmt], place: int) -> tuple[Any, int]:

@@ -17,7 +17,7 @@ from tilekern.patch.installed import Found, examine
 from tilekern.patch.instances import code_of
 from tilekern.patch.ledger import Ledger
 from tilekern.patch.plain import has_hooks
-from tilekern.patch.table import Patch
+from tilekern.patch.table import Patch, ops_in
 from tilekern.patch.wrapped import is_inside, place_of
 from tilekern.runtime import dispatch
 from tilekern.switches import EXPERTS
@@ -105,10 +105,11 @@ def _rows(name: str, module: Any, judged: list[tuple[Patch, Found]], ledger: Led
     told: dict[str, str] = {}
     for patch, found in judged:
         path = _path(patch, module)
-        if path:
+        if path and len(patch.ops) == 1:
             told[patch.op] = _reason(patch, found, module, path, ledger, shards)
-    for op, reason in _by_touches(module, ledger):
-        told.setdefault(op, reason)
+    for text, reason in _by_touches(module, ledger):
+        for op in ops_in(text):
+            told.setdefault(op, reason)
     if told.get("qk_norm_rope") == "":
         told.pop("rope", None)
     if is_of_transformers(kind.__module__):
@@ -141,7 +142,7 @@ def _reason(patch: Patch, found: Found, module: Any, path: str, ledger: Ledger, 
     owner, own = getattr(sys.modules[patch.module], kind), _own(module, method)
     op, function = _given(own, module, method, ledger)
     if op:
-        runs = op == patch.op or (patch.callers and _calls(function, found))
+        runs = patch.op in ops_in(op) or (patch.callers and _calls(function, found))
         return _of_the_call(patch, module, shards) if runs else f"{op} has its {method}"
     if own is not None and not _is_the_class_s(own, module, method):
         return _HELD if method == "forward" and parallel.around(module) else _OWN.format(method)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +36,8 @@ class Patch:
     """One function of one model family, and what stands in for it.
 
     Attributes:
-        op: the name by which people switch it on and off, for example ``rms_norm``.
+        op: the name by which people switch it on and off, for example ``rms_norm``. A stand-in that serves several, for
+            where all of them are on, has their names with a ``+`` between them.
         model_type: the family, as a configuration's ``model_type`` names it.
         module: dotted name of the module that holds the function.
         attribute: the function's path inside the module: ``Class.method``, or the name of a plain function; empty where
@@ -65,6 +66,25 @@ class Patch:
     releases: str = ""
 
     @property
+    def ops(self) -> tuple[str, ...]:
+        """The op, or those of a stand-in that serves several."""
+        return ops_in(self.op)
+
+    @property
     def target(self) -> str:
         """The full dotted path of what is replaced."""
         return f"{self.module}.{self.attribute}" if self.attribute else self.module
+
+
+def ops_in(text: str) -> tuple[str, ...]:
+    """The ops that the op of a patch names."""
+    return tuple(text.split("+"))
+
+
+def chosen(rows: list[Patch], ops: Collection[str]) -> list[Patch]:
+    """The patches whose ops are all among some; of those that have one target that which serves most."""
+    on = [patch for patch in rows if set(patch.ops).issubset(ops)]
+    most: dict[str, int] = {}
+    for patch in on:
+        most[patch.target] = max(len(patch.ops), most.get(patch.target, 0))
+    return [patch for patch in on if len(patch.ops) == most[patch.target]]
