@@ -213,6 +213,7 @@ def test_what_has_no_patch_is_not_planned_and_is_named():
         ("nemotron", "layer_norm and mlp and rope", "fused_add_rms_norm has no patch"),
         ("olmo", "layer_norm and swiglu and rope", "fused_add_rms_norm has no patch"),
         ("gpt2", "layer_norm and mlp", "qk_norm_rope, rope, fused_add_rms_norm have no patch"),
+        ("opt", "layer_norm and mlp", "qk_norm_rope, rope, fused_add_rms_norm have no patch"),
     ],
 )
 def test_the_ops_that_are_named_are_those_that_a_model_runs(family, served, lacking):

@@ -12,6 +12,7 @@ from tilekern import implementation
 from tilekern.errors import InputError, TilekernWarning
 from tilekern.patch import attention, experts, registry
 from tilekern.patch.patcher import applied, codes
+from tilekern.patch.table import ops_in
 from tilekern.switches import ATTENTION, EXPERTS
 from tilekern.targets import Target
 from tilekern.tracing.recorder import Trace, tracing
@@ -167,7 +168,7 @@ def _without_patch(config: Any, ops: Iterable[str], found: Trace) -> list[str]:
     # A family has norms of one of these kinds, and MLPs of one of those.
     for kinds in ({"rms_norm", "layer_norm"}, {"swiglu", "mlp"}):
         known |= kinds if kinds & known else set()
-    asked = set().union(*found.askers.values())
+    asked = {op for texts in found.askers.values() for text in texts for op in ops_in(text)}
     # Experts may have transformers' door.
     known |= {EXPERTS} & asked
     lacking = [op for op in ops if op in registry.known_ops() and op not in known]
