@@ -30,6 +30,8 @@ transformers, too, wherever their code has a form that is known. `python -m tile
 
 - "images": what sees alone has such code, the tower or what brings its results to the text, and the op serves it.
   Towers that are families of their own have rows: `clip`, `pixtral` and `siglip`.
+- `rms_norm` runs norms with a gate, those of linear attention in Qwen3-Next and Qwen3.5, too, with `swiglu` behind it;
+  those of Mamba's layers, of a part of a row each, keep their own code.
 - `layer_norm` in an attention or an indexer whose rotation is patched (Persimmon's, Phi's, DeepSeek V3.2's) runs with
   `apply`, and torch's class with `apply_to_model`.
 - `swiglu` is any MLP with a gate, by silu or gelu; experts are not among them: they have a column of their own.

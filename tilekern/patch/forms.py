@@ -43,6 +43,8 @@ _METHODS = (
     "d88575f450985cd5b6a3c3b92bbbaa320f84fb519f3a01ee52110dc84047086b",
     "a410980622b805e31942cd814201b6aa9f93df09a18c74d5aa9f0bf30ff82811",
 )
+# ``weight * (x / sqrt(mean(x^2) + variance_epsilon)).to(dtype of x) * activation(gate)``, the last in float32.
+_GATED_NORMS = {"09bffaaf2247745817c3bd2a4c641f17af05e2b888b5cdab47a5153bc2e16402": replacements.rms_norm_gated}
 _LAYER_NORMS = {
     # ``(weight * (x - mean(x)) / sqrt(var(x) + variance_epsilon)).to(dtype of x)``.
     "5fd0291e913344e9117c553a0b313c9878405867bcea63c2a9e4e3c7d5214ccf": replacements.layer_norm_unbiased,
@@ -223,6 +225,11 @@ class Module:
         return f"{kind}.forward", f"{kind}._norm"
 
     @functools.cached_property
+    def gated_norms(self) -> dict[str, Callable[..., Any]]:
+        """The classes that are norms with a gate of a known form, each with its replacement."""
+        return self._shaped(_GATED_NORMS, "NormGated")
+
+    @functools.cached_property
     def layer_norms(self) -> dict[str, Callable[..., Any]]:
         """The classes that are layer norms of a known form, each with its replacement."""
         return self._shaped(_LAYER_NORMS, "LayerNorm")
@@ -357,6 +364,7 @@ def patches_of(module: Module, model_type: str) -> list[Patch]:
     for kind, norm in module.norms.items():
         make = partial(replacements.rms_norm, norm=norm) if norm != PLAIN else replacements.rms_norm
         found.append(row("rms_norm", f"{kind}.forward", make, _code(module, {"": kind})[1:]))
+    found += [row("rms_norm", f"{kind}.forward", make) for kind, make in module.gated_norms.items()]
     found += [row("layer_norm", f"{kind}.forward", make) for kind, make in module.layer_norms.items()]
     found += [row("swiglu", f"{kind}.forward", make) for kind, make in module.mlps.items()]
     found += [row(EXPERTS, f"{kind}.forward", *known) for kind, known in module.experts.items()]

@@ -44,6 +44,22 @@ def rms_norm(original: Function, norm: Norm = PLAIN) -> Function:
     return named_as(forward if norm == PLAIN else forward_with_options, original)
 
 
+def rms_norm_gated(original: Function) -> Function:
+    """For ``forward(self, hidden_states, gate)`` of a norm whose result is multiplied by ``silu(gate)``.
+
+    They are two ops, of which the second computes in float32 as well.
+    """
+
+    def forward(self: Any, hidden_states: torch.Tensor, gate: torch.Tensor) -> Any:
+        x, weight = hidden_states, self.weight
+        alike = is_plain(x, gate, weight) and gate.shape == x.shape and gate.dtype == x.dtype == weight.dtype
+        if not alike or self.activation not in ("silu", "swish"):
+            return original(self, x, gate)
+        return ops.swiglu(gate, ops.rms_norm(x, weight, self.variance_epsilon))
+
+    return named_as(forward, original)
+
+
 def layer_norm_unbiased(original: Function) -> Function:
     """For ``forward(self, hidden_states)`` of a layer norm with ``weight`` [columns] and no bias, rounded last."""
 
