@@ -16,6 +16,7 @@ from transformers.models.qwen3 import modeling_qwen3 as qwen3
 import tilekern
 from tilekern.errors import InputError
 from tilekern.patch import Patch, digest_of, registry, replacements
+from tilekern.patch.constant import constant_in_graphs
 from tilekern.runtime import dispatch
 
 MODULE = qwen3.__name__
@@ -257,13 +258,24 @@ def test_threads():
 
 
 @pytest.mark.processes
-def test_importing_the_room_does_not_import_transformers():
+def test_importing_the_room_does_not_import_transformers_nor_torch_s_compiler():
     code = (
         "import sys, tilekern, tilekern.patch, tilekern.runtime.warmup; tilekern.reset()\n"
-        "print('transformers' in sys.modules)"
+        "print([name for name in ('transformers', 'torch._dynamo', 'sympy') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"
+    assert done.stdout.strip() == "[]"
+
+
+def test_what_is_constant_in_graphs_is_marked_as_torch_marks_it():
+    def ours():
+        pass
+
+    def torchs():
+        pass
+
+    assert constant_in_graphs(ours) is ours
+    assert vars(ours) == vars(torch.compiler.assume_constant_result(torchs))
 
 
 @pytest.fixture

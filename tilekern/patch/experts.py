@@ -23,6 +23,7 @@ import torch
 from tilekern import implementation, ops
 from tilekern.kernels.experts.gate import FORWARD
 from tilekern.patch import parallel
+from tilekern.patch.constant import constant_in_graphs
 from tilekern.patch.plain import forward_of, has_hooks, is_from, is_plain
 from tilekern.patch.rewriting import named_as
 from tilekern.patch.shapes import shape_of
@@ -73,7 +74,7 @@ _GATES = {
 }
 
 
-@torch.compiler.assume_constant_result
+@constant_in_graphs
 def form_of(method: FunctionType) -> GateForm | None:
     """The form of a gate's method, or None where it has none that is known."""
     return _form_of(method)
@@ -150,7 +151,7 @@ def _kind(function: Any) -> Any:
     return type(function) if isinstance(function, torch.nn.Module) else function
 
 
-@torch.compiler.assume_constant_result
+@constant_in_graphs
 def _activation_of(kind: Any) -> str | None:
     return _activations().get(kind)
 

@@ -10,6 +10,7 @@ import torch
 
 from tilekern import ops
 from tilekern.patch import parallel, patterns
+from tilekern.patch.constant import constant_in_graphs
 from tilekern.patch.digests import digest_of
 from tilekern.patch.plain import forward_of, has_global_hooks, has_hooks, is_from, is_plain
 from tilekern.patch.rewriting import rewritten
@@ -93,7 +94,7 @@ def _called_for(head: Any) -> Any:
     return head.modules_to_save[adapters[0]] if trained else head.original_module
 
 
-@torch.compiler.assume_constant_result
+@constant_in_graphs
 def _say(message: str) -> None:
     """Warn once, in a graph while it is traced."""
     warn_once(message)

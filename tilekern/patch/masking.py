@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tilekern.errors import InputError
+from tilekern.patch.constant import constant_in_graphs
 from tilekern.patch.wrapped import content
 
 
@@ -110,7 +111,7 @@ class Reading(NamedTuple):
 _readings: dict[type, Reading] = {}
 
 
-@torch.compiler.assume_constant_result
+@constant_in_graphs
 def reading_of(config: type) -> Reading:
     """How the code of models with such a configuration uses masks; code that is not found counts as harmless."""
     if config in _readings:
