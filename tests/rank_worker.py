@@ -5,8 +5,8 @@
 MEET is where they meet, as torch.distributed has it, or ``store://HOST:PORT`` of a store that is up already. SITUATIONS
 is a JSON file with a list; each has a ``name``, the cache ``roots`` of the ranks, and perhaps ``env`` for all ranks, or
 ``env_of`` and ``do`` for single ones. Where it is ``kept``, what the one before agreed on is in force until they agree;
-where it is ``alone``, there is no cache but the root, since all that is in the wheel's takes a second to read. One JSON
-line comes out for each.
+where it is ``alone``, the wheel's packs are not there, since all that is in them takes a second to read. One JSON line
+comes out for each.
 """
 
 import datetime
@@ -202,7 +202,7 @@ def situation(given, rank):
         dispatch.agree_on(None)
     warning._said.clear()
     if given.get("alone"):
-        ranks.default_layers = lambda: cache.default_layers()[:1]
+        ranks.default_layers = lambda: [one for one in cache.default_layers() if not one.name.startswith("prebuilt:")]
     name, *arguments = given.get("do", {}).get(str(rank), ["is_honest"])
     undo = globals()[name](root, *arguments)
     with warnings.catch_warnings(record=True) as said:

@@ -236,7 +236,8 @@ def test_rank_0_dying_with_the_store_that_ranks_meet_at_ends_the_others(compiled
         meet = f"tcp://127.0.0.1:{free.getsockname()[1]}"
     roots = [fill(tmp_path / "0", compiled, 48), fill(tmp_path / "1", compiled, 48)]
     path = tmp_path / "situations.json"
-    path.write_text(json.dumps([{"name": "dies", "roots": roots, "asks": [[], []], "do": {"0": ["dies"]}}]))
+    given = {"name": "dies", "roots": roots, "asks": [[], []], "do": {"0": ["dies"]}, "alone": True}
+    path.write_text(json.dumps([given]))
     worker = str(ROOT / "tests" / "rank_worker.py")
     _, (said, errors, _) = finish(start(tmp_path, worker, 2, TIMEOUT_S, path, meet=meet))
     assert said, errors
