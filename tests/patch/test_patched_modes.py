@@ -146,8 +146,10 @@ def test_compiled_in_one_graph_before_and_after(way):
 
 @pytest.mark.slow
 def test_compiled_by_inductor(monkeypatch):
-    """By a C++ compiler that optimizes nothing: what is made is run once."""
+    """By a C++ compiler that optimizes nothing and is not asked for vectors: what is made is run once."""
     monkeypatch.setattr(torch._inductor.config.aot_inductor, "debug_compile", True)
+    # Whether it has them is found out by compiling a program for each kind that a CPU may have.
+    monkeypatch.setattr(torch._inductor.config.cpp, "vec_isa_ok", False)
     torch._dynamo.reset()
     model = make(layers=1)
     reference, before = step(model), launches()
