@@ -16,6 +16,7 @@ from tuning.commands import refresh
 from tuning.plan.models import plan_of_model
 from tuning.plan.steps import Steps
 from tuning.refreshing import Change
+from tuning.sweep.folder import Sweep
 from tuning.terminal.console import table_console, table_for
 
 pytestmark = pytest.mark.processes
@@ -46,8 +47,11 @@ def in_a_pipe(tmp_path, monkeypatch, capfd):
 
 
 def in_a_terminal(tmp_path, columns, **env):
-    """What is printed where all streams are a terminal of that width."""
-    command = [sys.executable, "-m", "tilekern.tune", *DRY]
+    """What is printed where all streams are a terminal of that width, of a plan that was made before."""
+    sweep, target = Sweep(tmp_path / "sweep"), resolve("B200")
+    sweep.begin(target, "test", plan_of_model("qwen3-0.6b", Steps([512], ops=OPS), target).problems)
+    plan = str(sweep.folder / "sweep.json")
+    command = [sys.executable, "-m", "tilekern.tune", "--gpu", "B200", "--plan", plan, "--dry-run"]
     text = printed_in_a_terminal(command, columns, env=of_terminal(tmp_path, **env))
     return tables(re.sub("\x1b\\[[0-9;]*m", "", text))
 
