@@ -16,6 +16,7 @@ from typing import Any
 
 from tilekern.cubin import parameter_bytes
 from tilekern.errors import CompileFailed, ToolchainMissing
+from tilekern.garbage import search_put_off
 from tilekern.spec import ArrayParameter, CuteKernel
 from tilekern.targets import Target
 
@@ -41,6 +42,7 @@ def preload() -> None:
         importlib.import_module("cutlass.cute")
 
 
+@search_put_off()
 def compile_kernel(kernel: CuteKernel, target: Target) -> tuple[bytes, str]:
     """The cubin and its entry symbol; it is an aligned variant.
 

@@ -12,6 +12,8 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
+from tilekern.garbage import search_put_off
+
 # Functions whose lowered form is kept; a worker compiles the candidates of one function after another.
 _KEPT = 4
 
@@ -62,6 +64,7 @@ class _Constraints:
 
 
 @functools.lru_cache(maxsize=_KEPT)
+@search_put_off()
 def _lowered(function: Any, constraints: _Constraints, arch: str, bytecode_version: str | None) -> Any:
     """The front end's result for one signature, with all its passes run."""
     from cuda.tile._compile import (

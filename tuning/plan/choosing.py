@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
-from collections.abc import Iterator
 from pathlib import Path
 
 from tilekern.errors import InputError
+from tilekern.garbage import search_put_off
 from tilekern.targets import Target
 from tuning.options import PlanRequest, described_alone
 from tuning.plan.configs import path_named, read_json
@@ -15,19 +13,7 @@ from tuning.plan.given import WANTED, plan_of_file, plan_of_problem, plan_of_wan
 from tuning.plan.steps import Planned
 
 
-@contextlib.contextmanager
-def _no_search_for_garbage() -> Iterator[None]:
-    """Leave garbage for later: what torch and transformers load stays, and is looked through again and again."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-@_no_search_for_garbage()
+@search_put_off()
 def plan_of(request: PlanRequest, target: Target, root: Path) -> Planned:
     """All that is asked for, each problem once.
 
