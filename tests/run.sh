@@ -70,7 +70,8 @@ else
 fi
 "$python" -V
 
-pytest() { "$python" -m pytest -n 2 --dist loadgroup --ignore tests/gpu "$@"; }
+# One more than the two cores that this is made for: many tests wait for processes that they have started.
+pytest() { "$python" -m pytest -n 3 --dist loadgroup --ignore tests/gpu "$@"; }
 
 if [ "$tier" = stress ]; then
     step "stress"

@@ -75,6 +75,9 @@ class InPlace:
     def __init__(self, job):
         self.job = job
 
+    def wait_until_ready(self):
+        pass
+
     def done(self):
         prepare(self.job)
         lines = list(run(self.job))

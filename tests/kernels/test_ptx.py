@@ -789,7 +789,7 @@ def launches_of_heads(draw):
     return problem, kernel_of_heads(problem, *axes), draw(st.integers(2, 9)), draw(st.sampled_from(["sm_80", "sm_100"]))
 
 
-@examples(12)
+@examples(6)
 @given(launches_of_heads(), st.integers(0, 2))
 def test_any_heads_are_right(launch, gap):
     problem, kernel, blocks, arch = launch

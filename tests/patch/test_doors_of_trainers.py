@@ -22,7 +22,6 @@ DOORS = {
     "LLaMA-Factory": ([*LAUNCH, *TORCHRUN, "2", SCRIPT], "1", 2, ""),
     "axolotl": ([*LAUNCH, *ACCELERATE, "--multi_gpu", "--num_processes", "2", *MODULE], "-swiglu", 2, "swiglu"),
     "torchrun": ([*TORCHRUN, "1", "-m", "tilekern.run", "--no-swiglu", SCRIPT], "", 1, "swiglu"),
-    "accelerate": ([*ACCELERATE, "--cpu", "--num_processes", "1", "-m", "tilekern.run", SCRIPT], "", 1, ""),
     "callback": ([*TORCHRUN, "2", SCRIPT, "--callback"], "", 2, ""),
 }
 # What each op asks for in a training step of Qwen3.
