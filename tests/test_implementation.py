@@ -49,6 +49,7 @@ def made(name):
     return AutoModelForCausalLM.from_config(Qwen3Config(**SIZES), attn_implementation=name)
 
 
+@pytest.mark.slow
 def test_after_import_tilekern_alone_a_model_can_be_made(tmp_path):
     environment = os.environ | {"TILEKERN_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), environment.get("PYTHONPATH", "")])

@@ -201,6 +201,7 @@ def test_kernels_import_torch_inside_functions_only():
     assert not list(strangers(in_cute, {"cuda", "cutlass", "tilekern"}))
 
 
+@pytest.mark.slow
 def test_kernels_of_cute_dsl_are_imported_to_compile_alone():
     importers = {
         module

@@ -138,6 +138,7 @@ def test_noted_digests_hold_for_the_files_that_they_were_made_from_alone(digest,
     assert digest(code=CODE + "\n") == "sample_kernels.kernel is worked out"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("python", ["python3.11", "python3.12", "python3.13"])
 def test_every_python_finds_the_same_digests(python):
     """A cache that was filled under one Python serves under another."""

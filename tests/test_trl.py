@@ -368,6 +368,7 @@ def sft(folder, arguments, data):
     return SFTTrainer(tiny_model(folder), args=options, train_dataset=data(rows), processing_class=tokenizer())
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     "make",
@@ -403,6 +404,7 @@ def test_three_steps_of_a_trainer_are_the_same(bound, make, tmp_path):
         assert one == pytest.approx(other, rel=1e-3, abs=1e-5, nan_ok=True)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_adapters_are_trained_in_a_model_that_is_put_back_inside_of_trl_s_head(bound, tmp_path):
     """TRL wraps the model's forward after the callback has patched it."""

@@ -65,6 +65,7 @@ def test_providers_equal_the_loop_in_float64(model, kind, tiny):
     assert case.flops_of("backward") == case.flops_of("forward") * (1 if kind == FROZEN else 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_compiled_layers_equal_it_too(model, tiny, monkeypatch):
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager", fullgraph=True))

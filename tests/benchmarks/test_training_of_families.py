@@ -59,6 +59,7 @@ def loss_of(family, provider):
     return lines["length"]["loss"], lines["begun"]["patched"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_each_family_has_the_same_loss_by_tilekern_as_unpatched(name, tmp_path):
     family = tiny(FAMILIES[name], tmp_path)

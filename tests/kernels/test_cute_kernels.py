@@ -65,6 +65,7 @@ def vectors_of(kernel, config):
     return len(matrices) * -(-4096 // (8 * config["threads"]))
 
 
+@pytest.mark.slow
 @needs_cute
 @pytest.mark.parametrize(("spec", "target"), COMPILED)
 def test_they_compile_for_each_gpu_with_the_parameters_that_are_passed(spec, target):

@@ -125,6 +125,7 @@ def test_the_default_holds_the_logits_of_both_heads_in_700_mib():
     assert "700 MiB" in SPEC.space.violated(problem, default.but(parts=2), INTERPRETED)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parts", [1, 2, 3])
 def test_the_teacher_s_logits_are_held_for_a_part_of_a_chunk_alone(parts, monkeypatch):
     problem = problem_of(1000, 40)
@@ -136,6 +137,7 @@ def test_the_teacher_s_logits_are_held_for_a_part_of_a_chunk_alone(parts, monkey
     assert compare(SPEC, problem, outputs, expected_results(SPEC, problem, inputs)).passed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("graded", [True, False])
 def test_wide_logits_take_no_more_memory(graded, monkeypatch):
     problem = problem_of(4096, 40, dtype="bfloat16")

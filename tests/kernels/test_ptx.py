@@ -19,6 +19,8 @@ from tilekern.spec import DTYPES, ITEM_BYTES, Config, cdiv
 from tilekern.targets import resolve
 from tuning.verify.check import arguments_of, compare, expected_results, make_outputs
 
+pytestmark = pytest.mark.slow
+
 INFINITY, NAN = math.inf, math.nan
 
 

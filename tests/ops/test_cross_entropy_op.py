@@ -275,6 +275,7 @@ def test_second_derivatives_are_refused_and_not_wrong(power):
         (gradient.square().sum() + logits.sum()).backward()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_torch_compile_without_a_graph_break(dynamic, reduction):

@@ -149,6 +149,7 @@ CALLS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_options_can_be_traced(call):
     torch._dynamo.reset()

@@ -125,6 +125,7 @@ def statuses():
     return found
 
 
+@pytest.mark.slow
 def test_the_table_has_a_status():
     assert set(statuses().values()) == {"available"}
     tilekern.apply(rope=False)
@@ -162,6 +163,7 @@ def test_a_family_can_be_chosen_and_a_policy_set():
     assert dispatch.miss_policy() == "error"
 
 
+@pytest.mark.slow
 def test_a_changed_target_is_left_alone_with_one_warning(monkeypatch):
     def forward(self, hidden_states):
         return hidden_states * self.weight

@@ -303,6 +303,7 @@ def test_bfloat16_is_as_exact_as_torch():
         assert worst([ours], [reference]) <= 1.25 * worst([torchs], [reference]) + 4e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "more"),
     [
@@ -329,6 +330,7 @@ def test_torch_compile_of_the_whole_model_keeps_it_in_one_graph(way, more):
     assert worst([found.loss, found.logits], [wanted.loss, wanted.logits]) < 1e-6
 
 
+@pytest.mark.slow
 def test_compiled_evaluation_without_logits_and_under_autocast():
     torch._dynamo.reset()
     model = make()
@@ -346,6 +348,7 @@ def test_compiled_evaluation_without_logits_and_under_autocast():
         assert worst([ours], [reference]) <= 1.25 * worst([torchs], [reference]) + 4e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("frozen", ["head", "body"])
 def test_compiled_with_frozen_parameters(frozen):
     torch._dynamo.reset()

@@ -155,6 +155,7 @@ def evaluate(folder, kind=Trainer, **more):
     return made.train().training_loss, made.evaluate()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("interpreted")
 def test_a_trainer_evaluates_with_logits_and_without(tmp_path):
     seen = []

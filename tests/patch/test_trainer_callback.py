@@ -26,6 +26,7 @@ def trainer(folder, *callbacks, **options):
 
 
 # The fixture takes back what accelerate has wrapped for mixed precision.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::tilekern.errors.TilekernWarning")
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("bf16", [False, True], ids=["float32", "mixed"])

@@ -9,6 +9,7 @@ from tilekern.runtime.dispatch import counters
 pytestmark = pytest.mark.usefixtures("interpreted")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_curve_is_the_unpatched_one_s(family):
     sizes = Sizes()

@@ -124,6 +124,7 @@ def test_hooks_stay_around_what_runs(early, late):
     assert len(served(model, "fused_add_rms_norm")) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [lambda _: apply(), tilekern.apply_to_model], ids=["class", "model"])
 @pytest.mark.parametrize("first", [True, False], ids=["patched first", "compiled first"])
 def test_regions_that_are_compiled_by_themselves_have_the_fused_loss(way, first):
