@@ -16,7 +16,7 @@ from examples import load_profile
 load_profile()
 # What takes long goes first, so that no worker is left alone with it at the end.
 LONG = ("xdist_group", "slow", "processes")
-# `TEST_PARAMETERS=few`, as for the quick tests, tries a third of a test's parameters where it has more than so many.
+# `TEST_PARAMETERS=few`, as for the quick tests, tries a fifth of a test's parameters where it has more than so many.
 MANY = 6
 
 
@@ -27,7 +27,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def keep_a_share(config, items):
-    """Leave out two thirds of the parameters of each test that has many: each day others, alike in all workers."""
+    """Leave out four fifths of the parameters of each test that has many: each day others, alike in all workers."""
     tests = {}
     for item in items:
         tests.setdefault((item.path, item.cls, getattr(item, "originalname", item.name)), []).append(item)
@@ -35,7 +35,7 @@ def keep_a_share(config, items):
     kept = set()
     for test, mine in tests.items():
         draw.seed(f"{day} {test[0].name} {test[2]}")
-        kept.update(draw.sample(mine, max(MANY, len(mine) // 3)) if len(mine) > MANY else mine)
+        kept.update(draw.sample(mine, max(MANY, len(mine) // 5)) if len(mine) > MANY else mine)
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
 
