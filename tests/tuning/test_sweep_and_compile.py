@@ -142,7 +142,10 @@ def test_what_ran_out_of_time_is_tried_again_with_more(tmp_path: Path, h200: Tar
     sweep.begin(h200, "test", [SMALL])
     compile_all(sweep, jobs=2, timeout_s=0.001)
     assert list(wanted(sweep, timeout_s=0.001)) == []
-    assert len(list(wanted(sweep, timeout_s=60))) == len(sweep.compiled())
+    # One may come in time whose cubin was kept from another run.
+    late = [line for line in sweep.compiled().values() if line["status"] != "ok"]
+    assert late
+    assert len(list(wanted(sweep, timeout_s=60))) == len(late)
 
 
 def test_a_measurement_belongs_to_one_source_of_the_kernel(compiled_sweep: Sweep, h200: Target, monkeypatch):
