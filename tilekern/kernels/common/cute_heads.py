@@ -29,7 +29,7 @@ _KERNEL = "tilekern.kernels.cute.heads:Heads"
 _OWN_REGISTERS = 24
 # Heads of which an SM's warps have loads on their way, each warp as many as it takes at once: with fewer the memory
 # waits, and more gain nothing.
-_LEAST_LOADS, _MOST_LOADS, _LEAST_WARPS = 12, 24, 8
+_LEAST_LOADS, _MOST_LOADS = 12, 24
 
 
 def _threads(problem: Problem) -> int:
@@ -64,8 +64,8 @@ def _fits_registers(problem: Problem, config: Config, target: Target) -> bool:
 
 
 def _has_enough_loads(config: Config) -> bool:
-    warps = config["warps"] * config["occupancy"]
-    return bool(warps >= _LEAST_WARPS and _LEAST_LOADS <= warps * config["together"] * config["ahead"] <= _MOST_LOADS)
+    loads = config["warps"] * config["occupancy"] * config["together"] * config["ahead"]
+    return bool(_LEAST_LOADS <= loads <= _MOST_LOADS)
 
 
 SPACE = Space(
@@ -79,7 +79,7 @@ SPACE = Space(
             ),
         ),
         Constraint(
-            f"an SM has at least {_LEAST_WARPS} warps, which load {_LEAST_LOADS} to {_MOST_LOADS} steps of heads ahead",
+            f"the warps of an SM load {_LEAST_LOADS} to {_MOST_LOADS} steps of heads ahead",
             lambda problem, config, target: _has_enough_loads(config),
         ),
         Constraint(
