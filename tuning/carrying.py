@@ -12,6 +12,9 @@ Some of what the digest covers is not in the artifacts:
 - The number of blocks is worked out at the launch, and records do not hold it. An edit of that needs another tune.
 - Whether the space is still the one that the winner was the best of is told by its size and by the configs that the
   record names. A record of which that does not hold is written as one that is not known to be the best.
+
+A record is dated when the source of its space alone is another one. It serves as before, and nothing is compiled for
+it: where its space is the same by that rule, it goes on with today's digest.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ import msgspec
 
 from tilekern import __version__
 from tilekern.cache import (
+    DATED,
     FRESH,
     SCHEMA,
     STALE,
@@ -113,8 +117,11 @@ def carry_over(
     """
     found, plans = Carried(), []
     for record, blobs in held:
-        plan = _planned(record, blobs, toolkit_key, same_calls=same_calls)
-        if plan is None:
+        renewed = _renewed(record, blobs)
+        plan = _planned(record, blobs, toolkit_key, same_calls=same_calls) if renewed is None else None
+        if renewed is not None:
+            found.carried.append((record, renewed))
+        elif plan is None:
             found.current += 1
         elif isinstance(plan, Left):
             found.left.append(plan)
@@ -133,6 +140,24 @@ def carry_over(
     return found
 
 
+def _renewed(record: Record, blobs: Mapping[str, bytes]) -> Held | None:
+    """A dated record as one that is known to be the best, where its space is the same; None for any other."""
+    spec = all_specs().get(record.kernel)
+    if spec is None or standing(record, digests_of(spec.module, spec.name)) != DATED:
+        return None
+    problem, target = _problem_today(spec, record.problem), _target_of(record)
+    if problem is None or target is None or not _is_same_space(record, spec, problem, target):
+        return None
+    digests = digests_of(spec.module, spec.name)
+    return msgspec.structs.replace(
+        record, space_digest=digests.space, **_with_history(record, "identical space")
+    ), blobs
+
+
+def _target_of(record: Record) -> Target | None:
+    return next((target for target in KNOWN if target.key == record.target["key"]), None)
+
+
 def _planned(record: Record, blobs: Mapping[str, bytes], toolkit_key: str, *, same_calls: bool) -> _Plan | Left | None:
     """How to make a record's artifacts anew; why that says nothing of it; None where it is of today's source."""
     spec = all_specs().get(record.kernel)
@@ -140,8 +165,7 @@ def _planned(record: Record, blobs: Mapping[str, bytes], toolkit_key: str, *, sa
         return Left(record, "this version of tilekern does not have the kernel")
     if standing(record, digests_of(spec.module, spec.name)) != STALE:
         return None
-    problem = _problem_today(spec, record.problem)
-    target = next((target for target in KNOWN if target.key == record.target["key"]), None)
+    problem, target = _problem_today(spec, record.problem), _target_of(record)
     if problem is None:
         return Left(record, "its problem has other dimensions today")
     if target is None:
@@ -282,7 +306,7 @@ def _carried(plan: _Plan, made: Mapping[str, Answer | Lost]) -> Held:
             launch=launch_in(answer.line.get("launch")), compiler=answer.line.get("compiler"),
         )  # fmt: skip
     digests = digests_of(plan.spec.module, plan.spec.name)
-    figures = "measurement" if record.measurement else "prediction"
+    is_same = _is_same_space(record, plan.spec, plan.problem, plan.target)
     return msgspec.structs.replace(
         record,
         schema=SCHEMA,
@@ -290,30 +314,31 @@ def _carried(plan: _Plan, made: Mapping[str, Answer | Lost]) -> Held:
         problem=dict(plan.problem),
         source_digest=digests.source,
         # No digest is that of all zeros, so that one of an old schema is not known to be the best.
-        space_digest=digests.space if _is_same_space(plan) else record.space_digest or "0" * 64,
+        space_digest=digests.space if is_same else record.space_digest or "0" * 64,
         artifacts=artifacts,
-        **{figures: _with_history(record, getattr(record, figures))},
+        **_with_history(record, "identical machine code"),
     ), blobs
 
 
-def _with_history(record: Record, figures: Mapping[str, Any]) -> dict[str, Any]:
+def _with_history(record: Record, reason: str) -> dict[str, Any]:
+    """A record's figures, by their field, which say that they were carried and why; a default has none."""
     step = {
-        "because": "identical machine code",
+        "because": reason,
         "source_digest": record.source_digest,
         "space_digest": record.space_digest,
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "created_by": f"tilekern {__version__}",
     }
-    return {**figures, HISTORY: [*figures.get(HISTORY, []), step]}
+    name, figures = ("measurement", record.measurement) if record.measurement else ("prediction", record.prediction)
+    return {name: {**figures, HISTORY: [*figures.get(HISTORY, []), step]}} if figures else {}
 
 
-def _is_same_space(plan: _Plan) -> bool:
+def _is_same_space(record: Record, spec: KernelSpec, problem: Problem, target: Target) -> bool:
     """Whether today's space has as many candidates as were tried, and all configs that the record names.
 
     A tune without CuTe DSL tries none of its candidates.
     """
-    record = plan.record
-    found = candidates(plan.spec.name, plan.problem, plan.target)
+    found = candidates(spec.name, problem, target)
     known = {item.config for item in found}
     tried = {len(found), sum(not item.is_cute for item in found)}
     try:

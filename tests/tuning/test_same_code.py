@@ -152,6 +152,24 @@ def test_a_winner_of_another_space_is_not_known_to_be_the_best(scale):
     assert worth(new) == "fresh"
 
 
+@pytest.mark.parametrize("provenance", ["measured", "default"])
+def test_a_dated_record_of_the_same_space_is_the_best_again(scale, provenance):
+    record, blobs = scale
+    today = digests_of(record.module, record.kernel)
+    figures = {} if provenance == "measured" else {"measurement": None}
+    dated = msgspec.structs.replace(
+        record, source_digest=today.source, space_digest="2" * 64, provenance=provenance, **figures
+    )  # fmt: skip
+    found = carried((dated, blobs))
+    [(old, (new, same_blobs))] = found.carried
+    assert (old, same_blobs, found.compiled, worth(dated), worth(new)) == (dated, blobs, 0, "dated", "fresh")
+    if provenance == "measured":
+        assert [step["because"] for step in new.measurement[HISTORY]] == ["identical space"]
+    assert msgspec.structs.replace(new, space_digest="2" * 64, measurement=dated.measurement) == dated
+    other = carried((msgspec.structs.replace(dated, candidates=99), blobs))
+    assert (other.carried, other.left, other.current) == ([], [], 1)
+
+
 def test_flags_that_are_new_are_off():
     spec = spec_named("matmul")
     flags = [dimension.name for dimension in spec.dimensions if dimension.kind == "flag"]

@@ -92,6 +92,7 @@ def command(
 
     Unless --same-code is given: then, with or without a GPU, the artifacts of such records are compiled anew, and
     where all of a record have the machine code that they had, it is written as one of today's source, with its figures.
+    One whose space alone was edited goes on where that has the same candidates.
     The packs that are named are written anew, and the cache where one is named or no pack is. The number of blocks of a
     launch is in no artifact: after an edit of that, tune again.
     """
