@@ -11,6 +11,7 @@ It is written by hand and not declared: an optimizer's step is not a function wi
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,12 +21,15 @@ from torch.autograd.graph import increment_version
 from torch.optim.adamw import adamw
 
 from tilekern.kernels.adamw import SPEC, flat_shape
+from tilekern.ops.registration import Rows, viewed
 from tilekern.runtime.dispatch import Plan, count_fallback, plan_for
 
 Tensors = tuple[torch.Tensor, ...]
 # Extents are int32 in the kernel; only an odd number of elements comes near.
 _MOST_ROWS = (1 << 31) - 1
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
+# A model has few sizes of parameters, and asks for the shape of each twice a step.
+_rows_of = functools.lru_cache(maxsize=4096)(flat_shape)
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _OWN_WAY = "this optimizer has an implementation of its own; leave it out"
 _REFUSED = {
@@ -223,7 +227,7 @@ def _plan_of(param: torch.Tensor, grad: torch.Tensor, exp_avg: torch.Tensor, exp
     elements = param.numel()
     if not alike or not elements or (not param.is_contiguous() and 0 in param.stride()):
         return None
-    rows, columns = flat_shape(elements)
+    rows, columns = _rows_of(elements)
     return plan_for(SPEC, param.device, rows, columns, param.dtype) if rows <= _MOST_ROWS else None
 
 
@@ -231,14 +235,18 @@ def _launch(
     plan: Plan, scalars: tuple[float, ...], param: torch.Tensor, grad: torch.Tensor, exp_avg: torch.Tensor,
     exp_avg_sq: torch.Tensor,
 ) -> None:  # fmt: skip
-    shape, device = flat_shape(param.numel()), param.get_device()
+    shape, device = _rows_of(param.numel()), param.get_device()
     copies: Sequence[Tensors] = ()
     if not (param.is_contiguous() and grad.is_contiguous() and exp_avg.is_contiguous() and exp_avg_sq.is_contiguous()):
         (param, grad, exp_avg, exp_avg_sq), copies = _in_order(shape, param, grad, exp_avg, exp_avg_sq)
     elif param.shape != shape:
+        see: Any = Rows if param.is_cuda else viewed
         param, grad, exp_avg, exp_avg_sq = (
-            param.view(shape), grad.view(shape), exp_avg.view(shape), exp_avg_sq.view(shape)
-        )  # fmt: skip
+            see(param, shape),
+            see(grad, shape),
+            see(exp_avg, shape),
+            see(exp_avg_sq, shape),
+        )
     plan.launch(device, param, grad, exp_avg, exp_avg_sq, *scalars, param, exp_avg, exp_avg_sq)
     for copy, original in copies:
         original.copy_(copy)
