@@ -33,6 +33,7 @@ def train(folder, lr, callback=False):
     )  # fmt: skip
     config._attn_implementation = ATTENTION
     model = AutoModelForCausalLM.from_config(config)
+    before = _asked()
     options = TrainingArguments(
         str(folder), max_steps=2, learning_rate=lr, per_device_train_batch_size=2, use_cpu=True, report_to="none",
         save_strategy="no", disable_tqdm=True,
@@ -40,21 +41,28 @@ def train(folder, lr, callback=False):
     rows = [{"input_ids": list(range(3, 10)), "labels": list(range(3, 10))}] * 8
     trainer = Trainer(model, options, train_dataset=rows, callbacks=_callbacks() if callback else [])
     loss = trainer.train().training_loss
-    return {"loss": loss, "attention": model.config._attn_implementation, "ranks": options.world_size, **_patched()}
+    attention = model.config._attn_implementation
+    return {"loss": loss, "attention": attention, "ranks": options.world_size, **_patched(before)}
 
 
 def _callbacks():
     import tilekern
 
+    tilekern.reset()
     return [tilekern.TrainerCallback()]
 
 
-def _patched():
-    """The ops that are patched here, and the kernels that were asked for, where something has imported tilekern."""
+def _asked():
+    """How often each kernel was asked for, where something has imported tilekern."""
     tilekern = sys.modules.get("tilekern")
-    ops = tilekern.get_patched_ops() if tilekern else {}
-    asked = {name: counted["fallbacks"] for name, counted in tilekern.stats().items()} if tilekern else {}
-    return {"ops": list(ops), "asked": sorted(name for name, number in asked.items() if number)}
+    return {name: counted["fallbacks"] for name, counted in tilekern.stats().items()} if tilekern else {}
+
+
+def _patched(before):
+    """The ops that are patched here, and the kernels that were asked for since then."""
+    tilekern = sys.modules.get("tilekern")
+    asked = sorted(name for name, number in _asked().items() if number > before.get(name, 0))
+    return {"ops": list(tilekern.get_patched_ops()) if tilekern else [], "asked": asked}
 
 
 def main():
@@ -62,10 +70,12 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("--lr", type=float, required=True)
-    parser.add_argument("--callback", action="store_true")
+    parser.add_argument("--callback", action="store_true", help="train anew, unpatched but for what a callback does")
     given = parser.parse_args()
-    told = train(**vars(given)) | {"early": early}
-    (given.folder / f"{os.environ.get('RANK', '0')}.json").write_text(json.dumps(told), encoding="utf-8")
+    rank = os.environ.get("RANK", "0")
+    for name, callback in [("program", False), ("callback", True)][: 1 + given.callback]:
+        told = train(given.folder, given.lr, callback) | {"early": early}
+        (given.folder / f"{name}-{rank}.json").write_text(json.dumps(told), encoding="utf-8")
 
 
 if __name__ == "__main__":
