@@ -11,7 +11,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
-from examples import load_profile
+from examples import load_profile, profile
 
 load_profile()
 # What takes long goes first, so that no worker is left alone with it at the end.
@@ -21,6 +21,7 @@ MANY = 6
 
 
 def pytest_collection_modifyitems(config, items):
+    take_turns(config, items)
     if os.environ.get("TEST_PARAMETERS") == "few":
         keep_a_share(config, items)
     items.sort(key=lambda item: next((at for at, mark in enumerate(LONG) if item.get_closest_marker(mark)), len(LONG)))
@@ -31,11 +32,36 @@ def keep_a_share(config, items):
     tests = {}
     for item in items:
         tests.setdefault((item.path, item.cls, getattr(item, "originalname", item.name)), []).append(item)
-    draw, day = Random(), datetime.datetime.now(datetime.UTC).date().isoformat()
+    draw, day = Random(), today().isoformat()
     kept = set()
     for test, mine in tests.items():
         draw.seed(f"{day} {test[0].name} {test[2]}")
         kept.update(draw.sample(mine, max(MANY, len(mine) // 5)) if len(mine) > MANY else mine)
+    leave(config, items, kept)
+
+
+def take_turns(config, items):
+    """Leave out the parameters of a test marked ``in_turn(DAYS)`` whose day it is not; each has its own in so many.
+
+    None is left out by the profile ``thorough``, nor where the command line names it, so that one that failed runs
+    again on any day.
+    """
+    named = {arg.rpartition("::")[2] for arg in config.args}
+    tests = {}
+    for item in items:
+        if (mark := item.get_closest_marker("in_turn")) and profile != "thorough":
+            tests.setdefault((item.path, item.originalname, *mark.args), []).append(item)
+    turn = today().toordinal()
+    off = {item for (*_, days), mine in tests.items() for at, item in enumerate(mine) if (at - turn) % days}
+    leave(config, items, {item for item in items if item not in off or item.name in named})
+
+
+def today():
+    """The same in all workers, wherever they are."""
+    return datetime.datetime.now(datetime.UTC).date()
+
+
+def leave(config, items, kept):
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
 

@@ -76,6 +76,7 @@ def assert_fast(spec, problem, gpu, variant):
     assert min(taken) <= MOST_S, (variant, gpu, problem.key, taken)
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize(("kernel", "sizes", "dtype", "gpu"), SLOWEST, ids=str)
 def test_sizes_that_take_longest(kernel, sizes, dtype, gpu):
     spec = spec_named(kernel)
@@ -84,6 +85,7 @@ def test_sizes_that_take_longest(kernel, sizes, dtype, gpu):
         assert_fast(spec, spec.bucketed(sized(spec, dtype, flags=True, **sizes)), gpu, variant)
 
 
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize("spec", COMPILED, ids=[spec.name for spec in COMPILED])
 def test_any_problem_for_any_gpu(spec):
     """The default or the generic config, which test_compile.py does not compile for GPUs without TMA or with tails."""
