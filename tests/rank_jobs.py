@@ -1,8 +1,12 @@
 """Jobs of several ranks in processes of their own, and the caches that these read; nothing in them is launched."""
 
+import contextlib
 import json
+import os
+import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 from environments import environment
@@ -36,24 +40,30 @@ def rank_environment(**more):
     return environment(ROOT, ROOT / "tests", OMP_NUM_THREADS="1", **more)
 
 
-def start(tmp_path, code_or_file, count, *arguments, meet=None, **env):
-    command = [sys.executable, *([code_or_file] if str(code_or_file).endswith(".py") else ["-c", code_or_file])]
-    meet = meet or f"file://{tmp_path / 'meet'}"
-    return [
-        subprocess.Popen(
-            [*command, meet, str(rank), str(count), *map(str, arguments)],
-            env=rank_environment(**env), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(count)
-    ]  # fmt: skip
+def start(tmp_path, code_or_file, count, *arguments, meet=None, modules="torch", **env):
+    """A job whose ranks are processes of their own; all are forked from one that has imported ``modules``."""
+    home = tempfile.mkdtemp(dir=tmp_path)
+    command = [sys.executable, ROOT / "tests" / "rank_fork.py", home, count, modules, code_or_file]
+    process = subprocess.Popen(
+        [*map(str, command), meet or f"file://{tmp_path / 'meet'}", *map(str, arguments)],
+        env=rank_environment(**env), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0,
+    )  # fmt: skip
+    return process, Path(home)
 
 
-def finish(processes):
+def finish(job):
+    """What each rank of a job said, by rank: its output, its errors and its exit code."""
+    process, home = job
     try:
-        return [(*process.communicate(timeout=PATIENCE_S), process.returncode) for process in processes]
+        codes, errors = process.communicate(timeout=PATIENCE_S)
+        assert process.returncode == 0, errors
+        return [
+            ((home / f"out.{rank}").read_text(), (home / f"err.{rank}").read_text(), code)
+            for rank, code in enumerate(json.loads(codes))
+        ]
     finally:
-        for process in processes:
-            process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def go_through(home, situations, ranks, timeout_s, meet=None):

@@ -2,13 +2,12 @@
 
 import json
 import socket
-import subprocess
-import sys
+import time
 from pathlib import Path
 
 import pytest
 from one_record import H200, PROBLEM, SPEC
-from rank_jobs import DEFAULT, OTHER, ROOT, fill, finish, go_through, rank_environment, record, start
+from rank_jobs import DEFAULT, OTHER, PATIENCE_S, ROOT, fill, finish, go_through, record, start
 
 from tilekern import cache, toolchain
 from tilekern.runtime.ranks import comparing as ranks
@@ -250,11 +249,13 @@ APPLY = """
 import datetime, os, sys, torch, warnings
 from torch.distributed import init_process_group
 import tilekern
+from tilekern import cache
 from tilekern.runtime import dispatch
 from tilekern.runtime.ranks import comparing as ranks
 from tilekern.targets import resolve
 
 dispatch.here = lambda _device=None: resolve("H200")
+ranks.default_layers = lambda: [one for one in cache.default_layers() if not one.name.startswith("prebuilt:")]
 meet, rank, count = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 os.environ["TILEKERN_CACHE_DIR"] = sys.argv[4 + rank]
 spec = __import__("tilekern.kernels", fromlist=["x"]).spec_named("swiglu_forward")
@@ -291,7 +292,7 @@ judge()
 
 def test_apply_sees_to_it_before_and_after_torch_distributed_is_up(compiled, tmp_path):
     roots = [fill(tmp_path / "0", compiled, 48), fill(tmp_path / "1", compiled, 48, config=OTHER)]
-    ended = finish(start(tmp_path, APPLY, 2, *roots))
+    ended = finish(start(tmp_path, APPLY, 2, *roots, modules="torch,transformers"))
     assert [code for _, _, code in ended] == [0, 0], ended
     assert ended[0][0] == ended[1][0]
     before, after = ended[0][0].splitlines()
@@ -301,11 +302,15 @@ def test_apply_sees_to_it_before_and_after_torch_distributed_is_up(compiled, tmp
 
 RUNNING = """
 import os, sys, time, torch, tilekern
+from pathlib import Path
+from tilekern import cache
 from tilekern.runtime import dispatch
+from tilekern.runtime.ranks import comparing as ranks
 from tilekern.kernels import spec_named
 from tilekern.targets import resolve
 
 dispatch.here = lambda _device=None: resolve("H200")
+ranks.default_layers = lambda: [one for one in cache.default_layers() if not one.name.startswith("prebuilt:")]
 meet, rank, count = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 os.environ["TILEKERN_CACHE_DIR"] = sys.argv[4]
 torch.distributed.init_process_group("gloo", init_method=meet, rank=rank, world_size=count)
@@ -316,13 +321,15 @@ def plan():
         return dispatch.plan_for(spec_named("swiglu_forward"), torch.device("cuda", 0), 50, 48, torch.bfloat16)
 
 
-if len(sys.argv) > 5:
+if sys.argv[5] == "now":
     plan()
 tilekern.agree()
 assert plan() is None
 torch.distributed.barrier()
-print("ready", flush=True)
-sys.stdin.readline()
+published = Path(sys.argv[5])
+published.with_name(f"ready.{rank}").touch()
+while not published.exists():
+    time.sleep(0.05)
 assert dispatch.look_again() == 0 and plan() is None
 time.sleep(0.5)
 assert plan() is None, "found by a thread of one rank alone"
@@ -333,21 +340,17 @@ print(plan() is not None, flush=True)
 
 def test_ranks_that_agreed_take_what_is_published_when_they_agree_again(compiled, tmp_path):
     root = fill(tmp_path / "cache", compiled)
-    env = rank_environment(TILEKERN_LOOKUP_AGAIN_S="0.05", TILEKERN_ON_MISS="fallback")
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", RUNNING, f"file://{tmp_path / 'meet'}", str(rank), "2", root],
-            env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    for process in processes:
-        assert process.stdout.readline() == "ready\n"
+    published, env = tmp_path / "published", {"TILEKERN_LOOKUP_AGAIN_S": "0.05", "TILEKERN_ON_MISS": "fallback"}
+    job = start(tmp_path, RUNNING, 2, root, published, **env)
+    until = time.monotonic() + PATIENCE_S
+    while not all((tmp_path / f"ready.{rank}").exists() for rank in range(2)):
+        if job[0].poll() is not None or time.monotonic() > until:
+            pytest.fail(str(finish(job)))
+        time.sleep(0.05)
     fill(Path(root), compiled, 48)
-    for process in processes:
-        process.stdin.write("go\n")
-        process.stdin.flush()
-    assert [out for out, _, _ in finish(processes)] == ["True\n"] * 2
+    published.touch()
+    ended = finish(job)
+    assert [out for out, _, _ in ended] == ["True\n"] * 2, ended
 
 
 def test_ranks_that_never_agreed_are_told_so(compiled, tmp_path):

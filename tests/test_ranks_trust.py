@@ -7,8 +7,6 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import subprocess
-import sys
 import zlib
 from datetime import timedelta
 from pathlib import Path
@@ -18,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 from one_record import H200, PROBLEM
-from rank_jobs import DEFAULT, OTHER, fill, go_through, rank_environment, record
-from torch.distributed import TCPStore
+from rank_jobs import DEFAULT, OTHER, fill, go_through, record
+from torch.distributed import PrefixStore, TCPStore
 
 from tilekern import cache, toolchain
 from tilekern.cache.keys import signature_path
@@ -296,25 +294,14 @@ def test_ranks_that_cannot_reach_one_another_are_told_what_to_set(situations):
         )
 
 
-WRITE = """
-import json, sys
-from datetime import timedelta
-from torch.distributed import PrefixStore, TCPStore
-
-store = TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False, timeout=timedelta(seconds=30))
-for key, value in json.loads(sys.argv[2]).items():
-    PrefixStore("0/", store).set(key, bytes.fromhex(value))
-"""
-
-
 @pytest.fixture
 def attacked(tmp_path):
-    """Goes through one situation with two ranks, after a process that is none of them has set keys of their store."""
+    """Goes through one situation with two ranks, after this process, which is none, has set keys of their store."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
 
     def go(keys, situation):
-        written = json.dumps({key: value.hex() for key, value in keys.items()})
-        subprocess.run([sys.executable, "-c", WRITE, str(store.port), written], env=rank_environment(), check=True)
+        for key, value in keys.items():
+            PrefixStore("0/", store).set(key, value)
         meet = f"store://127.0.0.1:{store.port}"
         return go_through(tmp_path, [{"name": "attacked", "alone": True} | situation], 2, TIMEOUT_S, meet)["attacked"]
 
