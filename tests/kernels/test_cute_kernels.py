@@ -21,15 +21,19 @@ ABLE = [spec for spec in SPECS if spec.space.beside]
 HEADS = [spec for spec in ABLE if any(d.name == "heads" for d in spec.dimensions)]
 ROWS = [spec for spec in ABLE if spec not in HEADS]
 H200, A100 = resolve("H200"), next(target for target in KNOWN if target.arch == "sm_80")
-# Of each architecture one GPU; some kernels are compiled for all of them.
+# Of each architecture one GPU; some kernels are compiled for all of them, for each that is like an older one in turn.
 GPUS = list({target.arch: target for target in KNOWN}.values())
+LIKE_OTHERS = ("sm_86", "sm_89", "sm_103", "sm_121")
 EVERYWHERE = ("rms_norm_backward", "fused_add_rms_norm_forward", "qk_norm_rope_backward")
 COMPILED = [
-    pytest.param(spec, target, id=f"{spec.name}-{target.arch}")
+    pytest.param(
+        spec, target, id=f"{spec.name}-{target.arch}",
+        marks=[pytest.mark.in_turn(3)] if target.arch in LIKE_OTHERS else [],
+    )
     for spec in ABLE
     for target in GPUS
     if spec.name in EVERYWHERE or target.arch in ("sm_90", "sm_100")
-]
+]  # fmt: skip
 
 
 def problem_of(spec, columns=4096, dtype="bfloat16", rows=8192, heads=32, kv_heads=8, head_dim=128):

@@ -1,5 +1,6 @@
 """The interpreter of PTX, held to torch and to what a GPU forbids; then kernels of CuTe DSL in it, held to float64."""
 
+import functools
 import importlib
 import math
 import re
@@ -570,12 +571,17 @@ def kernel_of(spec, problem, threads, rows=1, cluster=1, persistent=True, ahead=
 
 def ptx_of(kernel, arch="sm_90"):
     """What CuTe DSL makes of a kernel, as :func:`tilekern.cute_compiler.compile_kernel` has it compiled."""
+    parameters, constants = tuple(kernel.parameters), tuple(kernel.constants)
+    return made_of(kernel.kernel, kernel.function, parameters, kernel.block, kernel.cluster, constants, arch)
+
+
+@functools.lru_cache(maxsize=64)
+def made_of(where, function, parameters, block, cluster, constants, arch):
     cute = pytest.importorskip("cutlass.cute", reason="nvidia-cutlass-dsl is not installed")
-    module, _, name = kernel.kernel.partition(":")
+    module, _, name = where.partition(":")
     program = getattr(importlib.import_module(module), name)(
-        kernel.function, kernel.parameters, capability=int(arch.removeprefix("sm_")), block=kernel.block,
-        cluster=kernel.cluster, **dict(kernel.constants),
-    )  # fmt: skip
+        function, parameters, capability=int(arch.removeprefix("sm_")), block=block, cluster=cluster, **dict(constants)
+    )
     with tempfile.TemporaryDirectory() as folder:
         made = cute.compile(program, program.sample, options=f"--gpu-arch {arch} --keep-ptx --dump-dir {folder}")
         text = made.artifacts.PTX
