@@ -35,6 +35,8 @@ home, count, modules, code, meet, *arguments = sys.argv[1:]
 for module in modules.split(","):
     importlib.import_module(module)
 if (rank := forked(home, int(count))) is not None:
-    source = Path(code).read_text() if code.endswith(".py") else code
+    source = code
+    if code.endswith(".py"):
+        source, sys.path[0] = Path(code).read_text(), str(Path(code).parent)
     sys.argv = [code, meet, str(rank), count, *arguments]
     exec(compile(source, code if code.endswith(".py") else "<string>", "exec"), globals())
