@@ -1,11 +1,15 @@
 """The GPUs that are known, and the names that people give them."""
 
 import dataclasses
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
+from environments import environment
 
+from tilekern import targets
 from tilekern.errors import InputError
 from tilekern.targets import KNOWN, here, resolve
 
@@ -109,3 +113,26 @@ def test_the_figures_are_those_of_a_gpu(target):
     assert target.registers == 65536
     with pytest.raises(dataclasses.FrozenInstanceError):
         target.sm_count = 1
+
+
+@pytest.mark.parametrize("driver", ["in the kernel", "a library", None])
+def test_where_there_is_no_driver_torch_is_not_asked(monkeypatch, driver):
+    def load(name):
+        if driver != "a library":
+            raise OSError(name)
+
+    h200 = resolve("H200")
+    _with_gpu(monkeypatch, "NVIDIA H200", *divmod(h200.capability, 10), h200.sm_count)
+    monkeypatch.setattr(targets.os.path, "exists", lambda path: path.startswith("/proc") and driver == "in the kernel")
+    monkeypatch.setattr(targets.ctypes, "CDLL", load)
+    assert here() is h200, "torch is loaded"
+    monkeypatch.setattr(targets, "sys", SimpleNamespace(modules={}))
+    assert here() is (h200 if driver else None)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+@pytest.mark.skipif(targets._has_driver(), reason="the CUDA driver is installed here")
+def test_torch_is_not_loaded_to_find_no_gpu():
+    code = "import sys; from tilekern.targets import here; print(here(), 'torch' in sys.modules)"
+    ran = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True)
+    assert ran.stdout == "None False\n"

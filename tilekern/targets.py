@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
+import os
 import re
+import sys
 from dataclasses import dataclass
 
 from tilekern.errors import InputError
@@ -129,6 +132,9 @@ def resolve(name: str) -> Target:
 
 def here(device: int | None = None) -> Target | None:
     """The GPU of this machine (of ``device``, else torch's current one), or None where there is none."""
+    # Loading torch takes more than a second, and without the driver it finds no GPU.
+    if "torch" not in sys.modules and not _has_driver():
+        return None
     import torch
 
     if not torch.cuda.is_available():
@@ -152,3 +158,14 @@ def here(device: int | None = None) -> Target | None:
         half_tflops=like.half_tflops * properties.multi_processor_count / like.sm_count,
         scalar_tflops=like.scalar_tflops * properties.multi_processor_count / like.sm_count,
     )
+
+
+def _has_driver() -> bool:
+    """Whether a process may find CUDA's driver: where its kernel's part runs, the other may lie where torch looks."""
+    if os.path.exists("/proc/driver/nvidia"):
+        return True
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
