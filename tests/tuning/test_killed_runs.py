@@ -26,16 +26,20 @@ needs_compiler = pytest.mark.skipif(toolkit() is None, reason="no tile compiler 
 
 
 class Run:
-    """A run of the tuner in a process group of its own."""
+    """A run of the tuner in a process group of its own.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        folder: where its sweep and its cache are.
+        env: variables for it.
+    """
+
+    def __init__(self, folder: Path, **env: str) -> None:
         self.journal = folder / "sweep" / "compiled.jsonl"
-        # A compiler that keeps nothing, so that runs are killed while it compiles.
-        env = environment(TMPDIR=str(folder), CUBINS="")
         command = ["-m", "tilekern.tune", "--gpu", "H200", "--problem", PROBLEM, "--jobs", "2", "--json"]
         self.process = subprocess.Popen(
             [sys.executable, *command, "--sweep", str(folder / "sweep"), "--cache-dir", str(folder / "cache")],
-            env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+            env=environment(TMPDIR=str(folder), **env),
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
         )  # fmt: skip
 
     def lines(self) -> int:
@@ -77,7 +81,8 @@ def test_a_run_that_is_killed_again_and_again_ends_as_one_that_is_not(tmp_path: 
     for _ in range(KILLS):
         # Some before the first line, while the tuner starts, the others while it compiles.
         started = chance.random() < 0.2
-        run = Run(killed)
+        # A compiler that keeps nothing, so that it is at work when the run is killed.
+        run = Run(killed, CUBINS="")
         run.kill_after(0 if started else chance.randint(1, 3), chance.uniform(0, 2.0 if started else 0.15))
         assert run.process.returncode == -signal.SIGKILL
     for folder in (killed, calm):

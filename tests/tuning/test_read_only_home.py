@@ -21,12 +21,15 @@ from tilekern.toolchain import toolkit
 ROOT = Path(__file__).parents[2]
 CAPABILITIES = "-dac_override,-dac_read_search,-fowner"
 BOUND = ["setpriv", f"--bounding-set={CAPABILITIES}", f"--inh-caps={CAPABILITIES}"] if os.geteuid() == 0 else []
-KEY = "tokens=64,batch=1,heads=4,kv_heads=2,head_dim=16,full=False,inverse=False,dtype=bfloat16,angle_dtype=bfloat16"
+KEY = (
+    "tokens=2048,batch=1,heads=16,kv_heads=8,head_dim=128,full=False,inverse=False,dtype=bfloat16,angle_dtype=bfloat16"
+)
+# A small model whose heads are those of Qwen3-0.6B: what run.sh has tuned, no test has to compile anew.
 CONFIG = {
-    "model_type": "qwen3", "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": 2, "vocab_size": 333,
+    "model_type": "qwen3", "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 16,
+    "num_key_value_heads": 8, "head_dim": 128, "num_hidden_layers": 2, "vocab_size": 333,
 }  # fmt: skip
-TUNE = ["-m", "tilekern.tune", "acme/tiny", "--gpu", "B200", "--ops", "rope", "--tokens", "64"]
+TUNE = ["-m", "tilekern.tune", "acme/tiny", "--gpu", "B200", "--ops", "rope", "--tokens", "2048"]
 # What loads no model.
 ONE = ["--gpu", "B200", "--problem", "swiglu rows=64,columns=48,dtype=bfloat16"]
 pytestmark = [
