@@ -97,11 +97,12 @@ def status(url: str, **headers: str) -> dict:
     return json.loads(body)
 
 
-def until(holds):
+def until(holds, every_s: float = 0.02):
+    """What holds, when it does; it is looked at so often."""
     deadline = time.monotonic() + PATIENCE_S
     while not (found := holds()):
         assert time.monotonic() < deadline, f"waited {PATIENCE_S} s"
-        time.sleep(0.02)
+        time.sleep(every_s)
     return found
 
 

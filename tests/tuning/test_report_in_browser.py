@@ -104,6 +104,13 @@ class Page:
         actions.perform()
         return self.until(lambda: "\n".join(tip.text for tip in self.driver.execute_script(DEEP, ".bk-Tooltip", None)))
 
+    def leave(self) -> None:
+        """Take the pointer off all plots; what was shown at a point is gone."""
+        actions = ActionChains(self.driver, duration=0)
+        actions.w3c_actions.pointer_action.move_to_location(1, 1)
+        actions.perform()
+        self.until(lambda: not any(tip.text for tip in self.driver.execute_script(DEEP, ".bk-Tooltip", None)))
+
     def click_point(self, plot: str, x: float, y: float) -> None:
         left, top = self.driver.execute_script(PLACE, plot, x, y)
         actions = ActionChains(self.driver, duration=0)
@@ -150,6 +157,7 @@ def text(report: Report) -> str:
 
 @pytest.fixture
 def page(driver, text: str, tmp_path: Path) -> Page:
+    """A page that was just opened, for tests that change it or ask what it has said."""
     return Page(driver, text, tmp_path)
 
 
@@ -194,32 +202,35 @@ def test_the_browser_refuses_to_load_anything(page: Page):
     assert any("Content Security Policy" in message for message in page.console())
 
 
-@pytest.mark.parametrize("plot", PLOTS)
-def test_the_plots_draw_every_candidate_with_a_time(page: Page, report: Report, plot: str):
+def test_the_plots_draw_every_candidate_with_a_time_and_the_winners_with_their_share_and_gain(
+    page: Page, report: Report
+):
     small, _ = problems_of(report.rows)
-    assert all_drawn(page, plot) == points(small, *PLOTS[plot])
     winner = next(row for row in small if row.winner)
-    assert page.drawn(plot)["winner"] == points([winner], *PLOTS[plot])
-    [canvas, *_] = page.inside(plot, "canvas")
-    assert canvas.is_displayed()
-
-
-def test_the_winners_are_drawn_with_their_share_and_gain(page: Page, report: Report):
+    for plot, axes in PLOTS.items():
+        assert all_drawn(page, plot) == points(small, *axes), plot
+        assert page.drawn(plot)["winner"] == points([winner], *axes), plot
+        [canvas, *_] = page.inside(plot, "canvas")
+        assert canvas.is_displayed(), plot
     won = [row for row in report.rows if row.winner]
     assert all_drawn(page, "share") == points(won, "time_us", "share_of_roofline")
     assert all_drawn(page, "gain") == points(won, "time_us", "gain_over_default")
 
 
-@pytest.mark.parametrize("plot", PLOTS)
-def test_hovering_a_point_shows_its_config_and_figures(page: Page, report: Report, plot: str):
+def test_hovering_a_point_shows_its_config_and_figures(page: Page, report: Report):
     small, _ = problems_of(report.rows)
     winner = small[0]
-    [place] = points([winner], *PLOTS[plot])
-    shown = page.hover(plot, *place)
-    assert spaced(winner.config) in shown
-    assert "5.00 ± 0.10 µs, measured 85 times" in shown
-    assert "80.0 % of the roofline, 2.000 x the default" in shown
-    assert f"{winner.registers} registers" in shown
+    for plot, axes in PLOTS.items():
+        [place] = points([winner], *axes)
+        shown = page.hover(plot, *place)
+        for part in (
+            spaced(winner.config),
+            "5.00 ± 0.10 µs, measured 85 times",
+            "80.0 % of the roofline, 2.000 x the default",
+            f"{winner.registers} registers",
+        ):
+            assert part in shown, plot
+        page.leave()
 
 
 def test_a_click_on_a_head_sorts_by_it(page: Page, report: Report):

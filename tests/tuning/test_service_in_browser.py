@@ -81,7 +81,8 @@ def test_the_page_follows_the_service(driver, tmp_path: Path):
         until(lambda: text(driver, "stage").startswith("compile: "))
         assert driver.find_element("id", "bar").is_displayed()
         assert text(driver, "items").startswith("column_sum rows=256")
-        until(lambda: text(driver, "state") == "idle" and cells(driver, "history"))
+        # Each look has the browser work, and this takes seconds.
+        until(lambda: text(driver, "state") == "idle" and cells(driver, "history"), every_s=0.2)
         [line] = cells(driver, "history")
         assert line[1:5] == ["published", kernel, "rows=256 columns=128 dtype=bfloat16", "predicted"]
         assert float(line[5]) > 0
