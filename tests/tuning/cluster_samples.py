@@ -170,13 +170,13 @@ def broken(folder, *, all_of_them):
     return Broken
 
 
-def dying_at_first(folder, call, times):
-    """Nodes whose Ray worker dies, so many times in all, when it is asked to ``describe`` or to ``begin``."""
+def dying_at_first(folder, times):
+    """Nodes whose Ray worker dies when it is asked to ``describe`` or to ``begin``, so many times in all at each."""
 
     class DyingAtFirst(RecordedNode):
         def _die(self, at):
-            if at == call and len(list(folder.glob("death-*"))) < times:
-                (folder / f"death-{os.getpid()}").touch()
+            if len(list(folder.glob(f"death-{at}-*"))) < times.get(at, 0):
+                (folder / f"death-{at}-{os.getpid()}").touch()
                 os._exit(1)
 
         def describe(self, code, target):

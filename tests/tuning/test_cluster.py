@@ -101,12 +101,18 @@ def free_port():
 
 
 @pytest.fixture
-def executor(nodes, tmp_path, monkeypatch):
-    """Makes an executor on the cluster whose GPUs are nodes of a class; it asks again at once."""
+def executor(nodes, tmp_path, monkeypatch, h200):
+    """Makes an executor on the cluster whose GPUs are nodes of a class; it asks again at once.
+
+    What only ``measures`` knows the GPU already: a worker that is asked for it alone takes a second to start.
+    """
     monkeypatch.setattr(ray_nodes, "PAUSE_S", 0.1)
 
-    def made(of=RecordedNode, **options):
-        return ClusterExecutor(None, tmp_path / "sweep" / "cache", node=of, **options)
+    def made(of=RecordedNode, *, measures=False, **options):
+        found = ClusterExecutor(None, tmp_path / "sweep" / "cache", node=of, **options)
+        if measures:
+            found._described[h200.key] = dict(GPU)
+        return found
 
     return made
 
@@ -165,8 +171,8 @@ def test_a_sweep_is_compiled_and_measured_as_on_one_host(executor, compiled_swee
 
 def test_a_cluster_measures_what_it_has_compiled_while_it_compiles_the_rest(executor, tmp_path, h200):
     sweep, on_cluster = Sweep(tmp_path / "sweep"), executor(noting(tmp_path), most=1)
-    # Of each problem a few configs are enough.
-    few = {one: [item.config for item in candidates(*one, h200)][:3] for one in (*THREE, WIDE)}
+    # Of each problem two configs are enough.
+    few = {one: [item.config for item in candidates(*one, h200)][:2] for one in (*THREE, WIDE)}
     sweep.begin(h200, "test", list(few), few)
     assert (on_cluster.spare_cores(h200), executor(noting(tmp_path)).spare_cores(h200)) == (1, 0)
     with Compiling(lambda it: compile_all(sweep, 1, pool=on_cluster.compile_in_order, beside=it)) as compiling:
@@ -182,7 +188,7 @@ WIDE = ("column_sum", SMALL[1].but(columns=4096))
 def test_lines_come_in_the_order_of_their_task_and_composites_find_the_winners(executor, sweep, three):
     measure_all(sweep, RecordedExecutor(), keep_winners)
     keep_winners(sweep)
-    lines = list(executor().run(three))
+    lines = list(executor(measures=True).run(three))
     assert keys(lines) == ALL
     of = defaultdict(list)
     owners = {entrant.key: task.problem.key for task in three for entrant in task.entrants}
@@ -201,7 +207,7 @@ def test_lines_come_in_the_order_of_their_task_and_composites_find_the_winners(e
 
 
 def test_a_worker_that_dies_costs_the_candidate_in_flight(executor, three, tmp_path):
-    lines = list(executor(dying(tmp_path, times=1, together=2)).run(three))
+    lines = list(executor(dying(tmp_path, times=1, together=2), measures=True).run(three))
     assert keys(lines) == ALL
     assert not [line for journal, line in lines if journal == "skipped"]
     counts = Counter(rows for _, rows, _ in handed(tmp_path))
@@ -214,7 +220,7 @@ def test_a_worker_that_dies_costs_the_candidate_in_flight(executor, three, tmp_p
 
 
 def test_a_problem_that_nodes_die_of_is_given_up(executor, three, tmp_path):
-    lines = list(executor(dying(tmp_path, times=2)).run(three[:1]))
+    lines = list(executor(dying(tmp_path, times=2), measures=True).run(three[:1]))
     [skipped] = [line for journal, line in lines if journal == "skipped"]
     assert skipped["problem"] == three[0].problem.key
     assert "two nodes were lost while it was measured" in skipped["reason"]
@@ -223,33 +229,34 @@ def test_a_problem_that_nodes_die_of_is_given_up(executor, three, tmp_path):
 
 def test_a_node_with_another_driver_is_left_out(executor, three, tmp_path):
     with pytest.warns(UserWarning, match=r"left out: it is .*driver 590\.1.* and the others are .*driver 580\.159"):
-        lines = list(executor(of_two_drivers(tmp_path)).run(three))
+        lines = list(executor(of_two_drivers(tmp_path), measures=True).run(three))
     assert keys(lines) == ALL
     assert len({name for name, _, _ in handed(tmp_path)}) == 1
 
 
 def test_a_gpu_that_cannot_be_used_leaves_its_task_to_the_others(executor, three, tmp_path):
     with pytest.warns(UserWarning, match="left out: the measuring process failed at its start of CUDA"):
-        lines = list(executor(broken(tmp_path, all_of_them=False)).run(three))
+        lines = list(executor(broken(tmp_path, all_of_them=False), measures=True).run(three))
     assert keys(lines) == ALL
     assert len({name for name, _, _ in handed(tmp_path)}) == 2
 
 
-@pytest.mark.parametrize("call", ["describe", "begin"])
-def test_a_worker_that_dies_before_it_answers_is_replaced(executor, three, tmp_path, call):
-    assert keys(executor(dying_at_first(tmp_path, call, times=2), most=1).run(three[:1])) == [three[0].problem.key]
-    assert len(list(tmp_path.glob("death-*"))) == 2
+def test_a_worker_that_dies_before_it_answers_is_replaced(executor, three, tmp_path):
+    """Twice before it tells of its GPU, and twice before it begins to measure on it."""
+    nodes = dying_at_first(tmp_path, {"describe": 2, "begin": 2})
+    assert keys(executor(nodes, most=1).run(three[:1])) == [three[0].problem.key]
+    assert Counter(path.name.split("-")[1] for path in tmp_path.glob("death-*")) == {"describe": 2, "begin": 2}
 
 
 def test_workers_that_all_die_before_they_answer_are_said(executor, three, tmp_path):
     with pytest.raises(InputError, match="The actor died unexpectedly"):
-        list(executor(dying_at_first(tmp_path, "describe", times=9), most=1).run(three[:1]))
+        list(executor(dying_at_first(tmp_path, {"describe": 9}), most=1).run(three[:1]))
     assert len(list(tmp_path.glob("death-*"))) == ray_nodes.TRIES
 
 
 def test_where_no_gpu_can_be_used_it_is_said(executor, three, tmp_path):
     with pytest.raises(InputError, match="the measuring process failed at its start of CUDA"):
-        list(executor(broken(tmp_path, all_of_them=True), most=1).run(three[:1]))
+        list(executor(broken(tmp_path, all_of_them=True), measures=True, most=1).run(three[:1]))
 
 
 def test_a_cluster_without_the_gpu_says_what_it_has(executor):
@@ -258,8 +265,8 @@ def test_a_cluster_without_the_gpu_says_what_it_has(executor):
 
 
 def test_a_cluster_without_the_gpu_says_so_before_it_compiles(nodes, tmp_path, capsys):
-    command = ["qwen3-0.6b", "--gpu", "B200", "--ops", "swiglu", "--executor", "ray", "--cache-dir", str(tmp_path)]
-    assert cli.main(command) == 2
+    problem = ["--problem", "swiglu rows=64,columns=48,dtype=bfloat16"]
+    assert cli.main([*problem, "--gpu", "B200", "--executor", "ray", "--cache-dir", str(tmp_path)]) == 2
     said = capsys.readouterr().err
     assert "no node of the cluster has a B200; its GPUs by type: H200 (2)" in said
     assert "--stages plan,compile" in said
@@ -296,8 +303,7 @@ def test_a_node_with_another_compiler_says_so(executor, tmp_path, h200, monkeypa
 
 
 def test_gpus_that_never_become_free_are_not_waited_for_without_end(executor, h200, three, monkeypatch):
-    on_cluster = executor()
-    on_cluster.describe_gpu(h200)
+    on_cluster = executor(measures=True)
     monkeypatch.setattr(cluster, "FREE_WITHIN_S", 1.0)
     monkeypatch.setattr(ray_measuring, "FREE_WITHIN_S", 1.0)
     monkeypatch.setattr(ray_measuring, "_PATIENCE_S", 0.5)
@@ -359,20 +365,16 @@ def test_through_the_door_for_clients(nodes, compiled_sweep, tmp_path):
     lacking = sorted({line["sha256"] for line in sweep.compiled().values()})[:3]
     for name in lacking:
         (sweep.folder / "artifacts" / name).unlink()
-    command = ["-m", "tilekern.tune", "--stages", "compile", "--executor", door, "--sweep", str(sweep.folder), "--json"]
-    script = [str(Path(__file__).with_name("cluster_client.py")), door, str(sweep.folder)]
-    runs = [
-        subprocess.run(
-            [sys.executable, *rest], env=env, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=200
-        )
-        for rest in (command, script)
-    ]
-    if any(NO_DOOR in run.stderr for run in runs):
+    ran = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("cluster_client.py")), door, str(sweep.folder)],
+        env=env, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=200,
+    )  # fmt: skip
+    if NO_DOOR in ran.stderr:
         pytest.skip(f"Ray: {NO_DOOR}, as happens on a machine that is too busy")
-    assert [run.returncode for run in runs] == [0, 0], [run.stderr[-2000:] for run in runs]
-    assert json.loads(runs[0].stdout)["compile"]["compiled"] == 3
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    said, lines, came_from = json.loads(ran.stdout)
+    assert json.loads(said)["compile"]["compiled"] == 3
     assert sweep.lost() == set()
-    lines, came_from = json.loads(runs[1].stdout)
     assert "runtime_resources" in came_from, "the code comes along with the job"
     assert keys(lines) == [SMALL[1].key]
     [task] = tasks(sweep, [SMALL], "race")
@@ -382,7 +384,7 @@ def test_through_the_door_for_clients(nodes, compiled_sweep, tmp_path):
 def test_a_node_that_is_lost_costs_the_candidate_in_flight(nodes, executor, three, tmp_path):
     """The last test: the cluster is another one after it."""
     lines = []
-    on_cluster = executor(waiting(tmp_path))
+    on_cluster = executor(waiting(tmp_path), measures=True)
     running = threading.Thread(target=lambda: lines.extend(on_cluster.run(three)), daemon=True)
     running.start()
     # Each node has given one line.
