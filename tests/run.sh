@@ -70,14 +70,14 @@ else
 fi
 "$python" -V
 
-# Two more workers than the two cores that this is made for: many tests wait for processes that they have started. These
+# One more worker than the two cores that this is made for: many tests wait for processes that they have started. These
 # and the workers look for garbage seldom, which took them a seventh of their time.
 pytest() {
     mkdir -p "$scratch/seldom"
     printf 'import gc\n\ngc.set_threshold(50_000, 20, 20)\n' >"$scratch/seldom/sitecustomize.py"
     PYTHONPATH="$PYTHONPATH:$scratch/seldom" "$python" -m pytest --ignore tests/gpu "$@"
 }
-in_workers() { pytest -n 4 --dist loadgroup "$@"; }
+in_workers() { pytest -n 3 --dist loadgroup "$@"; }
 
 if [ "$tier" = stress ]; then
     step "stress"
