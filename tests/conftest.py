@@ -16,27 +16,33 @@ from examples import load_profile, profile
 load_profile()
 # What takes long goes first, so that no worker is left alone with it at the end.
 LONG = ("xdist_group", "slow", "processes")
-# `TEST_PARAMETERS=few`, as for the quick tests, tries a fifth of a test's parameters where it has more than so many.
-MANY = 6
+# `TEST_PARAMETERS`: where a test has more parameters than so many, one in so many of them is tried. tests/run.sh says
+# which; without it, as for who runs one file, all are.
+SHARES = {"few": (6, 5), "half": (40, 2)}
 
 
 def pytest_collection_modifyitems(config, items):
     take_turns(config, items)
-    if os.environ.get("TEST_PARAMETERS") == "few":
-        keep_a_share(config, items)
+    if share := SHARES.get(os.environ.get("TEST_PARAMETERS", "")):
+        keep_a_share(config, items, *share)
     items.sort(key=lambda item: next((at for at, mark in enumerate(LONG) if item.get_closest_marker(mark)), len(LONG)))
 
 
-def keep_a_share(config, items):
-    """Leave out four fifths of the parameters of each test that has many: each day others, alike in all workers."""
-    tests = {}
+def keep_a_share(config, items, many, of):
+    """Keep one in ``of`` parameters of each test that has ``many``: each day others, alike in all workers.
+
+    A test marked ``daily`` keeps all of them.
+    """
+    tests, kept = {}, set()
     for item in items:
-        tests.setdefault((item.path, item.cls, getattr(item, "originalname", item.name)), []).append(item)
+        if item.get_closest_marker("daily"):
+            kept.add(item)
+        else:
+            tests.setdefault((item.path, item.cls, getattr(item, "originalname", item.name)), []).append(item)
     draw, day = Random(), today().isoformat()
-    kept = set()
     for test, mine in tests.items():
         draw.seed(f"{day} {test[0].name} {test[2]}")
-        kept.update(draw.sample(mine, max(MANY, len(mine) // 5)) if len(mine) > MANY else mine)
+        kept.update(draw.sample(mine, max(many, len(mine) // of)) if len(mine) > many else mine)
     leave(config, items, kept)
 
 
