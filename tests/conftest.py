@@ -74,8 +74,9 @@ def leave(config, items, kept):
 
 @pytest.fixture(scope="session", autouse=True)
 def settings_of_these_tests(tmp_path_factory):
-    """Settings of their own: sweeps are sealed with a secret that lies there."""
+    """Settings of their own: sweeps are sealed with a secret that lies there; tests that a test runs are all run."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("TEST_PARAMETERS", raising=False)
         patch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("settings")))
         yield
 
