@@ -143,12 +143,11 @@ def carry_over(
 def _renewed(record: Record, blobs: Mapping[str, bytes]) -> Held | None:
     """A dated record as one that is known to be the best, where its space is the same; None for any other."""
     spec = all_specs().get(record.kernel)
-    if spec is None or standing(record, digests_of(spec.module, spec.name)) != DATED:
+    if spec is None or standing(record, digests := digests_of(spec.module, spec.name)) != DATED:
         return None
     problem, target = _problem_today(spec, record.problem), _target_of(record)
     if problem is None or target is None or not _is_same_space(record, spec, problem, target):
         return None
-    digests = digests_of(spec.module, spec.name)
     return msgspec.structs.replace(
         record, space_digest=digests.space, **_with_history(record, "identical space")
     ), blobs
