@@ -1,7 +1,12 @@
-"""Host time of op calls: what Python, autograd and dispatch cost, with tensors so small that the GPU always waits."""
+"""Host time of op calls: what Python, autograd and dispatch cost, with tensors so small that the GPU always waits.
+
+Beside each op runs what its forward cannot do without: a bare launch of its kernel, and torch's allocation of its
+results.
+"""
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,11 +21,12 @@ from tilekern.targets import Target
 from tuning.measure.timing import Timing
 
 NAMES = (OURS, "liger-triton", "torch")
+ALLOCATION = "allocation"
 CALLS, BATCHES = 1000, 11
 
 
 def measure(names: Sequence[str], keep: Keep, calls: int = CALLS, batches: int = BATCHES) -> Results:
-    """Time a bare launch, the lookup, and each provider's forward and backward, per call.
+    """Time a bare launch, the allocation of the results, the lookup, and each provider's passes, per call.
 
     Args:
         names: of :data:`NAMES`.
@@ -36,7 +42,7 @@ def measure(names: Sequence[str], keep: Keep, calls: int = CALLS, batches: int =
     providers = load(names, results.run["notes"])
     for case in small_cases():
         tensors = case.tensors("cuda")
-        todo = _ours_alone(case.forward, target)
+        todo = _ours_alone(case.forward, target) | _allocation(tensors)
         for provider in right_ones(case, tensors, providers, results.run["notes"]):
             todo |= _calls(case, tensors, provider)
         for (name, metric), timing in host_times(todo, calls, batches).items():
@@ -99,13 +105,29 @@ def _ours_alone(part: Part, target: Target) -> dict[tuple[str, str], Batch]:
     }
 
 
+def _allocation(tensors: Tensors) -> dict[tuple[str, str], Batch]:
+    """Torch's allocation of the forward's results, which every implementation pays for beside its launch."""
+    import torch
+
+    like = [torch.empty_like(x) for x in tensors.slopes]
+
+    def allocate() -> None:
+        for x in like:
+            torch.empty_like(x)
+
+    return {(f"torch {version_of('torch')}", ALLOCATION): repeat(allocate)}
+
+
 def _calls(case: SpecCase, tensors: Tensors, provider: Provider) -> dict[tuple[str, str], Batch]:
     plain, tracked = clone(tensors), clone(tensors)
     for x in plain.inputs:
         x.requires_grad_(False)
+    call = provider.calls[case.op]
 
     return {
-        (provider.name, "forward_no_grad"): repeat_without_gradients(lambda: forward(case, plain, provider)),
-        (provider.name, "forward"): repeat(lambda: forward(case, tracked, provider)),
+        (provider.name, "forward_no_grad"): repeat_without_gradients(
+            functools.partial(call, *plain.inputs, *plain.constants)
+        ),
+        (provider.name, "forward"): repeat(functools.partial(call, *tracked.inputs, *tracked.constants)),
         (provider.name, "forward_backward"): repeat(lambda: backward(tracked, forward(case, tracked, provider))),
     }
