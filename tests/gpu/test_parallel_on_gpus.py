@@ -17,6 +17,7 @@ pytestmark = [
 
 
 def test_two_gpus_give_the_losses_logits_and_gradients_of_one(tmp_path):
-    cache = {name: value for name, value in os.environ.items() if name == "TILEKERN_CACHE_DIR"}
-    ended = finish(start(tmp_path, WORKER, 2, "cuda", tmp_path, TILEKERN_ON_MISS="compile", **cache))
+    kept = {name: value for name, value in os.environ.items() if name == "TILEKERN_CACHE_DIR"}
+    kept["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1")
+    ended = finish(start(tmp_path, WORKER, 2, "cuda", tmp_path, TILEKERN_ON_MISS="compile", **kept))
     assert [code for _, _, code in ended] == [0, 0], "\n".join((said + error)[-3000:] for said, error, _ in ended)
