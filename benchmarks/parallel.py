@@ -12,7 +12,7 @@ from benchmarks.train import SAME_LOSS, Keep, Say, label, measure_jobs
 from benchmarks.training import Job
 from tuning.plan.configs import config_named
 
-BENCHMARK = "parallel"
+BENCHMARK, LOSS_ON_ONE = "parallel", "loss_on_one"
 MODELS = ("qwen3-8b", "qwen3-30b-a3b")
 # The field's best on one H200 without a compiler.
 PROVIDERS = (OURS, "hf-sdpa-flash", "liger-triton")
@@ -64,7 +64,7 @@ def beside_one(results: Results, jobs: Sequence[Job]) -> Iterator[Row]:
             its_loss, its_rate = (results.row(alone, job.provider, metric) for metric in ("loss", "tokens_per_s"))
             if not (loss and rate and its_loss and its_rate):
                 continue
-            yield replace(its_loss, case=case, metric="loss_on_one")
+            yield replace(its_loss, case=case, metric=LOSS_ON_ONE)
             yield replace(rate, metric="speedup", value=round(rate.value / its_rate.value, 4), unit="1", spread=0.0)
             if abs(loss.value - its_loss.value) > SAME_LOSS * abs(its_loss.value):
                 results.run["notes"].append(

@@ -12,6 +12,8 @@ from benchmarks.experts_cases import MAKERS
 from benchmarks.families import BENCHMARK as FAMILIES
 from benchmarks.goals import GOALS, Goal, Verdict
 from benchmarks.kernels import PRODUCTS
+from benchmarks.parallel import BENCHMARK as PARALLEL
+from benchmarks.parallel import LOSS_ON_ONE
 from benchmarks.providers import OURS
 from benchmarks.results import ALL, RUN_FIELDS, Results, Row, shown
 from tilekern.errors import InputError
@@ -46,6 +48,7 @@ def render(everything: Sequence[Results]) -> str:
             *_targets(mine, gpu != NO_GPU),
             *(_of_families(results) for results in mine if results.benchmark == FAMILIES),
             *(_of_experts(results) for results in mine if results.benchmark == EXPERTS),
+            *(_of_parallel(results) for results in mine if results.benchmark == PARALLEL),
             *(_against_length(results) for results in mine if results.benchmark == "kernels_sweep"),
             "### All figures\n",
             *(_figures(results) for results in mine),
@@ -100,12 +103,14 @@ def _speed_and_memory(run: Results, case: str, family: str) -> str:
 
 
 def _targets(mine: Sequence[Results], has_gpu: bool) -> Iterator[str]:
+    """The verdicts on a GPU's figures; nothing of a GPU on which nothing was measured that has a target."""
     judged = [(goal, verdict) for goal in GOALS for results in _of(mine, goal) for verdict in goal.judge(results)]
+    if not judged:
+        return
     met = sum(verdict.met for _, verdict in judged)
     yield f"### Targets: {met} of {len(judged)} figures meet theirs\n"
-    if judged:
-        lines = [_line(verdict) for _, verdict in judged]
-        yield _table(("what", "on", "target", "tilekern", "met", "peers"), lines)
+    lines = [_line(verdict) for _, verdict in judged]
+    yield _table(("what", "on", "target", "tilekern", "met", "peers"), lines)
     missed = [verdict for _, verdict in judged if not verdict.met]
     if missed:
         yield "### Misses, and why\n"
@@ -192,6 +197,22 @@ def _of_families(results: Results) -> str:
         lines.append((case, *cells, ratio, *(_lag(results, case, best[name]) for name in ("tilekern", "hf"))))
     head = ("model", *_TRAINERS.values(), "of the best", "first step's lag, s", "Hugging Face's")
     title = f"### Training of the families ({results.run['date']})\n"
+    return "\n".join([title, _table(head, lines)])
+
+
+def _of_parallel(results: Results) -> str:
+    """A table with a line for each model and way: the rates of all GPUs together, and each GPU's peak of memory."""
+    lines = []
+    names = [name for name in _TRAINERS if any(row.provider.startswith(name) for row in results.rows)]
+    for case in results.cases():
+        best = {name: _fastest(results, case, name) for name in names}
+        ours, peers = best[OURS], [row for name, row in best.items() if row and name != OURS]
+        ratio = f"{ours.value / max(row.value for row in peers):.2f} x" if ours and peers else "-"
+        cells = [_speed_and_memory(results, case, name) for name in names]
+        losses = [results.row(case, OURS, metric) for metric in ("loss", LOSS_ON_ONE)]
+        lines.append((case, *cells, ratio, *(f"{row.value:.4f}" if row else "-" for row in losses)))
+    head = ("model", *(_TRAINERS[name] for name in names), "of the best", "loss", "one GPU's")
+    title = f"### Models that {results.run['gpus']} GPUs share ({results.run['date']})\n"
     return "\n".join([title, _table(head, lines)])
 
 

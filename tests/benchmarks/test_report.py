@@ -98,7 +98,7 @@ def test_a_difference_within_the_spreads_is_no_slower():
 
 def test_other_figures_have_no_target_but_are_shown():
     text = render([kernels(40, 0.5, 38, case="rms_norm 262144x128")])
-    assert "0 of 0" in text
+    assert "Targets" not in text
     assert "| rms_norm 262144x128 | forward | us | 40 ± 0.2 | 38 ± 0.1 | 20 ± 0.1 |" in text
 
 
@@ -226,6 +226,30 @@ def test_a_family_is_judged_by_its_own_targets_and_has_a_line_of_the_table():
     gemma = render([of_families("gemma-2-9b", 1690, 1000, 900, 11.2)])
     assert "| ≥ 1.70 x the best peer | 1690 tok/s, 1.69 x | **no** |" in line_of(gemma, "training gemma-2-9b")
     assert "peak memory | gemma" not in gemma
+
+
+def test_models_that_gpus_share_have_a_table_and_no_targets():
+    alone, shared = "qwen3-8b 2 x 4096 tokens, 2 layers", "qwen3-8b 2 x 4096 tokens, 2 layers, FSDP2 on 2 GPUs"
+    found = rows(
+        "parallel",
+        *((alone, "tilekern", metric, *figure) for metric, figure in LOSS_AND_RATE.items()),
+        *((shared, "tilekern", metric, *figure) for metric, figure in LOSS_AND_RATE.items()),
+        (shared, "tilekern", "peak_gib", 10.2, "GiB"),
+        (shared, "hf-sdpa-flash 5.17.0", "tokens_per_s", 1000, "tok/s"),
+        (shared, "liger-triton 0.8.5", "tokens_per_s", 800, "tok/s"),
+        (shared, "tilekern", "loss_on_one", 11.87242, "nat"),
+    )
+    text = render([Results(RUN | {"gpu": "H100", "gpus": 2}, found.rows)])
+    table = text.partition("### Models that 2 GPUs share")[2].partition("###")[0]
+    assert line_of(table, shared) == (
+        f"| {shared} | 1,500 tokens/s, 10.2 GiB | 1,000 tokens/s | 800 tokens/s | 1.50 x | 11.8725 | 11.8724 |"
+    )
+    assert line_of(table, alone) == f"| {alone} | 1,500 tokens/s | - | - | - | 11.8725 | - |"
+    assert "Targets" not in text
+    assert "Not measured here" not in text
+
+
+LOSS_AND_RATE = {"tokens_per_s": (1500, "tok/s"), "loss": (11.87246, "nat")}
 
 
 def test_ops_bound_by_arithmetic_are_judged_by_their_rate():
