@@ -15,6 +15,7 @@ from benchmarks.providers import OURS, Provider, load, one_line
 from benchmarks.results import Results, Row
 from benchmarks.served import doubts
 from benchmarks.suites import sweep_cases
+from tilekern.errors import InputError
 from tilekern.spec import TOLERANCES
 from tuning.measure.timing import Timing
 from tuning.plan.configs import config_named
@@ -179,7 +180,10 @@ def right_ones(case: Case, tensors: Tensors, providers: Sequence[Provider], note
 
     Raises:
         AssertionError: tilekern is wrong.
+        InputError: a peer has left the GPU in a state in which nothing runs any more.
     """
+    import torch
+
     expected = case.expected(tensors)
     right = []
     for provider in providers:
@@ -191,6 +195,9 @@ def right_ones(case: Case, tensors: Tensors, providers: Sequence[Provider], note
         except Exception as error:
             if provider.name == OURS:
                 raise
+            if isinstance(error, torch.AcceleratorError):
+                said = f"{case.label}: {provider.name} ends what this process can do on the GPU: {one_line(error)}"
+                raise InputError(f"{said}; leave it out with --providers") from error
             notes.append(f"{case.label}: {provider.name} left out: {one_line(error)}")
     return right
 

@@ -27,6 +27,7 @@ GPU times are medians with half the distance between the quartiles; tilekern and
 
 _MISSES = Path(__file__).with_name("misses.md")
 UNEXPLAINED = "not explained yet"
+_WITH_TARGETS = ("H200", NO_GPU)
 
 # Between these lines of the README stands the table of this model's training, with the best provider of each family.
 _TRAINING = (
@@ -45,7 +46,7 @@ def render(everything: Sequence[Results]) -> str:
         mine = [results for results in everything if results.run["gpu"] == gpu]
         parts += [
             f"## {'No GPU' if gpu == NO_GPU else gpu}\n",
-            *_targets(mine, gpu != NO_GPU),
+            *(_targets(mine, gpu != NO_GPU) if gpu in _WITH_TARGETS else ()),
             *(_of_families(results) for results in mine if results.benchmark == FAMILIES),
             *(_of_experts(results) for results in mine if results.benchmark == EXPERTS),
             *(_of_parallel(results) for results in mine if results.benchmark == PARALLEL),
@@ -103,14 +104,12 @@ def _speed_and_memory(run: Results, case: str, family: str) -> str:
 
 
 def _targets(mine: Sequence[Results], has_gpu: bool) -> Iterator[str]:
-    """The verdicts on a GPU's figures; nothing of a GPU on which nothing was measured that has a target."""
     judged = [(goal, verdict) for goal in GOALS for results in _of(mine, goal) for verdict in goal.judge(results)]
-    if not judged:
-        return
     met = sum(verdict.met for _, verdict in judged)
     yield f"### Targets: {met} of {len(judged)} figures meet theirs\n"
-    lines = [_line(verdict) for _, verdict in judged]
-    yield _table(("what", "on", "target", "tilekern", "met", "peers"), lines)
+    if judged:
+        lines = [_line(verdict) for _, verdict in judged]
+        yield _table(("what", "on", "target", "tilekern", "met", "peers"), lines)
     missed = [verdict for _, verdict in judged if not verdict.met]
     if missed:
         yield "### Misses, and why\n"

@@ -89,6 +89,17 @@ def test_a_wrong_peer_is_noted_and_left_out(case):
     assert "broken 1 left out" in notes[0]
 
 
+def test_a_peer_after_which_nothing_runs_on_the_gpu_is_named():
+    def faulting(*_):
+        raise torch.AcceleratorError("an illegal memory access was encountered")
+
+    case, notes = swiglu_case(3, 40, "float32"), []
+    peer = Provider("faulting 1", dict.fromkeys(EAGER.calls, faulting))
+    with pytest.raises(InputError, match=r"swiglu 3x40: faulting 1 ends.*illegal memory access.*--providers"):
+        right(case, case.tensors("cpu"), [EAGER, peer], notes)
+    assert not notes
+
+
 def test_tilekern_being_wrong_is_fatal():
     case = swiglu_case(3, 40, "float32")
     tensors = case.tensors("cpu")
