@@ -58,6 +58,7 @@ def test_after_import_tilekern_alone_a_model_can_be_made(tmp_path):
     assert (done.returncode, done.stdout) == (0, "1 {}\n"), done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("by_name")
 @pytest.mark.parametrize("name", implementation.NAMES)
 @pytest.mark.parametrize("is_compiled", [False, True])

@@ -137,6 +137,7 @@ print(tilekern.__file__)
     assert not list(path.parents[1].rglob("*.pack"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("door", ["get_local_kernel", "get_kernel", "load_kernel"])
 def test_every_way_to_load_gives_the_layers(made, door, monkeypatch):
     if door == "get_local_kernel":
@@ -168,6 +169,7 @@ def test_the_packs_of_the_repository_are_layers_of_a_lookup(made):
     assert layer.origin == "package"
 
 
+@pytest.mark.slow
 def test_another_tilekern_in_the_process_is_refused(made, monkeypatch):
     monkeypatch.setattr(tilekern, "__version__", "0.0.9")
     with pytest.raises(ImportError, match=r"tilekern 0\.0\.9 is imported already.* has 0\.1\.0"):
@@ -224,6 +226,7 @@ def test_a_kernelized_model_trains_to_the_same_numbers(kernelized, interpreted):
     assert {"rms_norm_forward", "rms_norm_backward", "swiglu_forward"} <= launched(before)
 
 
+@pytest.mark.slow
 def test_a_kernelized_model_compiles_whole(kernelized, interpreted):
     torch.manual_seed(0)
     model = nn.Sequential(Qwen3RMSNorm(80), Qwen3MLP(CONFIG))

@@ -87,6 +87,7 @@ def test_they_compile_for_each_gpu_with_the_parameters_that_are_passed(spec, tar
     assert counts.load_bytes >= 16 * vectors
 
 
+@pytest.mark.slow
 @needs_cute
 @pytest.mark.parametrize(
     ("columns", "dtype", "axes"),

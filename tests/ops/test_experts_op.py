@@ -147,6 +147,7 @@ def test_frozen_weights_are_served_by_what_is_known_of_trained_ones(monkeypatch)
     assert all(torch.equal(x, expected[name]) for name, x in found.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wanted", [("x", "weights"), ("gate_up", "down", "gate_up_bias", "down_bias")])
 def test_torch_compile_traces_it_whole_with_the_same_launches_and_bits(wanted):
     torch._dynamo.reset()

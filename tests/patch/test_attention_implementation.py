@@ -363,6 +363,7 @@ def test_compiled_in_one_graph():
     check(step, compiled, theirs, 1)
 
 
+@pytest.mark.slow
 def test_packed_sequences_compiled_in_one_graph():
     torch._dynamo.reset()
     ours, theirs = pair(layers=1)

@@ -361,6 +361,7 @@ def test_compiled_with_frozen_parameters(frozen):
     assert fused() == before + 1
 
 
+@pytest.mark.slow
 def test_a_compiled_head_that_does_more_says_so_while_it_is_traced(monkeypatch):
     torch._dynamo.reset()
     monkeypatch.setattr("tilekern.warning._said", set())
@@ -373,6 +374,7 @@ def test_a_compiled_head_that_does_more_says_so_while_it_is_traced(monkeypatch):
         assert worst(step(compiled, skip_logits=True), reference) < 1e-6
 
 
+@pytest.mark.slow
 def test_a_compiled_head_that_fsdp_gathers_has_the_model_s_own_loss_and_a_warning(monkeypatch):
     def gathered(*_):
         """As FSDP2's hook, which is traced into the graph."""
@@ -393,6 +395,7 @@ def test_a_compiled_head_that_fsdp_gathers_has_the_model_s_own_loss_and_a_warnin
     assert fused() == before + 1
 
 
+@pytest.mark.slow
 def test_compiled_on_a_cpu_without_the_interpreter_torch_s_operations_make_the_gradients(monkeypatch):
     torch._dynamo.reset()
     monkeypatch.delenv("TILEKERN_INTERPRET", raising=False)

@@ -103,6 +103,7 @@ NAMED = ("llama", "gemma2", "granite", "qwen2_vl")
 REFUSED = "jetmoe"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", [*NAMED, *drawn_families(5)])
 def test_so_it_is_in_other_families(h200, family):
     """Their text alone, if they see images: whose grids a tower reads, which meta tensors do not have."""

@@ -144,6 +144,7 @@ def disassembler():
     return tool
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("kernel", ["matmul", "rms_norm_forward"])

@@ -221,6 +221,7 @@ def _lines(path):
     return path.read_text().splitlines()
 
 
+@pytest.mark.slow
 @policies
 @pytest.mark.parametrize("settings", ["victim's own", "attacker's"])
 def test_what_is_planted_at_the_default_place_is_not_taken(tmp_path, users, monkeypatch, policy, settings, h200):
