@@ -224,6 +224,16 @@ def test_the_ops_that_are_named_are_those_that_a_model_runs(family, served, lack
     assert plan.notes[0] == said
 
 
+def test_the_text_of_a_model_that_sees_is_planned_and_the_rest_named():
+    text = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "hidden_size": 256}
+    plan = planned(AutoConfig.for_model("qwen2_5_vl", text_config=text), ops=["rms_norm"])
+    assert [note for note in plan.notes if "alone" in note] == [
+        "qwen2_5_vl: its text alone is planned, not vision; for these run a step of your own inside "
+        'tilekern.trace("plan.json", real=True), and give that file as --plan'
+    ]
+    assert {dict(problem)["columns"] for problem in by_kernel(plan)["rms_norm_forward"]} == {256}
+
+
 def test_a_part_of_a_plan_names_what_that_part_lacks():
     plan = planned(AutoConfig.for_model("cohere", num_hidden_layers=1), ops=["rope", "fused_add_rms_norm"])
     assert plan.notes == ("cohere: rope only; fused_add_rms_norm has no patch",)

@@ -92,7 +92,7 @@ def _trace_config(config: Any, name: str, steps: Steps, ops: Collection[str], fo
             for kind in attending:
                 for line in _trace(share, name, dtype, kind, steps, ops, found, is_split=is_split):
                     notes.setdefault(line)
-    return [*_without_patch(config, ops, found), *notes]
+    return [*_without_patch(config, ops, found), *_not_read(config), *notes]
 
 
 def _shares(config: Any, name: str, tp: int) -> Iterator[tuple[Any, bool]]:
@@ -177,6 +177,19 @@ def _without_patch(config: Any, ops: Iterable[str], found: Trace) -> list[str]:
     served = [op for op in ops if op in asked and op not in lacking]
     has = "has" if len(lacking) == 1 else "have"
     return [f"{config.model_type}: {' and '.join(served) or 'nothing'} only; {', '.join(lacking)} {has} no patch"]
+
+
+def _not_read(config: Any) -> list[str]:
+    """What of a model a step on tokens alone does not run: the parts that see or hear."""
+    text = config.get_text_config()
+    parts = {name.removesuffix("_config"): getattr(config, name, None) for name in getattr(config, "sub_configs", ())}
+    senses = [name for name, part in parts.items() if part is not None and part is not text]
+    if text is config or not senses:
+        return []
+    return [
+        f"{config.model_type}: its text alone is planned, not {' and '.join(senses)}; for these run a step of your own "
+        'inside tilekern.trace("plan.json", real=True), and give that file as --plan'
+    ]
 
 
 def _fallbacks(found: Trace) -> list[str]:
