@@ -233,12 +233,16 @@ def _read(store: Store, digest: str) -> int | str:
 
 
 class _Signed(NamedTuple):
-    """A record's file: its path, its bytes, its signatures by public key, and what reads files beside it."""
+    """A record's file: its path, its bytes, its signatures by public key, and what reads files beside it.
+
+    ``is_named`` says whether any of these is called after the record, as signatures and seals are.
+    """
 
     path: str
     data: bytes
     signatures: Mapping[str, bytes]
     read: Reader
+    is_named: bool
 
 
 def _records_of_store(store: Store, note: Callable[[Entry], None]) -> Iterator[_Signed]:
@@ -254,7 +258,8 @@ def _records_of_store(store: Store, note: Callable[[Entry], None]) -> Iterator[_
         note(entry)
         if entry.record:
             digest = hashlib.sha256(data).hexdigest()
-            yield _Signed(str(entry.path), data, signature_files(store.root, digest, names.get(digest, ())), read)
+            found = names.get(digest, ())
+            yield _Signed(str(entry.path), data, signature_files(store.root, digest, found), read, bool(found))
 
 
 def _records_of_pack(pack: Pack) -> Iterator[_Signed]:
@@ -262,7 +267,7 @@ def _records_of_pack(pack: Pack) -> Iterator[_Signed]:
     signatures = pack.signatures()
     for name in pack.records.values():
         found = signatures.get(pack.members[name].sha256, {})
-        yield _Signed(name, pack.read(name), found, lambda path: pack.read(str(path)))
+        yield _Signed(name, pack.read(name), found, lambda path: pack.read(str(path)), bool(found))
 
 
 def _survey(records: Iterable[_Signed]) -> dict[str, Any]:
@@ -277,6 +282,9 @@ def _survey(records: Iterable[_Signed]) -> dict[str, Any]:
     bad: list[dict[str, str]] = []
     unchecked, signers = None, Signers()
     for record in records:
+        if not record.is_named:
+            counted["unsigned"] += 1
+            continue
         try:
             signer = signers.signer_of(record.data, record.read)
             wrong = [key for key, text in record.signatures.items() if not is_signed(key, record.data, text)]
