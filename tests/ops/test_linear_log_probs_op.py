@@ -113,6 +113,62 @@ def test_several_chunks_with_a_tail(rows, monkeypatch):
     assert {name: counters(name).launches - count for name, count in before.items()} == dict.fromkeys(before, chunks)
 
 
+@pytest.fixture
+def made(monkeypatch):
+    """The rows whose logits products have made, in their order, in chunks of four."""
+    found = []
+
+    def logits(self, part):
+        found.append((part.start, part.stop))
+        return of_head(self, part)
+
+    of_head = head.Head.logits
+    monkeypatch.setattr(head.Head, "logits", logits)
+    for place in (module, module.composite):
+        monkeypatch.setattr(
+            place, "chunk_plans", lambda lookup, specs, _, *rest: head.chunk_plans(lookup, specs, 4, *rest)
+        )
+    return found
+
+
+def graded(rows=10):
+    hidden, weight, ids, _ = sample((rows,))
+    return linear_log_probs(hidden, weight, ids)[0].sum(), (hidden, weight)
+
+
+def test_the_backward_finds_the_logits_of_the_last_chunk_once_and_has_the_same_bits_without_them(made):
+    total, leaves = graded()
+    assert made == [(0, 4), (4, 8), (8, 10)]
+    made.clear()
+    with_them = torch.autograd.grad(total, leaves, retain_graph=True)
+    assert made == [(0, 4), (4, 8)]
+    made.clear()
+    without = torch.autograd.grad(total, leaves)
+    assert made == [(8, 10), (0, 4), (4, 8)]
+    assert all(torch.equal(a, b) for a, b in zip(with_them, without, strict=True))
+
+
+def test_of_several_forwards_one_keeps_logits_until_its_backward_or_its_end(made):
+    (first, leaves), (second, others) = graded(4), graded(4)
+    made.clear()
+    torch.autograd.grad(second, others)
+    assert made == [(0, 4)], "the first one holds its own"
+    made.clear()
+    torch.autograd.grad(first, leaves)
+    assert not made
+    graded(4)  # and is forgotten
+    third, others = graded(4)
+    made.clear()
+    torch.autograd.grad(third, others)
+    assert not made
+
+
+def test_a_forward_without_gradients_keeps_no_logits(made):
+    with torch.no_grad():
+        linear_log_probs(*sample((4,))[:3])
+    assert module.composite.Room._holding is None or module.composite.Room._holding() is None
+
+
 def test_ids_that_are_none_give_nan_in_their_row_and_in_the_gradients():
     hidden, weight, ids, _ = sample()
     ids[2] = 83

@@ -55,6 +55,7 @@ class Head:
         graded: whether dhidden, dweight and the float32 dbias are wanted.
         wide_sums: add dweight up in float32.
         wide_logits: keep logits in float32, as products add them up, where the head's own dtype would round them.
+        memory: of a head before, if it has as many rows; else one's own.
 
     Attributes:
         gradients: dhidden, dweight and dbias, None where it is not wanted.
@@ -63,6 +64,7 @@ class Head:
     def __init__(
         self, plan_for: PlanFor, config: Config, hidden: Any, weight: Any, most_rows: int, *, bias: Any = None,
         graded: tuple[bool, bool, bool] = (False, False, False), wide_sums: bool = False, wide_logits: bool = False,
+        memory: Any = None,
     ) -> None:  # fmt: skip
         import torch
 
@@ -72,6 +74,7 @@ class Head:
         self._graded, self._wide_sums, self._wide_logits = graded, wide_sums, wide_logits
         dhidden = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device) if graded[0] else None
         self.gradients: tuple[Any, Any, Any] = (dhidden, None, None)
+        self._given = memory if memory is not None and len(memory) >= most_rows else None
 
     def logits(self, part: slice) -> Any:
         """Those of some rows, in memory that the next chunk's take."""
@@ -81,12 +84,15 @@ class Head:
 
     def room(self, part: slice) -> Any:
         """That memory, as it is."""
-        return self._held[: part.stop - part.start]
+        return self.memory[: part.stop - part.start]
 
     @functools.cached_property
-    def _held(self) -> Any:
+    def memory(self) -> Any:
+        """That of a chunk of logits."""
         import torch
 
+        if self._given is not None:
+            return self._given
         dtype = torch.float32 if self._wide_logits else self._hidden.dtype
         return room_for_logits(self._most_rows, self._weight.shape[0], dtype, self._hidden.device)
 

@@ -39,6 +39,8 @@ class Parts:
         absent: (needs, *slopes, *saved, *scalars) -> the gradients where a slope is None. Without it zeros stand in.
         rest: (*arguments) -> the results that are kept, as a tuple, where the formula gives the others.
         otherwise: (*arguments, *options) -> what the caller gets of a call that ``unless`` leaves to other ops.
+        between: () -> what the launches of one call hand on to its backward, behind the plans. Calls without a gradient
+            have none, and neither have those of torch's dispatcher, where each direction stands for itself.
     """
 
     check: Function | None = None
@@ -50,6 +52,7 @@ class Parts:
     absent: Function | None = None
     rest: Function | None = None
     otherwise: Function | None = None
+    between: Function | None = None
 
     def named(self) -> dict[str, Function]:
         """Those that there are, by their names."""

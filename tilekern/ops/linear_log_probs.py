@@ -31,7 +31,8 @@ from tilekern.runtime.dispatch import Plan, plan_for
 from tilekern.spec import Array, KernelSpec
 
 _INT32 = torch.iinfo(torch.int32)
-Plans = tuple[Plan, Plan | None]
+# Behind the plans of a call that is graded stands its room.
+Plans = tuple[Plan, Plan | None] | tuple[Plan, Plan, composite.Room]
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 _ROW = ("rows",)
@@ -147,7 +148,7 @@ def _launch(
 ) -> Results:  # fmt: skip
     labels, _ = checked("linear_log_probs", ids, weight.shape[0], ignore_index)
     options = log_probs.Options(ignore_index, temperature, softcap)
-    inputs = (*_matrices(hidden, weight), labels, None if bias is None else bias.contiguous(), options)
+    inputs = (*_matrices(hidden, weight), labels, None if bias is None else bias.contiguous(), options, _room(plans))
 
     def allocate() -> tuple[torch.Tensor, ...]:
         return tuple(ids.new_empty(ids.numel(), dtype=torch.float32) for _ in range(3))
@@ -156,8 +157,16 @@ def _launch(
     return shaped(log_prob, *ids.shape), shaped(entropy, *ids.shape), shaped(lse, *ids.shape)
 
 
+def _between() -> composite.Room:
+    return composite.Room()
+
+
+def _room(plans: Plans) -> composite.Room | None:
+    return plans[2] if len(plans) == 3 else None
+
+
 def _launch_backward(
-    plans: tuple[Plan, Plan], needs: tuple[bool, ...], dlog_probs: torch.Tensor, dentropy: torch.Tensor,
+    plans: Plans, needs: tuple[bool, ...], dlog_probs: torch.Tensor, dentropy: torch.Tensor,
     dlse: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, bias: torch.Tensor | None,
     entropy: torch.Tensor, lse: torch.Tensor, temperature: float, softcap: float | None, ignore_index: int,
     wide_sums: bool,
@@ -166,12 +175,14 @@ def _launch_backward(
     wanted = composite.Wanted(needs[0], needs[1], bias is not None and needs[3], wide_sums)
     of_rows = (x.float().contiguous().view(-1) for x in (lse, entropy, dlog_probs, dentropy, dlse))
     rows, table = _matrices(hidden, weight)
-    inputs = (rows, table, _labels(ids), None if bias is None else bias.contiguous(), *of_rows, options, wanted)
+    own = None if bias is None else bias.contiguous()
+    inputs = (rows, table, _labels(ids), own, *of_rows, options, wanted, _room(plans))
 
     def allocate() -> tuple[torch.Tensor | None, ...]:
         asked = zip((rows, table, bias), (wanted.hidden, wanted.weight, wanted.bias), strict=True)
         return tuple(fresh(x) if x is not None and is_asked else None for x, is_asked in asked)
 
+    assert plans[1] is not None, "a call without a gradient has no backward"
     dhidden, dweight, dbias = plans[1].run(hidden.get_device(), inputs, allocate)
     return (
         None if dhidden is None else shaped(dhidden, *hidden.shape),
@@ -183,7 +194,7 @@ def _launch_backward(
 @operation(
     composite.FORWARD, composite.BACKWARD, name="linear_log_probs", ungraded=("ids",), arrays=_ARRAYS,
     reads=("hidden", "weight", "ids", "bias", "entropy", "lse"), key=("softcap is not None", "ignore_index"),
-    check=_check, find=_find, launch=_launch, launch_backward=_launch_backward,
+    check=_check, find=_find, launch=_launch, launch_backward=_launch_backward, between=_between,
 )  # fmt: skip
 def _rows(
     hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, bias: torch.Tensor | None = None,

@@ -23,7 +23,7 @@ def public(op: Declaration) -> str:
         *([f"graded = graded and {row([_requires(op, name) for name in op.apart])}"] if op.apart else []),
         f"plans = plans_of(graded, {given})",
         *block(f"if plans is None{unserved}:", [f"return fallback({given})"]),
-        *block("if graded:", [f"return apply({given}, plans)"]),
+        *block("if graded:", [f"return apply({given}, {'(*plans, between())' if op.parts.between else 'plans'})"]),
         f"return {_shown(op, f'launch(plans, {given})')}",
     ]
     return function(op.name, called_by, body)
