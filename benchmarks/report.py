@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.environment import NO_GPU
@@ -190,13 +190,18 @@ def _of_families(results: Results) -> str:
     lines = []
     for case in results.cases():
         best = {name: _fastest(results, case, name) for name in _TRAINERS}
-        ours, peers = best["tilekern"], [row for name, row in best.items() if row and name != "tilekern"]
-        ratio = f"{ours.value / max(row.value for row in peers):.2f} x" if ours and peers else "-"
         cells = [_with_variant(_speed_and_memory(results, case, name), row) for name, row in best.items()]
-        lines.append((case, *cells, ratio, *(_lag(results, case, best[name]) for name in ("tilekern", "hf"))))
+        lags = [_lag(results, case, best[name]) for name in ("tilekern", "hf")]
+        lines.append((case, *cells, _of_the_best(best), *lags))
     head = ("model", *_TRAINERS.values(), "of the best", "first step's lag, s", "Hugging Face's")
     title = f"### Training of the families ({results.run['date']})\n"
     return "\n".join([title, _table(head, lines)])
+
+
+def _of_the_best(fastest: Mapping[str, Row | None]) -> str:
+    """tilekern's rate over that of the fastest peer, of the fastest rows by trainer."""
+    ours, peers = fastest[OURS], [row.value for name, row in fastest.items() if row and name != OURS]
+    return f"{ours.value / max(peers):.2f} x" if ours and peers else "-"
 
 
 def _of_parallel(results: Results) -> str:
@@ -204,9 +209,7 @@ def _of_parallel(results: Results) -> str:
     lines = []
     names = [name for name in _TRAINERS if any(row.provider.startswith(name) for row in results.rows)]
     for case in results.cases():
-        best = {name: _fastest(results, case, name) for name in names}
-        ours, peers = best[OURS], [row for name, row in best.items() if row and name != OURS]
-        ratio = f"{ours.value / max(row.value for row in peers):.2f} x" if ours and peers else "-"
+        ratio = _of_the_best({name: _fastest(results, case, name) for name in names})
         cells = [_speed_and_memory(results, case, name) for name in names]
         losses = [results.row(case, OURS, metric) for metric in ("loss", LOSS_ON_ONE)]
         lines.append((case, *cells, ratio, *(f"{row.value:.4f}" if row else "-" for row in losses)))

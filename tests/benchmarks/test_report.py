@@ -228,6 +228,9 @@ def test_a_family_is_judged_by_its_own_targets_and_has_a_line_of_the_table():
     assert "peak memory | gemma" not in gemma
 
 
+LOSS_AND_RATE = {"tokens_per_s": (1500, "tok/s"), "loss": (11.87246, "nat")}
+
+
 def test_models_that_gpus_share_have_a_table_and_no_targets():
     alone, shared = "qwen3-8b 2 x 4096 tokens, 2 layers", "qwen3-8b 2 x 4096 tokens, 2 layers, FSDP2 on 2 GPUs"
     found = rows(
@@ -247,9 +250,6 @@ def test_models_that_gpus_share_have_a_table_and_no_targets():
     assert line_of(table, alone) == f"| {alone} | 1,500 tokens/s | - | - | - | 11.8725 | - |"
     assert "Targets" not in text
     assert "Not measured here" not in text
-
-
-LOSS_AND_RATE = {"tokens_per_s": (1500, "tok/s"), "loss": (11.87246, "nat")}
 
 
 def test_ops_bound_by_arithmetic_are_judged_by_their_rate():

@@ -101,20 +101,25 @@ def test_a_frozen_tensor_gets_no_gradient_and_the_others_the_same(frozen):
     assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
 
 
-@pytest.mark.parametrize("rows", [1, 5, 12])
-def test_several_chunks_with_a_tail(rows, monkeypatch):
-    chunks = -(-rows // 4)
+@pytest.fixture
+def chunks_of_four(monkeypatch):
     for place in (module, module.composite):
         monkeypatch.setattr(
             place, "chunk_plans", lambda lookup, specs, _, *rest: head.chunk_plans(lookup, specs, 4, *rest)
         )
+
+
+@pytest.mark.usefixtures("chunks_of_four")
+@pytest.mark.parametrize("rows", [1, 5, 12])
+def test_several_chunks_with_a_tail(rows):
+    chunks = -(-rows // 4)
     before = {name: counters(name).launches for name in ("log_probs_forward", "log_probs_backward")}
     check(*sample((rows,))[:3])
     assert {name: counters(name).launches - count for name, count in before.items()} == dict.fromkeys(before, chunks)
 
 
 @pytest.fixture
-def made(monkeypatch):
+def made(monkeypatch, chunks_of_four):
     """The rows whose logits products have made, in their order, in chunks of four."""
     found = []
 
@@ -124,10 +129,6 @@ def made(monkeypatch):
 
     of_head = head.Head.logits
     monkeypatch.setattr(head.Head, "logits", logits)
-    for place in (module, module.composite):
-        monkeypatch.setattr(
-            place, "chunk_plans", lambda lookup, specs, _, *rest: head.chunk_plans(lookup, specs, 4, *rest)
-        )
     return found
 
 

@@ -31,8 +31,9 @@ from tilekern.runtime.dispatch import Plan, plan_for
 from tilekern.spec import Array, KernelSpec
 
 _INT32 = torch.iinfo(torch.int32)
-# Behind the plans of a call that is graded stands its room.
-Plans = tuple[Plan, Plan | None] | tuple[Plan, Plan, composite.Room]
+# Behind the plans of a call that is graded stands its room; torch's dispatcher has none.
+Graded = tuple[Plan, Plan] | tuple[Plan, Plan, composite.Room]
+Plans = tuple[Plan, None] | Graded
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 _ROW = ("rows",)
@@ -166,7 +167,7 @@ def _room(plans: Plans) -> composite.Room | None:
 
 
 def _launch_backward(
-    plans: Plans, needs: tuple[bool, ...], dlog_probs: torch.Tensor, dentropy: torch.Tensor,
+    plans: Graded, needs: tuple[bool, ...], dlog_probs: torch.Tensor, dentropy: torch.Tensor,
     dlse: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, bias: torch.Tensor | None,
     entropy: torch.Tensor, lse: torch.Tensor, temperature: float, softcap: float | None, ignore_index: int,
     wide_sums: bool,
@@ -182,7 +183,6 @@ def _launch_backward(
         asked = zip((rows, table, bias), (wanted.hidden, wanted.weight, wanted.bias), strict=True)
         return tuple(fresh(x) if x is not None and is_asked else None for x, is_asked in asked)
 
-    assert plans[1] is not None, "a call without a gradient has no backward"
     dhidden, dweight, dbias = plans[1].run(hidden.get_device(), inputs, allocate)
     return (
         None if dhidden is None else shaped(dhidden, *hidden.shape),
