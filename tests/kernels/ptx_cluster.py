@@ -16,7 +16,7 @@ _FAR = 1 << 60
 _AT_BLOCK, _AT_CLUSTER = 1, 2
 SPECIAL = (
     "%tid.x", "%ntid.x", "%ctaid.x", "%nctaid.x", "%laneid", "%cluster_ctarank", "%cluster_ctaid.x",
-    "%cluster_nctarank", "%cluster_nctaid.x", "%clusterid.x", "%nclusterid.x",
+    "%cluster_nctarank", "%cluster_nctaid.x", "%clusterid.x", "%nclusterid.x", "%ctaid.y",
 )  # fmt: skip
 
 Step = Callable[["Cluster"], "int | None"]
@@ -47,7 +47,7 @@ class Cluster:
         self.lanes = Lanes(cluster, program.threads)
         numbers = (
             thread, program.threads, self.block, grid, thread % WARP, self.rank, self.rank, cluster, cluster,
-            first // cluster, grid // cluster,
+            first // cluster, grid // cluster, 0,
         )  # fmt: skip
         self.special = {
             name: np.full(self.count, number, np.uint32) for name, number in zip(SPECIAL, numbers, strict=True)

@@ -19,12 +19,13 @@ from tuning.compile.machine_code import read_machine_code
 needs_cute = pytest.mark.skipif(compiler() is None, reason="nvidia-cutlass-dsl is not installed")
 ABLE = [spec for spec in SPECS if spec.space.beside]
 HEADS = [spec for spec in ABLE if any(d.name == "heads" for d in spec.dimensions)]
-ROWS = [spec for spec in ABLE if spec not in HEADS]
+LOSSES = [spec for spec in ABLE if any(d.name == "vocabulary" for d in spec.dimensions)]
+ROWS = [spec for spec in ABLE if spec not in (*HEADS, *LOSSES)]
 H200, A100 = resolve("H200"), next(target for target in KNOWN if target.arch == "sm_80")
 # Of each architecture one GPU; some kernels are compiled for all of them, for each that is like an older one in turn.
 GPUS = list({target.arch: target for target in KNOWN}.values())
 LIKE_OTHERS = ("sm_86", "sm_89", "sm_103", "sm_121")
-EVERYWHERE = ("rms_norm_backward", "fused_add_rms_norm_forward", "qk_norm_rope_backward")
+EVERYWHERE = ("rms_norm_backward", "fused_add_rms_norm_forward", "qk_norm_rope_backward", "cross_entropy_fused")
 COMPILED = [
     pytest.param(
         spec, target, id=f"{spec.name}-{target.arch}",
@@ -36,9 +37,11 @@ COMPILED = [
 ]  # fmt: skip
 
 
-def problem_of(spec, columns=4096, dtype="bfloat16", rows=8192, heads=32, kv_heads=8, head_dim=128):
+def problem_of(
+    spec, columns=4096, dtype="bfloat16", rows=8192, heads=32, kv_heads=8, head_dim=128, vocabulary=32000
+):  # fmt: skip
     heads = {"tokens": rows, "batch": 1, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
-    return sized(spec, dtype, rows=rows, columns=columns, **heads)
+    return sized(spec, dtype, rows=rows, columns=columns, vocabulary=vocabulary, **heads)
 
 
 def configs(spec, problem, target=H200):
@@ -61,10 +64,16 @@ def test_so_are_gradients_of_heads():
     assert [spec.name for spec in HEADS] == ["qk_norm_rope_backward"]
 
 
+def test_so_is_the_loss_with_its_gradient():
+    assert [spec.name for spec in LOSSES] == ["cross_entropy_fused"]
+
+
 def vectors_of(kernel, config):
     """Vectors of 16 bytes that a thread has on their way at once: its parts of rows, or both halves of its heads."""
     if "warps" in config:
         return 2 * 2 * config["together"] * config["ahead"]
+    if "rows" not in config:
+        return -(-32000 // (8 * config["threads"] * config["cluster"]))
     matrices = [p for p in kernel.parameters if getattr(p, "ndim", 0) == 2 and p.role == "input"]
     return len(matrices) * -(-4096 // (8 * config["threads"]))
 
@@ -106,6 +115,24 @@ def test_they_compile_with_tails_several_rows_and_clusters(columns, dtype, axes)
     made = compile_candidate(spec, problem, config, H200, ALIGNED)
     assert made.launch["cluster"] == config["cluster"]
     assert made.launch["block"] == [config["threads"] * config["rows"], 1, 1]
+
+
+@pytest.mark.slow
+@needs_cute
+@pytest.mark.parametrize("spec", LOSSES, ids=lambda spec: spec.name)
+@pytest.mark.parametrize("vocabulary", [32000, 128256, 151936])
+def test_a_row_of_logits_stays_in_registers(spec, vocabulary):
+    """A block with one row spills nothing; one that goes on spills addresses that it needs for each row, at most."""
+    problem = problem_of(spec, vocabulary=vocabulary)
+    tight = {(512, 8, 3), (512, 4, 2), (1024, 4, 1), (256, 2, 4), (512, 1, 2)}
+    found = [c for c in configs(spec, problem) if (c["threads"], c["cluster"], c["occupancy"]) in tight]
+    assert {config["schedule"] for config in found} == {"block", "persistent"}
+    for config in found:
+        made = compile_candidate(spec, problem, config, H200, ALIGNED)
+        resources = read_resources(made.cubin, made.symbol)
+        assert resources.registers * config["threads"] * config["occupancy"] <= H200.registers
+        assert resources.stack_bytes <= (64 if config["schedule"] == "persistent" else 0), config
+        assert made.launch["cluster"] == config["cluster"]
 
 
 @needs_cute
@@ -162,11 +189,40 @@ def test_their_grids_are_whole_clusters_that_reach_all_rows(spec, columns):
         assert config["threads"] * config["cluster"] * 8 * 8 >= columns  # held in registers, eight vectors at most
 
 
+@pytest.mark.parametrize("spec", LOSSES, ids=lambda spec: spec.name)
+@pytest.mark.parametrize("vocabulary", [32000, 50304, 128256, 262144])
+def test_their_clusters_are_whole_and_hold_a_row(spec, vocabulary):
+    problem = problem_of(spec, vocabulary=vocabulary)
+    for config in configs(spec, problem):
+        kernel = spec.device(problem, config)
+        for rows in (1, 7, 8192, 100_000):
+            clusters, rest = divmod(kernel.grid(problem.but(rows=rows), 132), config["cluster"])
+            resident = 132 // config["cluster"] * config["occupancy"]
+            assert (clusters, rest) == (rows if config["schedule"] == "block" else min(rows, resident), 0)
+        vectors = config["threads"] * config["cluster"] * 20
+        assert vectors * 8 >= vocabulary
+
+
+@pytest.mark.parametrize("spec", LOSSES, ids=lambda spec: spec.name)
+def test_other_losses_are_left_to_cutile(spec):
+    """Those with options, and of rows that are no whole vectors, or too short to keep a block busy."""
+    plain = problem_of(spec)
+    assert configs(spec, plain)
+    for flag in ("weighted", "smoothed", "capped"):
+        assert not configs(spec, plain.but(**{flag: True}))
+    for vocabulary in (50257, 32004, 2048, 8):
+        assert not configs(spec, problem_of(spec, vocabulary=vocabulary)), vocabulary
+    assert configs(spec, problem_of(spec, dtype="float32", vocabulary=32004))
+    assert not configs(spec, plain, INTERPRETED)
+
+
 def test_no_clusters_before_sm_90():
-    spec = spec_named("softmax_forward")
-    problem = problem_of(spec, 65536)
+    spec, loss = spec_named("softmax_forward"), spec_named("cross_entropy_fused")
+    problem, short = problem_of(spec, 65536), problem_of(loss)
     assert {config["cluster"] for config in configs(spec, problem)} == {2, 4, 8}
     assert {config["cluster"] for config in configs(spec, problem, A100)} <= {1}
+    assert {config["cluster"] for config in configs(loss, short)} == {1, 2, 4}
+    assert {config["cluster"] for config in configs(loss, short, A100)} == {1}
 
 
 def test_the_class_of_each_kernel_is_there():

@@ -12,11 +12,13 @@ from typing import Any
 import cuda.tile as ct
 
 from tilekern.kernels.common.arrays import Arrays, bytes_of, tensors
+from tilekern.kernels.common.cute_configs import is_cute
 from tilekern.kernels.tiles import grid_of, hints, power_of_two
 from tilekern.spec import (
     Array,
     Config,
     Constraint,
+    CuteKernel,
     Dimension,
     Implementation,
     KernelSpec,
@@ -201,6 +203,21 @@ def _implement(
         grid=lambda sizes, sm_count: grid_of(sizes["rows"] * across, config, sm_count),
         hints=hints(config),
     )
+
+
+def implement_by_both(
+    function: Any, arrays: Arrays, flags: tuple[str, ...], by_cute: Callable[..., CuteKernel], problem: Problem,
+    config: Config,
+) -> Implementation | CuteKernel:  # fmt: skip
+    """The :attr:`KernelSpec.implement` of a kernel that CuTe DSL compiles too.
+
+    Args:
+        function: as those before ``by_cute``, an argument of :func:`spec`.
+        by_cute: gives the kernel of a function, its parameters, a problem and a config.
+    """
+    if is_cute(config):
+        return by_cute(function, parameters_of(arrays, _dimensions(flags), problem), problem, config)
+    return _implement(function, arrays, flags, problem, config)
 
 
 def spec(

@@ -1,21 +1,25 @@
 """Cross entropy of a chunk of rows, loss and gradient in one launch; the formulas stand in the module ``tiles``.
 
 A block reads a row, then reads it once more while it writes the gradient, last tile first, so that what it has just
-read comes out of the L2 cache; how many rows are under way at once decides whether they fit there. ``dlogits`` may be
-the memory of ``logits``. The gradient is that of ``(scale * loss).sum()``; rows whose scale is 0 still get their loss.
-Ignored rows and targets that are not a class are treated as in the module ``separate``.
+read comes out of the L2 cache; how many rows are under way at once decides whether they fit there. As CuTe DSL compiles
+it (:mod:`tilekern.kernels.cute.losses`) a cluster of blocks keeps a row in registers. ``dlogits`` may be the memory of
+``logits``. The gradient is that of ``(scale * loss).sum()``; rows whose scale is 0 still get their loss. Ignored rows
+and targets that are not a class are treated as in the module ``separate``.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import cuda.tile as ct
 
+from tilekern.kernels.common import cute_losses
 from tilekern.kernels.common.vocabulary import (
     STEPS_MATCH,
     each_step,
     generic_steps,
+    implement_by_both,
     of_rows,
     spec,
     step_axes,
@@ -70,13 +74,25 @@ def _fused_row(row, logits, target, scale, ignore_index, loss, lse, dlogits, til
         store_row(lse, row, ct.zeros((1, 1), ct.float32))
         _write_zeros(dlogits, row, ct.static_eval(options[5]), wide)
     else:
-        target_x, share, top, total, row_of_lse = store_loss(logits, loss, lse, row, label, tile_n, unroll, options)
-        factors = gradient_factors(ct.load(scale, (row,), ()), share, row_of_lse, options)
-        # Since every store needs the target's logit, none can come before that was read, whatever the compiler takes
-        # for granted of logits and dlogits being two arrays.
-        shift = ct.where(ct.isnan(target_x), NAN, top)
-        factors = (factors[0] / total, factors[1], factors[2])
+        found = store_loss(logits, loss, lse, row, label, tile_n, unroll, options)
+        shift, factors = gradient_of_row(ct.load(scale, (row,), ()), found, options)
         _write_gradient(logits, dlogits, row, label, shift, factors, wide, options)
+
+
+def gradient_of_row(scale, found, options):
+    """The shift and the factors of a row's gradient, by its scale and what :func:`store_loss` found."""
+    target_x, share, top, total, row_of_lse = found
+    factors = gradient_factors(scale, share, row_of_lse, options)
+    # Since every store needs the target's logit, none can come before that was read, whatever the compiler takes
+    # for granted of logits and dlogits being two arrays.
+    shift = ct.where(ct.isnan(target_x), NAN, top)
+    return shift, (factors[0] / total, factors[1], factors[2])
+
+
+def each_row(logits, target, scale, ignore_index, loss, lse, dlogits, tile_n, unroll, persistent, options):
+    """Loss, lse and gradient of all rows: one a block, or resident blocks that loop."""
+    arguments = (logits, target, scale, ignore_index, loss, lse, dlogits, tile_n, unroll, options)
+    each_step(_fused_row, logits.shape[0], persistent, arguments)
 
 
 @ct.kernel
@@ -90,8 +106,7 @@ def cross_entropy_fused(
     target, scale, loss and lse [rows], weight [1, columns], weight_sum [1].
     """
     options = (weight, weight_sum, smoothing, z_loss, softcap, columns, weighted, smoothed, capped, tma)
-    arguments = (logits, target, scale, ignore_index, loss, lse, dlogits, tile_n, unroll, options)
-    each_step(_fused_row, logits.shape[0], persistent, arguments)
+    each_row(logits, target, scale, ignore_index, loss, lse, dlogits, tile_n, unroll, persistent, options)
 
 
 def _axes(problem: Problem) -> dict[str, list[Value]]:
@@ -124,20 +139,26 @@ def reference(
     return rows | reference_gradient(logits, target, rows["lse"], scale, **options)
 
 
-FUSED = spec(
-    "cross_entropy_fused",
-    "loss of every row of logits and its gradient, in place if asked, in one launch",
-    cross_entropy_fused,
-    (*READ, *of_rows("scale"), *OPTIONS, *of_rows("loss", "lse", role="output"), DLOGITS),
-    reference,
-    flags=FLAGS,
-    flops=11,
-    space=Space(_axes, (STEPS_MATCH, STEPS_FIT, _THREADS_ENOUGH, TMA_NEEDS_HOPPER)),
-    default=lambda problem, target: step_config(
-        "persistent", *step_shapes(problem["vocabulary"], 8)[0], occupancy=2, warps=8
+_ARRAYS = (*READ, *of_rows("scale"), *OPTIONS, *of_rows("loss", "lse", role="output"), DLOGITS)
+FUSED = replace(
+    spec(
+        "cross_entropy_fused",
+        "loss of every row of logits and its gradient, in place if asked, in one launch",
+        cross_entropy_fused,
+        _ARRAYS,
+        reference,
+        flags=FLAGS,
+        flops=11,
+        space=Space(_axes, (STEPS_MATCH, STEPS_FIT, _THREADS_ENOUGH, TMA_NEEDS_HOPPER), (cute_losses.space(FLAGS),)),
+        default=lambda problem, target: step_config(
+            "persistent", *step_shapes(problem["vocabulary"], 8)[0], occupancy=2, warps=8
+        ),
+        generic=generic_steps,
+        inputs=_inputs,
     ),
-    generic=generic_steps,
-    inputs=_inputs,
+    implement=lambda problem, config: implement_by_both(
+        cross_entropy_fused, _ARRAYS, FLAGS, cute_losses.implement, problem, config
+    ),
 )
 
 SPECS = (FUSED,)
