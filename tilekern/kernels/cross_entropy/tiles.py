@@ -87,7 +87,7 @@ def _scan_step(sums, first, count, partial, logits, row, tile_n, options):
     return mass, top, pull
 
 
-def _scan_row(logits, row, tile_n, unroll, options):
+def scan_row(logits, row, tile_n, unroll, options):
     """One read of a row: its maximum, the sum of ``exp(x - maximum)``, and the (weighted) sum of x if smoothed.
 
     All three have the shape (1, 1).
@@ -145,7 +145,7 @@ def store_loss(logits, loss, lse, row, label, tile_n, unroll, options):
     """
     weight, _, _, _, softcap, _, weighted, _, capped, _ = options
     target_x, share = target_logit(logits, row, label, softcap, capped), target_weight(weight, label, weighted)
-    top, total, pull = _scan_row(logits, row, tile_n, unroll, options)
+    top, total, pull = scan_row(logits, row, tile_n, unroll, options)
     row_of_loss, row_of_lse = _row_loss(top, total, pull, target_x, share, options)
     store_row(loss, row, row_of_loss)
     store_row(lse, row, row_of_lse)

@@ -156,7 +156,7 @@ class FusedLoss(Program):
             occupancy=occupancy, known=known, instead={family.each_row: self._each_row},
         )  # fmt: skip
         self.columns, self.persistent, self.share = columns, persistent, LongShare(self, columns, vector)
-        instead: dict[Any, Any] = {tiles.target_logit: self._target_logit, tiles._scan_row: self._scan_row}
+        instead: dict[Any, Any] = {tiles.target_logit: self._target_logit, tiles.scan_row: self._scan_row}
         instead |= {tiles.store_row: self._store_row, tiles.load_logits: self._load_logits}
         instead |= {tiles.columns_of: self._columns_of}
         formulas: Any = (tiles.exponential, tiles.store_loss, family.gradient_of_row, tiles.store_gradient)
