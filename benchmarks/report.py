@@ -35,7 +35,6 @@ _TRAINING = (
     "<!-- training ends -->",
 )
 _MODEL = "qwen3-8b"
-_FAMILIES = {"tilekern": "tilekern", "liger": "Liger", "hf": "Hugging Face"}
 _TRAINERS = {"tilekern": "tilekern", "hf": "Hugging Face", "liger": "Liger", "torch.compile": "torch.compile by layer"}
 
 
@@ -70,19 +69,19 @@ def with_training(text: str, everything: Sequence[Results]) -> str:
     if not (begins and ends):
         raise InputError(f"the line {begin if not begins else end} is missing; put it where the training table belongs")
     trained = [run for run in everything if run.benchmark == "train" and run.run["model"] == _MODEL]
-    runs = [run for run in trained if all(_fastest(run, None, family) for family in _FAMILIES)]
+    runs = [run for run in trained if all(_fastest(run, None, family) for family in _TRAINERS)]
     if not runs:
-        wanted = f"no results of train {_MODEL} have {', '.join(_FAMILIES.values())}"
+        wanted = f"no results of train {_MODEL} have {', '.join(_TRAINERS.values())}"
         raise InputError(f"{wanted}; run python -m benchmarks train {_MODEL}")
     newest = max(runs, key=lambda run: str(run.run["date"]))
     return f"{head}{begin}\n\n{_training(newest)}\n{end}{tail}"
 
 
 def _training(run: Results) -> str:
-    best = {name: _fastest(run, None, name) for name in _FAMILIES}
+    best = {name: _fastest(run, None, name) for name in _TRAINERS}
     versions = {name: row.provider.partition(" ")[2] for name, row in best.items() if row is not None}
-    head = [f"{title} {versions[name]}".rstrip() for name, title in _FAMILIES.items()]
-    lines = [(case.split(" ")[1], *(_speed_and_memory(run, case, name) for name in _FAMILIES)) for case in run.cases()]
+    head = [f"{title} {versions[name]}".rstrip() for name, title in _TRAINERS.items()]
+    lines = [(case.split(" ")[1], *(_speed_and_memory(run, case, name) for name in _TRAINERS)) for case in run.cases()]
     return _table(("tokens of a step", *head), lines)
 
 

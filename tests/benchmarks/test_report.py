@@ -341,22 +341,25 @@ def test_the_readme_s_table_has_the_fastest_of_each_family_and_says_what_ran_out
     run = trained(
         ("m 2048 tokens", "tilekern", 1234.4, 61.04), ("m 2048 tokens", "tilekern-nondeterministic", 9999, 61),
         ("m 2048 tokens", "liger-a 1.0", 900, 62), ("m 2048 tokens", "liger-b 1.0", 950, 63),
-        ("m 2048 tokens", "hf-sdpa 5.0", 800, 70),
+        ("m 2048 tokens", "hf-sdpa 5.0", 800, 70), ("m 2048 tokens", "torch.compile-layers 2.0", 999, 71),
         ("m 4096 tokens", "tilekern", 1000, 80), ("m 4096 tokens", "liger-a 1.0", 1001, 81),
         notes=["m 4096 tokens: hf-sdpa is out of memory, so longer ones were not tried"],
     )  # fmt: skip
     text = with_training(f"before\n{PLACE[0]}\nold\n{PLACE[1]}\nafter\n", [kernels(40, 0.9, 44), run])
     lines = [
-        "| tokens of a step | tilekern | Liger 1.0 | Hugging Face 5.0 |",
-        "| --- | --- | --- | --- |",
-        "| 2048 | 1,234 tokens/s, 61.0 GiB | 950 tokens/s, 63.0 GiB | 800 tokens/s, 70.0 GiB |",
-        "| 4096 | 1,000 tokens/s, 80.0 GiB | 1,001 tokens/s, 81.0 GiB | out of memory |",
+        "| tokens of a step | tilekern | Hugging Face 5.0 | Liger 1.0 | torch.compile by layer 2.0 |",
+        "| --- | --- | --- | --- | --- |",
+        "| 2048 | 1,234 tokens/s, 61.0 GiB | 800 tokens/s, 70.0 GiB | 950 tokens/s, 63.0 GiB "
+        "| 999 tokens/s, 71.0 GiB |",
+        "| 4096 | 1,000 tokens/s, 80.0 GiB | out of memory | 1,001 tokens/s, 81.0 GiB | - |",
     ]
     table = "\n".join(lines)
     assert text == f"before\n{PLACE[0]}\n\n{table}\n\n{PLACE[1]}\nafter\n"
     assert with_training(text, [run]) == text
     newer = "2027-01-01T12:00:00+00:00"
-    other = trained(*(("m 1 tokens", who, 1, 1) for who in ("tilekern", "liger", "hf")), model="m", date=newer)
+    other = trained(
+        *(("m 1 tokens", who, 1, 1) for who in ("tilekern", "liger", "hf", "torch.compile")), model="m", date=newer
+    )
     assert with_training(text, [run, other]) == text, "the table is of one model"
 
 
@@ -364,5 +367,7 @@ def test_a_table_without_a_place_or_a_run_is_refused():
     run = trained(("m 1 tokens", "tilekern", 1, 1), ("m 1 tokens", "liger", 1, 1), ("m 1 tokens", "hf", 1, 1))
     with pytest.raises(InputError, match="training ends --> is missing"):
         with_training(PLACE[0], [run])
-    with pytest.raises(InputError, match="no results of train qwen3-8b have tilekern, Liger, Hugging Face"):
+    with pytest.raises(
+        InputError, match=r"no results of train qwen3-8b have tilekern, Hugging Face, Liger, torch\.compile by"
+    ):
         with_training("\n".join(PLACE), [kernels(40, 0.9, 44)])
