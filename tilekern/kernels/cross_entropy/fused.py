@@ -149,7 +149,11 @@ FUSED = replace(
         reference,
         flags=FLAGS,
         flops=11,
-        space=Space(_axes, (STEPS_MATCH, STEPS_FIT, _THREADS_ENOUGH, TMA_NEEDS_HOPPER), (cute_losses.space(FLAGS),)),
+        space=Space(
+            _axes,
+            (STEPS_MATCH, STEPS_FIT, _THREADS_ENOUGH, TMA_NEEDS_HOPPER),
+            (cute_losses.space(FLAGS, gradient=True),),
+        ),
         default=lambda problem, target: step_config(
             "persistent", *step_shapes(problem["vocabulary"], 8)[0], occupancy=2, warps=8
         ),
