@@ -136,7 +136,7 @@ def train(
     sequence: Annotated[int, typer.Option(min=0, help="Tokens of a sequence; 0 means that a step is one.")] = 0,
     layers: Annotated[int, typer.Option(min=0, help="Layers of the model; 0 means all.")] = 0,
     steps: Annotated[int, typer.Option(min=1, help="Timed steps at each length, after two that warm up.")] = 5,
-    providers: Annotated[str, typer.Option(help="Trainers, by commas; default all but the compilers.")] = "",
+    providers: Annotated[str, typer.Option(help="Trainers, by commas; default the fastest of each family.")] = "",
     checkpointing: Annotated[bool, typer.Option("--checkpointing", help="Compute activations again.")] = False,
     profile: Annotated[bool, typer.Option("--profile", help="Say where tilekern's steps spend the GPU.")] = False,
     device: Annotated[Device, typer.Option(help="Where the model trains.")] = Device.cuda,
