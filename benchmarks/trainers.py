@@ -131,8 +131,7 @@ TRAINERS: Mapping[str, Trainer] = {
     "torch.compile": Trainer("torch", compiled="model", limit_s=150),
 }
 # Enough for one run of some minutes: of each family of peers that which is the fastest on an H200.
-PEERS = ("hf-sdpa-cudnn", "liger-triton-cudnn", "torch.compile-layers-cudnn")
-USUAL = (OURS, f"{OURS}-nondeterministic", *PEERS)
+USUAL = (OURS, f"{OURS}-nondeterministic", "hf-sdpa-cudnn", "liger-triton-cudnn", "torch.compile-layers-cudnn")
 
 
 def trainer_named(name: str) -> Trainer:
