@@ -20,14 +20,17 @@ needs_cute = pytest.mark.skipif(compiler() is None, reason="nvidia-cutlass-dsl i
 ABLE = [spec for spec in SPECS if spec.space.beside]
 HEADS = [spec for spec in ABLE if any(d.name == "heads" for d in spec.dimensions)]
 LOSSES = [spec for spec in ABLE if any(d.name == "vocabulary" for d in spec.dimensions)]
-ROWS = [spec for spec in ABLE if spec not in (*HEADS, *LOSSES)]
+PAIRS = [spec for spec in ABLE if any(d.name == "graded" for d in spec.dimensions)]
+ROWS = [spec for spec in ABLE if spec not in (*HEADS, *LOSSES, *PAIRS)]
+# Columns of rows that are long enough for several blocks.
+LONG = 65536
 H200, A100 = resolve("H200"), next(target for target in KNOWN if target.arch == "sm_80")
 # Of each architecture one GPU; some kernels are compiled for all of them, for each that is like an older one in turn.
 GPUS = list({target.arch: target for target in KNOWN}.values())
 LIKE_OTHERS = ("sm_86", "sm_89", "sm_103", "sm_121")
 EVERYWHERE = (
     "rms_norm_backward", "fused_add_rms_norm_forward", "qk_norm_rope_backward", "cross_entropy_forward",
-    "cross_entropy_fused",
+    "cross_entropy_fused", "jsd",
 )  # fmt: skip
 COMPILED = [
     pytest.param(
@@ -44,7 +47,8 @@ def problem_of(
     spec, columns=4096, dtype="bfloat16", rows=8192, heads=32, kv_heads=8, head_dim=128, vocabulary=32000
 ):  # fmt: skip
     heads = {"tokens": rows, "batch": 1, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
-    return sized(spec, dtype, rows=rows, columns=columns, vocabulary=vocabulary, **heads)
+    problem = sized(spec, dtype, rows=rows, columns=columns, vocabulary=vocabulary, **heads)
+    return problem.but(graded=True) if spec in PAIRS else problem
 
 
 def configs(spec, problem, target=H200):
@@ -71,8 +75,14 @@ def test_so_is_the_loss_alone_and_with_its_gradient():
     assert {spec.name for spec in LOSSES} == {"cross_entropy_forward", "cross_entropy_fused"}
 
 
+def test_so_are_losses_of_two_matrices():
+    assert [spec.name for spec in PAIRS] == ["jsd", "tvd"]
+
+
 def vectors_of(kernel, config):
     """Vectors of 16 bytes that a thread has on their way at once: its parts of rows, or both halves of its heads."""
+    if "unroll" in config:
+        return 2 * config["unroll"]
     if "warps" in config:
         return 2 * 2 * config["together"] * config["ahead"]
     if "rows" not in config:
@@ -85,7 +95,8 @@ def vectors_of(kernel, config):
 @needs_cute
 @pytest.mark.parametrize(("spec", "target"), COMPILED)
 def test_they_compile_for_each_gpu_with_the_parameters_that_are_passed(spec, target):
-    problem, config, kernel = made_of(spec, target=target)
+    axes = {"columns": LONG, "cluster": 1} if spec in PAIRS else {}
+    problem, config, kernel = made_of(spec, target=target, **axes)
     made = compile_candidate(spec, problem, config, target, ALIGNED)
     assert parameter_bytes(made.cubin, made.symbol) == passed_bytes(kernel)
     assert read_resources(made.cubin, made.symbol).threads == kernel.block
@@ -136,6 +147,24 @@ def test_a_row_of_logits_stays_in_registers(spec, vocabulary):
         resources = read_resources(made.cubin, made.symbol)
         assert resources.registers * config["threads"] * config["occupancy"] <= H200.registers
         assert resources.stack_bytes <= (64 if config["schedule"] == "persistent" else 0), config
+        assert made.launch["cluster"] == config["cluster"]
+
+
+@pytest.mark.slow
+@needs_cute
+@pytest.mark.parametrize("spec", PAIRS, ids=lambda spec: spec.name)
+@pytest.mark.parametrize(("dtype", "graded"), [("bfloat16", True), ("float32", True), ("bfloat16", False)])
+def test_steps_over_pairs_stay_in_registers(spec, dtype, graded):
+    """A few addresses are spilled at most, which rows need more often than steps."""
+    problem = problem_of(spec, 128256, dtype).but(graded=graded)
+    tight = {(256, 8, 4), (256, 4, 4), (256, 4, 2), (512, 2, 8), (1024, 1, 2), (128, 8, 8)}
+    found = [c for c in configs(spec, problem) if (c["threads"], c["cluster"], c["unroll"]) in tight]
+    assert {config["schedule"] for config in found} == {"block", "persistent"}
+    for config in found:
+        made = compile_candidate(spec, problem, config, H200, ALIGNED)
+        resources = read_resources(made.cubin, made.symbol)
+        assert resources.registers * config["threads"] * config["occupancy"] <= H200.registers
+        assert resources.stack_bytes <= 64, config
         assert made.launch["cluster"] == config["cluster"]
 
 
@@ -220,17 +249,44 @@ def test_other_losses_are_left_to_cutile(spec):
     assert not configs(spec, plain, INTERPRETED)
 
 
+@pytest.mark.parametrize("spec", PAIRS, ids=lambda spec: spec.name)
+@pytest.mark.parametrize("columns", [16384, 32000, 128256])
+def test_clusters_of_pairs_are_whole_and_leave_no_sm_idle(spec, columns):
+    problem = problem_of(spec, columns)
+    found = configs(spec, problem)
+    assert 6 <= len(found) <= 30
+    for config in found:
+        kernel, cluster = spec.device(problem, config), config["cluster"]
+        for rows in (1, 7, 8192, 100_000):
+            clusters, rest = divmod(kernel.grid(problem.but(rows=rows), 132), cluster)
+            resident = 132 // cluster * config["occupancy"]
+            assert (clusters, rest) == (rows if config["schedule"] == "block" else min(rows, resident), 0)
+        if config["schedule"] == "persistent":
+            assert kernel.grid(problem.but(rows=100_000), 132) == 132 * config["occupancy"]
+
+
+@pytest.mark.parametrize("spec", PAIRS, ids=lambda spec: spec.name)
+def test_short_pairs_and_those_of_no_whole_vectors_are_left_to_cutile(spec):
+    for columns in (50257, 32004, 8192, 4096, 8):
+        assert not configs(spec, problem_of(spec, columns)), columns
+    assert configs(spec, problem_of(spec, 32004, "float32"))
+    assert configs(spec, problem_of(spec, 16384).but(graded=False))
+    assert not configs(spec, problem_of(spec, LONG), INTERPRETED)
+
+
 def test_no_clusters_before_sm_90():
-    spec, loss = spec_named("softmax_forward"), spec_named("cross_entropy_fused")
+    spec, loss, pairs = (spec_named(name) for name in ("softmax_forward", "cross_entropy_fused", "jsd"))
     problem, short = problem_of(spec, 65536), problem_of(loss)
     assert {config["cluster"] for config in configs(spec, problem)} == {2, 4, 8}
     assert {config["cluster"] for config in configs(spec, problem, A100)} <= {1}
     assert {config["cluster"] for config in configs(loss, short)} == {1, 2, 4}
     assert {config["cluster"] for config in configs(loss, short, A100)} == {1}
+    assert {config["cluster"] for config in configs(pairs, problem_of(pairs, LONG))} == {1, 2, 4, 8}
+    assert {config["cluster"] for config in configs(pairs, problem_of(pairs, LONG), A100)} == {1}
 
 
 def test_the_class_of_each_kernel_is_there():
-    named = {made_of(spec)[2].kernel for spec in ABLE}
+    named = {made_of(spec, LONG if spec in PAIRS else 4096)[2].kernel for spec in ABLE}
     for name in named:
         module, _, attribute = name.partition(":")
         assert module.startswith("tilekern.kernels.cute.")

@@ -964,6 +964,157 @@ def test_a_row_of_logits_is_read_once_in_vectors_and_written_once_or_not_at_all(
     assert not re.search(r"\b(atom|red)\b", text)
 
 
+# Those of losses of two matrices.
+
+JSD, TVD = spec_named("jsd"), spec_named("tvd")
+PAIRS = [JSD, TVD]
+each_pair = pytest.mark.parametrize("spec", PAIRS, ids=lambda spec: spec.name)
+
+
+def pairs_of(spec, rows=7, columns=1000, dtype="bfloat16", graded=True, pure=False):
+    values = {"rows": rows, "columns": columns, "dtype": dtype, "graded": graded, "pure": pure}
+    return spec.problem(**{d.name: values[d.name] for d in spec.dimensions})
+
+
+def kernel_of_pairs(spec, problem, threads=64, cluster=1, unroll=2, schedule="persistent"):
+    """The kernel of a config, whether the search space has it or not."""
+    axes = {"threads": threads, "cluster": cluster, "unroll": unroll, "occupancy": 1}
+    return spec.implement(problem, Config(implementation="cute", schedule=schedule, **axes))
+
+
+@each_pair
+@pytest.mark.parametrize(
+    ("threads", "cluster", "unroll"), [(32, 1, 2), (64, 1, 1), (32, 2, 2), (256, 1, 8), (64, 4, 2)]
+)
+@pytest.mark.parametrize("schedule", ["persistent", "block"])
+def test_losses_of_pairs_are_right(spec, threads, cluster, unroll, schedule):
+    """With whole steps and a rest, with one of both alone, and with threads that have no vector."""
+    problem = pairs_of(spec)
+    clusters = 2 if schedule == "persistent" else None
+    kernel = kernel_of_pairs(spec, problem, threads, cluster, unroll, schedule)
+    assert_right(spec, problem, kernel, clusters, gap=1)
+
+
+@each_pair
+@pytest.mark.parametrize("graded", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "columns"), [("float16", 512), ("float32", 1020), ("float32", 4), ("float32", 2048), ("bfloat16", 2056)]
+)
+def test_losses_of_pairs_of_any_dtype_are_right(spec, dtype, columns, graded):
+    problem = pairs_of(spec, 5, columns, dtype, graded)
+    assert_right(spec, problem, kernel_of_pairs(spec, problem, cluster=2), clusters=7, gap=2)
+
+
+@each_pair
+def test_candidates_for_pairs_are_right(spec):
+    problem, random = pairs_of(spec, 5, 16400, "float32"), draws_of(spec)
+    for config in random.sample([c for c in spec.space.candidates(problem, resolve("H200")) if is_cute(c)], 2):
+        kernel = spec.implement(problem, config)
+        assert_right(spec, problem, kernel, kernel.grid(problem, 16) // kernel.cluster)
+
+
+@each_pair
+@pytest.mark.parametrize("graded", [False, True])
+@pytest.mark.parametrize("cluster", [1, 2])
+def test_pairs_of_rows_that_do_not_count_are_not_read(spec, cluster, graded):
+    problem = pairs_of(spec, 9, graded=graded)
+    inputs = inputs_of(spec, problem)
+    inputs["slope"][[0, 2, 3, 8]] = 0
+    ignored, (first, second) = inputs["slope"] == 0, list(inputs)[:2]
+    inputs[first][ignored], inputs[second][ignored] = NAN, INFINITY
+    assert_right(spec, problem, kernel_of_pairs(spec, problem, cluster=cluster), 2, inputs)
+
+
+@pytest.mark.parametrize("cluster", [1, 2])
+def test_a_slope_that_is_not_finite_makes_its_row_nan_and_no_other(cluster):
+    """It takes its turn in the exchange."""
+    problem = pairs_of(TVD, 5)
+    inputs = inputs_of(TVD, problem)
+    inputs["slope"][:] = torch.tensor([1.0, NAN, 2.0, 0.0, 3.0])
+    kernel = kernel_of_pairs(TVD, problem, cluster=cluster)
+    found = launched(TVD, problem, kernel, ptx_of(kernel), inputs, 1)
+    assert found["loss"].isnan().tolist() == [False, True, False, False, False]
+    assert found["gradient"].isnan().all(1).tolist() == [False, True, False, False, False]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("beta", [0.0, 0.1, 0.5, 1.0])
+def test_divergences_of_impossible_classes_are_finite(beta, dtype):
+    """Of the input, of the target, of both, and those that only float32 takes for 0."""
+    problem = pairs_of(JSD, 4, 1032, dtype, pure=beta in (0, 1))
+    inputs = inputs_of(JSD, problem) | {"beta": beta}
+    # One of both alone is an infinite divergence of the other at an end.
+    inputs["input"][0, 3] = -INFINITY if beta != 0 else -5.0
+    inputs["target"][1, 4] = -INFINITY if beta != 1 else -5.0
+    inputs["input"][2, 5] = inputs["target"][2, 5] = -INFINITY
+    inputs["input"][3, 1031], inputs["target"][3, 1031] = -200.0, -300.0
+    assert all(x.isfinite().all() for x in expected_results(JSD, problem, inputs).values())
+    assert_right(JSD, problem, kernel_of_pairs(JSD, problem, cluster=2), 2, inputs)
+
+
+@each_pair
+def test_a_pair_that_is_not_a_number_stays_in_its_row(spec):
+    problem = pairs_of(spec, 3, 1032)
+    first, second = list(inputs_of(spec, problem))[:2]
+    for name in (first, second):
+        inputs = inputs_of(spec, problem)
+        inputs[name][1, 777] = NAN
+        kernel = kernel_of_pairs(spec, problem)
+        found = launched(spec, problem, kernel, ptx_of(kernel), inputs, 2)
+        assert found["loss"].isnan().tolist() == [False, True, False]
+        assert found["gradient"].isnan().sum(1).tolist() == [0, 1, 0]
+
+
+def test_equal_elements_have_no_distance_and_no_gradient():
+    problem = pairs_of(TVD, 3, dtype="float32")
+    inputs = inputs_of(TVD, problem)
+    inputs["p"][:] = inputs["q"]
+    kernel = kernel_of_pairs(TVD, problem, cluster=2)
+    assert not any(x.any() for x in launched(TVD, problem, kernel, ptx_of(kernel), inputs, 2).values())
+
+
+@each_pair
+@pytest.mark.parametrize(("threads", "cluster"), [(64, 1), (64, 4)])
+def test_pairs_have_the_same_bits_whatever_cluster_takes_a_row(spec, threads, cluster):
+    problem = pairs_of(spec, 6)
+    inputs = inputs_of(spec, problem)
+    kernels = {n: kernel_of_pairs(spec, problem, threads, cluster, schedule="persistent") for n in (1, 4)}
+    kernels[6] = kernel_of_pairs(spec, problem, threads, cluster, schedule="block")
+    found = [launched(spec, problem, kernel, ptx_of(kernel), inputs, n) for n, kernel in kernels.items()]
+    assert all(x.equal(found[0][name]) for other in found[1:] for name, x in other.items())
+
+
+@st.composite
+def launches_of_pairs(draw):
+    """A spec, its problem, a kernel, a number of clusters and a GPU."""
+    spec, dtype = draw(st.sampled_from(PAIRS)), draw(st.sampled_from(DTYPES))
+    cluster, threads = draw(st.sampled_from([1, 1, 2, 4])), draw(st.sampled_from([32, 64, 128, 256]))
+    columns = 16 // ITEM_BYTES[dtype] * draw(st.integers(4, 400))
+    problem = pairs_of(spec, draw(st.integers(1, 9)), columns, dtype, draw(st.booleans()))
+    schedule = draw(st.sampled_from(["persistent", "block"]))
+    kernel = kernel_of_pairs(spec, problem, threads, cluster, draw(st.sampled_from([1, 2, 4])), schedule)
+    clusters = draw(st.integers(1, 9)) if schedule == "persistent" else problem["rows"]
+    return spec, problem, kernel, clusters, None, draw(st.sampled_from(["sm_80", "sm_90", "sm_100"][cluster > 1 :]))
+
+
+@examples(8)
+@given(launches_of_pairs(), st.integers(0, 2))
+def test_any_pairs_are_right(launch, gap):
+    assert_right(*launch, gap)
+
+
+@each_pair
+@pytest.mark.parametrize("graded", [False, True])
+def test_all_loads_of_a_step_come_before_its_arithmetic(spec, graded):
+    """Of a row of whole steps, which one loop takes."""
+    problem = pairs_of(spec, 5, 8 * 64 * 4 * 3, graded=graded)
+    text = ptx_of(kernel_of_pairs(spec, problem, 64, 1, 4, "block"))
+    before, _, _ = text.partition("cvt.f32.bf16")
+    assert before.count("ld.global.v4.b32") == text.count("ld.global.v4.b32") == 8
+    assert ("st.global.v4.b32" in text) == graded
+    assert not re.search(r"\b(atom|red)\b", text)
+
+
 DEPENDENT = [name for name in NAMES if name.startswith("fused")]
 
 
@@ -1060,6 +1211,35 @@ def test_a_kernel_of_losses_in_which_an_ignored_row_takes_a_turn_fails(spec, clu
         spec, lambda text: re.sub(r"selp.b32(\s+%r\d+), 1, 0, %p\d+;(\s+xor)", r"mov.b32\1, 1;\2", text), "race",
         cluster,
     )  # fmt: skip
+
+
+def fails_on_pairs(change, what, cluster):
+    problem = pairs_of(JSD, 5)
+    kernel, inputs = kernel_of_pairs(JSD, problem, 64, cluster), inputs_of(JSD, problem)
+    inputs["slope"][1] = 0
+    assert_right(JSD, problem, kernel, 1, inputs)
+    text = ptx_of(kernel)
+    assert change(text) != text
+    with pytest.raises(PtxError, match=what):
+        launched(JSD, problem, kernel, change(text), inputs, 1)
+
+
+@pytest.mark.parametrize("cluster", BARRIERS)
+def test_a_kernel_of_pairs_without_its_barrier_fails(cluster):
+    fails_on_pairs(lambda text: without_last(text, cluster), r"race|nobody has written", cluster)
+
+
+@pytest.mark.parametrize("cluster", BARRIERS)
+def test_a_kernel_of_pairs_that_keeps_all_sums_in_one_place_fails(cluster):
+    fails_on_pairs(lambda text: re.sub(r"xor.b32.*;", "", text), "race", cluster)
+
+
+@pytest.mark.parametrize("cluster", BARRIERS)
+def test_a_kernel_of_pairs_in_which_a_row_that_does_not_count_takes_a_turn_fails(cluster):
+    """It has no exchange: a fast warp would store for the next row where the first one still reads of the last."""
+    fails_on_pairs(
+        lambda text: re.sub(r"selp.b32(\s+%r\d+), 1, 0, %p\d+;(\s+xor)", r"mov.b32\1, 1;\2", text), "race", cluster
+    )
 
 
 def test_a_kernel_that_forgets_the_end_of_a_row_fails():
