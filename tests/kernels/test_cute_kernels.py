@@ -21,7 +21,8 @@ ABLE = [spec for spec in SPECS if spec.space.beside]
 HEADS = [spec for spec in ABLE if any(d.name == "heads" for d in spec.dimensions)]
 LOSSES = [spec for spec in ABLE if any(d.name == "vocabulary" for d in spec.dimensions)]
 PAIRS = [spec for spec in ABLE if any(d.name == "graded" for d in spec.dimensions)]
-ROWS = [spec for spec in ABLE if spec not in (*HEADS, *LOSSES, *PAIRS)]
+SUMS = [spec for spec in ABLE if spec.name == "column_sum"]
+ROWS = [spec for spec in ABLE if spec not in (*HEADS, *LOSSES, *PAIRS, *SUMS)]
 # Columns of rows that are long enough for several blocks.
 LONG = 65536
 H200, A100 = resolve("H200"), next(target for target in KNOWN if target.arch == "sm_80")
@@ -30,7 +31,7 @@ GPUS = list({target.arch: target for target in KNOWN}.values())
 LIKE_OTHERS = ("sm_86", "sm_89", "sm_103", "sm_121")
 EVERYWHERE = (
     "rms_norm_backward", "fused_add_rms_norm_forward", "qk_norm_rope_backward", "cross_entropy_forward",
-    "cross_entropy_fused", "jsd",
+    "cross_entropy_fused", "jsd", "column_sum",
 )  # fmt: skip
 COMPILED = [
     pytest.param(
@@ -79,10 +80,16 @@ def test_so_are_losses_of_two_matrices():
     assert [spec.name for spec in PAIRS] == ["jsd", "tvd"]
 
 
+def test_so_are_sums_down_columns():
+    assert [spec.name for spec in SUMS] == ["column_sum"]
+
+
 def vectors_of(kernel, config):
     """Vectors of 16 bytes that a thread has on their way at once: its parts of rows, or both halves of its heads."""
     if "unroll" in config:
         return 2 * config["unroll"]
+    if "loads" in config:
+        return config["loads"]
     if "warps" in config:
         return 2 * 2 * config["together"] * config["ahead"]
     if "rows" not in config:
@@ -165,6 +172,21 @@ def test_steps_over_pairs_stay_in_registers(spec, dtype, graded):
         resources = read_resources(made.cubin, made.symbol)
         assert resources.registers * config["threads"] * config["occupancy"] <= H200.registers
         assert resources.stack_bytes <= 64, config
+        assert made.launch["cluster"] == config["cluster"]
+
+
+@pytest.mark.slow
+@needs_cute
+@pytest.mark.parametrize("spec", SUMS, ids=lambda spec: spec.name)
+@pytest.mark.parametrize(("rows", "columns"), [(512, 128), (1024, 4096), (1024, 28672)])
+def test_sums_spill_nothing(spec, rows, columns):
+    """Of each number of threads, cluster and loads one candidate."""
+    problem = problem_of(spec, columns, rows=rows)
+    for config in {(c["threads"], c["cluster"], c["loads"]): c for c in configs(spec, problem)}.values():
+        made = compile_candidate(spec, problem, config, H200, ALIGNED)
+        resources = read_resources(made.cubin, made.symbol)
+        assert resources.stack_bytes == 0, config
+        assert resources.registers * config["threads"] <= H200.registers
         assert made.launch["cluster"] == config["cluster"]
 
 
@@ -274,6 +296,31 @@ def test_short_pairs_and_those_of_no_whole_vectors_are_left_to_cutile(spec):
     assert not configs(spec, problem_of(spec, LONG), INTERPRETED)
 
 
+@pytest.mark.parametrize("spec", SUMS, ids=lambda spec: spec.name)
+@pytest.mark.parametrize("columns", [16, 100, 128, 2048, 4096, 14336, 28672])
+@pytest.mark.parametrize("rows", [1, 132, 528, 100_000])
+def test_their_grids_reach_all_columns(spec, columns, rows):
+    problem = problem_of(spec, columns, rows=rows)
+    found = configs(spec, problem)
+    assert found
+    for config in found:
+        clusters, rest = divmod(spec.device(problem, config).grid(problem, 132), config["cluster"])
+        assert rest == 0
+        assert (clusters - 1) * config["width"] < columns <= clusters * config["width"]
+        # A vector for each lane, and a thread for each column.
+        assert config["width"] <= min(4 * 32, config["threads"])
+
+
+@pytest.mark.parametrize("spec", SUMS, ids=lambda spec: spec.name)
+def test_columns_that_are_no_whole_vectors_are_left_to_cutile(spec):
+    """Those and so few that no block is full."""
+    for dtype in ("bfloat16", "float32"):
+        assert configs(spec, problem_of(spec, 132, dtype, rows=264))
+        for columns in (12, 130, 4097):
+            assert not configs(spec, problem_of(spec, columns, dtype, rows=264)), columns
+    assert not configs(spec, problem_of(spec), INTERPRETED)
+
+
 def test_no_clusters_before_sm_90():
     spec, loss, pairs = (spec_named(name) for name in ("softmax_forward", "cross_entropy_fused", "jsd"))
     problem, short = problem_of(spec, 65536), problem_of(loss)
@@ -283,6 +330,11 @@ def test_no_clusters_before_sm_90():
     assert {config["cluster"] for config in configs(loss, short, A100)} == {1}
     assert {config["cluster"] for config in configs(pairs, problem_of(pairs, LONG))} == {1, 2, 4, 8}
     assert {config["cluster"] for config in configs(pairs, problem_of(pairs, LONG), A100)} == {1}
+    sums = spec_named("column_sum")
+    narrow = problem_of(sums, 128, rows=264)
+    assert {config["cluster"] for config in configs(sums, narrow)} == {1, 2, 4}
+    assert {config["cluster"] for config in configs(sums, narrow, A100)} == {1}
+    assert {config["cluster"] for config in configs(sums, problem_of(sums))} == {1}
 
 
 def test_the_class_of_each_kernel_is_there():

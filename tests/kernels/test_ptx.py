@@ -1115,14 +1115,105 @@ def test_all_loads_of_a_step_come_before_its_arithmetic(spec, graded):
     assert not re.search(r"\b(atom|red)\b", text)
 
 
+# That of sums down columns.
+
+SUM = spec_named("column_sum")
+
+
+def kernel_of_sums(problem, threads=128, width=32, cluster=1, loads=4):
+    """The kernel of a config, whether the search space has it or not."""
+    axes = {"threads": threads, "width": width, "cluster": cluster, "loads": loads}
+    return SUM.implement(problem, Config(implementation="cute", schedule="block", **axes))
+
+
+def assert_sums_are_right(problem, kernel, arch="sm_90", gap=0):
+    """Hold a kernel to the reference on as many clusters as its columns take."""
+    assert_right(SUM, problem, kernel, kernel.grid(problem, 132) // kernel.cluster, None, arch, gap)
+
+
+@pytest.mark.parametrize(("threads", "width"), [(128, 16), (128, 128), (256, 32), (512, 64), (1024, 16)])
+@pytest.mark.parametrize(("cluster", "loads"), [(1, 1), (1, 8), (2, 4), (4, 2)])
+def test_sums_are_right(threads, width, cluster, loads):
+    """With threads that have no row, one or several of them; the last block has fewer columns than others."""
+    problem = problem_of(SUM, 133, 180, "bfloat16")
+    assert_sums_are_right(problem, kernel_of_sums(problem, threads, width, cluster, loads), gap=1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "columns"), [(1, 16), (3, 20), (65, 64), (300, 4)])
+def test_sums_of_any_dtype_and_size_are_right(dtype, rows, columns):
+    problem = problem_of(SUM, rows, columns, dtype)
+    assert_sums_are_right(problem, kernel_of_sums(problem, width=16, cluster=2), gap=2)
+
+
+def test_candidates_for_sums_are_right():
+    random, target = draws_of(SUM), resolve("H200")
+    problem = problem_of(SUM, random.randint(100, 300), random.choice([128, 260]), random.choice(DTYPES))
+    for config in random.sample([c for c in SUM.space.candidates(problem, target) if is_cute(c)], 2):
+        assert_sums_are_right(problem, SUM.implement(problem, config))
+
+
+@st.composite
+def launches_of_sums(draw):
+    """A problem, its kernel and a GPU."""
+    cluster = draw(st.sampled_from([1, 1, 2, 4]))
+    problem = problem_of(SUM, draw(st.integers(1, 300)), 4 * draw(st.integers(1, 80)), draw(st.sampled_from(DTYPES)))
+    threads, width = draw(st.sampled_from([128, 256, 512])), draw(st.sampled_from([16, 32, 64, 128]))
+    kernel = kernel_of_sums(problem, threads, width, cluster, draw(st.sampled_from([1, 2, 4, 8])))
+    return problem, kernel, draw(st.sampled_from(["sm_80", "sm_90", "sm_100"][cluster > 1 :]))
+
+
+@examples(8)
+@given(launches_of_sums(), st.integers(0, 2))
+def test_any_sums_are_right(launch, gap):
+    assert_sums_are_right(*launch, gap)
+
+
+@pytest.mark.parametrize("cluster", [1, 2])
+def test_a_number_that_is_not_finite_stays_in_its_column(cluster):
+    problem = problem_of(SUM, 70, 96, "float32")
+    kernel, inputs = kernel_of_sums(problem, cluster=cluster), inputs_of(SUM, problem)
+    inputs["x"][69, 41], inputs["x"][3, 7] = INFINITY, NAN
+    found = launched(SUM, problem, kernel, ptx_of(kernel), inputs, 3)["y"]
+    assert found[41] == INFINITY
+    assert (~found.isfinite()).nonzero().flatten().tolist() == [7, 41]
+
+
+@pytest.mark.parametrize("cluster", [1, 4])
+def test_sums_have_a_fixed_order_and_the_same_bits_in_each_column(cluster):
+    """Columns of equal numbers, which lie in different lanes, vectors and blocks, have equal sums."""
+    problem = problem_of(SUM, 264, 128, "float32")
+    kernel, inputs = kernel_of_sums(problem, 256, 32, cluster), inputs_of(SUM, problem)
+    inputs["x"][:] = inputs["x"][:, :1]
+    text = ptx_of(kernel)
+    assert not re.search(r"\b(atom|red)\b", text)
+    found, again = (launched(SUM, problem, kernel, text, inputs, 4)["y"] for _ in range(2))
+    assert found.equal(found[0].expand(128))
+    assert found.equal(again)
+
+
+def test_a_matrix_is_read_in_vectors_which_are_on_their_way_at_once():
+    text = ptx_of(kernel_of_sums(problem_of(SUM, 264, 4096, "bfloat16"), 256, 32, loads=8))
+    lines = [line for line in text.splitlines() if re.search(r"ld\.global|add(\.rn)?\.f32", line)]
+    assert "ld.global.nc" not in text
+    assert [("ld.global.v4" in line) for line in lines[:9]] == [True] * 8 + [False]
+
+
 DEPENDENT = [name for name in NAMES if name.startswith("fused")]
 
 
-@pytest.mark.parametrize("name", [*DEPENDENT, HEADS.name])
-def test_a_dependent_kernel_waits_before_it_touches_memory(name):
+def dependent_kernel(name):
+    """A small kernel of a spec whose launch overlaps its predecessor's end."""
+    if name == HEADS.name:
+        return kernel_of_heads(heads_of())
     spec = spec_named(name)
-    is_of_heads = name == HEADS.name
-    kernel = kernel_of_heads(heads_of()) if is_of_heads else kernel_of(spec, problem_of(spec, 9, 64, "float32"), 16)
+    problem = problem_of(spec, 9, 64, "float32")
+    return kernel_of_sums(problem) if spec == SUM else kernel_of(spec, problem, 16)
+
+
+@pytest.mark.parametrize("name", [*DEPENDENT, HEADS.name, SUM.name])
+def test_a_dependent_kernel_waits_before_it_touches_memory(name):
+    kernel = dependent_kernel(name)
     assert kernel.dependent
     before, _, after = ptx_of(kernel).partition("griddepcontrol.wait")
     assert "ld.global" not in before
@@ -1240,6 +1331,25 @@ def test_a_kernel_of_pairs_in_which_a_row_that_does_not_count_takes_a_turn_fails
     fails_on_pairs(
         lambda text: re.sub(r"selp.b32(\s+%r\d+), 1, 0, %p\d+;(\s+xor)", r"mov.b32\1, 1;\2", text), "race", cluster
     )
+
+
+def fails_on_sums(change, what, cluster):
+    problem = problem_of(SUM, 70, 100, "bfloat16")
+    kernel, inputs = kernel_of_sums(problem, cluster=cluster, loads=2), inputs_of(SUM, problem)
+    text = ptx_of(kernel)
+    assert change(text) != text
+    with pytest.raises(PtxError, match=what):
+        launched(SUM, problem, kernel, change(text), inputs, 4, gap=1)
+
+
+@pytest.mark.parametrize("cluster", BARRIERS)
+def test_a_kernel_of_sums_without_its_barrier_fails(cluster):
+    fails_on_sums(lambda text: without_last(text, cluster), r"race|nobody has written", cluster)
+
+
+@pytest.mark.parametrize("cluster", BARRIERS)
+def test_a_kernel_of_sums_that_forgets_the_end_of_the_columns_fails(cluster):
+    fails_on_sums(lambda text: re.sub(r", (99|100);", ", 999;", text), "outside of all tensors", cluster)
 
 
 def test_a_kernel_that_forgets_the_end_of_a_row_fails():

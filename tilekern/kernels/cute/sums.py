@@ -1,0 +1,133 @@
+"""Sums down the columns of a float32 matrix in CuTe DSL: other loops than cuTile's.
+
+Some lanes side by side take a row of a block's columns, each a vector of 16 bytes of it, and the block's threads are
+spread over the rows, as are the blocks of a cluster. A thread has the loads of several of its rows on their way before
+it adds up the first of them. Then sums go through shuffles from the lanes of a warp that have the same columns, and
+through the shared memory of the cluster's first block from all warps; a thread for each column adds these up. Each step
+has a fixed order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+from cutlass import Float32, Int32, Int64, const_expr, cute
+
+from tilekern.kernels import column_sum as family
+from tilekern.kernels.cute.arguments import ALIGNED_BYTES
+from tilekern.kernels.cute.sharing import WARP, Program, store_remote
+from tilekern.spec import ArrayParameter, ScalarParameter
+
+_VECTOR = 8 * ALIGNED_BYTES // Float32.width
+
+
+class ColumnSum(Program):
+    """The device function of one config.
+
+    Args:
+        function: the kernel in cuTile.
+        parameters: its arrays.
+        capability: of the GPU, as one number: 90 for sm_90.
+        block: threads of a block.
+        cluster: blocks over which the rows are spread.
+        columns: of the matrix; whole vectors.
+        width: columns of a block; at most one for each of its threads, and a vector for each lane of a warp.
+        loads: rows of which a thread has its loads on their way at once.
+    """
+
+    def __init__(
+        self, function: Any, parameters: tuple[ArrayParameter | ScalarParameter, ...], *, capability: int, block: int,
+        cluster: int, columns: int, width: int, loads: int,
+    ) -> None:  # fmt: skip
+        # The others are of the cuTile loop, which is not run.
+        known = {"columns": columns, "tile_m": loads, "tile_n": width, "latency": 0, "tma": False}
+        threads = width // _VECTOR
+        self.columns, self.width, self.loads, self.in_block = columns, width, loads, block // WARP
+        super().__init__(
+            function, parameters, capability=capability, block=block, cluster=cluster, threads=threads,
+            rows=block // threads, occupancy=0, known=known, instead={family.sum_columns: self._sum_columns},
+        )  # fmt: skip
+
+    @property
+    def shape_of_sums(self) -> tuple[int, ...]:
+        """Of a block's columns, side by side, the sums of each warp of the cluster."""
+        return self.width, self.in_block * self.cluster
+
+    def _sum_columns(self, x, y, columns, tile_m, tile_n, latency, tma):
+        self.run(x, y)
+
+    @cute.jit
+    def run(self, x, y):
+        """All rows of the columns of a cluster."""
+        total = cute.make_rmem_tensor((_VECTOR,), Float32)
+        total.fill(0.0)
+        self.add_rows(x, total)
+        self.gather(total)
+        self.store(y)
+
+    @cute.jit
+    def add_rows(self, x, total):
+        """Add up a thread's rows of a vector of columns."""
+        rows, column = x.sizes[0], self.first * self.width + self.lane * _VECTOR
+        if const_expr(self.columns % self.width != 0):
+            rows = Int32(cutlass.select_(column < self.columns, rows, Int32(0)))
+        distance = self.rows * self.cluster
+        for row in cutlass.range(self.rank * self.rows + self.slot, rows, distance * self.loads):
+            values = cute.make_rmem_tensor((_VECTOR, self.loads), Float32)
+            values.fill(0.0)
+            for n in cutlass.range_constexpr(self.loads):
+                if row + n * distance < rows:
+                    self.load(x, row + n * distance, column, values[None, n])
+            for n in cutlass.range_constexpr(self.loads):
+                total.store(total.load() + values[None, n].load())
+
+    def load(self, x: Any, row: Any, column: Any, values: Any) -> None:
+        """Load a vector of a row."""
+        atom = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), Float32, num_bits_per_copy=8 * ALIGNED_BYTES)
+        offset = x.row((row,)) + cute.assume(Int64(column), divby=_VECTOR)
+        cute.copy(atom, cute.make_tensor(x.address + offset, cute.make_layout(_VECTOR)), values)
+
+    @cute.jit
+    def gather(self, total):
+        """Put the sums of each warp into the memory of the cluster's first block."""
+        thread = self.slot * self.threads + self.lane
+        place, sums = self.rank * self.in_block + thread // WARP, self.sums
+        for v in cutlass.range_constexpr(_VECTOR):
+            value = self.over_warp(total[v])
+            if thread % WARP < self.threads:
+                where = (self.lane * _VECTOR + v, place)
+                if const_expr(self.cluster == 1):
+                    sums[where] = value
+                else:
+                    store_remote(cute.domain_offset(where, sums).iterator, Int32(0), value)
+        if const_expr(self.cluster == 1):
+            cute.arch.sync_threads()
+        else:
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+
+    def over_warp(self, value: Any) -> Any:
+        """The sum over those threads of a warp that have the same columns."""
+        distance = self.threads
+        while distance < WARP:
+            value = value + cute.arch.shuffle_sync_bfly(value, offset=distance)
+            distance *= 2
+        return value
+
+    @cute.jit
+    def store(self, y):
+        """Add up the sums of all warps, and store a column for each thread that has one."""
+        place, sums = self.slot * self.threads + self.lane, self.sums
+        column = self.first * self.width + place
+        there = cute.make_tensor(y.address + column, cute.make_layout(1))
+        if (self.rank == 0) & (place < self.width) & (column < self.columns):
+            total = pairwise([sums[place, n] for n in range(self.in_block * self.cluster)])
+            there[0] = total.to(there.element_type)
+
+
+def pairwise(values: list[Any]) -> Any:
+    """The sum of some values, a power of two of them: in pairs, so that few additions wait for one another."""
+    while len(values) > 1:
+        values = [one + other for one, other in zip(values[::2], values[1::2], strict=True)]
+    return values[0]
