@@ -18,11 +18,12 @@ from tuning.compile.machine_code import read_machine_code
 
 needs_cute = pytest.mark.skipif(compiler() is None, reason="nvidia-cutlass-dsl is not installed")
 ABLE = [spec for spec in SPECS if spec.space.beside]
-HEADS = [spec for spec in ABLE if any(d.name == "heads" for d in spec.dimensions)]
+TURNS = [spec for spec in ABLE if any(d.name == "inverse" for d in spec.dimensions)]
+HEADS = [spec for spec in ABLE if spec not in TURNS and any(d.name == "heads" for d in spec.dimensions)]
 LOSSES = [spec for spec in ABLE if any(d.name == "vocabulary" for d in spec.dimensions)]
 PAIRS = [spec for spec in ABLE if any(d.name == "graded" for d in spec.dimensions)]
 SUMS = [spec for spec in ABLE if spec.name == "column_sum"]
-ROWS = [spec for spec in ABLE if spec not in (*HEADS, *LOSSES, *PAIRS, *SUMS)]
+ROWS = [spec for spec in ABLE if spec not in (*TURNS, *HEADS, *LOSSES, *PAIRS, *SUMS)]
 # Columns of rows that are long enough for several blocks.
 LONG = 65536
 H200, A100 = resolve("H200"), next(target for target in KNOWN if target.arch == "sm_80")
@@ -31,7 +32,7 @@ GPUS = list({target.arch: target for target in KNOWN}.values())
 LIKE_OTHERS = ("sm_86", "sm_89", "sm_103", "sm_121")
 EVERYWHERE = (
     "rms_norm_backward", "fused_add_rms_norm_forward", "qk_norm_rope_backward", "cross_entropy_forward",
-    "cross_entropy_fused", "jsd", "column_sum",
+    "cross_entropy_fused", "jsd", "column_sum", "rope",
 )  # fmt: skip
 COMPILED = [
     pytest.param(
@@ -72,6 +73,10 @@ def test_so_are_gradients_of_heads():
     assert [spec.name for spec in HEADS] == ["qk_norm_rope_backward"]
 
 
+def test_so_are_rotations():
+    assert [spec.name for spec in TURNS] == ["rope"]
+
+
 def test_so_is_the_loss_alone_and_with_its_gradient():
     assert {spec.name for spec in LOSSES} == {"cross_entropy_forward", "cross_entropy_fused"}
 
@@ -92,6 +97,8 @@ def vectors_of(kernel, config):
         return config["loads"]
     if "warps" in config:
         return 2 * 2 * config["together"] * config["ahead"]
+    if "together" in config:
+        return 2 * config["together"] + 2
     if "rows" not in config:
         return -(-32000 // (8 * config["threads"] * config["cluster"]))
     matrices = [p for p in kernel.parameters if getattr(p, "ndim", 0) == 2 and p.role == "input"]
@@ -190,6 +197,26 @@ def test_sums_spill_nothing(spec, rows, columns):
         assert made.launch["cluster"] == config["cluster"]
 
 
+@pytest.mark.slow
+@needs_cute
+@pytest.mark.parametrize("spec", TURNS, ids=lambda spec: spec.name)
+@pytest.mark.parametrize("is_inverse", [False, True])
+def test_heads_that_are_turned_stay_in_registers(spec, is_inverse):
+    """Also with angles that take the most registers; of those that take the fewest, each vector is loaded once."""
+    heavy = problem_of(spec).but(full=True, inverse=is_inverse, angle_dtype="float32")
+    light = heavy.but(full=False, angle_dtype="bfloat16")
+    for problem, axes in ((heavy, {"threads": 256, "together": 8}), (light, {"threads": 128, "occupancy": 1})):
+        for config in (c for c in configs(spec, problem) if axes.items() <= c.items()):
+            kernel, made = spec.device(problem, config), compile_candidate(spec, problem, config, H200, ALIGNED)
+            resources = read_resources(made.cubin, made.symbol)
+            assert resources.stack_bytes == 0, (problem, config)
+            assert resources.registers * kernel.block <= H200.registers
+            counts = read_machine_code(code_of(made.cubin, made.symbol), H200.capability).whole
+            if problem is light:
+                # In code for q and in code for k.
+                assert counts.global_loads == 2 * vectors_of(kernel, config), config
+
+
 @needs_cute
 def test_two_configs_compiled_one_after_the_other_are_each_its_own():
     """The DSL passes a cubin on in a file whose name does not say which config it is of."""
@@ -226,6 +253,38 @@ def test_their_blocks_are_for_q_and_for_k_and_fill_the_gpu(spec, heads, kv_heads
         assert kernel.grid(problem.but(tokens=1), 132) >= 2
         assert kernel.grid(problem.but(tokens=3), 132) <= 3 * (heads + kv_heads)
         assert kernel.grid(problem.but(tokens=100_000), 132) == 132 * config["occupancy"]
+
+
+@pytest.mark.parametrize("spec", TURNS, ids=lambda spec: spec.name)
+def test_turned_heads_of_no_whole_vectors_are_left_to_cutile(spec):
+    assert {config["together"] for config in configs(spec, problem_of(spec))} == {1, 2, 4, 8}
+    for head_dim in (10, 8, 72):
+        assert not configs(spec, problem_of(spec, head_dim=head_dim)), head_dim
+    assert configs(spec, problem_of(spec, head_dim=80))
+    assert configs(spec, problem_of(spec, dtype="float32", head_dim=8))
+    assert {config["together"] for config in configs(spec, problem_of(spec, heads=14, kv_heads=2))} == {1, 2}
+    # The threads of a block hold a head at least.
+    long = problem_of(spec, dtype="float32", head_dim=1024)
+    assert {config["threads"] for config in configs(spec, long)} == {128, 256, 512}
+    assert not configs(spec, problem_of(spec), INTERPRETED)
+
+
+@pytest.mark.parametrize("spec", TURNS, ids=lambda spec: spec.name)
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(32, 8, 128), (5, 3, 64), (64, 1, 80), (12, 2, 256)])
+def test_their_blocks_reach_all_heads_of_all_tokens_and_no_more(spec, heads, kv_heads, head_dim):
+    problem = problem_of(spec, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
+    found = configs(spec, problem)
+    assert 10 <= len(found) <= 32 or heads == 5
+    for config in found:
+        kernel = spec.device(problem, config)
+        at_once = kernel.block // (head_dim // 16)
+        constants = dict(kernel.constants)
+        steps = [heads // constants["together"], kv_heads // constants["kv_together"]]
+        assert heads == steps[0] * constants["together"]
+        assert kv_heads == steps[1] * constants["kv_together"]
+        for tokens in (1, 7, 100_000):
+            blocks = kernel.grid(problem.but(tokens=tokens, batch=2), 132)
+            assert blocks == sum(-(-2 * tokens * each // at_once) for each in steps)
 
 
 @pytest.mark.parametrize("spec", ROWS, ids=lambda spec: spec.name)

@@ -809,6 +809,137 @@ def test_sums_over_heads_have_a_fixed_order():
     assert not re.search(r"\b(atom|red)\b", ptx_of(kernel_of_heads(heads_of())))
 
 
+# Those of turned heads.
+
+TURNS = spec_named("rope")
+both_directions = pytest.mark.parametrize("is_inverse", [False, True], ids=["forward", "inverse"])
+
+
+def turns_of(
+    tokens=5, batch=2, heads=8, kv_heads=4, head_dim=128, dtype="bfloat16", angle_dtype="bfloat16", is_full=False,
+    is_inverse=False,
+):  # fmt: skip
+    sizes = {"tokens": tokens, "batch": batch, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
+    return TURNS.problem(**sizes, full=is_full, inverse=is_inverse, dtype=dtype, angle_dtype=angle_dtype)
+
+
+def kernel_of_turns(problem, threads=64, together=1, occupancy=1):
+    """The kernel of a config, whether the search space has it or not."""
+    axes = {"threads": threads, "together": together, "occupancy": occupancy}
+    return TURNS.implement(problem, Config(implementation="cute", schedule="block", **axes))
+
+
+@both_directions
+@pytest.mark.parametrize("is_full", [False, True], ids=["half", "full"])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "together", "threads"),
+    [(8, 4, 1, 64), (8, 4, 2, 128), (16, 2, 8, 64), (5, 3, 1, 32), (1, 1, 1, 256), (6, 3, 2, 64), (12, 4, 4, 32)],
+)
+def test_turned_heads_are_right(heads, kv_heads, together, threads, is_full, is_inverse):
+    """With last blocks that have too few heads, and with fewer heads of k together than of q."""
+    problem = turns_of(heads=heads, kv_heads=kv_heads, is_full=is_full, is_inverse=is_inverse)
+    assert_right(TURNS, problem, kernel_of_turns(problem, threads, together), gap=1)
+
+
+@both_directions
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "angle_dtype", "threads"),
+    [
+        ("bfloat16", 16, "float32", 64),
+        ("bfloat16", 80, "bfloat16", 64),
+        ("float16", 96, "float32", 128),
+        ("float16", 512, "float16", 64),
+        ("float32", 8, "float32", 64),
+        ("float32", 128, "bfloat16", 128),
+    ],
+)
+def test_turned_heads_of_any_dtypes_and_sizes_are_right(dtype, head_dim, angle_dtype, threads, is_inverse):
+    """Also where the threads of a block are no multiple of those of a head."""
+    problem = turns_of(3, 2, 4, 2, head_dim, dtype, angle_dtype, head_dim % 32 == 0, is_inverse)
+    assert_right(TURNS, problem, kernel_of_turns(problem, threads, 2), gap=2)
+
+
+def test_candidates_for_turned_heads_are_right():
+    random = draws_of(TURNS)
+    heads = random.choice([{"heads": 16, "kv_heads": 8}, {"heads": 8, "kv_heads": 1}, {"heads": 5, "kv_heads": 3}])
+    problem = turns_of(random.choice([5, 9]), dtype=random.choice(DTYPES), is_full=random.random() < 0.5, **heads)
+    for config in random.sample([c for c in TURNS.space.candidates(problem, resolve("H200")) if is_cute(c)], 3):
+        assert_right(TURNS, problem, TURNS.implement(problem, config))
+
+
+@pytest.mark.parametrize("columns", [128, 64])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_turned_heads_share_the_angles_of_one_batch_entry(columns, batch):
+    """Of angles that are stored twice the first ones alone are read."""
+    problem = turns_of(batch=batch)
+    inputs, kernel = inputs_of(TURNS, problem), kernel_of_turns(problem, 64, 2)
+    inputs |= {name: inputs[name][:1] for name in ("cos", "sin")}
+    stored = {name: torch.full((1, 5, columns), NAN).bfloat16() for name in ("cos", "sin")}
+    for name, angles in stored.items():
+        angles[..., :64] = inputs[name]
+    found = launched(TURNS, problem, kernel, ptx_of(kernel), inputs | stored)
+    check = compare(TURNS, problem, found, expected_results(TURNS, problem, inputs))
+    assert check.passed, check.reason
+
+
+@both_directions
+def test_turned_heads_may_be_parts_of_one_projection(is_inverse):
+    """Tokens are further apart than their heads are, and batch entries and tokens change places; results as well."""
+    problem = turns_of(tokens=3, batch=2, is_inverse=is_inverse)
+    kernel, inputs = kernel_of_turns(problem, 64, 2), inputs_of(TURNS, problem)
+    both = torch.randn(3, 2, 8 + 4 + 4, 128, generator=torch.Generator().manual_seed(0)).bfloat16().permute(1, 2, 0, 3)
+    turned = torch.full_like(both, NAN)
+    inputs |= {"q": both[:, :8], "k": both[:, 8:12]}
+    outputs = {"q_out": turned[:, :8], "k_out": turned[:, 12:]}
+    run(ptx_of(kernel), kernel.grid(problem, 64), arguments_of(kernel, inputs, outputs))
+    check = compare(TURNS, problem, outputs, expected_results(TURNS, problem, inputs))
+    assert check.passed, check.reason
+    assert turned[:, 8:12].isnan().all()
+
+
+def test_a_number_that_is_not_finite_stays_in_its_pair():
+    problem = turns_of(tokens=3, batch=1, heads=5, kv_heads=3)
+    inputs = inputs_of(TURNS, problem)
+    inputs["q"][0, 4, 2, 3], inputs["k"][0, 0, 0, 127] = NAN, INFINITY
+    kernel = kernel_of_turns(problem)
+    found = launched(TURNS, problem, kernel, ptx_of(kernel), inputs)
+    for name, place in (("q_out", (0, 4, 2, 3)), ("k_out", (0, 0, 0, 63))):
+        *head, number = place
+        assert not found[name][tuple(head)][[number, number + 64]].isfinite().any()
+        assert (~found[name].isfinite()).sum() == 2
+
+
+@st.composite
+def launches_of_turns(draw):
+    """A problem, its kernel and a GPU."""
+    dtype, angle_dtype = draw(st.sampled_from(DTYPES)), draw(st.sampled_from(DTYPES))
+    threads = draw(st.sampled_from([1, 2, 3, 4, 5, 8, 16, 32]))
+    heads, kv_heads = draw(st.integers(1, 17)), draw(st.integers(1, 9))
+    sizes = draw(st.integers(1, 5)), draw(st.integers(1, 3)), heads, kv_heads, 2 * threads * (16 // ITEM_BYTES[dtype])
+    problem = turns_of(*sizes, dtype, angle_dtype, draw(st.booleans()), draw(st.booleans()))
+    together = draw(st.sampled_from([n for n in (1, 2, 4, 8) if heads % n == 0]))
+    kernel = kernel_of_turns(problem, draw(st.sampled_from([32, 64, 128])), together, draw(st.integers(0, 1)))
+    return problem, kernel, draw(st.sampled_from(["sm_80", "sm_100"]))
+
+
+@examples(12)
+@given(launches_of_turns(), st.integers(0, 2))
+def test_any_turned_heads_are_right(launch, gap):
+    problem, kernel, arch = launch
+    assert_right(TURNS, problem, kernel, None, None, arch, gap)
+
+
+@pytest.mark.parametrize(("is_full", "angles"), [(False, 2), (True, 4)])
+@pytest.mark.parametrize("together", [1, 4])
+def test_a_thread_loads_the_angles_once_and_all_before_it_stores(together, is_full, angles):
+    """In code for q and in code for k."""
+    text = ptx_of(kernel_of_turns(turns_of(is_full=is_full), together=together))
+    accesses = re.findall(r"(ld|st)\.global\.(\S+)", text)
+    assert {kind for _, kind in accesses} == {"v4.b32"}
+    one = ["ld"] * (2 * together + angles) + ["st"] * 2 * together
+    assert [access for access, _ in accesses] == 2 * one
+
+
 # Those of losses.
 
 LOSS, FUSED = (spec_named(name) for name in ("cross_entropy_forward", "cross_entropy_fused"))
@@ -1270,6 +1401,18 @@ def test_a_kernel_over_heads_without_its_barrier_fails():
 
 def test_a_kernel_over_heads_that_forgets_their_number_fails():
     fails_on_heads(lambda text: re.sub(r"setp.lt.s32", "setp.ne.s32", text), "outside of all tensors")
+
+
+def test_a_kernel_that_turns_heads_and_forgets_their_number_fails():
+    problem = turns_of(tokens=3, batch=1, heads=5, kv_heads=3)
+    kernel, inputs = kernel_of_turns(problem), inputs_of(TURNS, problem)
+    text = ptx_of(kernel)
+    # The first one tells blocks of q from those of k.
+    found = re.findall(r"setp\.ge\.s32.*", text)[1:]
+    assert len(found) == 2
+    changed = functools.reduce(lambda one, line: one.replace(line, line.replace("ge.s32", "ne.s32")), found, text)
+    with pytest.raises(PtxError, match="outside of all tensors"):
+        launched(TURNS, problem, kernel, changed, inputs)
 
 
 def fails_on_losses(spec, change, what, cluster):
