@@ -31,7 +31,7 @@ H200, A100 = resolve("H200"), next(target for target in KNOWN if target.arch == 
 GPUS = list({target.arch: target for target in KNOWN}.values())
 LIKE_OTHERS = ("sm_86", "sm_89", "sm_103", "sm_121")
 EVERYWHERE = (
-    "rms_norm_backward", "fused_add_rms_norm_forward", "qk_norm_rope_backward", "cross_entropy_forward",
+    "rms_norm_backward", "fused_add_rms_norm_forward", "qk_norm_rope_backward",
     "cross_entropy_fused", "jsd", "column_sum", "rope",
 )  # fmt: skip
 COMPILED = [
@@ -77,8 +77,8 @@ def test_so_are_rotations():
     assert [spec.name for spec in TURNS] == ["rope"]
 
 
-def test_so_is_the_loss_alone_and_with_its_gradient():
-    assert {spec.name for spec in LOSSES} == {"cross_entropy_forward", "cross_entropy_fused"}
+def test_so_is_the_loss_with_its_gradient():
+    assert [spec.name for spec in LOSSES] == ["cross_entropy_fused"]
 
 
 def test_so_are_losses_of_two_matrices():
@@ -153,7 +153,7 @@ def test_they_compile_with_tails_several_rows_and_clusters(columns, dtype, axes)
 def test_a_row_of_logits_stays_in_registers(spec, vocabulary):
     """A block with one row spills nothing; one that goes on spills addresses that it needs for each row, at most."""
     problem = problem_of(spec, vocabulary=vocabulary)
-    tight = {(512, 8, 3), (512, 4, 2), (1024, 4, 1), (256, 2, 4), (512, 1, 2), (128, 8, 4), (256, 4, 6)}
+    tight = {(512, 8, 3), (512, 4, 2), (1024, 4, 1), (256, 2, 4), (512, 1, 2)}
     found = [c for c in configs(spec, problem) if (c["threads"], c["cluster"], c["occupancy"]) in tight]
     assert {config["schedule"] for config in found} == {"block", "persistent"}
     for config in found:

@@ -940,55 +940,51 @@ def test_a_thread_loads_the_angles_once_and_all_before_it_stores(together, is_fu
     assert [access for access, _ in accesses] == 2 * one
 
 
-# Those of losses.
+# That of losses.
 
-LOSS, FUSED = (spec_named(name) for name in ("cross_entropy_forward", "cross_entropy_fused"))
-both_losses = pytest.mark.parametrize("spec", [LOSS, FUSED], ids=lambda spec: spec.name)
-
-
-def loss_of(spec, rows=7, vocabulary=1000, dtype="bfloat16"):
-    return spec.problem(rows=rows, vocabulary=vocabulary, dtype=dtype, weighted=False, smoothed=False, capped=False)
+LOSS = spec_named("cross_entropy_fused")
 
 
-def kernel_of_losses(spec, problem, threads=64, cluster=1, schedule="persistent"):
+def loss_of(rows=7, vocabulary=1000, dtype="bfloat16"):
+    return LOSS.problem(rows=rows, vocabulary=vocabulary, dtype=dtype, weighted=False, smoothed=False, capped=False)
+
+
+def kernel_of_losses(problem, threads=64, cluster=1, schedule="persistent"):
     """The kernel of a config, whether the search space has it or not."""
     axes = {"threads": threads, "cluster": cluster, "occupancy": 1}
-    return spec.implement(problem, Config(implementation="cute", schedule=schedule, **axes))
+    return LOSS.implement(problem, Config(implementation="cute", schedule=schedule, **axes))
 
 
 SHARES = [(32, 1), (64, 1), (256, 1), (32, 2), (64, 4), (256, 2), (128, 8)]
 
 
-@both_losses
 @pytest.mark.parametrize(("threads", "cluster"), SHARES)
 @pytest.mark.parametrize("schedule", ["persistent", "block"])
-def test_losses_are_right(spec, threads, cluster, schedule):
+def test_losses_are_right(threads, cluster, schedule):
     """With threads that have no vector, with one or several of them, and with a last one that some do not have."""
-    problem = loss_of(spec)
+    problem = loss_of()
     clusters = 2 if schedule == "persistent" else None
-    assert_right(spec, problem, kernel_of_losses(spec, problem, threads, cluster, schedule), clusters, gap=1)
+    assert_right(LOSS, problem, kernel_of_losses(problem, threads, cluster, schedule), clusters, gap=1)
 
 
-@both_losses
 @pytest.mark.parametrize(
     ("dtype", "vocabulary"), [("float16", 512), ("float32", 1020), ("float32", 4), ("bfloat16", 8)]
 )
-def test_losses_of_any_dtype_are_right(spec, dtype, vocabulary):
-    problem = loss_of(spec, 5, vocabulary, dtype)
-    assert_right(spec, problem, kernel_of_losses(spec, problem, cluster=2), clusters=7, gap=2)
+def test_losses_of_any_dtype_are_right(dtype, vocabulary):
+    problem = loss_of(5, vocabulary, dtype)
+    assert_right(LOSS, problem, kernel_of_losses(problem, cluster=2), clusters=7, gap=2)
 
 
-@both_losses
-def test_candidates_for_losses_are_right(spec):
-    problem, random = loss_of(spec, 5, 8192, "float32"), draws_of(spec)
-    for config in random.sample([c for c in spec.space.candidates(problem, resolve("H200")) if is_cute(c)], 2):
-        kernel = spec.implement(problem, config)
-        assert_right(spec, problem, kernel, kernel.grid(problem, 16) // kernel.cluster)
+def test_candidates_for_losses_are_right():
+    problem, random = loss_of(5, 8192, "float32"), draws_of(LOSS)
+    for config in random.sample([c for c in LOSS.space.candidates(problem, resolve("H200")) if is_cute(c)], 2):
+        kernel = LOSS.implement(problem, config)
+        assert_right(LOSS, problem, kernel, kernel.grid(problem, 16) // kernel.cluster)
 
 
-def with_losses(spec, inputs, problem, kernel, clusters, in_place=False):
+def with_losses(inputs, problem, kernel, clusters, in_place=False):
     """The outputs for some inputs, the gradient in the memory of the logits or in its own."""
-    outputs = make_outputs(spec, problem, clusters, "cpu")
+    outputs = make_outputs(LOSS, problem, clusters, "cpu")
     outputs |= {"dlogits": inputs["logits"]} if in_place else {}
     run(ptx_of(kernel), clusters * kernel.cluster, arguments_of(kernel, inputs, outputs), cluster=kernel.cluster)
     return outputs
@@ -998,98 +994,91 @@ def with_losses(spec, inputs, problem, kernel, clusters, in_place=False):
 @pytest.mark.parametrize("schedule", ["persistent", "block"])
 def test_a_gradient_in_place_has_the_same_bits(threads, cluster, schedule):
     """No block reads what another one stores, whatever their order, not even the target's logit."""
-    problem = loss_of(FUSED)
-    kernel, inputs = kernel_of_losses(FUSED, problem, threads, cluster, schedule), inputs_of(FUSED, problem)
+    problem = loss_of()
+    kernel, inputs = kernel_of_losses(problem, threads, cluster, schedule), inputs_of(LOSS, problem)
     clusters = 2 if schedule == "persistent" else 7
-    expected = with_losses(FUSED, inputs, problem, kernel, clusters)
-    found = with_losses(FUSED, inputs, problem, kernel, clusters, in_place=True)
+    expected = with_losses(inputs, problem, kernel, clusters)
+    found = with_losses(inputs, problem, kernel, clusters, in_place=True)
     assert all(found[name].equal(x) for name, x in expected.items())
 
 
-@both_losses
 @pytest.mark.parametrize("cluster", [1, 2])
-def test_ignored_rows_are_not_read(spec, cluster):
-    problem = loss_of(spec, 9)
-    inputs = inputs_of(spec, problem)
+def test_ignored_rows_are_not_read(cluster):
+    problem = loss_of(9)
+    inputs = inputs_of(LOSS, problem)
     inputs["target"][[0, 2, 3, 8]] = -100
     ignored = inputs["target"] == -100
     inputs["logits"][ignored] = NAN
-    found = with_losses(spec, inputs, problem, kernel_of_losses(spec, problem, cluster=cluster), 2)
+    found = with_losses(inputs, problem, kernel_of_losses(problem, cluster=cluster), 2)
     assert not any(x[ignored].any() for x in found.values())
     assert all(x[~ignored].isfinite().all() for x in found.values())
 
 
-@both_losses
 @pytest.mark.parametrize("cluster", [1, 2])
 @pytest.mark.parametrize("label", [-1, 1000, 1 << 30, -(1 << 31)])
-def test_a_label_that_is_no_class_gives_nan(spec, label, cluster):
-    problem = loss_of(spec, 3)
-    inputs = inputs_of(spec, problem)
+def test_a_label_that_is_no_class_gives_nan(label, cluster):
+    problem = loss_of(3)
+    inputs = inputs_of(LOSS, problem)
     inputs["target"][:] = torch.tensor([7, label, 999])
-    found = with_losses(spec, inputs, problem, kernel_of_losses(spec, problem, cluster=cluster), 2)
-    for name in {"loss", "dlogits"} & found.keys():
+    found = with_losses(inputs, problem, kernel_of_losses(problem, cluster=cluster), 2)
+    for name in ("loss", "dlogits"):
         assert found[name][1].isnan().all()
         assert found[name][[0, 2]].isfinite().all()
     assert found["lse"].isfinite().all()
 
 
-@both_losses
 @pytest.mark.parametrize("level", [-3e38, -1000.0, 1000.0, 3e38])
-def test_losses_of_large_logits_are_those_of_their_differences(spec, level):
+def test_losses_of_large_logits_are_those_of_their_differences(level):
     """Nothing behind the end of a row is its maximum; a class that cannot be adds nothing."""
-    problem = loss_of(spec, 4, dtype="float32")
-    inputs = inputs_of(spec, problem) | {"z_loss": 0.0}
+    problem = loss_of(4, dtype="float32")
+    inputs = inputs_of(LOSS, problem) | {"z_loss": 0.0}
     inputs["target"][:] = torch.tensor([0, 999, 500, 3])
     inputs["logits"][:] = level
     inputs["logits"][:, 10:20] = -INFINITY
-    found = with_losses(spec, inputs, problem, kernel_of_losses(spec, problem, 64, 4), 2)
+    found = with_losses(inputs, problem, kernel_of_losses(problem, 64, 4), 2)
     torch.testing.assert_close(found["loss"], torch.full((4,), math.log(990)))
-    if spec is FUSED:
-        expected = torch.full((4, 1000), 1 / 990)
-        expected[:, 10:20] = 0
-        expected[range(4), inputs["target"]] -= 1
-        torch.testing.assert_close(found["dlogits"], expected * inputs["scale"][:, None])
+    expected = torch.full((4, 1000), 1 / 990)
+    expected[:, 10:20] = 0
+    expected[range(4), inputs["target"]] -= 1
+    torch.testing.assert_close(found["dlogits"], expected * inputs["scale"][:, None])
 
 
-@both_losses
 @pytest.mark.parametrize("value", [NAN, INFINITY])
-def test_a_logit_that_is_not_finite_makes_its_row_nan(spec, value):
-    problem = loss_of(spec, 3, dtype="float32")
-    inputs = inputs_of(spec, problem)
+def test_a_logit_that_is_not_finite_makes_its_row_nan(value):
+    problem = loss_of(3, dtype="float32")
+    inputs = inputs_of(LOSS, problem)
     inputs["logits"][1, 777] = value
     inputs["target"][:] = torch.tensor([777, 5, 777])
-    found = with_losses(spec, inputs, problem, kernel_of_losses(spec, problem, 64, 2), 2)
-    for name in {"loss", "dlogits"} & found.keys():
-        assert found[name].view(3, -1).isnan().all(1).tolist() == [False, True, False]
+    found = with_losses(inputs, problem, kernel_of_losses(problem, 64, 2), 2)
+    assert found["loss"].isnan().tolist() == [False, True, False]
+    assert found["dlogits"].isnan().all(1).tolist() == [False, True, False]
 
 
 @st.composite
 def launches_of_losses(draw):
-    """A spec, a problem, its kernel, a number of clusters and a GPU."""
-    spec = draw(st.sampled_from([LOSS, FUSED]))
+    """A problem, its kernel, a number of clusters and a GPU."""
     dtype, cluster = draw(st.sampled_from(DTYPES)), draw(st.sampled_from([1, 1, 2, 4]))
     vocabulary = 16 // ITEM_BYTES[dtype] * draw(st.integers(1, 400))
-    problem = loss_of(spec, draw(st.integers(1, 9)), vocabulary, dtype)
+    problem = loss_of(draw(st.integers(1, 9)), vocabulary, dtype)
     schedule = draw(st.sampled_from(["persistent", "block"]))
-    kernel = kernel_of_losses(spec, problem, draw(st.sampled_from([32, 64, 128, 256])), cluster, schedule)
+    kernel = kernel_of_losses(problem, draw(st.sampled_from([32, 64, 128, 256])), cluster, schedule)
     clusters = draw(st.integers(1, 9)) if schedule == "persistent" else problem["rows"]
-    return spec, problem, kernel, clusters, draw(st.sampled_from(["sm_80", "sm_90", "sm_100"][cluster > 1 :]))
+    return problem, kernel, clusters, draw(st.sampled_from(["sm_80", "sm_90", "sm_100"][cluster > 1 :]))
 
 
-@examples(12)
+@examples(8)
 @given(launches_of_losses(), st.integers(0, 2))
 def test_any_losses_are_right(launch, gap):
-    spec, problem, kernel, clusters, arch = launch
-    assert_right(spec, problem, kernel, clusters, None, arch, gap)
+    problem, kernel, clusters, arch = launch
+    assert_right(LOSS, problem, kernel, clusters, None, arch, gap)
 
 
-@pytest.mark.parametrize(("spec", "stores"), [(LOSS, 0), (FUSED, 2)], ids=lambda value: getattr(value, "name", None))
-def test_a_row_of_logits_is_read_once_in_vectors_and_written_once_or_not_at_all(spec, stores):
+def test_a_row_of_logits_is_read_once_in_vectors_and_written_once():
     """In each of two branches the gradient: of rows that are ignored and of others; and the target's logit alone."""
-    problem = loss_of(spec, 5, 4096)
-    text = ptx_of(kernel_of_losses(spec, problem, 256, 2, "block"))
+    problem = loss_of(5, 4096)
+    text = ptx_of(kernel_of_losses(problem, 256, 2, "block"))
     assert text.count("ld.global.v4.b32") == 1
-    assert text.count("st.global.v4.b32") == stores
+    assert text.count("st.global.v4.b32") == 2
     assert text.count("ld.global.b16") == 1
     assert "ld.global.nc" not in text
     assert not re.search(r"\b(atom|red)\b", text)
@@ -1415,36 +1404,32 @@ def test_a_kernel_that_turns_heads_and_forgets_their_number_fails():
         launched(TURNS, problem, kernel, changed, inputs)
 
 
-def fails_on_losses(spec, change, what, cluster):
-    problem = loss_of(spec, 5, 1000)
-    kernel, inputs = kernel_of_losses(spec, problem, 64, cluster), inputs_of(spec, problem)
+def fails_on_losses(change, what, cluster):
+    problem = loss_of(5, 1000)
+    kernel, inputs = kernel_of_losses(problem, 64, cluster), inputs_of(LOSS, problem)
     inputs["target"][:] = torch.tensor([1, -100, 2, 3, 4])
     text = ptx_of(kernel)
     assert change(text) != text
     with pytest.raises(PtxError, match=what):
-        launched(spec, problem, kernel, change(text), inputs, 1)
+        launched(LOSS, problem, kernel, change(text), inputs, 1)
 
 
-@both_losses
 @pytest.mark.parametrize("cluster", BARRIERS)
-def test_a_kernel_of_losses_without_its_barrier_fails(spec, cluster):
-    fails_on_losses(spec, lambda text: without_last(text, cluster), r"race|nobody has written", cluster)
+def test_a_kernel_of_losses_without_its_barrier_fails(cluster):
+    fails_on_losses(lambda text: without_last(text, cluster), r"race|nobody has written", cluster)
 
 
-@both_losses
 @pytest.mark.parametrize("cluster", BARRIERS)
-def test_a_kernel_of_losses_that_keeps_all_sums_in_one_place_fails(spec, cluster):
-    fails_on_losses(spec, lambda text: re.sub(r"xor.b32.*;", "", text), "race", cluster)
+def test_a_kernel_of_losses_that_keeps_all_sums_in_one_place_fails(cluster):
+    fails_on_losses(lambda text: re.sub(r"xor.b32.*;", "", text), "race", cluster)
 
 
-@both_losses
 @pytest.mark.parametrize("cluster", BARRIERS)
-def test_a_kernel_of_losses_in_which_an_ignored_row_takes_a_turn_fails(spec, cluster):
+def test_a_kernel_of_losses_in_which_an_ignored_row_takes_a_turn_fails(cluster):
     """It has no exchange: a fast warp would store for the next row where a slow one still reads of the last."""
     fails_on_losses(
-        spec, lambda text: re.sub(r"selp.b32(\s+%r\d+), 1, 0, %p\d+;(\s+xor)", r"mov.b32\1, 1;\2", text), "race",
-        cluster,
-    )  # fmt: skip
+        lambda text: re.sub(r"selp.b32(\s+%r\d+), 1, 0, %p\d+;(\s+xor)", r"mov.b32\1, 1;\2", text), "race", cluster
+    )
 
 
 def fails_on_pairs(change, what, cluster):

@@ -1,4 +1,4 @@
-"""Cross entropy, alone or with its gradient, as CuTe DSL compiles it: search spaces, and how a config is launched.
+"""Cross entropy with its gradient as CuTe DSL compiles it: its search space, and how a config of it is launched.
 
 The device code is :mod:`tilekern.kernels.cute.losses`, which holds a row in the registers of a ``cluster`` of blocks,
 each of ``threads`` threads.
@@ -23,7 +23,7 @@ from tilekern.spec import (
 )
 from tilekern.targets import Target
 
-_KERNEL = "tilekern.kernels.cute.losses:Loss"
+_KERNEL = "tilekern.kernels.cute.losses:FusedLoss"
 # Registers that a thread needs for addresses, a vector in float32 and the like, and those of a vector that it holds.
 _OWN_REGISTERS, _OF_A_VECTOR = 24, 4
 # Vectors that a thread may hold: a row's code is written out for each of them.
@@ -36,16 +36,14 @@ def _chunks(problem: Problem, config: Config) -> int:
     return cdiv(problem["vocabulary"], config["threads"] * config["cluster"] * vector_of(problem))
 
 
-def _axes(problem: Problem, flags: tuple[str, ...], gradient: bool) -> dict[str, list[Value]]:
-    # Where no gradient follows a row's exchange, more and smaller blocks may hide it better.
-    small, many = ([], []) if gradient else ([128], [6, 8])
+def _axes(problem: Problem, flags: tuple[str, ...]) -> dict[str, list[Value]]:
     fits = problem["vocabulary"] % vector_of(problem) == 0 and not any(problem[flag] for flag in flags)
     return {
         "implementation": ["cute"],
         "schedule": ["persistent", "block"],
-        "threads": [*small, 256, 512, 1024] if fits else [],
+        "threads": [256, 512, 1024] if fits else [],
         "cluster": [1, 2, 4, 8],
-        "occupancy": [1, 2, 3, 4, *many],
+        "occupancy": [1, 2, 3, 4],
     }
 
 
@@ -84,9 +82,9 @@ _CONSTRAINTS = (
 )
 
 
-def space(flags: tuple[str, ...], gradient: bool) -> Space:
-    """The space of the loss with or without its gradient; problems for which one of the flags is set have no config."""
-    return Space(lambda problem: _axes(problem, flags, gradient), _CONSTRAINTS)
+def space(flags: tuple[str, ...]) -> Space:
+    """The space; problems for which one of the flags is set have no config."""
+    return Space(lambda problem: _axes(problem, flags), _CONSTRAINTS)
 
 
 def implement(

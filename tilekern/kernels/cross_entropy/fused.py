@@ -149,11 +149,7 @@ FUSED = replace(
         reference,
         flags=FLAGS,
         flops=11,
-        space=Space(
-            _axes,
-            (STEPS_MATCH, STEPS_FIT, _THREADS_ENOUGH, TMA_NEEDS_HOPPER),
-            (cute_losses.space(FLAGS, gradient=True),),
-        ),
+        space=Space(_axes, (STEPS_MATCH, STEPS_FIT, _THREADS_ENOUGH, TMA_NEEDS_HOPPER), (cute_losses.space(FLAGS),)),
         default=lambda problem, target: step_config(
             "persistent", *step_shapes(problem["vocabulary"], 8)[0], occupancy=2, warps=8
         ),

@@ -1,8 +1,7 @@
 """Cross entropy of rows of logits, forward and backward; the formulas stand in the module ``tiles``.
 
-The forward reads each row once (online softmax, Milakov and Gimelshein 2018, arXiv:1805.02867), in one block; as CuTe
-DSL compiles it (:mod:`tilekern.kernels.cute.losses`) a cluster of blocks shares a row, so that fewer SMs are idle at
-the end. The backward computes the softmax again from the row's ``lse``. ``dlogits`` may be the memory of ``logits``.
+The forward reads each row once (online softmax, Milakov and Gimelshein 2018, arXiv:1805.02867); the backward computes
+the softmax again from the row's ``lse``. ``dlogits`` may be the memory of ``logits``.
 
 A row whose target is ``ignore_index`` has loss, lse and gradient 0 and is not read. A target that is neither that nor
 a class gives NaN as the row's loss and gradient; no memory outside the arrays is touched.
@@ -10,18 +9,15 @@ a class gives NaN as the row's loss and gradient; no memory outside the arrays i
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import cuda.tile as ct
 
-from tilekern.kernels.common import cute_losses
 from tilekern.kernels.common.vocabulary import (
     STEPS_MATCH,
     by_parts,
     each_step,
     generic_steps,
-    implement_by_both,
     in_tile,
     load_number,
     of_rows,
@@ -72,12 +68,6 @@ def _forward_row(row, logits, target, ignore_index, loss, lse, tile_n, unroll, o
         store_loss(logits, loss, lse, row, label, tile_n, unroll, options)
 
 
-def each_row(logits, target, ignore_index, loss, lse, tile_n, unroll, persistent, options):
-    """Loss and lse of all rows: one a block, or resident blocks that loop."""
-    arguments = (logits, target, ignore_index, loss, lse, tile_n, unroll, options)
-    each_step(_forward_row, logits.shape[0], persistent, arguments)
-
-
 @ct.kernel
 def cross_entropy_forward(
     logits, target, weight, weight_sum, ignore_index, smoothing, z_loss, softcap, loss, lse, columns: ConstInt,
@@ -89,7 +79,8 @@ def cross_entropy_forward(
     weight [1, columns], weight_sum [1].
     """
     options = (weight, weight_sum, smoothing, z_loss, softcap, columns, weighted, smoothed, capped, tma)
-    each_row(logits, target, ignore_index, loss, lse, tile_n, unroll, persistent, options)
+    arguments = (logits, target, ignore_index, loss, lse, tile_n, unroll, options)
+    each_step(_forward_row, logits.shape[0], persistent, arguments)
 
 
 def _backward_tile(row, c, bounded, logits, dlogits, label, ignore_index, upstream, lse, tile_n, options):
@@ -165,29 +156,19 @@ def _backward_inputs(problem: Problem, generator: Any, device: str) -> dict[str,
     return inputs | saved | {"scale": upstream(problem, generator, device)}
 
 
-_FORWARD_ARRAYS = (*READ, *OPTIONS, *of_rows("loss", "lse", role="output"))
-FORWARD = replace(
-    spec(
-        "cross_entropy_forward",
-        "loss and log of the sum of exponentials of every row of logits, in one read",
-        cross_entropy_forward,
-        _FORWARD_ARRAYS,
-        reference_rows,
-        flags=FLAGS,
-        flops=5,
-        space=Space(
-            _forward_axes,
-            (STEPS_MATCH, STEPS_FIT, _TMA_IS_PERSISTENT, TMA_NEEDS_HOPPER),
-            (cute_losses.space(FLAGS, gradient=False),),
-        ),
-        default=_forward_default,
-        generic=generic_steps,
-        inputs=logits_and_options,
-        exact_as="float32",
-    ),
-    implement=lambda problem, config: implement_by_both(
-        cross_entropy_forward, _FORWARD_ARRAYS, FLAGS, cute_losses.implement, problem, config
-    ),
+FORWARD = spec(
+    "cross_entropy_forward",
+    "loss and log of the sum of exponentials of every row of logits, in one read",
+    cross_entropy_forward,
+    (*READ, *OPTIONS, *of_rows("loss", "lse", role="output")),
+    reference_rows,
+    flags=FLAGS,
+    flops=5,
+    space=Space(_forward_axes, (STEPS_MATCH, STEPS_FIT, _TMA_IS_PERSISTENT, TMA_NEEDS_HOPPER)),
+    default=_forward_default,
+    generic=generic_steps,
+    inputs=logits_and_options,
+    exact_as="float32",
 )
 BACKWARD = spec(
     "cross_entropy_backward",

@@ -1,9 +1,9 @@
-"""Cross entropy of rows of logits, alone or with its gradient, in CuTe DSL: cuTile's formulas, and other loops.
+"""Cross entropy of rows of logits, loss and gradient in one launch, in CuTe DSL: cuTile's formulas, and other loops.
 
-A row is spread over all threads of a cluster of blocks, which hold it in registers as it is stored: all loads of a
-thread are on their way at once, the row is read from memory once, and its gradient is made of the registers. A thread
-finds the maximum of its share and the sum of exponentials above it, then a warp those of its threads; what the warps of
-the cluster found goes to all of its blocks in one exchange, and each warp puts it together in the same order.
+A row is spread over all threads of a cluster of blocks, which hold it in registers as it is stored: it is read from
+memory once, and its gradient is made of the registers. A thread finds the maximum of its share and the sum of
+exponentials above it, then a warp those of its threads; what the warps of the cluster found goes to all of its blocks
+in one exchange, and each warp puts it together in the same order.
 
 A thread reads no columns but its own, the target's logit among them, and reads all of them before it stores one: so
 ``dlogits`` may be the memory of ``logits``.
@@ -18,7 +18,8 @@ from typing import Any
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, const_expr, cute
 
-from tilekern.kernels.cross_entropy import fused, separate, tiles
+from tilekern.kernels.cross_entropy import fused as family
+from tilekern.kernels.cross_entropy import tiles
 from tilekern.kernels.cross_entropy.problem import PLAIN
 from tilekern.kernels.cute.arguments import Argument
 from tilekern.kernels.cute.sharing import WARP, Program, Share, store_remote
@@ -88,7 +89,7 @@ class WordsOfLosses(Words):
         capability: compute capability of the GPU as one number: 90 for sm_90.
     """
 
-    def __init__(self, program: Loss, capability: int) -> None:
+    def __init__(self, program: FusedLoss, capability: int) -> None:
         super().__init__(capability)
         self._program = program
 
@@ -128,7 +129,7 @@ class WordsOfLosses(Words):
         self._program.share.copy_vector(array, (row.number,), 0, chunk, row.held, is_store=True)
 
 
-class Loss(Program):
+class FusedLoss(Program):
     """The device function of one config.
 
     Args:
@@ -152,14 +153,13 @@ class Loss(Program):
         known = {"columns": columns, "persistent": persistent, **sizes, **PLAIN}
         super().__init__(
             function, parameters, capability=capability, block=block, cluster=cluster, threads=block, rows=1,
-            occupancy=occupancy, known=known,
-            instead={separate.each_row: self._each_row, fused.each_row: self._each_row_with_gradient},
+            occupancy=occupancy, known=known, instead={family.each_row: self._each_row},
         )  # fmt: skip
         self.columns, self.persistent, self.share = columns, persistent, LongShare(self, columns, vector)
         instead: dict[Any, Any] = {tiles.target_logit: self._target_logit, tiles.scan_row: self._scan_row}
         instead |= {tiles.store_row: self._store_row, tiles.load_logits: self._load_logits}
         instead |= {tiles.columns_of: self._columns_of}
-        formulas: Any = (tiles.exponential, tiles.store_loss, fused.gradient_of_row, tiles.store_gradient)
+        formulas: Any = (tiles.exponential, tiles.store_loss, family.gradient_of_row, tiles.store_gradient)
         copies = map(Rebinder(WordsOfLosses(self, capability), instead).function, formulas)
         self._exponential, self._store_loss, self._gradient_of_row, self._store_gradient = copies
 
@@ -170,17 +170,14 @@ class Loss(Program):
 
     # The loop.
 
-    def _each_row(self, logits, target, ignore_index, loss, lse, tile_n, unroll, persistent, options):
-        self.run((logits, target, None, ignore_index.value, loss, lse, None, options))
-
-    def _each_row_with_gradient(
+    def _each_row(
         self, logits, target, scale, ignore_index, loss, lse, dlogits, tile_n, unroll, persistent, options
     ):  # fmt: skip
         self.run((logits, target, scale, ignore_index.value, loss, lse, dlogits, options))
 
     @cute.jit
     def run(self, work):
-        """One row, or all that are this cluster's; without gradients ``scale`` and ``dlogits`` are None."""
+        """One row, or all that are this cluster's."""
         _, target, _, ignore_index, _, _, _, _ = work
         rows, turn = target.sizes[0], Int32(0)
         if const_expr(not self.persistent):
@@ -197,7 +194,7 @@ class Loss(Program):
 
     @cute.jit
     def run_row(self, work, number, label, turn):
-        """The results of a row."""
+        """Loss, lse and gradient of a row."""
         _, _, _, ignore_index, loss, lse, dlogits, _ = work
         if label == ignore_index:
             self.store_zeros(number, loss, lse, dlogits)
@@ -211,15 +208,14 @@ class Loss(Program):
         if self.place == 0:
             of_loss[0] = Float32(0.0)
             of_lse[0] = Float32(0.0)
-        if const_expr(dlogits is not None):
-            zeros = self.share.registers(dlogits.numeric)
-            zeros.fill(0.0)
-            self.share.put(dlogits, (number,), None, 0, zeros)
+        zeros = self.share.registers(dlogits.numeric)
+        zeros.fill(0.0)
+        self.share.put(dlogits, (number,), None, 0, zeros)
 
     @cute.jit
     def run_counted(self, work, number, label, turn):
         """The results of a row that is not ignored."""
-        logits, _, _, _, loss, lse, dlogits, options = work
+        logits, _, scale, _, loss, lse, dlogits, options = work
         held, vector = self.share.registers(logits.numeric), self.share.vector
         # What is behind the end of the row adds nothing to a sum of exponentials.
         held.fill(-math.inf)
@@ -227,17 +223,7 @@ class Loss(Program):
         is_class = (label >= 0) & (label < self.columns)
         holder = Int32(cutlass.select_(is_class, label // vector % (self.threads * self.cluster), Int32(0)))
         row = Row(number, held, is_class, self.place == holder, turn)
-        if const_expr(dlogits is None):
-            self._store_loss(logits, loss, lse, row, label, vector, 1, options)
-        else:
-            self.store_with_gradient(work, row, label)
-
-    @cute.jit
-    def store_with_gradient(self, work, row, label):
-        """Loss, lse and gradient of a row."""
-        logits, _, scale, _, loss, lse, dlogits, options = work
-        vector = self.share.vector
-        factor = Part(number_of(scale, row.number)[0])
+        factor = Part(number_of(scale, number)[0])
         found = self._store_loss(logits, loss, lse, row, label, vector, 1, options)
         shift, factors = self._gradient_of_row(factor, found, options)
         row.forget()
