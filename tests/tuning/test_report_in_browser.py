@@ -287,7 +287,7 @@ def test_the_table_shows_the_candidates_that_are_asked_for(page: Page, report: R
     page.choose("status", "any")
     [field] = page.inside("search", "input")
     field.send_keys("tile_n=32 tma=True")
-    wanted = {str(row.number) for row in small if row.config["tile_n"] == 32 and row.config["tma"]}
+    wanted = {str(row.number) for row in small if row.config.get("tile_n") == 32 and row.config["tma"]}
     assert page.until(lambda: set(page.column("candidates", "#")) == wanted)
     field.send_keys(*[Keys.BACKSPACE] * 30)
     page.until(lambda: len(page.column("candidates", "#")) > len(wanted))

@@ -328,9 +328,11 @@ def _take(spec: KernelSpec, problem: Problem, target: Target, key: tuple[Any, ..
     with _state.lock:
         if key not in _state.plans or (_state.agreement is not None and found.layer is not _state.agreement.snapshot):
             return None
-        plan = _state.plans[key] = _keep(spec, _made(spec, problem, target, key[1], found), problem)
+        plan = _keep(spec, _made(spec, problem, target, key[1], found), problem)
         _state.resolved[spec.name, spec.bucketed(problem)] = found.record
         counters(spec.name).hits += 1
+        # Last, as calls read it without the lock: who has the plan finds it counted.
+        _state.plans[key] = plan
         return plan
 
 

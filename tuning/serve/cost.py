@@ -51,7 +51,7 @@ def lost(
         known = ranking(sweep, kernel, problem, target)
     except InputError:  # nothing was planned in the folder yet
         known = []
-    best_s = min((said.seconds for _, said in known), default=floor_s)
+    best_s = known[0][1].seconds if known else floor_s
     if record is None:
         return Lost(max(0.0, OWN_OP * floor_s - best_s), "roofline")
     now = _predicted(kernel, problem, target, record, read_blob, known)
