@@ -750,6 +750,7 @@ def test_candidates_for_heads_are_right():
         assert_right(HEADS, problem, kernel, kernel.grid(problem, 2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("blocks", [2, 40])
 def test_blocks_without_a_head_store_sums_of_zero(blocks):
     problem = heads_of(tokens=1, batch=1, heads=5, kv_heads=1)
@@ -829,6 +830,7 @@ def kernel_of_turns(problem, threads=64, together=1, occupancy=1):
     return TURNS.implement(problem, Config(implementation="cute", schedule="block", **axes))
 
 
+@pytest.mark.slow
 @both_directions
 @pytest.mark.parametrize("is_full", [False, True], ids=["half", "full"])
 @pytest.mark.parametrize(
@@ -859,6 +861,7 @@ def test_turned_heads_of_any_dtypes_and_sizes_are_right(dtype, head_dim, angle_d
     assert_right(TURNS, problem, kernel_of_turns(problem, threads, 2), gap=2)
 
 
+@pytest.mark.slow
 def test_candidates_for_turned_heads_are_right():
     random = draws_of(TURNS)
     heads = random.choice([{"heads": 16, "kv_heads": 8}, {"heads": 8, "kv_heads": 1}, {"heads": 5, "kv_heads": 3}])
@@ -922,6 +925,7 @@ def launches_of_turns(draw):
     return problem, kernel, draw(st.sampled_from(["sm_80", "sm_100"]))
 
 
+@pytest.mark.slow
 @examples(12)
 @given(launches_of_turns(), st.integers(0, 2))
 def test_any_turned_heads_are_right(launch, gap):
@@ -958,6 +962,7 @@ def kernel_of_losses(problem, threads=64, cluster=1, schedule="persistent"):
 SHARES = [(32, 1), (64, 1), (256, 1), (32, 2), (64, 4), (256, 2), (128, 8)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("threads", "cluster"), SHARES)
 @pytest.mark.parametrize("schedule", ["persistent", "block"])
 def test_losses_are_right(threads, cluster, schedule):
@@ -1066,6 +1071,7 @@ def launches_of_losses(draw):
     return problem, kernel, clusters, draw(st.sampled_from(["sm_80", "sm_90", "sm_100"][cluster > 1 :]))
 
 
+@pytest.mark.slow
 @examples(8)
 @given(launches_of_losses(), st.integers(0, 2))
 def test_any_losses_are_right(launch, gap):
@@ -1102,6 +1108,7 @@ def kernel_of_pairs(spec, problem, threads=64, cluster=1, unroll=2, schedule="pe
     return spec.implement(problem, Config(implementation="cute", schedule=schedule, **axes))
 
 
+@pytest.mark.slow
 @each_pair
 @pytest.mark.parametrize(
     ("threads", "cluster", "unroll"), [(32, 1, 2), (64, 1, 1), (32, 2, 2), (256, 1, 8), (64, 4, 2)]
@@ -1115,6 +1122,7 @@ def test_losses_of_pairs_are_right(spec, threads, cluster, unroll, schedule):
     assert_right(spec, problem, kernel, clusters, gap=1)
 
 
+@pytest.mark.slow
 @each_pair
 @pytest.mark.parametrize("graded", [False, True])
 @pytest.mark.parametrize(
@@ -1125,6 +1133,7 @@ def test_losses_of_pairs_of_any_dtype_are_right(spec, dtype, columns, graded):
     assert_right(spec, problem, kernel_of_pairs(spec, problem, cluster=2), clusters=7, gap=2)
 
 
+@pytest.mark.slow
 @each_pair
 def test_candidates_for_pairs_are_right(spec):
     problem, random = pairs_of(spec, 5, 16400, "float32"), draws_of(spec)
@@ -1133,6 +1142,7 @@ def test_candidates_for_pairs_are_right(spec):
         assert_right(spec, problem, kernel, kernel.grid(problem, 16) // kernel.cluster)
 
 
+@pytest.mark.slow
 @each_pair
 @pytest.mark.parametrize("graded", [False, True])
 @pytest.mark.parametrize("cluster", [1, 2])
@@ -1217,6 +1227,7 @@ def launches_of_pairs(draw):
     return spec, problem, kernel, clusters, None, draw(st.sampled_from(["sm_80", "sm_90", "sm_100"][cluster > 1 :]))
 
 
+@pytest.mark.slow
 @examples(8)
 @given(launches_of_pairs(), st.integers(0, 2))
 def test_any_pairs_are_right(launch, gap):
@@ -1283,6 +1294,7 @@ def launches_of_sums(draw):
     return problem, kernel, draw(st.sampled_from(["sm_80", "sm_90", "sm_100"][cluster > 1 :]))
 
 
+@pytest.mark.slow
 @examples(8)
 @given(launches_of_sums(), st.integers(0, 2))
 def test_any_sums_are_right(launch, gap):
