@@ -11,6 +11,10 @@ MOST_REGISTERS = 255
 NOT_INTERPRETED = Constraint(
     "the interpreter runs cuTile's kernels alone", lambda problem, config, target: target != INTERPRETED
 )
+CLUSTERS_NEED_HOPPER = Constraint(
+    "clusters need sm_90 or newer",
+    lambda problem, config, target: config["cluster"] == 1 or target.capability >= 90,
+)
 
 
 def is_cute(config: Config) -> bool:

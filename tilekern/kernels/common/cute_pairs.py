@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tilekern.kernels.common.cute_configs import MOST_REGISTERS, NOT_INTERPRETED, vector_of
+from tilekern.kernels.common.cute_configs import CLUSTERS_NEED_HOPPER, MOST_REGISTERS, NOT_INTERPRETED, vector_of
 from tilekern.kernels.tiles import grid_of
 from tilekern.spec import (
     ArrayParameter,
@@ -55,10 +55,7 @@ SPACE = Space(
     _axes,
     (
         NOT_INTERPRETED,
-        Constraint(
-            "clusters need sm_90 or newer",
-            lambda problem, config, target: config["cluster"] == 1 or target.capability >= 90,
-        ),
+        CLUSTERS_NEED_HOPPER,
         Constraint(
             "resident clusters would leave some SMs without a block",
             lambda problem, config, target: config["schedule"] == "block" or target.sm_count % config["cluster"] == 0,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tilekern.kernels.common.cute_configs import MOST_REGISTERS, NOT_INTERPRETED, vector_of
+from tilekern.kernels.common.cute_configs import CLUSTERS_NEED_HOPPER, MOST_REGISTERS, NOT_INTERPRETED, vector_of
 from tilekern.kernels.tiles import grid_of, power_of_two
 from tilekern.spec import (
     ArrayParameter,
@@ -66,10 +66,7 @@ def _fits_registers(problem: Problem, config: Config, target: Target, live: int)
 
 _CONSTRAINTS = (
     NOT_INTERPRETED,
-    Constraint(
-        "clusters need sm_90 or newer",
-        lambda problem, config, target: config["cluster"] == 1 or target.capability >= 90,
-    ),
+    CLUSTERS_NEED_HOPPER,
     Constraint(
         f"a thread holds at most {_MOST_CHUNKS} vectors of a row",
         lambda problem, config, target: _chunks(problem, config) <= _MOST_CHUNKS,

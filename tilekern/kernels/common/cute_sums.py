@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tilekern.kernels.common.cute_configs import MOST_REGISTERS, NOT_INTERPRETED, WARP
+from tilekern.kernels.common.cute_configs import CLUSTERS_NEED_HOPPER, MOST_REGISTERS, NOT_INTERPRETED, WARP
 from tilekern.spec import (
     ArrayParameter,
     Config,
@@ -62,10 +62,7 @@ SPACE = Space(
             "a block would have more columns than there are",
             lambda problem, config, target: config["width"] <= problem["columns"],
         ),
-        Constraint(
-            "clusters need sm_90 or newer",
-            lambda problem, config, target: config["cluster"] == 1 or target.capability >= 90,
-        ),
+        CLUSTERS_NEED_HOPPER,
         Constraint(
             "clusters are for so few columns that the narrowest blocks leave SMs without one",
             lambda problem, config, target: (

@@ -215,7 +215,7 @@ class Heads(Program):
         sums, warp, size = self.sums, self.slot // self.in_warp, 2 * self.half
         for total, start in zip(totals, self.starts, strict=True):
             for v in cutlass.range_constexpr(self.share.vector):
-                value = self.over_warp(total[v, 0])
+                value = self.over_alike(total[v, 0])
                 if self.slot % self.in_warp == 0:
                     sums[start + self.share.column(0) + v, warp] = value
         cute.arch.sync_threads()
@@ -226,11 +226,3 @@ class Heads(Program):
                 total = total + sums[column, i]
             cute.make_tensor(row + which * size + column, cute.make_layout(1))[0] = total
             cute.make_tensor(row + (1 - which) * size + column, cute.make_layout(1))[0] = Float32(0.0)
-
-    def over_warp(self, value: Any) -> Any:
-        """The sum over those threads of a warp that hold the same elements of a head."""
-        distance = self.threads
-        while distance < WARP:
-            value = value + cute.arch.shuffle_sync_bfly(value, offset=distance)
-            distance *= 2
-        return value

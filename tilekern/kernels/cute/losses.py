@@ -16,25 +16,17 @@ import operator
 from typing import Any
 
 import cutlass
-from cutlass import Boolean, Float32, Int32, Int64, const_expr, cute
+from cutlass import Boolean, Float32, Int32, const_expr, cute
 
 from tilekern.kernels.cross_entropy import fused as family
 from tilekern.kernels.cross_entropy import tiles
 from tilekern.kernels.cross_entropy.problem import PLAIN
 from tilekern.kernels.cute.arguments import Argument
-from tilekern.kernels.cute.sharing import WARP, Program, Share, store_remote
+from tilekern.kernels.cute.long_rows import LongRows, LongShare, number_of
+from tilekern.kernels.cute.sharing import WARP, store_remote
 from tilekern.kernels.cute.words import Part, Words, bare
 from tilekern.rebinding import Rebinder
 from tilekern.spec import ArrayParameter, ScalarParameter
-
-
-class LongShare(Share):
-    """A thread's share of a long row, whose vectors are at constant distances from one address."""
-
-    def column(self, chunk: int) -> Any:
-        """As that of any share; in 64 bits, of which the compiler knows that no sum of them overflows."""
-        program = self._program
-        return Int64(program.place * self.vector) + chunk * program.threads * program.cluster * self.vector
 
 
 class Row:
@@ -129,7 +121,7 @@ class WordsOfLosses(Words):
         self._program.share.copy_vector(array, (row.number,), 0, chunk, row.held, is_store=True)
 
 
-class FusedLoss(Program):
+class FusedLoss(LongRows):
     """The device function of one config.
 
     Args:
@@ -173,37 +165,16 @@ class FusedLoss(Program):
     def _each_row(
         self, logits, target, scale, ignore_index, loss, lse, dlogits, tile_n, unroll, persistent, options
     ):  # fmt: skip
-        self.run((logits, target, scale, ignore_index.value, loss, lse, dlogits, options))
+        self.run((logits, scale, ignore_index.value, loss, lse, dlogits, options), target)
+
+    def is_ignored(self, work: Any, label: Any) -> Any:
+        """Whether a row's label is the one of rows that do not count."""
+        return label == work[2]
 
     @cute.jit
-    def run(self, work):
-        """One row, or all that are this cluster's."""
-        _, target, _, ignore_index, _, _, _, _ = work
-        rows, turn = target.sizes[0], Int32(0)
-        if const_expr(not self.persistent):
-            self.run_row(work, self.first, number_of(target, self.first)[0], turn)
-        elif self.first < rows:
-            label = number_of(target, self.first)[0]
-            for row in cutlass.range(self.first, rows, self.stride):
-                # Then the loads of the next row wait for no label.
-                following = number_of(target, cutlass.min(row + self.stride, rows - 1))[0]
-                self.run_row(work, row, label, turn)
-                # An ignored row has no exchange.
-                turn = turn ^ Int32(label != ignore_index)
-                label = following
-
-    @cute.jit
-    def run_row(self, work, number, label, turn):
-        """Loss, lse and gradient of a row."""
-        _, _, _, ignore_index, loss, lse, dlogits, _ = work
-        if label == ignore_index:
-            self.store_zeros(number, loss, lse, dlogits)
-        else:
-            self.run_counted(work, number, label, turn)
-
-    @cute.jit
-    def store_zeros(self, number, loss, lse, dlogits):
+    def store_zeros(self, work, number):
         """The results of an ignored row."""
+        _, _, _, loss, lse, dlogits, _ = work
         of_loss, of_lse = number_of(loss, number), number_of(lse, number)
         if self.place == 0:
             of_loss[0] = Float32(0.0)
@@ -215,7 +186,7 @@ class FusedLoss(Program):
     @cute.jit
     def run_counted(self, work, number, label, turn):
         """The results of a row that is not ignored."""
-        logits, _, scale, _, loss, lse, dlogits, options = work
+        logits, scale, _, loss, lse, dlogits, options = work
         held, vector = self.share.registers(logits.numeric), self.share.vector
         # What is behind the end of the row adds nothing to a sum of exponentials.
         held.fill(-math.inf)
@@ -287,18 +258,10 @@ class FusedLoss(Program):
             if in_warp == 0:
                 sums[slot, 0, turn] = top
                 sums[slot, 1, turn] = total
-            cute.arch.sync_threads()
-        else:
-            if in_warp < self.cluster:
-                store_remote(cute.domain_offset((slot, 0, turn), sums).iterator, in_warp, top)
-                store_remote(cute.domain_offset((slot, 1, turn), sums).iterator, in_warp, total)
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
+        elif in_warp < self.cluster:
+            store_remote(cute.domain_offset((slot, 0, turn), sums).iterator, in_warp, top)
+            store_remote(cute.domain_offset((slot, 1, turn), sums).iterator, in_warp, total)
+        self.wait_for_all()
         width = min(WARP, self.slots)
         slots = [in_warp % width + n * width for n in range(self.slots // width)]
         return self.over_warp([(sums[slot, 0, turn], sums[slot, 1, turn]) for slot in slots], width)
-
-
-def number_of(array: Argument, place: Any) -> Any:
-    """The number that so many others are before, as a tensor of one element."""
-    return cute.make_tensor(array.address + place, cute.make_layout(1))

@@ -18,8 +18,8 @@ from cutlass import Float32, Int32, Int64, const_expr, cute
 
 from tilekern.kernels.common import losses as family
 from tilekern.kernels.cute.arguments import NUMERIC
-from tilekern.kernels.cute.losses import LongShare, number_of
-from tilekern.kernels.cute.sharing import WARP, Program, store_remote
+from tilekern.kernels.cute.long_rows import LongRows, LongShare, number_of
+from tilekern.kernels.cute.sharing import WARP, store_remote
 from tilekern.kernels.cute.words import Part, Words, bare
 from tilekern.rebinding import Rebinder
 from tilekern.spec import ArrayParameter, ScalarParameter, python_of
@@ -84,7 +84,7 @@ def _vector_of(x: Any, like: Any) -> Any:
     return bare(x) if isinstance(x, Part) else cute.full_like(like, x, Float32)
 
 
-class PairLoss(Program):
+class PairLoss(LongRows):
     """The device function of one config.
 
     Args:
@@ -131,41 +131,20 @@ class PairLoss(Program):
     ):  # fmt: skip
         # Then a formula meets values of one shape alone.
         given = tuple(self.in_all_elements(x) if isinstance(x, Part) else x for x in scalars)
-        self.run((lambda *tiles: formula(*tiles, *given), first, second, slope, loss, gradient))
+        self.run((lambda *tiles: formula(*tiles, *given), first, second, loss, gradient), slope)
+
+    def is_ignored(self, work: Any, factor: Any) -> Any:
+        """Whether a row does not count."""
+        return factor == 0.0
 
     def in_all_elements(self, number: Part) -> Elements:
         """A number as the elements that a thread computes with together have it."""
         return Elements(cute.full((_TOGETHER,), number.value, Float32))
 
     @cute.jit
-    def run(self, work):
-        """One row, or all that are this cluster's."""
-        _, first, _, slope, _, _ = work
-        rows, turn = first.sizes[0], Int32(0)
-        if const_expr(not self.persistent):
-            self.run_row(work, self.first, number_of(slope, self.first)[0], turn)
-        elif self.first < rows:
-            factor = number_of(slope, self.first)[0]
-            for row in cutlass.range(self.first, rows, self.stride):
-                # Then the loads of the next row wait for no slope.
-                following = number_of(slope, cutlass.min(row + self.stride, rows - 1))[0]
-                self.run_row(work, row, factor, turn)
-                # A row that does not count has no exchange.
-                turn = turn ^ Int32(factor != 0.0)
-                factor = following
-
-    @cute.jit
-    def run_row(self, work, number, factor, turn):
-        """Loss and gradient of a row."""
-        if factor == 0.0:
-            self.store_zeros(work, number)
-        else:
-            self.run_counted(work, number, factor, turn)
-
-    @cute.jit
     def store_zeros(self, work, number):
         """The results of a row that does not count."""
-        _, _, _, _, loss, gradient = work
+        _, _, _, loss, gradient = work
         of_loss = number_of(loss, number)
         if self.place == 0:
             of_loss[0] = Float32(0.0)
@@ -177,7 +156,7 @@ class PairLoss(Program):
     @cute.jit
     def run_counted(self, work, number, factor, turn):
         """The results of a row that counts."""
-        _, _, _, _, loss, _ = work
+        _, _, _, loss, _ = work
         of_loss = number_of(loss, number)
         sums = cute.make_rmem_tensor((_TOGETHER,), Float32)
         sums.fill(0.0)
@@ -198,7 +177,7 @@ class PairLoss(Program):
 
     def take(self, work: Any, number: Any, factor: Any, sums: Any, share: LongShare, start: Any) -> None:
         """Add a thread's vectors of a step to its sums, and store their gradient."""
-        _, first, second, _, _, _ = work
+        _, first, second, _, _ = work
         held = [share.held(x, (number,), None, start) for x in (first, second)]
         share.each(lambda chunk: self.take_vector(work, number, factor, sums, share, start, held, chunk))
 
@@ -206,7 +185,7 @@ class PairLoss(Program):
         self, work: Any, number: Any, factor: Any, sums: Any, share: LongShare, start: Any, held: list[Any], chunk: int
     ) -> None:  # fmt: skip
         """The same for one vector, in the place of which its gradient comes."""
-        formula, _, _, _, _, gradient = work
+        formula, _, _, _, gradient = work
         for begin in range(chunk * share.vector, (chunk + 1) * share.vector, _TOGETHER):
             pieces = [cute.make_tensor(values.iterator + begin, cute.make_layout(_TOGETHER)) for values in held]
             added, derivative = formula(*(Elements(piece.load().to(Float32)) for piece in pieces))
@@ -240,11 +219,7 @@ class PairLoss(Program):
                 sums[slot, turn] = value
             else:
                 store_remote(cute.domain_offset((slot, turn), sums).iterator, Int32(0), value)
-        if const_expr(self.cluster == 1):
-            cute.arch.sync_threads()
-        else:
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
+        self.wait_for_all()
 
     def put_together(self, turn: Any) -> Any:
         """The sum of all warps' sums, for the lanes of a warp."""

@@ -101,6 +101,22 @@ class Program:
         given = zip(self.parameters, arguments, strict=True)
         self._body(*(parameter_in_kernel(*pair) for pair in given), **self._constants)
 
+    def wait_for_all(self) -> None:
+        """Wait for all threads of the cluster, and for what they have written."""
+        if self.cluster == 1:
+            cute.arch.sync_threads()
+        else:
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+
+    def over_alike(self, value: Any) -> Any:
+        """The sum over those threads of a warp that have the same columns of different rows."""
+        distance = self.threads
+        while distance < WARP:
+            value = value + cute.arch.shuffle_sync_bfly(value, offset=distance)
+            distance *= 2
+        return value
+
     @cute.jit
     def exchange(self, values, combine: Callable, neutral: float, number: int, turn):
         """The values of all threads of a row, put together in the order of the warps.
@@ -117,14 +133,11 @@ class Program:
             if in_warp == 0:
                 for n in cutlass.range_constexpr(len(mine)):
                     sums[warp, n, slot, number, turn] = mine[n]
-            cute.arch.sync_threads()
-        else:
-            if in_warp < self.cluster:
-                for n in cutlass.range_constexpr(len(mine)):
-                    place = (self.rank * self.warps + warp, n, slot, number, turn)
-                    store_remote(cute.domain_offset(place, sums).iterator, in_warp, mine[n])
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
+        elif in_warp < self.cluster:
+            for n in cutlass.range_constexpr(len(mine)):
+                place = (self.rank * self.warps + warp, n, slot, number, turn)
+                store_remote(cute.domain_offset(place, sums).iterator, in_warp, mine[n])
+        self.wait_for_all()
         totals = []
         for n in cutlass.range_constexpr(len(mine)):
             total = Float32(neutral)

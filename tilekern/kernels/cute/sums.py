@@ -94,26 +94,14 @@ class ColumnSum(Program):
         thread = self.slot * self.threads + self.lane
         place, sums = self.rank * self.in_block + thread // WARP, self.sums
         for v in cutlass.range_constexpr(_VECTOR):
-            value = self.over_warp(total[v])
+            value = self.over_alike(total[v])
             if thread % WARP < self.threads:
                 where = (self.lane * _VECTOR + v, place)
                 if const_expr(self.cluster == 1):
                     sums[where] = value
                 else:
                     store_remote(cute.domain_offset(where, sums).iterator, Int32(0), value)
-        if const_expr(self.cluster == 1):
-            cute.arch.sync_threads()
-        else:
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
-
-    def over_warp(self, value: Any) -> Any:
-        """The sum over those threads of a warp that have the same columns."""
-        distance = self.threads
-        while distance < WARP:
-            value = value + cute.arch.shuffle_sync_bfly(value, offset=distance)
-            distance *= 2
-        return value
+        self.wait_for_all()
 
     @cute.jit
     def store(self, y):
