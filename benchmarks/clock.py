@@ -6,11 +6,13 @@ GPU's alone, gaps between its kernels included. That the host was ahead is prove
 everything, the first event must not have been reached. A sample for which it had is thrown away and the sleep doubled;
 a call that is late all the same waits for the GPU by itself, and its samples are taken as they are, waits included.
 This holds for whatever can be called, needs no capture into a CUDA graph, and leaves every provider the launch path
-that it has in training. All entrants of a race take turns in every round, so that a drift of clocks meets them alike.
+that it has in training. All entrants of a race take turns in every round, so that a drift of clocks meets them alike;
+each round has another order: what runs before a call sets the clock that a GPU at its power limit has for it.
 """
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -50,9 +52,10 @@ class Race(Stopwatch):
 
         There are ``samples`` of each, or fewer where so many would take longer than ``seconds``.
         """
+        given, draw = list(entrants.items()), random.Random(0)
         for _ in range(WARM_UP):
             started = time.perf_counter()
-            self.turn(entrants)
+            self.turn(dict(draw.sample(given, len(given))))
             turn_s = time.perf_counter() - started
         for entrant in entrants.values():
             entrant.samples_us.clear()
@@ -60,7 +63,7 @@ class Race(Stopwatch):
         for _ in range(3 * wanted):
             if all(len(entrant.samples_us) >= wanted for entrant in entrants.values()):
                 break
-            self.turn(entrants)
+            self.turn(dict(draw.sample(given, len(given))))
         return {
             name: Timing.of(entrant.samples_us)
             for name, entrant in entrants.items()
@@ -68,7 +71,7 @@ class Race(Stopwatch):
         }
 
     def turn(self, entrants: Mapping[str, Entrant]) -> None:
-        """One sample of each entrant."""
+        """One sample of each entrant, in their order."""
         events = {name: self._sample(entrant) for name, entrant in entrants.items()}
         self._torch.cuda.synchronize()
         for name, (start, end, ahead) in events.items():

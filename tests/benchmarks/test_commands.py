@@ -8,7 +8,7 @@ import torch
 import tilekern
 from benchmarks import several_gpus, whole_tune
 from benchmarks.__main__ import main
-from benchmarks.clock import FIRST_SLEEP, LONGEST_SLEEP, WARM_UP, Entrant
+from benchmarks.clock import FIRST_SLEEP, LONGEST_SLEEP, WARM_UP, Entrant, Race
 from benchmarks.environment import facts
 from benchmarks.records import fill
 from benchmarks.results import RUN_FIELDS, read_results
@@ -116,6 +116,24 @@ def test_a_late_host_gets_more_time_but_not_for_ever():
     for _ in range(20):
         entrant.late()
     assert (entrant.sleep, entrant.waits) == (FIRST_SLEEP, True)
+
+
+def test_each_round_of_a_race_has_another_order():
+    entrants, rounds = {name: Entrant(lambda: None) for name in "abcd"}, []
+
+    class Listed(Race):
+        def __init__(self):
+            """Without a GPU."""
+
+        def turn(self, entrants):
+            rounds.append("".join(entrants))
+            for entrant in entrants.values():
+                entrant.samples_us.append(1.0)
+
+    assert set(Listed().run(entrants, 20, 60.0)) == set("abcd")
+    assert {"".join(sorted(order)) for order in rounds} == {"abcd"}
+    assert len({order[order.index("a") - 1] for order in rounds}) == 3
+
 
 
 @pytest.mark.parametrize(
