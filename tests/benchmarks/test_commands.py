@@ -135,7 +135,6 @@ def test_each_round_of_a_race_has_another_order():
     assert len({order[order.index("a") - 1] for order in rounds}) == 3
 
 
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
