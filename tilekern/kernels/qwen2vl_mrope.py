@@ -3,7 +3,7 @@
 A token has a position in time, in height and in width, and each frequency the angle of one of them: the first ``time``
 frequencies that of the first, the next ``height`` that of the second, all others that of the third. The halves of a
 head turn by these angles, or back by them where ``inverse``, as in ``rope``; of the three angles of a frequency one is
-read.
+read. As CuTe DSL compiles it (:mod:`tilekern.kernels.cute.positions`) a thread takes a few heads of one token.
 Arrays, all with any strides: q [batch, heads, tokens, 2h], k [batch, kv_heads, tokens, 2h]; cos and sin
 [3, 1 or batch, tokens, 2h], of which the first h are read. The angles of a single batch entry are shared by all.
 """
@@ -15,6 +15,7 @@ from typing import Any
 
 import cuda.tile as ct
 
+from tilekern.kernels.common import cute_turns
 from tilekern.kernels.common.rotations import (
     GRADIENTS,
     HEADS_FIRST,
@@ -30,7 +31,7 @@ from tilekern.kernels.common.rotations import (
     write_halves,
 )
 from tilekern.kernels.tiles import ConstBool, ConstInt
-from tilekern.spec import Config, Problem, ScalarParameter
+from tilekern.spec import Config, KernelSpec, Problem, ScalarParameter
 from tilekern.targets import Target
 
 
@@ -48,19 +49,18 @@ def _of_positions(array, at, t, tile_t, form):
 
 
 def _angles(turns, at, t, tile_t, form):
-    """The tokens' cosines and sines, these negative where the rotation is undone."""
-    c = _of_positions(turns[0], at, t, tile_t, form)
-    s = _of_positions(turns[1], at, t, tile_t, form)
-    if ct.static_eval(form[3]):
-        s = -s
-    return c, s
+    """The tokens' cosines and sines."""
+    return _of_positions(turns[0], at, t, tile_t, form), _of_positions(turns[1], at, t, tile_t, form)
 
 
 def _turn(y, tiles, weights, angles, sums, place, shape, form):
     """Rotate one step of tokens and heads, and store it."""
     c, s = angles
+    (_, _, _, _, tma, _), _, _, inverse = form
     x1, x2 = tiles[0][0].astype(ct.float32), tiles[0][1].astype(ct.float32)
-    write_halves(y, x1 * c - x2 * s, x2 * c + x1 * s, place, form)
+    if ct.static_eval(inverse):
+        s = -s
+    write_halves(y, x1 * c - x2 * s, x2 * c + x1 * s, place, form, tma)
     return sums
 
 
@@ -115,22 +115,33 @@ _GIVEN = (
     ScalarParameter("time", "int32"),
     ScalarParameter("height", "int32"),
 )
-SPEC = spec(
-    qwen2vl_mrope,
-    "rotary embedding of q and k by three positions, or its inverse",
-    arrays_of(HEADS_FIRST, _GIVEN, "dtype", _PRODUCT),
-    reference,
-    inverse=arrays_of(HEADS_FIRST, _GIVEN, _PRODUCT, "dtype"),
-    constants=(
-        "heads", "kv_heads", "half", "tile_t", "tile_h", "tile_hk", "width", "whole", "unrolled", "bounded", "tma",
-        "inverse",
-    ),
-    flags=("inverse",),
-    space=space_of(tma=[False]),
-    default=_default,
-    angles=_of_three,
-    flops=3,
-)  # fmt: skip
+
+
+def _in_cutile() -> KernelSpec:
+    return spec(
+        qwen2vl_mrope,
+        "rotary embedding of q and k by three positions, or its inverse",
+        arrays_of(HEADS_FIRST, _GIVEN, "dtype", _PRODUCT),
+        reference,
+        inverse=arrays_of(HEADS_FIRST, _GIVEN, _PRODUCT, "dtype"),
+        constants=(
+            "heads", "kv_heads", "half", "tile_t", "tile_h", "tile_hk", "width", "whole", "unrolled", "bounded", "tma",
+            "inverse",
+        ),
+        flags=("inverse",),
+        space=dataclasses.replace(space_of(tma=[False]), beside=(cute_turns.SPACE,)),
+        default=_default,
+        angles=_of_three,
+        flops=3,
+    )  # fmt: skip
+
+
+# What implements cuTile's configs, and the spec, which implements those of CuTe DSL as well. The digests of a spec are
+# read where calls make it.
+_IN_CUTILE = _in_cutile()
+SPEC = dataclasses.replace(
+    _in_cutile(), implement=lambda problem, config: cute_turns.implement_positions(_IN_CUTILE, problem, config)
+)
 # As the backward calls it: the rotation's transpose turns gradients back.
 INVERSE = dataclasses.replace(SPEC, arrays=arrays_of(HEADS_FIRST, _GIVEN, _PRODUCT, "dtype", GRADIENTS))
 

@@ -1,11 +1,13 @@
 """Rotations of heads as CuTe DSL compiles them: their search space, and how a config is launched.
 
 The device code is :mod:`tilekern.kernels.cute.turns`: a block has ``threads`` threads, each of which takes ``together``
-heads of one token.
+heads of one token. That of heads which turn by the angles of three positions, :mod:`tilekern.kernels.cute.positions`,
+has the same space and the same launch.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 from tilekern.kernels.common.cute_configs import MOST_REGISTERS, NOT_INTERPRETED, is_cute, vector_of
@@ -25,6 +27,7 @@ from tilekern.spec import (
 from tilekern.targets import Target
 
 _KERNEL = "tilekern.kernels.cute.turns:Turns"
+_OF_POSITIONS = "tilekern.kernels.cute.positions:Positions"
 # Registers that a thread needs for addresses, a head at work and the like.
 _OWN_REGISTERS = 40
 
@@ -101,3 +104,11 @@ def implement(spec: KernelSpec, problem: Problem, config: Config) -> Implementat
         block=config["threads"],
         dependent=made.dependent,
     )
+
+
+def implement_positions(
+    spec: KernelSpec, problem: Problem, config: Config
+) -> Implementation | CuteKernel | LibraryCall:  # fmt: skip
+    """As :func:`implement`, for angles of three positions, which both halves of a head share."""
+    made = implement(spec, problem.but(full=False), config)
+    return dataclasses.replace(made, kernel=_OF_POSITIONS) if isinstance(made, CuteKernel) else made
