@@ -944,6 +944,116 @@ def test_a_thread_loads_the_angles_once_and_all_before_it_stores(together, is_fu
     assert [access for access, _ in accesses] == 2 * one
 
 
+# Those of heads turned by the angles of three positions.
+
+POSITIONS = spec_named("qwen2vl_mrope")
+
+
+def turns_of_positions(*sizes, **more):
+    """As :func:`turns_of`."""
+    problem = turns_of(*sizes, **more)
+    return POSITIONS.problem(**{d.name: problem[d.name] for d in POSITIONS.dimensions})
+
+
+def kernel_of_positions(problem, threads=64, together=1, occupancy=1):
+    """The kernel of a config, whether the search space has it or not."""
+    axes = {"threads": threads, "together": together, "occupancy": occupancy}
+    return POSITIONS.implement(problem, Config(implementation="cute", schedule="block", **axes))
+
+
+def assert_positions_right(problem, kernel, time, height, arch="sm_90", gap=0):
+    """Hold a kernel to the reference, with NaN for each angle that is not its frequency's, and for their repetition."""
+    inputs, half = inputs_of(POSITIONS, problem) | {"time": time, "height": height}, problem["head_dim"] // 2
+    edges = (0, time, time + height, half)
+    for name in ("cos", "sin"):
+        chosen = torch.full_like(inputs[name], NAN)
+        for position in range(3):
+            part = slice(edges[position], edges[position + 1])
+            chosen[position, ..., part] = inputs[name][position, ..., part]
+        inputs[name] = chosen
+    assert_right(POSITIONS, problem, kernel, None, inputs, arch, gap)
+
+
+@both_directions
+@pytest.mark.parametrize(
+    ("time", "height"),
+    [
+        (16, 24), (64, 0), (0, 64), (0, 0),  # whole vectors
+        (10, 27), (1, 62), (7, 1), (63, 1), (0, 1),  # ends inside of vectors
+        (12, 2), (9, 5), (8, 5), (11, 0), (33, 6),  # two ends in a vector, or one at its start or its end
+    ],
+)  # fmt: skip
+def test_any_sections_are_right(time, height, is_inverse):
+    problem = turns_of_positions(3, is_inverse=is_inverse)
+    assert_positions_right(problem, kernel_of_positions(problem, 64, 2), time, height, gap=1)
+
+
+@both_directions
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "together", "threads"),
+    [(8, 4, 1, 64), (16, 2, 8, 64), (5, 3, 1, 32), (1, 1, 1, 256), (6, 3, 2, 64), (12, 4, 4, 32)],
+)
+def test_heads_turned_by_positions_are_right(heads, kv_heads, together, threads, is_inverse):
+    problem = turns_of_positions(heads=heads, kv_heads=kv_heads, is_inverse=is_inverse)
+    assert_positions_right(problem, kernel_of_positions(problem, threads, together), 16, 24, gap=1)
+
+
+@both_directions
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "angle_dtype", "threads"),
+    [
+        ("bfloat16", 16, "float32", 64),
+        ("bfloat16", 80, "bfloat16", 64),
+        ("float16", 96, "float32", 128),
+        ("float32", 8, "float32", 64),
+        ("float32", 128, "bfloat16", 128),
+    ],
+)
+def test_heads_turned_by_positions_of_any_dtypes_and_sizes_are_right(dtype, head_dim, angle_dtype, threads, is_inverse):
+    problem = turns_of_positions(3, 2, 4, 2, head_dim, dtype, angle_dtype, is_inverse=is_inverse)
+    for time, height in ((head_dim // 4, head_dim // 8), (1, head_dim // 4)):
+        assert_positions_right(problem, kernel_of_positions(problem, threads, 2), time, height, gap=2)
+
+
+def test_candidates_for_heads_turned_by_positions_are_right():
+    random = draws_of(POSITIONS)
+    heads = random.choice([{"heads": 16, "kv_heads": 8}, {"heads": 8, "kv_heads": 1}, {"heads": 5, "kv_heads": 3}])
+    problem = turns_of_positions(random.choice([5, 9]), dtype=random.choice(DTYPES), **heads)
+    for config in random.sample([c for c in POSITIONS.space.candidates(problem, resolve("H200")) if is_cute(c)], 3):
+        time = random.randint(0, 64)
+        assert_positions_right(problem, POSITIONS.implement(problem, config), time, random.randint(0, 64 - time))
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("time", [16, 10])
+def test_heads_turned_by_positions_share_the_angles_of_one_batch_entry(time, batch):
+    problem = turns_of_positions(batch=batch)
+    inputs, kernel = inputs_of(POSITIONS, problem) | {"time": time}, kernel_of_positions(problem, 64, 2)
+    inputs |= {name: inputs[name][:, :1] for name in ("cos", "sin")}
+    assert_right(POSITIONS, problem, kernel, inputs=inputs)
+
+
+@examples(12)
+@given(launches_of_turns(), st.integers(0, 2), st.data())
+def test_any_heads_turned_by_positions_are_right(launch, gap, data):
+    problem, made, arch = launch
+    constants, half = dict(made.constants), problem["head_dim"] // 2
+    problem = POSITIONS.problem(**{d.name: problem[d.name] for d in POSITIONS.dimensions})
+    kernel = kernel_of_positions(problem, made.block, constants["together"], constants["occupancy"])
+    time = data.draw(st.integers(0, half))
+    assert_positions_right(problem, kernel, time, data.draw(st.integers(0, half - time)), arch, gap)
+
+
+@pytest.mark.parametrize("together", [1, 4])
+def test_a_thread_loads_the_angles_of_its_position_as_vectors_behind_its_heads(together):
+    """In code for q and in code for k; a vector in which a section ends is loaded again by elements."""
+    text = ptx_of(kernel_of_positions(turns_of_positions(), together=together))
+    accesses = re.findall(r"(ld|st)\.global\.(\S+)", text)
+    elements = 2 * [("ld", "v4.b32"), *[("ld", "b16")] * 7]  # the first one is the vector's
+    one = [("ld", "v4.b32")] * 2 * together + elements + [("st", "v4.b32")] * 2 * together
+    assert accesses == 2 * one
+
+
 # That of losses.
 
 LOSS = spec_named("cross_entropy_fused")
