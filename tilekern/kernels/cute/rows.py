@@ -122,17 +122,21 @@ class Rows(Program):
         totals = [self.share.registers(Float32) for _ in range(sums)]
         for total in totals:
             total.fill(0.0)
-        turn = Int32(0)
         work = (statistics, formula, share, vectors, outputs, scalars, totals)
-        now = self.rows_of(inputs, self.first, may_be_outside=True)
-        for row in cutlass.range(self.first, self.steps(inputs), self.stride):
-            if const_expr(self.ahead):
-                following = self.rows_of(inputs, row + self.stride, may_be_outside=True)
-            self.backward_step(work, now, row, turn)
-            if const_expr(not self.ahead):
-                following = self.rows_of(inputs, row + self.stride, may_be_outside=True)
-            self.move(following, now)
-            turn = turn ^ 1
+        # Rows change places in the code, which moves no registers.
+        buffers = [self.empty_row(inputs) for _ in range(2 if self.ahead else 1)]
+        count, turn = len(buffers), Int32(0)
+        self.load_row(inputs, self.first, buffers[0])
+        for start in cutlass.range(self.first, self.steps(inputs), count * self.stride, unroll=1):
+            for n in cutlass.range_constexpr(count):
+                row = start + n * self.stride
+                if row < inputs[0].sizes[0]:
+                    if const_expr(self.ahead):
+                        self.load_row(inputs, row + self.stride, buffers[1 - n])
+                    self.backward_step(work, buffers[n], row, turn)
+                    if const_expr(not self.ahead):
+                        self.load_row(inputs, row + self.stride, buffers[0])
+                turn = turn ^ 1
         for n in cutlass.range_constexpr(sums):
             self.share.put(partial, (self.first,), None, n * self.columns, totals[n])
 
@@ -156,6 +160,21 @@ class Rows(Program):
         row = step * self.rows + self.slot
         inside = row < inputs[0].sizes[0] if may_be_outside else None
         return [self.share.held(x, (row,), inside, 0) for x in inputs]
+
+    def empty_row(self, inputs: Any) -> list[Any]:
+        """Registers for a thread's parts of a row; zeros behind the end of the columns, which no load writes."""
+        values = [self.share.registers(x.numeric) for x in inputs]
+        if self.share.may_end(self.share.chunks - 1):
+            for one in values:
+                one.fill(0)
+        return values
+
+    @cute.jit
+    def load_row(self, inputs, row, values):
+        """Load a thread's parts of a row, if that is there."""
+        if row < inputs[0].sizes[0]:
+            for x, one in zip(inputs, values, strict=True):
+                self.share.copy(x, (row,), None, 0, one, is_store=False)
 
     def move(self, source: list[Any], target: list[Any]) -> None:
         """Copy registers."""
