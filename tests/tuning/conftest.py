@@ -1,14 +1,18 @@
 """Sweeps that the tests of the tuner share."""
 
+import os
 import shutil
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 from tuning_samples import SMALL
 
 from tilekern.targets import Target, resolve
 from tuning.compile.stage import compile_all
+from tuning.sweep.candidates import candidates
 from tuning.sweep.folder import Sweep
+from tuning.sweep.plan import Limits
 
 
 @pytest.fixture(scope="session")
@@ -18,12 +22,38 @@ def h200() -> Target:
 
 @pytest.fixture(scope="session")
 def compiled_sweep(tmp_path_factory: pytest.TempPathFactory, h200: Target) -> Sweep:
-    """One small problem, compiled for the H200 by two workers."""
-    sweep = Sweep(Path(tmp_path_factory.mktemp("sweep")))
-    sweep.begin(h200, "test", [SMALL])
+    """One small problem, compiled for the H200 by two workers; by one of pytest's workers for all of them."""
+    folder = Path(tmp_path_factory.mktemp("sweep"))
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return compile_small(folder, h200)
+    shared = tmp_path_factory.getbasetemp().parent / "compiled_sweep"
+    with FileLock(f"{shared}.lock"):
+        if not shared.exists():
+            sweep = compile_small(folder, h200)
+            shutil.copytree(folder, shared)
+            return sweep
+    shutil.copytree(shared, folder, dirs_exist_ok=True)
+    # Each of pytest's workers has a secret of its own, with which its lines are sealed.
+    lines = Sweep(shared, foreign=True).compiled().values()
+    (folder / "compiled.jsonl").unlink()
+    sweep = Sweep(folder)
+    sweep.note("compiled", *lines)
+    return sweep
+
+
+def compile_small(folder: Path, target: Target) -> Sweep:
+    sweep = Sweep(folder)
+    sweep.begin(target, "test", [SMALL])
     summary = compile_all(sweep, jobs=2)
     assert summary.failed == 0
     return sweep
+
+
+@pytest.fixture(scope="session")
+def first_configs(h200: Target) -> Limits:
+    """Six configs of the small problem, all of them compiled by tileiras."""
+    configs = [item.config for item in candidates(*SMALL, h200) if not item.config.get("implementation")]
+    return {SMALL: configs[:6]}
 
 
 @pytest.fixture

@@ -60,9 +60,9 @@ def test_a_run_on_another_gpu_predicts(compiled_sweep: Sweep, monkeypatch, tmp_p
     assert "the GPU here is a B200, not a H200" in outcome["notes"][0]
 
 
-def test_a_sweep_in_which_nothing_compiled_is_an_error(monkeypatch, tmp_path: Path, capsys, h200):
+def test_a_sweep_in_which_nothing_compiled_is_an_error(monkeypatch, tmp_path: Path, capsys, h200, first_configs):
     sweep = Sweep(tmp_path / "sweep")
-    sweep.begin(h200, "test", [SMALL])
+    sweep.begin(h200, "test", [SMALL], first_configs)
     compile_all(sweep, jobs=2, timeout_s=0.001)
     monkeypatch.setattr("tuning.compile.stage.wanted", lambda *_: iter(()))
     code = cli.main(["--stages", "compile,measure", "--sweep", str(sweep.folder), "--cache-dir", str(tmp_path / "c")])

@@ -74,9 +74,9 @@ def test_a_sweep_that_was_carried_without_its_artifacts_has_them_made_again(copy
     assert len(copy_of_sweep.cubin(copy_of_sweep.compiled()[keep]["sha256"])) > 1000
 
 
-def test_a_candidate_that_takes_too_long_is_recorded_and_the_sweep_goes_on(tmp_path: Path, h200: Target):
+def test_a_candidate_that_takes_too_long_is_recorded_and_the_sweep_goes_on(tmp_path: Path, h200: Target, first_configs):
     sweep = Sweep(tmp_path)
-    sweep.begin(h200, "test", [SMALL])
+    sweep.begin(h200, "test", [SMALL], first_configs)
     summary = compile_all(sweep, jobs=2, timeout_s=0.001)
     assert summary.compiled == len(sweep.compiled())
     # A compiler that has kept the artifact may be done in time.
@@ -137,9 +137,9 @@ def test_a_dry_run_on_a_folder_that_cannot_be_is_no_traceback(tmp_path: Path, ca
     assert "cannot write the sweep folder" in capsys.readouterr().err
 
 
-def test_what_ran_out_of_time_is_tried_again_with_more(tmp_path: Path, h200: Target):
+def test_what_ran_out_of_time_is_tried_again_with_more(tmp_path: Path, h200: Target, first_configs):
     sweep = Sweep(tmp_path)
-    sweep.begin(h200, "test", [SMALL])
+    sweep.begin(h200, "test", [SMALL], first_configs)
     compile_all(sweep, jobs=2, timeout_s=0.001)
     assert list(wanted(sweep, timeout_s=0.001)) == []
     # One may come in time whose cubin was kept from another run.
