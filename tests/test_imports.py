@@ -1,6 +1,7 @@
 """Who may import whom, and what `import tilekern` costs."""
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -104,8 +105,13 @@ def module_name(path):
 MODULES = {module_name(path): path for path in FILES}
 
 
+@functools.cache
 def imports(path, *, everywhere=True):
     """Dotted names that a file imports; those at the top level alone where not ``everywhere``."""
+    return list(imported(path, everywhere))
+
+
+def imported(path, everywhere):
     tree = ast.parse(path.read_text(encoding="utf-8"))
     typing_only = {
         id(inner)
@@ -113,14 +119,14 @@ def imports(path, *, everywhere=True):
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
         for inner in ast.walk(node)
     }
-    inside = {
-        id(inner)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-        for inner in ast.walk(node)
-    }
+    inside = set()
+    if not everywhere:
+        functions = (
+            node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        )
+        inside = {id(inner) for node in functions for inner in ast.walk(node)}
     for node in ast.walk(tree):
-        if id(node) in typing_only or (not everywhere and id(node) in inside):
+        if id(node) in typing_only or id(node) in inside:
             continue
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -178,7 +184,7 @@ STEPS = ["tilekern.ops", "tilekern.patch", "tilekern.tracing.stepping"]
 )
 def test_rooms_are_closed_to_others(rooms, closed):
     doors = ["tilekern.tune", "tuning.plan"]
-    found = {name: list(imports(MODULES[name])) for name in within(*rooms) if not under(name, doors)}
+    found = {name: imports(MODULES[name]) for name in within(*rooms) if not under(name, doors)}
     assert not [f"{module} imports {name}" for module in found for name in found[module] if under(name, closed)]
 
 

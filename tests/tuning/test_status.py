@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -103,6 +104,7 @@ def test_a_run_at_work_is_named_with_what_it_has_done(sweep: Sweep, status):
     try:
         while not sweep.races():
             assert run.is_alive()
+            time.sleep(0.02)
         found = status("--json")
     finally:
         os.kill(run.pid, signal.SIGKILL)
