@@ -73,14 +73,16 @@ else
 fi
 "$python" -V
 
-# One more worker than the two cores that this is made for: many tests wait for processes that they have started. These
-# and the workers look for garbage seldom, which took them a seventh of their time.
+# One more worker than the two cores that this is made for: many tests wait for processes that they have started. Quick
+# ones do not, and a third worker costs its imports. Processes and workers look for garbage seldom, which took them a
+# seventh of their time.
 pytest() {
     mkdir -p "$scratch/seldom"
     printf 'import gc\n\ngc.set_threshold(50_000, 20, 20)\n' >"$scratch/seldom/sitecustomize.py"
     PYTHONPATH="$PYTHONPATH:$scratch/seldom" "$python" -m pytest --ignore tests/gpu "$@"
 }
-in_workers() { pytest -n 3 --dist loadgroup "$@"; }
+workers=3
+in_workers() { pytest -n "$workers" --dist loadgroup "$@"; }
 
 if [ "$tier" = stress ]; then
     step "stress"
@@ -98,6 +100,7 @@ if [ "$tier" = quick ]; then
     "$python" -m mypy
     step "pytest, the quick ones"
     keep_cubins "$PWD/.cubins"
+    workers=2
     HYPOTHESIS_PROFILE=quick TEST_PARAMETERS=few in_workers -m "not gpu and not processes and not slow and not stress"
     printf '\n== all passed in %d s\n' "$SECONDS"
     exit
