@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.processes
+# One worker of pytest's builds and installs the wheel for all tests.
+pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("wheel")]
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("tilekern", "tuning", "cache_tools")

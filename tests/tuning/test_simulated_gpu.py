@@ -13,7 +13,8 @@ from tuning.measure.stage import measure_all
 from tuning.publishing import keep_winners, winners
 from tuning.sweep.folder import Sweep
 
-pytestmark = pytest.mark.processes
+# One worker of pytest's compiles the sweep for both tests.
+pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("simulated GPU")]
 
 NO_FLAGS = {d.name: False for d in spec_named("matmul").dimensions if d.kind == "flag"}
 PROBLEMS = [
