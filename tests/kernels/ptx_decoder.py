@@ -308,7 +308,7 @@ class _Decoder:
 
         def mapa(cluster: Cluster) -> None:
             ranks, addresses = cluster.of_running(rank(cluster)), cluster.of_running(address(cluster))
-            write(cluster, cluster.spread(cluster.shared.address_in(addresses, ranks, self.text)))
+            write(cluster, cluster.spread(cluster.shared.address_in(addresses, ranks)))
 
         return mapa
 

@@ -174,10 +174,12 @@ class SharedMemory:
         self._barriers = 0
         self._ended = np.zeros(cluster, bool)
 
-    def address_in(self, address: Any, rank: Any, text: str) -> Any:
-        """The address that another block's memory has in the cluster."""
-        if (rank >= self._cluster).any():
-            raise PtxError(f"the cluster has {self._cluster} blocks, not a block {int(rank.max())}: {text}")
+    def address_in(self, address: Any, rank: Any) -> Any:
+        """The address that another block's memory has in the cluster; of a block that is not there, one of nothing.
+
+        LLVM may make it for threads that access nothing: the instruction is speculatable there.
+        """
+        rank = np.minimum(rank, np.uint32(self._cluster))
         return (address & np.uint32((1 << _RANK_SHIFT) - 1)) | ((rank + np.uint32(1)) << np.uint32(_RANK_SHIFT))
 
     def load(self, addresses: Any, dtype: Any, count: int, who: tuple[Any, Any], text: str) -> Any:

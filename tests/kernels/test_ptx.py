@@ -221,8 +221,11 @@ def test_only_ordered_accesses_of_a_cluster_are_allowed():
     relaxed = "barrier.cluster.arrive.relaxed.aligned; barrier.cluster.wait.acquire.aligned;"
     fails("race", ARRIVE + SEND + relaxed + RECEIVE, grid=2, cluster=2)
     fails("before it has arrived", "barrier.cluster.wait;" + SEND, grid=2, cluster=2)
-    fails("has 2 blocks", ARRIVE + SEND.replace("rem.u32 %r8, %r8, %r7;", ""), grid=2, cluster=2)
+    beyond = SEND.replace("rem.u32 %r8, %r8, %r7;", "")
+    fails("outside of shared memory", ARRIVE + beyond, grid=2, cluster=2)
     fails("needs shared::cluster", ARRIVE + SEND.replace("st.shared::cluster", "st.shared"), grid=2, cluster=2)
+    no_access = beyond.replace("st.shared::cluster.b32 [%r10], %r1;", "")
+    assert results("mov.b32 %r9, 0;" + ARRIVE + no_access, grid=2, cluster=2).eq(0).all()
 
 
 def test_instructions_depend_on_predicates():
