@@ -149,6 +149,7 @@ def test_they_compile_with_tails_several_rows_and_clusters(columns, dtype, axes)
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn(2)
 @needs_cute
 @pytest.mark.parametrize("spec", LOSSES, ids=lambda spec: spec.name)
 @pytest.mark.parametrize("vocabulary", [32000, 128256, 151936])
@@ -167,6 +168,7 @@ def test_a_row_of_logits_stays_in_registers(spec, vocabulary):
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn(2)
 @needs_cute
 @pytest.mark.parametrize("spec", PAIRS, ids=lambda spec: spec.name)
 @pytest.mark.parametrize(("dtype", "graded"), [("bfloat16", True), ("float32", True), ("bfloat16", False)])
@@ -185,6 +187,7 @@ def test_steps_over_pairs_stay_in_registers(spec, dtype, graded):
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn(2)
 @needs_cute
 @pytest.mark.parametrize("spec", SUMS, ids=lambda spec: spec.name)
 @pytest.mark.parametrize(("rows", "columns"), [(512, 128), (1024, 4096), (1024, 28672)])
@@ -200,6 +203,7 @@ def test_sums_spill_nothing(spec, rows, columns):
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn(2)
 @needs_cute
 @pytest.mark.parametrize("spec", TURNS, ids=lambda spec: spec.name)
 @pytest.mark.parametrize("is_inverse", [False, True])
