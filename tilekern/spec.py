@@ -223,6 +223,7 @@ class CuteKernel:
         cluster: blocks of a cluster; 1 for none.
         cooperative: whether all blocks must be resident at once.
         dependent: as that of :class:`Implementation`.
+        shared_bytes: dynamic shared memory of a block, beside what its cubin says.
     """
 
     function: Any
@@ -234,6 +235,7 @@ class CuteKernel:
     cluster: int = 1
     cooperative: bool = False
     dependent: bool = False
+    shared_bytes: int = 0
 
 
 @dataclass(frozen=True)

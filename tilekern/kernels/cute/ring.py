@@ -1,0 +1,126 @@
+"""Sums over rows whose loads run far ahead: rows come into a ring in shared memory, without passing through registers.
+
+Thread 0 of a block has the GPU copy whole rows (``cp.async.bulk``) into the ring's stages, each with a barrier in
+shared memory (mbarrier) that tells when all of a row has come. Registers for rows to come would take those of other
+blocks; with few registers blocks, those of the sum over ``partial``, which is launched next, have room beside them from
+the start.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+from cutlass import Float32, Int32, Int64, const_expr, cute
+from cutlass.cute.nvgpu import cpasync
+
+from tilekern.kernels.common.cute_ring import rows_read
+from tilekern.kernels.cute.arguments import ALIGNED_BYTES
+from tilekern.kernels.cute.rows import Rows
+from tilekern.kernels.cute.sharing import wide
+from tilekern.spec import ITEM_BYTES, ArrayParameter, ScalarParameter
+
+
+class StagedRow:
+    """A row in shared memory, which a thread reads its parts of as of an array."""
+
+    def __init__(self, numeric: Any, address: Any) -> None:
+        self.numeric, self.address = numeric, address
+
+    def row(self, place: tuple[Any, ...]) -> Any:  # noqa: ARG002
+        """Where the row begins: there are no others."""
+        return Int64(0)
+
+
+class Ring(Rows):
+    """The device function of one config.
+
+    Args:
+        function: the kernel in cuTile, whose formulas are compiled.
+        parameters: its arrays and scalars.
+        capability: of the GPU, as one number: 90 for sm_90 and newer.
+        block: threads of a block.
+        cluster: 1.
+        columns: of a row; whole vectors.
+        vector: elements of a vector.
+        stages: rows of the ring.
+        occupancy: blocks for which an SM must have registers.
+        flags: the kernel's constants that are no sizes.
+    """
+
+    def __init__(
+        self, function: Any, parameters: tuple[ArrayParameter | ScalarParameter, ...], *, capability: int, block: int,
+        cluster: int, columns: int, vector: int, stages: int, occupancy: int, **flags: bool,
+    ) -> None:  # fmt: skip
+        super().__init__(
+            function, parameters, capability=capability, block=block, cluster=cluster, columns=columns, threads=block,
+            rows=1, vector=vector, persistent=True, ahead=True, occupancy=occupancy, **flags,
+        )  # fmt: skip
+        self.stages = stages
+        self.row_bytes = [ITEM_BYTES[x.dtype] * columns for x in rows_read(parameters)]
+        self.dynamic_bytes = stages * sum(self.row_bytes)
+
+    @cute.jit
+    def run_backward(self, statistics, formula, share, inputs, weights, outputs, partial, sums, scalars):
+        """All rows that are this block's, then its row of ``partial``."""
+        # What is launched next waits for this kernel's end by itself, if it is launched early at all.
+        cute.arch.griddepcontrol_launch_dependents()
+        self.prepare()
+        rows = inputs[0].sizes[0]
+        for stage in cutlass.range_constexpr(self.stages):
+            self.fetch(inputs, self.first + stage * self.stride, Int32(stage), rows)
+        vectors = tuple(wide(self.share.held(weight, (), None, 0)) for weight in weights)
+        totals = [self.share.registers(Float32) for _ in range(sums)]
+        for total in totals:
+            total.fill(0.0)
+        work = (statistics, formula, share, vectors, outputs, scalars, totals)
+        stage, phase, turn = Int32(0), Int32(0), Int32(0)
+        for row in cutlass.range(self.first, rows, self.stride, unroll=1):
+            cute.arch.mbarrier_wait(self.barriers + stage, phase)
+            self.backward_step(work, self.staged(inputs, stage), row, turn)
+            # All threads have read their parts: the sums over the row have passed a barrier since.
+            self.fetch(inputs, row + self.stages * self.stride, stage, rows)
+            is_last = stage == self.stages - 1
+            stage = Int32(cutlass.select_(is_last, Int32(0), stage + 1))
+            phase = Int32(cutlass.select_(is_last, phase ^ 1, phase))
+            turn = turn ^ 1
+        for n in cutlass.range_constexpr(sums):
+            self.share.put(partial, (self.first,), None, n * self.columns, totals[n])
+
+    @cute.jit
+    def prepare(self):
+        """Make the barriers, one for each stage, on which thread 0 alone arrives."""
+        self.barriers = cute.arch.alloc_smem(Int64, self.stages, alignment=8)
+        self.memory = cute.arch.get_dyn_smem(cutlass.Uint8, alignment=128)
+        if self.lane == 0:
+            for stage in cutlass.range_constexpr(self.stages):
+                cute.arch.mbarrier_init(self.barriers + stage, 1)
+            cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+
+    @cute.jit
+    def fetch(self, inputs, row, stage, rows):
+        """Have a row of each input copied into a stage, if that row is there."""
+        if (self.lane == 0) & (row < rows):
+            barrier = self.barriers + stage
+            cute.arch.mbarrier_arrive_and_expect_tx(barrier, sum(self.row_bytes))
+            for n in cutlass.range_constexpr(len(inputs)):
+                self.copy_row(inputs[n], row, self.stage_of(stage, n, inputs[n].numeric), barrier)
+
+    def copy_row(self, array: Any, row: Any, target: Any, barrier: Any) -> None:
+        """Have a row copied."""
+        bits, layout = self.columns * array.numeric.width, cute.make_layout(self.columns)
+        atom = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), array.numeric, num_bits_per_copy=bits)
+        source = cute.make_tensor(array.address + array.row((row,)), layout)
+        cute.copy(atom, source, cute.make_tensor(target, layout), mbar_ptr=barrier)
+
+    def stage_of(self, stage: Any, number: int, numeric: Any) -> Any:
+        """The place of an input's row in a stage."""
+        offset = stage * sum(self.row_bytes) + sum(self.row_bytes[:number])
+        return cute.recast_ptr(self.memory + cute.assume(offset, divby=ALIGNED_BYTES), dtype=numeric)
+
+    def staged(self, inputs: Any, stage: Any) -> list[Any]:
+        """A thread's parts of a stage's rows, in registers."""
+        numerics = [x.numeric for x in inputs]
+        rows = [StagedRow(numeric, self.stage_of(stage, n, numeric)) for n, numeric in enumerate(numerics)]
+        return [self.share.held(row, (), None, 0) for row in rows]
