@@ -12,7 +12,7 @@ typedef struct {
     uint32_t count;
 } Config;
 
-enum { MULTIPROCESSORS = 16, CAPABILITY_MAJOR = 75, CAPABILITY_MINOR = 76, PLENTY = 65535 };
+enum { MULTIPROCESSORS = 16, CAPABILITY_MAJOR = 75, CAPABILITY_MINOR = 76, PLENTY = 1 << 18, MOST_SHARED = 8 };
 
 static int accept(void) { return 0; }
 static int one_device(int *count) { *count = 1; return 0; }
@@ -35,9 +35,20 @@ int cuLibraryLoadData(const void **library, const void *code, void *a, void *b, 
 }
 int cuLibraryGetKernel(const void **found, const void *library, const char *name) { *found = library; return 0; }
 
+int cuCtxGetDevice(int *found) { return device(found); }
+
+/* How much dynamic shared memory a launch may ask for, of the kernel that was last said to need any. */
+static int allowed;
+static int no_attribute(int *value, int which, const void *of, int device) { *value = 0; return 0; }
+int cuKernelSetAttribute(int which, int value, const void *of, int device) {
+    if (which == MOST_SHARED) allowed = value;
+    return 0;
+}
+
 int cuLaunchKernelEx(const Config *config, const char *function, void **parameters, void **extra) {
-    fprintf(stderr, "{\"cubin\": \"%s\", \"grid\": %u, \"block\": [%u, %u, %u], \"attributes\": {", function,
-            config->grid[0], config->block[0], config->block[1], config->block[2]);
+    fprintf(stderr, "{\"cubin\": \"%s\", \"grid\": %u, \"block\": [%u, %u, %u], \"shared\": %u, \"allowed\": %d, ",
+            function, config->grid[0], config->block[0], config->block[1], config->block[2], config->shared, allowed);
+    fprintf(stderr, "\"attributes\": {");
     for (uint32_t n = 0; n < config->count; n++)
         fprintf(stderr, "%s\"%d\": %u", n ? ", " : "", config->attributes[n].id, config->attributes[n].value[0]);
     fprintf(stderr, "}, \"address\": %llu, \"numbers\": [", *(unsigned long long *)parameters[0]);
@@ -53,7 +64,8 @@ static const struct { const char *name; void *function; } FUNCTIONS[] = {
     {"cuDeviceGetAttribute", attribute}, {"cuPointerGetAttribute", context_of_pointer},
     {"cuLibraryLoadData", cuLibraryLoadData}, {"cuLibraryGetKernel", cuLibraryGetKernel},
     {"cuDriverGetVersion", version}, {"cuGetErrorString", text}, {"cuGetErrorName", text},
-    {"cuLaunchKernelEx", cuLaunchKernelEx},
+    {"cuLaunchKernelEx", cuLaunchKernelEx}, {"cuKernelSetAttribute", cuKernelSetAttribute},
+    {"cuKernelGetAttribute", no_attribute},
 };
 
 int cuGetProcAddress_v2(const char *name, void **found, int asked, uint64_t flags, int *status) {

@@ -90,6 +90,7 @@ CALLS = """
     plan(Launch((256, 1, 1), 1, False, 0)).launch(0, whole, weight, whole, 1e-6)
     plan(launch, dependent=True).launch(0, whole, weight, whole, 1e-6)
     plan(Launch((64, 1, 1), 1, True, 0)).launch(0, whole, weight, whole, 1e-6)
+    plan(Launch((64, 1, 1), 1, False, 98304)).launch(0, whole, weight, whole, 1e-6)
     both = plan(launch, otherwise=kernel("generic"))
     both.launch(0, moved, weight, whole, 1e-6)
     both.launch(0, whole, weight, whole, 1e-6)
@@ -106,8 +107,10 @@ def test_launches_are_as_the_record_says_and_what_its_cubin_does_not_allow_runs_
     (whole, moved), launches, printed = run(stub, launcher, CALLS)
     assert [one["block"] for one in launches[:3]] == [[256, 1, 1], [128, 2, 1], [64, 1, 1]]
     assert [one["attributes"] for one in launches[:3]] == [{}, {CLUSTER: 2, DEPENDENT: 1}, {COOPERATIVE: 1}]
-    assert [one["cubin"] for one in launches] == ["aligned", "aligned", "aligned", "generic", "aligned"]
-    assert [one["address"] for one in launches] == [whole, whole, whole, moved, whole]
+    assert [one["shared"] for one in launches] == [0, 0, 0, 98304, 0, 0]
+    assert launches[3]["allowed"] >= 98304
+    assert [one["cubin"] for one in launches] == ["aligned", "aligned", "aligned", "aligned", "generic", "aligned"]
+    assert [one["address"] for one in launches] == [whole, whole, whole, whole, moved, whole]
     for one in launches:
         assert one["grid"] == 8
         assert one["numbers"] == [64, 64, 96, 1]  # sizes, then strides in elements

@@ -9,8 +9,7 @@ import torch
 from cuda.tile.compilation import ArrayConstraint, ConstantConstraint, ScalarConstraint
 from spec_samples import alike, compiled
 
-from tilekern.cache import Launch
-from tilekern.errors import CannotRun, TilekernError
+from tilekern.errors import TilekernError
 from tilekern.kernels import rms_norm, spec_named
 from tilekern.launcher import NoVariant, PrebuiltKernel, Variant, implies, without_constants
 from tilekern.runtime import plans
@@ -73,12 +72,6 @@ def test_aligned_implies_generic_and_never_the_reverse(spec, size):
     assert implies(seen[ALIGNED], plain)
     assert implies(seen[GENERIC], plain)
     assert not implies(seen[GENERIC], strong)
-
-
-def test_an_artifact_that_is_launched_in_another_way_is_refused():
-    launch = Launch((256, 1, 1), 2, True, 4096)
-    with pytest.raises(CannotRun, match=r"aligned artifact of rms_norm_forward is launched with Launch\(block"):
-        PrebuiltKernel(rms_norm.rms_norm_forward, [Variant(ALIGNED, "x", STRONG, ALIGNED.encode, launch)])
 
 
 def test_the_strongest_variant_that_the_arguments_allow_is_taken():

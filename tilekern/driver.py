@@ -19,6 +19,8 @@ from tilekern.launcher import NoVariant, PrebuiltKernel
 LAUNCHER, CUDA_TILE, DRIVER = "TILEKERN_LAUNCHER", "cuda-tile", "driver"
 # Of CUlaunchAttributeID.
 _COOPERATIVE, _CLUSTER, _DEPENDENT = 2, 4, 6
+# Of CUfunction_attribute: the most dynamic shared memory that a launch may ask for.
+_MOST_SHARED = 8
 
 
 class _Attribute(ctypes.Structure):
@@ -75,10 +77,13 @@ def launch(
         attribute.id = number
         for place, value in enumerate(values):
             attribute.value[place] = value
-    config = _Config(_triple(grid), _triple(block), 0, stream, attributes, len(given))
+    shared_bytes = kernel.attributes.shared_bytes
+    config = _Config(_triple(grid), _triple(block), shared_bytes, stream, attributes, len(given))
     passed = [value for argument in arguments for value in _passed(argument)]
     parameters = (ctypes.c_void_p * len(passed))(*map(ctypes.addressof, passed))
     function = _function(kernel, arguments)
+    if shared_bytes:
+        _allow_shared(function.value, _device(), shared_bytes)
     _call("cuLaunchKernelEx", ctypes.byref(config), function, parameters, None)
 
 
@@ -129,6 +134,19 @@ def _loaded(load: Callable[[], bytes], symbol: str) -> ctypes.c_void_p:
     _call("cuLibraryLoadData", ctypes.byref(library), cubin, None, None, 0, None, None, 0)
     _call("cuLibraryGetKernel", ctypes.byref(function), library, symbol.encode())
     return function
+
+
+def _device() -> int:
+    """The device of the current context."""
+    device = ctypes.c_int()
+    _call("cuCtxGetDevice", ctypes.byref(device))
+    return device.value
+
+
+@functools.lru_cache(maxsize=4096)
+def _allow_shared(function: int, device: int, size: int) -> None:
+    """Let a kernel be launched with so many bytes of dynamic shared memory: more than 48 KiB must be asked for."""
+    _call("cuKernelSetAttribute", _MOST_SHARED, size, ctypes.c_void_p(function), device)
 
 
 def _call(name: str, *arguments: Any) -> None:

@@ -1,9 +1,10 @@
 """The only file that knows cuda.tile's launcher hook: artifacts become something that ``ct.launch`` takes.
 
 ``ct.launch`` asks its kernel object for a cubin whenever it meets a signature that it has not seen (the method
-``_compile``, private to cuda-tile 1.7 and guarded by a contract test). :class:`PrebuiltKernel` answers with the
-strongest stored variant whose assumptions the signature implies, so that the choice is checked for every kind of
-tensor and costs nothing once it is made.
+``_compile``). :class:`PrebuiltKernel` answers with the strongest stored variant whose assumptions the signature
+implies, so that the choice is checked for every kind of tensor and costs nothing once it is made. The method, and the
+program in its answer that gives the size of dynamic shared memory, are private to cuda-tile 1.7 and guarded by contract
+tests.
 
 The constants of a kernel are in its cubin, so a launch passes none: ``ct.launch`` would look at each of them, every
 time.
@@ -19,7 +20,7 @@ from typing import Any
 import cuda.tile as ct
 from cuda.tile._cext import TileDispatcher
 
-from tilekern.errors import CannotRun, TilekernError
+from tilekern.errors import TilekernError
 from tilekern.spec import ALIGNED, GENERIC, name_of
 
 
@@ -41,6 +42,13 @@ class Variant:
     launch: Any = None
 
 
+class SharedMemory:
+    """The dynamic shared memory of a block, as a program that ``ct.launch`` runs at each launch: one constant."""
+
+    def __init__(self, size: int) -> None:
+        self.opcodes, self.op_attrs = ["Const"], [size]
+
+
 class PrebuiltKernel(TileDispatcher):
     """What ``ct.launch`` takes for a kernel, and never compiles: it hands ``ct.launch`` stored cubins.
 
@@ -54,19 +62,13 @@ class PrebuiltKernel(TileDispatcher):
         function: the device function.
         variants: the cubins, all launched in one way.
         otherwise: takes the launches that none of the variants allows; None where they are refused.
-
-    Raises:
-        CannotRun: a variant is launched with dynamic shared memory.
     """
 
     def __init__(self, function: Any, variants: Sequence[Variant], otherwise: PrebuiltKernel | None = None) -> None:
         self.name, self.otherwise = name_of(function), otherwise
         self.attributes = variants[0].launch if variants else None
-        if self.attributes is not None and self.attributes.shared_bytes:
-            raise CannotRun(
-                f"the {variants[0].name} artifact of {self.name} is launched with {self.attributes}, "
-                "which this version of tilekern cannot; install a newer one, or tune again with this one"
-            )
+        shared_bytes = self.attributes.shared_bytes if self.attributes else 0
+        self._shared_memory = SharedMemory(shared_bytes) if shared_bytes else None
         annotations = function._annotated_function.parameter_annotations
         super().__init__(tuple(one for one in annotations if not one.constant))
         self.variants = [replace(one, assumptions=without_constants(one.assumptions)) for one in variants]
@@ -76,10 +78,10 @@ class PrebuiltKernel(TileDispatcher):
         signature: Any,
         context: Any,  # noqa: ARG002
         compute_capability: Any = None,  # noqa: ARG002
-    ) -> tuple[bytes, str, None, tuple[()]]:
+    ) -> tuple[bytes, str, SharedMemory | None, tuple[()]]:
         for variant in self.variants:
             if implies(signature.parameters, variant.assumptions):
-                return variant.load(), variant.symbol, None, ()
+                return variant.load(), variant.symbol, self._shared_memory, ()
         raise NoVariant(
             f"{self.name}: none of the variants {', '.join(v.name for v in self.variants)} "
             f"allows the arguments {signature.parameters}"
@@ -93,9 +95,6 @@ def prebuilt(function: Any, artifacts: Mapping[str, Any], load: Callable[[str], 
         function: the device function.
         artifacts: by variant, as :class:`tilekern.cache.Record` has them.
         load: gives the cubin of a variant.
-
-    Raises:
-        CannotRun: as :class:`PrebuiltKernel` does.
     """
     aligned, generic = (
         Variant(name, artifact.symbol, artifact.assumptions, functools.partial(load, name), artifact.launch)

@@ -144,12 +144,12 @@ def compile_candidate(
 
 
 def launch_of(kernel: CuteKernel) -> dict[str, Any]:
-    """The fields of :class:`tilekern.cache.Launch` for a kernel; none of ours has dynamic shared memory."""
+    """The fields of :class:`tilekern.cache.Launch` for a kernel."""
     return {
         "block": [kernel.block, 1, 1],
         "cluster": kernel.cluster,
         "cooperative": kernel.cooperative,
-        "shared_bytes": 0,
+        "shared_bytes": kernel.shared_bytes,
     }
 
 

@@ -8,19 +8,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from tilekern.kernels.common.cute_configs import MOST_REGISTERS, NOT_INTERPRETED, vector_of
-from tilekern.kernels.tiles import grid_of, power_of_two
+from tilekern.kernels.common.cute_configs import vector_of
+from tilekern.kernels.tiles import grid_of
 from tilekern.spec import (
     ITEM_BYTES,
     ArrayParameter,
     Config,
-    Constraint,
     CuteKernel,
     Problem,
     ScalarParameter,
-    Space,
-    Value,
-    cdiv,
 )
 
 _KERNEL = "tilekern.kernels.cute.ring:Ring"

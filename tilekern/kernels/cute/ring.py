@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass
-from cutlass import Float32, Int32, Int64, const_expr, cute
+from cutlass import Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import cpasync
 
 from tilekern.kernels.common.cute_ring import rows_read
@@ -27,7 +27,7 @@ class StagedRow:
     def __init__(self, numeric: Any, address: Any) -> None:
         self.numeric, self.address = numeric, address
 
-    def row(self, place: tuple[Any, ...]) -> Any:  # noqa: ARG002
+    def row(self, place: tuple[Any, ...]) -> Any:
         """Where the row begins: there are no others."""
         return Int64(0)
 
