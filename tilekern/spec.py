@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ALIGNED", "DTYPES", "GENERIC", "ITEM_BYTES", "TOLERANCES",
-    "Array", "ArrayParameter", "Config", "Constraint", "CuteKernel", "Dimension", "Implementation", "KernelSpec",
+    "Array", "ArrayParameter", "Config", "Constraint", "CuteKernel", "Dimension", "Follower", "Implementation",
+    "KernelSpec",
     "LibraryCall", "Problem", "ScalarParameter", "Space", "Tolerance", "Value", "bucket", "cdiv", "module_of",
     "name_of", "outputs_of", "parameters_of", "python_of", "size_of",
 ]  # fmt: skip
@@ -286,6 +287,23 @@ TOLERANCES = {
 
 
 @dataclass(frozen=True)
+class Follower:
+    """A kernel that ops launch right behind another, to make something of what that has left for it.
+
+    Candidates are timed together with it: how many rows they leave, and how soon it can begin, is theirs to choose.
+
+    Attributes:
+        kernel: the name of its spec, which has one input.
+        array: the output of the other that it reads.
+        dimensions: (problem of the other, its number of blocks) -> its own dimensions by name, with real sizes.
+    """
+
+    kernel: str
+    array: str
+    dimensions: Callable[[Problem, int], dict[str, Value]]
+
+
+@dataclass(frozen=True)
 class KernelSpec:
     """A kernel as the whole of tilekern knows it.
 
@@ -308,6 +326,7 @@ class KernelSpec:
         result_dtype: problem -> dtype that sets the tolerance.
         roundings: how many times values are rounded to that dtype on the way to a result; widens the tolerance.
         inputs_in_l2: whether it runs right after the kernel that wrote its inputs, and is timed with them in L2.
+        follower: the kernel that every op launches right behind it; None where there is none.
         arrays: the device function's arrays and scalars, in its order.
         variations: other inputs of the same problem by name, for what belongs to no problem but changes the time, as
             how evenly rows are spread over experts: as ``inputs``, but only those that differ. All are checked.
@@ -332,6 +351,7 @@ class KernelSpec:
     results: Callable[[dict[str, Any]], dict[str, Any]] = dict
     roundings: int = 1
     inputs_in_l2: bool = False
+    follower: Follower | None = None
     arrays: tuple[Array | ScalarParameter, ...] = ()
     variations: Mapping[str, Callable[[Problem, Any, str], dict[str, Any]]] = field(default_factory=dict, hash=False)
     timed: tuple[str, ...] = ()

@@ -143,7 +143,7 @@ def _defined(module: Module, name: str, rest: list[str]) -> list[Code | str]:
 
 # Fields of a spec that say which config is best, and those that say neither that nor what runs. A field that is not
 # known here counts among those that say what runs.
-OF_FRESHNESS = frozenset({"space", "default", "generic", "inputs_in_l2"})
+OF_FRESHNESS = frozenset({"space", "default", "generic", "inputs_in_l2", "follower"})
 _OF_NEITHER = frozenset(
     {"name", "summary", "module", "inputs", "outputs", "reference", "results"}
     | {"bytes_moved", "flops", "result_dtype", "roundings"}

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from tilekern.spec import ITEM_BYTES, Array, Problem, ScalarParameter
+from tilekern.spec import ITEM_BYTES, Array, Follower, Problem, ScalarParameter
 
 Arrays = tuple[Array | ScalarParameter, ...]
 # Shapes of matrices and of weights, and the dtype of what is a product of both.
@@ -22,6 +22,22 @@ def matrices(inputs: tuple[str, ...], outputs: tuple[str, ...]) -> Arrays:
 def partial_sums(count: int) -> Array:
     """The array in which each block leaves its ``count`` sums over rows."""
     return Array("partial", "float32", ("blocks", "columns" if count == 1 else f"{count}*columns"), "scratch")
+
+
+def followed_by_sum(partial: Array, dtype: str) -> Follower:
+    """The spec ``column_sum`` as the follower of a kernel, whose blocks each leave a row of an array.
+
+    Args:
+        partial: the array, [blocks, ...].
+        dtype: the dimension that says the dtype of the sums.
+    """
+    return Follower(
+        kernel="column_sum",
+        array=partial.name,
+        dimensions=lambda problem, blocks: {
+            "rows": blocks, "columns": partial.shape_in(problem, blocks)[1], "dtype": problem[dtype],
+        },
+    )  # fmt: skip
 
 
 def tensors(arrays: Arrays, *roles: str) -> list[Array]:

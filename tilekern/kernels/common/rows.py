@@ -24,8 +24,8 @@ from typing import Any
 
 import cuda.tile as ct
 
-from tilekern.kernels.common import cute_rows
-from tilekern.kernels.common.arrays import Arrays, bytes_of, drawn, tensors
+from tilekern.kernels.common import cute_ring, cute_rows
+from tilekern.kernels.common.arrays import Arrays, bytes_of, drawn, followed_by_sum, tensors
 from tilekern.kernels.common.cute_configs import is_cute
 from tilekern.kernels.tiles import (
     FEW_CHUNKS,
@@ -315,8 +315,13 @@ _WEIGHTED = Dimension("weight_dtype", "dtype")
 def dimensions_of(arrays: Arrays, flags: tuple[str, ...] = ()) -> tuple[Dimension, ...]:
     """Rows, columns, their dtype, the weights' where there are weights, and flags."""
     sizes = (Dimension("rows", "bucketed"), Dimension("columns", "exact"), Dimension("dtype", "dtype"))
-    weighted = (_WEIGHTED,) if any(array.dtype == "weight_dtype" for array in tensors(arrays)) else ()
+    weighted = (_WEIGHTED,) if _dtype_of_weights(arrays) == _WEIGHTED.name else ()
     return (*sizes, *weighted, *(Dimension(flag, "flag") for flag in flags))
+
+
+def _dtype_of_weights(arrays: Arrays) -> str:
+    """The dimension that says the dtype of the weights, that of the rows where they have none of their own."""
+    return _WEIGHTED.name if any(array.dtype == _WEIGHTED.name for array in tensors(arrays)) else "dtype"
 
 
 _TMA_PAYS = Constraint(
@@ -371,7 +376,8 @@ def _implement(
 ) -> Implementation | CuteKernel:  # fmt: skip
     parameters = parameters_of(arrays, dimensions_of(arrays, flags), problem)
     if is_cute(config):
-        return cute_rows.implement(function, parameters, flags, dependent, problem, config)
+        cute = cute_ring if "stages" in config else cute_rows
+        return cute.implement(function, parameters, flags, dependent, problem, config)
     columns, tile_m, tile_n = problem["columns"], config["tile_m"], config["tile_n"]
     schedule = () if direction == "backward" else (("persistent", config["schedule"] == "persistent"),)
     return Implementation(
@@ -485,6 +491,7 @@ def spec(
             :func:`forward` or :func:`backward`, :func:`add_up` and :func:`largest`.
     """
     direction = "backward" if sums else "forward"
+    beside = (cute_rows.space(live, direction), *((cute_ring.space(live, arrays),) if sums else ()))
     return KernelSpec(
         name=name_of(function),
         summary=summary,
@@ -493,7 +500,7 @@ def spec(
         space=Space(
             lambda problem: _axes(problem, direction),
             (fits_registers(live), TMA_NEEDS_HOPPER, _TMA_PAYS, PASSES_MATCH, FEW_CHUNKS),
-            (cute_rows.space(live, direction),) if cute else (),
+            beside if cute else (),
         ),
         implement=lambda problem, config: _implement(function, arrays, flags, direction, dependent, problem, config),
         default=default or (lambda problem, target: _default(live, direction, problem, target)),
@@ -505,5 +512,6 @@ def spec(
         bytes_moved=lambda problem: bytes_of(tensors(arrays), problem),
         flops=lambda problem: flops * problem["rows"] * problem["columns"],
         result_dtype=tensors(arrays, "output")[0].dtype_in,
+        follower=followed_by_sum(tensors(arrays, "scratch")[0], _dtype_of_weights(arrays)) if sums else None,
         arrays=arrays,
     )

@@ -14,11 +14,11 @@ import cutlass
 from cutlass import Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import cpasync
 
-from tilekern.kernels.common.cute_ring import rows_read
+from tilekern.kernels.common.cute_ring import row_bytes
 from tilekern.kernels.cute.arguments import ALIGNED_BYTES
 from tilekern.kernels.cute.rows import Rows
 from tilekern.kernels.cute.sharing import wide
-from tilekern.spec import ITEM_BYTES, ArrayParameter, ScalarParameter
+from tilekern.spec import ArrayParameter, ScalarParameter
 
 
 class StagedRow:
@@ -56,9 +56,7 @@ class Ring(Rows):
             function, parameters, capability=capability, block=block, cluster=cluster, columns=columns, threads=block,
             rows=1, vector=vector, persistent=True, ahead=True, occupancy=occupancy, **flags,
         )  # fmt: skip
-        self.stages = stages
-        self.row_bytes = [ITEM_BYTES[x.dtype] * columns for x in rows_read(parameters)]
-        self.dynamic_bytes = stages * sum(self.row_bytes)
+        self.stages, self.stage_bytes = stages, row_bytes(parameters, columns)
 
     @cute.jit
     def run_backward(self, statistics, formula, share, inputs, weights, outputs, partial, sums, scalars):
@@ -66,6 +64,8 @@ class Ring(Rows):
         # What is launched next waits for this kernel's end by itself, if it is launched early at all.
         cute.arch.griddepcontrol_launch_dependents()
         self.prepare()
+        read = self.columns * sum(x.numeric.width for x in inputs) // 8
+        assert read == self.stage_bytes, f"a stage has {self.stage_bytes} bytes, a row of each input {read}"
         rows = inputs[0].sizes[0]
         for stage in cutlass.range_constexpr(self.stages):
             self.fetch(inputs, self.first + stage * self.stride, Int32(stage), rows)
@@ -77,7 +77,7 @@ class Ring(Rows):
         stage, phase, turn = Int32(0), Int32(0), Int32(0)
         for row in cutlass.range(self.first, rows, self.stride, unroll=1):
             cute.arch.mbarrier_wait(self.barriers + stage, phase)
-            self.backward_step(work, self.staged(inputs, stage), row, turn)
+            self.backward_step(work, self.read_stage(inputs, stage), row, turn)
             # All threads have read their parts: the sums over the row have passed a barrier since.
             self.fetch(inputs, row + self.stages * self.stride, stage, rows)
             is_last = stage == self.stages - 1
@@ -103,9 +103,9 @@ class Ring(Rows):
         """Have a row of each input copied into a stage, if that row is there."""
         if (self.lane == 0) & (row < rows):
             barrier = self.barriers + stage
-            cute.arch.mbarrier_arrive_and_expect_tx(barrier, sum(self.row_bytes))
-            for n in cutlass.range_constexpr(len(inputs)):
-                self.copy_row(inputs[n], row, self.stage_of(stage, n, inputs[n].numeric), barrier)
+            cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.stage_bytes)
+            for x, address in zip(inputs, self.staged(inputs, stage), strict=True):
+                self.copy_row(x, row, address, barrier)
 
     def copy_row(self, array: Any, row: Any, target: Any, barrier: Any) -> None:
         """Have a row copied."""
@@ -114,13 +114,16 @@ class Ring(Rows):
         source = cute.make_tensor(array.address + array.row((row,)), layout)
         cute.copy(atom, source, cute.make_tensor(target, layout), mbar_ptr=barrier)
 
-    def stage_of(self, stage: Any, number: int, numeric: Any) -> Any:
-        """The place of an input's row in a stage."""
-        offset = stage * sum(self.row_bytes) + sum(self.row_bytes[:number])
-        return cute.recast_ptr(self.memory + cute.assume(offset, divby=ALIGNED_BYTES), dtype=numeric)
-
     def staged(self, inputs: Any, stage: Any) -> list[Any]:
+        """The places of all inputs' rows in a stage."""
+        places, offset = [], stage * self.stage_bytes
+        for x in inputs:
+            address = self.memory + cute.assume(offset, divby=ALIGNED_BYTES)
+            places.append(cute.recast_ptr(address, dtype=x.numeric))
+            offset = offset + self.columns * x.numeric.width // 8
+        return places
+
+    def read_stage(self, inputs: Any, stage: Any) -> list[Any]:
         """A thread's parts of a stage's rows, in registers."""
-        numerics = [x.numeric for x in inputs]
-        rows = [StagedRow(numeric, self.stage_of(stage, n, numeric)) for n, numeric in enumerate(numerics)]
+        rows = [StagedRow(x.numeric, place) for x, place in zip(inputs, self.staged(inputs, stage), strict=True)]
         return [self.share.held(row, (), None, 0) for row in rows]
