@@ -28,8 +28,9 @@ from tilekern.errors import InputError
 from tilekern.kernels import spec_named
 from tilekern.spec import Problem
 from tuning.measure.bench import Bench
+from tuning.measure.followers import followers
 from tuning.measure.gpu import check_gpu, serve_any_size
-from tuning.measure.stage import entrants
+from tuning.measure.stage import Settled, entrants
 from tuning.measure.tasks import Entrant, Task
 from tuning.measure.timing import Stopwatch, Timing
 from tuning.predict.ranking import ranking
@@ -104,9 +105,10 @@ class _Field:
     """The candidates of one problem, ready to run."""
 
     def __init__(self, sweep: Sweep, watch: Stopwatch, kernel: str, problem: Problem, found: list[Entrant]) -> None:
-        hashes = {entrant.compiled["sha256"] for entrant in found if "sha256" in entrant.compiled}
+        behind = followers(Settled(sweep, "race"), spec_named(kernel), problem, found)
+        hashes = {one.compiled["sha256"] for one in (*found, *behind.values()) if "sha256" in one.compiled}
         cubins = {name: sweep.cubin(name) for name in hashes}
-        self._task = Task(kernel, problem, sweep.target, tuple(found), cubins, stay=found[0].key)
+        self._task = Task(kernel, problem, sweep.target, tuple(found), cubins, stay=found[0].key, followers=behind)
         self._bench, self._watch, self._case = Bench(self._task), watch, f"{kernel} {problem.key}"
         self._launches = {entrant.key: self._bench.prepare(entrant) for entrant in found} | {COPY: self._bench.copy()}
         spec = spec_named(kernel)

@@ -77,7 +77,7 @@ def launch(
         attribute.id = number
         for place, value in enumerate(values):
             attribute.value[place] = value
-    shared_bytes = kernel.attributes.shared_bytes
+    shared_bytes = kernel.shared_bytes
     config = _Config(_triple(grid), _triple(block), shared_bytes, stream, attributes, len(given))
     passed = [value for argument in arguments for value in _passed(argument)]
     parameters = (ctypes.c_void_p * len(passed))(*map(ctypes.addressof, passed))

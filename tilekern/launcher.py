@@ -67,8 +67,8 @@ class PrebuiltKernel(TileDispatcher):
     def __init__(self, function: Any, variants: Sequence[Variant], otherwise: PrebuiltKernel | None = None) -> None:
         self.name, self.otherwise = name_of(function), otherwise
         self.attributes = variants[0].launch if variants else None
-        shared_bytes = self.attributes.shared_bytes if self.attributes else 0
-        self._shared_memory = SharedMemory(shared_bytes) if shared_bytes else None
+        self.shared_bytes = self.attributes.shared_bytes if self.attributes else 0
+        self._shared_memory = SharedMemory(self.shared_bytes) if self.shared_bytes else None
         annotations = function._annotated_function.parameter_annotations
         super().__init__(tuple(one for one in annotations if not one.constant))
         self.variants = [replace(one, assumptions=without_constants(one.assumptions)) for one in variants]

@@ -131,13 +131,16 @@ class Order:
 def turns_of(problems: Iterable[Named]) -> dict[str, int]:
     """The turn of each kernel, from the one whose candidates take the least to compile to the one that takes longest.
 
-    Nothing is listed for it: a kernel's time is taken as that of all points of its problems' spaces.
+    Those that follow others come first: the others are timed with them. Nothing is listed for it: a kernel's time is
+    taken as that of all points of its problems' spaces.
     """
     seconds: Counter[str] = Counter()
     for kernel, problem in problems:
         points = math.prod(map(len, spec_named(kernel).space.axes(problem).values()))
         seconds[kernel] += points * COMPILE_S.get(kernel, OTHER_S)  # type: ignore[assignment]
-    return {kernel: turn for turn, (kernel, _) in enumerate(reversed(seconds.most_common()))}
+    follow = {follower.kernel for kernel in seconds if (follower := spec_named(kernel).follower)}
+    kernels = sorted(seconds, key=lambda kernel: (kernel not in follow, seconds[kernel]))
+    return {kernel: turn for turn, kernel in enumerate(kernels)}
 
 
 def lowered_as(item: Candidate) -> tuple[object, Hashable, tuple[object, ...]]:

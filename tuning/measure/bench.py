@@ -11,12 +11,13 @@ from tilekern.launcher import PrebuiltKernel, Variant
 from tilekern.runtime.libraries import library_of
 from tilekern.runtime.plans import plan_of
 from tilekern.runtime.records import launch_in
-from tilekern.spec import LibraryCall, Problem
+from tilekern.spec import ArrayParameter, LibraryCall, Problem
+from tuning.measure.followers import blocks_of
 from tuning.measure.gpu import load_code
 from tuning.measure.tasks import Entrant, Task
 from tuning.measure.timing import Launch, Timing, rewriting
 from tuning.strategies.selection import ranked
-from tuning.verify.check import Check, arguments_of, odd_problem
+from tuning.verify.check import Check, arguments_of, make_outputs, odd_problem
 
 if TYPE_CHECKING:
     from tuning.verify.cases import Kept
@@ -66,7 +67,7 @@ class Bench:
         item, line = entrant.candidate, entrant.compiled
         if item.is_library:
             return None
-        function = self._spec.device(item.problem, item.config).function
+        function = item.spec.device(item.problem, item.config).function
         load = lambda: self._task.cubins[line["sha256"]]  # noqa: E731
         variant = Variant(item.variant, line["symbol"], line["assumptions"], load, launch_in(line.get("launch")))
         return PrebuiltKernel(function, [variant])
@@ -122,13 +123,27 @@ class Bench:
         return self._inputs[variation]
 
     def prepare(self, entrant: Entrant, variation: str | None = None) -> Launch:
-        """A function that launches the entrant at full size."""
+        """A function that launches the entrant at full size, and what follows it."""
         inputs, blocks = self.load(variation), self._blocks(entrant)
         outputs = self._shared_outputs(blocks) if blocks else {}
         found = self._launch(self.kernel(entrant), entrant, self._problem, inputs, outputs, in_place=True)
+        if blocks in self._task.followers:
+            found = _in_turn(found, self._following(blocks, outputs))
         if variation is None:
             self._prepared[entrant.key] = found
         return found
+
+    def _following(self, blocks: int, outputs: dict[str, Any]) -> Launch:
+        """A function that launches what follows entrants of so many blocks, on what they have left for it."""
+        follower, entrant = self._spec.follower, self._task.followers[blocks]
+        assert follower is not None
+        spec, config = entrant.candidate.spec, entrant.candidate.config
+        problem = spec.problem(**follower.dimensions(self._problem, blocks))
+        implementation = spec.device(problem, config)
+        plan = plan_of(self.kernel(entrant), implementation, config, problem, self._target)
+        [name] = (p.name for p in implementation.parameters if isinstance(p, ArrayParameter) and p.role == "input")
+        made = make_outputs(spec, problem, plan.blocks, "cuda")
+        return functools.partial(plan.launch, 0, *arguments_of(implementation, {name: outputs[follower.array]}, made))
 
     def load_code(self, key: str) -> bool:
         """Load the code of a prepared entrant without running it; False where a library runs, which loads its own."""
@@ -187,9 +202,7 @@ class Bench:
 
     def _blocks(self, entrant: Entrant) -> int:
         """The grid of an entrant at full size; 0 where a library runs it."""
-        if entrant.candidate.is_library:
-            return 0
-        return self._spec.device(self._problem, entrant.candidate.config).grid(self._problem, self._target.sm_count)
+        return blocks_of(entrant, self._problem, self._target.sm_count)
 
     def _launch(
         self, kernel: Any, entrant: Entrant, problem: Problem, inputs: dict[str, Any], outputs: dict[str, Any],
@@ -207,6 +220,16 @@ class Bench:
             return functools.partial(call, *(inputs[name] for name in implementation.inputs))
         plan = plan_of(kernel, implementation, entrant.candidate.config, problem, self._target)
         return functools.partial(plan.launch, 0, *arguments_of(implementation, inputs, outputs))
+
+
+def _in_turn(*launches: Launch) -> Launch:
+    """A function that launches one after the other."""
+
+    def launch() -> None:
+        for one in launches:
+            one()
+
+    return launch
 
 
 def to_confirm(

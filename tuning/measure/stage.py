@@ -18,6 +18,7 @@ from tilekern.kernels import spec_named
 from tilekern.spec import LibraryCall, Problem
 from tilekern.targets import Target
 from tuning.executors import FINISHED, Executor
+from tuning.measure.followers import followers
 from tuning.measure.libraries import of_gpu
 from tuning.measure.process import TOOK
 from tuning.measure.tasks import Entrant, Task
@@ -76,9 +77,12 @@ def measure_all(
             if progress:
                 progress(work.done, len(named))
 
-        parts = ([pair for pair in some if pair not in composites] for some in ([named] if coming is None else coming))
-        todo = work.coming(parts)
-        _measure(executor, work, list(todo) if coming is None else todo, tell)
+        if coming is None:
+            for some in _followers_first([pair for pair in named if pair not in composites]):
+                _measure(executor, work, list(work.coming([some])), tell)
+        else:
+            parts = ([pair for pair in some if pair not in composites] for some in coming)
+            _measure(executor, work, work.coming(parts), tell)
         if composites:
             keep_winners(sweep)
             _measure(executor, work, list(work.coming([composites])), tell)
@@ -89,6 +93,12 @@ def measure_all(
         quarantined=len(sweep.quarantined()),
         seconds=time.perf_counter() - started,
     )
+
+
+def _followers_first(problems: Sequence[Named]) -> list[list[Named]]:
+    """The problems of kernels that nothing follows, then those that are timed with what follows them."""
+    followed = [(kernel, problem) for kernel, problem in problems if spec_named(kernel).follower is not None]
+    return [[pair for pair in problems if pair not in followed], followed]
 
 
 def _measure(executor: Executor, work: _Work, todo: Iterable[Task], tell: Callable[[], None]) -> None:
@@ -203,6 +213,8 @@ class _Entry:
         aligned = {entrant.key for entrant in self.task.entrants if entrant.is_aligned}
         untimed = sorted(aligned - self._timed.keys() - self._out)
         race["untimed"] = {key: self.compiled[key].get("code_sha256") for key in untimed}
+        if behind := self.task.followers:
+            race["followers"] = {str(blocks): entrant.key for blocks, entrant in sorted(behind.items())}
         sweep.note("races", race | {"strategy": self.task.strategy, "seconds": dict(self.seconds)})
 
 
@@ -218,20 +230,23 @@ def tasks(sweep: Sweep, named: Sequence[tuple[str, Problem]], strategy: str) -> 
 
     Candidates timed before do not race again, but for the fastest and the first: the new ones need their company.
     """
-    target, settled = sweep.target, Settled(sweep, strategy)
+    settled = Settled(sweep, strategy)
+    target = settled.target
     for kernel, problem in named:
         racing = settled.racing(settled.entrants(kernel, problem))
         if not racing:
             continue
         checks = {e.key: Check(**settled.measured[e.key]["check"]) for e in racing if e.key in settled.measured}
-        hashes = {e.compiled["sha256"] for e in racing if "sha256" in e.compiled}
+        spec = spec_named(kernel)
+        behind = followers(settled, spec, problem, racing)
+        hashes = {e.compiled["sha256"] for e in (*racing, *behind.values()) if "sha256" in e.compiled}
         ranked_items = ranking(sweep, kernel, problem, target)
         order = {item.key: place for place, (item, _) in enumerate(ranked_items)}
         predicted = {item.key: prediction.seconds for item, prediction in ranked_items}
         stay = racing[0].key
         racing.sort(key=lambda entrant: order.get(entrant.key, len(order)))
         yield Task(kernel, problem, target, tuple(racing), {name: sweep.cubin(name) for name in hashes}, stay, checks,
-                   strategy, predicted, timed=spec_named(kernel).timed)  # fmt: skip
+                   strategy, predicted, timed=spec.timed, followers=behind)  # fmt: skip
 
 
 class Settled:
@@ -243,7 +258,7 @@ class Settled:
     """
 
     def __init__(self, sweep: Sweep, strategy: str) -> None:
-        self._sweep, self._strategy = sweep, strategy
+        self._sweep, self._strategy, self.target = sweep, strategy, sweep.target
         self._compiled, self.measured, self._races = sweep.compiled(), sweep.measured(), sweep.races()
         self._quarantined = sweep.quarantined()
         self._untimed = {
@@ -256,7 +271,16 @@ class Settled:
     def entrants(self, kernel: str, problem: Problem) -> list[Entrant]:
         """The candidates of a problem that can run (:func:`entrants`)."""
         among = self._sweep.candidates(kernel, problem)
-        return entrants(kernel, problem, self._sweep.target, self._compiled, self._quarantined, among)
+        return entrants(kernel, problem, self.target, self._compiled, self._quarantined, among)
+
+    def problems(self, kernel: str) -> list[Problem]:
+        """The sweep's problems of a kernel."""
+        return [problem for name, problem in self._sweep.problems() if name == kernel]
+
+    def right(self, keys: Iterable[str]) -> dict[str, Line]:
+        """The lines of those that were measured and are right, by their keys."""
+        lines = {key: self.measured[key] for key in keys if key in self.measured}
+        return {key: line for key, line in lines.items() if _passed(line)}
 
     def racing(self, running: Sequence[Entrant]) -> list[Entrant]:
         """Those to measure, with the company that they need; none where nothing is to be learnt, or nobody can win."""
@@ -282,8 +306,8 @@ class Settled:
 
     def leaders(self, running: Sequence[Entrant]) -> set[str]:
         """The keys of the first that was timed and is right, and of those that come next to winning."""
-        lines = {entrant.key: self.measured.get(entrant.key, {}) for entrant in running}
-        timings = {key: line["timing"] for key, line in lines.items() if "timing" in line and _passed(line)}
+        lines = self.right(entrant.key for entrant in running)
+        timings = {key: line["timing"] for key, line in lines.items() if "timing" in line}
         return {*list(timings)[:1], *ranked(timings)[:LEADERS]}
 
 

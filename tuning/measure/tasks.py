@@ -44,7 +44,8 @@ class Task:
     holds the artifacts by sha256. ``predicted`` holds times in seconds by the entrants' keys. ``careful`` asks for one
     launch at a time, so that it is known which one faults; ``frugal``, for a battery that makes its cases anew for each
     candidate, where the GPU's memory did not hold them. ``timed`` names the variations of the spec's inputs that
-    are timed too.
+    are timed too. ``followers`` holds what is launched right behind a candidate, by its number of blocks, and is timed
+    with it.
     """
 
     kernel: str
@@ -59,6 +60,7 @@ class Task:
     careful: bool = False
     frugal: bool = False
     timed: tuple[str, ...] = ()
+    followers: Mapping[int, Entrant] = field(default_factory=dict)
 
     def without(self, key: str) -> Task:
         """The task that is left when an entrant is taken out."""

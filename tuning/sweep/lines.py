@@ -72,7 +72,7 @@ _FORMS: Mapping[str, Mapping[str, Any]] = {
     "gpu": {"gpu": str, "driver": str},
     "races": {
         "race": str, "kernel": str, "problem": str, "strategy": str, "untimed": _all((str, NoneType)),
-        "seconds?": _all(_is_number), "gpu?": dict,
+        "seconds?": _all(_is_number), "gpu?": dict, "followers?": _all(str),
     },
     "skipped": {"skipped": str, "reason": str},
     "signatures": {"signed": str, "signature": str},
