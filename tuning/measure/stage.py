@@ -98,7 +98,7 @@ def measure_all(
 def _followers_first(problems: Sequence[Named]) -> list[list[Named]]:
     """The problems of kernels that nothing follows, then those that are timed with what follows them."""
     followed = [(kernel, problem) for kernel, problem in problems if spec_named(kernel).follower is not None]
-    return [[pair for pair in problems if pair not in followed], followed]
+    return [some for some in ([pair for pair in problems if pair not in followed], followed) if some]
 
 
 def _measure(executor: Executor, work: _Work, todo: Iterable[Task], tell: Callable[[], None]) -> None:
@@ -258,7 +258,7 @@ class Settled:
     """
 
     def __init__(self, sweep: Sweep, strategy: str) -> None:
-        self._sweep, self._strategy, self.target = sweep, strategy, sweep.target
+        self._sweep, self._strategy = sweep, strategy
         self._compiled, self.measured, self._races = sweep.compiled(), sweep.measured(), sweep.races()
         self._quarantined = sweep.quarantined()
         self._untimed = {
@@ -272,6 +272,11 @@ class Settled:
         """The candidates of a problem that can run (:func:`entrants`)."""
         among = self._sweep.candidates(kernel, problem)
         return entrants(kernel, problem, self.target, self._compiled, self._quarantined, among)
+
+    @property
+    def target(self) -> Target:
+        """The sweep's GPU."""
+        return self._sweep.target
 
     def problems(self, kernel: str) -> list[Problem]:
         """The sweep's problems of a kernel."""

@@ -23,7 +23,7 @@ from typing import Any
 import cuda.tile as ct
 
 from tilekern.kernels.common import cute_heads
-from tilekern.kernels.common.arrays import Arrays, bytes_of, drawn, tensors
+from tilekern.kernels.common.arrays import Arrays, bytes_of, drawn, followed_by_sum, tensors
 from tilekern.kernels.common.cute_configs import is_cute
 from tilekern.kernels.tiles import grid_of, hints, load, power_of_two
 from tilekern.spec import (
@@ -397,6 +397,7 @@ def spec(
             :func:`tilekern.kernels.common.normed_rotations.each_step_with_sums`.
     """
     dimensions = dimensions_of(arrays, sizes, flags)
+    scratch = tensors(arrays, "scratch")
     return KernelSpec(
         name=name_of(function),
         summary=summary,
@@ -419,6 +420,7 @@ def spec(
         bytes_moved=lambda problem: _bytes(_of(problem, arrays, inverse), problem),
         flops=lambda problem: flops * _elements(problem),
         result_dtype=lambda problem: _heads(_of(problem, arrays, inverse), "output")[0].dtype_in(problem),
+        follower=followed_by_sum(scratch[0], "weight_dtype") if scratch else None,
         arrays=arrays,
     )  # fmt: skip
 
