@@ -23,7 +23,7 @@ class Resources:
     Attributes:
         registers: 32-bit registers of a thread.
         stack_bytes: local memory of a thread; more than 0 means spills or indexed register arrays.
-        shared_bytes: static shared memory of a block.
+        shared_bytes: shared memory of a block; a cubin says the static alone.
         threads: threads of a block.
         code_bytes: machine code.
     """

@@ -18,12 +18,13 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from tilekern import cute_compiler
 from tilekern import spec as specs
+from tilekern.cubin import Resources, read_resources
 from tilekern.errors import CompileFailed, CompileTimeout, ToolchainMissing
 from tilekern.spec import ArrayParameter, Config, CuteKernel, Implementation, KernelSpec, Problem
 from tilekern.targets import Target
@@ -68,6 +69,12 @@ class Compiled:
     tileiras_s: float
     launch: dict[str, Any] | None = None
     compiler: str | None = None
+
+    def resources(self) -> Resources:
+        """The resources of an SM that it needs, the dynamic shared memory of its launch among them."""
+        found = read_resources(self.cubin, self.symbol)
+        dynamic_bytes = self.launch["shared_bytes"] if self.launch else 0
+        return replace(found, shared_bytes=found.shared_bytes + dynamic_bytes)
 
 
 @functools.cache

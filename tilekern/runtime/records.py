@@ -9,7 +9,6 @@ from typing import Any
 
 from tilekern import __version__
 from tilekern.cache import SCHEMA, Artifact, BestKernel, Launch, Record
-from tilekern.cubin import read_resources
 from tilekern.source.digests import digests_of
 from tilekern.spec import ALIGNED, GENERIC, Config, KernelSpec, Problem
 from tilekern.targets import Target
@@ -29,7 +28,7 @@ def artifact_of(made: Compiled, config: Config) -> Artifact:
         symbol=made.symbol,
         config=dict(config),
         assumptions=made.assumptions,
-        resources=read_resources(made.cubin, made.symbol).as_dict(),
+        resources=made.resources().as_dict(),
         launch=launch_in(made.launch),
         compiler=made.compiler,
     )

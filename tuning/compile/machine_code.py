@@ -26,7 +26,7 @@ OPCODES = {
     "global_stores": {0x186: "STG"},
     "local_accesses": {0x183: "LDL", 0x187: "STL"},
     "shared_accesses": {0x184: "LDS", 0x188: "STS", 0x03B: "LDSM", 0x044: "STSM"},
-    "bulk_loads": {0x1B4: "UTMALDG"},
+    "bulk_loads": {0x1B4: "UTMALDG", 0x1BA: "UBLKCP"},
     "bulk_stores": {0x1B5: "UTMASTG"},
     # Products of half types: sm_80 and sm_120, sm_90, sm_100.
     "products": {0x03C: "HMMA", 0x1F0: "HGMMA", 0x1EA: "UTCHMMA"},

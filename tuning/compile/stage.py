@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from tilekern.cubin import code_of, read_resources
+from tilekern.cubin import code_of
 from tilekern.cute_compiler import compiler
 from tilekern.errors import CompileFailed, CompileTimeout, InputError
 from tilekern.targets import Target
@@ -322,7 +322,7 @@ def _facts(made: Compiled, target: Target) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "symbol": made.symbol,
         "assumptions": made.assumptions,
-        "resources": read_resources(made.cubin, made.symbol).as_dict(),
+        "resources": made.resources().as_dict(),
         "code_sha256": hashlib.sha256(code).hexdigest(),
         "machine_code": read_machine_code(code, target.capability).as_dict(),
     }

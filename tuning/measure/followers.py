@@ -33,7 +33,7 @@ def followers(settled: Settled, spec: KernelSpec, problem: Problem, racing: Sequ
     found: dict[int, Entrant] = {}
     kernel = spec_named(spec.follower.kernel)
     for blocks in {blocks_of(entrant, problem, settled.target.sm_count) for entrant in racing} - {0}:
-        wanted = kernel.problem(**spec.follower.dimensions(problem, blocks))
+        wanted = kernel.bucketed(kernel.problem(**spec.follower.dimensions(problem, blocks)))
         one = next(filter(None, (_best(settled, kernel.name, near) for near in _near(settled, kernel, wanted))), None)
         if one is not None:
             found[blocks] = one

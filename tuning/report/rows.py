@@ -60,7 +60,7 @@ class Row:
         teraflops: floating-point operations over ``time_us``, 1e12 a second.
         registers: 32-bit registers of a thread.
         stack_bytes: local memory of a thread; more than 0 means spills or indexed register arrays.
-        shared_bytes: static shared memory of a block.
+        shared_bytes: shared memory of a block.
         threads: threads of a block.
         code_bytes: machine code.
         resident_blocks: blocks that fit on one SM of the target at once.
