@@ -38,8 +38,9 @@ __all__ = ["PtxError", "run"]
 
 
 def run(
-    ptx: str, grid: int, arguments: Sequence[torch.Tensor | float], *, cluster: int = 1, shared_bytes: int = 0
-) -> None:
+    ptx: str, grid: int, arguments: Sequence[torch.Tensor | float], *, cluster: int = 1, shared_bytes: int = 0,
+    seed: int = 0,
+) -> None:  # fmt: skip
     """Run a kernel; it writes into the tensors.
 
     Args:
@@ -49,6 +50,7 @@ def run(
             its strides in elements, as :mod:`tilekern.kernels.cute.arguments` has it.
         cluster: blocks of a cluster.
         shared_bytes: dynamic shared memory of a block.
+        seed: of the order of blocks, and of that in which bulk copies finish; results must not depend on it.
 
     Raises:
         PtxError: the kernel did what a GPU does not allow, or what the interpreter does not know.
@@ -59,11 +61,11 @@ def run(
     parameters = _parameters(program, arguments)
     memory = GlobalMemory([argument for argument in arguments if isinstance(argument, torch.Tensor)])
     clusters = list(range(grid // cluster))
-    # Results must not depend on the order of blocks.
-    Random(0).shuffle(clusters)
+    random = Random(seed)
+    random.shuffle(clusters)
     with np.errstate(all="ignore"):
         for first in clusters:
-            Cluster(program, steps, parameters, memory, grid, cluster, first * cluster, shared_bytes).run()
+            Cluster(program, steps, parameters, memory, grid, cluster, first * cluster, shared_bytes, random).run()
 
 
 def _parameters(program: Program, arguments: Sequence[Any]) -> dict[str, Any]:

@@ -89,8 +89,8 @@ class Copy(NamedTuple):
 class Barriers:
     """The mbarriers of a cluster by their places in shared memory, and its bulk copies."""
 
-    def __init__(self, shared: SharedMemory, memory: GlobalMemory, threads: int, seed: int) -> None:
-        self._shared, self._memory, self._threads, self._random = shared, memory, threads, Random(seed)
+    def __init__(self, shared: SharedMemory, memory: GlobalMemory, threads: int, random: Random) -> None:
+        self._shared, self._memory, self._threads, self._random = shared, memory, threads, random
         self._barriers: dict[int, Mbarrier] = {}
         self._copies: list[Copy] = []
         self._under_way: list[Copy] = []

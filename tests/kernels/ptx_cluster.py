@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -34,13 +35,13 @@ class Cluster:
 
     def __init__(
         self, program: Program, steps: Sequence[Step], parameters: dict[str, Any], memory: GlobalMemory, grid: int,
-        cluster: int, first: int, dynamic_bytes: int,
+        cluster: int, first: int, dynamic_bytes: int, random: Random,
     ) -> None:  # fmt: skip
         self.program, self.steps, self.parameters, self.memory = program, steps, parameters, memory
         self.count, self.cluster = program.threads * cluster, cluster
         warps = -(-program.threads // WARP)
         self.shared = SharedMemory(program.shared_bytes + dynamic_bytes, cluster, warps)
-        self.barriers = Barriers(self.shared, memory, self.count, first)
+        self.barriers = Barriers(self.shared, memory, self.count, random)
         self.registers: list[Any] = [None] * len(program.registers)
         self.known: list[Any] = [None] * len(program.registers)
         self.mask: Any = None
