@@ -285,7 +285,6 @@ class SharedMemory:
             raise PtxError(f"a race for shared memory: no barrier is between an access and a copy: {text}")
         self._filled[words] = len(self._copies)
         self._copies.append(seen_by)
-        self._written[place : place + size] = 0
         return place
 
     def end_copy(self, place: int, values: Any) -> None:
