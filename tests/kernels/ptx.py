@@ -9,6 +9,8 @@ It raises :class:`~ptx_parser.PtxError` for whatever a GPU does not allow or lea
 - a global access outside of the elements of a tensor that was given, or not aligned to its own size;
 - a read of a register or of shared memory that nobody has written;
 - two accesses of shared memory with no barrier between (:class:`~ptx_memory.SharedMemory`);
+- a bulk copy into shared memory that may still be read, or whose bytes are read before its mbarrier says that they
+  have come (:mod:`ptx_barriers`);
 - a global element that two blocks store, or that one stores and another loads later;
 - a barrier at which not all threads arrive, and a shuffle that names threads which do not run it;
 - an instruction that it does not know.
@@ -35,7 +37,10 @@ from ptx_parser import Program, PtxError
 __all__ = ["PtxError", "run"]
 
 
-def run(ptx: str, grid: int, arguments: Sequence[torch.Tensor | float], *, cluster: int = 1) -> None:
+def run(
+    ptx: str, grid: int, arguments: Sequence[torch.Tensor | float], *, cluster: int = 1, shared_bytes: int = 0,
+    seed: int = 0,
+) -> None:  # fmt: skip
     """Run a kernel; it writes into the tensors.
 
     Args:
@@ -44,6 +49,8 @@ def run(ptx: str, grid: int, arguments: Sequence[torch.Tensor | float], *, clust
         arguments: tensors on the CPU and numbers, in the order of the kernel. A tensor is its address, its sizes and
             its strides in elements, as :mod:`tilekern.kernels.cute.arguments` has it.
         cluster: blocks of a cluster.
+        shared_bytes: dynamic shared memory of a block.
+        seed: of the order of blocks, and of that in which bulk copies finish; results must not depend on it.
 
     Raises:
         PtxError: the kernel did what a GPU does not allow, or what the interpreter does not know.
@@ -54,11 +61,11 @@ def run(ptx: str, grid: int, arguments: Sequence[torch.Tensor | float], *, clust
     parameters = _parameters(program, arguments)
     memory = GlobalMemory([argument for argument in arguments if isinstance(argument, torch.Tensor)])
     clusters = list(range(grid // cluster))
-    # Results must not depend on the order of blocks.
-    Random(0).shuffle(clusters)
+    random = Random(seed)
+    random.shuffle(clusters)
     with np.errstate(all="ignore"):
         for first in clusters:
-            Cluster(program, steps, parameters, memory, grid, cluster, first * cluster).run()
+            Cluster(program, steps, parameters, memory, grid, cluster, first * cluster, shared_bytes, random).run()
 
 
 def _parameters(program: Program, arguments: Sequence[Any]) -> dict[str, Any]:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from random import Random
 from typing import Any
 
 import numpy as np
-from ptx_memory import GlobalMemory, SharedMemory
+from ptx_barriers import Barriers, Mbarrier
+from ptx_memory import GlobalMemory, SharedMemory, Who
 from ptx_parser import WARP, Program, PtxError
 
 # What a step gives that takes threads apart or makes them wait; any other one gives the next step, or None for the one
 # behind it.
 PARTED = -1
 _FAR = 1 << 60
-_AT_BLOCK, _AT_CLUSTER = 1, 2
+_AT_BLOCK, _AT_CLUSTER, _ASLEEP = 1, 2, 3
 SPECIAL = (
     "%tid.x", "%ntid.x", "%ctaid.x", "%nctaid.x", "%laneid", "%cluster_ctarank", "%cluster_ctaid.x",
     "%cluster_nctarank", "%cluster_nctaid.x", "%clusterid.x", "%nclusterid.x", "%ctaid.y",
@@ -33,17 +35,18 @@ class Cluster:
 
     def __init__(
         self, program: Program, steps: Sequence[Step], parameters: dict[str, Any], memory: GlobalMemory, grid: int,
-        cluster: int, first: int,
+        cluster: int, first: int, dynamic_bytes: int, random: Random,
     ) -> None:  # fmt: skip
         self.program, self.steps, self.parameters, self.memory = program, steps, parameters, memory
         self.count, self.cluster = program.threads * cluster, cluster
         warps = -(-program.threads // WARP)
-        self.shared = SharedMemory(program.shared_bytes, cluster, warps)
+        self.shared = SharedMemory(program.shared_bytes + dynamic_bytes, cluster, warps)
+        self.barriers = Barriers(self.shared, memory, self.count, random)
         self.registers: list[Any] = [None] * len(program.registers)
         self.known: list[Any] = [None] * len(program.registers)
         self.mask: Any = None
         self.rank, thread = np.divmod(np.arange(self.count), program.threads)
-        self.block, self.warp = first + self.rank, thread // WARP
+        self.block, self.warp, self.thread = first + self.rank, thread // WARP, np.arange(self.count)
         self.lanes = Lanes(cluster, program.threads)
         numbers = (
             thread, program.threads, self.block, grid, thread % WARP, self.rank, self.rank, cluster, cluster,
@@ -65,7 +68,11 @@ class Cluster:
         while not self._ended.all():
             ready = ~self._ended & (self._waiting == 0)
             if not ready.any():
-                raise PtxError(f"deadlock: {self._stuck()}")
+                barrier = self.barriers.finish_copies()
+                if barrier is None:
+                    raise PtxError(f"deadlock: {self._stuck()}")
+                self.wake([barrier])
+                continue
             pcs = np.where(ready, self._pcs, _FAR)
             pc = int(pcs.min())
             mask = pcs == pc
@@ -109,6 +116,10 @@ class Cluster:
         everywhere[self.mask] = values
         return everywhere
 
+    def who(self) -> Who:
+        """The threads that run."""
+        return Who(*map(self.of_running, (self.rank, self.warp, self.thread)))
+
     def check_known(self, register: int, text: str) -> None:
         """Raise if a thread that runs has not written a register."""
         known = self.known[register]
@@ -141,6 +152,12 @@ class Cluster:
         self._pcs[chosen] = target
         return PARTED
 
+    def check_uniform(self, chosen: Any, text: str) -> None:
+        """Raise if threads of one warp take both ways of a branch that says that they do not."""
+        warps = self.rank * self.count + self.warp
+        if np.isin(warps[chosen], warps[self.running() & ~chosen]).any():
+            raise PtxError(f"threads of a warp part at a branch that is uniform: {text}")
+
     def end(self, chosen: Any, following: int, text: str) -> int:
         """End some threads."""
         self._pcs[self.running()] = following
@@ -148,6 +165,7 @@ class Cluster:
         for block in np.flatnonzero(self._of_blocks(self._ended).all(axis=1)):
             if self._of_blocks(chosen)[block].any():
                 self.shared.end(block, text)
+                self.barriers.end(block, text)
         self._finish_phase()
         return PARTED
 
@@ -160,6 +178,7 @@ class Cluster:
         waiting[there] = 0
         for block in np.flatnonzero(there):
             self.shared.block_barrier(block)
+            self.barriers.publish(self.rank == block)
         return PARTED if self.mask is not None or not there.all() else following
 
     def arrive_at_cluster(self, chosen: Any, is_relaxed: bool, text: str) -> None:
@@ -181,6 +200,18 @@ class Cluster:
         self._waiting[late] = _AT_CLUSTER
         return PARTED if late.any() or self.mask is not None else following
 
+    def sleep(self, chosen: Any, following: int) -> int:
+        """Let some threads sleep until the phase of their mbarrier ends."""
+        self._pcs[self.running()] = following
+        self._waiting[chosen] = _ASLEEP
+        return PARTED if chosen.any() else following
+
+    def wake(self, barriers: Iterable[Mbarrier]) -> None:
+        """Wake the threads that sleep at mbarriers."""
+        for barrier in barriers:
+            self._waiting[barrier.asleep] = 0
+            barrier.asleep[:] = False
+
     def _finish_phase(self) -> None:
         """Let those go who wait at the cluster's barrier, once all threads that have not ended have arrived."""
         there = self._arrivals[~self._ended]
@@ -188,6 +219,9 @@ class Cluster:
             self._phases += 1
             self._waiting[(self._waiting == _AT_CLUSTER) & (self._arrivals <= self._phases)] = 0
             self.shared.cluster_barrier(not self._is_relaxed)
+            if not self._is_relaxed:
+                for block in range(self.cluster):
+                    self.barriers.publish(self.rank == block)
             self._is_relaxed = False
 
     def _of_blocks(self, values: Any) -> Any:

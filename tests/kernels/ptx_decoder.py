@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 from ptx_cluster import SPECIAL, Cluster, Step
+from ptx_memory import Who
 from ptx_operations import TYPES, UNSIGNED, Type, literal, operation
 from ptx_parser import Instruction, Program, PtxError, parse
 
@@ -45,9 +46,13 @@ class _Decoder:
         control = {"bra": self._branch, "ret": self._end, "exit": self._end, "bar": self._bar, "barrier": self._barrier}
         if self.name in control:
             return control[self.name](self._chosen())
-        makers = {"ld": self._load, "st": self._store, "mov": self._move, "shfl": self._shuffle, "mapa": self._mapa}
-        make = makers.get(self.name, self._nothing if self.name == "griddepcontrol" else self._compute)
-        return self._guarded(make())
+        if self.instruction.opcode == "mbarrier.try_wait.parity.shared.b64":
+            return self._try_wait()
+        makers = {
+            "ld": self._load, "st": self._store, "mov": self._move, "shfl": self._shuffle, "mapa": self._mapa,
+            "mbarrier": self._mbarrier, "fence": self._fence, "cp": self._copy, "griddepcontrol": self._nothing,
+        }  # fmt: skip
+        return self._guarded(makers.get(self.name, self._compute)())
 
     # Guards.
 
@@ -89,7 +94,15 @@ class _Decoder:
             raise PtxError(f"the label is missing: {self.text}")
         if self.instruction.guard is None:
             return lambda _: target
-        return lambda cluster: cluster.part(chosen(cluster), target, following)
+        if "uni" not in self.modifiers:
+            return lambda cluster: cluster.part(chosen(cluster), target, following)
+
+        def branch(cluster: Cluster) -> int:
+            threads = chosen(cluster)
+            cluster.check_uniform(threads, self.text)
+            return cluster.part(threads, target, following)
+
+        return branch
 
     def _end(self, chosen: Callable[[Cluster], Any]) -> Step:
         return lambda cluster: cluster.end(chosen(cluster), self.pc + 1, self.text)
@@ -293,11 +306,11 @@ class _Decoder:
 
         return store
 
-    def _who(self, cluster: Cluster, addresses: Any, space: str) -> tuple[Any, Any]:
-        """The blocks and warps of the threads that access shared memory."""
+    def _who(self, cluster: Cluster, addresses: Any, space: str) -> Who:
+        """The threads that access shared memory."""
         if space != "shared::cluster" and (addresses >> 24).any():
             raise PtxError(f"an address of another block needs shared::cluster: {self.text}")
-        return cluster.of_running(cluster.rank), cluster.of_running(cluster.warp)
+        return cluster.who()
 
     def _mapa(self) -> Step:
         """The address of another block's shared memory."""
@@ -311,6 +324,74 @@ class _Decoder:
             write(cluster, cluster.spread(cluster.shared.address_in(addresses, ranks)))
 
         return mapa
+
+    # Barriers in shared memory, and copies.
+
+    def _mbarrier(self) -> Step:
+        """The init of an mbarrier, or an arrival that expects bytes, whose state nobody may read."""
+        opcode = self.instruction.opcode
+        if opcode == "mbarrier.init.shared.b64" and len(self.operands) == 2:
+            return self._make_barrier(*self.operands)
+        if opcode == "mbarrier.arrive.expect_tx.shared.b64" and len(self.operands) == 3:
+            return self._arrive(*self.operands[1:])
+        raise self._unknown()
+
+    def _make_barrier(self, place: str, count: str) -> Step:
+        address, read = self._address(place, 32), self._read_bits(count, 32)
+
+        def make(cluster: Cluster) -> None:
+            addresses = address(cluster)
+            who = self._who(cluster, addresses, "shared")
+            cluster.barriers.make(addresses, cluster.of_running(read(cluster)), who, self.text)
+
+        return make
+
+    def _arrive(self, place: str, size: str) -> Step:
+        address, read = self._address(place, 32), self._read_bits(size, 32)
+
+        def arrive(cluster: Cluster) -> None:
+            addresses = address(cluster)
+            who = self._who(cluster, addresses, "shared")
+            cluster.wake(cluster.barriers.arrive(addresses, cluster.of_running(read(cluster)), who, self.text))
+
+        return arrive
+
+    def _try_wait(self) -> Step:
+        """Whether a phase has ended; threads that it tells that it has not go on when it has, and must ask again."""
+        if self.instruction.guard is not None or not 3 <= len(self.operands) <= 4:
+            raise self._unknown()
+        write, following = self._write(self.operands[0], TYPES["pred"]), self.pc + 1
+        address, parity = self._address(self.operands[1], 32), self._read_bits(self.operands[2], 32)
+
+        def wait(cluster: Cluster) -> int:
+            addresses = address(cluster)
+            who = self._who(cluster, addresses, "shared")
+            has_ended = cluster.barriers.see(addresses, cluster.of_running(parity(cluster)), who, self.text)
+            write(cluster, cluster.spread(has_ended))
+            return cluster.sleep(cluster.running() & ~cluster.spread(has_ended), following)
+
+        return wait
+
+    def _fence(self) -> Step:
+        if self.modifiers != ["mbarrier_init", "release", "cluster"]:
+            raise self._unknown()
+        return lambda cluster: cluster.barriers.fence(cluster.running())
+
+    def _copy(self) -> Step:
+        """A bulk copy from global into shared memory, whose bytes an mbarrier counts."""
+        modifiers = ["async", "bulk", "shared::cluster", "global", "mbarrier::complete_tx::bytes"]
+        if self.modifiers != modifiers or len(self.operands) != 4:
+            raise self._unknown()
+        target, source = self._address(self.operands[0], 32), self._address(self.operands[1], 64)
+        size, barrier = self._read_bits(self.operands[2], 32), self._address(self.operands[3], 32)
+
+        def copy(cluster: Cluster) -> None:
+            barriers = barrier(cluster)
+            who = self._who(cluster, barriers, "shared::cluster")
+            sizes = cluster.of_running(size(cluster))
+            cluster.barriers.copy(target(cluster), source(cluster), sizes, barriers, who, self.text)
+
+        return copy
 
 
 def _listed(operand: str) -> list[str]:

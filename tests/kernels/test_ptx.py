@@ -15,6 +15,7 @@ from ptx import PtxError, run
 from spec_samples import draws_of, inputs_of
 
 from tilekern.kernels import spec_named
+from tilekern.kernels.common import cute_ring
 from tilekern.kernels.common.cute_configs import is_cute
 from tilekern.spec import DTYPES, ITEM_BYTES, Config, cdiv
 from tilekern.targets import resolve
@@ -37,6 +38,7 @@ def module(body, arguments, threads=64, shared=256):
     parameters = ",\n".join(f".param .{kind} p{n}" for n, kind in enumerate(kinds))
     return f"""
         .version 8.8 .target sm_90 .address_size 64 // a comment
+        .extern .shared .align 128 .b8 dynamic[];
         .visible .entry kernel({parameters})
         .reqntid {threads}, 1, 1
         {{
@@ -53,8 +55,8 @@ def module(body, arguments, threads=64, shared=256):
         }}"""
 
 
-def execute(body, *arguments, grid=1, cluster=1, **options):
-    run(module(body, arguments, **options), grid, arguments, cluster=cluster)
+def execute(body, *arguments, grid=1, cluster=1, shared_bytes=0, **options):
+    run(module(body, arguments, **options), grid, arguments, cluster=cluster, shared_bytes=shared_bytes)
 
 
 def results(body, *arguments, threads=64, grid=1, dtype=torch.int32, **options):
@@ -510,7 +512,8 @@ def test_unknown_instructions_are_named(instruction):
 
 def test_unknown_declarations_are_named():
     fails("unknown directive: .local", ".local .align 8 .b8 depot[16];")
-    fails("unknown declaration of shared memory", ".shared .align 16 .b8 dynamic[];")
+    fails("unknown declaration of shared memory", ".shared .align 16 .b8 unsized[];")
+    fails("the label AGAIN stands twice", "AGAIN: mov.b32 %r8, 0; AGAIN:")
     with pytest.raises(PtxError, match="reqntid"):
         run(module("", []).replace(".reqntid 64, 1, 1", ""), 1, [])
     with pytest.raises(PtxError, match=r"exactly one \.entry"):
@@ -549,6 +552,156 @@ def test_a_shuffle_needs_the_lanes_that_it_names():
     fails("a lane that is not there", "shfl.sync.bfly.b32 %r9, %r0, 16, 31, -1;", threads=16)
     alone = results(f"{some} @%p0 shfl.sync.bfly.b32 %r9, %r0, 1, 31, 255;", threads=32)
     assert alone[:8].equal((THREADS[:8] ^ 1).int())
+
+
+# Memory that the launch sizes, mbarriers and bulk copies.
+
+IN_DYNAMIC = EXCHANGE.replace("memory", "dynamic")
+
+
+def test_memory_that_the_launch_sizes_is_behind_the_rest():
+    begin = results("mov.b32 %r9, dynamic;", shared=200) - results("mov.b32 %r9, memory;", shared=200)
+    assert begin.eq(256).all()
+    assert results(IN_DYNAMIC, shared_bytes=256).equal((63 - THREADS).int())
+
+
+@pytest.mark.parametrize("shared_bytes", [0, 252])
+def test_memory_that_the_launch_sizes_has_an_end(shared_bytes):
+    fails("outside of shared memory", IN_DYNAMIC, shared_bytes=shared_bytes)
+
+
+def test_names_belong_to_their_braces():
+    body = """
+        mov.b32 %r9, 1;
+        {{ .reg .b32 own; mov.b32 own, 2; bra OUT; mov.b32 %r9, 9; OUT: add.s32 %r9, %r9, own; }}
+        {{ .reg .b64 own; {} bra OUT; mov.b32 %r9, 9; OUT: cvt.u32.u64 %r8, own; }}
+        add.s32 %r9, %r9, %r8;
+    """
+    assert results(body.format("mov.b64 own, 4;")).eq(7).all()
+    fails("a register is read that was not written", body.format(""))
+
+
+# Thread 0 makes an mbarrier and lets 32 numbers be copied; a thread reads the number of its lane.
+MAKE = """
+    mov.b32 %r4, memory;
+    setp.ne.b32 %p0, %r0, 0;
+    @!%p0 mbarrier.init.shared.b64 [%r4], 1;
+    @!%p0 fence.mbarrier_init.release.cluster;
+    bar.sync 0;
+"""
+FETCH = """
+    {
+        @%p0 bra OUT;
+        ld.param.u64 %rd2, [p3];
+        mbarrier.arrive.expect_tx.shared.b64 %rd3, [%r4], 128;
+        mov.u32 %r5, %cluster_ctarank;
+        add.s32 %r6, %r4, 128;
+        mapa.shared::cluster.u32 %r7, %r6, %r5;
+        cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r7], [%rd2+0], 128, [%r4];
+    OUT:
+    }
+"""
+NEXT = FETCH.replace("+0", "+128")
+READ = "and.b32 %r8, %r0, 31; shl.b32 %r8, %r8, 2; add.s32 %r8, %r4, %r8; ld.shared.b32 %r9, [%r8+128];"
+
+
+def wait(parity):
+    return f"""
+        {{
+            .reg .pred P1;
+        AGAIN:
+            mbarrier.try_wait.parity.shared.b64 P1, [%r4], {parity}, 10000000;
+            @P1 bra.uni DONE;
+            bra.uni AGAIN;
+        DONE:
+        }}"""
+
+
+def test_bytes_of_a_copy_have_come_when_its_phase_has_ended():
+    x = numbers(0).view(torch.int32)
+    assert results(MAKE + FETCH + wait(0) + READ, x).equal(x[LANES])
+    assert results(MAKE + FETCH + wait(0) + READ + "bar.sync 0;" + NEXT + wait(1) + READ, x).equal(x[32 + LANES])
+
+
+def test_threads_that_wait_let_others_arrive():
+    late = f"@!%p0 bra LATE; {wait(0)} bra OUT; LATE: mbarrier.arrive.expect_tx.shared.b64 _, [%r4], 0; OUT:"
+    assert results(MAKE + late + "mov.b32 %r9, 5;").eq(5).all()
+    every = "mbarrier.arrive.expect_tx.shared.b64 %rd3, [%r4], 0;" + wait(0) + "mov.b32 %r9, 5;"
+    assert results(MAKE.replace("[%r4], 1", "[%r4], 64") + every).eq(5).all()
+    fails("deadlock: 64 threads wait at mbarrier.try_wait", MAKE.replace("[%r4], 1", "[%r4], 65") + every)
+
+
+MADE_LATE = "mov.b32 %r4, memory; setp.ne.b32 %p0, %r0, 0;"
+BROKEN_COPIES = {
+    "read_at_once": (MAKE + FETCH + READ, "has not seen the end"),
+    "read_by_others": (MAKE + FETCH + f"@%p0 bra OUT; {wait(0)} OUT: bar.sync 0;" + READ, "has not seen the end"),
+    "asked_once": (
+        MAKE + FETCH + "mbarrier.try_wait.parity.shared.b64 %p1, [%r4], 0;" + READ, "has not seen the end",
+    ),
+    "stored_at_once": (MAKE + FETCH + READ.replace("ld.shared.b32 %r9, [%r8+128]", "st.shared.b32 [%r8+128], 0"),
+                       "has not seen the end"),
+    "last_phase": (MAKE + FETCH + wait(1) + READ, "has not seen the end"),
+    "no_phase": (MAKE + FETCH + wait(2), "parity of a phase is 0 or 1"),
+    "refilled_while_read": (MAKE + FETCH + wait(0) + READ + NEXT + wait(1), "no barrier is between an access and a"),
+    "filled_twice": (MAKE.replace("], 1;", "], 2;") + FETCH + NEXT, "has not seen the end"),
+    "stored_before": (
+        MAKE.replace("bar.sync", "@!%p0 st.shared.b32 [%r4+252], 0; bar.sync") + FETCH, "without a fence.proxy.async",
+    ),
+    "onto_the_mbarrier": (MAKE + FETCH.replace("%r4, 128;", "%r4, 0;"), "a copy fills an mbarrier"),
+    "onto_its_end": (MAKE + FETCH.replace("%r4, 128;", "%r4, 144;"), "outside of shared memory"),
+    "onto_half_a_line": (MAKE + FETCH.replace("%r4, 128;", "%r4, 120;"), "not whole lines"),
+    "of_half_a_line": (MAKE + FETCH.replace("+0", "+8"), "not whole lines"),
+    "half_a_line": (MAKE + FETCH.replace("128, [", "120, ["), "not whole lines"),
+    "beyond_the_tensor": (MAKE + FETCH.replace("+0", "+144"), "not elements of one tensor"),
+    "source_stored_before": (
+        MAKE + "ld.param.u64 %rd2, [p3]; @!%p0 st.global.b32 [%rd2], 0;" + FETCH, "a block stores is copied",
+    ),
+    "source_stored_meanwhile": (
+        MAKE + FETCH + "@!%p0 st.global.b32 [%rd2], 0;" + wait(0), "a block stores is copied",
+    ),
+    "nobody_waits": (MAKE + FETCH, "a block ends with a copy for which no thread has waited"),
+    "nothing_comes": (MAKE + wait(0), "deadlock: 64 threads wait at mbarrier.try_wait"),
+    "too_little_comes": (MAKE + FETCH.replace("], 128;", "], 144;") + wait(0), "deadlock: 64 threads wait at mbarrier"),
+    "too_much_comes": (MAKE + FETCH.replace("], 128;", "], 112;"), "more bytes are copied than the mbarrier expects"),
+    "too_much_for_a_count": (MAKE + FETCH.replace("], 128;", "], 1048576;"), "more than it counts"),
+    "next_phase_too_early": (MAKE + FETCH + NEXT, "more threads arrive"),
+    "no_mbarrier": (MADE_LATE + FETCH, "no mbarrier that somebody has initialised"),
+    "no_arrivals": (MAKE.replace("], 1;", "], 0;"), "cannot count 0 arrivals"),
+    "made_off_its_alignment": (MAKE.replace("[%r4]", "[%r4+4]"), "not aligned to 8 bytes"),
+    "made_twice": (MAKE + MAKE, "initialised twice"),
+    "made_by_two": (MAKE.replace("@!%p0 mbarrier", "mbarrier"), "initialised twice"),
+    "made_where_a_copy_is": (
+        MAKE + FETCH + "@!%p0 mbarrier.init.shared.b64 [%r4+136], 1;", "twice, or where something else is",
+    ),
+    "made_without_a_fence": (MAKE.replace("@!%p0 fence", "@%p0 fence"), "no fence.mbarrier_init"),
+    "made_without_a_barrier": (MAKE.replace("bar.sync 0;", "") + FETCH + wait(0), "an mbarrier's init by another"),
+    "loaded": (MAKE + "ld.shared.b32 %r9, [%r4+4];", "an mbarrier is loaded or stored"),
+    "state_read": (MAKE + FETCH + wait(0) + READ + "mov.b64 %rd4, %rd3;", "a register is read that was not written"),
+    "parted_at_once": (
+        "setp.ne.b32 %p0, %r0, 3; @%p0 bra.uni OUT; OUT:", "threads of a warp part at a branch that is uniform",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BROKEN_COPIES)
+def test_broken_copies_are_found(name):
+    body, what = BROKEN_COPIES[name]
+    fails(what, body + (FETCH if name == "made_without_a_fence" else ""), torch.zeros(64))
+
+
+def test_a_copy_is_of_elements_of_one_tensor():
+    rows = torch.zeros(2, 64)
+    twice = MAKE + FETCH.replace("add.s32 %r6, %r4, 128", "mov.b32 %r6, dynamic").replace("128", "256")
+    fails("not elements of one tensor", twice, rows[:, :32], shared_bytes=256)
+    fails("not elements of one tensor", twice, rows[:, :32], rows[:, 32:], shared_bytes=256)
+    assert results(twice + wait(0) + "mov.b32 %r9, 5;", rows, shared_bytes=256).eq(5).all()
+
+
+def test_a_copy_fills_its_own_block():
+    other = FETCH.replace("mapa", "xor.b32 %r5, %r5, 1; mapa")
+    fails("shared memory of another block", MAKE + ARRIVE + other, torch.zeros(64), grid=2, cluster=2)
+    x = numbers(0).view(torch.int32)
+    assert results(MAKE + FETCH + wait(0) + READ, x, grid=2, cluster=2).equal(x[LANES].repeat(2))
 
 
 # Kernels of CuTe DSL.
@@ -604,13 +757,16 @@ def with_gaps(x, gap):
     return x.new_full((*leading, size + gap * 16 // x.element_size()), NAN)[..., :size].copy_(x)
 
 
-def launched(spec, problem, kernel, text, inputs, clusters=None, gap=0):
+def launched(spec, problem, kernel, text, inputs, clusters=None, gap=0, seed=0):
     """The outputs of a kernel on some clusters, as many as its rows take or others, its rows apart."""
     clusters = clusters or kernel.grid(problem, 64) // kernel.cluster
     inputs = {name: with_gaps(x, gap) for name, x in inputs.items()}
     outputs = make_outputs(spec, problem, clusters, "cpu")
     outputs = {name: x if name == "partial" else with_gaps(x, gap) for name, x in outputs.items()}
-    run(text, clusters * kernel.cluster, arguments_of(kernel, inputs, outputs), cluster=kernel.cluster)
+    arguments = arguments_of(kernel, inputs, outputs)
+    run(
+        text, clusters * kernel.cluster, arguments, cluster=kernel.cluster, shared_bytes=kernel.shared_bytes, seed=seed
+    )  # fmt: skip
     return outputs
 
 
@@ -701,6 +857,60 @@ def test_softmax_of_numbers_that_are_not_finite_is_torchs(options, level):
     x[1, 999], x[2, 0], x[3, 500], x[4] = INFINITY, NAN, -INFINITY, -INFINITY
     problem = problem_of(spec, 6, 1000, "float32")
     assert_right(spec, problem, kernel_of(spec, problem, **options), clusters=2, inputs={"x": x})
+
+
+# Those of rows that come into a ring in shared memory.
+
+RINGS = [
+    "rms_norm_backward", "layer_norm_backward", "fused_add_rms_norm_backward", "fused_rms_norm_add_rms_norm_backward",
+]  # fmt: skip
+
+
+def kernel_of_ring(spec, problem, threads=64, stages=2):
+    rows = kernel_of(spec, problem, threads)
+    flags = tuple(d.name for d in spec.dimensions if d.kind == "flag")
+    config = Config(implementation="cute", schedule="persistent", threads=threads, stages=stages, occupancy=1)
+    return cute_ring.implement(rows.function, rows.parameters, flags, rows.dependent, problem, config)
+
+
+@pytest.mark.parametrize("name", RINGS)
+@pytest.mark.parametrize(
+    ("columns", "dtype", "weight_dtype", "arch"),
+    [(520, "bfloat16", "float32", "sm_90"), (264, "float32", "float16", "sm_100")],
+)
+def test_rows_of_a_ring_are_right(name, columns, dtype, weight_dtype, arch):
+    """With blocks that have no row, rows for less than a round of the ring, one round, and several and a part."""
+    spec = spec_named(name)
+    for rows, blocks in [(2, 3), (6, 2), (11, 1)]:
+        problem = problem_of(spec, rows, columns, dtype, weight_dtype)
+        assert_right(spec, problem, kernel_of_ring(spec, problem, stages=3), blocks, arch=arch, gap=1)
+
+
+@st.composite
+def launches_of_rings(draw):
+    """A spec, its problem, a kernel, a number of blocks and a GPU."""
+    spec = spec_named(draw(st.sampled_from(RINGS)))
+    dtype, weight_dtype = draw(st.sampled_from(DTYPES)), draw(st.sampled_from(DTYPES))
+    threads, stages = draw(st.sampled_from([64, 128, 256, 512])), draw(st.integers(1, 6))
+    most = threads * draw(st.integers(1, 2))
+    columns = 16 // ITEM_BYTES[dtype] * draw(st.one_of(st.just(most), st.integers(1, most)))
+    problem = problem_of(spec, draw(st.integers(1, 12)), columns, dtype, weight_dtype, draw(st.booleans()))
+    kernel = kernel_of_ring(spec, problem, threads, stages)
+    return spec, problem, kernel, draw(st.integers(1, 4)), None, draw(st.sampled_from(["sm_90", "sm_100"]))
+
+
+@examples(8)
+@given(launches_of_rings(), st.integers(0, 2))
+def test_any_rows_of_a_ring_are_right(launch, gap):
+    assert_right(*launch, gap)
+
+
+def test_sums_over_rows_of_a_ring_have_a_fixed_order():
+    spec = spec_named("rms_norm_backward")
+    problem = problem_of(spec, 11, 520, "bfloat16")
+    kernel, inputs = kernel_of_ring(spec, problem, stages=3), inputs_of(spec, problem)
+    one, other = (launched(spec, problem, kernel, ptx_of(kernel), inputs, 4, seed=seed) for seed in (0, 1))
+    assert all(one[name].equal(other[name]) for name in one)
 
 
 # Those of heads.
@@ -1498,6 +1708,42 @@ def test_a_kernel_without_its_barrier_fails(cluster):
 def test_a_kernel_that_keeps_all_sums_in_one_place_fails(cluster):
     """The turn changes with each row: a fast warp may be at the next one."""
     fails_once(lambda text: re.sub(r"xor.b32.*;", "", text), "race", threads=64, cluster=cluster)
+
+
+BROKEN_RINGS = {
+    "does_not_wait": (
+        lambda text: re.sub(r"@P1 bra.uni DONE;\s+bra.uni\s+LAB_WAIT;", "", text),
+        "has not seen the end",
+    ),
+    "waits_for_one_phase": (lambda text: re.sub(r"xor.b32[^;]*%r\d+;", "", text), "has not seen the end|deadlock"),
+    "has_no_fence": (lambda text: text.replace("fence.mbarrier_init", "// fence"), "no fence.mbarrier_init"),
+    "makes_barriers_too_late": (lambda text: text.replace("bar.sync", "// bar.sync", 1), "init by another thread"),
+    "forgets_the_number_of_rows": (
+        lambda text: re.sub(r"(or\.pred\s+%p\d+, )(%p\d+), %p\d+", r"\1\2, \2", text),
+        "elements of one tensor|outside of all",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN_RINGS)
+def test_a_broken_ring_fails(name):
+    change, what = BROKEN_RINGS[name]
+    spec = spec_named("rms_norm_backward")
+    problem = problem_of(spec, 5, 520, "bfloat16")
+    kernel, inputs = kernel_of_ring(spec, problem), inputs_of(spec, problem)
+    text = ptx_of(kernel)
+    assert change(text) != text
+    with pytest.raises(PtxError, match=what):
+        launched(spec, problem, kernel, change(text), inputs, 1, gap=1)
+
+
+def test_a_ring_of_one_warp_fails():
+    """Its sums need no barrier, so that none is between reads of a stage and the copy that fills it again."""
+    spec = spec_named("rms_norm_backward")
+    problem = problem_of(spec, 5, 256, "bfloat16")
+    kernel, inputs = kernel_of_ring(spec, problem, threads=32), inputs_of(spec, problem)
+    with pytest.raises(PtxError, match="no barrier is between an access and a copy"):
+        launched(spec, problem, kernel, ptx_of(kernel), inputs, 1)
 
 
 def fails_on_heads(change, what):
