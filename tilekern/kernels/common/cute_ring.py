@@ -1,7 +1,8 @@
 """Sums over rows whose loads run far ahead, as CuTe DSL compiles them: their search space, and a config's launch.
 
 The device code is :mod:`tilekern.kernels.cute.ring`: a block of ``threads`` threads takes one row at a time out of a
-ring of ``stages`` rows in shared memory, into which the GPU copies those that are next.
+ring of ``stages`` rows in shared memory, into which the GPU copies those that are next; ``early`` says that it does so
+before the outputs of a row are made, which pays where they take long.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _MOST_CHUNKS = 2
 # Registers that a thread needs for addresses and the like.
 _OWN_REGISTERS = 24
 # Bytes of an SM's rings: on an H200 fewer leave the memory idle, and more gain nothing.
-_LEAST_BYTES, _MOST_BYTES = 80 << 10, 144 << 10
+_LEAST_BYTES, _MOST_BYTES = 80 << 10, 112 << 10
 # Shared memory of a block beside its ring, for its sums and barriers, and what each block takes of it for itself.
 _OTHER_BYTES = 3 << 10
 
@@ -48,7 +49,8 @@ def _axes(problem: Problem) -> dict[str, list[Value]]:
         "implementation": ["cute"],
         "schedule": ["persistent"],
         "threads": [64, 128, 256, 512, 1024] if whole else [],
-        "stages": [2, 3, 4, 6, 8, 12, 16],
+        "stages": [2, 3, 4, 6, 8, 12],
+        "early": [False, True],
         "occupancy": [1, 2, 4],
     }
 
@@ -132,6 +134,7 @@ def implement(
             ("columns", columns),
             ("vector", vector_of(problem)),
             ("stages", config["stages"]),
+            ("early", config["early"]),
             ("occupancy", config["occupancy"]),
             *((flag, problem[flag]) for flag in flags),
         ),

@@ -8,10 +8,11 @@ the start.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import cutlass
-from cutlass import Float32, Int32, Int64, cute
+from cutlass import Float32, Int32, Int64, const_expr, cute
 from cutlass.cute.nvgpu import cpasync
 
 from tilekern.kernels.common.cute_ring import row_bytes
@@ -44,19 +45,21 @@ class Ring(Rows):
         columns: of a row; whole vectors.
         vector: elements of a vector.
         stages: rows of the ring.
+        early: whether a stage is filled again before the outputs of its row are made, or after.
         occupancy: blocks for which an SM must have registers.
         flags: the kernel's constants that are no sizes.
     """
 
     def __init__(
         self, function: Any, parameters: tuple[ArrayParameter | ScalarParameter, ...], *, capability: int, block: int,
-        cluster: int, columns: int, vector: int, stages: int, occupancy: int, **flags: bool,
+        cluster: int, columns: int, vector: int, stages: int, early: bool, occupancy: int, **flags: bool,
     ) -> None:  # fmt: skip
         super().__init__(
             function, parameters, capability=capability, block=block, cluster=cluster, columns=columns, threads=block,
             rows=1, vector=vector, persistent=True, ahead=True, occupancy=occupancy, **flags,
         )  # fmt: skip
-        self.stages, self.stage_bytes = stages, row_bytes(parameters, columns)
+        self.stages, self.early, self.stage_bytes = stages, early, row_bytes(parameters, columns)
+        assert self.slots > 1, "the threads of a single warp meet at no barrier, which a stage's refill must wait for"
 
     @cute.jit
     def run_backward(self, statistics, formula, share, inputs, weights, outputs, partial, sums, scalars):
@@ -77,9 +80,14 @@ class Ring(Rows):
         stage, phase, turn = Int32(0), Int32(0), Int32(0)
         for row in cutlass.range(self.first, rows, self.stride, unroll=1):
             cute.arch.mbarrier_wait(self.barriers + stage, phase)
-            self.backward_step(work, self.read_stage(inputs, stage), row, turn)
-            # All threads have read their parts: the sums over the row have passed a barrier since.
-            self.fetch(inputs, row + self.stages * self.stride, stage, rows)
+            held = self.read_stage(inputs, stage)
+            # All threads have read their parts when they have met in the sums over the row.
+            refill = functools.partial(self.fetch, inputs, row + self.stages * self.stride, stage, rows)
+            if const_expr(self.early):
+                self.backward_step(work, held, row, turn, refill)
+            else:
+                self.backward_step(work, held, row, turn)
+                refill()
             is_last = stage == self.stages - 1
             stage = Int32(cutlass.select_(is_last, Int32(0), stage + 1))
             phase = Int32(cutlass.select_(is_last, phase ^ 1, phase))

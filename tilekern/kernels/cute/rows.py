@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import cutlass
@@ -141,11 +141,15 @@ class Rows(Program):
             self.share.put(partial, (self.first,), None, n * self.columns, totals[n])
 
     @cute.jit
-    def backward_step(self, work, held, row, turn):
-        """Outputs of a row whose inputs are in registers, and its share of the sums."""
+    def backward_step(self, work, held, row, turn, meanwhile: Callable = lambda: None):
+        """Outputs of a row whose inputs are in registers, and its share of the sums.
+
+        ``meanwhile`` is called when all threads have met in the sums over the row.
+        """
         statistics, formula, share, weights, outputs, scalars, totals = work
         tiles = tuple(wide(values) for values in held)
         known = statistics(Step(tiles, weights, turn), self.columns, *scalars) + scalars
+        meanwhile()
         for array, part in zip(outputs, formula(tiles, weights, known), strict=True):
             self.share.put(array, (row,), None, 0, self.share.rounded(array, part))
         for total, part in zip(totals, share(tiles, weights, known), strict=True):
