@@ -13,7 +13,7 @@ from tilekern.cute_compiler import compile_kernel, compiler, passed_bytes
 from tilekern.errors import CompileFailed, ToolchainMissing
 from tilekern.kernels import spec_named
 from tilekern.source.digests import note_digests
-from tilekern.spec import ALIGNED, Config, CuteKernel
+from tilekern.spec import ALIGNED, ITEM_BYTES, Config, CuteKernel
 from tilekern.targets import INTERPRETED, KNOWN, resolve
 from tilekern.toolchain import assumptions, compile_candidate
 from tuning.compile.machine_code import read_machine_code
@@ -26,6 +26,7 @@ LOSSES = [spec for spec in ABLE if any(d.name == "vocabulary" for d in spec.dime
 PAIRS = [spec for spec in ABLE if any(d.name == "graded" for d in spec.dimensions)]
 SUMS = [spec for spec in ABLE if spec.name == "column_sum"]
 ROWS = [spec for spec in ABLE if spec not in (*TURNS, *HEADS, *LOSSES, *PAIRS, *SUMS)]
+RINGS = [spec for spec in ROWS if spec.follower]
 # Columns of rows that are long enough for several blocks.
 LONG = 65536
 H200, A100 = resolve("H200"), next(target for target in KNOWN if target.arch == "sm_80")
@@ -57,6 +58,10 @@ def problem_of(
 
 def configs(spec, problem, target=H200):
     return [config for config in spec.space.candidates(problem, target) if config.get("implementation") == "cute"]
+
+
+def rings(spec, problem, target=H200):
+    return [config for config in configs(spec, problem, target) if "stages" in config]
 
 
 def made_of(spec, columns=4096, target=H200, **axes):
@@ -118,6 +123,7 @@ def test_they_compile_for_each_gpu_with_the_parameters_that_are_passed(spec, tar
     assert read_resources(made.cubin, made.symbol).threads == kernel.block
     launch = {"block": [kernel.block, 1, 1], "cluster": kernel.cluster}
     assert made.launch == {**launch, "cooperative": False, "shared_bytes": 0}
+    assert made.resources() == read_resources(made.cubin, made.symbol)
     assert made.compiler == compiler()
     assert made.assumptions == assumptions(kernel, ALIGNED)
     counts = read_machine_code(code_of(made.cubin, made.symbol), target.capability).whole
@@ -301,6 +307,8 @@ def test_their_blocks_reach_all_heads_of_all_tokens_and_no_more(spec, heads, kv_
 def test_their_grids_are_whole_clusters_that_reach_all_rows(spec, columns):
     problem = problem_of(spec, columns)
     for config in configs(spec, problem):
+        if "stages" in config:
+            continue
         kernel = spec.device(problem, config)
         for rows in (1, 7, 8192, 100_000):
             blocks = kernel.grid(problem.but(rows=rows), 132)
@@ -310,6 +318,53 @@ def test_their_grids_are_whole_clusters_that_reach_all_rows(spec, columns):
             if config["schedule"] == "block":
                 assert blocks == steps * config["cluster"]
         assert config["threads"] * config["cluster"] * 8 * 8 >= columns  # held in registers, eight vectors at most
+
+
+@pytest.mark.parametrize("spec", RINGS, ids=lambda spec: spec.name)
+@pytest.mark.parametrize("target", [H200, resolve("B200"), resolve("sm_120")], ids=lambda target: target.arch)
+def test_their_rings_fit_beside_one_another(spec, target):
+    for columns, dtype in ((1024, "bfloat16"), (4096, "bfloat16"), (2880, "float16"), (4096, "float32")):
+        problem = problem_of(spec, columns, dtype)
+        for config in rings(spec, problem, target):
+            kernel = spec.device(problem, config)
+            read = [p for p in kernel.parameters if getattr(p, "ndim", 0) == 2 and p.role == "input"]
+            stage = columns * sum(ITEM_BYTES[parameter.dtype] for parameter in read)
+            assert kernel.shared_bytes == config["stages"] * stage
+            assert config["occupancy"] * (kernel.shared_bytes + 3072) <= target.shared_bytes
+            assert kernel.block == config["threads"] >= 64
+            for rows in (1, 7, 8192):
+                resident = config["occupancy"] * target.sm_count
+                assert kernel.grid(problem.but(rows=rows), target.sm_count) == min(rows, resident)
+
+
+@pytest.mark.parametrize("spec", RINGS, ids=lambda spec: spec.name)
+def test_short_and_long_rows_and_older_gpus_have_no_ring(spec):
+    assert rings(spec, problem_of(spec))
+    assert not rings(spec, problem_of(spec), A100)
+    assert not rings(spec, problem_of(spec, 128))
+    assert not rings(spec, problem_of(spec, 32768))
+    assert not rings(spec, problem_of(spec, 4097))
+
+
+@pytest.mark.slow
+@pytest.mark.in_turn(2)
+@needs_cute
+@pytest.mark.parametrize("spec", RINGS, ids=lambda spec: spec.name)
+@pytest.mark.parametrize("target", [H200, resolve("B200")], ids=lambda target: target.arch)
+def test_rings_are_copied_in_bulk_and_stay_in_registers(spec, target):
+    """Of two blocks of 256 threads in place of one, an SM may have too few registers: some addresses spill."""
+    problem = problem_of(spec)
+    for config in rings(spec, problem, target):
+        made = compile_candidate(spec, problem, config, target, ALIGNED)
+        kernel = spec.device(problem, config)
+        found, resources = read_resources(made.cubin, made.symbol), made.resources()
+        assert made.launch["shared_bytes"] == kernel.shared_bytes == resources.shared_bytes - found.shared_bytes
+        assert resources.registers * config["threads"] * config["occupancy"] <= target.registers
+        assert resources.stack_bytes <= (64 if config["occupancy"] > 1 else 0), config
+        counts = read_machine_code(code_of(made.cubin, made.symbol), target.capability).whole
+        # Each stage is filled once before the loop, and then in it.
+        read = [p for p in kernel.parameters if getattr(p, "ndim", 0) == 2 and p.role == "input"]
+        assert counts.bulk_loads == len(read) * (config["stages"] + 1)
 
 
 @pytest.mark.parametrize("spec", LOSSES, ids=lambda spec: spec.name)
@@ -407,6 +462,7 @@ def test_no_clusters_before_sm_90():
 
 def test_the_class_of_each_kernel_is_there():
     named = {made_of(spec, LONG if spec in PAIRS else 4096)[2].kernel for spec in ABLE}
+    named |= {made_of(spec, stages=6)[2].kernel for spec in RINGS[-1:]}
     for name in named:
         module, _, attribute = name.partition(":")
         assert module.startswith("tilekern.kernels.cute.")
@@ -420,6 +476,7 @@ def test_the_source_of_each_kernel_counts_in_the_digest_of_its_spec(tmp_path):
     for spec in ABLE:
         module, _, _ = made_of(spec, LONG if spec in PAIRS else 4096)[2].kernel.partition(":")
         assert module in noted[spec.module][spec.name]["files"], spec.name
+        assert ("tilekern.kernels.cute.ring" in noted[spec.module][spec.name]["files"]) == (spec in ROWS), spec.name
 
 
 def test_without_the_dsl_the_way_to_get_it_is_said(monkeypatch):

@@ -6,6 +6,7 @@ import pytest
 import simulated_gpu
 
 from tilekern.kernels import spec_named
+from tilekern.spec import Config, Problem
 from tuning.compile.stage import Compiling, compile_all
 from tuning.executors.local import LocalExecutor
 from tuning.measure import process
@@ -21,6 +22,7 @@ PROBLEMS = [
     ("column_sum", {"rows": 64, "columns": 128, "dtype": "bfloat16"}),
     ("scale", {"rows": 64, "columns": 32, "dtype": "bfloat16"}),
     ("adamw", {"rows": 4, "columns": 16, "dtype": "float32"}),
+    ("rms_norm_backward", {"rows": 64, "columns": 128, "dtype": "bfloat16", "weight_dtype": "bfloat16"}),
     ("grouped_weight_gradient", {"rows": 64, "inner": 32, "columns": 64, "experts": 4, "dtype": "bfloat16",
                                  "a_gathered": False, "b_gathered": False}),
     ("matmul", {"rows": 64, "inner": 32, "columns": 64, "dtype": "float32", **NO_FLAGS}),
@@ -33,6 +35,14 @@ class SimulatedExecutor(LocalExecutor):
 
     def describe_gpu(self, _):
         return {"gpu": "a simulated one", "driver": "0", "torch": "0"}
+
+
+def _is_of(key, record):
+    """Whether a candidate's key is that of a record's winner."""
+    kernel, problem, config, variant, _ = f"{key}||||".split("|")[:5]
+    return (kernel, problem, config, variant) == (
+        record.kernel, Problem(record.problem).key, Config(record.config).key, "aligned",
+    )  # fmt: skip
 
 
 @pytest.fixture
@@ -49,8 +59,9 @@ def compiled(tmp_path_factory, h200):
     # Of the last, cuBLAS and two kernels are enough.
     by_cublas, tile = (spec_named("matmul").default(problem, h200) for _, problem in named[-2:])
     few = [by_cublas.but(tile_k=64), tile, tile.but(schedule="block")]
-    gradient = spec_named(named[3][0]).default(named[3][1], h200)
-    sweep.begin(h200, "test", named, {named[-1]: few, named[3]: [gradient, gradient.but(implementation="torch")]})
+    norm, gradient = (spec_named(name).default(problem, h200) for name, problem in named[3:5])
+    routed = [gradient, gradient.but(implementation="torch")]
+    sweep.begin(h200, "test", named, {named[-1]: few, named[3]: [norm, norm.but(occupancy=1)], named[4]: routed})
     assert compile_all(sweep, jobs=2).failed == 0
     return sweep
 
@@ -68,7 +79,14 @@ def test_every_problem_has_a_confirmed_winner(simulated, compiled):
         assert record.measurement["median_us"] > 0
         assert record.check["passed"]
         assert len(record.check["cases"]) > 3
-    routed = found[3].record
+    assert found[3].record.measurement["with"] == "column_sum"
+    assert not any("with" in winner.record.measurement for winner in found if winner is not found[3])
+    [race] = (race for race in compiled.races().values() if race["kernel"] == "rms_norm_backward")
+    # The plan has no sum over as few rows as there are blocks: it is the winner of the nearest one.
+    [(blocks, follower)] = race["followers"].items()
+    assert 0 < int(blocks) < 64
+    assert _is_of(follower, found[0].record)
+    routed = found[4].record
     assert routed.measurement["on"].keys() == {"zipf"}
     assert routed.measurement["on"]["zipf"] > 0
     assert {case["case"] for case in routed.check["cases"]} >= {"zipf", "one expert gets all", "one row each"}

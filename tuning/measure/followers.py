@@ -32,7 +32,8 @@ def followers(settled: Settled, spec: KernelSpec, problem: Problem, racing: Sequ
         return {}
     found: dict[int, Entrant] = {}
     kernel = spec_named(spec.follower.kernel)
-    for blocks in {blocks_of(entrant, problem, settled.target.sm_count) for entrant in racing} - {0}:
+    sm_count = settled.target.sm_count
+    for blocks in {blocks_of(entrant, problem, sm_count) for entrant in racing if entrant.is_aligned} - {0}:
         wanted = kernel.bucketed(kernel.problem(**spec.follower.dimensions(problem, blocks)))
         one = next(filter(None, (_best(settled, kernel.name, near) for near in _near(settled, kernel, wanted))), None)
         if one is not None:
