@@ -10,11 +10,13 @@ from gpu_training import CONFIG, TOKENS
 from spec_samples import inputs_of, sized
 
 from tilekern.kernels import all_specs, spec_named
-from tilekern.launcher import PrebuiltKernel
-from tilekern.runtime import dispatch
+from tilekern.launcher import PrebuiltKernel, Variant
+from tilekern.runtime import dispatch, plans
+from tilekern.runtime.records import launch_in
 from tilekern.runtime.warmup import sizes_of
-from tilekern.spec import ArrayParameter, KernelSpec, LibraryCall, Problem
-from tilekern.targets import resolve
+from tilekern.spec import ALIGNED, ArrayParameter, Config, KernelSpec, LibraryCall, Problem
+from tilekern.targets import Target, resolve
+from tilekern.toolchain import compile_candidate
 from tuning.plan.given import plan_of_problem
 from tuning.plan.models import plan_of_model
 from tuning.plan.steps import Steps
@@ -265,3 +267,11 @@ def watch_variants(monkeypatch: Any) -> list[str]:
 
     monkeypatch.setattr(PrebuiltKernel, "_compile", noted)
     return seen
+
+
+def compiled_plan(spec: KernelSpec, problem: Problem, config: Config, target: Target) -> plans.Plan:
+    """How the aligned variant of a config, compiled here, is launched."""
+    made, implementation = compile_candidate(spec, problem, config, target, ALIGNED), spec.device(problem, config)
+    variant = Variant(ALIGNED, made.symbol, made.assumptions, lambda: made.cubin, launch_in(made.launch))
+    kernel = PrebuiltKernel(implementation.function, [variant])
+    return plans.plan_of(kernel, implementation, config, problem, target)

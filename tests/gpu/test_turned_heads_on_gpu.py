@@ -2,16 +2,12 @@
 
 import pytest
 import torch
+from gpu_samples import compiled_plan
 
 from tilekern.cute_compiler import compiler
 from tilekern.kernels import spec_named
 from tilekern.kernels.common.cute_configs import is_cute
-from tilekern.launcher import PrebuiltKernel, Variant
-from tilekern.runtime.plans import plan_of
-from tilekern.runtime.records import launch_in
-from tilekern.spec import ALIGNED
 from tilekern.targets import here
-from tilekern.toolchain import compile_candidate
 from tuning.verify.check import arguments_of, compare, expected_results, make_outputs
 
 SIZES = {"tokens": 1009, "batch": 2, "heads": 28, "kv_heads": 4, "head_dim": 128, "full": False, "dtype": "bfloat16"}
@@ -42,9 +38,7 @@ def test_every_config_of_cute_dsl_is_right(name, inverse, angle_dtype):
     given = with_any_sections(spec, problem)
     expected = [expected_results(spec, problem, inputs) for inputs in given]
     for config in filter(is_cute, spec.space.candidates(spec.bucketed(problem), target)):
-        made, implementation = compile_candidate(spec, problem, config, target, ALIGNED), spec.device(problem, config)
-        variant = Variant(ALIGNED, made.symbol, made.assumptions, lambda made=made: made.cubin, launch_in(made.launch))
-        plan = plan_of(PrebuiltKernel(implementation.function, [variant]), implementation, config, problem, target)
+        plan, implementation = compiled_plan(spec, problem, config, target), spec.device(problem, config)
         for inputs, right in zip(given, expected, strict=True):
             outputs = make_outputs(spec, problem, plan.blocks, "cuda")
             plan.launch(0, *arguments_of(implementation, inputs, outputs))

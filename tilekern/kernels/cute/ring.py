@@ -1,9 +1,8 @@
 """Sums over rows whose loads run far ahead: rows come into a ring in shared memory, without passing through registers.
 
 Thread 0 of a block has the GPU copy whole rows (``cp.async.bulk``) into the ring's stages, each with a barrier in
-shared memory (mbarrier) that tells when all of a row has come. Registers for rows to come would take those of other
-blocks; with few registers blocks, those of the sum over ``partial``, which is launched next, have room beside them from
-the start.
+shared memory (mbarrier) that tells when all of a row has come. Since registers hold no rows to come, the blocks of the
+sum over ``partial``, which is launched next, have room beside these from the start.
 """
 
 from __future__ import annotations
