@@ -1,12 +1,10 @@
-"""A library's win where that library is not, and artifacts that the launcher cannot launch."""
+"""A library's win where that library is not."""
 
-import shutil
 import warnings
 
-import msgspec
 import pytest
 import torch
-from one_record import GPU, H200, SIZES, SPEC
+from one_record import GPU, H200
 
 from tilekern import cache, toolchain
 from tilekern.errors import CacheMiss, TilekernWarning, ToolchainMissing
@@ -176,17 +174,3 @@ def test_the_libraries_are_those_that_configs_name():
 
 def problem_of(spec):
     return spec.problem(**{d.name: {"dtype": "bfloat16", "flag": False}.get(d.kind, 64) for d in spec.dimensions})
-
-
-def test_an_artifact_that_needs_another_launch_leaves_the_model_its_own_op(root, compiled):
-    shutil.copytree(compiled, root)
-    (entry,) = cache.Store(root).entries()
-    launch = cache.Launch((256, 1, 1), 2, True, 4096)
-    artifacts = {n: msgspec.structs.replace(one, launch=launch) for n, one in entry.record.artifacts.items()}
-    cache.Store(root).write(msgspec.structs.replace(entry.record, artifacts=artifacts), {})
-    with pytest.warns(TilekernWarning, match="which this version of tilekern cannot; install a newer one"):
-        assert dispatch.plan_for(SPEC, GPU, *SIZES) is None
-    dispatch.forget()
-    dispatch.set_miss_policy("error")
-    with pytest.raises(CacheMiss, match="is launched with"):
-        dispatch.plan_for(SPEC, GPU, *SIZES)
