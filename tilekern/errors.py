@@ -26,7 +26,7 @@ class CacheMiss(TilekernError):  # noqa: N818
 
 
 class CannotRun(TilekernError):  # noqa: N818
-    """A record serves, and this machine cannot run it: its library is missing, or how its artifact is launched."""
+    """A record serves, and this machine cannot run it: its library is missing, or the driver refuses it."""
 
 
 class RanksDiffer(TilekernError):  # noqa: N818
