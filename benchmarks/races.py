@@ -79,11 +79,11 @@ def measure(
     serve_any_size()
     watch = Stopwatch(sweep.target.l2_bytes)
     watch.warm_clocks()
-    results, rows = Results(facts()), list[Row]()
+    results, rows, settled = Results(facts()), list[Row](), Settled(sweep, "race")
     for kernel, problem in sweep.problems():
         found = _right(sweep, kernel, problem) if not kernels or kernel in kernels else []
         if found:
-            rows += _Field(sweep, watch, kernel, problem, found).rows(effort)
+            rows += _Field(sweep, watch, kernel, problem, found, followers(settled, found)).rows(effort)
             gc.collect()  # the arrays of a problem hang on launches that hold each other
             results = Results(results.run, [*rows, *summary(rows)])
             keep(f"{kernel} {problem.key}", results)
@@ -104,8 +104,10 @@ def _right(sweep: Sweep, kernel: str, problem: Problem) -> list[Entrant]:
 class _Field:
     """The candidates of one problem, ready to run."""
 
-    def __init__(self, sweep: Sweep, watch: Stopwatch, kernel: str, problem: Problem, found: list[Entrant]) -> None:
-        behind = followers(Settled(sweep, "race"), spec_named(kernel), problem, found)
+    def __init__(
+        self, sweep: Sweep, watch: Stopwatch, kernel: str, problem: Problem, found: list[Entrant],
+        behind: dict[int, Entrant],
+    ) -> None:  # fmt: skip
         hashes = {one.compiled["sha256"] for one in (*found, *behind.values()) if "sha256" in one.compiled}
         cubins = {name: sweep.cubin(name) for name in hashes}
         self._task = Task(kernel, problem, sweep.target, tuple(found), cubins, stay=found[0].key, followers=behind)

@@ -157,9 +157,8 @@ def _measured_winner(known: Known, found: list[Candidate], target: Target) -> tu
     others = [item for item in order if item is not best]
     race = known.races.get((best.kernel, best.problem.key), {})
     measurement = timings[best] | race.get("gpu", known.gpu)
-    if followers := race.get("followers"):
-        # By the keys of candidates, which begin with the kernel's name.
-        measurement["with"] = next(iter(followers.values())).partition("|")[0]
+    if race.get("followers") and best.spec.follower:
+        measurement["with"] = best.spec.follower.kernel
     if default := timing_of_default(timings, known.compiled, target):
         measurement["default_us"] = default["median_us"]
     if copied := known.measured.get(copy_key(best.kernel, best.problem), {}).get("timing"):

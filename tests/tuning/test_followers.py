@@ -44,7 +44,7 @@ def behind(sweep: Sweep, **axes):
     """The follower of the first config of the norm that has some values of axes, by its blocks."""
     items = candidates(NORM.name, PROBLEM, sweep.target)
     item = next(item for item in items if axes.items() <= item.config.items())
-    return followers(Settled(sweep, "race"), NORM, PROBLEM, [Entrant(item, COMPILED)])
+    return followers(Settled(sweep, "race"), [Entrant(item, COMPILED)])
 
 
 def test_nothing_follows_where_nothing_of_it_is_compiled(sweep):

@@ -12,7 +12,6 @@ from tilekern.runtime.libraries import library_of
 from tilekern.runtime.plans import plan_of
 from tilekern.runtime.records import launch_in
 from tilekern.spec import ArrayParameter, LibraryCall, Problem
-from tuning.measure.followers import blocks_of
 from tuning.measure.gpu import load_code
 from tuning.measure.tasks import Entrant, Task
 from tuning.measure.timing import Launch, Timing, rewriting
@@ -124,7 +123,7 @@ class Bench:
 
     def prepare(self, entrant: Entrant, variation: str | None = None) -> Launch:
         """A function that launches the entrant at full size, and what follows it."""
-        inputs, blocks = self.load(variation), self._blocks(entrant)
+        inputs, blocks = self.load(variation), entrant.candidate.blocks(self._target.sm_count)
         outputs = self._shared_outputs(blocks) if blocks else {}
         found = self._launch(self.kernel(entrant), entrant, self._problem, inputs, outputs, in_place=True)
         if blocks in self._task.followers:
@@ -155,7 +154,8 @@ class Bench:
     def arguments(self, entrant: Entrant) -> tuple[Any, ...]:
         """The arguments of a kernel's launch at full size; all entrants share the arrays."""
         implementation = self._spec.device(self._problem, entrant.candidate.config)
-        return arguments_of(implementation, self.load(), self._shared_outputs(self._blocks(entrant)))
+        outputs = self._shared_outputs(entrant.candidate.blocks(self._target.sm_count))
+        return arguments_of(implementation, self.load(), outputs)
 
     def copy(self) -> Launch:
         """A function that copies as many bytes as the problem must move, half read and half written."""
@@ -199,10 +199,6 @@ class Bench:
                 self._outputs[name, kind] = self._laid_out(made)
             found[name] = self._outputs[name, kind]
         return found
-
-    def _blocks(self, entrant: Entrant) -> int:
-        """The grid of an entrant at full size; 0 where a library runs it."""
-        return blocks_of(entrant, self._problem, self._target.sm_count)
 
     def _launch(
         self, kernel: Any, entrant: Entrant, problem: Problem, inputs: dict[str, Any], outputs: dict[str, Any],

@@ -19,33 +19,25 @@ if TYPE_CHECKING:
     from tuning.measure.stage import Settled
 
 
-def followers(settled: Settled, spec: KernelSpec, problem: Problem, racing: Sequence[Entrant]) -> dict[int, Entrant]:
-    """What follows candidates with so many blocks; nothing where the sweep has not compiled any of it.
+def followers(settled: Settled, racing: Sequence[Entrant]) -> dict[int, Entrant]:
+    """What follows a problem's candidates, by their blocks; nothing where the sweep has not compiled any of it.
 
     Args:
         settled: what the sweep knows.
-        spec: of the candidates.
-        problem: theirs.
-        racing: the candidates.
+        racing: the candidates; at least one.
     """
-    if spec.follower is None:
+    first = racing[0].candidate
+    follower = first.spec.follower
+    if follower is None:
         return {}
     found: dict[int, Entrant] = {}
-    kernel = spec_named(spec.follower.kernel)
-    sm_count = settled.target.sm_count
-    for blocks in {blocks_of(entrant, problem, sm_count) for entrant in racing if entrant.is_aligned} - {0}:
-        wanted = kernel.bucketed(kernel.problem(**spec.follower.dimensions(problem, blocks)))
+    kernel, sm_count = spec_named(follower.kernel), settled.target.sm_count
+    for blocks in {entrant.candidate.blocks(sm_count) for entrant in racing if entrant.is_aligned} - {0}:
+        wanted = kernel.bucketed(kernel.problem(**follower.dimensions(first.problem, blocks)))
         one = next(filter(None, (_best(settled, kernel.name, near) for near in _near(settled, kernel, wanted))), None)
         if one is not None:
             found[blocks] = one
     return found
-
-
-def blocks_of(entrant: Entrant, problem: Problem, sm_count: int) -> int:
-    """The grid of a candidate; 0 where a library runs it."""
-    if entrant.candidate.is_library:
-        return 0
-    return entrant.candidate.spec.device(problem, entrant.candidate.config).grid(problem, sm_count)
 
 
 def _near(settled: Settled, spec: KernelSpec, wanted: Problem) -> list[Problem]:

@@ -237,8 +237,7 @@ def tasks(sweep: Sweep, named: Sequence[tuple[str, Problem]], strategy: str) -> 
         if not racing:
             continue
         checks = {e.key: Check(**settled.measured[e.key]["check"]) for e in racing if e.key in settled.measured}
-        spec = spec_named(kernel)
-        behind = followers(settled, spec, problem, racing)
+        behind = followers(settled, racing)
         hashes = {e.compiled["sha256"] for e in (*racing, *behind.values()) if "sha256" in e.compiled}
         ranked_items = ranking(sweep, kernel, problem, target)
         order = {item.key: place for place, (item, _) in enumerate(ranked_items)}
@@ -246,7 +245,7 @@ def tasks(sweep: Sweep, named: Sequence[tuple[str, Problem]], strategy: str) -> 
         stay = racing[0].key
         racing.sort(key=lambda entrant: order.get(entrant.key, len(order)))
         yield Task(kernel, problem, target, tuple(racing), {name: sweep.cubin(name) for name in hashes}, stay, checks,
-                   strategy, predicted, timed=spec.timed, followers=behind)  # fmt: skip
+                   strategy, predicted, timed=spec_named(kernel).timed, followers=behind)  # fmt: skip
 
 
 class Settled:
@@ -346,8 +345,7 @@ def identity(item: Candidate, line: Line, target: Target) -> tuple[str, str, int
     """Equal for candidates that do the same on the GPU."""
     if item.is_library:
         return item.variant, item.config.key, 0
-    blocks = item.spec.device(item.problem, item.config).grid(item.problem, target.sm_count)
-    return item.variant, line["code_sha256"], blocks
+    return item.variant, line["code_sha256"], item.blocks(target.sm_count)
 
 
 def _passed(line: Line) -> bool:

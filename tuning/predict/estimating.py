@@ -220,7 +220,7 @@ def _ruled_out(spec: KernelSpec, problem: Problem, target: Target, sweep: Sweep)
 
 def _launch(item: Candidate, target: Target) -> tuple[str, int]:
     """Equal for candidates that are known before the compiler runs to do the same."""
-    return item.artifact, item.spec.device(item.problem, item.config).grid(item.problem, target.sm_count)
+    return item.artifact, item.blocks(target.sm_count)
 
 
 def estimate_compile(counts: Sequence[Count], jobs: int, sweeps: Sequence[Sweep], *, here: bool = True) -> Estimate:

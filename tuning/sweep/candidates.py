@@ -55,6 +55,11 @@ class Candidate:
         """Whether CuTe DSL compiles it."""
         return isinstance(self.spec.implement(self.problem, self.config), CuteKernel)
 
+    def blocks(self, sm_count: int) -> int:
+        """The grid on a GPU of so many SMs; 0 where a library runs it."""
+        implementation = self.spec.implement(self.problem, self.config)
+        return 0 if isinstance(implementation, LibraryCall) else implementation.grid(self.problem, sm_count)
+
     @property
     def key(self) -> str:
         """One line that names the candidate and its artifact: after an edit of the kernel it is another one."""
