@@ -1,7 +1,9 @@
 /* A CUDA driver without a GPU, for tests of launchers: it accepts all that it is asked for, and writes each launch as a
-   line of JSON to the standard error, with the first array's address, sizes and strides. */
+   line of JSON to the standard error, with the first array's address, sizes and strides. With STUB_WITHOUT_CONTEXT no
+   context is current until one is set, as in a thread that has done nothing on the GPU. */
 #include <stdint.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 typedef struct { int id; char pad[4]; uint32_t value[16]; } Attribute;
@@ -12,16 +14,22 @@ typedef struct {
     uint32_t count;
 } Config;
 
-enum { MULTIPROCESSORS = 16, CAPABILITY_MAJOR = 75, CAPABILITY_MINOR = 76, PLENTY = 1 << 18, MOST_SHARED = 8 };
+enum { MULTIPROCESSORS = 16, CAPABILITY_MAJOR = 75, CAPABILITY_MINOR = 76, PLENTY = 1 << 18, MOST_SHARED = 8,
+       NO_CONTEXT = 201 };
 
 static int accept(void) { return 0; }
 static int one_device(int *count) { *count = 1; return 0; }
-static int context(void **found) { *found = (void *)0x1000; return 0; }
-static int context_of_stream(void *stream, void **found) { return context(found); }
-static int context_of_pointer(void *found, int attribute, uint64_t pointer) { return context(found); }
+static void *const CONTEXT = (void *)0x1000;
+static void *set;
+static void *current(void) { return set || getenv("STUB_WITHOUT_CONTEXT") ? set : CONTEXT; }
+int cuCtxGetCurrent(void **found) { *found = current(); return 0; }
+int cuCtxSetCurrent(void *to) { set = to; return 0; }
+int cuDevicePrimaryCtxRetain(void **found, int device) { *found = CONTEXT; return 0; }
+static int context_of_stream(void *stream, void **found) { *found = current(); return *found ? 0 : NO_CONTEXT; }
+static int context_of_pointer(void *found, int attribute, uint64_t pointer) { *(void **)found = CONTEXT; return 0; }
 static int context_id(void *of, unsigned long long *id) { *id = 1; return 0; }
-static int device(int *found) { *found = 0; return 0; }
-static int nth_device(int *found, int number) { *found = number; return 0; }
+int cuCtxGetDevice(int *found) { *found = 0; return current() ? 0 : NO_CONTEXT; }
+int cuDeviceGet(int *found, int number) { *found = number; return 0; }
 static int version(int *found) { *found = 13000; return 0; }
 static int text(int error, const char **said) { *said = "an error of the stub"; return 0; }
 static int attribute(int *value, int which, int of) {
@@ -35,8 +43,6 @@ int cuLibraryLoadData(const void **library, const void *code, void *a, void *b, 
 }
 int cuLibraryGetKernel(const void **found, const void *library, const char *name) { *found = library; return 0; }
 
-int cuCtxGetDevice(int *found) { return device(found); }
-
 /* How much dynamic shared memory a launch may ask for, of the kernel that was last said to need any. */
 static int allowed;
 static int no_attribute(int *value, int which, const void *of, int device) { *value = 0; return 0; }
@@ -46,6 +52,7 @@ int cuKernelSetAttribute(int which, int value, const void *of, int device) {
 }
 
 int cuLaunchKernelEx(const Config *config, const char *function, void **parameters, void **extra) {
+    if (!current()) return NO_CONTEXT;
     fprintf(stderr, "{\"cubin\": \"%s\", \"grid\": %u, \"block\": [%u, %u, %u], \"shared\": %u, \"allowed\": %d, ",
             function, config->grid[0], config->block[0], config->block[1], config->block[2], config->shared, allowed);
     fprintf(stderr, "\"attributes\": {");
@@ -59,8 +66,9 @@ int cuLaunchKernelEx(const Config *config, const char *function, void **paramete
 }
 
 static const struct { const char *name; void *function; } FUNCTIONS[] = {
-    {"cuDeviceGetCount", one_device}, {"cuStreamGetCtx", context_of_stream}, {"cuCtxGetCurrent", context},
-    {"cuCtxGetId", context_id}, {"cuCtxGetDevice", device}, {"cuDeviceGet", nth_device},
+    {"cuDeviceGetCount", one_device}, {"cuStreamGetCtx", context_of_stream}, {"cuCtxGetCurrent", cuCtxGetCurrent},
+    {"cuCtxSetCurrent", cuCtxSetCurrent}, {"cuCtxGetId", context_id}, {"cuCtxGetDevice", cuCtxGetDevice},
+    {"cuDeviceGet", cuDeviceGet},
     {"cuDeviceGetAttribute", attribute}, {"cuPointerGetAttribute", context_of_pointer},
     {"cuLibraryLoadData", cuLibraryLoadData}, {"cuLibraryGetKernel", cuLibraryGetKernel},
     {"cuDriverGetVersion", version}, {"cuGetErrorString", text}, {"cuGetErrorName", text},

@@ -49,7 +49,7 @@ def kernel(name, launch=None, otherwise=None):
     variant = Variant(name, "symbol", assumptions(made, name), name.encode, launch)
     return PrebuiltKernel(made.function, [variant], otherwise)
 
-torch._C._cuda_getCurrentRawStream = lambda device: 0  # which torch without CUDA does not have
+torch._C._cuda_getCurrentRawStream = torch._C._cuda_getDevice = lambda *device: 0  # torch without CUDA has neither
 memory = torch.zeros(64 * 96 + 1, dtype=torch.float16)
 whole, moved = (OnGpu(memory[at : at + 64 * 96].view(64, 96)[:, :64]) for at in (0, 1))
 weight = OnGpu(torch.zeros(64, dtype=torch.float16))
@@ -68,9 +68,9 @@ def stub(tmp_path_factory):
     return folder
 
 
-def run(stub, launcher, calls):
+def run(stub, launcher, calls, **more):
     """The addresses of both matrices, the launches of a job, and what it printed behind them."""
-    environment = {**os.environ, "LD_LIBRARY_PATH": str(stub), "TILEKERN_LAUNCHER": launcher}
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(stub), "TILEKERN_LAUNCHER": launcher, **more}
     job = subprocess.run(
         [sys.executable, "-c", JOB + textwrap.dedent(calls)],
         env=environment,
@@ -115,6 +115,53 @@ def test_launches_are_as_the_record_says_and_what_its_cubin_does_not_allow_runs_
         assert one["grid"] == 8
         assert one["numbers"] == [64, 64, 96, 1]  # sizes, then strides in elements
     assert printed == ["2", "NoVariant"]
+
+
+@pytest.mark.parametrize("launcher", ["cuda-tile", "driver"])
+def test_a_launch_makes_sure_of_its_context(stub, launcher):
+    """Autograd's threads have none before they allocate, under expandable segments also after it."""
+    calls = """
+        from tilekern.runtime.plans import DependentPlan, Plan
+
+        own = kernel("own")
+        for made in (Plan(own, Config(), 8), DependentPlan(own, Config(), 8), plan(Launch((256, 1, 1), 1, False, 0))):
+            made.launch(0, whole, weight, whole, 1e-6)
+            print(made.launches)
+            import ctypes
+            ctypes.CDLL("libcuda.so.1").cuCtxSetCurrent(None)
+    """
+    _, launches, printed = run(stub, launcher, calls, STUB_WITHOUT_CONTEXT="1")
+    assert [one["cubin"] for one in launches] == ["own", "own", "aligned"]
+    assert printed == ["1", "1", "1"]
+
+
+def test_a_launch_is_on_the_device_of_its_tensors(stub):
+    """The number of a default stream is 0 on every device: it names one of the current context."""
+    calls = """
+        current = [0]
+        torch._C._cuda_getDevice = lambda: current[0]
+        seen = []
+        torch._C._cuda_getCurrentRawStream = lambda device: seen.append((current[0], device)) or 0
+
+        class Device:
+            def __init__(self, number):
+                self.number = number
+
+            def __enter__(self):
+                self.before, current[0] = current[0], self.number
+
+            def __exit__(self, *_):
+                current[0] = self.before
+
+        torch.cuda.device = Device
+        both = plan(Launch((256, 1, 1), 1, False, 0))
+        both.launch(1, whole, weight, whole, 1e-6)
+        both.launch(0, whole, weight, whole, 1e-6)
+        print(*seen, current[0], both.launches)
+    """
+    _, launches, printed = run(stub, "cuda-tile", calls)
+    assert len(launches) == 2
+    assert printed == ["(1, 1) (0, 0) 0 2"]
 
 
 def test_a_launcher_that_is_not_known_is_named(monkeypatch):

@@ -55,7 +55,7 @@ MAY_IMPORT = {
     f"{RANKS}.snapshot": LEAVES | {"tilekern.cache", "tilekern.kernels", f"{RANKS}.held", DIGESTS},
     f"{RANKS}.agreement": LEAVES | {"tilekern.cache", f"{RUNTIME}.records", f"{RANKS}.snapshot"},
     f"{RUNTIME}.dispatch": LEAVES
-    | {"tilekern.cache", "tilekern.interpreter", "tilekern.launcher", "tilekern.toolchain", DIGESTS}
+    | {"tilekern.cache", "tilekern.driver", "tilekern.interpreter", "tilekern.launcher", "tilekern.toolchain", DIGESTS}
     | {f"{RUNTIME}.{name}" for name in ("libraries", "plans", "provisional", "ranks.agreement", "records")},
     f"{RUNTIME}.counting": {"tilekern.kernels", f"{RUNTIME}.dispatch"},
     f"{RANKS}.peers": LEAVES,

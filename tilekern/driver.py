@@ -1,4 +1,4 @@
-"""Launches kernels through the CUDA driver alone, by ctypes: the other way of :data:`LAUNCHER`.
+"""Asks the CUDA driver, by ctypes: which context is current, whether it takes a cubin, and the other :data:`LAUNCHER`.
 
 cuda-tile's launcher for kernels that say their block and cluster is private to it (``launch_extended`` of 1.7, guarded
 by a contract test). Where a new version of cuda-tile has it otherwise, this one stands in, a little slower.
@@ -52,6 +52,61 @@ def launcher() -> Callable[..., None]:
     from cuda.tile._cext import launch_extended
 
     return launch_extended
+
+
+def enter_context(device: int) -> bool:
+    """Make a device's primary context current in a thread that has no context; whether it had none.
+
+    Autograd's threads begin without one. torch makes one current at the first allocation that asks the driver for
+    memory, and a thread whose first work is a launch has made none.
+    """
+    try:
+        context = ctypes.c_void_p()
+        _call("cuCtxGetCurrent", ctypes.byref(context))
+        if context.value is not None:
+            return False
+        _call("cuCtxSetCurrent", _primary_context(device))
+    except CannotRun:
+        return False
+    return True
+
+
+@functools.cache
+def _primary_context(device: int) -> ctypes.c_void_p:
+    """The context that torch uses on a device, retained for as long as the process lives."""
+    ordinal, context = ctypes.c_int(), ctypes.c_void_p()
+    _call("cuDeviceGet", ctypes.byref(ordinal), device)
+    _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), ordinal)
+    return context
+
+
+def check_accepts(cubin: bytes) -> None:
+    """Have the driver load a cubin and drop it again; nothing is asked where there is no driver.
+
+    Raises:
+        CannotRun: the driver refuses it: it is older than the compiler that made the cubin, for example.
+    """
+    if not _is_here():
+        return
+    library = ctypes.c_void_p()
+    _call("cuLibraryLoadData", ctypes.byref(library), cubin, None, None, 0, None, None, 0)
+    _call("cuLibraryUnload", library)
+
+
+def driver_version() -> str:
+    """The newest CUDA that the driver knows, as ``13.0``; ``none`` where there is no driver."""
+    number = ctypes.c_int()
+    if not _is_here() or _driver().cuDriverGetVersion(ctypes.byref(number)):
+        return "none"
+    return f"{number.value // 1000}.{number.value % 1000 // 10}"
+
+
+def _is_here() -> bool:
+    try:
+        _driver()
+    except CannotRun:
+        return False
+    return True
 
 
 def launch(
@@ -150,9 +205,19 @@ def _allow_shared(function: int, device: int, size: int) -> None:
 
 
 def _call(name: str, *arguments: Any) -> None:
-    error = getattr(_driver(), name)(*arguments)
-    if error:
-        raise CannotRun(f"the CUDA driver's {name} failed with error {error}")
+    function = getattr(_driver(), name, None)
+    if function is None:
+        raise CannotRun(f"the CUDA driver is too old: it has no {name}")
+    if error := function(*arguments):
+        raise CannotRun(f"the CUDA driver's {name} failed with error {error}{_words(error)}")
+
+
+def _words(error: int) -> str:
+    """The driver's own words for an error, behind a colon; nothing where it has none."""
+    words, function = ctypes.c_char_p(), getattr(_driver(), "cuGetErrorString", None)
+    if function is None or function(error, ctypes.byref(words)) or not words.value:
+        return ""
+    return f": {words.value.decode(errors='replace')}"
 
 
 @functools.cache

@@ -68,7 +68,8 @@ class Step(NamedTuple):
         toolkit_key: the toolkit; None where the layer has none for this GPU.
         problem: the problem of the record; None where there was no record to try.
         outcome: ``taken``, ``not_there``, ``stale``, ``dated`` (taken only where nothing fresh is), ``weaker`` (fresh,
-            and of a weaker provenance than a dated one), ``unknown_schema``, ``untrusted``, ``bad``, ``no_records``
+            and of a weaker provenance than a dated one), ``unknown_schema``, ``untrusted``, ``bad``, ``cannot_run``
+            (this machine was seen to refuse it), ``no_records``
             (the layer has none for this GPU, or no layer has another GPU of the arch) or ``no_other_bucket``.
         detail: the outcome in words.
     """
@@ -108,6 +109,7 @@ def lookup(
     toolkit_key: str | None,
     source: Source,
     layers: Sequence[Layer],
+    cannot_run: Collection[Record] = (),
     trace: list[Step] | None = None,
 ) -> Hit | None:
     """The best record for a problem whose blobs are all there and intact, or None.
@@ -121,6 +123,7 @@ def lookup(
         toolkit_key: the toolkit installed here, or None.
         source: the kernel's source of today; records of another one are stale and never used.
         layers: where to look, first to last.
+        cannot_run: records that are passed over, since this machine was seen not to run them.
         trace: where given, takes each step: what was passed over and why, and last what was taken.
 
     Raises:
@@ -132,7 +135,7 @@ def lookup(
     wanted = dict(problem)
     for target in itertools.chain([target_key], _relatives(target_key, arch, layers, steps)):
         for of_a_problem in _candidates(kernel, wanted, bucketed, target, toolkit_key, layers, steps):
-            best = _best(kernel, of_a_problem, source, steps)
+            best = _best(kernel, of_a_problem, source, cannot_run, steps)
             if best:
                 exact = target == target_key, best.candidate.problem is wanted
                 return Hit(best.record, best.candidate.layer, *exact, best.blobs, best.standing == FRESH)
@@ -234,14 +237,18 @@ class _Found(NamedTuple):
         return PROVENANCES.index(self.record.provenance)
 
 
-def _best(kernel: str, candidates: Iterable[_Candidate], source: Source, steps: list[Step]) -> _Found | None:
+def _best(
+    kernel: str, candidates: Iterable[_Candidate], source: Source, cannot_run: Collection[Record], steps: list[Step]
+) -> _Found | None:
     """Of one problem's candidates the first that is fresh, or else the first that is valid."""
     dated: _Found | None = None
     for candidate in candidates:
         found = _read(kernel, candidate, source, steps)
         if found is None:
             continue
-        if found.standing == DATED:
+        if found.record in cannot_run:
+            steps.append(candidate.step("cannot_run", "this machine cannot run it"))
+        elif found.standing == DATED:
             steps.append(candidate.step(DATED, NOT_FRESH))
             dated = dated or found
         elif dated is None or found.rank <= dated.rank:

@@ -41,7 +41,9 @@ class State:
     ``plans`` are by real sizes, ``memos`` what ops keep beside them; ``resolved`` is what the problems that were asked
     for run by, at their buckets, where None is the model's own op, or a library's default that no record could be kept
     of. ``layers`` are those of this process once they were looked up; ``policy`` is None where the environment says it.
-    Where ranks agreed, ``agreement`` stands for the caches; a ``trace`` answers for meta tensors.
+    ``kernels`` are by their artifacts, and stay: a captured graph may launch what they have loaded. ``cannot_run`` are
+    records that this machine was seen not to run. Where ranks agreed, ``agreement`` stands for the caches; a ``trace``
+    answers for meta tensors.
     """
 
     lock: threading.RLock = field(default_factory=threading.RLock)
@@ -50,6 +52,7 @@ class State:
     memos: list[dict[Any, Any]] = field(default_factory=list)
     kernels: dict[tuple[Any, ...], Any] = field(default_factory=dict)
     resolved: dict[tuple[str, Problem], Record | None] = field(default_factory=dict)
+    cannot_run: list[Record] = field(default_factory=list)
     layers: list[Layer] | None = None
     policy: MissPolicy | None = None
     agreement: Agreement | None = None
@@ -114,17 +117,17 @@ def resolved() -> dict[tuple[str, Problem], Record | None]:
 
 
 def forget() -> None:
-    """Drop all plans and kernels of this process: the next calls look the cache up again. Counters stay.
+    """Drop all plans of this process: the next calls look the cache up again. Counters stay.
 
-    The agreement of ranks stays in force.
+    The agreement of ranks stays in force, and so does the code that graphs were captured with.
     """
     with _state.lock:
         for found in _state.counters.values():
             found.forgotten_launches = found.launches
             found.plans.clear()
         _state.plans.clear()
-        _state.kernels.clear()
         _state.resolved.clear()
+        _state.cannot_run.clear()
         _watch.forget()
         _empty_memos()
         _state.layers = None
@@ -267,7 +270,7 @@ def _cached(spec: KernelSpec, problem: Problem, target: Target, key: tuple[Any, 
     if found is None:
         plan = _by_library(spec, problem, wanted, target)
     else:
-        plan = _made_or_own(spec, problem, target, key[1], found)
+        found, plan = _made_or_next(spec, problem, target, key[1], found)
     _state.resolved[spec.name, wanted] = None if found is None or plan is None else found.record
     if not is_settled(found):
         look, take = functools.partial(find, spec, wanted, target), functools.partial(_take, spec, problem, target, key)
@@ -297,15 +300,30 @@ def _library_default(spec: KernelSpec, wanted: Problem, target: Target) -> Confi
     return config if library_of(config) in libraries_here() else None
 
 
-def _made_or_own(spec: KernelSpec, problem: Problem, target: Target, device: int, found: Hit) -> Plan | None:
-    """The plan of a record, or None for the model's own op where this machine cannot run it."""
-    try:
-        return _made(spec, problem, target, device, found)
-    except CannotRun as error:
-        if miss_policy() == "error":
-            raise CacheMiss(str(error)) from None
-        warn_once(f"{error}; the model's own op runs")
-        return None
+def _made_or_next(
+    spec: KernelSpec, problem: Problem, target: Target, device: int, found: Hit | None
+) -> tuple[Hit | None, Plan | None]:
+    """A record with its plan: where this machine cannot run it, the next one; None for the model's own op."""
+    wanted, said = spec.bucketed(problem), ""
+    while found is not None:
+        try:
+            return found, _made(spec, problem, target, device, found)
+        except CannotRun as error:
+            from tilekern.driver import driver_version
+
+            record = found.record
+            said = (
+                f"this machine cannot run {spec.name} for {record.address.problem_key}, made by "
+                f"{record.toolkit['key']} for {record.target['key']} (driver for CUDA {driver_version()}): {error}"
+            )
+            _state.cannot_run.append(record)
+            found = find(spec, wanted, target)
+            if found is not None:
+                warn_once(f"{said}; another record serves")
+    if miss_policy() == "error":
+        raise CacheMiss(f"{said}; nothing else serves {wanted.key}")
+    warn_once(f"{said}; the model's own op runs")
+    return None, None
 
 
 def _made(spec: KernelSpec, problem: Problem, target: Target, device: int, found: Hit) -> Plan:
@@ -316,9 +334,11 @@ def _made(spec: KernelSpec, problem: Problem, target: Target, device: int, found
     if isinstance(implementation, LibraryCall):
         return LibraryPlan(implementation.bound(plan_for), config)
     key = (device, spec.name, found.record.artifacts[ALIGNED].sha256, found.record.artifacts[GENERIC].sha256)
-    from tilekern.launcher import prebuilt
-
     if key not in _state.kernels:
+        from tilekern.driver import check_accepts
+        from tilekern.launcher import prebuilt
+
+        check_accepts(found.load(ALIGNED))
         _state.kernels[key] = prebuilt(implementation.function, found.record.artifacts, found.load)
     return plan_of(_state.kernels[key], implementation, config, problem, target)
 
@@ -362,7 +382,8 @@ def find(
     agreed = _state.agreement if layers is None else None
     if agreed is not None:
         if (spec.name, bucketed) in agreed.compiled:
-            return agreed.compiled[spec.name, bucketed]
+            hit = agreed.compiled[spec.name, bucketed]
+            return None if hit is None or hit.record in _state.cannot_run else hit
         target, layers = agreed.target, [agreed.snapshot]
     elif layers is None:
         layers = _state.layers = cache.default_layers() if _state.layers is None else _state.layers
@@ -376,6 +397,7 @@ def find(
         toolkit_key=tools.key if tools else None,
         source=digests_of(spec.module, spec.name),
         layers=layers,
+        cannot_run=_state.cannot_run,
         trace=trace,
     )
 

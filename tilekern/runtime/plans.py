@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from tilekern.errors import CannotRun
 from tilekern.spec import Config, CuteKernel, Implementation, Problem
 from tilekern.targets import Target
 
@@ -25,15 +26,40 @@ class Plan:
         self._forward_ad = _forward_ad()
 
     def launch(self, device: int, *arguments: Any) -> None:
-        """Queue the kernel on the current stream of CUDA device number ``device``.
+        """Queue the kernel on the current stream of CUDA device number ``device``, whichever device is current.
 
         Raises:
+            NoVariant: the kernel has no cubin that allows the arguments.
             NotImplementedError: an argument carries a tangent of forward-mode AD, which no output would have.
         """
         if self._forward_ad._current_level >= 0:
             _refuse_tangents(arguments)
+        if _current_device() != device:
+            return self._launch_elsewhere(device, arguments)
+        try:
+            _ct_launch(_raw_stream(device), self.grid, self._kernel, arguments)
+        except RuntimeError as error:
+            return self._launch_in_context(device, arguments, error)
         self.launches += 1
-        _ct_launch(_raw_stream(device), self.grid, self._kernel, arguments)
+        return None
+
+    def _launch_elsewhere(self, device: int, arguments: tuple[Any, ...]) -> None:
+        """Launch on a device that is not the current one.
+
+        The number of a default stream is 0 on each device, and names that of the current context.
+        """
+        import torch
+
+        with torch.cuda.device(device):
+            self.launch(device, *arguments)
+
+    def _launch_in_context(self, device: int, arguments: tuple[Any, ...], error: Exception) -> None:
+        """Launch again where the thread had no context, as autograd's have none before they allocate; else raise."""
+        from tilekern.driver import enter_context
+
+        if not enter_context(device):
+            raise error
+        self.launch(device, *arguments)
 
     def run(self, device: int, inputs: tuple[Any, ...], allocate: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
         """The outputs for ``inputs``: the kernel fills those of ``allocate``, a library gives its own."""
@@ -51,8 +77,14 @@ class DependentPlan(Plan):
         """Queue the kernel; raises as a plan of any kernel does."""
         if self._forward_ad._current_level >= 0:
             _refuse_tangents(arguments)
+        if _current_device() != device:
+            return self._launch_elsewhere(device, arguments)
+        try:
+            _ct_launch(_raw_stream(device), self.grid, self._kernel, arguments, programmatic_dependent_launch=True)
+        except RuntimeError as error:
+            return self._launch_in_context(device, arguments, error)
         self.launches += 1
-        _ct_launch(_raw_stream(device), self.grid, self._kernel, arguments, programmatic_dependent_launch=True)
+        return None
 
 
 class ExtendedPlan(Plan):
@@ -85,7 +117,16 @@ class ExtendedPlan(Plan):
         """Queue the kernel; raises as a plan of any kernel does."""
         if self._forward_ad._current_level >= 0:
             _refuse_tangents(arguments)
+        if _current_device() != device:
+            return self._launch_elsewhere(device, arguments)
+        try:
+            self._queue(device, arguments)
+        except (RuntimeError, CannotRun) as error:
+            return self._launch_in_context(device, arguments, error)
         self.launches += 1
+        return None
+
+    def _queue(self, device: int, arguments: tuple[Any, ...]) -> None:
         stream = _raw_stream(device)
         try:
             _extended_launch(stream, self.grid, self._block, self._kernel, arguments, **self._options)
@@ -238,16 +279,28 @@ def _extended_launch(*arguments: Any, **options: Any) -> None:
 
 
 def _load_launchers() -> None:
-    global _ct_launch, _extended_launch, _raw_stream
-    import torch
+    global _ct_launch, _extended_launch
     from cuda.tile._cext import launch
 
     from tilekern.driver import launcher
 
-    _ct_launch, _extended_launch, _raw_stream = launch, launcher(), torch._C._cuda_getCurrentRawStream
+    _ct_launch, _extended_launch = launch, launcher()
 
 
 def _raw_stream(device: int) -> int:
+    """Replaces itself by torch's function when first called, and :func:`_current_device` too."""
+    _load_devices()
+    return _raw_stream(device)
+
+
+def _current_device() -> int:
+    """As :func:`_raw_stream`: the number of this thread's device."""
+    _load_devices()
+    return _current_device()
+
+
+def _load_devices() -> None:
+    global _raw_stream, _current_device
     import torch
 
-    return int(torch._C._cuda_getCurrentRawStream(device))
+    _raw_stream, _current_device = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
