@@ -1,6 +1,7 @@
 """What a call finds in a real cache for a GPU that is not here, and what happens where it finds nothing."""
 
 import dataclasses
+import hashlib
 import json
 import shutil
 import warnings
@@ -12,7 +13,7 @@ import torch
 from one_record import GPU, H200, PROBLEM, SIZES, SPEC
 
 from tilekern import cache, toolchain
-from tilekern.errors import CacheMiss, InputError
+from tilekern.errors import CacheMiss, CannotRun, InputError
 from tilekern.interpreter import InterpreterError
 from tilekern.kernels import spec_named
 from tilekern.launcher import PrebuiltKernel
@@ -304,6 +305,59 @@ def test_the_second_call_touches_no_disk(filled, monkeypatch):
     monkeypatch.setattr(dispatch, "_resolve", None)
     assert dispatch.plan_for(SPEC, GPU, *SIZES) is first
     assert dispatch.stats()[SPEC.name] == numbers(hits=1)
+
+
+@pytest.fixture
+def refused(filled, monkeypatch):
+    """A driver that refuses the cubins of today's toolkit, and the cubins that it refuses."""
+    found = dispatch.find(SPEC, PROBLEM, H200)
+    refused = [found.load(variant) for variant in found.record.artifacts]
+
+    def check(cubin):
+        if cubin in refused:
+            raise CannotRun("the driver refuses it")
+
+    monkeypatch.setattr("tilekern.driver.check_accepts", check)
+    return refused
+
+
+def add_record_of_older_toolkit(root):
+    """A record of the same problem whose cubins have other bytes."""
+    found = dispatch.find(SPEC, PROBLEM, H200)
+    blobs, artifacts = {}, {}
+    for variant, artifact in found.record.artifacts.items():
+        cubin = found.load(variant) + b"of an older toolkit"
+        sha256 = hashlib.sha256(cubin).hexdigest()
+        blobs[sha256] = cubin
+        artifacts[variant] = msgspec.structs.replace(artifact, sha256=sha256, size=len(cubin))
+    toolkit = found.record.toolkit | {"key": "tileiras-13.3.0"}
+    cache.Store(root).write(msgspec.structs.replace(found.record, toolkit=toolkit, artifacts=artifacts), blobs)
+
+
+def test_where_the_driver_refuses_a_record_the_next_one_serves(filled, refused):
+    add_record_of_older_toolkit(filled)
+    dispatch.forget()
+    with pytest.warns(RuntimeWarning, match="this machine cannot run swiglu_forward .*another record serves"):
+        plan = dispatch.plan_for(SPEC, GPU, *SIZES)
+    assert plan._kernel.variants[0].load().endswith(b"of an older toolkit")
+    assert dispatch.resolved()[SPEC.name, PROBLEM].toolkit["key"] == "tileiras-13.3.0"
+
+
+def test_where_the_driver_refuses_all_records_the_model_s_own_op_runs(refused):
+    with pytest.warns(RuntimeWarning, match="this machine cannot run swiglu_forward .*the model's own op runs"):
+        assert dispatch.plan_for(SPEC, GPU, *SIZES) is None
+    dispatch.set_miss_policy("error")
+    dispatch.forget()
+    with pytest.raises(
+        CacheMiss, match=r"swiglu_forward for rows=64.*made by tileiras-.* \(driver for CUDA .*refuses it"
+    ):
+        dispatch.plan_for(SPEC, GPU, *SIZES)
+
+
+def test_forget_keeps_the_code_that_a_captured_graph_may_launch(filled):
+    kernel = dispatch.plan_for(SPEC, GPU, *SIZES)._kernel
+    dispatch.forget()
+    assert dispatch.plan_for(SPEC, GPU, *SIZES)._kernel is kernel
 
 
 def test_forget_looks_again_and_keeps_the_counters(filled):
