@@ -32,6 +32,7 @@ from tilekern.ops.registration import (
     needs_gradient,
     register,
     register_gradient,
+    scalar,
 )
 from tilekern.runtime.dispatch import Plan, count_fallback, plan_for
 
@@ -183,7 +184,7 @@ def _factor(
         if options.class_weight is not None:
             valid = valid * options.class_weight[labels.clamp(0, len(options.class_weight) - 1).long()]
         num_items = valid.sum()
-    return torch.as_tensor(num_items, dtype=dtype, device=labels.device).reciprocal().reshape(())
+    return scalar(num_items, dtype, labels.device).reciprocal()
 
 
 def _is_graded(rows: torch.Tensor, weight: torch.Tensor, options: LossOptions) -> bool:

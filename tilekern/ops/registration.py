@@ -216,6 +216,18 @@ def _constant(columns: int, value: float, dtype: torch.dtype, device: torch.devi
         return torch.full((columns,), value, dtype=dtype, device=device)
 
 
+def scalar(number: torch.Tensor | float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A number as a tensor [] of a device.
+
+    One that lies in the host's memory is filled in on the GPU: a copy of it waits for the stream, and ends a capture.
+    """
+    if isinstance(number, torch.Tensor):
+        if type(number) is not torch.Tensor or not number.is_cpu or torch.compiler.is_compiling():
+            return number.to(device=device, dtype=dtype).reshape(())
+        number = number.item()
+    return torch.full((), number, dtype=dtype, device=device)
+
+
 def promoted(*dtypes: torch.dtype) -> torch.dtype:
     """The dtype of a product of tensors of some dtypes."""
     return functools.reduce(torch.promote_types, dtypes)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from tilekern import ops
+from tilekern.ops.registration import scalar
 from tilekern.patch import parallel, patterns
 from tilekern.patch.constant import constant_in_graphs
 from tilekern.patch.digests import digest_of
@@ -158,7 +159,7 @@ def _loss(
             return ops.fused_linear_cross_entropy(hidden, weight, target, num_items=num_items_in_batch, **options)
         log_probs = ops.sharded_linear_log_probs(hidden, weight, target, part.first, part.group, **options)[0]
         counted = (target != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
-        return -log_probs.sum() / torch.as_tensor(counted, device=log_probs.device)
+        return -log_probs.sum() / scalar(counted, log_probs.dtype, log_probs.device)
 
     if not head._forward_pre_hooks:
         return compute(hidden)
