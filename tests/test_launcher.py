@@ -8,9 +8,9 @@ import pytest
 from cuda.tile.compilation import ArrayConstraint, ConstantConstraint, ScalarConstraint
 from spec_samples import alike, compiled
 
-from tilekern.errors import TilekernError
+from tilekern.errors import NoVariant, TilekernError
 from tilekern.kernels import rms_norm, spec_named
-from tilekern.launcher import NoVariant, PrebuiltKernel, Variant, implies, without_constants
+from tilekern.launcher import PrebuiltKernel, Variant, implies, without_constants
 from tilekern.runtime import plans
 from tilekern.runtime.plans import may_depend
 from tilekern.spec import ALIGNED, GENERIC

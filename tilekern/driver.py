@@ -12,8 +12,8 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tilekern.errors import CannotRun, InputError
-from tilekern.launcher import NoVariant, PrebuiltKernel
+from tilekern.errors import CannotRun, InputError, NoVariant
+from tilekern.launcher import PrebuiltKernel
 
 # The variable that says who launches kernels of CuTe DSL: cuda-tile, or the driver alone.
 LAUNCHER, CUDA_TILE, DRIVER = "TILEKERN_LAUNCHER", "cuda-tile", "driver"

@@ -29,6 +29,10 @@ class CannotRun(TilekernError):  # noqa: N818
     """A record serves, and this machine cannot run it: its library is missing, or the driver refuses it."""
 
 
+class NoVariant(TilekernError):  # noqa: N818
+    """No stored variant of a kernel allows the arguments that it was launched with."""
+
+
 class RanksDiffer(TilekernError):  # noqa: N818
     """The ranks of a job cannot be brought to run the same kernels, or one of them did not answer in time."""
 

@@ -20,12 +20,8 @@ from typing import Any
 import cuda.tile as ct
 from cuda.tile._cext import TileDispatcher
 
-from tilekern.errors import TilekernError
+from tilekern.errors import NoVariant
 from tilekern.spec import ALIGNED, GENERIC, name_of
-
-
-class NoVariant(TilekernError):  # noqa: N818 (the name says the state)
-    """No stored variant of a kernel allows the arguments that it was launched with."""
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,13 @@ import torch
 from op_samples import SHIPPED, WITH_ARRAYS, laid_out, public, scalars_of, tensors_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tilekern.errors import CacheMiss, NoVariant
 from tilekern.ops import writing
 from tilekern.ops.declaration import arrays_of
 from tilekern.ops.operation import names_of
 from tilekern.ops.registration import Rows
+from tilekern.runtime import dispatch
+from tilekern.runtime.plans import InterpretedPlan
 from tilekern.spec import Config
 
 every_op = pytest.mark.parametrize("op", SHIPPED.values(), ids=SHIPPED)
@@ -36,6 +39,16 @@ class Recorded:
     def run(self, _, inputs, allocate):
         self.launches.append(inputs)
         return allocate() or tuple(torch.empty_like(x) for x in inputs[:3])
+
+
+class Refusing(Recorded):
+    """A plan whose kernel has no variant that allows any arguments."""
+
+    def launch(self, *_):
+        raise NoVariant("kernel: none of the variants aligned, generic allows the arguments")
+
+    def run(self, *_):
+        self.launch()
 
 
 class OnGpu:
@@ -84,6 +97,51 @@ def test_plans_are_looked_up_and_tensors_checked_once_for_each_kind_of_call(op, 
     with torch.no_grad():
         on_gpu(graded(op, given))
     assert (len(on_gpu.searches), len(on_gpu.checks)) == (2, 2), "and without"
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """Counters and warnings of this test's own."""
+    monkeypatch.setattr(dispatch._state, "counters", {})
+    monkeypatch.setattr("tilekern.warning._said", set())
+    yield dispatch.stats
+    dispatch.set_miss_policy(None)
+
+
+@every_op_alone
+def test_where_no_variant_allows_the_arguments_torch_does_the_work(op, on_gpu, counted):
+    given = tensors_of(op)
+    on_gpu.plan = Refusing()
+    with pytest.warns(RuntimeWarning, match="none of the variants .*; the model's own op runs"):
+        results = on_gpu(given)
+    wanted = op.formula(**given, **scalars_of(op))
+    wanted = wanted if isinstance(wanted, tuple) else (wanted,)
+    for mine, theirs in zip(results, wanted, strict=True):
+        torch.testing.assert_close(mine, theirs, equal_nan=True)
+    assert counted()[op.forward.name]["fallbacks"] == 1
+    dispatch.set_miss_policy("error")
+    with pytest.raises(CacheMiss, match="none of the variants"):
+        on_gpu(given)
+
+
+@pytest.mark.parametrize("op", [op for op in ALONE.values() if op.backward is not None], ids=lambda op: op.name)
+def test_where_no_variant_allows_a_backward_s_arguments_torch_makes_the_gradients(op, counted, monkeypatch):
+    monkeypatch.setenv("TILEKERN_INTERPRET", "1")
+    given = graded(op, tensors_of(op))
+    leaves = [x for x in given.values() if x.requires_grad]
+    called = names_of(op) | {"known": {}}
+    exec(compile(writing.text_of(op), op.name, "exec"), called)
+    called["apply"] = called[writing.title(op.name)].apply
+    results, wanted = called[op.name](**given, **scalars_of(op)), op.formula(**given, **scalars_of(op))
+    results, wanted = (x if isinstance(x, tuple) else (x,) for x in (results, wanted))
+    slopes = [torch.randn(y.shape, generator=torch.Generator().manual_seed(1)) for y in wanted]
+    monkeypatch.setattr(InterpretedPlan, "launch", Refusing().launch)
+    with pytest.warns(RuntimeWarning, match="none of the variants .*; the model's own op runs"):
+        gradients = torch.autograd.grad(results, leaves, slopes)
+    for mine, theirs in zip(gradients, torch.autograd.grad(wanted, leaves, slopes), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+    # A formula may call other ops, whose gradients are refused too.
+    assert counted()[op.backward.name]["fallbacks"] >= 1
 
 
 class Elsewhere(torch.Tensor):

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from tilekern.errors import NoVariant
 from tilekern.kernels import column_sum
 from tilekern.ops import registration, writing
 from tilekern.ops.declaration import Declaration, Parts
@@ -110,7 +111,8 @@ def names_of(op: Declaration) -> dict[str, Any]:
     names: dict[str, Any] = {
         "torch": torch, "FORWARD": op.forward, "BACKWARD": op.backward, "SUM": column_sum.SPEC, "formula": op.formula,
         "known": dispatch.memo(), "keep": dispatch.keep, "plan_for": dispatch.plan_for,
-        "count_fallback": dispatch.count_fallback, "empty": torch.empty, "empty_like": torch.empty_like,
+        "count_fallback": dispatch.count_fallback, "refused": dispatch.refused, "NoVariant": NoVariant,
+        "empty": torch.empty, "empty_like": torch.empty_like,
         "float32": torch.float32, "is_compiling": torch.compiler.is_compiling,
         "is_grad_enabled": torch.is_grad_enabled, "Tensor": torch.Tensor, "by_shards": by_shards,
         "is_dtensor": is_dtensor,

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from tilekern.errors import CacheMiss, CannotRun, InputError, RanksDiffer, TilekernError
+from tilekern.errors import CacheMiss, CannotRun, InputError, NoVariant, RanksDiffer, TilekernError
 from tilekern.runtime.libraries import libraries_here, library_of, runnable
 from tilekern.runtime.plans import Counters, InterpretedPlan, LibraryPlan, Plan, plan_of
 from tilekern.runtime.provisional import Watch, is_settled, of_several_ranks
@@ -202,6 +202,17 @@ def count_fallback(spec: KernelSpec) -> None:
         counters(spec.name).fallbacks += 1
     else:
         _state.trace.fallbacks[spec.name] += 1
+
+
+def refused(spec: KernelSpec, error: NoVariant) -> None:
+    """Say once that arguments were given that no artifact of a kernel allows, so that the model's own op runs.
+
+    Raises:
+        CacheMiss: the miss policy is ``error``.
+    """
+    if miss_policy() == "error":
+        raise CacheMiss(str(error)) from None
+    warn_once(f"{error}; the model's own op runs", about=f"no variant of {spec.name}")
 
 
 def _problem(spec: KernelSpec, sizes: Sequence[Any]) -> Problem | None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from tilekern.errors import CannotRun
+from tilekern.errors import CannotRun, NoVariant
 from tilekern.spec import Config, CuteKernel, Implementation, Problem
 from tilekern.targets import Target
 
@@ -99,13 +99,11 @@ class ExtendedPlan(Plan):
         dependent: whether its launch overlaps the end of its predecessor.
     """
 
-    __slots__ = ("_block", "_no_variant", "_options")
+    __slots__ = ("_block", "_options")
 
     def __init__(self, kernel: Any, config: Config, blocks: int, *, dependent: bool) -> None:
         super().__init__(kernel, config, blocks)
-        from tilekern.launcher import NoVariant
-
-        attributes, self._no_variant = kernel.attributes, NoVariant
+        attributes = kernel.attributes
         self._block = attributes.block
         cluster = {"block_in_cluster_count": (attributes.cluster,)} if attributes.cluster > 1 else {}
         cooperative = {"cooperative": True} if attributes.cooperative else {}
@@ -130,7 +128,7 @@ class ExtendedPlan(Plan):
         stream = _raw_stream(device)
         try:
             _extended_launch(stream, self.grid, self._block, self._kernel, arguments, **self._options)
-        except self._no_variant:
+        except NoVariant:
             if self._kernel.otherwise is None:
                 raise
             _ct_launch(stream, self.grid, self._kernel.otherwise, arguments)
@@ -303,6 +301,6 @@ def _load_devices() -> None:
     global _raw_stream, _current_device
     import torch
 
-    _raw_stream = torch._C._cuda_getCurrentRawStream
     # torch's takes 0.1 us; the only GPU of a process is always number 0, which ``int()`` says in a quarter of that.
-    _current_device = int if torch.cuda.device_count() == 1 else torch._C._cuda_getDevice
+    current = int if torch.cuda.device_count() == 1 else torch._C._cuda_getDevice
+    _raw_stream, _current_device = torch._C._cuda_getCurrentRawStream, current

@@ -21,7 +21,7 @@ _WRITERS = {
 RESERVED = {
     *_WRITERS, "absent", "otherwise", "rest", "apply", "registered", "registered_backward", "plans", "needs", "graded",
     "key", "sizes", "forward_plan", "backward_plan", "sum_plan", "summed", "device", "index", "flat", "see", "rows",
-    "ctx", "inputs", "output",
+    "ctx", "inputs", "output", "error",
 }  # fmt: skip
 
 

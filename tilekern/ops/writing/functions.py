@@ -23,10 +23,18 @@ def public(op: Declaration) -> str:
         *([f"graded = graded and {row([_requires(op, name) for name in op.apart])}"] if op.apart else []),
         f"plans = plans_of(graded, {given})",
         *block(f"if plans is None{unserved}:", [f"return fallback({given})"]),
-        *block("if graded:", [f"return apply({given}, {'(*plans, between())' if op.parts.between else 'plans'})"]),
-        f"return {_shown(op, f'launch(plans, {given})')}",
-    ]
+        *block("try:", [
+            *block("if graded:", [f"return apply({given}, {'(*plans, between())' if op.parts.between else 'plans'})"]),
+            f"return {_shown(op, f'launch(plans, {given})')}",
+        ]),
+        *_where_refused("FORWARD", [f"return fallback({given})"]),
+    ]  # fmt: skip
     return function(op.name, called_by, body)
+
+
+def _where_refused(spec: str, instead: Lines) -> Lines:
+    """The end of a ``try``: no variant of a kernel allows the arguments, which is said, and torch does the work."""
+    return block("except NoVariant as error:", [f"refused({spec}, error)", *instead])
 
 
 def _special(op: Declaration) -> Lines:
@@ -85,6 +93,8 @@ def autograd(op: Declaration) -> str:
     ]
     made = ", ".join(op.made)
     launched = [f"{made} = launch_backward(ctx.plans, ctx.needs_input_grad, {given})"]
+    if op.backward is not None:
+        launched = [*block("try:", launched), *_where_refused("BACKWARD", _counted_backward(op, given))]
     if op.parts.absent:
         missing = " or ".join(f"{name} is None" for name in op.slopes)
         absent = [f"{made} = absent(ctx.needs_input_grad, {given})"]
@@ -210,8 +220,12 @@ def run(op: Declaration) -> str:
     found = shown if op.strided else ", ".join(f"{name}.contiguous()" for name in op.shown)
     rest = f", *rest({given})" if op.kept else ""
     by_torch = [f"{shown} = fallback({given})", f"return {found}{rest}"]
-    launched = [f"return launch(plans, {given})"]
-    body = [f"plans = plans_of(False, {given})", *block("if plans is None:", by_torch), *launched]
+    launched = block("try:", [f"return launch(plans, {given})"])
+    body = [
+        f"plans = plans_of(False, {given})",
+        *block("if plans is not None:", [*launched, *_where_refused("FORWARD", [])]),
+        *by_torch,
+    ]
     return function("run", op.arguments, body)
 
 
@@ -229,15 +243,22 @@ def run_backward(op: Declaration) -> str:
     for name, gradient in _made(op):
         own = f"{gradient}.clone()" if name in op.sums and len(op.sums) > 1 else gradient
         results.setdefault(gradient, _present(op, name, own))
-    launched = f"{made} = launch_backward(plans, {needs}, {given})"
-    counted = ["count_fallback(BACKWARD)"] if op.backward is not None else []
+    launched = [f"{made} = launch_backward(plans, {needs}, {given})"]
+    if op.backward is not None:
+        launched = [*block("try:", launched), *_where_refused("BACKWARD", _counted_backward(op, given))]
     body = [
         f"plans = plans_of({graded}, {like})",
-        *block("if plans is None:", [*counted, f"{made} = fallback_backward({given})"]),
-        *block("else:", [launched]),
+        *block("if plans is None:", _counted_backward(op, given)),
+        *block("else:", launched),
         f"return {_gathered(op, results.values())}",
     ]
     return function("run_backward", op.registered_backward_arguments, body)
+
+
+def _counted_backward(op: Declaration, given: str) -> Lines:
+    """The gradients of the formula, counted where a kernel would have made them."""
+    counted = ["count_fallback(BACKWARD)"] if op.backward is not None else []
+    return [*counted, f"{', '.join(op.made)} = fallback_backward({given})"]
 
 
 def save(op: Declaration) -> str:
