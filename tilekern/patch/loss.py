@@ -158,7 +158,7 @@ def _loss(
             return ops.fused_linear_cross_entropy(hidden, weight, target, num_items=num_items_in_batch, **options)
         log_probs = ops.sharded_linear_log_probs(hidden, weight, target, part.first, part.group, **options)[0]
         counted = (target != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
-        return -log_probs.sum() / torch.as_tensor(counted, device=log_probs.device)
+        return -log_probs.sum() / torch.as_tensor(counted, dtype=log_probs.dtype, device=log_probs.device)
 
     if not head._forward_pre_hooks:
         return compute(hidden)
