@@ -64,7 +64,9 @@ class Points:
         self.offsets, self.indices = offsets, indices
 
     def _items(self, scale: int) -> torch.Tensor:
-        return self.offsets if scale == 1 else self.offsets[:, None] * scale + torch.arange(scale)
+        if scale == 1:
+            return self.offsets
+        return self.offsets[:, None] * scale + torch.arange(scale, dtype=torch.int64, device="cpu")
 
     def of(self, memory: torch.Tensor, scale: int = 1) -> torch.Tensor:
         """The elements (a copy), as :meth:`Box.of`."""
@@ -228,7 +230,7 @@ def read_tile(
             _refuse_partial(operation, array, index, box, shape, "and check_bounds is False")
         if padding_mode is ct.PaddingMode.UNDETERMINED:
             _refuse_partial(operation, array, index, box, shape, "and padding_mode is UNDETERMINED")
-        data = torch.full(full_rank(shape, array.ndim), padding_of(array.dtype, padding_mode), dtype=inside.dtype)
+        data = inside.new_full(full_rank(shape, array.ndim), padding_of(array.dtype, padding_mode))
         data[tuple(slice(size) for size in box.shape)] = inside
     return Tile(from_memory(data.reshape(shape) if not shape else data, array.dtype), array.dtype)
 

@@ -152,7 +152,7 @@ def _check_cast(source: Any, target: Any, what: str) -> None:
 def filled(value: Scalar, dtype: Any, shape: tuple[int, ...] = ()) -> torch.Tensor:
     """Carrier data with the same value everywhere."""
     if dtype == ct.tfloat32:
-        return _to_tfloat32(torch.full(shape, value, dtype=torch.float32))
+        return _to_tfloat32(torch.full(shape, value, dtype=torch.float32, device="cpu"))
     if dtype in INTEGERS:
         bits = int(dtype.bitwidth)
         lowest = -(1 << (bits - 1)) if dtype in SIGNED else 0
@@ -161,7 +161,7 @@ def filled(value: Scalar, dtype: Any, shape: tuple[int, ...] = ()) -> torch.Tens
             raise InterpreterError(f"{value} is out of range of {dtype}")
         if dtype == ct.uint64 and value >= 1 << 63:
             value -= 1 << 64
-    return torch.full(shape, value, dtype=carrier_of(dtype))
+    return torch.full(shape, value, dtype=carrier_of(dtype), device="cpu")
 
 
 @functools.lru_cache(maxsize=1024)

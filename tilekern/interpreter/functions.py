@@ -38,7 +38,7 @@ from tilekern.interpreter.tiles import Tile, as_tile, is_scalar
 def arange(size: int, /, *, dtype: Any, start: Any = 0, step: Any = 1) -> Tile:
     """See ``ct.arange``."""
     check_shape((size,))
-    tile = Tile(cast(torch.arange(size), ct.int64, dtype), dtype)
+    tile = Tile(cast(torch.arange(size, dtype=torch.int64, device="cpu"), ct.int64, dtype), dtype)
     if not (is_scalar(step) and step == 1):
         tile = arithmetic("mul", tile, as_tile(step, dtype))
     if not (is_scalar(start) and start == 0):

@@ -149,7 +149,7 @@ def _advanced(operation: str, array: Array, indices: Any) -> tuple[Selection, tu
     lines = [
         entry.data.to(torch.int64)
         if isinstance(entry, Tile)
-        else torch.arange(entry.length) + operator.index(entry.start)
+        else torch.arange(entry.length, dtype=torch.int64, device="cpu") + operator.index(entry.start)
         for entry in indices
     ]
     shape = check_shape(tuple(line.numel() for line in lines))

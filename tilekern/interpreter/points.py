@@ -50,7 +50,7 @@ class Selection:
         columns = torch.broadcast_tensors(*(_index_data(operation, entry) for entry in entries))
         self.shape: tuple[int, ...] = tuple(columns[0].shape) if columns else ()
         flat = [column.reshape(-1) for column in columns]
-        inside = torch.ones(1, dtype=torch.bool) if not flat else None
+        inside = torch.ones(1, dtype=torch.bool, device="cpu") if not flat else None
         for column, size in zip(flat, array.shape, strict=True):
             within = (column >= 0) & (column < size)
             inside = within if inside is None else inside & within
@@ -63,7 +63,11 @@ class Selection:
                 element = tuple(int(column[first]) for column in flat)
                 array.refuse(operation, f"element index {element}", "it is outside and check_bounds is False")
         valid = inside if wanted is None else inside & wanted
-        offsets = torch.full_like(flat[0], array.offset) if flat else torch.tensor([array.offset])
+        offsets = (
+            torch.full_like(flat[0], array.offset)
+            if flat
+            else torch.tensor([array.offset], dtype=torch.int64, device="cpu")
+        )
         for column, stride in zip(flat, array.strides, strict=True):
             offsets = offsets + column * stride
         self.valid = None if bool(valid.all()) else valid
@@ -94,13 +98,13 @@ def _index_data(operation: str, entry: Any) -> torch.Tensor:
             raise InterpreterError(f"{operation}: an index has dtype {entry.dtype}")
         return entry.data.to(torch.int64)
     if isinstance(entry, int):
-        return torch.full((), entry, dtype=torch.int64)
+        return torch.full((), entry, dtype=torch.int64, device="cpu")
     raise InterpreterError(f"{operation}: an index must be an integer or a tile, got {type(entry).__name__}")
 
 
 def _mask_data(operation: str, mask: Any, shape: tuple[int, ...]) -> torch.Tensor:
     if isinstance(mask, bool):
-        return torch.full(shape, mask)
+        return torch.full(shape, mask, dtype=torch.bool, device="cpu")
     if not isinstance(mask, Tile) or mask.dtype != ct.bool_:
         raise InterpreterError(f"{operation}: the mask must be a bool tile")
     return mask.data.broadcast_to(shape)
@@ -184,7 +188,7 @@ def _modify(
         memory[offsets] = to_memory(apply(old, slice(None)), array.dtype)
     else:
         # Elements that are hit twice see each other's updates, one after the other.
-        old = torch.empty(offsets.shape, dtype=CARRIERS[array.dtype])
+        old = torch.empty(offsets.shape, dtype=CARRIERS[array.dtype], device="cpu")
         for i, offset in enumerate(offsets.tolist()):
             old[i] = from_memory(memory[offset].clone(), array.dtype)
             memory[offset] = to_memory(apply(old[i], i), array.dtype)

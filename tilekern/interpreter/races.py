@@ -94,7 +94,7 @@ class Launch:
         owners = self.owners.get(array.key)
         if owners is None:
             items = array.memory.numel() * scale
-            owners = self.owners[array.key] = torch.full((items,), FREE, dtype=torch.int32)
+            owners = self.owners[array.key] = torch.full((items,), FREE, dtype=torch.int32, device="cpu")
         found = access.of(owners, scale)
         if found.numel() and int(found.amin()) < self.number:
             position, other = _first(found < self.number, found, scale)

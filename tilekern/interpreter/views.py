@@ -101,7 +101,7 @@ class TiledView:
         indices = []
         for axis, extent in enumerate(extents):
             start = operator.index(entries[axis]) * self.traversal_steps[axis]
-            line = torch.arange(start, start + extent)
+            line = torch.arange(start, start + extent, dtype=torch.int64, device="cpu")
             indices.append(Tile(line.reshape([-1 if i == axis else 1 for i in range(array.ndim)]), ct.int64))
         tile = as_tile(update)
         value = Tile(self._broadcast(tile.data).reshape(extents), tile.dtype)

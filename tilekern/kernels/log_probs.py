@@ -22,6 +22,7 @@ from typing import Any
 
 import cuda.tile as ct
 
+from tilekern.kernels.common.placeholders import placeholder
 from tilekern.kernels.common.vocabulary import (
     COLUMNS,
     LOGITS,
@@ -219,14 +220,7 @@ class Options:
 
 def before_ids(logits: Any, bias: Any) -> tuple[Any, Any]:
     """The first arguments of the kernels, for a bias [vocabulary] of the dtype of the logits, or None."""
-    return logits, _no_bias(logits.dtype, logits.device) if bias is None else bias.view(1, -1)
-
-
-@functools.cache
-def _no_bias(dtype: Any, device: Any) -> Any:
-    import torch
-
-    return torch.zeros((1, 1), dtype=dtype, device=device)
+    return logits, placeholder(2, logits.dtype, logits.device) if bias is None else bias.view(1, -1)
 
 
 _FLAGS = ("biased", "capped")

@@ -165,7 +165,7 @@ class AdamW(torch.optim.AdamW):
                 if plan is not None:
                     _launch(plan, scalars[count], *parts)
             # A third of what adding 1 to each would cost the host.
-            numbers = {count: torch.tensor(count, device="cpu") for count in scalars}
+            numbers = {count: torch.tensor(count, dtype=torch.float32, device="cpu") for count in scalars}
             torch._foreach_copy_(steps, [numbers[count] for count in counts])
             # Autograd knows nothing of a kernel, and must refuse a backward through what it has changed.
             increment_version(written)

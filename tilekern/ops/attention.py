@@ -13,9 +13,10 @@ import torch
 from tilekern.kernels.attention import backward as backward_kernels
 from tilekern.kernels.attention.forward import SPEC as _FORWARD
 from tilekern.kernels.attention.gradients import SPEC as _BACKWARD
+from tilekern.kernels.common.placeholders import placeholder
 from tilekern.ops.operation import operation
 from tilekern.ops.packing import check_starts
-from tilekern.ops.registration import check_devices, check_softcap, disjoint, fresh, placeholder
+from tilekern.ops.registration import check_devices, check_softcap, disjoint, fresh
 from tilekern.runtime.dispatch import Plan, plan_for
 from tilekern.spec import Array, KernelSpec
 from tilekern.warning import warn_once
@@ -131,7 +132,8 @@ def _call(
     longest = max(q.shape[1], k.shape[1]) if cu_seqlens is None or max_seqlen is None else max_seqlen
     # A window that holds every key is none, which needs no mask.
     short = window if window is not None and window < longest else None
-    return Call(causal, q.shape[3] ** -0.5 if scale is None else scale, short, softcap, longest, deterministic)
+    factors = q.shape[3] ** -0.5 if scale is None else float(scale), None if softcap is None else float(softcap)
+    return Call(causal, factors[0], short, factors[1], longest, deterministic)
 
 
 def _in_torch(
@@ -165,8 +167,8 @@ def shown(
     queries: int, keys: int, device: torch.device, causal: bool, window: int | None, cu_seqlens: torch.Tensor | None
 ) -> torch.Tensor:
     """Which keys each query sees, [queries, keys] bool; arguments as those of :func:`attention`."""
-    key = torch.arange(keys, device=device)
-    position = (torch.arange(queries, device=device) + keys - queries)[:, None]
+    key = torch.arange(keys, dtype=torch.int64, device=device)
+    position = (torch.arange(queries, dtype=torch.int64, device=device) + keys - queries)[:, None]
     seen = key <= position if causal else torch.ones((queries, keys), dtype=torch.bool, device=device)
     if window is not None:
         seen = seen & ((key - position).abs() < window)

@@ -49,7 +49,7 @@ def by_shards(
         for x in vectors
     ]
     found = op(*local, *shared, *options)
-    stride = torch.empty(first.shape, device="meta").stride()
+    stride = torch.empty(first.shape, dtype=first.dtype, device="meta").stride()
 
     def shown(y: torch.Tensor) -> DTensor:
         return DTensor.from_local(y, mesh, placed, run_check=False, shape=first.shape, stride=stride)

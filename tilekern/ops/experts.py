@@ -15,10 +15,11 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from tilekern.kernels.common.placeholders import placeholder
 from tilekern.kernels.experts import combine, gate, gather, route
 from tilekern.ops.grouped_linear import SumPlans, grouped_linear, grouped_outer, plans_of_sum, stored, summed
 from tilekern.ops.operation import operation
-from tilekern.ops.registration import check_devices, is_autocast, placeholder
+from tilekern.ops.registration import check_devices, is_autocast
 from tilekern.ops.route import Routing, launched, plans_of
 from tilekern.runtime.dispatch import Plan, plan_for
 from tilekern.spec import Array

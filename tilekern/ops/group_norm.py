@@ -92,7 +92,7 @@ def _launch(
     y = fresh(x, None if dtype == x.dtype else dtype)
     each = (num_groups, x.shape[1] // num_groups)
     arrays = (_cut(x, num_groups), weight.reshape(each), bias.reshape(each), _cut(y, num_groups))
-    plans[0].launch(x.get_device(), *arrays, eps)
+    plans[0].launch(x.get_device(), *arrays, float(eps))
     return y
 
 
@@ -108,7 +108,7 @@ def _launch_backward(
     dx, partial = fresh(x), torch.empty(batch, 2 * channels, dtype=torch.float32, device=x.device)
     shares = partial.view(batch, 2, *each)
     arrays = (_cut(dy, num_groups), _cut(x, num_groups), weight.reshape(each), _cut(dx, num_groups))
-    backward.launch(x.get_device(), *arrays, *shares.unbind(1), eps)
+    backward.launch(x.get_device(), *arrays, *shares.unbind(1), float(eps))
     if not needs[1] and not needs[2]:
         return dx, None, None
     sums = torch.empty(2 * channels, dtype=weight.dtype, device=x.device)

@@ -31,7 +31,7 @@ class Seen:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         # A GPU writes to pinned memory at the address that it has on the host.
-        self._memory = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._memory = torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
         self.word = ctypes.c_int64.from_address(self._memory.data_ptr())
         self.array = Rows(self._memory, (1,)) if device.type == "cuda" else self._memory
 
@@ -94,7 +94,8 @@ def checked(op: str, labels: torch.Tensor, vocabulary: int, ignore_index: int) -
     try:
         seen = _seen[device]
     except KeyError:
-        seen = _seen[device] = Seen(labels.device)
+        # Of two threads the first has its word kept: what a kernel may write to is never freed.
+        seen = _seen.setdefault(device, Seen(labels.device))
     if seen.word.value:
         seen.refuse()
     is_wide = labels.dtype == torch.int64

@@ -74,7 +74,7 @@ class FusedAddRMSNorm(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.eps, self.offset, self.casting_mode = eps, offset, casting_mode
-        self.weight = torch.nn.Parameter(torch.full((hidden_size,), 1 - offset))
+        self.weight = torch.nn.Parameter(torch.full((hidden_size,), 1.0 - offset))
 
     def forward(self, residual: torch.Tensor, x: torch.Tensor) -> Pair:
         """The sum of ``residual`` and ``x`` [..., hidden_size], and its norm."""

@@ -18,6 +18,7 @@ import torch
 
 from tilekern.errors import NoVariant
 from tilekern.kernels import column_sum
+from tilekern.kernels.common.placeholders import placeholder
 from tilekern.ops import registration, writing
 from tilekern.ops.declaration import Declaration, Parts
 from tilekern.ops.dtensors import by_shards, is_dtensor
@@ -120,7 +121,7 @@ def names_of(op: Declaration) -> dict[str, Any]:
     for helper in (
         registration.Rows, registration.as_rows, registration.by_autograd, registration.check_devices,
         registration.constant_row, registration.differentiable_once, registration.fresh, registration.other,
-        registration.placeholder, registration.promoted, registration.readable, registration.uncast,
+        placeholder, registration.promoted, registration.readable, registration.uncast,
         registration.viewed,
     ):  # fmt: skip
         names[helper.__name__] = helper

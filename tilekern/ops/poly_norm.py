@@ -50,7 +50,7 @@ def _launch(
 ) -> torch.Tensor:
     dtype = torch.promote_types(x.dtype, weight.dtype)
     y = fresh(x, None if dtype == x.dtype else dtype)
-    plans[0].launch(x.get_device(), as_rows(x), weight.contiguous(), bias.reshape(1), as_rows(y), eps)
+    plans[0].launch(x.get_device(), as_rows(x), weight.contiguous(), bias.reshape(1), as_rows(y), float(eps))
     return y
 
 
@@ -63,7 +63,7 @@ def _launch_backward(
     assert summed is not None
     dx = fresh(x)
     partial = torch.empty(backward.blocks, 4, dtype=torch.float32, device=x.device)
-    backward.launch(x.get_device(), as_rows(dy), as_rows(x), weight.contiguous(), as_rows(dx), partial, eps)
+    backward.launch(x.get_device(), as_rows(dy), as_rows(x), weight.contiguous(), as_rows(dx), partial, float(eps))
     if not needs[1] and not needs[2]:
         return dx, None, None
     sums = torch.empty(4, dtype=weight.dtype, device=x.device)

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
+from tilekern.kernels.common.placeholders import TYPES
+
 # Kept alive for as long as the process: torch drops a library's registrations with the object.
 _LIBRARY = torch.library.Library("tilekern", "DEF")
-# How the CUDA array interface names dtypes; bfloat16, which it does not know, is two bytes to it and to cuda.tile.
-_TYPES = {torch.bfloat16: "<V2", torch.float16: "<f2", torch.float32: "<f4", torch.int32: "<i4", torch.int64: "<i8"}
+_TYPES = {getattr(torch, dtype): name for dtype, name in TYPES.items()}
 # Of what kernels divide by and multiply by in float32, each of which must stay finite.
 _LEAST, _MOST = 1e-30, 1e30
 
@@ -192,28 +193,45 @@ def viewed(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     return x.view(shape)
 
 
-@functools.lru_cache(maxsize=64)
-def placeholder(ndim: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A placeholder for a tensor that a call does not have: one zero, in an array of as many axes."""
-    return torch.zeros((1,) * ndim, dtype=dtype, device=device)
+# Rows of one value that are kept, by size, value, dtype and device. None is ever dropped, as a graph may read it.
+_rows: dict[tuple[int, float, torch.dtype, torch.device], torch.Tensor] = {}
+_MOST_ROWS = 256
 
 
 def constant_row(x: torch.Tensor, value: float) -> torch.Tensor:
-    """A row [columns] of one value in the dtype of ``x``.
-
-    It is kept, unless ``x`` stands for another tensor or the memory is a graph's.
-    """
-    if type(x) not in (torch.Tensor, torch.nn.Parameter) or torch.compiler.is_compiling():
+    """A row [columns] of one value in the dtype of ``x``, which nobody may write to; it is kept where it lasts."""
+    if torch.compiler.is_compiling() or type(x) not in (torch.Tensor, torch.nn.Parameter):
         return x.new_full(x.shape[-1:], value)
-    if x.is_cuda and torch.cuda.is_current_stream_capturing():
-        return x.new_full(x.shape[-1:], value)
-    return _constant(x.shape[-1], value, x.dtype, x.device)
+    key = (x.shape[-1], value, x.dtype, x.device)
+    row = _rows.get(key)
+    if row is None:
+        with torch.inference_mode(False):
+            row = torch.full(key[:1], value, dtype=x.dtype, device=x.device)
+        if len(_rows) < _MOST_ROWS and _lasts(row):
+            if row.is_cuda:
+                torch.cuda.current_stream(row.device).synchronize()  # the next reader may be on another stream
+            _rows[key] = row
+    return row
 
 
-@functools.lru_cache(maxsize=64)
-def _constant(columns: int, value: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    with torch.inference_mode(False):
-        return torch.full((columns,), value, dtype=dtype, device=device)
+def _lasts(x: torch.Tensor) -> bool:
+    """Whether a new tensor means the same in later calls: no mode's, no transform's, no graph's and no pool's."""
+    if type(x) is not torch.Tensor or torch._C._functorch.peek_interpreter_stack() is not None:
+        return False
+    if not x.is_cuda:
+        return True
+    if torch.cuda.is_current_stream_capturing():
+        return False
+    try:
+        segments = torch.cuda.memory_snapshot()
+    except RuntimeError:  # of an allocator that has no pools
+        return True
+    address, device = x.data_ptr(), x.get_device()
+    return any(
+        part["device"] == device and 0 <= address - part["address"] < part["total_size"]
+        for part in segments
+        if tuple(part["segment_pool_id"]) == (0, 0)
+    )
 
 
 def scalar(number: torch.Tensor | float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

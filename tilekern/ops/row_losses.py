@@ -115,7 +115,7 @@ def parts(
         losses = torch.empty(slope.numel(), dtype=torch.float32, device=first.device)
         written = (losses, as_rows(gradient)) if with_gradient else (losses,)
         rows = slope.contiguous().view(-1)
-        plans[0].launch(first.get_device(), as_rows(first), as_rows(second), rows, *written, *own)
+        plans[0].launch(first.get_device(), as_rows(first), as_rows(second), rows, *written, *map(float, own))
         return losses.sum(), gradient
 
     def launch_backward(

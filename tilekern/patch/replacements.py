@@ -78,7 +78,7 @@ def layer_norm_unbiased(original: Function) -> Function:
 
 def by_heads(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """A layer norm over the last dimension by weights that differ along others, too, rounded last."""
-    ones = torch.ones(x.shape[-1], device=x.device)
+    ones = torch.ones(x.shape[-1], dtype=torch.float32, device=x.device)
     return (layer_norm(x, ones, None, eps) * weight).to(x.dtype)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tilekern.errors import CannotRun, NoVariant
-from tilekern.spec import Config, CuteKernel, Implementation, Problem
+from tilekern.spec import Config, CuteKernel, Implementation, Problem, name_of
 from tilekern.targets import Target
 
 # The compute capability from which programmatic dependent launch exists.
@@ -152,41 +152,29 @@ def may_depend(implementation: Implementation | CuteKernel, target: Target) -> b
 class InterpretedPlan(Plan):
     """A plan whose kernel runs on the CPU, block by block, and is given its constants behind the arguments."""
 
-    __slots__ = ("_constants",)
+    __slots__ = ("_constants", "_parameters")
 
     def __init__(self, implementation: Implementation, config: Config, blocks: int) -> None:
         super().__init__(implementation.function, config, blocks)
+        from tilekern.interpreter.arguments import Parameters
+
         self._constants = tuple(value for _, value in implementation.constants)
+        self._parameters = Parameters(name_of(implementation.function), implementation.parameters)
 
     def launch(self, device: int, *arguments: Any) -> None:  # noqa: ARG002
         """Run the kernel at once.
 
         Raises:
-            InterpreterError: elements of an array share memory, which no artifact on a GPU is compiled for.
+            InterpreterError: no artifact on a GPU is compiled for such arguments.
             NotImplementedError: as a plan of any kernel.
         """
         from tilekern import interpreter
 
         if self._forward_ad._current_level >= 0:
             _refuse_tangents(arguments)
-        for number, argument in enumerate(arguments):
-            if hasattr(argument, "stride") and not _disjoint(argument):
-                shape, strides = tuple(argument.shape), argument.stride()
-                raise interpreter.InterpreterError(
-                    f"argument {number}: elements share memory, shape {shape}, strides {strides}"
-                )
+        self._parameters.check(arguments)
         self.launches += 1
         interpreter.launch(self._kernel, self.grid, arguments + self._constants)
-
-
-def _disjoint(x: Any) -> bool:
-    """Whether cuda.tile's launcher finds that no two elements of an array can share memory."""
-    reach = 1
-    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
-        if size > 1 and stride < reach:
-            return False
-        reach = stride * size if size > 1 else reach
-    return True
 
 
 class LibraryPlan(Plan):

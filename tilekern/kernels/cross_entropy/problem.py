@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
+from tilekern.kernels.common.placeholders import placeholder
 from tilekern.kernels.common.vocabulary import COLUMNS, LOGITS, ROWS
 from tilekern.spec import Array, Config, Constraint, Problem, ScalarParameter, Value
 from tilekern.targets import Target
@@ -25,19 +25,14 @@ OPTIONS = (
 DLOGITS = Array("dlogits", "dtype", LOGITS, "output")
 
 
-@functools.cache
-def _no_weights(device: Any) -> tuple[Any, Any]:
-    import torch
-
-    return torch.ones((1, 1), device=device), torch.ones(1, device=device)
-
-
 def option_arguments(
     class_weight: Any, ignore_index: int, label_smoothing: float, z_loss: float, softcap: float | None, device: Any
 ) -> tuple[Any, ...]:
     """The arguments of the kernels from ``weight`` to ``softcap``, for float32 class weights [vocabulary] or None."""
     if class_weight is None:
-        weight, weight_sum = _no_weights(device)
+        import torch
+
+        weight, weight_sum = (placeholder(ndim, torch.float32, device) for ndim in (2, 1))
     else:
         weight, weight_sum = class_weight.view(1, -1), class_weight.sum().view(1)
     return weight, weight_sum, ignore_index, float(label_smoothing), float(z_loss), float(softcap or 1.0)

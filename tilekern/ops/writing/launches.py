@@ -164,7 +164,10 @@ def _launched(op: Declaration, spec: KernelSpec, plan: str) -> Lines:
 def _given(op: Declaration, spec: KernelSpec, array: Array | ScalarParameter, flat: bool) -> str:
     """An argument of a launch."""
     x = array.name
-    if isinstance(array, ScalarParameter) or array.role == "scratch":
+    if isinstance(array, ScalarParameter):
+        # A whole number, as configurations write 30 for 30.0, is an integer to the launcher, which no cubin takes.
+        return f"float({x})" if array.dtype == "float32" else x
+    if array.role == "scratch":
         return x
     if not array.shape:
         return f"{x}.view(1)"
