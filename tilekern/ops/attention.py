@@ -15,7 +15,7 @@ from tilekern.kernels.attention.forward import SPEC as _FORWARD
 from tilekern.kernels.attention.gradients import SPEC as _BACKWARD
 from tilekern.kernels.common.placeholders import placeholder
 from tilekern.ops.operation import operation
-from tilekern.ops.packing import check_starts
+from tilekern.ops.packing import check_starts, longest
 from tilekern.ops.registration import check_devices, check_softcap, disjoint, fresh
 from tilekern.runtime.dispatch import Plan, plan_for
 from tilekern.spec import Array, KernelSpec
@@ -88,7 +88,8 @@ def attention(
             other. Values on the CPU are checked; on a GPU they are not, as that would wait for the device, and with
             others the results mean nothing.
         max_seqlen: at least the length of the longest of them, and checked as they are; None reads it from
-            ``cu_seqlens``, which waits for the device.
+            ``cu_seqlens``, which waits for the device, once for calls in a row with the same tensor. While a graph is
+            traced or captured it is the number of tokens.
         deterministic: whether gradients must be the same, bit for bit, in every run. The kernels' always are.
 
     Returns:
@@ -103,7 +104,7 @@ def attention(
     if cu_seqlens is not None:
         _check(q, k, v, sinks, cu_seqlens)
         check_starts("attention", cu_seqlens, q.shape[1], max_seqlen)
-        max_seqlen = int(cu_seqlens.diff().max()) if max_seqlen is None else max_seqlen
+        max_seqlen = longest(cu_seqlens, q.shape[1]) if max_seqlen is None else max_seqlen
     return _attention(q, k, v, sinks, cu_seqlens, causal, scale, window, softcap, max_seqlen, deterministic)
 
 
@@ -129,11 +130,11 @@ def _call(
     q: torch.Tensor, k: torch.Tensor, cu_seqlens: torch.Tensor | None, causal: bool, scale: float | None,
     window: int | None, softcap: float | None, max_seqlen: int | None, deterministic: bool,
 ) -> Call:  # fmt: skip
-    longest = max(q.shape[1], k.shape[1]) if cu_seqlens is None or max_seqlen is None else max_seqlen
+    most = max(q.shape[1], k.shape[1]) if cu_seqlens is None or max_seqlen is None else max_seqlen
     # A window that holds every key is none, which needs no mask.
-    short = window if window is not None and window < longest else None
+    short = window if window is not None and window < most else None
     factors = q.shape[3] ** -0.5 if scale is None else float(scale), None if softcap is None else float(softcap)
-    return Call(causal, factors[0], short, factors[1], longest, deterministic)
+    return Call(causal, factors[0], short, factors[1], most, deterministic)
 
 
 def _in_torch(

@@ -6,6 +6,7 @@ that do not, too.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -15,9 +16,14 @@ from tilekern import implementation
 from tilekern.errors import InputError
 from tilekern.kernels.attention.forward import SPEC
 from tilekern.ops.attention import Call, attention, formula, shown
+from tilekern.ops.packing import can_read, is_capturing
 from tilekern.ops.registration import is_autocast
-from tilekern.patch.masking import mask, says_packing_alone
+from tilekern.patch.constant import constant_in_graphs
+from tilekern.patch.masking import lacks_sequences, mask, says_packing_alone
+from tilekern.patch.positions import are_given_in_graph, number_of_sequences
+from tilekern.patch.told import ToldMask
 from tilekern.runtime.dispatch import count_fallback
+from tilekern.warning import warn_once
 
 # Further arguments that change the numbers, by which some models ask for what neither the kernels nor SDPA compute:
 # chosen keys, sinks of each query, the paged cache of continuous batching.
@@ -31,7 +37,8 @@ def attend(
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     """An attention function as transformers calls it.
 
-    A call that runs no kernel counts among the ``fallbacks`` of ``attention_forward``, unless it was compiled.
+    A call that runs no kernel counts among the ``fallbacks`` of ``attention_forward``; one that is compiled counts
+    when it is traced.
 
     Args:
         deterministic: whether gradients must be the same, bit for bit, in every run.
@@ -45,8 +52,8 @@ def attend(
         softcap: scores become ``softcap * tanh(scores / softcap)``.
         is_causal: whether a query sees no later key.
         s_aux: [heads], a logit for each head that takes part in the softmax and has no value (attention sinks).
-        kwargs: ``cu_seq_lens_q`` and the like, as flash attention takes them, for packed sequences; ``max_length_q``
-            as a number, or as the tensor that transformers' ``prepare_fa_kwargs_from_position_ids`` gives.
+        kwargs: ``cu_seq_lens_q`` and the like, as flash attention takes them, for packed sequences; without them a
+            mask tells the sequences that ``position_ids`` say. A tensor as ``max_length_q`` is not looked at.
             ``position_bias``, which is added to the scores, goes to SDPA.
 
     Returns:
@@ -54,24 +61,38 @@ def attend(
 
     Raises:
         InputError: dropout, a position bias or an additive mask comes together with a soft cap or sinks, which SDPA
-            cannot compute; packed sequences in a batch of several or with a cache; one of :data:`UNSERVED` is given.
+            cannot compute; packed sequences in a batch of several or with a cache; one of :data:`UNSERVED` is given;
+            there are keys of which no mask tells.
     """
     for name in UNSERVED:
         if kwargs.get(name) is not None:
             raise InputError(f'attn_implementation="tilekern" does not compute what {name} asks for; use "eager"')
     bias = kwargs.get("position_bias")
-    starts = kwargs.get("cu_seq_lens_q")
+    starts, longest = kwargs.get("cu_seq_lens_q"), kwargs.get("max_length_q")
+    told = attention_mask if isinstance(attention_mask, ToldMask) else None
+    if told is not None and starts is None and len(told.starts):
+        starts, longest = told.starts, told.longest
     packed = starts is not None and query.shape[0] == 1 and query.shape[2] == key.shape[2]
     if starts is not None and not packed and attention_mask is None:
         raise InputError('attn_implementation="tilekern" takes cu_seq_lens_q for a batch of one without a cache only')
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    if causal and attention_mask is None and 1 < query.shape[2] < key.shape[2]:
-        # transformers leaves the mask out only where the queries stand at the first keys: the rest is room of a cache.
+    if (told is not None and told.shape[3] != key.shape[2]) or (
+        causal and attention_mask is None and 1 < query.shape[2] < key.shape[2]
+    ):
+        raise InputError(
+            f'attn_implementation="tilekern": {type(module).__name__} hands over {key.shape[2]} keys for '
+            f"{query.shape[2]} queries, and its mask tells of {query.shape[2] if told is None else told.shape[3]}; "
+            'use "eager"'
+        )
+    if told is not None and query.shape[2] < key.shape[2]:
+        # The rest is room of a cache.
         key, value = (x[:, :, : query.shape[2]] for x in (key, value))
         if bias is not None:
             bias = kwargs["position_bias"] = bias[..., : query.shape[2]]
-    if packed and says_packing_alone(attention_mask):
+    if told is not None or (packed and says_packing_alone(attention_mask)):
         attention_mask = None
+    if causal and not packed and torch.compiler.is_compiling() and lacks_sequences(attention_mask):
+        attention_mask = _kept_apart(attention_mask, query, key, sliding_window, kwargs.get("position_ids"))
     masked = attention_mask is not None
     decoding = not torch.is_grad_enabled() and query.shape[2] != key.shape[2]
     special = softcap is not None or s_aux is not None
@@ -81,21 +102,67 @@ def attend(
             attention_mask = _told(attention_mask, query, key, causal, sliding_window, starts if packed else None)
         if special:
             _check_special(query, attention_mask, dropout, bias)
-        if not torch.compiler.is_compiling():
-            count_fallback(SPEC)
+        _note_fallback(masked)
         if special:
             return _special(query, key, value, attention_mask, scaling, softcap, s_aux), None
-        return _sdpa()(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=causal, **kwargs
-        )
+        with _capturable():
+            return _sdpa()(
+                module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=causal, **kwargs
+            )
     query, key, value = _autocast(query, key, value)
-    longest = kwargs.get("max_length_q") if packed else None
     out = attention(
         query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), causal=causal, scale=scaling,
         window=sliding_window, softcap=softcap, sinks=s_aux, cu_seqlens=starts if packed else None,
-        max_seqlen=int(longest) if isinstance(longest, torch.Tensor) else longest, deterministic=deterministic,
+        max_seqlen=longest if packed and isinstance(longest, int) else None, deterministic=deterministic,
     )  # fmt: skip
     return out, None
+
+
+def _kept_apart(
+    attention_mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor, window: int | None,
+    ids: torch.Tensor | None,
+) -> torch.Tensor | None:  # fmt: skip
+    """The mask of a model that is compiled as a whole and was given positions, which nobody can look at."""
+    tokens = query.shape[2]
+    if query.shape[0] != 1 or not 1 < tokens == key.shape[2] or not are_given_in_graph():
+        return attention_mask
+    if not isinstance(ids, torch.Tensor) or ids.shape[-1] != tokens:
+        _note_unseen()
+        return attention_mask
+    number = number_of_sequences(ids)
+    apart = number[:, None] == number
+    if attention_mask is None:
+        return (shown(tokens, tokens, query.device, True, window, None) & apart)[None, None]
+    if attention_mask.dtype == torch.bool:
+        return attention_mask & apart
+    return attention_mask.masked_fill(~apart, torch.finfo(attention_mask.dtype).min)
+
+
+@constant_in_graphs
+def _note_unseen() -> None:
+    warn_once(
+        "attention: this model's layers do not hand on position_ids, so that a compiled one takes a row for one "
+        "sequence; give cu_seq_lens_q and max_length_q where it holds several"
+    )
+
+
+@constant_in_graphs
+def _note_fallback(masked: bool) -> None:
+    """Count a call that runs no kernel; one that is compiled when it is traced."""
+    count_fallback(SPEC)
+    if masked and not can_read():
+        warn_once(
+            "attention: a mask and position_ids cannot be looked at while a model is compiled or captured, so SDPA "
+            "runs with a mask; leave out those that say nothing, or give cu_seq_lens_q and max_length_q"
+        )
+
+
+def _capturable() -> contextlib.AbstractContextManager[None]:
+    """Where a graph is captured, SDPA without cuDNN, which allocates by itself when it meets sizes for the first time."""
+    if torch.compiler.is_compiling() or not is_capturing():
+        return contextlib.nullcontext()
+    backends = torch.nn.attention.SDPBackend
+    return torch.nn.attention.sdpa_kernel([backends.FLASH_ATTENTION, backends.EFFICIENT_ATTENTION, backends.MATH])
 
 
 def _told(

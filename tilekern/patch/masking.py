@@ -12,33 +12,132 @@ from typing import Any, NamedTuple
 import torch
 
 from tilekern.errors import InputError
+from tilekern.ops.packing import can_read
 from tilekern.patch.constant import constant_in_graphs
+from tilekern.patch.positions import (
+    Sequences, are_given_in_graph, look, number_of_sequences, number_of_tokens, positions_of_call,
+)  # fmt: skip
+from tilekern.patch.told import ToldMask
 from tilekern.patch.wrapped import content
+from tilekern.warning import warn_once
 
 
 def mask(*, local_size: int | None = None, config: Any = None, **given: Any) -> Any:
     """A mask as transformers asks for it: None wherever the kernels' own causality and window say all of it.
 
-    The window is in the mask where layers do not hand theirs to their attention function: Qwen2-MoE's and Phi-MoE's.
+    A row that holds several sequences, by its ``position_ids``, gets a :class:`ToldMask`, as does a prompt with room of
+    a cache behind it. The window is in the mask where layers do not hand theirs to their attention function:
+    Qwen2-MoE's and Phi-MoE's.
 
-    Padding, sequences packed without ``cu_seq_lens``, blocks of images and the like give SDPA's boolean mask. A model
-    for which transformers has neither SDPA nor flash attention always gets the additive one that it is written for.
+    Padding, blocks of images and the like give SDPA's boolean mask. So does what only its values can tell, while a
+    graph is traced or captured: a mask of padding, and position ids of the user's. A model for which transformers has
+    neither SDPA nor flash attention always gets the additive one that it is written for.
 
     Raises:
-        InputError: the model computes its attention by itself, where no mask would mean that each token sees all.
+        InputError: the model computes its attention by itself, where no mask would mean that each token sees all; or
+            it hands over keys that no mask is made for.
     """
-    from transformers.masking_utils import eager_mask, sdpa_mask
+    from transformers.masking_utils import and_masks, eager_mask, packed_sequence_mask_function, sdpa_mask
 
     reading = reading_of(type(config))
-    if alone := reading.alone:
-        raise InputError(f'attn_implementation="tilekern": {alone} computes its attention by itself; use "eager"')
+    if reading.refusal:
+        raise InputError(f'attn_implementation="tilekern": {reading.refusal}; use "eager"')
+    own = local_size is None or (reading.hands_window and _is_own(local_size, config, given))
+    ask = _Ask(given, reading, own)
+    if ask.is_dropped_in_graph():
+        return None
+    found, numbers = ask.sequences()
+    if found is not None:
+        _warn_of_mixing(config, reading)
+        if ask.is_plain:
+            return ToldMask(*found, local_size, ask.queries, ask.keys, 1)
+        if not ask.is_joined:
+            numbers = number_of_tokens(found.starts, ask.keys)
+    if numbers is not None:
+        function = and_masks(given["mask_function"], packed_sequence_mask_function(numbers[None]))
+        given |= {"mask_function": function, "allow_is_causal_skip": False}
     if reading.by_mask_alone:
         return eager_mask(**given | {"allow_is_bidirectional_skip": False}, local_size=local_size, config=config)
-    own = local_size is None or (reading.hands_window and _is_own(local_size, config, given))
     made = sdpa_mask(**given, local_size=None if own else local_size, config=config)
-    if made is not None and own and _is_packing(given, reading):
-        made.says_packing_alone = True
+    if made is None and ask.is_causal and 1 < ask.queries < ask.keys:
+        return ask.with_room(local_size)
+    if made is not None and not ask.can_read:
+        made.says_packing_alone = ask.is_plain and numbers is None
+        made.lacks_sequences = ask.is_row and not ask.is_joined and numbers is None
     return made
+
+
+class _Ask:
+    """What transformers asks a mask for.
+
+    Attributes:
+        queries, keys: how many there are.
+        is_causal: whether no query sees a later key.
+        is_joined: whether transformers keeps sequences apart in its function, as it does while it cannot look.
+        is_plain: whether the function says no more than causality, the layers' own window and where sequences begin.
+        is_row: whether it is one row from its first token on, which may hold several sequences.
+        can_read: whether values may be read now.
+    """
+
+    def __init__(self, given: dict[str, Any], reading: Reading, own: bool) -> None:
+        self.given, self.reading = given, reading
+        self.padding, function = given.get("attention_mask"), given["mask_function"]
+        # Releases before 5.17 hand over the places of the queries.
+        self.queries = given["q_length"] if "q_length" in given else len(given["cache_position"])
+        self.keys = given["kv_length"]
+        self.is_causal, self.can_read = _is_causal(given), can_read()
+        self.is_joined = self._is_joined(function)
+        self.is_plain = (
+            own and self.is_causal and not reading.by_mask_alone and not given.get("use_vmap", False)
+            and not _shows_blocks(function, reading)
+        )  # fmt: skip
+        self.is_row = self.is_causal and given["batch_size"] == 1 and 1 < self.queries == self.keys
+
+    def _is_joined(self, function: Any) -> bool:
+        if torch.compiler.is_compiling():  # which cannot look into a function
+            return not self.given.get("allow_is_causal_skip", True) and _is_made_by(function, "and_masks")
+        return _numbers(function) is not None
+
+    def is_dropped_in_graph(self) -> bool:
+        """Whether nothing but causality and the window is to be said, while a graph is made, of which None says all.
+
+        transformers makes a mask then, and keeps sequences apart by positions that a model counted by itself, too.
+        """
+        if self.can_read or not self.is_plain or self.padding is not None or self.reading.reads_mask:
+            return False
+        if not 1 < self.queries == self.keys or self.given.get("kv_offset", 0):
+            return False
+        if torch.compiler.is_compiling():
+            # Where transformers joins nothing, the attention function does.
+            return not self.is_joined or not are_given_in_graph()
+        return not positions_of_call().are_given or not (self.is_row or self.is_joined)
+
+    def sequences(self) -> tuple[Sequences | None, torch.Tensor | None]:
+        """The sequences of a row, or the number of each token's, [tokens], where values are not looked at."""
+        if not self.is_row or torch.compiler.is_compiling():
+            return None, None
+        told, joined = positions_of_call(), _numbers(self.given["mask_function"])
+        ids = told.ids if told.ids is not None and told.ids.shape[-1] == self.keys else None
+        if told.starts is not None and (joined is not None or told.are_given):
+            return Sequences(told.starts.int(), self.keys), None
+        if joined is not None:
+            return (look(joined if ids is None else ids, joined[0]) if self.can_read else None), None
+        if ids is None or told.are_seen or not told.are_given or ids.device.type == "meta":
+            return None, None
+        if self.can_read and (self.padding is None or bool(self.padding.all())):
+            self.padding = None
+            return look(ids), None
+        self.is_plain = False
+        return None, number_of_sequences(ids, self.padding)
+
+    def with_room(self, window: int | None) -> torch.Tensor:
+        """The mask of a prompt at the beginning of a cache with room behind it."""
+        from transformers.masking_utils import sdpa_mask
+
+        if not self.can_read or not self.is_plain:
+            return sdpa_mask(**self.given | {"allow_is_causal_skip": False})
+        none = torch.empty(0, dtype=torch.int32, device=self.given.get("device", "cpu"))
+        return ToldMask(none, self.queries, window, self.queries, self.keys, self.given["batch_size"])
 
 
 def _is_own(local_size: int, config: Any, given: dict[str, Any]) -> bool:
@@ -54,22 +153,22 @@ def _is_causal(given: dict[str, Any]) -> bool:
     return "allow_is_bidirectional_skip" not in given
 
 
-def _is_packing(given: dict[str, Any], reading: Reading) -> bool:
-    """Whether a mask, aside from its window, says no more than causality and where sequences begin.
+def _is_made_by(function: Any, name: str) -> bool:
+    return isinstance(function, FunctionType) and function.__qualname__.startswith(f"{name}.")
 
-    It does not where the user gave a mask, where a function of the model's shapes it (which is called by vmap), or
-    where blocks are shown beside what it is made of: before sequences are kept apart (transformers 5.24) or after.
-    """
-    shaped = given.get("attention_mask") is not None or given.get("use_vmap", False)
-    function = given["mask_function"]
-    joined = isinstance(function, FunctionType) and function.__qualname__.startswith("and_masks.")
-    return joined and not shaped and _is_causal(given) and not _shows_blocks(function, reading)
+
+def _numbers(function: Any) -> torch.Tensor | None:
+    """The numbers of the tokens' sequences, [batch, tokens], in a function that keeps them apart; else None."""
+    for part in _functions(function):
+        if _is_made_by(part, "packed_sequence_mask_function"):
+            return content((part.__closure__ or (None,))[0])
+    return None
 
 
 def _shows_blocks(function: FunctionType, reading: Reading) -> bool:
     if torch.compiler.is_compiling():  # which cannot look into a function
         return reading.shows_blocks
-    return any(one.__qualname__.startswith("or_masks.") for one in _functions(function))
+    return any(_is_made_by(part, "or_masks") for part in _functions(function))
 
 
 def _functions(made: Any) -> Iterator[FunctionType]:
@@ -91,23 +190,54 @@ def says_packing_alone(made: Any) -> bool:
     return getattr(made, "says_packing_alone", False)
 
 
+def lacks_sequences(made: Any) -> bool:
+    """Whether a mask was made while nobody could look whether its row holds several sequences."""
+    return made is None or getattr(made, "lacks_sequences", False)
+
+
+def _warn_of_mixing(config: Any, reading: Reading) -> None:
+    """Say once that a packed row goes through layers that are no attention as one sequence."""
+    kinds = getattr(config, "layer_types", None)
+    if any(re.search(_RECURRENT, kind) for kind in kinds) if kinds else reading.recurrent:
+        warn_once(
+            f"{config.model_type}: position_ids begin again within a row, and only its attention keeps the sequences "
+            "apart; its convolutions and recurrent layers run over the row as one: train on rows of one sequence each"
+        )
+
+
 class Reading(NamedTuple):
     """How a model's code uses its masks.
 
     Attributes:
-        alone: the model's name, where it never asks for an attention function; else empty.
+        refusal: why attention "tilekern" cannot serve it; empty where it can.
+        asks: what it may ask for that attention "tilekern" does not compute; empty where there is nothing.
         by_mask_alone: whether its layers may say nothing, or what is not so, of their causality, and add the mask by
             themselves here and there.
         hands_window: whether layers hand their window to the attention function.
         shows_blocks: whether blocks of tokens, as of an image, may see each other beside what is causal.
+        reads_mask: whether it reads its mask by itself, so that there must be one.
+        recurrent: whether it has layers, as of Mamba, that run over a row as one sequence.
     """
 
-    alone: str = ""
+    refusal: str = ""
+    asks: str = ""
     by_mask_alone: bool = False
     hands_window: bool = True
     shows_blocks: bool = False
+    reads_mask: bool = False
+    recurrent: bool = False
 
 
+# A bias that a model's code adds to a mask for keys of its own (DeepSeek V4's compressed ones).
+_ADDED_KEYS = r"torch\.cat\(\[attention_mask, \w*bias"
+# What attention functions are asked for beside a mask, and none here computes.
+_ASKED = {
+    "indices": "has an indexer choose the keys of each query",
+    "block_indices": "has an indexer choose the blocks of keys of each query",
+    "sinks": "has attention sinks of each query",
+}
+# Layers that are no attention, by the names of classes and of ``layer_types``.
+_RECURRENT = "Mamba|mamba|GatedDelta|KimiDelta|linear_attention|Lightning|ShortConv|conv|Recurrent|recurrent|hybrid"
 _readings: dict[type, Reading] = {}
 
 
@@ -141,14 +271,25 @@ def _read(models: list[Any]) -> Reading:
         for name in ("sdpa", "flash_attn", "attention_backend")
     )
     asks = any(hasattr(sys.modules[model.__module__], "ALL_ATTENTION_FUNCTIONS") for model in models)
+    names = [model.__name__ for model in models]
+    name = next((name for name in names if not name.endswith("PreTrainedModel")), names[0])
     if not (asks or sdpa or any_backend):
-        names = [model.__name__ for model in models]
-        return Reading(alone=next((name for name in names if not name.endswith("PreTrainedModel")), names[0]))
+        return Reading(f"{name} computes its attention by itself")
     sources = [_source(module) for module in {model.__module__ for model in models}]
+
+    def reads(pattern: str) -> bool:
+        return any(re.search(pattern, source, re.MULTILINE) for source in sources)
+
+    if reads(_ADDED_KEYS):
+        return Reading(f"{name} adds compressed keys, and a bias for them, behind those of its mask")
+    asked = [reason for argument, reason in _ASKED.items() if reads(rf"^\s+{argument}=")]
     return Reading(
         by_mask_alone=not (sdpa or flash or any_backend),
-        hands_window=any(re.search(r"^\s+sliding_window=", source, re.MULTILINE) for source in sources),
-        shows_blocks=any(not source or "block_sequence_ids" in source for source in sources),
+        hands_window=reads(r"^\s+sliding_window="),
+        shows_blocks=not all(sources) or reads("block_sequence_ids"),
+        asks=f"{name} {asked[0]}" if asked else "",
+        reads_mask=reads("allow_is_causal_skip=False|indexed_attention"),
+        recurrent=reads(rf"^class \w*({_RECURRENT})"),
     )
 
 

@@ -1,0 +1,180 @@
+"""Which sequences a row holds, by its ``position_ids``, as far as the model was told any.
+
+A flattening collator puts several sequences into one row, and their positions begin again in each. transformers hands
+positions to the maker of a mask in some families alone, and makes nothing of them beside a cache or a mask of ones.
+They are looked at here once a forward, where the model's own code called for a mask.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
+
+import torch
+
+from tilekern.patch.constant import constant_in_graphs
+
+_NAMES = ("text_position_ids", "position_ids")
+
+
+class Sequences(NamedTuple):
+    """Sequences that stand one after the other in a row.
+
+    Attributes:
+        starts: [sequences + 1] int32 on the row's device, as ``cu_seqlens`` of attention.
+        longest: at least the length of the longest; few values, since each makes plans of its own.
+    """
+
+    starts: torch.Tensor
+    longest: int
+
+
+class Positions(NamedTuple):
+    """What a model was told of the positions in its rows, where it calls for a mask.
+
+    Attributes:
+        ids: ``position_ids``, [batch, tokens], or [axes, batch, tokens] where a token has several; None without any.
+        are_seen: whether transformers looks at them by itself.
+        are_given: whether they are the user's, and not what a model counts by itself where it is given none.
+        starts: the ``cu_seq_lens_q`` that came with them; None without.
+    """
+
+    ids: torch.Tensor | None = None
+    are_seen: bool = False
+    are_given: bool = True
+    starts: torch.Tensor | None = None
+
+
+def positions_of_call() -> Positions:
+    """The positions of the model whose forward calls for a mask now, by the frames of that call."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and (ids := _ids(frame)) is None:
+        if frame.f_code.co_name == "forward" and isinstance(frame.f_locals.get("self"), torch.nn.Module):
+            break
+        frame = frame.f_back
+    if frame is None:
+        return Positions()
+    values = frame.f_locals
+    maker = frame.f_globals.get("__name__") == "transformers.masking_utils"
+    cache = values.get("cache", values.get("past_key_values"))
+    seen = maker and cache is None and values.get("attention_mask") is None
+    return Positions(ids, seen, *_told(frame))
+
+
+def _ids(frame: FrameType) -> torch.Tensor | None:
+    code = frame.f_code
+    names = [name for name in _NAMES if name in code.co_varnames or name in code.co_cellvars]
+    values = [frame.f_locals.get(name) for name in names]
+    return next((x for x in values if isinstance(x, torch.Tensor)), None)
+
+
+def _told(frame: FrameType | None) -> tuple[bool, torch.Tensor | None]:
+    """Whether the outermost model on the way to a frame was called with positions, and with which starts.
+
+    So it is taken to be where nobody can tell.
+    """
+    from transformers import PreTrainedModel
+
+    given, starts = True, None
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name in {"forward", "_call_impl"} and isinstance(frame.f_locals.get("self"), PreTrainedModel):
+            given = _names_positions(code, frame.f_locals, given)
+            starts = frame.f_locals.get("kwargs", {}).get("cu_seq_lens_q", starts)
+        frame = frame.f_back
+    return given, starts
+
+
+def _names_positions(code: CodeType, values: Any, otherwise: bool) -> bool:
+    """Whether a call names positions, by the arguments of a forward or of ``Module.__call__``."""
+    if code.co_name == "_call_impl":
+        # They stand behind the ids and the mask where they are given by their place.
+        return values["kwargs"].get("position_ids") is not None or len(values["args"]) > 2
+    if "position_ids" in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]:
+        return values.get("position_ids") is not None
+    return otherwise
+
+
+@constant_in_graphs
+def are_given_in_graph() -> bool:
+    """The same of a model that torch.compile traces as a whole; not so where it traces less than a model.
+
+    A layer that is compiled by itself gets a mask from a model that is not, in which positions were looked at.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+    from transformers import PreTrainedModel
+
+    root = InstructionTranslator.current_tx()
+    level, models = getattr(root.output, "current_tx", root), []
+    while level is not None:
+        values = root.f_locals if level is root else level.symbolic_locals
+        if level.f_code.co_name == "forward" and isinstance(_value(values.get("self")), PreTrainedModel):
+            models.append((level.f_code, {name: _value(x) for name, x in values.items() if name == "position_ids"}))
+        level = level.parent
+    if not models:
+        return not isinstance(root.f_locals.get("self"), torch.nn.Module)
+    return _names_positions(*models[-1], True)
+
+
+def _value(variable: Any) -> Any:
+    """What a variable of torch.compile stands for, as far as None is told from others."""
+    if hasattr(variable, "original_value"):
+        return variable.original_value()
+    if hasattr(variable, "is_python_constant") and variable.is_python_constant():
+        return variable.as_python_constant()
+    return getattr(variable, "value", variable)
+
+
+def number_of_sequences(ids: torch.Tensor, visible: torch.Tensor | None = None) -> torch.Tensor:
+    """The number of each token's sequence, [tokens], of a row's positions; nothing is waited for.
+
+    A sequence begins where positions are the row's lowest, as FlashAttention's integration has it, and where they
+    fall. Padding, which ``visible`` [1, tokens] hides, goes with the sequence before it.
+    """
+    rows = ids.reshape(-1, ids.shape[-1]).long()
+    if visible is None:
+        lowest, before = rows.amin(1, keepdim=True), rows[0].roll(1)
+        begins = ((rows == lowest).all(0) | (rows[0] < before)).int()
+        return begins.cumsum(0) - begins[0]
+    shown = visible.reshape(-1).to(device=rows.device, dtype=torch.bool)
+    lowest = rows.masked_fill(~shown, torch.iinfo(torch.int64).max).amin(1, keepdim=True)
+    place = torch.arange(len(shown), device=rows.device)
+    before = rows[0][torch.where(shown, place, 0).cummax(0).values.roll(1)]
+    begins = shown & ((rows == lowest).all(0) | (rows[0] < before)) & (shown.cumsum(0) > 1)
+    return begins.int().cumsum(0)
+
+
+_last: tuple[Any, ...] = (lambda: None, -1, None)
+
+
+def look(ids: torch.Tensor, known: torch.Tensor | None = None) -> Sequences | None:
+    """The sequences of a row's positions, whose values are read once for all masks of a forward; None if one.
+
+    ``known`` are the numbers of the tokens' sequences, [tokens], where transformers has found them.
+    """
+    global _last
+    tensor, version, found = _last
+    # Tensors of inference mode do not know how often they were written to.
+    current = -1 if ids.is_inference() else ids._version
+    if current >= 0 and tensor() is ids and version == current:
+        return found
+    found = cut(number_of_sequences(ids.cpu()) if known is None else known.cpu(), ids.device)
+    _last = (weakref.ref(ids), current, found)
+    return found
+
+
+def cut(numbers: torch.Tensor, device: torch.device) -> Sequences | None:
+    """Sequences by the number of each token's, which lie on the CPU; None if there is one."""
+    ends = (numbers[1:] != numbers[:-1]).nonzero().view(-1) + 1
+    if not len(ends):
+        return None
+    starts = torch.cat((ends.new_zeros(1), ends, ends.new_full((1,), len(numbers))))
+    longest = min(1 << (int(starts.diff().max()) - 1).bit_length(), len(numbers))
+    return Sequences(starts.to(device=device, dtype=torch.int32), longest)
+
+
+def number_of_tokens(starts: torch.Tensor, tokens: int) -> torch.Tensor:
+    """The number of each token's sequence, [tokens], by where sequences begin."""
+    return torch.searchsorted(starts.long(), torch.arange(tokens, device=starts.device), right=True)

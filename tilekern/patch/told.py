@@ -1,0 +1,73 @@
+"""A mask that is told in words, and made only where somebody looks at it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tilekern.ops.attention import shown
+
+
+class ToldMask(torch.Tensor):
+    """The boolean mask [1, 1, queries, keys] of a causal attention whose words are all that the kernels need.
+
+    A query at ``i`` sees the keys up to ``i``, at a distance of less than ``window``, of its own sequence. Keys behind
+    the queries are room of a cache, which none sees. Any operation of torch gets the mask itself; a kernel gets the
+    words, so it takes no memory where layers hand it to an attention function.
+
+    Attributes:
+        starts: [sequences + 1] int32, where each of the sequences begins; empty where there is one.
+        longest: at least the length of the longest of them.
+        window: how many keys a query sees, itself included; None for all.
+    """
+
+    starts: torch.Tensor
+    longest: int
+    window: int | None
+
+    @staticmethod
+    def __new__(
+        cls, starts: torch.Tensor, longest: int, window: int | None, queries: int, keys: int, batch: int
+    ) -> ToldMask:
+        size = (batch, 1, queries, keys)
+        made = torch.Tensor._make_wrapper_subclass(cls, size, dtype=torch.bool, device=starts.device)  # type: ignore[attr-defined]
+        made.starts, made.longest, made.window = starts, longest, window
+        return made
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"ToldMask({list(self.shape)}, {max(1, len(self.starts) - 1)} sequences, window={self.window})"
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def dense(self) -> torch.Tensor:
+        """The mask as a tensor of its own."""
+        batch, _, queries, keys = self.shape
+        starts = self.starts if len(self.starts) else None
+        seen = shown(queries, queries, self.starts.device, True, self.window, starts)
+        return torch.nn.functional.pad(seen, (0, keys - queries)).expand(batch, 1, queries, keys)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        mask = args[0] if args else None
+        if func in _THE_SAME and isinstance(mask, cls) and kwargs.get("dtype", torch.bool) == torch.bool:
+            # A model that is spread over devices moves it to each.
+            starts = mask.starts.to(kwargs.get("device") or mask.starts.device)
+            return cls(starts, mask.longest, mask.window, mask.shape[2], mask.shape[3], mask.shape[0])
+        given = torch.utils._pytree.tree_map_only(cls, cls.dense, (args, kwargs))
+        return func(*given[0], **given[1])
+
+    # torch.compile takes it apart and puts it together, so that layers that are compiled read its words, too.
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
+        return ["starts"], (self.longest, self.window)
+
+    @classmethod
+    def __tensor_unflatten__(
+        cls, tensors: dict[str, torch.Tensor], words: tuple[Any, ...], size: Any, stride: Any
+    ) -> ToldMask:
+        return cls(tensors["starts"], *words, size[2], size[3], size[0])
+
+
+_THE_SAME = (torch.ops.aten._to_copy.default, torch.ops.aten.detach.default, torch.ops.aten.alias.default)
