@@ -361,6 +361,8 @@ def find(
 
     agreed = _state.agreement if layers is None else None
     if agreed is not None:
+        if not agreed.covers(target):
+            return None
         if (spec.name, bucketed) in agreed.compiled:
             return agreed.compiled[spec.name, bucketed]
         target, layers = agreed.target, [agreed.snapshot]
@@ -377,6 +379,7 @@ def find(
         source=digests_of(spec.module, spec.name),
         layers=layers,
         trace=trace,
+        unlikeness=target.unlikeness,
     )
 
 
@@ -403,10 +406,17 @@ def _on_miss(spec: KernelSpec, wanted: Problem, target: Target) -> Hit | None:
     from tilekern import cache
 
     policy = miss_policy()
+    if _state.agreement is not None and not _state.agreement.covers(target):
+        # What the other ranks run on such a GPU is not known here, so a record of its own would be no agreement.
+        why = f"the ranks agreed on kernels for a {_state.agreement.target.name}, none of which runs on a {target.name}"
+        if policy == "error":
+            raise CacheMiss(f"{why}; give each rank GPUs of one architecture")
+        warn_once(f"{why}; the model's own op runs there")
+        return None
     cache.note_wanted(
         cache.user_root(), spec.name, dict(wanted), target.describe(), f"not in any cache; policy {policy}"
     )
-    tune = f"tune it with: python -m tilekern.tune MODEL --gpu {target.name}"
+    tune = f"tune it with: python -m tilekern.tune MODEL --gpu {target.option}"
     if policy == "error":
         raise CacheMiss(f"no cache holds {spec.name} for {wanted.key} on {target.name}; {tune}")
     why = ""
