@@ -415,9 +415,6 @@ def here(device: int | None = None) -> Target | None:
     properties = torch.cuda.get_device_properties(torch.cuda.current_device() if device is None else device)
     name = properties.name.removeprefix("NVIDIA ").strip()
     arch, count = f"sm_{properties.major}{properties.minor}", properties.multi_processor_count
-    for target in LISTED:
-        if (target.name, target.arch, target.sm_count) == (name, arch, count):
-            return target
     clock, bus = (getattr(properties, name, 0) for name in ("memory_clock_rate", "memory_bus_width"))
     said = {
         "l2_bytes": properties.L2_cache_size,
@@ -430,10 +427,13 @@ def here(device: int | None = None) -> Target | None:
 
 
 def seen(name: str, arch: str, sm_count: int, said: Mapping[str, float]) -> Target:
-    """An unlisted GPU of this machine by what is said of it; zeros are not known.
+    """A GPU of this machine: as it is listed, else by what the driver says of it, where zeros are not known.
 
     Of a MIG slice the bus is that of the whole GPU, so that its bandwidth is worked out.
     """
+    listed = _BY_NAME.get(name)
+    if listed is not None and (listed.arch, listed.sm_count) == (arch, sm_count):
+        return listed
     is_slice = _SLICE.fullmatch(name) is not None
     figures = {field: value for field, value in said.items() if value and not (is_slice and field == "memory_gbs")}
     return described(name, arch, sm_count, **figures)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from tilekern.errors import CacheMiss, CannotRun, InputError, RanksDiffer, TilekernError
+from tilekern.requirements import unmet
 from tilekern.runtime.libraries import libraries_here, library_of, runnable
 from tilekern.runtime.plans import Counters, InterpretedPlan, LibraryPlan, Plan, plan_of
 from tilekern.runtime.provisional import Watch, is_settled, of_several_ranks
@@ -224,6 +225,11 @@ def _resolve(spec: KernelSpec, device: Any, sizes: Sequence[Any], key: tuple[Any
             f"{spec.name} was called on {device.type}; kernels run on CUDA devices (or anywhere under "
             "TILEKERN_INTERPRET=1), so the model's own op runs instead"
         )
+        return None
+    if wrong := unmet():
+        if miss_policy() == "error":
+            raise CacheMiss(wrong)
+        warn_once(f"{wrong}; until then the model's own ops run")
         return None
     target = here(device.index)
     assert target is not None
