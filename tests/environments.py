@@ -27,5 +27,5 @@ def installed(folder: Path) -> Path:
     info = folder / "tilekern-0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tilekern\nVersion: 0\n")
-    (info / "entry_points.txt").write_text("[torch.backends]\ntilekern = tilekern.startup:begin\n")
+    (info / "entry_points.txt").write_text("[torch.backends]\ntilekern = tilekern_startup:begin\n")
     return folder

@@ -13,13 +13,15 @@ import torch
 from one_record import GPU, H200, PROBLEM, SIZES, SPEC
 
 from tilekern import cache, toolchain
-from tilekern.errors import CacheMiss, CannotRun, InputError
+from tilekern.errors import CacheMiss, CannotRun, InputError, TilekernWarning
 from tilekern.interpreter import InterpreterError
 from tilekern.kernels import spec_named
 from tilekern.launcher import PrebuiltKernel
 from tilekern.runtime import dispatch
 from tilekern.runtime.plans import DependentPlan
 from tilekern.runtime.provisional import is_settled
+from tilekern.runtime.ranks.agreement import Agreement
+from tilekern.runtime.ranks.snapshot import Snapshot
 from tilekern.source.digests import digests_of
 from tilekern.spec import Config
 from tilekern.targets import INTERPRETED, resolve
@@ -157,6 +159,37 @@ def test_another_gpu_of_the_arch_serves(filled, no_compiler, monkeypatch):
     monkeypatch.setattr(dispatch, "here", lambda _device=None: H100)
     assert dispatch.plan_for(SPEC, GPU, *SIZES) is not None
     assert not dispatch.find(SPEC, SPEC.bucketed(PROBLEM), H100).exact_target
+
+
+def test_of_other_gpus_of_the_arch_the_likest_serves(filled, no_compiler):
+    hit = dispatch.find(SPEC, SPEC.bucketed(PROBLEM), H200)
+    for gpu in ("H100 PCIe", "H20"):
+        moved = msgspec.structs.replace(hit.record, target=resolve(gpu).describe())
+        cache.Store(filled).write(moved, {one.sha256: hit.load(name) for name, one in moved.artifacts.items()})
+    for gpu, served in (("H200 NVL", "H200"), ("GH200", "H200"), ("H20-3e", "H20"), ("sm_90:100", "H100 PCIe")):
+        hit = dispatch.find(SPEC, SPEC.bucketed(PROBLEM), resolve(gpu))
+        assert (hit.record.target["name"], hit.exact_target) == (served, False)
+
+
+def test_what_ranks_agreed_on_is_not_taken_for_another_arch(filled, no_compiler, monkeypatch):
+    """A process with GPUs of two archs has agreed for one of them, though its caches have kernels for both."""
+    gpus = {0: H200, 1: B200}
+    monkeypatch.setattr(dispatch, "here", gpus.get)
+    snapshot = Snapshot.take("sm_90", cache.default_layers(), None, lambda spec, _: spec.name == SPEC.name)
+    dispatch.agree_on(Agreement(snapshot, H200, "compile"))
+    try:
+        assert dispatch.plan_for(SPEC, torch.device("cuda", 0), *SIZES) is not None
+        with pytest.warns(
+            TilekernWarning, match="agreed on kernels for a H200, none of which runs on a B200; the model"
+        ):
+            assert dispatch.plan_for(SPEC, torch.device("cuda", 1), *SIZES) is None
+        assert dispatch.stats()[SPEC.name] == numbers(hits=1, misses=1)
+        dispatch.set_miss_policy("error")
+        dispatch.forget()
+        with pytest.raises(CacheMiss, match="none of which runs on a B200; give each rank GPUs of one architecture"):
+            dispatch.plan_for(SPEC, torch.device("cuda", 1), *SIZES)
+    finally:
+        dispatch.agree_on(None)
 
 
 def test_another_arch_exact_size_or_dtype_does_not_serve(filled, no_compiler, monkeypatch):

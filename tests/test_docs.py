@@ -24,6 +24,7 @@ from benchmarks.report import with_training
 from benchmarks.results import read_folder
 from tilekern import ops
 from tilekern.cache import PROVENANCES, Record
+from tilekern.targets import LISTED, resolve
 from tilekern.toolchain import toolkit
 from tuning.plan.presets import PRESETS
 
@@ -237,6 +238,16 @@ def test_the_table_of_variables_is_complete():
     read = {name for path in sources(PACKAGES[:3]) for name in re.findall(r"TILEKERN_[A-Z_]+", path.read_text())}
     section = (DOCS / "reference.md").read_text().split("## Environment variables")[1].split("\n## ")[0]
     assert read == set(re.findall(r"^\| `(TILEKERN_[A-Z_]+)`", section, re.M))
+
+
+def test_the_list_of_gpus_is_complete():
+    section = (DOCS / "reference.md").read_text().split("## GPUs")[1].split("\n## ")[0]
+    rows = {arch: cell.split(", ") for arch, cell in re.findall(r"^\| `(sm_\d+)` \| (.+) \|$", section, re.M)}
+    assert rows == {arch: [gpu.name for gpu in LISTED if gpu.arch == arch] for arch in rows}
+    assert sum(map(len, rows.values())) == len(LISTED)
+    for example in re.findall(r"^\| (?:a|an) [^|]*\| ([^|]+) \|", section, re.M):
+        for name in re.findall(r"`\"?([^`\"]+)\"?`", example):
+            assert resolve(name).key
 
 
 def test_the_pages_name_every_preset_op_public_name_and_command():

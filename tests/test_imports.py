@@ -17,7 +17,7 @@ FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("
 # What the files of a room may import of tilekern and its friends; the longest matching prefix counts. Imports run
 # downwards only: patch, ops, composites, kernels and dispatch, cache and launcher and toolchain, spec and targets and
 # errors.
-LEAVES = {"tilekern.spec", "tilekern.targets", "tilekern.errors", "tilekern.warning"}
+LEAVES = {"tilekern.spec", "tilekern.targets", "tilekern.errors", "tilekern.warning", "tilekern.requirements"}
 RUNTIME, RANKS, TRACING = "tilekern.runtime", "tilekern.runtime.ranks", "tilekern.tracing"
 DIGESTS = "tilekern.source.digests"
 MAY_IMPORT = {
@@ -28,6 +28,8 @@ MAY_IMPORT = {
     "tilekern.space": {"tilekern.points", "tilekern.targets"},
     "tilekern.spec": {"tilekern.points", "tilekern.space", "tilekern.targets"},
     "tilekern.targets": {"tilekern.errors"},
+    "tilekern.requirements": set(),
+    "tilekern.devices": {"tilekern.targets"},
     "tilekern.source.syntax": set(),
     "tilekern.source.reachability": {"tilekern.source.syntax"},
     "tilekern.source.whole_modules": {"tilekern.source.reachability"},
@@ -76,10 +78,11 @@ MAY_IMPORT = {
     "tilekern.awaiting": set(),
     "tilekern.implementation": {"tilekern.awaiting", "tilekern.patch"},
     "tilekern.switches": {"tilekern.errors"},
-    "tilekern.startup": {"tilekern.awaiting", "tilekern.errors", "tilekern.switches"},
+    "tilekern.startup": {"tilekern.awaiting", "tilekern.errors", "tilekern.switches", "tilekern.warning"},
     "tilekern.run": {"tilekern"},
     "tilekern.liger": {"tilekern"},
     "tilekern.tune": {"tilekern", "tuning"},
+    "tilekern.doctor": {"tilekern", "tuning"},
     # Of the ops and the patches, tuning's plan/ alone: to trace a step.
     "tuning": {"tilekern", "tuning"},
     # What explains a lookup of a job must ask what the job asks.
@@ -183,7 +186,7 @@ STEPS = ["tilekern.ops", "tilekern.patch", "tilekern.tracing.stepping"]
     ],
 )
 def test_rooms_are_closed_to_others(rooms, closed):
-    doors = ["tilekern.tune", "tuning.plan"]
+    doors = ["tilekern.tune", "tilekern.doctor", "tuning.plan"]
     found = {name: imports(MODULES[name]) for name in within(*rooms) if not under(name, doors)}
     assert not [f"{module} imports {name}" for module in found for name in found[module] if under(name, closed)]
 
@@ -243,8 +246,9 @@ def run(code, *flags):
 
 @pytest.mark.parametrize(
     "module",
-    ["tilekern", "tilekern.cache", "tilekern.spec", "tilekern.targets", "tilekern.errors", "tilekern.source.digests"],
-)
+    ["tilekern", "tilekern.cache", "tilekern.spec", "tilekern.targets", "tilekern.errors", "tilekern.source.digests",
+     "tilekern.doctor"],
+)  # fmt: skip
 def test_what_only_looks_loads_nothing_heavy(module):
     loaded = run(f"import sys, {module}; print(*sys.modules)")
     assert module in loaded

@@ -1,18 +1,24 @@
 """What runs at the end of `import torch`, and what waits for another package's import."""
 
+import ast
 import importlib
 import importlib.machinery
+import importlib.metadata
 import os
 import subprocess
 import sys
 import tomllib
+import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from environments import installed, python_path
 
+import tilekern_startup
 from tilekern import startup
 from tilekern.awaiting import Arrivals, is_being_imported
+from tilekern.errors import TilekernWarning
 from tilekern.patch.families import FAMILIES
 from tilekern.switches import OPS, switches_of, text_of
 
@@ -129,14 +135,76 @@ def test_it_waits_for_transformers_where_a_variable_asks_for_it(monkeypatch, sai
 
 
 @pytest.mark.parametrize("said", ["yes", "rmsnorm", "rms_norm,-rope", "rope,", "-", "1,rope"])
-def test_what_the_variable_may_not_say_ends_the_process_with_one_line(monkeypatch, capsys, said):
+def test_what_the_variable_may_not_say_ends_what_makes_models_and_not_the_import_of_torch(monkeypatch, capsys, said):
     monkeypatch.setenv("TILEKERN_APPLY", said)
-    with pytest.raises(SystemExit) as ended:
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    with pytest.warns(TilekernWarning, match="TILEKERN_APPLY: .*; this process ends where transformers makes models"):
         startup.begin()
+    with pytest.raises(SystemExit) as ended:
+        sys.meta_path[0]._arrived("transformers.modeling_utils")
     assert ended.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("tilekern: TILEKERN_APPLY: ")
     assert "-OP for all but" in line
+
+
+@pytest.mark.parametrize(
+    ("variable", "said", "module"),
+    [("TILEKERN_APPLY", "1", "tilekern.patch.patcher"), ("LIGER_KERNEL_IMPL", "tilekern", "tilekern.liger")],
+)
+def test_a_broken_dependency_is_one_line_and_models_run_their_own_ops(monkeypatch, variable, said, module):
+    for name in ("LIGER_KERNEL_IMPL", "TILEKERN_APPLY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(variable, said)
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    startup.begin()
+    monkeypatch.setitem(sys.modules, module, None)  # its import fails
+    with pytest.warns(TilekernWarning) as warned:
+        sys.meta_path[0]._arrived("the module that it waits for")
+    (message,) = (str(one.message) for one in warned)
+    assert message.startswith(f"{variable} asks for tilekern, which cannot be loaded (ModuleNotFoundError: ")
+
+
+def test_what_a_working_tilekern_raises_is_no_broken_dependency(monkeypatch):
+    """An error of apply itself is the program's to see."""
+
+    def fail(**options):
+        raise ImportError("of the program")
+
+    monkeypatch.setenv("TILEKERN_APPLY", "1")
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    startup.begin()
+    monkeypatch.setitem(sys.modules, "tilekern.patch.patcher", SimpleNamespace(apply_first=fail))
+    with pytest.raises(ImportError, match="of the program"):
+        sys.meta_path[0]._arrived("transformers.modeling_utils")
+
+
+@pytest.mark.parametrize("gone", ["tilekern", "tilekern.startup", "tilekern.implementation"])
+def test_torch_is_imported_where_the_package_is_gone_or_there_in_part(monkeypatch, gone):
+    """The entry point is a file outside of the package."""
+    for name in [name for name in sys.modules if name == "tilekern" or name.startswith("tilekern.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, gone, None)
+    with pytest.warns(RuntimeWarning, match=f"tilekern is installed and cannot be used .*{gone}.*; install it again"):
+        tilekern_startup.begin()
+
+
+def test_a_filter_that_makes_errors_of_warnings_ends_no_import_of_torch(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "tilekern.startup", None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tilekern_startup.begin()
+    assert capsys.readouterr().err.startswith("tilekern: tilekern is installed and cannot be used (")
+
+
+def test_the_entry_point_needs_the_standard_library_alone():
+    imports = [
+        node for node in ast.walk(ast.parse(Path(tilekern_startup.__file__).read_text())) if hasattr(node, "names")
+    ]
+    names = {alias.name for node in imports if isinstance(node, ast.Import) for alias in node.names}
+    assert names <= sys.stdlib_module_names
+    (inner,) = (node for node in imports if isinstance(node, ast.ImportFrom))
+    assert inner.module == "tilekern.startup"
 
 
 def test_texts_choose_ops():
@@ -177,7 +245,8 @@ def test_the_variable_has_a_family_patched_when_it_is_imported(tmp_path):
 def test_the_entry_point_of_torch_names_it():
     """Torch refuses to be imported where an entry point of this group fails."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert project["entry-points"]["torch.backends"] == {"tilekern": "tilekern.startup:begin"}
+    assert project["entry-points"]["torch.backends"] == {"tilekern": "tilekern_startup:begin"}
+    assert importlib.metadata.EntryPoint("tilekern", "tilekern_startup:begin", "torch.backends").load()
 
 
 @pytest.mark.processes

@@ -11,15 +11,17 @@ from environments import environment
 
 from tilekern import targets
 from tilekern.errors import InputError
-from tilekern.targets import KNOWN, here, resolve
+from tilekern.targets import LISTED, from_description, here, of_key, resolve
 
-every_target = pytest.mark.parametrize("target", KNOWN, ids=lambda target: target.key)
+every_target = pytest.mark.parametrize("target", LISTED, ids=lambda target: target.key)
 
 
 @every_target
 def test_a_target_is_found_by_its_name_and_key(target):
-    for name in (target.name, target.name.lower(), target.name.upper(), target.key):
+    short = target.name.replace("GeForce ", "").replace("-", " ")
+    for name in (target.name, target.name.lower(), target.name.upper(), f"NVIDIA {target.name}", short, target.key):
         assert resolve(name) is target
+    assert from_description(target.describe_whole()) is target
 
 
 @pytest.mark.parametrize(
@@ -34,7 +36,23 @@ def test_a_target_is_found_by_its_name_and_key(target):
         ("sm_80", "sm_80-a100_sxm4_80gb-108"),
         ("sm_90", "sm_90-h200-132"),
         ("sm_100", "sm_100-b200-148"),
-        ("sm_103", "sm_103-b300-148"),
+        ("sm_103", "sm_103-b300_sxm6_ac-148"),
+        ("B300", "sm_103-b300_sxm6_ac-148"),
+        ("GH200", "sm_90-gh200_480gb-132"),
+        ("H100-PCIe", "sm_90-h100_pcie-114"),
+        ("A100 40GB", "sm_80-a100_sxm4_40gb-108"),
+        ("RTX 4090 Laptop", "sm_89-geforce_rtx_4090_laptop_gpu-76"),
+        ("RTX 6000 Ada", "sm_89-rtx_6000_ada_generation-142"),
+        ("RTX PRO 6000 Max-Q", "sm_120-rtx_pro_6000_blackwell_max_q_workstation_edition-188"),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "sm_90-h100_80gb_hbm3_mig_1g_10gb-16"),
+        ("H100 MIG 1g.20gb", "sm_90-h100_80gb_hbm3_mig_1g_20gb-26"),
+        ("H200 MIG 3g.71gb", "sm_90-h200_mig_3g_71gb-60"),
+        ("A100-SXM4-40GB MIG 2g.10gb", "sm_80-a100_sxm4_40gb_mig_2g_10gb-28"),
+        ("B200 MIG 1g.23gb+me", "sm_100-b200_mig_1g_23gb_me-18"),
+        ("sm_90-h300-131", "sm_90-h300-131"),
+        ("SM_90-H200-132", "sm_90-h200-132"),
+        ("sm_90:78", "sm_90-gpu-78"),
+        ("sm_90:78,memory=4800,name=NVIDIA H20-4e", "sm_90-h20_4e-78"),
         ("sm_120", "sm_120-geforce_rtx_5090-170"),
         ("SM_121", "sm_121-gb10-48"),
     ],
@@ -43,7 +61,7 @@ def test_names_that_people_give(name, expected):
     assert resolve(name).key == expected
 
 
-@pytest.mark.parametrize("name", ["", "H300", "sm_70", "sm90x", "NVIDIA", "sm_90-h200-131"])
+@pytest.mark.parametrize("name", ["", "H300", "sm_70", "sm90x", "NVIDIA", "sm_90-h200", "B200 MIG 3g.90gb", "sm_90:0"])
 def test_an_unknown_gpu_is_named_with_the_known_ones(name):
     with pytest.raises(InputError, match=r"unknown GPU .*known: .*H200.*sm_100.*auto") as caught:
         resolve(name)
@@ -57,7 +75,7 @@ def test_auto_without_a_gpu_says_what_to_pass(monkeypatch):
         resolve("auto")
 
 
-def _with_gpu(monkeypatch, name, major, minor, sm_count):
+def _with_gpu(monkeypatch, name, major, minor, sm_count, **more):
     properties = SimpleNamespace(
         name=name,
         major=major,
@@ -65,6 +83,7 @@ def _with_gpu(monkeypatch, name, major, minor, sm_count):
         multi_processor_count=sm_count,
         L2_cache_size=1 << 20,
         max_threads_per_multi_processor=1536,
+        **more,
     )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -79,25 +98,97 @@ def test_the_gpu_here_is_the_known_one(monkeypatch, target):
 
 
 def test_an_unlisted_gpu_has_a_key_of_its_own_and_its_arch_s_limits(monkeypatch):
-    _with_gpu(monkeypatch, "NVIDIA H20", 9, 0, 78)
+    _with_gpu(monkeypatch, "NVIDIA H30", 9, 0, 78)
     found = here()
-    assert found.key == "sm_90-h20-78"
+    assert found.key == "sm_90-h30-78"
     assert found.arch == "sm_90"
     assert found.l2_bytes == 1 << 20
     assert found.threads == 1536
     assert found.shared_bytes == resolve("H200").shared_bytes
 
 
+def test_an_unlisted_gpu_is_what_the_driver_says_of_it(monkeypatch):
+    said = {"memory_clock_rate": 3201000, "memory_bus_width": 4096, "shared_memory_per_multiprocessor": 1 << 17}
+    _with_gpu(monkeypatch, "NVIDIA H30", 9, 0, 90, **said)
+    found = here()
+    assert found.memory_gbs == pytest.approx(3277.8, abs=0.1)
+    assert (found.shared_bytes, found.registers, found.l2_bytes) == (1 << 17, 65536, 1 << 20)
+    again = from_description(found.describe_whole())
+    assert again == found
+    assert of_key(found.key) != found, "the key alone does not tell what the driver did"
+
+
+def test_a_slice_has_its_share_of_the_memory_and_not_the_bus(monkeypatch):
+    whole = resolve("H200")
+    said = {"memory_clock_rate": 3201000, "memory_bus_width": 6144}
+    _with_gpu(monkeypatch, "NVIDIA H200 MIG 2g.35gb", 9, 0, 32, **said)
+    found = here()
+    assert (found.key, found.memory_gbs) == ("sm_90-h200_mig_2g_35gb-32", whole.memory_gbs / 4)
+    assert resolve(found.key).memory_gbs == found.memory_gbs
+    assert resolve("H200 MIG 1g.35gb").memory_gbs == whole.memory_gbs / 4, "the double share of a slice of one part"
+    assert resolve("H200 MIG 1g.18gb").memory_gbs == whole.memory_gbs / 8
+
+
+@pytest.mark.parametrize("name", ["H200", "H100 PCIe", "H100 MIG 1g.10gb", "sm_90-mine-78", "sm_90:78,name=X 1"])
+def test_messages_name_a_gpu_by_one_word_that_is_understood(name):
+    target = resolve(name)
+    assert " " not in target.option
+    assert resolve(target.option).key == target.key
+
+
+def test_a_gpu_is_named_by_its_figures():
+    found = resolve("sm_90:78, memory=4000, l2=30, shared=100, name=H20 of mine")
+    assert (found.arch, found.sm_count, found.name) == ("sm_90", 78, "H20 of mine")
+    assert (found.memory_gbs, found.l2_bytes, found.shared_bytes) == (4000, 30 << 20, 100 << 10)
+    assert from_description(found.describe_whole()) == found
+    assert resolve("sm_90:40").memory_gbs == resolve("sm_90:20").memory_gbs * 2
+    assert resolve("sm_90:132").memory_gbs == resolve("sm_90").memory_gbs
+
+
+@pytest.mark.parametrize("option", ["speed=3", "memory=fast", "memory=0", "name=--", f"name={'x' * 70}"])
+def test_an_option_that_no_gpu_has_is_named_with_the_form(option):
+    with pytest.raises(InputError, match=r"is not an option; one GPU is written as sm_90:78,memory=") as caught:
+        resolve(f"sm_90:78,{option}")
+    assert repr(option) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [{}, {"key": "x"}, {"key": "sm_90-mine-78", "figures": {"sm_count": 3}}, {"key": "sm_90-mine-78", "figures": [1]},
+     {"key": "sm_90-mine-78", "figures": {"l2_bytes": "1"}}, {"key": "sm_90-mine-78", "figures": {"l2_bytes": -1}}],
+)  # fmt: skip
+def test_a_description_of_no_gpu_is_refused(said):
+    with pytest.raises(InputError):
+        from_description(said)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "likest"),
+    [
+        ("H200 NVL", ["H200", "GH200", "H100 NVL", "H100", "H20", "H100 PCIe"]),
+        ("GH200", ["H100 NVL", "H100", "H200", "H20", "H100 PCIe"]),
+        ("H20-3e", ["H20", "H200", "H100 PCIe"]),
+        ("H100 MIG 1g.10gb", ["H100 MIG 2g.20gb", "H100 PCIe", "H200"]),
+        ("RTX 4090 D", ["RTX 4090", "RTX 6000 Ada", "L40S", "L4"]),
+        ("A100", ["A100 80GB PCIe", "A100 40GB", "A30"]),
+    ],
+)
+def test_other_gpus_come_in_the_order_of_their_likeness(gpu, likest):
+    keys = [resolve(name).key for name in likest]
+    assert sorted([*sorted(keys), "sm_90-of another form"], key=resolve(gpu).unlikeness)[:-1] == keys
+
+
 def test_a_slice_of_a_known_gpu_is_another_target(monkeypatch):
     _with_gpu(monkeypatch, "NVIDIA H200", 9, 0, 60)
     assert here().key == "sm_90-h200-60"
-    assert here().memory_gbs < resolve("H200").memory_gbs
+    assert here().memory_gbs == pytest.approx(resolve("H200").memory_gbs * 60 / 132)
 
 
 def test_keys_are_names_of_folders_and_all_different():
-    keys = [target.key for target in KNOWN]
+    keys = [target.key for target in LISTED]
     assert len(set(keys)) == len(keys)
-    for target in KNOWN:
+    assert {"sm_90-h200-132", "sm_100-b200-148"} <= set(keys), "the packs of the wheel have these"
+    for target in LISTED:
         assert all(character.isalnum() or character in "_-" for character in target.key)
         assert target.key == target.key.lower()
         assert target.describe()["key"] == target.key

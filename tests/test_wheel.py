@@ -16,6 +16,8 @@ pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("wheel")]
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("tilekern", "tuning", "cache_tools")
+# Outside of the packages, so that torch is imported where they are gone.
+ENTRY = "tilekern_startup.py"
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +28,7 @@ def wheel(tmp_path_factory):
     without = shutil.ignore_patterns("__pycache__", "*.egg-info")
     for name in (*PACKAGES, "tests", "benchmarks"):
         shutil.copytree(ROOT / name, source / name, ignore=without)
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", ENTRY):
         shutil.copy(ROOT / name, source)
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "--no-cache-dir"]
     ran = subprocess.run([*command, "-w", folder, source], capture_output=True, text=True, check=False)
@@ -53,7 +55,7 @@ def installed(wheel, tmp_path_factory):
 def test_it_holds_the_packages_and_their_data_and_nothing_else(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     tops = {name.split("/")[0] for name in names}
-    assert {top for top in tops if not top.endswith(".dist-info")} == set(PACKAGES)
+    assert {top for top in tops if not top.endswith(".dist-info")} == {*PACKAGES, ENTRY}
     assert "tilekern/py.typed" in names
     for package in PACKAGES:
         for path in (ROOT / package).rglob("*.py"):

@@ -1,4 +1,4 @@
-"""Runs at the end of ``import torch``, as an entry point of the group ``torch.backends``.
+"""Runs at the end of ``import torch``, called by the entry point (``tilekern_startup.py``).
 
 It must cost next to nothing where nobody asks for tilekern, so it looks at the environment and imports what is asked
 for when that is used. ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` turns all such entry points off.
@@ -22,7 +22,9 @@ def begin() -> None:
     """Do what variables in the environment ask for, once the packages that it is about are imported.
 
     Liger-Kernel is offered the ops where one of its variables names ``tilekern``; ``TILEKERN_APPLY`` calls
-    :func:`tilekern.apply`. Its value is checked at once: a process exits with 2 and one line where it is wrong.
+    :func:`tilekern.apply`. A wrong value of it is a warning, as torch is imported for other things, too; a process that
+    imports transformers' code of models ends there, with 2 and one line. Where tilekern cannot be loaded for what a
+    variable asks, a broken dependency for example, that is a warning and models run their own ops.
     """
     if os.environ.get(APPLY, "").strip() not in ("", "0"):
         _apply_by_variable()
@@ -30,19 +32,41 @@ def begin() -> None:
         from tilekern.awaiting import Arrivals
 
         # By name: liger stands above this file.
-        Arrivals(_REGISTRY.__eq__, lambda _: import_module("tilekern.liger").offer()).watch()
+        Arrivals(_REGISTRY.__eq__, lambda _: _call("tilekern.liger", "offer", variables()[0])).watch()
 
 
 def _apply_by_variable() -> None:
+    from tilekern.awaiting import Arrivals
     from tilekern.errors import InputError
     from tilekern.switches import switches_of
+    from tilekern.warning import warn
 
     try:
-        apply_later(**switches_of(os.environ[APPLY]))
+        switches = switches_of(os.environ[APPLY])
     except InputError as error:
-        # Torch would wrap any other exception in one of its own that says nothing.
-        sys.stderr.write(f"tilekern: {APPLY}: {error}\n")
-        raise SystemExit(2) from None
+        message = f"{APPLY}: {error}"
+        Arrivals(_MODELS.__eq__, lambda _: _end(message)).watch()
+        warn(f"{message}; this process ends where transformers makes models")
+        return
+    Arrivals(_MODELS.__eq__, lambda _: _call("tilekern.patch.patcher", "apply_first", APPLY, **switches)).watch()
+
+
+def _end(message: str) -> None:
+    sys.stderr.write(f"tilekern: {message}\n")
+    raise SystemExit(2)
+
+
+def _call(module: str, function: str, variable: str, **options: Any) -> None:
+    """Call what a variable asks for, of a module that is named as it stands above this file."""
+    try:
+        called = getattr(import_module(module), function)
+    except Exception as error:  # noqa: BLE001 (a broken dependency may raise anything, and must not end the program)
+        from tilekern.warning import warn
+
+        why = f"{type(error).__name__}: {error}"
+        warn(f"{variable} asks for tilekern, which cannot be loaded ({why}); models run their own ops")
+    else:
+        called(**options)
 
 
 def apply_later(**options: Any) -> None:

@@ -1,13 +1,22 @@
-"""The GPUs that tilekern compiles for: a table of known ones, the GPU at hand, and the key of each."""
+"""The GPUs that tilekern compiles for: a table of known ones, the GPU at hand, and the key of each.
+
+A GPU that is not in the table is described by what is known of it (:func:`described`): the driver's figures where it is
+here, those that a person gives (``sm_90:78,memory=4000``), or its key alone; the rest is that of the listed GPU which
+it is most like.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import dataclasses
+import functools
+import math
 import os
 import re
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from tilekern.errors import InputError
 
@@ -68,16 +77,41 @@ class Target:
         """The target's folder in a cache: ``sm_90-h200-132``."""
         return f"{self.arch}-{re.sub('[^a-z0-9]+', '_', self.name.lower()).strip('_')}-{self.sm_count}"
 
+    @property
+    def option(self) -> str:
+        """The target behind ``--gpu``, as one word: by name where it is listed, else by its key."""
+        return self.name if self.key in _BY_KEY and " " not in self.name else self.key
+
     def describe(self) -> dict[str, str | int | float]:
         """The target as a record keeps it."""
         return {"key": self.key, "name": self.name, "arch": self.arch, "sm_count": self.sm_count}
 
+    def describe_whole(self) -> dict[str, Any]:
+        """The target as a plan keeps it: with ``figures`` where it is not listed, since its key does not tell them."""
+        if self.key in _BY_KEY:
+            return self.describe()
+        return {**self.describe(), "figures": {name: getattr(self, name) for name in _FIGURE_NAMES}}
 
+    def unlikeness(self, key: str) -> tuple[float, str]:
+        """How much another GPU of the arch differs in what bounds a kernel, SMs and bandwidth; then its key.
+
+        The GPUs of a cache in this order are those whose records are likely to be good on this one, the best first.
+        """
+        other = of_key(key)
+        if other is None:
+            return math.inf, key
+        ratios = other.sm_count / self.sm_count, other.memory_gbs / self.memory_gbs
+        return sum(abs(math.log2(ratio)) for ratio in ratios), key
+
+
+# Those of its fields that a target's key does not have.
+_FIGURE_NAMES = [field.name for field in dataclasses.fields(Target) if field.name not in ("name", "arch", "sm_count")]
 _MIB = 1 << 20
 _KIB = 1 << 10
 # NVIDIA's datasheets (rates without sparsity; of the HGX B200 and B300 an eighth, of the GB200 NVL72 a 72nd), for the
-# GeForce the RTX Blackwell whitepaper, and the CUDA programming guide's table of technical specifications by compute
-# capability. GB10's rates are those of its 6144 cores at 2.5 GHz.
+# GeForce and RTX the whitepapers of their generations, and the CUDA programming guide's table of technical
+# specifications by compute capability. GB10's rates are those of its 6144 cores at 2.5 GHz. Names are the driver's.
+# These stand for their kinds: what is tested for all GPUs is tested for them.
 KNOWN = (
     Target("A100-SXM4-80GB", "sm_80", 108, 2039, 40 * _MIB, 164 * _KIB, 2048, 312, 19.5),
     Target("A10", "sm_86", 72, 600, 6 * _MIB, 100 * _KIB, 1536, 125, 31.2, blocks=16),
@@ -87,31 +121,144 @@ KNOWN = (
     Target("H200", "sm_90", 132, 4800, 60 * _MIB, 228 * _KIB, 2048, 989, 67),
     Target("B200", "sm_100", 148, 8000, 126 * _MIB, 228 * _KIB, 2048, 2250, 75),
     Target("GB200", "sm_100", 152, 8000, 126 * _MIB, 228 * _KIB, 2048, 2500, 80),
-    Target("B300", "sm_103", 148, 8000, 126 * _MIB, 228 * _KIB, 2048, 2250, 75),
+    Target("B300 SXM6 AC", "sm_103", 148, 8000, 126 * _MIB, 228 * _KIB, 2048, 2250, 75),
     Target("GeForce RTX 5090", "sm_120", 170, 1792, 96 * _MIB, 100 * _KIB, 1536, 210, 104.8, blocks=24),
     Target(
-        "RTX PRO 6000 Blackwell Server Edition", "sm_120", 188, 1792, 128 * _MIB, 100 * _KIB, 1536, 250, 120, blocks=24
+        "RTX PRO 6000 Blackwell Server Edition", "sm_120", 188, 1597, 128 * _MIB, 100 * _KIB, 1536, 480, 120, blocks=24
     ),
     Target("GB10", "sm_121", 48, 273, 24 * _MIB, 100 * _KIB, 1536, 62, 31, blocks=24),
 )
+
+
+def _others(like: Target, *rows: tuple[str, int, float, float, float, float]) -> tuple[Target, ...]:
+    """Models of a listed one's arch: name, SMs, bandwidth, MiB of L2, rates of the matrix and of the scalar units."""
+    return tuple(
+        dataclasses.replace(
+            like, name=name, sm_count=count, memory_gbs=gbs, l2_bytes=l2 * _MIB, half_tflops=half, scalar_tflops=scalar
+        )
+        for name, count, gbs, l2, half, scalar in rows
+    )  # fmt: skip
+
+
+def _known(name: str) -> Target:
+    return next(target for target in KNOWN if target.name == name)
+
+
+LISTED = (
+    *KNOWN,
+    *_others(
+        _known("A100-SXM4-80GB"),
+        ("A100-SXM4-40GB", 108, 1555, 40, 312, 19.5),
+        ("A100-PCIE-40GB", 108, 1555, 40, 312, 19.5),
+        ("A100 80GB PCIe", 108, 1935, 40, 312, 19.5),
+        ("A800-SXM4-80GB", 108, 2039, 40, 312, 19.5),
+        ("A800 80GB PCIe", 108, 1935, 40, 312, 19.5),
+        ("A800-SXM4-40GB", 108, 1555, 40, 312, 19.5),
+        ("A800 40GB Active", 108, 1555, 40, 312, 19.5),
+        ("A30", 56, 933, 24, 165, 10.3),
+    ),
+    *_others(
+        _known("A10"),
+        ("A10G", 80, 600, 6, 70, 35),
+        ("A40", 84, 696, 6, 150, 37.4),
+        ("RTX A6000", 84, 768, 6, 155, 38.7),
+        ("GeForce RTX 3090", 82, 936, 6, 71, 35.6),
+        ("GeForce RTX 3090 Ti", 84, 1008, 6, 80, 40),
+    ),
+    *_others(
+        _known("L40S"),
+        ("L40", 142, 864, 96, 181, 90.5),
+        ("L20", 92, 864, 96, 119.5, 59.8),
+        ("RTX 6000 Ada Generation", 142, 960, 96, 364, 91.1),
+        ("GeForce RTX 4090", 128, 1008, 72, 165, 82.6),
+        ("GeForce RTX 4090 D", 114, 1008, 72, 147, 73.5),
+        ("GeForce RTX 4090 Laptop GPU", 76, 576, 64, 79, 39.7),
+    ),
+    *_others(
+        _known("H100 80GB HBM3"),
+        ("H100 PCIe", 114, 2039, 50, 756, 51),
+        ("H100 NVL", 132, 3938, 60, 835, 60),
+        ("H800", 132, 3352, 50, 989, 67),
+        ("H800 PCIe", 114, 2039, 50, 756, 51),
+        ("H800 NVL", 132, 3938, 60, 835, 60),
+        ("H200 NVL", 132, 4800, 60, 835, 60),
+        ("GH200 480GB", 132, 4000, 60, 989, 67),
+        ("GH200 120GB", 132, 4000, 60, 989, 67),
+        ("GH200 144G HBM3e", 132, 4900, 60, 989, 67),
+        ("H20", 78, 4000, 60, 148, 44),
+        ("H20-3e", 78, 4800, 60, 148, 44),
+    ),
+    *_others(_known("B300 SXM6 AC"), ("GB300", 152, 8000, 126, 2500, 80)),
+    *_others(
+        _known("GeForce RTX 5090"),
+        ("GeForce RTX 5090 D", 170, 1792, 96, 210, 104.8),
+        ("GeForce RTX 5090 D v2", 170, 1344, 96, 210, 104.8),
+        ("GeForce RTX 5090 Laptop GPU", 82, 896, 64, 64, 31.8),
+        ("RTX PRO 6000 Blackwell Workstation Edition", 188, 1792, 128, 504, 126),
+        ("RTX PRO 6000 Blackwell Max-Q Workstation Edition", 188, 1792, 128, 439, 110),
+    ),
+)
+_BY_NAME = {target.name: target for target in LISTED}
+_BY_KEY = {target.key: target for target in LISTED}
+# What people say of a model, less "NVIDIA", "GeForce", spaces and hyphens, where that is not the driver's name.
 _ALIASES = {
     "a100": "A100-SXM4-80GB",
+    "a10080gb": "A100-SXM4-80GB",
+    "a10040gb": "A100-SXM4-40GB",
+    "a100pcie": "A100 80GB PCIe",
+    "a100pcie80gb": "A100 80GB PCIe",
+    "a800": "A800-SXM4-80GB",
     "h100": "H100 80GB HBM3",
-    "rtx5090": "GeForce RTX 5090",
+    "h100sxm": "H100 80GB HBM3",
+    "h200sxm": "H200",
+    "gh200": "GH200 480GB",
+    "b300": "B300 SXM6 AC",
+    "rtx4090laptop": "GeForce RTX 4090 Laptop GPU",
+    "rtx5090laptop": "GeForce RTX 5090 Laptop GPU",
+    "rtx6000ada": "RTX 6000 Ada Generation",
     "rtxpro6000": "RTX PRO 6000 Blackwell Server Edition",
+    "rtxpro6000server": "RTX PRO 6000 Blackwell Server Edition",
+    "rtxpro6000workstation": "RTX PRO 6000 Blackwell Workstation Edition",
+    "rtxpro6000maxq": "RTX PRO 6000 Blackwell Max-Q Workstation Edition",
+    "dgxspark": "GB10",
 }
 # The GPU that stands for an architecture when only its code is named: the one most likely to train on.
 _STANDARD = {"sm_80": "A100-SXM4-80GB", "sm_86": "A10", "sm_89": "L40S", "sm_90": "H200", "sm_100": "B200"}
-_STANDARD |= {"sm_103": "B300", "sm_120": "GeForce RTX 5090", "sm_121": "GB10"}
+_STANDARD |= {"sm_103": "B300 SXM6 AC", "sm_120": "GeForce RTX 5090", "sm_121": "GB10"}
 # Stands in where kernels are interpreted: few SMs, so that persistent loops take several steps.
 INTERPRETED = Target("interpreter", "sm_90", 3, 100, _MIB, 228 * _KIB, 2048, 1, 1)
+
+_KEY = re.compile(r"(sm_\d{2,3})-([a-z0-9][a-z0-9_]*)-([1-9]\d{0,2})")
+_FIGURES = re.compile(r"(sm_\d{2,3}):([1-9]\d{0,2})((?:,[^,=]+=[^,=]+)*)", re.IGNORECASE)
+_OPTIONS = {"memory": ("memory_gbs", 1), "l2": ("l2_bytes", _MIB), "shared": ("shared_bytes", _KIB)}
+_LONGEST_NAME = 60
+FORM = "sm_90:78,memory=4000,l2=60,shared=228,name=H20"
+# A slice of a GPU as the driver names it: "H100 80GB HBM3 MIG 1g.10gb".
+_SLICE = re.compile(r"(.+?)[ _]mig[ _]([1-7])g[._](\d+)gb(?![a-z0-9]).*", re.IGNORECASE)
+# SMs of slices of one to seven parts, by the arch and the SMs of the whole, as `nvidia-smi mig -lgip` lists them.
+_SLICES = {
+    ("sm_80", 108): {1: 14, 2: 28, 3: 42, 4: 56, 7: 98},
+    ("sm_90", 132): {1: 16, 2: 32, 3: 60, 4: 64, 7: 132},
+    ("sm_100", 148): {1: 18, 2: 36, 4: 72},
+}
+# Eighths of the memory, with its bandwidth and cache, that such a slice has.
+_EIGHTHS = {1: 1, 2: 2, 3: 4, 4: 4, 7: 8}
+# A slice of one part with so many gigabytes has twice the memory, and these SMs (None: not known).
+_DOUBLED = {"sm_80": (20, 14), "sm_90": (20, 26), "sm_100": (40, None)}
 
 
 def resolve(name: str) -> Target:
     """The target that a person names.
 
     Args:
-        name: ``auto`` (the GPU here), a GPU (``B200``), an arch (``sm_90``), or a target key.
+        name: one of:
+
+            - ``auto``: the GPU here
+            - a GPU, as the driver names it or shorter (``B200``, ``H100 PCIe``, ``rtx5090``), a MIG slice too
+            - an arch (``sm_90``), for the GPU that stands for it
+            - a target key (``sm_90-h20_3e-78``)
+            - an arch, SMs and what else is known (``sm_90:78,memory=4000,l2=60,shared=228,name=H20``): bandwidth in
+              1e9 bytes a second, MiB of L2, KiB of shared memory of an SM, and the driver's name, which the key has
 
     Raises:
         InputError: no such target is known, or ``auto`` finds no GPU.
@@ -121,13 +268,139 @@ def resolve(name: str) -> Target:
         if found is None:
             raise InputError("--gpu auto: this machine has no CUDA GPU; name the target, for example --gpu B200")
         return found
-    wanted = re.sub("[^a-z0-9_]+", "", name.lower())
-    wanted = _ALIASES.get(wanted, _STANDARD.get(wanted, name)).lower()
-    for target in KNOWN:
-        if wanted in (target.name.lower(), target.key):
-            return target
-    known = ", ".join([*(t.name for t in KNOWN), *sorted(_STANDARD), "auto"])
-    raise InputError(f"unknown GPU {name!r}; known: {known}")
+    standard = _STANDARD.get(name.strip().lower())
+    target = (_BY_NAME[standard] if standard else _listed(name)) or _slice(name) or of_key(name.strip().lower())
+    target = target or _by_figures(name)
+    if target is None:
+        known = ", ".join([*(t.name for t in KNOWN), *sorted(_STANDARD), "auto"])
+        raise InputError(f"unknown GPU {name!r}; known: {known}, others in docs/reference.md; or its key, or {FORM}")
+    return target
+
+
+def _word(name: str) -> str:
+    """A model's name as it is compared: without the vendor, the brand and what people leave out."""
+    return re.sub("nvidia|geforce|[^a-z0-9]+", "", name.lower())
+
+
+def _listed(name: str) -> Target | None:
+    """The listed GPU of a name."""
+    word = _word(name)
+    return _by_word().get(word) or _BY_NAME.get(_ALIASES.get(word, ""))
+
+
+@functools.cache
+def _by_word() -> dict[str, Target]:
+    return {_word(target.name): target for target in LISTED}
+
+
+def _slice(name: str) -> Target | None:
+    """The MIG slice of a listed GPU, where it is known how many SMs that has."""
+    found = _SLICE.fullmatch(name.strip())
+    whole = _listed(found[1]) if found else None
+    if found is None or whole is None:
+        return None
+    parts = int(found[2])
+    count = _SLICES.get((whole.arch, whole.sm_count), {}).get(parts)
+    if count is not None and _is_doubled(whole.arch, parts, int(found[3])):
+        count = _DOUBLED[whole.arch][1]
+    if count is None:
+        return None
+    part = name.strip()[len(found[1]) + len(" MIG ") :]
+    return described(f"{whole.name} MIG {part}", whole.arch, count)
+
+
+def _is_doubled(arch: str, parts: int, gigabytes: int) -> bool:
+    return parts == 1 and gigabytes >= _DOUBLED.get(arch, (math.inf, None))[0]
+
+
+@functools.lru_cache(maxsize=1024)
+def of_key(key: str) -> Target | None:
+    """The target of a key, of which no more is known where it is not listed; None where it is not a key."""
+    if key in _BY_KEY:
+        return _BY_KEY[key]
+    found = _KEY.fullmatch(key)
+    return described(found[2], found[1], int(found[3])) if found else None
+
+
+def _by_figures(text: str) -> Target | None:
+    """The target of an arch, SMs and options; None where the text has another form.
+
+    Raises:
+        InputError: an option is not known, or its value is not a number.
+    """
+    found = _FIGURES.fullmatch(text.strip())
+    if found is None:
+        return None
+    figures: dict[str, float] = {}
+    name = "GPU"
+    for option in filter(None, found[3].split(",")):
+        what, _, value = (part.strip() for part in option.partition("="))
+        if what == "name" and re.search("[a-z0-9]", value.lower()) and len(value) <= _LONGEST_NAME:
+            name = value.removeprefix("NVIDIA ")
+        elif what in _OPTIONS and re.fullmatch(r"[1-9]\d{0,5}", value):
+            field, unit = _OPTIONS[what]
+            figures[field] = int(value) * unit
+        else:
+            raise InputError(f"--gpu {text}: {option!r} is not an option; one GPU is written as {FORM}")
+    return described(name, found[1].lower(), int(found[2]), **figures)
+
+
+def described(name: str, arch: str, sm_count: int, **figures: float) -> Target:
+    """A target by what is known of it; all else as of the listed GPU that it is most like, by its share of the SMs.
+
+    Args:
+        name: the driver's name without the vendor, or that part of a key.
+        arch: its arch; of one that no listed GPU has, the next lower stands for it.
+        sm_count: its SMs.
+        figures: further fields of :class:`Target`.
+    """
+    whole, share = _most_like(name, arch, sm_count)
+    # Of what is shared by all SMs a MIG slice has eighths; a GPU with fewer SMs is a smaller one throughout.
+    of_sms = sm_count / whole.sm_count
+    scaled = {
+        "memory_gbs": whole.memory_gbs * (share or of_sms), "l2_bytes": round(whole.l2_bytes * (share or 1)),
+        "half_tflops": whole.half_tflops * of_sms, "scalar_tflops": whole.scalar_tflops * of_sms,
+    }  # fmt: skip
+    known: dict[str, Any] = {**scaled, **figures}
+    return dataclasses.replace(whole, name=name, arch=arch, sm_count=sm_count, **known)
+
+
+def _most_like(name: str, arch: str, sm_count: int) -> tuple[Target, float | None]:
+    """The listed GPU that an unlisted one is most like, and of a MIG slice the share of the memory that it has."""
+    found = _SLICE.fullmatch(name)
+    whole = _listed(found[1] if found else name)
+    if whole is not None and whole.arch == arch:
+        parts = int(found[2]) if found else 0
+        return whole, _EIGHTHS.get(parts, 8) * (1 + _is_doubled(arch, parts, int(found[3]))) / 8 if found else None
+    capability = int(arch.removeprefix("sm_"))
+    lower = [target.capability for target in LISTED if target.capability <= capability]
+    nearest = max(lower, default=min(target.capability for target in LISTED))
+    same = (target for target in LISTED if target.capability == nearest)
+    standard = _STANDARD.values()
+    return min(same, key=lambda t: (abs(math.log2(t.sm_count / sm_count)), t.name not in standard)), None
+
+
+def from_description(said: Mapping[str, Any]) -> Target:
+    """The target that :meth:`Target.describe_whole` told of.
+
+    Raises:
+        InputError: it is not the description of a GPU.
+    """
+    target = of_key(str(said.get("key")))
+    if target is None:
+        raise InputError(f"{said.get('key')!r:.100} is not the key of a GPU")
+    if target.key in _BY_KEY:
+        return target
+    figures = said.get("figures", {})
+    if not isinstance(figures, Mapping) or not all(
+        name in _FIGURE_NAMES and type(value) in (int, float) and 0 < value < math.inf
+        for name, value in figures.items()
+    ):
+        raise InputError(f"the figures of {target.key} are not those of a GPU")
+    same = dataclasses.replace(target, **figures)
+    name = said.get("name")
+    named = dataclasses.replace(same, name=name) if isinstance(name, str) else same
+    return named if named.key == same.key else same
 
 
 def here(device: int | None = None) -> Target | None:
@@ -141,23 +414,34 @@ def here(device: int | None = None) -> Target | None:
         return None
     properties = torch.cuda.get_device_properties(torch.cuda.current_device() if device is None else device)
     name = properties.name.removeprefix("NVIDIA ").strip()
-    arch = f"sm_{properties.major}{properties.minor}"
-    for target in KNOWN:
-        if (target.name, target.arch, target.sm_count) == (name, arch, properties.multi_processor_count):
-            return target
-    # An unlisted model: its arch's representative for what torch does not tell, its own figures for the rest.
-    like = next((t for t in KNOWN if t.arch == arch), KNOWN[0])
-    return dataclasses.replace(
-        like,
-        name=name,
-        arch=arch,
-        sm_count=properties.multi_processor_count,
-        l2_bytes=properties.L2_cache_size,
-        threads=properties.max_threads_per_multi_processor,
-        memory_gbs=like.memory_gbs * properties.multi_processor_count / like.sm_count,
-        half_tflops=like.half_tflops * properties.multi_processor_count / like.sm_count,
-        scalar_tflops=like.scalar_tflops * properties.multi_processor_count / like.sm_count,
-    )
+    arch, count = f"sm_{properties.major}{properties.minor}", properties.multi_processor_count
+    clock, bus = (getattr(properties, name, 0) for name in ("memory_clock_rate", "memory_bus_width"))
+    said = {
+        "l2_bytes": properties.L2_cache_size,
+        "threads": properties.max_threads_per_multi_processor,
+        "shared_bytes": getattr(properties, "shared_memory_per_multiprocessor", 0),
+        "registers": getattr(properties, "regs_per_multiprocessor", 0),
+        "memory_gbs": bandwidth(clock, bus),  # an older torch tells neither
+    }
+    return seen(name, arch, count, said)
+
+
+def seen(name: str, arch: str, sm_count: int, said: Mapping[str, float]) -> Target:
+    """A GPU of this machine: as it is listed, else by what the driver says of it, where zeros are not known.
+
+    Of a MIG slice the bus is that of the whole GPU, so that its bandwidth is worked out.
+    """
+    listed = _BY_NAME.get(name)
+    if listed is not None and (listed.arch, listed.sm_count) == (arch, sm_count):
+        return listed
+    is_slice = _SLICE.fullmatch(name) is not None
+    figures = {field: value for field, value in said.items() if value and not (is_slice and field == "memory_gbs")}
+    return described(name, arch, sm_count, **figures)
+
+
+def bandwidth(clock_khz: int, bus_bits: int) -> float:
+    """The bandwidth of a memory that transfers twice a clock, in 1e9 bytes a second."""
+    return 2 * clock_khz * 1e3 * bus_bits / 8 / 1e9
 
 
 def _has_driver() -> bool:

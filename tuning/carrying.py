@@ -51,7 +51,7 @@ from tilekern.kernels import all_specs
 from tilekern.runtime.records import launch_in
 from tilekern.source.digests import digests_of
 from tilekern.spec import Config, KernelSpec, LibraryCall, Problem
-from tilekern.targets import KNOWN, Target
+from tilekern.targets import Target, of_key
 from tuning.compile.order import Order
 from tuning.compile.pool import Answer, Lost, compile_in_order
 from tuning.compile.stage import FRONTEND_TIMEOUT_S, MEMORY_BYTES, TIMEOUT_S, compile_one
@@ -154,7 +154,7 @@ def _renewed(record: Record, blobs: Mapping[str, bytes]) -> Held | None:
 
 
 def _target_of(record: Record) -> Target | None:
-    return next((target for target in KNOWN if target.key == record.target["key"]), None)
+    return of_key(record.target["key"])
 
 
 def _planned(record: Record, blobs: Mapping[str, bytes], toolkit_key: str, *, same_calls: bool) -> _Plan | Left | None:

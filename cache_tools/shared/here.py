@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING
 
 from tilekern.cache import CacheError
@@ -10,8 +9,6 @@ from tilekern.cache import CacheError
 if TYPE_CHECKING:
     from tilekern.spec import KernelSpec
     from tilekern.targets import Target
-
-_KEY = re.compile(r"(sm_\d+)-(.+)-(\d+)")
 
 
 def toolkit_key() -> str | None:
@@ -28,10 +25,8 @@ def target_named(name: str | None) -> Target:
     Raises:
         CacheError: no such GPU is known, or this machine has none.
     """
-    from dataclasses import replace
-
     from tilekern.errors import InputError
-    from tilekern.targets import KNOWN, here, resolve
+    from tilekern.targets import here, resolve
 
     if name is None:
         found = here()
@@ -41,12 +36,7 @@ def target_named(name: str | None) -> Target:
     try:
         return resolve(name)
     except InputError as error:
-        key = _KEY.fullmatch(name.lower())
-        if key is None:
-            raise CacheError(str(error)) from None
-    # A GPU that only a cache knows: a lookup goes by the key and the arch alone.
-    like = next((target for target in KNOWN if target.arch == key[1]), KNOWN[0])
-    return replace(like, name=key[2], arch=key[1], sm_count=int(key[3]))
+        raise CacheError(str(error)) from None
 
 
 def spec_named(kernel: str) -> KernelSpec:

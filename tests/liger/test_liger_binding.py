@@ -215,7 +215,7 @@ def test_ligers_own_variable_is_enough(variable, tmp_path):
     here = tmp_path / "tilekern_entry-0.dist-info"
     here.mkdir()
     (here / "METADATA").write_text("Metadata-Version: 2.1\nName: tilekern-entry\nVersion: 0\n")
-    (here / "entry_points.txt").write_text("[torch.backends]\ntilekern = tilekern.startup:begin\n")
+    (here / "entry_points.txt").write_text("[torch.backends]\ntilekern = tilekern_startup:begin\n")
     code = (
         "import torch, sys; assert 'tilekern.liger' not in sys.modules\n"
         "from liger_kernel.functional import rms_norm\n"

@@ -104,6 +104,12 @@ def test_a_folder_belongs_to_one_target(tmp_path: Path, h200: Target):
         sweep.begin(resolve("B200"), "test", [SMALL])
 
 
+def test_a_folder_keeps_what_was_said_of_a_gpu_that_is_not_listed(tmp_path: Path):
+    mine = resolve("sm_90:40,memory=1000,shared=100,name=Mine")
+    Sweep(tmp_path).begin(mine, "test", [SMALL])
+    assert Sweep(tmp_path).target == mine
+
+
 @pytest.mark.parametrize("content", ["{", "[]", json.dumps({"format": 99}), json.dumps({"format": 1})])
 def test_a_folder_that_is_no_sweep(tmp_path: Path, content: str):
     (tmp_path / "sweep.json").write_text(content)

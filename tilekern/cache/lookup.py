@@ -1,6 +1,7 @@
 """The lookup: which record serves a problem on a target, among all layers.
 
-Order of preference, strongest first: the exact target before another GPU of the same arch; the problem's own bucket
+Order of preference, strongest first: the exact target before another GPU of the same arch, of which the likest comes
+first; the problem's own bucket
 before the nearest one; a record of today's search space before one of another; an earlier layer before a later one; the
 toolkit installed here before the newest. A record of another space gives way to none of a weaker provenance.
 """
@@ -11,9 +12,9 @@ import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tilekern.cache.errors import CacheError, Missing, MissingRecord, UnknownSchema, Untrusted
 from tilekern.cache.keys import Value, problem_key
@@ -111,6 +112,7 @@ def lookup(
     layers: Sequence[Layer],
     cannot_run: Collection[Record] = (),
     trace: list[Step] | None = None,
+    unlikeness: Callable[[str], Any] = str,
 ) -> Hit | None:
     """The best record for a problem whose blobs are all there and intact, or None.
 
@@ -125,6 +127,8 @@ def lookup(
         layers: where to look, first to last.
         cannot_run: records that are passed over, since this machine was seen not to run them.
         trace: where given, takes each step: what was passed over and why, and last what was taken.
+        unlikeness: orders the keys of other GPUs, the best first (:meth:`tilekern.targets.Target.unlikeness`); by name
+            where it is not given.
 
     Raises:
         CacheError: ``problem`` has no key, or ``TILEKERN_TRUST`` is not a policy.
@@ -133,7 +137,7 @@ def lookup(
     must_be_signed()
     steps: list[Step] = [] if trace is None else trace
     wanted = dict(problem)
-    for target in itertools.chain([target_key], _relatives(target_key, arch, layers, steps)):
+    for target in itertools.chain([target_key], _relatives(target_key, arch, layers, steps, unlikeness)):
         for of_a_problem in _candidates(kernel, wanted, bucketed, target, toolkit_key, layers, steps):
             best = _best(kernel, of_a_problem, source, cannot_run, steps)
             if best:
@@ -147,12 +151,14 @@ def skipped() -> dict[str, int]:
     return {reason: _outcomes[reason] for reason in ("stale", "unknown_schema", "bad", "untrusted")}
 
 
-def _relatives(target_key: str, arch: str, layers: Sequence[Layer], steps: list[Step]) -> Iterator[str]:
-    """Other GPUs of the same arch; listed only when they are needed."""
+def _relatives(
+    target_key: str, arch: str, layers: Sequence[Layer], steps: list[Step], unlikeness: Callable[[str], Any]
+) -> Iterator[str]:
+    """Other GPUs of the same arch, the likest first; listed only when they are needed."""
     names = {name for layer in layers for name in layer.targets() if name.startswith(f"{arch}-")} - {target_key}
     if not names:
         steps.append(Step(None, f"{arch}-*", None, None, "no_records", f"no layer has another GPU of {arch}"))
-    yield from sorted(names)
+    yield from sorted(names, key=unlikeness)
 
 
 def _candidates(

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from tilekern.errors import CacheMiss, CannotRun, InputError, NoVariant, RanksDiffer, TilekernError
+from tilekern.requirements import unmet
 from tilekern.runtime.libraries import libraries_here, library_of, runnable
 from tilekern.runtime.plans import Counters, InterpretedPlan, LibraryPlan, Plan, plan_of
 from tilekern.runtime.provisional import Watch, is_settled, of_several_ranks
@@ -239,6 +240,11 @@ def _resolve(spec: KernelSpec, device: Any, sizes: Sequence[Any], key: tuple[Any
             "TILEKERN_INTERPRET=1), so the model's own op runs instead"
         )
         return None
+    if wrong := unmet():
+        if miss_policy() == "error":
+            raise CacheMiss(wrong)
+        warn_once(f"{wrong}; until then the model's own ops run")
+        return None
     target = here(device.index)
     assert target is not None
     return _keep(spec, _cached(spec, problem, target, key), problem)
@@ -392,6 +398,8 @@ def find(
 
     agreed = _state.agreement if layers is None else None
     if agreed is not None:
+        if not agreed.covers(target):
+            return None
         if (spec.name, bucketed) in agreed.compiled:
             hit = agreed.compiled[spec.name, bucketed]
             return None if hit is None or hit.record in _state.cannot_run else hit
@@ -410,6 +418,7 @@ def find(
         layers=layers,
         cannot_run=_state.cannot_run,
         trace=trace,
+        unlikeness=target.unlikeness,
     )
 
 
@@ -436,10 +445,17 @@ def _on_miss(spec: KernelSpec, wanted: Problem, target: Target) -> Hit | None:
     from tilekern import cache
 
     policy = miss_policy()
+    if _state.agreement is not None and not _state.agreement.covers(target):
+        # What the other ranks run on such a GPU is not known here, so a record of its own would be no agreement.
+        why = f"the ranks agreed on kernels for a {_state.agreement.target.name}, none of which runs on a {target.name}"
+        if policy == "error":
+            raise CacheMiss(f"{why}; give each rank GPUs of one architecture")
+        warn_once(f"{why}; the model's own op runs there")
+        return None
     cache.note_wanted(
         cache.user_root(), spec.name, dict(wanted), target.describe(), f"not in any cache; policy {policy}"
     )
-    tune = f"tune it with: python -m tilekern.tune MODEL --gpu {target.name}"
+    tune = f"tune it with: python -m tilekern.tune MODEL --gpu {target.option}"
     if policy == "error":
         raise CacheMiss(f"no cache holds {spec.name} for {wanted.key} on {target.name}; {tune}")
     why = ""

@@ -274,7 +274,7 @@ def _call_of(spec: KernelSpec, problem: Problem, config: Config) -> LibraryCall:
 def document(target: Target, model: str, problems: Sequence[Named]) -> dict[str, Any]:
     """A plan as JSON: of which model, for which GPU, which problems."""
     items = [{"kernel": kernel, "problem": dict(problem)} for kernel, problem in problems]
-    return {"format": FORMAT, "target": target.describe(), "model": model, "problems": items}
+    return {"format": FORMAT, "target": target.describe_whole(), "model": model, "problems": items}
 
 
 def ordinary_values() -> contextlib.AbstractContextManager[Any]:

@@ -19,7 +19,7 @@ EXIT_MISSING = 3
 
 @tuner_command(short_help="List the records that a job needs, and the missing ones.")
 @plan_options
-@click.option("--gpu", default="auto", show_default=True, help="The job's GPU: auto, a GPU (B200), an arch or a key.")
+@click.option("--gpu", default="auto", show_default=True, help="The job's: auto, B200, an arch, a key or sm_90:78.")
 @click.option(
     "--need", type=click.Choice(checks.DEMANDS), default=checks.SERVED, show_default=True,
     help="How good a record must be: served by any record, exact (of the very bucket and GPU), or measured there.",

@@ -61,7 +61,7 @@ class Outcome:
 
 
 @tuner_command(short_help="Time old winners again after an upgrade, and say what changed.")
-@click.option("--gpu", default="auto", show_default=True, help="Target: auto, a GPU (B200), an arch (sm_90) or a key.")
+@click.option("--gpu", default="auto", show_default=True, help="Target: auto, B200, an arch, a key or sm_90:78.")
 @click.option("--cache-dir", type=_FOLDER, help="The cache whose records to time again, and to fill.")
 @click.option(
     "--pack", "packs", multiple=True, type=click.Path(exists=True, dir_okay=False, path_type=Path),

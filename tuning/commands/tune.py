@@ -74,7 +74,7 @@ class _Tune(GroupedCommand):
 
 @tuner_command(cls=_Tune, groups=_GROUPS)
 @plan_options
-@click.option("--gpu", default="auto", show_default=True, help="Target: auto, a GPU (B200), an arch (sm_90) or a key.")
+@click.option("--gpu", default="auto", show_default=True, help="Target: auto, B200, an arch, a key or sm_90:78.")
 @click.option("--stages", default=",".join(STAGES), show_default=True, help="Which stages to run.")
 @click.option("--dry-run", is_flag=True, help="Print the plan, its counts and how long it would take; write nothing.")
 @click.option("--jobs", type=click.IntRange(min=1), help="Compile workers, up to 4 a core; one a core if not given.")

@@ -13,7 +13,7 @@ from tilekern.cache.keys import parse_problem_key
 from tilekern.errors import InputError
 from tilekern.kernels import all_specs
 from tilekern.spec import KernelSpec, Problem, Value
-from tilekern.targets import Target
+from tilekern.targets import Target, from_description
 from tilekern.tracing.recorder import Trace, tracing
 from tuning.plan.steps import Planned
 from tuning.sweep.plan import Named, PlanFile
@@ -30,9 +30,10 @@ def plan_of_file(path: Path, target: Target) -> Planned:
     file = PlanFile(path.parent, path.name)
     problems, made_for = file.problems(), file.read().target
     if made_for["key"] != target.key:
+        own = from_description(made_for)
         raise InputError(
-            f"{path} was traced for {made_for['name']}, not {target.name}; pass --gpu {made_for['name']}, or trace the "
-            f"step with gpu={target.name!r}"
+            f"{path} was traced for {own.name}, not {target.name}; pass --gpu {own.option}, or trace the "
+            f"step with gpu={target.option!r}"
         )
     return Planned(str(path), tuple(problems))
 

@@ -37,7 +37,7 @@ from tilekern.cache.trust.signing import SigningKey
 from tilekern.cute_compiler import compiler
 from tilekern.errors import InputError
 from tilekern.spec import Problem
-from tilekern.targets import KNOWN, Target
+from tilekern.targets import Target, from_description
 from tuning.sweep.candidates import ARTIFACT_DIGITS, Candidate, candidates
 from tuning.sweep.holding import Holder, Run, written
 from tuning.sweep.journal import Journal, Line
@@ -134,16 +134,7 @@ class Sweep:
     @property
     def target(self) -> Target:
         """The target that the sweep is for."""
-        key = self._plan.read().target["key"]
-        for target in KNOWN:
-            if target.key == key:
-                return target
-        from tilekern.targets import here
-
-        at_hand = here()
-        if at_hand is not None and at_hand.key == key:
-            return at_hand
-        raise InputError(f"{self.folder}: the target {key} is not known here")
+        return from_description(self._plan.read().target)
 
     @property
     def cache(self) -> Path:

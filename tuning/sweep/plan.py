@@ -102,7 +102,7 @@ class PlanFile:
         try:
             items = [(str(item["kernel"]), Problem(item["problem"]), item.get("configs")) for item in plan["problems"]]
             return Plan(
-                {"key": plan["target"]["key"], "name": plan["target"]["name"]},
+                {**plan["target"], "key": plan["target"]["key"], "name": plan["target"]["name"]},
                 str(plan["model"]),
                 tuple((kernel, problem) for kernel, problem, _ in items),
                 {(k, p): tuple(Config(config) for config in configs) for k, p, configs in items if configs is not None},

@@ -29,6 +29,10 @@ class Agreement:
     policy: str
     compiled: dict[tuple[str, Problem], Hit] = field(default_factory=dict)
 
+    def covers(self, target: Target) -> bool:
+        """Whether its kernels run on a GPU: this process may have others than the one that it agreed for."""
+        return target.arch == self.target.arch
+
     def compile(self, spec: KernelSpec, problem: Problem) -> Hit:
         """Compile a problem's default config, which all ranks can and which comes out alike on each.
 

@@ -13,7 +13,7 @@ from tilekern.cache import Corrupt
 from tilekern.cache.keys import check_digest, check_name
 from tilekern.cache.records import parse_object
 from tilekern.errors import RanksDiffer
-from tilekern.targets import KNOWN, Target
+from tilekern.targets import LISTED, Target
 
 # From the strictest to the laxest: what one rank's own setting forbids is done on none.
 POLICIES = ("error", "fallback", "compile")
@@ -167,6 +167,6 @@ def _target(said: Any) -> Target:
         raise Corrupt(f"its target is {said['name']!r:.60} of {said['arch']!r:.20}")
     target = Target(**said)
     check_name("the target's key", target.key)
-    if any(known.key == target.key and known != target for known in KNOWN):
+    if any(known.key == target.key and known != target for known in LISTED):
         raise Corrupt(f"its target is another {target.name} than the one that is known")
     return target

@@ -1,0 +1,56 @@
+"""The command line of the doctor."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from tilekern.doctor import examine
+from tilekern.errors import InputError, TilekernError
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Raise what is wrong with the command line, of which one line is printed."""
+        raise InputError(message)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; the exit code: 0 nothing is wrong, 1 something is, 2 bad input."""
+    parser = _Parser(
+        prog="python -m tilekern.doctor",
+        description="Say what is here (GPU, driver, torch, compilers), which caches are read, what would serve MODEL, "
+        "and what is wrong. Exit codes: 0 nothing is wrong, 1 something is, 2 bad input.",
+    )
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="a preset, the path of a config.json, or a hub id")
+    parser.add_argument("--gpu", default="auto", help="the GPU that is meant: auto, B200, an arch, a key or sm_90:78")
+    parser.add_argument("--json", action="store_true", dest="as_json", help="print one JSON document in place of lines")
+    try:
+        given = parser.parse_args(arguments)
+        report = examine(given.model, given.gpu)
+    except (TilekernError, ValueError) as error:
+        return _fail(str(error))
+    except KeyboardInterrupt:
+        return 130
+    width = shutil.get_terminal_size((100, 24)).columns
+    try:
+        print(json.dumps(report.document, indent=1) if given.as_json else report.text(width))  # noqa: T201
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader of a pipe has gone; Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 1 if report.wrong else 0
+
+
+def _fail(message: str) -> int:
+    print(f"tilekern.doctor: {' '.join(message.split())}", file=sys.stderr)  # noqa: T201
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

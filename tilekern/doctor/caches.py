@@ -1,0 +1,143 @@
+"""Which caches and packs jobs read here, what they hold for the GPU, and what of it cannot be used."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tilekern.doctor.report import Report
+from tilekern.targets import Target
+
+if TYPE_CHECKING:
+    from tilekern.cache import Layer
+
+# Of one cache; of a larger one the first are looked at.
+_MOST_RECORDS = 2000
+
+
+def tell_of_caches(report: Report, target: Target | None) -> None:
+    """Tell of all layers in the order of a lookup, with the records that they have for a GPU, or for any."""
+    from tilekern.cache import default_layers, user_root
+    from tilekern.cache.trust.exposure import others_may_write
+    from tilekern.cache.trust.policy import must_be_signed
+
+    root = user_root()
+    _user_cache(report, root)
+    groups: dict[str, list[Layer]] = {}
+    for layer in default_layers(root, looking=True):
+        groups.setdefault(_group_of(layer, root), []).append(layer)
+    for number, (name, layers) in enumerate(groups.items()):
+        counts = sum((_counts(report, layer, target) for layer in layers), Counter())
+        packs = f" ({len(layers)} packs)" if len(layers) > 1 else ""
+        report.say("" if number else "caches", f"{name}{packs}: {_told(counts, target)}")
+        report.document["caches"].append({"name": name, "layers": len(layers), **counts})
+        if counts["untrusted"]:
+            report.complain(f"{_records(counts['untrusted'])} of {name} not trusted, and not loaded: see docs/trust.md")
+        if counts["bad"]:
+            report.complain(
+                f"{_records(counts['bad'])} of {name} cannot be read: python -m cache_tools verify lists them; tune or "
+                "unpack again"
+            )
+    policy = "signed records alone" if must_be_signed() else "any record"
+    shared = "and what others can write, too" if others_may_write() else "but not what others can write"
+    report.say("", f"trusted: {policy}, {shared}")
+
+
+def _records(number: int) -> str:
+    return f"{number} record{'' if number == 1 else 's'}"
+
+
+def _user_cache(report: Report, root: Path) -> None:
+    """Complain of a user's cache that cannot be used."""
+    report.document["cache_dir"] = str(root)
+    if not os.path.lexists(root):
+        return
+    mend = "set TILEKERN_CACHE_DIR to a folder of yours"
+    if not os.path.isdir(root):
+        report.complain(f"the cache {root} is not a folder; {mend}")
+    elif not os.access(root, os.R_OK | os.X_OK):
+        report.complain(f"the cache {root} cannot be read; {mend}")
+    elif not os.access(root, os.W_OK):
+        report.complain(f"the cache {root} cannot be written, so that nothing which is compiled is kept; {mend}")
+
+
+def _group_of(layer: Layer, root: Path) -> str:
+    """How a layer is told of: the packs of the wheel, or of one package, together."""
+    origin = getattr(layer, "origin", None)
+    if origin == "wheel":
+        return "the wheel's packs"
+    if origin == "package":
+        return f"packs of {layer.name.partition(':')[0]}"
+    path = getattr(layer, "root", None) or getattr(layer, "path", layer.name)
+    return str(path) if path != root else f"{path} (the user's)"
+
+
+def _counts(report: Report, layer: Layer, target: Target | None) -> Counter[str]:
+    """The records of a layer for the GPU (``own``), others of its arch (``near``) and others; its own by state, too."""
+    from tilekern.cache import CacheError, PackLayer, UnknownSchema, Untrusted
+    from tilekern.cache.keys import Address, parse_path, parse_problem_key
+    from tilekern.cache.packs.pack import Pack
+
+    counts: Counter[str] = Counter()
+    addresses: list[Address] = []
+    if isinstance(layer, PackLayer):
+        with contextlib.suppress(CacheError):  # which the layer warns about below
+            addresses = sorted(Pack(layer.path).records)
+        layer.targets()
+    else:
+        folder = Path(getattr(layer, "root", ""))
+        for name in _files_below(report, folder):
+            try:
+                addresses.append(parse_path(name.split(os.sep)))
+            except CacheError:
+                counts["other files"] += 1
+    for address in addresses:
+        kind = "other" if target is None or not address.target_key.startswith(f"{target.arch}-") else "near"
+        kind = "own" if target is not None and address.target_key == target.key else kind
+        counts[kind] += 1
+        if kind != "own" or counts["own"] > _MOST_RECORDS:
+            continue
+        try:
+            record = layer.read_record(*address[:3], parse_problem_key(address.problem_key))
+            counts[record.provenance] += 1
+        except Untrusted as error:
+            counts["untrusted"] += 1
+            if counts["untrusted"] == 1:
+                report.complain(f"{'/'.join(address)}: {error}")
+        except UnknownSchema:
+            counts["of another version"] += 1
+        except CacheError:
+            counts["bad"] += 1
+    return counts
+
+
+def _files_below(report: Report, root: Path) -> list[str]:
+    """The files that may be records in a folder, from its root on, with what cannot be listed complained of."""
+    from tilekern.cache.keys import LAYOUT, OWN_FOLDERS
+    from tilekern.cache.walking import cannot_list, files_below, is_gone
+
+    def fail(error: OSError) -> None:
+        if not is_gone(error):
+            report.complain(f"{cannot_list(error)}; what is there is not found by jobs either")
+
+    layout = root / LAYOUT
+    return [str(Path(path).relative_to(root)) for path in files_below(layout, OWN_FOLDERS, fail=fail)]
+
+
+def _told(counts: Counter[str], target: Target | None) -> str:
+    """The counts of a cache in words."""
+    records = sum(counts[kind] for kind in ("own", "near", "other"))
+    if not records:
+        told = "no records"
+    elif target is None:
+        told = _records(records)
+    else:
+        told = f"{_records(counts['own'])} for {target.name}"
+        told += f", {counts['near']} for others of {target.arch}" if counts["near"] else ""
+        told += f", {counts['other']} for other GPUs" if counts["other"] else ""
+    known = ("own", "near", "other")
+    states = ", ".join(f"{number} {state}" for state, number in counts.items() if state not in known and number)
+    return f"{told} ({states})" if states else told

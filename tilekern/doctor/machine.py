@@ -1,0 +1,150 @@
+"""GPUs, driver, packages and compilers: what is here, and what of it is out of range."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from itertools import groupby
+
+from tilekern.devices import NO_DEVICE, Devices
+from tilekern.doctor.report import Report
+from tilekern.requirements import (
+    CUTE,
+    NEEDS,
+    asked_by,
+    cuda_text,
+    driver_cuda,
+    driver_release,
+    driver_unmet,
+    fits,
+    installed,
+    package_unmet,
+)
+from tilekern.targets import Target, here, resolve
+
+# Shown where they are installed: what runs tilekern's ops, or is run beside them.
+_FRIENDS = ("liger-kernel", "trl", "peft", "accelerate", "kernels")
+_COMPILER = "nvidia-cuda-tileiras"
+_LEAST_CAPABILITY = 80
+
+
+def tell_of_gpus(report: Report, listed: Devices, gpu: str) -> Target | None:
+    """Tell of the GPUs and their driver.
+
+    Returns:
+        the GPU that is meant: the one that ``gpu`` names, else the first one here; None where there is none.
+
+    Raises:
+        InputError: no GPU of that name is known.
+    """
+    cuda, release = driver_cuda(), driver_release()
+    gpus = list(listed.gpus)
+    if not gpus and listed.error is None:
+        with report.looking_at("torch's GPU"):
+            gpus = [target for target in [here()] if target is not None]
+    number = 0
+    for target, alike in groupby(gpus):
+        last = number + len(list(alike)) - 1
+        which = f"{number}" if last == number else f"{number} to {last}"
+        figures = f"{target.arch}, {target.sm_count} SMs, {target.memory_gbs:,.0f} GB/s"
+        report.say("" if number else "GPU", f"{which}: {target.name} ({figures}), key {target.key}")
+        if target.capability < _LEAST_CAPABILITY:
+            report.complain(f"GPU {which} is of {target.arch}, and kernels run on sm_{_LEAST_CAPABILITY} and newer")
+        number = last + 1
+    if not gpus:
+        report.say("GPU", "none here" if listed.error is None else f"none: the driver says {listed.error}")
+    _complain_of_gpus(report, listed)
+    serves = f"serves CUDA {cuda_text(cuda)}" if cuda else "its version cannot be told"
+    report.say("driver", f"{release or ''} {serves}".strip() if listed.found or release else "none here")
+    if wrong := driver_unmet(cuda, release):
+        report.complain(wrong)
+    report.document |= {
+        "gpus": [target.describe_whole() for target in gpus],
+        "driver": {"release": release, "cuda": cuda and cuda_text(cuda), "error": listed.error},
+    }
+    if gpu != "auto":
+        return resolve(gpu)
+    return gpus[0] if gpus else None
+
+
+def _complain_of_gpus(report: Report, listed: Devices) -> None:
+    """Complain where a GPU is not to be had, unless it was hidden by intention."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").strip()
+    named = [] if visible == "-1" else [name for name in visible.split(",") if name.strip()]
+    has_kernel_driver = os.path.exists("/proc/driver/nvidia")
+    if not listed.found:
+        if has_kernel_driver:
+            report.complain(
+                "an NVIDIA driver is loaded and its library libcuda.so.1 is not found: start the container with its "
+                "GPUs (--gpus all), or install the driver's libraries"
+            )
+    elif listed.error is not None and listed.code != NO_DEVICE:
+        report.complain(f"the driver gives no GPU, {listed.error}: see what nvidia-smi says, or restart the machine")
+    elif len(named) > max(len(listed.gpus), sum(name.startswith("MIG") for name in named)):  # of slices CUDA gives one
+        report.complain(
+            f"CUDA_VISIBLE_DEVICES={visible} names {len(named)} GPUs, and the driver gives {len(listed.gpus)}: name "
+            "GPUs that are here, each once"
+        )
+    elif not listed.gpus and not named and "CUDA_VISIBLE_DEVICES" not in os.environ and has_kernel_driver:
+        report.complain("an NVIDIA driver is loaded and gives no GPU: see what nvidia-smi says")
+
+
+def tell_of_packages(report: Report) -> None:
+    """Tell of the packages that tilekern needs, and of those that run beside it."""
+    versions = {name: installed(name) for name in (*NEEDS, *_FRIENDS)}
+    report.document["packages"] = {
+        name: {"version": version, "needs": NEEDS.get(name)} for name, version in versions.items()
+    }
+    report.say("packages", ", ".join(f"{name} {version}" for name, version in versions.items() if version))
+    for name, wanted in NEEDS.items():
+        if wrong := package_unmet(name, wanted):
+            report.complain(wrong)
+    kernels, wanted = versions["kernels"], asked_by("transformers", "kernels").get("kernels")
+    if kernels and wanted and not fits(kernels, wanted):
+        report.complain(
+            f"kernels {kernels} is installed, and transformers {versions['transformers']} needs {wanted} for "
+            f"use_kernels=True: pip install 'kernels{wanted}'"
+        )
+    if installed("tilekern") is None and os.environ.get("TILEKERN_APPLY", "0") not in ("", "0"):
+        report.complain("TILEKERN_APPLY is set, and tilekern is on a path and not installed, so that nothing reads it")
+
+
+def tell_of_torch(report: Report, listed: Devices) -> None:
+    """Tell what torch says of the GPUs; where there is none it is not imported, which takes seconds."""
+    report.document["torch_cuda"] = None
+    if not listed.gpus or installed("torch") is None:
+        return
+    torch = importlib.import_module("torch")
+    built = torch.version.cuda
+    report.document["torch_cuda"] = built
+    if built is None:
+        report.complain(f"torch {torch.__version__} is a build without CUDA: install one of https://pytorch.org")
+    elif not torch.cuda.is_available():
+        report.complain(f"torch {torch.__version__} (CUDA {built}) finds no GPU, and the driver has {len(listed.gpus)}")
+    else:
+        report.say("torch", f"CUDA {built}, {torch.cuda.device_count()} GPUs")
+
+
+def tell_of_compilers(report: Report) -> None:
+    """Tell whether cuTile's compiler and CuTe DSL's are here."""
+    tileiras, cute = installed(_COMPILER), installed(next(iter(CUTE)))
+    found = None
+    if installed("cuda-tile"):
+        from tilekern.toolchain import toolkit
+
+        found = toolkit()
+    tile = (
+        f"tileiras {found.tileiras}"
+        if found
+        else "none, so a miss runs the model's own op (tilekern[compile] brings it)"
+    )
+    report.say("compiler", f"{tile}; CuTe DSL {cute or 'not here'}")
+    report.document["compilers"] = {"tileiras": found.tileiras if found else tileiras, "nvidia-cutlass-dsl": cute}
+    wanted = asked_by("cuda-tile", "tileiras").get("cuda-toolkit")
+    if found and wanted and not fits(found.tileiras, wanted):
+        report.complain(
+            f"tileiras {found.tileiras} is here, and cuda-tile needs {wanted}: pip install 'tilekern[compile]'"
+        )
+    for name, needs in CUTE.items():
+        if cute and (wrong := package_unmet(name, needs)):
+            report.complain(wrong)

@@ -1,0 +1,140 @@
+"""What tilekern needs of a machine, and what is here: versions of packages, and of the NVIDIA driver.
+
+The doctor (:mod:`tilekern.doctor`) shows all of it; a process that is about to launch its first kernel asks
+:func:`unmet`, once. The standard library is enough.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import re
+from importlib import metadata
+from pathlib import Path
+
+# The dependencies of pyproject.toml, which a test compares; a job needs them.
+NEEDS = {
+    "torch": ">=2.9",
+    "cuda-tile": ">=1.7,<1.8",
+    "transformers": ">=5,<6",
+    "numpy": ">=1.26",
+    "platformdirs": ">=4",
+    "filelock": ">=3.12",
+    "msgspec": ">=0.20",
+    "click": ">=8.1",
+    "rich": ">=13",
+}
+PYTHON = ">=3.11"
+# The extra that compiles kernels of CuTe DSL.
+CUTE = {"nvidia-cutlass-dsl": ">=4.8.1,<4.9"}
+# cuda-tile launches by functions of CUDA 13.0, which drivers have from r580 on.
+LEAST_CUDA, LEAST_DRIVER = 13000, "r580"
+_NUMBER = re.compile(r"\d+")
+# A name, the extras of it that are meant, and the range.
+_REQUIREMENT = re.compile(r"([\w.-]+)\s*(?:\[[^]]*\])?\s*\(?([^)]*)\)?\s*")
+
+
+def installed(name: str) -> str | None:
+    """The version of an installed distribution, or None."""
+    try:
+        return metadata.version(name)
+    except (metadata.PackageNotFoundError, ValueError, OSError):
+        return None
+
+
+def fits(version: str, wanted: str) -> bool:
+    """Whether a version is in a range such as ``>=1.7,<1.8``; one that has no number is taken to be."""
+    found = _numbers(version)
+    if not found:
+        return True
+    for part in filter(None, wanted.replace(" ", "").split(",")):
+        sign = part.rstrip("0123456789.*abrcdevpost+")
+        bound = _numbers(part)
+        length = max(len(found), len(bound))
+        here, there = (numbers + [0] * (length - len(numbers)) for numbers in (found, bound))
+        if (
+            (sign == ">=" and here < there)
+            or (sign == "<" and here >= there)
+            or (sign == "<=" and here > there)
+            or (sign == ">" and here <= there)
+            or (sign == "!=" and here == there)
+            or (sign == "==" and here[: len(bound)] != bound)
+        ):
+            return False
+    return True
+
+
+def _numbers(version: str) -> list[int]:
+    """The numbers of a release: 2.13.0 of 2.13.0a0+cu130."""
+    release = re.search(r"\d+(?:\.\d+)*", version)
+    return [int(number) for number in _NUMBER.findall(release[0])] if release else []
+
+
+def asked_by(name: str, extra: str) -> dict[str, str]:
+    """The ranges that an installed distribution asks for under one of its extras, by name."""
+    found = {}
+    with contextlib.suppress(metadata.PackageNotFoundError, OSError):
+        for line in metadata.requires(name) or ():
+            wanted, _, condition = line.partition(";")
+            matched = _REQUIREMENT.fullmatch(wanted.strip())
+            if matched and re.search(rf"extra\s*==\s*['\"]{extra}['\"]", condition):
+                found[matched[1]] = matched[2].replace(" ", "")
+    return found
+
+
+def driver_cuda() -> int | None:
+    """The CUDA version that the driver serves, 13000 for 13.0; None where there is no driver, or it does not say."""
+    with contextlib.suppress(OSError, AttributeError):
+        number = ctypes.c_int()
+        if ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number)) == 0 and number.value > 0:
+            return number.value
+    return None
+
+
+def driver_release(proc: Path = Path("/proc/driver/nvidia/version")) -> str | None:
+    """The driver's release, ``580.95.05``; None where it cannot be told."""
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        found = re.search(r"Kernel Module.*?\s(\d+\.\d+(?:\.\d+)?)\s", proc.read_text())
+        if found:
+            return found[1]
+    return None
+
+
+def cuda_text(version: int) -> str:
+    """A CUDA version as people say it: 13.0 for 13000."""
+    return f"{version // 1000}.{version % 1000 // 10}"
+
+
+def driver_unmet(cuda: int | None, release: str | None) -> str | None:
+    """What is wrong with a driver, and which would do; None where it will do, or cannot be told."""
+    if cuda is None or cuda >= LEAST_CUDA:
+        return None
+    what = f"driver {release}" if release else "the driver"
+    return (
+        f"{what} serves CUDA {cuda_text(cuda)}, and kernels need CUDA {cuda_text(LEAST_CUDA)}: "
+        f"update the NVIDIA driver to {LEAST_DRIVER} or newer"
+    )
+
+
+def package_unmet(name: str, wanted: str) -> str | None:
+    """What is wrong with an installed package, and how it is mended; None where it will do."""
+    version = installed(name)
+    if version is None:
+        return f"{name} is not installed: pip install '{name}{wanted}'"
+    if not fits(version, wanted):
+        return f"{name} {version} is installed, and tilekern needs {wanted}: pip install '{name}{wanted}'"
+    return None
+
+
+@functools.cache
+def unmet() -> str | None:
+    """What keeps this machine from launching any kernel, with the version that would do; None where nothing does.
+
+    It is asked before the first launch of a process: a driver or a cuda-tile out of range would fail in the launch, by
+    a message that names neither.
+    """
+    wrong = driver_unmet(driver_cuda(), driver_release())
+    if wrong is None and installed("cuda-tile") is not None:
+        wrong = package_unmet("cuda-tile", NEEDS["cuda-tile"])
+    return wrong
