@@ -27,7 +27,7 @@ from tilekern.spec import KernelSpec, Problem
 from tilekern.targets import Target
 from tuning.serve.cost import Lost, lost
 from tuning.serve.history import Failures, History
-from tuning.sweep.folder import Sweep
+from tuning.sweep.folder import Sweep, folder_in
 from tuning.sweep.holding import Holder
 from tuning.sweep.journal import Journal
 from tuning.sweep.plan import Named
@@ -95,7 +95,7 @@ class WatchedCache:
     def __init__(self, root: Path, target: Target, toolkit_key: str, goal: str) -> None:
         self.store = Store(root)
         self.root, self.target, self.goal = self.store.root, target, goal
-        self.sweep = Sweep(self.root / "sweeps" / f"service-{target.key}-{toolkit_key}")
+        self.sweep = Sweep(folder_in(self.root, f"service-{target.key}-{toolkit_key}"))
         self.history = History(self.root / "service" / "history.jsonl")
         self.failures = Failures(self.root / "service" / "failed.jsonl")
         self._toolkit_key = toolkit_key
