@@ -242,8 +242,9 @@ class Refresh:
         folder = self.sweep.folder
         self.sweep.require_own()
         if not self._path.exists() and (others := _contents(folder)):
-            what = "a tuning sweep" if PLAN in others else others[0]
-            raise InputError(f"{folder} contains {what}, not a refresh; pass another --sweep folder")
+            if PLAN in others:
+                raise InputError(f"{folder} contains a tuning sweep, not a refresh; pass another --sweep folder")
+            raise InputError(f"{folder} contains {others[0]}, which is not of a refresh; pass another --sweep folder")
         limits = {(r.kernel, Problem(r.problem)): configs for r, configs in found.outdated}
         with written(folder):
             folder.mkdir(parents=True, exist_ok=True)

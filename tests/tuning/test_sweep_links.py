@@ -111,7 +111,7 @@ def test_a_refresh_does_not_clear_a_folder_that_is_something_else(tmp_path, kept
     folder = tmp_path / "project"
     (folder / "src").mkdir(parents=True)
     (folder / kept).mkdir()
-    with pytest.raises(InputError, match=rf"project contains {min(kept, 'src')}, not a refresh; pass another"):
+    with pytest.raises(InputError, match=rf"project contains {min(kept, 'src')}, which is not of a refresh"):
         Refresh(folder).begin(Survey(), H200, None)
     assert sorted(path.name for path in folder.iterdir()) == sorted([kept, "src"])
 
@@ -179,14 +179,18 @@ def test_a_service_passes_over_a_pipe_as_its_history(tmp_path, capsys):
     assert "history is left out" in said.err
 
 
-@pytest.mark.parametrize("place", ["service/history.jsonl", "service/runs.jsonl", "service/run.lock"])
-def test_a_service_appends_to_no_link(tmp_path, own, place):
+@pytest.mark.parametrize("kind", ["link", "hard link"])
+@pytest.mark.parametrize("place", ["service", "service/history.jsonl", "service/runs.jsonl", "service/run.lock"])
+def test_a_service_appends_to_no_link(tmp_path, own, place, kind):
     cache = watched(tmp_path / "cache")
     path = cache.root / place
     path.parent.mkdir(parents=True)
-    path.symlink_to(own / "thesis.tex")
+    if kind == "link" or place == "service":
+        path.symlink_to(own if place == "service" else own / "thesis.tex")
+    else:
+        path.hardlink_to(own / "thesis.tex")
     before = seen(own)
-    with pytest.raises((InputError, OSError), match=r"is a link|is not a regular file"), cache.held():
+    with pytest.raises((InputError, OSError), match=r"is a link|is not a regular file|has 2 names"), cache.held():
         cache.history.note("failed", "item", *SMALL, reason="r")
     assert seen(own) == before
 

@@ -118,7 +118,8 @@ def open_to_append(path: str | os.PathLike[str], mode: int) -> int:
     """The descriptor of a regular file to append to, which is made where it is missing; no link is followed.
 
     Raises:
-        OSError: it is a link or not a regular file, which the message says, or it cannot be opened.
+        OSError: it is a link, has several names or is not a regular file, which the message says, or it cannot be
+            opened.
     """
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
     try:
@@ -127,10 +128,19 @@ def open_to_append(path: str | os.PathLike[str], mode: int) -> int:
         if error.errno == errno.ELOOP:
             raise OSError(errno.ELOOP, f"{path} is a link, and nothing is appended through one", str(path)) from None
         raise
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    if reason := why_not_its_own(path, os.fstat(descriptor)):
         os.close(descriptor)
-        raise OSError(errno.EINVAL, f"{path} is not a regular file", str(path))
+        raise OSError(errno.EINVAL, reason, str(path))
     return descriptor
+
+
+def why_not_its_own(path: str | os.PathLike[str], status: os.stat_result) -> str | None:
+    """Why writing into a file would change another one or none, and what is known of it is ``status``; else None."""
+    if not stat.S_ISREG(status.st_mode):
+        return f"{path} is not a regular file"
+    if status.st_nlink > 1:
+        return f"{path} has {status.st_nlink} names (hard links), which all would change; use a copy"
+    return None
 
 
 def _open(path: str | os.PathLike[str], as_use: bool) -> int:

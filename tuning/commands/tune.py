@@ -228,10 +228,15 @@ def whose_artifacts(sweep: Sweep) -> Iterator[str]:
     if not others:
         return
     if not compiled:
+        remedy = "sign it where it is compiled (--stages plan,compile --sign KEY), or compile it here"
+        if must_be_signed():
+            raise InputError(
+                f"TILEKERN_TRUST is signed, and neither you compiled what is in {sweep.folder} nor a trust root signed "
+                f"it; {remedy}"
+            )
         raise InputError(
-            f"{'TILEKERN_TRUST is signed' if must_be_signed() else '--sign signs what is your own'}, and neither you "
-            f"compiled what is in {sweep.folder} nor a trust root signed it; sign it where it is compiled "
-            "(--stages plan,compile --sign KEY), or compile it here"
+            f"--sign signs what is your own, and neither you compiled what is in {sweep.folder} nor a trust root "
+            f"signed it; {remedy}"
         )
     if others == 1:
         whose = f"1 artifact in {sweep.folder} is by another, and no trust root signed it"

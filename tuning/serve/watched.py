@@ -20,6 +20,7 @@ from tilekern.cache import (
     remove_wanted,
     wanted_name,
 )
+from tilekern.cache.folders import opened
 from tilekern.errors import InputError
 from tilekern.kernels import all_specs
 from tilekern.source.digests import digests_of
@@ -111,7 +112,8 @@ class WatchedCache:
         """
         folder = self.root / "service"
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            with opened(self.root, folder.name, make=True):
+                pass
         except OSError as error:
             raise InputError(
                 f"cannot write the cache {self.root}: {error.strerror}; give another --cache-dir"

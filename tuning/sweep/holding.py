@@ -11,7 +11,6 @@ import errno
 import os
 import secrets
 import socket
-import stat
 import threading
 import time
 from collections.abc import Iterator
@@ -21,7 +20,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from tilekern.cache.files import handed_on
+from tilekern.cache.files import handed_on, why_not_its_own
 from tilekern.errors import InputError
 from tuning.sweep.journal import Journal
 
@@ -136,8 +135,8 @@ class Holder:
             OSError: something else stands in the place of its file, which an older filelock would empty.
         """
         with contextlib.suppress(FileNotFoundError):
-            if not stat.S_ISREG(os.lstat(self._path).st_mode):
-                raise OSError(errno.EINVAL, f"{self._path} is not a regular file")
+            if reason := why_not_its_own(self._path, os.lstat(self._path)):
+                raise OSError(errno.EINVAL, reason)
         return FileLock(self._path, mode=0o644 | handed_on(self._folder), thread_local=False)
 
     @contextlib.contextmanager

@@ -134,7 +134,8 @@ class Signers:
 
     @functools.cached_property
     def _revoked(self) -> frozenset[str]:
-        return revoked_beside((path.parent for path in _root_files()), {root.public_key for root in self._roots})
+        folders = (path.parent for path in _root_files())
+        return revoked_beside(folders, lambda: {root.public_key for root in self._roots})
 
 
 def _root_files() -> list[Path]:

@@ -11,7 +11,7 @@ import functools
 import json
 import os
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 from tilekern.cache.errors import CacheError, Corrupt, Missing
@@ -30,14 +30,14 @@ _LARGEST_LIST = 2**22
 _SIGNER = re.compile(rb"([0-9a-f]{64}) ([0-9a-f]{128}\n)")
 
 
-def revoked_beside(folders: Iterable[Path], public_keys: Collection[str]) -> frozenset[str]:
+def revoked_beside(folders: Iterable[Path], public_keys: Callable[[], Collection[str]]) -> frozenset[str]:
     """The sha256 of the records that the lists in some folders revoke.
 
     A list of another key than those given says nothing; it is warned about once.
 
     Args:
         folders: where trust roots stand.
-        public_keys: of the trust roots.
+        public_keys: gives those of the trust roots; asked only where there is a list.
 
     Raises:
         Untrusted: others can change a list or put another in its place.
@@ -51,7 +51,7 @@ def revoked_beside(folders: Iterable[Path], public_keys: Collection[str]) -> fro
             continue
         for name in names:
             key, records = read_revoked(folder / name)
-            if key in public_keys:
+            if key in public_keys():
                 found |= records
             else:
                 warn_once(f"{folder / name} revokes nothing: the key that signed it, {key[:16]}, is not a trust root")
