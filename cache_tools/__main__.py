@@ -12,7 +12,7 @@ import click
 from cache_tools.cli import app
 from tilekern.cache import CacheError
 from tilekern.errors import TilekernWarning
-from tilekern.warning import shown_plainly
+from tilekern.warning import shown_plainly, tell
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _fail(message: str, code: int = 2) -> int:
-    click.echo(f"error: {' '.join(message.split())}", err=True)
+    tell(f"error: {' '.join(message.split())}", err=True)
     return code
 
 

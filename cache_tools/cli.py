@@ -13,8 +13,8 @@ import click
 from cache_tools.shared.options import HELP, version
 
 _COMMANDS = (
-    "clear", "diff", "keygen", "ls", "pack", "prune", "pull", "push", "repository", "show", "sign", "stats", "unpack",
-    "verify", "wanted", "wheel", "why",
+    "clear", "diff", "keygen", "ls", "pack", "prune", "pull", "push", "repository", "revoke", "show", "sign", "stats",
+    "unpack", "verify", "wanted", "wheel", "why",
 )  # fmt: skip
 _FILES = {"add": "unpack"} | {name: name for name in _COMMANDS}
 

@@ -400,6 +400,18 @@ def test_bytes_that_were_changed_give_whole_records_or_an_error(sound, data):
             assert one.record.digests == one.blobs.keys()
 
 
+def test_a_head_without_end_is_refused_before_it_is_parsed(sound, monkeypatch):
+    length = int.from_bytes(sound[:8], "big")
+    for claimed in (2**63, len(sound) + 1):
+        with pytest.raises(cache.Corrupt, match=f"the head has {claimed} bytes"):
+            unpacked(claimed.to_bytes(8, "big") + sound[8:])
+    monkeypatch.setattr("tilekern.runtime.ranks.held._LARGEST_HEAD", length)
+    assert unpacked(sound)
+    monkeypatch.setattr("tilekern.runtime.ranks.held._LARGEST_HEAD", length - 1)
+    with pytest.raises(cache.Corrupt, match=f"may have {length - 1}"):
+        unpacked(sound)
+
+
 def test_a_record_stands_where_it_says_and_no_two_stand_at_one_place(compiled):
     one, other = Held(*record(compiled), {}), Held(*record(compiled, 64), {})
     snapshot = Snapshot([other, one])

@@ -20,6 +20,7 @@ import click
 from tilekern import __version__
 from tilekern.startup import APPLY, apply_later
 from tilekern.switches import FORMS, OPS, text_of
+from tilekern.warning import tell
 
 
 class Program(NamedTuple):
@@ -113,7 +114,7 @@ def _of_the_program(traceback: TracebackType | None) -> TracebackType | None:
 
 
 def _fail(message: str) -> int:
-    click.echo(f"tilekern.run: {' '.join(message.split())}", err=True)
+    tell(f"tilekern.run: {' '.join(message.split())}", err=True)
     return 2
 
 

@@ -4,7 +4,8 @@ They are about a cache, a machine or a model, and not about the line of code tha
 library's name in the place of a file, and Python prints ``tilekern:0: TilekernWarning: MESSAGE`` and nothing else.
 Filters find it by its class, its message or the module ``tilekern``; pytest, ``logging.captureWarnings`` and whoever
 has replaced ``warnings.showwarning`` get it as they get others. That function is the application's, so the library
-leaves it alone; the command lines, which are applications, replace it while they run (:func:`shown_plainly`).
+leaves it alone; the command lines, which are applications, replace it while they run (:func:`shown_plainly`). What
+they print has nothing in it that a terminal would obey (:func:`tell`).
 """
 
 from __future__ import annotations
@@ -24,9 +25,24 @@ _said: set[str] = set()
 _registry: dict[str | tuple[str, type[Warning], int], int] = {}
 
 
+def printable(text: str) -> str:
+    """A text as a terminal may have it, on one line: whatever it would obey, or could not show, is escaped.
+
+    Names, reasons and errors may come from a file that others wrote, so all that is printed goes through this.
+    """
+    if text.isprintable():
+        return text
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
+
+
+def tell(*lines: str, err: bool = False) -> None:
+    """Print lines of a command line, each as :func:`printable` has it; ``err`` means the standard error."""
+    print("\n".join(map(printable, lines)), file=sys.stderr if err else sys.stdout, flush=True)
+
+
 def warn(message: str) -> None:
     """Warn; the message is one line and says what is wrong, then what to do."""
-    warnings.warn_explicit(" ".join(message.split()), TilekernWarning, _PLACE, 0, registry=_registry)
+    warnings.warn_explicit(printable(" ".join(message.split())), TilekernWarning, _PLACE, 0, registry=_registry)
 
 
 def warn_once(message: str, about: object = None) -> None:

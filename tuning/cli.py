@@ -10,7 +10,7 @@ import click
 
 from tilekern.cache import CacheError
 from tilekern.errors import TilekernError, TilekernWarning, ToolchainMissing
-from tilekern.warning import shown_plainly
+from tilekern.warning import shown_plainly, tell
 from tuning.commands import COMMANDS, command_named
 from tuning.plan.configs import MODEL_IS, UnknownModel, require_model_name
 from tuning.plan.presets import PRESETS
@@ -59,5 +59,5 @@ def _neither(word: str) -> str:
 
 
 def _fail(message: str, code: int) -> int:
-    print(f"tilekern.tune: {' '.join(message.split())}", file=sys.stderr)  # noqa: T201
+    tell(f"tilekern.tune: {' '.join(message.split())}", err=True)
     return code

@@ -275,10 +275,10 @@ def _compile(named: Sequence[Named], target: Target, root: Path, how: How, tell:
     """Put the default config of each problem into a cache; why it could not be, where it could not."""
     from tuning.compile.stage import compile_all
     from tuning.publishing import why_not, winners
-    from tuning.sweep.folder import Sweep
+    from tuning.sweep.folder import Sweep, folder_in
 
     tools = require_toolkit()
-    sweep, store = Sweep(root / "sweeps" / f"preflight-{target.key}-{tools.key}"), Store(root)
+    sweep, store = Sweep(folder_in(root, f"preflight-{target.key}-{tools.key}")), Store(root)
     defaults = {(kernel, problem): [spec_named(kernel).default(problem, target)] for kernel, problem in named}
     sweep.begin(target, "preflight", named, defaults)
     compile_all(sweep, how.jobs, how.timeout_s, tell)

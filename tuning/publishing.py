@@ -10,6 +10,7 @@ from typing import Any
 
 from tilekern.cache import Artifact, BestKernel, Record, Store, install_pack, write_pack
 from tilekern.cache.trust.signing import SigningKey
+from tilekern.errors import InputError
 from tilekern.runtime.libraries import library_of
 from tilekern.runtime.records import launch_in, record_of
 from tilekern.spec import ALIGNED, GENERIC, Problem
@@ -281,14 +282,17 @@ def publish(
         store: the cache.
         own: whether all that the winners are made of is this user's own or was signed by a trust root
             (:attr:`tuning.sweep.folder.Sweep.is_own`); else the policy ``signed`` lets none in that a trust root did
-            not sign.
+            not sign, and none may be signed.
         key: what to sign the records in the pack with.
 
     Raises:
+        InputError: there is a key, and not all is this user's own.
         tilekern.cache.CacheError: the pack or the cache cannot be written, or a record is not trusted.
     """
+    if key and not own:
+        raise InputError(f"{pack} is not signed: its records are made of artifacts that others compiled")
     digests = write(found, pack, key)
-    install_pack(pack, store, own=digests if own else ())
+    install_pack(pack, store, own=digests if own else (), made_now=digests)
 
 
 def write(

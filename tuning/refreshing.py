@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tilekern.cache import DATED, STALE, CacheError, Layer, Record, Store, standing
-from tilekern.cache.files import write_whole
+from tilekern.cache.files import TEMPORARY_SUFFIX, read_whole, write_whole
 from tilekern.errors import InputError
 from tilekern.kernels import all_specs
 from tilekern.source.digests import digests_of
@@ -23,10 +24,13 @@ from tilekern.spec import Config, KernelSpec, Problem
 from tilekern.targets import Target
 from tuning.measure.stage import is_composite
 from tuning.publishing import Known, Winner, publish, winners
-from tuning.sweep.folder import Sweep
-from tuning.sweep.holding import written
+from tuning.sweep.folder import CONTENTS, RESULTS, Sweep
+from tuning.sweep.holding import LOCK, written
+from tuning.sweep.plan import PLAN
 
 MODEL = "refresh"
+# Of refresh.json, which holds whole records.
+_LARGEST = 2**28
 
 
 @dataclass(frozen=True)
@@ -208,7 +212,7 @@ class Refresh:
     @property
     def unfinished(self) -> bool:
         """Whether the folder holds a refresh whose records were not published yet."""
-        return (self.sweep.folder / "sweep.json").exists() and self._path.exists() and not self._read()["finished"]
+        return (self.sweep.folder / PLAN).exists() and self._path.exists() and not self._read()["finished"]
 
     @property
     def toolkit_key(self) -> str | None:
@@ -237,8 +241,10 @@ class Refresh:
         """
         folder = self.sweep.folder
         self.sweep.require_own()
-        if (folder / "sweep.json").exists() and not self._path.exists():
-            raise InputError(f"{folder} contains a tuning sweep, not a refresh; pass another --sweep folder")
+        if not self._path.exists() and (others := _contents(folder)):
+            if PLAN in others:
+                raise InputError(f"{folder} contains a tuning sweep, not a refresh; pass another --sweep folder")
+            raise InputError(f"{folder} contains {others[0]}, which is not of a refresh; pass another --sweep folder")
         limits = {(r.kernel, Problem(r.problem)): configs for r, configs in found.outdated}
         with written(folder):
             folder.mkdir(parents=True, exist_ok=True)
@@ -272,7 +278,7 @@ class Refresh:
             tilekern.cache.CacheError: the pack or the cache cannot be written.
         """
         found = [pair for pair in winners(self.sweep, toolkit) if pair[0].record.provenance == "measured"]
-        publish(found, self.sweep.folder / "results.pack", store, own=self.sweep.is_own)
+        publish(found, self.sweep.folder / RESULTS, store, own=self.sweep.is_own)
         changes = list(self._changes(winner for winner, _ in found))
         self._write(self._read() | {"finished": True, "changes": [change.as_json() for change in changes]})
         return changes
@@ -291,8 +297,8 @@ class Refresh:
 
     def _read(self) -> dict[str, Any]:
         try:
-            found = json.loads(self._path.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
+            found = json.loads(read_whole(self._path, _LARGEST)[0])
+        except (CacheError, ValueError, RecursionError) as error:
             raise InputError(f"{self._path} cannot be read: {error}") from None
         is_whole = isinstance(found, dict) and {"finished", "toolkit", "before", "stale", "current"} <= found.keys()
         before = found["before"] if is_whole else None
@@ -311,11 +317,20 @@ def stale_json(stale: Stale) -> dict[str, Any]:
     return {"kernel": stale.record.kernel, "problem": stale.record.problem, "reason": stale.reason}
 
 
+def _contents(folder: Path) -> list[str]:
+    """The names of what a folder holds, but for the lock and what a killed writer left; empty where it is not there."""
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:
+        return []
+    return sorted(name for name in names if name != LOCK and not name.endswith(TEMPORARY_SUFFIX))
+
+
 def _clear(folder: Path) -> None:
-    """Remove what an older refresh left, but for the lock; the plan first, without which the folder is not a sweep."""
-    (folder / "sweep.json").unlink(missing_ok=True)
-    for path in folder.iterdir():
+    """Remove what an older refresh left, and nothing else; the plan first, without which the folder is not a sweep."""
+    for name in (*CONTENTS, RESULTS):
+        path = folder / name
         if path.is_dir():
             shutil.rmtree(path)
-        elif path.name != "run.lock":
-            path.unlink()
+        else:
+            path.unlink(missing_ok=True)

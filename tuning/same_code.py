@@ -12,6 +12,7 @@ import click
 
 from tilekern.cache import Record, Store, user_root
 from tilekern.toolchain import require_toolkit
+from tilekern.warning import tell
 from tuning.carrying import Carried, carry_over, held_in_cache, held_in_pack, write_to_cache, write_to_pack
 from tuning.compile.stage import jobs_of
 from tuning.terminal.progress import progress_bar
@@ -73,13 +74,13 @@ def _print(place: Place) -> None:
     found = place.found
     for left in found.left:
         sizes = " ".join(str(value) for value in left.record.problem.values())
-        click.echo(f"stale: {left.record.kernel} {sizes}: {left.reason}")
+        tell(f"stale: {left.record.kernel} {sizes}: {left.reason}")
     dated = sum(not found.fresh(new) for _, (new, _) in found.carried)
-    click.echo(
+    tell(
         f"{place.path}: {len(found.carried)} records carried over, {len(found.left)} stay stale, "
         f"{found.current} were of today; {found.compiled} artifacts compiled"
     )
     if dated:
-        click.echo(f"{dated} of them are not known to be the best: their space is another one")
+        tell(f"{dated} of them are not known to be the best: their space is another one")
     if place.unsigned:
-        click.echo(f"{place.unsigned} of them were signed; sign them again: python -m cache_tools sign")
+        tell(f"{place.unsigned} of them were signed; sign them again: python -m cache_tools sign")

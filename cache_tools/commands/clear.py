@@ -35,9 +35,11 @@ def clear(store: Store, everything: bool, dry_run: bool, confirmed: bool, as_jso
         )
     if as_json and not (confirmed or dry_run):
         raise CacheError("clear --json asks nothing and so needs --yes or --dry-run")
+    if not dry_run:
+        store.finish()
     listed = (entry for entry in store.entries(selection.where) if not entry.is_folder)
     matching = [kept_of(entry) for entry in listed if selection.matches(entry)]
-    chosen = [entry for entry in matching if not entry.unknown_schema]
+    chosen = [entry for entry in matching if not entry.unknown_schema and not store.is_linked(entry.path)]
     if chosen and not confirmed and not dry_run:
         ask(f"Remove {count(len(chosen), 'record')} from {store.root}?")
     removed = would_go(store, chosen) if dry_run else remove(store, chosen)

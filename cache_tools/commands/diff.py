@@ -16,6 +16,7 @@ from cache_tools.shared.staleness import is_fresh, is_stale
 from cache_tools.shared.tables import natural, print_table
 from cache_tools.shared.text import number, plain, print_json, time_us_of
 from tilekern.cache import Address, Record, by_preference
+from tilekern.warning import tell
 
 _LISTED = ("new", "gone", "faster", "slower", "changed", "stale")
 
@@ -176,9 +177,9 @@ def _print(document: dict[str, Any]) -> None:
         header = ("WHAT", "TARGET", "KERNEL", "PROBLEM", "A", "B", "B IS", "BECAUSE")
         print_table(header, rows, ("A", "B", "B IS"), grouped=("WHAT", "TARGET"), below=("PROBLEM", "BECAUSE"))
     for item in document["unreadable"]:
-        click.echo(f"unreadable: {item['path']}: {item['problem']}", err=True)
+        tell(f"unreadable: {item['path']}: {item['problem']}", err=True)
     counts = [f"{len(document[name])} {name}" for name in _LISTED]
-    click.echo(f"{document['a']} -> {document['b']}: {', '.join(counts)}, {document['same']} the same")
+    tell(f"{document['a']} -> {document['b']}: {', '.join(counts)}, {document['same']} the same")
 
 
 def _row(what: str, item: dict[str, Any]) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from tilekern.cache import CacheError
 from tilekern.cache.files import write_whole
 from tilekern.cache.trust.policy import user_trust_roots
 from tilekern.cache.trust.signing import generate_key
+from tilekern.warning import tell
 
 
 @command
@@ -40,4 +41,4 @@ def keygen(file: Path, name: str | None, as_json: bool) -> None:
         roots = str(user_trust_roots())
         print_json({"key": str(file), "public_key": key, "trust_root": line, "trust_roots": roots})
         return
-    click.echo(f"wrote {file}, which signs, and {public}, whose line others add to {user_trust_roots()}")
+    tell(f"wrote {file}, which signs, and {public}, whose line others add to {user_trust_roots()}")

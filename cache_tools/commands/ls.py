@@ -13,6 +13,7 @@ from cache_tools.shared.staleness import is_fresh, is_stale, standing_of
 from cache_tools.shared.tables import natural, print_table
 from cache_tools.shared.text import age, count, gain_of, predicted_gain_of, print_json, size, time_us_of
 from tilekern.cache import DATED, FRESH, STALE, Listed, Outline, Store
+from tilekern.warning import tell
 
 _COLUMNS = ("TARGET", "TOOLKIT", "LAYER", "KERNEL", "PROBLEM", "PROVENANCE", "TIME", "GAIN", "SIZE", "AGE")
 # What stands beside a provenance.
@@ -57,9 +58,9 @@ def ls(store: Store, all_layers: bool, layer: str | None, as_json: bool, **filte
     if records:
         _print_records(records, several=len(sources) > 1)
     elif not unreadable:
-        click.echo(_nothing(store, selection, len(sources)))
+        tell(_nothing(store, selection, len(sources)))
     for _, entry in unreadable:
-        click.echo(f"unreadable: {entry.path}: {entry.problem}", err=True)
+        tell(f"unreadable: {entry.path}: {entry.problem}", err=True)
 
 
 def _nothing(store: Store, selection: Selection, sources: int) -> str:

@@ -21,6 +21,7 @@ from cache_tools.shared.selection import Selection
 from cache_tools.shared.text import count, print_json, size
 from tilekern.cache import CacheError, Record, Store
 from tilekern.cache.keys import Value
+from tilekern.warning import tell
 
 _DTYPES = "bfloat16,float16,float32"
 _ATTENTION = "tilekern,tilekern_nondeterministic"
@@ -50,7 +51,7 @@ def pack(out: Path, model: str | None, tp: int, store: Store, as_json: bool, **f
         print_json({"pack": str(out), "records": written, "bytes": size_bytes, "left_out": left_out})
         return
     note = f"; {count(left_out, 'unreadable record')} left out" if left_out else ""
-    click.echo(f"packed {count(written, 'record')} into {out}, {size(size_bytes)}{note}")
+    tell(f"packed {count(written, 'record')} into {out}, {size(size_bytes)}{note}")
 
 
 class _Needed(NamedTuple):

@@ -26,6 +26,7 @@ from cache_tools.shared.staleness import is_stale
 from cache_tools.shared.tables import natural, print_table
 from cache_tools.shared.text import age, count, print_json, size
 from tilekern.cache import CacheError, Store, by_preference
+from tilekern.warning import tell
 
 ACCESS_TIME, AGE = "access_time", "age"
 _NO_EVIDENCE = "the file system notes no access times (noatime): a record's age stands for its last use"
@@ -102,7 +103,9 @@ def prune(
         raise CacheError("prune needs a limit: --stale, --keep-toolkits, --unused-for or --max-size")
     if as_json and not (confirmed or dry_run):
         raise CacheError("prune --json asks nothing and so needs --yes or --dry-run")
-    entries = [kept_of(entry) for entry in store.entries()]
+    if not dry_run:
+        store.finish()
+    entries = [kept_of(entry, store.is_linked(entry.path)) for entry in store.entries()]
     reasons = _reasons(store, entries, limits)
     chosen = [entry for entry in entries if entry.path in reasons]
     evidence = ACCESS_TIME if _notes_access(store.root) else AGE
@@ -116,7 +119,7 @@ def prune(
         "blobs": going.blobs,
         "bytes": going.size_bytes,
         "bytes_left": _size_of(store, entries) - going.size_bytes,
-        "left_alone": sum(not entry.is_readable for entry in entries),
+        "left_alone": sum(not entry.may_go for entry in entries),
         "kept": going.kept,
     }
     if not as_json:
@@ -136,7 +139,7 @@ def prune(
 def _reasons(store: Store, entries: Sequence[Kept], limits: _Limits) -> _Reasons:
     """Why each record that must go must go, by its path."""
     reasons: _Reasons = defaultdict(list)
-    readable = [entry for entry in entries if entry.is_readable]
+    readable = [entry for entry in entries if entry.may_go]
     if limits.stale:
         for entry in readable:
             if is_stale(entry):
@@ -183,7 +186,7 @@ def _least_used(store: Store, entries: Sequence[Kept], going: set[Path], max_byt
     for entry in sorted(staying, key=lambda entry: (entry.used, entry.path)):
         if total <= max_bytes:
             break
-        if not entry.is_readable:
+        if not entry.may_go:
             continue
         chosen.append(entry)
         total -= entry.file_bytes
@@ -220,16 +223,16 @@ def _summary(entry: Kept, reasons: list[str]) -> dict[str, Any]:
 
 def _print(document: dict[str, Any]) -> None:
     if document["evidence"] == AGE and document["records"]:
-        click.echo(_NO_EVIDENCE, err=True)
+        tell(_NO_EVIDENCE, err=True)
     rows = sorted((_row(item) for item in document["records"]), key=lambda row: [natural(text) for text in row[:4]])
     if rows:
         header = ("TARGET", "TOOLKIT", "KERNEL", "PROBLEM", "SIZE", "LAST USED", "WHY")
         print_table(header, rows, ("SIZE", "LAST USED"), grouped=("TARGET", "TOOLKIT"), below=("PROBLEM",))
     what = f"{count(document['removed'], 'record')} and {count(document['blobs'], 'blob')}"
     verb = "would go" if document["dry_run"] else "to go"
-    click.echo(f"{what} {verb}: {size(document['bytes'])} freed, {size(document['bytes_left'])} left")
+    tell(f"{what} {verb}: {size(document['bytes'])} freed, {size(document['bytes_left'])} left")
     if document["dry_run"] and document["kept"]:
-        click.echo(document["kept"])
+        tell(document["kept"])
 
 
 def _row(item: dict[str, Any]) -> tuple[str, ...]:

@@ -19,11 +19,14 @@ from click.core import ParameterSource
 from cache_tools.remotes import failures_of, open_remote
 from cache_tools.shared.contents import Contents, read_contents, sha256_of
 from cache_tools.shared.options import as_json, cache_dir, command, plain_http
+from cache_tools.shared.staleness import standing_of
 from cache_tools.shared.text import count, print_json, size
 from tilekern.cache import PACK_SUFFIX, CacheError, Corrupt, Store, install_pack
-from tilekern.cache.files import read_whole, write_whole
+from tilekern.cache.files import read_whole
+from tilekern.cache.folders import write_below
 from tilekern.cache.keys import blob_path, check_digest, parse_path
 from tilekern.cache.records import LARGEST_RECORD, decode_record, parse_object
+from tilekern.warning import tell
 
 _FOLDER = "pulled"
 _SCHEMA = 1
@@ -67,11 +70,11 @@ def pull(
             came | ({"file": str(out)} if out else {"cache_dir": str(store.root), "installed": outcome.installed})
         )
     elif not outcome.downloaded:
-        click.echo(f"{out or store.root} has this pack already, sha256 {outcome.sha256}")
+        tell(f"{out or store.root} has this pack already, sha256 {outcome.sha256}")
     elif out:
-        click.echo(f"pulled {out}, {size(out.stat().st_size)}, sha256 {outcome.sha256}")
+        tell(f"pulled {out}, {size(out.stat().st_size)}, sha256 {outcome.sha256}")
     else:
-        click.echo(f"pulled {count(outcome.installed, 'record')} into {store.root}, sha256 {outcome.sha256}")
+        tell(f"pulled {count(outcome.installed, 'record')} into {store.root}, sha256 {outcome.sha256}")
 
 
 class _Pulled(NamedTuple):
@@ -93,7 +96,7 @@ def _pull_into_cache(url: str, pinned: str | None, plain_http: bool, store: Stor
     with _fetched(url, pinned, plain_http, lambda sha256: was_pulled(store, sha256)) as (sha256, pack):
         if pack is None:
             return _Pulled(sha256, downloaded=False)
-        installed = install_pack(pack.path, store)
+        installed = install_pack(pack.path, store, worth=standing_of)
         _note_pulled(store, pack)
         return _Pulled(sha256, downloaded=True, installed=installed)
 
@@ -164,7 +167,11 @@ def _note_pulled(store: Store, pack: Contents) -> None:
     """
     path = _note_path(store, pack.sha256)
     try:
-        write_whole(path, json.dumps({"schema": _SCHEMA, "records": pack.records}, indent=1).encode())
+        write_below(
+            store.root,
+            path.relative_to(store.root),
+            json.dumps({"schema": _SCHEMA, "records": pack.records}, indent=1).encode(),
+        )
     except OSError as error:
         raise CacheError(f"cannot write {path}: {error.strerror or error}") from None
 

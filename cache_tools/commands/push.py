@@ -11,6 +11,7 @@ from cache_tools.shared.contents import read_contents
 from cache_tools.shared.options import as_json, command, plain_http
 from cache_tools.shared.text import count, print_json, size
 from tilekern.cache import Missing
+from tilekern.warning import tell
 
 
 @command
@@ -41,6 +42,6 @@ def push(file: Path, url: str, plain_http: bool, as_json: bool) -> None:
         pushed = {"url": url, "place": place, "pushed": not is_there, "pack": str(file)}
         print_json(pushed | contents.document())
     elif is_there:
-        click.echo(f"{url} has this pack already, sha256 {contents.sha256}")
+        tell(f"{url} has this pack already, sha256 {contents.sha256}")
     else:
-        click.echo(f"pushed {count(len(contents.records), 'record')}, {size(contents.size_bytes)}, to {place}")
+        tell(f"pushed {count(len(contents.records), 'record')}, {size(contents.size_bytes)}, to {place}")

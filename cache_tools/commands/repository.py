@@ -28,6 +28,7 @@ from cache_tools.shared.text import count, print_json, size
 from tilekern import __version__
 from tilekern.cache import PACK_SUFFIX, CacheError, Store
 from tilekern.source.digests import NOTES, note_digests, spec_modules
+from tilekern.warning import tell
 
 _NAME = "tilekern"
 _REPO_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
@@ -88,7 +89,7 @@ def repository(
         return
     note = f"; {count(left_out, 'unreadable record')} left out" if left_out else ""
     records = sum(len(one.records) for one in contents)
-    click.echo(f"made {out_dir} with {count(records, 'record')}, {size(made.size_bytes)}{note}")
+    tell(f"made {out_dir} with {count(records, 'record')}, {size(made.size_bytes)}{note}")
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from cache_tools.shared.sources import Source, layers_of_a_lookup
 from cache_tools.shared.staleness import digests_today, is_fresh, is_stale
 from cache_tools.shared.text import gain_of, plain, print_json, size, time_us_of
 from tilekern.cache import NOT_FRESH, CacheError, Entry, Record, Step, Store, default_layers, lookup, parse_problem_key
+from tilekern.warning import tell
 
 _TIMEOUT_S = 120
 _NOT_REACHED = ("not_reached", "a lookup ends before it comes here")
@@ -192,7 +193,7 @@ def _nvdisasm() -> str:
 
 
 def _print(document: Mapping[str, Any], record: Record) -> None:
-    click.echo(f"{record.kernel} {record.address.problem_key}")
+    tell(f"{record.kernel} {record.address.problem_key}")
     for name in (
         "module",
         "source_digest",
@@ -203,39 +204,39 @@ def _print(document: Mapping[str, Any], record: Record) -> None:
         "created",
         "created_by",
     ):
-        click.echo(f"{name.replace('_', ' ')}: {plain(getattr(record, name))}")
+        tell(f"{name.replace('_', ' ')}: {plain(getattr(record, name))}")
     state = {True: "yes, the kernel's source has changed since", False: "no", None: "the source is not installed here"}
-    click.echo(f"stale: {state[document['stale']]}")
+    tell(f"stale: {state[document['stale']]}")
     if document["fresh"] is False and not document["stale"]:
-        click.echo(f"fresh: no, {NOT_FRESH}")
-    click.echo(f"file: {document['path']}")
+        tell(f"fresh: no, {NOT_FRESH}")
+    tell(f"file: {document['path']}")
     for name in ("target", "toolkit", "config", "measurement", "prediction", "check"):
         _print_section(name, getattr(record, name))
     if record.best_kernel:
         _print_section("where that library is not", record.best_kernel.config)
-    click.echo("runners-up:" if record.runners_up else "runners-up: none")
+    tell("runners-up:" if record.runners_up else "runners-up: none")
     for number, runner_up in enumerate(record.runners_up, 2):
-        click.echo(f"  {number}. {json.dumps(runner_up)}")
+        tell(f"  {number}. {json.dumps(runner_up)}")
     for variant, artifact in record.artifacts.items():
         facts = {"sha256": artifact.sha256, "size": size(artifact.size), "symbol": artifact.symbol}
         if artifact.compiler:
             facts["compiler"] = artifact.compiler
         _print_section(f"artifact {variant}", {**facts, **artifact.resources})
-    click.echo("in the layers:")
+    tell("in the layers:")
     for place in document["places"]:
         time_us = "" if place["time_us"] is None else f" {place['time_us']:.1f} us"
         made = f"{place['provenance'] or 'unreadable'}{time_us}"
-        click.echo(f"  {place['layer']}: {place['toolkit']}: {made}: {plain(place['detail'])}")
+        tell(f"  {place['layer']}: {place['toolkit']}: {made}: {plain(place['detail'])}")
     for variant, text in document.get("sass", {}).items():
-        click.echo(f"machine code of {variant}:\n{text}")
+        tell(f"machine code of {variant}:", *text.expandtabs().splitlines())
 
 
 def _print_section(name: str, values: Mapping[str, Any] | None) -> None:
-    click.echo(f"{name}:" if values else f"{name}: none")
+    tell(f"{name}:" if values else f"{name}: none")
     for key, value in (values or {}).items():
         if isinstance(value, list) and all(isinstance(item, dict) for item in value):
-            click.echo(f"  {plain(key)}:")
+            tell(f"  {plain(key)}:")
             for item in value:
-                click.echo(f"    {', '.join(f'{plain(field)} {plain(found)}' for field, found in item.items())}")
+                tell(f"    {', '.join(f'{plain(field)} {plain(found)}' for field, found in item.items())}")
         else:
-            click.echo(f"  {plain(key)}: {plain(value)}")
+            tell(f"  {plain(key)}: {plain(value)}")

@@ -11,9 +11,10 @@ import click
 from cache_tools.shared.options import PlaceType, as_json, command
 from cache_tools.shared.text import count, print_json
 from tilekern.cache import CacheError, Missing, Pack, Record, Store, checked_contents, write_pack
-from tilekern.cache.files import write_whole
+from tilekern.cache.folders import write_below
 from tilekern.cache.keys import signature_path
 from tilekern.cache.trust.signing import SigningKey
+from tilekern.warning import tell
 
 
 @command
@@ -31,7 +32,7 @@ def sign(path: Path, key_file: Path, as_json: bool) -> None:
         print_json({"path": str(path), "public_key": key.public_key, "signed": signed, "left_out": left_out})
         return
     note = f"; {count(left_out, 'unreadable record')} left out" if left_out else ""
-    click.echo(f"signed {count(signed, 'record')} of {path} with key {key.public_key[:16]}{note}")
+    tell(f"signed {count(signed, 'record')} of {path} with key {key.public_key[:16]}{note}")
 
 
 def _sign_pack(path: Path, key: SigningKey) -> int:
@@ -54,6 +55,7 @@ def _sign_cache(store: Store, key: SigningKey) -> tuple[int, int]:
     signatures: dict[PurePosixPath, bytes] = {}
     artifacts: set[tuple[str, int]] = set()
     left_out = 0
+    store.finish()
     for entry, data in store.read_entries():
         if entry.record is None:
             left_out += 1
@@ -64,7 +66,7 @@ def _sign_cache(store: Store, key: SigningKey) -> tuple[int, int]:
         _check_artifact(store, digest, size_bytes)
     for path, signature in signatures.items():
         try:
-            write_whole(store.root / path, signature)
+            write_below(store.root, path, signature)
         except OSError as error:
             raise CacheError(f"cannot write {store.root / path}: {error.strerror}") from None
     return len(signatures), left_out

@@ -6,8 +6,6 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from typing import Any
 
-import click
-
 from cache_tools.shared.options import all_layers, as_json, cache_dir, command
 from cache_tools.shared.sources import sources_of
 from cache_tools.shared.staleness import is_fresh, is_stale
@@ -15,6 +13,7 @@ from cache_tools.shared.tables import print_table
 from cache_tools.shared.text import count, print_json, size
 from tilekern.cache import Entry, Store, read_wanted
 from tilekern.cache.places import USER
+from tilekern.warning import tell
 
 _GROUPS = ("layer", "kernel", "target", "toolkit", "provenance")
 
@@ -95,9 +94,9 @@ class _Seen:
 
 def _print(store: Store, document: Mapping[str, Any]) -> None:
     if not document["exists"]:
-        click.echo(f"there is no cache at {store.root} yet")
+        tell(f"there is no cache at {store.root} yet")
         return
-    click.echo(f"{store.root}: {count(document['records'], 'record')}, {size(document['bytes'])}")
+    tell(f"{store.root}: {count(document['records'], 'record')}, {size(document['bytes'])}")
     rows = [
         (group, name, str(total["records"]), size(total["bytes"]))
         for group, totals in document["by"].items()
@@ -106,6 +105,6 @@ def _print(store: Store, document: Mapping[str, Any]) -> None:
     if rows:
         print_table(("BY", "NAME", "RECORDS", "SIZE"), rows, ("RECORDS", "SIZE"))
     for name in ("blobs", "orphans"):
-        click.echo(f"{name}: {document[name]['count']} ({size(document[name]['bytes'])})")
+        tell(f"{name}: {document[name]['count']} ({size(document[name]['bytes'])})")
     for name in ("stale", "not_fresh", "unknown_source", "unreadable", "unknown_schema", "leftovers", "wanted"):
-        click.echo(f"{name.replace('_', ' ')}: {document[name]}")
+        tell(f"{name.replace('_', ' ')}: {document[name]}")

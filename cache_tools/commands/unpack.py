@@ -7,8 +7,10 @@ from pathlib import Path
 import click
 
 from cache_tools.shared.options import as_json, cache_dir, command
+from cache_tools.shared.staleness import standing_of
 from cache_tools.shared.text import count, print_json
 from tilekern.cache import Store, install_pack
+from tilekern.warning import tell
 
 
 @command
@@ -20,8 +22,8 @@ def unpack(file: Path, store: Store, as_json: bool) -> None:
 
     JSON: pack, cache_dir, installed.
     """
-    installed = install_pack(file, store)
+    installed = install_pack(file, store, worth=standing_of)
     if as_json:
         print_json({"pack": str(file), "cache_dir": str(store.root), "installed": installed})
     else:
-        click.echo(f"unpacked {count(installed, 'record')} into {store.root}")
+        tell(f"unpacked {count(installed, 'record')} into {store.root}")

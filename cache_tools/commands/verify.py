@@ -32,6 +32,7 @@ from tilekern.cache.files import identity_of, read_whole
 from tilekern.cache.trust.exposure import others_may_write, require_unshared, require_unshared_folders
 from tilekern.cache.trust.policy import Reader, Signers, must_be_signed, signature_files, signature_names
 from tilekern.cache.trust.signing import SIGNATURE_BYTES, is_signed
+from tilekern.warning import tell
 
 # How many files are named beside a reason that holds for more.
 _NAMED = 3
@@ -60,8 +61,8 @@ def verify(context: click.Context, path: Path | None, signed: bool, store: Store
     --json names all. A folder that --cache-dir names must be there; the user's own cache may be empty.
 
     JSON: cache_dir or pack, records, blobs, broken[] {path, problem}, stale[], not_fresh[], unknown_source[],
-    signatures {trusted, other_key, unsigned, by {name: records}, bad[] {path, problem}, unchecked}, and of a cache
-    unknown_schema[], orphans, leftovers[], exposed[] {path, problem}.
+    signatures {trusted, other_key, unsigned, revoked, by {name: records}, bad[] {path, problem}, unchecked}, and of a
+    cache unknown_schema[], orphans, leftovers[], exposed[] {path, problem}.
     """
     if context.get_parameter_source("store") == click.core.ParameterSource.COMMANDLINE:
         if path is not None:
@@ -273,9 +274,9 @@ def _records_of_pack(pack: Pack) -> Iterator[_Signed]:
 def _survey(records: Iterable[_Signed]) -> dict[str, Any]:
     """How many records are trusted and by whom, signed by others, unsigned, and wrongly signed.
 
-    ``trusted``, ``other_key``, ``unsigned``: numbers of records; ``by``: records by the trust root's name; ``bad``:
-    path and problem of each signature that is not of its record; ``unchecked``: why some records' signatures could not
-    be checked, or None.
+    ``trusted``, ``other_key``, ``unsigned``, ``revoked``: numbers of records; ``by``: records by the trust root's name;
+    ``bad``: path and problem of each signature that is not of its record; ``unchecked``: why some records'
+    signatures could not be checked, or None.
     """
     counted: Counter[str] = Counter()
     by: Counter[str] = Counter()
@@ -286,6 +287,9 @@ def _survey(records: Iterable[_Signed]) -> dict[str, Any]:
             counted["unsigned"] += 1
             continue
         try:
+            if signers.is_revoked(record.data):
+                counted["revoked"] += 1
+                continue
             signer = signers.signer_of(record.data, record.read)
             wrong = [key for key, text in record.signatures.items() if not is_signed(key, record.data, text)]
         except CacheError as error:
@@ -294,18 +298,19 @@ def _survey(records: Iterable[_Signed]) -> dict[str, Any]:
         by.update([signer] if signer else [])
         signed_by_others = len(record.signatures) > len(wrong)
         counted["trusted" if signer else "other_key" if signed_by_others else "unsigned"] += 1
-    numbers = {name: counted[name] for name in ("trusted", "other_key", "unsigned")}
+    numbers = {name: counted[name] for name in ("trusted", "other_key", "unsigned", "revoked")}
     return {**numbers, "by": dict(sorted(by.items())), "bad": bad, "unchecked": unchecked}
 
 
 def _print_survey(signatures: Mapping[str, Any]) -> None:
     """Print what :func:`_survey` found, on a line or two."""
     if signatures["unchecked"]:
-        click.echo(f"some signatures were not checked: {signatures['unchecked']}")
+        tell(f"some signatures were not checked: {signatures['unchecked']}")
     by = ", ".join(f"{number} by {name}" for name, number in signatures["by"].items())
-    click.echo(
+    tell(
         f"signatures: {signatures['trusted']} trusted{f' ({by})' if by else ''}, "
         f"{signatures['other_key']} by keys that are not trust roots, {signatures['unsigned']} unsigned"
+        f"{f', {number} revoked' if (number := signatures['revoked']) else ''}"
     )
 
 
@@ -324,7 +329,7 @@ def _print(document: dict[str, Any]) -> None:
         f"{place}: {count(document['records'], 'record')}, {count(document['blobs'], 'blob')}, "
         f"{document.get('orphans', 0)} without a record; {broken} broken, {len(document['stale'])} stale"
     )
-    click.echo("\n".join(lines))
+    tell(*lines)
     _print_survey(document["signatures"])
 
 

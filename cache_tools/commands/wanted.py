@@ -8,6 +8,7 @@ from cache_tools.shared.options import as_json, cache_dir, command
 from cache_tools.shared.tables import natural, print_table
 from cache_tools.shared.text import count, plain, print_json
 from tilekern.cache import Store, clear_wanted, problem_key, read_misses, read_wanted, wanted_name
+from tilekern.warning import tell
 
 
 @command
@@ -43,6 +44,6 @@ def wanted(store: Store, empty: bool, as_json: bool) -> None:
         header = ("TARGET", "KERNEL", "PROBLEM", "RUNS", "REASON")
         print_table(header, rows, ("RUNS",), grouped=("TARGET",), below=("PROBLEM", "REASON"))
     else:
-        click.echo(f"nothing is wanted in {store.root}")
+        tell(f"nothing is wanted in {store.root}")
     if empty:
-        click.echo(f"removed {count(cleared, 'wanted problem')}")
+        tell(f"removed {count(cleared, 'wanted problem')}")

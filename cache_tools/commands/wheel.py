@@ -21,6 +21,7 @@ from cache_tools.shared.selection import Selection
 from cache_tools.shared.text import count, print_json, size
 from tilekern.cache import PACK_SUFFIX, CacheError, Store
 from tilekern.cache.files import write_whole
+from tilekern.warning import tell
 
 # The group that tilekern.cache.places reads.
 _GROUP = "tilekern.prebuilt"
@@ -64,7 +65,7 @@ def wheel(
         print_json(made | sizes | contents.document())
         return
     note = f"; {count(left_out, 'unreadable record')} left out" if left_out else ""
-    click.echo(f"made {path} with {count(len(contents.records), 'record')}, {size(path.stat().st_size)}{note}")
+    tell(f"made {path} with {count(len(contents.records), 'record')}, {size(path.stat().st_size)}{note}")
 
 
 @dataclass(frozen=True)

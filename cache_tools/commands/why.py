@@ -11,6 +11,7 @@ from cache_tools.shared.options import as_json, cache_dir, command
 from cache_tools.shared.staleness import digests_today
 from cache_tools.shared.text import plain, print_json, time_us_of
 from tilekern.cache import NOT_FRESH, CacheError, Hit, Step, Store, default_layers, parse_problem_key, problem_key
+from tilekern.warning import tell
 
 
 @command
@@ -87,23 +88,21 @@ def _hit(hit: Hit) -> dict[str, Any]:
 
 def _print(document: dict[str, Any], trace: list[Step]) -> None:
     asked = problem_key(document["problem"])
-    click.echo(f"{document['kernel']} {asked} on {document['target']}")
+    tell(f"{document['kernel']} {asked} on {document['target']}")
     if asked != document["problem_key"]:
-        click.echo(f"sizes are rounded up to their buckets: {document['problem_key']}")
-    click.echo(f"the toolkit here: {document['toolkit'] or 'none, so the newest of a layer comes first'}")
-    click.echo(f"the kernel's source: {document['source_digest']}, its search space: {document['space_digest']}")
-    click.echo(f"layers: {', '.join(document['layers'])}")
+        tell(f"sizes are rounded up to their buckets: {document['problem_key']}")
+    tell(f"the toolkit here: {document['toolkit'] or 'none, so the newest of a layer comes first'}")
+    tell(f"the kernel's source: {document['source_digest']}, its search space: {document['space_digest']}")
+    tell(f"layers: {', '.join(document['layers'])}")
     for number, step in enumerate(trace, 1):
-        click.echo(f"{number:3}. {plain(str(step))}")
+        tell(f"{number:3}. {plain(str(step))}")
     hit = document["hit"]
     if hit is None:
-        click.echo(
-            "nothing serves it: a job goes by its miss policy (TILEKERN_ON_MISS), and puts it on the wanted list"
-        )
+        tell("nothing serves it: a job goes by its miss policy (TILEKERN_ON_MISS), and puts it on the wanted list")
         return
     gpu = "of this very GPU" if hit["exact_target"] else f"of another GPU of its arch, {hit['target']}"
     bucket = "its own bucket" if hit["exact_bucket"] else f"the nearest bucket, {hit['problem_key']}"
-    click.echo(f"taken: from {hit['layer']}, {hit['provenance']}, {gpu}, {bucket}")
+    tell(f"taken: from {hit['layer']}, {hit['provenance']}, {gpu}, {bucket}")
     if not hit["fresh"]:
-        click.echo(f"it is {NOT_FRESH}; tune it again")
-    click.echo(f"config: {plain(hit['config'])}")
+        tell(f"it is {NOT_FRESH}; tune it again")
+    tell(f"config: {plain(hit['config'])}")

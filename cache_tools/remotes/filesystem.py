@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
@@ -17,6 +18,9 @@ from tilekern.cache import PACK_SUFFIX, CacheError, Corrupt
 from tilekern.cache.files import write_whole
 
 DIGEST_SUFFIX = ".sha256"
+_LARGEST_SUM = 2**12
+# Of a pack whose size its place does not say.
+_LARGEST_PACK = 2**34
 _SUM = re.compile(rb"([0-9a-f]{64}) [ *][^\n]+\n?")
 
 
@@ -35,7 +39,8 @@ class FsspecFile:
             # A signed URL is of one file.
             return None
         try:
-            text = self._fs.cat_file(self._path + DIGEST_SUFFIX)
+            with self._fs.open(self._path + DIGEST_SUFFIX, "rb") as file:
+                text = file.read(_LARGEST_SUM)
         except FileNotFoundError:
             return None
         found = _SUM.fullmatch(text)
@@ -45,8 +50,9 @@ class FsspecFile:
 
     def download(self, path: Path) -> None:
         """Write the file's bytes to ``path``; raises as :meth:`cache_tools.remotes.Remote.download` says."""
-        with progress_bar("pulling", self._fs.info(self._path).get("size")) as moved:
-            self._fs.get_file(self._path, str(path), callback=_Moved(moved))
+        size = self._fs.info(self._path).get("size")
+        with progress_bar("pulling", size) as moved:
+            self._fs.get_file(self._path, str(path), callback=_Moved(moved, _LARGEST_PACK if size is None else size))
 
     def upload(self, pack: Contents) -> str:
         """Put the pack there, then its digest; the URL."""
@@ -69,11 +75,17 @@ class FsspecFile:
 class _Moved(Callback):
     """Hands the bytes that fsspec counts on to a progress bar."""
 
-    def __init__(self, moved: Callable[[int], object]) -> None:
+    def __init__(self, moved: Callable[[int], object], largest: float = math.inf) -> None:
         super().__init__()
-        self._moved = moved
+        self._moved, self._largest = moved, largest
 
     def relative_update(self, inc: int = 1) -> None:
-        """``inc`` more bytes were moved."""
+        """``inc`` more bytes were moved.
+
+        Raises:
+            Corrupt: they are more than there are.
+        """
         super().relative_update(inc)
+        if self.value > self._largest:
+            raise Corrupt(f"more bytes come than the {self._largest} that a pack there may have")
         self._moved(inc)

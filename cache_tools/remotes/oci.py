@@ -11,6 +11,7 @@ import inspect
 import logging
 import os
 import re
+import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -32,8 +33,10 @@ ARTIFACT_TYPE = "application/vnd.tilekern.pack.v1"
 _EMPTY_TYPE = "application/vnd.oci.empty.v1+json"
 _MANIFEST_TYPE = "application/vnd.oci.image.manifest.v1+json"
 LARGEST_MANIFEST = 4 * 2**20
+_LARGEST_ERROR = 2**16
 _CHUNK = 2**20
-_CONNECT_S, _READ_S = 10, 60
+_CONNECT_S, _READ_S, _PAUSE_S = 10, 60, 0.5
+_BUSY = (502, 503, 504)
 _PART = r"[a-z0-9]+(?:(?:\.|_|__|-+)[a-z0-9]+)*"
 _REFERENCE = re.compile(
     rf"oci://(?P<host>[A-Za-z0-9.-]+(?::[0-9]+)?|\[[0-9a-f:]+\](?::[0-9]+)?)/(?P<repository>{_PART}(?:/{_PART})*)"
@@ -172,14 +175,41 @@ class _Client(oras.provider.Registry):
 
 
 class _Patient(HTTPAdapter):
-    """Gives a read a second chance, and no request forever."""
+    """Gives a read a second chance, no request forever, and no answer more memory than a manifest takes.
+
+    What is left to requests and urllib3 is read whole, whatever the server sends: the body of an error, of a redirect,
+    of an answer before another try. So all are read here, but for those that a caller streams.
+    """
 
     def __init__(self) -> None:
-        super().__init__(max_retries=Retry(total=2, backoff_factor=0.5, status_forcelist=(502, 503, 504)))
+        super().__init__(max_retries=Retry(total=2, backoff_factor=_PAUSE_S, respect_retry_after_header=False))
 
-    def send(self, request: Any, timeout: Any = None, **options: Any) -> requests.Response:
-        """Send a request, with a limit of time where none is given."""
-        return super().send(request, timeout=timeout or (_CONNECT_S, _READ_S), **options)
+    def send(self, request: Any, stream: bool = False, timeout: Any = None, **options: Any) -> requests.Response:
+        """Send a request, with a limit of time where none is given.
+
+        Raises:
+            CacheError: the answer is too large.
+        """
+        for pause_s in (_PAUSE_S, 2 * _PAUSE_S, None):
+            response = super().send(request, stream=stream, timeout=timeout or (_CONNECT_S, _READ_S), **options)
+            if pause_s is None or response.status_code not in _BUSY or request.method not in ("GET", "HEAD"):
+                break
+            response.close()
+            time.sleep(pause_s)
+        if not stream or not response.ok or response.is_redirect:
+            _take_body(response)
+        return response
+
+
+def _take_body(response: requests.Response) -> None:
+    """Read the body of an answer, of one that is an error or a redirect only the beginning."""
+    is_whole = response.ok and not response.is_redirect
+    data = response.raw.read(LARGEST_MANIFEST + 1 if is_whole else _LARGEST_ERROR, decode_content=True)
+    response.close()
+    if len(data) > LARGEST_MANIFEST:
+        raise CacheError(f"{response.url} answered with more than {LARGEST_MANIFEST} bytes")
+    # As requests itself keeps what it has read.
+    response._content, response._content_consumed = data, True
 
 
 def _client(container: oras.container.Container, plain_http: bool) -> _Client:
@@ -187,16 +217,21 @@ def _client(container: oras.container.Container, plain_http: bool) -> _Client:
     # What goes wrong is said once, by the error.
     logging.getLogger(oras.logger.__name__).setLevel(logging.CRITICAL)
     scheme = "http" if plain_http else "https"
-    asked = requests.get(f"{scheme}://{container.registry}/v2/", timeout=(_CONNECT_S, _READ_S))
-    kind = "basic" if asked.headers.get("Www-Authenticate", "").lower().startswith("basic") else "token"
+    with _patient(requests.Session()).get(f"{scheme}://{container.registry}/v2/", stream=True) as asked:
+        kind = "basic" if asked.headers.get("Www-Authenticate", "").lower().startswith("basic") else "token"
     client = _Client(hostname=container.registry, insecure=plain_http, auth_backend=kind)
-    client.session.mount("http://", _Patient())
-    client.session.mount("https://", _Patient())
+    _patient(client.session)
     folder = os.environ.get("DOCKER_CONFIG")
     client.auth.load_configs(container, [os.path.join(folder, "config.json")] if folder else None)
     if kind == "basic" and not hasattr(client.auth, "_basic_auth"):
         raise CacheError(_wants_login(container.registry))
     return client
+
+
+def _patient(session: requests.Session) -> requests.Session:
+    session.mount("http://", _Patient())
+    session.mount("https://", _Patient())
+    return session
 
 
 def _wants_login(host: str) -> str:

@@ -12,6 +12,7 @@ import click
 
 from cache_tools.shared.text import count, size
 from tilekern.cache import Address, BlobFile, CacheError, Entry, Store
+from tilekern.warning import printable, tell
 
 # Many times what a lookup takes from the reading of a record to that of its artifacts, on a network's disk too.
 READING_S = 0.5
@@ -20,13 +21,14 @@ READING_S = 0.5
 class Kept(NamedTuple):
     """The fields of an entry that deleting it goes by, so few that a hundred thousand are no burden.
 
-    The fields are those of :class:`tilekern.cache.Entry`; ``digests`` are the blobs that it refers to, and of what
-    cannot be read none. Whether it is stale is asked of few, and takes loading Python's parser.
+    The fields are those of :class:`tilekern.cache.Entry`; ``may_go`` says that it is readable and stands behind no link
+    inside the cache; ``digests`` are the blobs that it refers to, and of what cannot be read none. Whether it is stale
+    is asked of few, and takes loading Python's parser.
     """
 
     path: Path
     address: Address | None
-    is_readable: bool
+    may_go: bool
     unknown_schema: bool
     digests: tuple[str, ...]
     schema: int
@@ -44,13 +46,13 @@ class Kept(NamedTuple):
         return self.address.kernel if self.address else ""
 
 
-def kept_of(entry: Entry) -> Kept:
-    """The fields that deleting an entry goes by."""
+def kept_of(entry: Entry, is_linked: bool = False) -> Kept:
+    """The fields that deleting an entry goes by; ``is_linked`` as :meth:`tilekern.cache.Store.is_linked` says."""
     record = entry.record
     return Kept(
         entry.path,
         entry.address,
-        record is not None,
+        record is not None and not is_linked,
         entry.unknown_schema,
         tuple(map(sys.intern, record.digests)) if record else (),
         record.schema if record else 0,
@@ -114,11 +116,11 @@ def say(removed: Removed, left_alone: int, dry_run: bool = False) -> None:
     """Print what was deleted, or would be, and what not and why."""
     records, blobs = count(removed.records, "record"), count(removed.blobs, "blob")
     verb = "would remove" if dry_run else "removed"
-    click.echo(f"{verb} {records} and {blobs}, {size(removed.size_bytes)} freed")
+    tell(f"{verb} {records} and {blobs}, {size(removed.size_bytes)} freed")
     if left_alone:
-        click.echo(f"{count(left_alone, 'record')} of another version of tilekern left alone")
+        tell(f"{count(left_alone, 'record')} left alone: of another version of tilekern, or behind a link")
     if removed.kept:
-        click.echo(removed.kept)
+        tell(removed.kept)
 
 
 def ask(question: str) -> None:
@@ -128,7 +130,7 @@ def ask(question: str) -> None:
         CacheError: the answer is not yes.
     """
     try:
-        confirmed = click.confirm(question)
+        confirmed = click.confirm(printable(question))
     except click.Abort:
         confirmed = False
     if not confirmed:

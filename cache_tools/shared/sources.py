@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import click
-
 from tilekern.cache import (
     CacheError,
     Entry,
@@ -23,6 +21,7 @@ from tilekern.cache import (
 from tilekern.cache.entries import listed
 from tilekern.cache.packs.pack import Pack
 from tilekern.cache.places import USER
+from tilekern.warning import tell
 
 
 @dataclass(frozen=True)
@@ -91,7 +90,7 @@ def layers_of_a_lookup(store: Store) -> list[Source]:
             try:
                 sources.append(Source(layer.name, Pack(layer.path)))
             except CacheError as error:
-                click.echo(f"left out: {error}", err=True)
+                tell(f"left out: {error}", err=True)
     return sources
 
 

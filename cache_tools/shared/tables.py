@@ -10,7 +10,7 @@ import re
 import shutil
 from collections.abc import Iterator, Sequence
 
-import click
+from tilekern.warning import printable, tell
 
 # Where neither a terminal nor COLUMNS says how wide: in a pipe or a file.
 PIPE_COLUMNS = 120
@@ -38,14 +38,15 @@ def print_table(
     said = [at for at, name in enumerate(header) if name in grouped]
     shown = [at for at, name in enumerate(header) if name not in grouped]
     names = [header[at] for at in shown]
-    table = _Table(names, [[row[at] for at in shown] for row in rows], right, below, terminal_columns())
+    cells = [[printable(row[at]) for at in shown] for row in rows]
+    table = _Table(names, cells, right, below, terminal_columns())
     if not said:
-        click.echo("\n".join(table.lines(range(len(rows)))))
+        tell(*table.lines(range(len(rows))))
         return
     for number, (group, found) in enumerate(
         itertools.groupby(range(len(rows)), lambda index: [rows[index][at] for at in said])
     ):
-        click.echo("\n".join(["\n" * (number > 0) + ", ".join(group), *table.lines(found)]))
+        tell(*[""] * (number > 0), ", ".join(group), *table.lines(found))
 
 
 def terminal_columns() -> int:

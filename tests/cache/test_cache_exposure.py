@@ -58,7 +58,7 @@ def test_a_pipe_that_others_put_there_keeps_nobody_waiting(tmp_path):
     record.parent.chmod(0o777)
     assert quietly([FolderLayer(tmp_path / "cache", "user")]) is None
     (entry,) = Store(tmp_path / "cache").entries()
-    assert "not valid JSON" in entry.problem
+    assert "is not a regular file" in entry.problem
 
 
 @as_root

@@ -7,13 +7,23 @@ import warnings
 import zipfile
 
 import pytest
-from cache_samples import PROBLEM, find, make, outcome, put
+from cache_samples import PROBLEM, SOURCE, SPACE, Today, find, make, outcome, put
 from examples import examples
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from tilekern.cache import CacheError, Corrupt, PackLayer, Store, UnknownSchema, install_pack, write_pack
+from tilekern.cache import (
+    CacheError,
+    Corrupt,
+    PackLayer,
+    Store,
+    UnknownSchema,
+    has_better,
+    install_pack,
+    standing,
+    write_pack,
+)
 
 SECOND = {"problem": {**PROBLEM, "rows": 1}}
 
@@ -91,15 +101,39 @@ def test_a_better_source_stays(tmp_path, present, offered, stays):
         ({}, {"created": "2026-09-01T12:00:00+00:00"}, False),
         ({}, {"created": "2026-09-01T12:00:00+00:00", "provenance": "predicted"}, True),
         ({"provenance": "predicted"}, {"created": "2026-07-01T12:00:00Z"}, False),
-        ({"source_digest": "1" * 64}, {"created": "2026-07-01T12:00:00Z"}, False),
+        ({"source_digest": "1" * 64}, {"created": "2026-07-01T12:00:00Z"}, True),
+        ({"source_digest": "1" * 64}, {"created": "2026-09-01T12:00:00Z"}, False),
     ],
 )
-def test_of_two_search_spaces_the_newer_record_stays(tmp_path, present, offered, stays):
+@pytest.mark.parametrize("space", [SPACE, "0" * 64])
+def test_the_newer_record_stays(tmp_path, present, offered, stays, space):
     put(tmp_path / "cache", created_by="present", **present)
-    write_pack(tmp_path / "a.pack", [make(space_digest="0" * 64, created_by="offered", **offered)])
+    write_pack(tmp_path / "a.pack", [make(space_digest=space, created_by="offered", **offered)])
     assert install_pack(tmp_path / "a.pack", Store(tmp_path / "cache")) == (not stays)
     (entry,) = Store(tmp_path / "cache").entries()
     assert entry.record.created_by == ("present" if stays else "offered")
+
+
+@pytest.mark.parametrize("month", ["07", "09"])
+@pytest.mark.parametrize(("of_today", "stays"), [("1" * 64, True), (SOURCE, False), ("2" * 64, None)])
+def test_of_two_sources_that_of_today_stays_whatever_the_dates_say(tmp_path, month, of_today, stays):
+    """An old pack takes nothing back; and after a downgrade of tilekern the old pack is the one that serves."""
+    put(tmp_path / "cache", created_by="present", source_digest="1" * 64)
+    write_pack(tmp_path / "a.pack", [make(created_by="offered", created=f"2026-{month}-01T12:00:00Z")])
+    install_pack(tmp_path / "a.pack", Store(tmp_path / "cache"), worth=lambda record: standing(record, Today(of_today)))
+    (entry,) = Store(tmp_path / "cache").entries()
+    kept = month == "07" if stays is None else stays
+    assert entry.record.created_by == ("present" if kept else "offered")
+
+
+def test_what_was_made_just_now_is_newer_than_any_date(tmp_path):
+    put(tmp_path / "cache", created_by="present", created="2099-01-01T12:00:00Z")
+    made = make(created_by="tuned")
+    write_pack(tmp_path / "a.pack", [made])
+    assert install_pack(tmp_path / "a.pack", Store(tmp_path / "cache")) == 0
+    digest = hashlib.sha256(made[0].to_json().encode()).hexdigest()
+    assert install_pack(tmp_path / "a.pack", Store(tmp_path / "cache"), made_now=[digest]) == 1
+    assert not has_better(Store(tmp_path / "cache"), made[0])
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,8 @@ from cache_samples import PROBLEM, blob_file, failing_folders, find, make, put
 from msgspec.structs import replace
 
 from tilekern.cache import CacheError, FolderLayer, Missing, Store, UnknownSchema
-from tilekern.cache.files import read_whole, set_aside, write_whole
+from tilekern.cache.files import read_whole, write_whole
+from tilekern.cache.folders import set_aside, write_below
 from tilekern.cache.walking import is_gone
 
 HERE = Path(__file__).parent
@@ -187,7 +188,7 @@ def test_a_good_file_that_was_put_there_meanwhile_is_not_set_aside(tmp_path):
     path.write_text("{")
     _, seen = read_whole(path, 1000)
     write_whole(path, good)
-    assert not set_aside(path, seen)
+    assert not set_aside(tmp_path, path.relative_to(tmp_path), seen)
     assert path.read_bytes() == good
     assert not list(Store(tmp_path).leftovers())
 
@@ -291,11 +292,11 @@ def test_a_blob_that_was_not_given_is_written_again_where_it_vanishes_before_its
     record, blobs = make(b"one")
     Store(tmp_path).write(record, blobs)
 
-    def write_and_lose(path, data):
+    def write_and_lose(root, path, data):
         blob_file(tmp_path, b"one").unlink(missing_ok=True)
-        write_whole(path, data)
+        write_below(root, path, data)
 
-    monkeypatch.setattr("tilekern.cache.store.write_whole", write_and_lose)
+    monkeypatch.setattr("tilekern.cache.store.write_below", write_and_lose)
     Store(tmp_path).write(replace(record, candidates=99), {})
     hit = find([FolderLayer(tmp_path, "user")])
     assert (hit.record.candidates, hit.load("aligned")) == (99, b"one")

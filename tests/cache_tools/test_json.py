@@ -73,6 +73,7 @@ def named(varied, tmp_path):
         "DIST": tmp_path / "dist",
         "HUB": tmp_path / "hub",
         "KEY": tmp_path / "team.key",
+        "LIST": tmp_path / "team.revoked",
         "NEWKEY": tmp_path / "new.key",
         "FROM": f"file://{tmp_path}/more.pack",
         "TO": f"file://{tmp_path}/shared/more.pack",
@@ -120,6 +121,7 @@ COMMANDS = [
     (["keygen", "NEWKEY", "--name", "the team"], 0),
     (["sign", "MORE", "--key", "KEY"], 0),
     (["sign", "SOUND", "--key", "KEY"], 0),
+    (["revoke", "MORE", "SOUND", "0" * 64, "--key", "KEY", "--out", "LIST"], 0),
 ]
 DIFFS = [["CACHE", "MORE"], ["MORE", "CACHE"], ["CACHE", "CACHE"], [str(PREBUILT / "qwen3-8b-h200.pack"), "CACHE"]]
 

@@ -13,7 +13,7 @@ from command_line import KEY, ROOT, refused
 
 from cache_tools.shared import removing
 from tilekern.cache import FolderLayer, Store
-from tilekern.cache.files import unlink_seen
+from tilekern.cache.folders import unlink_seen
 from tilekern.toolchain import toolkit as installed
 
 pytestmark = pytest.mark.processes
@@ -251,19 +251,19 @@ def test_a_file_that_is_replaced_during_its_deletion_is_put_back(tmp_path, monke
     seen = (status.st_ino, status.st_mtime_ns, status.st_size)
     rename = os.rename
 
-    def late(*names):
+    def late(*names, **folders):
         (tmp_path / "next").write_text("new!")
         os.replace(tmp_path / "next", path)
-        rename(*names)
+        rename(*names, **folders)
 
     monkeypatch.setattr(os, "rename", late)
-    assert unlink_seen(path, seen) is False
+    assert unlink_seen(path.parent, Path(path.name), seen) is False
     monkeypatch.undo()
     assert [found.name for found in tmp_path.iterdir()] == ["record.json"]
     assert path.read_text() == "new!"
-    assert unlink_seen(path, seen) is False
+    assert unlink_seen(path.parent, Path(path.name), seen) is False
     status = os.stat(path)
-    assert unlink_seen(path, (status.st_ino, status.st_mtime_ns, status.st_size)) is True
+    assert unlink_seen(path.parent, Path(path.name), (status.st_ino, status.st_mtime_ns, status.st_size)) is True
     assert list(tmp_path.iterdir()) == []
 
 

@@ -207,6 +207,14 @@ def test_another_pack_than_the_one_that_is_wanted_is_refused(cli, pack, cache, t
     assert not cache.exists()
 
 
+def test_what_nobody_signed_is_not_pulled_where_it_must_be(cli, pack, cache, tmp_path, monkeypatch):
+    cli.json("push", pack, f"file://{tmp_path}/shared/kernels.pack")
+    monkeypatch.setenv("TILEKERN_TRUST", "signed")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "settings"))
+    cli.refused("pull", f"file://{tmp_path}/shared/kernels.pack", "--cache-dir", cache, says="no trust root signed it")
+    assert not cache.exists()
+
+
 def test_a_digest_that_is_none_is_refused(cli, pack, cache, tmp_path):
     cli.json("push", pack, f"file://{tmp_path}/shared/kernels.pack")
     (tmp_path / "shared" / "kernels.pack.sha256").write_text("<html>\n")

@@ -152,4 +152,4 @@ def test_a_folder_in_a_journals_place_is_named(sweep, journal, capsys):
     path.unlink()
     path.mkdir()
     assert cli.main(["status", str(sweep.folder)]) == 2
-    assert f"{path} cannot be read: Is a directory" in capsys.readouterr().err
+    assert f"{path} is not a regular file" in capsys.readouterr().err

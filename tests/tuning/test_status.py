@@ -148,3 +148,21 @@ def test_a_folder_that_is_no_sweep_is_said_in_one_line(tmp_path, capsys):
     assert capsys.readouterr().err.startswith(f"tilekern.tune: {tmp_path} is not a sweep folder")
     assert cli.main(["status", str(tmp_path / "nowhere")]) == 2
     assert list(tmp_path.iterdir()) == []
+
+
+def test_escape_sequences_of_a_folder_are_not_obeyed(sweep: Sweep, status, capsys):
+    """Of the plan, of a journal, and in an error about a name."""
+    evil = "\x1b[2J\x1b]0;owned\x07\rno run is at work\x9b"
+    plan = json.loads((sweep.folder / "sweep.json").read_text())
+    (sweep.folder / "sweep.json").write_text(json.dumps(plan | {"model": f"{evil}qwen"}))
+    key = candidates(*THREE[0], sweep.target)[0].artifact
+    sweep.note("compiled", {"key": key, "status": "failed", "reason": f"{evil}reason\nfailed: forged"})
+    sweep.note("skipped", {"skipped": f"{evil}problem", "reason": evil})
+    sweep.note("gpu", {"gpu": f"{evil}gpu", "driver": evil})
+    said = status()
+    assert "\\x1b]0;owned\\x07" in said
+    assert "qwen" in said
+    assert "reason\\nfailed: forged" in said
+    assert cli.main(["status", str(sweep.folder / evil)]) == 2
+    said += capsys.readouterr().err + status("--json")["model"].replace(evil, "")
+    assert all(letter.isprintable() or letter == "\n" for letter in said)

@@ -13,8 +13,9 @@ from recorded import RecordedExecutor
 from service_samples import OTHER, want
 from tuning_samples import SMALL
 
-from tilekern.cache import FolderLayer, Store, lookup
-from tilekern.cache.trust.signing import generate_key
+from tilekern.cache import FolderLayer, Pack, Store, checked_contents, lookup
+from tilekern.cache.trust.signing import SigningKey, generate_key
+from tilekern.errors import InputError
 from tilekern.kernels import spec_named
 from tilekern.source.digests import digests_of
 from tilekern.toolchain import toolkit
@@ -201,6 +202,48 @@ def test_one_altered_line_of_a_signed_folder_does_not_count(signed_folder, tmp_p
     assert sweep.others == 1
     [said] = whose_artifacts(sweep)
     assert said == f"1 artifact in {signed_folder} is by another, and no trust root signed it: it is left out"
+
+
+def test_what_another_compiled_is_not_signed_by_who_measures_it(compiled_sweep, tmp_path, users, monkeypatch, capsys):
+    """Under any policy: the key's owner would say to all who trust it that they made it."""
+    folder = copy_of(compiled_sweep.folder, tmp_path / "sweep")
+    users("other host")
+    generate_key(tmp_path / "mine.key")
+    arguments = ["--stages", "measure", "--sweep", str(folder), "--cache-dir", str(tmp_path / "cache")]
+    assert cli.main([*arguments, "--sign", str(tmp_path / "mine.key")]) == 2
+    [said] = capsys.readouterr().err.splitlines()
+    assert "--sign signs what is your own, and neither you compiled what is in" in said
+    assert not (folder / "results.pack").exists()
+    sweep = Sweep.carried(folder)
+    measure_all(sweep, RecordedExecutor(), keep_winners)
+    key = SigningKey(tmp_path / "mine.key")
+    for sign in (
+        lambda: publish(
+            list(winners(sweep, TOOLKIT)), folder / "r.pack", Store(tmp_path / "c"), own=sweep.is_own, key=key
+        ),
+        lambda: sweep.sign(key),
+    ):
+        with pytest.raises(InputError, match=r"is not signed: .*others compiled"):
+            sign()
+    assert not (folder / "r.pack").exists()
+
+
+def test_what_a_trust_root_compiled_is_signed_by_who_measures_it(signed_folder, tmp_path, users, monkeypatch):
+    """Also under any, and without what somebody has put beside it."""
+    users("other host")
+    monkeypatch.setenv("TILEKERN_TRUST_ROOTS", str(tmp_path / "roots"))
+    first, *rest = [json.loads(line) for line in _lines(signed_folder / "compiled.jsonl")]
+    forged = json.dumps(first | {"symbol": "another"})
+    (signed_folder / "compiled.jsonl").write_text("\n".join([*map(json.dumps, rest), forged]) + "\n")
+    sweep = Sweep.carried(signed_folder, signs=True)
+    assert sweep.is_own
+    measure_all(sweep, RecordedExecutor(), keep_winners)
+    generate_key(tmp_path / "mine.key")
+    key, pack = SigningKey(tmp_path / "mine.key"), tmp_path / "r.pack"
+    publish(list(winners(sweep, TOOLKIT)), pack, Store(tmp_path / "cache"), own=sweep.is_own, key=key)
+    [(record, _)] = checked_contents(Pack(pack))
+    assert list(Pack(pack).signatures()[hashlib.sha256(record.data).hexdigest()]) == [key.public_key]
+    assert "another" not in [artifact.symbol for artifact in record.artifacts.values()]
 
 
 @pytest.mark.slow

@@ -10,25 +10,27 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import BinaryIO
 
-from tilekern.cache.errors import CacheError, Missing
+from tilekern.cache.errors import CacheError, Corrupt, Missing
 
 TEMPORARY_SUFFIX = ".tmp"
 BAD_SUFFIX = ".bad"
 DROPPED_SUFFIX = ".dropped"
 # Of a write whose folder keeps vanishing; some fifty processes that clear one cache need a handful.
-_ATTEMPTS = 20
+ATTEMPTS = 20
 # At a file that comes and goes, before it is called unreadable.
 _LOOKS = 10
 
 
 def read_whole(path: str | os.PathLike[str], largest: int, *, as_use: bool = True) -> tuple[bytes, os.stat_result]:
-    """The bytes of a file, cut off after ``largest`` of them, and what the file system said of it before.
+    """The bytes of a regular file of at most ``largest`` bytes, and what the file system said of it before.
 
-    Where ``as_use`` is False the file system notes no access, so that looking at a cache does not count as its use;
-    for that the file must be the caller's own, on Linux.
+    Whatever others put into a shared folder goes through this: a pipe or a device keeps nobody waiting, and a huge file
+    takes no memory. Where ``as_use`` is False the file system notes no access, so that looking at a cache does not
+    count as its use; for that the file must be the caller's own, on Linux.
 
     Raises:
         Missing: there is no such file.
+        Corrupt: it is larger, or not a regular file.
         CacheError: it cannot be read.
     """
     try:
@@ -78,9 +80,8 @@ def read_if_there(path: str, largest: int) -> tuple[bytes, os.stat_result] | Non
 
 
 def _read_once(path: str | os.PathLike[str], largest: int, as_use: bool) -> tuple[bytes, os.stat_result]:
-    descriptor = _open(path, as_use)
+    descriptor, status = open_regular(path, largest, as_use=as_use)
     try:
-        status = os.fstat(descriptor)
         left = min(status.st_size + 1, largest)
         pieces = []
         while left and (piece := os.read(descriptor, left)):
@@ -91,9 +92,60 @@ def _read_once(path: str | os.PathLike[str], largest: int, as_use: bool) -> tupl
         os.close(descriptor)
 
 
+def open_regular(
+    path: str | os.PathLike[str], largest: int, *, as_use: bool = True
+) -> tuple[int, os.stat_result]:  # fmt: skip
+    """The descriptor of a regular file of at most ``largest`` bytes, open for reading, and its status.
+
+    Raises:
+        Corrupt: it is larger, or not a regular file.
+        OSError: it cannot be opened.
+    """
+    descriptor = _open(path, as_use)
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise Corrupt(f"{path} is not a regular file")
+        if status.st_size > largest:
+            raise Corrupt(f"{path} has {status.st_size} bytes, and may have at most {largest}")
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor, status
+
+
+def open_to_append(path: str | os.PathLike[str], mode: int) -> int:
+    """The descriptor of a regular file to append to, which is made where it is missing; no link is followed.
+
+    Raises:
+        OSError: it is a link, has several names or is not a regular file, which the message says, or it cannot be
+            opened.
+    """
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+    try:
+        descriptor = os.open(path, flags, mode)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(errno.ELOOP, f"{path} is a link, and nothing is appended through one", str(path)) from None
+        raise
+    if reason := why_not_its_own(path, os.fstat(descriptor)):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, reason, str(path))
+    return descriptor
+
+
+def why_not_its_own(path: str | os.PathLike[str], status: os.stat_result) -> str | None:
+    """Why writing into a file would change another one or none, and what is known of it is ``status``; else None."""
+    if not stat.S_ISREG(status.st_mode):
+        return f"{path} is not a regular file"
+    if status.st_nlink > 1:
+        return f"{path} has {status.st_nlink} names (hard links), which all would change; use a copy"
+    return None
+
+
 def _open(path: str | os.PathLike[str], as_use: bool) -> int:
     # A file object takes twice as long over a small file. Whoever opens a pipe that stands there waits for its writer.
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
     return os.open(path, flags) if as_use else _open_unnoticed(path, flags)
 
 
@@ -118,7 +170,7 @@ def write_whole(path: Path, data: bytes, mode: int = 0o644) -> None:
 
 def write_by(path: Path, write: Callable[[BinaryIO], object], mode: int = 0o644) -> None:
     """Write a file as :func:`write_whole` does, by ``write``, which may be called more than once."""
-    for _ in range(_ATTEMPTS):
+    for _ in range(ATTEMPTS):
         # A `clear` or `prune` may take the folder or the temporary file away in the middle.
         with contextlib.suppress(FileNotFoundError):
             return _write_once(path, write, mode)
@@ -127,17 +179,33 @@ def write_by(path: Path, write: Callable[[BinaryIO], object], mode: int = 0o644)
 
 def _write_once(path: Path, write: Callable[[BinaryIO], object], mode: int) -> None:
     make_folder(path.parent)
-    temporary = path.parent / f".{os.urandom(12).hex()}{TEMPORARY_SUFFIX}"
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+    write_in(None, str(path), write, mode)
+
+
+def write_in(folder: int | None, path: str, write: Callable[[BinaryIO], object], mode: int = 0o644) -> None:
+    """Write a file as :func:`write_by` does, once; its folder is there.
+
+    Args:
+        folder: the descriptor of the folder that the path starts at; None for the current one.
+        path: the file.
+        write: is given the open file.
+        mode: of the new file, less the umask.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    temporary = os.path.join(os.path.dirname(path), f".{os.urandom(12).hex()}{TEMPORARY_SUFFIX}")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(temporary, flags, mode, dir_fd=folder)
     try:
         with open(descriptor, "wb") as file:
             write(file)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
+        os.replace(temporary, path, src_dir_fd=folder, dst_dir_fd=folder)
     except BaseException:
         with contextlib.suppress(OSError):
-            os.unlink(temporary)
+            os.unlink(temporary, dir_fd=folder)
         raise
 
 
@@ -167,55 +235,14 @@ def handed_on(folder: Path) -> int:
     Raises:
         OSError: there is no such folder.
     """
-    mode = os.stat(folder).st_mode
-    return 0 if mode & stat.S_ISVTX else mode & 0o022
+    return shared_bits(os.stat(folder))
 
 
-def set_aside(path: Path, seen: os.stat_result) -> bool:
-    """Rename a bad file to ``<name>.bad`` so that it is not read again; True where that was done.
-
-    ``seen`` is what was read. Where a writer has put another file there since, that one is put back.
-    """
-    aside = path.with_name(path.name + BAD_SUFFIX)
-    try:
-        os.replace(path, aside)
-        if identity_of(os.stat(aside)) != identity_of(seen):
-            os.replace(aside, path)
-            return False
-    except OSError:
-        return False
-    return True
+def shared_bits(status: os.stat_result) -> int:
+    """As :func:`handed_on`, for a folder that ``status`` is of."""
+    return 0 if status.st_mode & stat.S_ISVTX else status.st_mode & 0o022
 
 
 def identity_of(status: os.stat_result) -> tuple[int, int, int]:
     """The identity of a file, to tell it from another in its place: inode, time of writing in nanoseconds, bytes."""
     return status.st_ino, status.st_mtime_ns, status.st_size
-
-
-def unlink_seen(path: Path, identity: tuple[int, int, int]) -> bool:
-    """Delete the file that was seen as ``identity``; False where it is gone, or a writer has put another one there.
-
-    Raises:
-        OSError: it cannot be deleted.
-    """
-    aside = path.parent / f".{os.urandom(12).hex()}{TEMPORARY_SUFFIX}"
-    try:
-        if identity_of(os.stat(path)) != identity:
-            return False
-        # Between the look and the deletion a writer may come; what was moved can still be put back.
-        os.rename(path, aside)
-        if identity_of(os.stat(aside)) != identity:
-            os.replace(aside, path)
-            return False
-        os.unlink(aside)
-    except FileNotFoundError:
-        return False
-    return True
-
-
-def remove_empty(folder: Path, stop: Path) -> None:
-    """Delete ``folder`` and those above it while they are empty, up to ``stop``."""
-    with contextlib.suppress(OSError):
-        while folder != stop:
-            folder.rmdir()
-            folder = folder.parent

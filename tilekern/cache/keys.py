@@ -20,6 +20,7 @@ INCOMING = "incoming"
 # The folders of a cache that hold no target's records.
 OWN_FOLDERS = frozenset((BLOBS, WANTED, SIGNATURES, INCOMING))
 SIGNATURE_SUFFIX = ".sig"
+SEAL_SUFFIX = ".seal"
 LONGEST_NAME = 100
 DIGITS = 18
 # A file system takes 255 bytes for a name; a record that is set aside adds ".json.bad".
@@ -31,6 +32,7 @@ _TEXT = re.compile(r"[A-Za-z0-9_.+-]+")
 _WHOLE_NUMBER = re.compile(rf"0|-?[1-9][0-9]{{0,{DIGITS - 1}}}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _SIGNATURE = re.compile(rf"([0-9a-f]{{64}})\.([0-9a-f]{{64}})\{SIGNATURE_SUFFIX}")
+_SIGNATURE_OR_SEAL = re.compile(rf"[0-9a-f]{{64}}\.[0-9a-f]{{64}}(\{SIGNATURE_SUFFIX}|\{SEAL_SUFFIX})")
 # What Windows takes for a device, with any suffix and in upper or lower case.
 _DEVICE = re.compile(r"(con|prn|aux|nul|com[0-9]|lpt[0-9])(\..*)?", re.IGNORECASE)
 _WORDS: dict[str, Value] = {"True": True, "False": False, "None": None}
@@ -111,6 +113,25 @@ def parse_signature_path(parts: Sequence[str]) -> tuple[str, str]:
     if found is None or tuple(parts) != signature_path(found[1], found[2]).parts:
         raise CacheError(f"{'/'.join(parts)!r:.300} is not the path of a signature")
     return found[1], found[2]
+
+
+def is_place(path: PurePosixPath) -> bool:
+    """Whether a file of a cache may stand at a path below the root: a record, a blob, a signature or a seal."""
+    folder, name = path.parts[:-1], path.name
+    if folder == (LAYOUT, BLOBS, name[:2]):
+        return bool(_DIGEST.fullmatch(name))
+    if folder == (LAYOUT, SIGNATURES, name[:2]):
+        return is_signature_name(name)
+    try:
+        parse_path(path.parts)
+    except CacheError:
+        return False
+    return True
+
+
+def is_signature_name(name: str) -> bool:
+    """Whether a file of this name is a signature or a seal."""
+    return bool(_SIGNATURE_OR_SEAL.fullmatch(name))
 
 
 def check_name(what: str, name: object) -> str:

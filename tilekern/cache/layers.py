@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from tilekern.cache.errors import CacheError, Corrupt, Missing, MissingRecord
-from tilekern.cache.files import ask_for, read_whole, set_aside
+from tilekern.cache.files import ask_for, read_whole
+from tilekern.cache.folders import set_aside
 from tilekern.cache.keys import (
     LAYOUT,
     OWN_FOLDERS,
@@ -20,7 +21,7 @@ from tilekern.cache.keys import (
     parse_problem_key,
     problem_key,
 )
-from tilekern.cache.packs.incoming import finish_incoming
+from tilekern.cache.packs.incoming import cut_off
 from tilekern.cache.records import LARGEST_BLOB, LARGEST_RECORD, Record, check_blob, decode_record, likely_digests
 from tilekern.cache.trust.exposure import others_may_write, require_unshared, require_unshared_folders
 from tilekern.cache.trust.policy import must_be_signed, require_trusted
@@ -80,7 +81,7 @@ class Layer(Protocol):
 class FolderLayer:
     """A cache in a folder. Reading takes no lock and writes nothing; a writable one sets bad files aside.
 
-    A writable one also moves a pack's files to their places where an unpack was killed while it did that.
+    A writable one also says where an unpack was killed while it moved a pack's files to their places.
 
     Where ``as_use`` is False the file system notes no access to the records (:func:`tilekern.cache.files.read_whole`).
     """
@@ -90,7 +91,7 @@ class FolderLayer:
         self.name = name
         self.writable = writable
         self._unshared: set[str] = set()
-        self._finished = not writable
+        self._looked = not writable
         self.as_use = as_use
 
     def __repr__(self) -> str:
@@ -112,7 +113,7 @@ class FolderLayer:
     def read_record(self, target_key: str, toolkit_key: str, kernel: str, problem: dict[str, Value]) -> Record:
         """One record, checked; raises as :meth:`Layer.read_record` says."""
         address = Address(target_key, toolkit_key, kernel, problem_key(problem))
-        self._finish()
+        self._look()
         try:
             name = f"{self.root}/{address.name}"
             return self._read(name, LARGEST_RECORD, lambda data: self._trusted(data, address), is_record=True)
@@ -135,7 +136,11 @@ class FolderLayer:
         return found
 
     def _read(self, name: str, largest: int, decode: Callable[[bytes], Contents], is_record: bool = False) -> Contents:
-        data, status = read_whole(name, largest, as_use=self.as_use)
+        try:
+            data, status = read_whole(name, largest, as_use=self.as_use)
+        except Corrupt as error:
+            warn_once(str(error), about=name)
+            raise
         if is_record:
             self._require_unshared(name, status)
             # The disk fetches them while the record is parsed.
@@ -143,9 +148,8 @@ class FolderLayer:
         try:
             return decode(data)
         except Corrupt as error:
-            path = Path(name)
-            moved = self.writable and set_aside(path, status)
-            warn_once(f"{path} is bad{' and was set aside' if moved else ''}: {error}", about=path)
+            moved = self.writable and set_aside(self.root, Path(name).relative_to(self.root), status)
+            warn_once(f"{name} is bad{' and was set aside' if moved else ''}: {error}", about=name)
             raise
 
     def _trusted(self, data: bytes, address: Address) -> Record:
@@ -169,16 +173,22 @@ class FolderLayer:
             raise CacheError(f"cannot tell who can write {folder}: {error.strerror}") from None
 
     def _names(self, *place: str) -> list[str]:
-        self._finish()
+        self._look()
         try:
             return os.listdir("/".join((f"{self.root}/{LAYOUT}", *place)))
         except OSError:
             return []
 
-    def _finish(self) -> None:
-        if not self._finished:
-            self._finished = True
-            finish_incoming(self.root)
+    def _look(self) -> None:
+        if self._looked:
+            return
+        self._looked = True
+        if left := cut_off(self.root):
+            warn_once(
+                f"{self.root} holds {len(left)} unpacked pack(s) that are not all in place, as the process was killed; "
+                "the next command that writes to the cache goes on with them",
+                about=f"unfinished {self.root}",
+            )
 
 
 def problems_of(keys: Iterable[str]) -> list[dict[str, Value]]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
+import itertools
 import os
 import re
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from pathlib import Path
+from pathlib import Path, PurePath, PurePosixPath
 
 from tilekern.cache.entries import BlobFile, Entry, Garbage, Where, entry_of, unreadable_entry
 from tilekern.cache.errors import CacheError, Corrupt, Missing, UnknownSchema
@@ -18,9 +20,15 @@ from tilekern.cache.files import (
     TEMPORARY_SUFFIX,
     read_if_there,
     read_whole,
+)
+from tilekern.cache.folders import (
+    files_inside,
+    is_linked,
+    opened,
     remove_empty,
+    unlink_below,
     unlink_seen,
-    write_whole,
+    write_below,
 )
 from tilekern.cache.keys import (
     BLOBS,
@@ -33,7 +41,7 @@ from tilekern.cache.keys import (
     check_digest,
     parse_path,
 )
-from tilekern.cache.packs.incoming import abandoned_incoming, finish_incoming, remove_abandoned
+from tilekern.cache.packs.incoming import abandoned_incoming, finish_incoming, remove_abandoned, unfinished
 from tilekern.cache.records import LARGEST_BLOB, LARGEST_RECORD, Record, check_blob, decode_record
 from tilekern.cache.trust.policy import own_seal, remove_signatures
 from tilekern.cache.walking import cannot_list, files_below, is_gone, must_list
@@ -45,7 +53,10 @@ _DIGESTS = re.compile(rb"(?<![0-9a-f])[0-9a-f]{64}(?![0-9a-f])")
 
 
 class Store:
-    """A cache folder that may be written; it need not exist yet."""
+    """A cache folder that may be written; it need not exist yet.
+
+    Its root may be a link. Links inside it are read through, and nothing is written or deleted through them.
+    """
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = Path(root)
@@ -79,8 +90,8 @@ class Store:
             for digest, data in checked.items():
                 self._put_blob(digest, data)
             for seal, contents in own_seal(text.encode()).items():
-                write_whole(self.root / seal, contents)
-            write_whole(path, text.encode())
+                write_below(self.root, seal, contents)
+            write_below(self.root, path.relative_to(self.root), text.encode())
             for digest, data in checked.items():
                 # A garbage collection that began before the record was there may have taken the blob since.
                 if not (self.root / blob_path(digest)).exists():
@@ -103,7 +114,6 @@ class Store:
 
     def read_entries(self, where: Where | None = None) -> Iterator[tuple[Entry, bytes]]:
         """The entries of :meth:`entries`, each with the bytes of its file; none where it cannot be read."""
-        finish_incoming(self.root)
         unlisted: list[Entry] = []
         for path in self._record_files(where, self._noted_in(unlisted)):
             if found := self._entry(path):
@@ -111,18 +121,23 @@ class Store:
         for entry in unlisted:
             yield entry, b""
 
+    def finish(self) -> None:
+        """Go on with an unpack of this user's that was killed while it moved a pack's files to their places."""
+        finish_incoming(self.root)
+
+    def is_linked(self, path: Path) -> bool:
+        """Whether a file of the cache stands behind a link inside it, so that it is not deleted."""
+        return is_linked(self.root, path.parent.relative_to(self.root))
+
     def blobs(self) -> Iterator[BlobFile]:
         """Every blob file, referred to or not."""
-        for path in map(Path, files_below(self._layout / BLOBS)):
-            with contextlib.suppress(CacheError, OSError):
-                digest = check_digest("a blob", path.name)
-                status = path.stat()
-                yield BlobFile(path, digest, status.st_size, status.st_mtime)
+        yield from _blob_files(map(Path, files_below(self._layout / BLOBS)))
 
     def leftovers(self) -> Iterator[Path]:
         """Files set aside as bad, and what writers and garbage collections left that were killed or are still at it."""
         yield from abandoned_incoming(self.root, time.time())
-        yield from self._stray_files()
+        yield from unfinished(self.root)
+        yield from (self.root / path for path in self._stray_files())
 
     def read_blob(self, sha256: str) -> bytes:
         """A blob's bytes, checked.
@@ -140,14 +155,15 @@ class Store:
             self.read_blob(sha256)
         except CacheError:
             return False
-        with contextlib.suppress(OSError):
-            os.utime(self.root / blob_path(sha256))
+        path = blob_path(sha256)
+        with contextlib.suppress(OSError), opened(self.root, *path.parent.parts) as folder:
+            os.utime(path.name, dir_fd=folder, follow_symlinks=False)
         return True
 
     def remove(self, entries: Iterable[Entry]) -> frozenset[str]:
         """Delete records, and folders that this leaves empty; blobs stay until :meth:`collect_garbage`.
 
-        A record that was written anew since it was listed stays.
+        A record that was written anew since it was listed stays, and so does one behind a link.
 
         Returns:
             The sha256 of every blob that the deleted records referred to.
@@ -162,18 +178,19 @@ class Store:
         return frozenset(released)
 
     def remove_one(self, path: Path, identity: tuple[int, int, int] | None) -> bool:
-        """Delete one record as :meth:`remove` does; False where it is gone, or was written anew since it was listed.
+        """Delete one record as :meth:`remove` does; False where that leaves it, or it is gone.
 
         Raises:
             CacheError: the file cannot be deleted.
         """
-        if identity is None:
+        if identity is None or self.is_linked(path):
             return False
+        below = path.relative_to(self.root)
         try:
-            removed = unlink_seen(path, identity)
+            removed = unlink_seen(self.root, below, identity)
         except OSError as error:
             raise CacheError(f"cannot delete {path}: {error.strerror}") from None
-        remove_empty(path.parent, self._layout)
+        remove_empty(self.root, below.parent)
         return removed
 
     def collect_garbage(self, released: Collection[str] = (), grace_s: float = GRACE_S) -> Garbage:
@@ -194,7 +211,7 @@ class Store:
         try:
             remove_abandoned(self.root, time.time() - grace_s)
             for blob in self.garbage(released, grace_s):
-                _drop(blob.path)
+                self._drop(blob.path.relative_to(self.root))
         except Missing:
             return Garbage(0, 0)
         except CacheError as error:
@@ -213,9 +230,9 @@ class Store:
         remove_signatures(self.root, records, oldest)
         for path in self._stray_files():
             with contextlib.suppress(OSError):
-                old = path.name.endswith(TEMPORARY_SUFFIX) and path.stat().st_mtime < oldest
+                old = path.name.endswith(TEMPORARY_SUFFIX) and os.lstat(self.root / path).st_mtime < oldest
                 if old or path.name.endswith(BAD_SUFFIX):
-                    _unlink(path)
+                    self._unlink(path)
         return Garbage(len(sizes), sum(sizes))
 
     def garbage(
@@ -227,43 +244,59 @@ class Store:
             CacheError: some record cannot be read for references.
         """
         oldest, referred = time.time() - grace_s, self._references(without)[0]
+        ours = (self.root / path for path in files_inside(self.root, LAYOUT, BLOBS))
         return [
             blob
-            for blob in self.blobs()
+            for blob in _blob_files(ours)
             if blob.sha256 not in referred and (blob.sha256 in released or blob.modified < oldest)
         ]
 
-    def _dropped(self) -> list[Path]:
+    def _dropped(self) -> list[PurePosixPath]:
         """Blobs that this garbage collection, or one that did not come to its end, has put out of readers' sight."""
-        return [Path(path) for path in files_below(self._layout / BLOBS) if path.endswith(DROPPED_SUFFIX)]
+        return [path for path in files_inside(self.root, LAYOUT, BLOBS) if path.name.endswith(DROPPED_SUFFIX)]
 
-    def _take_back(self, dropped: Iterable[Path]) -> None:
+    def _drop(self, path: PurePath) -> None:
+        """Put a blob out of readers' sight, under a name of its own among all that are dropped."""
+        self._rename(path, f"{path.name}.{os.urandom(6).hex()}{DROPPED_SUFFIX}")
+
+    def _take_back(self, dropped: Iterable[PurePosixPath]) -> None:
         for path in dropped:
-            with contextlib.suppress(FileNotFoundError):
-                _rename(path, path.with_name(path.name.partition(".")[0]))
+            self._rename(path, path.name.partition(".")[0])
 
-    def _delete(self, dropped: Path) -> int | None:
+    def _rename(self, path: PurePath, name: str) -> None:
+        """Give a file another name in its folder; nothing happens where it is gone."""
+        try:
+            with contextlib.suppress(FileNotFoundError), opened(self.root, *path.parent.parts) as folder:
+                os.replace(path.name, name, src_dir_fd=folder, dst_dir_fd=folder)
+        except OSError as error:
+            raise CacheError(f"cannot rename {self.root / path}: {error.strerror}") from None
+
+    def _delete(self, dropped: PurePosixPath) -> int | None:
         """Delete a dropped blob and the folder that this empties; its bytes, None where it is there no more."""
         try:
-            size_bytes = dropped.stat().st_size
+            size_bytes = os.lstat(self.root / dropped).st_size
         except OSError:
             return None
-        _unlink(dropped)
-        remove_empty(dropped.parent, self._layout)
+        self._unlink(dropped)
+        remove_empty(self.root, dropped.parent)
         return size_bytes
+
+    def _unlink(self, path: PurePath) -> None:
+        try:
+            unlink_below(self.root, path)
+        except OSError as error:
+            raise CacheError(f"cannot delete {self.root / path}: {error.strerror}") from None
 
     @property
     def _layout(self) -> Path:
         return self.root / LAYOUT
 
-    def _stray_files(self) -> Iterator[Path]:
-        files = files_below(self._layout, skip=(INCOMING,))
-        return (Path(path) for path in files if path.endswith(_LEFTOVERS))
+    def _stray_files(self) -> Iterator[PurePosixPath]:
+        files = files_inside(self.root, LAYOUT, skip=(INCOMING,))
+        return (path for path in files if path.name.endswith(_LEFTOVERS))
 
-    def _record_files(
-        self, where: Where | None, fail: Callable[[OSError], None], skip: Collection[str] = OWN_FOLDERS
-    ) -> Iterator[str]:
-        return (path for path in files_below(self._layout, skip, where, fail) if path.endswith(".json"))
+    def _record_files(self, where: Where | None, fail: Callable[[OSError], None]) -> Iterator[str]:
+        return (path for path in files_below(self._layout, OWN_FOLDERS, where, fail) if path.endswith(".json"))
 
     def _noted_in(self, unlisted: list[Entry]) -> Callable[[OSError], None]:
         """A function that notes an entry for each folder that is there and cannot be listed."""
@@ -318,7 +351,7 @@ class Store:
     def _put_blob(self, digest: str, data: bytes) -> None:
         """Write a blob, or keep one that is there and intact."""
         if not self.keep_blob(digest):
-            write_whole(self.root / blob_path(digest), data)
+            write_below(self.root, blob_path(digest), data)
 
     def _references(self, without: Collection[Path] = ()) -> tuple[set[str], set[str]]:
         """The digests that any record refers to, readable or not, and those of the records themselves.
@@ -329,7 +362,11 @@ class Store:
         records: set[str] = set()
         left_out = set(map(str, without))
         # What is on its way counts as a reference, and is no record yet.
-        for path in self._record_files(None, must_list(self._layout), OWN_FOLDERS - {INCOMING}):
+        on_their_way = files_inside(self.root, LAYOUT, INCOMING, fail=_must_list_incoming)
+        for path in itertools.chain(
+            self._record_files(None, must_list(self._layout)),
+            (str(self.root / path) for path in on_their_way if path.name.endswith(".json")),
+        ):
             found = None if path in left_out else read_if_there(path, LARGEST_RECORD)
             if found is None:
                 continue
@@ -350,23 +387,15 @@ def _has_unknown_schema(data: bytes) -> bool:
     return False
 
 
-def _drop(path: Path) -> None:
-    """Put a blob out of readers' sight, under a name of its own among all that are dropped."""
-    with contextlib.suppress(FileNotFoundError):
-        _rename(path, path.with_name(f"{path.name}.{os.urandom(6).hex()}{DROPPED_SUFFIX}"))
+def _must_list_incoming(error: OSError) -> None:
+    # Of what is not a real folder nothing will become a record.
+    if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+        raise CacheError(cannot_list(error))
 
 
-def _rename(path: Path, to: Path) -> None:
-    try:
-        path.replace(to)
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise CacheError(f"cannot rename {path}: {error.strerror}") from None
-
-
-def _unlink(path: Path) -> None:
-    try:
-        path.unlink(missing_ok=True)
-    except OSError as error:
-        raise CacheError(f"cannot delete {path}: {error.strerror}") from None
+def _blob_files(paths: Iterable[Path]) -> Iterator[BlobFile]:
+    for path in paths:
+        with contextlib.suppress(CacheError, OSError):
+            digest = check_digest("a blob", path.name)
+            status = path.stat()
+            yield BlobFile(path, digest, status.st_size, status.st_mtime)

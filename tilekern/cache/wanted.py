@@ -12,11 +12,12 @@ import re
 from collections import Counter
 from collections.abc import Collection, Mapping
 from datetime import UTC, datetime
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from tilekern.cache.errors import CacheError
-from tilekern.cache.files import read_whole, write_whole
+from tilekern.cache.files import read_whole
+from tilekern.cache.folders import unlink_below, write_below
 from tilekern.cache.keys import LAYOUT, WANTED, Value, check_digest, check_name, problem_key
 from tilekern.cache.records import LARGEST_RECORD, parse_object
 
@@ -42,7 +43,8 @@ def note_wanted(root: Path, kernel: str, problem: Mapping[str, Value], target: M
     try:
         if path.exists():
             return False
-        write_whole(path, json.dumps({**wanted, "reason": reason, "created": created}, indent=1).encode())
+        text = json.dumps({**wanted, "reason": reason, "created": created}, indent=1)
+        write_below(Path(root), path.relative_to(root), text.encode())
     except OSError:
         return False
     return True
@@ -103,7 +105,7 @@ def note_misses(root: Path, process: str, misses: Mapping[str, int]) -> bool:
     try:
         if not _folder(root).is_dir():
             return False
-        write_whole(_folder(root) / f"{process}{_MISSES}", text.encode())
+        write_below(Path(root), PurePosixPath(LAYOUT, WANTED, f"{process}{_MISSES}"), text.encode())
     except OSError:
         return False
     return True
@@ -128,12 +130,12 @@ def remove_wanted(root: Path, names: Collection[str]) -> int:
     Raises:
         CacheError: a name is not that of a problem, or a file cannot be deleted.
     """
-    removed = sum(_unlink(_folder(root) / f"{check_digest('a problem', name)}.json") for name in names)
+    removed = sum(_unlink(root, f"{check_digest('a problem', name)}.json") for name in names)
     left = {path.stem for path in _files(root)}
     for path in _files(root, _MISSES):
         misses = _misses_of(path)
         if misses is not None and left.isdisjoint(misses):
-            _unlink(path)
+            _unlink(root, path.name)
     return removed
 
 
@@ -143,21 +145,18 @@ def clear_wanted(root: Path) -> int:
     Raises:
         CacheError: a file cannot be deleted.
     """
-    removed = sum(map(_unlink, _files(root)))
+    removed = sum(_unlink(root, path.name) for path in _files(root))
     for path in _files(root, _MISSES):
-        _unlink(path)
+        _unlink(root, path.name)
     return removed
 
 
-def _unlink(path: Path) -> bool:
-    """Delete a file; False where it was not there."""
+def _unlink(root: Path, name: str) -> bool:
+    """Delete a file of the list; False where it was not there."""
     try:
-        path.unlink()
-    except FileNotFoundError:
-        return False
+        return unlink_below(Path(root), PurePosixPath(LAYOUT, WANTED, name))
     except OSError as error:
-        raise CacheError(f"cannot delete {path}: {error.strerror}") from None
-    return True
+        raise CacheError(f"cannot delete {_folder(root) / name}: {error.strerror}") from None
 
 
 def _misses_of(path: Path) -> dict[str, int] | None:

@@ -17,7 +17,7 @@ from tilekern.patch.families import FAMILIES
 from tilekern.patch.forms import Module, patches_of
 from tilekern.patch.installed import transformers_version
 from tilekern.patch.registry import known_ops
-from tilekern.warning import shown_plainly
+from tilekern.warning import shown_plainly, tell
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
@@ -61,7 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _fail(message: str) -> int:
-    click.echo(f"tilekern.patch: {' '.join(message.split())}", err=True)
+    tell(f"tilekern.patch: {' '.join(message.split())}", err=True)
     return 2
 
 

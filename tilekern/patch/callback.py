@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-import click
 import torch
 import transformers
 
@@ -14,6 +13,7 @@ from tilekern.patch.patcher import apply_to_model
 from tilekern.patch.registry import known_ops
 from tilekern.patch.report import report
 from tilekern.runtime.counting import stats
+from tilekern.warning import tell
 
 
 class TrainerCallback(transformers.TrainerCallback):
@@ -89,4 +89,4 @@ def _fallbacks() -> dict[str, int]:
 def _say(state: Any, lines: list[str]) -> None:
     if state.is_local_process_zero:
         for line in lines:
-            click.echo(f"tilekern: {line}", err=True)
+            tell(f"tilekern: {line}", err=True)

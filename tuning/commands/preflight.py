@@ -10,6 +10,7 @@ import click
 
 from tilekern.cache import user_root
 from tilekern.targets import resolve
+from tilekern.warning import tell
 from tuning import preflight as checks
 from tuning.options import Folder, PlanRequest, Seconds, plan_options, tuner_command
 from tuning.terminal.progress import progress_bar
@@ -62,20 +63,18 @@ def command(
             found = checks.fix(
                 found, by, cache_dir=cache_dir, jobs=jobs, gpus=gpus, timeout_s=timeout_s, progress=progress
             )
-    click.echo(json.dumps(found.as_json(), indent=1) if as_json else _told(found))
+    tell(*(json.dumps(found.as_json(), indent=1).splitlines() if as_json else _told(found)))
     if found.missing:
         raise SystemExit(EXIT_MISSING)
 
 
-def _told(found: checks.Preflight) -> str:
+def _told(found: checks.Preflight) -> list[str]:
     first = [found.cannot_fix] if found.cannot_fix else []
     numbers = ", ".join(f"{number} {name.replace('_', ' ')}" for name, number in found.counts().items() if number)
     lines = [*first, f"{found.model} on {found.target.name}: {len(found.needs)} problems: {numbers}", *found.notes]
     lines += [f"served: {checks.line_of(need)}" for need in found.needs if need.fresh is False]
     if not found.missing:
-        return "\n".join([*lines, "nothing is missing"])
+        return [*lines, "nothing is missing"]
     lines += [f"missing: {checks.line_of(need)}" for need in found.missing]
     where = f"on a {found.target.name} " if found.cannot_fix else ""
-    return "\n".join(
-        [*lines, f"{len(found.missing)} missing; {where}--fix builds them, and so does python -m tilekern.tune"]
-    )
+    return [*lines, f"{len(found.missing)} missing; {where}--fix builds them, and so does python -m tilekern.tune"]

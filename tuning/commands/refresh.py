@@ -26,8 +26,9 @@ from tuning.options import Folder, tuner_command
 from tuning.publishing import keep_winners
 from tuning.refreshing import Change, Refresh, Survey, stale_json, survey
 from tuning.same_code import run as run_same_code
+from tuning.sweep.folder import folder_in
 from tuning.sweep.quarantine import shared
-from tuning.terminal.console import table_console, table_for
+from tuning.terminal.console import out, table_console, table_for
 from tuning.terminal.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -123,7 +124,7 @@ def _planned(
     target = begun.sweep.target if begun is not None and begun.unfinished else resolve(gpu)
     is_here = at_hand is not None and at_hand.key == target.key
     driver = describe_gpu()["driver"] if is_here else None
-    refresh = begun or Refresh(store.root / "sweeps" / f"refresh-{target.key}")
+    refresh = begun or Refresh(folder_in(store.root, f"refresh-{target.key}"))
     outcome = Outcome(target, tools.key if tools else None, driver, sweep=str(refresh.sweep.folder))
     # A folder of its own that an older toolkit began is begun anew; one that was named may have been carried here.
     if refresh.unfinished and (begun is not None or refresh.toolkit_key == outcome.toolkit):
@@ -202,16 +203,16 @@ def _print(outcome: Outcome) -> None:
         console.print(_table(outcome, console))
         kept = sum(change.unchanged for change in outcome.changes)
         lost = sum(change.after is None for change in outcome.changes)
-        console.out(
+        out(
+            console,
             f"{len(outcome.changes)} records timed again: {kept} keep their winner, "
             f"{len(outcome.changes) - kept - lost} have another, {lost} have none; {outcome.current} were of today",
-            highlight=False,
         )
     for note in outcome.notes:
-        console.out(note, highlight=False)
+        out(console, note)
     for stale in outcome.stale:
         named = " ".join(str(value) for value in stale["problem"].values())
-        console.out(f"needs a whole tune: {stale['kernel']} {named}: {stale['reason']}", highlight=False)
+        out(console, f"needs a whole tune: {stale['kernel']} {named}: {stale['reason']}")
 
 
 _TIMES = (("then, us", "it now, us"), ("new, us", "change"))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import click
 
 from tilekern.errors import InputError
+from tilekern.warning import printable, tell
 from tuning.options import tuner_command
 from tuning.sweep.folder import Sweep
 
@@ -38,8 +40,13 @@ def command(folder: Path, html_file: Path | None, csv_file: Path | None, json_fi
         written = []
         for path, form in asked:
             if path == _STDOUT:
-                click.echo(form(report), nl=False)
+                click.echo(_shown(form(report)), nl=False)
             elif path:
                 written.append(write_text(path, form(report)))
     for path in written:
-        click.echo(path, err=_STDOUT in (html_file, csv_file, json_file))
+        tell(str(path), err=_STDOUT in (html_file, csv_file, json_file))
+
+
+def _shown(text: str) -> str:
+    """A text as it is for a program, and as a terminal may have it for people."""
+    return "\n".join(map(printable, text.split("\n"))) if sys.stdout.isatty() else text

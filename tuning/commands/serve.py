@@ -16,6 +16,7 @@ from tilekern.cache import user_root
 from tilekern.errors import InputError
 from tilekern.targets import Target, here, resolve
 from tilekern.toolchain import require_toolkit
+from tilekern.warning import tell
 from tuning.compile.stage import jobs_of
 from tuning.options import Folder, Seconds, tuner_command
 from tuning.serve.board import STOPPING, Board
@@ -68,7 +69,7 @@ def command(
     folders = dict.fromkeys(root.expanduser().resolve() for root in roots or [user_root()])
     caches = [WatchedCache(root, target, toolkit.key, goal) for root in folders]
     board = Board(target, toolkit.describe(), goal, poll_s)
-    say: Callable[[str], None] = (lambda _: None) if as_json else click.echo
+    say: Callable[[str], None] = (lambda _: None) if as_json else tell
     service = Service(caches, How(jobs_of(jobs), gpus), batch, board, say)
     stopped: Stopped | None = None
     with contextlib.ExitStack() as held:
@@ -101,7 +102,7 @@ def _end(service: Service, stopped: Stopped | None, *, once: bool, as_json: bool
     if stopped is not None and stopped.number == signal.SIGINT:
         raise stopped
     if not once:
-        click.echo("stopped; what was finished is kept")
+        tell("stopped; what was finished is kept")
         return
     done = {(line["cache"], line["kernel"], json.dumps(line["problem"])) for line in service.published}
     left = [
@@ -118,7 +119,7 @@ def _end(service: Service, stopped: Stopped | None, *, once: bool, as_json: bool
         ],
         "trouble": list(service.troubled.values()),
     }  # fmt: skip
-    click.echo(json.dumps(summary, indent=1) if as_json else _told(summary))
+    tell(*(json.dumps(summary, indent=1).splitlines() if as_json else [_told(summary)]))
     if left or service.troubled or any(line["passing"] for line in service.failed):
         raise SystemExit(1)
 

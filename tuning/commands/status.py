@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from tilekern.warning import tell
 from tuning.compile.stage import default_jobs
 from tuning.measure.stage import Settled
 from tuning.options import tuner_command
@@ -27,7 +28,7 @@ def command(folder: Path, as_json: bool) -> None:
     Needs no GPU and no lock; a run that is at work is not disturbed.
     """
     found = standing(Sweep(folder, foreign=True))
-    click.echo(json.dumps(found, indent=1) if as_json else "\n".join(_lines(found)))
+    tell(*(json.dumps(found, indent=1).splitlines() if as_json else _lines(found)))
 
 
 def standing(sweep: Sweep) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tilekern.cache import Store, user_root
-from tilekern.cache.trust.policy import own_seal
+from tilekern.cache.trust.policy import must_be_signed, own_seal
 from tilekern.cache.trust.signing import SigningKey
 from tilekern.errors import InputError
 from tilekern.kernels import spec_named
@@ -36,7 +36,7 @@ from tuning.options import (
 from tuning.packs import pack_paths, write_packs
 from tuning.publishing import compiled_with, keep_winners, publish, why_not, winners
 from tuning.strategies import STRATEGIES, strategy_named
-from tuning.sweep.folder import Sweep
+from tuning.sweep.folder import RESULTS, Sweep, folder_in
 from tuning.sweep.plan import Named
 from tuning.terminal.outcome import Outcome
 from tuning.terminal.progress import progress_bar, progress_bars
@@ -222,15 +222,21 @@ def whose_artifacts(sweep: Sweep) -> Iterator[str]:
     """Say what becomes of artifacts that this run has not compiled and others have.
 
     Raises:
-        InputError: none of them may be run, as the policy is ``signed``.
+        InputError: none of them may be run, as the policy is ``signed`` or the run signs what comes of it.
     """
     compiled, others = sweep.compiled(), sweep.others
     if not others:
         return
     if not compiled:
+        remedy = "sign it where it is compiled (--stages plan,compile --sign KEY), or compile it here"
+        if must_be_signed():
+            raise InputError(
+                f"TILEKERN_TRUST is signed, and neither you compiled what is in {sweep.folder} nor a trust root signed "
+                f"it; {remedy}"
+            )
         raise InputError(
-            f"TILEKERN_TRUST is signed, and neither you compiled what is in {sweep.folder} nor a trust root signed it; "
-            "sign it where it is compiled (--stages plan,compile --sign KEY), or compile it here"
+            f"--sign signs what is your own, and neither you compiled what is in {sweep.folder} nor a trust root "
+            f"signed it; {remedy}"
         )
     if others == 1:
         whose = f"1 artifact in {sweep.folder} is by another, and no trust root signed it"
@@ -382,7 +388,7 @@ def _publish(
             f"{why_not(sweep, kernel, problem)}; python -m tilekern.tune status {sweep.folder} has the others"
         )
     outcome.winners = [winner for winner, _ in found]
-    pack = sweep.folder / "results.pack"
+    pack = sweep.folder / RESULTS
     publish(found, pack, store, own=sweep.is_own, key=key)
     outcome.results, outcome.cache = str(pack), str(store.root)
     outcome.packs = write_packs(packs, found, key)
@@ -397,12 +403,14 @@ def _given(request: Request) -> Sweep:
     if request.sweep is None:
         raise InputError("stages after plan need the folder of a planned sweep: give --sweep DIR")
     # What the compile stage makes anew here it need not take from others.
-    return Sweep(request.sweep) if "compile" in request.stages else Sweep.carried(request.sweep)
+    if "compile" in request.stages:
+        return Sweep(request.sweep)
+    return Sweep.carried(request.sweep, signs=request.sign is not None)
 
 
 def _sweep(request: Request, store: Store, target: Target) -> Sweep:
     """The run's sweep: in the cache's root a folder for each target, so that a run that was stopped is found again."""
-    return Sweep(request.sweep or store.root / "sweeps" / target.key)
+    return Sweep(request.sweep or folder_in(store.root, target.key))
 
 
 def _planned(request: Request, store: Store) -> tuple[Sweep, Planned]:

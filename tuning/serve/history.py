@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
+import itertools
 import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tilekern.cache import CacheError, parse_problem_key, problem_key
-from tilekern.cache.files import write_whole
+from tilekern.cache import CacheError, Missing, parse_problem_key, problem_key
+from tilekern.cache.files import read_whole, write_whole
+from tilekern.warning import warn_once
 from tuning.sweep.journal import Journal, Line
 
 # Lines that are kept; the file is cut back to them where it has come to twice as many.
 MOST_LINES = 1000
+_LARGEST = 2**26
 # How long an item is let alone that failed for a passing reason: this long, then twice as long, up to a day.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 60.0, 86400.0
 
@@ -36,20 +38,26 @@ class History:
 
         Raises:
             OSError: the file cannot be written.
+            CacheError: the file is far larger than a service lets it grow.
         """
         self._path.parent.mkdir(parents=True, exist_ok=True)
         named = {"kernel": kernel, "problem": problem_key(problem)}
         self._journal.append({"time": now(), "event": event, "item": item, **named, **facts})
-        lines = self._path.read_bytes().splitlines(keepends=True)
+        lines = read_whole(self._path, _LARGEST)[0].splitlines(keepends=True)
         if len(lines) >= 2 * MOST_LINES:
             write_whole(self._path, b"".join(lines[-MOST_LINES:]))
 
     def last(self, count: int) -> list[Line]:
         """The last lines, the newest first."""
-        with contextlib.suppress(OSError):
-            found = [_parsed(line) for line in self._path.read_bytes().splitlines()]
-            return [line for line in reversed(found) if line is not None][:count]
-        return []
+        try:
+            data, _ = read_whole(self._path, _LARGEST)
+        except Missing:
+            return []
+        except CacheError as error:
+            warn_once(f"the service's history is left out: {error}")
+            return []
+        found = (_parsed(line) for line in reversed(data.splitlines()))
+        return list(itertools.islice((line for line in found if line is not None), count))
 
 
 class Failures:

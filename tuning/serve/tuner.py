@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from tilekern.cache.folders import files_inside, unlink_below
 from tilekern.toolchain import require_toolkit
 from tuning.compile.stage import TIMEOUT_S, compile_all
 from tuning.executors.local import LocalExecutor
@@ -12,7 +14,7 @@ from tuning.measure.stage import measure_all
 from tuning.plan.given import with_parts
 from tuning.publishing import Winner, keep_winners, publish, why_not, winners
 from tuning.serve.watched import MEASURED, WatchedCache
-from tuning.sweep.folder import Sweep
+from tuning.sweep.folder import RESULTS, Sweep
 from tuning.sweep.holding import written
 from tuning.sweep.plan import Named
 from tuning.sweep.quarantine import shared
@@ -58,7 +60,7 @@ def tune(cache: WatchedCache, named: Sequence[Named], how: How, tell: Tell) -> d
     tell("publish", 0, 0)
     found = list(winners(sweep, require_toolkit().describe()))
     if found:
-        publish(found, sweep.folder / "results.pack", cache.store, own=sweep.is_own)
+        publish(found, sweep.folder / RESULTS, cache.store, own=sweep.is_own)
     won = {(winner.kernel, winner.problem): winner for winner, _ in found}
     results: dict[Named, Winner | str] = {}
     for pair in named:
@@ -72,10 +74,10 @@ def tune(cache: WatchedCache, named: Sequence[Named], how: How, tell: Tell) -> d
 def _make_room(sweep: Sweep) -> None:
     """Drop the oldest artifacts where there are too many; those that are asked for again are compiled again."""
     with written(sweep.folder):
-        files = [(path, path.stat()) for path in (sweep.folder / "artifacts").iterdir()]
+        files = [(path, os.lstat(sweep.folder / path)) for path in files_inside(sweep.folder, "artifacts")]
         held = sum(status.st_size for _, status in files)
         for path, status in sorted(files, key=lambda pair: pair[1].st_mtime):
             if held <= MOST_ARTIFACT_BYTES:
                 break
-            path.unlink()
+            unlink_below(sweep.folder, path)
             held -= status.st_size

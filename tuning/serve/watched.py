@@ -20,6 +20,7 @@ from tilekern.cache import (
     remove_wanted,
     wanted_name,
 )
+from tilekern.cache.folders import opened
 from tilekern.errors import InputError
 from tilekern.kernels import all_specs
 from tilekern.source.digests import digests_of
@@ -27,7 +28,7 @@ from tilekern.spec import KernelSpec, Problem
 from tilekern.targets import Target
 from tuning.serve.cost import Lost, lost
 from tuning.serve.history import Failures, History
-from tuning.sweep.folder import Sweep
+from tuning.sweep.folder import Sweep, folder_in
 from tuning.sweep.holding import Holder
 from tuning.sweep.journal import Journal
 from tuning.sweep.plan import Named
@@ -95,7 +96,7 @@ class WatchedCache:
     def __init__(self, root: Path, target: Target, toolkit_key: str, goal: str) -> None:
         self.store = Store(root)
         self.root, self.target, self.goal = self.store.root, target, goal
-        self.sweep = Sweep(self.root / "sweeps" / f"service-{target.key}-{toolkit_key}")
+        self.sweep = Sweep(folder_in(self.root, f"service-{target.key}-{toolkit_key}"))
         self.history = History(self.root / "service" / "history.jsonl")
         self.failures = Failures(self.root / "service" / "failed.jsonl")
         self._toolkit_key = toolkit_key
@@ -111,7 +112,8 @@ class WatchedCache:
         """
         folder = self.root / "service"
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            with opened(self.root, folder.name, make=True):
+                pass
         except OSError as error:
             raise InputError(
                 f"cannot write the cache {self.root}: {error.strerror}; give another --cache-dir"

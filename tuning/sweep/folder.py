@@ -28,10 +28,13 @@ import os
 import secrets
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from tilekern.cache.files import make_folder
+from tilekern.cache import CacheError
+from tilekern.cache.files import make_folder, read_whole
+from tilekern.cache.folders import files_inside, is_linked, unlink_below
+from tilekern.cache.records import LARGEST_BLOB
 from tilekern.cache.trust.policy import must_be_signed
 from tilekern.cache.trust.signing import SigningKey
 from tilekern.cute_compiler import compiler
@@ -56,11 +59,26 @@ _KEYS = {
     "runs": "run",
     "signatures": "signed",
 }
-_ARTIFACTS = "artifacts"
+_ARTIFACTS, _CACHE = "artifacts", "cache"
+RESULTS = "results.pack"
+# All that a run writes, but for the lock and the results; the plan first.
+CONTENTS = (PLAN, _ARTIFACTS, _CACHE, *(f"{name}.jsonl" for name in _KEYS))
 # Files with such names are what a killed run was writing.
 _UNFINISHED = ".new-"
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+
+
+def folder_in(root: Path, name: str) -> Path:
+    """The sweep folder of a name that a cache keeps.
+
+    Raises:
+        InputError: it is a link or stands behind one inside the cache.
+    """
+    place = PurePosixPath("sweeps", name)
+    if is_linked(root, place):
+        raise InputError(f"{root / place} is a link or behind one, and nothing is written through a link in a cache")
+    return root / place
 
 
 class Sweep:
@@ -86,19 +104,20 @@ class Sweep:
         self._candidates: dict[Hashable, list[Candidate]] = {}
 
     @classmethod
-    def carried(cls, folder: Path) -> Sweep:
+    def carried(cls, folder: Path, *, signs: bool = False) -> Sweep:
         """A folder that was named in order to measure what is in it, whoever compiled that.
 
-        Where ``TILEKERN_TRUST`` is ``signed`` it must have been this user, or a trust root must have signed it.
+        Where ``TILEKERN_TRUST`` is ``signed``, or the run signs what comes of it, it must have been this user, or a
+        trust root must have signed it.
 
         Raises:
             CacheError: ``TILEKERN_TRUST`` is neither ``any`` nor ``signed``.
         """
-        return cls(folder, foreign=not must_be_signed())
+        return cls(folder, foreign=not (must_be_signed() or signs))
 
     def require_own(self) -> None:
         """Refuse a folder that others can write (:func:`tuning.sweep.sealing.require_own_folder`)."""
-        require_own_folder(self.folder, [PLAN, _ARTIFACTS, *(f"{name}.jsonl" for name in _KEYS)])
+        require_own_folder(self.folder, CONTENTS)
 
     def begin(self, target: Target, model: str, problems: Sequence[Named], limits: Limits | None = None) -> None:
         """Write the plan, in place of one for the same target; what its journals know stays known.
@@ -139,7 +158,7 @@ class Sweep:
     @property
     def cache(self) -> Path:
         """The cache of the sweep's own, which measuring looks kernels up in."""
-        return self.folder / "cache"
+        return self.folder / _CACHE
 
     @property
     def model(self) -> str:
@@ -182,8 +201,10 @@ class Sweep:
         """Sign what is known of the artifacts, for those who take the folder over; how many lines were signed.
 
         Raises:
-            InputError: the folder cannot be written.
+            InputError: the folder cannot be written, or lines of others count in it.
         """
+        if not self.is_own:
+            raise InputError(f"{self.folder} is not signed: artifacts in it that others compiled count here")
         found = signatures_of(self.compiled().values(), key)
         self.note("signatures", *found)
         return len(found)
@@ -282,8 +303,9 @@ class Sweep:
         artifacts = self.folder / _ARTIFACTS
         with written(artifacts):
             make_folder(artifacts)  # a folder that was carried may have come without it
-            for path in artifacts.glob(f"{_UNFINISHED}*"):
-                path.unlink(missing_ok=True)
+            for path in files_inside(self.folder, _ARTIFACTS):
+                if path.name.startswith(_UNFINISHED):
+                    unlink_below(self.folder, path)
 
     def store(self, cubin: bytes) -> str:
         """Keep a cubin; its sha256.
@@ -306,12 +328,12 @@ class Sweep:
         """
         path = self.folder / _ARTIFACTS / sha256
         try:
-            found = path.read_bytes()
-        except OSError:
+            found, _ = read_whole(path, LARGEST_BLOB)
+        except CacheError:
             found = b""
         if hashlib.sha256(found).hexdigest() != sha256:
             with contextlib.suppress(OSError):
-                path.unlink()
+                unlink_below(self.folder, PurePosixPath(_ARTIFACTS, sha256))
             raise InputError(f"{path} is missing or damaged; run the compile stage again")
         return found
 

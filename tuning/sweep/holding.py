@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import errno
 import os
 import secrets
 import socket
@@ -19,10 +20,11 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from tilekern.cache.files import handed_on
+from tilekern.cache.files import handed_on, why_not_its_own
 from tilekern.errors import InputError
 from tuning.sweep.journal import Journal
 
+LOCK = "run.lock"
 # A reader that asks whether the lock is held has it for an instant; a run waits that out.
 PATIENCE_S = 1.0
 # How often a run notes that it is still at work; a run that is killed loses so much of its time in the journal.
@@ -90,7 +92,7 @@ class Holder:
     """
 
     def __init__(self, folder: Path, runs: Journal) -> None:
-        self._folder, self._path, self._runs = folder, folder / "run.lock", runs
+        self._folder, self._path, self._runs = folder, folder / LOCK, runs
         self._held = 0
         self._file: FileLock | None = None
         self._stages: list[Run] = []
@@ -127,7 +129,14 @@ class Holder:
                 raise InputError(said) from None
 
     def _lock(self) -> FileLock:
-        """The lock, whose file others may write only where they may write the folder, whatever the umask says."""
+        """The lock, whose file others may write only where they may write the folder, whatever the umask says.
+
+        Raises:
+            OSError: something else stands in the place of its file, which an older filelock would empty.
+        """
+        with contextlib.suppress(FileNotFoundError):
+            if reason := why_not_its_own(self._path, os.lstat(self._path)):
+                raise OSError(errno.EINVAL, reason)
         return FileLock(self._path, mode=0o644 | handed_on(self._folder), thread_local=False)
 
     @contextlib.contextmanager
@@ -160,7 +169,7 @@ class Holder:
 
     def is_held(self) -> bool | None:
         """Whether a run has the lock now; None where that cannot be told, as on a folder that is read-only."""
-        if not self._path.exists():
+        if not os.path.lexists(self._path):
             return False
         try:
             with self._lock().acquire(timeout=0):

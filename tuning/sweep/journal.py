@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import json
 import os
 import threading
@@ -21,11 +22,17 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tilekern.cache.files import handed_on
+from tilekern.cache import CacheError
+from tilekern.cache.files import handed_on, open_regular, open_to_append
 from tilekern.errors import InputError
 
 Line = dict[str, Any]
 SYNC_EVERY_S = 1.0
+# Ten times what the largest sweep writes; others may have put the file there.
+LARGEST_JOURNAL = 2**28
+_LONGEST_LINE = 2**20
+# Beginnings of an object that are tried behind a torn line.
+_MOST_BEGINNINGS = 100
 
 
 def _newest(_before: Line, line: Line) -> Line:
@@ -71,7 +78,7 @@ class Journal:
     def _append(self, text: bytes) -> None:
         # Others may write it only where they may write its folder, whatever the umask says.
         mode = 0o644 | handed_on(self.path.parent)
-        descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, mode)
+        descriptor = open_to_append(self.path, mode)
         try:
             size = os.fstat(descriptor).st_size
             if size and os.pread(descriptor, 1, size - 1) != b"\n":
@@ -88,7 +95,7 @@ class Journal:
         """Make what this object appended outlive a crash of the machine."""
         with self._lock:
             if self._dirty:
-                descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+                descriptor = open_to_append(self.path, 0o644)
                 try:
                     self._sync(descriptor)
                 finally:
@@ -104,7 +111,7 @@ class Journal:
         A file that is not the one that was read before, with more at its end, is read from its start.
 
         Raises:
-            InputError: it is there and cannot be read.
+            InputError: it is there and cannot be read: it is not a regular file, too large, or closed to this user.
         """
         with self._lock:
             self._read_on()
@@ -112,23 +119,24 @@ class Journal:
 
     def _read_on(self) -> None:
         try:
-            file = self.path.open("rb")
+            descriptor, _ = open_regular(self.path, LARGEST_JOURNAL)
         except (FileNotFoundError, NotADirectoryError):
             self._forget()
             return
+        except CacheError as error:
+            raise InputError(f"{error}; a journal is a readable file") from None
         except OSError as error:
             raise InputError(f"{self.path} cannot be read: {error.strerror}; a journal is a readable file") from None
-        with file:
+        with open(descriptor, "rb") as file:
             file.seek(self._offset - len(self._last))
             if file.read(len(self._last)) != self._last:
                 self._forget()
                 file.seek(0)
-            *whole, rest = file.read().split(b"\n")
-        for text in whole:
-            self._offset, self._last = self._offset + len(text) + 1, text + b"\n"
-            self._take(text)
-        # A line that lacks its end is taken if it is whole but for that, and read again with what follows it.
-        self._take(rest)
+            for text in iter(functools.partial(file.readline, _LONGEST_LINE), b""):
+                # A line that lacks its end is taken if it is whole but for that, and read again with what follows it.
+                if text.endswith(b"\n") or len(text) == _LONGEST_LINE:
+                    self._offset, self._last = self._offset + len(text), text
+                self._take(text.removesuffix(b"\n"))
 
     def _forget(self) -> None:
         self._latest, self._offset, self._last = {}, 0, b""
@@ -143,11 +151,13 @@ class Journal:
 def _parsed(text: bytes) -> Any:
     """The content of a line; behind a torn line with no end between them, that of what follows; None of any other."""
     start = 0
-    while start >= 0:
+    for _ in range(_MOST_BEGINNINGS):
         try:
             return json.loads(text[start:])
         except ValueError:  # torn by a kill
             start = text.find(b'{"', start + 1)
         except RecursionError:  # nobody's
+            break
+        if start < 0:
             break
     return None

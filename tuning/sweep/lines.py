@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from types import FunctionType, NoneType
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from tilekern.spec import Problem
 from tuning.compile.machine_code import MachineCode
 
+_DIGEST = re.compile("[0-9a-f]{64}")
 # The race's name for the copy of as many bytes as the problem must move.
 COPY = "copy"
 
@@ -46,6 +48,11 @@ def _is_machine_code(value: Any) -> bool:
     return all(type(count) is int for part in (code.whole, *code.loops) for count in vars(part).values())
 
 
+def _is_digest(value: Any) -> bool:
+    """Whether it names an artifact's file, and no other."""
+    return isinstance(value, str) and _DIGEST.fullmatch(value) is not None
+
+
 def _all(form: Any) -> Callable[[Any], bool]:
     """The form of an object whose values have one form, whatever their names."""
     return lambda value: isinstance(value, dict) and all(_is(one, form) for one in value.values())
@@ -65,7 +72,7 @@ _FORMS: Mapping[str, Mapping[str, Any]] = {
         "reading_s?": _is_number, "gave_up_after_s?": _is_number,
         "machine_code?": _is_machine_code, "toolkit?": {"key": str},
     },
-    "ok": {"sha256": str, "symbol": str, "code_sha256": str, "assumptions": object, "resources": _RESOURCES},
+    "ok": {"sha256": _is_digest, "symbol": str, "code_sha256": str, "assumptions": object, "resources": _RESOURCES},
     "failed": {"reason": str},
     "measured": {"candidate": str, "check?": _CHECK, "timing?": _TIMING, "race?": str, "code_sha256?": str},
     "quarantine": {"candidate": str, "reason": str, "libraries?": dict},

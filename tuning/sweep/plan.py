@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tilekern.cache.files import write_whole
+from tilekern.cache import CacheError
+from tilekern.cache.files import read_whole, write_whole
 from tilekern.errors import InputError
 from tilekern.kernels import all_specs
 from tilekern.spec import Config, Problem
@@ -19,6 +20,8 @@ from tilekern.tracing.recorder import FORMAT, Named, document
 PLAN = "sweep.json"
 # The configs to try of a problem; the whole space of a problem that is not named.
 Limits = Mapping[Named, Sequence[Config]]
+# Far more than the plan of any model has.
+_LARGEST_PLAN = 2**26
 
 
 @dataclass(frozen=True)
@@ -64,14 +67,14 @@ class PlanFile:
             status = self._path.stat()
             version = (status.st_ino, status.st_mtime_ns)
             if self._read is None or self._read[0] != version:
-                self._read = version, self._parse(json.loads(self._path.read_text(encoding="utf-8")))
+                self._read = version, self._parse(json.loads(read_whole(self._path, _LARGEST_PLAN)[0]))
         except FileNotFoundError:
             if self._path.name != PLAN:
                 raise InputError(f"{self._path} does not exist; give a file that tilekern.trace wrote") from None
             raise InputError(
                 f"{self._folder} is not a sweep folder; run --stages plan,compile --sweep {self._folder}"
             ) from None
-        except (OSError, ValueError, RecursionError) as error:
+        except (OSError, CacheError, ValueError, RecursionError) as error:
             raise InputError(f"{self._path} cannot be read: {error}") from None
         return self._read[1]
 

@@ -13,16 +13,21 @@ import functools
 import hashlib
 import json
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
-from tilekern.cache.files import write_whole
+from tilekern.cache import CacheError
+from tilekern.cache.files import read_whole
+from tilekern.cache.folders import write_below
+from tilekern.cache.records import parse_object
 from tilekern.warning import warn_once
 from tuning.sweep.folder import Sweep
 from tuning.sweep.journal import Journal
 from tuning.sweep.lines import is_whole
 
 _JOURNAL = "quarantine"
+# Far more than a line has.
+_LARGEST = 2**20
 
 
 @contextlib.contextmanager
@@ -33,14 +38,14 @@ def shared(sweep: Sweep, root: Path) -> Iterator[None]:
         sweep: the sweep; its journal takes in the machine's lines about its candidates.
         root: the cache's root.
     """
-    folder = root / "quarantine" / sweep.target.key
-    _give(folder, sweep)
+    folder = PurePosixPath("quarantine", sweep.target.key)
+    _give(root / folder, sweep)
     before = _lines_of(sweep)
     try:
         yield
     finally:
         for key, line in _lines_of(sweep).items():
-            _keep(folder, line, is_new=line != before.get(key))
+            _keep(root, folder, line, is_new=line != before.get(key))
 
 
 def _give(folder: Path, sweep: Sweep) -> None:
@@ -60,20 +65,21 @@ def _lines_of(sweep: Sweep) -> dict[str, dict[str, Any]]:
 
 def _read(folder: Path) -> Iterator[dict[str, Any]]:
     for path in sorted(folder.glob("*.json")):
-        with contextlib.suppress(OSError, ValueError, RecursionError):
-            line = json.loads(path.read_text(encoding="utf-8"))
-            if isinstance(line, dict) and is_whole(_JOURNAL, line):
+        with contextlib.suppress(CacheError):
+            line = parse_object(read_whole(path, _LARGEST)[0])
+            if is_whole(_JOURNAL, line):
                 yield line
 
 
-def _keep(folder: Path, line: dict[str, Any], *, is_new: bool) -> None:
+def _keep(root: Path, folder: PurePosixPath, line: dict[str, Any], *, is_new: bool) -> None:
     """Put a line into the folder, an old one only where there is none; one that cannot be written goes without."""
     path = folder / f"{hashlib.sha256(line['candidate'].encode()).hexdigest()}.json"
     try:
-        if is_new or not path.exists():
-            write_whole(path, json.dumps(line, indent=1, sort_keys=True).encode())
+        if is_new or not (root / path).exists():
+            write_below(root, path, json.dumps(line, indent=1, sort_keys=True).encode())
     except OSError as error:
         warn_once(
-            f"cannot write {folder}: {error.strerror}; what crashed or stalled in this sweep is tried again in others",
-            about=folder,
+            f"cannot write {root / folder}: {error.strerror}; what crashed or stalled in this sweep is tried again in "
+            "others",
+            about=root / folder,
         )

@@ -104,15 +104,18 @@ def signatures_of(lines: Iterable[Line], key: SigningKey) -> list[Line]:
 
 
 def require_own_folder(folder: Path, names: Iterable[str]) -> None:
-    """Refuse a sweep folder that others than this user and root can write, or whose files they can.
+    """Refuse a sweep folder that others than this user and root can write, or whose files they can, or are links.
 
     Args:
         folder: the sweep folder; one that is not there yet is not refused.
         names: of the files and folders in it that are read.
 
     Raises:
-        InputError: it is one; ``TILEKERN_TRUST_SHARED=1`` allows it.
+        InputError: it is one; ``TILEKERN_TRUST_SHARED=1`` allows that others write it.
     """
+    for path in (folder / name for name in names):
+        if path.is_symlink():
+            raise InputError(f"{path} is a link; the files of a sweep folder are its own, so use a copy")
     if others_may_write():
         return
     for path in (folder, *(folder / name for name in names)):

@@ -7,6 +7,8 @@ import shutil
 from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from tilekern.warning import printable
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
@@ -26,7 +28,13 @@ def table_console() -> Console:
     from rich.console import Console
 
     columns, lines = shutil.get_terminal_size((PIPE_COLUMNS, 24))
-    return Console(width=columns, height=lines)
+    # Names come from files, and what rich would take for markup in them is their own.
+    return Console(width=columns, height=lines, markup=False, emoji=False)
+
+
+def out(console: Console, line: str) -> None:
+    """Print a line that is never wrapped, with nothing in it that a terminal would obey."""
+    console.out(printable(line), highlight=False)
 
 
 def table_for(
@@ -53,9 +61,10 @@ def table_for(
     ends = list(itertools.accumulate(len(group) for group in groups))
 
     def stacked(cells: Sequence[str]) -> list[str]:
-        return ["\n".join(cells[end - len(group) : end]) for group, end in zip(groups, ends, strict=True)]
+        shown = list(map(printable, cells))
+        return ["\n".join(shown[end - len(group) : end]) for group, end in zip(groups, ends, strict=True)]
 
-    table = Table(title=title, show_footer=bool(footer))
+    table = Table(title=printable(title), show_footer=bool(footer))
     names, sums = stacked(list(itertools.chain(*columns))), stacked(footer) if footer else [""] * len(groups)
     for group, name, total in zip(groups, names, sums, strict=True):
         table.add_column(name, total, overflow="fold", justify="right" if group[0] in right else "left")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tuning.terminal.console import table_console, table_for
+from tuning.terminal.console import out, table_console, table_for
 from tuning.terminal.outcome import Outcome
 
 if TYPE_CHECKING:
@@ -26,22 +26,22 @@ def print_report(done: Outcome | PlanReport) -> None:
 def _print_outcome(outcome: Outcome) -> None:
     """The table of winners, where there are any, then one line for each stage and where the results lie.
 
-    Lines hold paths and commands: ``out`` never wraps them.
+    Lines hold paths and commands, which are never wrapped.
     """
     console = table_console()
     if outcome.winners:
         console.print(_table(outcome, console))
     for stage, seconds in outcome.seconds.items():
-        console.out(f"{stage}: {seconds:.1f} s{_details(outcome, stage)}", highlight=False)
+        out(console, f"{stage}: {seconds:.1f} s{_details(outcome, stage)}")
     for note in outcome.notes:
-        console.out(note, highlight=False)
+        out(console, note)
     if outcome.results:
-        console.out(
+        out(
+            console,
             f"{len(outcome.winners)} records in {outcome.cache}; the same as one file: {outcome.results}",
-            highlight=False,
         )
     for pack, records in outcome.packs.items():
-        console.out(f"{records} records in {pack}", highlight=False)
+        out(console, f"{records} records in {pack}")
 
 
 def _print_plan(report: PlanReport) -> None:
@@ -51,10 +51,10 @@ def _print_plan(report: PlanReport) -> None:
     if report.ruled_out():
         console.print(_reasons(report, console))
     for stage, found in report.estimates().items():
-        console.out(f"{stage}: about {_duration(found.seconds)} ({found.basis})", highlight=False)
+        out(console, f"{stage}: about {_duration(found.seconds)} ({found.basis})")
     for note in report.notes:
-        console.out(note, highlight=False)
-    console.out("a dry run: nothing was written", highlight=False)
+        out(console, note)
+    out(console, "a dry run: nothing was written")
 
 
 def _duration(seconds: float) -> str:

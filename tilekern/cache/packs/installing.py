@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from datetime import datetime
 from pathlib import Path, PurePosixPath
 
@@ -14,13 +14,27 @@ from tilekern.cache.keys import Address, blob_path, signature_path
 from tilekern.cache.packs.incoming import Incoming, finish_incoming, remove_abandoned
 from tilekern.cache.packs.pack import Pack, checked_contents
 from tilekern.cache.records import LARGEST_RECORD, PROVENANCES, Record, decode_record
+from tilekern.cache.standing import STALE, Standing
 from tilekern.cache.store import GRACE_S, Store
 from tilekern.cache.trust.policy import must_be_signed, own_seal, require_trusted
+from tilekern.cache.trust.signing import SIGNATURE_BYTES
 
 _Signatures = Mapping[str, Mapping[str, bytes]]
+# The standing of a record beside today's source of its kernel; None where that is not known.
+Worth = Callable[[Record], Standing | None]
 
 
-def install_pack(path: str | os.PathLike[str], store: Store, own: Collection[str] = ()) -> int:
+def _unknown(_record: Record) -> None:
+    """The standing of any record, where no kernel's source is known."""
+
+
+def install_pack(
+    path: str | os.PathLike[str],
+    store: Store,
+    own: Collection[str] = (),
+    made_now: Collection[str] = (),
+    worth: Worth = _unknown,
+) -> int:
     """Put a pack's records, blobs and signatures into a store, after all of them have been checked: all or nothing.
 
     A record that is better in the store stays (:func:`has_better`). Where the policy is ``signed``, every record must
@@ -31,6 +45,9 @@ def install_pack(path: str | os.PathLike[str], store: Store, own: Collection[str
         store: the cache.
         own: the sha256 of the bytes of records that this very process made and put into the pack; under ``signed``
             they are sealed in place of signed.
+        made_now: the sha256 of the bytes of records that this process made, of its own artifacts or others'. Nothing
+            in the store is newer, whatever its date says.
+        worth: tells the standing of other records.
 
     Returns:
         The number of records written.
@@ -48,7 +65,11 @@ def install_pack(path: str | os.PathLike[str], store: Store, own: Collection[str
         if must_be_signed() and pack.members[str(record.address.path)].sha256 not in own:
             _require_trusted(pack, record)
     finish_incoming(store.root)
-    chosen = [address for address in pack.records if not has_better(store, pack.read_record(address))]
+    chosen = [
+        address
+        for address, name in pack.records.items()
+        if not has_better(store, pack.read_record(address), None if pack.members[name].sha256 in made_now else worth)
+    ]
     try:
         remove_abandoned(store.root, time.time() - GRACE_S)
         with Incoming(store.root) as incoming:
@@ -69,11 +90,18 @@ def _require_trusted(pack: Pack, record: Record) -> None:
         raise Untrusted(f"{pack.path}: {record.address.path}: {error}; nothing was unpacked") from None
 
 
-def has_better(store: Store, offered: Record) -> bool:
+def has_better(store: Store, offered: Record, worth: Worth | None = None) -> bool:
     """Whether a store's record of the same problem, target and toolkit is better than one that is offered.
 
     Where both are of the same source of the kernel, measured beats predicted, and predicted beats default. Of two that
-    are equal in that, and were chosen from other search spaces, the newer is the better.
+    are equal in that, the newer is the better, so that an old pack takes nothing back. Of two of different sources, one
+    that is not stale beats one that is; else the newer is the better.
+
+    Args:
+        store: the cache.
+        offered: the other record.
+        worth: tells the standing of either beside today's source, None where it is not known. Where the argument is
+            None the offered record was made just now: it is of today's source, and newer than any.
 
     Raises:
         UnknownSchema: another version of tilekern wrote it; only that one may replace it.
@@ -81,16 +109,23 @@ def has_better(store: Store, offered: Record) -> bool:
     address = offered.address
     path = store.root / address.path
     try:
-        present = decode_record(read_whole(path, LARGEST_RECORD, as_use=False)[0], address)
+        data, _ = read_whole(path, LARGEST_RECORD, as_use=False)
+        present = decode_record(data, address)
+        if worth is not None and must_be_signed():
+            # One that nobody loads keeps none away that a trust root signed.
+            require_trusted(data, lambda name: read_whole(store.root / name, SIGNATURE_BYTES + 1)[0])
     except UnknownSchema as error:
         raise UnknownSchema(f"{path} is left alone: {error}") from None
     except CacheError:
         return False
-    if present.source_digest != offered.source_digest:
+    if present.source_digest == offered.source_digest:
+        ours, theirs = (PROVENANCES.index(record.provenance) for record in (present, offered))
+    elif worth is None:
         return False
-    ranks = [PROVENANCES.index(record.provenance) for record in (present, offered)]
-    if ranks[0] != ranks[1] or present.space_digest == offered.space_digest:
-        return ranks[0] < ranks[1]
+    else:
+        ours, theirs = (int(worth(record) == STALE) for record in (present, offered))
+    if ours != theirs or worth is None:
+        return ours < theirs
     return datetime.fromisoformat(present.created) > datetime.fromisoformat(offered.created)
 
 

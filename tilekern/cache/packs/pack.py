@@ -172,10 +172,13 @@ class Pack:
 
 def _open(path: Path) -> tuple[BinaryIO, os.stat_result]:
     try:
-        if not stat.S_ISREG(os.stat(path).st_mode):
+        # Whoever opens a pipe that stands there waits for its writer.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            os.close(descriptor)
             raise CacheError(f"{path} is not a pack: a pack is a file")
-        file = open(path, "rb")  # noqa: SIM115 (the pack closes it)
-        return file, os.fstat(file.fileno())
+        return open(descriptor, "rb"), status
     except (FileNotFoundError, NotADirectoryError):
         raise Missing(f"there is no pack {path}") from None
     except (OSError, ValueError) as error:

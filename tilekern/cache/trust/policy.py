@@ -6,6 +6,8 @@ Under ``signed`` a record is loaded only where one of these holds, whatever laye
 - it carries the seal of this user: a keyed digest that only this user's processes can make, and make only for what
   they tuned or compiled themselves, under that policy;
 - it stands in the wheel's own packs, which are as trusted as the code beside them.
+
+Where a trust root has revoked it (:mod:`tilekern.cache.trust.revoking`), neither a signature nor a seal helps it.
 """
 
 from __future__ import annotations
@@ -23,15 +25,24 @@ from typing import NamedTuple
 
 from tilekern.cache.errors import CacheError, Missing, NoSecret, Untrusted
 from tilekern.cache.files import read_whole
-from tilekern.cache.keys import LAYOUT, SIGNATURE_SUFFIX, SIGNATURES, parse_signature_path, signature_path
+from tilekern.cache.folders import files_inside, unlink_below
+from tilekern.cache.keys import (
+    LAYOUT,
+    SEAL_SUFFIX,
+    SIGNATURE_SUFFIX,
+    SIGNATURES,
+    is_signature_name,
+    parse_signature_path,
+    signature_path,
+)
 from tilekern.cache.trust.exposure import require_unshared_up
+from tilekern.cache.trust.revoking import revoked_beside
 from tilekern.cache.trust.seals import keyed, secret, settings_folder
 from tilekern.cache.trust.signing import PURPOSE, SIGNATURE_BYTES, check_signature, is_signed
 from tilekern.warning import warn_once
 
 POLICIES = ("any", "signed")
 ROOTS = "TILEKERN_TRUST_ROOTS"
-SEAL_SUFFIX = ".seal"
 _LARGEST_ROOTS = 2**20
 _PRIVATE_KEY = re.compile(rb"-----BEGIN [A-Z0-9 ]*PRIVATE KEY-----")
 _ROOT = re.compile(r"ed25519 ([0-9a-f]{64})(?: +(.*))?")
@@ -59,17 +70,20 @@ def must_be_signed() -> bool:
 
 
 def require_trusted(record: bytes, read: Reader) -> None:
-    """Let a record pass that a trust root signed or this user sealed.
+    """Let a record pass that a trust root signed or this user sealed, and that no trust root has revoked.
 
     Args:
         record: the bytes of its file.
         read: gives a file of the layer by its path, or raises Missing.
 
     Raises:
-        Untrusted: neither did, or it cannot be told.
+        Untrusted: neither did, or one has, or it cannot be told.
     """
+    signers = Signers()
     try:
-        if Signers().signer_of(record, read) is None:
+        if signers.is_revoked(record):
+            raise Untrusted("a trust root has revoked it, and TILEKERN_TRUST is signed")
+        if signers.signer_of(record, read) is None:
             raise Untrusted("no trust root signed it, and TILEKERN_TRUST is signed")
     except Untrusted:
         raise
@@ -80,8 +94,16 @@ def require_trusted(record: bytes, read: Reader) -> None:
 class Signers:
     """Trusted signers: this user by the secret of seals, and the trust roots; each is read once, when first needed."""
 
+    def is_revoked(self, record: bytes) -> bool:
+        """Whether a trust root has revoked the record in these bytes.
+
+        Raises:
+            CacheError: the trust roots or a list beside them cannot be read, or checking one needs ``cryptography``.
+        """
+        return bool(self._revoked) and hashlib.sha256(record).hexdigest() in self._revoked
+
     def signer_of(self, record: bytes, read: Reader) -> str | None:
-        """The name of the trust root that signed a record, ``"this user"`` where it is sealed, or None.
+        """The name of the trust root that signed a record, ``"this user"`` where it is sealed, or None; revoked or not.
 
         Args:
             record: the bytes of its file.
@@ -110,6 +132,17 @@ class Signers:
     def _roots(self) -> tuple[TrustRoot, ...]:
         return trust_roots()
 
+    @functools.cached_property
+    def _revoked(self) -> frozenset[str]:
+        folders = (path.parent for path in _root_files())
+        return revoked_beside(folders, lambda: {root.public_key for root in self._roots})
+
+
+def _root_files() -> list[Path]:
+    """The files of trust roots: those that ``TILEKERN_TRUST_ROOTS`` lists, else the user's."""
+    listed = [Path(item).expanduser() for item in os.environ.get(ROOTS, "").split(os.pathsep) if item]
+    return listed or [user_trust_roots()]
+
 
 def trust_roots() -> tuple[TrustRoot, ...]:
     """The keys whose signatures count: those in the files that ``TILEKERN_TRUST_ROOTS`` lists, else in the user's.
@@ -117,9 +150,8 @@ def trust_roots() -> tuple[TrustRoot, ...]:
     Raises:
         CacheError: a file cannot be read, others can change it, or a line of it is not a key.
     """
-    listed = [Path(item).expanduser() for item in os.environ.get(ROOTS, "").split(os.pathsep) if item]
-    if listed:
-        return tuple(root for path in listed for root in read_trust_roots(path))
+    if os.environ.get(ROOTS, "").strip(os.pathsep):
+        return tuple(root for path in _root_files() for root in read_trust_roots(path))
     with contextlib.suppress(Missing):
         return tuple(read_trust_roots(user_trust_roots()))
     return ()
@@ -242,12 +274,11 @@ def remove_signatures(root: Path, kept: Collection[str], older_than: float) -> N
         kept: the sha256 of every record's bytes.
         older_than: seconds since 1970; a younger file may be waiting for its record.
     """
-    for place, _, names in os.walk(root / LAYOUT / SIGNATURES):
-        for name in names:
-            path = os.path.join(place, name)
+    for path in files_inside(root, LAYOUT, SIGNATURES):
+        if is_signature_name(path.name) and path.name[:64] not in kept:
             with contextlib.suppress(OSError):
-                if name[:64] not in kept and os.stat(path).st_mtime < older_than:
-                    os.unlink(path)
+                if os.lstat(root / path).st_mtime < older_than:
+                    unlink_below(root, path)
 
 
 def _seal(record: bytes, key: bytes) -> bytes:

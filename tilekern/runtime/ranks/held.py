@@ -20,8 +20,9 @@ from tilekern.cache import Corrupt, Missing, Record, problem_key
 from tilekern.cache.records import LARGEST_BLOB, LARGEST_RECORD, parse_object, record_of
 from tilekern.cache.trust.policy import require_trusted
 
-# The number of bytes of the head, which says how the rest is divided.
-_HEAD = 8
+# The number of bytes of the head, which says how the rest is divided; and how many it may have, some hundred thousand
+# signed records.
+_HEAD, _LARGEST_HEAD = 8, 2**26
 
 
 class Place(NamedTuple):
@@ -111,7 +112,10 @@ def unpacked(data: bytes) -> list[Held]:
         UnknownSchema: another version of tilekern wrote a record.
     """
     try:
-        start = _HEAD + int.from_bytes(data[:_HEAD], "big")
+        length = int.from_bytes(data[:_HEAD], "big")
+        if length > min(_LARGEST_HEAD, len(data)):
+            raise Corrupt(f"the head has {length} bytes, and may have {_LARGEST_HEAD}")
+        start = _HEAD + length
         head = parse_object(data[_HEAD:start].decode())
         entries = [(entry["size"], _signatures(entry["signatures"])) for entry in head["records"]]
         parts = _parts(data, start, [size for size, _ in entries], head["blobs"])
