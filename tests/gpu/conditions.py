@@ -136,6 +136,14 @@ class FailsAsItIs(Exception):  # noqa: N818 (the name says the state)
     """The model as it is fails under the condition."""
 
 
+def attention_fell_back() -> None:
+    """Refuse a run in which anything but attention fell back, which leaves padded batches to SDPA."""
+    import tilekern
+
+    fallbacks = {name: each["fallbacks"] for name, each in tilekern.stats().items() if each["fallbacks"]}
+    assert set(fallbacks) == {"attention_forward"}, f"calls fell back: {fallbacks}"
+
+
 def both(
     step: Step = plain, prepare: Callable[[Any], Any] = lambda model: model, *,
     around: Callable[[], AbstractContextManager[Any]] = nullcontext, check: Callable[[], None] = served, **options: Any,
@@ -533,7 +541,7 @@ def padded() -> str:
         loss.backward()
         return loss.detach()
 
-    return both(step)
+    return both(step, check=attention_fell_back)
 
 
 @condition()

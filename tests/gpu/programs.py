@@ -34,14 +34,16 @@ class Program:
     ranks: int = 1
     # Whether its losses depend on what it draws from its own outputs, so that rounding changes them.
     draws: bool = False
+    # Whether it pads its batches, which attention leaves to SDPA.
+    pads: bool = False
 
 
 PROGRAMS: dict[str, Program] = {}
 
 
-def program(gpus: int = 1, ranks: int = 1, *, draws: bool = False) -> Callable[[Callable[[bool], list[float]]], None]:
+def program(gpus: int = 1, ranks: int = 1, **more: bool) -> Callable[[Callable[[bool], list[float]]], None]:
     def known(run: Callable[[bool], list[float]]) -> None:
-        PROGRAMS[run.__name__] = Program(run, gpus, ranks, draws)
+        PROGRAMS[run.__name__] = Program(run, gpus, ranks, **more)
 
     return known
 
@@ -165,7 +167,7 @@ def _register(patched: bool) -> None:
         tilekern.trl.register()
 
 
-@program()
+@program(pads=True)
 def dpo(patched: bool) -> list[float]:
     """TRL's DPO with a reference model."""
     from trl import DPOConfig, DPOTrainer
@@ -181,7 +183,7 @@ def dpo(patched: bool) -> list[float]:
     )
 
 
-@program(draws=True)
+@program(draws=True, pads=True)
 def grpo(patched: bool) -> list[float]:
     """TRL's GRPO: generation, rewards, training."""
     from trl import GRPOConfig, GRPOTrainer
@@ -220,7 +222,7 @@ def adapter_on_four_bits(patched: bool) -> list[float]:
     return losses_of(Trainer(model, how, train_dataset=blocks()))
 
 
-@program()
+@program(pads=True)
 def adapter(patched: bool) -> list[float]:
     """LoRA of TRL's SFT."""
     from peft import LoraConfig

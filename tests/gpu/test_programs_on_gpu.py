@@ -11,6 +11,8 @@ import pytest
 import torch
 from programs import PROGRAMS
 
+from tilekern.toolchain import toolkit
+
 WORKER = Path(__file__).with_name("programs.py")
 ROOT = WORKER.parents[2]
 LIMIT_S = 300
@@ -52,7 +54,10 @@ def test_a_program_trains_alike(name):
     sys.stdout.write(f"{name}: {mine['losses']}, as it is {theirs['losses']}, fell back: {fallbacks}\n")
     assert len(mine["losses"]) == len(theirs["losses"]) > 0
     assert all(map(math.isfinite, mine["losses"]))
-    assert mine["counted"]["attention_forward"]["launches"]
+    # A machine without a compiler has the records of the packs, and falls back where these do not reach.
+    if toolkit() is not None:
+        assert set(fallbacks) <= ({"attention_forward"} if PROGRAMS[name].pads else set())
+    assert mine["counted"]["rms_norm_forward"]["launches"] + mine["counted"]["fused_add_rms_norm_forward"]["launches"]
     if not PROGRAMS[name].draws:
         pairs = zip(mine["losses"], theirs["losses"], strict=True)
         assert all(abs(a - b) <= NEAR * max(1, abs(b)) for a, b in pairs), (mine["losses"], theirs["losses"])
