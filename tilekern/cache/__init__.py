@@ -8,12 +8,12 @@ from tilekern.cache.entries import BlobFile, Entry, Garbage, Listed, Outline, Wh
 from tilekern.cache.errors import CacheError, Corrupt, Missing, MissingRecord, UnknownSchema, Untrusted
 from tilekern.cache.keys import Address, parse_problem_key, problem_key
 from tilekern.cache.layers import FolderLayer, Layer
-from tilekern.cache.lookup import Hit, Step, by_preference, lookup, skipped
+from tilekern.cache.lookup import Hit, Step, by_preference, hits, lookup, skipped
 from tilekern.cache.packs.installing import has_better, install_pack
 from tilekern.cache.packs.layers import PackLayer
 from tilekern.cache.packs.pack import PACK_SUFFIX, Pack, checked_contents
 from tilekern.cache.packs.writing import write_pack
-from tilekern.cache.places import default_layers, user_root
+from tilekern.cache.places import default_layers, user_root, user_root_if_any
 from tilekern.cache.records import PROVENANCES, SCHEMA, Artifact, BestKernel, Launch, Record
 from tilekern.cache.standing import DATED, FRESH, NOT_FRESH, STALE, Made, Source, Standing, standing
 from tilekern.cache.store import Store
@@ -67,6 +67,7 @@ __all__ = [
     "clear_wanted",
     "default_layers",
     "has_better",
+    "hits",
     "install_pack",
     "lookup",
     "note_misses",
@@ -79,6 +80,7 @@ __all__ = [
     "skipped",
     "standing",
     "user_root",
+    "user_root_if_any",
     "wanted_name",
     "write_pack",
 ]
