@@ -31,7 +31,7 @@ class Plan:
     def __del__(self) -> None:
         # Whoever let go of it last, be that a memo, an op or an autograd graph, its launches go on counting.
         if counters := getattr(self, "counters", None):
-            counters.past_launches += self.launches
+            counters.end(self)
 
     def launch(self, device: int, *arguments: Any) -> None:
         """Queue the kernel on the current stream of CUDA device number ``device``.
@@ -203,10 +203,15 @@ class Counters:
     _plans: dict[int, ref[Plan]] = field(default_factory=dict, repr=False)
 
     def add(self, plan: Plan) -> None:
-        """Count a plan's launches from now on, for as long as it lives, and what came of it afterwards."""
+        """Count the launches of a plan, those of its past too; a copy of it counts nowhere."""
         plan.counters = self
         number = id(plan)
         self._plans[number] = ref(plan, lambda _: self._plans.pop(number, None))
+
+    def end(self, plan: Plan) -> None:
+        """Keep the number of launches of a plan whose life ends."""
+        if id(plan) in self._plans:
+            self.past_launches += plan.launches
 
     @property
     def launches(self) -> int:
