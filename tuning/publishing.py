@@ -12,6 +12,7 @@ from tilekern.cache import Artifact, BestKernel, Record, Store, install_pack, wr
 from tilekern.cache.trust.signing import SigningKey
 from tilekern.runtime.libraries import library_of
 from tilekern.runtime.records import launch_in, record_of
+from tilekern.source.digests import digests_of
 from tilekern.spec import ALIGNED, GENERIC, Problem
 from tilekern.targets import Target
 from tuning.measure.stage import identity
@@ -304,7 +305,7 @@ def publish(
         tilekern.cache.CacheError: the pack or the cache cannot be written, or a record is not trusted.
     """
     digests = write(found, pack, key)
-    install_pack(pack, store, own=digests if own else ())
+    install_pack(pack, store, own=digests if own else (), today=lambda record: digests_of(record.module, record.kernel))
 
 
 def write(

@@ -24,6 +24,7 @@ from tilekern.cache.wanted import (
     read_misses,
     read_wanted,
     remove_wanted,
+    sum_up_misses,
     wanted_name,
 )
 
@@ -79,6 +80,7 @@ __all__ = [
     "remove_wanted",
     "skipped",
     "standing",
+    "sum_up_misses",
     "user_root",
     "user_root_if_any",
     "wanted_name",

@@ -66,7 +66,7 @@ def default_in_cache(spec: KernelSpec, problem: Problem, target: Target, toolkit
 def _keep(store: Store, record: Record, blobs: dict[str, bytes], *, anew: bool) -> None:
     try:
         # The tuner may have published a winner while the compiler ran.
-        if anew or not has_better(store, record):
+        if anew or not has_better(store, record, lambda _: digests_of(record.module, record.kernel)):
             store.write(record, blobs)
     except (CacheError, OSError) as error:
         warn_once(
