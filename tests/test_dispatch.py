@@ -4,19 +4,18 @@ import dataclasses
 import json
 import shutil
 import warnings
-from pathlib import Path
 
 import msgspec
 import pytest
 import torch
-from one_record import GPU, H200, PROBLEM, SIZES, SPEC
+from one_record import GPU, H200, PROBLEM, SIZES, SPEC, asked_for_nothing, numbers, record_of
 
 from tilekern import cache, toolchain
-from tilekern.errors import CacheMiss, CompileFailed, InputError
+from tilekern.errors import CacheMiss, InputError
 from tilekern.interpreter import InterpreterError
 from tilekern.kernels import spec_named
 from tilekern.launcher import PrebuiltKernel
-from tilekern.runtime import defaults, dispatch
+from tilekern.runtime import dispatch
 from tilekern.runtime.plans import DependentPlan
 from tilekern.runtime.provisional import is_settled
 from tilekern.source.digests import digests_of
@@ -31,18 +30,8 @@ pytestmark = pytest.mark.skipif(toolchain.toolkit() is None, reason="no tile com
 @pytest.fixture(autouse=True)
 def root(tmp_path, monkeypatch):
     """An empty cache of the user, an H200 that is not there, and a process that has asked for nothing yet."""
-    for name in ("TILEKERN_CACHE_PATH", "TILEKERN_ON_MISS", "TILEKERN_INTERPRET"):
-        monkeypatch.delenv(name, raising=False)
-    root = tmp_path / "cache"
-    monkeypatch.setenv("TILEKERN_CACHE_DIR", str(root))
-    monkeypatch.setattr(dispatch, "here", lambda _device=None: H200)
-    monkeypatch.setattr(dispatch._state, "counters", {})
-    monkeypatch.setattr("tilekern.warning._said", set())
-    dispatch.set_miss_policy(None)
-    dispatch.forget()
-    yield root
-    dispatch.set_miss_policy(None)
-    dispatch.forget()
+    with asked_for_nothing(tmp_path / "cache", monkeypatch) as root:
+        yield root
 
 
 @pytest.fixture
@@ -59,22 +48,6 @@ def no_compiler(monkeypatch):
     monkeypatch.setattr(toolchain, "_tileiras", lambda: None)
     yield
     toolchain.toolkit.cache_clear()
-
-
-def counted(monkeypatch, owner, name):
-    """The arguments of each call of a function from now on."""
-    calls, function = [], getattr(owner, name)
-    monkeypatch.setattr(owner, name, lambda *given: calls.append(given) or function(*given))
-    return calls
-
-
-def numbers(**expected):
-    return dict.fromkeys(("hits", "nearest", "misses", "fallbacks", "compiled", "launches"), 0) | expected
-
-
-def record_of(root):
-    (path,) = [path for path in Path(root).rglob("*.json") if SPEC.name in path.parts]
-    return path
 
 
 @pytest.fixture
@@ -296,33 +269,6 @@ def test_a_folder_that_cannot_be_written_is_no_error(root, no_compiler):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert dispatch.plan_for(SPEC, GPU, *SIZES) is None
-
-
-def test_a_compiled_default_that_cannot_be_kept_runs_and_is_compiled_once(root, monkeypatch):
-    """What is kept in no cache: other sizes of the bucket, and those that are looked up again, take it from memory."""
-    root.parent.mkdir(exist_ok=True)
-    root.write_text("a file where the cache's folder should be")
-    compiled = counted(monkeypatch, defaults, "compiled_default")
-    with pytest.warns(UserWarning, match="each process compiles them anew: set TILEKERN_CACHE_DIR"):
-        assert dispatch.plan_for(SPEC, GPU, *SIZES).config == SPEC.default(PROBLEM, H200)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        dispatch._state.plans.clear()
-        for rows in (50, 51, 52):
-            assert dispatch.plan_for(SPEC, GPU, rows, *SIZES[1:]) is not None
-    assert len(compiled) == 1
-    assert dispatch.stats()[SPEC.name] == numbers(misses=1, compiled=1, hits=3)
-
-
-def test_a_default_that_cannot_be_compiled_is_tried_once(root, monkeypatch):
-    def refuse(*_):
-        raise CompileFailed("it does not like it")
-
-    monkeypatch.setattr(toolchain, "_assemble", refuse)
-    compiled = counted(monkeypatch, defaults, "compiled_default")
-    with pytest.warns(UserWarning, match="could not be compiled .it does not like it.; the model's own op runs"):
-        assert [dispatch.plan_for(SPEC, GPU, rows, *SIZES[1:]) for rows in (50, 51, 52)] == [None] * 3
-    assert len(compiled) == 1
 
 
 def test_the_second_call_touches_no_disk(filled, monkeypatch):

@@ -5,7 +5,7 @@ compiler is.
 """
 
 from tilekern.cache.entries import BlobFile, Entry, Garbage, Listed, Outline, Where
-from tilekern.cache.errors import CacheError, Corrupt, Missing, MissingRecord, UnknownSchema, Untrusted
+from tilekern.cache.errors import CacheError, Corrupt, Missing, MissingRecord, NoHome, UnknownSchema, Untrusted
 from tilekern.cache.keys import Address, parse_problem_key, problem_key
 from tilekern.cache.layers import FolderLayer, Layer
 from tilekern.cache.lookup import Hit, Step, by_preference, hits, lookup, skipped
@@ -52,6 +52,7 @@ __all__ = [
     "Made",
     "Missing",
     "MissingRecord",
+    "NoHome",
     "Outline",
     "Pack",
     "PackLayer",

@@ -188,12 +188,11 @@ def plan_for(spec: KernelSpec, device: Any, *sizes: Any) -> Plan | None:
         return _state.plans[key]
     except KeyError:
         with _state.lock:
-            plan = _resolve(spec, device, sizes, key)
             if len(_state.plans) >= MOST_PLANS:
                 _state.plans.clear()
                 _empty_memos()
                 _watch.let_go()
-            _state.plans[key] = plan
+            _state.plans[key] = plan = _resolve(spec, device, sizes, key)
             return plan
 
 
