@@ -93,14 +93,6 @@ def check_accepts(cubin: bytes) -> None:
     _call("cuLibraryUnload", library)
 
 
-def driver_version() -> str:
-    """The newest CUDA that the driver knows, as ``13.0``; ``none`` where there is no driver."""
-    number = ctypes.c_int()
-    if not _is_here() or _driver().cuDriverGetVersion(ctypes.byref(number)):
-        return "none"
-    return f"{number.value // 1000}.{number.value % 1000 // 10}"
-
-
 def _is_here() -> bool:
     try:
         _driver()

@@ -21,11 +21,14 @@ from tilekern.cache import (
     UnknownSchema,
     has_better,
     install_pack,
-    standing,
     write_pack,
 )
 
 SECOND = {"problem": {**PROBLEM, "rows": 1}}
+
+
+# By a clock that is far ahead.
+AHEAD = "2099-01-01T00:00:00+00:00"
 
 
 def rebuilt(path, change):
@@ -120,7 +123,7 @@ def test_of_two_sources_that_of_today_stays_whatever_the_dates_say(tmp_path, mon
     """An old pack takes nothing back; and after a downgrade of tilekern the old pack is the one that serves."""
     put(tmp_path / "cache", created_by="present", source_digest="1" * 64)
     write_pack(tmp_path / "a.pack", [make(created_by="offered", created=f"2026-{month}-01T12:00:00Z")])
-    install_pack(tmp_path / "a.pack", Store(tmp_path / "cache"), worth=lambda record: standing(record, Today(of_today)))
+    install_pack(tmp_path / "a.pack", Store(tmp_path / "cache"), today=lambda _: Today(of_today))
     (entry,) = Store(tmp_path / "cache").entries()
     kept = month == "07" if stays is None else stays
     assert entry.record.created_by == ("present" if kept else "offered")
@@ -133,7 +136,7 @@ def test_what_was_made_just_now_is_newer_than_any_date(tmp_path):
     assert install_pack(tmp_path / "a.pack", Store(tmp_path / "cache")) == 0
     digest = hashlib.sha256(made[0].to_json().encode()).hexdigest()
     assert install_pack(tmp_path / "a.pack", Store(tmp_path / "cache"), made_now=[digest]) == 1
-    assert not has_better(Store(tmp_path / "cache"), made[0])
+    assert not has_better(Store(tmp_path / "cache"), made[0], made_now=True)
 
 
 @pytest.mark.parametrize(
@@ -241,3 +244,22 @@ def test_changed_bytes_give_an_error_or_a_whole_cache(path, tmp_path, seed, chan
         warnings.simplefilter("ignore")
         hit = find([PackLayer(damaged)])
     assert hit is None or hit.record.kernel == "rms_norm"
+
+
+@pytest.mark.parametrize(
+    ("present", "offered", "stays"),
+    [
+        ({"space_digest": "0" * 64, "created": AHEAD}, {}, False),
+        ({}, {"space_digest": "0" * 64, "created": AHEAD}, True),
+        ({}, {"source_digest": "1" * 64, "created": AHEAD}, True),
+        ({"source_digest": "1" * 64, "created": AHEAD}, {"provenance": "predicted"}, False),
+        ({"provenance": "predicted"}, {"space_digest": "0" * 64}, False),
+    ],
+    ids=["old space", "offers an old space", "offers an old source", "old source", "offers what was measured"],
+)
+def test_the_source_of_today_decides_and_no_clock(tmp_path, present, offered, stays):
+    put(tmp_path / "cache", created_by="present", **present)
+    write_pack(tmp_path / "a.pack", [make(created_by="offered", **offered)])
+    assert install_pack(tmp_path / "a.pack", Store(tmp_path / "cache"), today=lambda _: Today()) == (not stays)
+    (entry,) = Store(tmp_path / "cache").entries()
+    assert entry.record.created_by == ("present" if stays else "offered")

@@ -62,22 +62,39 @@ class Incoming:
         """Make all files that were added part of the cache.
 
         Raises:
-            OSError: the folder cannot be written. Where that is after the one rename, the files are whole and in the
-                cache's folder, and are moved to their places by the next process that writes to it.
+            OSError: the folder cannot be written, or a folder in it is on another disk. Where that is after the one
+                rename, the files are whole and in the cache's folder, and are moved to their places by the next process
+                that writes to it.
         """
         # Where the disk has no room for a folder, or no file can be moved to it, nothing has happened yet.
         for folder in dict.fromkeys(path.parent for path in self._added):
             with contextlib.suppress(FileNotFoundError):
-                self._require_movable(folder)
+                _require_movable(self.root, folder)
         with opened(self.root, *_INCOMING.parts) as incoming:
             os.rename(self._growing, self._name, src_dir_fd=incoming, dst_dir_fd=incoming)
         _move(self.root, self._name)
 
-    def _require_movable(self, folder: PurePosixPath) -> None:
-        with opened(self.root, *_INCOMING.parts) as ours, opened(self.root, *folder.parts, make=True) as there:
-            if os.fstat(ours).st_dev != os.fstat(there).st_dev:
-                said = f"{self.root / folder} is on another file system than {self.root / _INCOMING}"
-                raise OSError(errno.EXDEV, f"{said}; a cache stands on one")
+
+def _require_movable(root: Path, folder: PurePosixPath) -> None:
+    """Find out, by a file, whether files can be moved to their place.
+
+    The same disk may be mounted in two places, between which nothing can be moved.
+
+    Raises:
+        OSError: they cannot.
+    """
+    probe = f".{os.urandom(12).hex()}{TEMPORARY_SUFFIX}"
+    with opened(root, *_INCOMING.parts) as ours, opened(root, *folder.parts, make=True) as there:
+        os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=ours))
+        try:
+            os.rename(probe, probe, src_dir_fd=ours, dst_dir_fd=there)
+        except OSError as error:
+            os.unlink(probe, dir_fd=ours)
+            if error.errno == errno.EXDEV:
+                what = f"{root / folder} is on another disk than the rest; put or link the whole cache there"
+                raise OSError(errno.EXDEV, what) from None
+            raise
+        os.unlink(probe, dir_fd=there)
 
 
 def finish_incoming(root: Path) -> None:

@@ -14,18 +14,13 @@ from tilekern.cache.keys import Address, blob_path, signature_path
 from tilekern.cache.packs.incoming import Incoming, finish_incoming, remove_abandoned
 from tilekern.cache.packs.pack import Pack, checked_contents
 from tilekern.cache.records import LARGEST_RECORD, PROVENANCES, Record, decode_record
-from tilekern.cache.standing import STALE, Standing
+from tilekern.cache.standing import FRESH, STALE, Source, standing
 from tilekern.cache.store import GRACE_S, Store
 from tilekern.cache.trust.policy import must_be_signed, own_seal, require_trusted
 from tilekern.cache.trust.signing import SIGNATURE_BYTES
 
+Today = Callable[[Record], Source | None]
 _Signatures = Mapping[str, Mapping[str, bytes]]
-# The standing of a record beside today's source of its kernel; None where that is not known.
-Worth = Callable[[Record], Standing | None]
-
-
-def _unknown(_record: Record) -> None:
-    """The standing of any record, where no kernel's source is known."""
 
 
 def install_pack(
@@ -33,7 +28,7 @@ def install_pack(
     store: Store,
     own: Collection[str] = (),
     made_now: Collection[str] = (),
-    worth: Worth = _unknown,
+    today: Today | None = None,
 ) -> int:
     """Put a pack's records, blobs and signatures into a store, after all of them have been checked: all or nothing.
 
@@ -47,7 +42,7 @@ def install_pack(
             they are sealed in place of signed.
         made_now: the sha256 of the bytes of records that this process made, of its own artifacts or others'. Nothing
             in the store is newer, whatever its date says.
-        worth: tells the standing of other records.
+        today: gives the digests of a record's kernel by its source of today, by which :func:`has_better` judges.
 
     Returns:
         The number of records written.
@@ -68,7 +63,7 @@ def install_pack(
     chosen = [
         address
         for address, name in pack.records.items()
-        if not has_better(store, pack.read_record(address), None if pack.members[name].sha256 in made_now else worth)
+        if not has_better(store, pack.read_record(address), today, made_now=pack.members[name].sha256 in made_now)
     ]
     try:
         remove_abandoned(store.root, time.time() - GRACE_S)
@@ -90,18 +85,19 @@ def _require_trusted(pack: Pack, record: Record) -> None:
         raise Untrusted(f"{pack.path}: {record.address.path}: {error}; nothing was unpacked") from None
 
 
-def has_better(store: Store, offered: Record, worth: Worth | None = None) -> bool:
+def has_better(store: Store, offered: Record, today: Today | None = None, *, made_now: bool = False) -> bool:
     """Whether a store's record of the same problem, target and toolkit is better than one that is offered.
 
-    Where both are of the same source of the kernel, measured beats predicted, and predicted beats default. Of two that
-    are equal in that, the newer is the better, so that an old pack takes nothing back. Of two of different sources, one
-    that is not stale beats one that is; else the newer is the better.
+    One that is valid beside today's source of the kernel is better than one that is not. Then measured beats predicted,
+    and predicted beats default. Of two that are equal in that, and were chosen from other search spaces, that of
+    today's is the better. Else the newer one is, so that an old pack takes nothing back.
 
     Args:
         store: the cache.
         offered: the other record.
-        worth: tells the standing of either beside today's source, None where it is not known. Where the argument is
-            None the offered record was made just now: it is of today's source, and newer than any.
+        today: gives the digests of a record's kernel by its source of today, None where that is not installed here.
+        made_now: whether the offered record was made just now: it is of today's source, and newer than any, whatever
+            dates say, which are by the clocks of two machines.
 
     Raises:
         UnknownSchema: another version of tilekern wrote it; only that one may replace it.
@@ -111,21 +107,25 @@ def has_better(store: Store, offered: Record, worth: Worth | None = None) -> boo
     try:
         data, _ = read_whole(path, LARGEST_RECORD, as_use=False)
         present = decode_record(data, address)
-        if worth is not None and must_be_signed():
+        if not made_now and must_be_signed():
             # One that nobody loads keeps none away that a trust root signed.
             require_trusted(data, lambda name: read_whole(store.root / name, SIGNATURE_BYTES + 1)[0])
     except UnknownSchema as error:
         raise UnknownSchema(f"{path} is left alone: {error}") from None
     except CacheError:
         return False
+    source = None if made_now or today is None else today(offered)
+    worth = [standing(record, source) if source else None for record in (present, offered)]
+    if (worth[0] == STALE) != (worth[1] == STALE):
+        return worth[1] == STALE
     if present.source_digest == offered.source_digest:
-        ours, theirs = (PROVENANCES.index(record.provenance) for record in (present, offered))
-    elif worth is None:
+        ranks = [PROVENANCES.index(record.provenance) for record in (present, offered)]
+        if ranks[0] != ranks[1]:
+            return ranks[0] < ranks[1]
+        if present.space_digest != offered.space_digest and FRESH in worth:
+            return worth[0] == FRESH
+    if made_now:
         return False
-    else:
-        ours, theirs = (int(worth(record) == STALE) for record in (present, offered))
-    if ours != theirs or worth is None:
-        return ours < theirs
     return datetime.fromisoformat(present.created) > datetime.fromisoformat(offered.created)
 
 

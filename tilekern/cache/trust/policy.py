@@ -23,6 +23,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
+from tilekern.cache.absolute_paths import absolute
 from tilekern.cache.errors import CacheError, Missing, NoSecret, Untrusted
 from tilekern.cache.files import read_whole
 from tilekern.cache.folders import files_inside, unlink_below
@@ -140,7 +141,7 @@ class Signers:
 
 def _root_files() -> list[Path]:
     """The files of trust roots: those that ``TILEKERN_TRUST_ROOTS`` lists, else the user's."""
-    listed = [Path(item).expanduser() for item in os.environ.get(ROOTS, "").split(os.pathsep) if item]
+    listed = [absolute(item) for item in os.environ.get(ROOTS, "").split(os.pathsep) if item]
     return listed or [user_trust_roots()]
 
 
