@@ -92,7 +92,7 @@ MAY_IMPORT = {
     "cache_tools.shared.here": LEAVES | {"tilekern.cache", "tilekern.kernels", "tilekern.toolchain"},
     # It is copied beside a tilekern that is not there before, so it imports by name.
     "cache_tools.shared.hub_kernel": set(),
-    "cache_tools.commands.why": {"tilekern.cache", f"{RUNTIME}.dispatch", "cache_tools"},
+    "cache_tools.commands.why": {"tilekern.cache", "tilekern.warning", f"{RUNTIME}.dispatch", "cache_tools"},
     "cache_tools": {"tilekern.cache", DIGESTS, "tilekern.errors", "tilekern.warning", "cache_tools"},
 }
 # `from tilekern import __version__` and the like are attributes of the package, not files of a room.
