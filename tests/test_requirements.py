@@ -141,6 +141,21 @@ def test_a_cuda_tile_out_of_range_is_said_at_the_first_launch(monkeypatch):
         unmet.cache_clear()
 
 
+def test_another_package_out_of_range_is_said_once_and_keeps_nothing_from_running(monkeypatch):
+    monkeypatch.setattr(requirements, "driver_cuda", lambda: None)
+    monkeypatch.setattr(requirements, "installed", {"torch": "2.8.0", "transformers": "5.24.0"}.get)
+    monkeypatch.setattr("tilekern.warning._said", set())
+    unmet.cache_clear()
+    try:
+        with pytest.warns(
+            TilekernWarning, match=r"^torch 2\.8\.0 is installed, and tilekern needs >=2\.9: pip"
+        ) as warned:
+            assert unmet() is unmet() is None
+        assert len(warned) == 1
+    finally:
+        unmet.cache_clear()
+
+
 @with_cc
 def test_a_new_enough_driver_keeps_nothing_from_running(driver):
     driver(cuda=13000)

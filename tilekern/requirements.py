@@ -1,7 +1,7 @@
 """What tilekern needs of a machine, and what is here: versions of packages, and of the NVIDIA driver.
 
 The doctor (:mod:`tilekern.doctor`) shows all of it; a process that is about to launch its first kernel asks
-:func:`unmet`, once. The standard library is enough.
+:func:`unmet`, once. Neither needs more than the standard library.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import functools
 import re
 from importlib import metadata
 from pathlib import Path
+
+from tilekern.warning import warn_once
 
 # The dependencies of pyproject.toml, which a test compares; a job needs them.
 NEEDS = {
@@ -132,9 +134,13 @@ def unmet() -> str | None:
     """What keeps this machine from launching any kernel, with the version that would do; None where nothing does.
 
     It is asked before the first launch of a process: a driver or a cuda-tile out of range would fail in the launch, by
-    a message that names neither.
+    a message that names neither. A torch or transformers out of range is warned about, and kernels run.
     """
     wrong = driver_unmet(driver_cuda(), driver_release())
-    if wrong is None and installed("cuda-tile") is not None:
-        wrong = package_unmet("cuda-tile", NEEDS["cuda-tile"])
+    for name in ("cuda-tile", "torch", "transformers"):
+        said = package_unmet(name, NEEDS[name]) if installed(name) is not None else None
+        if said is not None and name == "cuda-tile":
+            wrong = wrong or said
+        elif said is not None:
+            warn_once(said)
     return wrong

@@ -130,7 +130,7 @@ KNOWN = (
 )
 
 
-def _others(like: Target, *rows: tuple[str, int, float, float, float, float]) -> tuple[Target, ...]:
+def _others(like: Target, *rows: tuple[str, int, float, int, float, float]) -> tuple[Target, ...]:
     """Models of a listed one's arch: name, SMs, bandwidth, MiB of L2, rates of the matrix and of the scalar units."""
     return tuple(
         dataclasses.replace(
