@@ -1,4 +1,4 @@
-"""Which caches and packs jobs read here, what they hold for the GPU, and what of it cannot be used."""
+"""The caches and packs that jobs read here, the records in them for the GPU, and those that cannot be used."""
 
 from __future__ import annotations
 

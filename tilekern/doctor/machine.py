@@ -1,4 +1,4 @@
-"""GPUs, driver, packages and compilers: what is here, and what of it is out of range."""
+"""GPUs, driver, packages and compilers of this machine, and which of them are missing or out of range."""
 
 from __future__ import annotations
 
