@@ -214,7 +214,7 @@ def sources(packages=PACKAGES):
 
 def messages():
     """Every text in the code, with … for what is filled in."""
-    for path in sources(PACKAGES[:3]):
+    for path in [*sources(PACKAGES[:3]), ROOT / "tilekern_startup.py"]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.JoinedStr):
                 yield "".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values)

@@ -247,6 +247,21 @@ def test_what_is_not_trusted_is_counted_and_said_once_with_its_reason(capsys, mo
     assert any("1 record of" in text and "cannot be read" in text for text in wrong(capsys, "--gpu", "H200"))
 
 
+def test_a_user_without_a_home_is_told_what_to_set(capsys, monkeypatch):
+    monkeypatch.setattr(cache, "user_root", lambda: Path("~/.cache/tilekern"))
+    (text,) = wrong(capsys)
+    assert "this user has no home" in text
+    assert text.endswith("set TILEKERN_CACHE_DIR to a folder of yours")
+
+    def fail():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(cache, "user_root", fail)
+    (text,) = wrong(capsys)
+    assert "Could not determine home directory" in text
+    assert text.endswith("set TILEKERN_CACHE_DIR to a folder of yours")
+
+
 def test_a_cache_that_is_a_file_is_wrong(capsys, tmp_path):
     (tmp_path / "cache").touch()
     (text,) = wrong(capsys)
@@ -338,7 +353,8 @@ def test_what_would_serve_a_model_is_what_a_preflight_finds(capsys, monkeypatch,
 @pytest.mark.processes
 def test_it_runs_as_a_module_in_a_pipe(tmp_path):
     command = [sys.executable, "-m", "tilekern.doctor", "--gpu", "B200"]
-    more = {"TILEKERN_CACHE_DIR": str(tmp_path), "NO_COLOR": "1", "PYTHONIOENCODING": "ascii"}
+    cache = str(tmp_path / "caf\u00e9")
+    more = {"TILEKERN_CACHE_DIR": cache, "NO_COLOR": "1", "PYTHONIOENCODING": "ascii"}
     ran = subprocess.run(command, cwd=tmp_path, env=environment(**more), capture_output=True, text=True, check=False)
     assert (ran.returncode in (0, 1), ran.stderr) == (True, "")
     assert re.search(r"records for B200", ran.stdout)

@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "tilekern.space": {"tilekern.points", "tilekern.targets"},
     "tilekern.spec": {"tilekern.points", "tilekern.space", "tilekern.targets"},
     "tilekern.targets": {"tilekern.errors"},
-    "tilekern.requirements": set(),
+    "tilekern.requirements": {"tilekern.warning"},
     "tilekern.devices": {"tilekern.targets"},
     "tilekern.source.syntax": set(),
     "tilekern.source.reachability": {"tilekern.source.syntax"},

@@ -13,10 +13,11 @@ from one_record import GPU, SIZES, SPEC
 
 from tilekern import requirements
 from tilekern.devices import devices
-from tilekern.errors import CacheMiss, TilekernWarning
+from tilekern.errors import CacheMiss, InputError, TilekernWarning
 from tilekern.requirements import CUTE, LEAST_DRIVER, NEEDS, PYTHON, asked_by, driver_unmet, fits, unmet
 from tilekern.runtime import dispatch
 from tilekern.targets import resolve
+from tuning.measure import gpu
 
 ROOT = Path(__file__).parents[1]
 with_cc = pytest.mark.skipif(shutil.which("cc") is None, reason="cc is not installed, which compiles the driver's stub")
@@ -99,6 +100,8 @@ def test_a_driver_is_named_by_its_release_and_its_cuda(tmp_path):
         "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.133.20  Tue Apr  1 00:00:00 UTC 2025\nGCC version: x\n"
     )
     assert requirements.driver_release(proc) == "570.133.20"
+    proc.write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build  (root@x)\n")
+    assert requirements.driver_release(proc) == "580.95.05"
     assert requirements.driver_release(tmp_path / "none") is None
     assert driver_unmet(12080, "570.133.20") == (
         "driver 570.133.20 serves CUDA 12.8, and kernels need CUDA 13.0: update the NVIDIA driver to r580 or newer"
@@ -141,6 +144,31 @@ def test_a_cuda_tile_out_of_range_is_said_at_the_first_launch(monkeypatch):
         unmet.cache_clear()
 
 
+def test_another_package_out_of_range_is_said_once_and_keeps_nothing_from_running(monkeypatch):
+    monkeypatch.setattr(requirements, "driver_cuda", lambda: None)
+    monkeypatch.setattr(requirements, "installed", {"torch": "2.8.0", "transformers": "5.24.0"}.get)
+    monkeypatch.setattr("tilekern.warning._said", set())
+    unmet.cache_clear()
+    try:
+        with pytest.warns(
+            TilekernWarning, match=r"^torch 2\.8\.0 is installed, and tilekern needs >=2\.9: pip"
+        ) as warned:
+            assert unmet() is unmet() is None
+        assert len(warned) == 1
+    finally:
+        unmet.cache_clear()
+
+
+@with_cc
+def test_nothing_is_measured_where_the_driver_launches_nothing(driver, monkeypatch):
+    monkeypatch.setattr(gpu, "here", lambda: resolve("H200"))
+    driver(cuda=13000)
+    gpu.check_gpu(resolve("H200"))
+    driver(cuda=12080)
+    with pytest.raises(InputError, match=r"serves CUDA 12\.8, and kernels need CUDA 13\.0"):
+        gpu.check_gpu(resolve("H200"))
+
+
 @with_cc
 def test_a_new_enough_driver_keeps_nothing_from_running(driver):
     driver(cuda=13000)
@@ -153,9 +181,9 @@ def test_the_driver_s_gpus_are_known_without_torch(driver, monkeypatch):
     driver(gpus=2)
     assert devices().gpus == (resolve("H200"),) * 2
     driver(name="NVIDIA H30", sms=90, gpus=1)
-    (gpu,) = devices().gpus
-    assert (gpu.key, gpu.shared_bytes, gpu.registers) == ("sm_90-h30-90", 200 << 10, resolve("H200").registers)
-    assert gpu.memory_gbs == pytest.approx(4916.7, abs=0.1)
+    (only,) = devices().gpus
+    assert (only.key, only.shared_bytes, only.registers) == ("sm_90-h30-90", 200 << 10, resolve("H200").registers)
+    assert only.memory_gbs == pytest.approx(4916.7, abs=0.1)
     driver(init=100)
     assert (devices().found, devices().gpus, devices().code) == (True, (), 100)
     assert devices().error == "error 100 (CUDA_ERROR_OF_A_STUB)"

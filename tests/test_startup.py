@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from environments import installed, python_path
 
 import tilekern_startup
@@ -242,6 +243,28 @@ def test_the_variable_has_a_family_patched_when_it_is_imported(tmp_path):
     assert second.split() == [op for op in served if op != "swiglu"]
 
 
+GONE = """
+import sys
+class Gone:
+    def find_spec(name, path=None, target=None):
+        if name.partition(".")[0] == "tilekern":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Gone)
+import torch
+print(torch.__version__)
+"""
+
+
+@pytest.mark.processes
+def test_torch_is_imported_where_metadata_is_all_that_is_left(tmp_path):
+    env = os.environ | {"PYTHONPATH": python_path(installed(tmp_path), ROOT), "TILEKERN_APPLY": "1"}
+    command = [sys.executable, "-W", "error:tilekern is installed:RuntimeWarning", "-c", GONE]
+    ran = subprocess.run(command, env=env, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.strip() == torch.__version__
+    assert "tilekern is installed and cannot be used (ModuleNotFoundError: No module named 'tilekern" in ran.stderr
+
+
 def test_the_entry_point_of_torch_names_it():
     """Torch refuses to be imported where an entry point of this group fails."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -253,13 +276,14 @@ def test_the_entry_point_of_torch_names_it():
 def test_it_adds_a_few_milliseconds_to_the_import_of_torch():
     """Of the processor's time. What torch has loaded by then is loaded before."""
     code = (
-        "import __future__, importlib, sys, time, typing\n"
+        "import __future__, importlib, sys, time, typing, warnings\n"
         "known, now = set(sys.modules), time.process_time()\n"
-        "import tilekern.startup; tilekern.startup.begin(); print(time.process_time() - now)\n"
+        "import tilekern_startup; tilekern_startup.begin(); print(time.process_time() - now)\n"
         "print(*(set(sys.modules) - known))"
     )
     command = [sys.executable, "-c", code]
     runs = [subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True) for _ in range(5)]
     seconds, modules = zip(*(ran.stdout.splitlines() for ran in runs), strict=True)
-    assert set(modules[0].split()) == {f"tilekern{name}" for name in ("", ".startup", ".implementation", ".awaiting")}
+    names = ("_startup", "", ".startup", ".implementation", ".awaiting")
+    assert set(modules[0].split()) == {f"tilekern{name}" for name in names}
     assert min(map(float, seconds)) < 0.005

@@ -1,7 +1,7 @@
-"""What tilekern needs of a machine, and what is here: versions of packages, and of the NVIDIA driver.
+"""The versions of packages and of the NVIDIA driver that tilekern needs, and checks of those that are installed.
 
 The doctor (:mod:`tilekern.doctor`) shows all of it; a process that is about to launch its first kernel asks
-:func:`unmet`, once. The standard library is enough.
+:func:`unmet`, once. Neither needs more than the standard library.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import functools
 import re
 from importlib import metadata
 from pathlib import Path
+
+from tilekern.warning import warn_once
 
 # The dependencies of pyproject.toml, which a test compares; a job needs them.
 NEEDS = {
@@ -107,7 +109,7 @@ def cuda_text(version: int) -> str:
 
 
 def driver_unmet(cuda: int | None, release: str | None) -> str | None:
-    """What is wrong with a driver, and which would do; None where it will do, or cannot be told."""
+    """Return what is wrong with a driver and which would do, or None where it will do or cannot be told."""
     if cuda is None or cuda >= LEAST_CUDA:
         return None
     what = f"driver {release}" if release else "the driver"
@@ -118,7 +120,7 @@ def driver_unmet(cuda: int | None, release: str | None) -> str | None:
 
 
 def package_unmet(name: str, wanted: str) -> str | None:
-    """What is wrong with an installed package, and how it is mended; None where it will do."""
+    """Return what is wrong with an installed package and how it is mended, or None where it will do."""
     version = installed(name)
     if version is None:
         return f"{name} is not installed: pip install '{name}{wanted}'"
@@ -129,12 +131,16 @@ def package_unmet(name: str, wanted: str) -> str | None:
 
 @functools.cache
 def unmet() -> str | None:
-    """What keeps this machine from launching any kernel, with the version that would do; None where nothing does.
+    """Return what keeps this machine from launching kernels, with the version that would do, or None.
 
     It is asked before the first launch of a process: a driver or a cuda-tile out of range would fail in the launch, by
-    a message that names neither.
+    a message that names neither. A torch or transformers out of range is warned about, and kernels run.
     """
     wrong = driver_unmet(driver_cuda(), driver_release())
-    if wrong is None and installed("cuda-tile") is not None:
-        wrong = package_unmet("cuda-tile", NEEDS["cuda-tile"])
+    for name in ("cuda-tile", "torch", "transformers"):
+        said = package_unmet(name, NEEDS[name]) if installed(name) is not None else None
+        if said is not None and name == "cuda-tile":
+            wrong = wrong or said
+        elif said is not None:
+            warn_once(said)
     return wrong

@@ -16,7 +16,6 @@ import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from tilekern.errors import InputError
@@ -131,7 +130,7 @@ KNOWN = (
 )
 
 
-def _others(like: Target, *rows: tuple[str, int, float, float, float, float]) -> tuple[Target, ...]:
+def _others(like: Target, *rows: tuple[str, int, float, int, float, float]) -> tuple[Target, ...]:
     """Models of a listed one's arch: name, SMs, bandwidth, MiB of L2, rates of the matrix and of the scalar units."""
     return tuple(
         dataclasses.replace(
@@ -454,13 +453,3 @@ def _has_driver() -> bool:
     except OSError:
         return False
     return True
-
-
-def driver_version() -> str | None:
-    """The version of the GPU's driver, such as ``580.65.06``, or None where there is none."""
-    try:
-        text = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")
-    except OSError:
-        return None
-    found = re.search(r"\b(\d+\.\d+(?:\.\d+)?)\b", text)
-    return found.group(1) if found else None

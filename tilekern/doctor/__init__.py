@@ -1,4 +1,4 @@
-"""``python -m tilekern.doctor [MODEL]``: what is here, what is read, what would serve a model, and what is wrong.
+"""``python -m tilekern.doctor [MODEL]``: list what is installed and read and what would serve a model, and check it.
 
 One screen to paste into a bug report. It runs where torch, the GPU, the network or any of tilekern's dependencies are
 missing: each part is looked at by itself, and a part that cannot be looked at is one of the things that are wrong.
@@ -19,7 +19,7 @@ from tilekern.requirements import PYTHON, fits
 
 
 def examine(model: str | None = None, gpu: str = "auto") -> Report:
-    """Look at all parts of this machine, and at what would serve a model.
+    """Look at all parts of this machine, and look up what would serve a model.
 
     Args:
         model: a preset, the path of a config.json or of a folder with one, or a hub id.

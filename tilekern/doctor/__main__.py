@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import shutil
@@ -37,6 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(str(error))
     except KeyboardInterrupt:
         return 130
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a path may have letters that the terminal's encoding has not
     width = shutil.get_terminal_size((100, 24)).columns
     try:
         print(json.dumps(report.document, indent=1) if given.as_json else report.text(width))  # noqa: T201

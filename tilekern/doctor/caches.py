@@ -1,4 +1,4 @@
-"""Which caches and packs jobs read here, what they hold for the GPU, and what of it cannot be used."""
+"""The caches and packs that jobs read here, the records in them for the GPU, and those that cannot be used."""
 
 from __future__ import annotations
 
@@ -14,17 +14,22 @@ from tilekern.targets import Target
 if TYPE_CHECKING:
     from tilekern.cache import Layer
 
+_SET = "set TILEKERN_CACHE_DIR to a folder of yours"
 # Of one cache; of a larger one the first are looked at.
 _MOST_RECORDS = 2000
 
 
 def tell_of_caches(report: Report, target: Target | None) -> None:
     """Tell of all layers in the order of a lookup, with the records that they have for a GPU, or for any."""
-    from tilekern.cache import default_layers, user_root
+    from tilekern.cache import CacheError, default_layers, user_root
     from tilekern.cache.trust.exposure import others_may_write
     from tilekern.cache.trust.policy import must_be_signed
 
-    root = user_root()
+    try:
+        root = user_root()
+    except (RuntimeError, KeyError, OSError, CacheError) as error:
+        report.complain(f"no folder for the cache is known ({error}): {_SET}")
+        return
     _user_cache(report, root)
     groups: dict[str, list[Layer]] = {}
     for layer in default_layers(root, looking=True):
@@ -53,15 +58,16 @@ def _records(number: int) -> str:
 def _user_cache(report: Report, root: Path) -> None:
     """Complain of a user's cache that cannot be used."""
     report.document["cache_dir"] = str(root)
+    if root.parts[:1] == ("~",):
+        report.complain(f"this user has no home, so that the cache is {root} in the current folder: {_SET}")
     if not os.path.lexists(root):
         return
-    mend = "set TILEKERN_CACHE_DIR to a folder of yours"
     if not os.path.isdir(root):
-        report.complain(f"the cache {root} is not a folder; {mend}")
+        report.complain(f"the cache {root} is not a folder; {_SET}")
     elif not os.access(root, os.R_OK | os.X_OK):
-        report.complain(f"the cache {root} cannot be read; {mend}")
+        report.complain(f"the cache {root} cannot be read; {_SET}")
     elif not os.access(root, os.W_OK):
-        report.complain(f"the cache {root} cannot be written, so that nothing which is compiled is kept; {mend}")
+        report.complain(f"the cache {root} cannot be written, so that nothing which is compiled is kept; {_SET}")
 
 
 def _group_of(layer: Layer, root: Path) -> str:

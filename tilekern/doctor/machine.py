@@ -1,4 +1,4 @@
-"""GPUs, driver, packages and compilers: what is here, and what of it is out of range."""
+"""GPUs, driver, packages and compilers of this machine, and which of them are missing or out of range."""
 
 from __future__ import annotations
 
@@ -99,11 +99,11 @@ def tell_of_packages(report: Report) -> None:
     for name, wanted in NEEDS.items():
         if wrong := package_unmet(name, wanted):
             report.complain(wrong)
-    kernels, wanted = versions["kernels"], asked_by("transformers", "kernels").get("kernels")
-    if kernels and wanted and not fits(kernels, wanted):
+    kernels, asked = versions["kernels"], asked_by("transformers", "kernels").get("kernels")
+    if kernels and asked and not fits(kernels, asked):
         report.complain(
-            f"kernels {kernels} is installed, and transformers {versions['transformers']} needs {wanted} for "
-            f"use_kernels=True: pip install 'kernels{wanted}'"
+            f"kernels {kernels} is installed, and transformers {versions['transformers']} needs {asked} for "
+            f"use_kernels=True: pip install 'kernels{asked}'"
         )
     if installed("tilekern") is None and os.environ.get("TILEKERN_APPLY", "0") not in ("", "0"):
         report.complain("TILEKERN_APPLY is set, and tilekern is on a path and not installed, so that nothing reads it")

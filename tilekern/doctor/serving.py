@@ -1,4 +1,4 @@
-"""What would serve a model's training step: the records that a preflight finds, and those that are missing."""
+"""The records that would serve a model's training step, as a preflight finds them, and those that are missing."""
 
 from __future__ import annotations
 

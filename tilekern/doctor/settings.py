@@ -1,4 +1,4 @@
-"""The settings in the environment: tilekern's own, with what is not known of them, and others that change what runs."""
+"""The settings in the environment: tilekern's own, each checked, and those of others that change what runs."""
 
 from __future__ import annotations
 

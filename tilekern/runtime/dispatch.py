@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from tilekern.errors import CacheMiss, CannotRun, InputError, NoVariant, RanksDiffer, TilekernError
 from tilekern.locks import ForkLock
-from tilekern.requirements import unmet
+from tilekern.requirements import driver_release, unmet
 from tilekern.runtime.libraries import libraries_here, library_of, runnable
 from tilekern.runtime.plans import Counters, InterpretedPlan, LibraryPlan, Plan, plan_of
 from tilekern.runtime.provisional import Watch, is_settled, of_several_ranks
 from tilekern.spec import ALIGNED, GENERIC, Config, Implementation, KernelSpec, LibraryCall, Problem
-from tilekern.targets import INTERPRETED, Target, driver_version, here
+from tilekern.targets import INTERPRETED, Target, here
 from tilekern.warning import warn_once
 
 if TYPE_CHECKING:
@@ -565,7 +565,7 @@ def _compiler_and_driver() -> str:
     from tilekern.toolchain import toolkit
 
     tools = toolkit()
-    return f"compiler here: {tools.key if tools else 'none'}; driver: {driver_version() or 'none'}"
+    return f"compiler here: {tools.key if tools else 'none'}; driver: {driver_release() or 'none'}"
 
 
 def compile_default(spec: KernelSpec, problem: Problem, target: Target) -> bool:

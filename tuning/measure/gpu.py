@@ -6,28 +6,30 @@ import os
 from collections.abc import Callable
 
 from tilekern.errors import InputError
-from tilekern.targets import Target, driver_version, here
+from tilekern.requirements import driver_release, unmet
+from tilekern.targets import Target, here
 
 
 def check_gpu(target: Target) -> None:
     """Make sure that the GPU at hand is the sweep's target: ``measured`` is written for no other.
 
     Raises:
-        InputError: there is no GPU, or another one.
+        InputError: there is no GPU, or another one, or its driver cannot launch kernels.
     """
     at_hand = here()
     if at_hand is None:
         raise InputError("the measure stage needs a GPU and this machine has none; run it with --stages plan,compile")
     if at_hand.key != target.key:
         raise InputError(f"the sweep is for {target.key}, and the GPU here is {at_hand.key}; measure on the target")
+    if wrong := unmet():
+        raise InputError(wrong)
 
 
 def describe_gpu() -> dict[str, str]:
     """The GPU, its driver and torch, as records keep them beside a measurement."""
     import torch
 
-    driver = driver_version() or "unknown"
-    return {"gpu": torch.cuda.get_device_name(), "driver": driver, "torch": torch.__version__}
+    return {"gpu": torch.cuda.get_device_name(), "driver": driver_release() or "unknown", "torch": torch.__version__}
 
 
 def serve_any_size() -> None:
