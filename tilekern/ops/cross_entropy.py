@@ -18,10 +18,10 @@ from tilekern.ops.operation import operation
 from tilekern.ops.registration import (
     as_rows,
     by_autograd,
-    check_devices,
     check_ids,
     check_share,
     check_softcap,
+    check_tensors,
     fresh,
     shaped,
 )
@@ -184,7 +184,7 @@ def with_others(
 
 def _check(logits: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, *options: Any) -> None:
     check_ids("cross_entropy", "target", target, logits=logits)
-    check_devices("cross_entropy", logits=logits, target=target, weight=weight)
+    check_tensors("cross_entropy", "target", logits=logits, target=target, weight=weight)
     if weight is not None and weight.shape != logits.shape[-1:]:
         raise ValueError(f"cross_entropy: weight must have the shape [{logits.shape[-1]}], got {list(weight.shape)}")
 

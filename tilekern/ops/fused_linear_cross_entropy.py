@@ -22,11 +22,11 @@ from tilekern.ops.cross_entropy import CrossEntropyOutput, composed, weights_by_
 from tilekern.ops.labels import checked
 from tilekern.ops.registration import (
     by_autograd,
-    check_devices,
     check_head,
     check_ids,
     check_share,
     check_softcap,
+    check_tensors,
     disjoint,
     is_autocast,
     needs_gradient,
@@ -148,8 +148,14 @@ def _check(
         raise ValueError("fused_linear_cross_entropy: class_weight gets no gradient; detach it")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"fused_linear_cross_entropy: bias must be [{weight.shape[0]}], got {list(bias.shape)}")
-    check_devices(
-        "fused_linear_cross_entropy", hidden=hidden, weight=weight, target=target, class_weight=class_weight, bias=bias
+    check_tensors(
+        "fused_linear_cross_entropy",
+        "target",
+        hidden=hidden,
+        weight=weight,
+        target=target,
+        class_weight=class_weight,
+        bias=bias,
     )
 
 

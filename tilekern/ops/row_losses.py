@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from tilekern.kernels import scale as scaling
-from tilekern.ops.registration import as_rows, by_autograd, check_devices, fresh, needs_gradient
+from tilekern.ops.registration import as_rows, by_autograd, check_tensors, fresh, needs_gradient
 from tilekern.runtime.dispatch import Plan, plan_for
 from tilekern.spec import Array, KernelSpec
 
@@ -50,7 +50,7 @@ def slopes(
         return like.new_full(rows, 1 / (max(1, rows.numel()) * columns) if columns else 1.0, dtype=dtype)
     if labels.shape != rows:
         raise ValueError(f"{op}: shift_labels must have the shape {list(rows)}, got {list(labels.shape)}")
-    check_devices(op, **{"input": like, "shift_labels": labels})
+    check_tensors(op, "shift_labels", **{"input": like, "shift_labels": labels})
     counted = (labels != ignore_index).to(dtype)
     return counted / (counted.sum().clamp(min=1) * columns) if columns else counted
 
@@ -93,7 +93,7 @@ def parts(
             raise ValueError(f"{name}: {names[0]} and {names[1]} must have one shape, got {given}")
         if slope.shape != first.shape[:-1]:
             raise ValueError(f"{name}: slope must have the shape {list(first.shape[:-1])}, got {list(slope.shape)}")
-        check_devices(name, **{names[0]: first, names[1]: second, "slope": slope})
+        check_tensors(name, **{names[0]: first, names[1]: second, "slope": slope})
 
     def find(_: bool, first: torch.Tensor, second: torch.Tensor, slope: torch.Tensor, *scalars: Any) -> Plans | None:
         *own, with_gradient, _in_place = scalars
