@@ -121,6 +121,11 @@ def is_autocast(kind: str) -> bool:
     return kind != "meta" and torch.is_autocast_enabled(kind)
 
 
+def keeps_graph() -> bool:
+    """Whether the backward that runs was told to keep its graph, so that another may read what is saved."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
 def uncast(kind: str) -> contextlib.AbstractContextManager[Any]:
     """No autocast for a type of device: torch's operations in a kernel's place give the dtypes that it gives."""
     return torch.autocast(kind, enabled=False) if is_autocast(kind) else contextlib.nullcontext()
@@ -142,6 +147,13 @@ def differentiable_once(backward: Callable[..., tuple[torch.Tensor | None, ...]]
 
     @functools.wraps(backward)
     def refusing(ctx: Any, *slopes: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        if torch._C._is_any_autocast_enabled():
+            # Of whoever calls the backward: what the forward ran in is what its plans and its products are for.
+            with uncast(next(x.device.type for x in slopes if x is not None)):
+                return once(ctx, *slopes)
+        return once(ctx, *slopes)
+
+    def once(ctx: Any, *slopes: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         if not torch.is_grad_enabled():
             return backward(ctx, *slopes)
         saved = ctx.saved_tensors
