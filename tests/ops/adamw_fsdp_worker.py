@@ -1,4 +1,4 @@
-"""One of two processes that train a small network under FSDP2 on the CPU, against the same network in one piece.
+"""One of two processes that train small networks by FSDP2 and tensor parallelism on the CPU, against whole ones.
 
     python adamw_fsdp_worker.py MEET RANK COUNT
 
@@ -57,6 +57,25 @@ def compare(mesh, rank):
         assert other.to_local()._version >= STEPS
 
 
+def embedded(mesh, style):
+    """An embedding by tensor parallelism, whose gradient lies otherwise than its weight, against one in one piece."""
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    torch.manual_seed(1)
+    whole, shared = torch.nn.Embedding(13, 8), torch.nn.Embedding(13, 8)
+    shared.load_state_dict(whole.state_dict())
+    parallelize_module(shared, mesh, style)
+    ids, before = torch.tensor([[0, 3, 5, 12, 7]]), counters("adamw").fallbacks
+    found, expected = tilekern.AdamW(shared.parameters(), lr=1e-2), torch.optim.AdamW(whole.parameters(), lr=1e-2)
+    for _ in range(STEPS):
+        for model, optimizer in ((whole, expected), (shared, found)):
+            optimizer.zero_grad()
+            model(ids).square().mean().backward()
+            optimizer.step()
+    assert counters("adamw").fallbacks == before
+    torch.testing.assert_close(shared.weight.full_tensor(), whole.weight, rtol=1e-5, atol=1e-6)
+
+
 def main():
     """Train, or say why that is not possible."""
     meet, rank, count = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
@@ -64,6 +83,8 @@ def main():
     try:
         dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=count)
         from torch.distributed.fsdp import fully_shard
+        from torch.distributed.tensor import Replicate
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
         mesh = dist.init_device_mesh("cpu", (count,))
         fully_shard(torch.nn.Linear(4, 4), mesh=mesh)(torch.ones(1, 4)).sum().backward()
@@ -71,6 +92,8 @@ def main():
         print(f"this torch cannot run FSDP2 on the CPU: {str(error).splitlines()[0]}")  # noqa: T201
         sys.exit(77)
     compare(mesh, rank)
+    embedded(mesh, RowwiseParallel(input_layouts=Replicate()))
+    embedded(mesh, ColwiseParallel(output_layouts=Replicate()))
     dist.destroy_process_group()
 
 

@@ -185,9 +185,38 @@ def test_options_that_are_not_served_say_what_would_be_right(option):
     assert tilekern.AdamW([p], **{option: False}).param_groups[0][option] is False
 
 
+@pytest.mark.parametrize("option", ["amsgrad", "capturable", "differentiable", "foreach", "fused"])
+def test_options_that_are_set_later_are_refused_by_the_next_step(option):
+    """And nothing of any group is changed before."""
+    ours, others = parameters([(4,)]), parameters([(6,)])
+    give_gradients(0, ours)
+    give_gradients(0, others)
+    optimizer = tilekern.AdamW([{"params": ours}, {"params": others}])
+    before = ours[0].detach().clone()
+    optimizer.param_groups[1][option] = True
+    with pytest.raises(ValueError, match=rf"AdamW: {option}=True is not served: "):
+        optimizer.step()
+    assert torch.equal(ours[0], before)
+    optimizer.param_groups[1][option] = False
+    optimizer.step()
+    assert not torch.equal(ours[0], before)
+
+
+def test_maximize_may_be_set_later():
+    ours, others = parameters([(4,)]), parameters([(4,)])
+    one, other = tilekern.AdamW(ours), torch.optim.AdamW(others)
+    one.param_groups[0]["maximize"] = other.param_groups[0]["maximize"] = True
+    train(2, (one, ours), (other, others))
+    torch.testing.assert_close(ours[0], others[0])
+
+
 @pytest.mark.parametrize("name", ["lr", "betas"])
 def test_tensors_that_are_not_on_the_cpu_are_refused(name):
     away = torch.tensor(0.5, device="meta")
+    later = tilekern.AdamW(parameters([(4,)]))
+    later.param_groups[0][name] = away if name == "lr" else (away, away)
+    with pytest.raises(ValueError, match=rf"AdamW: {name} is a tensor on meta"):
+        later.step()
     with pytest.raises(ValueError, match=rf"AdamW: {name} is a tensor on meta, .* give a float or a tensor on the CPU"):
         tilekern.AdamW(parameters([(4,)]), **{name: away if name == "lr" else (away, away)})
 
@@ -241,7 +270,7 @@ def test_a_compiled_step_is_the_same_step():
 
 @pytest.mark.processes
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no distributed package")
-def test_fsdp2_on_two_processes_gives_the_parameters_of_one(tmp_path):
+def test_fsdp2_and_tensor_parallel_on_two_processes_give_the_parameters_of_one(tmp_path):
     worker = Path(__file__).parent / "adamw_fsdp_worker.py"
     ended = finish(start(tmp_path, worker, 2, TILEKERN_INTERPRET="1", GLOO_SOCKET_IFNAME="lo"))
     if any(code == 77 for _, _, code in ended):

@@ -232,6 +232,7 @@ SHAPES = {"x": (10, 24), "weight": (2, 5, 24), "offsets": (2,), "bias": (2, 5)}
 def test_bad_input_is_refused(changes, message):
     slots = changes.get("slots", 1)
     shapes = {name: shape for name, shape in (SHAPES | changes).items() if name != "slots"}
-    given_to = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    given_to = {name: torch.zeros(shape) for name, shape in shapes.items() if name not in ("offsets", "order")}
+    given_to |= {name: torch.arange(*shapes[name]) for name in ("offsets", "order") if name in shapes}
     with pytest.raises(ValueError, match=f"grouped_linear: {message}"):
         grouped_linear(**given_to, slots=slots)

@@ -119,6 +119,7 @@ class AdamW(torch.optim.AdamW):
         Raises:
             RuntimeError: a gradient is sparse, a CUDA graph is being captured, or somebody has set ``grad_scale`` or
                 ``found_inf``, which only torch's fused implementation reads.
+            ValueError: a group got an option that is not served, or a tensor on a GPU for ``lr`` or ``betas``.
         """
         self._check_step()
         loss = None
@@ -135,6 +136,8 @@ class AdamW(torch.optim.AdamW):
                 "AdamW.step cannot be captured in a CUDA graph, since the host computes its bias corrections; call it "
                 "after the graph's replay, or use torch.optim.AdamW(..., capturable=True)"
             )
+        for group in self.param_groups:
+            _check(group)
         if getattr(self, "grad_scale", None) is not None or getattr(self, "found_inf", None) is not None:
             raise RuntimeError("AdamW takes gradients that are unscaled: leave grad_scale and found_inf to GradScaler")
 
@@ -206,13 +209,22 @@ def _on_host(value: Any) -> Any:
 
 
 def _shards(tensors: Tensors) -> Tensors | None:
-    """This process's shards of DTensors that are sharded alike; None for anything else."""
+    """This process's shards of DTensors, a gradient's as the parameter is sharded; None for anything else.
+
+    The gradient of an embedding under tensor or context parallelism is a sum that is open over the ranks, or lies
+    otherwise than its weight. Torch's own step would bring it there at each of its operations.
+    """
     if not all(hasattr(x, "to_local") for x in tensors):
         return None
-    first = tensors[0]
-    if any(x.placements != first.placements or x.device_mesh != first.device_mesh for x in tensors):
+    param, grad, *moments = tensors
+    if any(x.placements != param.placements for x in moments) or any(
+        x.device_mesh != param.device_mesh for x in tensors
+    ):
         return None
-    parts = tuple(x.to_local() for x in tensors)
+    if grad.placements != param.placements:
+        grad = grad.redistribute(param.device_mesh, param.placements)
+    # What a collective gives may still be on its way.
+    parts = tuple(x.wait() if hasattr(x, "wait") else x for x in (x.to_local() for x in (param, grad, *moments)))
     return parts if _PLAIN.issuperset(map(type, parts)) else None
 
 

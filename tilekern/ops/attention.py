@@ -16,7 +16,7 @@ from tilekern.kernels.attention.gradients import SPEC as _BACKWARD
 from tilekern.kernels.common.placeholders import placeholder
 from tilekern.ops.operation import operation
 from tilekern.ops.packing import check_starts, longest
-from tilekern.ops.registration import check_devices, check_softcap, disjoint, fresh
+from tilekern.ops.registration import check_softcap, check_tensors, disjoint, fresh
 from tilekern.runtime.dispatch import Plan, plan_for
 from tilekern.spec import Array, KernelSpec
 from tilekern.warning import warn_once
@@ -117,11 +117,13 @@ def _check(
         raise ValueError(f"attention: q, k and v must be [batch, tokens, heads, head_dim], {shapes}")
     if not q.shape[3]:
         raise ValueError(f"attention: head_dim must be at least 1, {shapes}")
-    if q.shape[0] != k.shape[0] or q.shape[2] % max(1, k.shape[2]):
-        raise ValueError(f"attention: one batch, and heads a multiple of the key heads, {shapes}")
+    if q.shape[0] != k.shape[0]:
+        raise ValueError(f"attention: q, k and v must be of one batch, {shapes}")
+    if q.shape[2] % k.shape[2] if k.shape[2] else q.shape[2]:
+        raise ValueError(f"attention: {q.shape[2]} heads must be a multiple of the {k.shape[2]} key heads, {shapes}")
     if sinks is not None and sinks.shape != q.shape[2:3]:
         raise ValueError(f"attention: sinks must have the shape [{q.shape[2]}], got {list(sinks.shape)}")
-    check_devices("attention", q=q, k=k, v=v, sinks=sinks, cu_seqlens=cu_seqlens)
+    check_tensors("attention", "cu_seqlens", q=q, k=k, v=v, sinks=sinks, cu_seqlens=cu_seqlens)
     if cu_seqlens is not None and (q.shape[0] != 1 or q.shape[1] != k.shape[1]):
         raise ValueError(f"attention: packed sequences need a batch of one and as many queries as keys, {shapes}")
 

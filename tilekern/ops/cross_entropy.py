@@ -18,11 +18,12 @@ from tilekern.ops.operation import operation
 from tilekern.ops.registration import (
     as_rows,
     by_autograd,
-    check_devices,
     check_ids,
     check_share,
     check_softcap,
+    check_tensors,
     fresh,
+    keeps_graph,
     shaped,
 )
 from tilekern.runtime.dispatch import Plan, plan_for
@@ -105,7 +106,8 @@ def cross_entropy(
         z_loss: adds ``z_loss * lse ** 2`` to each row that counts, where lse is the log of the sum of exponentials.
         in_place: let the backward write the gradient over the logits, for where nothing needs them after it, as when a
             matrix product has made them. Autograd notices a later use that it knows of. Leaves keep their memory, and
-            ``torch.compile`` plans memory by itself, and it is not done where something is returned beside the loss.
+            ``torch.compile`` plans memory by itself, and it is not done where something is returned beside the loss or
+            the graph is kept for another backward.
         return_z_loss, return_token_accuracy, return_predicted_tokens: give these beside the loss. The last two read the
             logits once more.
         z_loss_by_rows: with class weights and the reduction ``mean``, divide the z-loss by the number of rows that
@@ -184,7 +186,7 @@ def with_others(
 
 def _check(logits: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, *options: Any) -> None:
     check_ids("cross_entropy", "target", target, logits=logits)
-    check_devices("cross_entropy", logits=logits, target=target, weight=weight)
+    check_tensors("cross_entropy", "target", logits=logits, target=target, weight=weight)
     if weight is not None and weight.shape != logits.shape[-1:]:
         raise ValueError(f"cross_entropy: weight must have the shape [{logits.shape[-1]}], got {list(weight.shape)}")
 
@@ -262,12 +264,13 @@ def _launch_backward(
 ) -> torch.Tensor:  # fmt: skip
     options, rows = _Options(*rest), as_rows(logits)
     owned = rows.data_ptr() != logits.data_ptr()
-    dlogits = rows if owned or options.in_place else fresh(rows)
+    in_place = options.in_place and not owned and not keeps_graph()
+    dlogits = rows if owned or in_place else fresh(rows)
     slope = dloss.float().reshape(-1)
     scale = (slope / count if options.reduction == "mean" else slope).expand(labels.numel()).contiguous()
     labels, given = labels.contiguous().view(-1), options.given(logits.device)
     plans[1].launch(logits.get_device(), rows, labels, lse.contiguous(), scale, *given, dlogits)
-    if options.in_place and not owned:
+    if in_place:
         torch.autograd.graph.increment_version(logits)
         return logits.detach()
     return shaped(dlogits, *logits.shape)

@@ -11,7 +11,7 @@ import torch
 from tilekern.kernels.common.placeholders import placeholder
 from tilekern.kernels.dyt import BACKWARD, FORWARD, SUMS, groups_of, stripes_of
 from tilekern.ops.operation import operation
-from tilekern.ops.registration import as_rows, check_devices, fresh
+from tilekern.ops.registration import as_rows, check_tensors, fresh
 from tilekern.runtime.dispatch import Plan, plan_for
 
 Plans = tuple[Plan, Plan | None, Plan | None]
@@ -26,7 +26,7 @@ def _check(x: torch.Tensor, alpha: torch.Tensor, gamma: torch.Tensor, beta: torc
     for name, weight in (("gamma", gamma), ("beta", beta)):
         if weight is not None and weight.shape != x.shape[-1:]:
             raise ValueError(f"dyt: {name} must have the shape [{x.shape[-1]}], got {list(weight.shape)}")
-    check_devices("dyt", x=x, alpha=alpha, gamma=gamma, beta=beta)
+    check_tensors("dyt", x=x, alpha=alpha, gamma=gamma, beta=beta)
 
 
 def _find(

@@ -17,9 +17,9 @@ import torch
 
 from tilekern.kernels.common.placeholders import placeholder
 from tilekern.kernels.experts import combine, gate, gather, route
-from tilekern.ops.grouped_linear import SumPlans, grouped_linear, grouped_outer, plans_of_sum, stored, summed
+from tilekern.ops.grouped_linear import SumPlans, by_experts, grouped_outer, plans_of_sum, stored, summed
 from tilekern.ops.operation import operation
-from tilekern.ops.registration import check_devices, is_autocast
+from tilekern.ops.registration import check_dtype, check_tensors, is_autocast
 from tilekern.ops.route import Routing, launched, plans_of
 from tilekern.runtime.dispatch import Plan, plan_for
 from tilekern.spec import Array
@@ -140,6 +140,7 @@ def experts(
         # Kernels know both or none.
         gate_up_bias = gate_up.new_zeros(gate_up.shape[:2]) if gate_up_bias is None else gate_up_bias
         down_bias = down.new_zeros(down.shape[:2]) if down_bias is None else down_bias
+    check_dtype("experts", "x", x)
     dtype, given = x.dtype, (x, gate_up, down, gate_up_bias, down_bias)
     if is_autocast(x.device.type):
         # As torch's products: what goes into one is cast.
@@ -176,8 +177,8 @@ def _check(
         raise ValueError(f"experts: activation must be one of {', '.join(ACTIVATIONS)}, got {how.activation!r}")
     if how.limit is not None and not how.limit > 0:
         raise ValueError(f"experts: limit must be positive, or None for no limit, got {how.limit}")
-    check_devices(
-        "experts", x=x, ids=ids, weights=weights, gate_up=gate_up, down=down, gate_up_bias=gate_up_bias,
+    check_tensors(
+        "experts", "ids", x=x, ids=ids, weights=weights, gate_up=gate_up, down=down, gate_up_bias=gate_up_bias,
         down_bias=down_bias,
     )  # fmt: skip
 
@@ -237,10 +238,10 @@ def _launch(
     routing = launched(plans.route, ids, number)
     first, second = _seen(gate_up, down, how)
     # Rows of no expert are not written, and nothing reads them.
-    pre = grouped_linear(x, first, routing.offsets, None, routing.order, ids.shape[1], partial=False)
+    pre = by_experts(x, first, routing.offsets, None, routing.order, ids.shape[1], partial=False)
     y = pre.new_empty(pre.shape[0], pre.shape[1] // 2)
     plans.gate.launch(x.get_device(), pre, _bias(gate_up_bias, x), routing.experts, number, *how.numbers, y)
-    rows = grouped_linear(y, second, routing.offsets, partial=False)
+    rows = by_experts(y, second, routing.offsets, partial=False)
     del y
     return _combined(plans.combine, rows, routing, weights, down_bias, number), pre, *routing
 
@@ -293,7 +294,7 @@ def _launch_backward(
     assert plans.gather is not None
     assert plans.gate_backward is not None
     slopes, shares = _gathered(plans.gather, dout, routing, down_bias)
-    dy = grouped_linear(slopes, second.mT, offsets, partial=False)
+    dy = by_experts(slopes, second.mT, offsets, partial=False)
     dpre, dweights = torch.empty_like(pre), torch.empty(weights.numel(), dtype=torch.float32, device=x.device)
     y = torch.empty_like(dy) if plans.remade else placeholder(2, x.dtype, x.device)
     factors = weights.contiguous().view(-1)
@@ -313,7 +314,7 @@ def _launch_backward(
     if needs.gate_up:
         dgate_up = grouped_outer(dpre, x, offsets, order, ids.shape[1], inner_first=how.up_turned)
     if plans.add_up:
-        drows = grouped_linear(dpre, first.mT, offsets, partial=False)
+        drows = by_experts(dpre, first.mT, offsets, partial=False)
         dx = _combined(plans.add_up, drows, routing, None, None, number)
     made = dweights.view(weights.shape).to(weights.dtype) if needs.weights else None
     return dx, made, dgate_up, ddown, dgate_up_bias, ddown_bias
@@ -347,9 +348,9 @@ def _formula(
     wide = torch.promote_types(x.dtype, torch.float32)
     # The products write no rows of no expert, and read none.
     rows = x[order.long() // max(1, choices)].where(counts, 0.0)
-    pre = grouped_linear(rows, first, offsets, partial=False).where(counts, 0.0).to(wide)
+    pre = by_experts(rows, first, offsets, partial=False).where(counts, 0.0).to(wide)
     y = gate.value_of(pre, gate_up_bias, chosen, *how.numbers, *how.flags, gate_up_bias is not None)
-    out = grouped_linear(y.to(x.dtype), second, offsets, partial=False).where(counts, 0.0).to(wide)
+    out = by_experts(y.to(x.dtype), second, offsets, partial=False).where(counts, 0.0).to(wide)
     if down_bias is not None:
         out = out + down_bias[chosen.long().clamp(max=number - 1)].to(wide).where(counts, 0.0)
     places = ranks.long()

@@ -11,6 +11,7 @@ runs is a composite, whose parts look their plans up themselves.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from typing import Any
 
 import torch
@@ -22,11 +23,11 @@ from tilekern.ops.cross_entropy import CrossEntropyOutput, composed, weights_by_
 from tilekern.ops.labels import checked
 from tilekern.ops.registration import (
     by_autograd,
-    check_devices,
     check_head,
     check_ids,
     check_share,
     check_softcap,
+    check_tensors,
     disjoint,
     is_autocast,
     needs_gradient,
@@ -149,8 +150,14 @@ def _check(
         raise ValueError("fused_linear_cross_entropy: class_weight gets no gradient; detach it")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"fused_linear_cross_entropy: bias must be [{weight.shape[0]}], got {list(bias.shape)}")
-    check_devices(
-        "fused_linear_cross_entropy", hidden=hidden, weight=weight, target=target, class_weight=class_weight, bias=bias
+    check_tensors(
+        "fused_linear_cross_entropy",
+        "target",
+        hidden=hidden,
+        weight=weight,
+        target=target,
+        class_weight=class_weight,
+        bias=bias,
     )
 
 
@@ -205,18 +212,25 @@ def _loss(
     if not _is_graded(rows, weight, options):
         return _losses(plan, rows, weight, target, options)
     sources = [rows, weight] if options.bias is None else [rows, weight, options.bias]
+    # All that a backward may read again is among these, for autograd to notice what changes in between.
+    weighting = [] if options.class_weight is None else [options.class_weight]
+    tensors = *sources, *weighting, target
+
+    def known(given: tuple[torch.Tensor, ...]) -> LossOptions:
+        return dataclasses.replace(options, class_weight=given[-2]) if weighting else options
+
     if factor is None or rows.dtype == torch.float16:
         return made_ahead.rows(
-            lambda *given: _losses(plan, given[0], given[1], given[-1], options),
-            lambda slope, *given: _made(plan, slope, given, options)[1], len(sources), *sources, target,
+            lambda *given: _losses(plan, given[0], given[1], given[-1], known(given)),
+            lambda slope, *given: _made(plan, slope, given, known(given))[1], len(sources), *tensors,
         )  # fmt: skip
     scale = factor.expand(target.shape).contiguous()
 
     def total(*given: torch.Tensor) -> tuple[torch.Tensor, made_ahead.Gradients]:
-        loss, gradients = _made(plan, scale, given, options)
+        loss, gradients = _made(plan, scale, given, known(given))
         return (loss * scale).sum(), gradients
 
-    return made_ahead.total(total, len(sources), *sources, target)
+    return made_ahead.total(total, len(sources), *tensors)
 
 
 def _composed(rows: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, options: LossOptions) -> torch.Tensor:

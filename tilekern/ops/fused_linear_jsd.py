@@ -19,10 +19,10 @@ from tilekern.composites.fused_linear_jsd import Options
 from tilekern.ops import made_ahead, row_losses
 from tilekern.ops.jsd import terms
 from tilekern.ops.registration import (
-    check_devices,
     check_head,
     check_share,
     check_temperature,
+    check_tensors,
     disjoint,
     is_autocast,
     needs_gradient,
@@ -100,7 +100,7 @@ def _check(given: dict[str, torch.Tensor], labels: torch.Tensor | None) -> None:
             f"fused_linear_jsd: shift_labels must be {list(student.shape[:-1])} like the rows of student_input, got "
             f"{list(labels.shape)}"
         )
-    check_devices("fused_linear_jsd", **given, shift_labels=labels)
+    check_tensors("fused_linear_jsd", "shift_labels", **given, shift_labels=labels)
 
 
 def _check_options(beta: float, temperature: float, accum_dtype: torch.dtype | None) -> None:

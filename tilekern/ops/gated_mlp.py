@@ -15,7 +15,7 @@ import torch
 
 from tilekern.kernels import swiglu as kernels
 from tilekern.ops.projections import input_gradient
-from tilekern.ops.registration import check_devices, differentiable_once, is_eager, needs_gradient, shaped
+from tilekern.ops.registration import check_tensors, differentiable_once, is_eager, needs_gradient, shaped
 from tilekern.ops.swiglu import swiglu
 from tilekern.runtime.dispatch import Plan, keep, memo, plan_for
 
@@ -61,7 +61,7 @@ def _found(
                 "gated_mlp: gate_weight and up_weight must have one shape, got "
                 f"{list(gate_weight.shape)} and {list(up_weight.shape)}"
             ) from None
-        check_devices("gated_mlp", x=x, gate_weight=gate_weight, up_weight=up_weight, down_weight=down_weight)
+        check_tensors("gated_mlp", x=x, gate_weight=gate_weight, up_weight=up_weight, down_weight=down_weight)
         found = _find(x, gate_weight)
         return keep(_plans, key, found) if x.is_cuda else found
 

@@ -15,7 +15,7 @@ from tilekern.kernels import column_sum
 from tilekern.kernels.group_norm import BACKWARD, FORWARD
 from tilekern.ops.dtensors import by_shards, is_dtensor
 from tilekern.ops.operation import operation
-from tilekern.ops.registration import check_devices, fresh
+from tilekern.ops.registration import check_tensors, fresh
 from tilekern.runtime.dispatch import Plan, plan_for
 from tilekern.spec import Array
 
@@ -61,7 +61,7 @@ def _check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, num_groups
     for name, given in (("weight", weight), ("bias", bias)):
         if given.shape != (channels,):
             raise ValueError(f"group_norm_groups: {name} must have the shape [{channels}], got {list(given.shape)}")
-    check_devices("group_norm_groups", x=x, weight=weight, bias=bias)
+    check_tensors("group_norm_groups", x=x, weight=weight, bias=bias)
 
 
 def _find(

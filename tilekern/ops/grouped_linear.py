@@ -16,7 +16,7 @@ from tilekern.kernels.grouped import product, sums, weight_gradient
 from tilekern.kernels.matmul.product import MOST_ELEMENTS
 from tilekern.ops.linear import run_product
 from tilekern.ops.operation import operation
-from tilekern.ops.registration import as_rows, by_autograd, is_autocast, readable
+from tilekern.ops.registration import as_rows, by_autograd, check_dtype, check_tensors, is_autocast, readable
 from tilekern.runtime.dispatch import Plan, count_fallback, plan_for
 from tilekern.spec import Array
 
@@ -61,8 +61,41 @@ def grouped_linear(
         [rows, out_features], contiguous.
 
     Raises:
-        ValueError: shapes or devices do not fit.
+        ValueError: shapes, dtypes or devices do not fit, or on the CPU ``offsets`` leave the rows or fall, or ``order``
+            is no permutation.
+        RuntimeError: on a GPU offsets are so, or a number of ``order`` is out of range: an assertion there, as torch's
+            for indices.
     """
+    if not torch.compiler.is_compiling() or offsets.is_cuda:
+        _check_numbers(x, offsets, order)
+    return by_experts(x, weight, offsets, bias, order, slots, partial=partial)
+
+
+def _check_numbers(x: torch.Tensor, offsets: torch.Tensor, order: torch.Tensor | None) -> None:
+    """Refuse numbers by which a kernel would leave its arrays, with no wait for a GPU."""
+    check_dtype("grouped_linear", "offsets", offsets, whole=True)
+    if order is not None:
+        check_dtype("grouped_linear", "order", order, whole=True)
+    rows = (x if order is None else order).shape[:1].numel()
+    within = f"grouped_linear: offsets must be from 0 to {rows}, the number of rows, and never fall"
+    permuted = f"grouped_linear: order must be a permutation of the numbers from 0 to {rows - 1}"
+    if offsets.is_cuda:
+        torch._assert_async((offsets.clamp(0, rows).cummax(0).values == offsets).all(), within)
+        if order is not None:
+            torch._assert_async(((order >= 0) & (order < rows)).all(), permuted)
+    elif type(offsets) is torch.Tensor and offsets.device.type == "cpu":
+        ends = offsets.flatten().tolist()
+        if any(end > following for end, following in itertools.pairwise([0, *ends, rows])):
+            raise ValueError(f"{within}, got {str(ends)[:200]}")
+        if order is not None and order.device.type == "cpu" and sorted(order.flatten().tolist()) != list(range(rows)):
+            raise ValueError(f"{permuted}, got {str(order.tolist())[:200]}")
+
+
+def by_experts(
+    x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, bias: torch.Tensor | None = None,
+    order: torch.Tensor | None = None, slots: int = 1, *, partial: bool = True,
+) -> torch.Tensor:  # fmt: skip
+    """:func:`grouped_linear` of offsets and an order that a kernel of ours has made, whose numbers nobody looks at."""
     weight, inner_first = stored(weight)
     offsets, order = offsets.int(), None if order is None else order.int()
     if is_autocast(x.device.type):
@@ -100,9 +133,7 @@ def _check(
         raise ValueError(
             f"grouped_linear: order must have the shape [{x.shape[0]} tokens * {slots} slots], got {list(order.shape)}"
         )
-    for name, other in (("weight", weight), ("bias", bias), ("offsets", offsets), ("order", order)):
-        if other is not None and other.device != x.device:
-            raise ValueError(f"grouped_linear: {name} is on {other.device}, and must be on {x.device} as x is")
+    check_tensors("grouped_linear", "offsets", "order", x=x, weight=weight, bias=bias, offsets=offsets, order=order)
 
 
 def _columns(weight: torch.Tensor, *, inner_first: bool) -> int:

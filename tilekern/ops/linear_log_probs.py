@@ -17,11 +17,11 @@ from tilekern.kernels import log_probs
 from tilekern.ops.labels import checked, refuse_outside
 from tilekern.ops.operation import operation
 from tilekern.ops.registration import (
-    check_devices,
     check_head,
     check_ids,
     check_softcap,
     check_temperature,
+    check_tensors,
     disjoint,
     fresh,
     is_autocast,
@@ -107,7 +107,7 @@ def _check(hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, bias: 
     check_ids("linear_log_probs", "ids", ids, hidden=hidden)
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"linear_log_probs: bias must be [{weight.shape[0]}], got {list(bias.shape)}")
-    check_devices("linear_log_probs", hidden=hidden, weight=weight, ids=ids, bias=bias)
+    check_tensors("linear_log_probs", "ids", hidden=hidden, weight=weight, ids=ids, bias=bias)
 
 
 def _find(

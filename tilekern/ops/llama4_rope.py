@@ -6,7 +6,7 @@ import torch
 
 from tilekern.kernels.llama4_rope import INVERSE, SPEC
 from tilekern.ops.operation import operation
-from tilekern.ops.registration import check_devices
+from tilekern.ops.registration import check_tensors
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -48,7 +48,7 @@ def _check(q: torch.Tensor, k: torch.Tensor, angles: torch.Tensor) -> None:
             f"llama4_rope_pairs: angles {list(angles.shape)} must be two for each pair, [1 or {batch}, {tokens}, "
             f"{size}], with an even head size"
         )
-    check_devices("llama4_rope_pairs", q=q, k=k, angles=angles)
+    check_tensors("llama4_rope_pairs", q=q, k=k, angles=angles)
 
 
 def _turned(q: torch.Tensor, k: torch.Tensor, angles: torch.Tensor) -> Pair:

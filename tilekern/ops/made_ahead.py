@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from tilekern.kernels import scale as scaling
-from tilekern.ops.registration import first_order
+from tilekern.ops.registration import first_order, uncast
 from tilekern.runtime.dispatch import count_fallback, plan_for
 
 Gradients = tuple[torch.Tensor | None, ...]
@@ -52,7 +52,7 @@ class _Rows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dloss: torch.Tensor) -> tuple[Any, ...]:
         tensors = ctx.saved_tensors
-        with torch.no_grad():
+        with torch.no_grad(), uncast(dloss.device.type):
             made = ctx.gradients(dloss.float().contiguous(), *tensors)
         return None, None, None, *_given_back(made, ctx.graded, tensors)
 
@@ -60,18 +60,21 @@ class _Rows(torch.autograd.Function):
 class _Total(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, make: MakeTotal, graded: int, *tensors: torch.Tensor) -> torch.Tensor:
-        loss, ctx.made = make(*tensors)
-        ctx.save_for_backward(*tensors)
-        ctx.make, ctx.graded = make, graded
+        loss, made = make(*tensors)
+        # Saved like the tensors, so that hooks on what is saved (offloading, checkpoints) have the gradients too.
+        ctx.save_for_backward(*tensors, *made)
+        ctx.make, ctx.graded, ctx.count, ctx.taken = make, graded, len(tensors), False
         return loss
 
     @staticmethod
     def backward(ctx: Any, dloss: torch.Tensor) -> tuple[Any, ...]:
-        tensors = ctx.saved_tensors
+        saved = ctx.saved_tensors
+        tensors, made = saved[: ctx.count], saved[ctx.count :]
         # Whoever asks a second time (retain_graph) gets gradients of its own: the first ones belong to their taker.
-        made, ctx.made = ctx.made, None
-        with torch.no_grad():
-            made = ctx.make(*tensors)[1] if made is None else made
+        is_taken, ctx.taken = ctx.taken, True
+        with torch.no_grad(), uncast(dloss.device.type):
+            # With a version of its own, so that its taker may change it and the rest of what is saved still serves.
+            made = ctx.make(*tensors)[1] if is_taken else tuple(None if x is None else x.data for x in made)
             factor = dloss.float().reshape(1)
             made = tuple(None if x is None else _scaled(x, factor) for x in made)
         return None, None, *_given_back(made, ctx.graded, tensors)

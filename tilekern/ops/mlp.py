@@ -20,7 +20,7 @@ from tilekern.kernels import activation as kernels
 from tilekern.kernels import column_sum
 from tilekern.kernels.dyt import groups_of
 from tilekern.ops.activation import Curve, activation, curve_of
-from tilekern.ops.registration import check_devices, differentiable_once, is_eager, needs_gradient, shaped
+from tilekern.ops.registration import check_tensors, differentiable_once, is_eager, needs_gradient, shaped
 from tilekern.runtime.dispatch import Plan, keep, memo, plan_for
 
 
@@ -78,7 +78,7 @@ def _found(
     try:
         return _plans[key]
     except KeyError:
-        check_devices("mlp", x=x, up_weight=up_weight, up_bias=up_bias, down_weight=down_weight, down_bias=down_bias)
+        check_tensors("mlp", x=x, up_weight=up_weight, up_bias=up_bias, down_weight=down_weight, down_bias=down_bias)
         found = _find(x, up_weight.shape[0], curve, remade=remade)
         return keep(_plans, key, found) if x.is_cuda else found
 

@@ -119,7 +119,7 @@ def names_of(op: Declaration) -> dict[str, Any]:
         "is_dtensor": is_dtensor,
     }  # fmt: skip
     for helper in (
-        registration.Rows, registration.as_rows, registration.by_autograd, registration.check_devices,
+        registration.Rows, registration.as_rows, registration.by_autograd, registration.check_tensors,
         registration.constant_row, registration.differentiable_once, registration.fresh, registration.other,
         placeholder, registration.promoted, registration.readable, registration.uncast,
         registration.viewed,

@@ -13,7 +13,7 @@ import torch
 from tilekern.kernels import column_sum
 from tilekern.kernels.poly_norm import BACKWARD, FORWARD
 from tilekern.ops.operation import operation
-from tilekern.ops.registration import as_rows, check_devices, fresh
+from tilekern.ops.registration import as_rows, check_tensors, fresh
 from tilekern.runtime.dispatch import Plan, plan_for
 from tilekern.spec import Array
 
@@ -29,7 +29,7 @@ def _check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, *_: Any) -
         raise ValueError(f"poly_norm: weight must have the shape [3], got {list(weight.shape)}")
     if bias.shape not in ((), (1,)):
         raise ValueError(f"poly_norm: bias must be one number, of the shape [] or [1], got {list(bias.shape)}")
-    check_devices("poly_norm", x=x, weight=weight, bias=bias)
+    check_tensors("poly_norm", x=x, weight=weight, bias=bias)
 
 
 def _find(graded: bool, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, *_: Any) -> Plans | None:

@@ -10,7 +10,7 @@ from tilekern.kernels.qk_norm_rope_general import SPEC as GENERAL_FORWARD
 from tilekern.kernels.qk_norm_rope_general_backward import SPEC as GENERAL_BACKWARD
 from tilekern.ops.angles import check_angles
 from tilekern.ops.operation import operation
-from tilekern.ops.registration import check_devices, constant_row, promoted
+from tilekern.ops.registration import check_tensors, constant_row, promoted
 from tilekern.ops.rms_norm import CASTING_MODES
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -110,7 +110,7 @@ def _refuse(
     if q_weight.shape != (size,) or k_weight.shape != (size,):
         raise ValueError(f"{op}: q_weight {list(q_weight.shape)} and k_weight {list(k_weight.shape)} must be [{size}]")
     check_angles(op, cos, sin, q.shape[0], q.shape[1], rotary_dim)
-    check_devices(op, q=q, k=k, q_weight=q_weight, k_weight=k_weight, cos=cos, sin=sin)
+    check_tensors(op, q=q, k=k, q_weight=q_weight, k_weight=k_weight, cos=cos, sin=sin)
 
 
 @operation(FORWARD, BACKWARD, name="qk_norm_rope", sums=("q_weight", "k_weight"), ungraded=("cos", "sin"), check=_check)

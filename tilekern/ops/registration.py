@@ -58,6 +58,24 @@ def check_devices(op: str, **tensors: torch.Tensor | None) -> None:
             raise ValueError(f"{op}: {name} is on {tensor.device}, and must be on {device} as {next(iter(tensors))} is")
 
 
+def check_tensors(op: str, *whole: str, **tensors: torch.Tensor | None) -> None:
+    """Refuse tensors on several devices, or not of a floating dtype (of an integer one: those named ``whole``)."""
+    check_devices(op, **tensors)
+    for name, tensor in tensors.items():
+        if tensor is not None:
+            check_dtype(op, name, tensor, whole=name in whole)
+
+
+def check_dtype(op: str, name: str, x: torch.Tensor, *, whole: bool = False) -> None:
+    """Refuse a tensor that is not of a floating dtype, or, where it holds ``whole`` numbers, of an integer one."""
+    dtype = x.dtype
+    is_right = (
+        not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool) if whole else dtype.is_floating_point
+    )
+    if not is_right:
+        raise ValueError(f"{op}: {name} must be of {'an integer' if whole else 'a floating'} dtype, got {dtype}")
+
+
 def check_softcap(op: str, softcap: float | None) -> None:
     """Refuse a cap that kernels cannot divide by."""
     if softcap is not None and not _LEAST <= softcap <= _MOST:
@@ -95,13 +113,17 @@ def check_ids(op: str, name: str, ids: torch.Tensor, **given: torch.Tensor) -> N
         raise ValueError(
             f"{op}: {name} must be {list(values.shape[:-1])} as the rows of {rows} are, got {list(ids.shape)}"
         )
-    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-        raise ValueError(f"{op}: {name} must be of an integer dtype, got {ids.dtype}")
+    check_dtype(op, name, ids, whole=True)
 
 
 def is_autocast(kind: str) -> bool:
     """Whether autocast is on for a type of device; torch raises where it is asked that of ``meta``."""
     return kind != "meta" and torch.is_autocast_enabled(kind)
+
+
+def keeps_graph() -> bool:
+    """Whether the backward that runs was told to keep its graph, so that another may read what is saved."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
 def uncast(kind: str) -> contextlib.AbstractContextManager[Any]:
@@ -125,6 +147,13 @@ def differentiable_once(backward: Callable[..., tuple[torch.Tensor | None, ...]]
 
     @functools.wraps(backward)
     def refusing(ctx: Any, *slopes: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        if torch._C._is_any_autocast_enabled():
+            # Of whoever calls the backward: what the forward ran in is what its plans and its products are for.
+            with uncast(next(x.device.type for x in slopes if x is not None)):
+                return once(ctx, *slopes)
+        return once(ctx, *slopes)
+
+    def once(ctx: Any, *slopes: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         if not torch.is_grad_enabled():
             return backward(ctx, *slopes)
         saved = ctx.saved_tensors

@@ -10,7 +10,7 @@ from tilekern.kernels import llama4_rope as pairs
 from tilekern.kernels.rope import INVERSE, SPEC
 from tilekern.ops.angles import check_angles
 from tilekern.ops.operation import operation
-from tilekern.ops.registration import check_devices, readable
+from tilekern.ops.registration import check_tensors, readable
 from tilekern.runtime.dispatch import Plan, plan_for
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -86,7 +86,7 @@ def refuse(op: str, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: to
     check_angles(op, cos, sin, q.shape[0], q.shape[2], size)
     if cos.dtype != sin.dtype:
         raise ValueError(f"{op}: cos and sin must have one shape and dtype, got {cos.dtype} and {sin.dtype}")
-    check_devices(op, q=q, k=k, cos=cos, sin=sin)
+    check_tensors(op, q=q, k=k, cos=cos, sin=sin)
 
 
 def _turned(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Pair:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from tilekern.kernels.experts import route as kernels
+from tilekern.ops.registration import check_dtype
 from tilekern.runtime.dispatch import Plan, count_fallback, plan_for
 
 
@@ -38,12 +39,13 @@ def route(ids: torch.Tensor, experts: int) -> Routing:
         experts: how many there are.
 
     Raises:
-        ValueError: ``ids`` has another shape, or there are no experts.
+        ValueError: ``ids`` has another shape or is not of an integer dtype, or there are no experts.
     """
     if ids.dim() != 2 or experts < 1:
         raise ValueError(
             f"route: ids must be [tokens, choices] of at least one expert, got {list(ids.shape)} and {experts}"
         )
+    check_dtype("route", "ids", ids, whole=True)
     plans = None if torch.compiler.is_compiling() else plans_of(ids, experts)
     if plans is not None:
         return launched(plans, ids, experts)

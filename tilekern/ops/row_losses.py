@@ -2,7 +2,7 @@
 
 The gradient is made for a slope of 1 and kept for one backward, which multiplies it in place by the slope that comes;
 where that is 1, nothing is read or written (:mod:`tilekern.kernels.scale`). Under ``torch.compile``, whose graphs
-nothing may change in place, the backward multiplies a copy.
+nothing may change in place, and where the graph is kept for another backward, it multiplies a copy.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from tilekern.kernels import scale as scaling
-from tilekern.ops.registration import as_rows, by_autograd, check_devices, fresh, needs_gradient
+from tilekern.ops.registration import as_rows, by_autograd, check_tensors, fresh, keeps_graph, needs_gradient
 from tilekern.runtime.dispatch import Plan, plan_for
 from tilekern.spec import Array, KernelSpec
 
@@ -50,7 +50,7 @@ def slopes(
         return like.new_full(rows, 1 / (max(1, rows.numel()) * columns) if columns else 1.0, dtype=dtype)
     if labels.shape != rows:
         raise ValueError(f"{op}: shift_labels must have the shape {list(rows)}, got {list(labels.shape)}")
-    check_devices(op, **{"input": like, "shift_labels": labels})
+    check_tensors(op, "shift_labels", **{"input": like, "shift_labels": labels})
     counted = (labels != ignore_index).to(dtype)
     return counted / (counted.sum().clamp(min=1) * columns) if columns else counted
 
@@ -93,7 +93,7 @@ def parts(
             raise ValueError(f"{name}: {names[0]} and {names[1]} must have one shape, got {given}")
         if slope.shape != first.shape[:-1]:
             raise ValueError(f"{name}: slope must have the shape {list(first.shape[:-1])}, got {list(slope.shape)}")
-        check_devices(name, **{names[0]: first, names[1]: second, "slope": slope})
+        check_tensors(name, **{names[0]: first, names[1]: second, "slope": slope})
 
     def find(_: bool, first: torch.Tensor, second: torch.Tensor, slope: torch.Tensor, *scalars: Any) -> Plans | None:
         *own, with_gradient, _in_place = scalars
@@ -122,12 +122,10 @@ def parts(
         plans: tuple[Plan, Plan], _: tuple[bool, ...], dloss: torch.Tensor, gradient: torch.Tensor,
         slope: torch.Tensor, *scalars: Any,
     ) -> torch.Tensor:  # fmt: skip
-        in_place = scalars[-1]
+        in_place = scalars[-1] and not keeps_graph()
         made = gradient if in_place else gradient.clone(memory_format=torch.contiguous_format)
         rows = as_rows(made)
         plans[1].launch(gradient.get_device(), rows, dloss.float().reshape(1), rows)
-        if in_place:
-            torch.autograd.graph.increment_version(gradient)  # so that a second backward is refused
         return made
 
     def fake(

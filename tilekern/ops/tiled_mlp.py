@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from tilekern.ops.registration import check_devices
+from tilekern.ops.registration import check_tensors
 
 
 def tiled(
@@ -56,7 +56,7 @@ def gated(
             f"{op}: gate_weight and up_weight must have one shape, got {list(gate_weight.shape)} and "
             f"{list(up_weight.shape)}"
         )
-    check_devices(op, x=x, gate_weight=gate_weight, up_weight=up_weight, down_weight=down_weight)
+    check_tensors(op, x=x, gate_weight=gate_weight, up_weight=up_weight, down_weight=down_weight)
     linear = torch.nn.functional.linear
 
     def mlp(shard: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ from tilekern.spec import Array, KernelSpec, size_of
 
 
 def check(op: Declaration) -> str:
-    """``check(*arguments)``: refuse shapes and devices that do not fit."""
+    """``check(*arguments)``: refuse shapes, dtypes and devices that do not fit."""
     body: Lines = []
     known: dict[str, str] = {}
     for number, array in enumerate(op.inputs.values()):
@@ -21,8 +21,9 @@ def check(op: Declaration) -> str:
         for place, size in enumerate(array.shape):
             if is_plain(size):
                 known.setdefault(size, axis(array, place))
-    named = ", ".join(f"{name}={name}" for name in op.tensors)
-    return function("check", op.arguments, [*body, f'check_devices("{op.name}", {named})'])
+    whole = [f'"{name}"' for name, array in op.inputs.items() if "int" in array.dtype]
+    given = ", ".join([f'"{op.name}"', *whole, *(f"{name}={name}" for name in op.tensors)])
+    return function("check", op.arguments, [*body, f"check_tensors({given})"])
 
 
 def _unlike(x: str, other: str) -> tuple[str, str]:
