@@ -120,8 +120,10 @@ def are_given_in_graph() -> bool:
 
 def _value(variable: Any) -> Any:
     """What a variable of torch.compile stands for, as far as None is told from others."""
-    if hasattr(variable, "original_value"):
-        return variable.original_value()
+    if hasattr(variable, "is_realized"):
+        if not variable.is_realized():
+            return variable.original_value()
+        variable = variable.realize()
     if hasattr(variable, "is_python_constant") and variable.is_python_constant():
         return variable.as_python_constant()
     return getattr(variable, "value", variable)
