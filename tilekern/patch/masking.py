@@ -15,7 +15,12 @@ from tilekern.errors import InputError
 from tilekern.ops.packing import can_read
 from tilekern.patch.constant import constant_in_graphs
 from tilekern.patch.positions import (
-    Sequences, are_given_in_graph, look, number_of_sequences, number_of_tokens, positions_of_call,
+    Sequences,
+    are_given_in_graph,
+    look,
+    number_of_sequences,
+    number_of_tokens,
+    positions_of_call,
 )  # fmt: skip
 from tilekern.patch.told import ToldMask
 from tilekern.patch.wrapped import content

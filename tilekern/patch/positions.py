@@ -156,7 +156,7 @@ def look(ids: torch.Tensor, known: torch.Tensor | None = None) -> Sequences | No
 
     ``known`` are the numbers of the tokens' sequences, [tokens], where transformers has found them.
     """
-    global _last
+    global _last  # noqa: PLW0603
     tensor, version, found = _last
     # Tensors of inference mode do not know how often they were written to.
     current = -1 if ids.is_inference() else ids._version
