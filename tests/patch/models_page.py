@@ -54,6 +54,39 @@ transformers, too, wherever their code has a form that is known. `python -m tile
 
 """
 
+ATTENTION = """
+## Attention
+
+Which attention `attn_implementation="tilekern"` gives each family of transformers 5.24:
+
+| families | attention |
+|---|---|
+| all that ask transformers for an attention function, but for those below | the kernels, and SDPA for [what \
+they do not compute](reference.md#attention) |
+| `doge`, `qwen4_exp` | SDPA, by the mask of chosen keys that their own code makes; of Doge's layers without \
+one the kernels |
+| `qwen2_moe` before transformers 5.24, `phimoe` | SDPA in layers with a window, which is in the mask alone |
+| `nllb-moe`, `bigbird_pegasus`, `splinter` and others for which transformers has neither SDPA nor flash \
+attention | SDPA, by an additive mask |
+| `deepseek_v4` | refused: its code adds compressed keys, and a bias for them, behind those of its mask |
+| `axk2`, `deepseek_v32`, `dots3_note`, `glm_moe_dsa`, `hy_v4`, `hy_v4_vl`, `mistral_large4` | refused: an \
+indexer chooses the keys of each query |
+| `minimax_m3_vl` | refused: an indexer chooses blocks of keys in its sparse layers |
+| `inkling2`, `inkling2_loop` | refused: each query has a sink of its own |
+| `bloom`, `mpt`, `trocr`, the text part of `blip` and others that compute their attention by themselves | \
+refused, or not asked for |
+| `falcon`, `gpt_neo`, `gptj` before transformers 5.24 | transformers' `KeyError: 'tilekern'`: they have a \
+class for each attention |
+
+What is refused is refused by the first forward, and by `apply_to_model` of a model that has this attention, in a line
+that names the model. Attention leaves out no key of which a mask has not told it.
+
+One row may hold several sequences, told apart by `position_ids` that begin again in each, as a flattening collator
+gives them: they are kept apart in all of these families, with and without a cache or a mask of ones. In `falcon_h1`,
+`jamba`, `lfm2_moe`, `minimax`, `qwen3_5`, `qwen3_5_moe`, `qwen3_next` and others with convolutions or recurrent layers
+these run over the row as one sequence, which is said once.
+"""
+
 
 def page(of_experts):
     """The text of the page; ``of_experts`` gives the last cell of a family's row."""
@@ -63,7 +96,7 @@ def page(of_experts):
         cells = [served(op, family) or reason(op, module) for op in OPS]
         rows.append(f"| {' | '.join((family.model_type, *cells, of_experts(family.model_type)))} |")
     seeing = [f"{name}{_without(SEEING[name].without)}" for name in sorted(SEEING)]
-    return HEAD + "\n".join(rows) + f"\n\nThese are tested with images, too: {', '.join(seeing)}.\n"
+    return HEAD + "\n".join(rows) + f"\n\nThese are tested with images, too: {', '.join(seeing)}.\n" + ATTENTION
 
 
 def served(op, family):

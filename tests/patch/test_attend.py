@@ -12,6 +12,7 @@ import tilekern
 from tilekern.errors import InputError
 from tilekern.patch import attention as implementation
 from tilekern.patch import registry
+from tilekern.patch.told import ToldMask
 from tilekern.runtime import dispatch
 
 RELEASE = tuple(map(int, metadata.version("transformers").split(".")[:2]))
@@ -94,7 +95,9 @@ def test_a_position_bias_is_added_to_the_scores(more, room):
     """Also where a static cache has room behind the last query."""
     q, k, v = heads(7, 7 + room)
     bias = torch.randn(1, 4, 7, 7 + room, generator=torch.Generator().manual_seed(3)).requires_grad_()
-    found, _ = implementation.attend(True, Layer(), q, k, v, None, position_bias=bias, **more)
+    causal = more.get("is_causal") is not False
+    told = ToldMask(PACKED[:0], 7, more.get("sliding_window"), 7, 9, 1) if room and causal else None
+    found, _ = implementation.attend(True, Layer(), q, k, v, told, position_bias=bias, **more)
     seen = torch.ones(7, 7 + room, dtype=torch.bool)
     seen = seen if more.get("is_causal") is False else seen.tril()
     seen = seen.triu(-2) if "sliding_window" in more else seen

@@ -12,7 +12,8 @@ from transformers import DynamicCache, StaticCache
 import tilekern
 from tilekern.implementation import NAMES
 from tilekern.patch import attention as implementation
-from tilekern.patch import masking, registry
+from tilekern.patch import registry
+from tilekern.patch.told import ToldMask
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 NONE = dict.fromkeys(registry.known_ops(), False)
@@ -243,22 +244,32 @@ def test_a_mask_that_says_more_than_where_sequences_begin_is_kept():
     given = {"config": config, "inputs_embeds": torch.zeros(1, 7, 8), "position_ids": positions()}
     given |= {"attention_mask": None, "past_key_values": None}
     for make_mask in (makers.create_causal_mask, makers.create_sliding_window_causal_mask):
-        assert masking.says_packing_alone(make_mask(**given))
+        assert isinstance(make_mask(**given), ToldMask)
         shown = {"attention_mask": torch.tensor([[0, 1, 1, 1, 1, 1, 1]])}
         block = {"block_sequence_ids": torch.tensor([[-1, 0, 0, 0, -1, -1, -1]])}
         custom = {"and_mask_function": lambda _batch, _head, query, key: query - key != 1}
         for more in (shown, block, custom):
-            assert not masking.says_packing_alone(make_mask(**given | more))
+            assert not isinstance(make_mask(**given | more), ToldMask)
     config.attention_chunk_size = 2
-    assert not masking.says_packing_alone(makers.create_chunked_causal_mask(**given))
+    assert not isinstance(makers.create_chunked_causal_mask(**given), ToldMask)
 
 
-def test_sequences_packed_by_their_positions_alone_get_a_mask():
-    ours, theirs = pair()
+@pytest.mark.parametrize("windowed", [False, True])
+@pytest.mark.parametrize("more", [{"use_cache": False}, {}, {"attention_mask": torch.ones_like(IDS[:1])}], ids=str)
+def test_sequences_packed_by_their_positions_alone_run_the_kernels(more, windowed):
+    ours, theirs = pair(**(WINDOW | {"sliding_window": 2} if windowed else {}))
+    slope = torch.randn(1, 7, 331)
+
+    def run(model, call):
+        model.zero_grad()
+        out = call(model)
+        out.backward(slope)
+        return [out.detach(), *(p.grad.clone() for p in model.parameters())]
+
     before = forwards()
-    found = ours(input_ids=IDS[:1], position_ids=positions(), use_cache=False).logits
-    assert worst([found], [separate(theirs)]) < 1e-5
-    assert forwards() == before, "a mask is SDPA's"
+    found = run(ours, lambda model: model(input_ids=IDS[:1], position_ids=positions(), **more).logits)
+    assert forwards() == before + 2
+    assert worst(found, run(theirs, separate)) < 1e-5
 
 
 @pytest.mark.parametrize("windowed", [False, True])

@@ -51,7 +51,7 @@ def longest(starts: torch.Tensor, tokens: int) -> int:
 
     The layers of a model hand over the same tensor, which is read for the first of them.
     """
-    global _last
+    global _last  # noqa: PLW0603
     if not can_read() or starts.device.type == "meta" or type(starts) is not torch.Tensor:
         return tokens
     tensor, version, length = _last

@@ -64,9 +64,7 @@ def attend(
             cannot compute; packed sequences in a batch of several or with a cache; one of :data:`UNSERVED` is given;
             there are keys of which no mask tells.
     """
-    for name in UNSERVED:
-        if kwargs.get(name) is not None:
-            raise InputError(f'attn_implementation="tilekern" does not compute what {name} asks for; use "eager"')
+    _check_served(module, kwargs)
     bias = kwargs.get("position_bias")
     starts, longest = kwargs.get("cu_seq_lens_q"), kwargs.get("max_length_q")
     told = attention_mask if isinstance(attention_mask, ToldMask) else None
@@ -118,6 +116,15 @@ def attend(
     return out, None
 
 
+def _check_served(module: torch.nn.Module, kwargs: dict[str, Any]) -> None:
+    for name in UNSERVED:
+        if kwargs.get(name) is not None:
+            kind = type(module).__name__
+            raise InputError(
+                f'attn_implementation="tilekern" of {kind} does not compute what {name} asks for; use "eager"'
+            )
+
+
 def _kept_apart(
     attention_mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor, window: int | None,
     ids: torch.Tensor | None,
@@ -158,7 +165,7 @@ def _note_fallback(masked: bool) -> None:
 
 
 def _capturable() -> contextlib.AbstractContextManager[None]:
-    """Where a graph is captured, SDPA without cuDNN, which allocates by itself when it meets sizes for the first time."""
+    """SDPA without cuDNN while a graph is captured, as cuDNN allocates by itself where sizes are new to it."""
     if torch.compiler.is_compiling() or not is_capturing():
         return contextlib.nullcontext()
     backends = torch.nn.attention.SDPBackend

@@ -215,7 +215,8 @@ class Reading(NamedTuple):
 
     Attributes:
         refusal: why attention "tilekern" cannot serve it; empty where it can.
-        asks: what it may ask for that attention "tilekern" does not compute; empty where there is nothing.
+        asks: what its layers may ask for that attention "tilekern" does not compute, each with the name of the module
+            that they have then.
         by_mask_alone: whether its layers may say nothing, or what is not so, of their causality, and add the mask by
             themselves here and there.
         hands_window: whether layers hand their window to the attention function.
@@ -225,7 +226,7 @@ class Reading(NamedTuple):
     """
 
     refusal: str = ""
-    asks: str = ""
+    asks: tuple[tuple[str, str], ...] = ()
     by_mask_alone: bool = False
     hands_window: bool = True
     shows_blocks: bool = False
@@ -235,11 +236,11 @@ class Reading(NamedTuple):
 
 # A bias that a model's code adds to a mask for keys of its own (DeepSeek V4's compressed ones).
 _ADDED_KEYS = r"torch\.cat\(\[attention_mask, \w*bias"
-# What attention functions are asked for beside a mask, and none here computes.
+# What an attention function may be handed beside a mask, and none here computes; by which module it is made.
 _ASKED = {
-    "indices": "has an indexer choose the keys of each query",
-    "block_indices": "has an indexer choose the blocks of keys of each query",
-    "sinks": "has attention sinks of each query",
+    "indices": ("indexer", "has an indexer choose the keys of each query"),
+    "block_indices": ("indexer", "has an indexer choose the blocks of keys of each query"),
+    "sinks": ("sink_proj", "has an attention sink of each query"),
 }
 # Layers that are no attention, by the names of classes and of ``layer_types``.
 _RECURRENT = "Mamba|mamba|GatedDelta|KimiDelta|linear_attention|Lightning|ShortConv|conv|Recurrent|recurrent|hybrid"
@@ -287,15 +288,28 @@ def _read(models: list[Any]) -> Reading:
 
     if reads(_ADDED_KEYS):
         return Reading(f"{name} adds compressed keys, and a bias for them, behind those of its mask")
-    asked = [reason for argument, reason in _ASKED.items() if reads(rf"^\s+{argument}=")]
     return Reading(
         by_mask_alone=not (sdpa or flash or any_backend),
         hands_window=reads(r"^\s+sliding_window="),
         shows_blocks=not all(sources) or reads("block_sequence_ids"),
-        asks=f"{name} {asked[0]}" if asked else "",
+        asks=tuple((maker, f"{name} {why}") for argument, (maker, why) in _ASKED.items() if reads(_hands(argument))),
         reads_mask=reads("allow_is_causal_skip=False|indexed_attention"),
         recurrent=reads(rf"^class \w*({_RECURRENT})"),
     )
+
+
+def _hands(argument: str) -> str:
+    """A call of the attention function that hands an argument over."""
+    return rf"attention_interface\((?:(?!\n\s*\)\n)[\s\S])*\n\s+{argument}="
+
+
+def refusal_of(model: torch.nn.Module) -> str:
+    """Why attention "tilekern" cannot serve a model; empty where it can."""
+    reading = reading_of(type(getattr(model, "config", None)))
+    if reading.refusal or not reading.asks:
+        return reading.refusal
+    names = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+    return next((reason for maker, reason in reading.asks if maker in names), "")
 
 
 def _source(module: str) -> str:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tilekern.awaiting import Arrivals
 from tilekern.errors import InputError
+from tilekern.implementation import NAMES
 from tilekern.locks import ForkLock
 from tilekern.patch import attention
 from tilekern.patch import experts as experts_door
@@ -21,6 +22,7 @@ from tilekern.patch.families import FAMILIES, Family, imported, is_of_transforme
 from tilekern.patch.installed import Found, as_read, examine, transformers_version
 from tilekern.patch.instances import patch_modules
 from tilekern.patch.ledger import Ledger, Touch
+from tilekern.patch.masking import refusal_of
 from tilekern.patch.registry import (
     check_choice,
     check_ops,
@@ -259,7 +261,8 @@ def apply_to_model(
     the replicas of ``torch.nn.DataParallel``, for which there is :func:`apply`.
 
     Raises:
-        InputError: as :func:`apply`, and where nothing in the model is of a supported family.
+        InputError: as :func:`apply`, where nothing in the model is of a supported family, and where it has attention
+            "tilekern", which cannot serve it.
     """
     wish = _wish(
         {"rms_norm": rms_norm, "layer_norm": layer_norm, "swiglu": swiglu, "qk_norm_rope": qk_norm_rope, "rope": rope}
@@ -268,6 +271,8 @@ def apply_to_model(
         model_type,
         forms,
     )
+    if getattr(getattr(model, "config", None), "_attn_implementation", None) in NAMES and (why := refusal_of(model)):
+        raise InputError(f'attn_implementation="tilekern": {why}; use "eager"')
     rows = [patch for patch in patches_of_model(model, forms) if model_type in (None, patch.model_type)]
     if not rows:
         kind = getattr(getattr(model, "config", None), "model_type", None)

@@ -120,8 +120,10 @@ def are_given_in_graph() -> bool:
 
 def _value(variable: Any) -> Any:
     """What a variable of torch.compile stands for, as far as None is told from others."""
-    if hasattr(variable, "original_value"):
-        return variable.original_value()
+    if hasattr(variable, "is_realized"):
+        if not variable.is_realized():
+            return variable.original_value()
+        variable = variable.realize()
     if hasattr(variable, "is_python_constant") and variable.is_python_constant():
         return variable.as_python_constant()
     return getattr(variable, "value", variable)
@@ -154,7 +156,7 @@ def look(ids: torch.Tensor, known: torch.Tensor | None = None) -> Sequences | No
 
     ``known`` are the numbers of the tokens' sequences, [tokens], where transformers has found them.
     """
-    global _last
+    global _last  # noqa: PLW0603
     tensor, version, found = _last
     # Tensors of inference mode do not know how often they were written to.
     current = -1 if ids.is_inference() else ids._version

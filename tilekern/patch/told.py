@@ -30,15 +30,16 @@ class ToldMask(torch.Tensor):
     def __new__(
         cls, starts: torch.Tensor, longest: int, window: int | None, queries: int, keys: int, batch: int
     ) -> ToldMask:
+        """Words on the device of ``starts``; no mask is made."""
         size = (batch, 1, queries, keys)
-        made = torch.Tensor._make_wrapper_subclass(cls, size, dtype=torch.bool, device=starts.device)  # type: ignore[attr-defined]
+        made = torch.Tensor._make_wrapper_subclass(cls, size, dtype=torch.bool, device=starts.device)
         made.starts, made.longest, made.window = starts, longest, window
         return made
 
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+    def __repr__(self, **_: Any) -> str:
         return f"ToldMask({list(self.shape)}, {max(1, len(self.starts) - 1)} sequences, window={self.window})"
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = torch._C._disabled_torch_function_impl
 
     def dense(self) -> torch.Tensor:
         """The mask as a tensor of its own."""
@@ -67,7 +68,8 @@ class ToldMask(torch.Tensor):
     def __tensor_unflatten__(
         cls, tensors: dict[str, torch.Tensor], words: tuple[Any, ...], size: Any, stride: Any
     ) -> ToldMask:
-        return cls(tensors["starts"], *words, size[2], size[3], size[0])
+        longest, window = words
+        return cls(tensors["starts"], longest, window, size[2], size[3], size[0])
 
 
 _THE_SAME = (torch.ops.aten._to_copy.default, torch.ops.aten.detach.default, torch.ops.aten.alias.default)
