@@ -50,7 +50,7 @@ MAY_IMPORT = {
     "tilekern.driver": LEAVES | {"tilekern.launcher"},
     f"{RUNTIME}.plans": LEAVES | {"tilekern.driver", "tilekern.interpreter", "tilekern.launcher"},
     f"{RUNTIME}.records": LEAVES | {"tilekern.cache", "tilekern.toolchain", DIGESTS},
-    f"{RUNTIME}.provisional": LEAVES | {"tilekern.cache", f"{RUNTIME}.plans"},
+    f"{RUNTIME}.provisional": LEAVES | {"tilekern.cache", "tilekern.settings", f"{RUNTIME}.plans"},
     f"{RANKS}.held": {"tilekern.cache"},
     f"{RANKS}.snapshot": LEAVES | {"tilekern.cache", "tilekern.kernels", f"{RANKS}.held", DIGESTS},
     f"{RANKS}.agreement": LEAVES | {"tilekern.cache", f"{RUNTIME}.records", f"{RANKS}.snapshot"},
@@ -76,7 +76,8 @@ MAY_IMPORT = {
     "tilekern.awaiting": set(),
     "tilekern.implementation": {"tilekern.awaiting", "tilekern.patch"},
     "tilekern.switches": {"tilekern.errors"},
-    "tilekern.startup": {"tilekern.awaiting", "tilekern.errors", "tilekern.switches"},
+    "tilekern.settings": {"tilekern.errors", "tilekern.switches"},
+    "tilekern.startup": {"tilekern.awaiting", "tilekern.errors", "tilekern.settings"},
     "tilekern.run": {"tilekern"},
     "tilekern.liger": {"tilekern"},
     "tilekern.tune": {"tilekern", "tuning"},
@@ -87,7 +88,14 @@ MAY_IMPORT = {
     # It is copied beside a tilekern that is not there before, so it imports by name.
     "cache_tools.shared.hub_kernel": set(),
     "cache_tools.commands.why": {"tilekern.cache", f"{RUNTIME}.dispatch", "cache_tools"},
-    "cache_tools": {"tilekern.cache", DIGESTS, "tilekern.errors", "tilekern.warning", "cache_tools"},
+    "cache_tools": {
+        "tilekern.cache",
+        DIGESTS,
+        "tilekern.errors",
+        "tilekern.settings",
+        "tilekern.warning",
+        "cache_tools",
+    },
 }
 # `from tilekern import __version__` and the like are attributes of the package, not files of a room.
 ATTRIBUTES = {"tilekern.__version__"}

@@ -11,7 +11,6 @@ import sys
 from importlib import import_module
 from typing import Any
 
-APPLY = "TILEKERN_APPLY"
 # All code of models imports it, and it imports torch.
 _MODELS = "transformers.modeling_utils"
 _REGISTRY = "liger_kernel.ops.backends.registry"
@@ -22,9 +21,10 @@ def begin() -> None:
     """Do what variables in the environment ask for, once the packages that it is about are imported.
 
     Liger-Kernel is offered the ops where one of its variables names ``tilekern``; ``TILEKERN_APPLY`` calls
-    :func:`tilekern.apply`. Its value is checked at once: a process exits with 2 and one line where it is wrong.
+    :func:`tilekern.apply`. Its value is checked at once, with the other variables of tilekern's: a process exits with 2
+    and one line where one is wrong.
     """
-    if os.environ.get(APPLY, "").strip() not in ("", "0"):
+    if os.environ.get("TILEKERN_APPLY", "").strip() not in ("", "0"):
         _apply_by_variable()
     if variables():
         from tilekern.awaiting import Arrivals
@@ -35,14 +35,15 @@ def begin() -> None:
 
 def _apply_by_variable() -> None:
     from tilekern.errors import InputError
-    from tilekern.switches import switches_of
+    from tilekern.settings import asked_for, check_settings
 
     try:
-        apply_later(**switches_of(os.environ[APPLY]))
+        check_settings()
     except InputError as error:
         # Torch would wrap any other exception in one of its own that says nothing.
-        sys.stderr.write(f"tilekern: {APPLY}: {error}\n")
+        sys.stderr.write(f"tilekern: {error}\n")
         raise SystemExit(2) from None
+    apply_later(**asked_for() or {})
 
 
 def apply_later(**options: Any) -> None:

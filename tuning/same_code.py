@@ -14,6 +14,7 @@ from tilekern.cache import Record, Store, user_root
 from tilekern.toolchain import require_toolkit
 from tuning.carrying import Carried, carry_over, held_in_cache, held_in_pack, write_to_cache, write_to_pack
 from tuning.compile.stage import jobs_of
+from tuning.terminal.console import sizes_of
 from tuning.terminal.progress import progress_bar
 
 
@@ -72,7 +73,7 @@ def _named(record: Record) -> dict[str, Any]:
 def _print(place: Place) -> None:
     found = place.found
     for left in found.left:
-        sizes = " ".join(str(value) for value in left.record.problem.values())
+        sizes = sizes_of(left.record.problem)
         click.echo(f"stale: {left.record.kernel} {sizes}: {left.reason}")
     dated = sum(not found.fresh(new) for _, (new, _) in found.carried)
     click.echo(

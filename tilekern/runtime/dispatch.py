@@ -79,7 +79,7 @@ def miss_policy(*, agreed: bool = True) -> MissPolicy:
     """The policy in force; where not ``agreed``, the one that this process would have without other ranks."""
     if agreed and _state.agreement is not None:
         return _checked_policy(_state.agreement.policy, "the ranks' agreement")
-    return _state.policy or _checked_policy(os.environ.get("TILEKERN_ON_MISS", "compile"), "TILEKERN_ON_MISS")
+    return _state.policy or _checked_policy(os.environ.get("TILEKERN_ON_MISS") or "compile", "TILEKERN_ON_MISS")
 
 
 def _checked_policy(policy: str, where: str) -> MissPolicy:

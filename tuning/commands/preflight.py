@@ -11,13 +11,13 @@ import click
 from tilekern.cache import user_root
 from tilekern.targets import resolve
 from tuning import preflight as checks
-from tuning.options import Folder, PlanRequest, Seconds, plan_options, tuner_command
+from tuning.options import NAMES, Folder, PlanRequest, Seconds, plan_options, tuner_command
 from tuning.terminal.progress import progress_bar
 
 EXIT_MISSING = 3
 
 
-@tuner_command(short_help="List the records that a job needs, and the missing ones.")
+@tuner_command(short_help="List the records that a job needs, and the missing ones.", epilog=NAMES)
 @plan_options
 @click.option("--gpu", default="auto", show_default=True, help="The job's GPU: auto, a GPU (B200), an arch or a key.")
 @click.option(
@@ -45,7 +45,8 @@ def command(
     which measures where the GPU is here, and elsewhere predicts. Exit codes: 0 nothing is missing; 2 bad input; 3
     records are missing, which are listed; 4 --fix found no compiler.
 
-    --json: model, target, need, complete (bool), counts (by state and by provenance), problems and missing: lists of
+    --json: model, target, need, complete (bool), counts (of problems by state), provenances
+    (of what serves them), problems and missing: lists of
     kernel, problem, state (exact; nearest: another bucket's record serves; other_gpu: one of another GPU of the arch
     does; missing), provenance (measured, predicted, default), serving (the record's address), layer, stale (a record of
     the very problem is there and an edit of the kernel made it stale), fresh (false: what serves is not known to be the
@@ -69,7 +70,7 @@ def command(
 
 def _told(found: checks.Preflight) -> str:
     first = [found.cannot_fix] if found.cannot_fix else []
-    numbers = ", ".join(f"{number} {name.replace('_', ' ')}" for name, number in found.counts().items() if number)
+    numbers = ", ".join(_counted(state, number, found) for state, number in found.counts().items() if number)
     lines = [*first, f"{found.model} on {found.target.name}: {len(found.needs)} problems: {numbers}", *found.notes]
     lines += [f"served: {checks.line_of(need)}" for need in found.needs if need.fresh is False]
     if not found.missing:
@@ -79,3 +80,9 @@ def _told(found: checks.Preflight) -> str:
     return "\n".join(
         [*lines, f"{len(found.missing)} missing; {where}--fix builds them, and so does python -m tilekern.tune"]
     )
+
+
+def _counted(state: str, number: int, found: checks.Preflight) -> str:
+    """How many problems are in a state, with how what serves them was chosen."""
+    how = ", ".join(f"{served} {name}" for name, served in found.provenances(state).items() if served)
+    return f"{number} {state.replace('_', ' ')}{f' ({how})' * bool(how)}"

@@ -27,7 +27,7 @@ from tuning.publishing import keep_winners
 from tuning.refreshing import Change, Refresh, Survey, stale_json, survey
 from tuning.same_code import run as run_same_code
 from tuning.sweep.quarantine import shared
-from tuning.terminal.console import table_console, table_for
+from tuning.terminal.console import sizes_of, table_console, table_for
 from tuning.terminal.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -210,7 +210,7 @@ def _print(outcome: Outcome) -> None:
     for note in outcome.notes:
         console.out(note, highlight=False)
     for stale in outcome.stale:
-        named = " ".join(str(value) for value in stale["problem"].values())
+        named = sizes_of(stale["problem"])
         console.out(f"needs a whole tune: {stale['kernel']} {named}: {stale['reason']}", highlight=False)
 
 
@@ -228,7 +228,7 @@ def _row(change: Change) -> list[str]:
     winner = _short(change.after.config) if change.after else "none"
     return [
         change.before.kernel,
-        " ".join(str(value) for value in change.before.problem.values()),
+        sizes_of(change.before.problem),
         _short(change.before.config),
         "the same" if change.unchanged else winner,
         f"{change.before_us:.1f}",
