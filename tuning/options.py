@@ -173,8 +173,8 @@ def counts(text: str, option: str, such_as: str) -> list[int]:
     if is_grouped(text):
         one = text.replace(",", "")
         raise InputError(
-            f"{option} {text!r}: did you mean {one}? Commas stand between numbers; for {len(parts)} of them put a space "
-            f"behind each comma: {', '.join(str(int(part)) for part in parts)!r}"
+            f"{option} {text!r}: did you mean {one}? Commas stand between numbers; for {len(parts)} of them put a space"
+            f" behind each comma: {', '.join(str(int(part)) for part in parts)!r}"
         )
     if odd := [part for part in parts if part != "0" and part.startswith("0")]:
         raise InputError(f"{option} {text!r}: {odd[0]} begins with a zero; commas stand between numbers, not in them")

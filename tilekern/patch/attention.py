@@ -17,6 +17,7 @@ from tilekern.kernels.attention.forward import SPEC
 from tilekern.ops.attention import Call, attention, formula, shown
 from tilekern.ops.registration import is_autocast
 from tilekern.patch.masking import mask, says_packing_alone
+from tilekern.patch.plain import SUBCLASS
 from tilekern.runtime.dispatch import count_fallback
 
 # Further arguments that change the numbers, by which some models ask for what neither the kernels nor SDPA compute:
@@ -82,7 +83,7 @@ def attend(
         if special:
             _check_special(query, attention_mask, dropout, bias)
         if not torch.compiler.is_compiling():
-            count_fallback(SPEC)
+            count_fallback(SPEC, _why(dropout, masked, bias, query))
         if special:
             return _special(query, key, value, attention_mask, scaling, softcap, s_aux), None
         return _sdpa()(
@@ -96,6 +97,17 @@ def attend(
         max_seqlen=int(longest) if isinstance(longest, torch.Tensor) else longest, deterministic=deterministic,
     )  # fmt: skip
     return out, None
+
+
+def _why(dropout: float, masked: bool, bias: torch.Tensor | None, query: torch.Tensor) -> str:
+    """Why a call runs no kernel."""
+    if dropout:
+        return "dropout"
+    if masked:
+        return "a mask, as of padding"
+    if bias is not None:
+        return "a position bias"
+    return SUBCLASS if _is_foreign(query) else "decoding with a cache"
 
 
 def _told(

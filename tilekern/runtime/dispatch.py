@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from tilekern.errors import CacheMiss, CannotRun, InputError, RanksDiffer, TilekernError
+from tilekern.errors import CacheMiss, CannotRun, InputError, RanksDiffer, TilekernError, ToolchainMissing
 from tilekern.runtime.libraries import libraries_here, library_of, runnable
 from tilekern.runtime.plans import Counters, InterpretedPlan, LibraryPlan, Plan, plan_of
 from tilekern.runtime.provisional import Watch, is_settled, of_several_ranks
@@ -38,15 +38,17 @@ MOST_PLANS = 65536
 class State:
     """The state that one process keeps of its calls.
 
-    ``plans`` are by real sizes, ``memos`` what ops keep beside them; ``resolved`` is what the problems that were asked
-    for run by, at their buckets, where None is the model's own op, or a library's default that no record could be kept
-    of. ``layers`` are those of this process once they were looked up; ``policy`` is None where the environment says it.
-    Where ranks agreed, ``agreement`` stands for the caches; a ``trace`` answers for meta tensors.
+    ``plans`` are by real sizes, and ``refusals`` say why some are None; ``memos`` are what ops keep beside them.
+    ``resolved`` is what the problems that were asked for run by, at their buckets, where None is the model's own op, or
+    a library's default that no record could be kept of. ``layers`` are those of this process once they were looked up;
+    ``policy`` is None where the environment says it. Where ranks agreed, ``agreement`` stands for the caches; a
+    ``trace`` answers for meta tensors.
     """
 
     lock: threading.RLock = field(default_factory=threading.RLock)
     counters: dict[str, Counters] = field(default_factory=dict)
     plans: dict[tuple[Any, ...], Plan | None] = field(default_factory=dict)
+    refusals: dict[tuple[Any, ...], str] = field(default_factory=dict)
     memos: list[dict[Any, Any]] = field(default_factory=list)
     kernels: dict[tuple[Any, ...], Any] = field(default_factory=dict)
     resolved: dict[tuple[str, Problem], Record | None] = field(default_factory=dict)
@@ -57,6 +59,10 @@ class State:
 
 
 _state = State()
+# Why this thread was refused a plan last: who counts the fallback that comes of it need not know.
+_refused = threading.local()
+# The reason where an op itself refused: plans were not asked for.
+UNTAKEN = "arguments that no kernel takes"
 
 
 def interpreting() -> bool:
@@ -100,6 +106,15 @@ def stats() -> dict[str, dict[str, int]]:
     }
 
 
+def reasons() -> dict[str, dict[str, int]]:
+    """Why calls of each kernel that has fallbacks ran the model's own op, with how often, the commonest first."""
+    return {
+        kernel: dict(sorted(found.reasons.items(), key=lambda item: -item[1]))
+        for kernel, found in sorted(_state.counters.items())
+        if found.reasons
+    }
+
+
 def agree_on(agreement: Agreement | None) -> None:
     """Drop all plans and look up from now on in what the ranks of a job agreed on; None: in the caches again."""
     with _state.lock:
@@ -123,6 +138,7 @@ def forget() -> None:
             found.forgotten_launches = found.launches
             found.plans.clear()
         _state.plans.clear()
+        _state.refusals.clear()
         _state.kernels.clear()
         _state.resolved.clear()
         _watch.forget()
@@ -162,8 +178,11 @@ def memo() -> dict[Any, Any]:
 
 
 def keep(found: dict[Any, Any], key: Any, value: Any) -> Any:
-    """Put a value into a memo of :func:`memo` unless it is full, and give it back."""
-    if len(found) < MOST_PLANS:
+    """Put a value into a memo of :func:`memo` unless it is full, and give it back.
+
+    None is not kept: the model's own op runs then, and who counts that needs to be told the reason.
+    """
+    if value is not None and len(found) < MOST_PLANS:
         found[key] = value
     return value
 
@@ -179,26 +198,51 @@ def plan_for(spec: KernelSpec, device: Any, *sizes: Any) -> Plan | None:
         CacheMiss: nothing serves the problem, or this machine cannot run what does, and the miss policy is ``error``.
     """
     if device.type == "meta":  # nothing is computed there, by whomever; a trace notes what would be
-        return None if _state.trace is None else _state.trace.plan(spec, _problem(spec, sizes))
+        if _state.trace is not None:
+            return _state.trace.plan(spec, _problem(spec, sizes))
+        _refuse("tensors without values, on meta")
+        return None
     # On the CPU the answer depends on the environment, and a look at it costs nothing there.
     key = (spec.name, device.index if device.type == "cuda" else interpreting(), *sizes)
     try:
-        return _state.plans[key]
+        plan = _state.plans[key]
     except KeyError:
         with _state.lock:
+            _refused.reason = None
             plan = _resolve(spec, device, sizes, key)
             if len(_state.plans) >= MOST_PLANS:
                 _state.plans.clear()
+                _state.refusals.clear()
+            if plan is None:
+                _state.refusals[key] = getattr(_refused, "reason", None) or UNTAKEN
             _state.plans[key] = plan
             return plan
+    if plan is None:
+        _refuse(_state.refusals.get(key, UNTAKEN))
+    return plan
 
 
-def count_fallback(spec: KernelSpec) -> None:
-    """Note that a call ran the model's own op."""
-    if _state.trace is None or _state.trace.real:
-        counters(spec.name).fallbacks += 1
-    else:
-        _state.trace.fallbacks[spec.name] += 1
+def _refuse(reason: str) -> None:
+    """Note why there is no plan, for :func:`count_fallback`."""
+    _refused.reason = reason
+
+
+def count_fallback(spec: KernelSpec | str, reason: str = "") -> None:
+    """Note that a call ran the model's own op.
+
+    Args:
+        spec: the kernel that would have run, or its name.
+        reason: why, in few words and without sizes; where empty, why this thread was refused a plan just before.
+    """
+    name = spec if isinstance(spec, str) else spec.name
+    if _state.trace is not None and not _state.trace.real:
+        _state.trace.fallbacks[name] += 1
+        return
+    why = reason or getattr(_refused, "reason", None) or UNTAKEN
+    _refused.reason = None
+    found = counters(name)
+    found.fallbacks += 1
+    found.reasons[why] = found.reasons.get(why, 0) + 1
 
 
 def _problem(spec: KernelSpec, sizes: Sequence[Any]) -> Problem | None:
@@ -210,6 +254,7 @@ def _problem(spec: KernelSpec, sizes: Sequence[Any]) -> Problem | None:
         return spec.problem(**dict(zip(names, values, strict=True)))
     except ValueError as error:
         warn_once(f"{error}; the model's own op runs instead")
+        _refuse("sizes that no kernel takes")
         return None
 
 
@@ -224,6 +269,7 @@ def _resolve(spec: KernelSpec, device: Any, sizes: Sequence[Any], key: tuple[Any
             f"{spec.name} was called on {device.type}; kernels run on CUDA devices (or anywhere under "
             "TILEKERN_INTERPRET=1), so the model's own op runs instead"
         )
+        _refuse(f"tensors on the device {device.type}")
         return None
     target = here(device.index)
     assert target is not None
@@ -305,6 +351,7 @@ def _made_or_own(spec: KernelSpec, problem: Problem, target: Target, device: int
         if miss_policy() == "error":
             raise CacheMiss(str(error)) from None
         warn_once(f"{error}; the model's own op runs")
+        _refuse("a record that this machine cannot run")
         return None
 
 
@@ -409,7 +456,7 @@ def _on_miss(spec: KernelSpec, wanted: Problem, target: Target) -> Hit | None:
     tune = f"tune it with: python -m tilekern.tune MODEL --gpu {target.name}"
     if policy == "error":
         raise CacheMiss(f"no cache holds {spec.name} for {wanted.key} on {target.name}; {tune}")
-    why = ""
+    why, refusal = "", "no record, and the miss policy fallback"
     if policy == "compile":
         try:
             if _state.agreement is None:
@@ -422,6 +469,7 @@ def _on_miss(spec: KernelSpec, wanted: Problem, target: Target) -> Hit | None:
             raise
         except (TilekernError, cache.CacheError) as error:
             why = f" and its default config could not be compiled and kept ({error})"
+            refusal = f"no record, and {'no compiler' if isinstance(error, ToolchainMissing) else 'none was compiled'}"
             if config := _library_default(spec, wanted, target):
                 library = library_of(config)
                 warn_once(
@@ -429,6 +477,7 @@ def _on_miss(spec: KernelSpec, wanted: Problem, target: Target) -> Hit | None:
                 )
                 return None
     warn_once(f"no cache holds {spec.name} for this model on {target.name}{why}; the model's own op runs; {tune}")
+    _refuse(refusal)
     return None
 
 

@@ -181,7 +181,7 @@ class Counters:
     """Counts of one kernel in this process.
 
     ``nearest`` counts those hits that another bucket's record served, ``fallbacks`` calls that ran the model's own
-    op, ``launches`` launches of the kernel.
+    op and ``reasons`` why, ``launches`` launches of the kernel.
     """
 
     hits: int = 0
@@ -189,6 +189,7 @@ class Counters:
     misses: int = 0
     fallbacks: int = 0
     compiled: int = 0
+    reasons: dict[str, int] = field(default_factory=dict)
     plans: list[Plan] = field(default_factory=list, repr=False)
     forgotten_launches: int = 0
 
