@@ -36,7 +36,7 @@ from tilekern.patch.table import Patch, chosen
 from tilekern.runtime import dispatch
 from tilekern.runtime.ranks import comparing as ranks
 from tilekern.settings import check_settings
-from tilekern.switches import ADAMW, ATTENTION, EXPERTS
+from tilekern.switches import ADAMW, ATTENTION, EXPERTS, FORMS
 from tilekern.warning import warn
 
 if TYPE_CHECKING:
@@ -416,13 +416,20 @@ def codes() -> dict[CodeType, str]:
     return {function.__code__: op for function, op in functions + doors if hasattr(function, "__code__")}
 
 
-def list_patches() -> list[Found]:
-    """Every row of the table with its status on the installed transformers; families' code is read, not imported."""
+def list_patches(model_type: str | None = None) -> list[Found]:
+    """Every row of the table, or those of one family, with its status on the installed transformers.
+
+    Families' code is read, not imported.
+
+    Raises:
+        InputError: a model type that is not known.
+    """
+    check_choice(model_type, FORMS[0])
     own = registered()
     with _lock:
         return [
             examine(patch, _ledger) if patch in own or patch.module in sys.modules else as_read(patch)
-            for patch in patches()
+            for patch in patches(model_type)
             if len(patch.ops) == 1
         ]
 

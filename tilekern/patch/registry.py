@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable, Mapping
 
 from tilekern.errors import InputError
@@ -37,7 +38,7 @@ def register_patch(patch: Patch) -> None:
     """Add a patch of one's own to the table; ``apply`` and ``apply_to_model`` use it from then on.
 
     Registering the same patch again does nothing. Its digests come from :func:`tilekern.patch.digest_of`, or from
-    ``python -m tilekern.patch``::
+    ``python -m tilekern.patch --json``::
 
         from mine import modeling_mine
 
@@ -124,6 +125,8 @@ def check_choice(model_type: str | None, forms: str) -> None:
         InputError: one is not.
     """
     if model_type is not None and model_type not in known_families():
-        raise InputError(f"unknown model type {model_type!r}; known: {', '.join(known_families())}")
+        nearest = difflib.get_close_matches(model_type, known_families(), n=1)
+        meant = f"; did you mean {nearest[0]}?" if nearest else ""
+        raise InputError(f"unknown model type {model_type!r}{meant}; known: {', '.join(known_families())}")
     if forms not in FORMS:
         raise InputError(f"forms must be one of {', '.join(FORMS)}, got {forms!r}")
