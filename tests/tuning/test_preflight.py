@@ -191,7 +191,7 @@ def test_bad_input_is_one_line_and_2(arguments, words, capsys):
 
 
 def test_a_demand_that_nobody_knows_is_named():
-    with pytest.raises(InputError, match="--need all: known are served, exact, measured"):
+    with pytest.raises(InputError, match="unknown need 'all'; known: served, exact, measured"):
         rope(need="all")
 
 

@@ -63,7 +63,8 @@ def command(
 
     releases = {str(folder): asked(_read(folder)) for folder in folders}
     if not folders:
-        read = [found for model in models or [None] for found in list_patches(model)]
+        families: Sequence[str | None] = models or [None]
+        read = [found for family in families for found in list_patches(family)]
         releases = {transformers_version(): asked(map(_row, read))}
     if as_json:
         document = [
@@ -103,8 +104,7 @@ def _counts(rows: Sequence[Row]) -> Iterator[str]:
         yield f"{op:{_width()}} {len(families):4} families{f', applied in {len(applied)}' if applied else ''}"
     others = [row for row in rows if row not in fits]
     yield from _lines(others)
-    families = len({row.model_type for row in rows})
-    yield f"{families} families, {len(rows)} patches, {len(others)} do not fit; --model TYPE or --all lists them"
+    yield f"{len({row.model_type for row in rows})} families, {len(rows)} patches, {len(others)} do not fit; --model TYPE or --all lists them"
 
 
 def main(arguments: list[str] | None = None) -> int:

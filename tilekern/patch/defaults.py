@@ -69,10 +69,10 @@ def adamw_stand_in(is_on: bool) -> None:
     """
     kind = torch.optim.AdamW
     if is_on:
-        kind.__new__ = _new  # type: ignore[assignment]
+        kind.__new__ = _new
     elif vars(kind).get("__new__") is not None:
         # Without it Python would refuse the constructor's arguments: it does not go back to the inherited one.
-        kind.__new__ = _new_as_it_is  # type: ignore[assignment]
+        kind.__new__ = _new_as_it_is
 
 
 def is_adamw_on() -> bool:
