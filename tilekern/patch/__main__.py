@@ -104,7 +104,8 @@ def _counts(rows: Sequence[Row]) -> Iterator[str]:
         yield f"{op:{_width()}} {len(families):4} families{f', applied in {len(applied)}' if applied else ''}"
     others = [row for row in rows if row not in fits]
     yield from _lines(others)
-    yield f"{len({row.model_type for row in rows})} families, {len(rows)} patches, {len(others)} do not fit; --model TYPE or --all lists them"
+    number = len({row.model_type for row in rows})
+    yield f"{number} families, {len(rows)} patches, {len(others)} do not fit; --model TYPE or --all lists them"
 
 
 def main(arguments: list[str] | None = None) -> int:
