@@ -11,7 +11,8 @@ import click
 
 from cache_tools.cli import app
 from tilekern.cache import CacheError
-from tilekern.errors import TilekernWarning
+from tilekern.errors import InputError, TilekernWarning
+from tilekern.settings import check_settings
 from tilekern.warning import shown_plainly, tell
 
 
@@ -22,11 +23,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: those of the command line where not given.
     """
     try:
+        check_settings()
         with shown_plainly():
             code = app.main(args=arguments, prog_name="python -m cache_tools", standalone_mode=False)
         sys.stdout.flush()
         return code or 0
-    except (CacheError, TilekernWarning) as error:  # a warning is raised under `python -W error`
+    except (CacheError, InputError, TilekernWarning) as error:  # a warning is raised under `python -W error`
         return _fail(str(error))
     except click.ClickException as error:
         return _fail(f"{error.format_message()} (see --help)")
@@ -41,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _fail(message: str, code: int = 2) -> int:
-    tell(f"error: {' '.join(message.split())}", err=True)
+    tell(f"tilekern: {' '.join(message.split())}", err=True)
     return code
 
 

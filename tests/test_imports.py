@@ -53,7 +53,7 @@ MAY_IMPORT = {
     "tilekern.driver": LEAVES | {"tilekern.launcher"},
     f"{RUNTIME}.plans": LEAVES | {"tilekern.driver", "tilekern.interpreter", "tilekern.launcher"},
     f"{RUNTIME}.records": LEAVES | {"tilekern.cache", "tilekern.toolchain", DIGESTS},
-    f"{RUNTIME}.provisional": LEAVES | {"tilekern.cache", "tilekern.locks", f"{RUNTIME}.plans"},
+    f"{RUNTIME}.provisional": LEAVES | {"tilekern.cache", "tilekern.locks", "tilekern.settings", f"{RUNTIME}.plans"},
     f"{RANKS}.held": {"tilekern.cache"},
     f"{RANKS}.snapshot": LEAVES | {"tilekern.cache", "tilekern.kernels", f"{RANKS}.held", DIGESTS},
     f"{RUNTIME}.defaults": LEAVES | {"tilekern.cache", f"{RUNTIME}.records", DIGESTS},
@@ -81,7 +81,8 @@ MAY_IMPORT = {
     "tilekern.awaiting": set(),
     "tilekern.implementation": {"tilekern.awaiting", "tilekern.patch"},
     "tilekern.switches": {"tilekern.errors"},
-    "tilekern.startup": {"tilekern.awaiting", "tilekern.errors", "tilekern.switches", "tilekern.warning"},
+    "tilekern.settings": {"tilekern.errors", "tilekern.switches"},
+    "tilekern.startup": {"tilekern.awaiting", "tilekern.errors", "tilekern.settings", "tilekern.warning"},
     "tilekern.run": {"tilekern"},
     "tilekern.liger": {"tilekern"},
     "tilekern.tune": {"tilekern", "tuning"},
@@ -93,7 +94,8 @@ MAY_IMPORT = {
     # It is copied beside a tilekern that is not there before, so it imports by name.
     "cache_tools.shared.hub_kernel": set(),
     "cache_tools.commands.why": {"tilekern.cache", "tilekern.warning", f"{RUNTIME}.dispatch", "cache_tools"},
-    "cache_tools": {"tilekern.cache", DIGESTS, "tilekern.errors", "tilekern.warning", "cache_tools"},
+    "cache_tools": {"cache_tools", DIGESTS}
+    | {f"tilekern.{name}" for name in ("cache", "errors", "settings", "warning")},
 }
 # `from tilekern import __version__` and the like are attributes of the package, not files of a room.
 ATTRIBUTES = {"tilekern.__version__"}

@@ -21,7 +21,8 @@ from tilekern import startup
 from tilekern.awaiting import Arrivals, is_being_imported
 from tilekern.errors import TilekernWarning
 from tilekern.patch.families import FAMILIES
-from tilekern.switches import OPS, switches_of, text_of
+from tilekern.settings import CHOICES
+from tilekern.switches import EXTRAS, OPS, switches_of, text_of
 
 ROOT = Path(__file__).parents[1]
 
@@ -135,7 +136,7 @@ def test_it_waits_for_transformers_where_a_variable_asks_for_it(monkeypatch, sai
     assert [finder._awaits("transformers.modeling_utils") for finder in sys.meta_path[:waits]] == [True] * waits
 
 
-@pytest.mark.parametrize("said", ["yes", "rmsnorm", "rms_norm,-rope", "rope,", "-", "1,rope"])
+@pytest.mark.parametrize("said", ["yes", "rmsnorm", "rms_norm,-rope", "rope,", "-", "1,-rope,rope", "rope alone"])
 def test_what_the_variable_may_not_say_ends_what_makes_models_and_not_the_import_of_torch(monkeypatch, capsys, said):
     monkeypatch.setenv("TILEKERN_APPLY", said)
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
@@ -146,7 +147,26 @@ def test_what_the_variable_may_not_say_ends_what_makes_models_and_not_the_import
     assert ended.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("tilekern: TILEKERN_APPLY: ")
-    assert "-OP for all but" in line
+    assert "-OP for all but" in line or "keep one of the two" in line
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [(name, value) for name in CHOICES for value in ("foo", " ", "Compile")]
+    + [("TILEKERN_LOOKUP_AGAIN_S", value) for value in ("soon", "-1", "inf", "nan")],
+)
+def test_another_variable_that_is_wrong_ends_the_process_too(monkeypatch, capsys, name, value):
+    monkeypatch.setenv("TILEKERN_APPLY", "1")
+    monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    with pytest.warns(TilekernWarning, match=name):
+        startup.begin()
+    with pytest.raises(SystemExit) as ended:
+        sys.meta_path[0]._arrived("transformers.modeling_utils")
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"tilekern: {name}")
+    assert repr(value) in line
 
 
 @pytest.mark.parametrize(
@@ -209,13 +229,29 @@ def test_the_entry_point_needs_the_standard_library_alone():
 
 
 def test_texts_choose_ops():
-    alone = {op: op in ("rms_norm", "swiglu") for op in OPS}
-    assert switches_of("1") == {}
-    assert switches_of("rms_norm, swiglu") == alone
+    alone = {op: op in ("rms_norm", "swiglu") for op in (*OPS, *EXTRAS)}
+    assert switches_of("1") == switches_of("1,rope") == {}
+    assert switches_of("rms_norm, swiglu") == switches_of("swiglu,rms_norm,swiglu") == alone
     assert switches_of(" -rope,-swiglu") == {"rope": False, "swiglu": False}
-    for switches in ({}, alone, {"rope": False}):
-        everything = dict.fromkeys(OPS, True)
-        assert everything | switches_of(text_of(switches)) == everything | switches
+    assert switches_of("experts") == {op: op == "experts" for op in (*OPS, *EXTRAS)}
+    assert switches_of("1,experts, adamw ,-rope") == {"rope": False, "experts": True, "adamw": True}
+    for switches in ({}, alone, {"rope": False}, {"experts": True}, {"rope": False, "attention": True}):
+        default = {op: op in OPS for op in (*OPS, *EXTRAS)}
+        assert default | switches_of(text_of(switches)) == default | switches
+
+
+def test_the_values_of_variables_are_those_that_their_readers_know():
+    from typing import get_args
+
+    from tilekern import driver
+    from tilekern.cache.trust.policy import POLICIES
+    from tilekern.runtime.dispatch import MissPolicy
+
+    assert CHOICES["TILEKERN_ON_MISS"] == get_args(MissPolicy)
+    assert set(CHOICES["TILEKERN_TRUST"]) == set(POLICIES)
+    assert set(CHOICES[driver.LAUNCHER]) == {driver.CUDA_TILE, driver.DRIVER}
+    documented = (ROOT / "docs" / "reference.md").read_text()
+    assert not [name for name in CHOICES if f"| `{name}` |" not in documented]
 
 
 CODE = """

@@ -44,7 +44,7 @@ def launcher() -> Callable[..., None]:
     Raises:
         InputError: the variable is neither ``cuda-tile`` nor ``driver``.
     """
-    asked = os.environ.get(LAUNCHER, CUDA_TILE)
+    asked = os.environ.get(LAUNCHER) or CUDA_TILE
     if asked == DRIVER:
         return launch
     if asked != CUDA_TILE:

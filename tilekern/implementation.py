@@ -13,8 +13,9 @@ from typing import Any
 from tilekern.awaiting import Arrivals, is_imported
 
 _MODELS = "transformers.modeling_utils"
+ATTENTION = "tilekern"
 # For each name, whether gradients are the same bits in every run.
-NAMES = {"tilekern": True, "tilekern_nondeterministic": False}
+NAMES = {ATTENTION: True, "tilekern_nondeterministic": False}
 EXPERTS = "tilekern"
 
 

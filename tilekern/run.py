@@ -18,9 +18,18 @@ from typing import Any, NamedTuple
 import click
 
 from tilekern import __version__
-from tilekern.startup import APPLY, apply_later
-from tilekern.switches import FORMS, OPS, text_of
+from tilekern.errors import InputError
+from tilekern.settings import APPLY, check_settings
+from tilekern.startup import apply_later
+from tilekern.switches import ADAMW, ATTENTION, EXPERTS, FORMS, OPS, text_of
 from tilekern.warning import tell
+
+# What is off unless it is asked for.
+_ASKED = {
+    EXPERTS: "Layers of experts and their routers run tilekern's, too.",
+    ATTENTION: 'Models that name no attn_implementation get "tilekern".',
+    ADAMW: "torch.optim.AdamW makes tilekern's.",
+}
 
 
 class Program(NamedTuple):
@@ -44,7 +53,9 @@ class Program(NamedTuple):
 
 
 def _with_flags(command: Callable[..., Any]) -> Callable[..., Any]:
-    """One flag for each op, which leaves it out."""
+    """A flag for each op: one leaves out what is on by default, one asks for what is off."""
+    for op, what in reversed(_ASKED.items()):
+        command = click.option(f"--{op}", op, is_flag=True, help=what)(command)
     for op in reversed(OPS):
         command = click.option(f"--no-{op.replace('_', '-')}", op, is_flag=True, help=f"Leave {op} out.")(command)
     return command
@@ -65,14 +76,15 @@ def _with_flags(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.argument("program", metavar="SCRIPT|MODULE")
 @click.argument("arguments", metavar="[ARGS]...", nargs=-1, type=click.UNPROCESSED)
 @click.version_option(__version__, prog_name="tilekern", message="%(prog)s %(version)s")
-def command(program: str, arguments: tuple[str, ...], is_module: bool, forms: str, **left_out: bool) -> Program:
+def command(program: str, arguments: tuple[str, ...], is_module: bool, forms: str, **given: bool) -> Program:
     """Run a script, or with -m a module, with tilekern.apply called for its models.
 
     Options stand before SCRIPT; all that follows is the program's. Its exit code and its tracebacks are its own.
     Processes that it starts with Python are patched with the same ops, of tested families, where tilekern is
     installed: TILEKERN_APPLY is set for them. Under torchrun: torchrun ... -m tilekern.run SCRIPT.
     """
-    switches = {op: not is_out for op, is_out in left_out.items()}
+    check_settings()
+    switches = {op: is_set if op in _ASKED else not is_set for op, is_set in given.items()}
     os.environ[APPLY] = text_of(switches)
     apply_later(forms=forms, **switches)
     return Program(program, arguments, is_module)
@@ -84,6 +96,8 @@ def main(arguments: list[str] | None = None) -> int:
         program = command.main(args=arguments, prog_name="python -m tilekern.run", standalone_mode=False)
     except click.ClickException as error:
         return _fail(error.format_message())
+    except InputError as error:
+        return _fail(str(error))
     if not isinstance(program, Program):
         return int(program)  # --help
     try:
@@ -114,7 +128,7 @@ def _of_the_program(traceback: TracebackType | None) -> TracebackType | None:
 
 
 def _fail(message: str) -> int:
-    tell(f"tilekern.run: {' '.join(message.split())}", err=True)
+    tell(f"tilekern: {' '.join(message.split())}", err=True)
     return 2
 
 

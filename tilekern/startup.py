@@ -11,7 +11,6 @@ import sys
 from importlib import import_module
 from typing import Any
 
-APPLY = "TILEKERN_APPLY"
 # All code of models imports it, and it imports torch.
 _MODELS = "transformers.modeling_utils"
 _REGISTRY = "liger_kernel.ops.backends.registry"
@@ -22,11 +21,12 @@ def begin() -> None:
     """Do what variables in the environment ask for, once the packages that it is about are imported.
 
     Liger-Kernel is offered the ops where one of its variables names ``tilekern``; ``TILEKERN_APPLY`` calls
-    :func:`tilekern.apply`. A wrong value of it is a warning, as torch is imported for other things, too; a process that
-    imports transformers' code of models ends there, with 2 and one line. Where tilekern cannot be loaded for what a
-    variable asks, a broken dependency for example, that is a warning and models run their own ops.
+    :func:`tilekern.apply`. A wrong value of a variable of tilekern's is a warning, as torch is imported for other
+    things, too; a process that imports transformers' code of models ends there, with 2 and one line. Where tilekern
+    cannot be loaded for what a variable asks, a broken dependency for example, that is a warning and models run their
+    own ops.
     """
-    if os.environ.get(APPLY, "").strip() not in ("", "0"):
+    if os.environ.get("TILEKERN_APPLY", "").strip() not in ("", "0"):
         _apply_by_variable()
     if variables():
         from tilekern.awaiting import Arrivals
@@ -38,13 +38,15 @@ def begin() -> None:
 def _apply_by_variable() -> None:
     from tilekern.awaiting import Arrivals
     from tilekern.errors import InputError
-    from tilekern.switches import switches_of
-    from tilekern.warning import warn
+    from tilekern.settings import APPLY, asked_for, check_settings
 
     try:
-        switches = switches_of(os.environ[APPLY])
+        check_settings()
+        switches = asked_for() or {}
     except InputError as error:
-        message = f"{APPLY}: {error}"
+        from tilekern.warning import warn
+
+        message = str(error)
         Arrivals(_MODELS.__eq__, lambda _: _end(message)).watch()
         warn(f"{message}; this process ends where transformers makes models")
         return

@@ -10,6 +10,7 @@ import click
 
 from tilekern.cache import CacheError
 from tilekern.errors import TilekernError, TilekernWarning, ToolchainMissing
+from tilekern.settings import check_settings
 from tilekern.warning import shown_plainly, tell
 from tuning.commands import COMMANDS, command_named
 from tuning.plan.configs import MODEL_IS, UnknownModel, require_model_name
@@ -23,6 +24,7 @@ def main(arguments: list[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else arguments
     name = given[0] if given and given[0] in COMMANDS else None
     try:
+        check_settings()
         with shown_plainly():
             if name is None and given and not given[0].startswith("-"):
                 # Said before the options are read, which may be those of the command that was meant.
@@ -59,5 +61,5 @@ def _neither(word: str) -> str:
 
 
 def _fail(message: str, code: int) -> int:
-    tell(f"tilekern.tune: {' '.join(message.split())}", err=True)
+    tell(f"tilekern: {' '.join(message.split())}", err=True)
     return code

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,10 @@ import click
 
 from tilekern import __version__
 from tilekern.errors import InputError
+from tilekern.switches import EXPERTS, EXTRAS, OPS
+from tilekern.targets import KNOWN
 from tuning.plan.configs import require_model_name
+from tuning.plan.presets import PRESETS
 from tuning.plan.steps import OPTIMIZERS, Steps
 
 STAGES = ("plan", "compile", "measure")
@@ -81,12 +85,12 @@ class PlanRequest:
         for name, such_as in (("tokens", "2048,8192"), ("sequence", "2048,4096")):
             if name in named:
                 named[name] = counts(named[name], f"--{name}", such_as)
-        for name in ("dtype", "ops", "attention"):
+        for name, option in (("dtype", "--dtype"), ("ops", "--op"), ("attention", "--attention")):
             if name in named:
-                named[name] = words(named[name], f"--{name}")
+                named[name] = words(named[name], option)
         for model in given["models"]:
             require_model_name(model)
-        described = f"--{next(iter(named))}" if named else None
+        described = "--" + next(iter(named)).replace("ops", "op") if named else None
         if described and not given["models"] and (given["plans"] or given["problems"]):
             raise described_alone(described)
         return cls(given["models"], given["plans"], given["problems"], Steps(**named), described)
@@ -102,7 +106,7 @@ _STEPS = {
     "sequence": click.option(
         "--sequence", metavar="TEXT", help="Tokens of a sequence; a step is one sequence where not given."
     ),
-    "dtype": click.option("--dtype", help="bfloat16, float16, float32.  [default: bfloat16]"),
+    "dtype": click.option("--dtype", help="bfloat16 (bf16), float16 (fp16), float32 (fp32).  [default: bfloat16]"),
     "tp": click.option(
         "--tp", type=click.IntRange(min=1), help="Tensor-parallel degree: ranks of a model.  [default: 1]"
     ),
@@ -116,7 +120,12 @@ _STEPS = {
     "attention": click.option(
         "--attention", help="attn_implementation: tilekern, tilekern_nondeterministic.  [default: tilekern]"
     ),
-    "ops": click.option("--ops", help="The ops that are patched; all where not given."),
+    "ops": click.option(
+        "--op",
+        "--ops",
+        "ops",
+        help=f"The ops that are patched: {', '.join((*OPS, *EXTRAS))}.  [default: all but {EXPERTS}]",
+    ),
 }
 _OTHERS = {
     "models": click.argument("models", nargs=-1, metavar="[MODEL]..."),
@@ -155,12 +164,32 @@ def counts(text: str, option: str, such_as: str) -> list[int]:
     """A list of whole numbers with commas between, taken apart.
 
     Raises:
-        InputError: it is none; ``such_as`` is what the message shows in its place.
+        InputError: it is none, or looks like one number whose thousands are set off by commas; ``such_as`` is what the
+            message shows in its place.
     """
-    try:
-        return [int(part) for part in words(text, option)]
-    except ValueError:
-        raise InputError(f"{option} {text!r}: expected whole numbers with commas between, such as {such_as}") from None
+    parts = words(text, option)
+    if not all(part.isascii() and part.isdecimal() for part in parts):
+        raise InputError(f"{option} {text!r}: expected whole numbers with commas between, such as {such_as}")
+    if is_grouped(text):
+        one = text.replace(",", "")
+        raise InputError(
+            f"{option} {text!r}: did you mean {one}? Commas stand between numbers; for {len(parts)} of them put a space"
+            f" behind each comma: {', '.join(str(int(part)) for part in parts)!r}"
+        )
+    if odd := [part for part in parts if part != "0" and part.startswith("0")]:
+        raise InputError(f"{option} {text!r}: {odd[0]} begins with a zero; commas stand between numbers, not in them")
+    return [int(part) for part in parts]
+
+
+# Sizes that people write in thousands are multiples of it, and two numbers that stand in a list make one hardly ever.
+_ROUND = 2048
+
+
+def is_grouped(text: str) -> bool:
+    """Whether a text without spaces looks like one number with commas at its thousands: ``2,048``, ``16,384``."""
+    if not re.fullmatch(r"[1-9][0-9]{0,2}(,[0-9]{3})+", text.strip()):
+        return False
+    return any(part.startswith("0") for part in text.split(",")) or int(text.replace(",", "")) % _ROUND == 0
 
 
 class Seconds(click.FloatRange):
@@ -192,6 +221,11 @@ class Folder(click.Path):
         if value == "":
             self.fail("it must name a folder, and is empty.", param, ctx)
         return super().convert(value, param, ctx)
+
+
+GPU_NAMES = ", ".join(target.name for target in KNOWN)
+# Ends the help of commands that take models.
+NAMES = f"Presets: {', '.join(PRESETS)}. GPUs: {GPU_NAMES}."
 
 
 def tuner_command(**options: Any) -> Callable[[Callable[..., None]], click.Command]:

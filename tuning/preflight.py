@@ -17,6 +17,7 @@ import msgspec
 
 from tilekern.cache import (
     NOT_FRESH,
+    PROVENANCES,
     STALE,
     CacheError,
     Hit,
@@ -30,13 +31,14 @@ from tilekern.cache import (
 from tilekern.errors import InputError
 from tilekern.kernels import spec_named
 from tilekern.runtime.dispatch import find
+from tilekern.settings import check_settings
 from tilekern.source.digests import digests_of
 from tilekern.spec import Problem
 from tilekern.targets import Target, here, resolve
 from tilekern.toolchain import Toolkit, require_toolkit
 from tilekern.tracing.recorder import Named, Trace
 from tuning.options import PlanRequest
-from tuning.plan.steps import TOKENS, Planned, Steps
+from tuning.plan.steps import TOKENS, Planned, Steps, as_list
 
 if TYPE_CHECKING:
     from tuning.serve.tuner import How
@@ -125,10 +127,14 @@ class Preflight:
         )
 
     def counts(self) -> dict[str, int]:
-        """How many needs there are by state, and of those that are served by provenance."""
+        """How many needs there are by state; each counts once."""
         found = Counter(need.state for need in self.needs)
-        found.update(need.provenance for need in self.needs if need.provenance)
-        return {name: found[name] for name in (*STATES, "measured", "predicted", "default")}
+        return {name: found[name] for name in STATES}
+
+    def provenances(self, state: str | None = None) -> dict[str, int]:
+        """How many needs are served by provenance: all of them, or those in one state."""
+        found = Counter(need.provenance for need in self.needs if state in (None, need.state))
+        return {name: found[name] for name in PROVENANCES}
 
     def as_json(self) -> dict[str, Any]:
         """The document that ``--json`` prints."""
@@ -138,6 +144,7 @@ class Preflight:
             "need": self.demand,
             "complete": not self.missing,
             "counts": self.counts(),
+            "provenances": self.provenances(),
             "problems": [need.as_json() for need in self.needs],
             "missing": [need.as_json() for need in self.missing],
             "cannot_fix": self.cannot_fix,
@@ -146,8 +153,9 @@ class Preflight:
 
 
 def preflight(
-    config: Any, tokens: Sequence[int] = TOKENS, *, gpu: str = "auto", sequence: Sequence[int] = (),
-    dtype: Sequence[str] = ("bfloat16",), ops: Sequence[str] | None = None, attention: Sequence[str] = ("tilekern",),
+    config: Any, tokens: int | Sequence[int] = TOKENS, *, gpu: str = "auto", sequence: int | Sequence[int] = (),
+    dtype: Any = ("bfloat16",), ops: str | Sequence[str] | None = None,
+    attention: str | Sequence[str] = ("tilekern",),
     tp: int = 1, packed: bool = False, padded: bool = False, checkpointing: bool = False, optimizer: str = "adamw",
     experts: bool = False, need: str = SERVED, cache_dir: str | Path | None = None,
 ) -> Preflight:  # fmt: skip
@@ -158,10 +166,12 @@ def preflight(
             transformers or its dictionary, all of which are patched for this; a model, which is asked as it is; or a
             traced plan (:func:`tilekern.trace`) or its file, to which none of the arguments down to ``experts``
             applies. Of a model, the lengths and whether they are packed or padded count.
-        tokens: tokens of a step, batch times sequence.
+        tokens: tokens of a step, batch times sequence; one number or several, as ``sequence``, ``dtype``, ``ops`` and
+            ``attention`` are one or several.
         gpu: the GPU that the job will run on: ``auto`` (the one here), a name, an arch or a key.
         sequence: tokens of a sequence; a step is one sequence where none is given.
-        dtype: the dtypes to train in.
+        dtype: the dtypes to train in: ``bfloat16`` or ``bf16``, ``float16`` or ``fp16``, ``float32`` or ``fp32``, or
+            torch's own.
         ops: the ops of the job, ``attention`` and ``adamw`` among them; all where None.
         attention: the names of ``attn_implementation``.
         tp: the tensor-parallel degree.
@@ -177,7 +187,11 @@ def preflight(
     Raises:
         InputError: anything that was named is not known, a step cannot be traced, or it asks for no kernel.
     """
-    steps = Steps(tokens, sequence, dtype, ops, attention, tp, packed, padded, checkpointing, optimizer, experts)
+    check_settings()
+    steps = Steps(
+        as_list(tokens), as_list(sequence), as_list(dtype), None if ops is None else as_list(ops), as_list(attention),
+        tp, packed, padded, checkpointing, optimizer, experts,
+    )  # fmt: skip
     target = resolve(gpu)
     if isinstance(config, Trace):
         if config.target.key != target.key:
@@ -203,7 +217,7 @@ def preflight_of(
         InputError: no such ``need``.
     """
     if need not in DEMANDS:
-        raise InputError(f"--need {need}: known are {', '.join(DEMANDS)}")
+        raise InputError(f"unknown need {need!r}; known: {', '.join(DEMANDS)}")
     layers = _layers(cache_dir)
     needs = tuple(_need(*named, target, layers) for named in planned.problems)
     return Preflight(planned.name, target, need, needs, _is_here(target), planned.notes)

@@ -15,6 +15,7 @@ from tilekern.toolchain import require_toolkit
 from tilekern.warning import tell
 from tuning.carrying import Carried, carry_over, held_in_cache, held_in_pack, write_to_cache, write_to_pack
 from tuning.compile.stage import jobs_of
+from tuning.terminal.console import sizes_of
 from tuning.terminal.progress import progress_bar
 
 
@@ -73,8 +74,7 @@ def _named(record: Record) -> dict[str, Any]:
 def _print(place: Place) -> None:
     found = place.found
     for left in found.left:
-        sizes = " ".join(str(value) for value in left.record.problem.values())
-        tell(f"stale: {left.record.kernel} {sizes}: {left.reason}")
+        tell(f"stale: {left.record.kernel} {sizes_of(left.record.problem)}: {left.reason}")
     dated = sum(not found.fresh(new) for _, (new, _) in found.carried)
     tell(
         f"{place.path}: {len(found.carried)} records carried over, {len(found.left)} stay stale, "

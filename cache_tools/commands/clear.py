@@ -30,8 +30,7 @@ def clear(store: Store, everything: bool, dry_run: bool, confirmed: bool, as_jso
     selection = Selection(**filters)
     if selection.is_empty != everything:
         raise CacheError(
-            "clear needs --all, or a filter: --kernel, --target, --toolkit, --problem, --provenance, --older-than, "
-            "--stale"
+            "clear needs --all, or a filter: --kernel, --gpu, --toolkit, --problem, --provenance, --older-than, --stale"
         )
     if as_json and not (confirmed or dry_run):
         raise CacheError("clear --json asks nothing and so needs --yes or --dry-run")

@@ -83,7 +83,7 @@ def _needed_by(model: str, target_key: str, tp: int) -> set[_Needed]:
     done = subprocess.run(planning, capture_output=True, text=True, check=False)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        raise CacheError(f"--model {model}: {lines[-1].removeprefix('error: ')}")
+        raise CacheError(f"--model {model}: {lines[-1].removeprefix('tilekern: ')}")
     return {
         _Needed(
             item["kernel"],

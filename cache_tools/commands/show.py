@@ -93,7 +93,7 @@ def _of_one_gpu(store: Store, kernel: str, key: str, selection: Selection) -> li
         raise CacheError(f"there is no record of {kernel} {key} in {store.root} or another layer; see `ls --layers`")
     targets = sorted({entry.address.target_key for _, entry in first if entry.address})
     if len(targets) > 1:
-        raise CacheError(f"records of {len(targets)} GPUs match, choose one by --target: {', '.join(targets)}")
+        raise CacheError(f"records of {len(targets)} GPUs match, choose one by --gpu: {', '.join(targets)}")
     return [(s, entry) for found in layers for s, entry in found if entry.address and entry.address[0] == targets[0]]
 
 

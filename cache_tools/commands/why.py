@@ -17,7 +17,7 @@ from tilekern.warning import tell
 @command
 @click.argument("kernel", metavar="KERNEL")
 @click.argument("key", metavar="PROBLEM")
-@click.option("--target", "target_name", help="The GPU: its name, arch or key (else the one of this machine).")
+@click.option("--gpu", "--target", "target_name", help="The GPU: its name, arch or key (else the one of this machine).")
 @cache_dir
 @as_json
 def why(kernel: str, key: str, target_name: str | None, store: Store, as_json: bool) -> None:

@@ -31,7 +31,7 @@ def target_named(name: str | None) -> Target:
     if name is None:
         found = here()
         if found is None:
-            raise CacheError("this machine has no CUDA GPU; name one by --target, such as --target B200")
+            raise CacheError("this machine has no CUDA GPU; name one by --gpu, such as --gpu B200")
         return found
     try:
         return resolve(name)

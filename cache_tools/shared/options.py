@@ -73,7 +73,7 @@ cache_dir = click.option(
     help="The cache (else TILEKERN_CACHE_DIR, else the user's cache folder).",
 )
 as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-target = click.option("--target", help="Only of this GPU: its key, name or arch.")
+target = click.option("--gpu", "--target", "target", help="Only of this GPU: its key, name or arch.")
 toolkit = click.option("--toolkit", help="Only of this toolkit's key.")
 all_layers = click.option(
     "--layers", "all_layers", is_flag=True, help="All layers of a lookup: the cache, TILEKERN_CACHE_PATH, packs."

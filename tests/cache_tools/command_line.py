@@ -16,6 +16,6 @@ def process(*arguments, **options):
 def refused(outcome, *words):
     code, out, err = outcome
     assert (code, out) == (2, "")
-    assert err.startswith("error: ")
+    assert err.startswith("tilekern: ")
     assert err.count("\n") == 1
     assert all(word in err for word in words)

@@ -60,7 +60,7 @@ class Commands:
     def refused(self, *arguments, says=()):
         code, out, err = self(*arguments)
         assert (code, out) == (2, "")
-        assert err.startswith("error: ")
+        assert err.startswith("tilekern: ")
         assert err.count("\n") == 1
         for words in [says] if isinstance(says, str) else says:
             assert words in err, err

@@ -159,7 +159,7 @@ def test_a_record_with_an_odd_field_is_no_crash_of_any_command(cache, capsys, mo
 
 def test_show_of_several_names_them(cli, cache):
     put(cache, target=H100)
-    refused(cli("show", "rms_norm", KEY), "2 GPUs match", "sm_90-h100-132", "sm_90-h200-132", "--target")
+    refused(cli("show", "rms_norm", KEY), "2 GPUs match", "sm_90-h100-132", "sm_90-h200-132", "--gpu")
     assert cli("show", "rms_norm", KEY, "--target", "H100")[0] == 0
 
 

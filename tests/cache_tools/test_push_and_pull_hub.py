@@ -62,7 +62,7 @@ def as_json(run):
 
 def refused(ran, *says):
     assert (ran.returncode, ran.stdout) == (2, "")
-    assert ran.stderr.startswith("error: ")
+    assert ran.stderr.startswith("tilekern: ")
     assert ran.stderr.count("\n") == 1
     assert all(words in ran.stderr for words in says), ran.stderr
 

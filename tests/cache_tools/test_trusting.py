@@ -220,7 +220,7 @@ def test_bad_input_is_one_line(key, pack, tmp_path, arguments, words):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("error: ")
+    assert done.stderr.startswith("tilekern: ")
     assert done.stderr.count("\n") == 1
     assert all(word in done.stderr for word in words), done.stderr
 

@@ -3,16 +3,21 @@
 import ast
 import functools
 import importlib.util
+import json
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import tilekern
+from tilekern.patch import __main__ as command_line
+from tilekern.patch import patcher
 from tilekern.patch.__main__ import main
 from tilekern.patch.digests import digest_of, digest_of_tree
 from tilekern.patch.families import FAMILIES
 from tilekern.patch.registry import patches
+from tilekern.switches import OPS
 
 pytestmark = pytest.mark.processes
 SOME = ("gemma3", "gpt2", "llama4", "qwen3")
@@ -151,3 +156,37 @@ def test_the_command_prints_digests(tmp_path, capsys):
         assert wrong in done.stderr
     assert run("-h").stdout == run("--help").stdout != ""
     assert run("--version").stdout == f"tilekern {tilekern.__version__}\n"
+
+
+def test_the_command_counts_by_op_on_one_screen(capsys, monkeypatch):
+    found = patcher.list_patches("qwen3")
+    odd = replace(found[0], status="changed", reason="it is another one")
+    monkeypatch.setattr(command_line, "list_patches", lambda _: [*found[1:], odd])
+    assert main([]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) < 24
+    assert max(map(len, lines)) <= 80
+    assert {line.split()[0]: line.split()[1:3] for line in lines[1:-2]} == {
+        one.patch.op: ["0" if one is found[0] else "1", "families"] for one in found
+    }
+    assert lines[-2].split()[:3] == ["changed", found[0].patch.op, "qwen3"]
+    assert lines[-2].endswith("it is another one")
+    assert lines[-1].startswith(f"1 families, {len(found)} patches, 1 do not fit")
+
+
+def test_the_command_filters_by_model_and_op_and_has_json(capsys):
+    assert main(["--model", "llama", "--op", "rope", "--json"]) == 0
+    ((release),) = json.loads(capsys.readouterr().out)
+    (row,) = release["patches"]
+    assert (row["op"], row["model_type"], row["status"]) == ("rope", "llama", "available")
+    assert row["target"] == "transformers.models.llama.modeling_llama.apply_rotary_pos_emb"
+    assert row["digest"] in {digest for patch in patches("llama") for digest in patch.digests}
+    assert main(["--model", "llama"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in lines[1:]] == [op for op in OPS if op in FAMILIES["llama"].ops]
+    assert max(map(len, lines)) <= 100
+    for arguments, said in ((["--model", "lama"], "did you mean llama?"), (["--op", "ropes"], "unknown op 'ropes'")):
+        assert main(arguments) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("tilekern: ")
+        assert said in line

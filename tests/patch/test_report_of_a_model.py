@@ -1,14 +1,19 @@
 """What ``tilekern.report`` says of models as they are, as they are patched, and as others have changed them."""
 
+import itertools
+
 import pytest
 import torch
 from tiny_families import IDS, make
 from tiny_qwen3 import apply
 
 import tilekern
+from tilekern.kernels import all_specs
 from tilekern.patch import families
 from tilekern.patch.families import FAMILIES
+from tilekern.patch.report import KERNELS, Calls
 from tilekern.runtime import dispatch
+from tilekern.switches import OPS
 
 pytestmark = pytest.mark.filterwarnings("ignore::tilekern.errors.TilekernWarning")
 
@@ -105,18 +110,102 @@ def test_a_head_or_a_loss_that_does_more_is_said_of_the_model(qwen3):
 
 
 def test_code_of_no_known_form_and_families_that_are_not_tested_are_told_apart(qwen3, monkeypatch):
-    assert set(reasons(make("bloom")[0], "swiglu").values()) == {"its code has no form that is known"}
+    assert set(reasons(make("bitnet")[0], "swiglu").values()) == {"its code has no form that is known"}
     monkeypatch.delitem(families._BY_MODULE, FAMILIES["qwen3"].module)
     (reason,) = set(reasons(qwen3, "rms_norm").values())
     assert reason.startswith("it is not patched: qwen3 is not among the families that are tested")
 
 
-def test_printed_it_has_a_line_for_modules_that_are_alike_and_the_fallbacks(qwen3, monkeypatch):
+@pytest.mark.parametrize(
+    ("family", "lacks"),
+    [("gpt2", {"rope", "rms_norm", "swiglu", "qk_norm_rope", "fused_add_rms_norm"}), ("bloom", {"rope", "swiglu"}),
+     ("opt", {"rope", "rms_norm", "fused_add_rms_norm"}), ("llama", {"layer_norm", "mlp", "qk_norm_rope", "experts"})],
+)  # fmt: skip
+@pytest.mark.parametrize("patch", [True, False])
+def test_of_what_a_model_does_not_have_nothing_is_said(family, lacks, patch):
+    if patch:
+        tilekern.apply()
+    assert not lacks.intersection(row.op for row in tilekern.report(make(family)[0]).rows)
+
+
+def headings(model):
+    """The heading of each op in what is printed."""
+    lines = [line for line in str(tilekern.report(model)).splitlines() if not line.startswith(" ")]
+    return dict(line.split(": ", 1) for line in lines if ": " in line)
+
+
+@pytest.fixture
+def uncounted(monkeypatch):
+    """Nothing has been called before."""
     monkeypatch.setattr(dispatch._state, "counters", {})
+
+
+def test_printed_it_has_a_heading_for_each_op_and_a_line_for_modules_that_are_alike(qwen3, uncounted):
     apply(rms_norm=False)
+    assert headings(qwen3)["swiglu"] == "patched; not called yet in this process"
     qwen3.eval()(input_ids=IDS)
-    lines = str(tilekern.report(qwen3)).splitlines()
-    assert "swiglu                     yes    2 x model.layers.*.mlp (Qwen3MLP)" in lines
+    report = tilekern.report(qwen3)
+    lines = str(report).splitlines()
+    assert "swiglu: patched; 2 of 2 calls fell back (tensors on the device cpu)" in lines
+    assert "  yes    2 x model.layers.*.mlp (Qwen3MLP)" in lines
     said = "it is not patched; tilekern.apply(rms_norm=True) does so"
-    assert f"rms_norm                   no     1 x model.norm (Qwen3RMSNorm): {said}" in lines
-    assert [line for line in lines if line.startswith("swiglu_forward fell back to torch ")]
+    assert "rms_norm: not patched" in lines
+    assert f"  no     1 x model.norm (Qwen3RMSNorm): {said}" in lines
+    assert not [line for line in lines if line.startswith("swiglu_forward fell back to torch ")]
+    assert report == tilekern.report(qwen3)
+    assert report.calls["swiglu"] == Calls(0, 2, {"tensors on the device cpu": 2})
+    assert report.fallbacks["swiglu_forward"] == 2
+
+
+def test_calls_that_run_kernels_and_calls_that_do_not_are_told_apart(qwen3, uncounted, monkeypatch):
+    apply()
+    monkeypatch.setenv("TILEKERN_INTERPRET", "1")
+    qwen3.eval()(input_ids=IDS)
+    assert headings(qwen3)["swiglu"] == "patched; no call fell back, 2 launches"
+    monkeypatch.delenv("TILEKERN_INTERPRET")
+    qwen3(input_ids=IDS)
+    qwen3.model.layers[1].mlp.act_fn.register_forward_hook(lambda *_: None)
+    qwen3(input_ids=IDS)
+    said = "5 x tensors on the device cpu"
+    why = "an activation without an op, or with hooks"
+    assert headings(qwen3)["swiglu"] == (
+        f"patched in 1 of 2 modules; 4 of 6 calls fell back ({said.replace('5', '3')}, 1 x {why})"
+    )
+
+
+def test_why_attention_fell_back_is_said(uncounted):
+    tilekern.apply()
+    model = make("llama")[0].train()
+    model.set_attn_implementation("tilekern")
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.1
+    model(input_ids=IDS, labels=IDS)
+    layers = len(model.model.layers)
+    assert headings(model)["attention"] == f"patched; {layers} of {layers} calls fell back (dropout)"
+    padded = torch.ones_like(IDS)
+    padded[0, :2] = 0
+    model.eval()(input_ids=IDS, attention_mask=padded)
+    assert headings(model)["attention"] == (
+        f"patched; {2 * layers} of {2 * layers} calls fell back ({layers} x dropout, {layers} x a mask, as of padding)"
+    )
+
+
+def test_models_without_values_and_graphs_of_torch_compile_are_counted_too(uncounted):
+    apply()
+    with torch.device("meta"):
+        model = make("qwen3")[0].to("meta")
+        model(input_ids=torch.zeros(1, 4, dtype=torch.long))
+    assert "tensors without values, on meta" in headings(model)["swiglu"]
+    dispatch._state.counters.clear()
+    mlp = make("qwen3")[0].model.layers[0].mlp
+    mlp.act_fn = torch.nn.ReLU()
+    compiled = torch.compile(mlp, backend="eager", fullgraph=True)
+    for _ in range(2):
+        compiled(torch.randn(3, mlp.gate_proj.in_features))
+    why = "an activation without an op, or with hooks"
+    assert dispatch.reasons() == {"swiglu_forward": {why: 1}}, "once for the graph"
+
+
+def test_kernels_of_ops_are_those_that_there_are():
+    assert set(itertools.chain(*KERNELS.values())) <= set(all_specs())
+    assert set(KERNELS) == {*OPS, "experts", "attention"}

@@ -113,7 +113,7 @@ def test_what_cannot_be_run_is_said_in_one_line(folder, capsys, arguments, said)
     assert main(arguments) == 2
     out, errors = capsys.readouterr()
     (line,) = errors.splitlines()
-    assert line.startswith("tilekern.run: ")
+    assert line.startswith("tilekern: ")
     assert said in line
     assert not out
 

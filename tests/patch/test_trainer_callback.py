@@ -40,10 +40,12 @@ def test_a_step_of_a_trainer_is_patched_and_told(tmp_path, capsys, bf16):
     assert launched(before)["swiglu_forward"] == 2
     assert launched(before)["qk_norm_rope_backward"] == 2
     said = capsys.readouterr().err.splitlines()
-    told = [line.split()[1] for line in said if line.startswith("tilekern: ") and " yes " in line]
-    assert sorted(set(told)) == sorted(SERVED)
+    told = [line.split()[1].rstrip(":") for line in said if line.startswith("tilekern: ") and ": patched; " in line]
+    assert sorted(told) == sorted(SERVED)
     assert len([line for line in said if "Qwen3MLP" in line]) == 1
-    assert said[-1] == "tilekern: no kernel fell back to torch"
+    # Under autocast the residual is wider than the term that is added to it.
+    apart = "fused_add_rms_norm_forward fell back to torch 2 times (terms of two dtypes, as under autocast)"
+    assert said[-1] == f"tilekern: {apart if bf16 else 'no kernel fell back to torch'}"
     assert list(tilekern.get_patched_ops()) == (SERVED if bf16 else [])
 
 
@@ -58,6 +60,9 @@ def test_what_fell_back_meanwhile_is_told(capsys, monkeypatch):
     capsys.readouterr()
     callback.on_train_end(ALONE, FIRST, None, model=model)
     assert capsys.readouterr().err == "tilekern: rope fell back to torch 2 times\n"
+    dispatch.count_fallback("rope", "dropout")
+    callback.on_train_end(ALONE, FIRST, None, model=model)
+    assert capsys.readouterr().err == "tilekern: rope fell back to torch 3 times (dropout)\n"
     callback.on_train_end(ALONE, SimpleNamespace(is_local_process_zero=False), None, model=model)
     assert capsys.readouterr().err == ""
 

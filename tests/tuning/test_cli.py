@@ -101,7 +101,7 @@ def test_an_output_that_cannot_be_written_is_one_line(compiled_sweep: Sweep):
                 stdout=full, stderr=subprocess.PIPE, text=True, check=False,
             )  # fmt: skip
         assert found.returncode == 2
-        assert found.stderr == "tilekern.tune: input or output: No space left on device\n"
+        assert found.stderr == "tilekern: input or output: No space left on device\n"
 
 
 def test_a_reader_who_has_gone_is_no_error(compiled_sweep: Sweep):

@@ -17,7 +17,7 @@ from tuning.plan.models import plan_of_model
 from tuning.plan.steps import Steps
 from tuning.refreshing import Change
 from tuning.sweep.folder import Sweep
-from tuning.terminal.console import table_console, table_for
+from tuning.terminal.console import sizes_of, table_console, table_for
 
 pytestmark = pytest.mark.processes
 
@@ -76,7 +76,7 @@ def test_a_pipe_is_as_wide_as_columns_says(in_a_pipe, columns):
     for kernel, problem in plan_of_model("qwen3-0.6b", Steps([512], ops=OPS), resolve("B200")).problems:
         assert kernel in found
         if columns != 80:
-            assert " ".join(map(str, problem.values())) in found
+            assert sizes_of(problem) in found
     assert "…" not in "".join(lines)
 
 

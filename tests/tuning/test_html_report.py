@@ -304,7 +304,7 @@ def test_a_report_that_finds_no_place_leaves_the_one_that_was_there(sweep: Sweep
     page.write_text("an earlier report")
     monkeypatch.setattr("os.replace", lambda *_: fail_with(errno.ENOSPC))
     assert run(sweep.folder, "--csv", page) == 2
-    assert capsys.readouterr().err == f"tilekern.tune: cannot write {page}: {os.strerror(errno.ENOSPC)}\n"
+    assert capsys.readouterr().err == f"tilekern: cannot write {page}: {os.strerror(errno.ENOSPC)}\n"
     assert page.read_text() == "an earlier report"
     assert list(tmp_path.glob(".*")) == []
 

@@ -191,7 +191,7 @@ def test_bad_input_is_one_line_and_2(arguments, words, capsys):
 
 
 def test_a_demand_that_nobody_knows_is_named():
-    with pytest.raises(InputError, match="--need all: known are served, exact, measured"):
+    with pytest.raises(InputError, match="unknown need 'all'; known: served, exact, measured"):
         rope(need="all")
 
 
@@ -210,7 +210,7 @@ def test_where_the_gpu_is_not_what_must_be_measured_is_not_promised(at_hand, mod
     assert json.loads(capsys.readouterr().out)["cannot_fix"] == reason
     for way in ([], ["--by", "compile"]):
         assert run(*arguments, "--fix", *way) == 2
-        assert capsys.readouterr() == ("", f"tilekern.tune: {reason}; run it where the GPU is, or ask for less\n")
+        assert capsys.readouterr() == ("", f"tilekern: {reason}; run it where the GPU is, or ask for less\n")
     assert not (tmp_path / "cache").exists()
 
 

@@ -145,7 +145,7 @@ def test_the_status_changes_nothing(sweep: Sweep, status):
 
 def test_a_folder_that_is_no_sweep_is_said_in_one_line(tmp_path, capsys):
     assert cli.main(["status", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.startswith(f"tilekern.tune: {tmp_path} is not a sweep folder")
+    assert capsys.readouterr().err.startswith(f"tilekern: {tmp_path} is not a sweep folder")
     assert cli.main(["status", str(tmp_path / "nowhere")]) == 2
     assert list(tmp_path.iterdir()) == []
 

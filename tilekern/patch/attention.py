@@ -20,6 +20,7 @@ from tilekern.ops.packing import can_read, is_capturing
 from tilekern.ops.registration import is_autocast
 from tilekern.patch.constant import constant_in_graphs
 from tilekern.patch.masking import lacks_sequences, mask, says_packing_alone
+from tilekern.patch.plain import SUBCLASS
 from tilekern.patch.positions import are_given_in_graph, number_of_sequences
 from tilekern.patch.told import ToldMask
 from tilekern.runtime.dispatch import count_fallback
@@ -100,7 +101,7 @@ def attend(
             attention_mask = _told(attention_mask, query, key, causal, sliding_window, starts if packed else None)
         if special:
             _check_special(query, attention_mask, dropout, bias)
-        _note_fallback(masked)
+        _note_fallback(_why(dropout, masked, bias, query), masked)
         if special:
             return _special(query, key, value, attention_mask, scaling, softcap, s_aux), None
         with _capturable():
@@ -154,9 +155,9 @@ def _note_unseen() -> None:
 
 
 @constant_in_graphs
-def _note_fallback(masked: bool) -> None:
+def _note_fallback(reason: str, masked: bool) -> None:
     """Count a call that runs no kernel; one that is compiled when it is traced."""
-    count_fallback(SPEC)
+    count_fallback(SPEC, reason)
     if masked and not can_read():
         warn_once(
             "attention: a mask and position_ids cannot be looked at while a model is compiled or captured, so SDPA "
@@ -170,6 +171,17 @@ def _capturable() -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
     backends = torch.nn.attention.SDPBackend
     return torch.nn.attention.sdpa_kernel([backends.FLASH_ATTENTION, backends.EFFICIENT_ATTENTION, backends.MATH])
+
+
+def _why(dropout: float, masked: bool, bias: torch.Tensor | None, query: torch.Tensor) -> str:
+    """Why a call runs no kernel."""
+    if dropout:
+        return "dropout"
+    if masked:
+        return "a mask, as of padding"
+    if bias is not None:
+        return "a position bias"
+    return SUBCLASS if _is_foreign(query) else "decoding with a cache"
 
 
 def _told(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from typing import Any
 
 import torch
@@ -11,8 +12,9 @@ import transformers
 from tilekern.errors import InputError
 from tilekern.patch.patcher import apply_to_model
 from tilekern.patch.registry import known_ops
-from tilekern.patch.report import report
+from tilekern.patch.report import because, report
 from tilekern.runtime.counting import stats
+from tilekern.runtime.dispatch import reasons
 from tilekern.warning import tell
 
 
@@ -34,6 +36,7 @@ class TrainerCallback(transformers.TrainerCallback):
         self._patched: weakref.ref[torch.nn.Module] | None = None
         self._has_said = False
         self._fallbacks: dict[str, int] = {}
+        self._reasons: dict[str, dict[str, int]] = {}
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Patch the model before the Trainer gives it a forward of its own for mixed precision.
@@ -52,13 +55,18 @@ class TrainerCallback(transformers.TrainerCallback):
             InputError: as :meth:`on_init_end`.
         """
         self._begin(model, args, state)
-        self._fallbacks = _fallbacks()
+        self._fallbacks, self._reasons = _fallbacks(), reasons()
 
     def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Say what fell back to torch, and with ``reset`` put the model's own code back."""
         before, now = self._fallbacks, _fallbacks()
         counted = {kernel: number - before.get(kernel, 0) for kernel, number in now.items()}
-        lines = [f"{kernel} fell back to torch {number} times" for kernel, number in counted.items() if number]
+        why = {kernel: Counter(found) - Counter(self._reasons.get(kernel)) for kernel, found in reasons().items()}
+        lines = [
+            f"{kernel} fell back to torch {number} times{because(why.get(kernel, {}))}"
+            for kernel, number in counted.items()
+            if number
+        ]
         _say(state, lines or ["no kernel fell back to torch"])
         patched = None if self._patched is None else self._patched()
         if self.reset and patched is not None:

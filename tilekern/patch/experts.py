@@ -24,7 +24,7 @@ from tilekern import implementation, ops
 from tilekern.kernels.experts.gate import FORWARD
 from tilekern.patch import parallel
 from tilekern.patch.constant import constant_in_graphs
-from tilekern.patch.plain import forward_of, has_hooks, is_from, is_plain
+from tilekern.patch.plain import SUBCLASS, count_own, forward_of, has_hooks, is_from, is_plain
 from tilekern.patch.rewriting import named_as
 from tilekern.patch.shapes import shape_of
 from tilekern.runtime.dispatch import count_fallback
@@ -196,7 +196,7 @@ def run_experts(
         reason = "its inputs are not plain tensors"
     if reason and not torch.compiler.is_compiling():
         warn_once(f"{type(module).__name__}: {reason}; transformers' own grouped products run")
-        count_fallback(FORWARD)
+        count_fallback(FORWARD, reason)
     if reason:
         return _otherwise()(module, hidden_states, top_k_index, top_k_weights)
     if top_k_weights.shape != top_k_index.shape:
@@ -229,7 +229,8 @@ def scaled_layer(original: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def forward(self: Any, hidden_states: torch.Tensor) -> Any:
-        if not is_plain(hidden_states) or unserved_layer(self):
+        if reason := unserved_layer(self) if is_plain(hidden_states) else SUBCLASS:
+            count_own(FORWARD.name, reason)
             return original(self, hidden_states)
         x, experts = hidden_states.reshape(-1, self.hidden_dim), self.experts
         scores, logits = self.router(x)

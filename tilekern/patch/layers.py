@@ -25,7 +25,16 @@ from tilekern.ops.layer_norm import layer_norm as layer_norm_op
 from tilekern.patch import parallel, patterns, replacements
 from tilekern.patch.checkpointing import checkpointed
 from tilekern.patch.digests import is_checkpointing
-from tilekern.patch.plain import has_hooks, is_as_written, is_bare_linear, is_from, is_plain
+from tilekern.patch.plain import (
+    SHAPES,
+    SUBCLASS,
+    count_own,
+    has_hooks,
+    is_as_written,
+    is_bare_linear,
+    is_from,
+    is_plain,
+)
 from tilekern.patch.rewriting import named_as, rewritten
 from tilekern.patch.table import Norm
 
@@ -46,6 +55,7 @@ def fused_add_rms_norm(original: Function, norms: Collection[str], kinds: Mappin
         """A norm's eps, offset and casting mode; None where an op would not do what it and the sum do."""
         alike = residual.dtype == x.dtype and residual.shape == x.shape
         if not alike or not is_plain(residual, x) or not _is_ordinary(norm, home, kinds):
+            count_own("fused_add_rms_norm_forward", _why(alike, norm, residual, x))
             return None
         parallel.see_to_sums(norm)
         kind = kinds[type(norm).__name__]
@@ -97,7 +107,10 @@ def _normed(norms: Collection[str]) -> tuple[Callable[[ast.FunctionDef], int], d
         return is_layer_norm(norm) and is_plain(x) and replacements.are_normed_alike(x, norm.weight, norm.bias)
 
     def normed(norm: Any, x: Any) -> Any:
-        return layer_norm_op(x, norm.weight, norm.bias, norm.eps) if is_served(norm, x) else norm(x)
+        if is_served(norm, x):
+            return layer_norm_op(x, norm.weight, norm.bias, norm.eps)
+        count_own("layer_norm_forward", _why(True, norm, x))
+        return norm(x)
 
     def add_norm(residual: torch.Tensor, x: torch.Tensor, norm: Any) -> tuple[torch.Tensor, torch.Tensor]:
         alike = residual.dtype == x.dtype and residual.shape == x.shape
@@ -123,6 +136,7 @@ def layer_norm_per_head(original: Function) -> Function:
         known = is_plain(x) and x.dim() == 4 and x.shape[1] == len(norms) and all(map(is_layer_norm, norms))
         alike = known and all(norm.eps == norms[0].eps and norm.bias is None for norm in norms)
         if not alike or not all(replacements.are_normed_alike(x, norm.weight, None) for norm in norms):
+            count_own("layer_norm_forward", SHAPES)
             return original(self, x)
         return replacements.by_heads(x, torch.stack([norm.weight for norm in norms])[:, None], norms[0].eps)
 
@@ -152,6 +166,7 @@ def mlp(
         first, last = _linear(up, known), _linear(down, known)
         if kind is not None and first is not None and last is not None and not dropout:
             return ops.mlp(x, *first, *last, kind)
+        count_own("activation_forward", _why_apart(kind, first, last, x))
         value = up(x)
         value = act(value) if kind is None or not is_plain(value) else activation(value, kind)
         return down(torch.nn.functional.dropout(value, dropout) if dropout else value)
@@ -164,6 +179,13 @@ def mlp(
 
     run_all = rewritten(original, change, {**variables, patterns.MLP: run})
     return checkpointed(run_all) if is_checkpointing(original) else run_all
+
+
+def _why_apart(kind: str | None, first: Any, last: Any, x: Any) -> str:
+    """Why an MLP's parts run one by one; ``first`` and ``last`` are None where a layer is more than a linear one."""
+    if kind is None:
+        return "an activation without an op, or with hooks" if is_plain(x) else SUBCLASS
+    return "a linear layer with an adapter, hooks or another forward" if first is None or last is None else "dropout"
 
 
 def _linear(layer: Any, known: Collection[type]) -> tuple[torch.Tensor, torch.Tensor | None] | None:
@@ -303,6 +325,7 @@ def qk_norm_rope(
         made = fused(one, other, q, k, angles, norm_last)
         if made is not None:
             return made
+        count_own("qk_norm_rope_forward", _why(True, one, q, k))
         if norm_last:
             q, k = names[rotation](q, k, *angles)
             return one(q), other(k)
@@ -319,6 +342,7 @@ def qk_norm_rope(
             made = fused(norm, norm, q, k, angles)
             if made is not None:
                 return torch.cat(made, 2)
+        count_own("qk_norm_rope_forward", _why(True, norm, x))
         return names[rotation](norm(x), *angles, unsqueeze_dim=2)
 
     change = partial(patterns.qk_norm_rope, norms=norms, rotation=rotation)
@@ -347,6 +371,15 @@ def _alike(one: Any, other: Any, q: torch.Tensor, kinds: Mapping[str, Norm], tur
         return weights[0] is weights[1]
     fits = all(weight.shape == q.shape[3:] and weight.dtype == weights[0].dtype for weight in weights)
     return fits and (weights[0].dtype == q.dtype or norm.casting_mode == "gemma" or not turn.cast_back)
+
+
+def _why(alike: bool, norm: Any, *tensors: torch.Tensor) -> str:
+    """Why an op is not fused with a norm, in few words; ``alike``: whether tensors have one dtype and shape."""
+    if not is_plain(*tensors):
+        return SUBCLASS
+    if not alike:
+        return "terms of two dtypes, as under autocast" if len({x.dtype for x in tensors}) > 1 else SHAPES
+    return "hooks" if has_hooks(norm) else "a norm, a rotation, shapes or dtypes that the op does not take"
 
 
 def _is_ordinary(norm: Any, home: str, kinds: Collection[str]) -> bool:

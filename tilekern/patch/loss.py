@@ -13,7 +13,7 @@ from tilekern.ops.registration import scalar
 from tilekern.patch import parallel, patterns
 from tilekern.patch.constant import constant_in_graphs
 from tilekern.patch.digests import digest_of
-from tilekern.patch.plain import forward_of, has_global_hooks, has_hooks, is_from, is_plain
+from tilekern.patch.plain import count_own, forward_of, has_global_hooks, has_hooks, is_from, is_plain
 from tilekern.patch.rewriting import rewritten
 from tilekern.patch.skipped import SKIPPED
 from tilekern.warning import warn_once
@@ -56,6 +56,8 @@ def fused_linear_cross_entropy(original: Function, **functions: Function) -> Fun
         if labels is None:
             return False
         reason = unserved(model, head, ForCausalLMLoss if known else None)
+        if reason:
+            count_own("fused_linear_cross_entropy", reason)
         if reason and skip_logits:
             _say(f"{type(model).__name__} makes logits in spite of skip_logits=True: {reason}")
         return not reason

@@ -16,7 +16,8 @@ from tilekern.awaiting import Arrivals
 from tilekern.errors import InputError
 from tilekern.implementation import NAMES
 from tilekern.locks import ForkLock
-from tilekern.patch import attention
+from tilekern.patch import attention as attention_door
+from tilekern.patch import defaults
 from tilekern.patch import experts as experts_door
 from tilekern.patch.families import FAMILIES, Family, imported, is_of_transformers
 from tilekern.patch.installed import Found, as_read, examine, transformers_version
@@ -26,6 +27,7 @@ from tilekern.patch.masking import refusal_of
 from tilekern.patch.registry import (
     check_choice,
     check_ops,
+    check_switches,
     known_families,
     known_ops,
     patches,
@@ -35,7 +37,8 @@ from tilekern.patch.registry import (
 from tilekern.patch.table import Patch, chosen
 from tilekern.runtime import dispatch
 from tilekern.runtime.ranks import comparing as ranks
-from tilekern.switches import ATTENTION, EXPERTS
+from tilekern.settings import check_settings
+from tilekern.switches import ADAMW, ATTENTION, EXPERTS, FORMS
 from tilekern.warning import warn
 
 if TYPE_CHECKING:
@@ -67,6 +70,8 @@ def apply(
     fused_add_rms_norm: bool = True,
     qk_norm_rope: bool = True,
     experts: bool = False,
+    attention: bool = False,
+    adamw: bool = False,
     model_type: str | None = None,
     forms: str = "tested",
     on_miss: str | None = None,
@@ -91,7 +96,12 @@ def apply(
         experts: whether models of all families whose experts run by transformers' grouped products, its default, run
             ``experts_implementation="tilekern"`` in their place; and routers of known forms, with their auxiliary
             loss, the ops ``router`` and ``router_losses``.
-        model_type: one family only, for example ``qwen3``; the others stay as they are. None means all.
+        attention: whether models that are made from now on without a name of ``attn_implementation`` get "tilekern",
+            where their code asks for an attention function.
+        adamw: whether ``torch.optim.AdamW(...)`` makes :class:`tilekern.AdamW` from now on; a call with ``amsgrad``,
+            ``capturable`` or ``differentiable`` makes torch's, with a warning.
+        model_type: one family only, for example ``qwen3``; the others stay as they are. None means all. Attention,
+            experts and the optimizer are of all families in any case.
         forms: ``tested`` patches the families whose tests pass here (``python -m tilekern.patch`` lists them), ``any``
             all families of transformers whose code has a form that is known.
         on_miss: what a problem that no cache holds does from now on: ``compile``, ``fallback`` or ``error``.
@@ -102,9 +112,12 @@ def apply(
         table's order.
 
     Raises:
-        InputError: an op, model type, kind of forms or miss policy that is not known.
+        InputError: an op, model type, kind of forms or miss policy that is not known, a switch that is neither True nor
+            False, or an environment variable of tilekern's with an unknown value.
         RanksDiffer: the ranks of the job could not agree.
     """
+    check_settings()
+    check_switches({ATTENTION: attention, ADAMW: adamw})
     wish = _wish(
         {"rms_norm": rms_norm, "layer_norm": layer_norm, "swiglu": swiglu, "qk_norm_rope": qk_norm_rope, "rope": rope}
         | {"fused_add_rms_norm": fused_add_rms_norm, "fused_linear_cross_entropy": fused_linear_cross_entropy}
@@ -118,9 +131,11 @@ def apply(
     with _lock:
         _note(wish, model_type, families)
         _arrivals.watch()
-    attention.register()
+    attention_door.register()
     experts_door.register()
     experts_door.stand_in(experts)
+    defaults.attention_stand_in(attention)
+    defaults.adamw_stand_in(adamw)
     with _lock:
         mine = {family.module for family in families}
         homes = [name for name in imported() if model_type is None or name in mine]
@@ -135,6 +150,7 @@ def apply(
     done = _put(rows, {*homes, *(patch.module for patch in own)})
     ranks.agree_when_up()
     done |= {op for family in later for op in family.ops if op in wish.ops} | ({EXPERTS} & wish.ops)
+    done |= {op for op, is_on in ((ATTENTION, attention), (ADAMW, adamw)) if is_on}
     return _in_order(done)
 
 
@@ -146,6 +162,7 @@ def apply_first(**options: Any) -> None:
 
 def _wish(switches: Mapping[str, bool], model_type: str | None, forms: str) -> _Wish:
     check_ops(switches)
+    check_switches(switches)
     check_choice(model_type, forms)
     return _Wish(frozenset(op for op in known_ops() if switches.get(op, True)), forms)
 
@@ -260,10 +277,15 @@ def apply_to_model(
     it is loaded. A shallow copy shares the methods, and they work on the modules of the model it was copied from: so do
     the replicas of ``torch.nn.DataParallel``, for which there is :func:`apply`.
 
+    The attention of a model is chosen by ``model.set_attn_implementation("tilekern")``.
+
     Raises:
         InputError: as :func:`apply`, where nothing in the model is of a supported family, and where it has attention
             "tilekern", which cannot serve it.
     """
+    check_settings()
+    if not hasattr(model, "modules"):
+        raise InputError(f"apply_to_model takes a model, a torch.nn.Module, got {type(model).__name__}")
     wish = _wish(
         {"rms_norm": rms_norm, "layer_norm": layer_norm, "swiglu": swiglu, "qk_norm_rope": qk_norm_rope, "rope": rope}
         | {"fused_add_rms_norm": fused_add_rms_norm, "fused_linear_cross_entropy": fused_linear_cross_entropy}
@@ -283,7 +305,7 @@ def apply_to_model(
         )
     if on_miss is not None:
         dispatch.set_miss_policy(on_miss)
-    attention.register()
+    attention_door.register()
     experts_door.register()
     done = {EXPERTS} if experts_door.choose(model, experts) else set()
     with _lock:
@@ -338,10 +360,15 @@ def reset(names: str | Iterable[str] | None = None) -> list[str]:
     """
     if names is None:
         ranks.unarm()
-    wanted = known_ops() if names is None else [names] if isinstance(names, str) else list(names)
-    check_ops(wanted)
+    wanted = _all_ops() if names is None else [names] if isinstance(names, str) else list(names)
+    check_ops(op for op in wanted if op not in _DOORS)
+    doors = {op for op in _doors_on() if op in wanted}
     if EXPERTS in wanted:
         experts_door.put_back()
+    if ATTENTION in wanted:
+        defaults.attention_stand_in(False)
+    if ADAMW in wanted:
+        defaults.adamw_stand_in(False)
     with _lock:
         for home, wish in _wishes.items():
             _wishes[home] = wish._replace(ops=wish.ops.difference(wanted))
@@ -349,7 +376,7 @@ def reset(names: str | Iterable[str] | None = None) -> list[str]:
         done = _ledger.undo(wanted)
         for owner, touch in shared:
             _put_the_rest(owner, touch, {*touch.ops}.difference(wanted))
-        return _in_order(done)
+        return _in_order({*done, *doors})
 
 
 def _put_the_rest(owner: Any, touch: Touch, ops: set[str]) -> None:
@@ -379,7 +406,7 @@ def get_patched_ops() -> dict[str, list[str]]:
     with _lock:
         runs = [touch for touch in _ledger if touch.still_runs]
         places = Counter((op, x.where, x.is_bound, x.has_its_name) for x in runs for op in x.ops)
-    found: dict[str, list[str]] = {op: [] for op in _in_order({place[0] for place in places})}
+    found: dict[str, list[str]] = {op: [] for op in _in_order({place[0] for place in places})} | _doors_on()
     for (op, where, is_bound, has_its_name), number in places.items():
         modules = f" of {number} module{'s' if number > 1 else ''}" if is_bound else ""
         found[op].append(f"{where}{modules}" if has_its_name else f"{where} of models made before it was replaced")
@@ -390,23 +417,47 @@ def codes() -> dict[CodeType, str]:
     """The code of everything that stands in for a model's now, with its op."""
     with _lock:
         functions = [(inspect.unwrap(touch.replacement), touch.op) for touch in _ledger]
-    doors = [(attention.attend, ATTENTION), (experts_door.run_experts, EXPERTS)]
+    doors = [(attention_door.attend, ATTENTION), (experts_door.run_experts, EXPERTS)]
     return {function.__code__: op for function, op in functions + doors if hasattr(function, "__code__")}
 
 
-def list_patches() -> list[Found]:
-    """Every row of the table with its status on the installed transformers; families' code is read, not imported."""
+def list_patches(model_type: str | None = None) -> list[Found]:
+    """Every row of the table, or those of one family, with its status on the installed transformers.
+
+    Families' code is read, not imported.
+
+    Raises:
+        InputError: a model type that is not known.
+    """
+    check_choice(model_type, FORMS[0])
     own = registered()
     with _lock:
         return [
             examine(patch, _ledger) if patch in own or patch.module in sys.modules else as_read(patch)
-            for patch in patches()
+            for patch in patches(model_type)
             if len(patch.ops) == 1
         ]
 
 
+# What stands in for the choices of other libraries, and not for code of models.
+_DOORS = (ATTENTION, ADAMW)
+
+
+def _doors_on() -> dict[str, list[str]]:
+    """Those of :data:`_DOORS` that are in force, with what they change."""
+    on = {
+        ATTENTION: [defaults.CHOICE] if defaults.is_attention_on() else [],
+        ADAMW: ["torch.optim.AdamW.__new__"] if defaults.is_adamw_on() else [],
+    }
+    return {op: places for op, places in on.items() if places}
+
+
+def _all_ops() -> list[str]:
+    return [*known_ops(), *_DOORS]
+
+
 def _in_order(ops: set[str]) -> list[str]:
-    return [op for op in known_ops() if op in ops]
+    return [op for op in _all_ops() if op in ops]
 
 
 def _warn(found: Found) -> None:

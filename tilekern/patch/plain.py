@@ -7,8 +7,26 @@ from typing import Any
 import torch
 from torch.nn.modules import module as modules
 
+from tilekern.patch.constant import constant_in_graphs
+from tilekern.runtime.dispatch import count_fallback
+
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+SUBCLASS = "a subclass of Tensor"
+SHAPES = "shapes or dtypes that the op does not take"
+
+
+@constant_in_graphs
+def count_own(kernel: str, reason: str) -> None:
+    """Count a call that a patch leaves to the model's own code; once for each graph that torch.compile traces.
+
+    Args:
+        kernel: the name of the kernel that would have run.
+        reason: why, in few words.
+    """
+    count_fallback(kernel, reason)
 
 
 def is_plain(*tensors: torch.Tensor) -> bool:

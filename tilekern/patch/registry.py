@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import difflib
+from collections.abc import Iterable, Mapping
 
 from tilekern.errors import InputError
 from tilekern.patch.families import FAMILIES, family_of
 from tilekern.patch.forms import patches_in
 from tilekern.patch.table import Patch
-from tilekern.switches import EXPERTS, FORMS, OPS
+from tilekern.switches import ADAMW, ATTENTION, EXPERTS, FORMS, OPS
 
 _registered: list[Patch] = []
 
@@ -37,7 +38,7 @@ def register_patch(patch: Patch) -> None:
     """Add a patch of one's own to the table; ``apply`` and ``apply_to_model`` use it from then on.
 
     Registering the same patch again does nothing. Its digests come from :func:`tilekern.patch.digest_of`, or from
-    ``python -m tilekern.patch``::
+    ``python -m tilekern.patch --json``::
 
         from mine import modeling_mine
 
@@ -86,7 +87,35 @@ def check_ops(names: Iterable[str]) -> None:
     """
     for name in names:
         if name not in known_ops():
-            raise InputError(f"unknown op {name!r}; known: {', '.join(known_ops())}")
+            hint = _ELSEWHERE.get(name, "")
+            raise InputError(f"unknown op {name!r}{hint}; known: {', '.join(known_ops())}")
+
+
+# Ops that `apply` alone switches, and what is called for one model.
+_ELSEWHERE = {
+    ATTENTION: ' of one model, which model.set_attn_implementation("tilekern") chooses',
+    ADAMW: " of one model, for which tilekern.AdamW is made",
+}
+
+
+def check_switches(switches: Mapping[str, object]) -> None:
+    """Raise unless every switch is True or False.
+
+    Raises:
+        InputError: one is not; where it is the name of an op, the message says how that is switched.
+    """
+    for name, value in switches.items():
+        if isinstance(value, bool):
+            continue
+        hint = ""
+        if isinstance(value, str) and value in known_ops():
+            hint = (
+                f"; all ops are on unless they are given as False, {value}=False for example; for {value} alone: "
+                f'tilekern.apply(**tilekern.switches.switches_of("{value}"))'
+            )
+        elif hasattr(value, "modules"):
+            hint = "; for one model there is tilekern.apply_to_model(model)"
+        raise InputError(f"the switch {name} must be True or False, got {value!r:.60}{hint}")
 
 
 def check_choice(model_type: str | None, forms: str) -> None:
@@ -96,6 +125,8 @@ def check_choice(model_type: str | None, forms: str) -> None:
         InputError: one is not.
     """
     if model_type is not None and model_type not in known_families():
-        raise InputError(f"unknown model type {model_type!r}; known: {', '.join(known_families())}")
+        nearest = difflib.get_close_matches(model_type, known_families(), n=1)
+        meant = f"; did you mean {nearest[0]}?" if nearest else ""
+        raise InputError(f"unknown model type {model_type!r}{meant}; known: {', '.join(known_families())}")
     if forms not in FORMS:
         raise InputError(f"forms must be one of {', '.join(FORMS)}, got {forms!r}")

@@ -20,11 +20,12 @@ from tilekern.ops.layer_norm import layer_norm
 from tilekern.ops.llama4_rope import llama4_rope
 from tilekern.ops.qwen2vl_mrope import qwen2vl_mrope
 from tilekern.ops.registration import is_autocast
-from tilekern.patch.plain import has_hooks, is_bare_linear, is_plain
+from tilekern.patch.plain import SHAPES, SUBCLASS, count_own, has_hooks, is_bare_linear, is_plain
 from tilekern.patch.rewriting import named_as
 from tilekern.patch.table import PLAIN, Norm
 
 Function = Callable[..., Any]
+_NORM, _LAYER_NORM = "rms_norm_forward", "layer_norm_forward"
 
 
 def rms_norm(original: Function, norm: Norm = PLAIN) -> Function:
@@ -33,11 +34,13 @@ def rms_norm(original: Function, norm: Norm = PLAIN) -> Function:
 
     def forward(self: Any, hidden_states: torch.Tensor) -> Any:
         if type(hidden_states) is not torch.Tensor:
+            count_own(_NORM, SUBCLASS)
             return original(self, hidden_states)
         return ops.rms_norm(hidden_states, self.weight, self.variance_epsilon)
 
     def forward_with_options(self: Any, hidden_states: torch.Tensor) -> Any:
         if type(hidden_states) is not torch.Tensor:
+            count_own(_NORM, SUBCLASS)
             return original(self, hidden_states)
         return ops.rms_norm(hidden_states, norm.weight_of(self), getattr(self, eps), offset, casting_mode)
 
@@ -54,6 +57,7 @@ def rms_norm_gated(original: Function) -> Function:
         x, weight = hidden_states, self.weight
         alike = is_plain(x, gate, weight) and gate.shape == x.shape and gate.dtype == x.dtype == weight.dtype
         if not alike or self.activation not in ("silu", "swish"):
+            count_own(_NORM, SHAPES if not alike else "another activation")
             return original(self, x, gate)
         return ops.swiglu(gate, ops.rms_norm(x, weight, self.variance_epsilon))
 
@@ -65,10 +69,12 @@ def layer_norm_unbiased(original: Function) -> Function:
 
     def forward(self: Any, hidden_states: torch.Tensor) -> Any:
         if type(hidden_states) is not torch.Tensor:
+            count_own(_LAYER_NORM, SUBCLASS)
             return original(self, hidden_states)
         if self.weight.shape == hidden_states.shape[-2:]:
             return by_heads(hidden_states, self.weight, self.variance_epsilon)
         if self.weight.shape != hidden_states.shape[-1:]:
+            count_own(_LAYER_NORM, SHAPES)
             return original(self, hidden_states)
         normal = layer_norm(hidden_states, self.weight, None, self.variance_epsilon)
         return normal.to(hidden_states.dtype)
@@ -88,6 +94,7 @@ def layer_norm_from_1(original: Function) -> Function:
     def forward(self: Any, hidden_states: torch.Tensor) -> Any:
         x, weight, bias = hidden_states, self.weight, self.bias
         if type(x) is not torch.Tensor or weight is None or not are_normed_alike(x, weight, bias):
+            count_own(_LAYER_NORM, SHAPES if type(x) is torch.Tensor else SUBCLASS)
             return original(self, x)
         return layer_norm(x, weight + 1.0, bias, self.eps)
 
@@ -99,6 +106,7 @@ def layer_norm_alone(original: Function) -> Function:
 
     def forward(self: Any, hidden_states: torch.Tensor) -> Any:
         if type(hidden_states) is not torch.Tensor or hidden_states.shape[-1:] != self.normalized_shape:
+            count_own(_LAYER_NORM, SHAPES if type(hidden_states) is torch.Tensor else SUBCLASS)
             return original(self, hidden_states)
         return layer_norm(hidden_states, None, None, 1e-5)
 
@@ -130,6 +138,7 @@ def gated_mlp(
     def forward(self: Any, x: torch.Tensor) -> Any:
         gate = gate_of(self)
         if gate is None or type(x) is not torch.Tensor:
+            _count_gate(gate)
             return original(self, x)
         made = getattr(self, first), getattr(self, second), getattr(self, last)
         if gate is ops.swiglu and all(map(is_bare_linear, made)):
@@ -138,7 +147,9 @@ def gated_mlp(
         return down_layer(gate(gate_layer(x), up_layer(x)))
 
     def forward_with_dropout(self: Any, x: torch.Tensor) -> Any:
-        if gate_of(self) is None or type(x) is not torch.Tensor:
+        gate = gate_of(self)
+        if gate is None or type(x) is not torch.Tensor:
+            _count_gate(gate)
             return original(self, x)
         return torch.nn.functional.dropout(forward(self, x), getattr(self, dropout), self.training)
 
@@ -155,6 +166,7 @@ def joined_mlp(
     def forward(self: Any, hidden_states: torch.Tensor) -> Any:
         gate = gate_of(self)
         if gate is None or type(hidden_states) is not torch.Tensor:
+            _count_gate(gate)
             return original(self, hidden_states)
         return getattr(self, last)(gate(*getattr(self, first)(hidden_states).chunk(2, dim=-1)))
 
@@ -167,11 +179,17 @@ def multiplied_mlp(original: Function) -> Function:
 
     def forward(self: Any, x: torch.Tensor) -> Any:
         if gate_of(self) is not ops.swiglu or type(x) is not torch.Tensor:
+            _count_gate(None if gate_of(self) is not ops.swiglu else ops.swiglu)
             return original(self, x)
         gate, up = self.gate_proj(x), self.up_proj(x)
         return self.down_proj(ops.swiglu(gate, up, self.gate_multiplier)) * self.down_multiplier
 
     return named_as(forward, original)
+
+
+def _count_gate(gate: Function | None) -> None:
+    """Count a call that runs an MLP's own code, whose gate is this op or, where None, no op's."""
+    count_own("swiglu_forward", "an activation without an op, or with hooks" if gate is None else SUBCLASS)
 
 
 def _gates_by(activation: str) -> Callable[[Any], Function | None]:
@@ -202,7 +220,10 @@ def activation(original: Function, kind: str) -> Function:
     """For ``forward(self, x)`` of an activation."""
 
     def forward(self: Any, x: torch.Tensor) -> Any:
-        return activation_op(x, kind) if type(x) is torch.Tensor else original(self, x)
+        if type(x) is not torch.Tensor:
+            count_own("activation_forward", SUBCLASS)
+            return original(self, x)
+        return activation_op(x, kind)
 
     return named_as(forward, original)
 
@@ -322,6 +343,7 @@ def rope_of_patches(original: Function) -> Function:
 
     def apply_rotary_pos_emb_vision(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
         if not is_plain(q, k, cos, sin) or q.dim() != 3 or k.dim() != 3 or cos.dim() != 2:
+            _count_rope(q)
             return original(q, k, cos, sin)
         q, k = turned(q[None], k[None], cos[None], sin[None], 2)
         return q[0], k[0]
@@ -357,6 +379,7 @@ def _one_by_one(original: Function, pair: Callable[[Function], Function]) -> Fun
 
     def apply_rotary_pos_emb(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1) -> Any:
         if type(x) is not torch.Tensor or x.dim() != 4 or unsqueeze_dim not in (1, 2) or x.shape[unsqueeze_dim] < 2:
+            _count_rope(x)
             return original(x, cos, sin, unsqueeze_dim)
         return torch.cat(turned(*x.tensor_split(2, unsqueeze_dim), cos, sin, unsqueeze_dim), unsqueeze_dim)
 
@@ -386,6 +409,7 @@ def rope_multimodal(original: Function) -> Function:
         unsqueeze_dim: int = 1,
     ) -> Any:  # fmt: skip
         if cos.dim() != 4 or not _is_usual(q, k, cos[0], unsqueeze_dim) or cos.shape[3] != q.shape[3]:
+            _count_rope(q)
             return original(q, k, cos, sin, mrope_section, unsqueeze_dim)
         return qwen2vl_mrope(q, k, cos, sin, mrope_section, unsqueeze_dim)
 
@@ -400,6 +424,7 @@ def rope_complex(original: Function) -> Function:
 
     def apply_rotary_emb(xq: torch.Tensor, xk: torch.Tensor, freqs_cis: torch.Tensor) -> Any:
         if not _is_complex(xq, xk, freqs_cis, 1):
+            _count_rope(xq)
             return original(xq, xk, freqs_cis)
         return llama4_rope(xq, xk, freqs_cis)
 
@@ -411,6 +436,7 @@ def rope_complex_by_heads(original: Function) -> Function:
 
     def apply_rotary_emb(xq: torch.Tensor, xk: torch.Tensor, freqs_cis: torch.Tensor) -> Any:
         if not _is_complex(xq, xk, freqs_cis, 2):
+            _count_rope(xq)
             return original(xq, xk, freqs_cis)
         q, k = llama4_rope(xq.transpose(1, 2), xk.transpose(1, 2), freqs_cis.to(xq.device))
         return q.transpose(1, 2), k.transpose(1, 2)
@@ -424,10 +450,15 @@ def rope_complex_of_patches(original: Function) -> Function:
     def vision_apply_rotary_emb(query: torch.Tensor, key: torch.Tensor, freqs_ci: torch.Tensor) -> Any:
         angles = freqs_ci.transpose(0, 1)
         if not _is_complex(query, key, angles, 1) or len(angles) > 1:
+            _count_rope(query)
             return original(query, key, freqs_ci)
         return llama4_rope(query, key, angles.to(query.device))
 
     return vision_apply_rotary_emb
+
+
+def _count_rope(x: torch.Tensor) -> None:
+    count_own("rope", SHAPES if type(x) is torch.Tensor else SUBCLASS)
 
 
 def _is_complex(q: torch.Tensor, k: torch.Tensor, angles: torch.Tensor, tokens: int) -> bool:
@@ -472,6 +503,7 @@ def _turning(original: Function, turn: Function, fits: Callable[[int, int], bool
         if unsqueeze_dim == 0 and cos.dim() == 2 and q.dim() == k.dim() == 4:
             return apply_rotary_pos_emb(q, k, cos[None], sin[None])
         if not _is_usual(q, k, cos, unsqueeze_dim) or not fits(q.shape[3], cos.shape[2]):
+            _count_rope(q)
             return original(q, k, cos, sin, unsqueeze_dim)
         if unsqueeze_dim == 1:
             return turn(q, k, cos, sin)

@@ -1,12 +1,13 @@
-"""``tilekern.report(model)``: for each module of a model which op serves it, and which does not and why."""
+"""``tilekern.report(model)``: which op serves each module of a model, which does not and why, and what calls ran."""
 
 from __future__ import annotations
 
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from types import MethodType
+from dataclasses import dataclass, field
+from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
 from tilekern.patch import experts, layers, loss, parallel, patcher, replacements
@@ -20,21 +21,28 @@ from tilekern.patch.plain import has_hooks
 from tilekern.patch.table import Patch, ops_in
 from tilekern.patch.wrapped import is_inside, place_of
 from tilekern.runtime import dispatch
-from tilekern.switches import EXPERTS
+from tilekern.switches import ATTENTION, EXPERTS
 
 if TYPE_CHECKING:
     import torch
 
-# Which op a module would have, by what its class is called, in families whose code has no form that is known.
-_CALLED = {
-    "Norm": "rms_norm",
-    "LayerNorm": "layer_norm",
-    "MLP": "swiglu",
-    "Attention": "rope",
-    "DecoderLayer": "fused_add_rms_norm",
-    "ForCausalLM": "fused_linear_cross_entropy",
-    "Router": EXPERTS,
-}
+# The kernels that a call of each op may launch forward. Those of rotations are launched backward as well.
+KERNELS: dict[str, tuple[str, ...]] = {
+    "rms_norm": ("rms_norm_forward", "rms_norm_offset_forward"),
+    "layer_norm": ("layer_norm_forward", "fused_add_layer_norm_forward"),
+    "swiglu": ("swiglu_forward", "swiglu_scaled_forward", "geglu_forward"),
+    "mlp": ("activation_forward",),
+    "qk_norm_rope": ("qk_norm_rope_forward", "qk_norm_rope_general_forward"),
+    "rope": ("rope", "llama4_rope", "qwen2vl_mrope"),
+    "fused_add_rms_norm": (
+        "fused_add_rms_norm_forward", "fused_add_rms_norm_offset_forward", "fused_rms_norm_add_forward",
+        "fused_rms_norm_add_rms_norm_forward",
+    ),
+    "fused_linear_cross_entropy": ("fused_linear_cross_entropy",),
+    EXPERTS: ("experts_gate", "router_softmax_forward", "router_sigmoid_forward", "router_losses_forward"),
+    ATTENTION: ("attention_forward",),
+}  # fmt: skip
+_BOTH_WAYS = {"rope"}
 
 _OWN = "its {} is its own, a hook's or another patch's"
 _HELD = "transformers' parallelism holds its forward of before; patch before the model is made"
@@ -58,36 +66,96 @@ class Row:
 
 
 @dataclass(frozen=True)
+class Calls:
+    """The calls of an op in this process so far, of all its models.
+
+    Attributes:
+        launches: launches of its kernels.
+        fallbacks: calls that ran the model's own op.
+        reasons: why these did, with how often.
+    """
+
+    launches: int = 0
+    fallbacks: int = 0
+    reasons: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Report:
-    """The code that runs in a model; printed, it has a line for all modules that are alike.
+    """The code that runs in a model, and what its ops' calls did.
+
+    Printed, it has a heading for each op, with its calls, and below it a line for all modules that are alike.
 
     Attributes:
         rows: in the order of the model's modules.
+        calls: by op, those of this process; calls of other models, and of ops by themselves, are among them.
         fallbacks: by kernel, how often calls in this process have run torch's own operations in its place.
+        reasons: by kernel, why, with how often.
     """
 
     rows: tuple[Row, ...]
+    calls: dict[str, Calls]
     fallbacks: dict[str, int]
+    reasons: dict[str, dict[str, int]]
 
     def __str__(self) -> str:
-        """The rows, modules of one class that differ in numbers alone on one line."""
-        groups: dict[tuple[str, ...], int] = {}
-        for row in self.rows:
-            key = (row.op, re.sub(r"\d+", "*", row.module) or "(the model)", row.kind, row.reason)
-            groups[key] = groups.get(key, 0) + 1
-        lines = [
-            f"{op:26} {'no ' if reason else 'yes'} {number:4} x {where} ({kind}){': ' * bool(reason)}{reason}"
-            for (op, where, kind, reason), number in groups.items()
+        """By op: whether its modules are patched, what its calls did, and the modules."""
+        lines = []
+        for op in dict.fromkeys(row.op for row in self.rows):
+            rows = [row for row in self.rows if row.op == op]
+            patched = sum(not row.reason for row in rows)
+            lines.append(f"{op}: {_heading(op, patched, len(rows), self.calls.get(op, Calls()))}")
+            lines += _modules(rows)
+        shown = {kernel for op in {row.op for row in self.rows if not row.reason} for kernel in KERNELS.get(op, ())}
+        lines += [
+            f"{kernel} fell back to torch {_times(number)}{because(self.reasons.get(kernel, {}))}"
+            for kernel, number in self.fallbacks.items()
+            if kernel not in shown
         ]
-        return "\n".join([*lines, *(f"{kernel} fell back to torch {n} times" for kernel, n in self.fallbacks.items())])
+        return "\n".join(lines)
+
+
+def _heading(op: str, patched: int, modules: int, calls: Calls) -> str:
+    if not patched:
+        return "not patched"
+    state = "patched" if patched == modules else f"patched in {patched} of {modules} modules"
+    if not calls.launches and not calls.fallbacks:
+        return f"{state}; not called yet in this process"
+    if not calls.fallbacks:
+        return f"{state}; no call fell back, {calls.launches} launches"
+    why = because(calls.reasons)
+    if calls.launches and op in _BOTH_WAYS:
+        return f"{state}; {calls.fallbacks} calls fell back{why}, {calls.launches} launches, backward ones among them"
+    return f"{state}; {calls.fallbacks} of {calls.launches + calls.fallbacks} calls fell back{why}"
+
+
+def because(reasons: dict[str, int]) -> str:
+    """The reasons in brackets, each with its number where there are several; empty where none is known."""
+    said = [f"{number} x {reason}" if len(reasons) > 1 else reason for reason, number in reasons.items()]
+    return f" ({', '.join(said)})" if said else ""
+
+
+def _modules(rows: list[Row]) -> Iterator[str]:
+    """The rows of one op, modules of one class that differ in numbers alone on one line."""
+    groups: Counter[tuple[str, str, str]] = Counter(
+        (re.sub(r"\d+", "*", row.module) or "(the model)", row.kind, row.reason) for row in rows
+    )
+    for (where, kind, reason), number in groups.items():
+        yield f"  {'no ' if reason else 'yes'} {number:4} x {where} ({kind}){': ' * bool(reason)}{reason}"
+
+
+def _times(number: int) -> str:
+    return "once" if number == 1 else f"{number} times"
 
 
 def report(model: torch.nn.Module) -> Report:
     """Say for each module of a model which of tilekern's ops serves it, and which does not and why.
 
     It looks at what would run if the model was called now: patches of classes and of this model, methods that modules
-    have of their own, hooks and subclasses. What a call's own arguments decide (a mask, a subclass of Tensor, a dtype)
-    is counted when it happens (:func:`tilekern.stats`).
+    have of their own, hooks and subclasses. What a call's own arguments decide (a mask, dropout, a subclass of Tensor,
+    a device, a record that is missing) is counted when it happens, and told by op: how many calls fell back, and why.
+    Counts are of the process, not of the model; a CUDA graph is counted when it is captured, and code that
+    ``torch.compile`` keeps as it is when it is traced.
 
     Args:
         model: any module; of wrappers (PEFT, torch.compile, DistributedDataParallel) the modules in them are told of.
@@ -96,8 +164,20 @@ def report(model: torch.nn.Module) -> Report:
     with patcher.held() as ledger:
         judged = [(patch, examine(patch, ledger)) for patch in patcher.patches_of_model(model, "any")]
         rows = [row for name, module in model.named_modules() for row in _rows(name, module, judged, ledger, shards)]
-    counted = dispatch.stats()
-    return Report(tuple(rows), {k: counts["fallbacks"] for k, counts in counted.items() if counts["fallbacks"]})
+    counted, why = dispatch.stats(), dispatch.reasons()
+    fallbacks = {kernel: counts["fallbacks"] for kernel, counts in counted.items() if counts["fallbacks"]}
+    return Report(tuple(rows), {op: _calls_of(names, counted, why) for op, names in KERNELS.items()}, fallbacks, why)
+
+
+def _calls_of(
+    kernels: tuple[str, ...], counted: dict[str, dict[str, int]], why: dict[str, dict[str, int]]
+) -> Calls:  # fmt: skip
+    known = [counted[kernel] for kernel in kernels if kernel in counted]
+    reasons: Counter[str] = Counter()
+    for kernel in kernels:
+        reasons.update(why.get(kernel, {}))
+    launches, fallbacks = (sum(counts[name] for counts in known) for name in ("launches", "fallbacks"))
+    return Calls(launches, fallbacks, dict(reasons.most_common()))
 
 
 def _rows(name: str, module: Any, judged: list[tuple[Patch, Found]], ledger: Ledger, shards: bool) -> Iterator[Row]:
@@ -113,17 +193,54 @@ def _rows(name: str, module: Any, judged: list[tuple[Patch, Found]], ledger: Led
     if told.get("qk_norm_rope") == "":
         told.pop("rope", None)
     if is_of_transformers(kind.__module__):
-        for part, op in _CALLED.items():
-            fused = (op == "rope" and "qk_norm_rope" in told) or (op == "swiglu" and "mlp" in told)
-            if kind.__name__.endswith(part) and not fused and not (part == "Norm" and "Layer" in kind.__name__):
-                told.setdefault(op, _unknown(kind))
+        op = _op_by_its_name(module)
+        inside = any(_path(patch, child) for child in module.children() for patch, _ in judged if patch.op == op)
+        if op and not inside and op not in told and not _FUSED_IN.get(op, set()).intersection(told):
+            told[op] = _unknown(kind)
         if kind.__name__.endswith("Attention") and hasattr(module, "config"):
             chosen = str(getattr(module.config, "_attn_implementation", None))
             own = chosen.startswith("tilekern")
-            told["attention"] = "" if own else f'attn_implementation is {chosen!r}; "tilekern" chooses the op'
+            told[ATTENTION] = "" if own else f'attn_implementation is {chosen!r}; "tilekern" chooses the op'
         if hasattr(kind, "_apply_gate"):
             told[EXPERTS] = experts.reason_of(module, shards)
     yield from (Row(name, kind.__name__, op, reason) for op, reason in told.items())
+
+
+# By the ends of classes' names, longer ones first.
+_CALLED = {
+    "LayerNorm": "layer_norm",
+    "Norm": "rms_norm",
+    "MLP": "swiglu",
+    "Attention": "rope",
+    "DecoderLayer": "fused_add_rms_norm",
+    "ForCausalLM": "fused_linear_cross_entropy",
+    "Router": EXPERTS,
+}
+# The ops that do the work of another one, too.
+_FUSED_IN = {"rope": {"qk_norm_rope"}, "swiglu": {"mlp"}, "mlp": {"swiglu"}}
+
+
+def _op_by_its_name(module: Any) -> str:
+    """The op that a module of a family without a known form would have, by its class's name and what it has inside.
+
+    Empty where it has nothing that an op computes: an attention without a rotation, a layer without such a norm.
+    """
+    name = type(module).__name__
+    part = next((part for part in _CALLED if name.endswith(part)), "")
+    children = [(attribute, type(child).__name__) for attribute, child in module.named_children()]
+    if part == "MLP":
+        return "swiglu" if any("gate" in attribute for attribute, _ in children) else "mlp"
+    has_it = {
+        "Attention": _turns(type(module)),
+        "DecoderLayer": any(kind.endswith("Norm") and not kind.endswith("LayerNorm") for _, kind in children),
+    }
+    return _CALLED[part] if part and has_it.get(part, True) else ""
+
+
+def _turns(kind: type) -> bool:
+    """Whether code of a class names a rotation."""
+    codes = [method.__code__ for base in kind.__mro__ for method in vars(base).values() if type(method) is FunctionType]
+    return any("rotary" in name or "rope" in name for code in codes for name in (*code.co_names, *code.co_freevars))
 
 
 def _path(patch: Patch, module: Any) -> str:

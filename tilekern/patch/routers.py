@@ -13,7 +13,7 @@ from torch.nn.functional import linear
 
 from tilekern import ops
 from tilekern.ops.registration import is_autocast
-from tilekern.patch.plain import is_plain
+from tilekern.patch.plain import SHAPES, SUBCLASS, count_own, is_plain
 from tilekern.patch.replacements import Function
 from tilekern.patch.rewriting import named_as
 
@@ -33,6 +33,7 @@ def by_softmax(
 
     def forward(self: Any, hidden_states: torch.Tensor) -> Any:
         if not _is_usual(self, hidden_states) or hidden_states.dim() != 2:
+            count_own("router_softmax_forward", _why(hidden_states))
             return original(self, hidden_states)
         logits = linear(hidden_states, self.weight, self.bias if biased else None)
         logits = logits.float() if wide else logits
@@ -51,6 +52,7 @@ def by_sigmoid(original: Function) -> Function:
         enough = self.topk_group * (self.num_experts // self.num_group) >= self.top_k
         # Autocast would round the logits, and the model's sigmoids with them.
         if not enough or not _is_usual(self, hidden_states) or is_autocast(hidden_states.device.type):
+            count_own("router_sigmoid_forward", _why(hidden_states))
             return original(self, hidden_states)
         logits = linear(hidden_states.reshape(-1, self.hidden_dim).float(), self.weight.float())
         ids, weights = ops.router(
@@ -60,6 +62,14 @@ def by_sigmoid(original: Function) -> Function:
         return logits, weights, ids
 
     return named_as(forward, original)
+
+
+def _why(*tensors: torch.Tensor) -> str:
+    if torch.compiler.is_compiling():
+        return "torch.compile"
+    if not is_plain(*tensors):
+        return SUBCLASS
+    return "autocast" if tensors and is_autocast(tensors[0].device.type) else SHAPES
 
 
 def _is_usual(router: Any, hidden_states: torch.Tensor) -> bool:
@@ -76,6 +86,8 @@ def balance(original: Function) -> Function:
         gate_logits: Any, num_experts: int | None = None, top_k: int = 2, attention_mask: torch.Tensor | None = None
     ) -> Any:
         if not _are_usual(gate_logits, num_experts, attention_mask):
+            if isinstance(gate_logits, tuple) and gate_logits:
+                count_own("router_losses_forward", _why(*gate_logits))
             return original(gate_logits, num_experts, top_k, attention_mask)
         logits = torch.cat([layer.to(gate_logits[0].device) for layer in gate_logits])
         shares = None

@@ -9,11 +9,20 @@ from __future__ import annotations
 
 import functools
 import os
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from tilekern.errors import CacheMiss, CannotRun, InputError, NoVariant, RanksDiffer, TilekernError
+from tilekern.errors import (
+    CacheMiss,
+    CannotRun,
+    InputError,
+    NoVariant,
+    RanksDiffer,
+    TilekernError,
+    ToolchainMissing,
+)
 from tilekern.locks import ForkLock
 from tilekern.requirements import driver_release, unmet
 from tilekern.runtime.libraries import libraries_here, library_of, runnable
@@ -40,23 +49,25 @@ _Asked = tuple[str, Problem, str]
 class State:
     """The state that one process keeps of its calls.
 
-    ``plans`` are by real sizes, ``memos`` what ops keep beside them; ``resolved`` is what the problems that were asked
-    for run by, at their buckets, where None is the model's own op, or a library's default that no record could be kept
-    of. ``unkept`` are defaults that were compiled here and that no cache keeps, ``failed`` says why others could not be
-    made, so that each is tried once. ``misfits`` are records that are whole and fit nothing, by their addresses.
-    ``layers`` are those of this process once they were looked up; ``policy`` is None where the environment says it.
-    ``kernels`` are by their artifacts, and stay: a captured graph may launch what they have loaded. Where ranks agreed,
-    ``agreement`` stands for the caches; a ``trace`` answers for meta tensors.
+    ``plans`` are by real sizes, and ``refusals`` say why some are None; ``memos`` are what ops keep beside them.
+    ``resolved`` is what the problems that were asked for run by, at their buckets, where None is the model's own op, or
+    a library's default that no record could be kept of. ``unkept`` are defaults that were compiled here and that no
+    cache keeps, ``failed`` has why others could not be made, so that each is tried once. ``misfits`` are records that
+    are whole and fit nothing, by their addresses. ``layers`` are those of this process once they were looked up;
+    ``policy`` is None where the environment says it. ``kernels`` are by their artifacts, and stay: a captured graph may
+    launch what they have loaded. Where ranks agreed, ``agreement`` stands for the caches; a ``trace`` answers for meta
+    tensors.
     """
 
     lock: ForkLock = field(default_factory=ForkLock)
     counters: dict[str, Counters] = field(default_factory=dict)
     plans: dict[tuple[Any, ...], Plan | None] = field(default_factory=dict)
+    refusals: dict[tuple[Any, ...], str] = field(default_factory=dict)
     memos: list[dict[Any, Any]] = field(default_factory=list)
     kernels: dict[tuple[Any, ...], Any] = field(default_factory=dict)
     resolved: dict[tuple[str, Problem], Record | None] = field(default_factory=dict)
     unkept: dict[_Asked, Hit] = field(default_factory=dict)
-    failed: dict[_Asked, str] = field(default_factory=dict)
+    failed: dict[_Asked, Exception] = field(default_factory=dict)
     misfits: set[Address] = field(default_factory=set)
     layers: list[Layer] | None = None
     policy: MissPolicy | None = None
@@ -65,6 +76,10 @@ class State:
 
 
 _state = State()
+# Why this thread was refused a plan last: who counts the fallback that comes of it need not know.
+_refused = threading.local()
+# The reason where an op itself refused: plans were not asked for.
+UNTAKEN = "arguments that no kernel takes"
 
 
 def interpreting() -> bool:
@@ -87,7 +102,7 @@ def miss_policy(*, agreed: bool = True) -> MissPolicy:
     """The policy in force; where not ``agreed``, the one that this process would have without other ranks."""
     if agreed and _state.agreement is not None:
         return _checked_policy(_state.agreement.policy, "the ranks' agreement")
-    return _state.policy or _checked_policy(os.environ.get("TILEKERN_ON_MISS", "compile"), "TILEKERN_ON_MISS")
+    return _state.policy or _checked_policy(os.environ.get("TILEKERN_ON_MISS") or "compile", "TILEKERN_ON_MISS")
 
 
 def _checked_policy(policy: str, where: str) -> MissPolicy:
@@ -105,6 +120,15 @@ def stats() -> dict[str, dict[str, int]]:
     """Counters of every kernel that was asked for, each with the names of :data:`COUNTED`."""
     return {
         kernel: {name: getattr(found, name) for name in COUNTED} for kernel, found in sorted(_state.counters.items())
+    }
+
+
+def reasons() -> dict[str, dict[str, int]]:
+    """Why calls of each kernel that has fallbacks ran the model's own op, with how often, the commonest first."""
+    return {
+        kernel: dict(sorted(found.reasons.items(), key=lambda item: -item[1]))
+        for kernel, found in sorted(_state.counters.items())
+        if found.reasons
     }
 
 
@@ -127,7 +151,9 @@ def forget() -> None:
     The agreement of ranks stays in force, and so does the code that graphs were captured with.
     """
     with _state.lock:
-        for kept in (_state.plans, _state.resolved, _state.unkept, _state.failed, _state.misfits):
+        for kept in (
+            _state.plans, _state.refusals, _state.resolved, _state.unkept, _state.failed, _state.misfits,
+        ):  # fmt: skip
             kept.clear()
         _watch.forget()
         _empty_memos()
@@ -166,8 +192,11 @@ def memo() -> dict[Any, Any]:
 
 
 def keep(found: dict[Any, Any], key: Any, value: Any) -> Any:
-    """Put a value into a memo of :func:`memo` unless it is full, and give it back."""
-    if len(found) < MOST_PLANS:
+    """Put a value into a memo of :func:`memo` unless it is full, and give it back.
+
+    None is not kept: the model's own op runs then, and who counts that needs to be told the reason.
+    """
+    if value is not None and len(found) < MOST_PLANS:
         found[key] = value
     return value
 
@@ -183,27 +212,53 @@ def plan_for(spec: KernelSpec, device: Any, *sizes: Any) -> Plan | None:
         CacheMiss: nothing serves the problem, or this machine cannot run what does, and the miss policy is ``error``.
     """
     if device.type == "meta":  # nothing is computed there, by whomever; a trace notes what would be
-        return None if _state.trace is None else _state.trace.plan(spec, _problem(spec, sizes))
+        if _state.trace is not None:
+            return _state.trace.plan(spec, _problem(spec, sizes))
+        _refuse("tensors without values, on meta")
+        return None
     # On the CPU the answer depends on the environment, and a look at it costs nothing there.
     key = (spec.name, device.index if device.type == "cuda" else interpreting(), *sizes)
     try:
-        return _state.plans[key]
+        plan = _state.plans[key]
     except KeyError:
         with _state.lock:
+            _refused.reason = None
             if len(_state.plans) >= MOST_PLANS:
                 _state.plans.clear()
+                _state.refusals.clear()
                 _empty_memos()
                 _watch.let_go()
-            _state.plans[key] = plan = _resolve(spec, device, sizes, key)
+            plan = _resolve(spec, device, sizes, key)
+            if plan is None:
+                _state.refusals[key] = getattr(_refused, "reason", None) or UNTAKEN
+            _state.plans[key] = plan
             return plan
+    if plan is None:
+        _refuse(_state.refusals.get(key, UNTAKEN))
+    return plan
 
 
-def count_fallback(spec: KernelSpec) -> None:
-    """Note that a call ran the model's own op."""
-    if _state.trace is None or _state.trace.real:
-        counters(spec.name).fallbacks += 1
-    else:
-        _state.trace.fallbacks[spec.name] += 1
+def _refuse(reason: str) -> None:
+    """Note why there is no plan, for :func:`count_fallback`."""
+    _refused.reason = reason
+
+
+def count_fallback(spec: KernelSpec | str, reason: str = "") -> None:
+    """Note that a call ran the model's own op.
+
+    Args:
+        spec: the kernel that would have run, or its name.
+        reason: why, in few words and without sizes; where empty, why this thread was refused a plan just before.
+    """
+    name = spec if isinstance(spec, str) else spec.name
+    if _state.trace is not None and not _state.trace.real:
+        _state.trace.fallbacks[name] += 1
+        return
+    why = reason or getattr(_refused, "reason", None) or UNTAKEN
+    _refused.reason = None
+    found = counters(name)
+    found.fallbacks += 1
+    found.reasons[why] = found.reasons.get(why, 0) + 1
 
 
 def refused(spec: KernelSpec, error: NoVariant) -> None:
@@ -226,6 +281,7 @@ def _problem(spec: KernelSpec, sizes: Sequence[Any]) -> Problem | None:
         return spec.problem(**dict(zip(names, values, strict=True)))
     except ValueError as error:
         warn_once(f"{error}; the model's own op runs instead")
+        _refuse("sizes that no kernel takes")
         return None
 
 
@@ -240,11 +296,13 @@ def _resolve(spec: KernelSpec, device: Any, sizes: Sequence[Any], key: tuple[Any
             f"{spec.name} was called on {device.type}; kernels run on CUDA devices (or anywhere under "
             "TILEKERN_INTERPRET=1), so the model's own op runs instead"
         )
+        _refuse(f"tensors on the device {device.type}")
         return None
     if wrong := unmet():
         if miss_policy() == "error":
             raise CacheMiss(wrong)
         warn_once(f"{wrong}; until then the model's own ops run")
+        _refuse("a requirement that is not met")
         return None
     target = here(device.index)
     assert target is not None
@@ -338,6 +396,7 @@ def _own_op(spec: KernelSpec, reason: str) -> None:
     """Have the model's own op run, which is said once; raises CacheMiss where the miss policy is ``error``."""
     if miss_policy() == "error":
         raise CacheMiss(f"{reason} ({_compiler_and_driver()})") from None
+    _refuse("a record that this machine cannot run")
     warn_once(f"{reason}; the model's own op runs", about=f"{spec.name} {reason}")
 
 
@@ -524,6 +583,7 @@ def _on_miss(spec: KernelSpec, wanted: Problem, target: Target) -> Hit | None:
         if policy == "error":
             raise CacheMiss(f"{why}; give each rank GPUs of one architecture")
         warn_once(f"{why}; the model's own op runs there")
+        _refuse("a GPU of another architecture than the ranks agreed for")
         return None
     if root := cache.user_root_if_any():
         cache.note_wanted(root, spec.name, dict(wanted), target.describe(), f"not in any cache; policy {policy}")
@@ -531,7 +591,7 @@ def _on_miss(spec: KernelSpec, wanted: Problem, target: Target) -> Hit | None:
     if policy == "error":
         missing = f"no cache holds {spec.name} for {wanted.key} on {target.name}"
         raise CacheMiss(f"{missing}; {tune} ({_compiler_and_driver()})")
-    why = ""
+    why, refusal = "", "no record, and the miss policy fallback"
     if policy == "compile":
         asked = (spec.name, wanted, target.key)
         if asked not in _state.failed:
@@ -540,13 +600,16 @@ def _on_miss(spec: KernelSpec, wanted: Problem, target: Target) -> Hit | None:
             except RanksDiffer:
                 raise
             except (TilekernError, cache.CacheError, OSError, MemoryError) as error:
-                _state.failed[asked] = str(error) or type(error).__name__
+                _state.failed[asked] = error
         why = f" and its default config could not be compiled ({_state.failed[asked]})"
+        is_missing = isinstance(_state.failed[asked], ToolchainMissing)
+        refusal = f"no record, and {'no compiler' if is_missing else 'none was compiled'}"
         if config := _library_default(spec, wanted, target):
             library = library_of(config)
             warn_once(f"no cache holds {spec.name} on {target.name}; its default, a call of {library}, runs; {tune}")
             return None
     warn_once(f"no cache holds {spec.name} for this model on {target.name}{why}; the model's own op runs; {tune}")
+    _refuse(refusal)
     return None
 
 

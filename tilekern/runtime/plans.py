@@ -217,7 +217,7 @@ class Counters:
     """Counts of one kernel in this process.
 
     ``nearest`` counts those hits that another bucket's record served, ``fallbacks`` calls that ran the model's own
-    op, ``launches`` launches of the kernel.
+    op and ``reasons`` why, ``launches`` launches of the kernel.
     """
 
     hits: int = 0
@@ -225,6 +225,7 @@ class Counters:
     misses: int = 0
     fallbacks: int = 0
     compiled: int = 0
+    reasons: dict[str, int] = field(default_factory=dict)
     past_launches: int = 0
     # By their ids, those that live.
     _plans: dict[int, ref[Plan]] = field(default_factory=dict, repr=False)

@@ -22,7 +22,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import gc
-import math
 import os
 import secrets
 import sys
@@ -32,9 +31,10 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from tilekern.errors import InputError, TilekernError
+from tilekern.errors import TilekernError
 from tilekern.locks import ForkLock
 from tilekern.runtime.plans import Plan
+from tilekern.settings import AGAIN, seconds_of
 from tilekern.spec import Problem
 from tilekern.targets import Target
 from tilekern.warning import warn, warn_once
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
 INTERVAL_S = 60.0
 # How often a process writes down its misses at most.
 NOTE_EVERY_S = 60.0
-_VARIABLE = "TILEKERN_LOOKUP_AGAIN_S"
 # The number of the backward that a thread is in, where it is in none.
 _NO_BACKWARD = -1
 
@@ -58,11 +57,8 @@ def interval_s() -> float:
     Raises:
         InputError: the variable is not such a number.
     """
-    text = os.environ.get(_VARIABLE, str(INTERVAL_S))
-    with contextlib.suppress(ValueError):
-        if 0 <= float(text) < math.inf:
-            return float(text)
-    raise InputError(f"{_VARIABLE} must be a number of seconds, 0 for never, got {text!r}")
+    seconds = seconds_of(os.environ.get(AGAIN, ""))
+    return INTERVAL_S if seconds is None else seconds
 
 
 def is_settled(found: Hit | None) -> bool:
@@ -311,4 +307,4 @@ def of_several_ranks() -> bool:
 
 def _waits() -> bool:
     """Whether this is one rank of several, and nobody has asked for lookups that may come at different moments."""
-    return _VARIABLE not in os.environ and of_several_ranks()
+    return not os.environ.get(AGAIN) and of_several_ranks()

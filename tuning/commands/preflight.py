@@ -12,13 +12,13 @@ from tilekern.cache import user_root
 from tilekern.targets import resolve
 from tilekern.warning import tell
 from tuning import preflight as checks
-from tuning.options import Folder, PlanRequest, Seconds, plan_options, tuner_command
+from tuning.options import NAMES, Folder, PlanRequest, Seconds, plan_options, tuner_command
 from tuning.terminal.progress import progress_bar
 
 EXIT_MISSING = 3
 
 
-@tuner_command(short_help="List the records that a job needs, and the missing ones.")
+@tuner_command(short_help="List the records that a job needs, and the missing ones.", epilog=NAMES)
 @plan_options
 @click.option("--gpu", default="auto", show_default=True, help="The job's: auto, B200, an arch, a key or sm_90:78.")
 @click.option(
@@ -46,7 +46,8 @@ def command(
     which measures where the GPU is here, and elsewhere predicts. Exit codes: 0 nothing is missing; 2 bad input; 3
     records are missing, which are listed; 4 --fix found no compiler.
 
-    --json: model, target, need, complete (bool), counts (by state and by provenance), problems and missing: lists of
+    --json: model, target, need, complete (bool), counts (of problems by state), provenances
+    (of what serves them), problems and missing: lists of
     kernel, problem, state (exact; nearest: another bucket's record serves; other_gpu: one of another GPU of the arch
     does; missing), provenance (measured, predicted, default), serving (the record's address), layer, stale (a record of
     the very problem is there and an edit of the kernel made it stale), fresh (false: what serves is not known to be the
@@ -70,7 +71,7 @@ def command(
 
 def _told(found: checks.Preflight) -> list[str]:
     first = [found.cannot_fix] if found.cannot_fix else []
-    numbers = ", ".join(f"{number} {name.replace('_', ' ')}" for name, number in found.counts().items() if number)
+    numbers = ", ".join(_counted(state, number, found) for state, number in found.counts().items() if number)
     lines = [*first, f"{found.model} on {found.target.name}: {len(found.needs)} problems: {numbers}", *found.notes]
     lines += [f"served: {checks.line_of(need)}" for need in found.needs if need.fresh is False]
     if not found.missing:
@@ -78,3 +79,9 @@ def _told(found: checks.Preflight) -> list[str]:
     lines += [f"missing: {checks.line_of(need)}" for need in found.missing]
     where = f"on a {found.target.name} " if found.cannot_fix else ""
     return [*lines, f"{len(found.missing)} missing; {where}--fix builds them, and so does python -m tilekern.tune"]
+
+
+def _counted(state: str, number: int, found: checks.Preflight) -> str:
+    """How many problems are in a state, with how what serves them was chosen."""
+    how = ", ".join(f"{served} {name}" for name, served in found.provenances(state).items() if served)
+    return f"{number} {state.replace('_', ' ')}{f' ({how})' * bool(how)}"

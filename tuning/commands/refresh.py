@@ -28,7 +28,7 @@ from tuning.refreshing import Change, Refresh, Survey, stale_json, survey
 from tuning.same_code import run as run_same_code
 from tuning.sweep.folder import folder_in
 from tuning.sweep.quarantine import shared
-from tuning.terminal.console import out, table_console, table_for
+from tuning.terminal.console import out, sizes_of, table_console, table_for
 from tuning.terminal.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -211,8 +211,7 @@ def _print(outcome: Outcome) -> None:
     for note in outcome.notes:
         out(console, note)
     for stale in outcome.stale:
-        named = " ".join(str(value) for value in stale["problem"].values())
-        out(console, f"needs a whole tune: {stale['kernel']} {named}: {stale['reason']}")
+        out(console, f"needs a whole tune: {stale['kernel']} {sizes_of(stale['problem'])}: {stale['reason']}")
 
 
 _TIMES = (("then, us", "it now, us"), ("new, us", "change"))
@@ -229,7 +228,7 @@ def _row(change: Change) -> list[str]:
     winner = _short(change.after.config) if change.after else "none"
     return [
         change.before.kernel,
-        " ".join(str(value) for value in change.before.problem.values()),
+        sizes_of(change.before.problem),
         _short(change.before.config),
         "the same" if change.unchanged else winner,
         f"{change.before_us:.1f}",

@@ -8,6 +8,7 @@ import importlib.util
 import json
 import os
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ from tilekern.targets import Target, here, resolve
 from tuning.commands import COMMANDS, command_named
 from tuning.options import (
     LOCAL,
+    NAMES,
     PLAN_OPTIONS,
     RAY,
     STAGES,
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
     from tuning.compile.stage import Pool
     from tuning.executors import Executor
     from tuning.executors.cluster import ClusterExecutor
+    from tuning.measure.stage import MeasureSummary
     from tuning.plan.steps import Planned
     from tuning.predict.estimating import PlanReport
 
@@ -74,7 +77,7 @@ class _Tune(GroupedCommand):
             formatter.write_dl([(name, command_named(name).get_short_help_str(limit=120)) for name in COMMANDS])
 
 
-@tuner_command(cls=_Tune, groups=_GROUPS)
+@tuner_command(cls=_Tune, groups=_GROUPS, epilog=NAMES)
 @plan_options
 @click.option("--gpu", default="auto", show_default=True, help="Target: auto, B200, an arch, a key or sm_90:78.")
 @click.option("--stages", default=",".join(STAGES), show_default=True, help="Which stages to run.")
@@ -184,6 +187,13 @@ def _compile(request: Request, sweep: Sweep, outcome: Outcome, *, quiet: bool) -
     outcome.compile = dataclasses.asdict(summary)
 
 
+def _measured(sweep: Sweep, done: MeasureSummary) -> dict[str, Any]:
+    """What a measure stage did, and why candidates of its sweep are wrong or in quarantine."""
+    checks = (line["check"] for line in sweep.measured().values() if not line.get("check", {}).get("passed", True))
+    why = Counter(check.get("reason", "") for check in checks) + Counter(sweep.quarantined().values())
+    return dataclasses.asdict(done) | {"reasons": dict(why)}
+
+
 def _measure(
     request: Request, sweep: Sweep, executor: Executor, store: Store, outcome: Outcome, *, quiet: bool
 ) -> None:  # fmt: skip
@@ -193,7 +203,7 @@ def _measure(
     bar = progress_bar("measure", quiet=quiet)
     with _timed(outcome.seconds, "measure"), shared(sweep, store.root), bar as progress:
         done = measure_all(sweep, executor, keep_winners, request.strategy, progress)
-    outcome.measure = dataclasses.asdict(done)
+    outcome.measure = _measured(sweep, done)
 
 
 def _compile_and_measure(
@@ -217,7 +227,7 @@ def _compile_and_measure(
                 sweep, executor, keep_winners, request.strategy, tell_measure, coming=compiling.problems()
             )
             outcome.compile = dataclasses.asdict(compiling.summary())
-    outcome.measure = dataclasses.asdict(done)
+    outcome.measure = _measured(sweep, done)
     outcome.seconds["compile"] = compiling.ended - started
     outcome.seconds["measure"] = time.perf_counter() - compiling.ended
 

@@ -15,8 +15,9 @@ import re
 import resource
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
@@ -69,7 +70,8 @@ class CompileSummary:
 
     ``open`` are those that were kept from being compiled by what passes; the next run tries them again.
     ``tileiras_share`` is the compiler's part of the time that the cores were held, 0 to 1; ``work_share`` that of all
-    the work (:func:`work_s`), which is what one core alone would have to do as well.
+    the work (:func:`work_s`), which is what one core alone would have to do as well. ``reasons`` are those of what
+    failed, with how often each occurred.
     """
 
     distinct: int
@@ -79,6 +81,7 @@ class CompileSummary:
     seconds: float
     tileiras_share: float
     work_share: float
+    reasons: dict[str, int] = field(default_factory=dict)
 
 
 class Readiness:
@@ -194,7 +197,8 @@ def compile_all(
     order = _order(sweep, timeout_s, only, beside)
     started = time.perf_counter()
     tileiras_s = busy_s = 0.0
-    failed = left_open = 0
+    reasons: Counter[str] = Counter()
+    left_open = 0
     if order.take_in(1):
         tools = require_toolkit().describe()
         compiles = functools.partial(
@@ -206,7 +210,8 @@ def compile_all(
             line = _lost_line(answer, timeout_s) if isinstance(answer, Lost) else answer.line
             if isinstance(answer, Answer) and answer.cubin is not None:
                 line |= {"sha256": sweep.store(answer.cubin)}
-            failed += line["status"] == "failed"
+            if line["status"] == "failed":
+                reasons[line["reason"]] += 1
             left_open += line["status"] == "open"
             tileiras_s += line.get("tileiras_s", 0.0)
             busy_s += work_s(line)
@@ -217,8 +222,9 @@ def compile_all(
                 progress(finished, len(order))
     seconds = time.perf_counter() - started
     held = seconds * max(1, min(jobs, len(order)))
+    shares = tileiras_s / held, busy_s / held
     return CompileSummary(
-        len(sweep.compiled()), len(order), failed, left_open, seconds, tileiras_s / held, busy_s / held
+        len(sweep.compiled()), len(order), reasons.total(), left_open, seconds, *shares, dict(reasons)
     )
 
 

@@ -15,7 +15,7 @@ from tilekern.kernels import all_specs
 from tilekern.spec import KernelSpec, Problem, Value
 from tilekern.targets import Target, from_description
 from tilekern.tracing.recorder import Trace, tracing
-from tuning.plan.steps import Planned
+from tuning.plan.steps import Planned, dtype_named
 from tuning.sweep.plan import Named, PlanFile
 
 WANTED = "wanted"
@@ -129,8 +129,8 @@ def _filled(spec: KernelSpec, sizes: Mapping[str, Value]) -> dict[str, Value]:
     for dimension in spec.dimensions:
         if dimension.kind == "flag":
             filled.setdefault(dimension.name, False)
-        elif dimension.kind == "dtype" and "dtype" in sizes:
-            filled.setdefault(dimension.name, sizes["dtype"])
+        elif dimension.kind == "dtype" and (given := sizes.get(dimension.name, sizes.get("dtype"))) is not None:
+            filled[dimension.name] = dtype_named(given)
     return filled
 
 

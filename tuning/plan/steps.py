@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from tilekern.errors import InputError
 from tilekern.spec import DTYPES
@@ -62,9 +63,10 @@ class Steps:
     experts: bool = False
 
     def __post_init__(self) -> None:
-        for dtype in self.dtype:
-            if dtype not in DTYPES:
-                raise InputError(f"unknown dtype {dtype!r}; known: {', '.join(DTYPES)}")
+        object.__setattr__(self, "dtype", list(dict.fromkeys(map(dtype_named, self.dtype))))
+        for name in ("tokens", "sequence"):
+            if odd := [count for count in getattr(self, name) if not isinstance(count, int) or isinstance(count, bool)]:
+                raise InputError(f"--{name} {odd[0]!r}: a token count is a whole number")
         if self.tp < 1:
             raise InputError(f"--tp {self.tp}: the tensor-parallel degree is a whole number from 1 on")
         if self.optimizer not in OPTIMIZERS:
@@ -92,6 +94,28 @@ class Steps:
                         f"--sequence {_listed(self.sequence)} with it; tokens are the batch times the sequence"
                     )
         return [(count // length, length) for count, length in dict.fromkeys(pairs)]
+
+
+def as_list(given: Any) -> list[Any]:
+    """A list of what a caller gave: one value, or several."""
+    is_several = isinstance(given, Iterable) and not isinstance(given, str)
+    return list(given) if is_several else [given]
+
+
+def dtype_named(dtype: Any) -> str:
+    """The name of a dtype, from that, torch's own dtype, or a short name: bf16, fp16, fp32.
+
+    Raises:
+        InputError: it is none of these.
+    """
+    name = str(dtype).removeprefix("torch.").strip().lower()
+    name = _SHORT.get(name, name)
+    if name not in DTYPES:
+        raise InputError(f"unknown dtype {str(dtype)!r}; known: {', '.join(DTYPES)}, and {', '.join(_SHORT)}")
+    return name
+
+
+_SHORT = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
 
 
 def _listed(counts: Sequence[int]) -> str:

@@ -13,6 +13,7 @@ from tuning.serve.board import IDLE, MOST_SHOWN, TUNING, Board
 from tuning.serve.tuner import How, tune
 from tuning.serve.watched import WAITING, Item, WatchedCache
 from tuning.sweep.plan import Named
+from tuning.terminal.console import sizes_of
 
 # What the world does to a cache, and the next pass may be spared.
 TROUBLE = (TilekernError, CacheError, OSError)
@@ -160,4 +161,4 @@ def _facts(item: Item, winner: Winner) -> dict[str, Any]:
 
 
 def _values(item: Item) -> str:
-    return " ".join(str(value) for value in item.problem.values())
+    return sizes_of(item.problem)

@@ -185,8 +185,15 @@ class Sweep:
 
     @property
     def has_cute(self) -> bool:
-        """Whether kernels of CuTe DSL are candidates: it is installed here, or was where artifacts were compiled."""
-        return compiler() is not None or any("compiler" in line for line in self.compiled().values())
+        """Whether kernels of CuTe DSL are candidates: it is installed here, or was where artifacts were compiled.
+
+        Who only looks at a folder whose compile stage has ended counts what that stage had: a package that is installed
+        later adds nothing to a sweep that is finished.
+        """
+        if any("compiler" in line for line in self.compiled().values()):
+            return True
+        ended = [run for run in self.runs() if run["stage"] == "compile"][-1:]
+        return compiler() is not None and not (ended and ended[0].get("ended") and not self.is_own)
 
     def compiled(self) -> dict[str, Line]:
         """The state of each artifact key: status ``ok`` or ``failed``, and facts or the reason."""

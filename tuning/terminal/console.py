@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import shutil
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from tilekern.warning import printable
@@ -35,6 +35,11 @@ def table_console() -> Console:
 def out(console: Console, line: str) -> None:
     """Print a line that is never wrapped, with nothing in it that a terminal would obey."""
     console.out(printable(line), highlight=False)
+
+
+def sizes_of(problem: Mapping[str, object]) -> str:
+    """A problem's values for a table: numbers and dtypes as they are, flags by their names where they are on."""
+    return " ".join(name if value is True else str(value) for name, value in problem.items() if value is not False)
 
 
 def table_for(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
-from tuning.terminal.console import out, table_console, table_for
+from tuning.terminal.console import out, sizes_of, table_console, table_for
 from tuning.terminal.outcome import Outcome
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ def _plan_table(report: PlanReport, console: Console) -> Table:
 def _plan_row(item: Count) -> list[str]:
     ruled_out = sum(item.ruled_out.values())
     numbers = (item.space, ruled_out, item.candidates, item.artifacts, item.compiled, item.to_measure, item.settled)
-    return [item.kernel, " ".join(map(str, item.problem.values())), *map(str, numbers)]
+    return [item.kernel, sizes_of(item.problem), *map(str, numbers)]
 
 
 def _reasons(report: PlanReport, console: Console) -> Table:
@@ -99,7 +100,7 @@ def _row(winner: Winner) -> list[str]:
     config = " ".join(f"{name}={value}" for name, value in winner.record.config.items() if value not in (0, False))
     return [
         winner.kernel,
-        " ".join(str(value) for value in winner.problem.values()),
+        sizes_of(winner.problem),
         config,
         f"{winner.time_us:.1f}",
         f"{winner.roofline.bound} {100 * winner.share:.0f} %",
@@ -113,12 +114,24 @@ def _details(outcome: Outcome, stage: str) -> str:
         found = outcome.compile
         left = f", {found['open']} open" if found["open"] else ""
         share = f", {100 * found['tileiras_share']:.0f} % of the cores' time in tileiras" if found["compiled"] else ""
-        return (
-            f" ({found['distinct']} distinct artifacts, {found['compiled']} new, {found['failed']} failed{left}{share})"
-        )
+        failed = f"{found['failed']} failed{_because(found) if found['failed'] else ''}"
+        return f" ({found['distinct']} distinct artifacts, {found['compiled']} new, {failed}{left}{share})"
     if stage == "measure" and outcome.measure:
         found = outcome.measure
         is_beside = outcome.compile and found["seconds"] > outcome.seconds["measure"]
         beyond = " beyond it" if is_beside else ""
-        return f"{beyond} ({found['timed']} timed, {found['wrong']} wrong, {found['quarantined']} in quarantine)"
+        why = _because(found) if found["wrong"] or found["quarantined"] else ""
+        return f"{beyond} ({found['timed']} timed, {found['wrong']} wrong, {found['quarantined']} in quarantine{why})"
     return ""
+
+
+# How many reasons one line has room for; `status` and --json have all.
+_REASONS = 3
+
+
+def _because(found: Mapping[str, Any]) -> str:
+    """The reasons of what failed, the commonest first, each with its number where there are several."""
+    reasons = sorted(found["reasons"].items(), key=lambda item: -item[1])
+    said = [f"{number} x {reason}" if len(reasons) > 1 else reason for reason, number in reasons[:_REASONS]]
+    more = [f"{len(reasons) - _REASONS} other reasons"] if len(reasons) > _REASONS else []
+    return f": {'; '.join([*said, *more])}" if said else ""

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
 # Told how much of how many is done; None where quiet is asked for.
 Tell = Callable[[int, int], None] | None
+_SPEED_OF_S = 600.0
 
 
 @contextlib.contextmanager
@@ -27,10 +28,21 @@ def progress_bars(stages: Sequence[str], *, quiet: bool) -> Iterator[list[Tell]]
         yield [None] * len(stages)
         return
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
 
-    columns = (TextColumn("{task.description:8}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
+    columns = (
+        TextColumn("{task.description:8}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+        TextColumn("so far, about"), TimeRemainingColumn(), TextColumn("left"),
+    )  # fmt: skip
+    # A single candidate may take a minute, so the speed is that of a longer time than rich takes by default.
+    with Progress(*columns, console=Console(stderr=True), speed_estimate_period=_SPEED_OF_S) as progress:
         yield [_told(progress, stage) for stage in stages]
 
 

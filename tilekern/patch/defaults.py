@@ -1,0 +1,109 @@
+"""What a job gets that names nothing: transformers' choice of an attention, and torch's AdamW.
+
+``apply(attention=True)`` and ``apply(adamw=True)`` put tilekern's in their place, for trainers whose code and options
+one does not edit. A name that is given, or an optimizer's option that tilekern does not serve, gets what it asks for.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tilekern.implementation import ATTENTION
+from tilekern.ops.adamw import AdamW as _OurAdamW
+from tilekern.warning import warn_once
+
+Function = Callable[..., Any]
+_NAME = "get_correct_attn_implementation"
+# What chooses the attention of a model that names none.
+CHOICE = f"transformers.modeling_utils.PreTrainedModel.{_NAME}"
+
+
+def attention_stand_in(is_on: bool) -> None:
+    """Have models that are made from now on, and name no attention, get ``attn_implementation="tilekern"``, or not.
+
+    It is for models that ask transformers for an attention function; others keep their own code.
+    """
+    if is_on == is_attention_on():
+        return
+    from transformers import PreTrainedModel
+
+    now = vars(PreTrainedModel)[_NAME]
+    setattr(PreTrainedModel, _NAME, _choosing(now) if is_on else now.tilekern_original)
+
+
+def is_attention_on() -> bool:
+    """Whether :func:`attention_stand_in` is in force."""
+    modeling = sys.modules.get("transformers.modeling_utils")
+    kind = getattr(modeling, "PreTrainedModel", None)
+    return kind is not None and hasattr(vars(kind)[_NAME], "tilekern_original")
+
+
+def _choosing(original: Function) -> Function:
+    @functools.wraps(original)
+    def choose(self: Any, requested_attention: str | None, *args: Any, **options: Any) -> Any:
+        chosen = original(self, requested_attention, *args, **options)
+        asks = requested_attention is None and getattr(self, "_supports_attention_backend", False)
+        return ATTENTION if asks and chosen in ("sdpa", "eager") else chosen
+
+    choose.tilekern_original = original  # type: ignore[attr-defined]
+    return choose
+
+
+class AdamW(_OurAdamW):
+    """tilekern's, called as torch's is: by which of its implementations torch would run does not matter."""
+
+    def __init__(self, *args: Any, foreach: bool | None = None, fused: bool | None = None, **options: Any) -> None:  # noqa: ARG002
+        super().__init__(*args, **options)
+
+
+def adamw_stand_in(is_on: bool) -> None:
+    """Have each call of ``torch.optim.AdamW`` from now on make tilekern's, or no longer; subclasses stay as they are.
+
+    It is the class's ``__new__`` that chooses, so that whoever has imported the name before gets it too.
+    """
+    kind = torch.optim.AdamW
+    if is_on:
+        kind.__new__ = _new
+    elif vars(kind).get("__new__") is not None:
+        # Without it Python would refuse the constructor's arguments: it does not go back to the inherited one.
+        kind.__new__ = _new_as_it_is
+
+
+def is_adamw_on() -> bool:
+    """Whether :func:`adamw_stand_in` is in force."""
+    return vars(torch.optim.AdamW).get("__new__") is _new
+
+
+def _new(cls: type, *args: Any, **options: Any) -> Any:
+    # Copies and pickles call it without arguments, for an object of this very class.
+    if cls is not torch.optim.AdamW or not (args or options):
+        return object.__new__(cls)
+    reason = _unserved(args, options)
+    if reason:
+        warn_once(f"torch.optim.AdamW stays torch's: {reason}")
+        return object.__new__(cls)
+    return object.__new__(AdamW)
+
+
+def _new_as_it_is(cls: type, *_: Any, **__: Any) -> Any:
+    return object.__new__(cls)
+
+
+def _unserved(args: tuple[Any, ...], options: dict[str, Any]) -> str:
+    """Why tilekern's optimizer does not take the arguments of torch's; empty where it does."""
+    try:
+        given = inspect.signature(torch.optim.AdamW.__init__).bind_partial(None, *args, **options).arguments
+    except TypeError:
+        return ""  # the constructor says it better
+    asked = [name for name in ("amsgrad", "capturable", "differentiable") if given.get(name)]
+    if asked:
+        return f"{asked[0]}=True was given"
+    numbers = [given.get("lr"), *given.get("betas", ())]
+    on_gpu = any(isinstance(value, torch.Tensor) and value.device.type != "cpu" for value in numbers)
+    return "lr or betas is a tensor on a GPU" if on_gpu else ""
