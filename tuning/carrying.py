@@ -265,22 +265,29 @@ def _is_composite(plan: _Plan) -> bool:
 
 
 def _missing_part(plan: _Plan, held: Iterable[Held], found: Carried) -> str | None:
-    """The first part of a composite that has no record of today beside it; None where all have."""
+    """The first part of a composite that has no record of today beside it; None where all have.
+
+    A part's flags are not the composite's: the head of a model with capped logits launches no other part than capped.
+    """
     if not _is_composite(plan):
         return None
     left = {id(one.record) for one in found.left}
     records = [record for record, _ in held if id(record) not in left and record.address[:2] == plan.record.address[:2]]
     replaced = {id(old): new for old, (new, _) in found.carried}
-    today: set[Named] = set()
+    today: set[tuple[str, frozenset[tuple[str, Any]]]] = set()
     for record in records:
         new = replaced.get(id(record), record)
         if standing(new, digests_of(new.module, new.kernel)) != STALE:
-            today.add((new.kernel, Problem(new.problem)))
+            today.add(_without_flags(new.kernel, new.problem))
     named = plan.spec.name, plan.problem
     for kernel, problem in with_parts([named], plan.target):
-        if (kernel, problem) != named and (kernel, problem) not in today:
+        if (kernel, problem) != named and _without_flags(kernel, problem) not in today:
             return f"its part {kernel} {problem.key} has no record of today here"
     return None
+
+
+def _without_flags(kernel: str, problem: Mapping[str, Any]) -> tuple[str, frozenset[tuple[str, Any]]]:
+    return kernel, frozenset((name, value) for name, value in problem.items() if not isinstance(value, bool))
 
 
 def _clash(plan: _Plan, addresses: Container[Address]) -> str | None:
