@@ -57,7 +57,6 @@ from tuning.compile.pool import Answer, Lost, compile_in_order
 from tuning.compile.stage import FRONTEND_TIMEOUT_S, MEMORY_BYTES, TIMEOUT_S, compile_one
 from tuning.plan.given import with_parts
 from tuning.sweep.candidates import Candidate, candidate, candidates
-from tuning.sweep.plan import Named
 
 # Where a record's figures say that they were carried over, the newest last.
 HISTORY = "carried_over"

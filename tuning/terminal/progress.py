@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
+    from rich.progress import Progress, Task
 
 # Told how much of how many is done; None where quiet is asked for.
 Tell = Callable[[int, int], None] | None
@@ -32,14 +33,24 @@ def progress_bars(stages: Sequence[str], *, quiet: bool) -> Iterator[list[Tell]]
         BarColumn,
         MofNCompleteColumn,
         Progress,
+        ProgressColumn,
         TextColumn,
         TimeElapsedColumn,
-        TimeRemainingColumn,
     )
+    from rich.text import Text
+
+    class Left(ProgressColumn):
+        """The time that is left, once enough is done to tell."""
+
+        max_refresh = 0.5
+
+        def render(self, task: Task) -> Text:
+            seconds = task.time_remaining
+            return Text("" if seconds is None else f"so far, about {timedelta(seconds=round(seconds))} left")
 
     columns = (
         TextColumn("{task.description:8}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-        TextColumn("so far, about"), TimeRemainingColumn(), TextColumn("left"),
+        Left(),
     )  # fmt: skip
     # A single candidate may take a minute, so the speed is that of a longer time than rich takes by default.
     with Progress(*columns, console=Console(stderr=True), speed_estimate_period=_SPEED_OF_S) as progress:
