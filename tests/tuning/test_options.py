@@ -111,7 +111,7 @@ def test_preflight_counts_each_problem_once(h200):
     found = Preflight("a model", h200, "served", needs, is_here=False)
     assert sum(found.counts().values()) == len(needs)
     assert found.provenances() == {"measured": 2, "predicted": 1, "default": 0}
-    said = preflight_command._told(found).splitlines()[0]
+    said = preflight_command._told(found)[0]
     assert said.endswith("4 problems: 2 exact (1 measured, 1 predicted), 1 nearest (1 measured), 1 missing")
     assert json.loads(json.dumps(found.as_json()))["counts"] == found.counts()
 
@@ -119,7 +119,8 @@ def test_preflight_counts_each_problem_once(h200):
 def test_bars_have_the_time_that_is_left(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     with progress_bars(["compile"], quiet=False) as (tell,):
-        tell(1, 4)
+        for done in (1, 2, 3):
+            tell(done, 4)
     assert "so far, about" in capsys.readouterr().err
 
 
