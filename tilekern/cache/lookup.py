@@ -33,14 +33,14 @@ class Hit:
 
     Attributes:
         record: the record.
-        layer: where it stood; None where this process compiled it and no cache keeps it.
+        layer: where it stood.
         exact_target: False where it was made for another GPU of the same arch.
         exact_bucket: False where it was made for other bucketed sizes.
         fresh: False where the search space has changed since, so that it is not known to be the best.
     """
 
     record: Record
-    layer: Layer | None
+    layer: Layer
     exact_target: bool
     exact_bucket: bool
     _blobs: Mapping[str, bytes] = field(repr=False)

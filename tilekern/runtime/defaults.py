@@ -5,6 +5,7 @@ Where the cache cannot be written it runs from memory, and each process compiles
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection
 
 from tilekern.cache import Address, CacheError, FolderLayer, Hit, Record, Store, has_better, user_root_if_any
@@ -14,6 +15,9 @@ from tilekern.source.digests import digests_of
 from tilekern.spec import KernelSpec, Problem
 from tilekern.targets import Target
 from tilekern.warning import warn_once
+
+# Where a default stands that this process has compiled: no file is behind it.
+MEMORY = FolderLayer(os.devnull, "memory")
 
 
 def made_default(
@@ -44,7 +48,7 @@ def made_default(
         record, blobs = compiled_default(spec, problem, target)
         if root is not None:
             _keep(Store(root), record, blobs, anew=record.address in misfits)
-        return Hit(record, None, True, True, blobs), True
+        return Hit(record, MEMORY, True, True, blobs), True
 
 
 def default_in_cache(spec: KernelSpec, problem: Problem, target: Target, toolkit_key: str) -> Hit | None:
@@ -58,7 +62,7 @@ def default_in_cache(spec: KernelSpec, problem: Problem, target: Target, toolkit
         today = digests_of(spec.module, spec.name)
         if record.provenance != "default" or (record.source_digest, record.space_digest) != (today.source, today.space):
             return None
-        return Hit(record, None, True, True, {digest: layer.read_blob(digest) for digest in record.digests})
+        return Hit(record, MEMORY, True, True, {digest: layer.read_blob(digest) for digest in record.digests})
     except CacheError:
         return None
 

@@ -222,6 +222,8 @@ def plan_for(spec: KernelSpec, device: Any, *sizes: Any) -> Plan | None:
         plan = _state.plans[key]
     except KeyError:
         with _state.lock:
+            if key in _state.plans:  # another thread has looked it up meanwhile
+                return plan_for(spec, device, *sizes)
             _refused.reason = None
             if len(_state.plans) >= MOST_PLANS:
                 _state.plans.clear()
@@ -312,7 +314,8 @@ def _resolve(spec: KernelSpec, device: Any, sizes: Sequence[Any], key: tuple[Any
         reason = f"{spec.name} cannot be looked up on {target.name} ({error})"
         if _state.agreement is not None:
             raise RanksDiffer(f"{reason}, which other ranks may not have met") from None
-        plan = _own_op(spec, reason)
+        _say_own_op(spec, reason)
+        return None
     return _keep(spec, plan, problem)
 
 
@@ -382,7 +385,8 @@ def _served(
             return hit, plan
     if refused is None:
         return None, None
-    return refused[0], _own_op(spec, refused[1])
+    _say_own_op(spec, refused[1])
+    return refused[0], None
 
 
 def _cannot_run(record: Record, error: CannotRun) -> str:
@@ -392,8 +396,8 @@ def _cannot_run(record: Record, error: CannotRun) -> str:
     )
 
 
-def _own_op(spec: KernelSpec, reason: str) -> None:
-    """Have the model's own op run, which is said once; raises CacheMiss where the miss policy is ``error``."""
+def _say_own_op(spec: KernelSpec, reason: str) -> None:
+    """Say once that the model's own op runs, and why; raises CacheMiss where the miss policy is ``error``."""
     if miss_policy() == "error":
         raise CacheMiss(f"{reason} ({_compiler_and_driver()})") from None
     _refuse("a record that this machine cannot run")
@@ -427,7 +431,8 @@ def _plan_or_own(spec: KernelSpec, problem: Problem, target: Target, device: int
     try:
         return _made(spec, problem, target, device, found)
     except CannotRun as error:
-        return _own_op(spec, _cannot_run(found.record, error))
+        _say_own_op(spec, _cannot_run(found.record, error))
+        return None
 
 
 def _made(spec: KernelSpec, problem: Problem, target: Target, device: int, found: Hit) -> Plan:
@@ -549,7 +554,7 @@ def _misfit(spec: KernelSpec, problem: Problem, target: Target, record: Record) 
 def _pass_over(hit: Hit, reason: object) -> None:
     """Note that nothing can be made of a record, and say so once."""
     _state.misfits.add(hit.record.address)
-    where = f"{hit.layer.name if hit.layer else 'this process'}: {hit.record.address.path}"
+    where = f"{hit.layer.name}: {hit.record.address.path}"
     warn_once(f"{where} is passed over: {reason}; tune it again", about=f"misfit {where}")
 
 
