@@ -1,6 +1,8 @@
 """Finding the tile compiler, what variants assume, and how a compiler's failures read."""
 
 import dataclasses
+import importlib
+import os
 import stat
 import subprocess
 import sys
@@ -9,8 +11,8 @@ from pathlib import Path
 import pytest
 from spec_samples import alike, compiled, draws_of, sized
 
-from tilekern import toolchain
-from tilekern.errors import CompileFailed, ToolchainMissing
+from tilekern import cute_compiler, frontend, toolchain
+from tilekern.errors import CompileFailed, CompileInterrupted, ToolchainMissing
 from tilekern.kernels import spec_named
 from tilekern.spec import ALIGNED, GENERIC, ITEM_BYTES, ArrayParameter
 from tilekern.targets import resolve
@@ -111,11 +113,58 @@ def test_what_a_compiler_does_wrong_is_one_line(fresh, tmp_path, monkeypatch, sc
     assert str(caught.value) == message
 
 
-def test_the_compiler_does_not_see_another_cuda_toolkit(fresh, tmp_path, monkeypatch):
-    compiler(tmp_path, 'echo "$CUDA_HOME$CUDA_PATH$CUDA_ROOT" > "$3"', monkeypatch)
-    for name in ("CUDA_HOME", "CUDA_PATH", "CUDA_ROOT"):
-        monkeypatch.setenv(name, "/usr/local/cuda")
-    assert compile_candidate(*candidate(), H200, GENERIC).cubin == b"\n"
+def test_the_compiler_sees_where_programs_lie_and_nothing_that_others_have_set(fresh, tmp_path, monkeypatch):
+    """By some variables it would take the parts of another CUDA toolkit."""
+    compiler(tmp_path, 'env > "$3"', monkeypatch)
+    for name in ("CUDA_HOME", "CUDA_PATH", "CUDA_ROOT", "LLVM_OVERRIDE_PRODUCER", "PTXAS_OPTIONS", "LD_PRELOAD"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/opt/lib")
+    seen = dict(line.split("=", 1) for line in compile_candidate(*candidate(), H200, GENERIC).cubin.decode().split())
+    assert seen["PATH"] == os.environ["PATH"]
+    assert seen["LD_LIBRARY_PATH"] == "/opt/lib"
+    # What a shell sets by itself comes besides.
+    assert seen.keys() - {"PWD", "OLDPWD", "SHLVL", "_"} == {"PATH", "LD_LIBRARY_PATH", "TMPDIR"}
+
+
+@pytest.mark.parametrize(
+    ("script", "kind"),
+    [
+        ("kill -KILL $$", CompileInterrupted),
+        ("kill -BUS $$", CompileInterrupted),
+        ("kill -SEGV $$", CompileFailed),
+        ("echo 'fatal: No space left on device' >&2; exit 1", CompileInterrupted),
+        ("echo 'terminate called: std::bad_alloc' >&2; exit 1", CompileInterrupted),
+        ("echo 'error: no such op' >&2; exit 3", CompileFailed),
+    ],
+)
+def test_what_surrounds_a_compiler_is_told_from_what_it_rejects(fresh, tmp_path, monkeypatch, script, kind):
+    compiler(tmp_path, script, monkeypatch)
+    with pytest.raises(CompileFailed) as caught:
+        compile_candidate(*candidate(), H200, GENERIC)
+    assert type(caught.value) is kind
+
+
+@needs_compiler
+def test_a_variable_of_cuda_tile_s_own_tests_compiles_nothing(monkeypatch):
+    monkeypatch.setattr("cuda.tile._debug.CUDA_TILE_TESTING_DISABLE_TOKEN_ORDER", True)
+    frontend._lowered.cache_clear()
+    with pytest.raises(CompileInterrupted, match=r"CUDA_TILE_TESTING_DISABLE_TOKEN_ORDER is set, .*; unset it"):
+        compile_candidate(*candidate(), H200, GENERIC)
+
+
+@pytest.mark.skipif(cute_compiler.compiler() is None, reason="CuTe DSL is not installed")
+def test_what_people_set_for_cute_kernels_of_their_own_is_hidden_while_tilekern_compiles(monkeypatch):
+    """With line numbers a cubin is twice as large, and has paths of the machine that compiled it."""
+    cute_compiler.preload()
+    dsl = importlib.import_module("cutlass.cutlass_dsl").CuTeDSL._get_dsl()
+    monkeypatch.setenv("CUTE_DSL_LINEINFO", "1")
+    monkeypatch.setattr(dsl, "envar", type(dsl.envar)(dsl.name))
+    assert dsl.envar.lineinfo
+    with cute_compiler._as_if_nothing_were_set():
+        hidden = dsl.envar.lineinfo, os.environ.get("CUTE_DSL_LINEINFO")
+    assert hidden == (False, None)
+    assert dsl.envar.lineinfo
+    assert os.environ["CUTE_DSL_LINEINFO"] == "1"
 
 
 @pytest.mark.parametrize("spec", compiled(), ids=lambda spec: spec.name)

@@ -7,21 +7,27 @@ after each compile, so that it runs on a machine without the DSL.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
+import os
 import re
+import sys
 import tempfile
+from collections.abc import Iterator
 from importlib import metadata, util
 from typing import Any
 
 from tilekern.cubin import parameter_bytes
-from tilekern.errors import CompileFailed, ToolchainMissing
+from tilekern.errors import CompileFailed, ToolchainMissing, compile_failure
 from tilekern.garbage import search_put_off
 from tilekern.spec import ArrayParameter, CuteKernel
 from tilekern.targets import Target
 
 _PACKAGE = "nvidia-cutlass-dsl"
 _ADDRESS_BYTES, _NUMBER_BYTES = 8, 4
+# Those of the DSL, and those by which it would take the parts of another CUDA toolkit.
+_VARIABLES = ("CUTE_DSL_", "CUTE_EXPERIMENTAL_", "CUDA_HOME", "CUDA_PATH", "CUDA_ROOT", "CUDA_TOOLKIT_PATH")
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -39,7 +45,29 @@ def compiler() -> str | None:
 def preload() -> None:
     """Import the DSL where it is installed, which takes more than a second."""
     if compiler() is not None:
-        importlib.import_module("cutlass.cute")
+        with _as_if_nothing_were_set():
+            importlib.import_module("cutlass.cute")
+
+
+@contextlib.contextmanager
+def _as_if_nothing_were_set() -> Iterator[None]:
+    """Hide what people set for kernels of their own, as ``CUTE_DSL_LINEINFO``: it would change the cubin.
+
+    The DSL has one object a process that read its variables when it was imported, so that is exchanged meanwhile. Where
+    this import is the first one, it is made anew of what is set, for the kernels of whoever set it.
+    """
+    was_here = "cutlass" in sys.modules
+    hidden = {name: os.environ.pop(name) for name in list(os.environ) if name.startswith(_VARIABLES)}
+    try:
+        dsl = importlib.import_module("cutlass.cutlass_dsl").CuTeDSL._get_dsl()
+        before, dsl.envar = dsl.envar, type(dsl.envar)(dsl.name)
+        try:
+            yield
+        finally:
+            os.environ.update(hidden)
+            dsl.envar = before if was_here else type(dsl.envar)(dsl.name)
+    finally:
+        os.environ.update(hidden)
 
 
 @search_put_off()
@@ -53,23 +81,24 @@ def compile_kernel(kernel: CuteKernel, target: Target) -> tuple[bytes, str]:
     Raises:
         ToolchainMissing: nvidia-cutlass-dsl is not installed.
         CompileFailed: the DSL rejected the kernel, or made one with other parameters.
+        CompileInterrupted: it could not work, for a reason that passes.
     """
     if compiler() is None:
         raise ToolchainMissing(f"{_PACKAGE} is not installed; install it with: pip install 'tilekern[cute]'")
-    cute = importlib.import_module("cutlass.cute")
     module, _, name = kernel.kernel.partition(":")
     try:
-        program = getattr(importlib.import_module(module), name)(
-            kernel.function, kernel.parameters, capability=target.capability, block=kernel.block,
-            cluster=kernel.cluster, **dict(kernel.constants),
-        )  # fmt: skip
-        with tempfile.TemporaryDirectory(prefix="tilekern-") as folder:
+        with _as_if_nothing_were_set(), tempfile.TemporaryDirectory(prefix="tilekern-") as folder:
+            cute = importlib.import_module("cutlass.cute")
+            program = getattr(importlib.import_module(module), name)(
+                kernel.function, kernel.parameters, capability=target.capability, block=kernel.block,
+                cluster=kernel.cluster, **dict(kernel.constants),
+            )  # fmt: skip
             made = cute.compile(
                 program, program.sample, options=f"--gpu-arch {target.arch} --keep-cubin --dump-dir {folder}"
             )
             cubin = bytes(made.artifacts.CUBIN)
     except Exception as error:  # the DSL raises many kinds; all mean that this candidate cannot be compiled
-        raise CompileFailed(f"{type(error).__name__}: {_reason(error)}") from error
+        raise compile_failure(error)(f"{type(error).__name__}: {_reason(error)}") from error
     [symbol] = map(str, made.kernel_info)
     if (found := parameter_bytes(cubin, symbol)) != (passed := passed_bytes(kernel)):
         raise CompileFailed(f"{name} has parameters of {found} bytes, where the launcher passes {passed}")

@@ -1,5 +1,15 @@
 """The errors that tilekern raises on purpose, and its warning; each message is a line that says what would be right."""
 
+import re
+
+# What passes, in the words of the compilers, of ptxas and of Python.
+_PASSING = re.compile(
+    r"no space left|quota exceeded|too many open files|cannot allocate memory|resource temporarily unavailable|"
+    r"out of memory|bad_alloc|memory allocation fail|MemoryError|input/output error|stale file handle|"
+    r"read-only file system|text file busy|no such file or directory|permission denied|can't start new thread",
+    re.IGNORECASE,
+)
+
 
 class TilekernError(Exception):
     """Base of every error of tilekern's own."""
@@ -19,6 +29,16 @@ class CompileFailed(TilekernError):  # noqa: N818
 
 class CompileTimeout(CompileFailed):
     """The compiler exceeded its time: with more it may succeed."""
+
+
+class CompileInterrupted(CompileFailed):
+    """The compiler could not work for a reason that passes: memory, disk, processes, a signal; it may succeed later."""
+
+
+def compile_failure(error: Exception | str) -> type[CompileFailed]:
+    """The kind of a compiler's error, or of what it said: was the candidate rejected, or what surrounds it at fault?"""
+    is_passing = isinstance(error, OSError | MemoryError) or _PASSING.search(str(error))
+    return CompileInterrupted if is_passing else CompileFailed
 
 
 class CacheMiss(TilekernError):  # noqa: N818

@@ -12,10 +12,13 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
+from tilekern.errors import CompileInterrupted
 from tilekern.garbage import search_put_off
 
 # Functions whose lowered form is kept; a worker compiles the candidates of one function after another.
 _KEPT = 4
+# Variables of cuda-tile's own tests by which it makes other bytecode.
+_CHANGE_CODE = ("CUDA_TILE_TESTING_DISABLE_DIV", "CUDA_TILE_TESTING_DISABLE_TOKEN_ORDER")
 
 
 def lower(
@@ -33,6 +36,7 @@ def lower(
 
     Raises:
         Exception: whatever the front end raises on code that it rejects.
+        CompileInterrupted: a variable of cuda-tile's own tests is set.
     """
     from cuda.tile._compile import _get_bytecode
     from cuda.tile._compiler_options import CompilerOptions
@@ -67,6 +71,7 @@ class _Constraints:
 @search_put_off()
 def _lowered(function: Any, constraints: _Constraints, arch: str, bytecode_version: str | None) -> Any:
     """The front end's result for one signature, with all its passes run."""
+    from cuda.tile import _debug
     from cuda.tile._compile import (
         _get_max_supported_bytecode_version,
         _IrKeeper,
@@ -77,6 +82,9 @@ def _lowered(function: Any, constraints: _Constraints, arch: str, bytecode_versi
     from cuda.tile._passes.ast2hir import HirMode
     from cuda.tile.compilation import CallingConvention, KernelSignature
 
+    for name in _CHANGE_CODE:
+        if getattr(_debug, name, False):  # read when cuda.tile was imported
+            raise CompileInterrupted(f"{name} is set, which changes what is compiled; unset it")
     if bytecode_version is None:
         version = _get_max_supported_bytecode_version(init_context_config_from_env().temp_dir)
     else:

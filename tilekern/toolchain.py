@@ -25,7 +25,7 @@ from typing import Any
 from tilekern import cute_compiler
 from tilekern import spec as specs
 from tilekern.cubin import Resources, read_resources
-from tilekern.errors import CompileFailed, CompileTimeout, ToolchainMissing
+from tilekern.errors import CompileInterrupted, CompileTimeout, ToolchainMissing, compile_failure
 from tilekern.spec import ArrayParameter, Config, CuteKernel, Implementation, KernelSpec, Problem
 from tilekern.targets import Target
 
@@ -34,6 +34,15 @@ _MISSING = "the tile compiler (tileiras) is not installed; install it with: pip 
 ALIGNMENT_BYTES = 16
 # The only divisibility of an extent that cuda.tile's launcher states.
 EXTENT_ELEMENTS = 16
+# The variables that the compiler sees: where programs and libraries lie. Others change what it makes, as those do by
+# which it would take the parts of another CUDA toolkit, or are nobody's business.
+_ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH")
+# Signals that tell nothing of the candidate: somebody ended the compiler, or a limit or a full disk did.
+_FROM_OUTSIDE = tuple(
+    signal.Signals[f"SIG{name}"] for name in ("KILL", "TERM", "INT", "HUP", "QUIT", "BUS", "XCPU", "XFSZ", "PIPE")
+)
+# The share of its time that a compiler has the processor for, where nobody else wants it, is near 1.
+_STARVED = 0.5
 
 
 @dataclass(frozen=True)
@@ -134,6 +143,8 @@ def compile_candidate(
     Raises:
         ToolchainMissing: no compiler is installed.
         CompileFailed: the front end or the compiler rejected the candidate, crashed, or took too long.
+        CompileInterrupted: the compiler could not work, for a reason that passes.
+        OSError: there is no room for its files, or the compiler cannot be run.
     """
     implementation = spec.device(problem, config)
     assumed = assumptions(implementation, variant)
@@ -196,8 +207,10 @@ def _lower(
     constraints = tuple(constraint(a) for a in assumed)
     try:
         return lower(implementation.function, constraints, implementation.hints, target.arch, _bytecode_version(tools))
+    except CompileInterrupted:
+        raise
     except Exception as error:  # the front end raises many kinds; all mean that this candidate cannot be lowered
-        raise CompileFailed(f"{type(error).__name__}: {_first_line(str(error))}") from error
+        raise compile_failure(error)(f"{type(error).__name__}: {_first_line(str(error))}") from error
 
 
 def constraint(assumed: Mapping[str, Any]) -> Any:
@@ -242,15 +255,15 @@ def _assemble(bytecode: bytes, target: Target, tools: Toolkit, timeout_s: float)
     with tempfile.TemporaryDirectory(prefix="tilekern-") as folder:
         source, out = Path(folder, "kernel.tileirbc"), Path(folder, "kernel.cubin")
         source.write_bytes(bytecode)
-        # A CUDA toolkit found through these variables would be taken instead of the compiler's own parts.
-        environment = {k: v for k, v in os.environ.items() if k not in ("CUDA_HOME", "CUDA_PATH", "CUDA_ROOT")}
+        environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
         # The compiler's own temporary files go with the folder, also those of one that was killed.
         environment["TMPDIR"] = folder
         command = [str(part) for part in (tools.path, source, "-o", out, "--gpu-name", target.arch, "-O3")]
         code, said = _run(command, environment, timeout_s)
         if code != 0 or not out.exists():
             how = f"signal {-code}" if code < 0 else f"exit code {code}"
-            raise CompileFailed(f"tileiras ended with {how}: {_first_line(said)}")
+            kind = CompileInterrupted if -code in _FROM_OUTSIDE else compile_failure(said)
+            raise kind(f"tileiras ended with {how}: {_first_line(said)}")
         return out.read_bytes()
 
 
@@ -263,12 +276,43 @@ def _run(command: list[str], environment: dict[str, str], timeout_s: float) -> t
         try:
             _, said = process.communicate(timeout=timeout_s)
         except BaseException as error:
+            worked_s = processor_s(process.pid)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             if isinstance(error, subprocess.TimeoutExpired):
-                raise CompileTimeout(f"tileiras exceeded {timeout_s:g} s") from None
+                late = f"tileiras exceeded {timeout_s:g} s"
+                if is_starved(worked_s, timeout_s):
+                    raise CompileInterrupted(f"{late}, and had the processor for {worked_s:.1f} s of it") from None
+                raise CompileTimeout(late) from None
             raise
     return process.returncode, said
+
+
+def processor_s(group: int) -> float | None:
+    """The time that a process group had the processor for while it wanted more of it, in seconds.
+
+    None where it wants none now, since it waits for something else, and where it cannot be told (off Linux).
+    """
+    ticks, wants = 0, False
+    with contextlib.suppress(OSError):
+        for name in filter(str.isdigit, os.listdir("/proc")):
+            with contextlib.suppress(OSError):
+                # After the name, which may hold anything: state, parent, process group, and from the eleventh on the
+                # ticks of the process and of the children that it waited for.
+                fields = _stat(Path("/proc", name))
+                if int(fields[2]) == group:
+                    ticks += sum(map(int, fields[11:15]))
+                    wants |= any(_stat(thread)[0] == "R" for thread in Path("/proc", name, "task").iterdir())
+    return ticks / os.sysconf("SC_CLK_TCK") if wants else None
+
+
+def _stat(process: Path) -> list[str]:
+    return (process / "stat").read_text(errors="replace").rpartition(")")[2].split()
+
+
+def is_starved(worked_s: float | None, limit_s: float) -> bool:
+    """Whether a process that exceeded its time got too little of the processor for that to be its own doing."""
+    return worked_s is not None and worked_s < _STARVED * limit_s
 
 
 def _first_line(text: str) -> str:

@@ -47,7 +47,8 @@ def warned_after(seconds: float, message: str) -> Iterator[None]:
     """Warn while a block is at work that takes longer than so many seconds."""
     timer = threading.Timer(seconds, _warn_from_a_thread, [message])
     timer.daemon = True  # a process that ends does not wait for it
-    timer.start()
+    with contextlib.suppress(RuntimeError):  # where no thread can be started the work goes on unexplained
+        timer.start()
     try:
         yield
     finally:

@@ -3,9 +3,14 @@
 cuda-tile's front end imports torch where it can, which takes seconds, and compiling needs none of it.
 """
 
+import os
 import sys
 
 sys.modules["torch"] = None  # type: ignore[assignment]
+# By some of these cuda-tile and CuTe DSL make other code, which they read when they are imported.
+for name in list(os.environ):
+    if name.startswith(("CUDA_TILE_", "EXPERIMENTAL_CUDA_TILE_", "CUTE_DSL_")):
+        del os.environ[name]
 
 from tilekern import cute_compiler, frontend  # noqa: E402
 from tilekern.kernels import all_specs  # noqa: E402
