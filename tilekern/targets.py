@@ -8,6 +8,7 @@ import os
 import re
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 from tilekern.errors import InputError
 
@@ -169,3 +170,13 @@ def _has_driver() -> bool:
     except OSError:
         return False
     return True
+
+
+def driver_version() -> str | None:
+    """The version of the GPU's driver, such as ``580.65.06``, or None where there is none."""
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")
+    except OSError:
+        return None
+    found = re.search(r"\b(\d+\.\d+(?:\.\d+)?)\b", text)
+    return found.group(1) if found else None

@@ -34,8 +34,17 @@ def begin(memory_bytes: int | None = None) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if memory_bytes is not None:
-        resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+        # Where this process itself may have less, so be it.
+        _, most = resource.getrlimit(resource.RLIMIT_AS)
+        allowed = memory_bytes if most == resource.RLIM_INFINITY else min(memory_bytes, most)
+        resource.setrlimit(resource.RLIMIT_AS, (allowed, allowed))
     threading.Thread(target=_go_with_parent, daemon=True).start()
+
+
+def has_address_space(memory_bytes: int) -> bool:
+    """Whether this process may have so much address space."""
+    allowed, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return allowed == resource.RLIM_INFINITY or allowed >= memory_bytes
 
 
 def _go_with_parent() -> None:

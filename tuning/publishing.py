@@ -12,6 +12,7 @@ from tilekern.cache import Artifact, BestKernel, Record, Store, install_pack, wr
 from tilekern.cache.trust.signing import SigningKey
 from tilekern.runtime.libraries import library_of
 from tilekern.runtime.records import launch_in, record_of
+from tilekern.source.digests import digests_of
 from tilekern.spec import ALIGNED, GENERIC, Problem
 from tilekern.targets import Target
 from tuning.measure.stage import identity
@@ -244,15 +245,31 @@ def why_not(sweep: Sweep, kernel: str, problem: Problem) -> str:
     items = sweep.candidates(kernel, problem)
     if not any(item.is_library or item.artifact in compiled for item in items):
         return f"nothing of it is compiled; run --stages compile,measure --sweep {sweep.folder}"
-    for item in items[::-1]:  # the generic variant first, without which there is no record
-        line, check = compiled.get(item.artifact, {}), measured.get(item.key, {}).get("check", {})
-        if line.get("status") == "failed":
-            return f"{item.config.key} did not compile: {line['reason']}"
-        if item.key in quarantined:
-            return f"{item.config.key} is in quarantine: {quarantined[item.key]}"
-        if not check.get("passed", True):
-            return f"{item.config.key} failed its check: {check.get('reason', 'wrong')}"
-    return "no candidate was timed"
+    # The generic variant first, without which there is no record.
+    reasons = (_why_out(item, compiled.get(item.artifact, {}), measured, quarantined) for item in items[::-1])
+    return next(filter(None, reasons), "no candidate was timed")
+
+
+def is_open(sweep: Sweep, kernel: str, problem: Problem) -> bool:
+    """Whether a candidate of a problem was kept from being compiled by what passes, so that the next run may do it."""
+    compiled = sweep.compiled()
+    return any(compiled.get(item.artifact, {}).get("status") == "open" for item in sweep.candidates(kernel, problem))
+
+
+def _why_out(
+    item: Candidate, line: Mapping[str, Any], measured: Mapping[str, Line], quarantined: Mapping[str, str]
+) -> str | None:
+    """Why a candidate cannot win, for people; None where nothing speaks against it."""
+    check = measured.get(item.key, {}).get("check", {})
+    if line.get("status") == "failed":
+        return f"{item.config.key} did not compile: {line['reason']}"
+    if line.get("status") == "open":
+        return f"{item.config.key} could not be compiled now: {line['reason']}; run it again"
+    if item.key in quarantined:
+        return f"{item.config.key} is in quarantine: {quarantined[item.key]}"
+    if not check.get("passed", True):
+        return f"{item.config.key} failed its check: {check.get('reason', 'wrong')}"
+    return None
 
 
 def compiled_with(sweep: Sweep) -> dict[str, str] | None:
@@ -288,7 +305,7 @@ def publish(
         tilekern.cache.CacheError: the pack or the cache cannot be written, or a record is not trusted.
     """
     digests = write(found, pack, key)
-    install_pack(pack, store, own=digests if own else ())
+    install_pack(pack, store, own=digests if own else (), today=lambda record: digests_of(record.module, record.kernel))
 
 
 def write(

@@ -141,7 +141,9 @@ def test_a_problem_that_has_no_winner_is_named_with_the_reason(compiled_sweep: S
     sweep.note("compiled", *({"key": key, "kernel": SMALL[0], **failed} for key in keys))
     command = ["--sweep", str(sweep.folder), "--cache-dir", str(tmp_path / "cache"), "--json"]
     for stages in ("compile", "compile,measure"):
-        assert cli.main(["--stages", stages, *command]) == 0
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["--stages", stages, *command])
+        assert ended.value.code == 3
         outcome = json.loads(capsys.readouterr().out)
         assert [found["problem"]["columns"] for found in outcome["problems"]] == [SMALL[1]["columns"]]
         [note] = [note for note in outcome["notes"] if note.startswith("no winner: ")]

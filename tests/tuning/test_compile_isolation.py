@@ -15,6 +15,8 @@ import pytest
 from isolation_samples import compiler, die_at, hang_at, is_alive, note_at
 from tuning_samples import COMPILED, SMALL
 
+from tilekern import toolchain
+from tilekern.errors import CompileFailed, CompileInterrupted, CompileTimeout
 from tilekern.spec import Config, Problem
 from tilekern.targets import resolve
 from tilekern.toolchain import Toolkit, toolkit
@@ -45,7 +47,7 @@ from tuning.sweep.folder import Sweep
 if __name__ == "__main__":
     folder, timeout_s, memory_bytes = json.loads(sys.argv[1])
     summary = compile_all(Sweep(Path(folder)), 2, timeout_s, memory_bytes=memory_bytes)
-    print(json.dumps([summary.compiled, summary.failed, summary.seconds]))
+    print(json.dumps([summary.compiled, summary.failed, summary.open]))
 """
 
 
@@ -62,7 +64,7 @@ def stage(tmp_path, sweep):
     """Runs the compile stage with a compiler that fails for one candidate; that one's line."""
     (tmp_path / "stage.py").write_text(STAGE)
 
-    def run(fault, timeout_s=60.0, memory_bytes=1 << 32, again=False):
+    def run(fault, timeout_s=60.0, memory_bytes=1 << 32, again=False, status="failed"):
         first = compiler(tmp_path / "compiler", fault, again=again)
         path = os.pathsep.join([first, str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         environment = os.environ | {"PYTHONPATH": path}
@@ -77,9 +79,9 @@ def stage(tmp_path, sweep):
         assert ran.returncode == 0, ran.stderr
         lines = Sweep(sweep.folder).compiled()
         assert set(lines) == {item.artifact for item in sweep.candidates(*SMALL)}
-        failed = [line for line in lines.values() if line["status"] == "failed"]
-        assert json.loads(ran.stdout)[:2] == [len(lines), len(failed)]
-        return failed, ran
+        lost = {name: [line for line in lines.values() if line["status"] == name] for name in ("failed", "open")}
+        assert json.loads(ran.stdout)[:3] == [len(lines), len(lost["failed"]), len(lost["open"])]
+        return lost[status], ran
 
     return run
 
@@ -111,18 +113,41 @@ def test_a_compiler_that_is_killed_from_outside_is_run_once_more(stage):
     assert stage("kill -KILL $$")[0] == []
 
 
-def test_a_compiler_that_is_killed_twice_has_failed(stage):
-    (line,), _ = stage("kill -KILL $$", again=True)
+def test_a_compiler_that_is_killed_twice_is_tried_again_by_the_next_run(stage, sweep):
+    (line,), _ = stage("kill -KILL $$", again=True, status="open")
     assert line["reason"] == "tileiras ended with signal 9: no message"
+    assert line["key"] in lacking(sweep)
+
+
+@pytest.mark.parametrize(
+    ("fault", "status"),
+    [
+        ("echo 'LLVM ERROR: IO failure on output stream: No space left on device' >&2; exit 1", "open"),
+        ("echo 'error: operand 0 has a shape that cannot be' >&2; exit 1", "failed"),
+    ],
+)
+def test_what_a_compiler_lacked_leaves_a_candidate_open_and_what_it_rejected_has_failed(stage, sweep, fault, status):
+    (line,), _ = stage(fault, again=True, status=status)
+    assert (line["key"] in lacking(sweep)) == (status == "open")
+
+
+@pytest.mark.parametrize(("fault", "status"), [("while true; do :; done", "open"), ("sleep 60", "failed")])
+def test_who_gets_no_processor_is_open_and_who_hangs_has_failed(tmp_path, monkeypatch, fault, status):
+    """The share of the processor is looked up; here less than a whole one is as little as none."""
+    monkeypatch.setattr(toolchain, "_STARVED", 2.0)
+    with pytest.raises(CompileFailed, match=r"exceeded 0\.5 s") as failed:
+        toolchain._run(["/bin/sh", "-c", fault], {}, 0.5)
+    assert type(failed.value) is (CompileInterrupted if status == "open" else CompileTimeout)
 
 
 def test_a_worker_that_is_killed_is_replaced(stage):
     assert stage("kill -KILL $PPID")[0] == []
 
 
-def test_a_candidate_that_kills_each_worker_has_failed(stage):
-    (line,), _ = stage("kill -KILL $PPID; sleep 5", again=True)
+def test_a_worker_that_is_killed_twice_leaves_its_candidate_open(stage, sweep):
+    (line,), _ = stage("kill -KILL $PPID; sleep 5", again=True, status="open")
     assert line["reason"] == "the compile worker died (SIGKILL)"
+    assert line["key"] in lacking(sweep)
 
 
 def test_a_compiler_leaves_no_files_behind(stage, tmp_path, monkeypatch):

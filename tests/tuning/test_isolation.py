@@ -181,13 +181,19 @@ def test_what_may_be_anothers_doing_is_tried_once_more(measure, keys, act, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("act", "reason"),
-    [(be_killed, "the process died (SIGKILL)"), (memory_is_gone, "OutOfMemoryError: CUDA out of memory.")],
+    ("act", "journal", "reason"),
+    [
+        (be_killed, "open", "the process died (SIGKILL)"),
+        (memory_is_gone, "quarantine", "OutOfMemoryError: CUDA out of memory."),
+    ],
     ids=["killed", "memory"],
 )
-def test_what_happens_twice_is_the_candidates_own(measure, keys, act, reason):
+def test_what_happens_twice_is_the_candidates_own_unless_somebody_else_does_it(measure, keys, act, journal, reason):
     lines, started = measure({keys[2]: act})
-    assert quarantined(lines) == {keys[2]: reason}
+    assert [line for name, line in lines if name in ("open", "quarantine")] == [
+        {"candidate": keys[2], "reason": reason}
+    ]
+    assert journal in dict(lines)
     assert timed(lines) == [*keys[:2], keys[3]]
     assert len(started) == 3
 

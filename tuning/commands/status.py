@@ -71,10 +71,10 @@ def _estimate(sweep: Sweep, stages: dict[str, dict[str, Any]]) -> None:
 
 
 def _compile(sweep: Sweep) -> dict[str, Any]:
-    """Artifacts by what became of them; ``done`` are those that were tried."""
+    """Artifacts by what became of them; ``done`` are those of which that is known."""
     compiled, lost = sweep.compiled(), sweep.lost()
     wanted = {item.artifact for named in sweep.problems() for item in sweep.candidates(*named) if not item.is_library}
-    tried = [compiled[key] for key in wanted if key in compiled and key not in lost]
+    tried = [compiled[key] for key in wanted - lost if _is_known(compiled, key)]
     failed = [line for line in tried if line["status"] == "failed"]
     return {
         "artifacts": len(wanted),
@@ -85,15 +85,19 @@ def _compile(sweep: Sweep) -> dict[str, Any]:
     }
 
 
+def _is_known(compiled: dict[str, Any], artifact: str) -> bool:
+    return artifact in compiled and compiled[artifact]["status"] != "open"
+
+
 def _measure(sweep: Sweep) -> dict[str, Any]:
     """Problems by what is known of their candidates; ``done`` are those of which nothing is left to learn."""
     races = sweep.races()
     strategy = next(reversed(races.values()))["strategy"] if races else "race"
-    settled, problems, tried = Settled(sweep, strategy), sweep.problems(), sweep.compiled().keys()
+    settled, problems, tried = Settled(sweep, strategy), sweep.problems(), sweep.compiled()
     whole = [
         named
         for named in problems
-        if all(item.is_library or item.artifact in tried for item in sweep.candidates(*named))
+        if all(item.is_library or _is_known(tried, item.artifact) for item in sweep.candidates(*named))
     ]
     done = sum(not settled.racing(settled.entrants(*named)) for named in whole)
     return {

@@ -54,6 +54,8 @@ _GROUPS = {
     "Where, and what is printed": ("sweep", "sign", "packs", "cache_dir", "as_json"),
 }
 MEASURED = "measured"
+# Some problem has no winner.
+EXIT_INCOMPLETE = 3
 _FOLDER = Folder()
 
 
@@ -103,7 +105,7 @@ def command(*, dry_run: bool, as_json: bool, **given: Any) -> None:
     that tilekern.trace wrote stands in for a model, as MODEL or by --plan. With --stages measure alone the plan is
     taken from the sweep folder, and the GPU must be here. Else, without a GPU, the measure stage is left out and the
     winners are predicted. Where one run does both, problems are measured while others are compiled. A run that was
-    stopped goes on where it was. Lists have commas between.
+    stopped goes on where it was. Lists have commas between. The exit code is 3 where a problem has no winner.
     """
     request = Request.of(given)
     strategy_named(request.strategy)
@@ -114,6 +116,8 @@ def command(*, dry_run: bool, as_json: bool, **given: Any) -> None:
         from tuning.terminal.printing import print_report
 
         print_report(done)
+    if isinstance(done, Outcome) and not done.is_whole:
+        raise SystemExit(EXIT_INCOMPLETE)
 
 
 def _run(request: Request, *, quiet: bool) -> Outcome:
@@ -152,7 +156,7 @@ def _run(request: Request, *, quiet: bool) -> Outcome:
     else:
         count = f"{len(sweep.problems())} problems are planned in {sweep.folder}"
         outcome.notes.append(f"{count}; go on with --stages compile,measure --sweep {sweep.folder}")
-    if outcome.winners:
+    if "compile" in request.stages or "measure" in request.stages:
         outcome.notes += _lacking(outcome, sweep)
     return outcome
 
@@ -243,6 +247,7 @@ def whose_artifacts(sweep: Sweep) -> Iterator[str]:
 def _lacking(outcome: Outcome, sweep: Sweep) -> Iterator[str]:
     """Each problem that has no winner, or none that was measured where others were, and why."""
     won = {(winner.kernel, winner.problem): winner.record.provenance for winner in outcome.winners}
+    outcome.is_whole = won.keys() >= set(sweep.problems())
     for kernel, problem in sweep.problems():
         how = won.get((kernel, problem))
         if how is None or (outcome.measure and how != MEASURED):

@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from tilekern.errors import InputError
+from tilekern.toolchain import is_starved, processor_s
 from tuning import disposable
 from tuning.compile.order import Order
 from tuning.sweep.candidates import Candidate
@@ -43,11 +44,15 @@ class Answer:
 
 @dataclass(frozen=True)
 class Lost:
-    """A candidate that no worker answered for, and why; ``timed_out`` where that may be a matter of time."""
+    """A candidate that no worker answered for, and why.
+
+    ``timed_out`` says that it may be a matter of time, ``passing`` that it may be the machine's doing.
+    """
 
     item: Candidate
     reason: str
     timed_out: bool
+    passing: bool = False
 
 
 # A worker that died by itself is left this long to say how.
@@ -184,8 +189,12 @@ class _Worker:
         assert self.connection is not None
         assert self.item is not None
         if not self.connection.poll():
+            # The worker leads a group, which its compiler is not of. One that is not ready has not taken the candidate.
+            is_busy = not self._is_ready or is_starved(processor_s(self.process.pid), self._limit_s)
             self.end()
-            return Lost(self.item, f"the compile worker gave no answer within {self._limit_s:g} s", timed_out=True)
+            late = f"the compile worker gave no answer within {self._limit_s:g} s"
+            reason = f"{late}, as the machine is busy" if is_busy else late
+            return Lost(self.item, reason, timed_out=True, passing=is_busy)
         try:
             said: Answer | None = self.connection.recv()
         except (EOFError, OSError):
@@ -198,7 +207,8 @@ class _Worker:
     def _mourned(self, item: Candidate, how: str) -> Lost | None:
         """Judge a death: it is the candidate's only where the worker had come so far as to take it."""
         if self._is_ready:
-            return Lost(item, f"the compile worker died ({how})", timed_out=False)
+            passing = how.startswith(disposable.KILLED)
+            return Lost(item, f"the compile worker died ({how})", timed_out=False, passing=passing)
         self._stillborn += 1
         if self._stillborn >= _MOST_STILLBORN:
             raise InputError(f"compile workers die before they can take a candidate ({how})")

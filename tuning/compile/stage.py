@@ -22,12 +22,13 @@ from typing import Any
 
 from tilekern.cubin import code_of
 from tilekern.cute_compiler import compiler
-from tilekern.errors import CompileFailed, CompileTimeout, InputError
+from tilekern.errors import CompileFailed, CompileInterrupted, CompileTimeout, InputError
 from tilekern.targets import Target
 from tilekern.toolchain import Compiled, compile_candidate, require_toolkit, toolkit
 from tuning.compile.machine_code import read_machine_code
 from tuning.compile.order import Order, turns_of
 from tuning.compile.pool import Answer, Compile, Lost, compile_in_order, start_server
+from tuning.disposable import has_address_space
 from tuning.sweep.candidates import Candidate
 from tuning.sweep.folder import Sweep, during
 from tuning.sweep.plan import Named
@@ -56,7 +57,6 @@ BESIDE_NICENESS = 10
 # A compiler that came so near to its limit and failed has failed for memory.
 _NEAR = 0.75
 _SAYS_MEMORY = re.compile(r"out of memory|bad_alloc|MemoryError|cannot allocate memory", re.IGNORECASE)
-_KILLED = re.compile(r"\bsignal 9\b")
 # What a worker does for a candidate, in seconds of its line: lower it, compile it, and read what the machine code says.
 _PARTS = ("frontend_s", "tileiras_s", "reading_s")
 # Has candidates compiled, as :func:`tuning.compile.pool.compile_in_order` does.
@@ -67,6 +67,7 @@ Pool = Callable[[Order, Compile, int, float, int], Iterator[Answer | Lost]]
 class CompileSummary:
     """The outcome of the compile stage.
 
+    ``open`` are those that were kept from being compiled by what passes; the next run tries them again.
     ``tileiras_share`` is the compiler's part of the time that the cores were held, 0 to 1; ``work_share`` that of all
     the work (:func:`work_s`), which is what one core alone would have to do as well.
     """
@@ -74,6 +75,7 @@ class CompileSummary:
     distinct: int
     compiled: int
     failed: int
+    open: int
     seconds: float
     tileiras_share: float
     work_share: float
@@ -145,14 +147,19 @@ def wanted(
 def settled(sweep: Sweep, timeout_s: float = TIMEOUT_S) -> set[str]:
     """The keys of the artifacts that need not be compiled.
 
-    Failed ones are tried again by another toolkit, and those that ran out of time also where they are given more.
+    Failed ones are tried again by another toolkit, and those that ran out of time also where they are given more; open
+    ones always.
     """
     tools = toolkit()
     return {
         key
         for key, line in sweep.compiled().items()
         if line["status"] == "ok"
-        or (line.get("gave_up_after_s", math.inf) >= timeout_s and (tools is None or _made_by(line, tools.key)))
+        or (
+            line["status"] == "failed"
+            and line.get("gave_up_after_s", math.inf) >= timeout_s
+            and (tools is None or _made_by(line, tools.key))
+        )
     } - sweep.lost()
 
 
@@ -187,7 +194,7 @@ def compile_all(
     order = _order(sweep, timeout_s, only, beside)
     started = time.perf_counter()
     tileiras_s = busy_s = 0.0
-    failed = 0
+    failed = left_open = 0
     if order.take_in(1):
         tools = require_toolkit().describe()
         compiles = functools.partial(
@@ -200,6 +207,7 @@ def compile_all(
             if isinstance(answer, Answer) and answer.cubin is not None:
                 line |= {"sha256": sweep.store(answer.cubin)}
             failed += line["status"] == "failed"
+            left_open += line["status"] == "open"
             tileiras_s += line.get("tileiras_s", 0.0)
             busy_s += work_s(line)
             sweep.note("compiled", line | {"toolkit": tools})
@@ -209,7 +217,9 @@ def compile_all(
                 progress(finished, len(order))
     seconds = time.perf_counter() - started
     held = seconds * max(1, min(jobs, len(order)))
-    return CompileSummary(len(sweep.compiled()), len(order), failed, seconds, tileiras_s / held, busy_s / held)
+    return CompileSummary(
+        len(sweep.compiled()), len(order), failed, left_open, seconds, tileiras_s / held, busy_s / held
+    )
 
 
 def _order(sweep: Sweep, timeout_s: float, only: Collection[str] | None, beside: Beside | None) -> Order:
@@ -295,7 +305,7 @@ def _line(item: Candidate) -> dict[str, Any]:
 
 def _lost_line(lost: Lost, timeout_s: float) -> dict[str, Any]:
     gave_up = {"gave_up_after_s": timeout_s} if lost.timed_out else {}
-    return {**_line(lost.item), "status": "failed", "reason": lost.reason, **gave_up}
+    return {**_line(lost.item), "status": "open" if lost.passing else "failed", "reason": lost.reason, **gave_up}
 
 
 def compile_one(item: Candidate, target: Target, timeout_s: float, memory_bytes: int, niceness: int = 0) -> Answer:
@@ -310,10 +320,13 @@ def compile_one(item: Candidate, target: Target, timeout_s: float, memory_bytes:
         return Answer({**failed, "reason": str(error), "gave_up_after_s": timeout_s})
     except Exception as error:  # noqa: BLE001 (a bad cubin or a bug of the front end costs this candidate alone)
         reason = str(error) if isinstance(error, CompileFailed) else f"{type(error).__name__}: {error}"[:300]
-        if _SAYS_MEMORY.search(reason) or _peak_bytes() > _NEAR * memory_bytes:
+        # A worker that could not have its whole limit says nothing of who took too much.
+        if has_address_space(memory_bytes) and (_SAYS_MEMORY.search(reason) or _peak_bytes() > _NEAR * memory_bytes):
             # What the worker's children took at most is known for its whole life, so this one is of no more use.
             return Answer({**failed, "reason": f"took {memory_bytes / 2**30:.3g} GiB of memory: {reason}"}, worn=True)
-        return Answer({**failed, "reason": reason}, doubtful=bool(_KILLED.search(reason)))
+        if isinstance(error, CompileInterrupted | OSError | MemoryError):
+            return Answer({**failed, "status": "open", "reason": reason}, doubtful=True)
+        return Answer({**failed, "reason": reason})
 
 
 def _facts(made: Compiled, target: Target) -> dict[str, Any]:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable
-from pathlib import Path
 
 from tilekern.errors import InputError
-from tilekern.targets import Target, here
+from tilekern.targets import Target, driver_version, here
 
 
 def check_gpu(target: Target) -> None:
@@ -28,11 +26,7 @@ def describe_gpu() -> dict[str, str]:
     """The GPU, its driver and torch, as records keep them beside a measurement."""
     import torch
 
-    driver = "unknown"
-    version = Path("/proc/driver/nvidia/version")
-    if version.exists():
-        found = re.search(r"\b(\d+\.\d+(?:\.\d+)?)\b", version.read_text(encoding="utf-8"))
-        driver = found.group(1) if found else driver
+    driver = driver_version() or "unknown"
     return {"gpu": torch.cuda.get_device_name(), "driver": driver, "torch": torch.__version__}
 
 

@@ -42,8 +42,9 @@ TRIES = 2
 _POLL_S = 0.05
 # A process that fell silent because it died is left this long to say how.
 _PATIENCE_S = 5.0
-# A line for one of the sweep's journals, with the journal's name, or with this word.
+# A line for one of the sweep's journals, with the journal's name, or with one of these words.
 TOOK = "took"
+OPEN = "open"
 Noted = tuple[str, dict[str, Any]]
 
 
@@ -129,14 +130,15 @@ def least_s(task: Task) -> float:
 class _Loss:
     """How a process was lost: at which step, why, and what is to be made of it.
 
-    ``doubtful`` says that another candidate, or nobody, may be to blame; ``queued`` that it may be one that was
-    launched shortly before.
+    ``doubtful`` says that another candidate, or nobody, may be to blame; ``outside`` that somebody else ended it, as a
+    host does that is short of memory; ``queued`` that it may be one that was launched shortly before.
     """
 
     step: str
     reason: str
     doubtful: bool = False
     queued: bool = False
+    outside: bool = False
 
 
 def measure_task(worker: Worker, task: Task) -> Iterator[Noted]:
@@ -144,7 +146,8 @@ def measure_task(worker: Worker, task: Task) -> Iterator[Noted]:
 
     They are of the journals ``measured``, ``quarantine`` (a candidate that killed or stalled its process; the others
     go on without it) and ``skipped`` (a problem that cannot be measured at all, as when its inputs do not fit). One of
-    :data:`TOOK` says how long each part of the way took, and goes into no journal.
+    :data:`TOOK` says how long each part of the way took, and one of :data:`OPEN` that a candidate was kept from being
+    measured by what passes; these go into no journal, so that the next run measures it.
 
     Raises:
         InputError: the GPU cannot be used.
@@ -162,7 +165,7 @@ def measure_task(worker: Worker, task: Task) -> Iterator[Noted]:
         elif task.entrant(loss.step) is not None:
             if loss.doubtful and tries[loss.step] < TRIES:
                 continue
-            yield "quarantine", {"candidate": loss.step, "reason": loss.reason}
+            yield OPEN if loss.outside else "quarantine", {"candidate": loss.step, "reason": loss.reason}
             task = task.without(loss.step)
         elif tries[loss.step] >= TRIES:
             reason = f"{loss.step}: {loss.reason}"
@@ -193,7 +196,8 @@ def _attempt(worker: Worker, task: Task, checks: dict[str, Check]) -> Generator[
                 kind, value = process.connection.recv()
             except (EOFError, OSError):
                 how = worker.lose(_PATIENCE_S)
-                return _Loss(steps.name, f"the process died ({how})", how.startswith(disposable.KILLED), racing)
+                outside = how.startswith(disposable.KILLED)
+                return _Loss(steps.name, f"the process died ({how})", outside, racing, outside)
             if kind == READY:
                 process.is_ready = True
                 _hand(worker, process, task)

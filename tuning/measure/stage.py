@@ -20,7 +20,7 @@ from tilekern.targets import Target
 from tuning.executors import FINISHED, Executor
 from tuning.measure.followers import followers
 from tuning.measure.libraries import of_gpu
-from tuning.measure.process import TOOK
+from tuning.measure.process import OPEN, TOOK
 from tuning.measure.tasks import Entrant, Task
 from tuning.predict.ranking import ranking
 from tuning.strategies.selection import ranked
@@ -162,6 +162,8 @@ class _Work:
             return True
         if journal == TOOK:
             self._entries[line["kernel"], line["problem"]].seconds = line["seconds"]
+        elif journal == OPEN:
+            self._owners[line["candidate"]].leave_out(line["candidate"])
         elif journal == "skipped":
             self._sweep.note(journal, line | {"skipped": f"{line['kernel']}|{line['problem']}"})
         else:
@@ -191,8 +193,7 @@ class _Entry:
             made_by: Line = {"libraries": of_gpu(self._gpu)} if key in self._of_libraries else {}
             made_by |= {"toolkit": compiled.get("toolkit"), "driver": self._gpu.get("driver")}
             sweep.note(journal, made_by | line)
-            self._out.add(key)
-            self._timed.clear()  # the others race again
+            self.leave_out(key)
             return
         line = line | {"code_sha256": code} if (code := compiled.get("code_sha256")) else line
         if "timing" in line:
@@ -201,6 +202,11 @@ class _Entry:
             sweep.note(journal, line)
             # A winner may be checked again after it was timed.
             self._checks[key] = line["check"]
+
+    def leave_out(self, key: str) -> None:
+        """Go on without a candidate, of which this race says nothing."""
+        self._out.add(key)
+        self._timed.clear()  # the others race again
 
     def finish(self, sweep: Sweep) -> None:
         """Journal the timings; the race's own line comes last, and they count from there on."""

@@ -21,7 +21,7 @@ from tuning.sweep.folder import Sweep
 
 LEFT_OUT = "its race left it out: it is predicted far slower, or the search did not come to it"
 # The states of a candidate, from the one that is worth most to those that went wrong.
-STATUSES = ("timed", "checked", "compiled", "duplicate", "planned", "wrong", "quarantined", "failed")
+STATUSES = ("timed", "checked", "compiled", "duplicate", "planned", "wrong", "quarantined", "failed", "open")
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,7 @@ class Row:
         default: whether it is the spec's default config, which gains are told against.
         winner: whether the problem's record would name it.
         status: one of :data:`STATUSES`. ``planned``: not compiled yet. ``failed``: the compiler gave up.
+            ``open``: it was kept from being compiled by what passes.
             ``compiled``: compiled (or a library's), not run yet. ``duplicate``: the same machine code and grid as
             candidate ``same_as``, so it is not run. ``wrong``: it did not pass its check. ``quarantined``: it crashed
             or hung. ``checked``: right, not timed. ``timed``: right, and measured on the GPU.

@@ -66,7 +66,8 @@ _FORMS: Mapping[str, Mapping[str, Any]] = {
         "machine_code?": _is_machine_code, "toolkit?": {"key": str},
     },
     "ok": {"sha256": str, "symbol": str, "code_sha256": str, "assumptions": object, "resources": _RESOURCES},
-    "failed": {"reason": str},
+    # The compiler, or the check, rejected it. What kept a candidate from being tried, and passes, leaves it open.
+    "failed": {"reason": str}, "open": {"reason": str},
     "measured": {"candidate": str, "check?": _CHECK, "timing?": _TIMING, "race?": str, "code_sha256?": str},
     "quarantine": {"candidate": str, "reason": str, "libraries?": dict},
     "gpu": {"gpu": str, "driver": str},
@@ -99,7 +100,7 @@ def is_whole(journal: str, line: Mapping[str, Any]) -> bool:
         return False
     if journal == "gpu":  # printed as it is, whatever else it names
         return _all(str)(line)
-    return journal != "compiled" or (line["status"] in ("ok", "failed") and _has(line, _FORMS[line["status"]]))
+    return journal != "compiled" or (line["status"] in ("ok", "failed", "open") and _has(line, _FORMS[line["status"]]))
 
 
 def _has(line: Mapping[str, Any], form: Mapping[str, Any]) -> bool:

@@ -12,7 +12,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class Outcome:
-    """The outcome of a run, in the form of ``--json``; ``packs`` are the records of each model's pack, by its path."""
+    """The outcome of a run, in the form of ``--json``; ``packs`` are the records of each model's pack, by its path.
+
+    ``is_whole`` says whether every problem that was to have a winner has one.
+    """
 
     model: str
     target: Target
@@ -25,6 +28,7 @@ class Outcome:
     results: str | None = None
     cache: str | None = None
     packs: dict[str, int] = field(default_factory=dict)
+    is_whole: bool = True
 
     def as_json(self) -> dict[str, Any]:
         """The document that ``--json`` prints."""

@@ -111,8 +111,11 @@ def _row(winner: Winner) -> list[str]:
 def _details(outcome: Outcome, stage: str) -> str:
     if stage == "compile" and outcome.compile:
         found = outcome.compile
+        left = f", {found['open']} open" if found["open"] else ""
         share = f", {100 * found['tileiras_share']:.0f} % of the cores' time in tileiras" if found["compiled"] else ""
-        return f" ({found['distinct']} distinct artifacts, {found['compiled']} new, {found['failed']} failed{share})"
+        return (
+            f" ({found['distinct']} distinct artifacts, {found['compiled']} new, {found['failed']} failed{left}{share})"
+        )
     if stage == "measure" and outcome.measure:
         found = outcome.measure
         is_beside = outcome.compile and found["seconds"] > outcome.seconds["measure"]
