@@ -25,7 +25,7 @@ from cache_tools.shared.selection import seconds_since
 from cache_tools.shared.staleness import is_stale
 from cache_tools.shared.tables import natural, print_table
 from cache_tools.shared.text import age, count, print_json, size
-from tilekern.cache import CacheError, Store, by_preference
+from tilekern.cache import CacheError, Store, by_preference, sum_up_misses
 
 ACCESS_TIME, AGE = "access_time", "age"
 _NO_EVIDENCE = "the file system notes no access times (noatime): a record's age stands for its last use"
@@ -91,7 +91,8 @@ def prune(
 
     A record's last use is when a job last read its file, as the file system notes it: on Linux to a day, and not at
     all where it is mounted with noatime, which is said; then age decides. Inspecting a cache does not count. A job
-    keeps what it has loaded, and one that has read a record finds its artifacts still there.
+    keeps what it has loaded, and one that has read a record finds its artifacts still there. Counts of misses that
+    processes left which are over become one file.
 
     JSON (needs --yes or --dry-run): cache_dir, dry_run, evidence, records[] {path, kernel, problem_key, target,
     toolkit, size_bytes, last_used, reasons[]}, removed, blobs, bytes, bytes_left, left_alone, kept; all in
@@ -125,6 +126,7 @@ def prune(
         if chosen and not confirmed:
             ask(f"Remove {count(len(chosen), 'record')} from {store.root}?")
         removed = remove(store, chosen)
+        sum_up_misses(store.root)
         document |= {"removed": removed.records, "blobs": removed.blobs, "bytes": removed.size_bytes}
         document |= {"kept": removed.kept, "bytes_left": _size_of(store, store.entries())}
         if not as_json:

@@ -19,6 +19,7 @@ from click.core import ParameterSource
 from cache_tools.remotes import failures_of, open_remote
 from cache_tools.shared.contents import Contents, read_contents, sha256_of
 from cache_tools.shared.options import as_json, cache_dir, command, plain_http
+from cache_tools.shared.staleness import today_of
 from cache_tools.shared.text import count, print_json, size
 from tilekern.cache import PACK_SUFFIX, CacheError, Corrupt, Store, install_pack
 from tilekern.cache.files import read_whole, write_whole
@@ -93,7 +94,7 @@ def _pull_into_cache(url: str, pinned: str | None, plain_http: bool, store: Stor
     with _fetched(url, pinned, plain_http, lambda sha256: was_pulled(store, sha256)) as (sha256, pack):
         if pack is None:
             return _Pulled(sha256, downloaded=False)
-        installed = install_pack(pack.path, store)
+        installed = install_pack(pack.path, store, today=today_of)
         _note_pulled(store, pack)
         return _Pulled(sha256, downloaded=True, installed=installed)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from cache_tools.shared.options import as_json, cache_dir, command
+from cache_tools.shared.staleness import today_of
 from cache_tools.shared.text import count, print_json
 from tilekern.cache import Store, install_pack
 
@@ -20,7 +21,7 @@ def unpack(file: Path, store: Store, as_json: bool) -> None:
 
     JSON: pack, cache_dir, installed.
     """
-    installed = install_pack(file, store)
+    installed = install_pack(file, store, today=today_of)
     if as_json:
         print_json({"pack": str(file), "cache_dir": str(store.root), "installed": installed})
     else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Protocol
 
-from tilekern.cache import FRESH, STALE, Standing, standing
+from tilekern.cache import FRESH, STALE, Record, Standing, standing
 from tilekern.cache import Made as MadeOf
 
 if TYPE_CHECKING:
@@ -35,6 +35,11 @@ def digests_today(module: str, kernel: str) -> Digests | None:
         return digests_of(module, kernel)
     except (ImportError, OSError, ValueError, SyntaxError, AttributeError):
         return None
+
+
+def today_of(record: Record) -> Digests | None:
+    """The digests of a record's kernel as it is installed here, or None where it is not."""
+    return digests_today(record.module, record.kernel)
 
 
 def standing_of(record: Made) -> Standing | None:

@@ -7,7 +7,7 @@ import zipfile
 import pytest
 from cache_samples import B200, H100, H200, PROBLEM, Today, blob_file, changed, files_of, find, make, put, toolkit
 
-from tilekern.cache import FolderLayer, PackLayer, Store, default_layers, skipped, user_root, write_pack
+from tilekern.cache import FolderLayer, PackLayer, Store, default_layers, hits, skipped, user_root, write_pack
 
 
 def layer(root, name="user", writable=True):
@@ -134,6 +134,41 @@ def test_what_was_measured_gives_way_to_nothing_that_was_not(tmp_path, provenanc
     assert find([layer(tmp_path / "a", "a"), layer(tmp_path / "b", "b")], trace=trace).layer.name == winner
     outcomes = ["dated", "taken"] if winner == "b" else ["dated", "weaker", "taken"]
     assert [step.outcome for step in trace] == outcomes
+
+
+def test_the_others_come_after_the_best_and_nothing_is_read_before_it_is_asked_for(tmp_path):
+    put(tmp_path / "a", b"dated", **OTHER_SPACE)
+    put(tmp_path / "b", b"weaker", provenance="predicted")
+    put(tmp_path / "c", b"fresh")
+    put(tmp_path / "c", b"older toolkit", toolkit=toolkit("13.1.0"))
+    put(tmp_path / "c", b"near", problem={**PROBLEM, "rows": 4096})
+    put(tmp_path / "c", b"relative", target=H100)
+    found = hits(
+        "rms_norm", PROBLEM, bucketed=["rows"], target_key=H200["key"], arch="sm_90", toolkit_key="tileiras-13.4.92",
+        source=Today(), layers=[layer(tmp_path / name, name) for name in "abc"],
+    )  # fmt: skip
+    assert next(found).load("aligned") == b"fresh"
+    blob_file(tmp_path / "c", b"near").unlink()
+    names = [hit.load("aligned") for hit in found]
+    assert names == [b"older toolkit", b"dated", b"weaker", b"relative"]
+
+
+@pytest.mark.parametrize("place", ["record", "blob", "folder"])
+def test_what_cannot_be_read_is_passed_over_and_said_once(tmp_path, monkeypatch, place):
+    """Links in a circle are what even root cannot read."""
+    monkeypatch.setattr("tilekern.warning._said", set())
+    record = put(tmp_path / "a", b"aligned")
+    unreadable = {"record": record, "blob": blob_file(tmp_path / "a", b"aligned"), "folder": record.parents[2]}[place]
+    unreadable.rename(tmp_path / "moved")
+    unreadable.symlink_to(unreadable)
+    put(tmp_path / "b", b"other")
+    layers = [layer(tmp_path / name, name) for name in "ab"]
+    what = "cannot list" if place == "folder" else "a record of rms_norm is passed over: cannot read"
+    with pytest.warns(UserWarning, match=f"{what} {unreadable}: Too many levels of symbolic links"):
+        assert find(layers).load("aligned") == b"other"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert find(layers).layer.name == "b"
 
 
 def test_the_own_bucket_and_the_exact_target_come_before_freshness(tmp_path):

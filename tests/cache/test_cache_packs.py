@@ -7,7 +7,7 @@ import warnings
 import zipfile
 
 import pytest
-from cache_samples import PROBLEM, find, make, outcome, put
+from cache_samples import PROBLEM, Today, find, make, outcome, put
 from examples import examples
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
@@ -16,6 +16,10 @@ from msgspec.structs import replace
 from tilekern.cache import CacheError, Corrupt, PackLayer, Store, UnknownSchema, install_pack, write_pack
 
 SECOND = {"problem": {**PROBLEM, "rows": 1}}
+
+
+# By a clock that is far ahead.
+AHEAD = "2099-01-01T00:00:00+00:00"
 
 
 def rebuilt(path, change):
@@ -207,3 +211,22 @@ def test_changed_bytes_give_an_error_or_a_whole_cache(path, tmp_path, seed, chan
         warnings.simplefilter("ignore")
         hit = find([PackLayer(damaged)])
     assert hit is None or hit.record.kernel == "rms_norm"
+
+
+@pytest.mark.parametrize(
+    ("present", "offered", "stays"),
+    [
+        ({"space_digest": "0" * 64, "created": AHEAD}, {}, False),
+        ({}, {"space_digest": "0" * 64, "created": AHEAD}, True),
+        ({}, {"source_digest": "1" * 64, "created": AHEAD}, True),
+        ({"source_digest": "1" * 64, "created": AHEAD}, {"provenance": "predicted"}, False),
+        ({"provenance": "predicted"}, {"space_digest": "0" * 64}, False),
+    ],
+    ids=["old space", "offers an old space", "offers an old source", "old source", "offers what was measured"],
+)
+def test_the_source_of_today_decides_and_no_clock(tmp_path, present, offered, stays):
+    put(tmp_path / "cache", created_by="present", **present)
+    write_pack(tmp_path / "a.pack", [make(created_by="offered", **offered)])
+    assert install_pack(tmp_path / "a.pack", Store(tmp_path / "cache"), today=lambda _: Today()) == (not stays)
+    (entry,) = Store(tmp_path / "cache").entries()
+    assert entry.record.created_by == ("present" if stays else "offered")

@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -291,3 +292,22 @@ def test_a_read_only_look_at_an_unfinished_unpack_writes_nothing(cache, pack):
 def test_a_missing_pack_is_named(tmp_path):
     with pytest.raises(Missing, match=r"nowhere\.pack"):
         install_pack(tmp_path / "nowhere.pack", Store(tmp_path))
+
+
+@pytest.mark.parametrize("place", ["v1/blobs", "v1/sm_90-h200-132"])
+def test_a_pack_is_refused_where_a_part_of_the_cache_is_on_another_disk(tmp_path, place):
+    """Nothing can be moved there: not by the unpack, nor by whoever came after it."""
+    others = [Path(path) for path in ("/dev/shm", "/run/shm", "/var/tmp") if os.access(path, os.W_OK)]
+    other = next((path for path in others if path.stat().st_dev != tmp_path.stat().st_dev), None)
+    if other is None:
+        pytest.skip("there is one disk here")
+    write_pack(tmp_path / "a.pack", [make()])
+    root = tmp_path / "cache"
+    with tempfile.TemporaryDirectory(dir=other) as far:
+        (root / place).parent.mkdir(parents=True)
+        (root / place).symlink_to(far)
+        for _ in range(2):
+            with pytest.raises(CacheError, match="is on another disk than the rest; put or link the whole cache there"):
+                install_pack(tmp_path / "a.pack", Store(root))
+        left = [path for path in (*root.rglob("*"), *Path(far).rglob("*")) if path.is_file()]
+    assert left == []

@@ -1,4 +1,7 @@
+import os
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from cache_samples import H200, PROBLEM
@@ -11,6 +14,7 @@ from tilekern.cache import (
     read_misses,
     read_wanted,
     remove_wanted,
+    sum_up_misses,
     wanted_name,
 )
 
@@ -136,3 +140,50 @@ def test_counts_in_a_folder_that_cannot_be_written_are_no_error(tmp_path):
     assert not note_misses(tmp_path, ONE, {})
     assert read_misses(tmp_path) == {}
     assert remove_wanted(tmp_path, []) == 0
+
+
+def listed(root):
+    """The name of a problem that is on the list from now on."""
+    note_wanted(root, "rms_norm", PROBLEM, H200, "no record")
+    return wanted_name("rms_norm", PROBLEM, H200)
+
+
+def counts_of(root):
+    return sorted((root / "v1" / "wanted").glob("*.misses"))
+
+
+def leave_counts(root, processes, misses, days=2):
+    for number in range(processes):
+        note_misses(root, f"{number:08x}", misses)
+    old = time.time() - days * 86400
+    for path in counts_of(root):
+        os.utime(path, (old, old))
+
+
+def test_counts_of_processes_that_are_over_become_one_when_many_stand_there(tmp_path):
+    name = listed(tmp_path)
+    leave_counts(tmp_path, 40, {name: 3, "0" * 64: 5})
+    assert note_misses(tmp_path, "f" * 8, {name: 7})
+    assert len(counts_of(tmp_path)) == 2
+    assert read_misses(tmp_path) == {name: 40 * 3 + 7}, "and what is not on the list any more counts for nothing"
+    assert list((tmp_path / "v1" / "wanted").glob(".*")) == []
+
+
+def test_counts_of_running_processes_and_of_other_versions_are_not_summed_up(tmp_path):
+    name = listed(tmp_path)
+    leave_counts(tmp_path, 3, {name: 3}, days=0)
+    other = tmp_path / "v1" / "wanted" / f"{'e' * 8}.misses"
+    other.write_text('{"schema": 99, "counts": []}')
+    os.utime(other, (0, 0))
+    before = {path: path.read_bytes() for path in counts_of(tmp_path)}
+    assert sum_up_misses(tmp_path) == 0
+    assert {path: path.read_bytes() for path in counts_of(tmp_path)} == before
+
+
+def test_two_that_sum_up_at_once_count_each_process_once(tmp_path):
+    name = listed(tmp_path)
+    leave_counts(tmp_path, 60, {name: 1})
+    with ThreadPoolExecutor(4) as threads:
+        taken = list(threads.map(sum_up_misses, [tmp_path] * 4))
+    assert sum(taken) == 60
+    assert read_misses(tmp_path) == {name: 60}

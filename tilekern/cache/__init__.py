@@ -5,15 +5,15 @@ compiler is.
 """
 
 from tilekern.cache.entries import BlobFile, Entry, Garbage, Listed, Outline, Where
-from tilekern.cache.errors import CacheError, Corrupt, Missing, MissingRecord, UnknownSchema, Untrusted
+from tilekern.cache.errors import CacheError, Corrupt, Missing, MissingRecord, NoHome, UnknownSchema, Untrusted
 from tilekern.cache.keys import Address, parse_problem_key, problem_key
 from tilekern.cache.layers import FolderLayer, Layer
-from tilekern.cache.lookup import Hit, Step, by_preference, lookup, skipped
+from tilekern.cache.lookup import Hit, Step, by_preference, hits, lookup, skipped
 from tilekern.cache.packs.installing import has_better, install_pack
 from tilekern.cache.packs.layers import PackLayer
 from tilekern.cache.packs.pack import PACK_SUFFIX, Pack, checked_contents
 from tilekern.cache.packs.writing import write_pack
-from tilekern.cache.places import default_layers, user_root
+from tilekern.cache.places import default_layers, user_root, user_root_if_any
 from tilekern.cache.records import PROVENANCES, SCHEMA, Artifact, BestKernel, Launch, Record
 from tilekern.cache.standing import DATED, FRESH, NOT_FRESH, STALE, Made, Source, Standing, standing
 from tilekern.cache.store import Store
@@ -24,6 +24,7 @@ from tilekern.cache.wanted import (
     read_misses,
     read_wanted,
     remove_wanted,
+    sum_up_misses,
     wanted_name,
 )
 
@@ -51,6 +52,7 @@ __all__ = [
     "Made",
     "Missing",
     "MissingRecord",
+    "NoHome",
     "Outline",
     "Pack",
     "PackLayer",
@@ -67,6 +69,7 @@ __all__ = [
     "clear_wanted",
     "default_layers",
     "has_better",
+    "hits",
     "install_pack",
     "lookup",
     "note_misses",
@@ -78,7 +81,9 @@ __all__ = [
     "remove_wanted",
     "skipped",
     "standing",
+    "sum_up_misses",
     "user_root",
+    "user_root_if_any",
     "wanted_name",
     "write_pack",
 ]

@@ -25,5 +25,9 @@ class Untrusted(CacheError):  # noqa: N818
     """A record is there and whole, and may not be loaded: nobody who is trusted signed it, or others can change it."""
 
 
+class NoHome(Missing):
+    """A folder below the user's home was asked for, and the user has none."""
+
+
 class NoSecret(CacheError):  # noqa: N818
     """There is no secret to seal with, and none can be written."""

@@ -25,13 +25,14 @@ from tilekern.cache.records import LARGEST_BLOB, LARGEST_RECORD, Record, check_b
 from tilekern.cache.trust.exposure import others_may_write, require_unshared, require_unshared_folders
 from tilekern.cache.trust.policy import must_be_signed, require_trusted
 from tilekern.cache.trust.signing import SIGNATURE_BYTES
+from tilekern.cache.walking import cannot_list
 from tilekern.warning import warn_once
 
 Contents = TypeVar("Contents")
 
 
 class Layer(Protocol):
-    """One place to read records from. Listing never raises: what cannot be listed is not there."""
+    """One place to read records from. Listing never raises: what cannot be listed is said once, and is not there."""
 
     @property
     def name(self) -> str:
@@ -170,9 +171,13 @@ class FolderLayer:
 
     def _names(self, *place: str) -> list[str]:
         self._finish()
+        folder = "/".join((f"{self.root}/{LAYOUT}", *place))
         try:
-            return os.listdir("/".join((f"{self.root}/{LAYOUT}", *place)))
-        except OSError:
+            return os.listdir(folder)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        except OSError as error:
+            warn_once(f"{cannot_list(error)}; what lies there is passed over", about=folder)
             return []
 
     def _finish(self) -> None:

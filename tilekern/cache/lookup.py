@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from tilekern.cache.errors import CacheError, Missing, MissingRecord, UnknownSchema, Untrusted
+from tilekern.cache.errors import CacheError, Corrupt, Missing, MissingRecord, UnknownSchema, Untrusted
 from tilekern.cache.keys import Value, problem_key
 from tilekern.cache.layers import Layer
 from tilekern.cache.records import PROVENANCES, Record
@@ -110,7 +110,29 @@ def lookup(
     layers: Sequence[Layer],
     trace: list[Step] | None = None,
 ) -> Hit | None:
-    """The best record for a problem whose blobs are all there and intact, or None.
+    """The best record for a problem whose blobs are all there and intact, or None: the first of :func:`hits`."""
+    found = hits(
+        kernel, problem, bucketed=bucketed, target_key=target_key, arch=arch, toolkit_key=toolkit_key, source=source,
+        layers=layers, trace=trace,
+    )  # fmt: skip
+    return next(found, None)
+
+
+def hits(
+    kernel: str,
+    problem: Mapping[str, Value],
+    *,
+    bucketed: Collection[str],
+    target_key: str,
+    arch: str,
+    toolkit_key: str | None,
+    source: Source,
+    layers: Sequence[Layer],
+    trace: list[Step] | None = None,
+) -> Iterator[Hit]:
+    """The records that serve a problem and whose blobs are all there and intact, the best first.
+
+    Nothing is read for one that is not asked for: whoever can use the first reads no other.
 
     Args:
         kernel: the spec's name.
@@ -121,7 +143,7 @@ def lookup(
         toolkit_key: the toolkit installed here, or None.
         source: the kernel's source of today; records of another one are stale and never used.
         layers: where to look, first to last.
-        trace: where given, takes each step: what was passed over and why, and last what was taken.
+        trace: where given, takes each step: what was passed over and why, and what was taken.
 
     Raises:
         CacheError: ``problem`` has no key, or ``TILEKERN_TRUST`` is not a policy.
@@ -132,11 +154,9 @@ def lookup(
     wanted = dict(problem)
     for target in itertools.chain([target_key], _relatives(target_key, arch, layers, steps)):
         for of_a_problem in _candidates(kernel, wanted, bucketed, target, toolkit_key, layers, steps):
-            best = _best(kernel, of_a_problem, source, steps)
-            if best:
-                exact = target == target_key, best.candidate.problem is wanted
-                return Hit(best.record, best.candidate.layer, *exact, best.blobs, best.standing == FRESH)
-    return None
+            for found in _in_order(kernel, of_a_problem, source, steps):
+                exact = target == target_key, found.candidate.problem is wanted
+                yield Hit(found.record, found.candidate.layer, *exact, found.blobs, found.standing == FRESH)
 
 
 def skipped() -> dict[str, int]:
@@ -234,21 +254,24 @@ class _Found(NamedTuple):
         return PROVENANCES.index(self.record.provenance)
 
 
-def _best(kernel: str, candidates: Iterable[_Candidate], source: Source, steps: list[Step]) -> _Found | None:
-    """Of one problem's candidates the first that is fresh, or else the first that is valid."""
-    dated: _Found | None = None
+def _in_order(kernel: str, candidates: Iterable[_Candidate], source: Source, steps: list[Step]) -> Iterator[_Found]:
+    """Of one problem's candidates those that are fresh, then those that are valid."""
+    dated: list[_Found] = []
+    weaker: list[_Found] = []
     for candidate in candidates:
         found = _read(kernel, candidate, source, steps)
         if found is None:
             continue
         if found.standing == DATED:
             steps.append(candidate.step(DATED, NOT_FRESH))
-            dated = dated or found
-        elif dated is None or found.rank <= dated.rank:
-            return _taken(found, "taken", steps)
+            dated.append(found)
+        elif not dated or found.rank <= dated[0].rank:
+            yield _taken(found, "taken", steps)
         else:
             steps.append(candidate.step("weaker", f"{found.record.provenance}, and a dated one is better founded"))
-    return dated and _taken(dated, f"taken, {NOT_FRESH}", steps)
+            weaker.append(found)
+    yield from (_taken(found, f"taken, {NOT_FRESH}", steps) for found in dated)
+    yield from (_taken(found, "taken", steps) for found in weaker)
 
 
 def _taken(found: _Found, detail: str, steps: list[Step]) -> _Found:
@@ -270,6 +293,8 @@ def _read(kernel: str, candidate: _Candidate, source: Source, steps: list[Step])
         found, outcome, detail = None, "not_there", "not there"
     except CacheError as error:
         found, outcome, detail = None, "bad", str(error)
+        if not isinstance(error, Corrupt | Missing):  # a layer reports what is damaged; what is gone is a plain miss
+            warn_once(f"a record of {kernel} is passed over: {detail}", about=detail)
     if found is None:
         _outcomes[outcome] += 1
         steps.append(candidate.step(outcome, detail))

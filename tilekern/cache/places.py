@@ -8,6 +8,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from tilekern.cache.errors import NoHome
+from tilekern.cache.folders import absolute, platform_folder
 from tilekern.cache.layers import FolderLayer, Layer
 from tilekern.cache.packs.layers import Origin, PackLayer
 from tilekern.cache.packs.pack import PACK_SUFFIX
@@ -21,13 +23,28 @@ _added: dict[Path, str] = {}
 
 
 def user_root() -> Path:
-    """The user's cache folder: ``TILEKERN_CACHE_DIR``, else the platform's folder for caches."""
+    """The user's cache folder: ``TILEKERN_CACHE_DIR``, else the platform's folder for caches.
+
+    A relative one stays where this process first looked for it, whatever folder the process changes to.
+
+    Raises:
+        NoHome: it would lie in the user's home, and the user has none.
+    """
     chosen = os.environ.get("TILEKERN_CACHE_DIR")
     if chosen:
-        return Path(chosen).expanduser()
+        return absolute(chosen)
     import platformdirs  # slow to import, and not needed where the folder was chosen
 
-    return platformdirs.user_cache_path("tilekern")
+    return platform_folder(platformdirs.user_cache_path, "a cache; set TILEKERN_CACHE_DIR to a folder")
+
+
+def user_root_if_any() -> Path | None:
+    """The user's cache folder, or None where there is none, which is said once."""
+    try:
+        return user_root()
+    except NoHome as error:
+        warn_once(f"{error}; until then this process keeps what it compiles to itself", about="no user's cache")
+        return None
 
 
 def default_layers(user: Path | None = None, *, looking: bool = False) -> list[Layer]:
@@ -39,7 +56,8 @@ def default_layers(user: Path | None = None, *, looking: bool = False) -> list[L
         user: the user's cache where it is another folder than :func:`user_root`.
         looking: for a tool and not for a job: bad files of the user's cache stay, and no reading counts as use.
     """
-    own: list[Layer] = [FolderLayer(user or user_root(), USER, not looking, as_use=not looking)]
+    root = user or user_root_if_any()
+    own: list[Layer] = [FolderLayer(root, USER, not looking, as_use=not looking)] if root else []
     wheel = _packs_of(Path(__file__).parents[1] / "prebuilt", "prebuilt", "wheel")
     added = [layer for folder, owner in _added.items() for layer in _packs_of(folder, owner, "package")]
     return [*own, *_path_layers(looking), *_package_layers(), *added, *wheel]
@@ -56,8 +74,12 @@ def add_packs(folder: Path, owner: str) -> None:
 
 def _path_layers(looking: bool) -> Iterator[Layer]:
     for item in os.environ.get("TILEKERN_CACHE_PATH", "").split(os.pathsep):
-        path = Path(item).expanduser()
         if not item:
+            continue
+        try:
+            path = absolute(item)
+        except NoHome as error:
+            warn_once(f"TILEKERN_CACHE_PATH: {error}; it is left out")
             continue
         # Those of os.path say no where those of Path raise: on a folder of a file system that has gone away.
         if os.path.isdir(path):

@@ -1,14 +1,18 @@
 """The wanted list: problems that were asked for at run time and were not in the cache, one file each.
 
 ``<item>.json`` is a problem, written once; its name is the digest of kernel, problem and target. ``<process>.misses``
-is how often one process ran the problems that it missed, written anew as they grow, by that process alone.
+is how often one process ran the problems that it missed, written anew as they grow, by that process alone. Those of
+processes that are over are summed up into one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import os
 import re
+import time
 from collections import Counter
 from collections.abc import Collection, Mapping
 from datetime import UTC, datetime
@@ -16,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tilekern.cache.errors import CacheError
-from tilekern.cache.files import read_whole, write_whole
+from tilekern.cache.files import TEMPORARY_SUFFIX, read_whole, write_whole
 from tilekern.cache.keys import LAYOUT, WANTED, Value, check_digest, check_name, problem_key
 from tilekern.cache.records import LARGEST_RECORD, parse_object
 
@@ -25,6 +29,10 @@ _MISSES = ".misses"
 # No process runs so often; a larger count is damage, and no number of a program's that reckons with it.
 _MOST_MISSES = 1 << 53
 _PROCESS = re.compile(r"[0-9a-f]{8,64}")
+# A process writes its counts every minute while they grow; one that has not for so long is taken to be over.
+_OVER_S = 86400.0
+# So many counts may stand before a process that comes new sums up the old ones.
+_MANY = 32
 
 
 def note_wanted(root: Path, kernel: str, problem: Mapping[str, Value], target: Mapping[str, Any], reason: str) -> bool:
@@ -100,13 +108,56 @@ def note_misses(root: Path, process: str, misses: Mapping[str, int]) -> bool:
     if not _PROCESS.fullmatch(process):
         raise CacheError(f"a process is named by 8 to 64 hexadecimal digits, got {process!r}")
     text = json.dumps({"schema": _SCHEMA, "misses": {check_digest("a problem", k): n for k, n in misses.items()}})
+    path = _folder(root) / f"{process}{_MISSES}"
     try:
         if not _folder(root).is_dir():
             return False
-        write_whole(_folder(root) / f"{process}{_MISSES}", text.encode())
+        is_new = not path.exists()
+        write_whole(path, text.encode())
     except OSError:
         return False
+    if is_new and len(_files(root, _MISSES)) > _MANY:
+        sum_up_misses(root)
     return True
+
+
+def sum_up_misses(root: Path) -> int:
+    """Put the counts of processes that are over into one file, those of the list's problems alone.
+
+    Counts that another version of tilekern wrote are left alone, and so is a folder that cannot be written.
+
+    Returns:
+        How many files became one.
+    """
+    oldest = time.time() - _OVER_S
+    sums: Counter[str] = Counter()
+    taken: dict[Path, Path] = {}
+    left = {path.stem for path in _files(root)}
+    for path in _files(root, _MISSES):
+        # Renamed first: of two processes that sum up at the same moment one has it.
+        mine = path.with_name(f".{os.urandom(12).hex()}{TEMPORARY_SUFFIX}")
+        with contextlib.suppress(OSError):
+            if path.stat().st_mtime < oldest:
+                path.rename(mine)
+                misses = _misses_of(mine)
+                if misses is None:
+                    mine.rename(path)
+                else:
+                    taken[mine] = path
+                    sums.update({name: n for name, n in misses.items() if name in left})
+    text = json.dumps({"schema": _SCHEMA, "misses": {name: min(n, _MOST_MISSES) for name, n in sums.items()}})
+    try:
+        if sums:
+            write_whole(_folder(root) / f"{os.urandom(8).hex()}{_MISSES}", text.encode())
+    except OSError:
+        for mine, path in taken.items():
+            with contextlib.suppress(OSError):
+                mine.rename(path)
+        return 0
+    for mine in taken:
+        with contextlib.suppress(OSError):
+            mine.unlink()
+    return len(taken)
 
 
 def read_misses(root: Path) -> dict[str, int]:

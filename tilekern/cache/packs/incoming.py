@@ -54,14 +54,38 @@ class Incoming:
         """Make all files that were added part of the cache.
 
         Raises:
-            OSError: the folder cannot be written. Where that is after the one rename, the files are whole and in the
-                cache's folder, and are moved to their places by the next process that can.
+            OSError: the folder cannot be written, or a folder in it is on another disk. Where that is after the one
+                rename, the files are whole and in the cache's folder, and are moved to their places by the next process
+                that can.
         """
-        for path in _files_of(self._growing):
+        # Where the disk has no room for a folder, or is another one, nothing has happened yet.
+        for folder in sorted({(self.root / path).parent for path in _files_of(self._growing)}):
             with contextlib.suppress(FileNotFoundError):
-                make_folder((self.root / path).parent)  # where the disk has no room for it, nothing has happened yet
+                make_folder(folder)
+                _require_movable(self._growing, folder)
         os.rename(self._growing, self._whole)
         _move(self._whole, self.root)
+
+
+def _require_movable(source: Path, folder: Path) -> None:
+    """Find out, by a file, whether files can be moved from one folder into another.
+
+    Links lead to other disks, and the same disk may be mounted in two places, between which nothing can be moved.
+
+    Raises:
+        OSError: they cannot.
+    """
+    probe = f".{os.urandom(12).hex()}{TEMPORARY_SUFFIX}"
+    os.close(os.open(source / probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+    try:
+        os.rename(source / probe, folder / probe)
+    except OSError as error:
+        os.unlink(source / probe)
+        if error.errno == errno.EXDEV:
+            what = f"{folder} is on another disk than the rest; put or link the whole cache there"
+            raise OSError(errno.EXDEV, what) from None
+        raise
+    os.unlink(folder / probe)
 
 
 def finish_incoming(root: Path) -> None:

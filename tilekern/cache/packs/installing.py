@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from datetime import datetime
 from pathlib import Path, PurePosixPath
 
@@ -14,13 +14,17 @@ from tilekern.cache.keys import Address, blob_path, signature_path
 from tilekern.cache.packs.incoming import Incoming, finish_incoming, remove_abandoned
 from tilekern.cache.packs.pack import Pack, checked_contents
 from tilekern.cache.records import LARGEST_RECORD, PROVENANCES, Record, decode_record
+from tilekern.cache.standing import FRESH, STALE, Source, standing
 from tilekern.cache.store import GRACE_S, Store
 from tilekern.cache.trust.policy import must_be_signed, own_seal, require_trusted
 
+Today = Callable[[Record], Source | None]
 _Signatures = Mapping[str, Mapping[str, bytes]]
 
 
-def install_pack(path: str | os.PathLike[str], store: Store, own: Collection[str] = ()) -> int:
+def install_pack(
+    path: str | os.PathLike[str], store: Store, own: Collection[str] = (), today: Today | None = None
+) -> int:
     """Put a pack's records, blobs and signatures into a store, after all of them have been checked: all or nothing.
 
     A record that is better in the store stays (:func:`has_better`). Where the policy is ``signed``, every record must
@@ -31,6 +35,7 @@ def install_pack(path: str | os.PathLike[str], store: Store, own: Collection[str
         store: the cache.
         own: the sha256 of the bytes of records that this very process made and put into the pack; under ``signed``
             they are sealed in place of signed.
+        today: gives the digests of a record's kernel by its source of today, by which :func:`has_better` judges.
 
     Returns:
         The number of records written.
@@ -48,7 +53,7 @@ def install_pack(path: str | os.PathLike[str], store: Store, own: Collection[str
         if must_be_signed() and pack.members[str(record.address.path)].sha256 not in own:
             _require_trusted(pack, record)
     finish_incoming(store.root)
-    chosen = [address for address in pack.records if not has_better(store, pack.read_record(address))]
+    chosen = [address for address in pack.records if not has_better(store, pack.read_record(address), today)]
     try:
         remove_abandoned(store.root, time.time() - GRACE_S)
         with Incoming(store.root) as incoming:
@@ -69,11 +74,18 @@ def _require_trusted(pack: Pack, record: Record) -> None:
         raise Untrusted(f"{pack.path}: {record.address.path}: {error}; nothing was unpacked") from None
 
 
-def has_better(store: Store, offered: Record) -> bool:
+def has_better(store: Store, offered: Record, today: Today | None = None) -> bool:
     """Whether a store's record of the same problem, target and toolkit is better than one that is offered.
 
-    Where both are of the same source of the kernel, measured beats predicted, and predicted beats default. Of two that
-    are equal in that, and were chosen from other search spaces, the newer is the better.
+    One that is valid beside today's source of the kernel is better than one that is not. Then measured beats predicted,
+    and predicted beats default. Of two that are equal in that, and were chosen from other search spaces, that of
+    today's is the better, and the newer one where neither is: dates are by the clocks of two machines.
+
+    Args:
+        store: the cache.
+        offered: the other record.
+        today: gives the digests of a record's kernel by its source of today, None where that is not installed here;
+            where it is not given, or gives None, a record of another source is no better.
 
     Raises:
         UnknownSchema: another version of tilekern wrote it; only that one may replace it.
@@ -86,11 +98,17 @@ def has_better(store: Store, offered: Record) -> bool:
         raise UnknownSchema(f"{path} is left alone: {error}") from None
     except CacheError:
         return False
+    source = today(offered) if today else None
+    worth = [standing(record, source) if source else None for record in (present, offered)]
+    if (worth[0] == STALE) != (worth[1] == STALE):
+        return worth[1] == STALE
     if present.source_digest != offered.source_digest:
         return False
     ranks = [PROVENANCES.index(record.provenance) for record in (present, offered)]
     if ranks[0] != ranks[1] or present.space_digest == offered.space_digest:
         return ranks[0] < ranks[1]
+    if FRESH in worth:
+        return worth[0] == FRESH
     return datetime.fromisoformat(present.created) > datetime.fromisoformat(offered.created)
 
 

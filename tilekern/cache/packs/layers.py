@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
@@ -33,7 +32,6 @@ class PackLayer:
         self.path = Path(path)
         self.origin = origin
         self.name = name or self.path.name
-        self._lock = threading.Lock()
         self._opened: tuple[int, Pack | None] | None = None
 
     def __repr__(self) -> str:
@@ -96,14 +94,17 @@ class PackLayer:
 
     def _pack(self) -> Pack | None:
         """The open pack; each process opens its own, since a forked child shares its parent's place in the file."""
-        with self._lock:
-            if self._opened is None or self._opened[0] != os.getpid():
-                try:
-                    self._opened = (os.getpid(), self._open())
-                except CacheError as error:
-                    self._opened = (os.getpid(), None)
-                    warn_once(f"{error}; it is left out", about=self.path)
-            return self._opened[1]
+        # No lock: a child that is forked while another thread holds it would wait for ever, and two threads that open
+        # the pack at once lose a millisecond.
+        opened = self._opened
+        if opened is None or opened[0] != os.getpid():
+            try:
+                opened = (os.getpid(), self._open())
+            except CacheError as error:
+                opened = (os.getpid(), None)
+                warn_once(f"{error}; it is left out", about=self.path)
+            self._opened = opened
+        return opened[1]
 
     def _open(self) -> Pack:
         pack = Pack(self.path)

@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 from tilekern.cache.errors import CacheError, Missing, NoSecret, Untrusted
 from tilekern.cache.files import read_whole
+from tilekern.cache.folders import absolute
 from tilekern.cache.keys import LAYOUT, SIGNATURE_SUFFIX, SIGNATURES, parse_signature_path, signature_path
 from tilekern.cache.trust.exposure import require_unshared_up
 from tilekern.cache.trust.seals import keyed, secret, settings_folder
@@ -117,7 +118,7 @@ def trust_roots() -> tuple[TrustRoot, ...]:
     Raises:
         CacheError: a file cannot be read, others can change it, or a line of it is not a key.
     """
-    listed = [Path(item).expanduser() for item in os.environ.get(ROOTS, "").split(os.pathsep) if item]
+    listed = [absolute(item) for item in os.environ.get(ROOTS, "").split(os.pathsep) if item]
     if listed:
         return tuple(root for path in listed for root in read_trust_roots(path))
     with contextlib.suppress(Missing):

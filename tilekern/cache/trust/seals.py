@@ -12,8 +12,9 @@ import os
 import re
 from pathlib import Path
 
-from tilekern.cache.errors import CacheError, Missing, NoSecret
+from tilekern.cache.errors import CacheError, Missing, NoHome, NoSecret
 from tilekern.cache.files import make_folder, read_whole, write_whole
+from tilekern.cache.folders import platform_folder
 from tilekern.cache.trust.exposure import require_unshared_up
 from tilekern.warning import warn_once
 
@@ -82,9 +83,13 @@ def secret(make: bool = False) -> bytes:
         CacheError: it is damaged, or others can read or replace it.
         NoSecret: it is missing and cannot be written.
     """
-    path = settings_folder() / "seal.key"
     try:
+        path = settings_folder() / "seal.key"
         data, status = read_whole(path, 2**10)
+    except NoHome as error:
+        if make:
+            raise NoSecret(str(error)) from None
+        return b""
     except Missing:
         if not make:
             return b""
@@ -114,7 +119,11 @@ def _make_secret(path: Path) -> None:
 
 
 def settings_folder() -> Path:
-    """The platform's folder for this user's settings of tilekern."""
+    """The platform's folder for this user's settings of tilekern.
+
+    Raises:
+        NoHome: it would lie in the user's home, and the user has none.
+    """
     import platformdirs  # slow to import, and seldom needed
 
-    return platformdirs.user_config_path("tilekern")
+    return platform_folder(platformdirs.user_config_path, "settings; set XDG_CONFIG_HOME to a folder")
