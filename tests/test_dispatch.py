@@ -4,12 +4,11 @@ import dataclasses
 import json
 import shutil
 import warnings
-from pathlib import Path
 
 import msgspec
 import pytest
 import torch
-from one_record import GPU, H200, PROBLEM, SIZES, SPEC
+from one_record import GPU, H200, PROBLEM, SIZES, SPEC, asked_for_nothing, numbers, record_of
 
 from tilekern import cache, toolchain
 from tilekern.errors import CacheMiss, InputError
@@ -31,18 +30,8 @@ pytestmark = pytest.mark.skipif(toolchain.toolkit() is None, reason="no tile com
 @pytest.fixture(autouse=True)
 def root(tmp_path, monkeypatch):
     """An empty cache of the user, an H200 that is not there, and a process that has asked for nothing yet."""
-    for name in ("TILEKERN_CACHE_PATH", "TILEKERN_ON_MISS", "TILEKERN_INTERPRET"):
-        monkeypatch.delenv(name, raising=False)
-    root = tmp_path / "cache"
-    monkeypatch.setenv("TILEKERN_CACHE_DIR", str(root))
-    monkeypatch.setattr(dispatch, "here", lambda _device=None: H200)
-    monkeypatch.setattr(dispatch._state, "counters", {})
-    monkeypatch.setattr("tilekern.warning._said", set())
-    dispatch.set_miss_policy(None)
-    dispatch.forget()
-    yield root
-    dispatch.set_miss_policy(None)
-    dispatch.forget()
+    with asked_for_nothing(tmp_path / "cache", monkeypatch) as root:
+        yield root
 
 
 @pytest.fixture
@@ -59,15 +48,6 @@ def no_compiler(monkeypatch):
     monkeypatch.setattr(toolchain, "_tileiras", lambda: None)
     yield
     toolchain.toolkit.cache_clear()
-
-
-def numbers(**expected):
-    return dict.fromkeys(("hits", "nearest", "misses", "fallbacks", "compiled", "launches"), 0) | expected
-
-
-def record_of(root):
-    (path,) = [path for path in Path(root).rglob("*.json") if SPEC.name in path.parts]
-    return path
 
 
 @pytest.fixture
@@ -288,13 +268,6 @@ def test_a_folder_that_cannot_be_written_is_no_error(root, no_compiler):
     root.write_text("a file where the cache's folder should be")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        assert dispatch.plan_for(SPEC, GPU, *SIZES) is None
-
-
-def test_a_compiled_default_that_cannot_be_kept_falls_back(root):
-    root.parent.mkdir(exist_ok=True)
-    root.write_text("a file where the cache's folder should be")
-    with pytest.warns(UserWarning, match="the model's own op runs"):
         assert dispatch.plan_for(SPEC, GPU, *SIZES) is None
 
 

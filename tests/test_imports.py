@@ -24,6 +24,7 @@ MAY_IMPORT = {
     "tilekern": {"tilekern"},
     "tilekern.errors": set(),
     "tilekern.warning": {"tilekern.errors"},
+    "tilekern.locks": set(),
     "tilekern.points": set(),
     "tilekern.space": {"tilekern.points", "tilekern.targets"},
     "tilekern.spec": {"tilekern.points", "tilekern.space", "tilekern.targets"},
@@ -50,13 +51,14 @@ MAY_IMPORT = {
     "tilekern.driver": LEAVES | {"tilekern.launcher"},
     f"{RUNTIME}.plans": LEAVES | {"tilekern.driver", "tilekern.interpreter", "tilekern.launcher"},
     f"{RUNTIME}.records": LEAVES | {"tilekern.cache", "tilekern.toolchain", DIGESTS},
-    f"{RUNTIME}.provisional": LEAVES | {"tilekern.cache", f"{RUNTIME}.plans"},
+    f"{RUNTIME}.provisional": LEAVES | {"tilekern.cache", "tilekern.locks", f"{RUNTIME}.plans"},
     f"{RANKS}.held": {"tilekern.cache"},
     f"{RANKS}.snapshot": LEAVES | {"tilekern.cache", "tilekern.kernels", f"{RANKS}.held", DIGESTS},
-    f"{RANKS}.agreement": LEAVES | {"tilekern.cache", f"{RUNTIME}.records", f"{RANKS}.snapshot"},
+    f"{RUNTIME}.defaults": LEAVES | {"tilekern.cache", f"{RUNTIME}.records", DIGESTS},
+    f"{RANKS}.agreement": LEAVES | {"tilekern.cache", "tilekern.toolchain", f"{RUNTIME}.defaults", f"{RANKS}.snapshot"},
     f"{RUNTIME}.dispatch": LEAVES
-    | {"tilekern.cache", "tilekern.interpreter", "tilekern.launcher", "tilekern.toolchain", DIGESTS}
-    | {f"{RUNTIME}.{name}" for name in ("libraries", "plans", "provisional", "ranks.agreement", "records")},
+    | {"tilekern.cache", "tilekern.interpreter", "tilekern.launcher", "tilekern.locks", "tilekern.toolchain", DIGESTS}
+    | {f"{RUNTIME}.{name}" for name in ("defaults", "libraries", "plans", "provisional", "ranks.agreement", "records")},
     f"{RUNTIME}.counting": {"tilekern.kernels", f"{RUNTIME}.dispatch"},
     f"{RANKS}.peers": LEAVES,
     f"{RANKS}.verdict": LEAVES | {"tilekern.cache"},

@@ -15,6 +15,7 @@ import torch
 from environments import environment
 from msgspec.structs import replace
 from one_record import GPU, H200, PROBLEM, SIZES, SPEC
+from torch.utils.checkpoint import checkpoint
 
 from tilekern import cache, toolchain
 from tilekern.errors import InputError
@@ -104,6 +105,44 @@ def test_training_takes_it_when_an_optimizer_has_made_its_step(root, compiled):
     assert plan() is None, "in the middle of a step"
     weight.sum().backward()
     optimizer.step()
+    assert plan() is not None
+
+
+@pytest.mark.parametrize("reentrant", [None, True, False])
+def test_an_optimizer_that_steps_in_the_backward_changes_plans_at_its_end(root, compiled, reentrant):
+    """A forward that a checkpoint runs again, and a backward that looks plans up, see what the first forward saw."""
+    weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+    optimizers = {weight: torch.optim.SGD([weight], lr=0.1) for weight in weights}
+    for weight in weights:
+        weight.register_post_accumulate_grad_hook(lambda weight: optimizers[weight].step())
+    seen = []
+
+    class Looks(torch.autograd.Function):
+        @staticmethod
+        def forward(_, x):
+            seen.append(plan())
+            return x * 1.0
+
+        @staticmethod
+        def backward(_, gradient):
+            seen.append(plan())
+            return gradient
+
+    def part(x, weight):
+        return Looks.apply(x * weight)
+
+    def loss():
+        x = torch.ones(2, requires_grad=True)
+        for weight in weights:
+            x = part(x, weight) if reentrant is None else checkpoint(part, x, weight, use_reentrant=reentrant)
+        return x.sum()
+
+    found = loss()
+    publish(compiled, root)
+    until(lambda: watched()[0].better)
+    found.backward()
+    assert set(seen) == {None}, "all of the step"
+    assert len(seen) == (6 if reentrant else 4), "the other kind of checkpoint runs again what it needs alone"
     assert plan() is not None
 
 
@@ -225,6 +264,28 @@ def test_a_bad_interval_is_named(monkeypatch, value):
 def test_the_interval_is_a_minute_unless_it_is_set(monkeypatch):
     monkeypatch.delenv("TILEKERN_LOOKUP_AGAIN_S")
     assert provisional.interval_s() == 60
+
+
+def test_a_process_that_may_have_no_more_threads_goes_on(root, monkeypatch):
+    def refuse(_):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("tilekern.warning._said", set())
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.warns(UserWarning, match="can't start new thread; what is published from now on is not taken"):
+        assert plan() is None
+    assert plan(51, *SIZES[1:]) is None
+
+
+def test_ever_new_sizes_leave_no_plans_behind_and_lose_no_miss(root, compiled, monkeypatch):
+    monkeypatch.setattr(dispatch, "MOST_PLANS", 4)
+    publish(compiled, root)
+    for rows in range(33, 60):
+        plan(rows, *SIZES[1:]).launches += 1
+    (problem,) = watched()
+    assert len(problem.plans) <= 5
+    assert len(problem.takers) <= 5
+    assert problem.launches == 27
 
 
 def test_zero_starts_no_thread(root, monkeypatch):

@@ -23,6 +23,13 @@ from cuda.tile._cext import TileDispatcher
 from tilekern.errors import TilekernError
 from tilekern.spec import ALIGNED, GENERIC, name_of
 
+# By the kind of an argument, the counts that are assumed of it.
+_COUNTS: Mapping[str, tuple[str, ...]] = {
+    "constant": (),
+    "scalar": (),
+    "array": ("ndim", "base_bytes", "stride_elements", "extent_elements"),
+}
+
 
 class NoVariant(TilekernError):  # noqa: N818 (the name says the state)
     """No stored variant of a kernel allows the arguments that it was launched with."""
@@ -106,8 +113,24 @@ def prebuilt(function: Any, artifacts: Mapping[str, Any], load: Callable[[str], 
 
 
 def without_constants(assumptions: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """What a variant assumes of the arrays and scalars that it is launched with."""
+    """What a variant assumes of the arrays and scalars that it is launched with.
+
+    Raises:
+        TilekernError: an assumption is not of a form that :func:`implies` can read.
+    """
+    for assumed in assumptions:
+        if not _has_form(assumed):
+            raise TilekernError(f"an artifact's assumption {assumed!r:.120} does not have the fields of one")
     return [assumed for assumed in assumptions if assumed["kind"] != "constant"]
+
+
+def _has_form(assumed: Any) -> bool:
+    if not isinstance(assumed, Mapping) or assumed.get("kind") not in _COUNTS:
+        return False
+    if assumed["kind"] == "array" and type(assumed.get("last_stride_one")) is not bool:
+        return False
+    is_typed = assumed["kind"] == "constant" or isinstance(assumed.get("dtype"), str)
+    return is_typed and all(type(n) is int and n > 0 for n in map(assumed.get, _COUNTS[assumed["kind"]]))
 
 
 def implies(parameters: Sequence[Any], assumptions: Sequence[Mapping[str, Any]]) -> bool:

@@ -6,7 +6,6 @@ import contextlib
 import importlib
 import inspect
 import sys
-import threading
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 from dataclasses import replace
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tilekern.awaiting import Arrivals
 from tilekern.errors import InputError
+from tilekern.locks import ForkLock
 from tilekern.patch import attention
 from tilekern.patch import experts as experts_door
 from tilekern.patch.families import FAMILIES, Family, imported, is_of_transformers
@@ -39,7 +39,7 @@ from tilekern.warning import warn
 if TYPE_CHECKING:
     import torch
 
-_lock = threading.RLock()
+_lock = ForkLock()
 _ledger = Ledger()
 
 

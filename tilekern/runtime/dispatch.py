@@ -7,24 +7,23 @@ The plan of a miss is looked up again now and then, off the calls' path (:mod:`t
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
-import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from tilekern.errors import CacheMiss, CannotRun, InputError, RanksDiffer, TilekernError
+from tilekern.locks import ForkLock
 from tilekern.runtime.libraries import libraries_here, library_of, runnable
 from tilekern.runtime.plans import Counters, InterpretedPlan, LibraryPlan, Plan, plan_of
 from tilekern.runtime.provisional import Watch, is_settled, of_several_ranks
 from tilekern.spec import ALIGNED, GENERIC, Config, Implementation, KernelSpec, LibraryCall, Problem
-from tilekern.targets import INTERPRETED, Target, here
+from tilekern.targets import INTERPRETED, Target, driver_version, here
 from tilekern.warning import warn_once
 
 if TYPE_CHECKING:
-    from tilekern.cache import Hit, Layer, Record, Step
+    from tilekern.cache import Address, Hit, Layer, Record, Step
     from tilekern.runtime.ranks.agreement import Agreement
     from tilekern.tracing.recorder import Trace
 
@@ -32,6 +31,8 @@ MissPolicy = Literal["compile", "fallback", "error"]
 COUNTED = ("hits", "nearest", "misses", "fallbacks", "compiled", "launches")
 # Real sizes that are remembered; a job with more distinct ones looks up again, at some tens of microseconds each.
 MOST_PLANS = 65536
+# A kernel, a problem at its buckets, and the key of a target.
+_Asked = tuple[str, Problem, str]
 
 
 @dataclass
@@ -40,16 +41,21 @@ class State:
 
     ``plans`` are by real sizes, ``memos`` what ops keep beside them; ``resolved`` is what the problems that were asked
     for run by, at their buckets, where None is the model's own op, or a library's default that no record could be kept
-    of. ``layers`` are those of this process once they were looked up; ``policy`` is None where the environment says it.
+    of. ``unkept`` are defaults that were compiled here and that no cache keeps, ``failed`` says why others could not be
+    made, so that each is tried once. ``misfits`` are records that are whole and fit nothing, by their addresses.
+    ``layers`` are those of this process once they were looked up; ``policy`` is None where the environment says it.
     Where ranks agreed, ``agreement`` stands for the caches; a ``trace`` answers for meta tensors.
     """
 
-    lock: threading.RLock = field(default_factory=threading.RLock)
+    lock: ForkLock = field(default_factory=ForkLock)
     counters: dict[str, Counters] = field(default_factory=dict)
     plans: dict[tuple[Any, ...], Plan | None] = field(default_factory=dict)
     memos: list[dict[Any, Any]] = field(default_factory=list)
     kernels: dict[tuple[Any, ...], Any] = field(default_factory=dict)
     resolved: dict[tuple[str, Problem], Record | None] = field(default_factory=dict)
+    unkept: dict[_Asked, Hit] = field(default_factory=dict)
+    failed: dict[_Asked, str] = field(default_factory=dict)
+    misfits: set[Address] = field(default_factory=set)
     layers: list[Layer] | None = None
     policy: MissPolicy | None = None
     agreement: Agreement | None = None
@@ -119,12 +125,8 @@ def forget() -> None:
     The agreement of ranks stays in force.
     """
     with _state.lock:
-        for found in _state.counters.values():
-            found.forgotten_launches = found.launches
-            found.plans.clear()
-        _state.plans.clear()
-        _state.kernels.clear()
-        _state.resolved.clear()
+        for kept in (_state.plans, _state.kernels, _state.resolved, _state.unkept, _state.failed, _state.misfits):
+            kept.clear()
         _watch.forget()
         _empty_memos()
         _state.layers = None
@@ -186,10 +188,13 @@ def plan_for(spec: KernelSpec, device: Any, *sizes: Any) -> Plan | None:
         return _state.plans[key]
     except KeyError:
         with _state.lock:
-            plan = _resolve(spec, device, sizes, key)
+            if key in _state.plans:  # another thread has looked it up meanwhile
+                return _state.plans[key]
             if len(_state.plans) >= MOST_PLANS:
                 _state.plans.clear()
-            _state.plans[key] = plan
+                _empty_memos()
+                _watch.let_go()
+            _state.plans[key] = plan = _resolve(spec, device, sizes, key)
             return plan
 
 
@@ -227,12 +232,20 @@ def _resolve(spec: KernelSpec, device: Any, sizes: Sequence[Any], key: tuple[Any
         return None
     target = here(device.index)
     assert target is not None
-    return _keep(spec, _cached(spec, problem, target, key), problem)
+    try:
+        plan = _cached(spec, problem, target, key)
+    except OSError as error:
+        reason = f"{spec.name} cannot be looked up on {target.name} ({error})"
+        if _state.agreement is not None:
+            raise RanksDiffer(f"{reason}, which other ranks may not have met") from None
+        _say_own_op(spec, reason)
+        return None
+    return _keep(spec, plan, problem)
 
 
 def _keep(spec: KernelSpec, plan: Plan | None, problem: Problem) -> Plan | None:
     if plan is not None:
-        counters(spec.name).plans.append(plan)
+        counters(spec.name).add(plan)
     if _state.trace is not None and _state.trace.real:
         _state.trace.see(spec, problem, plan)
     return plan
@@ -255,24 +268,52 @@ def _cached(spec: KernelSpec, problem: Problem, target: Target, key: tuple[Any, 
             "tilekern.agree() on every rank when torch.distributed is up, before the first step"
         )
     wanted = spec.bucketed(problem)
-    found = find(spec, wanted, target)
     count = counters(spec.name)
+    found, plan = _served(spec, problem, wanted, target, key[1])
     if found is None:
         count.misses += 1
         found = _on_miss(spec, wanted, target)
+        plan = (
+            _by_library(spec, problem, wanted, target)
+            if found is None
+            else _plan_or_own(spec, problem, target, key[1], found)
+        )
     else:
         count.hits += 1
-        found = _own_default(spec, wanted, target, found)
         count.nearest += not found.exact_bucket
-    if found is None:
-        plan = _by_library(spec, problem, wanted, target)
-    else:
-        plan = _made_or_own(spec, problem, target, key[1], found)
     _state.resolved[spec.name, wanted] = None if found is None or plan is None else found.record
     if not is_settled(found):
         look, take = functools.partial(find, spec, wanted, target), functools.partial(_take, spec, problem, target, key)
         _watch.add(spec.name, wanted, target, look, found, plan, key, take)
     return plan
+
+
+def _served(
+    spec: KernelSpec, problem: Problem, wanted: Problem, target: Target, device: int
+) -> tuple[Hit | None, Plan | None]:
+    """The best record that this machine can run, with its plan; where it can run none of them, the best without one."""
+    refused: tuple[Hit, CannotRun] | None = None
+    for found in _hits(spec, wanted, target):
+        hit = _own_default(spec, wanted, target, found)
+        try:
+            return hit, _made(spec, problem, target, device, hit)
+        except CannotRun as error:
+            refused = refused or (hit, error)
+        except OSError:
+            raise
+        except Exception as error:  # noqa: BLE001 (whatever a record holds, the next one may do)
+            _pass_over(hit, error)
+    if refused is None:
+        return None, None
+    _say_own_op(spec, str(refused[1]))
+    return refused[0], None
+
+
+def _say_own_op(spec: KernelSpec, reason: str) -> None:
+    """Say once that the model's own op runs, and why; raises CacheMiss where the miss policy is ``error``."""
+    if miss_policy() == "error":
+        raise CacheMiss(f"{reason} ({_compiler_and_driver()})") from None
+    warn_once(f"{reason}; the model's own op runs", about=f"{spec.name} {reason}")
 
 
 def _by_library(spec: KernelSpec, problem: Problem, wanted: Problem, target: Target) -> Plan | None:
@@ -297,14 +338,12 @@ def _library_default(spec: KernelSpec, wanted: Problem, target: Target) -> Confi
     return config if library_of(config) in libraries_here() else None
 
 
-def _made_or_own(spec: KernelSpec, problem: Problem, target: Target, device: int, found: Hit) -> Plan | None:
-    """The plan of a record, or None for the model's own op where this machine cannot run it."""
+def _plan_or_own(spec: KernelSpec, problem: Problem, target: Target, device: int, found: Hit) -> Plan | None:
+    """The plan of a record that was just made, or None for the model's own op where this machine cannot run it."""
     try:
         return _made(spec, problem, target, device, found)
     except CannotRun as error:
-        if miss_policy() == "error":
-            raise CacheMiss(str(error)) from None
-        warn_once(f"{error}; the model's own op runs")
+        _say_own_op(spec, str(error))
         return None
 
 
@@ -355,19 +394,34 @@ def find(
         layers: where to look, in place of what ranks agreed on and of the layers that this process keeps.
         trace: where given, takes the lookup's steps.
     """
+    return next(_hits(spec, bucketed, target, layers=layers, trace=trace), None)
+
+
+def _hits(
+    spec: KernelSpec,
+    bucketed: Problem,
+    target: Target,
+    *,
+    layers: Sequence[Layer] | None = None,
+    trace: list[Step] | None = None,
+) -> Iterator[Hit]:
+    """What :func:`find` looks for, the best first; records of which no launch can be made are passed over."""
     from tilekern import cache
     from tilekern.source.digests import digests_of
     from tilekern.toolchain import toolkit
 
+    asked = (spec.name, bucketed, target.key)
     agreed = _state.agreement if layers is None else None
+    kept = _state.unkept.get(asked) if layers is None else None
     if agreed is not None:
+        kept = None
         if (spec.name, bucketed) in agreed.compiled:
-            return agreed.compiled[spec.name, bucketed]
+            yield agreed.compiled[spec.name, bucketed]
         target, layers = agreed.target, [agreed.snapshot]
     elif layers is None:
         layers = _state.layers = cache.default_layers() if _state.layers is None else _state.layers
     tools = toolkit()
-    return cache.lookup(
+    found = cache.hits(
         spec.name,
         dict(bucketed),
         bucketed=[d.name for d in spec.dimensions if d.kind == "bucketed"],
@@ -378,6 +432,37 @@ def find(
         layers=layers,
         trace=trace,
     )
+    for hit in found:
+        reason = _misfit(spec, bucketed, target, hit.record)
+        if reason is None:
+            yield hit
+            continue
+        _pass_over(hit, reason)
+        if trace is not None:
+            trace[-1] = trace[-1]._replace(outcome="bad", detail=reason)
+    if kept is not None:
+        yield kept
+
+
+def _misfit(spec: KernelSpec, problem: Problem, target: Target, record: Record) -> str | None:
+    """Why no launch of a kernel can be made of a record, which is whole; None where one can."""
+    try:
+        for config in (record.config, *([record.best_kernel.config] if record.best_kernel else [])):
+            implementation = spec.implement(problem, Config(config))
+            if not isinstance(implementation, LibraryCall):
+                implementation.grid(problem, target.sm_count)
+                if missing := {ALIGNED, GENERIC} - record.artifacts.keys():
+                    return f"it has no {' and no '.join(sorted(missing))} artifact"
+    except Exception as error:  # noqa: BLE001 (a config of other fields may raise anything)
+        return f"its config does not fit the kernel, {type(error).__name__}: {error}"
+    return None
+
+
+def _pass_over(hit: Hit, reason: object) -> None:
+    """Note that nothing can be made of a record, and say so once."""
+    _state.misfits.add(hit.record.address)
+    where = f"{hit.layer.name}: {hit.record.address.path}"
+    warn_once(f"{where} is passed over: {reason}; tune it again", about=f"misfit {where}")
 
 
 def _own_default(spec: KernelSpec, wanted: Problem, target: Target, found: Hit) -> Hit:
@@ -393,58 +478,80 @@ def _own_default(spec: KernelSpec, wanted: Problem, target: Target, found: Hit) 
         return found
     if not spec.is_library(wanted, spec.default(wanted, target)):
         return found
-    with contextlib.suppress(TilekernError, cache.CacheError):
+    try:
         compile_default(spec, wanted, target)
         return find(spec, wanted, target) or found
-    return found
+    except (TilekernError, cache.CacheError, OSError):
+        return found
 
 
 def _on_miss(spec: KernelSpec, wanted: Problem, target: Target) -> Hit | None:
     from tilekern import cache
 
     policy = miss_policy()
-    cache.note_wanted(
-        cache.user_root(), spec.name, dict(wanted), target.describe(), f"not in any cache; policy {policy}"
-    )
+    if root := cache.user_root_if_any():
+        cache.note_wanted(root, spec.name, dict(wanted), target.describe(), f"not in any cache; policy {policy}")
     tune = f"tune it with: python -m tilekern.tune MODEL --gpu {target.name}"
     if policy == "error":
-        raise CacheMiss(f"no cache holds {spec.name} for {wanted.key} on {target.name}; {tune}")
+        missing = f"no cache holds {spec.name} for {wanted.key} on {target.name}"
+        raise CacheMiss(f"{missing}; {tune} ({_compiler_and_driver()})")
     why = ""
     if policy == "compile":
-        try:
-            if _state.agreement is None:
-                compile_default(spec, wanted, target)
-            else:
-                _state.agreement.compile(spec, wanted)
-            counters(spec.name).compiled += 1
-            return find(spec, wanted, target)
-        except RanksDiffer:
-            raise
-        except (TilekernError, cache.CacheError) as error:
-            why = f" and its default config could not be compiled and kept ({error})"
-            if config := _library_default(spec, wanted, target):
-                library = library_of(config)
-                warn_once(
-                    f"no cache holds {spec.name} on {target.name}; its default, a call of {library}, runs; {tune}"
-                )
-                return None
+        asked = (spec.name, wanted, target.key)
+        if asked not in _state.failed:
+            try:
+                return _compiled(spec, wanted, target)
+            except RanksDiffer:
+                raise
+            except (TilekernError, cache.CacheError, OSError, MemoryError) as error:
+                _state.failed[asked] = str(error) or type(error).__name__
+        why = f" and its default config could not be compiled ({_state.failed[asked]})"
+        if config := _library_default(spec, wanted, target):
+            library = library_of(config)
+            warn_once(f"no cache holds {spec.name} on {target.name}; its default, a call of {library}, runs; {tune}")
+            return None
     warn_once(f"no cache holds {spec.name} for this model on {target.name}{why}; the model's own op runs; {tune}")
     return None
 
 
-def compile_default(spec: KernelSpec, problem: Problem, target: Target) -> None:
+def _compiled(spec: KernelSpec, wanted: Problem, target: Target) -> Hit | None:
+    """The default of a problem, compiled by this process or by another one meanwhile."""
+    if _state.agreement is None:
+        is_ours = compile_default(spec, wanted, target)
+    else:
+        is_ours = _state.agreement.compile(spec, wanted)
+    counters(spec.name).compiled += is_ours
+    return find(spec, wanted, target)
+
+
+def _compiler_and_driver() -> str:
+    """The toolkit and the driver here, for an error."""
+    from tilekern.toolchain import toolkit
+
+    tools = toolkit()
+    return f"compiler here: {tools.key if tools else 'none'}; driver: {driver_version() or 'none'}"
+
+
+def compile_default(spec: KernelSpec, problem: Problem, target: Target) -> bool:
     """Compile the default config of a problem, both variants, and keep it in the user's cache, unless better is there.
+
+    Where that cannot be written, this process keeps it. Processes that want the same at the same time leave it to one.
+
+    Returns:
+        Whether it was compiled here, and not by another process meanwhile.
 
     Raises:
         ToolchainMissing: no compiler is installed.
-        CompileFailed: the compiler rejected it.
-        tilekern.cache.CacheError: the user's cache cannot be written.
+        CompileFailed: the compiler rejected it, or could not work.
+        OSError: the compiler could not be run.
     """
-    from tilekern import cache
-    from tilekern.runtime.records import compiled_default
+    from tilekern.runtime.defaults import made_default
 
-    record, blobs = compiled_default(spec, problem, target)
-    store = cache.Store(cache.user_root())
-    # The tuner may have published a winner while the compiler ran.
-    if not cache.has_better(store, record):
-        store.write(record, blobs)
+    def by_another() -> Hit | None:
+        found = find(spec, problem, target)
+        return found if found is not None and found.exact_target and found.exact_bucket else None
+
+    made, is_ours = made_default(spec, problem, target, by_another, misfits=_state.misfits)
+    if by_another() is None:
+        _state.unkept[spec.name, problem, target.key] = made
+    return is_ours

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import ref
 
 from tilekern.spec import Config, CuteKernel, Implementation, Problem
 from tilekern.targets import Target
@@ -16,13 +17,21 @@ _DEPENDENT_LAUNCH = 90
 class Plan:
     """How one problem runs: the kernel object, which has its constants, and the grid of ``blocks`` blocks."""
 
-    __slots__ = ("_forward_ad", "_kernel", "blocks", "config", "grid", "launches")
+    __slots__ = ("__weakref__", "_forward_ad", "_kernel", "blocks", "config", "counters", "grid", "launches")
+
+    # Where its launches are counted, once it is (:meth:`Counters.add`).
+    counters: Counters
 
     def __init__(self, kernel: Any, config: Config, blocks: int) -> None:
         self._kernel = kernel
         self.config, self.blocks, self.grid = config, blocks, (blocks,)
         self.launches = 0
         self._forward_ad = _forward_ad()
+
+    def __del__(self) -> None:
+        # Whoever let go of it last, be that a memo, an op or an autograd graph, its launches go on counting.
+        if counters := getattr(self, "counters", None):
+            counters.end(self)
 
     def launch(self, device: int, *arguments: Any) -> None:
         """Queue the kernel on the current stream of CUDA device number ``device``.
@@ -189,13 +198,26 @@ class Counters:
     misses: int = 0
     fallbacks: int = 0
     compiled: int = 0
-    plans: list[Plan] = field(default_factory=list, repr=False)
-    forgotten_launches: int = 0
+    past_launches: int = 0
+    # By their ids, those that live.
+    _plans: dict[int, ref[Plan]] = field(default_factory=dict, repr=False)
+
+    def add(self, plan: Plan) -> None:
+        """Count the launches of a plan, those of its past too; a copy of it counts nowhere."""
+        plan.counters = self
+        number = id(plan)
+        self._plans[number] = ref(plan, lambda _: self._plans.pop(number, None))
+
+    def end(self, plan: Plan) -> None:
+        """Keep the number of launches of a plan whose life ends."""
+        if id(plan) in self._plans:
+            self.past_launches += plan.launches
 
     @property
     def launches(self) -> int:
         """Launches of the kernel so far."""
-        return self.forgotten_launches + sum(plan.launches for plan in self.plans)
+        living = (found() for found in list(self._plans.values()))
+        return self.past_launches + sum(plan.launches for plan in living if plan is not None)
 
 
 def _forward_ad() -> Any:

@@ -6,13 +6,13 @@ thread looks these up again every ``TILEKERN_LOOKUP_AGAIN_S`` seconds (60; 0: ne
 was published since it started, and no call pays for it: what calls read are the same dictionaries as ever.
 
 A plan is replaced between two steps, never inside one. Where gradients are in play that is when an optimizer of torch
-has made its step: in the middle of one, activation checkpointing runs a forward for the second time and holds it
-against the first, and a backward that looks its own plans up must see what its forward saw. Without gradients nothing
-outlives a call, and the thread replaces the plan itself, once it has made sure that no tensor waits for a backward (a
-job may evaluate first, and train then; inside of a compiled graph gradients look switched off). Ranks of one job would
-not find a record at the same moment, so a job of several ranks looks nothing up again unless the variable is set; and
-ranks that agreed on their kernels (:mod:`tilekern.runtime.ranks.comparing`) find nothing new even then, until they
-agree again.
+has made its step; of one that steps inside of the backward, at the end of that backward. In the middle of a step,
+activation checkpointing runs a forward for the second time and holds it against the first, and a backward that looks
+its own plans up must see what its forward saw. Without gradients nothing outlives a call, and the thread replaces the
+plan itself, once it has made sure that no tensor waits for a backward (a job may evaluate first, and train then; inside
+of a compiled graph gradients look switched off). Ranks of one job would not find a record at the same moment, so a job
+of several ranks looks nothing up again unless the variable is set; and ranks that agreed on their kernels
+(:mod:`tilekern.runtime.ranks.comparing`) find nothing new even then, until they agree again.
 
 The same thread writes down, at most every minute, how often the problems that no cache held were run.
 """
@@ -33,10 +33,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from tilekern.errors import InputError, TilekernError
+from tilekern.locks import ForkLock
 from tilekern.runtime.plans import Plan
 from tilekern.spec import Problem
 from tilekern.targets import Target
-from tilekern.warning import warn
+from tilekern.warning import warn, warn_once
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -47,6 +48,8 @@ INTERVAL_S = 60.0
 # How often a process writes down its misses at most.
 NOTE_EVERY_S = 60.0
 _VARIABLE = "TILEKERN_LOOKUP_AGAIN_S"
+# The number of the backward that a thread is in, where it is in none.
+_NO_BACKWARD = -1
 
 
 def interval_s() -> float:
@@ -74,17 +77,24 @@ class _Problem:
     """A problem that is provisional.
 
     ``found`` is what it runs by, None for the model's own op; ``takers`` put a record's plan in place, by the plan's
-    key; ``plans`` are those that run by ``found``; ``better`` was found later and is not taken yet.
+    key; ``plans`` are those that run by ``found``, and ``past_launches`` those of plans that were let go of; ``better``
+    was found later and is not taken yet.
     """
 
     kernel: str
     item: str
-    root: Path
+    root: Path | None
     look: Callable[[], Hit | None]
     found: Hit | None
     plans: list[Plan] = field(default_factory=list)
     takers: dict[Hashable, Callable[[Hit], Plan | None]] = field(default_factory=dict)
+    past_launches: int = 0
     better: Hit | None = None
+
+    @property
+    def launches(self) -> int:
+        """Launches of what it runs by."""
+        return self.past_launches + sum(plan.launches for plan in self.plans)
 
     @property
     def is_missed(self) -> bool:
@@ -103,11 +113,12 @@ class Watch:
     def __init__(self, fallbacks: Callable[[str], int], renewed: Callable[[], None]) -> None:
         self._fallbacks, self._renewed = fallbacks, renewed
         self._graded = self._hooked = False
+        self._lock = ForkLock()
         self._begin()
+        os.register_at_fork(after_in_child=self._begin)
 
     def _begin(self) -> None:
-        """Make anew what belongs to one process: a forked child has neither the thread nor the lock's holder."""
-        self._lock = threading.Lock()
+        """Make anew what belongs to one process: a forked child does not have the thread."""
         # Set to end the thread; None where there is none.
         self._end: threading.Event | None = None
         self._process = secrets.token_hex(8)
@@ -137,17 +148,31 @@ class Watch:
         from tilekern import cache
 
         every_s = interval_s()
-        item = cache.wanted_name(kernel, problem, target.describe())
+        item, root = cache.wanted_name(kernel, problem, target.describe()), cache.user_root_if_any()
         with self._lock:
-            new = _Problem(kernel, item, cache.user_root(), look, found)
+            new = _Problem(kernel, item, root, look, found)
             watched = self._problems.setdefault((kernel, problem, target.key), new)
             watched.takers[key] = take
             watched.plans += [plan] if plan else []
             self._hook()
             if every_s and self._end is None:
-                self._end = threading.Event()
-                arguments = (every_s, self._end)
-                threading.Thread(target=self._work, args=arguments, name="tilekern lookup", daemon=True).start()
+                self._start(every_s)
+
+    def _start(self, every_s: float) -> None:
+        end = threading.Event()
+        try:
+            threading.Thread(target=self._work, args=(every_s, end), name="tilekern lookup", daemon=True).start()
+        except RuntimeError as error:  # the process may have no more threads
+            warn_once(f"{error}; what is published from now on is not taken by this job, unless it calls look_again")
+        else:
+            self._end = end
+
+    def let_go(self) -> None:
+        """Keep no plan, as what runs by them is looked up anew; what they launched so far counts."""
+        with self._lock:
+            for watched in self._problems.values():
+                watched.past_launches = watched.launches
+                watched.plans, watched.takers = [], {}
 
     def forget(self) -> None:
         """Watch nothing any more."""
@@ -175,9 +200,9 @@ class Watch:
             better, watched.better = watched.better, None
             if better is None:
                 continue
-            watched.found, before = better, watched.plans
+            watched.found, before, watched.past_launches = better, watched.plans, 0
             watched.plans = []
-            for take in watched.takers.values():
+            for take in list(watched.takers.values()):
                 try:
                     plan = take(better)
                 except Exception as error:  # noqa: BLE001 (a record that no plan comes of must not end the job's step)
@@ -210,10 +235,11 @@ class Watch:
         lacking = [watched.kernel for watched in missed if watched.found is None]
         found: dict[Path, dict[str, int]] = {}
         for watched in missed:
-            runs = sum(plan.launches for plan in watched.plans)
+            runs = watched.launches
             if watched.found is None:
                 runs += self._fallbacks(watched.kernel) // lacking.count(watched.kernel)
-            found.setdefault(watched.root, {})[watched.item] = max(1, runs)
+            if watched.root is not None:
+                found.setdefault(watched.root, {})[watched.item] = max(1, runs)
         return found
 
     def _listed(self) -> list[_Problem]:
@@ -229,11 +255,23 @@ class Watch:
             self._hooked = True
             register_optimizer_step_post_hook(self._after_step)
             atexit.register(self.note)
-            os.register_at_fork(after_in_child=self._begin)
 
     def _after_step(self, *_: Any) -> None:
+        import torch
+
         self._graded = True
-        if any(watched.better for watched in self._listed()) and not _waits():
+        if not any(watched.better for watched in self._listed()) or _waits():
+            return
+        if torch._C._current_graph_task_id() == _NO_BACKWARD:
+            self.take()
+        else:  # the gradients that are still to come must see what their forward saw
+            torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
+
+    def _after_backward(self) -> None:
+        import torch
+
+        # A checkpoint's own backward comes to its end inside of another one's node.
+        if torch._C._current_autograd_node() is None:
             self.take()
 
     def _work(self, every_s: float, end: threading.Event) -> None:

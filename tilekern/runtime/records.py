@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import hashlib
 from collections.abc import Mapping
@@ -71,10 +72,15 @@ def record_of(
     )
 
 
+def tell_of_long(spec: KernelSpec, problem: Problem) -> contextlib.AbstractContextManager[None]:
+    """Tell a job that waits longer than some seconds for a problem's default why it does."""
+    return warned_after(LONG_S, f"compiling {spec.name} for {problem.key}, {_WHY_LONG}")
+
+
 def compiled_default(spec: KernelSpec, problem: Problem, target: Target) -> tuple[Record, dict[str, bytes]]:
     """Compile the default config of a problem, both variants: its record, and the artifacts by sha256.
 
-    A job that waits for it longer than some seconds is told why. Ctrl-C ends it with its compiler, and leaves nothing.
+    Ctrl-C ends it with its compiler, and leaves nothing.
 
     Raises:
         ToolchainMissing: no compiler is installed.
@@ -84,9 +90,8 @@ def compiled_default(spec: KernelSpec, problem: Problem, target: Target) -> tupl
     config = spec.default(problem, target)
     artifacts, blobs = {}, {}
     variants = ((ALIGNED, config), (GENERIC, spec.generic(problem)))
-    with warned_after(LONG_S, f"compiling {spec.name} for {problem.key}, {_WHY_LONG}"):
-        for variant, chosen in () if spec.is_library(problem, config) else variants:
-            made = compile_candidate(spec, problem, chosen, target, variant)
-            artifacts[variant] = artifact_of(made, chosen)
-            blobs[artifacts[variant].sha256] = made.cubin
+    for variant, chosen in () if spec.is_library(problem, config) else variants:
+        made = compile_candidate(spec, problem, chosen, target, variant)
+        artifacts[variant] = artifact_of(made, chosen)
+        blobs[artifacts[variant].sha256] = made.cubin
     return record_of(spec, problem, config, target, tools.describe(), artifacts, "default"), blobs

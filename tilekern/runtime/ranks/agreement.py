@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import time
+from dataclasses import dataclass, field, replace
 
-from tilekern.cache import CacheError, FolderLayer, Hit, Record, Store, user_root
-from tilekern.errors import CompileTimeout, RanksDiffer
+from tilekern.cache import Hit
+from tilekern.errors import CompileInterrupted, CompileTimeout, RanksDiffer
+from tilekern.runtime.defaults import default_in_cache, made_default
 from tilekern.runtime.ranks.snapshot import Snapshot
-from tilekern.runtime.records import compiled_default
 from tilekern.spec import KernelSpec, Problem
 from tilekern.targets import Target
+from tilekern.toolchain import require_toolkit
+
+# Between two tries at a compile that failed for what passes, in seconds.
+_PAUSES_S = (1.0, 5.0, 20.0)
 
 
 @dataclass
@@ -29,35 +34,33 @@ class Agreement:
     policy: str
     compiled: dict[tuple[str, Problem], Hit] = field(default_factory=dict)
 
-    def compile(self, spec: KernelSpec, problem: Problem) -> Hit:
+    def compile(self, spec: KernelSpec, problem: Problem) -> bool:
         """Compile a problem's default config, which all ranks can and which comes out alike on each.
 
         It is kept in the user's cache where that can be written and has no record of the problem; it runs in any case.
+        Ranks that share a cache leave it to one of them. What the compiler rejects it rejects on every rank. For what
+        passes (memory, a disk, a signal) other ranks may have been spared, so it is tried again, for half a minute.
+
+        Returns:
+            Whether it was compiled by this rank.
 
         Raises:
-            RanksDiffer: the compiler took too long here, which it may not have on another rank.
-            CompileFailed: the compiler rejected it, as it does on every rank.
+            RanksDiffer: it could not be compiled here, for a reason that other ranks may not have met.
+            CompileFailed: the compiler rejected it.
         """
-        try:
-            record, blobs = compiled_default(spec, problem, self.target)
-        except CompileTimeout as error:
-            raise RanksDiffer(f"{error}; other ranks may have compiled {spec.name} for {problem.key}") from None
-        made = Hit(record, self.snapshot, True, True, blobs)
-        self.compiled[spec.name, problem] = made
-        _keep(record, blobs)
-        return made
-
-
-def _keep(record: Record, blobs: dict[str, bytes]) -> None:
-    """Put a record into the user's cache unless there is one from the same source, which may be a better one."""
-    root, place = user_root(), record.address
-    try:
-        present = FolderLayer(root, "user").read_record(*place[:3], record.problem)
-        if present.source_digest == record.source_digest:
-            return
-    except CacheError:
-        pass
-    try:
-        Store(root).write(record, blobs)
-    except CacheError:
-        return  # it runs from memory; the next start compiles it again
+        key = require_toolkit().key
+        for pause_s in (*_PAUSES_S, None):
+            try:
+                made, is_ours = made_default(
+                    spec, problem, self.target, lambda: default_in_cache(spec, problem, self.target, key)
+                )
+                break
+            except (CompileInterrupted, CompileTimeout, OSError, MemoryError) as error:
+                if pause_s is None or isinstance(error, CompileTimeout):
+                    raise RanksDiffer(
+                        f"this rank cannot compile {spec.name} for {problem.key}, which other ranks may have compiled: "
+                        f"{str(error) or type(error).__name__}; mend that, or tune before the job"
+                    ) from None
+            time.sleep(pause_s)
+        self.compiled[spec.name, problem] = replace(made, layer=self.snapshot)
+        return is_ours

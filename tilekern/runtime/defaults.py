@@ -1,0 +1,80 @@
+"""The default of a problem that no cache holds: compiled once, by one of the processes that want it, and kept.
+
+Where the cache cannot be written it runs from memory, and each process compiles it for itself.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection
+
+from tilekern.cache import Address, CacheError, FolderLayer, Hit, Record, Store, has_better, user_root_if_any
+from tilekern.cache.turns import turn
+from tilekern.runtime.records import compiled_default, tell_of_long
+from tilekern.source.digests import digests_of
+from tilekern.spec import KernelSpec, Problem
+from tilekern.targets import Target
+from tilekern.warning import warn_once
+
+# Where a default stands that this process has compiled: no file is behind it.
+MEMORY = FolderLayer(os.devnull, "memory")
+
+
+def made_default(
+    spec: KernelSpec, problem: Problem, target: Target, find: Callable[[], Hit | None],
+    misfits: Collection[Address] = (),
+) -> tuple[Hit, bool]:  # fmt: skip
+    """Have the default of a problem, and keep it in the user's cache unless a better record is there.
+
+    Args:
+        spec: the kernel.
+        problem: at its buckets.
+        target: the GPU.
+        find: looks it up once more, after another process may have made it.
+        misfits: addresses of records that it takes the place of, however much better they say that they are.
+
+    Returns:
+        The default, and whether it was compiled here.
+
+    Raises:
+        ToolchainMissing: no compiler is installed.
+        CompileFailed: the compiler rejected it, or could not work (:class:`tilekern.errors.CompileInterrupted`).
+        OSError: the compiler could not be run.
+    """
+    root = user_root_if_any()
+    with tell_of_long(spec, problem), turn(root, f"{spec.name} {problem.key} {target.key}") as waited:
+        if waited and (found := find()):
+            return found, False
+        record, blobs = compiled_default(spec, problem, target)
+        if root is not None:
+            _keep(Store(root), record, blobs, anew=record.address in misfits)
+        return Hit(record, MEMORY, True, True, blobs), True
+
+
+def default_in_cache(spec: KernelSpec, problem: Problem, target: Target, toolkit_key: str) -> Hit | None:
+    """The default of today's source that the user's cache has, made by another process; None where it has none."""
+    root = user_root_if_any()
+    if root is None:
+        return None
+    layer = FolderLayer(root, "user")
+    try:
+        record = layer.read_record(target.key, toolkit_key, spec.name, dict(problem))
+        today = digests_of(spec.module, spec.name)
+        if record.provenance != "default" or (record.source_digest, record.space_digest) != (today.source, today.space):
+            return None
+        return Hit(record, MEMORY, True, True, {digest: layer.read_blob(digest) for digest in record.digests})
+    except CacheError:
+        return None
+
+
+def _keep(store: Store, record: Record, blobs: dict[str, bytes], *, anew: bool) -> None:
+    try:
+        # The tuner may have published a winner while the compiler ran.
+        if anew or not has_better(store, record, lambda _: digests_of(record.module, record.kernel)):
+            store.write(record, blobs)
+    except (CacheError, OSError) as error:
+        warn_once(
+            f"{error}; kernels that are compiled here run, and each process compiles them anew: set TILEKERN_CACHE_DIR "
+            "to a folder that can be written, or tune before the job",
+            about="a default that cannot be kept",
+        )
