@@ -11,7 +11,7 @@ import click
 
 from cache_tools.shared.options import as_json, command
 from cache_tools.shared.text import count, print_json
-from tilekern.cache import CacheError, Pack, Store
+from tilekern.cache import Pack, Store
 from tilekern.cache.files import read_whole
 from tilekern.cache.records import LARGEST_RECORD, record_of
 from tilekern.cache.trust.revoking import write_revoked
@@ -33,29 +33,29 @@ def revoke(what: tuple[str, ...], key_file: Path, out: Path, as_json: bool) -> N
     Where FILE.revoked lies beside the trust roots and the key is one of them, TILEKERN_TRUST=signed loads none of them
     any more, whoever signed it.
 
-    JSON: file, public_key, revoked (records that were named), records (on the list).
+    JSON: file, public_key, revoked (records that were named), records (on the list), left_out (records of a cache that
+    cannot be read, which no job loads).
     """
     key = SigningKey(key_file)
-    named = {digest for one in what for digest in _digests(one)}
-    together = write_revoked(out, named, key)
+    found = [digest for one in what for digest in _digests(one)]
+    named = {digest for digest in found if digest is not None}
+    together, left_out = write_revoked(out, named, key), found.count(None)
     if as_json:
-        print_json({
-            "file": str(out), "public_key": key.public_key, "revoked": len(named), "records": len(together),
-        })  # fmt: skip
+        counts = {"revoked": len(named), "records": len(together), "left_out": left_out}
+        print_json({"file": str(out), "public_key": key.public_key} | counts)
         return
-    tell(f"revoked {count(len(named), 'record')} by key {key.public_key[:16]}; {out} has {len(together):,}")
+    note = f"; {count(left_out, 'unreadable record')} left out" if left_out else ""
+    tell(f"revoked {count(len(named), 'record')} by key {key.public_key[:16]}; {out} has {len(together):,}{note}")
 
 
-def _digests(one: str) -> Iterator[str]:
-    """The sha256 of each record that a word of the command line means."""
+def _digests(one: str) -> Iterator[str | None]:
+    """The sha256 of each record that a word of the command line means; None for one that cannot be read."""
     path = Path(one)
     if re.fullmatch("[0-9a-f]{64}", one):
         yield one
     elif path.is_dir():
         for entry, data in Store(path).read_entries():
-            if entry.record is None:
-                raise CacheError(f"{entry.path}: {entry.problem}; name the records that are to be revoked")
-            yield hashlib.sha256(data).hexdigest()
+            yield hashlib.sha256(data).hexdigest() if entry.record else None
     elif path.suffix == ".json":
         data, _ = read_whole(path, LARGEST_RECORD)
         record_of(data)
