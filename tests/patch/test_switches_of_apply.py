@@ -90,10 +90,17 @@ def test_command_lines_refuse_them_too(monkeypatch, capsys):
 
 @pytest.mark.filterwarnings("ignore::tilekern.errors.TilekernWarning")
 @pytest.mark.parametrize(
-    ("family", "chosen"), [("llama", "tilekern"), ("gemma2", "tilekern"), ("gpt_oss", "tilekern"), ("gpt_neo", "sdpa")]
+    ("family", "chosen"),
+    [
+        ("llama", "tilekern"),
+        ("gemma2", "tilekern"),
+        ("gpt_oss", "tilekern"),
+        ("gpt_neo", "eager"),
+        ("deepseek_v32", "sdpa"),
+    ],
 )
 def test_models_without_a_name_of_an_attention_get_ours(monkeypatch, family, chosen):
-    """GPT-Neo has a class for each attention that it knows, and no door for others."""
+    """GPT-Neo has a class for each attention that it knows, and DeepSeek V3.2 hands over chosen keys."""
     monkeypatch.setattr(tiny_families, "_made", lambda auto, config: auto.from_config(config))
     monkeypatch.delitem(tiny_families.SIZES, "attn_implementation")
     before = make_family(family)[0]

@@ -16,6 +16,8 @@ import torch
 
 from tilekern.implementation import ATTENTION
 from tilekern.ops.adamw import AdamW as _OurAdamW
+from tilekern.patch.attention import UNSERVED
+from tilekern.patch.families import family_of
 from tilekern.warning import warn_once
 
 Function = Callable[..., Any]
@@ -27,7 +29,8 @@ CHOICE = f"transformers.modeling_utils.PreTrainedModel.{_NAME}"
 def attention_stand_in(is_on: bool) -> None:
     """Have models that are made from now on, and name no attention, get ``attn_implementation="tilekern"``, or not.
 
-    It is for models that ask transformers for an attention function; others keep their own code.
+    It is for models of the tested families that ask transformers for an attention function, with arguments that ours
+    computes; others keep what they have.
     """
     if is_on == is_attention_on():
         return
@@ -48,8 +51,11 @@ def _choosing(original: Function) -> Function:
     @functools.wraps(original)
     def choose(self: Any, requested_attention: str | None, *args: Any, **options: Any) -> Any:
         chosen = original(self, requested_attention, *args, **options)
-        asks = requested_attention is None and getattr(self, "_supports_attention_backend", False)
-        return ATTENTION if asks and chosen in ("sdpa", "eager") else chosen
+        if requested_attention is not None or chosen not in ("sdpa", "eager"):
+            return chosen
+        homes = [kind.__module__ for kind in type(self).__mro__ if family_of(kind.__module__)]
+        asks = getattr(self, "_supports_attention_backend", False) and homes
+        return ATTENTION if asks and not _asks_for_more(homes[0]) else chosen
 
     choose.tilekern_original = original  # type: ignore[attr-defined]
     return choose
@@ -60,6 +66,24 @@ class AdamW(_OurAdamW):
 
     def __init__(self, *args: Any, foreach: bool | None = None, fused: bool | None = None, **options: Any) -> None:  # noqa: ARG002
         super().__init__(*args, **options)
+
+
+@functools.cache
+def _asks_for_more(home: str) -> bool:
+    """Whether attentions of a module hand over arguments that ours does not compute, such as chosen keys."""
+    kinds = [kind for kind in vars(sys.modules[home]).values() if isinstance(kind, type) and kind.__module__ == home]
+    forwards = [
+        inspect.unwrap(kind.forward) for kind in kinds if "Attention" in kind.__name__ and "forward" in vars(kind)
+    ]
+    # The names of a call's keyword arguments are a constant of the code that makes it.
+    named = [
+        name
+        for forward in forwards
+        for names in forward.__code__.co_consts
+        if isinstance(names, tuple)
+        for name in names
+    ]
+    return not set(named).isdisjoint(UNSERVED)
 
 
 def adamw_stand_in(is_on: bool) -> None:

@@ -96,8 +96,8 @@ def apply(
         experts: whether models of all families whose experts run by transformers' grouped products, its default, run
             ``experts_implementation="tilekern"`` in their place; and routers of known forms, with their auxiliary
             loss, the ops ``router`` and ``router_losses``.
-        attention: whether models that are made from now on without a name of ``attn_implementation`` get "tilekern",
-            where their code asks for an attention function.
+        attention: whether models of the tested families that are made from now on without a name of
+            ``attn_implementation`` get "tilekern", where their code asks for an attention function that it computes.
         adamw: whether ``torch.optim.AdamW(...)`` makes :class:`tilekern.AdamW` from now on; a call with ``amsgrad``,
             ``capturable`` or ``differentiable`` makes torch's, with a warning.
         model_type: one family only, for example ``qwen3``; the others stay as they are. None means all. Attention,
