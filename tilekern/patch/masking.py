@@ -15,8 +15,10 @@ from tilekern.errors import InputError
 from tilekern.ops.packing import can_read
 from tilekern.patch.constant import constant_in_graphs
 from tilekern.patch.positions import (
+    Positions,
     Sequences,
     are_given_in_graph,
+    has_values,
     look,
     number_of_sequences,
     number_of_tokens,
@@ -48,12 +50,11 @@ def mask(*, local_size: int | None = None, config: Any = None, **given: Any) -> 
     if reading.refusal:
         raise InputError(f'attn_implementation="tilekern": {reading.refusal}; use "eager"')
     own = local_size is None or (reading.hands_window and _is_own(local_size, config, given))
-    ask = _Ask(given, reading, own)
+    ask = _Ask(given, reading, own, config)
     if ask.is_dropped_in_graph():
         return None
     found, numbers = ask.sequences()
     if found is not None:
-        _warn_of_mixing(config, reading)
         if ask.is_plain:
             return ToldMask(*found, local_size, ask.queries, ask.keys, 1)
         if not ask.is_joined:
@@ -84,13 +85,15 @@ class _Ask:
         can_read: whether values may be read now.
     """
 
-    def __init__(self, given: dict[str, Any], reading: Reading, own: bool) -> None:
-        self.given, self.reading = given, reading
+    def __init__(self, given: dict[str, Any], reading: Reading, own: bool, config: Any) -> None:
+        self.given, self.reading, self.config = given, reading, config
         self.padding, function = given.get("attention_mask"), given["mask_function"]
         # Releases before 5.17 hand over the places of the queries.
         self.queries = given["q_length"] if "q_length" in given else len(given["cache_position"])
         self.keys = given["kv_length"]
-        self.is_causal, self.can_read = _is_causal(given), can_read()
+        self.is_causal = _is_causal(given)
+        self.numbers = None if torch.compiler.is_compiling() else _numbers(function)
+        self.can_read = can_read() and has_values(self.numbers) and has_values(self.padding)
         self.is_joined = self._is_joined(function)
         self.is_plain = (
             own and self.is_causal and not reading.by_mask_alone and not given.get("use_vmap", False)
@@ -101,7 +104,7 @@ class _Ask:
     def _is_joined(self, function: Any) -> bool:
         if torch.compiler.is_compiling():  # which cannot look into a function
             return not self.given.get("allow_is_causal_skip", True) and _is_made_by(function, "and_masks")
-        return _numbers(function) is not None
+        return self.numbers is not None
 
     def is_dropped_in_graph(self) -> bool:
         """Whether nothing but causality and the window is to be said, while a graph is made, of which None says all.
@@ -121,19 +124,28 @@ class _Ask:
         """The sequences of a row, or the number of each token's, [tokens], where values are not looked at."""
         if not self.is_row or torch.compiler.is_compiling():
             return None, None
-        told, joined = positions_of_call(), _numbers(self.given["mask_function"])
+        told, joined = positions_of_call(), self.numbers
         ids = told.ids if told.ids is not None and told.ids.shape[-1] == self.keys else None
-        if told.starts is not None and (joined is not None or told.are_given):
-            return Sequences(told.starts.int(), self.keys), None
-        if joined is not None:
-            return (look(joined if ids is None else ids, joined[0]) if self.can_read else None), None
-        if ids is None or told.are_seen or not told.are_given or ids.device.type == "meta":
+        given = joined is not None or (ids is not None and told.are_given and not told.are_seen)
+        if not given or (self.padding is not None and self.padding.shape[-1] != self.keys):
             return None, None
-        if self.can_read and (self.padding is None or bool(self.padding.all())):
+        if self.can_read and has_values(ids) and (self.padding is None or bool(self.padding.all())):
             self.padding = None
-            return look(ids), None
+            return self._read(told, joined if ids is None else ids), None
+        if joined is not None:
+            return None, None
         self.is_plain = False
-        return None, number_of_sequences(ids, self.padding)
+        return None, number_of_sequences(ids, self.padding).to(self.given.get("device"))
+
+    def _read(self, told: Positions, ids: torch.Tensor) -> Sequences | None:
+        """The sequences of a row whose values may be read; None if there is one."""
+        if told.starts is not None:
+            return Sequences(told.starts.int(), self.keys)
+        found = look(ids, None if self.numbers is None else self.numbers[0])
+        if found is None:
+            return None
+        _warn_of_mixing(self.config, self.reading)
+        return found.to(self.given.get("device"))
 
     def with_room(self, window: int | None) -> torch.Tensor:
         """The mask of a prompt at the beginning of a cache with room behind it."""

@@ -30,6 +30,10 @@ class Sequences(NamedTuple):
     starts: torch.Tensor
     longest: int
 
+    def to(self, device: torch.device | str | None) -> Sequences:
+        """The same on a device; None for where they are."""
+        return self._replace(starts=self.starts.to(device))
+
 
 class Positions(NamedTuple):
     """What a model was told of the positions in its rows, where it calls for a mask.
@@ -45,6 +49,12 @@ class Positions(NamedTuple):
     are_seen: bool = False
     are_given: bool = True
     starts: torch.Tensor | None = None
+
+
+def has_values(tensor: torch.Tensor | None) -> bool:
+    """Whether a tensor is more than its shape."""
+    fake = torch._subclasses.FakeTensor
+    return tensor is None or not (tensor.device.type == "meta" or isinstance(tensor, fake))
 
 
 def positions_of_call() -> Positions:
@@ -106,7 +116,10 @@ def are_given_in_graph() -> bool:
     from torch._dynamo.symbolic_convert import InstructionTranslator
     from transformers import PreTrainedModel
 
-    root = InstructionTranslator.current_tx()
+    try:
+        root = InstructionTranslator.current_tx()
+    except AttributeError:  # torch.export runs the code itself
+        return _told(sys._getframe(1))[0]
     level, models = getattr(root.output, "current_tx", root), []
     while level is not None:
         values = root.f_locals if level is root else level.symbolic_locals
