@@ -25,7 +25,7 @@ def public(op: Declaration) -> str:
             f"if is_compiling() or transforms() or (modes() and not {op.tensors[0]}.is_meta):",
             [
                 f"check({given})",
-                *block("if transforms() and not is_compiling():", [f"return fallback({given})"]),
+                *block("if not is_compiling() and transforms():", [f"return fallback({given})"]),
                 f"return {_shown(op, f'registered({given})')}",
             ],
         ),
