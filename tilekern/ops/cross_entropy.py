@@ -23,6 +23,7 @@ from tilekern.ops.registration import (
     check_softcap,
     check_tensors,
     fresh,
+    is_traced,
     keeps_graph,
     shaped,
 )
@@ -146,7 +147,7 @@ def cross_entropy(
         wanted = (return_z_loss, return_token_accuracy, return_predicted_tokens)
         options = _Options(*given[2:])
         return with_others(loss, wanted, lse.detach(), predicted, labels, options, total, by_row=reduction == "none")
-    in_place = in_place and not logits.is_leaf and not torch.compiler.is_compiling()
+    in_place = in_place and not logits.is_leaf and not is_traced(logits)
     return _loss(logits, target, weight, ignore_index, reduction, label_smoothing, softcap, z_loss, in_place)
 
 

@@ -30,6 +30,8 @@ from tilekern.ops.registration import (
     check_tensors,
     disjoint,
     is_autocast,
+    is_traced,
+    is_transformed,
     needs_gradient,
     register,
     register_gradient,
@@ -107,10 +109,12 @@ def fused_linear_cross_entropy(
     )  # fmt: skip
     rows, labels = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1)
     plan = counted = None
-    if not torch.compiler.is_compiling():
+    if not is_traced(rows):
         graded = _is_graded(rows, weight, options)
         at_once = graded and reduction != "none" and rows.dtype != torch.float16
         plan = _plan(rows, weight, options, loss=not at_once or use_token_scaling, gradient=graded)
+    elif is_transformed():
+        count_fallback(_SPEC)
     if plan is not None:
         labels, counted = checked(_NAME, labels, weight.shape[0], ignore_index)
     factor = _factor(labels, counted, options, reduction, num_items, dtype)
@@ -203,7 +207,7 @@ def _loss(
     options: LossOptions,
 ) -> torch.Tensor:  # fmt: skip
     """The total where its gradients are made with it, else the loss of each row; by torch where there is no plan."""
-    if torch.compiler.is_compiling() and options.beside is None and options.bias is None:
+    if is_traced(rows) and not is_transformed() and options.beside is None and options.bias is None:
         at_once = _is_graded(rows, weight, options) and rows.dtype != torch.float16
         return _in_graph(rows, weight, target, factor if at_once else None, options)
     if plan is None:

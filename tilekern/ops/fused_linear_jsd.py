@@ -25,6 +25,7 @@ from tilekern.ops.registration import (
     check_tensors,
     disjoint,
     is_autocast,
+    is_traced,
     needs_gradient,
 )
 from tilekern.runtime.dispatch import Plan, count_fallback, plan_for
@@ -115,13 +116,12 @@ def _loss(
     slope: torch.Tensor, options: Options,
 ) -> torch.Tensor:  # fmt: skip
     tensors = (student, student_weight, teacher, teacher_weight)
-    if torch.compiler.is_compiling():
-        return _composed(*tensors, slope, options)
     graded = needs_gradient(student, student_weight)
     options = options if graded else _ungraded(options)
-    plan = _plan(*tensors, options)
+    plan = None if is_traced(student) else _plan(*tensors, options)
     if plan is None:
-        count_fallback(_SPEC)
+        if not torch.compiler.is_compiling():
+            count_fallback(_SPEC)
         return _composed(*tensors, slope, options)
     tensors = tuple(map(disjoint, tensors))
     if not graded:

@@ -114,8 +114,9 @@ def names_of(op: Declaration) -> dict[str, Any]:
         "known": dispatch.memo(), "keep": dispatch.keep, "plan_for": dispatch.plan_for,
         "count_fallback": dispatch.count_fallback, "refused": dispatch.refused, "NoVariant": NoVariant,
         "empty": torch.empty, "empty_like": torch.empty_like,
-        "float32": torch.float32, "is_compiling": torch.compiler.is_compiling,
-        "is_grad_enabled": torch.is_grad_enabled, "Tensor": torch.Tensor, "by_shards": by_shards,
+        "float32": torch.float32, "is_compiling": torch.compiler.is_dynamo_compiling,
+        "is_grad_enabled": torch.is_grad_enabled, "modes": registration.modes,
+        "transforms": registration.transforms, "Tensor": torch.Tensor, "by_shards": by_shards,
         "is_dtensor": is_dtensor,
     }  # fmt: skip
     for helper in (

@@ -15,6 +15,9 @@ from tilekern.kernels.common.placeholders import TYPES
 # Kept alive for as long as the process: torch drops a library's registrations with the object.
 _LIBRARY = torch.library.Library("tilekern", "DEF")
 _TYPES = {getattr(torch, dtype): name for dtype, name in TYPES.items()}
+# How many dispatch modes are on (FakeTensorMode, make_fx, selective checkpoints), and the innermost of functorch's
+# transforms or None: each a call of 40 ns.
+modes, transforms = torch._C._len_torch_dispatch_stack, torch._C._functorch.peek_interpreter_stack
 # Of what kernels divide by and multiply by in float32, each of which must stay finite.
 _LEAST, _MOST = 1e-30, 1e30
 
@@ -131,9 +134,19 @@ def uncast(kind: str) -> contextlib.AbstractContextManager[Any]:
     return torch.autocast(kind, enabled=False) if is_autocast(kind) else contextlib.nullcontext()
 
 
+def is_traced(x: torch.Tensor) -> bool:
+    """Whether somebody watches or transforms the operations on ``x``, to whom a launch would say nothing."""
+    return torch.compiler.is_compiling() or transforms() is not None or (modes() > 0 and not x.is_meta)
+
+
+def is_transformed() -> bool:
+    """Whether one of functorch's transforms is on: torch's operations have its rules, and a registered op has none."""
+    return not torch.compiler.is_compiling() and transforms() is not None
+
+
 def is_eager(*tensors: torch.Tensor) -> bool:
     """Whether tensors of one dtype are worked on as they are: not traced, and not cast by autocast."""
-    if torch.compiler.is_compiling() or is_autocast(tensors[0].device.type):
+    if is_traced(tensors[0]) or is_autocast(tensors[0].device.type):
         return False
     return len({tensor.dtype for tensor in tensors}) == 1
 
@@ -245,7 +258,7 @@ def constant_row(x: torch.Tensor, value: float) -> torch.Tensor:
 
 def _lasts(x: torch.Tensor) -> bool:
     """Whether a new tensor means the same in later calls: no mode's, no transform's, no graph's and no pool's."""
-    if type(x) is not torch.Tensor or torch._C._functorch.peek_interpreter_stack() is not None:
+    if type(x) is not torch.Tensor or transforms() is not None:
         return False
     if not x.is_cuda:
         return True

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from tilekern.kernels.experts import route as kernels
-from tilekern.ops.registration import check_dtype
+from tilekern.ops.registration import check_dtype, is_traced
 from tilekern.runtime.dispatch import Plan, count_fallback, plan_for
 
 
@@ -46,7 +46,7 @@ def route(ids: torch.Tensor, experts: int) -> Routing:
             f"route: ids must be [tokens, choices] of at least one expert, got {list(ids.shape)} and {experts}"
         )
     check_dtype("route", "ids", ids, whole=True)
-    plans = None if torch.compiler.is_compiling() else plans_of(ids, experts)
+    plans = None if is_traced(ids) else plans_of(ids, experts)
     if plans is not None:
         return launched(plans, ids, experts)
     if not torch.compiler.is_compiling():

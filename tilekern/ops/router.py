@@ -13,7 +13,7 @@ import torch
 
 from tilekern.kernels.experts import router as kernels
 from tilekern.ops.dtensors import is_dtensor
-from tilekern.ops.registration import check_devices, differentiable_once, needs_gradient
+from tilekern.ops.registration import check_devices, differentiable_once, is_traced, needs_gradient
 from tilekern.runtime.dispatch import Plan, count_fallback, keep, memo, plan_for
 
 SCORES = ("softmax", "sigmoid")
@@ -92,11 +92,9 @@ def router(
         logits = logits.float()
     if bias is not None:
         bias = bias.detach().to(logits.dtype)
-    plans = None
-    if not torch.compiler.is_compiling():
-        plans = None if is_dtensor(logits) else _found(logits, how)
-        if plans is None:
-            count_fallback(kernels.SIGMOID if scores == "sigmoid" else kernels.SOFTMAX)
+    plans = None if is_traced(logits) or is_dtensor(logits) else _found(logits, how)
+    if plans is None and not torch.compiler.is_compiling():
+        count_fallback(kernels.SIGMOID if scores == "sigmoid" else kernels.SOFTMAX)
     if plans is None:
         return formula(logits, bias, how)
     if needs_gradient(logits):

@@ -14,7 +14,7 @@ from tilekern.kernels.common.placeholders import placeholder
 from tilekern.kernels.experts import router_losses as kernels
 from tilekern.kernels.experts.router import MOST_EXPERTS
 from tilekern.ops.dtensors import is_dtensor
-from tilekern.ops.registration import check_devices, differentiable_once, needs_gradient
+from tilekern.ops.registration import check_devices, differentiable_once, is_traced, needs_gradient
 from tilekern.runtime.dispatch import Plan, count_fallback, keep, memo, plan_for
 
 
@@ -56,11 +56,9 @@ def router_losses(logits: torch.Tensor, ids: torch.Tensor, shares: torch.Tensor 
     _check(logits, ids, shares)
     if shares is not None:
         shares = shares.detach().to(torch.promote_types(logits.dtype, torch.float32))
-    plans = None
-    if not torch.compiler.is_compiling():
-        plans = None if is_dtensor(logits) else _found(logits, ids, shares)
-        if plans is None:
-            count_fallback(kernels.FORWARD)
+    plans = None if is_traced(logits) or is_dtensor(logits) else _found(logits, ids, shares)
+    if plans is None and not torch.compiler.is_compiling():
+        count_fallback(kernels.FORWARD)
     if plans is None:
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return _of(*kernels.sums(wide, ids, shares), _rows(logits, shares))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from tilekern.kernels import scale as scaling
-from tilekern.ops.registration import as_rows, by_autograd, check_tensors, fresh, keeps_graph, needs_gradient
+from tilekern.ops.registration import as_rows, by_autograd, check_tensors, fresh, is_traced, keeps_graph, needs_gradient
 from tilekern.runtime.dispatch import Plan, plan_for
 from tilekern.spec import Array, KernelSpec
 
@@ -57,7 +57,7 @@ def slopes(
 
 def modes(first: torch.Tensor) -> tuple[bool, bool]:
     """Whether the op makes a gradient, and whether its backward may change that in place: its last two scalars."""
-    return needs_gradient(first), not torch.compiler.is_compiling()
+    return needs_gradient(first), not is_traced(first)
 
 
 def total(

@@ -10,7 +10,10 @@ from tilekern.spec import Array, size_of
 
 
 def public(op: Declaration) -> str:
-    """The op as it is called."""
+    """The op as it is called: for whoever watches torch's operations one of them, and torch's own in transforms.
+
+    Modes on meta tensors are those of planning, which asks for plans.
+    """
     given = ", ".join(op.arguments)
     wanted = either([_requires(op, name) for name in op.gradients])
     refused = [_requires(op, name) for name in op.ungraded if "int" not in op.inputs[name].dtype]
@@ -18,7 +21,14 @@ def public(op: Declaration) -> str:
     called_by = (*op.arguments, *(f"{name}={op.signature.parameters[name].default!r}" for name in op.options))
     body = [
         *_special(op),
-        *block("if is_compiling():", [f"check({given})", f"return {_shown(op, f'registered({given})')}"]),
+        *block(
+            f"if is_compiling() or transforms() or (modes() and not {op.tensors[0]}.is_meta):",
+            [
+                f"check({given})",
+                *block("if not is_compiling() and transforms():", [f"return fallback({given})"]),
+                f"return {_shown(op, f'registered({given})')}",
+            ],
+        ),
         f"graded = is_grad_enabled() and {wanted}",
         *([f"graded = graded and {row([_requires(op, name) for name in op.apart])}"] if op.apart else []),
         f"plans = plans_of(graded, {given})",
