@@ -71,7 +71,9 @@ class AdamW(_OurAdamW):
 @functools.cache
 def _asks_for_more(home: str) -> bool:
     """Whether attentions of a module hand over arguments that ours does not compute, such as chosen keys."""
-    kinds = [kind for kind in vars(sys.modules[home]).values() if isinstance(kind, type) and kind.__module__ == home]
+    kinds: list[Any] = [
+        kind for kind in vars(sys.modules[home]).values() if isinstance(kind, type) and kind.__module__ == home
+    ]
     forwards = [
         inspect.unwrap(kind.forward) for kind in kinds if "Attention" in kind.__name__ and "forward" in vars(kind)
     ]
