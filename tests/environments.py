@@ -29,3 +29,8 @@ def installed(folder: Path) -> Path:
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tilekern\nVersion: 0\n")
     (info / "entry_points.txt").write_text("[torch.backends]\ntilekern = tilekern_startup:begin\n")
     return folder
+
+
+def without_kept_cubins() -> str:
+    """A PATH by which ``kept_cubins.sh``, to which few variables come, runs the compiler and keeps nothing."""
+    return f"/keep-no-cubins{os.pathsep}{os.environ['PATH']}"

@@ -35,12 +35,13 @@ step() { printf '\n== %s (%d s so far)\n' "$1" "$SECONDS"; }
 venv=${TILEKERN_VENV:-.venv}
 python=$venv/bin/python
 
-# The compiler that the tests find keeps its cubins, in a folder.
+# The compiler that the tests find keeps its cubins, in a folder. Variables do not reach a compiler, so it is told here.
 keep_cubins() {
-    export CUBINS=$1 TILEIRAS
-    TILEIRAS=$("$python" -c 'from tilekern.toolchain import require_toolkit; print(require_toolkit().path)')
-    mkdir -p "$CUBINS" "$scratch/compiler/nvidia/cu13/bin"
-    ln -s "$PWD/tests/kept_cubins.sh" "$scratch/compiler/nvidia/cu13/bin/tileiras"
+    local kept=$scratch/compiler/nvidia/cu13/bin/tileiras tileiras
+    tileiras=$("$python" -c 'from tilekern.toolchain import require_toolkit; print(require_toolkit().path)')
+    mkdir -p "$1" "${kept%/*}"
+    printf '#!/usr/bin/env bash\nCUBINS=%q TILEIRAS=%q exec bash %q "$@"\n' "$1" "$tileiras" "$PWD/tests/kept_cubins.sh" >"$kept"
+    chmod +x "$kept"
     export PYTHONPATH="$scratch/compiler:$PYTHONPATH"
 }
 

@@ -1,6 +1,7 @@
 """Ahead-of-time compilation of every spec, for GPUs that are not here."""
 
 import pytest
+from environments import without_kept_cubins
 from spec_samples import compiled, config_of, resources_of, sized
 
 from tilekern.errors import CompileFailed
@@ -62,7 +63,7 @@ def test_rows_that_are_read_twice_compile(kernel, variant):
 @pytest.fixture
 def compiler(monkeypatch):
     """The compiler itself, which keeps nothing that it made."""
-    monkeypatch.setenv("CUBINS", "")
+    monkeypatch.setenv("PATH", without_kept_cubins())
 
 
 @pytest.mark.usefixtures("compiler")

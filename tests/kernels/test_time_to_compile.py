@@ -3,6 +3,7 @@
 import resource
 
 import pytest
+from environments import without_kept_cubins
 from examples import scaled
 from spec_samples import compiled, config_of, drawn_problem, draws_of, resources_of, sized
 
@@ -63,7 +64,7 @@ def slowness():
 def loaded():
     """What the first compile of a process takes on top of its own; and no cubin that was kept."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CUBINS", "")
+        patch.setenv("PATH", without_kept_cubins())
         slowness()
         yield
 

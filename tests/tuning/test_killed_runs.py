@@ -11,7 +11,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from environments import environment
+from environments import environment, without_kept_cubins
 
 from tilekern.cache import PackLayer
 from tilekern.toolchain import toolkit
@@ -82,7 +82,7 @@ def test_a_run_that_is_killed_again_and_again_ends_as_one_that_is_not(tmp_path: 
         # Some before the first line, while the tuner starts, the others while it compiles.
         started = chance.random() < 0.2
         # A compiler that keeps nothing, so that it is at work when the run is killed.
-        run = Run(killed, CUBINS="")
+        run = Run(killed, PATH=without_kept_cubins())
         run.kill_after(0 if started else chance.randint(1, 3), chance.uniform(0, 2.0 if started else 0.15))
         assert run.process.returncode == -signal.SIGKILL
     for folder in (killed, calm):

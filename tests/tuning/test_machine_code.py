@@ -9,6 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from environments import without_kept_cubins
 
 from tilekern.cubin import code_of
 from tilekern.kernels import spec_named
@@ -117,7 +118,7 @@ def test_products_and_their_loop_are_found_on_every_architecture(arch):
 def test_the_compiler_s_remarks_say_the_same_of_tma(tmp_path, monkeypatch):
     from tilekern import toolchain
 
-    monkeypatch.setenv("CUBINS", "")  # a cubin that was kept comes without remarks
+    monkeypatch.setenv("PATH", without_kept_cubins())  # a cubin that was kept comes without remarks
     run = toolchain._run
 
     def with_remarks(command, environment, timeout_s):

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
+from environments import without_kept_cubins
 from real_browser import NEEDS_BROWSER, opened
 from service_samples import Running, status, until, want
 from tuning_samples import SMALL
@@ -63,7 +64,7 @@ def test_the_page_follows_the_service(driver, tmp_path: Path):
     note_wanted(tmp_path, kernel, dict(problem), resolve("B200").describe(), PORTRAYED)
     arguments = ("--gpu", "H200", "--cache-dir", tmp_path, "--poll", 0.2, "--listen", "127.0.0.1:0", "--jobs", 1)
     # A compiler that keeps no cubins: else the batch may be done before the page looks.
-    with Running(*arguments, CUBINS="") as running:
+    with Running(*arguments, PATH=without_kept_cubins()) as running:
         url = running.url()
         until(lambda: status(url)["state"] == "idle")
         driver.get_log("performance")
