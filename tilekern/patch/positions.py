@@ -101,7 +101,10 @@ def _names_positions(code: CodeType, values: Any, otherwise: bool) -> bool:
     """Whether a call names positions, by the arguments of a forward or of ``Module.__call__``."""
     if code.co_name == "_call_impl":
         # They stand behind the ids and the mask where they are given by their place.
-        return values["kwargs"].get("position_ids") is not None or len(values["args"]) > 2
+        named, placed = values.get("kwargs"), values.get("args")
+        return (
+            otherwise if named is None or placed is None else named.get("position_ids") is not None or len(placed) > 2
+        )
     if "position_ids" in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]:
         return values.get("position_ids") is not None
     return otherwise
@@ -126,9 +129,13 @@ def are_given_in_graph() -> bool:
         if level.f_code.co_name == "forward" and isinstance(_value(values.get("self")), PreTrainedModel):
             models.append((level.f_code, {name: _value(x) for name, x in values.items() if name == "position_ids"}))
         level = level.parent
-    if not models:
-        return not isinstance(root.f_locals.get("self"), torch.nn.Module)
-    return _names_positions(*models[-1], True)
+    if models:
+        return _names_positions(*models[-1], True)
+    traced = root.f_locals.get("self")
+    if isinstance(traced, torch.nn.Module) and not isinstance(traced, PreTrainedModel):
+        return False
+    # The graph was broken on the way, so that what called this part of a model runs as Python.
+    return _told(sys._getframe(1))[0]
 
 
 def _value(variable: Any) -> Any:
