@@ -1,4 +1,4 @@
-"""A model that is compiled as a whole, and whose graph is broken before its mask is made: told positions still count."""
+"""A model that is compiled as a whole, and whose graph is broken before its mask is made: told positions count."""
 
 import pytest
 import torch
