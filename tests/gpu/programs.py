@@ -34,14 +34,17 @@ class Program:
     ranks: int = 1
     # Whether its losses depend on what it draws from its own outputs, so that rounding changes them.
     draws: bool = False
-    # Whether it pads its batches, which attention leaves to SDPA.
-    pads: bool = False
+    # The kernels whose calls may fall back: attention where batches are padded, what is fused across modules where each
+    # of these has hooks.
+    may_fall_back: tuple[str, ...] = ()
 
 
 PROGRAMS: dict[str, Program] = {}
+PADDED = ("attention_forward",)
+HOOKED = ("fused_add_rms_norm_forward", "fused_linear_cross_entropy", "qk_norm_rope_forward")
 
 
-def program(gpus: int = 1, ranks: int = 1, **more: bool) -> Callable[[Callable[[bool], list[float]]], None]:
+def program(gpus: int = 1, ranks: int = 1, **more: Any) -> Callable[[Callable[[bool], list[float]]], None]:
     def known(run: Callable[[bool], list[float]]) -> None:
         PROGRAMS[run.__name__] = Program(run, gpus, ranks, **more)
 
@@ -167,7 +170,7 @@ def _register(patched: bool) -> None:
         tilekern.trl.register()
 
 
-@program(pads=True)
+@program(may_fall_back=PADDED)
 def dpo(patched: bool) -> list[float]:
     """TRL's DPO with a reference model."""
     from trl import DPOConfig, DPOTrainer
@@ -183,7 +186,7 @@ def dpo(patched: bool) -> list[float]:
     )
 
 
-@program(draws=True, pads=True)
+@program(draws=True, may_fall_back=PADDED)
 def grpo(patched: bool) -> list[float]:
     """TRL's GRPO: generation, rewards, training."""
     from trl import GRPOConfig, GRPOTrainer
@@ -222,7 +225,7 @@ def adapter_on_four_bits(patched: bool) -> list[float]:
     return losses_of(Trainer(model, how, train_dataset=blocks()))
 
 
-@program(pads=True)
+@program(may_fall_back=PADDED)
 def adapter(patched: bool) -> list[float]:
     """LoRA of TRL's SFT."""
     from peft import LoraConfig
@@ -252,7 +255,7 @@ def stepped(model: Any, optimizer: Any, first: int = 0, apart: int = 1) -> list[
     return losses
 
 
-@program(gpus=2)
+@program(gpus=2, may_fall_back=HOOKED)
 def device_map(patched: bool) -> list[float]:
     """accelerate spreads the layers over two GPUs."""
     import torch
