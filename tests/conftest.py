@@ -18,7 +18,7 @@ load_profile()
 LONG = ("xdist_group", "slow", "processes")
 # `TEST_PARAMETERS`: where a test has more parameters than so many, one in so many of them is tried. tests/run.sh says
 # which; without it, as for who runs one file, all are.
-SHARES = {"few": (6, 10), "half": (40, 2)}
+SHARES = {"few": (6, 10), "third": (12, 3)}
 
 
 def pytest_collection_modifyitems(config, items):

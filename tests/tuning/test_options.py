@@ -92,7 +92,14 @@ def test_flags_have_their_names_in_tables():
 
 
 def test_reasons_stand_beside_what_failed(h200):
-    compile = {"distinct": 9, "compiled": 9, "failed": 2, "tileiras_share": 0.5, "reasons": {"exceeded 60 s": 2}}
+    compile = {
+        "distinct": 9,
+        "compiled": 9,
+        "failed": 2,
+        "open": 0,
+        "tileiras_share": 0.5,
+        "reasons": {"exceeded 60 s": 2},
+    }
     measure = {"timed": 5, "wrong": 1, "quarantined": 1, "seconds": 1.0, "reasons": {"y: too far": 1, "it hung": 1}}
     done = Outcome("a model", h200, {}, {"compile": 2.0, "measure": 3.0}, compile=compile, measure=measure)
     assert "2 failed: exceeded 60 s, 50 %" in _details(done, "compile")

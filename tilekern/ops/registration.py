@@ -282,7 +282,7 @@ def scalar(number: torch.Tensor | float, dtype: torch.dtype, device: torch.devic
     One that lies in the host's memory is filled in on the GPU: a copy of it waits for the stream, and ends a capture.
     """
     if isinstance(number, torch.Tensor):
-        if type(number) is not torch.Tensor or not number.is_cpu or torch.compiler.is_compiling():
+        if type(number) is not torch.Tensor or not number.is_cpu or torch.compiler.is_compiling() or modes():
             return number.to(device=device, dtype=dtype).reshape(())
         number = number.item()
     return torch.full((), number, dtype=dtype, device=device)

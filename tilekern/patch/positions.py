@@ -162,7 +162,7 @@ def number_of_sequences(ids: torch.Tensor, visible: torch.Tensor | None = None) 
         return begins.cumsum(0) - begins[0]
     shown = visible.reshape(-1).to(device=rows.device, dtype=torch.bool)
     lowest = rows.masked_fill(~shown, torch.iinfo(torch.int64).max).amin(1, keepdim=True)
-    place = torch.arange(len(shown), device=rows.device)
+    place = torch.arange(len(shown), dtype=torch.int64, device=rows.device)
     before = rows[0][torch.where(shown, place, 0).cummax(0).values.roll(1)]
     begins = shown & ((rows == lowest).all(0) | (rows[0] < before)) & (shown.cumsum(0) > 1)
     return begins.int().cumsum(0)
@@ -199,4 +199,5 @@ def cut(numbers: torch.Tensor, device: torch.device) -> Sequences | None:
 
 def number_of_tokens(starts: torch.Tensor, tokens: int) -> torch.Tensor:
     """The number of each token's sequence, [tokens], by where sequences begin."""
-    return torch.searchsorted(starts.long(), torch.arange(tokens, device=starts.device), right=True)
+    places = torch.arange(tokens, dtype=torch.int64, device=starts.device)
+    return torch.searchsorted(starts.long(), places, right=True)

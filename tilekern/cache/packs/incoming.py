@@ -69,14 +69,14 @@ class Incoming:
         # Where the disk has no room for a folder, or no file can be moved to it, nothing has happened yet.
         for folder in dict.fromkeys(path.parent for path in self._added):
             with contextlib.suppress(FileNotFoundError):
-                _require_movable(self.root, folder)
+                _require_movable(self.root, _INCOMING / self._growing, folder)
         with opened(self.root, *_INCOMING.parts) as incoming:
             os.rename(self._growing, self._name, src_dir_fd=incoming, dst_dir_fd=incoming)
         _move(self.root, self._name)
 
 
-def _require_movable(root: Path, folder: PurePosixPath) -> None:
-    """Find out, by a file, whether files can be moved to their place.
+def _require_movable(root: Path, source: PurePosixPath, folder: PurePosixPath) -> None:
+    """Find out, by a file, whether files can be moved from one folder below the root to another.
 
     The same disk may be mounted in two places, between which nothing can be moved.
 
@@ -84,7 +84,7 @@ def _require_movable(root: Path, folder: PurePosixPath) -> None:
         OSError: they cannot.
     """
     probe = f".{os.urandom(12).hex()}{TEMPORARY_SUFFIX}"
-    with opened(root, *_INCOMING.parts) as ours, opened(root, *folder.parts, make=True) as there:
+    with opened(root, *source.parts, make=True) as ours, opened(root, *folder.parts, make=True) as there:
         os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=ours))
         try:
             os.rename(probe, probe, src_dir_fd=ours, dst_dir_fd=there)
