@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import json
 import shutil
+import sys
 import warnings
 
 import msgspec
@@ -357,6 +358,12 @@ def test_where_the_driver_refuses_all_records_the_model_s_own_op_runs(refused):
     dispatch.forget()
     with pytest.raises(CacheMiss, match=r"swiglu_forward for rows=64.*made by tileiras-.*refuses it.*driver: "):
         dispatch.plan_for(SPEC, GPU, *SIZES)
+
+
+def test_a_compiler_without_the_reader_of_cubins_ends_no_step(root, monkeypatch):
+    monkeypatch.setitem(sys.modules, "elftools.elf.elffile", None)
+    with pytest.warns(RuntimeWarning, match="pyelftools is not installed.*; the model's own op runs"):
+        assert dispatch.plan_for(SPEC, GPU, *SIZES) is None
 
 
 def test_forget_keeps_the_code_that_a_captured_graph_may_launch(filled):

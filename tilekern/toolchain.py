@@ -80,8 +80,16 @@ class Compiled:
     compiler: str | None = None
 
     def resources(self) -> Resources:
-        """The resources of an SM that it needs, the dynamic shared memory of its launch among them."""
-        found = read_resources(self.cubin, self.symbol)
+        """The resources of an SM that it needs, the dynamic shared memory of its launch among them.
+
+        Raises:
+            ToolchainMissing: pyelftools is not installed.
+        """
+        try:
+            found = read_resources(self.cubin, self.symbol)
+        except ImportError:
+            what = "pyelftools is not installed, without which no cubin is read"
+            raise ToolchainMissing(f"{what}; install it with: pip install 'tilekern[compile]'") from None
         dynamic_bytes = self.launch["shared_bytes"] if self.launch else 0
         return replace(found, shared_bytes=found.shared_bytes + dynamic_bytes)
 
