@@ -18,7 +18,7 @@ load_profile()
 LONG = ("xdist_group", "slow", "processes")
 # `TEST_PARAMETERS`: where a test has more parameters than so many, one in so many of them is tried. tests/run.sh says
 # which; without it, as for who runs one file, all are.
-SHARES = {"few": (6, 10), "third": (12, 3)}
+SHARES = {"few": (6, 10), "quarter": (8, 4)}
 
 
 def pytest_collection_modifyitems(config, items):
@@ -49,6 +49,8 @@ def keep_a_share(config, items, many, of):
 def take_turns(config, items):
     """Leave out the parameters of a test marked ``in_turn(DAYS)`` whose day it is not; each has its own in so many.
 
+    Tests without parameters have other days than one another.
+
     None is left out by the profile ``thorough``, nor where the command line names it, so that one that failed runs
     again on any day.
     """
@@ -58,7 +60,12 @@ def take_turns(config, items):
         if (mark := item.get_closest_marker("in_turn")) and profile != "thorough":
             tests.setdefault((item.path, item.originalname, *mark.args), []).append(item)
     turn = today().toordinal()
-    off = {item for (*_, days), mine in tests.items() for at, item in enumerate(mine) if (at - turn) % days}
+    off = {
+        item
+        for (_, name, days), mine in tests.items()
+        for at, item in enumerate(mine)
+        if (at + zlib.crc32(name.encode()) - turn) % days
+    }
     leave(config, items, {item for item in items if item not in off or item.name in named})
 
 

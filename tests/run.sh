@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Lint, types and tests that need no GPU.
 #
-#   bash tests/run.sh          all tests, of many parameters a third each day, and one whole tuning run with its
+#   bash tests/run.sh          all tests, of many parameters a quarter each day, and one whole tuning run with its
 #                              result checked
 #   bash tests/run.sh quick    those that start no processes and are not slow, with few examples and parameters: for
 #                              while one works
@@ -143,6 +143,6 @@ trap 'rm -rf "$scratch"' EXIT
 cat "$scratch/mypy"
 
 step "pytest"
-TEST_PARAMETERS=third in_workers -m "not gpu"
+TEST_PARAMETERS=quarter in_workers -m "not gpu"
 
 printf '\n== all passed in %d s\n' "$SECONDS"

@@ -163,6 +163,7 @@ def test_kernels_are_measured_on_the_gpu(tmp_path):
     assert {row.provider.split(" ")[0] for row in results.rows} == {"torch", "copy"}
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.slow
 def test_a_cache_of_many_records_is_timed():
     from benchmarks.cache_scale import measure as measure_scale
