@@ -185,7 +185,9 @@ def test_verify_of_a_pack_says_what_is_not_known_to_be_the_best(tmp_path):
 def test_why_tells_of_a_record_that_is_taken_and_not_known_to_be_the_best(as_json, cli, tmp_path, monkeypatch):
     today = made_today("swiglu_forward", "tilekern.kernels.swiglu")
     root = tmp_path / "dated"
-    put(root, kernel="swiglu_forward", module="tilekern.kernels.swiglu", problem=SWIGLU_BUCKET,
+    spec, target = spec_named("swiglu_forward"), resolve("H200")
+    config = dict(spec.default(spec.problem(**SWIGLU_BUCKET), target))
+    put(root, kernel="swiglu_forward", module="tilekern.kernels.swiglu", problem=SWIGLU_BUCKET, config=config,
         **today | {"space_digest": "0" * 64})  # fmt: skip
     monkeypatch.setenv("TILEKERN_CACHE_DIR", str(root))
     monkeypatch.setattr("cache_tools.commands.why.default_layers", lambda *_, **__: [FolderLayer(root, "user")])

@@ -142,7 +142,7 @@ def test_unknown_ops_are_named(call, given):
 
 @pytest.mark.parametrize("call", [tilekern.apply, lambda **more: tilekern.apply_to_model(make(), **more)])
 def test_unknown_families_and_policies_are_named(call):
-    with pytest.raises(InputError, match=r"unknown model type 'qwen9'; known: .*qwen3"):
+    with pytest.raises(InputError, match=r"unknown model type 'qwen9'; did you mean qwen3.*; known: .*qwen3"):
         call(model_type="qwen9")
     with pytest.raises(InputError, match="compile, fallback, error"):
         call(on_miss="explode")
