@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 import torch
-from one_record import GPU, H200
+from one_record import GPU, H200, asked_for_nothing
 
 from tilekern import cache, toolchain
 from tilekern.errors import CacheMiss, TilekernWarning, ToolchainMissing
@@ -35,17 +35,8 @@ def kernel():
 @pytest.fixture(autouse=True)
 def root(tmp_path, monkeypatch):
     """An empty cache of the user, an H200 that is not there, and a process that has said nothing yet."""
-    for name in ("TILEKERN_CACHE_PATH", "TILEKERN_ON_MISS", "TILEKERN_INTERPRET"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("TILEKERN_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(dispatch, "here", lambda _device=None: H200)
-    monkeypatch.setattr(dispatch._state, "counters", {})
-    monkeypatch.setattr("tilekern.warning._said", set())
-    dispatch.set_miss_policy(None)
-    dispatch.forget()
-    yield tmp_path / "cache"
-    dispatch.set_miss_policy(None)
-    dispatch.forget()
+    with asked_for_nothing(tmp_path / "cache", monkeypatch) as root:
+        yield root
 
 
 @pytest.fixture

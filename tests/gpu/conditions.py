@@ -182,56 +182,26 @@ def both(
 # Allocators and the process's environment.
 
 
-@condition()
-def as_usual() -> str:
-    return both()
+EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+ALL_OPTIONS = "garbage_collection_threshold:0.6,max_split_size_mb:64,roundup_power2_divisions:4"
+# What is nothing but another environment.
+ENVIRONMENTS = {
+    "as_usual": {},
+    "expandable_segments": EXPANDABLE,
+    "malloc_async": {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"},
+    "no_caching": {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+    "allocator_with_all_options": {"PYTORCH_CUDA_ALLOC_CONF": ALL_OPTIONS},
+    "launch_blocking": {"CUDA_LAUNCH_BLOCKING": "1"},
+    "eager_loading": {"CUDA_MODULE_LOADING": "EAGER"},
+    "nvml_based_check": {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
+    "one_connection": {"CUDA_DEVICE_MAX_CONNECTIONS": "1"},
+}
+CONDITIONS |= {name: Condition(both, environment) for name, environment in ENVIRONMENTS.items()}
 
 
-@condition({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"})
-def expandable_segments() -> str:
-    return both()
-
-
-@condition({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"})
+@condition(EXPANDABLE)
 def expandable_segments_checkpointed() -> str:
     return both(prepare=checkpointed(reentrant=False))
-
-
-@condition({"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"})
-def malloc_async() -> str:
-    return both()
-
-
-@condition({"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})
-def no_caching() -> str:
-    return both()
-
-
-@condition(
-    {"PYTORCH_CUDA_ALLOC_CONF": "garbage_collection_threshold:0.6,max_split_size_mb:64,roundup_power2_divisions:4"}
-)
-def allocator_with_all_options() -> str:
-    return both()
-
-
-@condition({"CUDA_LAUNCH_BLOCKING": "1"})
-def launch_blocking() -> str:
-    return both()
-
-
-@condition({"CUDA_MODULE_LOADING": "EAGER"})
-def eager_loading() -> str:
-    return both()
-
-
-@condition({"PYTORCH_NVML_BASED_CUDA_CHECK": "1"})
-def nvml_based_check() -> str:
-    return both()
-
-
-@condition({"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
-def one_connection() -> str:
-    return both()
 
 
 @condition({"CUDA_VISIBLE_DEVICES": "1"}, gpus=2)
@@ -472,7 +442,7 @@ def each_step_in_a_new_thread() -> str:
     return both(lambda model, number: in_thread(lambda: plain(model, number)))
 
 
-@condition({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"})
+@condition(EXPANDABLE)
 def backward_in_a_new_thread() -> str:
     def step(model: Any, number: int) -> Any:
         ids = batch()
@@ -817,7 +787,7 @@ def whole_step_captured() -> str:
     return replayed()
 
 
-@condition({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"})
+@condition(EXPANDABLE)
 def whole_step_captured_in_expandable_segments() -> str:
     return replayed()
 

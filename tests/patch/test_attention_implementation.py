@@ -190,23 +190,24 @@ def packed(model, **more):
     return model(input_ids=IDS[:1], position_ids=positions(), **settings).logits
 
 
+def stepped(model, call, slope):
+    """The output of a call, and the gradients of all parameters for a gradient of the output."""
+    model.zero_grad()
+    out = call(model)
+    out.backward(slope)
+    return [out.detach(), *(p.grad.clone() for p in model.parameters())]
+
+
 @pytest.mark.parametrize("windowed", [False, True])
 @pytest.mark.parametrize("use_cache", [False, True])
 @pytest.mark.parametrize("longest", [3, None, PACKED.diff().max()], ids=["number", "none", "tensor"])
 def test_packed_sequences_are_the_same_as_separate_ones(windowed, use_cache, longest):
     ours, theirs = pair(**(WINDOW | {"sliding_window": 2} if windowed else {}))
     slope = torch.randn(1, 7, 331)
-
-    def run(model, call):
-        model.zero_grad()
-        out = call(model)
-        out.backward(slope)
-        return [out.detach(), *(p.grad.clone() for p in model.parameters())]
-
     before = forwards()
-    found = run(ours, functools.partial(packed, use_cache=use_cache, max_length_q=longest))
+    found = stepped(ours, functools.partial(packed, use_cache=use_cache, max_length_q=longest), slope)
     assert forwards() == before + 2
-    assert worst(found, run(theirs, separate)) < 1e-5
+    assert worst(found, stepped(theirs, separate, slope)) < 1e-5
 
 
 def additive(shown):
@@ -259,17 +260,10 @@ def test_a_mask_that_says_more_than_where_sequences_begin_is_kept():
 def test_sequences_packed_by_their_positions_alone_run_the_kernels(more, windowed):
     ours, theirs = pair(**(WINDOW | {"sliding_window": 2} if windowed else {}))
     slope = torch.randn(1, 7, 331)
-
-    def run(model, call):
-        model.zero_grad()
-        out = call(model)
-        out.backward(slope)
-        return [out.detach(), *(p.grad.clone() for p in model.parameters())]
-
     before = forwards()
-    found = run(ours, lambda model: model(input_ids=IDS[:1], position_ids=positions(), **more).logits)
+    found = stepped(ours, lambda model: model(input_ids=IDS[:1], position_ids=positions(), **more).logits, slope)
     assert forwards() == before + 2
-    assert worst(found, run(theirs, separate)) < 1e-5
+    assert worst(found, stepped(theirs, separate, slope)) < 1e-5
 
 
 @pytest.mark.parametrize("windowed", [False, True])
