@@ -158,7 +158,7 @@ def test_what_people_set_for_cute_kernels_of_their_own_is_hidden_while_tilekern_
     cute_compiler.preload()
     dsl = importlib.import_module("cutlass.cutlass_dsl").CuTeDSL._get_dsl()
     monkeypatch.setenv("CUTE_DSL_LINEINFO", "1")
-    monkeypatch.setattr(dsl, "envar", type(dsl.envar)(dsl.name))
+    monkeypatch.setattr(dsl, "envar", cute_compiler._read_anew(dsl))
     assert dsl.envar.lineinfo
     with cute_compiler._as_if_nothing_were_set():
         hidden = dsl.envar.lineinfo, os.environ.get("CUTE_DSL_LINEINFO")

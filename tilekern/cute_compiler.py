@@ -60,14 +60,24 @@ def _as_if_nothing_were_set() -> Iterator[None]:
     hidden = {name: os.environ.pop(name) for name in list(os.environ) if name.startswith(_VARIABLES)}
     try:
         dsl = importlib.import_module("cutlass.cutlass_dsl").CuTeDSL._get_dsl()
-        before, dsl.envar = dsl.envar, type(dsl.envar)(dsl.name)
+        before, dsl.envar = dsl.envar, _read_anew(dsl)
         try:
             yield
         finally:
             os.environ.update(hidden)
-            dsl.envar = before if was_here else type(dsl.envar)(dsl.name)
+            anew = _read_anew(dsl)
+            dsl.envar = before if was_here else anew
     finally:
         os.environ.update(hidden)
+
+
+def _read_anew(dsl: Any) -> Any:
+    """The DSL's settings, of the variables as they are now; its readers keep what they read first."""
+    for base in type(dsl.envar).__mro__:
+        for reader in vars(sys.modules[base.__module__]).values():
+            if hasattr(reader, "cache_clear"):
+                reader.cache_clear()
+    return type(dsl.envar)(dsl.name)
 
 
 @search_put_off()

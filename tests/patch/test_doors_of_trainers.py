@@ -61,4 +61,4 @@ def test_a_program_that_is_not_edited_trains_patched_models_on_all_ranks(tmp_pat
         assert left_out not in each["ops"]
         assert {*KERNELS.values()} - {KERNELS.get(left_out)} == {*KERNELS.values()} & {*each["asked"]}
     # The first rank alone says what serves which modules.
-    assert ran.stderr.count("tilekern: fused_linear_cross_entropy yes ") == trained.count("callback")
+    assert ran.stderr.count("tilekern: fused_linear_cross_entropy: patched") == trained.count("callback")

@@ -65,6 +65,11 @@ static int is_watched(int descriptor) {
     return root[0] && descriptor >= 0 && descriptor < LARGEST_DESCRIPTOR && (descriptors[descriptor] & WATCHED);
 }
 
+// A path that starts at an open folder.
+static int is_below_root_at(int folder, const char *path) {
+    return folder == AT_FDCWD || (path && *path == '/') ? is_below_root(path) : is_watched(folder);
+}
+
 // What a loss of power leaves of data that was not synced: some beginning of it.
 static void lose_what_is_not_synced(void) {
     for (int descriptor = 0; descriptor < LARGEST_DESCRIPTOR; descriptor++) {
@@ -90,23 +95,30 @@ static int strikes(int operation) {
 
 // ---- files
 
-static int opened(int descriptor, const char *path) {
-    if (descriptor >= 0 && descriptor < LARGEST_DESCRIPTOR) descriptors[descriptor] = is_below_root(path) ? WATCHED : 0;
+// Paths that start at the process's folder and those that start at an open one go through the same calls here.
+
+static int opened(int descriptor, int below) {
+    if (descriptor >= 0 && descriptor < LARGEST_DESCRIPTOR) descriptors[descriptor] = below ? WATCHED : 0;
     return descriptor;
 }
 
-#define DEFINE_OPEN(name)                                                  \
-    int name(const char *path, int flags, ...) {                           \
-        REAL(int, #name, const char *, int, ...);                          \
-        va_list rest;                                                      \
-        va_start(rest, flags);                                             \
-        mode_t mode = flags & (O_CREAT | O_TMPFILE) ? va_arg(rest, mode_t) : 0; \
-        va_end(rest);                                                      \
-        if (is_below_root(path) && strikes(OPEN)) return -1;               \
-        return opened(real(path, flags, mode), path);                      \
-    }
-DEFINE_OPEN(open)
-DEFINE_OPEN(open64)
+static int open_at(int folder, const char *path, int flags, mode_t mode) {
+    REAL(int, "openat", int, const char *, int, ...);
+    int below = is_below_root_at(folder, path);
+    return below && strikes(OPEN) ? -1 : opened(real(folder, path, flags, mode), below);
+}
+
+#define OPEN_AT(folder)                                                    \
+    va_list rest;                                                          \
+    va_start(rest, flags);                                                 \
+    mode_t mode = flags & (O_CREAT | O_TMPFILE) ? va_arg(rest, mode_t) : 0; \
+    va_end(rest);                                                          \
+    return open_at(folder, path, flags, mode)
+
+int open(const char *path, int flags, ...) { OPEN_AT(AT_FDCWD); }
+int open64(const char *path, int flags, ...) { OPEN_AT(AT_FDCWD); }
+int openat(int folder, const char *path, int flags, ...) { OPEN_AT(folder); }
+int openat64(int folder, const char *path, int flags, ...) { OPEN_AT(folder); }
 
 // A file that is closed and was never synced stays at risk: a second descriptor is kept, by which it can be torn.
 int close(int descriptor) {
@@ -145,52 +157,66 @@ ssize_t write(int descriptor, const void *buffer, size_t size) {
 DEFINE_SYNC(fsync)
 DEFINE_SYNC(fdatasync)
 
-int rename(const char *from, const char *to) {
-    REAL(int, "rename", const char *, const char *);
-    return is_below_root(to) && strikes(RENAME) ? -1 : real(from, to);
+int renameat(int from_folder, const char *from, int to_folder, const char *to) {
+    REAL(int, "renameat", int, const char *, int, const char *);
+    return is_below_root_at(to_folder, to) && strikes(RENAME) ? -1 : real(from_folder, from, to_folder, to);
 }
 
-#define DEFINE_PATH_CALL(name, operation)                                  \
-    int name(const char *path) {                                           \
-        REAL(int, #name, const char *);                                    \
-        return is_below_root(path) && strikes(operation) ? -1 : real(path); \
-    }
-DEFINE_PATH_CALL(unlink, UNLINK)
-DEFINE_PATH_CALL(rmdir, RMDIR)
+int rename(const char *from, const char *to) { return renameat(AT_FDCWD, from, AT_FDCWD, to); }
 
-int mkdir(const char *path, mode_t mode) {
-    REAL(int, "mkdir", const char *, mode_t);
-    return is_below_root(path) && strikes(MKDIR) ? -1 : real(path, mode);
+int unlinkat(int folder, const char *path, int flags) {
+    REAL(int, "unlinkat", int, const char *, int);
+    int operation = flags & AT_REMOVEDIR ? RMDIR : UNLINK;
+    return is_below_root_at(folder, path) && strikes(operation) ? -1 : real(folder, path, flags);
 }
+
+int unlink(const char *path) { return unlinkat(AT_FDCWD, path, 0); }
+int rmdir(const char *path) { return unlinkat(AT_FDCWD, path, AT_REMOVEDIR); }
+
+int mkdirat(int folder, const char *path, mode_t mode) {
+    REAL(int, "mkdirat", int, const char *, mode_t);
+    return is_below_root_at(folder, path) && strikes(MKDIR) ? -1 : real(folder, path, mode);
+}
+
+int mkdir(const char *path, mode_t mode) { return mkdirat(AT_FDCWD, path, mode); }
 
 DIR *opendir(const char *path) {
     REAL(DIR *, "opendir", const char *);
     return is_below_root(path) && strikes(LIST) ? NULL : real(path);
 }
 
-#define DEFINE_STAT(name, type)                                            \
-    int name(const char *path, struct type *status) {                      \
-        REAL(int, #name, const char *, struct type *);                     \
-        return is_below_root(path) && strikes(STAT) ? -1 : real(path, status); \
-    }
-DEFINE_STAT(stat, stat)
-DEFINE_STAT(stat64, stat64)
-DEFINE_STAT(lstat, stat)
-DEFINE_STAT(lstat64, stat64)
+DIR *fdopendir(int descriptor) {
+    REAL(DIR *, "fdopendir", int);
+    return is_watched(descriptor) && strikes(LIST) ? NULL : real(descriptor);
+}
 
-#define DEFINE_FSTAT(name, type)                                           \
-    int name(int descriptor, struct type *status) {                        \
-        REAL(int, #name, int, struct type *);                              \
-        return is_watched(descriptor) && strikes(STAT) ? -1 : real(descriptor, status); \
-    }
-DEFINE_FSTAT(fstat64, stat64)
+static int stat_at(int folder, const char *path, void *status, int flags) {
+    REAL(int, "fstatat", int, const char *, void *, int);
+    return is_below_root_at(folder, path) && strikes(STAT) ? -1 : real(folder, path, status, flags);
+}
+
+int stat(const char *path, struct stat *status) { return stat_at(AT_FDCWD, path, status, 0); }
+int stat64(const char *path, struct stat64 *status) { return stat_at(AT_FDCWD, path, status, 0); }
+int lstat(const char *path, struct stat *status) { return stat_at(AT_FDCWD, path, status, AT_SYMLINK_NOFOLLOW); }
+int lstat64(const char *path, struct stat64 *status) { return stat_at(AT_FDCWD, path, status, AT_SYMLINK_NOFOLLOW); }
+int fstatat(int folder, const char *path, struct stat *status, int flags) {
+    return stat_at(folder, path, status, flags);
+}
+int fstatat64(int folder, const char *path, struct stat64 *status, int flags) {
+    return stat_at(folder, path, status, flags);
+}
+
+int fstat64(int descriptor, struct stat64 *status) {
+    REAL(int, "fstat64", int, struct stat64 *);
+    return is_watched(descriptor) && strikes(STAT) ? -1 : real(descriptor, status);
+}
 
 int utimensat(int folder, const char *path, const struct timespec times[2], int flags) {
     REAL(int, "utimensat", int, const char *, const struct timespec *, int);
-    return is_below_root(path) && strikes(TOUCH) ? -1 : real(folder, path, times, flags);
+    return is_below_root_at(folder, path) && strikes(TOUCH) ? -1 : real(folder, path, times, flags);
 }
 
-// ---- locks of a file system that grants every one, and the clock
+// ---- locks of a file system that grants every one, copies of descriptors, and the clock
 
 int flock(int descriptor, int operation) {
     REAL(int, "flock", int, int);
@@ -205,7 +231,10 @@ int flock(int descriptor, int operation) {
         void *argument = va_arg(rest, void *);                             \
         va_end(rest);                                                      \
         int locks = command == F_SETLK || command == F_SETLKW || command == F_OFD_SETLK || command == F_OFD_SETLKW; \
-        return lying_locks && locks ? 0 : real(descriptor, command, argument); \
+        if (lying_locks && locks) return 0;                                \
+        int result = real(descriptor, command, argument);                  \
+        if (command == F_DUPFD || command == F_DUPFD_CLOEXEC) opened(result, is_watched(descriptor)); \
+        return result;                                                     \
     }
 DEFINE_FCNTL(fcntl)
 DEFINE_FCNTL(fcntl64)

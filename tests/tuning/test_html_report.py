@@ -302,7 +302,7 @@ def test_a_form_goes_to_standard_output_where_the_file_is_a_dash(sweep: Sweep, t
 def test_a_report_that_finds_no_place_leaves_the_one_that_was_there(sweep: Sweep, tmp_path: Path, monkeypatch, capsys):
     page = tmp_path / "rows.csv"
     page.write_text("an earlier report")
-    monkeypatch.setattr("os.replace", lambda *_: fail_with(errno.ENOSPC))
+    monkeypatch.setattr("os.replace", lambda *_, **__: fail_with(errno.ENOSPC))
     assert run(sweep.folder, "--csv", page) == 2
     assert capsys.readouterr().err == f"tilekern: cannot write {page}: {os.strerror(errno.ENOSPC)}\n"
     assert page.read_text() == "an earlier report"

@@ -163,7 +163,7 @@ def test_every_op_that_is_called_on_what_its_kernel_takes_can_be_named():
         ("rms_norm rows", "is not a problem key"),
         ("rms_norm rows=64,columns=64", "expected the dimensions rows, columns, dtype, weight_dtype"),
         ("rms_norm rows=0,columns=64,dtype=bfloat16", "rows must be a whole number of at least 1"),
-        ("rms_norm rows=64,columns=64,dtype=int8", "dtype must be one of bfloat16, float16, float32"),
+        ("rms_norm rows=64,columns=64,dtype=int8", "unknown dtype 'int8'; known: bfloat16, float16, float32, and bf16"),
         (
             "attention batch=1,queries=8,keys=8,heads=1,kv_heads=1,head_dim=16,windowed=True,dtype=float32",
             "a call of attention cannot be made of these sizes; name the kernel, attention_forward",

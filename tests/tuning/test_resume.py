@@ -323,7 +323,7 @@ def test_journals_are_read_once_a_stage(sweep: Sweep, monkeypatch):
     """The time of a stage grows with the journal's length, not with its square."""
     measure(sweep, RecordedExecutor())
     noise = {"check": RIGHT, "race": "old", "code_sha256": None, **timing(1.0)}
-    sweep.note("measured", *({"candidate": f"other|{number}||", **noise} for number in range(100_000)))
+    sweep.note("measured", *({"candidate": f"other|{number}||", **noise} for number in range(20_000)))
     counts = Counter()
     for name in ("compiled", "measured", "races", "quarantined"):
         read = getattr(Sweep, name)

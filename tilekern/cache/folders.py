@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import stat
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path, PurePath, PurePosixPath
 
@@ -182,14 +181,37 @@ def folders_inside(
             if fail:
                 fail(error)
             return
-        for place, folders, files, folder in os.fwalk(".", onerror=fail, dir_fd=top):
-            above = place.split(os.sep)[1:]
-            folders[:] = sorted(folders if above else set(folders) - set(skip)) if len(above) < _DEEPEST else []
-            yield PurePosixPath(*names, *above), [name for name in sorted(files) if not _is_link(name, folder)]
+        yield from _folders_below(top, PurePosixPath(*names), skip, fail, _DEEPEST)
 
 
-def _is_link(name: str, folder: int) -> bool:
+def _folders_below(
+    folder: int, place: PurePosixPath, skip: Collection[str], fail: Callable[[OSError], None] | None, deep: int
+) -> Iterator[tuple[PurePosixPath, list[str]]]:
+    # os.fwalk tells of a folder that cannot be opened, and raises where one cannot be listed.
     try:
-        return stat.S_ISLNK(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode)
+        with os.scandir(folder) as entries:
+            kinds = {entry.name: _kind_of(entry) for entry in entries}
+    except OSError as error:
+        error.filename = str(place)
+        if fail:
+            fail(error)
+        return
+    yield place, sorted(name for name, kind in kinds.items() if kind == "file")
+    for name in sorted(name for name, kind in kinds.items() if kind == "folder" and deep and name not in skip):
+        try:
+            inner = os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=folder)
+        except OSError as error:
+            if fail:
+                fail(error)
+            continue
+        try:
+            yield from _folders_below(inner, place / name, (), fail, deep - 1)
+        finally:
+            os.close(inner)
+
+
+def _kind_of(entry: os.DirEntry[str]) -> str:
+    try:
+        return "link" if entry.is_symlink() else "folder" if entry.is_dir() else "file"
     except OSError:
-        return True  # it is gone
+        return "gone"

@@ -190,10 +190,11 @@ class Sweep:
         Who only looks at a folder whose compile stage has ended counts what that stage had: a package that is installed
         later adds nothing to a sweep that is finished.
         """
-        if any("compiler" in line for line in self.compiled().values()):
-            return True
-        ended = [run for run in self.runs() if run["stage"] == "compile"][-1:]
-        return compiler() is not None and not (ended and ended[0].get("ended") and not self.is_own)
+        if compiler() is not None:
+            ended = [run for run in self.runs() if run["stage"] == "compile"][-1:]
+            if self.is_own or not (ended and ended[0].get("ended")):
+                return True
+        return any("compiler" in line for line in self.compiled().values())
 
     def compiled(self) -> dict[str, Line]:
         """The state of each artifact key: status ``ok`` or ``failed``, and facts or the reason."""
