@@ -1,6 +1,5 @@
 """What all tests share: hypothesis' profiles, and settings of their own."""
 
-import datetime
 import os
 import zlib
 from random import Random
@@ -11,67 +10,35 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
-from examples import load_profile, profile
+from examples import load_profile
 
 load_profile()
 # What takes long goes first, so that no worker is left alone with it at the end.
 LONG = ("xdist_group", "slow", "processes")
-# `TEST_PARAMETERS`: where a test has more parameters than so many, one in so many of them is tried. tests/run.sh says
-# which; without it, as for who runs one file, all are.
-SHARES = {"few": (6, 10), "quarter": (8, 4)}
+# `TEST_PARAMETERS`: where a test has more parameters than so many, one in so many of them is tried, the same ones in
+# every run. tests/run.sh says which; without it, as for who runs one file, all are.
+SHARES = {"few": (6, 10), "some": (8, 4)}
 
 
 def pytest_collection_modifyitems(config, items):
-    take_turns(config, items)
     if share := SHARES.get(os.environ.get("TEST_PARAMETERS", "")):
         keep_a_share(config, items, *share)
     items.sort(key=lambda item: next((at for at, mark in enumerate(LONG) if item.get_closest_marker(mark)), len(LONG)))
 
 
 def keep_a_share(config, items, many, of):
-    """Keep one in ``of`` parameters of each test that has ``many``: each day others, alike in all workers.
+    """Keep one in ``of`` parameters of each test that has more than ``many``, drawn by its name.
 
-    A test marked ``daily`` keeps all of them.
+    A test marked ``share(N)`` keeps one in N, however few it has.
     """
     tests, kept = {}, set()
     for item in items:
-        if item.get_closest_marker("daily"):
-            kept.add(item)
-        else:
-            tests.setdefault((item.path, item.cls, getattr(item, "originalname", item.name)), []).append(item)
-    draw, day = Random(), today().isoformat()
-    for test, mine in tests.items():
-        draw.seed(f"{day} {test[0].name} {test[2]}")
-        kept.update(draw.sample(mine, max(many, len(mine) // of)) if len(mine) > many else mine)
+        share = next((mark.args[0] for mark in item.iter_markers("share")), None)
+        tests.setdefault((item.path, item.cls, getattr(item, "originalname", item.name), share), []).append(item)
+    for (path, _, name, share), mine in tests.items():
+        count = max(1, len(mine) // share) if share else max(many, len(mine) // of)
+        kept.update(Random(f"{path.name} {name}").sample(mine, min(count, len(mine))))
     leave(config, items, kept)
-
-
-def take_turns(config, items):
-    """Leave out the parameters of a test marked ``in_turn(DAYS)`` whose day it is not; each has its own in so many.
-
-    Tests without parameters have other days than one another.
-
-    None is left out by the profile ``thorough``, nor where the command line names it, so that one that failed runs
-    again on any day.
-    """
-    named = {arg.rpartition("::")[2] for arg in config.args}
-    tests = {}
-    for item in items:
-        if (mark := item.get_closest_marker("in_turn")) and profile != "thorough":
-            tests.setdefault((item.path, item.originalname, *mark.args), []).append(item)
-    turn = today().toordinal()
-    off = {
-        item
-        for (_, name, days), mine in tests.items()
-        for at, item in enumerate(mine)
-        if (at + zlib.crc32(name.encode()) - turn) % days
-    }
-    leave(config, items, {item for item in items if item not in off or item.name in named})
-
-
-def today():
-    """The same in all workers, wherever they are."""
-    return datetime.datetime.now(datetime.UTC).date()
 
 
 def leave(config, items, kept):

@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # Lint, types and tests that need no GPU.
 #
-#   bash tests/run.sh          all tests, of many parameters a quarter each day, and one whole tuning run with its
+#   bash tests/run.sh          what a change must pass, of many parameters a share, and one whole tuning run with its
 #                              result checked
 #   bash tests/run.sh quick    those that start no processes and are not slow, with few examples and parameters: for
 #                              while one works
-#   bash tests/run.sh stress   the cache under processes, kills, failing calls and mutations, for long
+#   bash tests/run.sh nightly  every test with all parameters, and examples drawn anew: PTX as it runs, browsers, Ray,
+#                              kills at any moment; the cache under processes, failing calls and mutations, for long
 #
 # Needs Python 3.11 or newer and a package index; no GPU. Works in .venv, or in the environment that TILEKERN_VENV
 # names; one that has everything is used as it is. Writes to the clone and to one temporary folder, nowhere else.
@@ -13,7 +14,7 @@
 # ones in .cubins for their next run, and Python's bytecode in .bytecode; by all of them in the temporary folder.
 set -euo pipefail
 tier=${1:-all}
-case $tier in all | quick | stress) ;; *) echo "tests/run.sh: $tier is not a tier; give quick, stress or nothing" >&2; exit 2 ;; esac
+case $tier in all | quick | nightly) ;; *) echo "tests/run.sh: $tier is not a tier; give quick, nightly or nothing" >&2; exit 2 ;; esac
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 scratch=$(mktemp -d)
@@ -85,13 +86,6 @@ pytest() {
 workers=3
 in_workers() { pytest -n "$workers" --dist loadgroup "$@"; }
 
-if [ "$tier" = stress ]; then
-    step "stress"
-    HYPOTHESIS_PROFILE=thorough in_workers -m stress
-    printf '\n== all passed in %d s\n' "$SECONDS"
-    exit
-fi
-
 step "ruff"
 "$python" -m ruff check .
 "$python" -m ruff format --check .
@@ -102,7 +96,7 @@ if [ "$tier" = quick ]; then
     step "pytest, the quick ones"
     keep_cubins "$PWD/.cubins"
     workers=2
-    HYPOTHESIS_PROFILE=quick TEST_PARAMETERS=few in_workers -m "not gpu and not processes and not slow and not stress"
+    HYPOTHESIS_PROFILE=quick TEST_PARAMETERS=few in_workers -m "not gpu and not nightly and not processes and not slow and not stress"
     printf '\n== all passed in %d s\n' "$SECONDS"
     exit
 fi
@@ -143,6 +137,10 @@ trap 'rm -rf "$scratch"' EXIT
 cat "$scratch/mypy"
 
 step "pytest"
-TEST_PARAMETERS=quarter in_workers -m "not gpu"
+if [ "$tier" = nightly ]; then
+    HYPOTHESIS_PROFILE=thorough in_workers -m "not gpu" --timeout 7200
+else
+    TEST_PARAMETERS=some in_workers -m "not gpu and not nightly"
+fi
 
 printf '\n== all passed in %d s\n' "$SECONDS"

@@ -290,6 +290,7 @@ def first_line(path, process, timeout_s=300):
 
 
 @needs_compiler
+@pytest.mark.nightly
 def test_ctrl_c_keeps_what_was_finished_and_the_next_run_does_the_rest(lines):
     command = [sys.executable, "-m", "tilekern.tune", *FEW, "--jobs", "1"]
     process = subprocess.Popen(

@@ -97,6 +97,7 @@ def default_runs(outcome):
     return [config for config, _ in outcome["runs"]]
 
 
+@pytest.mark.nightly
 def test_equal_caches_exchange_nothing_but_their_digests(situations):
     found = situations["equal"]
     assert runs(found) == [found[0]["runs"]] * RANKS

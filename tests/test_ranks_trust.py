@@ -199,6 +199,7 @@ def configs(outcome):
 
 
 @pytest.mark.parametrize("name", ["trusted by all", "trusted from a pack"])
+@pytest.mark.share(2)
 def test_what_a_trust_root_of_each_rank_signed_is_taken_over(situations, name):
     found = situations[name]
     for one in found:

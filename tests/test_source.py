@@ -140,6 +140,7 @@ def test_noted_digests_hold_for_the_files_that_they_were_made_from_alone(digest,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("python", ["python3.11", "python3.12", "python3.13"])
+@pytest.mark.nightly
 def test_every_python_finds_the_same_digests(python):
     """A cache that was filled under one Python serves under another."""
     specs = sorted((spec.module, name) for name, spec in all_specs().items())

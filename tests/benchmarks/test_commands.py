@@ -163,8 +163,8 @@ def test_kernels_are_measured_on_the_gpu(tmp_path):
     assert {row.provider.split(" ")[0] for row in results.rows} == {"torch", "copy"}
 
 
-@pytest.mark.in_turn(3)
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_cache_of_many_records_is_timed():
     from benchmarks.cache_scale import measure as measure_scale
 
@@ -173,6 +173,7 @@ def test_a_cache_of_many_records_is_timed():
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_the_commands_that_are_timed_run():
     from benchmarks.startup import command_rows
 

@@ -29,6 +29,7 @@ def planned(folder, problems):
 
 
 @pytest.mark.skipif(toolkit() is None, reason="no tile compiler is installed")
+@pytest.mark.nightly
 def test_the_share_is_the_work_of_one_core_over_what_the_cores_were_held(tmp_path):
     problems = plan_of_model("qwen3-0.6b", Steps([2048], ops=["rope"]), TARGET).problems
     sweep = planned(tmp_path, problems)

@@ -67,6 +67,7 @@ def test_providers_equal_the_loop_in_float64(model, kind, tiny):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
+@pytest.mark.nightly
 def test_compiled_layers_equal_it_too(model, tiny, monkeypatch):
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager", fullgraph=True))
     (case,) = cases(tiny[model], [24], [BALANCED])

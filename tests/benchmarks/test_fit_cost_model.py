@@ -74,6 +74,7 @@ def test_the_left_out_are_predicted_by_what_others_say(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_measured_sweep_is_read_as_the_benchmark_reads_it(tmp_path):
     problem = spec_named("column_sum").problem(rows=256, columns=128, dtype="bfloat16")
     sweep = Sweep(tmp_path)

@@ -43,6 +43,7 @@ def losses_of(job):
 
 
 @pytest.mark.processes
+@pytest.mark.nightly
 def test_two_processes_share_tensors_and_experts_and_have_the_loss_of_one(tiny):
     job = Job(**vars(tiny) | {"provider": "tilekern", "way": "ep", "ranks": 2})
     results = measure_jobs([job], facts(), "parallel", lambda *_: None, lambda _: None)[0]

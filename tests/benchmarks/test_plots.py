@@ -60,6 +60,7 @@ def test_one_length_and_other_benchmarks_have_no_plot(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("results", [train_results(), sweep_results()], ids=["train", "sweep"])
+@pytest.mark.nightly
 def test_a_report_draws_the_same_file_each_time(results, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     write_results(tmp_path / "gpu" / "a.json", results)

@@ -61,6 +61,7 @@ def loss_of(family, provider):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.share(4)
 def test_each_family_has_the_same_loss_by_tilekern_as_unpatched(name, tmp_path):
     family = tiny(FAMILIES[name], tmp_path)
     unpatched = next(one for one in family.providers if one.startswith("hf-"))

@@ -111,6 +111,7 @@ def fill(event, arguments):
 
 
 @pytest.mark.processes
+@pytest.mark.nightly
 def test_killed_at_any_step_it_is_all_or_nothing(cache, pack, tmp_path):
     outcomes = []
     for step in range(1000):

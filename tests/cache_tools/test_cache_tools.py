@@ -374,6 +374,7 @@ def test_pack_and_unpack_carry_a_cache(cli, as_json, tmp_path):
     assert "unpacked 2 records" in cli("unpack", str(out), root=there)[1]
 
 
+@pytest.mark.nightly
 def test_pack_of_a_model_takes_what_it_needs_and_nothing_else(as_json, cli, cache, tmp_path):
     """The records that ship with the wheel are those of one model; the fixture's have sizes of none."""
     bad = next(entry for entry in Store(cache).entries() if entry.address.target_key == "sm_90-h200-132")

@@ -61,6 +61,7 @@ def run(*command):
     return ran.stdout.strip()
 
 
+@pytest.mark.nightly
 def test_pip_installs_them_and_a_new_process_finds_their_records(make, cache, tmp_path):
     """Two of them side by side, in a real environment; what is uninstalled is found no more."""
     put(tmp_path / "other", b"4096" * 100, problem={**PROBLEM, "rows": 4096})

@@ -193,7 +193,7 @@ def test_the_three_kernels_in_a_row_give_the_gradients_of_the_forward(sinks, pac
     ],
     ids=str,
 )
-@pytest.mark.in_turn(2)
+@pytest.mark.share(8)
 def test_default_configs_of_other_heads_and_packed_sequences_spill_nothing(spec, arch, changes):
     target = resolve(arch)
     sizes = {"batch": 1, "queries": 8192, "keys": 8192, "heads": 32, "kv_heads": 8, "head_dim": 128}

@@ -201,7 +201,7 @@ SPILLS = [
 @pytest.mark.slow
 @pytest.mark.skipif(toolkit() is None, reason="no tile compiler is installed")
 @pytest.mark.parametrize(("arch", "changes"), SPILLS, ids=str)
-@pytest.mark.in_turn(2)
+@pytest.mark.share(8)
 def test_defaults_of_real_sizes_spill_next_to_nothing(arch, changes):
     target = resolve(arch)
     problem = sized(SPEC, "bfloat16", batch=4, queries=4096, keys=4096, heads=32, kv_heads=8, head_dim=128)

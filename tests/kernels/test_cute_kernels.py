@@ -40,7 +40,7 @@ EVERYWHERE = (
 COMPILED = [
     pytest.param(
         spec, target, id=f"{spec.name}-{target.arch}",
-        marks=[pytest.mark.in_turn(3)] if target.arch in LIKE_OTHERS else [],
+        marks=[pytest.mark.share(8)] if target.arch in LIKE_OTHERS else [],
     )
     for spec in ABLE
     for target in GPUS
@@ -155,7 +155,7 @@ def test_they_compile_with_tails_several_rows_and_clusters(columns, dtype, axes)
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(2)
+@pytest.mark.share(8)
 @needs_cute
 @pytest.mark.parametrize("spec", LOSSES, ids=lambda spec: spec.name)
 @pytest.mark.parametrize("vocabulary", [32000, 128256, 151936])
@@ -174,7 +174,7 @@ def test_a_row_of_logits_stays_in_registers(spec, vocabulary):
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(2)
+@pytest.mark.share(8)
 @needs_cute
 @pytest.mark.parametrize("spec", PAIRS, ids=lambda spec: spec.name)
 @pytest.mark.parametrize(("dtype", "graded"), [("bfloat16", True), ("float32", True), ("bfloat16", False)])
@@ -193,7 +193,7 @@ def test_steps_over_pairs_stay_in_registers(spec, dtype, graded):
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(2)
+@pytest.mark.share(8)
 @needs_cute
 @pytest.mark.parametrize("spec", SUMS, ids=lambda spec: spec.name)
 @pytest.mark.parametrize(("rows", "columns"), [(512, 128), (1024, 4096), (1024, 28672)])
@@ -209,7 +209,7 @@ def test_sums_spill_nothing(spec, rows, columns):
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(2)
+@pytest.mark.share(8)
 @needs_cute
 @pytest.mark.parametrize("spec", TURNS, ids=lambda spec: spec.name)
 @pytest.mark.parametrize("is_inverse", [False, True])
@@ -347,7 +347,7 @@ def test_short_and_long_rows_and_older_gpus_have_no_ring(spec):
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(2)
+@pytest.mark.share(8)
 @needs_cute
 @pytest.mark.parametrize("spec", RINGS, ids=lambda spec: spec.name)
 @pytest.mark.parametrize("target", [H200, resolve("B200")], ids=lambda target: target.arch)

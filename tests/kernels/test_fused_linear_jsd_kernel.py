@@ -89,6 +89,7 @@ def test_wide_sums_lose_nothing_over_many_chunks():
 
 @examples(20)
 @given(data=st.data())
+@pytest.mark.nightly
 def test_wide_logits_are_rounded_nowhere(data):
     rows, chunk = data.draw(st.integers(1, 300), label="rows"), data.draw(st.integers(1, 600), label="chunk")
     dtype = data.draw(st.sampled_from(["bfloat16", "float16"]), label="dtype")
@@ -139,6 +140,7 @@ def test_the_teacher_s_logits_are_held_for_a_part_of_a_chunk_alone(parts, monkey
 
 @pytest.mark.slow
 @pytest.mark.parametrize("graded", [True, False])
+@pytest.mark.nightly
 def test_wide_logits_take_no_more_memory(graded, monkeypatch):
     problem = problem_of(4096, 40, dtype="bfloat16")
     options = Options(wide_logits=True, hidden_gradient=graded, weight_gradient=graded)

@@ -15,6 +15,7 @@ WAYS = ("tile_g", "tile_c", "tile_n")
 
 @both
 @pytest.mark.parametrize(("channels", "positions"), SIZES)
+@pytest.mark.share(8)
 def test_groups_of_every_size(spec, channels, positions):
     problem = sized(spec, "bfloat16", batch=2, groups=3, channels=channels, positions=positions)
     inputs = inputs_of(spec, problem)

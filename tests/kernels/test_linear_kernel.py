@@ -229,7 +229,7 @@ SPILLS = [
 @pytest.mark.slow
 @pytest.mark.skipif(toolkit() is None, reason="no tile compiler is installed")
 @pytest.mark.parametrize(("arch", "epilogue", "product"), SPILLS)
-@pytest.mark.in_turn(2)
+@pytest.mark.share(8)
 def test_defaults_of_a_large_problem_spill_nothing(arch, epilogue, product):
     target, problem = resolve(arch), problem_of(8192, 4096, 12288, *product, *epilogue)
     default = SPEC.default(problem, target)

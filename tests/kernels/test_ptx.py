@@ -20,7 +20,7 @@ from tilekern.spec import DTYPES, ITEM_BYTES, Config, cdiv
 from tilekern.targets import resolve
 from tuning.verify.check import arguments_of, compare, expected_results, make_outputs
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 
 INFINITY, NAN = math.inf, math.nan
 

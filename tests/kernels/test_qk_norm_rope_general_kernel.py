@@ -102,7 +102,7 @@ def test_bytes_counted_by_hand(spec, dtypes, moved):
 @every_spec
 @pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
 @pytest.mark.parametrize("form", ["gemma3", "qwen3_next", "hunyuan", "llama4"])
-@pytest.mark.in_turn(2)
+@pytest.mark.share(8)
 def test_the_forms_of_models_compile(spec, arch, form):
     problem, target = spec.bucketed(form_of(spec, "bfloat16", form, tokens=4096, batch=1)), resolve(arch)
     assert compile_candidate(spec, problem, spec.default(problem, target), target, ALIGNED).cubin

@@ -21,7 +21,11 @@ YARDSTICK_S = 0.33
 YARDSTICK = spec_named("rms_norm_forward")
 # The moment of the yardstick is not quite that of the compile, so a slow one is taken again.
 TRIES = 5
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(toolkit() is None, reason="no tile compiler is installed")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.nightly,
+    pytest.mark.skipif(toolkit() is None, reason="no tile compiler is installed"),
+]
 COMPILED = compiled()
 # The slowest of some hundred draws; with heads and chunks written out the first five took half a minute and more.
 SLOWEST = [
@@ -77,7 +81,6 @@ def assert_fast(spec, problem, gpu, variant):
     assert min(taken) <= MOST_S, (variant, gpu, problem.key, taken)
 
 
-@pytest.mark.in_turn(2)
 @pytest.mark.parametrize(("kernel", "sizes", "dtype", "gpu"), SLOWEST, ids=str)
 def test_sizes_that_take_longest(kernel, sizes, dtype, gpu):
     spec = spec_named(kernel)
@@ -86,7 +89,6 @@ def test_sizes_that_take_longest(kernel, sizes, dtype, gpu):
         assert_fast(spec, spec.bucketed(sized(spec, dtype, flags=True, **sizes)), gpu, variant)
 
 
-@pytest.mark.in_turn(4)
 @pytest.mark.parametrize("spec", COMPILED, ids=[spec.name for spec in COMPILED])
 def test_any_problem_for_any_gpu(spec):
     """The default or the generic config, which test_compile.py does not compile for GPUs without TMA or with tails."""

@@ -180,7 +180,7 @@ def test_autocast_as_in_a_model():
 
 @every_op
 @pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.in_turn(2)
+@pytest.mark.share(4)
 def test_torch_compile_without_a_graph_break(op, dynamic):
     inputs, leaves = leaves_of(op)
     torch._dynamo.reset()
@@ -232,7 +232,7 @@ REGISTERED = [
 
 
 @pytest.mark.parametrize(("name", "optional"), REGISTERED)
-@pytest.mark.in_turn(2)
+@pytest.mark.share(4)
 def test_torch_s_own_checks_of_a_registered_op(name, optional):
     op = getattr(torch.ops.tilekern, name).default
     result = torch.library.opcheck(op, registered_arguments(name, optional))

@@ -26,7 +26,7 @@ def loss_of(attention, compiled, **positions):
     return float(model(input_ids=IDS, labels=IDS, **positions).loss.detach())
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.share(2)
 @pytest.mark.parametrize(("positions", "launches", "fallbacks"), [({}, 1, 0), ({"position_ids": PACKED}, 0, 1)])
 def test_a_broken_graph_asks_the_frames_that_run_as_python(monkeypatch, positions, launches, fallbacks):
     monkeypatch.setenv("TILEKERN_INTERPRET", "1")

@@ -303,7 +303,7 @@ def test_bfloat16_is_as_exact_as_torch():
         assert worst([ours], [reference]) <= 1.25 * worst([torchs], [reference]) + 4e-3
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.share(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "more"),

@@ -22,7 +22,7 @@ LOWEST = (
 FAMILIES = Path(__file__).with_name("test_model_families.py")
 ROOT = FAMILIES.parents[2]
 
-pytestmark = [pytest.mark.slow, pytest.mark.processes]
+pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.nightly]
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ WORKER = Path(__file__).with_name("parallel_worker.py")
 
 @pytest.mark.processes
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no distributed package")
+@pytest.mark.nightly
 def test_two_processes_give_the_losses_logits_and_gradients_of_one(tmp_path):
     ended = finish(start(tmp_path, WORKER, 2, "cpu", tmp_path, TILEKERN_INTERPRET="1", GLOO_SOCKET_IFNAME="lo"))
     if any(code == 77 for _, _, code in ended):

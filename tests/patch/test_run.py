@@ -160,6 +160,7 @@ raise ValueError("its own")
 
 
 @pytest.mark.processes
+@pytest.mark.nightly
 def test_in_a_process_of_its_own_nothing_is_imported_in_advance(folder):
     path = script(folder, PROGRAM)
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}

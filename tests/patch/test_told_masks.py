@@ -245,7 +245,7 @@ def test_the_longest_sequence_is_read_for_the_first_layer_alone(monkeypatch):
     assert packing.longest(STARTS, 7) == 4
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.share(2)
 @pytest.mark.slow
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("windowed", [False, True])
@@ -267,7 +267,6 @@ def test_a_model_that_is_compiled_as_a_whole(windowed):
         warning._said.clear()
 
 
-@pytest.mark.in_turn(3)
 @pytest.mark.slow
 @pytest.mark.usefixtures("interpreted")
 def test_layers_that_are_compiled_by_themselves_run_the_kernels_on_packed_rows():

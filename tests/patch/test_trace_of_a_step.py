@@ -105,6 +105,7 @@ REFUSED = "jetmoe"
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", [*NAMED, *drawn_families(5)])
+@pytest.mark.share(8)
 def test_so_it_is_in_other_families(h200, family):
     """Their text alone, if they see images: whose grids a tower reads, which meta tensors do not have."""
     tilekern.apply(experts=True)
@@ -135,6 +136,7 @@ def test_so_it_is_in_other_dtypes_and_with_checkpointing(h200, dtype, checkpoint
 
 
 @pytest.mark.parametrize("tokens", [1, 33, 600, pytest.param(1100, marks=pytest.mark.slow)])
+@pytest.mark.share(4)
 def test_so_it_is_in_steps_of_odd_lengths(h200, tokens):
     """Beyond a chunk of the fused loss, with a part that is left over."""
     apply()

@@ -11,6 +11,7 @@ pytestmark = pytest.mark.usefixtures("interpreted")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.nightly
 def test_the_curve_is_the_unpatched_one_s(family):
     sizes = Sizes()
     before = counters("experts_gate_backward").launches

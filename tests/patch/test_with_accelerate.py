@@ -127,6 +127,7 @@ def test_hooks_stay_around_what_runs(early, late):
 @pytest.mark.slow
 @pytest.mark.parametrize("way", [lambda _: apply(), tilekern.apply_to_model], ids=["class", "model"])
 @pytest.mark.parametrize("first", [True, False], ids=["patched first", "compiled first"])
+@pytest.mark.share(4)
 def test_regions_that_are_compiled_by_themselves_have_the_fused_loss(way, first):
     """Accelerate makes shallow copies of a model's modules and wraps its layers and its head."""
     model = make(layers=1)

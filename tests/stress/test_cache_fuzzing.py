@@ -22,7 +22,7 @@ def test_all_readers_of_the_fuzzer_are_run():
 )
 @pytest.mark.stress
 @pytest.mark.parametrize("reader", READERS)
-@pytest.mark.in_turn(2)
+@pytest.mark.share(4)
 def test_a_fuzzed_reader_raises_nothing_of_its_own(tmp_path, reader):
     command = [sys.executable, FUZZER, reader, str(stressed(30, 2)), tmp_path]
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False, cwd=tmp_path)

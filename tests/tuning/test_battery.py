@@ -53,7 +53,7 @@ def stands(spec: KernelSpec, problem: Problem, *, generic: bool = False):
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=NAMES)
-@pytest.mark.in_turn(2)
+@pytest.mark.share(4)
 def test_every_spec_stands_the_battery(spec):
     """With no flag and with all of them, the default and the generic config, in two dtypes: which with which is drawn.
 

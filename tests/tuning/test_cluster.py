@@ -36,7 +36,7 @@ from ray.cluster_utils import Cluster  # noqa: E402
 from tuning.executors import cluster, node, ray_compiling, ray_measuring, ray_nodes  # noqa: E402
 from tuning.executors.cluster import ClusterExecutor  # noqa: E402
 
-pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.in_turn(4), pytest.mark.xdist_group("cluster")]
+pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.nightly, pytest.mark.xdist_group("cluster")]
 ROOT = Path(__file__).parents[2]
 STORE_BYTES = 100 << 20
 PATIENCE_S = 120

@@ -120,6 +120,7 @@ def test_what_ran_out_of_time_counts_again_for_a_run_that_gives_more(compiled_sw
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_the_compile_estimate_is_near_a_real_run(tmp_path: Path, h200: Target):
     """From the journals of a run just before and one just after it; of sizes that no other test has compiled.
 

@@ -16,7 +16,7 @@ from environments import environment, without_kept_cubins
 from tilekern.cache import PackLayer
 from tilekern.toolchain import toolkit
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.nightly]
 
 ROOT = Path(__file__).parents[2]
 KILLS = 3

@@ -149,6 +149,7 @@ def disassembler():
 @needs_compiler
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("kernel", ["matmul", "rms_norm_forward"])
+@pytest.mark.share(4)
 def test_nvdisasm_reads_the_same_opcodes_and_branches(kernel, arch, tmp_path):
     found = made(kernel, arch)
     path = tmp_path / "kernel.cubin"

@@ -109,6 +109,7 @@ def test_qwen3_8b_asks_for_what_its_step_launches_and_what_other_winners_would()
 
 
 @pytest.mark.parametrize("model", [name for name in PRESETS if name != "qwen2.5-vl-7b"])
+@pytest.mark.share(8)
 def test_the_optimizer_has_each_size_of_a_parameter_once_whatever_the_tokens(model):
     made = model_of(config_named(model)[1], "bfloat16", None)
     shapes = {flat_shape(parameter.numel()) for parameter in made.parameters()}

@@ -109,6 +109,7 @@ def test_an_empty_cache_lacks_everything_and_is_not_made(tmp_path):
         (resolve("B200"), 64, "measured", "missing", set()),
     ],
 )
+@pytest.mark.share(2)
 def test_what_is_there_has_a_name(tmp_path, target, rows, provenance, state, meets):
     for need in rope().needs:
         put(tmp_path / "cache", need.kernel, need.problem.but(tokens=rows), target, provenance)

@@ -97,6 +97,7 @@ def test_the_home_is_one_that_cannot_be_written(run, home):
     assert run("-c", code) == ("bound\n", [])
 
 
+@pytest.mark.nightly
 def test_tuning_goes_on_with_another_cache_and_says_what_it_could_not_write(run, home, tmp_path):
     """Under the policy that seals, for a model of the hub: neither the secret nor the hub's cache can be written."""
     out, said = run(*TUNE, "--cache-dir", str(tmp_path / "cache"), TILEKERN_TRUST="signed")
@@ -141,6 +142,7 @@ def tools_go_on_with(run, folder):
     ],
     ids=["tune", "fix", "compile", "serve"],
 )
+@pytest.mark.share(4)
 def test_without_another_cache_one_is_asked_for(run, home, command):
     out, (error,) = run("-m", "tilekern.tune", *command, code=2)
     assert out == ""

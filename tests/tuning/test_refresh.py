@@ -258,6 +258,7 @@ def test_a_refresh_that_was_stopped_goes_on(fill, tune, tmp_path):
     assert not Refresh(folder).unfinished
 
 
+@pytest.mark.nightly
 def test_a_refresh_that_is_killed_before_any_change_to_its_folder_begins_again(tmp_path):
     command = [sys.executable, str(HERE / "refresh_kills.py"), str(tmp_path)]
     path = os.pathsep.join((str(HERE), str(HERE.parents[1]), str(HERE.parent / "kernels")))

@@ -18,7 +18,7 @@ from tuning.report import Report, as_html, report_of
 from tuning.report.columns import problems_of
 from tuning.sweep.folder import Sweep
 
-pytestmark = [pytest.mark.processes, NEEDS_BROWSER]
+pytestmark = [pytest.mark.processes, pytest.mark.nightly, NEEDS_BROWSER]
 FLAGS = (
     "--window-size=1500,2600",
     # Nothing but files can be reached: every name is unknown, and addresses go through a proxy that is not there.

@@ -58,6 +58,7 @@ def journal(sweep: Sweep, name: str) -> list[dict]:
     return [json.loads(line) for line in whole if line.endswith("}")]
 
 
+@pytest.mark.nightly
 def test_kills_at_any_moment_change_nothing_about_the_outcome(compiled_sweep: Sweep, sweep: Sweep, tmp_path: Path):
     calm = copied(compiled_sweep, tmp_path / "calm")
     measure(calm, RecordedExecutor())

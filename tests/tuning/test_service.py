@@ -373,6 +373,7 @@ def test_a_signal_ends_it_with_what_was_finished_kept(tmp_path: Path, number, co
         assert json.loads(line)["status"] == "ok"
 
 
+@pytest.mark.nightly
 def test_a_service_that_is_killed_goes_on_at_the_next_start(tmp_path: Path):
     want(tmp_path)
     journal = cache_at(tmp_path).sweep.folder / "compiled.jsonl"

@@ -17,6 +17,7 @@ from tilekern.toolchain import toolkit
 
 pytestmark = [
     pytest.mark.processes,
+    pytest.mark.nightly,
     NEEDS_BROWSER,
     pytest.mark.skipif(toolkit() is None, reason="no tile compiler is installed"),
 ]
