@@ -24,4 +24,9 @@ class BuildWithDigests(build_py):
         note_digests(spec_modules(root), NOTES)
 
 
+# pip makes text files of the links of a ZIP, and would build a wheel without them and say nothing.
+LINKS = ("tilekern/tuning", "tilekern/cache_tools")
+if not all(Path(__file__).parent.joinpath(link).is_dir() for link in LINKS):
+    raise SystemExit(f"{' and '.join(LINKS)} are links, which this copy of the sources has lost; take git's or a tar")
+
 setup(cmdclass={"build_py": BuildWithDigests})

@@ -23,7 +23,7 @@ from benchmarks.providers import OURS
 from benchmarks.results import Results, Row
 from tilekern.cache.files import ask_for, read_whole
 from tilekern.cache.keys import blob_path
-from tuning.measure.timing import Timing
+from tilekern.tuning.measure.timing import Timing
 
 RECORDS, FEW_RECORDS, KERNELS = 100_000, 200, 40
 # The means of the wheel's own packs: 157 records of 7.6 kB with 92 blobs of 33 kB.
@@ -147,14 +147,16 @@ def _evict(root: Path, number: int) -> None:
 
 def _listing(case: str, root: Path, repeats: int) -> Iterator[Row]:
     """A listing of one kernel's records, as a process of its own."""
-    times = [_times("cache_tools", "ls", "--kernel", "kernel_7", "--cache-dir", str(root)) for _ in range(repeats)]
+    times = [
+        _times("tilekern.cache_tools", "ls", "--kernel", "kernel_7", "--cache-dir", str(root)) for _ in range(repeats)
+    ]
     yield _row(case, "ls_filtered", [wall for wall, _ in times], "s")
     yield _row(case, "ls_filtered_processor", [processor for _, processor in times], "s")
 
 
 def _checking(root: Path, case: str, written: int, repeats: int) -> Iterator[Row]:
     """`verify` as a process of its own: its rate is that of one core, of which it never uses more."""
-    times = [_times("cache_tools", "verify", "--cache-dir", str(root)) for _ in range(repeats)]
+    times = [_times("tilekern.cache_tools", "verify", "--cache-dir", str(root)) for _ in range(repeats)]
     yield _row(case, "verified", [written / 1e6], "MB")
     yield _row(case, "verify", [wall for wall, _ in times], "s")
     yield _row(case, "verify_rate", [written / 1e6 / processor for _, processor in times], "MB/s")

@@ -100,7 +100,7 @@ def kernels(
     from benchmarks.providers import LOADERS, OPS
     from benchmarks.suite_cases import SUITE
     from benchmarks.suites import fixed_cases, sweep_cases
-    from tuning.plan.configs import config_named
+    from tilekern.tuning.plan.configs import config_named
 
     suite = ",".join(SUITE)
     chosen = among(",".join(suite if op.strip() == "suite" else op for op in ops.split(",")), OPS, "op")
@@ -320,7 +320,7 @@ def regret(
 ) -> None:
     """Predicted winner's time over the best measured one."""
     from benchmarks.regret import measure
-    from tuning.sweep import folder as sweeps
+    from tilekern.tuning.sweep import folder as sweeps
 
     _keep(measure(sweep), out or RESULTS / sweeps.Sweep(sweep).target.key, name or "regret")
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tuning.measure.timing import Stopwatch, Timing
+from tilekern.tuning.measure.timing import Stopwatch, Timing
 
 FIRST_SLEEP = 400_000  # GPU cycles, about 0.2 ms
 LONGEST_SLEEP = 40_000_000

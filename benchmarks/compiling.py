@@ -18,10 +18,10 @@ from benchmarks.results import Results, Row
 from tilekern.errors import InputError
 from tilekern.targets import Target, resolve
 from tilekern.toolchain import compile_candidate
-from tuning.compile.order import lowered_as
-from tuning.compile.stage import CompileSummary, compile_all, default_jobs, start_server, wanted, work_s
-from tuning.sweep.candidates import Candidate
-from tuning.sweep.folder import Sweep
+from tilekern.tuning.compile.order import lowered_as
+from tilekern.tuning.compile.stage import CompileSummary, compile_all, default_jobs, start_server, wanted, work_s
+from tilekern.tuning.sweep.candidates import Candidate
+from tilekern.tuning.sweep.folder import Sweep
 
 OPS = ["rms_norm", "swiglu", "rope"]
 TOKENS = [2048, 8192]
@@ -37,8 +37,10 @@ def measure(model: str, gpu: str, *, alone: bool = False) -> Results:
             cores, to tell what part of that many times the speed the stage reaches.
     """
     start_server()  # before the plan, as the tuner's command line does
-    from tuning.plan.models import plan_of_model  # which loads torch, and the workers that import this file must not
-    from tuning.plan.steps import Steps
+    from tilekern.tuning.plan.models import (
+        plan_of_model,  # which loads torch, and the workers that import this file must not
+    )
+    from tilekern.tuning.plan.steps import Steps
 
     target = resolve(gpu)
     planned = plan_of_model(model, Steps(TOKENS, ops=OPS), target)

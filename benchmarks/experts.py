@@ -34,7 +34,7 @@ from benchmarks.served import doubts
 from benchmarks.train import GIB, Process, in_turns, name_of
 from benchmarks.training import has_a_turn
 from tilekern.errors import InputError
-from tuning.measure.timing import Timing
+from tilekern.tuning.measure.timing import Timing
 
 BENCHMARK = "experts"
 # Seconds that a process may take for each of its cases: compilers and autotuners take most of them.

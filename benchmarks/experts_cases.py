@@ -19,7 +19,7 @@ from benchmarks.models import make_model
 from benchmarks.providers import OURS, Provider
 from benchmarks.train import name_of
 from tilekern.errors import InputError
-from tuning.plan.configs import config_named
+from tilekern.tuning.plan.configs import config_named
 
 OP, FROZEN_OP, LORA_OP = "experts", "experts_frozen", "experts_lora"
 BALANCED, ZIPF, FROZEN, LORA = "balanced", "zipf", "frozen", "lora"

@@ -1,9 +1,9 @@
 """Fits the cost model's weights to a measured sweep: ``python -m benchmarks.fit_cost_model SWEEP``.
 
-The weights of :mod:`tuning.predict.cost_model` are what this prints; it needs numpy, which the model itself does not.
-The error is that of the logarithm of the time. Candidates near the best of their problem count most, and what all
-candidates of a problem have in common counts less than what tells them apart, since a ranking is what the model is for.
-Fitted by Levenberg's and Marquardt's method (Marquardt 1963, doi:10.1137/0111030), with the weights' logarithms as
+The weights of :mod:`tilekern.tuning.predict.cost_model` are what this prints; it needs numpy, which the model itself
+does not. The error is that of the logarithm of the time. Candidates near the best of their problem count most, and what
+all candidates of a problem have in common counts less than what tells them apart, since a ranking is what the model is
+for. Fitted by Levenberg's and Marquardt's method (Marquardt 1963, doi:10.1137/0111030), with the weights' logarithms as
 parameters, so that none becomes negative.
 
 Three regrets are printed: of the weights on what they were fitted to, of problems that were left out of the fit (one in
@@ -27,13 +27,13 @@ import numpy as np
 from benchmarks.regret import percentile, timed_candidates
 from tilekern.cubin import Resources
 from tilekern.spec import LibraryCall
-from tuning.predict import cost_model
-from tuning.predict.cost_model import Weights
-from tuning.predict.launch_costs import Costs
-from tuning.predict.ranking import code_in, costs_of, predict, predict_library
-from tuning.predict.roofline import roofline
-from tuning.sweep.candidates import Candidate
-from tuning.sweep.folder import Sweep
+from tilekern.tuning.predict import cost_model
+from tilekern.tuning.predict.cost_model import Weights
+from tilekern.tuning.predict.launch_costs import Costs
+from tilekern.tuning.predict.ranking import code_in, costs_of, predict, predict_library
+from tilekern.tuning.predict.roofline import roofline
+from tilekern.tuning.sweep.candidates import Candidate
+from tilekern.tuning.sweep.folder import Sweep
 
 # A candidate this much (natural logarithm) behind its problem's best counts 1/e of it in the fit, and never less
 # than the floor; what a problem's candidates have in common counts the share.
@@ -153,7 +153,7 @@ class _Fit:
         return (columns - (1 - _SHARED) * common[self._groups]) * np.sqrt(self._share)[:, None]
 
     def _logarithms(self, at: Any) -> Any:
-        """The logarithms of :meth:`tuning.predict.cost_model.Weights.seconds`, for all samples at once."""
+        """The logarithms of :meth:`tilekern.tuning.predict.cost_model.Weights.seconds`, for all samples at once."""
         count = len(self._terms)
         weighed, norm = self._counted * np.exp(at[:count]), 1 + math.exp(at[count + 1])
         work = (weighed[:, ~self._serial] ** norm).sum(1) + weighed[:, self._serial].sum(1) ** norm

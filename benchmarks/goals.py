@@ -411,7 +411,7 @@ GOALS = (
     _at_most("regret", "median_regret", 1.05, "predicted winner's regret, median"),
     _at_most("regret", "p90_regret", 1.15, "predicted winner's regret, 90th percentile"),
     _at_most("startup", "import", 50, "import tilekern, without torch"),
-    _at_most("startup", "process", 0.4, "python -m cache_tools ls, whole process", cases="cache_tools ls"),
+    _at_most("startup", "process", 0.4, "python -m tilekern.cache_tools ls, whole process", cases="cache_tools ls"),
     _at_most("cache_scale", "ls_filtered", 1, "cache_tools ls with a filter, whole process", needs_gpu=False),
     _at_most("cache_scale", "lookup", 0.3, "lookup in a fresh process", needs_gpu=False),
     _at_most("cache_scale", "lookup_off_disk", 0.3, "lookup of files that are not in memory", needs_gpu=False),

@@ -18,7 +18,7 @@ from benchmarks.prebuilt import launcher_of
 from benchmarks.providers import OURS, Provider, load
 from benchmarks.results import Results, Row
 from tilekern.targets import Target
-from tuning.measure.timing import Timing
+from tilekern.tuning.measure.timing import Timing
 
 NAMES = (OURS, "liger-triton", "torch")
 ALLOCATION = "allocation"

@@ -17,9 +17,9 @@ from benchmarks.served import doubts
 from benchmarks.suites import sweep_cases
 from tilekern.errors import InputError
 from tilekern.spec import TOLERANCES
-from tuning.measure.timing import Timing
-from tuning.plan.configs import config_named
-from tuning.verify.check import errors, within
+from tilekern.tuning.measure.timing import Timing
+from tilekern.tuning.plan.configs import config_named
+from tilekern.tuning.verify.check import errors, within
 
 COPY, PRODUCTS = "copy", "products alone"
 MIB = 1 << 20

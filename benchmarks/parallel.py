@@ -10,7 +10,7 @@ from benchmarks.providers import OURS
 from benchmarks.results import Results, Row
 from benchmarks.train import SAME_LOSS, Keep, Say, label, measure_jobs
 from benchmarks.training import Job
-from tuning.plan.configs import config_named
+from tilekern.tuning.plan.configs import config_named
 
 BENCHMARK, LOSS_ON_ONE = "parallel", "loss_on_one"
 MODELS = ("qwen3-8b", "qwen3-30b-a3b")

@@ -11,7 +11,7 @@ from tilekern.runtime.dispatch import find
 from tilekern.runtime.plans import Plan, plan_of
 from tilekern.spec import Config, KernelSpec, Problem
 from tilekern.targets import Target
-from tuning.verify import check
+from tilekern.tuning.verify import check
 
 
 def bare_plan(spec: KernelSpec, problem: Problem, target: Target) -> Plan:

@@ -90,7 +90,7 @@ def products(config: Any, layers: int) -> dict[tuple[int, int], int]:
 
 def matmul_floor_ms(config: Any, layers: int, tokens: int, device: str) -> float:
     """Milliseconds of all matmuls of a step, were each as fast as it is alone: forward and both gradients."""
-    from tuning.measure.timing import Stopwatch
+    from tilekern.tuning.measure.timing import Stopwatch
 
     watch = Stopwatch(0)
     watch.warm_clocks()

@@ -27,17 +27,17 @@ from benchmarks.results import ALL, Results, Row
 from tilekern.errors import InputError
 from tilekern.kernels import spec_named
 from tilekern.spec import Problem
-from tuning.measure.bench import Bench
-from tuning.measure.followers import followers
-from tuning.measure.gpu import check_gpu, serve_any_size
-from tuning.measure.stage import Settled, entrants
-from tuning.measure.tasks import Entrant, Task
-from tuning.measure.timing import Stopwatch, Timing
-from tuning.predict.ranking import ranking
-from tuning.strategies import WON, Lineup, Runner, exhaustive, race
-from tuning.strategies.runner import GpuRunner
-from tuning.sweep.folder import Sweep
-from tuning.sweep.lines import COPY
+from tilekern.tuning.measure.bench import Bench
+from tilekern.tuning.measure.followers import followers
+from tilekern.tuning.measure.gpu import check_gpu, serve_any_size
+from tilekern.tuning.measure.stage import Settled, entrants
+from tilekern.tuning.measure.tasks import Entrant, Task
+from tilekern.tuning.measure.timing import Stopwatch, Timing
+from tilekern.tuning.predict.ranking import ranking
+from tilekern.tuning.strategies import WON, Lineup, Runner, exhaustive, race
+from tilekern.tuning.strategies.runner import GpuRunner
+from tilekern.tuning.sweep.folder import Sweep
+from tilekern.tuning.sweep.lines import COPY
 
 BENCHMARK = "races"
 SEARCH = f"cuda.tile {version_of('cuda-tile')}"

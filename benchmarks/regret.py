@@ -12,10 +12,10 @@ from benchmarks.providers import OURS
 from benchmarks.results import ALL, Results, Row
 from tilekern.errors import InputError
 from tilekern.spec import ALIGNED, Problem
-from tuning.measure.stage import identity
-from tuning.predict.ranking import predict_best
-from tuning.sweep.candidates import LIBRARY_LINE, Candidate
-from tuning.sweep.folder import Sweep
+from tilekern.tuning.measure.stage import identity
+from tilekern.tuning.predict.ranking import predict_best
+from tilekern.tuning.sweep.candidates import LIBRARY_LINE, Candidate
+from tilekern.tuning.sweep.folder import Sweep
 
 
 def measure(folder: Path) -> Results:

@@ -10,7 +10,7 @@ from benchmarks.providers import OURS
 from benchmarks.results import Results, Row
 from benchmarks.whole_tune import tuned
 from tilekern.errors import InputError
-from tuning.measure.gpu import devices
+from tilekern.tuning.measure.gpu import devices
 
 BENCHMARK = "gpus"
 

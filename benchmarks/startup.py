@@ -27,7 +27,7 @@ from benchmarks.providers import OURS
 from benchmarks.records import fill
 from benchmarks.results import Results, Row
 from tilekern.targets import Target
-from tuning.measure.timing import Timing
+from tilekern.tuning.measure.timing import Timing
 
 LAYERS, TOKENS, WARM_PROCESSES = 2, 2048, 3
 RECORDS = 1000
@@ -68,13 +68,13 @@ def measure(names: Sequence[str], keep: Keep) -> Results:
 
 
 def command_rows(repeats: int = 7) -> list[Row]:
-    """Wall time of ``import tilekern`` and of ``python -m cache_tools ls`` on many records; needs no GPU."""
+    """Wall time of ``import tilekern`` and of ``python -m tilekern.cache_tools ls`` on many records; needs no GPU."""
     rows = []
     imports = [float(_output(sys.executable, "-c", _IMPORT)) for _ in range(repeats)]
     rows.append(_row("import tilekern", OURS, "import", [1000 * seconds for seconds in imports], "ms"))
     with tempfile.TemporaryDirectory() as folder:
         fill(Path(folder), RECORDS)
-        listing = [sys.executable, "-m", "cache_tools", "ls", "--cache-dir", folder]
+        listing = [sys.executable, "-m", "tilekern.cache_tools", "ls", "--cache-dir", folder]
         for case, command in {
             f"cache_tools ls, {RECORDS} records": listing,
             "python -c 'import tilekern'": [sys.executable, "-c", "import tilekern"],

@@ -11,7 +11,7 @@ import time
 from typing import Any
 
 from benchmarks import models
-from tuning.plan.configs import config_named
+from tilekern.tuning.plan.configs import config_named
 
 STEPS = 4
 

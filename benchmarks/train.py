@@ -32,8 +32,8 @@ from benchmarks.sharing import WAYS
 from benchmarks.trainers import NO_PATCHES, full_name, trainer_named
 from benchmarks.training import READY, Job, Line
 from tilekern.errors import InputError
-from tuning.measure.timing import Timing
-from tuning.plan.configs import config_named
+from tilekern.tuning.measure.timing import Timing
+from tilekern.tuning.plan.configs import config_named
 
 GIB = 1 << 30
 MOST_AT_THE_LONGEST = 3

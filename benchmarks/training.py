@@ -25,7 +25,7 @@ from benchmarks.power import PowerMeter
 from benchmarks.served import doubts
 from benchmarks.trainers import Trainer, trainer_named
 from tilekern.tracing.stepping import auto_class
-from tuning.plan.configs import config_named
+from tilekern.tuning.plan.configs import config_named
 
 LEARNING_RATE = 1e-5
 Line = dict[str, Any]

@@ -1,4 +1,4 @@
-"""The door of ``python -m cache_tools`` and of ``tilekern-cache``."""
+"""The door of ``python -m tilekern.cache_tools`` and of ``tilekern-cache``."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import click
 
-from cache_tools.cli import app
 from tilekern.cache import CacheError
+from tilekern.cache_tools.cli import app
 from tilekern.errors import InputError, TilekernWarning
 from tilekern.settings import check_settings
 from tilekern.warning import shown_plainly, tell
@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         check_settings()
         with shown_plainly():
-            code = app.main(args=arguments, prog_name="python -m cache_tools", standalone_mode=False)
+            code = app.main(args=arguments, prog_name="python -m tilekern.cache_tools", standalone_mode=False)
         sys.stdout.flush()
         return code or 0
     except (CacheError, InputError, TilekernWarning) as error:  # a warning is raised under `python -W error`

@@ -10,7 +10,7 @@ from importlib import import_module
 
 import click
 
-from cache_tools.shared.options import HELP, version
+from tilekern.cache_tools.shared.options import HELP, version
 
 _COMMANDS = (
     "clear", "diff", "keygen", "ls", "pack", "prune", "pull", "push", "repository", "revoke", "show", "sign", "stats",
@@ -27,7 +27,7 @@ class _Commands(Mapping[str, click.Command]):
 
     def __getitem__(self, name: str) -> click.Command:
         file = _FILES[name]
-        found: click.Command = getattr(import_module(f"cache_tools.commands.{file}"), file)
+        found: click.Command = getattr(import_module(f"tilekern.cache_tools.commands.{file}"), file)
         return found
 
     def __iter__(self) -> Iterator[str]:

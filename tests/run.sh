@@ -130,7 +130,7 @@ for p in outcome["problems"]:
 tried = sum(p["candidates"] for p in outcome["problems"])
 print(f"{len(named)} problems, each with a winner, out of {tried} candidates; seconds: {outcome['seconds']}")
 PY
-"$python" -m cache_tools verify --cache-dir "$scratch/tuned"
+"$python" -m tilekern.cache_tools verify --cache-dir "$scratch/tuned"
 wait "$mypy" || { cat "$scratch/mypy"; exit 1; }
 wait "$collected" || true  # What is wrong with it the workers say.
 trap 'rm -rf "$scratch"' EXIT

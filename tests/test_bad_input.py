@@ -13,10 +13,10 @@ import torch
 from environments import environment
 from interrupts import hear_interrupts
 
-import tuning.cli
-from cache_tools.__main__ import main as cache_tools
+import tilekern.tuning.cli
+from tilekern.cache_tools.__main__ import main as cache_tools
 from tilekern.toolchain import toolkit
-from tuning.sweep.folder import Sweep
+from tilekern.tuning.sweep.folder import Sweep
 
 pytestmark = pytest.mark.processes
 
@@ -39,7 +39,7 @@ class Here:
         monkeypatch.chdir(folder)
 
     def tune(self, *arguments, **env):
-        return self._run(tuning.cli.main, arguments, env)
+        return self._run(tilekern.tuning.cli.main, arguments, env)
 
     def tools(self, *arguments, **env):
         return self._run(cache_tools, arguments, env)
@@ -77,7 +77,7 @@ class CommandLines:
         return self.run("-m", "tilekern.tune", *arguments, **env)
 
     def tools(self, *arguments, **env):
-        return self.run("-m", "cache_tools", *arguments, **env)
+        return self.run("-m", "tilekern.cache_tools", *arguments, **env)
 
     def files(self):
         return sorted(str(path.relative_to(self.cache)) for path in self.cache.rglob("*") if path.is_file())
@@ -213,7 +213,7 @@ def test_a_missing_compiler_has_an_exit_code_of_its_own(lines):
         "import sys, tilekern.toolchain as toolchain\n"
         "toolchain.toolkit = lambda: None\n"
         "sys.modules['elftools'] = None\n"
-        "from tuning.cli import main\n"
+        "from tilekern.tuning.cli import main\n"
         "sys.exit(main(sys.argv[1:]))"
     )
     text = said(lines.run("-c", code, *FEW, "--json"), 4)

@@ -26,7 +26,7 @@ from tilekern import ops
 from tilekern.cache import PROVENANCES, Record
 from tilekern.targets import LISTED, resolve
 from tilekern.toolchain import toolkit
-from tuning.plan.presets import PRESETS
+from tilekern.tuning.plan.presets import PRESETS
 
 pytestmark = pytest.mark.processes
 
@@ -251,7 +251,7 @@ def test_the_list_of_gpus_is_complete():
 
 
 def test_the_pages_name_every_preset_op_public_name_and_command():
-    from cache_tools.cli import app
+    from tilekern.cache_tools.cli import app
 
     reference, tuning = (DOCS / "reference.md").read_text(), (DOCS / "tuning.md").read_text()
     assert not [name for name in PRESETS if f"`{name}`" not in tuning]
@@ -338,7 +338,7 @@ def test_the_worked_example_works_as_it_is_written(tmp_path):
     page = ROOT / "docs" / "add-a-kernel.md"
     without = shutil.ignore_patterns("__pycache__", "*.pack")
     for name in (*PACKAGES, "tests"):
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=without)
+        shutil.copytree(ROOT / name, tmp_path / name, symlinks=True, ignore=without)
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     files = [block for block in blocks(page) if block.marker.startswith("file: ")]
     for block in files:

@@ -20,7 +20,7 @@ from tilekern.doctor import machine
 from tilekern.doctor.__main__ import main
 from tilekern.doctor.settings import SETTINGS
 from tilekern.targets import resolve
-from tuning.sweep.plan import PlanFile
+from tilekern.tuning.sweep.plan import PlanFile
 
 ROOT = Path(__file__).parents[1]
 DEFAULT_LAYERS = cache.default_layers

@@ -20,9 +20,9 @@ from tilekern.cache import (
     wanted_name,
 )
 from tilekern.targets import resolve
-from tuning.serve.history import Failures, History
-from tuning.serve.watched import PREDICTED, WatchedCache
-from tuning.sweep import quarantine
+from tilekern.tuning.serve.history import Failures, History
+from tilekern.tuning.serve.watched import PREDICTED, WatchedCache
+from tilekern.tuning.sweep import quarantine
 
 GOLDEN = Path(__file__).parent / "golden"
 TARGET = {"key": "sm_90-h200-132", "name": "H200", "arch": "sm_90", "sm_count": 132}

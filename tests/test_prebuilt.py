@@ -11,9 +11,9 @@ from tilekern.kernels import spec_named
 from tilekern.source.digests import digests_of
 from tilekern.spec import Config, Problem
 from tilekern.targets import resolve
-from tuning.plan.models import plan_of_model
-from tuning.plan.steps import Steps
-from tuning.strategies.race import LEAST_SAMPLES
+from tilekern.tuning.plan.models import plan_of_model
+from tilekern.tuning.plan.steps import Steps
+from tilekern.tuning.strategies.race import LEAST_SAMPLES
 
 FOLDER = Path(tilekern.__file__).parent / "prebuilt"
 MODELS = {"qwen3-8b-h200.pack": ("H200", "measured"), "qwen3-8b-b200.pack": ("B200", "predicted")}

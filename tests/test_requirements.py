@@ -17,7 +17,7 @@ from tilekern.errors import CacheMiss, InputError, TilekernWarning
 from tilekern.requirements import CUTE, LEAST_DRIVER, NEEDS, PYTHON, asked_by, driver_unmet, fits, unmet
 from tilekern.runtime import dispatch
 from tilekern.targets import resolve
-from tuning.measure import gpu
+from tilekern.tuning.measure import gpu
 
 ROOT = Path(__file__).parents[1]
 with_cc = pytest.mark.skipif(shutil.which("cc") is None, reason="cc is not installed, which compiles the driver's stub")

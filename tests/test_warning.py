@@ -53,7 +53,7 @@ def test_an_op_without_a_gpu_says_so_in_one_line(tmp_path):
     "command",
     [
         # Of a GPU without records: a record is listed with its age, which differs from run to run.
-        ["-m", "cache_tools", "ls", "--layers", "--target", "sm_121"],
+        ["-m", "tilekern.cache_tools", "ls", "--layers", "--target", "sm_121"],
         ["-m", "tilekern.tune", "preflight", "--gpu", "H200", "--problem", "swiglu rows=64,columns=48,dtype=bfloat16"],
     ],
     ids=["cache_tools", "tune"],
@@ -122,7 +122,7 @@ def test_the_library_leaves_pythons_own_hooks_alone():
     code = (
         "import warnings; before = warnings.showwarning, warnings.formatwarning, list(warnings.filters)\n"
         "import tilekern.runtime.dispatch, tilekern.patch, tilekern.cache, tilekern.warning\n"
-        "import tuning.cli, cache_tools.cli\n"
+        "import tilekern.tuning.cli, tilekern.cache_tools.cli\n"
         "assert before[:2] == (warnings.showwarning, warnings.formatwarning)\n"
     )
     ran = python(["-c", code])

@@ -15,7 +15,8 @@ import pytest
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("wheel")]
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("tilekern", "tuning", "cache_tools")
+# The two rooms of tilekern that stand at the top of the repository, behind links.
+ROOMS = ("tuning", "cache_tools")
 # Outside of the packages, so that torch is imported where they are gone.
 ENTRY = "tilekern_startup.py"
 
@@ -26,8 +27,8 @@ def wheel(tmp_path_factory):
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     without = shutil.ignore_patterns("__pycache__", "*.egg-info")
-    for name in (*PACKAGES, "tests", "benchmarks"):
-        shutil.copytree(ROOT / name, source / name, ignore=without)
+    for name in ("tilekern", *ROOMS, "tests", "benchmarks"):
+        shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=without)
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", ENTRY):
         shutil.copy(ROOT / name, source)
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "--no-cache-dir"]
@@ -55,11 +56,11 @@ def installed(wheel, tmp_path_factory):
 def test_it_holds_the_packages_and_their_data_and_nothing_else(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     tops = {name.split("/")[0] for name in names}
-    assert {top for top in tops if not top.endswith(".dist-info")} == {*PACKAGES, ENTRY}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"tilekern", ENTRY}
     assert "tilekern/py.typed" in names
-    for package in PACKAGES:
-        for path in (ROOT / package).rglob("*.py"):
-            assert str(path.relative_to(ROOT)) in names
+    for folder, above in (("tilekern", ""), *((room, "tilekern/") for room in ROOMS)):
+        for path in (ROOT / folder).rglob("*.py"):
+            assert f"{above}{path.relative_to(ROOT)}" in names
     packs = {str(path.relative_to(ROOT)) for path in (ROOT / "tilekern" / "prebuilt").glob("*.pack")}
     assert packs == {name for name in names if name.endswith(".pack")}
 
@@ -87,12 +88,41 @@ def test_the_version_stands_in_one_form_everywhere():
 
 
 def test_it_is_what_is_imported(installed):
-    ran = installed(sys.executable, "-c", "import tilekern, tuning, cache_tools; print(tilekern.__file__)")
-    assert ran.stdout.strip() == str(installed.site / "tilekern" / "__init__.py")
+    code = "import tilekern.tuning.cli, tilekern.cache_tools.cli as tools; print(tilekern.__file__, tools.__file__)"
+    ran = installed(sys.executable, "-c", code)
+    ours = installed.site / "tilekern"
+    assert ran.stdout.split() == [str(ours / "__init__.py"), str(ours / "cache_tools" / "cli.py")]
+
+
+def test_modules_of_users_that_are_called_as_our_folders_are_theirs(installed, tmp_path):
+    for name in ROOMS:
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('not yours')")
+    path = os.pathsep.join([str(tmp_path), str(installed.site)])
+    for arguments in (("-m", "tilekern.tune", "--help"), ("-m", "tilekern.cache_tools", "--help")):
+        ran = installed(sys.executable, *arguments, path=path)
+        assert ran.returncode == 0, ran.stderr
+    ran = installed(sys.executable, "-c", "import tilekern; print(tilekern.preflight)", path=path)
+    assert "preflight" in ran.stdout, ran.stderr
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_copy_of_the_sources_that_lost_its_links_builds_nothing(tmp_path, room):
+    """As of a ZIP, of whose links pip makes text files."""
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", ENTRY):
+        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / "tilekern").mkdir()
+    for name in ROOMS:
+        path = tmp_path / "tilekern" / name
+        path.write_text(f"../{name}") if name == room else path.mkdir()
+    ran = subprocess.run(
+        [sys.executable, "setup.py", "--version"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 1
+    assert "are links, which this copy of the sources has lost; take git's or a tar" in ran.stderr
 
 
 @pytest.mark.parametrize(
-    "arguments", [("-m", "tilekern.tune", "--help"), ("-m", "cache_tools", "ls", "--cache-dir", "empty")]
+    "arguments", [("-m", "tilekern.tune", "--help"), ("-m", "tilekern.cache_tools", "ls", "--cache-dir", "empty")]
 )
 def test_both_modules_run(installed, arguments):
     ran = installed(sys.executable, *arguments)

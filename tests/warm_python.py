@@ -29,7 +29,7 @@ CLIENT = """#!{python} -IS
 import json, os, socket, sys
 
 arguments = sys.argv[1:]
-if arguments[:2] == ["-m", "cache_tools"]:  # imports nothing slow
+if arguments[:2] == ["-m", "tilekern.cache_tools"]:  # imports nothing slow
     os.execv({python!r}, [{python!r}, *arguments])
 told = json.dumps([arguments, dict(os.environ), os.getcwd()]).encode()
 with socket.socket(socket.AF_UNIX) as server:

@@ -24,7 +24,7 @@ _WHERE = {
     "agree": "tilekern.runtime.ranks.comparing",
     "cache_digest": "tilekern.runtime.ranks.comparing",
     "trace": "tilekern.tracing.recorder",
-    "preflight": "tuning.preflight",
+    "preflight": "tilekern.tuning.preflight",
     "stats": "tilekern.runtime.counting",
     "check_labels": "tilekern.ops.labels",
     "AdamW": "tilekern.ops.adamw",
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from tilekern.runtime.warmup import clear_autotune_cache as clear_autotune_cache
     from tilekern.runtime.warmup import warmup_all_kernels as warmup_all_kernels
     from tilekern.tracing.recorder import trace as trace
-    from tuning.preflight import preflight as preflight
+    from tilekern.tuning.preflight import preflight as preflight
 
 
 def __getattr__(name: str) -> Any:

@@ -4,7 +4,7 @@ Such a layer is never made. Its forward takes the place of that of a module whic
 module's attributes: those of Llama's norm and MLP, of torch's ``LayerNorm`` and so on. The forward takes the arguments
 that the module's takes (``kernels`` compares them), and calls the module's own where the op would not compute the same.
 
-``python -m cache_tools repository`` makes the folder out of which ``kernels`` loads them.
+``python -m tilekern.cache_tools repository`` makes the folder out of which ``kernels`` loads them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The door to tuning: ``python -m tilekern.tune MODEL``. Everything behind it lives in the package ``tuning``."""
+"""The door to tuning: ``python -m tilekern.tune MODEL``. Everything behind it lives in ``tilekern.tuning``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 def main() -> int:
     """Run the tuner's command line; the exit code."""
-    from tuning.cli import main as run
+    from tilekern.tuning.cli import main as run
 
     return run()
 

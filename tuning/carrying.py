@@ -52,11 +52,11 @@ from tilekern.runtime.records import launch_in
 from tilekern.source.digests import digests_of
 from tilekern.spec import Config, KernelSpec, LibraryCall, Problem
 from tilekern.targets import Target, of_key
-from tuning.compile.order import Order
-from tuning.compile.pool import Answer, Lost, compile_in_order
-from tuning.compile.stage import FRONTEND_TIMEOUT_S, MEMORY_BYTES, TIMEOUT_S, compile_one
-from tuning.plan.given import with_parts
-from tuning.sweep.candidates import Candidate, candidate, candidates
+from tilekern.tuning.compile.order import Order
+from tilekern.tuning.compile.pool import Answer, Lost, compile_in_order
+from tilekern.tuning.compile.stage import FRONTEND_TIMEOUT_S, MEMORY_BYTES, TIMEOUT_S, compile_one
+from tilekern.tuning.plan.given import with_parts
+from tilekern.tuning.sweep.candidates import Candidate, candidate, candidates
 
 # Where a record's figures say that they were carried over, the newest last.
 HISTORY = "carried_over"

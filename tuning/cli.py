@@ -11,10 +11,10 @@ import click
 from tilekern.cache import CacheError
 from tilekern.errors import TilekernError, TilekernWarning, ToolchainMissing
 from tilekern.settings import check_settings
+from tilekern.tuning.commands import COMMANDS, command_named
+from tilekern.tuning.plan.configs import MODEL_IS, UnknownModel, require_model_name
+from tilekern.tuning.plan.presets import PRESETS
 from tilekern.warning import shown_plainly, tell
-from tuning.commands import COMMANDS, command_named
-from tuning.plan.configs import MODEL_IS, UnknownModel, require_model_name
-from tuning.plan.presets import PRESETS
 
 EXIT_INPUT, EXIT_TOOLCHAIN, EXIT_INTERRUPTED = 2, 4, 130
 

@@ -15,9 +15,9 @@ from tilekern import __version__
 from tilekern.errors import InputError
 from tilekern.switches import EXPERTS, EXTRAS, OPS
 from tilekern.targets import KNOWN
-from tuning.plan.configs import require_model_name
-from tuning.plan.presets import PRESETS
-from tuning.plan.steps import OPTIMIZERS, Steps
+from tilekern.tuning.plan.configs import require_model_name
+from tilekern.tuning.plan.presets import PRESETS
+from tilekern.tuning.plan.steps import OPTIMIZERS, Steps
 
 STAGES = ("plan", "compile", "measure")
 LOCAL, RAY = "local", "ray"
@@ -79,7 +79,7 @@ class PlanRequest:
 
         Raises:
             InputError: a value is not known, or steps are described and no model is named.
-            tuning.plan.configs.UnknownModel: a model is not a preset, a path or a hub id.
+            tilekern.tuning.plan.configs.UnknownModel: a model is not a preset, a path or a hub id.
         """
         named = {name: given[name] for name in _STEPS if given[name] not in (None, False)}
         for name, such_as in (("tokens", "2048,8192"), ("sequence", "2048,4096")):

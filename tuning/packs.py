@@ -10,8 +10,8 @@ from tilekern.cache import PACK_SUFFIX
 from tilekern.cache.trust.signing import SigningKey
 from tilekern.errors import InputError
 from tilekern.targets import Target
-from tuning.plan.steps import Planned
-from tuning.publishing import Winner, write
+from tilekern.tuning.plan.steps import Planned
+from tilekern.tuning.publishing import Winner, write
 
 
 def pack_paths(folder: Path, models: Sequence[Planned], target: Target) -> dict[Path, Planned]:

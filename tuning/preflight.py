@@ -1,7 +1,7 @@
 """Preflight: before a job starts, which records it will need, and which of them the caches have.
 
-The problems are those that the job's own steps ask for (:mod:`tuning.plan`), and each is looked up as the job will look
-it up. So what a preflight calls served is what the job's first call finds.
+The problems are those that the job's own steps ask for (:mod:`tilekern.tuning.plan`), and each is looked up as the job
+will look it up. So what a preflight calls served is what the job's first call finds.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from tilekern.spec import Problem
 from tilekern.targets import Target, here, resolve
 from tilekern.toolchain import Toolkit, require_toolkit
 from tilekern.tracing.recorder import Named, Trace
-from tuning.options import PlanRequest
-from tuning.plan.steps import TOKENS, Planned, Steps, as_list
+from tilekern.tuning.options import PlanRequest
+from tilekern.tuning.plan.steps import TOKENS, Planned, Steps, as_list
 
 if TYPE_CHECKING:
-    from tuning.serve.tuner import How
+    from tilekern.tuning.serve.tuner import How
 
 EXACT, NEAREST, OTHER_GPU, MISSING = STATES = ("exact", "nearest", "other_gpu", "missing")
 # What is asked of a problem's record: that any serves; that it is of the very bucket and GPU; that it was measured.
@@ -198,11 +198,11 @@ def preflight(
             raise InputError(f"the step was traced for {config.target.name}, not {target.name}; trace it for that GPU")
         planned = Planned("traced step", tuple(config.problems))
     elif isinstance(config, str | Path):
-        from tuning.plan.choosing import plan_of
+        from tilekern.tuning.plan.choosing import plan_of
 
         planned = plan_of(PlanRequest((str(config),), (), (), steps, None), target, user_root())
     else:
-        from tuning.plan.models import plan_of_model
+        from tilekern.tuning.plan.models import plan_of_model
 
         planned = plan_of_model(config, steps, target)
     return preflight_of(planned, target, need, cache_dir)
@@ -249,9 +249,9 @@ def fix(
     tools = require_fixable(found, by)
     named = [(need.kernel, need.problem) for need in found.missing]
     root = Path(cache_dir or user_root())
-    from tuning.compile.stage import TIMEOUT_S, jobs_of
-    from tuning.serve.tuner import How, tune
-    from tuning.serve.watched import PREDICTED, WatchedCache
+    from tilekern.tuning.compile.stage import TIMEOUT_S, jobs_of
+    from tilekern.tuning.serve.tuner import How, tune
+    from tilekern.tuning.serve.watched import PREDICTED, WatchedCache
 
     how, tell = How(jobs_of(jobs), gpus, timeout_s or TIMEOUT_S), progress or (lambda *_: None)
     if by == COMPILE:
@@ -287,9 +287,9 @@ def _is_here(target: Target) -> bool:
 
 def _compile(named: Sequence[Named], target: Target, root: Path, how: How, tell: Progress) -> dict[Named, str]:
     """Put the default config of each problem into a cache; why it could not be, where it could not."""
-    from tuning.compile.stage import compile_all
-    from tuning.publishing import why_not, winners
-    from tuning.sweep.folder import Sweep, folder_in
+    from tilekern.tuning.compile.stage import compile_all
+    from tilekern.tuning.publishing import why_not, winners
+    from tilekern.tuning.sweep.folder import Sweep, folder_in
 
     tools = require_toolkit()
     sweep, store = Sweep(folder_in(root, f"preflight-{target.key}-{tools.key}")), Store(root)

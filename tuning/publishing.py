@@ -15,14 +15,14 @@ from tilekern.runtime.libraries import library_of
 from tilekern.runtime.records import launch_in, record_of
 from tilekern.spec import ALIGNED, GENERIC, Problem
 from tilekern.targets import Target
-from tuning.measure.stage import identity
-from tuning.predict.ranking import Prediction, ranking
-from tuning.predict.roofline import Roofline, roofline
-from tuning.strategies.selection import ranked
-from tuning.sweep.candidates import LIBRARY_LINE, Candidate, candidate
-from tuning.sweep.folder import Sweep
-from tuning.sweep.journal import Line
-from tuning.sweep.lines import copy_key
+from tilekern.tuning.measure.stage import identity
+from tilekern.tuning.predict.ranking import Prediction, ranking
+from tilekern.tuning.predict.roofline import Roofline, roofline
+from tilekern.tuning.strategies.selection import ranked
+from tilekern.tuning.sweep.candidates import LIBRARY_LINE, Candidate, candidate
+from tilekern.tuning.sweep.folder import Sweep
+from tilekern.tuning.sweep.journal import Line
+from tilekern.tuning.sweep.lines import copy_key
 
 MOST_RUNNERS_UP = 3
 
@@ -297,8 +297,8 @@ def publish(
         pack: the file to write.
         store: the cache.
         own: whether all that the winners are made of is this user's own or was signed by a trust root
-            (:attr:`tuning.sweep.folder.Sweep.is_own`); else the policy ``signed`` lets none in that a trust root did
-            not sign, and none may be signed.
+            (:attr:`tilekern.tuning.sweep.folder.Sweep.is_own`); else the policy ``signed`` lets none in that a trust
+            root did not sign, and none may be signed.
         key: what to sign the records in the pack with.
 
     Raises:

@@ -22,11 +22,11 @@ from tilekern.kernels import all_specs
 from tilekern.source.digests import digests_of
 from tilekern.spec import Config, KernelSpec, Problem
 from tilekern.targets import Target
-from tuning.measure.stage import is_composite
-from tuning.publishing import Known, Winner, publish, winners
-from tuning.sweep.folder import CONTENTS, RESULTS, Sweep
-from tuning.sweep.holding import LOCK, written
-from tuning.sweep.plan import PLAN
+from tilekern.tuning.measure.stage import is_composite
+from tilekern.tuning.publishing import Known, Winner, publish, winners
+from tilekern.tuning.sweep.folder import CONTENTS, RESULTS, Sweep
+from tilekern.tuning.sweep.holding import LOCK, written
+from tilekern.tuning.sweep.plan import PLAN
 
 MODEL = "refresh"
 # Of refresh.json, which holds whole records.
@@ -202,7 +202,7 @@ class Refresh:
 
     Args:
         folder: the folder.
-        carried: whether it is measured whoever compiled it (:meth:`tuning.sweep.folder.Sweep.carried`).
+        carried: whether it is measured whoever compiled it (:meth:`tilekern.tuning.sweep.folder.Sweep.carried`).
     """
 
     def __init__(self, folder: Path, *, carried: bool = False) -> None:

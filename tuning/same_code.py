@@ -12,11 +12,11 @@ import click
 
 from tilekern.cache import Record, Store, user_root
 from tilekern.toolchain import require_toolkit
+from tilekern.tuning.carrying import Carried, carry_over, held_in_cache, held_in_pack, write_to_cache, write_to_pack
+from tilekern.tuning.compile.stage import jobs_of
+from tilekern.tuning.terminal.console import sizes_of
+from tilekern.tuning.terminal.progress import progress_bar
 from tilekern.warning import tell
-from tuning.carrying import Carried, carry_over, held_in_cache, held_in_pack, write_to_cache, write_to_pack
-from tuning.compile.stage import jobs_of
-from tuning.terminal.console import sizes_of
-from tuning.terminal.progress import progress_bar
 
 
 @dataclass(frozen=True)
@@ -83,4 +83,4 @@ def _print(place: Place) -> None:
     if dated:
         tell(f"{dated} of them are not known to be the best: their space is another one")
     if place.unsigned:
-        tell(f"{place.unsigned} of them were signed; sign them again: python -m cache_tools sign")
+        tell(f"{place.unsigned} of them were signed; sign them again: python -m tilekern.cache_tools sign")

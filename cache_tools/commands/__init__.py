@@ -1,1 +1,1 @@
-"""The commands of ``python -m cache_tools``, one file each, with a click command of the file's name."""
+"""The commands of ``python -m tilekern.cache_tools``, one file each, with a click command of the file's name."""

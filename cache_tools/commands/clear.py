@@ -6,11 +6,19 @@ from typing import Any
 
 import click
 
-from cache_tools.shared.options import as_json, cache_dir, command, confirmed, dry_run, with_age_filters, with_filters
-from cache_tools.shared.removing import ask, kept_of, remove, say, would_go
-from cache_tools.shared.selection import Selection
-from cache_tools.shared.text import count, print_json
 from tilekern.cache import CacheError, Store
+from tilekern.cache_tools.shared.options import (
+    as_json,
+    cache_dir,
+    command,
+    confirmed,
+    dry_run,
+    with_age_filters,
+    with_filters,
+)
+from tilekern.cache_tools.shared.removing import ask, kept_of, remove, say, would_go
+from tilekern.cache_tools.shared.selection import Selection
+from tilekern.cache_tools.shared.text import count, print_json
 
 
 @command

@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 
 import click
 
-from cache_tools.shared.options import PlaceType, as_json, command, with_filters
-from cache_tools.shared.selection import Selection
-from cache_tools.shared.sources import source_at
-from cache_tools.shared.staleness import is_fresh, is_stale
-from cache_tools.shared.tables import natural, print_table
-from cache_tools.shared.text import number, plain, print_json, time_us_of
 from tilekern.cache import Address, Record, by_preference
+from tilekern.cache_tools.shared.options import PlaceType, as_json, command, with_filters
+from tilekern.cache_tools.shared.selection import Selection
+from tilekern.cache_tools.shared.sources import source_at
+from tilekern.cache_tools.shared.staleness import is_fresh, is_stale
+from tilekern.cache_tools.shared.tables import natural, print_table
+from tilekern.cache_tools.shared.text import number, plain, print_json, time_us_of
 from tilekern.warning import tell
 
 _LISTED = ("new", "gone", "faster", "slower", "changed", "stale")

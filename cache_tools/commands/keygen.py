@@ -6,12 +6,12 @@ from pathlib import Path
 
 import click
 
-from cache_tools.shared.options import as_json, command
-from cache_tools.shared.text import print_json
 from tilekern.cache import CacheError
 from tilekern.cache.files import write_whole
 from tilekern.cache.trust.policy import user_trust_roots
 from tilekern.cache.trust.signing import generate_key
+from tilekern.cache_tools.shared.options import as_json, command
+from tilekern.cache_tools.shared.text import print_json
 from tilekern.warning import tell
 
 

@@ -6,13 +6,13 @@ from typing import Any
 
 import click
 
-from cache_tools.shared.options import all_layers, as_json, cache_dir, command, with_age_filters, with_filters
-from cache_tools.shared.selection import Selection, age_s
-from cache_tools.shared.sources import Source, sources_of
-from cache_tools.shared.staleness import is_fresh, is_stale, standing_of
-from cache_tools.shared.tables import natural, print_table
-from cache_tools.shared.text import age, count, gain_of, predicted_gain_of, print_json, size, time_us_of
 from tilekern.cache import DATED, FRESH, STALE, Listed, Outline, Store
+from tilekern.cache_tools.shared.options import all_layers, as_json, cache_dir, command, with_age_filters, with_filters
+from tilekern.cache_tools.shared.selection import Selection, age_s
+from tilekern.cache_tools.shared.sources import Source, sources_of
+from tilekern.cache_tools.shared.staleness import is_fresh, is_stale, standing_of
+from tilekern.cache_tools.shared.tables import natural, print_table
+from tilekern.cache_tools.shared.text import age, count, gain_of, predicted_gain_of, print_json, size, time_us_of
 from tilekern.warning import tell
 
 _COLUMNS = ("TARGET", "TOOLKIT", "LAYER", "KERNEL", "PROBLEM", "PROVENANCE", "TIME", "GAIN", "SIZE", "AGE")

@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 
 import click
 
-from cache_tools.shared.options import as_json, cache_dir, command, with_age_filters, with_filters
-from cache_tools.shared.packing import write_selected
-from cache_tools.shared.selection import Selection
-from cache_tools.shared.text import count, print_json, size
 from tilekern.cache import CacheError, Record, Store
 from tilekern.cache.keys import Value
+from tilekern.cache_tools.shared.options import as_json, cache_dir, command, with_age_filters, with_filters
+from tilekern.cache_tools.shared.packing import write_selected
+from tilekern.cache_tools.shared.selection import Selection
+from tilekern.cache_tools.shared.text import count, print_json, size
 from tilekern.warning import tell
 
 _DTYPES = "bfloat16,float16,float32"

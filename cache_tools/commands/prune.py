@@ -18,14 +18,14 @@ from typing import Any
 
 import click
 
-from cache_tools.shared.here import toolkit_key
-from cache_tools.shared.options import Duration, as_json, cache_dir, command, confirmed, dry_run
-from cache_tools.shared.removing import Kept, ask, garbage_of, kept_of, remove, say, would_go
-from cache_tools.shared.selection import seconds_since
-from cache_tools.shared.staleness import is_stale
-from cache_tools.shared.tables import natural, print_table
-from cache_tools.shared.text import age, count, print_json, size
 from tilekern.cache import CacheError, Store, by_preference, sum_up_misses
+from tilekern.cache_tools.shared.here import toolkit_key
+from tilekern.cache_tools.shared.options import Duration, as_json, cache_dir, command, confirmed, dry_run
+from tilekern.cache_tools.shared.removing import Kept, ask, garbage_of, kept_of, remove, say, would_go
+from tilekern.cache_tools.shared.selection import seconds_since
+from tilekern.cache_tools.shared.staleness import is_stale
+from tilekern.cache_tools.shared.tables import natural, print_table
+from tilekern.cache_tools.shared.text import age, count, print_json, size
 from tilekern.warning import tell
 
 ACCESS_TIME, AGE = "access_time", "age"

@@ -16,16 +16,16 @@ from typing import NamedTuple
 import click
 from click.core import ParameterSource
 
-from cache_tools.remotes import failures_of, open_remote
-from cache_tools.shared.contents import Contents, read_contents, sha256_of
-from cache_tools.shared.options import as_json, cache_dir, command, plain_http
-from cache_tools.shared.staleness import today_of
-from cache_tools.shared.text import count, print_json, size
 from tilekern.cache import PACK_SUFFIX, CacheError, Corrupt, Store, install_pack
 from tilekern.cache.files import read_whole
 from tilekern.cache.folders import write_below
 from tilekern.cache.keys import blob_path, check_digest, parse_path
 from tilekern.cache.records import LARGEST_RECORD, decode_record, parse_object
+from tilekern.cache_tools.remotes import failures_of, open_remote
+from tilekern.cache_tools.shared.contents import Contents, read_contents, sha256_of
+from tilekern.cache_tools.shared.options import as_json, cache_dir, command, plain_http
+from tilekern.cache_tools.shared.staleness import today_of
+from tilekern.cache_tools.shared.text import count, print_json, size
 from tilekern.warning import tell
 
 _FOLDER = "pulled"

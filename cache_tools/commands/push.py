@@ -6,11 +6,11 @@ from pathlib import Path
 
 import click
 
-from cache_tools.remotes import failures_of, open_remote
-from cache_tools.shared.contents import read_contents
-from cache_tools.shared.options import as_json, command, plain_http
-from cache_tools.shared.text import count, print_json, size
 from tilekern.cache import Missing
+from tilekern.cache_tools.remotes import failures_of, open_remote
+from tilekern.cache_tools.shared.contents import read_contents
+from tilekern.cache_tools.shared.options import as_json, command, plain_http
+from tilekern.cache_tools.shared.text import count, print_json, size
 from tilekern.warning import tell
 
 

@@ -20,20 +20,20 @@ from typing import Any
 
 import click
 
-from cache_tools.shared.contents import Contents, read_contents
-from cache_tools.shared.options import as_json, cache_dir, command, with_age_filters, with_filters
-from cache_tools.shared.packing import write_selected
-from cache_tools.shared.selection import Selection
-from cache_tools.shared.text import count, print_json, size
 from tilekern import __version__
 from tilekern.cache import PACK_SUFFIX, CacheError, Store
+from tilekern.cache_tools.shared.contents import Contents, read_contents
+from tilekern.cache_tools.shared.options import as_json, cache_dir, command, with_age_filters, with_filters
+from tilekern.cache_tools.shared.packing import write_selected
+from tilekern.cache_tools.shared.selection import Selection
+from tilekern.cache_tools.shared.text import count, print_json, size
 from tilekern.source.digests import NOTES, note_digests, spec_modules
 from tilekern.warning import tell
 
 _NAME = "tilekern"
 _REPO_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
-# It needs `tuning`, which stays behind: a job tunes nothing.
-_LEFT_BEHIND = "tune.py"
+# A job tunes nothing, and looks after no cache.
+_LEFT_BEHIND = ("tune.py", "tuning", "cache_tools")
 # What each build has as its `__init__.py`; importing it here would load what lies beside it.
 _LOADER = Path(__file__).parents[1] / "shared" / "hub_kernel.py"
 
@@ -158,8 +158,9 @@ def _write_build(folder: Path, backend: str, packs: list[Contents], repo_id: str
     """A copy of this tilekern with packs in it, the file that loads it, and what `kernels` must know of them."""
     ours = Path(str(_found().origin)).parent
     for source in sorted(ours.rglob("*.py")):
-        if source != ours / _LEFT_BEHIND:
-            _copy(source, folder / _NAME / source.relative_to(ours))
+        place = source.relative_to(ours)
+        if place.parts[0] not in _LEFT_BEHIND:
+            _copy(source, folder / _NAME / place)
     note_digests(spec_modules(ours.parent), folder / _NAME / NOTES.relative_to(ours))
     for position, pack in enumerate(packs):
         _copy(pack.path, folder / _NAME / "prebuilt" / f"{position}-{pack.path.name}")

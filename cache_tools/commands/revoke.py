@@ -9,13 +9,13 @@ from pathlib import Path
 
 import click
 
-from cache_tools.shared.options import as_json, command
-from cache_tools.shared.text import count, print_json
 from tilekern.cache import Pack, Store
 from tilekern.cache.files import read_whole
 from tilekern.cache.records import LARGEST_RECORD, record_of
 from tilekern.cache.trust.revoking import write_revoked
 from tilekern.cache.trust.signing import SigningKey
+from tilekern.cache_tools.shared.options import as_json, command
+from tilekern.cache_tools.shared.text import count, print_json
 from tilekern.warning import tell
 
 

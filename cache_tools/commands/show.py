@@ -14,13 +14,13 @@ from typing import Any
 
 import click
 
-from cache_tools.shared.here import toolkit_key
-from cache_tools.shared.options import as_json, cache_dir, command, target, toolkit
-from cache_tools.shared.selection import Selection
-from cache_tools.shared.sources import Source, layers_of_a_lookup
-from cache_tools.shared.staleness import digests_today, is_fresh, is_stale
-from cache_tools.shared.text import gain_of, plain, print_json, size, time_us_of
 from tilekern.cache import NOT_FRESH, CacheError, Entry, Record, Step, Store, default_layers, lookup, parse_problem_key
+from tilekern.cache_tools.shared.here import toolkit_key
+from tilekern.cache_tools.shared.options import as_json, cache_dir, command, target, toolkit
+from tilekern.cache_tools.shared.selection import Selection
+from tilekern.cache_tools.shared.sources import Source, layers_of_a_lookup
+from tilekern.cache_tools.shared.staleness import digests_today, is_fresh, is_stale
+from tilekern.cache_tools.shared.text import gain_of, plain, print_json, size, time_us_of
 from tilekern.warning import tell
 
 _TIMEOUT_S = 120

@@ -8,12 +8,12 @@ from pathlib import Path, PurePosixPath
 
 import click
 
-from cache_tools.shared.options import PlaceType, as_json, command
-from cache_tools.shared.text import count, print_json
 from tilekern.cache import CacheError, Missing, Pack, Record, Store, checked_contents, write_pack
 from tilekern.cache.folders import write_below
 from tilekern.cache.keys import signature_path
 from tilekern.cache.trust.signing import SigningKey
+from tilekern.cache_tools.shared.options import PlaceType, as_json, command
+from tilekern.cache_tools.shared.text import count, print_json
 from tilekern.warning import tell
 
 

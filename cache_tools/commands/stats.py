@@ -6,13 +6,13 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from typing import Any
 
-from cache_tools.shared.options import all_layers, as_json, cache_dir, command
-from cache_tools.shared.sources import sources_of
-from cache_tools.shared.staleness import is_fresh, is_stale
-from cache_tools.shared.tables import print_table
-from cache_tools.shared.text import count, print_json, size
 from tilekern.cache import Entry, Store, read_wanted
 from tilekern.cache.places import USER
+from tilekern.cache_tools.shared.options import all_layers, as_json, cache_dir, command
+from tilekern.cache_tools.shared.sources import sources_of
+from tilekern.cache_tools.shared.staleness import is_fresh, is_stale
+from tilekern.cache_tools.shared.tables import print_table
+from tilekern.cache_tools.shared.text import count, print_json, size
 from tilekern.warning import tell
 
 _GROUPS = ("layer", "kernel", "target", "toolkit", "provenance")

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import click
 
-from cache_tools.shared.options import as_json, cache_dir, command
-from cache_tools.shared.staleness import today_of
-from cache_tools.shared.text import count, print_json
 from tilekern.cache import Store, install_pack
+from tilekern.cache_tools.shared.options import as_json, cache_dir, command
+from tilekern.cache_tools.shared.staleness import today_of
+from tilekern.cache_tools.shared.text import count, print_json
 from tilekern.warning import tell
 
 

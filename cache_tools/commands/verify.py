@@ -12,9 +12,6 @@ from typing import Any, NamedTuple
 
 import click
 
-from cache_tools.shared.options import PlaceType, as_json, cache_dir, command
-from cache_tools.shared.staleness import standing_of
-from cache_tools.shared.text import count, print_json
 from tilekern.cache import (
     DATED,
     STALE,
@@ -32,6 +29,9 @@ from tilekern.cache.files import identity_of, read_whole
 from tilekern.cache.trust.exposure import others_may_write, require_unshared, require_unshared_folders
 from tilekern.cache.trust.policy import Reader, Signers, must_be_signed, signature_files, signature_names
 from tilekern.cache.trust.signing import SIGNATURE_BYTES, is_signed
+from tilekern.cache_tools.shared.options import PlaceType, as_json, cache_dir, command
+from tilekern.cache_tools.shared.staleness import standing_of
+from tilekern.cache_tools.shared.text import count, print_json
 from tilekern.warning import tell
 
 # How many files are named beside a reason that holds for more.

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import click
 
-from cache_tools.shared.options import as_json, cache_dir, command
-from cache_tools.shared.tables import natural, print_table
-from cache_tools.shared.text import count, plain, print_json
 from tilekern.cache import Store, clear_wanted, problem_key, read_misses, read_wanted, wanted_name
+from tilekern.cache_tools.shared.options import as_json, cache_dir, command
+from tilekern.cache_tools.shared.tables import natural, print_table
+from tilekern.cache_tools.shared.text import count, plain, print_json
 from tilekern.warning import tell
 
 

@@ -14,13 +14,13 @@ from typing import Any
 
 import click
 
-from cache_tools.shared.contents import Contents, read_contents, sha256_of
-from cache_tools.shared.options import as_json, cache_dir, with_age_filters, with_filters
-from cache_tools.shared.packing import write_selected
-from cache_tools.shared.selection import Selection
-from cache_tools.shared.text import count, print_json, size
 from tilekern.cache import PACK_SUFFIX, CacheError, Store
 from tilekern.cache.files import write_whole
+from tilekern.cache_tools.shared.contents import Contents, read_contents, sha256_of
+from tilekern.cache_tools.shared.options import as_json, cache_dir, with_age_filters, with_filters
+from tilekern.cache_tools.shared.packing import write_selected
+from tilekern.cache_tools.shared.selection import Selection
+from tilekern.cache_tools.shared.text import count, print_json, size
 from tilekern.warning import tell
 
 # The group that tilekern.cache.places reads.

@@ -6,11 +6,11 @@ from typing import Any
 
 import click
 
-from cache_tools.shared.here import spec_named, target_named, toolkit_key
-from cache_tools.shared.options import as_json, cache_dir, command
-from cache_tools.shared.staleness import digests_today
-from cache_tools.shared.text import plain, print_json, time_us_of
 from tilekern.cache import NOT_FRESH, CacheError, Hit, Step, Store, default_layers, parse_problem_key, problem_key
+from tilekern.cache_tools.shared.here import spec_named, target_named, toolkit_key
+from tilekern.cache_tools.shared.options import as_json, cache_dir, command
+from tilekern.cache_tools.shared.staleness import digests_today
+from tilekern.cache_tools.shared.text import plain, print_json, time_us_of
 from tilekern.warning import tell
 
 

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol, TypeGuard
 
-from cache_tools.shared.contents import Contents
 from tilekern.cache import CacheError, Missing
+from tilekern.cache_tools.shared.contents import Contents
 
 _EXAMPLES = "oci://registry.example.com/team/kernels:h200, hf://team/kernels/h200.pack or s3://bucket/h200.pack"
 
@@ -57,14 +57,14 @@ def open_remote(url: str, plain_http: bool = False) -> Remote:
         raise CacheError(f"--plain-http is for oci:// alone, got {url}")
     with failures_of(url):
         if scheme == "oci":
-            from cache_tools.remotes.oci import OciTag
+            from tilekern.cache_tools.remotes.oci import OciTag
 
             return OciTag(url, plain_http)
         if scheme == "hf":
-            from cache_tools.remotes.hub import HubFile
+            from tilekern.cache_tools.remotes.hub import HubFile
 
             return HubFile(url)
-        from cache_tools.remotes.filesystem import FsspecFile
+        from tilekern.cache_tools.remotes.filesystem import FsspecFile
 
         return FsspecFile(url)
 

@@ -12,10 +12,10 @@ from fsspec.callbacks import Callback
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
-from cache_tools.remotes.progress import progress_bar
-from cache_tools.shared.contents import Contents
 from tilekern.cache import PACK_SUFFIX, CacheError, Corrupt
 from tilekern.cache.files import write_whole
+from tilekern.cache_tools.remotes.progress import progress_bar
+from tilekern.cache_tools.shared.contents import Contents
 
 DIGEST_SUFFIX = ".sha256"
 _LARGEST_SUM = 2**12
@@ -32,7 +32,7 @@ class FsspecFile:
         self._fs, self._path = url_to_fs(url)
 
     def digest(self) -> str | None:
-        """The digest that lies beside the pack; raises as :meth:`cache_tools.remotes.Remote.digest` says."""
+        """The digest that lies beside the pack; raises as :meth:`tilekern.cache_tools.remotes.Remote.digest` says."""
         if self._fs.info(self._path).get("type") == "directory":
             raise CacheError(f"{self.url} is a folder; a pack is a file")
         if urlsplit(self.url).query:
@@ -49,7 +49,7 @@ class FsspecFile:
         return found[1].decode()
 
     def download(self, path: Path) -> None:
-        """Write the file's bytes to ``path``; raises as :meth:`cache_tools.remotes.Remote.download` says."""
+        """Write the file's bytes to ``path``; raises as :meth:`tilekern.cache_tools.remotes.Remote.download` says."""
         size = self._fs.info(self._path).get("size")
         with progress_bar("pulling", size) as moved:
             self._fs.get_file(self._path, str(path), callback=_Moved(moved, _LARGEST_PACK if size is None else size))

@@ -15,8 +15,8 @@ from huggingface_hub.constants import REPO_TYPES_URL_PREFIXES
 from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import disable_progress_bars
 
-from cache_tools.shared.contents import Contents
 from tilekern.cache import PACK_SUFFIX, CacheError, Missing
+from tilekern.cache_tools.shared.contents import Contents
 
 
 class HubFile:
@@ -39,7 +39,7 @@ class HubFile:
         self._commit = place.revision
 
     def digest(self) -> str | None:
-        """The sha256 that the hub keeps; raises as :meth:`cache_tools.remotes.Remote.digest` says."""
+        """The sha256 that the hub keeps; raises as :meth:`tilekern.cache_tools.remotes.Remote.digest` says."""
         self._commit = self._api.repo_info(**self._repository, revision=self._revision).sha
         found = self._api.get_paths_info(**self._repository, paths=[self._path], revision=self._commit)
         if not found or not isinstance(found[0], RepoFile):
@@ -47,7 +47,7 @@ class HubFile:
         return found[0].lfs.sha256 if found[0].lfs else None
 
     def download(self, path: Path) -> None:
-        """Write the file to ``path``; raises as :meth:`cache_tools.remotes.Remote.download` says."""
+        """Write the file to ``path``; raises as :meth:`tilekern.cache_tools.remotes.Remote.download` says."""
         with TemporaryDirectory(dir=path.parent) as folder:
             options = {"revision": self._commit, "local_dir": folder}
             Path(hf_hub_download(**self._repository, filename=self._path, **options)).rename(path)

@@ -24,10 +24,10 @@ import requests
 from requests.adapters import HTTPAdapter
 from urllib3.util import Retry
 
-from cache_tools.remotes.progress import progress_bar
-from cache_tools.shared.contents import Contents
 from tilekern.cache import CacheError, Corrupt, Missing
 from tilekern.cache.records import parse_object
+from tilekern.cache_tools.remotes.progress import progress_bar
+from tilekern.cache_tools.shared.contents import Contents
 
 ARTIFACT_TYPE = "application/vnd.tilekern.pack.v1"
 _EMPTY_TYPE = "application/vnd.oci.empty.v1+json"
@@ -72,12 +72,12 @@ class OciTag:
         self._layer: _Layer | None = None
 
     def digest(self) -> str:
-        """The digest of the pack; raises as :meth:`cache_tools.remotes.Remote.digest` says."""
+        """The digest of the pack; raises as :meth:`tilekern.cache_tools.remotes.Remote.digest` says."""
         self._layer = self._read_manifest()
         return self._layer.sha256
 
     def download(self, path: Path) -> None:
-        """Write the pack to ``path``; raises as :meth:`cache_tools.remotes.Remote.download` says."""
+        """Write the pack to ``path``; raises as :meth:`tilekern.cache_tools.remotes.Remote.download` says."""
         layer = self._layer or self._read_manifest()
         response = self._client.get_blob(self._container, f"sha256:{layer.sha256}", stream=True)
         written = 0

@@ -1,7 +1,7 @@
 """tilekern as the library `kernels` of Hugging Face loads it, with `get_kernel` and its like.
 
-`python -m cache_tools repository` writes this file as the ``__init__.py`` of each build, beside a copy of tilekern with
-packs in it. ``layers`` has what `kernelize` takes; ``ops``, ``apply`` and all else are tilekern's.
+`python -m tilekern.cache_tools repository` writes this file as the ``__init__.py`` of each build, beside a copy of
+tilekern with packs in it. ``layers`` has what `kernelize` takes; ``ops``, ``apply`` and all else are tilekern's.
 
 Torch knows tilekern's ops by their names, so a process can have one tilekern. One that is imported already serves where
 it has the version of the copy, and reads the copy's packs as well; else the copy is imported.

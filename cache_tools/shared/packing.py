@@ -6,9 +6,9 @@ import hashlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from cache_tools.shared.selection import Selection
 from tilekern.cache import PACK_SUFFIX, CacheError, Entry, Record, Store, write_pack
 from tilekern.cache.trust.policy import read_signatures
+from tilekern.cache_tools.shared.selection import Selection
 
 
 def write_selected(

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import click
 
-from cache_tools.shared.text import count, size
 from tilekern.cache import Address, BlobFile, CacheError, Entry, Store
+from tilekern.cache_tools.shared.text import count, size
 from tilekern.warning import printable, tell
 
 # Many times what a lookup takes from the reading of a record to that of its artifacts, on a network's disk too.

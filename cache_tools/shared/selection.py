@@ -8,8 +8,8 @@ import time
 from dataclasses import dataclass
 from datetime import datetime
 
-from cache_tools.shared.staleness import is_stale
 from tilekern.cache import PROVENANCES, CacheError, Entry, Listed, parse_problem_key
+from tilekern.cache_tools.shared.staleness import is_stale
 
 
 @dataclass(frozen=True)

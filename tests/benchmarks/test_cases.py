@@ -29,8 +29,8 @@ from benchmarks.suite_cases import SUITE, suite_case
 from benchmarks.suites import fixed_cases, model_cases, sweep_cases
 from tilekern import ops
 from tilekern.errors import InputError
-from tuning.measure.timing import Timing
-from tuning.plan.configs import config_named
+from tilekern.tuning.measure.timing import Timing
+from tilekern.tuning.plan.configs import config_named
 
 TINY = [
     rms_norm_case(5, 24, "float32"),

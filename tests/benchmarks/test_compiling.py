@@ -7,10 +7,10 @@ from tilekern.errors import InputError
 from tilekern.kernels import spec_named
 from tilekern.targets import resolve
 from tilekern.toolchain import toolkit
-from tuning.compile.stage import default_jobs, wanted
-from tuning.plan.models import plan_of_model
-from tuning.plan.steps import Steps
-from tuning.sweep.folder import Sweep
+from tilekern.tuning.compile.stage import default_jobs, wanted
+from tilekern.tuning.plan.models import plan_of_model
+from tilekern.tuning.plan.steps import Steps
+from tilekern.tuning.sweep.folder import Sweep
 
 pytestmark = pytest.mark.processes
 

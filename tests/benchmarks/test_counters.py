@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.counters import CASES, counted_cases, read_table, rows_of, short_name
 from benchmarks.suites import model_cases
-from tuning.plan.configs import config_named
+from tilekern.tuning.plan.configs import config_named
 
 TABLE = """==PROF== Connected to process 7
 "ID","Kernel Name","gpu__time_duration.sum","gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed",\

@@ -18,7 +18,7 @@ from benchmarks.kernels import check
 from benchmarks.report import render
 from benchmarks.results import Results, Row, read_results
 from tilekern.errors import InputError
-from tuning.plan.presets import PRESETS
+from tilekern.tuning.plan.presets import PRESETS
 
 SIZES = {
     "hidden_size": 64, "intermediate_size": 48, "moe_intermediate_size": 48, "num_experts": 8, "num_local_experts": 8,

@@ -10,11 +10,11 @@ from benchmarks import fit_cost_model as fitting
 from benchmarks.regret import measure
 from tilekern.kernels import spec_named
 from tilekern.targets import resolve
-from tuning.compile.stage import compile_all
-from tuning.predict.cost_model import MEMORY
-from tuning.predict.launch_costs import Costs
-from tuning.sweep.candidates import candidate
-from tuning.sweep.folder import Sweep
+from tilekern.tuning.compile.stage import compile_all
+from tilekern.tuning.predict.cost_model import MEMORY
+from tilekern.tuning.predict.launch_costs import Costs
+from tilekern.tuning.sweep.candidates import candidate
+from tilekern.tuning.sweep.folder import Sweep
 
 H200 = resolve("H200")
 SPEC = spec_named("adamw")

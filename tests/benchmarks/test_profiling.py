@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.profiling import OTHER, category, parts_of, products
-from tuning.plan.configs import config_named
+from tilekern.tuning.plan.configs import config_named
 
 
 @pytest.mark.parametrize(

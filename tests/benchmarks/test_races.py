@@ -9,8 +9,8 @@ from replay_runner import ReplayRunner
 from benchmarks.__main__ import main
 from benchmarks.races import ALL, Effort, judged, summary
 from benchmarks.results import Row
-from tuning.strategies import Lineup
-from tuning.strategies.exhaustive import LEAST_ROUNDS
+from tilekern.tuning.strategies import Lineup
+from tilekern.tuning.strategies.exhaustive import LEAST_ROUNDS
 
 MEDIANS = {"a": 120.0, "b": 100.0, "c": 100.5, "d": 300.0}
 

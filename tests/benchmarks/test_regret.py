@@ -8,8 +8,8 @@ from benchmarks import regret as benchmark
 from tilekern.errors import InputError
 from tilekern.kernels import spec_named
 from tilekern.targets import resolve
-from tuning.sweep.candidates import candidates
-from tuning.sweep.folder import Sweep
+from tilekern.tuning.sweep.candidates import candidates
+from tilekern.tuning.sweep.folder import Sweep
 
 H200 = resolve("H200")
 SPEC = spec_named("swiglu_forward")

@@ -164,7 +164,7 @@ def test_the_other_targets():
     )
     assert "≤ 0.3 s over the second | 0.2 s | yes | liger-triton 0.8.5 5.2 s |" in line_of(text, "first step over")
     assert "| ≤ 50 ms | 61 ms | **no** |" in line_of(text, "import tilekern, without torch")
-    assert "| ≤ 0.4 s | 0.3 s | yes |" in line_of(text, "python -m cache_tools ls")
+    assert "| ≤ 0.4 s | 0.3 s | yes |" in line_of(text, "python -m tilekern.cache_tools ls")
     assert "| ≤ 1.05 | 1.2 | **no** |" in line_of(text, "predicted winner's regret, median")
     assert "5 of 7 figures meet theirs" in text
     assert "Not measured here: rms_norm: forward;" in text

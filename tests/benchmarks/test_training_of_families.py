@@ -14,8 +14,8 @@ from benchmarks.__main__ import main
 from benchmarks.families import FAMILIES
 from benchmarks.models import layers_of, make_model
 from benchmarks.training import Job, begin, prepare, run
-from tuning.plan.configs import config_named
-from tuning.plan.presets import PRESETS
+from tilekern.tuning.plan.configs import config_named
+from tilekern.tuning.plan.presets import PRESETS
 
 SIZES = {
     "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 160,

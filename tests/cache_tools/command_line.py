@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def process(*arguments, **options):
-    command = [sys.executable, "-m", "cache_tools", *arguments]
+    command = [sys.executable, "-m", "tilekern.cache_tools", *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60, **options)
 
 

@@ -7,7 +7,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "cache"))
 from cache_samples import B200, PROBLEM, put, toolkit
 
-from cache_tools.__main__ import main
+from tilekern.cache_tools.__main__ import main
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ import threading
 
 from cache_samples import B200, put
 
-from cache_tools.__main__ import main
 from tilekern.cache import PackLayer, Store, write_pack
+from tilekern.cache_tools.__main__ import main
 
 URL_OF_NOTHING = "http://127.0.0.1:1/nothing.pack"
 

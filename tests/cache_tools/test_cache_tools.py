@@ -14,9 +14,9 @@ from cache_samples import B200, H100, PROBLEM, blob_file, fill, made_today, make
 from command_line import KEY, ROOT, process, refused
 
 import tilekern
-from cache_tools.__main__ import main
-from cache_tools.cli import app
 from tilekern.cache import Pack, Store, note_wanted
+from tilekern.cache_tools.__main__ import main
+from tilekern.cache_tools.cli import app
 
 HERE = made_today(module="tilekern.source.digests")
 
@@ -29,7 +29,7 @@ def test_every_command_has_h_and_version(name, capsys):
     given = [name] if name else []
     assert main([*given, "-h"]) == 0
     brief = capsys.readouterr().out
-    assert brief.startswith(f"Usage: {' '.join(['python -m cache_tools', *given])} [OPTIONS]")
+    assert brief.startswith(f"Usage: {' '.join(['python -m tilekern.cache_tools', *given])} [OPTIONS]")
     assert main([*given, "--help"]) == 0
     assert capsys.readouterr().out == brief
     assert brief.count("--version") == 1
@@ -429,7 +429,7 @@ def test_every_command_has_help():
 def test_a_reader_that_goes_away_is_no_error(tmp_path):
     fill(tmp_path, 1000)
     with subprocess.Popen(
-        [sys.executable, "-m", "cache_tools", "ls", "--cache-dir", str(tmp_path)],
+        [sys.executable, "-m", "tilekern.cache_tools", "ls", "--cache-dir", str(tmp_path)],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -452,11 +452,11 @@ def test_ls_of_a_thousand_records_is_quick(tmp_path):
 
 def test_looking_at_a_cache_loads_neither_torch_nor_a_compiler_nor_other_commands(cache):
     code = (
-        "import sys; from cache_tools.__main__ import main; main(['ls', '--cache-dir', sys.argv[1]]); "
+        "import sys; from tilekern.cache_tools.__main__ import main; main(['ls', '--cache-dir', sys.argv[1]]); "
         "heavy = {'torch', 'cuda', 'typer', 'rich', 'transformers', 'numpy'} & set(sys.modules); "
         "assert not heavy, heavy; "
-        "commands = [name for name in sys.modules if name.startswith('cache_tools.commands.')]; "
-        "assert commands == ['cache_tools.commands.ls'], commands"
+        "commands = [name for name in sys.modules if name.startswith('tilekern.cache_tools.commands.')]; "
+        "assert commands == ['tilekern.cache_tools.commands.ls'], commands"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, str(cache)], cwd=ROOT, capture_output=True, text=True, check=False

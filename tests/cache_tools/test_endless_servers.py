@@ -8,8 +8,8 @@ import tracemalloc
 import pytest
 from ship_samples import Commands, make_pack, served
 
-from cache_tools.remotes import oci
-from cache_tools.remotes.oci import LARGEST_MANIFEST
+from tilekern.cache_tools.remotes import oci
+from tilekern.cache_tools.remotes.oci import LARGEST_MANIFEST
 
 MOST = 32 << 20
 CHUNK = b"A" * (1 << 16)

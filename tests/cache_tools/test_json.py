@@ -9,11 +9,11 @@ import pytest
 from cache_samples import B200, H100, PROBLEM, blob_file, made_today, make, put, toolkit
 from command_line import KEY, ROOT
 
-from cache_tools.__main__ import main
-from cache_tools.cli import app
 from tilekern.cache import Store, note_misses, note_wanted, wanted_name, write_pack
 from tilekern.cache.keys import signature_path
 from tilekern.cache.trust.signing import SigningKey, generate_key
+from tilekern.cache_tools.__main__ import main
+from tilekern.cache_tools.cli import app
 
 pytestmark = pytest.mark.processes
 

@@ -5,8 +5,8 @@ import tracemalloc
 import pytest
 from cache_samples import PROBLEM, made_today, put
 
-from cache_tools.__main__ import main
 from tilekern.cache import Pack
+from tilekern.cache_tools.__main__ import main
 
 RECORDS = 40
 # A record of 400 runners-up takes some 300 kB, so that all of them are several times this.

@@ -11,9 +11,9 @@ import pytest
 from cache_samples import B200, H200, PROBLEM, Today, blob_file, files_of, find, made_today, put, toolkit
 from command_line import KEY, ROOT, refused
 
-from cache_tools.shared import removing
 from tilekern.cache import FolderLayer, Store
 from tilekern.cache.folders import unlink_seen
+from tilekern.cache_tools.shared import removing
 from tilekern.toolchain import toolkit as installed
 
 pytestmark = pytest.mark.processes
@@ -285,7 +285,7 @@ def test_limits_that_make_no_sense_are_one_line(cli, arguments, words):
 def test_prune_asks_first(cache):
     for answer, left in (("n\n", 3), ("y\n", 0)):
         done = subprocess.run(
-            [sys.executable, "-m", "cache_tools", "prune", "--stale", "--cache-dir", str(cache)],
+            [sys.executable, "-m", "tilekern.cache_tools", "prune", "--stale", "--cache-dir", str(cache)],
             cwd=ROOT, input=answer, capture_output=True, text=True, check=False, timeout=60,
         )  # fmt: skip
         assert "Remove 3 records" in done.stdout

@@ -11,8 +11,8 @@ import pytest
 from cache_samples import B200, PROBLEM, put
 from ship_samples import URL_OF_NOTHING, Commands, has_both, make_pack, served, sha256
 
-from cache_tools.commands.pull import was_pulled
 from tilekern.cache import FolderLayer, Store
+from tilekern.cache_tools.commands.pull import was_pulled
 
 
 @pytest.fixture
@@ -285,7 +285,7 @@ def test_options_that_contradict_each_other_are_refused(cli, cache, tmp_path):
 
 def test_what_is_not_installed_is_named(cli, pack, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "fsspec.core", None)
-    monkeypatch.delitem(__import__("sys").modules, "cache_tools.remotes.filesystem", raising=False)
+    monkeypatch.delitem(__import__("sys").modules, "tilekern.cache_tools.remotes.filesystem", raising=False)
     cli.refused("push", pack, "memory://bucket/kernels.pack", says="pip install 'tilekern[ship]'")
 
 

@@ -41,7 +41,7 @@ def run(hub, tmp_path):
             }
             env.pop("HF_HUB_OFFLINE", None)
             ran = subprocess.run(
-                [sys.executable, "-m", "cache_tools", *map(str, arguments)],
+                [sys.executable, "-m", "tilekern.cache_tools", *map(str, arguments)],
                 cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=120,
             )  # fmt: skip
             assert list((tmp_path / "temporary").iterdir()) == []

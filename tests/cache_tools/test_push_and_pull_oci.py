@@ -11,8 +11,8 @@ from real_registry import NEEDS_REGISTRY, PASSWORD, USER, by_password, running
 from ship_samples import Commands, has_both, make_pack, sha256
 from token_service import by_token
 
-from cache_tools.remotes.oci import ARTIFACT_TYPE, _pack_layer
 from tilekern.cache import Corrupt
+from tilekern.cache_tools.remotes.oci import ARTIFACT_TYPE, _pack_layer
 
 pytestmark = NEEDS_REGISTRY
 

@@ -19,9 +19,9 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, apply_rotary_pos_emb
 
 import tilekern
-from cache_tools.__main__ import main
 from tilekern import layers
 from tilekern.cache import default_layers, places
+from tilekern.cache_tools.__main__ import main
 from tilekern.runtime import dispatch
 
 REPO = "acme/tilekern"

@@ -19,7 +19,7 @@ def team(cli, tmp_path, monkeypatch):
 
 
 def run(capsys, *arguments):
-    from cache_tools.__main__ import main
+    from tilekern.cache_tools.__main__ import main
 
     code = main(list(map(str, arguments)))
     return code, *capsys.readouterr()

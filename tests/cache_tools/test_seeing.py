@@ -6,8 +6,8 @@ import pytest
 from cache_samples import B200, H100, H200, PROBLEM, failing_folders, made_today, make, put, toolkit
 from command_line import KEY, ROOT, process, refused
 
-from cache_tools.shared.sources import user_cache
 from tilekern.cache import FolderLayer, Store, Where, default_layers, note_misses, note_wanted, wanted_name, write_pack
+from tilekern.cache_tools.shared.sources import user_cache
 from tilekern.kernels import spec_named
 from tilekern.runtime import dispatch
 from tilekern.targets import resolve
@@ -190,7 +190,9 @@ def test_why_tells_of_a_record_that_is_taken_and_not_known_to_be_the_best(as_jso
     put(root, kernel="swiglu_forward", module="tilekern.kernels.swiglu", problem=SWIGLU_BUCKET, config=config,
         **today | {"space_digest": "0" * 64})  # fmt: skip
     monkeypatch.setenv("TILEKERN_CACHE_DIR", str(root))
-    monkeypatch.setattr("cache_tools.commands.why.default_layers", lambda *_, **__: [FolderLayer(root, "user")])
+    monkeypatch.setattr(
+        "tilekern.cache_tools.commands.why.default_layers", lambda *_, **__: [FolderLayer(root, "user")]
+    )
     document = as_json("why", "swiglu_forward", SWIGLU, "--target", "H200")
     assert (document["source_digest"], document["space_digest"]) == (today["source_digest"], today["space_digest"])
     assert [step["outcome"] for step in document["steps"]] == ["dated", "taken"]

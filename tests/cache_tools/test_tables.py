@@ -9,8 +9,8 @@ from cache_samples import B200, put, toolkit
 from command_line import ROOT, process
 from terminal import printed_in_a_terminal
 
-from cache_tools.shared.tables import natural, print_table
 from tilekern.cache import Store, install_pack, note_wanted
+from tilekern.cache_tools.shared.tables import natural, print_table
 
 pytestmark = pytest.mark.processes
 
@@ -37,7 +37,7 @@ def printed(*arguments, **env):
 def in_a_terminal(columns, *arguments):
     """What a command prints in a terminal of that width."""
     env = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
-    return printed_in_a_terminal([sys.executable, "-m", "cache_tools", *arguments], columns, cwd=ROOT, env=env)
+    return printed_in_a_terminal([sys.executable, "-m", "tilekern.cache_tools", *arguments], columns, cwd=ROOT, env=env)
 
 
 def widest(text):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from cache_samples import B200, PROBLEM, changed, make, put, sealed
 
-from cache_tools.__main__ import main
+from tilekern.cache_tools.__main__ import main
 from tilekern.warning import printable, tell, warn
 
 COMMAND = Path(sys.executable).with_name("tilekern-cache")
@@ -86,5 +86,5 @@ def test_the_installed_command_runs_nothing_of_the_folder_that_it_is_run_in(tmp_
     )  # fmt: skip
     assert done.stdout == "there is no cache at cache yet\n", done.stderr
     assert not (tmp_path / "ran").exists()
-    subprocess.run([sys.executable, "-m", "cache_tools"], cwd=tmp_path, env=environment, check=False)
+    subprocess.run([sys.executable, "-m", "tilekern.cache_tools"], cwd=tmp_path, env=environment, check=False)
     assert (tmp_path / "ran").exists()

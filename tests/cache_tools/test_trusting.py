@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from cache_samples import PROBLEM, blob_file, put, sealed
 
-from cache_tools.__main__ import main
 from tilekern.cache import Store
+from tilekern.cache_tools.__main__ import main
 
 ROOT = Path(__file__).parents[2]
 
@@ -216,7 +216,7 @@ def test_unpack_refuses_what_is_unsigned_where_it_must_be_signed(cli, pack, tmp_
     ],
 )
 def test_bad_input_is_one_line(key, pack, tmp_path, arguments, words):
-    command = [sys.executable, "-m", "cache_tools", *arguments]
+    command = [sys.executable, "-m", "tilekern.cache_tools", *arguments]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")

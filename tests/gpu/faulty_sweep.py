@@ -11,14 +11,14 @@ from pathlib import Path
 
 from tilekern.kernels import faulty
 from tilekern.targets import here
-from tuning.compile.stage import compile_all, default_jobs, start_server
-from tuning.executors.local import LocalExecutor
-from tuning.measure.stage import measure_all, tasks
-from tuning.publishing import keep_winners
-from tuning.sweep.folder import Sweep
-from tuning.sweep.journal import Journal
-from tuning.sweep.lines import is_copy
-from tuning.sweep.quarantine import shared
+from tilekern.tuning.compile.stage import compile_all, default_jobs, start_server
+from tilekern.tuning.executors.local import LocalExecutor
+from tilekern.tuning.measure.stage import measure_all, tasks
+from tilekern.tuning.publishing import keep_winners
+from tilekern.tuning.sweep.folder import Sweep
+from tilekern.tuning.sweep.journal import Journal
+from tilekern.tuning.sweep.lines import is_copy
+from tilekern.tuning.sweep.quarantine import shared
 
 SMALL, HUGE = (faulty.SPEC.problem(rows=rows, columns=4096, dtype="float32") for rows in (4096, 1 << 25))
 GOOD = [faulty.config("none", tile_n, occupancy) for tile_n in (512, 1024, 2048, 4096) for occupancy in (2, 4)]

@@ -17,10 +17,10 @@ from tilekern.runtime.warmup import sizes_of
 from tilekern.spec import ALIGNED, ArrayParameter, Config, KernelSpec, LibraryCall, Problem
 from tilekern.targets import Target, resolve
 from tilekern.toolchain import compile_candidate
-from tuning.plan.given import plan_of_problem
-from tuning.plan.models import plan_of_model
-from tuning.plan.steps import Steps
-from tuning.verify.check import Check, compare, expected_results, make_outputs
+from tilekern.tuning.plan.given import plan_of_problem
+from tilekern.tuning.plan.models import plan_of_model
+from tilekern.tuning.plan.steps import Steps
+from tilekern.tuning.verify.check import Check, compare, expected_results, make_outputs
 
 ROWS = (1, 13, 1009)
 BF16, FP16, FP32 = "bfloat16", "float16", "float32"

@@ -25,7 +25,7 @@ def train(preset, layers):
 
     import tilekern
     from benchmarks.models import make_model
-    from tuning.plan.configs import config_named
+    from tilekern.tuning.plan.configs import config_named
 
     tilekern.apply(experts=True)
     _, config = config_named(preset)

@@ -13,7 +13,7 @@ from tilekern.runtime.plans import plan_of
 from tilekern.spec import ALIGNED
 from tilekern.targets import here
 from tilekern.toolchain import compile_candidate, toolkit
-from tuning.verify.check import arguments_of, compare, expected_results, make_outputs
+from tilekern.tuning.verify.check import arguments_of, compare, expected_results, make_outputs
 
 LINEAR, GRADIENT = spec_named("grouped_linear"), spec_named("grouped_weight_gradient")
 SIZES = (4093, 1024, 1536, 8, "bfloat16")

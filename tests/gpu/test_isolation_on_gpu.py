@@ -25,8 +25,7 @@ pytestmark = pytest.mark.skipif(toolkit() is None, reason="no tile compiler is i
 def found(tmp_path_factory):
     """What became of each config: of the good ones alone, and with the bad ones among them."""
     folder = tmp_path_factory.mktemp("faulty")
-    for package in ("tilekern", "tuning"):
-        shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__", "*.pack"))
+    shutil.copytree(ROOT / "tilekern", folder / "tilekern", ignore=shutil.ignore_patterns("__pycache__", "*.pack"))
     shutil.copy(HERE / "faulty_kernel.py", folder / "tilekern" / "kernels" / "faulty.py")
     ran = subprocess.run(
         [sys.executable, HERE / "faulty_sweep.py", folder / "sweeps", str(LIMIT_S)],

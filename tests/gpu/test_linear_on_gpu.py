@@ -11,7 +11,7 @@ from tilekern.runtime.plans import plan_of
 from tilekern.spec import ALIGNED
 from tilekern.targets import here
 from tilekern.toolchain import compile_candidate, toolkit
-from tuning.verify.check import arguments_of
+from tilekern.tuning.verify.check import arguments_of
 
 SPEC = spec_named("matmul")
 

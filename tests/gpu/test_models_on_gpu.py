@@ -10,8 +10,8 @@ from tilekern.kernels import spec_named
 from tilekern.runtime import dispatch
 from tilekern.runtime.warmup import sizes_of
 from tilekern.targets import here
-from tuning.plan.models import plan_of_model
-from tuning.plan.steps import Steps
+from tilekern.tuning.plan.models import plan_of_model
+from tilekern.tuning.plan.steps import Steps
 
 IDS = torch.randint(0, 331, (2, 37), generator=torch.Generator().manual_seed(1))
 

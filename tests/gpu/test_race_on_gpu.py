@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from tilekern.targets import here
-from tuning.measure import timing
-from tuning.measure.gpu import load_code
-from tuning.measure.timing import Stopwatch, rewriting
-from tuning.strategies import WON, Lineup, strategy_named
-from tuning.strategies.runner import GpuRunner
-from tuning.sweep.lines import COPY
+from tilekern.tuning.measure import timing
+from tilekern.tuning.measure.gpu import load_code
+from tilekern.tuning.measure.timing import Stopwatch, rewriting
+from tilekern.tuning.strategies import WON, Lineup, strategy_named
+from tilekern.tuning.strategies.runner import GpuRunner
+from tilekern.tuning.sweep.lines import COPY
 
 MIB = 1 << 20
 

@@ -16,7 +16,7 @@ from tuner_process import clean_environment
 
 from tilekern.cache import Store
 from tilekern.toolchain import toolkit
-from tuning.sweep.folder import Sweep
+from tilekern.tuning.sweep.folder import Sweep
 
 KILLS = 5
 OLD = {"key": "tileiras-13.1.1-cuda_tile-1.5.0", "tileiras": "13.1.1", "cuda_tile": "1.5.0"}

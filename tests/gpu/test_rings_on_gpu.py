@@ -9,7 +9,7 @@ from tilekern.cute_compiler import compiler
 from tilekern.kernels import all_specs
 from tilekern.runtime import plans
 from tilekern.targets import here
-from tuning.verify.check import arguments_of, compare, expected_results, make_outputs
+from tilekern.tuning.verify.check import arguments_of, compare, expected_results, make_outputs
 
 SPECS = [spec for spec in all_specs().values() if spec.follower and len(spec.space.beside) > 1]
 # Rows, columns, dtypes of rows and of weights: fewer rows than blocks, a ring's last round in part, tails.

@@ -16,8 +16,8 @@ from tilekern.runtime.records import record_of
 from tilekern.spec import Config
 from tilekern.targets import here
 from tilekern.toolchain import toolkit
-from tuning.plan.models import plan_of_model
-from tuning.plan.steps import Steps
+from tilekern.tuning.plan.models import plan_of_model
+from tilekern.tuning.plan.steps import Steps
 
 STEPS, WINDOW = 200, 10
 # Groups that the rank of a division tells apart by chance once in 462 times.

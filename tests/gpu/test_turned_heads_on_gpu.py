@@ -8,7 +8,7 @@ from tilekern.cute_compiler import compiler
 from tilekern.kernels import spec_named
 from tilekern.kernels.common.cute_configs import is_cute
 from tilekern.targets import here
-from tuning.verify.check import arguments_of, compare, expected_results, make_outputs
+from tilekern.tuning.verify.check import arguments_of, compare, expected_results, make_outputs
 
 SIZES = {"tokens": 1009, "batch": 2, "heads": 28, "kv_heads": 4, "head_dim": 128, "full": False, "dtype": "bfloat16"}
 # Frequencies of time and of height: those of models, then such that end inside of a thread's vector, once or twice.

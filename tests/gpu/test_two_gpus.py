@@ -8,8 +8,8 @@ import torch
 
 from benchmarks.several_gpus import measure
 from tilekern.toolchain import toolkit
-from tuning.measure.gpu import devices
-from tuning.sweep.folder import Sweep
+from tilekern.tuning.measure.gpu import devices
+from tilekern.tuning.sweep.folder import Sweep
 
 # Large enough that the start of the workers, which two GPUs do not halve, is a small part of one GPU's time.
 TOKENS = "2048,4096,8192,16384,32768"

@@ -13,10 +13,10 @@ from tilekern.runtime.dispatch import plan_for
 from tilekern.spec import ALIGNED, GENERIC
 from tilekern.targets import here
 from tilekern.toolchain import compile_candidate, toolkit
-from tuning.measure.bench import Bench
-from tuning.measure.tasks import Entrant, Task
-from tuning.sweep.candidates import LIBRARY_LINE, candidate
-from tuning.verify.battery import Battery
+from tilekern.tuning.measure.bench import Bench
+from tilekern.tuning.measure.tasks import Entrant, Task
+from tilekern.tuning.sweep.candidates import LIBRARY_LINE, candidate
+from tilekern.tuning.verify.battery import Battery
 
 needs_a_compiler = pytest.mark.skipif(toolkit() is None, reason="no tile compiler is installed")
 # Sizes of a small model that is real.

@@ -19,7 +19,7 @@ from tilekern.source.digests import digests_of
 from tilekern.spec import ALIGNED, DTYPES, Config, KernelSpec, LibraryCall, Problem
 from tilekern.targets import INTERPRETED, Target
 from tilekern.toolchain import Compiled
-from tuning.verify.check import Check, compare, expected_results, launch_arguments, make_outputs
+from tilekern.tuning.verify.check import Check, compare, expected_results, launch_arguments, make_outputs
 
 SPECS = list(all_specs().values())
 NAMES = [spec.name for spec in SPECS]

@@ -11,7 +11,7 @@ from tilekern.kernels.adamw import WIDTHS, flat_shape
 from tilekern.spec import ALIGNED, DTYPES, GENERIC
 from tilekern.targets import INTERPRETED, KNOWN, resolve
 from tilekern.toolchain import compile_candidate, toolkit
-from tuning.verify.check import compare, expected_results
+from tilekern.tuning.verify.check import compare, expected_results
 
 SPEC = spec_named("adamw")
 PLACES = {"new_param": "param", "new_exp_avg": "exp_avg", "new_exp_avg_sq": "exp_avg_sq"}

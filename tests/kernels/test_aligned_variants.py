@@ -7,7 +7,7 @@ from spec_samples import compiled, sized
 from tilekern.spec import ALIGNED, ArrayParameter
 from tilekern.targets import resolve
 from tilekern.toolchain import assumptions
-from tuning.verify.check import odd_problem
+from tilekern.tuning.verify.check import odd_problem
 
 SIZES = {
     "columns": 1024, "vocabulary": 1024, "hidden": 256, "inner": 256, "heads": 16, "kv_heads": 8, "head_dim": 128,

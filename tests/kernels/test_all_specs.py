@@ -25,7 +25,7 @@ from tilekern import interpreter
 from tilekern.kernels import spec_named
 from tilekern.spec import DTYPES, LibraryCall
 from tilekern.targets import INTERPRETED
-from tuning.verify.check import launch_arguments
+from tilekern.tuning.verify.check import launch_arguments
 
 every_spec = pytest.mark.parametrize("spec", SPECS, ids=NAMES)
 

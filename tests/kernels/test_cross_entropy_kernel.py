@@ -15,7 +15,7 @@ from tilekern.kernels.cross_entropy.problem import capped_logits
 from tilekern.spec import GENERIC
 from tilekern.targets import INTERPRETED, resolve
 from tilekern.toolchain import compile_candidate, toolkit
-from tuning.verify.check import compare, expected_results, make_outputs
+from tilekern.tuning.verify.check import compare, expected_results, make_outputs
 
 FORWARD, BACKWARD = cross_entropy.FORWARD, cross_entropy.BACKWARD
 every_spec = pytest.mark.parametrize("spec", [FORWARD, BACKWARD, FUSED], ids=lambda spec: spec.name)

@@ -16,7 +16,7 @@ from tilekern.source.digests import note_digests
 from tilekern.spec import ALIGNED, ITEM_BYTES, Config, CuteKernel
 from tilekern.targets import INTERPRETED, KNOWN, resolve
 from tilekern.toolchain import assumptions, compile_candidate
-from tuning.compile.machine_code import read_machine_code
+from tilekern.tuning.compile.machine_code import read_machine_code
 
 needs_cute = pytest.mark.skipif(compiler() is None, reason="nvidia-cutlass-dsl is not installed")
 ABLE = [spec for spec in SPECS if spec.space.beside]

@@ -18,9 +18,9 @@ from tilekern.kernels.matmul import product as linear
 from tilekern.runtime.dispatch import LibraryPlan, counters, plan_for
 from tilekern.spec import DTYPES, ITEM_BYTES, Config, bucket, cdiv
 from tilekern.targets import INTERPRETED, KNOWN, resolve
-from tuning.plan.given import with_parts
-from tuning.plan.presets import PRESETS
-from tuning.verify.check import compare, expected_results
+from tilekern.tuning.plan.given import with_parts
+from tilekern.tuning.plan.presets import PRESETS
+from tilekern.tuning.verify.check import compare, expected_results
 
 SPEC = spec_named("fused_linear_cross_entropy")
 WAYS = ("cublas", "tuned")

@@ -16,8 +16,8 @@ from tilekern.kernels import spec_named
 from tilekern.runtime.dispatch import counters, plan_for
 from tilekern.spec import DTYPES, Config
 from tilekern.targets import INTERPRETED, resolve
-from tuning.plan.given import plan_of_problem
-from tuning.verify.check import compare, expected_results
+from tilekern.tuning.plan.given import plan_of_problem
+from tilekern.tuning.verify.check import compare, expected_results
 
 SPEC, H200 = spec_named("fused_linear_jsd"), resolve("H200")
 WAYS = ("cublas", "tuned")

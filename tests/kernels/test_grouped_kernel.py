@@ -21,7 +21,7 @@ from tilekern.kernels.tiles import ConstInt
 from tilekern.spec import ALIGNED, DTYPES
 from tilekern.targets import INTERPRETED, KNOWN, resolve
 from tilekern.toolchain import compile_candidate, toolkit
-from tuning.verify.check import compare, expected_results
+from tilekern.tuning.verify.check import compare, expected_results
 
 LINEAR, GRADIENT, SUM = map(spec_named, ("grouped_linear", "grouped_weight_gradient", "grouped_sum"))
 SPECS = (LINEAR, GRADIENT, SUM)

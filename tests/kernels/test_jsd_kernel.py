@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from spec_samples import assert_right, configs, interpret, sized
 
 from tilekern.kernels import spec_named
-from tuning.verify.adversarial import one_hot_rows
+from tilekern.tuning.verify.adversarial import one_hot_rows
 
 LOSS = spec_named("jsd")
 BETAS = (0.0, 0.1, 0.5, 0.9, 1.0)

@@ -6,7 +6,7 @@ from spec_samples import assert_right, configs, interpret, launched, one_of_each
 
 from tilekern.kernels import spec_named
 from tilekern.targets import INTERPRETED
-from tuning.verify.adversarial import one_hot_rows
+from tilekern.tuning.verify.adversarial import one_hot_rows
 
 ROWS, ELEMENTS = spec_named("kl_div_forward"), spec_named("kl_div_elements_forward")
 SPECS = [spec_named(f"kl_div_{name}backward") for name in ("", "elements_")] + [ROWS, ELEMENTS]

@@ -16,7 +16,7 @@ from tilekern.runtime.dispatch import counters, plan_for
 from tilekern.spec import ALIGNED, DTYPES, GENERIC
 from tilekern.targets import INTERPRETED, KNOWN, resolve
 from tilekern.toolchain import compile_candidate, toolkit
-from tuning.verify.check import compare, expected_results, launch_arguments
+from tilekern.tuning.verify.check import compare, expected_results, launch_arguments
 
 SPEC = spec_named("matmul")
 FLAGS = tuple(d.name for d in SPEC.dimensions if d.kind == "flag")

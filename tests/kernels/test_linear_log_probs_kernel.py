@@ -13,8 +13,8 @@ from tilekern.kernels import log_probs, spec_named
 from tilekern.runtime.dispatch import counters, plan_for
 from tilekern.spec import DTYPES, ITEM_BYTES, Config
 from tilekern.targets import INTERPRETED, KNOWN, resolve
-from tuning.plan.given import with_parts
-from tuning.verify.check import compare, expected_results
+from tilekern.tuning.plan.given import with_parts
+from tilekern.tuning.verify.check import compare, expected_results
 
 FORWARD, BACKWARD = spec_named("linear_log_probs_forward"), spec_named("linear_log_probs_backward")
 WAYS = ("cublas", "tuned")

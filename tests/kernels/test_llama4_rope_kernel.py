@@ -9,7 +9,7 @@ from tilekern.kernels import spec_named
 from tilekern.spec import ALIGNED
 from tilekern.targets import resolve
 from tilekern.toolchain import compile_candidate, toolkit
-from tuning.compile.machine_code import read_machine_code
+from tilekern.tuning.compile.machine_code import read_machine_code
 
 SPEC = spec_named("llama4_rope")
 directions = pytest.mark.parametrize("inverse", [False, True])

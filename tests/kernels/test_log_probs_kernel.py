@@ -9,7 +9,7 @@ from spec_samples import assert_right, interpret, launched, one_of_each, sized
 from tilekern import interpreter
 from tilekern.kernels import spec_named
 from tilekern.targets import INTERPRETED
-from tuning.verify.check import launch_arguments
+from tilekern.tuning.verify.check import launch_arguments
 
 FORWARD, BACKWARD = spec_named("log_probs_forward"), spec_named("log_probs_backward")
 both = pytest.mark.parametrize("spec", [FORWARD, BACKWARD], ids=lambda spec: spec.name)

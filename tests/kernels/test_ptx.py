@@ -18,7 +18,7 @@ from tilekern.kernels import spec_named
 from tilekern.kernels.common.cute_configs import is_cute
 from tilekern.spec import DTYPES, ITEM_BYTES, Config, cdiv
 from tilekern.targets import resolve
-from tuning.verify.check import arguments_of, compare, expected_results, make_outputs
+from tilekern.tuning.verify.check import arguments_of, compare, expected_results, make_outputs
 
 pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 

@@ -10,7 +10,7 @@ from tilekern.errors import InputError
 from tilekern.kernels import all_specs, spec_named
 from tilekern.spec import DTYPES, Config, CuteKernel
 from tilekern.targets import INTERPRETED, KNOWN, resolve
-from tuning.plan.presets import PRESETS
+from tilekern.tuning.plan.presets import PRESETS
 
 every_spec = pytest.mark.parametrize("spec", SPECS, ids=NAMES)
 # Sizes of other models, and odd ones.

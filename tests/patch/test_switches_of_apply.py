@@ -77,11 +77,11 @@ def test_an_empty_variable_is_as_not_set(monkeypatch, name):
 def test_command_lines_refuse_them_too(monkeypatch, capsys):
     import tilekern.patch.__main__
     import tilekern.run
-    import tuning.cli
-    from cache_tools.__main__ import main as tools
+    import tilekern.tuning.cli
+    from tilekern.cache_tools.__main__ import main as tools
 
     monkeypatch.setenv("TILEKERN_ON_MISS", "fallbak")
-    for main in (tuning.cli.main, tilekern.run.main, tilekern.patch.__main__.main, tools):
+    for main in (tilekern.tuning.cli.main, tilekern.run.main, tilekern.patch.__main__.main, tools):
         assert main(["ls"]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         said = "unknown value 'fallbak'; known: compile, fallback, error; did you mean fallback?"

@@ -14,8 +14,7 @@ from pathlib import Path
 import atheris
 from msgspec.structs import replace
 
-with atheris.instrument_imports(include=["tilekern.cache", "cache_tools.commands.pull"]):
-    from cache_tools.commands.pull import was_pulled
+with atheris.instrument_imports(include=["tilekern.cache", "tilekern.cache_tools.commands.pull"]):
     from tilekern.cache import (
         CacheError,
         PackLayer,
@@ -35,6 +34,7 @@ with atheris.instrument_imports(include=["tilekern.cache", "cache_tools.commands
     from tilekern.cache.records import decode_record
     from tilekern.cache.trust.policy import read_signatures, read_trust_roots
     from tilekern.cache.trust.signing import SigningKey, check_signature, generate_key, is_signed
+    from tilekern.cache_tools.commands.pull import was_pulled
 
 from cache_samples import H200, PROBLEM, find, make, sealed
 

@@ -15,11 +15,11 @@ from pathlib import Path
 import ray
 from cluster_samples import RecordedNode
 
-from tuning import cli
-from tuning.executors.cluster import ClusterExecutor
-from tuning.executors.node import package_folder
-from tuning.measure.stage import tasks
-from tuning.sweep.folder import Sweep
+from tilekern.tuning import cli
+from tilekern.tuning.executors.cluster import ClusterExecutor
+from tilekern.tuning.executors.node import package_folder
+from tilekern.tuning.measure.stage import tasks
+from tilekern.tuning.sweep.folder import Sweep
 
 if __name__ == "__main__":
     door, folder = sys.argv[1:]

@@ -8,13 +8,13 @@ from isolation_samples import RIGHT
 from recorded import COPY_US, GPU, RecordedExecutor
 
 from tilekern.cache import Store
-from tuning import disposable
-from tuning.executors.node import GpuNode, check_node
-from tuning.measure import process
-from tuning.measure.steps import CUDA, INPUTS, STRATEGY
-from tuning.measure.timing import Timing
-from tuning.measure.worker import CHECKED, DONE, RACING, READY, TIMED
-from tuning.sweep.lines import COPY
+from tilekern.tuning import disposable
+from tilekern.tuning.executors.node import GpuNode, check_node
+from tilekern.tuning.measure import process
+from tilekern.tuning.measure.steps import CUDA, INPUTS, STRATEGY
+from tilekern.tuning.measure.timing import Timing
+from tilekern.tuning.measure.worker import CHECKED, DONE, RACING, READY, TIMED
+from tilekern.tuning.sweep.lines import COPY
 
 
 def serve(connection, steps, cache, _device):

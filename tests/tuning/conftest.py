@@ -9,10 +9,10 @@ from filelock import FileLock
 from tuning_samples import SMALL
 
 from tilekern.targets import Target, resolve
-from tuning.compile.stage import compile_all
-from tuning.sweep.candidates import candidates
-from tuning.sweep.folder import Sweep
-from tuning.sweep.plan import Limits
+from tilekern.tuning.compile.stage import compile_all
+from tilekern.tuning.sweep.candidates import candidates
+from tilekern.tuning.sweep.folder import Sweep
+from tilekern.tuning.sweep.plan import Limits
 
 
 @pytest.fixture(scope="session")

@@ -12,14 +12,14 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from tilekern.toolchain import toolkit
-from tuning import disposable
-from tuning.compile.pool import Answer
-from tuning.measure.steps import CUDA, INPUTS, QUEUE, STRATEGY, Steps
-from tuning.measure.tasks import Task
-from tuning.measure.timing import Timing
-from tuning.measure.worker import CHECKED, DONE, DOUBT, FAULT, RACING, READY, TIMED
-from tuning.sweep.candidates import Candidate
-from tuning.verify.check import Check
+from tilekern.tuning import disposable
+from tilekern.tuning.compile.pool import Answer
+from tilekern.tuning.measure.steps import CUDA, INPUTS, QUEUE, STRATEGY, Steps
+from tilekern.tuning.measure.tasks import Task
+from tilekern.tuning.measure.timing import Timing
+from tilekern.tuning.measure.worker import CHECKED, DONE, DOUBT, FAULT, RACING, READY, TIMED
+from tilekern.tuning.sweep.candidates import Candidate
+from tilekern.tuning.verify.check import Check
 
 RIGHT = Check(passed=True, relative_error=0.0, elementwise_error=0.0)
 TIMING = Timing(5.0, 0.1, 20)

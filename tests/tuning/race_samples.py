@@ -10,8 +10,8 @@ from pathlib import Path
 import cuda.tile.tune._tune as cutile
 from replay_runner import Noise, ReplayRunner
 
-from tuning.strategies import WON, Lineup
-from tuning.sweep.lines import COPY
+from tilekern.tuning.strategies import WON, Lineup
+from tilekern.tuning.sweep.lines import COPY
 
 DEFAULT = "default"
 

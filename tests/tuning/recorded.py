@@ -9,10 +9,10 @@ from pathlib import Path
 
 from tilekern.spec import Config, Problem
 from tilekern.targets import Target
-from tuning.executors import FINISHED
-from tuning.measure.process import Noted
-from tuning.measure.tasks import Entrant, Task
-from tuning.sweep.lines import copy_key
+from tilekern.tuning.executors import FINISHED
+from tilekern.tuning.measure.process import Noted
+from tilekern.tuning.measure.tasks import Entrant, Task
+from tilekern.tuning.sweep.lines import copy_key
 
 GPU = {"gpu": "NVIDIA H200", "driver": "580.159.03", "torch": "2.11.0"}
 RIGHT = {"passed": True, "relative_error": 1e-7, "elementwise_error": 1e-7}

@@ -10,7 +10,7 @@ from tilekern.cache import Store
 from tilekern.kernels import spec_named
 from tilekern.runtime.records import record_of
 from tilekern.targets import resolve
-from tuning.refreshing import Refresh, Survey
+from tilekern.tuning.refreshing import Refresh, Survey
 
 H200 = resolve("H200")
 TOOLKIT = {"key": "tileiras-13.1.1-cuda_tile-1.5.0", "tileiras": "13.1.1", "cuda_tile": "1.5.0"}

@@ -5,9 +5,9 @@ from pathlib import Path
 
 from tuning_samples import SMALL
 
-from tuning.sweep.candidates import Candidate
-from tuning.sweep.folder import Sweep
-from tuning.sweep.lines import copy_key
+from tilekern.tuning.sweep.candidates import Candidate
+from tilekern.tuning.sweep.folder import Sweep
+from tilekern.tuning.sweep.lines import copy_key
 
 # What it compiles to is what SMALL does: the number of rows is no part of it.
 LARGE = (SMALL[0], SMALL[1].but(rows=65536))

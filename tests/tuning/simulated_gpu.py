@@ -16,7 +16,7 @@ from tilekern import interpreter
 from tilekern.kernels import spec_named
 from tilekern.runtime import plans
 from tilekern.spec import CuteKernel, name_of
-from tuning.measure import bench, worker
+from tilekern.tuning.measure import bench, worker
 
 
 class Event:
@@ -73,7 +73,7 @@ def _plan_of(kernel: Any, implementation: Any, config: Any, problem: Any, target
 
 
 def serve(*arguments: Any) -> None:
-    """What a worker serves (:mod:`tuning.measure.worker`), on the simulated GPU; it changes the process it is in."""
+    """Serve as a worker does (:mod:`tilekern.tuning.measure.worker`), on the simulated GPU; it changes its process."""
     torch.Generator = Generator  # type: ignore[misc]
     cuda = {
         "Event": Event,

@@ -7,9 +7,17 @@ import torch
 from spec_samples import NAMES, SPECS, sized
 
 from tilekern.kernels import spec_named
-from tuning.verify import adversarial
-from tuning.verify.adversarial import changed_names, drawn, drawn_and_counted, placed, reached, results_in, scaled
-from tuning.verify.check import expected_results
+from tilekern.tuning.verify import adversarial
+from tilekern.tuning.verify.adversarial import (
+    changed_names,
+    drawn,
+    drawn_and_counted,
+    placed,
+    reached,
+    results_in,
+    scaled,
+)
+from tilekern.tuning.verify.check import expected_results
 
 every_spec = pytest.mark.parametrize("spec", SPECS, ids=NAMES)
 # They take and give whole numbers alone, which nothing draws and nothing rounds.

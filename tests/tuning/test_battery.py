@@ -17,9 +17,9 @@ from tilekern.runtime import dispatch
 from tilekern.runtime.dispatch import plan_for
 from tilekern.spec import DTYPES, Config, KernelSpec, LibraryCall, Problem
 from tilekern.targets import INTERPRETED
-from tuning.verify.battery import Battery
-from tuning.verify.cases import Cases, Kept, Room, ValueCases
-from tuning.verify.check import launch_arguments
+from tilekern.tuning.verify.battery import Battery
+from tilekern.tuning.verify.cases import Cases, Kept, Room, ValueCases
+from tilekern.tuning.verify.check import launch_arguments
 
 pytestmark = pytest.mark.slow
 
@@ -295,7 +295,10 @@ def test_a_problem_that_need_not_repeat_is_not_held_to_it():
 def test_references_are_computed_once_for_all_candidates(monkeypatch):
     problem, config = PROBLEMS[SWIGLU], SWIGLU.generic(PROBLEMS[SWIGLU])
     battery, computed = battery_of(SWIGLU, problem), []
-    for name in ("tuning.verify.cases.expected_results", "tuning.verify.adversarial.expected_results"):
+    for name in (
+        "tilekern.tuning.verify.cases.expected_results",
+        "tilekern.tuning.verify.adversarial.expected_results",
+    ):
         monkeypatch.setattr(name, lambda *given: computed.append(given) or SWIGLU.reference(**given[2]))
     run = functools.partial(interpret, SWIGLU, config)
     first = battery.confirm(config, run)
@@ -312,7 +315,10 @@ def test_a_frugal_battery_makes_its_cases_anew_and_finds_the_same(monkeypatch):
     battery, run = battery_of(SWIGLU, problem, room), functools.partial(interpret, SWIGLU, config)
     first, computed = battery.confirm(config, run), []
     assert first == battery_of(SWIGLU, problem).confirm(config, run)
-    for name in ("tuning.verify.cases.expected_results", "tuning.verify.adversarial.expected_results"):
+    for name in (
+        "tilekern.tuning.verify.cases.expected_results",
+        "tilekern.tuning.verify.adversarial.expected_results",
+    ):
         monkeypatch.setattr(name, lambda *given: computed.append(given) or SWIGLU.reference(**given[2]))
     assert battery.confirm(config, run) == first
     assert len(computed) > 5

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tuning.verify.canaries import BAND_BYTES, GuardedInputs, bits, guarded, guarded_copy, in_whole_rows
+from tilekern.tuning.verify.canaries import BAND_BYTES, GuardedInputs, bits, guarded, guarded_copy, in_whole_rows
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 LAYOUTS = pytest.mark.parametrize("padded", [False, True])

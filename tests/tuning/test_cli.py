@@ -14,12 +14,12 @@ from tuning_samples import SMALL
 import tilekern
 from tilekern import toolchain
 from tilekern.targets import resolve
-from tuning import cli, commands
-from tuning.commands import COMMANDS, command_named, refresh, tune
-from tuning.compile.stage import compile_all
-from tuning.measure.stage import MeasureSummary
-from tuning.options import STAGES
-from tuning.sweep.folder import Sweep
+from tilekern.tuning import cli, commands
+from tilekern.tuning.commands import COMMANDS, command_named, refresh, tune
+from tilekern.tuning.compile.stage import compile_all
+from tilekern.tuning.measure.stage import MeasureSummary
+from tilekern.tuning.options import STAGES
+from tilekern.tuning.sweep.folder import Sweep
 
 # The head sizes of DeepSeek-V3.
 LATENT = {
@@ -64,7 +64,7 @@ def test_a_sweep_in_which_nothing_compiled_is_an_error(monkeypatch, tmp_path: Pa
     sweep = Sweep(tmp_path / "sweep")
     sweep.begin(h200, "test", [SMALL], first_configs)
     compile_all(sweep, jobs=2, timeout_s=0.001)
-    monkeypatch.setattr("tuning.compile.stage.wanted", lambda *_: iter(()))
+    monkeypatch.setattr("tilekern.tuning.compile.stage.wanted", lambda *_: iter(()))
     code = cli.main(["--stages", "compile,measure", "--sweep", str(sweep.folder), "--cache-dir", str(tmp_path / "c")])
     assert code == 2
     said = capsys.readouterr().err
@@ -213,8 +213,8 @@ def test_the_measure_stage_is_given_the_strategy_and_the_gpus(compiled_sweep: Sw
         asked.update(strategy=strategy)
         return MeasureSummary(0, 0, 0, 0.0)
 
-    monkeypatch.setattr("tuning.executors.local.LocalExecutor", Executor)
-    monkeypatch.setattr("tuning.measure.stage.measure_all", measure_all)
+    monkeypatch.setattr("tilekern.tuning.executors.local.LocalExecutor", Executor)
+    monkeypatch.setattr("tilekern.tuning.measure.stage.measure_all", measure_all)
     arguments = ["--stages", "measure", "--sweep", str(compiled_sweep.folder), "--cache-dir", str(tmp_path), "--json"]
     assert cli.main([*arguments, "--strategy", "exhaustive", "--gpus", "3"]) == 0
     assert asked == {"cache": compiled_sweep.cache, "most": 3, "strategy": "exhaustive"}
@@ -226,8 +226,8 @@ def test_a_run_that_compiles_and_measures_does_both_at_once(compiled_sweep: Swee
     folder = Path(shutil.copytree(compiled_sweep.folder, tmp_path / "sweep"))
     first = next(iter(compiled_sweep.compiled().values()))["sha256"]
     (folder / "artifacts" / first).unlink()
-    monkeypatch.setattr("tuning.commands.tune.here", lambda: h200)
-    monkeypatch.setattr("tuning.executors.local.LocalExecutor", lambda *_: RecordedExecutor())
+    monkeypatch.setattr("tilekern.tuning.commands.tune.here", lambda: h200)
+    monkeypatch.setattr("tilekern.tuning.executors.local.LocalExecutor", lambda *_: RecordedExecutor())
     arguments = ["--stages", "compile,measure", "--sweep", str(folder), "--cache-dir", str(tmp_path / "cache")]
     assert cli.main([*arguments, "--jobs", "1", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -20,21 +20,21 @@ from tilekern.errors import InputError
 from tilekern.spec import ALIGNED
 from tilekern.targets import here, resolve
 from tilekern.toolchain import Toolkit, toolkit
-from tuning import cli
-from tuning.compile.stage import Compiling, compile_all
-from tuning.executors import FINISHED
-from tuning.measure.process import TOOK
-from tuning.measure.stage import measure_all, tasks
-from tuning.publishing import keep_winners, winners
-from tuning.sweep.candidates import candidates
-from tuning.sweep.folder import Sweep
+from tilekern.tuning import cli
+from tilekern.tuning.compile.stage import Compiling, compile_all
+from tilekern.tuning.executors import FINISHED
+from tilekern.tuning.measure.process import TOOK
+from tilekern.tuning.measure.stage import measure_all, tasks
+from tilekern.tuning.publishing import keep_winners, winners
+from tilekern.tuning.sweep.candidates import candidates
+from tilekern.tuning.sweep.folder import Sweep
 
 ray = pytest.importorskip("ray")
 
 from ray.cluster_utils import Cluster  # noqa: E402
 
-from tuning.executors import cluster, node, ray_compiling, ray_measuring, ray_nodes  # noqa: E402
-from tuning.executors.cluster import ClusterExecutor  # noqa: E402
+from tilekern.tuning.executors import cluster, node, ray_compiling, ray_measuring, ray_nodes  # noqa: E402
+from tilekern.tuning.executors.cluster import ClusterExecutor  # noqa: E402
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.nightly, pytest.mark.xdist_group("cluster")]
 ROOT = Path(__file__).parents[2]

@@ -20,12 +20,12 @@ from tilekern.errors import CompileFailed, CompileInterrupted, CompileTimeout
 from tilekern.spec import Config, Problem
 from tilekern.targets import resolve
 from tilekern.toolchain import Toolkit, toolkit
-from tuning.compile import stage as compiling
-from tuning.compile.order import Order
-from tuning.compile.pool import Answer, Lost, compile_in_order
-from tuning.compile.stage import compile_all, wanted
-from tuning.sweep.candidates import candidate, candidates
-from tuning.sweep.folder import Sweep
+from tilekern.tuning.compile import stage as compiling
+from tilekern.tuning.compile.order import Order
+from tilekern.tuning.compile.pool import Answer, Lost, compile_in_order
+from tilekern.tuning.compile.stage import compile_all, wanted
+from tilekern.tuning.sweep.candidates import candidate, candidates
+from tilekern.tuning.sweep.folder import Sweep
 
 pytestmark = pytest.mark.processes
 
@@ -41,8 +41,8 @@ def lacking(sweep):
 STAGE = """
 import json, sys, time
 from pathlib import Path
-from tuning.compile.stage import compile_all
-from tuning.sweep.folder import Sweep
+from tilekern.tuning.compile.stage import compile_all
+from tilekern.tuning.sweep.folder import Sweep
 
 if __name__ == "__main__":
     folder, timeout_s, memory_bytes = json.loads(sys.argv[1])
@@ -316,7 +316,7 @@ def test_a_long_temporary_folder_is_no_hindrance(stage, tmp_path, monkeypatch):
 INTERRUPTED = """
 import multiprocessing, os, signal, time
 from multiprocessing import forkserver
-from tuning.compile.pool import start_server
+from tilekern.tuning.compile.pool import start_server
 if __name__ == "__main__":
     start_server()
     server = forkserver._forkserver._forkserver_pid

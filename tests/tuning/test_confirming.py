@@ -4,14 +4,14 @@ import pytest
 from tuning_samples import SMALL
 
 from tilekern.kernels import spec_named
-from tuning.compile.stage import compile_all
-from tuning.measure.bench import to_confirm
-from tuning.measure.stage import entrants
-from tuning.measure.timing import Timing
-from tuning.publishing import winners
-from tuning.strategies import SLOWER, TIED, WON
-from tuning.sweep.folder import Sweep
-from tuning.verify.check import Check
+from tilekern.tuning.compile.stage import compile_all
+from tilekern.tuning.measure.bench import to_confirm
+from tilekern.tuning.measure.stage import entrants
+from tilekern.tuning.measure.timing import Timing
+from tilekern.tuning.publishing import winners
+from tilekern.tuning.strategies import SLOWER, TIED, WON
+from tilekern.tuning.sweep.folder import Sweep
+from tilekern.tuning.verify.check import Check
 
 RIGHT = Check(passed=True, relative_error=1e-3, elementwise_error=2e-3)
 CASE = {"case": "random", "sizes": "rows=251", "passed": True, "relative_error": 1e-3, "elementwise_error": 2e-3}

@@ -11,13 +11,13 @@ from terminal import printed_in_a_terminal
 from tilekern.kernels import spec_named
 from tilekern.runtime.records import record_of
 from tilekern.targets import resolve
-from tuning import cli
-from tuning.commands import refresh
-from tuning.plan.models import plan_of_model
-from tuning.plan.steps import Steps
-from tuning.refreshing import Change
-from tuning.sweep.folder import Sweep
-from tuning.terminal.console import sizes_of, table_console, table_for
+from tilekern.tuning import cli
+from tilekern.tuning.commands import refresh
+from tilekern.tuning.plan.models import plan_of_model
+from tilekern.tuning.plan.steps import Steps
+from tilekern.tuning.refreshing import Change
+from tilekern.tuning.sweep.folder import Sweep
+from tilekern.tuning.terminal.console import sizes_of, table_console, table_for
 
 pytestmark = pytest.mark.processes
 

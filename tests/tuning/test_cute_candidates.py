@@ -13,14 +13,14 @@ from tilekern.kernels import spec_named
 from tilekern.launcher import prebuilt
 from tilekern.runtime.plans import ExtendedPlan, plan_of
 from tilekern.spec import ALIGNED, GENERIC, Config
-from tuning.commands.tune import _without_cute
-from tuning.compile.stage import compile_all, settled
-from tuning.measure import process
-from tuning.measure.stage import measure_all
-from tuning.predict.ranking import predict_best, ranking
-from tuning.publishing import keep_winners, winners
-from tuning.sweep import folder
-from tuning.sweep.folder import Sweep
+from tilekern.tuning.commands.tune import _without_cute
+from tilekern.tuning.compile.stage import compile_all, settled
+from tilekern.tuning.measure import process
+from tilekern.tuning.measure.stage import measure_all
+from tilekern.tuning.predict.ranking import predict_best, ranking
+from tilekern.tuning.publishing import keep_winners, winners
+from tilekern.tuning.sweep import folder
+from tilekern.tuning.sweep.folder import Sweep
 
 SPEC = spec_named("softmax_forward")
 PROBLEM = SPEC.problem(rows=64, columns=512, dtype="bfloat16")
@@ -94,7 +94,7 @@ class TestASweepOfBoth:
         compile_all(sweep, jobs=1)
         monkeypatch.setattr(process, "serve", simulated_gpu.serve)
         monkeypatch.setattr(process, "get_context", lambda _: get_context("fork"))
-        monkeypatch.setattr("tuning.executors.local.devices", lambda: ["0"])
+        monkeypatch.setattr("tilekern.tuning.executors.local.devices", lambda: ["0"])
         measure_all(sweep, SimulatedExecutor(sweep.cache), keep_winners)
         [(winner, blobs)] = winners(sweep, {"key": "none"})
         record = winner.record

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from tilekern.errors import InputError
-from tuning.plan.configs import config_named
-from tuning.refreshing import Refresh
-from tuning.serve.history import Failures, History
-from tuning.sweep import quarantine
-from tuning.sweep.plan import PlanFile
+from tilekern.tuning.plan.configs import config_named
+from tilekern.tuning.refreshing import Refresh
+from tilekern.tuning.serve.history import Failures, History
+from tilekern.tuning.sweep import quarantine
+from tilekern.tuning.sweep.plan import PlanFile
 
 DEEP = "[" * 100_000
 GOLDEN = Path(__file__).parents[1] / "golden"

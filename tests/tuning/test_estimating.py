@@ -16,13 +16,13 @@ from tilekern.errors import InputError
 from tilekern.kernels import all_specs, spec_named
 from tilekern.spec import Problem
 from tilekern.targets import Target
-from tuning import cli
-from tuning.commands import tune
-from tuning.commands.status import standing
-from tuning.compile.stage import compile_all, default_jobs, jobs_of, wanted
-from tuning.plan.models import plan_of_model
-from tuning.plan.steps import Steps
-from tuning.predict.estimating import (
+from tilekern.tuning import cli
+from tilekern.tuning.commands import tune
+from tilekern.tuning.commands.status import standing
+from tilekern.tuning.compile.stage import compile_all, default_jobs, jobs_of, wanted
+from tilekern.tuning.plan.models import plan_of_model
+from tilekern.tuning.plan.steps import Steps
+from tilekern.tuning.predict.estimating import (
     CANDIDATE_ROOFLINES,
     CANDIDATE_S,
     COMPILE_S,
@@ -39,10 +39,10 @@ from tuning.predict.estimating import (
     estimate_measure,
     estimate_together,
 )
-from tuning.predict.roofline import launch_s
-from tuning.strategies.exhaustive import LEAST_ROUNDS, ROUNDS
-from tuning.sweep.candidates import candidates
-from tuning.sweep.folder import Sweep
+from tilekern.tuning.predict.roofline import launch_s
+from tilekern.tuning.strategies.exhaustive import LEAST_ROUNDS, ROUNDS
+from tilekern.tuning.sweep.candidates import candidates
+from tilekern.tuning.sweep.folder import Sweep
 
 RUN = {"run": "1", "stage": "measure", "host": "here", "process": 1, "started": "", "ended": True}
 
@@ -283,7 +283,7 @@ def test_a_dry_run_refuses_what_the_run_would(compiled_sweep: Sweep, capsys):
 
 def test_a_dry_run_counts_on_the_gpus_of_this_host_where_they_are_the_target(monkeypatch, tmp_path: Path, capsys, h200):
     monkeypatch.setattr(tune, "here", lambda: h200)
-    monkeypatch.setattr("tuning.measure.gpu.devices", lambda: ["0", "1", "2"])
+    monkeypatch.setattr("tilekern.tuning.measure.gpu.devices", lambda: ["0", "1", "2"])
     small = ("qwen3-0.6b", "--gpu", "H200", "--ops", "swiglu", "--cache-dir", str(tmp_path))
     assert "over 3 GPUs" in dry_run(capsys, *small)
     assert "over 2 GPUs" in dry_run(capsys, *small, "--gpus", "2")

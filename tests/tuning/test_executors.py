@@ -14,12 +14,12 @@ from tuning_samples import SMALL
 
 from tilekern.errors import InputError
 from tilekern.kernels import spec_named
-from tuning.executors import FINISHED, local, work
-from tuning.executors.local import LocalExecutor
-from tuning.measure import gpu
-from tuning.measure.process import LAUNCH_TIMEOUT_S
-from tuning.measure.stage import entrants
-from tuning.measure.tasks import Task
+from tilekern.tuning.executors import FINISHED, local, work
+from tilekern.tuning.executors.local import LocalExecutor
+from tilekern.tuning.measure import gpu
+from tilekern.tuning.measure.process import LAUNCH_TIMEOUT_S
+from tilekern.tuning.measure.stage import entrants
+from tilekern.tuning.measure.tasks import Task
 
 ROWS = (256, 1 << 20, 512, 1 << 22, 1024, 1 << 21)
 

@@ -8,11 +8,11 @@ from tuning_samples import COMPILED
 
 from tilekern.kernels import all_specs, spec_named
 from tilekern.targets import Target
-from tuning.measure.followers import followers
-from tuning.measure.stage import Settled
-from tuning.measure.tasks import Entrant
-from tuning.sweep.candidates import Candidate, candidates
-from tuning.sweep.folder import Sweep
+from tilekern.tuning.measure.followers import followers
+from tilekern.tuning.measure.stage import Settled
+from tilekern.tuning.measure.tasks import Entrant
+from tilekern.tuning.sweep.candidates import Candidate, candidates
+from tilekern.tuning.sweep.folder import Sweep
 
 NORM, SUM = spec_named("rms_norm_backward"), spec_named("column_sum")
 PROBLEM = NORM.problem(rows=8192, columns=4096, dtype="bfloat16", weight_dtype="float16")

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from tuning.measure.steps import QUEUE
-from tuning.measure.timing import MOST_HOST_US, SAFETY, Queue, Stopwatch, rewriting
-from tuning.measure.worker import _Rounds
-from tuning.strategies.runner import WAKING_US, GpuRunner
+from tilekern.tuning.measure.steps import QUEUE
+from tilekern.tuning.measure.timing import MOST_HOST_US, SAFETY, Queue, Stopwatch, rewriting
+from tilekern.tuning.measure.worker import _Rounds
+from tilekern.tuning.strategies.runner import WAKING_US, GpuRunner
 
 LEAD_US = 3.0
 
@@ -177,7 +177,7 @@ class Simulated:
     def __init__(self, monkeypatch):
         self.host_us = self.free_at_us = 0.0
         self.busy_us = {}
-        monkeypatch.setattr("tuning.measure.timing.time.perf_counter", lambda: self.host_us / 1e6)
+        monkeypatch.setattr("tilekern.tuning.measure.timing.time.perf_counter", lambda: self.host_us / 1e6)
         gpu = self
 
         class Event:

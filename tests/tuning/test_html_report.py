@@ -19,12 +19,12 @@ from tuning_samples import SMALL
 
 from tilekern.errors import InputError
 from tilekern.spec import Config
-from tuning import cli
-from tuning.publishing import winners
-from tuning.report import Report, Row, as_csv, as_html, as_json, report_of, write_report
-from tuning.report.columns import frontier, problems_of
-from tuning.report.rows import LEFT_OUT, STATUSES
-from tuning.sweep.folder import Sweep
+from tilekern.tuning import cli
+from tilekern.tuning.publishing import winners
+from tilekern.tuning.report import Report, Row, as_csv, as_html, as_json, report_of, write_report
+from tilekern.tuning.report.columns import frontier, problems_of
+from tilekern.tuning.report.rows import LEFT_OUT, STATUSES
+from tilekern.tuning.sweep.folder import Sweep
 
 ROOT = Path(__file__).parents[2]
 RECORDED = Path(__file__).with_name("data") / "qwen3-8b-h200.json.gz"

@@ -3,10 +3,10 @@
 import json
 
 from tilekern.spec import Config, Problem
-from tuning.report.dumps import as_json
-from tuning.report.implementations import Standing, standings
-from tuning.report.page import _implementations
-from tuning.report.rows import Report, Row
+from tilekern.tuning.report.dumps import as_json
+from tilekern.tuning.report.implementations import Standing, standings
+from tilekern.tuning.report.page import _implementations
+from tilekern.tuning.report.rows import Report, Row
 
 
 def row(number, time_us, *, kernel="softmax_forward", rows=64, status="timed", earlier=False, **config):

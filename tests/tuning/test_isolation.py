@@ -28,12 +28,12 @@ from tuning_samples import SMALL
 
 from tilekern.errors import InputError
 from tilekern.kernels import spec_named
-from tuning import disposable
-from tuning.measure import process
-from tuning.measure.process import TOOK, Worker, measure_task
-from tuning.measure.stage import entrants
-from tuning.measure.steps import CUDA, INPUTS, QUEUE
-from tuning.measure.tasks import Task
+from tilekern.tuning import disposable
+from tilekern.tuning.measure import process
+from tilekern.tuning.measure.process import TOOK, Worker, measure_task
+from tilekern.tuning.measure.stage import entrants
+from tilekern.tuning.measure.steps import CUDA, INPUTS, QUEUE
+from tilekern.tuning.measure.tasks import Task
 
 pytestmark = pytest.mark.processes
 
@@ -245,7 +245,7 @@ def test_the_limit_grows_with_what_a_problem_must_move(task):
 PARENT = """
 import os, signal, sys, time
 from multiprocessing import get_context
-from tuning import disposable
+from tilekern.tuning import disposable
 
 def hang(pid_file):
     disposable.begin()

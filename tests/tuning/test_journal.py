@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tuning_samples import COMPILED, SMALL
 
-import tuning.sweep.journal
+import tilekern.tuning.sweep.journal
 from tilekern.errors import InputError
 from tilekern.targets import resolve
-from tuning.sweep.folder import Sweep
-from tuning.sweep.journal import Journal
+from tilekern.tuning.sweep.folder import Sweep
+from tilekern.tuning.sweep.journal import Journal
 
 FORK = multiprocessing.get_context("fork")
 texts = st.dictionaries(st.text(max_size=5), st.text() | st.integers() | st.floats(allow_nan=False), max_size=4)
@@ -120,7 +120,7 @@ def test_what_was_appended_before_a_kill_is_there_after_it(tmp_path):
 def test_only_what_is_new_is_read(tmp_path, monkeypatch):
     parsed = []
     loads = json.loads
-    monkeypatch.setattr(tuning.sweep.journal.json, "loads", lambda text: parsed.append(text) or loads(text))
+    monkeypatch.setattr(tilekern.tuning.sweep.journal.json, "loads", lambda text: parsed.append(text) or loads(text))
     journal = Journal(tmp_path / "journal.jsonl", "key")
     journal.append(*({"key": str(number)} for number in range(1000)))
     for number in range(100):
@@ -145,7 +145,7 @@ def test_a_file_that_was_replaced_is_read_anew(tmp_path):
 
 def test_a_line_is_synced_at_most_each_second_and_at_the_end(tmp_path, monkeypatch):
     synced = []
-    monkeypatch.setattr(tuning.sweep.journal.os, "fsync", synced.append)
+    monkeypatch.setattr(tilekern.tuning.sweep.journal.os, "fsync", synced.append)
     journal = Journal(tmp_path / "journal.jsonl", "key")
     for number in range(50):
         journal.append({"key": str(number)})
@@ -208,7 +208,7 @@ def test_two_runs_on_one_folder_are_told_apart(sweep: Sweep):
 
 
 def test_the_time_of_runs_is_kept_even_of_one_that_was_killed(sweep: Sweep, monkeypatch):
-    monkeypatch.setattr("tuning.sweep.holding.BEAT_S", 0.05)
+    monkeypatch.setattr("tilekern.tuning.sweep.holding.BEAT_S", 0.05)
     has_it = FORK.Event()
     other = FORK.Process(target=hold, args=(sweep.folder, has_it, 60))
     other.start()

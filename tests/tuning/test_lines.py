@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 from recorded import RecordedExecutor
 
-from tuning import cli
-from tuning.commands.status import standing
-from tuning.compile.stage import wanted
-from tuning.measure.stage import measure_all, tasks
-from tuning.publishing import keep_winners, winners
-from tuning.sweep.folder import Sweep
-from tuning.sweep.lines import is_whole
+from tilekern.tuning import cli
+from tilekern.tuning.commands.status import standing
+from tilekern.tuning.compile.stage import wanted
+from tilekern.tuning.measure.stage import measure_all, tasks
+from tilekern.tuning.publishing import keep_winners, winners
+from tilekern.tuning.sweep.folder import Sweep
+from tilekern.tuning.sweep.lines import is_whole
 
 # With the field that says what a line is about.
 JOURNALS = {

@@ -16,7 +16,7 @@ from tilekern.kernels import spec_named
 from tilekern.spec import ALIGNED, GENERIC
 from tilekern.targets import resolve
 from tilekern.toolchain import compile_candidate, toolkit
-from tuning.compile.machine_code import BRANCH, OPCODES, Counts, MachineCode, branch_target, read_machine_code
+from tilekern.tuning.compile.machine_code import BRANCH, OPCODES, Counts, MachineCode, branch_target, read_machine_code
 
 needs_compiler = pytest.mark.skipif(toolkit() is None, reason="no tile compiler is installed")
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_120")

@@ -5,11 +5,11 @@ from tuning_samples import SMALL
 
 from tilekern.errors import InputError
 from tilekern.targets import here
-from tuning.executors.local import LocalExecutor
-from tuning.measure import stage as measuring
-from tuning.measure.timing import Timing
-from tuning.publishing import keep_winners
-from tuning.verify.check import compare, odd_problem
+from tilekern.tuning.executors.local import LocalExecutor
+from tilekern.tuning.measure import stage as measuring
+from tilekern.tuning.measure.timing import Timing
+from tilekern.tuning.publishing import keep_winners
+from tilekern.tuning.verify.check import compare, odd_problem
 
 
 @pytest.mark.skipif(here() is not None, reason="this machine has a GPU")

@@ -10,19 +10,19 @@ from tilekern.errors import InputError
 from tilekern.spec import Problem
 from tilekern.switches import EXTRAS, OPS
 from tilekern.targets import KNOWN, resolve
-from tuning import cli
-from tuning.commands import preflight as preflight_command
-from tuning.options import counts
-from tuning.plan.given import plan_of_problem
-from tuning.plan.presets import PRESETS
-from tuning.plan.steps import Steps, as_list, dtype_named
-from tuning.preflight import EXACT, MISSING, NEAREST, Need, Preflight
-from tuning.sweep import folder as sweeps
-from tuning.sweep.candidates import candidates
-from tuning.terminal.console import sizes_of
-from tuning.terminal.outcome import Outcome
-from tuning.terminal.printing import _details
-from tuning.terminal.progress import progress_bars
+from tilekern.tuning import cli
+from tilekern.tuning.commands import preflight as preflight_command
+from tilekern.tuning.options import counts
+from tilekern.tuning.plan.given import plan_of_problem
+from tilekern.tuning.plan.presets import PRESETS
+from tilekern.tuning.plan.steps import Steps, as_list, dtype_named
+from tilekern.tuning.preflight import EXACT, MISSING, NEAREST, Need, Preflight
+from tilekern.tuning.sweep import folder as sweeps
+from tilekern.tuning.sweep.candidates import candidates
+from tilekern.tuning.terminal.console import sizes_of
+from tilekern.tuning.terminal.outcome import Outcome
+from tilekern.tuning.terminal.printing import _details
+from tilekern.tuning.terminal.progress import progress_bars
 
 
 @pytest.mark.parametrize(

@@ -16,15 +16,15 @@ from tuning_samples import SMALL
 from tilekern.errors import InputError
 from tilekern.kernels import spec_named
 from tilekern.toolchain import toolkit
-from tuning.compile import stage
-from tuning.compile.order import Order, turns_of
-from tuning.compile.pool import Answer
-from tuning.compile.stage import Compiling, Readiness, compile_all
-from tuning.measure.stage import measure_all
-from tuning.publishing import keep_winners, winners
-from tuning.sweep.candidates import candidates
-from tuning.sweep.folder import Sweep
-from tuning.sweep.journal import Journal
+from tilekern.tuning.compile import stage
+from tilekern.tuning.compile.order import Order, turns_of
+from tilekern.tuning.compile.pool import Answer
+from tilekern.tuning.compile.stage import Compiling, Readiness, compile_all
+from tilekern.tuning.measure.stage import measure_all
+from tilekern.tuning.publishing import keep_winners, winners
+from tilekern.tuning.sweep.candidates import candidates
+from tilekern.tuning.sweep.folder import Sweep
+from tilekern.tuning.sweep.journal import Journal
 
 SCALE = ("scale", spec_named("scale").problem(rows=8192, columns=4096, dtype="bfloat16"))
 THREE = [("column_sum", SMALL[1].but(rows=rows)) for rows in (256, 512, 1024)]

@@ -11,11 +11,11 @@ from tilekern.cache import PackLayer
 from tilekern.errors import InputError
 from tilekern.spec import Problem
 from tilekern.tracing.recorder import document
-from tuning import cli
-from tuning.packs import pack_paths, write_packs
-from tuning.plan.steps import Planned
-from tuning.publishing import winners
-from tuning.sweep.folder import Sweep
+from tilekern.tuning import cli
+from tilekern.tuning.packs import pack_paths, write_packs
+from tilekern.tuning.plan.steps import Planned
+from tilekern.tuning.publishing import winners
+from tilekern.tuning.sweep.folder import Sweep
 
 TOOLKIT = {"key": "tileiras-1-cuda_tile-1", "tileiras": "1", "cuda_tile": "1"}
 OTHER = (SMALL[0], Problem({**SMALL[1], "columns": 256}))
@@ -51,7 +51,7 @@ def test_packs_of_one_name_or_of_no_model_are_refused(tmp_path: Path, h200):
 
 
 def test_the_command_line_writes_them(compiled_sweep: Sweep, monkeypatch, tmp_path: Path, capsys, h200):
-    monkeypatch.setattr("tuning.commands.tune.here", lambda: None)
+    monkeypatch.setattr("tilekern.tuning.commands.tune.here", lambda: None)
     sweep = shutil.copytree(compiled_sweep.folder, tmp_path / "sweep")
     model = tmp_path / "acme.json"
     model.write_text(json.dumps(document(h200, "acme", [SMALL])))

@@ -17,11 +17,11 @@ from tilekern.spec import bucket
 from tilekern.targets import resolve
 from tilekern.tracing.recorder import Trace, tracing
 from tilekern.tracing.stepping import model_of
-from tuning.plan import models
-from tuning.plan.configs import config_named, config_of
-from tuning.plan.models import known_ops, plan_of_model
-from tuning.plan.presets import PRESETS
-from tuning.plan.steps import Steps
+from tilekern.tuning.plan import models
+from tilekern.tuning.plan.configs import config_named, config_of
+from tilekern.tuning.plan.models import known_ops, plan_of_model
+from tilekern.tuning.plan.presets import PRESETS
+from tilekern.tuning.plan.steps import Steps
 
 H200, B200 = resolve("H200"), resolve("B200")
 # Parameters of the published weights; Gemma 3's without those that look at images.

@@ -11,10 +11,10 @@ from tilekern.errors import InputError
 from tilekern.kernels import all_specs, spec_named
 from tilekern.ops import __all__ as ops
 from tilekern.targets import resolve
-from tuning import cli
-from tuning.options import PLAN_OPTIONS, PlanRequest
-from tuning.plan.choosing import plan_of
-from tuning.plan.given import plan_of_file, plan_of_problem, plan_of_wanted, with_parts
+from tilekern.tuning import cli
+from tilekern.tuning.options import PLAN_OPTIONS, PlanRequest
+from tilekern.tuning.plan.choosing import plan_of
+from tilekern.tuning.plan.given import plan_of_file, plan_of_problem, plan_of_wanted, with_parts
 
 H200, B200 = resolve("H200"), resolve("B200")
 LOSS = spec_named("fused_linear_cross_entropy").problem(rows=32768, hidden=64, vocabulary=151936, dtype="bfloat16")

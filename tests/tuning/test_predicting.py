@@ -13,10 +13,18 @@ from tuning_samples import SMALL
 from tilekern.cubin import Resources
 from tilekern.spec import ALIGNED, Config, Problem
 from tilekern.targets import KNOWN, resolve
-from tuning.compile.machine_code import MachineCode
-from tuning.predict.cost_model import MEMORY, PRODUCTS
-from tuning.predict.ranking import code_in, costs_of, predict, predict_best, predict_library, ranking, resident_blocks
-from tuning.sweep.candidates import Candidate
+from tilekern.tuning.compile.machine_code import MachineCode
+from tilekern.tuning.predict.cost_model import MEMORY, PRODUCTS
+from tilekern.tuning.predict.ranking import (
+    code_in,
+    costs_of,
+    predict,
+    predict_best,
+    predict_library,
+    ranking,
+    resident_blocks,
+)
+from tilekern.tuning.sweep.candidates import Candidate
 
 RECORDED = Path(__file__).with_name("data") / "h200-costs.json.gz"
 LEAN = Resources(registers=32, stack_bytes=0, shared_bytes=0, threads=128, code_bytes=4096)

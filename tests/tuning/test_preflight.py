@@ -18,10 +18,10 @@ from tilekern.runtime.records import record_of
 from tilekern.spec import ALIGNED, GENERIC
 from tilekern.targets import resolve
 from tilekern.toolchain import toolkit
-from tuning import cli
-from tuning import preflight as checks
-from tuning.plan.models import plan_of_model
-from tuning.plan.steps import Steps
+from tilekern.tuning import cli
+from tilekern.tuning import preflight as checks
+from tilekern.tuning.plan.models import plan_of_model
+from tilekern.tuning.plan.steps import Steps
 
 H200, H100 = resolve("H200"), resolve("H100")
 TOOLS = {"key": "tileiras-1.0-cuda_tile-1.0", "tileiras": "1.0", "cuda_tile": "1.0"}

@@ -9,11 +9,11 @@ from tuning_samples import SMALL
 from tilekern.cache import FolderLayer, PackLayer, Store, lookup
 from tilekern.kernels import spec_named
 from tilekern.source.digests import digests_of
-from tuning.measure.stage import entrants, identity
-from tuning.publishing import publish, winners
-from tuning.sweep.candidates import candidates
-from tuning.sweep.folder import Sweep
-from tuning.sweep.lines import copy_key
+from tilekern.tuning.measure.stage import entrants, identity
+from tilekern.tuning.publishing import publish, winners
+from tilekern.tuning.sweep.candidates import candidates
+from tilekern.tuning.sweep.folder import Sweep
+from tilekern.tuning.sweep.lines import copy_key
 
 TOOLKIT = {"key": "tileiras-1-cuda_tile-1", "tileiras": "1", "cuda_tile": "1"}
 RIGHT = {"passed": True, "relative_error": 1e-7, "elementwise_error": 1e-7}

@@ -11,11 +11,11 @@ from tuning_samples import COMPILED, SMALL
 from tilekern.errors import TilekernWarning
 from tilekern.kernels import spec_named
 from tilekern.spec import ALIGNED
-from tuning.measure import libraries
-from tuning.measure.stage import measure_all
-from tuning.publishing import keep_winners
-from tuning.sweep.folder import Sweep
-from tuning.sweep.quarantine import shared
+from tilekern.tuning.measure import libraries
+from tilekern.tuning.measure.stage import measure_all
+from tilekern.tuning.publishing import keep_winners
+from tilekern.tuning.sweep.folder import Sweep
+from tilekern.tuning.sweep.quarantine import shared
 
 REASON = "AcceleratorError: CUDA error: an illegal memory access was encountered"
 

@@ -126,7 +126,7 @@ def tools_go_on_with(run, folder):
         ["clear", "--all", "--yes", *here],
     ]  # fmt: skip
     for command in commands:
-        out, said = run("-m", "cache_tools", *command)
+        out, said = run("-m", "tilekern.cache_tools", *command)
         assert out, command
         assert said == [], command
     assert not list(Store(folder / "cache").entries())

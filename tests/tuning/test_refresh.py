@@ -20,13 +20,13 @@ from tilekern.runtime.records import record_of
 from tilekern.spec import Config
 from tilekern.targets import resolve
 from tilekern.toolchain import toolkit
-from tuning import cli
-from tuning.commands import refresh as command
-from tuning.measure.stage import measure_all
-from tuning.publishing import keep_winners, winners
-from tuning.refreshing import Refresh, survey
-from tuning.sweep.candidates import candidates
-from tuning.sweep.folder import Sweep
+from tilekern.tuning import cli
+from tilekern.tuning.commands import refresh as command
+from tilekern.tuning.measure.stage import measure_all
+from tilekern.tuning.publishing import keep_winners, winners
+from tilekern.tuning.refreshing import Refresh, survey
+from tilekern.tuning.sweep.candidates import candidates
+from tilekern.tuning.sweep.folder import Sweep
 
 HERE = Path(__file__).parent
 H200 = resolve("H200")

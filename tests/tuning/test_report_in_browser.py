@@ -14,9 +14,9 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.select import Select
 from tuning_samples import SMALL
 
-from tuning.report import Report, as_html, report_of
-from tuning.report.columns import problems_of
-from tuning.sweep.folder import Sweep
+from tilekern.tuning.report import Report, as_html, report_of
+from tilekern.tuning.report.columns import problems_of
+from tilekern.tuning.sweep.folder import Sweep
 
 pytestmark = [pytest.mark.processes, pytest.mark.nightly, NEEDS_BROWSER]
 FLAGS = (

@@ -16,11 +16,11 @@ from tuning_samples import SMALL
 
 from tilekern.kernels import spec_named
 from tilekern.spec import ALIGNED, Config
-from tuning.compile.stage import wanted
-from tuning.measure.stage import measure_all, tasks
-from tuning.publishing import keep_winners, winners
-from tuning.sweep.candidates import candidates
-from tuning.sweep.folder import Sweep
+from tilekern.tuning.compile.stage import wanted
+from tilekern.tuning.measure.stage import measure_all, tasks
+from tilekern.tuning.publishing import keep_winners, winners
+from tilekern.tuning.sweep.candidates import candidates
+from tilekern.tuning.sweep.folder import Sweep
 
 pytestmark = pytest.mark.processes
 

@@ -4,7 +4,7 @@ import pytest
 
 from tilekern.kernels import spec_named
 from tilekern.targets import resolve
-from tuning.predict.roofline import ARITHMETIC, LAUNCH_S, MEMORY, launch_s, roofline
+from tilekern.tuning.predict.roofline import ARITHMETIC, LAUNCH_S, MEMORY, launch_s, roofline
 
 H200 = resolve("H200")
 MATMUL = ("matmul", {"rows": 8192, "columns": 4096, "inner": 4096})

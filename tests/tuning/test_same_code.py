@@ -18,10 +18,10 @@ from tilekern.source.digests import digests_of
 from tilekern.spec import ALIGNED, GENERIC, Config, Problem
 from tilekern.targets import resolve
 from tilekern.toolchain import compile_candidate, toolkit
-from tuning import carrying, cli
-from tuning.carrying import HISTORY, carry_over, held_in_cache, held_in_pack
-from tuning.plan.given import with_parts
-from tuning.sweep.candidates import candidates
+from tilekern.tuning import carrying, cli
+from tilekern.tuning.carrying import HISTORY, carry_over, held_in_cache, held_in_pack
+from tilekern.tuning.plan.given import with_parts
+from tilekern.tuning.sweep.candidates import candidates
 
 ROOT = Path(__file__).parents[2]
 H200 = resolve("H200")
@@ -268,10 +268,9 @@ OTHER = {" * by\n": " * by * 1.5\n"}
 
 @pytest.mark.parametrize(("edit", "stays"), [(OFF, False), (OTHER, True)])
 def test_an_edit_of_the_source_is_judged_by_what_it_compiles_to(edit, stays, scale, tmp_path):
-    """The whole command in a copy of the packages: a new option that is off changes nothing, another product does."""
-    for package in ("tilekern", "tuning"):
-        ignored = shutil.ignore_patterns("__pycache__", "*.pack", "source_digests.json")
-        shutil.copytree(ROOT / package, tmp_path / package, ignore=ignored)
+    """The whole command in a copy of the package: a new option that is off changes nothing, another product does."""
+    ignored = shutil.ignore_patterns("__pycache__", "*.pack", "source_digests.json")
+    shutil.copytree(ROOT / "tilekern", tmp_path / "tilekern", ignore=ignored)
     path = tmp_path / "tilekern" / "kernels" / "scale.py"
     text = path.read_text(encoding="utf-8")
     for before, after in edit.items():

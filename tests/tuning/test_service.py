@@ -27,17 +27,17 @@ from tilekern.runtime import dispatch
 from tilekern.runtime.records import record_of
 from tilekern.targets import resolve
 from tilekern.toolchain import compile_candidate, toolkit
-from tuning import cli
-from tuning.predict.roofline import launch_s
-from tuning.serve import history, loop
-from tuning.serve.board import Board
-from tuning.serve.cost import OWN_OP, lost
-from tuning.serve.history import Failures, History
-from tuning.serve.loop import Service
-from tuning.serve.tuner import How, tune
-from tuning.serve.watched import PREDICTED, WatchedCache
-from tuning.sweep.folder import Sweep
-from tuning.sweep.plan import Named
+from tilekern.tuning import cli
+from tilekern.tuning.predict.roofline import launch_s
+from tilekern.tuning.serve import history, loop
+from tilekern.tuning.serve.board import Board
+from tilekern.tuning.serve.cost import OWN_OP, lost
+from tilekern.tuning.serve.history import Failures, History
+from tilekern.tuning.serve.loop import Service
+from tilekern.tuning.serve.tuner import How, tune
+from tilekern.tuning.serve.watched import PREDICTED, WatchedCache
+from tilekern.tuning.sweep.folder import Sweep
+from tilekern.tuning.sweep.plan import Named
 
 H200 = resolve("H200")
 needs_compiler = pytest.mark.skipif(toolkit() is None, reason="no tile compiler is installed")
@@ -145,7 +145,7 @@ def test_what_costs_more_comes_first(tmp_path: Path):
 
 
 def test_a_launch_loses_what_is_predicted_of_the_default_and_of_the_best(compiled_sweep: Sweep):
-    from tuning.predict.ranking import ranking
+    from tilekern.tuning.predict.ranking import ranking
 
     kernel, problem = SMALL
     known = ranking(compiled_sweep, kernel, problem, H200)
@@ -334,7 +334,7 @@ def test_the_history_is_bounded(tmp_path: Path, monkeypatch):
 
 
 def test_old_artifacts_make_room(tmp_path: Path, monkeypatch):
-    from tuning.serve import tuner
+    from tilekern.tuning.serve import tuner
 
     want(tmp_path)
     cache = cache_at(tmp_path)

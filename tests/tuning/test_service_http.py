@@ -16,10 +16,10 @@ from tuning_samples import SMALL
 from tilekern import __version__
 from tilekern.errors import InputError
 from tilekern.targets import resolve
-from tuning.serve.access import COOKIE, Access, access_for
-from tuning.serve.board import Board
-from tuning.serve.server import MOST_CONNECTIONS, StatusServer, listen
-from tuning.serve.watched import PREDICTED, WatchedCache
+from tilekern.tuning.serve.access import COOKIE, Access, access_for
+from tilekern.tuning.serve.board import Board
+from tilekern.tuning.serve.server import MOST_CONNECTIONS, StatusServer, listen
+from tilekern.tuning.serve.watched import PREDICTED, WatchedCache
 
 pytestmark = pytest.mark.processes
 

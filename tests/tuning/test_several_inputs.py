@@ -10,13 +10,13 @@ from replay_runner import Noise, ReplayRunner
 from tilekern.kernels import spec_named
 from tilekern.spec import ALIGNED
 from tilekern.targets import resolve
-from tuning.measure.steps import Steps
-from tuning.measure.tasks import Entrant, Task, on
-from tuning.measure.timing import Timing
-from tuning.strategies import Lineup, strategy_named
-from tuning.strategies.several import Several
-from tuning.sweep.candidates import Candidate
-from tuning.sweep.lines import COPY
+from tilekern.tuning.measure.steps import Steps
+from tilekern.tuning.measure.tasks import Entrant, Task, on
+from tilekern.tuning.measure.timing import Timing
+from tilekern.tuning.strategies import Lineup, strategy_named
+from tilekern.tuning.strategies.several import Several
+from tilekern.tuning.sweep.candidates import Candidate
+from tilekern.tuning.sweep.lines import COPY
 
 CALM = Noise(outliers=0.0)
 # The first is the fastest of all where rows are even, and the slowest where they are not.

@@ -7,12 +7,12 @@ import simulated_gpu
 
 from tilekern.kernels import spec_named
 from tilekern.spec import Config, Problem
-from tuning.compile.stage import Compiling, compile_all
-from tuning.executors.local import LocalExecutor
-from tuning.measure import process
-from tuning.measure.stage import measure_all
-from tuning.publishing import keep_winners, winners
-from tuning.sweep.folder import Sweep
+from tilekern.tuning.compile.stage import Compiling, compile_all
+from tilekern.tuning.executors.local import LocalExecutor
+from tilekern.tuning.measure import process
+from tilekern.tuning.measure.stage import measure_all
+from tilekern.tuning.publishing import keep_winners, winners
+from tilekern.tuning.sweep.folder import Sweep
 
 # One worker of pytest's compiles the sweep for both tests.
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("simulated GPU")]
@@ -49,7 +49,7 @@ def _is_of(key, record):
 def simulated(monkeypatch):
     monkeypatch.setattr(process, "serve", simulated_gpu.serve)
     monkeypatch.setattr(process, "get_context", lambda _: get_context("fork"))
-    monkeypatch.setattr("tuning.executors.local.devices", lambda: ["0"])
+    monkeypatch.setattr("tilekern.tuning.executors.local.devices", lambda: ["0"])
 
 
 @pytest.fixture(scope="module")

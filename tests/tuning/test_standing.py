@@ -7,10 +7,10 @@ import statistics
 import pytest
 from replay_runner import Noise, ReplayRunner
 
-from tuning.measure.timing import Timing
-from tuning.strategies.drift import between_neighbours
-from tuning.strategies.selection import ranked
-from tuning.strategies.standing import standing, student_quantile, trimmed_mean
+from tilekern.tuning.measure.timing import Timing
+from tilekern.tuning.strategies.drift import between_neighbours
+from tilekern.tuning.strategies.selection import ranked
+from tilekern.tuning.strategies.standing import standing, student_quantile, trimmed_mean
 
 
 def rounds_of(medians, factors, **changes):

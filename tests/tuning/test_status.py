@@ -12,11 +12,11 @@ import pytest
 from recorded import GPU, RecordedExecutor
 from tuning_samples import SMALL
 
-from tuning import cli
-from tuning.measure.stage import measure_all
-from tuning.publishing import keep_winners
-from tuning.sweep.candidates import candidates
-from tuning.sweep.folder import Sweep
+from tilekern.tuning import cli
+from tilekern.tuning.measure.stage import measure_all
+from tilekern.tuning.publishing import keep_winners
+from tilekern.tuning.sweep.candidates import candidates
+from tilekern.tuning.sweep.folder import Sweep
 
 THREE = [("column_sum", SMALL[1].but(rows=rows)) for rows in (256, 512, 1024)]
 

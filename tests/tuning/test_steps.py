@@ -3,8 +3,8 @@
 import pytest
 
 from tilekern.errors import InputError
-from tuning.options import PLAN_OPTIONS, PlanRequest
-from tuning.plan.steps import Steps
+from tilekern.tuning.options import PLAN_OPTIONS, PlanRequest
+from tilekern.tuning.plan.steps import Steps
 
 
 def given(**changes):

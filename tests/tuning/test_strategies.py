@@ -14,8 +14,19 @@ from race_samples import DEFAULT, cutile_search, races, winner
 from replay_runner import Noise, ReplayRunner
 
 from tilekern.errors import InputError
-from tuning.strategies import BESIDE, HOPELESS, SLOWER, STRATEGIES, TIED, WON, Lineup, exhaustive, race, strategy_named
-from tuning.sweep.lines import COPY
+from tilekern.tuning.strategies import (
+    BESIDE,
+    HOPELESS,
+    SLOWER,
+    STRATEGIES,
+    TIED,
+    WON,
+    Lineup,
+    exhaustive,
+    race,
+    strategy_named,
+)
+from tilekern.tuning.sweep.lines import COPY
 
 CALM = Noise(outliers=0.0)
 

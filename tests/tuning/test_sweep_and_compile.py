@@ -12,10 +12,10 @@ from tilekern.kernels import spec_named
 from tilekern.source.digests import Digests, digests_of
 from tilekern.spec import GENERIC
 from tilekern.targets import Target, resolve
-from tuning import cli
-from tuning.compile.stage import compile_all, wanted
-from tuning.sweep.candidates import candidates
-from tuning.sweep.folder import Sweep
+from tilekern.tuning import cli
+from tilekern.tuning.compile.stage import compile_all, wanted
+from tilekern.tuning.sweep.candidates import candidates
+from tilekern.tuning.sweep.folder import Sweep
 
 
 def test_every_candidate_of_the_problem_is_compiled_with_its_facts(compiled_sweep: Sweep, h200: Target):
@@ -159,6 +159,7 @@ def test_a_measurement_belongs_to_one_source_of_the_kernel(compiled_sweep: Sweep
     source = digests_of(spec_named(SMALL[0]).module, SMALL[0]).source
     for digest, is_same in ((source, True), ("0" * 64, False)):
         monkeypatch.setattr(
-            "tuning.sweep.candidates.digests_of", lambda *_, digest=digest: Digests("", digest, "another space")
+            "tilekern.tuning.sweep.candidates.digests_of",
+            lambda *_, digest=digest: Digests("", digest, "another space"),
         )
         assert (candidates(*SMALL, h200)[0].key == before) == is_same

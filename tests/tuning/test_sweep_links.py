@@ -12,17 +12,17 @@ from tuning_samples import SMALL
 
 from tilekern.errors import InputError
 from tilekern.targets import resolve
-from tuning import cli
-from tuning.refreshing import Refresh, Survey
-from tuning.serve import tuner
-from tuning.serve.history import Failures, History
-from tuning.serve.watched import PREDICTED, WatchedCache
-from tuning.sweep import journal
-from tuning.sweep.folder import Sweep, folder_in
-from tuning.sweep.journal import LARGEST_JOURNAL, Journal
-from tuning.sweep.lines import is_whole
-from tuning.sweep.plan import PlanFile
-from tuning.sweep.quarantine import shared
+from tilekern.tuning import cli
+from tilekern.tuning.refreshing import Refresh, Survey
+from tilekern.tuning.serve import tuner
+from tilekern.tuning.serve.history import Failures, History
+from tilekern.tuning.serve.watched import PREDICTED, WatchedCache
+from tilekern.tuning.sweep import journal
+from tilekern.tuning.sweep.folder import Sweep, folder_in
+from tilekern.tuning.sweep.journal import LARGEST_JOURNAL, Journal
+from tilekern.tuning.sweep.lines import is_whole
+from tilekern.tuning.sweep.plan import PlanFile
+from tilekern.tuning.sweep.quarantine import shared
 
 H200 = resolve("H200")
 pytestmark = pytest.mark.timeout(120)

@@ -19,15 +19,15 @@ from tilekern.errors import InputError
 from tilekern.kernels import spec_named
 from tilekern.source.digests import digests_of
 from tilekern.toolchain import toolkit
-from tuning import cli
-from tuning import preflight as checks
-from tuning.commands.tune import whose_artifacts
-from tuning.compile.stage import compile_all, wanted
-from tuning.measure.stage import measure_all
-from tuning.publishing import keep_winners, publish, winners
-from tuning.serve import tuner
-from tuning.serve.watched import PREDICTED, WatchedCache
-from tuning.sweep.folder import Sweep
+from tilekern.tuning import cli
+from tilekern.tuning import preflight as checks
+from tilekern.tuning.commands.tune import whose_artifacts
+from tilekern.tuning.compile.stage import compile_all, wanted
+from tilekern.tuning.measure.stage import measure_all
+from tilekern.tuning.publishing import keep_winners, publish, winners
+from tilekern.tuning.serve import tuner
+from tilekern.tuning.serve.watched import PREDICTED, WatchedCache
+from tilekern.tuning.sweep.folder import Sweep
 
 OTHER_USER = 12345
 TOOLKIT = {"key": "tileiras-1-cuda_tile-1", "tileiras": "1", "cuda_tile": "1"}
@@ -374,7 +374,10 @@ def test_settings_that_cannot_be_written_cost_a_later_run_its_head_start(compile
         compile_all(sweep, jobs=1)
     assert not list(wanted(Sweep(tmp_path / "sweep")))
     assert list(winners(Sweep(tmp_path / "sweep"), TOOLKIT))
-    code = "import pathlib, sys, tuning.sweep.folder as f; print(len(f.Sweep(pathlib.Path(sys.argv[1])).compiled()))"
+    code = (
+        "import pathlib, sys\nfrom tilekern.tuning.sweep.folder import Sweep\n"
+        "print(len(Sweep(pathlib.Path(sys.argv[1])).compiled()))"
+    )
     ran = subprocess.run([sys.executable, "-c", code, tmp_path / "sweep"], capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "0"
 

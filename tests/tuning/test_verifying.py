@@ -9,7 +9,7 @@ import torch
 
 from tilekern.kernels import all_specs, spec_named
 from tilekern.spec import Tolerance
-from tuning.verify.check import Check, Leeway, compare, errors, judge, odd_problem
+from tilekern.tuning.verify.check import Check, Leeway, compare, errors, judge, odd_problem
 
 TOLERANCE = Tolerance(relative=1e-2, elementwise=2e-2)
 NAN, INF = math.nan, math.inf

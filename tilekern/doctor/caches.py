@@ -43,8 +43,8 @@ def tell_of_caches(report: Report, target: Target | None) -> None:
             report.complain(f"{_records(counts['untrusted'])} of {name} not trusted, and not loaded: see docs/trust.md")
         if counts["bad"]:
             report.complain(
-                f"{_records(counts['bad'])} of {name} cannot be read: python -m cache_tools verify lists them; tune or "
-                "unpack again"
+                f"{_records(counts['bad'])} of {name} cannot be read: "
+                "python -m tilekern.cache_tools verify lists them; tune or unpack again"
             )
     policy = "signed records alone" if must_be_signed() else "any record"
     shared = "and what others can write, too" if others_may_write() else "but not what others can write"

@@ -11,7 +11,7 @@ from tilekern.errors import InputError
 from tilekern.targets import Target
 
 if TYPE_CHECKING:
-    from tuning.preflight import Preflight
+    from tilekern.tuning.preflight import Preflight
 
 
 def require_model(name: str) -> None:
@@ -21,7 +21,7 @@ def require_model(name: str) -> None:
         InputError: it is neither a preset nor a path nor the form of a hub id.
     """
     with contextlib.suppress(ImportError):  # which is told of with the packages
-        from tuning.plan.configs import require_model_name
+        from tilekern.tuning.plan.configs import require_model_name
 
         require_model_name(name)
 
@@ -65,10 +65,10 @@ def tell_of_model(report: Report, model: str, target: Target | None) -> None:
 def _preflight(report: Report, model: str, target: Target) -> Preflight | None:
     """The model's needs, as a preflight with its default lengths finds them."""
     from tilekern.cache import user_root
-    from tuning.options import PlanRequest
-    from tuning.plan.choosing import plan_of
-    from tuning.plan.steps import Steps
-    from tuning.preflight import preflight_of
+    from tilekern.tuning.options import PlanRequest
+    from tilekern.tuning.plan.choosing import plan_of
+    from tilekern.tuning.plan.steps import Steps
+    from tilekern.tuning.preflight import preflight_of
 
     found: list[Preflight] = []
     bad: list[InputError] = []

@@ -14,5 +14,5 @@ COMMANDS = ("preflight", "refresh", "report", "serve", "status")
 
 def command_named(name: str) -> click.Command:
     """One of :data:`COMMANDS`, or ``tune``."""
-    found: click.Command = import_module(f"tuning.commands.{name}").command
+    found: click.Command = import_module(f"tilekern.tuning.commands.{name}").command
     return found

@@ -10,10 +10,10 @@ import click
 
 from tilekern.cache import user_root
 from tilekern.targets import resolve
+from tilekern.tuning import preflight as checks
+from tilekern.tuning.options import NAMES, Folder, PlanRequest, Seconds, plan_options, tuner_command
+from tilekern.tuning.terminal.progress import progress_bar
 from tilekern.warning import tell
-from tuning import preflight as checks
-from tuning.options import NAMES, Folder, PlanRequest, Seconds, plan_options, tuner_command
-from tuning.terminal.progress import progress_bar
 
 EXIT_MISSING = 3
 
@@ -55,7 +55,7 @@ def command(
     --fix cannot build missing records on this machine, or null); notes.
     """
     request, target = PlanRequest.of(given), resolve(gpu)
-    from tuning.plan.choosing import plan_of
+    from tilekern.tuning.plan.choosing import plan_of
 
     found = checks.preflight_of(plan_of(request, target, cache_dir or user_root()), target, need, cache_dir)
     if fix and found.missing:

@@ -18,18 +18,18 @@ from tilekern.cache.packs.pack import Pack
 from tilekern.errors import InputError
 from tilekern.targets import Target, here, resolve
 from tilekern.toolchain import toolkit
-from tuning.compile.stage import TIMEOUT_S, compile_all, jobs_of, wanted
-from tuning.executors.local import LocalExecutor
-from tuning.measure.gpu import describe_gpu
-from tuning.measure.stage import measure_all
-from tuning.options import Folder, tuner_command
-from tuning.publishing import keep_winners
-from tuning.refreshing import Change, Refresh, Survey, stale_json, survey
-from tuning.same_code import run as run_same_code
-from tuning.sweep.folder import folder_in
-from tuning.sweep.quarantine import shared
-from tuning.terminal.console import out, sizes_of, table_console, table_for
-from tuning.terminal.progress import progress_bar
+from tilekern.tuning.compile.stage import TIMEOUT_S, compile_all, jobs_of, wanted
+from tilekern.tuning.executors.local import LocalExecutor
+from tilekern.tuning.measure.gpu import describe_gpu
+from tilekern.tuning.measure.stage import measure_all
+from tilekern.tuning.options import Folder, tuner_command
+from tilekern.tuning.publishing import keep_winners
+from tilekern.tuning.refreshing import Change, Refresh, Survey, stale_json, survey
+from tilekern.tuning.same_code import run as run_same_code
+from tilekern.tuning.sweep.folder import folder_in
+from tilekern.tuning.sweep.quarantine import shared
+from tilekern.tuning.terminal.console import out, sizes_of, table_console, table_for
+from tilekern.tuning.terminal.progress import progress_bar
 
 if TYPE_CHECKING:
     from rich.console import Console

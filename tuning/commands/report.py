@@ -8,9 +8,9 @@ from pathlib import Path
 import click
 
 from tilekern.errors import InputError
+from tilekern.tuning.options import tuner_command
+from tilekern.tuning.sweep.folder import Sweep
 from tilekern.warning import printable, tell
-from tuning.options import tuner_command
-from tuning.sweep.folder import Sweep
 
 _FILE = click.Path(dir_okay=False, allow_dash=True, path_type=Path)
 _STDOUT = Path("-")
@@ -27,7 +27,7 @@ def command(folder: Path, html_file: Path | None, csv_file: Path | None, json_fi
     The page is one file that opens from disk with no network. Without options DIR/report.html, report.csv and
     report.json are written; with some, those files alone. The file "-" is standard output.
     """
-    from tuning.report import as_csv, as_html, as_json, report_of, write_report, write_text
+    from tilekern.tuning.report import as_csv, as_html, as_json, report_of, write_report, write_text
 
     sweep = Sweep(folder, foreign=True)
     if not (html_file or csv_file or json_file):

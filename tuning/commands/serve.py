@@ -16,16 +16,16 @@ from tilekern.cache import user_root
 from tilekern.errors import InputError
 from tilekern.targets import Target, here, resolve
 from tilekern.toolchain import require_toolkit
+from tilekern.tuning.compile.stage import jobs_of
+from tilekern.tuning.options import Folder, Seconds, tuner_command
+from tilekern.tuning.serve.board import STOPPING, Board
+from tilekern.tuning.serve.loop import Service
+from tilekern.tuning.serve.tuner import How
+from tilekern.tuning.serve.watched import MEASURED, PREDICTED, WAITING, WatchedCache
 from tilekern.warning import tell
-from tuning.compile.stage import jobs_of
-from tuning.options import Folder, Seconds, tuner_command
-from tuning.serve.board import STOPPING, Board
-from tuning.serve.loop import Service
-from tuning.serve.tuner import How
-from tuning.serve.watched import MEASURED, PREDICTED, WAITING, WatchedCache
 
 if TYPE_CHECKING:
-    from tuning.serve.server import StatusServer
+    from tilekern.tuning.serve.server import StatusServer
 
 DEFAULT_ADDRESS, NOWHERE = "127.0.0.1:8417", "none"
 _FOLDER = Folder()
@@ -145,7 +145,7 @@ def _server(listen: str, token_file: Path | None, board: Board) -> StatusServer 
     if not colon or not port.isdigit() or int(port) > 65535:
         raise InputError(f"--listen {listen}: expected HOST:PORT, such as {DEFAULT_ADDRESS}, or {NOWHERE}")
     try:
-        from tuning.serve import access, server
+        from tilekern.tuning.serve import access, server
     except ModuleNotFoundError as error:
         raise InputError(
             f"showing the status needs {error.name}: pip install 'tilekern[serve]', or give --listen {NOWHERE}"

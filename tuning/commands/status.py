@@ -11,12 +11,12 @@ from typing import Any
 
 import click
 
+from tilekern.tuning.compile.stage import default_jobs
+from tilekern.tuning.measure.stage import Settled
+from tilekern.tuning.options import tuner_command
+from tilekern.tuning.predict.estimating import count, estimate_compile, estimate_measure
+from tilekern.tuning.sweep.folder import Sweep
 from tilekern.warning import tell
-from tuning.compile.stage import default_jobs
-from tuning.measure.stage import Settled
-from tuning.options import tuner_command
-from tuning.predict.estimating import count, estimate_compile, estimate_measure
-from tuning.sweep.folder import Sweep
 
 
 @tuner_command(short_help="Say where a sweep stands: what is done, failed and left.")

@@ -21,8 +21,8 @@ from tilekern.cache.trust.signing import SigningKey
 from tilekern.errors import InputError
 from tilekern.kernels import spec_named
 from tilekern.targets import Target, here, resolve
-from tuning.commands import COMMANDS, command_named
-from tuning.options import (
+from tilekern.tuning.commands import COMMANDS, command_named
+from tilekern.tuning.options import (
     LOCAL,
     NAMES,
     PLAN_OPTIONS,
@@ -35,21 +35,21 @@ from tuning.options import (
     plan_options,
     tuner_command,
 )
-from tuning.packs import pack_paths, write_packs
-from tuning.publishing import compiled_with, keep_winners, publish, why_not, winners
-from tuning.strategies import STRATEGIES, strategy_named
-from tuning.sweep.folder import RESULTS, Sweep, folder_in
-from tuning.sweep.plan import Named
-from tuning.terminal.outcome import Outcome
-from tuning.terminal.progress import progress_bar, progress_bars
+from tilekern.tuning.packs import pack_paths, write_packs
+from tilekern.tuning.publishing import compiled_with, keep_winners, publish, why_not, winners
+from tilekern.tuning.strategies import STRATEGIES, strategy_named
+from tilekern.tuning.sweep.folder import RESULTS, Sweep, folder_in
+from tilekern.tuning.sweep.plan import Named
+from tilekern.tuning.terminal.outcome import Outcome
+from tilekern.tuning.terminal.progress import progress_bar, progress_bars
 
 if TYPE_CHECKING:
-    from tuning.compile.stage import Pool
-    from tuning.executors import Executor
-    from tuning.executors.cluster import ClusterExecutor
-    from tuning.measure.stage import MeasureSummary
-    from tuning.plan.steps import Planned
-    from tuning.predict.estimating import PlanReport
+    from tilekern.tuning.compile.stage import Pool
+    from tilekern.tuning.executors import Executor
+    from tilekern.tuning.executors.cluster import ClusterExecutor
+    from tilekern.tuning.measure.stage import MeasureSummary
+    from tilekern.tuning.plan.steps import Planned
+    from tilekern.tuning.predict.estimating import PlanReport
 
 _GROUPS = {
     "What to tune": ("gpu", *(name for name in PLAN_OPTIONS if name != "models")),
@@ -116,7 +116,7 @@ def command(*, dry_run: bool, as_json: bool, **given: Any) -> None:
     if as_json:
         click.echo(json.dumps(done.as_json(), indent=1))
     else:
-        from tuning.terminal.printing import print_report
+        from tilekern.tuning.terminal.printing import print_report
 
         print_report(done)
     if isinstance(done, Outcome) and not done.is_whole:
@@ -124,7 +124,7 @@ def command(*, dry_run: bool, as_json: bool, **given: Any) -> None:
 
 
 def _run(request: Request, *, quiet: bool) -> Outcome:
-    from tuning.compile.stage import jobs_of, start_server
+    from tilekern.tuning.compile.stage import jobs_of, start_server
 
     if "compile" in request.stages and request.executor == LOCAL:
         jobs_of(request.jobs)  # what is wrong with it is said before anything is written
@@ -179,7 +179,7 @@ def _work(
 
 
 def _compile(request: Request, sweep: Sweep, outcome: Outcome, *, quiet: bool) -> None:
-    from tuning.compile.stage import compile_all
+    from tilekern.tuning.compile.stage import compile_all
 
     jobs, pool = _compilers(request, sweep)
     with _timed(outcome.seconds, "compile"), progress_bar("compile", quiet=quiet) as progress:
@@ -197,8 +197,8 @@ def _measured(sweep: Sweep, done: MeasureSummary) -> dict[str, Any]:
 def _measure(
     request: Request, sweep: Sweep, executor: Executor, store: Store, outcome: Outcome, *, quiet: bool
 ) -> None:  # fmt: skip
-    from tuning.measure.stage import measure_all
-    from tuning.sweep.quarantine import shared
+    from tilekern.tuning.measure.stage import measure_all
+    from tilekern.tuning.sweep.quarantine import shared
 
     bar = progress_bar("measure", quiet=quiet)
     with _timed(outcome.seconds, "measure"), shared(sweep, store.root), bar as progress:
@@ -210,9 +210,9 @@ def _compile_and_measure(
     request: Request, sweep: Sweep, executor: Executor, store: Store, outcome: Outcome, *, quiet: bool
 ) -> None:  # fmt: skip
     """Measure each problem as soon as it is compiled; what measuring takes beyond the last compile is its time."""
-    from tuning.compile.stage import Beside, CompileSummary, Compiling, compile_all
-    from tuning.measure.stage import measure_all
-    from tuning.sweep.quarantine import shared
+    from tilekern.tuning.compile.stage import Beside, CompileSummary, Compiling, compile_all
+    from tilekern.tuning.measure.stage import measure_all
+    from tilekern.tuning.sweep.quarantine import shared
 
     jobs, pool = _compilers(request, sweep, beside=True)
     bars = progress_bars(["compile", "measure"], quiet=quiet)
@@ -284,8 +284,8 @@ def _without_cute(sweep: Sweep, problems: Iterable[Named]) -> Iterator[str]:
 
 def _dry_run(request: Request) -> PlanReport:
     """The plan and what it will cost; nothing is written, compiled or measured."""
-    from tuning.compile.stage import default_jobs, jobs_of, settled
-    from tuning.predict.estimating import report_on
+    from tilekern.tuning.compile.stage import default_jobs, jobs_of, settled
+    from tilekern.tuning.predict.estimating import report_on
 
     store = _store(request)
     if "plan" in request.stages:
@@ -316,7 +316,7 @@ def _gpus(request: Request, at_hand: bool) -> int:
     """How many GPUs a dry run counts on: those of this host that the run would use, else the number that was given."""
     if request.executor != LOCAL or not at_hand:
         return request.gpus or 1
-    from tuning.measure.gpu import devices
+    from tilekern.tuning.measure.gpu import devices
 
     return len(devices()[: request.gpus])
 
@@ -346,7 +346,7 @@ def _ready(request: Request, sweep: Sweep, outcome: Outcome) -> Iterator[Executo
         outcome.notes.append(absent)
         yield None
     else:
-        from tuning.executors.local import LocalExecutor
+        from tilekern.tuning.executors.local import LocalExecutor
 
         with LocalExecutor(sweep.cache, request.gpus) as executor:
             yield executor
@@ -373,7 +373,7 @@ def _compilers(request: Request, sweep: Sweep, *, beside: bool = False) -> tuple
         sweep: its sweep.
         beside: whether the cluster measures at the same time.
     """
-    from tuning.compile.stage import compile_in_order, jobs_of
+    from tilekern.tuning.compile.stage import compile_in_order, jobs_of
 
     if request.executor == LOCAL:
         return jobs_of(request.jobs), compile_in_order
@@ -385,7 +385,7 @@ def _compilers(request: Request, sweep: Sweep, *, beside: bool = False) -> tuple
 def _cluster(request: Request, sweep: Sweep) -> ClusterExecutor:
     if importlib.util.find_spec("ray") is None:
         raise InputError(f"--executor {request.executor} needs Ray: pip install 'tilekern[cluster]'")
-    from tuning.executors.cluster import ClusterExecutor
+    from tilekern.tuning.executors.cluster import ClusterExecutor
 
     return ClusterExecutor(None if request.executor == RAY else request.executor, sweep.cache, request.gpus)
 
@@ -438,7 +438,7 @@ def _planned(request: Request, store: Store) -> tuple[Sweep, Planned]:
 def _problems(request: Request, store: Store) -> tuple[Target, Planned]:
     """The target, and what is planned for it."""
     target = resolve(request.gpu)
-    from tuning.plan.choosing import plan_of
+    from tilekern.tuning.plan.choosing import plan_of
 
     return target, plan_of(request.plan, target, store.root)
 

@@ -14,7 +14,7 @@ for name in list(os.environ):
 
 from tilekern import cute_compiler, frontend  # noqa: E402
 from tilekern.kernels import all_specs  # noqa: E402
-from tuning.compile import stage as compiling  # noqa: E402, F401 (holds what a worker runs)
+from tilekern.tuning.compile import stage as compiling  # noqa: E402, F401 (holds what a worker runs)
 
 frontend.preload()
 cute_compiler.preload()

@@ -22,9 +22,9 @@ from dataclasses import dataclass, field
 
 from tilekern.kernels import spec_named
 from tilekern.spec import Config, CuteKernel
-from tuning.compile.typical import COMPILE_S, OTHER_S
-from tuning.sweep.candidates import Candidate
-from tuning.sweep.plan import Named
+from tilekern.tuning.compile.typical import COMPILE_S, OTHER_S
+from tilekern.tuning.sweep.candidates import Candidate
+from tilekern.tuning.sweep.plan import Named
 
 # A batch at work is as urgent as one candidate when it has so many left for each worker, one more counted in.
 HELP_FROM = 4

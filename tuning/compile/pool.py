@@ -1,6 +1,6 @@
 """Compile workers: disposable processes, each at one candidate at a time, so that it is known whose a crash is.
 
-Workers are forked from a server that has the front end loaded (:mod:`tuning.compile.forked`): one more costs
+Workers are forked from a server that has the front end loaded (:mod:`tilekern.tuning.compile.forked`): one more costs
 milliseconds.
 """
 
@@ -20,9 +20,9 @@ from typing import Any
 
 from tilekern.errors import InputError
 from tilekern.toolchain import is_starved, processor_s
-from tuning import disposable
-from tuning.compile.order import Order
-from tuning.sweep.candidates import Candidate
+from tilekern.tuning import disposable
+from tilekern.tuning.compile.order import Order
+from tilekern.tuning.sweep.candidates import Candidate
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ Compile = Callable[[Candidate], Answer]
 
 def start_server() -> None:
     """Start the process that workers are forked from, unless it runs; it loads its modules while others work."""
-    get_context("forkserver").set_forkserver_preload(["tuning.compile.forked"])
+    get_context("forkserver").set_forkserver_preload(["tilekern.tuning.compile.forked"])
     _settle_where_a_socket_fits()
     resource_tracker.ensure_running()  # the server's start would start it, and it would let the signal through again
     # Ctrl-C is the parent's to handle. The server ignores it once its modules are loaded; until then it is held off.

@@ -26,13 +26,13 @@ from tilekern.cute_compiler import compiler
 from tilekern.errors import CompileFailed, CompileInterrupted, CompileTimeout, InputError
 from tilekern.targets import Target
 from tilekern.toolchain import Compiled, compile_candidate, require_toolkit, toolkit
-from tuning.compile.machine_code import read_machine_code
-from tuning.compile.order import Order, turns_of
-from tuning.compile.pool import Answer, Compile, Lost, compile_in_order, start_server
-from tuning.disposable import has_address_space
-from tuning.sweep.candidates import Candidate
-from tuning.sweep.folder import Sweep, during
-from tuning.sweep.plan import Named
+from tilekern.tuning.compile.machine_code import read_machine_code
+from tilekern.tuning.compile.order import Order, turns_of
+from tilekern.tuning.compile.pool import Answer, Compile, Lost, compile_in_order, start_server
+from tilekern.tuning.disposable import has_address_space
+from tilekern.tuning.sweep.candidates import Candidate
+from tilekern.tuning.sweep.folder import Sweep, during
+from tilekern.tuning.sweep.plan import Named
 
 __all__ = [
     "CompileSummary",
@@ -60,7 +60,7 @@ _NEAR = 0.75
 _SAYS_MEMORY = re.compile(r"out of memory|bad_alloc|MemoryError|cannot allocate memory", re.IGNORECASE)
 # What a worker does for a candidate, in seconds of its line: lower it, compile it, and read what the machine code says.
 _PARTS = ("frontend_s", "tileiras_s", "reading_s")
-# Has candidates compiled, as :func:`tuning.compile.pool.compile_in_order` does.
+# Has candidates compiled, as :func:`tilekern.tuning.compile.pool.compile_in_order` does.
 Pool = Callable[[Order, Compile, int, float, int], Iterator[Answer | Lost]]
 
 

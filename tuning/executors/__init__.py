@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:  # a node of a cluster that lacks what these need must come as far as to say so
     from tilekern.targets import Target
-    from tuning.measure.process import Noted
-    from tuning.measure.tasks import Task
+    from tilekern.tuning.measure.process import Noted
+    from tilekern.tuning.measure.tasks import Task
 
 # Stands in place of a journal's name when a task has come to its end.
 FINISHED = "finished"

@@ -16,12 +16,12 @@ import ray
 from tilekern.cache import Store, write_pack
 from tilekern.errors import InputError
 from tilekern.targets import Target
-from tuning.compile.order import Order
-from tuning.compile.pool import Answer, Compile, Lost
-from tuning.executors.node import GpuNode, code_digest
-from tuning.executors.ray_compiling import compile_on_cluster
-from tuning.executors.ray_measuring import Measuring
-from tuning.executors.ray_nodes import (
+from tilekern.tuning.compile.order import Order
+from tilekern.tuning.compile.pool import Answer, Compile, Lost
+from tilekern.tuning.executors.node import GpuNode, code_digest
+from tilekern.tuning.executors.ray_compiling import compile_on_cluster
+from tilekern.tuning.executors.ray_measuring import Measuring
+from tilekern.tuning.executors.ray_nodes import (
     FREE_WITHIN_S,
     ask_again,
     connect,
@@ -30,8 +30,8 @@ from tuning.executors.ray_nodes import (
     reason_of,
     start_actor,
 )
-from tuning.measure.process import LAUNCH_TIMEOUT_S, Noted
-from tuning.measure.tasks import Task
+from tilekern.tuning.measure.process import LAUNCH_TIMEOUT_S, Noted
+from tilekern.tuning.measure.tasks import Task
 
 
 class ClusterExecutor:
@@ -131,7 +131,7 @@ class ClusterExecutor:
     def compile_in_order(
         self, order: Order, compile_one: Compile, jobs: int, limit_s: float, memory_bytes: int
     ) -> Iterator[Answer | Lost]:
-        """Have candidates compiled, as :func:`tuning.compile.pool.compile_in_order` does on this host.
+        """Have candidates compiled, as :func:`tilekern.tuning.compile.pool.compile_in_order` does on this host.
 
         Raises:
             InputError: a node has another compiler or none, or some candidates were lost with their nodes.

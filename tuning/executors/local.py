@@ -9,11 +9,11 @@ from pathlib import Path
 
 from tilekern.errors import InputError
 from tilekern.targets import Target
-from tuning.executors.work import Family, Waiting, family, finished, place_of_next
-from tuning.measure.gpu import check_gpu, describe_gpu, devices
-from tuning.measure.libraries import versions
-from tuning.measure.process import LAUNCH_TIMEOUT_S, Noted, Worker, measure_task
-from tuning.measure.tasks import Task
+from tilekern.tuning.executors.work import Family, Waiting, family, finished, place_of_next
+from tilekern.tuning.measure.gpu import check_gpu, describe_gpu, devices
+from tilekern.tuning.measure.libraries import versions
+from tilekern.tuning.measure.process import LAUNCH_TIMEOUT_S, Noted, Worker, measure_task
+from tilekern.tuning.measure.tasks import Task
 
 
 class LocalExecutor:

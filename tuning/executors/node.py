@@ -10,6 +10,7 @@ import functools
 import hashlib
 import importlib
 import importlib.util
+import os
 import pickle
 import platform
 import queue
@@ -25,13 +26,13 @@ from tilekern.errors import InputError
 
 if TYPE_CHECKING:
     from tilekern.targets import Target
-    from tuning.compile.pool import Answer, Compile, Lost
-    from tuning.measure.process import Noted, Worker
-    from tuning.measure.tasks import Task
-    from tuning.sweep.candidates import Candidate
+    from tilekern.tuning.compile.pool import Answer, Compile, Lost
+    from tilekern.tuning.measure.process import Noted, Worker
+    from tilekern.tuning.measure.tasks import Task
+    from tilekern.tuning.sweep.candidates import Candidate
 
 # What is carried to the nodes; they install the rest.
-PACKAGES = ("tilekern", "tuning")
+PACKAGES = ("tilekern",)
 # How long to wait for a line before saying that there is none yet, in seconds.
 _PATIENCE_S = 5.0
 
@@ -42,7 +43,9 @@ def code_digest() -> str:
     digest = hashlib.sha256()
     for package in PACKAGES:
         root = package_folder(package)
-        for path in sorted(root.rglob("*.py")):
+        # Path.rglob goes through no link, as tilekern/tuning is one in a checkout.
+        paths = (Path(folder, name) for folder, _, names in os.walk(root, followlinks=True) for name in names)
+        for path in sorted(path for path in paths if path.suffix == ".py"):
             digest.update(f"{package}/{path.relative_to(root).as_posix()}\0".encode() + path.read_bytes() + b"\0")
     return digest.hexdigest()
 
@@ -109,8 +112,8 @@ def compile_on_node(work: CompileWork) -> list[Answer | Lost]:
     """
     check_node(work.code, "cuda.tile", "elftools")
     from tilekern.toolchain import toolkit
-    from tuning.compile.order import Order
-    from tuning.compile.pool import compile_in_order
+    from tilekern.tuning.compile.order import Order
+    from tilekern.tuning.compile.pool import compile_in_order
 
     tools = toolkit()
     if tools is None or tools.key != work.toolkit_key:
@@ -141,8 +144,8 @@ class GpuNode:
             InputError: the node cannot measure, or its GPU is not the target.
         """
         check_node(code, "torch", "cuda.tile")
-        from tuning.measure.gpu import check_gpu, describe_gpu
-        from tuning.measure.libraries import versions
+        from tilekern.tuning.measure.gpu import check_gpu, describe_gpu
+        from tilekern.tuning.measure.libraries import versions
 
         try:
             check_gpu(target)
@@ -165,7 +168,7 @@ class GpuNode:
         import ray
 
         from tilekern.cache import Pack, Store, install_pack
-        from tuning.measure.process import Worker
+        from tilekern.tuning.measure.process import Worker
 
         cache = self._folder / "cache"
         if pack:
@@ -185,8 +188,8 @@ class GpuNode:
         return self.more()
 
     def _measure(self, task: Task) -> None:
-        from tuning.executors.work import finished
-        from tuning.measure.process import measure_task
+        from tilekern.tuning.executors.work import finished
+        from tilekern.tuning.measure.process import measure_task
 
         assert self._worker is not None
         try:

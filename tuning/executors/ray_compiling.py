@@ -9,12 +9,12 @@ import ray
 
 from tilekern.errors import InputError
 from tilekern.toolchain import require_toolkit
-from tuning.compile.order import Order
-from tuning.compile.pool import Answer, Compile, Lost
-from tuning.compile.stage import work_s
-from tuning.executors.node import CompileWork, compile_on_node
-from tuning.executors.ray_nodes import reason_of
-from tuning.sweep.candidates import Candidate
+from tilekern.tuning.compile.order import Order
+from tilekern.tuning.compile.pool import Answer, Compile, Lost
+from tilekern.tuning.compile.stage import work_s
+from tilekern.tuning.executors.node import CompileWork, compile_on_node
+from tilekern.tuning.executors.ray_nodes import reason_of
+from tilekern.tuning.sweep.candidates import Candidate
 
 # Candidates of one Ray task, which lowers their device function once: few, so that no CPU waits long for the last one.
 MOST = 4

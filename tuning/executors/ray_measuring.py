@@ -16,14 +16,14 @@ import ray
 
 from tilekern.errors import InputError
 from tilekern.targets import Target
+from tilekern.tuning.disposable import GONE_WITHIN_S
+from tilekern.tuning.executors import FINISHED
+from tilekern.tuning.executors.node import code_digest
+from tilekern.tuning.executors.ray_nodes import FREE_WITHIN_S, TRIES, gpus_like, is_rays_own, reason_of
+from tilekern.tuning.executors.work import Family, Waiting, family, finished, left_of, place_of_next
+from tilekern.tuning.measure.process import Noted
+from tilekern.tuning.measure.tasks import Task
 from tilekern.warning import warn
-from tuning.disposable import GONE_WITHIN_S
-from tuning.executors import FINISHED
-from tuning.executors.node import code_digest
-from tuning.executors.ray_nodes import FREE_WITHIN_S, TRIES, gpus_like, is_rays_own, reason_of
-from tuning.executors.work import Family, Waiting, family, finished, left_of, place_of_next
-from tuning.measure.process import Noted
-from tuning.measure.tasks import Task
 
 # How long to wait for any answer before looking whether there is still hope for one, in seconds.
 _PATIENCE_S = 5.0

@@ -14,7 +14,7 @@ import ray
 
 from tilekern.errors import InputError
 from tilekern.targets import Target
-from tuning.executors.node import PACKAGES, GpuNode, code_digest, package_folder
+from tilekern.tuning.executors.node import PACKAGES, GpuNode, code_digest, package_folder
 
 # How long a GPU may take to become free, in seconds: other jobs hold them for a while.
 FREE_WITHIN_S = 600.0

@@ -12,10 +12,10 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import replace
 
 from tilekern.kernels import spec_named
-from tuning.executors import FINISHED
-from tuning.measure.process import Noted, least_s
-from tuning.measure.tasks import Task
-from tuning.verify.check import Check, odd_problem
+from tilekern.tuning.executors import FINISHED
+from tilekern.tuning.measure.process import Noted, least_s
+from tilekern.tuning.measure.tasks import Task
+from tilekern.tuning.verify.check import Check, odd_problem
 
 # About how long a candidate takes whatever its size, in seconds, and how often it is launched: they order tasks only.
 CANDIDATE_S, LAUNCHES = 0.02, 30

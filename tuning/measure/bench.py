@@ -12,14 +12,14 @@ from tilekern.runtime.libraries import library_of
 from tilekern.runtime.plans import plan_of
 from tilekern.runtime.records import launch_in
 from tilekern.spec import ArrayParameter, LibraryCall, Problem
-from tuning.measure.gpu import load_code
-from tuning.measure.tasks import Entrant, Task
-from tuning.measure.timing import Launch, Timing, rewriting
-from tuning.strategies.selection import ranked
-from tuning.verify.check import Check, arguments_of, make_outputs, odd_problem
+from tilekern.tuning.measure.gpu import load_code
+from tilekern.tuning.measure.tasks import Entrant, Task
+from tilekern.tuning.measure.timing import Launch, Timing, rewriting
+from tilekern.tuning.strategies.selection import ranked
+from tilekern.tuning.verify.check import Check, arguments_of, make_outputs, odd_problem
 
 if TYPE_CHECKING:
-    from tuning.verify.cases import Kept
+    from tilekern.tuning.verify.cases import Kept
 
 # Launches of other candidates between two runs that must give the same bits.
 _MOST_BETWEEN = 3
@@ -41,9 +41,9 @@ class Bench:
         import torch
 
         # Here, since the parent of a measuring process imports this module too and has no use for torch.
-        from tuning.verify.battery import Battery
-        from tuning.verify.canaries import in_whole_rows
-        from tuning.verify.cases import Kept, Room
+        from tilekern.tuning.verify.battery import Battery
+        from tilekern.tuning.verify.canaries import in_whole_rows
+        from tilekern.tuning.verify.cases import Kept, Room
 
         self._torch, self._task, self._target, self._problem = torch, task, task.target, task.problem
         self._spec, self._announce, self._kept = spec_named(task.kernel), announce, kept or Kept()

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 
 from tilekern.kernels import spec_named
 from tilekern.spec import KernelSpec, Problem
-from tuning.measure.tasks import Entrant
-from tuning.strategies.selection import ranked
+from tilekern.tuning.measure.tasks import Entrant
+from tilekern.tuning.strategies.selection import ranked
 
 if TYPE_CHECKING:
-    from tuning.measure.stage import Settled
+    from tilekern.tuning.measure.stage import Settled
 
 
 def followers(settled: Settled, racing: Sequence[Entrant]) -> dict[int, Entrant]:

@@ -2,8 +2,8 @@
 
 Each loss of a process has a culprit, and nobody but the culprit pays for it:
 
-- A step is announced before it is taken (:mod:`tuning.measure.steps`), and what a candidate launches is waited for
-  before the next one may launch. So the step of a process that dies or stalls names the candidate.
+- A step is announced before it is taken (:mod:`tilekern.tuning.measure.steps`), and what a candidate launches is waited
+  for before the next one may launch. So the step of a process that dies or stalls names the candidate.
 - Within a race launches are queued behind each other. One that stalls is still known, unless it fills the queue; one
   that faults may not be. Then the race is run again with one launch at a time.
 - What may be another's doing, the host's out-of-memory killer or memory that an earlier candidate kept, is tried once
@@ -24,13 +24,13 @@ from pathlib import Path
 from typing import Any
 
 from tilekern.errors import InputError
-from tuning import disposable
-from tuning.measure.steps import CUDA, QUEUE, START, Steps
-from tuning.measure.tasks import Task
-from tuning.measure.worker import CHECKED, DONE, DOUBT, FAULT, RACING, READY, TIMED, serve
-from tuning.predict.roofline import roofline
-from tuning.sweep.lines import COPY, copy_key
-from tuning.verify.check import Check
+from tilekern.tuning import disposable
+from tilekern.tuning.measure.steps import CUDA, QUEUE, START, Steps
+from tilekern.tuning.measure.tasks import Task
+from tilekern.tuning.measure.worker import CHECKED, DONE, DOUBT, FAULT, RACING, READY, TIMED, serve
+from tilekern.tuning.predict.roofline import roofline
+from tilekern.tuning.sweep.lines import COPY, copy_key
+from tilekern.tuning.verify.check import Check
 
 # How long a process may take to load its modules or to start CUDA, and to make inputs or a reference, in seconds.
 START_TIMEOUT_S, STEP_TIMEOUT_S = 300.0, 120.0

@@ -2,7 +2,8 @@
 
 Problems may come while the compile stage is at work on others. Timings are safe from the compilers: GPU time
 between two CUDA events, of launches that were queued ahead, and one for which the host came late is timed again
-(:mod:`tuning.measure.timing`). Composites, of which the host launches one part after the other, wait for the compilers.
+(:mod:`tilekern.tuning.measure.timing`). Composites, of which the host launches one part after the other, wait for the
+compilers.
 """
 
 from __future__ import annotations
@@ -17,20 +18,20 @@ from typing import Any
 from tilekern.kernels import spec_named
 from tilekern.spec import LibraryCall, Problem
 from tilekern.targets import Target
-from tuning.executors import FINISHED, Executor
-from tuning.measure.followers import followers
-from tuning.measure.libraries import of_gpu
-from tuning.measure.process import OPEN, TOOK
-from tuning.measure.tasks import Entrant, Task
-from tuning.predict.ranking import ranking
-from tuning.strategies.selection import ranked
-from tuning.sweep.candidates import LIBRARY_LINE, Candidate, candidates
-from tuning.sweep.folder import Sweep
-from tuning.sweep.holding import Run
-from tuning.sweep.journal import Line
-from tuning.sweep.lines import copy_key, is_copy
-from tuning.sweep.plan import Named
-from tuning.verify.check import Check
+from tilekern.tuning.executors import FINISHED, Executor
+from tilekern.tuning.measure.followers import followers
+from tilekern.tuning.measure.libraries import of_gpu
+from tilekern.tuning.measure.process import OPEN, TOOK
+from tilekern.tuning.measure.tasks import Entrant, Task
+from tilekern.tuning.predict.ranking import ranking
+from tilekern.tuning.strategies.selection import ranked
+from tilekern.tuning.sweep.candidates import LIBRARY_LINE, Candidate, candidates
+from tilekern.tuning.sweep.folder import Sweep
+from tilekern.tuning.sweep.holding import Run
+from tilekern.tuning.sweep.journal import Line
+from tilekern.tuning.sweep.lines import copy_key, is_copy
+from tilekern.tuning.sweep.plan import Named
+from tilekern.tuning.verify.check import Check
 
 # How many that were timed before race again against those that were not, so that one clock judges them.
 LEADERS = 4

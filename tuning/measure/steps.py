@@ -8,8 +8,8 @@ from __future__ import annotations
 import ctypes
 from multiprocessing.context import BaseContext
 
-from tuning.measure.tasks import Task, on
-from tuning.sweep.lines import COPY
+from tilekern.tuning.measure.tasks import Task, on
+from tilekern.tuning.sweep.lines import COPY
 
 # Steps that are no candidate's: the start of the process, of CUDA, making inputs and references, deciding who runs,
 # queueing the launches of a round.

@@ -8,8 +8,8 @@ from typing import Any
 
 from tilekern.spec import ALIGNED, Problem
 from tilekern.targets import Target
-from tuning.sweep.candidates import Candidate
-from tuning.verify.check import Check
+from tilekern.tuning.sweep.candidates import Candidate
+from tilekern.tuning.verify.check import Check
 
 
 def on(key: str, variation: str) -> str:

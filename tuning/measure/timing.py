@@ -22,10 +22,10 @@ TRIES = 4
 class Timing:
     """Times of one candidate in microseconds; the spread is half the distance between the quartiles.
 
-    A strategy adds how it ended for the candidate (``left``, one of the words of :mod:`tuning.strategies`), how far it
-    was ``behind`` the winner once the drift of the clocks is taken out (0.01 is one per cent, negative is ahead), and,
-    of the winner, by how much at most a better one may have been missed (``within``). Where a candidate was timed on
-    variations of the inputs too, ``on`` has its medians there, in microseconds.
+    A strategy adds how it ended for the candidate (``left``, one of the words of :mod:`tilekern.tuning.strategies`),
+    how far it was ``behind`` the winner once the drift of the clocks is taken out (0.01 is one per cent, negative is
+    ahead), and, of the winner, by how much at most a better one may have been missed (``within``). Where a candidate
+    was timed on variations of the inputs too, ``on`` has its medians there, in microseconds.
     """
 
     median_us: float

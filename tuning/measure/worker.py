@@ -15,20 +15,20 @@ from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, TypeVar
 
-from tuning import disposable
-from tuning.measure.bench import Bench, to_confirm
-from tuning.measure.gpu import serve_any_size
-from tuning.measure.steps import CUDA, INPUTS, QUEUE, STRATEGY, Steps
-from tuning.measure.tasks import Entrant, Task, on
-from tuning.measure.timing import Launch, Stopwatch
-from tuning.strategies import Lineup, Runner, strategy_named
-from tuning.strategies.runner import GpuRunner
-from tuning.strategies.several import Several
-from tuning.sweep.lines import COPY
-from tuning.verify.check import Check
+from tilekern.tuning import disposable
+from tilekern.tuning.measure.bench import Bench, to_confirm
+from tilekern.tuning.measure.gpu import serve_any_size
+from tilekern.tuning.measure.steps import CUDA, INPUTS, QUEUE, STRATEGY, Steps
+from tilekern.tuning.measure.tasks import Entrant, Task, on
+from tilekern.tuning.measure.timing import Launch, Stopwatch
+from tilekern.tuning.strategies import Lineup, Runner, strategy_named
+from tilekern.tuning.strategies.runner import GpuRunner
+from tilekern.tuning.strategies.several import Several
+from tilekern.tuning.sweep.lines import COPY
+from tilekern.tuning.verify.check import Check
 
 if TYPE_CHECKING:
-    from tuning.verify.cases import Kept
+    from tilekern.tuning.verify.cases import Kept
 
 # Kinds of what a process says. READY: it has loaded all that it needs. CHECKED: an entrant's key and its check.
 # RACING: from here on launches are queued behind others. TIMED: timings by key. DOUBT: an error that may be due to what
@@ -57,7 +57,7 @@ def serve(connection: Connection, steps: Steps, cache: str, device: str | None) 
     import torch
 
     from tilekern.kernels import all_specs
-    from tuning.verify.cases import Kept
+    from tilekern.tuning.verify.cases import Kept
 
     all_specs()
     # What is there by now stays: the collector need not look at it after each task.

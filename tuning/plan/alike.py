@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from tuning.plan.sharding import OwnForward
+from tilekern.tuning.plan.sharding import OwnForward
 
 # A layer's place among the others, which does not make it another kind.
 _PLACE = re.compile(r"(?:.*_)?(?:idx|id|index)")

@@ -7,10 +7,10 @@ from pathlib import Path
 from tilekern.errors import InputError
 from tilekern.garbage import search_put_off
 from tilekern.targets import Target
-from tuning.options import PlanRequest, described_alone
-from tuning.plan.configs import path_named, read_json
-from tuning.plan.given import WANTED, plan_of_file, plan_of_problem, plan_of_wanted
-from tuning.plan.steps import Planned
+from tilekern.tuning.options import PlanRequest, described_alone
+from tilekern.tuning.plan.configs import path_named, read_json
+from tilekern.tuning.plan.given import WANTED, plan_of_file, plan_of_problem, plan_of_wanted
+from tilekern.tuning.plan.steps import Planned
 
 
 @search_put_off()
@@ -46,7 +46,7 @@ def _of_model(model: str, request: PlanRequest, target: Target) -> Planned:
     """The plan of a model, or the one that a trace wrote into the file that stands in its place."""
     path = path_named(model)
     if path is None or "problems" not in read_json(path):
-        from tuning.plan.models import plan_of_model  # which loads torch and transformers
+        from tilekern.tuning.plan.models import plan_of_model  # which loads torch and transformers
 
         return plan_of_model(model, request.steps, target)
     if request.described:

@@ -12,8 +12,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from tilekern.errors import InputError
+from tilekern.tuning.plan.presets import PRESETS
 from tilekern.warning import warn_once
-from tuning.plan.presets import PRESETS
 
 # What no model has more of; a step of one with more would take forever to trace, and its kernels would not compile.
 _MOST = {

@@ -15,8 +15,8 @@ from tilekern.kernels import all_specs
 from tilekern.spec import KernelSpec, Problem, Value
 from tilekern.targets import Target, from_description
 from tilekern.tracing.recorder import Trace, tracing
-from tuning.plan.steps import Planned, dtype_named
-from tuning.sweep.plan import Named, PlanFile
+from tilekern.tuning.plan.steps import Planned, dtype_named
+from tilekern.tuning.sweep.plan import Named, PlanFile
 
 WANTED = "wanted"
 
@@ -51,7 +51,9 @@ def plan_of_wanted(root: Path, target: Target) -> Planned:
         if spec and problem is not None:
             found.setdefault((spec.name, spec.bucketed(problem)))
     if not found:
-        raise InputError(f"nothing is wanted for {target.name} in {root}; python -m cache_tools wanted lists what is")
+        raise InputError(
+            f"nothing is wanted for {target.name} in {root}; python -m tilekern.cache_tools wanted lists what is"
+        )
     return Planned(WANTED, tuple(with_parts(found, target)))
 
 

@@ -17,10 +17,10 @@ from tilekern.switches import ATTENTION, EXPERTS
 from tilekern.targets import Target
 from tilekern.tracing.recorder import Trace, tracing
 from tilekern.tracing.stepping import Batch, core_of, model_of, one_line, step, step_as_it_is
-from tuning.plan.alike import thin_out
-from tuning.plan.configs import config_named, config_of
-from tuning.plan.sharding import give_own_forwards, share_of
-from tuning.plan.steps import ADAMW, Planned, Steps
+from tilekern.tuning.plan.alike import thin_out
+from tilekern.tuning.plan.configs import config_named, config_of
+from tilekern.tuning.plan.sharding import give_own_forwards, share_of
+from tilekern.tuning.plan.steps import ADAMW, Planned, Steps
 
 
 def known_ops() -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from tilekern.errors import InputError
 from tilekern.spec import DTYPES
-from tuning.sweep.plan import Named
+from tilekern.tuning.sweep.plan import Named
 
 MOST_TOKENS = 1 << 24
 ADAMW, NONE = OPTIMIZERS = ("adamw", "none")

@@ -1,4 +1,6 @@
-"""From the terms of a launch (:mod:`tuning.predict.launch_costs`) to its time: one formula, two sets of weights.
+"""From the terms of a launch to its time: one formula, two sets of weights.
+
+The terms are those of :mod:`tilekern.tuning.predict.launch_costs`.
 
 The steps of one thread (its waits, its chain of instructions, its barriers) add up; the work of an SM's units side by
 side overlaps, but never wholly, for which the p-norm of the terms stands; then there is the cost of every launch, and
@@ -28,7 +30,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tuning.predict.launch_costs import Costs
+from tilekern.tuning.predict.launch_costs import Costs
 
 
 @dataclass(frozen=True)
@@ -36,11 +38,9 @@ class Weights:
     """The weights of one kind of kernel.
 
     Attributes:
-        terms: factor of each term, by its name in :class:`tuning.predict.launch_costs.Costs`; none is negative.
-        serial: the names of the terms that add up.
-        traits: coefficient of each trait.
-        overhead_s: what every launch takes.
-        norm: the exponent p; terms add up at 1, and the largest alone counts at infinity.
+        terms: factor of each term, by its name in :class:`tilekern.tuning.predict.launch_costs.Costs`; none is
+        negative. serial: the names of the terms that add up. traits: coefficient of each trait. overhead_s: what every
+        launch takes. norm: the exponent p; terms add up at 1, and the largest alone counts at infinity.
     """
 
     terms: Mapping[str, float]

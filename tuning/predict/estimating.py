@@ -19,15 +19,15 @@ from tilekern.errors import InputError
 from tilekern.kernels import spec_named
 from tilekern.spec import Config, KernelSpec, Problem
 from tilekern.targets import Target
-from tuning.compile.stage import work_s
-from tuning.compile.typical import COMPILE_S, OTHER_S
-from tuning.measure.stage import Settled, entrants
-from tuning.predict.roofline import launch_s
-from tuning.strategies.exhaustive import LEAST_ROUNDS, LONGEST_US, ROUNDS
-from tuning.sweep.candidates import Candidate, candidates
-from tuning.sweep.folder import Sweep
-from tuning.sweep.lines import is_copy
-from tuning.sweep.plan import Limits
+from tilekern.tuning.compile.stage import work_s
+from tilekern.tuning.compile.typical import COMPILE_S, OTHER_S
+from tilekern.tuning.measure.stage import Settled, entrants
+from tilekern.tuning.predict.roofline import launch_s
+from tilekern.tuning.strategies.exhaustive import LEAST_ROUNDS, LONGEST_US, ROUNDS
+from tilekern.tuning.sweep.candidates import Candidate, candidates
+from tilekern.tuning.sweep.folder import Sweep
+from tilekern.tuning.sweep.lines import is_copy
+from tilekern.tuning.sweep.plan import Limits
 
 # The front end's imports and the first call of tileiras in each worker.
 COMPILE_START_S = 2.0

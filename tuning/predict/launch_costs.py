@@ -1,7 +1,7 @@
 """The work of a candidate's launch, as seconds of each resource that it uses: the terms of the cost model.
 
 Each term is a count from the problem, the launch grid or the machine code over a rate of the target, so that it carries
-over to another GPU. :mod:`tuning.predict.cost_model` weighs the terms and puts them together.
+over to another GPU. :mod:`tilekern.tuning.predict.cost_model` weighs the terms and puts them together.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from tilekern.cubin import Resources
 from tilekern.spec import Config, cdiv
 from tilekern.targets import Target
-from tuning.compile.machine_code import Counts, MachineCode
-from tuning.predict.roofline import roofline
-from tuning.sweep.candidates import Candidate
+from tilekern.tuning.compile.machine_code import Counts, MachineCode
+from tilekern.tuning.predict.roofline import roofline
+from tilekern.tuning.sweep.candidates import Candidate
 
 # Registers are given to a warp in units of 256, shared memory to a block with 1 KiB for the system on top (CUDA
 # programming guide, "Technical Specifications per Compute Capability").

@@ -1,7 +1,7 @@
 """Ranks candidates from compile-time facts, with no GPU: what makes ``predicted`` winners and orders the measuring.
 
 The facts are the artifact's resources and machine code and the launch grid; the model that turns them into a time
-stands in :mod:`tuning.predict.launch_costs` and :mod:`tuning.predict.cost_model`.
+stands in :mod:`tilekern.tuning.predict.launch_costs` and :mod:`tilekern.tuning.predict.cost_model`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from tilekern.cubin import Resources
 from tilekern.runtime.libraries import library_of
 from tilekern.spec import ALIGNED, LibraryCall, Problem
 from tilekern.targets import Target
-from tuning.compile.machine_code import MachineCode
-from tuning.predict.cost_model import (
+from tilekern.tuning.compile.machine_code import MachineCode
+from tilekern.tuning.predict.cost_model import (
     COMPOSITE,
     DEFAULT_BONUS,
     LIBRARIES,
@@ -25,10 +25,10 @@ from tuning.predict.cost_model import (
     PRODUCTS,
     Weights,
 )
-from tuning.predict.launch_costs import Costs, memory_costs, product_costs, resident_blocks, unread
-from tuning.predict.roofline import ARITHMETIC, roofline
-from tuning.sweep.candidates import Candidate
-from tuning.sweep.folder import Sweep
+from tilekern.tuning.predict.launch_costs import Costs, memory_costs, product_costs, resident_blocks, unread
+from tilekern.tuning.predict.roofline import ARITHMETIC, roofline
+from tilekern.tuning.sweep.candidates import Candidate
+from tilekern.tuning.sweep.folder import Sweep
 
 __all__ = ["Prediction", "predict", "predict_best", "predict_library", "ranking", "resident_blocks"]
 

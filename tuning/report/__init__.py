@@ -6,9 +6,9 @@ from pathlib import Path
 
 from tilekern.cache.files import write_whole
 from tilekern.errors import InputError
-from tuning.report.dumps import as_csv, as_json
-from tuning.report.rows import Report, Row, report_of
-from tuning.sweep.folder import Sweep
+from tilekern.tuning.report.dumps import as_csv, as_json
+from tilekern.tuning.report.rows import Report, Row, report_of
+from tilekern.tuning.sweep.folder import Sweep
 
 __all__ = ["Report", "Row", "as_csv", "as_html", "as_json", "report_of", "write_report", "write_text"]
 
@@ -26,7 +26,7 @@ def as_html(report: Report) -> str:
             "the HTML report needs Bokeh, which is not installed; install it with: pip install 'tilekern[report]' "
             "(CSV and JSON work without it)"
         ) from None
-    from tuning.report.page import as_html as drawn
+    from tilekern.tuning.report.page import as_html as drawn
 
     return drawn(report)
 

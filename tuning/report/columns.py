@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from tilekern.spec import Value
-from tuning.report.rows import STATUSES, Row
+from tilekern.tuning.report.rows import STATUSES, Row
 
 Columns = dict[str, Any]
 # What a point stands for; the first that is true of a candidate counts.

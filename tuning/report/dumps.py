@@ -9,9 +9,9 @@ import json
 import math
 from typing import Any
 
-from tuning.report.columns import problems_of
-from tuning.report.implementations import standings
-from tuning.report.rows import Report, Row
+from tilekern.tuning.report.columns import problems_of
+from tilekern.tuning.report.implementations import standings
+from tilekern.tuning.report.rows import Report, Row
 
 FORMAT = 1
 FIELDS = tuple(field.name for field in dataclasses.fields(Row))
@@ -21,9 +21,9 @@ def as_json(report: Report) -> str:
     """One JSON object.
 
     It has ``format`` (1), ``model``, ``target``, ``gpu``, ``toolkits``, ``date``, ``implementations`` and ``rows``.
-    Each of ``implementations`` has the fields of :class:`tuning.report.implementations.Standing`. Each row is an object
-    on a line of its own, with the fields of :class:`tuning.report.rows.Row`; problem and config are objects. Unknown
-    values are null, and so is an infinite error, whose reason says that it is.
+    Each of ``implementations`` has the fields of :class:`tilekern.tuning.report.implementations.Standing`. Each row is
+    an object on a line of its own, with the fields of :class:`tilekern.tuning.report.rows.Row`; problem and config are
+    objects. Unknown values are null, and so is an infinite error, whose reason says that it is.
     """
     names = ("model", "target", "gpu", "toolkits", "date")
     head = {"format": FORMAT} | {name: getattr(report, name) for name in names}

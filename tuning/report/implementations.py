@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from tuning.report.rows import Row
+from tilekern.tuning.report.rows import Row
 
 CUTILE, CUTE = "cuTile", "CuTe DSL"
 # By what a config calls its implementation; a config of a spec that has but one calls it nothing.

@@ -15,11 +15,11 @@ from bokeh.models import ColumnDataSource, CustomJS, GroupFilter, LayoutDOM
 from bokeh.models.widgets import Div, Select
 from bokeh.resources import Resources
 
-from tuning.report.columns import candidate_columns, frontier_columns, problem_columns, problems_of
-from tuning.report.implementations import standings
-from tuning.report.plots import candidate_plots, overview_plots
-from tuning.report.rows import STATUSES, Report, Row
-from tuning.report.tables import candidate_table, overview_table
+from tilekern.tuning.report.columns import candidate_columns, frontier_columns, problem_columns, problems_of
+from tilekern.tuning.report.implementations import standings
+from tilekern.tuning.report.plots import candidate_plots, overview_plots
+from tilekern.tuning.report.rows import STATUSES, Report, Row
+from tilekern.tuning.report.tables import candidate_table, overview_table
 
 # What A4 and Letter on their sides have between the usual margins, in CSS pixels.
 _PAPER_WIDTH = 960

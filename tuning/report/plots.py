@@ -11,7 +11,7 @@ from bokeh.models.annotations import Slope, Span, Title
 from bokeh.palettes import Colorblind
 from bokeh.plotting import figure
 
-from tuning.report.columns import MARKS
+from tilekern.tuning.report.columns import MARKS
 
 # Colours of Okabe and Ito, which people of any colour vision tell apart; shapes differ too, for print.
 _BLUE, _ORANGE, _GREY = Colorblind[8][0], Colorblind[8][5], "#767676"
@@ -57,8 +57,8 @@ def candidate_plots(candidates: ColumnDataSource, frontier: ColumnDataSource, ch
     The last is there where anything was measured.
 
     Args:
-        candidates: columns of :func:`tuning.report.columns.candidate_columns`.
-        frontier: columns of :func:`tuning.report.columns.frontier_columns`.
+        candidates: columns of :func:`tilekern.tuning.report.columns.candidate_columns`.
+        frontier: columns of :func:`tilekern.tuning.report.columns.frontier_columns`.
         chosen: lets the rows of the chosen problem through, by their ``problem_id``.
     """
     is_measured = np.isfinite(candidates.data["measured_us"]).any()

@@ -12,12 +12,12 @@ from tilekern.cubin import Resources
 from tilekern.kernels import spec_named
 from tilekern.spec import ALIGNED, Config, Problem
 from tilekern.targets import Target
-from tuning.measure.stage import identity
-from tuning.predict.ranking import Prediction, ranking, resident_blocks
-from tuning.predict.roofline import roofline
-from tuning.publishing import Winner, winners
-from tuning.sweep.candidates import LIBRARY_LINE, Candidate
-from tuning.sweep.folder import Sweep
+from tilekern.tuning.measure.stage import identity
+from tilekern.tuning.predict.ranking import Prediction, ranking, resident_blocks
+from tilekern.tuning.predict.roofline import roofline
+from tilekern.tuning.publishing import Winner, winners
+from tilekern.tuning.sweep.candidates import LIBRARY_LINE, Candidate
+from tilekern.tuning.sweep.folder import Sweep
 
 LEFT_OUT = "its race left it out: it is predicted far slower, or the search did not come to it"
 # The states of a candidate, from the one that is worth most to those that went wrong.

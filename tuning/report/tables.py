@@ -7,7 +7,7 @@ from typing import Any
 from bokeh.models import CDSView, ColumnDataSource, CustomJS, CustomJSFilter, Filter
 from bokeh.models.widgets import DataTable, HTMLTemplateFormatter, NumberFormatter, Select, TableColumn, TextInput
 
-from tuning.report.rows import STATUSES
+from tilekern.tuning.report.rows import STATUSES
 
 ANY = "any"
 _MOST_LINES, _LINE_HEIGHT = 14, 25

@@ -20,7 +20,7 @@ from starlette.responses import HTMLResponse, PlainTextResponse, RedirectRespons
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tilekern.errors import InputError
-from tuning.serve.page import POLICY, SIGN_IN
+from tilekern.tuning.serve.page import POLICY, SIGN_IN
 
 VARIABLE = "TILEKERN_SERVE_TOKEN"
 SHORTEST_TOKEN = 16

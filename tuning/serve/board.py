@@ -12,8 +12,8 @@ from typing import Any
 
 from tilekern import __version__
 from tilekern.targets import Target
-from tuning.serve.history import now
-from tuning.serve.watched import MEASURED, STATES, Item
+from tilekern.tuning.serve.history import now
+from tilekern.tuning.serve.watched import MEASURED, STATES, Item
 
 SCHEMA = 1
 STARTING, IDLE, TUNING, STOPPING = "starting", "idle", "tuning", "stopping"

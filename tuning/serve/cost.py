@@ -10,11 +10,11 @@ from tilekern.cubin import Resources, code_of
 from tilekern.errors import InputError
 from tilekern.spec import ALIGNED, Config, Problem
 from tilekern.targets import Target
-from tuning.compile.machine_code import read_machine_code
-from tuning.predict.ranking import Prediction, predict, ranking
-from tuning.predict.roofline import launch_s
-from tuning.sweep.candidates import Candidate, candidate
-from tuning.sweep.folder import Sweep
+from tilekern.tuning.compile.machine_code import read_machine_code
+from tilekern.tuning.predict.ranking import Prediction, predict, ranking
+from tilekern.tuning.predict.roofline import launch_s
+from tilekern.tuning.sweep.candidates import Candidate, candidate
+from tilekern.tuning.sweep.folder import Sweep
 
 # How many times the roofline's time is taken for what runs now, where no prediction can be made: a middle of what
 # torch's own ops take on the H200 (1.7 times for swiglu, 24 times for qk_norm_rope), and of what defaults take.

@@ -12,8 +12,8 @@ from typing import Any
 
 from tilekern.cache import CacheError, Missing, parse_problem_key, problem_key
 from tilekern.cache.files import read_whole, write_whole
+from tilekern.tuning.sweep.journal import Journal, Line
 from tilekern.warning import warn_once
-from tuning.sweep.journal import Journal, Line
 
 # Lines that are kept; the file is cut back to them where it has come to twice as many.
 MOST_LINES = 1000

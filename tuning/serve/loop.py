@@ -8,12 +8,12 @@ from typing import Any
 
 from tilekern.cache import CacheError
 from tilekern.errors import TilekernError
-from tuning.publishing import Winner, is_open
-from tuning.serve.board import IDLE, MOST_SHOWN, TUNING, Board
-from tuning.serve.tuner import How, tune
-from tuning.serve.watched import WAITING, Item, WatchedCache
-from tuning.sweep.plan import Named
-from tuning.terminal.console import sizes_of
+from tilekern.tuning.publishing import Winner, is_open
+from tilekern.tuning.serve.board import IDLE, MOST_SHOWN, TUNING, Board
+from tilekern.tuning.serve.tuner import How, tune
+from tilekern.tuning.serve.watched import WAITING, Item, WatchedCache
+from tilekern.tuning.sweep.plan import Named
+from tilekern.tuning.terminal.console import sizes_of
 
 # What the world does to a cache, and the next pass may be spared.
 TROUBLE = (TilekernError, CacheError, OSError)

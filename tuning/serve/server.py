@@ -15,9 +15,9 @@ from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from tilekern.errors import InputError
-from tuning.serve.access import Access, Guard
-from tuning.serve.board import Board
-from tuning.serve.page import PAGE
+from tilekern.tuning.serve.access import Access, Guard
+from tilekern.tuning.serve.board import Board
+from tilekern.tuning.serve.page import PAGE
 
 # How long open connections are waited for at the end.
 _GRACE_S = 2

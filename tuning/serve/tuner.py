@@ -8,16 +8,16 @@ from dataclasses import dataclass
 
 from tilekern.cache.folders import files_inside, unlink_below
 from tilekern.toolchain import require_toolkit
-from tuning.compile.stage import TIMEOUT_S, compile_all
-from tuning.executors.local import LocalExecutor
-from tuning.measure.stage import measure_all
-from tuning.plan.given import with_parts
-from tuning.publishing import Winner, keep_winners, publish, why_not, winners
-from tuning.serve.watched import MEASURED, WatchedCache
-from tuning.sweep.folder import RESULTS, Sweep
-from tuning.sweep.holding import written
-from tuning.sweep.plan import Named
-from tuning.sweep.quarantine import shared
+from tilekern.tuning.compile.stage import TIMEOUT_S, compile_all
+from tilekern.tuning.executors.local import LocalExecutor
+from tilekern.tuning.measure.stage import measure_all
+from tilekern.tuning.plan.given import with_parts
+from tilekern.tuning.publishing import Winner, keep_winners, publish, why_not, winners
+from tilekern.tuning.serve.watched import MEASURED, WatchedCache
+from tilekern.tuning.sweep.folder import RESULTS, Sweep
+from tilekern.tuning.sweep.holding import written
+from tilekern.tuning.sweep.plan import Named
+from tilekern.tuning.sweep.quarantine import shared
 
 # What the sweep folder may hold of artifacts between two batches; they serve problems that compile to the same.
 MOST_ARTIFACT_BYTES = 4 << 30

@@ -26,12 +26,12 @@ from tilekern.kernels import all_specs
 from tilekern.source.digests import digests_of
 from tilekern.spec import KernelSpec, Problem
 from tilekern.targets import Target
-from tuning.serve.cost import Lost, lost
-from tuning.serve.history import Failures, History
-from tuning.sweep.folder import Sweep, folder_in
-from tuning.sweep.holding import Holder
-from tuning.sweep.journal import Journal
-from tuning.sweep.plan import Named
+from tilekern.tuning.serve.cost import Lost, lost
+from tilekern.tuning.serve.history import Failures, History
+from tilekern.tuning.sweep.folder import Sweep, folder_in
+from tilekern.tuning.sweep.holding import Holder
+from tilekern.tuning.sweep.journal import Journal
+from tilekern.tuning.sweep.plan import Named
 
 STATES = WAITING, FAILED, ELSEWHERE, UNKNOWN = "waiting", "failed", "elsewhere", "unknown"
 # A problem that was noted and has no count yet was run once at least.

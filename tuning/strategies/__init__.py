@@ -1,7 +1,7 @@
 """How the candidates of a problem are timed until the fastest is known: strategies over a runner.
 
 A strategy decides who runs and when to stop, and touches no device. A runner takes the times: on a GPU
-(:mod:`tuning.strategies.runner`), or in tests from recorded measurements.
+(:mod:`tilekern.tuning.strategies.runner`), or in tests from recorded measurements.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import Protocol
 
 from tilekern.errors import InputError
-from tuning.measure.timing import Timing
+from tilekern.tuning.measure.timing import Timing
 
 # How a timing ended (``Timing.left``): it won; it cannot be told from the winner; it is slower; it is slower by so
 # much that one sample was enough; or it was only timed for comparison.
@@ -20,8 +20,11 @@ WON, TIED, SLOWER, HOPELESS, BESIDE = "won", "tied", "slower", "hopeless", "besi
 
 # By name, what a strategy does and the module whose ``run`` it is; each is imported when it is wanted.
 STRATEGIES = {
-    "race": ("drops what cannot win and stops when the leader is certain to within 1 %", "tuning.strategies.race"),
-    "exhaustive": ("times every candidate equally often", "tuning.strategies.exhaustive"),
+    "race": (
+        "drops what cannot win and stops when the leader is certain to within 1 %",
+        "tilekern.tuning.strategies.race",
+    ),
+    "exhaustive": ("times every candidate equally often", "tilekern.tuning.strategies.exhaustive"),
 }
 
 

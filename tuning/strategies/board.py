@@ -6,9 +6,9 @@ import math
 import random
 from collections.abc import Iterable, Sequence
 
-from tuning.measure.timing import Timing
-from tuning.strategies import BESIDE, HOPELESS, SLOWER, TIED, WON, Lineup, Runner
-from tuning.strategies.standing import TICK_US, Standing, standing
+from tilekern.tuning.measure.timing import Timing
+from tilekern.tuning.strategies import BESIDE, HOPELESS, SLOWER, TIED, WON, Lineup, Runner
+from tilekern.tuning.strategies.standing import TICK_US, Standing, standing
 
 # A winner need not be told from others that are faster by no more than this.
 CERTAIN = math.log(1.01)

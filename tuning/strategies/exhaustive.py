@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tuning.measure.timing import Timing
-from tuning.strategies import Lineup, Runner
-from tuning.strategies.board import Board
+from tilekern.tuning.measure.timing import Timing
+from tilekern.tuning.strategies import Lineup, Runner
+from tilekern.tuning.strategies.board import Board
 
 # The least is five times what cuda.tile's own search takes.
 ROUNDS, LEAST_ROUNDS = 50, 25
@@ -13,7 +13,7 @@ LONGEST_US = 20e6
 
 
 def run(runner: Runner, lineup: Lineup, rounds: int = ROUNDS, longest_us: float = LONGEST_US) -> dict[str, Timing]:
-    """Time the lineup ``rounds`` times; see :data:`tuning.strategies.Strategy`."""
+    """Time the lineup ``rounds`` times; see :data:`tilekern.tuning.strategies.Strategy`."""
     board = Board(runner, lineup)
     started = runner.spent_us
     for done in range(rounds):

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import math
 
-from tuning.measure.timing import Timing
-from tuning.strategies import Lineup, Runner
-from tuning.strategies.board import Board
+from tilekern.tuning.measure.timing import Timing
+from tilekern.tuning.strategies import Lineup, Runner
+from tilekern.tuning.strategies.board import Board
 
 # The winner and what it is compared with get at least this many samples, and more for a better figure while cheap.
 LEAST_SAMPLES, FIGURE_SAMPLES = 3, 10
@@ -34,7 +34,7 @@ KEPT, LEAST_RIVALS = 3, 3
 
 
 def run(runner: Runner, lineup: Lineup) -> dict[str, Timing]:
-    """Race the lineup; see :data:`tuning.strategies.Strategy`."""
+    """Race the lineup; see :data:`tilekern.tuning.strategies.Strategy`."""
     board = Board(runner, lineup)
     started = runner.spent_us
     board.run([*promising(lineup), *lineup.beside])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from tuning.measure.timing import Launch, Stopwatch
+from tilekern.tuning.measure.timing import Launch, Stopwatch
 
 # Before a race the GPU may have had nothing to do while inputs were made; this brings it back to its clocks.
 WAKING_US = 2_000.0

@@ -12,16 +12,16 @@ from collections import defaultdict
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 
-from tuning.measure.tasks import on
-from tuning.measure.timing import Timing
-from tuning.strategies import Runner
+from tilekern.tuning.measure.tasks import on
+from tilekern.tuning.measure.timing import Timing
+from tilekern.tuning.strategies import Runner
 
 
 class Several:
     """A runner over another one, which has a launch of each candidate on each variation of the inputs.
 
     Args:
-        runner: takes the times, by keys and by what :func:`tuning.measure.tasks.on` makes of them.
+        runner: takes the times, by keys and by what :func:`tilekern.tuning.measure.tasks.on` makes of them.
         candidates: the keys that have such launches; others are timed as they are.
         variations: the names of the variations; with none each key is timed as it is.
     """

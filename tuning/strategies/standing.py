@@ -3,9 +3,9 @@
 The logarithm of a sample is modelled as a candidate's typical time, plus an effect of its round that is common to all
 who ran in it (the clocks), plus noise. The first two are fitted by medians and trimmed means in turn (after Tukey's
 median polish), so that the heavy right tail of timings moves neither. Where the clocks drift within a round, typical
-times come from neighbours in time instead (:mod:`tuning.strategies.drift`). The noise is pooled over the candidates of
-a problem, as few samples of each say little of it, and shrunk towards what is usual (as in Smyth's moderated t, 2004,
-doi:10.2202/1544-6115.1027); quantiles are Student's.
+times come from neighbours in time instead (:mod:`tilekern.tuning.strategies.drift`). The noise is pooled over the
+candidates of a problem, as few samples of each say little of it, and shrunk towards what is usual (as in Smyth's
+moderated t, 2004, doi:10.2202/1544-6115.1027); quantiles are Student's.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tuning.strategies.drift import DEVIATION, between_neighbours
+from tilekern.tuning.strategies.drift import DEVIATION, between_neighbours
 
 # The usual noise of a sample on an H200, with the L2 cache flushed: of the records of Qwen3-8B the quartiles lie 0.2
 # to 0.8 us from the median whatever the time, and 0.1 to 3 % where that is more. It weighs as so many samples.

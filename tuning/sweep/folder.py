@@ -14,9 +14,9 @@ run.lock              held by the run at work
 results.pack          records and artifacts of the winners, what the cache takes in
 
 Lines that records are made of carry their writer's seal, and those of others do not count
-(:mod:`tuning.sweep.sealing`). Nothing in it names a path outside of it. The journals of two machines that worked on
-copies of one folder become one folder's when they are appended to each other and the artifacts put together
-(:mod:`tuning.sweep.journal`).
+(:mod:`tilekern.tuning.sweep.sealing`). Nothing in it names a path outside of it. The journals of two machines that
+worked on copies of one folder become one folder's when they are appended to each other and the artifacts put together
+(:mod:`tilekern.tuning.sweep.journal`).
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from tilekern.cute_compiler import compiler
 from tilekern.errors import InputError
 from tilekern.spec import Problem
 from tilekern.targets import Target, from_description
-from tuning.sweep.candidates import ARTIFACT_DIGITS, Candidate, candidates
-from tuning.sweep.holding import Holder, Run, written
-from tuning.sweep.journal import Journal, Line
-from tuning.sweep.lines import is_copy, is_whole
-from tuning.sweep.plan import PLAN, Limits, Named, PlanFile
-from tuning.sweep.sealing import COMPILED, Lines, require_own_folder, signatures_of
+from tilekern.tuning.sweep.candidates import ARTIFACT_DIGITS, Candidate, candidates
+from tilekern.tuning.sweep.holding import Holder, Run, written
+from tilekern.tuning.sweep.journal import Journal, Line
+from tilekern.tuning.sweep.lines import is_copy, is_whole
+from tilekern.tuning.sweep.plan import PLAN, Limits, Named, PlanFile
+from tilekern.tuning.sweep.sealing import COMPILED, Lines, require_own_folder, signatures_of
 
 # The field of a line that says what it is about.
 _KEYS = {
@@ -116,7 +116,7 @@ class Sweep:
         return cls(folder, foreign=not (must_be_signed() or signs))
 
     def require_own(self) -> None:
-        """Refuse a folder that others can write (:func:`tuning.sweep.sealing.require_own_folder`)."""
+        """Refuse a folder that others can write (:func:`tilekern.tuning.sweep.sealing.require_own_folder`)."""
         require_own_folder(self.folder, CONTENTS)
 
     def begin(self, target: Target, model: str, problems: Sequence[Named], limits: Limits | None = None) -> None:
@@ -166,7 +166,7 @@ class Sweep:
         return self._plan.read().model
 
     def problems(self) -> list[tuple[str, Problem]]:
-        """The planned problems; raises as :meth:`tuning.sweep.plan.PlanFile.problems`."""
+        """The planned problems; raises as :meth:`tilekern.tuning.sweep.plan.PlanFile.problems`."""
         return self._plan.problems()
 
     @property

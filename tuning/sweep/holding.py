@@ -22,7 +22,7 @@ from filelock import FileLock, Timeout
 
 from tilekern.cache.files import handed_on, why_not_its_own
 from tilekern.errors import InputError
-from tuning.sweep.journal import Journal
+from tilekern.tuning.sweep.journal import Journal
 
 LOCK = "run.lock"
 # A reader that asks whether the lock is held has it for an instant; a run waits that out.

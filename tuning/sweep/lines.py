@@ -9,7 +9,7 @@ from types import FunctionType, NoneType
 from typing import Any
 
 from tilekern.spec import Problem
-from tuning.compile.machine_code import MachineCode
+from tilekern.tuning.compile.machine_code import MachineCode
 
 _DIGEST = re.compile("[0-9a-f]{64}")
 # The race's name for the copy of as many bytes as the problem must move.

@@ -20,10 +20,10 @@ from tilekern.cache import CacheError
 from tilekern.cache.files import read_whole
 from tilekern.cache.folders import write_below
 from tilekern.cache.records import parse_object
+from tilekern.tuning.sweep.folder import Sweep
+from tilekern.tuning.sweep.journal import Journal
+from tilekern.tuning.sweep.lines import is_whole
 from tilekern.warning import warn_once
-from tuning.sweep.folder import Sweep
-from tuning.sweep.journal import Journal
-from tuning.sweep.lines import is_whole
 
 _JOURNAL = "quarantine"
 # Far more than a line has.

@@ -21,7 +21,7 @@ from tilekern.cache.trust.policy import TrustRoot, trust_roots
 from tilekern.cache.trust.seals import Sealer
 from tilekern.cache.trust.signing import SigningKey, is_signed
 from tilekern.errors import InputError
-from tuning.sweep.journal import Journal, Line
+from tilekern.tuning.sweep.journal import Journal, Line
 
 # The journals that records are made of.
 SEALED = ("compiled", "measured", "races")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tilekern.targets import Target
-    from tuning.publishing import Winner
+    from tilekern.tuning.publishing import Winner
 
 
 @dataclass

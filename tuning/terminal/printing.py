@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from tuning.terminal.console import out, sizes_of, table_console, table_for
-from tuning.terminal.outcome import Outcome
+from tilekern.tuning.terminal.console import out, sizes_of, table_console, table_for
+from tilekern.tuning.terminal.outcome import Outcome
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from tuning.predict.estimating import Count, PlanReport
-    from tuning.publishing import Winner
+    from tilekern.tuning.predict.estimating import Count, PlanReport
+    from tilekern.tuning.publishing import Winner
 
 
 def print_report(done: Outcome | PlanReport) -> None:

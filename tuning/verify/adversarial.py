@@ -15,7 +15,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from tilekern.spec import KernelSpec, Problem
-from tuning.verify.check import expected_results
+from tilekern.tuning.verify.check import expected_results
 
 # The same seed for all: with a draw changed, the others are as they were.
 SEED = 20251

@@ -17,9 +17,9 @@ import torch
 
 from tilekern.errors import CannotRun
 from tilekern.spec import Config, KernelSpec, LibraryCall, Problem
-from tuning.verify.canaries import Guarded, GuardedInputs, bits, guarded
-from tuning.verify.cases import Case, Cases, Kept, Outcomes, Room
-from tuning.verify.check import Check, judge
+from tilekern.tuning.verify.canaries import Guarded, GuardedInputs, bits, guarded
+from tilekern.tuning.verify.cases import Case, Cases, Kept, Outcomes, Room
+from tilekern.tuning.verify.check import Check, judge
 
 # Runs a candidate on a problem with inputs and outputs by name; gives what a library made, None where a kernel wrote.
 Run = Callable[[Problem, dict[str, Any], dict[str, Any]], Any]

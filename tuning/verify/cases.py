@@ -17,10 +17,10 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from tilekern.spec import TOLERANCES, KernelSpec, Problem, Tolerance, bucket
-from tuning.verify import adversarial
-from tuning.verify.adversarial import Change, drawn, placed
-from tuning.verify.canaries import GuardedInputs
-from tuning.verify.check import Check, Leeway, expected_results, judge, odd_problem
+from tilekern.tuning.verify import adversarial
+from tilekern.tuning.verify.adversarial import Change, drawn, placed
+from tilekern.tuning.verify.canaries import GuardedInputs
+from tilekern.tuning.verify.check import Check, Leeway, expected_results, judge, odd_problem
 
 # How much of torch's own float32 error a candidate may have beside the tolerance: it sums in another order, its
 # exponentials and quotients are the hardware's, and three products of tf32, which make one of float32, keep 2^-21.
@@ -62,7 +62,8 @@ class Room:
 class Case:
     """Inputs of one kind at one size, and what is right for them.
 
-    ``leeway`` is what :func:`tuning.verify.check.judge` allows by result. ``padded`` asks for gaps between rows.
+    ``leeway`` is what :func:`tilekern.tuning.verify.check.judge` allows by result. ``padded`` asks for gaps between
+    rows.
     """
 
     name: str
@@ -124,7 +125,7 @@ class ValueCases:
 
     Args:
         spec: the spec.
-        problem: a problem; all whose :func:`tuning.verify.check.odd_problem` is the same have the same cases.
+        problem: a problem; all whose :func:`tilekern.tuning.verify.check.odd_problem` is the same have the same cases.
         device: where its inputs are, as torch names it.
         room: what a reference may cost.
     """

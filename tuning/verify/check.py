@@ -20,9 +20,9 @@ _PRIMES = (1009, 509, 251, 127, 61, 31, 13, 7, 3, 1)
 class Check:
     """The outcome for one candidate: the largest relative and elementwise errors, and why it failed, if it did.
 
-    ``cases`` holds what :meth:`tuning.verify.battery.Battery.confirm` ran, one after the other, as plain data: ``case``
-    (its name), ``sizes``, ``passed``, ``relative_error``, ``elementwise_error``, and ``reason`` and ``note`` where
-    there is something to say. It is empty for a candidate that was only screened.
+    ``cases`` holds what :meth:`tilekern.tuning.verify.battery.Battery.confirm` ran, one after the other, as plain data:
+    ``case`` (its name), ``sizes``, ``passed``, ``relative_error``, ``elementwise_error``, and ``reason`` and ``note``
+    where there is something to say. It is empty for a candidate that was only screened.
     """
 
     passed: bool

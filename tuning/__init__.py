@@ -1,1 +1,0 @@
-"""Tuning: plan, compile, measure, rank and publish. Uses ``tilekern``; a training job never imports it."""
