@@ -49,6 +49,7 @@ def test_resources_are_those_of_one_kernel(made):
     assert found == Resources(**found.as_dict())
 
 
+@pytest.mark.nightly
 def test_a_tile_that_registers_cannot_hold_shows_as_stack(made):
     spec = spec_named("rms_norm_forward")
     problem = spec.problem(rows=64, columns=8192, dtype="float32", weight_dtype="float32")

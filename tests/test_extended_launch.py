@@ -103,6 +103,7 @@ CALLS = """
 
 
 @pytest.mark.parametrize("launcher", ["cuda-tile", "driver"])
+@pytest.mark.share(2)
 def test_launches_are_as_the_record_says_and_what_its_cubin_does_not_allow_runs_the_generic_variant(stub, launcher):
     (whole, moved), launches, printed = run(stub, launcher, CALLS)
     assert [one["block"] for one in launches[:3]] == [[256, 1, 1], [128, 2, 1], [64, 1, 1]]
@@ -118,6 +119,7 @@ def test_launches_are_as_the_record_says_and_what_its_cubin_does_not_allow_runs_
 
 
 @pytest.mark.parametrize("launcher", ["cuda-tile", "driver"])
+@pytest.mark.share(2)
 def test_a_launch_makes_sure_of_its_context(stub, launcher):
     """Autograd's threads have none before they allocate, under expandable segments also after it."""
     calls = """

@@ -62,6 +62,7 @@ def test_after_import_tilekern_alone_a_model_can_be_made(tmp_path):
 @pytest.mark.usefixtures("by_name")
 @pytest.mark.parametrize("name", implementation.NAMES)
 @pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.share(4)
 def test_what_is_behind_a_name_is_called_and_compiled_in_one_graph(name, is_compiled):
     torch._dynamo.reset()
     model, before = made(name), counters("attention_forward").launches

@@ -384,6 +384,7 @@ with torch.no_grad():
 
 
 @pytest.mark.parametrize("asked", [False, True])
+@pytest.mark.share(2)
 def test_ranks_of_a_job_look_nothing_up_unless_they_are_told_to(root, compiled, tmp_path, asked):
     env = environment(TILEKERN_CACHE_DIR=str(root), TILEKERN_ON_MISS="fallback")
     env |= {"TILEKERN_LOOKUP_AGAIN_S": EVERY_S} if asked else {}

@@ -115,6 +115,7 @@ def test_equal_caches_exchange_nothing_but_their_digests(situations):
     "name",
     ["differ", "vanishes while it is read", "vanish when agreed", "damaged", "another gpu of the arch"],
 )
+@pytest.mark.share(4)
 def test_caches_that_differ_run_what_rank_0_has(situations, name):
     found = situations[name]
     assert default_runs(found[0]) == [DEFAULT.key] * 2

@@ -375,6 +375,7 @@ def sft(folder, arguments, data):
     [pytest.param(dpo, marks=pytest.mark.slow), pytest.param(grpo, marks=pytest.mark.slow), sft],
     ids=lambda make: make.__name__,
 )
+@pytest.mark.share(3)
 def test_three_steps_of_a_trainer_are_the_same(bound, make, tmp_path):
     from datasets import Dataset
 

@@ -58,6 +58,7 @@ def test_an_op_without_a_gpu_says_so_in_one_line(tmp_path):
     ],
     ids=["cache_tools", "tune"],
 )
+@pytest.mark.share(2)
 def test_a_command_line_shows_a_plain_line(command, tmp_path):
     env = {"TILEKERN_CACHE_DIR": str(tmp_path), "TILEKERN_CACHE_PATH": "nowhere"}
     text = "TILEKERN_CACHE_PATH names nowhere, which is neither a folder nor a pack; it is left out\n"

@@ -150,6 +150,7 @@ def test_bad_input_ends_a_console_script_with_its_exit_code(installed):
     assert "unknown command or model 'nothing'" in ran.stderr
 
 
+@pytest.mark.nightly
 def test_a_plan_can_be_made_from_it(installed):
     """Digests of the kernels' sources need the sources, which the wheel brings."""
     command = ("qwen3-0.6b", "--gpu", "B200", "--stages", "plan", "--cache-dir", "cache", "--json")

@@ -31,6 +31,7 @@ def tiny(tmp_path):
     return folder
 
 
+@pytest.mark.nightly
 def test_a_tiny_model_is_trained_on_the_cpu_from_the_command_line(tiny, tmp_path, capsys):
     arguments = ["--device", "cpu", "--tokens", "12,1,8,12", "--steps", "2"]
     arguments += ["--providers", "tilekern,hf-sdpa-flash,tilekern"]
@@ -55,6 +56,7 @@ def test_a_tiny_model_is_trained_on_the_cpu_from_the_command_line(tiny, tmp_path
     assert "tokens_per_s" in capsys.readouterr().out
 
 
+@pytest.mark.nightly
 def test_where_every_provider_fails_that_is_an_error_and_nothing_is_written(tiny, tmp_path, monkeypatch, capsys):
     out, broken = tmp_path / "out", tmp_path / "broken"
     broken.mkdir()

@@ -140,6 +140,7 @@ def test_killed_at_any_step_it_is_all_or_nothing(cache, pack, tmp_path):
     assert 5 < outcomes.index(True) < len(outcomes) - 5, "steps before and after the one that decides"
 
 
+@pytest.mark.nightly
 def test_on_a_disk_that_is_full_at_any_step_it_is_all_or_nothing(cache, pack, tmp_path):
     before, outcomes = files(cache), []
     for step in range(1000):

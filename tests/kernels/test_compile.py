@@ -29,6 +29,7 @@ QWEN3_8B = QWEN3 | {"columns": 4096, "heads": 32}
 
 @pytest.mark.parametrize("kernel", ["swiglu_forward", "rms_norm_backward", "attention_forward", "matmul"])
 @pytest.mark.parametrize("arch", ["sm_103", "sm_120"])
+@pytest.mark.share(8)
 def test_other_generations_have_kernels_of_each_family(kernel, arch):
     spec = spec_named(kernel)
     judge(spec, spec.bucketed(sized(spec, "bfloat16", **QWEN3)), resolve(arch), ALIGNED)
@@ -52,6 +53,7 @@ def test_the_default_config_spills_nothing_at_the_sizes_of_qwen3_8b(spec, arch):
 
 @pytest.mark.parametrize("kernel", ["rms_norm_forward", "rms_norm_backward"])
 @pytest.mark.parametrize("variant", [ALIGNED, GENERIC])
+@pytest.mark.share(4)
 def test_rows_that_are_read_twice_compile(kernel, variant):
     spec, target = spec_named(kernel), resolve("sm_100")
     problem = sized(spec, "bfloat16", rows=64, columns=20000)

@@ -128,6 +128,7 @@ def test_the_default_holds_the_logits_of_both_heads_in_700_mib():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("parts", [1, 2, 3])
+@pytest.mark.share(3)
 def test_the_teacher_s_logits_are_held_for_a_part_of_a_chunk_alone(parts, monkeypatch):
     problem = problem_of(1000, 40)
     inputs, held = inputs_of(SPEC, problem), []

@@ -260,6 +260,7 @@ def test_two_runs_and_two_grids_give_the_same_bits(spec):
         ("sm_90", GRADIENT, QWEN3, ()),
     ],
 )
+@pytest.mark.share(3)
 def test_first_tiles_of_large_layers_spill_nothing(arch, spec, sizes, on):
     *sizes, dtype = sizes
     target, problem = resolve(arch), problem_of(spec, *sizes, *on, dtype=dtype)

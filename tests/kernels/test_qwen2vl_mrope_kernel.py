@@ -95,6 +95,7 @@ def test_the_bytes_are_those_of_rope(inverse):
 @pytest.mark.skipif(toolkit() is None, reason="no tile compiler is installed")
 @pytest.mark.parametrize("gpu", ["sm_90", "sm_100"])
 @directions
+@pytest.mark.share(4)
 def test_heads_are_read_and_written_in_vectors_and_angles_once_for_q_and_k(gpu, inverse):
     sizes = {"tokens": 8192, "batch": 1, "heads": 32, "kv_heads": 8, "head_dim": 128, "inverse": inverse}
     problem, target = SPEC.problem(**sizes, dtype="bfloat16", angle_dtype="bfloat16"), resolve(gpu)

@@ -270,6 +270,7 @@ def test_a_compiled_step_is_the_same_step():
 
 @pytest.mark.processes
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no distributed package")
+@pytest.mark.nightly
 def test_fsdp2_and_tensor_parallel_on_two_processes_give_the_parameters_of_one(tmp_path):
     worker = Path(__file__).parent / "adamw_fsdp_worker.py"
     ended = finish(start(tmp_path, worker, 2, TILEKERN_INTERPRET="1", GLOO_SOCKET_IFNAME="lo"))

@@ -280,6 +280,7 @@ def test_second_derivatives_are_refused_and_not_wrong(power):
 @pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.share(4)
 def test_torch_compile_without_a_graph_break(dynamic, reduction):
     logits, target = sample()
     options = {"weight": torch.rand(83) + 0.5, "label_smoothing": 0.1, "softcap": 4.0, "z_loss": 0.1}

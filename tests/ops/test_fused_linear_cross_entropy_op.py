@@ -114,7 +114,8 @@ def test_any_options_shape_and_dtype(data):
     options = {
         "reduction": reduction,
         "ignore_index": ignore_index,
-        "label_smoothing": data.draw(st.sampled_from([0.0, 0.1, 1.0]), label="smoothing"),
+        # Of 1.0 and two classes that are all but as probable, nothing but rounding is left.
+        "label_smoothing": data.draw(st.sampled_from([0.0, 0.1, 0.9]), label="smoothing"),
         "softcap": data.draw(st.sampled_from([None, 2.0, 30.0]), label="softcap"),
         "z_loss": data.draw(st.sampled_from([0.0, 1e-2, 0.5]), label="z_loss"),
         "wide_sums": data.draw(st.booleans(), label="wide_sums"),
@@ -367,27 +368,71 @@ def test_torch_compile_has_it_as_one_step_of_its_graph(options, frozen):
         assert_near(a, b, 1e-5)
 
 
-def test_torch_compile_traces_torch_s_own_operations_for_a_bias():
+BESIDE = {"return_z_loss": True, "return_token_accuracy": True, "return_predicted_tokens": True, "z_loss": 0.1}
+
+
+@pytest.mark.parametrize("served", [True, False])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize(
+    "options", [{}, {"use_token_scaling": True}, BESIDE, BESIDE | {"use_token_scaling": True}], ids=str
+)
+def test_a_bias_and_what_is_given_beside_the_loss_are_in_that_step(options, reduction, served, monkeypatch):
+    if not served:
+        monkeypatch.setattr(module, "plan_for", lambda *_: None)
     torch._dynamo.reset()
-    inputs, bias = sample(), torch.randn(83, requires_grad=True)
-    compiled = torch.compile(
-        lambda *given: fused_linear_cross_entropy(*given[:3], bias=given[3]), fullgraph=True, backend="aot_eager"
-    )
-    before, loss = counted(), compiled(*inputs, bias)
-    assert counted() == before
-    got, eager = torch.autograd.grad(loss, bias)[0], fused_linear_cross_entropy(*inputs, bias=bias)
-    assert_near(got, torch.autograd.grad(eager, bias)[0], 1e-5)
+    inputs = *sample(), torch.randn(83, requires_grad=True)
+    leaves = *inputs[:2], inputs[3]
+
+    def loss(hidden, weight, target, bias):
+        return fused_linear_cross_entropy(hidden, weight, target, bias=bias, reduction=reduction, **options)
+
+    eager, (before, _) = loss(*inputs), counted()
+    made = torch.compile(loss, fullgraph=True, backend="aot_eager")(*inputs)
+    fields = [field.name for field in dataclasses.fields(eager)] if options.keys() & BESIDE.keys() else []
+    for name in fields:
+        got, wanted = getattr(made, name), getattr(eager, name)
+        assert (got is None) == (wanted is None)
+        if wanted is not None:
+            torch.testing.assert_close(got, wanted)
+            assert got.requires_grad == wanted.requires_grad
+    if fields:
+        made, eager = made.loss, eager.loss
+    torch.testing.assert_close(made, eager)
+    slope = torch.rand_like(made)
+    got = torch.autograd.grad(made, leaves, slope)
+    assert counted()[0] == before + (0 if not served else 2 if reduction == "none" else 1)
+    for a, b in zip(got, torch.autograd.grad(eager, leaves, slope), strict=True):
+        assert_near(a, b, 1e-5)
+
+
+def test_no_logits_are_made_for_a_bias_in_a_graph():
+    torch._dynamo.reset()
+    found = []
+
+    def keep(graph, _):
+        found.extend(node.target for node in graph.graph.nodes if node.op == "call_function")
+        return graph.forward
+
+    inputs = *sample(), torch.randn(83, requires_grad=True)
+    torch.compile(lambda *given: fused_linear_cross_entropy(*given[:3], bias=given[3]), backend=keep)(*inputs)
+    assert torch.nn.functional.linear not in found
+    assert torch.ops.tilekern.linear_cross_entropy_total.default in found
 
 
 @pytest.mark.parametrize("name", ["by_row", "gradients", "total"])
-@pytest.mark.parametrize("wanted", [(True, True), (True, False), (False, True)])
-def test_what_is_registered_with_torch_is_as_it_says(name, wanted):
+@pytest.mark.parametrize(
+    ("wanted", "beside"),
+    [((True, True, False), (False, False)), ((True, False, True), (True, False)), ((False, True, True), (False, True)),
+     ((False, False, True), (True, True))],
+)  # fmt: skip
+def test_what_is_registered_with_torch_is_as_it_says(name, wanted, beside):
     hidden, weight, target = (x.detach() for x in sample())
+    bias = torch.randn(83).requires_grad_() if wanted[2] else None
     given = (hidden.requires_grad_(wanted[0]), weight.requires_grad_(wanted[1]), target, None, -100, 0.1, None, 0.0)
     first = {"gradients": (torch.rand(7),), "total": (torch.tensor(0.3),)}.get(name, ())
     tests = ("test_schema", "test_faketensor") + (() if name == "gradients" else ("test_autograd_registration",))
     op = getattr(torch.ops.tilekern, f"linear_cross_entropy_{name}").default
-    torch.library.opcheck(op, (*first, *given, *wanted, False), test_utils=tests)
+    torch.library.opcheck(op, (*first, *given, *wanted[:2], False, bias, wanted[2], *beside), test_utils=tests)
 
 
 @pytest.mark.filterwarnings("ignore::tilekern.errors.TilekernWarning")

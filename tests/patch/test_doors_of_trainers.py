@@ -41,6 +41,7 @@ def lost(tmp_path_factory):
 
 
 @pytest.mark.parametrize("door", DOORS)
+@pytest.mark.share(2)
 def test_a_program_that_is_not_edited_trains_patched_models_on_all_ranks(tmp_path, lost, door):
     command, said, trained = DOORS[door]
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"

@@ -128,6 +128,7 @@ def test_one_module_twice_in_a_graph(way):
 
 @pytest.mark.slow
 @ways
+@pytest.mark.share(2)
 def test_compiled_in_one_graph_before_and_after(way):
     torch._dynamo.reset()
     model = make(layers=1)
@@ -145,6 +146,7 @@ def test_compiled_in_one_graph_before_and_after(way):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_compiled_by_inductor(monkeypatch):
     """By a C++ compiler that optimizes nothing and is not asked for vectors: what is made is run once."""
     monkeypatch.setattr(torch._inductor.config.aot_inductor, "debug_compile", True)

@@ -157,6 +157,7 @@ def evaluate(folder, kind=Trainer, **more):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("interpreted")
+@pytest.mark.nightly
 def test_a_trainer_evaluates_with_logits_and_without(tmp_path):
     seen = []
 

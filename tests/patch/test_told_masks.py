@@ -245,7 +245,7 @@ def test_the_longest_sequence_is_read_for_the_first_layer_alone(monkeypatch):
     assert packing.longest(STARTS, 7) == 4
 
 
-@pytest.mark.share(2)
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("windowed", [False, True])

@@ -73,6 +73,7 @@ def traced(model, batch):
 
 
 @pytest.mark.parametrize(("switches", "attention", "step"), ASKING)
+@pytest.mark.share(16)
 def test_a_step_asks_for_what_was_traced_and_nothing_else(h200, switches, attention, step):
     apply(**switches)
     model = make(attention=attention).train().to(torch.bfloat16)

@@ -53,7 +53,7 @@ def stands(spec: KernelSpec, problem: Problem, *, generic: bool = False):
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=NAMES)
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 def test_every_spec_stands_the_battery(spec):
     """With no flag and with all of them, the default and the generic config, in two dtypes: which with which is drawn.
 
@@ -355,6 +355,7 @@ def test_what_follows_one_that_failed_stands_every_case(monkeypatch):
     ]
 
 
+@pytest.mark.nightly
 def test_cases_about_values_are_run_once_for_the_same_code_in_problems_that_share_them():
     """Those at the edges of the bucket, and the two at full size, are run for each."""
     kept, ran = Kept(), []

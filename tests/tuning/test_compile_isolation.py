@@ -113,6 +113,7 @@ def test_a_compiler_that_is_killed_from_outside_is_run_once_more(stage):
     assert stage("kill -KILL $$")[0] == []
 
 
+@pytest.mark.nightly
 def test_a_compiler_that_is_killed_twice_is_tried_again_by_the_next_run(stage, sweep):
     (line,), _ = stage("kill -KILL $$", again=True, status="open")
     assert line["reason"] == "tileiras ended with signal 9: no message"
@@ -144,12 +145,14 @@ def test_a_worker_that_is_killed_is_replaced(stage):
     assert stage("kill -KILL $PPID")[0] == []
 
 
+@pytest.mark.nightly
 def test_a_worker_that_is_killed_twice_leaves_its_candidate_open(stage, sweep):
     (line,), _ = stage("kill -KILL $PPID; sleep 5", again=True, status="open")
     assert line["reason"] == "the compile worker died (SIGKILL)"
     assert line["key"] in lacking(sweep)
 
 
+@pytest.mark.nightly
 def test_a_compiler_leaves_no_files_behind(stage, tmp_path, monkeypatch):
     """Not even one that is killed; ``TMPDIR`` is where it would."""
     (tmp_path / "tmp").mkdir()
@@ -304,6 +307,7 @@ def test_what_is_listed_later_is_handed_out_when_nothing_else_is_left(h200):
     assert order.take_in() == 0
 
 
+@pytest.mark.nightly
 def test_a_long_temporary_folder_is_no_hindrance(stage, tmp_path, monkeypatch):
     """The path of the socket that workers are asked for through has at most 107 bytes."""
     long = tmp_path / ("a" * 60) / ("b" * 60)

@@ -205,6 +205,7 @@ def test_each_cache_gets_what_it_wants_and_no_more(tmp_path: Path):
     assert read_wanted(one) == read_wanted(other) == []
 
 
+@pytest.mark.nightly
 def test_what_fails_stays_wanted_with_its_reason_until_it_is_asked_for_again(tmp_path: Path):
     want(tmp_path)
     cache = cache_at(tmp_path)
@@ -269,6 +270,7 @@ def test_an_item_that_breaks_the_tuner_stops_no_other(tmp_path: Path, monkeypatc
     assert [item.state for item in service.left] == ["failed"]
 
 
+@pytest.mark.nightly
 def test_a_cache_that_cannot_be_written_is_said_and_left_alone(tmp_path: Path):
     bad, good = tmp_path / "bad", tmp_path / "good"
     for root in (bad, good):
@@ -333,6 +335,7 @@ def test_the_history_is_bounded(tmp_path: Path, monkeypatch):
     assert list(line["problem"].items()) == list(SMALL[1].items())
 
 
+@pytest.mark.nightly
 def test_old_artifacts_make_room(tmp_path: Path, monkeypatch):
     from tilekern.tuning.serve import tuner
 
@@ -358,6 +361,7 @@ def test_a_second_service_on_a_cache_is_refused(tmp_path: Path):
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+@pytest.mark.share(2)
 def test_a_signal_ends_it_with_what_was_finished_kept(tmp_path: Path, number, code):
     want(tmp_path)
     journal = cache_at(tmp_path).sweep.folder / "compiled.jsonl"

@@ -147,11 +147,12 @@ def test_what_ran_out_of_time_is_tried_again_with_more(tmp_path: Path, h200: Tar
     sweep = Sweep(tmp_path)
     sweep.begin(h200, "test", [SMALL], first_configs)
     compile_all(sweep, jobs=2, timeout_s=0.001)
-    assert list(wanted(sweep, timeout_s=0.001)) == []
-    # One may come in time whose cubin was kept from another run.
-    late = [line for line in sweep.compiled().values() if line["status"] != "ok"]
+    # One may come in time whose cubin was kept from another run; one that a busy machine kept waiting is open.
+    late = {key: line for key, line in sweep.compiled().items() if line["status"] != "ok"}
     assert late
-    assert len(list(wanted(sweep, timeout_s=60))) == len(late)
+    still_open = {key for key, line in late.items() if line["status"] == "open"}
+    assert {item.artifact for item in wanted(sweep, timeout_s=0.001)} == still_open
+    assert {item.artifact for item in wanted(sweep, timeout_s=60)} == late.keys()
 
 
 def test_a_measurement_belongs_to_one_source_of_the_kernel(compiled_sweep: Sweep, h200: Target, monkeypatch):

@@ -115,6 +115,7 @@ def test_a_folder_of_another_user_is_refused(compiled_sweep, tmp_path, monkeypat
 
 @pytest.mark.slow
 @policies
+@pytest.mark.share(2)
 def test_what_was_altered_is_compiled_anew(compiled_sweep, tmp_path, monkeypatch, policy, h200):
     """The same in a copy that is the victim's own, as an unpacked archive is."""
     monkeypatch.setenv("TILEKERN_TRUST", policy)
@@ -267,6 +268,7 @@ def _lines(path):
 @pytest.mark.slow
 @policies
 @pytest.mark.parametrize("settings", ["victim's own", "attacker's"])
+@pytest.mark.share(4)
 def test_what_is_planted_at_the_default_place_is_not_taken(tmp_path, users, monkeypatch, policy, settings, h200):
     """In the cache's ``sweeps/``, which a folder with the sticky bit lets anybody fill."""
     monkeypatch.setenv("TILEKERN_TRUST", policy)

@@ -1,8 +1,7 @@
 """fused_linear_cross_entropy: the loss of a language model's head, ``cross_entropy(hidden @ weight.T, target)``.
 
 The logits [tokens, vocabulary] never exist: both gradients are made chunk by chunk together with the loss
-(:mod:`tilekern.ops.made_ahead`). ``torch.compile`` takes them as one step of its graph; with a bias, or with
-anything to give beside the loss, it gets torch's own operations, with logits.
+(:mod:`tilekern.ops.made_ahead`). ``torch.compile`` takes them as one step of its graph.
 
 It is written by hand and not declared: its forward makes the gradients, which one backward takes away, and what it
 runs is a composite, whose parts look their plans up themselves.
@@ -12,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -207,7 +207,7 @@ def _loss(
     options: LossOptions,
 ) -> torch.Tensor:  # fmt: skip
     """The total where its gradients are made with it, else the loss of each row; by torch where there is no plan."""
-    if is_traced(rows) and not is_transformed() and options.beside is None and options.bias is None:
+    if is_traced(rows) and not is_transformed():
         at_once = _is_graded(rows, weight, options) and rows.dtype != torch.float16
         return _in_graph(rows, weight, target, factor if at_once else None, options)
     if plan is None:
@@ -294,8 +294,12 @@ def _made(
 # The registered ops, which torch.compile has in its graphs: their arguments are those of LossOptions by name.
 _SCHEMA = (
     "Tensor rows, Tensor weight, Tensor labels, Tensor? class_weight, int ignore_index, float label_smoothing, "
-    "float? softcap, float z_loss, bool hidden_gradient, bool weight_gradient, bool wide_sums"
+    "float? softcap, float z_loss, bool hidden_gradient, bool weight_gradient, bool wide_sums, Tensor? bias, "
+    "bool bias_gradient, bool token_scaling, bool predicted"
 )
+_BIAS = [field.name for field in dataclasses.fields(LossOptions)].index("bias")
+# An op's results beside the loss, of which those that nobody asks for are empty.
+_BESIDE = "Tensor lse, Tensor shares, Tensor predicted"
 
 
 def _in_graph(
@@ -304,105 +308,165 @@ def _in_graph(
     """The total with its gradients, in a graph of torch.compile; without a factor the loss of each row."""
     given = (
         rows, weight, labels, options.class_weight, options.ignore_index, options.label_smoothing, options.softcap,
-        options.z_loss, options.hidden_gradient, options.weight_gradient, options.wide_sums,
+        options.z_loss, options.hidden_gradient, options.weight_gradient, options.wide_sums, options.bias,
+        options.bias_gradient, options.token_scaling, options.predicted,
     )  # fmt: skip
-    loss: torch.Tensor = _BY_ROW(*given) if factor is None else _TOTAL(factor, *given)[0]
+    loss: torch.Tensor
+    if factor is None:
+        loss, *others = _BY_ROW(*given)
+    else:
+        loss, _, _, _, *others = _TOTAL(factor, *given)
+    if options.beside is not None:
+        options.beside.lse, shares, predicted = others
+        options.beside.shares = shares if options.token_scaling else None
+        options.beside.predicted = predicted if options.predicted else None
     return loss
 
 
-def _run_by_row(rows: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, *others: Any) -> torch.Tensor:
-    """The loss of each row."""
-    options = LossOptions(*others)
+def _run_by_row(
+    rows: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, *others: Any
+) -> tuple[torch.Tensor, ...]:
+    """The loss of each row, and what there is beside."""
+    options = _with_room(others)
     plan = _plan(rows, weight, options, loss=True, gradient=False)
     if plan is None:
-        return _composed(rows, weight, labels, options)
-    target, _ = checked(_NAME, labels, weight.shape[0], options.ignore_index)
-    return _losses(plan, disjoint(rows), disjoint(weight), target, options)
+        loss = _composed(rows, weight, labels, options)
+    else:
+        target, _ = checked(_NAME, labels, weight.shape[0], options.ignore_index)
+        loss = _losses(plan, disjoint(rows), disjoint(weight), target, options)
+    return loss, *_told(options, loss)
 
 
 def _run_gradients(
     slope: torch.Tensor, rows: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, *others: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, ...]:
     """The gradients of the sum of ``slope`` [rows] times the loss of each row."""
-    return _with_gradients(slope, rows, weight, labels, LossOptions(*others))[1:]
+    return _with_gradients(slope, rows, weight, labels, _with_room(others))[1:]
 
 
-def _run_total(factor: torch.Tensor, *given: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The sum of all losses times ``factor``, and its gradients."""
+def _run_total(factor: torch.Tensor, *given: Any) -> tuple[torch.Tensor, ...]:
+    """The sum of all losses times ``factor``, its gradients, and what there is beside."""
     rows, weight, labels, *others = given
-    slope = factor.expand(labels.shape)
-    loss, drows, dweight = _with_gradients(slope, rows, weight, labels, LossOptions(*others))
-    return (loss * slope).sum(), drows, dweight
+    options, slope = _with_room(others), factor.expand(labels.shape)
+    loss, *gradients = _with_gradients(slope, rows, weight, labels, options)
+    return (loss * slope).sum(), *gradients, *_told(options, loss)
+
+
+def _with_room(others: Sequence[Any]) -> LossOptions:
+    return LossOptions(*others, beside=composite.Beside())
+
+
+def _told(options: LossOptions, loss: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    beside = options.beside
+    empty = loss.new_empty(0), loss.new_empty(0, dtype=torch.int64)
+    shares, predicted = (
+        x if found is None else found for found, x in zip((beside.shares, beside.predicted), empty, strict=True)
+    )
+    return beside.lse, shares, predicted
 
 
 def _with_gradients(
     slope: torch.Tensor, rows: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, options: LossOptions
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The loss of each row and the gradients by rows and weight of their sum with slopes; empty for one not wanted."""
-    plan = _plan(rows, weight, options, loss=False, gradient=True)
-    wanted = (options.hidden_gradient, options.weight_gradient)
+) -> tuple[torch.Tensor, ...]:
+    """The loss of each row and the gradients by rows, weight and bias of their sum with slopes.
+
+    One that is not wanted is empty.
+    """
+    plan = _plan(rows, weight, options, loss=options.token_scaling, gradient=True)
     if plan is None:
         loss = _composed(rows, weight, labels, options)
-        places = [place for place, is_wanted in enumerate(wanted) if is_wanted]
-        made = by_autograd(_composed, (rows, weight, labels, options), places, (slope.to(loss.dtype),))
+        places = [place for place, is_wanted in enumerate(_wanted(options)) if is_wanted]
+        given = rows, weight, options.bias, labels, options
+        made = by_autograd(_composed_with, given, places, (slope.to(loss.dtype),))
         found = dict(zip(places, made, strict=True))
     else:
         target, _ = checked(_NAME, labels, weight.shape[0], options.ignore_index)
-        given = disjoint(rows), disjoint(weight), target
-        loss, made = _made(plan, slope.float().contiguous(), given, options)
+        loss, made = _made(plan, slope.float().contiguous(), (disjoint(rows), disjoint(weight), target), options)
         found = {place: x for place, x in enumerate(made) if x is not None}
-    drows, dweight = (found.get(place, x.new_empty(0)) for place, x in enumerate((rows, weight)))
-    return loss, drows, dweight
+    return loss, *(found.get(place, rows.new_empty(0)) for place in range(3))
 
 
-def _fake_by_row(rows: torch.Tensor, *_: Any) -> torch.Tensor:
-    return rows.new_empty(rows.shape[:1], dtype=torch.promote_types(rows.dtype, torch.float32))
+def _composed_with(
+    rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor, options: LossOptions
+) -> torch.Tensor:
+    return _composed(rows, weight, labels, dataclasses.replace(options, bias=bias))
 
 
-def _fake_gradients(_: torch.Tensor, *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    rows, weight, options = *given[:2], LossOptions(*given[3:])
+def _wanted(options: LossOptions) -> tuple[bool, bool, bool]:
+    return options.hidden_gradient, options.weight_gradient, options.bias_gradient
+
+
+def _fake_by_row(rows: torch.Tensor, *given: Any) -> tuple[torch.Tensor, ...]:
+    loss = rows.new_empty(rows.shape[:1], dtype=torch.promote_types(rows.dtype, torch.float32))
+    return loss, *_fake_told(loss, given)
+
+
+def _fake_told(loss: torch.Tensor, given: Sequence[Any]) -> tuple[torch.Tensor, ...]:
+    options = LossOptions(*given[2:])
     return (
-        rows.new_empty(rows.shape if options.hidden_gradient else (0,)),
-        weight.new_empty(weight.shape if options.weight_gradient else (0,)),
+        torch.empty_like(loss),
+        loss.new_empty(loss.shape if options.token_scaling else (0,)),
+        loss.new_empty(loss.shape if options.predicted else (0,), dtype=torch.int64),
     )
 
 
-def _fake_total(factor: torch.Tensor, *given: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return torch.empty_like(factor), *_fake_gradients(factor, *given)
+def _fake_gradients(_: torch.Tensor, *given: Any) -> tuple[torch.Tensor, ...]:
+    rows, weight, options = *given[:2], LossOptions(*given[3:])
+    shapes = rows.shape, weight.shape, weight.shape[:1]
+    return tuple(
+        rows.new_empty(shape if is_wanted else (0,)) for shape, is_wanted in zip(shapes, _wanted(options), strict=True)
+    )
 
 
-def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    ctx.save_for_backward(*inputs[:4])
-    ctx.others = inputs[4:]
+def _fake_total(factor: torch.Tensor, *given: Any) -> tuple[torch.Tensor, ...]:
+    _, *told = _fake_by_row(*given)
+    return torch.empty_like(factor), *_fake_gradients(factor, *given), *told
 
 
-def _from_inputs(ctx: Any, dloss: torch.Tensor) -> tuple[Any, ...]:
-    made = _GRADIENTS(dloss, *ctx.saved_tensors, *ctx.others)
-    return *_wanted(ctx.others, made), *(None for _ in range(2 + len(ctx.others)))
+def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    ctx.mark_non_differentiable(*output[1:])
+    others = list(inputs[4:])
+    ctx.save_for_backward(*inputs[:4], others[_BIAS - 1])
+    others[_BIAS - 1] = None
+    ctx.others = others
+
+
+def _from_inputs(ctx: Any, dloss: torch.Tensor, *_: Any) -> tuple[Any, ...]:
+    *saved, bias = ctx.saved_tensors
+    others = [*ctx.others[: _BIAS - 1], bias, *ctx.others[_BIAS:]]
+    return _by_inputs(_wanted(LossOptions(None, *others)), _GRADIENTS(dloss, *saved, *others))
 
 
 def _keep_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    ctx.save_for_backward(*output[1:])
-    ctx.others = inputs[5:]
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.save_for_backward(*output[1:4])
+    ctx.wanted = _wanted(LossOptions(None, *inputs[5:]))
 
 
-def _from_gradients(ctx: Any, dloss: torch.Tensor, *_: torch.Tensor) -> tuple[Any, ...]:
+def _from_gradients(ctx: Any, dloss: torch.Tensor, *_: Any) -> tuple[Any, ...]:
     """A graph's saved gradients belong to it, and its compiler may multiply them in place."""
     made = tuple((x * dloss).to(x.dtype) for x in ctx.saved_tensors)
-    return None, *_wanted(ctx.others, made), *(None for _ in range(2 + len(ctx.others)))
+    return None, *_by_inputs(ctx.wanted, made)
 
 
-def _wanted(others: tuple[Any, ...], made: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor | None, ...]:
-    hidden_gradient, weight_gradient = others[4:6]
-    return made[0] if hidden_gradient else None, made[1] if weight_gradient else None
+def _by_inputs(wanted: Sequence[bool], made: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
+    """Gradients at their places among the inputs: rows, weight and labels, then the options."""
+    drows, dweight, dbias = (x if is_wanted else None for x, is_wanted in zip(made, wanted, strict=True))
+    by_option = [None] * (len(dataclasses.fields(LossOptions)) - 1)
+    return drows, dweight, None, *by_option[:_BIAS], dbias, *by_option[_BIAS + 1 :]
 
 
-_BY_ROW = register(f"linear_cross_entropy_by_row({_SCHEMA}) -> Tensor", _run_by_row, _fake_by_row)
+_BY_ROW = register(f"linear_cross_entropy_by_row({_SCHEMA}) -> (Tensor loss, {_BESIDE})", _run_by_row, _fake_by_row)
 _GRADIENTS = register(
-    f"linear_cross_entropy_gradients(Tensor slope, {_SCHEMA}) -> (Tensor, Tensor)", _run_gradients, _fake_gradients
+    f"linear_cross_entropy_gradients(Tensor slope, {_SCHEMA}) -> (Tensor, Tensor, Tensor)",
+    _run_gradients,
+    _fake_gradients,
 )
 _TOTAL = register(
-    f"linear_cross_entropy_total(Tensor factor, {_SCHEMA}) -> (Tensor, Tensor, Tensor)", _run_total, _fake_total
+    f"linear_cross_entropy_total(Tensor factor, {_SCHEMA}) -> "
+    f"(Tensor total, Tensor drows, Tensor dweight, Tensor dbias, {_BESIDE})",
+    _run_total,
+    _fake_total,
 )
 register_gradient(_BY_ROW, _from_inputs, _keep_inputs)
 register_gradient(_TOTAL, _from_gradients, _keep_gradients)

@@ -110,8 +110,6 @@ def _other_than_linear(head: Any) -> str:
         return f"its head is {kind.__name__} of {kind.__module__}"
     if not is_from(forward_of(head), torch.nn.Linear.__module__) and not _is_shared(head):
         return f"its head is {kind.__name__} with a forward of its own"
-    if head.bias is not None and torch.compiler.is_compiling():
-        return "its head has a bias, with which a compiled loss has logits in any case"
     hooks = (*head._forward_pre_hooks.values(), *head._forward_hooks.values())
     if has_global_hooks() or head._backward_hooks or head._backward_pre_hooks or not all(map(_is_sharding, hooks)):
         return "its head has hooks"
