@@ -353,11 +353,11 @@ def _run_total(factor: torch.Tensor, *given: Any) -> tuple[torch.Tensor, ...]:
 
 
 def _with_room(others: Sequence[Any]) -> LossOptions:
-    return LossOptions(*others, beside=composite.Beside())
+    return dataclasses.replace(LossOptions(*others), beside=composite.Beside())
 
 
 def _told(options: LossOptions, loss: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    beside = options.beside
+    beside = options.beside or composite.Beside()
     empty = loss.new_empty(0), loss.new_empty(0, dtype=torch.int64)
     shares, predicted = (
         x if found is None else found for found, x in zip((beside.shares, beside.predicted), empty, strict=True)
